@@ -1,0 +1,41 @@
+# make demo: set everything up and run the main job on the CPU. make test: the tests. Both start from a fresh clone.
+PYTHON ?= python3
+VENV ?= .venv
+DIPTYCH_CUDA ?= auto
+BIN := $(VENV)/bin
+SOURCES := $(shell find core_cuda jax_frontend/csrc -name '*.[ch]*' -o -name '*.cu*' -o -name 'CMakeLists.txt') CMakeLists.txt
+
+.PHONY: demo test lint bench setup clean
+
+demo: setup
+	$(BIN)/diptych compare --recipe fp8-current --out runs/demo
+
+test: setup
+	$(BIN)/python -m pytest -n 2 -q
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.h' '*.cpp' '*.cu' '*.cuh')
+	$(BIN)/pyright
+
+bench: setup
+	$(BIN)/python -m benchmarks.cpu
+
+setup: $(VENV)/.installed
+
+# The build's own requirements go into the environment, so that jaxlib is fetched once.
+$(VENV)/.requirements: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "diptych needs Python 3.11 or newer; set PYTHON="'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q -c constraints.txt torch==2.13.0
+	$(BIN)/pip install -q -c constraints.txt scikit-build-core pybind11 cmake ninja jax jaxlib numpy \
+	  jinja2 matplotlib tqdm optax ml_dtypes pytest pytest-xdist hypothesis ruff pyright clang-format
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.requirements $(SOURCES)
+	DIPTYCH_CUDA=$(DIPTYCH_CUDA) $(BIN)/pip install -q --no-build-isolation --no-deps -e .
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist runs

@@ -1,0 +1,79 @@
+"""The format table, twin of the core's `format.h`: everything the panels may know about a format is a field here.
+
+Invariants: a row's position is its id in every binding; a test holds this table equal to `diptych.core.format_table()`.
+Adding a format is one row here, one in `format.h`, its codec if the element is new, registry rows and a recipe.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class FormatRow:
+    """One format.
+
+    `element` and `scale` are dtype names as torch, jax and ml_dtypes spell them. A rowwise block is
+    `block_rows x block_cols` elements, (0, 0) the whole tensor. `rule` says how a scale follows from its amax:
+    "divide" (float32 division) or "e8m0_ceil" (power of two, rounded up). `columnwise` says where the columnwise copy
+    of an [M, K] tensor lies: "transposed" ([K, M]) or "row_major" ([M, K]). `tolerance` is the relative error of one
+    round trip of a normal value: half an ulp of the element.
+    """
+
+    name: str
+    element: str
+    scale: str
+    block_rows: int
+    block_cols: int
+    rule: str
+    scale_layout: str
+    columnwise: str
+    tolerance: float
+
+    @property
+    def per_tensor(self) -> bool:
+        return self.block_cols == 0
+
+    @property
+    def id(self) -> int:
+        """Position in the table, which is the number that the core knows the format by."""
+        return _IDS[self.name]
+
+
+_E4M3, _E5M2 = "float8_e4m3fn", "float8_e5m2"
+_F32, _E8M0 = "float32", "float8_e8m0fnu"
+
+# fmt: off
+FORMATS: tuple[FormatRow, ...] = (
+    #          name                element scale  block      rule         scales       columnwise    tolerance
+    FormatRow("fp8_e4m3_tensor",   _E4M3, _F32,    0,   0, "divide",    "row_major", "transposed", 0.0625),
+    FormatRow("fp8_e5m2_tensor",   _E5M2, _F32,    0,   0, "divide",    "row_major", "transposed", 0.125),
+    FormatRow("fp8_e4m3_1x128",    _E4M3, _F32,    1, 128, "divide",    "row_major", "transposed", 0.0625),
+    FormatRow("fp8_e5m2_1x128",    _E5M2, _F32,    1, 128, "divide",    "row_major", "transposed", 0.125),
+    FormatRow("fp8_e4m3_128x128",  _E4M3, _F32,  128, 128, "divide",    "row_major", "transposed", 0.0625),
+    FormatRow("fp8_e5m2_128x128",  _E5M2, _F32,  128, 128, "divide",    "row_major", "transposed", 0.125),
+    FormatRow("mxfp8_e4m3",        _E4M3, _E8M0,   1,  32, "e8m0_ceil", "row_major", "row_major",  0.0625),
+    FormatRow("mxfp8_e5m2",        _E5M2, _E8M0,   1,  32, "e8m0_ceil", "row_major", "row_major",  0.125),
+)
+# fmt: on
+
+_IDS = {row.name: i for i, row in enumerate(FORMATS)}
+
+
+def find_format(element: str, scale: str, block: tuple[int, int]) -> FormatRow:
+    """The row with these properties.
+
+    **Raises** ValueError naming the rows with that block, or all rows, when there is none.
+    """
+    for row in FORMATS:
+        if (row.element, row.scale, (row.block_rows, row.block_cols)) == (element, scale, block):
+            return row
+    near = [r.name for r in FORMATS if (r.block_rows, r.block_cols) == block] or [r.name for r in FORMATS]
+    raise ValueError(f"no format with element {element}, scale {scale}, block {block}; nearest: {', '.join(near)}")
+
+
+def format_by_name(name: str) -> FormatRow:
+    """The row called `name`. **Raises** ValueError with the known names."""
+    if name not in _IDS:
+        raise ValueError(f"unknown format {name!r}; known: {', '.join(_IDS)}")
+    return FORMATS[_IDS[name]]

@@ -1,0 +1,124 @@
+"""One shape rule per op. torch fake implementations, JAX abstract evaluation and the eager allocators all call these.
+
+Rules use only `+`, `*` and `//` on sizes, so that they hold for symbolic ones, and return what must be true of sizes as
+`Constraint` data, which each panel enforces in its own way. They never branch on a size.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+from diptych.common.errors import ShapeError
+from diptych.common.formats import FormatRow
+from diptych.common.quantizers import Quantizer
+
+Size = Any  # int, torch.SymInt or a JAX symbolic dimension
+Shape = tuple[Size, ...]
+
+HIGH_PRECISION = ("float32", "bfloat16", "float16")
+
+
+class Buffer(NamedTuple):
+    """An output to allocate: `name` is the attribute of a quantized tensor that it becomes."""
+
+    name: str
+    shape: Shape
+    dtype: str
+
+
+class Constraint(NamedTuple):
+    """`lhs == rhs` must hold; `message` says what is wrong where it does not."""
+
+    lhs: Size
+    rhs: Size
+    message: str
+
+
+class GemmShape(NamedTuple):
+    m: Size
+    n: Size
+    k: Size
+    constraints: tuple[Constraint, ...]
+
+
+def ceil_div(a: Size, b: int) -> Size:
+    return (a + b - 1) // b
+
+
+def rows_cols(shape: Shape) -> tuple[Size, Size]:
+    """Leading dimensions fold into rows. **Raises** ShapeError for a scalar."""
+    if len(shape) == 0:
+        raise ShapeError("a quantized tensor has at least one dimension; got a scalar, reshape it to [1]")
+    return math.prod(shape[:-1]), shape[-1]
+
+
+def scale_shape(fmt: FormatRow, columnwise: bool, m: Size, k: Size) -> Shape:
+    """Shape of one copy's scales for an [m, k] tensor, in the orientation of that copy's data; per-tensor: (1,)."""
+    if fmt.per_tensor:
+        return (1,)
+    if not columnwise:
+        return (ceil_div(m, fmt.block_rows), ceil_div(k, fmt.block_cols))
+    if fmt.columnwise == "transposed":
+        return (ceil_div(k, fmt.block_rows), ceil_div(m, fmt.block_cols))
+    return (ceil_div(m, fmt.block_cols), ceil_div(k, fmt.block_rows))
+
+
+def data_shape(fmt: FormatRow, columnwise: bool, shape: Shape) -> Shape:
+    """Shape of one copy's data: the tensor's own, or (K, M) for a transposed columnwise copy."""
+    if columnwise and fmt.columnwise == "transposed":
+        m, k = rows_cols(shape)
+        return (k, m)
+    return tuple(shape)
+
+
+def quantize_buffers(shape: Shape, quantizer: Quantizer) -> tuple[Buffer, ...]:
+    """What `quantize` fills for a tensor of `shape`, in a fixed order: the wanted copies, then `amax` if per-tensor."""
+    fmt = quantizer.format
+    m, k = rows_cols(shape)
+    buffers = []
+    for columnwise, wanted, prefix in (
+        (False, quantizer.rowwise, "rowwise"),
+        (True, quantizer.columnwise, "columnwise"),
+    ):
+        if wanted:
+            buffers.append(Buffer(f"{prefix}_data", data_shape(fmt, columnwise, shape), fmt.element))
+            buffers.append(Buffer(f"{prefix}_scale_inv", scale_shape(fmt, columnwise, m, k), fmt.scale))
+    if fmt.per_tensor:
+        buffers.append(Buffer("amax", (1,), "float32"))
+    return tuple(buffers)
+
+
+def operand_extents(fmt: FormatRow, columnwise: bool, data: Shape) -> tuple[Size, Size]:
+    """(kept, reduced) extents of a gemm operand, given the data of one of its copies."""
+    rows, cols = rows_cols(data)
+    if columnwise and fmt.columnwise == "row_major":
+        return cols, rows
+    return rows, cols
+
+
+def gemm_copies(trans_a: bool, trans_b: bool) -> tuple[bool, bool]:
+    """Whether op(a) @ op(b) needs a's and b's columnwise copy: it does where an operand's rows are reduced."""
+    return trans_a, not trans_b
+
+
+def gemm_shape(
+    a_format: FormatRow, a_columnwise: bool, a_data: Shape, b_format: FormatRow, b_columnwise: bool, b_data: Shape
+) -> GemmShape:
+    """Extents of the product of two copies, and that both reduce over the same length."""
+    m, k = operand_extents(a_format, a_columnwise, a_data)
+    n, k_b = operand_extents(b_format, b_columnwise, b_data)
+    same = Constraint(k, k_b, f"gemm: a ({a_format.name}) reduces over {k} elements, b ({b_format.name}) over {k_b}")
+    return GemmShape(m, n, k, (same,))
+
+
+def gemm_out_shape(a_shape: Shape, m: Size, n: Size, trans_a: bool) -> Shape:
+    """Shape of the product as users see it: a's leading dimensions survive where its rows do."""
+    return (m, n) if trans_a else (*a_shape[:-1], n)
+
+
+def check(constraints: tuple[Constraint, ...]) -> None:
+    """Enforces constraints on concrete sizes. **Raises** ShapeError."""
+    for c in constraints:
+        if c.lhs != c.rhs:
+            raise ShapeError(c.message)

@@ -1,0 +1,123 @@
+"""Bytes to train on: the standard library's source, or the user's files, split and batched by rules alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import sysconfig
+
+import numpy as np
+
+DEFAULT_CAP = 8 << 20
+"""Bytes read at most."""
+
+_SKIPPED_DIRS = {"__pycache__", "site-packages", "dist-packages", "test", "tests", "idle_test", "node_modules"}
+_VALIDATION_PERIOD = 10
+
+
+class DataError(ValueError):
+    """Data that is missing, unreadable or too small."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ByteData:
+    """A train and a validation split of bytes, uint8 each, and where they came from."""
+
+    train: np.ndarray
+    valid: np.ndarray
+    source: str
+    files: int
+
+    @property
+    def unigram_entropy(self) -> float:
+        """Entropy of single bytes in nats over both splits: what a model without context can reach at best."""
+        counts = np.bincount(self.train, minlength=256) + np.bincount(self.valid, minlength=256)
+        p = counts[counts > 0] / counts.sum()
+        return float(-(p * np.log(p)).sum())
+
+    def batch(self, seed: int, step: int, batch: int, seq: int) -> np.ndarray:
+        """Training windows of one step, int32 [batch, seq + 1]: a function of (seed, step), whatever ran before."""
+        starts = np.random.default_rng([seed, step]).integers(0, len(self.train) - seq, size=batch)
+        return self.train[starts[:, None] + np.arange(seq + 1)].astype(np.int32)
+
+    def validation_batches(self, count: int, batch: int, seq: int) -> list[np.ndarray]:
+        """`count` batches of windows spread evenly over the validation split, the same for every run."""
+        starts = np.linspace(0, len(self.valid) - seq - 1, count * batch).astype(np.int64)
+        windows = self.valid[starts[:, None] + np.arange(seq + 1)].astype(np.int32)
+        return list(windows.reshape(count, batch, seq + 1))
+
+    def check(self, seq: int) -> None:
+        """**Raises** DataError where a split does not hold a window."""
+        for name, split in (("training", self.train), ("validation", self.valid)):
+            if len(split) < seq + 2:
+                raise DataError(
+                    f"{self.source}: the {name} split has {len(split)} bytes and a window needs {seq + 2}; "
+                    "give more data or a shorter --seq"
+                )
+
+
+def load(path: str | os.PathLike[str] | None = None, *, cap: int = DEFAULT_CAP) -> ByteData:
+    """Reads bytes and splits them.
+
+    **Arguments:** `path`: a file or a directory, None for the source of Python's standard library. `cap`: bytes read at
+    most, files in sorted order.
+
+    **Returns:** `ByteData`. Of several files every tenth goes to validation, of a single one its last tenth.
+
+    **Raises:** DataError for a path that is missing, unreadable or holds nothing.
+    """
+    if path is None:
+        root = pathlib.Path(sysconfig.get_path("stdlib"))
+        return _split(_read(_walk(root, suffix=".py"), cap), f"Python {_python_version()} standard library", root)
+    root = pathlib.Path(path)
+    if root.is_file():
+        return _split(_read([root], cap), str(root), root)
+    if root.is_dir():
+        return _split(_read(_walk(root, suffix=""), cap), str(root), root)
+    raise DataError(f"{root}: no such file or directory")
+
+
+def _python_version() -> str:
+    import platform
+
+    return platform.python_version()
+
+
+def _walk(root: pathlib.Path, suffix: str) -> list[pathlib.Path]:
+    """Files below `root` in sorted order, without hidden ones, caches, packages and tests, which installations vary in."""
+    found = []
+    for folder, dirs, files in os.walk(root):
+        dirs[:] = sorted(d for d in dirs if d not in _SKIPPED_DIRS and not d.startswith("."))
+        found += [pathlib.Path(folder, f) for f in sorted(files) if f.endswith(suffix) and not f.startswith(".")]
+    return [f for f in found if f.is_file()]
+
+
+def _read(paths: list[pathlib.Path], cap: int) -> list[bytes]:
+    parts, left = [], cap
+    for path in paths:
+        if left <= 0:
+            break
+        try:
+            with open(path, "rb") as f:
+                part = f.read(left)
+        except OSError as e:
+            raise DataError(f"{path}: cannot be read: {e.strerror or e}") from e
+        if part:
+            parts.append(part)
+            left -= len(part)
+    return parts
+
+
+def _split(parts: list[bytes], source: str, root: pathlib.Path) -> ByteData:
+    if not parts:
+        raise DataError(f"{root}: no bytes to train on")
+    if len(parts) < _VALIDATION_PERIOD:
+        whole = b"".join(parts)
+        cut = len(whole) - len(whole) // _VALIDATION_PERIOD
+        train, valid = whole[:cut], whole[cut:]
+    else:
+        last = _VALIDATION_PERIOD - 1
+        train = b"".join(p for i, p in enumerate(parts) if i % _VALIDATION_PERIOD != last)
+        valid = b"".join(p for i, p in enumerate(parts) if i % _VALIDATION_PERIOD == last)
+    return ByteData(np.frombuffer(train, np.uint8), np.frombuffer(valid, np.uint8), source, len(parts))

@@ -1,0 +1,122 @@
+"""What is to be trained, as values: model, optimizer, recipe, device; and the initial weights, made once in NumPy."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+
+from diptych.common import Recipe, Value
+
+Weights = dict[str, np.ndarray]
+LINEARS = ("qkv", "proj", "up", "down")
+"""The linears of a block, in forward order: all of them quantized. Embedding and head stay in high precision."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig(Value):
+    """A byte-level GPT: pre-norm blocks of causal attention and a GELU MLP, learned positions, untied head."""
+
+    width: int = 128
+    layers: int = 5
+    heads: int = 4
+    seq: int = 128
+    vocab: int = 256
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            if getattr(self, field.name) < 1:
+                raise ValueError(f"model: {field.name} must be at least 1, got {getattr(self, field.name)}")
+        if self.width % self.heads:
+            raise ValueError(f"model: width {self.width} is not a multiple of heads {self.heads}")
+
+    @property
+    def linears(self) -> list[str]:
+        """Names of the quantized linears in forward order."""
+        return [f"blocks.{i}.{name}" for i in range(self.layers) for name in LINEARS]
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Name and shape of every parameter, in forward order. Linear weights are [out, in]."""
+        d = self.width
+        linear = {"qkv": (3 * d, d), "proj": (d, d), "up": (4 * d, d), "down": (d, 4 * d)}
+        shapes: dict[str, tuple[int, ...]] = {"embed.weight": (self.vocab, d), "position.weight": (self.seq, d)}
+        for i in range(self.layers):
+            for name in ("norm1", "qkv", "proj", "norm2", "up", "down"):
+                shape = linear.get(name, (d,))
+                shapes[f"blocks.{i}.{name}.weight"] = shape
+                shapes[f"blocks.{i}.{name}.bias"] = shape[:1]
+        shapes |= {"norm.weight": (d,), "norm.bias": (d,), "head.weight": (self.vocab, d)}
+        return shapes
+
+    @property
+    def parameters(self) -> int:
+        return sum(math.prod(s) for s in self.shapes().values())
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimConfig(Value):
+    """AdamW with linear warmup and cosine decay to a tenth."""
+
+    lr: float = 3e-3
+    steps: int = 300
+    warmup: int = 20
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+
+    def __post_init__(self) -> None:
+        if self.steps < 1:
+            raise ValueError(f"optimizer: steps must be at least 1, got {self.steps}")
+        if not (math.isfinite(self.lr) and self.lr > 0):
+            raise ValueError(f"optimizer: lr must be positive and finite, got {self.lr}")
+
+    def learning_rates(self) -> np.ndarray:
+        """Learning rate of every step, float32 [steps]: one table for both frameworks."""
+        step = np.arange(self.steps)
+        warm = (step + 1) / max(1, min(self.warmup, self.steps))
+        progress = np.clip((step - self.warmup) / max(1, self.steps - self.warmup), 0, 1)
+        return (self.lr * np.minimum(warm, 0.55 + 0.45 * np.cos(np.pi * progress))).astype(np.float32)
+
+
+@dataclasses.dataclass(frozen=True)
+class Corruption(Value):
+    """The self-test's fault: the weight scale (`scale_inv`) of one linear times `factor` in every forward product."""
+
+    layer: str
+    factor: float = 64.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Job(Value):
+    """One training run. `recipe` None is high precision; `compile` is torch.compile or jax.jit of the step."""
+
+    model: ModelConfig = ModelConfig()
+    optim: OptimConfig = OptimConfig()
+    recipe: Recipe | None = None
+    device: str = "cpu"
+    compile: bool = True
+    threads: int = 2
+    corruption: Corruption | None = None
+
+    def __post_init__(self) -> None:
+        if self.corruption is not None and self.recipe is None:
+            raise ValueError("a high-precision run has no scale to corrupt")
+        if self.corruption is not None and self.corruption.layer not in self.model.linears:
+            raise ValueError(f"no linear {self.corruption.layer!r}; there are {', '.join(self.model.linears)}")
+
+
+def initial_weights(model: ModelConfig, seed: int) -> Weights:
+    """Initial weights, float32: normal(0, 0.02), residual projections over sqrt(2 layers), norms 1, biases 0."""
+    rng = np.random.default_rng([seed, 0x696E6974])
+    weights: Weights = {}
+    for name, shape in model.shapes().items():
+        if name.endswith("bias"):
+            weights[name] = np.zeros(shape, np.float32)
+        elif "norm" in name:
+            weights[name] = np.ones(shape, np.float32)
+        else:
+            std = 0.02 / math.sqrt(2 * model.layers) if ("proj" in name or "down" in name) else 0.02
+            weights[name] = (std * rng.standard_normal(shape)).astype(np.float32)
+    return weights

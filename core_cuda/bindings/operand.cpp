@@ -1,0 +1,136 @@
+#include "operand.h"
+
+#include <string>
+#include <unordered_map>
+
+#include "dlpack_abi.h"
+
+namespace diptych::bind {
+namespace {
+
+// Types seen so far, each with its table (null: it has none). Guarded by the GIL; types are kept alive.
+const dl::ExchangeApi* exchange_api(PyTypeObject* type) {
+  static PyTypeObject* last_type = nullptr;
+  static const dl::ExchangeApi* last_api = nullptr;
+  if (type == last_type) return last_api;
+  static auto* seen = new std::unordered_map<PyTypeObject*, const dl::ExchangeApi*>;
+  auto it = seen->find(type);
+  if (it == seen->end()) {
+    const dl::ExchangeApi* api = nullptr;
+    py::object capsule = py::getattr(reinterpret_cast<PyObject*>(type), "__dlpack_c_exchange_api__", py::none());
+    if (!capsule.is_none()) {
+      api = static_cast<const dl::ExchangeApi*>(PyCapsule_GetPointer(capsule.ptr(), dl::kCapsuleName));
+      if (api == nullptr) throw py::error_already_set();
+      while (api != nullptr && api->version.major != dl::kMajor)
+        api = static_cast<const dl::ExchangeApi*>(api->previous);
+      if (api == nullptr)
+        throw py::type_error(std::string(type->tp_name) + " offers no DLPack exchange table of major version 1");
+    }
+    Py_INCREF(type);
+    it = seen->emplace(type, api).first;
+  }
+  last_type = type;
+  last_api = it->second;
+  return last_api;
+}
+
+bool find_dtype(const dl::DataType& d, DType* out) {
+  for (const DTypeRow& r : kDTypes)
+    if (r.dl_code == d.code && r.bytes * 8 == d.bits && d.lanes == 1) {
+      *out = r.id;
+      return true;
+    }
+  return false;
+}
+
+std::string who(const char* arg) { return std::string("argument '") + arg + "'"; }
+
+bool dense(const int64_t* shape, const int64_t* strides, int rank, int64_t unit) {
+  int64_t expect = unit;
+  for (int i = 0; i < rank; ++i)
+    if (shape[i] == 0) return true;
+  for (int i = rank - 1; i >= 0; --i) {
+    if (shape[i] != 1 && strides[i] != expect) return false;
+    expect *= shape[i];
+  }
+  return true;
+}
+
+}  // namespace
+
+Call::~Call() {
+  for (int i = 0; i < held_; ++i) PyBuffer_Release(&buffers_[i]);
+}
+
+TensorView Call::view(py::handle object, const char* arg, bool writable) {
+  if (object.is_none()) return {};
+  if (PyTuple_CheckExact(object.ptr())) return from_buffer(object, arg, writable);
+  const dl::ExchangeApi* api = exchange_api(Py_TYPE(object.ptr()));
+  if (api == nullptr)
+    throw py::type_error(who(arg) + " of type " + Py_TYPE(object.ptr())->tp_name +
+                         " is neither a tensor with a DLPack exchange table nor a (buffer, dtype code) pair");
+  dl::Tensor t;
+  if (api->tensor_from_object(object.ptr(), &t) != 0) throw py::error_already_set();
+  TensorView v;
+  if (t.ndim > kMaxRank) throw py::value_error(who(arg) + " has more than 8 dimensions");
+  if (t.device.type != 1 && t.device.type != 2)
+    throw py::value_error(who(arg) + " is on a device of DLPack type " + std::to_string(t.device.type) +
+                          "; there are backends for the CPU (1) and CUDA (2)");
+  if (!find_dtype(t.dtype, &v.dtype))
+    throw py::type_error(who(arg) + " has a dtype that no op takes (DLPack code " + std::to_string(t.dtype.code) +
+                         ", " + std::to_string(t.dtype.bits) + " bits, " + std::to_string(t.dtype.lanes) + " lanes)");
+  v.data = static_cast<char*>(t.data) + t.byte_offset;
+  v.rank = t.ndim;
+  for (int i = 0; i < t.ndim; ++i) v.shape[i] = t.shape[i];
+  v.device = {static_cast<Backend>(t.device.type), t.device.type == 1 ? 0 : t.device.id};
+  v.contiguous = t.strides == nullptr || dense(v.shape, t.strides, v.rank, 1);
+  if (!have_device_) {
+    have_device_ = true;
+    device_ = v.device;
+    api_ = api;
+  }
+  return v;
+}
+
+TensorView Call::from_buffer(py::handle pair, const char* arg, bool writable) {
+  if (PyTuple_GET_SIZE(pair.ptr()) != 2) throw py::type_error(who(arg) + " must be a (buffer, dtype code) pair");
+  const long code = PyLong_AsLong(PyTuple_GET_ITEM(pair.ptr(), 1));
+  if (code == -1 && PyErr_Occurred()) throw py::error_already_set();
+  if (code < 0 || code >= static_cast<long>(DType::count_)) throw py::type_error(who(arg) + ": unknown dtype code");
+  if (held_ == kMaxBuffers) throw py::value_error("too many buffers in one call");
+  Py_buffer& b = buffers_[held_];
+  if (PyObject_GetBuffer(PyTuple_GET_ITEM(pair.ptr(), 0), &b, PyBUF_STRIDES | (writable ? PyBUF_WRITABLE : 0)) != 0)
+    throw py::error_already_set();
+  ++held_;
+  TensorView v;
+  v.dtype = static_cast<DType>(code);
+  if (b.itemsize != bytes(v.dtype))
+    throw py::type_error(who(arg) + " has elements of " + std::to_string(b.itemsize) + " bytes, " + name(v.dtype) +
+                         " has " + std::to_string(bytes(v.dtype)));
+  if (b.ndim > kMaxRank) throw py::value_error(who(arg) + " has more than 8 dimensions");
+  v.data = b.buf;
+  v.rank = b.ndim;
+  int64_t strides[kMaxRank] = {};
+  for (int i = 0; i < b.ndim; ++i) {
+    v.shape[i] = b.shape[i];
+    strides[i] = b.strides[i];
+  }
+  v.contiguous = dense(v.shape, strides, v.rank, b.itemsize);
+  if (!have_device_) {
+    have_device_ = true;
+    device_ = v.device;
+  }
+  return v;
+}
+
+Execution Call::execution() {
+  Execution e{device_, nullptr};
+  if (device_.backend == Backend::cuda) {
+    const auto* api = static_cast<const dl::ExchangeApi*>(api_);
+    if (api->current_work_stream(static_cast<int32_t>(device_.backend), device_.index, &e.stream) != 0)
+      throw py::error_already_set();
+  }
+  return e;
+}
+
+}  // namespace diptych::bind

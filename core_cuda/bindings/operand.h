@@ -1,0 +1,41 @@
+// Turns Python arguments into views without copying and without owning anything past the call.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include "diptych/ops.h"
+
+namespace diptych::bind {
+
+namespace py = pybind11;
+
+// The views of one call. Accepts, for each tensor argument:
+//   - an object whose type offers `__dlpack_c_exchange_api__` (torch tensors): borrowed through the C table;
+//   - a pair (buffer, dtype code) for NumPy memory, whose own dtypes do not reach FP8 or bfloat16;
+//   - None, where the op allows it.
+class Call {
+ public:
+  Call() = default;
+  ~Call();
+  Call(const Call&) = delete;
+  Call& operator=(const Call&) = delete;
+
+  TensorView in(py::handle object, const char* arg) { return view(object, arg, false); }
+  TensorView out(py::handle object, const char* arg) { return view(object, arg, true); }
+
+  // The first tensor's device, and the stream that its framework works on there.
+  Execution execution();
+
+ private:
+  TensorView view(py::handle object, const char* arg, bool writable);
+  TensorView from_buffer(py::handle pair, const char* arg, bool writable);
+
+  static constexpr int kMaxBuffers = 8;
+  Py_buffer buffers_[kMaxBuffers];
+  int held_ = 0;
+  bool have_device_ = false;
+  Device device_;
+  const void* api_ = nullptr;
+};
+
+}  // namespace diptych::bind

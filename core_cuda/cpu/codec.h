@@ -1,0 +1,132 @@
+// Element codecs, branchless (NUMERICS 1). Each is written once for a scalar (float, int32_t) and for a vector of them.
+// They rely on the IEEE float environment: subnormals are rounded by adding a power of two.
+#pragma once
+
+#include <cstdint>
+
+// Every instruction set compiles its own copy of what follows, so that the linker cannot swap one set's for another's.
+#ifndef DIPTYCH_ISA
+#define DIPTYCH_ISA baseline
+#endif
+#define DIPTYCH_INLINE inline __attribute__((always_inline))
+
+namespace diptych::cpu {
+inline namespace DIPTYCH_ISA {
+
+template <class To, class From>
+DIPTYCH_INLINE To bits_as(From v) {
+  return __builtin_bit_cast(To, v);
+}
+DIPTYCH_INLINE constexpr float pow2f(int e) { return __builtin_bit_cast(float, static_cast<uint32_t>(e + 127) << 23); }
+template <class F, class I>
+DIPTYCH_INLINE F to_float(I v) {
+  if constexpr (sizeof(F) == sizeof(float)) {
+    return static_cast<F>(v);
+  } else {
+    return __builtin_convertvector(v, F);
+  }
+}
+
+inline constexpr int32_t kInfBits = 0x7F800000;
+
+struct E4M3 {
+  static constexpr int kMantissa = 3, kBias = 7;
+  static constexpr int32_t kMaxBits = 0x43E00000;  // 448
+  static constexpr int32_t kFirstSpecial = 0x7F;   // its only NaN
+  static constexpr int32_t kSpecialBase = 0x7FC00000;
+};
+struct E5M2 {
+  static constexpr int kMantissa = 2, kBias = 15;
+  static constexpr int32_t kMaxBits = 0x47600000;  // 57344
+  static constexpr int32_t kFirstSpecial = 0x7C;   // inf, then NaNs
+  static constexpr int32_t kSpecialBase = kInfBits;
+};
+
+// float32 -> FP8 byte, round to nearest even, saturating; any NaN -> 0x7F
+template <class E, class I, class F>
+DIPTYCH_INLINE I encode(F x) {
+  constexpr int kDrop = 23 - E::kMantissa;
+  constexpr int32_t kRebias = (127 - E::kBias) << 23;
+  constexpr int32_t kMinNormal = (128 - E::kBias) << 23;
+  constexpr float kMagic = pow2f(kDrop + 1 - E::kBias);  // its ulp is the grid's smallest step
+  const I u = bits_as<I>(x);
+  const I a = u & 0x7FFFFFFF;
+  const I s = a < E::kMaxBits ? a : E::kMaxBits;
+  const I normal = (s + ((s >> kDrop) & 1) + ((1 << (kDrop - 1)) - 1 - kRebias)) >> kDrop;
+  const I subnormal = bits_as<I>(bits_as<F>(s) + kMagic) - bits_as<int32_t>(kMagic);
+  const I code = (s < kMinNormal ? subnormal : normal) | ((u >> 24) & 0x80);
+  return a > kInfBits ? 0x7F : code;
+}
+
+// FP8 byte -> float32, exact
+template <class E, class F, class I>
+DIPTYCH_INLINE F decode(I code) {
+  constexpr int kDrop = 23 - E::kMantissa;
+  constexpr float kStep = pow2f(1 - E::kBias - E::kMantissa);
+  const I a = code & 0x7F;
+  const I normal = (a << kDrop) + ((127 - E::kBias) << 23);
+  const I special = E::kSpecialBase | (((a - E::kFirstSpecial) & 3) << kDrop);
+  const I finite = a < (1 << E::kMantissa) ? bits_as<I>(to_float<F>(a) * kStep) : normal;
+  return bits_as<F>((a < E::kFirstSpecial ? finite : special) | ((code & 0x80) << 24));
+}
+
+// float32 -> bfloat16, round to nearest even, overflow to inf, NaN stays NaN
+template <class I, class F>
+DIPTYCH_INLINE I to_bf16(F x) {
+  const I u = bits_as<I>(x);
+  const I a = u & 0x7FFFFFFF;
+  const I s = a < kInfBits ? a : kInfBits;
+  const I rounded = (s + ((s >> 16) & 1) + 0x7FFF) >> 16;
+  return (a > kInfBits ? 0x7FC0 : rounded) | ((u >> 16) & 0x8000);
+}
+
+template <class F, class I>
+DIPTYCH_INLINE F from_bf16(I half) {
+  return bits_as<F>(half << 16);
+}
+
+// float32 -> float16, round to nearest even, overflow to inf, NaN stays NaN
+template <class I, class F>
+DIPTYCH_INLINE I to_f16(F x) {
+  constexpr float kMagic = 0.5f;  // its ulp is 2^-24, the smallest float16
+  const I u = bits_as<I>(x);
+  const I a = u & 0x7FFFFFFF;
+  const I s = a < 0x47800000 ? a : 0x47800000;  // 2^16 rounds to inf
+  const I normal = (s + ((s >> 13) & 1) + (0xFFF - (112 << 23))) >> 13;
+  const I subnormal = bits_as<I>(bits_as<F>(s) + kMagic) - bits_as<int32_t>(kMagic);
+  const I finite = s < (113 << 23) ? subnormal : normal;
+  return (a > kInfBits ? 0x7E00 : finite) | ((u >> 16) & 0x8000);
+}
+
+template <class F, class I>
+DIPTYCH_INLINE F from_f16(I half) {
+  const I a = half & 0x7FFF;
+  const I normal = (a << 13) + (112 << 23);
+  const I finite = a < 0x400 ? bits_as<I>(to_float<F>(a) * pow2f(-24)) : normal;
+  return bits_as<F>((a < 0x7C00 ? finite : (a << 13) | kInfBits) | ((half & 0x8000) << 16));
+}
+
+// v = amax / max of the element, >= 0 and not NaN -> the E8M0 code of the next power of two (NUMERICS 4)
+template <class I, class F>
+DIPTYCH_INLINE I e8m0_ceil(F v) {
+  const I u = bits_as<I>(v);
+  const I e = u >> 23;
+  const I m = u & 0x7FFFFF;
+  const I up = (m > 0) & (e != 254) & ((e != 0) | (m > 0x400000)) ? e + 1 : e;
+  return e == 255 ? 254 : up;
+}
+
+// 2^(127 - code), the multiplier of a block; integer arithmetic, as 2^-127 is subnormal
+template <class F, class I>
+DIPTYCH_INLINE F e8m0_inverse(I code) {
+  return bits_as<F>(code == 254 ? 0x00400000 : (254 - code) << 23);
+}
+
+// 2^(code - 127); 255 is NaN
+DIPTYCH_INLINE float from_e8m0(uint8_t code) {
+  const uint32_t u = code == 255 ? 0x7FC00000u : code == 0 ? 0x00400000u : static_cast<uint32_t>(code) << 23;
+  return bits_as<float>(u);
+}
+
+}  // namespace DIPTYCH_ISA
+}  // namespace diptych::cpu

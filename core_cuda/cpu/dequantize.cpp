@@ -1,0 +1,71 @@
+// dequantize: float32(q) * scale_inv, rounded once, then one cast, in the tensor's own orientation from either copy.
+#include <algorithm>
+#include <string>
+
+#include "cpu/blocks.h"
+#include "cpu/codec.h"
+#include "cpu/isa.h"
+#include "cpu/kernels.h"
+#include "cpu/run.h"
+#include "cpu/scratch.h"
+
+namespace diptych::cpu {
+namespace {
+
+Status run(const DequantizeArgs& args) {
+  const FormatRow& f = row(args.q.format);
+  if ((f.element != DType::e4m3 && f.element != DType::e5m2) || (f.scale != DType::f32 && f.scale != DType::e8m0))
+    return Status(Code::unsupported, std::string("dequantize: the CPU kernels read float8_e4m3fn and float8_e5m2 with "
+                                                 "float32 or float8_e8m0fnu scales, not ") +
+                                         f.name + " (" + name(f.element) + ", " + name(f.scale) + ")");
+  const Kernels& simd = kernels();
+  const TensorView& out = args.out;
+  const int64_t m = out.rows(), k = out.cols();
+  if (m == 0 || k == 0) return Status();
+  const BlockedCopy copy = blocked_copy(f, args.q, m, k);
+
+  const int64_t tile_cols = std::min<int64_t>(k, copy.transposed ? 256 : 4096);
+  const int64_t tile_rows = copy.transposed ? 64 : std::max<int64_t>(1, (1 << 14) / tile_cols);
+  const int64_t across = ceil_div(k, tile_cols);
+  for_tasks(ceil_div(m, tile_rows) * across, m * k >= kThreadedElements, [&](int64_t t) {
+    const int64_t r0 = t / across * tile_rows, c0 = t % across * tile_cols;
+    const int64_t rows = std::min(tile_rows, m - r0), cols = std::min(tile_cols, k - c0);
+    const uint8_t* q = copy.data + r0 * k + c0;
+    int64_t ld = k;
+    if (copy.transposed) {
+      uint8_t* staged = scratch(Slot::bytes).get<uint8_t>(tile_rows * tile_cols);
+      simd.transpose(copy.data + c0 * m + r0, m, cols, rows, staged, tile_cols);
+      q = staged;
+      ld = tile_cols;
+    }
+
+    float* of_block = scratch(Slot::scales).get<float>(2 * tile_cols);
+    float* of_column = of_block + tile_cols;
+    const int64_t j0 = c0 / copy.cols, blocks = (c0 + cols - 1) / copy.cols - j0 + 1;
+    const bool uniform = blocks == 1;
+    int64_t have = -1;  // the row of blocks whose scales are in of_block
+    for (int64_t r = 0; r < rows; ++r, q += ld) {
+      if (const int64_t i = (r0 + r) / copy.rows; i != have) {
+        have = i;
+        const int64_t first = i * copy.step_i + j0 * copy.step_j;
+        for (int64_t j = 0; j < blocks; ++j) {
+          const int64_t at = first + j * copy.step_j;
+          of_block[j] = f.scale == DType::f32 ? static_cast<const float*>(copy.scale_inv)[at]
+                                              : from_e8m0(static_cast<const uint8_t*>(copy.scale_inv)[at]);
+        }
+        if (!uniform) spread(of_block, c0, cols, copy.cols, of_column);
+      }
+      simd.decode(f.element, q, uniform ? of_block : of_column, uniform, cols, out.dtype,
+                  out.as<char>() + ((r0 + r) * k + c0) * bytes(out.dtype));
+    }
+  });
+  return Status();
+}
+
+}  // namespace
+
+Status dequantize(const DequantizeArgs& args, const Execution&) {
+  return guarded("dequantize", [&] { return run(args); });
+}
+
+}  // namespace diptych::cpu

@@ -1,0 +1,70 @@
+// What an instruction set provides: the inner loops, all with identical bits, behind one table of functions.
+// They run inside an IeeeScope, know nothing of tensors, and never allocate.
+#pragma once
+
+#include <cstdint>
+
+#include "diptych/format.h"
+
+namespace diptych::cpu {
+
+struct ScaleParams {
+  ScaleRule rule;
+  float max;            // largest finite value of the element
+  float eps;
+  bool pow2;
+  float value_for_inf;  // NUMERICS 2
+};
+
+// One strip of an output row: r = alpha * acc + bias + beta * c, every operation rounded, one cast.
+struct Epilogue {
+  float alpha, beta;
+  const float* bias;  // null: none
+  const float* sb;    // not null: acc is a partial sum over all of K and still takes its scale sa * sb
+  float sa;
+  const void* c;      // null: none
+  void* d;
+  DType dtype;
+};
+
+struct Kernels {
+  const char* name;
+
+  // max over non-NaN |x|; 0 where there is none
+  float (*amax)(DType, const void* x, int64_t n);
+  void (*load)(DType, const void* x, int64_t n, float* out);
+  // out[c] = max over rows of |x[., c]|
+  void (*column_amax)(DType, const void* x, int64_t ld, int64_t rows, int64_t cols, float* out);
+  // out[j] = max over x[j * segment ...] of |x|, the last segment ragged
+  void (*segment_amax)(DType, const void* x, int64_t n, int64_t segment, float* out);
+  // one block's amax -> what its values are multiplied by, and what is stored: inv (divide) or code (e8m0_ceil)
+  void (*scales)(const ScaleParams&, const float* amax, int64_t n, float* multiplier, float* inv, uint8_t* code);
+  // uniform: multiplier[0] for all
+  void (*encode)(DType element, DType, const void* x, const float* multiplier, bool uniform, int64_t n, uint8_t* out);
+  void (*decode)(DType element, const uint8_t* q, const float* scale_inv, bool uniform, int64_t n, DType, void* out);
+  // dst [cols, rows] = src [rows, cols].T
+  void (*transpose)(const uint8_t* src, int64_t ld_src, int64_t rows, int64_t cols, uint8_t* dst, int64_t ld_dst);
+  // acc[c] = acc[c] + x[r, c] for ascending r
+  void (*column_sum)(DType, const void* x, int64_t ld, int64_t rows, int64_t cols, float* acc);
+  void (*store)(DType, const float* x, int64_t n, void* out);
+
+  // gemm: a micro-tile is mr x nr, packed operands are panels [k, width] with width a_width (>= mr) and nr
+  int mr, a_width, nr;
+  // k_major: src is [k, ld], else [outer, ld]; columns past `outer` become zero
+  void (*pack)(DType element, const uint8_t* src, int64_t ld, bool k_major, int64_t outer, int64_t k, int width,
+               float* dst);
+  // p = fma(a, b, p) over k; p [rows, nr] is read and written
+  void (*tile)(int rows, const float* a, const float* b, int64_t k, float* p);
+  // for every k_block: p = +0; p = fma(a, b, p); acc = acc + p * (sa * sb). sa, sb: rows of a step, one per block
+  void (*tile_blocked)(int rows, const float* a, const float* b, int64_t k, int64_t k_block, const float* sa,
+                       int64_t sa_step, const float* sb, int64_t sb_step, float* acc);
+  void (*epilogue)(const Epilogue&, const float* acc, int64_t n);
+};
+
+const Kernels& kernels();  // of the set in use
+
+const Kernels* avx512_kernels();  // null where the compiler cannot make them
+const Kernels* avx2_kernels();
+const Kernels* generic_kernels();
+
+}  // namespace diptych::cpu

@@ -1,0 +1,141 @@
+// Vectors of DIPTYCH_LANES float32, written with the compiler's vector types; intrinsics only where those fall short.
+// Included by the isa_*.cpp files alone, inside their target region.
+#pragma once
+
+#include "cpu/codec.h"
+#include "diptych/dtype.h"
+
+#define DIPTYCH_LAMBDA __attribute__((always_inline))
+
+namespace diptych::cpu {
+inline namespace DIPTYCH_ISA {
+
+constexpr int kLanes = DIPTYCH_LANES;
+using VF = float __attribute__((vector_size(4 * kLanes)));
+using VI = int32_t __attribute__((vector_size(4 * kLanes)));
+using VH = uint16_t __attribute__((vector_size(2 * kLanes)));
+using VB = uint8_t __attribute__((vector_size(kLanes)));
+
+struct AllLanes {  // the count of a full vector, known when compiled
+  constexpr operator int64_t() const { return kLanes; }
+};
+
+// body(first, lanes) over [0, n): full vectors, then one partial one
+template <class Body>
+DIPTYCH_INLINE void sweep(int64_t n, Body body) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) body(i, AllLanes{});
+  if (i < n) body(i, n - i);
+}
+
+template <class V>
+DIPTYCH_INLINE V load_as(const void* p) {
+  V v;
+  __builtin_memcpy(&v, p, sizeof(V));
+  return v;
+}
+
+DIPTYCH_INLINE VF splat(float v) { return v - VF{}; }  // not + : -0 stays -0
+DIPTYCH_INLINE VF abs(VF x) { return bits_as<VF>(bits_as<VI>(x) & 0x7FFFFFFF); }
+
+#if DIPTYCH_LANES == 16 && defined(__x86_64__)
+DIPTYCH_INLINE VF max_skip_nan(VF x, VF acc) { return (VF)_mm512_max_ps((__m512)x, (__m512)acc); }  // NaN x: acc
+DIPTYCH_INLINE VF fma(VF a, VF b, VF c) { return (VF)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
+DIPTYCH_INLINE VF half_to_float(VH h) { return (VF)_mm512_cvtph_ps((__m256i)h); }
+DIPTYCH_INLINE VH float_to_half(VF x) { return (VH)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+DIPTYCH_INLINE VI widen(VH h) { return (VI)_mm512_cvtepu16_epi32((__m256i)h); }
+DIPTYCH_INLINE VI widen(VB b) { return (VI)_mm512_cvtepu8_epi32((__m128i)b); }
+DIPTYCH_INLINE VH narrow_half(VI v) { return (VH)_mm512_cvtepi32_epi16((__m512i)v); }
+DIPTYCH_INLINE VB narrow_byte(VI v) { return (VB)_mm512_cvtepi32_epi8((__m512i)v); }
+#elif DIPTYCH_LANES == 8 && defined(__x86_64__)
+DIPTYCH_INLINE VF max_skip_nan(VF x, VF acc) { return (VF)_mm256_max_ps((__m256)x, (__m256)acc); }
+DIPTYCH_INLINE VF fma(VF a, VF b, VF c) { return (VF)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
+DIPTYCH_INLINE VF half_to_float(VH h) { return (VF)_mm256_cvtph_ps((__m128i)h); }
+DIPTYCH_INLINE VH float_to_half(VF x) { return (VH)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+DIPTYCH_INLINE VI widen(VH h) { return (VI)_mm256_cvtepu16_epi32((__m128i)h); }
+DIPTYCH_INLINE VI widen(VB b) { return (VI)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(__builtin_bit_cast(long long, b))); }
+DIPTYCH_INLINE VH narrow_half(VI v) {
+  const __m256i w = (__m256i)v;
+  return (VH)_mm_packus_epi32(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1));
+}
+DIPTYCH_INLINE VB narrow_byte(VI v) {
+  const __m128i h = (__m128i)narrow_half(v);
+  return __builtin_bit_cast(VB, _mm_cvtsi128_si64(_mm_packus_epi16(h, h)));
+}
+#else
+DIPTYCH_INLINE VF max_skip_nan(VF x, VF acc) { return x > acc ? x : acc; }
+// a * b of two FP8 values has at most 8 significant bits: it is exact, and the sum rounds once, as in an fma.
+DIPTYCH_INLINE VF fma(VF a, VF b, VF c) { return a * b + c; }
+DIPTYCH_INLINE VI widen(VH h) { return __builtin_convertvector(h, VI); }
+DIPTYCH_INLINE VI widen(VB b) { return __builtin_convertvector(b, VI); }
+DIPTYCH_INLINE VH narrow_half(VI v) { return __builtin_convertvector(v, VH); }
+DIPTYCH_INLINE VB narrow_byte(VI v) { return __builtin_convertvector(v, VB); }
+DIPTYCH_INLINE VF half_to_float(VH h) { return from_f16<VF>(widen(h)); }
+DIPTYCH_INLINE VH float_to_half(VF x) { return narrow_half(to_f16<VI>(x)); }
+#endif
+
+// Elements i .. i + lanes - 1 of an array of D as float32; absent lanes are zero.
+template <DType D>
+DIPTYCH_INLINE VF load(const void* base, int64_t i, AllLanes) {
+  const char* p = static_cast<const char*>(base) + i * bytes(D);
+  if constexpr (D == DType::f32) return load_as<VF>(p);
+  if constexpr (D == DType::bf16) return from_bf16<VF>(widen(load_as<VH>(p)));
+  if constexpr (D == DType::f16) return half_to_float(load_as<VH>(p));
+}
+
+template <DType D>
+DIPTYCH_INLINE VF load(const void* base, int64_t i, int64_t lanes) {
+  char part[4 * kLanes] = {};
+  __builtin_memcpy(part, static_cast<const char*>(base) + i * bytes(D), lanes * bytes(D));
+  return load<D>(part, 0, AllLanes{});
+}
+
+template <class V>
+DIPTYCH_INLINE void put(void* p, V v, int64_t lanes) {
+  __builtin_memcpy(p, &v, lanes * (sizeof(V) / kLanes));
+}
+
+template <DType D>
+DIPTYCH_INLINE void store(void* base, int64_t i, VF x, auto lanes) {
+  char* p = static_cast<char*>(base) + i * bytes(D);
+  if constexpr (D == DType::f32) put(p, x, lanes);
+  if constexpr (D == DType::bf16) put(p, narrow_half(to_bf16<VI>(x)), lanes);
+  if constexpr (D == DType::f16) put(p, float_to_half(x), lanes);
+}
+
+DIPTYCH_INLINE VI load_bytes(const uint8_t* p, AllLanes) { return widen(load_as<VB>(p)); }
+DIPTYCH_INLINE VI load_bytes(const uint8_t* p, int64_t lanes) {
+  uint8_t part[kLanes] = {};
+  __builtin_memcpy(part, p, lanes);
+  return load_bytes(part, AllLanes{});
+}
+
+DIPTYCH_INLINE float max_of_lanes(VF v) {
+  float m = v[0];
+  for (int i = 1; i < kLanes; ++i) m = v[i] > m ? v[i] : m;
+  return m;
+}
+
+// f.template operator()<D>() for the one D among the high-precision types
+template <class Fn>
+DIPTYCH_INLINE void with_dtype(DType d, Fn f) {
+  if (d == DType::f32) {
+    f.template operator()<DType::f32>();
+  } else if (d == DType::bf16) {
+    f.template operator()<DType::bf16>();
+  } else {
+    f.template operator()<DType::f16>();
+  }
+}
+
+template <class Fn>
+DIPTYCH_INLINE void with_element(DType d, Fn f) {
+  if (d == DType::e4m3) {
+    f.template operator()<E4M3>();
+  } else {
+    f.template operator()<E5M2>();
+  }
+}
+
+}  // namespace DIPTYCH_ISA
+}  // namespace diptych::cpu

@@ -1,0 +1,192 @@
+// The inner loops of amax, quantize, dequantize and bias_grad for one instruction set.
+#pragma once
+
+#include "cpu/isa.h"
+#include "cpu/simd.h"
+
+namespace diptych::cpu {
+inline namespace DIPTYCH_ISA {
+
+template <DType D>
+DIPTYCH_INLINE float amax_of(const void* x, int64_t first, int64_t n) {
+  VF m[4] = {};
+  int64_t i = first;
+  const int64_t end = first + n;
+  for (; i + 4 * kLanes <= end; i += 4 * kLanes)
+    for (int j = 0; j < 4; ++j) m[j] = max_skip_nan(abs(load<D>(x, i + j * kLanes, AllLanes{})), m[j]);
+  for (; i + kLanes <= end; i += kLanes) m[0] = max_skip_nan(abs(load<D>(x, i, AllLanes{})), m[0]);
+  if (i < end) m[1] = max_skip_nan(abs(load<D>(x, i, end - i)), m[1]);
+  return max_of_lanes(max_skip_nan(max_skip_nan(m[0], m[1]), max_skip_nan(m[2], m[3])));
+}
+
+inline float amax(DType dtype, const void* x, int64_t n) {
+  float m = 0;
+  with_dtype(dtype, [&]<DType D>() DIPTYCH_LAMBDA { m = amax_of<D>(x, 0, n); });
+  return m;
+}
+
+inline void segment_amax(DType dtype, const void* x, int64_t n, int64_t segment, float* out) {
+  with_dtype(dtype, [&]<DType D>() DIPTYCH_LAMBDA {
+    if (segment == 1) {
+      sweep(n, [&](int64_t i, auto lanes) DIPTYCH_LAMBDA {
+        store<DType::f32>(out, i, max_skip_nan(abs(load<D>(x, i, lanes)), VF{}), lanes);
+      });
+    } else {
+      for (int64_t i = 0; i < n; i += segment) *out++ = amax_of<D>(x, i, n - i < segment ? n - i : segment);
+    }
+  });
+}
+
+// Strips of eight vectors stay in registers down all rows.
+inline void column_amax(DType dtype, const void* x, int64_t ld, int64_t rows, int64_t cols, float* out) {
+  with_dtype(dtype, [&]<DType D>() DIPTYCH_LAMBDA {
+    constexpr int kStrip = 8;
+    int64_t c = 0;
+    for (; c + kStrip * kLanes <= cols; c += kStrip * kLanes) {
+      VF m[kStrip] = {};
+      for (int64_t r = 0; r < rows; ++r)
+        for (int j = 0; j < kStrip; ++j)
+          m[j] = max_skip_nan(abs(load<D>(x, r * ld + c + j * kLanes, AllLanes{})), m[j]);
+      for (int j = 0; j < kStrip; ++j) store<DType::f32>(out, c + j * kLanes, m[j], AllLanes{});
+    }
+    sweep(cols - c, [&](int64_t i, auto lanes) DIPTYCH_LAMBDA {
+      VF m = {};
+      for (int64_t r = 0; r < rows; ++r) m = max_skip_nan(abs(load<D>(x, r * ld + c + i, lanes)), m);
+      store<DType::f32>(out, c + i, m, lanes);
+    });
+  });
+}
+
+inline void load_f32(DType dtype, const void* x, int64_t n, float* out) {
+  with_dtype(dtype, [&]<DType D>() DIPTYCH_LAMBDA {
+    sweep(n, [&](int64_t i, auto lanes) DIPTYCH_LAMBDA { store<DType::f32>(out, i, load<D>(x, i, lanes), lanes); });
+  });
+}
+
+inline void store_f32(DType dtype, const float* x, int64_t n, void* out) {
+  with_dtype(dtype, [&]<DType D>() DIPTYCH_LAMBDA {
+    sweep(n, [&](int64_t i, auto lanes) DIPTYCH_LAMBDA { store<D>(out, i, load<DType::f32>(x, i, lanes), lanes); });
+  });
+}
+
+// NUMERICS 2: scale and 1 / scale, both correctly rounded divisions
+DIPTYCH_INLINE VF divide_scale(const ScaleParams& p, VF amax) {
+  amax = amax < p.eps ? splat(p.eps) : amax;
+  VF scale = p.max / amax;
+  scale = bits_as<VI>(scale) == kInfBits ? splat(p.value_for_inf) : scale;
+  if (p.pow2) scale = bits_as<VF>(bits_as<VI>(scale) & static_cast<int32_t>(0xFF800000));
+  const VI odd = (amax == 0.0f) | ((bits_as<VI>(amax) & 0x7FFFFFFF) >= kInfBits);
+  return odd ? splat(1.0f) : scale;
+}
+
+inline void scales(const ScaleParams& p, const float* amax, int64_t n, float* multiplier, float* inv, uint8_t* code) {
+  if (p.rule == ScaleRule::divide) {
+    sweep(n, [&](int64_t i, auto lanes) DIPTYCH_LAMBDA {
+      const VF scale = divide_scale(p, load<DType::f32>(amax, i, lanes));
+      put(multiplier + i, scale, lanes);
+      put(inv + i, 1.0f / scale, lanes);
+    });
+  } else {
+    const float reciprocal = 1.0f / p.max;
+    sweep(n, [&](int64_t i, auto lanes) DIPTYCH_LAMBDA {
+      const VI c = e8m0_ceil<VI>(load<DType::f32>(amax, i, lanes) * reciprocal);
+      put(multiplier + i, e8m0_inverse<VF>(c), lanes);
+      put(code + i, narrow_byte(c), lanes);
+    });
+  }
+}
+
+inline void encode_row(DType element, DType dtype, const void* x, const float* multiplier, bool uniform, int64_t n,
+                       uint8_t* out) {
+  with_element(element, [&]<class E>() DIPTYCH_LAMBDA {
+    with_dtype(dtype, [&]<DType D>() DIPTYCH_LAMBDA {
+      if (uniform) {
+        const VF by = splat(multiplier[0]);
+        sweep(n, [&](int64_t i, auto lanes) DIPTYCH_LAMBDA {
+          put(out + i, narrow_byte(encode<E, VI>(load<D>(x, i, lanes) * by)), lanes);
+        });
+      } else {
+        sweep(n, [&](int64_t i, auto lanes) DIPTYCH_LAMBDA {
+          const VF by = load<DType::f32>(multiplier, i, lanes);
+          put(out + i, narrow_byte(encode<E, VI>(load<D>(x, i, lanes) * by)), lanes);
+        });
+      }
+    });
+  });
+}
+
+inline void decode_row(DType element, const uint8_t* q, const float* scale_inv, bool uniform, int64_t n, DType dtype,
+                       void* out) {
+  with_element(element, [&]<class E>() DIPTYCH_LAMBDA {
+    with_dtype(dtype, [&]<DType D>() DIPTYCH_LAMBDA {
+      sweep(n, [&](int64_t i, auto lanes) DIPTYCH_LAMBDA {
+        const VF by = uniform ? splat(scale_inv[0]) : load<DType::f32>(scale_inv, i, lanes);
+        store<D>(out, i, decode<E, VF>(load_bytes(q + i, lanes)) * by, lanes);
+      });
+    });
+  });
+}
+
+inline void column_sum(DType dtype, const void* x, int64_t ld, int64_t rows, int64_t cols, float* acc) {
+  with_dtype(dtype, [&]<DType D>() DIPTYCH_LAMBDA {
+    for (int64_t r = 0; r < rows; ++r) {
+      const void* line = static_cast<const char*>(x) + r * ld * bytes(D);
+      sweep(cols, [&](int64_t c, auto lanes) DIPTYCH_LAMBDA {
+        put(acc + c, load<DType::f32>(acc, c, lanes) + load<D>(line, c, lanes), lanes);
+      });
+    }
+  });
+}
+
+using V16B = uint8_t __attribute__((vector_size(16)));
+
+// Four rounds of interleaving rows i and i + 8 transpose a 16 x 16 square.
+DIPTYCH_INLINE void transpose_square(V16B (&r)[16]) {
+  for (int round = 0; round < 4; ++round) {
+    V16B t[16];
+    for (int i = 0; i < 8; ++i) {
+      t[2 * i] = __builtin_shufflevector(r[i], r[i + 8], 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+      t[2 * i + 1] =
+          __builtin_shufflevector(r[i], r[i + 8], 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+    }
+    for (int i = 0; i < 16; ++i) r[i] = t[i];
+  }
+}
+
+// dst [16, ld_dst] = src [rows, cols].T for rows, cols <= 16, absent elements zero; dst rows are 16 wide
+DIPTYCH_INLINE void transpose_16(const uint8_t* src, int64_t ld_src, int64_t rows, int64_t cols, uint8_t* dst,
+                                 int64_t ld_dst) {
+  V16B r[16];
+  if (rows == 16 && cols == 16) {
+    for (int i = 0; i < 16; ++i) r[i] = load_as<V16B>(src + i * ld_src);
+  } else {
+    for (int i = 0; i < 16; ++i) {
+      r[i] = V16B{};
+      if (i < rows) __builtin_memcpy(&r[i], src + i * ld_src, cols);
+    }
+  }
+  transpose_square(r);
+  for (int i = 0; i < 16; ++i) __builtin_memcpy(dst + i * ld_dst, &r[i], 16);
+}
+
+// Gathers 64 source rows before writing: whole lines, whatever the destination's stride does to the cache.
+inline void transpose(const uint8_t* src, int64_t ld_src, int64_t rows, int64_t cols, uint8_t* dst, int64_t ld_dst) {
+  alignas(64) uint8_t lines[16][64];
+  for (int64_t r = 0; r < rows; r += 64) {
+    const int64_t nr = rows - r < 64 ? rows - r : 64;
+    for (int64_t c = 0; c < cols; c += 16) {
+      const int64_t nc = cols - c < 16 ? cols - c : 16;
+      for (int64_t i = 0; i < nr; i += 16)
+        transpose_16(src + (r + i) * ld_src + c, ld_src, nr - i < 16 ? nr - i : 16, nc, &lines[0][i], 64);
+      uint8_t* to = dst + c * ld_dst + r;
+      if (nr == 64) {
+        for (int64_t j = 0; j < nc; ++j) __builtin_memcpy(to + j * ld_dst, lines[j], 64);
+      } else {
+        for (int64_t j = 0; j < nc; ++j) __builtin_memcpy(to + j * ld_dst, lines[j], nr);
+      }
+    }
+  }
+}
+
+}  // namespace DIPTYCH_ISA
+}  // namespace diptych::cpu

@@ -1,0 +1,151 @@
+// One operand of the emulated GEMM: 128 outer indices x 64 k of FP8 from memory to bfloat16 in shared memory.
+//
+// Shared memory holds [outer][k], 128 bytes a row, whatever the layout in memory; chunk c (8 elements, 16 bytes) of
+// row r lies at c ^ (r % 8) ^ (r / 8 % 8): ldmatrix and both writers then meet no bank twice.
+#pragma once
+
+#include "cuda/vector.cuh"
+#include "diptych/ops.h"
+
+namespace diptych::cuda {
+
+constexpr int kTileOuter = 128, kTileK = 64, kGemmThreads = 256;
+constexpr int kTileBytes = kTileOuter * kTileK * 2;
+
+enum class ScaleKind : int { tensor, block, e8m0 };  // applied in the epilogue, on partial sums, in the operand
+
+struct Operand {
+  const uint8_t* data;  // [outer, k], or [k, outer] if k_major
+  const void* scale;
+  int64_t outer, k;
+  int64_t scale_stride_outer, scale_stride_k;  // elements between neighbouring blocks
+  int outer_shift, k_shift;                    // log2 of the block's extents
+  ScaleKind kind;
+  bool e5m2;
+  bool k_major;
+  bool vec;  // 16-byte loads of data (k_major: 8-byte loads of data and of scales)
+};
+
+__device__ __forceinline__ int swizzled(int row, int chunk) {
+  return row * 128 + ((chunk ^ (row & 7) ^ (row >> 3 & 7)) << 4);
+}
+
+// What a thread holds of a tile between its load and its store.
+// [outer, k]: 16 k of row t / 4 in w[0..3] and of row t / 4 + 64 in w[4..7]; a scale code for each.
+// [k, outer]: four k of eight outer indices, a k in each pair of words; a scale code for each outer index.
+struct Fragment {
+  uint32_t w[8];
+  uint32_t code[2];
+};
+
+__device__ __forceinline__ int64_t scale_index(const Operand& o, int64_t outer, int64_t k) {
+  return (outer >> o.outer_shift) * o.scale_stride_outer + (k >> o.k_shift) * o.scale_stride_k;
+}
+
+__device__ __forceinline__ uint32_t load_code(const Operand& o, int64_t outer, int64_t k) {
+  if (o.kind != ScaleKind::e8m0 || outer >= o.outer || k >= o.k) return 127;  // one
+  return __ldg(static_cast<const uint8_t*>(o.scale) + scale_index(o, outer, k));
+}
+
+// kCount bytes at p, of which `valid` exist; the others are 0.
+template <int kCount>
+__device__ __forceinline__ void load_bytes(uint32_t* w, const uint8_t* p, int64_t valid) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    if (i < valid) w[i / 4] |= static_cast<uint32_t>(__ldg(p + i)) << (i % 4 * 8);
+  }
+}
+
+__device__ __forceinline__ Fragment load_fragment(const Operand& o, int64_t outer0, int64_t k0) {
+  const int t = threadIdx.x;
+  Fragment f = {};
+  if (!o.k_major) {
+    const int64_t k = k0 + t % 4 * 16;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int64_t outer = outer0 + t / 4 + h * 64;
+      f.code[h] = load_code(o, outer, k);
+      if (outer >= o.outer || k >= o.k) continue;
+      const uint8_t* p = o.data + outer * o.k + k;
+      if (o.vec) {
+        const uint4 u = __ldg(reinterpret_cast<const uint4*>(p));
+        f.w[4 * h] = u.x, f.w[4 * h + 1] = u.y, f.w[4 * h + 2] = u.z, f.w[4 * h + 3] = u.w;
+      } else {
+        load_bytes<16>(f.w + 4 * h, p, o.k - k);
+      }
+    }
+    return f;
+  }
+  const int64_t outer = outer0 + (t % 8 + t / 128 * 8) * 8, k = k0 + t / 8 % 16 * 4;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if (outer >= o.outer || k + i >= o.k) continue;
+    const uint8_t* p = o.data + (k + i) * o.outer + outer;
+    if (o.vec) {
+      const uint2 u = __ldg(reinterpret_cast<const uint2*>(p));
+      f.w[2 * i] = u.x, f.w[2 * i + 1] = u.y;
+    } else {
+      load_bytes<8>(f.w + 2 * i, p, o.outer - outer);
+    }
+  }
+  if (o.vec && o.kind == ScaleKind::e8m0 && outer < o.outer && k < o.k) {
+    const uint8_t* p = static_cast<const uint8_t*>(o.scale) + scale_index(o, outer, k);
+    const uint2 u = __ldg(reinterpret_cast<const uint2*>(p));
+    f.code[0] = u.x, f.code[1] = u.y;
+  } else {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) f.code[j / 4] |= load_code(o, outer + j, k) << (j % 4 * 8);
+  }
+  return f;
+}
+
+// Four FP8 bytes times a scale -> bfloat16. The float32 product is exact (or inf), so there is one rounding.
+template <bool kE5M2>
+__device__ __forceinline__ uint2 decode_bf16(uint32_t four, float scale) {
+  const float2 lo = decode2<kE5M2>(four & 0xffff), hi = decode2<kE5M2>(four >> 16);
+  return make_uint2(pack2<__nv_bfloat16>(lo.x * scale, lo.y * scale), pack2<__nv_bfloat16>(hi.x * scale, hi.y * scale));
+}
+
+template <bool kE5M2>
+__device__ __forceinline__ void store_fragment(const Operand& o, Fragment& f, unsigned char* tile) {
+  const int t = threadIdx.x;
+  if (!o.k_major) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float scale = e8m0_to_float(f.code[h]);
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const uint2 a = decode_bf16<kE5M2>(f.w[4 * h + 2 * c], scale);
+        const uint2 b = decode_bf16<kE5M2>(f.w[4 * h + 2 * c + 1], scale);
+        *reinterpret_cast<uint4*>(tile + swizzled(t / 4 + h * 64, t % 4 * 2 + c)) = make_uint4(a.x, a.y, b.x, b.y);
+      }
+    }
+    return;
+  }
+  transpose4x4(f.w[0], f.w[2], f.w[4], f.w[6]);  // outer 0..3: four k of one outer index in each word
+  transpose4x4(f.w[1], f.w[3], f.w[5], f.w[7]);  // outer 4..7
+  const int outer = (t % 8 + t / 128 * 8) * 8, group = t / 8 % 16;
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const float scale = e8m0_to_float(f.code[j / 4] >> (j % 4 * 8) & 0xff);
+    *reinterpret_cast<uint2*>(tile + swizzled(outer + j, group / 2) + group % 2 * 8) =
+        decode_bf16<kE5M2>(f.w[j % 4 * 2 + j / 4], scale);
+  }
+}
+
+__device__ __forceinline__ void store_fragment(const Operand& o, Fragment& f, unsigned char* tile) {
+  if (o.e5m2) {
+    store_fragment<true>(o, f, tile);
+  } else {
+    store_fragment<false>(o, f, tile);
+  }
+}
+
+// The float32 scale that a partial sum of this operand takes at (outer, k).
+__device__ __forceinline__ float partial_scale(const Operand& o, int64_t outer, int64_t k) {
+  if (o.kind == ScaleKind::e8m0) return 1.0f;
+  if (o.kind == ScaleKind::tensor) return __ldg(static_cast<const float*>(o.scale));
+  return outer < o.outer ? __ldg(static_cast<const float*>(o.scale) + scale_index(o, outer, k)) : 0.0f;
+}
+
+}  // namespace diptych::cuda

@@ -1,0 +1,136 @@
+// float32(q) * scale_inv, one rounding, one cast; the output has the tensor's own orientation.
+//
+// A thread owns an 8 x 8 patch of the stored data. A warp's 32 patches lie 4 x 8 over it where the output has the
+// data's orientation and 8 x 4 where it is the transpose, so that either way both sides move whole sectors.
+#include "cuda/launch.cuh"
+#include "cuda/vector.cuh"
+
+namespace diptych::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+struct DequantizeKernelArgs {
+  const uint8_t* q;        // [rows, cols] as stored
+  const void* scale;       // per tensor, or [.., scale_cols] in the orientation of q
+  void* out;               // [rows, cols], or [cols, rows] if transposed
+  int64_t rows, cols, scale_cols;
+  int64_t block_rows, block_cols;
+  unsigned tiles, tiles_c;  // warp tiles, and how many of them along the columns
+  bool e8m0, by_row, transposed, vec_q, vec_out;  // by_row: a patch row has one scale, else a patch column has
+};
+
+__device__ __forceinline__ float load_scale(const DequantizeKernelArgs& p, int64_t row, int64_t col) {
+  if (row >= p.rows || col >= p.cols) return 0.0f;
+  const int64_t i = row / p.block_rows * p.scale_cols + col / p.block_cols;
+  return p.e8m0 ? e8m0_to_float(static_cast<const uint8_t*>(p.scale)[i]) : static_cast<const float*>(p.scale)[i];
+}
+
+// y[0..7] to out [rows, cols] at (row, col), those that exist.
+template <typename T>
+__device__ __forceinline__ void store_floats(T* out, int64_t rows, int64_t cols, int64_t row, int64_t col, bool vec,
+                                             const float (&y)[8]) {
+  if (row >= rows || col >= cols) return;
+  T* p = out + row * cols + col;
+  if (vec) {
+    if constexpr (sizeof(T) == 4) {
+      reinterpret_cast<float4*>(p)[0] = make_float4(y[0], y[1], y[2], y[3]);
+      reinterpret_cast<float4*>(p)[1] = make_float4(y[4], y[5], y[6], y[7]);
+    } else {
+      *reinterpret_cast<uint4*>(p) =
+          make_uint4(pack2<T>(y[0], y[1]), pack2<T>(y[2], y[3]), pack2<T>(y[4], y[5]), pack2<T>(y[6], y[7]));
+    }
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    if (col + j < cols) p[j] = from_float<T>(y[j]);
+  }
+}
+
+template <typename T, bool kE5M2>
+__global__ void __launch_bounds__(kThreads) dequantize_kernel(DequantizeKernelArgs p) {
+  const int lane = threadIdx.x % 32;
+  const unsigned tile = blockIdx.x * (kThreads / 32) + threadIdx.x / 32;
+  if (tile >= p.tiles) return;
+  const int64_t tile_r = tile / p.tiles_c, tile_c = tile % p.tiles_c;
+  const int64_t row = p.transposed ? tile_r * 64 + lane % 8 * 8 : tile_r * 32 + lane / 8 * 8;
+  const int64_t col = p.transposed ? tile_c * 32 + lane / 8 * 8 : tile_c * 64 + lane % 8 * 8;
+
+  uint2 q[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    q[i] = make_uint2(0, 0);
+    if (row + i >= p.rows || col >= p.cols) continue;
+    const uint8_t* s = p.q + (row + i) * p.cols + col;
+    if (p.vec_q) {
+      q[i] = __ldg(reinterpret_cast<const uint2*>(s));
+    } else {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        if (col + j < p.cols) (j < 4 ? q[i].x : q[i].y) |= static_cast<uint32_t>(s[j]) << (j % 4 * 8);
+      }
+    }
+  }
+  float scale[8];  // of the stored rows or of the stored columns
+#pragma unroll
+  for (int i = 0; i < 8; ++i) scale[i] = p.by_row ? load_scale(p, row + i, col) : load_scale(p, row, col + i);
+
+  if (p.transposed) transpose8x8(q);
+  const bool own = p.by_row == p.transposed;  // the scale changes along an output row
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    float y[8];
+#pragma unroll
+    for (int j = 0; j < 8; j += 2) {
+      const float2 f = decode2<kE5M2>((j < 4 ? q[i].x : q[i].y) >> (j % 4 * 8) & 0xffff);
+      y[j] = multiply_rn(f.x, own ? scale[j] : scale[i]);
+      y[j + 1] = multiply_rn(f.y, own ? scale[j + 1] : scale[i]);
+    }
+    T* out = static_cast<T*>(p.out);
+    if (p.transposed) {
+      store_floats(out, p.cols, p.rows, col + i, row, p.vec_out, y);
+    } else {
+      store_floats(out, p.rows, p.cols, row + i, col, p.vec_out, y);
+    }
+  }
+}
+
+}  // namespace
+
+Status dequantize(const DequantizeArgs& args, const Execution& exec) {
+  const FormatRow& f = row(args.q.format);
+  const int64_t m = args.out.rows(), k = args.out.cols();
+  const bool columnwise = args.q.columnwise;
+  DequantizeKernelArgs p{};
+  p.transposed = columnwise && f.columnwise == ColumnwiseLayout::transposed;
+  p.q = args.q.data.as<const uint8_t>(), p.scale = args.q.scale_inv.data, p.out = args.out.data;
+  p.rows = p.transposed ? k : m, p.cols = p.transposed ? m : k;
+  if (p.rows == 0 || p.cols == 0) return {};
+  if (f.scale != DType::f32 && f.scale != DType::e8m0) {
+    return {Code::unsupported, std::string("dequantize: no CUDA kernel for scales of type ") + name(f.scale)};
+  }
+  p.e8m0 = f.scale == DType::e8m0;
+  const bool turned = columnwise && !p.transposed;  // blocks along the tensor's rows
+  p.block_rows = f.per_tensor() ? p.rows : turned ? f.block_cols : f.block_rows;
+  p.block_cols = f.per_tensor() ? p.cols : turned ? f.block_rows : f.block_cols;
+  p.scale_cols = ceil_div(p.cols, p.block_cols);
+  p.by_row = f.per_tensor() || p.block_cols % 8 == 0;
+  if (!p.by_row && p.block_rows % 8 != 0) {
+    return {Code::unsupported, std::string("dequantize: no CUDA kernel for the blocks of format ") + f.name};
+  }
+  const int64_t tiles_c = ceil_div(p.cols, p.transposed ? 32 : 64);
+  const int64_t tiles = ceil_div(p.rows, p.transposed ? 64 : 32) * tiles_c;
+  if (tiles > 0x7fffffff) return {Code::unsupported, "dequantize: the tensor has more than 2^31 tiles of 32 x 64"};
+  p.tiles = static_cast<unsigned>(tiles), p.tiles_c = static_cast<unsigned>(tiles_c);
+  p.vec_q = aligned(p.q, 8) && p.cols % 8 == 0;
+  p.vec_out = aligned(p.out, 16) && k % 8 == 0;
+  return with_float_type(args.out.dtype, "dequantize", [&](auto type) {
+    return with_element(f.element, "dequantize", [&](auto e5m2) {
+      return launch("dequantize", dequantize_kernel<decltype(type), e5m2.value>, ceil_div(tiles, kThreads / 32),
+                    kThreads, 0, exec.stream, p);
+    });
+  });
+}
+
+}  // namespace diptych::cuda

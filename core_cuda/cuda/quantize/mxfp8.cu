@@ -1,0 +1,115 @@
+// MXFP8: 1x32 blocks rowwise, 32x1 columnwise, E8M0 scales, both copies row-major and from one read of the input.
+//
+// A warp owns 32 rows x 64 columns, a thread an 8 x 8 patch: patch column lane % 8, patch row lane / 8. Every block
+// lies inside one warp, so no shared memory and no barrier.
+#include "cuda/launch.cuh"
+#include "cuda/quantize/quantize.h"
+#include "cuda/vector.cuh"
+
+namespace diptych::cuda {
+namespace {
+
+constexpr int kBlock = 32, kRows = 32, kCols = 64, kThreads = 256;
+
+struct MxArgs {
+  const void* x;                 // [m, k]
+  int64_t m, k;
+  unsigned tiles, tiles_k;       // warp tiles, and how many of them along k
+  uint8_t *row, *row_scale;      // [m, k] and [m, ceil(k/32)], or null
+  uint8_t *col, *col_scale;      // [m, k] and [ceil(m/32), k], or null
+  float max_reciprocal;          // float32(1 / the element's largest value)
+  bool vec_x, vec_row, vec_col;  // aligned to 16, 8 and 8 bytes, and so are their rows
+};
+
+template <typename T, bool kE5M2>
+__global__ void __launch_bounds__(kThreads) mxfp8_kernel(MxArgs p) {
+  const int lane = threadIdx.x % 32;
+  const unsigned tile = blockIdx.x * (kThreads / 32) + threadIdx.x / 32;
+  if (tile >= p.tiles) return;  // whole warps
+  const int64_t row0 = static_cast<int64_t>(tile / p.tiles_k) * kRows, row = row0 + lane / 8 * 8;
+  const int64_t col = static_cast<int64_t>(tile % p.tiles_k) * kCols + lane % 8 * 8;
+
+  Row8<T> x[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) x[i] = load_row8(static_cast<const T*>(p.x), p.m, p.k, row + i, col, p.vec_x);
+
+  if (p.row) {
+    float v[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      v[i] = 0.0f;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) v[i] = max_abs(v[i], x[i][j]);
+    }
+    max_and_halve<4>(v, lane, 2), max_and_halve<2>(v, lane, 1);  // four lanes hold a block of 32 columns
+    const int64_t mine = row + lane % 4 * 2, block = col / kBlock, blocks = ceil_div(p.k, kBlock);
+    uint32_t code[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      code[h] = e8m0_from_amax(v[h], p.max_reciprocal);
+      if (mine + h < p.m && block < blocks) p.row_scale[(mine + h) * blocks + block] = static_cast<uint8_t>(code[h]);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float s = e8m0_reciprocal(__shfl_sync(kAllLanes, code[i % 2], (lane & ~3) | i / 2));
+      store_row8(p.row, p.m, p.k, row + i, col, p.vec_row, encode_row8<kE5M2>(x[i], [&](int) { return s; }));
+    }
+  }
+  if (p.col) {
+    float v[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      v[j] = 0.0f;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) v[j] = max_abs(v[j], x[i][j]);
+    }
+    max_and_halve<4>(v, lane, 16), max_and_halve<2>(v, lane, 8);  // four patch rows hold a block of 32 rows
+    const int64_t mine = col + lane / 8 * 2;
+    const bool there[2] = {mine < p.k, mine + 1 < p.k};
+    uint32_t code[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      code[h] = e8m0_from_amax(v[h], p.max_reciprocal);
+      if (there[h]) p.col_scale[row0 / kBlock * p.k + mine + h] = static_cast<uint8_t>(code[h]);
+    }
+    float s[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      s[j] = e8m0_reciprocal(__shfl_sync(kAllLanes, code[j % 2], (lane & 7) | j / 2 * 8));
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      store_row8(p.col, p.m, p.k, row + i, col, p.vec_col, encode_row8<kE5M2>(x[i], [&](int j) { return s[j]; }));
+    }
+  }
+}
+
+}  // namespace
+
+Status quantize_mxfp8(const QuantizeArgs& args, const Execution& exec) {
+  const FormatRow& f = row(args.spec.format);
+  MxArgs p{};
+  p.x = args.x.data, p.m = args.x.rows(), p.k = args.x.cols();
+  const int64_t tiles_k = ceil_div(p.k, kCols), tiles = ceil_div(p.m, kRows) * tiles_k;
+  if (tiles == 0) return {};
+  if (tiles > 0x7fffffff) return {Code::unsupported, "quantize: the tensor has more than 2^31 tiles of 32 x 64"};
+  p.tiles = static_cast<unsigned>(tiles), p.tiles_k = static_cast<unsigned>(tiles_k);
+  p.max_reciprocal = 1.0f / row(f.element).max;
+  p.vec_x = aligned(p.x, 16) && p.k % 8 == 0;
+  if (args.rowwise.given()) {
+    p.row = args.rowwise.data.as<uint8_t>(), p.row_scale = args.rowwise.scale_inv.as<uint8_t>();
+    p.vec_row = aligned(p.row, 8) && p.k % 8 == 0;
+  }
+  if (args.columnwise.given()) {
+    p.col = args.columnwise.data.as<uint8_t>(), p.col_scale = args.columnwise.scale_inv.as<uint8_t>();
+    p.vec_col = aligned(p.col, 8) && p.k % 8 == 0;
+  }
+  return with_float_type(args.x.dtype, "quantize", [&](auto type) {
+    return with_element(f.element, "quantize", [&](auto e5m2) {
+      return launch("quantize", mxfp8_kernel<decltype(type), e5m2.value>, ceil_div(tiles, kThreads / 32), kThreads, 0,
+                    exec.stream, p);
+    });
+  });
+}
+
+}  // namespace diptych::cuda

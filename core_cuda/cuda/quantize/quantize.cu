@@ -1,0 +1,99 @@
+// Chooses the kernel, and the simplest of them: per-tensor scaling of a rowwise copy, a stream of elements.
+#include "cuda/quantize/quantize.h"
+
+#include <limits>
+
+#include "cuda/launch.cuh"
+#include "cuda/vector.cuh"
+
+namespace diptych::cuda {
+namespace {
+
+constexpr int kThreads = 256, kUnroll = 4;
+
+// q[i] = cast(x[i] * scale). `vec`: x is 16-byte aligned and q as its vectors' bytes are.
+template <typename T, bool kE5M2>
+__global__ void __launch_bounds__(kThreads)
+    stream_kernel(const T* __restrict__ x, int64_t n, const float* __restrict__ amax, uint8_t* __restrict__ q,
+                  float* __restrict__ scale_inv, DivideRule rule, bool vec) {
+  constexpr int kN = Vec<T>::kCount;
+  constexpr int64_t kPerBlock = static_cast<int64_t>(kThreads) * kUnroll * kN;
+  const float scale = scale_from_amax(rule, *amax);
+  if (blockIdx.x == 0 && threadIdx.x == 0) *scale_inv = scale_inverse(scale);
+
+  // Last blocks first: the end of x is what the amax pass has just left in L2.
+  const int64_t begin = static_cast<int64_t>(gridDim.x - 1 - blockIdx.x) * kPerBlock;
+  if (vec && begin + kPerBlock <= n) {
+    const int64_t first = begin + static_cast<int64_t>(threadIdx.x) * kN;
+    Vec<T> v[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) v[u] = Vec<T>::load(x + first + u * kThreads * kN);
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      float y[kN];
+#pragma unroll
+      for (int i = 0; i < kN; ++i) y[i] = multiply_rn(v[u][i], scale);
+      uint8_t* p = q + first + u * kThreads * kN;
+      const uint32_t lo = encode4<kE5M2>(y[0], y[1], y[2], y[3]);
+      if constexpr (kN == 4) {
+        *reinterpret_cast<uint32_t*>(p) = lo;
+      } else {
+        *reinterpret_cast<uint2*>(p) = make_uint2(lo, encode4<kE5M2>(y[4], y[5], y[6], y[7]));
+      }
+    }
+  } else {
+    const int64_t end = begin + kPerBlock < n ? begin + kPerBlock : n;
+    for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) {
+      q[i] = encode<kE5M2>(multiply_rn(to_float(x[i]), scale));
+    }
+  }
+}
+
+Status no_kernel(const FormatRow& f) {
+  return {Code::unsupported, std::string("quantize: no CUDA kernel for format ") + f.name +
+                                 "; CUDA has float32 scales per tensor, 1x128 and 128x128 (columnwise copy transposed) "
+                                 "and E8M0 scales 1x32 (columnwise copy row-major)"};
+}
+
+}  // namespace
+
+DivideRule divide_rule(const QuantizeArgs& args) {
+  const FormatRow& f = row(args.spec.format);
+  // Per-tensor scaling overflows to FLT_MAX, block scaling to the input dtype's largest finite value (NUMERICS 2).
+  const float value_for_inf = f.per_tensor() ? std::numeric_limits<float>::max() : row(args.x.dtype).max;
+  return {row(f.element).max, args.spec.eps, value_for_inf, args.spec.pow2};
+}
+
+Status quantize(const QuantizeArgs& args, const Execution& exec) {
+  const FormatRow& f = row(args.spec.format);
+  const bool row_major = f.columnwise == ColumnwiseLayout::row_major;
+  if (f.rule == ScaleRule::e8m0_ceil) {
+    return f.block_rows == 1 && f.block_cols == 32 && row_major ? quantize_mxfp8(args, exec) : no_kernel(f);
+  }
+  if (f.scale != DType::f32 || row_major) return no_kernel(f);
+  if (f.per_tensor()) {
+    if (!args.amax_ready) DIPTYCH_TRY(cuda::amax({args.x, args.amax}, exec));
+    return args.columnwise.given() ? quantize_tiles(args, exec) : quantize_stream(args, exec);
+  }
+  const bool known = f.block_cols == 128 && (f.block_rows == 1 || f.block_rows == 128);
+  return known ? quantize_tiles(args, exec) : no_kernel(f);
+}
+
+Status quantize_stream(const QuantizeArgs& args, const Execution& exec) {
+  return with_float_type(args.x.dtype, "quantize", [&](auto type) {
+    return with_element(row(args.spec.format).element, "quantize", [&](auto e5m2) {
+      using T = decltype(type);
+      constexpr int kN = Vec<T>::kCount;
+      const T* x = args.x.as<const T>();
+      uint8_t* q = args.rowwise.data.as<uint8_t>();
+      const int64_t n = args.x.numel();
+      const int64_t blocks = ceil_div(n, static_cast<int64_t>(kThreads) * kUnroll * kN);
+      // One block at least: an empty tensor has a scale too.
+      return launch("quantize", stream_kernel<T, e5m2.value>, blocks > 0 ? blocks : 1, kThreads, 0, exec.stream, x, n,
+                    args.amax.as<const float>(), q, args.rowwise.scale_inv.as<float>(), divide_rule(args),
+                    aligned(x, 16) && aligned(q, kN));
+    });
+  });
+}
+
+}  // namespace diptych::cuda

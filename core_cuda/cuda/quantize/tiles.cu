@@ -1,0 +1,217 @@
+// Float32 scales, rowwise and transposed copies from one read of the input: per tensor, 1x128 and 128x128 blocks.
+//
+// A thread block owns a 128 x 128 tile, a thread an 8 x 8 patch of it: patch column lane % 16, patch row
+// 2 * warp + lane / 16. Rowwise bytes go straight out; transposed bytes meet in shared memory first.
+#include "cuda/launch.cuh"
+#include "cuda/quantize/quantize.h"
+#include "cuda/vector.cuh"
+
+namespace diptych::cuda {
+namespace {
+
+enum class Blocks { tensor, vector, square };  // whole tensor, 1x128, 128x128
+
+constexpr int kTile = 128, kThreads = 256, kWarps = kThreads / 32;
+
+struct TileArgs {
+  const void* x;       // [m, k]
+  int64_t m, k;
+  unsigned tiles_k;    // tiles along k; the grid walks k first
+  const float* amax;   // Blocks::tensor
+  uint8_t* row;        // [m, k], or null
+  float* row_scale;    // of the blocks of `row`, row-major
+  uint8_t* col;        // [k, m], or null
+  float* col_scale;    // of the blocks of `col`, row-major
+  DivideRule rule;
+  bool vec_x, vec_row, vec_col;  // aligned to 16, 8 and 16 bytes, and so are their rows
+};
+
+// The transposed tile in shared memory: 128 columns of 128 bytes. Eight bytes (one patch row) are a unit; unit u of
+// column c lies at u ^ (c / 8), so that neither the writers (16 columns apart by 8) nor the readers collide in a bank.
+__device__ __forceinline__ int unit_offset(int column, int unit) { return column * kTile + ((unit ^ (column / 8)) * 8); }
+
+__device__ void store_columns(const TileArgs& p, const uint8_t* tile, int64_t row0, int64_t col0) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  if (p.vec_col) {
+#pragma unroll
+    for (int it = 0; it < 4; ++it) {  // four columns at a time, eight lanes of 16 bytes each
+      const int column = warp * 16 + it * 4 + lane / 8, swizzle = column / 8, unit = lane % 8 * 2;
+      uint4 v = *reinterpret_cast<const uint4*>(tile + column * kTile + ((unit ^ (swizzle & ~1)) * 8));
+      if (swizzle & 1) v = make_uint4(v.z, v.w, v.x, v.y);
+      const int64_t c = col0 + column, r = row0 + unit * 8;
+      if (c < p.k && r < p.m) *reinterpret_cast<uint4*>(p.col + c * p.m + r) = v;
+    }
+    return;
+  }
+  for (int i = 0; i < 16; ++i) {
+    const int column = warp * 16 + i;
+    if (col0 + column >= p.k) return;
+    for (int b = lane; b < kTile && row0 + b < p.m; b += 32) {
+      p.col[(col0 + column) * p.m + row0 + b] = tile[unit_offset(column, b / 8) + b % 8];
+    }
+  }
+}
+
+// The largest of the whole block's values, for every thread.
+__device__ float block_max(float m, float* scratch) {
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2) m = fmaxf(m, __shfl_xor_sync(kAllLanes, m, mask));
+  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = m;
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) m = fmaxf(m, scratch[w]);
+  return m;
+}
+
+template <typename T, bool kE5M2, Blocks kBlocks>
+__global__ void __launch_bounds__(kThreads) tile_kernel(TileArgs p) {
+  __shared__ __align__(16) uint8_t tile[kTile * kTile];
+  __shared__ __align__(16) float scratch[kBlocks == Blocks::vector ? kWarps * kTile : kWarps];
+  __shared__ __align__(16) float column_scale[kBlocks == Blocks::vector ? kTile : 1];
+
+  const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
+  // Per tensor: last tiles first, which the amax pass has left in L2.
+  const unsigned index = kBlocks == Blocks::tensor ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+  const int64_t tile_m = index / p.tiles_k, tile_k = index % p.tiles_k;
+  const int64_t row0 = tile_m * kTile, col0 = tile_k * kTile;
+  const int64_t tiles_m = ceil_div(p.m, kTile);
+  const int patch_row = warp * 2 + lane / 16, patch_col = lane % 16;
+  const int64_t row = row0 + patch_row * 8, col = col0 + patch_col * 8;
+
+  Row8<T> x[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) x[i] = load_row8(static_cast<const T*>(p.x), p.m, p.k, row + i, col, p.vec_x);
+
+  uint2 q[8];
+  if constexpr (kBlocks == Blocks::vector) {
+    if (p.row) {
+      float v[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        v[i] = 0.0f;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) v[i] = max_abs(v[i], x[i][j]);
+      }
+      max_and_halve<4>(v, lane, 4), max_and_halve<2>(v, lane, 2), max_and_halve<1>(v, lane, 1);
+      const float amax = fmaxf(v[0], __shfl_xor_sync(kAllLanes, v[0], 8));  // of row `row + lane % 8`
+      const float scale = scale_from_amax(p.rule, amax);
+      if (lane % 16 < 8 && row + lane % 8 < p.m) {
+        p.row_scale[(row + lane % 8) * p.tiles_k + tile_k] = scale_inverse(scale);
+      }
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        const float s = __shfl_sync(kAllLanes, scale, (lane & 16) | i);
+        store_row8(p.row, p.m, p.k, row + i, col, p.vec_row, encode_row8<kE5M2>(x[i], [&](int) { return s; }));
+      }
+    }
+    if (!p.col) return;
+    float v[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      v[j] = 0.0f;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) v[j] = max_abs(v[j], x[i][j]);
+      v[j] = fmaxf(v[j], __shfl_xor_sync(kAllLanes, v[j], 16));
+    }
+    if (lane < 16) {
+      float4* s = reinterpret_cast<float4*>(scratch + warp * kTile + patch_col * 8);
+      s[0] = make_float4(v[0], v[1], v[2], v[3]), s[1] = make_float4(v[4], v[5], v[6], v[7]);
+    }
+    __syncthreads();
+    if (tid < kTile) {
+      float amax = 0.0f;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) amax = fmaxf(amax, scratch[w * kTile + tid]);
+      const float scale = scale_from_amax(p.rule, amax);
+      column_scale[tid] = scale;
+      if (col0 + tid < p.k) p.col_scale[(col0 + tid) * tiles_m + tile_m] = scale_inverse(scale);
+    }
+    __syncthreads();
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float s = column_scale[patch_col * 8 + j];
+      float y[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) y[i] = multiply_rn(x[i][j], s);
+      q[j] = make_uint2(encode4<kE5M2>(y[0], y[1], y[2], y[3]), encode4<kE5M2>(y[4], y[5], y[6], y[7]));
+    }
+  } else {
+    float scale;
+    if constexpr (kBlocks == Blocks::tensor) {
+      scale = scale_from_amax(p.rule, *p.amax);
+      if (blockIdx.x == 0 && tid == 0) {
+        const float inverse = scale_inverse(scale);
+        if (p.row) *p.row_scale = inverse;
+        if (p.col) *p.col_scale = inverse;
+      }
+    } else {
+      float m = 0.0f;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) m = max_abs(m, x[i][j]);
+      }
+      scale = scale_from_amax(p.rule, block_max(m, scratch));
+      if (tid == 0) {
+        const float inverse = scale_inverse(scale);
+        if (p.row) p.row_scale[tile_m * p.tiles_k + tile_k] = inverse;
+        if (p.col) p.col_scale[tile_k * tiles_m + tile_m] = inverse;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      q[i] = encode_row8<kE5M2>(x[i], [&](int) { return scale; });
+      if (p.row) store_row8(p.row, p.m, p.k, row + i, col, p.vec_row, q[i]);
+    }
+    if (!p.col) return;
+    transpose8x8(q);  // one scale for both copies: the same bytes, turned
+  }
+
+#pragma unroll
+  for (int j = 0; j < 8; ++j) *reinterpret_cast<uint2*>(tile + unit_offset(patch_col * 8 + j, patch_row)) = q[j];
+  __syncthreads();
+  store_columns(p, tile, row0, col0);
+}
+
+template <typename T, bool kE5M2>
+Status run(const TileArgs& p, Blocks blocks, int64_t tiles, void* stream) {
+  switch (blocks) {
+    case Blocks::tensor:
+      return launch("quantize", tile_kernel<T, kE5M2, Blocks::tensor>, tiles, kThreads, 0, stream, p);
+    case Blocks::vector:
+      return launch("quantize", tile_kernel<T, kE5M2, Blocks::vector>, tiles, kThreads, 0, stream, p);
+    default: return launch("quantize", tile_kernel<T, kE5M2, Blocks::square>, tiles, kThreads, 0, stream, p);
+  }
+}
+
+}  // namespace
+
+Status quantize_tiles(const QuantizeArgs& args, const Execution& exec) {
+  const FormatRow& f = row(args.spec.format);
+  const Blocks blocks = f.per_tensor() ? Blocks::tensor : f.block_rows == 1 ? Blocks::vector : Blocks::square;
+  TileArgs p{};
+  p.x = args.x.data, p.m = args.x.rows(), p.k = args.x.cols(), p.rule = divide_rule(args);
+  int64_t tiles_k = ceil_div(p.k, kTile), tiles = ceil_div(p.m, kTile) * tiles_k;
+  if (tiles == 0) {
+    if (blocks != Blocks::tensor) return {};
+    tiles_k = tiles = 1;  // an empty tensor has no blocks, but a scale
+  }
+  p.tiles_k = static_cast<unsigned>(tiles_k);
+  if (blocks == Blocks::tensor) p.amax = args.amax.as<const float>();
+  p.vec_x = aligned(p.x, 16) && p.k % 8 == 0;
+  if (args.rowwise.given()) {
+    p.row = args.rowwise.data.as<uint8_t>(), p.row_scale = args.rowwise.scale_inv.as<float>();
+    p.vec_row = aligned(p.row, 8) && p.k % 8 == 0;
+  }
+  if (args.columnwise.given()) {
+    p.col = args.columnwise.data.as<uint8_t>(), p.col_scale = args.columnwise.scale_inv.as<float>();
+    p.vec_col = aligned(p.col, 16) && p.m % 16 == 0;
+  }
+  return with_float_type(args.x.dtype, "quantize", [&](auto type) {
+    return with_element(f.element, "quantize", [&](auto e5m2) {
+      return run<decltype(type), e5m2.value>(p, blocks, tiles, exec.stream);
+    });
+  });
+}
+
+}  // namespace diptych::cuda

@@ -1,0 +1,185 @@
+// Eight neighbouring elements of a row in registers, and an 8 x 8 patch of them: what the quantize kernels share.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstring>
+#include <type_traits>
+
+#include "cuda/codec.cuh"
+#include "cuda/scale.cuh"
+#include "diptych/dtype.h"
+#include "diptych/status.h"
+
+namespace diptych::cuda {
+
+constexpr unsigned kAllLanes = 0xffffffff;
+
+// One C++ type for each high-precision dtype: f(float{}), f(__half{}) or f(__nv_bfloat16{}).
+template <typename F>
+Status with_float_type(DType d, const char* op, F&& f) {
+  switch (d) {
+    case DType::f32: return f(float{});
+    case DType::f16: return f(__half{});
+    case DType::bf16: return f(__nv_bfloat16{});
+    default: return {Code::type, std::string(op) + ": no CUDA kernel for " + name(d)};
+  }
+}
+
+// f(std::bool_constant<is E5M2>{}).
+template <typename F>
+Status with_element(DType d, const char* op, F&& f) {
+  if (d == DType::e4m3) return f(std::false_type{});
+  if (d == DType::e5m2) return f(std::true_type{});
+  return {Code::unsupported, std::string(op) + ": no CUDA kernel for elements of type " + name(d)};
+}
+
+__device__ __forceinline__ float to_float(float x) { return x; }
+__device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
+
+// One IEEE rounding; overflow gives inf.
+template <typename T>
+__device__ __forceinline__ T from_float(float x) {
+  if constexpr (std::is_same_v<T, float>) {
+    return x;
+  } else if constexpr (std::is_same_v<T, __half>) {
+    return __float2half_rn(x);
+  } else {
+    return __float2bfloat16_rn(x);
+  }
+}
+
+// Two values, the first in the lower half.
+template <typename T>
+__device__ __forceinline__ uint32_t pack2(float a, float b) {
+  uint32_t u;
+  if constexpr (std::is_same_v<T, __half>) {
+    const __half2 h = __floats2half2_rn(a, b);
+    memcpy(&u, &h, sizeof(u));
+  } else {
+    static_assert(std::is_same_v<T, __nv_bfloat16>);
+    const __nv_bfloat162 h = __floats2bfloat162_rn(a, b);
+    memcpy(&u, &h, sizeof(u));
+  }
+  return u;
+}
+
+// 16 bytes of T as floats.
+template <typename T>
+struct Vec {
+  static constexpr int kCount = 16 / sizeof(T);
+  uint32_t w[4] = {0, 0, 0, 0};
+
+  __device__ __forceinline__ static Vec load(const T* p) {
+    const uint4 u = __ldg(reinterpret_cast<const uint4*>(p));
+    Vec v;
+    v.w[0] = u.x, v.w[1] = u.y, v.w[2] = u.z, v.w[3] = u.w;
+    return v;
+  }
+  __device__ __forceinline__ float operator[](int i) const {
+    if constexpr (std::is_same_v<T, float>) {
+      return float_of(w[i]);
+    } else if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+      return float_of(i % 2 ? w[i / 2] & 0xffff0000 : w[i / 2] << 16);
+    } else {
+      __half_raw h;
+      h.x = static_cast<unsigned short>(i % 2 ? w[i / 2] >> 16 : w[i / 2] & 0xffff);
+      return __half2float(__half(h));
+    }
+  }
+};
+
+// Eight neighbours of a row.
+template <typename T>
+struct Row8 {
+  static constexpr int kVecs = 8 / Vec<T>::kCount;
+  Vec<T> v[kVecs];
+
+  __device__ __forceinline__ float operator[](int i) const { return v[i / Vec<T>::kCount][i % Vec<T>::kCount]; }
+};
+
+// Row `row`, columns col .. col + 7 of x [rows, cols]; what lies outside is 0. `vec`: aligned, and cols % 8 == 0.
+template <typename T>
+__device__ __forceinline__ Row8<T> load_row8(const T* x, int64_t rows, int64_t cols, int64_t row, int64_t col,
+                                             bool vec) {
+  Row8<T> r;
+  if (row >= rows || col >= cols) return r;
+  const T* p = x + row * cols + col;
+  if (vec) {
+#pragma unroll
+    for (int i = 0; i < Row8<T>::kVecs; ++i) r.v[i] = Vec<T>::load(p + i * Vec<T>::kCount);
+    return r;
+  }
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    if (col + j >= cols) continue;
+    constexpr int kN = Vec<T>::kCount;
+    if constexpr (sizeof(T) == 4) {
+      r.v[j / kN].w[j % kN] = __builtin_bit_cast(uint32_t, p[j]);
+    } else {
+      r.v[j / kN].w[j % kN / 2] |= static_cast<uint32_t>(__builtin_bit_cast(unsigned short, p[j])) << (j % 2 * 16);
+    }
+  }
+  return r;
+}
+
+// Eight bytes to columns col .. col + 7 of q [rows, cols], those that exist. `vec`: aligned, and cols % 8 == 0.
+__device__ __forceinline__ void store_row8(uint8_t* q, int64_t rows, int64_t cols, int64_t row, int64_t col, bool vec,
+                                           uint2 bytes) {
+  if (row >= rows || col >= cols) return;
+  uint8_t* p = q + row * cols + col;
+  if (vec) {
+    *reinterpret_cast<uint2*>(p) = bytes;
+    return;
+  }
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    if (col + j < cols) p[j] = static_cast<uint8_t>((j < 4 ? bytes.x : bytes.y) >> (j % 4 * 8));
+  }
+}
+
+// Eight elements of a row, each times its own scale.
+template <bool kE5M2, typename T, typename Scale>
+__device__ __forceinline__ uint2 encode_row8(const Row8<T>& r, Scale&& scale) {
+  float y[8];
+#pragma unroll
+  for (int j = 0; j < 8; ++j) y[j] = multiply_rn(r[j], scale(j));
+  return {encode4<kE5M2>(y[0], y[1], y[2], y[3]), encode4<kE5M2>(y[4], y[5], y[6], y[7])};
+}
+
+// Bytes [4][4], a row in each word, transposed in place.
+__device__ __forceinline__ void transpose4x4(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d) {
+  const uint32_t ab_lo = __byte_perm(a, b, 0x5140), ab_hi = __byte_perm(a, b, 0x7362);
+  const uint32_t cd_lo = __byte_perm(c, d, 0x5140), cd_hi = __byte_perm(c, d, 0x7362);
+  a = __byte_perm(ab_lo, cd_lo, 0x5410), b = __byte_perm(ab_lo, cd_lo, 0x7632);
+  c = __byte_perm(ab_hi, cd_hi, 0x5410), d = __byte_perm(ab_hi, cd_hi, 0x7632);
+}
+
+// Bytes [8][8], a row in each pair of words, transposed in place.
+__device__ __forceinline__ void transpose8x8(uint2 (&q)[8]) {
+  transpose4x4(q[0].x, q[1].x, q[2].x, q[3].x);
+  transpose4x4(q[0].y, q[1].y, q[2].y, q[3].y);
+  transpose4x4(q[4].x, q[5].x, q[6].x, q[7].x);
+  transpose4x4(q[4].y, q[5].y, q[6].y, q[7].y);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {  // swap the off-diagonal quarters
+    const uint32_t t = q[i].y;
+    q[i].y = q[i + 4].x, q[i + 4].x = t;
+  }
+}
+
+// One step of a reduction that also deals out its values: of v[0 .. 2N) this lane keeps the half that its bit `mask`
+// names, joined with the partner's. After log2 steps each lane holds the maximum of its own value.
+template <int kKeep>
+__device__ __forceinline__ void max_and_halve(float* v, int lane, int mask) {
+  const bool upper = lane & mask;
+#pragma unroll
+  for (int i = 0; i < kKeep; ++i) {
+    const float keep = upper ? v[i + kKeep] : v[i], send = upper ? v[i] : v[i + kKeep];
+    v[i] = fmaxf(keep, __shfl_xor_sync(kAllLanes, send, mask));
+  }
+}
+
+}  // namespace diptych::cuda

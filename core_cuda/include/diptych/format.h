@@ -1,0 +1,72 @@
+// The format table: everything a kernel may know about a format is a column here.
+#pragma once
+
+#include <cstdint>
+
+#include "diptych/dtype.h"
+
+namespace diptych {
+
+// How a block's scale follows from its amax (NUMERICS 2-4).
+enum class ScaleRule : int32_t {
+  divide,      // scale = max / amax in float32, stored as its reciprocal; optionally floored to a power of two
+  e8m0_ceil,   // scale_inv = amax / max rounded up to a power of two, stored as E8M0
+};
+
+// Where the columnwise copy of an [M, K] tensor lies.
+enum class ColumnwiseLayout : int32_t {
+  transposed,  // data [K, M]; its scales in that orientation
+  row_major,   // data [M, K]; only the scales' blocks run along M
+};
+
+enum class ScaleLayout : int32_t { row_major };  // how the scales are stored
+
+enum class FormatId : int32_t {};  // an index into the table
+
+struct FormatRow {
+  const char* name;
+  DType element;
+  DType scale;
+  int32_t block_rows;  // a rowwise block is block_rows x block_cols elements; 0 x 0 is the whole tensor
+  int32_t block_cols;
+  ScaleRule rule;
+  ScaleLayout scale_layout;
+  ColumnwiseLayout columnwise;
+  float tolerance;     // relative error of one quantize-dequantize round trip of a normal value: half an ulp of the element
+
+  constexpr bool per_tensor() const { return block_cols == 0; }
+};
+
+// clang-format off
+inline constexpr FormatRow kFormats[] = {
+    // name                  element      scale        block      rule                  scale layout           columnwise                    tolerance
+    {"fp8_e4m3_tensor",      DType::e4m3, DType::f32,    0,   0, ScaleRule::divide,    ScaleLayout::row_major, ColumnwiseLayout::transposed, 0.0625f},
+    {"fp8_e5m2_tensor",      DType::e5m2, DType::f32,    0,   0, ScaleRule::divide,    ScaleLayout::row_major, ColumnwiseLayout::transposed, 0.125f },
+    {"fp8_e4m3_1x128",       DType::e4m3, DType::f32,    1, 128, ScaleRule::divide,    ScaleLayout::row_major, ColumnwiseLayout::transposed, 0.0625f},
+    {"fp8_e5m2_1x128",       DType::e5m2, DType::f32,    1, 128, ScaleRule::divide,    ScaleLayout::row_major, ColumnwiseLayout::transposed, 0.125f },
+    {"fp8_e4m3_128x128",     DType::e4m3, DType::f32,  128, 128, ScaleRule::divide,    ScaleLayout::row_major, ColumnwiseLayout::transposed, 0.0625f},
+    {"fp8_e5m2_128x128",     DType::e5m2, DType::f32,  128, 128, ScaleRule::divide,    ScaleLayout::row_major, ColumnwiseLayout::transposed, 0.125f },
+    {"mxfp8_e4m3",           DType::e4m3, DType::e8m0,   1,  32, ScaleRule::e8m0_ceil, ScaleLayout::row_major, ColumnwiseLayout::row_major,  0.0625f},
+    {"mxfp8_e5m2",           DType::e5m2, DType::e8m0,   1,  32, ScaleRule::e8m0_ceil, ScaleLayout::row_major, ColumnwiseLayout::row_major,  0.125f },
+};
+// clang-format on
+inline constexpr int32_t kFormatCount = sizeof(kFormats) / sizeof(kFormats[0]);
+
+constexpr bool valid(FormatId id) {
+  return static_cast<int32_t>(id) >= 0 && static_cast<int32_t>(id) < kFormatCount;
+}
+constexpr const FormatRow& row(FormatId id) { return kFormats[static_cast<int32_t>(id)]; }
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Shape of the scales of one copy of an [m, k] tensor, in the orientation of that copy's data.
+struct ScaleShape {
+  int64_t rows, cols;
+};
+constexpr ScaleShape scale_shape(const FormatRow& f, bool columnwise, int64_t m, int64_t k) {
+  if (f.per_tensor()) return {1, 1};
+  if (!columnwise) return {ceil_div(m, f.block_rows), ceil_div(k, f.block_cols)};
+  if (f.columnwise == ColumnwiseLayout::transposed) return {ceil_div(k, f.block_rows), ceil_div(m, f.block_cols)};
+  return {ceil_div(m, f.block_cols), ceil_div(k, f.block_rows)};
+}
+
+}  // namespace diptych

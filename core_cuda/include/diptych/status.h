@@ -1,0 +1,29 @@
+// How an op reports failure: a code that maps to one Python exception, and a sentence.
+#pragma once
+
+#include <string>
+#include <utility>
+
+namespace diptych {
+
+enum class Code { ok, value, type, unsupported, runtime };  // ValueError, TypeError, NotImplementedError, RuntimeError
+
+class [[nodiscard]] Status {
+ public:
+  Status() = default;
+  Status(Code code, std::string message) : code_(code), message_(std::move(message)) {}
+  bool ok() const { return code_ == Code::ok; }
+  Code code() const { return code_; }
+  const std::string& message() const { return message_; }
+
+ private:
+  Code code_ = Code::ok;
+  std::string message_;
+};
+
+}  // namespace diptych
+
+#define DIPTYCH_TRY(expr)                                  \
+  do {                                                     \
+    if (::diptych::Status s_ = (expr); !s_.ok()) return s_; \
+  } while (0)

@@ -1,0 +1,24 @@
+// What every op asks of its arguments before any kernel starts.
+#pragma once
+
+#include <string>
+
+#include "diptych/ops.h"
+
+namespace diptych {
+
+Status check(const AmaxArgs&, const Device&);
+Status check(const QuantizeArgs&, const Device&);
+Status check(const DequantizeArgs&, const Device&);
+Status check(const GemmArgs&, const Device&);
+Status check(const BiasGradArgs&, const Device&);
+
+std::string describe(const TensorView&);  // "float32[4, 8] on cpu"
+
+// Extents of a gemm operand: `kept` rows or columns of D, `reduced` along k.
+struct Extents {
+  int64_t kept, reduced;
+};
+Extents extents(const QuantizedView&);
+
+}  // namespace diptych

@@ -1,0 +1,152 @@
+// THE kernel table. Dispatch takes the first row that fits; order is preference.
+#include "registry.h"
+
+#include <array>
+#include <atomic>
+
+#include "cpu/kernels.h"
+#ifdef DIPTYCH_WITH_CUDA
+#include "cuda/kernels.h"
+#endif
+
+namespace diptych {
+namespace {
+
+template <typename Pred>
+constexpr FormatSet formats_where(Pred pred) {
+  FormatSet set = 0;
+  for (int32_t i = 0; i < kFormatCount; ++i)
+    if (pred(kFormats[i])) set |= FormatSet{1} << i;
+  return set;
+}
+
+constexpr FormatSet kAny = formats_where([](const FormatRow&) { return true; });
+// The block shapes that gemm kernels know; a new one needs a kernel, not just a row.
+constexpr FormatSet kGemm = formats_where([](const FormatRow& f) {
+  return f.per_tensor() || (f.block_cols == 128 && (f.block_rows == 1 || f.block_rows == 128)) ||
+         (f.block_cols == 32 && f.block_rows == 1);
+});
+
+template <typename Args, Status (*fn)(const Args&, const Execution&)>
+Status call(const void* args, const Execution& exec) {
+  return fn(*static_cast<const Args*>(args), exec);
+}
+
+#ifdef DIPTYCH_WITH_CUDA
+constexpr FormatSet kCublasLt = formats_where([](const FormatRow& f) { return f.rule == ScaleRule::divide; });
+bool cublaslt_fits(const void* args, int arch) {
+  return cuda::gemm_cublaslt_fits(*static_cast<const GemmArgs*>(args), arch);
+}
+#endif
+
+}  // namespace
+
+// clang-format off
+static const KernelRow kKernels[] = {
+    // op            backend        arch formats    level            kernel             note / fits / run
+    {Op::amax,       Backend::cpu,   0, kAny,      Level::native,   "cpu.amax",        "", nullptr, call<AmaxArgs, cpu::amax>},
+    {Op::quantize,   Backend::cpu,   0, kAny,      Level::native,   "cpu.quantize",    "", nullptr, call<QuantizeArgs, cpu::quantize>},
+    {Op::dequantize, Backend::cpu,   0, kAny,      Level::native,   "cpu.dequantize",  "", nullptr, call<DequantizeArgs, cpu::dequantize>},
+    {Op::gemm,       Backend::cpu,   0, kGemm,     Level::native,   "cpu.gemm",        "float32 fma in increasing k", nullptr, call<GemmArgs, cpu::gemm>},
+    {Op::bias_grad,  Backend::cpu,   0, kAny,      Level::native,   "cpu.bias_grad",   "", nullptr, call<BiasGradArgs, cpu::bias_grad>},
+#ifdef DIPTYCH_WITH_CUDA
+    {Op::amax,       Backend::cuda, 80, kAny,      Level::native,   "cuda.amax",       "", nullptr, call<AmaxArgs, cuda::amax>},
+    {Op::quantize,   Backend::cuda, 80, kAny,      Level::native,   "cuda.quantize",   "", nullptr, call<QuantizeArgs, cuda::quantize>},
+    {Op::dequantize, Backend::cuda, 80, kAny,      Level::native,   "cuda.dequantize", "", nullptr, call<DequantizeArgs, cuda::dequantize>},
+    {Op::gemm,       Backend::cuda, 90, kCublasLt, Level::native,   "cuda.cublaslt",   "FP8 tensor cores; extents in multiples of 16, not E5M2 x E5M2, not 128x128 x 128x128", cublaslt_fits, call<GemmArgs, cuda::gemm_cublaslt>},
+    {Op::gemm,       Backend::cuda, 80, kGemm,     Level::emulated, "cuda.emulated",   "decoded to bfloat16, float32 accumulation; any extents", nullptr, call<GemmArgs, cuda::gemm_emulated>},
+    {Op::bias_grad,  Backend::cuda, 80, kAny,      Level::native,   "cuda.bias_grad",  "", nullptr, call<BiasGradArgs, cuda::bias_grad>},
+#endif
+};
+// clang-format on
+
+namespace {
+
+constexpr int kKernelCount = sizeof(kKernels) / sizeof(kKernels[0]);
+std::array<std::atomic<uint64_t>, kKernelCount> calls;
+
+const char* name(Op op) {
+  constexpr const char* names[] = {"amax", "quantize", "dequantize", "gemm", "bias_grad"};
+  return names[static_cast<int>(op)];
+}
+
+const char* name(Backend backend) { return backend == Backend::cpu ? "cpu" : "cuda"; }
+
+std::vector<std::string> names(FormatSet set) {
+  std::vector<std::string> out;
+  for (int32_t i = 0; i < kFormatCount; ++i)
+    if (set >> i & 1) out.emplace_back(kFormats[i].name);
+  return out;
+}
+
+std::string join(const std::vector<std::string>& parts) {
+  std::string out;
+  for (const auto& part : parts) out += (out.empty() ? "" : ", ") + part;
+  return out;
+}
+
+int arch_of([[maybe_unused]] const Device& device) {
+#ifdef DIPTYCH_WITH_CUDA
+  if (device.backend == Backend::cuda) return cuda::arch(device.index);
+#endif
+  return 0;
+}
+
+Status miss(Op op, FormatSet formats, const Execution& exec, const std::string& subject) {
+  if (exec.device.backend == Backend::cuda && !cuda_built())
+    return {Code::unsupported,
+            std::string(name(op)) + ": the tensors are on a GPU and this build has no CUDA backend; build with nvcc (DIPTYCH_CUDA=on)"};
+  std::string near;
+  for (const auto& r : kKernels)
+    if (r.op == op)
+      near += std::string(near.empty() ? "" : "; ") + r.kernel + " (sm_" + std::to_string(r.min_arch) +
+              (r.backend == Backend::cpu ? ", CPU" : "+") + ": " + join(names(r.formats)) + ")";
+  const std::string where =
+      exec.device.backend == Backend::cpu ? "the CPU" : "sm_" + std::to_string(arch_of(exec.device));
+  return {Code::unsupported, std::string(name(op)) + ": no kernel on " + where + " for " + join(names(formats)) + ", " +
+                                 subject + "; nearest: " + near};
+}
+
+}  // namespace
+
+int find_row(Op op, FormatSet formats, const void* args, const Device& device) {
+  const int arch = arch_of(device);
+  for (int i = 0; i < kKernelCount; ++i) {
+    const KernelRow& r = kKernels[i];
+    if (r.op == op && r.backend == device.backend && r.min_arch <= arch && (formats & ~r.formats) == 0 &&
+        (r.fits == nullptr || r.fits(args, arch)))
+      return i;
+  }
+  return -1;
+}
+
+Status run_first(Op op, FormatSet formats, const void* args, const Execution& exec, std::string (*subject)(const void*)) {
+  const int i = find_row(op, formats, args, exec.device);
+  if (i < 0) return miss(op, formats, exec, subject(args));
+  calls[i].fetch_add(1, std::memory_order_relaxed);
+  return kKernels[i].run(args, exec);
+}
+
+std::vector<RowInfo> registry_table() {
+  std::vector<RowInfo> out;
+  for (int i = 0; i < kKernelCount; ++i) {
+    const KernelRow& r = kKernels[i];
+    out.push_back({name(r.op), name(r.backend), r.level == Level::native ? "native" : "emulated", r.kernel, r.note,
+                   r.min_arch, names(r.formats), calls[i].load(std::memory_order_relaxed)});
+  }
+  return out;
+}
+
+void reset_calls() {
+  for (auto& c : calls) c.store(0, std::memory_order_relaxed);
+}
+
+bool cuda_built() {
+#ifdef DIPTYCH_WITH_CUDA
+  return true;
+#else
+  return false;
+#endif
+}
+
+}  // namespace diptych

@@ -1,0 +1,162 @@
+"""The architecture as functions: each takes the project's root and returns what breaks one rule."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from pathlib import Path
+
+MAX_LINES = 500
+
+PACKAGES = {
+    "common": "common/diptych/common",
+    "lab": "common/diptych/lab",
+    "core": "core_cuda/diptych/core",
+    "torch": "torch_frontend/diptych/torch",
+    "jax": "jax_frontend/diptych/jax",
+}
+ARROWS = {
+    "common": set(),
+    "core": {"common"},
+    "lab": {"common", "core"},
+    "torch": {"common", "core"},
+    "jax": {"common", "core"},
+}
+# A panel's adapter registers with the lab; nothing else in a panel knows it.
+ADAPTERS = {"lab.py", "gpt.py"}
+# What each package may import from outside, beyond the standard library.
+THIRD_PARTY = {
+    "common": set(),
+    "core": {"numpy", "ml_dtypes"},
+    "lab": {"numpy", "ml_dtypes", "jinja2", "matplotlib", "tqdm"},
+    "torch": {"torch", "numpy", "ml_dtypes"},
+    "jax": {"jax", "jaxlib", "numpy", "ml_dtypes", "optax"},
+}
+# Only one framework has it; the reason stands beside.
+UNPAIRED = {
+    "torch": {
+        "autocast.py": "a dynamically scoped recipe, which a jit cache would make stale",
+        "opaque.py": "recipes as torch.compile constants; JAX takes any hashable as a static argument",
+    },
+    "jax": {"ffi.py": "XLA calls the core through a handler library; torch calls the bindings"},
+}
+# C++: which folders a folder's files may include from, besides their own.
+INCLUDES = {
+    "include": {"include"},
+    "cpu": {"include"},
+    "cuda": {"include"},
+    "src": {"include"},
+    "bindings": {"include", "src", "cpu", "cuda"},
+}
+# Files of src that may look into a backend: the kernel table, and what makes a device current.
+BACKEND_USERS = {"registry.cpp", "dispatch.cpp"}
+FORMAT_TABLES = {"core_cuda/include/diptych/format.h", "common/diptych/common/formats.py"}
+SOURCE = (".py", ".pyi", ".h", ".cpp", ".cu", ".cuh", ".cc")
+CODE_FOLDERS = ("common", "core_cuda", "torch_frontend", "jax_frontend", "tests", "benchmarks", "examples")
+
+
+def sources(root: Path, *suffixes: str) -> list[Path]:
+    return sorted(
+        p for d in CODE_FOLDERS for p in (root / d).rglob("*") if p.suffix in (suffixes or SOURCE) and p.is_file()
+    )
+
+
+def _imports(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                names.add("relative import")
+            elif node.module == "diptych":
+                names.update(f"diptych.{alias.name}" for alias in node.names)
+            else:
+                names.add(node.module or "")
+    return names
+
+
+def python_arrows(root: Path) -> list[str]:
+    """Imports that go against the arrows."""
+    broken = []
+    for package, folder in PACKAGES.items():
+        for path in sorted((root / folder).glob("*.py")):
+            for name in _imports(path):
+                parts = name.split(".")
+                where = f"{folder}/{path.name} imports {name}"
+                if parts[0] == "diptych":
+                    target = parts[1] if len(parts) > 1 else ""
+                    adapter = target == "lab" and package in ("torch", "jax") and path.name in ADAPTERS
+                    if target != package and target not in ARROWS[package] and not adapter:
+                        broken.append(where)
+                elif parts[0] not in sys.stdlib_module_names and parts[0] not in THIRD_PARTY[package]:
+                    broken.append(where)
+    return broken
+
+
+def namespace(root: Path) -> list[str]:
+    """`diptych` is a namespace package: no folder of that name may hold an __init__.py."""
+    return [str(p.relative_to(root)) for p in root.glob("*/diptych/__init__.py")]
+
+
+def cpp_arrows(root: Path) -> list[str]:
+    """Includes that go against the arrows inside the core."""
+    broken = []
+    core = root / "core_cuda"
+    for path in sources(root, ".h", ".cpp", ".cu", ".cuh"):
+        if core not in path.parents:
+            continue
+        folder = path.relative_to(core).parts[0]
+        for target in re.findall(r'^\s*#\s*include\s+"([^"]+)"', path.read_text(), re.M):
+            top = target.split("/")[0]
+            to = "include" if top == "diptych" else top if top in INCLUDES else folder
+            allowed = to == folder or to in INCLUDES[folder]
+            if folder == "src" and to in ("cpu", "cuda"):
+                allowed = path.name in BACKEND_USERS
+            if not allowed:
+                broken.append(f"{path.relative_to(root)} includes {target}")
+    return broken
+
+
+def file_sizes(root: Path) -> list[str]:
+    lengths = {p: len(p.read_text().splitlines()) for p in sources(root)}
+    return [f"{p.relative_to(root)}: {n} lines" for p, n in lengths.items() if n > MAX_LINES]
+
+
+def format_names(root: Path) -> list[str]:
+    """A format's name written anywhere but in the two tables."""
+    names = re.findall(r'FormatRow\("([^"]+)"', (root / "common/diptych/common/formats.py").read_text())
+    assert names, "the format table was not found"
+    pattern = re.compile(r"\b(" + "|".join(names) + r")\b")
+    broken = []
+    for path in sources(root):
+        relative = str(path.relative_to(root))
+        if relative in FORMAT_TABLES or relative.startswith("tests/"):
+            continue
+        broken += [f"{relative} names {m}" for m in sorted(set(pattern.findall(path.read_text())))]
+    return broken
+
+
+def kernels_named_once(root: Path) -> list[str]:
+    """A kernel's entry point mentioned in src outside of the registry."""
+    broken = []
+    for path in sorted((root / "core_cuda/src").glob("*.cpp")):
+        if path.name == "registry.cpp":
+            continue
+        named = re.findall(r"\b(?:cpu|cuda)::(?:amax|quantize|dequantize|gemm\w*|bias_grad\w*)\b", path.read_text())
+        broken += [f"{path.name} names {n}" for n in named if not n.endswith("_workspace_bytes")]
+    return broken
+
+
+def mirrored(root: Path) -> list[str]:
+    """Files that one panel has and the other does not, beyond the listed exceptions."""
+    files = {p: {f.name for f in (root / PACKAGES[p]).glob("*.py")} for p in ("torch", "jax")}
+    broken = []
+    for one, other in (("torch", "jax"), ("jax", "torch")):
+        alone = files[one] - files[other] - set(UNPAIRED[one])
+        broken += [f"{PACKAGES[one]}/{name} has no twin in {PACKAGES[other]}" for name in sorted(alone)]
+    return broken
+
+
+ALL = (python_arrows, namespace, cpp_arrows, file_sizes, format_names, kernels_named_once, mirrored)

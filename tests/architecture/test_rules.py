@@ -1,0 +1,46 @@
+"""Holds the project to its architecture, and the rules to planted violations."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from architecture import rules
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("rule", rules.ALL, ids=lambda r: r.__name__)
+def test_project_keeps(rule):
+    assert rule(ROOT) == []
+
+
+# rule, file to plant, its text
+VIOLATIONS = [
+    (rules.python_arrows, "torch_frontend/diptych/torch/x.py", "from diptych.jax import quantize\n"),
+    (rules.python_arrows, "torch_frontend/diptych/torch/x.py", "from diptych import lab\n"),
+    (rules.python_arrows, "jax_frontend/diptych/jax/x.py", "import torch\n"),
+    (rules.python_arrows, "common/diptych/common/x.py", "import numpy\n"),
+    (rules.python_arrows, "core_cuda/diptych/core/x.py", "from . import _core\n"),
+    (rules.namespace, "common/diptych/__init__.py", ""),
+    (rules.cpp_arrows, "core_cuda/cpu/x.cpp", '#include "cuda/kernels.h"\n'),
+    (rules.cpp_arrows, "core_cuda/src/x.cpp", '#include "cpu/kernels.h"\n'),
+    (rules.cpp_arrows, "core_cuda/include/diptych/x.h", '#include "src/registry.h"\n'),
+    (rules.file_sizes, "tests/x.py", "a = 1\n" * (rules.MAX_LINES + 1)),
+    (rules.format_names, "torch_frontend/diptych/torch/x.py", 'if fmt.name == "mxfp8_e4m3": ...\n'),
+    (rules.kernels_named_once, "core_cuda/src/x.cpp", "void f() { cpu::gemm(a, e); }\n"),
+    (rules.mirrored, "torch_frontend/diptych/torch/x.py", ""),
+]
+
+
+@pytest.mark.parametrize(
+    "rule, path, text", VIOLATIONS, ids=[f"{r.__name__}-{i}" for i, (r, _, _) in enumerate(VIOLATIONS)]
+)
+def test_rule_catches(rule, path, text, tmp_path):
+    for folder in rules.CODE_FOLDERS:
+        if (ROOT / folder).exists():
+            shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    before = rule(tmp_path)
+    planted = tmp_path / path
+    planted.write_text(text)
+    assert [v for v in rule(tmp_path) if v not in before], f"{rule.__name__} did not see {path}"
