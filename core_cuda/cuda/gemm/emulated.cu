@@ -17,106 +17,121 @@ constexpr int kSharedBytes = 2 * 2 * kTileBytes;  // two stages of A and B
 constexpr int kGroup = 8;                         // tile rows that share B's tiles in L2
 
 struct GemmKernelArgs {
-  Operand a, b;       // outer is m for a, n for b
+  Operand a, b;  // outer is m for a, n for b
   Epilogue e;
-  int64_t k;
+  int k, tiles_k;
   int tiles_m, tiles_n;
-  int period;         // k tiles between two promotions of the partial sums; block scales only
+  int period;  // k tiles between two promotions of the partial sums; block scales only
 };
 
-// Warps lie 2 x 4 over the tile: 64 x 32 of D each, as 4 x 4 products of m16n8k16.
-struct WarpTile {
-  int row, col;  // of this warp's corner inside the tile
-  __device__ WarpTile() : row(static_cast<int>(threadIdx.x) / 128 * 64), col(static_cast<int>(threadIdx.x) / 32 % 4 * 32) {}
+// Block scales need a second set of sums, hence smaller warp tiles: 64 x 32 by eight warps, else 64 x 64 by four.
+template <bool kBlockScales>
+struct Shape {
+  static constexpr int kThreads = kBlockScales ? 256 : 128;
+  static constexpr int kCols = kBlockScales ? 32 : 64;       // of D for a warp, beside 64 rows
+  static constexpr int kPerThread = kFragments / kThreads;  // of each operand's tile
+  using Sums = float[4][kCols / 8][4];                       // [m16][n8][registers of d]
 };
 
-using Sums = float[4][4][4];  // [m16][n8][registers of d]
-
-__device__ __forceinline__ void multiply(Sums& sums, const unsigned char* a, const unsigned char* b, WarpTile w) {
+// sums += a @ b.T over the 64 k of one stage; row and col are this warp's corner in the tiles.
+template <int kN8>
+__device__ __forceinline__ void multiply(float (&sums)[4][kN8][4], const unsigned char* a, const unsigned char* b,
+                                         int row, int col) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int kk = 0; kk < kTileK / 16; ++kk) {
-    uint32_t fa[4][4], fb[2][4];
+    uint32_t fa[4][4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      ptx::ldmatrix_x4(fa[i], a + swizzled(w.row + i * 16 + lane % 16, kk * 2 + lane / 16));
+      ptx::ldmatrix_x4(fa[i], a + swizzled(row + i * 16 + lane % 16, kk * 2 + lane / 16));
     }
 #pragma unroll
-    for (int j = 0; j < 2; ++j) {  // two n8 at a time: registers 0, 1 and 2, 3
-      ptx::ldmatrix_x4(fb[j], b + swizzled(w.col + j * 16 + lane % 8 + lane / 16 * 8, kk * 2 + lane / 8 % 2));
-    }
+    for (int j = 0; j < kN8; j += 2) {  // two n8 at a time: registers 0, 1 and 2, 3
+      uint32_t fb[4];
+      ptx::ldmatrix_x4(fb, b + swizzled(col + j * 8 + lane % 8 + lane / 16 * 8, kk * 2 + lane / 8 % 2));
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) ptx::mma_bf16(sums[i][j], fa[i], fb[j / 2][j % 2 * 2], fb[j / 2][j % 2 * 2 + 1]);
+      for (int i = 0; i < 4; ++i) {
+        ptx::mma_bf16(sums[i][j], fa[i], fb[0], fb[1]);
+        ptx::mma_bf16(sums[i][j + 1], fa[i], fb[2], fb[3]);
+      }
     }
   }
 }
 
 template <bool kBlockScales>
-__global__ void __launch_bounds__(kGemmThreads, kBlockScales ? 1 : 2) gemm_kernel(const __grid_constant__ GemmKernelArgs p) {
+__global__ void __launch_bounds__(Shape<kBlockScales>::kThreads, kBlockScales ? 1 : 2)
+    gemm_kernel(const __grid_constant__ GemmKernelArgs p) {
+  using S = Shape<kBlockScales>;
+  constexpr int kN8 = S::kCols / 8;
   DIPTYCH_DYNAMIC_SHARED(shared);
-  const int lane = threadIdx.x % 32;
-  const WarpTile warp;
+  const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
+  const int warp_row = warp / (kTileOuter / S::kCols) * 64, warp_col = warp % (kTileOuter / S::kCols) * S::kCols;
 
   const int per_group = kGroup * p.tiles_n, group = blockIdx.x / per_group, in_group = blockIdx.x % per_group;
   const int rows = min(p.tiles_m - group * kGroup, kGroup);
-  const int64_t m0 = static_cast<int64_t>(group * kGroup + in_group % rows) * kTileOuter;
-  const int64_t n0 = static_cast<int64_t>(in_group / rows) * kTileOuter;
+  const int m0 = (group * kGroup + in_group % rows) * kTileOuter, n0 = in_group / rows * kTileOuter;
   // This thread's corner of D; its registers lie 16, 8 (rows) and 8, 1 (columns) apart.
-  const int64_t row = m0 + warp.row + lane / 4, col = n0 + warp.col + lane % 4 * 2;
+  const int row = m0 + warp_row + lane / 4, col = n0 + warp_col + lane % 4 * 2;
 
-  Sums acc = {};
-  Sums part = {};             // kBlockScales: the sums of the running block
-  float sa[8], sb[8];         // kBlockScales: its scales for this thread's rows and columns
-  const int tiles_k = static_cast<int>((p.k + kTileK - 1) / kTileK);
+  typename S::Sums acc = {};
+  typename S::Sums part = {};  // kBlockScales: the sums of the running block
+  float sa[8], sb[2 * kN8];    // kBlockScales: its scales for this thread's rows and columns
 
-  Fragment fa, fb;
-  if (tiles_k > 0) {
-    fa = load_fragment(p.a, m0, 0), fb = load_fragment(p.b, n0, 0);
-    store_fragment(p.a, fa, shared), store_fragment(p.b, fb, shared + kTileBytes);
-  }
-  __syncthreads();
-  for (int t = 0; t < tiles_k; ++t) {
-    unsigned char* now = shared + t % 2 * 2 * kTileBytes;
-    unsigned char* next = shared + (t + 1) % 2 * 2 * kTileBytes;
-    const int64_t k = static_cast<int64_t>(t) * kTileK;
-    if (t + 1 < tiles_k) fa = load_fragment(p.a, m0, k + kTileK), fb = load_fragment(p.b, n0, k + kTileK);
-    if constexpr (kBlockScales) {
-      if (t % p.period == 0) {
+  // Step t multiplies stage t and fills stage t + 1 from memory, whose latency the products hide.
+  for (int t = -1; t < p.tiles_k; ++t) {
+    unsigned char* now = shared + (t & 1) * 2 * kTileBytes;
+    unsigned char* next = shared + (~t & 1) * 2 * kTileBytes;
+    const bool more = t + 1 < p.tiles_k;
+    Fragment fa[S::kPerThread], fb[S::kPerThread];
+    if (more) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          sa[i] = partial_scale(p.a, row + i * 8, k);
-          sb[i] = partial_scale(p.b, col + i / 2 * 8 + i % 2, k);
-        }
+      for (int u = 0; u < S::kPerThread; ++u) {
+        fa[u] = load_fragment(p.a, m0, (t + 1) * kTileK, tid + u * S::kThreads);
+        fb[u] = load_fragment(p.b, n0, (t + 1) * kTileK, tid + u * S::kThreads);
       }
-      multiply(part, now, now + kTileBytes, warp);
-      if ((t + 1) % p.period == 0 || t + 1 == tiles_k) {
+    }
+    if (t >= 0) {
+      if constexpr (kBlockScales) {
+        if (t % p.period == 0) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
+          for (int i = 0; i < 8; ++i) sa[i] = partial_scale(p.a, row + i * 8, t * kTileK);
 #pragma unroll
-          for (int j = 0; j < 4; ++j) {
+          for (int j = 0; j < 2 * kN8; ++j) sb[j] = partial_scale(p.b, col + j / 2 * 8 + j % 2, t * kTileK);
+        }
+        multiply(part, now, now + kTileBytes, warp_row, warp_col);
+        if ((t + 1) % p.period == 0 || !more) {
 #pragma unroll
-            for (int r = 0; r < 4; ++r) {
-              const float s = __fmul_rn(sa[i * 2 + r / 2], sb[j * 2 + r % 2]);
-              acc[i][j][r] = __fadd_rn(acc[i][j][r], __fmul_rn(part[i][j][r], s));
-              part[i][j][r] = 0.0f;
+          for (int i = 0; i < 4; ++i) {
+#pragma unroll
+            for (int j = 0; j < kN8; ++j) {
+#pragma unroll
+              for (int r = 0; r < 4; ++r) {
+                const float s = __fmul_rn(sa[i * 2 + r / 2], sb[j * 2 + r % 2]);
+                acc[i][j][r] = __fadd_rn(acc[i][j][r], __fmul_rn(part[i][j][r], s));
+                part[i][j][r] = 0.0f;
+              }
             }
           }
         }
+      } else {
+        multiply(acc, now, now + kTileBytes, warp_row, warp_col);
       }
-    } else {
-      multiply(acc, now, now + kTileBytes, warp);
     }
-    if (t + 1 < tiles_k) store_fragment(p.a, fa, next), store_fragment(p.b, fb, next + kTileBytes);
+    if (more) {
+#pragma unroll
+      for (int u = 0; u < S::kPerThread; ++u) {
+        store_fragment(p.a, fa[u], next, tid + u * S::kThreads);
+        store_fragment(p.b, fb[u], next + kTileBytes, tid + u * S::kThreads);
+      }
+    }
     __syncthreads();
   }
 
   float factor = 1.0f;
   if constexpr (!kBlockScales) factor = __fmul_rn(partial_scale(p.a, 0, 0), partial_scale(p.b, 0, 0));
 #pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    const int64_t c = col + j * 8;
+  for (int j = 0; j < kN8; ++j) {
+    const int c = col + j * 8;
     float bias[2] = {0.0f, 0.0f};
     if (p.e.bias) {
       if (c < p.e.n) bias[0] = load_as_float(p.e.bias, p.e.bias_type, c);
@@ -138,7 +153,7 @@ Status make_operand(const QuantizedView& q, int64_t outer, int64_t k, Operand* o
   if (f.element != DType::e4m3 && f.element != DType::e5m2) return unsupported("the elements");
   if (f.scale != DType::f32 && f.scale != DType::e8m0) return unsupported("the scales");
   *o = {};
-  o->data = q.data.as<const uint8_t>(), o->scale = q.scale_inv.data, o->outer = outer, o->k = k;
+  o->data = q.data.as<const uint8_t>(), o->scale = q.scale_inv.data, o->outer = static_cast<int>(outer), o->k = static_cast<int>(k);
   o->e5m2 = f.element == DType::e5m2;
   o->k_major = q.columnwise && f.columnwise == ColumnwiseLayout::row_major;
   o->kind = f.scale == DType::e8m0 ? ScaleKind::e8m0 : f.per_tensor() ? ScaleKind::tensor : ScaleKind::block;
@@ -169,8 +184,8 @@ template <bool kBlockScales>
 Status run(const GemmKernelArgs& p, const Execution& exec) {
   static std::atomic<uint64_t> granted{0};
   DIPTYCH_TRY(grant_shared(gemm_kernel<kBlockScales>, exec.device.index, granted));
-  return launch("gemm", gemm_kernel<kBlockScales>, static_cast<int64_t>(p.tiles_m) * p.tiles_n, kGemmThreads,
-                kSharedBytes, exec.stream, p);
+  return launch("gemm", gemm_kernel<kBlockScales>, static_cast<int64_t>(p.tiles_m) * p.tiles_n,
+                Shape<kBlockScales>::kThreads, kSharedBytes, exec.stream, p);
 }
 
 }  // namespace
@@ -180,15 +195,16 @@ Status gemm_emulated(const GemmArgs& args, const Execution& exec) {
   const int64_t m = args.d.rows(), n = args.d.cols();
   if (m == 0 || n == 0) return {};
   const bool rows_last = args.a.columnwise && row(args.a.format).columnwise == ColumnwiseLayout::row_major;
-  p.k = rows_last ? args.a.data.rows() : args.a.data.cols();
-  p.e = make_epilogue(args);
-  DIPTYCH_TRY(make_operand(args.a, m, p.k, &p.a));
-  DIPTYCH_TRY(make_operand(args.b, n, p.k, &p.b));
-  const int64_t tiles_m = ceil_div(m, kTileOuter), tiles_n = ceil_div(n, kTileOuter);
-  if (tiles_m * tiles_n > 0x7fffffff / kGroup || p.k > (int64_t{1} << 36)) {
-    return {Code::unsupported, "gemm: no CUDA kernel for [" + std::to_string(m) + ", " + std::to_string(p.k) +
-                                   "] @ [" + std::to_string(p.k) + ", " + std::to_string(n) + "]: too large"};
+  const int64_t k = rows_last ? args.a.data.rows() : args.a.data.cols();
+  const int64_t tiles_m = ceil_div(m, kTileOuter), tiles_n = ceil_div(n, kTileOuter), limit = (int64_t{1} << 31) - 256;
+  if (m > limit || n > limit || k > limit || tiles_m * tiles_n > limit) {
+    return {Code::unsupported, "gemm: no CUDA kernel for D of [" + std::to_string(m) + ", " + std::to_string(n) +
+                                   "] and K = " + std::to_string(k) + ": sizes end at 2^31 - 256"};
   }
+  DIPTYCH_TRY(make_operand(args.a, m, k, &p.a));
+  DIPTYCH_TRY(make_operand(args.b, n, k, &p.b));
+  p.e = make_epilogue(args);
+  p.k = static_cast<int>(k), p.tiles_k = static_cast<int>(ceil_div(k, kTileK));
   p.tiles_m = static_cast<int>(tiles_m), p.tiles_n = static_cast<int>(tiles_n);
   int k_shift = 62;
   for (const Operand* o : {&p.a, &p.b}) {

@@ -9,15 +9,16 @@
 
 namespace diptych::cuda {
 
-constexpr int kTileOuter = 128, kTileK = 64, kGemmThreads = 256;
+constexpr int kTileOuter = 128, kTileK = 64;
 constexpr int kTileBytes = kTileOuter * kTileK * 2;
+constexpr int kFragments = kTileOuter * kTileK / 32;  // of 32 FP8 bytes each, dealt out to the threads
 
 enum class ScaleKind : int { tensor, block, e8m0 };  // applied in the epilogue, on partial sums, in the operand
 
 struct Operand {
   const uint8_t* data;  // [outer, k], or [k, outer] if k_major
   const void* scale;
-  int64_t outer, k;
+  int outer, k;
   int64_t scale_stride_outer, scale_stride_k;  // elements between neighbouring blocks
   int outer_shift, k_shift;                    // log2 of the block's extents
   ScaleKind kind;
@@ -30,7 +31,7 @@ __device__ __forceinline__ int swizzled(int row, int chunk) {
   return row * 128 + ((chunk ^ (row & 7) ^ (row >> 3 & 7)) << 4);
 }
 
-// What a thread holds of a tile between its load and its store.
+// Fragment t of a tile, between its load and its store.
 // [outer, k]: 16 k of row t / 4 in w[0..3] and of row t / 4 + 64 in w[4..7]; a scale code for each.
 // [k, outer]: four k of eight outer indices, a k in each pair of words; a scale code for each outer index.
 struct Fragment {
@@ -38,35 +39,34 @@ struct Fragment {
   uint32_t code[2];
 };
 
-__device__ __forceinline__ int64_t scale_index(const Operand& o, int64_t outer, int64_t k) {
+__device__ __forceinline__ int64_t scale_index(const Operand& o, int outer, int k) {
   return (outer >> o.outer_shift) * o.scale_stride_outer + (k >> o.k_shift) * o.scale_stride_k;
 }
 
-__device__ __forceinline__ uint32_t load_code(const Operand& o, int64_t outer, int64_t k) {
+__device__ __forceinline__ uint32_t load_code(const Operand& o, int outer, int k) {
   if (o.kind != ScaleKind::e8m0 || outer >= o.outer || k >= o.k) return 127;  // one
   return __ldg(static_cast<const uint8_t*>(o.scale) + scale_index(o, outer, k));
 }
 
 // kCount bytes at p, of which `valid` exist; the others are 0.
 template <int kCount>
-__device__ __forceinline__ void load_bytes(uint32_t* w, const uint8_t* p, int64_t valid) {
+__device__ __forceinline__ void load_bytes(uint32_t* w, const uint8_t* p, int valid) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     if (i < valid) w[i / 4] |= static_cast<uint32_t>(__ldg(p + i)) << (i % 4 * 8);
   }
 }
 
-__device__ __forceinline__ Fragment load_fragment(const Operand& o, int64_t outer0, int64_t k0) {
-  const int t = threadIdx.x;
+__device__ __forceinline__ Fragment load_fragment(const Operand& o, int outer0, int k0, int t) {
   Fragment f = {};
   if (!o.k_major) {
-    const int64_t k = k0 + t % 4 * 16;
+    const int k = k0 + t % 4 * 16;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      const int64_t outer = outer0 + t / 4 + h * 64;
+      const int outer = outer0 + t / 4 + h * 64;
       f.code[h] = load_code(o, outer, k);
       if (outer >= o.outer || k >= o.k) continue;
-      const uint8_t* p = o.data + outer * o.k + k;
+      const uint8_t* p = o.data + static_cast<int64_t>(outer) * o.k + k;
       if (o.vec) {
         const uint4 u = __ldg(reinterpret_cast<const uint4*>(p));
         f.w[4 * h] = u.x, f.w[4 * h + 1] = u.y, f.w[4 * h + 2] = u.z, f.w[4 * h + 3] = u.w;
@@ -76,11 +76,11 @@ __device__ __forceinline__ Fragment load_fragment(const Operand& o, int64_t oute
     }
     return f;
   }
-  const int64_t outer = outer0 + (t % 8 + t / 128 * 8) * 8, k = k0 + t / 8 % 16 * 4;
+  const int outer = outer0 + (t % 8 + t / 128 * 8) * 8, k = k0 + t / 8 % 16 * 4;
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     if (outer >= o.outer || k + i >= o.k) continue;
-    const uint8_t* p = o.data + (k + i) * o.outer + outer;
+    const uint8_t* p = o.data + static_cast<int64_t>(k + i) * o.outer + outer;
     if (o.vec) {
       const uint2 u = __ldg(reinterpret_cast<const uint2*>(p));
       f.w[2 * i] = u.x, f.w[2 * i + 1] = u.y;
@@ -107,8 +107,7 @@ __device__ __forceinline__ uint2 decode_bf16(uint32_t four, float scale) {
 }
 
 template <bool kE5M2>
-__device__ __forceinline__ void store_fragment(const Operand& o, Fragment& f, unsigned char* tile) {
-  const int t = threadIdx.x;
+__device__ __forceinline__ void store_fragment(const Operand& o, Fragment& f, unsigned char* tile, int t) {
   if (!o.k_major) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -133,16 +132,16 @@ __device__ __forceinline__ void store_fragment(const Operand& o, Fragment& f, un
   }
 }
 
-__device__ __forceinline__ void store_fragment(const Operand& o, Fragment& f, unsigned char* tile) {
+__device__ __forceinline__ void store_fragment(const Operand& o, Fragment& f, unsigned char* tile, int t) {
   if (o.e5m2) {
-    store_fragment<true>(o, f, tile);
+    store_fragment<true>(o, f, tile, t);
   } else {
-    store_fragment<false>(o, f, tile);
+    store_fragment<false>(o, f, tile, t);
   }
 }
 
 // The float32 scale that a partial sum of this operand takes at (outer, k).
-__device__ __forceinline__ float partial_scale(const Operand& o, int64_t outer, int64_t k) {
+__device__ __forceinline__ float partial_scale(const Operand& o, int outer, int k) {
   if (o.kind == ScaleKind::e8m0) return 1.0f;
   if (o.kind == ScaleKind::tensor) return __ldg(static_cast<const float*>(o.scale));
   return outer < o.outer ? __ldg(static_cast<const float*>(o.scale) + scale_index(o, outer, k)) : 0.0f;

@@ -15,6 +15,7 @@ struct MxArgs {
   const void* x;                 // [m, k]
   int64_t m, k;
   unsigned tiles, tiles_k;       // warp tiles, and how many of them along k
+  int64_t blocks_k;              // ceil(k / 32)
   uint8_t *row, *row_scale;      // [m, k] and [m, ceil(k/32)], or null
   uint8_t *col, *col_scale;      // [m, k] and [ceil(m/32), k], or null
   float max_reciprocal;          // float32(1 / the element's largest value)
@@ -42,12 +43,14 @@ __global__ void __launch_bounds__(kThreads) mxfp8_kernel(MxArgs p) {
       for (int j = 0; j < 8; ++j) v[i] = max_abs(v[i], x[i][j]);
     }
     max_and_halve<4>(v, lane, 2), max_and_halve<2>(v, lane, 1);  // four lanes hold a block of 32 columns
-    const int64_t mine = row + lane % 4 * 2, block = col / kBlock, blocks = ceil_div(p.k, kBlock);
+    const int64_t mine = row + lane % 4 * 2, block = col / kBlock;
     uint32_t code[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       code[h] = e8m0_from_amax(v[h], p.max_reciprocal);
-      if (mine + h < p.m && block < blocks) p.row_scale[(mine + h) * blocks + block] = static_cast<uint8_t>(code[h]);
+      if (mine + h < p.m && block < p.blocks_k) {
+        p.row_scale[(mine + h) * p.blocks_k + block] = static_cast<uint8_t>(code[h]);
+      }
     }
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
@@ -93,7 +96,7 @@ Status quantize_mxfp8(const QuantizeArgs& args, const Execution& exec) {
   const int64_t tiles_k = ceil_div(p.k, kCols), tiles = ceil_div(p.m, kRows) * tiles_k;
   if (tiles == 0) return {};
   if (tiles > 0x7fffffff) return {Code::unsupported, "quantize: the tensor has more than 2^31 tiles of 32 x 64"};
-  p.tiles = static_cast<unsigned>(tiles), p.tiles_k = static_cast<unsigned>(tiles_k);
+  p.tiles = static_cast<unsigned>(tiles), p.tiles_k = static_cast<unsigned>(tiles_k), p.blocks_k = ceil_div(p.k, kBlock);
   p.max_reciprocal = 1.0f / row(f.element).max;
   p.vec_x = aligned(p.x, 16) && p.k % 8 == 0;
   if (args.rowwise.given()) {

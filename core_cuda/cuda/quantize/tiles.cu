@@ -14,14 +14,14 @@ enum class Blocks { tensor, vector, square };  // whole tensor, 1x128, 128x128
 constexpr int kTile = 128, kThreads = 256, kWarps = kThreads / 32;
 
 struct TileArgs {
-  const void* x;       // [m, k]
+  const void* x;     // [m, k]
   int64_t m, k;
-  unsigned tiles_k;    // tiles along k; the grid walks k first
-  const float* amax;   // Blocks::tensor
-  uint8_t* row;        // [m, k], or null
-  float* row_scale;    // of the blocks of `row`, row-major
-  uint8_t* col;        // [k, m], or null
-  float* col_scale;    // of the blocks of `col`, row-major
+  unsigned tiles_m, tiles_k;  // the grid walks k first
+  const float* amax;  // Blocks::tensor
+  uint8_t* row;       // [m, k], or null
+  float* row_scale;   // of the blocks of `row`, row-major
+  uint8_t* col;       // [k, m], or null
+  float* col_scale;   // of the blocks of `col`, row-major
   DivideRule rule;
   bool vec_x, vec_row, vec_col;  // aligned to 16, 8 and 16 bytes, and so are their rows
 };
@@ -74,7 +74,6 @@ __global__ void __launch_bounds__(kThreads) tile_kernel(TileArgs p) {
   const unsigned index = kBlocks == Blocks::tensor ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
   const int64_t tile_m = index / p.tiles_k, tile_k = index % p.tiles_k;
   const int64_t row0 = tile_m * kTile, col0 = tile_k * kTile;
-  const int64_t tiles_m = ceil_div(p.m, kTile);
   const int patch_row = warp * 2 + lane / 16, patch_col = lane % 16;
   const int64_t row = row0 + patch_row * 8, col = col0 + patch_col * 8;
 
@@ -124,7 +123,7 @@ __global__ void __launch_bounds__(kThreads) tile_kernel(TileArgs p) {
       for (int w = 0; w < kWarps; ++w) amax = fmaxf(amax, scratch[w * kTile + tid]);
       const float scale = scale_from_amax(p.rule, amax);
       column_scale[tid] = scale;
-      if (col0 + tid < p.k) p.col_scale[(col0 + tid) * tiles_m + tile_m] = scale_inverse(scale);
+      if (col0 + tid < p.k) p.col_scale[(col0 + tid) * p.tiles_m + tile_m] = scale_inverse(scale);
     }
     __syncthreads();
 #pragma unroll
@@ -155,7 +154,7 @@ __global__ void __launch_bounds__(kThreads) tile_kernel(TileArgs p) {
       if (tid == 0) {
         const float inverse = scale_inverse(scale);
         if (p.row) p.row_scale[tile_m * p.tiles_k + tile_k] = inverse;
-        if (p.col) p.col_scale[tile_k * tiles_m + tile_m] = inverse;
+        if (p.col) p.col_scale[tile_k * p.tiles_m + tile_m] = inverse;
       }
     }
 #pragma unroll
@@ -191,12 +190,12 @@ Status quantize_tiles(const QuantizeArgs& args, const Execution& exec) {
   const Blocks blocks = f.per_tensor() ? Blocks::tensor : f.block_rows == 1 ? Blocks::vector : Blocks::square;
   TileArgs p{};
   p.x = args.x.data, p.m = args.x.rows(), p.k = args.x.cols(), p.rule = divide_rule(args);
-  int64_t tiles_k = ceil_div(p.k, kTile), tiles = ceil_div(p.m, kTile) * tiles_k;
-  if (tiles == 0) {
+  int64_t tiles_m = ceil_div(p.m, kTile), tiles_k = ceil_div(p.k, kTile);
+  if (tiles_m * tiles_k == 0) {
     if (blocks != Blocks::tensor) return {};
-    tiles_k = tiles = 1;  // an empty tensor has no blocks, but a scale
+    tiles_m = tiles_k = 1;  // an empty tensor has no blocks, but a scale
   }
-  p.tiles_k = static_cast<unsigned>(tiles_k);
+  p.tiles_m = static_cast<unsigned>(tiles_m), p.tiles_k = static_cast<unsigned>(tiles_k);
   if (blocks == Blocks::tensor) p.amax = args.amax.as<const float>();
   p.vec_x = aligned(p.x, 16) && p.k % 8 == 0;
   if (args.rowwise.given()) {
@@ -209,7 +208,7 @@ Status quantize_tiles(const QuantizeArgs& args, const Execution& exec) {
   }
   return with_float_type(args.x.dtype, "quantize", [&](auto type) {
     return with_element(f.element, "quantize", [&](auto e5m2) {
-      return run<decltype(type), e5m2.value>(p, blocks, tiles, exec.stream);
+      return run<decltype(type), e5m2.value>(p, blocks, tiles_m * tiles_k, exec.stream);
     });
   });
 }

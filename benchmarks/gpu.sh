@@ -1,0 +1,47 @@
+#!/usr/bin/env bash
+# Everything that needs a GPU, in one go: benchmarks/gpu.sh OUT_DIR [build] [test] [sanitize] [bench] [train]
+# Uses the python3 on PATH, whose torch and jax are taken as they are.
+set -uo pipefail
+cd "$(dirname "$0")/.."
+out=${1:?usage: benchmarks/gpu.sh OUT_DIR [build] [test] [sanitize] [bench] [train]}
+shift
+phases=${*:-build test sanitize bench train}
+mkdir -p "$out"
+export PYTHONUNBUFFERED=1 XLA_PYTHON_CLIENT_PREALLOCATE=false
+status=0
+
+step() { # step NAME SECONDS COMMAND...: runs it, keeps its log, says how it ended
+  local name=$1 limit=$2 start=$SECONDS
+  shift 2
+  timeout "$limit" "$@" >"$out/$name.log" 2>&1
+  local rc=$?
+  [ $rc -eq 0 ] || status=1
+  echo "== $name: exit $rc after $((SECONDS - start)) s"
+  tail -n "${TAIL:-6}" "$out/$name.log"
+}
+
+for phase in $phases; do
+  case $phase in
+    build) step build 400 env DIPTYCH_CUDA=on python3 -m pip install -q --no-build-isolation --no-deps -e . ;;
+    test) step test 540 python3 -m pytest -q -n 8 -p no:cacheprovider ;;
+    sanitize)
+      # The tests run in one process each; torch's own kernels are checked too, and would be named.
+      for tool in memcheck racecheck; do
+        step "sanitize-$tool" 280 compute-sanitizer --tool $tool --error-exitcode 9 --kernel-regex kns=diptych \
+          python3 -m pytest -q -m "sanitize and cuda" -p no:cacheprovider
+      done
+      ;;
+    bench) TAIL=120 step bench 300 python3 -m benchmarks.gpu --out "$out/bench.json" ;;
+    train)
+      for framework in torch jax; do
+        for recipe in fp8-current fp8-block mxfp8; do
+          step "train-$framework-$recipe" 150 diptych train --framework $framework --recipe $recipe --device cuda \
+            --steps 300 --out "$out/train-$framework-$recipe"
+          rm -rf "$out/train-$framework-$recipe"/*.npz
+        done
+      done
+      ;;
+    *) echo "unknown phase $phase" >&2; exit 2 ;;
+  esac
+done
+exit $status

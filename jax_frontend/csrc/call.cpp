@@ -1,0 +1,96 @@
+#include "call.h"
+
+#include <string>
+
+namespace diptych::xla_ffi {
+namespace {
+
+bool to_dtype(ffi::DataType type, DType* out) {
+  switch (type) {
+    case ffi::F32: *out = DType::f32; return true;
+    case ffi::F16: *out = DType::f16; return true;
+    case ffi::BF16: *out = DType::bf16; return true;
+    case ffi::F8E4M3FN: *out = DType::e4m3; return true;
+    case ffi::F8E5M2: *out = DType::e5m2; return true;
+    case ffi::F8E8M0FNU: *out = DType::e8m0; return true;
+    case ffi::U8: *out = DType::u8; return true;
+    case ffi::S32: *out = DType::i32; return true;
+    default: return false;
+  }
+}
+
+}  // namespace
+
+Status Call::open(int32_t version, int32_t batch_rank, int64_t axes, int batched_results,
+                  const ffi::RemainingArgs& args, const ffi::RemainingRets& rets, const Execution& exec) {
+  if (version != kAttributesVersion)
+    return {Code::value, "attributes of version " + std::to_string(version) + " reached handlers of version " +
+                             std::to_string(kAttributesVersion) + "; reinstall diptych, or export the program again"};
+  if (batch_rank < 0 || batch_rank > kMaxBatchRank)
+    return {Code::value, "batch rank " + std::to_string(batch_rank) + " is outside 0.." + std::to_string(kMaxBatchRank)};
+  if (args.size() > kMaxBuffers || rets.size() == 0 || rets.size() > kMaxBuffers)
+    return {Code::value, "unexpected number of buffers: " + std::to_string(args.size()) + " operands, " +
+                             std::to_string(rets.size()) + " results"};
+  exec_ = exec;
+  batch_rank_ = batch_rank;
+  operands_ = static_cast<int>(args.size());
+  results_ = static_cast<int>(rets.size());
+  // Every result but a workspace carries every axis; the first one says how long they are.
+  auto first = rets.get<ffi::AnyBuffer>(0);
+  if (!first.has_value()) return {Code::runtime, first.error().message()};
+  const auto dims = (*first)->dimensions();
+  if (static_cast<int>(dims.size()) < batch_rank) return {Code::value, "result 0 lacks its batch axes"};
+  for (int a = 0; a < batch_rank; ++a) sizes_[a] = dims[a];
+  for (int i = 0; i < operands_; ++i) {
+    const auto buffer = args.get<ffi::AnyBuffer>(i);
+    if (!buffer.has_value()) return {Code::runtime, buffer.error().message()};
+    DIPTYCH_TRY(read(*buffer, "operand", i, axes >> (8 * i) & 0xff, &in_[i]));
+  }
+  for (int i = 0; i < results_; ++i) {
+    auto buffer = rets.get<ffi::AnyBuffer>(i);
+    if (!buffer.has_value()) return {Code::runtime, buffer.error().message()};
+    DIPTYCH_TRY(read(**buffer, "result", i, i < batched_results ? 0xff : 0, &out_[i]));
+  }
+  return {};
+}
+
+Status Call::read(const ffi::AnyBuffer& buffer, const char* kind, int i, int64_t axes, Operand* out) const {
+  const std::string who = std::string(kind) + " " + std::to_string(i);
+  TensorView& v = out->view;
+  if (!to_dtype(buffer.element_type(), &v.dtype))
+    return {Code::type, who + " has XLA element type " + std::to_string(static_cast<int>(buffer.element_type())) +
+                            ", which no op takes"};
+  v.data = buffer.untyped_data();
+  v.device = exec_.device;
+  const auto dims = buffer.dimensions();
+  int taken = 0;
+  for (int a = 0; a < batch_rank_; ++a) {
+    if ((axes >> (batch_rank_ - 1 - a) & 1) == 0) continue;
+    if (taken >= static_cast<int>(dims.size()) || dims[taken] != sizes_[a])
+      return {Code::value, who + " lacks batch axis " + std::to_string(a) + " of length " + std::to_string(sizes_[a])};
+    out->step[a] = 1;  // marks the axis as present, until the element's size is known
+    ++taken;
+  }
+  // Leading dimensions fold into rows.
+  const int rank = static_cast<int>(dims.size()) - taken;
+  v.rank = rank > 2 ? 2 : rank;
+  for (int d = 0; d < v.rank; ++d) v.shape[d] = 1;
+  for (int d = 0; d < rank; ++d) v.shape[d == rank - 1 ? v.rank - 1 : 0] *= dims[taken + d];
+  int64_t step = v.numel() * bytes(v.dtype);
+  for (int a = batch_rank_ - 1; a >= 0; --a) {
+    if (out->step[a] == 0) continue;
+    out->step[a] = step;
+    step *= sizes_[a];
+  }
+  return {};
+}
+
+TensorView Call::at(const Operand& operand) const {
+  TensorView v = operand.view;
+  int64_t offset = 0;
+  for (int a = 0; a < batch_rank_; ++a) offset += index_[a] * operand.step[a];
+  if (v.data != nullptr) v.data = v.as<char>() + offset;
+  return v;
+}
+
+}  // namespace diptych::xla_ffi
