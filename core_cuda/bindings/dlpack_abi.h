@@ -39,7 +39,7 @@ struct ExchangeApi {
   void* allocate;
   void* managed_from_object;
   void* managed_to_object;
-  int (*tensor_from_object)(void* object, Tensor* out);                          // borrows; -1 with an exception set
+  int (*tensor_from_object)(void* object, Tensor* out);  // borrows; -1 with an exception set
   int (*current_work_stream)(int32_t device_type, int32_t device_id, void** out);
 };
 

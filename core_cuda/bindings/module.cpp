@@ -16,11 +16,17 @@ namespace {
 
 void raise(const Status& s) {
   switch (s.code()) {
-    case Code::ok: return;
-    case Code::value: throw py::value_error(s.message());
-    case Code::type: throw py::type_error(s.message());
-    case Code::unsupported: PyErr_SetString(PyExc_NotImplementedError, s.message().c_str()); throw py::error_already_set();
-    case Code::runtime: throw std::runtime_error(s.message());
+    case Code::ok:
+      return;
+    case Code::value:
+      throw py::value_error(s.message());
+    case Code::type:
+      throw py::type_error(s.message());
+    case Code::unsupported:
+      PyErr_SetString(PyExc_NotImplementedError, s.message().c_str());
+      throw py::error_already_set();
+    case Code::runtime:
+      throw std::runtime_error(s.message());
   }
 }
 
@@ -35,7 +41,8 @@ void run(Status (*op)(const Args&, const Execution&), const Args& args, Call& ca
   raise(status);
 }
 
-QuantizedView copy(Call& call, py::handle data, py::handle scale, int format, bool columnwise, const char* arg, bool out) {
+QuantizedView copy(Call& call, py::handle data, py::handle scale, int format, bool columnwise, const char* arg,
+                   bool out) {
   QuantizedView q;
   q.format = static_cast<FormatId>(format);
   q.columnwise = columnwise;
@@ -233,24 +240,33 @@ PYBIND11_MODULE(_core, m) {
   m.def("gemm_row", gemm_row, py::arg("a_format"), py::arg("a_columnwise"), py::arg("b_format"),
         py::arg("b_columnwise"), py::arg("m"), py::arg("n"), py::arg("k"), py::arg("out_dtype"), py::arg("backend"),
         py::arg("device_index"));
-  m.def("set_num_threads", [](int n) {
-    if (n < 1) throw py::value_error("set_num_threads: n must be at least 1, got " + std::to_string(n));
-    cpu::set_num_threads(n);
-  }, py::arg("n"));
+  m.def(
+      "set_num_threads",
+      [](int n) {
+        if (n < 1) throw py::value_error("set_num_threads: n must be at least 1, got " + std::to_string(n));
+        cpu::set_num_threads(n);
+      },
+      py::arg("n"));
   m.def("get_num_threads", cpu::num_threads);
-  m.def("set_isa", [](const std::string& name) {
-    if (!cpu::set_isa(name.c_str()))
-      throw py::value_error("set_isa: this machine has no '" + name + "'; choose avx512, avx2 or generic");
-  }, py::arg("name"));
+  m.def(
+      "set_isa",
+      [](const std::string& name) {
+        if (!cpu::set_isa(name.c_str()))
+          throw py::value_error("set_isa: this machine has no '" + name + "'; choose avx512, avx2 or generic");
+      },
+      py::arg("name"));
   m.def("build_info", build_info);
   m.def("cuda_info", cuda_info);
-  m.def("set_cublaslt_path", [](const std::string& path) {
+  m.def(
+      "set_cublaslt_path",
+      [](const std::string& path) {
 #ifdef DIPTYCH_WITH_CUDA
-    cuda::set_cublaslt_path(path.c_str());
+        cuda::set_cublaslt_path(path.c_str());
 #else
-    throw py::value_error("set_cublaslt_path: this build has no CUDA backend, so " + path + " would not be opened");
+        throw py::value_error("set_cublaslt_path: this build has no CUDA backend, so " + path + " would not be opened");
 #endif
-  }, py::arg("path"));
+      },
+      py::arg("path"));
   m.def("dlpack_layout", dlpack_layout);
 }
 

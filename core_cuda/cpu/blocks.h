@@ -34,13 +34,4 @@ inline BlockedCopy blocked_copy(const FormatRow& f, const QuantizedView& q, int6
   return c;
 }
 
-// out[c] = of_block[(first + c) / width - first / width], c < n: one value per block becomes one per column
-inline void spread(const float* of_block, int64_t first, int64_t n, int64_t width, float* out) {
-  int64_t left = width - first % width;
-  for (int64_t c = 0; c < n; ++of_block, left = width) {
-    const int64_t end = std::min(n, c + left);
-    for (const float v = *of_block; c < end; ++c) out[c] = v;
-  }
-}
-
 }  // namespace diptych::cpu

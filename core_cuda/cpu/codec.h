@@ -42,20 +42,37 @@ struct E5M2 {
   static constexpr int32_t kSpecialBase = kInfBits;
 };
 
+// The low 7 bits of code with the sign of u; 0x7F where |u| is a NaN
+template <class I>
+DIPTYCH_INLINE I finish_code(I code, I u, I magnitude) {
+#if defined(__AVX512F__)
+  if constexpr (sizeof(I) == 64) {  // one instruction selects bits and lanes
+    const __m512i low = _mm512_set1_epi32(0x7F), sign = _mm512_srli_epi32((__m512i)u, 24);
+    const __mmask16 number = _mm512_cmple_epi32_mask((__m512i)magnitude, _mm512_set1_epi32(kInfBits));
+    return (I)_mm512_mask_ternarylogic_epi32(low, number, (__m512i)code, sign, 0xCA);
+  }
+#endif
+  return magnitude > kInfBits ? 0x7F : (code & 0x7F) | ((u >> 24) & 0x80);
+}
+
 // float32 -> FP8 byte, round to nearest even, saturating; any NaN -> 0x7F
+//
+// Adding 2^d times the power of two below a (no less than the smallest normal), d the bits to drop, leaves a float whose
+// last bits count steps of the FP8 grid, correctly rounded, subnormals included. Its exponent, shifted down beside them,
+// completes the code; kAlign, an even number of steps added on the way, makes the two biases cancel in the low 7 bits.
 template <class E, class I, class F>
 DIPTYCH_INLINE I encode(F x) {
   constexpr int kDrop = 23 - E::kMantissa;
-  constexpr int32_t kRebias = (127 - E::kBias) << 23;
   constexpr int32_t kMinNormal = (128 - E::kBias) << 23;
-  constexpr float kMagic = pow2f(kDrop + 1 - E::kBias);  // its ulp is the grid's smallest step
+  constexpr int32_t kAlign = -((128 - E::kBias + kDrop) << E::kMantissa) & 0x7F;
+  static_assert(kAlign % 2 == 0);
   const I u = bits_as<I>(x);
-  const I a = u & 0x7FFFFFFF;
-  const I s = a < E::kMaxBits ? a : E::kMaxBits;
-  const I normal = (s + ((s >> kDrop) & 1) + ((1 << (kDrop - 1)) - 1 - kRebias)) >> kDrop;
-  const I subnormal = bits_as<I>(bits_as<F>(s) + kMagic) - bits_as<int32_t>(kMagic);
-  const I code = (s < kMinNormal ? subnormal : normal) | ((u >> 24) & 0x80);
-  return a > kInfBits ? 0x7F : code;
+  const I magnitude = u & 0x7FFFFFFF;
+  const I a = magnitude > E::kMaxBits ? E::kMaxBits : magnitude;
+  const I power = a & kInfBits;
+  const I grid = (power > kMinNormal ? power : kMinNormal) + (kAlign + (kDrop << 23));
+  const I sum = bits_as<I>(bits_as<F>(a) + bits_as<F>(grid));
+  return finish_code<I>(sum + (sum >> kDrop), u, magnitude);
 }
 
 // FP8 byte -> float32, exact

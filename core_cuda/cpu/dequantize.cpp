@@ -24,7 +24,9 @@ Status run(const DequantizeArgs& args) {
   if (m == 0 || k == 0) return Status();
   const BlockedCopy copy = blocked_copy(f, args.q, m, k);
 
-  const int64_t tile_cols = std::min<int64_t>(k, copy.transposed ? 256 : 4096);
+  // Tiles start where blocks start.
+  const int64_t wide = std::max<int64_t>(copy.cols, (copy.transposed ? 256 : 4096) / copy.cols * copy.cols);
+  const int64_t tile_cols = std::min(k, wide);
   const int64_t tile_rows = copy.transposed ? 64 : std::max<int64_t>(1, (1 << 14) / tile_cols);
   const int64_t across = ceil_div(k, tile_cols);
   for_tasks(ceil_div(m, tile_rows) * across, m * k >= kThreadedElements, [&](int64_t t) {
@@ -39,23 +41,19 @@ Status run(const DequantizeArgs& args) {
       ld = tile_cols;
     }
 
-    float* of_block = scratch(Slot::scales).get<float>(2 * tile_cols);
-    float* of_column = of_block + tile_cols;
-    const int64_t j0 = c0 / copy.cols, blocks = (c0 + cols - 1) / copy.cols - j0 + 1;
-    const bool uniform = blocks == 1;
-    int64_t have = -1;  // the row of blocks whose scales are in of_block
+    float* by = scratch(Slot::scales).get<float>(ceil_div(tile_cols, copy.cols));
+    int64_t have = -1;  // the row of blocks whose scales are in `by`
     for (int64_t r = 0; r < rows; ++r, q += ld) {
       if (const int64_t i = (r0 + r) / copy.rows; i != have) {
         have = i;
-        const int64_t first = i * copy.step_i + j0 * copy.step_j;
-        for (int64_t j = 0; j < blocks; ++j) {
+        const int64_t first = i * copy.step_i + c0 / copy.cols * copy.step_j;
+        for (int64_t j = 0; j < ceil_div(cols, copy.cols); ++j) {
           const int64_t at = first + j * copy.step_j;
-          of_block[j] = f.scale == DType::f32 ? static_cast<const float*>(copy.scale_inv)[at]
-                                              : from_e8m0(static_cast<const uint8_t*>(copy.scale_inv)[at]);
+          by[j] = f.scale == DType::f32 ? static_cast<const float*>(copy.scale_inv)[at]
+                                        : from_e8m0(static_cast<const uint8_t*>(copy.scale_inv)[at]);
         }
-        if (!uniform) spread(of_block, c0, cols, copy.cols, of_column);
       }
-      simd.decode(f.element, q, uniform ? of_block : of_column, uniform, cols, out.dtype,
+      simd.decode(f.element, q, by, copy.cols, cols, out.dtype,
                   out.as<char>() + ((r0 + r) * k + c0) * bytes(out.dtype));
     }
   });

@@ -39,9 +39,11 @@ struct Kernels {
   void (*segment_amax)(DType, const void* x, int64_t n, int64_t segment, float* out);
   // one block's amax -> what its values are multiplied by, and what is stored: inv (divide) or code (e8m0_ceil)
   void (*scales)(const ScaleParams&, const float* amax, int64_t n, float* multiplier, float* inv, uint8_t* code);
-  // uniform: multiplier[0] for all
-  void (*encode)(DType element, DType, const void* x, const float* multiplier, bool uniform, int64_t n, uint8_t* out);
-  void (*decode)(DType element, const uint8_t* q, const float* scale_inv, bool uniform, int64_t n, DType, void* out);
+  // element i goes with multiplier[i / width], scale_inv[i / width]
+  void (*encode)(DType element, DType, const void* x, const float* multiplier, int64_t width, int64_t n, uint8_t* out);
+  void (*decode)(DType element, const uint8_t* q, const float* scale_inv, int64_t width, int64_t n, DType, void* out);
+  // dst [rows, ld_dst] = src [rows, ld_src], asking for source rows before their turn
+  void (*gather)(const char* src, int64_t ld_src, int64_t rows, int64_t bytes, char* dst, int64_t ld_dst);
   // dst [cols, rows] = src [rows, cols].T
   void (*transpose)(const uint8_t* src, int64_t ld_src, int64_t rows, int64_t cols, uint8_t* dst, int64_t ld_dst);
   // acc[c] = acc[c] + x[r, c] for ascending r

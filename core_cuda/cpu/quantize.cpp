@@ -17,7 +17,7 @@
 namespace diptych::cpu {
 namespace {
 
-constexpr int64_t kTileElements = 1 << 14;
+constexpr int64_t kTileElements = 1 << 15;
 
 struct Plan {
   const Kernels& simd;
@@ -29,30 +29,33 @@ struct Plan {
   int64_t m = 0, k = 0;
   int64_t tile_rows = 1, tile_cols = 1;
   bool any_transposed = false;
-
-  const void* at(int64_t r, int64_t c) const { return x + (r * k + c) * bytes(dtype); }
+  bool staged = false;
 };
 
 struct Tile {
   int64_t r0, c0, rows, cols;
+  const char* x;  // its first element, where the passes over it read: the tensor or a copy in cache
+  int64_t ld;
+  const char* next;  // the tile after this one, asked for while this one is computed; null: none
 };
 
-// Scales of the row of blocks that starts at row r, stored, and spread to one multiplier per column of the tile.
-void block_scales(const Plan& p, const BlockedCopy& copy, const Tile& t, int64_t r, int64_t rows, float* multiplier) {
+// Scales of the row of blocks that starts at row r of the tile: stored, and returned as one multiplier per block.
+const float* block_scales(const Plan& p, const BlockedCopy& copy, const Tile& t, int64_t r, int64_t rows) {
   const int64_t blocks = ceil_div(t.cols, copy.cols);
-  const int64_t room = ceil_div(t.cols, 64) * 64;
+  const int64_t room = ceil_div(t.cols, 16) * 16;
   float* amax = scratch(Slot::scales).get<float>(4 * room);
   float *by = amax + room, *inv = by + room;
   uint8_t* code = reinterpret_cast<uint8_t*>(inv + room);
+  const char* x = t.x + r * t.ld * bytes(p.dtype);
   if (rows > 1) {
-    p.simd.column_amax(p.dtype, p.at(r, t.c0), p.k, rows, t.cols, amax);
+    p.simd.column_amax(p.dtype, x, t.ld, rows, t.cols, amax);
     if (copy.cols > 1) p.simd.segment_amax(DType::f32, amax, t.cols, copy.cols, amax);
   } else {
-    p.simd.segment_amax(p.dtype, p.at(r, t.c0), t.cols, copy.cols, amax);
+    p.simd.segment_amax(p.dtype, x, t.cols, copy.cols, amax);
   }
   p.simd.scales(p.scale, amax, blocks, by, inv, code);
 
-  const int64_t first = (r / copy.rows) * copy.step_i + (t.c0 / copy.cols) * copy.step_j;
+  const int64_t first = ((t.r0 + r) / copy.rows) * copy.step_i + (t.c0 / copy.cols) * copy.step_j;
   if (p.format.scale == DType::f32) {
     float* out = static_cast<float*>(copy.scale_inv) + first;
     for (int64_t j = 0; j < blocks; ++j) out[j * copy.step_j] = inv[j];
@@ -60,23 +63,24 @@ void block_scales(const Plan& p, const BlockedCopy& copy, const Tile& t, int64_t
     uint8_t* out = static_cast<uint8_t*>(copy.scale_inv) + first;
     for (int64_t j = 0; j < blocks; ++j) out[j * copy.step_j] = code[j];
   }
-  spread(by, 0, t.cols, copy.cols, multiplier);
+  return by;
 }
 
 // Payload of the tile in the tensor's orientation; scales on the way.
-void encode_tile(const Plan& p, const BlockedCopy& copy, const Tile& t, uint8_t* out, int64_t ld) {
-  if (p.format.per_tensor()) {
-    for (int64_t r = 0; r < t.rows; ++r)
-      p.simd.encode(p.format.element, p.dtype, p.at(t.r0 + r, t.c0), &p.tensor_scale, true, t.cols, out + r * ld);
-    return;
+void encode_tile(const Plan& p, const BlockedCopy& copy, Tile& t, uint8_t* out, int64_t ld) {
+  const int64_t size = bytes(p.dtype);
+  const bool one = p.format.per_tensor();
+  const int64_t height = one ? t.rows : copy.rows, width = one ? t.cols : copy.cols;
+  for (int64_t r = 0; r < t.rows; r += height) {
+    const int64_t rows = std::min(height, t.rows - r);
+    const float* multiplier = one ? &p.tensor_scale : block_scales(p, copy, t, r, rows);
+    for (int64_t i = r; i < r + rows; ++i) {
+      if (t.next)
+        for (int64_t b = 0; b < t.cols * size; b += 64) __builtin_prefetch(t.next + i * p.k * size + b, 0, 2);
+      p.simd.encode(p.format.element, p.dtype, t.x + i * t.ld * size, multiplier, width, t.cols, out + i * ld);
+    }
   }
-  float* multiplier = scratch(Slot::tile).get<float>(t.cols);
-  for (int64_t r = 0; r < t.rows; r += copy.rows) {
-    const int64_t rows = std::min(copy.rows, t.rows - r);
-    block_scales(p, copy, t, t.r0 + r, rows, multiplier);
-    for (int64_t i = r; i < r + rows; ++i)
-      p.simd.encode(p.format.element, p.dtype, p.at(t.r0 + i, t.c0), multiplier, false, t.cols, out + i * ld);
-  }
+  t.next = nullptr;
 }
 
 // The scales of a copy whose blocks cover the same elements as those of a copy that is already written.
@@ -89,34 +93,48 @@ void copy_scales(const Plan& p, const BlockedCopy& from, const BlockedCopy& to, 
                   static_cast<const char*>(from.scale_inv) + (i * from.step_i + j * from.step_j) * size, size);
 }
 
-void quantize_tile(const Plan& p, const BlockedCopy* rowwise, const BlockedCopy* columnwise, const Tile& t) {
-  const uint8_t* payload = nullptr;
-  int64_t ld = 0;
+// Bytes from one row of a staged tile to the next: an odd number of cache lines, so that columns use every set.
+int64_t padded(int64_t bytes) { return (ceil_div(bytes, 64) | 1) * 64; }
+
+// A copy of the tile's input without the gaps of its rows, which can map a whole tile onto a few cache lines.
+void stage_input(const Plan& p, Tile& t) {
+  const int64_t size = bytes(p.dtype), ld = padded(t.cols * size) / size;
+  char* to = scratch(Slot::tile).get<char>(t.rows * ld * size);
+  p.simd.gather(t.x, t.ld * size, t.rows, t.cols * size, to, ld * size);
+  t.x = to;
+  t.ld = ld;
+}
+
+void quantize_tile(const Plan& p, const BlockedCopy* rowwise, const BlockedCopy* columnwise, Tile t) {
+  if (p.staged) stage_input(p, t);
+  const bool same_blocks =
+      rowwise && columnwise && rowwise->rows == columnwise->rows && rowwise->cols == columnwise->cols;
+  uint8_t* here = nullptr;  // payload of the whole tile before it is transposed
+  const int64_t ld = padded(t.cols);
+  if (p.any_transposed) here = scratch(Slot::bytes).get<uint8_t>(t.rows * ld);
+  const auto write = [&](const BlockedCopy& copy, const uint8_t* from, int64_t ld_from) {
+    uint8_t* out = copy.data + t.r0 * p.k + t.c0;
+    for (int64_t r = 0; r < t.rows; ++r) std::memcpy(out + r * p.k, from + r * ld_from, t.cols);
+  };
+
   if (rowwise) {
     uint8_t* out = rowwise->data + t.r0 * p.k + t.c0;
-    encode_tile(p, *rowwise, t, out, p.k);
-    payload = out;
-    ld = p.k;
+    if (same_blocks && columnwise->transposed) {
+      encode_tile(p, *rowwise, t, here, ld);
+      write(*rowwise, here, ld);
+    } else {
+      encode_tile(p, *rowwise, t, out, p.k);
+      if (same_blocks) write(*columnwise, out, p.k);
+    }
+    if (same_blocks) copy_scales(p, *rowwise, *columnwise, t);
   }
   if (!columnwise) return;
-  const bool same_blocks = rowwise && rowwise->rows == columnwise->rows && rowwise->cols == columnwise->cols;
-  if (same_blocks) copy_scales(p, *rowwise, *columnwise, t);
   if (!columnwise->transposed) {
-    uint8_t* out = columnwise->data + t.r0 * p.k + t.c0;
-    if (same_blocks) {
-      for (int64_t r = 0; r < t.rows; ++r) std::memcpy(out + r * p.k, payload + r * ld, t.cols);
-    } else {
-      encode_tile(p, *columnwise, t, out, p.k);
-    }
+    if (!same_blocks) encode_tile(p, *columnwise, t, columnwise->data + t.r0 * p.k + t.c0, p.k);
     return;
   }
-  if (!same_blocks) {
-    ld = ceil_div(t.cols, 64) * 64;
-    uint8_t* staged = scratch(Slot::bytes).get<uint8_t>(t.rows * ld);
-    encode_tile(p, *columnwise, t, staged, ld);
-    payload = staged;
-  }
-  p.simd.transpose(payload, ld, t.rows, t.cols, columnwise->data + t.c0 * p.m + t.r0, p.m);
+  if (!same_blocks) encode_tile(p, *columnwise, t, here, ld);
+  p.simd.transpose(here, ld, t.rows, t.cols, columnwise->data + t.c0 * p.m + t.r0, p.m);
 }
 
 // Tiles hold whole blocks of every copy (or reach the tensor's edge) and are wide along memory.
@@ -126,6 +144,7 @@ void choose_tile(Plan& p, const BlockedCopy* rowwise, const BlockedCopy* columnw
     if (!c || p.format.per_tensor()) continue;
     rows = std::min(std::lcm(rows, c->rows), std::max<int64_t>(p.m, 1));
     cols = std::min(std::lcm(cols, c->cols), std::max<int64_t>(p.k, 1));
+    p.staged |= c->rows > 1;
   }
   const auto grow = [](int64_t unit, int64_t wanted, int64_t limit) {
     return std::max(unit, std::min(ceil_div(limit, unit), wanted / unit) * unit);
@@ -156,7 +175,10 @@ Status run(const QuantizeArgs& args) {
   p.any_transposed = columnwise && columnwise->transposed;
 
   if (f.per_tensor()) {
-    if (!args.amax_ready) *args.amax.as<float>() = amax_of(args.x);
+    if (!args.amax_ready) {
+      *args.amax.as<float>() = amax_of(args.x);
+      if (args.x.numel() == 0) p.scale.eps = 0;  // an empty tensor has scale 1, whatever the bound
+    }
     float inv;
     uint8_t code;
     p.simd.scales(p.scale, args.amax.as<float>(), 1, &p.tensor_scale, &inv, &code);
@@ -174,11 +196,20 @@ Status run(const QuantizeArgs& args) {
 
   choose_tile(p, rowwise, columnwise);
   const int64_t across = ceil_div(p.k, p.tile_cols), tiles = ceil_div(p.m, p.tile_rows) * across;
-  for_tasks(tiles, p.m * p.k >= kThreadedElements, [&](int64_t i) {
+  const auto tile = [&](int64_t i) {
     if (f.per_tensor()) i = tiles - 1 - i;  // backwards: what the amax pass read last is still in cache
     const int64_t r0 = i / across * p.tile_rows, c0 = i % across * p.tile_cols;
-    quantize_tile(p, rowwise, columnwise,
-                  {r0, c0, std::min(p.tile_rows, p.m - r0), std::min(p.tile_cols, p.k - c0)});
+    return Tile{r0, c0, std::min(p.tile_rows, p.m - r0), std::min(p.tile_cols, p.k - c0),
+                p.x + (r0 * p.k + c0) * bytes(p.dtype), p.k, nullptr};
+  };
+  const int64_t run = std::clamp<int64_t>(tiles / 32, 1, 8);  // tiles of a task
+  for_tasks(ceil_div(tiles, run), p.m * p.k >= kThreadedElements, [&](int64_t task) {
+    const int64_t end = std::min(tiles, (task + 1) * run);
+    for (int64_t i = task * run; i < end; ++i) {
+      Tile t = tile(i);
+      if (across > 1 && i + 1 < end) t.next = tile(i + 1).x;
+      quantize_tile(p, rowwise, columnwise, t);
+    }
   });
   for (Slot slot : {Slot::tile, Slot::bytes, Slot::scales}) scratch(slot).trim(1 << 20);
   return Status();

@@ -47,6 +47,12 @@ DIPTYCH_INLINE VI widen(VH h) { return (VI)_mm512_cvtepu16_epi32((__m256i)h); }
 DIPTYCH_INLINE VI widen(VB b) { return (VI)_mm512_cvtepu8_epi32((__m128i)b); }
 DIPTYCH_INLINE VH narrow_half(VI v) { return (VH)_mm512_cvtepi32_epi16((__m512i)v); }
 DIPTYCH_INLINE VB narrow_byte(VI v) { return (VB)_mm512_cvtepi32_epi8((__m512i)v); }
+DIPTYCH_INLINE void put_bytes(uint8_t* p, VI a, VI b, VI c, VI d) {
+  const __m512i ab = _mm512_packus_epi32((__m512i)a, (__m512i)b), cd = _mm512_packus_epi32((__m512i)c, (__m512i)d);
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  _mm512_storeu_si512(p, _mm512_permutexvar_epi32(order, _mm512_packus_epi16(ab, cd)));
+}
+DIPTYCH_INLINE float max_of_lanes(VF v) { return _mm512_reduce_max_ps((__m512)v); }
 #elif DIPTYCH_LANES == 8 && defined(__x86_64__)
 DIPTYCH_INLINE VF max_skip_nan(VF x, VF acc) { return (VF)_mm256_max_ps((__m256)x, (__m256)acc); }
 DIPTYCH_INLINE VF fma(VF a, VF b, VF c) { return (VF)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
@@ -62,6 +68,16 @@ DIPTYCH_INLINE VB narrow_byte(VI v) {
   const __m128i h = (__m128i)narrow_half(v);
   return __builtin_bit_cast(VB, _mm_cvtsi128_si64(_mm_packus_epi16(h, h)));
 }
+DIPTYCH_INLINE void put_bytes(uint8_t* p, VI a, VI b, VI c, VI d) {
+  const __m256i ab = _mm256_packus_epi32((__m256i)a, (__m256i)b), cd = _mm256_packus_epi32((__m256i)c, (__m256i)d);
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  _mm256_storeu_si256((__m256i*)p, _mm256_permutevar8x32_epi32(_mm256_packus_epi16(ab, cd), order));
+}
+DIPTYCH_INLINE float max_of_lanes(VF v) {
+  const __m128 m = _mm_max_ps(_mm256_castps256_ps128((__m256)v), _mm256_extractf128_ps((__m256)v, 1));
+  const __m128 n = _mm_max_ps(m, _mm_movehl_ps(m, m));
+  return _mm_cvtss_f32(_mm_max_ss(n, _mm_movehdup_ps(n)));
+}
 #else
 DIPTYCH_INLINE VF max_skip_nan(VF x, VF acc) { return x > acc ? x : acc; }
 // a * b of two FP8 values has at most 8 significant bits: it is exact, and the sum rounds once, as in an fma.
@@ -70,8 +86,16 @@ DIPTYCH_INLINE VI widen(VH h) { return __builtin_convertvector(h, VI); }
 DIPTYCH_INLINE VI widen(VB b) { return __builtin_convertvector(b, VI); }
 DIPTYCH_INLINE VH narrow_half(VI v) { return __builtin_convertvector(v, VH); }
 DIPTYCH_INLINE VB narrow_byte(VI v) { return __builtin_convertvector(v, VB); }
+DIPTYCH_INLINE void put_bytes(uint8_t* p, VI a, VI b, VI c, VI d) {
+  const VB bytes[4] = {narrow_byte(a), narrow_byte(b), narrow_byte(c), narrow_byte(d)};
+  __builtin_memcpy(p, bytes, sizeof(bytes));
+}
 DIPTYCH_INLINE VF half_to_float(VH h) { return from_f16<VF>(widen(h)); }
 DIPTYCH_INLINE VH float_to_half(VF x) { return narrow_half(to_f16<VI>(x)); }
+DIPTYCH_INLINE float max_of_lanes(VF v) {
+  const float a = v[0] > v[1] ? v[0] : v[1], b = v[2] > v[3] ? v[2] : v[3];
+  return a > b ? a : b;
+}
 #endif
 
 // Elements i .. i + lanes - 1 of an array of D as float32; absent lanes are zero.
@@ -108,12 +132,6 @@ DIPTYCH_INLINE VI load_bytes(const uint8_t* p, int64_t lanes) {
   uint8_t part[kLanes] = {};
   __builtin_memcpy(part, p, lanes);
   return load_bytes(part, AllLanes{});
-}
-
-DIPTYCH_INLINE float max_of_lanes(VF v) {
-  float m = v[0];
-  for (int i = 1; i < kLanes; ++i) m = v[i] > m ? v[i] : m;
-  return m;
 }
 
 // f.template operator()<D>() for the one D among the high-precision types

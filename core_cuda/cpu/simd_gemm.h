@@ -159,6 +159,7 @@ inline constexpr Kernels make_kernels(const char* name) {
           .scales = scales,
           .encode = encode_row,
           .decode = decode_row,
+          .gather = gather,
           .transpose = transpose,
           .column_sum = column_sum,
           .store = store_f32,

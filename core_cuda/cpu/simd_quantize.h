@@ -96,32 +96,72 @@ inline void scales(const ScaleParams& p, const float* amax, int64_t n, float* mu
   }
 }
 
-inline void encode_row(DType element, DType dtype, const void* x, const float* multiplier, bool uniform, int64_t n,
+// out = x * by, encoded; `by` is one value or one per element
+template <class E, DType D, class By>
+DIPTYCH_INLINE void encode_run(const void* x, int64_t first, int64_t n, By by, uint8_t* out) {
+  int64_t i = first;
+  const int64_t end = first + n;
+  for (; i + 4 * kLanes <= end; i += 4 * kLanes) {
+    VI code[4];
+    for (int j = 0; j < 4; ++j)
+      code[j] = encode<E, VI>(load<D>(x, i + j * kLanes, AllLanes{}) * by(i + j * kLanes, AllLanes{}));
+    put_bytes(out + i, code[0], code[1], code[2], code[3]);
+  }
+  sweep(end - i, [&](int64_t j, auto lanes) DIPTYCH_LAMBDA {
+    put(out + i + j, narrow_byte(encode<E, VI>(load<D>(x, i + j, lanes) * by(i + j, lanes))), lanes);
+  });
+}
+
+template <class E, DType D, class By>
+DIPTYCH_INLINE void decode_run(const uint8_t* q, int64_t first, int64_t n, By by, void* out) {
+  sweep(n, [&](int64_t i, auto lanes) DIPTYCH_LAMBDA {
+    store<D>(out, first + i, decode<E, VF>(load_bytes(q + first + i, lanes)) * by(first + i, lanes), lanes);
+  });
+}
+
+// run(first, count, by) over [0, n), where element i goes with factor[i / width]
+template <class Run>
+DIPTYCH_INLINE void with_factors(const float* factor, int64_t width, int64_t n, Run run) {
+  if (width >= 4 * kLanes) {
+    for (int64_t i = 0; i < n; i += width, ++factor) {
+      const VF by = splat(*factor);
+      run(i, n - i < width ? n - i : width, [&](int64_t, auto) DIPTYCH_LAMBDA { return by; });
+    }
+    return;
+  }
+  constexpr int64_t kPart = 1024;  // short blocks: one factor per element, a part of the row at a time
+  alignas(64) float each[kPart + 4 * kLanes];
+  const int64_t part = width == 1 ? n : kPart / width * width;
+  for (int64_t i = 0; i < n; i += part) {
+    const int64_t count = n - i < part ? n - i : part;
+    if (width != 1) {
+      for (int64_t c = 0; c < count; c += width, ++factor) {
+        const VF by = splat(*factor);
+        for (int64_t j = 0; j < width; j += kLanes) put(each + c + j, by, AllLanes{});
+      }
+    }
+    const float* by = width == 1 ? factor : each - i;
+    run(i, count, [by](int64_t at, auto lanes) DIPTYCH_LAMBDA { return load<DType::f32>(by, at, lanes); });
+  }
+}
+
+inline void encode_row(DType element, DType dtype, const void* x, const float* multiplier, int64_t width, int64_t n,
                        uint8_t* out) {
   with_element(element, [&]<class E>() DIPTYCH_LAMBDA {
     with_dtype(dtype, [&]<DType D>() DIPTYCH_LAMBDA {
-      if (uniform) {
-        const VF by = splat(multiplier[0]);
-        sweep(n, [&](int64_t i, auto lanes) DIPTYCH_LAMBDA {
-          put(out + i, narrow_byte(encode<E, VI>(load<D>(x, i, lanes) * by)), lanes);
-        });
-      } else {
-        sweep(n, [&](int64_t i, auto lanes) DIPTYCH_LAMBDA {
-          const VF by = load<DType::f32>(multiplier, i, lanes);
-          put(out + i, narrow_byte(encode<E, VI>(load<D>(x, i, lanes) * by)), lanes);
-        });
-      }
+      with_factors(multiplier, width, n, [&](int64_t first, int64_t count, auto by) DIPTYCH_LAMBDA {
+        encode_run<E, D>(x, first, count, by, out);
+      });
     });
   });
 }
 
-inline void decode_row(DType element, const uint8_t* q, const float* scale_inv, bool uniform, int64_t n, DType dtype,
+inline void decode_row(DType element, const uint8_t* q, const float* scale_inv, int64_t width, int64_t n, DType dtype,
                        void* out) {
   with_element(element, [&]<class E>() DIPTYCH_LAMBDA {
     with_dtype(dtype, [&]<DType D>() DIPTYCH_LAMBDA {
-      sweep(n, [&](int64_t i, auto lanes) DIPTYCH_LAMBDA {
-        const VF by = uniform ? splat(scale_inv[0]) : load<DType::f32>(scale_inv, i, lanes);
-        store<D>(out, i, decode<E, VF>(load_bytes(q + i, lanes)) * by, lanes);
+      with_factors(scale_inv, width, n, [&](int64_t first, int64_t count, auto by) DIPTYCH_LAMBDA {
+        decode_run<E, D>(q, first, count, by, out);
       });
     });
   });
@@ -136,6 +176,20 @@ inline void column_sum(DType dtype, const void* x, int64_t ld, int64_t rows, int
       });
     }
   });
+}
+
+// Rows that lie far apart give the hardware's prefetcher no stream to follow.
+inline void gather(const char* src, int64_t ld_src, int64_t rows, int64_t bytes, char* dst, int64_t ld_dst) {
+  constexpr int64_t kAhead = 4096;
+  const int64_t ahead = (kAhead / bytes + 1) * ld_src;
+  for (int64_t r = 0; r < rows; ++r, src += ld_src, dst += ld_dst) {
+    int64_t i = 0;
+    for (; i + 64 <= bytes; i += 64) {
+      __builtin_prefetch(src + ahead + i, 0, 2);
+      __builtin_memcpy(dst + i, src + i, 64);
+    }
+    if (i < bytes) __builtin_memcpy(dst + i, src + i, bytes - i);
+  }
 }
 
 using V16B = uint8_t __attribute__((vector_size(16)));
@@ -179,6 +233,7 @@ inline void transpose(const uint8_t* src, int64_t ld_src, int64_t rows, int64_t 
       for (int64_t i = 0; i < nr; i += 16)
         transpose_16(src + (r + i) * ld_src + c, ld_src, nr - i < 16 ? nr - i : 16, nc, &lines[0][i], 64);
       uint8_t* to = dst + c * ld_dst + r;
+      for (int64_t j = 0; j < 16; ++j) __builtin_prefetch(to + (16 + j) * ld_dst, 1, 2);
       if (nr == 64) {
         for (int64_t j = 0; j < nc; ++j) __builtin_memcpy(to + j * ld_dst, lines[j], 64);
       } else {

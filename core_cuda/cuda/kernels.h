@@ -13,7 +13,8 @@ Status quantize(const QuantizeArgs&, const Execution&);
 Status dequantize(const DequantizeArgs&, const Execution&);
 Status bias_grad(const BiasGradArgs&, const Execution&);
 
-// Native FP8 tensor cores through cuBLASLt, opened at run time. `fits` says whether the operands suit it.
+// Native FP8 tensor cores through cuBLASLt, opened at run time. `fits` says whether the operands suit it and the
+// library has an algorithm for them; where it has none, or cannot be opened, it says why on stderr, once.
 bool gemm_cublaslt_fits(const GemmArgs&, int arch);
 Status gemm_cublaslt(const GemmArgs&, const Execution&);
 
@@ -26,6 +27,8 @@ int64_t bias_grad_workspace_bytes(int64_t m, int64_t n);
 int device_count();              // 0 without a driver; never throws, loads libcuda on the first call
 int arch(int device_index);      // 90 for sm_90
 std::string cublaslt_version();  // "" until it can be opened
+void set_cublaslt_path(const char* path);  // a file to try where no framework has loaded the library; null: none
+Status prepare(int device_index);  // opens cuBLASLt and makes its handle: call it before the first stream capture
 Status use_device(int device_index, int* previous);  // makes it current; restore with the returned previous
 
 }  // namespace diptych::cuda

@@ -122,7 +122,69 @@ __device__ __forceinline__ Row8<T> load_row8(const T* x, int64_t rows, int64_t c
       r.v[j / kN].w[j % kN / 2] |= static_cast<uint32_t>(__builtin_bit_cast(unsigned short, p[j])) << (j % 2 * 16);
     }
   }
+  asm volatile("" ::: "memory");  // one row's single loads at a time: 64 in flight would cost the fast path registers
   return r;
+}
+
+// The larger magnitudes of two pairs; a NaN gives way to a number, as in max_abs.
+template <typename T>
+__device__ __forceinline__ uint32_t max_abs2(uint32_t a, uint32_t b) {
+  a &= 0x7fff7fff, b &= 0x7fff7fff;
+  if constexpr (std::is_same_v<T, __half>) {
+    __half2 x, y;
+    memcpy(&x, &a, sizeof(a)), memcpy(&y, &b, sizeof(b));
+    x = __hmax2(x, y);
+    memcpy(&a, &x, sizeof(a));
+  } else {
+    static_assert(std::is_same_v<T, __nv_bfloat16>);
+    __nv_bfloat162 x, y;
+    memcpy(&x, &a, sizeof(a)), memcpy(&y, &b, sizeof(b));
+    x = __hmax2(x, y);
+    memcpy(&a, &x, sizeof(a));
+  }
+  return a;
+}
+
+template <typename T>
+__device__ __forceinline__ float max_abs(float m, const Vec<T>& v) {
+  if constexpr (sizeof(T) == 4) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) m = max_abs(m, v[i]);
+    return m;
+  } else {
+    Vec<T> both;
+    both.w[0] = max_abs2<T>(max_abs2<T>(v.w[0], v.w[1]), max_abs2<T>(v.w[2], v.w[3]));
+    return max_abs(max_abs(m, both[0]), both[1]);
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ float max_abs(float m, const Row8<T>& r) {
+#pragma unroll
+  for (int i = 0; i < Row8<T>::kVecs; ++i) m = max_abs(m, r.v[i]);
+  return m;
+}
+
+// v[j] = max over the eight rows of column j.
+template <typename T>
+__device__ __forceinline__ void column_max_abs(const Row8<T> (&x)[8], float (&v)[8]) {
+  if constexpr (sizeof(T) == 4) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      v[j] = 0.0f;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) v[j] = max_abs(v[j], x[i][j]);
+    }
+  } else {
+    Row8<T> m = x[0];
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+#pragma unroll
+      for (int i = 1; i < 8; ++i) m.v[0].w[w] = max_abs2<T>(m.v[0].w[w], x[i].v[0].w[w]);
+    }
+#pragma unroll
+    for (int j = 0; j < 8; ++j) v[j] = max_abs(0.0f, m[j]);
+  }
 }
 
 // Eight bytes to columns col .. col + 7 of q [rows, cols], those that exist. `vec`: aligned, and cols % 8 == 0.

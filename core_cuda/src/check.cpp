@@ -35,8 +35,7 @@ Status present(const char* op, const char* arg, const TensorView& t, const Devic
 
 Status high_precision(const char* op, const char* arg, const TensorView& t) {
   if (is_high_precision(t.dtype)) return {};
-  return {Code::type,
-          std::string(op) + ": " + arg + " must be float32, bfloat16 or float16, got " + describe(t)};
+  return {Code::type, std::string(op) + ": " + arg + " must be float32, bfloat16 or float16, got " + describe(t)};
 }
 
 Status of_dtype(const char* op, const char* arg, const TensorView& t, DType dtype) {
@@ -140,15 +139,20 @@ Status check(const QuantizeArgs& a, const Device& device) {
   if (!(std::isfinite(a.spec.eps) && a.spec.eps >= 0.0f))
     return {Code::value, std::string(op) + ": eps must be finite and >= 0, got " + std::to_string(a.spec.eps)};
   if (f.rule != ScaleRule::divide && (a.spec.pow2 || a.spec.eps != 0.0f))
-    return {Code::value, std::string(op) + ": " + f.name + " has power-of-two scales by itself; pow2 and eps do not apply"};
+    return {Code::value,
+            std::string(op) + ": " + f.name + " has power-of-two scales by itself; pow2 and eps do not apply"};
   if (!a.rowwise.given() && !a.columnwise.given())
     return {Code::value, std::string(op) + ": neither a rowwise nor a columnwise copy was asked for"};
+  for (const QuantizedView* q : {&a.rowwise, &a.columnwise})
+    if (!q->given() && q->scale_inv.given())
+      return {Code::type, std::string(op) + ": " + (q->columnwise ? "columnwise" : "rowwise") + " scale_inv (" +
+                              f.name + ") was given without its data"};
   if (f.per_tensor()) {
     DIPTYCH_TRY(present(op, "amax", a.amax, device));
     DIPTYCH_TRY(of_dtype(op, "amax", a.amax, DType::f32));
     DIPTYCH_TRY(of_numel(op, "amax", a.amax, 1));
     DIPTYCH_TRY(apart(op, "amax", a.amax, "x", a.x));
-  } else if (a.amax.given()) {
+  } else if (a.amax.given() || a.amax_ready) {
     return {Code::value, std::string(op) + ": amax is for per-tensor formats; " + f.name + " takes one per block"};
   }
   const TensorView* outs[4] = {&a.rowwise.data, &a.rowwise.scale_inv, &a.columnwise.data, &a.columnwise.scale_inv};
@@ -166,10 +170,11 @@ Status check(const QuantizeArgs& a, const Device& device) {
 Status check(const DequantizeArgs& a, const Device& device) {
   constexpr const char* op = "dequantize";
   DIPTYCH_TRY(lone_copy(op, "q", a.q, device));
-  DIPTYCH_TRY(present(op, "out", a.out, device));
-  DIPTYCH_TRY(high_precision(op, "out", a.out));
+  const std::string out = std::string("out of ") + row(a.q.format).name;
+  DIPTYCH_TRY(present(op, out.c_str(), a.out, device));
+  DIPTYCH_TRY(high_precision(op, out.c_str(), a.out));
   const bool flip = a.q.columnwise && row(a.q.format).columnwise == ColumnwiseLayout::transposed;
-  DIPTYCH_TRY(of_shape(op, "out", a.out, flip ? a.q.data.cols() : a.q.data.rows(),
+  DIPTYCH_TRY(of_shape(op, out.c_str(), a.out, flip ? a.q.data.cols() : a.q.data.rows(),
                        flip ? a.q.data.rows() : a.q.data.cols()));
   DIPTYCH_TRY(apart(op, "out", a.out, "data", a.q.data));
   return apart(op, "out", a.out, "scale_inv", a.q.scale_inv);

@@ -95,7 +95,8 @@ int arch_of([[maybe_unused]] const Device& device) {
 Status miss(Op op, FormatSet formats, const Execution& exec, const std::string& subject) {
   if (exec.device.backend == Backend::cuda && !cuda_built())
     return {Code::unsupported,
-            std::string(name(op)) + ": the tensors are on a GPU and this build has no CUDA backend; build with nvcc (DIPTYCH_CUDA=on)"};
+            std::string(name(op)) +
+                ": the tensors are on a GPU and this build has no CUDA backend; build with nvcc (DIPTYCH_CUDA=on)"};
   std::string near;
   for (const auto& r : kKernels)
     if (r.op == op)
@@ -120,7 +121,8 @@ int find_row(Op op, FormatSet formats, const void* args, const Device& device) {
   return -1;
 }
 
-Status run_first(Op op, FormatSet formats, const void* args, const Execution& exec, std::string (*subject)(const void*)) {
+Status run_first(Op op, FormatSet formats, const void* args, const Execution& exec,
+                 std::string (*subject)(const void*)) {
   const int i = find_row(op, formats, args, exec.device);
   if (i < 0) return miss(op, formats, exec, subject(args));
   calls[i].fetch_add(1, std::memory_order_relaxed);
@@ -148,5 +150,13 @@ bool cuda_built() {
   return false;
 #endif
 }
+
+#ifdef DIPTYCH_WITH_CUDA
+int64_t gemm_workspace_bytes(int64_t m, int64_t n, int64_t k) { return cuda::gemm_workspace_bytes(m, n, k); }
+int64_t bias_grad_workspace_bytes(int64_t m, int64_t n) { return cuda::bias_grad_workspace_bytes(m, n); }
+#else
+int64_t gemm_workspace_bytes(int64_t, int64_t, int64_t) { return 0; }
+int64_t bias_grad_workspace_bytes(int64_t, int64_t) { return 0; }
+#endif
 
 }  // namespace diptych

@@ -23,7 +23,7 @@ struct KernelRow {
   FormatSet formats;  // every quantized operand's format must be in here
   Level level;
   const char* kernel;
-  const char* note;                         // what the row asks beyond formats
+  const char* note;                          // what the row asks beyond formats
   bool (*fits)(const void* args, int arch);  // null: nothing beyond formats
   Status (*run)(const void* args, const Execution&);
 };
@@ -37,7 +37,8 @@ struct RowInfo {
 };
 
 // The first row that fits, run and counted. A miss names op, formats and the nearest rows; `subject` says with what.
-Status run_first(Op op, FormatSet formats, const void* args, const Execution& exec, std::string (*subject)(const void*));
+Status run_first(Op op, FormatSet formats, const void* args, const Execution& exec,
+                 std::string (*subject)(const void*));
 
 // The row that would run: index into registry_table(), or -1.
 int find_row(Op op, FormatSet formats, const void* args, const Device& device);

@@ -7,15 +7,32 @@ namespace {
 
 bool to_dtype(ffi::DataType type, DType* out) {
   switch (type) {
-    case ffi::F32: *out = DType::f32; return true;
-    case ffi::F16: *out = DType::f16; return true;
-    case ffi::BF16: *out = DType::bf16; return true;
-    case ffi::F8E4M3FN: *out = DType::e4m3; return true;
-    case ffi::F8E5M2: *out = DType::e5m2; return true;
-    case ffi::F8E8M0FNU: *out = DType::e8m0; return true;
-    case ffi::U8: *out = DType::u8; return true;
-    case ffi::S32: *out = DType::i32; return true;
-    default: return false;
+    case ffi::F32:
+      *out = DType::f32;
+      return true;
+    case ffi::F16:
+      *out = DType::f16;
+      return true;
+    case ffi::BF16:
+      *out = DType::bf16;
+      return true;
+    case ffi::F8E4M3FN:
+      *out = DType::e4m3;
+      return true;
+    case ffi::F8E5M2:
+      *out = DType::e5m2;
+      return true;
+    case ffi::F8E8M0FNU:
+      *out = DType::e8m0;
+      return true;
+    case ffi::U8:
+      *out = DType::u8;
+      return true;
+    case ffi::S32:
+      *out = DType::i32;
+      return true;
+    default:
+      return false;
   }
 }
 
@@ -27,7 +44,8 @@ Status Call::open(int32_t version, int32_t batch_rank, int64_t axes, int batched
     return {Code::value, "attributes of version " + std::to_string(version) + " reached handlers of version " +
                              std::to_string(kAttributesVersion) + "; reinstall diptych, or export the program again"};
   if (batch_rank < 0 || batch_rank > kMaxBatchRank)
-    return {Code::value, "batch rank " + std::to_string(batch_rank) + " is outside 0.." + std::to_string(kMaxBatchRank)};
+    return {Code::value,
+            "batch rank " + std::to_string(batch_rank) + " is outside 0.." + std::to_string(kMaxBatchRank)};
   if (args.size() > kMaxBuffers || rets.size() == 0 || rets.size() > kMaxBuffers)
     return {Code::value, "unexpected number of buffers: " + std::to_string(args.size()) + " operands, " +
                              std::to_string(rets.size()) + " results"};

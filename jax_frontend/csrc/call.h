@@ -62,11 +62,15 @@ class Call {
 
 inline ffi::Error to_error(const Status& status) {
   switch (status.code()) {
-    case Code::ok: return ffi::Error::Success();
+    case Code::ok:
+      return ffi::Error::Success();
     case Code::value:
-    case Code::type: return ffi::Error(ffi::ErrorCode::kInvalidArgument, status.message());
-    case Code::unsupported: return ffi::Error(ffi::ErrorCode::kUnimplemented, status.message());
-    case Code::runtime: break;
+    case Code::type:
+      return ffi::Error(ffi::ErrorCode::kInvalidArgument, status.message());
+    case Code::unsupported:
+      return ffi::Error(ffi::ErrorCode::kUnimplemented, status.message());
+    case Code::runtime:
+      break;
   }
   return ffi::Error(ffi::ErrorCode::kInternal, status.message());
 }

@@ -1,5 +1,6 @@
 // The XLA FFI handlers: one per op and platform, each a thin reading of its buffers and attributes into the core's
-// argument struct. Nothing here allocates, synchronizes or computes; scale arithmetic and its float mode are the core's.
+// argument struct. Nothing here allocates, synchronizes or computes; scale arithmetic and its float mode are the
+// core's.
 #include "call.h"
 
 namespace diptych::xla_ffi {
@@ -87,14 +88,17 @@ ffi::Error on_cuda(void* stream, int32_t device, ffi::RemainingArgs args, ffi::R
 }  // namespace diptych::xla_ffi
 
 // Command buffers record these handlers into CUDA graphs: they enqueue kernels and nothing else.
-#define DIPTYCH_HANDLERS(op, Attributes)                                                                        \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(diptych_##op##_cpu, diptych::xla_ffi::on_cpu<diptych::xla_ffi::Attributes>,     \
-                                xla::ffi::Ffi::Bind().RemainingArgs().RemainingRets()                           \
-                                    .Attr<diptych::xla_ffi::Attributes>("attributes"));                         \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(diptych_##op##_cuda, diptych::xla_ffi::on_cuda<diptych::xla_ffi::Attributes>,   \
-                                xla::ffi::Ffi::Bind().Ctx<xla::ffi::PlatformStream<void*>>()                    \
-                                    .Ctx<xla::ffi::DeviceOrdinal>().RemainingArgs().RemainingRets()             \
-                                    .Attr<diptych::xla_ffi::Attributes>("attributes"),                          \
+#define DIPTYCH_HANDLERS(op, Attributes)                                                                       \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(                                                                               \
+      diptych_##op##_cpu, diptych::xla_ffi::on_cpu<diptych::xla_ffi::Attributes>,                              \
+      xla::ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attr<diptych::xla_ffi::Attributes>("attributes")); \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(diptych_##op##_cuda, diptych::xla_ffi::on_cuda<diptych::xla_ffi::Attributes>,  \
+                                xla::ffi::Ffi::Bind()                                                          \
+                                    .Ctx<xla::ffi::PlatformStream<void*>>()                                    \
+                                    .Ctx<xla::ffi::DeviceOrdinal>()                                            \
+                                    .RemainingArgs()                                                           \
+                                    .RemainingRets()                                                           \
+                                    .Attr<diptych::xla_ffi::Attributes>("attributes"),                         \
                                 {xla::ffi::Traits::kCmdBufferCompatible})
 
 DIPTYCH_HANDLERS(amax, AmaxAttributes);

@@ -58,7 +58,7 @@ __device__ __forceinline__ void multiply(float (&sums)[4][kN8][4], const unsigne
   }
 }
 
-template <bool kBlockScales>
+template <bool kBlockScales, Layout kA, Layout kB>
 __global__ void __launch_bounds__(Shape<kBlockScales>::kThreads, kBlockScales ? 1 : 2)
     gemm_kernel(const __grid_constant__ GemmKernelArgs p) {
   using S = Shape<kBlockScales>;
@@ -86,8 +86,8 @@ __global__ void __launch_bounds__(Shape<kBlockScales>::kThreads, kBlockScales ? 
     if (more) {
 #pragma unroll
       for (int u = 0; u < S::kPerThread; ++u) {
-        fa[u] = load_fragment(p.a, m0, (t + 1) * kTileK, tid + u * S::kThreads);
-        fb[u] = load_fragment(p.b, n0, (t + 1) * kTileK, tid + u * S::kThreads);
+        fa[u] = load_fragment<kA>(p.a, m0, (t + 1) * kTileK, tid + u * S::kThreads);
+        fb[u] = load_fragment<kB>(p.b, n0, (t + 1) * kTileK, tid + u * S::kThreads);
       }
     }
     if (t >= 0) {
@@ -120,8 +120,8 @@ __global__ void __launch_bounds__(Shape<kBlockScales>::kThreads, kBlockScales ? 
     if (more) {
 #pragma unroll
       for (int u = 0; u < S::kPerThread; ++u) {
-        store_fragment(p.a, fa[u], next, tid + u * S::kThreads);
-        store_fragment(p.b, fb[u], next + kTileBytes, tid + u * S::kThreads);
+        store_fragment<kA>(p.a, fa[u], next, tid + u * S::kThreads);
+        store_fragment<kB>(p.b, fb[u], next + kTileBytes, tid + u * S::kThreads);
       }
     }
     __syncthreads();
@@ -175,16 +175,16 @@ template <typename Kernel>
 Status grant_shared(Kernel* kernel, int device, std::atomic<uint64_t>& granted) {
   const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
   if (granted.load(std::memory_order_relaxed) & bit) return {};
-  DIPTYCH_CUDA_TRY(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
+  DIPTYCH_CUDA_TRY(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
   granted.fetch_or(bit, std::memory_order_relaxed);
   return {};
 }
 
-template <bool kBlockScales>
+template <bool kBlockScales, Layout kA, Layout kB>
 Status run(const GemmKernelArgs& p, const Execution& exec) {
   static std::atomic<uint64_t> granted{0};
-  DIPTYCH_TRY(grant_shared(gemm_kernel<kBlockScales>, exec.device.index, granted));
-  return launch("gemm", gemm_kernel<kBlockScales>, static_cast<int64_t>(p.tiles_m) * p.tiles_n,
+  DIPTYCH_TRY(grant_shared(gemm_kernel<kBlockScales, kA, kB>, exec.device.index, granted));
+  return launch("gemm", gemm_kernel<kBlockScales, kA, kB>, static_cast<int64_t>(p.tiles_m) * p.tiles_n,
                 Shape<kBlockScales>::kThreads, kSharedBytes, exec.stream, p);
 }
 
@@ -210,9 +210,17 @@ Status gemm_emulated(const GemmArgs& args, const Execution& exec) {
   for (const Operand* o : {&p.a, &p.b}) {
     if (o->kind == ScaleKind::block && o->k_shift < k_shift) k_shift = o->k_shift;
   }
-  if (k_shift == 62) return run<false>(p, exec);
-  p.period = static_cast<int>((int64_t{1} << k_shift) / kTileK);
-  return run<true>(p, exec);
+  if (k_shift < 62) {
+    p.period = static_cast<int>((int64_t{1} << k_shift) / kTileK);
+    return run<true, Layout::either, Layout::either>(p, exec);
+  }
+  if (!p.a.vec || !p.b.vec) return run<false, Layout::either, Layout::either>(p, exec);
+  if (p.a.k_major) {
+    return p.b.k_major ? run<false, Layout::k_outer, Layout::k_outer>(p, exec)
+                       : run<false, Layout::k_outer, Layout::outer_k>(p, exec);
+  }
+  return p.b.k_major ? run<false, Layout::outer_k, Layout::k_outer>(p, exec)
+                     : run<false, Layout::outer_k, Layout::outer_k>(p, exec);
 }
 
 }  // namespace diptych::cuda

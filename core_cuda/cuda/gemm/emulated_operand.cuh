@@ -15,6 +15,9 @@ constexpr int kFragments = kTileOuter * kTileK / 32;  // of 32 FP8 bytes each, d
 
 enum class ScaleKind : int { tensor, block, e8m0 };  // applied in the epilogue, on partial sums, in the operand
 
+// What a kernel was compiled for: one layout with vector loads, or whatever the operand says.
+enum class Layout : int { outer_k, k_outer, either };
+
 struct Operand {
   const uint8_t* data;  // [outer, k], or [k, outer] if k_major
   const void* scale;
@@ -57,9 +60,15 @@ __device__ __forceinline__ void load_bytes(uint32_t* w, const uint8_t* p, int va
   }
 }
 
+template <Layout kLayout>
+__device__ __forceinline__ bool is_k_major(const Operand& o) {
+  return kLayout == Layout::either ? o.k_major : kLayout == Layout::k_outer;
+}
+
+template <Layout kLayout>
 __device__ __forceinline__ Fragment load_fragment(const Operand& o, int outer0, int k0, int t) {
   Fragment f = {};
-  if (!o.k_major) {
+  if (!is_k_major<kLayout>(o)) {
     const int k = k0 + t % 4 * 16;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -67,7 +76,7 @@ __device__ __forceinline__ Fragment load_fragment(const Operand& o, int outer0, 
       f.code[h] = load_code(o, outer, k);
       if (outer >= o.outer || k >= o.k) continue;
       const uint8_t* p = o.data + static_cast<int64_t>(outer) * o.k + k;
-      if (o.vec) {
+      if (kLayout != Layout::either || o.vec) {
         const uint4 u = __ldg(reinterpret_cast<const uint4*>(p));
         f.w[4 * h] = u.x, f.w[4 * h + 1] = u.y, f.w[4 * h + 2] = u.z, f.w[4 * h + 3] = u.w;
       } else {
@@ -77,21 +86,24 @@ __device__ __forceinline__ Fragment load_fragment(const Operand& o, int outer0, 
     return f;
   }
   const int outer = outer0 + (t % 8 + t / 128 * 8) * 8, k = k0 + t / 8 % 16 * 4;
+  const uint8_t* p = o.data + static_cast<int64_t>(k) * o.outer + outer;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < 4; ++i, p += o.outer) {
     if (outer >= o.outer || k + i >= o.k) continue;
-    const uint8_t* p = o.data + static_cast<int64_t>(k + i) * o.outer + outer;
-    if (o.vec) {
+    if (kLayout != Layout::either || o.vec) {
       const uint2 u = __ldg(reinterpret_cast<const uint2*>(p));
       f.w[2 * i] = u.x, f.w[2 * i + 1] = u.y;
     } else {
       load_bytes<8>(f.w + 2 * i, p, o.outer - outer);
     }
   }
-  if (o.vec && o.kind == ScaleKind::e8m0 && outer < o.outer && k < o.k) {
-    const uint8_t* p = static_cast<const uint8_t*>(o.scale) + scale_index(o, outer, k);
-    const uint2 u = __ldg(reinterpret_cast<const uint2*>(p));
-    f.code[0] = u.x, f.code[1] = u.y;
+  if (kLayout != Layout::either || o.vec) {
+    f.code[0] = f.code[1] = 0x7f7f7f7f;  // ones
+    if (o.kind == ScaleKind::e8m0 && outer < o.outer && k < o.k) {
+      const uint8_t* code = static_cast<const uint8_t*>(o.scale) + scale_index(o, outer, k);
+      const uint2 u = __ldg(reinterpret_cast<const uint2*>(code));
+      f.code[0] = u.x, f.code[1] = u.y;
+    }
   } else {
 #pragma unroll
     for (int j = 0; j < 8; ++j) f.code[j / 4] |= load_code(o, outer + j, k) << (j % 4 * 8);
@@ -106,9 +118,9 @@ __device__ __forceinline__ uint2 decode_bf16(uint32_t four, float scale) {
   return make_uint2(pack2<__nv_bfloat16>(lo.x * scale, lo.y * scale), pack2<__nv_bfloat16>(hi.x * scale, hi.y * scale));
 }
 
-template <bool kE5M2>
-__device__ __forceinline__ void store_fragment(const Operand& o, Fragment& f, unsigned char* tile, int t) {
-  if (!o.k_major) {
+template <Layout kLayout, bool kE5M2>
+__device__ __forceinline__ void decode_fragment(const Operand& o, Fragment& f, unsigned char* tile, int t) {
+  if (!is_k_major<kLayout>(o)) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const float scale = e8m0_to_float(f.code[h]);
@@ -132,11 +144,12 @@ __device__ __forceinline__ void store_fragment(const Operand& o, Fragment& f, un
   }
 }
 
+template <Layout kLayout>
 __device__ __forceinline__ void store_fragment(const Operand& o, Fragment& f, unsigned char* tile, int t) {
   if (o.e5m2) {
-    store_fragment<true>(o, f, tile, t);
+    decode_fragment<kLayout, true>(o, f, tile, t);
   } else {
-    store_fragment<false>(o, f, tile, t);
+    decode_fragment<kLayout, false>(o, f, tile, t);
   }
 }
 

@@ -25,10 +25,7 @@ __global__ void __launch_bounds__(kThreads) amax_kernel(const T* __restrict__ x,
       if (first + u * kThreads < vectors) v[u] = Vec<T>::load(x + head + (first + u * kThreads) * kN);
     }
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-#pragma unroll
-      for (int i = 0; i < kN; ++i) m = max_abs(m, v[u][i]);
-    }
+    for (int u = 0; u < kUnroll; ++u) m = max_abs(m, v[u]);
   }
   if (blockIdx.x == 0) {
     if (tid < head) m = max_abs(m, to_float(x[tid]));

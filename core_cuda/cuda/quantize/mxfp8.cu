@@ -37,11 +37,7 @@ __global__ void __launch_bounds__(kThreads) mxfp8_kernel(MxArgs p) {
   if (p.row) {
     float v[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      v[i] = 0.0f;
-#pragma unroll
-      for (int j = 0; j < 8; ++j) v[i] = max_abs(v[i], x[i][j]);
-    }
+    for (int i = 0; i < 8; ++i) v[i] = max_abs(0.0f, x[i]);
     max_and_halve<4>(v, lane, 2), max_and_halve<2>(v, lane, 1);  // four lanes hold a block of 32 columns
     const int64_t mine = row + lane % 4 * 2, block = col / kBlock;
     uint32_t code[2];
@@ -60,12 +56,7 @@ __global__ void __launch_bounds__(kThreads) mxfp8_kernel(MxArgs p) {
   }
   if (p.col) {
     float v[8];
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      v[j] = 0.0f;
-#pragma unroll
-      for (int i = 0; i < 8; ++i) v[j] = max_abs(v[j], x[i][j]);
-    }
+    column_max_abs(x, v);
     max_and_halve<4>(v, lane, 16), max_and_halve<2>(v, lane, 8);  // four patch rows hold a block of 32 rows
     const int64_t mine = col + lane / 8 * 2;
     const bool there[2] = {mine < p.k, mine + 1 < p.k};

@@ -61,7 +61,9 @@ DivideRule divide_rule(const QuantizeArgs& args) {
   const FormatRow& f = row(args.spec.format);
   // Per-tensor scaling overflows to FLT_MAX, block scaling to the input dtype's largest finite value (NUMERICS 2).
   const float value_for_inf = f.per_tensor() ? std::numeric_limits<float>::max() : row(args.x.dtype).max;
-  return {row(f.element).max, args.spec.eps, value_for_inf, args.spec.pow2};
+  // An empty tensor's scale is 1, whatever eps is (NUMERICS 6).
+  const bool empty = args.x.numel() == 0 && !args.amax_ready;
+  return {row(f.element).max, empty ? 0.0f : args.spec.eps, value_for_inf, args.spec.pow2};
 }
 
 Status quantize(const QuantizeArgs& args, const Execution& exec) {

@@ -86,11 +86,7 @@ __global__ void __launch_bounds__(kThreads) tile_kernel(TileArgs p) {
     if (p.row) {
       float v[8];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        v[i] = 0.0f;
-#pragma unroll
-        for (int j = 0; j < 8; ++j) v[i] = max_abs(v[i], x[i][j]);
-      }
+      for (int i = 0; i < 8; ++i) v[i] = max_abs(0.0f, x[i]);
       max_and_halve<4>(v, lane, 4), max_and_halve<2>(v, lane, 2), max_and_halve<1>(v, lane, 1);
       const float amax = fmaxf(v[0], __shfl_xor_sync(kAllLanes, v[0], 8));  // of row `row + lane % 8`
       const float scale = scale_from_amax(p.rule, amax);
@@ -105,13 +101,9 @@ __global__ void __launch_bounds__(kThreads) tile_kernel(TileArgs p) {
     }
     if (!p.col) return;
     float v[8];
+    column_max_abs(x, v);
 #pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      v[j] = 0.0f;
-#pragma unroll
-      for (int i = 0; i < 8; ++i) v[j] = max_abs(v[j], x[i][j]);
-      v[j] = fmaxf(v[j], __shfl_xor_sync(kAllLanes, v[j], 16));
-    }
+    for (int j = 0; j < 8; ++j) v[j] = fmaxf(v[j], __shfl_xor_sync(kAllLanes, v[j], 16));
     if (lane < 16) {
       float4* s = reinterpret_cast<float4*>(scratch + warp * kTile + patch_col * 8);
       s[0] = make_float4(v[0], v[1], v[2], v[3]), s[1] = make_float4(v[4], v[5], v[6], v[7]);
@@ -146,10 +138,7 @@ __global__ void __launch_bounds__(kThreads) tile_kernel(TileArgs p) {
     } else {
       float m = 0.0f;
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-#pragma unroll
-        for (int j = 0; j < 8; ++j) m = max_abs(m, x[i][j]);
-      }
+      for (int i = 0; i < 8; ++i) m = max_abs(m, x[i]);
       scale = scale_from_amax(p.rule, block_max(m, scratch));
       if (tid == 0) {
         const float inverse = scale_inverse(scale);

@@ -184,6 +184,8 @@ def gemm(
 def bias_grad(dy: Array, dtype: Any = None) -> Array:
     """Sum of `dy` [..., N] over all leading dimensions, [N], accumulated in float32 in ascending row order."""
     dy = _high_precision("bias_grad", "dy", dy)
+    if dy.ndim == 0:
+        raise ShapeError("bias_grad: dy must have at least one dimension, got a scalar")
     name, np_dtype = _out_dtype("bias_grad", dy.dtype if dtype is None else dtype)
     out = _empty((dy.shape[-1],), name)
     _core.bias_grad(_operand(dy, dy.dtype.name), _operand(out, name), None)

@@ -9,10 +9,10 @@ enum class DType : int32_t { f32, f16, bf16, e4m3, e5m2, e8m0, u8, i32, count_ }
 
 struct DTypeRow {
   DType id;
-  const char* name;   // as torch, jax and ml_dtypes spell it
+  const char* name;  // as torch, jax and ml_dtypes spell it
   int32_t bytes;
-  uint8_t dl_code;    // DLDataTypeCode
-  float max;          // largest finite value; 0 where it has no meaning here
+  uint8_t dl_code;  // DLDataTypeCode
+  float max;        // largest finite value; 0 where it has no meaning here
 };
 
 // clang-format off
@@ -32,8 +32,6 @@ static_assert(sizeof(kDTypes) / sizeof(kDTypes[0]) == static_cast<int>(DType::co
 constexpr const DTypeRow& row(DType d) { return kDTypes[static_cast<int>(d)]; }
 constexpr int32_t bytes(DType d) { return row(d).bytes; }
 constexpr const char* name(DType d) { return row(d).name; }
-constexpr bool is_high_precision(DType d) {
-  return d == DType::f32 || d == DType::f16 || d == DType::bf16;
-}
+constexpr bool is_high_precision(DType d) { return d == DType::f32 || d == DType::f16 || d == DType::bf16; }
 
 }  // namespace diptych

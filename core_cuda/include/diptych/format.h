@@ -9,8 +9,8 @@ namespace diptych {
 
 // How a block's scale follows from its amax (NUMERICS 2-4).
 enum class ScaleRule : int32_t {
-  divide,      // scale = max / amax in float32, stored as its reciprocal; optionally floored to a power of two
-  e8m0_ceil,   // scale_inv = amax / max rounded up to a power of two, stored as E8M0
+  divide,     // scale = max / amax in float32, stored as its reciprocal; optionally floored to a power of two
+  e8m0_ceil,  // scale_inv = amax / max rounded up to a power of two, stored as E8M0
 };
 
 // Where the columnwise copy of an [M, K] tensor lies.
@@ -32,7 +32,8 @@ struct FormatRow {
   ScaleRule rule;
   ScaleLayout scale_layout;
   ColumnwiseLayout columnwise;
-  float tolerance;     // relative error of one quantize-dequantize round trip of a normal value: half an ulp of the element
+  float
+      tolerance;  // relative error of one quantize-dequantize round trip of a normal value: half an ulp of the element
 
   constexpr bool per_tensor() const { return block_cols == 0; }
 };
@@ -52,9 +53,7 @@ inline constexpr FormatRow kFormats[] = {
 // clang-format on
 inline constexpr int32_t kFormatCount = sizeof(kFormats) / sizeof(kFormats[0]);
 
-constexpr bool valid(FormatId id) {
-  return static_cast<int32_t>(id) >= 0 && static_cast<int32_t>(id) < kFormatCount;
-}
+constexpr bool valid(FormatId id) { return static_cast<int32_t>(id) >= 0 && static_cast<int32_t>(id) < kFormatCount; }
 constexpr const FormatRow& row(FormatId id) { return kFormats[static_cast<int32_t>(id)]; }
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 

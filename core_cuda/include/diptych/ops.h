@@ -21,21 +21,21 @@ struct QuantizedView {
 
 struct QuantSpec {
   FormatId format{};
-  bool pow2 = false;   // ScaleRule::divide: floor the scale to a power of two
-  float eps = 0.0f;    // ScaleRule::divide: lower bound of amax
+  bool pow2 = false;  // ScaleRule::divide: floor the scale to a power of two
+  float eps = 0.0f;   // ScaleRule::divide: lower bound of amax
 };
 
-struct AmaxArgs {      // out[0] = max over non-NaN |x|, 0 where there is none
-  TensorView x;        // [..., K] float32 | bfloat16 | float16
-  TensorView out;      // [1] float32
+struct AmaxArgs {  // out[0] = max over non-NaN |x|, 0 where there is none
+  TensorView x;    // [..., K] float32 | bfloat16 | float16
+  TensorView out;  // [1] float32
 };
 
 struct QuantizeArgs {
-  TensorView x;               // [..., K] float32 | bfloat16 | float16
+  TensorView x;  // [..., K] float32 | bfloat16 | float16
   QuantSpec spec;
-  TensorView amax;            // [1] float32, per-tensor formats only: read if amax_ready, else computed here and written
+  TensorView amax;  // [1] float32, per-tensor formats only: read if amax_ready, else computed here and written
   bool amax_ready = false;
-  QuantizedView rowwise;      // either or both
+  QuantizedView rowwise;  // either or both
   QuantizedView columnwise;
 };
 

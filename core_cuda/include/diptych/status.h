@@ -23,7 +23,7 @@ class [[nodiscard]] Status {
 
 }  // namespace diptych
 
-#define DIPTYCH_TRY(expr)                                  \
-  do {                                                     \
+#define DIPTYCH_TRY(expr)                                   \
+  do {                                                      \
     if (::diptych::Status s_ = (expr); !s_.ok()) return s_; \
   } while (0)

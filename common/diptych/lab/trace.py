@@ -1,0 +1,234 @@
+"""What a traced step leaves behind, which linear an op belongs to, and how far apart two recordings are in bits.
+
+A frontend records every diptych op of a step with its raw operands, and named activations. Both are NumPy here, so that
+one framework's recording can be replayed in the other. Nothing here knows a framework.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from diptych.lab.job import LINEARS, ModelConfig
+
+_UINT = {1: np.uint8, 2: np.uint16, 4: np.uint32}
+
+
+class Bits(NamedTuple):
+    """A tensor's memory: `dtype` is the name of the format table, `data` an unsigned integer array of its width."""
+
+    dtype: str
+    data: np.ndarray
+
+    @staticmethod
+    def of(x: np.ndarray, dtype: str | None = None) -> Bits:
+        """Bits of `x`; `dtype` where NumPy's own does not say it."""
+        x = np.ascontiguousarray(x).reshape(x.shape)
+        return Bits(dtype or x.dtype.name, x.view(_UINT[x.dtype.itemsize]))
+
+    @property
+    def digest(self) -> bytes:
+        return hashlib.blake2b(self.data.tobytes(), digest_size=16, key=self.dtype.encode()).digest()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Op:
+    """One recorded diptych op. `options` are plain scalars and value objects.
+
+    | kind | inputs | options | outputs |
+    |---|---|---|---|
+    | quantize | x, [amax] | quantizer | buffers of `shapes.quantize_buffers` |
+    | gemm | a_data, a_scale_inv, b_data, b_scale_inv, [bias], [c] | a, b: (format name, columnwise); alpha, beta, \
+out_dtype, fast_accum | d |
+    | bias_grad | dy | dtype | out |
+    """
+
+    kind: str
+    inputs: dict[str, Bits]
+    options: dict[str, Any]
+    outputs: dict[str, Bits]
+
+    @property
+    def product(self) -> str:
+        """Which training product a gemm is: "fprop", "dgrad" or "wgrad"."""
+        sides = (self.options["a"][1], self.options["b"][1])
+        return {(False, False): "fprop", (False, True): "dgrad", (True, True): "wgrad"}.get(sides, "gemm")
+
+
+@dataclasses.dataclass
+class StepTrace:
+    """One training step: loss before the update, activations in forward order, ops in call order, gradients."""
+
+    loss: float
+    activations: dict[str, np.ndarray]
+    ops: list[Op]
+    gradients: dict[str, np.ndarray]
+
+
+class Labelled(NamedTuple):
+    linear: str
+    role: str  # "input", "weight", "grad_output", "fprop", "dgrad", "wgrad", "bias_grad"
+    op: Op
+
+
+ROLES = ("input", "weight", "fprop", "grad_output", "dgrad", "wgrad", "bias_grad")
+
+
+def label(ops: list[Op], model: ModelConfig) -> list[Labelled]:
+    """Says which linear and role each op has, by following payload bytes from quantize into the three products.
+
+    The forward products come in the order of the model's linears; everything else hangs on them by its bytes, so the
+    order of a backward pass does not matter. Ops that belong to no linear are left out.
+    """
+    makers = {bits.digest: op for op in ops if op.kind == "quantize" for bits in _payloads(op)}
+    names = iter(model.linears)
+    owner: dict[int, tuple[str, str]] = {}  # id of an op -> (linear, role)
+
+    def claim(op: Op | None, linear: str, role: str) -> None:
+        if op is not None:
+            owner.setdefault(id(op), (linear, role))
+
+    gemms = [op for op in ops if op.kind == "gemm"]
+    for op in gemms:
+        if op.product == "fprop":
+            linear = next(names, None)
+            if linear is None:
+                continue
+            claim(op, linear, "fprop")
+            claim(makers.get(op.inputs["a_data"].digest), linear, "input")
+            claim(makers.get(op.inputs["b_data"].digest), linear, "weight")
+    for op in gemms:
+        if op.product in ("dgrad", "wgrad"):
+            known = owner.get(id(makers.get(op.inputs["b_data"].digest)))
+            if known is not None:
+                claim(op, known[0], op.product)
+                claim(makers.get(op.inputs["a_data"].digest), known[0], "grad_output")
+    by_source = {op.inputs["x"].digest: owner.get(id(op)) for op in ops if op.kind == "quantize"}
+    for op in ops:
+        known = by_source.get(op.inputs["dy"].digest) if op.kind == "bias_grad" else None
+        if known is not None:
+            claim(op, known[0], "bias_grad")
+    return [Labelled(*owner[id(op)], op) for op in ops if id(op) in owner]
+
+
+def _payloads(op: Op) -> list[Bits]:
+    return [bits for name, bits in op.outputs.items() if name.endswith("_data")]
+
+
+def missing_products(labelled: list[Labelled], model: ModelConfig) -> list[str]:
+    """Products of the model's linears that no quantized gemm of the step computed."""
+    seen = {(item.linear, item.role) for item in labelled}
+    return [f"{name} {p}" for name in model.linears for p in ("fprop", "dgrad", "wgrad") if (name, p) not in seen]
+
+
+# --- distances ---
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """How two bit patterns differ: elements, how many differ, the largest distance in ULP, where the first one is."""
+
+    elements: int
+    differing: int
+    max_ulp: int
+    first: int | None
+
+    @property
+    def equal(self) -> bool:
+        return self.differing == 0
+
+
+_SIGNED_FLOATS = {"float32": np.float32, "float16": np.float16}
+
+
+def _ordered(bits: Bits) -> np.ndarray:
+    """Integers whose difference counts the representable values between two floats; ±0 are one apart from nothing."""
+    data = bits.data.astype(np.int64)
+    if bits.dtype == "float8_e8m0fnu":
+        return data
+    sign = np.int64(1) << (8 * bits.data.dtype.itemsize - 1)
+    return np.where(data & sign, -(data & (sign - 1)), data)
+
+
+def _nan(bits: Bits) -> np.ndarray:
+    if bits.dtype in _SIGNED_FLOATS:
+        return np.isnan(bits.data.view(_SIGNED_FLOATS[bits.dtype]))
+    if bits.dtype == "bfloat16":
+        return (bits.data & 0x7FFF) > 0x7F80
+    return np.zeros(bits.data.shape, bool)  # narrower formats have one NaN, compared as bits
+
+
+def difference(a: Bits, b: Bits) -> Difference:
+    """Compares two recordings of one tensor; high-precision NaNs count as equal, -0 and +0 do not.
+
+    **Raises** ValueError where dtype or shape differ, which is a fault of the recording, not of a kernel.
+    """
+    if a.dtype != b.dtype or a.data.shape != b.data.shape:
+        raise ValueError(f"cannot compare {a.dtype}{list(a.data.shape)} with {b.dtype}{list(b.data.shape)}")
+    unequal = (a.data != b.data) & ~(_nan(a) & _nan(b))
+    count = int(np.count_nonzero(unequal))
+    if count == 0:
+        return Difference(a.data.size, 0, 0, None)
+    ulp = np.maximum(np.abs(_ordered(a) - _ordered(b)), 1)[unequal]
+    return Difference(a.data.size, count, int(ulp.max()), int(np.argmax(unequal.reshape(-1))))
+
+
+def merge(parts: list[Difference]) -> Difference:
+    """Totals over several tensors; `first` is not kept."""
+    return Difference(
+        sum(p.elements for p in parts), sum(p.differing for p in parts), max((p.max_ulp for p in parts), default=0), None
+    )
+
+
+# --- the framework's own ops between the linears ---
+
+
+class FrameworkOp(NamedTuple):
+    """An op that the framework computes: `output` and `inputs` are names of activations, weights or the batch."""
+
+    output: str
+    kind: str
+    inputs: tuple[str, ...]
+
+
+def framework_ops(model: ModelConfig) -> list[FrameworkOp]:
+    """The model's forward pass between the quantized linears, in order."""
+    ops = [FrameworkOp("embed", "embedding", ("tokens", "embed.weight", "position.weight"))]
+    stream = "embed"
+    for i in range(model.layers):
+        b = f"blocks.{i}."
+        ops += [
+            FrameworkOp(b + "norm1", "layer norm", (stream, b + "norm1.weight", b + "norm1.bias")),
+            FrameworkOp(b + "scores", "attention scores", (b + "qkv",)),
+            FrameworkOp(b + "softmax", "softmax", (b + "scores",)),
+            FrameworkOp(b + "attention", "attention values", (b + "softmax", b + "qkv")),
+            FrameworkOp(b + "residual", "residual add", (stream, b + "proj")),
+            FrameworkOp(b + "norm2", "layer norm", (b + "residual", b + "norm2.weight", b + "norm2.bias")),
+            FrameworkOp(b + "gelu", "gelu", (b + "up",)),
+            FrameworkOp(b + "output", "residual add", (b + "residual", b + "down")),
+        ]
+        stream = b + "output"
+    return ops + [
+        FrameworkOp("norm", "layer norm", (stream, "norm.weight", "norm.bias")),
+        FrameworkOp("head", "head matmul", ("norm", "head.weight")),
+        FrameworkOp("loss", "cross entropy", ("head", "targets")),
+    ]
+
+
+def activation_order(model: ModelConfig) -> list[tuple[str, str]]:
+    """(name, kind) of every activation in the order in which a forward pass computes it."""
+    order = []
+    for op in framework_ops(model):
+        if op.kind == "attention scores":
+            order.append((op.output.replace("scores", "qkv"), "quantized linear"))
+        order.append((op.output, op.kind))
+        after = {"attention values": "proj", "gelu": "down"}.get(op.kind)
+        if op.output.endswith("norm2"):
+            after = "up"
+        if after is not None:
+            assert after in LINEARS
+            order.append((op.output.rsplit(".", 1)[0] + "." + after, "quantized linear"))
+    return order

@@ -1,0 +1,133 @@
+"""The training loop of both commands: the same batches in the same order for every framework and recipe."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from diptych import core
+from tqdm import tqdm
+
+from diptych.lab import checkpoint as ckpt
+from diptych.lab.data import ByteData
+from diptych.lab.frontend import Frontend
+from diptych.lab.job import Job, initial_weights
+
+
+class TrainingError(RuntimeError):
+    """A run that went wrong in itself, such as a loss that is not finite."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How a run is fed and watched. Every `eval_every` steps and at the end, the validation loss is taken."""
+
+    seed: int = 0
+    batch: int = 8
+    eval_every: int = 50
+    eval_batches: int = 16
+    checkpoint_every: int = 0
+
+    def evaluations(self, steps: int) -> list[int]:
+        """Numbers of updates after which the validation loss is taken."""
+        return sorted({steps, *range(self.eval_every, steps + 1, self.eval_every)}) if self.eval_every else [steps]
+
+
+@dataclasses.dataclass
+class RunResult:
+    """One run's curves, kernel calls and time."""
+
+    name: str
+    losses: np.ndarray
+    validation: dict[int, float]
+    seconds: float
+    calls: dict[str, int]
+    steps_run: int
+    evaluations_run: int
+
+    @property
+    def final(self) -> float:
+        return self.validation[max(self.validation)]
+
+
+def kernel_calls() -> dict[str, int]:
+    """Calls of every kernel since the last reset, by op, and by kernel name."""
+    calls: dict[str, int] = {}
+    for row in core.kernel_table():
+        for key in (row["op"], row["kernel"]):
+            calls[key] = calls.get(key, 0) + row["calls"]
+    return calls
+
+
+def run(
+    frontend: Frontend,
+    job: Job,
+    data: ByteData,
+    settings: Settings,
+    *,
+    name: str = "",
+    checkpoint: pathlib.Path | None = None,
+    resume: pathlib.Path | None = None,
+    stop_after: int | None = None,
+    on_step: Callable[[int, float, float | None], Any] | None = None,
+    progress: bool = True,
+) -> RunResult:
+    """Trains one job from its seed, or on from a checkpoint.
+
+    **Arguments:** `checkpoint`: where to write one, every `settings.checkpoint_every` steps and at the end. `resume`: a
+    checkpoint to continue. `stop_after`: end after this many updates in all, short of `job.optim.steps`. `on_step`: told
+    (updates so far, loss, validation loss where one was taken).
+
+    **Returns:** a `RunResult`, with the losses from before a resume in front.
+
+    **Raises:** CheckpointError, before anything runs; TrainingError for a loss that is not finite.
+    """
+    steps = job.optim.steps
+    ours = ckpt.identity(job, seed=settings.seed, batch=settings.batch, data=data.train)
+    losses: list[float] = []
+    validation: dict[int, float] = {}
+    start = None
+    if resume is not None:
+        start = ckpt.load(resume)
+        ckpt.check(start, ours, resume)
+        losses, validation = list(start.losses), dict(start.validation)
+    trainer = frontend.trainer(job, initial_weights(job.model, settings.seed) if start is None else start.state.weights)
+    if start is not None:
+        trainer.restore(start.state)
+    held_out = data.validation_batches(settings.eval_batches, settings.batch, job.model.seq)
+    evaluations = set(settings.evaluations(steps))
+    first, last = len(losses), min(steps, stop_after or steps)
+    core.reset_calls()
+    began, evaluated = time.perf_counter(), 0
+    with tqdm(total=last, initial=min(first, last), desc=name or frontend.name, disable=not progress, unit="step") as bar:
+        for step in range(first, last):
+            loss = trainer.step(data.batch(settings.seed, step, settings.batch, job.model.seq))
+            if not np.isfinite(loss):
+                raise TrainingError(f"{name or frontend.name}: the loss of step {step} is {loss}; try a smaller --lr")
+            losses.append(loss)
+            done, held_loss = step + 1, None
+            if done in evaluations:
+                held_loss = float(np.mean([trainer.evaluate(b) for b in held_out]))
+                validation[done] = held_loss
+                evaluated += len(held_out)
+            if on_step is not None:
+                on_step(done, loss, held_loss)
+            bar.update()
+            bar.set_postfix_str(f"loss {loss:.3f}" + (f", validation {list(validation.values())[-1]:.3f}" if validation else ""))
+            every = settings.checkpoint_every
+            if checkpoint is not None and (done == last or (every and done % every == 0)):
+                record = ckpt.Checkpoint(trainer.state(), np.array(losses), validation, ours, frontend.name)
+                ckpt.save(checkpoint, record)
+    return RunResult(
+        name or frontend.name,
+        np.array(losses),
+        validation,
+        time.perf_counter() - began,
+        kernel_calls(),
+        max(0, last - first),
+        evaluated,
+    )

@@ -1,0 +1,102 @@
+"""The demo model as a JAX user writes it: a byte-level GPT of pure functions over a dictionary of parameters.
+
+Every linear of a block goes through an injected `linear(name, x, weight, bias)`, by default `diptych.jax.dense` with one
+recipe; embedding and head stay in high precision, as is usual. `diptych/torch/gpt.py` is the same model in torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from diptych.common.recipes import Recipe
+from diptych.jax.linear import dense
+from jax.ad_checkpoint import checkpoint_name
+
+Array = jax.Array
+Params = dict[str, Array]
+Linear = Callable[[str, Array, Array, Array], Array]
+
+
+def quantized_linear(recipe: Recipe | None) -> Linear:
+    """`dense` with `recipe` for every linear."""
+    return lambda name, x, weight, bias: dense(x, weight, bias, recipe=recipe)
+
+
+def embedding(tokens: Array, embed: Array, position: Array) -> Array:
+    return embed[tokens] + position[: tokens.shape[-1]]
+
+
+def layer_norm(x: Array, weight: Array, bias: Array, eps: float = 1e-5) -> Array:
+    mean = x.mean(axis=-1, keepdims=True)
+    variance = jnp.square(x - mean).mean(axis=-1, keepdims=True)
+    return (x - mean) * jax.lax.rsqrt(variance + eps) * weight + bias
+
+
+def _heads(qkv: Array, heads: int) -> Array:
+    """[B, T, 3 D] -> [3, B, H, T, D / H]."""
+    batch, seq, width = qkv.shape
+    return qkv.reshape(batch, seq, 3, heads, width // (3 * heads)).transpose(2, 0, 3, 1, 4)
+
+
+def attention_scores(qkv: Array, heads: int) -> Array:
+    """Scaled and causally masked q @ k.T, [B, H, T, T]."""
+    q, k, _ = _heads(qkv, heads)
+    scores = (q @ k.swapaxes(-1, -2)) * (1 / math.sqrt(q.shape[-1]))
+    causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+    return jnp.where(causal, scores, -jnp.inf)
+
+
+def attention_values(probabilities: Array, qkv: Array, heads: int) -> Array:
+    """probabilities @ v with the heads side by side, [B, T, D]."""
+    y = probabilities @ _heads(qkv, heads)[2]
+    batch, _, seq, _ = y.shape
+    return y.swapaxes(1, 2).reshape(batch, seq, -1)
+
+
+def gelu(x: Array) -> Array:
+    return jax.nn.gelu(x, approximate=False)
+
+
+def cross_entropy(logits: Array, targets: Array) -> Array:
+    """Mean over all positions, in nats."""
+    return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
+
+
+def block(p: Params, prefix: str, x: Array, heads: int, linear: Linear) -> Array:
+    """One pre-norm transformer block; names its activations for remat policies and for whoever wants to look at them."""
+
+    def name(suffix: str, value: Array) -> Array:
+        return checkpoint_name(value, prefix + suffix)
+
+    def project(suffix: str, value: Array) -> Array:
+        layer = prefix + suffix
+        return name(suffix, linear(layer, value, p[f"{layer}.weight"], p[f"{layer}.bias"]))
+
+    y = name("norm1", layer_norm(x, p[f"{prefix}norm1.weight"], p[f"{prefix}norm1.bias"]))
+    qkv = project("qkv", y)
+    probabilities = name("softmax", jax.nn.softmax(name("scores", attention_scores(qkv, heads)), axis=-1))
+    y = project("proj", name("attention", attention_values(probabilities, qkv, heads)))
+    x = name("residual", x + y)
+    y = name("norm2", layer_norm(x, p[f"{prefix}norm2.weight"], p[f"{prefix}norm2.bias"]))
+    y = project("down", name("gelu", gelu(project("up", y))))
+    return name("output", x + y)
+
+
+def gpt(params: Params, tokens: Array, *, layers: int, heads: int, linear: Linear) -> Array:
+    """Logits [B, T, 256] of int32 tokens [B, T]."""
+    x = checkpoint_name(embedding(tokens, params["embed.weight"], params["position.weight"]), "embed")
+    for i in range(layers):
+        x = block(params, f"blocks.{i}.", x, heads, linear)
+    x = checkpoint_name(layer_norm(x, params["norm.weight"], params["norm.bias"]), "norm")
+    return checkpoint_name(x @ params["head.weight"].T, "head")
+
+
+def loss_fn(params: Params, batch: Array, **model: Any) -> Array:
+    """Next-byte cross entropy of int32 [B, T + 1]."""
+    logits = gpt(params, batch[:, :-1], **model)
+    return checkpoint_name(cross_entropy(logits, batch[:, 1:]), "loss")

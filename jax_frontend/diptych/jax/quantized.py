@@ -1,0 +1,112 @@
+"""QuantizedArray: what `quantize` returns, as a pytree.
+
+Its arrays are leaves; the quantizer and the logical dtype are metadata. It is **not** an array: no operator works on
+it, nothing is promoted, and nothing is dequantized unless asked. Transformations add axes to the leaves: under `vmap`
+and `scan` every leaf gets the mapped axis in front, and `shape` follows, because it is read from the leaves.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import numpy as np
+
+from diptych.common import shapes
+from diptych.common.errors import ShapeError
+from diptych.common.formats import FormatRow
+from diptych.common.quantizers import Quantizer
+
+Array = jax.Array
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=(
+        "rowwise_data",
+        "rowwise_scale_inv",
+        "columnwise_data",
+        "columnwise_scale_inv",
+        "amax",
+        "columnwise_amax",
+    ),
+    meta_fields=("quantizer", "leading", "dtype"),
+)
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class QuantizedArray:
+    """A quantized tensor of logical shape [*leading, K].
+
+    `rowwise_data` has the tensor's shape; `columnwise_data` is [K, M] where the format transposes, M being the product
+    of `leading`. Scales are logical row-major, [1] for per-tensor formats. A copy that was not made is None, and so is
+    `amax` where the format has none. `columnwise_amax` is for formats whose columnwise copy has an amax of its own.
+    `leading` and `dtype` are those of the tensor that was quantized, without axes that transformations added.
+    """
+
+    quantizer: Quantizer
+    leading: tuple[Any, ...]
+    dtype: str
+    rowwise_data: Array | None = None
+    rowwise_scale_inv: Array | None = None
+    columnwise_data: Array | None = None
+    columnwise_scale_inv: Array | None = None
+    amax: Array | None = None
+    columnwise_amax: Array | None = None
+
+    @property
+    def format(self) -> FormatRow:
+        return self.quantizer.format
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """Logical shape, with axes that transformations added in front."""
+        if self.rowwise_data is not None:
+            return self.rowwise_data.shape
+        if self.columnwise_data is None:
+            raise ValueError("this QuantizedArray holds no copy")
+        data = self.columnwise_data.shape
+        if self.format.columnwise != "transposed":
+            return data
+        return (*data[:-2], *self.leading, data[-2])
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def copy_of(self, columnwise: bool, op: str) -> tuple[Array, Array]:
+        """(data, scale_inv) of one copy.
+
+        **Raises** ValueError if it was not made, ShapeError if its leaves carry axes of a `vmap` or `scan` around it.
+        """
+        side = "columnwise" if columnwise else "rowwise"
+        data, scale = getattr(self, f"{side}_data"), getattr(self, f"{side}_scale_inv")
+        if data is None or scale is None:
+            raise ValueError(
+                f"{op} needs the {side} copy of {self!r}, which was not made; quantize with "
+                f"quantizer.with_usage({side}=True)"
+            )
+        added = scale.ndim - (1 if self.format.per_tensor else 2)
+        if added:
+            raise ShapeError(
+                f"{op}: {self!r} carries {added} more axis(es) than one quantized tensor, as vmap and scan add them; "
+                "apply the op under jax.vmap"
+            )
+        return data, scale
+
+    def dequantize(self, dtype: Any = None) -> Array:
+        """The values; see `diptych.jax.dequantize`."""
+        from diptych.jax import functional  # quantized.py stands below functional.py
+
+        return functional.dequantize(self, dtype)
+
+    def __repr__(self) -> str:
+        copies = [s for s in ("rowwise", "columnwise") if getattr(self, f"{s}_data") is not None]
+        leaf = next((getattr(self, f"{s}_data") for s in copies), None)
+        shape = list(self.shape) if hasattr(leaf, "shape") else "?"  # tree utilities put any object into leaves
+        return f"QuantizedArray({self.format.name}, shape={shape}, dtype={self.dtype}, copies={'+'.join(copies)})"
+
+
+def from_buffers(buffers: dict[str, Array], quantizer: Quantizer, shape: shapes.Shape, dtype: Any) -> QuantizedArray:
+    """Wraps what `primitives.quantize` filled for a tensor of `shape` and `dtype`."""
+    return QuantizedArray(quantizer, tuple(shape[:-1]), np.dtype(dtype).name, **buffers)

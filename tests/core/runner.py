@@ -1,0 +1,281 @@
+"""Calls `diptych.core._core` on the CPU (NumPy memory) or on a GPU (torch tensors) and hands NumPy arrays back.
+
+Outputs are slices of a poisoned buffer with guard bytes on both sides: a write outside, or a byte that was not
+written, shows. Shapes and dtypes come from the oracle's result, so that the shape rules are not trusted here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import platform
+import sys
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+import cases
+import oracle
+from diptych.core import _core
+
+GUARD = 256  # bytes; a multiple of every alignment that a kernel may hope for
+POISON = 0xA5
+IDS = {row["name"]: i for i, row in enumerate(_core.format_table())}
+ROWS = {row["name"]: row for row in _core.format_table()}
+CODES = _core.dtype_table()
+NUMPY = {
+    **cases.INPUT_DTYPES,
+    "float8_e4m3fn": np.dtype(np.uint8),
+    "float8_e5m2": np.dtype(np.uint8),
+    "float8_e8m0fnu": np.dtype(np.uint8),
+    "uint8": np.dtype(np.uint8),
+}
+
+
+def isas() -> list[str]:
+    """The instruction sets that this machine can run, and leaves the best one chosen."""
+    best, found = _core.build_info()["isa"], []
+    for name in ("avx512", "avx2", "generic"):
+        with contextlib.suppress(ValueError):  # "this machine has no ..."
+            _core.set_isa(name)
+            found.append(name)
+    _core.set_isa(best)
+    return found
+
+
+@contextlib.contextmanager
+def setting(isa: str | None = None, threads: int | None = None):
+    """Another instruction set or thread count for a while."""
+    before = _core.build_info()["isa"], _core.get_num_threads()
+    try:
+        if isa:
+            _core.set_isa(isa)
+        if threads:
+            _core.set_num_threads(threads)
+        yield
+    finally:
+        _core.set_isa(before[0])
+        _core.set_num_threads(before[1])
+
+
+@contextlib.contextmanager
+def flushed():
+    """FTZ and DAZ on in this thread, as XLA:CPU has them when it calls a handler. Nothing else may compute inside."""
+    if not (sys.platform == "linux" and platform.machine() == "x86_64"):
+        raise NotImplementedError("sets FTZ through glibc's x86-64 fenv_t")
+    libm = ctypes.CDLL("libm.so.6")
+    saved, changed = (ctypes.create_string_buffer(32) for _ in range(2))
+    assert libm.fegetenv(saved) == 0
+    ctypes.memmove(changed, saved, 32)
+    ctypes.c_uint32.from_buffer(changed, 28).value |= 0x8040
+    try:
+        libm.fesetenv(changed)
+        yield
+    finally:
+        libm.fesetenv(saved)
+
+
+class Numpy:
+    """Operands as the binding takes NumPy memory."""
+
+    name = "cpu"
+
+    def put(self, array: np.ndarray, dtype: str, offset: int = 0) -> Any:
+        """An operand with these values, `offset` elements off the allocation's alignment."""
+        raw = np.full(array.nbytes + 64 + offset * array.itemsize, POISON, np.uint8)
+        start = -raw.ctypes.data % 64 + offset * array.itemsize
+        raw = raw[start : start + array.nbytes]
+        raw[:] = np.frombuffer(array.tobytes(), np.uint8)
+        return self._pair(raw, array.shape, dtype)
+
+    @staticmethod
+    def _pair(raw: np.ndarray, shape: tuple[int, ...], dtype: str) -> Any:
+        bits = np.float32 if dtype == "float32" else np.dtype(f"u{NUMPY[dtype].itemsize}")
+        if dtype == "float16":
+            bits = np.float16
+        return (raw.view(bits).reshape(shape), CODES[dtype])
+
+    def poisoned(self, nbytes: int, poison: int) -> Any:
+        return np.full(nbytes, poison, np.uint8)
+
+    def part(self, raw: Any, start: int, nbytes: int, shape: tuple[int, ...], dtype: str) -> Any:
+        return self._pair(raw[start : start + nbytes], shape, dtype)
+
+    def fetch(self, raw: Any) -> np.ndarray:
+        return raw
+
+    def workspace(self, nbytes: int) -> Any:
+        return None
+
+
+class Torch:
+    """Operands as torch tensors on a device; the current stream is the binding's business."""
+
+    name = "cuda"
+
+    def __init__(self, device: str = "cuda"):
+        import torch
+
+        self.torch, self.device = torch, device
+
+    def _tensor(self, raw: Any, shape: tuple[int, ...], dtype: str) -> Any:
+        return raw.view(getattr(self.torch, dtype)).reshape(shape)
+
+    def put(self, array: np.ndarray, dtype: str, offset: int = 0) -> Any:
+        start = GUARD + offset * array.itemsize
+        raw = self.torch.full((array.nbytes + start,), POISON, dtype=self.torch.uint8, device=self.device)
+        raw[start:] = self.torch.from_numpy(np.frombuffer(array.tobytes(), np.uint8).copy()).to(self.device)
+        return self._tensor(raw[start:], array.shape, dtype)
+
+    def poisoned(self, nbytes: int, poison: int) -> Any:
+        return self.torch.full((nbytes,), poison, dtype=self.torch.uint8, device=self.device)
+
+    def part(self, raw: Any, start: int, nbytes: int, shape: tuple[int, ...], dtype: str) -> Any:
+        return self._tensor(raw[start : start + nbytes], shape, dtype)
+
+    def fetch(self, raw: Any) -> np.ndarray:
+        return raw.cpu().numpy()
+
+    def workspace(self, nbytes: int) -> Any:
+        return self.torch.empty(nbytes, dtype=self.torch.uint8, device=self.device)
+
+
+def backend(device: str) -> Any:
+    return Numpy() if device == "cpu" else Torch()
+
+
+class Outputs:
+    """Poisoned outputs of one call; `read` checks the guards and returns NumPy arrays by name."""
+
+    def __init__(self, be: Any, poison: int = POISON, offset: int = 0):
+        self.be, self.poison, self.offset = be, poison, offset
+        self.held: dict[str, tuple[Any, int, int, tuple[int, ...], str]] = {}
+
+    def new(self, name: str, shape: tuple[int, ...], dtype: str) -> Any:
+        nbytes = math.prod(shape) * NUMPY[dtype].itemsize
+        start = GUARD + self.offset * NUMPY[dtype].itemsize
+        raw = self.be.poisoned(start + nbytes + GUARD, self.poison)
+        self.held[name] = (raw, start, nbytes, tuple(shape), dtype)
+        return self.be.part(raw, start, nbytes, tuple(shape), dtype)
+
+    def read(self) -> dict[str, np.ndarray]:
+        out = {}
+        for name, (raw, start, nbytes, shape, dtype) in self.held.items():
+            host = self.be.fetch(raw)
+            outside = np.concatenate([host[:start], host[start + nbytes :]])
+            assert (outside == self.poison).all(), f"{name} {shape}: bytes beside the output were written"
+            out[name] = host[start : start + nbytes].copy().view(NUMPY[dtype]).reshape(shape)
+        return out
+
+    def untouched(self) -> bool:
+        return all((self.be.fetch(raw) == self.poison).all() for raw, *_ in self.held.values())
+
+
+def quantize(
+    be: Any, x: np.ndarray, like: oracle.Quantized, fmt: str, *, pow2=False, eps=0.0, amax=None, offset=0, poison=POISON
+) -> dict[str, np.ndarray]:
+    """`_core.quantize` of `x` into copies shaped as those of `like`."""
+    row, out = ROWS[fmt], Outputs(be, poison, offset)
+    buffers = {}
+    for side in ("rowwise", "columnwise"):
+        for part, dtype in (("data", row["element"]), ("scale_inv", row["scale"])):
+            array = getattr(like, f"{side}_{part}")
+            name = f"{side}_{part}"
+            buffers[name] = None if array is None else out.new(name, array.shape, dtype)
+    if like.amax is None:
+        buffers["amax"] = None
+    elif amax is None:
+        buffers["amax"] = out.new("amax", (1,), "float32")
+    else:
+        buffers["amax"] = be.put(np.array([amax], np.float32), "float32")
+    _core.quantize(
+        be.put(x, x.dtype.name, offset),
+        format=IDS[fmt],
+        pow2=pow2,
+        eps=eps,
+        amax_ready=amax is not None,
+        **buffers,
+    )
+    return out.read()
+
+
+def dequantize(be: Any, copy: oracle.Copy, fmt: str, dtype: str, *, offset=0, poison=POISON) -> np.ndarray:
+    row, out = ROWS[fmt], Outputs(be, poison, offset)
+    shape = copy.data.shape[::-1] if copy.transposed else copy.data.shape
+    _core.dequantize(
+        be.put(copy.data, row["element"], offset),
+        be.put(copy.scale_inv, row["scale"]),
+        IDS[fmt],
+        copy.columnwise,
+        out.new("out", shape, dtype),
+    )
+    return out.read()["out"]
+
+
+def gemm(
+    be: Any, a: oracle.Copy, a_fmt: str, b: oracle.Copy, b_fmt: str, mnk: tuple[int, int, int], *,
+    alpha=1.0, beta=0.0, bias=None, c=None, out_dtype="float32", fast_accum=False, offset=0, poison=POISON,
+) -> np.ndarray:  # fmt: skip
+    out = Outputs(be, poison, offset)
+    _core.gemm(
+        be.put(a.data, ROWS[a_fmt]["element"], offset),
+        be.put(a.scale_inv, ROWS[a_fmt]["scale"]),
+        IDS[a_fmt],
+        a.columnwise,
+        be.put(b.data, ROWS[b_fmt]["element"], offset),
+        be.put(b.scale_inv, ROWS[b_fmt]["scale"]),
+        IDS[b_fmt],
+        b.columnwise,
+        d=out.new("d", mnk[:2], out_dtype),
+        c=None if c is None else be.put(c, c.dtype.name),
+        bias=None if bias is None else be.put(bias, bias.dtype.name),
+        workspace=be.workspace(_core.gemm_workspace_bytes(*mnk)),
+        alpha=alpha,
+        beta=beta,
+        fast_accum=fast_accum,
+    )
+    return out.read()["d"]
+
+
+def amax(be: Any, x: np.ndarray, offset: int = 0) -> np.ndarray:
+    out = Outputs(be)
+    _core.amax(be.put(x, x.dtype.name, offset), out.new("out", (1,), "float32"))
+    return out.read()["out"]
+
+
+def bias_grad(be: Any, dy: np.ndarray, dtype: str, offset: int = 0, poison: int = POISON) -> np.ndarray:
+    out, rows = Outputs(be, poison, offset), oracle.fold(dy)
+    need = _core.bias_grad_workspace_bytes(*rows.shape)
+    _core.bias_grad(be.put(dy, dy.dtype.name, offset), out.new("out", rows.shape[1:], dtype), be.workspace(need))
+    return out.read()["out"]
+
+
+def same_bits(got: np.ndarray, want: np.ndarray, label: Any, nan_free: bool = False) -> None:
+    """Asserts equal bits; where `nan_free`, any NaN equals any other (NUMERICS leaves their bits open)."""
+    assert got.shape == want.shape and got.dtype == want.dtype, (
+        f"{label}: {got.dtype}{got.shape} {want.dtype}{want.shape}"
+    )
+    uint = np.dtype(f"u{want.dtype.itemsize}")
+    g, w = np.ascontiguousarray(got).reshape(-1).view(uint), np.ascontiguousarray(want).reshape(-1).view(uint)
+    wrong = g != w
+    if nan_free and wrong.any():
+        wrong &= ~(np.isnan(got.astype(np.float32)) & np.isnan(want.astype(np.float32))).reshape(-1)
+    if wrong.any():
+        i = int(np.flatnonzero(wrong)[0])
+        at = tuple(int(v) for v in np.unravel_index(i, want.shape)) if want.ndim else ()
+        raise AssertionError(f"{label}: {wrong.sum()} of {w.size} differ, first at {at}: {g[i]:#x}, must be {w[i]:#x}")
+
+
+def same_quantized(got: dict[str, np.ndarray], want: oracle.Quantized, label: Any) -> None:
+    for name, array in got.items():
+        same_bits(array, np.ascontiguousarray(getattr(want, name)), f"{label} {name}")
+
+
+def want_calls(kernel: str) -> int:
+    """How often a registry row has run."""
+    return sum(row["calls"] for row in _core.kernel_table() if row["kernel"] == kernel)
+
+
+BF16 = np.dtype(ml_dtypes.bfloat16)

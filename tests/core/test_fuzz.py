@@ -1,0 +1,239 @@
+"""Random calls: bad ones raise one of four errors and never end the process; good ones equal the oracle."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import cases
+import oracle
+from core import runner
+from diptych import core
+from diptych.common.quantizers import Float8BlockQuantizer, Float8CurrentScalingQuantizer, MXFP8Quantizer
+from diptych.core import _core
+
+TESTS = Path(__file__).resolve().parents[1]
+ALLOWED = (ValueError, TypeError, NotImplementedError, BufferError)
+SETTINGS = settings(
+    max_examples=250, deadline=None, database=None, print_blob=True, suppress_health_check=[HealthCheck.too_slow]
+)
+FORMAT_IDS = list(runner.IDS.values())
+DTYPES = list(runner.NUMPY)
+
+shapes = st.one_of(
+    st.lists(st.integers(0, 6), max_size=4).map(tuple),
+    st.sampled_from([(4, 40), (40, 4), (4, 4), (1,), (40,), (4, 1), (1, 40), (4, 2), (129, 3), (1,) * 9, (0, 2**40)]),
+)
+
+
+@st.composite
+def arrays(draw, shape=None, dtype=None):
+    """A (buffer, code) pair over finite memory; sometimes strided, frozen or with a code that does not fit."""
+    shape = draw(shapes) if shape is None else shape
+    dtype = draw(st.sampled_from(DTYPES)) if dtype is None else dtype
+    bits = np.float32 if dtype == "float32" else np.dtype(f"u{runner.NUMPY[dtype].itemsize}")
+    array = np.full(shape, draw(st.integers(0, 255)), bits)
+    match draw(st.integers(0, 15)):
+        case 0 if array.ndim:
+            array = array[..., ::-1]
+        case 1:
+            array = array.T
+        case 2:
+            array.flags.writeable = False
+        case 3 if array.ndim:
+            array = np.broadcast_to(array[:1], array.shape)
+        case 4:
+            return (array, draw(st.integers(-2, 12)))
+        case 5:
+            return (memoryview(array), runner.CODES[dtype])
+    return (array, runner.CODES[dtype])
+
+
+garbage = st.one_of(
+    st.none(), st.integers(), st.text(max_size=3), st.floats(), st.binary(max_size=5), st.just(()), st.just((1, 2, 3)),
+    st.just(object()), st.just(np.ones(3)), st.just((b"abcd", 6)), st.just((np.ones(2), "f")), st.just([1.0]),
+    st.just((np.array(["a"]), 0)), st.just((np.array([None]), 0)), st.just(({}, 0)), st.just((1 << 70, 0)),
+)  # fmt: skip
+operand = st.one_of(arrays(), arrays(), arrays(), garbage)
+scalar = st.one_of(
+    st.booleans(), st.integers(-3, 12), st.floats(), st.sampled_from([2**31, -(2**63), 2**70, None, "x"])
+)
+format_id = st.one_of(
+    st.sampled_from(FORMAT_IDS), st.sampled_from([-1, len(FORMAT_IDS), 2**31 - 1, -(2**31), 2**33, 0.5])
+)
+flag = st.one_of(st.booleans(), scalar)
+
+CALLS = {
+    "amax": (operand, operand),
+    "quantize": (operand, format_id, flag, scalar, operand, flag, operand, operand, operand, operand),
+    "dequantize": (operand, operand, format_id, flag, operand),
+    "gemm": (operand, operand, format_id, flag, operand, operand, format_id, flag, operand, operand, operand, operand,
+             scalar, scalar, flag),
+    "bias_grad": (operand, operand, operand),
+    "gemm_workspace_bytes": (scalar, scalar, scalar),
+    "bias_grad_workspace_bytes": (scalar, scalar),
+    "gemm_row": (format_id, flag, format_id, flag, scalar, scalar, scalar, st.sampled_from(["float32", "bfloat16", "x"]),
+                 st.sampled_from(["cpu", "cuda", ""]), scalar),
+    "set_isa": (st.one_of(st.text(max_size=8), scalar),),
+}  # fmt: skip
+
+
+@SETTINGS
+@given(st.sampled_from(list(CALLS)).flatmap(lambda name: st.tuples(st.just(name), st.tuples(*CALLS[name]))))
+def test_bad_calls_of_the_binding(call):
+    name, args = call
+    with runner.setting(), contextlib.suppress(ALLOWED):
+        getattr(_core, name)(*args)
+
+
+@SETTINGS
+@given(st.data())
+def test_nearly_good_calls_of_the_binding(data):
+    """A good quantize, dequantize or gemm with one argument replaced: the checks behind the first ones."""
+    fmt = data.draw(st.sampled_from(cases.FORMATS))
+    row, q = runner.ROWS[fmt], oracle.quantize(np.ones((4, 40), np.float32), fmt)
+    good = {}
+    for side in ("rowwise", "columnwise"):
+        good[f"{side}_data"] = (getattr(q, f"{side}_data").copy(), runner.CODES[row["element"]])
+        good[f"{side}_scale_inv"] = (getattr(q, f"{side}_scale_inv").copy(), runner.CODES[row["scale"]])
+    f32, ident = runner.CODES["float32"], runner.IDS[fmt]
+    amax = None if q.amax is None else (q.amax.copy(), f32)
+    x = (np.ones((4, 40), np.float32), f32)
+    rowwise = [good["rowwise_data"], good["rowwise_scale_inv"], ident, False]
+    calls = {
+        "quantize": [x, ident, False, 0.0, amax, False, *good.values()],
+        "dequantize": [*rowwise, (np.empty((4, 40), np.float32), f32)],
+        "gemm": [*rowwise, *rowwise, (np.empty((4, 4), np.float32), f32), None, None, None, 1.0, 0.0, False],
+    }
+    name = data.draw(st.sampled_from(list(calls)))
+    args = calls[name]
+    getattr(_core, name)(*args)
+    at = data.draw(st.integers(0, len(args) - 1))
+    args[at] = data.draw(CALLS[name][at])
+    with contextlib.suppress(ALLOWED):
+        getattr(_core, name)(*args)
+
+
+QUANTIZERS = (
+    Float8CurrentScalingQuantizer(),
+    Float8CurrentScalingQuantizer(fp8_dtype="float8_e5m2", columnwise=False),
+    Float8BlockQuantizer(),
+    Float8BlockQuantizer(block_scaling_dim=2, rowwise=False),
+    MXFP8Quantizer(),
+)
+anything = st.one_of(
+    garbage,
+    st.builds(
+        lambda shape, dtype, value: np.full(shape, value, dtype),
+        shapes.filter(lambda s: len(s) < 9),
+        st.sampled_from([*cases.INPUT_DTYPES.values(), np.int32, np.float64, np.bool_, np.complex64]),
+        st.integers(0, 3),
+    ),
+)
+
+
+@SETTINGS
+@given(anything, anything, st.sampled_from(QUANTIZERS), st.sampled_from(QUANTIZERS), st.data())
+def test_public_verbs(x, y, qx, qy, data):
+    """Whatever is passed as a tensor, a dtype or an option."""
+    dtype = data.draw(st.sampled_from(["float32", "bfloat16", "float16", "int8", "what", None, np.float64, 3]))
+    flags = st.booleans()
+    with contextlib.suppress(ALLOWED):
+        a = core.quantize(x, qx, amax=data.draw(st.one_of(st.none(), anything)))
+        core.dequantize(a, dtype)
+        b = core.quantize(y, qy)
+        core.gemm(a, b, trans_a=data.draw(flags), trans_b=data.draw(flags), bias=data.draw(anything),
+                  alpha=data.draw(scalar), out_dtype=dtype, fast_accum=data.draw(flags))  # fmt: skip
+    for verb in (core.amax, core.bias_grad):
+        with contextlib.suppress(ALLOWED):
+            verb(x)
+
+
+formats, pairs = st.sampled_from(cases.FORMATS), st.sampled_from(cases.GEMM_PAIRS)
+value_sets, options = st.sampled_from(list(cases.VALUE_SETS)), st.sampled_from(cases.OPTIONS)
+epilogues = st.sampled_from(cases.GEMM_EPILOGUES)
+sizes = st.one_of(st.integers(0, 70), st.sampled_from([127, 128, 129, 255, 256, 257]))
+
+
+@SETTINGS
+@given(
+    formats, st.sampled_from(list(cases.INPUT_DTYPES)), sizes, sizes, value_sets, options, st.integers(0, 3), st.data()
+)
+def test_good_quantize_equals_the_oracle(fmt, dtype, m, k, values, option, offset, data):
+    pow2, eps = option if fmt in cases.DIVIDE_FORMATS else (False, 0.0)
+    case = cases.QuantizeCase(fmt, dtype, (m, k), values, pow2, eps)
+    usage = data.draw(st.sampled_from([{}, {"columnwise": False}, {"rowwise": False}]))
+    x, want_options = case.make(), {"pow2": pow2, "eps": eps}
+    if fmt in cases.TENSOR_FORMATS and data.draw(st.booleans()):
+        want_options["amax"] = np.float32(data.draw(st.floats(0, width=32)))
+    want = oracle.quantize(x, fmt, **want_options, **usage)
+    isa, threads = data.draw(st.sampled_from(runner.isas())), data.draw(st.integers(1, 5))
+    with runner.setting(isa, threads):
+        got = runner.quantize(runner.Numpy(), x, want, fmt, **want_options, offset=offset)
+    runner.same_quantized(got, want, f"{case} {want_options} {usage} isa={isa} threads={threads}")
+
+
+@SETTINGS
+@given(pairs, sizes, sizes, sizes, st.booleans(), st.booleans(), epilogues, st.data())
+def test_good_gemm_equals_the_oracle(pair, m, n, k, a_columnwise, b_columnwise, epilogue, data):
+    values = data.draw(st.sampled_from(["normal", "outlier", "inf_nan_mix"]))
+    case = cases.GemmCase(*pair, (m, n, k), a_columnwise, b_columnwise, *epilogue, values=values)
+    a, b, bias, c = case.make()
+    qa, qb = oracle.quantize(a, pair[0]).copy(a_columnwise), oracle.quantize(b, pair[1]).copy(b_columnwise)
+    more = {"alpha": case.alpha, "beta": case.beta, "bias": bias, "c": c}
+    want = oracle.gemm_cpu(qa, qb, out_dtype=cases.INPUT_DTYPES[case.out_dtype], **more)
+    isa, threads = data.draw(st.sampled_from(runner.isas())), data.draw(st.integers(1, 5))
+    with runner.setting(isa, threads):
+        got = runner.gemm(runner.Numpy(), qa, pair[0], qb, pair[1], case.mnk, out_dtype=case.out_dtype, **more)
+    runner.same_bits(got, want, f"{case} isa={isa} threads={threads}", nan_free=True)
+
+
+HAMMER = """
+import random, sys
+import numpy as np
+from diptych.core import _core
+
+rng = random.Random(int(sys.argv[1]))
+codes, formats = list(_core.dtype_table().values()), len(_core.format_table())
+sizes = (4, 2, 2, 1, 1, 1, 1, 4)
+bits = {4: np.uint32, 2: np.uint16, 1: np.uint8}
+
+def tensor():
+    code = rng.choice(codes)
+    shape = [rng.choice((0, 1, 2, 3, 4, 16, 32, 128, 130)) for _ in range(rng.randrange(4))]
+    a = np.zeros(shape, np.float32 if code == 0 else bits[sizes[code]])
+    return (a, code if rng.random() < 0.95 else rng.randrange(-3, 300))
+
+junk = [None, 0, -1, 1.5, "x", b"", (), [], {}, object(), float("nan"), float("inf"), 2**31, 2**64, -(2**63), True,
+        np.ones(3), (None, 0), (b"1234", 0), (np.ones(3), 1), (bytearray(8), 6), int, Exception(), ..., slice(1)]
+args = {"amax": 2, "quantize": 10, "dequantize": 5, "gemm": 15, "bias_grad": 3, "gemm_row": 10, "set_isa": 1,
+        "gemm_workspace_bytes": 3, "bias_grad_workspace_bytes": 2, "set_cublaslt_path": 1}
+done = 0
+for _ in range(30000):
+    name = rng.choice(list(args))
+    if name == "set_cublaslt_path":
+        continue
+    count = args[name] if rng.random() < 0.97 else rng.randrange(16)
+    picks = [rng.choice((tensor, tensor, lambda: rng.choice(junk), lambda: rng.randrange(formats), lambda: False))()
+             for _ in range(count)]
+    try:
+        getattr(_core, name)(*picks)
+        done += 1
+    except (ValueError, TypeError, NotImplementedError, BufferError):
+        pass
+print("survived", done)
+"""
+
+
+def test_garbage_hammer_in_a_process_of_its_own():
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
+    command = [sys.executable, "-X", "faulthandler", "-c", HAMMER, str(cases.SEED)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and done.stdout.startswith("survived"), cases.report_header() + done.stderr[-3000:]

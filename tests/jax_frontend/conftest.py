@@ -1,0 +1,19 @@
+"""Two CPU devices for the sharding tests, asked for before any backend starts, and the CPU as default device."""
+
+import os
+
+import pytest
+
+FLAG = "--xla_force_host_platform_device_count"
+if FLAG not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAG}=2".strip()
+
+
+@pytest.fixture(autouse=True)
+def default_device(request):
+    """Runs a test on the CPU, or on the GPU where it takes the `device` fixture with "cuda"."""
+    import jax
+
+    device = request.getfixturevalue("device") if "device" in request.fixturenames else "cpu"
+    with jax.default_device(jax.local_devices(backend=device)[0]):
+        yield

@@ -1,0 +1,98 @@
+"""Makes the value objects of `diptych.common` constants of torch.compile's graphs.
+
+Torch calls them opaque value types: an op may take one as an argument, Dynamo guards on its equality, reads its
+attributes and calls its methods while tracing, and the graph rebuilds it from `__fx_repr__`. Invariants:
+
+- Every subclass of a quantizer, a recipe or a part of one is registered, also one that a user defines after this import
+  (`__init_subclass__`). Only a dataclass derived from `Value` itself asks for `register(cls)`: it has no equality yet
+  when Python announces it.
+- The API is private to torch. Where it is missing, `AVAILABLE` is False: everything still runs eagerly, and quantizing
+  ops break the graph instead of entering it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from diptych.common.value import Value
+
+try:
+    from torch._library.opaque_object import MemberType, get_opaque_type_name, register_opaque_type
+    from torch._opaque_base import OpaqueBaseMeta
+
+    AVAILABLE = True
+except ImportError:  # pragma: no cover - no supported torch lacks it
+    AVAILABLE = False
+    warnings.warn(
+        f"torch {torch.__version__} has no opaque types: diptych runs eagerly, and torch.compile breaks graphs at it",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def tree(cls: type) -> Iterator[type]:
+    """`cls` and all its subclasses, parents first."""
+    yield cls
+    for sub in cls.__subclasses__():
+        yield from tree(sub)
+
+
+def members(cls: type) -> dict[str, Any]:
+    """What Dynamo may touch of an instance: every public attribute and method, evaluated with the real object."""
+    names = {n for n in dir(cls) if not n.startswith("_")}
+    for base in cls.__mro__:  # a field without a default is no attribute of the class
+        for name, kind in inspect.get_annotations(base).items():
+            if not name.startswith("_") and not isinstance(kind, dataclasses.InitVar) and "InitVar" not in str(kind):
+                names.add(name)
+    return {n: MemberType.USE_REAL for n in sorted(names)}
+
+
+def swap_metaclass(cls: type, meta: type) -> None:
+    """Gives `cls` and all its subclasses a metaclass derived from `meta` and their own one.
+
+    Torch 2.11 takes opaque types of its own metaclass only. Python allows the change because value classes have an own
+    metaclass already (assigning over plain `type` is refused); it does not reach subclasses that exist, hence the walk.
+    """
+    swapped: dict[type, type] = {}  # one new metaclass per old one, or later subclasses of two of them would conflict
+    for sub in tree(cls):
+        own = type(sub)
+        if not issubclass(own, meta):
+            if own not in swapped:
+                swapped[own] = type(f"Opaque{own.__name__}", (meta, own), {})
+            sub.__class__ = swapped[own]
+
+
+def register(cls: type[Value]) -> None:
+    """Registers one value class with torch.compile, and its instances with `torch.load(weights_only=True)`."""
+    torch.serialization.add_safe_globals([cls])
+    if not AVAILABLE:
+        return
+    try:
+        register_opaque_type(cls, typ="value", members=members(cls))
+    except TypeError:
+        if isinstance(cls, OpaqueBaseMeta):
+            raise
+        swap_metaclass(Value, OpaqueBaseMeta)
+        register_opaque_type(cls, typ="value", members=members(cls))
+
+
+def schema_type(cls: type[Value]) -> str:
+    """The name of a registered class in an op's schema."""
+    return get_opaque_type_name(cls)
+
+
+def _on_new_subclass(cls: type[Value], **kwargs: Any) -> None:
+    super(Value, cls).__init_subclass__(**kwargs)
+    if cls.__eq__ is not object.__eq__:
+        register(cls)
+
+
+for _cls in [c for c in tree(Value) if c is not Value]:
+    register(_cls)
+Value.__init_subclass__ = classmethod(_on_new_subclass)  # type: ignore[method-assign,assignment]

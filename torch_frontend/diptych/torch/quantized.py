@@ -1,0 +1,195 @@
+"""`QuantizedTensor`: one or two quantized copies of a tensor, and the quantizer that made them.
+
+A traceable wrapper subclass: torch.compile sees its buffers, and it has the shape, dtype and device of the tensor it
+stands for. It is **not** a number type. What moves or copies it whole works (detach, clone, to(device), copy_, save,
+pickle, deepcopy); every other operation raises NotImplementedError instead of dequantizing behind your back. It never
+requires grad: `diptych.torch.Linear` is what trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diptych.common.errors import DTypeError, UnsupportedError
+from diptych.common.quantizers import Quantizer
+from diptych.torch import primitives
+
+aten = torch.ops.aten
+
+BUFFERS = (
+    "rowwise_data",
+    "rowwise_scale_inv",
+    "columnwise_data",
+    "columnwise_scale_inv",
+    "amax",
+    "columnwise_amax",
+)
+
+
+class QuantizedTensor(Tensor):
+    """A quantized tensor of logical `shape` and `dtype`; made by `diptych.torch.quantize`.
+
+    `rowwise_data` has the tensor's shape, `columnwise_data` too or, where the format transposes, [K, M] with leading
+    dimensions folded into M. Scales are logical row-major, in the orientation of their data; `amax` is float32 [1] of
+    per-tensor formats. A buffer that was not made is None; `columnwise_amax` is None in all present formats.
+    """
+
+    rowwise_data: Tensor | None
+    rowwise_scale_inv: Tensor | None
+    columnwise_data: Tensor | None
+    columnwise_scale_inv: Tensor | None
+    amax: Tensor | None
+    columnwise_amax: Tensor | None
+    quantizer: Quantizer
+
+    @staticmethod
+    def __new__(
+        cls: type[QuantizedTensor],
+        quantizer: Quantizer,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        rowwise_data: Tensor | None = None,
+        rowwise_scale_inv: Tensor | None = None,
+        columnwise_data: Tensor | None = None,
+        columnwise_scale_inv: Tensor | None = None,
+        amax: Tensor | None = None,
+        columnwise_amax: Tensor | None = None,
+    ) -> QuantizedTensor:
+        data = columnwise_data if rowwise_data is None else rowwise_data
+        if data is None:
+            raise ValueError("a QuantizedTensor holds a rowwise or a columnwise copy, and neither was given")
+        self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=data.device, requires_grad=False)
+        self.quantizer = quantizer
+        self.rowwise_data = rowwise_data
+        self.rowwise_scale_inv = rowwise_scale_inv
+        self.columnwise_data = columnwise_data
+        self.columnwise_scale_inv = columnwise_scale_inv
+        self.amax = amax
+        self.columnwise_amax = columnwise_amax
+        return self
+
+    def copy_of(self, columnwise: bool) -> primitives.Copy:
+        """(data, scale_inv, format id, columnwise) of one copy. **Raises** ValueError if it was not made."""
+        data = self.columnwise_data if columnwise else self.rowwise_data
+        scale_inv = self.columnwise_scale_inv if columnwise else self.rowwise_scale_inv
+        if data is None or scale_inv is None:
+            side = "columnwise" if columnwise else "rowwise"
+            raise ValueError(
+                f"this product needs the {side} copy, which {self.quantizer} does not make; "
+                f"quantize with quantizer.with_usage({side}=True)"
+            )
+        return data, scale_inv, self.quantizer.spec[0], columnwise
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
+        """See `diptych.torch.dequantize`."""
+        dtype = self.dtype if dtype is None else dtype
+        columnwise = self.rowwise_data is None
+        return primitives.dequantize(self.copy_of(columnwise), dtype).reshape(self.shape)
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Quantizer, torch.dtype]]:
+        return [name for name in BUFFERS if getattr(self, name) is not None], (self.quantizer, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], meta: tuple[Quantizer, torch.dtype], outer_size: Any, outer_stride: Any
+    ) -> QuantizedTensor:
+        return QuantizedTensor(meta[0], outer_size, meta[1], **inner)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        copies = [side for side in ("rowwise", "columnwise") if getattr(self, f"{side}_data") is not None]
+        return (
+            f"QuantizedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
+            f"format={self.quantizer.format.name}, copies={'+'.join(copies)}, quantizer={self.quantizer})"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        q = self.quantizer
+        fields = {name: getattr(q, name) for name in q.__dataclass_fields__}  # type: ignore[attr-defined]
+        buffers = {name: getattr(self, name) for name in BUFFERS if getattr(self, name) is not None}
+        return _rebuild, (type(q), fields, tuple(self.shape), self.dtype, buffers)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
+        if id(self) not in memo:
+            memo[id(self)] = _map(torch.clone, self)
+        return memo[id(self)]
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        handler = _HANDLERS.get(func)
+        if handler is None:
+            raise UnsupportedError(f"{func} is not defined on a QuantizedTensor; call dequantize() on it first")
+        return handler(func, *args, **(kwargs or {}))
+
+
+def _rebuild(
+    cls: type[Quantizer], fields: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype, buffers: dict[str, Tensor]
+) -> QuantizedTensor:
+    return QuantizedTensor(cls(**fields), shape, dtype, **buffers)
+
+
+# torch.load(weights_only=True) rebuilds from this function; `opaque.register` lists the quantizers themselves.
+torch.serialization.add_safe_globals([_rebuild, QuantizedTensor])
+
+
+# --- the operations that a quantized tensor has ----------------------------------------------------------------------
+
+
+def _map(fn: Callable[[Tensor], Tensor], q: QuantizedTensor) -> QuantizedTensor:
+    buffers = {name: fn(getattr(q, name)) for name in BUFFERS if getattr(q, name) is not None}
+    return QuantizedTensor(q.quantizer, q.shape, q.dtype, **buffers)
+
+
+def _same(func: Any, q: QuantizedTensor, memory_format: torch.memory_format | None = None) -> QuantizedTensor:
+    _no_memory_format(func, memory_format)
+    return _map(func, q)
+
+
+def _no_memory_format(func: Any, memory_format: torch.memory_format | None) -> None:
+    if memory_format not in (None, torch.contiguous_format, torch.preserve_format):
+        raise UnsupportedError(f"{func} on a QuantizedTensor: its buffers are row-major, not {memory_format}")
+
+
+def _to(func: Any, q: QuantizedTensor, *, memory_format: Any = None, **kwargs: Any) -> QuantizedTensor:
+    _no_memory_format(func, memory_format)
+    dtype = kwargs.pop("dtype", None)
+    if dtype not in (None, q.dtype):
+        raise UnsupportedError(
+            f"a QuantizedTensor of logical dtype {q.dtype} cannot become {dtype}; call dequantize(dtype={dtype}) on it"
+        )
+    return _map(lambda t: func(t, **kwargs), q)
+
+
+def _copy_(func: Any, q: QuantizedTensor, src: Any, non_blocking: bool = False) -> QuantizedTensor:
+    if not isinstance(q, QuantizedTensor) or not isinstance(src, QuantizedTensor):
+        which, remedy = ("into", "quantize it first") if isinstance(q, QuantizedTensor) else ("out of", "dequantize it")
+        raise DTypeError(f"copy_ {which} a QuantizedTensor takes another QuantizedTensor; {remedy}")
+    if (q.quantizer, q.dtype, q.shape) != (src.quantizer, src.dtype, src.shape):
+        raise ValueError(f"copy_ between unlike quantized tensors: {src!r} into {q!r}")
+    for name in q.__tensor_flatten__()[0]:
+        getattr(q, name).copy_(getattr(src, name), non_blocking=non_blocking)
+    return q
+
+
+def _equal(func: Any, a: Any, b: Any) -> bool:
+    if not (isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor)):
+        raise DTypeError("torch.equal compares a QuantizedTensor with another one only; call dequantize() on it first")
+    names = a.__tensor_flatten__()[0]
+    return (a.quantizer, a.dtype, a.shape, names) == (b.quantizer, b.dtype, b.shape, b.__tensor_flatten__()[0]) and all(
+        torch.equal(getattr(a, name).view(torch.uint8), getattr(b, name).view(torch.uint8)) for name in names
+    )
+
+
+_HANDLERS: dict[Any, Callable[..., Any]] = {
+    aten.detach.default: _same,
+    aten.alias.default: _same,
+    aten.clone.default: _same,
+    aten._to_copy.default: _to,
+    aten.copy_.default: _copy_,
+    aten.equal.default: _equal,
+}
