@@ -23,7 +23,7 @@ step() { # step NAME SECONDS COMMAND...: runs it, keeps its log, says how it end
 for phase in $phases; do
   case $phase in
     build) step build 400 env DIPTYCH_CUDA=on python3 -m pip install -q --no-build-isolation --no-deps -e . ;;
-    test) step test 540 python3 -m pytest -q -n 8 -p no:cacheprovider ;;
+    test) step test 540 python3 -m pytest -q -n 8 -p no:cacheprovider ${TESTS:-} ;;
     sanitize)
       # The tests run in one process each; torch's own kernels are checked too, and would be named.
       for tool in memcheck racecheck; do

@@ -231,7 +231,7 @@ PYBIND11_MODULE(_core, m) {
         py::arg("b_data"), py::arg("b_scale_inv"), py::arg("b_format"), py::arg("b_columnwise"), py::arg("d"),
         py::arg("c"), py::arg("bias"), py::arg("workspace"), py::arg("alpha"), py::arg("beta"), py::arg("fast_accum"));
   m.def("bias_grad", py_bias_grad, py::arg("dy"), py::arg("out"), py::arg("workspace"));
-  m.def("gemm_workspace_bytes", gemm_workspace_bytes, py::arg("m"), py::arg("n"), py::arg("k"));
+  m.def("gemm_workspace_bytes", gemm_workspace_bytes, py::arg("m"), py::arg("n"), py::arg("k"), py::arg("epilogue"));
   m.def("bias_grad_workspace_bytes", bias_grad_workspace_bytes, py::arg("m"), py::arg("n"));
   m.def("format_table", format_table);
   m.def("dtype_table", dtype_table);

@@ -17,7 +17,7 @@
 namespace diptych::cpu {
 namespace {
 
-constexpr int64_t kTileElements = 1 << 15;
+constexpr int64_t kTileElements = 1 << 17;
 
 struct Plan {
   const Kernels& simd;
@@ -66,17 +66,24 @@ const float* block_scales(const Plan& p, const BlockedCopy& copy, const Tile& t,
   return by;
 }
 
+// Short runs of far apart rows are no stream that the hardware's prefetcher could follow.
+template <int write>
+void prefetch(const void* p, int64_t bytes) {
+  for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(static_cast<const char*>(p) + b, write, 2);
+}
+
 // Payload of the tile in the tensor's orientation; scales on the way.
 void encode_tile(const Plan& p, const BlockedCopy& copy, Tile& t, uint8_t* out, int64_t ld) {
   const int64_t size = bytes(p.dtype);
+  const bool strided = ld == p.k && t.cols < p.k;
   const bool one = p.format.per_tensor();
   const int64_t height = one ? t.rows : copy.rows, width = one ? t.cols : copy.cols;
   for (int64_t r = 0; r < t.rows; r += height) {
     const int64_t rows = std::min(height, t.rows - r);
     const float* multiplier = one ? &p.tensor_scale : block_scales(p, copy, t, r, rows);
     for (int64_t i = r; i < r + rows; ++i) {
-      if (t.next)
-        for (int64_t b = 0; b < t.cols * size; b += 64) __builtin_prefetch(t.next + i * p.k * size + b, 0, 2);
+      if (t.next) prefetch<0>(t.next + i * p.k * size, t.cols * size);
+      if (strided) prefetch<1>(out + (i + 4) * ld, t.cols);
       p.simd.encode(p.format.element, p.dtype, t.x + i * t.ld * size, multiplier, width, t.cols, out + i * ld);
     }
   }
@@ -149,7 +156,7 @@ void choose_tile(Plan& p, const BlockedCopy* rowwise, const BlockedCopy* columnw
   const auto grow = [](int64_t unit, int64_t wanted, int64_t limit) {
     return std::max(unit, std::min(ceil_div(limit, unit), wanted / unit) * unit);
   };
-  if (p.any_transposed) rows = grow(rows, 128, p.m);
+  if (p.any_transposed) rows = grow(rows, 256, p.m);
   p.tile_cols = grow(cols, kTileElements / std::min(rows, kTileElements), p.k);
   p.tile_rows = grow(rows, kTileElements / std::min(p.tile_cols, kTileElements), p.m);
 }
@@ -195,10 +202,12 @@ Status run(const QuantizeArgs& args) {
   if (p.m == 0 || p.k == 0) return Status();
 
   choose_tile(p, rowwise, columnwise);
-  const int64_t across = ceil_div(p.k, p.tile_cols), tiles = ceil_div(p.m, p.tile_rows) * across;
+  const int64_t across = ceil_div(p.k, p.tile_cols), down = ceil_div(p.m, p.tile_rows), tiles = across * down;
   const auto tile = [&](int64_t i) {
     if (f.per_tensor()) i = tiles - 1 - i;  // backwards: what the amax pass read last is still in cache
-    const int64_t r0 = i / across * p.tile_rows, c0 = i % across * p.tile_cols;
+    // Down the columns where a transposed copy is written: its rows grow from tile to tile, cache lines unbroken.
+    const int64_t r0 = (p.any_transposed ? i % down : i / across) * p.tile_rows;
+    const int64_t c0 = (p.any_transposed ? i / down : i % across) * p.tile_cols;
     return Tile{r0, c0, std::min(p.tile_rows, p.m - r0), std::min(p.tile_cols, p.k - c0),
                 p.x + (r0 * p.k + c0) * bytes(p.dtype), p.k, nullptr};
   };

@@ -223,21 +223,24 @@ DIPTYCH_INLINE void transpose_16(const uint8_t* src, int64_t ld_src, int64_t row
   for (int i = 0; i < 16; ++i) __builtin_memcpy(dst + i * ld_dst, &r[i], 16);
 }
 
-// Gathers 64 source rows before writing: whole lines, whatever the destination's stride does to the cache.
+// Gathers long runs of each destination row before writing it: destination rows may all compete for the same few lines
+// of the cache, and are asked for early.
 inline void transpose(const uint8_t* src, int64_t ld_src, int64_t rows, int64_t cols, uint8_t* dst, int64_t ld_dst) {
-  alignas(64) uint8_t lines[16][64];
-  for (int64_t r = 0; r < rows; r += 64) {
-    const int64_t nr = rows - r < 64 ? rows - r : 64;
+  constexpr int64_t kRun = 256;
+  alignas(64) uint8_t run[16][kRun];
+  for (int64_t r = 0; r < rows; r += kRun) {
+    const int64_t nr = rows - r < kRun ? rows - r : kRun;
     for (int64_t c = 0; c < cols; c += 16) {
       const int64_t nc = cols - c < 16 ? cols - c : 16;
-      for (int64_t i = 0; i < nr; i += 16)
-        transpose_16(src + (r + i) * ld_src + c, ld_src, nr - i < 16 ? nr - i : 16, nc, &lines[0][i], 64);
       uint8_t* to = dst + c * ld_dst + r;
-      for (int64_t j = 0; j < 16; ++j) __builtin_prefetch(to + (16 + j) * ld_dst, 1, 2);
-      if (nr == 64) {
-        for (int64_t j = 0; j < nc; ++j) __builtin_memcpy(to + j * ld_dst, lines[j], 64);
-      } else {
-        for (int64_t j = 0; j < nc; ++j) __builtin_memcpy(to + j * ld_dst, lines[j], nr);
+      for (int64_t j = 32; j < 48; ++j)
+        for (int64_t i = 0; i < nr; i += 64) __builtin_prefetch(to + j * ld_dst + i, 1, 2);
+      for (int64_t i = 0; i < nr; i += 16)
+        transpose_16(src + (r + i) * ld_src + c, ld_src, nr - i < 16 ? nr - i : 16, nc, &run[0][i], kRun);
+      for (int64_t j = 0; j < nc; ++j) {
+        int64_t i = 0;
+        for (; i + 64 <= nr; i += 64) __builtin_memcpy(to + j * ld_dst + i, &run[j][i], 64);
+        if (i < nr) __builtin_memcpy(to + j * ld_dst + i, &run[j][i], nr - i);
       }
     }
   }

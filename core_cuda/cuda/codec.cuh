@@ -59,8 +59,7 @@ DIPTYCH_HD uint32_t encode4(float a, float b, float c, float d) {
   const uint32_t hi = __nv_cvt_float2_to_fp8x2(make_float2(c, d), __NV_SATFINITE, kind);
   return canonical_nan4<kE5M2>(lo | hi << 16);
 #else
-  return encode_soft<kE5M2>(a) | encode_soft<kE5M2>(b) << 8 | encode_soft<kE5M2>(c) << 16 |
-         encode_soft<kE5M2>(d) << 24;
+  return encode_soft<kE5M2>(a) | encode_soft<kE5M2>(b) << 8 | encode_soft<kE5M2>(c) << 16 | encode_soft<kE5M2>(d) << 24;
 #endif
 }
 
@@ -96,8 +95,6 @@ DIPTYCH_HD uint32_t e8m0_round_up(float v) {
 }
 
 // 1 / 2^(code - 127) for codes 0..254; 2^-127 is a subnormal.
-DIPTYCH_HD float e8m0_reciprocal(uint32_t code) {
-  return float_of(code == 254 ? 0x00400000u : (254 - code) << 23);
-}
+DIPTYCH_HD float e8m0_reciprocal(uint32_t code) { return float_of(code == 254 ? 0x00400000u : (254 - code) << 23); }
 
 }  // namespace diptych::cuda

@@ -21,12 +21,12 @@ Status gemm_cublaslt(const GemmArgs&, const Execution&);
 // Any pair of formats: decodes to bfloat16 in shared memory and accumulates in float32.
 Status gemm_emulated(const GemmArgs&, const Execution&);
 
-int64_t gemm_workspace_bytes(int64_t m, int64_t n, int64_t k);
+int64_t gemm_workspace_bytes(int64_t m, int64_t n, int64_t k, bool epilogue);
 int64_t bias_grad_workspace_bytes(int64_t m, int64_t n);
 
-int device_count();              // 0 without a driver; never throws, loads libcuda on the first call
-int arch(int device_index);      // 90 for sm_90
-std::string cublaslt_version();  // "" until it can be opened
+int device_count();                        // 0 without a driver; never throws, loads libcuda on the first call
+int arch(int device_index);                // 90 for sm_90
+std::string cublaslt_version();            // "" until it can be opened
 void set_cublaslt_path(const char* path);  // a file to try where no framework has loaded the library; null: none
 Status prepare(int device_index);  // opens cuBLASLt and makes its handle: call it before the first stream capture
 Status use_device(int device_index, int* previous);  // makes it current; restore with the returned previous

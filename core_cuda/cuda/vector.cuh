@@ -20,10 +20,14 @@ constexpr unsigned kAllLanes = 0xffffffff;
 template <typename F>
 Status with_float_type(DType d, const char* op, F&& f) {
   switch (d) {
-    case DType::f32: return f(float{});
-    case DType::f16: return f(__half{});
-    case DType::bf16: return f(__nv_bfloat16{});
-    default: return {Code::type, std::string(op) + ": no CUDA kernel for " + name(d)};
+    case DType::f32:
+      return f(float{});
+    case DType::f16:
+      return f(__half{});
+    case DType::bf16:
+      return f(__nv_bfloat16{});
+    default:
+      return {Code::type, std::string(op) + ": no CUDA kernel for " + name(d)};
   }
 }
 

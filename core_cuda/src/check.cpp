@@ -207,7 +207,8 @@ Status check(const GemmArgs& a, const Device& device) {
   }
   if (a.fast_accum && !(row(a.a.format).per_tensor() && row(a.b.format).per_tensor()))
     return {Code::value, "gemm: fast_accum exists for per-tensor FP8 only, got " + pair};
-  DIPTYCH_TRY(workspace(op, a.workspace, gemm_workspace_bytes(ea.kept, eb.kept, ea.reduced), device));
+  DIPTYCH_TRY(workspace(op, a.workspace,
+                        gemm_workspace_bytes(ea.kept, eb.kept, ea.reduced, a.bias.given() || a.beta != 0.0f), device));
   for (const TensorView* in : {&a.a.data, &a.a.scale_inv, &a.b.data, &a.b.scale_inv, &a.bias, &a.workspace})
     DIPTYCH_TRY(apart(op, "d", a.d, "another operand", *in));
   return {};

@@ -152,10 +152,12 @@ bool cuda_built() {
 }
 
 #ifdef DIPTYCH_WITH_CUDA
-int64_t gemm_workspace_bytes(int64_t m, int64_t n, int64_t k) { return cuda::gemm_workspace_bytes(m, n, k); }
+int64_t gemm_workspace_bytes(int64_t m, int64_t n, int64_t k, bool epilogue) {
+  return cuda::gemm_workspace_bytes(m, n, k, epilogue);
+}
 int64_t bias_grad_workspace_bytes(int64_t m, int64_t n) { return cuda::bias_grad_workspace_bytes(m, n); }
 #else
-int64_t gemm_workspace_bytes(int64_t, int64_t, int64_t) { return 0; }
+int64_t gemm_workspace_bytes(int64_t, int64_t, int64_t, bool) { return 0; }
 int64_t bias_grad_workspace_bytes(int64_t, int64_t) { return 0; }
 #endif
 

@@ -106,9 +106,6 @@ class Numpy:
     def fetch(self, raw: Any) -> np.ndarray:
         return raw
 
-    def workspace(self, nbytes: int) -> Any:
-        return None
-
 
 class Torch:
     """Operands as torch tensors on a device; the current stream is the binding's business."""
@@ -138,9 +135,6 @@ class Torch:
     def fetch(self, raw: Any) -> np.ndarray:
         return raw.cpu().numpy()
 
-    def workspace(self, nbytes: int) -> Any:
-        return self.torch.empty(nbytes, dtype=self.torch.uint8, device=self.device)
-
 
 def backend(device: str) -> Any:
     return Numpy() if device == "cpu" else Torch()
@@ -159,6 +153,10 @@ class Outputs:
         raw = self.be.poisoned(start + nbytes + GUARD, self.poison)
         self.held[name] = (raw, start, nbytes, tuple(shape), dtype)
         return self.be.part(raw, start, nbytes, tuple(shape), dtype)
+
+    def workspace(self, nbytes: int) -> Any:
+        """Exactly as many bytes as asked for, with the guards that outputs have; None where none are needed."""
+        return self.new("workspace", (nbytes,), "uint8") if nbytes else None
 
     def read(self) -> dict[str, np.ndarray]:
         out = {}
@@ -231,7 +229,7 @@ def gemm(
         d=out.new("d", mnk[:2], out_dtype),
         c=None if c is None else be.put(c, c.dtype.name),
         bias=None if bias is None else be.put(bias, bias.dtype.name),
-        workspace=be.workspace(_core.gemm_workspace_bytes(*mnk)),
+        workspace=out.workspace(_core.gemm_workspace_bytes(*mnk, bias is not None or beta != 0)),
         alpha=alpha,
         beta=beta,
         fast_accum=fast_accum,
@@ -248,7 +246,7 @@ def amax(be: Any, x: np.ndarray, offset: int = 0) -> np.ndarray:
 def bias_grad(be: Any, dy: np.ndarray, dtype: str, offset: int = 0, poison: int = POISON) -> np.ndarray:
     out, rows = Outputs(be, poison, offset), oracle.fold(dy)
     need = _core.bias_grad_workspace_bytes(*rows.shape)
-    _core.bias_grad(be.put(dy, dy.dtype.name, offset), out.new("out", rows.shape[1:], dtype), be.workspace(need))
+    _core.bias_grad(be.put(dy, dy.dtype.name, offset), out.new("out", rows.shape[1:], dtype), out.workspace(need))
     return out.read()["out"]
 
 

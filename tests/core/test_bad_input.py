@@ -64,7 +64,8 @@ class Good:
             args[f"{name}_scale_inv"] = self.be.put(q.scale_inv, self.row["scale"])
             args[f"{name}_format"] = runner.IDS[self.fmt]
             args[f"{name}_columnwise"] = False
-        args |= {"workspace": self.be.workspace(_core.gemm_workspace_bytes(M, N, K)), "alpha": 1.0, "beta": 0.0}
+        need = _core.gemm_workspace_bytes(M, N, K, True)
+        args |= {"workspace": self.out.workspace(need), "alpha": 1.0, "beta": 0.0}
         _core.gemm(**{**args, "fast_accum": False, **changes})
 
     def amax(self, **changes):
@@ -72,7 +73,7 @@ class Good:
 
     def bias_grad(self, **changes):
         args = {"dy": self.be.put(X, "float32"), "out": self.buffer((K,), "float32")}
-        args["workspace"] = self.be.workspace(_core.bias_grad_workspace_bytes(M, K))
+        args["workspace"] = self.out.workspace(_core.bias_grad_workspace_bytes(M, K))
         _core.bias_grad(**{**args, **changes})
 
 
@@ -232,7 +233,7 @@ def test_mixed_devices_are_refused(cuda):
         ("quantize", {"rowwise_scale_inv": host.put(np.ones((M, 1), np.float32), "float32")}),
         ("dequantize", {"out": host.put(np.ones((M, K), np.float32), "float32")}),
         ("gemm", {"bias": host.put(np.ones(N, np.float32), "float32")}),
-        ("gemm", {"workspace": host.workspace(64)}),
+        ("gemm", {"workspace": host.poisoned(1 << 20, 0)}),
         ("bias_grad", {"out": runner.Numpy().put(np.ones(K, np.float32), "float32")}),
         ("amax", {"x": runner.Numpy().put(X, "float32")}),
     ]
@@ -240,10 +241,11 @@ def test_mixed_devices_are_refused(cuda):
         with pytest.raises(ValueError, match=f"{op}: .* is on (cpu|cuda)"):
             getattr(good, op)(**changes)
     for op in ("gemm", "bias_grad"):
-        need = _core.gemm_workspace_bytes(M, N, K) if op == "gemm" else _core.bias_grad_workspace_bytes(M, K)
+        plain = op == "bias_grad"
+        need = _core.bias_grad_workspace_bytes(M, K) if plain else _core.gemm_workspace_bytes(M, N, K, False)
         if need:
             with pytest.raises((ValueError, TypeError), match=f"{op}: workspace"):
-                getattr(good, op)(workspace=good.be.workspace(need - 1))
+                getattr(good, op)(workspace=good.be.poisoned(need - 1, 0))
             with pytest.raises((ValueError, TypeError), match=f"{op}: workspace"):
                 getattr(good, op)(workspace=None)
     assert good.out.untouched()

@@ -77,9 +77,9 @@ CALLS = {
     "gemm": (operand, operand, format_id, flag, operand, operand, format_id, flag, operand, operand, operand, operand,
              scalar, scalar, flag),
     "bias_grad": (operand, operand, operand),
-    "gemm_workspace_bytes": (scalar, scalar, scalar),
+    "gemm_workspace_bytes": (scalar, scalar, scalar, flag),
     "bias_grad_workspace_bytes": (scalar, scalar),
-    "gemm_row": (format_id, flag, format_id, flag, scalar, scalar, scalar, st.sampled_from(["float32", "bfloat16", "x"]),
+    "gemm_row": (format_id, flag, format_id, flag, scalar, scalar, scalar, st.sampled_from(["float32", "x"]),
                  st.sampled_from(["cpu", "cuda", ""]), scalar),
     "set_isa": (st.one_of(st.text(max_size=8), scalar),),
 }  # fmt: skip
@@ -176,7 +176,7 @@ def test_good_quantize_equals_the_oracle(fmt, dtype, m, k, values, option, offse
     want = oracle.quantize(x, fmt, **want_options, **usage)
     isa, threads = data.draw(st.sampled_from(runner.isas())), data.draw(st.integers(1, 5))
     with runner.setting(isa, threads):
-        got = runner.quantize(runner.Numpy(), x, want, fmt, **want_options, offset=offset)
+        got = runner.quantize(runner.Numpy(), x, want, fmt, **want_options, offset=offset % 4)
     runner.same_quantized(got, want, f"{case} {want_options} {usage} isa={isa} threads={threads}")
 
 
@@ -214,9 +214,9 @@ def tensor():
 junk = [None, 0, -1, 1.5, "x", b"", (), [], {}, object(), float("nan"), float("inf"), 2**31, 2**64, -(2**63), True,
         np.ones(3), (None, 0), (b"1234", 0), (np.ones(3), 1), (bytearray(8), 6), int, Exception(), ..., slice(1)]
 args = {"amax": 2, "quantize": 10, "dequantize": 5, "gemm": 15, "bias_grad": 3, "gemm_row": 10, "set_isa": 1,
-        "gemm_workspace_bytes": 3, "bias_grad_workspace_bytes": 2, "set_cublaslt_path": 1}
+        "gemm_workspace_bytes": 4, "bias_grad_workspace_bytes": 2, "set_cublaslt_path": 1}
 done = 0
-for _ in range(30000):
+for _ in range(15000):
     name = rng.choice(list(args))
     if name == "set_cublaslt_path":
         continue

@@ -102,7 +102,7 @@ def test_c_may_be_d(device):
                 runner.IDS[pair[0]], False,
                 be.put(qb.data, runner.ROWS[pair[1]]["element"]), be.put(qb.scale_inv, runner.ROWS[pair[1]]["scale"]),
                 runner.IDS[pair[1]], False,
-                d, d, None, be.workspace(_core.gemm_workspace_bytes(*mnk)), 1.0, 1.0, False,
+                d, d, None, out.workspace(_core.gemm_workspace_bytes(*mnk, True)), 1.0, 1.0, False,
             )  # fmt: skip
             runner.same_bits(out.read()["d"], apart, f"{pair} {mnk}: c is d")
 

@@ -114,7 +114,7 @@ def test_side_stream(cuda):
     product = torch.zeros((256, 256), device="cuda")
     space = [
         torch.empty(n, dtype=torch.uint8, device="cuda")
-        for n in (_core.gemm_workspace_bytes(256, 256, 384), _core.bias_grad_workspace_bytes(256, 384))
+        for n in (_core.gemm_workspace_bytes(256, 256, 384, False), _core.bias_grad_workspace_bytes(256, 384))
     ]
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):

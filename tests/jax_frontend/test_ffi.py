@@ -57,7 +57,7 @@ def test_another_version_of_the_attributes_is_refused(fresh_load, monkeypatch):
 
 def test_a_handler_refuses_attributes_of_another_version(monkeypatch):
     monkeypatch.setattr(ffi, "ATTRIBUTES_VERSION", 7)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID_ARGUMENT.*version 7"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"INVALID_ARGUMENT.*version 7"):
         jax.jit(lambda x: dj.amax(x) + 0)(np.ones((3, 5), np.float32))
 
 

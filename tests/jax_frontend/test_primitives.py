@@ -73,14 +73,14 @@ def test_nested_vmap_of_gemm_walks_each_operand_by_its_own_axes(fmt):
 
 def test_vmap_of_no_element():
     q = jax.vmap(lambda x: dj.quantize(x, tools.quantizer("mxfp8_e4m3")))(jnp.zeros((0, 4, 32)))
-    assert q.shape == (0, 4, 32) and dj.gemm is not None
+    assert q.shape == (0, 4, 32) and q.amax is None
 
 
 def test_batched_leaves_are_refused_outside_vmap():
     q = jax.vmap(lambda x: dj.quantize(x, tools.quantizer("mxfp8_e4m3")))(jnp.zeros((2, 4, 32)))
     with pytest.raises(ShapeError, match=r"carries 1 more axis.*jax.vmap"):
         dj.dequantize(q)
-    with pytest.raises(ShapeError, match="jax.vmap"):
+    with pytest.raises(ShapeError, match=r"jax\.vmap"):
         dj.gemm(q, q)
 
 
@@ -124,13 +124,12 @@ def test_export_with_symbolic_sizes(fmt):
         )
 
 
-def test_export_needs_the_named_checks_off_and_survives_serialization():
+def test_export_needs_the_named_checks_off():
     f = jax.jit(lambda x: dj.dense(x, jnp.ones((3, 32)), recipe=dj.MXFP8BlockScaling()))
     x = tools.normal("x", (4, 32))
     with pytest.raises(ValueError, match="diptych_"):
         export.export(f)(x)
-    blob = export.export(f, disabled_checks=dj.export_safety_checks())(x).serialize()
-    tools.same(export.deserialize(blob).call(x), f(x))
+    tools.same(export.export(f, disabled_checks=dj.export_safety_checks())(x).call(x), f(x))
 
 
 def test_symbolic_sizes_are_refused_where_cuda_needs_the_workspace():
@@ -163,7 +162,7 @@ def test_handlers_check_what_the_primitives_did_not():
     call = jax.ffi.ffi_call("diptych_amax", jax.ShapeDtypeStruct((4, 1), jnp.float32))
     with pytest.raises(jax.errors.JaxRuntimeError, match="operand 0 lacks batch axis 0 of length 4"):
         call(jnp.ones((3, 5)), attributes=ffi.amax_attributes(lie))
-    with pytest.raises(jax.errors.JaxRuntimeError, match="INVALID_ARGUMENT.*out must hold 1 elements"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"INVALID_ARGUMENT.*out must hold 1 elements"):
         call(jnp.ones((3, 5)), attributes=ffi.amax_attributes(primitives.Batch(0, (0,))))
     with pytest.raises(jax.errors.JaxRuntimeError, match="no op takes"):
         call(jnp.ones((3, 5), jnp.int16), attributes=ffi.amax_attributes(primitives.Batch(0, (0,))))

@@ -42,7 +42,7 @@ def test_repr():
     q = dj.quantize(jnp.ones((4, 32)), tools.quantizer("mxfp8_e4m3"))
     assert repr(q) == "QuantizedArray(mxfp8_e4m3, shape=[4, 32], dtype=float32, copies=rowwise+columnwise)"
     assert "shape=?" in repr(jax.tree.map(lambda v: object(), q))
-    assert "mxfp8_e4m3" in str(jax.jit(lambda q: q).lower(q).in_tree)
+    assert "QuantizedArray" in str(jax.tree.structure(q))
 
 
 def test_through_jit_scan_and_cond():

@@ -80,6 +80,13 @@ def oracle_of(quant: Quantizer, x: Any, **usage: bool) -> oracle.Quantized:
     return oracle.quantize(np.asarray(x), quant.format.name, pow2=pow2, eps=eps, **usage)
 
 
+def oracle_bias_grad(dy: np.ndarray, dtype: Any) -> np.ndarray:
+    total = np.zeros(dy.shape[-1], np.float32)
+    for row in oracle.fold(dy).astype(np.float32):
+        total = total + row
+    return oracle.cast(total, dtype)
+
+
 def oracle_dense(recipe: Recipe, x: Any, kernel: Any, bias: Any, dy: Any) -> dict[str, np.ndarray]:
     """y, dx, dkernel and dbias of a quantized linear layer, from the oracle's pieces alone."""
     x, kernel, dy = (np.asarray(v) for v in (x, kernel, dy))
@@ -93,10 +100,7 @@ def oracle_dense(recipe: Recipe, x: Any, kernel: Any, bias: Any, dy: Any) -> dic
     dkernel = oracle.gemm_cpu(qdy.copy(columnwise=True), qx.copy(columnwise=True), out_dtype=kernel.dtype)
     out = {"y": y.reshape(dy.shape), "dx": dx.reshape(x.shape), "dkernel": dkernel}
     if bias is not None:
-        total = np.zeros(dy.shape[-1], np.float32)
-        for row in oracle.fold(dy).astype(np.float32):
-            total = total + row
-        out["dbias"] = oracle.cast(total, bias.dtype)
+        out["dbias"] = oracle_bias_grad(dy, bias.dtype)
     return out
 
 

@@ -45,8 +45,15 @@ def _expression(value: Any, classes: dict[str, type]) -> str:
     if isinstance(value, Value):
         classes[type(value).__name__] = type(value)
         fields = dataclasses.fields(value)  # type: ignore[arg-type]
-        parts = (f"{f.name}={_expression(getattr(value, f.name), classes)}" for f in fields)
+        parts = (f"{f.name}={_expression(_canonical(f, getattr(value, f.name)), classes)}" for f in fields)
         return f"{type(value).__name__}({', '.join(parts)})"
     if value is None or isinstance(value, (bool, int, float, str)):
         return repr(value)
     raise TypeError(f"a value object holds scalars, enums and values, not {type(value).__name__}: {value!r}")
+
+
+def _canonical(field: dataclasses.Field[Any], value: Any) -> Any:
+    """One spelling of what compares equal: 1 and 1.0, -0.0 and 0.0, 1 and True."""
+    if field.type in ("float", float):
+        return float(value) + 0.0
+    return bool(value) if field.type in ("bool", bool) else value

@@ -48,6 +48,7 @@ class RunResult:
     calls: dict[str, int]
     steps_run: int
     evaluations_run: int
+    step_seconds: float
 
     @property
     def final(self) -> float:
@@ -103,9 +104,13 @@ def run(
     first, last = len(losses), min(steps, stop_after or steps)
     core.reset_calls()
     began, evaluated = time.perf_counter(), 0
+    durations: list[float] = []
     with tqdm(total=last, initial=min(first, last), desc=name or frontend.name, disable=not progress, unit="step") as bar:
         for step in range(first, last):
-            loss = trainer.step(data.batch(settings.seed, step, settings.batch, job.model.seq))
+            batch = data.batch(settings.seed, step, settings.batch, job.model.seq)
+            at = time.perf_counter()
+            loss = trainer.step(batch)
+            durations.append(time.perf_counter() - at)
             if not np.isfinite(loss):
                 raise TrainingError(f"{name or frontend.name}: the loss of step {step} is {loss}; try a smaller --lr")
             losses.append(loss)
@@ -117,7 +122,8 @@ def run(
             if on_step is not None:
                 on_step(done, loss, held_loss)
             bar.update()
-            bar.set_postfix_str(f"loss {loss:.3f}" + (f", validation {list(validation.values())[-1]:.3f}" if validation else ""))
+            shown = f", validation {validation[max(validation)]:.3f}" if validation else ""
+            bar.set_postfix_str(f"loss {loss:.3f}{shown}")
             every = settings.checkpoint_every
             if checkpoint is not None and (done == last or (every and done % every == 0)):
                 record = ckpt.Checkpoint(trainer.state(), np.array(losses), validation, ours, frontend.name)
@@ -130,4 +136,5 @@ def run(
         kernel_calls(),
         max(0, last - first),
         evaluated,
+        float(np.median(durations)) if durations else 0.0,
     )

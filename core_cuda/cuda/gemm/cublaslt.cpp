@@ -52,8 +52,14 @@ bool scale_mode(const FormatRow& f, ScaleMode* mode) {
 bool describe(const GemmArgs& args, int arch, Problem* p) {
   const FormatRow &fa = row(args.a.format), &fb = row(args.b.format);
   if (!contraction_last(args.a) || !contraction_last(args.b)) return false;
-  *p = {args.d.rows(), args.d.cols(), args.a.data.cols(), fa.element == DType::e5m2, fb.element == DType::e5m2,
-        false,         {},            {}};
+  *p = {args.d.rows(),
+        args.d.cols(),
+        args.a.data.cols(),
+        fa.element == DType::e5m2,
+        fb.element == DType::e5m2,
+        false,
+        {},
+        {}};
   if (!scale_mode(fa, &p->a_mode) || !scale_mode(fb, &p->b_mode)) return false;
   if (p->a_e5m2 && p->b_e5m2) return false;
   if (fa.per_tensor() != fb.per_tensor()) return false;
@@ -73,9 +79,12 @@ bool describe(const GemmArgs& args, int arch, Problem* p) {
 
 cudaDataType cuda_type(DType d) {
   switch (d) {
-    case DType::f32: return CUDA_R_32F;
-    case DType::f16: return CUDA_R_16F;
-    default: return CUDA_R_16BF;
+    case DType::f32:
+      return CUDA_R_32F;
+    case DType::f16:
+      return CUDA_R_16F;
+    default:
+      return CUDA_R_16BF;
   }
 }
 
@@ -96,8 +105,8 @@ struct Plan {
   Algo algo;
 };
 
-std::mutex g_mutex;                        // guards all below; held for lookups and plan making, not for products
-std::map<int, Handle> g_handles;           // one per device
+std::mutex g_mutex;                          // guards all below; held for lookups and plan making, not for products
+std::map<int, Handle> g_handles;             // one per device
 std::map<Key, std::optional<Plan>> g_plans;  // nullopt: cuBLASLt has no algorithm
 
 // Creating a handle may allocate; inside a stream capture that is allowed only in the relaxed mode.
@@ -192,16 +201,16 @@ Status make_plan(const Api& api, Handle handle, const Key& key, std::optional<Pl
   };
   set(PrefAttr::max_workspace_bytes, static_cast<uint64_t>(kWorkspaceBytes));
   set(PrefAttr::reduction_scheme_mask, kReductionComputeType);
-  for (PrefAttr attr : {PrefAttr::min_alignment_a, PrefAttr::min_alignment_b, PrefAttr::min_alignment_c,
-                        PrefAttr::min_alignment_d}) {
+  for (PrefAttr attr :
+       {PrefAttr::min_alignment_a, PrefAttr::min_alignment_b, PrefAttr::min_alignment_c, PrefAttr::min_alignment_d}) {
     set(attr, static_cast<uint32_t>(kAlign));
   }
   Heuristic found{};
   int count = 0;
   Result result = kSuccess;
   if (status.ok()) {
-    result = api.MatmulAlgoGetHeuristic(handle, desc.get(), plan.a, plan.b, plan.d, plan.d, preference, 1, &found,
-                                        &count);
+    result =
+        api.MatmulAlgoGetHeuristic(handle, desc.get(), plan.a, plan.b, plan.d, plan.d, preference, 1, &found, &count);
   }
   api.MatmulPreferenceDestroy(preference);
   DIPTYCH_TRY(status);
@@ -249,8 +258,13 @@ struct Route {
 Status find_route(const Api& api, const GemmArgs& args, const Problem& p, Route* r) {
   const int device = args.d.device.index;
   const bool bias = args.bias.given(), beta = args.beta != 0.0f;
-  r->key = {device, device_info(device).sm_count, p.m, p.n, p.k, p.a_e5m2, p.b_e5m2, args.fast_accum, false, p.a_mode,
-            p.b_mode, args.d.dtype, DType::f32};
+  r->key = {device,    device_info(device).sm_count,
+            p.m,       p.n,
+            p.k,       p.a_e5m2,
+            p.b_e5m2,  args.fast_accum,
+            false,     p.a_mode,
+            p.b_mode,  args.d.dtype,
+            DType::f32};
   if (fused_bias(args, p)) {
     Key fused = r->key;
     fused.bias = true, fused.bias_type = args.bias.dtype;
@@ -283,10 +297,10 @@ int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 }  // namespace
 
-// 32 MiB for cuBLASLt; both operands' block scales, at most one float per 128 k and outer index; D in float32; and
-// 256 bytes for each part's alignment: 33554432 + ((k + 127) // 128) * (m + n) * 4 + m * n * 4 + 1024.
-int64_t gemm_workspace_bytes(int64_t m, int64_t n, int64_t k) {
-  return kWorkspaceBytes + ceil_div(k, 128) * (m + n) * 4 + m * n * 4 + 4 * kBase;
+// 32 MiB for cuBLASLt; both operands' block scales, at most one float per 128 k and outer index; D in float32 if an
+// epilogue of ours may have to follow; and 256 bytes for each part's alignment.
+int64_t gemm_workspace_bytes(int64_t m, int64_t n, int64_t k, bool epilogue) {
+  return kWorkspaceBytes + ceil_div(k, 128) * (m + n) * 4 + (epilogue ? m * n * 4 : 0) + 4 * kBase;
 }
 
 bool gemm_cublaslt_fits(const GemmArgs& args, int arch) {
@@ -323,7 +337,7 @@ Status gemm_cublaslt(const GemmArgs& args, const Execution& exec) {
   DIPTYCH_TRY(find_route(*api, args, p, &route));
   if (!route.plan) return {Code::unsupported, "gemm: cuBLASLt has no algorithm for " + shape_text(args, p)};
 
-  const int64_t needed = gemm_workspace_bytes(p.m, p.n, p.k);
+  const int64_t needed = gemm_workspace_bytes(p.m, p.n, p.k, args.bias.given() || args.beta != 0.0f);
   if (!args.workspace.given() || args.workspace.numel() < needed) {
     return {Code::value, "gemm: needs a workspace of " + std::to_string(needed) + " bytes"};
   }
@@ -346,8 +360,8 @@ Status gemm_cublaslt(const GemmArgs& args, const Execution& exec) {
       const int64_t blocks = vector ? outer : ceil_div(outer, 128);
       const int64_t k_stride = vector ? k_blocks : round_up(k_blocks, 4);
       void* to = take(blocks * k_stride * 4);
-      return ScaleLayoutJob{static_cast<const float*>(from), static_cast<float*>(to), blocks, k_blocks, k_stride,
-                            vector};
+      return ScaleLayoutJob{
+          static_cast<const float*>(from), static_cast<float*>(to), blocks, k_blocks, k_stride, vector};
     };
     jobs[0] = job(p.a_mode, p.m, a_scale), jobs[1] = job(p.b_mode, p.n, b_scale);
     DIPTYCH_TRY(lay_out_scales(jobs, exec));
@@ -361,8 +375,8 @@ Status gemm_cublaslt(const GemmArgs& args, const Execution& exec) {
   DIPTYCH_TRY(desc.status());
   const float alpha = args.alpha, beta = 0.0f;
   DIPTYCH_TRY(check(api->Matmul(route.handle, desc.get(), &alpha, args.b.data.data, route.plan->a, args.a.data.data,
-                                route.plan->b, &beta, product, route.plan->d, product, route.plan->d,
-                                &route.plan->algo, workspace, kWorkspaceBytes, static_cast<cudaStream_t>(exec.stream)),
+                                route.plan->b, &beta, product, route.plan->d, product, route.plan->d, &route.plan->algo,
+                                workspace, kWorkspaceBytes, static_cast<cudaStream_t>(exec.stream)),
                     "cublasLtMatmul"));
   return route.own_epilogue ? finish_gemm(static_cast<const float*>(product), args, exec) : Status();
 }

@@ -34,8 +34,7 @@ bool resolve(void* library, Api* api) {
          find(api->MatmulPreferenceCreate, "cublasLtMatmulPreferenceCreate") &&
          find(api->MatmulPreferenceDestroy, "cublasLtMatmulPreferenceDestroy") &&
          find(api->MatmulPreferenceSetAttribute, "cublasLtMatmulPreferenceSetAttribute") &&
-         find(api->MatmulAlgoGetHeuristic, "cublasLtMatmulAlgoGetHeuristic") &&
-         find(api->Matmul, "cublasLtMatmul");
+         find(api->MatmulAlgoGetHeuristic, "cublasLtMatmulAlgoGetHeuristic") && find(api->Matmul, "cublasLtMatmul");
 }
 
 void* open_file(const char* name, int flags) {

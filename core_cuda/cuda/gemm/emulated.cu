@@ -28,9 +28,9 @@ struct GemmKernelArgs {
 template <bool kBlockScales>
 struct Shape {
   static constexpr int kThreads = kBlockScales ? 256 : 128;
-  static constexpr int kCols = kBlockScales ? 32 : 64;       // of D for a warp, beside 64 rows
+  static constexpr int kCols = kBlockScales ? 32 : 64;      // of D for a warp, beside 64 rows
   static constexpr int kPerThread = kFragments / kThreads;  // of each operand's tile
-  using Sums = float[4][kCols / 8][4];                       // [m16][n8][registers of d]
+  using Sums = float[4][kCols / 8][4];                      // [m16][n8][registers of d]
 };
 
 // sums += a @ b.T over the 64 k of one stage; row and col are this warp's corner in the tiles.
@@ -153,7 +153,8 @@ Status make_operand(const QuantizedView& q, int64_t outer, int64_t k, Operand* o
   if (f.element != DType::e4m3 && f.element != DType::e5m2) return unsupported("the elements");
   if (f.scale != DType::f32 && f.scale != DType::e8m0) return unsupported("the scales");
   *o = {};
-  o->data = q.data.as<const uint8_t>(), o->scale = q.scale_inv.data, o->outer = static_cast<int>(outer), o->k = static_cast<int>(k);
+  o->data = q.data.as<const uint8_t>(), o->scale = q.scale_inv.data, o->outer = static_cast<int>(outer),
+  o->k = static_cast<int>(k);
   o->e5m2 = f.element == DType::e5m2;
   o->k_major = q.columnwise && f.columnwise == ColumnwiseLayout::row_major;
   o->kind = f.scale == DType::e8m0 ? ScaleKind::e8m0 : f.per_tensor() ? ScaleKind::tensor : ScaleKind::block;
@@ -175,7 +176,8 @@ template <typename Kernel>
 Status grant_shared(Kernel* kernel, int device, std::atomic<uint64_t>& granted) {
   const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
   if (granted.load(std::memory_order_relaxed) & bit) return {};
-  DIPTYCH_CUDA_TRY(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
+  DIPTYCH_CUDA_TRY(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                        cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes));
   granted.fetch_or(bit, std::memory_order_relaxed);
   return {};
 }

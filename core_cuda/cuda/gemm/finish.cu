@@ -1,8 +1,7 @@
-#include "cuda/gemm/finish.h"
-
 #include <algorithm>
 
 #include "cuda/gemm/epilogue.cuh"
+#include "cuda/gemm/finish.h"
 #include "cuda/launch.cuh"
 
 namespace diptych::cuda {
@@ -40,8 +39,8 @@ __global__ void __launch_bounds__(kThreads) layout_kernel(const __grid_constant_
 }
 
 // A thread finishes four columns of a row.
-__global__ void __launch_bounds__(kThreads) finish_kernel(const __grid_constant__ Epilogue e, const float* acc,
-                                                          int64_t quads) {
+__global__ void __launch_bounds__(kThreads)
+    finish_kernel(const __grid_constant__ Epilogue e, const float* acc, int64_t quads) {
   const int64_t q = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (q >= quads) return;
   const int64_t row = q * 4 / e.n, col = q * 4 % e.n;  // n % 4 == 0

@@ -8,8 +8,8 @@ namespace diptych::cuda {
 // One operand's block scales, from [blocks, k_blocks] to cuBLASLt's layout.
 struct ScaleLayoutJob {
   const float* from = nullptr;
-  float* to = nullptr;     // [k_blocks, blocks] if transposed, else [blocks, k_stride] with zeros past k_blocks
-  int64_t blocks = 0;      // along the outer dimension
+  float* to = nullptr;  // [k_blocks, blocks] if transposed, else [blocks, k_stride] with zeros past k_blocks
+  int64_t blocks = 0;   // along the outer dimension
   int64_t k_blocks = 0;
   int64_t k_stride = 0;
   bool transposed = false;

@@ -11,12 +11,12 @@ namespace {
 constexpr int kThreads = 256;
 
 struct DequantizeKernelArgs {
-  const uint8_t* q;        // [rows, cols] as stored
-  const void* scale;       // per tensor, or [.., scale_cols] in the orientation of q
-  void* out;               // [rows, cols], or [cols, rows] if transposed
+  const uint8_t* q;   // [rows, cols] as stored
+  const void* scale;  // per tensor, or [.., scale_cols] in the orientation of q
+  void* out;          // [rows, cols], or [cols, rows] if transposed
   int64_t rows, cols, scale_cols;
   int64_t block_rows, block_cols;
-  unsigned tiles, tiles_c;  // warp tiles, and how many of them along the columns
+  unsigned tiles, tiles_c;                        // warp tiles, and how many of them along the columns
   bool e8m0, by_row, transposed, vec_q, vec_out;  // by_row: a patch row has one scale, else a patch column has
 };
 

@@ -12,7 +12,7 @@ namespace {
 constexpr int kBlock = 32, kRows = 32, kCols = 64, kThreads = 256;
 
 struct MxArgs {
-  const void* x;                 // [m, k]
+  const void* x;  // [m, k]
   int64_t m, k;
   unsigned tiles, tiles_k;       // warp tiles, and how many of them along k
   int64_t blocks_k;              // ceil(k / 32)
@@ -87,7 +87,8 @@ Status quantize_mxfp8(const QuantizeArgs& args, const Execution& exec) {
   const int64_t tiles_k = ceil_div(p.k, kCols), tiles = ceil_div(p.m, kRows) * tiles_k;
   if (tiles == 0) return {};
   if (tiles > 0x7fffffff) return {Code::unsupported, "quantize: the tensor has more than 2^31 tiles of 32 x 64"};
-  p.tiles = static_cast<unsigned>(tiles), p.tiles_k = static_cast<unsigned>(tiles_k), p.blocks_k = ceil_div(p.k, kBlock);
+  p.tiles = static_cast<unsigned>(tiles), p.tiles_k = static_cast<unsigned>(tiles_k),
+  p.blocks_k = ceil_div(p.k, kBlock);
   p.max_reciprocal = 1.0f / row(f.element).max;
   p.vec_x = aligned(p.x, 16) && p.k % 8 == 0;
   if (args.rowwise.given()) {

@@ -1,9 +1,8 @@
 // Chooses the kernel, and the simplest of them: per-tensor scaling of a rowwise copy, a stream of elements.
-#include "cuda/quantize/quantize.h"
-
 #include <limits>
 
 #include "cuda/launch.cuh"
+#include "cuda/quantize/quantize.h"
 #include "cuda/vector.cuh"
 
 namespace diptych::cuda {

@@ -14,21 +14,23 @@ enum class Blocks { tensor, vector, square };  // whole tensor, 1x128, 128x128
 constexpr int kTile = 128, kThreads = 256, kWarps = kThreads / 32;
 
 struct TileArgs {
-  const void* x;     // [m, k]
+  const void* x;  // [m, k]
   int64_t m, k;
   unsigned tiles_m, tiles_k;  // the grid walks k first
-  const float* amax;  // Blocks::tensor
-  uint8_t* row;       // [m, k], or null
-  float* row_scale;   // of the blocks of `row`, row-major
-  uint8_t* col;       // [k, m], or null
-  float* col_scale;   // of the blocks of `col`, row-major
+  const float* amax;          // Blocks::tensor
+  uint8_t* row;               // [m, k], or null
+  float* row_scale;           // of the blocks of `row`, row-major
+  uint8_t* col;               // [k, m], or null
+  float* col_scale;           // of the blocks of `col`, row-major
   DivideRule rule;
   bool vec_x, vec_row, vec_col;  // aligned to 16, 8 and 16 bytes, and so are their rows
 };
 
 // The transposed tile in shared memory: 128 columns of 128 bytes. Eight bytes (one patch row) are a unit; unit u of
 // column c lies at u ^ (c / 8), so that neither the writers (16 columns apart by 8) nor the readers collide in a bank.
-__device__ __forceinline__ int unit_offset(int column, int unit) { return column * kTile + ((unit ^ (column / 8)) * 8); }
+__device__ __forceinline__ int unit_offset(int column, int unit) {
+  return column * kTile + ((unit ^ (column / 8)) * 8);
+}
 
 __device__ void store_columns(const TileArgs& p, const uint8_t* tile, int64_t row0, int64_t col0) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -132,8 +134,8 @@ __global__ void __launch_bounds__(kThreads) tile_kernel(TileArgs p) {
       scale = scale_from_amax(p.rule, *p.amax);
       if (blockIdx.x == 0 && tid == 0) {
         const float inverse = scale_inverse(scale);
-        if (p.row) *p.row_scale = inverse;
-        if (p.col) *p.col_scale = inverse;
+        if (p.row_scale) *p.row_scale = inverse;  // an empty tensor may have no data, but has a scale
+        if (p.col_scale) *p.col_scale = inverse;
       }
     } else {
       float m = 0.0f;
@@ -168,7 +170,8 @@ Status run(const TileArgs& p, Blocks blocks, int64_t tiles, void* stream) {
       return launch("quantize", tile_kernel<T, kE5M2, Blocks::tensor>, tiles, kThreads, 0, stream, p);
     case Blocks::vector:
       return launch("quantize", tile_kernel<T, kE5M2, Blocks::vector>, tiles, kThreads, 0, stream, p);
-    default: return launch("quantize", tile_kernel<T, kE5M2, Blocks::square>, tiles, kThreads, 0, stream, p);
+    default:
+      return launch("quantize", tile_kernel<T, kE5M2, Blocks::square>, tiles, kThreads, 0, stream, p);
   }
 }
 

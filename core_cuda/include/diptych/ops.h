@@ -70,8 +70,9 @@ Status dequantize(const DequantizeArgs&, const Execution&);
 Status gemm(const GemmArgs&, const Execution&);
 Status bias_grad(const BiasGradArgs&, const Execution&);
 
-// CUDA workspace sizes. Functions of the shape alone, so that a tracer can ask; twins in diptych.common.shapes.
-int64_t gemm_workspace_bytes(int64_t m, int64_t n, int64_t k);
+// CUDA workspace sizes. Functions of the shape alone, so that a tracer can ask.
+// `epilogue`: a bias is given or beta is not 0, so that the product may have to be held in float32.
+int64_t gemm_workspace_bytes(int64_t m, int64_t n, int64_t k, bool epilogue);
 int64_t bias_grad_workspace_bytes(int64_t m, int64_t n);
 
 }  // namespace diptych

@@ -13,9 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.ad_checkpoint import checkpoint_name
+
 from diptych.common.recipes import Recipe
 from diptych.jax.linear import dense
-from jax.ad_checkpoint import checkpoint_name
 
 Array = jax.Array
 Params = dict[str, Array]

@@ -8,11 +8,11 @@ import importlib.metadata
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+
 from diptych.common import shapes
 from diptych.common.quantizers import QuantizerRole
 from diptych.common.recipes import Recipe
@@ -176,7 +176,8 @@ def _evaluate(jaxpr: Any, consts: Any, args: Any, names: frozenset[str], log: Lo
                 raise NotImplementedError(f"recording inside {eqn.primitive} is not supported")
             outs = _evaluate(body, body_consts, ins, names, log)
         else:
-            subfuns, params = eqn.primitive.get_bind_params(eqn.params)
+            bound = eqn.primitive.get_bind_params(eqn.params)
+            subfuns, params = bound if isinstance(bound, tuple) else ((), bound)  # the form differs between versions
             outs = eqn.primitive.bind(*subfuns, *ins, **params)
             outs = list(outs) if eqn.primitive.multiple_results else [outs]
         if eqn.primitive.name == "name" and eqn.params["name"] in names:

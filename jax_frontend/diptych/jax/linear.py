@@ -19,8 +19,8 @@ from diptych.jax.quantized import QuantizedArray
 Array = jax.Array
 
 CHECKPOINT_NAME = "diptych_q"
-"""Name of the quantized copies that the backward pass needs: `jax.checkpoint(f, policy=
-jax.checkpoint_policies.save_only_these_names("diptych_q"))` keeps them; other policies quantize a second time."""
+"""Name of the quantized copies: `jax.checkpoint(f, policy=jax.checkpoint_policies.save_only_these_names("diptych_q"))`
+keeps those that the backward pass needs; other policies quantize a second time."""
 
 
 def dense(x: Array, kernel: Array, bias: Array | None = None, *, recipe: Recipe | None) -> Array:
@@ -92,12 +92,9 @@ def _quantize(recipe: Recipe, tensor: str, x: Array, rowwise: bool, columnwise: 
 
 
 def _columnwise_only(q: QuantizedArray) -> QuantizedArray:
-    """The copy that the backward pass reads, under the name that remat policies know."""
-    kept = dataclasses.replace(
-        q, quantizer=q.quantizer.with_usage(rowwise=False, columnwise=True), rowwise_data=None, rowwise_scale_inv=None,
-        amax=None,
-    )  # fmt: skip
-    return checkpoint_name(kept, CHECKPOINT_NAME)
+    """The copy that the backward pass reads."""
+    quantizer = q.quantizer.with_usage(rowwise=False, columnwise=True)
+    return dataclasses.replace(q, quantizer=quantizer, rowwise_data=None, rowwise_scale_inv=None, amax=None)
 
 
 def _product(recipe: Recipe, qx: QuantizedArray, qkernel: QuantizedArray, bias: Array | None, dtype: Any) -> Array:
@@ -111,9 +108,10 @@ def _dense(recipe: Recipe, x: Array, kernel: Array, bias: Array | None) -> Array
 
 
 def _forward(recipe: Recipe, x: Any, kernel: Any, bias: Any) -> tuple[Array, _Saved]:
-    # Each argument comes with `.perturbed`: whether its gradient is wanted.
-    qx = _quantize(recipe, "input", x.value, True, kernel.perturbed)
-    qkernel = _quantize(recipe, "weight", kernel.value, True, x.perturbed)
+    # Each argument comes with `.perturbed`: whether its gradient is wanted. The name covers both copies, because a
+    # remat policy that drops y computes it again from the rowwise ones.
+    qx = checkpoint_name(_quantize(recipe, "input", x.value, True, kernel.perturbed), CHECKPOINT_NAME)
+    qkernel = checkpoint_name(_quantize(recipe, "weight", kernel.value, True, x.perturbed), CHECKPOINT_NAME)
     y = _product(recipe, qx, qkernel, None if bias is None else bias.value, x.value.dtype)
     return y, _Saved(
         x=_columnwise_only(qx) if kernel.perturbed else None,

@@ -303,9 +303,10 @@ def _gemm_finish(ctx: Any, platform: str, batch: Batch, **params: Any) -> Any:
             if r["op"] == "gemm" and r["backend"] == "cpu"
         )
         raise UnsupportedError(f"gemm: no CPU kernel for {a[0]} x {b[0]} [{m}, {n}, {k}]; nearest: {rows}")
+    epilogue = params["has_bias"] or float.fromhex(params["beta"]) != 0.0
     last = len(ctx.avals_in) - 1
     in_place = params["has_c"] and batch.axes[last] == (1 << batch.rank) - 1
-    return ({last: 0} if in_place else {}), _workspace("gemm", platform, sizes, _core.gemm_workspace_bytes)
+    return ({last: 0} if in_place else {}), _workspace("gemm", platform, (*sizes, epilogue), _core.gemm_workspace_bytes)
 
 
 gemm_p = _primitive("gemm", _gemm_abstract, _gemm_attributes, _gemm_finish)

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, TypeVar
 
+import torch
+
 from diptych.common.recipes import DEFAULT_RECIPE, Recipe
 from diptych.torch import opaque  # recipes must be registered before one is traced  # noqa: F401
 
@@ -54,7 +56,8 @@ class autocast:
     """
 
     def __init__(self, enabled: bool = True, recipe: Recipe | None = None) -> None:
-        if recipe is not None and not isinstance(recipe, Recipe):
+        # While Dynamo traces, torch 2.11 shows an opaque value's wrapper to isinstance; `Linear` would fail on it.
+        if recipe is not None and not torch.compiler.is_compiling() and not isinstance(recipe, Recipe):
             raise TypeError(
                 f"autocast: recipe must be a diptych.common.Recipe or None, got {type(recipe).__name__}; "
                 "for instance Float8CurrentScaling()"

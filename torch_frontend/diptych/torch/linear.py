@@ -12,7 +12,7 @@ Backward keeps these copies, and neither x nor w.
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,25 +29,49 @@ from diptych.torch.primitives import describe, require_device, require_high_prec
 INPUT, WEIGHT, GRAD_OUTPUT = (QuantizerRole(module="linear", tensor=t) for t in QuantizerRole.TENSORS)
 
 
-def _quantizer(recipe: Recipe, role: QuantizerRole, rowwise: bool, columnwise: bool) -> Quantizer:
-    return recipe.quantizer(role).with_usage(rowwise=rowwise, columnwise=columnwise)
+class _Plan(NamedTuple):
+    """A recipe's quantizers by what is needed of them, and its accumulation."""
+
+    x: tuple[Quantizer, Quantizer]  # rowwise; rowwise and columnwise
+    w: tuple[Quantizer, Quantizer]
+    dy: tuple[Quantizer, Quantizer, Quantizer]  # rowwise; columnwise; both
+    fast_accum: tuple[bool, bool, bool]  # fprop, dgrad, wgrad
 
 
-_cached_quantizer = functools.lru_cache(maxsize=1024)(_quantizer)
+def _make_plan(recipe: Recipe) -> _Plan:
+    x, w, dy = recipe.quantizer(INPUT), recipe.quantizer(WEIGHT), recipe.quantizer(GRAD_OUTPUT)
+    return _Plan(
+        (x.with_usage(rowwise=True, columnwise=False), x.with_usage(rowwise=True, columnwise=True)),
+        (w.with_usage(rowwise=True, columnwise=False), w.with_usage(rowwise=True, columnwise=True)),
+        (
+            dy.with_usage(rowwise=True, columnwise=False),
+            dy.with_usage(rowwise=False, columnwise=True),
+            dy.with_usage(rowwise=True, columnwise=True),
+        ),
+        (recipe.fast_accum("fprop"), recipe.fast_accum("dgrad"), recipe.fast_accum("wgrad")),
+    )
 
 
-def _plan(recipe: Recipe, role: QuantizerRole, rowwise: bool, columnwise: bool) -> Quantizer:
-    if torch.compiler.is_compiling():  # a constant of the graph; Dynamo would only warn about the cache
-        return _quantizer(recipe, role, rowwise, columnwise)
-    return _cached_quantizer(recipe, role, rowwise, columnwise)
+_cached_plan = functools.lru_cache(maxsize=256)(_make_plan)
+_last: tuple[Recipe | None, Any] = (None, None)  # by identity, since hashing a recipe costs a microsecond
+
+
+def _plan(recipe: Recipe) -> _Plan:
+    if torch.compiler.is_compiling():  # a constant of the graph
+        return _make_plan(recipe)
+    global _last
+    known, plan = _last
+    if known is not recipe:
+        plan = _cached_plan(recipe)
+        _last = (recipe, plan)
+    return plan
 
 
 def _fprop(
-    x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, need_dx: bool, need_dw: bool
+    x: Tensor, weight: Tensor, bias: Tensor | None, plan: _Plan, need_dx: bool, need_dw: bool
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """y, and the buffers of x and w."""
-    x_quantizer = _plan(recipe, INPUT, True, need_dw)
-    w_quantizer = _plan(recipe, WEIGHT, True, need_dx)
+    x_quantizer, w_quantizer = plan.x[int(need_dw)], plan.w[int(need_dx)]
     qx = primitives.quantize(x, x_quantizer)
     qw = primitives.quantize(weight, w_quantizer)
     y = primitives.gemm(
@@ -56,9 +80,11 @@ def _fprop(
         bias,
         1.0,
         x.dtype,
-        recipe.fast_accum("fprop"),
+        plan.fast_accum[0],
     )
-    return y.view(shapes.gemm_out_shape(x.shape, y.shape[0], y.shape[1], False)), qx, qw
+    if x.dim() != 2:
+        y = y.view(shapes.gemm_out_shape(x.shape, y.shape[0], y.shape[1], False))
+    return y, qx, qw
 
 
 class _Linear(torch.autograd.Function):
@@ -66,16 +92,15 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe, need_dx: bool, need_dw: bool
     ) -> Tensor:
-        y, qx, qw = _fprop(x, weight, bias, recipe, need_dx, need_dw)
+        y, qx, qw = _fprop(x, weight, bias, _plan(recipe), need_dx, need_dw)
         saved: list[Tensor] = []
         if need_dw:
             saved += qx[2:4]
         if need_dx:
             saved += qw[2:4]
         ctx.save_for_backward(*saved)
-        ctx.recipe, ctx.need_dx, ctx.need_dw = recipe, need_dx, need_dw
-        ctx.x_shape, ctx.x_dtype, ctx.w_dtype = x.shape, x.dtype, weight.dtype
-        ctx.bias_dtype = None if bias is None else bias.dtype
+        bias_dtype = None if bias is None else bias.dtype
+        ctx.call = (recipe, need_dx, need_dw, x.shape, x.dtype, weight.dtype, bias_dtype)
         return y
 
     @staticmethod
@@ -85,38 +110,39 @@ class _Linear(torch.autograd.Function):
                 "diptych.torch.Linear has no second derivative (backward ran with create_graph=True); "
                 "run this part under autocast(enabled=False)"
             )
-        recipe, need_dx, need_dw = ctx.recipe, ctx.need_dx, ctx.need_dw
+        recipe, need_dx, need_dw, x_shape, x_dtype, w_dtype, bias_dtype = ctx.call
+        plan = _plan(recipe)
         saved = ctx.saved_tensors
         dx = dw = db = None
         if need_dx or need_dw:
-            quantizer = _plan(recipe, GRAD_OUTPUT, need_dx, need_dw)
-            buffers = primitives.quantize(dy, quantizer)
+            quantizer = plan.dy[need_dx + 2 * need_dw - 1]
+            qdy = primitives.quantize(dy, quantizer)
             format_id = quantizer.spec[0]
             if need_dx:
-                w = (saved[-2], saved[-1], _plan(recipe, WEIGHT, True, True).spec[0], True)
-                rowwise = (buffers[0], buffers[1], format_id, False)
-                dx = primitives.gemm(rowwise, w, None, 1.0, ctx.x_dtype, recipe.fast_accum("dgrad")).view(ctx.x_shape)
+                w = (saved[-2], saved[-1], plan.w[1].spec[0], True)
+                dx = primitives.gemm((qdy[0], qdy[1], format_id, False), w, None, 1.0, x_dtype, plan.fast_accum[1])
+                dx = dx.view(x_shape)
             if need_dw:
                 i = 2 if need_dx else 0
-                x = (saved[0], saved[1], _plan(recipe, INPUT, True, True).spec[0], True)
-                columnwise = (buffers[i], buffers[i + 1], format_id, True)
-                dw = primitives.gemm(columnwise, x, None, 1.0, ctx.w_dtype, recipe.fast_accum("wgrad"))
-        if ctx.bias_dtype is not None and ctx.needs_input_grad[2]:
-            db = primitives.bias_grad(dy, ctx.bias_dtype)
+                x = (saved[0], saved[1], plan.x[1].spec[0], True)
+                dw = primitives.gemm((qdy[i], qdy[i + 1], format_id, True), x, None, 1.0, w_dtype, plan.fast_accum[2])
+        if bias_dtype is not None and ctx.needs_input_grad[2]:
+            db = primitives.bias_grad(dy, bias_dtype)
         return dx, dw, db, None, None, None
 
 
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+def _require_fit(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     """Everything that the three products ask for, before the first kernel."""
     require_high_precision("linear", "input", x)
     require_high_precision("linear", "weight", weight)
-    if x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
+    if x.dim() == 0 or weight.dim() != 2 or x.size(-1) != weight.size(1):
         raise ShapeError(f"linear: input [..., K] and weight [N, K] do not fit: {describe(x)}, {describe(weight)}")
     if bias is not None:
         require_high_precision("linear", "bias", bias)
-        if bias.dim() != 1 or bias.shape[0] != weight.shape[0]:
+        if bias.dim() != 1 or bias.size(0) != weight.size(0):
             raise ShapeError(f"linear: bias [N] and weight [N, K] do not fit: {describe(bias)}, {describe(weight)}")
-    require_device("linear", x, weight=weight, bias=bias)
+    require_device("linear", x, weight, "weight")
+    require_device("linear", x, bias, "bias")
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Tensor:
@@ -133,12 +159,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Te
     device_type = x.device.type
     if torch.is_autocast_enabled(device_type):
         x = x.to(torch.get_autocast_dtype(device_type))
-    _check(x, weight, bias)
+    _require_fit(x, weight, bias)
     if torch.is_grad_enabled():
         need_dx, need_dw = x.requires_grad, weight.requires_grad
         if need_dx or need_dw or (bias is not None and bias.requires_grad):
             return _Linear.apply(x, weight, bias, recipe, need_dx, need_dw)
-    return _fprop(x, weight, bias, recipe, False, False)[0]
+    return _fprop(x, weight, bias, _plan(recipe), False, False)[0]
 
 
 class Linear(nn.Linear):

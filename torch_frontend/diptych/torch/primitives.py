@@ -61,14 +61,14 @@ def require_high_precision(op: str, arg: str, t: Tensor) -> None:
         raise DTypeError(f"{op}: {arg} must be float32, bfloat16 or float16, got {describe(t)}; cast it first")
 
 
-def require_device(op: str, first: Tensor, **others: Tensor | None) -> None:
-    for arg, t in others.items():
-        if t is not None and t.device != first.device:
-            raise DeviceError(f"{op}: {arg} is on {t.device}, the other operands on {first.device}; move one of them")
+def require_device(op: str, first: Tensor, t: Tensor | None, arg: str) -> None:
+    if t is not None and t.device != first.device:
+        raise DeviceError(f"{op}: {arg} is on {t.device}, the other operands on {first.device}; move one of them")
 
 
 def require_quantizer(op: str, quantizer: Any) -> None:
-    if not isinstance(quantizer, Quantizer):
+    # While Dynamo traces, the op's schema checks this: torch 2.11 shows an opaque value's wrapper to isinstance.
+    if not torch.compiler.is_compiling() and not isinstance(quantizer, Quantizer):
         raise TypeError(
             f"{op}: quantizer must be a diptych.common.Quantizer, got {type(quantizer).__name__}; "
             "recipe.quantizer(QuantizerRole(...)) makes one"
@@ -111,7 +111,7 @@ def _check_copy(op: str, arg: str, data: Tensor, scale_inv: Tensor, format_id: i
     for part, t, want in (("data", data, fmt.element), ("scale_inv", scale_inv, fmt.scale)):
         if t.dtype != getattr(torch, want):
             raise DTypeError(f"{op} ({fmt.name}): {arg} {part} must be {want}, got {describe(t)}")
-    require_device(op, data, **{f"{arg} scale_inv": scale_inv})
+    require_device(op, data, scale_inv, f"{arg} scale_inv")
     rows, cols = shapes.rows_cols(data.shape)
     m, k = (cols, rows) if columnwise and fmt.columnwise == "transposed" else (rows, cols)
     want_shape, got = shapes.scale_shape(fmt, columnwise, m, k), tuple(scale_inv.shape)
@@ -127,7 +127,8 @@ def _check_gemm(a: Copy, b: Copy, bias: Tensor | None, alpha: float, beta: float
     pair = f"{fmt_a.name} x {fmt_b.name}"
     m, n, k, constraints = shapes.gemm_shape(fmt_a, a[3], a[0].shape, fmt_b, b[3], b[0].shape)
     _enforce(constraints)
-    require_device("gemm", a[0], b=b[0], bias=bias)
+    require_device("gemm", a[0], b[0], "b")
+    require_device("gemm", a[0], bias, "bias")
     _require_out_dtype("gemm", out)
     if bias is not None:
         require_high_precision("gemm", "bias", bias)
@@ -157,8 +158,14 @@ def _require_kernel(pair: str, a: Copy, b: Copy, mnk: tuple[int, int, int], out:
 
 
 @functools.lru_cache(maxsize=4096)
-def _layout(shape: tuple[int, ...], quantizer: Quantizer) -> tuple[tuple[int, tuple[int, ...], torch.dtype], ...]:
-    return tuple((_SLOTS[b.name], b.shape, getattr(torch, b.dtype)) for b in shapes.quantize_buffers(shape, quantizer))
+def _layout(
+    shape: tuple[int, ...], quantizer: Quantizer, device: torch.device
+) -> tuple[tuple[int, tuple[int, ...], Callable[..., Tensor]], ...]:
+    """(slot, shape, allocator) of each buffer. An empty tensor's new_empty is the fastest allocator from Python."""
+    return tuple(
+        (_SLOTS[b.name], b.shape, torch.empty(0, dtype=getattr(torch, b.dtype), device=device).new_empty)
+        for b in shapes.quantize_buffers(shape, quantizer)
+    )
 
 
 def _workspace(nbytes: int, device: torch.device) -> Tensor | None:
@@ -175,21 +182,24 @@ def _check_quantize(x: Tensor, quantizer: Quantizer, amax: Tensor | None) -> Non
             raise DTypeError(f"quantize ({fmt.name}): amax must be float32, got {describe(amax)}")
         if math.prod(amax.shape) != 1:
             raise ShapeError(f"quantize ({fmt.name}): amax must hold one element, got {describe(amax)}")
-        require_device("quantize", x, amax=amax)
+        require_device("quantize", x, amax, "amax")
 
 
 def _quantize(x: Tensor, quantizer: Quantizer, amax: Tensor | None) -> list[Tensor]:
     _check_quantize(x, quantizer, amax)
-    device = x.device
-    slots: list[Tensor | None] = [None] * 5
+    slots: list[Tensor | None] = [None, None, None, None, None]
     out = []
-    for slot, shape, dtype in _layout(x.shape, quantizer):
-        slots[slot] = t = torch.empty(shape, dtype=dtype, device=device)
+    for slot, shape, new in _layout(x.shape, quantizer, x.device):
+        slots[slot] = t = new(*shape)
         out.append(t)
     if amax is not None:
         out[-1].copy_(amax.reshape(1))
     format_id, pow2, eps = quantizer.spec
-    _core.quantize(x.contiguous(), format_id, pow2, eps, slots[4], amax is not None, *slots[:4])
+    rowwise, rowwise_scale, columnwise, columnwise_scale, amax_slot = slots
+    _core.quantize(
+        x.contiguous(), format_id, pow2, eps, amax_slot, amax is not None,
+        rowwise, rowwise_scale, columnwise, columnwise_scale,
+    )  # fmt: skip
     return out
 
 
@@ -233,7 +243,8 @@ def _dequantize_fake(data: Tensor, scale_inv: Tensor, format: int, columnwise: b
 
 
 def _run_gemm(a: Copy, b: Copy, d: Tensor, bias, mnk, alpha: float, beta: float, fast_accum: bool) -> None:
-    workspace = _workspace(_core.gemm_workspace_bytes(*mnk), d.device) if d.is_cuda else None
+    epilogue = bias is not None or beta != 0.0
+    workspace = _workspace(_core.gemm_workspace_bytes(*mnk, epilogue), d.device) if d.is_cuda else None
     if bias is not None:
         bias = bias.contiguous()
     c = d if beta != 0.0 else None
@@ -260,7 +271,7 @@ def _gemm(
 ) -> Tensor:  # fmt: skip
     _require_out_dtype("gemm", out_dtype)
     mnk = _gemm_mnk(a_format, a_columnwise, a_data.shape, b_format, b_columnwise, b_data.shape)
-    d = torch.empty(mnk[:2], dtype=out_dtype, device=a_data.device)
+    d = torch.empty(mnk[0], mnk[1], dtype=out_dtype, device=a_data.device)
     a, b = (a_data, a_scale_inv, a_format, a_columnwise), (b_data, b_scale_inv, b_format, b_columnwise)
     _run_gemm(a, b, d, bias, mnk, alpha, 0.0, fast_accum)
     return d
@@ -308,7 +319,7 @@ def _gemm_into_fake(
     a, b = (a_data, a_scale_inv, a_format, a_columnwise), (b_data, b_scale_inv, b_format, b_columnwise)
     require_high_precision("gemm_into", "acc", acc)
     m, n = _check_gemm(a, b, bias, alpha, beta, acc.dtype, fast_accum)
-    require_device("gemm_into", a_data, acc=acc)
+    require_device("gemm_into", a_data, acc, "acc")
     _check_acc(acc, m, n)
 
 

@@ -8,6 +8,7 @@ requires grad: `diptych.torch.Linear` is what trains.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -98,6 +99,12 @@ class QuantizedTensor(Tensor):
         inner: dict[str, Tensor], meta: tuple[Quantizer, torch.dtype], outer_size: Any, outer_stride: Any
     ) -> QuantizedTensor:
         return QuantizedTensor(meta[0], outer_size, meta[1], **inner)
+
+    def _stable_hash_for_caching(self) -> str:
+        """The key that torch's compile caches know this kind of tensor by: layout and quantizer, no content."""
+        buffers = [(n, str(t.dtype), str(t.shape)) for n in BUFFERS if (t := getattr(self, n)) is not None]
+        key = (str(self.shape), str(self.dtype), str(self.device), repr(self.quantizer), buffers)
+        return hashlib.sha256(repr(key).encode()).hexdigest()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         copies = [side for side in ("rowwise", "columnwise") if getattr(self, f"{side}_data") is not None]

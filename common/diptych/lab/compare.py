@@ -1,0 +1,317 @@
+"""The comparison of two frameworks: the same model, weights and batches, in high precision and by a recipe.
+
+Two parts. The first steps are traced: every diptych op of the first framework is replayed in the second on the recorded
+inputs, and both trajectories are compared in bits. Then four runs train to the end and are judged by their losses and by
+the kernel registry's counts. Everything found goes into one plain dictionary, which is what the report shows.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from diptych.common import Recipe
+from diptych.lab import train
+from diptych.lab.data import ByteData
+from diptych.lab.frontend import Frontend, Trainer
+from diptych.lab.job import Corruption, Job, ModelConfig, OptimConfig, initial_weights
+from diptych.lab.trace import (
+    ROLES,
+    Bits,
+    Difference,
+    Labelled,
+    StepTrace,
+    activation_order,
+    difference,
+    framework_ops,
+    label,
+    merge,
+    missing_products,
+)
+
+ENTROPY_FACTOR = 0.8
+PRECISION_TOLERANCE = 0.02
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What to compare. `corrupt`: name of the framework whose low-precision run gets `corruption`."""
+
+    recipe_name: str
+    recipe: Recipe
+    model: ModelConfig
+    optim: OptimConfig
+    settings: train.Settings
+    device: str = "cpu"
+    compile: bool = True
+    threads: int = 2
+    trace_steps: int = 3
+    corrupt: str | None = None
+    corruption: Corruption | None = None
+
+    def job(self, framework: str, low: bool) -> Job:
+        return Job(
+            model=self.model,
+            optim=self.optim,
+            recipe=self.recipe if low else None,
+            device=self.device,
+            compile=self.compile,
+            threads=self.threads,
+            corruption=self.corruption if low and framework == self.corrupt else None,
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One verdict; all of them together decide the exit status."""
+
+    name: str
+    passed: bool
+    detail: str
+
+
+Say = Callable[[str], None]
+
+
+def compare(pair: tuple[Frontend, Frontend], data: ByteData, options: Options, say: Say, progress: bool) -> dict[str, Any]:
+    """Runs the whole comparison of a pair of frontends.
+
+    **Returns:** plain data: "checks", "runs", "trace", "replay", "framework_ops", "entropy", "seconds" and the settings.
+    """
+    began = time.perf_counter()
+    data.check(options.model.seq)
+    say(f"tracing the first {options.trace_steps} steps in {pair[0].name} and {pair[1].name}")
+    traced = _trace(pair, data, options)
+    runs: dict[str, train.RunResult] = {}
+    for frontend in pair:
+        for low in (False, True):
+            name = f"{frontend.name} {options.recipe_name if low else 'high precision'}"
+            if not progress:
+                say(f"training {name}")
+            job = options.job(frontend.name, low)
+            runs[name] = train.run(frontend, job, data, options.settings, name=name, progress=progress)
+    checks = _checks(pair, runs, traced, data.unigram_entropy, options)
+    return {
+        "checks": [dataclasses.asdict(c) for c in checks],
+        "passed": all(c.passed for c in checks),
+        "runs": {name: _run_data(name, r, options) for name, r in runs.items()},
+        "losses_part": _losses_part(pair, runs, options),
+        "entropy": data.unigram_entropy,
+        "frameworks": [f.name for f in pair],
+        "recipe": {"name": options.recipe_name, "value": repr(options.recipe), "fingerprint": options.recipe.fingerprint},
+        "model": dataclasses.asdict(options.model) | {"parameters": options.model.parameters},
+        "optimizer": dataclasses.asdict(options.optim),
+        "settings": dataclasses.asdict(options.settings) | {"device": options.device, "compile": options.compile},
+        "corrupted": _corruption_data(options),
+        "data": {"source": data.source, "files": data.files, "train": len(data.train), "valid": len(data.valid)},
+        "versions": {f.name: f.versions() for f in pair},
+        "seconds": time.perf_counter() - began,
+        **{k: v for k, v in traced.items() if not k.startswith("_")},
+    }
+
+
+def _corruption_data(options: Options) -> dict[str, Any] | None:
+    if options.corruption is None:
+        return None
+    return {"framework": options.corrupt, **dataclasses.asdict(options.corruption)}
+
+
+# --- the first steps, in bits ---
+
+
+def _trace(pair: tuple[Frontend, Frontend], data: ByteData, options: Options) -> dict[str, Any]:
+    weights = initial_weights(options.model, options.settings.seed)
+    trainers: list[Trainer] = [f.trainer(options.job(f.name, True), weights) for f in pair]
+    steps: list[dict[str, Any]] = []
+    replayed: dict[str, list[Difference]] = {}
+    isolated: dict[str, list[Difference]] = {}
+    drift: list[dict[str, Any]] = []
+    missing: list[str] = []
+    for step in range(options.trace_steps):
+        batch = data.batch(options.settings.seed, step, options.settings.batch, options.model.seq)
+        before = trainers[0].state().weights
+        a, b = (t.traced_step(batch) for t in trainers)
+        labelled = [label(t.ops, options.model) for t in (a, b)]
+        for name, items in zip((f.name for f in pair), labelled, strict=True):
+            missing += [f"{name} step {step}: {p}" for p in missing_products(items, options.model)]
+        for op in a.ops:
+            again = pair[1].replay(op, options.device)
+            replayed.setdefault(op.kind, []).extend(difference(v, again[k]) for k, v in op.outputs.items())
+        for kind, part in _isolated(pair[1], a, before, batch, options.model):
+            isolated.setdefault(kind, []).append(part)
+        drift.append(_activations(a, b, options.model))
+        steps.append(_step_data(step, a, b, labelled))
+    parting = _parting(drift)
+    return {
+        "trace": steps,
+        "replay": [{"op": kind, **_counts(parts)} for kind, parts in replayed.items()],
+        "framework_ops": [
+            {"kind": kind, **_counts(parts), "parts": parting["by_kind"].get(kind)} for kind, parts in isolated.items()
+        ],
+        "first_parting": parting["first"],
+        "drift": drift,
+        "_missing": missing,
+        "_replayed": merge([p for parts in replayed.values() for p in parts]),
+        "_tensors": sum(len(parts) for parts in replayed.values()),
+    }
+
+
+def _counts(parts: list[Difference]) -> dict[str, Any]:
+    total = merge(parts)
+    return {
+        "tensors": len(parts),
+        "tensors_differing": sum(not p.equal for p in parts),
+        "elements": total.elements,
+        "differing": total.differing,
+        "max_ulp": total.max_ulp,
+    }
+
+
+def _isolated(other: Frontend, trace: StepTrace, weights: Any, batch: np.ndarray, model: ModelConfig) -> Any:
+    """(kind, Difference) of each framework op, computed by `other` on the inputs that `trace` recorded."""
+    known = {**weights, **trace.activations, "tokens": batch[:, :-1], "targets": batch[:, 1:]}
+    for op in framework_ops(model):
+        out = other.apply(op.kind, [np.ascontiguousarray(known[name]) for name in op.inputs], model.heads)
+        yield op.kind, difference(Bits.of(np.asarray(known[op.output])), Bits.of(out))
+
+
+def _activations(a: StepTrace, b: StepTrace, model: ModelConfig) -> dict[str, Any]:
+    """Every activation of the two trajectories in forward order: how far apart they are."""
+    rows = []
+    for name, kind in activation_order(model):
+        x, y = a.activations[name], b.activations[name]
+        found = difference(Bits.of(x), Bits.of(y))
+        finite = np.isfinite(x) & np.isfinite(y)
+        relative = _relative(x[finite], y[finite])
+        rows.append({"name": name, "kind": kind, "differing": found.differing, "elements": found.elements,
+                     "max_ulp": found.max_ulp, "relative": relative})  # fmt: skip
+    return {"activations": rows}
+
+
+def _relative(x: np.ndarray, y: np.ndarray) -> float:
+    """||x - y|| / ||x||."""
+    norm = float(np.linalg.norm(x.astype(np.float64)))
+    return float(np.linalg.norm(x.astype(np.float64) - y)) / norm if norm else 0.0
+
+
+def _parting(drift: list[dict[str, Any]]) -> dict[str, Any]:
+    """The first activation that differs, over all steps, and for each kind of op its own first."""
+    first, by_kind = None, {}
+    for step, trace in enumerate(drift):
+        for row in trace["activations"]:
+            if row["differing"]:
+                here = {"step": step, "name": row["name"], "kind": row["kind"], "max_ulp": row["max_ulp"]}
+                first = first or here
+                by_kind.setdefault(row["kind"], here)
+    return {"first": first, "by_kind": by_kind}
+
+
+_WHAT = {"input": "quantized input", "weight": "quantized weight", "grad_output": "quantized output gradient"}
+
+
+def _step_data(step: int, a: StepTrace, b: StepTrace, labelled: list[list[Labelled]]) -> dict[str, Any]:
+    """One step's table: for each kind of tensor, what of it differs between the trajectories and where first."""
+    ours, theirs = labelled
+    by_key = {(item.linear, item.role): item.op for item in theirs}
+    found: dict[str, list[tuple[str, Difference]]] = {}
+    for item in sorted(ours, key=lambda i: ROLES.index(i.role)):
+        other = by_key.get((item.linear, item.role))
+        if other is None:
+            raise ValueError(f"step {step}: {item.linear} {item.role} was recorded in one framework only")
+        for name, bits in item.op.outputs.items():
+            if item.role in _WHAT:
+                what = f"{_WHAT[item.role]}: {'payload' if name.endswith('_data') else 'scale'}"
+            else:
+                what = f"{item.role} result"
+            found.setdefault(what, []).append((item.linear, difference(bits, other.outputs[name])))
+    for name, grad in a.gradients.items():
+        found.setdefault("parameter gradients", []).append((name, difference(Bits.of(grad), Bits.of(b.gradients[name]))))
+    rows = []
+    for what, parts in found.items():
+        where = next((name for name, part in parts if not part.equal), None)
+        rows.append({"what": what, **_counts([part for _, part in parts]), "first": where})
+    relative = max(_relative(g, b.gradients[name]) for name, g in a.gradients.items())
+    return {"step": step, "losses": [a.loss, b.loss], "loss_ulp": _loss_ulp(a.loss, b.loss), "rows": rows,
+            "gradient_relative": relative}  # fmt: skip
+
+
+def _loss_ulp(x: float, y: float) -> int:
+    return difference(Bits.of(np.array([x], np.float32)), Bits.of(np.array([y], np.float32))).max_ulp
+
+
+# --- verdicts ---
+
+
+def expected_calls(options: Options, run: train.RunResult, low: bool) -> dict[str, int]:
+    """Kernel calls that training must make: three products a step and linear, one for each evaluated batch."""
+    linears = len(options.model.linears) if low else 0
+    gemm = linears * (3 * run.steps_run + run.evaluations_run)
+    quantize = linears * (3 * run.steps_run + 2 * run.evaluations_run)
+    return {"quantize": quantize, "gemm": gemm, "bias_grad": linears * run.steps_run}
+
+
+def _checks(
+    pair: tuple[Frontend, Frontend], runs: dict[str, train.RunResult], traced: Any, entropy: float, options: Options
+) -> list[Check]:
+    limit = ENTROPY_FACTOR * entropy
+    checks = []
+    for name, run in runs.items():
+        detail = f"{run.final:.4f} nats, limit {limit:.4f} = {ENTROPY_FACTOR} x unigram entropy {entropy:.4f}"
+        checks.append(Check(f"{name}: validation loss beats the unigram entropy", run.final < limit, detail))
+    for frontend in pair:
+        high, low = (runs[f"{frontend.name} {which}"].final for which in ("high precision", options.recipe_name))
+        off = low / high - 1
+        detail = f"{low:.4f} against {high:.4f} nats: {100 * off:+.2f} %, allowed ±{100 * PRECISION_TOLERANCE:g} %"
+        name = f"{frontend.name}: {options.recipe_name} trains as high precision does"
+        checks.append(Check(name, bool(abs(off) <= PRECISION_TOLERANCE), detail))
+    for frontend in pair:
+        run = runs[f"{frontend.name} {options.recipe_name}"]
+        want, got = expected_calls(options, run, True)["gemm"], run.calls["gemm"]
+        gaps = [m for m in traced["_missing"] if m.startswith(frontend.name + " ")]
+        detail = f"{got} quantized GEMMs ran, {want} = {len(options.model.linears)} linears x "
+        detail += f"(3 x {run.steps_run} steps + {run.evaluations_run} evaluated batches) expected"
+        detail += f"; missing in the trace: {', '.join(gaps[:3])}" if gaps else ""
+        name = f"{frontend.name}: every linear's three GEMMs ran quantized kernels"
+        checks.append(Check(name, got == want and not gaps, detail))
+    replayed: Difference = traced["_replayed"]
+    detail = f"{traced['_tensors']} tensors with {replayed.elements} elements, {replayed.differing} differ"
+    name = f"every {pair[0].name} op, replayed in {pair[1].name} on the same inputs, gives the same bits"
+    return [*checks, Check(name, replayed.equal and traced["_tensors"] > 0, detail)]
+
+
+def _run_data(name: str, run: train.RunResult, options: Options) -> dict[str, Any]:
+    low = not name.endswith("high precision")
+    return {
+        "losses": run.losses.tolist(),
+        "validation": {str(k): v for k, v in run.validation.items()},
+        "final": run.final,
+        "seconds": run.seconds,
+        "seconds_per_step": run.step_seconds,
+        "calls": run.calls,
+        "expected": expected_calls(options, run, low),
+        "low": low,
+    }
+
+
+def _losses_part(pair: tuple[Frontend, Frontend], runs: dict[str, train.RunResult], options: Options) -> list[Any]:
+    """For each precision the first step whose losses differ between the compiled runs, and by how many ULP."""
+    out = []
+    for which in ("high precision", options.recipe_name):
+        a, b = (runs[f"{f.name} {which}"].losses.astype(np.float32) for f in pair)
+        steps = np.flatnonzero(a != b)
+        at = int(steps[0]) if len(steps) else None
+        ulp = 0 if at is None else _loss_ulp(float(a[at]), float(b[at]))
+        out.append({"precision": which, "step": at, "ulp": ulp, "largest": float(np.abs(a - b).max())})
+    return out
+
+
+def write_json(results: dict[str, Any], path: pathlib.Path) -> None:
+    """Writes the results beside the report."""
+    import json
+
+    path.write_text(json.dumps(results, indent=1))

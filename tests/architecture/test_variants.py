@@ -1,0 +1,117 @@
+"""A format that is nothing but its table rows works; a core that is a little wrong is caught."""
+
+from __future__ import annotations
+
+import os
+import platform
+
+import pytest
+
+from architecture import variants
+from architecture.variants import Patch
+
+pytestmark = pytest.mark.skipif(bool(variants.missing()), reason=variants.missing() or "-")
+
+
+@pytest.fixture(scope="module")
+def builder(tmp_path_factory):
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    return variants.Builder(shared / "variants")
+
+
+H, PY = "core_cuda/include/diptych/format.h", "common/diptych/common/formats.py"
+H_END = "};\n// clang-format on\ninline constexpr int32_t kFormatCount"
+PY_END = ")\n# fmt: on"
+ROW_H = (
+    '    {"%s", DType::%s, DType::%s, %d, %d, ScaleRule::%s, ScaleLayout::row_major, ColumnwiseLayout::%s, 0.125f},\n'
+)
+ROW_PY = '    FormatRow("%s", %s, %s, %d, %d, "%s", "row_major", "%s", 0.125),\n'
+ROWS = (
+    ("invented_4x16", "e5m2", "f32", 4, 16, "divide", "transposed"),
+    ("invented_mx_8x16", "e4m3", "e8m0", 8, 16, "e8m0_ceil", "row_major"),
+    ("invented_mx_3x5", "e5m2", "e8m0", 3, 5, "e8m0_ceil", "transposed"),
+)
+NAMES_PY = {"e5m2": "_E5M2", "e4m3": "_E4M3", "f32": "_F32", "e8m0": "_E8M0"}
+
+
+def test_invented_formats_need_only_their_rows(builder):
+    """Quantized and dequantized right on the CPU by every instruction set; refused by gemm with the nearest rows."""
+    in_h = "".join(ROW_H % row for row in ROWS)
+    in_py = "".join(ROW_PY % (n, NAMES_PY[e], NAMES_PY[s], *rest) for n, e, s, *rest in ROWS)
+    package = builder.whole("invented", Patch(H, H_END, in_h + H_END), Patch(PY, PY_END, in_py + PY_END))
+    result = variants.run(package, "invented")
+    report = result.pop("report")
+    assert len(result) == 4 * len(ROWS), result
+    wrong = {part: row for part, row in result.items() if row["differ"] or not row["cases"]}
+    assert not wrong, f"{report}: {wrong}"
+
+
+SIMD, CODEC, GENERIC = "core_cuda/cpu/simd_quantize.h", "core_cuda/cpu/codec.h", "cpu/isa_generic.cpp"
+TIE = (
+    "x = bits_as<F>(bits_as<I>(x) | "
+    "(((bits_as<I>(x) & ((1 << (23 - E::kMantissa)) - 1)) == (1 << (22 - E::kMantissa))) & 1));"
+)
+ENCODE = "DIPTYCH_INLINE I encode(F x) {\n"
+# name: the parts that must fail, the source to recompile, the patch
+MUTANTS = {
+    "flush_to_zero": (
+        "quantize dequantize", "cpu/pool.cpp",
+        Patch("core_cuda/cpu/pool.cpp", "constexpr uint64_t kIeee = 0x1F80;", "constexpr uint64_t kIeee = 0x9FC0;"),
+    ),
+    "scale_by_reciprocal": (
+        "quantize", GENERIC, Patch(SIMD, "VF scale = p.max / amax;", "VF scale = p.max * (1.0f / amax);"),
+    ),
+    "payload_by_reciprocal": (
+        "quantize", GENERIC,
+        Patch(SIMD, "put(multiplier + i, scale, lanes);", "put(multiplier + i, 1.0f / (1.0f / scale), lanes);"),
+    ),
+    "scale_inv_from_amax": (
+        "quantize", GENERIC,
+        Patch(SIMD, "put(inv + i, 1.0f / scale, lanes);",
+              "put(inv + i, load<DType::f32>(amax, i, lanes) / p.max, lanes);"),
+    ),
+    "ties_away_from_zero": ("quantize", GENERIC, Patch(CODEC, ENCODE, f"{ENCODE}  {TIE}\n")),
+    "pow2_rounded_up": (
+        "quantize", GENERIC,
+        Patch(SIMD, "bits_as<VI>(scale) & static_cast<int32_t>(0xFF800000)",
+              "(bits_as<VI>(scale) + 0x7FFFFF) & static_cast<int32_t>(0xFF800000)"),
+    ),
+    "another_nan_byte": (
+        "quantize", GENERIC,
+        Patch(CODEC, "return magnitude > kInfBits ? 0x7F :", "return magnitude > kInfBits ? 0xFF :"),
+    ),
+    "e8m0_rounded_to_nearest": (
+        "quantize", GENERIC, Patch(CODEC, "const I up = (m > 0) &", "const I up = (m > 0x400000) &"),
+    ),
+    "nan_in_amax": (
+        "quantize", GENERIC,
+        Patch("core_cuda/cpu/simd.h", "{ return x > acc ? x : acc; }", "{ return (x > acc) | (x != x) ? x : acc; }"),
+    ),
+    "scales_one_by_one": (
+        "gemm", GENERIC,
+        Patch("core_cuda/cpu/simd_gemm.h", "p[i][j] * (splat(sa[i]) * s[j])", "p[i][j] * splat(sa[i]) * s[j]"),
+    ),
+    "bias_before_alpha": (
+        "gemm", GENERIC,
+        Patch("core_cuda/cpu/simd_gemm.h", "      r = e.alpha * r;\n", "      if (!e.bias) r = e.alpha * r;\n"),
+    ),
+}  # fmt: skip
+
+
+def test_the_pristine_build_passes(builder):
+    result = variants.run(builder.pristine(), "oracle")
+    report = result.pop("report")
+    assert set(result) == {"quantize", "dequantize", "gemm"}
+    assert not any(row["differ"] for row in result.values()), f"{report}: {result}"
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_caught(builder, name):
+    parts, source, patch = MUTANTS[name]
+    if name.startswith("flush") and platform.machine() != "x86_64":
+        pytest.skip("the mutant sets MXCSR, which only x86-64 has")
+    result = variants.run(builder.relinked(name, source, patch), "oracle")
+    for part in parts.split():
+        row = result[part]
+        assert row["differ"] > 0, f"{result['report']}: {name} passed all of {row['cases']} {part} cases"

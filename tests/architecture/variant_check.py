@@ -1,0 +1,144 @@
+"""The oracle's checks in short, run against whatever `diptych.core` comes first: `variant_check.py PACKAGE CHECK`.
+
+Prints one line of JSON: how many cases each part has, how many differ, and the first that does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+from core import runner
+
+import cases
+import oracle
+from diptych import core
+from diptych.common.formats import format_by_name
+from diptych.common.quantizers import Quantizer
+
+SHAPES = ((33, 65), (130, 257))
+VALUES = ("normal", "subnormal_input", "subnormal_result", "tiny", "huge", "inf_nan_mix", "all_nan", "ties_e4m3",
+          "ties_e5m2", "powers_of_two", "scale_edges")  # fmt: skip
+# A row that no kernel knows by name, and what the oracle has to compute for it.
+INVENTED = {
+    "invented_4x16": oracle.Fmt("e5m2", "float32", 4, 16, "divide", True),
+    "invented_mx_8x16": oracle.Fmt("e4m3", "e8m0", 8, 16, "e8m0_ceil", False),
+    "invented_mx_3x5": oracle.Fmt("e5m2", "e8m0", 3, 5, "e8m0_ceil", True),
+}
+
+
+class Tally:
+    def __init__(self):
+        self.parts: dict[str, dict] = {}
+
+    def add(self, part: str, check, *args) -> None:
+        row = self.parts.setdefault(part, {"cases": 0, "differ": 0, "first": ""})
+        row["cases"] += 1
+        try:
+            check(*args)
+        except AssertionError as e:
+            row["differ"] += 1
+            row["first"] = row["first"] or str(e)[:300]
+
+
+def check_quantize(be, x, want: oracle.Quantized, fmt: str, options: dict, label) -> None:
+    runner.same_quantized(runner.quantize(be, x, want, fmt, **options), want, label)
+
+
+def check_dequantize(be, copy: oracle.Copy, fmt: str, dtype: str, label) -> None:
+    want = np.ascontiguousarray(oracle.dequantize(copy, cases.INPUT_DTYPES[dtype]))
+    runner.same_bits(runner.dequantize(be, copy, fmt, dtype), want, label, nan_free=True)
+
+
+def check_gemm(case: cases.GemmCase) -> None:
+    a, b, bias, c = case.make()
+    qa = oracle.quantize(a, case.a_format).copy(case.a_columnwise)
+    qb = oracle.quantize(b, case.b_format).copy(case.b_columnwise)
+    more = {"alpha": case.alpha, "beta": case.beta, "bias": bias, "c": c}
+    want = oracle.gemm_cpu(qa, qb, out_dtype=cases.INPUT_DTYPES[case.out_dtype], **more)
+    got = runner.gemm(runner.Numpy(), qa, case.a_format, qb, case.b_format, case.mnk, out_dtype=case.out_dtype, **more)
+    runner.same_bits(got, want, case, nan_free=True)
+
+
+def oracle_checks() -> Tally:
+    tally, be = Tally(), runner.Numpy()
+    for case in cases.quantize_cases(dtypes=["float32", "bfloat16"], shapes=SHAPES, values=VALUES):
+        x, options = case.make(), {"pow2": case.pow2, "eps": case.eps}
+        want = oracle.quantize(x, case.format, **options)
+        tally.add("quantize", check_quantize, be, x, want, case.format, options, case)
+        tally.add("dequantize", check_dequantize, be, want.copy(), case.format, "float32", case)
+    for case in cases.gemm_cases(shapes=[(33, 20, 129)]):
+        tally.add("gemm", check_gemm, case)
+    return tally
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InventedQuantizer(Quantizer):
+    """What a user writes to quantize with a row that has no quantizer of its own."""
+
+    name: str
+
+    @property
+    def format(self):
+        return format_by_name(self.name)
+
+
+def invented_checks() -> Tally:
+    """Quantize and dequantize follow from the row; gemm has no kernel, and says so."""
+    tally, be = Tally(), runner.Numpy()
+    for name, fmt in INVENTED.items():
+        for turn, (shape, dtype) in enumerate((s, d) for s in cases.SHAPES for d in cases.INPUT_DTYPES):
+            for values in ("normal", "inf_nan_mix", "powers_of_two"):
+                options = {"pow2": turn % 2 == 1} if fmt.rule == "divide" else {}
+                x = cases.draw(f"{name}-{shape}-{dtype}-{values}", values, shape, dtype)
+                usage = ({}, {"rowwise": False}, {"columnwise": False})[turn % 3]
+                want = oracle.quantize(x, fmt, **options, **usage)
+                label = f"{name} {dtype}{shape} {values} {usage}"
+                for isa in runner.isas():
+                    with runner.setting(isa):
+                        tally.add(f"{name} quantize", check_quantize, be, x, want, name, options, f"{label} {isa}")
+                copy = want.copy("rowwise" in usage)
+                tally.add(f"{name} dequantize", check_dequantize, be, copy, name, dtype, label)
+        # The public face knows the row through the twin table and the shared shape rules alone.
+        x = cases.draw(f"{name}-face", "normal", (2, 13, 50), "float32")
+        q, want = core.quantize(x, InventedQuantizer(name=name)), oracle.quantize(x, fmt)
+        tally.add(f"{name} face", runner.same_bits, oracle.fold(q.rowwise_data), want.rowwise_data, name)
+        tally.add(f"{name} face", runner.same_bits, q.columnwise_scale_inv, want.columnwise_scale_inv, name)
+        y = oracle.dequantize(want.copy()).reshape(x.shape)
+        tally.add(f"{name} face", runner.same_bits, core.dequantize(q), np.ascontiguousarray(y), name)
+        tally.add(f"{name} gemm", check_miss, name, q)
+    return tally
+
+
+def check_miss(name: str, q) -> None:
+    calls = runner.want_calls("cpu.gemm")
+    try:
+        core.gemm(q, q)
+    except NotImplementedError as e:
+        message = str(e)
+    else:
+        raise AssertionError(f"gemm of {name} ran")
+    for word in ("gemm", name, "nearest", "cpu.gemm", "mxfp8_e4m3", "[2, 13, 50]"):
+        assert word in message, f"{word!r} is not in: {message}"
+    assert runner.want_calls("cpu.gemm") == calls, "a miss counted as a call"
+
+
+def main() -> None:
+    package, which = Path(sys.argv[1]), sys.argv[2]
+    loaded = Path(core._core.__file__)
+    assert package in loaded.parents, f"the variant in {package} was not loaded, but {loaded}"
+    maps = Path("/proc/self/maps")
+    if maps.exists():  # the module's kernels are those beside it
+        kernels = {line.split()[-1] for line in maps.read_text().splitlines() if "libdiptych" in line}
+        assert kernels == {str(loaded.with_name("libdiptych.so"))}, kernels
+    if which == "oracle":
+        core._core.set_isa("generic")  # mutants of a header recompile this set alone
+    tally = {"oracle": oracle_checks, "invented": invented_checks}[which]()
+    print(json.dumps({"report": cases.report_header(), **tally.parts}))
+
+
+if __name__ == "__main__":
+    main()
