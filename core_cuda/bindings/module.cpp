@@ -4,6 +4,7 @@
 
 #include "cpu/kernels.h"
 #include "cpu/pool.h"
+#include "diptych/warn.h"
 #include "dlpack_abi.h"
 #include "operand.h"
 #include "src/registry.h"
@@ -30,14 +31,21 @@ void raise(const Status& s) {
   }
 }
 
+void warn(const std::string& message) {
+  const py::object category = py::module_::import("diptych.common.errors").attr("EmulationWarning");
+  if (PyErr_WarnEx(category.ptr(), message.c_str(), 1) != 0) throw py::error_already_set();
+}
+
 template <typename Args>
 void run(Status (*op)(const Args&, const Execution&), const Args& args, Call& call) {
   const Execution exec = call.execution();
   Status status;
+  const WarningCollector warnings;
   {
     py::gil_scoped_release release;
     status = op(args, exec);
   }
+  for (const std::string& message : warnings.messages()) warn(message);
   raise(status);
 }
 

@@ -7,6 +7,7 @@
 // Every instruction set compiles its own copy of what follows, so that the linker cannot swap one set's for another's.
 #ifndef DIPTYCH_ISA
 #define DIPTYCH_ISA baseline
+#define DIPTYCH_LANES 1
 #endif
 #define DIPTYCH_INLINE inline __attribute__((always_inline))
 
@@ -45,7 +46,7 @@ struct E5M2 {
 // The low 7 bits of code with the sign of u; 0x7F where |u| is a NaN
 template <class I>
 DIPTYCH_INLINE I finish_code(I code, I u, I magnitude) {
-#if defined(__AVX512F__)
+#if DIPTYCH_LANES == 16 && defined(__x86_64__)
   if constexpr (sizeof(I) == 64) {  // one instruction selects bits and lanes
     const __m512i low = _mm512_set1_epi32(0x7F), sign = _mm512_srli_epi32((__m512i)u, 24);
     const __mmask16 number = _mm512_cmple_epi32_mask((__m512i)magnitude, _mm512_set1_epi32(kInfBits));

@@ -4,6 +4,8 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 
+#include <utility>
+
 #include "cpu/target.h"
 DIPTYCH_TARGET_BEGIN("avx2,fma,f16c")
 #define DIPTYCH_ISA avx2

@@ -17,7 +17,8 @@
 namespace diptych::cpu {
 namespace {
 
-constexpr int64_t kTileElements = 1 << 17;
+constexpr int64_t kTileElements = 1 << 17;  // of the second-level cache
+constexpr int64_t kNearElements = 1 << 12;  // of the first-level cache
 
 struct Plan {
   const Kernels& simd;
@@ -39,29 +40,32 @@ struct Tile {
   const char* next;  // the tile after this one, asked for while this one is computed; null: none
 };
 
-// Scales of the row of blocks that starts at row r of the tile: stored, and returned as one multiplier per block.
-const float* block_scales(const Plan& p, const BlockedCopy& copy, const Tile& t, int64_t r, int64_t rows) {
-  const int64_t blocks = ceil_div(t.cols, copy.cols);
-  const int64_t room = ceil_div(t.cols, 16) * 16;
+// Scales of `count` rows of blocks from row r of the tile on: stored, and returned as one multiplier per block.
+const float* block_scales(const Plan& p, const BlockedCopy& copy, const Tile& t, int64_t r, int64_t count) {
+  const int64_t blocks = ceil_div(t.cols, copy.cols), total = count * blocks;
+  const int64_t room = ceil_div(std::max(total, t.cols), 16) * 16;
   float* amax = scratch(Slot::scales).get<float>(4 * room);
   float *by = amax + room, *inv = by + room;
   uint8_t* code = reinterpret_cast<uint8_t*>(inv + room);
   const char* x = t.x + r * t.ld * bytes(p.dtype);
-  if (rows > 1) {
-    p.simd.column_amax(p.dtype, x, t.ld, rows, t.cols, amax);
+  if (copy.rows > 1) {
+    p.simd.column_amax(p.dtype, x, t.ld, std::min(copy.rows, t.rows - r), t.cols, amax);
     if (copy.cols > 1) p.simd.segment_amax(DType::f32, amax, t.cols, copy.cols, amax);
   } else {
-    p.simd.segment_amax(p.dtype, x, t.cols, copy.cols, amax);
+    for (int64_t i = 0; i < count; ++i, x += t.ld * bytes(p.dtype))
+      p.simd.segment_amax(p.dtype, x, t.cols, copy.cols, amax + i * blocks);
   }
-  p.simd.scales(p.scale, amax, blocks, by, inv, code);
+  p.simd.scales(p.scale, amax, total, by, inv, code);
 
-  const int64_t first = ((t.r0 + r) / copy.rows) * copy.step_i + (t.c0 / copy.cols) * copy.step_j;
-  if (p.format.scale == DType::f32) {
-    float* out = static_cast<float*>(copy.scale_inv) + first;
-    for (int64_t j = 0; j < blocks; ++j) out[j * copy.step_j] = inv[j];
-  } else {
-    uint8_t* out = static_cast<uint8_t*>(copy.scale_inv) + first;
-    for (int64_t j = 0; j < blocks; ++j) out[j * copy.step_j] = code[j];
+  int64_t at = ((t.r0 + r) / copy.rows) * copy.step_i + (t.c0 / copy.cols) * copy.step_j;
+  for (int64_t i = 0; i < total; i += blocks, at += copy.step_i) {
+    if (p.format.scale == DType::f32) {
+      float* out = static_cast<float*>(copy.scale_inv) + at;
+      for (int64_t j = 0; j < blocks; ++j) out[j * copy.step_j] = inv[i + j];
+    } else {
+      uint8_t* out = static_cast<uint8_t*>(copy.scale_inv) + at;
+      for (int64_t j = 0; j < blocks; ++j) out[j * copy.step_j] = code[i + j];
+    }
   }
   return by;
 }
@@ -76,15 +80,21 @@ void prefetch(const void* p, int64_t bytes) {
 void encode_tile(const Plan& p, const BlockedCopy& copy, Tile& t, uint8_t* out, int64_t ld) {
   const int64_t size = bytes(p.dtype);
   const bool strided = ld == p.k && t.cols < p.k;
-  const bool one = p.format.per_tensor();
-  const int64_t height = one ? t.rows : copy.rows, width = one ? t.cols : copy.cols;
-  for (int64_t r = 0; r < t.rows; r += height) {
-    const int64_t rows = std::min(height, t.rows - r);
-    const float* multiplier = one ? &p.tensor_scale : block_scales(p, copy, t, r, rows);
-    for (int64_t i = r; i < r + rows; ++i) {
-      if (t.next) prefetch<0>(t.next + i * p.k * size, t.cols * size);
-      if (strided) prefetch<1>(out + (i + 4) * ld, t.cols);
-      p.simd.encode(p.format.element, p.dtype, t.x + i * t.ld * size, multiplier, width, t.cols, out + i * ld);
+  const auto encode_row = [&](int64_t i, const float* multiplier, int64_t width) {
+    if (t.next) prefetch<0>(t.next + i * p.k * size, t.cols * size);
+    if (strided) prefetch<1>(out + (i + 4) * ld, t.cols);
+    p.simd.encode(p.format.element, p.dtype, t.x + i * t.ld * size, multiplier, width, t.cols, out + i * ld);
+  };
+  if (p.format.per_tensor()) {
+    for (int64_t i = 0; i < t.rows; ++i) encode_row(i, &p.tensor_scale, t.cols);
+  } else {
+    // Rows of one-row blocks are taken a few at a time, as many as stay in the first-level cache.
+    const int64_t count = copy.rows > 1 ? 1 : std::max<int64_t>(1, kNearElements / t.cols);
+    const int64_t blocks = ceil_div(t.cols, copy.cols);
+    for (int64_t r = 0; r < t.rows; r += count * copy.rows) {
+      const int64_t end = std::min(t.rows, r + count * copy.rows);
+      const float* multiplier = block_scales(p, copy, t, r, ceil_div(end - r, copy.rows));
+      for (int64_t i = r; i < end; ++i) encode_row(i, multiplier + (i - r) / copy.rows * blocks, copy.cols);
     }
   }
   t.next = nullptr;

@@ -2,6 +2,8 @@
 // Included by the isa_*.cpp files alone, inside their target region.
 #pragma once
 
+#include <utility>
+
 #include "cpu/codec.h"
 #include "diptych/dtype.h"
 
@@ -37,6 +39,14 @@ DIPTYCH_INLINE V load_as(const void* p) {
 
 DIPTYCH_INLINE VF splat(float v) { return v - VF{}; }  // not + : -0 stays -0
 DIPTYCH_INLINE VF abs(VF x) { return bits_as<VF>(bits_as<VI>(x) & 0x7FFFFFFF); }
+
+// The even (odd) lanes of a, then those of b
+template <int odd>
+DIPTYCH_INLINE VF every_other(VF a, VF b) {
+  return [&]<int... i>(std::integer_sequence<int, i...>) DIPTYCH_LAMBDA {
+    return __builtin_shufflevector(a, b, (2 * i + odd)...);
+  }(std::make_integer_sequence<int, kLanes>{});
+}
 
 #if DIPTYCH_LANES == 16 && defined(__x86_64__)
 DIPTYCH_INLINE VF max_skip_nan(VF x, VF acc) { return (VF)_mm512_max_ps((__m512)x, (__m512)acc); }  // NaN x: acc

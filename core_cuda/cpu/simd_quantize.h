@@ -25,16 +25,53 @@ inline float amax(DType dtype, const void* x, int64_t n) {
   return m;
 }
 
-inline void segment_amax(DType dtype, const void* x, int64_t n, int64_t segment, float* out) {
-  with_dtype(dtype, [&]<DType D>() DIPTYCH_LAMBDA {
-    if (segment == 1) {
-      sweep(n, [&](int64_t i, auto lanes) DIPTYCH_LAMBDA {
-        store<DType::f32>(out, i, max_skip_nan(abs(load<D>(x, i, lanes)), VF{}), lanes);
-      });
-    } else {
-      for (int64_t i = 0; i < n; i += segment) *out++ = amax_of<D>(x, i, n - i < segment ? n - i : segment);
+// Lane i of the result is the maximum of m[i]: each round halves the vectors, keeping their order.
+template <int N>
+DIPTYCH_INLINE VF max_of_each(VF (&m)[N]) {
+  if constexpr (N == 1) {
+    return m[0];
+  } else {
+    VF half[N / 2];
+    for (int i = 0; i < N / 2; ++i) half[i] = max_skip_nan(every_other<0>(m[2 * i], m[2 * i + 1]), every_other<1>(m[2 * i], m[2 * i + 1]));
+    return max_of_each(half);
+  }
+}
+
+// As many segments at a time as a vector has lanes. Returns how many elements are done.
+template <DType D>
+DIPTYCH_INLINE int64_t whole_segments(const void* x, int64_t n, int64_t segment, float*& out) {
+  int64_t i = 0;
+  for (; i + kLanes * segment <= n; out += kLanes) {
+    VF m[kLanes];
+    for (int j = 0; j < kLanes; ++j, i += segment) {
+      m[j] = max_skip_nan(abs(load<D>(x, i, AllLanes{})), VF{});
+      for (int64_t v = kLanes; v < segment; v += kLanes)
+        m[j] = max_skip_nan(abs(load<D>(x, i + v, AllLanes{})), m[j]);
     }
-  });
+    put(out, max_of_each(m), AllLanes{});
+  }
+  return i;
+}
+
+template <DType D>
+DIPTYCH_INLINE void segment_amax_of(const void* x, int64_t n, int64_t segment, float* out) {
+  int64_t i = 0;
+  if (segment == 1) {
+    sweep(n, [&](int64_t at, auto lanes) DIPTYCH_LAMBDA {
+      store<DType::f32>(out, at, max_skip_nan(abs(load<D>(x, at, lanes)), VF{}), lanes);
+    });
+    return;
+  }
+  if (segment == 32) {  // a length known when compiled needs no loop
+    i = whole_segments<D>(x, n, 32, out);
+  } else if (segment % kLanes == 0) {
+    i = whole_segments<D>(x, n, segment, out);
+  }
+  for (; i < n; i += segment) *out++ = amax_of<D>(x, i, n - i < segment ? n - i : segment);
+}
+
+inline void segment_amax(DType dtype, const void* x, int64_t n, int64_t segment, float* out) {
+  with_dtype(dtype, [&]<DType D>() DIPTYCH_LAMBDA { segment_amax_of<D>(x, n, segment, out); });
 }
 
 // Strips of eight vectors stay in registers down all rows.

@@ -5,6 +5,7 @@
 #include <atomic>
 
 #include "cpu/kernels.h"
+#include "diptych/warn.h"
 #ifdef DIPTYCH_WITH_CUDA
 #include "cuda/kernels.h"
 #endif
@@ -64,6 +65,7 @@ namespace {
 
 constexpr int kKernelCount = sizeof(kKernels) / sizeof(kKernels[0]);
 std::array<std::atomic<uint64_t>, kKernelCount> calls;
+std::array<std::atomic<FormatSet>, kKernelCount> warned;  // formats whose emulation was reported
 
 const char* name(Op op) {
   constexpr const char* names[] = {"amax", "quantize", "dequantize", "gemm", "bias_grad"};
@@ -126,6 +128,12 @@ Status run_first(Op op, FormatSet formats, const void* args, const Execution& ex
   const int i = find_row(op, formats, args, exec.device);
   if (i < 0) return miss(op, formats, exec, subject(args));
   calls[i].fetch_add(1, std::memory_order_relaxed);
+  if (kKernels[i].level == Level::emulated && (formats & ~warned[i].load(std::memory_order_relaxed)) != 0) {
+    warned[i].fetch_or(formats, std::memory_order_relaxed);
+    warn_once(std::string(name(op)) + " of " + join(names(formats)) + " runs emulated on sm_" +
+              std::to_string(arch_of(exec.device)) + " (" + kKernels[i].kernel + ": " + kKernels[i].note +
+              "), first with " + subject(args) + "; `diptych doctor` lists what runs natively");
+  }
   return kKernels[i].run(args, exec);
 }
 

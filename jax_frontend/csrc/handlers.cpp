@@ -6,8 +6,16 @@
 namespace diptych::xla_ffi {
 namespace {
 
+// A payload or scale of one byte may come as the byte that it is.
+TensorView typed(TensorView v, DType dtype) {
+  if (v.dtype == DType::u8 && bytes(dtype) == 1) v.dtype = dtype;
+  return v;
+}
+
 QuantizedView copy(int32_t format, bool columnwise, const TensorView& data, const TensorView& scale_inv) {
-  return {static_cast<FormatId>(format), columnwise, data, scale_inv};
+  const auto id = static_cast<FormatId>(format);
+  if (!valid(id)) return {id, columnwise, data, scale_inv};  // the core names it
+  return {id, columnwise, typed(data, row(id).element), typed(scale_inv, row(id).scale)};
 }
 
 // x -> amax

@@ -71,6 +71,9 @@ def test_dequantize_bits(device, fmt, shape):
             tools.same(dj.dequantize(q, dtype), expected, (side, dtype))
             tools.same(dequantize(q, dtype), expected, (side, dtype))
         tools.same(q.dequantize(), dj.dequantize(q))
+        raw = dj.quantize(jnp.asarray(x), tools.quantizer(fmt, **usage), as_bytes=True)
+        assert {v.dtype for v in jax.tree.leaves(raw)} <= {np.dtype(np.uint8), np.dtype(np.float32)}
+        tools.same(dj.dequantize(raw), dj.dequantize(q))
 
 
 @pytest.mark.parametrize("pair", cases.GEMM_PAIRS, ids="-".join)

@@ -126,7 +126,7 @@ def test_vmap_is_a_loop_bit_for_bit(recipe):
     text = tools.hlo(jax.vmap(lambda x: dj.dense(x, kernel, recipe=recipe)), x)
     weights = [line for line in text.splitlines() if "@diptych_quantize" in line and "tensor<33x65xf32>)" in line]
     gemm = next(line for line in text.splitlines() if "@diptych_gemm" in line)
-    assert len(weights) == 1 and "tensor<33x65xf8" in gemm and "tensor<3x33x65" not in text
+    assert len(weights) == 1 and "tensor<33x65xui8>" in gemm and "tensor<3x33x65" not in text
 
 
 @RECIPE

@@ -134,8 +134,7 @@ def test_6_attributes_are_typed_in_64_bit_mode_too():
 def test_6_one_attribute_too_many_or_of_another_type_is_refused():
     good = ffi.amax_attributes(ffi.Batch.none(1))
     errors = {
-        "expected S64 but got S32": good
-        | {"axes": np.int32(0)},  # before `good`, which is an equal key of JAX's caches
+        "expected S64 but got S32": good | {"axes": np.int32(0)},  # first: `good` is an equal key of JAX's caches
         "expected 3 attributes but got 4": good | {"more": np.int32(1)},
         "expected 3 attributes but got 1": {"version": np.int32(1)},
     }
@@ -156,7 +155,7 @@ def test_7_vmap_takes_each_examples_own_amax_and_copies_no_weight():
     f = jax.vmap(lambda x: dj.dense(x, kernel, recipe=recipe))
     tools.same(jax.jit(f)(x), jnp.stack([dj.dense(v, kernel, recipe=recipe) for v in x]))
     gemm = next(line for line in tools.hlo(f, x).splitlines() if "@diptych_gemm" in line)
-    assert "tensor<48x64xf8E4M3FN>" in gemm and "tensor<3x48x64" not in tools.hlo(f, x)
+    assert "tensor<48x64xui8>" in gemm and "tensor<3x48x64" not in tools.hlo(f, x)
 
 
 def test_9_errors_are_python_errors_while_tracing():
@@ -187,14 +186,14 @@ def test_11_no_host_callback_and_no_hidden_memory(recipe, monkeypatch):
     assert set(re.findall(r'custom_call_target="([^"]*)"', text)) == set(tools.custom_calls(text))
     assert not re.search(r"\b(infeed|outfeed|send|recv)\(", text)
     # CUDA alone takes a workspace, as one more result, sized by the shape.
-    monkeypatch.setattr(primitives._core, "gemm_workspace_bytes", lambda m, n, k: m * n * k)
+    monkeypatch.setattr(primitives._core, "gemm_workspace_bytes", lambda m, n, k, epilogue: m * n * k + epilogue)
     monkeypatch.setattr(primitives._core, "bias_grad_workspace_bytes", lambda m, n: m + n)
     lowered = {
         platform: jax.jit(functools.partial(train, recipe)).trace(*args).lower(lowering_platforms=(platform,)).as_text()
         for platform in ("cpu", "cuda")
     }
-    extra = [f"tensor<{size}xui8>" for size in (16 * 48 * 32, 16 + 48)]
-    assert all(e in lowered["cuda"] for e in extra) and "xui8>" not in lowered["cpu"]
+    extra = [f"tensor<{size}xui8>" for size in (16 * 48 * 32 + 1, 16 * 48 * 32, 16 + 48)]
+    assert all(e in lowered["cuda"] for e in extra) and not any(e in lowered["cpu"] for e in extra)
     assert tools.custom_calls(lowered["cuda"]) == tools.custom_calls(lowered["cpu"])
 
 
@@ -251,13 +250,42 @@ def test_11_runs_inside_command_buffers(recipe):
 def test_12_remat_that_saves_the_quantized_copies_does_not_quantize_again(recipe):
     args = tools.normal("x", (16, 32)), tools.normal("kernel", (48, 32)), tools.normal("bias", (48,))
 
-    def ran(policy):
+    def count(policy):  # before XLA merges what it finds twice
         f = jax.checkpoint(lambda *a: jnp.tanh(dj.dense(*a, recipe=recipe)).sum(), policy=policy)
-        before = {op: tools.calls(op) for op in ("quantize", "gemm")}
-        jax.block_until_ready(jax.jit(jax.value_and_grad(f, (0, 1, 2)))(*args))
-        return {op: tools.calls(op) - n for op, n in before.items()}
+        jaxpr = jax.make_jaxpr(jax.value_and_grad(f, (0, 1, 2)))(*args).jaxpr
+        return len(tools.eqns(jaxpr, "diptych_quantize")), len(tools.eqns(jaxpr, "diptych_gemm"))
 
     policies = jax.checkpoint_policies
-    assert ran(policies.save_only_these_names(dj.CHECKPOINT_NAME)) == {"quantize": 3, "gemm": 4}
-    assert ran(policies.dots_saveable) == ran(None) == {"quantize": 5, "gemm": 4}
-    assert ran(policies.everything_saveable) == {"quantize": 3, "gemm": 3}
+    assert count(policies.save_only_these_names(dj.CHECKPOINT_NAME)) == (3, 4)
+    assert count(policies.dots_saveable) == count(None) == (5, 4)
+    assert count(policies.everything_saveable) == (3, 3)
+
+
+def save_quantized(prim, *_, **__):
+    return prim is primitives.quantize_p
+
+
+POLICIES = {
+    "none": None,
+    "names": jax.checkpoint_policies.save_only_these_names(dj.CHECKPOINT_NAME),
+    "other names": jax.checkpoint_policies.save_anything_except_these_names(dj.CHECKPOINT_NAME),
+    "dots": jax.checkpoint_policies.dots_saveable,
+    "everything": jax.checkpoint_policies.everything_saveable,
+    "quantized": save_quantized,
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+def test_12_what_remat_saves_is_not_rounded(recipe, policy):
+    """JAX sends saved values of a float dtype through `reduce_precision`, which spoils FP8 and E8M0; bytes it leaves."""
+    args = tools.normal("x", (16, 32)), tools.normal("kernel", (48, 32)), tools.normal("bias", (48,))
+
+    def f(*a):
+        return (dj.dense(*a, recipe=recipe) ** 2).sum()
+
+    want = jax.jit(jax.grad(f, (0, 1, 2)))(*args)
+    for wrap in (lambda g: g, jax.jit):
+        tools.same_tree(wrap(jax.grad(jax.checkpoint(f, policy=POLICIES[policy]), (0, 1, 2)))(*args), want)
+    rounded = jax.jit(lambda v: jax.lax.reduce_precision(v, 4, 3))(jnp.asarray([300.0], jnp.float8_e4m3fn))
+    assert policy != "names" or jnp.isnan(rounded).all()  # where this ends, as_bytes may go

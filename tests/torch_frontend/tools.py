@@ -108,7 +108,7 @@ def oracle_linear(recipe: Recipe, x, weight, bias, dy) -> dict[str, np.ndarray]:
         "dw": oracle.gemm_cpu(qdy.copy(columnwise=True), qx.copy(columnwise=True), out_dtype=w_dtype),
     }
     if np_bias is not None:
-        out["db"] = oracle.bias_grad_cpu(to_numpy(dy), np_bias.dtype)
+        out["db"] = oracle.bias_grad(to_numpy(dy), np_bias.dtype)
     return out
 
 

@@ -1,8 +1,8 @@
 """The comparison of two frameworks: the same model, weights and batches, in high precision and by a recipe.
 
-Two parts. The first steps are traced: every diptych op of the first framework is replayed in the second on the recorded
-inputs, and both trajectories are compared in bits. Then four runs train to the end and are judged by their losses and by
-the kernel registry's counts. Everything found goes into one plain dictionary, which is what the report shows.
+Two parts. The first steps are traced: every diptych op of the first framework is replayed in the second on the
+recorded inputs, and both trajectories are compared in bits. Then four runs train to the end and are judged by their
+losses and by the kernel registry's counts. Everything found goes into one plain dictionary, which the report shows.
 """
 
 from __future__ import annotations
@@ -78,10 +78,12 @@ class Check:
 Say = Callable[[str], None]
 
 
-def compare(pair: tuple[Frontend, Frontend], data: ByteData, options: Options, say: Say, progress: bool) -> dict[str, Any]:
+def compare(
+    pair: tuple[Frontend, Frontend], data: ByteData, options: Options, say: Say, progress: bool
+) -> dict[str, Any]:
     """Runs the whole comparison of a pair of frontends.
 
-    **Returns:** plain data: "checks", "runs", "trace", "replay", "framework_ops", "entropy", "seconds" and the settings.
+    **Returns:** plain data: "checks", "runs", "trace", "replay", "framework_ops", "entropy", "seconds", settings.
     """
     began = time.perf_counter()
     data.check(options.model.seq)
@@ -103,7 +105,11 @@ def compare(pair: tuple[Frontend, Frontend], data: ByteData, options: Options, s
         "losses_part": _losses_part(pair, runs, options),
         "entropy": data.unigram_entropy,
         "frameworks": [f.name for f in pair],
-        "recipe": {"name": options.recipe_name, "value": repr(options.recipe), "fingerprint": options.recipe.fingerprint},
+        "recipe": {
+            "name": options.recipe_name,
+            "value": repr(options.recipe),
+            "fingerprint": options.recipe.fingerprint,
+        },
         "model": dataclasses.asdict(options.model) | {"parameters": options.model.parameters},
         "optimizer": dataclasses.asdict(options.optim),
         "settings": dataclasses.asdict(options.settings) | {"device": options.device, "compile": options.compile},
@@ -219,6 +225,7 @@ def _step_data(step: int, a: StepTrace, b: StepTrace, labelled: list[list[Labell
     ours, theirs = labelled
     by_key = {(item.linear, item.role): item.op for item in theirs}
     found: dict[str, list[tuple[str, Difference]]] = {}
+    far: dict[str, float] = {}  # largest relative distance of a tensor, where its elements are numbers of their own
     for item in sorted(ours, key=lambda i: ROLES.index(i.role)):
         other = by_key.get((item.linear, item.role))
         if other is None:
@@ -229,15 +236,18 @@ def _step_data(step: int, a: StepTrace, b: StepTrace, labelled: list[list[Labell
             else:
                 what = f"{item.role} result"
             found.setdefault(what, []).append((item.linear, difference(bits, other.outputs[name])))
+            if bits.dtype == "float32" and item.role not in _WHAT:
+                pair = (bits.data.view(np.float32), other.outputs[name].data.view(np.float32))
+                far[what] = max(far.get(what, 0.0), _relative(*pair))
     for name, grad in a.gradients.items():
-        found.setdefault("parameter gradients", []).append((name, difference(Bits.of(grad), Bits.of(b.gradients[name]))))
+        parts = found.setdefault("parameter gradients", [])
+        parts.append((name, difference(Bits.of(grad), Bits.of(b.gradients[name]))))
+    far["parameter gradients"] = max(_relative(g, b.gradients[name]) for name, g in a.gradients.items())
     rows = []
     for what, parts in found.items():
         where = next((name for name, part in parts if not part.equal), None)
-        rows.append({"what": what, **_counts([part for _, part in parts]), "first": where})
-    relative = max(_relative(g, b.gradients[name]) for name, g in a.gradients.items())
-    return {"step": step, "losses": [a.loss, b.loss], "loss_ulp": _loss_ulp(a.loss, b.loss), "rows": rows,
-            "gradient_relative": relative}  # fmt: skip
+        rows.append({"what": what, **_counts([part for _, part in parts]), "first": where, "relative": far.get(what)})
+    return {"step": step, "losses": [a.loss, b.loss], "loss_ulp": _loss_ulp(a.loss, b.loss), "rows": rows}
 
 
 def _loss_ulp(x: float, y: float) -> int:

@@ -85,7 +85,7 @@ def _python_version() -> str:
 
 
 def _walk(root: pathlib.Path, suffix: str) -> list[pathlib.Path]:
-    """Files below `root` in sorted order, without hidden ones, caches, packages and tests, which installations vary in."""
+    """Files below `root` in sorted order, without what installations vary in: hidden files, packages and tests."""
     found = []
     for folder, dirs, files in os.walk(root):
         dirs[:] = sorted(d for d in dirs if d not in _SKIPPED_DIRS and not d.startswith("."))

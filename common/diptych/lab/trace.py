@@ -178,9 +178,8 @@ def difference(a: Bits, b: Bits) -> Difference:
 
 def merge(parts: list[Difference]) -> Difference:
     """Totals over several tensors; `first` is not kept."""
-    return Difference(
-        sum(p.elements for p in parts), sum(p.differing for p in parts), max((p.max_ulp for p in parts), default=0), None
-    )
+    worst = max((p.max_ulp for p in parts), default=0)
+    return Difference(sum(p.elements for p in parts), sum(p.differing for p in parts), worst, None)
 
 
 # --- the framework's own ops between the linears ---

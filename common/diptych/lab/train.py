@@ -9,9 +9,9 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from diptych import core
 from tqdm import tqdm
 
+from diptych import core
 from diptych.lab import checkpoint as ckpt
 from diptych.lab.data import ByteData
 from diptych.lab.frontend import Frontend
@@ -80,8 +80,8 @@ def run(
     """Trains one job from its seed, or on from a checkpoint.
 
     **Arguments:** `checkpoint`: where to write one, every `settings.checkpoint_every` steps and at the end. `resume`: a
-    checkpoint to continue. `stop_after`: end after this many updates in all, short of `job.optim.steps`. `on_step`: told
-    (updates so far, loss, validation loss where one was taken).
+    checkpoint to continue. `stop_after`: end after this many updates in all, short of `job.optim.steps`. `on_step`: is
+    told (updates so far, loss, validation loss where one was taken).
 
     **Returns:** a `RunResult`, with the losses from before a resume in front.
 
@@ -105,14 +105,15 @@ def run(
     core.reset_calls()
     began, evaluated = time.perf_counter(), 0
     durations: list[float] = []
-    with tqdm(total=last, initial=min(first, last), desc=name or frontend.name, disable=not progress, unit="step") as bar:
+    name = name or frontend.name
+    with tqdm(total=last, initial=min(first, last), desc=name, disable=not progress, unit="step") as bar:
         for step in range(first, last):
             batch = data.batch(settings.seed, step, settings.batch, job.model.seq)
             at = time.perf_counter()
             loss = trainer.step(batch)
             durations.append(time.perf_counter() - at)
             if not np.isfinite(loss):
-                raise TrainingError(f"{name or frontend.name}: the loss of step {step} is {loss}; try a smaller --lr")
+                raise TrainingError(f"{name}: the loss of step {step} is {loss}; try a smaller --lr")
             losses.append(loss)
             done, held_loss = step + 1, None
             if done in evaluations:
@@ -129,7 +130,7 @@ def run(
                 record = ckpt.Checkpoint(trainer.state(), np.array(losses), validation, ours, frontend.name)
                 ckpt.save(checkpoint, record)
     return RunResult(
-        name or frontend.name,
+        name,
         np.array(losses),
         validation,
         time.perf_counter() - began,

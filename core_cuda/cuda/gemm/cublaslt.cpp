@@ -4,7 +4,6 @@
 // their contiguous axis (the only form FP8 has before Blackwell). The algorithm is a function of the Key alone:
 // alignments and the workspace size are constants, and partial sums of a split stay in float32.
 #include <compare>
-#include <cstdio>
 #include <map>
 #include <mutex>
 #include <optional>
@@ -12,6 +11,7 @@
 #include "cuda/device.h"
 #include "cuda/gemm/cublaslt_library.h"
 #include "cuda/gemm/finish.h"
+#include "diptych/warn.h"
 
 namespace diptych::cuda {
 namespace {
@@ -278,14 +278,6 @@ Status find_route(const Api& api, const GemmArgs& args, const Problem& p, Route*
   r->acc_in_d = r->own_epilogue && args.d.dtype == DType::f32 && !beta;
   if (r->own_epilogue) r->key.out = DType::f32;
   return find_plan(api, r->key, &r->plan, &r->handle);
-}
-
-// One line per process and reason: the emulated row takes over, which must not pass unseen.
-void warn_once(const std::string& message) {
-  static std::mutex mutex;
-  static std::map<std::string, bool> seen;
-  const std::lock_guard lock(mutex);
-  if (seen.emplace(message, true).second) std::fprintf(stderr, "diptych: warning: %s\n", message.c_str());
 }
 
 std::string shape_text(const GemmArgs& args, const Problem& p) {

@@ -70,12 +70,14 @@ def amax(x: Array) -> Array:
     return primitives.amax(_array("amax", "x", x))
 
 
-def quantize(x: Array, quantizer: Quantizer, *, amax: Array | None = None) -> QuantizedArray:
+def quantize(x: Array, quantizer: Quantizer, *, amax: Array | None = None, as_bytes: bool = False) -> QuantizedArray:
     """Quantizes `x` as `quantizer` says (NUMERICS 2-4).
 
     **Arguments:** `x`: [..., K] float32, bfloat16 or float16; leading dimensions fold into rows. `quantizer`: which
     format, with which options, and which copies. `amax`: float32 [1] or a scalar, used instead of the tensor's own
-    (per-tensor formats), for instance one that is reduced over a mesh axis.
+    (per-tensor formats), for instance one that is reduced over a mesh axis. `as_bytes`: payloads and E8M0 scales come
+    as uint8 (JAX only). Residuals of a function of your own under `jax.checkpoint` need it: what JAX saves there and
+    also uses, it rounds with `lax.reduce_precision`, which turns large E4M3 values and all E8M0 scales into NaN.
 
     **Returns:** a `QuantizedArray`.
 
@@ -91,7 +93,7 @@ def quantize(x: Array, quantizer: Quantizer, *, amax: Array | None = None) -> Qu
         amax = jnp.asarray(amax, jnp.float32) if isinstance(amax, (int, float)) else jnp.asarray(amax)
         if amax.ndim == 0:
             amax = amax.reshape(1)
-    return from_buffers(primitives.quantize(x, amax, quantizer), quantizer, x.shape, x.dtype)
+    return from_buffers(primitives.quantize(x, amax, quantizer, as_bytes), quantizer, x.shape, x.dtype)
 
 
 def dequantize(q: QuantizedArray, dtype: Any = None) -> Array:

@@ -1,6 +1,6 @@
 """The demo model as a JAX user writes it: a byte-level GPT of pure functions over a dictionary of parameters.
 
-Every linear of a block goes through an injected `linear(name, x, weight, bias)`, by default `diptych.jax.dense` with one
+Every linear of a block goes through an injected `linear(name, x, weight, bias)`, usually `diptych.jax.dense` with one
 recipe; embedding and head stay in high precision, as is usual. `diptych/torch/gpt.py` is the same model in torch.
 """
 
@@ -69,7 +69,7 @@ def cross_entropy(logits: Array, targets: Array) -> Array:
 
 
 def block(p: Params, prefix: str, x: Array, heads: int, linear: Linear) -> Array:
-    """One pre-norm transformer block; names its activations for remat policies and for whoever wants to look at them."""
+    """One pre-norm transformer block. Its activations have names, for remat policies and for whoever looks at them."""
 
     def name(suffix: str, value: Array) -> Array:
         return checkpoint_name(value, prefix + suffix)

@@ -88,7 +88,8 @@ class _Saved:
 
 def _quantize(recipe: Recipe, tensor: str, x: Array, rowwise: bool, columnwise: bool) -> QuantizedArray:
     quantizer = recipe.quantizer(QuantizerRole(module="linear", tensor=tensor))
-    return functional.quantize(x, quantizer.with_usage(rowwise=rowwise, columnwise=columnwise))
+    # As bytes, so that no remat policy rounds them; see functional.quantize.
+    return functional.quantize(x, quantizer.with_usage(rowwise=rowwise, columnwise=columnwise), as_bytes=True)
 
 
 def _columnwise_only(q: QuantizedArray) -> QuantizedArray:

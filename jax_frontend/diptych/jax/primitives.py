@@ -5,6 +5,7 @@ Here are shapes, types, batching and lowering; what users call is in `functional
 - Sizes and dtypes are checked while tracing, by the rules of `diptych.common.shapes`; nothing here branches on a size.
 - A vmapped axis never copies an operand: the handlers walk it, and stand still on operands that lack it.
 - A result varies over the mesh axes that its operands vary over, so that shard_map notices a forgotten `pmax`.
+- A payload or scale of one byte may also be a uint8 array of its bytes, which nothing in JAX takes for numbers.
 - A primitive is **not** differentiable; `diptych.jax.dense` defines what a derivative means here.
 """
 
@@ -45,7 +46,7 @@ def check_high_precision(op: str, arg: str, dtype: Any, shape: Any) -> None:
 
 
 def _check_dtype(op: str, arg: str, aval: Aval, name: str) -> None:
-    if aval.dtype.name != name:
+    if aval.dtype.name != name and not (aval.dtype.name == "uint8" and dtype_of(name).itemsize == 1):
         raise DTypeError(f"{op}: {arg} must be {name}, got {aval.dtype.name}{list(aval.shape)}")
 
 
@@ -166,7 +167,7 @@ def amax(x: Array) -> Array:
 # --- quantize ---
 
 
-def _quantize_abstract(*avals: Aval, batch: Batch, quantizer: Quantizer) -> Any:
+def _quantize_abstract(*avals: Aval, batch: Batch, quantizer: Quantizer, as_bytes: bool) -> Any:
     x, fmt = avals[0], quantizer.format
     shape = _own_shape(x, batch.axes[0])
     check_high_precision(f"quantize ({fmt.name})", "x", x.dtype, shape)
@@ -182,21 +183,22 @@ def _quantize_abstract(*avals: Aval, batch: Batch, quantizer: Quantizer) -> Any:
             continue
         # A given amax fixes the scales by itself: reduced over a mesh axis, they no longer vary there.
         sources = avals[1:] if len(avals) == 2 and not buffer.name.endswith("data") else avals
-        outs.append(_result(sources, (*front, *buffer.shape), buffer.dtype))
+        dtype = "uint8" if as_bytes and dtype_of(buffer.dtype).itemsize == 1 else buffer.dtype
+        outs.append(_result(sources, (*front, *buffer.shape), dtype))
     return outs
 
 
-def _quantize_attributes(avals: Any, batch: Batch, quantizer: Quantizer) -> Any:
+def _quantize_attributes(avals: Any, batch: Batch, quantizer: Quantizer, as_bytes: bool) -> Any:
     return ffi.quantize_attributes(batch, quantizer.spec, len(avals) == 2, quantizer.rowwise, quantizer.columnwise)
 
 
 quantize_p = _primitive("quantize", _quantize_abstract, _quantize_attributes)
 
 
-def quantize(x: Array, amax: Array | None, quantizer: Quantizer) -> dict[str, Array]:
+def quantize(x: Array, amax: Array | None, quantizer: Quantizer, as_bytes: bool = False) -> dict[str, Array]:
     """The buffers of `shapes.quantize_buffers` by name; `amax` is the given one where one is given."""
     args = (x,) if amax is None else (x, amax)
-    outs = quantize_p.bind(*args, batch=Batch.none(len(args)), quantizer=quantizer)
+    outs = quantize_p.bind(*args, batch=Batch.none(len(args)), quantizer=quantizer, as_bytes=as_bytes)
     names = [b.name for b in shapes.quantize_buffers(x.shape, quantizer)]
     return dict(zip(names, outs if amax is None else [*outs, amax], strict=True))
 

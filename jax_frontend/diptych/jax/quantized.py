@@ -41,6 +41,7 @@ class QuantizedArray:
     `rowwise_data` has the tensor's shape; `columnwise_data` is [K, M] where the format transposes, M being the product
     of `leading`. Scales are logical row-major, [1] for per-tensor formats. A copy that was not made is None, and so is
     `amax` where the format has none. `columnwise_amax` is for formats whose columnwise copy has an amax of its own.
+    Payloads and E8M0 scales may be uint8 arrays of their bytes (`quantize(as_bytes=True)`); every op takes both.
     `leading` and `dtype` are those of the tensor that was quantized, without axes that transformations added.
     """
 

@@ -402,7 +402,11 @@ def _direct(*tensors: Tensor | None) -> bool:
     if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
         return False
     for t in tensors:
-        if t is not None and ((type(t) is not Tensor and type(t) is not Parameter) or t.is_meta or t.is_neg()):
+        if t is None:
+            continue
+        if type(t) is not Tensor and type(t) is not Parameter:
+            return False
+        if t.is_meta or t.is_neg() or t.layout is not torch.strided:
             return False
     return not torch.jit.is_tracing()
 

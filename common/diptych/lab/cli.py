@@ -1,0 +1,314 @@
+"""The command `diptych`: doctor, train, compare."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import pathlib
+import shlex
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from diptych.common import RECIPES, CheckpointError, DeviceError, ShapeError, UnsupportedError
+from diptych.lab.data import DEFAULT_CAP, ByteData, DataError, load
+from diptych.lab.job import Corruption, Job, ModelConfig, OptimConfig
+
+if TYPE_CHECKING:
+    from diptych.lab.train import Settings
+
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+FRAMEWORKS = ("torch", "jax")
+
+
+class InputError(ValueError):
+    """Arguments that cannot be served; the message says which and why."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command. Returns 0, 1 for a failed check or run, 2 for bad input."""
+    arguments = sys.argv[1:] if argv is None else list(argv)
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    try:
+        return args.run(args, arguments)
+    except (InputError, DataError, CheckpointError, DeviceError, ShapeError, UnsupportedError, OSError) as e:
+        return _fail(args.command, e, BAD_INPUT)
+    except RuntimeError as e:
+        if type(e).__name__ in ("FrontendError", "TrainingError"):
+            return _fail(args.command, e, BAD_INPUT if type(e).__name__ == "FrontendError" else FAILED)
+        raise
+    except KeyboardInterrupt:
+        return _fail(args.command, "interrupted", INTERRUPTED)
+
+
+def _fail(command: str, what: object, status: int) -> int:
+    print(f"diptych {command}: error: {what}", file=sys.stderr)
+    return status
+
+
+# --- arguments ---
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="diptych", description="Low-precision training with the same kernels and bits in PyTorch and JAX."
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    doctor = commands.add_parser("doctor", help="what this machine runs natively, emulated or not at all, and why")
+    doctor.add_argument("--json", action="store_true", help="machine-readable output")
+    doctor.set_defaults(run=_doctor)
+
+    train = commands.add_parser("train", help="train the demo model in one framework", formatter_class=_Formatter)
+    train.add_argument("--framework", choices=FRAMEWORKS, required=True, help="where to train")
+    train.add_argument("--recipe", choices=("none", *RECIPES), default="fp8-current", help="none is high precision")
+    _shared(train, "runs/train-FRAMEWORK-RECIPE")
+    train.add_argument(
+        "--checkpoint-every",
+        type=_natural,
+        default=100,
+        metavar="N",
+        help="steps between checkpoints; 0: at the end only",
+    )
+    train.add_argument(
+        "--resume", type=pathlib.Path, metavar="PATH", help="continue this checkpoint, or the one in this folder"
+    )
+    train.add_argument(
+        "--stop-after", type=_positive, metavar="N", help="stop early, after N steps in all; --resume goes on"
+    )
+    train.add_argument("--overwrite", action="store_true", help="start anew although --out holds a checkpoint")
+    train.set_defaults(run=_train)
+
+    compare = commands.add_parser(
+        "compare",
+        help="train in torch and JAX, in high precision and low, and report how closely they agree",
+        formatter_class=_Formatter,
+    )
+    compare.add_argument("--recipe", choices=tuple(RECIPES), default="fp8-current", help="the low precision")
+    _shared(compare, "runs/compare-RECIPE")
+    compare.add_argument(
+        "--trace-steps", type=_positive, default=3, metavar="N", help="first steps to record and replay"
+    )
+    compare.add_argument(
+        "--corrupt-scale",
+        nargs="?",
+        const="torch",
+        choices=FRAMEWORKS,
+        metavar="FRAMEWORK",
+        help="self-test: corrupt one layer's weight scale in this framework's low-precision run (torch where none is "
+        "named); the comparison must then fail",
+    )
+    compare.set_defaults(run=_compare)
+    return parser
+
+
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, but not `None` ones."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
+def _shared(p: argparse.ArgumentParser, out: str) -> None:
+    model, optim = ModelConfig(), OptimConfig()
+    p.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    p.add_argument(
+        "--data",
+        type=pathlib.Path,
+        metavar="FILE_OR_DIR",
+        help="bytes to train on; without it the source of Python's standard library",
+    )
+    p.add_argument("--data-cap", type=_positive, default=DEFAULT_CAP, metavar="BYTES", help="bytes read at most")
+    p.add_argument("--out", type=pathlib.Path, metavar="DIR", help=f"folder for results; without it {out}")
+    p.add_argument("--steps", type=_positive, default=optim.steps)
+    p.add_argument("--seed", type=_natural, default=0, help="of weights and batches")
+    p.add_argument("--batch", type=_positive, default=8, help="sequences a step")
+    p.add_argument("--lr", type=_rate, default=optim.lr, help="largest learning rate")
+    p.add_argument(
+        "--eval-every", type=_natural, default=50, metavar="N", help="steps between validations; 0: at the end only"
+    )
+    p.add_argument("--eval-batches", type=_positive, default=16, metavar="N", help="validation batches")
+    group = p.add_argument_group("model")
+    group.add_argument("--width", type=_positive, default=model.width)
+    group.add_argument("--layers", type=_positive, default=model.layers)
+    group.add_argument("--heads", type=_positive, default=model.heads)
+    group.add_argument("--seq", type=_positive, default=model.seq, help="bytes a sequence")
+    p.add_argument("--threads", type=_positive, default=2, help="torch's CPU threads")
+    p.add_argument("--no-compile", action="store_true", help="without torch.compile and jax.jit of the step")
+    p.add_argument("--quiet", action="store_true", help="no progress bars")
+
+
+def _positive(text: str) -> int:
+    return _integer(text, 1)
+
+
+def _natural(text: str) -> int:
+    return _integer(text, 0)
+
+
+def _integer(text: str, least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+    if value < least:
+        raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
+    return value
+
+
+def _rate(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"must be positive and finite, got {text}")
+    return value
+
+
+# --- commands ---
+
+
+def _doctor(args: argparse.Namespace, _: list[str]) -> int:
+    from diptych.lab import doctor
+
+    found = doctor.diagnose()
+    print(json.dumps(found, indent=1) if args.json else doctor.as_text(found))
+    return 0
+
+
+def _configs(args: argparse.Namespace) -> tuple[ModelConfig, OptimConfig, Settings, ByteData]:
+    _need_lab_packages()
+    from diptych.lab.train import Settings
+
+    try:
+        model = ModelConfig(width=args.width, layers=args.layers, heads=args.heads, seq=args.seq)
+        optim = OptimConfig(lr=args.lr, steps=args.steps)
+    except ValueError as e:
+        raise InputError(str(e)) from e
+    settings = Settings(
+        seed=args.seed,
+        batch=args.batch,
+        eval_every=args.eval_every,
+        eval_batches=args.eval_batches,
+        checkpoint_every=getattr(args, "checkpoint_every", 0),
+    )
+    data = load(args.data, cap=args.data_cap)
+    data.check(model.seq)
+    return model, optim, settings, data
+
+
+def _need_lab_packages() -> None:
+    for name in ("tqdm", "matplotlib", "jinja2"):
+        try:
+            __import__(name)
+        except ImportError as e:
+            raise InputError(f"this command needs {name} ({e}); install it with: pip install 'diptych[lab]'") from e
+
+
+def _frontend(name: str, device: str) -> Any:
+    from diptych import core
+    from diptych.lab import frontend
+
+    if device == "cuda" and not core.build_info()["cuda"]:
+        raise InputError(
+            "--device cuda: this build of diptych has no CUDA backend; rebuild it with nvcc (DIPTYCH_CUDA=on)"
+        )
+    return frontend.require(name, device)
+
+
+def _folder(path: pathlib.Path) -> pathlib.Path:
+    if path.exists() and not path.is_dir():
+        raise InputError(f"--out {path}: exists and is not a folder")
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _train(args: argparse.Namespace, _: list[str]) -> int:
+    model, optim, settings, data = _configs(args)
+    from diptych.lab import checkpoint, train
+
+    frontend = _frontend(args.framework, args.device)
+    recipe = RECIPES.get(args.recipe)
+    job = Job(
+        model=model, optim=optim, recipe=recipe, device=args.device, compile=not args.no_compile, threads=args.threads
+    )
+    resumed = args.resume
+    home = resumed if resumed is None or resumed.is_dir() else resumed.parent
+    folder = _folder(args.out or home or pathlib.Path(f"runs/train-{args.framework}-{args.recipe}"))
+    target = folder / checkpoint.FILE_NAME
+    if target.exists() and not args.overwrite and (resumed is None or home.resolve() != folder.resolve()):
+        raise InputError(
+            f"{target} exists: --resume {folder} continues it, --overwrite starts anew, --out DIR keeps it"
+        )
+    name = f"{args.framework} {args.recipe}"
+    print(f"{name} on {args.device}: {model.parameters} parameters, {data.source}, {data.files} files")
+    result = train.run(
+        frontend,
+        job,
+        data,
+        settings,
+        name=name,
+        checkpoint=target,
+        resume=resumed,
+        stop_after=args.stop_after,
+        progress=_bars(args),
+    )
+    summary = {
+        "framework": args.framework,
+        "recipe": args.recipe,
+        "device": args.device,
+        "steps": len(result.losses),
+        "losses": result.losses.tolist(),
+        "validation": {str(k): v for k, v in result.validation.items()},
+        "unigram_entropy": data.unigram_entropy,
+        "kernel_calls": result.calls,
+        "seconds": result.seconds,
+        "seconds_per_step": result.step_seconds,
+        "versions": frontend.versions(),
+    }
+    (folder / "results.json").write_text(json.dumps(summary, indent=1))
+    if result.validation:
+        print(f"validation loss {result.final:.4f} nats per byte (unigram entropy {data.unigram_entropy:.4f})")
+    print(f"{len(result.losses)} of {optim.steps} steps; {result.seconds:.0f} s; {target}")
+    return 0
+
+
+def _bars(args: argparse.Namespace) -> bool:
+    return not args.quiet and sys.stderr.isatty()
+
+
+def _compare(args: argparse.Namespace, arguments: list[str]) -> int:
+    model, optim, settings, data = _configs(args)
+    from diptych.lab import compare, report
+
+    corruption = Corruption(f"blocks.{model.layers - 1}.down") if args.corrupt_scale else None
+    options = compare.Options(
+        recipe_name=args.recipe,
+        recipe=RECIPES[args.recipe],
+        model=model,
+        optim=optim,
+        settings=settings,
+        device=args.device,
+        compile=not args.no_compile,
+        threads=args.threads,
+        trace_steps=min(args.trace_steps, args.steps),
+        corrupt=args.corrupt_scale,
+        corruption=corruption,
+    )
+    pair = (_frontend("torch", args.device), _frontend("jax", args.device))
+    folder = _folder(args.out or pathlib.Path(f"runs/compare-{args.recipe}"))
+    results = compare.compare(pair, data, options, print, _bars(args))
+    compare.write_json(results, folder / "results.json")
+    commands = [shlex.join(["diptych", *arguments]), "diptych doctor"]
+    (folder / "report.html").write_text(report.render(results, commands))
+    for check in results["checks"]:
+        print(f"{'pass' if check['passed'] else 'FAIL'}  {check['name']}: {check['detail']}")
+    print(f"{results['seconds']:.0f} s; report: {folder / 'report.html'}")
+    return 0 if results["passed"] else FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

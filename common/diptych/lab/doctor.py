@@ -1,0 +1,154 @@
+"""What this machine runs natively, emulated or not at all, and why; and the versions of everything concerned."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import platform
+from typing import Any
+
+from diptych import core
+from diptych.common import FORMATS, RECIPES, Quantizer, QuantizerRole, Recipe, shapes
+from diptych.core import _core
+from diptych.lab.frontend import discover
+
+PRODUCTS = ("fprop", "dgrad", "wgrad")
+SHAPES = {"aligned": (512, 512, 512), "unaligned": (509, 251, 127)}
+_PACKAGES = ("diptych", "numpy", "ml_dtypes", "torch", "jax", "jaxlib", "optax")
+
+
+def diagnose() -> dict[str, Any]:
+    """Everything that `diptych doctor` prints, as plain data. Works with no frontend and no GPU."""
+    frontends: dict[str, Any] = {}
+    for name, found in discover().items():  # first, because they bring the cuBLASLt that the core finds
+        if isinstance(found, Exception):
+            frontends[name] = {"usable": False, "why": f"{type(found).__name__}: {found}"}
+        else:
+            devices = {d: found.device_problem(d) for d in ("cpu", "cuda")}
+            frontends[name] = {"usable": True, "versions": found.versions(), "devices": devices}
+    build = dict(core.build_info())
+    cuda, problem = _cuda()
+    devices = [("cpu", 0, "CPU")] + [("cuda", i, f"GPU {i} (sm_{a})") for i, a in enumerate(cuda["archs"])]
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in _PACKAGES},
+        "build": build,
+        "cuda": cuda | {"driver": _driver(), "problem": problem},
+        "threads": core.get_num_threads(),
+        "frontends": frontends,
+        "recipes": [_recipe(n, r, device) for device in devices for n, r in RECIPES.items()],
+        "formats": [row.name for row in FORMATS],
+        "kernels": [dict(row) for row in core.kernel_table()],
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cuda() -> tuple[dict[str, Any], str | None]:
+    """The core's view of the GPUs, and why there is none."""
+    try:
+        info = dict(core.cuda_info())
+    except RuntimeError as e:
+        return {"archs": [], "cublaslt": ""}, str(e)
+    if not core.build_info()["cuda"]:
+        return info, "this build has no CUDA backend; it is built where nvcc is found (DIPTYCH_CUDA=on insists)"
+    if not info["archs"]:
+        return info, "the driver reports no GPU, or there is no driver"
+    return info, None
+
+
+def _driver() -> str | None:
+    """The CUDA version that the installed driver serves, None where there is no driver."""
+    try:
+        version = ctypes.c_int()
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except OSError:
+        return None
+    return None if failed else f"{version.value // 1000}.{version.value % 1000 // 10}"
+
+
+def _recipe(name: str, recipe: Recipe, device: tuple[str, int, str]) -> dict[str, Any]:
+    """How one recipe's three products run on one device, for an aligned and an unaligned shape."""
+    backend, index, label = device
+    table = core.kernel_table()
+    products: dict[str, dict[str, Any]] = {}
+    for product in PRODUCTS:
+        a, b, sides = _operands(recipe, product)
+        for kind, mnk in SHAPES.items():
+            row = _core.gemm_row(a.format.id, sides[0], b.format.id, sides[1], *mnk, "float32", backend, index)
+            if row < 0:
+                found = {"level": "missing", "kernel": "", "note": f"no kernel for {a.format.name} x {b.format.name}"}
+            else:
+                found = {k: table[row][k] for k in ("level", "kernel", "note")}
+            products.setdefault(product, {})[kind] = {**found, "mnk": list(mnk)}
+    return {"recipe": name, "device": label, "products": products}
+
+
+def _operands(recipe: Recipe, product: str) -> tuple[Quantizer, Quantizer, tuple[bool, bool]]:
+    """Quantizers of a product's operands, and whether it reads their columnwise copies."""
+    roles = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
+    a, b = (recipe.quantizer(QuantizerRole(tensor=t)) for t in roles[product])
+    return a, b, shapes.gemm_copies(product == "wgrad", product == "fprop")
+
+
+def as_text(found: dict[str, Any]) -> str:
+    """`diagnose()`'s result for people."""
+    packages = ", ".join(f"{k} {v or 'not installed'}" for k, v in found["packages"].items())
+    build = found["build"]
+    lines = [
+        f"Python {found['python']} on {found['platform']}",
+        packages,
+        "",
+        "Core",
+        f"  compiler {build['compiler']}; CPU kernels for {build['isa']}; {found['threads']} threads",
+        f"  CUDA backend: {_cuda_text(found)}",
+        f"  formats: {', '.join(found['formats'])}",
+        "",
+        "Frontends",
+    ]
+    for name, f in found["frontends"].items():
+        if not f["usable"]:
+            lines.append(f"  {name}: not usable: {f['why']}")
+            continue
+        versions = ", ".join(f"{k} {v}" for k, v in f["versions"].items())
+        lines.append(f"  {name}: {versions}")
+        lines += [f"    {d}: {'usable' if why is None else 'not usable: ' + why}" for d, why in f["devices"].items()]
+    if not found["frontends"]:
+        lines.append("  none is registered; diptych.core works on NumPy arrays all the same")
+    lines += ["", "Recipes: how the three products of a linear run, for extents in multiples of 16 and for others"]
+    for r in found["recipes"]:
+        lines.append(f"  {r['recipe']} on {r['device']}")
+        for product, kinds in r["products"].items():
+            parts = [f"{kind}: {k['level']} {k['kernel']}{_note(k['note'])}" for kind, k in kinds.items()]
+            differ = len({(k["level"], k["kernel"]) for k in kinds.values()}) > 1
+            lines.append(f"    {product}: " + ("; ".join(parts) if differ else _once(kinds)))
+    lines += ["", "Kernels of this build, in order of preference"]
+    for row in found["kernels"]:
+        arch = f" from sm_{row['min_arch']}" if row["backend"] == "cuda" else ""
+        lines.append(f"  {row['op']:<10} {row['kernel']:<16} {row['level']}{arch}{_note(row['note'])}")
+    return "\n".join(lines)
+
+
+def _once(kinds: dict[str, Any]) -> str:
+    k = next(iter(kinds.values()))
+    return f"{k['level']} {k['kernel']}".strip() + _note(k["note"])
+
+
+def _note(note: str) -> str:
+    return f" ({note})" if note else ""
+
+
+def _cuda_text(found: dict[str, Any]) -> str:
+    cuda, build = found["cuda"], found["build"]
+    built = f"built with toolkit {build['cuda_toolkit']} for {build['cuda_archs']}" if build["cuda"] else "not built"
+    built += f"; driver for CUDA {cuda['driver']}" if cuda["driver"] else "; no driver"
+    if cuda["problem"]:
+        return f"{built}; {cuda['problem']}"
+    lt = f"cuBLASLt {cuda['cublaslt']}" if cuda["cublaslt"] else "no cuBLASLt found"
+    return f"{built}; {', '.join(f'sm_{a}' for a in cuda['archs'])}; {lt}"

@@ -1,0 +1,192 @@
+"""The HTML report: one self-contained file of tables and inline SVG plots, made from the results alone."""
+
+from __future__ import annotations
+
+import importlib.resources
+import io
+import math
+from typing import Any
+
+import jinja2
+import matplotlib
+import numpy as np
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+Results = dict[str, Any]
+_COLORS = ("#d9480f", "#1c5fb8", "#2b8a3e")
+_STYLE = {
+    "font.size": 11,
+    "font.family": "sans-serif",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#868e96",
+    "axes.labelcolor": "#343a40",
+    "axes.titlesize": 12,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.grid": True,
+    "grid.color": "#e9ecef",
+    "legend.frameon": False,
+    "svg.fonttype": "path",
+    "xtick.color": "#495057",
+    "ytick.color": "#495057",
+}
+
+
+def render(results: Results, commands: list[str]) -> str:
+    """The report of `compare.compare`'s results.
+
+    **Arguments:** `commands`: what to type to get the same again.
+
+    **Returns:** an HTML document without outside references.
+    """
+    with plt.rc_context(_STYLE):
+        plots = {"losses": _losses(results), "differences": _differences(results), "drift": _drift(results)}
+    text = importlib.resources.files("diptych.lab").joinpath("report.html.j2").read_text()
+    env = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    env.filters |= {"count": _count, "percent": _percent, "relative": _relative, "duration": _duration}
+    return env.from_string(text).render(r=results, plots=plots, commands=commands, summary=_summary(results))
+
+
+# --- numbers as text ---
+
+
+def _count(n: int) -> str:
+    return f"{n:,}".replace(",", "\u202f")  # narrow no-break space
+
+
+def _percent(part: int, whole: int) -> str:
+    if part == 0 or whole == 0:
+        return "0 %"
+    share = 100 * part / whole
+    return f"{share:.2g} %" if share < 10 else f"{share:.0f} %"
+
+
+def _relative(x: float | None) -> str:
+    return "" if x is None else ("0" if x == 0 else f"{x:.1e}")
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds // 60:.0f} min {seconds % 60:.0f} s"
+
+
+def _summary(r: Results) -> Results:
+    replayed = sum(row["tensors"] for row in r["replay"])
+    return {
+        "passed": sum(c["passed"] for c in r["checks"]),
+        "checks": len(r["checks"]),
+        "replayed": replayed,
+        "replay_differing": sum(row["tensors_differing"] for row in r["replay"]),
+        "finals": [{"name": n, "final": run["final"], "low": run["low"]} for n, run in r["runs"].items()],
+    }
+
+
+# --- plots ---
+
+
+def _svg(fig: Any) -> str:
+    buffer = io.StringIO()
+    fig.savefig(buffer, format="svg", bbox_inches="tight", metadata={"Date": None})
+    plt.close(fig)
+    text = buffer.getvalue()
+    return text[text.index("<svg") :]
+
+
+def _pair(r: Results, low: bool) -> list[tuple[str, Results]]:
+    """(framework, run) of one precision."""
+    return [(name.split(" ", 1)[0], run) for name, run in r["runs"].items() if run["low"] == low]
+
+
+def _smooth(values: Any, window: int) -> tuple[np.ndarray, np.ndarray]:
+    """Centres and means of a moving window."""
+    values = np.asarray(values, float)
+    window = max(1, min(window, len(values)))
+    means = np.convolve(values, np.ones(window) / window, mode="valid")
+    return np.arange(len(means)) + (window - 1) / 2 + 1, means
+
+
+def _losses(r: Results) -> str:
+    fig, axes = plt.subplots(1, 2, figsize=(11, 4.2), sharey=True, layout="constrained")
+    for ax, low in zip(axes, (False, True), strict=True):
+        ax.set_title(r["recipe"]["name"] if low else "high precision (float32)")
+        for i, (framework, run) in enumerate(_pair(r, low)):
+            steps = len(run["losses"])
+            style = {"color": _COLORS[i], "lw": 3.5 - 2 * i, "alpha": 0.55 if i == 0 else 1.0}
+            ax.plot(*_smooth(run["losses"], max(1, steps // 40)), label=f"{framework}, training", **style)
+            at = [int(k) for k in run["validation"]]
+            marker = {"marker": "os"[i], "ms": 8 - 3 * i, "mfc": "white" if i == 0 else _COLORS[i]}
+            values = list(run["validation"].values())
+            ax.plot(at, values, ls="", color=_COLORS[i], label=f"{framework}, validation", **marker)
+        entropy = r["entropy"]
+        for y, text in ((entropy, "unigram entropy"), (0.8 * entropy, "0.8 × unigram entropy")):
+            ax.axhline(y, color="#868e96", lw=1, ls=":")
+            ax.annotate(f"{text} {y:.2f}", (1, y), xycoords=("axes fraction", "data"), ha="right", va="bottom",
+                        fontsize=9, color="#495057")  # fmt: skip
+        ax.set_xlabel("step")
+    axes[0].set_ylabel("loss, nats per byte")
+    handles, labels = axes[0].get_legend_handles_labels()
+    fig.legend(handles, labels, loc="outside lower center", ncols=4)
+    return _svg(fig)
+
+
+def _differences(r: Results) -> str:
+    fig, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    names = r["frameworks"]
+    left.set_title(f"between frameworks: |{names[0]} − {names[1]}|")
+    for low, color in ((False, "#868e96"), (True, _COLORS[2])):
+        a, b = (np.asarray(run["losses"]) for _, run in _pair(r, low))
+        gap = np.abs(a - b)
+        steps = np.arange(1, len(gap) + 1)
+        left.plot(steps[gap > 0], gap[gap > 0], ".", ms=2.5, color=color, alpha=0.4)
+        at, mean = _smooth(gap, max(1, len(gap) // 20))
+        name = r["recipe"]["name"] if low else "high precision"
+        left.plot(at[mean > 0], mean[mean > 0], color=color, lw=2, label=name)
+    left.set_yscale("log")
+    left.set_ylabel("difference of training losses, nats")
+    left.set_xlabel("step")
+    left.legend(loc="lower right")
+    right.set_title(f"between precisions: {r['recipe']['name']} against high precision")
+    for i, ((framework, high), (_, low_run)) in enumerate(zip(_pair(r, False), _pair(r, True), strict=True)):
+        x, y = np.asarray(high["losses"]), np.asarray(low_run["losses"])
+        at, mean = _smooth(100 * (y / x - 1), max(1, len(x) // 20))
+        style = {"color": _COLORS[i], "lw": 3.5 - 2 * i, "alpha": 0.55 if i == 0 else 1.0}
+        right.plot(at, mean, label=f"{framework}, training", **style)
+        steps = [int(k) for k in high["validation"]]
+        off = [100 * (low_run["validation"][str(k)] / high["validation"][str(k)] - 1) for k in steps]
+        marker = {"marker": "os"[i], "ms": 8 - 3 * i, "mfc": "white" if i == 0 else _COLORS[i]}
+        right.plot(steps, off, ls="", color=_COLORS[i], label=f"{framework}, validation", **marker)
+    right.axhspan(-2, 2, color="#d3f9d8", alpha=0.6, lw=0, label="allowed at the end: ±2 %")
+    right.set_ylabel("difference of losses, %")
+    right.set_xlabel("step")
+    right.legend(fontsize=9, loc="upper left", ncols=2)
+    low_y, high_y = right.get_ylim()
+    right.set_ylim(min(low_y, -2.5), max(high_y * 1.45, 4.5))
+    return _svg(fig)
+
+
+def _drift(r: Results) -> str:
+    """Relative distance of the two trajectories' activations in forward order, one line per traced step."""
+    fig, ax = plt.subplots(figsize=(11, 4.0), layout="constrained")
+    rows = r["drift"][0]["activations"]
+    nonzero = [v["relative"] for d in r["drift"] for v in d["activations"] if v["relative"] > 0]
+    floor = 10.0 ** (math.floor(math.log10(min(nonzero, default=1e-8))) - 1)
+    x = np.arange(len(rows))
+    shades = plt.get_cmap("viridis")(np.linspace(0.15, 0.8, len(r["drift"])))
+    for step, (trace, color) in enumerate(zip(r["drift"], shades, strict=True)):
+        y = np.array([v["relative"] for v in trace["activations"]])
+        ax.plot(x, np.maximum(y, floor), "-o", color=color, ms=3.5, lw=1.3, label=f"step {step}")
+    ax.set_yscale("log")
+    ax.set_ylim(floor / 2, None)
+    ax.axhline(floor, color="#2b8a3e", lw=1, ls=":")
+    ax.annotate("equal", (0.002, floor), xycoords=("axes fraction", "data"), va="bottom", fontsize=9, color="#2b8a3e")
+    names = [v["name"] for v in rows]
+    ticks = [i for i, n in enumerate(names) if n.endswith("norm1") or "." not in n]
+    ax.set_xticks(ticks, [names[i].replace("blocks.", "block ").replace(".norm1", "") for i in ticks], fontsize=9)
+    ax.set_xlim(-0.5, len(rows) - 0.5)
+    ax.grid(axis="x", color="#ced4da")
+    ax.set_xlabel("activations in forward order")
+    ax.set_ylabel("‖a − b‖ / ‖a‖")
+    ax.legend(loc="lower right", ncols=len(shades))
+    return _svg(fig)

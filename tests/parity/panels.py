@@ -1,0 +1,115 @@
+"""Bits in, bits out of both panels: NumPy arrays to tensors and back, without a cast on the way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+import oracle
+
+torch = pytest.importorskip("torch", reason="parity compares both frameworks, and torch is not installed")
+jax = pytest.importorskip("jax", reason="parity compares both frameworks, and jax is not installed")
+
+import diptych.jax as dj  # noqa: E402
+import diptych.torch as dt  # noqa: E402
+from diptych import core  # noqa: E402
+from diptych.common.formats import format_by_name  # noqa: E402
+from diptych.common.quantizers import (  # noqa: E402
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    MXFP8Quantizer,
+    Quantizer,
+)
+
+FIELDS = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv", "amax")
+
+
+def quantizer_for(fmt: str, pow2: bool = False, eps: float = 0.0) -> Quantizer:
+    """The quantizer of a format's row, as a recipe would make it."""
+    row = format_by_name(fmt)
+    if row.rule == "e8m0_ceil":
+        return MXFP8Quantizer(fp8_dtype=row.element)
+    options = {"fp8_dtype": row.element, "force_pow_2_scales": pow2, "amax_epsilon": eps}
+    if row.per_tensor:
+        return Float8CurrentScalingQuantizer(**options)
+    return Float8BlockQuantizer(block_scaling_dim=1 if row.block_rows == 1 else 2, **options)
+
+
+def to_torch(x: np.ndarray, device: str = "cpu") -> Any:
+    """A tensor with the same bits; `requires_grad` is off."""
+    out = torch.empty(x.shape, dtype=getattr(torch, x.dtype.name))
+    if x.size:
+        out.view(-1).view(torch.uint8).copy_(torch.from_numpy(np.frombuffer(x.tobytes(), np.uint8).copy()))
+    return out.to(device)
+
+
+def to_jax(x: np.ndarray, device: str = "cpu") -> Any:
+    return jax.device_put(x, jax.devices("gpu" if device == "cuda" else "cpu")[0])
+
+
+def bits(x: Any) -> np.ndarray:
+    """Raw unsigned integers of a torch tensor, a JAX array or a NumPy array."""
+    if isinstance(x, torch.Tensor):
+        width = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[x.element_size()]
+        host = x.detach().contiguous().view(width).cpu().numpy()
+    else:
+        host = np.ascontiguousarray(np.asarray(x))
+    return host.view(np.dtype(f"u{host.dtype.itemsize}")).reshape(np.shape(x))
+
+
+def nan_of(x: Any) -> np.ndarray:
+    """Where a high-precision result is NaN."""
+    if isinstance(x, torch.Tensor):
+        return torch.isnan(x.detach()).cpu().numpy()
+    return np.isnan(np.asarray(x).astype(np.float32))
+
+
+def same(got: Any, want: Any, label: Any, nan_free: bool = False) -> None:
+    """Equal bits; `nan_free`: any NaN equals any other."""
+    g, w = bits(got), bits(want)
+    assert g.shape == w.shape and g.dtype == w.dtype, f"{label}: {g.dtype}{g.shape}, {w.dtype}{w.shape}"
+    wrong = g != w
+    if nan_free and wrong.any():
+        wrong &= ~(nan_of(got) & nan_of(want))
+    if wrong.any():
+        at = tuple(int(v) for v in np.argwhere(wrong)[0])
+        raise AssertionError(
+            f"{label}: {wrong.sum()} of {w.size} differ, first at {at}: {g[at]:#x}, must be {w[at]:#x}"
+        )
+
+
+def same_copies(got: Any, want: oracle.Quantized, label: Any) -> None:
+    """A QuantizedTensor or QuantizedArray against the oracle's, leading dimensions folded."""
+    for name in FIELDS:
+        mine, theirs = getattr(got, name), getattr(want, name)
+        assert (mine is None) == (theirs is None), f"{label} {name}"
+        if mine is not None:
+            folded = bits(mine)
+            if name == "rowwise_data" or folded.ndim != theirs.ndim:
+                folded = oracle.fold(folded)
+            runner.same_bits(folded, bits(theirs), f"{label} {name}")
+
+
+def cublaslt_mismatch() -> str:
+    """Why products of the two frameworks cannot be compared on this GPU, or an empty string.
+
+    Both call the core of this one process, so the library is one; what differs is which framework brought it first.
+    """
+    version = core.cuda_info()["cublaslt"]
+    return "" if version else "no cuBLASLt could be opened, so that no native product runs"
+
+
+def backends(device: str) -> list[str]:
+    """Where the JAX side of a comparison on `device` can run."""
+    if device == "cpu":
+        return ["cpu"]
+    try:
+        jax.devices("gpu")
+    except RuntimeError:
+        return []
+    return ["cuda"]
+
+
+__all__ = ["FIELDS", "dj", "dt", "jax", "quantizer_for", "same", "same_copies", "to_jax", "to_torch", "torch"]
