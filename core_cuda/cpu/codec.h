@@ -58,9 +58,10 @@ DIPTYCH_INLINE I finish_code(I code, I u, I magnitude) {
 
 // float32 -> FP8 byte, round to nearest even, saturating; any NaN -> 0x7F
 //
-// Adding 2^d times the power of two below a (no less than the smallest normal), d the bits to drop, leaves a float whose
-// last bits count steps of the FP8 grid, correctly rounded, subnormals included. Its exponent, shifted down beside them,
-// completes the code; kAlign, an even number of steps added on the way, makes the two biases cancel in the low 7 bits.
+// Adding 2^d times the power of two below a (no less than the smallest normal), d the bits to drop, leaves a float
+// whose last bits count steps of the FP8 grid, correctly rounded, subnormals included. Its exponent, shifted down
+// beside them, completes the code; kAlign, an even number of steps added on the way, makes the two biases cancel in the
+// low 7 bits.
 template <class E, class I, class F>
 DIPTYCH_INLINE I encode(F x) {
   constexpr int kDrop = 23 - E::kMantissa;

@@ -26,8 +26,8 @@ struct Problem {
   const Kernels& simd;
   Operand a, b;
   int64_t m, n, k;
-  bool whole;              // one block: the scale waits for the epilogue
-  int64_t block, blocks;   // along k
+  bool whole;             // one block: the scale waits for the epilogue
+  int64_t block, blocks;  // along k
   const float* bias;
 };
 
@@ -94,8 +94,8 @@ void run_chunks(const Problem& p, bool threaded) {
   const int64_t a_floats = ceil_div(chunk_m, mr) * a_width * p.k, b_floats = round_up(chunk_n, nr) * p.k;
   const int64_t sa_ld = round_up(round_up(chunk_m, mr), 16), sb_ld = round_up(chunk_n, nr);
   const int64_t bias_floats = p.args.bias.given() ? p.n : 0;
-  float* memory = scratch(Slot::packed).get<float>(round_up(a_floats, 16) + b_floats + p.blocks * (sa_ld + sb_ld) +
-                                                   bias_floats);
+  float* memory =
+      scratch(Slot::packed).get<float>(round_up(a_floats, 16) + b_floats + p.blocks * (sa_ld + sb_ld) + bias_floats);
   Chunk c{};
   c.a = {memory, memory + round_up(a_floats, 16) + b_floats, sa_ld};
   c.b = {memory + round_up(a_floats, 16), c.a.scales + p.blocks * sa_ld, sb_ld};
@@ -139,8 +139,9 @@ Status run(const GemmArgs& args) {
   p.k = p.a.k;
   for (const Operand* o : {&p.a, &p.b})
     if (o->element != DType::e4m3 && o->element != DType::e5m2)
-      return Status(Code::unsupported, std::string("gemm: the CPU kernels multiply float8_e4m3fn and float8_e5m2, not ") +
-                                           name(o->element));
+      return Status(
+          Code::unsupported,
+          std::string("gemm: the CPU kernels multiply float8_e4m3fn and float8_e5m2, not ") + name(o->element));
   const int64_t fine = std::min(p.a.block_k, p.b.block_k), coarse = std::max(p.a.block_k, p.b.block_k);
   if (fine > 0 && coarse % fine != 0)
     return Status(Code::unsupported, "gemm: blocks of " + std::to_string(p.a.block_k) + " and " +

@@ -12,10 +12,10 @@ namespace diptych::cpu {
 
 struct Operand {
   DType element, scale_dtype;
-  bool k_major;                   // data is [k, outer]
+  bool k_major;  // data is [k, outer]
   int64_t outer, k;
-  int64_t block_outer, block_k;   // block_k 0: one scale for all
-  int64_t step_outer, step_k;     // the scale of (outer block i, k block j) lies at i * step_outer + j * step_k
+  int64_t block_outer, block_k;  // block_k 0: one scale for all
+  int64_t step_outer, step_k;    // the scale of (outer block i, k block j) lies at i * step_outer + j * step_k
   const uint8_t* data;
   const void* scale_inv;
 
@@ -47,8 +47,8 @@ inline Operand operand(const QuantizedView& q) {
 // Rows first .. first + n of an operand, decoded: panels [k, width] and, per k-block, one float32 scale per row.
 struct Packed {
   float* panels;
-  float* scales;      // [blocks, scale_ld], zero past n
-  int64_t scale_ld;   // n rounded up to whole micro-tiles
+  float* scales;     // [blocks, scale_ld], zero past n
+  int64_t scale_ld;  // n rounded up to whole micro-tiles
 };
 
 inline void pack_panel(const Kernels& simd, const Operand& o, int64_t first, int64_t n, int width, float* panel) {

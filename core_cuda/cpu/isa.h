@@ -10,7 +10,7 @@ namespace diptych::cpu {
 
 struct ScaleParams {
   ScaleRule rule;
-  float max;            // largest finite value of the element
+  float max;  // largest finite value of the element
   float eps;
   bool pow2;
   float value_for_inf;  // NUMERICS 2
@@ -22,7 +22,7 @@ struct Epilogue {
   const float* bias;  // null: none
   const float* sb;    // not null: acc is a partial sum over all of K and still takes its scale sa * sb
   float sa;
-  const void* c;      // null: none
+  const void* c;  // null: none
   void* d;
   DType dtype;
 };

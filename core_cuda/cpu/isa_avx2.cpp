@@ -1,4 +1,5 @@
-// AVX2 with FMA and F16C; everything below the region's start is compiled for it, and run only where the processor has it.
+// AVX2 with FMA and F16C; everything below the region's start is compiled for it, and run only where the processor has
+// it.
 #include "cpu/isa.h"
 
 #if defined(__x86_64__)

@@ -1,4 +1,5 @@
-// AVX-512 F, BW, DQ and VL; everything below the region's start is compiled for it, and run only where the processor has it.
+// AVX-512 F, BW, DQ and VL; everything below the region's start is compiled for it, and run only where the processor
+// has it.
 #include "cpu/isa.h"
 
 #if defined(__x86_64__)

@@ -11,7 +11,7 @@ Status dequantize(const DequantizeArgs&, const Execution&);
 Status gemm(const GemmArgs&, const Execution&);
 Status bias_grad(const BiasGradArgs&, const Execution&);
 
-const char* isa();                // the instruction set in use: "avx512", "avx2" or "generic"
-bool set_isa(const char* name);   // for tests: every set gives the same bits; false where this machine lacks it
+const char* isa();               // the instruction set in use: "avx512", "avx2" or "generic"
+bool set_isa(const char* name);  // for tests: every set gives the same bits; false where this machine lacks it
 
 }  // namespace diptych::cpu

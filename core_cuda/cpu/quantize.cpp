@@ -218,8 +218,13 @@ Status run(const QuantizeArgs& args) {
     // Down the columns where a transposed copy is written: its rows grow from tile to tile, cache lines unbroken.
     const int64_t r0 = (p.any_transposed ? i % down : i / across) * p.tile_rows;
     const int64_t c0 = (p.any_transposed ? i / down : i % across) * p.tile_cols;
-    return Tile{r0, c0, std::min(p.tile_rows, p.m - r0), std::min(p.tile_cols, p.k - c0),
-                p.x + (r0 * p.k + c0) * bytes(p.dtype), p.k, nullptr};
+    return Tile{r0,
+                c0,
+                std::min(p.tile_rows, p.m - r0),
+                std::min(p.tile_cols, p.k - c0),
+                p.x + (r0 * p.k + c0) * bytes(p.dtype),
+                p.k,
+                nullptr};
   };
   const int64_t run = std::clamp<int64_t>(tiles / 32, 1, 8);  // tiles of a task
   for_tasks(ceil_div(tiles, run), p.m * p.k >= kThreadedElements, [&](int64_t task) {

@@ -1,11 +1,12 @@
 // amax and bias_grad.
+#include "cpu/reduce.h"
+
 #include <algorithm>
 #include <cstring>
 #include <vector>
 
 #include "cpu/isa.h"
 #include "cpu/kernels.h"
-#include "cpu/reduce.h"
 #include "cpu/run.h"
 #include "cpu/scratch.h"
 

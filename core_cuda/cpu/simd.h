@@ -52,7 +52,9 @@ DIPTYCH_INLINE VF every_other(VF a, VF b) {
 DIPTYCH_INLINE VF max_skip_nan(VF x, VF acc) { return (VF)_mm512_max_ps((__m512)x, (__m512)acc); }  // NaN x: acc
 DIPTYCH_INLINE VF fma(VF a, VF b, VF c) { return (VF)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 DIPTYCH_INLINE VF half_to_float(VH h) { return (VF)_mm512_cvtph_ps((__m256i)h); }
-DIPTYCH_INLINE VH float_to_half(VF x) { return (VH)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+DIPTYCH_INLINE VH float_to_half(VF x) {
+  return (VH)_mm512_cvtps_ph((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
 DIPTYCH_INLINE VI widen(VH h) { return (VI)_mm512_cvtepu16_epi32((__m256i)h); }
 DIPTYCH_INLINE VI widen(VB b) { return (VI)_mm512_cvtepu8_epi32((__m128i)b); }
 DIPTYCH_INLINE VH narrow_half(VI v) { return (VH)_mm512_cvtepi32_epi16((__m512i)v); }
@@ -67,7 +69,9 @@ DIPTYCH_INLINE float max_of_lanes(VF v) { return _mm512_reduce_max_ps((__m512)v)
 DIPTYCH_INLINE VF max_skip_nan(VF x, VF acc) { return (VF)_mm256_max_ps((__m256)x, (__m256)acc); }
 DIPTYCH_INLINE VF fma(VF a, VF b, VF c) { return (VF)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 DIPTYCH_INLINE VF half_to_float(VH h) { return (VF)_mm256_cvtph_ps((__m128i)h); }
-DIPTYCH_INLINE VH float_to_half(VF x) { return (VH)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+DIPTYCH_INLINE VH float_to_half(VF x) {
+  return (VH)_mm256_cvtps_ph((__m256)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+}
 DIPTYCH_INLINE VI widen(VH h) { return (VI)_mm256_cvtepu16_epi32((__m128i)h); }
 DIPTYCH_INLINE VI widen(VB b) { return (VI)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(__builtin_bit_cast(long long, b))); }
 DIPTYCH_INLINE VH narrow_half(VI v) {

@@ -133,8 +133,7 @@ inline void tile(int rows, const float* a, const float* b, int64_t k, float* p) 
 
 inline void tile_blocked(int rows, const float* a, const float* b, int64_t k, int64_t k_block, const float* sa,
                          int64_t sa_step, const float* sb, int64_t sb_step, float* acc) {
-  with_rows(rows,
-            [&]<int R>() DIPTYCH_LAMBDA { tile_in_blocks<R>(a, b, k, k_block, sa, sa_step, sb, sb_step, acc); });
+  with_rows(rows, [&]<int R>() DIPTYCH_LAMBDA { tile_in_blocks<R>(a, b, k, k_block, sa, sa_step, sb, sb_step, acc); });
 }
 
 inline void epilogue(const Epilogue& e, const float* acc, int64_t n) {

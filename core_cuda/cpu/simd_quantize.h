@@ -32,7 +32,8 @@ DIPTYCH_INLINE VF max_of_each(VF (&m)[N]) {
     return m[0];
   } else {
     VF half[N / 2];
-    for (int i = 0; i < N / 2; ++i) half[i] = max_skip_nan(every_other<0>(m[2 * i], m[2 * i + 1]), every_other<1>(m[2 * i], m[2 * i + 1]));
+    for (int i = 0; i < N / 2; ++i)
+      half[i] = max_skip_nan(every_other<0>(m[2 * i], m[2 * i + 1]), every_other<1>(m[2 * i], m[2 * i + 1]));
     return max_of_each(half);
   }
 }
@@ -45,8 +46,7 @@ DIPTYCH_INLINE int64_t whole_segments(const void* x, int64_t n, int64_t segment,
     VF m[kLanes];
     for (int j = 0; j < kLanes; ++j, i += segment) {
       m[j] = max_skip_nan(abs(load<D>(x, i, AllLanes{})), VF{});
-      for (int64_t v = kLanes; v < segment; v += kLanes)
-        m[j] = max_skip_nan(abs(load<D>(x, i + v, AllLanes{})), m[j]);
+      for (int64_t v = kLanes; v < segment; v += kLanes) m[j] = max_skip_nan(abs(load<D>(x, i + v, AllLanes{})), m[j]);
     }
     put(out, max_of_each(m), AllLanes{});
   }
@@ -57,9 +57,8 @@ template <DType D>
 DIPTYCH_INLINE void segment_amax_of(const void* x, int64_t n, int64_t segment, float* out) {
   int64_t i = 0;
   if (segment == 1) {
-    sweep(n, [&](int64_t at, auto lanes) DIPTYCH_LAMBDA {
-      store<DType::f32>(out, at, max_skip_nan(abs(load<D>(x, at, lanes)), VF{}), lanes);
-    });
+    sweep(n, [&](int64_t at, auto lanes)
+                 DIPTYCH_LAMBDA { store<DType::f32>(out, at, max_skip_nan(abs(load<D>(x, at, lanes)), VF{}), lanes); });
     return;
   }
   if (segment == 32) {  // a length known when compiled needs no loop

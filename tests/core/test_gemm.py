@@ -107,14 +107,20 @@ def test_c_may_be_d(device):
             runner.same_bits(out.read()["d"], apart, f"{pair} {mnk}: c is d")
 
 
-def native(case: cases.GemmCase) -> bool:
-    """What the registry's row for FP8 tensor cores says that it takes."""
-    row = next(r for r in core.kernel_table() if r["kernel"] == NATIVE)
+def native(case: cases.GemmCase) -> bool | None:
+    """Whether FP8 tensor cores have to take a product; None where their library may say either."""
     formats = (case.a_format, case.b_format)
-    if not all(f in row["formats"] for f in formats) or any(v == 0 or v % 16 for v in case.mnk):
-        return False
+    row = next(r for r in core.kernel_table() if r["kernel"] == NATIVE)
     fmts = [oracle.FORMATS[f] for f in formats]
-    return not all(f.element == "e5m2" for f in fmts) and not all(f.block_rows == 128 for f in fmts)
+    suits = all(f in row["formats"] for f in formats) and case.mnk[0] > 0
+    suits = suits and not all(f.element == "e5m2" for f in fmts) and not all(f.block_rows == 128 for f in fmts)
+    if not suits or any(v == 0 or v % 16 for v in case.mnk[1:]):
+        return False
+    return None if case.mnk[0] % 16 else True
+
+
+# The small aligned shapes meet every pair of copies.
+CUDA_SHAPES = (*cases.GEMM_SHAPES, *cases.GEMM_SHAPES_ALIGNED[:2] * 4, *cases.GEMM_SHAPES_ALIGNED[2:], (33, 32, 64))
 
 
 @pytest.mark.cuda
@@ -123,11 +129,12 @@ def test_tolerance_on_cuda(pair, cuda):
     """Every shape, the row that the registry names, within the tolerance of that row; twice the same bits."""
     arch = _core.cuda_info()["archs"][0]
     be, ran = runner.Torch(), set()
-    for case in cases.gemm_cases([pair], cases.GEMM_SHAPES + cases.GEMM_SHAPES_ALIGNED * 4):
+    for case in cases.gemm_cases([pair], CUDA_SHAPES):
         ids = (runner.IDS[pair[0]], case.a_columnwise, runner.IDS[pair[1]], case.b_columnwise)
         row = core.kernel_table()[_core.gemm_row(*ids, *case.mnk, case.out_dtype, "cuda", 0)]
-        if arch >= 90:
-            assert row["kernel"] == (NATIVE if native(case) else EMULATED), f"{case}: {row['kernel']}"
+        expected = native(case) if arch == 90 else None
+        if expected is not None:
+            assert row["kernel"] == (NATIVE if expected else EMULATED), f"{case}: {row['kernel']}"
         qa, qb, epilogue = operands(case)
         before = runner.want_calls(row["kernel"])
         got = run(be, case, qa, qb, epilogue)
@@ -159,9 +166,12 @@ def test_fast_accumulation_on_cuda(pair, cuda):
 
 @pytest.mark.cuda
 def test_offsets_and_specials_on_cuda(cuda):
-    """Operands that are aligned to their element only; NaN and inf land where the float64 product has them."""
+    """Operands that are aligned to their element only; NaN lands where the float64 product has it.
+
+    No inf here: it gives MXFP8 blocks scales beyond those that bfloat16 decodes exactly (NUMERICS 6).
+    """
     be = runner.Torch()
-    for case in cases.gemm_cases(shapes=[(33, 65, 127), (64, 48, 256)], values=["normal", "inf_nan_mix"]):
+    for case in cases.gemm_cases(shapes=[(33, 65, 127), (64, 48, 256)], values=["normal", "nan_mix"]):
         qa, qb, epilogue = operands(case)
         got = run(be, case, qa, qb, epilogue).astype(np.float64)
         shifted = run(be, case, qa, qb, epilogue, offset=1).astype(np.float64)

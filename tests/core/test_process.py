@@ -116,16 +116,33 @@ def test_side_stream(cuda):
         torch.empty(n, dtype=torch.uint8, device="cuda")
         for n in (_core.gemm_workspace_bytes(256, 256, 384, False), _core.bias_grad_workspace_bytes(256, 384))
     ]
-    torch.cuda.synchronize()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(200_000_000)  # about 0.1 s: a kernel on another stream would read zeros
-        buffer.copy_(real)
-        ident = runner.IDS["fp8_e4m3_1x128"]
+    ident = runner.IDS["fp8_e4m3_1x128"]
+
+    def calls():
         _core.quantize(buffer, ident, False, 0.0, None, False, data, scale, None, None)
         _core.dequantize(data, scale, ident, False, back)
         _core.amax(buffer, top)
         _core.bias_grad(buffer, sums, space[1])
         _core.gemm(data, scale, ident, False, data, scale, ident, False, product, None, None, space[0], 1.0, 0.0, False)
+
+    calls()  # the first use of a kernel or of cuBLASLt may wait for the device
+    ident = runner.IDS["fp8_e4m3_1x128"]
+
+    def every_op():
+        _core.quantize(buffer, ident, False, 0.0, None, False, data, scale, None, None)
+        _core.dequantize(data, scale, ident, False, back)
+        _core.amax(buffer, top)
+        _core.bias_grad(buffer, sums, space[1])
+        _core.gemm(data, scale, ident, False, data, scale, ident, False, product, None, None, space[0], 1.0, 0.0, False)
+
+    every_op()  # libraries and modules load on first use, and may wait for the device then
+    for out in (back, sums, top, product):
+        out.zero_()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(200_000_000)  # about 0.1 s: a kernel on another stream would read zeros
+        buffer.copy_(real)
+        every_op()
         queued = not stream.query()
     stream.synchronize()
     assert queued, "the calls waited for the stream instead of joining it"

@@ -14,6 +14,8 @@ def default_device(request):
     """Runs a test on the CPU, or on the GPU where it takes the `device` fixture with "cuda"."""
     import jax
 
+    from jax_frontend import tools
+
     device = request.getfixturevalue("device") if "device" in request.fixturenames else "cpu"
-    with jax.default_device(jax.local_devices(backend=device)[0]):
+    with jax.default_device(tools.gpu() if device == "cuda" else jax.local_devices(backend="cpu")[0]):
         yield

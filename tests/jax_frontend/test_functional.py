@@ -140,11 +140,7 @@ def test_amax_and_bias_grad(device, dtype):
 @pytest.mark.cuda
 @pytest.mark.parametrize("pair", cases.GEMM_PAIRS, ids="-".join)
 def test_gemm_on_a_gpu_is_near_the_exact_product(pair):
-    from conftest import cuda_missing
-
-    if reason := cuda_missing():
-        pytest.skip(reason)
-    with jax.default_device(jax.local_devices(backend="cuda")[0]):
+    with jax.default_device(tools.gpu()):
         for case in cases.gemm_cases([pair], cases.GEMM_SHAPES_ALIGNED):
             a, b, bias, c = case.make()
             copies = [oracle.quantize(v, f).copy(s) for v, f, s in (

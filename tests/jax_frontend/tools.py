@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from conftest import cuda_missing
 
 import cases
 import oracle
@@ -25,6 +27,16 @@ from diptych.common import (
 
 RECIPE_NAMES = tuple(RECIPES)
 COPIES = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv", "amax")
+
+
+def gpu() -> Any:
+    """The first GPU that both JAX and this build can use; skips the test, saying why, where there is none."""
+    if reason := cuda_missing():
+        pytest.skip(reason)
+    try:
+        return jax.local_devices(backend="cuda")[0]
+    except RuntimeError as error:
+        pytest.skip(f"this jax has no CUDA backend: {error}")
 
 
 def quantizer(fmt: str, pow2: bool = False, eps: float = 0.0, **usage: bool) -> Quantizer:

@@ -89,7 +89,7 @@ def same_copies(got: Any, want: oracle.Quantized, label: Any) -> None:
             folded = bits(mine)
             if name == "rowwise_data" or folded.ndim != theirs.ndim:
                 folded = oracle.fold(folded)
-            runner.same_bits(folded, bits(theirs), f"{label} {name}")
+            same(folded, bits(theirs), f"{label} {name}")
 
 
 def cublaslt_mismatch() -> str:

@@ -234,7 +234,10 @@ def test_a_bad_trace_leaves_the_accumulator():
 
 
 def test_ops_compile_with_dynamic_shapes():
-    """One graph for all sizes, bit-equal to eager."""
+    """One graph for all sizes, bit-equal to eager.
+
+    Torch tells sizes of 1 from others, so a number of blocks that becomes 1 is a second graph: rows stay above 128.
+    """
     quant = quantizer("fp8_e4m3_1x128")
 
     def step(x, w, acc):
@@ -245,9 +248,9 @@ def test_ops_compile_with_dynamic_shapes():
         return primitives.gemm(qa, qb, None, 1.0, x.dtype, False), acc, primitives.dequantize(qa, torch.float32)
 
     torch._dynamo.reset()
-    compiled = torch.compile(step, fullgraph=True, dynamic=True)
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
     torch._dynamo.utils.counters.clear()
-    for m, n, k in ((16, 8, 256), (33, 65, 127), (5, 3, 300)):
+    for m, n, k in ((160, 136, 256), (133, 165, 137), (135, 133, 300)):
         args = normal("dx", (m, k)), normal("dw", (n, k)), normal("dacc", (m, n))
         for got, want in zip(compiled(*args), step(*args), strict=True):
             same(got, want)

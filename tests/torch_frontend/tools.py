@@ -70,7 +70,8 @@ def same(got: Any, want: Any, label: Any = "") -> None:
     """Equal shape, dtype and bits; any NaN equals any other in a high-precision result."""
     got = to_numpy(got) if isinstance(got, torch.Tensor) else np.asarray(got)
     want = to_numpy(want) if isinstance(want, torch.Tensor) else np.asarray(want)
-    assert (got.shape, got.dtype) == (want.shape, want.dtype), f"{label}: {got.dtype}{got.shape}, {want.dtype}{want.shape}"
+    assert got.shape == want.shape, f"{label}: shape {got.shape}, must be {want.shape}"
+    assert got.dtype == want.dtype, f"{label}: dtype {got.dtype}, must be {want.dtype}"
     wrong = bits(got) != bits(want)
     if got.dtype.itemsize > 1:
         wrong &= ~(np.isnan(got.astype(np.float32)) & np.isnan(want.astype(np.float32)))

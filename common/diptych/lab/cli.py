@@ -136,7 +136,7 @@ def _shared(p: argparse.ArgumentParser, out: str) -> None:
     group.add_argument("--heads", type=_positive, default=model.heads)
     group.add_argument("--seq", type=_positive, default=model.seq, help="bytes a sequence")
     p.add_argument("--threads", type=_positive, default=2, help="torch's CPU threads")
-    p.add_argument("--no-compile", action="store_true", help="without torch.compile and jax.jit of the step")
+    p.add_argument("--no-compile", action="store_true", help="torch runs eagerly, which needs no C++ compiler")
     p.add_argument("--quiet", action="store_true", help="no progress bars")
 
 
@@ -284,7 +284,7 @@ def _compare(args: argparse.Namespace, arguments: list[str]) -> int:
     model, optim, settings, data = _configs(args)
     from diptych.lab import compare, report
 
-    corruption = Corruption(f"blocks.{model.layers - 1}.down") if args.corrupt_scale else None
+    corruption = Corruption("blocks.0.qkv") if args.corrupt_scale else None
     options = compare.Options(
         recipe_name=args.recipe,
         recipe=RECIPES[args.recipe],

@@ -82,15 +82,19 @@ class OptimConfig(Value):
 
 @dataclasses.dataclass(frozen=True)
 class Corruption(Value):
-    """The self-test's fault: the weight scale (`scale_inv`) of one linear times `factor` in every forward product."""
+    """The self-test's fault: the weight scale (`scale_inv`) of one linear times `factor` in every forward product.
+
+    A power of two, so that E8M0 scales can hold it; and in the first attention, whose softmax it saturates: most other
+    linears can be trained around a wrong factor, because norms undo it.
+    """
 
     layer: str
-    factor: float = 64.0
+    factor: float = 65536.0
 
 
 @dataclasses.dataclass(frozen=True)
 class Job(Value):
-    """One training run. `recipe` None is high precision; `compile` is torch.compile or jax.jit of the step."""
+    """One training run. `recipe` None is high precision; `compile` False spares torch.compile; JAX always jits."""
 
     model: ModelConfig = ModelConfig()
     optim: OptimConfig = OptimConfig()

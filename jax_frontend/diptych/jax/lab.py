@@ -14,6 +14,7 @@ import numpy as np
 import optax
 
 from diptych.common import shapes
+from diptych.common.formats import format_by_name
 from diptych.common.quantizers import QuantizerRole
 from diptych.common.recipes import Recipe
 from diptych.jax import ffi, functional, gpt, primitives
@@ -47,9 +48,8 @@ class JaxTrainer:
         self._params = jax.device_put({k: jnp.asarray(v) for k, v in weights.items()}, self._device)
         self._opt_state = jax.device_put(self._optimizer.init(self._params), self._device)
         self._names = frozenset(_activation_names(job))
-        compiled = jax.jit if job.compile else lambda f, **_: f
-        self._step = compiled(self._update, donate_argnums=(0, 1))
-        self._evaluate = compiled(self._loss)
+        self._step = jax.jit(self._update, donate_argnums=(0, 1))
+        self._evaluate = jax.jit(self._loss)
         self._traced: Callable[..., Any] | None = None
 
     def _update(self, params: gpt.Params, opt_state: Any, batch: Array) -> Any:
@@ -201,33 +201,38 @@ def _records(jaxpr: Any, names: frozenset[str]) -> bool:
     return False
 
 
-def _bits(x: Array) -> Bits:
-    return Bits.of(np.asarray(x), x.dtype.name)
+def _bits(x: Array, dtype: str | None = None) -> Bits:
+    return Bits.of(np.asarray(x), dtype or x.dtype.name)
 
 
 def _op(kind: str, params: dict[str, Any], ins: list[Array], outs: list[Array]) -> Op:
-    """A recorded primitive in the lab's terms."""
-    inputs, outputs = [_bits(x) for x in ins], [_bits(x) for x in outs]
+    """A recorded primitive in the lab's terms. Dtypes are the format's: here, payloads may travel as uint8."""
     if kind == "quantize":
         quantizer = params["quantizer"]
-        names = [b.name for b in shapes.quantize_buffers(ins[0].shape, quantizer)]
-        return Op(kind, _named(("x", "amax"), inputs), {"quantizer": quantizer}, _named(names, outputs))
+        buffers = shapes.quantize_buffers(ins[0].shape, quantizer)
+        outputs = {b.name: _bits(x, b.dtype) for b, x in zip(buffers, outs, strict=False)}
+        return Op(kind, _named(("x", "amax"), ins), {"quantizer": quantizer}, outputs)
     if kind == "gemm":
+        inputs = _copy("a_", params["a"][0], ins[:2]) | _copy("b_", params["b"][0], ins[2:4])
         extra = [n for n, there in (("bias", params["has_bias"]), ("c", params["has_c"])) if there]
-        names = ["a_data", "a_scale_inv", "b_data", "b_scale_inv", *extra]
         options = {k: params[k] for k in ("a", "b", "out_dtype", "fast_accum")}
         options |= {k: float.fromhex(params[k]) for k in ("alpha", "beta")}
-        return Op(kind, _named(names, inputs), options, {"d": outputs[0]})
+        return Op(kind, inputs | _named(extra, ins[4:]), options, {"d": _bits(outs[0])})
     if kind == "dequantize":
         options = {k: params[k] for k in ("format", "columnwise", "dtype")}
-        return Op(kind, _named(("data", "scale_inv"), inputs), options, {"out": outputs[0]})
+        return Op(kind, _copy("", params["format"], ins), options, {"out": _bits(outs[0])})
     name = {"bias_grad": "dy", "amax": "x"}[kind]
     options = {"dtype": params["dtype"]} if kind == "bias_grad" else {}
-    return Op(kind, {name: inputs[0]}, options, {"out": outputs[0]})
+    return Op(kind, {name: _bits(ins[0])}, options, {"out": _bits(outs[0])})
 
 
-def _named(names: Any, values: list[Bits]) -> dict[str, Bits]:
-    return dict(zip(names, values, strict=False))
+def _copy(prefix: str, format: str, arrays: list[Array]) -> dict[str, Bits]:
+    row = format_by_name(format)
+    return {f"{prefix}data": _bits(arrays[0], row.element), f"{prefix}scale_inv": _bits(arrays[1], row.scale)}
+
+
+def _named(names: Any, arrays: list[Array]) -> dict[str, Bits]:
+    return {name: _bits(x) for name, x in zip(names, arrays, strict=False)}
 
 
 # --- replay ---

@@ -157,7 +157,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, recipe: Recipe) -> Te
     derivative.
     """
     device_type = x.device.type
-    if torch.is_autocast_enabled(device_type):
+    if not x.is_meta and torch.is_autocast_enabled(device_type):
         x = x.to(torch.get_autocast_dtype(device_type))
     _require_fit(x, weight, bias)
     if torch.is_grad_enabled():

@@ -32,6 +32,7 @@ from diptych.torch import opaque
 
 Copy = tuple[Tensor, Tensor, int, bool]
 
+_interpreter_stack = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
 HIGH_PRECISION = frozenset(getattr(torch, name) for name in shapes.HIGH_PRECISION)
 
 # Where each buffer of `quantize` stands in the core's argument list.
@@ -389,7 +390,7 @@ if opaque.AVAILABLE:
         _quantize_fake,
     )
 else:  # pragma: no cover - no supported torch
-    _quantize_op = torch.compiler.disable(_quantize)
+    _quantize_op = torch._disable_dynamo(_quantize)  # type: ignore[attr-defined]
 
 
 # --- the ops as the rest of this package calls them ------------------------------------------------------------------
@@ -399,7 +400,7 @@ def _direct(*tensors: Tensor | None) -> bool:
     """Whether nothing but the kernel would see this call: plain dense tensors, and nothing traces or interposes."""
     if torch.compiler.is_compiling():
         return False
-    if torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None:
+    if torch._C._len_torch_dispatch_stack() or _interpreter_stack() is not None:
         return False
     for t in tensors:
         if t is None:
@@ -408,7 +409,7 @@ def _direct(*tensors: Tensor | None) -> bool:
             return False
         if t.is_meta or t.is_neg() or t.layout is not torch.strided:
             return False
-    return not torch.jit.is_tracing()
+    return not torch._C._is_tracing()
 
 
 def amax(x: Tensor) -> Tensor:

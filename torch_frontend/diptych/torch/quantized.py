@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -73,6 +73,12 @@ class QuantizedTensor(Tensor):
         self.columnwise_amax = columnwise_amax
         return self
 
+    if TYPE_CHECKING:  # Tensor's own __init__ takes a device
+
+        def __init__(
+            self, quantizer: Quantizer, shape: tuple[int, ...], dtype: torch.dtype, *args: Any, **buffers: Any
+        ) -> None: ...
+
     def copy_of(self, columnwise: bool) -> primitives.Copy:
         """(data, scale_inv, format id, columnwise) of one copy. **Raises** ValueError if it was not made."""
         data = self.columnwise_data if columnwise else self.rowwise_data
@@ -116,7 +122,8 @@ class QuantizedTensor(Tensor):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         q = self.quantizer
         fields = {name: getattr(q, name) for name in q.__dataclass_fields__}  # type: ignore[attr-defined]
-        buffers = {name: getattr(self, name) for name in BUFFERS if getattr(self, name) is not None}
+        # As bytes: torch's legacy pickle format does not know FP8 storage.
+        buffers = {name: t.view(torch.uint8) for name in BUFFERS if (t := getattr(self, name)) is not None}
         return _rebuild, (type(q), fields, tuple(self.shape), self.dtype, buffers)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
@@ -124,7 +131,7 @@ class QuantizedTensor(Tensor):
             memo[id(self)] = _map(torch.clone, self)
         return memo[id(self)]
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -137,7 +144,10 @@ class QuantizedTensor(Tensor):
 def _rebuild(
     cls: type[Quantizer], fields: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype, buffers: dict[str, Tensor]
 ) -> QuantizedTensor:
-    return QuantizedTensor(cls(**fields), shape, dtype, **buffers)
+    quantizer = cls(**fields)
+    dtypes = {"data": quantizer.format.element, "inv": quantizer.format.scale, "amax": "float32"}
+    typed = {name: t.view(getattr(torch, dtypes[name.rsplit("_", 1)[-1]])) for name, t in buffers.items()}
+    return QuantizedTensor(quantizer, shape, dtype, **typed)
 
 
 # torch.load(weights_only=True) rebuilds from this function; `opaque.register` lists the quantizers themselves.

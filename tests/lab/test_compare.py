@@ -1,0 +1,66 @@
+import json
+import re
+
+import pytest
+
+from diptych.lab.cli import main
+
+TINY_ARGS = [
+    *("--width", "32", "--layers", "2", "--heads", "2", "--seq", "16", "--batch", "8", "--lr", "0.01"),
+    *("--steps", "80", "--eval-every", "0", "--eval-batches", "8", "--no-compile", "--trace-steps", "2", "--quiet"),
+]
+
+
+@pytest.fixture(scope="module")
+def good(text, tmp_path_factory):
+    """One whole comparison, small: (exit status, folder)."""
+    out = tmp_path_factory.mktemp("good")
+    argv = ["compare", "--recipe", "fp8-block", "--data", str(text), "--out", str(out)]
+    return main([*argv, *TINY_ARGS]), out
+
+
+def test_it_passes_and_writes_report_and_results(good):
+    status, out = good
+    results = json.loads((out / "results.json").read_text())
+    assert [c for c in results["checks"] if not c["passed"]] == []
+    assert status == 0 and results["passed"]
+    assert len(results["checks"]) == 9
+    assert len(results["runs"]) == 4
+    assert {row["op"] for row in results["replay"]} == {"quantize", "gemm", "bias_grad"}
+    assert all(row["differing"] == 0 for row in results["replay"])
+
+
+def test_the_control_runs_call_no_kernel(good):
+    results = json.loads((good[1] / "results.json").read_text())
+    for name, run in results["runs"].items():
+        assert (run["calls"]["gemm"] == 0) == ("high precision" in name)
+
+
+def test_the_report_stands_alone(good):
+    html = (good[1] / "report.html").read_text()
+    assert html.count("<svg") == 3
+    assert "All 9 checks passed" in html and "diptych compare --recipe fp8-block" in html
+    assert not re.search(r"""(src|href)=["'](?!#)""", html), "the report must not load anything"
+    assert "{{" not in html and "{%" not in html
+
+
+def test_the_first_payloads_are_equal_and_the_parting_op_is_named(good):
+    results = json.loads((good[1] / "results.json").read_text())
+    rows = {row["what"]: row for row in results["trace"][0]["rows"]}
+    assert rows["quantized weight: payload"]["differing"] == rows["quantized weight: scale"]["differing"] == 0
+    first = results["first_parting"]
+    assert first["step"] == 0 and first["kind"] in {row["kind"] for row in results["framework_ops"]}
+
+
+@pytest.mark.parametrize("framework", ["torch", "jax"])
+def test_a_corrupted_scale_fails_the_precision_check(text, tmp_path, framework, capsys):
+    argv = ["compare", "--recipe", "fp8-block", "--data", str(text)]
+    status = main([*argv, "--out", str(tmp_path), *TINY_ARGS, "--corrupt-scale", framework])
+    assert status == 1
+    results = json.loads((tmp_path / "results.json").read_text())
+    failed = [c["name"] for c in results["checks"] if not c["passed"]]
+    assert f"{framework}: fp8-block trains as high precision does" in failed
+    other = "jax" if framework == "torch" else "torch"
+    assert not any(name.startswith(f"{other}:") for name in failed)
+    assert "FAIL" in capsys.readouterr().out
+    assert "deliberate fault" in (tmp_path / "report.html").read_text()

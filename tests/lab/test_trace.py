@@ -1,0 +1,88 @@
+import dataclasses
+
+import numpy as np
+import pytest
+from lab_tools import TINY, job
+
+from diptych.common import RECIPES
+from diptych.lab import trace
+from diptych.lab.frontend import require
+from diptych.lab.job import initial_weights
+from diptych.lab.trace import Bits, difference
+
+
+@pytest.fixture(scope="module")
+def steps(small_batch):
+    """The first step of both frameworks by each recipe."""
+    weights = initial_weights(TINY, 0)
+    pair = [require(name, "cpu") for name in ("torch", "jax")]
+    return {r: [f.trainer(job(r), weights).traced_step(small_batch) for f in pair] for r in RECIPES}
+
+
+@pytest.fixture(scope="module")
+def small_batch():
+    return np.random.default_rng(3).integers(0, 256, (4, 17)).astype(np.int32)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_linear_has_all_its_ops_in_both_frameworks(steps, recipe):
+    for step in steps[recipe]:
+        labelled = trace.label(step.ops, TINY)
+        assert len(labelled) == len(step.ops) == 7 * len(TINY.linears)
+        assert {(i.linear, i.role) for i in labelled} == {(n, r) for n in TINY.linears for r in trace.ROLES}
+        assert trace.missing_products(labelled, TINY) == []
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_both_record_the_same_activations_and_gradients(steps, recipe):
+    a, b = steps[recipe]
+    names = [name for name, _ in trace.activation_order(TINY)]
+    for step in (a, b):
+        assert set(names) <= set(step.activations)
+        assert set(step.gradients) == set(TINY.shapes())
+    for name in names:
+        assert a.activations[name].shape == b.activations[name].shape
+        np.testing.assert_allclose(a.activations[name], b.activations[name], rtol=0.05, atol=0.02)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_op_replays_to_the_same_bits_both_ways(steps, recipe):
+    for step, other in zip(steps[recipe], ("jax", "torch"), strict=True):
+        frontend = require(other, "cpu")
+        for op in step.ops:
+            again = frontend.replay(op, "cpu")
+            assert set(again) == set(op.outputs)
+            for name, bits in op.outputs.items():
+                assert difference(bits, again[name]).equal, (op.kind, name)
+
+
+def test_a_changed_scale_is_seen_by_the_replay(steps):
+    op = next(op for op in steps["mxfp8"][0].ops if op.kind == "gemm")
+    wrong = dict(op.inputs)
+    wrong["b_scale_inv"] = Bits("float8_e8m0fnu", op.inputs["b_scale_inv"].data + np.uint8(1))
+    again = require("jax", "cpu").replay(dataclasses.replace(op, inputs=wrong), "cpu")
+    assert difference(op.outputs["d"], again["d"]).differing > 0
+
+
+def test_framework_ops_alone_are_close(steps, small_batch):
+    a, _ = steps["fp8-block"]
+    known = {**initial_weights(TINY, 0), **a.activations, "tokens": small_batch[:, :-1], "targets": small_batch[:, 1:]}
+    for op in trace.framework_ops(TINY):
+        for name in ("torch", "jax"):
+            out = require(name, "cpu").apply(op.kind, [np.ascontiguousarray(known[n]) for n in op.inputs], TINY.heads)
+            np.testing.assert_allclose(out, known[op.output], rtol=1e-4, atol=1e-5, err_msg=f"{name} {op.output}")
+
+
+def test_distance_counts_representable_values():
+    x = np.array([1.0, -1.0, 0.0, np.nan], np.float32)
+    y = np.array([np.nextafter(np.float32(1), 2, dtype=np.float32), -1.0, -0.0, np.nan], np.float32)
+    found = difference(Bits.of(x), Bits.of(y))
+    assert (found.elements, found.differing, found.max_ulp, found.first) == (4, 2, 1, 0)
+    tiny = np.float32(1e-45)
+    assert difference(Bits.of(np.array([tiny])), Bits.of(np.array([-tiny]))).max_ulp == 2
+    e8m0 = [Bits("float8_e8m0fnu", np.array([v], np.uint8)) for v in (127, 130)]
+    assert difference(*e8m0).max_ulp == 3
+    fp8 = [Bits("float8_e4m3fn", np.array([v], np.uint8)) for v in (0x01, 0x81)]
+    assert difference(*fp8).max_ulp == 2
+    with pytest.raises(ValueError, match="cannot compare"):
+        difference(Bits.of(x), Bits.of(x[:2]))

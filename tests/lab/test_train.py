@@ -1,0 +1,140 @@
+import dataclasses
+
+import numpy as np
+import pytest
+from lab_tools import TINY, job
+
+from diptych.common import CheckpointError
+from diptych.lab import checkpoint, train
+from diptych.lab.frontend import require
+from diptych.lab.job import Job, OptimConfig, initial_weights
+
+SETTINGS = train.Settings(batch=2, eval_every=3, eval_batches=2, checkpoint_every=2)
+
+
+def run(frontend, job_, data, **more):
+    return train.run(frontend, job_, data, SETTINGS, progress=False, **more)
+
+
+@pytest.mark.parametrize("recipe", ["none", "fp8-current"])
+def test_resume_gives_the_losses_of_the_uninterrupted_run(frontend_, small, tmp_path, recipe):
+    whole = run(frontend_, job(recipe), small)
+    path = tmp_path / checkpoint.FILE_NAME
+    part = run(frontend_, job(recipe), small, checkpoint=path, stop_after=4)
+    assert len(part.losses) == 4
+    rest = run(frontend_, job(recipe), small, checkpoint=path, resume=path)
+    assert rest.steps_run == 2
+    assert np.array_equal(whole.losses, rest.losses)
+    assert whole.validation == rest.validation
+    done = run(frontend_, job(recipe), small, resume=path)
+    assert done.steps_run == 0 and np.array_equal(done.losses, whole.losses)
+
+
+def test_a_checkpoint_crosses_frameworks(small, tmp_path):
+    path = tmp_path / "c.npz"
+    run(require("torch", "cpu"), job(), small, checkpoint=path, stop_after=4)
+    there = run(require("jax", "cpu"), job(), small, resume=path)
+    straight = run(require("jax", "cpu"), job(), small)
+    assert there.final == pytest.approx(straight.final, rel=0.01)
+
+
+def test_state_comes_back_as_it_was_written(frontend_, small, tmp_path):
+    path = tmp_path / "c.npz"
+    run(frontend_, job(), small, checkpoint=path)
+    stored = checkpoint.load(path)
+    trainer = frontend_.trainer(job(), initial_weights(TINY, 1))
+    trainer.restore(stored.state)
+    state = trainer.state()
+    assert state.step == stored.state.step == 6
+    for section in ("weights", "first", "second"):
+        a, b = getattr(state, section), getattr(stored.state, section)
+        assert set(a) == set(b) == set(TINY.shapes())
+        assert all(np.array_equal(a[k], b[k]) for k in a)
+    assert any(np.abs(v).max() > 0 for v in stored.state.second.values())
+
+
+@pytest.fixture
+def saved(small, tmp_path):
+    path = tmp_path / "c.npz"
+    run(require("torch", "cpu"), job(), small, checkpoint=path, stop_after=2)
+    return path
+
+
+@pytest.mark.parametrize("where", ["header", "middle", "truncated", "empty", "text"])
+def test_damage_is_named_and_nothing_is_written(saved, small, where):
+    blob = bytearray(saved.read_bytes())
+    if where == "truncated":
+        blob = blob[: len(blob) // 2]
+    elif where == "empty":
+        blob = bytearray()
+    elif where == "text":
+        blob = bytearray(b"not a checkpoint")
+    else:
+        at = 0 if where == "header" else len(blob) // 2
+        blob[at : at + 8] = bytes(b ^ 0xFF for b in blob[at : at + 8])
+    saved.write_bytes(blob)
+    with pytest.raises(CheckpointError, match=r"c\.npz: damaged"):
+        run(require("torch", "cpu"), job(), small, checkpoint=saved, resume=saved)
+    assert saved.read_bytes() == blob
+    assert [p.name for p in saved.parent.iterdir()] == ["c.npz"]
+
+
+def test_a_consistent_forgery_fails_the_digest(saved):
+    with np.load(saved) as f:
+        arrays = dict(f)
+    arrays["weights/head.weight"] = arrays["weights/head.weight"] + 1
+    np.savez(saved, **arrays)
+    with pytest.raises(CheckpointError, match="digest"):
+        checkpoint.load(saved)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda j: dataclasses.replace(j, recipe=None), "recipe is 'MXFP8BlockScaling"),
+        (
+            lambda j: dataclasses.replace(j, model=dataclasses.replace(TINY, layers=3)),
+            "model.layers is 2 there, 3 here",
+        ),
+        (lambda j: dataclasses.replace(j, optim=OptimConfig(steps=7, warmup=2)), "optimizer.steps is 6 there, 7 here"),
+    ],
+)
+def test_another_runs_checkpoint_is_refused(saved, small, change, named):
+    with pytest.raises(CheckpointError, match=named):
+        run(require("torch", "cpu"), change(job()), small, resume=saved)
+
+
+def test_missing_checkpoint(small, tmp_path):
+    with pytest.raises(CheckpointError, match="no such checkpoint"):
+        run(require("torch", "cpu"), job(), small, resume=tmp_path)
+
+
+def test_a_failed_write_keeps_the_old_checkpoint(saved, monkeypatch):
+    before, stored = saved.read_bytes(), checkpoint.load(saved)
+    monkeypatch.setattr(checkpoint.os, "replace", lambda *_: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        checkpoint.save(saved, stored)
+    assert saved.read_bytes() == before
+
+
+def test_both_frameworks_start_alike_and_count_their_kernels(small):
+    results = [run(require(name, "cpu"), job("fp8-block"), small) for name in ("torch", "jax")]
+    assert results[0].losses == pytest.approx(results[1].losses, rel=1e-3)
+    linears, steps, evaluated = len(TINY.linears), 6, 4
+    for r in results:
+        assert r.evaluations_run == evaluated
+        assert r.calls["gemm"] == r.calls["cpu.gemm"] == linears * (3 * steps + evaluated)
+        assert r.calls["quantize"] == linears * (3 * steps + 2 * evaluated)
+        assert r.calls["bias_grad"] == linears * steps
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(frontend_, small):
+    wild = Job(model=TINY, optim=OptimConfig(steps=5, lr=1e30, warmup=1), recipe=None, compile=False)
+    with pytest.raises(train.TrainingError, match="try a smaller --lr"):
+        run(frontend_, wild, small)
+
+
+def test_learning_rates_warm_up_and_decay_to_a_tenth():
+    rates = OptimConfig(lr=1.0, steps=100, warmup=10).learning_rates()
+    assert rates[0] == pytest.approx(0.1) and rates[10] == pytest.approx(1.0)
+    assert rates.argmax() in (9, 10) and rates[-1] == pytest.approx(0.1, abs=1e-2)
