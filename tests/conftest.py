@@ -3,17 +3,7 @@
 import pytest
 
 import cases
-
-
-def cuda_missing() -> str:
-    """Why CUDA cases cannot run here, or an empty string."""
-    from diptych import core
-
-    if not core.build_info()["cuda"]:
-        return "this build has no CUDA backend"
-    if not core.cuda_info()["archs"]:
-        return "this machine has no GPU"
-    return ""
+from hardware import cuda_missing
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])

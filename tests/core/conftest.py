@@ -6,7 +6,7 @@ import pytest
 @pytest.fixture
 def cuda():
     """Skips with the reason where CUDA cannot run."""
-    from conftest import cuda_missing
+    from hardware import cuda_missing
 
     if reason := cuda_missing():
         pytest.skip(reason)

@@ -13,7 +13,6 @@ import platform
 import sys
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 
 import cases
@@ -274,6 +273,3 @@ def same_quantized(got: dict[str, np.ndarray], want: oracle.Quantized, label: An
 def want_calls(kernel: str) -> int:
     """How often a registry row has run."""
     return sum(row["calls"] for row in _core.kernel_table() if row["kernel"] == kernel)
-
-
-BF16 = np.dtype(ml_dtypes.bfloat16)

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import cuda_missing
 
 import cases
 import oracle
@@ -24,6 +23,7 @@ from diptych.common import (
     QuantizerRole,
     Recipe,
 )
+from hardware import cuda_missing
 
 RECIPE_NAMES = tuple(RECIPES)
 COPIES = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv", "amax")

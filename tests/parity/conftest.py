@@ -10,7 +10,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 @pytest.fixture
 def cuda():
     """Skips with the reason where CUDA cannot run."""
-    from conftest import cuda_missing
+    from hardware import cuda_missing
 
     if reason := cuda_missing():
         pytest.skip(reason)

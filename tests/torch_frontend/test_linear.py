@@ -230,7 +230,29 @@ def test_amp(name, amp, device):
     assert y["y"].dtype == amp and y["dx"].dtype == torch.float32
     want["dx"] = want["dx"].float()
     _same_step(y, want)
-    same(tools.role(recipe, "weight") and layer.weight.grad, want["dw"])
+    assert y["dw"].dtype == y["db"].dtype == torch.float32
+
+
+def test_amp_and_checkpoint_inside_of_one_graph():
+    layer, x = _layer(96, 96), normal("x", (5, 96))
+
+    def body(x):
+        return checkpoint(layer, layer(x), use_reentrant=False)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(body, fullgraph=True, backend="aot_eager")
+    with torch.amp.autocast("cpu", torch.bfloat16):
+        got, want = (_run(fn, layer, x, MX) for fn in (compiled, body))
+    assert got["y"].dtype == torch.bfloat16
+    _same_step(got, want)
+
+
+def test_inference_mode():
+    layer, x = _layer(), normal("x", (5, 96))
+    with dt.autocast(recipe=MX):
+        want = layer(x).detach()
+        with torch.inference_mode():
+            same(layer(x), want)
 
 
 def test_grad_scaler(device):

@@ -243,7 +243,16 @@ def _dequantize_fake(data: Tensor, scale_inv: Tensor, format: int, columnwise: b
     return data.new_empty(_dequantize_shape(data, format, columnwise), dtype=dtype)
 
 
-def _run_gemm(a: Copy, b: Copy, d: Tensor, bias, mnk, alpha: float, beta: float, fast_accum: bool) -> None:
+def _run_gemm(
+    a: Copy,
+    b: Copy,
+    d: Tensor,
+    bias: Tensor | None,
+    mnk: tuple[int, int, int],
+    alpha: float,
+    beta: float,
+    fast_accum: bool,
+) -> None:
     epilogue = bias is not None or beta != 0.0
     workspace = _workspace(_core.gemm_workspace_bytes(*mnk, epilogue), d.device) if d.is_cuda else None
     if bias is not None:
