@@ -101,12 +101,17 @@ Status apart(const char* op, const char* out_name, const TensorView& out, const 
   return {Code::value, std::string(op) + ": " + out_name + " overlaps " + in_name + " in memory"};
 }
 
-Status workspace(const char* op, const TensorView& t, int64_t need, const Device& device) {
+// Scratch memory: large enough, 16-byte aligned, and nobody else's.
+Status workspace(const char* op, const TensorView& t, int64_t need, const Device& device,
+                 std::initializer_list<const TensorView*> others) {
   if (device.backend == Backend::cpu || need == 0) return {};
   DIPTYCH_TRY(present(op, "workspace", t, device));
   DIPTYCH_TRY(of_dtype(op, "workspace", t, DType::u8));
-  if (t.numel() >= need) return {};
-  return {Code::value, std::string(op) + ": workspace needs " + std::to_string(need) + " bytes, got " + describe(t)};
+  if (t.numel() < need || reinterpret_cast<uintptr_t>(t.data) % 16 != 0)
+    return {Code::value, std::string(op) + ": workspace needs " + std::to_string(need) + " bytes, aligned to 16, got " +
+                             describe(t)};
+  for (const TensorView* other : others) DIPTYCH_TRY(apart(op, "workspace", t, "another operand", *other));
+  return {};
 }
 
 }  // namespace
@@ -208,8 +213,9 @@ Status check(const GemmArgs& a, const Device& device) {
   if (a.fast_accum && !(row(a.a.format).per_tensor() && row(a.b.format).per_tensor()))
     return {Code::value, "gemm: fast_accum exists for per-tensor FP8 only, got " + pair};
   DIPTYCH_TRY(workspace(op, a.workspace,
-                        gemm_workspace_bytes(ea.kept, eb.kept, ea.reduced, a.bias.given() || a.beta != 0.0f), device));
-  for (const TensorView* in : {&a.a.data, &a.a.scale_inv, &a.b.data, &a.b.scale_inv, &a.bias, &a.workspace})
+                        gemm_workspace_bytes(ea.kept, eb.kept, ea.reduced, a.bias.given() || a.beta != 0.0f), device,
+                        {&a.d, &a.c, &a.bias, &a.a.data, &a.a.scale_inv, &a.b.data, &a.b.scale_inv}));
+  for (const TensorView* in : {&a.a.data, &a.a.scale_inv, &a.b.data, &a.b.scale_inv, &a.bias})
     DIPTYCH_TRY(apart(op, "d", a.d, "another operand", *in));
   return {};
 }
@@ -222,8 +228,7 @@ Status check(const BiasGradArgs& a, const Device& device) {
   DIPTYCH_TRY(present(op, "out", a.out, device));
   DIPTYCH_TRY(high_precision(op, "out", a.out));
   DIPTYCH_TRY(of_numel(op, "out", a.out, a.dy.cols()));
-  DIPTYCH_TRY(workspace(op, a.workspace, bias_grad_workspace_bytes(a.dy.rows(), a.dy.cols()), device));
-  DIPTYCH_TRY(apart(op, "out", a.out, "workspace", a.workspace));
+  DIPTYCH_TRY(workspace(op, a.workspace, bias_grad_workspace_bytes(a.dy.rows(), a.dy.cols()), device, {&a.out, &a.dy}));
   return apart(op, "out", a.out, "dy", a.dy);
 }
 

@@ -54,7 +54,7 @@ static const KernelRow kKernels[] = {
     {Op::amax,       Backend::cuda, 80, kAny,      Level::native,   "cuda.amax",       "", nullptr, call<AmaxArgs, cuda::amax>},
     {Op::quantize,   Backend::cuda, 80, kAny,      Level::native,   "cuda.quantize",   "", nullptr, call<QuantizeArgs, cuda::quantize>},
     {Op::dequantize, Backend::cuda, 80, kAny,      Level::native,   "cuda.dequantize", "", nullptr, call<DequantizeArgs, cuda::dequantize>},
-    {Op::gemm,       Backend::cuda, 90, kCublasLt, Level::native,   "cuda.cublaslt",   "FP8 tensor cores; extents in multiples of 16, not E5M2 x E5M2, not 128x128 x 128x128", cublaslt_fits, call<GemmArgs, cuda::gemm_cublaslt>},
+    {Op::gemm,       Backend::cuda, 90, kCublasLt, Level::native,   "cuda.cublaslt",   "FP8 tensor cores; N and K in multiples of 16 (block scales: M of 4), operands 16-byte aligned, not E5M2 x E5M2, not 128x128 x 128x128", cublaslt_fits, call<GemmArgs, cuda::gemm_cublaslt>},
     {Op::gemm,       Backend::cuda, 80, kGemm,     Level::emulated, "cuda.emulated",   "decoded to bfloat16, float32 accumulation; any extents", nullptr, call<GemmArgs, cuda::gemm_emulated>},
     {Op::bias_grad,  Backend::cuda, 80, kAny,      Level::native,   "cuda.bias_grad",  "", nullptr, call<BiasGradArgs, cuda::bias_grad>},
 #endif

@@ -58,7 +58,7 @@ class ModelConfig(Value):
 class OptimConfig(Value):
     """AdamW with linear warmup and cosine decay to a tenth."""
 
-    lr: float = 3e-3
+    lr: float = 1e-3
     steps: int = 300
     warmup: int = 20
     beta1: float = 0.9

@@ -52,7 +52,7 @@ struct GemmArgs {
   TensorView d;          // [M, N] float32 | bfloat16 | float16
   TensorView c;          // [M, N] of d's dtype, may be d itself; absent: beta must be 0
   TensorView bias;       // [N] float32 | bfloat16 | float16, optional
-  TensorView workspace;  // uint8, at least gemm_workspace_bytes; CUDA only
+  TensorView workspace;  // uint8, at least gemm_workspace_bytes, 16-byte aligned; CUDA only
   float alpha = 1.0f;
   float beta = 0.0f;
   bool fast_accum = false;  // Hopper's reduced-precision accumulation; per-tensor formats only
@@ -61,7 +61,7 @@ struct GemmArgs {
 struct BiasGradArgs {    // out[n] = sum over rows of dy[., n] in float32, in an order fixed by the shape
   TensorView dy;         // [..., N] float32 | bfloat16 | float16
   TensorView out;        // [N] float32 | bfloat16 | float16
-  TensorView workspace;  // uint8, at least bias_grad_workspace_bytes; CUDA only
+  TensorView workspace;  // uint8, at least bias_grad_workspace_bytes, 16-byte aligned; CUDA only
 };
 
 Status amax(const AmaxArgs&, const Execution&);
