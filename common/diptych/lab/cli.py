@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from diptych.common import RECIPES, CheckpointError, DeviceError, ShapeError, UnsupportedError
 from diptych.lab.data import DEFAULT_CAP, ByteData, DataError, load
+from diptych.lab.frontend import FrontendError, TrainingError
 from diptych.lab.job import Corruption, Job, ModelConfig, OptimConfig
 
 if TYPE_CHECKING:
@@ -33,12 +34,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     try:
         return args.run(args, arguments)
-    except (InputError, DataError, CheckpointError, DeviceError, ShapeError, UnsupportedError, OSError) as e:
+    except (
+        InputError,
+        DataError,
+        CheckpointError,
+        DeviceError,
+        ShapeError,
+        UnsupportedError,
+        FrontendError,
+        OSError,
+    ) as e:
         return _fail(args.command, e, BAD_INPUT)
-    except RuntimeError as e:
-        if type(e).__name__ in ("FrontendError", "TrainingError"):
-            return _fail(args.command, e, BAD_INPUT if type(e).__name__ == "FrontendError" else FAILED)
-        raise
+    except TrainingError as e:
+        return _fail(args.command, e, FAILED)
     except KeyboardInterrupt:
         return _fail(args.command, "interrupted", INTERRUPTED)
 
@@ -239,7 +247,7 @@ def _train(args: argparse.Namespace, _: list[str]) -> int:
     home = resumed if resumed is None or resumed.is_dir() else resumed.parent
     folder = _folder(args.out or home or pathlib.Path(f"runs/train-{args.framework}-{args.recipe}"))
     target = folder / checkpoint.FILE_NAME
-    if target.exists() and not args.overwrite and (resumed is None or home.resolve() != folder.resolve()):
+    if target.exists() and not args.overwrite and (home is None or home.resolve() != folder.resolve()):
         raise InputError(
             f"{target} exists: --resume {folder} continues it, --overwrite starts anew, --out DIR keeps it"
         )

@@ -289,7 +289,7 @@ def _checks(
         name = f"{frontend.name}: every linear's three GEMMs ran quantized kernels"
         checks.append(Check(name, got == want and not gaps, detail))
     replayed: Difference = traced["_replayed"]
-    detail = f"{traced['_tensors']} tensors with {replayed.elements} elements, {replayed.differing} differ"
+    detail = f"{traced['_tensors']} tensors with {replayed.elements:,} elements, {replayed.differing:,} differ"
     name = f"every {pair[0].name} op, replayed in {pair[1].name} on the same inputs, gives the same bits"
     return [*checks, Check(name, replayed.equal and traced["_tensors"] > 0, detail)]
 

@@ -21,6 +21,10 @@ class FrontendError(RuntimeError):
     """A framework that is not installed, or cannot do what was asked on this machine."""
 
 
+class TrainingError(RuntimeError):
+    """A run that went wrong in itself, such as a loss that is not finite."""
+
+
 @dataclasses.dataclass
 class State:
     """All that training carries from step to step, under one set of names in both frameworks, float32.

@@ -16,7 +16,7 @@ from matplotlib import pyplot as plt
 
 Results = dict[str, Any]
 _COLORS = ("#d9480f", "#1c5fb8", "#2b8a3e")
-_STYLE = {
+_STYLE: Any = {
     "font.size": 11,
     "font.family": "sans-serif",
     "axes.spines.top": False,
@@ -120,10 +120,17 @@ def _losses(r: Results) -> str:
             values = list(run["validation"].values())
             ax.plot(at, values, ls="", color=_COLORS[i], label=f"{framework}, validation", **marker)
         entropy = r["entropy"]
+        place = {
+            "xycoords": ("axes fraction", "data"),
+            "ha": "right",
+            "va": "bottom",
+            "fontsize": 9,
+            "color": "#495057",
+        }
         for y, text in ((entropy, "unigram entropy"), (0.8 * entropy, "0.8 × unigram entropy")):
             ax.axhline(y, color="#868e96", lw=1, ls=":")
-            ax.annotate(f"{text} {y:.2f}", (1, y), xycoords=("axes fraction", "data"), ha="right", va="bottom",
-                        fontsize=9, color="#495057")  # fmt: skip
+            ax.annotate(f"{text} {y:.2f} ", (1, y), **place)
+        ax.set_ylim(top=1.3 * entropy)
         ax.set_xlabel("step")
     axes[0].set_ylabel("loss, nats per byte")
     handles, labels = axes[0].get_legend_handles_labels()
@@ -132,7 +139,7 @@ def _losses(r: Results) -> str:
 
 
 def _differences(r: Results) -> str:
-    fig, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    fig, (left, right) = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
     names = r["frameworks"]
     left.set_title(f"between frameworks: |{names[0]} − {names[1]}|")
     for low, color in ((False, "#868e96"), (True, _COLORS[2])):
@@ -146,7 +153,8 @@ def _differences(r: Results) -> str:
     left.set_yscale("log")
     left.set_ylabel("difference of training losses, nats")
     left.set_xlabel("step")
-    left.legend(loc="lower right")
+    below = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16), "fontsize": 9.5}
+    left.legend(ncols=2, **below)
     right.set_title(f"between precisions: {r['recipe']['name']} against high precision")
     for i, ((framework, high), (_, low_run)) in enumerate(zip(_pair(r, False), _pair(r, True), strict=True)):
         x, y = np.asarray(high["losses"]), np.asarray(low_run["losses"])
@@ -160,9 +168,9 @@ def _differences(r: Results) -> str:
     right.axhspan(-2, 2, color="#d3f9d8", alpha=0.6, lw=0, label="allowed at the end: ±2 %")
     right.set_ylabel("difference of losses, %")
     right.set_xlabel("step")
-    right.legend(fontsize=9, loc="upper left", ncols=2)
+    right.legend(ncols=2, **below)
     low_y, high_y = right.get_ylim()
-    right.set_ylim(min(low_y, -2.5), max(high_y * 1.45, 4.5))
+    right.set_ylim(min(low_y, -2.5), max(high_y, 2.5))
     return _svg(fig)
 
 
@@ -180,13 +188,17 @@ def _drift(r: Results) -> str:
     ax.set_yscale("log")
     ax.set_ylim(floor / 2, None)
     ax.axhline(floor, color="#2b8a3e", lw=1, ls=":")
-    ax.annotate("equal", (0.002, floor), xycoords=("axes fraction", "data"), va="bottom", fontsize=9, color="#2b8a3e")
-    names = [v["name"] for v in rows]
-    ticks = [i for i, n in enumerate(names) if n.endswith("norm1") or "." not in n]
-    ax.set_xticks(ticks, [names[i].replace("blocks.", "block ").replace(".norm1", "") for i in ticks], fontsize=9)
+    place = {"xycoords": ("axes fraction", "data"), "va": "bottom", "ha": "right", "fontsize": 9, "color": "#2b8a3e"}
+    ax.annotate("same bits ", (1, floor), **place)
+    blocks = [
+        [i for i, v in enumerate(rows) if v["name"].startswith(f"blocks.{b}.")] for b in range(r["model"]["layers"])
+    ]
+    ax.set_xticks([(b[0] + b[-1]) / 2 for b in blocks], [f"block {i}" for i in range(len(blocks))])
+    for edge in (blocks[0][0], *(b[-1] + 1 for b in blocks)):
+        ax.axvline(edge - 0.5, color="#ced4da", lw=1)
     ax.set_xlim(-0.5, len(rows) - 0.5)
-    ax.grid(axis="x", color="#ced4da")
-    ax.set_xlabel("activations in forward order")
-    ax.set_ylabel("‖a − b‖ / ‖a‖")
-    ax.legend(loc="lower right", ncols=len(shades))
+    ax.grid(axis="x", visible=False)
+    ax.set_xlabel("activations in forward order, from the embedding on the left to the loss on the right")
+    ax.set_ylabel("relative distance ‖a − b‖ / ‖a‖")
+    ax.legend(loc="lower center", ncols=len(shades))
     return _svg(fig)

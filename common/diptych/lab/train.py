@@ -14,12 +14,8 @@ from tqdm import tqdm
 from diptych import core
 from diptych.lab import checkpoint as ckpt
 from diptych.lab.data import ByteData
-from diptych.lab.frontend import Frontend
+from diptych.lab.frontend import Frontend, TrainingError
 from diptych.lab.job import Job, initial_weights
-
-
-class TrainingError(RuntimeError):
-    """A run that went wrong in itself, such as a loss that is not finite."""
 
 
 @dataclasses.dataclass(frozen=True)

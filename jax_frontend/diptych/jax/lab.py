@@ -45,8 +45,8 @@ class JaxTrainer:
         self._optimizer = optax.adamw(
             lambda count: jnp.asarray(rates)[count], o.beta1, o.beta2, o.eps, weight_decay=o.weight_decay
         )
-        self._params = jax.device_put({k: jnp.asarray(v) for k, v in weights.items()}, self._device)
-        self._opt_state = jax.device_put(self._optimizer.init(self._params), self._device)
+        self._params: Any = jax.device_put({k: jnp.asarray(v) for k, v in weights.items()}, self._device)
+        self._opt_state: Any = jax.device_put(self._optimizer.init(self._params), self._device)
         self._names = frozenset(_activation_names(job))
         self._step = jax.jit(self._update, donate_argnums=(0, 1))
         self._evaluate = jax.jit(self._loss)
@@ -57,8 +57,8 @@ class JaxTrainer:
         updates, opt_state = self._optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, loss
 
-    def _put(self, batch: np.ndarray) -> Array:
-        return jax.device_put(batch, self._device)
+    def _put(self, tree: Any) -> Any:
+        return jax.device_put(tree, self._device)
 
     def step(self, batch: np.ndarray) -> float:
         self._params, self._opt_state, loss = self._step(self._params, self._opt_state, self._put(batch))
@@ -86,7 +86,7 @@ class JaxTrainer:
         return State(int(adam.count), *copies)
 
     def restore(self, state: State) -> None:
-        self._params = self._put(state.weights)  # type: ignore[arg-type]
+        self._params = self._put(state.weights)
         values = {"mu": state.first, "nu": state.second, "count": np.int32(state.step)}
         self._opt_state = self._put(optax.tree_utils.tree_set(self._opt_state, **values))
 

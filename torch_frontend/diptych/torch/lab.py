@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib.metadata
+import os
+import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -17,7 +19,7 @@ from diptych.common import shapes
 from diptych.common.formats import FORMATS, format_by_name
 from diptych.common.quantizers import QuantizerRole
 from diptych.common.recipes import Recipe
-from diptych.lab.frontend import State
+from diptych.lab.frontend import FrontendError, State
 from diptych.lab.job import Corruption, Job, Weights
 from diptych.lab.trace import Bits, Op, StepTrace
 from diptych.torch import functional, gpt, primitives
@@ -37,7 +39,7 @@ class TorchTrainer:
         self._model = gpt.GPT(width=m.width, layers=m.layers, heads=m.heads, seq=m.seq, vocab=m.vocab)
         if job.corruption is not None:
             parent, _, child = job.corruption.layer.rpartition(".")
-            old = self._model.get_submodule(job.corruption.layer)
+            old: Any = self._model.get_submodule(job.corruption.layer)
             corrupted = CorruptedLinear(old.in_features, old.out_features, job.recipe, job.corruption)
             setattr(self._model.get_submodule(parent), child, corrupted)
         self._model.to(self._device)
@@ -249,11 +251,16 @@ class TorchFrontend:
         return None
 
     def trainer(self, job: Job, weights: Weights) -> TorchTrainer:
+        compilers = (os.environ.get("CXX"), "g++", "clang++")
+        if job.compile and job.device == "cpu" and not any(shutil.which(c) for c in compilers if c):
+            raise FrontendError(
+                "torch.compile needs a C++ compiler, and there is no g++; install it or add --no-compile"
+            )
         return TorchTrainer(job, weights)
 
     @torch.no_grad()
     def replay(self, op: Op, device: str) -> dict[str, Bits]:
-        x = {k: torch.from_numpy(v.data).view(getattr(torch, v.dtype)).to(device) for k, v in op.inputs.items()}
+        x = {k: torch.tensor(v.data).view(getattr(torch, v.dtype)).to(device) for k, v in op.inputs.items()}
         o = op.options
         if op.kind == "quantize":
             names = [b.name for b in shapes.quantize_buffers(tuple(x["x"].shape), o["quantizer"])]
@@ -284,7 +291,7 @@ class TorchFrontend:
             "head matmul": F.linear,
             "cross entropy": lambda x, y: F.cross_entropy(x.flatten(0, 1), y.flatten().long()),
         }
-        return ops[kind](*(torch.from_numpy(x) for x in inputs)).numpy()
+        return ops[kind](*(torch.tensor(x) for x in inputs)).numpy()
 
 
 frontend = TorchFrontend()
