@@ -17,24 +17,25 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.h' '*.cpp' '*.cu' '*.cuh')
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: setup
 	$(BIN)/python -m benchmarks.cpu
 
+# New Python files need `touch pyproject.toml` first: an editable install maps the files that it saw.
 setup: $(VENV)/.installed
 
 # The build's own requirements go into the environment, so that jaxlib is fetched once.
 $(VENV)/.requirements: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "diptych needs Python 3.11 or newer; set PYTHON="'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints.txt torch==2.13.0
+	$(BIN)/pip install -q -c constraints.txt torch==2.13.0 numpy
 	$(BIN)/pip install -q -c constraints.txt scikit-build-core pybind11 cmake ninja jax jaxlib numpy \
 	  jinja2 matplotlib tqdm optax ml_dtypes pytest pytest-xdist hypothesis ruff pyright clang-format
 	touch $@
 
-$(VENV)/.installed: $(VENV)/.requirements $(SOURCES)
-	DIPTYCH_CUDA=$(DIPTYCH_CUDA) $(BIN)/pip install -q --no-build-isolation --no-deps -e .
+$(VENV)/.installed: $(VENV)/.requirements $(SOURCES) pyproject.toml
+	DIPTYCH_CUDA=$(DIPTYCH_CUDA) $(BIN)/pip install -q --no-build-isolation --no-deps -C build-dir=build/editable -e .
 	touch $@
 
 clean:

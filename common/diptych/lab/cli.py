@@ -27,6 +27,9 @@ class InputError(ValueError):
     """Arguments that cannot be served; the message says which and why."""
 
 
+_REFUSALS = (InputError, DataError, CheckpointError, DeviceError, ShapeError, UnsupportedError, FrontendError, OSError)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command. Returns 0, 1 for a failed check or run, 2 for bad input."""
     arguments = sys.argv[1:] if argv is None else list(argv)
@@ -34,16 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     try:
         return args.run(args, arguments)
-    except (
-        InputError,
-        DataError,
-        CheckpointError,
-        DeviceError,
-        ShapeError,
-        UnsupportedError,
-        FrontendError,
-        OSError,
-    ) as e:
+    except _REFUSALS as e:
         return _fail(args.command, e, BAD_INPUT)
     except TrainingError as e:
         return _fail(args.command, e, FAILED)
