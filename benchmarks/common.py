@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -40,7 +41,7 @@ def paired(
 
 
 def environment() -> dict[str, Any]:
-    """Commit, versions and machine of this run."""
+    """Commit (of the checkout, or DIPTYCH_COMMIT where there is no git), versions and machine of this run."""
     from diptych import core
 
     def version(package: str) -> str:
@@ -51,7 +52,7 @@ def environment() -> dict[str, Any]:
 
     git = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=RESULTS.parent)
     return {
-        "commit": git.stdout.strip() or "unknown",
+        "commit": git.stdout.strip() or os.environ.get("DIPTYCH_COMMIT", "unknown"),
         "python": platform.python_version(),
         "machine": platform.machine(),
         "versions": {p: version(p) for p in ("diptych", "numpy", "torch", "jax", "jaxlib")},

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one go: benchmarks/gpu.sh OUT_DIR [build] [test] [sanitize] [bench] [train]
+# Everything that needs a GPU, in one go: benchmarks/gpu.sh OUT_DIR [build] [test] [sanitize] [bench] [train] [compare]
 # Uses the python3 on PATH, whose torch and jax are taken as they are.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-out=${1:?usage: benchmarks/gpu.sh OUT_DIR [build] [test] [sanitize] [bench] [train]}
+out=${1:?usage: benchmarks/gpu.sh OUT_DIR [build] [test] [sanitize] [bench] [train] [compare]}
 shift
-phases=${*:-build test sanitize bench train}
+phases=${*:-build test sanitize bench train compare}
 mkdir -p "$out"
 export PYTHONUNBUFFERED=1 XLA_PYTHON_CLIENT_PREALLOCATE=false
 status=0
@@ -36,9 +36,16 @@ for phase in $phases; do
       for framework in torch jax; do
         for recipe in fp8-current fp8-block mxfp8; do
           step "train-$framework-$recipe" 150 diptych train --framework $framework --recipe $recipe --device cuda \
-            --steps 300 --out "$out/train-$framework-$recipe"
-          rm -rf "$out/train-$framework-$recipe"/*.npz
+            --steps 300 --overwrite --out "$out/train-$framework-$recipe"
+          rm -rf "$out/train-$framework-$recipe"
         done
+      done
+      ;;
+    compare)
+      for recipe in fp8-current fp8-block mxfp8; do
+        step "compare-$recipe" 170 diptych compare --recipe $recipe --device cuda --out "$out/compare-$recipe"
+        cp "$out/compare-$recipe/report.html" "$out/compare-$recipe.html"
+        rm -rf "$out/compare-$recipe"
       done
       ;;
     *) echo "unknown phase $phase" >&2; exit 2 ;;
