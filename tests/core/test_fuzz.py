@@ -132,7 +132,7 @@ anything = st.one_of(
     garbage,
     st.builds(
         lambda shape, dtype, value: np.full(shape, value, dtype),
-        shapes.filter(lambda s: len(s) < 9),
+        shapes.filter(lambda s: len(s) < 9 and max(s, default=0) < 1000),  # verbs allocate: [0, 2**40] has 2**40 sums
         st.sampled_from([*cases.INPUT_DTYPES.values(), np.int32, np.float64, np.bool_, np.complex64]),
         st.integers(0, 3),
     ),
