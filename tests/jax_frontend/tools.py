@@ -14,16 +14,13 @@ import cases
 import oracle
 from diptych import core
 from diptych.common import (
-    FORMATS,
     RECIPES,
-    Float8BlockQuantizer,
-    Float8CurrentScalingQuantizer,
-    MXFP8Quantizer,
     Quantizer,
     QuantizerRole,
     Recipe,
 )
 from hardware import cuda_missing
+from quantizers import quantizer as quantizer
 
 RECIPE_NAMES = tuple(RECIPES)
 COPIES = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv", "amax")
@@ -37,16 +34,6 @@ def gpu() -> Any:
         return jax.local_devices(backend="cuda")[0]
     except RuntimeError as error:
         pytest.skip(f"this jax has no CUDA backend: {error}")
-
-
-def quantizer(fmt: str, pow2: bool = False, eps: float = 0.0, **usage: bool) -> Quantizer:
-    row = next(r for r in FORMATS if r.name == fmt)
-    if row.rule != "divide":
-        return MXFP8Quantizer(fp8_dtype=row.element, **usage)
-    options = {"fp8_dtype": row.element, "force_pow_2_scales": pow2, "amax_epsilon": eps, **usage}
-    if row.per_tensor:
-        return Float8CurrentScalingQuantizer(**options)
-    return Float8BlockQuantizer(block_scaling_dim=1 if row.block_rows == 1 else 2, **options)
 
 
 def bits(x: Any) -> np.ndarray:

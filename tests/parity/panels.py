@@ -15,26 +15,8 @@ jax = pytest.importorskip("jax", reason="parity compares both frameworks, and ja
 import diptych.jax as dj  # noqa: E402
 import diptych.torch as dt  # noqa: E402
 from diptych import core  # noqa: E402
-from diptych.common.formats import format_by_name  # noqa: E402
-from diptych.common.quantizers import (  # noqa: E402
-    Float8BlockQuantizer,
-    Float8CurrentScalingQuantizer,
-    MXFP8Quantizer,
-    Quantizer,
-)
 
 FIELDS = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv", "amax")
-
-
-def quantizer_for(fmt: str, pow2: bool = False, eps: float = 0.0) -> Quantizer:
-    """The quantizer of a format's row, as a recipe would make it."""
-    row = format_by_name(fmt)
-    if row.rule == "e8m0_ceil":
-        return MXFP8Quantizer(fp8_dtype=row.element)
-    options = {"fp8_dtype": row.element, "force_pow_2_scales": pow2, "amax_epsilon": eps}
-    if row.per_tensor:
-        return Float8CurrentScalingQuantizer(**options)
-    return Float8BlockQuantizer(block_scaling_dim=1 if row.block_rows == 1 else 2, **options)
 
 
 def to_torch(x: np.ndarray, device: str = "cpu") -> Any:
@@ -112,4 +94,4 @@ def backends(device: str) -> list[str]:
     return ["cuda"]
 
 
-__all__ = ["FIELDS", "dj", "dt", "jax", "quantizer_for", "same", "same_copies", "to_jax", "to_torch", "torch"]
+__all__ = ["FIELDS", "dj", "dt", "jax", "same", "same_copies", "to_jax", "to_torch", "torch"]

@@ -7,7 +7,8 @@ import pytest
 
 import cases
 import oracle
-from parity.panels import backends, cublaslt_mismatch, dj, dt, jax, quantizer_for, same, to_jax, to_torch
+from parity.panels import backends, cublaslt_mismatch, dj, dt, jax, same, to_jax, to_torch
+from quantizers import quantizer as quantizer_for
 
 SHAPES = ((1, 1, 1), (7, 5, 33), (16, 32, 128), (33, 65, 257), (0, 4, 8), (4, 8, 0))
 # fprop, dgrad, wgrad: (trans_a, trans_b), and the shapes of A and B from (m, n, k)

@@ -9,7 +9,8 @@ import pytest
 
 import cases
 import oracle
-from parity.panels import backends, dj, dt, jax, quantizer_for, same, same_copies, to_jax, to_torch
+from parity.panels import backends, dj, dt, jax, same, same_copies, to_jax, to_torch
+from quantizers import quantizer as quantizer_for
 
 # Every jit signature compiles once: options turn from one (dtype, shape) to the next, all value sets share them.
 ROUNDS = list(itertools.product(cases.INPUT_DTYPES, cases.SHAPES))

@@ -14,32 +14,15 @@ from diptych import core
 from diptych.common import (
     FORMATS,
     RECIPES,
-    Float8BlockQuantizer,
-    Float8CurrentScalingQuantizer,
-    MXFP8Quantizer,
     Quantizer,
     QuantizerRole,
     Recipe,
 )
 from diptych.torch.quantized import BUFFERS, QuantizedTensor
+from quantizers import quantizer as quantizer
 
 RECIPE_NAMES = tuple(RECIPES)
 USAGES = ((True, True), (True, False), (False, True))
-
-
-def quantizer(fmt: str, pow2: bool = False, eps: float = 0.0, **usage: bool) -> Quantizer:
-    row = next(r for r in FORMATS if r.name == fmt)
-    if row.rule != "divide":
-        return MXFP8Quantizer(fp8_dtype=row.element, **usage)
-    options: dict[str, Any] = {
-        "fp8_dtype": row.element,
-        "force_pow_2_scales": pow2,
-        "amax_epsilon": eps,
-        **usage,
-    }
-    if row.per_tensor:
-        return Float8CurrentScalingQuantizer(**options)
-    return Float8BlockQuantizer(block_scaling_dim=1 if row.block_rows == 1 else 2, **options)
 
 
 def role(recipe: Recipe, tensor: str) -> Quantizer:
