@@ -1,4 +1,4 @@
-"""What every benchmark needs: medians, where it ran, and a file to put it in."""
+"""What every benchmark needs: the quantize cases, medians, where it ran, and a file to put it in."""
 
 from __future__ import annotations
 
@@ -11,9 +11,89 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from diptych.common import (
+    FORMATS,
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+    Quantizer,
+)
+from diptych.common.quantizers import FP8_DTYPES, RHT
 
 RESULTS = Path(__file__).parent / "results"
+
+
+class QuantizeCase(NamedTuple):
+    """A quantizer to measure. `name`: its format's, and what departs from the plain call."""
+
+    name: str
+    quantizer: Quantizer
+
+    @property
+    def plain(self) -> bool:
+        return self.name == self.quantizer.format.name
+
+    @property
+    def bfloat16(self) -> bool:
+        """Whether the input must be bfloat16."""
+        return bool(self.quantizer.spec.flags & RHT)
+
+    @property
+    def reads(self) -> int:
+        """Passes over the input that the scale rule asks for: an amax of the whole tensor comes first."""
+        fmt = self.quantizer.format
+        return 2 if fmt.two_level or (fmt.per_tensor and not self.quantizer.needs_scale) else 1
+
+    def with_usage(self, *copies: str) -> QuantizeCase:
+        usage = {c: c in copies for c in ("rowwise", "columnwise")}
+        return QuantizeCase(self.name, self.quantizer.with_usage(**usage))
+
+    def arguments(self, made: Any, operand: Callable[[Any, str], Any], scale: Any, rng: Any) -> list[Any]:
+        """What follows the input in `_core.quantize`, to write over the buffers that `made` holds.
+
+        **Arguments:** `operand`: (tensor, dtype name) -> what the core takes. `scale`, `rng`: tensors, where needed.
+        """
+        q = self.quantizer
+        parts = [
+            (f"{side}_{part}", dtype)
+            for side in ("rowwise", "columnwise")
+            for part, dtype in (("data", q.format.data), ("scale_inv", q.format.scale))
+        ]
+        amaxes = [("amax", "float32"), ("columnwise_amax", "float32")]
+
+        def buffers(names: list[tuple[str, str]]) -> list[Any]:
+            held = [(getattr(made, name), dtype) for name, dtype in names]
+            return [None if t is None else operand(t, dtype) for t, dtype in held]
+
+        state = [operand(scale, "float32") if q.needs_scale else None, operand(rng, "int32") if q.needs_rng else None]
+        return [*q.spec, 0, *buffers(amaxes), *state, *buffers(parts)]
+
+
+def quantize_cases() -> list[QuantizeCase]:
+    """Each row of the format table by its plain quantizer, and the options that cost something else."""
+    rows: list[Quantizer] = []
+    for fp8 in FP8_DTYPES:
+        rows += [
+            Float8CurrentScalingQuantizer(fp8_dtype=fp8),
+            Float8BlockQuantizer(fp8_dtype=fp8, block_scaling_dim=1),
+            Float8BlockQuantizer(fp8_dtype=fp8, block_scaling_dim=2),
+            MXFP8Quantizer(fp8_dtype=fp8),
+        ]
+    rows.append(NVFP4Quantizer())
+    assert {q.format for q in rows} == set(FORMATS)
+    more = (
+        ("delayed", Float8Quantizer()),
+        ("2d", MXFP8Quantizer(with_2d_quantization=True)),
+        ("2d", NVFP4Quantizer(with_2d_quantization=True)),
+        ("rht", NVFP4Quantizer(with_rht=True)),
+        ("rht stochastic", NVFP4Quantizer(with_rht=True, stochastic_rounding=True)),
+    )
+    options = [QuantizeCase(f"{q.format.name} {said}", q) for said, q in more]
+    return [QuantizeCase(q.format.name, q) for q in rows] + options
 
 
 def seconds(fn: Callable[[], object], *, repeat: int = 15, calls: int = 1) -> float:
@@ -26,6 +106,11 @@ def seconds(fn: Callable[[], object], *, repeat: int = 15, calls: int = 1) -> fl
             fn()
         times.append((time.perf_counter() - start) / calls)
     return statistics.median(times)
+
+
+def usages() -> tuple[tuple[str, ...], ...]:
+    """The copies that a call may make."""
+    return ("rowwise",), ("columnwise",), ("rowwise", "columnwise")
 
 
 def paired(

@@ -7,79 +7,58 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import torch
 
 import diptych.torch as dt
 from benchmarks import common
+from benchmarks.common import QuantizeCase, quantize_cases
 from diptych import core
-from diptych.common import (
-    FORMATS,
-    RECIPES,
-    Float8BlockQuantizer,
-    Float8CurrentScalingQuantizer,
-    MXFP8Quantizer,
-    Quantizer,
-)
+from diptych.common import RECIPES
+from diptych.lab.job import linear_dtype
 
 THREADS = 2
 SLACK = 0.7  # of the goal: CI machines are shared
 
 
-def quantizers() -> dict[str, Quantizer]:
-    """One quantizer for each row of the format table."""
-    found: dict[str, Quantizer] = {}
-    for fp8 in ("float8_e4m3fn", "float8_e5m2"):
-        for q in (
-            Float8CurrentScalingQuantizer(fp8_dtype=fp8),
-            Float8BlockQuantizer(fp8_dtype=fp8, block_scaling_dim=1),
-            Float8BlockQuantizer(fp8_dtype=fp8, block_scaling_dim=2),
-            MXFP8Quantizer(fp8_dtype=fp8),
-        ):
-            found[q.format.name] = q
-    assert set(found) == {f.name for f in FORMATS}
-    return found
-
-
 def quantize_rows(size: int = 4096) -> list[dict[str, Any]]:
-    """quantize of float32 [size, size] against a copy of as many bytes; current scaling counts its two reads."""
+    """quantize of [size, size] against a copy of as many bytes: what the scale rule must read, and what it writes.
+
+    Hadamard transforms and random numbers cost more than memory does: they have no goal.
+    """
     x = np.random.default_rng(0).standard_normal((size, size), np.float32)
     rows = []
-    for name, quantizer in quantizers().items():
-        for usage in ({"columnwise": False}, {"rowwise": False}, {}):
-            q = quantizer.with_usage(**usage)
-            out = core.quantize(x, q)
-            copies = [c for c in ("rowwise", "columnwise") if getattr(q, c)]
-            written = sum(getattr(out, f"{c}_{part}").nbytes for c in copies for part in ("data", "scale_inv"))
-            moved = x.nbytes * (2 if q.format.per_tensor else 1) + written
-            source = np.ones(moved // 2, np.uint8)
-            target = np.zeros_like(source)
-            call = core_call(x, q)
-            ours, copy = common.paired(call, lambda s=source, t=target: np.copyto(t, s), rounds=7)
+    for case in quantize_cases():
+        source = x.astype(ml_dtypes.bfloat16) if case.bfloat16 else x
+        for usage in common.usages():
+            call, written = core_call(case.with_usage(*usage), source)
+            moved = source.nbytes * case.reads + written
+            origin = np.ones(moved // 2, np.uint8)
+            target = np.zeros_like(origin)
+            ours, copy = common.paired(call, lambda s=origin, t=target: np.copyto(t, s), rounds=5)
             rows.append(
-                {"op": "quantize", "case": f"{name} {'+'.join(copies)}", "GB/s": moved / ours / 1e9,
-                 "peer GB/s": moved / copy / 1e9, "ratio": copy / ours, "goal": 0.5}
+                {"op": "quantize", "case": f"{case.name} {'+'.join(usage)}", "GB/s": moved / ours / 1e9,
+                 "peer GB/s": moved / copy / 1e9, "ratio": copy / ours, "goal": 0.0 if case.bfloat16 else 0.5}
             )  # fmt: skip
     return rows
 
 
-def core_call(x: np.ndarray, quantizer: Quantizer):
-    """A quantize into outputs that exist, as np.copyto has them."""
+def core_call(case: QuantizeCase, x: np.ndarray) -> tuple[Callable[[], None], int]:
+    """A quantize into outputs that exist, as np.copyto has them; and how many bytes it writes."""
     from diptych.core import _core, _numpy
 
-    out = core.quantize(x, quantizer)
-    fmt = quantizer.format
-    parts = [
-        None if (v := getattr(out, f"{c}_{p}")) is None else _numpy._operand(v, getattr(fmt, d))
-        for c in ("rowwise", "columnwise")
-        for p, d in (("data", "element"), ("scale_inv", "scale"))
-    ]
-    amax = None if out.amax is None else _numpy._operand(out.amax, "float32")
-    source = _numpy._operand(x, "float32")
-    return lambda: _core.quantize(source, *quantizer.spec, amax, False, *parts)
+    scale, rng = np.full(1, 64, np.float32), np.zeros(4, np.int32)
+    needs = {"scale": case.quantizer.needs_scale, "rng": case.quantizer.needs_rng}
+    given = {k: v for k, v in (("scale", scale), ("rng", rng)) if needs[k]}
+    made = core.quantize(x, case.quantizer, **given)
+    written = sum(v.nbytes for v in vars(made).values() if isinstance(v, np.ndarray))
+    source, arguments = _numpy._operand(x, x.dtype.name), case.arguments(made, _numpy._operand, scale, rng)
+    return (lambda: _core.quantize(source, *arguments)), written
 
 
 def gemm_rows(size: int = 1024) -> list[dict[str, Any]]:
@@ -88,8 +67,10 @@ def gemm_rows(size: int = 1024) -> list[dict[str, Any]]:
     a, b = (rng.standard_normal((size, size), np.float32) for _ in range(2))
     ta, tb = torch.from_numpy(a), torch.from_numpy(b)
     rows = []
-    for name, quantizer in quantizers().items():
-        qa, qb = core.quantize(a, quantizer), core.quantize(b, quantizer)
+    for case in quantize_cases():
+        if not case.plain:
+            continue  # the same payloads
+        qa, qb = core.quantize(a, case.quantizer), core.quantize(b, case.quantizer)
         for product, trans in (("fprop", (False, True)), ("dgrad", (False, False)), ("wgrad", (True, False))):
             ours, peer = common.paired(
                 lambda qa=qa, qb=qb, t=trans: core.gemm(qa, qb, trans_a=t[0], trans_b=t[1]),
@@ -97,7 +78,7 @@ def gemm_rows(size: int = 1024) -> list[dict[str, Any]]:
                 rounds=5,
             )
             rows.append(
-                {"op": "gemm", "case": f"{name} {product}", "GFLOP/s": 2 * size**3 / ours / 1e9,
+                {"op": "gemm", "case": f"{case.name} {product}", "GFLOP/s": 2 * size**3 / ours / 1e9,
                  "peer GFLOP/s": 2 * size**3 / peer / 1e9, "ratio": peer / ours, "goal": 0.4}
             )  # fmt: skip
     return rows
@@ -107,14 +88,17 @@ def linear_rows() -> list[dict[str, Any]]:
     """Eager Linear forward against nn.Linear: the added microseconds when tiny, the ratio of times when not."""
     rows = []
     for name, recipe in RECIPES.items():
-        for m, k, n in ((1, 16, 16), (512, 1024, 1024)):
-            x, ours, peer = torch.randn(m, k), dt.Linear(k, n), torch.nn.Linear(k, n)
+        dtype = getattr(torch, linear_dtype(recipe))
+        for m, k, n in ((16, 16, 16), (512, 1024, 1024)):
+            ours, peer = dt.Linear(k, n), torch.nn.Linear(k, n)
+            wide = torch.randn(m, k)
+            x = wide.to(dtype)
             with dt.autocast(enabled=True, recipe=recipe):
                 t, p = common.paired(
-                    lambda x=x, f=ours: f(x), lambda x=x, f=peer: f(x), rounds=21, calls=200 if m == 1 else 3
+                    lambda x=x, f=ours: f(x), lambda x=wide, f=peer: f(x), rounds=21, calls=200 if m == 16 else 3
                 )
             row = {"op": "linear", "case": f"{name} {m}x{k} by {k}x{n}", "us": t * 1e6, "peer us": p * 1e6}
-            rows.append({**row, "ratio": 60e-6 / max(t - p, 1e-9) if m == 1 else 2 * p / t, "goal": 1.0})
+            rows.append({**row, "ratio": 60e-6 / max(t - p, 1e-9) if m == 16 else 2 * p / t, "goal": 1.0})
     return rows
 
 

@@ -18,9 +18,9 @@ import torch
 import diptych.torch as dt
 from benchmarks import common
 from diptych import core
-from diptych.common import RECIPES, QuantizerRole
+from diptych.common import RECIPES, Quantizer, Recipe
 
-QUANTIZE_SHAPES = ((4096, 4096), (8192, 8192), (16384, 7168), (32768, 4096))
+QUANTIZE_SHAPES = ((4096, 4096), (8192, 8192), (16384, 7168))
 GEMM_SHAPES = ((4096, 4096, 4096), (8192, 8192, 8192), (4096, 7168, 16384), (8192, 28672, 4096))
 LINEAR_SHAPES = ((128, 256, 256), (16384, 4096, 4096), (8192, 8192, 8192))
 
@@ -50,64 +50,74 @@ def copy_rows() -> list[dict[str, Any]]:
 
 
 def quantize_rows(ceiling: float) -> list[dict[str, Any]]:
+    """Into outputs that exist; what the scale rule must read counts as moved."""
     rows = []
-    seen = set()
-    for recipe in RECIPES.values():
-        for tensor in QuantizerRole.TENSORS:
-            base = recipe.quantizer(QuantizerRole(tensor=tensor))
-            if base.format.name in seen:
-                continue
-            seen.add(base.format.name)
-            for usage in ("rowwise", "rowwise+columnwise"):
-                quantizer = base.with_usage(columnwise=usage != "rowwise")
-                for shape in QUANTIZE_SHAPES:
-                    x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
-                    q = dt.quantize(x, quantizer)
-                    out = [
-                        t
-                        for n in ("rowwise", "columnwise")
-                        for t in (getattr(q, f"{n}_data"), getattr(q, f"{n}_scale_inv"))
-                    ]
-                    written = sum(t.numel() * t.element_size() for t in out if t is not None)
-                    moved = x.numel() * 2 * (2 if base.format.per_tensor else 1) + written
-                    amax = q.amax
-                    t = device_seconds(
-                        lambda x=x, z=quantizer, a=amax, o=out: core._core.quantize(x, *z.spec, a, False, *o)
-                    )
-                    rows.append(
-                        {"op": "quantize", "case": f"{base.format.name} {usage} {shape[0]}x{shape[1]}",
-                         "GB/s": moved / t / 1e9, "of copy": moved / t / 1e9 / ceiling}
-                    )  # fmt: skip
+    scale = torch.full((1,), 64.0, device="cuda")
+    rng = dt.rng_state(0, device="cuda")
+    for shape in QUANTIZE_SHAPES:
+        x = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+        for base in common.quantize_cases():
+            for usage in (("rowwise",), ("rowwise", "columnwise")):
+                case = base.with_usage(*usage)
+                q = quantized(x, case.quantizer, scale, rng)
+                arguments = case.arguments(q, lambda t, _: t, scale, rng)
+                written = sum(t.numel() * t.element_size() for t in arguments if isinstance(t, torch.Tensor))
+                moved = x.numel() * x.element_size() * case.reads + written
+                t = device_seconds(lambda x=x, a=arguments: core._core.quantize(x, *a), repeat=11)
+                rows.append(
+                    {"op": "quantize", "case": f"{case.name} {'+'.join(usage)} {shape[0]}x{shape[1]}",
+                     "GB/s": moved / t / 1e9, "of copy": moved / t / 1e9 / ceiling}
+                )  # fmt: skip
     return rows
 
 
+def quantized(x: torch.Tensor, quantizer: Quantizer, scale: torch.Tensor, rng: torch.Tensor) -> dt.QuantizedTensor:
+    """With the state that the quantizer needs."""
+    given = {"scale": scale} if quantizer.needs_scale else {"rng": rng} if quantizer.needs_rng else {}
+    return dt.quantize(x, quantizer, **given)
+
+
 def gemm_rows() -> list[dict[str, Any]]:
+    """fprop of each recipe that multiplies other formats than those before it."""
     rows = []
+    scale = torch.full((1,), 64.0, device="cuda")
+    rng = dt.rng_state(0, device="cuda")
     for m, n, k in GEMM_SHAPES:
         a, b = (torch.randn(s, k, device="cuda", dtype=torch.bfloat16) for s in (m, n))
         flops = 2 * m * n * k / 1e12
-        bf16 = flops / device_seconds(lambda a=a, b=b: a @ b.t())
+        bf16 = flops / device_seconds(lambda a=a, b=b: a @ b.t(), repeat=11)
         one = torch.ones(1, device="cuda")
         fa, fb = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
 
         def scaled_mm(fast: bool, x=fa, y=fb, one=one) -> torch.Tensor:
             return torch._scaled_mm(x, y.t(), scale_a=one, scale_b=one, out_dtype=torch.bfloat16, use_fast_accum=fast)
 
-        lt = {fast: flops / device_seconds(lambda f=fast, mm=scaled_mm: mm(f)) for fast in (False, True)}
+        lt = {fast: flops / device_seconds(lambda f=fast, mm=scaled_mm: mm(f), repeat=11) for fast in (False, True)}
+        seen = set()
         for name, recipe in RECIPES.items():
-            if name == "mxfp8" and m * n * k > 4096**3 * 8:
-                continue  # emulated: one large shape says enough
-            q = {t: recipe.quantizer(QuantizerRole(tensor=t)) for t in QuantizerRole.TENSORS}
-            qa, qb = dt.quantize(a, q["input"]), dt.quantize(b, q["weight"])
+            qa, qb = (
+                quantized(t, q.with_usage(columnwise=False), scale, rng)
+                for t, q in zip((a, b), recipe.operands("fprop"), strict=True)
+                if q is not None
+            )
             fast = recipe.fast_accum("fprop")
+            formats = (qa.quantizer.format, qb.quantizer.format, fast)
+            if formats in seen:
+                continue
+            seen.add(formats)
             core.reset_calls()
-            t = device_seconds(lambda x=qa, y=qb, f=fast: dt.gemm(x, y, out_dtype=torch.bfloat16, fast_accum=f))
-            kernel = next(r["kernel"] for r in core.kernel_table() if r["op"] == "gemm" and r["calls"])
+            dt.gemm(qa, qb, out_dtype=torch.bfloat16, fast_accum=fast)
+            ran = next(r for r in core.kernel_table() if r["op"] == "gemm" and r["calls"])
+            if ran["level"] == "emulated" and m * n * k > 4096**3 * 8:
+                continue  # one large shape says enough
+            t = device_seconds(
+                lambda x=qa, y=qb, f=fast: dt.gemm(x, y, out_dtype=torch.bfloat16, fast_accum=f), repeat=11
+            )
             rows.append(
                 {
                     "op": "gemm",
                     "case": f"{name} fprop {m}x{n}x{k}",
-                    "kernel": kernel,
+                    "kernel": ran["kernel"],
                     "TFLOP/s": flops / t,
                     "bf16": bf16,
                     "torch._scaled_mm slow": lt[False],
@@ -124,16 +134,16 @@ def linear_rows() -> list[dict[str, Any]]:
         x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         dy = torch.randn(m, n, device="cuda", dtype=torch.bfloat16)
         peer = torch.nn.Linear(k, n, device="cuda", dtype=torch.bfloat16)
-        ours = dt.Linear(k, n, device="cuda", dtype=torch.bfloat16)
-
-        def step(layer: torch.nn.Module, x=x, dy=dy) -> None:
-            layer(x).backward(dy)
-
         small = m * k * n < 1e9
+
+        def step(layer: torch.nn.Module, recipe: Recipe | None = None, x=x, dy=dy) -> None:
+            with dt.autocast(enabled=recipe is not None, recipe=recipe):  # one region a step, as in training
+                y = layer(x)
+            y.backward(dy)
 
         def measure(fn: Callable[[], object], small=small) -> float:
             if not small:
-                return device_seconds(fn)
+                return device_seconds(fn, repeat=9)
 
             def synced() -> None:
                 fn()
@@ -141,10 +151,10 @@ def linear_rows() -> list[dict[str, Any]]:
 
             return common.seconds(synced, repeat=30)
 
-        base = measure(lambda f=peer: step(f))
+        base = measure(lambda f=peer, s=step: s(f))
         for name, recipe in RECIPES.items():
-            with dt.autocast(enabled=True, recipe=recipe):
-                t = measure(lambda f=ours: step(f))
+            ours = dt.Linear(k, n, device="cuda", dtype=torch.bfloat16)
+            t = measure(lambda f=ours, r=recipe, s=step: s(f, r))
             rows.append(
                 {"op": "linear fwd+bwd", "case": f"{name} {m}x{k} by {k}x{n}", "ms": t * 1e3, "bf16 ms": base * 1e3,
                  "speedup": base / t}

@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one go: benchmarks/gpu.sh OUT_DIR [build] [test] [sanitize] [bench] [train] [compare]
-# Uses the python3 on PATH, whose torch and jax are taken as they are.
+# Uses the python3 on PATH, whose torch and jax are taken as they are. RECIPES: which to train and compare; all without it.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:?usage: benchmarks/gpu.sh OUT_DIR [build] [test] [sanitize] [bench] [train] [compare]}
 shift
 phases=${*:-build test sanitize bench train compare}
+recipes=${RECIPES:-fp8-delayed fp8-current fp8-block mxfp8 mxfp8-2d nvfp4}
 mkdir -p "$out"
 export PYTHONUNBUFFERED=1 XLA_PYTHON_CLIENT_PREALLOCATE=false
 status=0
@@ -34,7 +35,7 @@ for phase in $phases; do
     bench) TAIL=120 step bench 300 python3 -m benchmarks.gpu --out "$out/bench.json" ;;
     train)
       for framework in torch jax; do
-        for recipe in fp8-current fp8-block mxfp8; do
+        for recipe in $recipes; do
           step "train-$framework-$recipe" 150 diptych train --framework $framework --recipe $recipe --device cuda \
             --steps 300 --overwrite --out "$out/train-$framework-$recipe"
           rm -rf "$out/train-$framework-$recipe"
@@ -42,7 +43,7 @@ for phase in $phases; do
       done
       ;;
     compare)
-      for recipe in fp8-current fp8-block mxfp8; do
+      for recipe in $recipes; do
         step "compare-$recipe" 170 diptych compare --recipe $recipe --device cuda --out "$out/compare-$recipe"
         cp "$out/compare-$recipe/report.html" "$out/compare-$recipe.html"
         rm -rf "$out/compare-$recipe"

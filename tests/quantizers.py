@@ -1,24 +1,62 @@
-"""The quantizer of a row of the format table, by name."""
+"""From a row of the format table to its quantizer, and from a quantizer to the oracle's arguments."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import cases
 from diptych.common import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     MXFP8Quantizer,
+    NVFP4Quantizer,
     Quantizer,
     format_by_name,
 )
+from diptych.common.quantizers import POW2, RHT, RHT_SIGNS, ROW_AMAX, SQUARE
 
 
-def quantizer(fmt: str, pow2: bool = False, eps: float = 0.0, **usage: bool) -> Quantizer:
-    """As a recipe would make it; `pow2` and `eps` are for formats whose scale rule takes them."""
+def quantizer(
+    fmt: str,
+    pow2: bool = False,
+    eps: float = 0.0,
+    *,
+    square: bool = False,
+    row_amax: bool = False,
+    rht: bool = False,
+    rht_signs: bool = False,
+    stochastic: bool = False,
+    **usage: bool,
+) -> Quantizer:
+    """As a recipe would make it; each option is for formats whose scale rule takes it."""
     row = format_by_name(fmt)
-    if row.rule != "divide":
-        return MXFP8Quantizer(fp8_dtype=row.element, **usage)
+    if row.rule == "two_level":
+        return NVFP4Quantizer(
+            with_2d_quantization=square,
+            row_scaled_nvfp4=row_amax,
+            with_rht=rht,
+            with_random_sign_mask=rht_signs,
+            stochastic_rounding=stochastic,
+            **usage,
+        )
+    if row.rule == "e8m0_ceil":
+        return MXFP8Quantizer(fp8_dtype=row.element, with_2d_quantization=square, **usage)
     options: dict[str, Any] = {"fp8_dtype": row.element, "force_pow_2_scales": pow2, "amax_epsilon": eps, **usage}
     if row.per_tensor:
         return Float8CurrentScalingQuantizer(**options)
     return Float8BlockQuantizer(block_scaling_dim=1 if row.block_rows == 1 else 2, **options)
+
+
+def of_case(case: cases.QuantizeCase, **usage: bool) -> Quantizer:
+    """The quantizer of a case; its `rng` is an argument of the call."""
+    if not cases.has_columnwise(case.format, case.shape):
+        usage = {"columnwise": False, **usage}
+    return quantizer(case.format, case.pow2, case.eps, **dict.fromkeys(case.variant, True), **usage)
+
+
+def oracle_options(quant: Quantizer) -> dict[str, Any]:
+    """Keyword arguments of `oracle.quantize`; `rng`, `scale` and given amaxes are the caller's."""
+    _, flags, eps = quant.spec
+    named = {"pow2": POW2, "square": SQUARE, "row_amax": ROW_AMAX, "rht": RHT, "rht_signs": RHT_SIGNS}
+    options: dict[str, Any] = {name: True for name, flag in named.items() if flags & flag}
+    return {**options, "eps": eps, "rowwise": quant.rowwise, "columnwise": quant.columnwise}

@@ -229,30 +229,33 @@ def test_mxfp8_columnwise_stays_row_major():
 
 
 @pytest.mark.parametrize("name", cases.FORMATS)
-@pytest.mark.parametrize("shape", cases.SHAPES, ids=str)
-def test_shapes(name, shape):
-    x = cases.draw(f"shapes-{name}-{shape}", "normal", shape, "bfloat16")
-    fmt, (m, k) = oracle.FORMATS[name], (math.prod(shape[:-1]), shape[-1])
-    q = oracle.quantize(x, name)
-    by_32, by_128 = (lambda n: -(-n // 32)), (lambda n: -(-n // 128))
-    rows, columns = {
-        "tensor": ((1,), (1,)),
-        "1x128": ((m, by_128(k)), (k, by_128(m))),
-        "128x128": ((by_128(m), by_128(k)), (by_128(k), by_128(m))),
-        "e4m3": ((m, by_32(k)), (by_32(m), k)),
-        "e5m2": ((m, by_32(k)), (by_32(m), k)),
-    }[name.split("_")[-1]]
-    assert q.rowwise_data.shape == (m, k) and q.rowwise_scale_inv.shape == rows
-    assert q.columnwise_data.shape == ((k, m) if fmt.columnwise_transposed else (m, k))
-    assert q.columnwise_scale_inv.shape == columns
-    assert not fmt.per_tensor or (q.amax.shape == (1,) and (x.size or q.rowwise_scale_inv[0] == 1))
-    for copy in (q.copy(), q.copy(True)):
-        assert copy.scale_inv.dtype == (np.uint8 if fmt.scale == "e8m0" else f32)
-        back = oracle.dequantize(copy, oracle.BF16)
-        assert back.shape == (m, k) and back.dtype == oracle.BF16
-        step = 0.07 if fmt.element == "e4m3" else 0.14  # half an ulp, and a little for the scale and bfloat16
-        error = np.abs(back.astype(f32) - oracle.fold(x).astype(f32))
-        assert (error <= step * np.abs(oracle.fold(x).astype(f32)) + 2.0**-9 * oracle.amax(x)).all()
+def test_shapes(name):
+    fmt = oracle.FORMATS[name]
+    # Half an ulp and a little for the scale and bfloat16; then relative to the amax, where a block's values underflow.
+    step, floor = {"e4m3": (0.07, 2.0**-9), "e5m2": (0.14, 2.0**-9), "e2m1": (0.27, 0.06)}[fmt.element]
+    for shape in cases.shapes_of(name):
+        x = cases.draw(f"shapes-{name}-{shape}", "normal", shape, "bfloat16")
+        m, k = math.prod(shape[:-1]), shape[-1]
+        q = oracle.quantize(x, name)
+        by_16, by_32, by_128 = (lambda n, by=by: -(-n // by) for by in (16, 32, 128))
+        rows, columns = {
+            "tensor": ((1,), (1,)),
+            "1x128": ((m, by_128(k)), (k, by_128(m))),
+            "128x128": ((by_128(m), by_128(k)), (by_128(k), by_128(m))),
+            "e4m3": ((m, by_32(k)), (by_32(m), k)),
+            "e5m2": ((m, by_32(k)), (by_32(m), k)),
+            "nvfp4": ((m, by_16(k)), (k, by_16(m))),
+        }[name.split("_")[-1]]
+        assert q.rowwise_data.shape == (m, k // fmt.pack) and q.rowwise_scale_inv.shape == rows
+        assert q.columnwise_data.shape == ((k, m // fmt.pack) if fmt.columnwise_transposed else (m, k))
+        assert q.columnwise_scale_inv.shape == columns
+        assert not fmt.per_tensor or (q.amax.shape == (1,) and (x.size or q.rowwise_scale_inv[0] == 1))
+        for copy in (q.copy(), q.copy(True)):
+            assert copy.scale_inv.dtype == (f32 if fmt.scale == "float32" else np.uint8)
+            back = oracle.dequantize(copy, oracle.BF16)
+            assert back.shape == copy.shape == (m, k) and back.dtype == oracle.BF16
+            error = np.abs(back.astype(f32) - oracle.fold(x).astype(f32))
+            assert (error <= step * np.abs(oracle.fold(x).astype(f32)) + floor * oracle.amax(x)).all(), (shape, copy)
 
 
 def test_empty_per_tensor_ignores_eps_but_not_a_given_amax():
@@ -306,9 +309,10 @@ def test_gemm_epilogue():
     assert oracle.gemm_cpu(a, b, alpha=-0.0, out_dtype=oracle.BF16).astype(f32).tobytes() == arr(-0.0).tobytes()
 
 
-@pytest.mark.parametrize("pair", cases.GEMM_PAIRS, ids="-".join)
+@pytest.mark.parametrize("pair", cases.GEMM_PAIRS + cases.MIXED_PAIRS, ids="-".join)
 def test_gemm_within_tolerance_of_float64(pair):
-    for case in cases.gemm_cases(pairs=[pair]):
+    shapes = cases.GEMM_SHAPES if pair in cases.GEMM_PAIRS else ((7, 5, 33), (1, 3, 130), (18, 20, 257))
+    for case in cases.gemm_cases([pair], shapes):
         a, b, bias, c = case.make()
         qa = oracle.quantize(a, pair[0]).copy(case.a_columnwise)
         qb = oracle.quantize(b, pair[1]).copy(case.b_columnwise)
@@ -318,7 +322,8 @@ def test_gemm_within_tolerance_of_float64(pair):
         assert got.shape == case.mnk[:2] and got.dtype == dtype
         exact = oracle.gemm_float64(qa, qb, **epilogue)
         x, y = (oracle.dequantize(q).astype(np.float64) for q in (qa, qb))
-        plain = case.alpha * ((x.T if case.a_columnwise else x) @ (y if case.b_columnwise else y.T))
+        x, y = (x.T if case.a_columnwise else x), (y if case.b_columnwise else y.T)
+        plain = case.alpha * (x @ y)
         plain += 0 if bias is None else bias.astype(np.float64)
         plain += 0 if c is None else case.beta * c.astype(np.float64)
         np.testing.assert_allclose(exact, plain, rtol=1e-6, atol=1e-4, err_msg=str(case))
@@ -370,13 +375,23 @@ def test_flushed_subnormals_are_noticed():
 
 def test_case_tables():
     assert tuple(oracle.FORMATS) == cases.FORMATS
-    every = list(cases.quantize_cases())
+    every = list(cases.quantize_cases(variants=True))
     assert len({c.id for c in every}) == len(every)
-    assert len({c.id for c in cases.gemm_cases()}) == len(cases.GEMM_PAIRS) * len(cases.GEMM_SHAPES)
-    for name in cases.DIVIDE_FORMATS:
+    for pairs, shapes in ((cases.GEMM_PAIRS, cases.GEMM_SHAPES), (cases.MIXED_PAIRS, cases.GEMM_SHAPES)):
+        assert len({c.id for c in cases.gemm_cases(pairs, shapes)}) == len(pairs) * len(shapes)
+    assert len(cases.GEMM_PAIRS) + len(cases.MIXED_PAIRS) == len(cases.FORMATS) ** 2
+    for name in cases.FORMATS:
+        fmt, wanted = oracle.FORMATS[name], cases.VARIANTS[cases.rule_of(name)]
+        assert cases.rule_of(name) == fmt.rule and (name in cases.PACKED_FORMATS) == (fmt.pack == 2)
+        assert oracle.FORMATS["nvfp4"].block_cols == cases.PACKED_BLOCK
         for value in cases.VALUE_SETS:
-            seen = {(c.pow2, c.eps) for c in every if (c.format, c.values) == (name, value)}
-            assert seen == set(cases.OPTIONS), f"{name} {value} meets only {seen}"
+            some = [c for c in every if (c.format, c.values) == (name, value)]
+            seen = {(c.pow2, c.eps) for c in some}
+            assert seen == set(cases.OPTIONS if fmt.rule == "divide" else cases.OPTIONS[:1]), f"{name} {value}: {seen}"
+            assert {c.variant for c in some} == set(wanted), f"{name} {value} misses a variant"
+    for case in cases.quantize_cases(["nvfp4"], values=["normal"], variants=True):
+        q = oracle.quantize(case.make(), case.format, **case.options)
+        assert (q.columnwise_data is None) == (case.shape in cases.PACKED_SHAPES[-6:]), str(case)
 
 
 @pytest.mark.parametrize("dtype", cases.INPUT_DTYPES)
@@ -392,9 +407,10 @@ def test_value_sets_hold_what_they_name(dtype):
     assert np.isnan(y["all_nan"]).all() and len(set(x["all_nan"].tobytes()[::2])) > 1
     assert np.signbit(y["all_nan"]).any() and not np.signbit(y["all_nan"]).all()
     assert np.signbit(y["zeros"]).any() and not y["zeros"].any()
+    assert (y["level_edges"] == 448 * 6).any() and (np.abs(y["level_edges"]) < 1.02 * 448 * 6).all()
     for name in cases.FORMATS:
         q = oracle.quantize(x[f"ties_{oracle.FORMATS[name].element}"], name)
-        one = 127 if name.startswith("mx") else 1
+        one = {"divide": 1, "e8m0_ceil": 127, "two_level": 0x7E}[oracle.FORMATS[name].rule]  # 448 of 448
         assert (q.rowwise_scale_inv == one).all() and (q.columnwise_scale_inv == one).all(), (
             f"{name}: ties need scale 1"
         )

@@ -49,53 +49,123 @@ void run(Status (*op)(const Args&, const Execution&), const Args& args, Call& ca
   raise(status);
 }
 
-QuantizedView copy(Call& call, py::handle data, py::handle scale, int format, bool columnwise, const char* arg,
-                   bool out) {
+QuantizedView result(Call& call, py::handle data, py::handle scale, int format, bool columnwise, const char* arg) {
   QuantizedView q;
   q.format = static_cast<FormatId>(format);
   q.columnwise = columnwise;
-  q.data = out ? call.out(data, arg) : call.in(data, arg);
-  q.scale_inv = out ? call.out(scale, arg) : call.in(scale, arg);
+  q.data = call.out(data, arg);
+  q.scale_inv = call.out(scale, arg);
   return q;
 }
 
-void py_amax(py::handle x, py::handle out) {
+QuantizedView operand(Call& call, py::handle data, py::handle scale, py::handle amax_buffer, int format,
+                      bool columnwise, const char* arg) {
+  QuantizedView q;
+  q.format = static_cast<FormatId>(format);
+  q.columnwise = columnwise;
+  q.data = call.in(data, arg);
+  q.scale_inv = call.in(scale, arg);
+  q.amax = call.in(amax_buffer, arg);
+  return q;
+}
+
+// None, or (kind, norm or activation, zero_centered_gamma or gated, gamma, beta, mu, rsigma, dy)
+Source source_of(Call& call, py::handle tuple) {
+  Source s;
+  if (tuple.is_none()) return s;
+  if (!PyTuple_CheckExact(tuple.ptr()) || PyTuple_GET_SIZE(tuple.ptr()) != 8)
+    throw py::type_error(
+        "argument 'source' must be None or a tuple (kind, norm or activation, zero_centered_gamma or gated, gamma, "
+        "beta, mu, rsigma, dy)");
+  const auto t = py::reinterpret_borrow<py::tuple>(tuple);
+  s.kind = static_cast<SourceKind>(t[0].cast<int>());
+  const int variant = t[1].cast<int>();
+  const bool flag = t[2].cast<bool>();
+  if (s.kind == SourceKind::norm) {
+    s.norm = static_cast<Norm>(variant);
+    s.zero_centered_gamma = flag;
+  } else {
+    s.activation = static_cast<Activation>(variant);
+    s.gated = flag;
+  }
+  s.gamma = call.in(t[3], "gamma");
+  s.beta = call.in(t[4], "beta");
+  s.mu = call.in(t[5], "mu");
+  s.rsigma = call.in(t[6], "rsigma");
+  s.dy = call.in(t[7], "dy");
+  return s;
+}
+
+void py_amax(py::handle x, py::handle out, py::handle columnwise_out, int flags, py::handle source) {
   Call call;
   AmaxArgs a;
   a.x = call.in(x, "x");
   a.out = call.out(out, "out");
+  a.columnwise_out = call.out(columnwise_out, "columnwise_out");
+  a.flags = flags;
+  a.source = source_of(call, source);
   run(amax, a, call);
 }
 
-void py_quantize(py::handle x, int format, bool pow2, float eps, py::handle amax_buffer, bool amax_ready,
-                 py::handle rowwise_data, py::handle rowwise_scale, py::handle columnwise_data,
-                 py::handle columnwise_scale) {
+void py_quantize(py::handle x, int format, int flags, float eps, int amax_mode, py::handle amax_buffer,
+                 py::handle columnwise_amax, py::handle scale, py::handle rng, py::handle rowwise_data,
+                 py::handle rowwise_scale, py::handle columnwise_data, py::handle columnwise_scale, py::handle source,
+                 py::handle column_sum, py::handle workspace) {
+  if (amax_mode < 0 || amax_mode > static_cast<int>(AmaxMode::accumulate))
+    throw py::value_error("quantize: amax_mode must be 0 (compute), 1 (given) or 2 (accumulate), got " +
+                          std::to_string(amax_mode));
   Call call;
   QuantizeArgs a;
+  a.amax_mode = static_cast<AmaxMode>(amax_mode);
+  const auto amax_view = [&](py::handle buffer, const char* arg) {
+    return a.amax_mode == AmaxMode::given ? call.in(buffer, arg) : call.out(buffer, arg);
+  };
   a.x = call.in(x, "x");
-  a.spec = {static_cast<FormatId>(format), pow2, eps};
-  a.amax = amax_ready ? call.in(amax_buffer, "amax") : call.out(amax_buffer, "amax");
-  a.amax_ready = amax_ready;
-  a.rowwise = copy(call, rowwise_data, rowwise_scale, format, false, "rowwise", true);
-  a.columnwise = copy(call, columnwise_data, columnwise_scale, format, true, "columnwise", true);
+  a.spec = {static_cast<FormatId>(format), flags, eps};
+  a.amax = amax_view(amax_buffer, "amax");
+  a.columnwise_amax = amax_view(columnwise_amax, "columnwise_amax");
+  a.scale = call.in(scale, "scale");
+  a.rng = call.in(rng, "rng");
+  a.rowwise = result(call, rowwise_data, rowwise_scale, format, false, "rowwise");
+  a.columnwise = result(call, columnwise_data, columnwise_scale, format, true, "columnwise");
+  a.source = source_of(call, source);
+  a.column_sum = call.out(column_sum, "column_sum");
+  a.workspace = call.out(workspace, "workspace");
   run(quantize, a, call);
 }
 
-void py_dequantize(py::handle data, py::handle scale, int format, bool columnwise, py::handle out) {
+void py_scale_update(py::handle history, py::handle scale, py::handle reduced, py::handle amax_buffer,
+                     py::handle new_history, py::handle new_scale, float fp8_max, int margin, bool most_recent) {
+  Call call;
+  ScaleUpdateArgs a;
+  a.history = call.in(history, "history");
+  a.scale = call.in(scale, "scale");
+  a.reduced = call.in(reduced, "reduced");
+  a.amax = call.in(amax_buffer, "amax");
+  a.new_history = call.out(new_history, "new_history");
+  a.new_scale = call.out(new_scale, "new_scale");
+  a.fp8_max = fp8_max;
+  a.margin = margin;
+  a.most_recent = most_recent;
+  run(scale_update, a, call);
+}
+
+void py_dequantize(py::handle data, py::handle scale, py::handle amax_buffer, int format, bool columnwise,
+                   py::handle out) {
   Call call;
   DequantizeArgs a;
-  a.q = copy(call, data, scale, format, columnwise, "q", false);
+  a.q = operand(call, data, scale, amax_buffer, format, columnwise, "q");
   a.out = call.out(out, "out");
   run(dequantize, a, call);
 }
 
-void py_gemm(py::handle a_data, py::handle a_scale, int a_format, bool a_columnwise, py::handle b_data,
-             py::handle b_scale, int b_format, bool b_columnwise, py::handle d, py::handle c, py::handle bias,
-             py::handle workspace, float alpha, float beta, bool fast_accum) {
+void py_gemm(py::handle a_data, py::handle a_scale, py::handle a_amax, int a_format, bool a_columnwise,
+             py::handle b_data, py::handle b_scale, py::handle b_amax, int b_format, bool b_columnwise, py::handle d,
+             py::handle c, py::handle bias, py::handle workspace, float alpha, float beta, bool fast_accum) {
   Call call;
   GemmArgs g;
-  g.a = copy(call, a_data, a_scale, a_format, a_columnwise, "a", false);
-  g.b = copy(call, b_data, b_scale, b_format, b_columnwise, "b", false);
+  g.a = operand(call, a_data, a_scale, a_amax, a_format, a_columnwise, "a");
+  g.b = operand(call, b_data, b_scale, b_amax, b_format, b_columnwise, "b");
   g.d = call.out(d, "d");
   g.c = call.in(c, "c");
   g.bias = call.in(bias, "bias");
@@ -115,7 +185,78 @@ void py_bias_grad(py::handle dy, py::handle out, py::handle workspace) {
   run(bias_grad, a, call);
 }
 
+void py_norm(py::handle x, py::handle gamma, py::handle beta, py::handle mu, py::handle rsigma, py::handle y,
+             int norm_kind, float eps, bool zero_centered_gamma) {
+  Call call;
+  NormArgs a;
+  a.x = call.in(x, "x");
+  a.gamma = call.in(gamma, "gamma");
+  a.beta = call.in(beta, "beta");
+  a.mu = call.out(mu, "mu");
+  a.rsigma = call.out(rsigma, "rsigma");
+  a.y = call.out(y, "y");
+  a.norm = static_cast<Norm>(norm_kind);
+  a.eps = eps;
+  a.zero_centered_gamma = zero_centered_gamma;
+  run(norm, a, call);
+}
+
+void py_norm_grad(py::handle dy, py::handle x, py::handle gamma, py::handle mu, py::handle rsigma, py::handle dx,
+                  py::handle dgamma, py::handle dbeta, py::handle workspace, int norm_kind, bool zero_centered_gamma) {
+  Call call;
+  NormGradArgs a;
+  a.dy = call.in(dy, "dy");
+  a.x = call.in(x, "x");
+  a.gamma = call.in(gamma, "gamma");
+  a.mu = call.in(mu, "mu");
+  a.rsigma = call.in(rsigma, "rsigma");
+  a.dx = call.out(dx, "dx");
+  a.dgamma = call.out(dgamma, "dgamma");
+  a.dbeta = call.out(dbeta, "dbeta");
+  a.workspace = call.out(workspace, "workspace");
+  a.norm = static_cast<Norm>(norm_kind);
+  a.zero_centered_gamma = zero_centered_gamma;
+  run(norm_grad, a, call);
+}
+
+void py_activation(py::handle x, py::handle y, int kind, bool gated) {
+  Call call;
+  ActivationArgs a;
+  a.x = call.in(x, "x");
+  a.y = call.out(y, "y");
+  a.kind = static_cast<Activation>(kind);
+  a.gated = gated;
+  run(activation, a, call);
+}
+
+void py_activation_grad(py::handle dy, py::handle x, py::handle dx, int kind, bool gated) {
+  Call call;
+  ActivationGradArgs a;
+  a.dy = call.in(dy, "dy");
+  a.x = call.in(x, "x");
+  a.dx = call.out(dx, "dx");
+  a.kind = static_cast<Activation>(kind);
+  a.gated = gated;
+  run(activation_grad, a, call);
+}
+
+// The numbers of the enumerations that ops take, by name
+py::dict fused_table() {
+  const auto numbered = [](std::initializer_list<const char*> names) {
+    py::dict d;
+    int i = 0;
+    for (const char* name : names) d[name] = i++;
+    return d;
+  };
+  py::dict d;
+  d["norm"] = numbered({"layernorm", "rmsnorm"});
+  d["activation"] = numbered({"gelu", "relu", "silu", "srelu", "qgelu"});
+  d["source"] = numbered({"plain", "norm", "activation", "activation_grad"});
+  return d;
+}
+
 py::list format_table() {
+  constexpr const char* rules[] = {"divide", "e8m0_ceil", "two_level"};
   py::list rows;
   for (const FormatRow& f : kFormats) {
     py::dict d;
@@ -124,7 +265,7 @@ py::list format_table() {
     d["scale"] = name(f.scale);
     d["block_rows"] = f.block_rows;
     d["block_cols"] = f.block_cols;
-    d["rule"] = f.rule == ScaleRule::divide ? "divide" : "e8m0_ceil";
+    d["rule"] = rules[static_cast<int>(f.rule)];
     d["scale_layout"] = "row_major";
     d["columnwise"] = f.columnwise == ColumnwiseLayout::transposed ? "transposed" : "row_major";
     d["tolerance"] = f.tolerance;
@@ -136,6 +277,17 @@ py::list format_table() {
 py::dict dtype_table() {
   py::dict d;
   for (const DTypeRow& r : kDTypes) d[r.name] = static_cast<int>(r.id);
+  return d;
+}
+
+py::dict flag_table() {
+  py::dict d;
+  d["pow2"] = static_cast<int>(kPow2);
+  d["square"] = static_cast<int>(kSquare);
+  d["row_amax"] = static_cast<int>(kRowAmax);
+  d["rht"] = static_cast<int>(kRht);
+  d["rht_signs"] = static_cast<int>(kRhtSigns);
+  d["stochastic"] = static_cast<int>(kStochastic);
   return d;
 }
 
@@ -174,19 +326,20 @@ int gemm_row(int a_format, bool a_columnwise, int b_format, bool b_columnwise, i
     v.device = device;
     return v;
   };
-  auto operand = [&](int format, bool columnwise, int64_t outer) {
+  auto unread = [&](int format, bool columnwise, int64_t outer) {
     const FormatRow& f = row(static_cast<FormatId>(format));
     const bool k_first = columnwise && f.columnwise == ColumnwiseLayout::row_major;
     QuantizedView q;
     q.format = static_cast<FormatId>(format);
     q.columnwise = columnwise;
-    q.data = k_first ? matrix(f.element, k, outer) : matrix(f.element, outer, k);
+    q.data = k_first ? matrix(f.data(), k, outer / f.pack()) : matrix(f.data(), outer, k / f.pack());
     q.scale_inv = matrix(f.scale, 1, 1);
+    if (f.rule == ScaleRule::two_level) q.amax = matrix(DType::f32, 1, 1);
     return q;
   };
   GemmArgs g;
-  g.a = operand(a_format, a_columnwise, m);
-  g.b = operand(b_format, b_columnwise, n);
+  g.a = unread(a_format, a_columnwise, m);
+  g.b = unread(b_format, b_columnwise, n);
   for (const DTypeRow& r : kDTypes)
     if (out_dtype == r.name) g.d = matrix(r.id, m, n);
   if (!g.d.given()) throw py::value_error("gemm_row: unknown dtype " + out_dtype);
@@ -229,20 +382,38 @@ py::dict dlpack_layout() {  // compared by a test with the header that torch shi
 
 PYBIND11_MODULE(_core, m) {
   m.doc() = "diptych's kernels over borrowed tensors. Outputs are allocated by the caller.";
-  m.def("amax", py_amax, py::arg("x"), py::arg("out"));
-  m.def("quantize", py_quantize, py::arg("x"), py::arg("format"), py::arg("pow2"), py::arg("eps"), py::arg("amax"),
-        py::arg("amax_ready"), py::arg("rowwise_data"), py::arg("rowwise_scale_inv"), py::arg("columnwise_data"),
-        py::arg("columnwise_scale_inv"));
-  m.def("dequantize", py_dequantize, py::arg("data"), py::arg("scale_inv"), py::arg("format"), py::arg("columnwise"),
-        py::arg("out"));
-  m.def("gemm", py_gemm, py::arg("a_data"), py::arg("a_scale_inv"), py::arg("a_format"), py::arg("a_columnwise"),
-        py::arg("b_data"), py::arg("b_scale_inv"), py::arg("b_format"), py::arg("b_columnwise"), py::arg("d"),
-        py::arg("c"), py::arg("bias"), py::arg("workspace"), py::arg("alpha"), py::arg("beta"), py::arg("fast_accum"));
+  m.def("amax", py_amax, py::arg("x"), py::arg("out"), py::arg("columnwise_out"), py::arg("flags"),
+        py::arg("source") = py::none());
+  m.def("quantize", py_quantize, py::arg("x"), py::arg("format"), py::arg("flags"), py::arg("eps"),
+        py::arg("amax_mode"), py::arg("amax"), py::arg("columnwise_amax"), py::arg("scale"), py::arg("rng"),
+        py::arg("rowwise_data"), py::arg("rowwise_scale_inv"), py::arg("columnwise_data"),
+        py::arg("columnwise_scale_inv"), py::arg("source") = py::none(), py::arg("column_sum") = py::none(),
+        py::arg("workspace") = py::none());
+  m.def("scale_update", py_scale_update, py::arg("history"), py::arg("scale"), py::arg("reduced"), py::arg("amax"),
+        py::arg("new_history"), py::arg("new_scale"), py::arg("fp8_max"), py::arg("margin"), py::arg("most_recent"));
+  m.def("dequantize", py_dequantize, py::arg("data"), py::arg("scale_inv"), py::arg("amax"), py::arg("format"),
+        py::arg("columnwise"), py::arg("out"));
+  m.def("gemm", py_gemm, py::arg("a_data"), py::arg("a_scale_inv"), py::arg("a_amax"), py::arg("a_format"),
+        py::arg("a_columnwise"), py::arg("b_data"), py::arg("b_scale_inv"), py::arg("b_amax"), py::arg("b_format"),
+        py::arg("b_columnwise"), py::arg("d"), py::arg("c"), py::arg("bias"), py::arg("workspace"), py::arg("alpha"),
+        py::arg("beta"), py::arg("fast_accum"));
   m.def("bias_grad", py_bias_grad, py::arg("dy"), py::arg("out"), py::arg("workspace"));
   m.def("gemm_workspace_bytes", gemm_workspace_bytes, py::arg("m"), py::arg("n"), py::arg("k"), py::arg("epilogue"));
   m.def("bias_grad_workspace_bytes", bias_grad_workspace_bytes, py::arg("m"), py::arg("n"));
+  m.def("norm", py_norm, py::arg("x"), py::arg("gamma"), py::arg("beta"), py::arg("mu"), py::arg("rsigma"),
+        py::arg("y"), py::arg("norm"), py::arg("eps"), py::arg("zero_centered_gamma"));
+  m.def("norm_grad", py_norm_grad, py::arg("dy"), py::arg("x"), py::arg("gamma"), py::arg("mu"), py::arg("rsigma"),
+        py::arg("dx"), py::arg("dgamma"), py::arg("dbeta"), py::arg("workspace"), py::arg("norm"),
+        py::arg("zero_centered_gamma"));
+  m.def("activation", py_activation, py::arg("x"), py::arg("y"), py::arg("kind"), py::arg("gated"));
+  m.def("activation_grad", py_activation_grad, py::arg("dy"), py::arg("x"), py::arg("dx"), py::arg("kind"),
+        py::arg("gated"));
+  m.def("norm_grad_workspace_bytes", norm_grad_workspace_bytes, py::arg("m"), py::arg("k"));
+  m.def("column_sum_workspace_bytes", column_sum_workspace_bytes, py::arg("m"), py::arg("k"));
+  m.def("fused_table", fused_table);
   m.def("format_table", format_table);
   m.def("dtype_table", dtype_table);
+  m.def("flag_table", flag_table);
   m.def("kernel_table", kernel_table);
   m.def("reset_calls", reset_calls);
   m.def("gemm_row", gemm_row, py::arg("a_format"), py::arg("a_columnwise"), py::arg("b_format"),

@@ -30,7 +30,7 @@ class Call {
   TensorView view(py::handle object, const char* arg, bool writable);
   TensorView from_buffer(py::handle pair, const char* arg, bool writable);
 
-  static constexpr int kMaxBuffers = 8;
+  static constexpr int kMaxBuffers = 16;
   Py_buffer buffers_[kMaxBuffers];
   int held_ = 0;
   bool have_device_ = false;

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "cpu/codec.h"
 #include "diptych/ops.h"
 
 namespace diptych::cpu {
@@ -33,5 +34,15 @@ inline BlockedCopy blocked_copy(const FormatRow& f, const QuantizedView& q, int6
   c.step_j = c.transposed ? ceil_div(m, c.rows) : 1;
   return c;
 }
+
+// Element `at` of stored block scales
+inline float block_scale(DType dtype, const void* scale_inv, int64_t at) {
+  if (dtype == DType::f32) return static_cast<const float*>(scale_inv)[at];
+  const uint8_t code = static_cast<const uint8_t*>(scale_inv)[at];
+  return dtype == DType::e4m3 ? decode<E4M3, float>(int32_t{code}) : from_e8m0(code);
+}
+
+// What the tensor amaxes of so many two-level operands are multiplied by: 2688 is E4M3's maximum times E2M1's
+inline constexpr float kAmaxUnit[] = {1.0f, static_cast<float>(1.0 / 2688), static_cast<float>(1.0 / (2688 * 2688))};
 
 }  // namespace diptych::cpu

@@ -31,35 +31,40 @@ DIPTYCH_INLINE F to_float(I v) {
 inline constexpr int32_t kInfBits = 0x7F800000;
 
 struct E4M3 {
-  static constexpr int kMantissa = 3, kBias = 7;
-  static constexpr int32_t kMaxBits = 0x43E00000;  // 448
-  static constexpr int32_t kFirstSpecial = 0x7F;   // its only NaN
+  static constexpr int kMantissa = 3, kBias = 7, kBits = 7;  // kBits: without the sign
+  static constexpr int32_t kMaxBits = 0x43E00000;            // 448
+  static constexpr int32_t kFirstSpecial = 0x7F;             // its only NaN
   static constexpr int32_t kSpecialBase = 0x7FC00000;
 };
 struct E5M2 {
-  static constexpr int kMantissa = 2, kBias = 15;
+  static constexpr int kMantissa = 2, kBias = 15, kBits = 7;
   static constexpr int32_t kMaxBits = 0x47600000;  // 57344
   static constexpr int32_t kFirstSpecial = 0x7C;   // inf, then NaNs
   static constexpr int32_t kSpecialBase = kInfBits;
 };
+struct E2M1 {  // no NaN, no inf
+  static constexpr int kMantissa = 1, kBias = 1, kBits = 3;
+  static constexpr int32_t kMaxBits = 0x40C00000;  // 6
+};
 
-// The low 7 bits of code with the sign of u; 0x7F where |u| is a NaN
-template <class I>
+// The low `bits` of code below the sign of u; all of them set, and no sign, where |u| is a NaN
+template <int bits, class I>
 DIPTYCH_INLINE I finish_code(I code, I u, I magnitude) {
+  constexpr int kLow = (1 << bits) - 1;
 #if DIPTYCH_LANES == 16 && defined(__x86_64__)
   if constexpr (sizeof(I) == 64) {  // one instruction selects bits and lanes
-    const __m512i low = _mm512_set1_epi32(0x7F), sign = _mm512_srli_epi32((__m512i)u, 24);
+    const __m512i low = _mm512_set1_epi32(kLow), sign = _mm512_srli_epi32((__m512i)u, 31 - bits);
     const __mmask16 number = _mm512_cmple_epi32_mask((__m512i)magnitude, _mm512_set1_epi32(kInfBits));
     return (I)_mm512_mask_ternarylogic_epi32(low, number, (__m512i)code, sign, 0xCA);
   }
 #endif
-  return magnitude > kInfBits ? 0x7F : (code & 0x7F) | ((u >> 24) & 0x80);
+  return magnitude > kInfBits ? kLow : (code & kLow) | ((u >> (31 - bits)) & (kLow + 1));
 }
 
-// float32 -> FP8 byte, round to nearest even, saturating; any NaN -> 0x7F
+// float32 -> code of a small element, round to nearest even, saturating; any NaN -> all bits but the sign
 //
 // Adding 2^d times the power of two below a (no less than the smallest normal), d the bits to drop, leaves a float
-// whose last bits count steps of the FP8 grid, correctly rounded, subnormals included. Its exponent, shifted down
+// whose last bits count steps of the element's grid, correctly rounded, subnormals included. Its exponent, shifted down
 // beside them, completes the code; kAlign, an even number of steps added on the way, makes the two biases cancel in the
 // low 7 bits.
 template <class E, class I, class F>
@@ -74,7 +79,22 @@ DIPTYCH_INLINE I encode(F x) {
   const I power = a & kInfBits;
   const I grid = (power > kMinNormal ? power : kMinNormal) + (kAlign + (kDrop << 23));
   const I sum = bits_as<I>(bits_as<F>(a) + bits_as<F>(grid));
-  return finish_code<I>(sum + (sum >> kDrop), u, magnitude);
+  return finish_code<E::kBits>(sum + (sum >> kDrop), u, magnitude);
+}
+
+// float32 -> E2M1 code, rounded down on the grid after u steps were added (NUMERICS 5, stochastic rounding); NaN -> 7
+template <class I, class F>
+DIPTYCH_INLINE I encode_e2m1_after(F x, F u) {
+  constexpr int32_t kHalf = 0x3F000000, kOne = 0x3F800000, kFour = 0x40800000;
+  const I bits = bits_as<I>(x);
+  const I magnitude = bits & 0x7FFFFFFF;
+  const I power = magnitude & kInfBits;
+  const I least = power > kOne ? power : kOne;
+  const I step = (least < kFour ? least : kFour) - (1 << 23);  // half the power of two below, between 1/2 and 2
+  const I sum = bits_as<I>(bits_as<F>(magnitude) + u * bits_as<F>(step));
+  const I t = sum < E2M1::kMaxBits ? sum : E2M1::kMaxBits;
+  const I below_one = t < kHalf ? 0 : 1;
+  return finish_code<E2M1::kBits>(t < kOne ? below_one : (t >> 22) - ((kOne >> 22) - 2), bits, magnitude);
 }
 
 // FP8 byte -> float32, exact

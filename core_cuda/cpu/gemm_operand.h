@@ -4,8 +4,9 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "cpu/codec.h"
+#include "cpu/blocks.h"
 #include "cpu/isa.h"
+#include "cpu/scratch.h"
 #include "diptych/ops.h"
 
 namespace diptych::cpu {
@@ -18,12 +19,11 @@ struct Operand {
   int64_t step_outer, step_k;    // the scale of (outer block i, k block j) lies at i * step_outer + j * step_k
   const uint8_t* data;
   const void* scale_inv;
+  const float* amax;  // two-level formats: one for all, or one per outer index; null elsewhere
+  bool amax_each;
 
-  float scale(int64_t i, int64_t j) const {
-    const int64_t at = i * step_outer + j * step_k;
-    return scale_dtype == DType::f32 ? static_cast<const float*>(scale_inv)[at]
-                                     : from_e8m0(static_cast<const uint8_t*>(scale_inv)[at]);
-  }
+  float scale(int64_t i, int64_t j) const { return block_scale(scale_dtype, scale_inv, i * step_outer + j * step_k); }
+  float times_amax(float alpha, int64_t i) const { return amax ? alpha * amax[amax_each ? i : 0] : alpha; }
 };
 
 inline Operand operand(const QuantizedView& q) {
@@ -33,32 +33,37 @@ inline Operand operand(const QuantizedView& q) {
   o.scale_dtype = f.scale;
   o.k_major = q.columnwise && f.columnwise == ColumnwiseLayout::row_major;
   o.outer = o.k_major ? q.data.cols() : q.data.rows();
-  o.k = o.k_major ? q.data.rows() : q.data.cols();
+  o.k = o.k_major ? q.data.rows() : q.data.cols() * f.pack();
   o.data = q.data.as<const uint8_t>();
   o.scale_inv = q.scale_inv.data;
   o.block_k = f.block_cols;
   o.block_outer = f.block_rows;
+  if (f.rule == ScaleRule::two_level) {
+    o.amax = q.amax.as<const float>();
+    o.amax_each = q.amax.numel() != 1;
+  }
   if (f.per_tensor()) return o;
   o.step_outer = o.k_major ? 1 : ceil_div(o.k, o.block_k);
   o.step_k = o.k_major ? ceil_div(o.outer, o.block_outer) : 1;
   return o;
 }
 
-// Rows first .. first + n of an operand, decoded: panels [k, width] and, per k-block, one float32 scale per row.
-struct Packed {
-  float* panels;
-  float* scales;     // [blocks, scale_ld], zero past n
-  int64_t scale_ld;  // n rounded up to whole micro-tiles
-};
-
+// Rows first .. first + n of an operand, at most a panel's width, decoded: [k, width], columns past n zero
 inline void pack_panel(const Kernels& simd, const Operand& o, int64_t first, int64_t n, int width, float* panel) {
-  const int64_t ld = o.k_major ? o.outer : o.k;
-  simd.pack(o.element, o.data + (o.k_major ? first : first * o.k), ld, o.k_major, n, o.k, width, panel);
+  if (o.element == DType::e2m1) {
+    uint8_t* codes = scratch(Slot::bytes).get<uint8_t>(n * o.k);
+    simd.unpack(o.data + first * o.k / 2, n * o.k, codes);
+    simd.pack(DType::e4m3, codes, o.k, false, n, o.k, width, panel);
+  } else {
+    const int64_t ld = o.k_major ? o.outer : o.k;
+    simd.pack(o.element, o.data + (o.k_major ? first : first * o.k), ld, o.k_major, n, o.k, width, panel);
+  }
 }
 
-inline void pack_scales(const Operand& o, int64_t first, int64_t n, int64_t block, int64_t blocks, const Packed& to) {
-  for (int64_t b = 0; b < blocks; ++b) {
-    float* out = to.scales + b * to.scale_ld;
+// Their scales [blocks, width], one for each row and block along k
+inline void pack_scales(const Operand& o, int64_t first, int64_t n, int width, int64_t block, int64_t blocks,
+                        float* out) {
+  for (int64_t b = 0; b < blocks; ++b, out += width) {
     const int64_t j = o.block_k ? b * block / o.block_k : 0;
     if (!o.block_k) {
       std::fill(out, out + n, o.scale(0, 0));
@@ -72,7 +77,7 @@ inline void pack_scales(const Operand& o, int64_t first, int64_t n, int64_t bloc
         i = end;
       }
     }
-    std::fill(out + n, out + to.scale_ld, 0.0f);
+    std::fill(out + n, out + width, 0.0f);
   }
 }
 

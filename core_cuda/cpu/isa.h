@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "cpu/fused_kernels.h"
 #include "diptych/format.h"
 
 namespace diptych::cpu {
@@ -16,9 +17,22 @@ struct ScaleParams {
   float value_for_inf;  // NUMERICS 2
 };
 
+// Two-level formats: a block's scale is its amax times `up`, its values are divided by that times `down` (NUMERICS 5).
+struct Level {
+  float up, down;
+};
+
+// Where stochastic rounding's bytes come from; block i of a run draws from counter first + i * step.
+struct Draws {
+  uint32_t key[2];
+  uint64_t offset, first, step;
+};
+
 // One strip of an output row: r = alpha * acc + bias + beta * c, every operation rounded, one cast.
 struct Epilogue {
   float alpha, beta;
+  const float* amax;  // null: none; else column j's alpha is (alpha * amax[j]) * unit
+  float unit;
   const float* bias;  // null: none
   const float* sb;    // not null: acc is a partial sum over all of K and still takes its scale sa * sb
   float sa;
@@ -42,6 +56,19 @@ struct Kernels {
   // element i goes with multiplier[i / width], scale_inv[i / width]
   void (*encode)(DType element, DType, const void* x, const float* multiplier, int64_t width, int64_t n, uint8_t* out);
   void (*decode)(DType element, const uint8_t* q, const float* scale_inv, int64_t width, int64_t n, DType, void* out);
+  // two-level formats, in blocks of 16: each block's largest magnitude along a row of n, or down 16 rows; NaN if it has
+  // one
+  void (*row_peaks)(DType, const void* x, int64_t n, float* out);
+  void (*column_peaks)(DType, const void* x, int64_t ld, int64_t cols, float* out);
+  void (*two_level_scales)(const Level&, const float* peaks, int64_t n, float* multiplier, uint8_t* code);
+  // one multiplier per block; draws null: round to nearest. Down 16 rows: column c's 16 elements to out[c * ld_out]
+  void (*encode_rows)(DType, const void* x, const float* multiplier, int64_t n, const Draws*, uint8_t* out);
+  void (*encode_columns)(DType, const void* x, int64_t ld, int64_t cols, const float* multiplier, const Draws*,
+                         uint64_t* out, int64_t ld_out);
+  // the Hadamard transform of 16 rows of bfloat16
+  void (*rotate)(const void* x, int64_t ld, int64_t cols, bool signs, float* out, int64_t ld_out);
+  // n packed E2M1 elements -> E4M3 codes of the same values
+  void (*unpack)(const uint8_t* src, int64_t n, uint8_t* dst);
   // dst [rows, ld_dst] = src [rows, ld_src], asking for source rows before their turn
   void (*gather)(const char* src, int64_t ld_src, int64_t rows, int64_t bytes, char* dst, int64_t ld_dst);
   // dst [cols, rows] = src [rows, cols].T
@@ -49,6 +76,7 @@ struct Kernels {
   // acc[c] = acc[c] + x[r, c] for ascending r
   void (*column_sum)(DType, const void* x, int64_t ld, int64_t rows, int64_t cols, float* acc);
   void (*store)(DType, const float* x, int64_t n, void* out);
+  FusedKernels fused;
 
   // gemm: a micro-tile is mr x nr, packed operands are panels [k, width] with width a_width (>= mr) and nr
   int mr, a_width, nr;
@@ -57,9 +85,9 @@ struct Kernels {
                float* dst);
   // p = fma(a, b, p) over k; p [rows, nr] is read and written
   void (*tile)(int rows, const float* a, const float* b, int64_t k, float* p);
-  // for every k_block: p = +0; p = fma(a, b, p); acc = acc + p * (sa * sb). sa, sb: rows of a step, one per block
+  // for every k_block: p = +0; p = fma(a, b, p); acc = acc + p * (sa * sb). sa, sb: [blocks, width]
   void (*tile_blocked)(int rows, const float* a, const float* b, int64_t k, int64_t k_block, const float* sa,
-                       int64_t sa_step, const float* sb, int64_t sb_step, float* acc);
+                       const float* sb, float* acc);
   void (*epilogue)(const Epilogue&, const float* acc, int64_t n);
 };
 

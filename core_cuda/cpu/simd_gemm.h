@@ -1,9 +1,12 @@
 // The inner loops of gemm for one instruction set (NUMERICS 7).
 #pragma once
 
+#include "cpu/e2m1.h"
 #include "cpu/isa.h"
 #include "cpu/simd.h"
+#include "cpu/simd_fused.h"
 #include "cpu/simd_quantize.h"
+#include "cpu/simd_two_level.h"
 
 namespace diptych::cpu {
 inline namespace DIPTYCH_ISA {
@@ -100,9 +103,9 @@ inline void tile_whole(const float* a, const float* b, int64_t k, float* p) {
 }
 
 template <int R>
-inline void tile_in_blocks(const float* a, const float* b, int64_t k, int64_t k_block, const float* sa, int64_t sa_step,
-                           const float* sb, int64_t sb_step, float* acc) {
-  for (; k > 0; k -= k_block, sa += sa_step, sb += sb_step) {
+inline void tile_in_blocks(const float* a, const float* b, int64_t k, int64_t k_block, const float* sa, const float* sb,
+                           float* acc) {
+  for (; k > 0; k -= k_block, sa += kWidthA, sb += kCols) {
     const int64_t depth = k < k_block ? k : k_block;
     Tile<R> t;
     t.clear();
@@ -132,8 +135,8 @@ inline void tile(int rows, const float* a, const float* b, int64_t k, float* p) 
 }
 
 inline void tile_blocked(int rows, const float* a, const float* b, int64_t k, int64_t k_block, const float* sa,
-                         int64_t sa_step, const float* sb, int64_t sb_step, float* acc) {
-  with_rows(rows, [&]<int R>() DIPTYCH_LAMBDA { tile_in_blocks<R>(a, b, k, k_block, sa, sa_step, sb, sb_step, acc); });
+                         const float* sb, float* acc) {
+  with_rows(rows, [&]<int R>() DIPTYCH_LAMBDA { tile_in_blocks<R>(a, b, k, k_block, sa, sb, acc); });
 }
 
 inline void epilogue(const Epilogue& e, const float* acc, int64_t n) {
@@ -141,7 +144,7 @@ inline void epilogue(const Epilogue& e, const float* acc, int64_t n) {
     sweep(n, [&](int64_t i, auto lanes) DIPTYCH_LAMBDA {
       VF r = load<DType::f32>(acc, i, lanes);
       if (e.sb) r = 0.0f + r * (e.sa * load<DType::f32>(e.sb, i, lanes));
-      r = e.alpha * r;
+      r = e.amax ? (e.alpha * load<DType::f32>(e.amax, i, lanes)) * e.unit * r : e.alpha * r;
       if (e.bias) r = r + load<DType::f32>(e.bias, i, lanes);
       if (e.c) r = r + e.beta * load<D>(e.c, i, lanes);
       store<D>(e.d, i, r, lanes);
@@ -158,10 +161,18 @@ inline constexpr Kernels make_kernels(const char* name) {
           .scales = scales,
           .encode = encode_row,
           .decode = decode_row,
+          .row_peaks = row_peaks,
+          .column_peaks = column_peaks,
+          .two_level_scales = two_level_scales,
+          .encode_rows = encode_rows,
+          .encode_columns = encode_columns,
+          .rotate = rotate,
+          .unpack = unpack,
           .gather = gather,
           .transpose = transpose,
           .column_sum = column_sum,
           .store = store_f32,
+          .fused = fused_kernels(),
           .mr = kRows,
           .a_width = kWidthA,
           .nr = kCols,

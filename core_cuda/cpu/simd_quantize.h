@@ -259,27 +259,52 @@ DIPTYCH_INLINE void transpose_16(const uint8_t* src, int64_t ld_src, int64_t row
   for (int i = 0; i < 16; ++i) __builtin_memcpy(dst + i * ld_dst, &r[i], 16);
 }
 
+// 64 aligned bytes that go to memory without being read into a cache first; ordered by stream_end
+DIPTYCH_INLINE void stream_line(uint8_t* dst, const uint8_t* src) {
+#if DIPTYCH_LANES == 16 && defined(__x86_64__)
+  _mm512_stream_si512((__m512i*)dst, load_as<__m512i>(src));
+#elif DIPTYCH_LANES == 8 && defined(__x86_64__)
+  for (int i = 0; i < 64; i += 32) _mm256_stream_si256((__m256i*)(dst + i), load_as<__m256i>(src + i));
+#else
+  __builtin_memcpy(dst, src, 64);
+#endif
+}
+DIPTYCH_INLINE void stream_end() {
+#if DIPTYCH_LANES > 4 && defined(__x86_64__)
+  _mm_sfence();
+#endif
+}
+
 // Gathers long runs of each destination row before writing it: destination rows may all compete for the same few lines
 // of the cache, and are asked for early.
 inline void transpose(const uint8_t* src, int64_t ld_src, int64_t rows, int64_t cols, uint8_t* dst, int64_t ld_dst) {
   constexpr int64_t kRun = 256;
+  constexpr int64_t kFar = 4096;  // bytes between the rows of a matrix too large to be still in a cache when read
+  const bool stream = ld_dst >= kFar && rows < ld_dst && (reinterpret_cast<uintptr_t>(dst) | ld_dst) % 64 == 0;
   alignas(64) uint8_t run[16][kRun];
   for (int64_t r = 0; r < rows; r += kRun) {
     const int64_t nr = rows - r < kRun ? rows - r : kRun;
     for (int64_t c = 0; c < cols; c += 16) {
       const int64_t nc = cols - c < 16 ? cols - c : 16;
       uint8_t* to = dst + c * ld_dst + r;
-      for (int64_t j = 32; j < 48; ++j)
+      for (int64_t j = 32; j < 48 && !stream; ++j)
         for (int64_t i = 0; i < nr; i += 64) __builtin_prefetch(to + j * ld_dst + i, 1, 2);
       for (int64_t i = 0; i < nr; i += 16)
         transpose_16(src + (r + i) * ld_src + c, ld_src, nr - i < 16 ? nr - i : 16, nc, &run[0][i], kRun);
       for (int64_t j = 0; j < nc; ++j) {
         int64_t i = 0;
-        for (; i + 64 <= nr; i += 64) __builtin_memcpy(to + j * ld_dst + i, &run[j][i], 64);
+        for (; i + 64 <= nr; i += 64) {
+          if (stream) {
+            stream_line(to + j * ld_dst + i, &run[j][i]);
+          } else {
+            __builtin_memcpy(to + j * ld_dst + i, &run[j][i], 64);
+          }
+        }
         if (i < nr) __builtin_memcpy(to + j * ld_dst + i, &run[j][i], nr - i);
       }
     }
   }
+  if (stream) stream_end();
 }
 
 }  // namespace DIPTYCH_ISA

@@ -1,4 +1,4 @@
-// FP8 and E8M0, bit by bit (NUMERICS 1, 4), on the device and on the host, where tests can reach them.
+// FP8 and E8M0, bit by bit (NUMERICS 1, 4), on the device and on the host, where tests can reach them. E2M1: e2m1.cuh.
 #pragma once
 
 #include <cuda_fp16.h>

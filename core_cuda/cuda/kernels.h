@@ -10,8 +10,13 @@ namespace diptych::cuda {
 
 Status amax(const AmaxArgs&, const Execution&);
 Status quantize(const QuantizeArgs&, const Execution&);
+Status scale_update(const ScaleUpdateArgs&, const Execution&);
 Status dequantize(const DequantizeArgs&, const Execution&);
 Status bias_grad(const BiasGradArgs&, const Execution&);
+Status norm(const NormArgs&, const Execution&);
+Status norm_grad(const NormGradArgs&, const Execution&);
+Status activation(const ActivationArgs&, const Execution&);
+Status activation_grad(const ActivationGradArgs&, const Execution&);
 
 // Native FP8 tensor cores through cuBLASLt, opened at run time. `fits` says whether the operands suit it and the
 // library has an algorithm for them; where it has none, or cannot be opened, it says why on stderr, once.
@@ -23,6 +28,8 @@ Status gemm_emulated(const GemmArgs&, const Execution&);
 
 int64_t gemm_workspace_bytes(int64_t m, int64_t n, int64_t k, bool epilogue);
 int64_t bias_grad_workspace_bytes(int64_t m, int64_t n);
+int64_t norm_grad_workspace_bytes(int64_t m, int64_t k);
+int64_t column_sum_workspace_bytes(int64_t m, int64_t k);
 
 int device_count();                        // 0 without a driver; never throws, loads libcuda on the first call
 int arch(int device_index);                // 90 for sm_90

@@ -9,9 +9,14 @@ namespace diptych {
 
 Status check(const AmaxArgs&, const Device&);
 Status check(const QuantizeArgs&, const Device&);
+Status check(const ScaleUpdateArgs&, const Device&);
 Status check(const DequantizeArgs&, const Device&);
 Status check(const GemmArgs&, const Device&);
 Status check(const BiasGradArgs&, const Device&);
+Status check(const NormArgs&, const Device&);
+Status check(const NormGradArgs&, const Device&);
+Status check(const ActivationArgs&, const Device&);
+Status check(const ActivationGradArgs&, const Device&);
 
 std::string describe(const TensorView&);  // "float32[4, 8] on cpu"
 

@@ -22,10 +22,11 @@ constexpr FormatSet formats_where(Pred pred) {
 }
 
 constexpr FormatSet kAny = formats_where([](const FormatRow&) { return true; });
+constexpr FormatSet kTwoLevel = formats_where([](const FormatRow& f) { return f.rule == ScaleRule::two_level; });
 // The block shapes that gemm kernels know; a new one needs a kernel, not just a row.
 constexpr FormatSet kGemm = formats_where([](const FormatRow& f) {
   return f.per_tensor() || (f.block_cols == 128 && (f.block_rows == 1 || f.block_rows == 128)) ||
-         (f.block_cols == 32 && f.block_rows == 1);
+         (f.block_rows == 1 && (f.block_cols == 16 || f.block_cols == 32));
 });
 
 template <typename Args, Status (*fn)(const Args&, const Execution&)>
@@ -46,17 +47,28 @@ bool cublaslt_fits(const void* args, int arch) {
 static const KernelRow kKernels[] = {
     // op            backend        arch formats    level            kernel             note / fits / run
     {Op::amax,       Backend::cpu,   0, kAny,      Level::native,   "cpu.amax",        "", nullptr, call<AmaxArgs, cpu::amax>},
-    {Op::quantize,   Backend::cpu,   0, kAny,      Level::native,   "cpu.quantize",    "", nullptr, call<QuantizeArgs, cpu::quantize>},
+    {Op::quantize,   Backend::cpu,   0, kAny & ~kTwoLevel, Level::native, "cpu.quantize", "", nullptr, call<QuantizeArgs, cpu::quantize>},
+    {Op::quantize,   Backend::cpu,   0, kTwoLevel, Level::native,   "cpu.quantize_two_level", "", nullptr, call<QuantizeArgs, cpu::quantize_two_level>},
+    {Op::scale_update, Backend::cpu, 0, kAny,      Level::native,   "cpu.scale_update", "", nullptr, call<ScaleUpdateArgs, cpu::scale_update>},
     {Op::dequantize, Backend::cpu,   0, kAny,      Level::native,   "cpu.dequantize",  "", nullptr, call<DequantizeArgs, cpu::dequantize>},
     {Op::gemm,       Backend::cpu,   0, kGemm,     Level::native,   "cpu.gemm",        "float32 fma in increasing k", nullptr, call<GemmArgs, cpu::gemm>},
     {Op::bias_grad,  Backend::cpu,   0, kAny,      Level::native,   "cpu.bias_grad",   "", nullptr, call<BiasGradArgs, cpu::bias_grad>},
+    {Op::norm, Backend::cpu, 0, kAny, Level::native, "cpu.norm", "", nullptr, call<NormArgs, cpu::norm>},
+    {Op::norm_grad, Backend::cpu, 0, kAny, Level::native, "cpu.norm_grad", "", nullptr, call<NormGradArgs, cpu::norm_grad>},
+    {Op::activation, Backend::cpu, 0, kAny, Level::native, "cpu.activation", "", nullptr, call<ActivationArgs, cpu::activation>},
+    {Op::activation_grad, Backend::cpu, 0, kAny, Level::native, "cpu.activation_grad", "", nullptr, call<ActivationGradArgs, cpu::activation_grad>},
 #ifdef DIPTYCH_WITH_CUDA
     {Op::amax,       Backend::cuda, 80, kAny,      Level::native,   "cuda.amax",       "", nullptr, call<AmaxArgs, cuda::amax>},
     {Op::quantize,   Backend::cuda, 80, kAny,      Level::native,   "cuda.quantize",   "", nullptr, call<QuantizeArgs, cuda::quantize>},
+    {Op::scale_update, Backend::cuda, 80, kAny,    Level::native,   "cuda.scale_update", "", nullptr, call<ScaleUpdateArgs, cuda::scale_update>},
     {Op::dequantize, Backend::cuda, 80, kAny,      Level::native,   "cuda.dequantize", "", nullptr, call<DequantizeArgs, cuda::dequantize>},
     {Op::gemm,       Backend::cuda, 90, kCublasLt, Level::native,   "cuda.cublaslt",   "FP8 tensor cores; N and K in multiples of 16 (block scales: M of 4), operands 16-byte aligned, not E5M2 x E5M2, not 128x128 x 128x128", cublaslt_fits, call<GemmArgs, cuda::gemm_cublaslt>},
     {Op::gemm,       Backend::cuda, 80, kGemm,     Level::emulated, "cuda.emulated",   "decoded to bfloat16, float32 accumulation; any extents", nullptr, call<GemmArgs, cuda::gemm_emulated>},
     {Op::bias_grad,  Backend::cuda, 80, kAny,      Level::native,   "cuda.bias_grad",  "", nullptr, call<BiasGradArgs, cuda::bias_grad>},
+    {Op::norm, Backend::cuda, 80, kAny, Level::native, "cuda.norm", "", nullptr, call<NormArgs, cuda::norm>},
+    {Op::norm_grad, Backend::cuda, 80, kAny, Level::native, "cuda.norm_grad", "", nullptr, call<NormGradArgs, cuda::norm_grad>},
+    {Op::activation, Backend::cuda, 80, kAny, Level::native, "cuda.activation", "", nullptr, call<ActivationArgs, cuda::activation>},
+    {Op::activation_grad, Backend::cuda, 80, kAny, Level::native, "cuda.activation_grad", "", nullptr, call<ActivationGradArgs, cuda::activation_grad>},
 #endif
 };
 // clang-format on
@@ -68,7 +80,8 @@ std::array<std::atomic<uint64_t>, kKernelCount> calls;
 std::array<std::atomic<FormatSet>, kKernelCount> warned;  // formats whose emulation was reported
 
 const char* name(Op op) {
-  constexpr const char* names[] = {"amax", "quantize", "dequantize", "gemm", "bias_grad"};
+  constexpr const char* names[] = {"amax",      "quantize", "scale_update", "dequantize", "gemm",
+                                   "bias_grad", "norm",     "norm_grad",    "activation", "activation_grad"};
   return names[static_cast<int>(op)];
 }
 
@@ -164,9 +177,13 @@ int64_t gemm_workspace_bytes(int64_t m, int64_t n, int64_t k, bool epilogue) {
   return cuda::gemm_workspace_bytes(m, n, k, epilogue);
 }
 int64_t bias_grad_workspace_bytes(int64_t m, int64_t n) { return cuda::bias_grad_workspace_bytes(m, n); }
+int64_t norm_grad_workspace_bytes(int64_t m, int64_t k) { return cuda::norm_grad_workspace_bytes(m, k); }
+int64_t column_sum_workspace_bytes(int64_t m, int64_t k) { return cuda::column_sum_workspace_bytes(m, k); }
 #else
 int64_t gemm_workspace_bytes(int64_t, int64_t, int64_t, bool) { return 0; }
 int64_t bias_grad_workspace_bytes(int64_t, int64_t) { return 0; }
+int64_t norm_grad_workspace_bytes(int64_t, int64_t) { return 0; }
+int64_t column_sum_workspace_bytes(int64_t, int64_t) { return 0; }
 #endif
 
 }  // namespace diptych

@@ -9,7 +9,18 @@
 
 namespace diptych {
 
-enum class Op : int32_t { amax, quantize, dequantize, gemm, bias_grad };
+enum class Op : int32_t {
+  amax,
+  quantize,
+  scale_update,
+  dequantize,
+  gemm,
+  bias_grad,
+  norm,
+  norm_grad,
+  activation,
+  activation_grad
+};
 enum class Level : int32_t { native, emulated };
 
 using FormatSet = uint64_t;  // bit i: row i of the format table

@@ -24,7 +24,7 @@ class Call {
   template <typename Attributes>
   Status open(const Attributes& d, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
               const Execution& exec) {
-    return open(d.version, d.batch_rank, d.axes, Attributes::kBatchedResults, args, rets, exec);
+    return open(d.version, d.batch_rank, d.axes, d.batched_results(), args, rets, exec);
   }
 
   const Execution& exec() const { return exec_; }

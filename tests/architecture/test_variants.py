@@ -48,6 +48,7 @@ def test_invented_formats_need_only_their_rows(builder):
 
 
 SIMD, CODEC, GENERIC = "core_cuda/cpu/simd_quantize.h", "core_cuda/cpu/codec.h", "cpu/isa_generic.cpp"
+LEVELS = "cpu/quantize_two_level.cpp"
 TIE = (
     "x = bits_as<F>(bits_as<I>(x) | "
     "(((bits_as<I>(x) & ((1 << (23 - E::kMantissa)) - 1)) == (1 << (22 - E::kMantissa))) & 1));"
@@ -79,7 +80,7 @@ MUTANTS = {
     ),
     "another_nan_byte": (
         "quantize", GENERIC,
-        Patch(CODEC, "return magnitude > kInfBits ? 0x7F :", "return magnitude > kInfBits ? 0xFF :"),
+        Patch(CODEC, "return magnitude > kInfBits ? kLow :", "return magnitude > kInfBits ? 2 * kLow + 1 :"),
     ),
     "e8m0_rounded_to_nearest": (
         "quantize", GENERIC, Patch(CODEC, "const I up = (m > 0) &", "const I up = (m > 0x400000) &"),
@@ -92,9 +93,20 @@ MUTANTS = {
         "gemm", GENERIC,
         Patch("core_cuda/cpu/simd_gemm.h", "p[i][j] * (splat(sa[i]) * s[j])", "p[i][j] * splat(sa[i]) * s[j]"),
     ),
+    "noise_shared_by_the_copies": (
+        "quantize", LEVELS, Patch(f"core_cuda/{LEVELS}", "rng[1]}, offset + 1, 0, 1}", "rng[1]}, offset, 0, 1}"),
+    ),
+    "noise_from_zero_on": (
+        "quantize", GENERIC,
+        Patch("core_cuda/cpu/philox.h", "to_float<VF>(byte) * pow2f(-8) + pow2f(-9)", "to_float<VF>(byte) * pow2f(-8)"),
+    ),
+    "amax_after_its_constant": (
+        "gemm", "cpu/gemm.cpp",
+        Patch("core_cuda/cpu/gemm.cpp", "p.b.times_amax(e.alpha, j) * e.unit", "p.b.times_amax(e.alpha * e.unit, j)"),
+    ),
     "bias_before_alpha": (
         "gemm", GENERIC,
-        Patch("core_cuda/cpu/simd_gemm.h", "      r = e.alpha * r;\n", "      if (!e.bias) r = e.alpha * r;\n"),
+        Patch("core_cuda/cpu/simd_gemm.h", ": e.alpha * r;", ": e.bias ? r : e.alpha * r;"),
     ),
 }  # fmt: skip
 

@@ -65,12 +65,12 @@ def check_gemm(case: cases.GemmCase) -> None:
 
 def oracle_checks() -> Tally:
     tally, be = Tally(), runner.Numpy()
-    for case in cases.quantize_cases(dtypes=["float32", "bfloat16"], shapes=SHAPES, values=VALUES):
-        x, options = case.make(), {"pow2": case.pow2, "eps": case.eps}
+    for case in cases.quantize_cases(dtypes=["float32", "bfloat16"], shapes=SHAPES, values=VALUES, variants=True):
+        x, options = case.make(), case.options
         want = oracle.quantize(x, case.format, **options)
         tally.add("quantize", check_quantize, be, x, want, case.format, options, case)
         tally.add("dequantize", check_dequantize, be, want.copy(), case.format, "float32", case)
-    for case in cases.gemm_cases(shapes=[(33, 20, 129)]):
+    for case in cases.gemm_cases(cases.GEMM_PAIRS + cases.MIXED_PAIRS, shapes=[(33, 20, 129)]):
         tally.add("gemm", check_gemm, case)
     return tally
 

@@ -13,7 +13,13 @@ from diptych import core
 from diptych.common import shapes
 from diptych.common.errors import ShapeError
 from diptych.common.formats import FORMATS
-from diptych.common.quantizers import Float8BlockQuantizer, Float8CurrentScalingQuantizer, MXFP8Quantizer
+from diptych.common.quantizers import (
+    ROW_AMAX,
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+)
 
 QUANTIZERS = tuple(
     make(fp8_dtype=element)
@@ -24,7 +30,7 @@ QUANTIZERS = tuple(
         MXFP8Quantizer,
     )
     for element in ("float8_e4m3fn", "float8_e5m2")
-)
+) + (NVFP4Quantizer(), NVFP4Quantizer(row_scaled_nvfp4=True))
 USAGES = ((True, True), (True, False), (False, True))
 
 
@@ -69,6 +75,20 @@ class Size:
         return eval(self.text, {}, sizes)
 
 
+def takes(quantizer, shape) -> bool:
+    """Whether the format holds this shape: packed ones take whole blocks only."""
+    try:
+        shapes.check(shapes.quantize_constraints(shape, quantizer))
+    except ShapeError:
+        return False
+    return True
+
+
+def shapes_of(quantizer) -> list[tuple[int, ...]]:
+    blocks = [(16, 16), (2, 24, 32), (0, 48), (32, 0)] if quantizer.format.pack > 1 else []
+    return [s for s in (*cases.SHAPES, *blocks) if takes(quantizer, s)]
+
+
 def concrete(shape, **sizes):
     return tuple(s.value(**sizes) if isinstance(s, Size) else s for s in shape)
 
@@ -81,9 +101,11 @@ def test_the_dummy_size_refuses():
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS, ids=lambda q: q.format.name)
 def test_buffers_are_what_the_oracle_makes(quantizer):
-    for shape, (rowwise, columnwise) in itertools.product(cases.SHAPES, USAGES):
+    for shape, (rowwise, columnwise) in itertools.product(shapes_of(quantizer), USAGES):
         q = quantizer.with_usage(rowwise=rowwise, columnwise=columnwise)
-        want = oracle.quantize(np.zeros(shape, np.float32), q.format.name, rowwise=rowwise, columnwise=columnwise)
+        options = {"row_amax": True} if q.spec.flags & ROW_AMAX else {}
+        usage = {"rowwise": rowwise, "columnwise": columnwise}
+        want = oracle.quantize(np.zeros(shape, np.float32), q.format.name, **usage, **options)
         buffers = {b.name: b for b in shapes.quantize_buffers(shape, q)}
         names = [n for n in vars(want) if n != "fmt" and getattr(want, n) is not None]
         assert list(buffers) == names, f"{q} {shape}: the order is fixed"
@@ -92,16 +114,19 @@ def test_buffers_are_what_the_oracle_makes(quantizer):
             folded = shapes.rows_cols(b.shape) if name.endswith("data") else b.shape
             assert tuple(folded) == real.shape, f"{q} {shape} {name}"
         if rowwise:
-            assert buffers["rowwise_data"].shape == shape, "the tensor's own shape survives"
-        element, scale = q.format.element, q.format.scale
+            assert buffers["rowwise_data"].shape == (*shape[:-1], shape[-1] // q.format.pack), "the tensor's own shape"
+        data, scale = q.format.data, q.format.scale
         for name, b in buffers.items():
-            assert b.dtype == ("float32" if name == "amax" else element if name.endswith("data") else scale)
+            assert b.dtype == ("float32" if name.endswith("amax") else data if name.endswith("data") else scale)
+            if name.endswith("data"):
+                columnwise_data = name.startswith("columnwise")
+                assert shapes.copy_extents(q.format, columnwise_data, b.shape) == shapes.rows_cols(shape)
 
 
 @pytest.mark.parametrize("quantizer", QUANTIZERS, ids=lambda q: q.format.name)
 def test_buffers_are_what_the_core_takes(quantizer):
     """The NumPy face allocates by the rules; the core checks every extent on its own."""
-    for shape in cases.SHAPES:
+    for shape in shapes_of(quantizer):
         q = core.quantize(np.zeros(shape, np.float32), quantizer)
         for b in shapes.quantize_buffers(shape, quantizer):
             assert getattr(q, b.name).shape == b.shape
@@ -132,11 +157,11 @@ def test_symbolic_sizes(quantizer):
 
 def test_gemm_copies_and_extents_of_the_three_products():
     """fprop, dgrad and wgrad: which copies, and the extents that their data gives."""
-    m, n, k = 6, 5, 40
-    x, w, dy = np.zeros((2, 3, k), np.float32), np.zeros((n, k), np.float32), np.zeros((2, 3, n), np.float32)
+    m, n, k = 96, 80, 48
+    x, w, dy = (np.zeros(s, np.float32) for s in ((2, 48, k), (n, k), (2, 48, n)))
     products = (
-        (x, w, False, True, (False, False), (m, n, k), (2, 3, n)),
-        (dy, w, False, False, (False, True), (m, k, n), (2, 3, k)),
+        (x, w, False, True, (False, False), (m, n, k), (2, 48, n)),
+        (dy, w, False, False, (False, True), (m, k, n), (2, 48, k)),
         (dy, x, True, False, (True, True), (n, k, m), (n, k)),
     )
     for quantizer in QUANTIZERS:
@@ -151,6 +176,18 @@ def test_gemm_copies_and_extents_of_the_three_products():
             assert shapes.gemm_out_shape(a.shape, got.m, got.n, trans_a) == out
             assert core.gemm(qa, qb, trans_a=trans_a, trans_b=trans_b).shape == out
     assert shapes.gemm_copies(True, True) == (True, False)
+
+
+def test_packed_formats_take_whole_blocks():
+    row, both = NVFP4Quantizer(columnwise=False), NVFP4Quantizer()
+    assert takes(row, (3, 16)) and not takes(row, (3, 24)) and not takes(both, (3, 16)) and takes(both, (4, 4, 32))
+    assert not takes(NVFP4Quantizer(with_2d_quantization=True, columnwise=False), (3, 16)), "squares span rows"
+    with pytest.raises(ShapeError, match=r"quantize \(nvfp4\): the last extent of a \[3, 24\] tensor"):
+        shapes.check(shapes.quantize_constraints((3, 24), row))
+    for q in QUANTIZERS:
+        assert q.format.pack > 1 or shapes.quantize_constraints((Size("m"), Size("k")), q) == ()
+    symbolic = shapes.quantize_constraints((Size("m"), Size("k")), both)
+    assert [concrete(c[:2], m=33, k=48) for c in symbolic] == [(48, 48), (32, 33)]
 
 
 def test_constraints_are_data():

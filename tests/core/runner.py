@@ -23,14 +23,21 @@ GUARD = 256  # bytes; a multiple of every alignment that a kernel may hope for
 POISON = 0xA5
 IDS = {row["name"]: i for i, row in enumerate(_core.format_table())}
 ROWS = {row["name"]: row for row in _core.format_table()}
-CODES = _core.dtype_table()
+CODES, FLAGS = _core.dtype_table(), _core.flag_table()
+COMPUTE, GIVEN, ACCUMULATE = range(3)  # amax_mode
 NUMPY = {
     **cases.INPUT_DTYPES,
     "float8_e4m3fn": np.dtype(np.uint8),
     "float8_e5m2": np.dtype(np.uint8),
     "float8_e8m0fnu": np.dtype(np.uint8),
     "uint8": np.dtype(np.uint8),
+    "int32": np.dtype(np.int32),
 }
+
+
+def payload(fmt: str) -> str:
+    """The dtype that a format's data has."""
+    return "uint8" if ROWS[fmt]["element"] == "float4_e2m1fn" else ROWS[fmt]["element"]
 
 
 def isas() -> list[str]:
@@ -91,13 +98,15 @@ class Numpy:
 
     @staticmethod
     def _pair(raw: np.ndarray, shape: tuple[int, ...], dtype: str) -> Any:
-        bits = np.float32 if dtype == "float32" else np.dtype(f"u{NUMPY[dtype].itemsize}")
-        if dtype == "float16":
-            bits = np.float16
+        own = ("float32", "float16", "int32")  # dtypes that NumPy has itself
+        bits = np.dtype(dtype) if dtype in own else np.dtype(f"u{NUMPY[dtype].itemsize}")
         return (raw.view(bits).reshape(shape), CODES[dtype])
 
     def poisoned(self, nbytes: int, poison: int) -> Any:
         return np.full(nbytes, poison, np.uint8)
+
+    def fill(self, raw: Any, array: np.ndarray) -> None:
+        raw[:] = np.frombuffer(array.tobytes(), np.uint8)
 
     def part(self, raw: Any, start: int, nbytes: int, shape: tuple[int, ...], dtype: str) -> Any:
         return self._pair(raw[start : start + nbytes], shape, dtype)
@@ -128,6 +137,9 @@ class Torch:
     def poisoned(self, nbytes: int, poison: int) -> Any:
         return self.torch.full((nbytes,), poison, dtype=self.torch.uint8, device=self.device)
 
+    def fill(self, raw: Any, array: np.ndarray) -> None:
+        raw.copy_(self.torch.from_numpy(np.frombuffer(array.tobytes(), np.uint8).copy()))
+
     def part(self, raw: Any, start: int, nbytes: int, shape: tuple[int, ...], dtype: str) -> Any:
         return self._tensor(raw[start : start + nbytes], shape, dtype)
 
@@ -146,10 +158,13 @@ class Outputs:
         self.be, self.poison, self.offset = be, poison, offset
         self.held: dict[str, tuple[Any, int, int, tuple[int, ...], str]] = {}
 
-    def new(self, name: str, shape: tuple[int, ...], dtype: str) -> Any:
+    def new(self, name: str, shape: tuple[int, ...], dtype: str, filled: np.ndarray | None = None) -> Any:
+        """An output with poison in it, or with what an op updates in place."""
         nbytes = math.prod(shape) * NUMPY[dtype].itemsize
         start = GUARD + self.offset * NUMPY[dtype].itemsize
         raw = self.be.poisoned(start + nbytes + GUARD, self.poison)
+        if filled is not None:
+            self.be.fill(raw[start : start + nbytes], filled)
         self.held[name] = (raw, start, nbytes, tuple(shape), dtype)
         return self.be.part(raw, start, nbytes, tuple(shape), dtype)
 
@@ -175,44 +190,58 @@ class Outputs:
         return all((self.be.fetch(raw) == self.poison).all() for raw, *_ in self.held.values())
 
 
+def flags(options: dict[str, Any]) -> int:
+    """QuantFlag bits of the oracle's keyword arguments."""
+    bits = sum(FLAGS[name] for name in FLAGS if options.get(name))
+    return bits | (FLAGS["stochastic"] if options.get("rng") is not None else 0)
+
+
 def quantize(
-    be: Any, x: np.ndarray, like: oracle.Quantized, fmt: str, *, pow2=False, eps=0.0, amax=None, offset=0, poison=POISON
+    be: Any, x: np.ndarray, like: oracle.Quantized, fmt: str, *, offset=0, poison=POISON, **options: Any
 ) -> dict[str, np.ndarray]:
-    """`_core.quantize` of `x` into copies shaped as those of `like`."""
+    """`_core.quantize` of `x` into copies shaped as those of `like`; options are those of `oracle.quantize`."""
     row, out = ROWS[fmt], Outputs(be, poison, offset)
-    buffers = {}
+    buffers: dict[str, Any] = {}
     for side in ("rowwise", "columnwise"):
-        for part, dtype in (("data", row["element"]), ("scale_inv", row["scale"])):
+        for part, dtype in (("data", payload(fmt)), ("scale_inv", row["scale"])):
             array = getattr(like, f"{side}_{part}")
             name = f"{side}_{part}"
             buffers[name] = None if array is None else out.new(name, array.shape, dtype)
-    if like.amax is None:
-        buffers["amax"] = None
-    elif amax is None:
-        buffers["amax"] = out.new("amax", (1,), "float32")
-    else:
-        buffers["amax"] = be.put(np.array([amax], np.float32), "float32")
+    given = options.get("amax") is not None or options.get("columnwise_amax") is not None
+    joined = options.get("accumulate")
+    for name in ("amax", "columnwise_amax"):
+        array = getattr(like, name)
+        if array is None:
+            buffers[name] = None
+        elif given:
+            buffers[name] = be.put(np.asarray(options[name], np.float32).reshape(array.shape), "float32")
+        else:
+            filled = None if joined is None else np.array([joined], np.float32)
+            buffers[name] = out.new(name, array.shape, "float32", filled)
+    for name, dtype in (("scale", np.float32), ("rng", np.int32)):
+        value = options.get(name)
+        buffers[name] = None if value is None else be.put(np.asarray(value, dtype).reshape(-1), np.dtype(dtype).name)
     _core.quantize(
         be.put(x, x.dtype.name, offset),
         format=IDS[fmt],
-        pow2=pow2,
-        eps=eps,
-        amax_ready=amax is not None,
+        flags=flags(options),
+        eps=options.get("eps", 0.0),
+        amax_mode=GIVEN if given else COMPUTE if joined is None else ACCUMULATE,
         **buffers,
     )
     return out.read()
 
 
+def copy_operands(be: Any, copy: oracle.Copy, fmt: str, offset: int = 0) -> tuple[Any, Any, Any, int, bool]:
+    """(data, scale_inv, amax, format, columnwise) of one copy."""
+    amax = None if copy.amax is None else be.put(copy.amax, "float32")
+    data, scale = be.put(copy.data, payload(fmt), offset), be.put(copy.scale_inv, ROWS[fmt]["scale"])
+    return data, scale, amax, IDS[fmt], copy.columnwise
+
+
 def dequantize(be: Any, copy: oracle.Copy, fmt: str, dtype: str, *, offset=0, poison=POISON) -> np.ndarray:
-    row, out = ROWS[fmt], Outputs(be, poison, offset)
-    shape = copy.data.shape[::-1] if copy.transposed else copy.data.shape
-    _core.dequantize(
-        be.put(copy.data, row["element"], offset),
-        be.put(copy.scale_inv, row["scale"]),
-        IDS[fmt],
-        copy.columnwise,
-        out.new("out", shape, dtype),
-    )
+    out = Outputs(be, poison, offset)
+    _core.dequantize(*copy_operands(be, copy, fmt, offset), out.new("out", copy.shape, dtype))
     return out.read()["out"]
 
 
@@ -222,14 +251,8 @@ def gemm(
 ) -> np.ndarray:  # fmt: skip
     out = Outputs(be, poison, offset)
     _core.gemm(
-        be.put(a.data, ROWS[a_fmt]["element"], offset),
-        be.put(a.scale_inv, ROWS[a_fmt]["scale"]),
-        IDS[a_fmt],
-        a.columnwise,
-        be.put(b.data, ROWS[b_fmt]["element"], offset),
-        be.put(b.scale_inv, ROWS[b_fmt]["scale"]),
-        IDS[b_fmt],
-        b.columnwise,
+        *copy_operands(be, a, a_fmt, offset),
+        *copy_operands(be, b, b_fmt, offset),
         d=out.new("d", mnk[:2], out_dtype),
         c=None if c is None else be.put(c, c.dtype.name),
         bias=None if bias is None else be.put(bias, bias.dtype.name),
@@ -241,10 +264,27 @@ def gemm(
     return out.read()["d"]
 
 
-def amax(be: Any, x: np.ndarray, offset: int = 0) -> np.ndarray:
-    out = Outputs(be)
-    _core.amax(be.put(x, x.dtype.name, offset), out.new("out", (1,), "float32"))
-    return out.read()["out"]
+def amax(be: Any, x: np.ndarray, offset: int = 0, columnwise: bool = False, **options: bool) -> dict[str, np.ndarray]:
+    """`_core.amax`: "out", and "columnwise_out" where asked for; options are `row_amax`, `rht` and `rht_signs`."""
+    out, rows = Outputs(be), oracle.fold(x).shape[0] if options.get("row_amax") else 1
+    buffers = [out.new("out", (rows,), "float32"), out.new("columnwise_out", (1,), "float32") if columnwise else None]
+    _core.amax(be.put(x, x.dtype.name, offset), *buffers, flags(options))
+    return out.read()
+
+
+def scale_update(
+    be: Any, history: np.ndarray, scale: np.ndarray, *, reduced=None, amax=None, fp8_max=448.0, margin=0,
+    most_recent=False, in_place=False, offset=0, poison=POISON,
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """`_core.scale_update`; `in_place` hands the inputs over as outputs too."""
+    out = Outputs(be, poison, offset)
+    new = [out.new(name, value.shape, "float32", value if in_place else None)
+           for name, value in (("new_history", history), ("new_scale", scale))]  # fmt: skip
+    old = new if in_place else [be.put(value, "float32", offset) for value in (history, scale)]
+    more = [None if value is None else be.put(np.asarray(value, np.float32), "float32") for value in (reduced, amax)]
+    _core.scale_update(*old, *more, *new, fp8_max, margin, most_recent)
+    read = out.read()
+    return read["new_history"], read["new_scale"]
 
 
 def bias_grad(be: Any, dy: np.ndarray, dtype: str, offset: int = 0, poison: int = POISON) -> np.ndarray:
@@ -272,7 +312,8 @@ def same_bits(got: np.ndarray, want: np.ndarray, label: Any, nan_free: bool = Fa
 
 def same_quantized(got: dict[str, np.ndarray], want: oracle.Quantized, label: Any) -> None:
     for name, array in got.items():
-        same_bits(array, np.ascontiguousarray(getattr(want, name)), f"{label} {name}")
+        floats = array.dtype == np.float32  # the scales of a NaN scale
+        same_bits(array, np.ascontiguousarray(getattr(want, name)), f"{label} {name}", nan_free=floats)
 
 
 def want_calls(kernel: str) -> int:

@@ -12,12 +12,19 @@ import oracle
 from core import runner
 from diptych import core
 from diptych.common.errors import DTypeError, ShapeError
-from diptych.common.quantizers import Float8BlockQuantizer, Float8CurrentScalingQuantizer, MXFP8Quantizer
+from diptych.common.quantizers import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+)
 from diptych.core import _core
 
 M, K, N = 6, 40, 5
 X = cases.draw("bad-x", "normal", (M, K), "float32")
-TENSOR, BLOCK, MX = "fp8_e4m3_tensor", "fp8_e4m3_1x128", "mxfp8_e4m3"
+TENSOR, BLOCK, MX, NV = "fp8_e4m3_tensor", "fp8_e4m3_1x128", "mxfp8_e4m3", "nvfp4"
+PACKED_X = cases.draw("bad-packed-x", "normal", (16, 48), "float32")
 
 
 class Good:
@@ -26,6 +33,7 @@ class Good:
     def __init__(self, be: Any, fmt: str = BLOCK):
         self.be, self.fmt, self.out = be, fmt, runner.Outputs(be)
         self.row = runner.ROWS[fmt]
+        self.x = PACKED_X if fmt in cases.PACKED_FORMATS else X
 
     def buffer(self, shape, dtype):
         return self.out.new(str(len(self.out.held)), shape, dtype)
@@ -34,50 +42,64 @@ class Good:
         return self.be.put(np.ones(shape, runner.NUMPY[dtype]), dtype, offset)
 
     def quantize(self, **changes):
-        q = oracle.quantize(X, self.fmt)
-        args = {"x": self.be.put(X, "float32"), "format": runner.IDS[self.fmt], "pow2": False, "eps": 0.0}
-        args |= {
-            "amax": self.buffer((1,), "float32") if self.fmt in cases.TENSOR_FORMATS else None,
-            "amax_ready": False,
-        }
+        q = oracle.quantize(self.x, self.fmt)
+        args = {"x": self.be.put(self.x, "float32"), "format": runner.IDS[self.fmt], "flags": 0, "eps": 0.0}
+        args |= {"amax_mode": runner.COMPUTE, "scale": None, "rng": None}
+        for name in ("amax", "columnwise_amax"):
+            args[name] = None if getattr(q, name) is None else self.buffer((1,), "float32")
         for side in ("rowwise", "columnwise"):
-            for part, dtype in (("data", self.row["element"]), ("scale_inv", self.row["scale"])):
+            for part, dtype in (("data", runner.payload(self.fmt)), ("scale_inv", self.row["scale"])):
                 args[f"{side}_{part}"] = self.buffer(getattr(q, f"{side}_{part}").shape, dtype)
         _core.quantize(**{**args, **changes})
 
+    def operand(self, copy: oracle.Copy) -> dict[str, Any]:
+        names = ("data", "scale_inv", "amax", "format", "columnwise")
+        return dict(zip(names, runner.copy_operands(self.be, copy, self.fmt), strict=True))
+
     def dequantize(self, **changes):
-        q = oracle.quantize(X, self.fmt).copy()
-        args = {
-            "data": self.be.put(q.data, self.row["element"]),
-            "scale_inv": self.be.put(q.scale_inv, self.row["scale"]),
-            "format": runner.IDS[self.fmt],
-            "columnwise": False,
-            "out": self.buffer((M, K), "float32"),
-        }
-        _core.dequantize(**{**args, **changes})
+        args = self.operand(oracle.quantize(self.x, self.fmt).copy())
+        _core.dequantize(**{**args, "out": self.buffer(self.x.shape, "float32"), **changes})
 
     def gemm(self, **changes):
-        qa, qb = oracle.quantize(X, self.fmt).copy(), oracle.quantize(X[:N], self.fmt).copy()
-        args: dict[str, Any] = {"d": self.buffer((M, N), "float32"), "c": None, "bias": None}
-        for name, q in (("a", qa), ("b", qb)):
-            args[f"{name}_data"] = self.be.put(q.data, self.row["element"])
-            args[f"{name}_scale_inv"] = self.be.put(q.scale_inv, self.row["scale"])
-            args[f"{name}_format"] = runner.IDS[self.fmt]
-            args[f"{name}_columnwise"] = False
-        need = _core.gemm_workspace_bytes(M, N, K, True)
-        args |= {"workspace": self.out.workspace(need), "alpha": 1.0, "beta": 0.0}
+        (m, k), n = self.x.shape, N
+        qs = [oracle.quantize(v, self.fmt, columnwise=False).copy() for v in (self.x, self.x[:n])]
+        args: dict[str, Any] = {"d": self.buffer((m, n), "float32"), "c": None, "bias": None}
+        for name, q in zip("ab", qs, strict=True):
+            args |= {f"{name}_{part}": value for part, value in self.operand(q).items()}
+        args |= {"workspace": self.out.workspace(_core.gemm_workspace_bytes(m, n, k, True)), "alpha": 1.0, "beta": 0.0}
         _core.gemm(**{**args, "fast_accum": False, **changes})
 
     def amax(self, **changes):
-        _core.amax(**{"x": self.be.put(X, "float32"), "out": self.buffer((1,), "float32"), **changes})
+        args = {"x": self.be.put(X, "float32"), "out": self.buffer((1,), "float32"), "columnwise_out": None, "flags": 0}
+        _core.amax(**{**args, **changes})
 
     def bias_grad(self, **changes):
         args = {"dy": self.be.put(X, "float32"), "out": self.buffer((K,), "float32")}
         args["workspace"] = self.out.workspace(_core.bias_grad_workspace_bytes(M, K))
         _core.bias_grad(**{**args, **changes})
 
+    def scale_update(self, **changes):
+        args = {"history": self.tensor((M, K)), "scale": self.tensor((M,)), "reduced": None, "amax": None}
+        args |= {"new_history": self.buffer((M, K), "float32"), "new_scale": self.buffer((M,), "float32")}
+        _core.scale_update(**{**args, "fp8_max": 448.0, "margin": 0, "most_recent": False, **changes})
+
 
 FP8, E5M2 = "float8_e4m3fn", "fp8_e5m2_1x128"
+POW2, SQUARE, ROW_AMAX, RHT, SIGNS, STOCHASTIC = (
+    runner.FLAGS[name] for name in ("pow2", "square", "row_amax", "rht", "rht_signs", "stochastic")
+)
+
+
+def bf16(g: Good) -> Any:
+    return g.tensor(g.x.shape, "bfloat16")
+
+
+def rng(g: Good, dtype: str = "int32", n: int = 4) -> Any:
+    return g.tensor((n,), dtype)
+
+
+NO_ROWWISE = {"rowwise_data": None, "rowwise_scale_inv": None}
+NO_COLUMNWISE = {"columnwise_data": None, "columnwise_scale_inv": None}
 
 # op, format, change (of a Good call), error, words that the message must hold
 BAD = [
@@ -86,7 +108,7 @@ BAD = [
     ("quantize", BLOCK, lambda g: {"x": g.tensor(())}, ValueError, ["at least one dimension"]),
     ("quantize", BLOCK, lambda g: {"x": None}, TypeError, ["x", "missing"]),
     ("quantize", BLOCK, lambda g: {"x": g.tensor((M, K + 1))}, ValueError, [BLOCK, "[6, 41]", "[6, 40]"]),
-    ("quantize", BLOCK, lambda g: {"format": len(runner.IDS)}, ValueError, ["unknown format id", "8"]),
+    ("quantize", BLOCK, lambda g: {"format": len(runner.IDS)}, ValueError, ["unknown format id", str(len(runner.IDS))]),
     ("quantize", BLOCK, lambda g: {"format": -1}, ValueError, ["unknown format id"]),
     ("quantize", BLOCK, lambda g: {"format": runner.IDS[MX]}, TypeError, [MX, "float8_e8m0fnu"]),
     ("quantize", BLOCK, lambda g: {"format": runner.IDS[E5M2]}, TypeError, [E5M2, "float8_e5m2"]),
@@ -94,9 +116,9 @@ BAD = [
     ("quantize", BLOCK, lambda g: {"eps": float("nan")}, ValueError, ["eps"]),
     ("quantize", BLOCK, lambda g: {"eps": float("inf")}, ValueError, ["eps"]),
     ("quantize", MX, lambda g: {"eps": 1.0}, ValueError, [MX, "eps"]),
-    ("quantize", MX, lambda g: {"pow2": True}, ValueError, [MX, "pow2"]),
+    ("quantize", MX, lambda g: {"flags": POW2}, ValueError, [MX, "pow2"]),
     ("quantize", BLOCK, lambda g: {"amax": g.buffer((1,), "float32")}, ValueError, ["amax", BLOCK]),
-    ("quantize", BLOCK, lambda g: {"amax_ready": True}, (TypeError, ValueError), ["amax"]),
+    ("quantize", BLOCK, lambda g: {"amax_mode": runner.GIVEN}, ValueError, ["amax", BLOCK]),
     ("quantize", TENSOR, lambda g: {"amax": None}, TypeError, ["amax"]),
     ("quantize", TENSOR, lambda g: {"amax": g.buffer((2,), "float32")}, ValueError, ["amax", "[2]"]),
     ("quantize", TENSOR, lambda g: {"amax": g.buffer((1,), "bfloat16")}, TypeError, ["amax", "float32", "bfloat16[1]"]),
@@ -146,6 +168,108 @@ BAD = [
 ]  # fmt: skip
 
 
+# What the new options may not be asked for; as BAD.
+BAD_OPTIONS = [
+    ("quantize", NV, lambda g: {"flags": POW2}, ValueError, [NV, "pow2"]),
+    ("quantize", NV, lambda g: {"eps": 1.0}, ValueError, [NV, "eps"]),
+    ("quantize", NV, lambda g: {"flags": 64}, ValueError, [NV, "flags 64"]),
+    ("quantize", BLOCK, lambda g: {"flags": -1}, ValueError, [BLOCK, "flags -1"]),
+    ("quantize", NV, lambda g: {"flags": SQUARE | ROW_AMAX}, ValueError, [NV, "square", "amax per row"]),
+    ("quantize", NV, lambda g: {"flags": SQUARE | RHT, "x": bf16(g)}, ValueError, [NV, "square", "Hadamard"]),
+    ("quantize", NV, lambda g: {"flags": SQUARE | STOCHASTIC, "rng": rng(g)}, ValueError, [NV, "square", "stochastic"]),
+    ("quantize", NV, lambda g: {"flags": ROW_AMAX, **NO_ROWWISE}, ValueError, [NV, "amax per row", "rowwise copy"]),
+    ("quantize", BLOCK, lambda g: {"flags": SQUARE}, ValueError, [BLOCK, "square"]),
+    ("quantize", TENSOR, lambda g: {"flags": SQUARE}, ValueError, [TENSOR, "square"]),
+    ("quantize", MX, lambda g: {"flags": ROW_AMAX}, ValueError, [MX, "amax per row"]),
+    ("quantize", MX, lambda g: {"flags": RHT, "x": bf16(g)}, ValueError, [MX, "Hadamard"]),
+    ("quantize", TENSOR, lambda g: {"flags": STOCHASTIC, "rng": rng(g)}, ValueError, [TENSOR, "stochastic"]),
+    ("quantize", NV, lambda g: {"flags": RHT}, TypeError, ["Hadamard", "bfloat16", "float32[16, 48]"]),
+    ("quantize", NV, lambda g: {"flags": RHT, "x": g.tensor((16, 48), "float16")}, TypeError, ["float16[16, 48]"]),
+    ("quantize", NV, lambda g: {"flags": SIGNS}, ValueError, ["signs", "Hadamard"]),
+    ("quantize", NV, lambda g: {"flags": RHT, "x": bf16(g), "columnwise_amax": None, **NO_COLUMNWISE},
+     ValueError, ["Hadamard", "columnwise"]),
+    ("quantize", NV, lambda g: {"flags": STOCHASTIC}, TypeError, ["rng", "missing"]),
+    ("quantize", NV, lambda g: {"flags": STOCHASTIC, "rng": rng(g, "float32")}, TypeError, ["rng", "int32"]),
+    ("quantize", NV, lambda g: {"flags": STOCHASTIC, "rng": rng(g, n=2)}, ValueError, ["rng", "[2]"]),
+    ("quantize", NV, lambda g: {"rng": rng(g)}, ValueError, ["rng", "stochastic"]),
+    ("quantize", MX, lambda g: {"rng": rng(g)}, ValueError, ["rng", "stochastic"]),
+    ("quantize", BLOCK, lambda g: {"scale": g.tensor((1,))}, ValueError, [BLOCK, "scale"]),
+    ("quantize", MX, lambda g: {"scale": g.tensor((1,))}, ValueError, [MX, "scale"]),
+    ("quantize", NV, lambda g: {"scale": g.tensor((1,))}, ValueError, [NV, "scale"]),
+    ("quantize", TENSOR, lambda g: {"scale": g.tensor((1,)), "amax_mode": runner.GIVEN}, ValueError, ["scale", "amax"]),
+    ("quantize", TENSOR, lambda g: {"scale": g.tensor((1,)), "flags": POW2}, ValueError, ["scale", "pow2"]),
+    ("quantize", TENSOR, lambda g: {"scale": g.tensor((1,)), "eps": 1.0}, ValueError, ["scale", "eps"]),
+    ("quantize", TENSOR, lambda g: {"scale": g.tensor((2,))}, ValueError, ["scale", TENSOR, "[2]"]),
+    ("quantize", TENSOR, lambda g: {"scale": g.tensor((1,), "float16")}, TypeError, ["scale", TENSOR, "float16[1]"]),
+    ("quantize", TENSOR, lambda g: {"amax_mode": runner.ACCUMULATE}, ValueError, ["amax", "scale"]),
+    ("quantize", NV, lambda g: {"amax_mode": runner.ACCUMULATE}, ValueError, ["amax", "scale"]),
+    ("quantize", TENSOR, lambda g: {"amax_mode": 3}, ValueError, ["amax_mode", "3"]),
+    ("quantize", TENSOR, lambda g: {"amax_mode": -1}, ValueError, ["amax_mode", "-1"]),
+    ("quantize", TENSOR, lambda g: {"columnwise_amax": g.buffer((1,), "float32")},
+     ValueError, [TENSOR, "columnwise_amax"]),
+    ("quantize", MX, lambda g: {"columnwise_amax": g.buffer((1,), "float32")}, ValueError, [MX, "columnwise_amax"]),
+    ("quantize", NV, lambda g: {"amax": None}, TypeError, [NV, "amax", "missing"]),
+    ("quantize", NV, lambda g: {"columnwise_amax": None}, TypeError, [NV, "columnwise_amax", "missing"]),
+    ("quantize", NV, lambda g: {"amax": g.buffer((2,), "float32")}, ValueError, [NV, "amax", "[2]"]),
+    ("quantize", NV, lambda g: {"flags": ROW_AMAX}, ValueError, [NV, "amax", "16", "[1]"]),
+    ("quantize", NV, lambda g: {"amax": g.buffer((16,), "float32")}, ValueError, [NV, "amax", "[16]"]),
+    ("quantize", NV, lambda g: {"columnwise_amax": g.buffer((1,), "bfloat16")}, TypeError, [NV, "bfloat16[1]"]),
+    ("quantize", NV, lambda g: NO_ROWWISE, ValueError, [NV, "amax"]),
+    ("quantize", NV, lambda g: NO_COLUMNWISE, ValueError, [NV, "columnwise_amax"]),
+    ("quantize", NV, lambda g: {"x": g.tensor((16, 40))}, ValueError, [NV, "multiple of 16", "[16, 40]"]),
+    ("quantize", NV, lambda g: {"x": g.tensor((8, 48))}, ValueError, [NV, "multiple of 16", "columnwise", "[8, 48]"]),
+    ("quantize", NV, lambda g: {"x": g.tensor((8, 48)), "flags": SQUARE, "columnwise_amax": None, **NO_COLUMNWISE},
+     ValueError, [NV, "square", "[8, 48]"]),
+    ("quantize", NV, lambda g: {"rowwise_data": g.buffer((16, 24), FP8)}, TypeError, [NV, "uint8", FP8]),
+    ("quantize", NV, lambda g: {"rowwise_data": g.buffer((16, 48), "uint8")}, ValueError, [NV, "[16, 24]", "[16, 48]"]),
+    ("quantize", NV, lambda g: {"columnwise_data": g.buffer((16, 24), "uint8")}, ValueError, [NV, "[48, 8]"]),
+    ("quantize", NV, lambda g: {"columnwise_scale_inv": g.buffer((16, 3), FP8)}, ValueError, [NV, "[48, 1]"]),
+    ("quantize", NV, lambda g: {"rowwise_scale_inv": g.buffer((16, 3), "float32")}, TypeError, [NV, FP8]),
+    ("dequantize", NV, lambda g: {"amax": None}, TypeError, [NV, "amax", "missing"]),
+    ("dequantize", NV, lambda g: {"amax": g.tensor((3,))}, ValueError, [NV, "amax", "[3]"]),
+    ("dequantize", NV, lambda g: {"amax": g.tensor((1,), "float16")}, TypeError, [NV, "amax", "float16[1]"]),
+    ("dequantize", NV, lambda g: {"amax": g.tensor((48,)), "columnwise": True, "scale_inv": g.tensor((16, 3), FP8),
+                                  "out": g.buffer((48, 16), "float32")}, ValueError, [NV, "amax", "[48]"]),
+    ("dequantize", BLOCK, lambda g: {"amax": g.tensor((1,))}, ValueError, [BLOCK, "amax"]),
+    ("dequantize", NV, lambda g: {"out": g.buffer((16, 24), "float32")}, ValueError, [NV, "[16, 48]", "[16, 24]"]),
+    ("dequantize", NV, lambda g: {"data": g.tensor((16, 20), "uint8")}, ValueError, [NV, "multiple of 16", "[16, 40]"]),
+    ("gemm", NV, lambda g: {"a_amax": None}, TypeError, ["a amax", NV, "missing"]),
+    ("gemm", NV, lambda g: {"b_amax": g.tensor((16,))}, ValueError, ["b amax", NV, "[16]"]),
+    ("gemm", BLOCK, lambda g: {"b_amax": g.tensor((1,))}, ValueError, ["b amax", BLOCK]),
+    ("gemm", NV, lambda g: {"fast_accum": True}, ValueError, ["fast_accum", NV]),
+    ("gemm", NV, lambda g: {"b_data": g.tensor((N, 16), "uint8"), "b_scale_inv": g.tensor((N, 2), FP8)},
+     ValueError, [NV, "48", "32"]),
+    ("amax", TENSOR, lambda g: {"flags": POW2}, ValueError, ["flags 1"]),
+    ("amax", TENSOR, lambda g: {"flags": SIGNS}, ValueError, ["signs", "Hadamard"]),
+    ("amax", TENSOR, lambda g: {"flags": ROW_AMAX}, ValueError, ["out", "6", "[1]"]),
+    ("amax", TENSOR, lambda g: {"flags": ROW_AMAX, "x": g.tensor(())}, ValueError, ["dimension"]),
+    ("amax", TENSOR, lambda g: {"flags": RHT, "columnwise_out": g.buffer((1,), "float32")},
+     TypeError, ["Hadamard", "bfloat16", "float32[6, 40]"]),
+    ("amax", TENSOR, lambda g: {"flags": RHT, "x": g.tensor((6, 40), "bfloat16"),
+                                "columnwise_out": g.buffer((1,), "float32")}, ValueError, ["16", "bfloat16[6, 40]"]),
+    ("amax", TENSOR, lambda g: {"flags": RHT, "x": g.tensor((16, 40), "bfloat16")}, TypeError, ["columnwise_out"]),
+    ("amax", TENSOR, lambda g: {"columnwise_out": g.buffer((2,), "float32")}, ValueError, ["columnwise_out", "[2]"]),
+    ("amax", TENSOR, lambda g: {"columnwise_out": g.buffer((1,), "float16")}, TypeError, ["columnwise_out", "float32"]),
+    ("scale_update", TENSOR, lambda g: {"history": None}, TypeError, ["history", "missing"]),
+    ("scale_update", TENSOR, lambda g: {"history": g.tensor((M, K), "bfloat16")}, TypeError, ["history", "bfloat16"]),
+    ("scale_update", TENSOR, lambda g: {"history": g.tensor(())}, ValueError, ["history", "dimension"]),
+    ("scale_update", TENSOR, lambda g: {"history": g.tensor((M, 0))}, ValueError, ["history", "[6, 0]"]),
+    ("scale_update", TENSOR, lambda g: {"scale": g.tensor((5,))}, ValueError, ["scale", "6", "[5]"]),
+    ("scale_update", TENSOR, lambda g: {"reduced": g.tensor((K,))}, ValueError, ["reduced", "6", "[40]"]),
+    ("scale_update", TENSOR, lambda g: {"amax": g.tensor((1,))}, ValueError, ["amax", "6", "[1]"]),
+    ("scale_update", TENSOR, lambda g: {"amax": g.tensor((6,), "float16")}, TypeError, ["amax", "float16[6]"]),
+    ("scale_update", TENSOR, lambda g: {"amax": g.tensor((M,)), "most_recent": True},
+     ValueError, ["amax", "most_recent"]),
+    ("scale_update", TENSOR, lambda g: {"new_history": g.buffer((K, M), "float32")},
+     ValueError, ["new_history", "[6, 40]", "[40, 6]"]),
+    ("scale_update", TENSOR, lambda g: {"new_scale": g.buffer((1,), "float32")}, ValueError, ["new_scale", "[1]"]),
+    ("scale_update", TENSOR, lambda g: {"new_scale": None}, TypeError, ["new_scale", "missing"]),
+    *(("scale_update", TENSOR, lambda g, v=v: {"fp8_max": v}, ValueError, ["fp8_max"])
+      for v in (0.0, -1.0, float("nan"), float("inf"))),
+    *(("scale_update", TENSOR, lambda g, v=v: {"margin": v}, ValueError, ["margin", str(v)]) for v in (127, -127)),
+]  # fmt: skip
+
+
 def misaligned(g: Good) -> Any:
     """Float32 memory that begins one byte off."""
     raw = np.ones(M * K * 4 + 64, np.uint8)
@@ -153,7 +277,10 @@ def misaligned(g: Good) -> Any:
     return (raw[start : start + M * K * 4].view(np.float32).reshape(M, K), runner.CODES["float32"])
 
 
-@pytest.mark.parametrize("op, fmt, change, error, words", BAD, ids=[f"{b[0]}-{b[1]}-{i}" for i, b in enumerate(BAD)])
+EVERY = [pytest.param(*b, id=f"{b[0]}-{b[1]}-{i}") for i, b in enumerate(BAD + BAD_OPTIONS)]
+
+
+@pytest.mark.parametrize("op, fmt, change, error, words", EVERY)
 def test_error_names_the_matter_and_writes_nothing(device, op, fmt, change, error, words):
     good = Good(runner.backend(device), fmt)
     changed = change(good)
@@ -170,59 +297,8 @@ def test_error_names_the_matter_and_writes_nothing(device, op, fmt, change, erro
 @pytest.mark.parametrize("fmt", cases.FORMATS)
 def test_the_same_calls_unchanged_are_good(device, fmt):
     good = Good(runner.backend(device), fmt)
-    for op in ("quantize", "dequantize", "gemm", "amax", "bias_grad"):
+    for op in ("quantize", "dequantize", "gemm", "amax", "bias_grad", "scale_update"):
         getattr(good, op)()
-
-
-def test_overlaps_are_refused():
-    """Any output that shares memory with an input or another output."""
-    memory = np.full(4 * M * K + 4096, runner.POISON, np.uint8)
-    e4m3, f32 = runner.CODES["float8_e4m3fn"], runner.CODES["float32"]
-
-    def at(byte: int, shape: tuple[int, ...], dtype: str) -> Any:
-        size = int(np.prod(shape)) * runner.NUMPY[dtype].itemsize
-        return runner.Numpy._pair(memory[byte : byte + size], shape, dtype)
-
-    apart = np.ones((M, 1), np.float32)
-    x = at(0, (M, K), "float32")
-    end = 4 * M * K
-    overlapping = [
-        ("data over x", x, (at(end - 1, (M, K), "float8_e4m3fn"), (apart, f32), None, None)),
-        ("scale over x", x, ((np.ones((M, K), np.uint8), e4m3), at(end - 4, (M, 1), "float32"), None, None)),
-        ("scale in data", x, (at(end, (M, K), "float8_e4m3fn"), at(end + 200, (M, 1), "float32"), None, None)),
-        ("both copies", x, (at(end, (M, K), "float8_e4m3fn"), (apart, f32), at(end, (K, M), "float8_e4m3fn"),
-                            (np.ones((K, 1), np.float32), f32))),
-    ]  # fmt: skip
-    before = memory.copy()
-    for name, source, buffers in overlapping:
-        with pytest.raises(ValueError, match=r"quantize: .*overlaps"):
-            _core.quantize(source, runner.IDS[BLOCK], False, 0.0, None, False, *buffers)
-            pytest.fail(name)
-    with pytest.raises(ValueError, match="amax: out overlaps x"):
-        _core.amax(at(0, (9,), "float32"), at(32, (1,), "float32"))
-    with pytest.raises(ValueError, match="dequantize: out overlaps data"):
-        _core.dequantize(
-            at(0, (M, K), "float8_e4m3fn"), (apart, f32), runner.IDS[BLOCK], False, at(0, (M, K), "float32")
-        )
-    q = at(0, (M, K), "float8_e4m3fn")
-    args = [q, (apart, f32), runner.IDS[BLOCK], False, q, (apart, f32), runner.IDS[BLOCK], False]
-    with pytest.raises(ValueError, match="gemm: d overlaps"):
-        _core.gemm(*args, at(0, (M, M), "float32"), None, None, None, 1.0, 0.0, False)
-    with pytest.raises(ValueError, match="gemm: d overlaps c"):
-        _core.gemm(*args, at(end, (M, M), "float32"), at(end + 4, (M, M), "float32"), None, None, 1.0, 1.0, False)
-    with pytest.raises(ValueError, match="bias_grad: out overlaps dy"):
-        _core.bias_grad(at(0, (4, 8), "float32"), at(16, (8,), "float32"), None)
-    assert (memory == before).all()
-
-
-def test_neighbours_do_not_overlap():
-    """Outputs that touch their inputs end to end are fine."""
-    memory = np.zeros(4 * 64 + 64 + 4, np.uint8)
-    x = runner.Numpy._pair(memory[:256], (1, 64), "float32")
-    data = runner.Numpy._pair(memory[256:320], (1, 64), "float8_e4m3fn")
-    scale = runner.Numpy._pair(memory[320:], (1, 1), "float32")
-    _core.quantize(x, runner.IDS[BLOCK], False, 0.0, None, False, data, scale, None, None)
-    assert scale[0].tolist() == [[1.0]]
 
 
 @pytest.mark.cuda
@@ -236,7 +312,20 @@ def test_mixed_devices_are_refused(cuda):
         ("gemm", {"workspace": host.poisoned(1 << 20, 0)}),
         ("bias_grad", {"out": runner.Numpy().put(np.ones(K, np.float32), "float32")}),
         ("amax", {"x": runner.Numpy().put(X, "float32")}),
+        ("amax", {"columnwise_out": host.put(np.ones(1, np.float32), "float32")}),
+        ("scale_update", {"scale": host.put(np.ones(M, np.float32), "float32")}),
+        ("scale_update", {"reduced": host.put(np.ones(M, np.float32), "float32")}),
     ]
+    packed, one = Good(runner.Torch(), NV), host.put(np.ones(1, np.float32), "float32")
+    for op, changes in (
+        ("quantize", {"columnwise_amax": one}),
+        ("quantize", {"flags": STOCHASTIC, "rng": host.put(np.ones(4, np.int32), "int32")}),
+        ("dequantize", {"amax": one}),
+        ("gemm", {"b_amax": one}),
+    ):
+        with pytest.raises(ValueError, match=f"{op}: .* is on cpu"):
+            getattr(packed, op)(**changes)
+    assert packed.out.untouched()
     for op, changes in mixed:
         with pytest.raises(ValueError, match=f"{op}: .* is on (cpu|cuda)"):
             getattr(good, op)(**changes)
@@ -256,11 +345,34 @@ def test_numpy_face_errors():
     rowwise = core.quantize(X, Float8BlockQuantizer(columnwise=False))
     tensor = core.quantize(X, Float8CurrentScalingQuantizer())
     wide = core.quantize(np.ones((N, K + 1), np.float32), Float8BlockQuantizer())
+    nv, one = NVFP4Quantizer(), np.ones(1, np.float32)
+    rotated, noisy = NVFP4Quantizer(with_rht=True), NVFP4Quantizer(stochastic_rounding=True)
     bad = [
         (DTypeError, "quantize.*float32, bfloat16.*float64", lambda: core.quantize(X.astype(np.float64), mx)),
         (DTypeError, "quantize.*NumPy array.*list", lambda: core.quantize([1.0], mx)),
         (ShapeError, "scalar", lambda: core.quantize(np.array(1.0, np.float32), mx)),
-        (ValueError, f"amax.*per-tensor.*{MX}", lambda: core.quantize(X, mx, amax=np.ones(1, np.float32))),
+        (ValueError, f"amax.*{MX}", lambda: core.quantize(X, mx, amax=one)),
+        (ShapeError, rf"{NV}.*rows.*\[6, 48\].*16", lambda: core.quantize(PACKED_X[:6], nv)),
+        (ShapeError, rf"{NV}.*\[16, 40\].*16", lambda: core.quantize(np.ones((16, 40), np.float32), nv)),
+        (ValueError, "columnwise_amax", lambda: core.quantize(PACKED_X, nv, amax=one)),
+        (ShapeError, r"amax must be \[1\], got \[16\]", lambda: core.quantize(
+            PACKED_X, nv, amax=np.ones(16, np.float32), columnwise_amax=one)),
+        (DTypeError, "amax.*float32", lambda: core.quantize(PACKED_X, nv, amax=[1.0], columnwise_amax=one)),
+        (ValueError, f"{NV}.*scale", lambda: core.quantize(PACKED_X, nv, scale=one)),
+        (TypeError, "Hadamard.*bfloat16.*float32", lambda: core.quantize(PACKED_X, rotated)),
+        (TypeError, "rng", lambda: core.quantize(PACKED_X, noisy)),
+        (DTypeError, "rng.*int32", lambda: core.quantize(PACKED_X, noisy, rng=np.zeros(4, np.int64))),
+        (ValueError, r"rng.*\[3\]", lambda: core.quantize(PACKED_X, noisy, rng=np.zeros(3, np.int32))),
+        (ValueError, "rng", lambda: core.quantize(PACKED_X, nv, rng=np.zeros(4, np.int32))),
+        (TypeError, "scale", lambda: core.quantize(X, Float8Quantizer())),
+        (ValueError, "scale", lambda: core.quantize(X, Float8BlockQuantizer(), scale=one)),
+        (ValueError, "scale.*amax", lambda: core.quantize(X, Float8Quantizer(), scale=one, amax=one)),
+        (DTypeError, "scale", lambda: core.quantize(X, Float8Quantizer(), scale=1.0)),
+        (DTypeError, "scale_update.*history", lambda: core.scale_update([[1.0]], one)),
+        (ValueError, "scale_update.*scale", lambda: core.scale_update(X, one)),
+        (ValueError, "scale_update.*most_recent", lambda: core.scale_update(X[:1], one, amax=one, most_recent=True)),
+        (TypeError, "amax.*bfloat16", lambda: core.amax(PACKED_X, rht=True)),
+        (ValueError, "amax.*signs", lambda: core.amax(PACKED_X, random_signs=True)),
         (DTypeError, "dequantize.*int32", lambda: core.dequantize(qx, np.int32)),
         (ValueError, "columnwise copy", lambda: core.gemm(qx, rowwise, trans_b=False)),
         (ValueError, "columnwise copy", lambda: core.gemm(rowwise, qx, trans_a=True)),
@@ -281,11 +393,11 @@ def test_numpy_face_errors():
 
 def test_formats_of_different_families():
     """Two families in one product: either computed right, or refused by name; never something else."""
-    for a in (TENSOR, BLOCK, MX):
-        for b in (TENSOR, BLOCK, MX):
-            qa, qb = oracle.quantize(X, a).copy(), oracle.quantize(X[:N], b).copy()
+    for a in (TENSOR, BLOCK, MX, NV):
+        for b in (TENSOR, BLOCK, MX, NV):
+            qa, qb = (oracle.quantize(v, f, columnwise=False).copy() for v, f in ((PACKED_X, a), (PACKED_X[:N], b)))
             try:
-                got = runner.gemm(runner.Numpy(), qa, a, qb, b, (M, N, K))
+                got = runner.gemm(runner.Numpy(), qa, a, qb, b, (16, N, 48))
             except NotImplementedError as e:
                 assert a in str(e) and b in str(e)
             else:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from hypothesis import HealthCheck, given, settings
@@ -15,8 +16,15 @@ from hypothesis import strategies as st
 import cases
 import oracle
 from core import runner
+from core.test_quantize import one_sided
 from diptych import core
-from diptych.common.quantizers import Float8BlockQuantizer, Float8CurrentScalingQuantizer, MXFP8Quantizer
+from diptych.common.quantizers import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+)
 from diptych.core import _core
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -30,6 +38,7 @@ DTYPES = list(runner.NUMPY)
 shapes = st.one_of(
     st.lists(st.integers(0, 6), max_size=4).map(tuple),
     st.sampled_from([(4, 40), (40, 4), (4, 4), (1,), (40,), (4, 1), (1, 40), (4, 2), (129, 3), (1,) * 9, (0, 2**40)]),
+    st.sampled_from([(16, 48), (48, 16), (16, 24), (48, 8), (16, 3), (48, 1), (16,), (48,), (4,)]),
 )
 
 
@@ -38,7 +47,7 @@ def arrays(draw, shape=None, dtype=None):
     """A (buffer, code) pair over finite memory; sometimes strided, frozen or with a code that does not fit."""
     shape = draw(shapes) if shape is None else shape
     dtype = draw(st.sampled_from(DTYPES)) if dtype is None else dtype
-    bits = np.float32 if dtype == "float32" else np.dtype(f"u{runner.NUMPY[dtype].itemsize}")
+    bits = np.dtype(dtype) if dtype in ("float32", "int32") else np.dtype(f"u{runner.NUMPY[dtype].itemsize}")
     array = np.full(shape, draw(st.integers(0, 255)), bits)
     match draw(st.integers(0, 15)):
         case 0 if array.ndim:
@@ -69,13 +78,17 @@ format_id = st.one_of(
     st.sampled_from(FORMAT_IDS), st.sampled_from([-1, len(FORMAT_IDS), 2**31 - 1, -(2**31), 2**33, 0.5])
 )
 flag = st.one_of(st.booleans(), scalar)
+flags = st.one_of(st.integers(0, 63), st.integers(0, 63), scalar)
+mode = st.one_of(st.integers(0, 2), scalar)
 
 CALLS = {
-    "amax": (operand, operand),
-    "quantize": (operand, format_id, flag, scalar, operand, flag, operand, operand, operand, operand),
-    "dequantize": (operand, operand, format_id, flag, operand),
-    "gemm": (operand, operand, format_id, flag, operand, operand, format_id, flag, operand, operand, operand, operand,
-             scalar, scalar, flag),
+    "amax": (operand, operand, operand, flags),
+    "quantize": (operand, format_id, flags, scalar, mode, operand, operand, operand, operand, operand, operand, operand,
+                 operand),
+    "dequantize": (operand, operand, operand, format_id, flag, operand),
+    "gemm": (operand, operand, operand, format_id, flag, operand, operand, operand, format_id, flag, operand, operand,
+             operand, operand, scalar, scalar, flag),
+    "scale_update": (operand, operand, operand, operand, operand, operand, scalar, scalar, flag),
     "bias_grad": (operand, operand, operand),
     "gemm_workspace_bytes": (scalar, scalar, scalar, flag),
     "bias_grad_workspace_bytes": (scalar, scalar),
@@ -96,21 +109,29 @@ def test_bad_calls_of_the_binding(call):
 @SETTINGS
 @given(st.data())
 def test_nearly_good_calls_of_the_binding(data):
-    """A good quantize, dequantize or gemm with one argument replaced: the checks behind the first ones."""
+    """A good call with one argument replaced: the checks behind the first ones."""
     fmt = data.draw(st.sampled_from(cases.FORMATS))
-    row, q = runner.ROWS[fmt], oracle.quantize(np.ones((4, 40), np.float32), fmt)
-    good = {}
+    packed, f32, ident = fmt in cases.PACKED_FORMATS, runner.CODES["float32"], runner.IDS[fmt]
+    x = np.ones((16, 48) if packed else (4, 40), np.float32)
+    q, be = oracle.quantize(x, fmt), runner.Numpy()
+    good = []
     for side in ("rowwise", "columnwise"):
-        good[f"{side}_data"] = (getattr(q, f"{side}_data").copy(), runner.CODES[row["element"]])
-        good[f"{side}_scale_inv"] = (getattr(q, f"{side}_scale_inv").copy(), runner.CODES[row["scale"]])
-    f32, ident = runner.CODES["float32"], runner.IDS[fmt]
-    amax = None if q.amax is None else (q.amax.copy(), f32)
-    x = (np.ones((4, 40), np.float32), f32)
-    rowwise = [good["rowwise_data"], good["rowwise_scale_inv"], ident, False]
+        for part, dtype in (("data", runner.payload(fmt)), ("scale_inv", runner.ROWS[fmt]["scale"])):
+            good.append(be.put(getattr(q, f"{side}_{part}"), dtype))
+    amaxes = [None if a is None else be.put(a, "float32") for a in (q.amax, q.columnwise_amax)]
+    rowwise = list(runner.copy_operands(be, q.copy(), fmt))
+    delayed, noisy = (data.draw(st.booleans()) for _ in range(2))
+    scale = be.put(np.ones(1, np.float32), "float32") if fmt in cases.TENSOR_FORMATS and delayed else None
+    noisy = packed and noisy
+    rng = be.put(oracle.rng_words(1, 2), "int32") if noisy else None
+    update = [(np.ones(shape, np.float32), f32) for shape in ((3, 4), (3,), (3,), (3, 4), (3,))]
+    out, product = (np.empty(x.shape, np.float32), f32), (np.empty((x.shape[0],) * 2, np.float32), f32)
     calls = {
-        "quantize": [x, ident, False, 0.0, amax, False, *good.values()],
-        "dequantize": [*rowwise, (np.empty((4, 40), np.float32), f32)],
-        "gemm": [*rowwise, *rowwise, (np.empty((4, 4), np.float32), f32), None, None, None, 1.0, 0.0, False],
+        "quantize": [(x, f32), ident, runner.FLAGS["stochastic"] * noisy, 0.0, 0, *amaxes, scale, rng, *good],
+        "dequantize": [*rowwise, out],
+        "gemm": [*rowwise, *rowwise, product, None, None, None, 1.0, 0.0, False],
+        "amax": [(x, f32), (np.ones(1, np.float32), f32), (np.ones(1, np.float32), f32), 0],
+        "scale_update": [*update[:3], None, *update[3:], 448.0, 0, False],
     }
     name = data.draw(st.sampled_from(list(calls)))
     args = calls[name]
@@ -127,6 +148,11 @@ QUANTIZERS = (
     Float8BlockQuantizer(),
     Float8BlockQuantizer(block_scaling_dim=2, rowwise=False),
     MXFP8Quantizer(),
+    MXFP8Quantizer(with_2d_quantization=True),
+    Float8Quantizer(),
+    NVFP4Quantizer(),
+    NVFP4Quantizer(with_rht=True, row_scaled_nvfp4=True),
+    NVFP4Quantizer(columnwise=False, stochastic_rounding=True),
 )
 anything = st.one_of(
     garbage,
@@ -146,7 +172,10 @@ def test_public_verbs(x, y, qx, qy, data):
     dtype = data.draw(st.sampled_from(["float32", "bfloat16", "float16", "int8", "what", None, np.float64, 3]))
     flags = st.booleans()
     with contextlib.suppress(ALLOWED):
-        a = core.quantize(x, qx, amax=data.draw(st.one_of(st.none(), anything)))
+        maybe = st.one_of(st.none(), st.none(), st.just(np.ones(1, np.float32)), anything)
+        rng = data.draw(st.one_of(maybe, st.just(oracle.rng_words(3, 4))))
+        given = {name: data.draw(maybe) for name in ("amax", "columnwise_amax", "scale")}
+        a = core.quantize(x, qx, rng=rng, **given)
         core.dequantize(a, dtype)
         b = core.quantize(y, qy)
         core.gemm(a, b, trans_a=data.draw(flags), trans_b=data.draw(flags), bias=data.draw(anything),
@@ -154,45 +183,114 @@ def test_public_verbs(x, y, qx, qy, data):
     for verb in (core.amax, core.bias_grad):
         with contextlib.suppress(ALLOWED):
             verb(x)
+    with contextlib.suppress(ALLOWED):
+        core.amax(x, per_row=data.draw(flags), rht=data.draw(flags), random_signs=data.draw(flags))
+    with contextlib.suppress(ALLOWED):
+        core.scale_update(x, y, reduced=data.draw(st.one_of(st.none(), anything)), margin=data.draw(scalar))
 
 
-formats, pairs = st.sampled_from(cases.FORMATS), st.sampled_from(cases.GEMM_PAIRS)
+formats, pairs = st.sampled_from(cases.FORMATS), st.sampled_from(cases.GEMM_PAIRS + cases.MIXED_PAIRS)
 value_sets, options = st.sampled_from(list(cases.VALUE_SETS)), st.sampled_from(cases.OPTIONS)
 epilogues = st.sampled_from(cases.GEMM_EPILOGUES)
 sizes = st.one_of(st.integers(0, 70), st.sampled_from([127, 128, 129, 255, 256, 257]))
+amaxes = st.floats(0, width=32)
+
+
+@st.composite
+def good_options(draw, fmt: str, dtype: str, m: int):
+    """(extent factor, keyword arguments of `oracle.quantize`, its usage included) of a call that a format takes."""
+    usage = draw(st.sampled_from([{}, {"columnwise": False}, {"rowwise": False}]))
+    more: dict[str, Any] = {}
+    rule = cases.rule_of(fmt)
+    if rule == "divide":
+        more["pow2"], more["eps"] = draw(options)
+    if fmt in cases.TENSOR_FORMATS:
+        match draw(st.integers(0, 2)):
+            case 1:
+                more["amax"] = np.float32(draw(amaxes))
+            case 2:
+                more = {"scale": np.float32(draw(amaxes))}
+                more |= {"accumulate": np.float32(draw(amaxes))} if draw(st.booleans()) else {}
+    elif draw(st.booleans()) and rule == "e8m0_ceil":
+        more["square"] = True
+    if rule != "two_level":
+        return {**more, **usage}
+    if draw(st.integers(0, 3)) == 0:
+        more["square"] = True
+    else:
+        more |= {"row_amax": True} if draw(st.booleans()) else {}
+        more |= {"rng": oracle.rng_words(draw(words), draw(words))} if draw(st.booleans()) else {}
+        more |= {"rht": True, "rht_signs": draw(st.booleans())} if dtype == "bfloat16" and draw(st.booleans()) else {}
+    if draw(st.integers(0, 3)) == 0:
+        rows = m if more.get("row_amax") else 1
+        more["amax"] = np.array([draw(amaxes) for _ in range(rows)], np.float32)
+        more["columnwise_amax"] = more["amax"][:1] if more.get("square") else np.float32(draw(amaxes))
+        if not rows:
+            more.pop("amax"), more.pop("columnwise_amax")
+    for side, name in enumerate(("columnwise", "rowwise")):
+        if name in usage:
+            return one_sided(more, side)
+    return more
+
+
+words = st.integers(0, 2**64 - 1)
 
 
 @SETTINGS
-@given(
-    formats, st.sampled_from(list(cases.INPUT_DTYPES)), sizes, sizes, value_sets, options, st.integers(0, 3), st.data()
-)
-def test_good_quantize_equals_the_oracle(fmt, dtype, m, k, values, option, offset, data):
-    pow2, eps = option if fmt in cases.DIVIDE_FORMATS else (False, 0.0)
-    case = cases.QuantizeCase(fmt, dtype, (m, k), values, pow2, eps)
-    usage = data.draw(st.sampled_from([{}, {"columnwise": False}, {"rowwise": False}]))
-    x, want_options = case.make(), {"pow2": pow2, "eps": eps}
-    if fmt in cases.TENSOR_FORMATS and data.draw(st.booleans()):
-        want_options["amax"] = np.float32(data.draw(st.floats(0, width=32)))
-    want = oracle.quantize(x, fmt, **want_options, **usage)
+@given(formats, st.sampled_from(list(cases.INPUT_DTYPES)), sizes, sizes, value_sets, st.integers(0, 3), st.data())
+def test_good_quantize_equals_the_oracle(fmt, dtype, m, k, values, offset, data):
+    if fmt in cases.PACKED_FORMATS:
+        m, k = m // 16 * 16, k // 16 * 16
+    want_options = data.draw(good_options(fmt, dtype, m))
+    x = cases.draw(f"fuzz-{fmt}-{dtype}-{m}-{k}-{values}", values, (m, k), dtype)
+    want = oracle.quantize(x, fmt, **want_options)
     isa, threads = data.draw(st.sampled_from(runner.isas())), data.draw(st.integers(1, 5))
     with runner.setting(isa, threads):
         got = runner.quantize(runner.Numpy(), x, want, fmt, **want_options, offset=offset % 4)
-    runner.same_quantized(got, want, f"{case} {want_options} {usage} isa={isa} threads={threads}")
+    label = f"{fmt} {dtype} {m}x{k} {values} {want_options} isa={isa} threads={threads} {cases.report_header()}"
+    runner.same_quantized(got, want, label)
 
 
 @SETTINGS
 @given(pairs, sizes, sizes, sizes, st.booleans(), st.booleans(), epilogues, st.data())
 def test_good_gemm_equals_the_oracle(pair, m, n, k, a_columnwise, b_columnwise, epilogue, data):
     values = data.draw(st.sampled_from(["normal", "outlier", "inf_nan_mix"]))
+    if {*pair} & {*cases.PACKED_FORMATS}:  # the kept extent of a rowwise operand alone may be ragged
+        k = k // 16 * 16
+        m = m // 16 * 16 if a_columnwise else m
+        n = n // 16 * 16 if b_columnwise else n
     case = cases.GemmCase(*pair, (m, n, k), a_columnwise, b_columnwise, *epilogue, values=values)
     a, b, bias, c = case.make()
-    qa, qb = oracle.quantize(a, pair[0]).copy(a_columnwise), oracle.quantize(b, pair[1]).copy(b_columnwise)
+    copies = []
+    for x, fmt, columnwise in ((a, pair[0], a_columnwise), (b, pair[1], b_columnwise)):
+        rows = {"row_amax": True} if fmt in cases.PACKED_FORMATS and not columnwise and data.draw(st.booleans()) else {}
+        copies.append(oracle.quantize(x, fmt, rowwise=not columnwise, columnwise=columnwise, **rows).copy(columnwise))
+    qa, qb = copies
     more = {"alpha": case.alpha, "beta": case.beta, "bias": bias, "c": c}
     want = oracle.gemm_cpu(qa, qb, out_dtype=cases.INPUT_DTYPES[case.out_dtype], **more)
     isa, threads = data.draw(st.sampled_from(runner.isas())), data.draw(st.integers(1, 5))
     with runner.setting(isa, threads):
         got = runner.gemm(runner.Numpy(), qa, pair[0], qb, pair[1], case.mnk, out_dtype=case.out_dtype, **more)
     runner.same_bits(got, want, f"{case} isa={isa} threads={threads}", nan_free=True)
+
+
+history_floats = st.one_of(st.floats(0, width=32), st.floats(0, 8, width=32), st.sampled_from([0.0, np.nan]))
+
+
+@SETTINGS
+@given(st.integers(0, 5), st.integers(1, 9), st.booleans(), st.integers(-64, 64), st.booleans(), st.data())
+def test_good_scale_update_equals_the_oracle(n, length, most_recent, margin, in_place, data):
+    def some(count: int, floats=history_floats) -> np.ndarray:
+        return np.array(data.draw(st.lists(floats, min_size=count, max_size=count)), np.float32)
+
+    history, scale = some(n * length).reshape(n, length), some(n, st.floats(2.0**-20, 2.0**20, width=32))
+    given = {"reduced": some(n)} if data.draw(st.booleans()) else {}
+    given |= {"amax": some(n)} if not most_recent and data.draw(st.booleans()) else {}
+    known = {**given, "most_recent": most_recent, "margin": margin}
+    want = oracle.scale_update(history, scale, **known)
+    got = runner.scale_update(runner.Numpy(), history, scale, in_place=in_place, **known)
+    for g, w in zip(got, want, strict=True):
+        runner.same_bits(g, w, f"{history.tolist()} {scale.tolist()} {known}", nan_free=True)
 
 
 HAMMER = """
@@ -202,7 +300,7 @@ from diptych.core import _core
 
 rng = random.Random(int(sys.argv[1]))
 codes, formats = list(_core.dtype_table().values()), len(_core.format_table())
-sizes = (4, 2, 2, 1, 1, 1, 1, 4)
+sizes = (4, 2, 2, 1, 1, 1, 1, 4, 1)
 bits = {4: np.uint32, 2: np.uint16, 1: np.uint8}
 
 def tensor():
@@ -213,14 +311,15 @@ def tensor():
 
 junk = [None, 0, -1, 1.5, "x", b"", (), [], {}, object(), float("nan"), float("inf"), 2**31, 2**64, -(2**63), True,
         np.ones(3), (None, 0), (b"1234", 0), (np.ones(3), 1), (bytearray(8), 6), int, Exception(), ..., slice(1)]
-args = {"amax": 2, "quantize": 10, "dequantize": 5, "gemm": 15, "bias_grad": 3, "gemm_row": 10, "set_isa": 1,
+args = {"amax": 4, "quantize": 13, "dequantize": 6, "gemm": 17, "bias_grad": 3, "gemm_row": 10, "set_isa": 1,
+        "scale_update": 9,
         "gemm_workspace_bytes": 4, "bias_grad_workspace_bytes": 2, "set_cublaslt_path": 1}
 done = 0
 for _ in range(15000):
     name = rng.choice(list(args))
     if name == "set_cublaslt_path":
         continue
-    count = args[name] if rng.random() < 0.97 else rng.randrange(16)
+    count = args[name] if rng.random() < 0.97 else rng.randrange(19)
     picks = [rng.choice((tensor, tensor, lambda: rng.choice(junk), lambda: rng.randrange(formats), lambda: False))()
              for _ in range(count)]
     try:

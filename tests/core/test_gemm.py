@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -11,8 +12,14 @@ import cases
 import oracle
 from core import runner
 from diptych import core
-from diptych.common.quantizers import Float8BlockQuantizer, Float8CurrentScalingQuantizer, MXFP8Quantizer
+from diptych.common.quantizers import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+)
 from diptych.core import _core
+from quantizers import oracle_options
 
 ISAS = runner.isas()
 NATIVE, EMULATED = "cuda.cublaslt", "cuda.emulated"
@@ -48,10 +55,75 @@ def test_bits_on_the_cpu(pair):
         check_cpu(case, [(isa, 2) for isa in ISAS])
 
 
+@pytest.mark.parametrize("pair", cases.MIXED_PAIRS, ids="-".join)
+def test_bits_of_any_two_formats_on_the_cpu(pair):
+    """The finer blocks of two formats rule; one of them may carry an amax of its tensor."""
+    shapes = ((7, 5, 33), (33, 65, 127), (20, 18, 257), (16, 1, 400), (4, 8, 0))
+    for case in cases.gemm_cases([pair], shapes):
+        check_cpu(case, [(isa, 2) for isa in ISAS])
+    for case in cases.gemm_cases([pair], [(5, 40, 300)], ADVERSARIAL):
+        check_cpu(case, [(isa, 2) for isa in ISAS])
+
+
+AMAXES = np.array([0.0, 1e-45, 1e-30, 0.3, 2688.0, 1e25, 3.4e38, np.inf, np.nan], np.float32)
+
+
+@pytest.mark.parametrize("other", cases.FORMATS)
+def test_amaxes_enter_alpha(device, other):
+    """One for the tensor or one for each row, of one operand or of both; rows need not fill blocks."""
+    be = runner.backend(device)
+    for turn, (m, n, k) in enumerate(((1, 1, 16), (7, 5, 48), (33, 20, 128), (64, 48, 256), (3, 70, 400))):
+        label = f"amaxes-{other}-{m}-{n}-{k} ({cases.report_header()})"
+        x, y = (cases.draw(f"{label}-{i}", "outlier", s, "float32") for i, s in enumerate(((m, k), (n, k))))
+        x *= np.exp2(cases.rng_for(label).uniform(-9, 9, (m, 1))).astype(np.float32)
+        rows = {"row_amax": True} if other in cases.PACKED_FORMATS else {}
+        for mine, theirs in (({"row_amax": True}, {}), ({}, rows), ({"row_amax": True}, rows)):
+            a = oracle.quantize(x, "nvfp4", columnwise=False, **mine).copy()
+            b = oracle.quantize(y, other, columnwise=False, **theirs).copy()
+            alpha, beta, bias_dtype, out_dtype = cases.GEMM_EPILOGUES[turn % 5]
+            for first, second, mnk in ((a, b, (m, n, k)), (b, a, (n, m, k))):
+                bias = cases.draw(f"{label}-bias", "normal", mnk[1:2], bias_dtype) if bias_dtype else None
+                c = cases.draw(f"{label}-c", "normal", mnk[:2], out_dtype) if beta else None
+                more = {"alpha": alpha, "beta": beta, "bias": bias, "c": c}
+                names = ("nvfp4", other) if first is a else (other, "nvfp4")
+                dtype = cases.INPUT_DTYPES[out_dtype]
+
+                def product(first=first, second=second, names=names, mnk=mnk, more=more, out_dtype=out_dtype):
+                    return runner.gemm(be, first, names[0], second, names[1], mnk, out_dtype=out_dtype, **more)
+
+                if device == "cpu":
+                    want = oracle.gemm_cpu(first, second, out_dtype=dtype, **more)
+                    for isa in ISAS:
+                        with runner.setting(isa):
+                            runner.same_bits(product(), want, f"{label} {mine} {theirs} isa={isa}")
+                else:
+                    exact = oracle.gemm_float64(first, second, **more)
+                    allowed = oracle.gemm_tolerance(first, second, out_dtype=dtype, **more)
+                    got, largest = product().astype(np.float64), float(ml_dtypes.finfo(dtype).max)
+                    near = np.abs(got - exact) <= allowed
+                    over = (np.abs(exact) + allowed > largest) & (np.abs(got) >= 0.99 * largest)
+                    assert (near | over).all(), f"{label} {mine} {theirs}"
+
+
+def test_odd_amaxes_on_the_cpu():
+    """Whatever an amax is, alpha takes it in the order that NUMERICS states, beside any alpha of the caller's."""
+    x = oracle.quantize(cases.draw("odd-amax", "normal", (9, 32), "float32"), "nvfp4", columnwise=False).copy()
+    rows = oracle.Copy(x.fmt, False, x.data, x.scale_inv, AMAXES)
+    for amax in AMAXES:
+        one = oracle.Copy(x.fmt, False, x.data, x.scale_inv, np.array([amax]))
+        for a, b in ((rows, one), (one, rows), (one, one), (rows, rows)):
+            for alpha in (1.0, 1e30, -1e-30):
+                want = oracle.gemm_cpu(a, b, alpha=alpha)
+                got = runner.gemm(runner.Numpy(), a, "nvfp4", b, "nvfp4", (9, 9, 32), alpha=alpha)
+                runner.same_bits(got, want, f"amax {amax} alpha {alpha}", nan_free=True)
+
+
 FAMILIES = (
     ("fp8_e4m3_tensor", "fp8_e5m2_tensor"),
     ("fp8_e5m2_1x128", "fp8_e4m3_128x128"),
     ("mxfp8_e4m3", "mxfp8_e5m2"),
+    ("nvfp4", "nvfp4"),
+    ("mxfp8_e4m3", "nvfp4"),
 )
 
 
@@ -65,7 +137,7 @@ def test_many_tasks_on_the_cpu(pair):
 def test_callers_float_mode_does_not_matter():
     if platform.machine() != "x86_64":
         pytest.skip("sets FTZ through glibc's x86-64 fenv_t")
-    for case in cases.gemm_cases(shapes=[(33, 65, 127)], values=["tiny"]):
+    for case in cases.gemm_cases((*cases.GEMM_PAIRS, *FAMILIES), shapes=[(33, 65, 127)], values=["tiny"]):
         qa, qb, epilogue = operands(case)
         want = oracle.gemm_cpu(qa, qb, out_dtype=cases.INPUT_DTYPES[case.out_dtype], **epilogue)
         for isa in ISAS:
@@ -76,7 +148,7 @@ def test_callers_float_mode_does_not_matter():
 
 def test_beta_zero_does_not_read_c(device):
     be = runner.backend(device)
-    for pair in (("fp8_e4m3_tensor",) * 2, ("fp8_e4m3_1x128",) * 2, ("mxfp8_e4m3",) * 2):
+    for pair in (("fp8_e4m3_tensor",) * 2, ("fp8_e4m3_1x128",) * 2, ("mxfp8_e4m3",) * 2, ("nvfp4",) * 2):
         case = next(cases.gemm_cases([pair], [(16, 16, 128)]))
         qa, qb, _ = operands(case)
         nan = np.full(case.mnk[:2], np.nan, np.float32)
@@ -87,10 +159,11 @@ def test_beta_zero_does_not_read_c(device):
 def test_c_may_be_d(device):
     """Accumulating in place, as gradient accumulation does."""
     be = runner.backend(device)
-    for pair in (("fp8_e4m3_tensor",) * 2, ("fp8_e4m3_1x128", "fp8_e4m3_128x128"), ("mxfp8_e4m3",) * 2):
-        for mnk in ((16, 32, 128), (7, 5, 33)):
+    families = (("fp8_e4m3_tensor",) * 2, ("fp8_e4m3_1x128", "fp8_e4m3_128x128"), ("mxfp8_e4m3",) * 2, ("nvfp4",) * 2)
+    for pair in families:
+        for mnk in ((16, 32, 128), (7, 5, 48 if "nvfp4" in pair else 33)):
             a, b = (cases.draw(f"inplace-{pair}-{mnk}-{i}", "normal", (mnk[i], mnk[2]), "float32") for i in (0, 1))
-            qa, qb = oracle.quantize(a, pair[0]).copy(), oracle.quantize(b, pair[1]).copy()
+            qa, qb = (oracle.quantize(v, f, columnwise=False).copy() for v, f in zip((a, b), pair, strict=True))
             c = cases.draw(f"inplace-{mnk}", "normal", mnk[:2], "float32")
             apart = runner.gemm(be, qa, pair[0], qb, pair[1], mnk, c=c, beta=1.0)
             out = runner.Outputs(be)
@@ -98,10 +171,7 @@ def test_c_may_be_d(device):
             filled = be.put(c, "float32")
             (d[0] if device == "cpu" else d)[...] = filled[0] if device == "cpu" else filled
             _core.gemm(
-                be.put(qa.data, runner.ROWS[pair[0]]["element"]), be.put(qa.scale_inv, runner.ROWS[pair[0]]["scale"]),
-                runner.IDS[pair[0]], False,
-                be.put(qb.data, runner.ROWS[pair[1]]["element"]), be.put(qb.scale_inv, runner.ROWS[pair[1]]["scale"]),
-                runner.IDS[pair[1]], False,
+                *runner.copy_operands(be, qa, pair[0]), *runner.copy_operands(be, qb, pair[1]),
                 d, d, None, out.workspace(_core.gemm_workspace_bytes(*mnk, True)), 1.0, 1.0, False,
             )  # fmt: skip
             runner.same_bits(out.read()["d"], apart, f"{pair} {mnk}: c is d")
@@ -112,7 +182,7 @@ def native(case: cases.GemmCase) -> bool | None:
     formats = (case.a_format, case.b_format)
     row = next(r for r in core.kernel_table() if r["kernel"] == NATIVE)
     fmts = [oracle.FORMATS[f] for f in formats]
-    suits = all(f in row["formats"] for f in formats) and case.mnk[0] > 0
+    suits = all(f in row["formats"] for f in formats) and case.mnk[0] > 0 and formats in cases.GEMM_PAIRS
     suits = suits and not all(f.element == "e5m2" for f in fmts) and not all(f.block_rows == 128 for f in fmts)
     if not suits or any(v == 0 or v % 16 for v in case.mnk[1:]):
         return False
@@ -121,15 +191,16 @@ def native(case: cases.GemmCase) -> bool | None:
 
 # The small aligned shapes meet every pair of copies.
 CUDA_SHAPES = (*cases.GEMM_SHAPES, *cases.GEMM_SHAPES_ALIGNED[:2] * 4, *cases.GEMM_SHAPES_ALIGNED[2:], (33, 32, 64))
+MIXED_CUDA_SHAPES = ((4, 8, 0), (7, 5, 33), (64, 48, 256), (130, 20, 257))
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("pair", cases.GEMM_PAIRS, ids="-".join)
+@pytest.mark.parametrize("pair", cases.GEMM_PAIRS + cases.MIXED_PAIRS, ids="-".join)
 def test_tolerance_on_cuda(pair, cuda):
     """Every shape, the row that the registry names, within the tolerance of that row; twice the same bits."""
     arch = _core.cuda_info()["archs"][0]
     be, ran = runner.Torch(), set()
-    for case in cases.gemm_cases([pair], CUDA_SHAPES):
+    for case in cases.gemm_cases([pair], CUDA_SHAPES if pair in cases.GEMM_PAIRS else MIXED_CUDA_SHAPES):
         ids = (runner.IDS[pair[0]], case.a_columnwise, runner.IDS[pair[1]], case.b_columnwise)
         row = core.kernel_table()[_core.gemm_row(*ids, *case.mnk, case.out_dtype, "cuda", 0)]
         expected = native(case) if arch == 90 else None
@@ -189,30 +260,43 @@ QUANTIZERS = (
     (Float8CurrentScalingQuantizer(), Float8CurrentScalingQuantizer(fp8_dtype="float8_e5m2")),
     (Float8BlockQuantizer(), Float8BlockQuantizer(block_scaling_dim=2)),
     (MXFP8Quantizer(), MXFP8Quantizer(fp8_dtype="float8_e5m2")),
+    (MXFP8Quantizer(), MXFP8Quantizer(with_2d_quantization=True)),
+    (NVFP4Quantizer(with_rht=True), NVFP4Quantizer(with_2d_quantization=True)),
+    (NVFP4Quantizer(row_scaled_nvfp4=True), NVFP4Quantizer()),
 )
 
 
-@pytest.mark.parametrize("pair", QUANTIZERS, ids=lambda p: p[0].format.name)
+@pytest.mark.parametrize("pair", QUANTIZERS, ids=lambda p: f"{p[0].format.name}-{p[0].spec.flags}-{p[1].spec.flags}")
 def test_numpy_face_three_products(pair):
     """fprop, dgrad and wgrad as a user writes them, leading dimensions kept where rows survive."""
     qx, qw = pair
-    x = cases.draw("face-x", "normal", (2, 13, 48), "bfloat16")
-    w = cases.draw("face-w", "normal", (20, 48), "float32")
-    dy = cases.draw("face-dy", "normal", (2, 13, 20), "float32")
-    bias = cases.draw("face-b", "normal", (20,), "float32")
-    c = cases.draw("face-c", "normal", (20, 48), "bfloat16")
+    rows, n = (24, 32) if qx.format.pack == 2 else (13, 20)
+    x = cases.draw("face-x", "normal", (2, rows, 48), "bfloat16")
+    w = cases.draw("face-w", "normal", (n, 48), "float32")
+    dy = cases.draw("face-dy", "normal", (2, rows, n), "bfloat16")
+    bias = cases.draw("face-b", "normal", (n,), "float32")
+    c = cases.draw("face-c", "normal", (n, 48), "bfloat16")
     cx, cw, cdy = core.quantize(x, qx), core.quantize(w, qw), core.quantize(dy, qx)
 
     def want(value, quantizer, columnwise):
-        _, pow2, eps = quantizer.spec
-        options = {"pow2": pow2, "eps": eps} if quantizer.format.rule == "divide" else {}
-        return oracle.quantize(value, quantizer.format.name, **options).copy(columnwise)
+        return oracle.quantize(value, quantizer.format.name, **oracle_options(quantizer)).copy(columnwise)
 
     y = core.gemm(cx, cw, bias=bias)
-    runner.same_bits(y, oracle.gemm_cpu(want(x, qx, False), want(w, qw, False), bias=bias).reshape(2, 13, 20), "fprop")
+    exact = oracle.gemm_cpu(want(x, qx, False), want(w, qw, False), bias=bias)
+    runner.same_bits(y, exact.reshape(2, rows, n), "fprop")
     dx = core.gemm(cdy, cw, trans_b=False, out_dtype="float16")
     exact = oracle.gemm_cpu(want(dy, qx, False), want(w, qw, True), out_dtype=np.float16)
-    runner.same_bits(dx, exact.reshape(2, 13, 48), "dgrad")
+    runner.same_bits(dx, exact.reshape(2, rows, 48), "dgrad")
     dw = core.gemm(cdy, cx, trans_a=True, trans_b=False, beta=1.0, c=c, out_dtype="bfloat16", alpha=0.5)
     exact = oracle.gemm_cpu(want(dy, qx, True), want(x, qx, True), alpha=0.5, beta=1.0, c=c, out_dtype=oracle.BF16)
     runner.same_bits(dw, exact, "wgrad")
+
+
+def test_the_transform_cancels_in_the_product():
+    """dW of rotated copies is dW: both carry the same orthogonal rotation of the rows that are summed over."""
+    x, dy = (cases.draw(f"cancel-{i}", "normal", (256, 64), "bfloat16") for i in range(2))
+    exact = dy.astype(np.float64).T @ x.astype(np.float64)
+    for quantizer in (NVFP4Quantizer(with_rht=True), NVFP4Quantizer()):
+        got = core.gemm(core.quantize(dy, quantizer), core.quantize(x, quantizer), trans_a=True, trans_b=False)
+        error = np.linalg.norm(got - exact) / np.linalg.norm(exact)
+        assert error < 0.2, f"{quantizer}: relative error {error:.3f} {cases.report_header()}"

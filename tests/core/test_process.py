@@ -117,16 +117,19 @@ def test_side_stream(cuda):
         for n in (_core.gemm_workspace_bytes(256, 256, 384, False), _core.bias_grad_workspace_bytes(256, 384))
     ]
     ident = runner.IDS["fp8_e4m3_1x128"]
+    operand = (data, scale, None, ident, False)
+    rolled, other = torch.zeros((1, 384), device="cuda"), torch.zeros_like(top)
 
     def every_op():
-        _core.quantize(buffer, ident, False, 0.0, None, False, data, scale, None, None)
-        _core.dequantize(data, scale, ident, False, back)
-        _core.amax(buffer, top)
+        _core.quantize(buffer, ident, 0, 0.0, runner.COMPUTE, None, None, None, None, data, scale, None, None)
+        _core.dequantize(*operand, back)
+        _core.amax(buffer, top, None, 0)
         _core.bias_grad(buffer, sums, space[1])
-        _core.gemm(data, scale, ident, False, data, scale, ident, False, product, None, None, space[0], 1.0, 0.0, False)
+        _core.gemm(*operand, *operand, product, None, None, space[0], 1.0, 0.0, False)
+        _core.scale_update(sums[None], top, None, None, rolled, other, 448.0, 0, False)
 
     every_op()  # libraries and modules load on first use, and may wait for the device then
-    for out in (back, sums, top, product):
+    for out in (back, sums, top, product, rolled, other):
         out.zero_()
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
@@ -142,6 +145,7 @@ def test_side_stream(cuda):
     exact, allowed = oracle.bias_grad_tolerance(x)
     assert (np.abs(sums.cpu().numpy() - exact) <= allowed).all()
     assert (np.abs(product.cpu().numpy()) > 0).any(), "gemm on a side stream read zeros"
+    assert other.item() > 0 and rolled[0, -1] == sums[0], "scale_update on a side stream read zeros"
 
 
 @pytest.mark.cuda
@@ -151,7 +155,7 @@ def test_two_streams_at_once(cuda):
 
     be, streams = runner.Torch(), [torch.cuda.Stream() for _ in range(2)]
     work = []
-    for i, fmt in enumerate(("fp8_e4m3_tensor", "mxfp8_e5m2")):
+    for i, fmt in enumerate(("nvfp4", "mxfp8_e5m2")):
         x = cases.draw(f"streams-{fmt}", "normal", (512, 768), "bfloat16")
         want = oracle.quantize(x, fmt)
         work.append((fmt, x, want, streams[i]))

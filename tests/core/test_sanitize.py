@@ -9,6 +9,7 @@ import cases
 import oracle
 from core import runner
 from core.test_gemm import NATIVE, operands, run
+from core.test_quantize import one_sided
 from diptych import core
 
 pytestmark = [pytest.mark.cuda, pytest.mark.sanitize, pytest.mark.usefixtures("cuda")]
@@ -18,18 +19,34 @@ SHAPES = ((1, 1), (33, 65), (130, 144))
 @pytest.mark.parametrize("fmt", cases.FORMATS)
 def test_quantize_dequantize(fmt):
     be = runner.Torch()
-    for turn, (dtype, shape) in enumerate((d, s) for d in cases.INPUT_DTYPES for s in SHAPES):
-        x = cases.draw(f"sanitize-{fmt}-{dtype}-{shape}", "normal", shape, dtype)
-        for usage in ({}, {"columnwise": False}, {"rowwise": False}):
-            want = oracle.quantize(x, fmt, **usage)
-            got = runner.quantize(be, x, want, fmt, offset=turn % 2)
-            runner.same_quantized(got, want, f"{fmt} {dtype}{shape} {usage}")
-            copy = want.copy("rowwise" in usage)
+    for turn, case in enumerate(
+        cases.quantize_cases([fmt], shapes=SHAPES, values=["normal"], variants=True, every_option=True)
+    ):
+        x, dtype = case.make(), case.dtype
+        for options in (case.options, *(one_sided(case.options, side) for side in (0, 1))):
+            want = oracle.quantize(x, fmt, **options)
+            got = runner.quantize(be, x, want, fmt, offset=turn % 2, **options)
+            runner.same_quantized(got, want, f"{case} {options}")
+            copy = want.copy(options.get("rowwise") is False)
             y = runner.dequantize(be, copy, fmt, dtype, offset=turn % 2)
-            runner.same_bits(y, np.ascontiguousarray(oracle.dequantize(copy, y.dtype)), f"{fmt} {dtype}{shape}")
+            runner.same_bits(y, np.ascontiguousarray(oracle.dequantize(copy, y.dtype)), f"{case} {options}")
+    given: tuple[dict[str, float], ...] = ()
     if oracle.FORMATS[fmt].per_tensor:
-        want = oracle.quantize(x, fmt, amax=3.0)
-        runner.same_quantized(runner.quantize(be, x, want, fmt, amax=3.0), want, f"{fmt} given amax")
+        given = ({"amax": 3.0}, {"scale": 3.0}, {"scale": 3.0, "accumulate": 2.0})
+    for options in given:
+        want = oracle.quantize(x, fmt, **options)
+        runner.same_quantized(runner.quantize(be, x, want, fmt, **options), want, f"{fmt} {options}")
+
+
+def test_scale_update():
+    be = runner.Torch()
+    for shape in ((1, 1), (3, 20), (2, 1024), (300, 7)):
+        history = cases.rng_for(f"sanitize-update-{shape}").random(shape).astype(np.float32)
+        for in_place in (False, True):
+            want = oracle.scale_update(history, history[:, 0])
+            got = runner.scale_update(be, history, history[:, 0], in_place=in_place)
+            for g, w in zip(got, want, strict=True):
+                runner.same_bits(g, w, f"{shape} in_place={in_place}")
 
 
 def test_amax_and_bias_grad():
@@ -37,16 +54,22 @@ def test_amax_and_bias_grad():
     for dtype in cases.INPUT_DTYPES:
         for shape in (*SHAPES, (300, 40)):
             x = cases.draw(f"sanitize-{dtype}-{shape}", "normal", shape, dtype)
-            runner.same_bits(runner.amax(be, x, offset=1), oracle.amax(x), f"amax {dtype}{shape}")
+            got = runner.amax(be, x, offset=1, columnwise=True, row_amax=True)
+            runner.same_bits(got["out"], oracle.amax(x, row_amax=True), f"amax {dtype}{shape}")
+            runner.same_bits(got["columnwise_out"], oracle.amax(x), f"amax {dtype}{shape}")
             exact, allowed = oracle.bias_grad_tolerance(x)
             assert (np.abs(runner.bias_grad(be, x, "float32") - exact) <= allowed).all(), f"bias_grad {dtype}{shape}"
+
+    x = cases.draw("sanitize-rht", "normal", (48, 40), "bfloat16")
+    got = runner.amax(be, x, columnwise=True, rht=True, rht_signs=True)
+    runner.same_bits(got["columnwise_out"], oracle.columnwise_amax(x, rht=True, rht_signs=True), "rotated amax")
 
 
 # Extents that only the emulated kernel takes, and one that cuBLASLt takes.
 OURS, THEIRS = [(7, 5, 33), (33, 20, 130), (1, 1, 1), (4, 8, 0)], [(16, 32, 160)]
 
 
-@pytest.mark.parametrize("pair", cases.GEMM_PAIRS, ids="-".join)
+@pytest.mark.parametrize("pair", (*cases.GEMM_PAIRS, *cases.MIXED_PAIRS[::7]), ids="-".join)
 @pytest.mark.parametrize("shapes", (OURS, THEIRS), ids=("ours", "theirs"))
 def test_gemm(pair, shapes):
     """racecheck cannot follow cuBLASLt's own kernels (its instrumentation faults in them): deselect `theirs` there."""

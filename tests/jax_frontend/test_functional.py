@@ -6,45 +6,50 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 import pytest
 
 import cases
 import diptych.jax as dj
 import oracle
-from diptych.common import DTypeError, ShapeError, UnsupportedError
+from diptych.common import DTypeError, NVFP4Quantizer
+from diptych.jax import primitives
 from jax_frontend import tools
 
 EACH = [(f, d) for f in cases.FORMATS for d in cases.INPUT_DTYPES]
+KIND = pytest.mark.parametrize("kind", tools.KINDS.values(), ids=tools.KINDS)
 SOME_VALUES = ("normal", "inf_nan_mix", "random_bits", "scale_edges", "zeros", "subnormal_input")
+MX = tools.quantizer("mxfp8_e4m3")
 quantize = jax.jit(dj.quantize, static_argnames="quantizer")
 dequantize = jax.jit(dj.dequantize, static_argnames="dtype")
 
 
 @pytest.mark.parametrize(("fmt", "dtype"), EACH)
 def test_quantize_bits(device, fmt, dtype):
-    for turn, shape in enumerate(cases.SHAPES):
+    for turn, case in enumerate(cases.quantize_cases([fmt], [dtype], values=["any"], variants=True)):
         for values in (SOME_VALUES[turn % len(SOME_VALUES)], "random_bits"):
-            (case,) = cases.quantize_cases([fmt], [dtype], [shape], [values])
+            case = dataclasses.replace(case, values=values)
             x = case.make()
-            want = oracle.quantize(x, fmt, pow2=case.pow2, eps=case.eps)
-            quantizer = tools.quantizer(fmt, case.pow2, case.eps)
-            q = (dj.quantize if turn % 2 else quantize)(jnp.asarray(x), quantizer)
+            want = oracle.quantize(x, fmt, **case.options)
+            q = (dj.quantize if turn % 2 else quantize)(jnp.asarray(x), tools.of_case(case), rng=case.rng)
             tools.same_quantized(q, want, case)
-            assert (q.shape, q.dtype) == (shape, dtype)
+            assert (q.shape, q.dtype) == (case.shape, dtype)
 
 
-@pytest.mark.parametrize(("fmt", "dtype"), EACH)
-def test_one_copy_alone_has_the_same_bits(fmt, dtype):
-    x = jnp.asarray(cases.draw(f"alone-{fmt}-{dtype}", "outlier", (33, 65), dtype))
-    both = dj.quantize(x, tools.quantizer(fmt))
+@KIND
+def test_one_copy_alone_has_the_same_bits(kind):
+    x, state = kind.draw("alone"), kind.state()
+    both = dj.quantize(x, kind.quantizer, **state)
+    tools.same_quantized(both, kind.oracle(x, state))
     for side in ("rowwise", "columnwise"):
-        usage = {"rowwise": side == "rowwise", "columnwise": side == "columnwise"}
-        one = dj.quantize(x, tools.quantizer(fmt).with_usage(**usage))
+        one = dj.quantize(x, kind.quantizer.with_usage(**{s: s == side for s in ("rowwise", "columnwise")}), **state)
         tools.same(getattr(one, f"{side}_data"), getattr(both, f"{side}_data"))
         tools.same(getattr(one, f"{side}_scale_inv"), getattr(both, f"{side}_scale_inv"))
         assert sum(getattr(one, f"{s}_data") is None for s in ("rowwise", "columnwise")) == 1
+        if kind.quantizer.format.two_level:
+            tools.same(getattr(one, "amax" if side == "rowwise" else "columnwise_amax"),
+                       getattr(both, "amax" if side == "rowwise" else "columnwise_amax"))  # fmt: skip
+            assert (one.amax is None) == (side == "columnwise") and (one.columnwise_amax is None) == (side == "rowwise")
 
 
 @pytest.mark.parametrize("fmt", cases.TENSOR_FORMATS)
@@ -57,23 +62,160 @@ def test_given_amax(device, fmt):
         tools.same_quantized(quantize(jnp.asarray(x), tools.quantizer(fmt), amax=jnp.asarray([amax])), want, amax)
 
 
-@pytest.mark.parametrize("fmt", cases.FORMATS)
-@pytest.mark.parametrize("shape", [(33, 65), (2, 3, 96), (7,), (0, 16)])
-def test_dequantize_bits(device, fmt, shape):
-    x = cases.draw(f"dequantize-{fmt}-{shape}", "random_bits", shape, "float32")
-    want = oracle.quantize(x, fmt)
-    for side in ("rowwise", "columnwise"):
-        usage = {"rowwise": side == "rowwise", "columnwise": side == "columnwise"}
-        q = dj.quantize(jnp.asarray(x), tools.quantizer(fmt, **usage))
-        for dtype in (None, "bfloat16", jnp.float16):
-            out = np.dtype(np.float32 if dtype is None else jnp.dtype(dtype))
-            expected = oracle.dequantize(want.copy(columnwise=side == "columnwise"), out).reshape(shape)
-            tools.same(dj.dequantize(q, dtype), expected, (side, dtype))
-            tools.same(dequantize(q, dtype), expected, (side, dtype))
-        tools.same(q.dequantize(), dj.dequantize(q))
-        raw = dj.quantize(jnp.asarray(x), tools.quantizer(fmt, **usage), as_bytes=True)
-        assert {v.dtype for v in jax.tree.leaves(raw)} <= {np.dtype(np.uint8), np.dtype(np.float32)}
-        tools.same(dj.dequantize(raw), dj.dequantize(q))
+@pytest.mark.parametrize("name", [n for n in tools.KINDS if n.startswith(cases.PACKED_FORMATS)])
+def test_given_amaxes_of_each_copy(device, name):
+    kind = tools.KINDS[name]
+    x, state = kind.draw("given"), kind.state()
+    rows = kind.shape[0] if "row_amax" in name else 1
+    for amax in cases.GIVEN_AMAX:
+        given = {"amax": np.full(rows, amax, np.float32), "columnwise_amax": np.full(1, amax / 2, np.float32)}
+        want = kind.oracle(x, state, **given)
+        tools.same_quantized(dj.quantize(x, kind.quantizer, **given, **state), want, amax)
+        columnwise = kind.quantizer.with_usage(rowwise=False)
+        got = quantize(x, columnwise, columnwise_amax=jnp.asarray(given["columnwise_amax"]), **state)
+        tools.same(got.columnwise_data, want.columnwise_data, amax)
+
+
+@pytest.mark.parametrize("element", ["float8_e4m3fn", "float8_e5m2"])
+def test_given_scale(device, element):
+    """Delayed scaling: the payload follows the scale, the amax is the tensor's own or joined with a history's."""
+    quantizer = dj.Float8Quantizer(fp8_dtype=element)
+    fmt = quantizer.format.name
+    delayed = jax.jit(primitives.quantize_delayed, static_argnums=1)
+    for values in ("normal", "inf_nan_mix", "subnormal_input", "huge"):
+        x = cases.draw(f"delayed-{element}-{values}", values, (33, 65), "float32")
+        for scale in (1.0, 0.3, 1e-39, 3e38):
+            for given in (scale, np.full(1, scale, np.float32)):
+                got = dj.quantize(jnp.asarray(x), quantizer, scale=given)
+                tools.same_quantized(got, oracle.quantize(x, fmt, scale=np.float32(scale)), (values, scale))
+        for pending in (0.0, 2.5, 1e-40, 3e38):
+            history = jnp.asarray([pending, 7.0, 1e-41], jnp.float32)
+            want = oracle.quantize(x, fmt, scale=np.float32(4), accumulate=np.float32(pending))
+            for f in (primitives.quantize_delayed, delayed):
+                copies, joined = f(jnp.asarray(x), quantizer, jnp.full(1, 4, jnp.float32), history)
+                tools.same(joined, np.append(want.amax, np.asarray(history)[1:]), (values, pending))
+                for name, buffer in copies.items():
+                    tools.same(buffer, getattr(want, name), (values, pending, name))
+
+
+def test_scale_update(device):
+    rng = cases.rng_for("scale_update")
+    update = jax.jit(dj.scale_update, static_argnames=("fp8_max", "margin", "most_recent"))
+    special = np.array([0, np.inf, np.nan, 1e-45, 3e38, 1e-39], np.float32)
+    for n, length in ((1, 1), (3, 1), (4, 2), (5, 7), (64, 16)):
+        history = rng.uniform(0, 10, (n, length)).astype(np.float32)
+        history[rng.random((n, length)) < 0.3] = rng.choice(special)
+        scale = rng.uniform(0.1, 10, n).astype(np.float32)
+        reduced = np.where(rng.random(n) < 0.5, 0, rng.uniform(0, 9, n)).astype(np.float32)
+        chosen = rng.uniform(0, 9, n).astype(np.float32)
+        for options in (
+            {},
+            {"fp8_max": 57344.0, "margin": 3},
+            {"most_recent": True, "margin": -2},
+            {"reduced": reduced},
+            {"reduced": reduced, "amax": chosen},
+        ):
+            want = oracle.scale_update(history, scale, **options)
+            for f in (dj.scale_update, update):
+                got = f(jnp.asarray(history), jnp.asarray(scale), **options)
+                tools.same_tree(got, want, (n, length, options))
+            if n == 1 and "reduced" not in options:
+                flat = dj.scale_update(jnp.asarray(history[0]), jnp.asarray(scale), **options)
+                tools.same_tree(flat, (want[0][0], want[1]))
+
+
+def test_scale_update_reuses_donated_memory():
+    history, scale = jnp.ones((3, 8)), jnp.ones(3)
+    want = dj.scale_update(history, scale)
+    tools.same_tree((history, scale), (np.ones((3, 8), np.float32), np.ones(3, np.float32)))
+    step = jax.jit(dj.scale_update, donate_argnums=(0, 1))
+    text = step.lower(history, scale).compile().as_text()
+    assert "output_to_operand_aliasing={{0}: (0, {}), {1}: (1, {})}" in text and "copy(" not in text, text
+    address = history.unsafe_buffer_pointer()
+    got = step(history, scale)
+    tools.same_tree(got, want)
+    assert history.is_deleted() and scale.is_deleted() and got[0].unsafe_buffer_pointer() == address
+
+
+def test_rng_state():
+    for seed, offset in ((0, 0), (1, 2), ((1 << 64) - 1, 1 << 63), (np.uint64(1 << 40), 0xFFFFFFFF)):
+        tools.same(dj.rng_state(seed, offset), oracle.rng_words(int(seed), offset))
+    tools.same(jax.jit(lambda step: dj.rng_state(5, step))(7), oracle.rng_words(5, 7))
+    tools.same(jax.jit(lambda step: dj.rng_state(5, step))(jnp.uint32(0xFFFFFFFE)), oracle.rng_words(5, 0xFFFFFFFE))
+    with jax.enable_x64(True):
+        tools.same(dj.rng_state(5, jnp.asarray(1 << 40)), oracle.rng_words(5, 1 << 40))
+        tools.same(dj.rng_state(3), oracle.rng_words(3, 0))
+    key = jax.random.key(3)
+    drawn = [dj.rng_state(k, 4) for k in (key, *jax.random.split(key))]
+    assert len({tuple(np.asarray(d)) for d in drawn}) == 3 and all(tuple(d[2:]) == (4, 0) for d in drawn)
+    tools.same(jax.jit(dj.rng_state)(key, 4), drawn[0])
+    tools.same(jax.vmap(dj.rng_state)(jax.random.split(key))[0], dj.rng_state(jax.random.split(key)[0]))
+    for bad, error in (((-1,), ValueError), ((1 << 64,), ValueError), ((0, -1), ValueError), ((1.0,), TypeError),
+                       ((True,), TypeError), ((jnp.ones(2),), TypeError), ((0, jnp.ones(())), TypeError)):  # fmt: skip
+        with pytest.raises(error, match=r"rng_state: (seed|offset) must"):
+            dj.rng_state(*bad)
+
+
+class Halved(dj.Quantizer):
+    """Quantizes x / 2 as MXFP8; compared by identity."""
+
+    @property
+    def format(self):
+        return MX.format
+
+    def quantize_impl(self, x, quantize):
+        return quantize(x * 0.5, MX.with_usage(rowwise=self.rowwise, columnwise=self.columnwise))
+
+
+class Wrong(Halved):
+    def quantize_impl(self, x, quantize):
+        return x
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Clipped(NVFP4Quantizer):
+    """Compared by value; passes what its call is given."""
+
+    bound: float = 1.0
+
+    def quantize_impl(self, x, quantize):
+        plain = NVFP4Quantizer(**{f.name: getattr(self, f.name) for f in dataclasses.fields(NVFP4Quantizer)})
+        return quantize(jnp.clip(x, -self.bound, self.bound), plain)
+
+
+def test_a_quantizer_of_ones_own():
+    x = tools.normal("own", (32, 64))
+    for wrap in (lambda f: f, jax.jit):
+        q = wrap(lambda x: dj.quantize(x, Halved(columnwise=False), as_bytes=True))(x)
+        tools.same_tree(q, dj.quantize(x * 0.5, MX.with_usage(columnwise=False), as_bytes=True))
+    own, plain = Clipped(stochastic_rounding=True, bound=0.5), NVFP4Quantizer(stochastic_rounding=True)
+    rng = dj.rng_state(1, 2)
+    tools.same_tree(dj.quantize(x, own, rng=rng), dj.quantize(jnp.clip(x, -0.5, 0.5), plain, rng=rng))
+    with pytest.raises(TypeError, match="pass rng="):
+        dj.quantize(x, own)
+    with pytest.raises(DTypeError, match=r"Wrong\.quantize_impl must return a QuantizedArray"):
+        dj.quantize(x, Wrong())
+
+
+@KIND
+def test_dequantize_bits(device, kind):
+    packed = kind.quantizer.format.name in cases.PACKED_FORMATS
+    for shape in ((32, 48), (2, 16, 32), (0, 16)) if packed else ((33, 65), (2, 3, 96), (7,), (0, 16)):
+        x = cases.draw(f"dequantize-{kind.quantizer}-{shape}", "random_bits", shape, kind.dtype)
+        state = kind.state()
+        want = kind.oracle(x, state)
+        for side in ("rowwise", "columnwise"):
+            quantizer = kind.quantizer.with_usage(**{s: s == side for s in ("rowwise", "columnwise")})
+            q = dj.quantize(jnp.asarray(x), quantizer, **state)
+            for dtype in (None, "float32", jnp.float16):
+                out = x.dtype if dtype is None else np.dtype(jnp.dtype(dtype))
+                expected = oracle.dequantize(want.copy(columnwise=side == "columnwise"), out).reshape(shape)
+                tools.same(dj.dequantize(q, dtype), expected, (side, dtype))
+                tools.same(dequantize(q, dtype), expected, (side, dtype))
+            tools.same(q.dequantize(), dj.dequantize(q))
+            raw = dj.quantize(jnp.asarray(x), quantizer, **state, as_bytes=True)
+            assert {v.dtype for v in jax.tree.leaves(raw)} <= {np.dtype(np.uint8), np.dtype(np.float32)}
+            tools.same(dj.dequantize(raw), dj.dequantize(q))
 
 
 @pytest.mark.parametrize("pair", cases.GEMM_PAIRS, ids="-".join)
@@ -94,6 +236,34 @@ def test_gemm_bits(pair):
         else:
             got = dj.gemm_into(jnp.asarray(c), qa, qb, **sides, bias=bias, alpha=case.alpha, beta=case.beta)
         tools.same(got, want, case)
+
+
+@pytest.mark.parametrize("pair", cases.MIXED_PAIRS[:: len(cases.FORMATS)], ids="-".join)
+def test_gemm_bits_of_unlike_formats(pair):
+    for case in cases.gemm_cases([pair], cases.GEMM_SHAPES[5:9]):
+        a, b, _, _ = case.make()
+        qa, qb = (dj.quantize(jnp.asarray(v), tools.quantizer(f)) for v, f in ((a, pair[0]), (b, pair[1])))
+        copies = (oracle.quantize(v, f).copy(s) for v, f, s in (
+            (a, pair[0], case.a_columnwise), (b, pair[1], case.b_columnwise)))  # fmt: skip
+        got = dj.gemm(qa, qb, trans_a=case.a_columnwise, trans_b=not case.b_columnwise)
+        tools.same(got, oracle.gemm_cpu(*copies, out_dtype=np.dtype(np.float32)), case)
+
+
+@pytest.mark.parametrize("name", [n for n in tools.KINDS if n.startswith(cases.PACKED_FORMATS)])
+def test_gemm_of_two_level_operands(name):
+    """Amaxes per row, and copies after a Hadamard transform, which cancels."""
+    kind = tools.KINDS[name]
+    x, state = kind.draw("gemm"), kind.state()
+    q, want = dj.quantize(x, kind.quantizer, **state), kind.oracle(x, state)
+    for side in (False, True):
+        got = dj.gemm(q, q, trans_a=side, trans_b=not side, out_dtype="float32", alpha=0.7)
+        tools.same(got, oracle.gemm_cpu(want.copy(side), want.copy(side), alpha=0.7, out_dtype=np.dtype(np.float32)))
+        plain = np.asarray(x, np.float64)
+        plain = 0.7 * (plain.T @ plain if side else plain @ plain.T)
+        assert np.linalg.norm(got - plain) < 0.25 * np.linalg.norm(plain)
+    broken = dataclasses.replace(q, amax=None)
+    with pytest.raises(ValueError, match="needs an amax"):
+        dj.gemm(broken, q)
 
 
 def test_gemm_unfolds_leading_dimensions_and_defaults_to_the_dtype_of_a():
@@ -129,6 +299,12 @@ def test_amax_and_bias_grad(device, dtype):
         for shape in ((33, 65), (0, 16), (7,), (2, 3, 96)):
             x = cases.draw(f"amax-{values}-{shape}", values, shape, dtype)
             tools.same(dj.amax(jnp.asarray(x)), oracle.amax(x), (values, shape))
+            tools.same(dj.amax(jnp.asarray(x), per_row=True), oracle.amax(x, row_amax=True), (values, shape))
+        if dtype == "bfloat16":
+            for signs in (False, True):
+                x = cases.draw(f"rotated-{values}", values, (3, 16, 40), dtype)
+                got = jax.jit(lambda x, s=signs: dj.amax(x, rht=True, random_signs=s))(x)
+                tools.same_tree(got, (oracle.amax(x), oracle.columnwise_amax(x, rht=True, rht_signs=signs)))
     if device == "cpu":
         dy = cases.draw("dy", "normal", (3, 33, 65), dtype)
         for out in (None, "float32"):
@@ -158,93 +334,3 @@ def test_gemm_on_a_gpu_is_near_the_exact_product(pair):
             )
             error = np.abs(np.asarray(got).astype(np.float64) - oracle.gemm_float64(*copies, **options))
             assert (error <= allowed).all(), (case, float((error / allowed).max()))
-
-
-# --- bad input: the same error eager and while tracing, and no kernel has run ---
-
-X = np.ones((4, 32), np.float32)
-CURRENT, MX, BLOCK = (tools.quantizer(f) for f in ("fp8_e4m3_tensor", "mxfp8_e4m3", "fp8_e4m3_1x128"))
-
-
-OPERANDS = {}
-
-
-@pytest.fixture(autouse=True)
-def operands(default_device):
-    """Made by a fixture, so that importing this file starts no backend."""
-    OPERANDS["q"] = dj.quantize(X, MX)
-    OPERANDS["row"] = dj.quantize(X, MX.with_usage(columnwise=False))
-
-
-def gemm(a="q", b="q", **options):
-    return dj.gemm(OPERANDS.get(a, X), OPERANDS[b], **options)
-
-
-def gemm_into(acc):
-    return dj.gemm_into(acc, OPERANDS["q"], OPERANDS["q"])
-
-
-BAD = {
-    "quantize int": (lambda: dj.quantize(jnp.ones((4, 4), jnp.int32), MX), DTypeError, r"mxfp8_e4m3.*int32"),
-    "quantize list": (lambda: dj.quantize([1.0], MX), DTypeError, "JAX or NumPy array, got list"),
-    "quantize float64": (lambda: dj.quantize(np.ones((4, 4)), MX), DTypeError, "float64"),
-    "quantize scalar": (lambda: dj.quantize(jnp.float32(1), MX), ShapeError, "at least one dimension"),
-    "quantize quantizer": (lambda: dj.quantize(X, dj.MXFP8BlockScaling()), DTypeError, "Quantizer"),
-    "quantize amax block": (lambda: dj.quantize(X, BLOCK, amax=1.0), ValueError, "fp8_e4m3_1x128"),
-    "quantize amax shape": (lambda: dj.quantize(X, CURRENT, amax=jnp.ones(2)), ShapeError, r"\[1\], got \[2\]"),
-    "quantize amax dtype": (lambda: dj.quantize(X, CURRENT, amax=jnp.ones(1, jnp.bfloat16)), DTypeError, "float32"),
-    "dequantize array": (lambda: dj.dequantize(X), DTypeError, "QuantizedArray"),
-    "dequantize dtype": (lambda: dj.dequantize(OPERANDS["q"], "float8_e5m2"), DTypeError, "float8_e5m2"),
-    "dequantize no dtype": (lambda: dj.dequantize(OPERANDS["q"], "real"), DTypeError, "'real' is no dtype"),
-    "gemm array": (lambda: gemm("x"), DTypeError, "a must be a QuantizedArray"),
-    "gemm reduced": (
-        lambda: dj.gemm(OPERANDS["q"], dj.quantize(np.ones((4, 64), np.float32), MX)),
-        ShapeError,
-        r"32 elements, b .* over 64",
-    ),
-    "gemm copy": (lambda: gemm("row", "row", trans_a=True), ValueError, r"columnwise copy .*\[4, 32\]"),
-    "gemm bias": (lambda: gemm(bias=jnp.ones(5)), ShapeError, r"bias .*\[4\], got \[5\]"),
-    "gemm bias dtype": (lambda: gemm(bias=jnp.ones(4, jnp.int8)), DTypeError, r"bias .*int8"),
-    "gemm out_dtype": (lambda: gemm(out_dtype=jnp.int32), DTypeError, "int32"),
-    "gemm alpha": (lambda: gemm(alpha=jnp.ones(())), DTypeError, "alpha must be a Python number"),
-    "gemm alpha inf": (lambda: gemm(alpha=1e39), ValueError, "alpha must be finite"),
-    "gemm fast_accum": (lambda: gemm(fast_accum=True), ValueError, r"fast_accum .*mxfp8_e4m3"),
-    "gemm_into shape": (lambda: gemm_into(X), ShapeError, r"acc .*\[4, 4\], got \[4, 32\]"),
-    "gemm_into dtype": (lambda: gemm_into(jnp.ones((4, 4), jnp.int32)), DTypeError, r"acc .*int32"),
-    "amax": (lambda: dj.amax(jnp.ones(3, jnp.int32)), DTypeError, "int32"),
-    "bias_grad": (lambda: dj.bias_grad(jnp.float32(1)), ShapeError, "scalar"),
-    "bias_grad dtype": (lambda: dj.bias_grad(X, jnp.int32), DTypeError, "int32"),
-}
-
-
-@pytest.mark.parametrize("name", BAD)
-def test_bad_input(name):
-    call, error, message = BAD[name]
-    before = {op: tools.calls(op) for op in ("quantize", "gemm", "dequantize", "bias_grad", "amax")}
-    with pytest.raises(error, match=message):
-        call()
-    with pytest.raises(error, match=message):
-        jax.make_jaxpr(call)()  # traces and runs nothing
-    if name not in ("gemm reduced",):  # its operand is quantized first
-        assert before == {op: tools.calls(op) for op in before}
-
-
-def test_a_corrupted_quantized_array_is_refused_at_its_own_name():
-    for field, value, message in (
-        ("rowwise_scale_inv", jnp.ones((4, 2), ml_dtypes.float8_e8m0fnu), r"scale_inv \(mxfp8_e4m3\).*\[4, 1\]"),
-        ("rowwise_scale_inv", jnp.ones((4, 1)), "scale_inv .*float8_e8m0fnu, got float32"),
-        ("rowwise_data", jnp.asarray(X, jnp.float8_e5m2), "data .*float8_e4m3fn, got float8_e5m2"),
-    ):
-        broken = dataclasses.replace(OPERANDS["q"], **{field: value})
-        with pytest.raises((DTypeError, ShapeError), match=f"a {message}"):
-            dj.gemm(broken, OPERANDS["q"])
-        with pytest.raises((DTypeError, ShapeError), match=f"q {message}"):
-            dj.dequantize(broken)
-
-
-def test_a_format_without_a_gemm_kernel_is_refused_while_compiling(monkeypatch):
-    from diptych.jax import primitives
-
-    monkeypatch.setattr(primitives._core, "gemm_row", lambda *a: -1)
-    with pytest.raises(UnsupportedError, match=r"no CPU kernel for mxfp8_e4m3 x .* \[4, 4, 32\]; nearest: cpu.gemm"):
-        jax.jit(lambda q: dj.gemm(q, q, alpha=3.25)).lower(OPERANDS["q"])

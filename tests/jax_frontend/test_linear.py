@@ -10,32 +10,13 @@ import numpy as np
 import pytest
 
 import diptych.jax as dj
-from diptych.common import RECIPES, DTypeError, ShapeError
+from diptych.common import DTypeError, ShapeError, linear_plan
 from jax_frontend import tools
+from jax_frontend.layers import operands, run, same
 
+# Those that take any shape; the others are in test_linear_plans.py.
+RECIPES = {k: r for k, r in tools.PLAIN_RECIPES.items() if linear_plan(r).input.rowwise.format.pack == 1}
 RECIPE = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
-
-
-def operands(shape=(2, 17, 65), n=33, dtype="float32", kernel_dtype=None, bias_dtype=None):
-    """x, kernel, bias and the gradient of the output."""
-    kernel_dtype = kernel_dtype or dtype
-    x, kernel = tools.normal("x", shape, dtype), tools.normal("kernel", (n, shape[-1]), kernel_dtype)
-    return x, kernel, tools.normal("bias", (n,), bias_dtype or dtype), tools.normal("dy", (*shape[:-1], n), dtype)
-
-
-def run(recipe, x, kernel, bias, dy):
-    """What `tools.oracle_dense` returns, by `dense` and its vjp."""
-    if bias is None:
-        y, pull = jax.vjp(lambda x, kernel: dj.dense(x, kernel, recipe=recipe), x, kernel)
-        return dict(zip(("y", "dx", "dkernel"), (y, *pull(dy)), strict=True))
-    y, pull = jax.vjp(lambda *args: dj.dense(*args, recipe=recipe), x, kernel, bias)
-    return dict(zip(("y", "dx", "dkernel", "dbias"), (y, *pull(dy)), strict=True))
-
-
-def same(got, want):
-    assert got.keys() == want.keys()
-    for name in want:
-        tools.same(got[name], want[name], name)
 
 
 def loss(recipe, x, kernel, bias):

@@ -2,40 +2,50 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import pytest
 
-import cases
 import diptych.jax as dj
+from diptych.common import shapes
 from jax_frontend import tools
 
-FORMATS = cases.FORMATS
+KIND = pytest.mark.parametrize("kind", tools.KINDS.values(), ids=tools.KINDS)
 
 
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_leaves_and_metadata(fmt):
-    quantizer = tools.quantizer(fmt)
-    q = dj.quantize(tools.normal("x", (2, 3, 96), "bfloat16"), quantizer)
+@KIND
+def test_leaves_and_metadata(kind):
+    quantizer, state = kind.quantizer, kind.state()
+    x = tools.normal("x", (2, 16, 96), "bfloat16")
+    q = dj.quantize(x, quantizer, **state)
     names = {f"{s}_{p}" for s in ("rowwise", "columnwise") for p in ("data", "scale_inv")}
-    names |= {"amax"} if quantizer.format.per_tensor else set()
+    names |= {"amax"} if quantizer.format.per_tensor or quantizer.format.two_level else set()
+    names |= {"columnwise_amax"} if quantizer.format.two_level else set()
     paths = {jax.tree_util.keystr(path).lstrip(".") for path, _ in jax.tree_util.tree_flatten_with_path(q)[0]}
-    assert paths == names and q.columnwise_amax is None
-    assert (q.shape, q.ndim, q.dtype, q.leading) == ((2, 3, 96), 3, "bfloat16", (2, 3))
+    assert paths == names
+    for buffer in shapes.quantize_buffers(x.shape, quantizer):
+        got = getattr(q, buffer.name)
+        assert (got.shape, got.dtype.name) == (buffer.shape, buffer.dtype), buffer
+    assert (q.shape, q.ndim, q.dtype, q.leading) == (x.shape, 3, "bfloat16", (2, 16))
     tools.same_tree(jax.tree.map(lambda v: v, q), q)
-    assert jax.tree.structure(q) == jax.tree.structure(dj.quantize(jnp.ones((2, 3, 96), jnp.bfloat16), quantizer))
-    assert jax.tree.structure(q) != jax.tree.structure(dj.quantize(jnp.ones((2, 3, 96)), quantizer))
+    assert jax.tree.structure(q) == jax.tree.structure(dj.quantize(jnp.ones_like(x), quantizer, **state))
+    if kind.dtype == "float32":
+        other = dj.quantize(x.astype(jnp.float32), quantizer, **state)
+        assert jax.tree.structure(q) != jax.tree.structure(other)
 
 
-@pytest.mark.parametrize("fmt", ("fp8_e4m3_tensor", "mxfp8_e4m3"))
-def test_shape_of_a_columnwise_copy_alone(fmt):
-    quantizer = tools.quantizer(fmt, rowwise=False)
-    x = tools.normal("x", (4, 2, 3, 96))
-    q = dj.quantize(x[0], quantizer)
-    assert q.shape == (2, 3, 96) and dj.dequantize(q).shape == (2, 3, 96)
-    batched = jax.vmap(lambda v: dj.quantize(v, quantizer))(x)
-    assert batched.shape == (4, 2, 3, 96)
-    tools.same(jax.vmap(dj.dequantize)(batched)[0], dj.dequantize(q))
+@KIND
+def test_shape_of_one_copy_alone(kind):
+    x, state = tools.normal("x", (4, 2, 16, 96), kind.dtype), kind.state()
+    for usage in ({"rowwise": False}, {"columnwise": False}):
+        quantizer = kind.quantizer.with_usage(**usage)
+        q = dj.quantize(x[0], quantizer, **state)
+        assert q.shape == (2, 16, 96) and dj.dequantize(q).shape == (2, 16, 96)
+        batched = jax.vmap(lambda v, quantizer=quantizer: dj.quantize(v, quantizer, **state))(x)
+        assert batched.shape == (4, 2, 16, 96)
+        tools.same(jax.vmap(dj.dequantize)(batched)[0], dj.dequantize(q))
 
 
 def test_repr():
@@ -64,10 +74,13 @@ def test_through_jit_scan_and_cond():
     tools.same_tree(picked, carried)
 
 
-def test_donation():
-    q = dj.quantize(tools.normal("x", (64, 64)), tools.quantizer("mxfp8_e4m3"))
-    want = dj.quantize(-dj.dequantize(q), q.quantizer)
+@KIND
+def test_donation(kind):
+    state = kind.state()
+    q = dj.quantize(kind.draw("donated"), kind.quantizer, **state)
+    f = functools.partial(lambda q, state: dj.quantize(-dj.dequantize(q), kind.quantizer, **state), state=state)
+    want = f(q)
     address = q.rowwise_data.unsafe_buffer_pointer()
-    got = jax.jit(lambda q: dj.quantize(-dj.dequantize(q), q.quantizer), donate_argnums=0)(q)
+    got = jax.jit(f, donate_argnums=0)(q)
     tools.same_tree(got, want)
     assert q.rowwise_data.is_deleted() and address is not None

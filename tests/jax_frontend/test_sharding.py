@@ -12,10 +12,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import diptych.jax as dj
-from diptych.common import RECIPES
+import oracle
+from diptych.common.quantizers import ROW_AMAX
+from diptych.jax import functional, primitives
 from jax_frontend import tools
 
-RECIPE = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+RECIPE = pytest.mark.parametrize("recipe", tools.PLAIN_RECIPES.values(), ids=tools.PLAIN_RECIPES)
+# Formats with an amax of the tensor, whose calls may reduce it over a mesh axis.
+GROUPED = {k: v for k, v in tools.KINDS.items() if k.endswith("_tensor") or v.quantizer.format.two_level}
 
 
 @pytest.fixture
@@ -28,7 +32,7 @@ def mesh():
 @RECIPE
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_data_parallel_gradients_are_summed_over_the_mesh(mesh, recipe, wrap):
-    x, dy = tools.normal("x", (2, 8, 32)), tools.normal("dy", (2, 8, 16))
+    x, dy = tools.normal("x", (2, 16, 32)), tools.normal("dy", (2, 16, 16))
     kernel, bias = tools.normal("kernel", (16, 32)), tools.normal("bias", (16,))
 
     def local(x, kernel, bias, dy):
@@ -50,14 +54,14 @@ def test_data_parallel_gradients_are_summed_over_the_mesh(mesh, recipe, wrap):
 @RECIPE
 def test_tensor_parallel_gradients_are_summed_over_the_mesh(mesh, recipe):
     """The kernel's rows are split, x is everywhere: dx is the sum of both halves."""
-    x, kernel, dy = tools.normal("x", (8, 32)), tools.normal("kernel", (16, 32)), tools.normal("dy", (8, 16))
+    x, kernel, dy = tools.normal("x", (16, 32)), tools.normal("kernel", (32, 32)), tools.normal("dy", (16, 32))
 
     def local(x, kernel, dy):
         return (dj.dense(x, kernel, recipe=recipe) * dy).sum()
 
     f = jax.shard_map(jax.grad(local, (0, 1)), mesh=mesh, in_specs=(P(), P("i"), P(None, "i")), out_specs=(P(), P("i")))
     dx, dkernel = jax.jit(f)(x, kernel, dy)
-    parts = [jax.grad(local, (0, 1))(x, kernel[s], dy[:, s]) for s in (slice(0, 8), slice(8, 16))]
+    parts = [jax.grad(local, (0, 1))(x, kernel[s], dy[:, s]) for s in (slice(0, 16), slice(16, 32))]
     tools.same(dx, parts[0][0] + parts[1][0])
     tools.same(dkernel, jnp.concatenate([p[1] for p in parts]))
 
@@ -93,3 +97,88 @@ def test_vmap_and_scan_inside_shard_map(mesh):
 
     got = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=P("i"), out_specs=P("i")))(x)
     tools.same(got, jnp.concatenate([local(x[:2]), local(x[2:])]))
+
+
+@pytest.mark.parametrize("kind", GROUPED.values(), ids=GROUPED)
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_amax_group_gives_the_bits_of_one_device(mesh, kind, wrap):
+    """Rows are split over the mesh; the payloads of both halves are those of the whole tensor."""
+    m, k = 2 * kind.shape[0], kind.shape[1]
+    x = tools.normal("group", (m, k), kind.dtype) * jnp.where(jnp.arange(m) < m // 2, 1, 50)[:, None].astype(kind.dtype)
+    state, quantizer = kind.state(), kind.quantizer
+    whole = dj.quantize(x, quantizer, **state)
+    specs = {"rowwise_data": P("i"), "columnwise_data": P(None, "i"), "amax": P(), "columnwise_amax": P()}
+    specs |= {"rowwise_scale_inv": P("i"), "columnwise_scale_inv": P(None, "i")}
+    if quantizer.format.per_tensor:
+        specs |= {"rowwise_scale_inv": P(), "columnwise_scale_inv": P()}  # typed as equal everywhere
+    by_row = bool(quantizer.spec.flags & ROW_AMAX)
+    if by_row:
+        specs["amax"] = P("i")
+    names = [n for n in tools.COPIES if getattr(whole, n) is not None]
+
+    @functools.partial(
+        jax.shard_map, mesh=mesh, in_specs=(P("i"), P()), out_specs={name: specs[name] for name in names}
+    )
+    def sharded(x, state):
+        q = dj.quantize(x, quantizer, amax_group="i", **state)
+        return {name: getattr(q, name) for name in names}
+
+    got = wrap(sharded)(x, state)
+    random = quantizer.needs_rng  # noise counts the elements of each device's own copy
+    for name in names:
+        if not (random and name.endswith("data")):
+            tools.same(got[name], getattr(whole, name), name)
+    if random:
+        rows = (slice(0, m // 2), slice(m // 2, m))
+        given = {"columnwise_amax": got["columnwise_amax"], **state}
+        halves = [dj.quantize(x[r], quantizer, amax=got["amax"][r if by_row else ...], **given) for r in rows]
+        tools.same(got["rowwise_data"], jnp.concatenate([h.rowwise_data for h in halves]))
+        tools.same(got["columnwise_data"], jnp.concatenate([h.columnwise_data for h in halves], axis=1))
+
+
+@pytest.mark.parametrize("fmt", ["fp8_e4m3_tensor", "nvfp4"])
+def test_amax_group_in_all_its_forms(mesh, fmt):
+    """Several axes, a quantizer of one's own, an axis of vmap, a tensor that is the same everywhere, subnormals."""
+    quantizer, x = tools.quantizer(fmt), tools.normal("x", (2, 16, 32)) * jnp.asarray([1.0, 8.0])[:, None, None]
+    want = dj.quantize(x.reshape(32, 32), quantizer)
+    grid = jax.sharding.Mesh(np.asarray(jax.devices("cpu")[:2]).reshape(1, 2), ("j", "i"))
+    shard = functools.partial(jax.shard_map, mesh=grid, in_specs=P(("j", "i")), out_specs=(P(("j", "i")), P()))
+
+    class Own(type(quantizer)):
+        def quantize_impl(self, x, quantize):
+            return quantize(x, quantizer)
+
+    def split(x, used):
+        q = dj.quantize(x[0], used, amax_group=("j", "i"))
+        return q.rowwise_data[None], q.amax
+
+    for used in (quantizer, Own()):
+        f = shard(functools.partial(split, used=used))
+        data, amax = jax.jit(f)(x)
+        tools.same(data.reshape(want.rowwise_data.shape), want.rowwise_data)
+        tools.same(amax, want.amax)
+    data = jax.vmap(lambda v: dj.quantize(v, quantizer, amax_group="i").rowwise_data, axis_name="i")(x)
+    tools.same(data.reshape(want.rowwise_data.shape), want.rowwise_data)
+    amax = functools.partial(jax.shard_map, lambda x: dj.quantize(x, quantizer, amax_group="i").amax, mesh=mesh)
+    tools.same(jax.jit(amax(in_specs=P(), out_specs=P()))(x[1]), dj.amax(x[1]))
+    tiny = np.full((32, 16), 1e-41, np.float32)
+    tiny[20, 3] = 3e-41
+    tools.same(jax.jit(amax(in_specs=P("i"), out_specs=P()))(tiny), oracle.amax(tiny))
+
+
+def test_delayed_scaling_over_a_mesh(mesh):
+    """Each device records its own amax; the update takes the largest, and all scales stay equal."""
+    quantizer, x = dj.Float8Quantizer(), tools.normal("x", (2, 8, 32)) * jnp.asarray([1.0, 8.0])[:, None, None]
+    scale, history = jnp.full(1, 2.0), jnp.asarray([0.5, 1.0, 2.0])
+
+    def step(x, scale, history):
+        copies, recorded = primitives.quantize_delayed(x[0], quantizer, scale, history)
+        history, scale = dj.scale_update(history, scale, reduced=functional._max_over(recorded[:1], "i"))
+        return copies["rowwise_data"][None], recorded[None], copies["rowwise_scale_inv"], history, scale
+
+    f = jax.shard_map(step, mesh=mesh, in_specs=(P("i"), P(), P()), out_specs=(P("i"), P("i"), P(), P(), P()))
+    data, recorded, scale_inv, *updated = jax.jit(f)(x, scale, history)
+    for i in range(2):
+        copies, own = primitives.quantize_delayed(x[i], quantizer, scale, history)
+        tools.same_tree([data[i], recorded[i], scale_inv], [copies["rowwise_data"], own, copies["rowwise_scale_inv"]])
+    tools.same_tree(tuple(updated), dj.scale_update(history, scale, reduced=recorded[:, 0].max(keepdims=True)))

@@ -16,32 +16,30 @@ from jax.sharding import PartitionSpec as P
 import cases
 import diptych.jax as dj
 import oracle
-from diptych.common import RECIPES, DTypeError, ShapeError
+from diptych.common import DTypeError, QuantSpec, ShapeError
 from diptych.jax import ffi, primitives
 from jax_frontend import tools
 
-TENSOR = tools.quantizer("fp8_e4m3_tensor")
+TENSOR, FP4 = tools.quantizer("fp8_e4m3_tensor"), tools.quantizer("nvfp4", columnwise=False)
+RECIPES = tools.PLAIN_RECIPES
 
 
 def test_2_buffers_of_each_element_type_hold_what_they_should_and_not_a_byte_more():
     """Shapes and element types decide how far a kernel writes. The neighbours of each output keep their bytes."""
-    x = cases.draw("buffers", "normal", (33, 65), "float32")
-    for fmt in cases.FORMATS:
-        (case,) = cases.quantize_cases([fmt], ["float32"], [(33, 65)], ["normal"])
-        row = tools.quantizer(fmt).format
-        # The copies are updated inside larger arrays of ones, whose other elements have to stay.
-        q = jax.jit(functools.partial(dj.quantize, quantizer=tools.quantizer(fmt, case.pow2, case.eps)))(x)
-        tools.same_quantized(q, oracle.quantize(x, fmt, pow2=case.pow2, eps=case.eps), case)
-        assert q.rowwise_data.dtype.name == q.columnwise_data.dtype.name == row.element
+    for name, kind in tools.KINDS.items():
+        x, state, row = kind.draw("buffers"), kind.state(), kind.quantizer.format
+        q = jax.jit(functools.partial(dj.quantize, quantizer=kind.quantizer))(x, **state)
+        tools.same_quantized(q, kind.oracle(x, state), name)
+        assert q.rowwise_data.dtype.name == q.columnwise_data.dtype.name == row.data
         assert q.rowwise_scale_inv.dtype.name == row.scale
-        assert q.rowwise_data.nbytes == x.size
+        assert q.rowwise_data.nbytes * row.pack == x.size
     # A four-bit element, whose byte count XLA reports wrongly, reaches no kernel.
     packed = jax.ShapeDtypeStruct((4, 4), ml_dtypes.float4_e2m1fn)
     with pytest.raises(DTypeError, match="float4_e2m1fn"):
         jax.eval_shape(dj.amax, packed)
     call = jax.ffi.ffi_call("diptych_amax", jax.ShapeDtypeStruct((1,), jnp.float32))
     with pytest.raises(jax.errors.JaxRuntimeError, match="no op takes"):
-        call(jnp.zeros((4, 4), ml_dtypes.float4_e2m1fn), attributes=ffi.amax_attributes(ffi.Batch.none(1)))
+        call(jnp.zeros((4, 4), ml_dtypes.float4_e2m1fn), attributes=ffi.amax_attributes(ffi.Batch.none(1), 0, False))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -50,12 +48,20 @@ def test_3_subnormals_survive_inside_a_handler(dtype):
     x = cases.draw("ftz", "subnormal_input", (64, 256), dtype)
     assert (np.abs(x.astype(np.float32)).max() > 0) and not float(jnp.abs(jax.jit(lambda v: v * 1.0)(x)).max()) > 1e-37
     tools.same(jax.jit(dj.amax)(x), oracle.amax(x))
-    for fmt in cases.FORMATS:
-        want = oracle.quantize(x, fmt)
-        quantizer = tools.quantizer(fmt)
-        tools.same_quantized(jax.jit(functools.partial(dj.quantize, quantizer=quantizer))(x), want, fmt)
-        values = jax.jit(lambda v, quantizer=quantizer: dj.dequantize(dj.quantize(v, quantizer)))(x)
-        tools.same(values, oracle.dequantize(want.copy(), x.dtype), fmt)
+    for name, kind in tools.KINDS.items():
+        if kind.dtype not in ("float32", dtype):
+            continue
+        state = kind.state()
+        want = kind.oracle(x, state)
+        quantized = jax.jit(functools.partial(dj.quantize, quantizer=kind.quantizer))(x, **state)
+        tools.same_quantized(quantized, want, name)
+        tools.same(jax.jit(dj.dequantize)(quantized), oracle.dequantize(want.copy(), x.dtype), name)
+    history, scale = np.float32([[1e-41, 3e-40, 1e-42]]), np.ones(1, np.float32)
+    for options in ({}, {"reduced": np.float32([2e-42])}, {"margin": 100}):
+        tools.same_tree(
+            jax.jit(functools.partial(dj.scale_update, **options))(history, scale),
+            oracle.scale_update(history, scale, **options),
+        )
     tools.same(jax.jit(dj.bias_grad)(x), tools.oracle_bias_grad(x, x.dtype))
 
 
@@ -87,7 +93,10 @@ def test_5_a_forgotten_pmax_is_an_error(mesh):
     def quantized(x):
         return dj.quantize(x, TENSOR).rowwise_scale_inv
 
-    for f in (forgotten, quantized):
+    def two_level(x):
+        return dj.quantize(x, FP4).amax
+
+    for f in (forgotten, quantized, two_level):
         with pytest.raises(ValueError, match="out_specs"):
             jax.jit(shard(f, out_specs=P()))(x)
 
@@ -103,7 +112,7 @@ def test_5_a_forgotten_pmax_is_an_error(mesh):
 
 
 def test_6_attributes_are_typed_in_64_bit_mode_too():
-    x, kernel = tools.normal("x", (17, 65)), tools.normal("kernel", (33, 65))
+    x, kernel = tools.normal("x", (16, 64)), tools.normal("kernel", (32, 64))
     f = {name: jax.jit(functools.partial(dj.dense, recipe=recipe)) for name, recipe in RECIPES.items()}
     want = {name: g(x, kernel) for name, g in f.items()}
     with jax.enable_x64(True):
@@ -112,6 +121,10 @@ def test_6_attributes_are_typed_in_64_bit_mode_too():
         q = dj.quantize(x, TENSOR, amax=2.5)  # a Python float: float32 all the same
         assert q.amax.dtype == jnp.float32
         got = dj.gemm(q, q, alpha=0.1)
+        scaled = dj.quantize(x, dj.Float8Quantizer(), scale=0.3)
+        updated = dj.scale_update(jnp.ones((2, 3), jnp.float32), jnp.ones(2, jnp.float32), fp8_max=57344, margin=1)
+        assert scaled.amax.dtype == updated[0].dtype == updated[1].dtype == jnp.float32
+        assert dj.rng_state(1, 2).dtype == jnp.int32
         with pytest.raises(DTypeError, match="float64"):
             dj.quantize(jnp.ones((2, 2)), TENSOR)
         # Equal keys of a compilation cache that are not equal types: one must not spoil the other.
@@ -119,24 +132,27 @@ def test_6_attributes_are_typed_in_64_bit_mode_too():
             tools.same(dj.gemm(q, q, alpha=alpha), jax.jit(lambda q, a=alpha: dj.gemm(q, q, alpha=float(a)))(q))
         grads = jax.grad(lambda x: dj.dense(x, kernel, recipe=RECIPES["mxfp8"]).sum())(x)
     tools.same(got, dj.gemm(q, q, alpha=0.1))
+    tools.same_tree(scaled, dj.quantize(x, dj.Float8Quantizer(), scale=0.3))
+    tools.same_tree(updated, dj.scale_update(jnp.ones((2, 3)), jnp.ones(2), fp8_max=57344.0, margin=1))
     tools.same(grads, jax.grad(lambda x: dj.dense(x, kernel, recipe=RECIPES["mxfp8"]).sum())(x))
     batch = ffi.Batch.none(4)
     for attributes in (
-        ffi.amax_attributes(batch),
-        ffi.quantize_attributes(batch, (0, True, 0.5), False, True, True),
-        ffi.dequantize_attributes(batch, 0, False),
-        ffi.gemm_attributes(batch, (0, False), (0, True), False, False, 1.0, 0.0, False),
+        ffi.amax_attributes(batch, 0, True),
+        ffi.quantize_attributes(batch, QuantSpec(0, 1, 0.5), 0, rowwise=True, columnwise=True, has_scale=False),
+        ffi.scale_update_attributes(batch, False, True, 448, 0, False),
+        ffi.dequantize_attributes(batch, 0, False, True),
+        ffi.gemm_attributes(batch, (0, False, False), (0, True, True), False, False, 1.0, 0.0, False),
         ffi.bias_grad_attributes(batch),
     ):
         assert {type(v) for v in attributes.values()} <= {np.int32, np.int64, np.float32}
 
 
 def test_6_one_attribute_too_many_or_of_another_type_is_refused():
-    good = ffi.amax_attributes(ffi.Batch.none(1))
+    good = ffi.amax_attributes(ffi.Batch.none(1), 0, False)
     errors = {
         "expected S64 but got S32": good | {"axes": np.int32(0)},  # first: `good` is an equal key of JAX's caches
-        "expected 3 attributes but got 4": good | {"more": np.int32(1)},
-        "expected 3 attributes but got 1": {"version": np.int32(1)},
+        f"expected {len(good)} attributes but got {len(good) + 1}": good | {"more": np.int32(1)},
+        f"expected {len(good)} attributes but got 1": {"version": good["version"]},
     }
     call = jax.ffi.ffi_call("diptych_amax", jax.ShapeDtypeStruct((1, 1), jnp.float32))
     for message, bad in errors.items():
@@ -170,7 +186,7 @@ def test_9_errors_are_python_errors_while_tracing():
     assert tools.calls("quantize") == before
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"INVALID_ARGUMENT: .*version 99"):
         call = jax.ffi.ffi_call("diptych_amax", jax.ShapeDtypeStruct((1,), jnp.float32))
-        call(jnp.ones(3), attributes=ffi.amax_attributes(ffi.Batch.none(1)) | {"version": np.int32(99)})
+        call(jnp.ones(3), attributes=ffi.amax_attributes(ffi.Batch.none(1), 0, False) | {"version": np.int32(99)})
 
 
 def train(recipe, x, kernel, bias):

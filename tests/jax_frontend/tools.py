@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,15 +15,63 @@ import oracle
 from diptych import core
 from diptych.common import (
     RECIPES,
+    Float8Quantizer,
+    NVFP4BlockScaling,
     Quantizer,
     QuantizerRole,
     Recipe,
+    linear_plan,
 )
 from hardware import cuda_missing
+from quantizers import of_case as of_case
+from quantizers import oracle_options
 from quantizers import quantizer as quantizer
 
 RECIPE_NAMES = tuple(RECIPES)
-COPIES = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv", "amax")
+COPIES = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv", "amax", "columnwise_amax")
+
+# What `dense` runs on arrays alone, without a state beside them and in any dtype.
+PLAIN_RECIPES = {k: r for k, r in RECIPES.items() if not (linear_plan(r).states or linear_plan(r).needs_rng)} | {
+    "nvfp4 to nearest": NVFP4BlockScaling(disable_stochastic_rounding=True, disable_rht=True)
+}
+
+
+class Kind(NamedTuple):
+    """One way to quantize: a quantizer that makes both copies, and what its calls are given beside x."""
+
+    quantizer: Quantizer
+    dtype: str
+    shape: tuple[int, int]
+
+    def draw(self, name: str, front: tuple[int, ...] = ()) -> jax.Array:
+        """Normal values [*front, *shape], each example of another magnitude."""
+        x = normal(f"{name}-{self.quantizer}", (*front, *self.shape), self.dtype)
+        return x * jnp.logspace(0, 2, front[0], dtype=x.dtype).reshape(-1, *[1] * (x.ndim - 1)) if front else x
+
+    def state(self, front: tuple[int, ...] = ()) -> dict[str, jax.Array]:
+        """Keyword arguments of `quantize`: another scale and other random bits for each example."""
+        rng = cases.rng_for(f"state-{self.quantizer}")
+        if self.quantizer.needs_scale:
+            return {"scale": jnp.asarray(rng.uniform(0.5, 8, (*front, 1)), jnp.float32)}
+        if self.quantizer.needs_rng:
+            return {"rng": jnp.asarray(rng.integers(0, 1 << 32, (*front, 4), np.uint32).view(np.int32))}
+        return {}
+
+    def oracle(self, x: Any, state: dict[str, Any], **usage: bool) -> oracle.Quantized:
+        given = {name: np.asarray(value) for name, value in state.items()}
+        given = {name: value[0] if name == "scale" else value for name, value in given.items()}
+        return oracle_of(self.quantizer, x, **given, **usage)
+
+
+KINDS = {
+    "-".join([fmt, *sorted(variant)]): Kind(
+        quantizer(fmt, **dict.fromkeys(variant, True)),
+        "bfloat16" if "rht" in variant else "float32",
+        (32, 48) if fmt in cases.PACKED_FORMATS else (33, 65),
+    )
+    for fmt in cases.FORMATS
+    for variant in cases.VARIANTS[cases.rule_of(fmt)]
+} | {"delayed": Kind(Float8Quantizer(fp8_dtype="float8_e5m2"), "float32", (33, 65))}
 
 
 def gpu() -> Any:
@@ -74,9 +122,8 @@ def normal(name: str, shape: tuple[int, ...], dtype: str = "float32") -> jax.Arr
     return jnp.asarray(cases.draw(name, "normal", shape, dtype))
 
 
-def oracle_of(quant: Quantizer, x: Any, **usage: bool) -> oracle.Quantized:
-    _, pow2, eps = quant.spec
-    return oracle.quantize(np.asarray(x), quant.format.name, pow2=pow2, eps=eps, **usage)
+def oracle_of(quant: Quantizer, x: Any, **options: Any) -> oracle.Quantized:
+    return oracle.quantize(np.asarray(x), quant.format.name, **oracle_options(quant) | options)
 
 
 def oracle_bias_grad(dy: np.ndarray, dtype: Any) -> np.ndarray:

@@ -4,6 +4,7 @@ import sys
 
 import pytest
 
+from diptych.common import RECIPES, format_by_name, linear_plan
 from diptych.lab import cli, frontend
 
 MODEL = ["--width", "32", "--layers", "1", "--heads", "2", "--seq", "16"]
@@ -89,7 +90,7 @@ def test_doctor_without_any_frontend(capsys, monkeypatch):
     assert cli.main(["doctor", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["frontends"] == {}
-    assert {r["recipe"] for r in found["recipes"]} == {"fp8-current", "fp8-block", "mxfp8"}
+    assert {r["recipe"] for r in found["recipes"]} == set(RECIPES)
 
 
 def test_doctor(capsys):
@@ -99,9 +100,16 @@ def test_doctor(capsys):
     assert all(f["usable"] for f in found["frontends"].values())
     assert "jaxlib headers" in found["frontends"]["jax"]["versions"]
     on_cpu = [r for r in found["recipes"] if r["device"] == "CPU"]
-    assert len(on_cpu) == 3
-    levels = {k["level"] for r in on_cpu for p in r["products"].values() for k in p.values()}
-    assert levels == {"native"}
+    assert len(on_cpu) == len(RECIPES)
+    aligned = {p["aligned"]["level"] for r in on_cpu for p in r["products"].values()}
+    assert aligned | {o["level"] for r in on_cpu for o in r["ops"]} == {"native"}
+    for r in on_cpu:
+        packed = any(format_by_name(f).pack > 1 for f in r["formats"])
+        levels = {p["unaligned"]["level"] for p in r["products"].values()}
+        assert levels == ({"refused"} if packed else {"native"}), r["recipe"]
+        states = linear_plan(RECIPES[r["recipe"]]).states
+        assert {o["op"] for o in r["ops"]} == {"quantize", *["scale_update"] * bool(states)}
+    assert {f for r in on_cpu for f in r["formats"]} <= set(found["formats"])
     assert cli.main(["doctor"]) == 0
     text = capsys.readouterr().out
     assert "cpu.gemm" in text and "mxfp8 on CPU" in text

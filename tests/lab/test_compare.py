@@ -11,12 +11,25 @@ TINY_ARGS = [
 ]
 
 
+def compared(recipe, text, out):
+    """One whole comparison, small: (exit status, folder)."""
+    argv = ["compare", "--recipe", recipe, "--data", str(text), "--out", str(out)]
+    return main([*argv, *TINY_ARGS]), out
+
+
 @pytest.fixture(scope="module")
 def good(text, tmp_path_factory):
-    """One whole comparison, small: (exit status, folder)."""
-    out = tmp_path_factory.mktemp("good")
-    argv = ["compare", "--recipe", "fp8-block", "--data", str(text), "--out", str(out)]
-    return main([*argv, *TINY_ARGS]), out
+    return compared("fp8-block", text, tmp_path_factory.mktemp("good"))
+
+
+@pytest.fixture(scope="module")
+def delayed(text, tmp_path_factory):
+    return compared("fp8-delayed", text, tmp_path_factory.mktemp("delayed"))
+
+
+@pytest.fixture(scope="module")
+def narrow(text, tmp_path_factory):
+    return compared("nvfp4", text, tmp_path_factory.mktemp("narrow"))
 
 
 def test_it_passes_and_writes_report_and_results(good):
@@ -28,6 +41,29 @@ def test_it_passes_and_writes_report_and_results(good):
     assert len(results["runs"]) == 4
     assert {row["op"] for row in results["replay"]} == {"quantize", "gemm", "bias_grad"}
     assert all(row["differing"] == 0 for row in results["replay"])
+
+
+def test_delayed_scaling_passes_and_shows_its_scales(delayed):
+    status, out = delayed
+    results = json.loads((out / "results.json").read_text())
+    assert status == 0, [c for c in results["checks"] if not c["passed"]]
+    assert {row["op"] for row in results["replay"]} == {"quantize", "gemm", "bias_grad", "scale_update"}
+    assert all(run["calls"] | run["expected"] == run["calls"] for run in results["runs"].values())
+    low = [run for run in results["runs"].values() if run["low"]]
+    assert all(len(run["scales"]) == 80 and len(run["scales"]["80"]) == 24 for run in low)
+    html = (out / "report.html").read_text()
+    assert html.count("<svg") == 4 and "Delayed scales" in html and "scale_update" in html
+
+
+def test_four_bits_pass_within_their_own_tolerance(narrow):
+    status, out = narrow
+    results = json.loads((out / "results.json").read_text())
+    assert status == 0, [c for c in results["checks"] if not c["passed"]]
+    assert results["recipe"]["tolerance"] == 0.04 and results["recipe"]["linear_dtype"] == "bfloat16"
+    assert [row["products"] for row in results["recipe"]["formats"]] == [
+        "fprop and wgrad", "fprop and dgrad", "dgrad and wgrad"
+    ]  # fmt: skip
+    assert any("amax" in row["what"] for row in results["trace"][0]["rows"])
 
 
 def test_the_control_runs_call_no_kernel(good):
@@ -52,14 +88,18 @@ def test_the_first_payloads_are_equal_and_the_parting_op_is_named(good):
     assert first["step"] == 0 and first["kind"] in {row["kind"] for row in results["framework_ops"]}
 
 
-@pytest.mark.parametrize("framework", ["torch", "jax"])
-def test_a_corrupted_scale_fails_the_precision_check(text, tmp_path, framework, capsys):
-    argv = ["compare", "--recipe", "fp8-block", "--data", str(text)]
+@pytest.mark.parametrize(
+    ("framework", "recipe"),
+    [("torch", "fp8-block"), ("jax", "mxfp8"), ("torch", "nvfp4"), ("jax", "nvfp4"), ("torch", "fp8-delayed"),
+     ("jax", "fp8-delayed")],
+)  # fmt: skip
+def test_a_corrupted_scale_fails_the_precision_check(text, tmp_path, framework, recipe, capsys):
+    argv = ["compare", "--recipe", recipe, "--data", str(text)]
     status = main([*argv, "--out", str(tmp_path), *TINY_ARGS, "--corrupt-scale", framework])
     assert status == 1
     results = json.loads((tmp_path / "results.json").read_text())
     failed = [c["name"] for c in results["checks"] if not c["passed"]]
-    assert f"{framework}: fp8-block trains as high precision does" in failed
+    assert f"{framework}: {recipe} trains as high precision does" in failed
     other = "jax" if framework == "torch" else "torch"
     assert not any(name.startswith(f"{other}:") for name in failed)
     assert "FAIL" in capsys.readouterr().out

@@ -16,7 +16,7 @@ def run(frontend, job_, data, **more):
     return train.run(frontend, job_, data, SETTINGS, progress=False, **more)
 
 
-@pytest.mark.parametrize("recipe", ["none", "fp8-current"])
+@pytest.mark.parametrize("recipe", ["none", "fp8-delayed", "nvfp4"])
 def test_resume_gives_the_losses_of_the_uninterrupted_run(frontend_, small, tmp_path, recipe):
     whole = run(frontend_, job(recipe), small)
     path = tmp_path / checkpoint.FILE_NAME
@@ -30,12 +30,61 @@ def test_resume_gives_the_losses_of_the_uninterrupted_run(frontend_, small, tmp_
     assert done.steps_run == 0 and np.array_equal(done.losses, whole.losses)
 
 
-def test_a_checkpoint_crosses_frameworks(small, tmp_path):
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8-delayed", "nvfp4"])
+def test_a_checkpoint_crosses_frameworks(small, tmp_path, recipe):
+    """Written by one, read by the other and written again: the same bits, scales and random states included."""
     path = tmp_path / "c.npz"
-    run(require("torch", "cpu"), job(), small, checkpoint=path, stop_after=4)
-    there = run(require("jax", "cpu"), job(), small, resume=path)
-    straight = run(require("jax", "cpu"), job(), small)
-    assert there.final == pytest.approx(straight.final, rel=0.01)
+    for one, other in (("torch", "jax"), ("jax", "torch")):
+        run(require(one, "cpu"), job(recipe), small, checkpoint=path, stop_after=2)
+        stored = checkpoint.load(path).state
+        assert len(stored.quantizing) == len(TINY.linears) * (9 * (recipe == "fp8-delayed") + (recipe == "nvfp4"))
+        trainer = require(other, "cpu").trainer(job(recipe), stored.weights)
+        trainer.restore(stored)
+        same_state(trainer.state(), stored)
+        there = run(require(other, "cpu"), job(recipe), small, resume=path)
+        straight = run(require(other, "cpu"), job(recipe), small)
+        assert there.final == pytest.approx(straight.final, rel=0.01)
+
+
+def same_state(a, b):
+    assert a.step == b.step
+    for section in ("weights", "first", "second", "quantizing"):
+        x, y = getattr(a, section), getattr(b, section)
+        assert x.keys() == y.keys(), section
+        for key in x:
+            assert x[key].dtype == y[key].dtype and np.array_equal(x[key], y[key]), (section, key)
+
+
+def test_evaluation_leaves_the_quantizers_alone(frontend_, small):
+    for recipe in ("fp8-delayed", "nvfp4"):
+        trainer = frontend_.trainer(job(recipe), initial_weights(TINY, 0))
+        batches = [small.batch(0, i, 2, TINY.seq) for i in range(3)]
+        trainer.step(batches[0])
+        before = trainer.state()
+        losses = [trainer.evaluate(b) for b in batches]
+        same_state(trainer.state(), before)
+        assert [trainer.evaluate(b) for b in batches] == losses
+
+
+def test_random_streams_are_those_of_the_seed_and_advance_with_the_steps(small):
+    """Both frameworks: the seed, the linear's place, and 18 offsets a step."""
+    kept = {}
+    for name in ("torch", "jax"):
+        trainer = require(name, "cpu").trainer(job("nvfp4", seed=2**33 + 5), initial_weights(TINY, 0))
+        for i in range(2):
+            trainer.step(small.batch(0, i, 2, TINY.seq))
+        kept[name] = trainer.state().quantizing
+    want = {f"{linear}.rng_state": [5, 2, 36, i] for i, linear in enumerate(TINY.linears)}
+    for found in kept.values():
+        assert {k: v.tolist() for k, v in found.items()} == want
+
+
+def test_delayed_scales_follow_the_amaxes(frontend_, small):
+    result = run(frontend_, job("fp8-delayed"), small)
+    assert sorted(result.scales) == [1, 2, 3, 4, 5, 6]
+    assert set(result.scales[1].values()) == {1.0}  # nothing had been seen
+    assert all(v != 1 for v in result.scales[2].values())
+    assert len(result.scales[6]) == 3 * len(TINY.linears)
 
 
 def test_state_comes_back_as_it_was_written(frontend_, small, tmp_path):
@@ -44,12 +93,9 @@ def test_state_comes_back_as_it_was_written(frontend_, small, tmp_path):
     stored = checkpoint.load(path)
     trainer = frontend_.trainer(job(), initial_weights(TINY, 1))
     trainer.restore(stored.state)
-    state = trainer.state()
-    assert state.step == stored.state.step == 6
-    for section in ("weights", "first", "second"):
-        a, b = getattr(state, section), getattr(stored.state, section)
-        assert set(a) == set(b) == set(TINY.shapes())
-        assert all(np.array_equal(a[k], b[k]) for k in a)
+    same_state(trainer.state(), stored.state)
+    assert stored.state.step == 6
+    assert set(stored.state.weights) == set(stored.state.first) == set(TINY.shapes())
     assert any(np.abs(v).max() > 0 for v in stored.state.second.values())
 
 
@@ -118,14 +164,16 @@ def test_a_failed_write_keeps_the_old_checkpoint(saved, monkeypatch):
 
 
 def test_both_frameworks_start_alike_and_count_their_kernels(small):
-    results = [run(require(name, "cpu"), job("fp8-block"), small) for name in ("torch", "jax")]
-    assert results[0].losses == pytest.approx(results[1].losses, rel=1e-3)
-    linears, steps, evaluated = len(TINY.linears), 6, 4
-    for r in results:
-        assert r.evaluations_run == evaluated
-        assert r.calls["gemm"] == r.calls["cpu.gemm"] == linears * (3 * steps + evaluated)
-        assert r.calls["quantize"] == linears * (3 * steps + 2 * evaluated)
-        assert r.calls["bias_grad"] == linears * steps
+    for recipe in ("fp8-block", "fp8-delayed"):
+        results = [run(require(name, "cpu"), job(recipe), small) for name in ("torch", "jax")]
+        assert results[0].losses == pytest.approx(results[1].losses, rel=1e-3)
+        linears, steps, evaluated = len(TINY.linears), 6, 4
+        for r in results:
+            assert r.evaluations_run == evaluated
+            assert r.calls["gemm"] == r.calls["cpu.gemm"] == linears * (3 * steps + evaluated)
+            assert r.calls["quantize"] == linears * (3 * steps + 2 * evaluated)
+            assert r.calls["bias_grad"] == linears * steps
+            assert r.calls["scale_update"] == linears * 3 * steps * (recipe == "fp8-delayed")
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(frontend_, small):

@@ -16,18 +16,22 @@ import diptych.jax as dj  # noqa: E402
 import diptych.torch as dt  # noqa: E402
 from diptych import core  # noqa: E402
 
-FIELDS = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv", "amax")
+FIELDS = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv", "amax", "columnwise_amax")
 
 
-def to_torch(x: np.ndarray, device: str = "cpu") -> Any:
+def to_torch(x: np.ndarray | None, device: str = "cpu") -> Any:
     """A tensor with the same bits; `requires_grad` is off."""
+    if x is None:
+        return None
     out = torch.empty(x.shape, dtype=getattr(torch, x.dtype.name))
     if x.size:
         out.view(-1).view(torch.uint8).copy_(torch.from_numpy(np.frombuffer(x.tobytes(), np.uint8).copy()))
     return out.to(device)
 
 
-def to_jax(x: np.ndarray, device: str = "cpu") -> Any:
+def to_jax(x: np.ndarray | None, device: str = "cpu") -> Any:
+    if x is None:
+        return None
     return jax.device_put(x, jax.devices("gpu" if device == "cuda" else "cpu")[0])
 
 

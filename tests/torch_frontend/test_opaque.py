@@ -1,4 +1,4 @@
-"""Value objects as constants of compiled graphs: registration, guards on equality, users' own classes."""
+"""Value objects as constants of compiled graphs: registration, guards on equality, users' own quantizers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import sys
 
 import pytest
 import torch
-from torch._library.opaque_object import is_opaque_value_type
+from torch._library.opaque_object import is_opaque_type, is_opaque_value_type
 from torch._opaque_base import OpaqueBaseMeta
 
 import diptych.torch as dt
-from diptych.common import RECIPES, Float8BlockScaling, QuantizerRole, find_format
+from diptych.common import RECIPES, Float8BlockScaling, MXFP8Quantizer, NVFP4Quantizer, QuantizerRole, find_format
 from diptych.common.quantizers import Quantizer
 from diptych.common.recipes import QParams, Recipe
 from diptych.common.value import Value
@@ -21,55 +21,197 @@ from diptych.torch import opaque
 from torch_frontend.tools import normal, same
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MyQuantizer(Quantizer):
+class Clipping:
+    """quantize_impl of the quantizers below: what is left after `limit`, in a built-in format."""
+
+    def quantize_impl(self, x, quantize):
+        inner = MXFP8Quantizer(rowwise=self.rowwise, columnwise=self.columnwise)
+        return quantize(x.clamp(-self.limit, self.limit), inner)
+
+    @functools.cached_property
+    def format(self):
+        return find_format("float8_e4m3fn", "float8_e8m0fnu", (1, 32))
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class ByValue(Clipping, Quantizer):
     """Defined after diptych.torch was imported; no default for one field."""
 
+    limit: float
+
+    def _value_fields(self):
+        return ("rowwise", "columnwise", "limit")
+
+
+class ByIdentity(Clipping, Quantizer):
+    def __init__(self, limit: float, **usage: bool):
+        super().__init__(**usage)
+        object.__setattr__(self, "limit", limit)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class DerivedByValue(Clipping, MXFP8Quantizer):
+    limit: float = 1.0
+
+
+class DerivedByIdentity(Clipping, MXFP8Quantizer):
+    limit: float  # declared, because torch 2.11 lets Dynamo read nothing else
+
+    def __init__(self, limit: float, **usage: bool):
+        super().__init__(**usage)
+        object.__setattr__(self, "limit", limit)
+
+
+CUSTOM = {
+    "value": lambda limit: ByValue(limit=limit),
+    "identity": ByIdentity,
+    "derived value": lambda limit: DerivedByValue(limit=limit),
+    "derived identity": DerivedByIdentity,
+}
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Plain(Quantizer):
+    """No quantize_impl, only a format: an own name for what the core does."""
+
     label: str
+
+    def _value_fields(self):
+        return ("rowwise", "columnwise", "label")
 
     @functools.cached_property
     def format(self):
         return find_format("float8_e5m2", "float8_e8m0fnu", (1, 32))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class MyRecipe(Recipe):
-    label: str = "mine"
+    limit: float = 1.0
 
     def quantizer(self, role: QuantizerRole) -> Quantizer:
-        return MyQuantizer(label=self.label)
+        return ByValue(limit=self.limit)
 
 
-def test_every_value_class_is_registered():
-    classes = [c for c in opaque.tree(Value) if c is not Value]
+def test_classes_compared_by_value_are_registered():
+    classes = [c for c in opaque.tree(Value) if opaque.by_value(c)]
     names = {c.__name__ for c in classes}
     assert {"MXFP8Quantizer", "QParams", "MMParams", "QuantizerRole", "Float8BlockScaling"} <= names
-    assert {"MyQuantizer", "MyRecipe"} <= names
+    assert {"ByValue", "DerivedByValue", "Plain", "MyRecipe"} <= names
+    assert not {"Value", "Quantizer", "ByIdentity"} & names
     for cls in classes:
         assert is_opaque_value_type(cls), cls
+    assert not is_opaque_type(Quantizer) and not is_opaque_type(ByIdentity)
 
 
 def test_members_are_the_public_attributes():
-    names = set(opaque.members(MyQuantizer))
-    assert {"format", "spec", "with_usage", "rowwise", "columnwise", "label", "fingerprint"} <= names
-    assert not any(n.startswith("_") for n in names)
+    names = set(opaque.members(ByValue))
+    assert {"format", "spec", "with_usage", "rowwise", "columnwise", "limit"} <= names
+    assert not {"quantize_impl", "fingerprint"} & names
+    assert not [n for n in names if n.startswith("_")]
 
 
-def test_users_quantizer_and_recipe_compile():
-    layer = dt.Linear(64, 32)
-    x = normal("x", (4, 64))
+@pytest.mark.parametrize("kind", CUSTOM)
+def test_custom_quantizers(kind, device):
+    x = normal("custom", (2, 8, 64), device=device)
+    quant = CUSTOM[kind](0.5)
+    assert quant.custom
+    q = dt.quantize(x, quant)
+    want = dt.quantize(x.clamp(-0.5, 0.5), MXFP8Quantizer())
+    assert q.quantizer == want.quantizer and torch.equal(q, want)
+    one = dt.quantize(x, quant.with_usage(columnwise=False))
+    assert one.columnwise_data is None
+    same(one.rowwise_data, want.rowwise_data)
+
+
+@pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
+@pytest.mark.parametrize("kind", CUSTOM)
+def test_custom_quantizers_compile(kind, backend):
+    """From a closure and as an argument; another value is another graph, an equal one is not."""
+    x = normal("custom", (4, 64))
+    quant = CUSTOM[kind](0.5)
+    torch._dynamo.reset()
+    closed = torch.compile(lambda x: dt.quantize(x, quant), fullgraph=True, backend=backend)
+    passed = torch.compile(lambda x, quant: dt.quantize(x, quant).dequantize(), fullgraph=True, backend=backend)
+    assert torch.equal(closed(x), dt.quantize(x, quant))
+    for limit in (0.5, 0.25):
+        other = CUSTOM[kind](limit)
+        same(passed(x, other), dt.quantize(x, other).dequantize())
+    torch._dynamo.utils.counters.clear()
+    again = CUSTOM[kind](0.25)
+    same(passed(x, again), dt.quantize(x, again).dequantize())
+    if "value" in kind:
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 0
+
+
+@pytest.mark.parametrize("kind", ("identity", "derived identity"))
+def test_state_of_a_quantizer_is_not_baked_in(kind):
+    x, quant = normal("custom", (4, 64)), CUSTOM[kind](0.5)
+    torch._dynamo.reset()
+    step = torch.compile(lambda x: dt.quantize(x, quant).dequantize(), fullgraph=True, backend="aot_eager")
+    for limit in (0.5, 0.25):
+        object.__setattr__(quant, "limit", limit)
+        same(step(x), dt.quantize(x, quant).dequantize())
+
+
+def test_custom_quantizers_are_made_inside_of_a_graph_too():
+    x = normal("custom", (4, 64))
 
     def step(x, recipe):
-        with dt.autocast(recipe=recipe):
-            return layer(x)
+        inner = recipe.quantizer(QuantizerRole())
+        return dt.quantize(x, inner).dequantize() + dt.quantize(x, ByValue(limit=2.0)).dequantize()
 
     torch._dynamo.reset()
     got = torch.compile(step, fullgraph=True, backend="aot_eager")(x, MyRecipe())
     same(got, step(x, MyRecipe()))
-    quant = MyQuantizer(label="a")
+
+
+class Passing(Quantizer):
+    """Hands the options of its call to a built-in quantizer."""
+
+    def __init__(self, inner: Quantizer):
+        object.__setattr__(self, "inner", inner)
+        super().__init__()
+
+    @functools.cached_property
+    def format(self):
+        return self.inner.format
+
+    def quantize_impl(self, x, quantize):
+        return quantize(x, self.inner)
+
+
+def test_options_reach_the_quantizer_inside():
+    x = normal("options", (16, 64), "bfloat16")
+    one, rng = torch.full((1,), 9.0), dt.rng_state(3, 4)
+    inner = NVFP4Quantizer(stochastic_rounding=True)
+    options = {"amax": one, "columnwise_amax": one * 2, "rng": rng}
+    assert torch.equal(dt.quantize(x, Passing(inner), **options), dt.quantize(x, inner, **options))
+    torch._dynamo.reset()
+    outer = Passing(inner)
+    step = torch.compile(lambda x: dt.quantize(x, outer, **options), fullgraph=True, backend="aot_eager")
+    assert torch.equal(step(x), dt.quantize(x, inner, **options))
+    assert torch.equal(dt.quantize(x, Passing(Passing(inner)), rng=rng), dt.quantize(x, inner, rng=rng))
+    with pytest.raises(ValueError, match="rng is for stochastic rounding"):
+        dt.quantize(x, Passing(NVFP4Quantizer()), rng=rng)
+    with pytest.raises(ValueError, match="has none"):
+        dt.quantize(x, Passing(MXFP8Quantizer()), amax_group="a group")
+
+
+def test_quantize_impl_must_quantize():
+    class Forgetful(Clipping, Quantizer):
+        def quantize_impl(self, x, quantize):
+            quantize(x, MXFP8Quantizer())
+
+    with pytest.raises(TypeError, match=r"Forgetful\.quantize_impl returned NoneType"):
+        dt.quantize(torch.zeros(4, 64), Forgetful())
+
+
+def test_a_format_under_an_own_name_compiles():
+    x, quant = normal("plain", (4, 64)), Plain(label="a")
+    assert not quant.custom
+    torch._dynamo.reset()
     q = torch.compile(lambda x: dt.quantize(x, quant), fullgraph=True, backend="aot_eager")(x)
-    assert q.quantizer == quant
-    same(q.rowwise_data, dt.quantize(x, quant).rowwise_data)
+    assert q.quantizer == quant and torch.equal(q, dt.quantize(x, quant))
 
 
 def test_graphs_guard_on_the_value():
@@ -149,6 +291,8 @@ def test_values_keep_their_meaning():
     for recipe in RECIPES.values():
         assert isinstance(recipe, Recipe) and isinstance(recipe.quantizer(QuantizerRole()), Quantizer)
         assert eval(*_evaluable(recipe)) == recipe
+    for kind in ("value", "derived value"):
+        assert eval(*_evaluable(CUSTOM[kind](0.5))) == CUSTOM[kind](0.5)
 
 
 def _evaluable(value):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
 import subprocess
 import sys
@@ -13,13 +14,15 @@ import torch
 
 import cases
 import diptych.torch as dt
+from diptych.common import MXFP8Quantizer
 from diptych.torch.quantized import BUFFERS
 from torch_frontend import tools
 from torch_frontend.tools import normal, quantizer, same
 
 
-def _make(fmt: str = "fp8_e4m3_tensor", shape=(2, 3, 96), dtype="bfloat16", device="cpu", **usage):
-    return dt.quantize(normal(f"{fmt}-{shape}", shape, dtype, device), quantizer(fmt, **usage))
+def _make(fmt: str = "fp8_e4m3_tensor", shape=(2, 24, 96), dtype="bfloat16", device="cpu", **options):
+    quant = quantizer(fmt, **options)
+    return dt.quantize(normal(f"{fmt}-{shape}", shape, dtype, device), quant, rng=tools.rng_for(quant, device))
 
 
 def _equal(a: dt.QuantizedTensor, b: dt.QuantizedTensor) -> None:
@@ -59,8 +62,8 @@ COPIES = {
 @pytest.mark.parametrize("way", COPIES)
 @pytest.mark.parametrize("fmt", cases.FORMATS)
 def test_copies(fmt, way, device):
-    for rowwise, columnwise in tools.USAGES:
-        q = _make(fmt, device=device, rowwise=rowwise, columnwise=columnwise)
+    for (rowwise, columnwise), options in itertools.product(tools.USAGES, tools.variants(fmt)):
+        q = _make(fmt, device=device, rowwise=rowwise, columnwise=columnwise, **options)
         new = COPIES[way](q)
         _equal(q, new)
         _apart(q, new)
@@ -79,6 +82,14 @@ def test_deepcopy_keeps_identity_inside_one_object():
     q = _make()
     a, b = copy.deepcopy([q, q])
     assert a is b and a is not q
+
+
+@pytest.mark.parametrize("shape", ((0, 16), (16, 0), (0,)))
+@pytest.mark.parametrize("way", ("pickle", "save", "save, weights only"))
+def test_copies_of_nothing(shape, way):
+    for fmt in cases.FORMATS:
+        q = _make(fmt, shape, columnwise=len(shape) == 2)
+        _equal(q, COPIES[way](q))
 
 
 def test_parameter_and_module_state():
@@ -108,9 +119,9 @@ def test_copy_():
         with pytest.raises(ValueError, match="unlike quantized tensors"):
             b.copy_(src)
     with pytest.raises(TypeError, match="quantize it first"):
-        b.copy_(torch.zeros(2, 3, 96))
+        b.copy_(torch.zeros(2, 24, 96))
     with pytest.raises(TypeError, match="dequantize it"):
-        torch.zeros(2, 3, 96).copy_(b)
+        torch.zeros(2, 24, 96).copy_(b)
     _equal(a, b)
 
 
@@ -134,7 +145,7 @@ REFUSED = {
     "aten.sum": lambda q: q.sum(),
     "aten.cat": lambda q: torch.cat([q, q]),
     "aten.eq": lambda q: q == q,
-    "diptych.quantize": lambda q: torch.ops.diptych.quantize(q, q.quantizer, None),
+    "diptych.quantize": lambda q: torch.ops.diptych.quantize(q, q.quantizer),
 }
 
 
@@ -159,7 +170,7 @@ def test_no_change_of_dtype_or_layout():
 
 def test_repr_and_nothing_to_hold():
     text = repr(_make(columnwise=False))
-    for part in ("shape=(2, 3, 96)", "torch.bfloat16", "fp8_e4m3_tensor", "copies=rowwise,"):
+    for part in ("shape=(2, 24, 96)", "torch.bfloat16", "fp8_e4m3_tensor", "copies=rowwise,"):
         assert part in text
     with pytest.raises(ValueError, match="neither was given"):
         dt.QuantizedTensor(quantizer("mxfp8_e4m3"), (2,), torch.float32)
@@ -167,11 +178,50 @@ def test_repr_and_nothing_to_hold():
 
 def test_flatten_round_trip():
     for fmt in cases.FORMATS:
-        q = _make(fmt)
-        names, meta = q.__tensor_flatten__()
-        new = dt.QuantizedTensor.__tensor_unflatten__({n: getattr(q, n) for n in names}, meta, q.shape, q.stride())
-        _equal(q, new)
-        assert torch.utils._python_dispatch.is_traceable_wrapper_subclass(q)
+        for options in tools.variants(fmt):
+            q = _make(fmt, **options)
+            names, meta = q.__tensor_flatten__()
+            new = dt.QuantizedTensor.__tensor_unflatten__({n: getattr(q, n) for n in names}, meta, q.shape, q.stride())
+            _equal(q, new)
+            assert torch.utils._python_dispatch.is_traceable_wrapper_subclass(q)
+
+
+class Mine(MXFP8Quantizer):
+    """Compared by identity: it has an attribute beside its fields."""
+
+    def __init__(self, label: str):
+        super().__init__()
+        object.__setattr__(self, "label", label)
+
+
+def test_quantizers_compared_by_identity():
+    """They pickle themselves, are no part of a safe load, and name a tensor in no cache of compiled code."""
+    x, quant = normal("identity", (4, 64)), Mine("a")
+    q = dt.quantize(x, quant)
+    assert q.quantizer is quant and q.clone().quantizer is quant
+    new = pickle.loads(pickle.dumps(q))
+    assert new.quantizer.label == "a" and new.quantizer != quant
+    same(new.dequantize(), q.dequantize())
+    with pytest.raises(pickle.UnpicklingError, match="Weights only load failed"):
+        _saved(q, True)
+    keys = {t._stable_hash_for_caching() for t in (q, q, dt.quantize(x, Mine("a")))}
+    assert len(keys) == 3
+
+
+def test_names_in_caches():
+    """Equal for equal layouts and quantizers, and for nothing else."""
+    make = {
+        "plain": lambda: _make("nvfp4"),
+        "rows": lambda: _make("nvfp4", row_amax=True),
+        "shape": lambda: _make("nvfp4", (16, 32)),
+        "dtype": lambda: _make("nvfp4", dtype="float32"),
+        "copies": lambda: _make("nvfp4", columnwise=False),
+        "square": lambda: _make("nvfp4", square=True),
+        "format": lambda: _make("mxfp8_e4m3"),
+    }
+    keys = {name: call()._stable_hash_for_caching() for name, call in make.items()}
+    assert len({*keys.values()}) == len(make)
+    assert all(call()._stable_hash_for_caching() == keys[name] for name, call in make.items())
 
 
 def test_loads_in_a_process_that_never_quantized(tmp_path):
@@ -184,10 +234,11 @@ def test_loads_in_a_process_that_never_quantized(tmp_path):
     assert b"add_safe_globals" in done.stderr
 
 
-def test_through_compiled_regions(device):
+@pytest.mark.parametrize("fmt, options", (("fp8_e4m3_1x128", {}), ("nvfp4", {"row_amax": True, "rht": True})))
+def test_through_compiled_regions(fmt, options, device):
     """As output, as input, and made and used inside; bit-equal to eager."""
-    quant = quantizer("fp8_e4m3_1x128")
-    x, w = normal("x", (2, 3, 160), device=device), normal("w", (64, 160), device=device)
+    quant = quantizer(fmt, **options)
+    x, w = normal("x", (2, 8, 160), "bfloat16", device), normal("w", (64, 160), "bfloat16", device)
 
     def make(x):
         return dt.quantize(x, quant)
@@ -206,3 +257,24 @@ def test_through_compiled_regions(device):
     inside = torch.compile(lambda x, w: use(make(x), make(w))[:2], fullgraph=True)(x, w)
     same(inside[0], want[0])
     same(inside[1], want[1])
+
+
+@pytest.mark.parametrize("fmt", ("fp8_e4m3_1x128", "nvfp4"))
+def test_through_compiled_regions_with_dynamic_shapes(fmt, device):
+    quant = quantizer(fmt)
+
+    def step(x, w):
+        a, b = dt.quantize(x, quant), dt.quantize(w, quant)
+        return dt.gemm(a, b), dt.gemm(a, a, trans_a=True, trans_b=False), dt.dequantize(a), a
+
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(step, fullgraph=True, dynamic=True, backend="aot_eager")
+    for m, n, k in ((80, 144, 160), (72, 176, 272), (104, 160, 304)):
+        x, w = normal("x", (2, m, k), "bfloat16", device), normal("w", (n, k), "bfloat16", device)
+        *got, qx = compiled(x, w)
+        *want, eager = step(x, w)
+        for g, e in zip(got, want, strict=True):
+            same(g, e)
+        _equal(eager, qx)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

@@ -18,7 +18,10 @@ from diptych.common import (
     QuantizerRole,
     Recipe,
 )
+from diptych.torch import rng_state
 from diptych.torch.quantized import BUFFERS, QuantizedTensor
+from quantizers import of_case as of_case
+from quantizers import oracle_options
 from quantizers import quantizer as quantizer
 
 RECIPE_NAMES = tuple(RECIPES)
@@ -37,7 +40,7 @@ def to_torch(x: np.ndarray, device: str = "cpu") -> torch.Tensor:
 
 
 def to_numpy(t: torch.Tensor) -> np.ndarray:
-    """High-precision dtypes as ml_dtypes spell them, FP8 and E8M0 as bytes."""
+    """High-precision dtypes as ml_dtypes spell them, integers as they are, FP8 and E8M0 as bytes."""
     t = t.detach().cpu().contiguous()
     if t.dtype == torch.bfloat16:
         return t.view(torch.uint16).numpy().view(ml_dtypes.bfloat16)
@@ -74,16 +77,50 @@ def normal(name: str, shape: tuple[int, ...], dtype: str = "float32", device: st
     return to_torch(cases.draw(name, "normal", shape, dtype), device)
 
 
-def oracle_of(quant: Quantizer, x: torch.Tensor) -> oracle.Quantized:
-    format_id, pow2, eps = quant.spec
-    return oracle.quantize(
-        to_numpy(x), FORMATS[format_id].name, rowwise=quant.rowwise, columnwise=quant.columnwise, pow2=pow2, eps=eps
-    )
+def variants(fmt: str, dtype: str = "bfloat16") -> list[dict[str, bool]]:
+    """The options of a format beside the plain one, as keyword arguments of `quantizer`."""
+    every = cases.VARIANTS[cases.rule_of(fmt)]
+    return [dict.fromkeys(v, True) for v in every if dtype == "bfloat16" or "rht" not in v]
 
 
-def oracle_linear(recipe: Recipe, x, weight, bias, dy) -> dict[str, np.ndarray]:
-    """y, dx, dw and db of a quantized linear layer on the CPU, from the oracle's pieces alone."""
-    qx, qw, qdy = (oracle_of(role(recipe, t), v) for t, v in (("input", x), ("weight", weight), ("grad_output", dy)))
+ALL = (*cases.FORMATS, *(f"{f} {'+'.join(sorted(v))}" for f in cases.FORMATS for v in variants(f) if v))
+"""Every format, and every format with each of its options: names for `named`."""
+
+
+def named(name: str, **usage: bool) -> Quantizer:
+    """The quantizer of a name in `ALL`."""
+    fmt, _, options = name.partition(" ")
+    return quantizer(fmt, **dict.fromkeys(options.split("+"), True) if options else {}, **usage)
+
+
+def delayed(device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+    """A scale and a history with something pending."""
+    return torch.full((1,), 3.0, device=device), torch.tensor([0.5, 2.0, 1.0], device=device)
+
+
+def rng_for(quant: Quantizer, device: str = "cpu", seed: int = 7, offset: int = 40) -> torch.Tensor | None:
+    """A generator's state where the quantizer takes one."""
+    return rng_state(seed, offset, device) if quant.needs_rng else None
+
+
+def oracle_of(quant: Quantizer, x: torch.Tensor, **given: Any) -> oracle.Quantized:
+    """The oracle's copies; `given`: amaxes, scale, accumulate and rng of the call, as tensors, arrays or numbers."""
+    given = {k: to_numpy(v) if isinstance(v, torch.Tensor) else v for k, v in given.items() if v is not None}
+    return oracle.quantize(to_numpy(x), FORMATS[quant.spec.format_id].name, **oracle_options(quant), **given)
+
+
+def oracle_linear(recipe: Recipe, x, weight, bias, dy, rng: tuple[int, int] = (0, 0)) -> dict[str, np.ndarray]:
+    """y, dx, dw and db of a quantized linear layer on the CPU, from the oracle's pieces alone.
+
+    Delayed scales are those of the first step. `rng`: seed and offset of the step, where the recipe takes them. Recipes
+    whose products share a quantizer for each tensor only.
+    """
+    copies = []
+    for number, tensor, v in ((0, "input", x), (2, "weight", weight), (4, "grad_output", dy)):
+        quant = role(recipe, tensor)
+        state = oracle.rng_words(rng[0], rng[1] + 2 * number) if quant.needs_rng else None
+        copies.append(oracle_of(quant, v, scale=1.0 if quant.needs_scale else None, rng=state))
+    qx, qw, qdy = copies
     np_bias = None if bias is None else to_numpy(bias)
     x_dtype, w_dtype = to_numpy(x).dtype, to_numpy(weight).dtype
     out = {

@@ -23,3 +23,7 @@ class CheckpointError(ValueError):
 
 class EmulationWarning(UserWarning):
     """A quantized product ran on decoded operands because the hardware's own units do not take it."""
+
+
+class RecipeSwitchWarning(UserWarning):
+    """A module changed to a recipe that cannot use what it held, such as delayed scales, and starts anew."""

@@ -9,15 +9,16 @@ from __future__ import annotations
 import dataclasses
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class FormatRow:
     """One format.
 
     `element` and `scale` are dtype names as torch, jax and ml_dtypes spell them. A rowwise block is
     `block_rows x block_cols` elements, (0, 0) the whole tensor. `rule` says how a scale follows from its amax:
-    "divide" (float32 division) or "e8m0_ceil" (power of two, rounded up). `columnwise` says where the columnwise copy
-    of an [M, K] tensor lies: "transposed" ([K, M]) or "row_major" ([M, K]). `tolerance` is the relative error of one
-    round trip of a normal value: half an ulp of the element.
+    "divide" (float32 division), "e8m0_ceil" (power of two, rounded up) or "two_level" (E4M3, relative to an amax of
+    the tensor or row, which is kept beside it). `columnwise` says where the columnwise copy of an [M, K] tensor lies:
+    "transposed" ([K, M]) or "row_major" ([M, K]). `tolerance` is the relative error of one round trip of a normal
+    value: half an ulp of the element.
     """
 
     name: str
@@ -35,12 +36,27 @@ class FormatRow:
         return self.block_cols == 0
 
     @property
+    def two_level(self) -> bool:
+        return self.rule == "two_level"
+
+    @property
+    def pack(self) -> int:
+        """Elements in a byte of the payload. Packed formats take whole blocks only."""
+        return 2 if self.element == "float4_e2m1fn" else 1
+
+    @property
+    def data(self) -> str:
+        """Dtype of the payload: the element's, or uint8 where it is packed, the even element in the low bits."""
+        return "uint8" if self.pack == 2 else self.element
+
+    @property
     def id(self) -> int:
         """Position in the table, which is the number that the core knows the format by."""
         return _IDS[self.name]
 
 
 _E4M3, _E5M2 = "float8_e4m3fn", "float8_e5m2"
+_E2M1 = "float4_e2m1fn"
 _F32, _E8M0 = "float32", "float8_e8m0fnu"
 
 # fmt: off
@@ -54,6 +70,7 @@ FORMATS: tuple[FormatRow, ...] = (
     FormatRow("fp8_e5m2_128x128",  _E5M2, _F32,  128, 128, "divide",    "row_major", "transposed", 0.125),
     FormatRow("mxfp8_e4m3",        _E4M3, _E8M0,   1,  32, "e8m0_ceil", "row_major", "row_major",  0.0625),
     FormatRow("mxfp8_e5m2",        _E5M2, _E8M0,   1,  32, "e8m0_ceil", "row_major", "row_major",  0.125),
+    FormatRow("nvfp4",             _E2M1, _E4M3,   1,  16, "two_level", "row_major", "transposed", 0.25),
 )
 # fmt: on
 

@@ -1,7 +1,10 @@
 """Quantizers: how one tensor is quantized, as a value.
 
 A quantizer names a format row, the options of its scale rule, and which copies are wanted. It is **not** a kernel and
-holds no state; `diptych.torch.quantize`, `diptych.jax.quantize` and `diptych.core.quantize` all take the same object.
+holds no state: what delayed scaling and stochastic rounding need beside it is passed to each call.
+`diptych.torch.quantize`, `diptych.jax.quantize` and `diptych.core.quantize` all take the same object.
+
+A quantizer of your own derives from `Quantizer`, or from one of the classes below, and overrides `quantize_impl`.
 """
 
 from __future__ import annotations
@@ -9,31 +12,66 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
 
 from diptych.common.formats import FormatRow, find_format
-from diptych.common.value import Value
+from diptych.common.value import Value, check_types, field_names
 
 FP8_DTYPES = ("float8_e4m3fn", "float8_e5m2")
 
+# Options of the core's quantize, as `QuantFlag` in ops.h numbers them.
+POW2, SQUARE, ROW_AMAX, RHT, RHT_SIGNS, STOCHASTIC = 1, 2, 4, 8, 16, 32
 
-@dataclasses.dataclass(frozen=True)
+
+class QuantSpec(NamedTuple):
+    """The scalars of the core's QuantSpec."""
+
+    format_id: int
+    flags: int
+    eps: float
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class QuantizerRole(Value):
-    """What a quantizer is asked for: `tensor` is "input", "weight" or "grad_output"; `module` is free text."""
+    """What a quantizer is asked for.
+
+    **Arguments:** `module`: the kind of module, such as "linear". `tensor`: "input", "weight" or "grad_output", the
+    operands of its products; "output", "grad_input" or "grad_weight", their results. `gemm`: the product that the
+    operand enters, "fprop", "dgrad" or "wgrad"; empty: any. `name`: the module's own name, where it has one.
+
+    **Raises** ValueError for an unknown tensor or product, or a product that the tensor does not enter.
+    """
 
     module: str = ""
     tensor: str = "input"
+    gemm: str = ""
+    name: str = ""
 
-    TENSORS: ClassVar[tuple[str, ...]] = ("input", "weight", "grad_output")
+    OPERANDS: ClassVar[tuple[str, ...]] = ("input", "weight", "grad_output")
+    RESULTS: ClassVar[tuple[str, ...]] = ("output", "grad_input", "grad_weight")
+    GEMMS: ClassVar[dict[str, tuple[str, str, str]]] = {  # a, b and the result of each product
+        "fprop": ("input", "weight", "output"),
+        "dgrad": ("grad_output", "weight", "grad_input"),
+        "wgrad": ("grad_output", "input", "grad_weight"),
+    }
 
     def __post_init__(self) -> None:
-        if self.tensor not in self.TENSORS:
-            raise ValueError(f"QuantizerRole.tensor must be one of {self.TENSORS}, got {self.tensor!r}")
+        check_types(self)
+        if self.tensor not in self.OPERANDS + self.RESULTS:
+            raise ValueError(f"QuantizerRole.tensor must be one of {self.OPERANDS + self.RESULTS}, got {self.tensor!r}")
+        if self.gemm and self.tensor not in self.GEMMS.get(self.gemm, ()):
+            raise ValueError(
+                f"QuantizerRole: {self.tensor!r} is no tensor of the product {self.gemm!r}; products are {self.GEMMS}"
+            )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Quantizer(Value):
     """Base of all quantizers.
+
+    A class of your own is compared by identity unless it overrides `_value_fields`; only then can torch.compile and
+    jax.jit treat equal ones as one, and rebuild them.
 
     **Arguments:** `rowwise`, `columnwise`: which copies to make; at least one. The rowwise copy serves products that
     reduce over the last axis, the columnwise copy those that reduce over the rows.
@@ -43,41 +81,133 @@ class Quantizer(Value):
     columnwise: bool = True
 
     def __post_init__(self) -> None:
+        check_types(self)
         if not (self.rowwise or self.columnwise):
             raise ValueError(f"{type(self).__name__}: at least one of rowwise and columnwise must be wanted")
         self.format  # raises for options that name no format  # noqa: B018
 
+    def _value_fields(self) -> tuple[str, ...] | None:
+        return None
+
     @functools.cached_property
     def format(self) -> FormatRow:
-        """The row of the format table. Subclasses say which."""
+        """The row of the format table that results are in. Subclasses say which."""
         raise NotImplementedError(f"{type(self).__name__} must define `format`")
 
     @functools.cached_property
-    def spec(self) -> tuple[int, bool, float]:
-        """(format id, pow2, eps): the scalars of the core's QuantSpec."""
-        return (self.format.id, False, 0.0)
+    def spec(self) -> QuantSpec:
+        """(format id, flags, eps): what the core is told."""
+        return QuantSpec(self.format.id, 0, 0.0)
+
+    @property
+    def needs_scale(self) -> bool:
+        """Whether a call must be given the scale to use (delayed scaling)."""
+        return False
+
+    @property
+    def needs_rng(self) -> bool:
+        """Whether a call must be given the state of a random generator (stochastic rounding)."""
+        return bool(self.spec.flags & STOCHASTIC)
+
+    def quantize_impl(self, x: Any, quantize: Callable[..., Any]) -> Any:
+        """How a quantizer of your own quantizes; not called for the classes of this module.
+
+        **Arguments:** `x`: a tensor of the calling framework. `quantize`: that framework's `quantize`, to be called
+        with a built-in quantizer that makes the copies `self` wants, on whatever your code made of x.
+
+        **Returns:** what `quantize` returned.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define `quantize_impl`")
+
+    @property
+    def custom(self) -> bool:
+        """Whether `quantize_impl` is overridden."""
+        return type(self).quantize_impl is not Quantizer.quantize_impl
+
+    def implementation(self) -> Callable[..., Any] | None:
+        """The plain function `quantize_impl` where it is overridden, else None.
+
+        A method, because Dynamo evaluates methods of a graph's constants in every version, and not all properties.
+        """
+        return type(self).quantize_impl if self.custom else None
 
     def with_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> Quantizer:
-        """A quantizer that makes these copies instead; None keeps what is. Nothing is mutated."""
+        """A quantizer that makes these copies instead; None keeps what is. Nothing is mutated.
+
+        **Raises** ValueError if neither copy is wanted.
+        """
         rowwise = self.rowwise if rowwise is None else rowwise
         columnwise = self.columnwise if columnwise is None else columnwise
         if (rowwise, columnwise) == (self.rowwise, self.columnwise):
             return self
-        return dataclasses.replace(self, rowwise=rowwise, columnwise=columnwise)
+        if not (rowwise or columnwise):
+            raise ValueError(f"{type(self).__name__}: at least one of rowwise and columnwise must be wanted")
+        kept = {name: held for name, held in vars(self).items() if name not in self._cached}
+        return self._rebuild(**kept | {"rowwise": rowwise, "columnwise": columnwise})
 
 
-def _check_fp8(owner: object, fp8_dtype: str) -> None:
-    if fp8_dtype not in FP8_DTYPES:
-        raise ValueError(f"{type(owner).__name__}.fp8_dtype must be one of {FP8_DTYPES}, got {fp8_dtype!r}")
+class _BuiltIn(Quantizer):
+    """What the quantizers of this module share: their dataclass fields are their value.
+
+    A subclass with attributes beside its dataclass fields is compared by identity until it says what its value is.
+    """
+
+    def _value_fields(self) -> tuple[str, ...] | None:
+        fields = field_names(type(self))
+        if type(self).__module__ == __name__:
+            return fields
+        return fields if {*fields, *self._cached} >= vars(self).keys() else None
 
 
-def _check_eps(owner: object, eps: float) -> None:
-    if not (math.isfinite(eps) and eps >= 0):
-        raise ValueError(f"{type(owner).__name__}.amax_epsilon must be finite and >= 0, got {eps!r}")
+def _check_fp8(owner: Any) -> None:
+    if owner.fp8_dtype not in FP8_DTYPES:
+        raise ValueError(f"{type(owner).__name__}.fp8_dtype must be one of {FP8_DTYPES}, got {owner.fp8_dtype!r}")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Float8CurrentScalingQuantizer(Quantizer):
+def _check_eps(owner: Any) -> None:
+    if not (isinstance(owner.amax_epsilon, (int, float)) and math.isfinite(owner.amax_epsilon)):
+        raise ValueError(f"{type(owner).__name__}.amax_epsilon must be finite, got {owner.amax_epsilon!r}")
+    if owner.amax_epsilon < 0:
+        raise ValueError(f"{type(owner).__name__}.amax_epsilon must be >= 0, got {owner.amax_epsilon!r}")
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Float8Quantizer(_BuiltIn):
+    """FP8 with one float32 scale per tensor that the call is given: delayed scaling (NUMERICS 2).
+
+    **Arguments:** `fp8_dtype`: "float8_e4m3fn" or "float8_e5m2". `margin`, `amax_history_len`, `amax_compute_algo`: how
+    the scale follows from earlier amaxes, see `DelayedScaling`; quantizing itself does not read them.
+    """
+
+    fp8_dtype: str = "float8_e4m3fn"
+    margin: int = 0
+    amax_history_len: int = 1024
+    amax_compute_algo: str | Callable[..., Any] = "max"
+
+    def __post_init__(self) -> None:
+        _check_fp8(self)
+        super().__post_init__()
+        if self.amax_history_len < 1:
+            raise ValueError(f"{type(self).__name__}.amax_history_len must be >= 1, got {self.amax_history_len}")
+        if not -64 <= self.margin <= 64:
+            raise ValueError(f"{type(self).__name__}.margin must lie in -64..64, got {self.margin}")
+        if not (callable(self.amax_compute_algo) or self.amax_compute_algo in ("max", "most_recent")):
+            raise ValueError(
+                f"{type(self).__name__}.amax_compute_algo must be 'max', 'most_recent' or a function "
+                f"(history [n, L], last [n]) -> amax [n], got {self.amax_compute_algo!r}"
+            )
+
+    @property
+    def needs_scale(self) -> bool:
+        return True
+
+    @functools.cached_property
+    def format(self) -> FormatRow:
+        return find_format(self.fp8_dtype, "float32", (0, 0))
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Float8CurrentScalingQuantizer(_BuiltIn):
     """FP8 with one float32 scale per tensor, taken from the tensor's own amax (NUMERICS 2).
 
     **Arguments:** `fp8_dtype`: "float8_e4m3fn" or "float8_e5m2". `force_pow_2_scales`: floor scales to powers of two.
@@ -89,8 +219,8 @@ class Float8CurrentScalingQuantizer(Quantizer):
     amax_epsilon: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_fp8(self, self.fp8_dtype)
-        _check_eps(self, self.amax_epsilon)
+        _check_fp8(self)
+        _check_eps(self)
         super().__post_init__()
 
     @functools.cached_property
@@ -98,12 +228,12 @@ class Float8CurrentScalingQuantizer(Quantizer):
         return find_format(self.fp8_dtype, "float32", (0, 0))
 
     @functools.cached_property
-    def spec(self) -> tuple[int, bool, float]:
-        return (self.format.id, self.force_pow_2_scales, float(self.amax_epsilon))
+    def spec(self) -> QuantSpec:
+        return QuantSpec(self.format.id, POW2 * self.force_pow_2_scales, float(self.amax_epsilon))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Float8BlockQuantizer(Quantizer):
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Float8BlockQuantizer(_BuiltIn):
     """FP8 with one float32 scale per 1x128 (`block_scaling_dim=1`) or 128x128 (`2`) block (NUMERICS 3).
 
     **Arguments:** as `Float8CurrentScalingQuantizer`; scales are powers of two by default.
@@ -115,8 +245,8 @@ class Float8BlockQuantizer(Quantizer):
     amax_epsilon: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_fp8(self, self.fp8_dtype)
-        _check_eps(self, self.amax_epsilon)
+        _check_fp8(self)
+        _check_eps(self)
         if self.block_scaling_dim not in (1, 2):
             raise ValueError(f"Float8BlockQuantizer.block_scaling_dim must be 1 or 2, got {self.block_scaling_dim!r}")
         super().__post_init__()
@@ -126,20 +256,70 @@ class Float8BlockQuantizer(Quantizer):
         return find_format(self.fp8_dtype, "float32", (1 if self.block_scaling_dim == 1 else 128, 128))
 
     @functools.cached_property
-    def spec(self) -> tuple[int, bool, float]:
-        return (self.format.id, self.force_pow_2_scales, float(self.amax_epsilon))
+    def spec(self) -> QuantSpec:
+        return QuantSpec(self.format.id, POW2 * self.force_pow_2_scales, float(self.amax_epsilon))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class MXFP8Quantizer(Quantizer):
-    """MXFP8: FP8 with one E8M0 scale per 32 elements along the reduced axis (NUMERICS 4)."""
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class MXFP8Quantizer(_BuiltIn):
+    """MXFP8: FP8 with one E8M0 scale per 32 elements along the reduced axis (NUMERICS 4).
+
+    **Arguments:** `with_2d_quantization`: 32x32 elements share one scale, so that both copies hold the same values.
+    """
 
     fp8_dtype: str = "float8_e4m3fn"
+    with_2d_quantization: bool = False
 
     def __post_init__(self) -> None:
-        _check_fp8(self, self.fp8_dtype)
+        _check_fp8(self)
         super().__post_init__()
 
     @functools.cached_property
     def format(self) -> FormatRow:
         return find_format(self.fp8_dtype, "float8_e8m0fnu", (1, 32))
+
+    @functools.cached_property
+    def spec(self) -> QuantSpec:
+        return QuantSpec(self.format.id, SQUARE * self.with_2d_quantization, 0.0)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class NVFP4Quantizer(_BuiltIn):
+    """NVFP4: E2M1 with one E4M3 scale per 16 elements and a float32 amax of the whole tensor (NUMERICS 5).
+
+    **Arguments:** `with_2d_quantization`: 16x16 elements share one scale. `row_scaled_nvfp4`: the rowwise copy has one
+    amax per row. `with_rht`: the columnwise copy is of the tensor after a random Hadamard transform along its rows
+    (bfloat16 input only); `with_random_sign_mask`: with random signs. `stochastic_rounding`: calls need an `rng`.
+
+    **Raises** ValueError for options that exclude each other: 2-D blocks with any other but the sign mask.
+    """
+
+    with_2d_quantization: bool = False
+    row_scaled_nvfp4: bool = False
+    with_rht: bool = False
+    with_random_sign_mask: bool = True
+    stochastic_rounding: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("row_scaled_nvfp4", "with_rht", "stochastic_rounding"):
+            if self.with_2d_quantization and getattr(self, name):
+                raise ValueError(
+                    f"NVFP4Quantizer: with_2d_quantization makes both copies alike; {name} would part them"
+                )
+
+    @functools.cached_property
+    def format(self) -> FormatRow:
+        return find_format("float4_e2m1fn", "float8_e4m3fn", (1, 16))
+
+    @functools.cached_property
+    def spec(self) -> QuantSpec:
+        rht = self.with_rht and self.columnwise
+        flags = (
+            SQUARE * self.with_2d_quantization
+            + ROW_AMAX * (self.row_scaled_nvfp4 and self.rowwise)
+            + RHT * rht
+            + RHT_SIGNS * (rht and self.with_random_sign_mask)
+            + STOCHASTIC * self.stochastic_rounding
+        )
+        return QuantSpec(self.format.id, flags, 0.0)

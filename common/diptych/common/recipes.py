@@ -4,24 +4,33 @@ Names, fields and defaults are TransformerEngine's where the thing is the same. 
 
 | recipe | input, weight | grad_output | scales |
 |---|---|---|---|
+| `DelayedScaling` | E4M3 | E5M2 (HYBRID) | float32 per tensor, from earlier steps' amaxes |
 | `Float8CurrentScaling` | E4M3 | E5M2 (HYBRID) | float32 per tensor |
 | `Float8BlockScaling` | E4M3 1x128, E4M3 128x128 | E4M3 1x128 | power of two in float32 per block |
 | `MXFP8BlockScaling` | E4M3 | E4M3 | E8M0 per 32 elements |
+| `NVFP4BlockScaling` | E2M1, weights 16x16 | E2M1, stochastic rounding | E4M3 per 16 elements, float32 per tensor |
+| `CustomRecipe` | what your function says | | |
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Callable
+from typing import Any
 
 from diptych.common.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
+    Float8Quantizer,
     MXFP8Quantizer,
+    NVFP4Quantizer,
     Quantizer,
     QuantizerRole,
 )
-from diptych.common.value import Value
+from diptych.common.value import Value, check_types
+
+GEMMS = tuple(QuantizerRole.GEMMS)
 
 
 class Format(enum.Enum):
@@ -32,10 +41,10 @@ class Format(enum.Enum):
     HYBRID = ("float8_e4m3fn", "float8_e5m2")
 
     def element(self, role: QuantizerRole) -> str:
-        return self.value[1 if role.tensor == "grad_output" else 0]
+        return self.value[1 if role.tensor.startswith("grad") else 0]
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class QParams(Value):
     """Options of a scale: floored to a power of two, and the lower bound of its amax."""
 
@@ -43,40 +52,101 @@ class QParams(Value):
     amax_epsilon: float = 0.0
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class MMParams(Value):
     """Options of a product. `use_split_accumulator=False` allows Hopper's fast, reduced accumulation."""
 
     use_split_accumulator: bool = True
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Recipe(Value):
-    """Base of all recipes."""
+    """Base of all recipes.
+
+    **Arguments:** `fp8_gemm_fprop`, `fp8_gemm_dgrad`, `fp8_gemm_wgrad`: accumulation of the three products.
+    `backward_override`: "high_precision" computes dgrad and wgrad on the original tensors, "dequantized" on what the
+    forward's quantized copies stand for, both without quantizing the gradient; empty: quantized, as the roles say.
+    `amax_group`: name of the group of ranks whose tensor amaxes are reduced by max: a mesh axis in JAX (several with
+    commas), a process group given to `autocast(amax_groups={name: group})` in torch; empty: each rank its own.
+    """
 
     fp8_gemm_fprop: MMParams = MMParams()
     fp8_gemm_dgrad: MMParams = MMParams()
     fp8_gemm_wgrad: MMParams = MMParams()
+    backward_override: str = ""
+    amax_group: str = ""
 
     def __post_init__(self) -> None:
-        for tensor in QuantizerRole.TENSORS:  # options that name no format fail here, not in the first step
-            quantizer = self.quantizer(QuantizerRole(tensor=tensor))
-            if not quantizer.format.per_tensor and any(self.fast_accum(p) for p in ("fprop", "dgrad", "wgrad")):
-                raise ValueError(
-                    f"{type(self).__name__}: fast accumulation exists for per-tensor FP8 only, "
-                    f"and {tensor} is {quantizer.format.name}; leave use_split_accumulator=True"
-                )
+        check_types(self)
+        if self.backward_override not in ("", "high_precision", "dequantized"):
+            raise ValueError(
+                f"{type(self).__name__}.backward_override must be 'high_precision', 'dequantized' or empty, "
+                f"got {self.backward_override!r}"
+            )
+        for gemm in GEMMS:  # options that name no format fail here, not in the first step
+            self.operands(gemm)
 
-    def quantizer(self, role: QuantizerRole) -> Quantizer:
-        """The quantizer of one tensor of a module, making both copies; see `Quantizer.with_usage`."""
+    def quantizer(self, role: QuantizerRole) -> Quantizer | None:
+        """The quantizer of one tensor of a module, making both copies; None: the tensor stays in high precision."""
         raise NotImplementedError(f"{type(self).__name__} must define `quantizer`")
+
+    def operands(self, gemm: str, module: str = "linear", name: str = "") -> tuple[Quantizer | None, Quantizer | None]:
+        """The quantizers of the two operands of "fprop", "dgrad" or "wgrad".
+
+        **Raises** ValueError where they cannot be multiplied, or `fast_accum` is asked of formats without it.
+        """
+        a, b = (
+            self.quantizer(QuantizerRole(module=module, tensor=t, gemm=gemm, name=name))
+            for t in QuantizerRole.GEMMS[gemm][:2]
+        )
+        if gemm == "wgrad" and _rotation(a) != _rotation(b):
+            raise ValueError(
+                f"{type(self).__name__}: a Hadamard transform cancels only where both operands of wgrad carry it, "
+                f"got {a} and {b}"
+            )
+        if self.fast_accum(gemm) and a and b and not (a.format.per_tensor and b.format.per_tensor):
+            raise ValueError(
+                f"{type(self).__name__}: fast accumulation exists for per-tensor FP8 only, and {gemm} multiplies "
+                f"{a.format.name} and {b.format.name}; leave use_split_accumulator=True"
+            )
+        return a, b
 
     def fast_accum(self, product: str) -> bool:
         """Whether `product` ("fprop", "dgrad" or "wgrad") may accumulate in reduced precision."""
         return not getattr(self, f"fp8_gemm_{product}").use_split_accumulator
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+def _rotation(quantizer: Quantizer | None) -> Any:
+    return isinstance(quantizer, NVFP4Quantizer) and quantizer.with_rht and (quantizer.with_random_sign_mask, True)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class DelayedScaling(Recipe):
+    """Per-tensor FP8 with scales from the amaxes of earlier steps. Default element HYBRID.
+
+    **Arguments:** `margin`: the scale leaves 2^margin of headroom. `amax_history_len`: steps remembered.
+    `amax_compute_algo`: "max" of the history, "most_recent", or a function (history [n, L], last [n]) -> amax [n] of
+    the calling framework's arrays, compared by identity.
+    """
+
+    margin: int = 0
+    fp8_format: Format = Format.HYBRID
+    amax_history_len: int = 1024
+    amax_compute_algo: str | Callable[..., Any] = "max"
+    fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=False)
+
+    def quantizer(self, role: QuantizerRole) -> Quantizer | None:
+        if role.tensor in role.RESULTS:
+            return None
+        return Float8Quantizer(
+            fp8_dtype=self.fp8_format.element(role),
+            margin=self.margin,
+            amax_history_len=self.amax_history_len,
+            amax_compute_algo=self.amax_compute_algo,
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Float8CurrentScaling(Recipe):
     """Per-tensor FP8, scales from each tensor's own amax. Default element HYBRID: E4M3 forward, E5M2 gradients."""
 
@@ -86,7 +156,9 @@ class Float8CurrentScaling(Recipe):
     fp8_quant_bwd_grad: QParams = QParams()
     fp8_gemm_fprop: MMParams = MMParams(use_split_accumulator=False)
 
-    def quantizer(self, role: QuantizerRole) -> Quantizer:
+    def quantizer(self, role: QuantizerRole) -> Quantizer | None:
+        if role.tensor in role.RESULTS:
+            return None
         params = _params(self, role)
         return Float8CurrentScalingQuantizer(
             fp8_dtype=self.fp8_format.element(role),
@@ -95,7 +167,7 @@ class Float8CurrentScaling(Recipe):
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Float8BlockScaling(Recipe):
     """FP8 in blocks: 1x128 for inputs and gradients, 128x128 for weights, E4M3 everywhere, power-of-two scales."""
 
@@ -107,7 +179,9 @@ class Float8BlockScaling(Recipe):
     w_block_scaling_dim: int = 2
     grad_block_scaling_dim: int = 1
 
-    def quantizer(self, role: QuantizerRole) -> Quantizer:
+    def quantizer(self, role: QuantizerRole) -> Quantizer | None:
+        if role.tensor in role.RESULTS:
+            return None
         params = _params(self, role)
         dims = {
             "input": self.x_block_scaling_dim,
@@ -122,14 +196,86 @@ class Float8BlockScaling(Recipe):
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class MXFP8BlockScaling(Recipe):
-    """MXFP8, E4M3 everywhere: one E8M0 scale per 32 elements along the reduced axis."""
+    """MXFP8, E4M3 everywhere: one E8M0 scale per 32 elements along the reduced axis.
+
+    **Arguments:** `enable_2d_quantization`: 32x32 elements of a weight share a scale.
+    """
 
     fp8_format: Format = Format.E4M3
+    enable_2d_quantization: bool = False
 
-    def quantizer(self, role: QuantizerRole) -> Quantizer:
-        return MXFP8Quantizer(fp8_dtype=self.fp8_format.element(role))
+    def quantizer(self, role: QuantizerRole) -> Quantizer | None:
+        if role.tensor in role.RESULTS:
+            return None
+        return MXFP8Quantizer(
+            fp8_dtype=self.fp8_format.element(role),
+            with_2d_quantization=self.enable_2d_quantization and role.tensor == "weight",
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class NVFP4BlockScaling(Recipe):
+    """NVFP4: 16x16 weights, a random Hadamard transform before wgrad, stochastic rounding of gradients.
+
+    The transform takes bfloat16 inputs and gradients only.
+
+    **Arguments:** `disable_rht`, `disable_stochastic_rounding`, `disable_2d_quantization`: switch each off.
+    `row_scaled_activation`: one amax per row of an input, instead of one per tensor. `rht_random_signs`: False for the
+    plain Hadamard transform.
+    """
+
+    disable_rht: bool = False
+    disable_stochastic_rounding: bool = False
+    disable_2d_quantization: bool = False
+    row_scaled_activation: bool = False
+    rht_random_signs: bool = True
+
+    def quantizer(self, role: QuantizerRole) -> Quantizer | None:
+        if role.tensor in role.RESULTS:
+            return None
+        if role.tensor == "weight":
+            return NVFP4Quantizer(with_2d_quantization=not self.disable_2d_quantization)
+        gradient = role.tensor == "grad_output"
+        return NVFP4Quantizer(
+            row_scaled_nvfp4=self.row_scaled_activation and not gradient,
+            with_rht=not self.disable_rht,
+            with_random_sign_mask=self.rht_random_signs,
+            stochastic_rounding=gradient and not self.disable_stochastic_rounding,
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class CustomRecipe(Recipe):
+    """Any quantizer for any role.
+
+    **Arguments:** `qfactory`: called with a `QuantizerRole`, returns a `Quantizer`, or None for a tensor that stays in
+    high precision. A module-level function or an instance of a frozen dataclass with `__call__` is compared by value; a
+    lambda or a local function by identity, so that building one anew each step is a new recipe each step. It must be
+    a pure function of the role: what it returns is kept. `quantize_results`: ask it about the results of the products
+    too ("output", "grad_input", "grad_weight"), which are then quantized.
+
+    A product with one unquantized operand runs in high precision on what the other's quantized copy stands for.
+
+    **Raises** TypeError if `qfactory` returns anything else.
+    """
+
+    qfactory: Callable[[QuantizerRole], Quantizer | None] = dataclasses.field(kw_only=False)
+    quantize_results: bool = dataclasses.field(default=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not callable(self.qfactory):
+            raise TypeError(f"CustomRecipe.qfactory must be a function of a QuantizerRole, got {self.qfactory!r}")
+        super().__post_init__()
+
+    def quantizer(self, role: QuantizerRole) -> Quantizer | None:
+        if role.tensor in role.RESULTS and not self.quantize_results:
+            return None
+        made = self.qfactory(role)
+        if made is not None and not isinstance(made, Quantizer):
+            raise TypeError(f"CustomRecipe.qfactory returned {made!r} for {role}; it must return a Quantizer or None")
+        return made
 
 
 def _params(recipe: Float8CurrentScaling | Float8BlockScaling, role: QuantizerRole) -> QParams:
@@ -143,9 +289,12 @@ def _params(recipe: Float8CurrentScaling | Float8BlockScaling, role: QuantizerRo
 DEFAULT_RECIPE: Recipe = Float8CurrentScaling()
 
 RECIPES: dict[str, Recipe] = {
+    "fp8-delayed": DelayedScaling(),
     "fp8-current": Float8CurrentScaling(),
     "fp8-block": Float8BlockScaling(),
     "mxfp8": MXFP8BlockScaling(),
+    "mxfp8-2d": MXFP8BlockScaling(enable_2d_quantization=True),
+    "nvfp4": NVFP4BlockScaling(),
 }
 """The recipes with their default fields by the names that commands use."""
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from diptych.common.errors import ShapeError
 from diptych.common.formats import FormatRow
-from diptych.common.quantizers import Quantizer
+from diptych.common.quantizers import ROW_AMAX, SQUARE, Quantizer
 
 Size = Any  # int, torch.SymInt or a JAX symbolic dimension
 Shape = tuple[Size, ...]
@@ -65,15 +65,47 @@ def scale_shape(fmt: FormatRow, columnwise: bool, m: Size, k: Size) -> Shape:
 
 
 def data_shape(fmt: FormatRow, columnwise: bool, shape: Shape) -> Shape:
-    """Shape of one copy's data: the tensor's own, or (K, M) for a transposed columnwise copy."""
+    """Shape of one copy's data: the tensor's own, or (K, M) for a transposed columnwise copy; packed: in bytes."""
     if columnwise and fmt.columnwise == "transposed":
         m, k = rows_cols(shape)
-        return (k, m)
-    return tuple(shape)
+        return (k, m // fmt.pack)
+    return (*shape[:-1], shape[-1] // fmt.pack)
+
+
+def copy_extents(fmt: FormatRow, columnwise: bool, data: Shape) -> tuple[Size, Size]:
+    """(M, K) of the tensor that one copy's data stands for."""
+    rows, cols = rows_cols(data)
+    cols = cols * fmt.pack
+    return (cols, rows) if columnwise and fmt.columnwise == "transposed" else (rows, cols)
+
+
+def tensor_shape(fmt: FormatRow, columnwise: bool, data: Shape) -> Shape:
+    """Shape of the tensor that one copy's data stands for: [M, K] from a transposed copy."""
+    if columnwise and fmt.columnwise == "transposed":
+        return copy_extents(fmt, columnwise, data)
+    return (*data[:-1], data[-1] * fmt.pack)
+
+
+def quantize_constraints(shape: Shape, quantizer: Quantizer) -> tuple[Constraint, ...]:
+    """What a tensor's extents must satisfy: packed formats take whole blocks only."""
+    fmt = quantizer.format
+    m, k = rows_cols(shape)
+    if fmt.pack == 1:
+        return ()
+    block = fmt.block_cols
+    say = f"quantize ({fmt.name}): {{}} of a {list(shape)} tensor must be a multiple of {block}"
+    out = [Constraint(k // block * block, k, say.format("the last extent"))]
+    if quantizer.columnwise or quantizer.spec.flags & SQUARE:
+        out.append(Constraint(m // block * block, m, say.format("the number of rows")))
+    return tuple(out)
 
 
 def quantize_buffers(shape: Shape, quantizer: Quantizer) -> tuple[Buffer, ...]:
-    """What `quantize` fills for a tensor of `shape`, in a fixed order: the wanted copies, then `amax` if per-tensor."""
+    """What `quantize` fills for a tensor of `shape`, in a fixed order: the wanted copies, then their amaxes.
+
+    Per-tensor formats have `amax` [1]; two-level ones `amax` ([1], or one per row) beside a rowwise copy and
+    `columnwise_amax` [1] beside a columnwise one.
+    """
     fmt = quantizer.format
     m, k = rows_cols(shape)
     buffers = []
@@ -82,19 +114,30 @@ def quantize_buffers(shape: Shape, quantizer: Quantizer) -> tuple[Buffer, ...]:
         (True, quantizer.columnwise, "columnwise"),
     ):
         if wanted:
-            buffers.append(Buffer(f"{prefix}_data", data_shape(fmt, columnwise, shape), fmt.element))
+            buffers.append(Buffer(f"{prefix}_data", data_shape(fmt, columnwise, shape), fmt.data))
             buffers.append(Buffer(f"{prefix}_scale_inv", scale_shape(fmt, columnwise, m, k), fmt.scale))
-    if fmt.per_tensor:
-        buffers.append(Buffer("amax", (1,), "float32"))
+    if fmt.per_tensor or (fmt.two_level and quantizer.rowwise):
+        buffers.append(Buffer("amax", (m if quantizer.spec.flags & ROW_AMAX else 1,), "float32"))
+    if fmt.two_level and quantizer.columnwise:
+        buffers.append(Buffer("columnwise_amax", (1,), "float32"))
     return tuple(buffers)
+
+
+def activation_shape(op: str, shape: Shape, gated: bool) -> tuple[Shape, tuple[Constraint, ...]]:
+    """Shape of an activation of a tensor: its own, or, gated, with half of the last dimension; and what that asks."""
+    rows_cols(shape)  # raises for a scalar
+    if not gated:
+        return shape, ()
+    half = shape[-1] // 2
+    message = f"{op}: a gated activation halves the last dimension of x, got {list(shape)}"
+    return (*shape[:-1], half), (Constraint(2 * half, shape[-1], message),)
 
 
 def operand_extents(fmt: FormatRow, columnwise: bool, data: Shape) -> tuple[Size, Size]:
     """(kept, reduced) extents of a gemm operand, given the data of one of its copies."""
     rows, cols = rows_cols(data)
-    if columnwise and fmt.columnwise == "row_major":
-        return cols, rows
-    return rows, cols
+    cols = cols * fmt.pack
+    return (cols, rows) if columnwise and fmt.columnwise == "row_major" else (rows, cols)
 
 
 def gemm_copies(trans_a: bool, trans_b: bool) -> tuple[bool, bool]:

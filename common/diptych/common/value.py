@@ -1,32 +1,98 @@
 """Value objects: frozen, compared by content, and rebuilt from plain scalars.
 
 One object serves as `torch.compile`'s opaque constant (`__fx_repr__`), `jax.jit`'s static argument (hash and equality)
-and the core's argument struct. A value object is **not** a place for tensors, process groups or anything that lives.
+and the core's argument struct. A value object is **not** a place for tensors, process groups or anything that lives: a
+process group found anywhere in it raises on every path that reads the value.
+
+Value identity is opt-in through `_value_fields`. A class that returns None there is compared by identity, which is
+right for one that holds live state.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import hashlib
+import types
 from typing import Any
+
+_SCALARS = frozenset({str, int, float, bool, type(None)})
+_PLAIN = (*_SCALARS, enum.Enum, type, types.ModuleType)
 
 
 class ValueMeta(type):
     """Metaclass of all value classes.
 
-    It adds nothing itself: a class can only change its metaclass if that was not plain `type`, and torch 2.11 asks a
-    metaclass of its own from opaque types.
+    A class can only change its metaclass if that was not plain `type`, and torch 2.11 asks a metaclass of its own from
+    opaque types. Every class gets `Value`'s equality in its own namespace, so that no dataclass decorator generates one
+    that would pass over the check for process groups.
     """
+
+    _cached: frozenset[str]  # names of the class's cached properties, which follow from an object's value
+
+    def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **kwargs: Any) -> Any:
+        if "__eq__" not in namespace and "__hash__" not in namespace:
+            namespace |= {"__eq__": _equal, "__hash__": _hash}
+        cls = super().__new__(mcs, name, bases, namespace, **kwargs)
+        cls._cached = frozenset(
+            n for c in cls.__mro__ for n, held in vars(c).items() if isinstance(held, functools.cached_property)
+        )
+        return cls
+
+
+def _equal(self: Any, other: Any) -> bool:
+    if self is other:
+        return True
+    if type(self) is not type(other):
+        return NotImplemented
+    mine = self._value_key()
+    return mine is not None and mine == other._value_key()
+
+
+def _hash(self: Any) -> int:
+    key = self._value_key()
+    return object.__hash__(self) if key is None else hash(key)
 
 
 class Value(metaclass=ValueMeta):
-    """Base of quantizers, recipes and their parts. Subclasses are frozen dataclasses of scalars, enums and values."""
+    """Base of quantizers, recipes and their parts, usually frozen dataclasses of scalars, enums, functions and values.
+
+    A subclass may define `_value_fields` and `_init_derived`.
+    """
+
+    def _value_fields(self) -> tuple[str, ...] | None:
+        """Names of the attributes that are the object's whole value; None: it is compared by identity."""
+        return field_names(type(self)) if dataclasses.is_dataclass(self) else None
+
+    def _init_derived(self) -> None:
+        """Rebuilds what follows from the value fields; called on an object that was made without `__init__`."""
+
+    def _value_key(self) -> tuple[Any, ...] | None:
+        """What equality and hash compare. **Raises** TypeError if a process group is held anywhere in the object."""
+        _refuse_groups(self)
+        names = self._value_fields()
+        if names is None:
+            return None
+        held = vars(self)
+        return tuple([_key(held[name]) for name in names])
 
     def __fx_repr__(self) -> tuple[str, dict[str, type]]:
-        """Expression that rebuilds the object, and the classes that it names (the form that torch.fx asks for)."""
-        classes: dict[str, type] = {}
-        return _expression(self, classes), classes
+        """Expression that rebuilds the object, and the names that it uses (the form that torch.fx asks for).
+
+        **Raises** TypeError for an object that is compared by identity, or holds a process group.
+        """
+        names: dict[str, Any] = {}
+        return _expression(self, names), names
+
+    @classmethod
+    def _rebuild(cls, **fields: Any) -> Any:
+        """An object with these value fields. `__init__` does not run; `_init_derived` does."""
+        self = object.__new__(cls)
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+        self._init_derived()
+        return self
 
     def replace(self, **changes: Any) -> Any:
         """A copy with some fields changed. **Raises** TypeError for a field that does not exist."""
@@ -34,26 +100,112 @@ class Value(metaclass=ValueMeta):
 
     @property
     def fingerprint(self) -> str:
-        """Twelve hex digits that are equal for equal values, in every process and framework."""
-        return hashlib.sha256(_expression(self, {}).encode()).hexdigest()[:12]
+        """Twelve hex digits, equal for equal values in every process and framework.
+
+        A lambda or local function among the fields is known by identity, and makes a fingerprint of this process only.
+        """
+        return hashlib.sha256(_expression(self, None).encode()).hexdigest()[:12]
 
 
-def _expression(value: Any, classes: dict[str, type]) -> str:
+@functools.cache
+def field_names(cls: type) -> tuple[str, ...]:
+    """Names of a dataclass's fields, in order."""
+    return tuple(f.name for f in dataclasses.fields(cls))
+
+
+def check_types(value: Any) -> None:
+    """Holds the scalar fields of a dataclass to their annotations. **Raises** TypeError naming the field."""
+    accepted = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}
+    for field in dataclasses.fields(value):
+        kinds = accepted.get(str(field.type))
+        held = getattr(value, field.name)
+        if kinds and (not isinstance(held, kinds) or (isinstance(held, bool) and bool not in kinds)):
+            raise TypeError(f"{type(value).__name__}.{field.name} must be {field.type}, got {held!r}")
+
+
+def _key(value: Any) -> Any:
+    """One key for what is spelled differently and equal: -0.0 and 0.0; unequal ones for True and 1."""
+    kind = type(value)
+    if kind is bool:
+        return "yes" if value else "no"
+    if kind is float:
+        return value + 0.0
+    return tuple(map(_key, value)) if kind is list or kind is tuple else value
+
+
+def _refuse_groups(owner: Any) -> None:
+    for name, held in vars(owner).items():
+        if type(held) not in _SCALARS and name not in owner._cached and _holds_group(held, set()):
+            raise TypeError(
+                f"{type(owner).__name__}.{name} holds a process group, which is no part of a value: a graph compiled "
+                "for one group would serve another. Pass the group to the quantize call instead"
+            )
+
+
+def _holds_group(value: Any, seen: set[int]) -> bool:
+    if isinstance(value, _PLAIN) or id(value) in seen:
+        return False
+    if any(c.__name__ == "ProcessGroup" for c in type(value).__mro__):
+        return True
+    seen.add(id(value))
+    parts: list[Any] = []
+    if isinstance(value, dict):
+        parts += [*value, *value.values()]
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        parts += value
+    elif isinstance(value, functools.partial):
+        parts += [value.func, *value.args, *value.keywords.values()]
+    elif isinstance(value, types.FunctionType):
+        parts += [c.cell_contents for c in value.__closure__ or () if c != types.CellType()]
+        parts += [*(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    elif isinstance(value, types.MethodType):
+        parts.append(value.__self__)
+    elif hasattr(value, "__dict__"):
+        parts += vars(value).values()
+    return any(_holds_group(part, seen) for part in parts)
+
+
+def _expression(value: Any, names: dict[str, Any] | None) -> str:
+    """Python source of a value. `names` collects the objects that it mentions; None: full names, for a fingerprint."""
     if isinstance(value, enum.Enum):
-        classes[type(value).__name__] = type(value)
-        return f"{type(value).__name__}.{value.name}"
-    if isinstance(value, Value):
-        classes[type(value).__name__] = type(value)
-        fields = dataclasses.fields(value)  # type: ignore[arg-type]
-        parts = (f"{f.name}={_expression(_canonical(f, getattr(value, f.name)), classes)}" for f in fields)
-        return f"{type(value).__name__}({', '.join(parts)})"
+        return f"{_name(type(value), names)}.{value.name}"
+    if isinstance(value, Value) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
+        if isinstance(value, Value):
+            _refuse_groups(value)
+            fields = value._value_fields()
+            if fields is None:
+                raise TypeError(
+                    f"{type(value).__name__} is compared by identity and cannot be rebuilt from a value; "
+                    "define _value_fields() to opt in"
+                )
+        else:
+            fields = field_names(type(value))
+        maker = "._rebuild" if isinstance(value, Value) and names is not None else ""
+        parts = (f"{n}={_expression(_canonical(value, n), names)}" for n in fields)
+        return f"{_name(type(value), names)}{maker}({', '.join(parts)})"
+    if isinstance(value, (tuple, list)):
+        return "(" + "".join(_expression(v, names) + ", " for v in value) + ")"
+    if isinstance(value, (types.FunctionType, type)):
+        return _name(value, names)
     if value is None or isinstance(value, (bool, int, float, str)):
         return repr(value)
-    raise TypeError(f"a value object holds scalars, enums and values, not {type(value).__name__}: {value!r}")
+    raise TypeError(f"a value object holds scalars, enums, functions and values, not {type(value).__name__}: {value!r}")
 
 
-def _canonical(field: dataclasses.Field[Any], value: Any) -> Any:
-    """One spelling of what compares equal: 1 and 1.0, -0.0 and 0.0, 1 and True."""
-    if field.type in ("float", float):
-        return float(value) + 0.0
-    return bool(value) if field.type in ("bool", bool) else value
+def _name(thing: Any, names: dict[str, Any] | None) -> str:
+    if names is None:
+        local = "<" in thing.__qualname__
+        return thing.__qualname__ + (f"@{thing.__module__}:{id(thing):x}" if local else "")
+    name, i = thing.__name__ if thing.__name__.isidentifier() else "anonymous", 0
+    while names.setdefault(name if not i else f"{name}_{i}", thing) is not thing:
+        i += 1
+    return name if not i else f"{name}_{i}"
+
+
+def _canonical(owner: Any, name: str) -> Any:
+    """A float field always prints as one: 1 and 1.0, -0.0 and 0.0."""
+    value = getattr(owner, name)
+    for field in dataclasses.fields(owner) if dataclasses.is_dataclass(owner) else ():
+        if field.name == name and field.type in ("float", float):
+            return float(value) + 0.0
+    return value

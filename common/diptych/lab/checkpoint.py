@@ -17,9 +17,9 @@ from diptych.common import CheckpointError
 from diptych.lab.frontend import State
 from diptych.lab.job import Job
 
-VERSION = 1
+VERSION = 2
 FILE_NAME = "checkpoint.npz"
-_SECTIONS = ("weights", "first", "second")
+_SECTIONS = ("weights", "first", "second", "quantizing")
 
 
 @dataclasses.dataclass

@@ -125,7 +125,7 @@ def _shared(p: argparse.ArgumentParser, out: str) -> None:
     p.add_argument("--data-cap", type=_positive, default=DEFAULT_CAP, metavar="BYTES", help="bytes read at most")
     p.add_argument("--out", type=pathlib.Path, metavar="DIR", help=f"folder for results; without it {out}")
     p.add_argument("--steps", type=_positive, default=optim.steps)
-    p.add_argument("--seed", type=_natural, default=0, help="of weights and batches")
+    p.add_argument("--seed", type=_natural, default=0, help="of weights, batches and stochastic rounding")
     p.add_argument("--batch", type=_positive, default=8, help="sequences a step")
     p.add_argument("--lr", type=_rate, default=optim.lr, help="largest learning rate")
     p.add_argument(
@@ -235,7 +235,13 @@ def _train(args: argparse.Namespace, _: list[str]) -> int:
     frontend = _frontend(args.framework, args.device)
     recipe = RECIPES.get(args.recipe)
     job = Job(
-        model=model, optim=optim, recipe=recipe, device=args.device, compile=not args.no_compile, threads=args.threads
+        model=model,
+        optim=optim,
+        recipe=recipe,
+        device=args.device,
+        compile=not args.no_compile,
+        threads=args.threads,
+        seed=args.seed,
     )
     resumed = args.resume
     home = resumed if resumed is None or resumed.is_dir() else resumed.parent

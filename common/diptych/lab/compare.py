@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from diptych.common import Recipe
+from diptych.common import Recipe, TensorPlan, linear_plan
 from diptych.lab import train
 from diptych.lab.data import ByteData
 from diptych.lab.frontend import Frontend, Trainer
-from diptych.lab.job import Corruption, Job, ModelConfig, OptimConfig, initial_weights
+from diptych.lab.job import Corruption, Job, ModelConfig, OptimConfig, initial_weights, loss_tolerance
 from diptych.lab.trace import (
     ROLES,
     Bits,
@@ -35,7 +35,8 @@ from diptych.lab.trace import (
 )
 
 ENTROPY_FACTOR = 0.8
-PRECISION_TOLERANCE = 0.02
+OPS = ("quantize", "gemm", "bias_grad", "scale_update")
+"""What training calls, and how often the kernel registry has to say so."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +63,7 @@ class Options:
             device=self.device,
             compile=self.compile,
             threads=self.threads,
+            seed=self.settings.seed,
             corruption=self.corruption if low and framework == self.corrupt else None,
         )
 
@@ -102,6 +104,7 @@ def compare(
         "checks": [dataclasses.asdict(c) for c in checks],
         "passed": all(c.passed for c in checks),
         "runs": {name: _run_data(name, r, options) for name, r in runs.items()},
+        "counted": [op for op in OPS if calls_per_linear(options.recipe)[0][op]],
         "losses_part": _losses_part(pair, runs, options),
         "entropy": data.unigram_entropy,
         "frameworks": [f.name for f in pair],
@@ -109,6 +112,9 @@ def compare(
             "name": options.recipe_name,
             "value": repr(options.recipe),
             "fingerprint": options.recipe.fingerprint,
+            "formats": _formats(options.recipe),
+            "tolerance": loss_tolerance(options.recipe),
+            "linear_dtype": options.job(pair[0].name, True).linear_dtype,
         },
         "model": dataclasses.asdict(options.model) | {"parameters": options.model.parameters},
         "optimizer": dataclasses.asdict(options.optim),
@@ -119,6 +125,21 @@ def compare(
         "seconds": time.perf_counter() - began,
         **{k: v for k, v in traced.items() if not k.startswith("_")},
     }
+
+
+def _formats(recipe: Recipe) -> list[dict[str, str]]:
+    """What each operand of each product is quantized to: a row for each tensor and quantizer."""
+    plan, rows = linear_plan(recipe), []
+    uses = (("input", "fprop", "wgrad"), ("weight", "fprop", "dgrad"), ("grad_output", "dgrad", "wgrad"))
+    for tensor, *products in uses:
+        operand: TensorPlan = getattr(plan, tensor)
+        made = list(zip(products, (operand.rowwise, operand.columnwise), strict=True))
+        if operand.shared:
+            made = [(" and ".join(products), operand.rowwise)]
+        for product, quantizer in made:
+            name = "high precision" if quantizer is None else quantizer.format.name
+            rows.append({"tensor": tensor, "products": product, "format": name, "quantizer": str(quantizer or "")})
+    return rows
 
 
 def _corruption_data(options: Options) -> dict[str, Any] | None:
@@ -217,6 +238,7 @@ def _parting(drift: list[dict[str, Any]]) -> dict[str, Any]:
     return {"first": first, "by_kind": by_kind}
 
 
+_PARTS = {"data": "payload", "inv": "scale", "amax": "amax"}
 _WHAT = {"input": "quantized input", "weight": "quantized weight", "grad_output": "quantized output gradient"}
 
 
@@ -232,13 +254,13 @@ def _step_data(step: int, a: StepTrace, b: StepTrace, labelled: list[list[Labell
             raise ValueError(f"step {step}: {item.linear} {item.role} was recorded in one framework only")
         for name, bits in item.op.outputs.items():
             if item.role in _WHAT:
-                what = f"{_WHAT[item.role]}: {'payload' if name.endswith('_data') else 'scale'}"
+                what = f"{_WHAT[item.role]}: {_PARTS[name.rsplit('_', 1)[-1]]}"
             else:
                 what = f"{item.role} result"
             found.setdefault(what, []).append((item.linear, difference(bits, other.outputs[name])))
-            if bits.dtype == "float32" and item.role not in _WHAT:
-                pair = (bits.data.view(np.float32), other.outputs[name].data.view(np.float32))
-                far[what] = max(far.get(what, 0.0), _relative(*pair))
+            x, y = bits.floats, other.outputs[name].floats
+            if x is not None and y is not None and item.role not in _WHAT:
+                far[what] = max(far.get(what, 0.0), _relative(x, y))
     for name, grad in a.gradients.items():
         parts = found.setdefault("parameter gradients", [])
         parts.append((name, difference(Bits.of(grad), Bits.of(b.gradients[name]))))
@@ -257,12 +279,24 @@ def _loss_ulp(x: float, y: float) -> int:
 # --- verdicts ---
 
 
+def calls_per_linear(recipe: Recipe | None) -> tuple[dict[str, int], dict[str, int]]:
+    """Kernel calls of one linear in a training step, and in an evaluated batch, by op."""
+    step: dict[str, int] = dict.fromkeys(OPS, 0)
+    if recipe is None:
+        return step, dict(step)
+    plan = linear_plan(recipe)
+    operands = (plan.input, plan.weight, plan.grad_output)
+    step["quantize"] = sum(len(t.calls(True, True)) for t in operands)
+    step["gemm"], step["bias_grad"], step["scale_update"] = sum(plan.quantized), 1, len(plan.states)
+    forward = {"quantize": sum(len(t.calls(True, False)) for t in operands[:2]), "gemm": int(plan.quantized[0])}
+    return step, {**dict.fromkeys(OPS, 0), **forward}
+
+
 def expected_calls(options: Options, run: train.RunResult, low: bool) -> dict[str, int]:
-    """Kernel calls that training must make: three products a step and linear, one for each evaluated batch."""
-    linears = len(options.model.linears) if low else 0
-    gemm = linears * (3 * run.steps_run + run.evaluations_run)
-    quantize = linears * (3 * run.steps_run + 2 * run.evaluations_run)
-    return {"quantize": quantize, "gemm": gemm, "bias_grad": linears * run.steps_run}
+    """Kernel calls that training must make, by op."""
+    step, evaluated = calls_per_linear(options.recipe if low else None)
+    linears = len(options.model.linears)
+    return {op: linears * (step[op] * run.steps_run + evaluated[op] * run.evaluations_run) for op in step}
 
 
 def _checks(
@@ -273,18 +307,20 @@ def _checks(
     for name, run in runs.items():
         detail = f"{run.final:.4f} nats, limit {limit:.4f} = {ENTROPY_FACTOR} x unigram entropy {entropy:.4f}"
         checks.append(Check(f"{name}: validation loss beats the unigram entropy", run.final < limit, detail))
+    tolerance = loss_tolerance(options.recipe)
     for frontend in pair:
         high, low = (runs[f"{frontend.name} {which}"].final for which in ("high precision", options.recipe_name))
         off = low / high - 1
-        detail = f"{low:.4f} against {high:.4f} nats: {100 * off:+.2f} %, allowed ±{100 * PRECISION_TOLERANCE:g} %"
+        detail = f"{low:.4f} against {high:.4f} nats: {100 * off:+.2f} %, allowed ±{100 * tolerance:g} %"
         name = f"{frontend.name}: {options.recipe_name} trains as high precision does"
-        checks.append(Check(name, bool(abs(off) <= PRECISION_TOLERANCE), detail))
+        checks.append(Check(name, bool(abs(off) <= tolerance), detail))
     for frontend in pair:
         run = runs[f"{frontend.name} {options.recipe_name}"]
         want, got = expected_calls(options, run, True)["gemm"], run.calls["gemm"]
         gaps = [m for m in traced["_missing"] if m.startswith(frontend.name + " ")]
+        step, evaluated = (calls["gemm"] for calls in calls_per_linear(options.recipe))
         detail = f"{got} quantized GEMMs ran, {want} = {len(options.model.linears)} linears x "
-        detail += f"(3 x {run.steps_run} steps + {run.evaluations_run} evaluated batches) expected"
+        detail += f"({step} x {run.steps_run} steps + {evaluated} x {run.evaluations_run} evaluated batches) expected"
         detail += f"; missing in the trace: {', '.join(gaps[:3])}" if gaps else ""
         name = f"{frontend.name}: every linear's three GEMMs ran quantized kernels"
         checks.append(Check(name, got == want and not gaps, detail))
@@ -304,6 +340,7 @@ def _run_data(name: str, run: train.RunResult, options: Options) -> dict[str, An
         "seconds_per_step": run.step_seconds,
         "calls": run.calls,
         "expected": expected_calls(options, run, low),
+        "scales": {str(k): v for k, v in run.scales.items()},
         "low": low,
     }
 

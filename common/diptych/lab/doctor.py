@@ -8,9 +8,10 @@ import platform
 from typing import Any
 
 from diptych import core
-from diptych.common import FORMATS, RECIPES, Quantizer, QuantizerRole, Recipe, shapes
+from diptych.common import FORMATS, RECIPES, Quantizer, Recipe, shapes
 from diptych.core import _core
 from diptych.lab.frontend import discover
+from diptych.lab.job import linear_dtype
 
 PRODUCTS = ("fprop", "dgrad", "wgrad")
 SHAPES = {"aligned": (512, 512, 512), "unaligned": (509, 251, 127)}
@@ -76,25 +77,54 @@ def _driver() -> str | None:
 def _recipe(name: str, recipe: Recipe, device: tuple[str, int, str]) -> dict[str, Any]:
     """How one recipe's three products run on one device, for an aligned and an unaligned shape."""
     backend, index, label = device
-    table = core.kernel_table()
     products: dict[str, dict[str, Any]] = {}
+    arch = 0 if backend == "cpu" else core.cuda_info()["archs"][index]
+    dtype, ops = linear_dtype(recipe), set()
     for product in PRODUCTS:
-        a, b, sides = _operands(recipe, product)
+        operands = recipe.operands(product)
+        sides = shapes.gemm_copies(product == "wgrad", product == "fprop")
+        for quantizer in operands:
+            if quantizer is not None:
+                ops |= {("quantize", quantizer.format.name)}
+                ops |= {("scale_update", quantizer.format.name)} if quantizer.needs_scale else set()
         for kind, mnk in SHAPES.items():
-            row = _core.gemm_row(a.format.id, sides[0], b.format.id, sides[1], *mnk, "float32", backend, index)
-            if row < 0:
-                found = {"level": "missing", "kernel": "", "note": f"no kernel for {a.format.name} x {b.format.name}"}
-            else:
-                found = {k: table[row][k] for k in ("level", "kernel", "note")}
-            products.setdefault(product, {})[kind] = {**found, "mnk": list(mnk)}
-    return {"recipe": name, "device": label, "products": products}
+            products.setdefault(product, {})[kind] = {
+                **_product(operands, sides, mnk, dtype, backend, index),
+                "mnk": list(mnk),
+            }
+    others = [{"op": op, "format": fmt, **_row(op, fmt, backend, arch)} for op, fmt in sorted(ops)]
+    formats = sorted({fmt for _, fmt in ops})
+    return {"recipe": name, "device": label, "formats": formats, "products": products, "ops": others}
 
 
-def _operands(recipe: Recipe, product: str) -> tuple[Quantizer, Quantizer, tuple[bool, bool]]:
-    """Quantizers of a product's operands, and whether it reads their columnwise copies."""
-    roles = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
-    a, b = (recipe.quantizer(QuantizerRole(tensor=t)) for t in roles[product])
-    return a, b, shapes.gemm_copies(product == "wgrad", product == "fprop")
+def _product(
+    operands: tuple[Quantizer | None, Quantizer | None],
+    sides: tuple[bool, bool],
+    mnk: tuple[int, int, int],
+    dtype: str,
+    backend: str,
+    index: int,
+) -> dict[str, Any]:
+    """The kernel of one product, or why there is none."""
+    a, b = operands
+    if a is None or b is None:
+        return {"level": "high precision", "kernel": "", "note": "the framework's own product"}
+    block = max(q.format.block_cols for q in (a, b)) if max(a.format.pack, b.format.pack) > 1 else 1
+    if any(extent % block for extent in mnk):
+        return {"level": "refused", "kernel": "", "note": f"extents must be multiples of {block}"}
+    row = _core.gemm_row(a.format.id, sides[0], b.format.id, sides[1], *mnk, dtype, backend, index)
+    if row < 0:
+        return {"level": "missing", "kernel": "", "note": f"no kernel for {a.format.name} x {b.format.name}"}
+    return {k: core.kernel_table()[row][k] for k in ("level", "kernel", "note")}
+
+
+def _row(op: str, fmt: str, backend: str, arch: int) -> dict[str, Any]:
+    """The kernel of another op: the first row of the table that serves the format, as the core chooses."""
+    for row in core.kernel_table():
+        serves = (row["op"], row["backend"]) == (op, backend) and row["min_arch"] <= arch
+        if serves and (not row["formats"] or fmt in row["formats"]):
+            return {k: row[k] for k in ("level", "kernel", "note")}
+    return {"level": "missing", "kernel": "", "note": f"no {op} kernel for {fmt}"}
 
 
 def as_text(found: dict[str, Any]) -> str:
@@ -121,23 +151,27 @@ def as_text(found: dict[str, Any]) -> str:
         lines += [f"    {d}: {'usable' if why is None else 'not usable: ' + why}" for d, why in f["devices"].items()]
     if not found["frontends"]:
         lines.append("  none is registered; diptych.core works on NumPy arrays all the same")
-    lines += ["", "Recipes: how the three products of a linear run, for extents in multiples of 16 and for others"]
+    lines += ["", "Recipes: how a linear's products run, for extents in multiples of 16 and others, what feeds them"]
     for r in found["recipes"]:
-        lines.append(f"  {r['recipe']} on {r['device']}")
+        lines.append(f"  {r['recipe']} on {r['device']}: {', '.join(r['formats'])}")
         for product, kinds in r["products"].items():
-            parts = [f"{kind}: {k['level']} {k['kernel']}{_note(k['note'])}" for kind, k in kinds.items()]
+            parts = [f"{kind}: {_how(k)}" for kind, k in kinds.items()]
             differ = len({(k["level"], k["kernel"]) for k in kinds.values()}) > 1
-            lines.append(f"    {product}: " + ("; ".join(parts) if differ else _once(kinds)))
+            lines.append(f"    {product}: " + ("; ".join(parts) if differ else _how(kinds["aligned"])))
+        others: dict[tuple[str, str], list[str]] = {}
+        for o in r["ops"]:
+            others.setdefault((o["op"], _how(o)), []).append(o["format"])
+        several = len({op for op, _ in others}) < len(others)
+        lines += [f"    {op}: {how}{' for ' + ', '.join(f) if several else ''}" for (op, how), f in others.items()]
     lines += ["", "Kernels of this build, in order of preference"]
     for row in found["kernels"]:
         arch = f" from sm_{row['min_arch']}" if row["backend"] == "cuda" else ""
-        lines.append(f"  {row['op']:<10} {row['kernel']:<16} {row['level']}{arch}{_note(row['note'])}")
+        lines.append(f"  {row['op']:<15} {row['kernel']:<22} {row['level']}{arch}{_note(row['note'])}")
     return "\n".join(lines)
 
 
-def _once(kinds: dict[str, Any]) -> str:
-    k = next(iter(kinds.values()))
-    return f"{k['level']} {k['kernel']}".strip() + _note(k["note"])
+def _how(found: dict[str, Any]) -> str:
+    return f"{found['level']} {found['kernel']}".strip() + _note(found["note"])
 
 
 def _note(note: str) -> str:

@@ -27,15 +27,18 @@ class TrainingError(RuntimeError):
 
 @dataclasses.dataclass
 class State:
-    """All that training carries from step to step, under one set of names in both frameworks, float32.
+    """All that training carries from step to step, under one set of names in both frameworks.
 
     `first`, `second`: AdamW's running means of the gradient and of its square. `step`: updates made so far.
+    `quantizing`: what the linears' quantizers keep, as a torch state dict names it: <linear>.scale_states.<slot>.scale,
+    .amax_history and .fp8_max (float32), <linear>.rng_state (int32 [4]); empty for recipes without state.
     """
 
     step: int
     weights: Weights
     first: Weights
     second: Weights
+    quantizing: Weights
 
 
 class Trainer(Protocol):
@@ -50,7 +53,11 @@ class Trainer(Protocol):
         ...
 
     def evaluate(self, batch: np.ndarray) -> float:
-        """Loss without an update."""
+        """Loss without an update; quantizers keep what they kept."""
+        ...
+
+    def scales(self) -> dict[str, float]:
+        """The delayed scales as they are, by linear and slot joined with a dot; empty for recipes without them."""
         ...
 
     def state(self) -> State:

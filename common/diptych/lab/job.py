@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
-from diptych.common import Recipe, Value
+from diptych.common import CustomRecipe, Quantizer, QuantizerRole, Recipe, Value, linear_plan
+from diptych.common.quantizers import RHT
+from diptych.common.value import field_names
 
 Weights = dict[str, np.ndarray]
 LINEARS = ("qkv", "proj", "up", "down")
@@ -82,7 +87,7 @@ class OptimConfig(Value):
 
 @dataclasses.dataclass(frozen=True)
 class Corruption(Value):
-    """The self-test's fault: the weight scale (`scale_inv`) of one linear times `factor` in every forward product.
+    """The self-test's fault: the scales of one linear's weight times `factor` in every forward product.
 
     A power of two, so that E8M0 scales can hold it; and in the first attention, whose softmax it saturates: most other
     linears can be trained around a wrong factor, because norms undo it.
@@ -91,10 +96,50 @@ class Corruption(Value):
     layer: str
     factor: float = 65536.0
 
+    def recipe(self, recipe: Recipe, spoil: Spoil) -> CustomRecipe:
+        """The recipe of the linear at fault; `spoil` multiplies the scales of a copy in the panel's own arrays."""
+        options = {f"fp8_gemm_{g}": getattr(recipe, f"fp8_gemm_{g}") for g in ("fprop", "dgrad", "wgrad")}
+        return CustomRecipe(_AtFault(recipe, self.factor, spoil), **options)
+
+
+Spoil = Callable[[Any, float], Any]
+"""(quantized tensor, factor) -> the same with the scales of its rowwise copy times the factor."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _AtFault(Value):
+    base: Recipe
+    factor: float
+    spoil: Spoil
+
+    def __call__(self, role: QuantizerRole) -> Quantizer | None:
+        quantizer = self.base.quantizer(role)
+        if quantizer is None or role.tensor != "weight":
+            return quantizer
+        fields = {name: getattr(quantizer, name) for name in field_names(type(quantizer))}
+        return _spoiled(type(quantizer), self.factor, self.spoil)(**fields)
+
+
+@functools.cache
+def _spoiled(kind: type[Quantizer], factor: float, spoil: Spoil) -> type[Quantizer]:
+    """A class of quantizers like `kind`'s, whose rowwise copies have spoiled scales."""
+
+    class Spoiled(kind):  # type: ignore[misc,valid-type]
+        def quantize_impl(self, x: Any, quantize: Callable[..., Any]) -> Any:
+            fields = {name: getattr(self, name) for name in field_names(kind)}
+            q = quantize(x, kind(**fields))
+            return spoil(q, factor) if self.rowwise else q
+
+    return Spoiled
+
 
 @dataclasses.dataclass(frozen=True)
 class Job(Value):
-    """One training run. `recipe` None is high precision; `compile` False spares torch.compile; JAX always jits."""
+    """One training run.
+
+    `recipe` None is high precision; `compile` False spares torch.compile; JAX always jits; `seed` is that of stochastic
+    rounding, in which each linear has a stream of its own (`streams`).
+    """
 
     model: ModelConfig = ModelConfig()
     optim: OptimConfig = OptimConfig()
@@ -102,6 +147,7 @@ class Job(Value):
     device: str = "cpu"
     compile: bool = True
     threads: int = 2
+    seed: int = 0
     corruption: Corruption | None = None
 
     def __post_init__(self) -> None:
@@ -109,6 +155,38 @@ class Job(Value):
             raise ValueError("a high-precision run has no scale to corrupt")
         if self.corruption is not None and self.corruption.layer not in self.model.linears:
             raise ValueError(f"no linear {self.corruption.layer!r}; there are {', '.join(self.model.linears)}")
+
+    @property
+    def linear_dtype(self) -> str:
+        """Dtype that the blocks' linears compute in; everything around them is float32."""
+        return linear_dtype(self.recipe)
+
+    def streams(self) -> dict[str, int]:
+        """First offset of each linear's random numbers; empty where nothing is rounded stochastically."""
+        if self.recipe is None or not linear_plan(self.recipe).needs_rng:
+            return {}
+        return {name: i << 32 for i, name in enumerate(self.model.linears)}
+
+
+LOSS_TOLERANCE = {1: 0.02, 2: 0.04}
+"""How far the final loss may be from high precision's, by elements in a byte of the payload."""
+
+
+def _quantizers(recipe: Recipe) -> list[Quantizer]:
+    plan = linear_plan(recipe)
+    found = [q for t in (plan.input, plan.weight, plan.grad_output) for q in (t.rowwise, t.columnwise)]
+    return [q for q in found if q is not None]
+
+
+def linear_dtype(recipe: Recipe | None) -> str:
+    """The input dtype that a recipe asks for: bfloat16 for a Hadamard transform, else float32."""
+    rotates = recipe is not None and any(q.spec.flags & RHT for q in _quantizers(recipe))
+    return "bfloat16" if rotates else "float32"
+
+
+def loss_tolerance(recipe: Recipe) -> float:
+    """The relative distance from high precision's final loss that a recipe's may have."""
+    return LOSS_TOLERANCE[max((q.format.pack for q in _quantizers(recipe)), default=1)]
 
 
 def initial_weights(model: ModelConfig, seed: int) -> Weights:

@@ -44,6 +44,7 @@ def render(results: Results, commands: list[str]) -> str:
     """
     with plt.rc_context(_STYLE):
         plots = {"losses": _losses(results), "differences": _differences(results), "drift": _drift(results)}
+        plots["scales"] = _scales(results)
     text = importlib.resources.files("diptych.lab").joinpath("report.html.j2").read_text()
     env = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     env.filters |= {"count": _count, "percent": _percent, "relative": _relative, "duration": _duration}
@@ -165,12 +166,14 @@ def _differences(r: Results) -> str:
         off = [100 * (low_run["validation"][str(k)] / high["validation"][str(k)] - 1) for k in steps]
         marker = {"marker": "os"[i], "ms": 8 - 3 * i, "mfc": "white" if i == 0 else _COLORS[i]}
         right.plot(steps, off, ls="", color=_COLORS[i], label=f"{framework}, validation", **marker)
-    right.axhspan(-2, 2, color="#d3f9d8", alpha=0.6, lw=0, label="allowed at the end: ±2 %")
+    allowed = 100 * r["recipe"]["tolerance"]
+    label = f"allowed at the end: ±{allowed:g} %"
+    right.axhspan(-allowed, allowed, color="#d3f9d8", alpha=0.6, lw=0, label=label)
     right.set_ylabel("difference of losses, %")
     right.set_xlabel("step")
     right.legend(ncols=2, **below)
     low_y, high_y = right.get_ylim()
-    right.set_ylim(min(low_y, -2.5), max(high_y, 2.5))
+    right.set_ylim(min(low_y, -1.25 * allowed), max(high_y, 1.25 * allowed))
     return _svg(fig)
 
 
@@ -201,4 +204,27 @@ def _drift(r: Results) -> str:
     ax.set_xlabel("activations in forward order, from the embedding on the left to the loss on the right")
     ax.set_ylabel("relative distance ‖a − b‖ / ‖a‖")
     ax.legend(loc="lower center", ncols=len(shades))
+    return _svg(fig)
+
+
+def _scales(r: Results) -> str:
+    """Delayed scales over the run: for each kind of tensor the median over all linears, and their range. Or nothing."""
+    runs = [(framework, run["scales"]) for framework, run in _pair(r, True) if run["scales"]]
+    if not runs:
+        return ""
+    slots = list(dict.fromkeys(name.split(".", 3)[3] for name in next(iter(runs[0][1].values()))))
+    fig, axes = plt.subplots(1, len(slots), figsize=(11, 3.6), layout="constrained", squeeze=False)
+    for ax, slot in zip(axes[0], slots, strict=True):
+        for i, (framework, scales) in enumerate(runs):
+            at = [int(k) for k in scales]
+            of = [[v for name, v in held.items() if name.split(".", 3)[3] == slot] for held in scales.values()]
+            low, middle, high = np.array([(min(v), float(np.median(v)), max(v)) for v in of]).T
+            ax.fill_between(at, low, high, color=_COLORS[i], alpha=0.12, lw=0)
+            style = {"color": _COLORS[i], "lw": 3.5 - 2 * i, "alpha": 0.55 if i == 0 else 1.0}
+            ax.plot(at, middle, label=framework, **style)
+        ax.set_title(slot.replace("_", " "))
+        ax.set_yscale("log", base=2)
+        ax.set_xlabel("step")
+    axes[0][0].set_ylabel("scale: median and range over the linears")
+    axes[0][0].legend()
     return _svg(fig)

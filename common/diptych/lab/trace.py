@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,6 +31,13 @@ class Bits(NamedTuple):
         return Bits(dtype or x.dtype.name, x.view(_UINT[x.dtype.itemsize]))
 
     @property
+    def floats(self) -> np.ndarray | None:
+        """The values of float32 or bfloat16 bits; None for other dtypes."""
+        if self.dtype == "bfloat16":
+            return (self.data.astype(np.uint32) << 16).view(np.float32)
+        return self.data.view(np.float32) if self.dtype == "float32" else None
+
+    @property
     def digest(self) -> bytes:
         return hashlib.blake2b(self.data.tobytes(), digest_size=16, key=self.dtype.encode()).digest()
 
@@ -40,10 +48,16 @@ class Op:
 
     | kind | inputs | options | outputs |
     |---|---|---|---|
-    | quantize | x, [amax] | quantizer | buffers of `shapes.quantize_buffers` |
-    | gemm | a_data, a_scale_inv, b_data, b_scale_inv, [bias], [c] | a, b: (format name, columnwise); alpha, beta, \
-out_dtype, fast_accum | d |
+    | quantize | x, [amax], [columnwise_amax], [scale], [rng], [pending] | quantizer | buffers of \
+`shapes.quantize_buffers` |
+    | scale_update | history, scale, [reduced], [amax] | fp8_max, margin, most_recent | history, scale |
+    | gemm | a_data, a_scale_inv, [a_amax], b_data, b_scale_inv, [b_amax], [bias], [c] | a, b: (format name, \
+columnwise); alpha, beta, out_dtype, fast_accum | d |
+    | dequantize | data, scale_inv, [amax] | format, columnwise, dtype | out |
+    | amax | x | flags, columnwise | out, [columnwise_out] |
     | bias_grad | dy | dtype | out |
+
+    `pending`: an amax [1] that the one put out is joined with (delayed scaling). Brackets: where the call has it.
     """
 
     kind: str
@@ -80,10 +94,14 @@ ROLES = ("input", "weight", "fprop", "grad_output", "dgrad", "wgrad", "bias_grad
 def label(ops: list[Op], model: ModelConfig) -> list[Labelled]:
     """Says which linear and role each op has, by following payload bytes from quantize into the three products.
 
-    The forward products come in the order of the model's linears; everything else hangs on them by its bytes, so the
-    order of a backward pass does not matter. Ops that belong to no linear are left out.
+    The forward products come in the order of the model's linears; everything else hangs on them by its bytes. The order
+    of a backward pass matters only where bytes repeat (gradients may underflow to zeros, two inputs may be equal): what
+    was made last before its use is meant, and in backward the last linear that has not had this product yet. Ops that
+    belong to no linear are left out.
     """
-    makers = {bits.digest: op for op in ops if op.kind == "quantize" for bits in _payloads(op)}
+    quantized = [(i, op) for i, op in enumerate(ops) if op.kind == "quantize"]
+    makers = _Makers((bits.digest, i, op) for i, op in quantized for bits in _payloads(op))
+    sources = _Makers((op.inputs["x"].digest, i, op) for i, op in quantized)
     names = iter(model.linears)
     owner: dict[int, tuple[str, str]] = {}  # id of an op -> (linear, role)
 
@@ -91,27 +109,44 @@ def label(ops: list[Op], model: ModelConfig) -> list[Labelled]:
         if op is not None:
             owner.setdefault(id(op), (linear, role))
 
-    gemms = [op for op in ops if op.kind == "gemm"]
-    for op in gemms:
+    gemms = [(i, op) for i, op in enumerate(ops) if op.kind == "gemm"]
+    for i, op in gemms:
         if op.product == "fprop":
             linear = next(names, None)
             if linear is None:
                 continue
             claim(op, linear, "fprop")
-            claim(makers.get(op.inputs["a_data"].digest), linear, "input")
-            claim(makers.get(op.inputs["b_data"].digest), linear, "weight")
-    for op in gemms:
+            claim(makers.before(i, op.inputs["a_data"]), linear, "input")
+            claim(makers.before(i, op.inputs["b_data"]), linear, "weight")
+    for i, op in gemms:
         if op.product in ("dgrad", "wgrad"):
-            known = owner.get(id(makers.get(op.inputs["b_data"].digest)))
-            if known is not None:
-                claim(op, known[0], op.product)
-                claim(makers.get(op.inputs["a_data"].digest), known[0], "grad_output")
-    by_source = {op.inputs["x"].digest: owner.get(id(op)) for op in ops if op.kind == "quantize"}
-    for op in ops:
-        known = by_source.get(op.inputs["dy"].digest) if op.kind == "bias_grad" else None
+            owners = [owner.get(id(maker)) for maker in makers.all_before(i, op.inputs["b_data"])]
+            linear = next((o[0] for o in owners if o is not None and (o[0], op.product) not in owner.values()), None)
+            if linear is not None:
+                claim(op, linear, op.product)
+                claim(makers.before(i, op.inputs["a_data"]), linear, "grad_output")
+    for i, op in enumerate(ops):
+        known = owner.get(id(sources.before(i, op.inputs["dy"]))) if op.kind == "bias_grad" else None
         if known is not None:
             claim(op, known[0], "bias_grad")
     return [Labelled(*owner[id(op)], op) for op in ops if id(op) in owner]
+
+
+class _Makers:
+    """Ops by the bytes that they made or read, in call order."""
+
+    def __init__(self, entries: Iterable[tuple[bytes, int, Op]]) -> None:
+        self._by_digest: dict[bytes, list[tuple[int, Op]]] = {}
+        for digest, at, op in entries:
+            self._by_digest.setdefault(digest, []).append((at, op))
+
+    def all_before(self, at: int, bits: Bits) -> Iterator[Op]:
+        """The ops of these bytes before place `at`, the last one first."""
+        return (op for i, op in reversed(self._by_digest.get(bits.digest, [])) if i < at)
+
+    def before(self, at: int, bits: Bits) -> Op | None:
+        """The last of them."""
+        return next(self.all_before(at, bits), None)
 
 
 def _payloads(op: Op) -> list[Bits]:

@@ -17,6 +17,9 @@ from diptych.lab.data import ByteData
 from diptych.lab.frontend import Frontend, TrainingError
 from diptych.lab.job import Job, initial_weights
 
+SCALE_SAMPLES = 100
+"""Times in a run at which delayed scales are noted."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
@@ -35,7 +38,7 @@ class Settings:
 
 @dataclasses.dataclass
 class RunResult:
-    """One run's curves, kernel calls and time."""
+    """One run's curves, kernel calls and time. `scales`: the delayed scales by number of updates."""
 
     name: str
     losses: np.ndarray
@@ -45,6 +48,7 @@ class RunResult:
     steps_run: int
     evaluations_run: int
     step_seconds: float
+    scales: dict[int, dict[str, float]]
 
     @property
     def final(self) -> float:
@@ -101,6 +105,7 @@ def run(
     core.reset_calls()
     began, evaluated = time.perf_counter(), 0
     durations: list[float] = []
+    scales: dict[int, dict[str, float]] = {}
     name = name or frontend.name
     with tqdm(total=last, initial=min(first, last), desc=name, disable=not progress, unit="step") as bar:
         for step in range(first, last):
@@ -116,6 +121,8 @@ def run(
                 held_loss = float(np.mean([trainer.evaluate(b) for b in held_out]))
                 validation[done] = held_loss
                 evaluated += len(held_out)
+            if done % max(1, steps // SCALE_SAMPLES) == 0 and (held := trainer.scales()):
+                scales[done] = held
             if on_step is not None:
                 on_step(done, loss, held_loss)
             bar.update()
@@ -134,4 +141,5 @@ def run(
         max(0, last - first),
         evaluated,
         float(np.median(durations)) if durations else 0.0,
+        scales,
     )

@@ -1,7 +1,8 @@
-// Any pair of formats, any shape, any alignment: FP8 decoded to bfloat16 in shared memory, mma.sync, float32 sums.
+// Any pair of formats, any shape, any alignment: FP8 and E2M1 decoded to bfloat16 in shared memory, mma.sync, float32
+// sums.
 //
-// E8M0 scales enter the operands, float32 block scales the block's partial sum, per-tensor scales the epilogue
-// (NUMERICS 6). One thread block owns 128 x 128 of D and walks all of k: no split, no atomics.
+// E8M0 and E4M3 scales enter the operands, float32 block scales the block's partial sum, per-tensor scales and amaxes
+// the epilogue (NUMERICS 6). One thread block owns 128 x 128 of D and walks all of k: no split, no atomics.
 #include <atomic>
 #include <bit>
 
@@ -129,6 +130,9 @@ __global__ void __launch_bounds__(Shape<kBlockScales>::kThreads, kBlockScales ? 
 
   float factor = 1.0f;
   if constexpr (!kBlockScales) factor = __fmul_rn(partial_scale(p.a, 0, 0), partial_scale(p.b, 0, 0));
+  float alpha[8];  // of this thread's rows
+#pragma unroll
+  for (int i = 0; i < 8; ++i) alpha[i] = row + i * 8 < p.e.m ? row_alpha(p.e, row + i * 8) : 0.0f;
 #pragma unroll
   for (int j = 0; j < kN8; ++j) {
     const int c = col + j * 8;
@@ -140,7 +144,7 @@ __global__ void __launch_bounds__(Shape<kBlockScales>::kThreads, kBlockScales ? 
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const float* r = acc[i / 2][j] + i % 2 * 2;
-      finish_pair(p.e, row + i * 8, c, __fmul_rn(r[0], factor), __fmul_rn(r[1], factor), bias[0], bias[1]);
+      finish_pair(p.e, row + i * 8, c, alpha[i], __fmul_rn(r[0], factor), __fmul_rn(r[1], factor), bias[0], bias[1]);
     }
   }
 }
@@ -150,24 +154,31 @@ Status make_operand(const QuantizedView& q, int64_t outer, int64_t k, Operand* o
   const auto unsupported = [&](const char* what) {
     return Status(Code::unsupported, std::string("gemm: no CUDA kernel for ") + what + " of format " + f.name);
   };
-  if (f.element != DType::e4m3 && f.element != DType::e5m2) return unsupported("the elements");
-  if (f.scale != DType::f32 && f.scale != DType::e8m0) return unsupported("the scales");
+  const bool e2m1 = f.element == DType::e2m1;
+  if (f.element != DType::e4m3 && f.element != DType::e5m2 && !e2m1) return unsupported("the elements");
+  // Only E2M1 times E4M3 is exact in bfloat16.
+  const bool known = e2m1 ? f.scale == DType::e4m3 : f.scale == DType::f32 || f.scale == DType::e8m0;
+  if (!known) return unsupported("the scales");
   *o = {};
   o->data = q.data.as<const uint8_t>(), o->scale = q.scale_inv.data, o->outer = static_cast<int>(outer),
   o->k = static_cast<int>(k);
-  o->e5m2 = f.element == DType::e5m2;
+  o->element = f.element;
   o->k_major = q.columnwise && f.columnwise == ColumnwiseLayout::row_major;
-  o->kind = f.scale == DType::e8m0 ? ScaleKind::e8m0 : f.per_tensor() ? ScaleKind::tensor : ScaleKind::block;
+  o->kind = f.scale == DType::e8m0   ? ScaleKind::e8m0
+            : f.scale == DType::e4m3 ? ScaleKind::e4m3
+            : f.per_tensor()         ? ScaleKind::tensor
+                                     : ScaleKind::block;
   const unsigned block_outer = f.per_tensor() ? 1 : f.block_rows, block_k = f.per_tensor() ? 1 : f.block_cols;
   // A fragment (16 k, or 8 outer x 4 k) and a tile of 64 k must not straddle the blocks whose scale they take.
   const bool fits = f.per_tensor() || (std::has_single_bit(block_outer) && std::has_single_bit(block_k) &&
                                        block_k % (o->kind == ScaleKind::block ? kTileK : 16) == 0);
-  if (!fits || (f.per_tensor() && o->kind == ScaleKind::e8m0)) return unsupported("the blocks");
+  if (!fits || (f.per_tensor() && o->kind != ScaleKind::tensor)) return unsupported("the blocks");
+  if (e2m1 && (o->k_major || k % 16 != 0)) return unsupported("the layout");
   o->outer_shift = std::countr_zero(block_outer), o->k_shift = std::countr_zero(block_k);
   o->scale_stride_outer = o->k_major ? 1 : ceil_div(k, block_k);
   o->scale_stride_k = o->k_major ? ceil_div(outer, block_outer) : 1;
   o->vec = o->k_major ? outer % 8 == 0 && aligned(o->data, 8) && aligned(o->scale, 8) && block_outer == 1
-                      : k % 16 == 0 && aligned(o->data, 16);
+                      : k % 16 == 0 && aligned(o->data, 16 / f.pack());
   return {};
 }
 
@@ -197,7 +208,7 @@ Status gemm_emulated(const GemmArgs& args, const Execution& exec) {
   const int64_t m = args.d.rows(), n = args.d.cols();
   if (m == 0 || n == 0) return {};
   const bool rows_last = args.a.columnwise && row(args.a.format).columnwise == ColumnwiseLayout::row_major;
-  const int64_t k = rows_last ? args.a.data.rows() : args.a.data.cols();
+  const int64_t k = rows_last ? args.a.data.rows() : args.a.data.cols() * row(args.a.format).pack();
   const int64_t tiles_m = ceil_div(m, kTileOuter), tiles_n = ceil_div(n, kTileOuter), limit = (int64_t{1} << 31) - 256;
   if (m > limit || n > limit || k > limit || tiles_m * tiles_n > limit) {
     return {Code::unsupported, "gemm: no CUDA kernel for D of [" + std::to_string(m) + ", " + std::to_string(n) +

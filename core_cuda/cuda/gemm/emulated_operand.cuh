@@ -1,9 +1,10 @@
-// One operand of the emulated GEMM: 128 outer indices x 64 k of FP8 from memory to bfloat16 in shared memory.
+// One operand of the emulated GEMM: 128 outer indices x 64 k of FP8 or E2M1 from memory to bfloat16 in shared memory.
 //
 // Shared memory holds [outer][k], 128 bytes a row, whatever the layout in memory; chunk c (8 elements, 16 bytes) of
 // row r lies at c ^ (r % 8) ^ (r / 8 % 8): ldmatrix and both writers then meet no bank twice.
 #pragma once
 
+#include "cuda/e2m1.cuh"
 #include "cuda/vector.cuh"
 #include "diptych/ops.h"
 
@@ -11,23 +12,23 @@ namespace diptych::cuda {
 
 constexpr int kTileOuter = 128, kTileK = 64;
 constexpr int kTileBytes = kTileOuter * kTileK * 2;
-constexpr int kFragments = kTileOuter * kTileK / 32;  // of 32 FP8 bytes each, dealt out to the threads
+constexpr int kFragments = kTileOuter * kTileK / 32;  // of 32 elements each, dealt out to the threads
 
-enum class ScaleKind : int { tensor, block, e8m0 };  // applied in the epilogue, on partial sums, in the operand
+enum class ScaleKind : int { tensor, block, e8m0, e4m3 };  // applied in the epilogue, on partial sums, in the operand
 
 // What a kernel was compiled for: one layout with vector loads, or whatever the operand says.
 enum class Layout : int { outer_k, k_outer, either };
 
 struct Operand {
-  const uint8_t* data;  // [outer, k], or [k, outer] if k_major
+  const uint8_t* data;  // [outer, k], or [k, outer] if k_major; E2M1: [outer, k / 2]
   const void* scale;
   int outer, k;
   int64_t scale_stride_outer, scale_stride_k;  // elements between neighbouring blocks
   int outer_shift, k_shift;                    // log2 of the block's extents
   ScaleKind kind;
-  bool e5m2;
+  DType element;
   bool k_major;
-  bool vec;  // 16-byte loads of data (k_major: 8-byte loads of data and of scales)
+  bool vec;  // a fragment's 16 k in one load (k_major: 8-byte loads of data and of scales)
 };
 
 __device__ __forceinline__ int swizzled(int row, int chunk) {
@@ -35,7 +36,8 @@ __device__ __forceinline__ int swizzled(int row, int chunk) {
 }
 
 // Fragment t of a tile, between its load and its store.
-// [outer, k]: 16 k of row t / 4 in w[0..3] and of row t / 4 + 64 in w[4..7]; a scale code for each.
+// [outer, k]: 16 k of row t / 4 in w[0..3] and of row t / 4 + 64 in w[4..7]; a scale code for each. E2M1 fills the
+// first half of each.
 // [k, outer]: four k of eight outer indices, a k in each pair of words; a scale code for each outer index.
 struct Fragment {
   uint32_t w[8];
@@ -47,7 +49,9 @@ __device__ __forceinline__ int64_t scale_index(const Operand& o, int outer, int 
 }
 
 __device__ __forceinline__ uint32_t load_code(const Operand& o, int outer, int k) {
-  if (o.kind != ScaleKind::e8m0 || outer >= o.outer || k >= o.k) return 127;  // one
+  if (o.kind == ScaleKind::tensor || o.kind == ScaleKind::block || outer >= o.outer || k >= o.k) {
+    return o.kind == ScaleKind::e4m3 ? 0x38 : 127;  // one
+  }
   return __ldg(static_cast<const uint8_t*>(o.scale) + scale_index(o, outer, k));
 }
 
@@ -75,7 +79,18 @@ __device__ __forceinline__ Fragment load_fragment(const Operand& o, int outer0, 
       const int outer = outer0 + t / 4 + h * 64;
       f.code[h] = load_code(o, outer, k);
       if (outer >= o.outer || k >= o.k) continue;
-      const uint8_t* p = o.data + static_cast<int64_t>(outer) * o.k + k;
+      const int64_t at = static_cast<int64_t>(outer) * o.k + k;
+      if (o.element == DType::e2m1) {
+        const uint8_t* p = o.data + at / 2;  // k is a multiple of 16
+        if (kLayout != Layout::either || o.vec) {
+          const uint2 u = __ldg(reinterpret_cast<const uint2*>(p));
+          f.w[4 * h] = u.x, f.w[4 * h + 1] = u.y;
+        } else {
+          load_bytes<8>(f.w + 4 * h, p, 8);
+        }
+        continue;
+      }
+      const uint8_t* p = o.data + at;
       if (kLayout != Layout::either || o.vec) {
         const uint4 u = __ldg(reinterpret_cast<const uint4*>(p));
         f.w[4 * h] = u.x, f.w[4 * h + 1] = u.y, f.w[4 * h + 2] = u.z, f.w[4 * h + 3] = u.w;
@@ -118,6 +133,39 @@ __device__ __forceinline__ uint2 decode_bf16(uint32_t four, float scale) {
   return make_uint2(pack2<__nv_bfloat16>(lo.x * scale, lo.y * scale), pack2<__nv_bfloat16>(hi.x * scale, hi.y * scale));
 }
 
+// Two bfloat16 times two, both exact: E2M1 times an E4M3 scale has at most six significant bits.
+__device__ __forceinline__ uint32_t scale_bf16x2(uint32_t pair, uint32_t factor) {
+  __nv_bfloat162 x, y;
+  memcpy(&x, &pair, sizeof(pair)), memcpy(&y, &factor, sizeof(factor));
+  x = __hmul2(x, y);
+  memcpy(&pair, &x, sizeof(pair));
+  return pair;
+}
+
+// Eight E2M1 codes times the scale (twice in a word) -> bfloat16.
+__device__ __forceinline__ uint4 decode_bf16_e2m1(uint32_t eight, uint32_t scale) {
+  constexpr uint32_t kRaise = 0x7e807e80;  // 2^126
+  uint32_t v[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    v[i] = scale_bf16x2(scale_bf16x2(e2m1_pair_bits(eight >> (8 * i) & 0xff), kRaise), scale);
+  }
+  return make_uint4(v[0], v[1], v[2], v[3]);
+}
+
+__device__ __forceinline__ void decode_fragment_e2m1(const Fragment& f, unsigned char* tile, int t) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const float scale = decode2<false>(f.code[h]).x;
+    const uint32_t both = pack2<__nv_bfloat16>(scale, scale);  // exact
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      *reinterpret_cast<uint4*>(tile + swizzled(t / 4 + h * 64, t % 4 * 2 + c)) =
+          decode_bf16_e2m1(f.w[4 * h + c], both);
+    }
+  }
+}
+
 template <Layout kLayout, bool kE5M2>
 __device__ __forceinline__ void decode_fragment(const Operand& o, Fragment& f, unsigned char* tile, int t) {
   if (!is_k_major<kLayout>(o)) {
@@ -146,7 +194,9 @@ __device__ __forceinline__ void decode_fragment(const Operand& o, Fragment& f, u
 
 template <Layout kLayout>
 __device__ __forceinline__ void store_fragment(const Operand& o, Fragment& f, unsigned char* tile, int t) {
-  if (o.e5m2) {
+  if (kLayout != Layout::k_outer && o.element == DType::e2m1) {  // transposed copies: never [k, outer]
+    decode_fragment_e2m1(f, tile, t);
+  } else if (o.element == DType::e5m2) {
     decode_fragment<kLayout, true>(o, f, tile, t);
   } else {
     decode_fragment<kLayout, false>(o, f, tile, t);
@@ -155,7 +205,7 @@ __device__ __forceinline__ void store_fragment(const Operand& o, Fragment& f, un
 
 // The float32 scale that a partial sum of this operand takes at (outer, k).
 __device__ __forceinline__ float partial_scale(const Operand& o, int outer, int k) {
-  if (o.kind == ScaleKind::e8m0) return 1.0f;
+  if (o.kind == ScaleKind::e8m0 || o.kind == ScaleKind::e4m3) return 1.0f;
   if (o.kind == ScaleKind::tensor) return __ldg(static_cast<const float*>(o.scale));
   return outer < o.outer ? __ldg(static_cast<const float*>(o.scale) + scale_index(o, outer, k)) : 0.0f;
 }

@@ -1,10 +1,23 @@
 // r = alpha * acc; r = r + bias; r = r + beta * C; one cast (NUMERICS 7). Each operation rounds: no contraction.
+// Amaxes of two-level operands enter alpha, which then differs from row to row or from column to column.
 #pragma once
 
+#include "cuda/scale.cuh"
 #include "cuda/vector.cuh"
 #include "diptych/ops.h"
 
 namespace diptych::cuda {
+
+// A two-level operand's amax: one for each outer index, or (step 0) one for all; null for other formats.
+struct Amax {
+  const float* at = nullptr;
+  int64_t step = 0;
+};
+
+inline Amax operand_amax(const QuantizedView& q) {
+  if (row(q.format).rule != ScaleRule::two_level) return {};
+  return {q.amax.as<const float>(), q.amax.numel() == 1 ? 0 : 1};
+}
 
 struct Epilogue {
   void* d;           // [m, n]
@@ -12,6 +25,7 @@ struct Epilogue {
   const void* bias;  // [n], or null
   int64_t m, n;
   float alpha, beta;
+  Amax a_amax, b_amax;
   DType d_type, bias_type;
   bool vec;  // pairs of columns may be stored at once: n is even and d is aligned to two elements
 };
@@ -20,6 +34,7 @@ inline Epilogue make_epilogue(const GemmArgs& args) {
   Epilogue e{};
   e.d = args.d.data, e.c = args.c.data, e.bias = args.bias.given() ? args.bias.data : nullptr;
   e.m = args.d.rows(), e.n = args.d.cols(), e.alpha = args.alpha, e.beta = args.beta;
+  e.a_amax = operand_amax(args.a), e.b_amax = operand_amax(args.b);
   e.d_type = args.d.dtype, e.bias_type = args.bias.dtype;
   e.vec = e.n % 2 == 0 && reinterpret_cast<uintptr_t>(e.d) % (2 * bytes(e.d_type)) == 0;
   return e;
@@ -31,8 +46,18 @@ __device__ __forceinline__ float load_as_float(const void* p, DType type, int64_
   return to_float(static_cast<const __nv_bfloat16*>(p)[i]);
 }
 
-__device__ __forceinline__ float finish(const Epilogue& e, float acc, float bias, int64_t at) {
-  float r = __fmul_rn(e.alpha, acc);
+// alpha * amax_a of a row that exists, and that times amax_b of a column: ((alpha * amax_a) * amax_b) * a constant.
+__device__ __forceinline__ float row_alpha(const Epilogue& e, int64_t row) {
+  return e.a_amax.at ? __fmul_rn(e.alpha, __ldg(e.a_amax.at + row * e.a_amax.step)) : e.alpha;
+}
+__device__ __forceinline__ float full_alpha(const Epilogue& e, float of_row, int64_t col) {
+  if (!e.b_amax.at) return e.a_amax.at ? __fmul_rn(of_row, kPerAmax) : of_row;
+  const float r = __fmul_rn(of_row, __ldg(e.b_amax.at + col * e.b_amax.step));
+  return __fmul_rn(r, e.a_amax.at ? kPerAmaxPair : kPerAmax);
+}
+
+__device__ __forceinline__ float finish(const Epilogue& e, float alpha, float acc, float bias, int64_t at) {
+  float r = __fmul_rn(alpha, acc);
   if (e.bias) r = __fadd_rn(r, bias);
   if (e.beta != 0.0f) r = __fadd_rn(r, __fmul_rn(e.beta, load_as_float(e.c, e.d_type, at)));
   return r;
@@ -48,18 +73,20 @@ __device__ __forceinline__ void store_from_float(const Epilogue& e, float r, int
   }
 }
 
-// Columns col and col + 1 (col even) of one row; bias0, bias1 are theirs.
-__device__ __forceinline__ void finish_pair(const Epilogue& e, int64_t row, int64_t col, float acc0, float acc1,
-                                            float bias0, float bias1) {
+// Columns col and col + 1 (col even) of one row; bias0, bias1 are theirs, of_row is row_alpha's.
+__device__ __forceinline__ void finish_pair(const Epilogue& e, int64_t row, int64_t col, float of_row, float acc0,
+                                            float acc1, float bias0, float bias1) {
   if (row >= e.m || col >= e.n) return;
   const int64_t at = row * e.n + col;
-  const float r0 = finish(e, acc0, bias0, at);
+  const float r0 = finish(e, full_alpha(e, of_row, col), acc0, bias0, at);
   if (!e.vec) {
     store_from_float(e, r0, at);
-    if (col + 1 < e.n) store_from_float(e, finish(e, acc1, bias1, at + 1), at + 1);
+    if (col + 1 < e.n) {
+      store_from_float(e, finish(e, full_alpha(e, of_row, col + 1), acc1, bias1, at + 1), at + 1);
+    }
     return;
   }
-  const float r1 = finish(e, acc1, bias1, at + 1);
+  const float r1 = finish(e, full_alpha(e, of_row, col + 1), acc1, bias1, at + 1);
   if (e.d_type == DType::f32) {
     *reinterpret_cast<float2*>(static_cast<float*>(e.d) + at) = make_float2(r0, r1);
   } else {

@@ -50,8 +50,8 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < 4; ++i) bias[i] = load_as_float(e.bias, e.bias_type, col + i);
   }
-  finish_pair(e, row, col, v.x, v.y, bias[0], bias[1]);
-  finish_pair(e, row, col + 2, v.z, v.w, bias[2], bias[3]);
+  finish_pair(e, row, col, e.alpha, v.x, v.y, bias[0], bias[1]);
+  finish_pair(e, row, col + 2, e.alpha, v.z, v.w, bias[2], bias[3]);
 }
 
 }  // namespace

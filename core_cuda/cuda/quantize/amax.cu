@@ -1,17 +1,22 @@
-// out[0] = max over non-NaN |x|. A maximum does not depend on its order, so blocks may meet in an atomic.
+// Maxima over non-NaN |x|: of the tensor, of its rows, and of its Hadamard transform, from one read.
 #include <algorithm>
 
+#include "cuda/amax.cuh"
+#include "cuda/fused/source.cuh"
+#include "cuda/hadamard.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/vector.cuh"
 
 namespace diptych::cuda {
 namespace {
 
-constexpr int kThreads = 256, kUnroll = 4;
+constexpr int kThreads = 256, kWarps = kThreads / 32, kUnroll = 4;
 
-// x: `head` elements up to a 16-byte boundary, then vectors, then a tail.
+// x: `head` elements up to a 16-byte boundary, then vectors, then a tail. `also`: a second place for the result, or
+// null.
 template <typename T>
-__global__ void __launch_bounds__(kThreads) amax_kernel(const T* __restrict__ x, int64_t n, int head, unsigned* out) {
+__global__ void __launch_bounds__(kThreads)
+    flat_kernel(const T* __restrict__ x, int64_t n, int head, float* out, float* also) {
   constexpr int kN = Vec<T>::kCount;
   const int tid = threadIdx.x;
   const int64_t vectors = (n - head) / kN;
@@ -32,36 +37,113 @@ __global__ void __launch_bounds__(kThreads) amax_kernel(const T* __restrict__ x,
     const int64_t tail = head + vectors * kN + tid;
     if (tail < n) m = max_abs(m, to_float(x[tail]));
   }
-
-  __shared__ float warp_max[kThreads / 32];
-#pragma unroll
-  for (int mask = 16; mask > 0; mask /= 2) m = fmaxf(m, __shfl_xor_sync(kAllLanes, m, mask));
-  if (tid % 32 == 0) warp_max[tid / 32] = m;
-  __syncthreads();
-  if (tid == 0) {
-#pragma unroll
-    for (int w = 1; w < kThreads / 32; ++w) m = fmaxf(m, warp_max[w]);
-    if (m > 0.0f) atomicMax(out, bits_of(m));  // non-negative floats order as their bits do
-  }
+  __shared__ float scratch[2][kWarps];
+  if (out) join_amax<kThreads>(m, scratch[0], out);
+  if (also) join_amax<kThreads>(m, scratch[1], also);
 }
 
-}  // namespace
+struct StripArgs {
+  SourceArgs in;
+  unsigned strips_k;  // the grid walks k first
+  float* rows;        // [m], or null
+  float* tensor;      // [1], or null
+  float* columnwise;  // [1], kRht: of the transform; or null
+  bool rht_signs;
+};
 
-Status amax(const AmaxArgs& args, const Execution& exec) {
-  const int64_t n = args.x.numel();
-  DIPTYCH_CUDA_TRY(cudaMemsetAsync(args.out.data, 0, sizeof(float), static_cast<cudaStream_t>(exec.stream)));
-  if (n == 0) return {};
+// A thread owns 16 rows x 8 columns, a warp 256 columns, so that whole transforms lie in a thread.
+template <typename T, bool kRht>
+__global__ void __launch_bounds__(kThreads) strip_kernel(const __grid_constant__ StripArgs p) {
+  const int lane = threadIdx.x % 32;
+  const int64_t row = static_cast<int64_t>(blockIdx.x / p.strips_k) * kHadamard;
+  const int64_t col = (static_cast<int64_t>(blockIdx.x % p.strips_k) * kThreads + threadIdx.x) * 8;
+  Row8<Held<T>> x[kHadamard];
+#pragma unroll
+  for (int i = 0; i < kHadamard; ++i) x[i] = fetch_row8<T>(p.in, row + i, col);
+
+  float of_row[kHadamard], all = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kHadamard; ++i) of_row[i] = max_abs(0.0f, x[i]);
+#pragma unroll
+  for (int i = 0; i < kHadamard; ++i) all = fmaxf(all, of_row[i]);
+  if (p.rows) {
+    max_and_halve<8>(of_row, lane, 16), max_and_halve<4>(of_row, lane, 8), max_and_halve<2>(of_row, lane, 4);
+    max_and_halve<1>(of_row, lane, 2);
+    const float m = fmaxf(of_row[0], __shfl_xor_sync(kAllLanes, of_row[0], 1));
+    const int64_t mine = row + lane / 2;
+    if (lane % 2 == 0 && mine < p.in.m && m > 0.0f) {
+      atomicMax(reinterpret_cast<int*>(p.rows + mine), static_cast<int>(bits_of(m)));
+    }
+  }
+  __shared__ float scratch[2][kWarps];
+  if constexpr (kRht) {
+    float m = 0.0f;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      float z[kHadamard];
+#pragma unroll
+      for (int i = 0; i < kHadamard; ++i) z[i] = std::is_same_v<T, Computed> ? through_bf16(x[i][j]) : x[i][j];
+      hadamard16(z, p.rht_signs);
+#pragma unroll
+      for (int i = 0; i < kHadamard; ++i) m = max_abs(m, z[i]);
+    }
+    // Rounding keeps the order: the largest of the rounded values is the largest, rounded.
+    join_amax<kThreads>(through_bf16(m), scratch[1], p.columnwise);
+  } else if (p.columnwise) {
+    join_amax<kThreads>(all, scratch[1], p.columnwise);
+  }
+  if (p.tensor) join_amax<kThreads>(all, scratch[0], p.tensor);
+}
+
+template <typename T, bool kRht>
+Status run_strips(const AmaxArgs& args, const Execution& exec) {
+  StripArgs p{};
+  p.in = source_args(args.x, args.source);
+  p.rht_signs = (args.flags & kRhtSigns) != 0;
+  if (args.out.given()) (args.flags & kRowAmax ? p.rows : p.tensor) = args.out.as<float>();
+  if (args.columnwise_out.given()) p.columnwise = args.columnwise_out.as<float>();
+  const int64_t strips_k = ceil_div(p.in.k, kThreads * 8), strips = ceil_div(p.in.m, kHadamard) * strips_k;
+  p.strips_k = static_cast<unsigned>(strips_k);
+  return launch("amax", strip_kernel<T, kRht>, strips, kThreads, 0, exec.stream, p);
+}
+
+Status run_flat(const AmaxArgs& args, const Execution& exec) {
   return with_float_type(args.x.dtype, "amax", [&](auto type) {
     using T = decltype(type);
     const T* x = args.x.as<const T>();
+    const int64_t n = args.x.numel();
     const int64_t past = static_cast<int64_t>(reinterpret_cast<uintptr_t>(x) % 16);
     const int64_t head = std::min<int64_t>(n, (16 - past) % 16 / static_cast<int64_t>(sizeof(T)));
     const int64_t vectors = (n - head) / Vec<T>::kCount;
     const int64_t wanted = std::max<int64_t>(1, ceil_div(vectors, kThreads * kUnroll));
     const int64_t blocks = std::min<int64_t>(wanted, std::max(1, device_info(exec.device.index).sm_count) * 8);
-    return launch("amax", amax_kernel<T>, blocks, kThreads, 0, exec.stream, x, n, static_cast<int>(head),
-                  args.out.as<unsigned>());
+    return launch("amax", flat_kernel<T>, blocks, kThreads, 0, exec.stream, x, n, static_cast<int>(head),
+                  args.out.as<float>(), args.columnwise_out.as<float>());
   });
+}
+
+}  // namespace
+
+// Either output may be missing: quantize asks for those of the copies that it writes.
+Status amax(const AmaxArgs& args, const Execution& exec) {
+  for (const TensorView* out : {&args.out, &args.columnwise_out}) {
+    if (!out->given() || out->numel() == 0) continue;
+    DIPTYCH_CUDA_TRY(
+        cudaMemsetAsync(out->data, 0, out->numel() * sizeof(float), static_cast<cudaStream_t>(exec.stream)));
+  }
+  if (args.x.numel() == 0) return {};
+  const bool computed = args.source.kind != SourceKind::plain;
+  if (args.columnwise_out.given() && (args.flags & kRht)) {
+    if (args.x.dtype == DType::bf16) {
+      return computed ? run_strips<Computed, true>(args, exec) : run_strips<__nv_bfloat16, true>(args, exec);
+    }
+    return {Code::type, std::string("amax: the Hadamard transform takes bfloat16 alone, not ") + name(args.x.dtype)};
+  }
+  if (computed || (args.out.given() && (args.flags & kRowAmax))) {
+    return with_input_type(args.x, args.source, "amax",
+                           [&](auto type) { return run_strips<decltype(type), false>(args, exec); });
+  }
+  return run_flat(args, exec);
 }
 
 }  // namespace diptych::cuda

@@ -1,7 +1,9 @@
-// float32(q) * scale_inv, one rounding, one cast; the output has the tensor's own orientation.
+// float32(q) * scale_inv, one rounding, one cast; the output has the tensor's own orientation. Of NVFP4 the scale is
+// (float32(scale_inv) * amax) * float32(1 / 2688).
 //
 // A thread owns an 8 x 8 patch of the stored data. A warp's 32 patches lie 4 x 8 over it where the output has the
 // data's orientation and 8 x 4 where it is the transpose, so that either way both sides move whole sectors.
+#include "cuda/e2m1.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/vector.cuh"
 
@@ -11,19 +13,65 @@ namespace {
 constexpr int kThreads = 256;
 
 struct DequantizeKernelArgs {
-  const uint8_t* q;   // [rows, cols] as stored
+  const uint8_t* q;   // [rows, cols] as stored; E2M1: [rows, cols / 2]
   const void* scale;  // per tensor, or [.., scale_cols] in the orientation of q
+  const float* amax;  // E2M1: [1], or [rows] where amax_step is 1
   void* out;          // [rows, cols], or [cols, rows] if transposed
+  int64_t amax_step;
   int64_t rows, cols, scale_cols;
   int64_t block_rows, block_cols;
   unsigned tiles, tiles_c;                        // warp tiles, and how many of them along the columns
   bool e8m0, by_row, transposed, vec_q, vec_out;  // by_row: a patch row has one scale, else a patch column has
 };
 
+template <DType kElement>
 __device__ __forceinline__ float load_scale(const DequantizeKernelArgs& p, int64_t row, int64_t col) {
   if (row >= p.rows || col >= p.cols) return 0.0f;
   const int64_t i = row / p.block_rows * p.scale_cols + col / p.block_cols;
-  return p.e8m0 ? e8m0_to_float(static_cast<const uint8_t*>(p.scale)[i]) : static_cast<const float*>(p.scale)[i];
+  if constexpr (kElement == DType::e2m1) {  // E4M3 under an amax
+    const float code = decode2<false>(static_cast<const uint8_t*>(p.scale)[i]).x;
+    return multiply_rn(multiply_rn(code, p.amax[row * p.amax_step]), kPerAmax);
+  } else {
+    return p.e8m0 ? e8m0_to_float(static_cast<const uint8_t*>(p.scale)[i]) : static_cast<const float*>(p.scale)[i];
+  }
+}
+
+// Elements col .. col + 7 of a stored row, a byte each, those that exist.
+template <DType kElement>
+__device__ __forceinline__ uint2 load_codes(const DequantizeKernelArgs& p, int64_t row, int64_t col) {
+  uint2 q = make_uint2(0, 0);
+  if (row >= p.rows || col >= p.cols) return q;
+  const int64_t at = row * p.cols + col;
+  if constexpr (kElement == DType::e2m1) {
+    const uint8_t* s = p.q + at / 2;  // cols is a multiple of 16
+    uint32_t w = 0;
+    if (p.vec_q) {
+      w = __ldg(reinterpret_cast<const uint32_t*>(s));
+    } else {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) w |= static_cast<uint32_t>(s[j]) << (j * 8);
+    }
+    const uint32_t even = w & 0x0f0f0f0f, odd = (w >> 4) & 0x0f0f0f0f;
+    q = make_uint2(__byte_perm(even, odd, 0x5140), __byte_perm(even, odd, 0x7362));
+  } else if (p.vec_q) {
+    q = __ldg(reinterpret_cast<const uint2*>(p.q + at));
+  } else {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      if (col + j < p.cols) (j < 4 ? q.x : q.y) |= static_cast<uint32_t>(p.q[at + j]) << (j % 4 * 8);
+    }
+  }
+  return q;
+}
+
+// The two codes in the low bytes of `two`.
+template <DType kElement>
+__device__ __forceinline__ float2 decode_codes(uint32_t two) {
+  if constexpr (kElement == DType::e2m1) {
+    return make_float2(e2m1_decode(two & 0xf), e2m1_decode(two >> 8 & 0xf));
+  } else {
+    return decode2<kElement == DType::e5m2>(two & 0xffff);
+  }
 }
 
 // y[0..7] to out [rows, cols] at (row, col), those that exist.
@@ -48,7 +96,7 @@ __device__ __forceinline__ void store_floats(T* out, int64_t rows, int64_t cols,
   }
 }
 
-template <typename T, bool kE5M2>
+template <typename T, DType kElement>
 __global__ void __launch_bounds__(kThreads) dequantize_kernel(DequantizeKernelArgs p) {
   const int lane = threadIdx.x % 32;
   const unsigned tile = blockIdx.x * (kThreads / 32) + threadIdx.x / 32;
@@ -59,22 +107,12 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(DequantizeKernelAr
 
   uint2 q[8];
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    q[i] = make_uint2(0, 0);
-    if (row + i >= p.rows || col >= p.cols) continue;
-    const uint8_t* s = p.q + (row + i) * p.cols + col;
-    if (p.vec_q) {
-      q[i] = __ldg(reinterpret_cast<const uint2*>(s));
-    } else {
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        if (col + j < p.cols) (j < 4 ? q[i].x : q[i].y) |= static_cast<uint32_t>(s[j]) << (j % 4 * 8);
-      }
-    }
-  }
+  for (int i = 0; i < 8; ++i) q[i] = load_codes<kElement>(p, row + i, col);
   float scale[8];  // of the stored rows or of the stored columns
 #pragma unroll
-  for (int i = 0; i < 8; ++i) scale[i] = p.by_row ? load_scale(p, row + i, col) : load_scale(p, row, col + i);
+  for (int i = 0; i < 8; ++i) {
+    scale[i] = p.by_row ? load_scale<kElement>(p, row + i, col) : load_scale<kElement>(p, row, col + i);
+  }
 
   if (p.transposed) transpose8x8(q);
   const bool own = p.by_row == p.transposed;  // the scale changes along an output row
@@ -83,7 +121,7 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(DequantizeKernelAr
     float y[8];
 #pragma unroll
     for (int j = 0; j < 8; j += 2) {
-      const float2 f = decode2<kE5M2>((j < 4 ? q[i].x : q[i].y) >> (j % 4 * 8) & 0xffff);
+      const float2 f = decode_codes<kElement>((j < 4 ? q[i].x : q[i].y) >> (j % 4 * 8));
       y[j] = multiply_rn(f.x, own ? scale[j] : scale[i]);
       y[j + 1] = multiply_rn(f.y, own ? scale[j + 1] : scale[i]);
     }
@@ -94,6 +132,15 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(DequantizeKernelAr
       store_floats(out, p.rows, p.cols, row + i, col, p.vec_out, y);
     }
   }
+}
+
+// f(std::integral_constant of the element type).
+template <typename F>
+Status with_code_type(DType d, F&& f) {
+  if (d == DType::e2m1) return f(std::integral_constant<DType, DType::e2m1>{});
+  return with_element(d, "dequantize", [&](auto e5m2) {
+    return f(std::integral_constant<DType, e5m2.value ? DType::e5m2 : DType::e4m3>{});
+  });
 }
 
 }  // namespace
@@ -107,10 +154,14 @@ Status dequantize(const DequantizeArgs& args, const Execution& exec) {
   p.q = args.q.data.as<const uint8_t>(), p.scale = args.q.scale_inv.data, p.out = args.out.data;
   p.rows = p.transposed ? k : m, p.cols = p.transposed ? m : k;
   if (p.rows == 0 || p.cols == 0) return {};
-  if (f.scale != DType::f32 && f.scale != DType::e8m0) {
+  const bool two_level = f.rule == ScaleRule::two_level;
+  const bool known =
+      f.element == DType::e2m1 ? two_level && f.scale == DType::e4m3 : f.scale == DType::f32 || f.scale == DType::e8m0;
+  if (!known) {
     return {Code::unsupported, std::string("dequantize: no CUDA kernel for scales of type ") + name(f.scale)};
   }
   p.e8m0 = f.scale == DType::e8m0;
+  if (two_level) p.amax = args.q.amax.as<const float>(), p.amax_step = args.q.amax.numel() == 1 ? 0 : 1;
   const bool turned = columnwise && !p.transposed;  // blocks along the tensor's rows
   p.block_rows = f.per_tensor() ? p.rows : turned ? f.block_cols : f.block_rows;
   p.block_cols = f.per_tensor() ? p.cols : turned ? f.block_rows : f.block_cols;
@@ -123,11 +174,11 @@ Status dequantize(const DequantizeArgs& args, const Execution& exec) {
   const int64_t tiles = ceil_div(p.rows, p.transposed ? 64 : 32) * tiles_c;
   if (tiles > 0x7fffffff) return {Code::unsupported, "dequantize: the tensor has more than 2^31 tiles of 32 x 64"};
   p.tiles = static_cast<unsigned>(tiles), p.tiles_c = static_cast<unsigned>(tiles_c);
-  p.vec_q = aligned(p.q, 8) && p.cols % 8 == 0;
+  p.vec_q = aligned(p.q, 8 / f.pack()) && p.cols % 8 == 0;
   p.vec_out = aligned(p.out, 16) && k % 8 == 0;
   return with_float_type(args.out.dtype, "dequantize", [&](auto type) {
-    return with_element(f.element, "dequantize", [&](auto e5m2) {
-      return launch("dequantize", dequantize_kernel<decltype(type), e5m2.value>, ceil_div(tiles, kThreads / 32),
+    return with_code_type(f.element, [&](auto element) {
+      return launch("dequantize", dequantize_kernel<decltype(type), element.value>, ceil_div(tiles, kThreads / 32),
                     kThreads, 0, exec.stream, p);
     });
   });

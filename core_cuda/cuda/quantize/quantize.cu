@@ -1,6 +1,8 @@
 // Chooses the kernel, and the simplest of them: per-tensor scaling of a rowwise copy, a stream of elements.
 #include <limits>
 
+#include "cuda/amax.cuh"
+#include "cuda/fused/column_sum.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/quantize/quantize.h"
 #include "cuda/vector.cuh"
@@ -13,12 +15,13 @@ constexpr int kThreads = 256, kUnroll = 4;
 // q[i] = cast(x[i] * scale). `vec`: x is 16-byte aligned and q as its vectors' bytes are.
 template <typename T, bool kE5M2>
 __global__ void __launch_bounds__(kThreads)
-    stream_kernel(const T* __restrict__ x, int64_t n, const float* __restrict__ amax, uint8_t* __restrict__ q,
+    stream_kernel(const T* __restrict__ x, int64_t n, TensorScale from, uint8_t* __restrict__ q,
                   float* __restrict__ scale_inv, DivideRule rule, bool vec) {
   constexpr int kN = Vec<T>::kCount;
   constexpr int64_t kPerBlock = static_cast<int64_t>(kThreads) * kUnroll * kN;
-  const float scale = scale_from_amax(rule, *amax);
-  if (blockIdx.x == 0 && threadIdx.x == 0) *scale_inv = scale_inverse(scale);
+  const float scale = from.scale ? *from.scale : scale_from_amax(rule, *from.amax);
+  float m = 0.0f;
+  if (blockIdx.x == 0 && threadIdx.x == 0) *scale_inv = reciprocal_rn(scale);
 
   // Last blocks first: the end of x is what the amax pass has just left in L2.
   const int64_t begin = static_cast<int64_t>(gridDim.x - 1 - blockIdx.x) * kPerBlock;
@@ -29,6 +32,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int u = 0; u < kUnroll; ++u) v[u] = Vec<T>::load(x + first + u * kThreads * kN);
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
+      if (from.join) m = max_abs(m, v[u]);
       float y[kN];
 #pragma unroll
       for (int i = 0; i < kN; ++i) y[i] = multiply_rn(v[u][i], scale);
@@ -43,15 +47,19 @@ __global__ void __launch_bounds__(kThreads)
   } else {
     const int64_t end = begin + kPerBlock < n ? begin + kPerBlock : n;
     for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) {
-      q[i] = encode<kE5M2>(multiply_rn(to_float(x[i]), scale));
+      const float v = to_float(x[i]);
+      m = max_abs(m, v);
+      q[i] = encode<kE5M2>(multiply_rn(v, scale));
     }
   }
+  __shared__ float scratch[kThreads / 32];
+  if (from.join) join_amax<kThreads>(m, scratch, from.join);
 }
 
 Status no_kernel(const FormatRow& f) {
   return {Code::unsupported, std::string("quantize: no CUDA kernel for format ") + f.name +
-                                 "; CUDA has float32 scales per tensor, 1x128 and 128x128 (columnwise copy transposed) "
-                                 "and E8M0 scales 1x32 (columnwise copy row-major)"};
+                                 "; CUDA has float32 scales per tensor, 1x128 and 128x128 and E4M3 scales 1x16 of E2M1 "
+                                 "(columnwise copies transposed), and E8M0 scales 1x32 (columnwise copy row-major)"};
 }
 
 }  // namespace
@@ -61,20 +69,47 @@ DivideRule divide_rule(const QuantizeArgs& args) {
   // Per-tensor scaling overflows to FLT_MAX, block scaling to the input dtype's largest finite value (NUMERICS 2).
   const float value_for_inf = f.per_tensor() ? std::numeric_limits<float>::max() : row(args.x.dtype).max;
   // An empty tensor's scale is 1, whatever eps is (NUMERICS 6).
-  const bool empty = args.x.numel() == 0 && !args.amax_ready;
-  return {row(f.element).max, empty ? 0.0f : args.spec.eps, value_for_inf, args.spec.pow2};
+  const bool empty = args.x.numel() == 0 && args.amax_mode == AmaxMode::compute;
+  return {row(f.element).max, empty ? 0.0f : args.spec.eps, value_for_inf, args.spec.has(kPow2)};
 }
+
+TensorScale tensor_scale(const QuantizeArgs& args) {
+  if (!args.scale.given()) return {.amax = args.amax.as<const float>()};
+  return {.scale = args.scale.as<const float>(), .join = args.amax.as<float>()};
+}
+
+namespace {
+
+// Leaves in `amax` what tensor_scale's kernel expects there.
+Status prepare_amax(const QuantizeArgs& args, const Execution& exec) {
+  if (args.amax_mode != AmaxMode::compute) return {};
+  if (!args.scale.given()) {
+    return cuda::amax({.x = args.x, .out = args.amax, .columnwise_out = {}, .source = args.source}, exec);
+  }
+  DIPTYCH_CUDA_TRY(cudaMemsetAsync(args.amax.data, 0, sizeof(float), static_cast<cudaStream_t>(exec.stream)));
+  return {};
+}
+
+}  // namespace
 
 Status quantize(const QuantizeArgs& args, const Execution& exec) {
   const FormatRow& f = row(args.spec.format);
+  if (args.column_sum.given()) {
+    DIPTYCH_TRY(column_sums(args.x, args.source, args.column_sum, args.workspace, exec));
+  }
   const bool row_major = f.columnwise == ColumnwiseLayout::row_major;
   if (f.rule == ScaleRule::e8m0_ceil) {
     return f.block_rows == 1 && f.block_cols == 32 && row_major ? quantize_mxfp8(args, exec) : no_kernel(f);
   }
+  if (f.rule == ScaleRule::two_level) {
+    const bool known = f.element == DType::e2m1 && f.scale == DType::e4m3 && f.block_rows == 1 && f.block_cols == 16;
+    return known && !row_major ? quantize_nvfp4(args, exec) : no_kernel(f);
+  }
   if (f.scale != DType::f32 || row_major) return no_kernel(f);
   if (f.per_tensor()) {
-    if (!args.amax_ready) DIPTYCH_TRY(cuda::amax({args.x, args.amax}, exec));
-    return args.columnwise.given() ? quantize_tiles(args, exec) : quantize_stream(args, exec);
+    DIPTYCH_TRY(prepare_amax(args, exec));
+    const bool tiles = args.columnwise.given() || args.source.kind != SourceKind::plain;
+    return tiles ? quantize_tiles(args, exec) : quantize_stream(args, exec);
   }
   const bool known = f.block_cols == 128 && (f.block_rows == 1 || f.block_rows == 128);
   return known ? quantize_tiles(args, exec) : no_kernel(f);
@@ -91,7 +126,7 @@ Status quantize_stream(const QuantizeArgs& args, const Execution& exec) {
       const int64_t blocks = ceil_div(n, static_cast<int64_t>(kThreads) * kUnroll * kN);
       // One block at least: an empty tensor has a scale too.
       return launch("quantize", stream_kernel<T, e5m2.value>, blocks > 0 ? blocks : 1, kThreads, 0, exec.stream, x, n,
-                    args.amax.as<const float>(), q, args.rowwise.scale_inv.as<float>(), divide_rule(args),
+                    tensor_scale(args), q, args.rowwise.scale_inv.as<float>(), divide_rule(args),
                     aligned(x, 16) && aligned(q, kN));
     });
   });

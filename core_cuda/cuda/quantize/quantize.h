@@ -8,8 +8,18 @@ namespace diptych::cuda {
 
 DivideRule divide_rule(const QuantizeArgs&);
 
-Status quantize_stream(const QuantizeArgs&, const Execution&);  // per-tensor, rowwise copy alone
+// Where per-tensor kernels take their scale: from `scale` where it is given (x's amax then joins *join), else from
+// `amax`.
+struct TensorScale {
+  const float* amax = nullptr;
+  const float* scale = nullptr;
+  float* join = nullptr;
+};
+TensorScale tensor_scale(const QuantizeArgs&);
+
+Status quantize_stream(const QuantizeArgs&, const Execution&);  // per-tensor, rowwise copy of x alone
 Status quantize_tiles(const QuantizeArgs&, const Execution&);   // float32 scales: per-tensor, 1x128, 128x128
 Status quantize_mxfp8(const QuantizeArgs&, const Execution&);   // 1x32 with E8M0 scales
+Status quantize_nvfp4(const QuantizeArgs&, const Execution&);   // E2M1 1x16 with E4M3 scales
 
 }  // namespace diptych::cuda

@@ -2,6 +2,8 @@
 //
 // A thread block owns a 128 x 128 tile, a thread an 8 x 8 patch of it: patch column lane % 16, patch row
 // 2 * warp + lane / 16. Rowwise bytes go straight out; transposed bytes meet in shared memory first.
+#include "cuda/amax.cuh"
+#include "cuda/fused/source.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/quantize/quantize.h"
 #include "cuda/vector.cuh"
@@ -14,16 +16,16 @@ enum class Blocks { tensor, vector, square };  // whole tensor, 1x128, 128x128
 constexpr int kTile = 128, kThreads = 256, kWarps = kThreads / 32;
 
 struct TileArgs {
-  const void* x;  // [m, k]
+  SourceArgs in;
   int64_t m, k;
   unsigned tiles_m, tiles_k;  // the grid walks k first
-  const float* amax;          // Blocks::tensor
+  TensorScale from;           // Blocks::tensor
   uint8_t* row;               // [m, k], or null
   float* row_scale;           // of the blocks of `row`, row-major
   uint8_t* col;               // [k, m], or null
   float* col_scale;           // of the blocks of `col`, row-major
   DivideRule rule;
-  bool vec_x, vec_row, vec_col;  // aligned to 16, 8 and 16 bytes, and so are their rows
+  bool vec_row, vec_col;  // aligned to 8 and 16 bytes, and so are their rows
 };
 
 // The transposed tile in shared memory: 128 columns of 128 bytes. Eight bytes (one patch row) are a unit; unit u of
@@ -66,7 +68,7 @@ __device__ float block_max(float m, float* scratch) {
 }
 
 template <typename T, bool kE5M2, Blocks kBlocks>
-__global__ void __launch_bounds__(kThreads) tile_kernel(TileArgs p) {
+__global__ void __launch_bounds__(kThreads) tile_kernel(const __grid_constant__ TileArgs p) {
   __shared__ __align__(16) uint8_t tile[kTile * kTile];
   __shared__ __align__(16) float scratch[kBlocks == Blocks::vector ? kWarps * kTile : kWarps];
   __shared__ __align__(16) float column_scale[kBlocks == Blocks::vector ? kTile : 1];
@@ -79,9 +81,9 @@ __global__ void __launch_bounds__(kThreads) tile_kernel(TileArgs p) {
   const int patch_row = warp * 2 + lane / 16, patch_col = lane % 16;
   const int64_t row = row0 + patch_row * 8, col = col0 + patch_col * 8;
 
-  Row8<T> x[8];
+  Row8<Held<T>> x[8];
 #pragma unroll
-  for (int i = 0; i < 8; ++i) x[i] = load_row8(static_cast<const T*>(p.x), p.m, p.k, row + i, col, p.vec_x);
+  for (int i = 0; i < 8; ++i) x[i] = fetch_row8<T>(p.in, row + i, col);
 
   uint2 q[8];
   if constexpr (kBlocks == Blocks::vector) {
@@ -93,7 +95,7 @@ __global__ void __launch_bounds__(kThreads) tile_kernel(TileArgs p) {
       const float amax = fmaxf(v[0], __shfl_xor_sync(kAllLanes, v[0], 8));  // of row `row + lane % 8`
       const float scale = scale_from_amax(p.rule, amax);
       if (lane % 16 < 8 && row + lane % 8 < p.m) {
-        p.row_scale[(row + lane % 8) * p.tiles_k + tile_k] = scale_inverse(scale);
+        p.row_scale[(row + lane % 8) * p.tiles_k + tile_k] = reciprocal_rn(scale);
       }
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
@@ -117,7 +119,7 @@ __global__ void __launch_bounds__(kThreads) tile_kernel(TileArgs p) {
       for (int w = 0; w < kWarps; ++w) amax = fmaxf(amax, scratch[w * kTile + tid]);
       const float scale = scale_from_amax(p.rule, amax);
       column_scale[tid] = scale;
-      if (col0 + tid < p.k) p.col_scale[(col0 + tid) * p.tiles_m + tile_m] = scale_inverse(scale);
+      if (col0 + tid < p.k) p.col_scale[(col0 + tid) * p.tiles_m + tile_m] = reciprocal_rn(scale);
     }
     __syncthreads();
 #pragma unroll
@@ -131,11 +133,17 @@ __global__ void __launch_bounds__(kThreads) tile_kernel(TileArgs p) {
   } else {
     float scale;
     if constexpr (kBlocks == Blocks::tensor) {
-      scale = scale_from_amax(p.rule, *p.amax);
+      scale = p.from.scale ? *p.from.scale : scale_from_amax(p.rule, *p.from.amax);
       if (blockIdx.x == 0 && tid == 0) {
-        const float inverse = scale_inverse(scale);
+        const float inverse = reciprocal_rn(scale);
         if (p.row_scale) *p.row_scale = inverse;  // an empty tensor may have no data, but has a scale
         if (p.col_scale) *p.col_scale = inverse;
+      }
+      if (p.from.join) {
+        float m = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) m = max_abs(m, x[i]);
+        join_amax<kThreads>(m, scratch, p.from.join);
       }
     } else {
       float m = 0.0f;
@@ -143,7 +151,7 @@ __global__ void __launch_bounds__(kThreads) tile_kernel(TileArgs p) {
       for (int i = 0; i < 8; ++i) m = max_abs(m, x[i]);
       scale = scale_from_amax(p.rule, block_max(m, scratch));
       if (tid == 0) {
-        const float inverse = scale_inverse(scale);
+        const float inverse = reciprocal_rn(scale);
         if (p.row) p.row_scale[tile_m * p.tiles_k + tile_k] = inverse;
         if (p.col) p.col_scale[tile_k * p.tiles_m + tile_m] = inverse;
       }
@@ -181,15 +189,14 @@ Status quantize_tiles(const QuantizeArgs& args, const Execution& exec) {
   const FormatRow& f = row(args.spec.format);
   const Blocks blocks = f.per_tensor() ? Blocks::tensor : f.block_rows == 1 ? Blocks::vector : Blocks::square;
   TileArgs p{};
-  p.x = args.x.data, p.m = args.x.rows(), p.k = args.x.cols(), p.rule = divide_rule(args);
+  p.in = source_args(args.x, args.source), p.m = p.in.m, p.k = p.in.k, p.rule = divide_rule(args);
   int64_t tiles_m = ceil_div(p.m, kTile), tiles_k = ceil_div(p.k, kTile);
   if (tiles_m * tiles_k == 0) {
     if (blocks != Blocks::tensor) return {};
     tiles_m = tiles_k = 1;  // an empty tensor has no blocks, but a scale
   }
   p.tiles_m = static_cast<unsigned>(tiles_m), p.tiles_k = static_cast<unsigned>(tiles_k);
-  if (blocks == Blocks::tensor) p.amax = args.amax.as<const float>();
-  p.vec_x = aligned(p.x, 16) && p.k % 8 == 0;
+  if (blocks == Blocks::tensor) p.from = tensor_scale(args);
   if (args.rowwise.given()) {
     p.row = args.rowwise.data.as<uint8_t>(), p.row_scale = args.rowwise.scale_inv.as<float>();
     p.vec_row = aligned(p.row, 8) && p.k % 8 == 0;
@@ -198,7 +205,7 @@ Status quantize_tiles(const QuantizeArgs& args, const Execution& exec) {
     p.col = args.columnwise.data.as<uint8_t>(), p.col_scale = args.columnwise.scale_inv.as<float>();
     p.vec_col = aligned(p.col, 16) && p.m % 16 == 0;
   }
-  return with_float_type(args.x.dtype, "quantize", [&](auto type) {
+  return with_input_type(args.x, args.source, "quantize", [&](auto type) {
     return with_element(f.element, "quantize", [&](auto e5m2) {
       return run<decltype(type), e5m2.value>(p, blocks, tiles_m * tiles_k, exec.stream);
     });

@@ -35,27 +35,53 @@ class CudaInfo(TypedDict):
     archs: list[int]
     cublaslt: str
 
-def amax(x: Operand, out: Operand) -> None: ...
+# (kind, norm or activation, zero_centered_gamma or gated, gamma, beta, mu, rsigma, dy); numbers: fused_table()
+Source = tuple[int, int, bool, Operand | None, Operand | None, Operand | None, Operand | None, Operand | None]
+
+def amax(
+    x: Operand, out: Operand, columnwise_out: Operand | None, flags: int, source: Source | None = None
+) -> None: ...
 def quantize(
     x: Operand,
     format: int,
-    pow2: bool,
+    flags: int,
     eps: float,
+    amax_mode: int,  # 0: computed, 1: given, 2: accumulated
     amax: Operand | None,
-    amax_ready: bool,
+    columnwise_amax: Operand | None,
+    scale: Operand | None,
+    rng: Operand | None,
     rowwise_data: Operand | None,
     rowwise_scale_inv: Operand | None,
     columnwise_data: Operand | None,
     columnwise_scale_inv: Operand | None,
+    source: Source | None = None,
+    column_sum: Operand | None = None,
+    workspace: Operand | None = None,
 ) -> None: ...
-def dequantize(data: Operand, scale_inv: Operand, format: int, columnwise: bool, out: Operand) -> None: ...
+def scale_update(
+    history: Operand,
+    scale: Operand,
+    reduced: Operand | None,
+    amax: Operand | None,
+    new_history: Operand,
+    new_scale: Operand,
+    fp8_max: float,
+    margin: int,
+    most_recent: bool,
+) -> None: ...
+def dequantize(
+    data: Operand, scale_inv: Operand, amax: Operand | None, format: int, columnwise: bool, out: Operand
+) -> None: ...
 def gemm(
     a_data: Operand,
     a_scale_inv: Operand,
+    a_amax: Operand | None,
     a_format: int,
     a_columnwise: bool,
     b_data: Operand,
     b_scale_inv: Operand,
+    b_amax: Operand | None,
     b_format: int,
     b_columnwise: bool,
     d: Operand,
@@ -67,10 +93,40 @@ def gemm(
     fast_accum: bool,
 ) -> None: ...
 def bias_grad(dy: Operand, out: Operand, workspace: Operand | None) -> None: ...
+def norm(
+    x: Operand,
+    gamma: Operand | None,
+    beta: Operand | None,
+    mu: Operand | None,
+    rsigma: Operand,
+    y: Operand | None,
+    norm: int,
+    eps: float,
+    zero_centered_gamma: bool,
+) -> None: ...
+def norm_grad(
+    dy: Operand,
+    x: Operand,
+    gamma: Operand,
+    mu: Operand | None,
+    rsigma: Operand,
+    dx: Operand,
+    dgamma: Operand,
+    dbeta: Operand | None,
+    workspace: Operand | None,
+    norm: int,
+    zero_centered_gamma: bool,
+) -> None: ...
+def activation(x: Operand, y: Operand, kind: int, gated: bool) -> None: ...
+def activation_grad(dy: Operand, x: Operand, dx: Operand, kind: int, gated: bool) -> None: ...
+def norm_grad_workspace_bytes(m: int, k: int) -> int: ...
+def column_sum_workspace_bytes(m: int, k: int) -> int: ...
+def fused_table() -> dict[str, dict[str, int]]: ...
 def gemm_workspace_bytes(m: int, n: int, k: int, epilogue: bool) -> int: ...
 def bias_grad_workspace_bytes(m: int, n: int) -> int: ...
 def format_table() -> list[FormatTableRow]: ...
 def dtype_table() -> dict[str, int]: ...
+def flag_table() -> dict[str, int]: ...
 def kernel_table() -> list[KernelTableRow]: ...
 def reset_calls() -> None: ...
 def gemm_row(

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
-from typing import Any
+from typing import Any, Literal, overload
 
 import numpy as np
 
 from diptych.common import shapes
 from diptych.common.errors import DTypeError, ShapeError
-from diptych.common.formats import FormatRow
-from diptych.common.quantizers import Quantizer
+from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX, Quantizer
 from diptych.core import _core
 
 Array = np.ndarray[Any, Any]
@@ -21,7 +21,10 @@ _CODES = _core.dtype_table()
 _BITS = {"bfloat16": np.uint16, "float8_e4m3fn": np.uint8, "float8_e5m2": np.uint8, "float8_e8m0fnu": np.uint8}
 
 
-def _operand(x: Array, dtype: str) -> tuple[Array, int]:
+_Operand = tuple[Array, int]  # as the core takes NumPy memory: a buffer and its dtype's code
+
+
+def _operand(x: Array, dtype: str) -> _Operand:
     return (x.view(_BITS[dtype]) if dtype in _BITS else x, _CODES[dtype])
 
 
@@ -63,9 +66,10 @@ def _out_dtype(op: str, dtype: Any) -> tuple[str, Any]:
 class QuantizedArray:
     """A quantized tensor of logical `shape` in NumPy memory.
 
-    `rowwise_data` has the tensor's shape, `columnwise_data` [K, M] where the format transposes; payloads and
-    E8M0 scales are uint8, float32 scales and `amax` float32. Scales are logical row-major; a copy that was not
-    made is None.
+    `rowwise_data` has the tensor's shape, `columnwise_data` [K, M] where the format transposes; E2M1 payloads hold two
+    elements a byte, which halves the last extent. Payloads, E8M0 and E4M3 scales are uint8, float32 scales and amaxes
+    float32. Scales are logical row-major; a copy that was not made is None. `amax` is per-tensor formats' or the one
+    that a two-level rowwise copy refers to ([1], or [M]: one per row), `columnwise_amax` [1] the columnwise copy's.
     """
 
     quantizer: Quantizer
@@ -75,6 +79,7 @@ class QuantizedArray:
     columnwise_data: Array | None = None
     columnwise_scale_inv: Array | None = None
     amax: Array | None = None
+    columnwise_amax: Array | None = None
 
     def copy_of(self, columnwise: bool) -> tuple[Array, Array]:
         """(data, scale_inv) of one copy. **Raises** ValueError if it was not made."""
@@ -85,56 +90,165 @@ class QuantizedArray:
         return data, scale
 
 
-def _copy_operands(fmt: FormatRow, data: Array, scale: Array) -> tuple[tuple[Array, int], tuple[Array, int]]:
-    return _operand(data, fmt.element), _operand(scale, fmt.scale)
+def _float32(op: str, arg: str, x: Any) -> Array:
+    if not isinstance(x, np.ndarray) or x.dtype != np.float32:
+        raise DTypeError(f"{op}: {arg} must be a float32 NumPy array, got {getattr(x, 'dtype', type(x).__name__)}")
+    return np.ascontiguousarray(x).reshape(x.shape)
 
 
-def amax(x: Array) -> Array:
-    """Largest non-NaN magnitude of `x`, as a float32 array of shape [1]; 0 where there is none."""
+def _optional(x: Array | None, dtype: str) -> _Operand | None:
+    return None if x is None else _operand(x, dtype)
+
+
+def _copy_operands(q: QuantizedArray, columnwise: bool) -> tuple[_Operand, _Operand, _Operand | None, int, bool]:
+    """data, scale_inv, amax, format and columnwise of one copy, as the core takes them."""
+    fmt, (data, scale) = q.quantizer.format, q.copy_of(columnwise)
+    amax = (q.columnwise_amax if columnwise else q.amax) if fmt.two_level else None
+    return _operand(data, fmt.data), _operand(scale, fmt.scale), _optional(amax, "float32"), fmt.id, columnwise
+
+
+@overload
+def amax(x: Array, *, per_row: bool = False) -> Array: ...
+@overload
+def amax(x: Array, *, per_row: bool = False, rht: Literal[True], random_signs: bool = False) -> tuple[Array, Array]: ...
+
+
+def amax(
+    x: Array, *, per_row: bool = False, rht: bool = False, random_signs: bool = False
+) -> Array | tuple[Array, Array]:
+    """Largest non-NaN magnitude of `x`; 0 where there is none.
+
+    **Arguments:** `x`: float32, bfloat16 (ml_dtypes) or float16. `per_row`: one per row of [..., K]. `rht`: also that
+    of the Hadamard-rotated tensor (bfloat16 only, rows in multiples of 16), with `random_signs` or without.
+
+    **Returns:** float32 [1], or [M] `per_row`; with `rht` a pair, whose second is the rotated tensor's [1].
+
+    **Raises:** TypeError for other dtypes, ValueError for rows that the transform does not divide, or random signs
+    without it.
+    """
     x = _high_precision("amax", "x", x)
-    out = np.empty(1, np.float32)
-    _core.amax(_operand(x, x.dtype.name), _operand(out, "float32"))
-    return out
+    out = np.empty(math.prod(x.shape[:-1]) if per_row else 1, np.float32)
+    rotated = np.empty(1, np.float32) if rht else None
+    flags = ROW_AMAX * per_row + RHT * rht + RHT_SIGNS * random_signs
+    _core.amax(_operand(x, x.dtype.name), _operand(out, "float32"), _optional(rotated, "float32"), flags)
+    return out if rotated is None else (out, rotated)
 
 
-def quantize(x: Array, quantizer: Quantizer, *, amax: Array | None = None) -> QuantizedArray:
+def _rng(rng: Any) -> Array:
+    if not isinstance(rng, np.ndarray) or rng.dtype != np.int32:
+        raise DTypeError(f"quantize: rng must be an int32 NumPy array, got {getattr(rng, 'dtype', type(rng).__name__)}")
+    return np.ascontiguousarray(rng)
+
+
+def quantize(
+    x: Array,
+    quantizer: Quantizer,
+    *,
+    amax: Array | None = None,
+    columnwise_amax: Array | None = None,
+    scale: Array | None = None,
+    rng: Array | None = None,
+) -> QuantizedArray:
     """Quantizes `x` as `quantizer` says.
 
-    **Arguments:** `x`: [..., K] float32, bfloat16 (ml_dtypes) or float16. `amax`: float32 [1] to use instead of the
-    tensor's own (per-tensor formats).
+    **Arguments:** `x`: [..., K] float32, bfloat16 (ml_dtypes) or float16. `amax`, `columnwise_amax`: float32 to use
+    instead of the tensor's own (per-tensor formats: `amax`; NVFP4: one for each copy that is made). `scale`: float32
+    [1] to use (delayed scaling); the result's `amax` is still the tensor's own. `rng`: int32 [4], low and high words of
+    seed and offset (stochastic rounding); a call uses two offsets and leaves `rng` as it is.
 
     **Returns:** a `QuantizedArray`.
 
-    **Raises:** TypeError for other dtypes, ValueError for a scalar or an `amax` that the format does not take.
+    **Raises:** TypeError for other dtypes or a missing `scale` or `rng`, ValueError for a scalar, extents that the
+    format does not take, or an argument that it does not read.
     """
+    if quantizer.custom:
+        state = {"amax": amax, "columnwise_amax": columnwise_amax, "scale": scale, "rng": rng}
+        return quantizer.quantize_impl(
+            x, functools.partial(quantize, **{k: v for k, v in state.items() if v is not None})
+        )
     x = _high_precision("quantize", "x", x)
+    if quantizer.needs_scale and scale is None:
+        raise TypeError(f"quantize: {type(quantizer).__name__} takes its scale from the caller; pass scale=")
+    shapes.check(shapes.quantize_constraints(x.shape, quantizer))
     fmt = quantizer.format
     out = {b.name: _empty(b.shape, b.dtype) for b in shapes.quantize_buffers(x.shape, quantizer)}
-    if amax is not None:
-        if not fmt.per_tensor:
-            raise ValueError(f"quantize: amax is for per-tensor formats; {fmt.name} takes one per block")
-        out["amax"][:] = amax
-    pair = {k: _operand(v, fmt.element if k.endswith("data") else fmt.scale) for k, v in out.items() if k != "amax"}
+    given = {
+        k: _float32("quantize", k, v)
+        for k, v in (("amax", amax), ("columnwise_amax", columnwise_amax))
+        if v is not None
+    }
+    for name, array in given.items():
+        if name not in out:
+            raise ValueError(f"quantize: {name} is not read by {quantizer} ({fmt.name})")
+        if array.shape != out[name].shape:
+            raise ShapeError(f"quantize: {name} must be {list(out[name].shape)}, got {list(array.shape)}")
+        out[name][:] = array
+    if missing := [k for k in ("amax", "columnwise_amax") if given and k in out and k not in given]:
+        raise ValueError(f"quantize: {quantizer} reads {missing[0]} too where {next(iter(given))} is given")
+    dtypes = {"data": fmt.data, "scale_inv": fmt.scale, "amax": "float32"}
+
+    def buffer(name: str) -> _Operand | None:
+        return _optional(out.get(name), dtypes[name.removeprefix("rowwise_").removeprefix("columnwise_")])
+
     _core.quantize(
         _operand(x, x.dtype.name),
         *quantizer.spec,
-        _operand(out["amax"], "float32") if fmt.per_tensor else None,
-        amax is not None,
-        pair.get("rowwise_data"),
-        pair.get("rowwise_scale_inv"),
-        pair.get("columnwise_data"),
-        pair.get("columnwise_scale_inv"),
+        1 if given else 0,
+        buffer("amax"),
+        buffer("columnwise_amax"),
+        None if scale is None else _operand(_float32("quantize", "scale", scale), "float32"),
+        None if rng is None else _operand(_rng(rng), "int32"),
+        buffer("rowwise_data"),
+        buffer("rowwise_scale_inv"),
+        buffer("columnwise_data"),
+        buffer("columnwise_scale_inv"),
     )
     return QuantizedArray(quantizer, x.shape, **out)
 
 
+def scale_update(
+    history: Array,
+    scale: Array,
+    *,
+    reduced: Array | None = None,
+    amax: Array | None = None,
+    fp8_max: float = 448.0,
+    margin: int = 0,
+    most_recent: bool = False,
+) -> tuple[Array, Array]:
+    """Delayed scaling's update (NUMERICS 2) of n tensors that share an element.
+
+    **Arguments:** `history`: float32 [n, L], L >= 1; entry 0 holds the amax since the last update. `scale`: float32
+    [n]. `reduced`: [n] amaxes after a reduction over a group, used instead of entry 0 where not 0. `amax`: [n] chosen
+    by an algorithm of the caller's own, used where there was an amax at all. `fp8_max`: the element's largest value.
+    `margin`: the scale is divided by 2^margin. `most_recent`: take the latest amax, not the largest of the history.
+
+    **Returns:** (history, scale), new arrays. A history of one entry holds 0 after each update.
+
+    **Raises:** TypeError for other dtypes, ValueError for other shapes or `most_recent` with `amax`.
+    """
+
+    def tensor(name: str, x: Array | None) -> _Operand | None:
+        return None if x is None else _operand(_float32("scale_update", name, x), "float32")
+
+    for name, x in (("history", history), ("scale", scale)):
+        if not isinstance(x, np.ndarray):
+            raise DTypeError(f"scale_update: {name} must be a float32 array, got {type(x).__name__}")
+    inputs = tensor("history", history), tensor("scale", scale), tensor("reduced", reduced), tensor("amax", amax)
+    out = np.empty(history.shape, np.float32), np.empty(scale.shape, np.float32)
+    results = _operand(out[0], "float32"), _operand(out[1], "float32")
+    _core.scale_update(*inputs, *results, fp8_max, margin, most_recent)
+    return out
+
+
 def dequantize(q: QuantizedArray, dtype: Any = np.float32) -> Array:
-    """The values of `q`, [..., K] in `dtype`, from its rowwise copy if it has one, else from its columnwise copy."""
+    """The values of `q`, [..., K] in `dtype`, from its rowwise copy if it has one, else from its columnwise copy.
+
+    A columnwise copy after a Hadamard transform gives the rotated tensor.
+    """
     name, np_dtype = _out_dtype("dequantize", dtype)
-    columnwise = q.rowwise_data is None
-    data, scale = _copy_operands(q.quantizer.format, *q.copy_of(columnwise))
     out = _empty(q.shape, name)
-    _core.dequantize(data, scale, q.quantizer.format.id, columnwise, _operand(out, name))
+    _core.dequantize(*_copy_operands(q, q.rowwise_data is None), _operand(out, name))
     return out.view(np_dtype)
 
 
@@ -164,8 +278,8 @@ def gemm(
     name, np_dtype = _out_dtype("gemm", out_dtype)
     side_a, side_b = shapes.gemm_copies(trans_a, trans_b)
     fmt_a, fmt_b = a.quantizer.format, b.quantizer.format
-    copy_a, copy_b = a.copy_of(side_a), b.copy_of(side_b)
-    m, n, _, constraints = shapes.gemm_shape(fmt_a, side_a, copy_a[0].shape, fmt_b, side_b, copy_b[0].shape)
+    data_a, data_b = a.copy_of(side_a)[0], b.copy_of(side_b)[0]
+    m, n, _, constraints = shapes.gemm_shape(fmt_a, side_a, data_a.shape, fmt_b, side_b, data_b.shape)
     shapes.check(constraints)
     if bias is not None:
         bias = _high_precision("gemm", "bias", bias)
@@ -175,12 +289,8 @@ def gemm(
             raise ShapeError(f"gemm: c must be {name}[{m}, {n}], got {c.dtype.name}{list(c.shape)}")
     out = _empty((m, n), name)
     _core.gemm(
-        *_copy_operands(fmt_a, *copy_a),
-        fmt_a.id,
-        side_a,
-        *_copy_operands(fmt_b, *copy_b),
-        fmt_b.id,
-        side_b,
+        *_copy_operands(a, side_a),
+        *_copy_operands(b, side_b),
         _operand(out, name),
         None if c is None else _operand(c, name),
         None if bias is None else _operand(bias, bias.dtype.name),

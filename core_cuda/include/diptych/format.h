@@ -7,10 +7,11 @@
 
 namespace diptych {
 
-// How a block's scale follows from its amax (NUMERICS 2-4).
+// How a block's scale follows from its amax (NUMERICS 2-5).
 enum class ScaleRule : int32_t {
   divide,     // scale = max / amax in float32, stored as its reciprocal; optionally floored to a power of two
   e8m0_ceil,  // scale_inv = amax / max rounded up to a power of two, stored as E8M0
+  two_level,  // E4M3 scale relative to an amax of the whole tensor (or of a row), which is kept beside it
 };
 
 // Where the columnwise copy of an [M, K] tensor lies.
@@ -36,6 +37,9 @@ struct FormatRow {
       tolerance;  // relative error of one quantize-dequantize round trip of a normal value: half an ulp of the element
 
   constexpr bool per_tensor() const { return block_cols == 0; }
+  constexpr int32_t pack() const { return element == DType::e2m1 ? 2 : 1; }              // elements in a byte
+  constexpr DType data() const { return element == DType::e2m1 ? DType::u8 : element; }  // dtype of the payload
+  constexpr bool ragged() const { return pack() == 1; }  // packed formats take whole blocks only
 };
 
 // clang-format off
@@ -49,6 +53,7 @@ inline constexpr FormatRow kFormats[] = {
     {"fp8_e5m2_128x128",     DType::e5m2, DType::f32,  128, 128, ScaleRule::divide,    ScaleLayout::row_major, ColumnwiseLayout::transposed, 0.125f },
     {"mxfp8_e4m3",           DType::e4m3, DType::e8m0,   1,  32, ScaleRule::e8m0_ceil, ScaleLayout::row_major, ColumnwiseLayout::row_major,  0.0625f},
     {"mxfp8_e5m2",           DType::e5m2, DType::e8m0,   1,  32, ScaleRule::e8m0_ceil, ScaleLayout::row_major, ColumnwiseLayout::row_major,  0.125f },
+    {"nvfp4",                DType::e2m1, DType::e4m3,   1,  16, ScaleRule::two_level, ScaleLayout::row_major, ColumnwiseLayout::transposed, 0.25f  },
 };
 // clang-format on
 inline constexpr int32_t kFormatCount = sizeof(kFormats) / sizeof(kFormats[0]);

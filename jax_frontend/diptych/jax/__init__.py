@@ -5,40 +5,109 @@ values: close over them or pass them as static arguments.
 """
 
 from diptych.common import (
+    CustomRecipe,
+    DelayedScaling,
     Float8BlockQuantizer,
     Float8BlockScaling,
     Float8CurrentScaling,
     Float8CurrentScalingQuantizer,
+    Float8Quantizer,
     MXFP8BlockScaling,
     MXFP8Quantizer,
+    NVFP4BlockScaling,
+    NVFP4Quantizer,
     Quantizer,
     QuantizerRole,
     Recipe,
 )
 from diptych.jax.ffi import export_safety_checks, header_version
-from diptych.jax.functional import amax, bias_grad, dequantize, gemm, gemm_into, quantize
+from diptych.jax.functional import (
+    amax,
+    bias_grad,
+    dequantize,
+    gemm,
+    gemm_into,
+    quantize,
+    rng_state,
+    scale_update,
+)
+from diptych.jax.injection import dot_general
+from diptych.jax.layernorm_linear import layernorm_dense
+from diptych.jax.layernorm_mlp import MLP_OFFSETS, init_layernorm_mlp_state, layernorm_mlp
 from diptych.jax.linear import CHECKPOINT_NAME, dense
+from diptych.jax.products import OFFSETS, rng_at
 from diptych.jax.quantized import QuantizedArray
+from diptych.jax.state import (
+    ScaleState,
+    init_state,
+    load_state_dict,
+    merge_states,
+    overwrite_states,
+    state_dict,
+    switch_state,
+    update_state,
+)
+from diptych.jax.transport import (
+    combine_states,
+    partition_states,
+    read_states,
+    share_states,
+    state_refs,
+    value_and_grad_with_state,
+)
+from diptych.jax.weights import dense_vjp, kernel_quantizer, quantize_kernel, quantize_params
 
 __all__ = [
     "CHECKPOINT_NAME",
+    "MLP_OFFSETS",
+    "OFFSETS",
+    "CustomRecipe",
+    "DelayedScaling",
     "Float8BlockQuantizer",
     "Float8BlockScaling",
     "Float8CurrentScaling",
     "Float8CurrentScalingQuantizer",
+    "Float8Quantizer",
     "MXFP8BlockScaling",
     "MXFP8Quantizer",
+    "NVFP4BlockScaling",
+    "NVFP4Quantizer",
     "QuantizedArray",
     "Quantizer",
     "QuantizerRole",
     "Recipe",
+    "ScaleState",
     "amax",
     "bias_grad",
+    "combine_states",
     "dense",
+    "dense_vjp",
     "dequantize",
+    "dot_general",
     "export_safety_checks",
     "gemm",
     "gemm_into",
     "header_version",
+    "init_layernorm_mlp_state",
+    "init_state",
+    "kernel_quantizer",
+    "layernorm_dense",
+    "layernorm_mlp",
+    "load_state_dict",
+    "merge_states",
+    "overwrite_states",
+    "partition_states",
     "quantize",
+    "quantize_kernel",
+    "quantize_params",
+    "read_states",
+    "rng_at",
+    "rng_state",
+    "scale_update",
+    "share_states",
+    "state_dict",
+    "state_refs",
+    "switch_state",
+    "update_state",
+    "value_and_grad_with_state",
 ]

@@ -16,11 +16,15 @@ import jax
 import numpy as np
 from jaxlib.version import __version__ as JAXLIB
 
+from diptych.common.quantizers import QuantSpec
 from diptych.core import _core
 
-OPS = ("amax", "quantize", "dequantize", "gemm", "bias_grad")
+OPS = (
+    "amax", "quantize", "scale_update", "dequantize", "gemm", "bias_grad", "norm", "norm_grad", "activation",
+    "activation_grad",
+)  # fmt: skip
 PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}  # JAX's name of a lowering platform: the FFI registry's name
-ATTRIBUTES_VERSION = 1
+ATTRIBUTES_VERSION = 3
 MAX_BATCH_RANK = 8
 
 _REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps with DIPTYCH_JAX=on and jaxlib installed"
@@ -32,6 +36,24 @@ class Headers(NamedTuple):
     jaxlib: str
     ffi: tuple[int, int]
     library: str
+
+
+class Source(NamedTuple):
+    """What amax and quantize encode instead of x: values computed from it, unrounded.
+
+    `kind`: "norm", "activation" or "activation_grad". `which`: the norm's or activation's name. `option`:
+    zero_centered_gamma of a norm, gated of an activation. Its operands come after all others: gamma, [beta], [mu:
+    layernorm] and rsigma; none; dy.
+    """
+
+    kind: str
+    which: str
+    option: bool = False
+    has_beta: bool = False
+
+
+FUSED = _core.fused_table()
+"""Numbers of norms, activations and sources, by name."""
 
 
 class Batch(NamedTuple):
@@ -131,54 +153,82 @@ def export_safety_checks() -> list[Any]:
 
 
 def _common(batch: Batch) -> dict[str, np.generic]:
-    packed = sum(mask << (8 * i) for i, mask in enumerate(batch.axes))
-    return {"version": np.int32(ATTRIBUTES_VERSION), "batch_rank": np.int32(batch.rank), "axes": np.int64(packed)}
+    packed = np.uint64(sum(mask << (8 * i) for i, mask in enumerate(batch.axes))).astype(np.int64)
+    return {"version": np.int32(ATTRIBUTES_VERSION), "batch_rank": np.int32(batch.rank), "axes": packed}
 
 
-def amax_attributes(batch: Batch) -> dict[str, np.generic]:
-    return _common(batch)
+def _ints(**values: int) -> dict[str, np.generic]:
+    return {name: np.int32(value) for name, value in values.items()}
+
+
+def _of_source(source: Source | None) -> dict[str, np.generic]:
+    if source is None:
+        return _ints(source=FUSED["source"]["plain"], kind=0, option=0, has_beta=0)
+    table = FUSED["norm" if source.kind == "norm" else "activation"]
+    kind, which = FUSED["source"][source.kind], table[source.which]
+    return _ints(source=kind, kind=which, option=source.option, has_beta=source.has_beta)
+
+
+def amax_attributes(batch: Batch, flags: int, columnwise: bool, source: Source | None = None) -> dict[str, np.generic]:
+    return _common(batch) | _ints(flags=flags, columnwise=columnwise) | _of_source(source)
 
 
 def quantize_attributes(
-    batch: Batch, spec: tuple[int, bool, float], amax_ready: bool, rowwise: bool, columnwise: bool
+    batch: Batch, spec: QuantSpec, amax_mode: int, source: Source | None = None, column_sum: bool = False, **there: bool
 ) -> dict[str, np.generic]:
-    format_id, pow2, eps = spec
-    return _common(batch) | {
-        "format": np.int32(format_id),
-        "pow2": np.int32(pow2),
-        "eps": np.float32(eps),
-        "amax_ready": np.int32(amax_ready),
-        "rowwise": np.int32(rowwise),
-        "columnwise": np.int32(columnwise),
-    }
+    """`there`: has_amax, has_columnwise_amax, has_scale, has_rng, rowwise and columnwise, all of them."""
+    return (
+        _common(batch)
+        | _of_source(source)
+        | _ints(column_sum=column_sum)
+        | _ints(format=spec.format_id, flags=spec.flags, amax_mode=amax_mode, **there)
+        | {"eps": np.float32(spec.eps)}
+    )
 
 
-def dequantize_attributes(batch: Batch, format_id: int, columnwise: bool) -> dict[str, np.generic]:
-    return _common(batch) | {"format": np.int32(format_id), "columnwise": np.int32(columnwise)}
+def scale_update_attributes(
+    batch: Batch, has_reduced: bool, has_amax: bool, fp8_max: float, margin: int, most_recent: bool
+) -> dict[str, np.generic]:
+    ints = _ints(has_reduced=has_reduced, has_amax=has_amax, margin=margin, most_recent=most_recent)
+    return _common(batch) | ints | {"fp8_max": np.float32(fp8_max)}
+
+
+def dequantize_attributes(batch: Batch, format_id: int, columnwise: bool, has_amax: bool) -> dict[str, np.generic]:
+    return _common(batch) | _ints(format=format_id, columnwise=columnwise, has_amax=has_amax)
 
 
 def gemm_attributes(
     batch: Batch,
-    a: tuple[int, bool],
-    b: tuple[int, bool],
+    a: tuple[int, bool, bool],
+    b: tuple[int, bool, bool],
     has_bias: bool,
     has_c: bool,
     alpha: float,
     beta: float,
     fast_accum: bool,
 ) -> dict[str, np.generic]:
-    return _common(batch) | {
-        "a_format": np.int32(a[0]),
-        "a_columnwise": np.int32(a[1]),
-        "b_format": np.int32(b[0]),
-        "b_columnwise": np.int32(b[1]),
-        "has_bias": np.int32(has_bias),
-        "has_c": np.int32(has_c),
-        "alpha": np.float32(alpha),
-        "beta": np.float32(beta),
-        "fast_accum": np.int32(fast_accum),
-    }
+    """`a`, `b`: format id, whether it is the columnwise copy, whether it comes with an amax."""
+    ints = _ints(a_format=a[0], a_columnwise=a[1], a_has_amax=a[2], b_format=b[0], b_columnwise=b[1], b_has_amax=b[2])
+    ints |= _ints(has_bias=has_bias, has_c=has_c, fast_accum=fast_accum)
+    return _common(batch) | ints | {"alpha": np.float32(alpha), "beta": np.float32(beta)}
 
 
 def bias_grad_attributes(batch: Batch) -> dict[str, np.generic]:
     return _common(batch)
+
+
+def norm_attributes(
+    batch: Batch, which: str, eps: float, zero_centered_gamma: bool, has_y: bool, has_beta: bool
+) -> dict[str, np.generic]:
+    ints = _ints(kind=FUSED["norm"][which], zero_centered_gamma=zero_centered_gamma, has_y=has_y, has_beta=has_beta)
+    return _common(batch) | ints | {"eps": np.float32(eps)}
+
+
+def norm_grad_attributes(batch: Batch, which: str, zero_centered_gamma: bool, has_dbeta: bool) -> dict[str, np.generic]:
+    kind = FUSED["norm"][which]
+    return _common(batch) | _ints(kind=kind, zero_centered_gamma=zero_centered_gamma, has_dbeta=has_dbeta)
+
+
+def activation_attributes(batch: Batch, which: str, gated: bool) -> dict[str, np.generic]:
+    """Of activation and activation_grad."""
+    return _common(batch) | _ints(kind=FUSED["activation"][which], gated=gated)

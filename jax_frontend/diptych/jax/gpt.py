@@ -1,14 +1,15 @@
 """The demo model as a JAX user writes it: a byte-level GPT of pure functions over a dictionary of parameters.
 
-Every linear of a block goes through an injected `linear(name, x, weight, bias)`, usually `diptych.jax.dense` with one
-recipe; embedding and head stay in high precision, as is usual. `diptych/torch/gpt.py` is the same model in torch.
+Every linear of a block goes through an injected `linear(name, x, weight, bias, kept)`, usually `diptych.jax.dense` with
+one recipe; `kept` is what its quantizers keep from step to step. Embedding and head stay in high precision, as is
+usual. `diptych/torch/gpt.py` is the same model in torch.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,15 +18,37 @@ from jax.ad_checkpoint import checkpoint_name
 
 from diptych.common.recipes import Recipe
 from diptych.jax.linear import dense
+from diptych.jax.state import ScaleState
 
 Array = jax.Array
 Params = dict[str, Array]
-Linear = Callable[[str, Array, Array, Array], Array]
+States = dict[str, dict[str, ScaleState]]
 
 
-def quantized_linear(recipe: Recipe | None) -> Linear:
-    """`dense` with `recipe` for every linear."""
-    return lambda name, x, weight, bias: dense(x, weight, bias, recipe=recipe)
+class Kept(NamedTuple):
+    """What quantizers keep, by linear: delayed scales and random states, both empty where a recipe has none.
+
+    `record`: whether amaxes are recorded, as the gradients of `scales`.
+    """
+
+    scales: States
+    rngs: dict[str, Array]
+    record: bool = True
+
+
+NOTHING = Kept({}, {})
+Linear = Callable[[str, Array, Array, Array, Kept], Array]
+
+
+def quantized_linear(recipe: Recipe | None, dtype: Any = jnp.float32) -> Linear:
+    """`dense` with `recipe` for every linear, computed in `dtype` between activations of another."""
+
+    def linear(name: str, x: Array, weight: Array, bias: Array, kept: Kept) -> Array:
+        state, rng = kept.scales.get(name), kept.rngs.get(name)
+        y = dense(x.astype(dtype), weight, bias, recipe=recipe, state=state, rng=rng, record=kept.record)
+        return y.astype(x.dtype)
+
+    return linear
 
 
 def embedding(tokens: Array, embed: Array, position: Array) -> Array:
@@ -68,7 +91,7 @@ def cross_entropy(logits: Array, targets: Array) -> Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, targets).mean()
 
 
-def block(p: Params, prefix: str, x: Array, heads: int, linear: Linear) -> Array:
+def block(p: Params, prefix: str, x: Array, heads: int, linear: Linear, kept: Kept) -> Array:
     """One pre-norm transformer block. Its activations have names, for remat policies and for whoever looks at them."""
 
     def name(suffix: str, value: Array) -> Array:
@@ -76,7 +99,7 @@ def block(p: Params, prefix: str, x: Array, heads: int, linear: Linear) -> Array
 
     def project(suffix: str, value: Array) -> Array:
         layer = prefix + suffix
-        return name(suffix, linear(layer, value, p[f"{layer}.weight"], p[f"{layer}.bias"]))
+        return name(suffix, linear(layer, value, p[f"{layer}.weight"], p[f"{layer}.bias"], kept))
 
     y = name("norm1", layer_norm(x, p[f"{prefix}norm1.weight"], p[f"{prefix}norm1.bias"]))
     qkv = project("qkv", y)
@@ -88,16 +111,16 @@ def block(p: Params, prefix: str, x: Array, heads: int, linear: Linear) -> Array
     return name("output", x + y)
 
 
-def gpt(params: Params, tokens: Array, *, layers: int, heads: int, linear: Linear) -> Array:
+def gpt(params: Params, tokens: Array, kept: Kept, *, layers: int, heads: int, linear: Linear) -> Array:
     """Logits [B, T, 256] of int32 tokens [B, T]."""
     x = checkpoint_name(embedding(tokens, params["embed.weight"], params["position.weight"]), "embed")
     for i in range(layers):
-        x = block(params, f"blocks.{i}.", x, heads, linear)
+        x = block(params, f"blocks.{i}.", x, heads, linear, kept)
     x = checkpoint_name(layer_norm(x, params["norm.weight"], params["norm.bias"]), "norm")
     return checkpoint_name(x @ params["head.weight"].T, "head")
 
 
-def loss_fn(params: Params, batch: Array, **model: Any) -> Array:
+def loss_fn(params: Params, batch: Array, kept: Kept = NOTHING, **model: Any) -> Array:
     """Next-byte cross entropy of int32 [B, T + 1]."""
-    logits = gpt(params, batch[:, :-1], **model)
+    logits = gpt(params, batch[:, :-1], kept, **model)
     return checkpoint_name(cross_entropy(logits, batch[:, 1:]), "loss")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.metadata
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -15,13 +16,12 @@ import optax
 
 from diptych.common import shapes
 from diptych.common.formats import format_by_name
-from diptych.common.quantizers import QuantizerRole
-from diptych.common.recipes import Recipe
-from diptych.jax import ffi, functional, gpt, primitives
-from diptych.jax.linear import dense
+from diptych.jax import ffi, functional, gpt, primitives, rules
+from diptych.jax.products import OFFSETS, rng_at
 from diptych.jax.quantized import QuantizedArray
+from diptych.jax.state import init_state, load_state_dict, overwrite_states, state_dict, update_state
 from diptych.lab.frontend import State
-from diptych.lab.job import Corruption, Job, Weights
+from diptych.lab.job import Job, Weights
 from diptych.lab.trace import Bits, Op, StepTrace
 
 Array = jax.Array
@@ -35,11 +35,11 @@ def _device(name: str) -> Any:
 
 
 class JaxTrainer:
-    """The demo model under jit with optax's AdamW."""
+    """The demo model under jit with optax's AdamW. The quantizers' states are overwritten with their gradients."""
 
     def __init__(self, job: Job, weights: Weights) -> None:
-        self._device = _device(job.device)
-        linear = _corrupted_linear(job.recipe, job.corruption) if job.corruption else gpt.quantized_linear(job.recipe)
+        self._job, self._device = job, _device(job.device)
+        linear = _linear(job)
         self._loss = functools.partial(gpt.loss_fn, layers=job.model.layers, heads=job.model.heads, linear=linear)
         rates, o = job.optim.learning_rates(), job.optim
         self._optimizer = optax.adamw(
@@ -47,50 +47,77 @@ class JaxTrainer:
         )
         self._params: Any = jax.device_put({k: jnp.asarray(v) for k, v in weights.items()}, self._device)
         self._opt_state: Any = jax.device_put(self._optimizer.init(self._params), self._device)
+        scales = {} if job.recipe is None else {name: init_state(_recipe(job, name)) for name in job.model.linears}
+        rngs = {name: functional.rng_state(job.seed, offset) for name, offset in job.streams().items()}
+        self._kept: Any = self._put((scales, rngs))
         self._names = frozenset(_activation_names(job))
         # A command buffer replays kernels without calling their handlers, and the registry would not count them.
         options = {"xla_gpu_graph_min_graph_size": 1 << 30} if job.device == "cuda" else None
-        self._step = jax.jit(self._update, donate_argnums=(0, 1), compiler_options=options)
-        self._evaluate = jax.jit(self._loss, compiler_options=options)
+        self._step = jax.jit(self._update, donate_argnums=(0, 1, 2), compiler_options=options)
+        self._evaluate = jax.jit(self._held_out, compiler_options=options)
         self._traced: Callable[..., Any] | None = None
 
-    def _update(self, params: gpt.Params, opt_state: Any, batch: Array) -> Any:
-        loss, grads = jax.value_and_grad(self._loss)(params, batch)
+    def _gradients(self, params: gpt.Params, kept: Any, batch: Array) -> Any:
+        """Loss, gradients, and what the quantizers keep for the next step."""
+        scales, rngs = update_state(kept[0], self._job.recipe), kept[1]
+
+        def loss_fn(params: gpt.Params, scales: gpt.States) -> Array:
+            return self._loss(params, batch, gpt.Kept(scales, rngs))
+
+        loss, (grads, news) = jax.value_and_grad(loss_fn, (0, 1))(params, scales)
+        rngs = {name: rng_at(rng, OFFSETS) for name, rng in rngs.items()}
+        return loss, grads, (overwrite_states(scales, news), rngs)
+
+    def _update(self, params: gpt.Params, opt_state: Any, kept: Any, batch: Array) -> Any:
+        loss, grads, kept = self._gradients(params, kept, batch)
         updates, opt_state = self._optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, loss
+        return optax.apply_updates(params, updates), opt_state, kept, loss
+
+    def _held_out(self, params: gpt.Params, kept: Any, batch: Array) -> Array:
+        return self._loss(params, batch, gpt.Kept(*kept, record=False))
 
     def _put(self, tree: Any) -> Any:
         return jax.device_put(tree, self._device)
 
     def step(self, batch: np.ndarray) -> float:
-        self._params, self._opt_state, loss = self._step(self._params, self._opt_state, self._put(batch))
+        *now, loss = self._step(self._params, self._opt_state, self._kept, self._put(batch))
+        self._params, self._opt_state, self._kept = now
         return float(loss)
 
     def evaluate(self, batch: np.ndarray) -> float:
-        return float(self._evaluate(self._params, self._put(batch)))
+        return float(self._evaluate(self._params, self._kept, self._put(batch)))
 
     def traced_step(self, batch: np.ndarray) -> StepTrace:
         if self._traced is None:
             self._traced = jax.jit(recorded(self._gradients, self._names))
-        (loss, grads), log = self._traced(self._params, self._put(batch))
+        (loss, grads, self._kept), log = self._traced(self._params, self._kept, self._put(batch))
         updates, self._opt_state = self._optimizer.update(grads, self._opt_state, self._params)
         self._params = optax.apply_updates(self._params, updates)
         activations = {k: np.asarray(v) for k, v in log.activations.items()}
         gradients = {k: np.asarray(v) for k, v in grads.items()}
         return StepTrace(float(loss), activations, [_op(*entry) for entry in log.entries()], gradients)
 
-    def _gradients(self, params: gpt.Params, batch: Array) -> Any:
-        return jax.value_and_grad(self._loss)(params, batch)
-
     def state(self) -> State:
         adam = self._opt_state[0]
-        copies = [{k: np.array(v) for k, v in tree.items()} for tree in (self._params, adam.mu, adam.nu)]
-        return State(int(adam.count), *copies)
+        quantizing: dict[str, Array] = {}
+        for name, states in self._kept[0].items():
+            quantizing |= state_dict(states, f"{name}.", self._kept[1].get(name))
+        weights, first, second, kept = (
+            {k: np.array(v) for k, v in tree.items()} for tree in (self._params, adam.mu, adam.nu, quantizing)
+        )
+        return State(int(adam.count), weights, first, second, kept)
+
+    def scales(self) -> dict[str, float]:
+        found = {f"{name}.{slot}": s.scale for name, states in self._kept[0].items() for slot, s in states.items()}
+        return {name: float(value[0]) for name, value in jax.device_get(found).items()}
 
     def restore(self, state: State) -> None:
         self._params = self._put(state.weights)
         values = {"mu": state.first, "nu": state.second, "count": np.int32(state.step)}
         self._opt_state = self._put(optax.tree_utils.tree_set(self._opt_state, **values))
+        scales, rngs = self._kept
+        loaded = {name: load_state_dict(state.quantizing, own, f"{name}.") for name, own in scales.items()}
+        self._kept = self._put(({n: own for n, (own, _) in loaded.items()}, {n: loaded[n][1] for n in rngs}))
 
 
 def _activation_names(job: Job) -> list[str]:
@@ -99,40 +126,28 @@ def _activation_names(job: Job) -> list[str]:
     return [name for name, _ in activation_order(job.model)]
 
 
-# --- the self-test's fault ---
+def _recipe(job: Job, linear: str) -> Any:
+    """The recipe of one linear: the job's, but for the self-test's fault."""
+    if job.corruption is not None and job.recipe is not None and linear == job.corruption.layer:
+        return job.corruption.recipe(job.recipe, _spoil)
+    return job.recipe
 
 
-def _corrupted_linear(recipe: Recipe | None, corruption: Corruption) -> gpt.Linear:
-    """`dense`, but the weight scale of one layer is multiplied by a factor before every forward product.
+def _linear(job: Job) -> gpt.Linear:
+    linears = {name: gpt.quantized_linear(_recipe(job, name), job.linear_dtype) for name in job.model.linears}
+    return lambda name, *args: linears[name](name, *args)
 
-    The backward products use the right scales, so that the fault stays where it was put.
-    """
-    assert recipe is not None
 
-    def quantized(tensor: str, x: Array) -> QuantizedArray:
-        return functional.quantize(x, recipe.quantizer(QuantizerRole(module="linear", tensor=tensor)))
-
-    def forward(x: Array, weight: Array, bias: Array) -> Any:
-        qx, qw = quantized("input", x), quantized("weight", weight)
-        scale: Any = qw.rowwise_scale_inv
-        scale = (scale.astype(jnp.float32) * corruption.factor).astype(scale.dtype)
-        qw = dataclasses.replace(qw, rowwise_scale_inv=scale)
-        return functional.gemm(qx, qw, bias=bias, fast_accum=recipe.fast_accum("fprop")), (qx, qw)
-
-    def backward(saved: Any, dy: Array) -> Any:  # dgrad reads the columnwise copy, which was not touched
-        qdy = quantized("grad_output", dy)
-        dx = functional.gemm(qdy, saved[1], trans_b=False)
-        return dx, functional.gemm(qdy, saved[0], trans_a=True, trans_b=False), functional.bias_grad(dy)
-
-    corrupted = jax.custom_vjp(lambda x, weight, bias: forward(x, weight, bias)[0])
-    corrupted.defvjp(forward, backward)
-
-    def linear(name: str, x: Array, weight: Array, bias: Array) -> Array:
-        if name == corruption.layer:
-            return corrupted(x, weight, bias)
-        return dense(x, weight, bias, recipe=recipe)
-
-    return linear
+def _spoil(q: QuantizedArray, factor: float) -> QuantizedArray:
+    """The self-test's fault; see `Corruption`."""
+    if q.format.two_level:  # the factor is too large for an E4M3 scale
+        assert q.amax is not None
+        return dataclasses.replace(q, amax=q.amax * factor)
+    scale: Any = q.rowwise_scale_inv
+    if scale.dtype == jnp.uint8:  # as bytes: E8M0 holds exponents
+        return dataclasses.replace(q, rowwise_scale_inv=scale + np.uint8(math.log2(factor)))
+    scale = (scale.astype(jnp.float32) * factor).astype(scale.dtype)
+    return dataclasses.replace(q, rowwise_scale_inv=scale)
 
 
 # --- recording ---
@@ -210,34 +225,78 @@ def _bits(x: Array, dtype: str | None = None) -> Bits:
 def _op(kind: str, params: dict[str, Any], ins: list[Array], outs: list[Array]) -> Op:
     """A recorded primitive in the lab's terms. Dtypes are the format's: here, payloads may travel as uint8."""
     if kind == "quantize":
-        quantizer = params["quantizer"]
+        quantizer, mode = params["quantizer"], params["mode"]
         buffers = shapes.quantize_buffers(ins[0].shape, quantizer)
         outputs = {b.name: _bits(x, b.dtype) for b, x in zip(buffers, outs, strict=False)}
-        return Op(kind, _named(("x", "amax"), ins), {"quantizer": quantizer}, outputs)
+        amaxes = [b.name for b in buffers if b.name.endswith("amax")] if mode == primitives.GIVEN else []
+        names = ["x", *amaxes, *["pending"] * (mode == primitives.ACCUMULATE)]
+        names += [n for n, there in (("scale", params["has_scale"]), ("rng", params["has_rng"])) if there]
+        return Op(kind, _named(names, ins), {"quantizer": quantizer}, outputs)
+    if kind == "scale_update":
+        names = ["history", "scale", *["reduced"] * params["has_reduced"], *["amax"] * params["has_amax"]]
+        options = {k: params[k] for k in ("margin", "most_recent")} | {"fp8_max": float.fromhex(params["fp8_max"])}
+        return Op(kind, _named(names, ins), options, _named(["history", "scale"], outs))
     if kind == "gemm":
-        inputs = _copy("a_", params["a"][0], ins[:2]) | _copy("b_", params["b"][0], ins[2:4])
+        at = rules.copy_length(params["a"][0])
+        end = at + rules.copy_length(params["b"][0])
+        inputs = _copy_bits("a_", params["a"][0], ins[:at]) | _copy_bits("b_", params["b"][0], ins[at:end])
         extra = [n for n, there in (("bias", params["has_bias"]), ("c", params["has_c"])) if there]
         options = {k: params[k] for k in ("a", "b", "out_dtype", "fast_accum")}
         options |= {k: float.fromhex(params[k]) for k in ("alpha", "beta")}
-        return Op(kind, inputs | _named(extra, ins[4:]), options, {"d": _bits(outs[0])})
+        return Op(kind, inputs | _named(extra, ins[end:]), options, {"d": _bits(outs[0])})
     if kind == "dequantize":
         options = {k: params[k] for k in ("format", "columnwise", "dtype")}
-        return Op(kind, _copy("", params["format"], ins), options, {"out": _bits(outs[0])})
-    name = {"bias_grad": "dy", "amax": "x"}[kind]
-    options = {"dtype": params["dtype"]} if kind == "bias_grad" else {}
-    return Op(kind, {name: _bits(ins[0])}, options, {"out": _bits(outs[0])})
+        return Op(kind, _copy_bits("", params["format"], ins), options, {"out": _bits(outs[0])})
+    if kind == "amax":
+        options = {k: params[k] for k in ("flags", "columnwise")}
+        return Op(kind, {"x": _bits(ins[0])}, options, _named(["out", "columnwise_out"][: len(outs)], outs))
+    if kind == "bias_grad":
+        return Op(kind, {"dy": _bits(ins[0])}, {"dtype": params["dtype"]}, {"out": _bits(outs[0])})
+    raise NotImplementedError(f"recording diptych_{kind} is not supported")
 
 
-def _copy(prefix: str, format: str, arrays: list[Array]) -> dict[str, Bits]:
+def _copy_bits(prefix: str, format: str, arrays: list[Array]) -> dict[str, Bits]:
     row = format_by_name(format)
-    return {f"{prefix}data": _bits(arrays[0], row.element), f"{prefix}scale_inv": _bits(arrays[1], row.scale)}
+    parts = zip(("data", "scale_inv", "amax"), (row.data, row.scale, "float32"), arrays, strict=False)
+    return {f"{prefix}{part}": _bits(x, dtype) for part, dtype, x in parts}
 
 
-def _named(names: Any, arrays: list[Array]) -> dict[str, Bits]:
-    return {name: _bits(x) for name, x in zip(names, arrays, strict=False)}
+def _named(names: list[str], arrays: list[Array]) -> dict[str, Bits]:
+    return {name: _bits(x) for name, x in zip(names, arrays, strict=True)}
 
 
 # --- replay ---
+
+
+def _replayed(op: Op, x: dict[str, Array]) -> dict[str, Array]:
+    """Outputs of a recorded op on these inputs."""
+    o = op.options
+    if op.kind == "quantize":
+        quantizer = o["quantizer"]
+        if "pending" in x:
+            out, history = primitives.quantize_delayed(x["x"], quantizer, x["scale"], x["pending"])
+            return {**out, "amax": history}
+        given: Any = {k: v for k, v in x.items() if k != "x"}
+        return primitives.quantize(x["x"], quantizer, **given)
+    if op.kind == "scale_update":
+        out = primitives.scale_update(x["history"], x["scale"], x.get("reduced"), x.get("amax"), **o)
+        return dict(zip(("history", "scale"), out, strict=True))
+    if op.kind == "gemm":
+        a, b = (_copy_of(x, f"{s}_", *o[s]) for s in "ab")
+        options = {k: o[k] for k in ("alpha", "beta", "out_dtype", "fast_accum")}
+        return {"d": primitives.gemm(a, b, x.get("bias"), x.get("c"), **options)}
+    if op.kind == "bias_grad":
+        return {"out": primitives.bias_grad(x["dy"], o["dtype"])}
+    if op.kind == "dequantize":
+        return {"out": primitives.dequantize(_copy_of(x, "", o["format"], o["columnwise"]), o["dtype"])}
+    assert op.kind == "amax", op.kind
+    if o["columnwise"]:
+        return dict(zip(("out", "columnwise_out"), primitives.amax(x["x"], o["flags"], columnwise=True), strict=True))
+    return {"out": primitives.amax(x["x"], o["flags"])}
+
+
+def _copy_of(x: dict[str, Array], prefix: str, format: str, columnwise: bool) -> rules.Copy:
+    return rules.Copy(x[f"{prefix}data"], x[f"{prefix}scale_inv"], x.get(f"{prefix}amax"), format, columnwise)
 
 
 class JaxFrontend:
@@ -262,20 +321,7 @@ class JaxFrontend:
     def replay(self, op: Op, device: str) -> dict[str, Bits]:
         put = functools.partial(jax.device_put, device=_device(device))
         x = {k: put(v.data.view(primitives.dtype_of(v.dtype))) for k, v in op.inputs.items()}
-        o = op.options
-        if op.kind == "quantize":
-            out = primitives.quantize(x["x"], x.get("amax"), o["quantizer"])
-        elif op.kind == "gemm":
-            a, b = (x["a_data"], x["a_scale_inv"]), (x["b_data"], x["b_scale_inv"])
-            options = {k: o[k] for k in ("alpha", "beta", "out_dtype", "fast_accum")}
-            out = {"d": primitives.gemm(a, b, x.get("bias"), x.get("c"), a_copy=o["a"], b_copy=o["b"], **options)}
-        elif op.kind == "bias_grad":
-            out = {"out": primitives.bias_grad(x["dy"], o["dtype"])}
-        elif op.kind == "dequantize":
-            out = {"out": primitives.dequantize(x["data"], x["scale_inv"], o["format"], o["columnwise"], o["dtype"])}
-        else:
-            out = {"out": primitives.amax(x["x"])}
-        return {k: _bits(out[k]) for k in op.outputs}
+        return {k: _bits(v) for k, v in _replayed(op, x).items() if k in op.outputs}
 
     def apply(self, kind: str, inputs: list[np.ndarray], heads: int) -> np.ndarray:
         ops: dict[str, Callable[..., Array]] = {

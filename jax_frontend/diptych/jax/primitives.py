@@ -1,248 +1,378 @@
-"""The ops on raw buffers, as JAX primitives over the XLA FFI handlers.
+"""The ops on raw buffers, as JAX primitives over the XLA FFI handlers; what users call is in `functional`.
 
-Here are shapes, types, batching and lowering; what users call is in `functional`. Invariants:
-
-- Sizes and dtypes are checked while tracing, by the rules of `diptych.common.shapes`; nothing here branches on a size.
-- A vmapped axis never copies an operand: the handlers walk it, and stand still on operands that lack it.
-- A result varies over the mesh axes that its operands vary over, so that shard_map notices a forgotten `pmax`.
-- A payload or scale of one byte may also be a uint8 array of its bytes, which nothing in JAX takes for numbers.
-- A primitive is **not** differentiable; `diptych.jax.dense` defines what a derivative means here.
+Sizes and dtypes are checked while tracing, by the rules of `diptych.common.shapes`; nothing here branches on a size.
+What a primitive is, and what it does under transformations, is in `rules`.
 """
 
 from __future__ import annotations
 
-import functools
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
-import numpy as np
-from jax.extend.core import Primitive
-from jax.interpreters import ad, batching, mlir
-from jax.sharding import ManualAxisType, PartitionSpec
 
 from diptych.common import shapes
-from diptych.common.errors import DTypeError, ShapeError, UnsupportedError
+from diptych.common.errors import ShapeError, UnsupportedError
 from diptych.common.formats import format_by_name
-from diptych.common.quantizers import Quantizer
+from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX, Quantizer
 from diptych.core import _core
 from diptych.jax import ffi
-from diptych.jax.ffi import Batch
+from diptych.jax.ffi import Batch, Source
+from diptych.jax.rules import (
+    Aval,
+    Copy,
+    batch_shape,
+    check_buffer,
+    check_copy,
+    check_dtype,
+    check_high_precision,
+    check_rotatable,
+    check_shape,
+    copy_length,
+    dtype_of,
+    encoded,
+    enforce,
+    in_place,
+    own_shape,
+    primitive,
+    result,
+    source_length,
+    workspace_bytes,
+)
 
 Array = jax.Array
-Aval = Any  # jax.core.ShapedArray
+Operands = tuple[Array, ...]  # of a source, behind all others
 
-ffi.load()
-
-
-def dtype_of(name: str) -> np.dtype[Any]:
-    """NumPy's dtype object for a name of the format table."""
-    return jax.numpy.dtype(name)
-
-
-def check_high_precision(op: str, arg: str, dtype: Any, shape: Any) -> None:
-    """**Raises** DTypeError unless `dtype` is float32, bfloat16 or float16."""
-    if np.dtype(dtype).name not in shapes.HIGH_PRECISION:
-        raise DTypeError(f"{op}: {arg} must be float32, bfloat16 or float16, got {np.dtype(dtype).name}{list(shape)}")
-
-
-def _check_dtype(op: str, arg: str, aval: Aval, name: str) -> None:
-    if aval.dtype.name != name and not (aval.dtype.name == "uint8" and dtype_of(name).itemsize == 1):
-        raise DTypeError(f"{op}: {arg} must be {name}, got {aval.dtype.name}{list(aval.shape)}")
-
-
-def _check_shape(op: str, arg: str, shape: shapes.Shape, want: shapes.Shape) -> None:
-    if tuple(shape) != tuple(want):
-        raise ShapeError(f"{op}: {arg} must have shape {list(want)}, got {list(shape)}")
-
-
-# --- batching: what lies in front of each operand's own shape ---
-
-
-def _own_shape(aval: Aval, mask: int) -> shapes.Shape:
-    return tuple(aval.shape[mask.bit_count() :])
-
-
-def _batch_shape(avals: tuple[Aval, ...], batch: Batch) -> shapes.Shape:
-    """Lengths of the batch axes, outermost first, each from the first operand that carries it."""
-    out = []
-    for bit in reversed(range(batch.rank)):
-        for aval, mask in zip(avals, batch.axes, strict=True):
-            if mask >> bit & 1:
-                out.append(aval.shape[(mask >> (bit + 1)).bit_count()])
-                break
-    return tuple(out)
-
-
-def _result(operands: tuple[Aval, ...], shape: shapes.Shape, dtype: str) -> Aval:
-    """A result's type: varies over every manual mesh axis that one of `operands` varies over, sharded over none."""
-    like = next((o for o in operands if not o.sharding.mesh.empty), operands[0])
-    varying = frozenset().union(*(o.manual_axis_type.varying for o in operands))
-    return like.update(
-        shape=tuple(shape),
-        dtype=dtype_of(dtype),
-        weak_type=False,
-        sharding=like.sharding.update(spec=PartitionSpec(*[None] * len(shape))),
-        manual_axis_type=ManualAxisType(varying=varying),
-    )
-
-
-# --- one primitive per op ---
-
-
-def _primitive(op: str, abstract_eval: Any, attributes: Any, finish: Any = None) -> Primitive:
-    """A primitive with every rule that JAX asks for.
-
-    **Arguments:** `abstract_eval(*avals, batch, **params)` returns the results' types; `attributes(avals, batch,
-    **params)` the handler's attributes; `finish(ctx, platform, batch, **params)` what else the lowering needs:
-    (aliases {operand: result}, bytes of a workspace or None).
-    """
-    name = ffi.target(op)
-    prim = Primitive(name)
-    prim.multiple_results = True
-    prim.def_abstract_eval(abstract_eval)
-
-    @functools.partial(jax.jit, static_argnames=("params",))
-    def run(*args: Array, params: tuple[tuple[str, Any], ...]) -> Any:
-        return prim.bind(*args, **dict(params))
-
-    prim.def_impl(lambda *args, **params: run(*args, params=tuple(sorted(params.items()))))
-
-    def batcher(args: Any, dims: Any, *, batch: Batch, **params: Any) -> Any:
-        args = [x if d is None else jax.numpy.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)]
-        outs = prim.bind(*args, batch=batch.outer([d is not None for d in dims]), **params)
-        return outs, [0] * len(outs)
-
-    batching.primitive_batchers[prim] = batcher
-
-    def refuse(*_: Any, **__: Any) -> Any:
-        raise UnsupportedError(
-            f"{name} has no derivative: rounding to a few bits has none. Use diptych.jax.dense, which defines the "
-            "three products of training, or wrap the inputs in jax.lax.stop_gradient"
-        )
-
-    ad.primitive_jvps[prim] = refuse
-    ad.primitive_transposes[prim] = refuse
-
-    def lower(platform: str, ctx: Any, *operands: Any, batch: Batch, **params: Any) -> Any:
-        aliases, workspace = finish(ctx, platform, batch, **params) if finish else ({}, None)
-        results = len(ctx.avals_out)
-        if workspace is not None:
-            scratch = _result(tuple(ctx.avals_out), (workspace,), "uint8")
-            ctx = ctx.replace(avals_out=[*ctx.avals_out, scratch])
-        rule = jax.ffi.ffi_lowering(name, operand_output_aliases=aliases)
-        return rule(ctx, *operands, attributes=attributes(ctx.avals_in, batch, **params))[:results]
-
-    for platform in ffi.PLATFORMS:
-        mlir.register_lowering(prim, functools.partial(lower, platform), platform=platform)
-    return prim
-
-
-def _workspace(op: str, platform: str, sizes: tuple[Any, ...], rule: Any) -> int | None:
-    """Bytes of the extra result that CUDA's lowering asks XLA for; None on the CPU, which needs none."""
-    if platform != "cuda":
-        return None
-    if not all(isinstance(s, int) for s in sizes):
-        raise UnsupportedError(
-            f"{op}: symbolic sizes {sizes} cannot be lowered for CUDA, whose workspace follows from the concrete sizes"
-        )
-    return rule(*sizes)
+COMPUTE, GIVEN, ACCUMULATE = 0, 1, 2
+"""How quantize treats its amaxes, as `AmaxMode` in ops.h numbers it: x's own, used, joined with x's own."""
 
 
 # --- amax ---
 
 
-def _amax_abstract(x: Aval, *, batch: Batch) -> Any:
-    check_high_precision("amax", "x", x.dtype, _own_shape(x, batch.axes[0]))
-    return [_result((x,), (*_batch_shape((x,), batch), 1), "float32")]
+def _amax_abstract(*avals: Aval, batch: Batch, flags: int, columnwise: bool, source: Source | None = None) -> Any:
+    x, shape = avals[0], own_shape(avals[0], batch.axes[0])
+    check_high_precision("amax", "x", x.dtype, shape)
+    shape = encoded("amax", source, shape, avals[1:], batch.axes[1:])
+    if flags & RHT_SIGNS and not flags & RHT:
+        raise ValueError("amax: random signs belong to the Hadamard transform, which was not asked for")
+    if flags & RHT:
+        check_rotatable("amax", x, shape)
+        if not columnwise:
+            raise ValueError("amax: the Hadamard transform is for the columnwise copy, which was not asked for")
+    count = shapes.rows_cols(shape)[0] if flags & ROW_AMAX else 1
+    front = batch_shape(avals, batch)
+    return [result(avals, (*front, n), "float32") for n in (count, 1)[: 1 + columnwise]]
 
 
-amax_p = _primitive("amax", _amax_abstract, lambda avals, batch: ffi.amax_attributes(batch))
+amax_p = primitive("amax", _amax_abstract, lambda avals, batch, **params: ffi.amax_attributes(batch, **params))
 
 
-def amax(x: Array) -> Array:
-    """Largest non-NaN magnitude of `x`: float32 [1]."""
-    return amax_p.bind(x, batch=Batch.none(1))[0]
+@overload
+def amax(x: Array, flags: int = 0) -> Array: ...
+@overload
+def amax(
+    x: Array, flags: int = 0, source: Source | None = None, operands: Operands = (), *, columnwise: Literal[True]
+) -> tuple[Array, Array]: ...
+
+
+def amax(
+    x: Array, flags: int = 0, source: Source | None = None, operands: Operands = (), *, columnwise: bool = False
+) -> Array | tuple[Array, Array]:
+    """Largest non-NaN magnitude of `x`, float32 [1] ([M] with ROW_AMAX); `columnwise`: and that of what a columnwise
+    copy encodes, [1]. `source`, `operands`: of what a source makes of x."""
+    batch = Batch.none(1 + len(operands))
+    outs = amax_p.bind(x, *operands, batch=batch, flags=flags, columnwise=columnwise, source=source)
+    return (outs[0], outs[1]) if columnwise else outs[0]
 
 
 # --- quantize ---
 
 
-def _quantize_abstract(*avals: Aval, batch: Batch, quantizer: Quantizer, as_bytes: bool) -> Any:
-    x, fmt = avals[0], quantizer.format
-    shape = _own_shape(x, batch.axes[0])
-    check_high_precision(f"quantize ({fmt.name})", "x", x.dtype, shape)
-    if len(avals) == 2:
-        if not fmt.per_tensor:
-            raise ShapeError(f"quantize: amax is for per-tensor formats; {fmt.name} takes one per block")
-        _check_dtype("quantize", "amax", avals[1], "float32")
-        _check_shape("quantize", "amax", _own_shape(avals[1], batch.axes[1]), (1,))
-    front = _batch_shape(avals, batch)
+def _amaxes(shape: shapes.Shape, quantizer: Quantizer) -> dict[str, shapes.Buffer]:
+    return {b.name: b for b in shapes.quantize_buffers(shape, quantizer) if b.name.endswith("amax")}
+
+
+def _check_options(
+    x: Aval, shape: shapes.Shape, quantizer: Quantizer, mode: int, has_scale: bool, has_rng: bool
+) -> None:
+    """Which state a call needs and which it must not be given."""
+    fmt, spec, kind = quantizer.format, quantizer.spec, type(quantizer).__name__
+    if mode == GIVEN and has_scale:
+        raise ValueError("quantize: scale and amax were both given; the scale alone decides")
+    if quantizer.needs_scale and not has_scale:
+        raise TypeError(f"quantize: {kind} takes its scale from the caller; pass scale=")
+    if has_scale and not fmt.per_tensor:
+        raise ValueError(f"quantize: scale is for per-tensor formats, not {fmt.name}")
+    if has_scale and (spec.flags or spec.eps):
+        raise ValueError(f"quantize: scale was given; the options of {quantizer} do not apply to it")
+    if quantizer.needs_rng and not has_rng:
+        raise TypeError(f"quantize: {kind} rounds stochastically; pass rng=, for instance rng_state(seed)")
+    if has_rng and not quantizer.needs_rng:
+        raise ValueError(f"quantize: rng is for stochastic rounding, which {quantizer} does not do")
+    if spec.flags & RHT:
+        check_rotatable("quantize", x, shape)
+
+
+def _quantize_abstract(
+    *avals: Aval,
+    batch: Batch,
+    quantizer: Quantizer,
+    mode: int,
+    has_scale: bool,
+    has_rng: bool,
+    as_bytes: bool,
+    source: Source | None,
+    column_sum: str,
+) -> Any:
+    x, fmt, op = avals[0], quantizer.format, f"quantize ({quantizer.format.name})"
+    shape = own_shape(x, batch.axes[0])
+    check_high_precision(op, "x", x.dtype, shape)
+    own = len(avals) - source_length(source)
+    of_source = avals[own:]
+    shape = encoded(op, source, shape, of_source, batch.axes[own:])
+    _check_options(x, shape, quantizer, mode, has_scale, has_rng)
+    enforce(shapes.quantize_constraints(shape, quantizer))
+    want = {name: (b.dtype, b.shape) for name, b in _amaxes(shape, quantizer).items()} if mode != COMPUTE else {}
+    want |= {"scale": ("float32", (1,))} if has_scale else {}
+    want |= {"rng": ("int32", (4,))} if has_rng else {}
+    given = dict(zip(want, avals[1:own], strict=True))
+    for name, mask in zip(want, batch.axes[1:own], strict=True):
+        check_buffer("quantize", name, given[name], mask, *want[name])
+    front = batch_shape(avals, batch)
+    # What a result depends on is what it varies with: reduced over a mesh axis, an amax no longer varies there.
+    amaxes = [a for name, a in given.items() if name.endswith("amax")]
+    fixed = [given["scale"]] if has_scale else amaxes if mode == GIVEN and fmt.per_tensor else []
+    read = (x, *of_source)
+    sources = {"data": avals, "inv": tuple(fixed or [*read, *amaxes]), "amax": (*read, *amaxes)}
     outs = []
     for buffer in shapes.quantize_buffers(shape, quantizer):
-        if buffer.name == "amax" and len(avals) == 2:
+        if mode == GIVEN and buffer.name.endswith("amax"):
             continue
-        # A given amax fixes the scales by itself: reduced over a mesh axis, they no longer vary there.
-        sources = avals[1:] if len(avals) == 2 and not buffer.name.endswith("data") else avals
         dtype = "uint8" if as_bytes and dtype_of(buffer.dtype).itemsize == 1 else buffer.dtype
-        outs.append(_result(sources, (*front, *buffer.shape), dtype))
+        outs.append(result(sources[buffer.name.rsplit("_", 1)[-1]], (*front, *buffer.shape), dtype))
+    if column_sum:
+        check_high_precision(op, "the column sum", dtype_of(column_sum), ())
+        outs.append(result(read, (*front, shape[-1]), column_sum))
     return outs
 
 
-def _quantize_attributes(avals: Any, batch: Batch, quantizer: Quantizer, as_bytes: bool) -> Any:
-    return ffi.quantize_attributes(batch, quantizer.spec, len(avals) == 2, quantizer.rowwise, quantizer.columnwise)
+def _encoded_shape(avals: Any, batch: Batch, source: Source | None) -> shapes.Shape:
+    at = len(avals) - source_length(source)
+    return encoded("quantize", source, own_shape(avals[0], batch.axes[0]), avals[at:], batch.axes[at:])
 
 
-quantize_p = _primitive("quantize", _quantize_abstract, _quantize_attributes)
+def _quantize_attributes(
+    avals: Any,
+    batch: Batch,
+    quantizer: Quantizer,
+    mode: int,
+    source: Any,
+    column_sum: str,
+    as_bytes: bool,
+    **there: bool,
+) -> Any:
+    amaxes = _amaxes(_encoded_shape(avals, batch, source), quantizer)
+    return ffi.quantize_attributes(
+        batch,
+        quantizer.spec,
+        mode,
+        source,
+        bool(column_sum),
+        has_amax="amax" in amaxes,
+        has_columnwise_amax="columnwise_amax" in amaxes,
+        rowwise=quantizer.rowwise,
+        columnwise=quantizer.columnwise,
+        **there,
+    )
 
 
-def quantize(x: Array, amax: Array | None, quantizer: Quantizer, as_bytes: bool = False) -> dict[str, Array]:
-    """The buffers of `shapes.quantize_buffers` by name; `amax` is the given one where one is given."""
-    args = (x,) if amax is None else (x, amax)
-    outs = quantize_p.bind(*args, batch=Batch.none(len(args)), quantizer=quantizer, as_bytes=as_bytes)
+def _quantize_finish(ctx: Any, platform: str, batch: Batch, mode: int, source: Any, column_sum: str, **_: Any) -> Any:
+    workspace = None
+    if column_sum:
+        sizes = shapes.rows_cols(_encoded_shape(ctx.avals_in, batch, source))
+        workspace = workspace_bytes("quantize", platform, sizes, _core.column_sum_workspace_bytes)
+    at = len(ctx.avals_out) - 1 - bool(column_sum)
+    return (in_place(batch, {1: at}) if mode == ACCUMULATE else {}), workspace
+
+
+quantize_p = primitive(
+    "quantize",
+    _quantize_abstract,
+    _quantize_attributes,
+    _quantize_finish,
+    updated=lambda mode, **_: (1,) if mode == ACCUMULATE else (),
+)
+
+
+def _quantize(
+    x: Array,
+    quantizer: Quantizer,
+    mode: int,
+    amaxes: dict[str, Array],
+    scale: Array | None,
+    rng: Array | None,
+    as_bytes: bool,
+    source: Source | None,
+    operands: Operands,
+    column_sum: str,
+) -> dict[str, Array]:
+    args = [x, *amaxes.values(), *(v for v in (scale, rng) if v is not None), *operands]
+    outs = quantize_p.bind(
+        *args,
+        batch=Batch.none(len(args)),
+        quantizer=quantizer,
+        mode=mode,
+        has_scale=scale is not None,
+        has_rng=rng is not None,
+        as_bytes=as_bytes,
+        source=source,
+        column_sum=column_sum,
+    )
     names = [b.name for b in shapes.quantize_buffers(x.shape, quantizer)]
-    return dict(zip(names, outs if amax is None else [*outs, amax], strict=True))
+    names = [n for n in names if not (mode == GIVEN and n in amaxes)] + ["column_sum"] * bool(column_sum)
+    return dict(zip(names, outs, strict=True)) | (amaxes if mode == GIVEN else {})
+
+
+def quantize(
+    x: Array,
+    quantizer: Quantizer,
+    amax: Array | None = None,
+    columnwise_amax: Array | None = None,
+    scale: Array | None = None,
+    rng: Array | None = None,
+    as_bytes: bool = False,
+    source: Source | None = None,
+    operands: Operands = (),
+    column_sum: str = "",
+) -> dict[str, Array]:
+    """The buffers of `shapes.quantize_buffers` by name; amaxes that are given come back as they are.
+
+    `source`, `operands`: what is encoded instead of x. `column_sum`: the dtype of one more result of that name, the sum
+    over the rows of what is encoded, [K].
+    """
+    given = {k: v for k, v in (("amax", amax), ("columnwise_amax", columnwise_amax)) if v is not None}
+    read = _amaxes(x.shape, quantizer)
+    for name in given:
+        if not read:
+            raise ValueError(
+                f"quantize: {name} is for formats with an amax of the tensor; {quantizer.format.name} has one per block"
+            )
+        if name not in read:
+            raise ValueError(f"quantize: {quantizer} does not read {name}, only {' and '.join(read)}")
+    if given and (missing := read.keys() - given):
+        raise ValueError(f"quantize: {missing.pop()} is missing; {quantizer} reads one for each copy that it makes")
+    mode = GIVEN if given else COMPUTE
+    return _quantize(x, quantizer, mode, given, scale, rng, as_bytes, source, operands, column_sum)
+
+
+def quantize_delayed(
+    x: Array, quantizer: Quantizer, scale: Array, history: Array, as_bytes: bool = False
+) -> tuple[dict[str, Array], Array]:
+    """The copies under a given scale, and the history [L] with history[0] = max(history[0], amax(x)).
+
+    The core takes that maximum: XLA's own flushes subnormals on the CPU.
+    """
+    buffers = _quantize(x, quantizer, ACCUMULATE, {"amax": history[:1]}, scale, None, as_bytes, None, (), "")
+    return buffers, history.at[:1].set(buffers.pop("amax"))
+
+
+# --- scale_update ---
+
+
+def _scale_update_abstract(
+    history: Aval,
+    scale: Aval,
+    *chosen: Aval,
+    batch: Batch,
+    has_reduced: bool,
+    has_amax: bool,
+    fp8_max: str,
+    margin: int,
+    most_recent: bool,
+) -> Any:
+    check_dtype("scale_update", "history", history, "float32")
+    n, length = shapes.rows_cols(own_shape(history, batch.axes[0]))
+    if length == 0:
+        raise ShapeError(f"scale_update: history {list(history.shape)} has no entry")
+    names = ["scale", *["reduced"] * has_reduced, *["amax"] * has_amax]
+    for name, aval, mask in zip(names, (scale, *chosen), batch.axes[1:], strict=True):
+        check_buffer("scale_update", name, aval, mask, "float32", (n,))
+    if most_recent and has_amax:
+        raise ValueError("scale_update: amax was given; most_recent does not apply")
+    operands = (history, scale, *chosen)
+    front = batch_shape(operands, batch)
+    updated = (history, *chosen[:1]) if has_reduced else (history,)
+    return [
+        result(updated, (*front, *own_shape(history, batch.axes[0])), "float32"),
+        result(operands, (*front, n), "float32"),
+    ]
+
+
+def _scale_update_attributes(_: Any, batch: Batch, fp8_max: str, **params: Any) -> Any:
+    return ffi.scale_update_attributes(batch, fp8_max=float.fromhex(fp8_max), **params)
+
+
+scale_update_p = primitive(
+    "scale_update",
+    _scale_update_abstract,
+    _scale_update_attributes,
+    lambda ctx, platform, batch, **_: (in_place(batch, {0: 0, 1: 1}), None),
+)
+
+
+def scale_update(
+    history: Array,
+    scale: Array,
+    reduced: Array | None,
+    amax: Array | None,
+    fp8_max: float,
+    margin: int,
+    most_recent: bool,
+) -> tuple[Array, Array]:
+    """The new history [n, L] or [L] and scale [n], in place of the old ones where XLA may give their memory away."""
+    args = [history, scale, *(x for x in (reduced, amax) if x is not None)]
+    outs = scale_update_p.bind(
+        *args,
+        batch=Batch.none(len(args)),
+        has_reduced=reduced is not None,
+        has_amax=amax is not None,
+        fp8_max=float(fp8_max).hex(),
+        margin=margin,
+        most_recent=most_recent,
+    )
+    return outs[0], outs[1]
 
 
 # --- dequantize ---
 
 
-def _check_copy(op: str, arg: str, data: Aval, scale: Aval, masks: tuple[int, int], fmt: str, columnwise: bool) -> None:
-    """One copy's data and scales against its format row."""
-    row = format_by_name(fmt)
-    _check_dtype(op, f"{arg} data ({fmt})", data, row.element)
-    _check_dtype(op, f"{arg} scale_inv ({fmt})", scale, row.scale)
-    rows, cols = shapes.rows_cols(_own_shape(data, masks[0]))
-    m, k = (cols, rows) if columnwise and row.columnwise == "transposed" else (rows, cols)
-    want = shapes.scale_shape(row, columnwise, m, k)
-    _check_shape(op, f"{arg} scale_inv ({fmt})", _own_shape(scale, masks[1]), want)
+def _dequantize_abstract(*avals: Aval, batch: Batch, format: str, columnwise: bool, dtype: str) -> Any:
+    row = check_copy("dequantize", "q", avals, batch.axes, format, columnwise)
+    check_high_precision("dequantize", "the result", dtype_of(dtype), avals[0].shape)
+    shape = shapes.tensor_shape(row, columnwise, own_shape(avals[0], batch.axes[0]))
+    return [result(avals, (*batch_shape(avals, batch), *shape), dtype)]
 
 
-def _dequantize_abstract(data: Aval, scale: Aval, *, batch: Batch, format: str, columnwise: bool, dtype: str) -> Any:
-    _check_copy("dequantize", "q", data, scale, (batch.axes[0], batch.axes[1]), format, columnwise)
-    check_high_precision("dequantize", "the result", dtype_of(dtype), data.shape)
-    own = _own_shape(data, batch.axes[0])
-    if columnwise and format_by_name(format).columnwise == "transposed":
-        own = shapes.rows_cols(own)[::-1]
-    return [_result((data, scale), (*_batch_shape((data, scale), batch), *own), dtype)]
+def _dequantize_attributes(avals: Any, batch: Batch, format: str, columnwise: bool, dtype: str) -> Any:
+    return ffi.dequantize_attributes(batch, format_by_name(format).id, columnwise, len(avals) == 3)
 
 
-def _dequantize_attributes(_: Any, batch: Batch, format: str, columnwise: bool, dtype: str) -> Any:
-    return ffi.dequantize_attributes(batch, format_by_name(format).id, columnwise)
+dequantize_p = primitive("dequantize", _dequantize_abstract, _dequantize_attributes)
 
 
-dequantize_p = _primitive("dequantize", _dequantize_abstract, _dequantize_attributes)
-
-
-def dequantize(data: Array, scale_inv: Array, format: str, columnwise: bool, dtype: str) -> Array:
+def dequantize(q: Copy, dtype: str) -> Array:
     """Values of one copy in the tensor's own orientation; of a transposed copy [M, K]."""
-    return dequantize_p.bind(data, scale_inv, batch=Batch.none(2), format=format, columnwise=columnwise, dtype=dtype)[0]
+    args = q.operands("dequantize")
+    batch = Batch.none(len(args))
+    return dequantize_p.bind(*args, batch=batch, format=q.format, columnwise=q.columnwise, dtype=dtype)[0]
 
 
 # --- gemm ---
 
 
 def _gemm_sizes(avals: Any, batch: Batch, a: tuple[str, bool], b: tuple[str, bool]) -> shapes.GemmShape:
-    a_data, b_data = _own_shape(avals[0], batch.axes[0]), _own_shape(avals[2], batch.axes[2])
+    at = copy_length(a[0])
+    a_data, b_data = own_shape(avals[0], batch.axes[0]), own_shape(avals[at], batch.axes[at])
     return shapes.gemm_shape(format_by_name(a[0]), a[1], a_data, format_by_name(b[0]), b[1], b_data)
 
 
@@ -258,22 +388,23 @@ def _gemm_abstract(
     out_dtype: str,
     fast_accum: bool,
 ) -> Any:
-    for side, at, (fmt, columnwise) in (("a", 0, a), ("b", 2, b)):
-        masks = (batch.axes[at], batch.axes[at + 1])
-        _check_copy("gemm", side, avals[at], avals[at + 1], masks, fmt, columnwise)
+    at = 0
+    for side, (fmt, columnwise) in (("a", a), ("b", b)):
+        end = at + copy_length(fmt)
+        check_copy("gemm", side, avals[at:end], batch.axes[at:end], fmt, columnwise)
+        at = end
     check_high_precision("gemm", "out_dtype", dtype_of(out_dtype), ())
     size = _gemm_sizes(avals, batch, a, b)
-    shapes.check(size.constraints)
+    enforce(size.constraints)
     if has_bias:
-        bias, own = avals[4], _own_shape(avals[4], batch.axes[4])
-        check_high_precision("gemm", "bias", bias.dtype, own)
-        _check_shape("gemm", "bias", own, (size.n,))
+        own = own_shape(avals[at], batch.axes[at])
+        check_high_precision("gemm", "bias", avals[at].dtype, own)
+        check_shape("gemm", "bias", own, (size.n,))
     if has_c:
-        _check_dtype("gemm", "c", avals[-1], out_dtype)
-        _check_shape("gemm", "c", _own_shape(avals[-1], batch.axes[-1]), (size.m, size.n))
+        check_buffer("gemm", "c", avals[-1], batch.axes[-1], out_dtype, (size.m, size.n))
     if fast_accum and not (format_by_name(a[0]).per_tensor and format_by_name(b[0]).per_tensor):
         raise ValueError(f"gemm: fast_accum exists for per-tensor FP8 only, got {a[0]} x {b[0]}")
-    return [_result(avals, (*_batch_shape(avals, batch), size.m, size.n), out_dtype)]
+    return [result(avals, (*batch_shape(avals, batch), size.m, size.n), out_dtype)]
 
 
 def _gemm_attributes(
@@ -288,9 +419,10 @@ def _gemm_attributes(
     out_dtype: str,
     fast_accum: bool,
 ) -> Any:
-    a_id, b_id = ((format_by_name(fmt).id, columnwise) for fmt, columnwise in (a, b))
-    scales = float.fromhex(alpha), float.fromhex(beta)
-    return ffi.gemm_attributes(batch, a_id, b_id, has_bias, has_c, *scales, fast_accum)
+    rows = ((format_by_name(fmt), columnwise) for fmt, columnwise in (a, b))
+    a_copy, b_copy = ((row.id, columnwise, row.two_level) for row, columnwise in rows)
+    factors = float.fromhex(alpha), float.fromhex(beta)
+    return ffi.gemm_attributes(batch, a_copy, b_copy, has_bias, has_c, *factors, fast_accum)
 
 
 def _gemm_finish(ctx: Any, platform: str, batch: Batch, **params: Any) -> Any:
@@ -298,7 +430,7 @@ def _gemm_finish(ctx: Any, platform: str, batch: Batch, **params: Any) -> Any:
     m, n, k = sizes = _gemm_sizes(ctx.avals_in, batch, a, b)[:3]
     (a_id, a_copy), (b_id, b_copy) = ((format_by_name(fmt).id, columnwise) for fmt, columnwise in (a, b))
     # The CPU's rows depend on nothing but the formats; a GPU's are chosen where the tensors are, when they are.
-    if platform == "cpu" and _core.gemm_row(a_id, a_copy, b_id, b_copy, 1, 1, 1, out_dtype, "cpu", 0) < 0:
+    if platform == "cpu" and _core.gemm_row(a_id, a_copy, b_id, b_copy, 16, 16, 16, out_dtype, "cpu", 0) < 0:
         rows = "; ".join(
             f"{r['kernel']}: {', '.join(r['formats'])}"
             for r in _core.kernel_table()
@@ -306,37 +438,31 @@ def _gemm_finish(ctx: Any, platform: str, batch: Batch, **params: Any) -> Any:
         )
         raise UnsupportedError(f"gemm: no CPU kernel for {a[0]} x {b[0]} [{m}, {n}, {k}]; nearest: {rows}")
     epilogue = params["has_bias"] or float.fromhex(params["beta"]) != 0.0
-    last = len(ctx.avals_in) - 1
-    in_place = params["has_c"] and batch.axes[last] == (1 << batch.rank) - 1
-    return ({last: 0} if in_place else {}), _workspace("gemm", platform, (*sizes, epilogue), _core.gemm_workspace_bytes)
+    aliases = in_place(batch, {len(ctx.avals_in) - 1: 0}) if params["has_c"] else {}
+    return aliases, workspace_bytes("gemm", platform, (*sizes, epilogue), _core.gemm_workspace_bytes)
 
 
-gemm_p = _primitive("gemm", _gemm_abstract, _gemm_attributes, _gemm_finish)
+gemm_p = primitive("gemm", _gemm_abstract, _gemm_attributes, _gemm_finish)
 
 
 def gemm(
-    a: tuple[Array, Array],
-    b: tuple[Array, Array],
+    a: Copy,
+    b: Copy,
     bias: Array | None,
     c: Array | None,
     *,
-    a_copy: tuple[str, bool],
-    b_copy: tuple[str, bool],
     alpha: float,
     beta: float,
     out_dtype: str,
     fast_accum: bool,
 ) -> Array:
-    """alpha * op(a) @ op(b) + bias + beta * c, [M, N]; in place of `c` where XLA may give its memory away.
-
-    **Arguments:** `a`, `b`: (data, scale_inv); `a_copy`, `b_copy`: (format name, columnwise) of each.
-    """
-    operands = [*a, *b, *(x for x in (bias, c) if x is not None)]
+    """alpha * op(a) @ op(b) + bias + beta * c, [M, N]; in place of `c` where XLA may give its memory away."""
+    operands = [*a.operands("gemm: a"), *b.operands("gemm: b"), *(x for x in (bias, c) if x is not None)]
     return gemm_p.bind(
         *operands,
         batch=Batch.none(len(operands)),
-        a=a_copy,
-        b=b_copy,
+        a=(a.format, a.columnwise),
+        b=(b.format, b.columnwise),
         has_bias=bias is not None,
         has_c=c is not None,
         # Hexadecimal text, because 0.0 and -0.0 are equal keys of a compilation cache and not equal factors.
@@ -351,18 +477,18 @@ def gemm(
 
 
 def _bias_grad_abstract(dy: Aval, *, batch: Batch, dtype: str) -> Any:
-    shape = _own_shape(dy, batch.axes[0])
+    shape = own_shape(dy, batch.axes[0])
     check_high_precision("bias_grad", "dy", dy.dtype, shape)
     check_high_precision("bias_grad", "the result", dtype_of(dtype), ())
-    return [_result((dy,), (*_batch_shape((dy,), batch), shapes.rows_cols(shape)[1]), dtype)]
+    return [result((dy,), (*batch_shape((dy,), batch), shapes.rows_cols(shape)[1]), dtype)]
 
 
 def _bias_grad_finish(ctx: Any, platform: str, batch: Batch, dtype: str) -> Any:
-    sizes = shapes.rows_cols(_own_shape(ctx.avals_in[0], batch.axes[0]))
-    return {}, _workspace("bias_grad", platform, sizes, _core.bias_grad_workspace_bytes)
+    sizes = shapes.rows_cols(own_shape(ctx.avals_in[0], batch.axes[0]))
+    return {}, workspace_bytes("bias_grad", platform, sizes, _core.bias_grad_workspace_bytes)
 
 
-bias_grad_p = _primitive(
+bias_grad_p = primitive(
     "bias_grad", _bias_grad_abstract, lambda avals, batch, dtype: ffi.bias_grad_attributes(batch), _bias_grad_finish
 )
 

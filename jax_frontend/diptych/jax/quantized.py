@@ -18,6 +18,7 @@ from diptych.common import shapes
 from diptych.common.errors import ShapeError
 from diptych.common.formats import FormatRow
 from diptych.common.quantizers import Quantizer
+from diptych.jax.rules import Copy
 
 Array = jax.Array
 
@@ -39,9 +40,10 @@ class QuantizedArray:
     """A quantized tensor of logical shape [*leading, K].
 
     `rowwise_data` has the tensor's shape; `columnwise_data` is [K, M] where the format transposes, M being the product
-    of `leading`. Scales are logical row-major, [1] for per-tensor formats. A copy that was not made is None, and so is
-    `amax` where the format has none. `columnwise_amax` is for formats whose columnwise copy has an amax of its own.
-    Payloads and E8M0 scales may be uint8 arrays of their bytes (`quantize(as_bytes=True)`); every op takes both.
+    of `leading`; E2M1 payloads are uint8 with two elements a byte, which halves the last extent. Scales are logical
+    row-major, [1] for per-tensor formats. A copy that was not made is None. `amax`: float32 [1] of per-tensor formats
+    and of NVFP4's rowwise copy (there also [M], one per row); `columnwise_amax`: [1] of NVFP4's columnwise copy.
+    Payloads and one-byte scales may be uint8 arrays of their bytes (`quantize(as_bytes=True)`); every op takes both.
     `leading` and `dtype` are those of the tensor that was quantized, without axes that transformations added.
     """
 
@@ -63,7 +65,7 @@ class QuantizedArray:
     def shape(self) -> tuple[Any, ...]:
         """Logical shape, with axes that transformations added in front."""
         if self.rowwise_data is not None:
-            return self.rowwise_data.shape
+            return shapes.tensor_shape(self.format, False, self.rowwise_data.shape)
         if self.columnwise_data is None:
             raise ValueError("this QuantizedArray holds no copy")
         data = self.columnwise_data.shape
@@ -75,13 +77,14 @@ class QuantizedArray:
     def ndim(self) -> int:
         return len(self.shape)
 
-    def copy_of(self, columnwise: bool, op: str) -> tuple[Array, Array]:
-        """(data, scale_inv) of one copy.
+    def copy_of(self, columnwise: bool, op: str) -> Copy:
+        """One copy, as the primitives take it.
 
         **Raises** ValueError if it was not made, ShapeError if its leaves carry axes of a `vmap` or `scan` around it.
         """
         side = "columnwise" if columnwise else "rowwise"
         data, scale = getattr(self, f"{side}_data"), getattr(self, f"{side}_scale_inv")
+        amax = (self.columnwise_amax if columnwise else self.amax) if self.format.two_level else None
         if data is None or scale is None:
             raise ValueError(
                 f"{op} needs the {side} copy of {self!r}, which was not made; quantize with "
@@ -93,7 +96,7 @@ class QuantizedArray:
                 f"{op}: {self!r} carries {added} more axis(es) than one quantized tensor, as vmap and scan add them; "
                 "apply the op under jax.vmap"
             )
-        return data, scale
+        return Copy(data, scale, amax, self.format.name, columnwise)
 
     def dequantize(self, dtype: Any = None) -> Array:
         """The values; see `diptych.jax.dequantize`."""

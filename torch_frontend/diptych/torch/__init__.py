@@ -4,20 +4,50 @@ Recipes, quantizers and roles are those of `diptych.common`.
 """
 
 from diptych.torch.autocast import autocast, get_autocast_recipe, is_autocast_enabled
-from diptych.torch.functional import amax, bias_grad, dequantize, gemm, gemm_into, quantize
-from diptych.torch.linear import Linear
+from diptych.torch.checkpoint import checkpoint, checkpoint_contexts
+from diptych.torch.convert import ConvertWarning, convert
+from diptych.torch.functional import (
+    amax,
+    bias_grad,
+    dequantize,
+    gemm,
+    gemm_into,
+    quantize,
+    rng_state,
+    scale_update,
+)
+from diptych.torch.layernorm_linear import LayerNormLinear
+from diptych.torch.layernorm_mlp import LayerNormMLP
+from diptych.torch.linear import Linear, linear
+from diptych.torch.module import QuantizedModule, seed_rng
 from diptych.torch.quantized import QuantizedTensor
+from diptych.torch.state import ScaleStates
+from diptych.torch.weights import QuantizedParameter, quantized_model_init
 
 __all__ = [
+    "ConvertWarning",
+    "LayerNormLinear",
+    "LayerNormMLP",
     "Linear",
+    "QuantizedModule",
+    "QuantizedParameter",
     "QuantizedTensor",
+    "ScaleStates",
     "amax",
     "autocast",
     "bias_grad",
+    "checkpoint",
+    "checkpoint_contexts",
+    "convert",
     "dequantize",
     "gemm",
     "gemm_into",
     "get_autocast_recipe",
     "is_autocast_enabled",
+    "linear",
     "quantize",
+    "quantized_model_init",
+    "rng_state",
+    "scale_update",
+    "seed_rng",
 ]

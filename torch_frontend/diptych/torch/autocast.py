@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -26,9 +27,13 @@ class _State(threading.local):
     # Set per thread in __init__: torch 2.11 does not guard on a class attribute that a thread's own value shadows.
     def __init__(self) -> None:
         self.recipe: Recipe | None = None
+        self.calibrating: Recipe | None = None
+        self.amax_groups: Mapping[str, Any] = {}
+        self.region = 0  # of the outermost region: delayed scales are updated once in each
 
 
 STATE = _State()
+_regions = itertools.count(1)
 
 
 def is_autocast_enabled() -> bool:
@@ -41,11 +46,37 @@ def get_autocast_recipe() -> Recipe | None:
     return STATE.recipe
 
 
+def is_calibrating() -> bool:
+    """Whether this thread is inside a calibrating region."""
+    return STATE.calibrating is not None
+
+
+def amax_group(recipe: Recipe, groups: Mapping[str, Any]) -> Any:
+    """The process group among a region's that a recipe names; None where it asks for none.
+
+    **Raises** ValueError if the region does not name it.
+    """
+    if not recipe.amax_group:
+        return None
+    group = groups.get(recipe.amax_group)
+    if group is None:
+        raise ValueError(
+            f"{type(recipe).__name__}(amax_group={recipe.amax_group!r}): the region names no such group; "
+            f"enter autocast(recipe=..., amax_groups={{{recipe.amax_group!r}: process_group}})"
+        )
+    return group
+
+
 class autocast:
     """Region whose `Linear` modules quantize by a recipe; a context manager and a decorator, free to nest.
 
     **Arguments:** `enabled`: False runs the region in high precision, also inside an enabled one. `recipe`: None is
     `DEFAULT_RECIPE`, Float8CurrentScaling(). A recipe given to a module itself goes before that of the region.
+    `amax_groups`: process groups by the names that recipes give in `Recipe.amax_group`; None keeps those of the region
+    around. `calibrating`: with `enabled=False`, modules run in high precision and collect the amaxes that `recipe`'s
+    delayed scales come from.
+
+    Each outermost region is one step to delayed scaling: a module's scales are updated when it first runs in one.
 
     **Raises:** TypeError if `recipe` is not a recipe, or if what is decorated is a generator or a coroutine, whose body
     would run outside of the region.
@@ -55,7 +86,14 @@ class autocast:
     under an eager checkpoint has no such memory: enter the region inside of the checkpointed function.
     """
 
-    def __init__(self, enabled: bool = True, recipe: Recipe | None = None) -> None:
+    def __init__(
+        self,
+        enabled: bool = True,
+        recipe: Recipe | None = None,
+        *,
+        amax_groups: Mapping[str, Any] | None = None,
+        calibrating: bool = False,
+    ) -> None:
         # While Dynamo traces, torch 2.11 shows an opaque value's wrapper to isinstance; `Linear` would fail on it.
         if recipe is not None and not torch.compiler.is_compiling() and not isinstance(recipe, Recipe):
             raise TypeError(
@@ -64,17 +102,33 @@ class autocast:
             )
         self.enabled = bool(enabled)
         self.recipe = DEFAULT_RECIPE if recipe is None else recipe
-        self._outer: list[Recipe | None] = []
+        self.amax_groups = amax_groups
+        self.calibrating = bool(calibrating) and not self.enabled
+        self._outer: list[tuple[Recipe | None, Recipe | None]] = []
+        self._outer_groups: list[Mapping[str, Any]] = []
+        self._outer_regions: list[int] = []
 
     def __enter__(self) -> autocast:
-        self._outer.append(STATE.recipe)
+        self._outer.append((STATE.recipe, STATE.calibrating))
         STATE.recipe = self.recipe if self.enabled else None
+        STATE.calibrating = self.recipe if self.calibrating else None
+        if self.amax_groups is not None:
+            self._outer_groups.append(STATE.amax_groups)
+            STATE.amax_groups = self.amax_groups
+        if not torch.compiler.is_compiling():  # a graph must not guard on a number that each step changes
+            self._outer_regions.append(STATE.region)
+            if STATE.region == 0 and (self.enabled or self.calibrating):
+                STATE.region = next(_regions)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        STATE.recipe = self._outer.pop()
+        STATE.recipe, STATE.calibrating = self._outer.pop()
+        if self.amax_groups is not None:
+            STATE.amax_groups = self._outer_groups.pop()
+        if not torch.compiler.is_compiling():
+            STATE.region = self._outer_regions.pop()
 
     def __call__(self, fn: F) -> F:
         if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn):
@@ -82,11 +136,12 @@ class autocast:
                 f"autocast cannot decorate the generator or coroutine {getattr(fn, '__name__', fn)!r}: its body runs "
                 "after the region has ended; enter the region inside of it"
             )
-        enabled, recipe = self.enabled, self.recipe
+        enabled, recipe, groups, calibrating = self.enabled, self.recipe, self.amax_groups, self.calibrating
 
         @functools.wraps(fn)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            with autocast(enabled, recipe):  # a region of its own per call: calls may recurse and run in threads
+            # A region of its own for each call: calls may recurse and run in threads.
+            with autocast(enabled, recipe, amax_groups=groups, calibrating=calibrating):
                 return fn(*args, **kwargs)
 
         return wrapped  # type: ignore[return-value]

@@ -1,4 +1,4 @@
-"""The verbs on tensors: `quantize`, `dequantize`, `gemm`, `gemm_into`, `amax`, `bias_grad`.
+"""The verbs on tensors: `quantize`, `dequantize`, `gemm`, `gemm_into`, `amax`, `bias_grad`, `scale_update`.
 
 None has a derivative; an argument that requires grad is refused while grad mode is on. All of them trace under
 `torch.compile(fullgraph=True)`, with static and dynamic shapes.
@@ -6,17 +6,19 @@ None has a derivative; an argument that requires grad is refused while grad mode
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
 from diptych.common import shapes
 from diptych.common.errors import DTypeError
-from diptych.common.quantizers import Quantizer
+from diptych.common.formats import FORMATS
+from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX, Quantizer
 from diptych.torch import primitives
-from diptych.torch.primitives import require_quantizer, require_tensor
-from diptych.torch.quantized import QuantizedTensor
+from diptych.torch.quantized import QuantizedTensor, from_buffers
+from diptych.torch.rules import require_quantizer, require_tensor
 
 
 def _require_quantized(op: str, arg: str, q: Any) -> None:
@@ -24,50 +26,168 @@ def _require_quantized(op: str, arg: str, q: Any) -> None:
         raise DTypeError(f"{op}: {arg} must be a QuantizedTensor, got {type(q).__name__}; quantize() makes one")
 
 
-def amax(x: Tensor) -> Tensor:
-    """Largest magnitude of a tensor, NaN ignored.
+@overload
+def amax(x: Tensor, *, per_row: bool = False) -> Tensor: ...
+@overload
+def amax(
+    x: Tensor, *, per_row: bool = False, rht: Literal[True], random_signs: bool = False
+) -> tuple[Tensor, Tensor]: ...
 
-    **Arguments:** `x`: any shape, float32, bfloat16 or float16.
 
-    **Returns:** float32 [1]; 0 for a tensor that is empty or all NaN.
+def amax(
+    x: Tensor, *, per_row: bool = False, rht: bool = False, random_signs: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Largest magnitude of a tensor, NaN ignored; 0 where there is none.
 
-    **Raises:** TypeError for other dtypes.
+    **Arguments:** `x`: any shape, float32, bfloat16 or float16. `per_row`: one per row of [..., K]. `rht`: also that of
+    the Hadamard-rotated tensor (bfloat16 only, rows in multiples of 16), with `random_signs` or without.
+
+    **Returns:** float32 [1], or [M] `per_row`; with `rht` a pair, whose second is the rotated tensor's [1].
+
+    **Raises:** TypeError for other dtypes, ValueError for rows that the transform does not divide, or random signs
+    without it.
     """
     require_tensor("amax", "x", x)
-    return primitives.amax(x)
+    flags = ROW_AMAX * per_row + RHT * rht + RHT_SIGNS * random_signs
+    return primitives.amax(x, flags, columnwise=True) if rht else primitives.amax(x, flags)
 
 
-def quantize(x: Tensor, quantizer: Quantizer, *, amax: Tensor | None = None) -> QuantizedTensor:
-    """Quantizes a tensor as `quantizer` says (NUMERICS 1-4), in one kernel launch.
+def _group_amaxes(
+    x: Any, quantizer: Quantizer, group: Any, amaxes: Any = primitives.amax
+) -> tuple[Tensor | None, Tensor | None]:
+    """The `amax` and `columnwise_amax` that quantizing x needs, the largest over a group; a row's amax is its own.
+
+    `amaxes`: the op that takes them, `fused.amax` of a FusedInput.
+    """
+    fmt, flags = FORMATS[quantizer.spec.format_id], quantizer.spec.flags
+    if not torch.compiler.is_compiling() and quantizer.needs_scale:  # else the op asks for the scale
+        raise ValueError(
+            "quantize: amax_group does not apply to delayed scaling, whose scale is given; reduce the amax of the "
+            "history and pass it to scale_update(reduced=...)"
+        )
+    if not (fmt.per_tensor or fmt.two_level):
+        raise ValueError(f"quantize: amax_group is for formats with an amax of the tensor; {fmt.name} has none")
+    columnwise = fmt.two_level and quantizer.columnwise
+    amax, of_columns = amaxes(x, flags & (ROW_AMAX | RHT | RHT_SIGNS), columnwise=True)
+    if flags & ROW_AMAX:
+        return amax, (max_over(of_columns, group) if columnwise else None)
+    if flags & RHT and quantizer.rowwise:
+        amax, of_columns = max_over(torch.cat((amax, of_columns)), group).split(1)
+    else:  # one number serves both copies
+        amax = of_columns = max_over(of_columns, group)
+    return (None if fmt.two_level and not quantizer.rowwise else amax), (of_columns if columnwise else None)
+
+
+def max_over(amax: Tensor, group: Any) -> Tensor:
+    """The elementwise maximum of amaxes over a process group.
+
+    As integers: amaxes are never negative or NaN, so their bits are ordered as they are, and no flush-to-zero counts.
+    """
+    from torch.distributed import _functional_collectives as collectives  # a torch may be built without distributed
+
+    out = collectives.all_reduce(amax.view(torch.int32), "max", group)
+    if isinstance(out, collectives.AsyncCollectiveTensor):
+        out = out.wait()
+    return out.view(torch.float32)
+
+
+def quantize(
+    x: Tensor,
+    quantizer: Quantizer,
+    *,
+    amax: Tensor | None = None,
+    columnwise_amax: Tensor | None = None,
+    scale: Tensor | None = None,
+    rng: Tensor | None = None,
+    amax_group: Any = None,
+) -> QuantizedTensor:
+    """Quantizes a tensor as `quantizer` says (NUMERICS 1-5).
 
     **Arguments:** `x`: [..., K] float32, bfloat16 or float16. `quantizer`: from `recipe.quantizer(role)` or your own.
-    `amax`: float32 [1], to take the scale from instead of x's own amax (per-tensor formats).
+    `amax`, `columnwise_amax`: float32 to use instead of x's own: `amax` [1] in per-tensor formats; in NVFP4 one for
+    each copy that is made. `scale`: float32 [1] to use (delayed scaling); the result's `amax` is still x's own. `rng`:
+    int32 [4] from `rng_state` (stochastic rounding); a call uses two offsets and leaves it as it is. `amax_group`: a
+    process group, over whose ranks the amaxes of the tensor are reduced by max first; those per row stay.
 
     **Returns:** a `QuantizedTensor` with x's shape, dtype and device, and the copies that `quantizer` wants.
 
-    **Raises:** TypeError for other dtypes or no quantizer, ValueError for a scalar, an `amax` that the format does not
-    take, or mixed devices, NotImplementedError where no kernel fits or x requires grad.
+    **Raises:** TypeError for other dtypes, no quantizer, or a missing `scale` or `rng`; ValueError for a scalar,
+    extents or an argument that the format does not take, or mixed devices; NotImplementedError where no kernel fits or
+    x requires grad.
     """
     require_tensor("quantize", "x", x)
     require_quantizer("quantize", quantizer)
-    buffers = primitives.quantize(x, quantizer, amax)
-    named: dict[str, Tensor] = {}
-    i = 0
-    for side, wanted in (("rowwise", quantizer.rowwise), ("columnwise", quantizer.columnwise)):
-        if wanted:
-            named[f"{side}_data"], named[f"{side}_scale_inv"] = buffers[i], buffers[i + 1]
-            i += 2
-    if i < len(buffers):
-        named["amax"] = buffers[i]
-    return QuantizedTensor(quantizer, x.shape, x.dtype, **named)
+    implementation = quantizer.implementation()
+    if implementation is not None:
+        given = {"amax": amax, "columnwise_amax": columnwise_amax, "scale": scale, "rng": rng, "amax_group": amax_group}
+        given = {name: value for name, value in given.items() if value is not None}
+        q = implementation(quantizer, x, functools.partial(quantize, **given))
+        if not isinstance(q, QuantizedTensor):
+            raise DTypeError(
+                f"{type(quantizer).__name__}.quantize_impl returned {type(q).__name__}; "
+                "it must return what the quantize function that it is given returned"
+            )
+        return q
+    if amax_group is not None:
+        if amax is not None or columnwise_amax is not None or scale is not None:
+            raise ValueError("quantize: amax_group reduces x's own amax, and an amax or a scale was given too")
+        amax, columnwise_amax = _group_amaxes(x, quantizer, amax_group)
+    return from_buffers(x, quantizer, primitives.quantize(x, quantizer, amax, columnwise_amax, scale, rng))
+
+
+def rng_state(seed: int, offset: int = 0, device: torch.device | str | int | None = None) -> Tensor:
+    """The state that stochastic rounding reads: int32 [4], low and high words of seed and offset.
+
+    Each `quantize` uses two offsets: give the next call `offset + 2`, and other ranks other seeds or offsets.
+
+    **Raises:** ValueError for a seed or offset outside of 0..2^64-1, TypeError for anything but an int.
+    """
+    words = []
+    for name, value in (("seed", seed), ("offset", offset)):
+        if not isinstance(value, int):
+            raise TypeError(f"rng_state: {name} must be an int, got {type(value).__name__}")
+        if not 0 <= value < 1 << 64:
+            raise ValueError(f"rng_state: {name} must lie in 0..2^64-1, got {value}")
+        for word in (value & 0xFFFFFFFF, value >> 32):
+            words.append(word - (1 << 32) if word >> 31 else word)
+    return torch.tensor(words, dtype=torch.int32, device=device)
+
+
+def scale_update(
+    history: Tensor,
+    scale: Tensor,
+    *,
+    reduced: Tensor | None = None,
+    amax: Tensor | None = None,
+    fp8_max: float = 448.0,
+    margin: int = 0,
+    most_recent: bool = False,
+) -> None:
+    """Delayed scaling's update (NUMERICS 2) of n tensors that share an element, in place.
+
+    **Arguments:** `history`: contiguous float32 [n, L] (or [L]), L >= 1; entry 0 holds the amax since the last update.
+    `scale`: contiguous float32 [n]. `reduced`: [n] amaxes after a reduction over a group, used instead of entry 0 where
+    not 0. `amax`: [n] chosen by an algorithm of the caller's own, used where there was an amax at all. `fp8_max`: the
+    element's largest value. `margin`: the scale is divided by 2^margin. `most_recent`: take the latest amax, not the
+    largest of the history.
+
+    A history of one entry holds 0 after each update.
+
+    **Raises:** TypeError for other dtypes, ValueError for other shapes, mixed devices, or `most_recent` with `amax`.
+    """
+    for name, t in (("history", history), ("scale", scale), ("reduced", reduced), ("amax", amax)):
+        if t is not None or name in ("history", "scale"):
+            require_tensor("scale_update", name, t)
+    primitives.scale_update(history, scale, reduced, amax, float(fp8_max), margin, most_recent)
 
 
 def dequantize(q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The values that a quantized tensor stands for: float32(payload) * scale_inv, rounded once to `dtype`.
+    """The values that a quantized tensor stands for: payload times scale in float32, rounded once to `dtype`.
 
     **Arguments:** `dtype`: float32, bfloat16 or float16; None is q's logical dtype.
 
-    **Returns:** a tensor of q's shape, from the rowwise copy if there is one, else from the columnwise copy.
+    **Returns:** a tensor of q's shape, from the rowwise copy if there is one, else from the columnwise copy; where that
+    is of the Hadamard-rotated tensor, the rotated values.
 
     **Raises:** TypeError for another dtype or for a tensor that is not quantized.
     """

@@ -13,20 +13,31 @@ from torch import Tensor, nn
 from diptych.torch.linear import Linear
 
 
+class Projection(Linear):
+    """A linear of a block, computed in `compute_dtype` between activations of another."""
+
+    def __init__(self, in_features: int, out_features: int, compute_dtype: torch.dtype) -> None:
+        super().__init__(in_features, out_features)
+        self.compute_dtype = compute_dtype
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x.to(self.compute_dtype)).to(x.dtype)
+
+
 class Block(nn.Module):
     """One pre-norm transformer block."""
 
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, linear_dtype: torch.dtype) -> None:
         super().__init__()
         self.heads = heads
         self.norm1 = nn.LayerNorm(width)
-        self.qkv = Linear(width, 3 * width)
+        self.qkv = Projection(width, 3 * width, linear_dtype)
         self.softmax = nn.Softmax(dim=-1)
-        self.proj = Linear(width, width)
+        self.proj = Projection(width, width, linear_dtype)
         self.norm2 = nn.LayerNorm(width)
-        self.up = Linear(width, 4 * width)
+        self.up = Projection(width, 4 * width, linear_dtype)
         self.gelu = nn.GELU()
-        self.down = Linear(4 * width, width)
+        self.down = Projection(4 * width, width, linear_dtype)
 
     def attention(self, qkv: Tensor) -> Tensor:
         """Causal attention of [B, T, 3 D], [B, T, D]."""
@@ -39,13 +50,22 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Logits [B, T, vocab] of tokens [B, T]."""
+    """Logits [B, T, vocab] of tokens [B, T]. The blocks' linears compute in `linear_dtype`, all else in float32."""
 
-    def __init__(self, *, width: int, layers: int, heads: int, seq: int, vocab: int = 256) -> None:
+    def __init__(
+        self,
+        *,
+        width: int,
+        layers: int,
+        heads: int,
+        seq: int,
+        vocab: int = 256,
+        linear_dtype: torch.dtype = torch.float32,
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocab, width)
         self.position = nn.Embedding(seq, width)
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block(width, heads, linear_dtype) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocab, bias=False)
 

@@ -17,14 +17,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from diptych.common import shapes
 from diptych.common.formats import FORMATS, format_by_name
-from diptych.common.quantizers import QuantizerRole
-from diptych.common.recipes import Recipe
+from diptych.common.plan import linear_plan
 from diptych.lab.frontend import FrontendError, State
-from diptych.lab.job import Corruption, Job, Weights
+from diptych.lab.job import Job, Weights
 from diptych.lab.trace import Bits, Op, StepTrace
-from diptych.torch import functional, gpt, primitives
+from diptych.torch import gpt, primitives
 from diptych.torch.autocast import autocast
-from diptych.torch.linear import Linear
+from diptych.torch.quantized import QuantizedTensor
+from diptych.torch.rules import Copy
 
 # --- training ---
 
@@ -36,20 +36,29 @@ class TorchTrainer:
         torch.set_num_threads(job.threads)
         m, o = job.model, job.optim
         self._job, self._device = job, torch.device(job.device)
-        self._model = gpt.GPT(width=m.width, layers=m.layers, heads=m.heads, seq=m.seq, vocab=m.vocab)
+        self._model = gpt.GPT(
+            width=m.width, layers=m.layers, heads=m.heads, seq=m.seq, vocab=m.vocab,
+            linear_dtype=getattr(torch, job.linear_dtype),
+        )  # fmt: skip
+        self._linears: dict[str, Any] = {name: self._model.get_submodule(name) for name in m.linears}
         if job.corruption is not None:
-            parent, _, child = job.corruption.layer.rpartition(".")
-            old: Any = self._model.get_submodule(job.corruption.layer)
-            corrupted = CorruptedLinear(old.in_features, old.out_features, job.recipe, job.corruption)
-            setattr(self._model.get_submodule(parent), child, corrupted)
+            assert job.recipe is not None
+            faulty = self._linears[job.corruption.layer]
+            faulty.recipe = job.corruption.recipe(job.recipe, _spoil)
+            faulty.forward = torch.compiler.disable(faulty.forward, reason="a deliberate fault")
         self._model.to(self._device)
         self._load(weights)
+        for name, offset in job.streams().items():
+            self._linears[name].seed_rng(job.seed, offset)
         self._rates = job.optim.learning_rates()
         self._optimizer = torch.optim.AdamW(
             self._model.parameters(), betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay
         )
         self._steps = 0
         if job.compile:
+            if job.recipe is not None and linear_plan(job.recipe).states:
+                for linear in self._linears.values():
+                    linear.forward = torch.compiler.disable(linear.forward, reason="delayed scales are kept eagerly")
             for block in self._model.blocks:  # one compilation serves all: they share their code
                 block.compile()
 
@@ -74,7 +83,14 @@ class TorchTrainer:
 
     @torch.no_grad()
     def evaluate(self, batch: np.ndarray) -> float:
-        return self._loss(batch).item()
+        streams = {linear: linear.rng_state.clone() for linear in self._linears.values() if self._job.streams()}
+        self._model.eval()  # scales are used as they are
+        try:
+            return self._loss(batch).item()
+        finally:
+            self._model.train()
+            for linear, rng in streams.items():
+                linear.rng_state.copy_(rng)
 
     def traced_step(self, batch: np.ndarray) -> StepTrace:
         self._optimizer.zero_grad()
@@ -89,14 +105,23 @@ class TorchTrainer:
     def state(self) -> State:
         named = dict(self._model.named_parameters())
         adam = {k: self._optimizer.state.get(p) or {} for k, p in named.items()}
-        moments = [
+        first, second = (
             {k: _numpy(adam[k].get(name, torch.zeros_like(p))) for k, p in named.items()}
             for name in ("exp_avg", "exp_avg_sq")
-        ]
-        return State(self._steps, {k: _numpy(p) for k, p in named.items()}, *moments)
+        )
+        quantizing = {k: _numpy(v) for k, v in self._model.state_dict().items() if k not in named}
+        return State(self._steps, {k: _numpy(p) for k, p in named.items()}, first, second, quantizing)
+
+    def scales(self) -> dict[str, float]:
+        tensors = {k: v for k, v in self._model.named_buffers() if ".scale_states." in k and k.endswith(".scale")}
+        if not tensors:
+            return {}
+        values = torch.cat(list(tensors.values())).tolist()  # one transfer
+        names = [k.removesuffix(".scale").replace(".scale_states", "") for k in tensors]
+        return dict(zip(names, values, strict=True))
 
     def restore(self, state: State) -> None:
-        self._load(state.weights)
+        self._load(state.weights, state.quantizing)
         self._steps = state.step
         for name, p in self._model.named_parameters():
             self._optimizer.state[p] = {
@@ -105,49 +130,21 @@ class TorchTrainer:
                 "exp_avg_sq": torch.from_numpy(state.second[name].copy()).to(self._device),
             }
 
-    def _load(self, weights: Weights) -> None:
-        self._model.load_state_dict({k: torch.from_numpy(v) for k, v in weights.items()})
+    def _load(self, weights: Weights, quantizing: Weights | None = None) -> None:
+        both = {**weights, **(quantizing or {})}
+        self._model.load_state_dict({k: torch.from_numpy(v.copy()) for k, v in both.items()})
 
 
-# --- the self-test's fault ---
-
-
-class CorruptedLinear(Linear):
-    """A Linear whose weight scale is multiplied by a factor before every forward product.
-
-    The backward products use the right scales, so that the fault stays where it was put.
-    """
-
-    def __init__(self, in_features: int, out_features: int, recipe: Recipe | None, corruption: Corruption) -> None:
-        super().__init__(in_features, out_features)
-        assert recipe is not None
-        self.recipe, self.factor = recipe, corruption.factor
-
-    @torch.compiler.disable(reason="a deliberate fault")
-    def forward(self, x: Tensor) -> Tensor:
-        return _CorruptedProduct.apply(x, self.weight, self.bias, self.recipe, self.factor)
-
-
-class _CorruptedProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, recipe: Recipe, factor: float) -> Tensor:
-        qx, qw = (_quantized(recipe, t, v) for t, v in (("input", x), ("weight", weight)))
-        ctx.recipe, ctx.qx, ctx.qw = recipe, qx, qw
-        scale = qw.rowwise_scale_inv
-        scale.copy_((scale.float() * factor).to(scale.dtype))
-        return functional.gemm(qx, qw, bias=bias, out_dtype=x.dtype, fast_accum=recipe.fast_accum("fprop"))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # dgrad reads the columnwise copy: not touched
-        (dy,) = grads
-        qdy = _quantized(ctx.recipe, "grad_output", dy)
-        dx = functional.gemm(qdy, ctx.qw, trans_b=False, out_dtype=dy.dtype)
-        dw = functional.gemm(qdy, ctx.qx, trans_a=True, trans_b=False, out_dtype=dy.dtype)
-        return dx, dw, functional.bias_grad(dy), None, None
-
-
-def _quantized(recipe: Recipe, tensor: str, x: Tensor) -> Any:
-    return functional.quantize(x.detach(), recipe.quantizer(QuantizerRole(module="linear", tensor=tensor)))
+def _spoil(q: QuantizedTensor, factor: float) -> QuantizedTensor:
+    """The self-test's fault; see `Corruption`."""
+    if q.quantizer.format.two_level:  # the factor is too large for an E4M3 scale
+        assert q.amax is not None
+        q.amax = q.amax * factor
+        return q
+    scale = q.rowwise_scale_inv
+    assert scale is not None
+    q.rowwise_scale_inv = (scale.float() * factor).to(scale.dtype)
+    return q
 
 
 # --- recording ---
@@ -162,11 +159,13 @@ class Recorder(TorchDispatchMode):
         self.activations: dict[str, np.ndarray] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace != "diptych" or func._opname == "rng_take":
+            return func(*args, **(kwargs or {}))
+        names = [a.name for a in func._schema.arguments]
+        given = dict(zip(names, args, strict=False)) | (kwargs or {})
+        inputs = {k: _bits(v) for k, v in given.items() if isinstance(v, Tensor)}  # before an op changes them
         out = func(*args, **(kwargs or {}))
-        if func.namespace == "diptych":
-            names = [a.name for a in func._schema.arguments]
-            given = dict(zip(names, args, strict=False)) | (kwargs or {})
-            self.ops.append(_op(func._opname, given, list(out) if isinstance(out, (list, tuple)) else [out]))
+        self.ops.append(_op(func._opname, given, inputs, list(out) if isinstance(out, (list, tuple)) else [out]))
         return out
 
     @contextlib.contextmanager
@@ -213,13 +212,19 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _op(kind: str, given: dict[str, Any], outs: list[Tensor]) -> Op:
+def _op(kind: str, given: dict[str, Any], inputs: dict[str, Bits], outs: list[Any]) -> Op:
     """A recorded call in the lab's terms."""
-    inputs = {k: _bits(v) for k, v in given.items() if isinstance(v, Tensor)}
+    if kind == "quantize_delayed":  # copies that are not made are empty tensors
+        quantizer, history = given["quantizer"], inputs.pop("history")
+        inputs["pending"] = Bits(history.dtype, history.data[:1])
+        sides = (quantizer.rowwise, quantizer.rowwise, quantizer.columnwise, quantizer.columnwise)
+        made = [t for t, wanted in zip(outs, sides, strict=True) if wanted]
+        return _quantize_op(given, inputs, [*made, given["history"][:1]])
     if kind == "quantize":
-        quantizer = given["quantizer"]
-        names = [b.name for b in shapes.quantize_buffers(tuple(given["x"].shape), quantizer)]
-        return Op(kind, inputs, {"quantizer": quantizer}, {k: _bits(v) for k, v in zip(names, outs, strict=True)})
+        return _quantize_op(given, inputs, outs)
+    if kind == "scale_update":
+        options = {k: given[k] for k in ("fp8_max", "margin", "most_recent")}
+        return Op(kind, inputs, options, {k: _bits(given[k]) for k in ("history", "scale")})
     if kind == "gemm":
         options = {s: (FORMATS[given[f"{s}_format"]].name, given[f"{s}_columnwise"]) for s in "ab"}
         options |= {"alpha": given["alpha"], "beta": 0.0, "fast_accum": given["fast_accum"]}
@@ -227,13 +232,57 @@ def _op(kind: str, given: dict[str, Any], outs: list[Tensor]) -> Op:
     if kind == "dequantize":
         options = {"format": FORMATS[given["format"]].name, "columnwise": given["columnwise"]}
         return Op(kind, inputs, options | {"dtype": _name(given["dtype"])}, {"out": _bits(outs[0])})
-    if kind in ("bias_grad", "amax"):
-        options = {"dtype": _name(given["dtype"])} if "dtype" in given else {}
-        return Op(kind, inputs, options, {"out": _bits(outs[0])})
+    if kind == "bias_grad":
+        return Op(kind, inputs, {"dtype": _name(given["dtype"])}, {"out": _bits(outs[0])})
+    if kind == "amax":
+        options = {"flags": given.get("flags", 0), "columnwise": given.get("columnwise", False)}
+        return Op(kind, inputs, options, {k: _bits(t) for k, t in zip(("out", "columnwise_out"), outs, strict=False)})
     raise NotImplementedError(f"recording diptych::{kind} is not supported")
 
 
+def _quantize_op(given: dict[str, Any], inputs: dict[str, Bits], outs: list[Tensor]) -> Op:
+    names = [b.name for b in shapes.quantize_buffers(tuple(given["x"].shape), given["quantizer"])]
+    outputs = {k: _bits(v) for k, v in zip(names, outs, strict=True)}
+    return Op("quantize", inputs, {"quantizer": given["quantizer"]}, outputs)
+
+
 # --- replay ---
+
+
+def _replayed(op: Op, x: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Outputs of a recorded op on these inputs."""
+    o = op.options
+    if op.kind == "quantize":
+        quantizer = o["quantizer"]
+        names = [b.name for b in shapes.quantize_buffers(tuple(x["x"].shape), quantizer)]
+        if "pending" in x:
+            out = primitives.quantize_delayed(x["x"], quantizer, x["scale"], x["pending"])
+            return dict(zip(names, [*out, x["pending"]], strict=True))
+        given = {k: x.get(k) for k in ("amax", "columnwise_amax", "scale", "rng")}
+        return dict(zip(names, primitives.quantize(x["x"], quantizer, **given), strict=True))
+    if op.kind == "scale_update":
+        primitives.scale_update(x["history"], x["scale"], x.get("reduced"), x.get("amax"), **o)
+        return x
+    if op.kind == "gemm":
+        a, b = (_copy(x, f"{s}_", *o[s]) for s in "ab")
+        if "c" in x:
+            primitives.gemm_into(x["c"], a, b, x.get("bias"), o["alpha"], o["beta"], o["fast_accum"])
+            return {"d": x["c"]}
+        return {"d": primitives.gemm(a, b, x.get("bias"), o["alpha"], getattr(torch, o["out_dtype"]), o["fast_accum"])}
+    if op.kind == "bias_grad":
+        return {"out": primitives.bias_grad(x["dy"], getattr(torch, o["dtype"]))}
+    if op.kind == "dequantize":
+        return {"out": primitives.dequantize(_copy(x, "", o["format"], o["columnwise"]), getattr(torch, o["dtype"]))}
+    assert op.kind == "amax", op.kind
+    if o["columnwise"]:
+        return dict(zip(("out", "columnwise_out"), primitives.amax(x["x"], o["flags"], columnwise=True), strict=True))
+    return {"out": primitives.amax(x["x"], o["flags"])}
+
+
+def _copy(x: dict[str, Tensor], prefix: str, format: str, columnwise: bool) -> Copy:
+    data, scale_inv, amax = (x.get(f"{prefix}{part}") for part in ("data", "scale_inv", "amax"))
+    assert data is not None and scale_inv is not None
+    return data, scale_inv, amax, format_by_name(format).id, columnwise
 
 
 class TorchFrontend:
@@ -261,22 +310,7 @@ class TorchFrontend:
     @torch.no_grad()
     def replay(self, op: Op, device: str) -> dict[str, Bits]:
         x = {k: torch.tensor(v.data).view(getattr(torch, v.dtype)).to(device) for k, v in op.inputs.items()}
-        o = op.options
-        if op.kind == "quantize":
-            names = [b.name for b in shapes.quantize_buffers(tuple(x["x"].shape), o["quantizer"])]
-            out = dict(zip(names, primitives.quantize(x["x"], o["quantizer"], x.get("amax")), strict=True))
-        elif op.kind == "gemm":
-            a, b = ((x[f"{s}_data"], x[f"{s}_scale_inv"], format_by_name(o[s][0]).id, o[s][1]) for s in "ab")
-            dtype = getattr(torch, o["out_dtype"])
-            out = {"d": primitives.gemm(a, b, x.get("bias"), o["alpha"], dtype, o["fast_accum"])}
-        elif op.kind == "bias_grad":
-            out = {"out": primitives.bias_grad(x["dy"], getattr(torch, o["dtype"]))}
-        elif op.kind == "dequantize":
-            copy = (x["data"], x["scale_inv"], format_by_name(o["format"]).id, o["columnwise"])
-            out = {"out": primitives.dequantize(copy, getattr(torch, o["dtype"]))}
-        else:
-            out = {"out": primitives.amax(x["x"])}
-        return {k: _bits(out[k]) for k in op.outputs}
+        return {k: _bits(v) for k, v in _replayed(op, x).items() if k in op.outputs}
 
     @torch.no_grad()
     def apply(self, kind: str, inputs: list[np.ndarray], heads: int) -> np.ndarray:

@@ -3,9 +3,11 @@
 Torch calls them opaque value types: an op may take one as an argument, Dynamo guards on its equality, reads its
 attributes and calls its methods while tracing, and the graph rebuilds it from `__fx_repr__`. Invariants:
 
-- Every subclass of a quantizer, a recipe or a part of one is registered, also one that a user defines after this import
-  (`__init_subclass__`). Only a dataclass derived from `Value` itself asks for `register(cls)`: it has no equality yet
-  when Python announces it.
+- Registered is every class whose objects are compared by value: quantizers, recipes and their parts, and what a user
+  derives from them, also after this import (`__init_subclass__`). A dataclass derived from `Value` itself asks for
+  `register(cls)`: Python announces it before it has fields.
+- A quantizer of the user's own is compared by identity unless it says otherwise (`_value_fields`), and is no opaque
+  type: Dynamo traces into it as into any object.
 - The API is private to torch. Where it is missing, `AVAILABLE` is False: everything still runs eagerly, and quantizing
   ops break the graph instead of entering it.
 """
@@ -20,6 +22,7 @@ from typing import Any
 
 import torch
 
+from diptych.common.quantizers import Quantizer
 from diptych.common.value import Value
 
 try:
@@ -43,9 +46,21 @@ def tree(cls: type) -> Iterator[type]:
         yield from tree(sub)
 
 
+def by_value(cls: type[Value]) -> bool:
+    """Whether a class has opted into being compared by value."""
+    if issubclass(cls, Quantizer):
+        return cls._value_fields is not Quantizer._value_fields
+    return dataclasses.is_dataclass(cls) or cls._value_fields is not Value._value_fields
+
+
 def members(cls: type) -> dict[str, Any]:
-    """What Dynamo may touch of an instance: every public attribute and method, evaluated with the real object."""
-    names = {n for n in dir(cls) if not n.startswith("_")}
+    """What Dynamo may touch of an instance: every public attribute and method, evaluated with the real object.
+
+    Not so `quantize_impl`, which gets tensors: Dynamo traces into it. Nor `fingerprint`, since torch reads all of them
+    beforehand, and an object with hidden state has none.
+    """
+    names = {n for n in dir(cls) if not n.startswith("_")} - {"quantize_impl", "fingerprint"}
+    names.add("__eq__")  # torch 2.11 asks for it where two constants are compared
     for base in cls.__mro__:  # a field without a default is no attribute of the class
         for name, kind in inspect.get_annotations(base).items():
             if not name.startswith("_") and not isinstance(kind, dataclasses.InitVar) and "InitVar" not in str(kind):
@@ -74,12 +89,20 @@ def register(cls: type[Value]) -> None:
     if not AVAILABLE:
         return
     try:
-        register_opaque_type(cls, typ="value", members=members(cls))
+        _register(cls)
     except TypeError:
         if isinstance(cls, OpaqueBaseMeta):
             raise
         swap_metaclass(Value, OpaqueBaseMeta)
+        _register(cls)
+
+
+def _register(cls: type[Value]) -> None:
+    try:
         register_opaque_type(cls, typ="value", members=members(cls))
+    except RuntimeError as error:  # a class defined anew under its name, as in a notebook's cell
+        if "already registered" not in str(error) or get_opaque_type_name(cls) is None:
+            raise
 
 
 def schema_type(cls: type[Value]) -> str:
@@ -89,10 +112,11 @@ def schema_type(cls: type[Value]) -> str:
 
 def _on_new_subclass(cls: type[Value], **kwargs: Any) -> None:
     super(Value, cls).__init_subclass__(**kwargs)
-    if cls.__eq__ is not object.__eq__:
+    if by_value(cls):
         register(cls)
 
 
-for _cls in [c for c in tree(Value) if c is not Value]:
-    register(_cls)
+for _cls in tree(Value):
+    if by_value(_cls):
+        register(_cls)
 Value.__init_subclass__ = classmethod(_on_new_subclass)  # type: ignore[method-assign,assignment]

@@ -1,246 +1,208 @@
-"""The ops on raw buffers: schema, contract, kernel call and fake implementation of each, under `torch.ops.diptych`.
+"""The ops on raw buffers: kernel call and fake implementation of each, under `torch.ops.diptych`.
 
 Invariants:
 
-- Ops are pure, except `gemm_into`, which declares what it mutates. None has a derivative: a tensor that requires grad
-  is refused while grad mode is on, so that no gradient is silently missing. `linear.py` composes them into one.
-- Shapes come from `diptych.common.shapes`, in the real and in the fake implementation alike.
-- A plain eager call goes straight to the implementation (`_direct`); everything else (tracing, fake and meta tensors,
-  modes, subclasses) goes through the dispatcher to the same one.
+- Shapes come from `diptych.common.shapes`, in the real and in the fake implementation alike; checks from `rules`.
+- Ops are pure, except `gemm_into`, `quantize_delayed` and `scale_update`, which declare what they mutate.
+- A plain eager call goes straight to the implementation (`rules.direct`); everything else (tracing, fake and meta
+  tensors, modes, subclasses) goes through the dispatcher to the same one.
 - Operands are made contiguous here; the core refuses others. Outputs always are.
-
-A quantized operand travels as `Copy`: (data, scale_inv, format id, columnwise).
 """
 
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from diptych.common import shapes
-from diptych.common.errors import DeviceError, DTypeError, ShapeError, UnsupportedError
-from diptych.common.formats import FORMATS, FormatRow
-from diptych.common.quantizers import Quantizer
+from diptych.common.quantizers import ROW_AMAX, Float8Quantizer, Quantizer
 from diptych.core import _core
 from diptych.torch import opaque
+from diptych.torch.rules import (
+    TWO_LEVEL,
+    Copy,
+    check_acc,
+    check_amax,
+    check_copy,
+    check_delayed,
+    check_gemm,
+    check_quantize,
+    check_scale_update,
+    contiguous,
+    define,
+    direct,
+    fake_buffers,
+    format_row,
+    layout,
+    require_device,
+    require_high_precision,
+    require_no_grad,
+    require_out_dtype,
+    workspace,
+    wrote,
+)
 
-Copy = tuple[Tensor, Tensor, int, bool]
+_COMPUTE, _GIVEN, _ACCUMULATE = 0, 1, 2  # AmaxMode in ops.h
 
-_interpreter_stack = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
-HIGH_PRECISION = frozenset(getattr(torch, name) for name in shapes.HIGH_PRECISION)
-
-# Where each buffer of `quantize` stands in the core's argument list.
-_SLOTS = {
-    "rowwise_data": 0,
-    "rowwise_scale_inv": 1,
-    "columnwise_data": 2,
-    "columnwise_scale_inv": 3,
-    "amax": 4,
-}
-
-
-# --- contracts, checked before anything runs and at trace time too ---------------------------------------------------
-
-
-def describe(t: Tensor) -> str:
-    return f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)} on {t.device}"
-
-
-def require_tensor(op: str, arg: str, t: Any) -> None:
-    if not isinstance(t, Tensor):
-        raise DTypeError(f"{op}: {arg} must be a torch.Tensor, got {type(t).__name__}")
-
-
-def require_high_precision(op: str, arg: str, t: Tensor) -> None:
-    if t.dtype not in HIGH_PRECISION:
-        raise DTypeError(f"{op}: {arg} must be float32, bfloat16 or float16, got {describe(t)}; cast it first")
+# --- quantize --------------------------------------------------------------------------------------------------------
 
 
-def require_device(op: str, first: Tensor, t: Tensor | None, arg: str) -> None:
-    if t is not None and t.device != first.device:
-        raise DeviceError(f"{op}: {arg} is on {t.device}, the other operands on {first.device}; move one of them")
-
-
-def require_quantizer(op: str, quantizer: Any) -> None:
-    # While Dynamo traces, the op's schema checks this: torch 2.11 shows an opaque value's wrapper to isinstance.
-    if not torch.compiler.is_compiling() and not isinstance(quantizer, Quantizer):
-        raise TypeError(
-            f"{op}: quantizer must be a diptych.common.Quantizer, got {type(quantizer).__name__}; "
-            "recipe.quantizer(QuantizerRole(...)) makes one"
-        )
-
-
-def _require_out_dtype(op: str, dtype: torch.dtype) -> None:
-    if dtype not in HIGH_PRECISION:
-        raise DTypeError(f"{op}: the result can be float32, bfloat16 or float16, not {dtype}")
-
-
-def _require_no_grad(op: str, *tensors: Tensor | None) -> None:
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        raise UnsupportedError(
-            f"{op} has no derivative, and an argument requires grad: "
-            "use diptych.torch.Linear to train, or detach() it, or call under torch.no_grad()"
-        )
-
-
-def _format(op: str, format_id: int) -> FormatRow:
-    if not 0 <= format_id < len(FORMATS):
-        raise ValueError(f"{op}: unknown format id {format_id}; known: 0 to {len(FORMATS) - 1}")
-    return FORMATS[format_id]
-
-
-def _static(*sizes: Any) -> bool:
-    return all(type(s) is int for s in sizes)
-
-
-def _enforce(constraints: tuple[shapes.Constraint, ...]) -> None:
-    for c in constraints:
-        if _static(c.lhs, c.rhs):
-            shapes.check((c,))
-        else:
-            torch._check(c.lhs == c.rhs, lambda c=c: c.message)
-
-
-def _check_copy(op: str, arg: str, data: Tensor, scale_inv: Tensor, format_id: int, columnwise: bool) -> FormatRow:
-    fmt = _format(op, format_id)
-    for part, t, want in (("data", data, fmt.element), ("scale_inv", scale_inv, fmt.scale)):
-        if t.dtype != getattr(torch, want):
-            raise DTypeError(f"{op} ({fmt.name}): {arg} {part} must be {want}, got {describe(t)}")
-    require_device(op, data, scale_inv, f"{arg} scale_inv")
-    rows, cols = shapes.rows_cols(data.shape)
-    m, k = (cols, rows) if columnwise and fmt.columnwise == "transposed" else (rows, cols)
-    want_shape, got = shapes.scale_shape(fmt, columnwise, m, k), tuple(scale_inv.shape)
-    message = f"{op} ({fmt.name}): scales of {arg} {describe(data)} must be {list(want_shape)}, got {list(got)}"
-    if len(got) != len(want_shape):
-        raise ShapeError(message)
-    _enforce(tuple(shapes.Constraint(g, w, message) for g, w in zip(got, want_shape, strict=True)))
-    return fmt
-
-
-def _check_gemm(a: Copy, b: Copy, bias: Tensor | None, alpha: float, beta: float, out: torch.dtype, fast: bool):
-    fmt_a, fmt_b = _check_copy("gemm", "a", *a), _check_copy("gemm", "b", *b)
-    pair = f"{fmt_a.name} x {fmt_b.name}"
-    m, n, k, constraints = shapes.gemm_shape(fmt_a, a[3], a[0].shape, fmt_b, b[3], b[0].shape)
-    _enforce(constraints)
-    require_device("gemm", a[0], b[0], "b")
-    require_device("gemm", a[0], bias, "bias")
-    _require_out_dtype("gemm", out)
-    if bias is not None:
-        require_high_precision("gemm", "bias", bias)
-        message = f"gemm ({pair}): bias must hold {n} elements, got {describe(bias)}"
-        _enforce((shapes.Constraint(math.prod(bias.shape), n, message),))
-    if not (math.isfinite(alpha) and math.isfinite(beta)):
-        raise ValueError(f"gemm: alpha and beta must be finite, got {alpha} and {beta}")
-    if fast and not (fmt_a.per_tensor and fmt_b.per_tensor):
-        raise ValueError(f"gemm: fast_accum exists for per-tensor FP8 only, got {pair}")
-    kind = a[0].device.type
-    if kind in ("cpu", "cuda") and _static(m, n, k):
-        _require_kernel(pair, a, b, (m, n, k), out, a[0].device)
-    return m, n
-
-
-def _require_kernel(pair: str, a: Copy, b: Copy, mnk: tuple[int, int, int], out: torch.dtype, device) -> None:
-    """Asks the kernel table at trace time. A GPU that is only pretended (fake tensors) has none to ask."""
-    if device.type == "cuda" and not torch.cuda.is_available():
-        return
-    dtype = str(out).removeprefix("torch.")
-    if _core.gemm_row(a[2], a[3], b[2], b[3], *mnk, dtype, device.type, device.index or 0) < 0:
-        near = ", ".join(f"{r['kernel']} (sm_{r['min_arch']}+)" for r in _core.kernel_table() if r["op"] == "gemm")
-        raise UnsupportedError(f"gemm: no kernel on {device} for {pair}, {list(mnk)}; nearest: {near}")
-
-
-# --- implementations -------------------------------------------------------------------------------------------------
-
-
-@functools.lru_cache(maxsize=4096)
-def _layout(
-    shape: tuple[int, ...], quantizer: Quantizer, device: torch.device
-) -> tuple[tuple[int, tuple[int, ...], Callable[..., Tensor]], ...]:
-    """(slot, shape, allocator) of each buffer. An empty tensor's new_empty is the fastest allocator from Python."""
-    return tuple(
-        (_SLOTS[b.name], b.shape, torch.empty(0, dtype=getattr(torch, b.dtype), device=device).new_empty)
-        for b in shapes.quantize_buffers(shape, quantizer)
-    )
-
-
-def _workspace(nbytes: int, device: torch.device) -> Tensor | None:
-    return torch.empty(nbytes, dtype=torch.uint8, device=device) if nbytes and device.type == "cuda" else None
-
-
-def _check_quantize(x: Tensor, quantizer: Quantizer, amax: Tensor | None) -> None:
-    require_high_precision("quantize", "x", x)
-    if amax is not None:
-        fmt = quantizer.format
-        if not fmt.per_tensor:
-            raise ValueError(f"quantize: amax is for per-tensor formats; {fmt.name} takes one per block")
-        if amax.dtype != torch.float32:
-            raise DTypeError(f"quantize ({fmt.name}): amax must be float32, got {describe(amax)}")
-        if math.prod(amax.shape) != 1:
-            raise ShapeError(f"quantize ({fmt.name}): amax must hold one element, got {describe(amax)}")
-        require_device("quantize", x, amax, "amax")
-
-
-def _quantize(x: Tensor, quantizer: Quantizer, amax: Tensor | None) -> list[Tensor]:
-    _check_quantize(x, quantizer, amax)
-    slots: list[Tensor | None] = [None, None, None, None, None]
+def _quantize(
+    x: Tensor,
+    quantizer: Quantizer,
+    amax: Tensor | None = None,
+    columnwise_amax: Tensor | None = None,
+    scale: Tensor | None = None,
+    rng: Tensor | None = None,
+    encoded: tuple[int, ...] | None = None,
+    source: tuple[Any, ...] = (),
+) -> list[Tensor]:
+    """`encoded`, `source`: the shape of what is encoded instead of x, and the core's arguments for it (`fused`)."""
+    check_quantize(x, quantizer, amax, columnwise_amax, scale, rng)
+    slots: list[Tensor | None] = [None] * 6
     out = []
-    for slot, shape, new in _layout(x.shape, quantizer, x.device):
+    for slot, shape, new in layout(x.shape if encoded is None else encoded, quantizer, x.device):
         slots[slot] = t = new(*shape)
         out.append(t)
-    if amax is not None:
-        out[-1].copy_(amax.reshape(1))
-    format_id, pow2, eps = quantizer.spec
-    rowwise, rowwise_scale, columnwise, columnwise_scale, amax_slot = slots
+    mode = _COMPUTE
+    for slot, given in ((0, amax), (1, columnwise_amax)):
+        if given is not None:
+            mode, t = _GIVEN, slots[slot]
+            assert t is not None  # check_quantize
+            t.copy_(given.reshape(t.shape))
+    out_amax, out_columnwise_amax, rowwise, rowwise_scale, columnwise, columnwise_scale = slots
+    rng = None if rng is None else rng.contiguous()
     _core.quantize(
-        x.contiguous(), format_id, pow2, eps, amax_slot, amax is not None,
-        rowwise, rowwise_scale, columnwise, columnwise_scale,
+        x.contiguous(), *quantizer.spec, mode, out_amax, out_columnwise_amax, scale, rng,
+        rowwise, rowwise_scale, columnwise, columnwise_scale, *source,
     )  # fmt: skip
     return out
 
 
-def _quantize_fake(x: Tensor, quantizer: Quantizer, amax: Tensor | None) -> list[Tensor]:
-    _check_quantize(x, quantizer, amax)
-    buffers = shapes.quantize_buffers(tuple(x.shape), quantizer)
-    return [x.new_empty(b.shape, dtype=getattr(torch, b.dtype)) for b in buffers]
+def _quantize_fake(
+    x: Tensor,
+    quantizer: Quantizer,
+    amax: Tensor | None = None,
+    columnwise_amax: Tensor | None = None,
+    scale: Tensor | None = None,
+    rng: Tensor | None = None,
+) -> list[Tensor]:
+    check_quantize(x, quantizer, amax, columnwise_amax, scale, rng)
+    return fake_buffers(x, quantizer)
 
 
-def _amax(x: Tensor) -> Tensor:
-    require_high_precision("amax", "x", x)
-    out = torch.empty(1, dtype=torch.float32, device=x.device)
-    _core.amax(x.contiguous(), out)
+def _quantize_delayed(
+    x: Tensor,
+    quantizer: Quantizer,
+    scale: Tensor,
+    history: Tensor,
+    encoded: tuple[int, ...] | None = None,
+    source: tuple[Any, ...] = (),
+) -> list[Tensor]:
+    check_delayed(x, quantizer, scale, history)
+    slots: list[Tensor | None] = [None] * 6
+    out = []
+    buffers = layout(x.shape if encoded is None else encoded, quantizer, x.device)
+    for slot, shape, new in buffers[:-1]:  # the last is amax, which history holds
+        slots[slot] = t = new(*shape)
+        out.append(t)
+    rowwise, rowwise_scale, columnwise, columnwise_scale = slots[2:]
+    _core.quantize(
+        x.contiguous(), *quantizer.spec, _ACCUMULATE, history.narrow(0, 0, 1), None, scale, None,
+        rowwise, rowwise_scale, columnwise, columnwise_scale, *source,
+    )  # fmt: skip
+    wrote(history)
     return out
 
 
-def _amax_fake(x: Tensor) -> Tensor:
-    require_high_precision("amax", "x", x)
-    return x.new_empty(1, dtype=torch.float32)
+def _quantize_delayed_fake(x: Tensor, quantizer: Quantizer, scale: Tensor, history: Tensor) -> list[Tensor]:
+    check_delayed(x, quantizer, scale, history)
+    return fake_buffers(x, quantizer)[:-1]
 
 
-def _dequantize_shape(data: Tensor, format_id: int, columnwise: bool) -> tuple[Any, ...]:
-    fmt = _format("dequantize", format_id)
-    if columnwise and fmt.columnwise == "transposed":
-        k, m = shapes.rows_cols(data.shape)
-        return (m, k)
-    return tuple(data.shape)
+def _both(implementation: Callable[..., list[Tensor]]) -> Callable[..., tuple[Tensor, ...]]:
+    """Always both copies, an empty tensor for each buffer of one that is not made.
+
+    An op that writes to an operand cannot return a list: torch functionalizes fixed results only.
+    """
+
+    def padded(x: Tensor, quantizer: Quantizer, scale: Tensor, history: Tensor) -> tuple[Tensor, ...]:
+        made = implementation(x, quantizer, scale, history)
+        empty = [x.new_empty(0) for _ in range(4 - len(made))]
+        return tuple(made + empty) if quantizer.rowwise else tuple(empty + made)
+
+    return padded
 
 
-def _dequantize(data: Tensor, scale_inv: Tensor, format: int, columnwise: bool, dtype: torch.dtype) -> Tensor:
-    _require_out_dtype("dequantize", dtype)
-    out = torch.empty(_dequantize_shape(data, format, columnwise), dtype=dtype, device=data.device)
-    _core.dequantize(data.contiguous(), scale_inv.contiguous(), format, columnwise, out)
+# --- amax and scales -------------------------------------------------------------------------------------------------
+
+
+def _amax_lengths(x: Tensor, flags: int, columnwise: bool) -> list[Any]:
+    check_amax(x, flags, columnwise)
+    rows = shapes.rows_cols(x.shape)[0] if flags & ROW_AMAX else 1
+    return [rows, 1] if columnwise else [rows]
+
+
+def _amax(x: Tensor, flags: int = 0, columnwise: bool = False) -> list[Tensor]:
+    out = [torch.empty(n, dtype=torch.float32, device=x.device) for n in _amax_lengths(x, flags, columnwise)]
+    _core.amax(x.contiguous(), out[0], out[1] if columnwise else None, flags)
     return out
 
 
-def _dequantize_fake(data: Tensor, scale_inv: Tensor, format: int, columnwise: bool, dtype: torch.dtype) -> Tensor:
-    _require_out_dtype("dequantize", dtype)
-    _check_copy("dequantize", "q", data, scale_inv, format, columnwise)
-    return data.new_empty(_dequantize_shape(data, format, columnwise), dtype=dtype)
+def _amax_fake(x: Tensor, flags: int = 0, columnwise: bool = False) -> list[Tensor]:
+    return [x.new_empty(n, dtype=torch.float32) for n in _amax_lengths(x, flags, columnwise)]
+
+
+def _scale_update(
+    history: Tensor,
+    scale: Tensor,
+    reduced: Tensor | None,
+    amax: Tensor | None,
+    fp8_max: float,
+    margin: int,
+    most_recent: bool,
+) -> None:
+    check_scale_update(history, scale, reduced, amax, fp8_max, margin, most_recent)
+    reduced = None if reduced is None else reduced.contiguous()
+    amax = None if amax is None else amax.contiguous()
+    _core.scale_update(history, scale, reduced, amax, history, scale, fp8_max, margin, most_recent)
+    wrote(history, scale)
+
+
+# --- dequantize ------------------------------------------------------------------------------------------------------
+
+
+def _dequantize(
+    data: Tensor, scale_inv: Tensor, amax: Tensor | None, format: int, columnwise: bool, dtype: torch.dtype
+) -> Tensor:
+    require_out_dtype("dequantize", dtype)
+    shape = shapes.tensor_shape(format_row("dequantize", format), columnwise, data.shape)
+    out = torch.empty(shape, dtype=dtype, device=data.device)
+    amax = None if amax is None else amax.contiguous()
+    _core.dequantize(data.contiguous(), scale_inv.contiguous(), amax, format, columnwise, out)
+    return out
+
+
+def _dequantize_fake(
+    data: Tensor, scale_inv: Tensor, amax: Tensor | None, format: int, columnwise: bool, dtype: torch.dtype
+) -> Tensor:
+    require_out_dtype("dequantize", dtype)
+    fmt = check_copy("dequantize", "q", (data, scale_inv, amax, format, columnwise))
+    return data.new_empty(shapes.tensor_shape(fmt, columnwise, data.shape), dtype=dtype)
+
+
+# --- gemm ------------------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=4096)
+def _gemm_mnk(a_format: int, a_side: bool, a: tuple[int, ...], b_format: int, b_side: bool, b: tuple[int, ...]):
+    shape = shapes.gemm_shape(format_row("gemm", a_format), a_side, a, format_row("gemm", b_format), b_side, b)
+    shapes.check(shape.constraints)
+    return shape.m, shape.n, shape.k
 
 
 def _run_gemm(
@@ -254,208 +216,235 @@ def _run_gemm(
     fast_accum: bool,
 ) -> None:
     epilogue = bias is not None or beta != 0.0
-    workspace = _workspace(_core.gemm_workspace_bytes(*mnk, epilogue), d.device) if d.is_cuda else None
+    scratch = workspace(_core.gemm_workspace_bytes(*mnk, epilogue), d.device) if d.is_cuda else None
     if bias is not None:
         bias = bias.contiguous()
     c = d if beta != 0.0 else None
-    data, scale, format_id, side = a
-    data_b, scale_b, format_b, side_b = b
-    _core.gemm(
-        data.contiguous(), scale.contiguous(), format_id, side,
-        data_b.contiguous(), scale_b.contiguous(), format_b, side_b,
-        d, c, bias, workspace, alpha, beta, fast_accum,
-    )  # fmt: skip
-
-
-@functools.lru_cache(maxsize=4096)
-def _gemm_mnk(a_format: int, a_side: bool, a: tuple[int, ...], b_format: int, b_side: bool, b: tuple[int, ...]):
-    shape = shapes.gemm_shape(_format("gemm", a_format), a_side, a, _format("gemm", b_format), b_side, b)
-    shapes.check(shape.constraints)
-    return shape.m, shape.n, shape.k
+    _core.gemm(*contiguous(a), *contiguous(b), d, c, bias, scratch, alpha, beta, fast_accum)
 
 
 def _gemm(
-    a_data: Tensor, a_scale_inv: Tensor, a_format: int, a_columnwise: bool,
-    b_data: Tensor, b_scale_inv: Tensor, b_format: int, b_columnwise: bool,
+    a_data: Tensor, a_scale_inv: Tensor, a_amax: Tensor | None, a_format: int, a_columnwise: bool,
+    b_data: Tensor, b_scale_inv: Tensor, b_amax: Tensor | None, b_format: int, b_columnwise: bool,
     bias: Tensor | None, alpha: float, out_dtype: torch.dtype, fast_accum: bool,
 ) -> Tensor:  # fmt: skip
-    _require_out_dtype("gemm", out_dtype)
+    require_out_dtype("gemm", out_dtype)
     mnk = _gemm_mnk(a_format, a_columnwise, a_data.shape, b_format, b_columnwise, b_data.shape)
     d = torch.empty(mnk[0], mnk[1], dtype=out_dtype, device=a_data.device)
-    a, b = (a_data, a_scale_inv, a_format, a_columnwise), (b_data, b_scale_inv, b_format, b_columnwise)
+    a, b = (a_data, a_scale_inv, a_amax, a_format, a_columnwise), (b_data, b_scale_inv, b_amax, b_format, b_columnwise)
     _run_gemm(a, b, d, bias, mnk, alpha, 0.0, fast_accum)
     return d
 
 
 def _gemm_fake(
-    a_data: Tensor, a_scale_inv: Tensor, a_format: int, a_columnwise: bool,
-    b_data: Tensor, b_scale_inv: Tensor, b_format: int, b_columnwise: bool,
+    a_data: Tensor, a_scale_inv: Tensor, a_amax: Tensor | None, a_format: int, a_columnwise: bool,
+    b_data: Tensor, b_scale_inv: Tensor, b_amax: Tensor | None, b_format: int, b_columnwise: bool,
     bias: Tensor | None, alpha: float, out_dtype: torch.dtype, fast_accum: bool,
 ) -> Tensor:  # fmt: skip
-    a, b = (a_data, a_scale_inv, a_format, a_columnwise), (b_data, b_scale_inv, b_format, b_columnwise)
-    m, n = _check_gemm(a, b, bias, alpha, 0.0, out_dtype, fast_accum)
+    a, b = (a_data, a_scale_inv, a_amax, a_format, a_columnwise), (b_data, b_scale_inv, b_amax, b_format, b_columnwise)
+    m, n = check_gemm(a, b, bias, alpha, 0.0, out_dtype, fast_accum)
     return a_data.new_empty((m, n), dtype=out_dtype)
-
-
-def _check_acc(acc: Tensor, m: Any, n: Any) -> None:
-    require_high_precision("gemm_into", "acc", acc)
-    rows, cols = shapes.rows_cols(acc.shape)
-    message = f"gemm_into: acc must be [{m}, {n}], got {describe(acc)}"
-    _enforce((shapes.Constraint(rows, m, message), shapes.Constraint(cols, n, message)))
-    if not acc.is_contiguous():
-        raise ShapeError(f"gemm_into: acc {describe(acc)} is not contiguous, and it is written in place")
 
 
 def _gemm_into(
     acc: Tensor,
-    a_data: Tensor, a_scale_inv: Tensor, a_format: int, a_columnwise: bool,
-    b_data: Tensor, b_scale_inv: Tensor, b_format: int, b_columnwise: bool,
+    a_data: Tensor, a_scale_inv: Tensor, a_amax: Tensor | None, a_format: int, a_columnwise: bool,
+    b_data: Tensor, b_scale_inv: Tensor, b_amax: Tensor | None, b_format: int, b_columnwise: bool,
     bias: Tensor | None, alpha: float, beta: float, fast_accum: bool,
 ) -> None:  # fmt: skip
     mnk = _gemm_mnk(a_format, a_columnwise, a_data.shape, b_format, b_columnwise, b_data.shape)
-    _check_acc(acc, mnk[0], mnk[1])
-    a, b = (a_data, a_scale_inv, a_format, a_columnwise), (b_data, b_scale_inv, b_format, b_columnwise)
+    check_acc(acc, mnk[0], mnk[1])
+    a, b = (a_data, a_scale_inv, a_amax, a_format, a_columnwise), (b_data, b_scale_inv, b_amax, b_format, b_columnwise)
     _run_gemm(a, b, acc, bias, mnk, alpha, beta, fast_accum)
-    if not acc.is_inference():
-        torch.autograd.graph.increment_version(acc)  # so that autograd notices if acc was saved for a backward
+    wrote(acc)
 
 
 def _gemm_into_fake(
     acc: Tensor,
-    a_data: Tensor, a_scale_inv: Tensor, a_format: int, a_columnwise: bool,
-    b_data: Tensor, b_scale_inv: Tensor, b_format: int, b_columnwise: bool,
+    a_data: Tensor, a_scale_inv: Tensor, a_amax: Tensor | None, a_format: int, a_columnwise: bool,
+    b_data: Tensor, b_scale_inv: Tensor, b_amax: Tensor | None, b_format: int, b_columnwise: bool,
     bias: Tensor | None, alpha: float, beta: float, fast_accum: bool,
 ) -> None:  # fmt: skip
-    a, b = (a_data, a_scale_inv, a_format, a_columnwise), (b_data, b_scale_inv, b_format, b_columnwise)
+    a, b = (a_data, a_scale_inv, a_amax, a_format, a_columnwise), (b_data, b_scale_inv, b_amax, b_format, b_columnwise)
     require_high_precision("gemm_into", "acc", acc)
-    m, n = _check_gemm(a, b, bias, alpha, beta, acc.dtype, fast_accum)
+    m, n = check_gemm(a, b, bias, alpha, beta, acc.dtype, fast_accum)
     require_device("gemm_into", a_data, acc, "acc")
-    _check_acc(acc, m, n)
+    check_acc(acc, m, n)
+
+
+# --- bias_grad -------------------------------------------------------------------------------------------------------
 
 
 def _bias_grad(dy: Tensor, dtype: torch.dtype) -> Tensor:
     require_high_precision("bias_grad", "dy", dy)
-    _require_out_dtype("bias_grad", dtype)
+    require_out_dtype("bias_grad", dtype)
     m, n = shapes.rows_cols(dy.shape)
     out = torch.empty(n, dtype=dtype, device=dy.device)
-    workspace = _workspace(_core.bias_grad_workspace_bytes(m, n), dy.device) if dy.is_cuda else None
-    _core.bias_grad(dy.contiguous(), out, workspace)
+    scratch = workspace(_core.bias_grad_workspace_bytes(m, n), dy.device) if dy.is_cuda else None
+    _core.bias_grad(dy.contiguous(), out, scratch)
     return out
 
 
 def _bias_grad_fake(dy: Tensor, dtype: torch.dtype) -> Tensor:
     require_high_precision("bias_grad", "dy", dy)
-    _require_out_dtype("bias_grad", dtype)
+    require_out_dtype("bias_grad", dtype)
     return dy.new_empty(shapes.rows_cols(dy.shape)[1], dtype=dtype)
 
 
 # --- registration ----------------------------------------------------------------------------------------------------
 
-_COPIES = ", ".join(f"Tensor {s}_data, Tensor {s}_scale_inv, int {s}_format, bool {s}_columnwise" for s in "ab")
-_LIBRARY = torch.library.Library("diptych", "DEF")
+_COPIES = ", ".join(
+    f"Tensor {s}_data, Tensor {s}_scale_inv, Tensor? {s}_amax, int {s}_format, bool {s}_columnwise" for s in "ab"
+)
 
-
-def _define(name: str, signature: str, real: Callable[..., Any], fake: Callable[..., Any]) -> torch._ops.OpOverload:
-    _LIBRARY.define(f"{name}{signature}", tags=(torch.Tag.pt2_compliant_tag,))
-    for backend in ("CPU", "CUDA"):
-        _LIBRARY.impl(name, real, backend)
-    torch.library.register_fake(f"diptych::{name}", fake, lib=_LIBRARY)
-    overload = getattr(torch.ops.diptych, name).default
-
-    def below_autograd(*args: Any, **kwargs: Any) -> Any:
-        _require_no_grad(f"diptych::{name}", *(t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)))
-        with torch._C._AutoDispatchBelowAutograd():
-            return overload(*args, **kwargs)
-
-    _LIBRARY.impl(name, below_autograd, "Autograd")
-    return overload
-
-
-_amax_op = _define("amax", "(Tensor x) -> Tensor", _amax, _amax_fake)
-_dequantize_op = _define(
+_amax_op = define("amax", "(Tensor x, int flags=0, bool columnwise=False) -> Tensor[]", _amax, _amax_fake)
+_scale_update_op = define(
+    "scale_update",
+    "(Tensor(a!) history, Tensor(b!) scale, Tensor? reduced, Tensor? amax, float fp8_max, int margin, bool most_recent)"
+    " -> ()",
+    _scale_update,
+    check_scale_update,
+)
+_dequantize_op = define(
     "dequantize",
-    "(Tensor data, Tensor scale_inv, int format, bool columnwise, ScalarType dtype) -> Tensor",
+    "(Tensor data, Tensor scale_inv, Tensor? amax, int format, bool columnwise, ScalarType dtype) -> Tensor",
     _dequantize,
     _dequantize_fake,
 )
-_gemm_op = _define(
+_gemm_op = define(
     "gemm",
     f"({_COPIES}, Tensor? bias, float alpha, ScalarType out_dtype, bool fast_accum) -> Tensor",
     _gemm,
     _gemm_fake,
 )
-_gemm_into_op = _define(
+_gemm_into_op = define(
     "gemm_into",
     f"(Tensor(a!) acc, {_COPIES}, Tensor? bias, float alpha, float beta, bool fast_accum) -> ()",
     _gemm_into,
     _gemm_into_fake,
 )
-_bias_grad_op = _define("bias_grad", "(Tensor dy, ScalarType dtype) -> Tensor", _bias_grad, _bias_grad_fake)
+_bias_grad_op = define("bias_grad", "(Tensor dy, ScalarType dtype) -> Tensor", _bias_grad, _bias_grad_fake)
+_quantize_op: Callable[..., list[Tensor]]
+_quantize_delayed_op: Callable[..., tuple[Tensor, ...]]
 if opaque.AVAILABLE:
-    _quantize_op: Callable[..., list[Tensor]] = _define(
+    _QUANTIZER = opaque.schema_type(Float8Quantizer)  # torch looks at the name only, and takes every value class
+    _quantize_op = define(
         "quantize",
-        f"(Tensor x, {opaque.schema_type(Quantizer)} quantizer, Tensor? amax) -> Tensor[]",
+        f"(Tensor x, {_QUANTIZER} quantizer, Tensor? amax=None, Tensor? columnwise_amax=None, Tensor? scale=None, "
+        "Tensor? rng=None) -> Tensor[]",
         _quantize,
         _quantize_fake,
     )
+    _quantize_delayed_op = define(
+        "quantize_delayed",
+        f"(Tensor x, {_QUANTIZER} quantizer, Tensor scale, Tensor(a!) history) -> (Tensor, Tensor, Tensor, Tensor)",
+        _both(_quantize_delayed),
+        _both(_quantize_delayed_fake),
+    )
 else:  # pragma: no cover - no supported torch
     _quantize_op = torch._disable_dynamo(_quantize)  # type: ignore[attr-defined]
+    _quantize_delayed_op = torch._disable_dynamo(_both(_quantize_delayed))  # type: ignore[attr-defined]
 
 
 # --- the ops as the rest of this package calls them ------------------------------------------------------------------
 
 
-def _direct(*tensors: Tensor | None) -> bool:
-    """Whether nothing but the kernel would see this call: plain dense tensors, and nothing traces or interposes."""
-    if torch.compiler.is_compiling():
-        return False
-    if torch._C._len_torch_dispatch_stack() or _interpreter_stack() is not None:
-        return False
-    for t in tensors:
-        if t is None:
-            continue
-        if type(t) is not Tensor and type(t) is not Parameter:
-            return False
-        if t.is_meta or t.is_neg() or t.layout is not torch.strided:
-            return False
-    return not torch._C._is_tracing()
+@overload
+def amax(x: Tensor, flags: int = 0) -> Tensor: ...
+@overload
+def amax(x: Tensor, flags: int = 0, *, columnwise: Literal[True]) -> tuple[Tensor, Tensor]: ...
 
 
-def amax(x: Tensor) -> Tensor:
-    """Largest non-NaN magnitude of x as float32 [1]; 0 where there is none."""
-    if _direct(x):
-        _require_no_grad("diptych::amax", x)
-        return _amax(x)
-    return _amax_op(x)
+def amax(x: Tensor, flags: int = 0, *, columnwise: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+    """The amax of x, float32 [1]; with `columnwise` also that of what a two-level columnwise copy encodes.
+
+    **Arguments:** `flags`: of ROW_AMAX (the first is [M]), RHT (the second is the rotated tensor's) and RHT_SIGNS.
+    """
+    if direct(x):
+        require_no_grad("diptych::amax", x)
+        out = _amax(x, flags, columnwise)
+    else:
+        out = _amax_op(x, flags, columnwise)
+    return (out[0], out[1]) if columnwise else out[0]
 
 
-def quantize(x: Tensor, quantizer: Quantizer, amax: Tensor | None = None) -> list[Tensor]:
-    """The buffers of `shapes.quantize_buffers`, in its order, for x [..., K]."""
-    if _direct(x, amax):
-        _require_no_grad("diptych::quantize", x, amax)
-        return _quantize(x, quantizer, amax)
-    return _quantize_op(x, quantizer, amax)
+def quantize(
+    x: Tensor,
+    quantizer: Quantizer,
+    amax: Tensor | None = None,
+    columnwise_amax: Tensor | None = None,
+    scale: Tensor | None = None,
+    rng: Tensor | None = None,
+) -> list[Tensor]:
+    """The buffers of `shapes.quantize_buffers`, in its order, for x [..., K].
+
+    `amax`, `columnwise_amax`: used instead of x's own, for every copy that is wanted. `scale`: used instead of one from
+    an amax; the amax that returns is still x's own. `rng`: int32 [4], read alone.
+    """
+    if direct(x, amax, columnwise_amax, scale, rng):
+        require_no_grad("diptych::quantize", x, amax, columnwise_amax, scale)
+        return _quantize(x, quantizer, amax, columnwise_amax, scale, rng)
+    return _quantize_op(x, quantizer, amax, columnwise_amax, scale, rng)
+
+
+def quantize_delayed(x: Tensor, quantizer: Quantizer, scale: Tensor, history: Tensor) -> list[Tensor]:
+    """The copies' buffers for x [..., K] under `scale`, without an amax: history[0] = max(history[0], amax(x))."""
+    if direct(x, scale, history):
+        require_no_grad("diptych::quantize_delayed", x, scale, history)
+        return _quantize_delayed(x, quantizer, scale, history)
+    buffers = _quantize_delayed_op(x, quantizer, scale, history)
+    return [*(buffers[:2] if quantizer.rowwise else ()), *(buffers[2:] if quantizer.columnwise else ())]
+
+
+def copies(quantizer: Quantizer, buffers: list[Tensor]) -> tuple[Copy | None, Copy | None]:
+    """The rowwise and the columnwise copy among the results of `quantize` or `quantize_delayed`."""
+    fmt_id, both = quantizer.spec.format_id, quantizer.rowwise and quantizer.columnwise
+    two_level = TWO_LEVEL[fmt_id]
+    rowwise = columnwise = None
+    if quantizer.rowwise:
+        rowwise = (buffers[0], buffers[1], buffers[4 if both else 2] if two_level else None, fmt_id, False)
+    if quantizer.columnwise:
+        first = 2 if both else 0
+        columnwise = (buffers[first], buffers[first + 1], buffers[-1] if two_level else None, fmt_id, True)
+    return rowwise, columnwise
+
+
+def scale_update(
+    history: Tensor,
+    scale: Tensor,
+    reduced: Tensor | None,
+    amax: Tensor | None,
+    fp8_max: float,
+    margin: int,
+    most_recent: bool,
+) -> None:
+    """Delayed scaling's update of history [n, L] and scale [n] (or [L] and [1]), in place."""
+    if direct(history, scale, reduced, amax):
+        require_no_grad("diptych::scale_update", history, scale, reduced, amax)
+        _scale_update(history, scale, reduced, amax, fp8_max, margin, most_recent)
+    else:
+        _scale_update_op(history, scale, reduced, amax, fp8_max, margin, most_recent)
 
 
 def dequantize(q: Copy, dtype: torch.dtype) -> Tensor:
-    """The values of one copy: data's shape, or [M, K] where data is the transposed [K, M]."""
-    if _direct(q[0], q[1]):
+    """The values of one copy: the tensor's shape, or [M, K] where data is transposed."""
+    if direct(q[0], q[1], q[2]):
         return _dequantize(*q, dtype)
     return _dequantize_op(*q, dtype)
 
 
 def gemm(a: Copy, b: Copy, bias: Tensor | None, alpha: float, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
     """alpha * op(a) @ op(b) + bias, [M, N] in out_dtype."""
-    if _direct(a[0], a[1], b[0], b[1], bias):
-        _require_no_grad("diptych::gemm", bias)
+    if direct(*a[:3], *b[:3], bias):
+        require_no_grad("diptych::gemm", bias)
         return _gemm(*a, *b, bias, alpha, out_dtype, fast_accum)
     return _gemm_op(*a, *b, bias, alpha, out_dtype, fast_accum)
 
 
 def gemm_into(acc: Tensor, a: Copy, b: Copy, bias: Tensor | None, alpha: float, beta: float, fast_accum: bool) -> None:
     """acc [M, N] = alpha * op(a) @ op(b) + bias + beta * acc, in place."""
-    if _direct(acc, a[0], a[1], b[0], b[1], bias):
-        _require_no_grad("diptych::gemm_into", acc, bias)
+    if direct(acc, *a[:3], *b[:3], bias):
+        require_no_grad("diptych::gemm_into", acc, bias)
         _gemm_into(acc, *a, *b, bias, alpha, beta, fast_accum)
     else:
         _gemm_into_op(acc, *a, *b, bias, alpha, beta, fast_accum)
@@ -463,7 +452,7 @@ def gemm_into(acc: Tensor, a: Copy, b: Copy, bias: Tensor | None, alpha: float, 
 
 def bias_grad(dy: Tensor, dtype: torch.dtype) -> Tensor:
     """Sum of dy [..., N] over its leading dimensions, [N] in dtype."""
-    if _direct(dy):
-        _require_no_grad("diptych::bias_grad", dy)
+    if direct(dy):
+        require_no_grad("diptych::bias_grad", dy)
         return _bias_grad(dy, dtype)
     return _bias_grad_op(dy, dtype)

@@ -9,6 +9,7 @@ requires grad: `diptych.torch.Linear` is what trains.
 from __future__ import annotations
 
 import hashlib
+import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from diptych.common.errors import DTypeError, UnsupportedError
 from diptych.common.quantizers import Quantizer
 from diptych.torch import primitives
+from diptych.torch.rules import TWO_LEVEL, Copy
 
 aten = torch.ops.aten
 
@@ -35,8 +37,10 @@ class QuantizedTensor(Tensor):
     """A quantized tensor of logical `shape` and `dtype`; made by `diptych.torch.quantize`.
 
     `rowwise_data` has the tensor's shape, `columnwise_data` too or, where the format transposes, [K, M] with leading
-    dimensions folded into M. Scales are logical row-major, in the orientation of their data; `amax` is float32 [1] of
-    per-tensor formats. A buffer that was not made is None; `columnwise_amax` is None in all present formats.
+    dimensions folded into M. Payloads of E2M1 are uint8, two elements a byte (the even one in the low bits), which
+    halves the last extent. Scales are logical row-major, in the orientation of their data. `amax` is float32 [1]:
+    the tensor's in per-tensor formats; in two-level ones what the rowwise copy refers to (with row scales [M]), and
+    `columnwise_amax` [1] what the columnwise copy does. A buffer that was not made is None.
     """
 
     rowwise_data: Tensor | None
@@ -79,8 +83,8 @@ class QuantizedTensor(Tensor):
             self, quantizer: Quantizer, shape: tuple[int, ...], dtype: torch.dtype, *args: Any, **buffers: Any
         ) -> None: ...
 
-    def copy_of(self, columnwise: bool) -> primitives.Copy:
-        """(data, scale_inv, format id, columnwise) of one copy. **Raises** ValueError if it was not made."""
+    def copy_of(self, columnwise: bool) -> Copy:
+        """(data, scale_inv, amax or None, format id, columnwise) of one copy. **Raises** ValueError if not made."""
         data = self.columnwise_data if columnwise else self.rowwise_data
         scale_inv = self.columnwise_scale_inv if columnwise else self.rowwise_scale_inv
         if data is None or scale_inv is None:
@@ -89,7 +93,9 @@ class QuantizedTensor(Tensor):
                 f"this product needs the {side} copy, which {self.quantizer} does not make; "
                 f"quantize with quantizer.with_usage({side}=True)"
             )
-        return data, scale_inv, self.quantizer.spec[0], columnwise
+        format_id = self.quantizer.spec.format_id
+        amax = (self.columnwise_amax if columnwise else self.amax) if TWO_LEVEL[format_id] else None
+        return data, scale_inv, amax, format_id, columnwise
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
         """See `diptych.torch.dequantize`."""
@@ -109,7 +115,10 @@ class QuantizedTensor(Tensor):
     def _stable_hash_for_caching(self) -> str:
         """The key that torch's compile caches know this kind of tensor by: layout and quantizer, no content."""
         buffers = [(n, str(t.dtype), str(t.shape)) for n in BUFFERS if (t := getattr(self, n)) is not None]
-        key = (str(self.shape), str(self.dtype), str(self.device), repr(self.quantizer), buffers)
+        q = self.quantizer
+        # One that is compared by identity has no name that another process, or a later object, could not have too.
+        quantizer = secrets.token_hex() if q._value_fields() is None else f"{type(q).__module__}.{q.fingerprint}"
+        key = (str(self.shape), str(self.dtype), str(self.device), quantizer, buffers)
         return hashlib.sha256(repr(key).encode()).hexdigest()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
@@ -121,10 +130,12 @@ class QuantizedTensor(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         q = self.quantizer
-        fields = {name: getattr(q, name) for name in q.__dataclass_fields__}  # type: ignore[attr-defined]
+        names = q._value_fields()
+        # One that is compared by identity pickles itself; torch.load(weights_only=True) then asks for its class.
+        made_of = (q, None) if names is None else (type(q), {name: getattr(q, name) for name in names})
         # As bytes: torch's legacy pickle format does not know FP8 storage.
         buffers = {name: t.view(torch.uint8) for name in BUFFERS if (t := getattr(self, name)) is not None}
-        return _rebuild, (type(q), fields, tuple(self.shape), self.dtype, buffers)
+        return _rebuild, (*made_of, tuple(self.shape), self.dtype, buffers)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
         if id(self) not in memo:
@@ -141,11 +152,29 @@ class QuantizedTensor(Tensor):
         return handler(func, *args, **(kwargs or {}))
 
 
+def from_buffers(x: Tensor, quantizer: Quantizer, buffers: list[Tensor]) -> QuantizedTensor:
+    """Wraps what `primitives.quantize` or `quantize_delayed` made of x."""
+    named: dict[str, Tensor] = {}
+    copies = primitives.copies(quantizer, buffers)
+    for side, copy in zip(("rowwise", "columnwise"), copies, strict=True):
+        if copy is not None:
+            named[f"{side}_data"], named[f"{side}_scale_inv"] = copy[:2]
+            if copy[2] is not None:
+                named["columnwise_amax" if copy[4] else "amax"] = copy[2]
+    if len(buffers) > len(named):
+        named["amax"] = buffers[-1]  # of a per-tensor format
+    return QuantizedTensor(quantizer, x.shape, x.dtype, **named)
+
+
 def _rebuild(
-    cls: type[Quantizer], fields: dict[str, Any], shape: tuple[int, ...], dtype: torch.dtype, buffers: dict[str, Tensor]
+    made_of: type[Quantizer] | Quantizer,
+    fields: dict[str, Any] | None,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    buffers: dict[str, Tensor],
 ) -> QuantizedTensor:
-    quantizer = cls(**fields)
-    dtypes = {"data": quantizer.format.element, "inv": quantizer.format.scale, "amax": "float32"}
+    quantizer: Any = made_of if fields is None else made_of._rebuild(**fields)
+    dtypes = {"data": quantizer.format.data, "inv": quantizer.format.scale, "amax": "float32"}
     typed = {name: t.view(getattr(torch, dtypes[name.rsplit("_", 1)[-1]])) for name, t in buffers.items()}
     return QuantizedTensor(quantizer, shape, dtype, **typed)
 

@@ -1,18 +1,16 @@
-"""The case tables that every test loops over: formats, dtypes, shapes, value sets, options.
+"""Value sets, and the generators that draw from them.
 
 Values are drawn afresh in each run. The seed is DIPTYCH_TEST_SEED or a new one, which child processes (xdist workers,
-the parity tests' second framework) inherit through the environment; `report_header` and `Case.__str__` print it.
+the parity tests' second framework) inherit through the environment; `report_header` and the cases' `__str__` print it.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import os
 import secrets
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import ml_dtypes
 import numpy as np
@@ -30,51 +28,11 @@ def rng_for(case_id: str) -> np.random.Generator:
     return np.random.default_rng([SEED, zlib.crc32(case_id.encode())])
 
 
-FORMATS = (
-    "fp8_e4m3_tensor",
-    "fp8_e5m2_tensor",
-    "fp8_e4m3_1x128",
-    "fp8_e5m2_1x128",
-    "fp8_e4m3_128x128",
-    "fp8_e5m2_128x128",
-    "mxfp8_e4m3",
-    "mxfp8_e5m2",
-)
-DIVIDE_FORMATS = tuple(name for name in FORMATS if not name.startswith("mxfp8"))
-TENSOR_FORMATS = tuple(name for name in FORMATS if name.endswith("_tensor"))
-
 INPUT_DTYPES = {
     "float32": np.dtype(np.float32),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
     "float16": np.dtype(np.float16),
 }
-
-SHAPES: tuple[tuple[int, ...], ...] = (
-    (0, 16),
-    (16, 0),
-    (0,),
-    (2, 0, 48),
-    (1, 1),
-    (1,),
-    (7,),
-    (1, 200),
-    (200, 1),
-    (32, 32),
-    (33, 65),
-    (31, 129),
-    (2, 3, 96),
-    (128, 128),
-    (130, 257),
-    (256, 384),
-)
-
-# (pow2, eps) of the divide rule; the E8M0 rule has neither. A large eps lifts whole blocks; the last is subnormal.
-OPTIONS = ((False, 0.0), (True, 0.0), (False, 2.0**-10), (True, 1e-12), (False, 1e-40))
-
-# A reduced amax that a per-tensor quantize may be given, the corner cases of NUMERICS 2 included.
-GIVEN_AMAX = tuple(
-    np.float32(v) for v in (0.0, 1.5, 448.0, 1e-45, 1e-38, 1.3e-36, 2.0**-126, 3.4028235e38, math.inf, math.nan)
-)
 
 Values = Callable[[np.random.Generator, tuple[int, ...], np.dtype], np.ndarray]
 
@@ -94,7 +52,7 @@ def _cast(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
 
 
 def _lattice(shape: tuple[int, ...], every: int = 32) -> np.ndarray:
-    """A mask with exactly one element in every aligned run of 32, along rows and along columns alike."""
+    """A mask with exactly one element in every aligned run of `every`, along rows and along columns alike."""
     if not shape:
         return np.ones(shape, bool)
     rows, cols = math.prod(shape[:-1]), shape[-1]
@@ -178,15 +136,25 @@ def all_nan(rng, shape, dtype):
     return _specials(rng, shape, dtype, nan=True, inf=False, share=2.0)
 
 
+def _fp8_grid(fp8) -> np.ndarray:
+    grid = np.arange(128, dtype=np.uint8).view(fp8).astype(np.float64)
+    return grid[np.isfinite(grid)]
+
+
+GRIDS = {
+    "e4m3": _fp8_grid(ml_dtypes.float8_e4m3fn),
+    "e5m2": _fp8_grid(ml_dtypes.float8_e5m2),
+    "e2m1": np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6]),
+}
+
+
 def _ties(element: str) -> Values:
-    """Midpoints of neighbouring FP8 values, with the largest value in each run of 32, so that scales are 1."""
+    """Midpoints of neighbouring values, with the largest value in each run of a block, so that factors are 1."""
 
     def values(rng, shape, dtype):
-        fp8 = {"e4m3": ml_dtypes.float8_e4m3fn, "e5m2": ml_dtypes.float8_e5m2}[element]
-        grid = np.arange(128, dtype=np.uint8).view(fp8).astype(np.float64)
-        grid = grid[np.isfinite(grid)]
+        grid, every = GRIDS[element], 16 if element == "e2m1" else 32
         x = rng.choice((grid[1:] + grid[:-1]) / 2, shape)
-        return _cast(np.where(_lattice(shape), grid[-1], x) * _signs(rng, shape), dtype)
+        return _cast(np.where(_lattice(shape, every), grid[-1], x) * _signs(rng, shape), dtype)
 
     return values
 
@@ -226,6 +194,26 @@ def scale_edges(rng, shape, dtype):
     return (_tiles(shape, draw) | sign).astype(uint).view(dtype)
 
 
+def level_edges(rng, shape, dtype):
+    """Tiles around 6 times the E4M3 values and their midpoints below a tensor amax of 448 * 6.
+
+    These are the edges of an E4M3 block scale: where it rounds, saturates or becomes 0.
+    """
+    uint, _ = _bits(dtype)
+    grid = GRIDS["e4m3"]
+    edges = np.concatenate([grid, (grid[1:] + grid[:-1]) / 2]) * 6
+
+    def draw(tiles):
+        bits = _cast(rng.choice(edges, tiles), dtype).view(uint).astype(np.int64)
+        return np.maximum(bits + rng.integers(-2, 3, tiles), 0)
+
+    sign = rng.integers(0, 2, shape).astype(np.int64) << (8 * dtype.itemsize - 1)
+    x = (_tiles(shape, draw) | sign).astype(uint).view(dtype)
+    if x.size:
+        x.reshape(-1)[rng.integers(x.size)] = 448 * 6
+    return x
+
+
 def random_bits(rng, shape, dtype):
     uint, _ = _bits(dtype)
     return rng.integers(0, 1 << (8 * dtype.itemsize), shape, dtype=np.uint64).astype(uint).view(dtype)
@@ -245,9 +233,11 @@ VALUE_SETS: dict[str, Values] = {
     "all_nan": all_nan,
     "ties_e4m3": _ties("e4m3"),
     "ties_e5m2": _ties("e5m2"),
+    "ties_e2m1": _ties("e2m1"),
     "powers_of_two": powers_of_two,
     "outlier": outlier,
     "scale_edges": scale_edges,
+    "level_edges": level_edges,
     "random_bits": random_bits,
 }
 
@@ -256,124 +246,3 @@ def draw(case_id: str, values: str, shape: tuple[int, ...], dtype: str) -> np.nd
     """Values of one set under the generator of `case_id`."""
     with np.errstate(all="ignore"):
         return VALUE_SETS[values](rng_for(case_id), tuple(shape), INPUT_DTYPES[dtype])
-
-
-@dataclass(frozen=True)
-class QuantizeCase:
-    """One quantize call: what goes in, and with which options."""
-
-    format: str
-    dtype: str
-    shape: tuple[int, ...]
-    values: str
-    pow2: bool = False
-    eps: float = 0.0
-
-    @property
-    def id(self) -> str:
-        shape = "x".join(map(str, self.shape))
-        options = f"-{'pow2' if self.pow2 else 'exact'}-{self.eps:g}" if self.format in DIVIDE_FORMATS else ""
-        return f"{self.format}-{self.dtype}-{shape}-{self.values}{options}"
-
-    def __str__(self) -> str:
-        return f"{self.id} (DIPTYCH_TEST_SEED={SEED})"
-
-    def make(self) -> np.ndarray:
-        return draw(self.id, self.values, self.shape, self.dtype)
-
-
-def quantize_cases(
-    formats: Sequence[str] = FORMATS,
-    dtypes: Sequence[str] = tuple(INPUT_DTYPES),
-    shapes: Sequence[tuple[int, ...]] = SHAPES,
-    values: Sequence[str] = tuple(VALUE_SETS),
-    every_option: bool = False,
-) -> Iterator[QuantizeCase]:
-    """Every format x dtype x shape x value set; options of the divide rule take turns unless all are asked for."""
-    for fmt in formats:
-        options = OPTIONS if fmt in DIVIDE_FORMATS else OPTIONS[:1]
-        for turn, (dtype, shape, value) in enumerate(itertools.product(dtypes, shapes, values)):
-            for pow2, eps in options if every_option else (options[turn % len(options)],):
-                yield QuantizeCase(fmt, dtype, shape, value, pow2, eps)
-
-
-# (M, N, K): empty, one element, ragged against every block, several blocks.
-GEMM_SHAPES = (
-    (0, 4, 8),
-    (4, 0, 8),
-    (4, 8, 0),
-    (1, 1, 1),
-    (1, 1, 3),
-    (7, 5, 33),
-    (16, 16, 128),
-    (33, 65, 127),
-    (64, 48, 129),
-    (130, 20, 257),
-    (128, 144, 384),
-    (3, 2, 1000),
-)
-# What the CUDA tensor cores take (multiples of 16), several tiles included.
-GEMM_SHAPES_ALIGNED = ((16, 16, 128), (64, 48, 256), (256, 128, 384), (128, 256, 1024))
-
-# Operands of one family; elements mix (HYBRID), and so do 1x128 and 128x128.
-GEMM_PAIRS = tuple(
-    (a, b)
-    for family in (("tensor",), ("1x128", "128x128"), ("mxfp8",))
-    for a, b in itertools.product([f for f in FORMATS if any(word in f.split("_") for word in family)], repeat=2)
-)
-# (alpha, beta, bias dtype, out dtype), taking turns
-GEMM_EPILOGUES = (
-    (1.0, 0.0, None, "float32"),
-    (1.0, 0.0, "bfloat16", "bfloat16"),
-    (0.7, 0.0, "float32", "float16"),
-    (-1.5, 1.0, None, "float32"),
-    (1.0, 0.5, "float16", "bfloat16"),
-)
-
-
-@dataclass(frozen=True)
-class GemmCase:
-    """One product; `a_columnwise` says that A is the columnwise copy of a [K, M] tensor, B alike of a [K, N] one."""
-
-    a_format: str
-    b_format: str
-    mnk: tuple[int, int, int]
-    a_columnwise: bool
-    b_columnwise: bool
-    alpha: float
-    beta: float
-    bias_dtype: str | None
-    out_dtype: str
-    values: str = "normal"
-
-    @property
-    def id(self) -> str:
-        copies = "".join("c" if c else "r" for c in (self.a_columnwise, self.b_columnwise))
-        epilogue = f"{self.alpha:g}-{self.beta:g}-{self.bias_dtype}-{self.out_dtype}"
-        mnk = "x".join(map(str, self.mnk))
-        return f"{self.a_format}-{self.b_format}-{mnk}-{copies}-{epilogue}-{self.values}"
-
-    def __str__(self) -> str:
-        return f"{self.id} (DIPTYCH_TEST_SEED={SEED})"
-
-    def make(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]:
-        """Tensors A, B (as they are before quantizing), bias `[N]` and C `[M, N]`; the latter two may be None."""
-        m, n, k = self.mnk
-        a = draw(f"{self.id}-a", self.values, (k, m) if self.a_columnwise else (m, k), "float32")
-        b = draw(f"{self.id}-b", self.values, (k, n) if self.b_columnwise else (n, k), "float32")
-        bias = draw(f"{self.id}-bias", "normal", (n,), self.bias_dtype) if self.bias_dtype else None
-        c = draw(f"{self.id}-c", "normal", (m, n), self.out_dtype) if self.beta else None
-        return a, b, bias, c
-
-
-def gemm_cases(
-    pairs: Sequence[tuple[str, str]] = GEMM_PAIRS,
-    shapes: Sequence[tuple[int, int, int]] = GEMM_SHAPES,
-    values: Sequence[str] = ("normal",),
-) -> Iterator[GemmCase]:
-    """Every pair x shape x value set; copies and epilogues take turns so that each pair meets each of them."""
-    copies = tuple(itertools.product((False, True), repeat=2))
-    for pair_turn, (a, b) in enumerate(pairs):
-        for turn, (mnk, value) in enumerate(itertools.product(shapes, values), start=pair_turn):
-            (a_copy, b_copy), epilogue = copies[turn % len(copies)], GEMM_EPILOGUES[turn % len(GEMM_EPILOGUES)]
-            yield GemmCase(a, b, mnk, a_copy, b_copy, *epilogue, values=value)

@@ -1,0 +1,56 @@
+"""Norms and activations by the names that users know, checked once for both panels. The core's names are `which`."""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import NamedTuple
+
+from diptych.common.errors import DTypeError
+
+NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
+
+
+class NormOptions(NamedTuple):
+    """How a norm computes."""
+
+    which: str
+    eps: float
+    zero_centered_gamma: bool
+
+
+class ActivationOptions(NamedTuple):
+    """Which activation; `gated`: of (a | b), act(a) * b."""
+
+    which: str
+    gated: bool
+
+
+_PLAIN = ("gelu", "relu", "silu", "srelu", "qgelu")
+_GATED = {"geglu": "gelu", "reglu": "relu", "swiglu": "silu", "sreglu": "srelu", "qgeglu": "qgelu"}
+ACTIVATIONS = {name: ActivationOptions(name, False) for name in _PLAIN} | {
+    name: ActivationOptions(which, True) for name, which in _GATED.items()
+}
+
+
+def norm_options(op: str, normalization: str, eps: float, zero_centered_gamma: bool) -> NormOptions:
+    """A norm's options, eps as float32 holds it.
+
+    **Raises** ValueError for an unknown norm or an eps that is not finite and >= 0; TypeError for no number or no bool.
+    """
+    if normalization not in NORMS:
+        raise ValueError(f"{op}: normalization must be one of {', '.join(NORMS)}, got {normalization!r}")
+    if isinstance(eps, bool) or not isinstance(eps, (int, float)):
+        raise DTypeError(f"{op}: eps must be a number, got {type(eps).__name__}")
+    if not isinstance(zero_centered_gamma, bool):
+        raise DTypeError(f"{op}: zero_centered_gamma must be a bool, got {type(zero_centered_gamma).__name__}")
+    if not (math.isfinite(eps) and 0 <= eps < 2.0**128):
+        raise ValueError(f"{op}: eps must be finite and >= 0, got {eps}")
+    return NormOptions(NORMS[normalization], struct.unpack("f", struct.pack("f", eps))[0], zero_centered_gamma)
+
+
+def activation_options(op: str, name: str) -> ActivationOptions:
+    """**Raises** ValueError for an unknown activation."""
+    if name not in ACTIVATIONS:
+        raise ValueError(f"{op}: activation must be one of {', '.join(ACTIVATIONS)}, got {name!r}")
+    return ACTIVATIONS[name]

@@ -1,0 +1,119 @@
+"""What a recipe means for one module: which copies of its tensors to quantize, and with which state.
+
+`linear_plan` turns a recipe into the operands of the three products of a linear layer; both panels' modules follow it.
+
+    fprop  input       @ weight.T      rowwise copies
+    dgrad  grad_output @ weight        rowwise, columnwise
+    wgrad  grad_output.T @ input       columnwise copies
+
+A tensor that enters two products with the same quantizer is quantized once, into two copies; else it is quantized
+twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+from diptych.common.quantizers import Float8Quantizer, Quantizer, QuantizerRole
+from diptych.common.recipes import Recipe
+
+
+class TensorPlan(NamedTuple):
+    """How one tensor is quantized: for the product that reads it rowwise, and for the one that reads it columnwise.
+
+    None: that product runs in high precision. `states` are the names of their delayed-scaling states, or empty.
+    """
+
+    rowwise: Quantizer | None
+    columnwise: Quantizer | None
+    states: tuple[str, str] = ("", "")
+
+    @property
+    def shared(self) -> bool:
+        """Whether one quantizer makes both copies."""
+        return self.rowwise is not None and self.rowwise == self.columnwise
+
+    def calls(self, rowwise: bool, columnwise: bool) -> tuple[tuple[Quantizer, str], ...]:
+        """(quantizer, state name) of each call that makes the wanted copies."""
+        if self.shared and self.rowwise is not None and (rowwise or columnwise):
+            return ((self.rowwise.with_usage(rowwise=rowwise, columnwise=columnwise), self.states[0]),)
+        calls = []
+        if rowwise and self.rowwise is not None:
+            calls.append((self.rowwise.with_usage(rowwise=True, columnwise=False), self.states[0]))
+        if columnwise and self.columnwise is not None:
+            calls.append((self.columnwise.with_usage(rowwise=False, columnwise=True), self.states[1]))
+        return tuple(calls)
+
+
+class StateSlot(NamedTuple):
+    """One delayed-scaling state of a module: its name and the quantizer (both copies) that it serves."""
+
+    name: str
+    quantizer: Float8Quantizer
+
+
+@dataclasses.dataclass(frozen=True)
+class LinearPlan:
+    """The operands of a linear layer under a recipe; see the module's docstring.
+
+    `results`: quantizers of output, grad_input and grad_weight, or None. `fast_accum` and `quantized`: for fprop, dgrad
+    and wgrad, the latter whether both operands are quantized. `dequantized_backward`: dgrad and wgrad run in high
+    precision on what the forward's copies stand for.
+    """
+
+    input: TensorPlan
+    weight: TensorPlan
+    grad_output: TensorPlan
+    results: tuple[Quantizer | None, Quantizer | None, Quantizer | None]
+    fast_accum: tuple[bool, bool, bool]
+    quantized: tuple[bool, bool, bool]
+    dequantized_backward: bool
+    states: tuple[StateSlot, ...]
+
+    @property
+    def needs_rng(self) -> bool:
+        """Whether any quantizer rounds stochastically."""
+        plans = (self.input, self.weight, self.grad_output)
+        used = [q for p in plans for q in (p.rowwise, p.columnwise)] + list(self.results)
+        return any(q is not None and q.needs_rng for q in used)
+
+
+@functools.lru_cache(maxsize=1024)
+def linear_plan(recipe: Recipe, module: str = "linear", name: str = "") -> LinearPlan:
+    """The plan of one module. **Raises** what `recipe.quantizer` raises; ValueError for operands that do not fit."""
+    x_f, w_f = recipe.operands("fprop", module, name)
+    dy_d, w_d = dy_w, x_w = (None, None)
+    if not recipe.backward_override:
+        dy_d, w_d = recipe.operands("dgrad", module, name)
+        dy_w, x_w = recipe.operands("wgrad", module, name)
+    tensors, states = {}, []
+    uses = {"input": (x_f, x_w), "weight": (w_f, w_d), "grad_output": (dy_d, dy_w)}
+    gemms = {"input": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "grad_output": ("dgrad", "wgrad")}
+    for tensor, (rowwise, columnwise) in uses.items():
+        shared = rowwise is not None and rowwise == columnwise
+        names = []
+        for quantizer, gemm in zip((rowwise, columnwise), gemms[tensor], strict=True):
+            names.append((tensor if shared else f"{tensor}.{gemm}") if _delayed(quantizer) else "")
+            if _delayed(quantizer) and all(slot.name != names[-1] for slot in states):
+                states.append(StateSlot(names[-1], quantizer.with_usage(rowwise=True, columnwise=True)))  # type: ignore
+        tensors[tensor] = TensorPlan(rowwise, columnwise, (names[0], names[1]))
+    pairs = {"fprop": (x_f, w_f), "dgrad": (dy_d, w_d), "wgrad": (dy_w, x_w)}
+    results = tuple(recipe.quantizer(QuantizerRole(module, t, name=name)) for t in QuantizerRole.RESULTS)
+    if any(q is not None and q.needs_scale for q in results):
+        raise ValueError(
+            f"{type(recipe).__name__}: results cannot be quantized with delayed scaling, which has no state"
+        )
+    return LinearPlan(
+        **tensors,
+        results=results,  # type: ignore[arg-type]
+        fast_accum=tuple(recipe.fast_accum(g) for g in pairs),  # type: ignore[arg-type]
+        quantized=tuple(a is not None and b is not None for a, b in pairs.values()),  # type: ignore[arg-type]
+        dequantized_backward=recipe.backward_override == "dequantized",
+        states=tuple(states),
+    )
+
+
+def _delayed(quantizer: Quantizer | None) -> bool:
+    return quantizer is not None and quantizer.needs_scale

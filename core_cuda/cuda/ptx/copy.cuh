@@ -1,0 +1,18 @@
+// Asynchronous copies from device to shared memory (sm_80 and later).
+#pragma once
+
+#include <cstdint>
+
+namespace diptych::cuda::ptx {
+
+// 16 bytes, both sides aligned to 16; zeros where !inside, and `from` is not read then.
+__device__ __forceinline__ void copy_async16(void* shared, const void* from, bool inside) {
+  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0)
+               : "memory");
+}
+
+// Waits for this thread's copies; others see them after a barrier.
+__device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+}  // namespace diptych::cuda::ptx

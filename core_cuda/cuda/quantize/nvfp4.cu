@@ -1,0 +1,379 @@
+// NVFP4: E2M1 in blocks of 16 with E4M3 scales under an amax of the tensor; rowwise and transposed copies from one
+// read.
+//
+// A thread block holds a tile of 128 columns in shared memory, in bands of 16 rows. A thread takes whole blocks: 16
+// neighbours of a row, or 16 rows of two columns. Lanes whose bytes are neighbours in an output lie side by side in a
+// warp, so outputs go straight to memory.
+#include "cuda/e2m1.cuh"
+#include "cuda/fused/source.cuh"
+#include "cuda/hadamard.cuh"
+#include "cuda/launch.cuh"
+#include "cuda/ptx/copy.cuh"
+#include "cuda/quantize/philox.cuh"
+#include "cuda/quantize/quantize.h"
+#include "cuda/vector.cuh"
+
+namespace diptych::cuda {
+namespace {
+
+constexpr int kBlock = 16, kCols = 128, kBlocks = kCols / kBlock;
+
+struct Nvfp4Args {
+  const void* x;  // [m, k]
+  int64_t m, k;
+  SourceArgs in;             // what is encoded where x is not
+  unsigned tiles_k;          // the grid walks k first
+  const float* row_amax;     // [1], or [m] if each_row
+  const float* col_amax;     // [1]
+  const uint32_t* rng;       // [4]
+  uint8_t *row, *row_scale;  // [m, k / 2] and [m, k / 16], or null
+  uint8_t *col, *col_scale;  // [k, m / 2] and [k, m / 16], or null
+  bool each_row, square, rht, rht_signs;
+  bool vec_x, vec_row, vec_col;  // aligned to 16, 8 and 8 bytes
+};
+
+// ---- a block ----
+
+// Its sixteen elements. 16-bit types: two to a word, the first lower.
+template <typename T>
+struct Block {
+  static constexpr int kWords = kBlock * sizeof(T) / 4;
+  uint32_t w[kWords];
+};
+
+template <typename T>
+__device__ __forceinline__ float2 pair_floats(uint32_t w) {
+  if constexpr (std::is_same_v<T, __nv_bfloat16>) {
+    return make_float2(float_of(w << 16), float_of(w & 0xffff0000));
+  } else {
+    __half2 h;
+    memcpy(&h, &w, sizeof(w));
+    return __half22float2(h);
+  }
+}
+
+// Larger of two magnitudes, NaN above all: as floats, which order as their bits do, and as pairs of 16 bits.
+__device__ __forceinline__ float max_nan(float a, float b) {
+  const uint32_t u = bits_of(a), v = bits_of(b);
+  return float_of(u > v ? u : v);
+}
+template <typename T>
+__device__ __forceinline__ uint32_t max_nan2(uint32_t a, uint32_t b) {
+  std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162> x, y;
+  memcpy(&x, &a, sizeof(a)), memcpy(&y, &b, sizeof(b));
+  x = __hmax2_nan(x, y);
+  memcpy(&a, &x, sizeof(a));
+  return a;
+}
+
+// The largest magnitude, or NaN where there is one.
+template <typename T>
+__device__ __forceinline__ float amax_of(const Block<T>& x) {
+  if constexpr (sizeof(T) == 4) {
+    float m = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) m = max_nan(m, float_of(x.w[i] & 0x7fffffff));
+    return m;
+  } else {
+    uint32_t m = x.w[0] & 0x7fff7fff;
+#pragma unroll
+    for (int i = 1; i < Block<T>::kWords; ++i) m = max_nan2<T>(m, x.w[i] & 0x7fff7fff);
+    const float2 f = pair_floats<T>(m);
+    return max_nan(f.x, f.y);
+  }
+}
+
+template <typename T>
+__device__ __forceinline__ void to_floats(const Block<T>& x, float (&v)[kBlock]) {
+#pragma unroll
+  for (int i = 0; i < Block<T>::kWords; ++i) {
+    if constexpr (sizeof(T) == 4) {
+      v[i] = float_of(x.w[i]);
+    } else {
+      const float2 f = pair_floats<T>(x.w[i]);
+      v[2 * i] = f.x, v[2 * i + 1] = f.y;
+    }
+  }
+}
+
+// Sign bits of eight elements where e2m1_pack8 wants them.
+template <typename T>
+__device__ __forceinline__ uint32_t sign_word(const uint32_t* w) {
+  uint32_t even, odd;  // a byte of each element, its sign uppermost
+  if constexpr (sizeof(T) == 4) {
+    even = __byte_perm(__byte_perm(w[0], w[2], 0x73), __byte_perm(w[4], w[6], 0x73), 0x5410);
+    odd = __byte_perm(__byte_perm(w[1], w[3], 0x73), __byte_perm(w[5], w[7], 0x73), 0x5410);
+  } else {
+    const uint32_t first = __byte_perm(w[0], w[1], 0x7351), second = __byte_perm(w[2], w[3], 0x7351);
+    even = __byte_perm(first, second, 0x5410), odd = __byte_perm(first, second, 0x7632);
+  }
+  return ((even >> 4) & 0x08080808) | (odd & 0x80808080);
+}
+
+// Payload of a block: eight bytes. `amax` is that of the block or of one that contains it; NaN makes all codes 7.
+template <typename T, bool kStochastic>
+__device__ __forceinline__ uint2 encode_block(Block<T> x, float amax, float factor, const Words4& noise) {
+  float v[kBlock];
+  to_floats(x, v);
+  // Rare: NaN, or more than e2m1_code takes, which a scale of 0, 448 or too small an amax of the tensor lets through.
+  if (!(multiply_rn(amax, factor) < 7.0f)) {
+    const float most = fminf(divide_rn(6.5f, factor), FLT_MAX);  // becomes a 6, dithered or not
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) v[i] = amax == amax ? fminf(fabsf(v[i]), most) : most;
+#pragma unroll
+    for (int i = 0; i < Block<T>::kWords; ++i) x.w[i] = amax == amax ? x.w[i] : 0;
+  }
+  const auto half = [&](int h) {
+    return e2m1_pack8(sign_word<T>(x.w + h * Block<T>::kWords / 2), [&](int j) {
+      const float y = multiply_rn(fabsf(v[h * 8 + j]), factor);
+      if constexpr (kStochastic) {
+        const uint32_t byte_bits = __byte_perm(noise.w[h * 2 + j / 4], 0x4b000000, 0x7540 | j % 4);
+        return e2m1_code<true>(e2m1_dithered(y, byte_bits));
+      } else {
+        return e2m1_code<false>(y);
+      }
+    });
+  };
+  return make_uint2(half(0), half(1));
+}
+
+template <typename T>
+__device__ __forceinline__ Block<T> rotated(const Block<T>& x, bool signs) {
+  float z[kHadamard];
+  to_floats(x, z);
+  if constexpr (sizeof(T) == 4) {
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) z[i] = through_bf16(z[i]);
+  }
+  hadamard16(z, signs);
+  Block<T> r;
+#pragma unroll
+  for (int i = 0; i < Block<T>::kWords; ++i) {
+    if constexpr (sizeof(T) == 4) {
+      r.w[i] = bits_of(through_bf16(z[i]));
+    } else {
+      r.w[i] = pack2<T>(z[2 * i], z[2 * i + 1]);
+    }
+  }
+  return r;
+}
+
+__device__ __forceinline__ void store8(uint8_t* p, uint2 v, bool vec) {
+  if (vec) {
+    *reinterpret_cast<uint2*>(p) = v;
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 8; ++i) p[i] = static_cast<uint8_t>((i < 4 ? v.x : v.y) >> (i % 4 * 8));
+}
+
+// ---- a tile ----
+
+// 16 bytes are a chunk. Chunks of a row change places within groups of eight, by band and by group, so that neither
+// lanes that walk along a row nor lanes that walk down the bands meet in a bank.
+template <typename T>
+struct Tile {
+  static constexpr int kRows = sizeof(T) == 4 ? 64 : 128;
+  static constexpr int kBands = kRows / kBlock, kWarps = 4, kThreads = 32 * kWarps;
+  static constexpr int kOwn = kBands / kWarps;  // bands of a warp, while it walks along the rows
+  static constexpr int kPerChunk = 16 / sizeof(T), kChunks = kCols / kPerChunk;
+  static constexpr int kPairs = 32 / kBands;  // pairs of columns that a warp walks down at once, in every band
+  static constexpr int kPitch = kCols * sizeof(T);
+
+  __device__ __forceinline__ static unsigned offset(unsigned band, unsigned row, unsigned chunk) {
+    const unsigned turn = (band * (2 * kPairs / kPerChunk)) ^ (chunk / 8);
+    return (band * kBlock + row) * kPitch + (chunk ^ (turn & 7)) * 16;
+  }
+};
+
+// Starts the copy of a tile; rows and columns outside x become zeros.
+template <typename T>
+__device__ __forceinline__ void load_tile(const Nvfp4Args& p, uint8_t* tile, int64_t row0, int64_t col0) {
+  using S = Tile<T>;
+  constexpr int kStep = S::kThreads / S::kChunks;  // rows at once
+  static_assert(kBlock % kStep == 0);
+  const unsigned first = threadIdx.x / S::kChunks, chunk = threadIdx.x % S::kChunks;
+  const int64_t col = col0 + chunk * S::kPerChunk;
+  const T* x = static_cast<const T*>(p.x) + (row0 + first) * p.k + col;
+  const int64_t left = col < p.k ? p.m - row0 - first : 0;  // rows from `first` on; k is a multiple of 16
+  const int rows = left < S::kRows ? static_cast<int>(left) : S::kRows;
+  const auto to = [&](int i) { return tile + S::offset(i / kBlock, first + i % kBlock, chunk); };
+  if (p.vec_x && rows > S::kRows - kStep) {
+#pragma unroll
+    for (int i = 0; i < S::kRows; i += kStep) ptx::copy_async16(to(i), x + i * p.k, true);
+    return;
+  }
+#pragma unroll 1
+  for (int i = 0; i < S::kRows; i += kStep) {
+    if (p.vec_x) {
+      ptx::copy_async16(to(i), i < rows ? x + i * p.k : p.x, i < rows);
+      continue;
+    }
+    for (int j = 0; j < S::kPerChunk; ++j) reinterpret_cast<T*>(to(i))[j] = i < rows ? x[i * p.k + j] : T{};
+  }
+}
+
+// The same of values that are computed on the way: eight of a row at a time.
+__device__ __forceinline__ void compute_tile(const SourceArgs& in, uint8_t* tile, int64_t row0, int64_t col0) {
+  using S = Tile<float>;
+  constexpr unsigned kGroups = kCols / 8;
+#pragma unroll 1
+  for (unsigned at = threadIdx.x; at < S::kRows * kGroups; at += S::kThreads) {
+    const unsigned r = at / kGroups, group = at % kGroups;
+    const Floats8 f = source8(in, row0 + r, col0 + group * 8);
+#pragma unroll
+    for (unsigned h = 0; h < 2; ++h) {
+      *reinterpret_cast<float4*>(tile + S::offset(r / kBlock, r % kBlock, group * 2 + h)) =
+          make_float4(f.v[4 * h], f.v[4 * h + 1], f.v[4 * h + 2], f.v[4 * h + 3]);
+    }
+  }
+}
+
+// Block b of a row of a band.
+template <typename T>
+__device__ __forceinline__ Block<T> row_block(const uint8_t* tile, unsigned band, unsigned r, unsigned b) {
+  constexpr int kPer = kBlock / Tile<T>::kPerChunk;
+  Block<T> x;
+#pragma unroll
+  for (unsigned i = 0; i < kPer; ++i) {
+    const uint4 u = *reinterpret_cast<const uint4*>(tile + Tile<T>::offset(band, r, b * kPer + i));
+    x.w[4 * i] = u.x, x.w[4 * i + 1] = u.y, x.w[4 * i + 2] = u.z, x.w[4 * i + 3] = u.w;
+  }
+  return x;
+}
+
+// The blocks of columns col and col + 1 (col even) in a band.
+template <typename T>
+__device__ __forceinline__ void column_blocks(const uint8_t* tile, unsigned band, unsigned col, Block<T> (&x)[2]) {
+  using S = Tile<T>;
+  const uint8_t* p = tile + S::offset(band, 0, col / S::kPerChunk) + col % S::kPerChunk * sizeof(T);
+  if constexpr (sizeof(T) == 4) {
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) {
+      const uint2 u = *reinterpret_cast<const uint2*>(p + i * S::kPitch);
+      x[0].w[i] = u.x, x[1].w[i] = u.y;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kBlock / 2; ++i) {
+      const uint32_t a = *reinterpret_cast<const uint32_t*>(p + 2 * i * S::kPitch);
+      const uint32_t b = *reinterpret_cast<const uint32_t*>(p + (2 * i + 1) * S::kPitch);
+      x[0].w[i] = __byte_perm(a, b, 0x5410), x[1].w[i] = __byte_perm(a, b, 0x7632);
+    }
+  }
+}
+
+// One block's scale and payload, at its place in a copy: block `at`, row-major.
+template <typename T, bool kStochastic>
+__device__ __forceinline__ void write_block(const Nvfp4Args& p, bool columnwise, int64_t at, const Block<T>& x,
+                                            float amax, const TwoLevel& level) {
+  const uint32_t code = block_code(level, amax);
+  Words4 noise{};
+  if constexpr (kStochastic) noise = rounding_bytes(p.rng, columnwise, at);
+  const uint2 q = encode_block<T, kStochastic>(x, amax, block_factor(level, code), noise);
+  (columnwise ? p.col_scale : p.row_scale)[at] = static_cast<uint8_t>(code);
+  store8((columnwise ? p.col : p.row) + at * (kBlock / 2), q, columnwise ? p.vec_col : p.vec_row);
+}
+
+template <typename In, bool kStochastic, typename T = Held<In>>
+__global__ void __launch_bounds__(Tile<T>::kThreads, 6) nvfp4_kernel(const __grid_constant__ Nvfp4Args p) {
+  using S = Tile<T>;
+  __shared__ __align__(16) uint8_t tile[S::kRows * S::kPitch];
+  __shared__ float square[S::kBands][kBlocks];  // amaxes of 16 x 16, p.square
+  __shared__ TwoLevel level[2];                 // of the rowwise and of the columnwise copy
+  const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  // Last tiles first: the end of x is what an amax pass has just left in L2.
+  const unsigned index = gridDim.x - 1 - blockIdx.x;
+  const int64_t row0 = static_cast<int64_t>(index / p.tiles_k) * S::kRows;
+  const int64_t col0 = static_cast<int64_t>(index % p.tiles_k) * kCols;
+  if constexpr (std::is_same_v<In, Computed>) {
+    compute_tile(p.in, tile, row0, col0);
+  } else {
+    load_tile<T>(p, tile, row0, col0);
+  }
+  if (threadIdx.x == 0 && p.row && !p.each_row) level[0] = two_level(*p.row_amax);
+  if (threadIdx.x == 32 && p.col) level[1] = two_level(*p.col_amax);
+  ptx::copy_async_wait();
+  __syncthreads();
+
+  const unsigned first = lane / kBlocks, b = lane % kBlocks;  // four rows at a time, eight blocks each
+  if (p.square) {
+    for (unsigned band = warp * S::kOwn; band < (warp + 1) * S::kOwn; ++band) {
+      float m = 0.0f;
+#pragma unroll
+      for (unsigned r = 0; r < kBlock; r += 4) m = max_nan(m, amax_of(row_block<T>(tile, band, first + r, b)));
+      m = max_nan(m, __shfl_xor_sync(kAllLanes, m, 8));
+      m = max_nan(m, __shfl_xor_sync(kAllLanes, m, 16));
+      if (lane < kBlocks) square[band][lane] = m;
+    }
+    __syncthreads();
+  }
+  if (p.row && col0 + b * kBlock < p.k) {
+    const int64_t blocks = p.k / kBlock;  // of a row
+#pragma unroll 1
+    for (unsigned band = warp * S::kOwn; band < (warp + 1) * S::kOwn; ++band) {
+      const int64_t row = row0 + band * kBlock + first, at = row * blocks + col0 / kBlock + b, left = p.m - row;
+      const int rows = left < kBlock ? static_cast<int>(left) : kBlock;
+#pragma unroll 2
+      for (int r = 0; r < kBlock; r += 4) {
+        if (r >= rows) break;
+        const Block<T> x = row_block<T>(tile, band, first + r, b);
+        const float amax = p.square ? square[band][b] : amax_of(x);
+        const TwoLevel own = p.each_row ? two_level(p.row_amax[row + r]) : level[0];
+        write_block<T, kStochastic>(p, false, at + r * blocks, x, amax, own);
+      }
+    }
+  }
+  const unsigned band = lane / S::kPairs;
+  if (!p.col || row0 + band * kBlock >= p.m) return;
+  const int64_t blocks = p.m / kBlock;  // of a column
+#pragma unroll 1
+  for (unsigned col = (warp * S::kPairs + lane % S::kPairs) * 2; col < kCols; col += S::kWarps * S::kPairs * 2) {
+    if (col0 + col >= p.k) return;
+    Block<T> x[2];
+    column_blocks<T>(tile, band, col, x);
+#pragma unroll
+    for (unsigned i = 0; i < 2; ++i) {
+      if constexpr (std::is_same_v<In, __nv_bfloat16> || std::is_same_v<In, Computed>) {
+        if (p.rht) x[i] = rotated<T>(x[i], p.rht_signs);
+      }
+      const float amax = p.square ? square[band][col / kBlock] : amax_of(x[i]);
+      write_block<T, kStochastic>(p, true, (col0 + col + i) * blocks + row0 / kBlock + band, x[i], amax, level[1]);
+    }
+  }
+}
+
+}  // namespace
+
+Status quantize_nvfp4(const QuantizeArgs& args, const Execution& exec) {
+  const QuantSpec& spec = args.spec;
+  if (args.amax_mode == AmaxMode::compute) {
+    const int32_t flags = spec.flags & (kRowAmax | kRht | kRhtSigns);
+    DIPTYCH_TRY(cuda::amax({args.x, args.amax, args.columnwise_amax, flags, args.source}, exec));
+  }
+  Nvfp4Args p{};
+  p.x = args.x.data, p.in = source_args(args.x, args.source), p.m = p.in.m, p.k = p.in.k;
+  if (p.m == 0 || p.k == 0) return {};
+  p.each_row = spec.has(kRowAmax), p.square = spec.has(kSquare);
+  p.rht = spec.has(kRht), p.rht_signs = spec.has(kRhtSigns);
+  p.vec_x = aligned(p.x, 16);
+  if (spec.has(kStochastic)) p.rng = args.rng.as<const uint32_t>();
+  if (args.rowwise.given()) {
+    p.row = args.rowwise.data.as<uint8_t>(), p.row_scale = args.rowwise.scale_inv.as<uint8_t>();
+    p.row_amax = args.amax.as<const float>(), p.vec_row = aligned(p.row, 8);
+  }
+  if (args.columnwise.given()) {
+    p.col = args.columnwise.data.as<uint8_t>(), p.col_scale = args.columnwise.scale_inv.as<uint8_t>();
+    p.col_amax = args.columnwise_amax.as<const float>(), p.vec_col = aligned(p.col, 8);
+  }
+  return with_input_type(args.x, args.source, "quantize", [&](auto type) {
+    using S = Tile<Held<decltype(type)>>;
+    const int64_t tiles_k = ceil_div(p.k, kCols), tiles = ceil_div(p.m, S::kRows) * tiles_k;
+    p.tiles_k = static_cast<unsigned>(tiles_k);
+    return spec.has(kStochastic)
+               ? launch("quantize", nvfp4_kernel<decltype(type), true>, tiles, S::kThreads, 0, exec.stream, p)
+               : launch("quantize", nvfp4_kernel<decltype(type), false>, tiles, S::kThreads, 0, exec.stream, p);
+  });
+}
+
+}  // namespace diptych::cuda

@@ -1,0 +1,73 @@
+// Delayed scaling's update of histories and scales, a thread block for each tensor. Outputs may be the inputs.
+#include <cmath>
+
+#include "cuda/launch.cuh"
+#include "cuda/vector.cuh"
+
+namespace diptych::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+struct UpdateArgs {
+  const float* history;  // [n, length], a row for each thread block
+  const float* scale;    // [n]
+  const float* reduced;  // [n], or null
+  const float* amax;     // [n], or null
+  float* new_history;
+  float* new_scale;
+  int64_t length;
+  float top;  // the element's largest value / 2^margin
+  bool most_recent;
+};
+
+__global__ void __launch_bounds__(kThreads) update_kernel(const __grid_constant__ UpdateArgs p) {
+  const int64_t tensor = blockIdx.x;
+  const float* from = p.history + tensor * p.length;
+  float* to = p.new_history + tensor * p.length;
+  const float reduced = p.reduced ? p.reduced[tensor] : 0.0f;
+  const float last = reduced != 0.0f ? reduced : from[0];
+  const bool rolls = last != 0.0f;
+
+  float m = last;
+  for (int64_t begin = 0; begin < p.length; begin += kThreads) {
+    const int64_t i = begin + threadIdx.x;
+    float v = 0.0f;
+    if (i < p.length) {
+      v = !rolls ? from[i] : i + 1 < p.length ? from[i + 1] : last;
+      m = fmaxf(m, v);  // passes NaN over; without a roll it is not used
+      if (rolls && i == 0) v = 0.0f;
+    }
+    __syncthreads();  // in place: all have read what this step overwrites, and from[0]
+    if (i < p.length) to[i] = v;
+  }
+
+  __shared__ float scratch[kThreads / 32];
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2) m = fmaxf(m, __shfl_xor_sync(kAllLanes, m, mask));
+  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = m;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+#pragma unroll
+  for (int w = 1; w < kThreads / 32; ++w) m = fmaxf(m, scratch[w]);
+  const float old = p.scale[tensor];
+  const float amax = p.amax ? p.amax[tensor] : p.most_recent ? last : m;
+  p.new_scale[tensor] = rolls ? next_scale(amax, p.top, old) : old;
+}
+
+}  // namespace
+
+Status scale_update(const ScaleUpdateArgs& args, const Execution& exec) {
+  const int64_t n = args.history.rows();
+  if (n == 0) return {};
+  UpdateArgs p{};
+  p.history = args.history.as<const float>(), p.scale = args.scale.as<const float>();
+  if (args.reduced.given()) p.reduced = args.reduced.as<const float>();
+  if (args.amax.given()) p.amax = args.amax.as<const float>();
+  p.new_history = args.new_history.as<float>(), p.new_scale = args.new_scale.as<float>();
+  p.length = args.history.cols(), p.most_recent = args.most_recent;
+  p.top = args.fp8_max * std::ldexp(1.0f, -args.margin);
+  return launch("scale_update", update_kernel, n, kThreads, 0, exec.stream, p);
+}
+
+}  // namespace diptych::cuda

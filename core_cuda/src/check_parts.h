@@ -1,0 +1,27 @@
+// The pieces that contracts are made of: what one argument must be.
+#pragma once
+
+#include <initializer_list>
+
+#include "check.h"
+
+namespace diptych::contract {
+
+// Present, on the op's device, dense, aligned to its element.
+Status present(const char* op, const char* arg, const TensorView&, const Device&);
+Status high_precision(const char* op, const char* arg, const TensorView&);
+Status of_dtype(const char* op, const char* arg, const TensorView&, DType);
+Status of_numel(const char* op, const char* arg, const TensorView&, int64_t n);
+Status of_shape(const char* op, const char* arg, const TensorView&, int64_t rows, int64_t cols);
+Status ranked(const char* op, const char* arg, const TensorView&);
+Status floats(const char* op, const char* arg, const TensorView&, int64_t n, const Device&);  // present, float32, n
+Status apart(const char* op, const char* out_name, const TensorView& out, const char* in_name, const TensorView& in);
+// Scratch memory: large enough, 16-byte aligned, and nobody else's.
+Status workspace(const char* op, const TensorView&, int64_t need, const Device&,
+                 std::initializer_list<const TensorView*> others);
+
+// What is encoded instead of x; `outs` are written and may not lie in what it reads.
+Status source(const char* op, const TensorView& x, const Source&, const Device&,
+              std::initializer_list<const TensorView*> outs);
+
+}  // namespace diptych::contract

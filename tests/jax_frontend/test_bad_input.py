@@ -1,0 +1,162 @@
+"""What the verbs say to bad input: the same error eagerly and while tracing, and no kernel has run."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+import cases
+import diptych.jax as dj
+from diptych.common import DTypeError, NVFP4Quantizer, ShapeError, UnsupportedError
+from diptych.jax import primitives
+from jax_frontend import tools
+
+X = np.ones((4, 32), np.float32)
+B16 = np.ones((16, 32), cases.INPUT_DTYPES["bfloat16"])
+CURRENT, MX, BLOCK, FP4 = (tools.quantizer(f) for f in ("fp8_e4m3_tensor", "mxfp8_e4m3", "fp8_e4m3_1x128", "nvfp4"))
+DELAYED, NOISY, ROTATED = dj.Float8Quantizer(), NVFP4Quantizer(stochastic_rounding=True), NVFP4Quantizer(with_rht=True)
+ONE, RNG = np.ones(1, np.float32), np.zeros(4, np.int32)
+H = np.ones((2, 3), np.float32)
+
+
+OPERANDS = {}
+
+
+@pytest.fixture(autouse=True)
+def operands(default_device):
+    """Made by a fixture, so that importing this file starts no backend."""
+    OPERANDS["q"] = dj.quantize(X, MX)
+    OPERANDS["row"] = dj.quantize(X, MX.with_usage(columnwise=False))
+
+
+def gemm(a="q", b="q", **options):
+    return dj.gemm(OPERANDS.get(a, X), OPERANDS[b], **options)
+
+
+def gemm_into(acc):
+    return dj.gemm_into(acc, OPERANDS["q"], OPERANDS["q"])
+
+
+BAD = {
+    "quantize int": (lambda: dj.quantize(jnp.ones((4, 4), jnp.int32), MX), DTypeError, r"mxfp8_e4m3.*int32"),
+    "quantize list": (lambda: dj.quantize([1.0], MX), DTypeError, "JAX or NumPy array, got list"),
+    "quantize float64": (lambda: dj.quantize(np.ones((4, 4)), MX), DTypeError, "float64"),
+    "quantize scalar": (lambda: dj.quantize(jnp.float32(1), MX), ShapeError, "at least one dimension"),
+    "quantize quantizer": (lambda: dj.quantize(X, dj.MXFP8BlockScaling()), DTypeError, "Quantizer"),
+    "quantize amax block": (lambda: dj.quantize(X, BLOCK, amax=1.0), ValueError, "fp8_e4m3_1x128"),
+    "quantize amax shape": (lambda: dj.quantize(X, CURRENT, amax=jnp.ones(2)), ShapeError, r"\[1\], got \[2\]"),
+    "quantize amax dtype": (lambda: dj.quantize(X, CURRENT, amax=jnp.ones(1, jnp.bfloat16)), DTypeError, "float32"),
+    "quantize amax missing": (lambda: dj.quantize(B16, FP4, amax=1.0), ValueError, "columnwise_amax is missing"),
+    "quantize amax unread": (
+        lambda: dj.quantize(X, CURRENT, columnwise_amax=1.0),
+        ValueError,
+        "not read columnwise_amax",
+    ),
+    "quantize row amax": (
+        lambda: dj.quantize(B16, tools.quantizer("nvfp4", row_amax=True, columnwise=False), amax=1.0),
+        ShapeError,
+        r"amax must have shape \[16\], got \[1\]",
+    ),
+    "quantize amax float64": (lambda: dj.quantize(X, CURRENT, amax=np.ones(1)), DTypeError, "amax is float64"),
+    "quantize amax text": (lambda: dj.quantize(X, CURRENT, amax="1"), DTypeError, "amax must be a JAX or NumPy array"),
+    "quantize k": (lambda: dj.quantize(np.ones((16, 8), np.float32), FP4), ShapeError, r"last extent .*\[16, 8\]"),
+    "quantize rows": (lambda: dj.quantize(X, FP4), ShapeError, r"number of rows .*\[4, 32\]"),
+    "quantize no scale": (lambda: dj.quantize(X, DELAYED), TypeError, "pass scale="),
+    "quantize scale block": (lambda: dj.quantize(X, BLOCK, scale=1.0), ValueError, "scale is for per-tensor formats"),
+    "quantize scale pow2": (
+        lambda: dj.quantize(X, tools.quantizer("fp8_e4m3_tensor", pow2=True), scale=1.0),
+        ValueError,
+        "options of .* do not apply",
+    ),
+    "quantize scale amax": (lambda: dj.quantize(X, DELAYED, scale=1.0, amax=1.0), ValueError, "scale and amax"),
+    "quantize scale shape": (
+        lambda: dj.quantize(X, DELAYED, scale=jnp.ones(2)),
+        ShapeError,
+        r"scale .*\[1\], got \[2\]",
+    ),
+    "quantize no rng": (lambda: dj.quantize(B16, NOISY), TypeError, "pass rng="),
+    "quantize rng": (lambda: dj.quantize(B16, FP4, rng=RNG), ValueError, "rng is for stochastic rounding"),
+    "quantize rng shape": (lambda: dj.quantize(B16, NOISY, rng=RNG[:2]), ShapeError, r"rng .*\[4\], got \[2\]"),
+    "quantize rng dtype": (lambda: dj.quantize(B16, NOISY, rng=ONE), DTypeError, "rng must be int32"),
+    "quantize rht dtype": (lambda: dj.quantize(np.float32(B16), ROTATED), DTypeError, "transform takes bfloat16 alone"),
+    "quantize group block": (lambda: dj.quantize(X, MX, amax_group="i"), ValueError, "amax_group .*mxfp8_e4m3"),
+    "quantize group delayed": (
+        lambda: dj.quantize(X, DELAYED, amax_group="i"),
+        ValueError,
+        r"amax_group .*scale_update\(reduced=\)",
+    ),
+    "quantize group amax": (lambda: dj.quantize(X, CURRENT, amax_group="i", amax=1.0), ValueError, "was given too"),
+    "scale_update dtype": (lambda: dj.scale_update(H, np.ones(2)), DTypeError, "scale must be float32, got float64"),
+    "scale_update list": (lambda: dj.scale_update([1.0], ONE), DTypeError, "history must be .*got list"),
+    "scale_update shape": (lambda: dj.scale_update(H, ONE), ShapeError, r"scale .*\[2\], got \[1\]"),
+    "scale_update empty": (lambda: dj.scale_update(H[:, :0], H[:, 0]), ShapeError, "has no entry"),
+    "scale_update reduced": (lambda: dj.scale_update(H, H[:, 0], reduced=ONE), ShapeError, r"reduced .*\[2\]"),
+    "scale_update margin": (lambda: dj.scale_update(H, H[:, 0], margin=127), ValueError, r"-126\.\.126"),
+    "scale_update margin type": (lambda: dj.scale_update(H, H[:, 0], margin=1.0), DTypeError, "margin .*float"),
+    "scale_update fp8_max": (lambda: dj.scale_update(H, H[:, 0], fp8_max=0), ValueError, "fp8_max must be > 0"),
+    "scale_update both": (
+        lambda: dj.scale_update(H, H[:, 0], amax=H[:, 0], most_recent=True),
+        ValueError,
+        "most_recent does not apply",
+    ),
+    "dequantize array": (lambda: dj.dequantize(X), DTypeError, "QuantizedArray"),
+    "dequantize dtype": (lambda: dj.dequantize(OPERANDS["q"], "float8_e5m2"), DTypeError, "float8_e5m2"),
+    "dequantize no dtype": (lambda: dj.dequantize(OPERANDS["q"], "real"), DTypeError, "'real' is no dtype"),
+    "gemm array": (lambda: gemm("x"), DTypeError, "a must be a QuantizedArray"),
+    "gemm reduced": (
+        lambda: dj.gemm(OPERANDS["q"], dj.quantize(np.ones((4, 64), np.float32), MX)),
+        ShapeError,
+        r"32 elements, b .* over 64",
+    ),
+    "gemm copy": (lambda: gemm("row", "row", trans_a=True), ValueError, r"columnwise copy .*\[4, 32\]"),
+    "gemm bias": (lambda: gemm(bias=jnp.ones(5)), ShapeError, r"bias .*\[4\], got \[5\]"),
+    "gemm bias dtype": (lambda: gemm(bias=jnp.ones(4, jnp.int8)), DTypeError, r"bias .*int8"),
+    "gemm out_dtype": (lambda: gemm(out_dtype=jnp.int32), DTypeError, "int32"),
+    "gemm alpha": (lambda: gemm(alpha=jnp.ones(())), DTypeError, "alpha must be a Python number"),
+    "gemm alpha inf": (lambda: gemm(alpha=1e39), ValueError, "alpha must be finite"),
+    "gemm fast_accum": (lambda: gemm(fast_accum=True), ValueError, r"fast_accum .*mxfp8_e4m3"),
+    "gemm_into shape": (lambda: gemm_into(X), ShapeError, r"acc .*\[4, 4\], got \[4, 32\]"),
+    "gemm_into dtype": (lambda: gemm_into(jnp.ones((4, 4), jnp.int32)), DTypeError, r"acc .*int32"),
+    "amax": (lambda: dj.amax(jnp.ones(3, jnp.int32)), DTypeError, "int32"),
+    "amax signs": (lambda: dj.amax(B16, random_signs=True), ValueError, "random signs"),
+    "amax rht": (lambda: dj.amax(B16[:8], rht=True), ShapeError, r"multiples of 16, got \[8, 32\]"),
+    "amax rht dtype": (lambda: dj.amax(X, rht=True), DTypeError, "bfloat16 alone"),
+    "bias_grad": (lambda: dj.bias_grad(jnp.float32(1)), ShapeError, "scalar"),
+    "bias_grad dtype": (lambda: dj.bias_grad(X, jnp.int32), DTypeError, "int32"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input(name):
+    call, error, message = BAD[name]
+    before = {op: tools.calls(op) for op in ("quantize", "gemm", "dequantize", "bias_grad", "amax", "scale_update")}
+    with pytest.raises(error, match=message):
+        call()
+    with pytest.raises(error, match=message):
+        jax.make_jaxpr(call)()  # traces and runs nothing
+    if name not in ("gemm reduced",):  # its operand is quantized first
+        assert before == {op: tools.calls(op) for op in before}
+
+
+def test_a_corrupted_quantized_array_is_refused_at_its_own_name():
+    for field, value, message in (
+        ("rowwise_scale_inv", jnp.ones((4, 2), ml_dtypes.float8_e8m0fnu), r"scale_inv \(mxfp8_e4m3\).*\[4, 1\]"),
+        ("rowwise_scale_inv", jnp.ones((4, 1)), "scale_inv .*float8_e8m0fnu, got float32"),
+        ("rowwise_data", jnp.asarray(X, jnp.float8_e5m2), "data .*float8_e4m3fn, got float8_e5m2"),
+    ):
+        broken = dataclasses.replace(OPERANDS["q"], **{field: value})
+        with pytest.raises((DTypeError, ShapeError), match=f"a {message}"):
+            dj.gemm(broken, OPERANDS["q"])
+        with pytest.raises((DTypeError, ShapeError), match=f"q {message}"):
+            dj.dequantize(broken)
+
+
+def test_a_format_without_a_gemm_kernel_is_refused_while_compiling(monkeypatch):
+    monkeypatch.setattr(primitives._core, "gemm_row", lambda *a: -1)
+    with pytest.raises(UnsupportedError, match=r"no CPU kernel for mxfp8_e4m3 x .* \[4, 4, 32\]; nearest: cpu.gemm"):
+        jax.jit(lambda q: dj.gemm(q, q, alpha=3.25)).lower(OPERANDS["q"])

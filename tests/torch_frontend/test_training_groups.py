@@ -1,0 +1,142 @@
+"""Data parallel training: two gloo processes against one with all of the batch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import diptych.torch as dt
+from diptych.common import (
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+)
+from torch_frontend import layers
+from torch_frontend.tools import normal, same
+
+RECIPES = {
+    "delayed": DelayedScaling(amax_history_len=4, amax_group="data"),
+    "current": Float8CurrentScaling(amax_group="data"),
+    "nvfp4": NVFP4BlockScaling(amax_group="data", disable_stochastic_rounding=True),
+    "block": Float8BlockScaling(),
+    "mxfp8": MXFP8BlockScaling(),
+    "compiled current": Float8CurrentScaling(amax_group="data"),
+}
+
+
+def model() -> torch.nn.Sequential:
+    """Its activations have few significant bits, so that sums over the batch are exact in any order."""
+    return torch.nn.Sequential(layers.layer(96, 96, name="a", bias=False), layers.layer(96, 64, name="b", bias=False))
+
+
+def train(net, recipe, rank: int, world: int, groups, compiled: bool = False):
+    """Three steps on this rank's rows; returns each step's outputs and the state that it ends in."""
+    dtype = layers.dtype_of(recipe)
+    optimizer = torch.optim.SGD(net.parameters(), lr=2.0**-6)
+    fn = torch.compile(net, fullgraph=True, backend="aot_eager") if compiled else net
+    outs = []
+    for i in range(3):
+        rows = slice(rank * 256 // world, (rank + 1) * 256 // world)
+        x = (normal(f"x{i}", (256, 96), dtype) * 2**i)[rows]
+        dy = normal(f"dy{i}", (256, 64), dtype)[rows]
+        optimizer.zero_grad()
+        with dt.autocast(recipe=recipe, amax_groups=groups):
+            y = fn(x)
+        (y * dy).sum().mul(world).backward()  # DDP averages over ranks
+        optimizer.step()
+        outs.append(y.detach())
+    return outs, {k: v.detach() for k, v in net.state_dict().items()}
+
+
+WORKER = """
+import sys, pickle, torch, torch.distributed as dist
+from torch_frontend import test_training_groups as t
+rank, rendezvous, out = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method="file://" + rendezvous, rank=rank, world_size=2)
+results = {}
+for name, recipe in t.RECIPES.items():
+    torch._dynamo.reset()
+    net = torch.nn.parallel.DistributedDataParallel(t.model())
+    groups = {"data": dist.group.WORLD}
+    if "compiled" in name:
+        net = t.model()
+        outs, state = t.train(net, recipe, rank, 2, groups, compiled=True)
+    else:
+        outs, state = t.train(net, recipe, rank, 2, groups)
+    results[name] = outs, {k.removeprefix("module."): v for k, v in state.items()}
+torch.save(results, out)
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What each of two processes ended with."""
+    folder = tmp_path_factory.mktemp("ddp")
+    tests = Path(__file__).parent.parent
+    command = [sys.executable, "-c", WORKER]
+    jobs = [
+        subprocess.Popen(
+            [*command, str(rank), str(folder / "rendezvous"), str(folder / f"{rank}.pt")],
+            cwd=tests,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    for job in jobs:
+        _, err = job.communicate(timeout=240)
+        assert job.returncode == 0, err
+    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", [n for n in RECIPES if "compiled" not in n])
+def test_two_processes_train_as_one(name, ranks):
+    """Both ranks hold the same weights and states in bits; against one process, as close as float32 sums are."""
+    (outs0, state0), (outs1, state1) = (r[name] for r in ranks)
+    outs, state = train(model(), RECIPES[name].replace(amax_group=""), 0, 1, None)
+    for key, t in state.items():
+        if "amax_history" in key:  # each rank's pending amax is its own; the largest is the whole batch's
+            first = torch.maximum(state0[key][:1], state1[key][:1])
+            state0[key][:1] = state1[key][:1] = first
+        same(state0[key], state1[key], key)
+        if "scale_states" in key and "input" in key and key.startswith("0."):
+            same(state0[key], t, key)
+    same(torch.cat([outs0[0], outs1[0]]), outs[0])  # the first forward: same weights, same amaxes, same bits
+    for key in ("0.weight", "1.weight"):
+        moved = (state[key] - dict(model().state_dict())[key]).norm()
+        difference = (state0[key] - state[key]).norm()
+        assert moved > 0 and difference < 2e-2 * moved, (float(difference), float(moved))
+
+
+def test_without_a_group_ranks_scale_alone(ranks):
+    """The reduction is what makes the first forward agree: without it, this rank's own amax counts."""
+    x = normal("x0", (256, 96))
+    halves = []
+    for rows in (slice(0, 128), slice(128, 256)):
+        with dt.autocast(recipe=Float8CurrentScaling()):
+            halves.append(model()(x[rows]).detach())
+    outs = [r["current"][0][0] for r in ranks]
+    assert not all(torch.equal(a, b) for a, b in zip(halves, outs, strict=True))
+
+
+def test_the_reduction_compiles(ranks):
+    for r in ranks:
+        same(r["compiled current"][0][0], r["current"][0][0])
+
+
+def test_a_region_that_does_not_name_the_group():
+    layer, x = layers.layer(), normal("x", (4, 96))
+    for name in ("current", "delayed"):
+        with (
+            dt.autocast(recipe=RECIPES[name]),
+            pytest.raises(ValueError, match="names no such group"),
+        ):
+            layer(x)

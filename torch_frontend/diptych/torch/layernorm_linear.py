@@ -1,0 +1,353 @@
+"""`LayerNormLinear`: a norm and the linear layer behind it, whose input is quantized without ever lying in memory.
+
+    y = quantize(norm(x)) @ quantize(w).T + bias       the norm in float32, unrounded until it is quantized
+
+Invariants:
+
+- The products are those of `products`; an operand is a tensor or a `FusedInput`, and which of them follows from the
+  plan alone (`input_fusable`), so that training, evaluation and both panels give the same bits.
+- Backward keeps x, the statistics and the copies that it multiplies, not the norm's output.
+- Outside of regions the norm is the core's too, rounded to x's dtype, and the product is torch's.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from diptych.common.errors import DTypeError, ShapeError
+from diptych.common.fused import NormOptions, norm_options
+from diptych.common.plan import LinearPlan, TensorPlan
+from diptych.common.recipes import Recipe
+from diptych.torch import functional, fused, primitives
+from diptych.torch.fused import FusedInput
+from diptych.torch.module import QuantizedModule
+from diptych.torch.products import (
+    Call,
+    Copies,
+    Operand,
+    Options,
+    Schedule,
+    WeightGradient,
+    _fprop,
+    _pack,
+    _pick,
+    _product,
+    _quantize_general,
+    _rng_of,
+    _rounded,
+    _scale_of,
+    _unpack,
+    quantize_calls,
+    schedule,
+)
+from diptych.torch.rules import describe, require_device, require_high_precision, require_tensor
+from diptych.torch.weights import initial_weight
+
+# --- what the fused modules share ------------------------------------------------------------------------------------
+
+
+def fusable(tensor: TensorPlan, columnwise: bool = True) -> bool:
+    """Whether a tensor may stay unstored: every use of it reads a copy that the core makes. `columnwise`: that use
+    counts."""
+    uses = (tensor.rowwise, tensor.columnwise) if columnwise else (tensor.rowwise,)
+    return all([q is not None and not q.custom for q in uses])
+
+
+def input_fusable(plan: LinearPlan) -> bool:
+    """Whether the input of a linear layer may stay unstored."""
+    return fusable(plan.input, not plan.dequantized_backward)
+
+
+class Encoded(NamedTuple):
+    """The copies of a tensor; its amax [1] where one was computed for a format of one scale; its sum over the rows."""
+
+    copies: Copies
+    amax: Tensor | None = None
+    column_sum: Tensor | None = None
+
+
+def encode(
+    t: Tensor | FusedInput,
+    calls: tuple[Call, ...],
+    options: Options,
+    rng: Tensor | None,
+    scales: dict[str, Tensor] | None = None,
+    *,
+    amax: Tensor | None = None,
+    sum_dtype: torch.dtype | None = None,
+) -> Encoded:
+    """`quantize_calls` of a tensor or a FusedInput; of the latter `amax` is used where a format has one for the tensor,
+    and `sum_dtype` asks for the column sum."""
+    if isinstance(t, Tensor):
+        return Encoded(quantize_calls(t, calls, options, rng, scales))
+    rowwise = columnwise = found = total = None
+    for call in calls:
+        one_amax = call.reducible and not primitives.TWO_LEVEL[call.quantizer.spec.format_id]
+        wanted = sum_dtype if total is None else None
+        scale = history = None
+        given: tuple[Tensor | None, Tensor | None] = (amax if one_amax else None, None)
+        if call.state:
+            scale, history = _scale_of(call, options, scales)
+        elif options.group is not None and call.reducible and given[0] is None:
+            given = functional._group_amaxes(t, call.quantizer, options.group, fused.amax)
+        if history is not None and scale is not None:
+            buffers = fused.quantize_delayed(t, call.quantizer, scale, history, wanted)
+        else:
+            buffers = fused.quantize(t, call.quantizer, *given, scale, _rng_of(call, rng), wanted)
+        if wanted is not None:
+            total, buffers = buffers[-1], buffers[:-1]
+        r, c = primitives.copies(call.quantizer, buffers)
+        rowwise, columnwise = rowwise if r is None else r, columnwise if c is None else c
+        if one_amax:
+            found = buffers[-1]
+    return Encoded((rowwise, columnwise), found, total)
+
+
+def input_gradient(
+    dy: Operand, w: Operand, x: Tensor, s: Schedule, options: Options, rng: Tensor | None, width: int
+) -> Tensor:
+    """dgrad: [..., width] beside x's leading dimensions, in x's dtype."""
+    dx = _product("dgrad", dy, w, None, x.dtype, s.plan.fast_accum[1])
+    return _rounded(dx, s.results[1], options, rng).view(*x.shape[:-1], width)
+
+
+def weight_gradient(
+    dy: Operand, x: Operand, dtype: torch.dtype, s: Schedule, options: Options, rng: Tensor | None
+) -> Tensor | None:
+    """wgrad, where the module's options let it go."""
+    wgrad = WeightGradient(dy, x, dtype, s, options, rng)
+    return wgrad.compute() if options.weight_grad is None else options.weight_grad.accept(wgrad)
+
+
+def result(y: Tensor, s: Schedule, options: Options, rng: Tensor | None) -> Tensor:
+    """What a module returns where no gradient is needed."""
+    return y if s.results[0] is None else _quantize_general(y, s.results[0], options, rng, None)
+
+
+def input_for(op: str, x: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
+    """x in the dtype of `torch.amp.autocast`, checked beside the parameters of its norm."""
+    require_tensor(op, "input", x)
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    require_high_precision(op, "input", x)
+    if x.dim() == 0 or x.size(-1) != gamma.size(0):
+        raise ShapeError(f"{op}: input must be [..., {gamma.size(0)}], got {describe(x)}")
+    require_device(op, gamma, x, "input")
+    if beta is not None and beta.dtype != gamma.dtype:
+        raise DTypeError(f"{op}: layer_norm_bias must have layer_norm_weight's dtype {gamma.dtype}, got {beta.dtype}")
+    return x
+
+
+def require_sizes(op: str, **sizes: Any) -> None:
+    """**Raises** TypeError or ValueError for what is no positive int."""
+    for name, size in sizes.items():
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"{op}: {name} must be an int, got {type(size).__name__}")
+        if size < 1:
+            raise ValueError(f"{op}: {name} must be >= 1, got {size}")
+
+
+def require_recipe(op: str, recipe: Any) -> None:
+    """**Raises** TypeError for what is neither a recipe nor None."""
+    if recipe is not None and not isinstance(recipe, Recipe):
+        raise TypeError(f"{op}: recipe must be a diptych.common.Recipe or None, got {type(recipe).__name__}")
+
+
+class NormedModule(QuantizedModule):
+    """A module that begins with a norm: its parameters, and how they start."""
+
+    layer_norm_weight: nn.Parameter
+    layer_norm_bias: nn.Parameter | None
+    norm: NormOptions
+
+    def _make_norm(self, normalization: str, width: int, eps: float, zero_centered_gamma: bool, **placed: Any) -> None:
+        self.norm = norm_options(type(self).__name__, normalization, eps, zero_centered_gamma)
+        self.normalization = normalization
+        self.layer_norm_weight = nn.Parameter(torch.empty(width, **placed))
+        self.layer_norm_bias = nn.Parameter(torch.empty(width, **placed)) if normalization == "LayerNorm" else None
+
+    def _reset_norm(self) -> None:
+        nn.init.constant_(self.layer_norm_weight, 0.0 if self.norm.zero_centered_gamma else 1.0)
+        if self.layer_norm_bias is not None:
+            nn.init.zeros_(self.layer_norm_bias)
+
+    def _repr_norm(self) -> str:
+        _, eps, centered = self.norm
+        recipe = "" if self.recipe is None else f", recipe={self.recipe}"
+        return f"eps={eps:g}, normalization={self.normalization!r}, zero_centered_gamma={centered}{recipe}"
+
+
+def reset_linear(weight: Tensor, bias: Tensor | None) -> None:
+    """As nn.Linear initializes."""
+    nn.init.kaiming_uniform_(weight, a=5**0.5)
+    if bias is not None:
+        bound = weight.size(1) ** -0.5
+        nn.init.uniform_(bias, -bound, bound)
+
+
+# --- the layer -------------------------------------------------------------------------------------------------------
+
+
+def normed_fprop(
+    x: Tensor, gamma: Tensor, beta: Tensor | None, weight: Tensor, bias: Tensor | None, rng: Tensor | None,
+    s: Schedule, options: Options, norm: NormOptions, with_z: bool,
+) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, Tensor], Copies, Copies]:  # fmt: skip
+    """y, z where it is stored, (mu, rsigma), and the copies of z and of the weight."""
+    fuse = input_fusable(s.plan)
+    needs_z = with_z or not fuse
+    mu, rsigma, z = fused.norm(x, gamma if needs_z else None, beta if needs_z else None, norm)
+    operand = fused.normalized(x, gamma, beta, mu, rsigma, norm) if fuse else z
+    assert operand is not None
+    copies_z = encode(operand, s.x, options, rng, options.replay).copies
+    y, _, copies_w = _fprop(x if fuse or z is None else z, weight, bias, rng, s, options, copies_z)
+    return y, z, (mu, rsigma), copies_z, copies_w
+
+
+class _LayerNormLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gamma: Tensor,
+        beta: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        rng: Tensor | None,
+        recipe: Recipe,
+        options: Options,
+        norm: NormOptions,
+        need_dz: bool,
+        need_dw: bool,
+        with_z: bool,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        s = schedule(recipe, options.module, options.name, need_dz, need_dw)
+        y, z, stats, copies_z, copies_w = normed_fprop(x, gamma, beta, weight, bias, rng, s, options, norm, with_z)
+        saved: list[Tensor] = []
+        spec_z = spec_w = None
+        if need_dw:
+            spec_z = _pack(_pick(s.x_kept, copies_z, x if z is None else z), saved)
+        if need_dz:
+            spec_w = _pack(_pick(s.w_kept, copies_w, weight), saved)
+            saved += [x, gamma, *[t for t in stats if t is not None]]
+        if s.backward_rng and rng is not None:
+            saved.append(rng)
+        ctx.save_for_backward(*saved)
+        dtypes = weight.dtype, None if bias is None else bias.dtype
+        ctx.call = (
+            recipe,
+            options,
+            norm,
+            need_dz,
+            need_dw,
+            spec_z,
+            spec_w,
+            dtypes,
+            stats[0] is not None,
+            beta is not None,
+        )
+        y = _rounded(y, s.results[0], options, rng)
+        return (y, z) if with_z and z is not None else y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor, dz_out: Tensor | None = None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        fused.refuse_second_derivative("diptych.torch.LayerNormLinear")
+        recipe, options, norm, need_dz, need_dw, spec_z, spec_w, (w_dtype, bias_dtype), has_mu, has_beta = ctx.call
+        s = schedule(recipe, options.module, options.name, need_dz, need_dw)
+        saved = list(ctx.saved_tensors)
+        z = _unpack(spec_z, saved) if need_dw else None
+        w = x = gamma = rsigma = mu = dx = dgamma = dbeta = dw = db = None
+        if need_dz:
+            w = _unpack(spec_w, saved)
+            x, gamma = saved.pop(0), saved.pop(0)
+            mu, rsigma = saved.pop(0) if has_mu else None, saved.pop(0)
+        rng = saved.pop(0) if saved else None
+        rowwise, columnwise = quantize_calls(dy, s.dy, options, rng)
+        if x is not None and gamma is not None and rsigma is not None:
+            dz = input_gradient(dy if rowwise is None else rowwise, w, x, s, options, rng, x.size(-1))
+            dz = dz if dz_out is None else dz + dz_out
+            dx, dgamma, dbeta = fused.norm_grad(dz, x, gamma, mu, rsigma, norm, has_beta)
+        if need_dw:
+            dw = weight_gradient(dy if columnwise is None else columnwise, z, w_dtype, s, options, rng)
+        if bias_dtype is not None and ctx.needs_input_grad[4]:
+            db = primitives.bias_grad(dy, bias_dtype)
+        return dx, dgamma, dbeta, dw, db, *[None] * 7
+
+
+class LayerNormLinear(NormedModule):
+    """A norm and a linear layer; inside `autocast` the norm's output is quantized in the same pass that computes it.
+
+    **Arguments:** `in_features`, `out_features`, `bias`, `device`, `dtype`, `recipe`, `name`: as `Linear`. `eps`: added
+    to the variance, or to RMSNorm's mean square. `normalization`: "LayerNorm" or "RMSNorm". `zero_centered_gamma`:
+    layer_norm_weight holds gamma - 1, and starts at 0. `return_layernorm_output`: the call returns (y, norm's output).
+
+    Parameters: `layer_norm_weight`, `layer_norm_bias` (None for RMSNorm), `weight`, `bias`. The module kind of roles is
+    "layernorm_linear". Under `torch.amp.autocast` the input is cast to its dtype first.
+
+    **Raises:** TypeError and ValueError for arguments of other kinds and values; see `QuantizedModule.quantized_linear`
+    for the forward.
+    """
+
+    module_kind = "layernorm_linear"
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        eps: float = 1e-5,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        zero_centered_gamma: bool = False,
+        return_layernorm_output: bool = False,
+        *,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        recipe: Recipe | None = None,
+        name: str = "",
+    ) -> None:
+        require_recipe("LayerNormLinear", recipe)
+        require_sizes("LayerNormLinear", in_features=in_features, out_features=out_features)
+        super().__init__()
+        placed = {"device": device, "dtype": dtype}
+        self.in_features, self.out_features = in_features, out_features
+        self.recipe, self.name, self.return_layernorm_output = recipe, name, return_layernorm_output
+        self._make_norm(normalization, in_features, eps, zero_centered_gamma, **placed)
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, **placed))
+        self.bias = nn.Parameter(torch.empty(out_features, **placed)) if bias else None
+        self.reset_parameters()
+        self.weight = initial_weight(self.weight, recipe, self.module_kind, name)
+
+    def reset_parameters(self) -> None:
+        """The norm to the identity, the rest as nn.Linear."""
+        self._reset_norm()
+        reset_linear(self.weight, self.bias)
+
+    def forward(
+        self, input: Tensor, is_first_microbatch: bool | None = None, skip_weight_update: Tensor | None = None
+    ) -> Any:
+        gamma, beta, weight, bias = self.layer_norm_weight, self.layer_norm_bias, self.weight, self.bias
+        x = input_for("LayerNormLinear", input, gamma, beta)
+        recipe = self._active_recipe()
+        if recipe is None:
+            z = fused.layernorm(x, gamma, beta, self.norm)
+            y = self.quantized_linear(z, weight, bias)
+            return (y, z) if self.return_layernorm_output else y
+        options, rng = self._options_for(recipe, x, weight, "", is_first_microbatch, skip_weight_update)
+        with_z = self.return_layernorm_output
+        if torch.is_grad_enabled():
+            need_dz = x.requires_grad or gamma.requires_grad or (beta is not None and beta.requires_grad)
+            need_dw = weight.requires_grad
+            if need_dz or need_dw or (bias is not None and bias.requires_grad):
+                return _LayerNormLinear.apply(
+                    x, gamma, beta, weight, bias, rng, recipe, options, self.norm, need_dz, need_dw, with_z
+                )
+        s = schedule(recipe, options.module, options.name, False, False)
+        y, z, *_ = normed_fprop(x, gamma, beta, weight, bias, rng, s, options, self.norm, with_z)
+        y = result(y, s, options, rng)
+        return (y, z) if with_z else y
+
+    def extra_repr(self) -> str:
+        sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+        return f"{sizes}, {self._repr_norm()}"

@@ -1,0 +1,400 @@
+"""How an op becomes a torch op: the checks of its operands, its registration, and when a call passes the dispatcher by.
+
+What `primitives` is made of. Invariants:
+
+- Checks read no memory, and enforce symbolic sizes with `torch._check`: they hold while tracing as they do eagerly.
+- Ops are pure but for what their schema declares. None has a derivative: a tensor that requires grad is refused while
+  grad mode is on, so that no gradient is silently missing.
+
+One copy of a quantized operand travels as `Copy`: (data, scale_inv, amax or None, format id, columnwise).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from diptych.common import shapes
+from diptych.common.errors import DeviceError, DTypeError, ShapeError, UnsupportedError
+from diptych.common.formats import FORMATS, FormatRow
+from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX, STOCHASTIC, Quantizer
+from diptych.core import _core
+
+Copy = tuple[Tensor, Tensor, Tensor | None, int, bool]
+
+# A column of the format table by id. Dynamo cannot hold a quantizer's `format` without a source, but its id it can.
+TWO_LEVEL = tuple(row.two_level for row in FORMATS)
+HIGH_PRECISION = frozenset(getattr(torch, name) for name in shapes.HIGH_PRECISION)
+
+_interpreter_stack = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
+
+
+# --- checks of one argument ------------------------------------------------------------------------------------------
+
+
+def describe(t: Tensor) -> str:
+    return f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)} on {t.device}"
+
+
+def require_tensor(op: str, arg: str, t: Any) -> None:
+    if not isinstance(t, Tensor):
+        raise DTypeError(f"{op}: {arg} must be a torch.Tensor, got {type(t).__name__}")
+
+
+def require_high_precision(op: str, arg: str, t: Tensor) -> None:
+    if t.dtype not in HIGH_PRECISION:
+        raise DTypeError(f"{op}: {arg} must be float32, bfloat16 or float16, got {describe(t)}; cast it first")
+
+
+def require_device(op: str, first: Tensor, t: Tensor | None, arg: str) -> None:
+    if t is not None and t.device != first.device:
+        raise DeviceError(f"{op}: {arg} is on {t.device}, the other operands on {first.device}; move one of them")
+
+
+def require_quantizer(op: str, quantizer: Any) -> None:
+    # While Dynamo traces, the op's schema checks this: torch 2.11 shows an opaque value's wrapper to isinstance.
+    if not torch.compiler.is_compiling() and not isinstance(quantizer, Quantizer):
+        raise TypeError(
+            f"{op}: quantizer must be a diptych.common.Quantizer, got {type(quantizer).__name__}; "
+            "recipe.quantizer(QuantizerRole(...)) makes one"
+        )
+
+
+def require_out_dtype(op: str, dtype: torch.dtype) -> None:
+    if dtype not in HIGH_PRECISION:
+        raise DTypeError(f"{op}: the result can be float32, bfloat16 or float16, not {dtype}")
+
+
+def require_no_grad(op: str, *tensors: Tensor | None) -> None:
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
+        raise UnsupportedError(
+            f"{op} has no derivative, and an argument requires grad: "
+            "use diptych.torch.Linear to train, or detach() it, or call under torch.no_grad()"
+        )
+
+
+def format_row(op: str, format_id: int) -> FormatRow:
+    if not 0 <= format_id < len(FORMATS):
+        raise ValueError(f"{op}: unknown format id {format_id}; known: 0 to {len(FORMATS) - 1}")
+    return FORMATS[format_id]
+
+
+def _static(*sizes: Any) -> bool:
+    return all(type(s) is int for s in sizes)
+
+
+def enforce(constraints: tuple[shapes.Constraint, ...]) -> None:
+    """`shapes.check` for sizes that may be symbolic."""
+    for c in constraints:
+        if _static(c.lhs, c.rhs):
+            shapes.check((c,))
+        else:
+            torch._check(c.lhs == c.rhs, lambda c=c: c.message)
+
+
+def _require_numel(op: str, arg: str, t: Tensor, numel: Any) -> None:
+    found = t.numel()
+    if _static(found, numel) and found == numel:  # no message is made in vain: this is on the way of each eager call
+        return
+    count = "one element" if _static(numel) and numel == 1 else f"{numel} elements"
+    enforce((shapes.Constraint(found, numel, f"{op}: {arg} must hold {count}, got {describe(t)}"),))
+
+
+def _require_floats(op: str, arg: str, t: Tensor, first: Tensor, numel: Any) -> None:
+    """A float32 tensor of `numel` elements beside `first`."""
+    if t.dtype != torch.float32:
+        raise DTypeError(f"{op}: {arg} must be float32, got {describe(t)}")
+    require_device(op, first, t, arg)
+    _require_numel(op, arg, t, numel)
+
+
+def _require_written(op: str, arg: str, t: Tensor) -> None:
+    if not t.is_contiguous():
+        raise ShapeError(f"{op}: {arg} {describe(t)} is not contiguous, and it is written in place")
+
+
+# --- checks of one op's arguments ------------------------------------------------------------------------------------
+
+
+def check_amax(x: Tensor, flags: int, columnwise: bool) -> None:
+    require_high_precision("amax", "x", x)
+    if flags & ~(ROW_AMAX | RHT | RHT_SIGNS):
+        raise ValueError(f"amax: flags {flags} hold an option that it does not know")
+    if flags & RHT_SIGNS and not flags & RHT:
+        raise ValueError("amax: random signs belong to the Hadamard transform, which was not asked for")
+    if flags & RHT:
+        _check_rotation("amax", x)
+        if not columnwise:
+            raise ValueError("amax: the Hadamard transform is for the columnwise amax, which was not asked for")
+
+
+def _check_rotation(op: str, x: Tensor) -> None:
+    """What the Hadamard transform of 16 consecutive rows asks of its input."""
+    if x.dtype != torch.bfloat16:
+        raise DTypeError(f"{op}: the Hadamard transform takes bfloat16 alone, got {describe(x)}")
+    m, _ = shapes.rows_cols(x.shape)
+    message = f"{op}: the Hadamard transform takes rows in multiples of 16, got {describe(x)}"
+    enforce((shapes.Constraint(m // 16 * 16, m, message),))
+
+
+def check_quantize(
+    x: Tensor,
+    quantizer: Quantizer,
+    amax: Tensor | None,
+    columnwise_amax: Tensor | None,
+    scale: Tensor | None,
+    rng: Tensor | None,
+) -> None:
+    """All but what the shape of x must satisfy, which `shapes.quantize_constraints` says."""
+    require_high_precision("quantize", "x", x)
+    flags = quantizer.spec.flags
+    if flags & RHT:
+        _check_rotation("quantize", x)
+    if scale is None and quantizer.needs_scale:
+        raise DTypeError(f"quantize: {type(quantizer).__name__} takes its scale from the caller; pass scale=")
+    if rng is None and flags & STOCHASTIC:
+        raise DTypeError(f"quantize: {type(quantizer).__name__} rounds stochastically; pass rng=, see rng_state()")
+    if rng is not None:
+        if not flags & STOCHASTIC:
+            raise ValueError("quantize: rng is for stochastic rounding, which was not asked for")
+        if rng.dtype != torch.int32:
+            raise DTypeError(f"quantize: rng must be int32, got {describe(rng)}")
+        require_device("quantize", x, rng, "rng")
+        _require_numel("quantize", "rng", rng, 4)
+    if scale is not None:
+        _check_scale(x, quantizer, scale)
+    if amax is not None or columnwise_amax is not None:
+        _check_given_amaxes(x, quantizer, {"amax": amax, "columnwise_amax": columnwise_amax}, scale)
+
+
+def _check_scale(x: Tensor, quantizer: Quantizer, scale: Tensor) -> None:
+    fmt = quantizer.format
+    if not fmt.per_tensor:
+        raise ValueError(f"quantize: scale is for per-tensor formats, not {fmt.name}")
+    if quantizer.spec.flags or quantizer.spec.eps:
+        raise ValueError(f"quantize: scale was given; the options of {quantizer} do not apply")
+    _require_floats(f"quantize ({fmt.name})", "scale", scale, x, 1)
+
+
+def _check_given_amaxes(x: Tensor, quantizer: Quantizer, given: dict[str, Tensor | None], scale: Tensor | None) -> None:
+    fmt = quantizer.format
+    if scale is not None:
+        raise ValueError("quantize: scale and amax were both given; the scale alone decides")
+    if not (fmt.per_tensor or fmt.two_level):
+        raise ValueError(f"quantize: amax is for per-tensor and two-level formats; {fmt.name} takes one per block")
+    wanted = {b.name: b.shape[0] for b in shapes.quantize_buffers(x.shape, quantizer) if b.name in given}
+    for name, t in given.items():
+        if t is None and name in wanted:
+            raise ValueError(
+                f"quantize ({fmt.name}): both copies are wanted, and {name} was not given beside the other"
+            )
+        if t is not None and name not in wanted:
+            raise ValueError(f"quantize ({fmt.name}): {name} is not read by {quantizer}")
+        if t is not None:
+            _require_floats(f"quantize ({fmt.name})", name, t, x, wanted[name])
+
+
+def check_delayed(x: Tensor, quantizer: Quantizer, scale: Tensor, history: Tensor) -> None:
+    check_quantize(x, quantizer, None, None, scale, None)
+    op = f"quantize_delayed ({quantizer.format.name})"
+    if history.dtype != torch.float32:
+        raise DTypeError(f"{op}: history must be float32, got {describe(history)}")
+    require_device(op, x, history, "history")
+    if history.dim() != 1 or (_static(history.shape[0]) and history.shape[0] < 1):
+        raise ShapeError(f"{op}: history must be [L] with at least one entry, got {describe(history)}")
+
+
+def check_scale_update(
+    history: Tensor,
+    scale: Tensor,
+    reduced: Tensor | None,
+    amax: Tensor | None,
+    fp8_max: float,
+    margin: int,
+    most_recent: bool,
+) -> None:
+    op = "scale_update"
+    if history.dtype != torch.float32:
+        raise DTypeError(f"{op}: history must be float32, got {describe(history)}")
+    if history.dim() == 0 or (_static(history.shape[-1]) and history.shape[-1] < 1):
+        raise ShapeError(f"{op}: history must be [n, L] or [L] with L >= 1, got {describe(history)}")
+    n, _ = shapes.rows_cols(history.shape)
+    for arg, t in (("scale", scale), ("reduced", reduced), ("amax", amax)):
+        if t is not None:
+            _require_floats(op, arg, t, history, n)
+    _require_written(op, "history", history)
+    _require_written(op, "scale", scale)
+    if not (math.isfinite(fp8_max) and fp8_max > 0):
+        raise ValueError(f"{op}: fp8_max must be finite and > 0, got {fp8_max}")
+    if not -126 <= margin <= 126:
+        raise ValueError(f"{op}: margin must lie in -126..126, got {margin}")
+    if most_recent and amax is not None:
+        raise ValueError(f"{op}: amax was given; most_recent does not apply")
+
+
+def check_copy(op: str, arg: str, copy: Copy) -> FormatRow:
+    data, scale_inv, _, format_id, columnwise = copy
+    fmt = format_row(op, format_id)
+    for part, t, want in (("data", data, fmt.data), ("scale_inv", scale_inv, fmt.scale)):
+        if t.dtype != getattr(torch, want):
+            raise DTypeError(f"{op} ({fmt.name}): {arg} {part} must be {want}, got {describe(t)}")
+    require_device(op, data, scale_inv, f"{arg} scale_inv")
+    m, k = shapes.copy_extents(fmt, columnwise, data.shape)
+    want_shape, got = shapes.scale_shape(fmt, columnwise, m, k), tuple(scale_inv.shape)
+    message = f"{op} ({fmt.name}): scales of {arg} {describe(data)} must be {list(want_shape)}, got {list(got)}"
+    if len(got) != len(want_shape):
+        raise ShapeError(message)
+    enforce(tuple(shapes.Constraint(g, w, message) for g, w in zip(got, want_shape, strict=True)))
+    _check_copy_amax(f"{op} ({fmt.name})", arg, copy, fmt, m)
+    return fmt
+
+
+def _check_copy_amax(op: str, arg: str, copy: Copy, fmt: FormatRow, rows: Any) -> None:
+    amax = copy[2]
+    if not fmt.two_level:
+        if amax is not None:
+            raise ValueError(f"{op}: {arg} amax is not read by this format")
+        return
+    if amax is None:
+        raise DTypeError(f"{op}: {arg} amax is missing")
+    numel = math.prod(amax.shape)
+    each_row = not copy[4] and not (_static(numel) and numel == 1)
+    _require_floats(op, f"{arg} amax", amax, copy[0], rows if each_row else 1)
+
+
+def check_gemm(a: Copy, b: Copy, bias: Tensor | None, alpha: float, beta: float, out: torch.dtype, fast: bool):
+    fmt_a, fmt_b = check_copy("gemm", "a", a), check_copy("gemm", "b", b)
+    pair = f"{fmt_a.name} x {fmt_b.name}"
+    m, n, k, constraints = shapes.gemm_shape(fmt_a, a[4], a[0].shape, fmt_b, b[4], b[0].shape)
+    enforce(constraints)
+    require_device("gemm", a[0], b[0], "b")
+    require_device("gemm", a[0], bias, "bias")
+    require_out_dtype("gemm", out)
+    if bias is not None:
+        require_high_precision("gemm", "bias", bias)
+        message = f"gemm ({pair}): bias must hold {n} elements, got {describe(bias)}"
+        enforce((shapes.Constraint(math.prod(bias.shape), n, message),))
+    if not (math.isfinite(alpha) and math.isfinite(beta)):
+        raise ValueError(f"gemm: alpha and beta must be finite, got {alpha} and {beta}")
+    if fast and not (fmt_a.per_tensor and fmt_b.per_tensor):
+        raise ValueError(f"gemm: fast_accum exists for per-tensor FP8 only, got {pair}")
+    kind = a[0].device.type
+    if kind in ("cpu", "cuda") and _static(m, n, k):
+        _require_kernel(pair, a, b, (m, n, k), out, a[0].device)
+    return m, n
+
+
+def _require_kernel(pair: str, a: Copy, b: Copy, mnk: tuple[int, int, int], out: torch.dtype, device) -> None:
+    """Asks the kernel table at trace time. A GPU that is only pretended (fake tensors) has none to ask."""
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return
+    dtype = str(out).removeprefix("torch.")
+    if _core.gemm_row(a[3], a[4], b[3], b[4], *mnk, dtype, device.type, device.index or 0) < 0:
+        near = ", ".join(f"{r['kernel']} (sm_{r['min_arch']}+)" for r in _core.kernel_table() if r["op"] == "gemm")
+        raise UnsupportedError(f"gemm: no kernel on {device} for {pair}, {list(mnk)}; nearest: {near}")
+
+
+def check_acc(acc: Tensor, m: Any, n: Any) -> None:
+    require_high_precision("gemm_into", "acc", acc)
+    rows, cols = shapes.rows_cols(acc.shape)
+    message = f"gemm_into: acc must be [{m}, {n}], got {describe(acc)}"
+    enforce((shapes.Constraint(rows, m, message), shapes.Constraint(cols, n, message)))
+    _require_written("gemm_into", "acc", acc)
+
+
+# --- allocation ------------------------------------------------------------------------------------------------------
+
+# Where each buffer of `quantize` stands in the core's argument list.
+_SLOTS = {
+    "amax": 0,
+    "columnwise_amax": 1,
+    "rowwise_data": 2,
+    "rowwise_scale_inv": 3,
+    "columnwise_data": 4,
+    "columnwise_scale_inv": 5,
+}
+_Layout = tuple[tuple[int, tuple[int, ...], Callable[..., Tensor]], ...]
+_layouts: dict[Any, _Layout] = {}
+
+
+def layout(shape: tuple[int, ...], quantizer: Quantizer, device: torch.device) -> _Layout:
+    """(slot, shape, allocator) of each buffer. An empty tensor's new_empty is the fastest allocator from Python."""
+    key = (shape, quantizer.spec, quantizer.rowwise, quantizer.columnwise, device)  # hashes faster than a quantizer
+    found = _layouts.get(key)
+    if found is None:
+        shapes.check(shapes.quantize_constraints(shape, quantizer))
+        found = tuple(
+            (_SLOTS[b.name], b.shape, torch.empty(0, dtype=getattr(torch, b.dtype), device=device).new_empty)
+            for b in shapes.quantize_buffers(shape, quantizer)
+        )
+        if len(_layouts) >= 4096:
+            _layouts.clear()
+        _layouts[key] = found
+    return found
+
+
+def fake_buffers(x: Tensor, quantizer: Quantizer) -> list[Tensor]:
+    """What `quantize` makes of x, without memory."""
+    shape = tuple(x.shape)
+    enforce(shapes.quantize_constraints(shape, quantizer))
+    return [x.new_empty(b.shape, dtype=getattr(torch, b.dtype)) for b in shapes.quantize_buffers(shape, quantizer)]
+
+
+def workspace(nbytes: int, device: torch.device) -> Tensor | None:
+    return torch.empty(nbytes, dtype=torch.uint8, device=device) if nbytes and device.type == "cuda" else None
+
+
+def contiguous(copy: Copy) -> Copy:
+    data, scale_inv, amax, format_id, columnwise = copy
+    amax = None if amax is None else amax.contiguous()
+    return data.contiguous(), scale_inv.contiguous(), amax, format_id, columnwise
+
+
+# --- registration ----------------------------------------------------------------------------------------------------
+
+_LIBRARY = torch.library.Library("diptych", "DEF")
+
+
+def define(name: str, signature: str, real: Callable[..., Any], fake: Callable[..., Any]) -> torch._ops.OpOverload:
+    """Makes `torch.ops.diptych.<name>`: `real` for CPU and CUDA tensors, `fake` for shapes, no derivative."""
+    _LIBRARY.define(f"{name}{signature}", tags=(torch.Tag.pt2_compliant_tag,))
+    for backend in ("CPU", "CUDA"):
+        _LIBRARY.impl(name, real, backend)
+    torch.library.register_fake(f"diptych::{name}", fake, lib=_LIBRARY)
+    overload = getattr(torch.ops.diptych, name).default
+
+    def below_autograd(*args: Any, **kwargs: Any) -> Any:
+        require_no_grad(f"diptych::{name}", *(t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)))
+        with torch._C._AutoDispatchBelowAutograd():
+            return overload(*args, **kwargs)
+
+    _LIBRARY.impl(name, below_autograd, "Autograd")
+    return overload
+
+
+def direct(*tensors: Tensor | None) -> bool:
+    """Whether nothing but the kernel would see this call: plain dense tensors, and nothing traces or interposes."""
+    if torch.compiler.is_compiling():
+        return False
+    if torch._C._len_torch_dispatch_stack() or _interpreter_stack() is not None:
+        return False
+    for t in tensors:
+        if t is None:
+            continue
+        if type(t) is not Tensor and type(t) is not Parameter:
+            return False
+        if t.is_meta or t.is_neg() or t.layout is not torch.strided:
+            return False
+    return not torch._C._is_tracing()
+
+
+def wrote(*tensors: Tensor) -> None:
+    """Lets autograd notice if a tensor that was written had been saved for a backward."""
+    for t in tensors:
+        if not t.is_inference():
+            torch.autograd.graph.increment_version(t)

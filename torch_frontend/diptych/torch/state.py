@@ -1,0 +1,352 @@
+"""What delayed scaling and stochastic rounding carry from step to step, as buffers beside a module.
+
+    <module>.scale_states.<slot>.scale         float32 [1]   what the next quantize multiplies by
+                                .amax_history  float32 [L]   pending amax, then earlier ones, the newest last
+                                .fp8_max       float32 [1]   largest value of the element that the scale is for
+    <module>.rng_state                         int32 [4]     seed and offset, each low word first
+
+Slots are those of `LinearPlan.states`, with "_" for "."; a module of several linears has one more level, their names.
+The tensors are all there is: safetensors and `torch.load(weights_only=True)` take them. Invariants: scales stay float32
+whatever the module is cast to; a state that was loaded is checked against the first recipe that uses it; nothing is
+overwritten by a state that does not fit.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx.traceback import get_current_meta
+
+from diptych.common.errors import CheckpointError, RecipeSwitchWarning, UnsupportedError
+from diptych.common.plan import LinearPlan, StateSlot
+from diptych.common.quantizers import Float8Quantizer
+from diptych.torch import functional, primitives
+from diptych.torch.checkpoint import recorded, replayed
+from diptych.torch.rules import define, describe, direct, wrote
+
+BUFFERS = ("scale", "amax_history", "fp8_max")
+
+
+_warned: set[Any] = set()
+
+
+def warn_once(key: Any, message: str) -> None:
+    """RecipeSwitchWarning, once in a process for each key."""
+    if key not in _warned:
+        _warned.add(key)
+        warnings.warn(message, RecipeSwitchWarning, stacklevel=5)
+
+
+def key_of(slot: str) -> str:
+    """A slot's name in a state dict: "input.fprop" is "input_fprop"."""
+    return slot.replace(".", "_")
+
+
+def fp8_max(quantizer: Float8Quantizer) -> float:
+    """Largest finite value of a quantizer's element."""
+    return torch.finfo(getattr(torch, quantizer.fp8_dtype)).max
+
+
+def resize_history(history: Tensor, length: int) -> Tensor:
+    """A history of another length: the pending cell stays first and the newest amaxes last; zeros between."""
+    if history.numel() == length:
+        return history
+    kept = min(length, history.numel()) - 1
+    out = history.new_zeros(length)
+    out[0] = history[0]
+    if kept:
+        out[length - kept :] = history[history.numel() - kept :]
+    return out
+
+
+class ScaleSlot(nn.Module):
+    """The delayed-scaling state of one tensor. `quantizer` is None until a recipe has used a state that was loaded."""
+
+    scale: Tensor
+    amax_history: Tensor
+    fp8_max: Tensor
+
+    def __init__(self, length: int, largest: float, device: torch.device | str | None) -> None:
+        super().__init__()
+        self.quantizer: Float8Quantizer | None = None
+        self.register_buffer("scale", torch.ones(1, dtype=torch.float32, device=device))
+        self.register_buffer("amax_history", torch.zeros(length, dtype=torch.float32, device=device))
+        self.register_buffer("fp8_max", torch.full((1,), largest, dtype=torch.float32, device=device))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ScaleSlot:
+        def moved(t: Tensor) -> Tensor:  # a cast of the module is none of its scales
+            out = fn(t)
+            return out if out.dtype == torch.float32 else t.to(out.device)
+
+        return super()._apply(moved, recurse)
+
+    def adopt(self, quantizer: Float8Quantizer) -> None:
+        """Serves a quantizer of the same element, with its length of history."""
+        self.quantizer = quantizer
+        if self.amax_history.numel() != quantizer.amax_history_len:
+            self._buffers["amax_history"] = resize_history(self.amax_history, quantizer.amax_history_len)
+
+    def chosen(self, reduced: Tensor | None) -> Tensor | None:
+        """The amax that the recipe's own algorithm picks; None where the core's do."""
+        if self.quantizer is None or not callable(self.quantizer.amax_compute_algo):
+            return None
+        last = self.amax_history[:1].clone()
+        if reduced is not None:
+            last = torch.where(reduced != 0, reduced, last)
+        return _chosen(self.quantizer.amax_compute_algo, self.amax_history, last)
+
+    def update(self, reduced: Tensor | None, chosen: Tensor | None) -> None:
+        """The scale from the amaxes so far (NUMERICS 2, "Delayed"). `reduced`: pending amax over all ranks."""
+        quantizer = self.quantizer
+        if quantizer is None:
+            raise RuntimeError("ScaleSlot.update: no recipe has used this state yet")
+        most_recent = quantizer.amax_compute_algo == "most_recent"
+        primitives.scale_update(
+            self.amax_history, self.scale, reduced, chosen, fp8_max(quantizer), quantizer.margin, most_recent
+        )
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        given = state_dict.get(f"{prefix}amax_history")
+        if given is not None and given.numel() != self.amax_history.numel():
+            if self.quantizer is None:
+                self._buffers["amax_history"] = self.amax_history.new_zeros(given.numel())
+            else:
+                state_dict = dict(state_dict) | {
+                    f"{prefix}amax_history": resize_history(given, self.amax_history.numel())
+                }
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _chosen(algo: Callable[..., Any], history: Tensor, last: Tensor) -> Tensor:
+    """The amax that a user's function picks. It works on copies: its result alone counts."""
+    amax = algo(history.clone()[None], last)
+    if not isinstance(amax, Tensor):
+        raise TypeError(
+            f"amax_compute_algo returned {type(amax).__name__}; it must return a tensor, the amax of each of the 1 "
+            "tensors whose histories it was given"
+        )
+    if amax.dtype != torch.float32 or tuple(amax.shape) != (1,) or amax.device != history.device:
+        raise ValueError(f"amax_compute_algo must return float32[1] on {history.device}, got {describe(amax)}")
+    return amax.detach()
+
+
+class ScaleStates(nn.Module):
+    """The delayed-scaling states of one linear layer, one `ScaleSlot` for each name in `LinearPlan.states`.
+
+    `diptych.torch.Linear` keeps one itself. For `diptych.torch.linear`: make it with a plan, `update()` once a step.
+
+    **Arguments:** `plan`: from `linear_plan(recipe, module, name)`; None: empty until `bind` or `load_state_dict`.
+    """
+
+    def __init__(self, plan: LinearPlan | None = None, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.plan: LinearPlan | None = None
+        self.region = 0  # of the last update
+        self.device = device
+        if plan is not None:
+            self.bind(plan, device)
+
+    def slots(self) -> dict[str, ScaleSlot]:
+        """Slots by their keys."""
+        return {k: m for k, m in self._modules.items() if isinstance(m, ScaleSlot)}
+
+    def tensors(self, slot: str) -> tuple[Tensor, Tensor]:
+        """(scale, amax_history) of a slot. **Raises** KeyError for one that there is not."""
+        buffers = self._modules[slot if "." not in slot else key_of(slot)]._buffers  # type: ignore[union-attr]
+        return buffers["scale"], buffers["amax_history"]  # type: ignore[return-value]
+
+    def forward_scales(self) -> list[tuple[str, Tensor]]:
+        """(slot, scale) of what a forward quantizes."""
+        slots = () if self.plan is None else self.plan.states
+        return [(s.name, self.tensors(s.name)[0]) for s in slots if not s.name.startswith("grad_output")]
+
+    def bind(self, plan: LinearPlan, device: torch.device | str | None = None) -> list[str]:
+        """Makes the states those of a plan: what fits is kept, the rest is made anew or dropped.
+
+        **Returns:** the names of slots whose state was lost. **Raises** CheckpointError if a loaded state belongs to
+        another recipe; nothing changes then.
+        """
+        held, wanted = self.slots(), {key_of(s.name): s for s in plan.states}
+        loaded = {k: s for k, s in held.items() if s.quantizer is None}
+        if loaded and wanted:
+            self._check_loaded(loaded, wanted)
+        lost = []
+        for key, slot in held.items():
+            if key not in wanted or not _fits(slot, wanted[key]):
+                lost.append(key)
+                del self._modules[key]
+        for key, want in wanted.items():
+            if key not in self._modules:
+                self._modules[key] = ScaleSlot(want.quantizer.amax_history_len, fp8_max(want.quantizer), device)
+            self._modules[key].adopt(want.quantizer)  # type: ignore[union-attr,operator]
+        self.plan = plan
+        return lost
+
+    @staticmethod
+    def _check_loaded(loaded: dict[str, ScaleSlot], wanted: dict[str, StateSlot]) -> None:
+        said = "call reset_scale_states() to start anew"
+        if loaded.keys() != wanted.keys():
+            raise CheckpointError(
+                f"the loaded scale states are of {sorted(loaded)}, those of this recipe of {sorted(wanted)}: "
+                f"another recipe; {said}"
+            )
+        for key, slot in loaded.items():
+            if not _fits(slot, wanted[key]):
+                raise CheckpointError(
+                    f"the loaded scale state of {key!r} is for elements up to {slot.fp8_max.item():g}, "
+                    f"{wanted[key].quantizer.fp8_dtype} goes to {fp8_max(wanted[key].quantizer):g}: "
+                    f"another recipe; {said}"
+                )
+
+    def update(self, group: Any = None) -> None:
+        """The scales for the next step. `group`: process group over which the pending amaxes are reduced first."""
+        slots = list(self.slots().values())
+        if not slots:
+            return
+        reduced: list[Tensor | None] = [None] * len(slots)
+        if group is not None:
+            pending = torch.cat([s.amax_history[:1] for s in slots])
+            reduced = list(functional.max_over(pending, group).split(1))
+        chosen = [slot.chosen(amax) for slot, amax in zip(slots, reduced, strict=True)]  # a user's code: may raise
+        for slot, amax, pick in zip(slots, reduced, chosen, strict=True):
+            slot.update(amax, pick)
+
+    def record(self, slot: str, x: Tensor) -> None:
+        """history[0] = max(history[0], amax(x)), without quantizing."""
+        pending = self.tensors(slot)[1][:1]
+        torch.maximum(pending, primitives.amax(x.detach()), out=pending)
+
+    def reset(self) -> None:
+        """Forgets all states."""
+        for key in list(self._modules):
+            del self._modules[key]
+        self.plan = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"region": 0}
+
+    # --- loading ---
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """Makes the children that the state dict has, for torch to load them next."""
+        tree = keys_below(state_dict, prefix)
+        check_tree(tree, state_dict, prefix, self)
+        device = next((b.device for b in self.buffers()), self.device)
+        for name, keys in tree.items():
+            if name not in self._modules:
+                if "scale" in keys:
+                    length = state_dict[f"{prefix}{name}.amax_history"].numel()
+                    self._modules[name] = ScaleSlot(length, 0.0, device)
+                else:
+                    self._modules[name] = ScaleStates(None, device)
+        for name in [n for n in self._modules if n not in tree]:
+            del self._modules[name]
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _fits(slot: ScaleSlot, want: StateSlot) -> bool:
+    if slot.quantizer is not None:
+        return slot.quantizer.fp8_dtype == want.quantizer.fp8_dtype
+    return slot.fp8_max.item() == fp8_max(want.quantizer)
+
+
+def keys_below(state_dict: Any, prefix: str) -> dict[str, set[str]]:
+    """The names under a prefix, and what stands below each."""
+    tree: dict[str, set[str]] = {}
+    for key in state_dict:
+        if key.startswith(prefix):
+            name, _, rest = key[len(prefix) :].partition(".")
+            tree.setdefault(name, set()).add(rest)
+    return tree
+
+
+def check_tree(tree: dict[str, set[str]], state_dict: Any, prefix: str, states: ScaleStates | None) -> None:
+    """Holds what is about to be loaded to its form, and to the states that it would replace.
+
+    **Raises** CheckpointError naming the key; nothing has been loaded then.
+    """
+    for name, keys in tree.items():
+        held = None if states is None else states._modules.get(name)
+        if "scale" not in keys and all("." in k for k in keys):  # a level of names
+            below = f"{prefix}{name}."
+            check_tree(
+                keys_below(state_dict, below), state_dict, below, held if isinstance(held, ScaleStates) else None
+            )
+            continue
+        if keys != set(BUFFERS):
+            raise CheckpointError(f"the scale state {prefix}{name} holds {sorted(keys)}, must hold {sorted(BUFFERS)}")
+        for buffer in BUFFERS:
+            t = state_dict[f"{prefix}{name}.{buffer}"]
+            right = isinstance(t, Tensor) and t.dtype == torch.float32 and t.dim() == 1 and t.numel() > 0
+            if not right or (buffer != "amax_history" and t.numel() != 1):
+                shape = "[L], L >= 1" if buffer == "amax_history" else "[1]"
+                got = describe(t) if isinstance(t, Tensor) else type(t).__name__
+                raise CheckpointError(f"{prefix}{name}.{buffer} must be float32 {shape}, got {got}")
+        if isinstance(held, ScaleSlot) and held.quantizer is not None:
+            largest = state_dict[f"{prefix}{name}.fp8_max"].item()
+            if largest != fp8_max(held.quantizer):
+                raise CheckpointError(
+                    f"{prefix}{name} is the state of elements up to {largest:g}, and the module's "
+                    f"{held.quantizer.fp8_dtype} go to {fp8_max(held.quantizer):g}: another recipe"
+                )
+    bound = {} if states is None else {k: s for k, s in states.slots().items() if s.quantizer is not None}
+    if bound and tree and bound.keys() != tree.keys():
+        raise CheckpointError(
+            f"{prefix}* are states of {sorted(tree)}, and the module's of {sorted(bound)}: another recipe"
+        )
+
+
+# --- random state ----------------------------------------------------------------------------------------------------
+
+
+def rng_at(rng: Tensor, offset: int) -> Tensor:
+    """The state `offset` draws later: a new int32 [4], the offset added in 64 bits."""
+    if offset == 0:
+        return rng
+    words = rng.view(torch.int64).clone()
+    words[1:] += offset
+    return words.view(torch.int32)
+
+
+def _rng_take(rng: Tensor, count: int) -> Tensor:
+    taken = rng.clone()
+    rng.view(torch.int64)[1:] += count
+    wrote(rng)
+    return taken
+
+
+def _rng_take_taped(rng: Tensor, count: int) -> Tensor:
+    """As compiled code runs it: a graph that is recomputed under an eager checkpoint takes from its tape."""
+    entry = replayed(None, "compiled")
+    if entry is not None and entry.rng is not None:
+        return entry.rng.clone()
+    if torch._C._current_graph_task_id() != -1:
+        raise UnsupportedError(
+            "stochastic rounding in compiled code that a checkpoint recomputes: it would draw other bits than the "
+            "forward did; use diptych.torch.checkpoint"
+        )
+    taken = _rng_take(rng, count)
+    recorded(None, "compiled", None, taken)
+    return taken
+
+
+def _rng_take_fake(rng: Tensor, count: int) -> Tensor:
+    if get_current_meta().get("recompute"):
+        raise UnsupportedError(
+            "stochastic rounding inside of a compiled checkpoint: the recomputation would draw other bits than the "
+            "forward; put diptych.torch.checkpoint around the compiled function instead"
+        )
+    return torch.empty_like(rng)
+
+
+# An op of its own: a plain clone would be recomputed in a compiled backward, from a state that has moved on by then.
+_rng_take_op = define("rng_take", "(Tensor(a!) rng, int count) -> Tensor", _rng_take_taped, _rng_take_fake)
+
+
+def rng_take(rng: Tensor, count: int) -> Tensor:
+    """A copy of the state as it is, and the state itself advanced in place by `count` offsets."""
+    return _rng_take(rng, count) if direct(rng) else _rng_take_op(rng, count)

@@ -1,0 +1,310 @@
+"""Weights between steps: copies kept across microbatches, parameters held quantized, gradients that go elsewhere."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diptych.common.errors import ShapeError, UnsupportedError
+from diptych.common.plan import linear_plan
+from diptych.common.quantizers import Float8CurrentScalingQuantizer, Float8Quantizer, Quantizer
+from diptych.common.recipes import DEFAULT_RECIPE, Recipe
+from diptych.torch import functional, primitives
+from diptych.torch.products import Call, Copies, Options, WeightGradient, quantize_calls, record_amax, schedule
+from diptych.torch.quantized import BUFFERS, QuantizedTensor, aten
+from diptych.torch.rules import describe
+from diptych.torch.state import warn_once
+
+# --- copies kept across microbatches ---------------------------------------------------------------------------------
+
+
+class WeightCache:
+    """The quantized copies of one weight, from the first microbatch of a step to its last."""
+
+    def __init__(self) -> None:
+        self.calls: tuple[Call, ...] = ()
+        self.copies: Copies | None = None
+
+    def get(
+        self,
+        weight: Tensor,
+        recipe: Recipe,
+        options: Options,
+        rng: Tensor | None,
+        need_columnwise: bool,
+        first: bool | None,
+        skip: Tensor | None,
+    ) -> Copies:
+        """The copies to use; see `QuantizedModule.quantized_linear` for `first` and `skip`.
+
+        **Raises** ValueError for a later microbatch without a first one, or both arguments at once.
+        """
+        calls = schedule(recipe, options.module, options.name, need_columnwise, False).w
+        known = self.copies is not None and (self.calls is calls or self.calls == calls)
+        weight = weight.detach()
+        if skip is not None:
+            if torch.compiler.is_compiling():
+                raise UnsupportedError("skip_weight_update is for graphs captured by CUDA, not for torch.compile")
+            if first is not None:
+                raise ValueError(
+                    "is_first_microbatch says on the host what skip_weight_update says on the device: give one"
+                )
+            if known:
+                return self._select(weight, calls, options, rng, skip)
+        elif not first:
+            if self.copies is None:
+                raise ValueError("is_first_microbatch=False, but no weight is kept: the first microbatch passes True")
+            if known:
+                return self.copies
+            warn_once(
+                (self.calls, calls),
+                f"{type(recipe).__name__} cannot use the weight kept from the first microbatch; it is quantized anew",
+            )
+        self.calls, self.copies = calls, quantize_calls(weight, calls, options, rng, options.replay)
+        return self.copies
+
+    def _select(
+        self, weight: Tensor, calls: tuple[Call, ...], options: Options, rng: Tensor | None, skip: Tensor
+    ) -> Copies:
+        """New content for the kept copies where `skip` is 0, without asking the device. In place, for graphs' sake."""
+        assert self.copies is not None
+        keep = skip.reshape(()) != 0
+        scales = {c.state: options.state.tensors(c.state)[0] for c in calls if c.state and options.state is not None}
+        new = quantize_calls(weight, calls, options, rng, options.replay or scales)
+        for kept, made in zip(self.copies, new, strict=True):
+            for old, t in zip((kept or ())[:3], (made or ())[:3], strict=True):
+                if old is not None and t is not None:
+                    bits = old.view(torch.uint8)
+                    bits.copy_(torch.where(keep, bits, t.view(torch.uint8)))
+        if options.record and options.replay is None and options.state is not None:
+            amax = torch.where(keep, 0.0, primitives.amax(weight))
+            for call in calls:
+                if call.state:
+                    record_amax(options.state.tensors(call.state)[1], amax)
+        return self.copies
+
+
+# --- gradients that go elsewhere -------------------------------------------------------------------------------------
+
+
+class WeightGradients:
+    """Where a module's weight gradients go: into `weight.main_grad`, and at once or when `backward_dw` asks."""
+
+    def __init__(self, fuse: bool, delay: bool) -> None:
+        self.fuse, self.delay = fuse, delay
+        self.queue: list[tuple[Tensor, WeightGradient]] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"fuse": self.fuse, "delay": self.delay, "queue": []}
+
+    def of(self, weight: Tensor) -> _Sink:
+        if torch.compiler.is_compiling():
+            raise UnsupportedError(
+                "fuse_wgrad_accumulation and delay_wgrad_compute under torch.compile: the gradient would leave the "
+                "graph by a way that it does not know; leave this module out of it (torch.compiler.disable)"
+            )
+        if self.fuse and weight.requires_grad and torch.is_grad_enabled():
+            main_grad(weight)  # what is missing is said before the forward
+        return _Sink(self, weight)
+
+    def run(self) -> None:
+        """Computes what is waiting, oldest first."""
+        if not self.delay:
+            raise UnsupportedError(
+                "backward_dw: the module computes its weight gradients in backward; "
+                "make it with delay_wgrad_compute=True"
+            )
+        queue, self.queue = self.queue, []
+        with torch.no_grad():
+            for weight, wgrad in queue:
+                if self.fuse:
+                    wgrad.accumulate(main_grad(weight))
+                elif weight.grad is None:
+                    weight.grad = wgrad.compute()
+                else:
+                    weight.grad += wgrad.compute()
+
+
+class _Sink:
+    """Takes one weight's gradients in backward."""
+
+    def __init__(self, owner: WeightGradients, weight: Tensor) -> None:
+        self.owner, self.weight = owner, weight
+
+    def accept(self, wgrad: WeightGradient) -> None:
+        if self.owner.delay:
+            self.owner.queue.append((self.weight, wgrad))
+        else:
+            wgrad.accumulate(main_grad(self.weight))
+
+
+def main_grad(weight: Tensor) -> Tensor:
+    """A weight's float32 gradient buffer. **Raises** ValueError if it has none that fits."""
+    acc = getattr(weight, "main_grad", None)
+    if not isinstance(acc, Tensor):
+        raise ValueError(
+            "fuse_wgrad_accumulation adds to weight.main_grad, which the weight does not have: set it to "
+            "torch.zeros(weight.shape, dtype=torch.float32) before the step"
+        )
+    if acc.dtype != torch.float32 or acc.shape != weight.shape or acc.device != weight.device:
+        raise ShapeError(
+            f"weight.main_grad must be float32 {list(weight.shape)} on {weight.device}, got {describe(acc)}"
+        )
+    if not acc.is_contiguous():
+        raise ShapeError("weight.main_grad must be contiguous: it is written in place")
+    return acc
+
+
+# --- parameters held quantized ---------------------------------------------------------------------------------------
+
+
+class QuantizedParameter(QuantizedTensor):
+    """A quantized weight: what `nn.Parameter` holds under `quantized_model_init`.
+
+    It trains with a master copy: autograd gives it a plain gradient of its logical dtype, an optimizer steps a tensor
+    in high precision, and `param.copy_(master)` quantizes that again, in place. Optimizers cannot step it directly: its
+    arithmetic raises, as every `QuantizedTensor`'s.
+    """
+
+    _high_precision_init_val: Tensor | None = None
+
+    def get_high_precision_init_val(self) -> Tensor | None:
+        """What the parameter was initialized with, on the CPU; None if not preserved, or cleared."""
+        return self._high_precision_init_val
+
+    def clear_high_precision_init_val(self) -> None:
+        """Frees the initial value."""
+        self._high_precision_init_val = None
+
+    @staticmethod
+    def of(q: QuantizedTensor) -> QuantizedParameter:
+        return QuantizedParameter(  # type: ignore[return-value]
+            q.quantizer, q.shape, q.dtype, **{n: getattr(q, n) for n in BUFFERS if getattr(q, n) is not None}
+        )
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, meta: Any, outer_size: Any, outer_stride: Any) -> QuantizedParameter:
+        return QuantizedParameter(meta[0], outer_size, meta[1], **inner)  # type: ignore[return-value]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if id(self) not in memo:
+            copied = QuantizedParameter.of(self.detach().clone())  # type: ignore[arg-type]
+            copied._high_precision_init_val = self._high_precision_init_val
+            memo[id(self)] = nn.Parameter(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Pickled in state dicts as a QuantizedTensor, which `copy_` takes back."""
+        if not isinstance(self, nn.Parameter):
+            return super().__reduce_ex__(protocol)
+        return _parameter, (QuantizedTensor.__reduce_ex__(self, protocol)[1], self.requires_grad)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is aten.copy_.default and isinstance(args[0], QuantizedParameter):
+            return _requantize(args[0], args[1])
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        return QuantizedParameter.of(out) if type(out) is QuantizedTensor else out
+
+
+def _parameter(parts: tuple[Any, ...], requires_grad: bool) -> Any:
+    from diptych.torch.quantized import _rebuild
+
+    return nn.Parameter(QuantizedParameter.of(_rebuild(*parts)), requires_grad)
+
+
+torch.serialization.add_safe_globals([QuantizedParameter, _parameter])
+
+
+def _requantize(q: QuantizedParameter, src: Tensor) -> QuantizedParameter:
+    if q.shape != src.shape:
+        raise ShapeError(f"copy_ into a quantized parameter {list(q.shape)}: got {describe(src)}")
+    if isinstance(src, QuantizedTensor):
+        same = q.quantizer == src.quantizer and q.dtype == src.dtype
+        made = src if same else functional.quantize(src.dequantize().to(q.device), q.quantizer)
+    else:
+        made = functional.quantize(src.detach().to(q.device), q.quantizer)
+    for name in q.__tensor_flatten__()[0]:
+        getattr(q, name).copy_(getattr(made, name))
+    return q
+
+
+class _InitState(threading.local):
+    def __init__(self) -> None:
+        self.recipe: Recipe | None = None
+        self.preserve = False
+
+
+_INIT = _InitState()
+
+
+class quantized_model_init:
+    """Region in which new modules hold their weights quantized, and in no other precision.
+
+    **Arguments:** `enabled`: False makes plain weights, also inside an enabled region. `recipe`: which decides on the
+    weights' format; None is `DEFAULT_RECIPE`. Under delayed scaling a weight's scale comes from the weight itself.
+    `preserve_high_precision_init_val`: each weight keeps what it was initialized with on the CPU, for an optimizer to
+    take its master weights from: `weight.get_high_precision_init_val()`, `weight.clear_high_precision_init_val()`.
+
+    **Raises:** TypeError if `recipe` is not a recipe; ValueError from a module whose weight the recipe quantizes in two
+    ways, or stochastically.
+    """
+
+    def __init__(
+        self, enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
+    ) -> None:
+        if recipe is not None and not isinstance(recipe, Recipe):
+            raise TypeError(
+                f"quantized_model_init: recipe must be a diptych.common.Recipe, got {type(recipe).__name__}"
+            )
+        self.recipe = (DEFAULT_RECIPE if recipe is None else recipe) if enabled else None
+        self.preserve = preserve_high_precision_init_val
+        self._outer: list[tuple[Recipe | None, bool]] = []
+
+    def __enter__(self) -> quantized_model_init:
+        self._outer.append((_INIT.recipe, _INIT.preserve))
+        _INIT.recipe, _INIT.preserve = self.recipe, self.preserve
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        _INIT.recipe, _INIT.preserve = self._outer.pop()
+
+
+def initial_weight(weight: Tensor, recipe: Recipe | None, module: str, name: str) -> Any:
+    """A module's new weight, quantized where a `quantized_model_init` region says so."""
+    if _INIT.recipe is None:
+        return weight
+    quantizer = weight_quantizer(_INIT.recipe if recipe is None else recipe, module, name)
+    if quantizer is None or weight.is_meta:
+        return weight
+    made = QuantizedParameter.of(functional.quantize(weight.detach(), quantizer))
+    param = nn.Parameter(made, weight.requires_grad)
+    if _INIT.preserve:
+        param._high_precision_init_val = weight.detach().cpu()  # type: ignore[attr-defined]
+    return param
+
+
+def weight_quantizer(recipe: Recipe, module: str, name: str) -> Quantizer | None:
+    """The quantizer of a weight that is held quantized; None: it stays in high precision."""
+    plan = linear_plan(recipe, module, name).weight
+    if plan.rowwise is None and plan.columnwise is None:
+        return None
+    if plan.rowwise is None or (plan.columnwise is not None and not plan.shared):
+        raise ValueError(
+            f"quantized_model_init: {type(recipe).__name__} quantizes the weight as {plan.rowwise} for fprop and "
+            f"{plan.columnwise} for dgrad; one that is held quantized is quantized once"
+        )
+    quantizer = plan.rowwise.with_usage(rowwise=True, columnwise=plan.shared)
+    if quantizer.needs_rng:
+        raise ValueError(f"quantized_model_init: a weight cannot be held by {quantizer}, which rounds stochastically")
+    if isinstance(quantizer, Float8Quantizer):
+        return Float8CurrentScalingQuantizer(
+            fp8_dtype=quantizer.fp8_dtype, rowwise=quantizer.rowwise, columnwise=quantizer.columnwise
+        )
+    return quantizer
