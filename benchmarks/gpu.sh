@@ -24,7 +24,7 @@ step() { # step NAME SECONDS COMMAND...: runs it, keeps its log, says how it end
 for phase in $phases; do
   case $phase in
     build) step build 400 env DIPTYCH_CUDA=on python3 -m pip install -q --no-build-isolation --no-deps -e . ;;
-    test) step test 540 python3 -m pytest -q -n 8 -p no:cacheprovider ${TESTS:-} ;;
+    test) step test 540 python3 -m pytest -q -n "${WORKERS:-8}" -p no:cacheprovider ${TESTS:-} ;;
     sanitize)
       # Our kernels alone are instrumented. racecheck faults inside cuBLASLt's kernels, so it gets ours only.
       step sanitize-memcheck 200 compute-sanitizer --tool memcheck --error-exitcode 9 --kernel-name kns=diptych \

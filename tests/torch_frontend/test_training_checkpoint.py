@@ -7,6 +7,7 @@ import torch
 
 import diptych.torch as dt
 from diptych.core import reset_calls
+from diptych.torch.autocast import STATE
 from torch_frontend import layers
 from torch_frontend.layers import DELAYED, NAMED
 from torch_frontend.layers import all_same as _all_same
@@ -117,6 +118,8 @@ def test_checkpoint_around_compiled_code(reentrant):
     y = torch.utils.checkpoint.checkpoint(compiled, x, use_reentrant=reentrant)
     with pytest.raises(NotImplementedError, match=r"use diptych\.torch\.checkpoint"):
         y.sum().backward()
+    if torch.__version__.startswith("2.11"):  # whose graphs leave no region when they raise
+        STATE.recipe = None
 
 
 @pytest.mark.parametrize("backend", ("aot_eager", "inductor"))

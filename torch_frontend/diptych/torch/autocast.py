@@ -83,7 +83,8 @@ class autocast:
 
     What runs in backward is fixed when forward runs, so `backward()` may stand inside or outside of the region. Under
     `torch.utils.checkpoint` an eager `Linear` is recomputed with the recipe of its last forward. A *compiled* function
-    under an eager checkpoint has no such memory: enter the region inside of the checkpointed function.
+    under an eager checkpoint has no such memory: enter the region inside of the checkpointed function. On torch 2.11 a
+    region that is entered inside of compiled code stays entered if the running graph raises.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ class WeightCache:
     """The quantized copies of one weight, from the first microbatch of a step to its last."""
 
     def __init__(self) -> None:
-        self.calls: tuple[Call, ...] = ()
+        self.key: tuple[Any, ...] = ()
         self.copies: Copies | None = None
 
     def get(
@@ -44,7 +44,8 @@ class WeightCache:
         **Raises** ValueError for a later microbatch without a first one, or both arguments at once.
         """
         calls = schedule(recipe, options.module, options.name, need_columnwise, False).w
-        known = self.copies is not None and (self.calls is calls or self.calls == calls)
+        key = _key(calls)
+        known = self.copies is not None and self.key == key
         weight = weight.detach()
         if skip is not None:
             if torch.compiler.is_compiling():
@@ -61,10 +62,10 @@ class WeightCache:
             if known:
                 return self.copies
             warn_once(
-                (self.calls, calls),
+                (self.key, key),
                 f"{type(recipe).__name__} cannot use the weight kept from the first microbatch; it is quantized anew",
             )
-        self.calls, self.copies = calls, quantize_calls(weight, calls, options, rng, options.replay)
+        self.key, self.copies = key, quantize_calls(weight, calls, options, rng, options.replay)
         return self.copies
 
     def _select(
@@ -86,6 +87,22 @@ class WeightCache:
                 if call.state:
                     record_amax(options.state.tensors(call.state)[1], amax)
         return self.copies
+
+
+def _key(calls: tuple[Call, ...]) -> tuple[Any, ...]:
+    """What the copies depend on, in scalars: torch 2.11 keeps no constant of a graph beyond it."""
+    return tuple(
+        [
+            (
+                *tuple(c.quantizer.spec),
+                c.quantizer.rowwise,
+                c.quantizer.columnwise,
+                c.state,
+                None if c.quantizer.implementation() is None else c.quantizer,
+            )
+            for c in calls
+        ]
+    )
 
 
 # --- gradients that go elsewhere -------------------------------------------------------------------------------------
