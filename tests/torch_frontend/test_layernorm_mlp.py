@@ -38,8 +38,8 @@ def test_bits_of_the_composition(name, options, device):
     recipe, module = composed.unrounded(name), mlp(device=device, **options)
     x = normal("x", (2, 16, 64), device=device)
     got, want = steps(module, recipe, x), steps(composed.composed(module).to(device), recipe, x)
-    if x.is_cuda:  # whose fused bias sum adds in another order than its bias_grad
-        torch.testing.assert_close(got.pop("fc1_bias"), want.pop("fc1_bias"), rtol=1e-5, atol=1e-4)
+    if x.is_cuda and "fc1_bias" in want:  # the fused bias sum adds in another order than bias_grad there
+        torch.testing.assert_close(got.pop("fc1_bias"), want.pop("fc1_bias"), rtol=1e-4, atol=1e-3)
     same_step(got, want)
 
 

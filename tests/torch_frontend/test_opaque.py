@@ -93,7 +93,8 @@ class MyRecipe(Recipe):
 
 
 def test_classes_compared_by_value_are_registered():
-    classes = [c for c in opaque.tree(Value) if opaque.by_value(c)]
+    # The lab's own values enter no graph: a dataclass right below Value is registered on request only.
+    classes = [c for c in opaque.tree(Value) if opaque.by_value(c) and not c.__module__.startswith("diptych.lab")]
     names = {c.__name__ for c in classes}
     assert {"MXFP8Quantizer", "QParams", "MMParams", "QuantizerRole", "Float8BlockScaling"} <= names
     assert {"ByValue", "DerivedByValue", "Plain", "MyRecipe"} <= names
