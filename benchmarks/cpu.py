@@ -1,13 +1,16 @@
 """CPU speed against NumPy and torch, two threads: `python -m benchmarks.cpu [--check] [--out FILE]`.
 
-`--check` fails where a ratio is worse than its goal by more than the slack that a shared machine needs.
+`--check` fails where a ratio is worse than its goal by more than the slack that a shared machine needs. What misses is
+measured again before it counts: slow code misses every time, a busy neighbour does not stay.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,28 +27,31 @@ from diptych.lab.job import linear_dtype
 
 THREADS = 2
 SLACK = 0.7  # of the goal: CI machines are shared
+PAUSES = (1, 4, 16)  # seconds before a miss is measured again
+
+Row = dict[str, Any]
+Measure = Callable[[], Row]
 
 
-def quantize_rows(size: int = 4096) -> list[dict[str, Any]]:
+def quantize_rows(size: int = 4096) -> Iterator[Measure]:
     """quantize of [size, size] against a copy of as many bytes: what the scale rule must read, and what it writes.
 
     Hadamard transforms and random numbers cost more than memory does: they have no goal.
     """
     x = np.random.default_rng(0).standard_normal((size, size), np.float32)
-    rows = []
-    for case in quantize_cases():
+
+    def measure(case: QuantizeCase, usage: tuple[str, ...]) -> Row:
         source = x.astype(ml_dtypes.bfloat16) if case.bfloat16 else x
-        for usage in common.usages():
-            call, written = core_call(case.with_usage(*usage), source)
-            moved = source.nbytes * case.reads + written
-            origin = np.ones(moved // 2, np.uint8)
-            target = np.zeros_like(origin)
-            ours, copy = common.paired(call, lambda s=origin, t=target: np.copyto(t, s), rounds=5)
-            rows.append(
-                {"op": "quantize", "case": f"{case.name} {'+'.join(usage)}", "GB/s": moved / ours / 1e9,
-                 "peer GB/s": moved / copy / 1e9, "ratio": copy / ours, "goal": 0.0 if case.bfloat16 else 0.5}
-            )  # fmt: skip
-    return rows
+        call, written = core_call(case.with_usage(*usage), source)
+        moved = source.nbytes * case.reads + written
+        origin = np.ones(moved // 2, np.uint8)
+        target = np.zeros_like(origin)
+        ours, copy = common.paired(call, lambda: np.copyto(target, origin), rounds=5)
+        goal = 0.0 if case.bfloat16 else 0.5
+        return {"op": "quantize", "case": f"{case.name} {'+'.join(usage)}", "GB/s": moved / ours / 1e9,
+                "peer GB/s": moved / copy / 1e9, "ratio": copy / ours, "goal": goal}  # fmt: skip
+
+    return (partial(measure, case, usage) for case in quantize_cases() for usage in common.usages())
 
 
 def core_call(case: QuantizeCase, x: np.ndarray) -> tuple[Callable[[], None], int]:
@@ -61,45 +67,53 @@ def core_call(case: QuantizeCase, x: np.ndarray) -> tuple[Callable[[], None], in
     return (lambda: _core.quantize(source, *arguments)), written
 
 
-def gemm_rows(size: int = 1024) -> list[dict[str, Any]]:
+def gemm_rows(size: int = 1024) -> Iterator[Measure]:
     """gemm of each format with itself, size cubed, against torch.mm in float32."""
     rng = np.random.default_rng(0)
     a, b = (rng.standard_normal((size, size), np.float32) for _ in range(2))
     ta, tb = torch.from_numpy(a), torch.from_numpy(b)
-    rows = []
-    for case in quantize_cases():
-        if not case.plain:
-            continue  # the same payloads
+
+    def measure(case: QuantizeCase, product: str, trans_a: bool, trans_b: bool) -> Row:
         qa, qb = core.quantize(a, case.quantizer), core.quantize(b, case.quantizer)
-        for product, trans in (("fprop", (False, True)), ("dgrad", (False, False)), ("wgrad", (True, False))):
-            ours, peer = common.paired(
-                lambda qa=qa, qb=qb, t=trans: core.gemm(qa, qb, trans_a=t[0], trans_b=t[1]),
-                lambda: torch.mm(ta, tb),
-                rounds=5,
-            )
-            rows.append(
-                {"op": "gemm", "case": f"{case.name} {product}", "GFLOP/s": 2 * size**3 / ours / 1e9,
-                 "peer GFLOP/s": 2 * size**3 / peer / 1e9, "ratio": peer / ours, "goal": 0.4}
-            )  # fmt: skip
-    return rows
+        ours, peer = common.paired(
+            lambda: core.gemm(qa, qb, trans_a=trans_a, trans_b=trans_b), lambda: torch.mm(ta, tb), rounds=5
+        )
+        return {"op": "gemm", "case": f"{case.name} {product}", "GFLOP/s": 2 * size**3 / ours / 1e9,
+                "peer GFLOP/s": 2 * size**3 / peer / 1e9, "ratio": peer / ours, "goal": 0.4}  # fmt: skip
+
+    products = (("fprop", False, True), ("dgrad", False, False), ("wgrad", True, False))
+    plain = [case for case in quantize_cases() if case.plain]  # the options make the same payloads
+    return (partial(measure, case, *product) for case in plain for product in products)
 
 
-def linear_rows() -> list[dict[str, Any]]:
+def linear_rows() -> Iterator[Measure]:
     """Eager Linear forward against nn.Linear: the added microseconds when tiny, the ratio of times when not."""
-    rows = []
-    for name, recipe in RECIPES.items():
-        dtype = getattr(torch, linear_dtype(recipe))
-        for m, k, n in ((16, 16, 16), (512, 1024, 1024)):
-            ours, peer = dt.Linear(k, n), torch.nn.Linear(k, n)
-            wide = torch.randn(m, k)
-            x = wide.to(dtype)
-            with dt.autocast(enabled=True, recipe=recipe):
-                t, p = common.paired(
-                    lambda x=x, f=ours: f(x), lambda x=wide, f=peer: f(x), rounds=21, calls=200 if m == 16 else 3
-                )
-            row = {"op": "linear", "case": f"{name} {m}x{k} by {k}x{n}", "us": t * 1e6, "peer us": p * 1e6}
-            rows.append({**row, "ratio": 60e-6 / max(t - p, 1e-9) if m == 16 else 2 * p / t, "goal": 1.0})
-    return rows
+
+    def measure(name: str, m: int, k: int, n: int) -> Row:
+        ours, peer = dt.Linear(k, n), torch.nn.Linear(k, n)
+        wide = torch.randn(m, k)
+        x = wide.to(getattr(torch, linear_dtype(RECIPES[name])))
+        with dt.autocast(enabled=True, recipe=RECIPES[name]):
+            t, p = common.paired(lambda: ours(x), lambda: peer(wide), rounds=21, calls=200 if m == 16 else 3)
+        return {"op": "linear", "case": f"{name} {m}x{k} by {k}x{n}", "us": t * 1e6, "peer us": p * 1e6,
+                "ratio": 60e-6 / max(t - p, 1e-9) if m == 16 else 2 * p / t, "goal": 1.0}  # fmt: skip
+
+    return (partial(measure, name, *size) for name in RECIPES for size in ((16, 16, 16), (512, 1024, 1024)))
+
+
+def misses(row: Row) -> bool:
+    return row["ratio"] < SLACK * row["goal"]
+
+
+def settled(measure: Measure, row: Row) -> Row:
+    """The row, or where it misses its goal the first later one that does not, or the last."""
+    for pause in PAUSES:
+        if not misses(row):
+            break
+        print(f"measured again: {row['case']}: ratio {row['ratio']:.2f}, goal {row['goal']}", file=sys.stderr)
+        time.sleep(pause)
+        row = measure()
+    return row
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -113,11 +127,13 @@ def main(argv: list[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     for name, part in (("quantize", quantize_rows), ("gemm", gemm_rows), ("linear", linear_rows)):
         if args.only in (None, name):
-            rows.extend(fresh := part())
+            measured = [(measure, measure()) for measure in part()]
+            fresh = [settled(*m) for m in measured] if args.check else [row for _, row in measured]
+            rows.extend(fresh)
             print(common.table(fresh), end="\n\n")
     if args.out:
         common.save(args.out, rows)
-    bad = [r for r in rows if r["ratio"] < SLACK * r["goal"]]
+    bad = [r for r in rows if misses(r)]
     for r in bad:
         print(f"too slow: {r['case']}: ratio {r['ratio']:.2f}, goal {r['goal']}", file=sys.stderr)
     return 1 if args.check and bad else 0
