@@ -135,7 +135,8 @@ void py_quantize(py::handle x, int format, int flags, float eps, int amax_mode, 
 }
 
 void py_scale_update(py::handle history, py::handle scale, py::handle reduced, py::handle amax_buffer,
-                     py::handle new_history, py::handle new_scale, float fp8_max, int margin, bool most_recent) {
+                     py::handle new_history, py::handle new_scale, float fp8_max, int margin, bool most_recent,
+                     py::handle seen, py::handle step) {
   Call call;
   ScaleUpdateArgs a;
   a.history = call.in(history, "history");
@@ -144,6 +145,8 @@ void py_scale_update(py::handle history, py::handle scale, py::handle reduced, p
   a.amax = call.in(amax_buffer, "amax");
   a.new_history = call.out(new_history, "new_history");
   a.new_scale = call.out(new_scale, "new_scale");
+  a.seen = call.in(seen, "seen");
+  a.step = call.in(step, "step");
   a.fp8_max = fp8_max;
   a.margin = margin;
   a.most_recent = most_recent;
@@ -390,7 +393,8 @@ PYBIND11_MODULE(_core, m) {
         py::arg("columnwise_scale_inv"), py::arg("source") = py::none(), py::arg("column_sum") = py::none(),
         py::arg("workspace") = py::none());
   m.def("scale_update", py_scale_update, py::arg("history"), py::arg("scale"), py::arg("reduced"), py::arg("amax"),
-        py::arg("new_history"), py::arg("new_scale"), py::arg("fp8_max"), py::arg("margin"), py::arg("most_recent"));
+        py::arg("new_history"), py::arg("new_scale"), py::arg("fp8_max"), py::arg("margin"), py::arg("most_recent"),
+        py::arg("seen") = py::none(), py::arg("step") = py::none());
   m.def("dequantize", py_dequantize, py::arg("data"), py::arg("scale_inv"), py::arg("amax"), py::arg("format"),
         py::arg("columnwise"), py::arg("out"));
   m.def("gemm", py_gemm, py::arg("a_data"), py::arg("a_scale_inv"), py::arg("a_amax"), py::arg("a_format"),

@@ -39,10 +39,20 @@ void update(const ScaleUpdateArgs& a, int64_t t, int64_t length, float top) {
   a.new_scale.as<float>()[t] = next_scale(amax, top, old);
 }
 
+// Outputs as the inputs are; where they are the inputs, nothing is written.
+void keep(const TensorView& from, const TensorView& to) {
+  if (to.data != from.data && from.numel() > 0) std::memcpy(to.data, from.data, from.numel() * sizeof(float));
+}
+
 }  // namespace
 
 Status scale_update(const ScaleUpdateArgs& args, const Execution&) {
   return guarded("scale_update", [&] {
+    if (args.seen.given() && *args.seen.as<const int64_t>() == *args.step.as<const int64_t>()) {
+      keep(args.history, args.new_history);
+      keep(args.scale, args.new_scale);
+      return Status();
+    }
     const int64_t n = args.history.rows(), length = args.history.cols();
     const float top = args.fp8_max * std::ldexp(1.0f, -args.margin);
     for_tasks(n, n * length >= kThreadedElements, [&](int64_t t) { update(args, t, length, top); });

@@ -70,10 +70,14 @@ Status ranked(const char* op, const char* arg, const TensorView& t) {
   return {Code::value, std::string(op) + ": " + arg + " must have at least one dimension, got a scalar"};
 }
 
-Status floats(const char* op, const char* arg, const TensorView& t, int64_t n, const Device& device) {
+Status holds(const char* op, const char* arg, const TensorView& t, DType dtype, int64_t n, const Device& device) {
   DIPTYCH_TRY(present(op, arg, t, device));
-  DIPTYCH_TRY(of_dtype(op, arg, t, DType::f32));
+  DIPTYCH_TRY(of_dtype(op, arg, t, dtype));
   return of_numel(op, arg, t, n);
+}
+
+Status floats(const char* op, const char* arg, const TensorView& t, int64_t n, const Device& device) {
+  return holds(op, arg, t, DType::f32, n, device);
 }
 
 static bool overlap(const TensorView& a, const TensorView& b) {
@@ -258,10 +262,7 @@ Status scaling(const QuantizeArgs& a, const Device& device) {
     return {Code::value, std::string(op) + ": amax is for per-tensor formats; " + f.name + " takes one per block"};
   if (a.scale.given()) DIPTYCH_TRY(floats(op, ("scale" + of).c_str(), a.scale, 1, device));
   if (!a.spec.has(kStochastic)) return {};
-  const std::string rng = "rng" + of;
-  DIPTYCH_TRY(present(op, rng.c_str(), a.rng, device));
-  DIPTYCH_TRY(of_dtype(op, rng.c_str(), a.rng, DType::i32));
-  return of_numel(op, rng.c_str(), a.rng, 4);
+  return holds(op, ("rng" + of).c_str(), a.rng, DType::i32, 4, device);
 }
 
 Status summing(const QuantizeArgs& a, int64_t k, const Device& device) {
@@ -341,15 +342,22 @@ Status check(const ScaleUpdateArgs& a, const Device& device) {
   DIPTYCH_TRY(floats(op, "new_history", a.new_history, n * length, device));
   DIPTYCH_TRY(of_shape(op, "new_history", a.new_history, n, length));
   DIPTYCH_TRY(floats(op, "new_scale", a.new_scale, n, device));
+  if (a.seen.given() != a.step.given())
+    return {Code::value, std::string(op) + ": seen and step come together, got seen " + describe(a.seen) +
+                             " and step " + describe(a.step)};
+  if (a.seen.given()) {
+    DIPTYCH_TRY(holds(op, "seen", a.seen, DType::i64, 1, device));
+    DIPTYCH_TRY(holds(op, "step", a.step, DType::i64, 1, device));
+  }
   if (!(std::isfinite(a.fp8_max) && a.fp8_max > 0.0f))
     return {Code::value, std::string(op) + ": fp8_max must be finite and > 0, got " + std::to_string(a.fp8_max)};
   if (a.margin < -126 || a.margin > 126)  // 2^-margin is a normal float32
     return {Code::value, std::string(op) + ": margin must lie in -126..126, got " + std::to_string(a.margin)};
   if (a.most_recent && a.amax.given())
     return {Code::value, std::string(op) + ": amax was given; most_recent does not apply"};
-  for (const TensorView* in : {&a.scale, &a.reduced, &a.amax})
+  for (const TensorView* in : {&a.scale, &a.reduced, &a.amax, &a.seen, &a.step})
     DIPTYCH_TRY(apart(op, "new_history", a.new_history, "another operand", *in));
-  for (const TensorView* in : {&a.history, &a.reduced, &a.amax, &a.new_history})
+  for (const TensorView* in : {&a.history, &a.reduced, &a.amax, &a.seen, &a.step, &a.new_history})
     DIPTYCH_TRY(apart(op, "new_scale", a.new_scale, "another operand", *in));
   // In place is fine, partly in place is not.
   if (a.new_history.data != a.history.data) DIPTYCH_TRY(apart(op, "new_history", a.new_history, "history", a.history));

@@ -14,7 +14,9 @@ Status of_dtype(const char* op, const char* arg, const TensorView&, DType);
 Status of_numel(const char* op, const char* arg, const TensorView&, int64_t n);
 Status of_shape(const char* op, const char* arg, const TensorView&, int64_t rows, int64_t cols);
 Status ranked(const char* op, const char* arg, const TensorView&);
-Status floats(const char* op, const char* arg, const TensorView&, int64_t n, const Device&);  // present, float32, n
+// Present, of the dtype, n elements.
+Status holds(const char* op, const char* arg, const TensorView&, DType, int64_t n, const Device&);
+Status floats(const char* op, const char* arg, const TensorView&, int64_t n, const Device&);  // holds n float32
 Status apart(const char* op, const char* out_name, const TensorView& out, const char* in_name, const TensorView& in);
 // Scratch memory: large enough, 16-byte aligned, and nobody else's.
 Status workspace(const char* op, const TensorView&, int64_t need, const Device&,

@@ -40,6 +40,10 @@ UNPAIRED = {
         "convert.py": "swaps modules in place; JAX injects a dot_general (injection.py)",
         "module.py": "modules with buffers; JAX's layers are functions",
         "autocast.py": "a dynamically scoped recipe, which a jit cache would make stale",
+        "custom_op.py": "ops of graphs from dataclasses; JAX traces the layers' functions as they stand",
+        "op_fields.py": "how custom_op.py takes arguments apart",
+        "proto.py": "tensors without data; JAX has ShapeDtypeStruct",
+        "layer.py": "the linear layer as an op; JAX's is linear.py itself",
         "opaque.py": "recipes as torch.compile constants; JAX takes any hashable as a static argument",
     },
     "jax": {

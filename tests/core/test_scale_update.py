@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import platform
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ import cases
 import oracle
 from core import runner
 from diptych import core
+from diptych.common.errors import DTypeError
 from diptych.common.quantizers import Float8Quantizer
+from diptych.core import _core
 
 # (n tensors, L entries)
 SHAPES = ((1, 1), (3, 1), (1, 2), (7, 2), (1, 16), (5, 33), (2, 1024), (300, 20), (1, 70000), (0, 4))
@@ -110,6 +113,152 @@ def test_tensors_do_not_mix(device):
             runner.same_bits(a[i : i + 1], b, f"tensor {i} {cases.report_header()}")
 
 
+def int64(be, *values) -> Any:
+    """An operand of int64 [len(values)]."""
+    if isinstance(be, runner.Numpy):
+        return np.array(values, np.int64), runner.CODES["int64"]
+    return be.torch.tensor(values, dtype=be.torch.int64, device=be.device)
+
+
+class Call:
+    """A call of `_core.scale_update` with a `seen` and a `step`; `aliased` are the outputs that are the inputs."""
+
+    def __init__(self, be, history, scale, *, aliased=(), offset=0, **options):
+        self.out = runner.Outputs(be, offset=offset)
+        given = {"history": history, "scale": scale}
+        new = {name: self.out.new(f"new_{name}", value.shape, "float32", value if name in aliased else None)
+               for name, value in given.items()}  # fmt: skip
+        old = {name: new[name] if name in aliased else be.put(value, "float32") for name, value in given.items()}
+        self.args = {**old, **{f"new_{name}": value for name, value in new.items()}, "reduced": None, "amax": None}
+        self.args |= {"fp8_max": 448.0, "margin": 0, "most_recent": False, **options}
+
+    def run(self, **changes) -> tuple[np.ndarray, np.ndarray]:
+        _core.scale_update(**{**self.args, **changes})
+        read = self.out.read()
+        return read["new_history"], read["new_scale"]
+
+
+STEPS = (0, 1, -1, 2**31, 2**32 + 1, 2**63 - 1, -(2**63))
+
+
+@pytest.mark.parametrize("aliased", [(), ("history",), ("scale",), ("history", "scale")], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_seen_and_step(device, shape, aliased):
+    """Where they are equal every bit stays, NaN's too, and the amaxes given do not matter; else a plain update."""
+    be, rng = runner.backend(device), cases.rng_for(f"seen-{shape}")
+    history, scale = floats(rng, shape, True), np.exp2(rng.uniform(-30, 30, shape[:1])).astype(np.float32)
+    amaxes = be.put(floats(rng, shape[:1], False), "float32")
+    for turn, step in enumerate(STEPS):
+        label = f"{shape} {aliased} step {step} ({cases.report_header()})"
+        odd = history.copy()
+        odd.reshape(-1)[turn::11] = np.array([0x7FA00001], np.uint32).view(np.float32)  # a signalling NaN
+        given = {"reduced": amaxes} if turn % 2 else {"amax": amaxes} if turn % 3 else {}
+        got = Call(be, odd, scale, aliased=aliased, offset=turn % 3, **given).run(
+            seen=int64(be, step), step=int64(be, step)
+        )
+        runner.same_bits(got[0].view(np.uint32), odd.view(np.uint32), f"{label} history")
+        runner.same_bits(got[1], scale, f"{label} scale")
+        other = STEPS[turn - 1] if turn % 2 else step ^ (1 << 32)  # 2^32 apart: the low words are equal
+        want = oracle.scale_update(history, scale, margin=turn)
+        got = Call(be, history, scale, aliased=aliased, offset=turn % 3, margin=turn).run(
+            seen=int64(be, other), step=int64(be, step)
+        )
+        runner.same_bits(got[0], want[0], f"{label} after {other} history")
+        runner.same_bits(got[1], want[1], f"{label} after {other} scale")
+
+
+def test_one_update_a_step(device):
+    """The caller's protocol: two slots share `seen`, and several passes make up a step."""
+    be, rng = runner.backend(device), cases.rng_for("protocol")
+    slots = [(floats(rng, shape, False), np.ones(shape[0], np.float32)) for shape in ((3, 4), (2, 16))]
+    calls = [Call(be, *slot, aliased=("history", "scale")) for slot in slots]
+    seen = -1
+    for passed, step in enumerate((0, 0, 0, 1, 1, 2, 2)):
+        words = int64(be, seen), int64(be, step)
+        for i, call in enumerate(calls):
+            got = call.run(seen=words[0], step=words[1])
+            if seen != step:
+                slots[i] = oracle.scale_update(*slots[i])
+            for g, w in zip(got, slots[i], strict=True):
+                runner.same_bits(g, w, f"pass {passed} slot {i}")
+        held = [w[0] if device == "cpu" else w.cpu().numpy() for w in words]
+        assert [w.tolist() for w in held] == [[seen], [step]]  # read, not written
+        seen = step
+
+
+@pytest.mark.cuda
+def test_a_captured_graph_reads_seen_and_step_when_it_runs(cuda):
+    be, rng = runner.Torch(), cases.rng_for("graph")
+    history, scale = floats(rng, (5, 8), False), np.ones(5, np.float32)
+    call, torch = Call(be, history, scale, aliased=("history", "scale")), be.torch
+    seen, step = int64(be, 0), int64(be, 0)
+    call.run(seen=seen, step=step)  # loads the module, which a capture could not
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        _core.scale_update(**call.args, seen=seen, step=step)
+        seen.copy_(step)
+    want = history, scale
+    for now, replays in ((0, 2), (1, 3), (2, 1), (3, 2)):
+        step.fill_(now)
+        for _ in range(replays):
+            graph.replay()
+        want = oracle.scale_update(*want) if now else want
+        read = call.out.read()
+        runner.same_bits(read["new_history"], want[0], f"step {now} history")
+        runner.same_bits(read["new_scale"], want[1], f"step {now} scale")
+        assert seen.item() == now
+
+
+def float_word(be) -> Any:
+    return be.put(np.ones(1, np.float32), "float32")
+
+
+# change of a call with seen [1] and step [1], error, words that the message must hold
+BAD_STEPS = [
+    (lambda be, call: {"seen": None}, ValueError, ["seen", "step", "nothing"]),
+    (lambda be, call: {"step": None}, ValueError, ["seen", "step", "nothing"]),
+    (lambda be, call: {"seen": float_word(be)}, TypeError, ["seen must be int64", "float32[1]"]),
+    (lambda be, call: {"step": be.put(np.ones(1, np.int32), "int32")}, TypeError, ["step must be int64", "int32[1]"]),
+    (lambda be, call: {"seen": int64(be, 1, 2)}, ValueError, ["seen", "int64[2]"]),
+    (lambda be, call: {"step": int64(be)}, ValueError, ["step", "int64[0]"]),
+    (lambda be, call: {"scale": int64(be, 1, 2, 3)}, TypeError, ["scale must be float32", "int64[3]"]),
+]
+
+
+@pytest.mark.parametrize("change, error, words", BAD_STEPS, ids=range(len(BAD_STEPS)))
+def test_bad_seen_and_step(device, change, error, words):
+    be = runner.backend(device)
+    call = Call(be, np.ones((3, 4), np.float32), np.ones(3, np.float32))
+    with pytest.raises(error) as caught:
+        call.run(**{"seen": int64(be, 1), "step": int64(be, 1), **change(be, call)})
+    for word in ["scale_update", *words]:
+        assert word in str(caught.value)
+    assert call.out.untouched()
+
+
+def test_outputs_over_seen_or_step_are_refused():
+    memory = np.arange(8, dtype=np.float32)
+    words, code = memory[4:6].view(np.int64), runner.CODES["int64"]
+    call = Call(runner.Numpy(), np.ones((1, 2), np.float32), np.ones(1, np.float32))
+    f32, apart = runner.CODES["float32"], int64(runner.Numpy(), 1)
+    before = memory.copy()
+    for output in ({"new_history": (memory[5:7].reshape(1, 2), f32)}, {"new_scale": (memory[4:5], f32)}):
+        for steps in ({"seen": (words, code), "step": apart}, {"seen": apart, "step": (words, code)}):
+            with pytest.raises(ValueError, match=r"scale_update: .*overlaps"):
+                _core.scale_update(**{**call.args, **output, **steps})
+    assert (memory == before).all() and call.out.untouched()
+
+
+@pytest.mark.cuda
+def test_seen_and_step_on_another_device_are_refused(cuda):
+    be, host = runner.Torch(), runner.Torch("cpu")
+    call = Call(be, np.ones((3, 4), np.float32), np.ones(3, np.float32))
+    for seen, step in ((int64(host, 1), int64(be, 1)), (int64(be, 1), int64(host, 1))):
+        with pytest.raises(ValueError, match=r"scale_update: (seen|step) is on cpu"):
+            call.run(seen=seen, step=step)
+    assert call.out.untouched()
+
+
 def test_callers_float_mode_does_not_matter():
     if platform.machine() != "x86_64":
         pytest.skip("sets FTZ through glibc's x86-64 fenv_t")
@@ -141,3 +290,20 @@ def test_numpy_face():
         runner.same_bits(scale, want[1], f"step {step}")
         seen.append(top)
         assert scale[0] == 224 / max(seen[-4:])
+
+
+def test_numpy_face_seen_and_step():
+    history, scale = arr(3, 1, 8, 2)[None], arr(5)
+    one, two = np.array([1]), np.array([2])
+    kept = core.scale_update(history, scale, seen=one, step=np.array([1]))
+    assert all((g == w).all() and g is not w for g, w in zip(kept, (history, scale), strict=True))
+    moved = core.scale_update(history, scale, seen=one, step=two)
+    assert moved[0].tolist() == [[0, 8, 2, 3]] and moved[1].tolist() == [56]
+    assert one.tolist() == [1] and two.tolist() == [2]
+    for bad in (1, [1], np.array([1], np.int32), arr(1)):
+        with pytest.raises(DTypeError, match="scale_update: step must be a NumPy array of int64"):
+            core.scale_update(history, scale, seen=one, step=bad)
+    with pytest.raises(ValueError, match="scale_update: seen and step come together"):
+        core.scale_update(history, scale, seen=one)
+    with pytest.raises(ValueError, match=r"scale_update: seen .*int64\[2\]"):
+        core.scale_update(history, scale, seen=np.array([1, 2]), step=one)

@@ -173,7 +173,7 @@ def test_delayed_scaling_over_a_mesh(mesh):
 
     def step(x, scale, history):
         copies, recorded = primitives.quantize_delayed(x[0], quantizer, scale, history)
-        history, scale = dj.scale_update(history, scale, reduced=functional._max_over(recorded[:1], "i"))
+        history, scale = dj.scale_update(history, scale, reduced=functional.max_over(recorded[:1], "i"))
         return copies["rowwise_data"][None], recorded[None], copies["rowwise_scale_inv"], history, scale
 
     f = jax.shard_map(step, mesh=mesh, in_specs=(P("i"), P(), P()), out_specs=(P("i"), P("i"), P(), P(), P()))

@@ -28,17 +28,26 @@ RECIPES = {
     "mxfp8": MXFP8BlockScaling(),
     "compiled current": Float8CurrentScaling(amax_group="data"),
 }
+# Delayed states that exist before the model is wrapped, and whether DDP sends buffers from rank 0.
+EARLY = {"early": False, "early, buffers sent": True, "late, buffers sent": True}
+RECIPES |= dict.fromkeys(EARLY, RECIPES["delayed"])
 
 
-def model() -> torch.nn.Sequential:
+def model(name: str = "") -> torch.nn.Sequential:
     """Its activations have few significant bits, so that sums over the batch are exact in any order."""
-    return torch.nn.Sequential(layers.layer(96, 96, name="a", bias=False), layers.layer(96, 64, name="b", bias=False))
+    net = torch.nn.Sequential(layers.layer(96, 96, name="a", bias=False), layers.layer(96, 64, name="b", bias=False))
+    if name.startswith("early"):
+        layers.run(net, net, normal("early", (256, 96)), RECIPES[name].replace(amax_group=""), normal("dy", (256, 64)))
+    elif name.startswith("late"):
+        net.register_buffer("sent", torch.ones(1))  # a model without buffers sends none, states made later neither
+    net.zero_grad()
+    return net
 
 
 def train(net, recipe, rank: int, world: int, groups, compiled: bool = False):
     """Three steps on this rank's rows; returns each step's outputs and the state that it ends in."""
     dtype = layers.dtype_of(recipe)
-    optimizer = torch.optim.SGD(net.parameters(), lr=2.0**-6)
+    optimizer = torch.optim.SGD(net.parameters(), lr=2.0**-6 * world)  # DDP averages over ranks
     fn = torch.compile(net, fullgraph=True, backend="aot_eager") if compiled else net
     outs = []
     for i in range(3):
@@ -48,7 +57,7 @@ def train(net, recipe, rank: int, world: int, groups, compiled: bool = False):
         optimizer.zero_grad()
         with dt.autocast(recipe=recipe, amax_groups=groups):
             y = fn(x)
-        (y * dy).sum().mul(world).backward()  # DDP averages over ranks
+        (y * dy).sum().backward()
         optimizer.step()
         outs.append(y.detach())
     return outs, {k: v.detach() for k, v in net.state_dict().items()}
@@ -63,7 +72,7 @@ dist.init_process_group("gloo", init_method="file://" + rendezvous, rank=rank, w
 results = {}
 for name, recipe in t.RECIPES.items():
     torch._dynamo.reset()
-    net = torch.nn.parallel.DistributedDataParallel(t.model())
+    net = torch.nn.parallel.DistributedDataParallel(t.model(name), broadcast_buffers=t.EARLY.get(name, True))
     groups = {"data": dist.group.WORLD}
     if "compiled" in name:
         net = t.model()
@@ -101,7 +110,7 @@ def ranks(tmp_path_factory):
 def test_two_processes_train_as_one(name, ranks):
     """Both ranks hold the same weights and states in bits; against one process, as close as float32 sums are."""
     (outs0, state0), (outs1, state1) = (r[name] for r in ranks)
-    outs, state = train(model(), RECIPES[name].replace(amax_group=""), 0, 1, None)
+    outs, state = train(model(name), RECIPES[name].replace(amax_group=""), 0, 1, None)
     for key, t in state.items():
         if "amax_history" in key:  # each rank's pending amax is its own; the largest is the whole batch's
             first = torch.maximum(state0[key][:1], state1[key][:1])

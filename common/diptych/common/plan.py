@@ -16,7 +16,7 @@ import dataclasses
 import functools
 from typing import NamedTuple
 
-from diptych.common.quantizers import Float8Quantizer, Quantizer, QuantizerRole
+from diptych.common.quantizers import Float8CurrentScalingQuantizer, Float8Quantizer, Quantizer, QuantizerRole
 from diptych.common.recipes import Recipe
 
 
@@ -60,7 +60,7 @@ class LinearPlan:
 
     `results`: quantizers of output, grad_input and grad_weight, or None. `fast_accum` and `quantized`: for fprop, dgrad
     and wgrad, the latter whether both operands are quantized. `dequantized_backward`: dgrad and wgrad run in high
-    precision on what the forward's copies stand for.
+    precision on what the forward's copies stand for. `needs_rng`: whether any quantizer rounds stochastically.
     """
 
     input: TensorPlan
@@ -71,13 +71,7 @@ class LinearPlan:
     quantized: tuple[bool, bool, bool]
     dequantized_backward: bool
     states: tuple[StateSlot, ...]
-
-    @property
-    def needs_rng(self) -> bool:
-        """Whether any quantizer rounds stochastically."""
-        plans = (self.input, self.weight, self.grad_output)
-        used = [q for p in plans for q in (p.rowwise, p.columnwise)] + list(self.results)
-        return any(q is not None and q.needs_rng for q in used)
+    needs_rng: bool
 
 
 @functools.lru_cache(maxsize=1024)
@@ -92,8 +86,7 @@ def linear_plan(recipe: Recipe, module: str = "linear", name: str = "") -> Linea
     uses = {"input": (x_f, x_w), "weight": (w_f, w_d), "grad_output": (dy_d, dy_w)}
     gemms = {"input": ("fprop", "wgrad"), "weight": ("fprop", "dgrad"), "grad_output": ("dgrad", "wgrad")}
     for tensor, (rowwise, columnwise) in uses.items():
-        shared = rowwise is not None and rowwise == columnwise
-        names = []
+        shared, names = TensorPlan(rowwise, columnwise).shared, []
         for quantizer, gemm in zip((rowwise, columnwise), gemms[tensor], strict=True):
             names.append((tensor if shared else f"{tensor}.{gemm}") if _delayed(quantizer) else "")
             if _delayed(quantizer) and all(slot.name != names[-1] for slot in states):
@@ -112,8 +105,33 @@ def linear_plan(recipe: Recipe, module: str = "linear", name: str = "") -> Linea
         quantized=tuple(a is not None and b is not None for a, b in pairs.values()),  # type: ignore[arg-type]
         dequantized_backward=recipe.backward_override == "dequantized",
         states=tuple(states),
+        needs_rng=any([q is not None and q.needs_rng for q in (x_f, w_f, dy_d, w_d, dy_w, x_w, *results)]),
     )
 
 
 def _delayed(quantizer: Quantizer | None) -> bool:
     return quantizer is not None and quantizer.needs_scale
+
+
+def held_quantizer(op: str, recipe: Recipe, module: str, name: str, tensor: str = "weight") -> Quantizer | None:
+    """The quantizer of a weight that is held quantized; None: it stays in high precision.
+
+    Under delayed scaling its scale comes from the weight itself. **Raises** ValueError, in the words of `op` and
+    `tensor`, for a recipe that quantizes the weight in two ways, or stochastically.
+    """
+    plan = linear_plan(recipe, module, name).weight
+    if plan.rowwise is None and plan.columnwise is None:
+        return None
+    if plan.rowwise is None or (plan.columnwise is not None and not plan.shared):
+        raise ValueError(
+            f"{op}: {type(recipe).__name__} quantizes the {tensor} as {plan.rowwise} for fprop and "
+            f"{plan.columnwise} for dgrad; one that is held quantized is quantized once"
+        )
+    quantizer = plan.rowwise.with_usage(rowwise=True, columnwise=plan.shared)
+    if quantizer.needs_rng:
+        raise ValueError(f"{op}: a {tensor} cannot be held by {quantizer}, which rounds stochastically")
+    if isinstance(quantizer, Float8Quantizer):
+        return Float8CurrentScalingQuantizer(
+            fp8_dtype=quantizer.fp8_dtype, rowwise=quantizer.rowwise, columnwise=quantizer.columnwise
+        )
+    return quantizer

@@ -99,6 +99,19 @@ class Quantizer(Value):
         """(format id, flags, eps): what the core is told."""
         return QuantSpec(self.format.id, 0, 0.0)
 
+    def buffer_names(self) -> tuple[str, ...]:
+        """Names of the buffers that a quantized tensor of this quantizer has, in the order of `quantize_buffers`.
+
+        A method: Dynamo calls one on a constant, and cannot read a property of it.
+        """
+        sides = [side for side, wanted in (("rowwise", self.rowwise), ("columnwise", self.columnwise)) if wanted]
+        names = [f"{side}_{part}" for side in sides for part in ("data", "scale_inv")]
+        if self.format.per_tensor or (self.format.two_level and self.rowwise):
+            names.append("amax")
+        if self.format.two_level and self.columnwise:
+            names.append("columnwise_amax")
+        return tuple(names)
+
     @property
     def needs_scale(self) -> bool:
         """Whether a call must be given the scale to use (delayed scaling)."""

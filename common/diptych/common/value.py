@@ -14,7 +14,9 @@ import dataclasses
 import enum
 import functools
 import hashlib
+import secrets
 import types
+import weakref
 from typing import Any
 
 _SCALARS = frozenset({str, int, float, bool, type(None)})
@@ -185,11 +187,30 @@ def _expression(value: Any, names: dict[str, Any] | None) -> str:
         return f"{_name(type(value), names)}{maker}({', '.join(parts)})"
     if isinstance(value, (tuple, list)):
         return "(" + "".join(_expression(v, names) + ", " for v in value) + ")"
+    if names is not None and isinstance(value, types.FunctionType) and "<" in value.__qualname__:
+        return f"{_name(held, names)}({_token(value)!r})"
     if isinstance(value, (types.FunctionType, type)):
         return _name(value, names)
     if value is None or isinstance(value, (bool, int, float, str)):
         return repr(value)
     raise TypeError(f"a value object holds scalars, enums, functions and values, not {type(value).__name__}: {value!r}")
+
+
+_HELD: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+_TOKENS: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
+
+
+def _token(thing: Any) -> str:
+    """A name for what has none that another module could import: no other object, in any process, has the same."""
+    if thing not in _TOKENS:
+        _TOKENS[thing] = secrets.token_hex(8)
+        _HELD[_TOKENS[thing]] = thing
+    return _TOKENS[thing]
+
+
+def held(token: str) -> Any:
+    """A lambda or local function that an expression of this process mentions. **Raises** KeyError for another's."""
+    return _HELD[token]
 
 
 def _name(thing: Any, names: dict[str, Any] | None) -> str:

@@ -14,6 +14,8 @@ struct UpdateArgs {
   const float* scale;    // [n]
   const float* reduced;  // [n], or null
   const float* amax;     // [n], or null
+  const int64_t* seen;   // [1], or null
+  const int64_t* step;   // [1], with seen
   float* new_history;
   float* new_scale;
   int64_t length;
@@ -25,6 +27,12 @@ __global__ void __launch_bounds__(kThreads) update_kernel(const __grid_constant_
   const int64_t tensor = blockIdx.x;
   const float* from = p.history + tensor * p.length;
   float* to = p.new_history + tensor * p.length;
+  if (p.seen && *p.seen == *p.step) {  // updated in this step already; the same for every block
+    if (to != from)
+      for (int64_t i = threadIdx.x; i < p.length; i += kThreads) to[i] = from[i];
+    if (threadIdx.x == 0 && p.new_scale != p.scale) p.new_scale[tensor] = p.scale[tensor];
+    return;
+  }
   const float reduced = p.reduced ? p.reduced[tensor] : 0.0f;
   const float last = reduced != 0.0f ? reduced : from[0];
   const bool rolls = last != 0.0f;
@@ -64,6 +72,7 @@ Status scale_update(const ScaleUpdateArgs& args, const Execution& exec) {
   p.history = args.history.as<const float>(), p.scale = args.scale.as<const float>();
   if (args.reduced.given()) p.reduced = args.reduced.as<const float>();
   if (args.amax.given()) p.amax = args.amax.as<const float>();
+  if (args.seen.given()) p.seen = args.seen.as<const int64_t>(), p.step = args.step.as<const int64_t>();
   p.new_history = args.new_history.as<float>(), p.new_scale = args.new_scale.as<float>();
   p.length = args.history.cols(), p.most_recent = args.most_recent;
   p.top = args.fp8_max * std::ldexp(1.0f, -args.margin);

@@ -69,6 +69,8 @@ def scale_update(
     fp8_max: float,
     margin: int,
     most_recent: bool,
+    seen: Operand | None = None,
+    step: Operand | None = None,
 ) -> None: ...
 def dequantize(
     data: Operand, scale_inv: Operand, amax: Operand | None, format: int, columnwise: bool, out: Operand

@@ -90,9 +90,9 @@ class QuantizedArray:
         return data, scale
 
 
-def _float32(op: str, arg: str, x: Any) -> Array:
-    if not isinstance(x, np.ndarray) or x.dtype != np.float32:
-        raise DTypeError(f"{op}: {arg} must be a float32 NumPy array, got {getattr(x, 'dtype', type(x).__name__)}")
+def _typed(op: str, arg: str, x: Any, dtype: str) -> Array:
+    if not isinstance(x, np.ndarray) or x.dtype != np.dtype(dtype):
+        raise DTypeError(f"{op}: {arg} must be a NumPy array of {dtype}, got {getattr(x, 'dtype', type(x).__name__)}")
     return np.ascontiguousarray(x).reshape(x.shape)
 
 
@@ -134,12 +134,6 @@ def amax(
     return out if rotated is None else (out, rotated)
 
 
-def _rng(rng: Any) -> Array:
-    if not isinstance(rng, np.ndarray) or rng.dtype != np.int32:
-        raise DTypeError(f"quantize: rng must be an int32 NumPy array, got {getattr(rng, 'dtype', type(rng).__name__)}")
-    return np.ascontiguousarray(rng)
-
-
 def quantize(
     x: Array,
     quantizer: Quantizer,
@@ -173,7 +167,7 @@ def quantize(
     fmt = quantizer.format
     out = {b.name: _empty(b.shape, b.dtype) for b in shapes.quantize_buffers(x.shape, quantizer)}
     given = {
-        k: _float32("quantize", k, v)
+        k: _typed("quantize", k, v, "float32")
         for k, v in (("amax", amax), ("columnwise_amax", columnwise_amax))
         if v is not None
     }
@@ -196,8 +190,8 @@ def quantize(
         1 if given else 0,
         buffer("amax"),
         buffer("columnwise_amax"),
-        None if scale is None else _operand(_float32("quantize", "scale", scale), "float32"),
-        None if rng is None else _operand(_rng(rng), "int32"),
+        None if scale is None else _operand(_typed("quantize", "scale", scale, "float32"), "float32"),
+        None if rng is None else _operand(_typed("quantize", "rng", rng, "int32"), "int32"),
         buffer("rowwise_data"),
         buffer("rowwise_scale_inv"),
         buffer("columnwise_data"),
@@ -215,6 +209,8 @@ def scale_update(
     fp8_max: float = 448.0,
     margin: int = 0,
     most_recent: bool = False,
+    seen: Array | None = None,
+    step: Array | None = None,
 ) -> tuple[Array, Array]:
     """Delayed scaling's update (NUMERICS 2) of n tensors that share an element.
 
@@ -222,14 +218,17 @@ def scale_update(
     [n]. `reduced`: [n] amaxes after a reduction over a group, used instead of entry 0 where not 0. `amax`: [n] chosen
     by an algorithm of the caller's own, used where there was an amax at all. `fp8_max`: the element's largest value.
     `margin`: the scale is divided by 2^margin. `most_recent`: take the latest amax, not the largest of the history.
+    `seen`, `step`: int64 [1]; where they are equal there is no update, and neither is written.
 
-    **Returns:** (history, scale), new arrays. A history of one entry holds 0 after each update.
+    **Returns:** (history, scale), new arrays, with the old content where `seen` equals `step`. A history of one entry
+    holds 0 after each update.
 
-    **Raises:** TypeError for other dtypes, ValueError for other shapes or `most_recent` with `amax`.
+    **Raises:** TypeError for other dtypes, ValueError for other shapes, `most_recent` with `amax`, or one of `seen` and
+    `step` without the other.
     """
 
-    def tensor(name: str, x: Array | None) -> _Operand | None:
-        return None if x is None else _operand(_float32("scale_update", name, x), "float32")
+    def tensor(name: str, x: Array | None, dtype: str = "float32") -> _Operand | None:
+        return None if x is None else _operand(_typed("scale_update", name, x, dtype), dtype)
 
     for name, x in (("history", history), ("scale", scale)):
         if not isinstance(x, np.ndarray):
@@ -237,7 +236,8 @@ def scale_update(
     inputs = tensor("history", history), tensor("scale", scale), tensor("reduced", reduced), tensor("amax", amax)
     out = np.empty(history.shape, np.float32), np.empty(scale.shape, np.float32)
     results = _operand(out[0], "float32"), _operand(out[1], "float32")
-    _core.scale_update(*inputs, *results, fp8_max, margin, most_recent)
+    steps = tensor("seen", seen, "int64"), tensor("step", step, "int64")
+    _core.scale_update(*inputs, *results, fp8_max, margin, most_recent, *steps)
     return out
 
 

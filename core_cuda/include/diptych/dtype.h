@@ -5,7 +5,7 @@
 
 namespace diptych {
 
-enum class DType : int32_t { f32, f16, bf16, e4m3, e5m2, e8m0, u8, i32, e2m1, count_ };
+enum class DType : int32_t { f32, f16, bf16, e4m3, e5m2, e8m0, u8, i32, i64, e2m1, count_ };
 
 struct DTypeRow {
   DType id;
@@ -25,6 +25,7 @@ inline constexpr DTypeRow kDTypes[] = {
     {DType::e8m0, "float8_e8m0fnu", 1, 14, 0.0f},
     {DType::u8,   "uint8",          1,  1, 0.0f},
     {DType::i32,  "int32",          4,  0, 0.0f},
+    {DType::i64,  "int64",          8,  0, 0.0f},
     {DType::e2m1, "float4_e2m1fn",  1, 17, 6.0f},  // an element only: tensors of it are uint8, two elements a byte
 };
 // clang-format on

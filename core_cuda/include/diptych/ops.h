@@ -70,6 +70,8 @@ struct QuantizeArgs {
 };
 
 // Delayed scaling's update of n tensors that share an element (NUMERICS 2). Outputs may be the inputs themselves.
+// Where `seen` equals `step` the outputs are the inputs, unchanged. CUDA compares them inside the kernel, so that a
+// captured graph updates once in a step however often it runs. Several calls may share `seen`: the caller writes it.
 struct ScaleUpdateArgs {
   TensorView history;      // [n, L] float32
   TensorView scale;        // [n] float32
@@ -77,6 +79,8 @@ struct ScaleUpdateArgs {
   TensorView amax;         // [n] float32, optional: chosen by a caller's own algorithm, where last != 0
   TensorView new_history;  // [n, L] float32
   TensorView new_scale;    // [n] float32
+  TensorView seen;         // [1] int64, optional: the step of the last update
+  TensorView step;         // [1] int64, with seen: this step
   float fp8_max = 448.0f;
   int32_t margin = 0;
   bool most_recent = false;  // else the maximum of the history

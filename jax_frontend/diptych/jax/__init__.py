@@ -32,8 +32,8 @@ from diptych.jax.functional import (
     scale_update,
 )
 from diptych.jax.injection import dot_general
-from diptych.jax.layernorm_linear import layernorm_dense
-from diptych.jax.layernorm_mlp import MLP_OFFSETS, init_layernorm_mlp_state, layernorm_mlp
+from diptych.jax.layernorm_linear import layernorm_dense, layernorm_dense_vjp
+from diptych.jax.layernorm_mlp import MLP_OFFSETS, init_layernorm_mlp_state, layernorm_mlp, layernorm_mlp_vjp
 from diptych.jax.linear import CHECKPOINT_NAME, dense
 from diptych.jax.products import OFFSETS, rng_at
 from diptych.jax.quantized import QuantizedArray
@@ -92,7 +92,9 @@ __all__ = [
     "init_state",
     "kernel_quantizer",
     "layernorm_dense",
+    "layernorm_dense_vjp",
     "layernorm_mlp",
+    "layernorm_mlp_vjp",
     "load_state_dict",
     "merge_states",
     "overwrite_states",

@@ -25,7 +25,7 @@ from diptych.jax.rules import check_high_precision, enforce
 Array = jax.Array
 
 
-def _array(op: str, arg: str, x: Any) -> Array:
+def to_array(op: str, arg: str, x: Any) -> Array:
     """A JAX array of a high-precision dtype. NumPy's float64 is refused before JAX would round it to float32."""
     if not isinstance(x, (jax.Array, np.ndarray)):
         raise DTypeError(f"{op}: {arg} must be a JAX or NumPy array, got {type(x).__name__}")
@@ -62,7 +62,7 @@ def _factor(op: str, arg: str, value: Any) -> float:
     return value
 
 
-def _state(op: str, arg: str, value: Any) -> Array | None:
+def small_operand(op: str, arg: str, value: Any) -> Array | None:
     """A small operand: numbers become float32 [1], arrays stay what they are and are checked while tracing."""
     if value is None or isinstance(value, jax.Array):
         out = value
@@ -98,11 +98,11 @@ def amax(
     without it.
     """
     flags = ROW_AMAX * bool(per_row) + RHT * bool(rht) + RHT_SIGNS * bool(random_signs)
-    x = _array("amax", "x", x)
+    x = to_array("amax", "x", x)
     return primitives.amax(x, flags, columnwise=True) if rht else primitives.amax(x, flags)
 
 
-def _group_amaxes(
+def group_amaxes(
     x: Array, quantizer: Quantizer, group: Any, source: Source | None = None, operands: tuple[Array, ...] = ()
 ) -> dict[str, Array]:
     """The amaxes that quantizing `x`, or what `source` makes of it, needs: the largest over the mesh axes `group`."""
@@ -117,15 +117,15 @@ def _group_amaxes(
     flags = spec.flags & (ROW_AMAX | RHT | RHT_SIGNS)
     amax, of_columns = primitives.amax(x, flags, source, operands, columnwise=True)
     if spec.flags & (ROW_AMAX | RHT):
-        amax = amax if spec.flags & ROW_AMAX else _max_over(amax, group)  # a row's amax is its own
-        of_columns = _max_over(of_columns, group)
+        amax = amax if spec.flags & ROW_AMAX else max_over(amax, group)  # a row's amax is its own
+        of_columns = max_over(of_columns, group)
     else:  # one number serves both copies
-        amax = of_columns = _max_over(of_columns, group)
+        amax = of_columns = max_over(of_columns, group)
     named = {"amax": amax} if fmt.per_tensor or quantizer.rowwise else {}
     return named | ({"columnwise_amax": of_columns} if fmt.two_level and quantizer.columnwise else {})
 
 
-def _max_over(amax: Array, group: Any) -> Array:
+def max_over(amax: Array, group: Any) -> Array:
     """The largest over mesh axes.
 
     As integers: amaxes are never negative or NaN, so their bits are ordered as they are, and XLA flushes no subnormal.
@@ -182,15 +182,15 @@ def quantize(
             kind = type(quantizer).__name__
             raise DTypeError(f"quantize: {kind}.quantize_impl must return a QuantizedArray, got {type(made).__name__}")
         return made
-    x = _array(f"quantize ({quantizer.format.name})", "x", x)
+    x = to_array(f"quantize ({quantizer.format.name})", "x", x)
     shapes.rows_cols(x.shape)  # raises for a scalar
     given = {"amax": amax, "columnwise_amax": columnwise_amax}
     if amax_group is not None:
         if amax is not None or columnwise_amax is not None or scale is not None:
             raise ValueError("quantize: amax_group reduces x's own amax, and an amax or a scale was given too")
-        given |= _group_amaxes(x, quantizer, amax_group)
+        given |= group_amaxes(x, quantizer, amax_group)
     given |= {"scale": scale, "rng": rng}
-    operands: Any = {name: _state("quantize", name, value) for name, value in given.items()}
+    operands: Any = {name: small_operand("quantize", name, value) for name, value in given.items()}
     buffers = primitives.quantize(x, quantizer, **operands, as_bytes=bool(as_bytes))
     return from_buffers(buffers, quantizer, x.shape, x.dtype)
 
@@ -309,7 +309,7 @@ def _gemm(
     return primitives.gemm(
         a_copy,
         b_copy,
-        None if bias is None else _array(op, "bias", bias),
+        None if bias is None else to_array(op, "bias", bias),
         None if acc is None else acc.reshape(size.m, size.n),
         alpha=_factor(op, "alpha", alpha),
         beta=_factor(op, "beta", beta),
@@ -363,7 +363,7 @@ def gemm_into(
 
     **Returns:** the new `acc`.
     """
-    acc = _array("gemm_into", "acc", acc)
+    acc = to_array("gemm_into", "acc", acc)
     return _gemm("gemm_into", acc, a, b, trans_a, trans_b, bias, alpha, beta, acc.dtype.name, fast_accum)
 
 
@@ -374,6 +374,6 @@ def bias_grad(dy: Array, dtype: Any = None) -> Array:
 
     **Returns:** [N].
     """
-    dy = _array("bias_grad", "dy", dy)
+    dy = to_array("bias_grad", "dy", dy)
     shapes.rows_cols(dy.shape)  # raises for a scalar
     return primitives.bias_grad(dy, _dtype_name("bias_grad", dtype, dy.dtype.name))

@@ -41,11 +41,11 @@ Array = jax.Array
 
 def check_parameters(op: str, x: Array, gamma: Any, beta: Any, options: NormOptions) -> tuple[Array, Array | None]:
     """gamma and beta as arrays that fit x. **Raises** TypeError, ValueError."""
-    gamma = functional._array(op, "gamma", gamma)
+    gamma = functional.to_array(op, "gamma", gamma)
     if beta is not None:
         if options.which == "rmsnorm":
             raise ValueError(f"{op}: RMSNorm has no beta, and one was given")
-        beta = functional._array(op, "beta", beta)
+        beta = functional.to_array(op, "beta", beta)
         if beta.dtype != gamma.dtype:
             raise DTypeError(f"{op}: beta must have gamma's dtype {gamma.dtype}, got {beta.dtype}")
     for name, parameter in (("gamma", gamma), ("beta", beta)):
@@ -200,7 +200,7 @@ class FusedInput:
     def with_amax(self, group: Any) -> FusedInput:
         """This, with its amax computed; over the mesh axes `group`, if any."""
         amax = primitives.amax(self.x, 0, self.source, self.operands, columnwise=True)[0]
-        return dataclasses.replace(self, amax=functional._max_over(amax, group) if group else amax)
+        return dataclasses.replace(self, amax=functional.max_over(amax, group) if group else amax)
 
     def quantize(
         self,
@@ -217,7 +217,7 @@ class FusedInput:
         if self.amax is not None and scale is None and quantizer.format.per_tensor:
             given["amax"] = self.amax
         elif amax_group is not None:
-            given |= functional._group_amaxes(self.x, quantizer, amax_group, self.source, self.operands)
+            given |= functional.group_amaxes(self.x, quantizer, amax_group, self.source, self.operands)
         buffers = primitives.quantize(
             self.x,
             quantizer,

@@ -4,30 +4,41 @@
     y  = quantize(z) @ quantize(kernel).T + bias        `products.py`
     dz = quantize(dy) @ quantize(kernel);  dx, dgamma, dbeta = norm_grad(dz)
 
-Kept for backward: x, the statistics of its rows, and the columnwise copies. Where the recipe leaves a use of the
-input unquantized, or has a quantizer of a user's own, z is made in x's dtype and quantized, or not, as by `dense`.
+Kept for backward: x, the statistics of its rows, and the columnwise copies; with `save_original_input` not that of z,
+which is made again. Where the recipe leaves a use of the input unquantized, or has a quantizer of a user's own, z is
+made in x's dtype and quantized, or not, as by `dense`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-from jax.custom_derivatives import CustomVJPPrimal
+from jax.custom_derivatives import SymbolicZero
 
-from diptych.common.errors import DTypeError
 from diptych.common.fused import NormOptions, norm_options
 from diptych.common.plan import TensorPlan
 from diptych.common.recipes import Recipe
-from diptych.jax import fused, linear
+from diptych.jax import fused, products
 from diptych.jax.fused import FusedInput
-from diptych.jax.linear import check_operands, held_copies
-from diptych.jax.products import Copies, Options
+from diptych.jax.linear import (
+    calibrated,
+    check_operands,
+    check_recipe,
+    plain,
+    prepare,
+    refuse_calibration,
+    refuse_without_recipe,
+    same_axes,
+)
+from diptych.jax.products import Copies, DenseGradients, Needs, Options, States, cotangents, primals
 from diptych.jax.quantized import QuantizedArray
 from diptych.jax.state import ScaleState, check_states, group_axes
 from diptych.jax.transport import returned, viewed
+from diptych.jax.weights import Pullback, refuse_references
 
 Array = jax.Array
 
@@ -51,6 +62,8 @@ def layernorm_dense(
     rng: Array | None = None,
     copies: Copies | None = None,
     main_grad: Any = None,
+    save_original_input: bool = False,
+    calibrate: bool = False,
     return_layernorm_output: bool = False,
 ) -> Any:
     """norm(x) @ kernel.T + bias, forward and backward in the low precision that `recipe` describes.
@@ -64,8 +77,10 @@ def layernorm_dense(
     - `recipe`: None gives norm and product in x's dtype, with the same norm.
     - `eps`: a Python number, added to the variance, or to the mean square. `normalization`: "LayerNorm" or "RMSNorm".
       `zero_centered_gamma`: multiply by 1 + gamma.
-    - `module`, `name`, `state`, `return_state`, `record`, `rng`, `copies`, `main_grad`: as in `dense`; states are those
-      of `init_state(recipe, module=module, name=name)`.
+    - `module`, `name`, `state`, `return_state`, `record`, `rng`, `copies`, `main_grad`, `calibrate`: as in `dense`;
+      states are those of `init_state(recipe, module=module, name=name)`.
+    - `save_original_input`: of the norm, backward keeps x and its statistics alone, and makes and quantizes the output
+      again, to the same bits, instead of keeping a copy of it.
     - `return_layernorm_output`: return the norm's output too, in x's dtype; it is then stored.
 
     **Returns:** y, [..., N] of x's dtype; or (y, norm's output), (y, state), (y, norm's output, state). Gradients have
@@ -75,23 +90,29 @@ def layernorm_dense(
     that do not fit x.
     """
     op = "layernorm_dense"
-    if recipe is not None and not isinstance(recipe, Recipe):
-        raise DTypeError(f"{op}: recipe must be a diptych Recipe or None, got {type(recipe).__name__}")
+    check_recipe(op, recipe)
     norm = norm_options(op, normalization, eps, zero_centered_gamma)
     x, kernel, bias, rng = check_operands(x, kernel, bias, rng)
     gamma, beta = fused.check_parameters(op, x, gamma, beta, norm)
     if recipe is None:
-        refuse_without_recipe(op, state=state, copies=copies, main_grad=main_grad)
-        x, gamma, beta = linear._same_axes(x, gamma, beta)  # type: ignore[assignment]
-        z: Any = fused.layernorm(norm, x, gamma, beta)
+        refuse_without_recipe(op, state=state, copies=copies, main_grad=main_grad, calibrate=calibrate or None)
+        z: Any = fused.layernorm(norm, *same_axes(x, gamma, beta))
         return _results(plain(z, kernel, bias), z if return_layernorm_output else None, {} if return_state else None)
-    options = Options(recipe, module, name, False, record, return_state, group_axes(recipe))
+    options = Options(recipe, module, name, save_original_input, record, return_state, group_axes(recipe))
     states = check_states(op, state, options.plan, recipe)
-    array, copies, main_grad = prepare(kernel, options, copies, main_grad)
-    *args, main_grad = linear._same_axes(x, gamma, beta, array, bias, main_grad)
-    views = viewed(states, (*args, main_grad))
-    out: Any = _layernorm_dense(norm, options, return_layernorm_output, *args, views, rng, copies, main_grad)
-    (y, news), z = out
+    if calibrate:
+        refuse_calibration(op, record, copies=copies, main_grad=main_grad)
+        z = fused.layernorm(norm, *same_axes(x, gamma, beta))
+        views = viewed(states, (x, gamma, beta, None if isinstance(kernel, QuantizedArray) else kernel, bias))
+        y, news = calibrated(options, z, kernel, bias, views)
+        z = z if return_layernorm_output else None
+    else:
+        array, copies, main_grad = prepare(kernel, options, copies, main_grad)
+        *args, main_grad = same_axes(x, gamma, beta, array, bias, main_grad)
+        views = viewed(states, (*args, main_grad))
+        normed = NormedOptions(norm, options, return_layernorm_output)
+        out: Any = _layernorm_dense(normed, *args, views, rng, copies, main_grad)
+        (y, news), z = out
     news = returned(states, news)
     return _results(y, z, news if return_state else None)
 
@@ -102,26 +123,62 @@ def _results(y: Any, *more: Any) -> Any:
     return (y, *there) if there else y
 
 
-# --- what the fused modules share ---
+class LayerNormDenseGradients(NamedTuple):
+    """What the pullback of `layernorm_dense_vjp` returns; `kernel` has not run yet, as in `DenseGradients`."""
+
+    x: Array
+    gamma: Array
+    beta: Array | None
+    kernel: Any
+    bias: Array | None
+    state: dict[str, ScaleState]
 
 
-def refuse_without_recipe(op: str, **given: Any) -> None:
-    """**Raises** ValueError for arguments that only a recipe reads."""
-    if wrong := [k for k, v in given.items() if v is not None and v != {}]:
-        raise ValueError(f"{op}: {', '.join(wrong)} given without a recipe")
+def layernorm_dense_vjp(
+    x: Array,
+    gamma: Array,
+    beta: Array | None,
+    kernel: Array | QuantizedArray,
+    bias: Array | None = None,
+    *,
+    recipe: Recipe,
+    eps: float = 1e-5,
+    normalization: str = "LayerNorm",
+    zero_centered_gamma: bool = False,
+    module: str = "layernorm_linear",
+    name: str = "",
+    state: Mapping[str, ScaleState] | None = None,
+    rng: Array | None = None,
+    copies: Copies | None = None,
+    save_original_input: bool = False,
+) -> tuple[Array, Pullback]:
+    """`layernorm_dense` and its backward pass taken apart, as `dense_vjp` does with `dense`.
+
+    **Arguments, raises:** as `layernorm_dense`. States are arrays.
+
+    **Returns:** (y, pullback); `pullback(dy)` gives `LayerNormDenseGradients`.
+    """
+    op = "layernorm_dense_vjp"
+    check_recipe(op, recipe, optional=False)
+    norm = norm_options(op, normalization, eps, zero_centered_gamma)
+    x, kernel, bias, rng = check_operands(x, kernel, bias, rng)
+    gamma, beta = fused.check_parameters(op, x, gamma, beta, norm)
+    options = Options(recipe, module, name, save_original_input, returns=True, group=group_axes(recipe))
+    states = check_states(op, state, options.plan, recipe)
+    refuse_references(op, states)
+    needs = Needs.every(kernel, bias, states)
+    array, copies, _ = prepare(kernel, options, copies, None)
+    args = same_axes(x, gamma, beta, array, bias)
+    ((y, _), _), saved = normed_forward(NormedOptions(norm, options), needs, *args, states, rng, copies)
+    return y, Pullback.of(op, _gradients, saved, y)
 
 
-def plain(x: Array, kernel: Any, bias: Array | None) -> Array:
-    """The product in x's dtype."""
-    return linear._plain(x, kernel.dequantize(x.dtype) if isinstance(kernel, QuantizedArray) else kernel, bias)
+def _gradients(saved: Any, dy: Array) -> LayerNormDenseGradients:
+    of_norm, made = normed_backward(saved, dy)
+    return LayerNormDenseGradients(*of_norm, made.kernel, made.bias, made.state)
 
 
-def prepare(kernel: Any, options: Options, copies: Any, main_grad: Any) -> tuple[Array | None, Copies | None, Any]:
-    """A kernel with its copies and the array that its gradient goes to, as `dense` takes them apart."""
-    shape = kernel.shape
-    if isinstance(kernel, QuantizedArray):
-        copies, kernel = held_copies(kernel, options, copies), None
-    return kernel, copies, linear._main_grad(main_grad, kernel, shape)
+# --- what may stay unstored ---
 
 
 def fusable(tensor: TensorPlan, columnwise: bool = True) -> bool:
@@ -136,67 +193,115 @@ def input_fusable(options: Options) -> bool:
     return fusable(options.plan.input, not options.plan.dequantized_backward)
 
 
-def constant(x: Any) -> Any:
-    """Arrays as operands of a custom_vjp's forward that nobody differentiates."""
-    return jax.tree.map(lambda v: CustomVJPPrimal(v, False), x)
+def with_amax(operand: Array | FusedInput, options: Options) -> Array | FusedInput:
+    """An input that backward quantizes again, with its amax where one serves forward and backward."""
+    if not isinstance(operand, FusedInput):
+        return operand
+    uses = (options.plan.input.rowwise, options.plan.input.columnwise)
+    shared = any(q is not None and q.format.per_tensor and not q.needs_scale for q in uses)
+    return operand.with_amax(options.group) if shared else operand
 
 
-Saved = tuple[Array, Array, Array | None, tuple[Array, ...]]  # x, gamma, beta, statistics
-
-
-def norm_forward(
-    norm: NormOptions, options: Options, x: Any, gamma: Any, beta: Any, with_z: bool = False
-) -> tuple[Any, Saved, Array | None]:
-    """The norm's output as an operand with `.perturbed`, fused where it may be; what backward needs; z if stored."""
-    values: Any = linear._values((x, gamma, beta))
-    operand, stats, z = norm_primal(norm, options, *values, with_z=with_z)
-    if isinstance(operand, FusedInput):
-        return fused.normalized(x, gamma, beta, constant(stats), norm), (*values, stats), z
-    return CustomVJPPrimal(operand, linear._any((x, gamma, beta))), (*values, stats), z
-
-
-def norm_backward(norm: NormOptions, saved: Saved, dz: Array | None) -> tuple[Any, Any, Any]:
-    """dx, dgamma, dbeta."""
-    x, gamma, beta, stats = saved
-    return (None, None, None) if dz is None else fused.norm_grad(dz, x, gamma, stats, norm, beta is not None)
-
-
-def norm_primal(
-    norm: NormOptions, options: Options, x: Array, gamma: Array, beta: Array | None, with_z: bool = False
-) -> tuple[Array | FusedInput, tuple[Array, ...], Array | None]:
-    """The norm's output as an operand, fused where it may be; its statistics; z if `with_z`."""
-    fuse = input_fusable(options)
-    stats, z = (fused.statistics(x, norm), None) if fuse and not with_z else fused.norm(x, gamma, beta, norm)
-    operand = fused.normalized(x, gamma, beta, stats, norm) if fuse or z is None else z
-    return operand, stats, z if with_z else None
+def remade(saved: products.Saved) -> tuple[products.Saved, bool, Array | None]:
+    """What a product saved without an input that is kept as it is; whether that is so; and its amax if known."""
+    x = saved.x
+    again = saved.options.save_original_input and isinstance(x, (jax.Array, FusedInput))
+    return dataclasses.replace(saved, x=None) if again else saved, again, x.amax if isinstance(x, FusedInput) else None
 
 
 # --- forward and backward ---
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+class NormedOptions(NamedTuple):
+    """How one call runs, hashable. `with_z`: return the norm's output too."""
+
+    norm: NormOptions
+    linear: Options
+    with_z: bool = False
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("norm", "linear", "amax"),
+    meta_fields=("options", "again"),
+)
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """What backward needs. `norm`: x, gamma, beta and the statistics, or None. `linear`: of the product.
+
+    `again`: the product's input is made again from x; `amax`: its amax, where that is known.
+    """
+
+    norm: Any
+    linear: products.Saved
+    amax: Array | None
+    options: NormedOptions
+    again: bool
+
+
+def norm_operand(
+    options: NormedOptions, x: Array, gamma: Array, beta: Array | None
+) -> tuple[Array | FusedInput, tuple[Array, ...], Array | None]:
+    """The norm's output as an operand, fused where it may be; its statistics; the output if `with_z`."""
+    norm, fuse = options.norm, input_fusable(options.linear)
+    stats, z = (fused.statistics(x, norm), None) if fuse and not options.with_z else fused.norm(x, gamma, beta, norm)
+    operand = fused.normalized(x, gamma, beta, stats, norm) if fuse or z is None else z
+    return operand, stats, z if options.with_z else None
+
+
+def normed_forward(
+    options: NormedOptions, needs: Needs, x: Array, gamma: Array, beta: Array | None, *rest: Any
+) -> tuple[tuple[tuple[Array, States], Array | None], Saved]:
+    """((y, new states), z if asked for), and what backward needs. `rest`: as of `products.forward`."""
+    operand, stats, z = norm_operand(options, x, gamma, beta)
+    if options.linear.save_original_input:
+        operand = with_amax(operand, options.linear)
+    out, of_linear = products.forward(options.linear, needs, operand, *rest)
+    of_linear, again, amax = remade(of_linear)
+    of_norm = (x, gamma, beta, stats) if needs.dx or again else None
+    return (out, z), Saved(of_norm, of_linear, amax, options, again)
+
+
+def normed_backward(
+    saved: Saved, dy: Any, later: States | None = None, dz: Any = None
+) -> tuple[tuple[Any, Any, Any], DenseGradients]:
+    """(dx, dgamma, dbeta), and the product's gradients. `dz`: the gradient of z where it was returned."""
+    norm, of_linear = saved.options.norm, saved.linear
+    if saved.again and not isinstance(dy, SymbolicZero):
+        x, gamma, beta, stats = saved.norm
+        if input_fusable(saved.options.linear):
+            z: Any = dataclasses.replace(fused.normalized(x, gamma, beta, stats, norm), amax=saved.amax)
+        else:
+            z = fused.norm(x, gamma, beta, norm)[1]
+        of_linear = dataclasses.replace(of_linear, x=z)
+    made = products.backward(of_linear, dy, later)
+    if isinstance(dz, jax.Array):
+        made = made._replace(x=dz if made.x is None else made.x + dz)
+    if made.x is None or not of_linear.needs.dx:
+        return (None, None, None), made
+    x, gamma, beta, stats = saved.norm
+    return fused.norm_grad(made.x, x, gamma, stats, norm, beta is not None), made
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _layernorm_dense(
-    norm: NormOptions, options: Options, with_z: bool, x: Any, gamma: Any, beta: Any, kernel: Any, bias: Any,
-    states: Any, rng: Any, copies: Any, main_grad: Any,
+    options: NormedOptions, x: Any, gamma: Any, beta: Any, kernel: Any, bias: Any, states: Any, rng: Any,
+    copies: Any, main_grad: Any,
 ) -> Any:  # fmt: skip
-    operand, _, z = norm_primal(norm, options, x, gamma, beta, with_z)
-    y, _, _, amaxes = linear.fprop(options, False, False, operand, kernel, bias, states, rng, copies)
-    return (y, linear.recorded(states, amaxes, options)), z
+    operand, _, z = norm_operand(options, x, gamma, beta)
+    y, _, _, amaxes = products.fprop(options.linear, False, False, operand, kernel, bias, states, rng, copies)
+    return (y, products.recorded(states, amaxes, options.linear)), z
 
 
-def _forward(norm: NormOptions, options: Options, with_z: bool, x: Any, gamma: Any, beta: Any, *rest: Any) -> Any:
-    # Each leaf comes with `.perturbed`: whether its gradient is wanted.
-    operand, saved, z = norm_forward(norm, options, x, gamma, beta, with_z)
-    out, of_linear = linear._forward(options, operand, *rest)
-    return (out, z), (saved if of_linear.need_dx else None, of_linear)
+def _forward(options: NormedOptions, *args: Any) -> Any:
+    x, gamma, beta, kernel, bias, states, _, copies, main_grad = args
+    needs = Needs.of((x, gamma, beta), kernel, bias, states, copies, main_grad)
+    return normed_forward(options, needs, *primals(args[:-1]))
 
 
-def _backward(norm: NormOptions, options: Options, with_z: bool, saved: Any, grads: Any) -> Any:
-    of_norm, of_linear = saved
-    dz, *rest = linear._backward(options, of_linear, grads[0])
-    if isinstance(grads[1], jax.Array):
-        dz = grads[1] if dz is None else dz + grads[1]
-    return *(norm_backward(norm, of_norm, dz) if of_norm is not None else (None, None, None)), *rest
+def _backward(options: NormedOptions, saved: Saved, grads: Any) -> Any:
+    of_norm, made = normed_backward(saved, *grads[0], dz=grads[1])
+    return *of_norm, *cotangents(saved.linear, made)
 
 
 _layernorm_dense.defvjp(_forward, _backward, symbolic_zeros=True)

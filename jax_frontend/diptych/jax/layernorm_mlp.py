@@ -8,8 +8,9 @@
     dh = da * act'(h)              quantized in one pass, with its sum over rows: dbias1
     dz = dgrad 1;  wgrad 1;  dx, dgamma, dbeta = norm_grad(dz)
 
-Kept for backward: x, its statistics, the columnwise copies of z and of the kernels, and h. A tensor of which a use is
-unquantized, or has a quantizer of a user's own, is made in x's dtype instead, each of z, a and dh for itself.
+Kept for backward: x, its statistics, the columnwise copies of z and of the kernels, and h; with `save_original_input`
+not that of z. A tensor of which a use is unquantized, or has a quantizer of a user's own, is made in x's dtype instead,
+each of z, a and dh for itself.
 """
 
 from __future__ import annotations
@@ -20,29 +21,50 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
-from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
+from jax.custom_derivatives import SymbolicZero
 
-from diptych.common.errors import DTypeError, ShapeError
-from diptych.common.fused import ActivationOptions, NormOptions, activation_options, norm_options
+from diptych.common.errors import ShapeError
+from diptych.common.fused import ActivationOptions, activation_options, norm_options
 from diptych.common.recipes import Recipe
-from diptych.jax import functional, fused, linear
+from diptych.jax import functional, fused, products
 from diptych.jax.fused import FusedInput
 from diptych.jax.layernorm_linear import (
-    constant,
+    NormedOptions,
     fusable,
     input_fusable,
-    norm_backward,
-    norm_forward,
-    norm_primal,
+    norm_operand,
+    normed_backward,
+    normed_forward,
+    remade,
+    with_amax,
+)
+from diptych.jax.layernorm_linear import Saved as NormedSaved
+from diptych.jax.linear import (
+    calibrated,
+    check_operands,
+    check_recipe,
     plain,
     prepare,
+    refuse_calibration,
     refuse_without_recipe,
+    same_axes,
 )
-from diptych.jax.linear import check_operands
-from diptych.jax.products import OFFSETS, Copies, Options, quantize_summed, rng_at
+from diptych.jax.products import (
+    OFFSETS,
+    Copies,
+    Needs,
+    Options,
+    cotangents,
+    fprop,
+    primals,
+    quantize_summed,
+    recorded,
+    rng_at,
+)
 from diptych.jax.quantized import QuantizedArray
 from diptych.jax.state import ScaleState, check_states, group_axes, init_state
 from diptych.jax.transport import returned, viewed
+from diptych.jax.weights import Pullback, refuse_references
 
 Array = jax.Array
 
@@ -57,8 +79,7 @@ MLP_OFFSETS = 2 * OFFSETS
 class MLPOptions(NamedTuple):
     """How one call runs, hashable. `fc2` keeps its original input, for the activation is quantized again."""
 
-    norm: NormOptions
-    fc1: Options
+    fc1: NormedOptions
     fc2: Options
     activation: ActivationOptions
 
@@ -85,6 +106,8 @@ def layernorm_mlp(
     rng: Array | None = None,
     copies: tuple[Copies | None, Copies | None] = (None, None),
     main_grads: tuple[Any, Any] = (None, None),
+    save_original_input: bool = False,
+    calibrate: bool = False,
 ) -> Any:
     """act(norm(x) @ kernel1.T + bias1) @ kernel2.T + bias2, forward and backward in the low precision of `recipe`.
 
@@ -102,7 +125,8 @@ def layernorm_mlp(
     - `eps`, `normalization`, `zero_centered_gamma`: as in `layernorm_dense`.
     - `state`: from `init_layernorm_mlp_state`. `return_state`, `record`: as in `dense`.
     - `rng`: as in `dense`; one call uses `MLP_OFFSETS` offsets.
-    - `copies`, `main_grads`: of both kernels, each as in `dense`.
+    - `copies`, `main_grads`: of both kernels, each as in `dense`. `calibrate`: as in `dense`.
+    - `save_original_input`: as in `layernorm_dense`, of the norm. The activation's output is never kept.
 
     **Returns:** [..., N] of x's dtype, or (that, state) with `return_state`. Gradients have the dtypes of what they
     belong to.
@@ -110,33 +134,114 @@ def layernorm_mlp(
     **Raises:** as `layernorm_dense`; ValueError for an unknown activation, or kernels that do not follow each other.
     """
     op = "layernorm_mlp"
-    if recipe is not None and not isinstance(recipe, Recipe):
-        raise DTypeError(f"{op}: recipe must be a diptych Recipe or None, got {type(recipe).__name__}")
+    check_recipe(op, recipe)
     norm, act = norm_options(op, normalization, eps, zero_centered_gamma), activation_options(op, activation)
     x, kernel1, bias1, rng = check_operands(x, kernel1, bias1, rng)
     gamma, beta = fused.check_parameters(op, x, gamma, beta, norm)
     kernel2, bias2 = _check_second(op, x, kernel1, kernel2, bias2, act)
+    of_kernels = {"copies": copies, "main_grads": main_grads}
+    given = {k: next((v for v in pair if v is not None), None) for k, pair in of_kernels.items()}
     if recipe is None:
-        of_kernels = {"copies": copies, "main_grads": main_grads}
-        given = {k: next((v for v in pair if v is not None), None) for k, pair in of_kernels.items()}
-        refuse_without_recipe(op, state=state, **given)
-        x, gamma, beta = linear._same_axes(x, gamma, beta)  # type: ignore[assignment]
-        h = plain(fused.layernorm(norm, x, gamma, beta), kernel1, bias1)
+        refuse_without_recipe(op, state=state, **given, calibrate=calibrate or None)
+        h = plain(fused.layernorm(norm, *same_axes(x, gamma, beta)), kernel1, bias1)
         y = plain(fused.activate(*act, h), kernel2, bias2)
         return (y, {}) if return_state else y
-    group = group_axes(recipe)
-    fc1, fc2 = (
-        Options(recipe, module, part_name(name, part), part == "fc2", record, return_state, group) for part in PARTS
-    )
+    fc1, fc2 = _parts(recipe, module, name, save_original_input, record, return_state)
     states = _check_states(op, state, recipe, fc1, fc2)
-    array1, copies1, main1 = prepare(kernel1, fc1, copies[0], main_grads[0])
-    array2, copies2, main2 = prepare(kernel2, fc2, copies[1], main_grads[1])
-    args = linear._same_axes(x, gamma, beta, array1, bias1, main1, array2, bias2, main2)
-    views: Any = {part: viewed(own, args) for part, own in states.items()}
-    out: Any = _mlp(MLPOptions(norm, fc1, fc2, act), *args, copies1, copies2, views, rng)
-    y, news = out
+    if calibrate:
+        refuse_calibration(op, record, **given)
+        kernels = [None if isinstance(k, QuantizedArray) else k for k in (kernel1, kernel2)]
+        operands: Any = (x, gamma, beta, *kernels, bias1, bias2)
+        views = {part: viewed(own, operands) for part, own in states.items()}
+        z: Any = fused.layernorm(norm, *same_axes(x, gamma, beta))
+        h, news1 = calibrated(fc1, z, kernel1, bias1, views["fc1"])
+        a: Any = fused.activate(*act, h)
+        y, news2 = calibrated(fc2, a, kernel2, bias2, views["fc2"])
+        news = {"fc1": news1, "fc2": news2}
+    else:
+        array1, copies1, main1 = prepare(kernel1, fc1, copies[0], main_grads[0])
+        array2, copies2, main2 = prepare(kernel2, fc2, copies[1], main_grads[1])
+        args = same_axes(x, gamma, beta, array1, bias1, main1, array2, bias2, main2)
+        views = {part: viewed(own, args) for part, own in states.items()}
+        out: Any = _mlp(MLPOptions(NormedOptions(norm, fc1), fc2, act), *args, copies1, copies2, views, rng)
+        y, news = out
     news = {part: returned(own, news[part]) for part, own in states.items()}
     return (y, news) if return_state else y
+
+
+class LayerNormMLPGradients(NamedTuple):
+    """What the pullback of `layernorm_mlp_vjp` returns; `kernel1`, `kernel2` have not run yet, as in
+    `DenseGradients`."""
+
+    x: Array
+    gamma: Array
+    beta: Array | None
+    kernel1: Any
+    bias1: Array | None
+    kernel2: Any
+    bias2: Array | None
+    state: States
+
+
+def layernorm_mlp_vjp(
+    x: Array,
+    gamma: Array,
+    beta: Array | None,
+    kernel1: Array | QuantizedArray,
+    bias1: Array | None,
+    kernel2: Array | QuantizedArray,
+    bias2: Array | None,
+    *,
+    recipe: Recipe,
+    activation: str = "gelu",
+    eps: float = 1e-5,
+    normalization: str = "LayerNorm",
+    zero_centered_gamma: bool = False,
+    module: str = "layernorm_mlp",
+    name: str = "",
+    state: Mapping[str, Mapping[str, ScaleState]] | None = None,
+    rng: Array | None = None,
+    copies: tuple[Copies | None, Copies | None] = (None, None),
+    save_original_input: bool = False,
+) -> tuple[Array, Pullback]:
+    """`layernorm_mlp` and its backward pass taken apart, as `dense_vjp` does with `dense`.
+
+    **Arguments, raises:** as `layernorm_mlp`. States are arrays.
+
+    **Returns:** (y, pullback); `pullback(dy)` gives `LayerNormMLPGradients`.
+    """
+    op = "layernorm_mlp_vjp"
+    check_recipe(op, recipe, optional=False)
+    norm, act = norm_options(op, normalization, eps, zero_centered_gamma), activation_options(op, activation)
+    x, kernel1, bias1, rng = check_operands(x, kernel1, bias1, rng)
+    gamma, beta = fused.check_parameters(op, x, gamma, beta, norm)
+    kernel2, bias2 = _check_second(op, x, kernel1, kernel2, bias2, act)
+    fc1, fc2 = _parts(recipe, module, name, save_original_input, True, True)
+    states = _check_states(op, state, recipe, fc1, fc2)
+    for own in states.values():
+        refuse_references(op, own)
+    needs1, needs2 = Needs.every(kernel1, bias1, states["fc1"]), Needs.every(kernel2, bias2, states["fc2"])
+    array1, copies1, _ = prepare(kernel1, fc1, copies[0], None)
+    array2, copies2, _ = prepare(kernel2, fc2, copies[1], None)
+    args: list[Any] = [*same_axes(x, gamma, beta, array1, bias1, array2, bias2), copies1, copies2, states, rng]
+    (y, _), saved = _run(MLPOptions(NormedOptions(norm, fc1), fc2, act), needs1, needs2, *args)
+    return y, Pullback.of(op, _gradients, saved, y)
+
+
+def _gradients(saved: _Saved, dy: Array) -> LayerNormMLPGradients:
+    of_norm, made1, made2, dbias1 = _gradients_of(saved, dy)
+    states = {"fc1": made1.state, "fc2": made2.state}
+    dx, dgamma, dbeta = of_norm
+    return LayerNormMLPGradients(dx, dgamma, dbeta, made1.kernel, dbias1, made2.kernel, made2.bias, states)
+
+
+def _parts(
+    recipe: Recipe, module: str, name: str, original: bool, record: bool, returns: bool
+) -> tuple[Options, Options]:
+    """The options of both layers."""
+    group = group_axes(recipe)
+    fc1, fc2 = (Options(recipe, module, part_name(name, part), True, record, returns, group) for part in PARTS)
+    return fc1._replace(save_original_input=original), fc2
 
 
 def part_name(name: str, part: str) -> str:
@@ -163,8 +268,8 @@ def _check_second(
 ) -> tuple[Any, Array | None]:
     """kernel2 and bias2 as arrays that take what the activation gives. **Raises** TypeError, ValueError."""
     if not isinstance(kernel2, QuantizedArray):
-        kernel2 = functional._array(op, "kernel2", kernel2)
-    bias2 = None if bias2 is None else functional._array(op, "bias2", bias2)
+        kernel2 = functional.to_array(op, "kernel2", kernel2)
+    bias2 = None if bias2 is None else functional.to_array(op, "bias2", bias2)
     rows = kernel1.shape[0]
     if act.gated and rows % 2:
         raise ShapeError(f"{op}: a gated activation halves kernel1's rows, got {list(kernel1.shape)}")
@@ -198,14 +303,11 @@ def _check_states(op: str, states: Any, recipe: Recipe, fc1: Options, fc2: Optio
 # --- forward and backward ---
 
 
-def _activation(options: MLPOptions, h: Array) -> Array | FusedInput:
-    """The input of fc2: unstored, with its amax where one amax serves forward and backward, or an array."""
+def _activation(options: MLPOptions, h: Array, amax: Array | None = None) -> Array | FusedInput:
+    """The input of fc2: unstored where it may be, with its amax if known, or an array."""
     if not input_fusable(options.fc2):
         return fused.activation(h, *options.activation)
-    a = fused.activated(h, *options.activation)
-    uses = (options.fc2.plan.input.rowwise, options.fc2.plan.input.columnwise)
-    shared = any(q is not None and q.format.per_tensor and not q.needs_scale for q in uses)
-    return a.with_amax(options.fc2.group) if shared else a
+    return dataclasses.replace(fused.activated(h, *options.activation), amax=amax)
 
 
 def _second_rng(rng: Array | None) -> Array | None:
@@ -217,81 +319,90 @@ def _mlp(
     options: MLPOptions, x: Any, gamma: Any, beta: Any, kernel1: Any, bias1: Any, main1: Any, kernel2: Any, bias2: Any,
     main2: Any, copies1: Any, copies2: Any, states: Any, rng: Any,
 ) -> Any:  # fmt: skip
-    fc1, fc2 = options.fc1, options.fc2
+    fc1, fc2 = options.fc1.linear, options.fc2
     states1, states2 = states["fc1"], states["fc2"]
-    z, _, _ = norm_primal(options.norm, fc1, x, gamma, beta)
-    h, _, _, amaxes1 = linear.fprop(fc1, False, False, z, kernel1, bias1, states1, rng, copies1)
+    z, _, _ = norm_operand(options.fc1, x, gamma, beta)
+    h, _, _, amaxes1 = fprop(fc1, False, False, z, kernel1, bias1, states1, rng, copies1)
     a = _activation(options, h)
-    y, _, _, amaxes2 = linear.fprop(fc2, False, False, a, kernel2, bias2, states2, _second_rng(rng), copies2)
-    return y, {"fc1": linear.recorded(states1, amaxes1, fc1), "fc2": linear.recorded(states2, amaxes2, fc2)}
+    y, _, _, amaxes2 = fprop(fc2, False, False, a, kernel2, bias2, states2, _second_rng(rng), copies2)
+    return y, {"fc1": recorded(states1, amaxes1, fc1), "fc2": recorded(states2, amaxes2, fc2)}
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("norm", "h", "fc1", "fc2"), meta_fields=("recompute", "need_dh")
+    jax.tree_util.register_dataclass, data_fields=("fc1", "h", "fc2", "amax"), meta_fields=("options", "again")
 )
 @dataclasses.dataclass(frozen=True)
 class _Saved:
-    """`norm`: of the norm, or None. `fc1`, `fc2`: of the linear layers. `h`: the activation's input, or None.
+    """`fc1`: of norm and fc1. `h`: the activation's input, None if neither its gradient nor `again` needs it.
 
-    `recompute`: fc2's input is the activation in high precision, made again from h. `need_dh`: h's gradient is wanted.
+    `again`: fc2's input is made again from h; `amax`: its amax, where that is known.
     """
 
-    norm: Any
+    fc1: NormedSaved
     h: Array | None
-    fc1: linear.Saved
-    fc2: linear.Saved
-    recompute: bool
-    need_dh: bool
+    fc2: products.Saved
+    amax: Array | None
+    options: MLPOptions
+    again: bool
+
+
+def _run(
+    options: MLPOptions, needs1: Needs, needs2: Needs, x: Any, gamma: Any, beta: Any, kernel1: Any, bias1: Any,
+    kernel2: Any, bias2: Any, copies1: Any, copies2: Any, states: Any, rng: Any,
+) -> tuple[tuple[Array, States], _Saved]:  # fmt: skip
+    """(y, new states), and what backward needs."""
+    args1 = (x, gamma, beta, kernel1, bias1, states["fc1"], rng, copies1)
+    ((h, news1), _), saved1 = normed_forward(options.fc1, needs1, *args1)
+    a = with_amax(_activation(options, h), options.fc2)
+    args2 = (a, kernel2, bias2, states["fc2"], _second_rng(rng), copies2)
+    (y, news2), saved2 = products.forward(options.fc2, needs2, *args2)
+    saved2, again, amax = remade(saved2)
+    saved = _Saved(saved1, h if needs2.dx or again else None, saved2, amax, options, again)
+    return (y, {"fc1": news1, "fc2": news2}), saved
+
+
+def _gradients_of(saved: _Saved, dy: Any, later: Any = None) -> tuple[Any, Any, Any, Array | None]:
+    """(dx, dgamma, dbeta), fc1's and fc2's gradients, and dbias1."""
+    options, of_fc1, fc2, h = saved.options, saved.fc1, saved.fc2, saved.h
+    later1, later2 = (None, None) if later is None else (later["fc1"], later["fc2"])
+    if saved.again and not isinstance(dy, SymbolicZero):
+        assert h is not None
+        fc2 = dataclasses.replace(fc2, x=_activation(options, h, saved.amax))
+    made2 = products.backward(fc2, dy, later2)
+    dh: Any = _NOTHING if made2.x is None else _dh(options, made2.x, h)  # type: ignore[arg-type]
+    dbias1, fc1 = None, of_fc1.linear
+    if isinstance(dh, FusedInput) and not (fc1.needs.dx or fc1.needs.dw):  # bias1 alone: the sum comes with a copy
+        s = fc1.options.schedule(True, False)
+        dbias1 = quantize_summed(dh, s.dy, fc1.options, fc1.states, fc1.rng, fc1.needs.bias_dtype or "")[2]
+        dh = _NOTHING
+    of_norm, made1 = normed_backward(of_fc1, dh, later1)
+    return of_norm, made1, made2, dbias1 if made1.bias is None else made1.bias
+
+
+def _dh(options: MLPOptions, da: Array, h: Array) -> Array | FusedInput:
+    """The gradient of fc1's output: unstored where both products read a copy of it that the core makes."""
+    if fusable(options.fc1.linear.plan.grad_output):
+        return fused.activated_grad(da, h, *options.activation)
+    return fused.activation_grad(da, h, *options.activation)
 
 
 def _forward(
     options: MLPOptions, x: Any, gamma: Any, beta: Any, kernel1: Any, bias1: Any, main1: Any, kernel2: Any, bias2: Any,
     main2: Any, copies1: Any, copies2: Any, states: Any, rng: Any,
 ) -> Any:  # fmt: skip
-    # Each leaf comes with `.perturbed`: whether its gradient is wanted.
-    z, of_norm, _ = norm_forward(options.norm, options.fc1, x, gamma, beta)
-    (h, news1), saved1 = linear._forward(options.fc1, z, kernel1, bias1, states["fc1"], rng, copies1, main1)
-    need_dh = saved1.need_dx or saved1.need_dw or saved1.bias_dtype is not None
-    a = jax.tree.map(lambda v: CustomVJPPrimal(v, need_dh), _activation(options, h))
-    rng2 = constant(_second_rng(linear._values(rng)))
-    (y, news2), saved2 = linear._forward(options.fc2, a, kernel2, bias2, states["fc2"], rng2, copies2, main2)
-    recompute = isinstance(saved2.x, jax.Array)
-    saved = _Saved(
-        norm=of_norm if saved1.need_dx else None,
-        h=h if need_dh or recompute else None,
-        fc1=saved1,
-        fc2=dataclasses.replace(saved2, x=None) if recompute else saved2,
-        recompute=recompute,
-        need_dh=need_dh,
-    )
-    return (y, {"fc1": news1, "fc2": news2}), saved
+    needs1 = Needs.of((x, gamma, beta), kernel1, bias1, states["fc1"], copies1, main1)
+    needs2 = Needs.of(None, kernel2, bias2, states["fc2"], copies2, main2)
+    needs2 = needs2._replace(dx=needs1.dx or needs1.dw or needs1.bias_dtype is not None)
+    args = (x, gamma, beta, kernel1, bias1, kernel2, bias2, copies1, copies2, states, rng)
+    return _run(options, needs1, needs2, *primals(args))
 
 
 def _backward(options: MLPOptions, saved: _Saved, grads: Any) -> Any:
-    dy, later = grads
-    fc1, fc2, h = saved.fc1, saved.fc2, saved.h
-    if saved.recompute and not isinstance(dy, SymbolicZero):
-        fc2 = dataclasses.replace(fc2, x=fused.activation(h, *options.activation))  # type: ignore[arg-type]
-    da, *of_fc2 = linear._backward(options.fc2, fc2, (dy, later["fc2"]))
-    dh: Any = _NOTHING if da is None else _dh(options, da, h)  # type: ignore[arg-type]
-    dbias1 = None
-    if isinstance(dh, FusedInput) and not (fc1.need_dx or fc1.need_dw):  # bias1 alone: the sum comes with a copy
-        s = options.fc1.schedule(True, False)
-        dbias1 = quantize_summed(dh, s.dy, options.fc1, fc1.states, fc1.rng, fc1.bias_dtype or "")[2]
-        dh = _NOTHING
-    dz, *of_fc1 = linear._backward(options.fc1, fc1, (dh, later["fc1"]))
-    of_norm = (None, None, None) if saved.norm is None else norm_backward(options.norm, saved.norm, dz)
-    (dk1, db1, states1, _, _, dmain1), (dk2, db2, states2, _, _, dmain2) = of_fc1, of_fc2
-    db1 = dbias1 if db1 is None else db1
+    of_norm, made1, made2, dbias1 = _gradients_of(saved, *grads)
+    dkernel1, _, states1, _, _, dmain1 = cotangents(saved.fc1.linear, made1)
+    dkernel2, dbias2, states2, _, _, dmain2 = cotangents(saved.fc2, made2)
     states = {"fc1": states1, "fc2": states2}
-    return *of_norm, dk1, db1, dmain1, dk2, db2, dmain2, None, None, states, None
-
-
-def _dh(options: MLPOptions, da: Array, h: Array) -> Array | FusedInput:
-    """The gradient of fc1's output: unstored where both products read a copy of it that the core makes."""
-    if fusable(options.fc1.plan.grad_output):
-        return fused.activated_grad(da, h, *options.activation)
-    return fused.activation_grad(da, h, *options.activation)
+    return *of_norm, dkernel1, dbias1, dmain1, dkernel2, dbias2, dmain2, None, None, states, None
 
 
 _mlp.defvjp(_forward, _backward, symbolic_zeros=True)

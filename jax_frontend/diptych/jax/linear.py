@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import Any
@@ -11,31 +10,33 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from diptych.common.errors import DTypeError, ShapeError, UnsupportedError
+from diptych.common.errors import DTypeError, ShapeError
 from diptych.common.recipes import Recipe
 from diptych.jax import functional
-from diptych.jax.fused import FusedInput
 from diptych.jax.products import (
     CHECKPOINT_NAME,
+    Amaxes,
     Copies,
-    Operand,
+    Needs,
     Options,
-    WeightGradient,
-    named,
+    Saved,
+    States,
+    backward,
+    check_transport,
+    cotangents,
+    forward,
+    fprop,
     only,
-    pick,
-    product,
-    quantize_calls,
-    quantize_summed,
-    rounded,
+    perturbed,
+    primals,
+    recorded,
+    state_gradients,
 )
 from diptych.jax.quantized import QuantizedArray
-from diptych.jax.state import ScaleState, check_states, gradient, group_axes, record
+from diptych.jax.state import ScaleState, check_states, group_axes
 from diptych.jax.transport import returned, viewed
 
 Array = jax.Array
-States = dict[str, ScaleState]
-Amaxes = dict[str, list[Array]]
 
 __all__ = ["CHECKPOINT_NAME", "dense"]
 
@@ -93,42 +94,50 @@ def dense(
     **Raises:** TypeError for other dtypes, a recipe that is none, or a missing `state` or `rng`; ValueError for shapes
     that do not fit, a state of another recipe, or amaxes that would be lost; all while tracing.
     """
-    if recipe is not None and not isinstance(recipe, Recipe):
-        raise DTypeError(f"dense: recipe must be a diptych Recipe or None, got {type(recipe).__name__}")
+    check_recipe("dense", recipe)
     x, kernel, bias, rng = check_operands(x, kernel, bias, rng)
     if recipe is None:
-        given = {"state": state, "copies": copies, "main_grad": main_grad, "calibrate": calibrate or None}
-        if wrong := [k for k, v in given.items() if v is not None and v != {}]:
-            raise ValueError(f"dense: {', '.join(wrong)} given without a recipe")
-        y = _plain(x, kernel.dequantize(x.dtype) if isinstance(kernel, QuantizedArray) else kernel, bias)
+        refuse_without_recipe("dense", state=state, copies=copies, main_grad=main_grad, calibrate=calibrate or None)
+        y = plain(x, kernel, bias)
         return (y, {}) if return_state else y
     options = Options(recipe, module, name, save_original_input, record, return_state, group_axes(recipe))
     states = check_states("dense", state, options.plan, recipe)
     if calibrate:
-        if copies is not None or main_grad is not None or not record:
-            raise ValueError("dense: calibrate runs in high precision; copies, main_grad and record=False do not apply")
+        refuse_calibration("dense", record, copies=copies, main_grad=main_grad)
         views = viewed(states, (x, None if isinstance(kernel, QuantizedArray) else kernel, bias))
-        y, news = _calibrated(options, x, kernel, bias, views)
-        news = returned(states, news)
-        return (y, news) if return_state else y
-    trained: Array | None = None if isinstance(kernel, QuantizedArray) else kernel
-    if isinstance(kernel, QuantizedArray):
-        copies = held_copies(kernel, options, copies)
-    main_grad = _main_grad(main_grad, trained, kernel.shape)
-    operands = _same_axes(x, trained, bias, main_grad)
-    views = viewed(states, operands)
-    y, news = _dense(options, *operands[:3], views, rng, copies, operands[3])  # type: ignore[misc]
+        y, news = calibrated(options, x, kernel, bias, views)
+    else:
+        trained, copies, main_grad = prepare(kernel, options, copies, main_grad)
+        operands = same_axes(x, trained, bias, main_grad)
+        views = viewed(states, operands)
+        y, news = _dense(options, *operands[:3], views, rng, copies, operands[3])  # type: ignore[misc]
     news = returned(states, news)
     return (y, news) if return_state else y
 
 
+# --- arguments ---
+
+
+def check_recipe(op: str, recipe: Any, optional: bool = True) -> None:
+    """**Raises** TypeError for anything but a recipe, or None where that is one."""
+    if not isinstance(recipe, Recipe) and not (optional and recipe is None):
+        also = " or None" if optional else ""
+        raise DTypeError(f"{op}: recipe must be a diptych Recipe{also}, got {type(recipe).__name__}")
+
+
+def refuse_without_recipe(op: str, **given: Any) -> None:
+    """**Raises** ValueError for arguments that only a recipe reads."""
+    if wrong := [k for k, v in given.items() if v is not None and v != {}]:
+        raise ValueError(f"{op}: {', '.join(wrong)} given without a recipe")
+
+
 def check_operands(x: Any, kernel: Any, bias: Any, rng: Any) -> tuple[Array, Any, Array | None, Array | None]:
     """The operands as arrays; kernel as it is where it is quantized. **Raises** TypeError, ValueError."""
-    x = functional._array("dense", "x", x)
+    x = functional.to_array("dense", "x", x)
     if not isinstance(kernel, QuantizedArray):
-        kernel = functional._array("dense", "kernel", kernel)
-    bias = None if bias is None else functional._array("dense", "bias", bias)
-    rng = functional._state("dense", "rng", rng)
+        kernel = functional.to_array("dense", "kernel", kernel)
+    bias = None if bias is None else functional.to_array("dense", "bias", bias)
+    rng = functional.small_operand("dense", "rng", rng)
     if rng is not None and (rng.dtype != jnp.int32 or rng.shape != (4,)):
         raise DTypeError(f"dense: rng must be int32 [4], as rng_state makes it, got {rng.dtype}{list(rng.shape)}")
     if kernel.ndim != 2:
@@ -142,12 +151,15 @@ def check_operands(x: Any, kernel: Any, bias: Any, rng: Any) -> tuple[Array, Any
     return x, kernel, bias, rng
 
 
-def _plain(x: Array, kernel: Any, bias: Array | None) -> Array:
+def plain(x: Array, kernel: Any, bias: Array | None) -> Array:
+    """The product in x's dtype."""
+    if isinstance(kernel, QuantizedArray):
+        kernel = kernel.dequantize(x.dtype)
     y = x @ kernel.astype(x.dtype).T
     return y if bias is None else y + bias.astype(x.dtype)
 
 
-def _same_axes(*arrays: Array | None) -> list[Array | None]:
+def same_axes(*arrays: Array | None) -> list[Any]:
     """Lets all operands vary over the same mesh axes; the transpose sums the gradient of those that did not."""
     axes = [frozenset() if x is None else jax.typeof(x).manual_axis_type.varying for x in arrays]
     union = frozenset().union(*axes)
@@ -183,6 +195,14 @@ def held_copies(kernel: QuantizedArray, options: Options, copies: Any) -> Copies
     kernel = as_bytes(kernel)
     rowwise = None if kernel.rowwise_data is None else only(kernel, False)
     return rowwise, None if kernel.columnwise_data is None else only(kernel, True)
+
+
+def prepare(kernel: Any, options: Options, copies: Any, main_grad: Any) -> tuple[Array | None, Copies | None, Any]:
+    """A kernel, None if it is quantized, with its copies and the array that its gradient goes to."""
+    shape = kernel.shape
+    if isinstance(kernel, QuantizedArray):
+        copies, kernel = held_copies(kernel, options, copies), None
+    return kernel, copies, _main_grad(main_grad, kernel, shape)
 
 
 def _main_grad(main_grad: Any, kernel: Array | None, shape: tuple[int, ...]) -> Array | None:
@@ -222,98 +242,6 @@ _sink.defvjp(lambda main_grad, kernel: (_sink(main_grad, kernel), main_grad), _s
 # --- forward and backward ---
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass,
-    data_fields=("x", "w", "states", "amaxes", "rng"),
-    meta_fields=("options", "need_dx", "need_dw", "kernel_dtype", "bias_dtype", "to_main_grad", "recorded"),
-)
-@dataclasses.dataclass(frozen=True)
-class Saved:
-    """What the backward pass needs.
-
-    `x`, `w`: operands of wgrad and dgrad, None if not needed. `amaxes`: the forward's, for states whose gradient is
-    wanted (`recorded`). `kernel_dtype`: of dkernel. `bias_dtype`: None if no gradient is wanted.
-    """
-
-    x: Operand
-    w: Operand
-    states: States
-    amaxes: Amaxes
-    rng: Array | None
-    options: Options
-    need_dx: bool
-    need_dw: bool
-    kernel_dtype: str
-    bias_dtype: str | None
-    to_main_grad: bool
-    recorded: tuple[str, ...]
-
-
-def fprop(
-    options: Options,
-    need_dx: bool,
-    need_dw: bool,
-    x: Array | FusedInput,
-    kernel: Array | None,
-    bias: Array | None,
-    states: States,
-    rng: Array | None,
-    copies: Copies | None,
-) -> tuple[Array, Operand, Operand, Amaxes]:
-    """y, the operands that backward reads of x and kernel, and the amaxes to record."""
-    s = options.schedule(need_dx, need_dw)
-    copies_x, amaxes = quantize_calls(x, s.x, options, states, rng)
-    original = kernel
-    if copies is None:
-        assert kernel is not None
-        copies, of_kernel = quantize_calls(kernel, s.w, options, states, rng)
-        amaxes |= of_kernel
-    elif kernel is None:
-        original = copies[0] if copies[0] is not None else copies[1]
-    copies_x, copies = named(copies_x), named(copies)
-    a = x if copies_x[0] is None else copies_x[0]
-    b = original if s.plan.weight.rowwise is None else _there(copies[0], "rowwise", "fprop")
-    y = product("fprop", a, b, bias, x.dtype, s.plan.fast_accum[0])
-    w = pick(s.w_kept, copies, original)
-    kept = (x if s.x_late else pick(s.x_kept, copies_x, x), w if not s.w_kept else _there(w, s.w_kept, "dgrad"))
-    return rounded(y, s.results[0], options, rng), *kept, amaxes
-
-
-def _there(copy: Operand, side: str, gemm: str) -> Operand:
-    if copy is None:
-        raise ValueError(
-            f"dense: {gemm} reads the {side} copy of the kernel, which was not made; quantize it with both"
-        )
-    return copy
-
-
-def bprop(saved: Saved, dy: Array | FusedInput) -> tuple[Array | None, WeightGradient | None, Array | None, Amaxes]:
-    """dx, wgrad that has not run yet, dbias, and the amaxes to record."""
-    options, rng, dx, wgrad = saved.options, saved.rng, None, None
-    s = options.schedule(saved.need_dx, saved.need_dw)
-    (rowwise, columnwise), amaxes, dbias = quantize_summed(dy, s.dy, options, saved.states, rng, saved.bias_dtype or "")
-    if saved.need_dx:
-        a = dy if rowwise is None else rowwise
-        dx = rounded(product("dgrad", a, saved.w, None, dy.dtype, s.plan.fast_accum[1]), s.results[1], options, rng)
-    if saved.need_dw:
-        b = saved.x
-        if s.x_late:
-            copies, late = quantize_calls(b, s.x_late, options, saved.states, rng)
-            b, amaxes = pick(s.x_kept, copies, b), amaxes | late
-        wgrad = WeightGradient(dy if columnwise is None else columnwise, b, rng, saved.kernel_dtype, options, s)
-    if saved.bias_dtype is not None and dbias is None:
-        assert isinstance(dy, jax.Array)  # the sum of a FusedInput comes with its copies
-        dbias = functional.bias_grad(dy, saved.bias_dtype)
-    return dx, wgrad, dbias, amaxes
-
-
-def recorded(states: States, amaxes: Amaxes, options: Options) -> States:
-    """The states with a call's amaxes."""
-    if not options.record:
-        return states
-    return {name: record(s, *amaxes[name]) if name in amaxes else s for name, s in states.items()}
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _dense(
     options: Options,
@@ -329,76 +257,14 @@ def _dense(
     return y, recorded(states, amaxes, options)
 
 
-def _any(perturbed: Any) -> bool:
-    return any(p.perturbed for p in jax.tree.leaves(perturbed))
-
-
-def _values(tree: Any) -> Any:
-    return jax.tree.map(lambda p: p.value, tree)
-
-
 def _forward(options: Options, *args: Any) -> tuple[tuple[Array, States], Saved]:
-    # Each leaf comes with `.perturbed`: whether its gradient is wanted.
     x, kernel, bias, states, _, copies, main_grad = args
-    need_dx, need_dw = _any(x), _any(main_grad) if main_grad is not None else _any(kernel)
-    if _any(copies):
-        raise UnsupportedError(
-            "dense: a quantized kernel has no gradient of its own; pass main_grad= and differentiate with respect to it"
-        )
-    wanted = tuple(name for name, state in states.items() if _any(state))
-    values = _values(args)
-    x, kernel, bias, states, rng, copies, _ = values
-    y, kept_x, kept_w, amaxes = fprop(options, need_dx, need_dw, x, kernel, bias, states, rng, copies)
-    s = options.schedule(need_dx, need_dw)
-    _check_transport(options, wanted, amaxes, [c.state for c in (*s.dy, *s.x_late) if c.state])
-    saved = Saved(
-        x=kept_x,
-        w=kept_w,
-        states=states,
-        amaxes={name: found for name, found in amaxes.items() if name in wanted and options.record},
-        rng=rng,
-        options=options,
-        need_dx=need_dx,
-        need_dw=need_dw,
-        kernel_dtype="float32" if main_grad is not None else "" if kernel is None else kernel.dtype.name,
-        bias_dtype=None if bias is None or not _any(args[2]) else bias.dtype.name,
-        to_main_grad=main_grad is not None,
-        recorded=wanted,
-    )
-    return (y, recorded(states, amaxes, options)), saved
-
-
-def _check_transport(options: Options, wanted: tuple[str, ...], forward: Any, backward: list[str]) -> None:
-    """Refuses to lose amaxes of a forward or backward pass that is differentiated. **Raises** ValueError."""
-    lost = [*backward, *(() if options.returns else forward)] if options.record else []
-    if missing := [name for name in lost if name not in wanted]:
-        raise ValueError(
-            f"dense: the amax of {', '.join(missing)} would be lost: differentiate with respect to the state too "
-            "(its gradient is the new state; value_and_grad_with_state does it), pass references (state_refs), or "
-            "record=False"
-        )
-
-
-def _state_gradients(saved: Any, amaxes: Amaxes, later: States) -> dict[str, ScaleState | None]:
-    """Gradients of the states: themselves, with all amaxes; `later`: those of the states that the call returned."""
-    out: dict[str, ScaleState | None] = {}
-    for name, state in saved.states.items():
-        found = [*saved.amaxes.get(name, ()), *amaxes.get(name, ())] if saved.options.record else []
-        out[name] = gradient(state, found, later[name]) if name in saved.recorded else None
-    return out
+    return forward(options, Needs.of(x, kernel, bias, states, copies, main_grad), *primals(args[:-1]))
 
 
 def _backward(options: Options, saved: Saved, grads: tuple[Any, States]) -> tuple[Any, ...]:
-    dy, later = grads
-    dx = dkernel = dbias = None
-    amaxes: Amaxes = {}
-    if not isinstance(dy, SymbolicZero):
-        dx, wgrad, dbias, amaxes = bprop(saved, dy)
-        dkernel = None if wgrad is None else wgrad.compute()
-    dmain = None
-    if saved.to_main_grad:
-        dkernel, dmain = None, dkernel
-    return dx, dkernel, dbias, _state_gradients(saved, amaxes, later), None, None, dmain
+    made = backward(saved, *grads)
+    return made.x, *cotangents(saved, made)
 
 
 _dense.defvjp(_forward, _backward, symbolic_zeros=True)
@@ -407,16 +273,23 @@ _dense.defvjp(_forward, _backward, symbolic_zeros=True)
 # --- calibration ---
 
 
-def _calibrated(options: Options, x: Array, kernel: Any, bias: Any, states: States) -> tuple[Array, States]:
+def refuse_calibration(op: str, record: bool, **given: Any) -> None:
+    """**Raises** ValueError for arguments that a calibration does not read."""
+    if not record or any(v is not None for v in given.values()):
+        names = ", ".join(given)
+        raise ValueError(f"{op}: calibrate runs in high precision; {names} and record=False do not apply")
+
+
+def calibrated(options: Options, x: Array, kernel: Any, bias: Any, states: States) -> tuple[Array, States]:
     """The plain product, with amaxes recorded under the names of its operands."""
+    amaxes: Amaxes = {}
     if isinstance(kernel, QuantizedArray):
         kernel = kernel.dequantize(x.dtype)
-    amaxes: Amaxes = {}
     for name in states:
         tensor = {"input": x, "weight": kernel}.get(name.partition(".")[0])
         if tensor is not None:
             amaxes[name] = [functional.amax(jax.lax.stop_gradient(tensor))]
-    return _observe(options, _plain(x, kernel, bias), states, amaxes)
+    return _observe(options, plain(x, kernel, bias), states, amaxes)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -424,31 +297,21 @@ def _observe(options: Options, y: Array, states: States, amaxes: Amaxes) -> tupl
     return y, recorded(states, amaxes, options)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("states", "amaxes"), meta_fields=("options", "recorded")
-)
-@dataclasses.dataclass(frozen=True)
-class _Observed:
-    states: States
-    amaxes: Amaxes
-    options: Options
-    recorded: tuple[str, ...]
+def _observe_forward(options: Options, *args: Any) -> tuple[tuple[Array, States], Saved]:
+    wanted = tuple(name for name, state in args[1].items() if perturbed(state))
+    y, states, amaxes = primals(args)
+    check_transport(options, wanted, amaxes, [n for n in states if n.startswith("grad_output")])
+    saved = Saved(None, None, states, amaxes, None, options, Needs(False, False, "", None, wanted))
+    return (y, recorded(states, amaxes, options)), saved
 
 
-def _observe_forward(options: Options, *args: Any) -> tuple[tuple[Array, States], _Observed]:
-    wanted = tuple(name for name, state in args[1].items() if _any(state))
-    y, states, amaxes = _values(args)
-    _check_transport(options, wanted, amaxes, [n for n in states if n.startswith("grad_output")])
-    return (y, recorded(states, amaxes, options)), _Observed(states, amaxes, options, wanted)
-
-
-def _observe_backward(options: Options, saved: _Observed, grads: tuple[Any, States]) -> tuple[Any, ...]:
+def _observe_backward(options: Options, saved: Saved, grads: tuple[Any, States]) -> tuple[Any, ...]:
     dy, later = grads
     if isinstance(dy, SymbolicZero):
-        return None, _state_gradients(saved, {}, later), None
+        return None, state_gradients(saved, {}, later), None
     amax = functional.amax(dy)
     amaxes = {name: [amax] for name in saved.states if name.startswith("grad_output")}
-    return dy, _state_gradients(saved, amaxes, later), None
+    return dy, state_gradients(saved, amaxes, later), None
 
 
 _observe.defvjp(_observe_forward, _observe_backward, symbolic_zeros=True)

@@ -1,4 +1,4 @@
-"""The three products of a linear layer under a recipe.
+"""The three products of a linear layer under a recipe, and its forward and backward made of them.
 
     y  = quantize(x)  @ quantize(w).T + bias      fprop  [M, K] @ [N, K].T
     dx = quantize(dy) @ quantize(w)               dgrad  [M, N] @ [N, K]
@@ -12,6 +12,8 @@ Invariants:
 - An operand is a `QuantizedArray` that holds the one copy its product reads, or an array in high precision. Two
   quantized ones multiply in the core; a product with any other runs in high precision on what a copy stands for.
 - Copies are made as bytes, so that no remat policy rounds them; see `functional.quantize`.
+- `forward` and `backward` are of arrays. A custom_vjp's arguments, leaves that know whether they are perturbed, become
+  arrays and `Needs`; with them, a backward pass may also be asked for by hand (`weights.dense_vjp`).
 """
 
 from __future__ import annotations
@@ -23,52 +25,28 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
 
 from diptych.common import shapes
-from diptych.common.errors import DTypeError
-from diptych.common.plan import LinearPlan, TensorPlan, linear_plan
-from diptych.common.quantizers import Quantizer
+from diptych.common.errors import DTypeError, UnsupportedError
+from diptych.common.plan import LinearPlan, linear_plan
 from diptych.common.recipes import Recipe
+from diptych.common.schedule import OFFSETS as OFFSETS
+from diptych.common.schedule import Call, Schedule, make_schedule
 from diptych.jax import functional
 from diptych.jax.fused import FusedInput
 from diptych.jax.quantized import QuantizedArray
-from diptych.jax.state import ScaleState
+from diptych.jax.state import ScaleState, gradient, record
 
 Array = jax.Array
 Operand = Any  # QuantizedArray or Array
 Copies = tuple[QuantizedArray | None, QuantizedArray | None]  # rowwise, columnwise
-
-OFFSETS = 18
-"""Offsets of the random generator that one forward and backward of a linear layer use: nine calls of two."""
+States = dict[str, ScaleState]
+Amaxes = dict[str, list[Array]]
 
 CHECKPOINT_NAME = "diptych_q"
 """Name of the quantized copies: `jax.checkpoint(f, policy=jax.checkpoint_policies.save_only_these_names("diptych_q"))`
 keeps those that the backward pass needs; other policies quantize a second time, to the same bits."""
-
-
-class Call(NamedTuple):
-    """One quantize call: with which quantizer, scale state and number of random draw."""
-
-    quantizer: Quantizer
-    state: str
-    number: int
-
-
-class Schedule(NamedTuple):
-    """The calls of one forward and backward; see the module's docstring.
-
-    `x_late`: the calls on the original x that backward makes. `x_kept`, `w_kept`: which operand backward reads,
-    "columnwise", "rowwise", or "original"; empty: none.
-    """
-
-    plan: LinearPlan
-    x: tuple[Call, ...]
-    w: tuple[Call, ...]
-    dy: tuple[Call, ...]
-    x_late: tuple[Call, ...]
-    x_kept: str
-    w_kept: str
-    results: tuple[Call | None, Call | None, Call | None]
 
 
 class Options(NamedTuple):
@@ -87,41 +65,12 @@ class Options(NamedTuple):
         return linear_plan(self.recipe, self.module, self.name)
 
     def schedule(self, need_dx: bool, need_dw: bool) -> Schedule:
-        return make_schedule(self.recipe, self.module, self.name, need_dx, need_dw, self.save_original_input)
-
-
-# --- what to do ---
-
-
-def _calls(plan: TensorPlan, number: int, rowwise: bool, columnwise: bool) -> tuple[Call, ...]:
-    """A quantizer that serves both copies takes its tensor's first number."""
-    second = 0 if plan.shared else 1
-    return tuple(Call(q, state, number + (0 if q.rowwise else second)) for q, state in plan.calls(rowwise, columnwise))
+        return _schedule(self.recipe, self.module, self.name, need_dx, need_dw, self.save_original_input)
 
 
 @functools.lru_cache(maxsize=1024)
-def make_schedule(recipe: Recipe, module: str, name: str, need_dx: bool, need_dw: bool, original: bool) -> Schedule:
-    """The schedule of one call. `original`: keep the input, not its copy."""
-    plan = linear_plan(recipe, module, name)
-    side = "rowwise" if plan.dequantized_backward else "columnwise"
-    kept = [
-        "" if not needed else "original" if getattr(tensor, side) is None else side
-        for tensor, needed in ((plan.input, need_dw), (plan.weight, need_dx))
-    ]
-    x_late: tuple[Call, ...] = ()
-    if original and kept[0] not in ("", "original"):
-        x_late = _calls(plan.input, 0, kept[0] == "rowwise", kept[0] == "columnwise")
-    results = [None if q is None else Call(q, "", 6 + i) for i, q in enumerate(plan.results)]
-    return Schedule(
-        plan,
-        x=_calls(plan.input, 0, True, kept[0] == "columnwise" and not x_late),
-        w=_calls(plan.weight, 2, True, kept[1] == "columnwise"),
-        dy=_calls(plan.grad_output, 4, need_dx, need_dw),
-        x_late=x_late,
-        x_kept=kept[0],
-        w_kept=kept[1],
-        results=(results[0], results[1], results[2]),
-    )
+def _schedule(recipe: Recipe, module: str, name: str, need_dx: bool, need_dw: bool, original: bool) -> Schedule:
+    return make_schedule(linear_plan(recipe, module, name), need_dx, need_dw, original)
 
 
 # --- quantizing ---
@@ -136,8 +85,8 @@ def rng_at(rng: Array, offset: int) -> Array:
 
 
 def quantize_calls(
-    x: Array | FusedInput, calls: tuple[Call, ...], options: Options, states: dict[str, ScaleState], rng: Array | None
-) -> tuple[Copies, dict[str, list[Array]]]:
+    x: Array | FusedInput, calls: tuple[Call, ...], options: Options, states: States, rng: Array | None
+) -> tuple[Copies, Amaxes]:
     """The copies of one tensor, and the amaxes that its delayed-scaling states are to record."""
     return quantize_summed(x, calls, options, states, rng, "")[:2]
 
@@ -146,24 +95,24 @@ def quantize_summed(
     x: Array | FusedInput,
     calls: tuple[Call, ...],
     options: Options,
-    states: dict[str, ScaleState],
+    states: States,
     rng: Array | None,
     dtype: str,
-) -> tuple[Copies, dict[str, list[Array]], Array | None]:
+) -> tuple[Copies, Amaxes, Array | None]:
     """`quantize_calls`, and of a FusedInput the sum over rows in `dtype`, if one is named; of an array None."""
     rowwise = columnwise = total = None
-    amaxes: dict[str, list[Array]] = {}
+    amaxes: Amaxes = {}
     for call in calls:
-        fmt, given = call.quantizer.format, {}
+        given: dict[str, Any] = {}
         if call.state:
             given["scale"] = states[call.state].scale
-        if call.quantizer.needs_rng:
+        if call.needs_rng:
             if rng is None:
                 raise DTypeError(
                     f"dense: {call.quantizer} rounds stochastically and needs rng=; rng_state(seed) makes one"
                 )
             given["rng"] = rng_at(rng, 2 * call.number) if call.number else rng
-        if options.group and not call.state and (fmt.per_tensor or fmt.two_level):
+        if options.group and call.reducible:
             given["amax_group"] = options.group
         if isinstance(x, FusedInput):
             q, summed = x.quantize(call.quantizer, as_bytes=True, column_sum=dtype if total is None else "", **given)
@@ -261,3 +210,211 @@ class WeightGradient:
         fast = self.schedule.plan.fast_accum[2]
         dy: Any = self.dy
         return functional.gemm_into(acc, dy, self.x, trans_a=True, trans_b=False, fast_accum=fast)
+
+
+# --- forward ---
+
+
+def perturbed(tree: Any) -> bool:
+    """Whether a gradient is wanted of any leaf of a custom_vjp's arguments."""
+    return any(p.perturbed for p in jax.tree.leaves(tree))
+
+
+def primals(tree: Any) -> Any:
+    """Those arguments as arrays."""
+    return jax.tree.map(lambda p: p.value, tree)
+
+
+class Needs(NamedTuple):
+    """Which gradients of a call are wanted, in which dtypes.
+
+    `kernel_dtype`: of dkernel. `bias_dtype`: None if no gradient is wanted. `states`: slots whose gradient is wanted,
+    which thereby take the amaxes. `to_main_grad`: dkernel is the gradient of main_grad.
+    """
+
+    dx: bool
+    dw: bool
+    kernel_dtype: str
+    bias_dtype: str | None
+    states: tuple[str, ...]
+    to_main_grad: bool = False
+
+    @staticmethod
+    def of(x: Any, kernel: Any, bias: Any, states: Any, copies: Any, main_grad: Any) -> Needs:
+        """Of a custom_vjp's arguments; `x`: all that the input depends on. **Raises** UnsupportedError."""
+        if perturbed(copies):
+            raise UnsupportedError(
+                "dense: a quantized kernel has no gradient of its own; pass main_grad= and differentiate with respect "
+                "to it"
+            )
+        return Needs(
+            dx=perturbed(x),
+            dw=perturbed(kernel if main_grad is None else main_grad),
+            kernel_dtype="float32" if main_grad is not None else "" if kernel is None else kernel.value.dtype.name,
+            bias_dtype=bias.value.dtype.name if perturbed(bias) else None,
+            states=tuple(name for name, state in states.items() if perturbed(state)),
+            to_main_grad=main_grad is not None,
+        )
+
+    @staticmethod
+    def every(kernel: Any, bias: Array | None, states: States) -> Needs:
+        """All gradients."""
+        return Needs(True, True, str(kernel.dtype), None if bias is None else bias.dtype.name, tuple(states))
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("x", "w", "states", "amaxes", "rng"),
+    meta_fields=("options", "needs"),
+)
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """What the backward pass needs.
+
+    `x`, `w`: operands of wgrad and dgrad, None if not needed; an x that is to be quantized again is the original.
+    `amaxes`: the forward's, for states whose gradient is wanted.
+    """
+
+    x: Operand
+    w: Operand
+    states: States
+    amaxes: Amaxes
+    rng: Array | None
+    options: Options
+    needs: Needs
+
+
+def fprop(
+    options: Options,
+    need_dx: bool,
+    need_dw: bool,
+    x: Array | FusedInput,
+    kernel: Array | None,
+    bias: Array | None,
+    states: States,
+    rng: Array | None,
+    copies: Copies | None,
+) -> tuple[Array, Operand, Operand, Amaxes]:
+    """y, the operands that backward reads of x and kernel, and the amaxes to record."""
+    s = options.schedule(need_dx, need_dw)
+    copies_x, amaxes = quantize_calls(x, s.x, options, states, rng)
+    original = kernel
+    if copies is None:
+        assert kernel is not None
+        copies, of_kernel = quantize_calls(kernel, s.w, options, states, rng)
+        amaxes |= of_kernel
+    elif kernel is None:
+        original = copies[0] if copies[0] is not None else copies[1]
+    copies_x, copies = named(copies_x), named(copies)
+    a = x if copies_x[0] is None else copies_x[0]
+    b = original if s.plan.weight.rowwise is None else _there(copies[0], "rowwise", "fprop")
+    y = product("fprop", a, b, bias, x.dtype, s.plan.fast_accum[0])
+    w = pick(s.w_kept, copies, original)
+    kept = (x if s.x_late else pick(s.x_kept, copies_x, x), w if not s.w_kept else _there(w, s.w_kept, "dgrad"))
+    return rounded(y, s.results[0], options, rng), *kept, amaxes
+
+
+def _there(copy: Operand, side: str, gemm: str) -> Operand:
+    if copy is None:
+        raise ValueError(
+            f"dense: {gemm} reads the {side} copy of the kernel, which was not made; quantize it with both"
+        )
+    return copy
+
+
+def recorded(states: States, amaxes: Amaxes, options: Options) -> States:
+    """The states with a call's amaxes."""
+    if not options.record:
+        return states
+    return {name: record(s, *amaxes[name]) if name in amaxes else s for name, s in states.items()}
+
+
+def forward(
+    options: Options,
+    needs: Needs,
+    x: Array | FusedInput,
+    kernel: Array | None,
+    bias: Array | None,
+    states: States,
+    rng: Array | None,
+    copies: Copies | None,
+) -> tuple[tuple[Array, States], Saved]:
+    """(y, new states), and what backward needs. **Raises** ValueError where amaxes would be lost."""
+    y, kept_x, kept_w, amaxes = fprop(options, needs.dx, needs.dw, x, kernel, bias, states, rng, copies)
+    s = options.schedule(needs.dx, needs.dw)
+    check_transport(options, needs.states, amaxes, [c.state for c in (*s.dy, *s.x_late) if c.state])
+    kept = {name: found for name, found in amaxes.items() if name in needs.states and options.record}
+    return (y, recorded(states, amaxes, options)), Saved(kept_x, kept_w, states, kept, rng, options, needs)
+
+
+def check_transport(options: Options, wanted: tuple[str, ...], forward: Any, backward: list[str]) -> None:
+    """Refuses to lose amaxes of a forward or backward pass that is differentiated. **Raises** ValueError."""
+    lost = [*backward, *(() if options.returns else forward)] if options.record else []
+    if missing := [name for name in lost if name not in wanted]:
+        raise ValueError(
+            f"dense: the amax of {', '.join(missing)} would be lost: differentiate with respect to the state too "
+            "(its gradient is the new state; value_and_grad_with_state does it), pass references (state_refs), or "
+            "record=False"
+        )
+
+
+# --- backward ---
+
+
+class DenseGradients(NamedTuple):
+    """The gradients of a linear layer.
+
+    `kernel` has not run yet: `compute()` makes the gradient, `accumulate(acc)` adds it. `state`: the states with the
+    amaxes of forward and backward; None for those whose gradient is not wanted.
+    """
+
+    x: Any
+    bias: Any
+    kernel: Any
+    state: Any
+
+
+def bprop(saved: Saved, dy: Array | FusedInput) -> tuple[Array | None, WeightGradient | None, Array | None, Amaxes]:
+    """dx, wgrad that has not run yet, dbias, and the amaxes to record."""
+    options, needs, rng, dx, wgrad = saved.options, saved.needs, saved.rng, None, None
+    s = options.schedule(needs.dx, needs.dw)
+    (rowwise, columnwise), amaxes, dbias = quantize_summed(dy, s.dy, options, saved.states, rng, needs.bias_dtype or "")
+    if needs.dx:
+        a = dy if rowwise is None else rowwise
+        dx = rounded(product("dgrad", a, saved.w, None, dy.dtype, s.plan.fast_accum[1]), s.results[1], options, rng)
+    if needs.dw:
+        b = saved.x
+        if s.x_late:
+            copies, late = quantize_calls(b, s.x_late, options, saved.states, rng)
+            b, amaxes = pick(s.x_kept, copies, b), amaxes | late
+        wgrad = WeightGradient(dy if columnwise is None else columnwise, b, rng, needs.kernel_dtype, options, s)
+    if needs.bias_dtype is not None and dbias is None:
+        assert isinstance(dy, jax.Array)  # the sum of a FusedInput comes with its copies
+        dbias = functional.bias_grad(dy, needs.bias_dtype)
+    return dx, wgrad, dbias, amaxes
+
+
+def state_gradients(saved: Saved, amaxes: Amaxes, later: States | None) -> dict[str, ScaleState | None]:
+    """Gradients of the states: themselves, with all amaxes. `later`: those of the states that the call returned."""
+    out: dict[str, ScaleState | None] = {}
+    for name, state in saved.states.items():
+        found = [*saved.amaxes.get(name, ()), *amaxes.get(name, ())] if saved.options.record else []
+        after = None if later is None else later[name]
+        out[name] = gradient(state, found, after) if name in saved.needs.states else None
+    return out
+
+
+def backward(saved: Saved, dy: Any, later: States | None = None) -> DenseGradients:
+    """The gradients, those that are not wanted None. `dy`, and the leaves of `later`, may be symbolic zeros."""
+    dx = wgrad = dbias = None
+    amaxes: Amaxes = {}
+    if not isinstance(dy, SymbolicZero):
+        dx, wgrad, dbias, amaxes = bprop(saved, dy)
+    return DenseGradients(dx, dbias, wgrad, state_gradients(saved, amaxes, later))
+
+
+def cotangents(saved: Saved, made: DenseGradients) -> tuple[Any, ...]:
+    """Of a custom_vjp's kernel, bias, states, rng, copies and main_grad: wgrad runs now."""
+    dw = None if made.kernel is None else made.kernel.compute()
+    dkernel, dmain = (None, dw) if saved.needs.to_main_grad else (dw, None)
+    return dkernel, made.bias, made.state, None, None, dmain

@@ -141,7 +141,7 @@ def varying(x: Any) -> frozenset[Any]:
 def _fitted(amax: Array, axes: frozenset[Any]) -> Array:
     """An amax that varies over `axes` at most: the largest over others. A state keeps its type in this way."""
     over = tuple(sorted(varying(amax) - axes, key=str))
-    return functional._max_over(amax, over) if over else amax
+    return functional.max_over(amax, over) if over else amax
 
 
 def record(state: ScaleState, *amaxes: Array) -> ScaleState:
@@ -152,16 +152,16 @@ def record(state: ScaleState, *amaxes: Array) -> ScaleState:
     return dataclasses.replace(state, amax_history=jnp.concatenate([pending, history[1:]]))
 
 
-def gradient(state: ScaleState, amaxes: list[Array], later: ScaleState) -> ScaleState:
+def gradient(state: ScaleState, amaxes: list[Array], later: ScaleState | None) -> ScaleState:
     """What a use of a state hands back as its gradient: the state with all amaxes, of later uses too.
 
-    `later`: the gradient of the state that the use returned; its arrays may be symbolic zeros.
+    `later`: the gradient of the state that the use returned, if any; its arrays may be symbolic zeros.
     """
-    if isinstance(later.amax_history, jax.Array):
+    if later is not None and isinstance(later.amax_history, jax.Array):
         amaxes = [*amaxes, later.amax_history[:1]]
     out = record(state, *amaxes)
     count = jnp.ones_like(state.count)
-    if isinstance(later.count, jax.Array):
+    if later is not None and isinstance(later.count, jax.Array):
         count = jnp.maximum(count, later.count)
     # Under vmap JAX sums what differs between examples and nothing else: a count goes along with its amax.
     return dataclasses.replace(out, count=jnp.where(out.amax_history[:1] >= 0, count, count))
@@ -238,8 +238,8 @@ def _updated(state: ScaleState, axes: tuple[Any, ...]) -> ScaleState:
     if axes:
         over = tuple(sorted(varying(history) & set(axes), key=str))
         if over:  # what earlier updates left is equal everywhere, and becomes so for the type
-            history, scale = functional._max_over(history, over), functional._max_over(scale, over)
-        reduced = history[:1] if over else functional._max_over(history[:1], axes)
+            history, scale = functional.max_over(history, over), functional.max_over(scale, over)
+        reduced = history[:1] if over else functional.max_over(history[:1], axes)
     if callable(algo):
         last = history[:1] if reduced is None else jnp.where(reduced != 0, reduced, history[:1])
         chosen = _chosen(algo, history, last)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import jax
 
-from diptych.common.errors import DTypeError, ShapeError
-from diptych.common.plan import linear_plan
-from diptych.common.quantizers import Float8CurrentScalingQuantizer, Float8Quantizer, Quantizer
+from diptych.common.errors import ShapeError
+from diptych.common.plan import held_quantizer
+from diptych.common.quantizers import Quantizer
 from diptych.common.recipes import Recipe
 from diptych.jax import functional
-from diptych.jax.linear import Saved, bprop, check_operands, fprop, held_copies, recorded
-from diptych.jax.products import Copies, Options, WeightGradient, named, quantize_calls
+from diptych.jax.linear import check_operands, check_recipe, prepare
+from diptych.jax.products import Copies, Needs, Options, backward, forward, named, quantize_calls, recorded
 from diptych.jax.quantized import QuantizedArray
 from diptych.jax.state import ScaleState, check_states, group_axes
 from diptych.jax.transport import has_ref, returned, viewed
@@ -50,7 +50,7 @@ def quantize_kernel(
     **Raises:** as `dense`; ValueError where the amax would be lost.
     """
     options = Options(recipe, module, name, group=group_axes(recipe))
-    kernel = jax.lax.stop_gradient(functional._array("quantize_kernel", "kernel", kernel))
+    kernel = jax.lax.stop_gradient(functional.to_array("quantize_kernel", "kernel", kernel))
     states = check_states("quantize_kernel", state, options.plan, recipe)
     s = options.schedule(True, False)
     copies, amaxes = quantize_calls(kernel, s.w, options, viewed(states, ()), rng)
@@ -69,22 +69,7 @@ def kernel_quantizer(recipe: Recipe, module: str = "linear", name: str = "") -> 
     Under delayed scaling its scale comes from the kernel itself. **Raises** ValueError for a recipe that quantizes the
     kernel in two ways, or stochastically.
     """
-    plan = linear_plan(recipe, module, name).weight
-    if plan.rowwise is None and plan.columnwise is None:
-        return None
-    if plan.rowwise is None or (plan.columnwise is not None and not plan.shared):
-        raise ValueError(
-            f"quantize_params: {type(recipe).__name__} quantizes the kernel as {plan.rowwise} for fprop and "
-            f"{plan.columnwise} for dgrad; one that is held quantized is quantized once"
-        )
-    quantizer = plan.rowwise.with_usage(rowwise=True, columnwise=plan.shared)
-    if quantizer.needs_rng:
-        raise ValueError(f"quantize_params: a kernel cannot be held by {quantizer}, which rounds stochastically")
-    if isinstance(quantizer, Float8Quantizer):
-        return Float8CurrentScalingQuantizer(
-            fp8_dtype=quantizer.fp8_dtype, rowwise=quantizer.rowwise, columnwise=quantizer.columnwise
-        )
-    return quantizer
+    return held_quantizer("quantize_params", recipe, module, name, "kernel")
 
 
 def quantize_params(
@@ -132,40 +117,36 @@ def _part(key: Any) -> str:
 # --- gradients computed later ---
 
 
-class DenseGradients(NamedTuple):
-    """What `DensePullback` returns.
-
-    `kernel` has not run yet: `compute()` makes the gradient, `accumulate(acc)` adds it. `state`: with the amaxes of
-    forward and backward.
-    """
-
-    x: Array
-    bias: Array | None
-    kernel: WeightGradient
-    state: dict[str, ScaleState]
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("saved",), meta_fields=("shape", "dtype"))
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=("saved",), meta_fields=("op", "run", "shape", "dtype")
+)
 @dataclasses.dataclass(frozen=True, eq=False)
-class DensePullback:
-    """The backward pass of one `dense_vjp`, a pytree of what it saved. `shape`, `dtype`: of the gradient it takes."""
+class Pullback:
+    """A backward pass: a pytree of what the forward saved, to be called with dy of y's `shape` and `dtype`."""
 
-    saved: Saved
+    op: str
+    run: Callable[[Any, Array], Any]
+    saved: Any
     shape: tuple[int, ...]
     dtype: str
 
-    def __call__(self, dy: Array) -> DenseGradients:
-        dy = functional._array("dense_vjp", "dy", dy)
+    @staticmethod
+    def of(op: str, run: Callable[[Any, Array], Any], saved: Any, y: Array) -> Pullback:
+        return Pullback(op, run, saved, y.shape, y.dtype.name)
+
+    def __call__(self, dy: Array) -> Any:
+        dy = functional.to_array(self.op, "dy", dy)
         if dy.shape != self.shape or dy.dtype.name != self.dtype:
             raise ShapeError(
-                f"dense_vjp: dy must be {self.dtype}{list(self.shape)}, as y, got {dy.dtype.name}{list(dy.shape)}"
+                f"{self.op}: dy must be {self.dtype}{list(self.shape)}, as y, got {dy.dtype.name}{list(dy.shape)}"
             )
-        dx, wgrad, dbias, amaxes = bprop(self.saved, dy)
-        both = {
-            name: [*self.saved.amaxes.get(name, ()), *amaxes.get(name, ())] for name in {**self.saved.amaxes, **amaxes}
-        }
-        assert dx is not None and wgrad is not None
-        return DenseGradients(dx, dbias, wgrad, recorded(self.saved.states, both, self.saved.options))
+        return self.run(self.saved, dy)
+
+
+def refuse_references(op: str, states: Mapping[str, ScaleState]) -> None:
+    """**Raises** ValueError for states that a pullback could not hand back."""
+    if any(has_ref(s) for s in states.values()):
+        raise ValueError(f"{op}: the state comes back in the gradients; pass arrays, not references")
 
 
 def dense_vjp(
@@ -180,7 +161,7 @@ def dense_vjp(
     rng: Array | None = None,
     copies: Copies | None = None,
     save_original_input: bool = False,
-) -> tuple[Array, DensePullback]:
+) -> tuple[Array, Pullback]:
     """`dense` and its backward pass taken apart, for schedules that compute the kernel's gradient later.
 
         y, pullback = dense_vjp(x, kernel, bias, recipe=recipe)
@@ -189,21 +170,15 @@ def dense_vjp(
 
     **Arguments, raises:** as `dense`. States are arrays.
 
-    **Returns:** (y, pullback); pullback and `grads.kernel` are pytrees, and may cross `jax.jit`.
+    **Returns:** (y, pullback); pullback and `grads.kernel` are pytrees, and may cross `jax.jit`. Inside shard_map the
+    gradients are each shard's own.
     """
+    op = "dense_vjp"
+    check_recipe(op, recipe, optional=False)
     x, kernel, bias, rng = check_operands(x, kernel, bias, rng)
-    if not isinstance(recipe, Recipe):
-        raise DTypeError(f"dense_vjp: recipe must be a diptych Recipe, got {type(recipe).__name__}")
     options = Options(recipe, module, name, save_original_input, returns=True, group=group_axes(recipe))
-    states = check_states("dense_vjp", state, options.plan, recipe)
-    if any(has_ref(s) for s in states.values()):
-        raise ValueError("dense_vjp: the state comes back in the gradients; pass arrays, not references")
-    dtype, array = str(kernel.dtype), None if isinstance(kernel, QuantizedArray) else kernel
-    if isinstance(kernel, QuantizedArray):
-        copies = held_copies(kernel, options, copies)
-    y, kept_x, kept_w, amaxes = fprop(options, True, True, x, array, bias, states, rng, copies)
-    saved = Saved(
-        kept_x, kept_w, states, amaxes, rng, options, True, True, dtype,
-        None if bias is None else bias.dtype.name, False, (),
-    )  # fmt: skip
-    return y, DensePullback(saved, y.shape, y.dtype.name)
+    states = check_states(op, state, options.plan, recipe)
+    refuse_references(op, states)
+    array, copies, _ = prepare(kernel, options, copies, None)
+    (y, _), saved = forward(options, Needs.every(kernel, bias, states), x, array, bias, states, rng, copies)
+    return y, Pullback.of(op, backward, saved, y)

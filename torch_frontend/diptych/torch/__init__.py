@@ -6,6 +6,7 @@ Recipes, quantizers and roles are those of `diptych.common`.
 from diptych.torch.autocast import autocast, get_autocast_recipe, is_autocast_enabled
 from diptych.torch.checkpoint import checkpoint, checkpoint_contexts
 from diptych.torch.convert import ConvertWarning, convert
+from diptych.torch.custom_op import CustomOp, Group, Size, Written
 from diptych.torch.functional import (
     amax,
     bias_grad,
@@ -20,12 +21,15 @@ from diptych.torch.layernorm_linear import LayerNormLinear
 from diptych.torch.layernorm_mlp import LayerNormMLP
 from diptych.torch.linear import Linear, linear
 from diptych.torch.module import QuantizedModule, seed_rng
+from diptych.torch.proto import TensorProto, to_tensor_proto
 from diptych.torch.quantized import QuantizedTensor
 from diptych.torch.state import ScaleStates
 from diptych.torch.weights import QuantizedParameter, quantized_model_init
 
 __all__ = [
     "ConvertWarning",
+    "CustomOp",
+    "Group",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
@@ -33,6 +37,9 @@ __all__ = [
     "QuantizedParameter",
     "QuantizedTensor",
     "ScaleStates",
+    "Size",
+    "TensorProto",
+    "Written",
     "amax",
     "autocast",
     "bias_grad",
@@ -50,4 +57,5 @@ __all__ = [
     "rng_state",
     "scale_update",
     "seed_rng",
+    "to_tensor_proto",
 ]

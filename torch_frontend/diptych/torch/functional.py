@@ -52,7 +52,7 @@ def amax(
     return primitives.amax(x, flags, columnwise=True) if rht else primitives.amax(x, flags)
 
 
-def _group_amaxes(
+def group_amaxes(
     x: Any, quantizer: Quantizer, group: Any, amaxes: Any = primitives.amax
 ) -> tuple[Tensor | None, Tensor | None]:
     """The `amax` and `columnwise_amax` that quantizing x needs, the largest over a group; a row's amax is its own.
@@ -131,7 +131,7 @@ def quantize(
     if amax_group is not None:
         if amax is not None or columnwise_amax is not None or scale is not None:
             raise ValueError("quantize: amax_group reduces x's own amax, and an amax or a scale was given too")
-        amax, columnwise_amax = _group_amaxes(x, quantizer, amax_group)
+        amax, columnwise_amax = group_amaxes(x, quantizer, amax_group)
     return from_buffers(x, quantizer, primitives.quantize(x, quantizer, amax, columnwise_amax, scale, rng))
 
 

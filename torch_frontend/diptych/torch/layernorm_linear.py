@@ -21,27 +21,26 @@ from diptych.common.errors import DTypeError, ShapeError
 from diptych.common.fused import NormOptions, norm_options
 from diptych.common.plan import LinearPlan, TensorPlan
 from diptych.common.recipes import Recipe
+from diptych.common.schedule import Call, Schedule
 from diptych.torch import functional, fused, primitives
 from diptych.torch.fused import FusedInput
 from diptych.torch.module import QuantizedModule
 from diptych.torch.products import (
-    Call,
     Copies,
     Operand,
     Options,
-    Schedule,
     WeightGradient,
-    _fprop,
-    _pack,
-    _pick,
-    _product,
-    _quantize_general,
-    _rng_of,
-    _rounded,
-    _scale_of,
-    _unpack,
+    fprop,
+    pack,
+    pick,
+    product,
     quantize_calls,
+    quantize_general,
+    rng_of,
+    rounded,
+    scale_of,
     schedule,
+    unpack,
 )
 from diptych.torch.rules import describe, require_device, require_high_precision, require_tensor
 from diptych.torch.weights import initial_weight
@@ -90,13 +89,13 @@ def encode(
         scale = history = None
         given: tuple[Tensor | None, Tensor | None] = (amax if one_amax else None, None)
         if call.state:
-            scale, history = _scale_of(call, options, scales)
+            scale, history = scale_of(call, options, scales)
         elif options.group is not None and call.reducible and given[0] is None:
-            given = functional._group_amaxes(t, call.quantizer, options.group, fused.amax)
+            given = functional.group_amaxes(t, call.quantizer, options.group, fused.amax)
         if history is not None and scale is not None:
             buffers = fused.quantize_delayed(t, call.quantizer, scale, history, wanted)
         else:
-            buffers = fused.quantize(t, call.quantizer, *given, scale, _rng_of(call, rng), wanted)
+            buffers = fused.quantize(t, call.quantizer, *given, scale, rng_of(call, rng), wanted)
         if wanted is not None:
             total, buffers = buffers[-1], buffers[:-1]
         r, c = primitives.copies(call.quantizer, buffers)
@@ -110,8 +109,8 @@ def input_gradient(
     dy: Operand, w: Operand, x: Tensor, s: Schedule, options: Options, rng: Tensor | None, width: int
 ) -> Tensor:
     """dgrad: [..., width] beside x's leading dimensions, in x's dtype."""
-    dx = _product("dgrad", dy, w, None, x.dtype, s.plan.fast_accum[1])
-    return _rounded(dx, s.results[1], options, rng).view(*x.shape[:-1], width)
+    dx = product("dgrad", dy, w, None, x.dtype, s.plan.fast_accum[1])
+    return rounded(dx, s.results[1], options, rng).view(*x.shape[:-1], width)
 
 
 def weight_gradient(
@@ -124,7 +123,7 @@ def weight_gradient(
 
 def result(y: Tensor, s: Schedule, options: Options, rng: Tensor | None) -> Tensor:
     """What a module returns where no gradient is needed."""
-    return y if s.results[0] is None else _quantize_general(y, s.results[0], options, rng, None)
+    return y if s.results[0] is None else quantize_general(y, s.results[0], options, rng, None)
 
 
 def input_for(op: str, x: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
@@ -202,7 +201,7 @@ def normed_fprop(
     operand = fused.normalized(x, gamma, beta, mu, rsigma, norm) if fuse else z
     assert operand is not None
     copies_z = encode(operand, s.x, options, rng, options.replay).copies
-    y, _, copies_w = _fprop(x if fuse or z is None else z, weight, bias, rng, s, options, copies_z)
+    y, _, copies_w = fprop(x if fuse or z is None else z, weight, bias, rng, s, options, copies_z)
     return y, z, (mu, rsigma), copies_z, copies_w
 
 
@@ -228,9 +227,9 @@ class _LayerNormLinear(torch.autograd.Function):
         saved: list[Tensor] = []
         spec_z = spec_w = None
         if need_dw:
-            spec_z = _pack(_pick(s.x_kept, copies_z, x if z is None else z), saved)
+            spec_z = pack(pick(s.x_kept, copies_z, x if z is None else z), saved)
         if need_dz:
-            spec_w = _pack(_pick(s.w_kept, copies_w, weight), saved)
+            spec_w = pack(pick(s.w_kept, copies_w, weight), saved)
             saved += [x, gamma, *[t for t in stats if t is not None]]
         if s.backward_rng and rng is not None:
             saved.append(rng)
@@ -248,7 +247,7 @@ class _LayerNormLinear(torch.autograd.Function):
             stats[0] is not None,
             beta is not None,
         )
-        y = _rounded(y, s.results[0], options, rng)
+        y = rounded(y, s.results[0], options, rng)
         return (y, z) if with_z and z is not None else y
 
     @staticmethod
@@ -257,10 +256,10 @@ class _LayerNormLinear(torch.autograd.Function):
         recipe, options, norm, need_dz, need_dw, spec_z, spec_w, (w_dtype, bias_dtype), has_mu, has_beta = ctx.call
         s = schedule(recipe, options.module, options.name, need_dz, need_dw)
         saved = list(ctx.saved_tensors)
-        z = _unpack(spec_z, saved) if need_dw else None
+        z = unpack(spec_z, saved) if need_dw else None
         w = x = gamma = rsigma = mu = dx = dgamma = dbeta = dw = db = None
         if need_dz:
-            w = _unpack(spec_w, saved)
+            w = unpack(spec_w, saved)
             x, gamma = saved.pop(0), saved.pop(0)
             mu, rsigma = saved.pop(0) if has_mu else None, saved.pop(0)
         rng = saved.pop(0) if saved else None
@@ -282,6 +281,7 @@ class LayerNormLinear(NormedModule):
     **Arguments:** `in_features`, `out_features`, `bias`, `device`, `dtype`, `recipe`, `name`: as `Linear`. `eps`: added
     to the variance, or to RMSNorm's mean square. `normalization`: "LayerNorm" or "RMSNorm". `zero_centered_gamma`:
     layer_norm_weight holds gamma - 1, and starts at 0. `return_layernorm_output`: the call returns (y, norm's output).
+    `fuse_wgrad_accumulation`, `delay_wgrad_compute`: as `QuantizedModule`.
 
     Parameters: `layer_norm_weight`, `layer_norm_bias` (None for RMSNorm), `weight`, `bias`. The module kind of roles is
     "layernorm_linear". Under `torch.amp.autocast` the input is cast to its dtype first.
@@ -306,10 +306,12 @@ class LayerNormLinear(NormedModule):
         dtype: torch.dtype | None = None,
         recipe: Recipe | None = None,
         name: str = "",
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
     ) -> None:
         require_recipe("LayerNormLinear", recipe)
         require_sizes("LayerNormLinear", in_features=in_features, out_features=out_features)
-        super().__init__()
+        super().__init__(fuse_wgrad_accumulation=fuse_wgrad_accumulation, delay_wgrad_compute=delay_wgrad_compute)
         placed = {"device": device, "dtype": dtype}
         self.in_features, self.out_features = in_features, out_features
         self.recipe, self.name, self.return_layernorm_output = recipe, name, return_layernorm_output

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from diptych.common.fused import ActivationOptions, NormOptions, activation_options
 from diptych.common.recipes import Recipe
+from diptych.common.schedule import Schedule
 from diptych.torch import fused, primitives
 from diptych.torch.fused import FusedInput
 from diptych.torch.layernorm_linear import (
@@ -36,16 +37,15 @@ from diptych.torch.layernorm_linear import (
 )
 from diptych.torch.products import (
     Options,
-    Schedule,
-    _fprop,
-    _pack,
-    _pick,
-    _rounded,
-    _scale_of,
-    _unpack,
+    fprop,
+    pack,
+    pick,
     quantize_calls,
-    record_amax,
+    record_late,
+    rounded,
+    scale_of,
     schedule,
+    unpack,
 )
 from diptych.torch.weights import initial_weight
 
@@ -76,16 +76,6 @@ def _activated(h: Tensor, activation: ActivationOptions, s2: Schedule) -> Tensor
     return fused.activated(h, activation) if input_fusable(s2.plan) else fused.activation(h, activation)
 
 
-def _record_late(a: Tensor | FusedInput, s: Schedule, options: Options) -> None:
-    """Records fc2's input for the delayed states that only backward's quantizing reads."""
-    for slot in {c.state for c in s.x_late if c.state} - {c.state for c in s.x}:
-        if options.state is not None and options.record and options.replay is None:
-            if isinstance(a, FusedInput):
-                record_amax(options.state.tensors(slot)[1], fused.amax(a))
-            else:
-                options.state.record(slot, a)
-
-
 class _LayerNormMLP(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -104,25 +94,25 @@ class _LayerNormMLP(torch.autograd.Function):
         fc1, fc2 = call.fc1, call.fc2
         s1, s2 = call.schedules()
         h, z, stats, copies_z, copies_w1 = normed_fprop(x, gamma, beta, w1, b1, rng1, s1, fc1, call.norm, False)
-        h = _rounded(h, s1.results[0], fc1, rng1)
+        h = rounded(h, s1.results[0], fc1, rng1)
         a = _activated(h, call.activation, s2)
         encoded = encode(a, s2.x, fc2, rng2, fc2.replay)
-        y, _, copies_w2 = _fprop(h if isinstance(a, FusedInput) else a, w2, b2, rng2, s2, fc2, encoded.copies)
+        y, _, copies_w2 = fprop(h if isinstance(a, FusedInput) else a, w2, b2, rng2, s2, fc2, encoded.copies)
         saved: list[Tensor] = []
         spec_z = spec_w1 = spec_w2 = None
         late_amax = None
         if call.need_dw1:
-            spec_z = _pack(_pick(s1.x_kept, copies_z, x if z is None else z), saved)
+            spec_z = pack(pick(s1.x_kept, copies_z, x if z is None else z), saved)
         if call.need_dz:
-            spec_w1 = _pack(_pick(s1.w_kept, copies_w1, w1), saved)
+            spec_w1 = pack(pick(s1.w_kept, copies_w1, w1), saved)
             saved += [x, gamma, *[t for t in stats if t is not None]]
         if call.need_dh:
-            spec_w2 = _pack(_pick(s2.w_kept, copies_w2, w2), saved)
+            spec_w2 = pack(pick(s2.w_kept, copies_w2, w2), saved)
         if call.need_dh or call.need_dw2:
             saved.append(h)
         if call.need_dw2:
-            saved += [_scale_of(c, fc2, fc2.replay)[0].clone() for c in s2.x_late if c.state]
-            _record_late(a, s2, fc2)
+            saved += [scale_of(c, fc2, fc2.replay)[0].clone() for c in s2.x_late if c.state]
+            record_late(a, s2, fc2, fused.amax if isinstance(a, FusedInput) else primitives.amax)
             late_amax = encoded.amax
         optional = (late_amax, rng1 if s1.backward_rng else None, rng2 if s2.backward_rng else None)
         saved += [t for t in optional if t is not None]
@@ -137,7 +127,7 @@ class _LayerNormMLP(torch.autograd.Function):
             [t is not None for t in optional],
         )
         ctx.dtypes = (w1.dtype, w2.dtype, None if b1 is None else b1.dtype, None if b2 is None else b2.dtype)
-        return _rounded(y, s2.results[0], fc2, rng2)
+        return rounded(y, s2.results[0], fc2, rng2)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -149,13 +139,13 @@ class _LayerNormMLP(torch.autograd.Function):
         w1_dtype, w2_dtype, b1_dtype, b2_dtype = ctx.dtypes
         saved = list(ctx.saved_tensors)
         w1 = w2 = x = gamma = rsigma = mu = h = dx = dgamma = dbeta = dw1 = db1 = dw2 = db2 = None
-        z = _unpack(spec_z, saved) if call.need_dw1 else None
+        z = unpack(spec_z, saved) if call.need_dw1 else None
         if call.need_dz:
-            w1 = _unpack(spec_w1, saved)
+            w1 = unpack(spec_w1, saved)
             x, gamma = saved.pop(0), saved.pop(0)
             mu, rsigma = saved.pop(0) if has_mu else None, saved.pop(0)
         if call.need_dh:
-            w2 = _unpack(spec_w2, saved)
+            w2 = unpack(spec_w2, saved)
         if call.need_dh or call.need_dw2:
             h = saved.pop(0)
         scales = {c.state: saved.pop(0) for c in s2.x_late if c.state} if call.need_dw2 else {}
@@ -165,7 +155,7 @@ class _LayerNormMLP(torch.autograd.Function):
         if h is not None and call.need_dw2:
             a = _activated(h, call.activation, s2)
             copies_a = encode(a, s2.x_late, fc2, rng2, scales, amax=amax).copies
-            operand = _pick(s2.x_kept, copies_a, h if isinstance(a, FusedInput) else a)
+            operand = pick(s2.x_kept, copies_a, h if isinstance(a, FusedInput) else a)
             dw2 = weight_gradient(dy if columnwise is None else columnwise, operand, w2_dtype, s2, fc2, rng2)
         if b2_dtype is not None and ctx.needs_input_grad[6]:
             db2 = primitives.bias_grad(dy, b2_dtype)
@@ -206,8 +196,8 @@ class LayerNormMLP(NormedModule):
     **Arguments:** `hidden_size`: of input and output. `ffn_hidden_size`: of the activation's output; a gated one has
     fc1 twice as wide. `bias`: of both layers. `activation`: "gelu" (the tanh form), "relu", "silu", "srelu" (relu
     squared), "qgelu" (x sigmoid(1.702 x)), or act(a) * b as "geglu", "reglu", "swiglu", "sreglu", "qgeglu", with a the
-    first half of fc1's output. `eps`, `normalization`, `zero_centered_gamma`, `device`, `dtype`, `recipe`, `name`: as
-    `LayerNormLinear`.
+    first half of fc1's output. `eps`, `normalization`, `zero_centered_gamma`, `device`, `dtype`, `recipe`, `name`,
+    `fuse_wgrad_accumulation`, `delay_wgrad_compute`: as `LayerNormLinear`.
 
     Parameters: `layer_norm_weight`, `layer_norm_bias` (None for RMSNorm), `fc1_weight` [F or 2F, K], `fc1_bias`,
     `fc2_weight` [K, F], `fc2_bias`. The module kind of roles is "layernorm_mlp", names end in "fc1" and "fc2".
@@ -232,10 +222,12 @@ class LayerNormMLP(NormedModule):
         dtype: torch.dtype | None = None,
         recipe: Recipe | None = None,
         name: str = "",
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
     ) -> None:
         require_recipe("LayerNormMLP", recipe)
         require_sizes("LayerNormMLP", hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
-        super().__init__()
+        super().__init__(fuse_wgrad_accumulation=fuse_wgrad_accumulation, delay_wgrad_compute=delay_wgrad_compute)
         placed: dict[str, Any] = {"device": device, "dtype": dtype}
         self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
         self.recipe, self.name = recipe, name
@@ -277,10 +269,10 @@ class LayerNormMLP(NormedModule):
                 return _LayerNormMLP.apply(x, gamma, beta, w1, b1, w2, b2, rng1, rng2, call)
         s1, s2 = _Call(recipe, fc1, fc2, self.norm, act, False, False, False, False).schedules()
         h = normed_fprop(x, gamma, beta, w1, b1, rng1, s1, fc1, self.norm, False)[0]
-        h = _rounded(h, s1.results[0], fc1, rng1)
+        h = rounded(h, s1.results[0], fc1, rng1)
         a = _activated(h, act, s2)
         copies_a = encode(a, s2.x, fc2, rng2, fc2.replay).copies
-        y = _fprop(h if isinstance(a, FusedInput) else a, w2, b2, rng2, s2, fc2, copies_a)[0]
+        y = fprop(h if isinstance(a, FusedInput) else a, w2, b2, rng2, s2, fc2, copies_a)[0]
         return result(y, s2, fc2, rng2)
 
     def extra_repr(self) -> str:

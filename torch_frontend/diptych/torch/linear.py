@@ -1,4 +1,4 @@
-"""`Linear`: nn.Linear whose three products run quantized inside `autocast`; `products.py` says how."""
+"""`Linear`: nn.Linear whose three products run quantized inside `autocast`; `layer.py` says how."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from diptych.common.recipes import Recipe
+from diptych.torch.layer import linear as linear
 from diptych.torch.module import QuantizedModule
-from diptych.torch.products import linear as linear
-from diptych.torch.weights import WeightGradients, initial_weight
+from diptych.torch.weights import initial_weight
 
 
 class Linear(QuantizedModule, nn.Linear):
@@ -16,9 +16,8 @@ class Linear(QuantizedModule, nn.Linear):
 
     **Arguments:** as nn.Linear, with the same initialization, attributes and state_dict. `recipe`: used instead of the
     region's wherever a region is enabled; None takes the region's. `name`: what roles call the module.
-    `fuse_wgrad_accumulation`: backward adds the weight's gradient to the float32 `weight.main_grad`, and leaves
-    `weight.grad` alone. `delay_wgrad_compute`: backward leaves it to `backward_dw()`. `save_original_input`: backward
-    keeps the input and quantizes it again, which costs a pass and saves a copy where the input is kept anyway.
+    `fuse_wgrad_accumulation`, `delay_wgrad_compute`: as `QuantizedModule`. `save_original_input`: backward keeps the
+    input and quantizes it again, which costs a pass and saves a copy where the input is kept anyway.
 
     **Raises:** TypeError if `recipe` is not a recipe; see `quantized_linear` for the forward.
     """
@@ -39,11 +38,12 @@ class Linear(QuantizedModule, nn.Linear):
     ) -> None:
         if recipe is not None and not isinstance(recipe, Recipe):
             raise TypeError(f"Linear: recipe must be a diptych.common.Recipe or None, got {type(recipe).__name__}")
-        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
+        super().__init__(
+            in_features, out_features, bias=bias, device=device, dtype=dtype,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation, delay_wgrad_compute=delay_wgrad_compute,
+        )  # fmt: skip
         self.recipe, self.name = recipe, name
         self.save_original_input = save_original_input
-        if fuse_wgrad_accumulation or delay_wgrad_compute:
-            self._weight_gradients = WeightGradients(fuse_wgrad_accumulation, delay_wgrad_compute)
         self.weight = initial_weight(self.weight, recipe, self.module_kind, name)
 
     def forward(
@@ -57,10 +57,6 @@ class Linear(QuantizedModule, nn.Linear):
             skip_weight_update=skip_weight_update,
             save_original_input=self.save_original_input,
         )
-
-    def backward_dw(self) -> None:
-        """Computes the weight gradients that backward left, oldest first, into weight.grad or main_grad."""
-        self._delayed_gradients().run()
 
     def extra_repr(self) -> str:
         return super().extra_repr() + ("" if self.recipe is None else f", recipe={self.recipe}")

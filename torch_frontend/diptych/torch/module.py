@@ -19,12 +19,14 @@ from torch.nn import functional as F
 from diptych.common.errors import CheckpointError, UnsupportedError
 from diptych.common.plan import LinearPlan
 from diptych.common.recipes import Recipe
-from diptych.torch import functional
+from diptych.common.schedule import OFFSETS
+from diptych.torch import functional, primitives
 from diptych.torch.autocast import STATE, amax_group
 from diptych.torch.checkpoint import recorded, replayed
-from diptych.torch.products import OFFSETS, Options, dequantized_weight, linear_with, schedule
+from diptych.torch.layer import linear_with
+from diptych.torch.products import Options, dequantized_weight, schedule
 from diptych.torch.quantized import QuantizedTensor
-from diptych.torch.state import ScaleStates, check_tree, keys_below, rng_take, warn_once
+from diptych.torch.state import ScaleStates, check_tree, keep_from_broadcast, keys_below, rng_take, warn_once
 from diptych.torch.weights import WeightCache, WeightGradients
 
 
@@ -34,6 +36,10 @@ class QuantizedModule(nn.Module):
     Derive from it, and call `self.quantized_linear(x, weight, bias, "fc1")` for each layer in `forward`. The recipe is
     asked about roles of `module_kind` and, as name, the module's `name` and the layer's joined by a dot. Delayed scales
     are the layer's own (`scale_states.fc1.*`); the random generator is the module's.
+
+    **Arguments:** `fuse_wgrad_accumulation`: inside of regions backward adds the weights' gradients to their float32
+    `weight.main_grad`, and leaves `weight.grad` alone. `delay_wgrad_compute`: backward leaves them to `backward_dw()`.
+    Others go to the next class's `__init__`.
 
     Attributes: `recipe`: used instead of the region's wherever a region is enabled; None takes the region's.
     """
@@ -45,7 +51,14 @@ class QuantizedModule(nn.Module):
     _last_region: Recipe | None = None
     _last_groups: Any = None
     _caches: dict[str, WeightCache] | None = None
-    _weight_gradients: Any = None
+    _weight_gradients: WeightGradients | None = None
+
+    def __init__(
+        self, *args: Any, fuse_wgrad_accumulation: bool = False, delay_wgrad_compute: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        if fuse_wgrad_accumulation or delay_wgrad_compute:
+            self._weight_gradients = WeightGradients(fuse_wgrad_accumulation, delay_wgrad_compute)
 
     # --- the recipe that holds ---
 
@@ -157,14 +170,21 @@ class QuantizedModule(nn.Module):
                 "diptych.torch.checkpoint, or torch.utils.checkpoint with context_fn=diptych.torch.checkpoint_contexts"
             )
         states = self._bound_states(plan, layer, recipe, device)
-        if states is not None and self.training and states.region != STATE.region:
-            states.update(amax_group(recipe, STATE.amax_groups))
-            states.region = STATE.region
+        if states is not None and self.training:
+            self._enter_region(states, recipe)
         rng = None
         if plan.needs_rng:
             rng = rng_take(self._rng(device), OFFSETS)
         recorded(self, layer, states, rng)
         return states, rng, None
+
+    @staticmethod
+    def _enter_region(states: ScaleStates, recipe: Recipe) -> None:
+        """Updates the scales at their first use in a region."""
+        if states.region != STATE.region:
+            keep_from_broadcast(states)
+            states.update(amax_group(recipe, STATE.amax_groups))
+            states.region = STATE.region
 
     def _layer_states(self, layer: str) -> ScaleStates | None:
         states: Any = self._modules.get("scale_states")
@@ -241,25 +261,34 @@ class QuantizedModule(nn.Module):
             return y
         states = self._bound_states(s.plan, layer, recipe, x.device)
         assert states is not None
-        if states.region != STATE.region:
-            states.update(amax_group(recipe, STATE.amax_groups))
-            states.region = STATE.region
+        self._enter_region(states, recipe)
         gradients = []
         for slot in s.plan.states:
             tensor = slot.name.partition(".")[0]
             if tensor == "grad_output":
                 gradients.append(slot.name)
             else:
-                states.record(slot.name, x if tensor == "input" else dequantized_weight(weight))
+                t = x if tensor == "input" else dequantized_weight(weight)
+                states.record(slot.name, primitives.amax(t.detach()))
         if y.requires_grad and gradients:
-            y.register_hook(lambda dy: [states.record(slot, dy) for slot in gradients] and None)
+            y.register_hook(
+                lambda dy: [states.record(name, primitives.amax(dy.detach())) for name in gradients] and None
+            )
         return y
 
     # --- weights ---
 
-    def _delayed_gradients(self) -> WeightGradients:
-        gradients = self._weight_gradients
-        return WeightGradients(False, False) if gradients is None else gradients
+    def backward_dw(self) -> None:
+        """Computes the weight gradients that backward left, oldest first, into each weight.grad or main_grad.
+
+        **Raises** NotImplementedError for a module made without `delay_wgrad_compute`.
+        """
+        if self._weight_gradients is None or not self._weight_gradients.delay:
+            raise UnsupportedError(
+                "backward_dw: the module computes its weight gradients in backward; "
+                "make it with delay_wgrad_compute=True"
+            )
+        self._weight_gradients.run()
 
     def _cache(self, layer: str) -> WeightCache:
         if self._caches is None:

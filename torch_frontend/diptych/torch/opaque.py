@@ -110,6 +110,44 @@ def schema_type(cls: type[Value]) -> str:
     return get_opaque_type_name(cls)
 
 
+@dataclasses.dataclass(frozen=True)
+class Constants(Value):
+    """What a node of a graph knows beside its tensors: nested tuples of scalars and values."""
+
+    items: tuple[Any, ...]
+
+
+class Group:
+    """Annotation of an argument that is a process group or None."""
+
+
+def _group_type() -> str:
+    """How a schema names a process group. Where torch has no such type (2.11), the group travels by its name."""
+    if not (AVAILABLE and torch.distributed.is_available()):
+        return "str"
+    try:
+        from torch.distributed.device_mesh import _register_distributed_opaque_types
+    except ImportError:
+        return "str"
+    _register_distributed_opaque_types()
+    return get_opaque_type_name(torch.distributed.ProcessGroup)
+
+
+GROUP_TYPE = _group_type()
+
+
+def group_argument(group: Any) -> Any:
+    """A process group as an op takes it."""
+    return group.group_name if group is not None and GROUP_TYPE == "str" else group
+
+
+def group_of(argument: Any) -> Any:
+    """The process group that an op was given."""
+    if not isinstance(argument, str):
+        return argument
+    return torch.distributed.distributed_c10d._resolve_process_group(argument)  # type: ignore
+
+
 def _on_new_subclass(cls: type[Value], **kwargs: Any) -> None:
     super(Value, cls).__init_subclass__(**kwargs)
     if by_value(cls):

@@ -138,6 +138,10 @@ def _both(implementation: Callable[..., list[Tensor]]) -> Callable[..., tuple[Te
     return padded
 
 
+def _empty(shape: tuple[int, ...], quantizer: Quantizer, device: torch.device | str) -> list[Tensor]:
+    return fake_buffers(torch.empty((), device=device).expand(shape), quantizer)
+
+
 # --- amax and scales -------------------------------------------------------------------------------------------------
 
 
@@ -326,6 +330,7 @@ _gemm_into_op = define(
 _bias_grad_op = define("bias_grad", "(Tensor dy, ScalarType dtype) -> Tensor", _bias_grad, _bias_grad_fake)
 _quantize_op: Callable[..., list[Tensor]]
 _quantize_delayed_op: Callable[..., tuple[Tensor, ...]]
+_empty_op: Callable[..., list[Tensor]]
 if opaque.AVAILABLE:
     _QUANTIZER = opaque.schema_type(Float8Quantizer)  # torch looks at the name only, and takes every value class
     _quantize_op = define(
@@ -341,7 +346,13 @@ if opaque.AVAILABLE:
         _both(_quantize_delayed),
         _both(_quantize_delayed_fake),
     )
+    # No tensor says which backend this is for.
+    _EVERY = ("CompositeExplicitAutograd",)
+    _empty_op = define(
+        "empty", f"(SymInt[] shape, {_QUANTIZER} quantizer, Device device) -> Tensor[]", _empty, _empty, _EVERY
+    )
 else:  # pragma: no cover - no supported torch
+    _empty_op = torch._disable_dynamo(_empty)  # type: ignore[attr-defined]
     _quantize_op = torch._disable_dynamo(_quantize)  # type: ignore[attr-defined]
     _quantize_delayed_op = torch._disable_dynamo(_both(_quantize_delayed))  # type: ignore[attr-defined]
 
@@ -366,6 +377,11 @@ def amax(x: Tensor, flags: int = 0, *, columnwise: bool = False) -> Tensor | tup
     else:
         out = _amax_op(x, flags, columnwise)
     return (out[0], out[1]) if columnwise else out[0]
+
+
+def empty(shape: tuple[int, ...], quantizer: Quantizer, device: torch.device | str) -> list[Tensor]:
+    """The buffers that `quantize` fills for a tensor of this shape, uninitialized."""
+    return _empty_op(shape, quantizer, torch.device(device))
 
 
 def quantize(

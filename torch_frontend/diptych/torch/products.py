@@ -7,8 +7,8 @@
 
 Invariants:
 
-- What is quantized how is `common.plan.linear_plan`'s to say; a `Schedule` is that plan cut down to what one call
-  needs: a columnwise copy of x only where the weight is trained, one of w only where x needs a gradient.
+- What is quantized how is `common.plan.linear_plan`'s to say, and which of it one call needs `common.schedule`'s: a
+  columnwise copy of x only where the weight is trained, one of w only where x needs a gradient.
 - Forward saves what backward reads through `save_for_backward`, as plain tensors, and nothing else.
 - An operand is a `Copy`, or a tensor in high precision. Two copies multiply in the core; a product with any other
   operand runs in high precision on what a copy stands for.
@@ -16,6 +16,7 @@ Invariants:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -23,50 +24,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from diptych.common import shapes
-from diptych.common.errors import ShapeError, UnsupportedError
 from diptych.common.formats import FORMATS
-from diptych.common.plan import LinearPlan, TensorPlan, linear_plan
-from diptych.common.quantizers import Quantizer
+from diptych.common.plan import linear_plan
 from diptych.common.recipes import Recipe
+from diptych.common.schedule import Call, Schedule, make_schedule
 from diptych.torch import functional, primitives
 from diptych.torch.quantized import QuantizedTensor
-from diptych.torch.rules import Copy, describe, require_device, require_high_precision
-from diptych.torch.state import ScaleStates, rng_at
+from diptych.torch.rules import Copy
+from diptych.torch.state import ScaleStates, record_amax, rng_at
 
 Operand = Any  # Copy or Tensor: isinstance(Tensor) tells them apart
 Copies = tuple[Copy | None, Copy | None]
 Spec = tuple[int, bool, bool] | None
-
-OFFSETS = 18  # of the random generator that one forward and backward of a linear consume: nine calls of two
-
-
-class Call(NamedTuple):
-    """One quantize call: with which quantizer, scale state and number of random draw, and what else it wants."""
-
-    quantizer: Quantizer
-    state: str
-    number: int
-    plain: bool  # nothing but the tensor is needed
-    reducible: bool  # its amax may be reduced over a group
-    needs_rng: bool
-
-
-class Schedule(NamedTuple):
-    """The calls of one forward and backward; see the module's docstring.
-
-    `x_late`: the calls on the original x that backward makes. `x_kept`, `w_kept`: which operand backward reads,
-    "columnwise", "rowwise", or "original"; empty: none.
-    """
-
-    plan: LinearPlan
-    x: tuple[Call, ...]
-    w: tuple[Call, ...]
-    dy: tuple[Call, ...]
-    x_late: tuple[Call, ...]
-    x_kept: str
-    w_kept: str
-    results: tuple[Call | None, Call | None, Call | None]
-    backward_rng: bool
 
 
 class Options(NamedTuple):
@@ -86,59 +55,20 @@ class Options(NamedTuple):
 # --- what to do ------------------------------------------------------------------------------------------------------
 
 
-def _call(quantizer: Quantizer, state: str, number: int) -> Call:
-    fmt = FORMATS[quantizer.spec.format_id]  # quantizer.format is no constant to Dynamo
-    reducible = not state and (fmt.per_tensor or fmt.two_level)
-    plain = not (quantizer.custom or state or quantizer.needs_rng)
-    return Call(quantizer, state, number, plain, reducible, quantizer.needs_rng)
-
-
-def _calls(plan: TensorPlan, number: int, rowwise: bool, columnwise: bool) -> tuple[Call, ...]:
-    """A quantizer that serves both copies takes its tensor's first number."""
-    second = 0 if plan.shared else 1
-    calls = plan.calls(rowwise, columnwise)
-    return tuple([_call(q, state, number + (0 if q.rowwise else second)) for q, state in calls])
-
-
-def make_schedule(recipe: Recipe, module: str, name: str, need_dx: bool, need_dw: bool, original: bool) -> Schedule:
-    """The schedule of one call; traced where it is part of a graph. `original`: keep the input, not its copy."""
-    compiling = torch.compiler.is_compiling()
-    plan = linear_plan.__wrapped__(recipe, module, name) if compiling else linear_plan(recipe, module, name)
-    dequantized = plan.dequantized_backward
-    kept = []
-    for tensor, needed in ((plan.input, need_dw), (plan.weight, need_dx)):
-        if not needed:
-            kept.append("")
-        elif dequantized:
-            kept.append("original" if tensor.rowwise is None else "rowwise")
-        else:
-            kept.append("original" if tensor.columnwise is None else "columnwise")
-    x_late: tuple[Call, ...] = ()
-    if original and kept[0] not in ("", "original"):
-        x_late = _calls(plan.input, 0, kept[0] == "rowwise", kept[0] == "columnwise")
-    x = _calls(plan.input, 0, True, kept[0] == "columnwise" and not x_late)
-    w = _calls(plan.weight, 2, True, kept[1] == "columnwise")
-    dy = _calls(plan.grad_output, 4, need_dx, need_dw)
-    results = [None if q is None else _call(q, "", 6 + i) for i, q in enumerate(plan.results)]
-    backward_rng = False
-    for call in (*dy, *x_late, results[1], results[2]):
-        backward_rng = backward_rng or (call is not None and call.needs_rng)
-    return Schedule(plan, x, w, dy, x_late, kept[0], kept[1], (results[0], results[1], results[2]), backward_rng)
-
-
 _schedules: dict[tuple[Any, ...], tuple[Recipe, Schedule]] = {}  # by identity: hashing a recipe costs a microsecond
 
 
 def schedule(recipe: Recipe, module: str, name: str, need_dx: bool, need_dw: bool, original: bool = False) -> Schedule:
-    """`make_schedule`, kept for each recipe object outside of graphs."""
+    """What one call does; kept for each recipe object outside of graphs. `original`: keep the input, not its copy."""
     if torch.compiler.is_compiling():
-        return make_schedule(recipe, module, name, need_dx, need_dw, original)
+        return make_schedule(linear_plan.__wrapped__(recipe, module, name), need_dx, need_dw, original)
     key = (id(recipe), module, name, need_dx, need_dw, original)
     known = _schedules.get(key)
     if known is None:
         if len(_schedules) > 1000:
             _schedules.clear()
-        known = _schedules[key] = (recipe, make_schedule(recipe, module, name, need_dx, need_dw, original))
+        plan = linear_plan(recipe, module, name)
+        known = _schedules[key] = (recipe, make_schedule(plan, need_dx, need_dw, original))
     return known[1]  # the entry keeps its recipe alive, so that the id stays its own
 
 
@@ -156,18 +86,18 @@ def quantize_calls(
         elif call.state and not call.quantizer.custom:
             buffers = _quantize_delayed(t, call, options, scales)
         elif call.quantizer.custom or options.group is not None:
-            q = _quantize_general(t, call, options, rng, scales)
+            q = quantize_general(t, call, options, rng, scales)
             rowwise = q.copy_of(False) if q.rowwise_data is not None else rowwise
             columnwise = q.copy_of(True) if q.columnwise_data is not None else columnwise
             continue
         else:
-            buffers = primitives.quantize(t, call.quantizer, rng=_rng_of(call, rng))
+            buffers = primitives.quantize(t, call.quantizer, rng=rng_of(call, rng))
         r, c = primitives.copies(call.quantizer, buffers)
         rowwise, columnwise = rowwise if r is None else r, columnwise if c is None else c
     return rowwise, columnwise
 
 
-def _rng_of(call: Call, rng: Tensor | None) -> Tensor | None:
+def rng_of(call: Call, rng: Tensor | None) -> Tensor | None:
     if not call.needs_rng:
         return None
     if rng is None:
@@ -178,7 +108,7 @@ def _rng_of(call: Call, rng: Tensor | None) -> Tensor | None:
     return rng_at(rng, 2 * call.number)
 
 
-def _scale_of(call: Call, options: Options, scales: dict[str, Tensor] | None) -> tuple[Tensor, Tensor | None]:
+def scale_of(call: Call, options: Options, scales: dict[str, Tensor] | None) -> tuple[Tensor, Tensor | None]:
     """The delayed scale, and the history to record in or None."""
     if scales is not None:
         return scales[call.state], None
@@ -192,22 +122,22 @@ def _scale_of(call: Call, options: Options, scales: dict[str, Tensor] | None) ->
 
 
 def _quantize_delayed(t: Tensor, call: Call, options: Options, scales: dict[str, Tensor] | None) -> list[Tensor]:
-    scale, history = _scale_of(call, options, scales)
+    scale, history = scale_of(call, options, scales)
     if history is None:
         return primitives.quantize(t, call.quantizer, scale=scale)
     return primitives.quantize_delayed(t, call.quantizer, scale, history)
 
 
-def _quantize_general(
+def quantize_general(
     t: Tensor, call: Call, options: Options, rng: Tensor | None, scales: dict[str, Tensor] | None
 ) -> QuantizedTensor:
     """Through `quantize`: a quantizer of the user's own, or an amax that is reduced over a group."""
     given: dict[str, Any] = {}
     history = None
     if call.state:
-        given["scale"], history = _scale_of(call, options, scales)
+        given["scale"], history = scale_of(call, options, scales)
     if call.needs_rng:
-        given["rng"] = _rng_of(call, rng)
+        given["rng"] = rng_of(call, rng)
     if options.group is not None and call.reducible:
         given["amax_group"] = options.group
     q = functional.quantize(t.detach(), call.quantizer, **given)
@@ -224,13 +154,7 @@ def _quantize_general(
     return q
 
 
-def record_amax(history: Tensor, amax: Tensor) -> None:
-    """history[0] = max(history[0], amax)."""
-    pending = history[:1]
-    torch.maximum(pending, amax, out=pending)
-
-
-def _rounded(t: Tensor, call: Call | None, options: Options, rng: Tensor | None) -> Tensor:
+def rounded(t: Tensor, call: Call | None, options: Options, rng: Tensor | None) -> Tensor:
     """A result as its quantized copy stands for it."""
     if call is None:
         return t
@@ -243,14 +167,14 @@ def _rounded(t: Tensor, call: Call | None, options: Options, rng: Tensor | None)
 # --- operands and products -------------------------------------------------------------------------------------------
 
 
-def _pick(kept: str, copies: Copies, original: Tensor) -> Operand:
+def pick(kept: str, copies: Copies, original: Tensor) -> Operand:
     if kept == "original":
         quantized = isinstance(original, QuantizedTensor)
         return original.copy_of(original.rowwise_data is None) if quantized else original
     return copies[1 if kept == "columnwise" else 0]  # torch 2.11 indexes by no bool
 
 
-def _pack(operand: Operand, tensors: list[Tensor]) -> Spec:
+def pack(operand: Operand, tensors: list[Tensor]) -> Spec:
     """Appends an operand's tensors, for `save_for_backward`."""
     if isinstance(operand, Tensor):
         tensors.append(operand)
@@ -260,7 +184,7 @@ def _pack(operand: Operand, tensors: list[Tensor]) -> Spec:
     return format_id, columnwise, amax is not None
 
 
-def _unpack(spec: Spec, tensors: list[Tensor]) -> Operand:
+def unpack(spec: Spec, tensors: list[Tensor]) -> Operand:
     """Takes an operand's tensors off the front."""
     if spec is None:
         return tensors.pop(0)
@@ -275,7 +199,7 @@ def _values(operand: Operand, dtype: torch.dtype) -> Tensor:
     return t.reshape(shapes.rows_cols(t.shape))
 
 
-def _product(gemm: str, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, fast_accum: bool) -> Tensor:
+def product(gemm: str, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, fast_accum: bool) -> Tensor:
     """op(a) @ op(b) + bias, [rows, cols] in dtype."""
     if not (isinstance(a, Tensor) or isinstance(b, Tensor)):
         return primitives.gemm(a, b, bias, 1.0, dtype, fast_accum)
@@ -298,8 +222,8 @@ class WeightGradient(NamedTuple):
     rng: Tensor | None
 
     def compute(self) -> Tensor:
-        dw = _product("wgrad", self.dy, self.x, None, self.dtype, self.schedule.plan.fast_accum[2])
-        return _rounded(dw, self.schedule.results[2], self.options, self.rng)
+        dw = product("wgrad", self.dy, self.x, None, self.dtype, self.schedule.plan.fast_accum[2])
+        return rounded(dw, self.schedule.results[2], self.options, self.rng)
 
     def accumulate(self, acc: Tensor) -> None:
         if self.schedule.results[2] is not None or isinstance(self.dy, Tensor) or isinstance(self.x, Tensor):
@@ -342,7 +266,7 @@ def _held_copies(weight: QuantizedTensor, calls: tuple[Call, ...]) -> Copies:
     return rowwise, columnwise
 
 
-def _fprop(
+def fprop(
     x: Tensor, weight: Tensor, bias: Tensor | None, rng: Tensor | None, s: Schedule, options: Options, given: Any = None
 ) -> tuple[Tensor, Copies, Copies]:
     """y, and the copies of x and w. `given`: the input's copies, where x alone is not what is multiplied."""
@@ -353,145 +277,16 @@ def _fprop(
     elif copies_w is None:
         copies_w = quantize_calls(weight, s.w, options, rng, options.replay)
     a = x if copies_x[0] is None else copies_x[0]
-    b = _pick("original", copies_w, weight) if s.plan.weight.rowwise is None else copies_w[0]
-    y = _product("fprop", a, b, bias, x.dtype, s.plan.fast_accum[0])
+    b = pick("original", copies_w, weight) if s.plan.weight.rowwise is None else copies_w[0]
+    y = product("fprop", a, b, bias, x.dtype, s.plan.fast_accum[0])
     if x.dim() != 2:
         y = y.view(shapes.gemm_out_shape(x.shape, y.shape[0], y.shape[1], False))
     return y, copies_x, copies_w
 
 
-def _record_late(x: Tensor, s: Schedule, options: Options) -> None:
-    """Records x for the delayed states that only backward's quantizing reads."""
-    for slot in {c.state for c in s.x_late if c.state} - {c.state for c in s.x}:
-        if options.state is not None and options.record and options.replay is None:
-            options.state.record(slot, x)
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        rng: Tensor | None,
-        recipe: Recipe,
-        options: Options,
-        need_dx: bool,
-        need_dw: bool,
-    ) -> Tensor:
-        s = schedule(recipe, options.module, options.name, need_dx, need_dw, options.save_original_input)
-        y, copies_x, copies_w = _fprop(x, weight, bias, rng, s, options)
-        saved: list[Tensor] = []
-        spec_x = spec_w = None
-        if need_dw:
-            spec_x = _pack(x if s.x_late else _pick(s.x_kept, copies_x, x), saved)
-            saved += [_scale_of(c, options, options.replay)[0].clone() for c in s.x_late if c.state]
-            _record_late(x, s, options)
-        if need_dx:
-            spec_w = _pack(_pick(s.w_kept, copies_w, weight), saved)
-        if s.backward_rng and rng is not None:
-            saved.append(rng)
-        ctx.save_for_backward(*saved)
-        bias_dtype = None if bias is None else bias.dtype
-        ctx.call = (recipe, options, need_dx, need_dw, spec_x, spec_w, x.shape, x.dtype, weight.dtype, bias_dtype)
-        return _rounded(y, s.results[0], options, rng)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise UnsupportedError(
-                "diptych.torch.Linear has no second derivative (backward ran with create_graph=True); "
-                "run this part under autocast(enabled=False)"
-            )
-        recipe, options, need_dx, need_dw, spec_x, spec_w, x_shape, x_dtype, w_dtype, bias_dtype = ctx.call
-        s = schedule(recipe, options.module, options.name, need_dx, need_dw, options.save_original_input)
-        saved = list(ctx.saved_tensors)
-        x: Any = None
-        w = dx = dw = db = None
-        scales = {}
-        if need_dw:
-            x = _unpack(spec_x, saved)
-            scales = {c.state: saved.pop(0) for c in s.x_late if c.state}
-        if need_dx:
-            w = _unpack(spec_w, saved)
-        rng = saved.pop(0) if saved else None
-        rowwise, columnwise = quantize_calls(dy, s.dy, options, rng)
-        if need_dx:
-            dx = _product("dgrad", dy if rowwise is None else rowwise, w, None, x_dtype, s.plan.fast_accum[1])
-            dx = _rounded(dx, s.results[1], options, rng).view(x_shape)
-        if need_dw:
-            if s.x_late:
-                x = _pick(s.x_kept, quantize_calls(x, s.x_late, options, rng, scales), x)
-            wgrad = WeightGradient(dy if columnwise is None else columnwise, x, w_dtype, s, options, rng)
-            dw = wgrad.compute() if options.weight_grad is None else options.weight_grad.accept(wgrad)
-        if bias_dtype is not None and ctx.needs_input_grad[2]:
-            db = primitives.bias_grad(dy, bias_dtype)
-        return dx, dw, db, None, None, None, None, None
-
-
-def _require_fit(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Everything that the three products ask for, before the first kernel."""
-    require_high_precision("linear", "input", x)
-    require_high_precision("linear", "weight", weight)
-    if x.dim() == 0 or weight.dim() != 2 or x.size(-1) != weight.size(1):
-        raise ShapeError(f"linear: input [..., K] and weight [N, K] do not fit: {describe(x)}, {describe(weight)}")
-    if bias is not None:
-        require_high_precision("linear", "bias", bias)
-        if bias.dim() != 1 or bias.size(0) != weight.size(0):
-            raise ShapeError(f"linear: bias [N] and weight [N, K] do not fit: {describe(bias)}, {describe(weight)}")
-    require_device("linear", x, weight, "weight")
-    require_device("linear", x, bias, "bias")
-
-
-def linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    recipe: Recipe,
-    *,
-    module: str = "linear",
-    name: str = "",
-    state: ScaleStates | None = None,
-    rng: Tensor | None = None,
-    amax_group: Any = None,
-    record: bool = True,
-    save_original_input: bool = False,
-) -> Tensor:
-    """x @ weight.T + bias with operands quantized as a recipe says, differentiable once.
-
-    **Arguments:** `x`: [..., K]; under `torch.amp.autocast` it is cast to its dtype first. `weight`: [N, K], quantized
-    from its own dtype, or a QuantizedTensor with the copies that are needed. `bias`: [N]. All float32, bfloat16 or
-    float16, in any mixture. `module`, `name`: the roles that the recipe is asked about. `state`: scales of delayed
-    scaling, whose histories record the amaxes unless `record=False`. `rng`: int32 [4], state of the random generator
-    of stochastic rounding (`rng_state`); 18 offsets are used from there on, and advancing it is the caller's.
-    `amax_group`: process group over which amaxes are reduced. `save_original_input`: backward keeps x and quantizes
-    it again, instead of keeping a copy.
-
-    **Returns:** [..., N] in x's (or autocast's) dtype; where the recipe quantizes the output, those values, and as a
-    QuantizedTensor where no gradient is needed.
-
-    **Raises:** TypeError for dtypes or a missing `state` or `rng`, ValueError for shapes, mixed devices or a recipe
-    whose operands do not fit, NotImplementedError for a second derivative.
-    """
-    options = Options(module, name, save_original_input, record, amax_group, state)
-    return linear_with(x, weight, bias, rng, recipe, options)
-
-
-def linear_with(
-    x: Tensor, weight: Tensor, bias: Tensor | None, rng: Tensor | None, recipe: Recipe, options: Options
-) -> Tensor:
-    """`linear`, its options gathered."""
-    device_type = x.device.type
-    if not x.is_meta and torch.is_autocast_enabled(device_type):
-        x = x.to(torch.get_autocast_dtype(device_type))
-    _require_fit(x, weight, bias)
-    if torch.is_grad_enabled():
-        need_dx, need_dw = x.requires_grad, weight.requires_grad
-        if need_dx or need_dw or (bias is not None and bias.requires_grad):
-            return _Linear.apply(x, weight, bias, rng, recipe, options, need_dx, need_dw)
-    s = schedule(recipe, options.module, options.name, False, False)
-    y = _fprop(x, weight, bias, rng, s, options)[0]
-    if s.results[0] is None:
-        return y
-    return _quantize_general(y, s.results[0], options, rng, None)
+def record_late(t: Any, s: Schedule, options: Options, amax: Callable[[Any], Tensor] = primitives.amax) -> None:
+    """Records a layer's input for the delayed states that only backward's quantizing reads. `amax`: the op that takes
+    it, `fused.amax` of a FusedInput."""
+    if options.state is not None and options.record and options.replay is None:
+        for slot in s.late_states():
+            options.state.record(slot, amax(t))

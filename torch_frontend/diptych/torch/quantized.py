@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_map
 
 from diptych.common.errors import DTypeError, UnsupportedError
 from diptych.common.quantizers import Quantizer
@@ -147,9 +149,24 @@ class QuantizedTensor(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         handler = _HANDLERS.get(func)
+        if handler is None and func in TAKES_COTANGENTS:
+            return func(*tree_map(_cotangent, args), **(kwargs or {}))
         if handler is None:
             raise UnsupportedError(f"{func} is not defined on a QuantizedTensor; call dequantize() on it first")
         return handler(func, *args, **(kwargs or {}))
+
+
+TAKES_COTANGENTS: set[Any] = set()
+"""Ops that get gradients of quantized tensors. While Dynamo traces, a cotangent has the type of its output; the one
+that comes is a plain tensor (AOTAutograd's, and eager autograd's)."""
+
+
+def _cotangent(t: Any) -> Any:
+    if isinstance(t, QuantizedTensor):
+        if not isinstance(t.rowwise_data if t.columnwise_data is None else t.columnwise_data, FakeTensor):
+            raise DTypeError("the gradient of a quantized tensor is a plain tensor, and a QuantizedTensor was given")
+        return torch.empty(t.shape, dtype=t.dtype, device=t.device)
+    return t
 
 
 def from_buffers(x: Tensor, quantizer: Quantizer, buffers: list[Tensor]) -> QuantizedTensor:

@@ -97,12 +97,18 @@ def enforce(constraints: tuple[shapes.Constraint, ...]) -> None:
             torch._check(c.lhs == c.rhs, lambda c=c: c.message)
 
 
+def _require_size(found: Any, wanted: Any, message: Callable[[], str]) -> None:
+    """Enforces a size; makes no message in vain, since this is on the way of each eager call."""
+    if not _static(found, wanted) or found != wanted:
+        enforce((shapes.Constraint(found, wanted, message()),))
+
+
 def _require_numel(op: str, arg: str, t: Tensor, numel: Any) -> None:
-    found = t.numel()
-    if _static(found, numel) and found == numel:  # no message is made in vain: this is on the way of each eager call
-        return
-    count = "one element" if _static(numel) and numel == 1 else f"{numel} elements"
-    enforce((shapes.Constraint(found, numel, f"{op}: {arg} must hold {count}, got {describe(t)}"),))
+    def message() -> str:
+        count = "one element" if _static(numel) and numel == 1 else f"{numel} elements"
+        return f"{op}: {arg} must hold {count}, got {describe(t)}"
+
+    _require_size(t.numel(), numel, message)
 
 
 def _require_floats(op: str, arg: str, t: Tensor, first: Tensor, numel: Any) -> None:
@@ -138,8 +144,9 @@ def _check_rotation(op: str, x: Tensor) -> None:
     if x.dtype != torch.bfloat16:
         raise DTypeError(f"{op}: the Hadamard transform takes bfloat16 alone, got {describe(x)}")
     m, _ = shapes.rows_cols(x.shape)
-    message = f"{op}: the Hadamard transform takes rows in multiples of 16, got {describe(x)}"
-    enforce((shapes.Constraint(m // 16 * 16, m, message),))
+    _require_size(
+        m // 16 * 16, m, lambda: f"{op}: the Hadamard transform takes rows in multiples of 16, got {describe(x)}"
+    )
 
 
 def check_quantize(
@@ -277,8 +284,7 @@ def check_gemm(a: Copy, b: Copy, bias: Tensor | None, alpha: float, beta: float,
     require_out_dtype("gemm", out)
     if bias is not None:
         require_high_precision("gemm", "bias", bias)
-        message = f"gemm ({pair}): bias must hold {n} elements, got {describe(bias)}"
-        enforce((shapes.Constraint(math.prod(bias.shape), n, message),))
+        _require_numel(f"gemm ({pair})", "bias", bias, n)
     if not (math.isfinite(alpha) and math.isfinite(beta)):
         raise ValueError(f"gemm: alpha and beta must be finite, got {alpha} and {beta}")
     if fast and not (fmt_a.per_tensor and fmt_b.per_tensor):
@@ -302,8 +308,8 @@ def _require_kernel(pair: str, a: Copy, b: Copy, mnk: tuple[int, int, int], out:
 def check_acc(acc: Tensor, m: Any, n: Any) -> None:
     require_high_precision("gemm_into", "acc", acc)
     rows, cols = shapes.rows_cols(acc.shape)
-    message = f"gemm_into: acc must be [{m}, {n}], got {describe(acc)}"
-    enforce((shapes.Constraint(rows, m, message), shapes.Constraint(cols, n, message)))
+    for found, wanted in ((rows, m), (cols, n)):
+        _require_size(found, wanted, lambda: f"gemm_into: acc must be [{m}, {n}], got {describe(acc)}")
     _require_written("gemm_into", "acc", acc)
 
 
@@ -360,10 +366,16 @@ def contiguous(copy: Copy) -> Copy:
 _LIBRARY = torch.library.Library("diptych", "DEF")
 
 
-def define(name: str, signature: str, real: Callable[..., Any], fake: Callable[..., Any]) -> torch._ops.OpOverload:
+def define(
+    name: str,
+    signature: str,
+    real: Callable[..., Any],
+    fake: Callable[..., Any],
+    backends: tuple[str, ...] = ("CPU", "CUDA"),
+) -> torch._ops.OpOverload:
     """Makes `torch.ops.diptych.<name>`: `real` for CPU and CUDA tensors, `fake` for shapes, no derivative."""
     _LIBRARY.define(f"{name}{signature}", tags=(torch.Tag.pt2_compliant_tag,))
-    for backend in ("CPU", "CUDA"):
+    for backend in backends:
         _LIBRARY.impl(name, real, backend)
     torch.library.register_fake(f"diptych::{name}", fake, lib=_LIBRARY)
     overload = getattr(torch.ops.diptych, name).default

@@ -14,6 +14,7 @@ overwritten by a state that does not fit.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -61,6 +62,27 @@ def resize_history(history: Tensor, length: int) -> Tensor:
     if kept:
         out[length - kept :] = history[history.numel() - kept :]
     return out
+
+
+def record_amax(history: Tensor, amax: Tensor) -> None:
+    """history[0] = max(history[0], amax), what quantizing by a delayed scale does itself."""
+    pending = history[:1]
+    torch.maximum(pending, amax, out=pending)
+
+
+def _record_amaxes(histories: list[Tensor], amaxes: list[Tensor]) -> None:
+    for history, amax in zip(histories, amaxes, strict=True):
+        record_amax(history, amax)
+
+
+_record_amaxes_op = define(
+    "record_amaxes", "(Tensor(a!)[] histories, Tensor[] amaxes) -> ()", _record_amaxes, lambda histories, amaxes: None
+)
+
+
+def record_amaxes(histories: list[Tensor], amaxes: list[Tensor]) -> None:
+    """`record_amax` of several, as one node of a graph."""
+    _record_amaxes_op(histories, amaxes)
 
 
 class ScaleSlot(nn.Module):
@@ -146,6 +168,7 @@ class ScaleStates(nn.Module):
         super().__init__()
         self.plan: LinearPlan | None = None
         self.region = 0  # of the last update
+        self.wrapper: Any = None  # weak reference to the DistributedDataParallel that leaves these states alone
         self.device = device
         if plan is not None:
             self.bind(plan, device)
@@ -182,6 +205,7 @@ class ScaleStates(nn.Module):
         for key, want in wanted.items():
             if key not in self._modules:
                 self._modules[key] = ScaleSlot(want.quantizer.amax_history_len, fp8_max(want.quantizer), device)
+                self.wrapper = None
             self._modules[key].adopt(want.quantizer)  # type: ignore[union-attr,operator]
         self.plan = plan
         return lost
@@ -215,10 +239,9 @@ class ScaleStates(nn.Module):
         for slot, amax, pick in zip(slots, reduced, chosen, strict=True):
             slot.update(amax, pick)
 
-    def record(self, slot: str, x: Tensor) -> None:
-        """history[0] = max(history[0], amax(x)), without quantizing."""
-        pending = self.tensors(slot)[1][:1]
-        torch.maximum(pending, primitives.amax(x.detach()), out=pending)
+    def record(self, slot: str, amax: Tensor) -> None:
+        """Enters the amax [1] of a tensor that is not quantized."""
+        record_amax(self.tensors(slot)[1], amax)
 
     def reset(self) -> None:
         """Forgets all states."""
@@ -227,7 +250,7 @@ class ScaleStates(nn.Module):
         self.plan = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"region": 0}
+        return self.__dict__ | {"region": 0, "wrapper": None}
 
     # --- loading ---
 
@@ -246,6 +269,22 @@ class ScaleStates(nn.Module):
         for name in [n for n in self._modules if n not in tree]:
             del self._modules[name]
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def keep_from_broadcast(states: ScaleStates) -> None:
+    """Takes states out of the buffers that DistributedDataParallel sends from rank 0 before each forward: a rank's
+    pending amaxes are its own until they are reduced.
+
+    It finds buffers anew each time, but for names in `parameters_to_ignore`; so it is told, in the first forward that
+    uses the states. One broadcast precedes that: the states start as rank 0's, like all that it wraps.
+    """
+    wrapper = nn.parallel.DistributedDataParallel._active_ddp_module
+    if wrapper is None or (states.wrapper is not None and states.wrapper() is wrapper):
+        return
+    own = {id(b) for b in states.buffers()}
+    wrapper.parameters_to_ignore |= {name for name, b in wrapper.module.named_buffers() if id(b) in own}
+    wrapper.modules_buffers = [b for b in wrapper.modules_buffers if id(b) not in own]
+    states.wrapper = weakref.ref(wrapper)
 
 
 def _fits(slot: ScaleSlot, want: StateSlot) -> bool:

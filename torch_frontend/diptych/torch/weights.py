@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from diptych.common.errors import ShapeError, UnsupportedError
-from diptych.common.plan import linear_plan
-from diptych.common.quantizers import Float8CurrentScalingQuantizer, Float8Quantizer, Quantizer
+from diptych.common.plan import held_quantizer
 from diptych.common.recipes import DEFAULT_RECIPE, Recipe
+from diptych.common.schedule import Call
 from diptych.torch import functional, primitives
-from diptych.torch.products import Call, Copies, Options, WeightGradient, quantize_calls, record_amax, schedule
+from diptych.torch.products import Copies, Options, WeightGradient, quantize_calls, schedule
 from diptych.torch.quantized import BUFFERS, QuantizedTensor, aten
 from diptych.torch.rules import describe
 from diptych.torch.state import warn_once
@@ -85,7 +85,7 @@ class WeightCache:
             amax = torch.where(keep, 0.0, primitives.amax(weight))
             for call in calls:
                 if call.state:
-                    record_amax(options.state.tensors(call.state)[1], amax)
+                    options.state.record(call.state, amax)
         return self.copies
 
 
@@ -119,10 +119,10 @@ class WeightGradients:
         return {"fuse": self.fuse, "delay": self.delay, "queue": []}
 
     def of(self, weight: Tensor) -> _Sink:
-        if torch.compiler.is_compiling():
+        if self.delay and torch.compiler.is_compiling():
             raise UnsupportedError(
-                "fuse_wgrad_accumulation and delay_wgrad_compute under torch.compile: the gradient would leave the "
-                "graph by a way that it does not know; leave this module out of it (torch.compiler.disable)"
+                "delay_wgrad_compute under torch.compile: what waits for backward_dw would leave the graph by a way "
+                "that it does not know; leave this module out of it (torch.compiler.disable)"
             )
         if self.fuse and weight.requires_grad and torch.is_grad_enabled():
             main_grad(weight)  # what is missing is said before the forward
@@ -130,11 +130,6 @@ class WeightGradients:
 
     def run(self) -> None:
         """Computes what is waiting, oldest first."""
-        if not self.delay:
-            raise UnsupportedError(
-                "backward_dw: the module computes its weight gradients in backward; "
-                "make it with delay_wgrad_compute=True"
-            )
         queue, self.queue = self.queue, []
         with torch.no_grad():
             for weight, wgrad in queue:
@@ -151,6 +146,10 @@ class _Sink:
 
     def __init__(self, owner: WeightGradients, weight: Tensor) -> None:
         self.owner, self.weight = owner, weight
+
+    def buffers(self) -> list[Tensor]:
+        """What backward adds to."""
+        return [main_grad(self.weight)] if self.owner.fuse else []
 
     def accept(self, wgrad: WeightGradient) -> None:
         if self.owner.delay:
@@ -297,7 +296,7 @@ def initial_weight(weight: Tensor, recipe: Recipe | None, module: str, name: str
     """A module's new weight, quantized where a `quantized_model_init` region says so."""
     if _INIT.recipe is None:
         return weight
-    quantizer = weight_quantizer(_INIT.recipe if recipe is None else recipe, module, name)
+    quantizer = held_quantizer("quantized_model_init", _INIT.recipe if recipe is None else recipe, module, name)
     if quantizer is None or weight.is_meta:
         return weight
     made = QuantizedParameter.of(functional.quantize(weight.detach(), quantizer))
@@ -305,23 +304,3 @@ def initial_weight(weight: Tensor, recipe: Recipe | None, module: str, name: str
     if _INIT.preserve:
         param._high_precision_init_val = weight.detach().cpu()  # type: ignore[attr-defined]
     return param
-
-
-def weight_quantizer(recipe: Recipe, module: str, name: str) -> Quantizer | None:
-    """The quantizer of a weight that is held quantized; None: it stays in high precision."""
-    plan = linear_plan(recipe, module, name).weight
-    if plan.rowwise is None and plan.columnwise is None:
-        return None
-    if plan.rowwise is None or (plan.columnwise is not None and not plan.shared):
-        raise ValueError(
-            f"quantized_model_init: {type(recipe).__name__} quantizes the weight as {plan.rowwise} for fprop and "
-            f"{plan.columnwise} for dgrad; one that is held quantized is quantized once"
-        )
-    quantizer = plan.rowwise.with_usage(rowwise=True, columnwise=plan.shared)
-    if quantizer.needs_rng:
-        raise ValueError(f"quantized_model_init: a weight cannot be held by {quantizer}, which rounds stochastically")
-    if isinstance(quantizer, Float8Quantizer):
-        return Float8CurrentScalingQuantizer(
-            fp8_dtype=quantizer.fp8_dtype, rowwise=quantizer.rowwise, columnwise=quantizer.columnwise
-        )
-    return quantizer

@@ -1,0 +1,105 @@
+"""What a dataclass of arguments is to a graph: the slots of an op's schema, and tensors taken apart and put together.
+
+A spec says how to take a tensor off a list: "" none, "plain", or of a quantized one (quantizer, dtype, names, rank); of
+one that is known by its form alone ("proto", quantizer, dtype, device, requires_grad, rank).
+"""
+
+from __future__ import annotations
+
+import types
+import typing
+from typing import Any, NewType
+
+import torch
+from torch import Tensor
+
+from diptych.common.errors import DTypeError
+from diptych.common.value import Value
+from diptych.torch import opaque
+from diptych.torch.opaque import Group
+from diptych.torch.proto import TensorProto
+from diptych.torch.quantized import BUFFERS, QuantizedTensor
+
+Size = NewType("Size", int)
+Written = NewType("Written", list)  # type: ignore[type-arg]
+
+_DTYPES = {d: str(d).removeprefix("torch.") for d in (torch.float32, torch.float64, torch.bfloat16, torch.float16)}
+
+
+class Field(typing.NamedTuple):
+    name: str
+    kind: str  # tensor, tensors, quantizable, size, sizes, dtype, value, group, written, plain
+    schema: str  # of its argument; empty for what the constants hold
+
+
+def field_of(name: str, hint: Any) -> Field:
+    parts = set(typing.get_args(hint)) if typing.get_origin(hint) in (typing.Union, types.UnionType) else {hint}
+    optional = "?" if type(None) in parts else ""
+    parts.discard(type(None))
+    if parts == {Tensor}:
+        return Field(name, "tensor", f"Tensor{optional} {name}")
+    if QuantizedTensor in parts and parts <= {Tensor, QuantizedTensor}:
+        return Field(name, "quantizable", f"Tensor[] {name}, SymInt[] {name}_shape")
+    if parts == {list[Tensor]} and not optional:
+        return Field(name, "tensors", f"Tensor[] {name}")
+    if parts == {Size} and not optional:
+        return Field(name, "size", f"SymInt {name}")
+    if parts == {tuple[Size, ...]} and not optional:
+        return Field(name, "sizes", f"SymInt[] {name}")
+    if parts == {torch.dtype}:
+        return Field(name, "dtype", f"ScalarType{optional} {name}")
+    if parts == {Group}:
+        return Field(name, "group", f"{opaque.GROUP_TYPE}? {name}")
+    if parts == {Written}:
+        return Field(name, "written", "")
+    kinds = [p for p in parts if isinstance(p, type)]
+    if any(issubclass(p, Tensor) for p in kinds):
+        raise DTypeError(f"CustomOp: cannot pass field {name}: {hint} through a graph")
+    if (
+        opaque.AVAILABLE
+        and len(kinds) == len(parts) == 1
+        and not optional
+        and issubclass(kinds[0], Value)
+        and opaque.by_value(kinds[0])
+    ):
+        return Field(name, "value", f"{opaque.schema_type(kinds[0])} {name}")
+    return Field(name, "plain", "")
+
+
+def put(t: Any, tensors: list[Tensor], sizes: list[Any]) -> Any:
+    if t is None:
+        return ""
+    if not isinstance(t, QuantizedTensor):
+        tensors.append(t)
+        return "plain"
+    names = tuple([n for n in BUFFERS if getattr(t, n) is not None])
+    tensors += [getattr(t, n) for n in names]
+    sizes += list(t.shape)
+    return t.quantizer, _DTYPES[t.dtype], names, len(t.shape)
+
+
+def put_proto(t: Tensor, sizes: list[Any]) -> Any:
+    sizes += list(t.shape)
+    quantizer = t.quantizer if isinstance(t, QuantizedTensor) else None
+    return "proto", quantizer, str(t.dtype).removeprefix("torch."), str(t.device), t.requires_grad, len(t.shape)
+
+
+def take(spec: Any, tensors: list[Tensor], sizes: list[Any]) -> Any:
+    if spec == "":
+        return None
+    if spec == "plain":
+        return tensors.pop(0)
+    shape = tuple([sizes.pop(0) for _ in range(spec[-1])])
+    if spec[0] == "proto":
+        _, quantizer, dtype, device, requires_grad, _ = spec
+        return TensorProto(shape, getattr(torch, dtype), quantizer, torch.device(device), requires_grad)
+    quantizer, dtype, names, _ = spec
+    return QuantizedTensor(quantizer, shape, getattr(torch, dtype), **{n: tensors.pop(0) for n in names})
+
+
+def take_output(proto: TensorProto, made: list[Tensor]) -> Tensor:
+    """An output from the front of a node's results."""
+    if proto.quantizer is None:
+        return made.pop(0)
+    q = proto.quantizer
+    return QuantizedTensor(q, proto.shape, proto.dtype, **{n: made.pop(0) for n in q.buffer_names()})

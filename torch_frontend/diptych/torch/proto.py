@@ -1,0 +1,75 @@
+"""`TensorProto`: what is known of a tensor before it exists, plain or quantized.
+
+Buffers, their order and their names come from `shapes.quantize_buffers`, as those of the real op do.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from diptych.common.errors import DTypeError
+from diptych.common.quantizers import Quantizer
+from diptych.torch import primitives
+from diptych.torch.quantized import QuantizedTensor, from_buffers
+from diptych.torch.rules import require_tensor
+
+
+class TensorProto(NamedTuple):
+    """A tensor without its data.
+
+    **Arguments:** `shape`: of ints, while tracing also symbolic ones. `dtype`: of a quantized tensor the logical one.
+    `quantizer`: None for a plain tensor. `requires_grad`: what it was where the prototype was made.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    quantizer: Quantizer | None = None
+    device: torch.device = torch.device("cpu")
+    requires_grad: bool = False
+
+    @property
+    def buffers(self) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...]:
+        """(name, shape, dtype) of each buffer of a quantized tensor, as `__tensor_flatten__` orders them."""
+        held = self.create_tensor("meta")
+        names = held.__tensor_flatten__()[0] if isinstance(held, QuantizedTensor) else []
+        return tuple([(n, tuple(getattr(held, n).shape), getattr(held, n).dtype) for n in names])
+
+    def create_tensor(self, device: torch.device | str | None = None) -> Tensor:
+        """An uninitialized tensor of this form. `device`: another than the prototype's."""
+        place = self.device if device is None else device
+        if self.quantizer is None:
+            made = torch.empty(self.shape, dtype=self.dtype, device=place)
+        else:
+            like = torch.empty(self.shape, dtype=self.dtype, device="meta")
+            made = from_buffers(like, self.quantizer, primitives.empty(self.shape, self.quantizer, place))
+        return made.requires_grad_() if self.requires_grad else made
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> TensorProto:
+        """A prototype with other copies; None leaves one as it is. The quantizer, which others share, stays.
+
+        **Raises** TypeError for a plain tensor, ValueError where no copy is left.
+        """
+        if self.quantizer is None:
+            raise DTypeError("TensorProto.update_usage: a plain tensor has no copies")
+        q = self.quantizer
+        wanted = q.with_usage(
+            rowwise=q.rowwise if rowwise_usage is None else rowwise_usage,
+            columnwise=q.columnwise if columnwise_usage is None else columnwise_usage,
+        )
+        return self._replace(quantizer=wanted)
+
+
+def to_tensor_proto(t: Any, requires_grad: bool | None = None) -> TensorProto:
+    """The prototype of a tensor. `requires_grad`: None takes the tensor's. **Raises** TypeError for anything else."""
+    require_tensor("to_tensor_proto", "t", t)
+    made = proto_of(t)
+    return made if requires_grad is None else made._replace(requires_grad=requires_grad)
+
+
+def proto_of(t: Tensor) -> TensorProto:
+    """`to_tensor_proto` of what is known to be a tensor."""
+    quantizer = t.quantizer if isinstance(t, QuantizedTensor) else None
+    return TensorProto(t.shape, t.dtype, quantizer, t.device, t.requires_grad)
