@@ -176,11 +176,6 @@ def test_compiled_is_eager(name, device):
     same_step(steps(module, RECIPES[name], x, fn=compiled), want)
 
 
-def test_delayed_scaling_says_that_it_does_not_compile():
-    with dt.autocast(recipe=DelayedScaling()), pytest.raises(Exception, match="keeps its states eagerly"):
-        torch.compile(mlp(), fullgraph=True, backend="aot_eager")(normal("x", (4, 64)))
-
-
 @pytest.mark.parametrize("name", ("fp8-delayed", "nvfp4", "mxfp8"))
 def test_checkpoint(name):
     recipe, x = NAMED[name], composed.input_for(NAMED[name], (2, 16, 64))

@@ -62,19 +62,6 @@ def test_compiled_is_eager(name, device):
         _same_step(_run(torch.compile(model, fullgraph=True, backend=backend), model, x, RECIPES[name], dy), want)
 
 
-def test_delayed_scaling_says_that_it_does_not_compile():
-    layer = _layer()
-    with dt.autocast(recipe=RECIPES["fp8-delayed"]), pytest.raises(Exception, match="keeps its states eagerly"):
-        torch.compile(layer, fullgraph=True, backend="aot_eager")(normal("x", (4, 96)))
-    assert "scale_states" not in dict(layer.named_children())
-
-
-def test_a_compiled_generator_is_made_before():
-    layer = _layer()
-    with dt.autocast(recipe=RECIPES["nvfp4"]), pytest.raises(Exception, match=r"call diptych.torch.seed_rng"):
-        torch.compile(layer, fullgraph=True, backend="aot_eager")(normal("x", (16, 96), "bfloat16"))
-
-
 @pytest.mark.parametrize("name", STATELESS)
 def test_compiled_with_dynamic_shapes(name):
     layer = _layer(96, 64)

@@ -16,6 +16,8 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
+from torch._dynamo.comptime import comptime
 
 from diptych.common.recipes import DEFAULT_RECIPE, Recipe
 from diptych.torch import opaque  # recipes must be registered before one is traced  # noqa: F401
@@ -29,11 +31,32 @@ class _State(threading.local):
         self.recipe: Recipe | None = None
         self.calibrating: Recipe | None = None
         self.amax_groups: Mapping[str, Any] = {}
-        self.region = 0  # of the outermost region: delayed scales are updated once in each
+        self.depth = 0  # of regions that quantize or calibrate
+        # Delayed scales are updated once in each outermost region. Eager code knows it by its number; graphs, which
+        # cannot guard on what each step changes, by a counter that lies beside the states, int64 [1] by device.
+        self.region = 0
+        self.steps: dict[str, Tensor] = {}
 
 
 STATE = _State()
 _regions = itertools.count(1)
+
+
+def make_step_counter(device: torch.device) -> Tensor:
+    """This thread's count of outermost regions on a device."""
+    key = str(device)
+    if key not in STATE.steps:
+        with torch.inference_mode(False):
+            STATE.steps[key] = torch.ones(1, dtype=torch.int64, device=device)
+        torch._dynamo.mark_static_address(STATE.steps[key], guard=False)
+    return STATE.steps[key]
+
+
+def _before_steps_are_traced(context: Any) -> None:
+    """Runs where Dynamo traces the entry of a region: it sees no counter that is made later."""
+    make_step_counter(torch.device("cpu"))
+    if torch.cuda.is_initialized():
+        make_step_counter(torch.device("cuda", torch.cuda.current_device()))
 
 
 def is_autocast_enabled() -> bool:
@@ -107,7 +130,6 @@ class autocast:
         self.calibrating = bool(calibrating) and not self.enabled
         self._outer: list[tuple[Recipe | None, Recipe | None]] = []
         self._outer_groups: list[Mapping[str, Any]] = []
-        self._outer_regions: list[int] = []
 
     def __enter__(self) -> autocast:
         self._outer.append((STATE.recipe, STATE.calibrating))
@@ -116,10 +138,14 @@ class autocast:
         if self.amax_groups is not None:
             self._outer_groups.append(STATE.amax_groups)
             STATE.amax_groups = self.amax_groups
-        if not torch.compiler.is_compiling():  # a graph must not guard on a number that each step changes
-            self._outer_regions.append(STATE.region)
-            if STATE.region == 0 and (self.enabled or self.calibrating):
-                STATE.region = next(_regions)
+        if self.enabled or self.calibrating:
+            STATE.depth += 1
+            if STATE.depth == 1:
+                comptime(_before_steps_are_traced)
+                for step in STATE.steps.values():
+                    step.add_(1)
+                if not torch.compiler.is_compiling():
+                    STATE.region = next(_regions)
         return self
 
     def __exit__(
@@ -128,8 +154,8 @@ class autocast:
         STATE.recipe, STATE.calibrating = self._outer.pop()
         if self.amax_groups is not None:
             STATE.amax_groups = self._outer_groups.pop()
-        if not torch.compiler.is_compiling():
-            STATE.region = self._outer_regions.pop()
+        if self.enabled or self.calibrating:
+            STATE.depth -= 1
 
     def __call__(self, fn: F) -> F:
         if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn):

@@ -207,6 +207,7 @@ class LayerNormMLP(NormedModule):
     """
 
     module_kind = "layernorm_mlp"
+    layers = ("fc1", "fc2")
 
     def __init__(
         self,

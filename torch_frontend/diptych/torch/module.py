@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._dynamo.comptime import comptime
 from torch.nn import functional as F
 
 from diptych.common.errors import CheckpointError, UnsupportedError
@@ -21,12 +22,20 @@ from diptych.common.plan import LinearPlan
 from diptych.common.recipes import Recipe
 from diptych.common.schedule import OFFSETS
 from diptych.torch import functional, primitives
-from diptych.torch.autocast import STATE, amax_group
+from diptych.torch.autocast import STATE, amax_group, make_step_counter
 from diptych.torch.checkpoint import recorded, replayed
 from diptych.torch.layer import linear_with
 from diptych.torch.products import Options, dequantized_weight, schedule
 from diptych.torch.quantized import QuantizedTensor
-from diptych.torch.state import ScaleStates, check_tree, keep_from_broadcast, keys_below, rng_take, warn_once
+from diptych.torch.state import (
+    ScaleStates,
+    check_tree,
+    keep_from_broadcast,
+    keys_below,
+    rng_take,
+    update_once,
+    warn_once,
+)
 from diptych.torch.weights import WeightCache, WeightGradients
 
 
@@ -41,10 +50,12 @@ class QuantizedModule(nn.Module):
     `weight.main_grad`, and leaves `weight.grad` alone. `delay_wgrad_compute`: backward leaves them to `backward_dw()`.
     Others go to the next class's `__init__`.
 
-    Attributes: `recipe`: used instead of the region's wherever a region is enabled; None takes the region's.
+    Attributes: `recipe`: used instead of the region's wherever a region is enabled; None takes the region's. `layers`:
+    names of the layers that `forward` runs; torch.compile needs them where a recipe has state.
     """
 
     module_kind: str = "linear"
+    layers: tuple[str, ...] = ("",)
     has_rng_state = True
     name: str = ""
     recipe: Recipe | None = None
@@ -129,7 +140,7 @@ class QuantizedModule(nn.Module):
         states, rng, scales = None, None, None
         if s.plan.states or s.plan.needs_rng or "scale_states" in self._modules:
             if compiling:
-                rng = self._compiled_states(s.plan)
+                states, rng = self._compiled_states(s.plan, layer, recipe, x.device)
             else:
                 states, rng, scales = self._states_for(s.plan, layer, recipe, x.device)
         group = None
@@ -181,7 +192,13 @@ class QuantizedModule(nn.Module):
     @staticmethod
     def _enter_region(states: ScaleStates, recipe: Recipe) -> None:
         """Updates the scales at their first use in a region."""
-        if states.region != STATE.region:
+        if states.seen is not None:  # a graph shares these states
+            assert states.plan is not None
+            keep_from_broadcast(states)
+            group = amax_group(recipe, STATE.amax_groups)
+            step = make_step_counter(states._buffers["seen"].device)  # type: ignore[union-attr]
+            update_once(states, states.plan.states, step, group)
+        elif states.region != STATE.region:
             keep_from_broadcast(states)
             states.update(amax_group(recipe, STATE.amax_groups))
             states.region = STATE.region
@@ -234,21 +251,34 @@ class QuantizedModule(nn.Module):
         self._buffers.pop("rng_state", None)
         self.register_buffer("rng_state", rng)
 
-    def _compiled_states(self, plan: LinearPlan) -> Tensor | None:
-        if plan.states:
+    def _compiled_states(
+        self, plan: LinearPlan, layer: str, recipe: Recipe, device: torch.device
+    ) -> tuple[ScaleStates | None, Tensor | None]:
+        """`_states_for` of a call that is traced: made or bound while tracing, read and written by the graph."""
+        comptime(_made_while_tracing)
+        states = self._layer_states(layer) if plan.states else None
+        if plan.states and states is None:
             raise UnsupportedError(
-                f"{type(self).__name__} under torch.compile: delayed scaling keeps its states eagerly; "
-                "leave this module out of the graph (torch.compiler.disable), or use Float8CurrentScaling"
+                f"{type(self).__name__} under torch.compile: the layer {layer!r} has state, and is not in `layers`"
             )
-        if not plan.needs_rng:
-            return None
+        if states is not None and self.training:
+            update_once(states, plan.states, STATE.steps[str(device)], amax_group(recipe, STATE.amax_groups))
         rng = self._buffers.get("rng_state")
-        if rng is None:
-            raise UnsupportedError(
-                f"{type(self).__name__} under torch.compile: a graph cannot make the state of stochastic rounding; "
-                "call diptych.torch.seed_rng(model, seed) first"
-            )
-        return rng_take(rng, OFFSETS)
+        return states, rng_take(rng, OFFSETS) if plan.needs_rng and rng is not None else None
+
+    def _prepare(self, recipe: Recipe, layer: str, device: torch.device) -> None:
+        """Makes what a graph of this layer reads and writes."""
+        plan = schedule(recipe, self.module_kind, self._role_name(layer), False, False).plan
+        states = self._bound_states(plan, layer, recipe, device)
+        made: list[Tensor] = []
+        if states is not None:
+            if states.seen is None:
+                states.seen = torch.zeros(1, dtype=torch.int64, device=device)
+            made += [make_step_counter(device), *states.buffers()]
+        if plan.needs_rng:
+            made.append(self._rng(device))
+        for t in made:
+            torch._dynamo.mark_static_address(t, guard=False)
 
     # --- calibration ---
 
@@ -321,6 +351,21 @@ class QuantizedModule(nn.Module):
             del self._buffers["rng_state"]  # the state that the dict is of had none yet
         self._caches = None
         super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def _made_while_tracing(context: Any) -> None:
+    """Runs where Dynamo traces `_compiled_states`, on the real objects: a graph cannot make buffers."""
+
+    def real(name: str) -> Any:
+        tracked = context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()
+        return tracked.value if hasattr(tracked, "value") else tracked.as_python_constant()
+
+    with torch.inference_mode(False):
+        module = real("self")
+        for layer in dict.fromkeys(
+            (*module.layers, real("layer"))
+        ):  # at once: what Dynamo has looked at it does not look at again
+            module._prepare(real("recipe"), layer, real("device"))
 
 
 def _announce(before: LinearPlan | None, after: LinearPlan, lost: list[str], recipe: Recipe) -> None:

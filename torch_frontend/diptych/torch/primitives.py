@@ -169,11 +169,14 @@ def _scale_update(
     fp8_max: float,
     margin: int,
     most_recent: bool,
+    seen: Tensor | None = None,
+    step: Tensor | None = None,
 ) -> None:
+    """`seen`, `step`: int64 [1] on the same device; where they are equal, nothing changes."""
     check_scale_update(history, scale, reduced, amax, fp8_max, margin, most_recent)
     reduced = None if reduced is None else reduced.contiguous()
     amax = None if amax is None else amax.contiguous()
-    _core.scale_update(history, scale, reduced, amax, history, scale, fp8_max, margin, most_recent)
+    _core.scale_update(history, scale, reduced, amax, history, scale, fp8_max, margin, most_recent, seen, step)
     wrote(history, scale)
 
 

@@ -25,8 +25,9 @@ from torch.fx.traceback import get_current_meta
 from diptych.common.errors import CheckpointError, RecipeSwitchWarning, UnsupportedError
 from diptych.common.plan import LinearPlan, StateSlot
 from diptych.common.quantizers import Float8Quantizer
-from diptych.torch import functional, primitives
+from diptych.torch import functional, opaque, primitives
 from diptych.torch.checkpoint import recorded, replayed
+from diptych.torch.opaque import Constants
 from diptych.torch.rules import define, describe, direct, wrote
 
 BUFFERS = ("scale", "amax_history", "fp8_max")
@@ -112,15 +113,6 @@ class ScaleSlot(nn.Module):
         if self.amax_history.numel() != quantizer.amax_history_len:
             self._buffers["amax_history"] = resize_history(self.amax_history, quantizer.amax_history_len)
 
-    def chosen(self, reduced: Tensor | None) -> Tensor | None:
-        """The amax that the recipe's own algorithm picks; None where the core's do."""
-        if self.quantizer is None or not callable(self.quantizer.amax_compute_algo):
-            return None
-        last = self.amax_history[:1].clone()
-        if reduced is not None:
-            last = torch.where(reduced != 0, reduced, last)
-        return _chosen(self.quantizer.amax_compute_algo, self.amax_history, last)
-
     def update(self, reduced: Tensor | None, chosen: Tensor | None) -> None:
         """The scale from the amaxes so far (NUMERICS 2, "Delayed"). `reduced`: pending amax over all ranks."""
         quantizer = self.quantizer
@@ -143,9 +135,15 @@ class ScaleSlot(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def _chosen(algo: Callable[..., Any], history: Tensor, last: Tensor) -> Tensor:
-    """The amax that a user's function picks. It works on copies: its result alone counts."""
-    amax = algo(history.clone()[None], last)
+def _chosen(quantizer: Float8Quantizer, history: Tensor, reduced: Tensor | None) -> Tensor | None:
+    """The amax that a recipe's own function picks; None where the core's do. It works on copies: its result counts."""
+    algo = quantizer.amax_compute_algo
+    if not callable(algo):
+        return None
+    last = history[:1].clone()
+    if reduced is not None:
+        last = torch.where(reduced != 0, reduced, last)
+    amax: Any = algo(history.clone()[None], last)
     if not isinstance(amax, Tensor):
         raise TypeError(
             f"amax_compute_algo returned {type(amax).__name__}; it must return a tensor, the amax of each of the 1 "
@@ -154,6 +152,49 @@ def _chosen(algo: Callable[..., Any], history: Tensor, last: Tensor) -> Tensor:
     if amax.dtype != torch.float32 or tuple(amax.shape) != (1,) or amax.device != history.device:
         raise ValueError(f"amax_compute_algo must return float32[1] on {history.device}, got {describe(amax)}")
     return amax.detach()
+
+
+def _picked(
+    histories: list[Tensor], quantizers: list[Float8Quantizer], group: Any
+) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    """The amaxes that come from elsewhere than the histories: reduced over a group, chosen by a recipe's function."""
+    reduced: list[Tensor | None] = [None] * len(histories)
+    if group is not None:
+        pending = torch.cat([history[:1] for history in histories])
+        reduced = list(functional.max_over(pending, group).split(1))
+    return reduced, [_chosen(*one) for one in zip(quantizers, histories, reduced, strict=True)]
+
+
+def _update_once(
+    histories: list[Tensor], scales: list[Tensor], seen: Tensor, step: Tensor, quantizers: Constants, group: Any
+) -> None:
+    every = list(quantizers.items)
+    reduced, chosen = _picked(histories, every, opaque.group_of(group))
+    for history, scale, amax, pick, q in zip(histories, scales, reduced, chosen, every, strict=True):
+        latest = q.amax_compute_algo == "most_recent"
+        primitives._scale_update(history, scale, amax, pick, fp8_max(q), q.margin, latest, seen, step)
+    seen.copy_(step)
+
+
+if opaque.AVAILABLE:
+    _update_once_op = define(
+        "update_scales",
+        "(Tensor(a!)[] histories, Tensor(b!)[] scales, Tensor(c!) seen, Tensor step, "
+        f"{opaque.schema_type(Constants)} quantizers, {opaque.GROUP_TYPE}? group) -> ()",
+        _update_once,
+        lambda *_: None,
+    )
+
+
+def update_once(states: ScaleStates, slots: tuple[StateSlot, ...], step: Tensor, group: Any) -> None:
+    """`ScaleStates.update` where `step` is another than at the last one, decided on the device: a graph runs this in
+    each forward. `slots`: those of the plan."""
+    pairs = [states.tensors(slot.name) for slot in slots]
+    quantizers = Constants(tuple([slot.quantizer for slot in slots]))
+    seen = states._buffers["seen"]
+    assert seen is not None
+    group = opaque.group_argument(group)
+    _update_once_op([p[1] for p in pairs], [p[0] for p in pairs], seen, step, quantizers, group)
 
 
 class ScaleStates(nn.Module):
@@ -168,6 +209,7 @@ class ScaleStates(nn.Module):
         super().__init__()
         self.plan: LinearPlan | None = None
         self.region = 0  # of the last update
+        self.register_buffer("seen", None, persistent=False)  # the same for graphs: `autocast.step_counter` then
         self.wrapper: Any = None  # weak reference to the DistributedDataParallel that leaves these states alone
         self.device = device
         if plan is not None:
@@ -231,11 +273,8 @@ class ScaleStates(nn.Module):
         slots = list(self.slots().values())
         if not slots:
             return
-        reduced: list[Tensor | None] = [None] * len(slots)
-        if group is not None:
-            pending = torch.cat([s.amax_history[:1] for s in slots])
-            reduced = list(functional.max_over(pending, group).split(1))
-        chosen = [slot.chosen(amax) for slot, amax in zip(slots, reduced, strict=True)]  # a user's code: may raise
+        quantizers: list[Any] = [s.quantizer for s in slots]
+        reduced, chosen = _picked([s.amax_history for s in slots], quantizers, group)  # a user's code: may raise
         for slot, amax, pick in zip(slots, reduced, chosen, strict=True):
             slot.update(amax, pick)
 
