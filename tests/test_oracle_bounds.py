@@ -13,8 +13,8 @@ import oracle
 from diptych.common import format_by_name
 from oracle import bounds, fused
 
-# Finite, and no block so small that its scale is at the end of float32.
-VALUES = ("normal", "zeros", "zero_blocks", "subnormal_result", "outlier", "level_edges", "ties_e4m3", "ties_e2m1")
+# Finite, and no block so small that its scale is at the end of float32 (as "level_edges" has them).
+VALUES = ("normal", "zeros", "zero_blocks", "subnormal_result", "outlier", "ties_e4m3", "ties_e2m1")
 
 
 def operand(fmt: str, options: dict) -> bounds.Operand:
@@ -34,7 +34,7 @@ def rotated(x: np.ndarray, op: bounds.Operand, columnwise: bool) -> np.ndarray:
 def test_each_element_is_within_its_bound(fmt):
     closest = 0.0
     for case in cases.quantize_cases([fmt], values=VALUES, every_option=True, variants=True):
-        if case.eps > 0 or not all(case.shape) or (case.dtype == "float16" and case.values == "level_edges"):
+        if case.eps > 0 or not all(case.shape):
             continue  # an epsilon lifts scales past what a bound from the amax knows
         x, op = case.make(), operand(fmt, case.options)
         q, x64 = oracle.quantize(x, fmt, **case.options), oracle.fold(x).astype(np.float64)

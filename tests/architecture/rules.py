@@ -44,6 +44,7 @@ UNPAIRED = {
         "op_fields.py": "how custom_op.py takes arguments apart",
         "proto.py": "tensors without data; JAX has ShapeDtypeStruct",
         "layer.py": "the linear layer as an op; JAX's is linear.py itself",
+        "layer_node.py": "linear layers inside of a graph's node; JAX has no nodes of its own",
         "opaque.py": "recipes as torch.compile constants; JAX takes any hashable as a static argument",
     },
     "jax": {

@@ -151,6 +151,7 @@ def test_gradients_that_are_asked_for() -> None:
 
 def nodes(fn: Any, *args: Any) -> list[list[str]]:
     """Ops of ours in the forward and in the backward graph."""
+    from functorch.compile import min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
 
     found: list[list[str]] = []
@@ -165,7 +166,8 @@ def nodes(fn: Any, *args: Any) -> list[list[str]]:
         return graph.forward
 
     torch._dynamo.reset()
-    backend = aot_autograd(fw_compiler=note, bw_compiler=note)
+    kept = {"partition_fn": min_cut_rematerialization_partition, "keep_inference_input_mutations": True}  # aot_eager's
+    backend = aot_autograd(fw_compiler=note, bw_compiler=note, **kept)
     torch.compile(fn, fullgraph=True, backend=backend)(*args).sum().backward()
     return found
 
@@ -214,6 +216,41 @@ def test_fake_and_real_results_have_one_layout() -> None:
         assert [form(t) for t in real[1]] == [form(t) for t in fake[1]]
         protos = layout(arguments(x, w, *given, out), ("w",))
         assert [form(t) for t in real[0]] == [form(p.create_tensor()) for p in protos]
+
+
+@dataclasses.dataclass
+class Several:
+    x: Tensor
+    others: list[Tensor | QuantizedTensor | None]
+
+
+def test_lists_of_quantized_tensors():
+    """Sum of what they stand for, times x; backward keeps them."""
+
+    def total(a: Several) -> Tensor:
+        return sum((values(t) for t in a.others if t is not None), torch.zeros(()))  # type: ignore[return-value]
+
+    op = CustomOp(
+        "diptych_test::several", Several,
+        lambda a, needs: ((a.x * total(a),), []),
+        lambda a, needs: (to_tensor_proto(a.x, True),),
+        lambda a, needs, saved, grads: [grads[0] * total(a)],
+        keeps=lambda a, needs: ("others",),
+    )  # fmt: skip
+
+    def run(x: Tensor, y: Tensor) -> Tensor:
+        q = [dt.quantize(y, quantizer) for quantizer in QUANTIZERS[1:]]
+        return op(Several(x, [*q, None, y]))[0]
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=True)
+    for n in (16, 32, 48):
+        y = torch.randn(n, 32)
+        x = [torch.randn(n, 32, generator=torch.Generator().manual_seed(n)).requires_grad_() for _ in range(2)]
+        out = [fn(t, y) for fn, t in zip((run, compiled), x, strict=True)]
+        for o in out:
+            o.pow(2).sum().backward()
+        assert torch.equal(*out) and torch.equal(x[0].grad, x[1].grad)
 
 
 # --- bad ops ---------------------------------------------------------------------------------------------------------

@@ -313,7 +313,7 @@ def test_bad_input():
                 module(torch.zeros(4, 96, device="meta"))
     with dt.autocast(recipe=MX):
         y = module(normal("x", (4, 96)).requires_grad_())
-    with pytest.raises(UnsupportedError, match="LayerNormLinear has no second derivative"):
+    with pytest.raises(UnsupportedError, match="layernorm_linear has no second derivative"):
         torch.autograd.grad(y.sum(), module.weight, create_graph=True)
     with dt.autocast(recipe=Float8CurrentScaling()), pytest.raises(TypeError):
         module("x")

@@ -285,5 +285,5 @@ def test_bad_input():
                 module(torch.zeros(4, 65))
     with dt.autocast(recipe=MX):
         y = module(normal("x", (4, 64)))
-    with pytest.raises(UnsupportedError, match="LayerNormMLP has no second derivative"):
+    with pytest.raises(UnsupportedError, match="layernorm_mlp has no second derivative"):
         torch.autograd.grad(y.sum(), module.fc1_weight, create_graph=True)

@@ -7,7 +7,6 @@ import torch
 
 import diptych.torch as dt
 from diptych.core import reset_calls
-from diptych.torch.autocast import STATE
 from torch_frontend import layers
 from torch_frontend.layers import DELAYED, NAMED
 from torch_frontend.layers import all_same as _all_same
@@ -97,42 +96,3 @@ def test_a_recomputation_that_runs_something_else():
         y = dt.checkpoint(fn, normal("x", (16, 96)).requires_grad_())
     with pytest.raises(NotImplementedError, match="both must run the same"):
         y.sum().backward()
-
-
-@pytest.mark.parametrize("reentrant", (False, True))
-def test_checkpoint_around_compiled_code(reentrant):
-    """The compiled graph's draws are taped, too; torch's own checkpoint would repeat other ones, and is refused."""
-    recipe = NAMED["nvfp4"]
-    model, plain = _model(), _model()
-    dt.seed_rng(model, layers.SEED)
-    torch._dynamo.reset()
-
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def compiled(x):
-        with dt.autocast(recipe=recipe):
-            return model(x)
-
-    want = _train(plain, recipe)
-    _all_same(_train(model, recipe, fn=lambda x: dt.checkpoint(compiled, x, use_reentrant=reentrant)), want)
-    x = layers.x_for(recipe, 16).requires_grad_()
-    y = torch.utils.checkpoint.checkpoint(compiled, x, use_reentrant=reentrant)
-    with pytest.raises(NotImplementedError, match=r"use diptych\.torch\.checkpoint"):
-        y.sum().backward()
-    if torch.__version__.startswith("2.11"):  # whose graphs leave no region when they raise
-        STATE.recipe = None
-
-
-@pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
-@pytest.mark.parametrize("name", [n for n in layers.STATELESS if n != "mxfp8-2d"])
-def test_checkpoint_inside_of_compiled_code(name, backend):
-    recipe = NAMED[name]
-    model, plain = (torch.nn.Sequential(layers.layer(96, 96), torch.nn.ReLU(), layers.layer(96, 96)) for _ in "ab")
-    if layers.packed(recipe):
-        dt.seed_rng(model, layers.SEED)
-    torch._dynamo.reset()
-    compiled = torch.compile(lambda x: dt.checkpoint(model, x), fullgraph=True, backend=backend)
-    if layers.packed(recipe):
-        with pytest.raises(Exception, match="around the compiled function"):
-            _train(model, recipe, fn=compiled)
-    else:
-        _all_same(_train(model, recipe, fn=compiled), _train(plain, recipe))

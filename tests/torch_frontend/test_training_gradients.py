@@ -124,10 +124,23 @@ def test_a_module_of_the_users_own():
 
 
 @each_module
-@pytest.mark.parametrize("option", ("fuse_wgrad_accumulation", "delay_wgrad_compute"))
-def test_that_they_do_not_compile_is_said(option, kind):
-    module = _with_main_grad(MODULES[kind](**{option: True}))
+@pytest.mark.parametrize("name", RECIPE_NAMES)
+def test_compiled_main_grad(name, kind):
+    recipe, results = NAMED[name], []
+    for compiling in (False, True):
+        module = _with_main_grad(MODULES[kind](fuse_wgrad_accumulation=True), start=True)
+        torch._dynamo.reset()
+        fn = torch.compile(module.forward, fullgraph=True, backend="aot_eager") if compiling else None
+        results.append(train(module, recipe, fn=fn) + [w.main_grad for w in _weights(module).values()])
+        assert all(w.grad is None for w in _weights(module).values())
+    left, right = [[t for t in done if t is not None] for done in results]
+    all_same(left, right)
+
+
+@each_module
+def test_that_delayed_wgrad_does_not_compile_is_said(kind):
+    module = MODULES[kind](delay_wgrad_compute=True)
     torch._dynamo.reset()
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    with dt.autocast(recipe=MX), pytest.raises(Exception, match=rf"{option}.*torch\.compile"):
+    with dt.autocast(recipe=MX), pytest.raises(Exception, match=r"delay_wgrad_compute.*torch\.compile"):
         compiled(normal("x", (4, 96)))

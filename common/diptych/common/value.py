@@ -82,10 +82,14 @@ class Value(metaclass=ValueMeta):
     def __fx_repr__(self) -> tuple[str, dict[str, type]]:
         """Expression that rebuilds the object, and the names that it uses (the form that torch.fx asks for).
 
+        Generated code evaluates it in each call, so it looks up an object that was made before: always the same one.
+
         **Raises** TypeError for an object that is compared by identity, or holds a process group.
         """
         names: dict[str, Any] = {}
-        return _expression(self, names), names
+        expression = _expression(self, names)
+        mentioned = ", ".join(f"{name}={name}" for name in names)
+        return f"{_name(value_of, names)}({expression!r}, {mentioned})", names
 
     @classmethod
     def _rebuild(cls, **fields: Any) -> Any:
@@ -194,6 +198,20 @@ def _expression(value: Any, names: dict[str, Any] | None) -> str:
     if value is None or isinstance(value, (bool, int, float, str)):
         return repr(value)
     raise TypeError(f"a value object holds scalars, enums, functions and values, not {type(value).__name__}: {value!r}")
+
+
+_MADE: dict[Any, Any] = {}
+
+
+def value_of(expression: str, /, **names: Any) -> Any:
+    """The value object that an expression of `__fx_repr__` stands for; one object for each expression."""
+    key = (expression, *names.values())
+    made = _MADE.get(key)
+    if made is None:
+        if len(_MADE) >= 4096:
+            _MADE.clear()
+        made = _MADE[key] = eval(expression, dict(names))
+    return made
 
 
 _HELD: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()

@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch._dynamo.comptime import comptime
 
 from diptych.common.recipes import DEFAULT_RECIPE, Recipe
 from diptych.torch import opaque  # recipes must be registered before one is traced  # noqa: F401
@@ -106,8 +105,9 @@ class autocast:
 
     What runs in backward is fixed when forward runs, so `backward()` may stand inside or outside of the region. Under
     `torch.utils.checkpoint` an eager `Linear` is recomputed with the recipe of its last forward. A *compiled* function
-    under an eager checkpoint has no such memory: enter the region inside of the checkpointed function. On torch 2.11 a
-    region that is entered inside of compiled code stays entered if the running graph raises.
+    under it has no such memory: enter the region inside of the checkpointed function, or use
+    `diptych.torch.checkpoint`, which remembers. On torch 2.11 a region that is entered inside of compiled code stays
+    entered if the running graph raises.
     """
 
     def __init__(
@@ -140,8 +140,12 @@ class autocast:
             STATE.amax_groups = self.amax_groups
         if self.enabled or self.calibrating:
             STATE.depth += 1
-            if STATE.depth == 1:
-                comptime(_before_steps_are_traced)
+            # An exported program counts nobody's steps. (Torch 2.11 traces `is_exporting()` as True.)
+            if STATE.depth == 1 and not torch.compiler._is_exporting_flag:
+                if torch.compiler.is_compiling():
+                    from torch._dynamo.comptime import comptime  # importing it takes a second
+
+                    comptime(_before_steps_are_traced)
                 for step in STATE.steps.values():
                     step.add_(1)
                 if not torch.compiler.is_compiling():

@@ -2,7 +2,8 @@
 
 A tape holds, for each call of a module with state in the order that the forward made them, the delayed scales and the
 random generator as they were. The recomputation plays it back: it updates nothing, records nothing, draws nothing.
-Checkpoints may nest: what an outer recomputation plays back is taped again for the inner ones.
+Checkpoints may nest: what an outer recomputation plays back is taped again for the inner ones. A recomputation runs in
+the `autocast` region of its forward.
 """
 
 from __future__ import annotations
@@ -15,8 +16,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+from torch.fx.traceback import get_current_meta
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from diptych.common.errors import UnsupportedError
+from diptych.torch.autocast import STATE
 
 
 class Entry(NamedTuple):
@@ -26,22 +31,41 @@ class Entry(NamedTuple):
     layer: str
     scales: dict[str, Tensor]
     rng: Tensor | None
+    seen: Tensor | None = None  # of a graph: which update its scales were of
 
 
 class _Stack(threading.local):
     def __init__(self) -> None:
         self.contexts: list[_Recording | _Replaying] = []
+        self.saves = False  # whether the op that is traced into a graph is saved for its recomputation
 
 
 _STACK = _Stack()
 
 
+_REGION = ("recipe", "calibrating", "amax_groups", "depth", "steps")  # of STATE, what a call sees
+
+
+def _region() -> list[Any]:
+    return [getattr(STATE, name) for name in _REGION]
+
+
+def _enter_region(region: list[Any]) -> None:
+    for name, value in zip(_REGION, region, strict=True):
+        setattr(STATE, name, value)
+
+
+class _Tape(list[Entry]):
+    region: list[Any]
+
+
 class _Recording(AbstractContextManager):  # type: ignore[type-arg]
-    def __init__(self, tape: list[Entry]) -> None:
+    def __init__(self, tape: _Tape) -> None:
         self.tape = tape
 
     def __enter__(self) -> None:
         self.tape.clear()
+        self.tape.region = _region()
         _STACK.contexts.append(self)
 
     def __exit__(self, *error: Any) -> None:
@@ -49,15 +73,18 @@ class _Recording(AbstractContextManager):  # type: ignore[type-arg]
 
 
 class _Replaying(AbstractContextManager):  # type: ignore[type-arg]
-    def __init__(self, tape: list[Entry]) -> None:
+    def __init__(self, tape: _Tape) -> None:
         self.tape, self.position = tape, 0
 
     def __enter__(self) -> None:
         self.position = 0
+        self.outer = _region()
+        _enter_region(self.tape.region)
         _STACK.contexts.append(self)
 
     def __exit__(self, *error: Any) -> None:
         _STACK.contexts.remove(self)
+        _enter_region(self.outer)
 
     def next(self, module: nn.Module | None, layer: str) -> Entry:
         entry = self.tape[self.position] if self.position < len(self.tape) else None
@@ -84,19 +111,75 @@ def replayed(module: nn.Module | None, layer: str) -> Entry | None:
     return None
 
 
-def recorded(module: nn.Module | None, layer: str, states: Any, rng: Tensor | None) -> None:
+def replaying() -> bool:
+    """Whether a tape is being played back."""
+    return any(isinstance(context, _Replaying) for context in _STACK.contexts)
+
+
+def recorded(module: nn.Module | None, layer: str, states: Any, rng: Tensor | None, seen: Tensor | None = None) -> None:
     """Puts a call on the tapes that are running. `states`: ScaleStates or None."""
     if not _STACK.contexts:
         return
     scales = {} if states is None else {name: scale.clone() for name, scale in states.forward_scales()}
     for context in _STACK.contexts:
-        context.tape.append(Entry(module, layer, scales, rng))
+        context.tape.append(Entry(module, layer, scales, rng, None if seen is None else seen.clone()))
 
 
-def checkpoint_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """`context_fn` for torch.utils.checkpoint (non-reentrant), directly or through another library's options."""
-    tape: list[Entry] = []
+    if detect_fake_mode() is not None:
+        return _graph_contexts()
+    tape = _Tape()
     return _Recording(tape), _Replaying(tape)
+
+
+# --- inside of a graph -----------------------------------------------------------------------------------------------
+#
+# The partitioner recomputes in the backward graph what lies in a checkpoint, as if nothing had been written meanwhile.
+# What the ops on states give is saved instead: scales as updated, random states as taken.
+
+
+class _Saving(torch.utils.checkpoint._CachingTorchDispatchMode):
+    """torch's mode that tags the nodes of a checkpoint, recognizable by the ops that it runs."""
+
+    @staticmethod
+    def of(mode: Any) -> _Saving:
+        made = _Saving.__new__(_Saving)
+        made.__dict__.update(mode.__dict__)
+        return made
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        held = _STACK.saves
+        # A checkpoint of torch's own inside of this one tags the node last, and for recomputing (2.13 on).
+        own = getattr(self, "ac_graph_id", None)
+        innermost = own is None or get_current_meta().get("ac_graph_id", own) == own
+        _STACK.saves = func in SAVED and (held or innermost)
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            _STACK.saves = held
+
+
+SAVED: set[Any] = set()
+"""Ops on states: a graph's checkpoints save what these give."""
+
+
+def _graph_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    saving, reading = create_selective_checkpoint_contexts(list(SAVED))
+    return _Saving.of(saving), reading
+
+
+def require_saved(op: str) -> None:
+    """Called by the fake implementation of an op in `SAVED`.
+
+    **Raises** NotImplementedError where a graph would recompute it.
+    """
+    if get_current_meta().get("recompute") and not _STACK.saves:
+        raise UnsupportedError(
+            f"{op} inside of a compiled checkpoint: the recomputation would find other scales or random bits than the "
+            "forward; use diptych.torch.checkpoint, or torch.utils.checkpoint with "
+            "context_fn=diptych.torch.checkpoint_contexts"
+        )
 
 
 class _Taped:
@@ -118,8 +201,15 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
     """torch.utils.checkpoint.checkpoint for modules with state: their recomputation gives the forward's bits.
 
     **Arguments:** as torch's; `context_fn` of your own is wrapped around. Both kinds, `use_reentrant` False and True.
+    Inside of compiled code the graph recomputes and the kinds are one; a `context_fn` of your own stands alone there,
+    and only recipes without state go with it. Around compiled code the region may lie outside of the checkpoint.
 
     **Returns:** what `function` returns.
+
+    **Raises:** NotImplementedError from the recomputation if it runs other modules than the forward; around compiled
+    code with delayed scaling, if a later region has updated the scales since.
     """
-    taped = function if torch.compiler.is_compiling() else _Taped(function)
-    return torch.utils.checkpoint.checkpoint(taped, *args, use_reentrant=use_reentrant, **kwargs)
+    if torch.compiler.is_compiling():
+        kwargs.setdefault("context_fn", checkpoint_contexts)
+        return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
+    return torch.utils.checkpoint.checkpoint(_Taped(function), *args, use_reentrant=use_reentrant, **kwargs)

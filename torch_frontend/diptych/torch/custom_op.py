@@ -7,6 +7,7 @@ A field's annotation says how it enters the graph:
 
     Tensor, Tensor | None, list[Tensor]          as it is
     Tensor | QuantizedTensor (| None)            flattened, and rebuilt inside
+    list[Tensor | QuantizedTensor | None]        likewise, each; lists have no gradient
     Size, tuple[Size, ...]                       a symbolic size in a slot of its own
     torch.dtype (| None)                         as it is
     a quantizer, a recipe, any Value             a constant
@@ -81,7 +82,8 @@ class CustomOp:
         self._keeps, self._gradients = keeps, gradients
         self.differentiable = tuple([f.name for f in self.fields if f.kind in ("tensor", "quantizable")])
         self._names = tuple([f.name for f in self.fields])
-        self._lists = tuple([f.name for f in self.fields if f.kind == "tensors"])
+        self._kinds = tuple([f.kind for f in self.fields])
+        self._lists = tuple([f.name for f in self.fields if f.kind in ("tensors", "quantizables")])
         self._has_written = any(f.kind == "written" for f in self.fields)
         self._eager, self._traced = _eager_function(self), _traced_function(self)
         if not opaque.AVAILABLE:  # pragma: no cover - no supported torch
@@ -110,7 +112,7 @@ class CustomOp:
 
     def _define_backward(self, short: str, constants: str) -> tuple[Any, ...]:
         """The pure node, and those that write, by their number of results."""
-        kinds = ("tensor", "tensors", "quantizable", "written", "plain")
+        kinds = ("tensor", "tensors", "quantizable", "quantizables", "written", "plain")
         slots = [f.schema for f in self.fields if f.kind not in kinds]
         slots = ["Tensor[] kept", "SymInt[] shapes", "Tensor[] saved", "Tensor[] grads", *slots, constants]
         nodes = [self._define(short, f"({', '.join(slots)}) -> Tensor[]", self._pure_backward)]
@@ -172,10 +174,13 @@ class CustomOp:
         protos = self.layout(arguments, needs)
         slots, plain = [], []
         for f, value in zip(self.fields, values, strict=True):
-            if f.kind == "quantizable":
+            if f.kind in ("quantizable", "quantizables"):
                 tensors: list[Tensor] = []
                 sizes: list[Any] = []
-                plain.append(put(value, tensors, sizes))
+                if f.kind == "quantizable":
+                    plain.append(put(value, tensors, sizes))
+                else:
+                    plain.append(tuple([put(t, tensors, sizes) for t in value]))
                 slots += [tensors, sizes]
             elif f.kind == "group":
                 slots.append(opaque.group_argument(value))
@@ -203,7 +208,7 @@ class CustomOp:
         written: list[Tensor] = []
         slots, plain = [], []
         for f, value in zip(self.fields, held, strict=True):
-            if f.kind in ("tensor", "quantizable", "tensors", "plain"):
+            if f.kind in ("tensor", "quantizable", "tensors", "quantizables", "plain"):
                 plain.append(value)
             elif f.kind == "written":
                 plain.append(len(value))
@@ -232,28 +237,37 @@ class CustomOp:
         return self._run_forward(slots, check=True)
 
     def _run_forward(self, slots: tuple[Any, ...], check: bool) -> list[Tensor]:
-        given = list(slots[:-1])
-        needs, plain = slots[-1].items[0], list(slots[-1].items[1])
-        values = []
-        for f in self.fields:
-            if f.kind == "quantizable":
-                values.append(take(plain.pop(0), list(given.pop(0)), list(given.pop(0))))
-            elif f.kind == "plain":
-                values.append(plain.pop(0))
-            elif f.kind == "written":
+        needs, plain = slots[-1].items
+        values: list[Any] = []
+        at = of_plain = 0
+        for kind in self._kinds:
+            if kind == "plain":
+                values.append(plain[of_plain])
+                of_plain += 1
+            elif kind == "written":
                 values.append([])
+            elif kind == "quantizable":
+                spec = plain[of_plain]
+                values.append(slots[at][0] if spec == "plain" else take(spec, list(slots[at]), list(slots[at + 1])))
+                at, of_plain = at + 2, of_plain + 1
+            elif kind == "quantizables":
+                tensors, sizes = list(slots[at]), list(slots[at + 1])
+                values.append([take(spec, tensors, sizes) for spec in plain[of_plain]])
+                at, of_plain = at + 2, of_plain + 1
             else:
-                values.append(opaque.group_of(given.pop(0)) if f.kind == "group" else given.pop(0))
+                values.append(opaque.group_of(slots[at]) if kind == "group" else slots[at])
+                at += 1
         arguments = self.arguments(*values)
-        with torch.no_grad():
+        with _NoGrad():
             outputs, saved = self.forward(arguments, needs)
-        if check:
-            self._check(outputs, self.layout(arguments, needs))
         made: list[Tensor] = []
         for t in outputs:
             put(t, made, [])
         made += saved
-        return _new_memory(self.name, made, [t for t in values if isinstance(t, Tensor)])
+        if check:
+            self._check(outputs, self.layout(arguments, needs))
+            _new_memory(self.name, made, [t for t in values if isinstance(t, Tensor)])
+        return made
 
     def _check(self, outputs: tuple[Tensor, ...], protos: tuple[TensorProto, ...]) -> None:
         """Holds outputs to their layout. **Raises** NotImplementedError."""
@@ -280,6 +294,8 @@ class CustomOp:
         for f in self.fields:
             if f.kind in ("tensor", "quantizable"):
                 values.append(take(plain.pop(0), kept, shapes))
+            elif f.kind == "quantizables":
+                values.append([take(spec, kept, shapes) for spec in plain.pop(0)])
             elif f.kind in ("tensors", "written"):
                 source, count = (kept if f.kind == "tensors" else written), plain.pop(0)
                 values.append(source[:count])
@@ -290,9 +306,20 @@ class CustomOp:
                 values.append(opaque.group_of(given.pop(0)) if f.kind == "group" else given.pop(0))
         all_grads = [grads.pop(0) if there else None for there in present]
         assert self.backward is not None
-        with torch.no_grad():
+        with _NoGrad():
             made = self.backward(self.arguments(*values), needs, saved, all_grads)
         return _new_memory(f"{self.name}_backward", list(made), inputs)
+
+
+class _NoGrad:
+    """torch.no_grad without its overhead."""
+
+    def __enter__(self) -> None:
+        self.before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *error: Any) -> None:
+        torch._C._set_grad_enabled(self.before)
 
 
 def _requires_grad(t: Any) -> bool:
@@ -406,6 +433,8 @@ def _traced_function(op: CustomOp) -> Callable[..., Any]:
                     kept_list = value if f.name in keeps else []
                     held.append(len(kept_list))
                     tensors += kept_list
+                elif f.kind == "quantizables":
+                    held.append(tuple([put(t, tensors, sizes) for t in (value if f.name in keeps else [])]))
                 else:
                     held.append(value)
             count = len(tensors)

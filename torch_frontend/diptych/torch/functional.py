@@ -1,7 +1,9 @@
 """The verbs on tensors: `quantize`, `dequantize`, `gemm`, `gemm_into`, `amax`, `bias_grad`, `scale_update`.
 
-None has a derivative; an argument that requires grad is refused while grad mode is on. All of them trace under
-`torch.compile(fullgraph=True)`, with static and dynamic shapes.
+`quantize`, `dequantize` and `gemm` are differentiable, straight through: the gradient of a quantized tensor is a plain
+tensor of its logical dtype, and that of what was quantized. The others have no derivative; an argument of theirs that
+requires grad is refused while grad mode is on. All of them trace under `torch.compile(fullgraph=True)`, with static and
+dynamic shapes.
 """
 
 from __future__ import annotations
@@ -13,12 +15,13 @@ import torch
 from torch import Tensor
 
 from diptych.common import shapes
-from diptych.common.errors import DTypeError
+from diptych.common.errors import DTypeError, UnsupportedError
 from diptych.common.formats import FORMATS
 from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX, Quantizer
 from diptych.torch import primitives
-from diptych.torch.quantized import QuantizedTensor, from_buffers
-from diptych.torch.rules import require_quantizer, require_tensor
+from diptych.torch.custom_op import _refuse_second_derivative
+from diptych.torch.quantized import QuantizedTensor, from_buffers, rotated
+from diptych.torch.rules import Copy, require_no_grad, require_quantizer, require_tensor
 
 
 def _require_quantized(op: str, arg: str, q: Any) -> None:
@@ -109,11 +112,12 @@ def quantize(
     int32 [4] from `rng_state` (stochastic rounding); a call uses two offsets and leaves it as it is. `amax_group`: a
     process group, over whose ranks the amaxes of the tensor are reduced by max first; those per row stay.
 
-    **Returns:** a `QuantizedTensor` with x's shape, dtype and device, and the copies that `quantizer` wants.
+    **Returns:** a `QuantizedTensor` with x's shape, dtype and device, and the copies that `quantizer` wants. Where x
+    requires grad and grad mode is on, so does it; its gradient, a plain tensor of x's dtype, is x's (straight through).
 
     **Raises:** TypeError for other dtypes, no quantizer, or a missing `scale` or `rng`; ValueError for a scalar,
-    extents or an argument that the format does not take, or mixed devices; NotImplementedError where no kernel fits or
-    x requires grad.
+    extents or an argument that the format does not take, or mixed devices; NotImplementedError where no kernel fits,
+    or an amax or scale requires grad.
     """
     require_tensor("quantize", "x", x)
     require_quantizer("quantize", quantizer)
@@ -131,8 +135,23 @@ def quantize(
     if amax_group is not None:
         if amax is not None or columnwise_amax is not None or scale is not None:
             raise ValueError("quantize: amax_group reduces x's own amax, and an amax or a scale was given too")
-        amax, columnwise_amax = group_amaxes(x, quantizer, amax_group)
+        amax, columnwise_amax = group_amaxes(x.detach(), quantizer, amax_group)
+    if torch.is_grad_enabled() and x.requires_grad:
+        require_no_grad("quantize (its amaxes and scale)", amax, columnwise_amax, scale)
+        return _Quantize.apply(x, quantizer, amax, columnwise_amax, scale, rng)
     return from_buffers(x, quantizer, primitives.quantize(x, quantizer, amax, columnwise_amax, scale, rng))
+
+
+class _Quantize(torch.autograd.Function):
+    """Straight through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, quantizer: Quantizer, *given: Tensor | None) -> QuantizedTensor:
+        return from_buffers(x, quantizer, primitives.quantize(x, quantizer, *given))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return grad, None, None, None, None, None
 
 
 def rng_state(seed: int, offset: int = 0, device: torch.device | str | int | None = None) -> Tensor:
@@ -187,9 +206,10 @@ def dequantize(q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
     **Arguments:** `dtype`: float32, bfloat16 or float16; None is q's logical dtype.
 
     **Returns:** a tensor of q's shape, from the rowwise copy if there is one, else from the columnwise copy; where that
-    is of the Hadamard-rotated tensor, the rotated values.
+    is of the Hadamard-rotated tensor, the rotated values. Its gradient is q's.
 
-    **Raises:** TypeError for another dtype or for a tensor that is not quantized.
+    **Raises:** TypeError for another dtype or for a tensor that is not quantized, NotImplementedError for rotated
+    values where q requires grad.
     """
     _require_quantized("dequantize", "q", q)
     return q.dequantize(dtype)
@@ -213,17 +233,97 @@ def gemm(
     `gemm(dy, x, trans_a=True, trans_b=False)`. `bias`: [N] float32, bfloat16 or float16. `out_dtype`: None is a's
     logical dtype. `fast_accum`: Hopper's reduced accumulation, per-tensor formats only.
 
-    **Returns:** [M, N] in `out_dtype`; a's leading dimensions unfold unless `trans_a`.
+    **Returns:** [M, N] in `out_dtype`; a's leading dimensions unfold unless `trans_a`. Differentiable once: the
+    gradients of a and b are products in `out_dtype` of dy and the values of the copy that was multiplied (of the
+    rowwise one where that is Hadamard-rotated), plain tensors in their logical dtypes; the bias gets `bias_grad`.
 
     **Raises:** ValueError for unequal reduced lengths, a copy that was not made, mixed devices or an option that the
-    formats do not take, TypeError for dtypes, NotImplementedError where no kernel fits or the bias requires grad.
+    formats do not take, TypeError for dtypes, NotImplementedError where no kernel fits, for a second derivative, or one
+    that needs a rowwise copy that was not made.
     """
     _require_quantized("gemm", "a", a)
     _require_quantized("gemm", "b", b)
     side_a, side_b = shapes.gemm_copies(trans_a, trans_b)
     dtype = a.dtype if out_dtype is None else out_dtype
+    if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)):
+        return _Gemm.apply(a, b, bias, trans_a, trans_b, alpha, dtype, fast_accum)
     d = primitives.gemm(a.copy_of(side_a), b.copy_of(side_b), bias, alpha, dtype, fast_accum)
     return d.view(shapes.gemm_out_shape(a.shape, d.shape[0], d.shape[1], trans_a))
+
+
+def _copy_for_gradient(arg: str, q: QuantizedTensor, columnwise: bool) -> Copy:
+    """The copy of one operand that the other's gradient is a product with: the one that was multiplied."""
+    if columnwise and rotated(q.quantizer):
+        if q.rowwise_data is None:
+            raise UnsupportedError(f"gemm: the derivative needs the rowwise copy of {arg}, whose columns are rotated")
+        columnwise = False
+    return q.copy_of(columnwise)
+
+
+class _Gemm(torch.autograd.Function):
+    """What it saves are the buffers of the copies that backward reads."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        a: QuantizedTensor,
+        b: QuantizedTensor,
+        bias: Tensor | None,
+        trans_a: bool,
+        trans_b: bool,
+        alpha: float,
+        dtype: torch.dtype,
+        fast_accum: bool,
+    ) -> Tensor:
+        side_a, side_b = shapes.gemm_copies(trans_a, trans_b)
+        saved: list[Tensor] = []
+        specs = []
+        for arg, q, side, wanted in (("a", a, side_a, b.requires_grad), ("b", b, side_b, a.requires_grad)):
+            if wanted:
+                data, scale_inv, amax, format_id, columnwise = _copy_for_gradient(arg, q, side)
+                saved += (data, scale_inv) if amax is None else (data, scale_inv, amax)
+                specs.append((format_id, columnwise, amax is not None))
+            else:
+                specs.append(None)
+        ctx.save_for_backward(*saved)
+        ctx.specs, ctx.options = specs, (trans_a, trans_b, alpha)
+        ctx.forms = ((a.shape, a.dtype), (b.shape, b.dtype), None if bias is None else bias.dtype)
+        d = primitives.gemm(a.copy_of(side_a), b.copy_of(side_b), bias, alpha, dtype, fast_accum)
+        return d.view(shapes.gemm_out_shape(a.shape, d.shape[0], d.shape[1], trans_a))
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        if not torch.compiler.is_compiling():
+            _refuse_second_derivative("gemm")
+        saved = list(ctx.saved_tensors)
+        trans_a, trans_b, alpha = ctx.options
+        (a_shape, a_dtype), (b_shape, b_dtype), bias_dtype = ctx.forms
+        a, b = [None if spec is None else _values(spec, saved, dy.dtype) for spec in ctx.specs]
+        da = db = dbias = None
+        if bias_dtype is not None and ctx.needs_input_grad[2]:
+            dbias = primitives.bias_grad(dy, bias_dtype)
+        dy = dy.reshape(shapes.rows_cols(dy.shape))
+        with torch.amp.autocast(dy.device.type, enabled=False):
+            if b is not None:
+                op_b = b if trans_b else b.t()  # transposed: [N, K]
+                da = _scaled(op_b.t() @ dy.t() if trans_a else dy @ op_b, alpha).to(a_dtype).view(a_shape)
+            if a is not None:
+                op_a = a.t() if trans_a else a  # [M, K]
+                db = _scaled(dy.t() @ op_a if trans_b else op_a.t() @ dy, alpha).to(b_dtype).view(b_shape)
+        return da, db, dbias, None, None, None, None, None
+
+
+def _values(spec: tuple[int, bool, bool], saved: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """A saved copy in high precision, as a matrix; takes its tensors off the front."""
+    format_id, columnwise, has_amax = spec
+    data, scale_inv = saved.pop(0), saved.pop(0)
+    amax = saved.pop(0) if has_amax else None
+    t = primitives.dequantize((data, scale_inv, amax, format_id, columnwise), dtype)
+    return t.reshape(shapes.rows_cols(t.shape))
+
+
+def _scaled(t: Tensor, alpha: float) -> Tensor:
+    return t if alpha == 1.0 else t * alpha
 
 
 def gemm_into(
@@ -245,11 +345,13 @@ def gemm_into(
 
     **Returns:** `acc`.
 
-    **Raises:** as `gemm`, before `acc` is touched; ValueError also where `acc` is not contiguous or of another shape.
+    **Raises:** as `gemm`, before `acc` is touched; ValueError also where `acc` is not contiguous or of another shape,
+    NotImplementedError where anything requires grad.
     """
     require_tensor("gemm_into", "acc", acc)
     _require_quantized("gemm_into", "a", a)
     _require_quantized("gemm_into", "b", b)
+    require_no_grad("gemm_into", acc, a, b, bias)
     side_a, side_b = shapes.gemm_copies(trans_a, trans_b)
     primitives.gemm_into(acc, a.copy_of(side_a), b.copy_of(side_b), bias, alpha, beta, fast_accum)
     return acc

@@ -36,6 +36,7 @@ from diptych.torch.rules import (
     require_high_precision,
     require_no_grad,
     require_out_dtype,
+    require_size,
     workspace,
 )
 
@@ -55,8 +56,8 @@ def _check_vector(op: str, arg: str, t: Tensor | None, x: Tensor, numel: Any, *,
     if statistic and t.dtype != torch.float32:
         raise DTypeError(f"{op}: {arg} must be float32, got {describe(t)}")
     require_high_precision(op, arg, t)
-    message = f"{op}: {arg} must hold {numel} elements for x {describe(x)}, got {describe(t)}"
-    enforce((shapes.Constraint(math.prod(t.shape), numel, message),))
+    say = f"{op}: {arg} must hold {{}} elements for x {{}}, got {{}}"
+    require_size(math.prod(t.shape), numel, lambda: say.format(numel, describe(x), describe(t)))
 
 
 def _check_norm(op: str, x: Tensor, which: int, **operands: Tensor | None) -> None:

@@ -12,36 +12,39 @@ Invariants:
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from diptych.common.errors import DTypeError, ShapeError
-from diptych.common.fused import NormOptions, norm_options
+from diptych.common.fused import NORMS, NormOptions, norm_options
 from diptych.common.plan import LinearPlan, TensorPlan
 from diptych.common.recipes import Recipe
 from diptych.common.schedule import Call, Schedule
 from diptych.torch import functional, fused, primitives
+from diptych.torch.custom_op import CustomOp
 from diptych.torch.fused import FusedInput
+from diptych.torch.layer_node import LayerArguments, finished, kept_spec, result_proto, run, weight_gradient
 from diptych.torch.module import QuantizedModule
+from diptych.torch.opaque import Constants
 from diptych.torch.products import (
     Copies,
     Operand,
     Options,
-    WeightGradient,
     fprop,
     pack,
     pick,
     product,
     quantize_calls,
-    quantize_general,
     rng_of,
     rounded,
     scale_of,
-    schedule,
     unpack,
 )
+from diptych.torch.proto import TensorProto
+from diptych.torch.quantized import QuantizedTensor
 from diptych.torch.rules import describe, require_device, require_high_precision, require_tensor
 from diptych.torch.weights import initial_weight
 
@@ -58,6 +61,11 @@ def fusable(tensor: TensorPlan, columnwise: bool = True) -> bool:
 def input_fusable(plan: LinearPlan) -> bool:
     """Whether the input of a linear layer may stay unstored."""
     return fusable(plan.input, not plan.dequantized_backward)
+
+
+def has_one_amax(call: Call) -> bool:
+    """Whether quantizing computes an amax of the whole tensor, and no other."""
+    return call.reducible and not primitives.TWO_LEVEL[call.quantizer.spec.format_id]
 
 
 class Encoded(NamedTuple):
@@ -84,7 +92,7 @@ def encode(
         return Encoded(quantize_calls(t, calls, options, rng, scales))
     rowwise = columnwise = found = total = None
     for call in calls:
-        one_amax = call.reducible and not primitives.TWO_LEVEL[call.quantizer.spec.format_id]
+        one_amax = has_one_amax(call)
         wanted = sum_dtype if total is None else None
         scale = history = None
         given: tuple[Tensor | None, Tensor | None] = (amax if one_amax else None, None)
@@ -111,19 +119,6 @@ def input_gradient(
     """dgrad: [..., width] beside x's leading dimensions, in x's dtype."""
     dx = product("dgrad", dy, w, None, x.dtype, s.plan.fast_accum[1])
     return rounded(dx, s.results[1], options, rng).view(*x.shape[:-1], width)
-
-
-def weight_gradient(
-    dy: Operand, x: Operand, dtype: torch.dtype, s: Schedule, options: Options, rng: Tensor | None
-) -> Tensor | None:
-    """wgrad, where the module's options let it go."""
-    wgrad = WeightGradient(dy, x, dtype, s, options, rng)
-    return wgrad.compute() if options.weight_grad is None else options.weight_grad.accept(wgrad)
-
-
-def result(y: Tensor, s: Schedule, options: Options, rng: Tensor | None) -> Tensor:
-    """What a module returns where no gradient is needed."""
-    return y if s.results[0] is None else quantize_general(y, s.results[0], options, rng, None)
 
 
 def input_for(op: str, x: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
@@ -161,9 +156,11 @@ class NormedModule(QuantizedModule):
     layer_norm_weight: nn.Parameter
     layer_norm_bias: nn.Parameter | None
     norm: NormOptions
+    norm_constants: Constants
 
     def _make_norm(self, normalization: str, width: int, eps: float, zero_centered_gamma: bool, **placed: Any) -> None:
         self.norm = norm_options(type(self).__name__, normalization, eps, zero_centered_gamma)
+        self.norm_constants = Constants(self.norm)  # dynamic shapes make plain floats symbolic
         self.normalization = normalization
         self.layer_norm_weight = nn.Parameter(torch.empty(width, **placed))
         self.layer_norm_bias = nn.Parameter(torch.empty(width, **placed)) if normalization == "LayerNorm" else None
@@ -205,74 +202,92 @@ def normed_fprop(
     return y, z, (mu, rsigma), copies_z, copies_w
 
 
-class _LayerNormLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        gamma: Tensor,
-        beta: Tensor | None,
-        weight: Tensor,
-        bias: Tensor | None,
-        rng: Tensor | None,
-        recipe: Recipe,
-        options: Options,
-        norm: NormOptions,
-        need_dz: bool,
-        need_dw: bool,
-        with_z: bool,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        s = schedule(recipe, options.module, options.name, need_dz, need_dw)
-        y, z, stats, copies_z, copies_w = normed_fprop(x, gamma, beta, weight, bias, rng, s, options, norm, with_z)
-        saved: list[Tensor] = []
-        spec_z = spec_w = None
-        if need_dw:
-            spec_z = pack(pick(s.x_kept, copies_z, x if z is None else z), saved)
-        if need_dz:
-            spec_w = pack(pick(s.w_kept, copies_w, weight), saved)
-            saved += [x, gamma, *[t for t in stats if t is not None]]
-        if s.backward_rng and rng is not None:
-            saved.append(rng)
-        ctx.save_for_backward(*saved)
-        dtypes = weight.dtype, None if bias is None else bias.dtype
-        ctx.call = (
-            recipe,
-            options,
-            norm,
-            need_dz,
-            need_dw,
-            spec_z,
-            spec_w,
-            dtypes,
-            stats[0] is not None,
-            beta is not None,
-        )
-        y = rounded(y, s.results[0], options, rng)
-        return (y, z) if with_z and z is not None else y
+@dataclasses.dataclass
+class NormedArguments(LayerArguments):
+    """Of an op that begins with a norm; `norm`: its `NormOptions`."""
+
+    gamma: Tensor
+    beta: Tensor | None
+    norm: Constants
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor, dz_out: Tensor | None = None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        fused.refuse_second_derivative("diptych.torch.LayerNormLinear")
-        recipe, options, norm, need_dz, need_dw, spec_z, spec_w, (w_dtype, bias_dtype), has_mu, has_beta = ctx.call
-        s = schedule(recipe, options.module, options.name, need_dz, need_dw)
-        saved = list(ctx.saved_tensors)
-        z = unpack(spec_z, saved) if need_dw else None
-        w = x = gamma = rsigma = mu = dx = dgamma = dbeta = dw = db = None
-        if need_dz:
-            w = unpack(spec_w, saved)
-            x, gamma = saved.pop(0), saved.pop(0)
-            mu, rsigma = saved.pop(0) if has_mu else None, saved.pop(0)
-        rng = saved.pop(0) if saved else None
-        rowwise, columnwise = quantize_calls(dy, s.dy, options, rng)
-        if x is not None and gamma is not None and rsigma is not None:
-            dz = input_gradient(dy if rowwise is None else rowwise, w, x, s, options, rng, x.size(-1))
-            dz = dz if dz_out is None else dz + dz_out
-            dx, dgamma, dbeta = fused.norm_grad(dz, x, gamma, mu, rsigma, norm, has_beta)
-        if need_dw:
-            dw = weight_gradient(dy if columnwise is None else columnwise, z, w_dtype, s, options, rng)
-        if bias_dtype is not None and ctx.needs_input_grad[4]:
-            db = primitives.bias_grad(dy, bias_dtype)
-        return dx, dgamma, dbeta, dw, db, *[None] * 7
+    def wants_dz(needs: tuple[str, ...]) -> bool:
+        """Whether the gradient of the norm's output is needed."""
+        return "x" in needs or "gamma" in needs or "beta" in needs
+
+    def kept_operands(self, needs: tuple[str, ...], schedules: tuple[Schedule, ...]) -> tuple[str, ...]:
+        return ("x", "gamma") if self.wants_dz(needs) else ()
+
+    def norm_options(self) -> NormOptions:
+        held = self.norm.items  # a graph rebuilds it as a plain tuple
+        return held if isinstance(held, NormOptions) else NormOptions(*held)
+
+    def norm_gradients(self, dz: Tensor, saved: list[Tensor]) -> dict[str, Any]:
+        """Of the norm's operands; takes its statistics off the front."""
+        options = self.norm_options()
+        mu = saved.pop(0) if options.which == NORMS["LayerNorm"] else None
+        made = fused.norm_grad(dz, self.x, self.gamma, mu, saved.pop(0), options, self.beta is not None)
+        return {"x": made[0], "gamma": made[1], "beta": made[2]}
+
+
+@dataclasses.dataclass
+class _Arguments(NormedArguments):
+    weight: Tensor | QuantizedTensor
+    bias: Tensor | None
+    rng: Tensor | None
+    with_z: bool
+
+    def wanted(self, needs: tuple[str, ...]) -> tuple[tuple[bool, bool], ...]:
+        return ((self.wants_dz(needs), "weight" in needs),)
+
+
+def _forward(a: _Arguments, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+    s = a.schedules(needs)[0]
+    (options,), amaxes = a.forward_options(needs)
+    y, z, stats, copies_z, copies_w = normed_fprop(
+        a.x, a.gamma, a.beta, a.weight, a.bias, a.rng, s, options, a.norm_options(), a.with_z
+    )
+    saved: list[Tensor] = []
+    if s.x_kept:
+        operand = pick(s.x_kept, copies_z, a.x if z is None else z)
+        pack(operand.clone() if operand is z and a.with_z and a.options is None else operand, saved)
+    a.pack_weight(0, s, copies_w, saved)
+    if s.w_kept:
+        saved += [t for t in stats if t is not None]
+    y = finished(y, s, options, a.rng, needs)
+    return (y, z, *amaxes) if a.with_z and z is not None else (y, *amaxes), saved
+
+
+def _layout(a: _Arguments, needs: tuple[str, ...]) -> tuple[TensorProto, ...]:
+    y = result_proto(a.x, a.weight.shape[0], a.schedules(needs)[0], needs)
+    z = TensorProto(a.x.shape, a.x.dtype, None, a.x.device, True)
+    return (y, z, *a.amax_protos(needs)) if a.with_z else (y, *a.amax_protos(needs))
+
+
+def _backward(a: _Arguments, needs: tuple[str, ...], saved: list[Tensor], grads: list[Tensor | None]) -> list[Tensor]:
+    s, options, dy = a.schedules(needs)[0], a.backward_options(needs)[0], grads[0]
+    assert dy is not None
+    z = unpack(kept_spec(s.x_kept, s.plan.input), saved) if s.x_kept else None
+    w = a.kept_weight(0, s, saved) if s.w_kept else None
+    rowwise, columnwise = quantize_calls(dy, s.dy, options, a.rng)
+    made: dict[str, Any] = {}
+    if s.w_kept:
+        dz = input_gradient(dy if rowwise is None else rowwise, w, a.x, s, options, a.rng, a.x.shape[-1])
+        dz_out = grads[1] if a.with_z else None
+        made |= a.norm_gradients(dz if dz_out is None else dz + dz_out, saved)
+    if "weight" in needs:
+        operand = dy if columnwise is None else columnwise
+        made["weight"] = weight_gradient(operand, z, a.weight.dtype, s, options, a.rng)
+    if "bias" in needs:
+        assert a.bias is not None
+        made["bias"] = primitives.bias_grad(dy, a.bias.dtype)
+    return [made[name] for name in a.gradients(needs)]
+
+
+_layernorm_linear = CustomOp(
+    "diptych::layernorm_linear", _Arguments, _forward, _layout, _backward,
+    keeps=_Arguments.keeps, gradients=_Arguments.gradients,
+)  # fmt: skip
 
 
 class LayerNormLinear(NormedModule):
@@ -338,17 +353,9 @@ class LayerNormLinear(NormedModule):
             return (y, z) if self.return_layernorm_output else y
         options, rng = self._options_for(recipe, x, weight, "", is_first_microbatch, skip_weight_update)
         with_z = self.return_layernorm_output
-        if torch.is_grad_enabled():
-            need_dz = x.requires_grad or gamma.requires_grad or (beta is not None and beta.requires_grad)
-            need_dw = weight.requires_grad
-            if need_dz or need_dw or (bias is not None and bias.requires_grad):
-                return _LayerNormLinear.apply(
-                    x, gamma, beta, weight, bias, rng, recipe, options, self.norm, need_dz, need_dw, with_z
-                )
-        s = schedule(recipe, options.module, options.name, False, False)
-        y, z, *_ = normed_fprop(x, gamma, beta, weight, bias, rng, s, options, self.norm, with_z)
-        y = result(y, s, options, rng)
-        return (y, z) if with_z else y
+        operands = (gamma, beta, self.norm_constants, weight, bias, rng, with_z)
+        made = run(_layernorm_linear, x, recipe, (options,), *operands)
+        return made if with_z else made[0]
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

@@ -11,20 +11,25 @@ code, is stored instead (`layernorm_linear.fusable`).
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import dataclasses
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from diptych.common.fused import ActivationOptions, NormOptions, activation_options
+from diptych.common.fused import ActivationOptions, activation_options
 from diptych.common.recipes import Recipe
 from diptych.common.schedule import Schedule
 from diptych.torch import fused, primitives
+from diptych.torch.custom_op import CustomOp
 from diptych.torch.fused import FusedInput
+from diptych.torch.layer_node import finished, kept_spec, result_proto, run, weight_gradient
 from diptych.torch.layernorm_linear import (
+    NormedArguments,
     NormedModule,
     encode,
     fusable,
+    has_one_amax,
     input_for,
     input_fusable,
     input_gradient,
@@ -32,8 +37,6 @@ from diptych.torch.layernorm_linear import (
     require_recipe,
     require_sizes,
     reset_linear,
-    result,
-    weight_gradient,
 )
 from diptych.torch.products import (
     Options,
@@ -44,31 +47,34 @@ from diptych.torch.products import (
     record_late,
     rounded,
     scale_of,
-    schedule,
     unpack,
 )
+from diptych.torch.proto import TensorProto
+from diptych.torch.quantized import QuantizedTensor
 from diptych.torch.weights import initial_weight
 
 
-class _Call(NamedTuple):
-    """What one forward and backward are of. `need_*`: whose gradients are wanted."""
+@dataclasses.dataclass
+class _Arguments(NormedArguments):
+    """`activation`: `ActivationOptions` as scalars. Layers are fc1 and fc2, which makes its input's copy again."""
 
-    recipe: Recipe
-    fc1: Options
-    fc2: Options
-    norm: NormOptions
-    activation: ActivationOptions
-    need_dz: bool
-    need_dw1: bool
-    need_dh: bool
-    need_dw2: bool
+    weights: ClassVar[tuple[str, ...]] = ("weight1", "weight2")
+    rngs: ClassVar[tuple[str, ...]] = ("rng1", "rng2")
 
-    def schedules(self) -> tuple[Schedule, Schedule]:
-        """Of fc1 and of fc2, whose input's columnwise copy is backward's to make."""
-        return (
-            schedule(self.recipe, self.fc1.module, self.fc1.name, self.need_dz, self.need_dw1),
-            schedule(self.recipe, self.fc2.module, self.fc2.name, self.need_dh, self.need_dw2, True),
-        )
+    weight1: Tensor | QuantizedTensor
+    bias1: Tensor | None
+    weight2: Tensor | QuantizedTensor
+    bias2: Tensor | None
+    rng1: Tensor | None
+    rng2: Tensor | None
+    activation: tuple[Any, ...]
+
+    def wants_dh(self, needs: tuple[str, ...]) -> bool:
+        """Whether the gradient of fc1's output is needed."""
+        return self.wants_dz(needs) or "weight1" in needs or "bias1" in needs
+
+    def wanted(self, needs: tuple[str, ...]) -> tuple[tuple[bool, bool], ...]:
+        return (self.wants_dz(needs), "weight1" in needs), (self.wants_dh(needs), "weight2" in needs)
 
 
 def _activated(h: Tensor, activation: ActivationOptions, s2: Schedule) -> Tensor | FusedInput:
@@ -76,118 +82,112 @@ def _activated(h: Tensor, activation: ActivationOptions, s2: Schedule) -> Tensor
     return fused.activated(h, activation) if input_fusable(s2.plan) else fused.activation(h, activation)
 
 
-class _LayerNormMLP(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        gamma: Tensor,
-        beta: Tensor | None,
-        w1: Tensor,
-        b1: Tensor | None,
-        w2: Tensor,
-        b2: Tensor | None,
-        rng1: Tensor | None,
-        rng2: Tensor | None,
-        call: _Call,
-    ) -> Tensor:
-        fc1, fc2 = call.fc1, call.fc2
-        s1, s2 = call.schedules()
-        h, z, stats, copies_z, copies_w1 = normed_fprop(x, gamma, beta, w1, b1, rng1, s1, fc1, call.norm, False)
-        h = rounded(h, s1.results[0], fc1, rng1)
-        a = _activated(h, call.activation, s2)
-        encoded = encode(a, s2.x, fc2, rng2, fc2.replay)
-        y, _, copies_w2 = fprop(h if isinstance(a, FusedInput) else a, w2, b2, rng2, s2, fc2, encoded.copies)
-        saved: list[Tensor] = []
-        spec_z = spec_w1 = spec_w2 = None
-        late_amax = None
-        if call.need_dw1:
-            spec_z = pack(pick(s1.x_kept, copies_z, x if z is None else z), saved)
-        if call.need_dz:
-            spec_w1 = pack(pick(s1.w_kept, copies_w1, w1), saved)
-            saved += [x, gamma, *[t for t in stats if t is not None]]
-        if call.need_dh:
-            spec_w2 = pack(pick(s2.w_kept, copies_w2, w2), saved)
-        if call.need_dh or call.need_dw2:
-            saved.append(h)
-        if call.need_dw2:
-            saved += [scale_of(c, fc2, fc2.replay)[0].clone() for c in s2.x_late if c.state]
-            record_late(a, s2, fc2, fused.amax if isinstance(a, FusedInput) else primitives.amax)
-            late_amax = encoded.amax
-        optional = (late_amax, rng1 if s1.backward_rng else None, rng2 if s2.backward_rng else None)
-        saved += [t for t in optional if t is not None]
-        ctx.save_for_backward(*saved)
-        ctx.call = call
-        ctx.specs = (
-            spec_z,
-            spec_w1,
-            spec_w2,
-            stats[0] is not None,
-            beta is not None,
-            [t is not None for t in optional],
-        )
-        ctx.dtypes = (w1.dtype, w2.dtype, None if b1 is None else b1.dtype, None if b2 is None else b2.dtype)
-        return rounded(y, s2.results[0], fc2, rng2)
+def _keeps_amax(s2: Schedule) -> bool:
+    """Whether quantizing the activation computes an amax that backward, which quantizes it again, needs too."""
+    if not (s2.x_late and input_fusable(s2.plan)):
+        return False
+    return bool([c for c in s2.x if has_one_amax(c)])
 
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        fused.refuse_second_derivative("diptych.torch.LayerNormMLP")
-        call: _Call = ctx.call
-        fc1, fc2 = call.fc1, call.fc2
-        s1, s2 = call.schedules()
-        spec_z, spec_w1, spec_w2, has_mu, has_beta, has_optional = ctx.specs
-        w1_dtype, w2_dtype, b1_dtype, b2_dtype = ctx.dtypes
-        saved = list(ctx.saved_tensors)
-        w1 = w2 = x = gamma = rsigma = mu = h = dx = dgamma = dbeta = dw1 = db1 = dw2 = db2 = None
-        z = unpack(spec_z, saved) if call.need_dw1 else None
-        if call.need_dz:
-            w1 = unpack(spec_w1, saved)
-            x, gamma = saved.pop(0), saved.pop(0)
-            mu, rsigma = saved.pop(0) if has_mu else None, saved.pop(0)
-        if call.need_dh:
-            w2 = unpack(spec_w2, saved)
-        if call.need_dh or call.need_dw2:
-            h = saved.pop(0)
-        scales = {c.state: saved.pop(0) for c in s2.x_late if c.state} if call.need_dw2 else {}
-        amax, rng1, rng2 = [saved.pop(0) if has else None for has in has_optional]
 
-        rowwise, columnwise = quantize_calls(dy, s2.dy, fc2, rng2)
-        if h is not None and call.need_dw2:
-            a = _activated(h, call.activation, s2)
-            copies_a = encode(a, s2.x_late, fc2, rng2, scales, amax=amax).copies
-            operand = pick(s2.x_kept, copies_a, h if isinstance(a, FusedInput) else a)
-            dw2 = weight_gradient(dy if columnwise is None else columnwise, operand, w2_dtype, s2, fc2, rng2)
-        if b2_dtype is not None and ctx.needs_input_grad[6]:
-            db2 = primitives.bias_grad(dy, b2_dtype)
-        if h is not None and call.need_dh:
-            width = h.size(-1) // 2 if call.activation.gated else h.size(-1)
-            da = input_gradient(dy if rowwise is None else rowwise, w2, h, s2, fc2, rng2, width)
-            of_bias = b1_dtype if ctx.needs_input_grad[4] else None
-            rowwise, columnwise, dh, db1 = _activation_gradient(da, h, call, s1, rng1, of_bias)
-            if x is not None and gamma is not None and rsigma is not None:
-                dz = input_gradient(dh if rowwise is None else rowwise, w1, x, s1, fc1, rng1, x.size(-1))
-                dx, dgamma, dbeta = fused.norm_grad(dz, x, gamma, mu, rsigma, call.norm, has_beta)
-            if call.need_dw1:
-                dw1 = weight_gradient(dh if columnwise is None else columnwise, z, w1_dtype, s1, fc1, rng1)
-        return dx, dgamma, dbeta, dw1, db1, dw2, db2, None, None, None
+def _forward(a: _Arguments, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+    s1, s2 = a.schedules(needs)
+    (fc1, fc2), amaxes = a.forward_options(needs)
+    h, z, stats, copies_z, copies_w1 = normed_fprop(
+        a.x, a.gamma, a.beta, a.weight1, a.bias1, a.rng1, s1, fc1, a.norm_options(), False
+    )
+    h = rounded(h, s1.results[0], fc1, a.rng1)
+    act = _activated(h, ActivationOptions(*a.activation), s2)
+    encoded = encode(act, s2.x, fc2, a.rng2, fc2.replay)
+    y, _, copies_w2 = fprop(
+        h if isinstance(act, FusedInput) else act, a.weight2, a.bias2, a.rng2, s2, fc2, encoded.copies
+    )
+    saved: list[Tensor] = []
+    if s1.x_kept:
+        pack(pick(s1.x_kept, copies_z, a.x if z is None else z), saved)
+    a.pack_weight(0, s1, copies_w1, saved)
+    a.pack_weight(1, s2, copies_w2, saved)
+    if s2.w_kept or s2.x_kept:
+        saved.append(h)
+    if s2.x_kept:
+        saved += [scale_of(c, fc2, fc2.replay)[0].clone() for c in s2.x_late if c.state]
+        record_late(act, s2, fc2, fused.amax if isinstance(act, FusedInput) else primitives.amax)
+        if _keeps_amax(s2):
+            assert encoded.amax is not None
+            saved.append(encoded.amax)
+    if s1.w_kept:
+        saved += [t for t in stats if t is not None]
+    return (finished(y, s2, fc2, a.rng2, needs), *amaxes), saved
+
+
+def _layout(a: _Arguments, needs: tuple[str, ...]) -> tuple[TensorProto, ...]:
+    return (result_proto(a.x, a.weight2.shape[0], a.schedules(needs)[1], needs), *a.amax_protos(needs))
+
+
+def _backward(a: _Arguments, needs: tuple[str, ...], saved: list[Tensor], grads: list[Tensor | None]) -> list[Tensor]:
+    s1, s2 = a.schedules(needs)
+    fc1, fc2 = a.backward_options(needs)
+    dy, activation = grads[0], ActivationOptions(*a.activation)
+    assert dy is not None
+    z = unpack(kept_spec(s1.x_kept, s1.plan.input), saved) if s1.x_kept else None
+    w1 = a.kept_weight(0, s1, saved) if s1.w_kept else None
+    w2 = a.kept_weight(1, s2, saved) if s2.w_kept else None
+    h: Any = saved.pop(0) if s2.w_kept or s2.x_kept else None
+    rowwise, columnwise = quantize_calls(dy, s2.dy, fc2, a.rng2)
+    made: dict[str, Any] = {}
+    if s2.x_kept:
+        scales = {c.state: saved.pop(0) for c in s2.x_late if c.state}
+        act = _activated(h, activation, s2)
+        amax = saved.pop(0) if _keeps_amax(s2) else None
+        copies_a = encode(act, s2.x_late, fc2, a.rng2, scales, amax=amax).copies
+        x2 = pick(s2.x_kept, copies_a, h if isinstance(act, FusedInput) else act)
+        operand = dy if columnwise is None else columnwise
+        made["weight2"] = weight_gradient(operand, x2, a.weight2.dtype, s2, fc2, a.rng2)
+        del act, copies_a, x2
+    if "bias2" in needs:
+        assert a.bias2 is not None
+        made["bias2"] = primitives.bias_grad(dy, a.bias2.dtype)
+    if s2.w_kept:
+        width = h.shape[-1] // 2 if activation.gated else h.shape[-1]
+        da = input_gradient(dy if rowwise is None else rowwise, w2, h, s2, fc2, a.rng2, width)
+        of_bias = a.bias1.dtype if a.bias1 is not None and "bias1" in needs else None
+        rowwise, columnwise, dh, made["bias1"] = _activation_gradient(da, h, activation, s1, fc1, a.rng1, of_bias)
+        if s1.w_kept:
+            dz = input_gradient(dh if rowwise is None else rowwise, w1, a.x, s1, fc1, a.rng1, a.x.shape[-1])
+            made |= a.norm_gradients(dz, saved)
+        if s1.x_kept:
+            operand = dh if columnwise is None else columnwise
+            made["weight1"] = weight_gradient(operand, z, a.weight1.dtype, s1, fc1, a.rng1)
+    return [made[name] for name in a.gradients(needs)]
 
 
 def _activation_gradient(
-    da: Tensor, h: Tensor, call: _Call, s1: Schedule, rng: Tensor | None, bias_dtype: torch.dtype | None
+    da: Tensor,
+    h: Tensor,
+    activation: ActivationOptions,
+    s1: Schedule,
+    options: Options,
+    rng: Tensor | None,
+    bias_dtype: torch.dtype | None,
 ) -> tuple[Any, Any, Any, Tensor | None]:
     """Both copies of h's gradient, itself where it is stored, and bias1's gradient."""
     if not fusable(s1.plan.grad_output):
-        dh = fused.activation_grad(da, h, call.activation)
-        copies = quantize_calls(dh, s1.dy, call.fc1, rng)
+        dh = fused.activation_grad(da, h, activation)
+        copies = quantize_calls(dh, s1.dy, options, rng)
         return *copies, dh, None if bias_dtype is None else primitives.bias_grad(dh, bias_dtype)
     if s1.dy:
-        source = fused.activated_grad(da, h, call.activation)
-        made = encode(source, s1.dy, call.fc1, rng, sum_dtype=bias_dtype)
+        source = fused.activated_grad(da, h, activation)
+        made = encode(source, s1.dy, options, rng, sum_dtype=bias_dtype)
         return *made.copies, None, made.column_sum
     # bias1 alone is trained: the same sum, of values that are not quantized
     assert bias_dtype is not None
-    dh = fused.activation_grad(da, h, call.activation, torch.float32)
+    dh = fused.activation_grad(da, h, activation, torch.float32)
     return None, None, dh, primitives.bias_grad(dh, bias_dtype)
+
+
+_layernorm_mlp = CustomOp(
+    "diptych::layernorm_mlp", _Arguments, _forward, _layout, _backward,
+    keeps=_Arguments.keeps, gradients=_Arguments.gradients,
+)  # fmt: skip
 
 
 class LayerNormMLP(NormedModule):
@@ -259,22 +259,11 @@ class LayerNormMLP(NormedModule):
         if recipe is None:
             h = self.quantized_linear(fused.layernorm(x, gamma, beta, self.norm), w1, b1, "fc1")
             return self.quantized_linear(fused.activate(h, act), w2, b2, "fc2")
-        fc1, rng1 = self._options_for(recipe, x, w1, "fc1", is_first_microbatch, skip_weight_update)
-        fc2, rng2 = self._options_for(recipe, x, w2, "fc2", is_first_microbatch, skip_weight_update)
-        if torch.is_grad_enabled():
-            need_dz = x.requires_grad or gamma.requires_grad or (beta is not None and beta.requires_grad)
-            need_dh = need_dz or w1.requires_grad or (b1 is not None and b1.requires_grad)
-            if need_dh or w2.requires_grad or (b2 is not None and b2.requires_grad):
-                needs = (need_dz, w1.requires_grad, need_dh, w2.requires_grad)
-                call = _Call(recipe, fc1, fc2, self.norm, act, *needs)
-                return _LayerNormMLP.apply(x, gamma, beta, w1, b1, w2, b2, rng1, rng2, call)
-        s1, s2 = _Call(recipe, fc1, fc2, self.norm, act, False, False, False, False).schedules()
-        h = normed_fprop(x, gamma, beta, w1, b1, rng1, s1, fc1, self.norm, False)[0]
-        h = rounded(h, s1.results[0], fc1, rng1)
-        a = _activated(h, act, s2)
-        copies_a = encode(a, s2.x, fc2, rng2, fc2.replay).copies
-        y = fprop(h if isinstance(a, FusedInput) else a, w2, b2, rng2, s2, fc2, copies_a)[0]
-        return result(y, s2, fc2, rng2)
+        given = (is_first_microbatch, skip_weight_update)
+        fc1, rng1 = self._options_for(recipe, x, w1, "fc1", *given)
+        fc2, rng2 = self._options_for(recipe, x, w2, "fc2", *given, save_original_input=True)
+        operands = (gamma, beta, self.norm_constants, w1, b1, w2, b2, rng1, rng2, tuple(act))
+        return run(_layernorm_mlp, x, recipe, (fc1, fc2), *operands)[0]
 
     def extra_repr(self) -> str:
         sizes = f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}"

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._dynamo.comptime import comptime
 from torch.nn import functional as F
 
 from diptych.common.errors import CheckpointError, UnsupportedError
@@ -106,7 +105,11 @@ class QuantizedModule(nn.Module):
         """
         recipe = self._active_recipe()
         if recipe is None:
-            if not torch.compiler.is_compiling() and STATE.calibrating is not None:
+            if STATE.calibrating is not None:
+                if torch.compiler.is_compiling():
+                    raise UnsupportedError(
+                        "autocast(calibrating=True) under torch.compile: calibrate eagerly, then compile"
+                    )
                 return self._calibrate(x, weight, bias, layer, STATE.calibrating)
             return F.linear(x, dequantized_weight(weight), bias)
         given = (is_first_microbatch, skip_weight_update, save_original_input)
@@ -255,6 +258,8 @@ class QuantizedModule(nn.Module):
         self, plan: LinearPlan, layer: str, recipe: Recipe, device: torch.device
     ) -> tuple[ScaleStates | None, Tensor | None]:
         """`_states_for` of a call that is traced: made or bound while tracing, read and written by the graph."""
+        from torch._dynamo.comptime import comptime  # importing it takes a second
+
         comptime(_made_while_tracing)
         states = self._layer_states(layer) if plan.states else None
         if plan.states and states is None:
@@ -321,9 +326,18 @@ class QuantizedModule(nn.Module):
         self._weight_gradients.run()
 
     def _cache(self, layer: str) -> WeightCache:
+        if torch.compiler.is_compiling():
+            from torch._dynamo.comptime import comptime  # importing it takes a second
+
+            comptime(_cache_made_while_tracing)
+        else:
+            self._make_cache(layer)
+        return self._caches[layer]  # type: ignore[index]
+
+    def _make_cache(self, layer: str) -> None:
         if self._caches is None:
             self._caches = {}
-        return self._caches.setdefault(layer, WeightCache())
+        self._caches.setdefault(layer, WeightCache())
 
     # --- saving and loading ---
 
@@ -353,19 +367,27 @@ class QuantizedModule(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
+def _real(context: Any, name: str) -> Any:
+    """The object that a local of traced code stands for."""
+    tracked = context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()
+    return tracked.value if hasattr(tracked, "value") else tracked.as_python_constant()
+
+
 def _made_while_tracing(context: Any) -> None:
     """Runs where Dynamo traces `_compiled_states`, on the real objects: a graph cannot make buffers."""
-
-    def real(name: str) -> Any:
-        tracked = context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()
-        return tracked.value if hasattr(tracked, "value") else tracked.as_python_constant()
-
     with torch.inference_mode(False):
-        module = real("self")
+        module = _real(context, "self")
         for layer in dict.fromkeys(
-            (*module.layers, real("layer"))
+            (*module.layers, _real(context, "layer"))
         ):  # at once: what Dynamo has looked at it does not look at again
-            module._prepare(real("recipe"), layer, real("device"))
+            module._prepare(_real(context, "recipe"), layer, _real(context, "device"))
+
+
+def _cache_made_while_tracing(context: Any) -> None:
+    """So that a first call's graph serves later calls, too. Of all layers: see `_made_while_tracing`."""
+    module = _real(context, "self")
+    for layer in dict.fromkeys((*module.layers, _real(context, "layer"))):
+        module._make_cache(layer)
 
 
 def _announce(before: LinearPlan | None, after: LinearPlan, lost: list[str], recipe: Recipe) -> None:

@@ -28,12 +28,16 @@ _DTYPES = {d: str(d).removeprefix("torch.") for d in (torch.float32, torch.float
 
 class Field(typing.NamedTuple):
     name: str
-    kind: str  # tensor, tensors, quantizable, size, sizes, dtype, value, group, written, plain
+    kind: str  # tensor, tensors, quantizable, quantizables, size, sizes, dtype, value, group, written, plain
     schema: str  # of its argument; empty for what the constants hold
 
 
+def _alternatives(hint: Any) -> set[Any]:
+    return set(typing.get_args(hint)) if typing.get_origin(hint) in (typing.Union, types.UnionType) else {hint}
+
+
 def field_of(name: str, hint: Any) -> Field:
-    parts = set(typing.get_args(hint)) if typing.get_origin(hint) in (typing.Union, types.UnionType) else {hint}
+    parts = _alternatives(hint)
     optional = "?" if type(None) in parts else ""
     parts.discard(type(None))
     if parts == {Tensor}:
@@ -42,6 +46,10 @@ def field_of(name: str, hint: Any) -> Field:
         return Field(name, "quantizable", f"Tensor[] {name}, SymInt[] {name}_shape")
     if parts == {list[Tensor]} and not optional:
         return Field(name, "tensors", f"Tensor[] {name}")
+    if len(parts) == 1 and not optional and typing.get_origin(only := next(iter(parts))) is list:
+        (inner,) = typing.get_args(only)
+        if _alternatives(inner) <= {Tensor, QuantizedTensor, type(None)}:
+            return Field(name, "quantizables", f"Tensor[] {name}, SymInt[] {name}_shape")
     if parts == {Size} and not optional:
         return Field(name, "size", f"SymInt {name}")
     if parts == {tuple[Size, ...]} and not optional:

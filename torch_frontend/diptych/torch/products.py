@@ -55,20 +55,25 @@ class Options(NamedTuple):
 # --- what to do ------------------------------------------------------------------------------------------------------
 
 
-_schedules: dict[tuple[Any, ...], tuple[Recipe, Schedule]] = {}  # by identity: hashing a recipe costs a microsecond
+_schedules: dict[tuple[Any, ...], Schedule] = {}
+_recent: dict[tuple[Any, ...], tuple[Recipe, Schedule]] = {}  # by identity: hashing a recipe costs microseconds
 
 
 def schedule(recipe: Recipe, module: str, name: str, need_dx: bool, need_dw: bool, original: bool = False) -> Schedule:
-    """What one call does; kept for each recipe object outside of graphs. `original`: keep the input, not its copy."""
+    """What one call does; kept outside of graphs, by the recipe's value. `original`: keep the input, not its copy."""
     if torch.compiler.is_compiling():
         return make_schedule(linear_plan.__wrapped__(recipe, module, name), need_dx, need_dw, original)
     key = (id(recipe), module, name, need_dx, need_dw, original)
-    known = _schedules.get(key)
+    known = _recent.get(key)
     if known is None:
-        if len(_schedules) > 1000:
-            _schedules.clear()
-        plan = linear_plan(recipe, module, name)
-        known = _schedules[key] = (recipe, make_schedule(plan, need_dx, need_dw, original))
+        by_value = (recipe, *key[1:])
+        if by_value not in _schedules:
+            if len(_schedules) >= 4096:
+                _schedules.clear()
+            _schedules[by_value] = make_schedule(linear_plan(recipe, module, name), need_dx, need_dw, original)
+        if len(_recent) >= 1024:
+            del _recent[next(iter(_recent))]
+        known = _recent[key] = (recipe, _schedules[by_value])
     return known[1]  # the entry keeps its recipe alive, so that the id stays its own
 
 
@@ -233,19 +238,9 @@ class WeightGradient(NamedTuple):
             primitives.gemm_into(acc, self.dy, self.x, None, 1.0, 1.0, fast)
 
 
-class _Dequantize(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: QuantizedTensor) -> Tensor:
-        return weight.dequantize()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        return grad
-
-
 def dequantized_weight(weight: Tensor) -> Tensor:
     """A weight for a product in high precision; its gradient is the parameter's."""
-    return _Dequantize.apply(weight) if isinstance(weight, QuantizedTensor) else weight
+    return weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
 
 
 # --- the layer -------------------------------------------------------------------------------------------------------

@@ -33,8 +33,10 @@ class TensorProto(NamedTuple):
     @property
     def buffers(self) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...]:
         """(name, shape, dtype) of each buffer of a quantized tensor, as `__tensor_flatten__` orders them."""
-        held = self.create_tensor("meta")
-        names = held.__tensor_flatten__()[0] if isinstance(held, QuantizedTensor) else []
+        if self.quantizer is None:
+            return ()
+        held = self._replace(requires_grad=False).create_tensor("meta")
+        names = self.quantizer.buffer_names()  # Dynamo reads no `__tensor_flatten__` of what it makes
         return tuple([(n, tuple(getattr(held, n).shape), getattr(held, n).dtype) for n in names])
 
     def create_tensor(self, device: torch.device | str | None = None) -> Tensor:

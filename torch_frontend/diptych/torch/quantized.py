@@ -2,8 +2,10 @@
 
 A traceable wrapper subclass: torch.compile sees its buffers, and it has the shape, dtype and device of the tensor it
 stands for. It is **not** a number type. What moves or copies it whole works (detach, clone, to(device), copy_, save,
-pickle, deepcopy); every other operation raises NotImplementedError instead of dequantizing behind your back. It never
-requires grad: `diptych.torch.Linear` is what trains.
+pickle, deepcopy); every other operation raises NotImplementedError instead of dequantizing behind your back.
+
+One that requires grad is the result of `quantize`, or of a module or an op of this package, or a `QuantizedParameter`.
+Its gradient is a plain tensor of its shape and logical dtype. While it needs grad it cannot leave a compiled region.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
 from diptych.common.errors import DTypeError, UnsupportedError
-from diptych.common.quantizers import Quantizer
+from diptych.common.quantizers import RHT, Quantizer
 from diptych.torch import primitives
 from diptych.torch.rules import TWO_LEVEL, Copy
 
@@ -102,8 +104,9 @@ class QuantizedTensor(Tensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
         """See `diptych.torch.dequantize`."""
         dtype = self.dtype if dtype is None else dtype
-        columnwise = self.rowwise_data is None
-        return primitives.dequantize(self.copy_of(columnwise), dtype).reshape(self.shape)
+        if torch.is_grad_enabled() and self.requires_grad:
+            return _Dequantize.apply(self, dtype)
+        return _dequantize(self, dtype)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Quantizer, torch.dtype]]:
         return [name for name in BUFFERS if getattr(self, name) is not None], (self.quantizer, self.dtype)
@@ -113,6 +116,13 @@ class QuantizedTensor(Tensor):
         inner: dict[str, Tensor], meta: tuple[Quantizer, torch.dtype], outer_size: Any, outer_stride: Any
     ) -> QuantizedTensor:
         return QuantizedTensor(meta[0], outer_size, meta[1], **inner)
+
+    def __coerce_tangent_metadata__(self) -> QuantizedTensor:
+        """Called by AOTAutograd for an output that needs grad: it would take a gradient of this type alone."""
+        raise UnsupportedError(
+            "a QuantizedTensor that requires grad cannot leave a compiled region, whose backward would ask for a "
+            "quantized gradient: multiply or dequantize() it inside, or detach() it"
+        )
 
     def _stable_hash_for_caching(self) -> str:
         """The key that torch's compile caches know this kind of tensor by: layout and quantizer, no content."""
@@ -167,6 +177,30 @@ def _cotangent(t: Any) -> Any:
             raise DTypeError("the gradient of a quantized tensor is a plain tensor, and a QuantizedTensor was given")
         return torch.empty(t.shape, dtype=t.dtype, device=t.device)
     return t
+
+
+def _dequantize(q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+    return primitives.dequantize(q.copy_of(q.rowwise_data is None), dtype).reshape(q.shape)
+
+
+class _Dequantize(torch.autograd.Function):
+    """Passes the gradient on."""
+
+    @staticmethod
+    def forward(ctx: Any, q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+        if q.rowwise_data is None and rotated(q.quantizer):
+            raise UnsupportedError("dequantize: rotated values have no derivative; keep the rowwise copy")
+        ctx.dtype = q.dtype
+        return _dequantize(q, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad.to(ctx.dtype), None
+
+
+def rotated(quantizer: Quantizer) -> bool:
+    """Whether columnwise copies are of the Hadamard-rotated tensor."""
+    return bool(quantizer.spec.flags & RHT)
 
 
 def from_buffers(x: Tensor, quantizer: Quantizer, buffers: list[Tensor]) -> QuantizedTensor:

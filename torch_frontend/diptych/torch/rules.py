@@ -57,9 +57,10 @@ def require_device(op: str, first: Tensor, t: Tensor | None, arg: str) -> None:
 
 
 def require_quantizer(op: str, quantizer: Any) -> None:
-    # While Dynamo traces, the op's schema checks this: torch 2.11 shows an opaque value's wrapper to isinstance.
-    if not torch.compiler.is_compiling() and not isinstance(quantizer, Quantizer):
-        raise TypeError(
+    # While Dynamo traces, torch 2.11 shows an opaque value's wrapper to isinstance.
+    compiling = torch.compiler.is_compiling()
+    if not (hasattr(quantizer, "implementation") if compiling else isinstance(quantizer, Quantizer)):
+        raise DTypeError(
             f"{op}: quantizer must be a diptych.common.Quantizer, got {type(quantizer).__name__}; "
             "recipe.quantizer(QuantizerRole(...)) makes one"
         )
@@ -97,7 +98,7 @@ def enforce(constraints: tuple[shapes.Constraint, ...]) -> None:
             torch._check(c.lhs == c.rhs, lambda c=c: c.message)
 
 
-def _require_size(found: Any, wanted: Any, message: Callable[[], str]) -> None:
+def require_size(found: Any, wanted: Any, message: Callable[[], str]) -> None:
     """Enforces a size; makes no message in vain, since this is on the way of each eager call."""
     if not _static(found, wanted) or found != wanted:
         enforce((shapes.Constraint(found, wanted, message()),))
@@ -108,7 +109,7 @@ def _require_numel(op: str, arg: str, t: Tensor, numel: Any) -> None:
         count = "one element" if _static(numel) and numel == 1 else f"{numel} elements"
         return f"{op}: {arg} must hold {count}, got {describe(t)}"
 
-    _require_size(t.numel(), numel, message)
+    require_size(t.numel(), numel, message)
 
 
 def _require_floats(op: str, arg: str, t: Tensor, first: Tensor, numel: Any) -> None:
@@ -144,7 +145,7 @@ def _check_rotation(op: str, x: Tensor) -> None:
     if x.dtype != torch.bfloat16:
         raise DTypeError(f"{op}: the Hadamard transform takes bfloat16 alone, got {describe(x)}")
     m, _ = shapes.rows_cols(x.shape)
-    _require_size(
+    require_size(
         m // 16 * 16, m, lambda: f"{op}: the Hadamard transform takes rows in multiples of 16, got {describe(x)}"
     )
 
@@ -309,7 +310,7 @@ def check_acc(acc: Tensor, m: Any, n: Any) -> None:
     require_high_precision("gemm_into", "acc", acc)
     rows, cols = shapes.rows_cols(acc.shape)
     for found, wanted in ((rows, m), (cols, n)):
-        _require_size(found, wanted, lambda: f"gemm_into: acc must be [{m}, {n}], got {describe(acc)}")
+        require_size(found, wanted, lambda: f"gemm_into: acc must be [{m}, {n}], got {describe(acc)}")
     _require_written("gemm_into", "acc", acc)
 
 

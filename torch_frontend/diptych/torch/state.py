@@ -19,14 +19,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
-from torch.fx.traceback import get_current_meta
 
 from diptych.common.errors import CheckpointError, RecipeSwitchWarning, UnsupportedError
 from diptych.common.plan import LinearPlan, StateSlot
 from diptych.common.quantizers import Float8Quantizer
 from diptych.torch import functional, opaque, primitives
-from diptych.torch.checkpoint import recorded, replayed
+from diptych.torch.checkpoint import SAVED, recorded, replayed, replaying, require_saved
 from diptych.torch.opaque import Constants
 from diptych.torch.rules import define, describe, direct, wrote
 
@@ -72,6 +72,8 @@ def record_amax(history: Tensor, amax: Tensor) -> None:
 
 
 def _record_amaxes(histories: list[Tensor], amaxes: list[Tensor]) -> None:
+    if replaying():  # a graph under an eager checkpoint: its forward has recorded them
+        return
     for history, amax in zip(histories, amaxes, strict=True):
         record_amax(history, amax)
 
@@ -79,6 +81,9 @@ def _record_amaxes(histories: list[Tensor], amaxes: list[Tensor]) -> None:
 _record_amaxes_op = define(
     "record_amaxes", "(Tensor(a!)[] histories, Tensor[] amaxes) -> ()", _record_amaxes, lambda histories, amaxes: None
 )
+
+
+SAVED.add(_record_amaxes_op)
 
 
 def record_amaxes(histories: list[Tensor], amaxes: list[Tensor]) -> None:
@@ -176,14 +181,48 @@ def _update_once(
     seen.copy_(step)
 
 
+def _update_once_taped(
+    histories: list[Tensor], scales: list[Tensor], seen: Tensor, step: Tensor, quantizers: Constants, group: Any
+) -> None:
+    """As compiled code runs it: a graph that an eager checkpoint recomputes finds the scales as its forward left them,
+    for it cannot be given others. **Raises** where they are none of its forward's."""
+    entry = replayed(None, "compiled scales")
+    if entry is not None and entry.seen is not None:
+        same = seen == entry.seen
+        said = (
+            "delayed scaling in compiled code that a checkpoint recomputes: its scales were updated since the forward, "
+            "in a later autocast region; run backward before that, or checkpoint inside of the compiled function"
+        )
+        if same.is_cuda:
+            torch.ops.aten._assert_async.msg(same, said)
+        elif not same.item():
+            raise UnsupportedError(said)
+        return
+    if torch._C._current_graph_task_id() != -1:
+        raise UnsupportedError(
+            "delayed scaling in compiled code that a checkpoint recomputes: it would update scales again; "
+            "use diptych.torch.checkpoint"
+        )
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+    if hooks is not None and hooks[0].__module__ != torch.utils.checkpoint.__name__:
+        raise UnsupportedError(
+            "delayed scaling in compiled code under saved_tensors_hooks (save_on_cpu): backward would record amaxes in "
+            "what the hooks give back instead of the histories; enter the hooks around eager code, or use a recipe "
+            "without delayed scaling"
+        )
+    _update_once(histories, scales, seen, step, quantizers, group)
+    recorded(None, "compiled scales", None, None, seen)
+
+
 if opaque.AVAILABLE:
     _update_once_op = define(
         "update_scales",
         "(Tensor(a!)[] histories, Tensor(b!)[] scales, Tensor(c!) seen, Tensor step, "
         f"{opaque.schema_type(Constants)} quantizers, {opaque.GROUP_TYPE}? group) -> ()",
-        _update_once,
-        lambda *_: None,
+        _update_once_taped,
+        lambda *_: require_saved("delayed scaling"),
     )
+    SAVED.add(_update_once_op)
 
 
 def update_once(states: ScaleStates, slots: tuple[StateSlot, ...], step: Tensor, group: Any) -> None:
@@ -193,8 +232,8 @@ def update_once(states: ScaleStates, slots: tuple[StateSlot, ...], step: Tensor,
     quantizers = Constants(tuple([slot.quantizer for slot in slots]))
     seen = states._buffers["seen"]
     assert seen is not None
-    group = opaque.group_argument(group)
-    _update_once_op([p[1] for p in pairs], [p[0] for p in pairs], seen, step, quantizers, group)
+    op = _update_once if direct(seen, step) else _update_once_op
+    op([p[1] for p in pairs], [p[0] for p in pairs], seen, step, quantizers, opaque.group_argument(group))
 
 
 class ScaleStates(nn.Module):
@@ -413,16 +452,13 @@ def _rng_take_taped(rng: Tensor, count: int) -> Tensor:
 
 
 def _rng_take_fake(rng: Tensor, count: int) -> Tensor:
-    if get_current_meta().get("recompute"):
-        raise UnsupportedError(
-            "stochastic rounding inside of a compiled checkpoint: the recomputation would draw other bits than the "
-            "forward; put diptych.torch.checkpoint around the compiled function instead"
-        )
+    require_saved("stochastic rounding")
     return torch.empty_like(rng)
 
 
 # An op of its own: a plain clone would be recomputed in a compiled backward, from a state that has moved on by then.
 _rng_take_op = define("rng_take", "(Tensor(a!) rng, int count) -> Tensor", _rng_take_taped, _rng_take_fake)
+SAVED.add(_rng_take_op)
 
 
 def rng_take(rng: Tensor, count: int) -> Tensor:

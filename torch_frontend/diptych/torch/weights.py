@@ -45,21 +45,18 @@ class WeightCache:
         """
         calls = schedule(recipe, options.module, options.name, need_columnwise, False).w
         key = _key(calls)
-        known = self.copies is not None and self.key == key
         weight = weight.detach()
         if skip is not None:
-            if torch.compiler.is_compiling():
-                raise UnsupportedError("skip_weight_update is for graphs captured by CUDA, not for torch.compile")
             if first is not None:
                 raise ValueError(
                     "is_first_microbatch says on the host what skip_weight_update says on the device: give one"
                 )
-            if known:
+            if self.copies is not None and self.key == key:
                 return self._select(weight, calls, options, rng, skip)
         elif not first:
             if self.copies is None:
                 raise ValueError("is_first_microbatch=False, but no weight is kept: the first microbatch passes True")
-            if known:
+            if self.key == key:
                 return self.copies
             warn_once(
                 (self.key, key),

@@ -1,0 +1,88 @@
+"""amax_group under torch.compile: a process group crosses into the nodes; each rank has its eager run's bits."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+SCRIPT = """
+import copy
+import sys
+
+import torch
+import torch.distributed as dist
+
+import diptych.torch as dt
+from diptych.common import DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling
+
+rank, file, backend = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+groups = {"data": dist.group.WORLD}
+RECIPES = (
+    Float8CurrentScaling(amax_group="data"),
+    DelayedScaling(amax_group="data", amax_history_len=4),
+    NVFP4BlockScaling(amax_group="data"),
+)
+MODULES = (lambda: dt.Linear(32, 48), lambda: dt.LayerNormLinear(32, 48), lambda: dt.LayerNormMLP(32, 48))
+
+
+def train(model, fn, recipe):
+    seen = []
+    for i in range(4):
+        torch.manual_seed(10 * i + rank)
+        with dt.autocast(recipe=copy.deepcopy(recipe), amax_groups=groups):
+            x = (torch.randn(16, 32) * (1 + 9 * rank)).bfloat16().requires_grad_()
+            y = fn(x)
+            y.float().pow(2).mean().backward()
+        seen += [y.detach(), x.grad, *[p.grad.clone() for p in model.parameters()]]
+    return seen
+
+
+for recipe in RECIPES:
+    for make in MODULES if backend == "aot_eager" else MODULES[:1]:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        torch.manual_seed(0)
+        eager = make().bfloat16()
+        dt.seed_rng(eager, 1)
+        compiled = copy.deepcopy(eager)
+        want = train(eager, eager, recipe)
+        got = train(compiled, torch.compile(compiled, fullgraph=True, backend=backend), recipe)
+        assert all(torch.equal(a, b) for a, b in zip(want, got, strict=True)), (recipe, eager)
+        a, b = eager.state_dict(), compiled.state_dict()
+        assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+        with dt.autocast(recipe=recipe.replace(amax_group="")):
+            x = torch.ones(16, 32, dtype=torch.bfloat16)
+            alone = eager(x)
+        assert alone.isfinite().all()
+        scales = [v for k, v in b.items() if k.endswith("input.scale")]
+        for scale in scales:  # both ranks came to the same scale, from amaxes that differ
+            both = [torch.empty_like(scale) for _ in range(2)]
+            dist.all_gather(both, scale)
+            assert torch.equal(*both) and scale.item() != 1
+dist.barrier()
+print("both ranks agree")
+"""
+
+
+@pytest.mark.skipif(
+    not (torch.distributed.is_available() and torch.distributed.is_gloo_available()), reason="torch has no gloo"
+)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_two_processes(backend: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", SCRIPT]
+    running = [
+        subprocess.Popen(
+            [*command, str(rank), str(tmp_path / "store"), backend],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    said = [p.communicate(timeout=300)[0] for p in running]
+    for p, text in zip(running, said, strict=True):
+        assert p.returncode == 0 and "both ranks agree" in text, text

@@ -1,0 +1,167 @@
+"""Layers under torch.compile, every way at once: module x recipe x shapes x use, equal to eager to the bit.
+
+All cells run on aot_eager (marked slow); a sample in which every pair of values meets runs with the tests. Another,
+with modes of torch.compile, runs through Inductor (marked slow, but for its first cells).
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+import diptych.torch as dt
+from diptych.common import RECIPES
+from torch_frontend import layers
+
+allpairs = pytest.importorskip("allpairspy").AllPairs
+
+K, N = 112, 160  # no number of rows: equal sizes would be one symbol
+MODULES = {
+    "Linear": lambda **kw: dt.Linear(K, N, **kw),
+    "LayerNormLinear": lambda **kw: dt.LayerNormLinear(K, N, normalization="RMSNorm", **kw),
+    "LayerNormMLP": lambda **kw: dt.LayerNormMLP(K, N, activation="swiglu", **kw),
+}
+SHAPES = ("static", "dynamic", "marked")
+USES = ("inference", "training", "checkpoint", "microbatches", "main_grad", "offload", "quantized weights")
+MODES = ("default", "reduce-overhead", "max-autotune-no-cudagraphs")
+
+
+class Cell(NamedTuple):
+    module: str
+    recipe: str
+    shapes: str
+    use: str
+    mode: str = "default"
+
+    def __str__(self) -> str:
+        return "-".join(v.replace(" ", "_") for v in self)
+
+
+AXES = (list(MODULES), list(RECIPES), list(SHAPES), list(USES))
+EVERY = [Cell(*values) for values in itertools.product(*AXES)]
+PAIRS = [Cell(*values) for values in allpairs(AXES)]
+INDUCTOR = [Cell(*values) for values in allpairs([*AXES, list(MODES)])]
+
+
+def test_the_samples_are_what_they_claim():
+    assert len(PAIRS) <= 60 and len(INDUCTOR) <= 60
+    for sample, axes in ((PAIRS, AXES), (INDUCTOR, (*AXES, MODES))):
+        for i, j in itertools.combinations(range(len(axes)), 2):
+            met = {(cell[i], cell[j]) for cell in sample}
+            assert met == set(itertools.product(axes[i], axes[j]))
+
+
+def refusal(cell: Cell) -> str:
+    """What a cell says that cannot be compiled; docs/compile.md has the reasons."""
+    return "under saved_tensors_hooks" if (cell.recipe, cell.use) == ("fp8-delayed", "offload") else ""
+
+
+def dtype_of(cell: Cell) -> torch.dtype:
+    return getattr(torch, layers.dtype_of(cell.recipe))
+
+
+def made(cell: Cell, device: str) -> Any:
+    torch.manual_seed(0)
+    recipe, options = RECIPES[cell.recipe], {"fuse_wgrad_accumulation": True} if cell.use == "main_grad" else {}
+    with dt.quantized_model_init(enabled=cell.use == "quantized weights", recipe=recipe):
+        model = MODULES[cell.module](device=device, dtype=dtype_of(cell), **options)
+    dt.seed_rng(model, 1)
+    for p in model.parameters():
+        if cell.use == "main_grad" and p.dim() == 2:
+            p.main_grad = torch.zeros(p.shape, dtype=torch.float32, device=device)
+    return model.eval() if cell.use == "inference" else model
+
+
+def call(cell: Cell, model: Any, fn: Any, x: torch.Tensor, first: bool) -> torch.Tensor:
+    given = (first,) if cell.use == "microbatches" else ()
+    if cell.use == "offload":
+        with torch.autograd.graph.save_on_cpu():
+            return fn(x)
+    return fn(x, *given)
+
+
+def steps(cell: Cell, model: Any, fn: Any, device: str) -> list[torch.Tensor]:
+    """What three steps of two microbatches compute."""
+    seen = []
+    for i in range(3):
+        rows = 16 * (4 + i) if cell.shapes != "static" else 64  # two blocks: a size of 1 is a graph of its own
+        with dt.autocast(recipe=copy.deepcopy(RECIPES[cell.recipe])):
+            for microbatch in range(2):
+                generator = torch.Generator().manual_seed(10 * i + microbatch)
+                x = (torch.randn(rows, K, generator=generator) * (i + 1)).to(device, dtype_of(cell))
+                if cell.shapes == "marked":
+                    torch._dynamo.mark_dynamic(x, 0)
+                if cell.use == "inference":
+                    with torch.no_grad():
+                        seen.append(call(cell, model, fn, x, microbatch == 0).clone())
+                    continue
+                x.requires_grad_()
+                y = call(cell, model, fn, x, microbatch == 0)
+                y.float().pow(2).mean().backward()
+                seen += [y.detach().clone(), x.grad.clone()]
+        for p in model.parameters():
+            seen += [] if p.grad is None else [p.grad.clone()]
+            seen += [p.main_grad.clone()] if hasattr(p, "main_grad") else []
+            p.grad = None
+    return [*seen, *[t.clone() for name, t in model.state_dict().items() if "state" in name]]
+
+
+def run(cell: Cell, backend: str, device: str) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    eager, model = made(cell, device), made(cell, device)
+    fn: Any = model
+    if cell.use == "checkpoint":
+
+        def fn(x: torch.Tensor) -> torch.Tensor:
+            return dt.checkpoint(model, x)
+
+    mode = None if cell.mode == "default" else cell.mode
+    dynamic = True if cell.shapes == "dynamic" else None
+    compiled = torch.compile(fn, fullgraph=True, backend=backend, dynamic=dynamic, mode=mode)
+    if refusal(cell):
+        with pytest.raises(Exception, match=refusal(cell)):
+            steps(cell, model, compiled, device)
+        return
+    want = steps(cell, eager, eager, device)
+    got = steps(cell, model, compiled, device)
+    for a, b in zip(want, got, strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+    counters = torch._dynamo.utils.counters
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] <= (2 if cell.use == "microbatches" else 1)
+    if device == "cuda" and cell.mode == "reduce-overhead":
+        assert not counters["inductor"]["cudagraph_skips"]
+
+
+@pytest.mark.parametrize("cell", PAIRS, ids=str)
+def test_pairs(cell):
+    run(cell, "aot_eager", "cpu")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", [c for c in EVERY if c not in PAIRS], ids=str)
+def test_every_cell(cell):
+    run(cell, "aot_eager", "cpu")
+
+
+@pytest.mark.parametrize("cell", INDUCTOR[:6], ids=str)
+def test_inductor(cell):
+    run(cell, "inductor", "cpu")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cell", INDUCTOR[6:], ids=str)
+def test_inductor_pairs(cell):
+    run(cell, "inductor", "cpu")
+
+
+@pytest.mark.slow
+@pytest.mark.cuda
+@pytest.mark.parametrize("cell", INDUCTOR, ids=str)
+def test_inductor_pairs_on_cuda(cell, device):
+    run(cell, "inductor", device)

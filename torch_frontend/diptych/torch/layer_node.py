@@ -1,0 +1,349 @@
+"""Linear layers inside of a graph's node: what the ops of one or more of them take beside their operands.
+
+Eagerly that is the `Options` of each layer. Where a call is traced they cross as tensors and constants, and are put
+together again inside. The states of delayed scaling are the caller's: eagerly quantizing reads and writes them as it
+goes; a forward node is pure, gets the scales and returns the amaxes of what it quantized, which the graph records
+(`record_amaxes`); a backward node declares that it writes to the histories, and to the `main_grad`s.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from diptych.common.plan import TensorPlan
+from diptych.common.recipes import Recipe
+from diptych.common.schedule import Call, Schedule
+from diptych.torch.custom_op import CustomOp, Group, Written
+from diptych.torch.products import (
+    Copies,
+    Options,
+    Spec,
+    WeightGradient,
+    pack,
+    pick,
+    quantize_general,
+    rounded,
+    schedule,
+    unpack,
+)
+from diptych.torch.proto import TensorProto
+from diptych.torch.quantized import QuantizedTensor
+from diptych.torch.rules import TWO_LEVEL
+from diptych.torch.state import record_amax, record_amaxes
+
+# --- states and copies -----------------------------------------------------------------------------------------------
+
+
+class States:
+    """The states of delayed scaling as a node has them: a scale and a history by slot."""
+
+    def __init__(self, slots: tuple[str, ...], scales: list[Tensor], histories: list[Any]) -> None:
+        self._tensors = dict(zip(slots, zip(scales, histories, strict=True), strict=True))
+
+    def tensors(self, slot: str) -> tuple[Tensor, Tensor]:
+        """(scale, history) of a slot."""
+        scale, history = self._tensors[slot]
+        return scale, history
+
+    def record(self, slot: str, amax: Tensor) -> None:
+        """Enters an amax [1]."""
+        record_amax(self._tensors[slot][1], amax)
+
+
+class _Buffer:
+    """Where a node adds a weight's gradient."""
+
+    def __init__(self, buffer: Tensor) -> None:
+        self.buffer = buffer
+
+    def accept(self, wgrad: WeightGradient) -> None:
+        wgrad.accumulate(self.buffer)
+
+
+def _state_slots(s: Schedule) -> tuple[str, ...]:
+    """Names of a plan's states, in its order."""
+    return tuple([slot.name for slot in s.plan.states])
+
+
+def _forward_slots(s: Schedule, weight: bool) -> tuple[str, ...]:
+    """The states that a forward records. `weight`: it quantizes the weight itself."""
+    found: list[str] = []
+    calls: tuple[Call, ...] = (*s.x, *s.w) if weight else s.x
+    for name in [*[c.state for c in calls], *s.late_states()]:
+        if name and name not in found:
+            found.append(name)
+    return tuple(found)
+
+
+def kept_spec(kept: str, plan: TensorPlan) -> Spec:
+    """How `pack` put the copy that backward reads."""
+    if kept == "original":
+        return None
+    quantizer = plan.rowwise if kept == "rowwise" else plan.columnwise
+    assert quantizer is not None
+    format_id = quantizer.spec.format_id
+    return format_id, kept == "columnwise", TWO_LEVEL[format_id]
+
+
+_Decided = tuple[tuple[Schedule, ...], tuple[str, ...], tuple[str, ...]]
+_recent: dict[tuple[Any, ...], tuple[Recipe, _Decided]] = {}
+
+# --- arguments -------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class LayerArguments:
+    """The fields that all ops of linear layers begin with. Where `options` is None, what follows it says the same.
+
+    `layers`: (module, name, save_original_input, record, specs of kept copies, whether there is a main_grad) of each;
+    the lists are those of all layers, one after the other.
+    """
+
+    weights: ClassVar[tuple[str, ...]] = ("weight",)  # names of fields, by layer
+    rngs: ClassVar[tuple[str, ...]] = ("rng",)
+
+    x: Tensor
+    recipe: Recipe
+    options: tuple[Options, ...] | None
+    layers: tuple[tuple[Any, ...], ...]
+    group: Group
+    copies: list[Tensor]
+    scales: list[Tensor]
+    histories: Written
+    main_grads: Written
+
+    def wanted(self, needs: tuple[str, ...]) -> tuple[tuple[bool, bool], ...]:
+        """Of each layer, whether the gradient of its input and that of its weight are."""
+        raise NotImplementedError
+
+    def kept_operands(self, needs: tuple[str, ...], schedules: tuple[Schedule, ...]) -> tuple[str, ...]:
+        """The fields besides weights and what this class has that backward reads."""
+        raise NotImplementedError
+
+    # --- what to do ---
+
+    def schedules(self, needs: tuple[str, ...]) -> tuple[Schedule, ...]:
+        """Of each layer."""
+        return self._schedules_for(needs) if torch.compiler.is_compiling() else self._decided(needs)[0]
+
+    def keeps(self, needs: tuple[str, ...]) -> tuple[str, ...]:
+        """The fields that backward reads."""
+        return self._keeps_for(needs) if torch.compiler.is_compiling() else self._decided(needs)[1]
+
+    def gradients(self, needs: tuple[str, ...]) -> tuple[str, ...]:
+        """`needs` but for the weights whose gradients go elsewhere."""
+        return self._gradients_for(needs) if torch.compiler.is_compiling() else self._decided(needs)[2]
+
+    def _decided(self, needs: tuple[str, ...]) -> _Decided:
+        """All three outside of graphs, where they are made once for each recipe object."""
+        held = self.__dict__  # a call has one `needs`
+        if "_known" in held:
+            return held["_known"]
+        key: list[Any] = [type(self), id(self.recipe), needs]
+        if self.options is None:
+            key += self.layers
+        else:
+            for options in self.options:
+                key += (options[0], options[1], options[2], options.weight_grad is None)
+        for name in self.weights:
+            key.append(isinstance(held[name], QuantizedTensor))
+        known = _recent.get(tuple(key))
+        if known is None:
+            made = (self._schedules_for(needs), self._keeps_for(needs), self._gradients_for(needs))
+            if len(_recent) >= 1024:
+                del _recent[next(iter(_recent))]
+            known = _recent[tuple(key)] = (self.recipe, made)  # the id stays its own as long as the entry does
+        held["_known"] = known[1]
+        return known[1]
+
+    def _schedules_for(self, needs: tuple[str, ...]) -> tuple[Schedule, ...]:
+        made = []
+        layers: Any = self.layers if self.options is None else self.options
+        for layer, (need_dx, need_dw) in zip(layers, self.wanted(needs), strict=True):
+            made.append(schedule(self.recipe, layer[0], layer[1], need_dx, need_dw, layer[2]))
+        return tuple(made)
+
+    def _keeps_for(self, needs: tuple[str, ...]) -> tuple[str, ...]:
+        schedules = self._schedules_for(needs)
+        found = ["scales", *self.kept_operands(needs, schedules)]
+        for i, s in enumerate(schedules):
+            if s.backward_rng:
+                found.append(self.rngs[i])
+            if self._reads_weight(i, s):
+                found.append(self.weights[i])
+            elif s.w_kept and self._specs(i):
+                found.append("copies")
+        return tuple(found)
+
+    def _gradients_for(self, needs: tuple[str, ...]) -> tuple[str, ...]:
+        elsewhere = []
+        for i, name in enumerate(self.weights):
+            gone = self.layers[i][5] if self.options is None else self.options[i].weight_grad is not None
+            if gone:
+                elsewhere.append(name)
+        return tuple([n for n in needs if n not in elsewhere])
+
+    # --- the options ---
+
+    def forward_options(self, needs: tuple[str, ...]) -> tuple[tuple[Options, ...], list[Tensor]]:
+        """Of each layer; and the amaxes that the node returns, which quantizing with those options fills in."""
+        if self.options is not None:
+            return self.options, []
+        amaxes: list[Tensor] = []
+        made = []
+        scales = list(self.scales)
+        recorded = self.recorded(needs)
+        for i, s in enumerate(self.schedules(needs)):
+            module, name, original, record = self.layers[i][:4]
+            states: Any = None
+            if scales and s.plan.states:
+                slots = _state_slots(s)
+                cells = {slot: self.x.new_zeros(1, dtype=torch.float32) for slot in recorded[i]}
+                states = States(slots, _taken(scales, len(slots)), [cells.get(slot) for slot in slots])
+                amaxes += cells.values()
+            made.append(Options(module, name, original, record, self.group, states, None, self._kept_copies(i)))
+        return tuple(made), amaxes
+
+    def backward_options(self, needs: tuple[str, ...]) -> tuple[Options, ...]:
+        """Of each layer. Its histories and main_grad are the caller's, and written to."""
+        if self.options is not None:
+            return self.options
+        scales, histories, buffers = list(self.scales), list(self.histories), list(self.main_grads)  # type: ignore[call-overload]
+        made = []
+        for layer, s in zip(self.layers, self.schedules(needs), strict=True):
+            module, name, original, record, _, fused = layer
+            states: Any = None
+            if scales and s.plan.states:
+                slots = _state_slots(s)
+                states = States(slots, _taken(scales, len(slots)), _taken(histories, len(slots)))
+            sink = _Buffer(buffers.pop(0)) if fused else None
+            made.append(Options(module, name, original, record, self.group, states, None, None, sink))
+        return tuple(made)
+
+    def recorded(self, needs: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+        """Of each layer the states whose amaxes the forward node returns."""
+        made = []
+        for i, s in enumerate(self.schedules(needs)):
+            layer: Any = self.layers[i]
+            own = not layer[4] and not isinstance(getattr(self, self.weights[i]), QuantizedTensor)
+            made.append(_forward_slots(s, own) if layer[3] and s.plan.states else ())
+        return tuple(made)
+
+    def amax_protos(self, needs: tuple[str, ...]) -> tuple[TensorProto, ...]:
+        """The layout of those amaxes."""
+        if self.options is not None or not self.scales:
+            return ()
+        proto = TensorProto((1,), torch.float32, None, self.x.device)
+        return tuple([proto for slots in self.recorded(needs) for _ in slots])
+
+    # --- the operands of dgrad ---
+
+    def pack_weight(self, i: int, s: Schedule, copies: Copies, saved: list[Tensor]) -> None:
+        """Saves a layer's where it is no argument."""
+        if s.w_kept and not self._specs(i) and not self._reads_weight(i, s):
+            pack(pick(s.w_kept, copies, getattr(self, self.weights[i])), saved)
+
+    def kept_weight(self, i: int, s: Schedule, saved: list[Tensor]) -> Any:
+        """A layer's."""
+        weight = getattr(self, self.weights[i])
+        if isinstance(weight, QuantizedTensor):
+            columnwise = weight.rowwise_data is None if s.w_kept == "original" else s.w_kept == "columnwise"
+            return weight.copy_of(columnwise)
+        if isinstance(weight, Tensor):
+            return weight
+        if self._specs(i):
+            return pick(s.w_kept, self._kept_copies(i), weight)  # type: ignore[arg-type]
+        return unpack(kept_spec(s.w_kept, s.plan.weight), saved)
+
+    def _reads_weight(self, i: int, s: Schedule) -> bool:
+        held = isinstance(getattr(self, self.weights[i]), QuantizedTensor)
+        return s.w_kept == "original" or (s.w_kept != "" and held)
+
+    def _specs(self, i: int) -> tuple[Spec, ...]:
+        return self.layers[i][4] if self.options is None else ()
+
+    def _kept_copies(self, i: int) -> Copies | None:
+        """The copies of a layer's weight that were given."""
+        if not self._specs(i):
+            return None
+        tensors, found = list(self.copies), None
+        for j in range(i + 1):
+            found = tuple([None if spec is None else unpack(spec, tensors) for spec in self._specs(j)])
+        return found  # type: ignore[return-value]
+
+
+def _taken(tensors: list[Tensor], count: int) -> list[Tensor]:
+    """That many off the front."""
+    found = tensors[:count]
+    del tensors[:count]
+    return found
+
+
+# --- one call --------------------------------------------------------------------------------------------------------
+
+
+def finished(y: Tensor, s: Schedule, options: Options, rng: Tensor | None, needs: tuple[str, ...]) -> Tensor:
+    """The result of a forward: a quantized one stays quantized where no backward follows."""
+    if s.results[0] is None:
+        return y
+    return rounded(y, s.results[0], options, rng) if needs else quantize_general(y, s.results[0], options, rng, None)
+
+
+def result_proto(x: Any, width: Any, s: Schedule, needs: tuple[str, ...]) -> TensorProto:
+    """Its layout."""
+    quantizer = None if needs or s.results[0] is None else s.results[0].quantizer
+    return TensorProto((*x.shape[:-1], width), x.dtype, quantizer, x.device, True)
+
+
+def weight_gradient(dy: Any, x: Any, dtype: torch.dtype, s: Schedule, options: Options, rng: Tensor | None) -> Any:
+    """wgrad; None where the options take it elsewhere."""
+    wgrad = WeightGradient(dy, x, dtype, s, options, rng)
+    return wgrad.compute() if options.weight_grad is None else options.weight_grad.accept(wgrad)
+
+
+def run(op: CustomOp, x: Tensor, recipe: Recipe, options: tuple[Options, ...], *operands: Any) -> tuple[Tensor, ...]:
+    """The outputs of an op whose arguments derive from `LayerArguments`; `operands`: its other fields."""
+    make: Any = op.arguments
+    if not torch.compiler.is_compiling():
+        return op.eager(make(x, recipe, options, (), None, [], [], [], [], *operands))
+    a = make(x, recipe, None, (), options[0].group, [], [], [], [], *operands)
+    histories, layers = [], []
+    for i, given in enumerate(options):
+        weight = getattr(a, a.weights[i])
+        specs: tuple[Spec, ...] = ()
+        if given.weight_copies is not None:
+            specs = tuple([None if copy is None else pack(copy, a.copies) for copy in given.weight_copies])
+        buffers: list[Tensor] = []
+        if given.weight_grad is not None and torch.is_grad_enabled() and weight.requires_grad:
+            buffers = given.weight_grad.buffers()
+            a.main_grads += buffers
+        by_name = {}
+        if given.state is not None:
+            for slot in _state_slots(schedule(recipe, given.module, given.name, False, False)):
+                scale, history = given.state.tensors(slot)
+                a.scales.append(scale)
+                a.histories.append(history)
+                by_name[slot] = history
+        histories.append(by_name)
+        layers.append((given.module, given.name, given.save_original_input, given.record, specs, len(buffers) > 0))
+    a.layers = tuple(layers)
+    outputs = op(a)
+    if not a.scales:
+        return outputs
+    needs: tuple[str, ...] = ()
+    if torch.is_grad_enabled():
+        for name in op.differentiable:
+            t = getattr(a, name)
+            if t is not None and t.requires_grad:
+                needs = (*needs, name)
+    into = []
+    for i, slots in enumerate(a.recorded(needs)):
+        into += [histories[i][slot] for slot in slots]
+    if into:
+        record_amaxes(into, list(outputs[-len(into) :]))
+        outputs = outputs[: -len(into)]
+    return outputs
