@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, in one go: benchmarks/gpu.sh OUT_DIR [build] [test] [sanitize] [bench] [train] [compare]
 # Uses the python3 on PATH, whose torch and jax are taken as they are. RECIPES: which to train and compare; all without it.
+# TESTS: further arguments of pytest, such as "-m slow" for the long sweeps.
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${1:?usage: benchmarks/gpu.sh OUT_DIR [build] [test] [sanitize] [bench] [train] [compare]}

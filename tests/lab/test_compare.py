@@ -90,9 +90,16 @@ def test_the_first_payloads_are_equal_and_the_parting_op_is_named(good):
 
 @pytest.mark.parametrize(
     ("framework", "recipe"),
-    [("torch", "fp8-block"), ("jax", "mxfp8"), ("torch", "nvfp4"), ("jax", "nvfp4"), ("torch", "fp8-delayed"),
-     ("jax", "fp8-delayed")],
-)  # fmt: skip
+    [
+        ("torch", "fp8-block"),
+        ("jax", "nvfp4"),
+        ("torch", "fp8-delayed"),
+        *[
+            pytest.param(*p, marks=pytest.mark.slow)
+            for p in (("jax", "mxfp8"), ("torch", "nvfp4"), ("jax", "fp8-delayed"))
+        ],
+    ],
+)
 def test_a_corrupted_scale_fails_the_precision_check(text, tmp_path, framework, recipe, capsys):
     argv = ["compare", "--recipe", recipe, "--data", str(text)]
     status = main([*argv, "--out", str(tmp_path), *TINY_ARGS, "--corrupt-scale", framework])
