@@ -101,6 +101,27 @@ def linear_rows() -> Iterator[Measure]:
     return (partial(measure, name, *size) for name in RECIPES for size in ((16, 16, 16), (512, 1024, 1024)))
 
 
+def compiled_rows() -> Iterator[Measure]:
+    """Compiled Linear forward against compiled nn.Linear, one row by 16x16, packed formats 16 rows: what it adds."""
+
+    def measure(name: str, graded: bool) -> Row:
+        torch._dynamo.reset()
+        ours, peer = dt.Linear(16, 16), torch.nn.Linear(16, 16)
+        dt.seed_rng(ours, 0)
+        quantizer = RECIPES[name].operands("fprop")[0]
+        rows = 16 if quantizer is not None and quantizer.format.pack > 1 else 1
+        wide = torch.randn(rows, 16)
+        x = wide.to(getattr(torch, linear_dtype(RECIPES[name])))
+        f, g = torch.compile(ours, fullgraph=True), torch.compile(peer, fullgraph=True)
+        with dt.autocast(recipe=RECIPES[name]), torch.set_grad_enabled(graded):
+            t, p = common.paired(lambda: f(x), lambda: g(wide), rounds=21, calls=200)
+        case = f"{name} {rows}x16 by 16x16{'' if graded else ', no grad'}"
+        return {"op": "compiled linear", "case": case, "us": t * 1e6, "peer us": p * 1e6,
+                "ratio": 40e-6 / max(t - p, 1e-9), "goal": 0.0}  # fmt: skip
+
+    return (partial(measure, name, graded) for name in RECIPES for graded in (True, False))
+
+
 def misses(row: Row) -> bool:
     return row["ratio"] < SLACK * row["goal"]
 
@@ -120,12 +141,17 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.cpu", description=__doc__)
     parser.add_argument("--check", action="store_true", help=f"exit 1 where a ratio is below {SLACK} x its goal")
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
-    parser.add_argument("--only", choices=("quantize", "gemm", "linear"), help="one of the parts")
+    parser.add_argument("--only", choices=("quantize", "gemm", "linear", "compiled"), help="one of the parts")
     args = parser.parse_args(argv)
     torch.set_num_threads(THREADS)
     core.set_num_threads(THREADS)
     rows: list[dict[str, Any]] = []
-    for name, part in (("quantize", quantize_rows), ("gemm", gemm_rows), ("linear", linear_rows)):
+    for name, part in (
+        ("quantize", quantize_rows),
+        ("gemm", gemm_rows),
+        ("linear", linear_rows),
+        ("compiled", compiled_rows),
+    ):
         if args.only in (None, name):
             measured = [(measure, measure()) for measure in part()]
             fresh = [settled(*m) for m in measured] if args.check else [row for _, row in measured]

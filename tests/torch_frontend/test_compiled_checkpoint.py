@@ -34,6 +34,9 @@ def seeded(name):
     return model
 
 
+SLOWER_WAYS = ("context_fn", "region inside", "twice", "two")
+
+
 @pytest.mark.parametrize("name", NAMED)
 def test_inside(name):
     model, plain = seeded(name), seeded(name)
@@ -55,7 +58,9 @@ def test_inside_through_inductor(name):
 
 
 @pytest.mark.parametrize("name", ("fp8-delayed", "nvfp4"))
-@pytest.mark.parametrize("how", ("reentrant", "context_fn", "nested", "region inside", "twice", "two"))
+@pytest.mark.parametrize(
+    "how", ["reentrant", "nested", *[pytest.param(h, marks=pytest.mark.slow) for h in SLOWER_WAYS]]
+)
 def test_inside_in_other_ways(name, how):
     recipe = NAMED[name]
     model, plain = seeded(name), seeded(name)

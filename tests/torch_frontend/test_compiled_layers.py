@@ -126,6 +126,7 @@ def test_weights_held_quantized(name, kind):
 PARTS = ("x", "layer_norm_weight", "fc1_weight", "fc1_bias", "fc2_weight", "fc2_bias", "weight", "bias")
 
 
+@pytest.mark.slow
 @each_module
 @pytest.mark.parametrize("trained", PARTS)
 def test_one_part_is_trained(trained, kind):

@@ -93,6 +93,7 @@ def test_the_flag_that_skips_on_the_device(name):
     whole(2)  # one that makes the copies
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ("fp8-delayed", "nvfp4"))
 @pytest.mark.parametrize("flag", ("is_first_microbatch", "skip_weight_update"))
 @pytest.mark.parametrize("where", ("inside", "around"))
@@ -163,6 +164,7 @@ def test_main_grad(name):
     whole(1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ("inside", "around"))
 @pytest.mark.parametrize("name", ("fp8-delayed", "mxfp8", "nvfp4"))
 def test_main_grad_under_a_checkpoint(name, where):
