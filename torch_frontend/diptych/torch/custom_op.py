@@ -43,9 +43,12 @@ from diptych.torch.opaque import Constants
 from diptych.torch.opaque import Group as Group
 from diptych.torch.proto import TensorProto, proto_of
 from diptych.torch.quantized import TAKES_COTANGENTS, QuantizedTensor
-from diptych.torch.rules import direct
+from diptych.torch.rules import direct, refuse_second_derivative
 
 # --- the op ----------------------------------------------------------------------------------------------------------
+
+
+IN_HIGH_PRECISION = "; run this part in high precision, for instance under autocast(enabled=False)"
 
 
 class CustomOp:
@@ -393,7 +396,7 @@ def _eager_function(op: CustomOp) -> Callable[..., Any]:
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-            _refuse_second_derivative(op.name)
+            refuse_second_derivative(op.name, IN_HIGH_PRECISION)
             bare, needs, names, lengths = ctx.call
             saved = list(ctx.saved_tensors)
             arguments = object.__new__(op.arguments)
@@ -446,8 +449,7 @@ def _traced_function(op: CustomOp) -> Callable[..., Any]:
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-            if not torch.compiler.is_compiling():
-                _refuse_second_derivative(op.name)
+            refuse_second_derivative(op.name, IN_HIGH_PRECISION)
             needs, held, sizes, count, results = ctx.call
             tensors, saved = list(ctx.saved_tensors[:count]), list(ctx.saved_tensors[count:])
             made = op.run_backward(held, tensors, list(sizes), needs, saved, list(grads), results)
@@ -455,11 +457,3 @@ def _traced_function(op: CustomOp) -> Callable[..., Any]:
             return None, *[by_name.get(f.name) for f in op.fields]
 
     return Traced.apply
-
-
-def _refuse_second_derivative(name: str) -> None:
-    if torch.is_grad_enabled():
-        raise UnsupportedError(
-            f"{name} has no second derivative (backward ran with create_graph=True); run this part in high precision, "
-            "for instance under autocast(enabled=False)"
-        )

@@ -19,9 +19,9 @@ from diptych.common.errors import DTypeError, UnsupportedError
 from diptych.common.formats import FORMATS
 from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX, Quantizer
 from diptych.torch import primitives
-from diptych.torch.custom_op import _refuse_second_derivative
+from diptych.torch.custom_op import IN_HIGH_PRECISION
 from diptych.torch.quantized import QuantizedTensor, from_buffers, rotated
-from diptych.torch.rules import Copy, require_no_grad, require_quantizer, require_tensor
+from diptych.torch.rules import Copy, refuse_second_derivative, require_no_grad, require_quantizer, require_tensor
 
 
 def _require_quantized(op: str, arg: str, q: Any) -> None:
@@ -294,7 +294,7 @@ class _Gemm(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         if not torch.compiler.is_compiling():
-            _refuse_second_derivative("gemm")
+            refuse_second_derivative("gemm", IN_HIGH_PRECISION)
         saved = list(ctx.saved_tensors)
         trans_a, trans_b, alpha = ctx.options
         (a_shape, a_dtype), (b_shape, b_dtype), bias_dtype = ctx.forms

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from diptych.common import shapes
-from diptych.common.errors import DTypeError, UnsupportedError
+from diptych.common.errors import DTypeError
 from diptych.common.fused import ActivationOptions, NormOptions
 from diptych.common.quantizers import ROW_AMAX, Float8Quantizer, Quantizer
 from diptych.core import _core
@@ -32,6 +32,7 @@ from diptych.torch.rules import (
     direct,
     enforce,
     fake_buffers,
+    refuse_second_derivative,
     require_device,
     require_high_precision,
     require_no_grad,
@@ -432,12 +433,6 @@ def activated_grad(dy: Tensor, x: Tensor, options: ActivationOptions) -> FusedIn
 
 
 # --- differentiable, in high precision -------------------------------------------------------------------------------
-
-
-def refuse_second_derivative(name: str) -> None:
-    """Called in a backward. **Raises** NotImplementedError where its own derivative is recorded."""
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise UnsupportedError(f"{name} has no second derivative (backward ran with create_graph=True)")
 
 
 class _LayerNorm(torch.autograd.Function):

@@ -39,7 +39,7 @@ Spec = tuple[int, bool, bool] | None
 
 
 class Options(NamedTuple):
-    """How one call of `linear` departs from the plain case. Only the strings and the group are seen while compiling."""
+    """How one call of `linear` departs from the plain case. `layer_node` takes them into graphs."""
 
     module: str = "linear"
     name: str = ""

@@ -56,6 +56,12 @@ def require_device(op: str, first: Tensor, t: Tensor | None, arg: str) -> None:
         raise DeviceError(f"{op}: {arg} is on {t.device}, the other operands on {first.device}; move one of them")
 
 
+def refuse_second_derivative(name: str, remedy: str = "") -> None:
+    """Called in a backward. **Raises** NotImplementedError where its own derivative is recorded."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise UnsupportedError(f"{name} has no second derivative (backward ran with create_graph=True){remedy}")
+
+
 def require_quantizer(op: str, quantizer: Any) -> None:
     # While Dynamo traces, torch 2.11 shows an opaque value's wrapper to isinstance.
     compiling = torch.compiler.is_compiling()
