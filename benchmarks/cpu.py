@@ -109,15 +109,19 @@ def compiled_rows() -> Iterator[Measure]:
         ours, peer = dt.Linear(16, 16), torch.nn.Linear(16, 16)
         dt.seed_rng(ours, 0)
         quantizer = RECIPES[name].operands("fprop")[0]
-        rows = 16 if quantizer is not None and quantizer.format.pack > 1 else 1
+        packed = quantizer is not None and quantizer.format.pack > 1
+        rows = 16 if packed else 1
         wide = torch.randn(rows, 16)
         x = wide.to(getattr(torch, linear_dtype(RECIPES[name])))
         f, g = torch.compile(ours, fullgraph=True), torch.compile(peer, fullgraph=True)
         with dt.autocast(recipe=RECIPES[name]), torch.set_grad_enabled(graded):
             t, p = common.paired(lambda: f(x), lambda: g(wide), rounds=21, calls=200)
         case = f"{name} {rows}x16 by 16x16{'' if graded else ', no grad'}"
+        # Without a goal: delayed scales take two nodes more; packed formats draw random numbers and have more to save.
+        delayed = quantizer is not None and quantizer.needs_scale
+        goal = 0.0 if delayed or packed else 0.6 if graded else 1.0  # of 40 us; with grad it is about that
         return {"op": "compiled linear", "case": case, "us": t * 1e6, "peer us": p * 1e6,
-                "ratio": 40e-6 / max(t - p, 1e-9), "goal": 0.0}  # fmt: skip
+                "ratio": 40e-6 / max(t - p, 1e-9), "goal": goal}  # fmt: skip
 
     return (partial(measure, name, graded) for name in RECIPES for graded in (True, False))
 

@@ -19,9 +19,12 @@ import diptych.torch as dt
 from benchmarks import common
 from diptych import core
 from diptych.common import RECIPES, Quantizer, Recipe
+from diptych.common.fused import activation_options, norm_options
+from diptych.torch import fused
 
 QUANTIZE_SHAPES = ((4096, 4096), (8192, 8192), (16384, 7168))
 GEMM_SHAPES = ((4096, 4096, 4096), (8192, 8192, 8192), (4096, 7168, 16384), (8192, 28672, 4096))
+FUSED_ROWS, FUSED_WIDTH, FUSED_FFN = 16384, 4096, 14336
 LINEAR_SHAPES = ((128, 256, 256), (16384, 4096, 4096), (8192, 8192, 8192))
 
 
@@ -71,10 +74,14 @@ def quantize_rows(ceiling: float) -> list[dict[str, Any]]:
     return rows
 
 
+def state_of(quantizer: Quantizer, scale: torch.Tensor, rng: torch.Tensor) -> dict[str, Any]:
+    """What the quantizer needs beside its input."""
+    return {"scale": scale} if quantizer.needs_scale else {"rng": rng} if quantizer.needs_rng else {}
+
+
 def quantized(x: torch.Tensor, quantizer: Quantizer, scale: torch.Tensor, rng: torch.Tensor) -> dt.QuantizedTensor:
     """With the state that the quantizer needs."""
-    given = {"scale": scale} if quantizer.needs_scale else {"rng": rng} if quantizer.needs_rng else {}
-    return dt.quantize(x, quantizer, **given)
+    return dt.quantize(x, quantizer, **state_of(quantizer, scale, rng))
 
 
 def gemm_rows() -> list[dict[str, Any]]:
@@ -127,6 +134,75 @@ def gemm_rows() -> list[dict[str, Any]]:
     return rows
 
 
+def fused_cases(gemm: str) -> dict[str, Quantizer]:
+    """The quantizer of the first operand of a product in each recipe, both copies; no two alike."""
+    cases: dict[str, Quantizer] = {}
+    for name, recipe in RECIPES.items():
+        quantizer = recipe.operands(gemm)[0]
+        if quantizer is not None and (q := quantizer.with_usage(rowwise=True, columnwise=True)) not in cases.values():
+            cases[name] = q
+    return cases
+
+
+def fused_rows(ceiling: float) -> list[dict[str, Any]]:
+    """Norms and SwiGLU with their gradients, quantized on the way or in bfloat16: forward inputs, gradients of outputs.
+
+    An operand counts once for each pass that must read it (an amax of the whole tensor is one, a norm's statistics are
+    another), a result once.
+    """
+    rows: list[dict[str, Any]] = []
+    norm, act = norm_options("bench", "RMSNorm", 1e-5, False), activation_options("bench", "swiglu")
+    scale, rng = torch.full((1,), 64.0, device="cuda"), dt.rng_state(0, device="cuda")
+
+    def new(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+    def size(tensors: Any) -> int:
+        return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, torch.Tensor))
+
+    def measure(case: str, fn: Callable[[], Any], read: int) -> None:
+        made = fn()
+        moved = read + size([made] if isinstance(made, torch.Tensor) else made)
+        del made
+        t = device_seconds(fn, repeat=11)
+        rows.append(
+            {"op": "fused", "case": case, "ms": t * 1e3, "GB/s": moved / t / 1e9, "of copy": moved / t / 1e9 / ceiling}
+        )
+
+    def sources(what: str, source: fused.FusedInput, gemm: str, before: Callable[[], Any], read_before: int) -> None:
+        """`before` runs ahead of each quantize and reads so many bytes."""
+        read = size(source)
+        measure(f"amax of {what}", lambda: fused.amax(source), read)
+        for name, q in fused_cases(gemm).items():
+
+            def run(q: Quantizer = q) -> Any:
+                before()
+                return fused.quantize(source, q, **state_of(q, scale, rng))
+
+            measure(f"{name} {what}", run, read * common.QuantizeCase(name, q).reads + read_before)
+
+    x, dy, gamma = new(FUSED_ROWS, FUSED_WIDTH), new(FUSED_ROWS, FUSED_WIDTH), new(FUSED_WIDTH)
+    at = f"{FUSED_ROWS}x{FUSED_WIDTH}"
+    mu, rsigma, _ = fused.norm(x, None, None, norm)
+    sources(
+        f"rmsnorm {at}", fused.normalized(x, gamma, None, mu, rsigma, norm), "fprop",
+        lambda: fused.norm(x, None, None, norm), size([x]),
+    )  # fmt: skip
+    measure(f"bfloat16 rmsnorm {at}", lambda: fused.norm(x, gamma, None, norm), size([x, gamma]))
+    measure(
+        f"bfloat16 gradient of rmsnorm {at}",
+        lambda: fused.norm_grad(dy, x, gamma, mu, rsigma, norm, False), size([dy, x, gamma, rsigma]),
+    )  # fmt: skip
+
+    h, da = new(FUSED_ROWS, 2 * FUSED_FFN), new(FUSED_ROWS, FUSED_FFN)
+    at = f"{FUSED_ROWS}x(2*{FUSED_FFN})"
+    sources(f"swiglu {at}", fused.activated(h, act), "fprop", lambda: None, 0)
+    measure(f"bfloat16 swiglu {at}", lambda: fused.activation(h, act), size([h]))
+    sources(f"gradient of swiglu {at}", fused.activated_grad(da, h, act), "dgrad", lambda: None, 0)
+    measure(f"bfloat16 gradient of swiglu {at}", lambda: fused.activation_grad(da, h, act), size([h, da]))
+    return rows
+
+
 def linear_rows() -> list[dict[str, Any]]:
     """Forward + backward, device time for large shapes and wall time for the small one (host-bound)."""
     rows = []
@@ -165,7 +241,7 @@ def linear_rows() -> list[dict[str, Any]]:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--out", type=Path, help="write the rows as JSON")
-    parser.add_argument("--only", choices=("quantize", "gemm", "linear"), help="one of the parts")
+    parser.add_argument("--only", choices=("quantize", "fused", "gemm", "linear"), help="one of the parts")
     args = parser.parse_args(argv)
     if not (core.build_info()["cuda"] and torch.cuda.is_available()):
         print("benchmarks.gpu: needs a GPU and a build with CUDA; see `diptych doctor`", file=sys.stderr)
@@ -173,7 +249,13 @@ def main(argv: list[str] | None = None) -> int:
     rows = copy_rows()
     ceiling = rows[0]["GB/s"]
     print(common.table(rows), end="\n\n")
-    for name, part in (("quantize", lambda: quantize_rows(ceiling)), ("gemm", gemm_rows), ("linear", linear_rows)):
+    parts = {
+        "quantize": lambda: quantize_rows(ceiling),
+        "fused": lambda: fused_rows(ceiling),
+        "gemm": gemm_rows,
+        "linear": linear_rows,
+    }
+    for name, part in parts.items():
         if args.only in (None, name):
             fresh = part()
             print(common.table(fresh), end="\n\n", flush=True)

@@ -13,5 +13,12 @@ def device(request):
     return request.param
 
 
+@pytest.fixture
+def cuda():
+    if reason := cuda_missing():
+        pytest.skip(reason)
+    return "cuda"
+
+
 def pytest_report_header(config):
     return cases.report_header()

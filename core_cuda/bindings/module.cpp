@@ -4,9 +4,7 @@
 
 #include "cpu/kernels.h"
 #include "cpu/pool.h"
-#include "diptych/warn.h"
-#include "dlpack_abi.h"
-#include "operand.h"
+#include "program.h"
 #include "src/registry.h"
 #ifdef DIPTYCH_WITH_CUDA
 #include "cuda/kernels.h"
@@ -14,40 +12,6 @@
 
 namespace diptych::bind {
 namespace {
-
-void raise(const Status& s) {
-  switch (s.code()) {
-    case Code::ok:
-      return;
-    case Code::value:
-      throw py::value_error(s.message());
-    case Code::type:
-      throw py::type_error(s.message());
-    case Code::unsupported:
-      PyErr_SetString(PyExc_NotImplementedError, s.message().c_str());
-      throw py::error_already_set();
-    case Code::runtime:
-      throw std::runtime_error(s.message());
-  }
-}
-
-void warn(const std::string& message) {
-  const py::object category = py::module_::import("diptych.common.errors").attr("EmulationWarning");
-  if (PyErr_WarnEx(category.ptr(), message.c_str(), 1) != 0) throw py::error_already_set();
-}
-
-template <typename Args>
-void run(Status (*op)(const Args&, const Execution&), const Args& args, Call& call) {
-  const Execution exec = call.execution();
-  Status status;
-  const WarningCollector warnings;
-  {
-    py::gil_scoped_release release;
-    status = op(args, exec);
-  }
-  for (const std::string& message : warnings.messages()) warn(message);
-  raise(status);
-}
 
 QuantizedView result(Call& call, py::handle data, py::handle scale, int format, bool columnwise, const char* arg) {
   QuantizedView q;
@@ -414,6 +378,13 @@ PYBIND11_MODULE(_core, m) {
         py::arg("gated"));
   m.def("norm_grad_workspace_bytes", norm_grad_workspace_bytes, py::arg("m"), py::arg("k"));
   m.def("column_sum_workspace_bytes", column_sum_workspace_bytes, py::arg("m"), py::arg("k"));
+  py::class_<Program>(m, "Program")
+      .def(py::init<>())
+      .def("start", &Program::start)
+      .def("stop", &Program::stop)
+      .def("seal", &Program::seal, py::arg("inputs"), py::arg("outputs"), py::arg("scratch"), py::arg("views"),
+           py::arg("makers"), py::arg("make_workspace"))
+      .def("run", &Program::run, py::arg("inputs"));
   m.def("fused_table", fused_table);
   m.def("format_table", format_table);
   m.def("dtype_table", dtype_table);

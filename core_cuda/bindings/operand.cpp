@@ -3,10 +3,9 @@
 #include <string>
 #include <unordered_map>
 
-#include "dlpack_abi.h"
+#include "program.h"
 
 namespace diptych::bind {
-namespace {
 
 // Types seen so far, each with its table (null: it has none). Guarded by the GIL; types are kept alive.
 const dl::ExchangeApi* exchange_api(PyTypeObject* type) {
@@ -34,6 +33,8 @@ const dl::ExchangeApi* exchange_api(PyTypeObject* type) {
   return last_api;
 }
 
+namespace {
+
 bool find_dtype(const dl::DataType& d, DType* out) {
   for (const DTypeRow& r : kDTypes)
     if (r.dl_code == d.code && r.bytes * 8 == d.bits && d.lanes == 1) {
@@ -57,6 +58,15 @@ bool dense(const int64_t* shape, const int64_t* strides, int rank, int64_t unit)
 }
 
 }  // namespace
+
+bool dense(const dl::Tensor& t) { return t.strides == nullptr || dense(t.shape, t.strides, t.ndim, 1); }
+
+Execution execution_on(const dl::ExchangeApi* api, dl::Device device) {
+  Execution e{{static_cast<Backend>(device.type), device.type == 1 ? 0 : device.id}, nullptr};
+  if (e.device.backend == Backend::cuda && api->current_work_stream(device.type, e.device.index, &e.stream) != 0)
+    throw py::error_already_set();
+  return e;
+}
 
 Call::~Call() {
   for (int i = 0; i < held_; ++i) PyBuffer_Release(&buffers_[i]);
@@ -83,7 +93,8 @@ TensorView Call::view(py::handle object, const char* arg, bool writable) {
   v.rank = t.ndim;
   for (int i = 0; i < t.ndim; ++i) v.shape[i] = t.shape[i];
   v.device = {static_cast<Backend>(t.device.type), t.device.type == 1 ? 0 : t.device.id};
-  v.contiguous = t.strides == nullptr || dense(v.shape, t.strides, v.rank, 1);
+  v.contiguous = dense(t);
+  if (Program::recording() != nullptr) objects_.emplace_back(v.data, object);
   if (!have_device_) {
     have_device_ = true;
     device_ = v.device;
@@ -123,14 +134,16 @@ TensorView Call::from_buffer(py::handle pair, const char* arg, bool writable) {
   return v;
 }
 
-Execution Call::execution() {
-  Execution e{device_, nullptr};
-  if (device_.backend == Backend::cuda) {
-    const auto* api = static_cast<const dl::ExchangeApi*>(api_);
-    if (api->current_work_stream(static_cast<int32_t>(device_.backend), device_.index, &e.stream) != 0)
-      throw py::error_already_set();
-  }
-  return e;
+Execution Call::execution() { return execution_on(api_, {static_cast<int32_t>(device_.backend), device_.index}); }
+
+py::handle Call::object_at(const void* data) const {
+  py::handle found;
+  for (const auto& [at, object] : objects_)
+    if (at == data) {
+      if (found && found.ptr() != object.ptr()) return {};
+      found = object;
+    }
+  return found;
 }
 
 }  // namespace diptych::bind

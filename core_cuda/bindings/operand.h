@@ -3,11 +3,24 @@
 
 #include <pybind11/pybind11.h>
 
+#include <utility>
+#include <vector>
+
+#include "diptych/fused.h"
 #include "diptych/ops.h"
+#include "dlpack_abi.h"
 
 namespace diptych::bind {
 
 namespace py = pybind11;
+
+// A tensor type's table, or null where it has none.
+const dl::ExchangeApi* exchange_api(PyTypeObject* type);
+
+bool dense(const dl::Tensor& t);
+
+// A device, and the stream that a tensor type's framework works on there.
+Execution execution_on(const dl::ExchangeApi* api, dl::Device device);
 
 // The views of one call. Accepts, for each tensor argument:
 //   - an object whose type offers `__dlpack_c_exchange_api__` (torch tensors): borrowed through the C table;
@@ -26,6 +39,9 @@ class Call {
   // The first tensor's device, and the stream that its framework works on there.
   Execution execution();
 
+  // The tensor whose memory this is, while a Program records; null if there are several, or none.
+  py::handle object_at(const void* data) const;
+
  private:
   TensorView view(py::handle object, const char* arg, bool writable);
   TensorView from_buffer(py::handle pair, const char* arg, bool writable);
@@ -35,7 +51,8 @@ class Call {
   int held_ = 0;
   bool have_device_ = false;
   Device device_;
-  const void* api_ = nullptr;
+  const dl::ExchangeApi* api_ = nullptr;
+  std::vector<std::pair<const void*, py::handle>> objects_;  // while a Program records
 };
 
 }  // namespace diptych::bind

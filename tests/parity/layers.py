@@ -24,7 +24,7 @@ from diptych.common import (
 from diptych.common.quantizers import RHT
 from diptych.jax.products import OFFSETS, rng_at
 from diptych.jax.state import init_state, overwrite_states, state_dict, update_state
-from parity.panels import dj, dt, jax, to_jax, to_torch, torch
+from parity.panels import dj, dt, jax, to_jax, to_torch, torch, values
 from quantizers import oracle_options
 
 PARTS = ("y", "dx", "dw", "db")
@@ -75,7 +75,7 @@ def of_torch(recipe: Recipe, steps: list[list[np.ndarray]], device: str = "cpu",
         layer.weight, layer.bias = torch.nn.Parameter(w), torch.nn.Parameter(b)
         x.requires_grad_()
         with dt.autocast(enabled=True, recipe=recipe):
-            y = run(x)
+            y = values(run(x))
         y.backward(dy)
         states = {k: v.clone() for k, v in layer.state_dict().items() if k not in ("weight", "bias")}
         out.append(Step(dict(zip(PARTS, (y, x.grad, layer.weight.grad, layer.bias.grad), strict=True)), states))

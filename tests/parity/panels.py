@@ -35,6 +35,11 @@ def to_jax(x: np.ndarray | None, device: str = "cpu") -> Any:
     return jax.device_put(x, jax.devices("gpu" if device == "cuda" else "cpu")[0])
 
 
+def values(t: Any) -> Any:
+    """What a tensor that may be quantized stands for; JAX's modules give that."""
+    return t.dequantize() if isinstance(t, dt.QuantizedTensor) else t
+
+
 def bits(x: Any) -> np.ndarray:
     """Raw unsigned integers of a torch tensor, a JAX array or a NumPy array."""
     if isinstance(x, torch.Tensor):

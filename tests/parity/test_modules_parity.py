@@ -16,7 +16,7 @@ from diptych.common.fused import ACTIVATIONS
 from diptych.jax.products import OFFSETS, rng_at
 from diptych.jax.state import init_state, overwrite_states, state_dict, update_state
 from parity.layers import MIXTURES, SEED, packed, rotates
-from parity.panels import backends, cublaslt_mismatch, dj, dt, jax, same, to_jax, to_torch, torch
+from parity.panels import backends, cublaslt_mismatch, dj, dt, jax, same, to_jax, to_torch, torch, values
 
 EVERY = {
     **RECIPES,
@@ -103,7 +103,7 @@ def of_torch(module: Module, recipe: Any, steps: list[list[np.ndarray]], device:
             setattr(layer, name, torch.nn.Parameter(value))
         x.requires_grad_()
         with dt.autocast(enabled=True, recipe=recipe):
-            y = layer(x)
+            y = values(layer(x))
         y.backward(dy)
         grads = [x.grad, *(getattr(layer, n).grad for n in module.names())]
         states = {n: v.clone() for n, v in layer.state_dict().items() if n not in module.names()}

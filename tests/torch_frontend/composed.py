@@ -10,7 +10,7 @@ import diptych.torch as dt
 from diptych.common import NVFP4BlockScaling, Recipe
 from diptych.torch import fused
 from torch_frontend.layers import NAMED, SEED, dtype_of, packed
-from torch_frontend.tools import normal
+from torch_frontend.tools import normal, values
 
 LINEAR = ({}, {"normalization": "RMSNorm", "zero_centered_gamma": True, "bias": False})
 MLP = (
@@ -51,7 +51,7 @@ class ComposedLinear(_Composed):
 class ComposedMLP(_Composed):
     def forward(self, x: torch.Tensor) -> Any:
         h = self.quantized_linear(self.norm(x), self.fc1_weight, self.part("fc1_bias"), "fc1")
-        a = fused.activate(h, self.of[0].activation_options)
+        a = fused.activate(values(h), self.of[0].activation_options)
         return self.quantized_linear(a, self.fc2_weight, self.part("fc2_bias"), "fc2")
 
 
@@ -92,7 +92,7 @@ def steps(
         v = (x.detach() * (i + 1)).requires_grad_()
         with dt.autocast(recipe=recipe, enabled=recipe is not None):
             y = model(v) if fn is None else fn(v)
-        ys = y if isinstance(y, tuple) else (y,)
+        ys = tuple([values(t) for t in (y if isinstance(y, tuple) else (y,))])
         torch.autograd.backward([t.square().sum() for t in ys])
         out |= {f"{i} y{j}": t.detach() for j, t in enumerate(ys)} | {f"{i} dx": v.grad}
     out |= {n: p.grad for n, p in model.named_parameters() if p.grad is not None}

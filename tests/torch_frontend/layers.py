@@ -11,7 +11,7 @@ import diptych.torch as dt
 import oracle
 from diptych.common import RECIPES, DelayedScaling, NVFP4BlockScaling, Quantizer, QuantizerRole, Recipe
 from quantizers import oracle_options
-from torch_frontend.tools import normal, same, to_numpy
+from torch_frontend.tools import normal, same, to_numpy, values
 
 SEED = 2**40 + 3
 DELAYED = DelayedScaling(amax_history_len=4)
@@ -53,7 +53,7 @@ def run(fn, model, x, recipe, dy=None, **region) -> dict[str, torch.Tensor]:
         dt.seed_rng(model, SEED)
     x = x.clone().requires_grad_()
     with dt.autocast(recipe=recipe, enabled=recipe is not None, **region):
-        y = fn(x)
+        y = values(fn(x))
     y.backward(torch.ones_like(y) if dy is None else dy)
     grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     return {"y": y.detach(), "dx": x.grad, **grads}

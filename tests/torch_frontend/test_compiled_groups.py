@@ -19,8 +19,13 @@ import torch.distributed as dist
 import diptych.torch as dt
 from diptych.common import DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling
 
-rank, file, backend = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)
+rank, file, backend, device = int(sys.argv[1]), *sys.argv[2:5]
+if device == "cuda":
+    torch.cuda.set_device(rank)
+dist.init_process_group(
+    "nccl" if device == "cuda" else "gloo", init_method=f"file://{file}", rank=rank, world_size=2,
+    device_id=torch.device("cuda", rank) if device == "cuda" else None,
+)
 groups = {"data": dist.group.WORLD}
 RECIPES = (
     Float8CurrentScaling(amax_group="data"),
@@ -35,7 +40,7 @@ def train(model, fn, recipe):
     for i in range(4):
         torch.manual_seed(10 * i + rank)
         with dt.autocast(recipe=copy.deepcopy(recipe), amax_groups=groups):
-            x = (torch.randn(16, 32) * (1 + 9 * rank)).bfloat16().requires_grad_()
+            x = (torch.randn(16, 32) * (1 + 9 * rank)).bfloat16().to(device).requires_grad_()
             y = fn(x)
             y.float().pow(2).mean().backward()
         seen += [y.detach(), x.grad, *[p.grad.clone() for p in model.parameters()]]
@@ -47,7 +52,7 @@ for recipe in RECIPES:
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         torch.manual_seed(0)
-        eager = make().bfloat16()
+        eager = make().bfloat16().to(device)
         dt.seed_rng(eager, 1)
         compiled = copy.deepcopy(eager)
         want = train(eager, eager, recipe)
@@ -57,7 +62,7 @@ for recipe in RECIPES:
         assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
         with dt.autocast(recipe=recipe.replace(amax_group="")):
-            x = torch.ones(16, 32, dtype=torch.bfloat16)
+            x = torch.ones(16, 32, dtype=torch.bfloat16, device=device)
             alone = eager(x)
         assert alone.isfinite().all()
         scales = [v for k, v in b.items() if k.endswith("input.scale")]
@@ -66,19 +71,16 @@ for recipe in RECIPES:
             dist.all_gather(both, scale)
             assert torch.equal(*both) and scale.item() != 1
 dist.barrier()
+dist.destroy_process_group()
 print("both ranks agree")
 """
 
 
-@pytest.mark.skipif(
-    not (torch.distributed.is_available() and torch.distributed.is_gloo_available()), reason="torch has no gloo"
-)
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_two_processes(backend: str, tmp_path: Path) -> None:
+def agree(tmp_path: Path, *given: str) -> None:
     command = [sys.executable, "-c", SCRIPT]
     running = [
         subprocess.Popen(
-            [*command, str(rank), str(tmp_path / "store"), backend],
+            [*command, str(rank), str(tmp_path / "store"), *given],
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for rank in range(2)
@@ -86,3 +88,17 @@ def test_two_processes(backend: str, tmp_path: Path) -> None:
     said = [p.communicate(timeout=300)[0] for p in running]
     for p, text in zip(running, said, strict=True):
         assert p.returncode == 0 and "both ranks agree" in text, text
+
+
+@pytest.mark.skipif(
+    not (torch.distributed.is_available() and torch.distributed.is_gloo_available()), reason="torch has no gloo"
+)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_two_processes(backend: str, tmp_path: Path) -> None:
+    agree(tmp_path, backend, "cpu")
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL takes two GPUs")
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_two_gpus(backend: str, tmp_path: Path) -> None:
+    agree(tmp_path, backend, "cuda")

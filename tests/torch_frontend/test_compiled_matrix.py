@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import diptych.torch as dt
-from diptych.common import RECIPES
+from diptych.common import RECIPES, QuantizerRole
 from torch_frontend import layers
 
 allpairs = pytest.importorskip("allpairspy").AllPairs
@@ -26,7 +26,10 @@ MODULES = {
     "LayerNormMLP": lambda **kw: dt.LayerNormMLP(K, N, activation="swiglu", **kw),
 }
 SHAPES = ("static", "dynamic", "marked")
-USES = ("inference", "training", "checkpoint", "microbatches", "main_grad", "offload", "quantized weights")
+USES = (
+    "inference", "training", "checkpoint", "reentrant checkpoint", "microbatches", "main_grad", "offload",
+    "quantized weights", "quantized input",
+)  # fmt: skip
 MODES = ("default", "reduce-overhead", "max-autotune-no-cudagraphs")
 
 
@@ -71,12 +74,24 @@ def made(cell: Cell, device: str) -> Any:
         model = MODULES[cell.module](device=device, dtype=dtype_of(cell), **options)
     dt.seed_rng(model, 1)
     for p in model.parameters():
+        if cell.use != "inference" and not isinstance(p, dt.QuantizedTensor):
+            p.grad = torch.zeros_like(p)
         if cell.use == "main_grad" and p.dim() == 2:
+            p.grad = None
             p.main_grad = torch.zeros(p.shape, dtype=torch.float32, device=device)
     return model.eval() if cell.use == "inference" else model
 
 
+def quantized(cell: Cell, x: torch.Tensor) -> dt.QuantizedTensor:
+    """The input by the recipe's quantizer."""
+    quantizer = RECIPES[cell.recipe].quantizer(QuantizerRole(tensor="input"))
+    scale = torch.ones(1, device=x.device) if cell.recipe == "fp8-delayed" else None
+    return dt.quantize(x, quantizer, scale=scale)
+
+
 def call(cell: Cell, model: Any, fn: Any, x: torch.Tensor, first: bool) -> torch.Tensor:
+    if cell.use == "quantized input" and (fn is model or cell.shapes != "marked"):
+        x = quantized(cell, x)
     given = (first,) if cell.use == "microbatches" else ()
     if cell.use == "offload":
         with torch.autograd.graph.save_on_cpu():
@@ -96,17 +111,20 @@ def steps(cell: Cell, model: Any, fn: Any, device: str) -> list[torch.Tensor]:
                 if cell.shapes == "marked":
                     torch._dynamo.mark_dynamic(x, 0)
                 if cell.use == "inference":
+                    torch.compiler.cudagraph_mark_step_begin()
                     with torch.no_grad():
                         seen.append(call(cell, model, fn, x, microbatch == 0).clone())
                     continue
                 x.requires_grad_()
+                torch.compiler.cudagraph_mark_step_begin()
                 y = call(cell, model, fn, x, microbatch == 0)
                 y.float().pow(2).mean().backward()
                 seen += [y.detach().clone(), x.grad.clone()]
         for p in model.parameters():
             seen += [] if p.grad is None else [p.grad.clone()]
             seen += [p.main_grad.clone()] if hasattr(p, "main_grad") else []
-            p.grad = None
+            if p.grad is not None:  # kept: what a captured graph returns does not outlive its next run
+                p.grad.zero_()
     return [*seen, *[t.clone() for name, t in model.state_dict().items() if "state" in name]]
 
 
@@ -115,10 +133,15 @@ def run(cell: Cell, backend: str, device: str) -> None:
     torch._dynamo.utils.counters.clear()
     eager, model = made(cell, device), made(cell, device)
     fn: Any = model
-    if cell.use == "checkpoint":
+    if "checkpoint" in cell.use:
 
         def fn(x: torch.Tensor) -> torch.Tensor:
-            return dt.checkpoint(model, x)
+            return dt.checkpoint(model, x, use_reentrant=cell.use == "reentrant checkpoint")
+
+    elif cell.use == "quantized input" and cell.shapes == "marked":  # its rows: there is no marking of its buffers
+
+        def fn(x: torch.Tensor) -> torch.Tensor:
+            return model(quantized(cell, x))
 
     mode = None if cell.mode == "default" else cell.mode
     dynamic = True if cell.shapes == "dynamic" else None
@@ -163,5 +186,5 @@ def test_inductor_pairs(cell):
 @pytest.mark.slow
 @pytest.mark.cuda
 @pytest.mark.parametrize("cell", INDUCTOR, ids=str)
-def test_inductor_pairs_on_cuda(cell, device):
-    run(cell, "inductor", device)
+def test_inductor_pairs_on_cuda(cell, cuda):
+    run(cell, "inductor", cuda)

@@ -217,13 +217,3 @@ def test_regions_are_counted_where_graphs_look():
     with dt.autocast(enabled=False):
         pass
     assert STATE.steps["cpu"].item() == before + 1
-
-
-def test_calibration_is_eager():
-    torch._dynamo.reset()
-    compiled = torch.compile(dt.Linear(32, 48), fullgraph=True, backend="aot_eager")
-    with (
-        dt.autocast(enabled=False, recipe=DELAYED["default"], calibrating=True),
-        pytest.raises(Exception, match="calibrate eagerly"),
-    ):
-        compiled(torch.randn(16, 32))

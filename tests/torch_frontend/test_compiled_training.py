@@ -90,7 +90,7 @@ def test_the_flag_that_skips_on_the_device(name):
 
     want = accumulate(plain, recipe, plain, each)
     _all_same(accumulate(layer, recipe, compiled(layer), each), want)
-    whole(2)  # one that makes the copies
+    whole(1)
 
 
 @pytest.mark.slow
@@ -116,25 +116,27 @@ def test_weight_caching_under_a_checkpoint(where, flag, name):
     else:
         graph = compiled(layer)
         fn = lambda x, **kw: dt.checkpoint(graph, x, **kw)  # noqa: E731
-    # Dynamo asks for this where a checkpoint keeps something: the recomputation does not keep it again.
-    with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
-        _all_same(accumulate(layer, recipe, fn, each), want)
-    whole(1 if made else 2)
+    _all_same(accumulate(layer, recipe, fn, each), want)
+    whole(1 if flag == "skip_weight_update" else 2)
 
 
-def test_caching_in_a_compiled_checkpoint_without_being_asked_for():
-    layer = layers.layer()
-    fn = compiled(lambda x: dt.checkpoint(layer, x, is_first_microbatch=True))
-    with (
-        dt.autocast(recipe=MX),
-        pytest.raises(torch._dynamo.exc.Unsupported, match=r"skip_fwd_side_effects(.|\n)*WeightCache"),
-    ):
-        fn(normal("x", (16, 96)).requires_grad_())
+def test_caching_in_a_compiled_checkpoint():
+    plain, layer = layers.layer(), layers.layer()
+
+    def each(i):
+        return {"is_first_microbatch": i == 0}
+
+    want = accumulate(plain, MX, plain, each)
+    _all_same(accumulate(layer, MX, compiled(lambda x, **kw: dt.checkpoint(layer, x, **kw)), each), want)
+    whole(2)
 
 
-@pytest.mark.parametrize(("name", "flag"), [("fp8-delayed", "skip_weight_update"), ("mxfp8", "is_first_microbatch")])
+@pytest.mark.parametrize(
+    ("name", "flag"),
+    [("fp8-delayed", "skip_weight_update"), ("mxfp8", "is_first_microbatch"), ("mxfp8", "skip_weight_update")],
+)
 def test_through_inductor(name, flag):
-    """All of it at once. The flag on the device is not for E8M0 scales there, whose copies Inductor cannot write."""
+    """All of it at once; E8M0 scales, which Inductor's C++ does not know, too."""
     recipe = NAMED[name]
     plain, layer = (layers.layer(fuse_wgrad_accumulation=True) for _ in "ab")
     for m in (plain, layer):
@@ -145,9 +147,8 @@ def test_through_inductor(name, flag):
 
     want = accumulate(plain, recipe, plain, each)
     fn = compiled(lambda x, **kw: dt.checkpoint(layer, x, **kw), "inductor")
-    with torch._dynamo.config.patch(skip_fwd_side_effects_in_bwd_under_checkpoint=True):
-        _all_same(accumulate(layer, recipe, fn, each), want)
-    whole(2)
+    _all_same(accumulate(layer, recipe, fn, each), want)
+    whole(2 if flag == "is_first_microbatch" else 1)
 
 
 # --- gradients that go elsewhere ---
@@ -219,7 +220,7 @@ def test_states_do_not_go_to_the_host(how):
     with (
         dt.autocast(recipe=layers.DELAYED),
         _hooks(how),
-        pytest.raises(NotImplementedError, match="saved_tensors_hooks"),
+        pytest.raises(Exception, match="saved_tensors_hooks"),
     ):
         fn(normal("x", (16, 96)).requires_grad_())
 

@@ -15,7 +15,7 @@ import diptych.torch as dt
 from diptych.common import Float8Quantizer, MXFP8Quantizer, NVFP4Quantizer, Quantizer, UnsupportedError
 from diptych.torch import primitives
 from torch_frontend import tools
-from torch_frontend.tools import normal, quantizer
+from torch_frontend.tools import normal, quantizer, same
 
 E4M3 = quantizer("fp8_e4m3_tensor")
 SOME = ("fp8_e4m3_tensor", "fp8_e4m3_1x128", "mxfp8_e5m2", "nvfp4")
@@ -232,17 +232,48 @@ def test_a_quantized_tensor_that_needs_grad_enters_a_compiled_region():
     same_bits(*grads)
 
 
-def test_a_quantized_tensor_that_needs_grad_leaves_no_compiled_region():
+LEAVES = {  # of (quantized, detached, plain): what the backward begins at
+    "quantized": lambda q, _, y: q.dequantize().pow(2).sum(),
+    "strided gradient": lambda q, _, y: (q.dequantize() * normal("w", (64, 16)).t()).sum(),
+    "plain": lambda q, _, y: y.pow(2).sum(),
+    "both": lambda q, _, y: dt.gemm(q, dt.quantize(normal("w", (32, 64)), E4M3)).sum() + y.sum(),
+}
+
+
+@pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
+@pytest.mark.parametrize("dynamic", (None, True), ids=("static", "dynamic"))
+def test_a_quantized_tensor_that_needs_grad_leaves_a_compiled_region(backend, dynamic):
+    """Its gradient is a plain tensor there too."""
     torch._dynamo.reset()
-    x = leaf("x", (16, 64))
-    with pytest.raises(Exception, match=r"requires grad cannot leave a compiled region.*detach"):
-        torch.compile(lambda x: dt.quantize(x, E4M3), fullgraph=True, backend="aot_eager")(x)
+
+    def fn(x):
+        q = dt.quantize(x * 2, E4M3)
+        return q, q.detach(), q.dequantize() * x
+
+    compiled = torch.compile(fn, fullgraph=True, backend=backend, dynamic=dynamic)
+    for loss in LEAVES.values():
+        grads = []
+        for f in (compiled, fn):
+            x = leaf("x", (16, 64))
+            q, detached, y = f(x)
+            assert isinstance(q, dt.QuantizedTensor) and q.requires_grad and not detached.requires_grad
+            assert torch.equal(q.detach(), detached)
+            loss(q, detached, y).backward()
+            assert type(x.grad) is torch.Tensor
+            grads.append(x.grad)
+        same(grads[0], grads[1])
+    with pytest.raises(Exception, match="QuantizedTensor"):
+        compiled(x)[0].backward(detached)
+
+
+def test_a_quantized_tensor_straight_out_of_a_compiled_region():
     torch._dynamo.reset()
-    q, y = torch.compile(
-        lambda x: ((q := dt.quantize(x, E4M3)).detach(), q.dequantize()), fullgraph=True, backend="aot_eager"
-    )(x)
-    y.sum().backward()
-    assert torch.equal(q, dt.quantize(x, E4M3).detach()) and torch.equal(x.grad, torch.ones(16, 64))
+    compiled = torch.compile(lambda x, q: (dt.quantize(x, E4M3), q, q.clone()), fullgraph=True, backend="aot_eager")
+    x, g = leaf("x", (16, 64)), normal("g", (16, 64))
+    for q in compiled(x, dt.quantize(x, E4M3)):
+        x.grad = None
+        q.backward(g, retain_graph=True)
+        same(x.grad, g)
 
 
 # --- what has no derivative ------------------------------------------------------------------------------------------

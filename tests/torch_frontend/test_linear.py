@@ -333,7 +333,7 @@ def test_fast_accumulation_reaches_the_gemm(monkeypatch):
         assert seen == want
 
 
-QUANTIZED = dt.quantize(torch.zeros(4, 96), tools.role(MX, "input"))
+QUANTIZED = dt.quantize(torch.zeros(4, 96), tools.role(RECIPES["fp8-current"], "input"))
 BAD = {
     "features": (lambda layer: layer(torch.zeros(4, 95)), ValueError, r"float32\[4, 95\]"),
     "scalar": (lambda layer: layer(torch.tensor(1.0)), ValueError, "do not fit"),
@@ -343,8 +343,8 @@ BAD = {
     "device": (lambda layer: layer(torch.zeros(4, 96, device="meta")), ValueError, "weight is on cpu"),
     "quantized": (
         lambda layer: layer(QUANTIZED),
-        NotImplementedError,
-        r"dequantize\(\) on it first",
+        ValueError,
+        "the input is held as .*, and the recipe asks for",
     ),
 }
 

@@ -135,12 +135,3 @@ def test_compiled_main_grad(name, kind):
         assert all(w.grad is None for w in _weights(module).values())
     left, right = [[t for t in done if t is not None] for done in results]
     all_same(left, right)
-
-
-@each_module
-def test_that_delayed_wgrad_does_not_compile_is_said(kind):
-    module = MODULES[kind](delay_wgrad_compute=True)
-    torch._dynamo.reset()
-    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
-    with dt.autocast(recipe=MX), pytest.raises(Exception, match=r"delay_wgrad_compute.*torch\.compile"):
-        compiled(normal("x", (4, 96)))

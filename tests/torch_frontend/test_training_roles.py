@@ -220,10 +220,11 @@ def test_quantized_results():
     for key in ("y", "dx", "weight"):
         same(got[key], dt.quantize(plain[key], Float8BlockQuantizer()).dequantize(), key)
         assert not torch.equal(got[key], plain[key])
-    with torch.no_grad(), dt.autocast(recipe=recipe):
-        q = layer(x)
-    assert isinstance(q, dt.QuantizedTensor) and q.columnwise_data is not None
-    same(q.dequantize(), got["y"])
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad), dt.autocast(recipe=recipe):
+            q = layer(x)
+        assert isinstance(q, dt.QuantizedTensor) and q.columnwise_data is not None and q.requires_grad == grad
+        same(q.dequantize(), got["y"])
     layer = layers.layer(fuse_wgrad_accumulation=True)
     layer.weight.main_grad = torch.ones(64, 96)
     layers.run(layer, layer, x, recipe, dy)

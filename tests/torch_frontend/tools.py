@@ -73,6 +73,11 @@ def same_quantized(q: QuantizedTensor, want: oracle.Quantized, label: Any = "") 
             same(to_numpy(got).reshape(expected.shape), expected, f"{label} {name}")
 
 
+def values(t: torch.Tensor) -> torch.Tensor:
+    """What a tensor that may be quantized stands for."""
+    return t.dequantize() if isinstance(t, QuantizedTensor) else t
+
+
 def normal(name: str, shape: tuple[int, ...], dtype: str = "float32", device: str = "cpu") -> torch.Tensor:
     return to_torch(cases.draw(name, "normal", shape, dtype), device)
 

@@ -4,10 +4,14 @@
 namespace diptych::cuda {
 namespace {
 
+template <typename In>
 __global__ void __launch_bounds__(kSumThreads)
     chunk_kernel(const __grid_constant__ SourceArgs p, unsigned strips, float* part) {
-  sum_chunk<1>(p.m, p.k, strips, part, 0,
-               [&](int64_t row, int64_t col, Floats8(&v)[1]) { v[0] = source8(p, row, col); });
+  const ChunkPlace place(strips);
+  const Reader<In> source(p, place.row(), place.col(), kSumWarps);
+  sum_chunk<1>(
+      place, p.m, p.k, part, 0, [&](int i) { return source.load(i); },
+      [&](int i, const auto& raw, Floats8(&v)[1]) { v[0] = source.values(i, raw); });
 }
 
 __global__ void __launch_bounds__(kSumThreads)
@@ -36,8 +40,10 @@ Status column_sums(const TensorView& x, const Source& source, const TensorView& 
   const int64_t chunks = ceil_div(p.m, kSumChunk), strips = sum_strips(p.k);
   float* part = workspace.as<float>();
   if (chunks * strips > 0) {
-    DIPTYCH_TRY(launch("column_sum", chunk_kernel, chunks * strips, kSumThreads, 0, exec.stream, p,
-                       static_cast<unsigned>(strips), part));
+    DIPTYCH_TRY(with_input_type(p, "column_sum", [&](auto type) {
+      return launch("column_sum", chunk_kernel<decltype(type)>, chunks * strips, kSumThreads, 0, exec.stream, p,
+                    static_cast<unsigned>(strips), part);
+    }));
   }
   return join_chunks("column_sum", part, chunks, p.k, out, exec);
 }

@@ -36,29 +36,50 @@ __device__ __forceinline__ void store_element(const Elements& t, int64_t i, floa
 }
 
 template <typename T>
-__device__ __forceinline__ Floats8 load_vector(const void* base, int64_t at) {
-  Row8<T> r;
-#pragma unroll
-  for (int i = 0; i < Row8<T>::kVecs; ++i) {
-    r.v[i] = Vec<T>::load(static_cast<const T*>(base) + at + i * Vec<T>::kCount);
-  }
+__device__ __forceinline__ Floats8 as_floats(const Row8<T>& r) {
   Floats8 f;
 #pragma unroll
   for (int j = 0; j < 8; ++j) f.v[j] = r[j];
   return f;
 }
+__device__ __forceinline__ Floats8 as_floats(const Floats8& f) { return f; }
+
+// Eight elements, aligned to 16 bytes.
+template <typename T>
+__device__ __forceinline__ Row8<T> load_vectors(const void* base, int64_t at) {
+  Row8<T> r;
+#pragma unroll
+  for (int i = 0; i < Row8<T>::kVecs; ++i) {
+    r.v[i] = Vec<T>::load(static_cast<const T*>(base) + at + i * Vec<T>::kCount);
+  }
+  return r;
+}
 
 // Elements at .. at + count - 1 (count <= 8; past them: 0). `vec`: eight of them, aligned to 16 bytes.
 __device__ __forceinline__ Floats8 load8(const Elements& t, int64_t at, int count, bool vec) {
   if (vec) {
-    if (t.type == DType::f32) return load_vector<float>(t.data, at);
-    if (t.type == DType::f16) return load_vector<__half>(t.data, at);
-    return load_vector<__nv_bfloat16>(t.data, at);
+    if (t.type == DType::f32) return as_floats(load_vectors<float>(t.data, at));
+    if (t.type == DType::f16) return as_floats(load_vectors<__half>(t.data, at));
+    return as_floats(load_vectors<__nv_bfloat16>(t.data, at));
   }
   Floats8 f;
 #pragma unroll
   for (int j = 0; j < 8; ++j) f.v[j] = j < count ? load_element(t, at + j) : 0.0f;
   return f;
+}
+
+// Eight elements before they are floats, where their type T is known when the kernel is compiled (void: it is not).
+template <typename T>
+using Raw8 = std::conditional_t<std::is_void_v<T>, Floats8, Row8<std::conditional_t<std::is_void_v<T>, float, T>>>;
+
+// load8; of a known type, all eight or (count 0) none.
+template <typename T>
+__device__ __forceinline__ Raw8<T> load_raw8(const Elements& t, int64_t at, int count, bool vec) {
+  if constexpr (std::is_void_v<T>) {
+    return load8(t, at, count, vec);
+  } else {
+    return count > 0 ? load_vectors<T>(t.data, at) : Row8<T>();
+  }
 }
 
 __device__ __forceinline__ void store8(const Elements& t, int64_t at, int count, bool vec, const Floats8& f) {

@@ -1,5 +1,6 @@
 // layernorm and rmsnorm. A row belongs to a warp or, where it is long, to a thread block; which one follows from K
-// alone, and so does the order of every sum.
+// alone, and so does the order of every sum. Rows of the usual type are read once and kept in registers, where they
+// fit.
 #include "cuda/fused/column_sum.cuh"
 #include "cuda/fused/source.cuh"
 #include "cuda/kernels.h"
@@ -42,30 +43,59 @@ __device__ __forceinline__ float sum8(const Floats8& f) {
   return ((f.v[0] + f.v[1]) + (f.v[2] + f.v[3])) + ((f.v[4] + f.v[5]) + (f.v[6] + f.v[7]));
 }
 
-// body(column, how many of eight exist) for this thread's groups of eight columns
-template <int kLanes, typename Body>
+// body(group, column, how many of eight exist) for this thread's groups of eight columns; kGroups of them at most, or,
+// if 0, any number.
+template <int kLanes, int kGroups, typename Body>
 __device__ __forceinline__ void each_group(int64_t k, Body&& body) {
-  for (int64_t col = static_cast<int64_t>(threadIdx.x % kLanes) * 8; col < k; col += kLanes * 8) {
-    body(col, k - col < 8 ? static_cast<int>(k - col) : 8);
+  const int64_t first = static_cast<int64_t>(threadIdx.x % kLanes) * 8;
+  if constexpr (kGroups == 0) {
+    for (int64_t col = first; col < k; col += kLanes * 8) body(0, col, k - col < 8 ? static_cast<int>(k - col) : 8);
+  } else {
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      if (first + g * kLanes * 8 < k) body(g, first + g * kLanes * 8, 8);
+    }
   }
 }
 
-template <int kLanes>
+// This thread's part of a row of a tensor: kept, or read each time.
+template <int kLanes, int kGroups, typename T>
+class RowPart {
+ public:
+  __device__ __forceinline__ RowPart(const Elements& t, int64_t at, int64_t k, bool vec) : t_(t), at_(at), vec_(vec) {
+    if constexpr (kGroups > 0) {
+      each_group<kLanes, kGroups>(k, [&](int g, int64_t col, int n) { kept_[g] = load_raw8<T>(t, at + col, n, true); });
+    }
+  }
+  __device__ __forceinline__ Floats8 get(int g, int64_t col, int n) const {
+    if constexpr (kGroups > 0) return as_floats(kept_[g]);
+    return as_floats(load_raw8<T>(t_, at_ + col, n, vec_));
+  }
+
+ private:
+  const Elements& t_;
+  int64_t at_;
+  bool vec_;
+  Raw8<T> kept_[kGroups > 0 ? kGroups : 1];
+};
+
+template <int kLanes, int kGroups, typename T>
 __global__ void __launch_bounds__(kThreads) norm_kernel(const __grid_constant__ RowsArgs p) {
   __shared__ float scratch[kThreads / kWarp];
   const int64_t row = static_cast<int64_t>(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes;
   if (row >= p.m) return;  // all threads of a row
   const int64_t at = row * p.k;
   const float count = static_cast<float>(p.k > 0 ? p.k : 1);
+  const RowPart<kLanes, kGroups, T> x(p.x, at, p.k, p.vec);
   float mu = 0.0f;
   if (p.centered) {
     float s = 0.0f;
-    each_group<kLanes>(p.k, [&](int64_t col, int n) { s += sum8(load8(p.x, at + col, n, p.vec)); });
+    each_group<kLanes, kGroups>(p.k, [&](int g, int64_t col, int n) { s += sum8(x.get(g, col, n)); });
     mu = divide_rn(row_sum<kLanes>(s, scratch), count);
   }
   float s = 0.0f;
-  each_group<kLanes>(p.k, [&](int64_t col, int n) {
-    Floats8 d = load8(p.x, at + col, n, p.vec);
+  each_group<kLanes, kGroups>(p.k, [&](int g, int64_t col, int n) {
+    Floats8 d = x.get(g, col, n);
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
       const float v = d.v[j] - mu;
@@ -79,11 +109,11 @@ __global__ void __launch_bounds__(kThreads) norm_kernel(const __grid_constant__ 
     p.rsigma[row] = rsigma;
   }
   if (!p.out.data) return;
-  each_group<kLanes>(p.k, [&](int64_t col, int n) {
-    Floats8 y = load8(p.x, at + col, n, p.vec);
+  each_group<kLanes, kGroups>(p.k, [&](int i, int64_t col, int n) {
+    Floats8 y = x.get(i, col, n);
     const Floats8 g = load8(p.gamma, col, n, p.vec);
 #pragma unroll
-    for (int j = 0; j < 8; ++j) y.v[j] = normalized(y.v[j], mu, rsigma, g.v[j], p.zero_centered_gamma);
+    for (int j = 0; j < 8; ++j) y.v[j] = normalized(y.v[j], mu, rsigma, gain(g.v[j], p.zero_centered_gamma));
     if (p.beta.data) {
       const Floats8 b = load8(p.beta, col, n, p.vec);
 #pragma unroll
@@ -93,21 +123,7 @@ __global__ void __launch_bounds__(kThreads) norm_kernel(const __grid_constant__ 
   });
 }
 
-// h = g * dy and xhat of eight columns; zeros where there are none
-__device__ __forceinline__ void slopes(const RowsArgs& p, int64_t at, int64_t col, int n, float mu, float rsigma,
-                                       Floats8& h, Floats8& xhat) {
-  h = load8(p.dy, at + col, n, p.vec);
-  xhat = load8(p.x, at + col, n, p.vec);
-  const Floats8 g = load8(p.gamma, col, n, p.vec);
-#pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    const float scale = p.zero_centered_gamma ? 1.0f + g.v[j] : g.v[j];
-    h.v[j] = j < n ? scale * h.v[j] : 0.0f;
-    xhat.v[j] = j < n ? (xhat.v[j] - mu) * rsigma : 0.0f;
-  }
-}
-
-template <int kLanes>
+template <int kLanes, int kGroups, typename T>
 __global__ void __launch_bounds__(kThreads) norm_grad_kernel(const __grid_constant__ RowsArgs p) {
   __shared__ float scratch[kThreads / kWarp];
   const int64_t row = static_cast<int64_t>(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes;
@@ -115,10 +131,21 @@ __global__ void __launch_bounds__(kThreads) norm_grad_kernel(const __grid_consta
   const int64_t at = row * p.k;
   const float count = static_cast<float>(p.k > 0 ? p.k : 1);
   const float mu = p.centered ? p.mu[row] : 0.0f, rsigma = p.rsigma[row];
+  const RowPart<kLanes, kGroups, T> x(p.x, at, p.k, p.vec), dy(p.dy, at, p.k, p.vec);
+  // h = g * dy and xhat of eight columns; zeros where there are none
+  const auto slopes = [&](int i, int64_t col, int n, Floats8& h, Floats8& xhat) {
+    h = dy.get(i, col, n), xhat = x.get(i, col, n);
+    const Floats8 g = load8(p.gamma, col, n, p.vec);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      h.v[j] = j < n ? gain(g.v[j], p.zero_centered_gamma) * h.v[j] : 0.0f;
+      xhat.v[j] = j < n ? (xhat.v[j] - mu) * rsigma : 0.0f;
+    }
+  };
   float of_h = 0.0f, of_product = 0.0f;
-  each_group<kLanes>(p.k, [&](int64_t col, int n) {
+  each_group<kLanes, kGroups>(p.k, [&](int i, int64_t col, int n) {
     Floats8 h, xhat;
-    slopes(p, at, col, n, mu, rsigma, h, xhat);
+    slopes(i, col, n, h, xhat);
     of_h += sum8(h);
 #pragma unroll
     for (int j = 0; j < 8; ++j) h.v[j] *= xhat.v[j];
@@ -126,9 +153,9 @@ __global__ void __launch_bounds__(kThreads) norm_grad_kernel(const __grid_consta
   });
   const float mean = p.centered ? divide_rn(row_sum<kLanes>(of_h, scratch), count) : 0.0f;
   const float slope = divide_rn(row_sum<kLanes>(of_product, scratch), count);
-  each_group<kLanes>(p.k, [&](int64_t col, int n) {
+  each_group<kLanes, kGroups>(p.k, [&](int i, int64_t col, int n) {
     Floats8 h, xhat;
-    slopes(p, at, col, n, mu, rsigma, h, xhat);
+    slopes(i, col, n, h, xhat);
 #pragma unroll
     for (int j = 0; j < 8; ++j) h.v[j] = ((h.v[j] - mean) - xhat.v[j] * slope) * rsigma;
     store8(p.out, at + col, n, p.vec, h);
@@ -136,18 +163,33 @@ __global__ void __launch_bounds__(kThreads) norm_grad_kernel(const __grid_consta
 }
 
 // Sums of a chunk of rows: dy * xhat and, with kSums == 2, dy.
-template <int kSums>
+template <int kSums, typename T>
 __global__ void __launch_bounds__(kSumThreads)
     parameter_kernel(const __grid_constant__ RowsArgs p, unsigned strips, float* part, int64_t stride) {
-  sum_chunk<kSums>(p.m, p.k, strips, part, stride, [&](int64_t row, int64_t col, Floats8(&v)[kSums]) {
-    const int n = row >= p.m || col >= p.k ? 0 : p.k - col < 8 ? static_cast<int>(p.k - col) : 8;
-    const bool vec = p.vec && n == 8;
-    const Floats8 d = load8(p.dy, row * p.k + col, n, vec), x = load8(p.x, row * p.k + col, n, vec);
-    const float mu = p.centered && n > 0 ? p.mu[row] : 0.0f, rsigma = n > 0 ? p.rsigma[row] : 0.0f;
+  struct Raw {
+    Raw8<T> d, x;
+    float mu, rsigma;
+  };
+  const ChunkPlace place(strips);
+  const int64_t row0 = place.row(), col = place.col(), left = p.k - col;
+  const int count = left < 0 ? 0 : left < 8 ? static_cast<int>(left) : 8;
+  const auto there = [&](int i) { return row0 + i * kSumWarps < p.m ? count : 0; };
+  sum_chunk<kSums>(
+      place, p.m, p.k, part, stride,
+      [&](int i) {
+        const int64_t row = row0 + i * kSumWarps, at = row * p.k + col;
+        const int n = there(i);
+        const bool vec = p.vec && n == 8;
+        return Raw{load_raw8<T>(p.dy, at, n, vec), load_raw8<T>(p.x, at, n, vec),
+                   p.centered && n > 0 ? p.mu[row] : 0.0f, n > 0 ? p.rsigma[row] : 0.0f};
+      },
+      [&](int i, const Raw& r, Floats8(&v)[kSums]) {
+        const int n = there(i);
+        const Floats8 d = as_floats(r.d), x = as_floats(r.x);
 #pragma unroll
-    for (int j = 0; j < 8; ++j) v[0].v[j] = j < n ? d.v[j] * ((x.v[j] - mu) * rsigma) : 0.0f;
-    if constexpr (kSums == 2) v[1] = d;
-  });
+        for (int j = 0; j < 8; ++j) v[0].v[j] = j < n ? d.v[j] * ((x.v[j] - r.mu) * r.rsigma) : 0.0f;
+        if constexpr (kSums == 2) v[1] = d;
+      });
 }
 
 bool all_aligned(const RowsArgs& p) {
@@ -156,11 +198,41 @@ bool all_aligned(const RowsArgs& p) {
   return vec;
 }
 
-Status launch_rows(const char* op, void (*per_warp)(RowsArgs), void (*per_block)(RowsArgs), const RowsArgs& p,
-                   const Execution& exec) {
+// f(T{}) where x and, if given, dy are T and the rows aligned, or f() where the type matters to loads alone.
+template <typename F>
+Status with_rows(const RowsArgs& p, F&& f) {
+  const bool one = p.vec && (!p.dy.data || p.dy.type == p.x.type);
+  if (one && p.x.type == DType::bf16) return f(std::type_identity<__nv_bfloat16>());
+  if (one && p.x.type == DType::f32) return f(std::type_identity<float>());
+  return f(std::type_identity<void>());
+}
+
+// f(type, lanes of a row, groups of a thread that are kept); the type matters where some are.
+template <int kLanes, typename T, typename F>
+Status with_groups(std::type_identity<T> type, int64_t k, F&& f) {
+  constexpr std::integral_constant<int, kLanes> lanes;
+  if constexpr (!std::is_void_v<T>) {
+    const int64_t groups = ceil_div(k, kLanes * 8);
+    if (groups <= 2) return f(type, lanes, std::integral_constant<int, 2>());
+    if constexpr (sizeof(T) == 2) {
+      if (groups <= 4) return f(type, lanes, std::integral_constant<int, 4>());
+      if (groups <= 8) return f(type, lanes, std::integral_constant<int, 8>());
+    }
+  }
+  return f(std::type_identity<void>(), lanes, std::integral_constant<int, 0>());
+}
+
+// f(type, lanes, groups, blocks)
+template <typename F>
+Status launch_rows(const RowsArgs& p, F&& f) {
   if (p.m == 0) return {};
-  return p.k > kLongRow ? launch(op, per_block, p.m, kThreads, 0, exec.stream, p)
-                        : launch(op, per_warp, ceil_div(p.m, kThreads / kWarp), kThreads, 0, exec.stream, p);
+  const auto run = [&](auto type, auto lanes, auto groups) {
+    constexpr int kRows = kThreads / lanes;
+    return f(type, lanes, groups, ceil_div(p.m, kRows));
+  };
+  return with_rows(p, [&](auto type) {
+    return p.k > kLongRow ? with_groups<kThreads>(type, p.k, run) : with_groups<kWarp>(type, p.k, run);
+  });
 }
 
 }  // namespace
@@ -174,7 +246,10 @@ Status norm(const NormArgs& args, const Execution& exec) {
   p.zero_centered_gamma = args.zero_centered_gamma;
   p.x = Elements(args.x), p.gamma = Elements(args.gamma), p.beta = Elements(args.beta), p.out = Elements(args.y);
   p.mu = args.mu.as<float>(), p.rsigma = args.rsigma.as<float>(), p.vec = all_aligned(p);
-  return launch_rows("norm", norm_kernel<kWarp>, norm_kernel<kThreads>, p, exec);
+  return launch_rows(p, [&](auto type, auto lanes, auto groups, int64_t blocks) {
+    using T = typename decltype(type)::type;
+    return launch("norm", norm_kernel<lanes, groups, T>, blocks, kThreads, 0, exec.stream, p);
+  });
 }
 
 Status norm_grad(const NormGradArgs& args, const Execution& exec) {
@@ -183,13 +258,19 @@ Status norm_grad(const NormGradArgs& args, const Execution& exec) {
   p.zero_centered_gamma = args.zero_centered_gamma;
   p.x = Elements(args.x), p.gamma = Elements(args.gamma), p.dy = Elements(args.dy), p.out = Elements(args.dx);
   p.mu = args.mu.as<float>(), p.rsigma = args.rsigma.as<float>(), p.vec = all_aligned(p);
-  DIPTYCH_TRY(launch_rows("norm_grad", norm_grad_kernel<kWarp>, norm_grad_kernel<kThreads>, p, exec));
+  DIPTYCH_TRY(launch_rows(p, [&](auto type, auto lanes, auto groups, int64_t blocks) {
+    using T = typename decltype(type)::type;
+    return launch("norm_grad", norm_grad_kernel<lanes, groups, T>, blocks, kThreads, 0, exec.stream, p);
+  }));
 
   const int64_t chunks = ceil_div(p.m, kSumChunk), strips = sum_strips(p.k), stride = chunks * p.k;
   float* part = args.workspace.as<float>();
   if (stride > 0) {
-    DIPTYCH_TRY(launch("norm_grad", args.dbeta.given() ? parameter_kernel<2> : parameter_kernel<1>, chunks * strips,
-                       kSumThreads, 0, exec.stream, p, static_cast<unsigned>(strips), part, stride));
+    DIPTYCH_TRY(with_rows(p, [&](auto type) {
+      using T = typename decltype(type)::type;
+      return launch("norm_grad", args.dbeta.given() ? parameter_kernel<2, T> : parameter_kernel<1, T>, chunks * strips,
+                    kSumThreads, 0, exec.stream, p, static_cast<unsigned>(strips), part, stride);
+    }));
   }
   DIPTYCH_TRY(join_chunks("norm_grad", part, chunks, p.k, args.dgamma, exec));
   return args.dbeta.given() ? join_chunks("norm_grad", part + stride, chunks, p.k, args.dbeta, exec) : Status();

@@ -5,6 +5,7 @@
 #include "cuda/fused/source.cuh"
 #include "cuda/hadamard.cuh"
 #include "cuda/launch.cuh"
+#include "cuda/quantize/quantize.h"
 #include "cuda/vector.cuh"
 
 namespace diptych::cuda {
@@ -51,19 +52,26 @@ struct StripArgs {
   bool rht_signs;
 };
 
-// A thread owns 16 rows x 8 columns, a warp 256 columns, so that whole transforms lie in a thread.
-template <typename T, bool kRht>
-__global__ void __launch_bounds__(kThreads) strip_kernel(const __grid_constant__ StripArgs p) {
+// A thread owns 16 rows x 8 columns, a warp 256 columns, so that whole transforms lie in a thread. What is held for
+// them is what they take: bfloat16.
+template <typename In, bool kRht>
+__global__ void __launch_bounds__(kThreads, kComputed<In> ? 2 : 0) strip_kernel(const __grid_constant__ StripArgs p) {
   const int lane = threadIdx.x % 32;
   const int64_t row = static_cast<int64_t>(blockIdx.x / p.strips_k) * kHadamard;
   const int64_t col = (static_cast<int64_t>(blockIdx.x % p.strips_k) * kThreads + threadIdx.x) * 8;
-  Row8<Held<T>> x[kHadamard];
-#pragma unroll
-  for (int i = 0; i < kHadamard; ++i) x[i] = fetch_row8<T>(p.in, row + i, col);
-
+  Row8<__nv_bfloat16> held[kHadamard];
   float of_row[kHadamard], all = 0.0f;
+  const Reader<In> source(p.in, row, col);
+  each_row<kHadamard>(source, [&](int i, const auto& raw) {
+    const auto x = source.row(i, raw);
+    of_row[i] = max_abs(0.0f, x);
+    if constexpr (kRht && !kComputed<In>) {
+      held[i] = x;
+    } else if constexpr (kRht) {
 #pragma unroll
-  for (int i = 0; i < kHadamard; ++i) of_row[i] = max_abs(0.0f, x[i]);
+      for (int w = 0; w < 4; ++w) held[i].v[0].w[w] = pack2<__nv_bfloat16>(x[2 * w], x[2 * w + 1]);
+    }
+  });
 #pragma unroll
   for (int i = 0; i < kHadamard; ++i) all = fmaxf(all, of_row[i]);
   if (p.rows) {
@@ -82,7 +90,7 @@ __global__ void __launch_bounds__(kThreads) strip_kernel(const __grid_constant__
     for (int j = 0; j < 8; ++j) {
       float z[kHadamard];
 #pragma unroll
-      for (int i = 0; i < kHadamard; ++i) z[i] = std::is_same_v<T, Computed> ? through_bf16(x[i][j]) : x[i][j];
+      for (int i = 0; i < kHadamard; ++i) z[i] = held[i][j];
       hadamard16(z, p.rht_signs);
 #pragma unroll
       for (int i = 0; i < kHadamard; ++i) m = max_abs(m, z[i]);
@@ -95,7 +103,7 @@ __global__ void __launch_bounds__(kThreads) strip_kernel(const __grid_constant__
   if (p.tensor) join_amax<kThreads>(all, scratch[0], p.tensor);
 }
 
-template <typename T, bool kRht>
+template <bool kRht>
 Status run_strips(const AmaxArgs& args, const Execution& exec) {
   StripArgs p{};
   p.in = source_args(args.x, args.source);
@@ -104,7 +112,15 @@ Status run_strips(const AmaxArgs& args, const Execution& exec) {
   if (args.columnwise_out.given()) p.columnwise = args.columnwise_out.as<float>();
   const int64_t strips_k = ceil_div(p.in.k, kThreads * 8), strips = ceil_div(p.in.m, kHadamard) * strips_k;
   p.strips_k = static_cast<unsigned>(strips_k);
-  return launch("amax", strip_kernel<T, kRht>, strips, kThreads, 0, exec.stream, p);
+  return with_input_type(p.in, "amax", [&](auto type) {
+    using In = decltype(type);
+    // The transform takes bfloat16: what else is plain does not reach it.
+    if constexpr (kRht && !kComputed<In> && !std::is_same_v<In, __nv_bfloat16>) {
+      return Status(Code::type, "amax: the Hadamard transform takes bfloat16 alone");
+    } else {
+      return launch("amax", strip_kernel<In, kRht>, strips, kThreads, 0, exec.stream, p);
+    }
+  });
 }
 
 Status run_flat(const AmaxArgs& args, const Execution& exec) {
@@ -132,17 +148,12 @@ Status amax(const AmaxArgs& args, const Execution& exec) {
         cudaMemsetAsync(out->data, 0, out->numel() * sizeof(float), static_cast<cudaStream_t>(exec.stream)));
   }
   if (args.x.numel() == 0) return {};
-  const bool computed = args.source.kind != SourceKind::plain;
   if (args.columnwise_out.given() && (args.flags & kRht)) {
-    if (args.x.dtype == DType::bf16) {
-      return computed ? run_strips<Computed, true>(args, exec) : run_strips<__nv_bfloat16, true>(args, exec);
-    }
+    if (args.x.dtype == DType::bf16) return run_strips<true>(args, exec);
     return {Code::type, std::string("amax: the Hadamard transform takes bfloat16 alone, not ") + name(args.x.dtype)};
   }
-  if (computed || (args.out.given() && (args.flags & kRowAmax))) {
-    return with_input_type(args.x, args.source, "amax",
-                           [&](auto type) { return run_strips<decltype(type), false>(args, exec); });
-  }
+  if (args.out.given() && (args.flags & kRowAmax)) return run_strips<false>(args, exec);
+  if (args.source.kind != SourceKind::plain) return source_amax(args, exec);
   return run_flat(args, exec);
 }
 

@@ -35,17 +35,17 @@ __device__ __forceinline__ float square_max(float a, float b) {
   return m;
 }
 
-template <typename T, bool kE5M2>
-__global__ void __launch_bounds__(kThreads) mxfp8_kernel(const __grid_constant__ MxArgs p) {
+template <typename In, bool kE5M2>
+__global__ void __launch_bounds__(kThreads, kComputed<In> ? 2 : 0) mxfp8_kernel(const __grid_constant__ MxArgs p) {
   const int lane = threadIdx.x % 32;
   const unsigned tile = blockIdx.x * (kThreads / 32) + threadIdx.x / 32;
   if (tile >= p.tiles) return;  // whole warps
   const int64_t row0 = static_cast<int64_t>(tile / p.tiles_k) * kRows, row = row0 + lane / 8 * 8;
-  const int64_t col = static_cast<int64_t>(tile % p.tiles_k) * kCols + lane % 8 * 8;
+  const unsigned tile_k = paired_tile<In>(p.in, tile % p.tiles_k, p.tiles_k, kCols);
+  const int64_t col = static_cast<int64_t>(tile_k) * kCols + lane % 8 * 8;
 
-  Row8<Held<T>> x[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) x[i] = fetch_row8<T>(p.in, row + i, col);
+  Row8<Held<In>> x[8];
+  fetch_rows<In>(p.in, row, col, x);
 
   if (p.row) {
     float v[8];
@@ -113,7 +113,7 @@ Status quantize_mxfp8(const QuantizeArgs& args, const Execution& exec) {
     p.col = args.columnwise.data.as<uint8_t>(), p.col_scale = args.columnwise.scale_inv.as<uint8_t>();
     p.vec_col = aligned(p.col, 8) && p.k % 8 == 0;
   }
-  return with_input_type(args.x, args.source, "quantize", [&](auto type) {
+  return with_input_type(p.in, "quantize", [&](auto type) {
     return with_element(f.element, "quantize", [&](auto e5m2) {
       return launch("quantize", mxfp8_kernel<decltype(type), e5m2.value>, ceil_div(tiles, kThreads / 32), kThreads, 0,
                     exec.stream, p);

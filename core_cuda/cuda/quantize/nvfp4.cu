@@ -214,18 +214,24 @@ __device__ __forceinline__ void load_tile(const Nvfp4Args& p, uint8_t* tile, int
 }
 
 // The same of values that are computed on the way: eight of a row at a time.
+template <typename In>
 __device__ __forceinline__ void compute_tile(const SourceArgs& in, uint8_t* tile, int64_t row0, int64_t col0) {
   using S = Tile<float>;
-  constexpr unsigned kGroups = kCols / 8;
-#pragma unroll 1
-  for (unsigned at = threadIdx.x; at < S::kRows * kGroups; at += S::kThreads) {
-    const unsigned r = at / kGroups, group = at % kGroups;
-    const Floats8 f = source8(in, row0 + r, col0 + group * 8);
+  constexpr unsigned kGroups = kCols / 8, kStep = S::kThreads / kGroups;
+  const unsigned first = threadIdx.x / kGroups, group = threadIdx.x % kGroups;
+  const Reader<In> source(in, row0 + first, col0 + group * 8, kStep);
+  const auto put = [&](unsigned i, const Row8<float>& y) {
 #pragma unroll
     for (unsigned h = 0; h < 2; ++h) {
-      *reinterpret_cast<float4*>(tile + S::offset(r / kBlock, r % kBlock, group * 2 + h)) =
-          make_float4(f.v[4 * h], f.v[4 * h + 1], f.v[4 * h + 2], f.v[4 * h + 3]);
+      *reinterpret_cast<uint4*>(tile + S::offset(i * kStep / kBlock, first + i * kStep % kBlock, group * 2 + h)) =
+          make_uint4(y.v[h].w[0], y.v[h].w[1], y.v[h].w[2], y.v[h].w[3]);
     }
+  };
+  if constexpr (kTyped<In>) {
+    each_row<S::kRows / kStep, 2>(source, [&](int i, const auto& raw) { put(i, source.row(i, raw)); }, [](int) {});
+  } else {
+#pragma unroll 1
+    for (int i = 0; i < S::kRows / static_cast<int>(kStep); ++i) put(i, source.row(i, {}));
   }
 }
 
@@ -285,9 +291,9 @@ __global__ void __launch_bounds__(Tile<T>::kThreads, 6) nvfp4_kernel(const __gri
   // Last tiles first: the end of x is what an amax pass has just left in L2.
   const unsigned index = gridDim.x - 1 - blockIdx.x;
   const int64_t row0 = static_cast<int64_t>(index / p.tiles_k) * S::kRows;
-  const int64_t col0 = static_cast<int64_t>(index % p.tiles_k) * kCols;
-  if constexpr (std::is_same_v<In, Computed>) {
-    compute_tile(p.in, tile, row0, col0);
+  const int64_t col0 = static_cast<int64_t>(paired_tile<In>(p.in, index % p.tiles_k, p.tiles_k, kCols)) * kCols;
+  if constexpr (kComputed<In>) {
+    compute_tile<In>(p.in, tile, row0, col0);
   } else {
     load_tile<T>(p, tile, row0, col0);
   }
@@ -334,7 +340,7 @@ __global__ void __launch_bounds__(Tile<T>::kThreads, 6) nvfp4_kernel(const __gri
     column_blocks<T>(tile, band, col, x);
 #pragma unroll
     for (unsigned i = 0; i < 2; ++i) {
-      if constexpr (std::is_same_v<In, __nv_bfloat16> || std::is_same_v<In, Computed>) {
+      if constexpr (std::is_same_v<In, __nv_bfloat16> || kComputed<In>) {
         if (p.rht) x[i] = rotated<T>(x[i], p.rht_signs);
       }
       const float amax = p.square ? square[band][col / kBlock] : amax_of(x[i]);
@@ -366,7 +372,7 @@ Status quantize_nvfp4(const QuantizeArgs& args, const Execution& exec) {
     p.col = args.columnwise.data.as<uint8_t>(), p.col_scale = args.columnwise.scale_inv.as<uint8_t>();
     p.col_amax = args.columnwise_amax.as<const float>(), p.vec_col = aligned(p.col, 8);
   }
-  return with_input_type(args.x, args.source, "quantize", [&](auto type) {
+  return with_input_type(p.in, "quantize", [&](auto type) {
     using S = Tile<Held<decltype(type)>>;
     const int64_t tiles_k = ceil_div(p.k, kCols), tiles = ceil_div(p.m, S::kRows) * tiles_k;
     p.tiles_k = static_cast<unsigned>(tiles_k);

@@ -22,4 +22,7 @@ Status quantize_tiles(const QuantizeArgs&, const Execution&);   // float32 scale
 Status quantize_mxfp8(const QuantizeArgs&, const Execution&);   // 1x32 with E8M0 scales
 Status quantize_nvfp4(const QuantizeArgs&, const Execution&);   // E2M1 1x16 with E4M3 scales
 
+// amax of a source, of the whole tensor; the outputs that are given hold 0 before.
+Status source_amax(const AmaxArgs&, const Execution&);
+
 }  // namespace diptych::cuda

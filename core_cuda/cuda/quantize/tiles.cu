@@ -1,60 +1,13 @@
 // Float32 scales, rowwise and transposed copies from one read of the input: per tensor, 1x128 and 128x128 blocks.
 //
-// A thread block owns a 128 x 128 tile, a thread an 8 x 8 patch of it: patch column lane % 16, patch row
-// 2 * warp + lane / 16. Rowwise bytes go straight out; transposed bytes meet in shared memory first.
-#include "cuda/amax.cuh"
-#include "cuda/fused/source.cuh"
+// Geometry: tiles.cuh.
 #include "cuda/launch.cuh"
-#include "cuda/quantize/quantize.h"
-#include "cuda/vector.cuh"
+#include "cuda/quantize/tiles.cuh"
 
 namespace diptych::cuda {
 namespace {
 
 enum class Blocks { tensor, vector, square };  // whole tensor, 1x128, 128x128
-
-constexpr int kTile = 128, kThreads = 256, kWarps = kThreads / 32;
-
-struct TileArgs {
-  SourceArgs in;
-  int64_t m, k;
-  unsigned tiles_m, tiles_k;  // the grid walks k first
-  TensorScale from;           // Blocks::tensor
-  uint8_t* row;               // [m, k], or null
-  float* row_scale;           // of the blocks of `row`, row-major
-  uint8_t* col;               // [k, m], or null
-  float* col_scale;           // of the blocks of `col`, row-major
-  DivideRule rule;
-  bool vec_row, vec_col;  // aligned to 8 and 16 bytes, and so are their rows
-};
-
-// The transposed tile in shared memory: 128 columns of 128 bytes. Eight bytes (one patch row) are a unit; unit u of
-// column c lies at u ^ (c / 8), so that neither the writers (16 columns apart by 8) nor the readers collide in a bank.
-__device__ __forceinline__ int unit_offset(int column, int unit) {
-  return column * kTile + ((unit ^ (column / 8)) * 8);
-}
-
-__device__ void store_columns(const TileArgs& p, const uint8_t* tile, int64_t row0, int64_t col0) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  if (p.vec_col) {
-#pragma unroll
-    for (int it = 0; it < 4; ++it) {  // four columns at a time, eight lanes of 16 bytes each
-      const int column = warp * 16 + it * 4 + lane / 8, swizzle = column / 8, unit = lane % 8 * 2;
-      uint4 v = *reinterpret_cast<const uint4*>(tile + column * kTile + ((unit ^ (swizzle & ~1)) * 8));
-      if (swizzle & 1) v = make_uint4(v.z, v.w, v.x, v.y);
-      const int64_t c = col0 + column, r = row0 + unit * 8;
-      if (c < p.k && r < p.m) *reinterpret_cast<uint4*>(p.col + c * p.m + r) = v;
-    }
-    return;
-  }
-  for (int i = 0; i < 16; ++i) {
-    const int column = warp * 16 + i;
-    if (col0 + column >= p.k) return;
-    for (int b = lane; b < kTile && row0 + b < p.m; b += 32) {
-      p.col[(col0 + column) * p.m + row0 + b] = tile[unit_offset(column, b / 8) + b % 8];
-    }
-  }
-}
 
 // The largest of the whole block's values, for every thread.
 __device__ float block_max(float m, float* scratch) {
@@ -67,8 +20,8 @@ __device__ float block_max(float m, float* scratch) {
   return m;
 }
 
-template <typename T, bool kE5M2, Blocks kBlocks>
-__global__ void __launch_bounds__(kThreads) tile_kernel(const __grid_constant__ TileArgs p) {
+template <typename In, bool kE5M2, Blocks kBlocks>
+__global__ void __launch_bounds__(kThreads, kComputed<In> ? 2 : 0) tile_kernel(const __grid_constant__ TileArgs p) {
   __shared__ __align__(16) uint8_t tile[kTile * kTile];
   __shared__ __align__(16) float scratch[kBlocks == Blocks::vector ? kWarps * kTile : kWarps];
   __shared__ __align__(16) float column_scale[kBlocks == Blocks::vector ? kTile : 1];
@@ -76,14 +29,13 @@ __global__ void __launch_bounds__(kThreads) tile_kernel(const __grid_constant__ 
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
   // Per tensor: last tiles first, which the amax pass has left in L2.
   const unsigned index = kBlocks == Blocks::tensor ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
-  const int64_t tile_m = index / p.tiles_k, tile_k = index % p.tiles_k;
+  const int64_t tile_m = index / p.tiles_k, tile_k = paired_tile<In>(p.in, index % p.tiles_k, p.tiles_k, kTile);
   const int64_t row0 = tile_m * kTile, col0 = tile_k * kTile;
   const int patch_row = warp * 2 + lane / 16, patch_col = lane % 16;
   const int64_t row = row0 + patch_row * 8, col = col0 + patch_col * 8;
 
-  Row8<Held<T>> x[8];
-#pragma unroll
-  for (int i = 0; i < 8; ++i) x[i] = fetch_row8<T>(p.in, row + i, col);
+  Row8<Held<In>> x[8];
+  fetch_rows<In>(p.in, row, col, x);
 
   uint2 q[8];
   if constexpr (kBlocks == Blocks::vector) {
@@ -168,18 +120,20 @@ __global__ void __launch_bounds__(kThreads) tile_kernel(const __grid_constant__ 
 #pragma unroll
   for (int j = 0; j < 8; ++j) *reinterpret_cast<uint2*>(tile + unit_offset(patch_col * 8 + j, patch_row)) = q[j];
   __syncthreads();
-  store_columns(p, tile, row0, col0);
+  store_columns(p, tile, row0, col0, p.k);
 }
 
-template <typename T, bool kE5M2>
+template <typename In, bool kE5M2>
 Status run(const TileArgs& p, Blocks blocks, int64_t tiles, void* stream) {
-  switch (blocks) {
-    case Blocks::tensor:
-      return launch("quantize", tile_kernel<T, kE5M2, Blocks::tensor>, tiles, kThreads, 0, stream, p);
-    case Blocks::vector:
-      return launch("quantize", tile_kernel<T, kE5M2, Blocks::vector>, tiles, kThreads, 0, stream, p);
-    default:
-      return launch("quantize", tile_kernel<T, kE5M2, Blocks::square>, tiles, kThreads, 0, stream, p);
+  if (blocks == Blocks::vector) {
+    return launch("quantize", tile_kernel<In, kE5M2, Blocks::vector>, tiles, kThreads, 0, stream, p);
+  }
+  if constexpr (kTyped<In>) {  // one scale: stream_tiles has it; squares are for weights
+    return run<Computed, kE5M2>(p, blocks, tiles, stream);
+  } else if (blocks == Blocks::tensor) {
+    return launch("quantize", tile_kernel<In, kE5M2, Blocks::tensor>, tiles, kThreads, 0, stream, p);
+  } else {
+    return launch("quantize", tile_kernel<In, kE5M2, Blocks::square>, tiles, kThreads, 0, stream, p);
   }
 }
 
@@ -205,7 +159,8 @@ Status quantize_tiles(const QuantizeArgs& args, const Execution& exec) {
     p.col = args.columnwise.data.as<uint8_t>(), p.col_scale = args.columnwise.scale_inv.as<float>();
     p.vec_col = aligned(p.col, 16) && p.m % 16 == 0;
   }
-  return with_input_type(args.x, args.source, "quantize", [&](auto type) {
+  if (blocks == Blocks::tensor && streams(p)) return stream_tiles(p, f.element, exec);
+  return with_input_type(p.in, "quantize", [&](auto type) {
     return with_element(f.element, "quantize", [&](auto e5m2) {
       return run<decltype(type), e5m2.value>(p, blocks, tiles_m * tiles_k, exec.stream);
     });

@@ -7,6 +7,7 @@ from diptych.torch.autocast import autocast, get_autocast_recipe, is_autocast_en
 from diptych.torch.checkpoint import checkpoint, checkpoint_contexts
 from diptych.torch.convert import ConvertWarning, convert
 from diptych.torch.custom_op import CustomOp, Group, Size, Written
+from diptych.torch.eager_only import EagerWarning
 from diptych.torch.functional import (
     amax,
     bias_grad,
@@ -17,6 +18,7 @@ from diptych.torch.functional import (
     rng_state,
     scale_update,
 )
+from diptych.torch.graphs import make_graphed_callables
 from diptych.torch.layernorm_linear import LayerNormLinear
 from diptych.torch.layernorm_mlp import LayerNormMLP
 from diptych.torch.linear import Linear, linear
@@ -29,6 +31,7 @@ from diptych.torch.weights import QuantizedParameter, quantized_model_init
 __all__ = [
     "ConvertWarning",
     "CustomOp",
+    "EagerWarning",
     "Group",
     "LayerNormLinear",
     "LayerNormMLP",
@@ -52,6 +55,7 @@ __all__ = [
     "get_autocast_recipe",
     "is_autocast_enabled",
     "linear",
+    "make_graphed_callables",
     "quantize",
     "quantized_model_init",
     "rng_state",

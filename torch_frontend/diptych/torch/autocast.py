@@ -47,15 +47,16 @@ def make_step_counter(device: torch.device) -> Tensor:
     if key not in STATE.steps:
         with torch.inference_mode(False):
             STATE.steps[key] = torch.ones(1, dtype=torch.int64, device=device)
-        torch._dynamo.mark_static_address(STATE.steps[key], guard=False)
     return STATE.steps[key]
 
 
 def _before_steps_are_traced(context: Any) -> None:
     """Runs where Dynamo traces the entry of a region: it sees no counter that is made later."""
-    make_step_counter(torch.device("cpu"))
+    made = [make_step_counter(torch.device("cpu"))]
     if torch.cuda.is_initialized():
-        make_step_counter(torch.device("cuda", torch.cuda.current_device()))
+        made.append(make_step_counter(torch.device("cuda", torch.cuda.current_device())))
+    for step in made:
+        torch._dynamo.mark_static_address(step, guard=False)
 
 
 def is_autocast_enabled() -> bool:

@@ -5,15 +5,14 @@
 
 A field's annotation says how it enters the graph:
 
-    Tensor, Tensor | None, list[Tensor]          as it is
+    Tensor, Tensor | None, list[Tensor]          among the node's tensors
     Tensor | QuantizedTensor (| None)            flattened, and rebuilt inside
     list[Tensor | QuantizedTensor | None]        likewise, each; lists have no gradient
-    Size, tuple[Size, ...]                       a symbolic size in a slot of its own
+    Size, tuple[Size, ...]                       among the node's sizes, which may be symbolic
     torch.dtype (| None)                         as it is
-    a quantizer, a recipe, any Value             a constant
     Group                                        a process group or None
     Written                                      a list of tensors that backward writes to; forward does not see it
-    anything else                                hashable, part of one constant
+    anything else                                hashable (a recipe, any Value), part of one constant
 
 Eagerly a call runs the functions as they stand, without the dispatcher. What is traced (torch.compile, torch.export,
 fake tensors) runs them on fake tensors inside of the node: real and fake results are those of the same code.
@@ -38,16 +37,18 @@ from diptych.common.errors import DTypeError, UnsupportedError
 from diptych.torch import opaque
 from diptych.torch.op_fields import Size as Size
 from diptych.torch.op_fields import Written as Written
-from diptych.torch.op_fields import field_of, put, put_proto, take, take_output
+from diptych.torch.op_fields import field_of, put, put_proto, put_sizes, take, take_output, take_sizes
 from diptych.torch.opaque import Constants
 from diptych.torch.opaque import Group as Group
 from diptych.torch.proto import TensorProto, proto_of
 from diptych.torch.quantized import TAKES_COTANGENTS, QuantizedTensor
+from diptych.torch.replay import Replays
 from diptych.torch.rules import direct, refuse_second_derivative
 
 # --- the op ----------------------------------------------------------------------------------------------------------
 
 
+_SLOTTED = ("dtype", "group")  # kinds of fields with a slot of their own
 IN_HIGH_PRECISION = "; run this part in high precision, for instance under autocast(enabled=False)"
 
 
@@ -83,9 +84,10 @@ class CustomOp:
         self.fields = tuple([field_of(f.name, hints[f.name]) for f in dataclasses.fields(arguments)])
         self.forward, self.layout, self.backward = forward, layout, backward
         self._keeps, self._gradients = keeps, gradients
+        may_replay = getattr(arguments, "replays", False) and [f.kind for f in self.fields if f.schema] == ["group"]
+        self._replays = Replays() if may_replay else None
+        self._form = ";".join([f"{f.name}:{f.kind}" for f in self.fields])  # one guard of a graph, and not many
         self.differentiable = tuple([f.name for f in self.fields if f.kind in ("tensor", "quantizable")])
-        self._names = tuple([f.name for f in self.fields])
-        self._kinds = tuple([f.kind for f in self.fields])
         self._lists = tuple([f.name for f in self.fields if f.kind in ("tensors", "quantizables")])
         self._has_written = any(f.kind == "written" for f in self.fields)
         self._eager, self._traced = _eager_function(self), _traced_function(self)
@@ -94,8 +96,8 @@ class CustomOp:
         namespace, _, short = name.partition("::")
         self._library = torch.library.Library(namespace, "FRAGMENT")
         constants = f"{opaque.schema_type(Constants)} constants"
-        slots = [f.schema for f in self.fields if f.schema]
-        signature = f"({', '.join([*slots, constants])}) -> Tensor[]"
+        slots = ["Tensor[] tensors", "SymInt[] sizes", *[f.schema for f in self.fields if f.schema], constants]
+        signature = f"({', '.join(slots)}) -> Tensor[]"
         self._forward_node = self._define(short, signature, self._real_forward, self._fake_forward)
         self._backward_nodes: tuple[Any, ...] = ()
         if backward is not None:
@@ -115,9 +117,8 @@ class CustomOp:
 
     def _define_backward(self, short: str, constants: str) -> tuple[Any, ...]:
         """The pure node, and those that write, by their number of results."""
-        kinds = ("tensor", "tensors", "quantizable", "quantizables", "written", "plain")
-        slots = [f.schema for f in self.fields if f.kind not in kinds]
-        slots = ["Tensor[] kept", "SymInt[] shapes", "Tensor[] saved", "Tensor[] grads", *slots, constants]
+        slots = [f.schema for f in self.fields if f.schema]
+        slots = ["Tensor[] kept", "SymInt[] sizes", "Tensor[] saved", "Tensor[] grads", *slots, constants]
         nodes = [self._define(short, f"({', '.join(slots)}) -> Tensor[]", self._pure_backward)]
         if self._has_written:
             # An op that writes to an operand cannot return a list: torch functionalizes fixed results only.
@@ -131,14 +132,12 @@ class CustomOp:
 
     def __call__(self, arguments: Any) -> tuple[Tensor, ...]:
         """The outputs, differentiable where grad mode is on and an argument requires it."""
-        needs: tuple[str, ...] = ()
-        if torch.is_grad_enabled():
-            needs = tuple([n for n in self.differentiable if _requires_grad(getattr(arguments, n))])
+        needs = self.needs(arguments)
         if not needs:
             return self.run(arguments, ())[0]
         if self.backward is None:
             raise UnsupportedError(f"{self.name} has no derivative, and {', '.join(needs)} require one")
-        values = [getattr(arguments, n) for n in self._names]
+        values = [getattr(arguments, name) for name, _ in self._kinds()]
         if self.traced(values):
             return self._traced(needs, *values)
         return self._eager(arguments, needs, *[getattr(arguments, n) for n in self.differentiable])
@@ -153,6 +152,19 @@ class CustomOp:
                 [n for n, t in zip(self.differentiable, tensors, strict=True) if t is not None and t.requires_grad]
             )
         return self._eager(arguments, needs, *tensors) if needs else self.forward(arguments, ())[0]
+
+    def needs(self, arguments: Any) -> tuple[str, ...]:
+        """The fields whose gradient is wanted."""
+        found: list[str] = []
+        if torch.is_grad_enabled():
+            for name, kind in self._kinds():
+                if kind in ("tensor", "quantizable") and _requires_grad(getattr(arguments, name)):
+                    found.append(name)
+        return tuple(found)
+
+    def _kinds(self) -> list[list[str]]:
+        """(name, kind) of each field."""
+        return [part.split(":") for part in self._form.split(";")]
 
     def keeps(self, arguments: Any, needs: tuple[str, ...]) -> tuple[str, ...]:
         return () if self._keeps is None else self._keeps(arguments, needs)
@@ -171,27 +183,26 @@ class CustomOp:
 
     def run(self, arguments: Any, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         """(outputs, saved) of forward alone."""
-        values = [getattr(arguments, n) for n in self._names]
+        kinds = self._kinds()
+        values = [getattr(arguments, name) for name, _ in kinds]
         if not self.traced(values):
             return self.forward(arguments, needs)
         protos = self.layout(arguments, needs)
+        tensors: list[Tensor] = []
+        sizes: list[Any] = []
         slots, plain = [], []
-        for f, value in zip(self.fields, values, strict=True):
-            if f.kind in ("quantizable", "quantizables"):
-                tensors: list[Tensor] = []
-                sizes: list[Any] = []
-                if f.kind == "quantizable":
-                    plain.append(put(value, tensors, sizes))
-                else:
-                    plain.append(tuple([put(t, tensors, sizes) for t in value]))
-                slots += [tensors, sizes]
-            elif f.kind == "group":
-                slots.append(opaque.group_argument(value))
-            elif f.kind == "plain":
+        for (_, kind), value in zip(kinds, values, strict=True):
+            if kind in ("tensor", "quantizable"):
+                plain.append(put(value, tensors, sizes))
+            elif kind in ("tensors", "quantizables"):
+                plain.append(tuple([put(t, tensors, sizes) for t in value]))
+            elif kind in ("size", "sizes"):
+                plain.append(put_sizes(value, sizes))
+            elif kind in _SLOTTED:
+                slots.append(opaque.group_argument(value) if kind == "group" else value)
+            elif kind == "plain":
                 plain.append(value)
-            elif f.kind != "written":
-                slots.append(value)
-        made = list(self._forward_node(*slots, Constants((needs, tuple(plain)))))
+        made = list(self._forward_node(tensors, sizes, *slots, Constants((needs, tuple(plain)))))
         outputs = []
         for proto in protos:
             outputs.append(take_output(proto, made))
@@ -201,7 +212,7 @@ class CustomOp:
         self,
         held: list[Any],
         kept: list[Tensor],
-        shapes: list[Any],
+        sizes: list[Any],
         needs: tuple[str, ...],
         saved: list[Tensor],
         grads: list[Tensor | None],
@@ -210,56 +221,54 @@ class CustomOp:
         """backward as a node. `held`: by field, the spec of a tensor or the value itself."""
         written: list[Tensor] = []
         slots, plain = [], []
-        for f, value in zip(self.fields, held, strict=True):
-            if f.kind in ("tensor", "quantizable", "tensors", "quantizables", "plain"):
-                plain.append(value)
-            elif f.kind == "written":
+        for (_, kind), value in zip(self._kinds(), held, strict=True):
+            if kind == "written":
                 plain.append(len(value))
                 written += value
+            elif kind in _SLOTTED:
+                slots.append(opaque.group_argument(value) if kind == "group" else value)
             else:
-                slots.append(opaque.group_argument(value) if f.kind == "group" else value)
+                plain.append(value)
         present = tuple([g is not None for g in grads])
         given = [g for g in grads if g is not None]
         if not written:
             constants = Constants((needs, tuple(plain), present, ()))
-            return list(self._backward_nodes[0](kept, shapes, saved, given, *slots, constants))
+            return list(self._backward_nodes[0](kept, sizes, saved, given, *slots, constants))
         # Inductor leaves nodes alone that write and have an operand of E8M0: such cross as bytes.
         bytewise = tuple([i for i, t in enumerate([*kept, *saved]) if t.dtype == torch.float8_e8m0fnu])
         kept, saved = [_as_bytes(t) for t in kept], [_as_bytes(t) for t in saved]
         constants = Constants((needs, tuple(plain), present, bytewise))
-        made = self._backward_nodes[1 + results](written, kept, shapes, saved, given, *slots, constants)
+        made = self._backward_nodes[1 + results](written, kept, sizes, saved, given, *slots, constants)
         return [made] if results == 1 else list(made or ())
 
     # --- inside of the nodes ---
 
-    def _real_forward(self, *slots: Any) -> list[Tensor]:
-        return self._run_forward(slots, check=False)
+    def _real_forward(self, tensors: list[Tensor], sizes: list[int], *slots: Any) -> list[Tensor]:
+        """Where the constants say all but what the tensors do, a call may run as a program."""
+        if self._replays is None or sizes or slots[0] is not None:
+            return self._run_forward((tensors, sizes, *slots), False)
+        return self._replays(slots[-1], tensors, self._run_forward, (tensors, sizes, *slots), False)
 
     def _fake_forward(self, *slots: Any) -> list[Tensor]:
         """The same code on fake tensors: what it calls has a fake implementation of its own."""
         return self._run_forward(slots, check=True)
 
     def _run_forward(self, slots: tuple[Any, ...], check: bool) -> list[Tensor]:
+        tensors, sizes, *given = [list(s) if isinstance(s, (list, tuple)) else s for s in slots[:-1]]
         needs, plain = slots[-1].items
+        specs = list(plain)
         values: list[Any] = []
-        at = of_plain = 0
-        for kind in self._kinds:
-            if kind == "plain":
-                values.append(plain[of_plain])
-                of_plain += 1
-            elif kind == "written":
-                values.append([])
-            elif kind == "quantizable":
-                spec = plain[of_plain]
-                values.append(slots[at][0] if spec == "plain" else take(spec, list(slots[at]), list(slots[at + 1])))
-                at, of_plain = at + 2, of_plain + 1
-            elif kind == "quantizables":
-                tensors, sizes = list(slots[at]), list(slots[at + 1])
-                values.append([take(spec, tensors, sizes) for spec in plain[of_plain]])
-                at, of_plain = at + 2, of_plain + 1
+        for f in self.fields:
+            if f.kind in ("tensor", "quantizable"):
+                values.append(take(specs.pop(0), tensors, sizes))
+            elif f.kind in ("tensors", "quantizables"):
+                values.append([take(spec, tensors, sizes) for spec in specs.pop(0)])
+            elif f.kind in ("size", "sizes"):
+                values.append(take_sizes(specs.pop(0), sizes))
+            elif f.schema:
+                values.append(opaque.group_of(given.pop(0)) if f.kind == "group" else given.pop(0))
             else:
-                values.append(opaque.group_of(slots[at]) if kind == "group" else slots[at])
-                at += 1
+                values.append(specs.pop(0) if f.kind == "plain" else [])
         arguments = self.arguments(*values)
         with _NoGrad():
             outputs, saved = self.forward(arguments, needs)
@@ -269,7 +278,7 @@ class CustomOp:
         made += saved
         if check:
             self._check(outputs, self.layout(arguments, needs))
-            _new_memory(self.name, made, [t for t in values if isinstance(t, Tensor)])
+            _new_memory(self.name, made, list(slots[0]))
         return made
 
     def _check(self, outputs: tuple[Tensor, ...], protos: tuple[TensorProto, ...]) -> None:
@@ -286,7 +295,7 @@ class CustomOp:
         return self._run_backward([], *slots)
 
     def _run_backward(self, written: list[Tensor], *slots: Any) -> list[Tensor]:
-        kept, shapes, saved, grads, *given = [list(s) if isinstance(s, (list, tuple)) else s for s in slots[:-1]]
+        kept, sizes, saved, grads, *given = [list(s) if isinstance(s, (list, tuple)) else s for s in slots[:-1]]
         needs, plain, present, bytewise = slots[-1].items
         inputs = [*kept, *saved, *grads]
         for i in bytewise:
@@ -296,17 +305,19 @@ class CustomOp:
         values = []
         for f in self.fields:
             if f.kind in ("tensor", "quantizable"):
-                values.append(take(plain.pop(0), kept, shapes))
+                values.append(take(plain.pop(0), kept, sizes))
             elif f.kind == "quantizables":
-                values.append([take(spec, kept, shapes) for spec in plain.pop(0)])
+                values.append([take(spec, kept, sizes) for spec in plain.pop(0)])
+            elif f.kind in ("size", "sizes"):
+                values.append(take_sizes(plain.pop(0), sizes))
             elif f.kind in ("tensors", "written"):
                 source, count = (kept if f.kind == "tensors" else written), plain.pop(0)
                 values.append(source[:count])
                 del source[:count]
-            elif f.kind == "plain":
-                values.append(plain.pop(0))
-            else:
+            elif f.schema:
                 values.append(opaque.group_of(given.pop(0)) if f.kind == "group" else given.pop(0))
+            else:
+                values.append(plain.pop(0))
         all_grads = [grads.pop(0) if there else None for there in present]
         assert self.backward is not None
         with _NoGrad():
@@ -428,16 +439,18 @@ def _traced_function(op: CustomOp) -> Callable[..., Any]:
             tensors: list[Tensor] = []
             sizes: list[Any] = []
             held: list[Any] = []  # by field: spec of a tensor, or the value itself
-            for f, value in zip(op.fields, values, strict=True):
-                if f.kind in ("tensor", "quantizable"):
-                    kept = value is None or f.name in keeps
+            for (name, kind), value in zip(op._kinds(), values, strict=True):
+                if kind in ("tensor", "quantizable"):
+                    kept = value is None or name in keeps
                     held.append(put(value, tensors, sizes) if kept else put_proto(value, sizes))  # type: ignore[arg-type]
-                elif f.kind == "tensors":
-                    kept_list = value if f.name in keeps else []
+                elif kind == "tensors":
+                    kept_list = value if name in keeps else []
                     held.append(len(kept_list))
                     tensors += kept_list
-                elif f.kind == "quantizables":
-                    held.append(tuple([put(t, tensors, sizes) for t in (value if f.name in keeps else [])]))
+                elif kind == "quantizables":
+                    held.append(tuple([put(t, tensors, sizes) for t in (value if name in keeps else [])]))
+                elif kind in ("size", "sizes"):
+                    held.append(put_sizes(value, sizes))
                 else:
                     held.append(value)
             count = len(tensors)
@@ -454,6 +467,6 @@ def _traced_function(op: CustomOp) -> Callable[..., Any]:
             tensors, saved = list(ctx.saved_tensors[:count]), list(ctx.saved_tensors[count:])
             made = op.run_backward(held, tensors, list(sizes), needs, saved, list(grads), results)
             by_name = dict(zip(ctx.names, made, strict=True))
-            return None, *[by_name.get(f.name) for f in op.fields]
+            return None, *[by_name.get(name) for name, _ in op._kinds()]
 
     return Traced.apply

@@ -17,6 +17,7 @@ from diptych.torch.layer_node import LayerArguments, finished, kept_spec, result
 from diptych.torch.products import (
     Options,
     fprop,
+    given_copies,
     pack,
     pick,
     product,
@@ -24,10 +25,11 @@ from diptych.torch.products import (
     record_late,
     rounded,
     scale_of,
+    schedule,
     unpack,
 )
 from diptych.torch.proto import TensorProto
-from diptych.torch.quantized import QuantizedTensor
+from diptych.torch.quantized import QuantizedTensor, high_precision
 from diptych.torch.rules import describe, require_device, require_high_precision
 from diptych.torch.state import ScaleStates
 
@@ -36,17 +38,19 @@ from diptych.torch.state import ScaleStates
 
 @dataclasses.dataclass
 class _Arguments(LayerArguments):
-    """One call of a linear layer."""
+    """One call of a linear layer. `x_copy`: the tensors of the copy of a quantized x that backward reads."""
 
+    x: Tensor | QuantizedTensor
     weight: Tensor | QuantizedTensor
     bias: Tensor | None
     rng: Tensor | None
+    x_copy: list[Tensor]
 
     def wanted(self, needs: tuple[str, ...]) -> tuple[tuple[bool, bool], ...]:
         return (("x" in needs, "weight" in needs),)
 
     def kept_operands(self, needs: tuple[str, ...], schedules: tuple[Schedule, ...]) -> tuple[str, ...]:
-        return ("x",) if _keeps_x(schedules[0]) else ()
+        return ("x",) if _keeps_x(schedules[0]) else ("x_copy",)
 
 
 def _forward(a: _Arguments, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
@@ -55,16 +59,16 @@ def _forward(a: _Arguments, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...],
     y, copies_x, copies_w = fprop(a.x, a.weight, a.bias, a.rng, s, options)
     saved: list[Tensor] = []
     if "weight" in needs:
-        if not _keeps_x(s):
+        if not (_keeps_x(s) or a.x_copy):
             pack(pick(s.x_kept, copies_x, a.x), saved)
         saved += [scale_of(c, options, options.replay)[0].clone() for c in s.x_late if c.state]
         record_late(a.x, s, options)
     a.pack_weight(0, s, copies_w, saved)
-    return (finished(y, s, options, a.rng, needs), *amaxes), saved
+    return (finished(y, s, options, a.rng), *amaxes), saved
 
 
 def _layout(a: _Arguments, needs: tuple[str, ...]) -> tuple[TensorProto, ...]:
-    return (result_proto(a.x, a.weight.shape[0], a.schedules(needs)[0], needs), *a.amax_protos(needs))
+    return (result_proto(a.x, a.weight.shape[0], a.schedules(needs)[0]), *a.amax_protos(needs))
 
 
 def _keeps_x(s: Schedule) -> bool:
@@ -77,7 +81,10 @@ def _backward(a: _Arguments, needs: tuple[str, ...], saved: list[Tensor], grads:
     x: Any = None
     scales = {}
     if "weight" in needs:
-        x = a.x if isinstance(a.x, Tensor) else unpack(kept_spec(s.x_kept, s.plan.input), saved)
+        if isinstance(a.x, Tensor):
+            x = high_precision("linear", a.x)
+        else:
+            x = unpack(kept_spec(s.x_kept, s.plan.input), list(a.x_copy) or saved)
         scales = {c.state: saved.pop(0) for c in s.x_late if c.state}
     w = a.kept_weight(0, s, saved) if "x" in needs else None
     rowwise, columnwise = quantize_calls(dy, s.dy, options, a.rng)
@@ -135,7 +142,9 @@ def linear(
 ) -> Tensor:
     """x @ weight.T + bias with operands quantized as a recipe says, differentiable once.
 
-    **Arguments:** `x`: [..., K]; under `torch.amp.autocast` it is cast to its dtype first. `weight`: [N, K], quantized
+    **Arguments:** `x`: [..., K]; under `torch.amp.autocast` it is cast to its dtype first. Or a QuantizedTensor of the
+    input role's format: fprop reads its rowwise copy, wgrad its columnwise one, and a product that the recipe leaves in
+    high precision what it stands for; delayed scaling records nothing of it. `weight`: [N, K], quantized
     from its own dtype, or a QuantizedTensor with the copies that are needed. `bias`: [N]. All float32, bfloat16 or
     float16, in any mixture. `module`, `name`: the roles that the recipe is asked about. `state`: scales of delayed
     scaling, whose histories record the amaxes unless `record=False`. `rng`: int32 [4], state of the random generator
@@ -143,11 +152,12 @@ def linear(
     `amax_group`: process group over which amaxes are reduced. `save_original_input`: backward keeps x and quantizes
     it again, instead of keeping a copy.
 
-    **Returns:** [..., N] in x's (or autocast's) dtype; where the recipe quantizes the output, those values, and as a
-    QuantizedTensor where no gradient is needed.
+    **Returns:** [..., N] in x's (or autocast's) dtype; a QuantizedTensor where the recipe quantizes the output. Its
+    gradient, and that of a quantized x, is a plain tensor.
 
-    **Raises:** TypeError for dtypes or a missing `state` or `rng`, ValueError for shapes, mixed devices or a recipe
-    whose operands do not fit, NotImplementedError for a second derivative.
+    **Raises:** TypeError for dtypes or a missing `state` or `rng`, ValueError for shapes, mixed devices, a recipe
+    whose operands do not fit, or an x that is quantized in another format or lacks a copy, NotImplementedError for a
+    second derivative, or a quantized x of another dtype than autocast's.
     """
     options = Options(module, name, save_original_input, record, amax_group, state)
     return linear_with(x, weight, bias, rng, recipe, options)
@@ -161,4 +171,11 @@ def linear_with(
     if not x.is_meta and torch.is_autocast_enabled(device_type):
         x = x.to(torch.get_autocast_dtype(device_type))
     _require_fit(x, weight, bias)
-    return run(_linear, x, recipe, (options,), weight, bias, rng)[0]
+    x_copy: list[Tensor] = []
+    if isinstance(x, QuantizedTensor):
+        options = options._replace(save_original_input=False)  # there is nothing to quantize again
+        s = schedule(recipe, options.module, options.name, False, torch.is_grad_enabled() and weight.requires_grad)
+        copies = given_copies(x, s)
+        if s.x_kept not in ("", "original"):
+            pack(pick(s.x_kept, copies, x), x_copy)
+    return run(_linear, x, recipe, (options,), weight, bias, rng, x_copy)[0]

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from diptych.common.errors import DTypeError
 from diptych.common.plan import TensorPlan
 from diptych.common.recipes import Recipe
 from diptych.common.schedule import Call, Schedule
@@ -26,12 +27,11 @@ from diptych.torch.products import (
     pack,
     pick,
     quantize_general,
-    rounded,
     schedule,
     unpack,
 )
 from diptych.torch.proto import TensorProto
-from diptych.torch.quantized import QuantizedTensor
+from diptych.torch.quantized import QuantizedTensor, rotated
 from diptych.torch.rules import TWO_LEVEL
 from diptych.torch.state import record_amax, record_amaxes
 
@@ -69,10 +69,10 @@ def _state_slots(s: Schedule) -> tuple[str, ...]:
     return tuple([slot.name for slot in s.plan.states])
 
 
-def _forward_slots(s: Schedule, weight: bool) -> tuple[str, ...]:
-    """The states that a forward records. `weight`: it quantizes the weight itself."""
+def _forward_slots(s: Schedule, given: bool, weight: bool) -> tuple[str, ...]:
+    """The states that a forward records. `given`: the input comes quantized; `weight`: it quantizes the weight."""
     found: list[str] = []
-    calls: tuple[Call, ...] = (*s.x, *s.w) if weight else s.x
+    calls: tuple[Call, ...] = (*(() if given else s.x), *(s.w if weight else ()))
     for name in [*[c.state for c in calls], *s.late_states()]:
         if name and name not in found:
             found.append(name)
@@ -105,6 +105,7 @@ class LayerArguments:
 
     weights: ClassVar[tuple[str, ...]] = ("weight",)  # names of fields, by layer
     rngs: ClassVar[tuple[str, ...]] = ("rng",)
+    replays: ClassVar[bool] = True  # forwards do nothing but what `replay` sees or is told of
 
     x: Tensor
     recipe: Recipe
@@ -190,10 +191,11 @@ class LayerArguments:
     # --- the options ---
 
     def forward_options(self, needs: tuple[str, ...]) -> tuple[tuple[Options, ...], list[Tensor]]:
-        """Of each layer; and the amaxes that the node returns, which quantizing with those options fills in."""
+        """Of each layer; and the amaxes that the node returns, in one tensor, which quantizing so fills in."""
         if self.options is not None:
             return self.options, []
-        amaxes: list[Tensor] = []
+        amaxes = [torch.zeros(p.shape, dtype=p.dtype, device=p.device) for p in self.amax_protos(needs)]
+        cells = [t.narrow(0, i, 1) for t in amaxes for i in range(t.shape[0])]
         made = []
         scales = list(self.scales)
         recorded = self.recorded(needs)
@@ -202,9 +204,8 @@ class LayerArguments:
             states: Any = None
             if scales and s.plan.states:
                 slots = _state_slots(s)
-                cells = {slot: self.x.new_zeros(1, dtype=torch.float32) for slot in recorded[i]}
-                states = States(slots, _taken(scales, len(slots)), [cells.get(slot) for slot in slots])
-                amaxes += cells.values()
+                own = dict(zip(recorded[i], _taken(cells, len(recorded[i])), strict=True))
+                states = States(slots, _taken(scales, len(slots)), [own.get(slot) for slot in slots])
             made.append(Options(module, name, original, record, self.group, states, None, self._kept_copies(i)))
         return tuple(made), amaxes
 
@@ -230,15 +231,18 @@ class LayerArguments:
         for i, s in enumerate(self.schedules(needs)):
             layer: Any = self.layers[i]
             own = not layer[4] and not isinstance(getattr(self, self.weights[i]), QuantizedTensor)
-            made.append(_forward_slots(s, own) if layer[3] and s.plan.states else ())
+            given = isinstance(self.x, QuantizedTensor)
+            made.append(_forward_slots(s, given, own) if layer[3] and s.plan.states else ())
         return tuple(made)
 
     def amax_protos(self, needs: tuple[str, ...]) -> tuple[TensorProto, ...]:
-        """The layout of those amaxes."""
+        """The layout of that tensor; none where there are no amaxes."""
         if self.options is not None or not self.scales:
             return ()
-        proto = TensorProto((1,), torch.float32, None, self.x.device)
-        return tuple([proto for slots in self.recorded(needs) for _ in slots])
+        count = 0
+        for slots in self.recorded(needs):
+            count += len(slots)
+        return (TensorProto((count,), torch.float32, None, self.x.device),) if count else ()
 
     # --- the operands of dgrad ---
 
@@ -286,16 +290,25 @@ def _taken(tensors: list[Tensor], count: int) -> list[Tensor]:
 # --- one call --------------------------------------------------------------------------------------------------------
 
 
-def finished(y: Tensor, s: Schedule, options: Options, rng: Tensor | None, needs: tuple[str, ...]) -> Tensor:
-    """The result of a forward: a quantized one stays quantized where no backward follows."""
-    if s.results[0] is None:
+def finished(y: Tensor, s: Schedule, options: Options, rng: Tensor | None) -> Tensor:
+    """The result of a forward, quantized where the recipe has a quantizer for it.
+
+    What a quantizer of the user's own made of it by another bears its name. **Raises** TypeError for another format.
+    """
+    call = s.results[0]
+    if call is None:
         return y
-    return rounded(y, s.results[0], options, rng) if needs else quantize_general(y, s.results[0], options, rng, None)
+    q, declared = quantize_general(y, call, options, rng, None), call.quantizer
+    if not declared.custom:
+        return q
+    if (q.quantizer.spec.format_id, rotated(q.quantizer)) != (declared.spec.format_id, rotated(declared)):
+        raise DTypeError(f"{declared} has the format {declared.format.name}, and its quantize_impl made {q!r}")
+    return QuantizedTensor(declared, q.shape, q.dtype, **{n: getattr(q, n) for n in declared.buffer_names()})
 
 
-def result_proto(x: Any, width: Any, s: Schedule, needs: tuple[str, ...]) -> TensorProto:
+def result_proto(x: Any, width: Any, s: Schedule) -> TensorProto:
     """Its layout."""
-    quantizer = None if needs or s.results[0] is None else s.results[0].quantizer
+    quantizer = None if s.results[0] is None else s.results[0].quantizer
     return TensorProto((*x.shape[:-1], width), x.dtype, quantizer, x.device, True)
 
 
@@ -334,16 +347,10 @@ def run(op: CustomOp, x: Tensor, recipe: Recipe, options: tuple[Options, ...], *
     outputs = op(a)
     if not a.scales:
         return outputs
-    needs: tuple[str, ...] = ()
-    if torch.is_grad_enabled():
-        for name in op.differentiable:
-            t = getattr(a, name)
-            if t is not None and t.requires_grad:
-                needs = (*needs, name)
     into = []
-    for i, slots in enumerate(a.recorded(needs)):
+    for i, slots in enumerate(a.recorded(op.needs(a))):
         into += [histories[i][slot] for slot in slots]
     if into:
-        record_amaxes(into, list(outputs[-len(into) :]))
-        outputs = outputs[: -len(into)]
+        record_amaxes(into, outputs[-1])
+        outputs = outputs[:-1]
     return outputs

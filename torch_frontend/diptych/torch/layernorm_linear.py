@@ -44,7 +44,7 @@ from diptych.torch.products import (
     unpack,
 )
 from diptych.torch.proto import TensorProto
-from diptych.torch.quantized import QuantizedTensor
+from diptych.torch.quantized import QuantizedTensor, high_precision
 from diptych.torch.rules import describe, require_device, require_high_precision, require_tensor
 from diptych.torch.weights import initial_weight
 
@@ -122,10 +122,12 @@ def input_gradient(
 
 
 def input_for(op: str, x: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
-    """x in the dtype of `torch.amp.autocast`, checked beside the parameters of its norm."""
+    """x in high precision and the dtype of `torch.amp.autocast`, checked beside the parameters of its norm."""
     require_tensor(op, "input", x)
+    dtype = x.dtype
     if not x.is_meta and torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))
+        dtype = torch.get_autocast_dtype(x.device.type)
+    x = high_precision(op, x, dtype).to(dtype)
     require_high_precision(op, "input", x)
     if x.dim() == 0 or x.size(-1) != gamma.size(0):
         raise ShapeError(f"{op}: input must be [..., {gamma.size(0)}], got {describe(x)}")
@@ -254,12 +256,12 @@ def _forward(a: _Arguments, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...],
     a.pack_weight(0, s, copies_w, saved)
     if s.w_kept:
         saved += [t for t in stats if t is not None]
-    y = finished(y, s, options, a.rng, needs)
+    y = finished(y, s, options, a.rng)
     return (y, z, *amaxes) if a.with_z and z is not None else (y, *amaxes), saved
 
 
 def _layout(a: _Arguments, needs: tuple[str, ...]) -> tuple[TensorProto, ...]:
-    y = result_proto(a.x, a.weight.shape[0], a.schedules(needs)[0], needs)
+    y = result_proto(a.x, a.weight.shape[0], a.schedules(needs)[0])
     z = TensorProto(a.x.shape, a.x.dtype, None, a.x.device, True)
     return (y, z, *a.amax_protos(needs)) if a.with_z else (y, *a.amax_protos(needs))
 
@@ -346,6 +348,8 @@ class LayerNormLinear(NormedModule):
     ) -> Any:
         gamma, beta, weight, bias = self.layer_norm_weight, self.layer_norm_bias, self.weight, self.bias
         x = input_for("LayerNormLinear", input, gamma, beta)
+        if torch.compiler.is_compiling() and (outside := self._eager_only()) is not None:
+            return outside.run(self.forward, input, is_first_microbatch, skip_weight_update)
         recipe = self._active_recipe()
         if recipe is None:
             z = fused.layernorm(x, gamma, beta, self.norm)

@@ -19,6 +19,9 @@ class Linear(QuantizedModule, nn.Linear):
     `fuse_wgrad_accumulation`, `delay_wgrad_compute`: as `QuantizedModule`. `save_original_input`: backward keeps the
     input and quantizes it again, which costs a pass and saves a copy where the input is kept anyway.
 
+    The input may be a QuantizedTensor, such as another module's output under a recipe that quantizes outputs; see
+    `linear`. Outside of regions it is dequantized.
+
     **Raises:** TypeError if `recipe` is not a recipe; see `quantized_linear` for the forward.
     """
 

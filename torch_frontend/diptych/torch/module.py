@@ -10,6 +10,7 @@ on first use or by `load_state_dict`, and updates scales once in each `autocast`
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -23,9 +24,11 @@ from diptych.common.schedule import OFFSETS
 from diptych.torch import functional, primitives
 from diptych.torch.autocast import STATE, amax_group, make_step_counter
 from diptych.torch.checkpoint import recorded, replayed
+from diptych.torch.eager_only import CALIBRATING, DELAYED_WGRAD, HOOKS, EagerOnly, prepare
 from diptych.torch.layer import linear_with
 from diptych.torch.products import Options, dequantized_weight, schedule
-from diptych.torch.quantized import QuantizedTensor
+from diptych.torch.quantized import QuantizedTensor, high_precision
+from diptych.torch.rules import foreign_hooks, traced_local
 from diptych.torch.state import (
     ScaleStates,
     check_tree,
@@ -103,18 +106,21 @@ class QuantizedModule(nn.Module):
 
         **Raises:** what `linear` raises; CheckpointError if loaded states are another recipe's.
         """
+        if torch.compiler.is_compiling() and (outside := self._eager_only()) is not None:
+            given = (is_first_microbatch, skip_weight_update, save_original_input)
+            return outside.run(self._outside_of_graphs, x, weight, bias, layer, given)
         recipe = self._active_recipe()
         if recipe is None:
             if STATE.calibrating is not None:
-                if torch.compiler.is_compiling():
-                    raise UnsupportedError(
-                        "autocast(calibrating=True) under torch.compile: calibrate eagerly, then compile"
-                    )
-                return self._calibrate(x, weight, bias, layer, STATE.calibrating)
-            return F.linear(x, dequantized_weight(weight), bias)
+                return self._calibrate(high_precision("linear", x), weight, bias, layer, STATE.calibrating)
+            return F.linear(high_precision("linear", x), dequantized_weight(weight), bias)
         given = (is_first_microbatch, skip_weight_update, save_original_input)
         options, rng = self._options_for(recipe, x, weight, layer, *given)
         return linear_with(x, weight, bias, rng, recipe, options)
+
+    def _outside_of_graphs(self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: str, given: Any) -> Tensor:
+        names = ("is_first_microbatch", "skip_weight_update", "save_original_input")
+        return self.quantized_linear(x, weight, bias, layer, **dict(zip(names, given, strict=True)))
 
     def _active_recipe(self) -> Recipe | None:
         """The recipe of a call that begins here; None: it runs in high precision."""
@@ -122,6 +128,19 @@ class QuantizedModule(nn.Module):
         if not torch.compiler.is_compiling():
             recipe = self._recomputed(recipe)
         return recipe if recipe is None or self.recipe is None else self.recipe
+
+    def _eager_only(self) -> EagerOnly | None:
+        """While tracing: what keeps this call out of the graph."""
+        from torch._dynamo.comptime import comptime  # importing it takes a second
+
+        recipe = self._active_recipe()
+        comptime(_before_tracing)
+        if recipe is None:
+            return None if STATE.calibrating is None else CALIBRATING
+        if self._weight_gradients is not None and self._weight_gradients.delay:
+            return DELAYED_WGRAD
+        s = [schedule(recipe, self.module_kind, self._role_name(layer), False, False) for layer in self.layers]
+        return HOOKS if any([len(one.plan.states) > 0 for one in s]) and foreign_hooks() else None
 
     def _role_name(self, layer: str) -> str:
         return f"{self.name}.{layer}" if self.name and layer else self.name or layer
@@ -185,7 +204,7 @@ class QuantizedModule(nn.Module):
             )
         states = self._bound_states(plan, layer, recipe, device)
         if states is not None and self.training:
-            self._enter_region(states, recipe)
+            self._enter_region(states, recipe, device)
         rng = None
         if plan.needs_rng:
             rng = rng_take(self._rng(device), OFFSETS)
@@ -193,17 +212,23 @@ class QuantizedModule(nn.Module):
         return states, rng, None
 
     @staticmethod
-    def _enter_region(states: ScaleStates, recipe: Recipe) -> None:
-        """Updates the scales at their first use in a region."""
-        if states.seen is not None:  # a graph shares these states
+    def _enter_region(states: ScaleStates, recipe: Recipe, device: torch.device) -> None:
+        """Updates the scales at their first use in a region. Where graphs may share the states, which they all may on
+        a GPU, the device decides that too."""
+        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if states.region == STATE.region and not capturing:
+            return
+        keep_from_broadcast(states)
+        group = amax_group(recipe, STATE.amax_groups)
+        if states._buffers["seen"] is None and device.type == "cuda":
+            _require_no_capture(device)
+            states.seen = torch.zeros(1, dtype=torch.int64, device=device)
+        if states._buffers["seen"] is None:
+            states.update(group)
+        else:
             assert states.plan is not None
-            keep_from_broadcast(states)
-            group = amax_group(recipe, STATE.amax_groups)
-            step = make_step_counter(states._buffers["seen"].device)  # type: ignore[union-attr]
-            update_once(states, states.plan.states, step, group)
-        elif states.region != STATE.region:
-            keep_from_broadcast(states)
-            states.update(amax_group(recipe, STATE.amax_groups))
+            update_once(states, states.plan.states, make_step_counter(device), group)
+        if not capturing:
             states.region = STATE.region
 
     def _layer_states(self, layer: str) -> ScaleStates | None:
@@ -226,6 +251,7 @@ class QuantizedModule(nn.Module):
         return states if plan.states else None
 
     def _make_states(self, layer: str, device: Any) -> ScaleStates:
+        _require_no_capture(torch.device(device))
         root: Any = self._modules.get("scale_states")
         if root is None:
             root = self._modules["scale_states"] = ScaleStates(None, device)
@@ -241,6 +267,7 @@ class QuantizedModule(nn.Module):
     def _rng(self, device: torch.device) -> Tensor:
         rng = self._buffers.get("rng_state")
         if rng is None:
+            _require_no_capture(device)
             words = torch.randint(-(2**31), 2**31, (2,), dtype=torch.int64)
             rng = torch.cat([words, torch.zeros(2, dtype=torch.int64)]).to(torch.int32).to(device)
             self.register_buffer("rng_state", rng)
@@ -296,7 +323,7 @@ class QuantizedModule(nn.Module):
             return y
         states = self._bound_states(s.plan, layer, recipe, x.device)
         assert states is not None
-        self._enter_region(states, recipe)
+        self._enter_region(states, recipe, x.device)
         gradients = []
         for slot in s.plan.states:
             tensor = slot.name.partition(".")[0]
@@ -367,26 +394,46 @@ class QuantizedModule(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def _real(context: Any, name: str) -> Any:
-    """The object that a local of traced code stands for."""
-    tracked = context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()
-    return tracked.value if hasattr(tracked, "value") else tracked.as_python_constant()
+def _require_no_capture(device: torch.device) -> None:
+    """Before a state is made. **Raises** NotImplementedError where a CUDA graph would begin it anew each time."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            "a module's first call with a recipe that has state makes that state, which must lie outside of CUDA "
+            "graphs: run the module once before capturing it, as diptych.torch.make_graphed_callables does"
+        )
+
+
+_traced_in_regions: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def _before_tracing(context: Any) -> None:
+    """Runs first where Dynamo traces a module's call. **Raises** NotImplementedError for a recomputation that lost its
+    region, which would differentiate in high precision."""
+    prepare()
+    module = traced_local(context, "self")
+    if traced_local(context, "recipe") is not None:
+        _traced_in_regions.add(module)
+    elif torch._C._current_graph_task_id() != -1 and module in _traced_in_regions:
+        raise UnsupportedError(
+            f"{type(module).__name__} is traced inside of a backward pass and outside of the autocast region of its "
+            "forward: a checkpoint recomputes it; use diptych.torch.checkpoint, or run backward inside of the region"
+        )
 
 
 def _made_while_tracing(context: Any) -> None:
     """Runs where Dynamo traces `_compiled_states`, on the real objects: a graph cannot make buffers."""
     with torch.inference_mode(False):
-        module = _real(context, "self")
+        module = traced_local(context, "self")
         for layer in dict.fromkeys(
-            (*module.layers, _real(context, "layer"))
+            (*module.layers, traced_local(context, "layer"))
         ):  # at once: what Dynamo has looked at it does not look at again
-            module._prepare(_real(context, "recipe"), layer, _real(context, "device"))
+            module._prepare(traced_local(context, "recipe"), layer, traced_local(context, "device"))
 
 
 def _cache_made_while_tracing(context: Any) -> None:
     """So that a first call's graph serves later calls, too. Of all layers: see `_made_while_tracing`."""
-    module = _real(context, "self")
-    for layer in dict.fromkeys((*module.layers, _real(context, "layer"))):
+    module = traced_local(context, "self")
+    for layer in dict.fromkeys((*module.layers, traced_local(context, "layer"))):
         module._make_cache(layer)
 
 

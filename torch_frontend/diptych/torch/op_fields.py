@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from diptych.common.errors import DTypeError
-from diptych.common.value import Value
 from diptych.torch import opaque
 from diptych.torch.opaque import Group
 from diptych.torch.proto import TensorProto
@@ -28,8 +27,8 @@ _DTYPES = {d: str(d).removeprefix("torch.") for d in (torch.float32, torch.float
 
 class Field(typing.NamedTuple):
     name: str
-    kind: str  # tensor, tensors, quantizable, quantizables, size, sizes, dtype, value, group, written, plain
-    schema: str  # of its argument; empty for what the constants hold
+    kind: str  # tensor, tensors, quantizable, quantizables, size, sizes, dtype, group, written, plain
+    schema: str  # of its argument where it has one of its own
 
 
 def _alternatives(hint: Any) -> set[Any]:
@@ -41,19 +40,19 @@ def field_of(name: str, hint: Any) -> Field:
     optional = "?" if type(None) in parts else ""
     parts.discard(type(None))
     if parts == {Tensor}:
-        return Field(name, "tensor", f"Tensor{optional} {name}")
+        return Field(name, "tensor", "")
     if QuantizedTensor in parts and parts <= {Tensor, QuantizedTensor}:
-        return Field(name, "quantizable", f"Tensor[] {name}, SymInt[] {name}_shape")
+        return Field(name, "quantizable", "")
     if parts == {list[Tensor]} and not optional:
-        return Field(name, "tensors", f"Tensor[] {name}")
+        return Field(name, "tensors", "")
     if len(parts) == 1 and not optional and typing.get_origin(only := next(iter(parts))) is list:
         (inner,) = typing.get_args(only)
         if _alternatives(inner) <= {Tensor, QuantizedTensor, type(None)}:
-            return Field(name, "quantizables", f"Tensor[] {name}, SymInt[] {name}_shape")
+            return Field(name, "quantizables", "")
     if parts == {Size} and not optional:
-        return Field(name, "size", f"SymInt {name}")
+        return Field(name, "size", "")
     if parts == {tuple[Size, ...]} and not optional:
-        return Field(name, "sizes", f"SymInt[] {name}")
+        return Field(name, "sizes", "")
     if parts == {torch.dtype}:
         return Field(name, "dtype", f"ScalarType{optional} {name}")
     if parts == {Group}:
@@ -63,14 +62,6 @@ def field_of(name: str, hint: Any) -> Field:
     kinds = [p for p in parts if isinstance(p, type)]
     if any(issubclass(p, Tensor) for p in kinds):
         raise DTypeError(f"CustomOp: cannot pass field {name}: {hint} through a graph")
-    if (
-        opaque.AVAILABLE
-        and len(kinds) == len(parts) == 1
-        and not optional
-        and issubclass(kinds[0], Value)
-        and opaque.by_value(kinds[0])
-    ):
-        return Field(name, "value", f"{opaque.schema_type(kinds[0])} {name}")
     return Field(name, "plain", "")
 
 
@@ -103,6 +94,19 @@ def take(spec: Any, tensors: list[Tensor], sizes: list[Any]) -> Any:
         return TensorProto(shape, getattr(torch, dtype), quantizer, torch.device(device), requires_grad)
     quantizer, dtype, names, _ = spec
     return QuantizedTensor(quantizer, shape, getattr(torch, dtype), **{n: tensors.pop(0) for n in names})
+
+
+def put_sizes(value: Any, sizes: list[Any]) -> int | None:
+    """A size, or sizes: how many there are, None for one alone."""
+    if not isinstance(value, (tuple, list)):
+        sizes.append(value)
+        return None
+    sizes += value
+    return len(value)
+
+
+def take_sizes(count: int | None, sizes: list[Any]) -> Any:
+    return sizes.pop(0) if count is None else tuple([sizes.pop(0) for _ in range(count)])
 
 
 def take_output(proto: TensorProto, made: list[Tensor]) -> Tensor:

@@ -359,6 +359,15 @@ else:  # pragma: no cover - no supported torch
     _quantize_op = torch._disable_dynamo(_quantize)  # type: ignore[attr-defined]
     _quantize_delayed_op = torch._disable_dynamo(_both(_quantize_delayed))  # type: ignore[attr-defined]
 
+# Ops that only allocate and call the core.
+IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {
+    _quantize_op: _quantize,
+    _quantize_delayed_op: _both(_quantize_delayed),
+    _amax_op: _amax,
+    _dequantize_op: _dequantize,
+    _gemm_op: _gemm,
+}
+
 
 # --- the ops as the rest of this package calls them ------------------------------------------------------------------
 

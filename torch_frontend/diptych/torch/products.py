@@ -26,10 +26,11 @@ from torch.nn import functional as F
 from diptych.common import shapes
 from diptych.common.formats import FORMATS
 from diptych.common.plan import linear_plan
+from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX
 from diptych.common.recipes import Recipe
 from diptych.common.schedule import Call, Schedule, make_schedule
-from diptych.torch import functional, primitives
-from diptych.torch.quantized import QuantizedTensor
+from diptych.torch import functional, primitives, replay
+from diptych.torch.quantized import QuantizedTensor, high_precision
 from diptych.torch.rules import Copy
 from diptych.torch.state import ScaleStates, record_amax, rng_at
 
@@ -137,6 +138,8 @@ def quantize_general(
     t: Tensor, call: Call, options: Options, rng: Tensor | None, scales: dict[str, Tensor] | None
 ) -> QuantizedTensor:
     """Through `quantize`: a quantizer of the user's own, or an amax that is reduced over a group."""
+    if call.quantizer.custom:
+        replay.refuse()
     given: dict[str, Any] = {}
     history = None
     if call.state:
@@ -195,7 +198,13 @@ def unpack(spec: Spec, tensors: list[Tensor]) -> Operand:
         return tensors.pop(0)
     format_id, columnwise, has_amax = spec
     data, scale_inv = tensors.pop(0), tensors.pop(0)
-    return data, scale_inv, tensors.pop(0) if has_amax else None, format_id, columnwise
+    return with_scales((data, scale_inv, tensors.pop(0) if has_amax else None, format_id, columnwise))
+
+
+def with_scales(copy: Copy) -> Copy:
+    """A copy whose E8M0 scales may lie as bytes."""
+    scale_inv = copy[1].view(torch.float8_e8m0fnu) if copy[1].dtype == torch.uint8 else copy[1]
+    return copy[0], scale_inv, *copy[2:]
 
 
 def _values(operand: Operand, dtype: torch.dtype) -> Tensor:
@@ -246,32 +255,49 @@ def dequantized_weight(weight: Tensor) -> Tensor:
 # --- the layer -------------------------------------------------------------------------------------------------------
 
 
-def _held_copies(weight: QuantizedTensor, calls: tuple[Call, ...]) -> Copies:
-    """The copies that calls would make, of a weight that is held quantized."""
+def held_copies(q: QuantizedTensor, calls: tuple[Call, ...], tensor: str, remedy: str) -> Copies:
+    """The copies that calls would make, of what is quantized already; `tensor` and `remedy` are for what it raises.
+
+    **Raises** ValueError for a copy that was not made, or of another format or transform.
+    """
     rowwise = columnwise = None
-    for quantizer in [c.quantizer for c in calls]:
-        held, asked = (FORMATS[q.spec.format_id] for q in (weight.quantizer, quantizer))
-        if held.id != asked.id:
+    for call in calls:
+        asked = call.quantizer
+        held_format, asked_format = FORMATS[q.quantizer.spec.format_id].name, FORMATS[asked.spec.format_id].name
+        if held_format != asked_format:
             raise ValueError(
-                f"linear: the weight is held as {held.name}, and the recipe asks for {asked.name}; "
-                "run it by the recipe of its quantized_model_init"
+                f"linear: the {tensor} is held as {held_format}, and the recipe asks for {asked_format}; {remedy}"
             )
-        rowwise = weight.copy_of(False) if quantizer.rowwise else rowwise
-        columnwise = weight.copy_of(True) if quantizer.columnwise else columnwise
+        rowwise = q.copy_of(False) if asked.rowwise else rowwise
+        columnwise = q.copy_of(True) if asked.columnwise else columnwise
+        counts = ROW_AMAX * asked.rowwise | (RHT | RHT_SIGNS) * asked.columnwise
+        if (q.quantizer.spec.flags ^ asked.spec.flags) & counts:
+            raise ValueError(
+                f"linear: the {tensor} is held by {q.quantizer}, and the recipe asks for {asked}; {remedy}"
+            )
     return rowwise, columnwise
+
+
+def given_copies(x: QuantizedTensor, s: Schedule) -> Copies:
+    """The copies that forward would make of an input that comes quantized."""
+    return held_copies(x, s.x, "input", "quantize it by recipe.quantizer(QuantizerRole(module, 'input'))")
 
 
 def fprop(
     x: Tensor, weight: Tensor, bias: Tensor | None, rng: Tensor | None, s: Schedule, options: Options, given: Any = None
 ) -> tuple[Tensor, Copies, Copies]:
     """y, and the copies of x and w. `given`: the input's copies, where x alone is not what is multiplied."""
-    copies_x = quantize_calls(x, s.x, options, rng, options.replay) if given is None else given
+    copies_x = given
+    if isinstance(x, QuantizedTensor):
+        copies_x = given_copies(x, s)
+    elif given is None:
+        copies_x = quantize_calls(x, s.x, options, rng, options.replay)
     copies_w = options.weight_copies
     if isinstance(weight, QuantizedTensor):
-        copies_w = _held_copies(weight, s.w)
+        copies_w = held_copies(weight, s.w, "weight", "run it by the recipe of its quantized_model_init")
     elif copies_w is None:
         copies_w = quantize_calls(weight, s.w, options, rng, options.replay)
-    a = x if copies_x[0] is None else copies_x[0]
+    a = high_precision("linear", x) if copies_x[0] is None else copies_x[0]
     b = pick("original", copies_w, weight) if s.plan.weight.rowwise is None else copies_w[0]
     y = product("fprop", a, b, bias, x.dtype, s.plan.fast_accum[0])
     if x.dim() != 2:

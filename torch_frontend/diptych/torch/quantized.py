@@ -5,7 +5,7 @@ stands for. It is **not** a number type. What moves or copies it whole works (de
 pickle, deepcopy); every other operation raises NotImplementedError instead of dequantizing behind your back.
 
 One that requires grad is the result of `quantize`, or of a module or an op of this package, or a `QuantizedParameter`.
-Its gradient is a plain tensor of its shape and logical dtype. While it needs grad it cannot leave a compiled region.
+Its gradient is a plain tensor of its shape and logical dtype, also where it enters or leaves a compiled region.
 """
 
 from __future__ import annotations
@@ -117,12 +117,20 @@ class QuantizedTensor(Tensor):
     ) -> QuantizedTensor:
         return QuantizedTensor(meta[0], outer_size, meta[1], **inner)
 
-    def __coerce_tangent_metadata__(self) -> QuantizedTensor:
-        """Called by AOTAutograd for an output that needs grad: it would take a gradient of this type alone."""
-        raise UnsupportedError(
-            "a QuantizedTensor that requires grad cannot leave a compiled region, whose backward would ask for a "
-            "quantized gradient: multiply or dequantize() it inside, or detach() it"
-        )
+    def __coerce_tangent_metadata__(self) -> Tensor:
+        """The gradient that AOTAutograd plans for where one leaves a compiled region: a plain tensor.
+
+        AOTAutograd, which expects another wrapper, takes that apart once; it has no parts.
+        """
+        data = self.rowwise_data if self.columnwise_data is None else self.columnwise_data
+        tangent: Any = data.new_empty(self.shape, dtype=self.dtype)  # type: ignore[union-attr]
+
+        def taken_apart() -> tuple[list[str], None]:
+            del tangent.__tensor_flatten__
+            return [], None
+
+        tangent.__tensor_flatten__ = taken_apart
+        return tangent
 
     def _stable_hash_for_caching(self) -> str:
         """The key that torch's compile caches know this kind of tensor by: layout and quantizer, no content."""
@@ -201,6 +209,21 @@ class _Dequantize(torch.autograd.Function):
 def rotated(quantizer: Quantizer) -> bool:
     """Whether columnwise copies are of the Hadamard-rotated tensor."""
     return bool(quantizer.spec.flags & RHT)
+
+
+def high_precision(op: str, t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """What a tensor that may be quantized stands for, differentiable; a plain one as it is. `dtype`: of the result.
+
+    **Raises** ValueError where the only copy is of the Hadamard-rotated tensor.
+    """
+    if not isinstance(t, QuantizedTensor):
+        return t
+    if t.rowwise_data is None and rotated(t.quantizer):
+        raise ValueError(
+            f"{op}: high precision needs the rowwise copy, which {t.quantizer} does not make, and its columnwise copy "
+            "is rotated; quantize with quantizer.with_usage(rowwise=True)"
+        )
+    return t.dequantize(dtype)
 
 
 def from_buffers(x: Tensor, quantizer: Quantizer, buffers: list[Tensor]) -> QuantizedTensor:

@@ -417,3 +417,15 @@ def wrote(*tensors: Tensor) -> None:
     for t in tensors:
         if not t.is_inference():
             torch.autograd.graph.increment_version(t)
+
+
+def foreign_hooks() -> bool:
+    """Whether saved tensors go through hooks other than a checkpoint's."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+    return hooks is not None and hooks[0].__module__ != "torch.utils.checkpoint"
+
+
+def traced_local(context: Any, name: str) -> Any:
+    """The object that a local of traced code stands for, for what runs through `comptime`."""
+    tracked = context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()
+    return tracked.value if hasattr(tracked, "value") else tracked.as_python_constant()

@@ -25,10 +25,11 @@ from torch import Tensor, nn
 from diptych.common.errors import CheckpointError, RecipeSwitchWarning, UnsupportedError
 from diptych.common.plan import LinearPlan, StateSlot
 from diptych.common.quantizers import Float8Quantizer
-from diptych.torch import functional, opaque, primitives
+from diptych.torch import functional, opaque, primitives, replay
 from diptych.torch.checkpoint import SAVED, recorded, replayed, replaying, require_saved
 from diptych.torch.opaque import Constants
-from diptych.torch.rules import define, describe, direct, wrote
+from diptych.torch.replay import Replays
+from diptych.torch.rules import define, describe, direct, foreign_hooks, wrote
 
 BUFFERS = ("scale", "amax_history", "fp8_max")
 
@@ -71,23 +72,23 @@ def record_amax(history: Tensor, amax: Tensor) -> None:
     torch.maximum(pending, amax, out=pending)
 
 
-def _record_amaxes(histories: list[Tensor], amaxes: list[Tensor]) -> None:
+def _record_amaxes(histories: list[Tensor], amaxes: Tensor) -> None:
     if replaying():  # a graph under an eager checkpoint: its forward has recorded them
         return
-    for history, amax in zip(histories, amaxes, strict=True):
+    for history, amax in zip(histories, amaxes.split(1), strict=True):
         record_amax(history, amax)
 
 
 _record_amaxes_op = define(
-    "record_amaxes", "(Tensor(a!)[] histories, Tensor[] amaxes) -> ()", _record_amaxes, lambda histories, amaxes: None
+    "record_amaxes", "(Tensor(a!)[] histories, Tensor amaxes) -> ()", _record_amaxes, lambda histories, amaxes: None
 )
 
 
 SAVED.add(_record_amaxes_op)
 
 
-def record_amaxes(histories: list[Tensor], amaxes: list[Tensor]) -> None:
-    """`record_amax` of several, as one node of a graph."""
+def record_amaxes(histories: list[Tensor], amaxes: Tensor) -> None:
+    """`record_amax` of several, as one node of a graph. `amaxes`: [their number]."""
     _record_amaxes_op(histories, amaxes)
 
 
@@ -145,6 +146,7 @@ def _chosen(quantizer: Float8Quantizer, history: Tensor, reduced: Tensor | None)
     algo = quantizer.amax_compute_algo
     if not callable(algo):
         return None
+    replay.refuse()
     last = history[:1].clone()
     if reduced is not None:
         last = torch.where(reduced != 0, reduced, last)
@@ -173,12 +175,26 @@ def _picked(
 def _update_once(
     histories: list[Tensor], scales: list[Tensor], seen: Tensor, step: Tensor, quantizers: Constants, group: Any
 ) -> None:
-    every = list(quantizers.items)
-    reduced, chosen = _picked(histories, every, opaque.group_of(group))
-    for history, scale, amax, pick, q in zip(histories, scales, reduced, chosen, every, strict=True):
+    _update_each(histories, scales, seen, step, quantizers.items, opaque.group_of(group))
+    seen.copy_(step)
+
+
+def _update_each(
+    histories: list[Tensor],
+    scales: list[Tensor],
+    seen: Tensor,
+    step: Tensor,
+    quantizers: tuple[Any, ...],
+    group: Any = None,
+) -> list[Tensor]:
+    reduced, chosen = _picked(histories, list(quantizers), group)
+    for history, scale, amax, pick, q in zip(histories, scales, reduced, chosen, quantizers, strict=True):
         latest = q.amax_compute_algo == "most_recent"
         primitives._scale_update(history, scale, amax, pick, fp8_max(q), q.margin, latest, seen, step)
-    seen.copy_(step)
+    return []
+
+
+_replays = Replays()
 
 
 def _update_once_taped(
@@ -203,14 +219,19 @@ def _update_once_taped(
             "delayed scaling in compiled code that a checkpoint recomputes: it would update scales again; "
             "use diptych.torch.checkpoint"
         )
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
-    if hooks is not None and hooks[0].__module__ != torch.utils.checkpoint.__name__:
+    if foreign_hooks():
         raise UnsupportedError(
             "delayed scaling in compiled code under saved_tensors_hooks (save_on_cpu): backward would record amaxes in "
             "what the hooks give back instead of the histories; enter the hooks around eager code, or use a recipe "
             "without delayed scaling"
         )
-    _update_once(histories, scales, seen, step, quantizers, group)
+    if group is None:
+        tensors = [*histories, *scales, seen, step]
+        _replays(quantizers, tensors, _update_each, histories, scales, seen, step, quantizers.items)
+        wrote(*histories, *scales)
+        seen.copy_(step)
+    else:
+        _update_once(histories, scales, seen, step, quantizers, group)
     recorded(None, "compiled scales", None, None, seen)
 
 
@@ -431,7 +452,7 @@ def rng_at(rng: Tensor, offset: int) -> Tensor:
 
 def _rng_take(rng: Tensor, count: int) -> Tensor:
     taken = rng.clone()
-    rng.view(torch.int64)[1:] += count
+    rng.view(torch.int64).narrow(0, 1, 1).add_(count)
     wrote(rng)
     return taken
 

@@ -14,20 +14,28 @@ from diptych.common.plan import held_quantizer
 from diptych.common.recipes import DEFAULT_RECIPE, Recipe
 from diptych.common.schedule import Call
 from diptych.torch import functional, primitives
-from diptych.torch.products import Copies, Options, WeightGradient, quantize_calls, schedule
+from diptych.torch.products import Copies, Options, WeightGradient, quantize_calls, schedule, with_scales
+from diptych.torch.proto import TensorProto
 from diptych.torch.quantized import BUFFERS, QuantizedTensor, aten
-from diptych.torch.rules import describe
+from diptych.torch.rules import define, describe, traced_local
 from diptych.torch.state import warn_once
 
 # --- copies kept across microbatches ---------------------------------------------------------------------------------
 
 
 class WeightCache:
-    """The quantized copies of one weight, from the first microbatch of a step to its last."""
+    """The quantized copies of one weight, from the first microbatch of a step to its last.
+
+    Graphs write them in place, into buffers that are made while Dynamo traces: a captured graph's own memory is
+    overwritten when it runs again. There E8M0 scales lie as bytes, which Inductor's backends all can store.
+    """
 
     def __init__(self) -> None:
         self.key: tuple[Any, ...] = ()
-        self.copies: Copies | None = None
+        self.copies: Any = None  # Copies, or the buffers that graphs write
+        self.bound = False  # whether graphs know the buffers
+        self.content = "none"  # "stale": of another key; "kept"
+        self.valid: Tensor | None = None  # the same for graphs, which skip on the device: a boolean [1]
 
     def get(
         self,
@@ -43,47 +51,135 @@ class WeightCache:
 
         **Raises** ValueError for a later microbatch without a first one, or both arguments at once.
         """
-        calls = schedule(recipe, options.module, options.name, need_columnwise, False).w
+        module, name = options.module, options.name
+        calls = schedule(recipe, module, name, need_columnwise, False).w
         key = _key(calls)
         weight = weight.detach()
+        if skip is not None and first is not None:
+            raise ValueError(
+                "is_first_microbatch says on the host what skip_weight_update says on the device: give one"
+            )
+        compiling = torch.compiler.is_compiling()
+        if compiling:
+            from torch._dynamo.comptime import comptime  # importing it takes a second
+
+            skips = skip is not None  # noqa: F841 - read below
+            comptime(_bound_while_tracing)
+            if self.key != key:
+                raise UnsupportedError("a compiled region that keeps one weight for two recipes: give each its own")
         if skip is not None:
-            if first is not None:
-                raise ValueError(
-                    "is_first_microbatch says on the host what skip_weight_update says on the device: give one"
-                )
-            if self.copies is not None and self.key == key:
+            if compiling or (self.content == "kept" and self.key == key):
                 return self._select(weight, calls, options, rng, skip)
         elif not first:
-            if self.copies is None:
+            if self.content == "none":
                 raise ValueError("is_first_microbatch=False, but no weight is kept: the first microbatch passes True")
-            if self.key == key:
-                return self.copies
+            if self.content == "kept" and self.key == key:
+                return self._copies(compiling)
             warn_once(
-                (self.key, key),
+                (self.key, key, name),
                 f"{type(recipe).__name__} cannot use the weight kept from the first microbatch; it is quantized anew",
             )
-        self.key, self.copies = key, quantize_calls(weight, calls, options, rng, options.replay)
-        return self.copies
+        made = quantize_calls(weight, calls, options, rng, options.replay)
+        if self.bound and self.key == key:
+            for old, t in _pairs(self.copies, made):
+                old.copy_(_storable(t))
+            if self.valid is not None:
+                self.valid.fill_(True)
+        else:
+            self.copies, self.bound, self.key = made, False, key
+        if not compiling:
+            self.content = "kept"  # else from tracing on: a graph has no side effects
+        return made
+
+    def bind(self, calls: tuple[Call, ...], form: tuple[Any, ...]) -> None:
+        """Makes buffers for graphs to write, unless there are some for these calls. `form`: (shape, dtype, device)."""
+        key = _key(calls)
+        if self.bound and self.key == key:
+            return
+        buffers: list[Any] = [None, None]
+        for call in calls:
+            q: Any = TensorProto(form[0], form[1], call.quantizer, form[2]).create_tensor()
+            for columnwise in (False, True):
+                if (q.columnwise_data if columnwise else q.rowwise_data) is not None:
+                    data, scale_inv, *rest = q.copy_of(columnwise)
+                    buffers[columnwise] = (data, _storable(scale_inv), *rest)
+        before = self.copies if self.key == key else None
+        self.key, self.copies, self.bound = key, tuple(buffers), True
+        for copy in self.copies:
+            for t in (copy or ())[:3]:
+                if t is not None:
+                    torch._dynamo.mark_static_address(t, guard=False)
+        self.valid = None
+        if before is not None:
+            for old, t in _pairs(self.copies, before):
+                old.copy_(_storable(t))
+        elif self.content == "kept":
+            self.content = "stale"
+
+    def _copies(self, compiling: bool) -> Copies:
+        return self.copies if compiling else tuple([copy and with_scales(copy) for copy in self.copies])  # type: ignore[return-value]
 
     def _select(
         self, weight: Tensor, calls: tuple[Call, ...], options: Options, rng: Tensor | None, skip: Tensor
     ) -> Copies:
-        """New content for the kept copies where `skip` is 0, without asking the device. In place, for graphs' sake."""
-        assert self.copies is not None
-        keep = skip.reshape(()) != 0
+        """New content for the kept copies where `skip` is 0, without asking the device."""
+        keep = skip.reshape(1) != 0
+        if self.valid is not None:
+            keep = keep & self.valid
+            self.valid.fill_(True)
         scales = {c.state: options.state.tensors(c.state)[0] for c in calls if c.state and options.state is not None}
         new = quantize_calls(weight, calls, options, rng, options.replay or scales)
-        for kept, made in zip(self.copies, new, strict=True):
-            for old, t in zip((kept or ())[:3], (made or ())[:3], strict=True):
-                if old is not None and t is not None:
-                    bits = old.view(torch.uint8)
-                    bits.copy_(torch.where(keep, bits, t.view(torch.uint8)))
+        for old, t in _pairs(self.copies, new):
+            bits = old.view(torch.uint8)
+            bits.copy_(torch.where(keep, bits, _storable(t).view(torch.uint8)))
         if options.record and options.replay is None and options.state is not None:
             amax = torch.where(keep, 0.0, primitives.amax(weight))
             for call in calls:
                 if call.state:
                     options.state.record(call.state, amax)
-        return self.copies
+        return self._copies(torch.compiler.is_compiling())
+
+
+def _pairs(into: Any, made: Copies) -> list[tuple[Tensor, Tensor]]:
+    """The tensors of kept copies, each with that of the new ones."""
+    found = []
+    for old, new in zip(into, made, strict=True):
+        for a, b in zip((old or ())[:3], (new or ())[:3], strict=True):
+            if a is not None and b is not None:
+                found.append((a, b))
+    return found
+
+
+def _storable(t: Tensor) -> Tensor:
+    """A copy's tensor as its buffer holds it."""
+    if t.dtype != torch.float8_e8m0fnu:
+        return t
+    return _bytes_op(t) if torch.compiler.is_compiling() else t.view(torch.uint8)
+
+
+_bytes_op = define(
+    "scale_bytes",
+    "(Tensor scale_inv) -> Tensor",
+    lambda scale_inv: scale_inv.view(torch.uint8).clone(),
+    lambda scale_inv: torch.empty_like(scale_inv, dtype=torch.uint8),
+)
+
+
+def _bound_while_tracing(context: Any) -> None:
+    """Runs where Dynamo traces `WeightCache.get`, on the real objects: a graph cannot make buffers."""
+    cache, recipe, module, name, columnwise = (
+        traced_local(context, local) for local in ("self", "recipe", "module", "name", "need_columnwise")
+    )
+    fake = context.get_local("weight").as_fake()
+    with torch.inference_mode(False), torch.no_grad():
+        calls = schedule(recipe, module, name, columnwise, False).w
+        cache.bind(calls, (tuple([int(n) for n in fake.shape]), fake.dtype, fake.device))
+        skips = traced_local(context, "skips")
+        if skips and cache.valid is None:
+            cache.valid = torch.full((1,), cache.content == "kept", device=fake.device)
+            torch._dynamo.mark_static_address(cache.valid, guard=False)
+    if skips or traced_local(context, "first"):
+        cache.content = "kept"
 
 
 def _key(calls: tuple[Call, ...]) -> tuple[Any, ...]:
@@ -116,11 +212,6 @@ class WeightGradients:
         return {"fuse": self.fuse, "delay": self.delay, "queue": []}
 
     def of(self, weight: Tensor) -> _Sink:
-        if self.delay and torch.compiler.is_compiling():
-            raise UnsupportedError(
-                "delay_wgrad_compute under torch.compile: what waits for backward_dw would leave the graph by a way "
-                "that it does not know; leave this module out of it (torch.compiler.disable)"
-            )
         if self.fuse and weight.requires_grad and torch.is_grad_enabled():
             main_grad(weight)  # what is missing is said before the forward
         return _Sink(self, weight)

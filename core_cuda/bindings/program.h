@@ -1,0 +1,131 @@
+// Ops that ran once, kept to run again on other tensors of the same forms: many ops, one call from Python.
+#pragma once
+
+#include <functional>
+#include <vector>
+
+#include "diptych/warn.h"
+#include "operand.h"
+
+namespace diptych::bind {
+
+void raise(const Status& status);             // as the Python exception of its code
+void warn(const WarningCollector& warnings);  // as EmulationWarnings
+
+// Between `start` and `stop` every op of this thread is added; `seal` says what the tensors are that they met.
+class Program {
+ public:
+  void start() { recording_ = this; }
+  void stop() { recording_ = nullptr; }
+  // `inputs`: what `run` will be given; `outputs`: what it returns; `scratch`: what ops alone write and read; `views`:
+  // (tensor, the one of these in whose memory it lies, bytes from there); `makers`: (callable, arguments) that
+  // allocates each output; `make_workspace`: allocates that many bytes. False: these ops cannot run again, since one is
+  // of another kind or met another tensor.
+  bool seal(py::list inputs, py::list outputs, py::list scratch, py::list views, py::list makers,
+            py::object make_workspace);
+  // The outputs, or None where the inputs are of other forms.
+  py::object run(py::list inputs);
+
+  static Program* recording() { return recording_; }
+  template <typename Args>
+  void add(Status (*op)(const Args&, const Execution&), Args args, const Call& call);
+
+ private:
+  struct Form {  // of a dense input
+    PyTypeObject* type;
+    const dl::ExchangeApi* api;
+    dl::DataType dtype;
+    dl::Device device;
+    std::vector<int64_t> shape;
+  };
+  struct Place {        // of a tensor that ops met
+    py::object object;  // until sealed
+    int index = -1;     // among inputs and outputs; -1: in the workspace
+    int64_t offset = 0;
+  };
+  using Step = std::function<Status(void* const* data, const Execution& exec)>;
+
+  void* place(const TensorView& view, const Call& call);  // its number among places_, from 1
+
+  static thread_local Program* recording_;
+  bool whole_ = true;
+  std::vector<Step> steps_;
+  std::vector<Place> places_;
+  std::vector<Form> forms_;
+  std::vector<std::pair<py::object, py::tuple>> makers_;
+  py::object make_workspace_;
+  int64_t workspace_bytes_ = 0;
+};
+
+// Calls f with every tensor that an op's arguments hold.
+template <typename F>
+void each(QuantizedView& q, F f) {
+  f(q.data), f(q.scale_inv), f(q.amax);
+}
+template <typename F>
+void each(Source& s, F f) {
+  f(s.gamma), f(s.beta), f(s.mu), f(s.rsigma), f(s.dy);
+}
+template <typename F>
+bool each(AmaxArgs& a, F f) {
+  f(a.x), f(a.out), f(a.columnwise_out), each(a.source, f);
+  return true;
+}
+template <typename F>
+bool each(QuantizeArgs& a, F f) {
+  f(a.x), f(a.amax), f(a.columnwise_amax), f(a.scale), f(a.rng), f(a.column_sum), f(a.workspace);
+  each(a.rowwise, f), each(a.columnwise, f), each(a.source, f);
+  return true;
+}
+template <typename F>
+bool each(ScaleUpdateArgs& a, F f) {
+  f(a.history), f(a.scale), f(a.reduced), f(a.amax), f(a.new_history), f(a.new_scale), f(a.seen), f(a.step);
+  return true;
+}
+template <typename F>
+bool each(DequantizeArgs& a, F f) {
+  each(a.q, f), f(a.out);
+  return true;
+}
+template <typename F>
+bool each(GemmArgs& a, F f) {
+  each(a.a, f), each(a.b, f), f(a.d), f(a.c), f(a.bias), f(a.workspace);
+  return true;
+}
+template <typename Args, typename F>
+bool each(Args&, F) {
+  return false;
+}
+
+template <typename Args>
+void Program::add(Status (*op)(const Args&, const Execution&), Args args, const Call& call) {
+  whole_ = each(args,
+                [&](TensorView& v) {
+                  if (v.given()) v.data = place(v, call);
+                }) &&
+           whole_;
+  steps_.push_back([op, args](void* const* data, const Execution& exec) {
+    Args filled = args;
+    each(filled, [&](TensorView& v) {
+      if (v.given()) v.data = data[reinterpret_cast<uintptr_t>(v.data) - 1];
+    });
+    return op(filled, exec);
+  });
+}
+
+// Runs one op without the GIL.
+template <typename Args>
+void run(Status (*op)(const Args&, const Execution&), const Args& args, Call& call) {
+  const Execution exec = call.execution();
+  Status status;
+  const WarningCollector warnings;
+  {
+    py::gil_scoped_release release;
+    status = op(args, exec);
+  }
+  warn(warnings);
+  raise(status);
+  if (Program::recording() != nullptr) Program::recording()->add(op, args, call);
+}
+
+}  // namespace diptych::bind

@@ -1,0 +1,62 @@
+// Tiles of 128 x 128 elements with float32 scales. A thread block owns one, a thread an 8 x 8 patch of it: patch column
+// lane % 16, patch row 2 * warp + lane / 16. Rowwise bytes go straight out; transposed bytes meet in shared memory
+// first.
+#pragma once
+
+#include "cuda/amax.cuh"
+#include "cuda/fused/source.cuh"
+#include "cuda/quantize/quantize.h"
+#include "cuda/vector.cuh"
+
+namespace diptych::cuda {
+
+constexpr int kTile = 128, kThreads = 256, kWarps = kThreads / 32;
+
+struct TileArgs {
+  SourceArgs in;
+  int64_t m, k;
+  unsigned tiles_m, tiles_k;  // the grid walks k first
+  TensorScale from;           // Blocks::tensor
+  uint8_t* row;               // [m, k], or null
+  float* row_scale;           // of the blocks of `row`, row-major
+  uint8_t* col;               // [k, m], or null
+  float* col_scale;           // of the blocks of `col`, row-major
+  DivideRule rule;
+  bool vec_row, vec_col;  // aligned to 8 and 16 bytes, and so are their rows
+};
+
+// The transposed tile in shared memory: 128 columns of 128 bytes. Eight bytes (one patch row) are a unit; unit u of
+// column c lies at u ^ (c / 8), so that neither the writers (16 columns apart by 8) nor the readers collide in a bank.
+__device__ __forceinline__ int unit_offset(int column, int unit) {
+  return column * kTile + ((unit ^ (column / 8)) * 8);
+}
+
+// A tile in shared memory to columns col0 and on of p.col, those before `end`.
+__device__ __forceinline__ void store_columns(const TileArgs& p, const uint8_t* tile, int64_t row0, int64_t col0,
+                                              int64_t end) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  if (p.vec_col) {
+#pragma unroll
+    for (int it = 0; it < 4; ++it) {  // four columns at a time, eight lanes of 16 bytes each
+      const int column = warp * 16 + it * 4 + lane / 8, swizzle = column / 8, unit = lane % 8 * 2;
+      uint4 v = *reinterpret_cast<const uint4*>(tile + column * kTile + ((unit ^ (swizzle & ~1)) * 8));
+      if (swizzle & 1) v = make_uint4(v.z, v.w, v.x, v.y);
+      const int64_t c = col0 + column, r = row0 + unit * 8;
+      if (c < end && r < p.m) *reinterpret_cast<uint4*>(p.col + c * p.m + r) = v;
+    }
+    return;
+  }
+  for (int i = 0; i < 16; ++i) {
+    const int column = warp * 16 + i;
+    if (col0 + column >= end) return;
+    for (int b = lane; b < kTile && row0 + b < p.m; b += 32) {
+      p.col[(col0 + column) * p.m + row0 + b] = tile[unit_offset(column, b / 8) + b % 8];
+    }
+  }
+}
+
+// Whether stream_tiles takes these, and what it does: one scale, of a Typed source.
+bool streams(const TileArgs&);
+Status stream_tiles(const TileArgs&, DType element, const Execution&);
+
+}  // namespace diptych::cuda

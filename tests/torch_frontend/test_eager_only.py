@@ -1,0 +1,123 @@
+"""What cannot be compiled: an error that names it under fullgraph, else one warning, and eager results."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+import diptych.torch as dt
+from diptych.common import DelayedScaling, MXFP8BlockScaling
+from diptych.torch import eager_only
+
+MODULES = {
+    "Linear": lambda **kw: dt.Linear(32, 64, **kw),
+    "LayerNormLinear": lambda **kw: dt.LayerNormLinear(32, 64, **kw),
+    "LayerNormMLP": lambda **kw: dt.LayerNormMLP(32, 64, **kw),
+}
+each_module = pytest.mark.parametrize("kind", MODULES)
+
+
+@pytest.fixture(autouse=True)
+def unwarned():
+    torch._dynamo.reset()
+    for part in (eager_only.DELAYED_WGRAD, eager_only.CALIBRATING, eager_only.HOOKS):
+        part.warned = False
+
+
+def weights(module: Any) -> list[torch.Tensor]:
+    return [p for p in module.parameters() if p.dim() == 2]
+
+
+def pair(kind: str, **options: Any) -> list[Any]:
+    made = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        made.append(MODULES[kind](**options))
+    return made
+
+
+@each_module
+def test_delayed_wgrad(kind):
+    x = torch.randn(16, 32)
+    eager, module = pair(kind, delay_wgrad_compute=True)
+    with dt.autocast(recipe=MXFP8BlockScaling()):
+        with pytest.raises(Exception, match=r"delay_wgrad_compute(.|\n)*torch\.compiler\.disable"):
+            torch.compile(module, fullgraph=True, backend="aot_eager")(x)
+        fn = torch.compile(lambda x: module(x * 2) + 1, backend="aot_eager")
+        with pytest.warns(eager_only.EagerWarning, match="delay_wgrad_compute.*runs eagerly"):
+            y = fn(x)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", eager_only.EagerWarning)
+            again = fn(x)
+        want = eager(x * 2) + 1
+    assert torch.equal(y, want) and torch.equal(again, want)
+    for t in (y, want):
+        t.square().sum().backward()
+    assert all(w.grad is None for w in weights(module))
+    for m in (eager, module):
+        m.backward_dw()
+    for a, b in zip(eager.parameters(), module.parameters(), strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+@each_module
+def test_calibration(kind):
+    x = torch.randn(16, 32)
+    eager, module = pair(kind)
+    with dt.autocast(enabled=False, recipe=DelayedScaling(), calibrating=True):
+        with pytest.raises(Exception, match="calibrate eagerly"):
+            torch.compile(module, fullgraph=True, backend="aot_eager")(x)
+        with pytest.warns(eager_only.EagerWarning, match="calibrating"):
+            y = torch.compile(module, backend="aot_eager")(x)
+        assert torch.equal(y, eager(x))
+    states = [{k: v for k, v in m.state_dict().items() if "scale_states" in k} for m in (eager, module)]
+    assert states[0] and states[0].keys() == states[1].keys()
+    assert all(torch.equal(states[0][k], states[1][k]) for k in states[0])
+
+
+@each_module
+def test_offload_with_states(kind):
+    eager, module = pair(kind)
+    results = []
+    fn = torch.compile(module, backend="aot_eager")
+    for f, m in ((eager, eager), (fn, module)):
+        seen = []
+        for i in range(3):
+            x = torch.randn(16, 32, generator=torch.Generator().manual_seed(i)).requires_grad_()
+            with dt.autocast(recipe=DelayedScaling()), torch.autograd.graph.save_on_cpu():
+                y = f(x)
+            y.square().sum().backward()
+            seen += [y.detach(), x.grad]
+        results.append(
+            [*seen, *[p.grad for p in m.parameters()], *[v for k, v in m.state_dict().items() if "state" in k]]
+        )
+    assert eager_only.HOOKS.warned
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_hooks_that_come_after_tracing():
+    fn = torch.compile(dt.Linear(32, 64), fullgraph=True, backend="aot_eager")
+    x = torch.randn(16, 32).requires_grad_()
+    with dt.autocast(recipe=DelayedScaling()):
+        fn(x).sum().backward()
+    with (
+        dt.autocast(recipe=DelayedScaling()),
+        torch.autograd.graph.save_on_cpu(),
+        pytest.raises(Exception, match="under saved_tensors_hooks"),
+    ):
+        fn(x)
+
+
+@each_module
+def test_a_recomputation_outside_of_its_region_is_refused(kind):
+    """torch's reentrant checkpoint around compiled code, backward after the region: it would lose the recipe."""
+    fn = torch.compile(MODULES[kind](), fullgraph=True, backend="aot_eager")
+    x = torch.randn(16, 32).requires_grad_()
+    with dt.autocast(recipe=MXFP8BlockScaling()):
+        y = torch.utils.checkpoint.checkpoint(fn, x, use_reentrant=True)
+    with pytest.raises(Exception, match="outside of the autocast region"):
+        y.sum().backward()

@@ -1,0 +1,97 @@
+"""`replay`: a node that runs again as a program gives the bits and the kernels of the call that it repeats."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import diptych.torch as dt
+from diptych.common import RECIPES, QuantizerRole
+from diptych.core import _core
+from diptych.torch import functional, primitives, replay
+from diptych.torch.layer import _linear
+from diptych.torch.opaque import Constants
+
+
+def kernel_calls() -> dict[str, int]:
+    return {f"{row['op']} {row['kernel']}": row["calls"] for row in _core.kernel_table()}
+
+
+def counted(call: Any) -> tuple[Any, dict[str, int]]:
+    _core.reset_calls()
+    out = call()
+    return out, {k: n for k, n in kernel_calls().items() if n}
+
+
+def programs() -> int:
+    assert _linear._replays is not None
+    return sum(len(known.runs) for known in _linear._replays._known.values())
+
+
+@pytest.mark.parametrize("graded", [True, False])
+@pytest.mark.parametrize("name", list(RECIPES))
+def test_calls_that_run_again(name: str, graded: bool) -> None:
+    """Other values, other shapes and a transposed input, each as often as it takes to run from a program."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    eager, other = dt.Linear(32, 48), dt.Linear(32, 48)
+    other.load_state_dict(eager.state_dict())
+    dt.seed_rng(eager, 1)
+    dt.seed_rng(other, 1)
+    compiled = torch.compile(other, fullgraph=True, dynamic=True)
+    dtype = torch.bfloat16 if name == "nvfp4" else torch.float32
+    before = programs()
+    for i in range(12):
+        x = torch.randn((16, 32), dtype=dtype) if i % 4 else torch.randn((2, 16, 32), dtype=dtype)
+        x = x.t().contiguous().t() if i % 4 == 3 else x
+        with torch.set_grad_enabled(graded), dt.autocast(recipe=RECIPES[name]):
+            y, wanted = counted(lambda x=x: eager(x))
+            z, calls = counted(lambda x=x: compiled(x))
+        assert torch.equal(y, z) and (calls == wanted or i == 0)
+        if graded:
+            for layer, out in ((eager, y), (other, z)):
+                layer.zero_grad()
+                out.float().square().sum().backward()
+            assert eager.weight.grad is not None and other.weight.grad is not None
+            assert torch.equal(eager.weight.grad, other.weight.grad)
+    assert programs() > before
+
+
+def double(x: torch.Tensor, quantizer: Any) -> list[torch.Tensor]:
+    buffers = primitives.quantize(x, quantizer)
+    return [primitives.dequantize(primitives.copies(quantizer, buffers)[0], x.dtype), buffers[0]]  # type: ignore[arg-type]
+
+
+def test_a_program() -> None:
+    quantizer = RECIPES["mxfp8"].quantizer(QuantizerRole("linear", "input")).with_usage(columnwise=False)
+    replays, constants = replay.Replays(), Constants(("a",))
+    for shape in ((4, 32), (3, 5, 64), (4, 32)):
+        for _ in range(4):
+            x = torch.randn(shape)
+            for mine, theirs in zip(replays(constants, [x], double, x, quantizer), double(x, quantizer), strict=True):
+                assert mine.shape == theirs.shape and torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
+    assert len(replays._known[id(constants)].runs) == 2
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: [x + 1],  # other ops
+        lambda x: [x],  # an argument
+        lambda x: [*2 * [functional.rng_state(1)]],
+        lambda x: replay.refuse() or [x.new_empty(3)],
+    ],
+)
+def test_no_program(call: Any) -> None:
+    x = torch.ones(4)
+    results, run = replay.record(lambda: call(x), [x])
+    assert run is None and len(results) in (1, 2)
+
+
+def test_errors_stop_recording() -> None:
+    x = torch.ones(4, 32)
+    with pytest.raises(ZeroDivisionError):
+        replay.record(lambda: [x.new_empty(1 // 0)], [x])
+    assert torch.equal(primitives.amax(x), torch.ones(1))

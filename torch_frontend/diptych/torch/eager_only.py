@@ -1,0 +1,54 @@
+"""What no graph can hold. It runs eagerly between graphs, and a warning says so once, by name, with the remedy; under
+`fullgraph=True` Dynamo's error says the same."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from diptych.torch.rules import foreign_hooks
+
+
+class EagerWarning(UserWarning):
+    """A part of compiled code that runs eagerly."""
+
+
+class EagerOnly:
+    """Runs a function outside of graphs. `reason`: what cannot be compiled, why, and what to do instead."""
+
+    run: Callable[..., Any]  # run(function, *args); from `prepare` on
+
+    def __init__(self, reason: str) -> None:
+        self.reason, self.warned = reason, False
+
+    def outside(self, fn: Callable[..., Any], *args: Any) -> Any:
+        if not self.warned:
+            self.warned = True
+            warnings.warn(f"{self.reason}; until then it runs eagerly", EagerWarning, stacklevel=2)
+        return fn(*args)
+
+
+DELAYED_WGRAD = EagerOnly(
+    "delay_wgrad_compute under torch.compile: what waits for backward_dw would leave the graph by a way that it does "
+    "not know; leave this module out of it (torch.compiler.disable)"
+)
+CALIBRATING = EagerOnly(
+    "autocast(calibrating=True) under torch.compile: a graph collects no amaxes in high precision; calibrate eagerly, "
+    "then compile"
+)
+HOOKS = EagerOnly(
+    "delayed scaling in compiled code under saved_tensors_hooks (save_on_cpu): backward would record amaxes in what "
+    "the hooks give back instead of the histories; enter the hooks around eager code, or use a recipe without delayed "
+    "scaling"
+)
+
+
+def prepare() -> None:
+    """To be called while Dynamo traces, before it looks at any of these: torch._dynamo takes a second to import."""
+    torch.compiler.assume_constant_result(foreign_hooks)  # a graph has what is active while it is traced
+    for part in (DELAYED_WGRAD, CALIBRATING, HOOKS):
+        if not hasattr(part, "run"):
+            part.run = torch.compiler.disable(part.outside, reason=part.reason)
