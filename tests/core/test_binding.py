@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -287,23 +288,33 @@ def test_import_loads_no_cuda_library():
     assert "libdiptych" in maps and not re.findall(r"\S*(?:libcuda|libcublas|libnvrtc|libcudart)\S*", maps)
 
 
-def _stub_signatures() -> dict[str, list[str]]:
-    tree = ast.parse((Path(inspect.getfile(core)).parent / "_core.pyi").read_text())
-    return {n.name: [a.arg for a in n.args.args] for n in tree.body if isinstance(n, ast.FunctionDef)}
+def _stub() -> ast.Module:
+    return ast.parse((Path(inspect.getfile(core)).parent / "_core.pyi").read_text())
+
+
+def _signatures(node: Any) -> dict[str, list[str]]:
+    return {n.name: [a.arg for a in n.args.args] for n in node.body if isinstance(n, ast.FunctionDef)}
+
+
+def _public(held: Any) -> set[str]:
+    return {n for n in dir(held) if not n.startswith("_")}
 
 
 def test_stub_matches_the_module():
-    stub = _stub_signatures()
-    assert set(stub) == {n for n in dir(_core) if not n.startswith("_")}
-    for name, args in stub.items():
-        signature = getattr(_core, name).__doc__.splitlines()[0]
-        found = re.match(rf"{name}\((.*)\)\s*->", signature)
-        assert found, signature
-        assert re.findall(r"(\w+):", found[1]) == args, signature
+    classes = {n.name: n for n in _stub().body if isinstance(n, ast.ClassDef) and hasattr(_core, n.name)}
+    found = [(_core, _signatures(_stub())), *[(getattr(_core, name), _signatures(n)) for name, n in classes.items()]]
+    assert _public(_core) == {*found[0][1], *classes}
+    for held, stub in found:
+        assert held is _core or _public(held) == set(stub)
+        for name, args in stub.items():
+            signature = getattr(held, name).__doc__.splitlines()[0]
+            said = re.match(rf"{name}\((.*)\)\s*->", signature)
+            assert said, signature
+            assert re.findall(r"(?:^|, )(\w+):", said[1]) == args, signature
 
 
 def test_stub_rows_match_the_tables():
-    tree = ast.parse((Path(inspect.getfile(core)).parent / "_core.pyi").read_text())
+    tree = _stub()
     typed = {
         n.name: [s.target.id for s in n.body if isinstance(s, ast.AnnAssign) and isinstance(s.target, ast.Name)]
         for n in tree.body

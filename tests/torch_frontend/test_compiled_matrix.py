@@ -120,6 +120,11 @@ def steps(cell: Cell, model: Any, fn: Any, device: str) -> list[torch.Tensor]:
                 y = call(cell, model, fn, x, microbatch == 0)
                 y.float().pow(2).mean().backward()
                 seen += [y.detach().clone(), x.grad.clone()]
+                for p in model.parameters():
+                    if isinstance(p, dt.QuantizedTensor) and p.grad is not None:
+                        p.grad = (
+                            p.grad.clone()
+                        )  # it has none to add to beforehand, and a captured graph's is overwritten
         for p in model.parameters():
             seen += [] if p.grad is None else [p.grad.clone()]
             seen += [p.main_grad.clone()] if hasattr(p, "main_grad") else []

@@ -92,6 +92,11 @@ def test_a_first_call_cannot_be_captured(cuda):
     assert not module.state_dict().keys() & {"scale_states.input.scale"}
 
 
+def test_delayed_wgrad_is_refused():
+    with pytest.raises(NotImplementedError, match="delay_wgrad_compute"):
+        dt.make_graphed_callables(dt.Linear(16, 16, delay_wgrad_compute=True), (torch.ones(16, 16),))
+
+
 def test_it_needs_a_gpu_and_says_so():
     if torch.cuda.is_available():
         pytest.skip("there is a GPU")

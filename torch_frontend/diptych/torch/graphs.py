@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from diptych.common.errors import UnsupportedError
 from diptych.common.recipes import Recipe
 from diptych.torch.autocast import autocast
 from diptych.torch.module import QuantizedModule
@@ -30,13 +31,17 @@ def make_graphed_callables(
     are those of before. The graphs update scales as eager modules do, once in each outermost `autocast` region: enter
     one around each step. Weights kept across microbatches go by `skip_weight_update`, a tensor.
 
-    **Arguments, returns:** as torch's; `enabled`, `recipe`, `amax_groups` as `autocast`'s. Parameters that train keep
-    their `.grad` or have None.
+    **Arguments, returns:** as torch's; `enabled`, `recipe`, `amax_groups` as `autocast`'s. Weights whose gradients go
+    to `main_grad` count as unused inputs, which are allowed then.
 
-    **Raises:** what torch's function and `autocast` raise.
+    **Raises:** what torch's function and `autocast` raise; NotImplementedError for modules with `delay_wgrad_compute`.
     """
     several = isinstance(callables, (tuple, list))
     models = [c for c in (callables if several else (callables,)) if isinstance(c, nn.Module)]
+    elsewhere = [g for m in models for s in m.modules() if (g := getattr(s, "_weight_gradients", None)) is not None]
+    if any(g.delay for g in elsewhere):
+        raise UnsupportedError("make_graphed_callables: delay_wgrad_compute leaves gradients to code outside of graphs")
+    allow_unused_input = allow_unused_input or len(elsewhere) > 0
     before = {t: t.clone() for t in _kept(models)}
     try:
         with autocast(enabled=enabled, recipe=recipe, amax_groups=amax_groups):
