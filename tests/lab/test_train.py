@@ -16,7 +16,9 @@ def run(frontend, job_, data, **more):
     return train.run(frontend, job_, data, SETTINGS, progress=False, **more)
 
 
-@pytest.mark.parametrize("recipe", ["none", "fp8-delayed", "nvfp4"])
+@pytest.mark.parametrize(
+    "recipe", ["fp8-delayed", *[pytest.param(r, marks=pytest.mark.slow) for r in ("none", "nvfp4")]]
+)
 def test_resume_gives_the_losses_of_the_uninterrupted_run(frontend_, small, tmp_path, recipe):
     whole = run(frontend_, job(recipe), small)
     path = tmp_path / checkpoint.FILE_NAME
@@ -30,7 +32,9 @@ def test_resume_gives_the_losses_of_the_uninterrupted_run(frontend_, small, tmp_
     assert done.steps_run == 0 and np.array_equal(done.losses, whole.losses)
 
 
-@pytest.mark.parametrize("recipe", ["mxfp8", "fp8-delayed", "nvfp4"])
+@pytest.mark.parametrize(
+    "recipe", ["fp8-delayed", *[pytest.param(r, marks=pytest.mark.slow) for r in ("mxfp8", "nvfp4")]]
+)
 def test_a_checkpoint_crosses_frameworks(small, tmp_path, recipe):
     """Written by one, read by the other and written again: the same bits, scales and random states included."""
     path = tmp_path / "c.npz"

@@ -108,7 +108,7 @@ def outcome(fn: Any, layer: Any) -> list[torch.Tensor]:
     return [y.detach(), x.grad, layer.weight.grad]
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda f: f.__name__)
 @pytest.mark.parametrize("around", [None, BLOCK, LAMBDA], ids=["bare", "in a region", "in a lambda's"])
 def test_the_bits_of_eager(fn, around, backend):

@@ -93,7 +93,7 @@ def agree(tmp_path: Path, *given: str) -> None:
 @pytest.mark.skipif(
     not (torch.distributed.is_available() and torch.distributed.is_gloo_available()), reason="torch has no gloo"
 )
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_two_processes(backend: str, tmp_path: Path) -> None:
     agree(tmp_path, backend, "cpu")
 

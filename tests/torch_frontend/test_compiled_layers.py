@@ -89,7 +89,7 @@ def test_main_grad_of_a_frozen_weight_is_not_asked_for(kind):
 
 
 @each_module
-@pytest.mark.parametrize("recipe", [*SOME, MX.replace(backward_override="high_precision")], ids=kind_of)
+@pytest.mark.parametrize("recipe", _a_third([*SOME, MX.replace(backward_override="high_precision")]), ids=kind_of)
 def test_kept_weights(recipe, kind):
     module, x = MODULES[kind](), composed.input_for(recipe)
 

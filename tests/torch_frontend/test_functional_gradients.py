@@ -197,7 +197,7 @@ def run(fn: Any, m: int, quant: Quantizer, needs: tuple[bool, ...] = (True, True
     return [y.detach(), x.grad, w.grad, bias.grad]
 
 
-@pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
+@pytest.mark.parametrize("backend", ("aot_eager", pytest.param("inductor", marks=pytest.mark.slow)))
 @pytest.mark.parametrize("fmt", SOME)
 def test_compiled_is_eager(fmt, backend):
     quant = quantizer(fmt)
