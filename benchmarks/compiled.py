@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import argparse
 import copy
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from diptych.common import RECIPES
 
 MODES = ("default", "reduce-overhead", "max-autotune-no-cudagraphs")
 ROWS, K, N = 128, 256, 256
+STEPS = 50  # of a round
 GOAL = 1.3  # of nn.Linear's wall time under reduce-overhead
 
 
@@ -45,14 +44,15 @@ def stepping(layer: nn.Module, recipe: Any, mode: str) -> Callable[[], None]:
     return step
 
 
-def wall(step: Callable[[], None], calls: int = 50) -> float:
-    """Seconds of a step, the GPU's work included."""
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(calls):
-        step()
-    torch.cuda.synchronize()
-    return (time.perf_counter() - start) / calls
+def batch(step: Callable[[], None]) -> Callable[[], None]:
+    """Many steps, the GPU's work included."""
+
+    def run() -> None:
+        for _ in range(STEPS):
+            step()
+        torch.cuda.synchronize()
+
+    return run
 
 
 def row(name: str, mode: str) -> dict[str, Any]:
@@ -63,14 +63,7 @@ def row(name: str, mode: str) -> dict[str, Any]:
     ours = dt.Linear(K, N, **placed)
     dt.seed_rng(ours, 0)
     steps = [stepping(ours, copy.deepcopy(RECIPES[name]), mode), stepping(nn.Linear(K, N, **placed), None, mode)]
-    for step in steps:
-        for _ in range(10):
-            step()
-    times: list[list[float]] = [[], []]
-    for _ in range(15):
-        for step, found in zip(steps, times, strict=True):
-            found.append(wall(step))
-    ours_s, peer_s = (statistics.median(t) for t in times)
+    ours_s, peer_s = (t / STEPS for t in common.paired(*[batch(step) for step in steps]))
     counters = torch._dynamo.utils.counters
     if counters["graph_break"]:
         raise RuntimeError(f"graph breaks: {dict(counters['graph_break'])}")

@@ -45,6 +45,7 @@ UNPAIRED = {
         "replay.py": "repeats the nodes' ops of custom_op.py",
         "eager_only.py": "parts of compiled code that run eagerly; jit has none",
         "graphs.py": "CUDA graphs of modules; XLA captures them itself",
+        "operands.py": "operands as the tensors that autograd saves; JAX saves pytrees as they are",
         "proto.py": "tensors without data; JAX has ShapeDtypeStruct",
         "layer.py": "the linear layer as an op; JAX's is linear.py itself",
         "layer_node.py": "linear layers inside of a graph's node; JAX has no nodes of its own",

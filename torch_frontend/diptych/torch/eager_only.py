@@ -19,16 +19,16 @@ class EagerWarning(UserWarning):
 class EagerOnly:
     """Runs a function outside of graphs. `reason`: what cannot be compiled, why, and what to do instead."""
 
-    run: Callable[..., Any]  # run(function, *args); from `prepare` on
+    run: Callable[..., Any]  # run(function, *args, **kwargs); from `prepare` on
 
     def __init__(self, reason: str) -> None:
         self.reason, self.warned = reason, False
 
-    def outside(self, fn: Callable[..., Any], *args: Any) -> Any:
+    def outside(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if not self.warned:
             self.warned = True
             warnings.warn(f"{self.reason}; until then it runs eagerly", EagerWarning, stacklevel=2)
-        return fn(*args)
+        return fn(*args, **kwargs)
 
 
 DELAYED_WGRAD = EagerOnly(

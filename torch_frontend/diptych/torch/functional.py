@@ -20,6 +20,7 @@ from diptych.common.formats import FORMATS
 from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX, Quantizer
 from diptych.torch import primitives
 from diptych.torch.custom_op import IN_HIGH_PRECISION
+from diptych.torch.operands import pack, unpack, values
 from diptych.torch.quantized import QuantizedTensor, from_buffers, rotated
 from diptych.torch.rules import Copy, refuse_second_derivative, require_no_grad, require_quantizer, require_tensor
 
@@ -280,9 +281,7 @@ class _Gemm(torch.autograd.Function):
         specs = []
         for arg, q, side, wanted in (("a", a, side_a, b.requires_grad), ("b", b, side_b, a.requires_grad)):
             if wanted:
-                data, scale_inv, amax, format_id, columnwise = _copy_for_gradient(arg, q, side)
-                saved += (data, scale_inv) if amax is None else (data, scale_inv, amax)
-                specs.append((format_id, columnwise, amax is not None))
+                specs.append(pack(_copy_for_gradient(arg, q, side), saved))
             else:
                 specs.append(None)
         ctx.save_for_backward(*saved)
@@ -298,7 +297,7 @@ class _Gemm(torch.autograd.Function):
         saved = list(ctx.saved_tensors)
         trans_a, trans_b, alpha = ctx.options
         (a_shape, a_dtype), (b_shape, b_dtype), bias_dtype = ctx.forms
-        a, b = [None if spec is None else _values(spec, saved, dy.dtype) for spec in ctx.specs]
+        a, b = [None if spec is None else values(unpack(spec, saved), dy.dtype) for spec in ctx.specs]
         da = db = dbias = None
         if bias_dtype is not None and ctx.needs_input_grad[2]:
             dbias = primitives.bias_grad(dy, bias_dtype)
@@ -311,15 +310,6 @@ class _Gemm(torch.autograd.Function):
                 op_a = a.t() if trans_a else a  # [M, K]
                 db = _scaled(dy.t() @ op_a if trans_b else op_a.t() @ dy, alpha).to(b_dtype).view(b_shape)
         return da, db, dbias, None, None, None, None, None
-
-
-def _values(spec: tuple[int, bool, bool], saved: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """A saved copy in high precision, as a matrix; takes its tensors off the front."""
-    format_id, columnwise, has_amax = spec
-    data, scale_inv = saved.pop(0), saved.pop(0)
-    amax = saved.pop(0) if has_amax else None
-    t = primitives.dequantize((data, scale_inv, amax, format_id, columnwise), dtype)
-    return t.reshape(shapes.rows_cols(t.shape))
 
 
 def _scaled(t: Tensor, alpha: float) -> Tensor:

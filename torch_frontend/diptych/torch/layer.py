@@ -14,19 +14,17 @@ from diptych.common.schedule import Schedule
 from diptych.torch import primitives
 from diptych.torch.custom_op import CustomOp
 from diptych.torch.layer_node import LayerArguments, finished, kept_spec, result_proto, run, weight_gradient
+from diptych.torch.operands import pack, pick, unpack
 from diptych.torch.products import (
     Options,
     fprop,
     given_copies,
-    pack,
-    pick,
     product,
     quantize_calls,
     record_late,
     rounded,
     scale_of,
     schedule,
-    unpack,
 )
 from diptych.torch.proto import TensorProto
 from diptych.torch.quantized import QuantizedTensor, high_precision

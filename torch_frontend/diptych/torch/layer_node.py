@@ -19,17 +19,8 @@ from diptych.common.plan import TensorPlan
 from diptych.common.recipes import Recipe
 from diptych.common.schedule import Call, Schedule
 from diptych.torch.custom_op import CustomOp, Group, Written
-from diptych.torch.products import (
-    Copies,
-    Options,
-    Spec,
-    WeightGradient,
-    pack,
-    pick,
-    quantize_general,
-    schedule,
-    unpack,
-)
+from diptych.torch.operands import Copies, Spec, pack, pick, unpack
+from diptych.torch.products import Options, WeightGradient, quantize_general, schedule
 from diptych.torch.proto import TensorProto
 from diptych.torch.quantized import QuantizedTensor, rotated
 from diptych.torch.rules import TWO_LEVEL

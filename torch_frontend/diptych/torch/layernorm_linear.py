@@ -29,20 +29,8 @@ from diptych.torch.fused import FusedInput
 from diptych.torch.layer_node import LayerArguments, finished, kept_spec, result_proto, run, weight_gradient
 from diptych.torch.module import QuantizedModule
 from diptych.torch.opaque import Constants
-from diptych.torch.products import (
-    Copies,
-    Operand,
-    Options,
-    fprop,
-    pack,
-    pick,
-    product,
-    quantize_calls,
-    rng_of,
-    rounded,
-    scale_of,
-    unpack,
-)
+from diptych.torch.operands import Copies, Operand, pack, pick, unpack
+from diptych.torch.products import Options, fprop, product, quantize_calls, rng_of, rounded, scale_of
 from diptych.torch.proto import TensorProto
 from diptych.torch.quantized import QuantizedTensor, high_precision
 from diptych.torch.rules import describe, require_device, require_high_precision, require_tensor

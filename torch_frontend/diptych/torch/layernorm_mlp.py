@@ -38,17 +38,8 @@ from diptych.torch.layernorm_linear import (
     require_sizes,
     reset_linear,
 )
-from diptych.torch.products import (
-    Options,
-    fprop,
-    pack,
-    pick,
-    quantize_calls,
-    record_late,
-    rounded,
-    scale_of,
-    unpack,
-)
+from diptych.torch.operands import pack, pick, unpack
+from diptych.torch.products import Options, fprop, quantize_calls, record_late, rounded, scale_of
 from diptych.torch.proto import TensorProto
 from diptych.torch.quantized import QuantizedTensor
 from diptych.torch.weights import initial_weight

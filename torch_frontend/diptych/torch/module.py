@@ -107,8 +107,10 @@ class QuantizedModule(nn.Module):
         **Raises:** what `linear` raises; CheckpointError if loaded states are another recipe's.
         """
         if torch.compiler.is_compiling() and (outside := self._eager_only()) is not None:
-            given = (is_first_microbatch, skip_weight_update, save_original_input)
-            return outside.run(self._outside_of_graphs, x, weight, bias, layer, given)
+            return outside.run(
+                self.quantized_linear, x, weight, bias, layer, is_first_microbatch=is_first_microbatch,
+                skip_weight_update=skip_weight_update, save_original_input=save_original_input,
+            )  # fmt: skip
         recipe = self._active_recipe()
         if recipe is None:
             if STATE.calibrating is not None:
@@ -117,10 +119,6 @@ class QuantizedModule(nn.Module):
         given = (is_first_microbatch, skip_weight_update, save_original_input)
         options, rng = self._options_for(recipe, x, weight, layer, *given)
         return linear_with(x, weight, bias, rng, recipe, options)
-
-    def _outside_of_graphs(self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: str, given: Any) -> Tensor:
-        names = ("is_first_microbatch", "skip_weight_update", "save_original_input")
-        return self.quantized_linear(x, weight, bias, layer, **dict(zip(names, given, strict=True)))
 
     def _active_recipe(self) -> Recipe | None:
         """The recipe of a call that begins here; None: it runs in high precision."""

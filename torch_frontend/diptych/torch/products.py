@@ -30,13 +30,9 @@ from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX
 from diptych.common.recipes import Recipe
 from diptych.common.schedule import Call, Schedule, make_schedule
 from diptych.torch import functional, primitives, replay
+from diptych.torch.operands import Copies, Operand, pick, values
 from diptych.torch.quantized import QuantizedTensor, high_precision
-from diptych.torch.rules import Copy
 from diptych.torch.state import ScaleStates, record_amax, rng_at
-
-Operand = Any  # Copy or Tensor: isinstance(Tensor) tells them apart
-Copies = tuple[Copy | None, Copy | None]
-Spec = tuple[int, bool, bool] | None
 
 
 class Options(NamedTuple):
@@ -175,50 +171,12 @@ def rounded(t: Tensor, call: Call | None, options: Options, rng: Tensor | None) 
 # --- operands and products -------------------------------------------------------------------------------------------
 
 
-def pick(kept: str, copies: Copies, original: Tensor) -> Operand:
-    if kept == "original":
-        quantized = isinstance(original, QuantizedTensor)
-        return original.copy_of(original.rowwise_data is None) if quantized else original
-    return copies[1 if kept == "columnwise" else 0]  # torch 2.11 indexes by no bool
-
-
-def pack(operand: Operand, tensors: list[Tensor]) -> Spec:
-    """Appends an operand's tensors, for `save_for_backward`."""
-    if isinstance(operand, Tensor):
-        tensors.append(operand)
-        return None
-    data, scale_inv, amax, format_id, columnwise = operand
-    tensors += (data, scale_inv) if amax is None else (data, scale_inv, amax)
-    return format_id, columnwise, amax is not None
-
-
-def unpack(spec: Spec, tensors: list[Tensor]) -> Operand:
-    """Takes an operand's tensors off the front."""
-    if spec is None:
-        return tensors.pop(0)
-    format_id, columnwise, has_amax = spec
-    data, scale_inv = tensors.pop(0), tensors.pop(0)
-    return with_scales((data, scale_inv, tensors.pop(0) if has_amax else None, format_id, columnwise))
-
-
-def with_scales(copy: Copy) -> Copy:
-    """A copy whose E8M0 scales may lie as bytes."""
-    scale_inv = copy[1].view(torch.float8_e8m0fnu) if copy[1].dtype == torch.uint8 else copy[1]
-    return copy[0], scale_inv, *copy[2:]
-
-
-def _values(operand: Operand, dtype: torch.dtype) -> Tensor:
-    """An operand in high precision, as a matrix."""
-    t = operand.to(dtype) if isinstance(operand, Tensor) else primitives.dequantize(operand, dtype)
-    return t.reshape(shapes.rows_cols(t.shape))
-
-
 def product(gemm: str, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, fast_accum: bool) -> Tensor:
     """op(a) @ op(b) + bias, [rows, cols] in dtype."""
     if not (isinstance(a, Tensor) or isinstance(b, Tensor)):
         return primitives.gemm(a, b, bias, 1.0, dtype, fast_accum)
     inner = a.dtype if isinstance(a, Tensor) else b.dtype
-    left, right = _values(a, inner), _values(b, inner)
+    left, right = values(a, inner), values(b, inner)
     with torch.amp.autocast(left.device.type, enabled=False):
         if gemm == "fprop":
             return F.linear(left, right, None if bias is None else bias.to(inner)).to(dtype)

@@ -27,6 +27,7 @@ from diptych.common.plan import LinearPlan, StateSlot
 from diptych.common.quantizers import Float8Quantizer
 from diptych.torch import functional, opaque, primitives, replay
 from diptych.torch.checkpoint import SAVED, recorded, replayed, replaying, require_saved
+from diptych.torch.eager_only import HOOKS
 from diptych.torch.opaque import Constants
 from diptych.torch.replay import Replays
 from diptych.torch.rules import define, describe, direct, foreign_hooks, wrote
@@ -220,11 +221,7 @@ def _update_once_taped(
             "use diptych.torch.checkpoint"
         )
     if foreign_hooks():
-        raise UnsupportedError(
-            "delayed scaling in compiled code under saved_tensors_hooks (save_on_cpu): backward would record amaxes in "
-            "what the hooks give back instead of the histories; enter the hooks around eager code, or use a recipe "
-            "without delayed scaling"
-        )
+        raise UnsupportedError(HOOKS.reason)
     if group is None:
         tensors = [*histories, *scales, seen, step]
         _replays(quantizers, tensors, _update_each, histories, scales, seen, step, quantizers.items)

@@ -14,7 +14,8 @@ from diptych.common.plan import held_quantizer
 from diptych.common.recipes import DEFAULT_RECIPE, Recipe
 from diptych.common.schedule import Call
 from diptych.torch import functional, primitives
-from diptych.torch.products import Copies, Options, WeightGradient, quantize_calls, schedule, with_scales
+from diptych.torch.operands import Copies, with_scales
+from diptych.torch.products import Options, WeightGradient, quantize_calls, schedule
 from diptych.torch.proto import TensorProto
 from diptych.torch.quantized import BUFFERS, QuantizedTensor, aten
 from diptych.torch.rules import define, describe, traced_local
