@@ -9,8 +9,8 @@ import torch
 import diptych.torch as dt
 from diptych.common import NVFP4BlockScaling, Recipe
 from diptych.torch import fused
-from torch_frontend.layers import NAMED, SEED, dtype_of, packed
-from torch_frontend.tools import normal, values
+from torch_frontend.layers import NAMED, SEED, dtype_of, packed, same_step
+from torch_frontend.tools import normal, same, values
 
 LINEAR = ({}, {"normalization": "RMSNorm", "zero_centered_gamma": True, "bias": False})
 MLP = (
@@ -97,3 +97,15 @@ def steps(
         out |= {f"{i} y{j}": t.detach() for j, t in enumerate(ys)} | {f"{i} dx": v.grad}
     out |= {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
     return out | {k: t.clone() for k, t in model.state_dict().items() if "scale_states" in k or "rng" in k}
+
+
+def require_same(module: Any, x: torch.Tensor, recipe: Recipe) -> None:
+    """Steps of a module and of its composition, and what they give without a backward, have the same bits and types."""
+    apart = composed(module)
+    same_step(steps(module, recipe, x), steps(apart, recipe, x))
+    with dt.autocast(recipe=recipe):
+        y = module(x)
+        with torch.no_grad():
+            got, want = module(x), apart(x)
+    assert type(y) is type(got) is type(want) and y.requires_grad
+    same(values(got), values(want))

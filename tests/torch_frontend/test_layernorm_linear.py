@@ -25,7 +25,7 @@ from diptych.core import reset_calls
 from torch_frontend import composed, layers
 from torch_frontend.composed import linear, steps
 from torch_frontend.layers import NAMED, STATELESS, same_step
-from torch_frontend.tools import RECIPE_NAMES, calls, normal, same, values
+from torch_frontend.tools import RECIPE_NAMES, calls, normal, same
 
 MX = MXFP8BlockScaling()
 
@@ -87,15 +87,7 @@ OTHERS = [
 
 @pytest.mark.parametrize("recipe", OTHERS, ids=lambda r: f"{type(r).__name__}{OTHERS.index(r)}")
 def test_bits_of_the_composition_under_other_recipes(recipe):
-    module, x = linear(), normal("x", (2, 16, 96))
-    apart = composed.composed(module)
-    same_step(steps(module, recipe, x), steps(apart, recipe, x))
-    with dt.autocast(recipe=recipe):
-        y = module(x)
-        with torch.no_grad():
-            got, want = module(x), apart(x)
-    assert type(y) is type(got) is type(want) and y.requires_grad
-    same(values(got), values(want))
+    composed.require_same(linear(), normal("x", (2, 16, 96)), recipe)
 
 
 def _float64(module, x, dy):

@@ -26,7 +26,7 @@ from torch_frontend.composed import mlp, steps
 from torch_frontend.layers import NAMED, STATELESS, same_step
 from torch_frontend.test_fused import _act, _torch_norm
 from torch_frontend.test_layernorm_linear import OTHERS
-from torch_frontend.tools import RECIPE_NAMES, calls, normal, same, values
+from torch_frontend.tools import RECIPE_NAMES, calls, normal, same
 
 MX = MXFP8BlockScaling()
 
@@ -57,15 +57,7 @@ def _by_product(role):
 
 @pytest.mark.parametrize("recipe", [*OTHERS, CustomRecipe(_by_product)], ids=lambda r: type(r).__name__)
 def test_bits_of_the_composition_under_other_recipes(recipe):
-    module, x = mlp(activation="geglu"), normal("x", (2, 16, 64))
-    apart = composed.composed(module)
-    same_step(steps(module, recipe, x), steps(apart, recipe, x))
-    with dt.autocast(recipe=recipe):
-        y = module(x)
-        with torch.no_grad():
-            got, want = module(x), apart(x)
-    assert type(y) is type(got) is type(want) and y.requires_grad
-    same(values(got), values(want))
+    composed.require_same(mlp(activation="geglu"), normal("x", (2, 16, 64)), recipe)
 
 
 def _float64(module, x, dy):
