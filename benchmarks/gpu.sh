@@ -42,7 +42,10 @@ for phase in $phases; do
       step sanitize-racecheck 200 compute-sanitizer --tool racecheck --error-exitcode 9 --kernel-name kns=diptych \
         python3 -m pytest -q -m "sanitize and cuda" -k "not theirs" -p no:cacheprovider tests/core
       ;;
-    bench) TAIL=120 step bench 300 python3 -m benchmarks.gpu --out "$out/bench.json" ;;
+    bench)
+      TAIL=120 step bench 300 python3 -m benchmarks.gpu --out "$out/bench.json"
+      TAIL=150 step permute 120 python3 -m benchmarks.permute --out "$out/permute.json"
+      ;;
     compiled) # torchao stands beside ours where it is installed
       export TORCHINDUCTOR_COMPILE_THREADS=8
       TAIL=30 step compiled 200 python3 -m benchmarks.compiled --out "$out/compiled.json"

@@ -4,6 +4,9 @@
 
 #include "cpu/kernels.h"
 #include "cpu/pool.h"
+#include "diptych/stack.h"
+#include "grouped.h"
+#include "moe.h"
 #include "program.h"
 #include "src/registry.h"
 #ifdef DIPTYCH_WITH_CUDA
@@ -22,27 +25,24 @@ QuantizedView result(Call& call, py::handle data, py::handle scale, int format, 
   return q;
 }
 
-QuantizedView operand(Call& call, py::handle data, py::handle scale, py::handle amax_buffer, int format,
-                      bool columnwise, const char* arg) {
-  QuantizedView q;
-  q.format = static_cast<FormatId>(format);
-  q.columnwise = columnwise;
-  q.data = call.in(data, arg);
-  q.scale_inv = call.in(scale, arg);
-  q.amax = call.in(amax_buffer, arg);
-  return q;
-}
-
-// None, or (kind, norm or activation, zero_centered_gamma or gated, gamma, beta, mu, rsigma, dy)
+// None, (kind, norm or activation, zero_centered_gamma or gated, gamma, beta, mu, rsigma, dy), or, of permuted rows,
+// (kind, row_id_map, source)
 Source source_of(Call& call, py::handle tuple) {
   Source s;
   if (tuple.is_none()) return s;
-  if (!PyTuple_CheckExact(tuple.ptr()) || PyTuple_GET_SIZE(tuple.ptr()) != 8)
+  const Py_ssize_t fields = PyTuple_CheckExact(tuple.ptr()) ? PyTuple_GET_SIZE(tuple.ptr()) : 0;
+  if (fields > 0) s.kind = static_cast<SourceKind>(py::handle(PyTuple_GET_ITEM(tuple.ptr(), 0)).cast<int>());
+  const bool permuted = s.kind == SourceKind::permuted;
+  if (fields != (permuted ? 3 : 8))
     throw py::type_error(
         "argument 'source' must be None or a tuple (kind, norm or activation, zero_centered_gamma or gated, gamma, "
-        "beta, mu, rsigma, dy)");
+        "beta, mu, rsigma, dy) or, of permuted rows, (kind, row_id_map, source)");
   const auto t = py::reinterpret_borrow<py::tuple>(tuple);
-  s.kind = static_cast<SourceKind>(t[0].cast<int>());
+  if (permuted) {
+    s.row_id_map = call.in(t[1], "row_id_map");
+    s.row_source = call.in(t[2], "source");
+    return s;
+  }
   const int variant = t[1].cast<int>();
   const bool flag = t[2].cast<bool>();
   if (s.kind == SourceKind::norm) {
@@ -74,7 +74,7 @@ void py_amax(py::handle x, py::handle out, py::handle columnwise_out, int flags,
 void py_quantize(py::handle x, int format, int flags, float eps, int amax_mode, py::handle amax_buffer,
                  py::handle columnwise_amax, py::handle scale, py::handle rng, py::handle rowwise_data,
                  py::handle rowwise_scale, py::handle columnwise_data, py::handle columnwise_scale, py::handle source,
-                 py::handle column_sum, py::handle workspace) {
+                 py::handle column_sum, py::handle workspace, bool stack) {
   if (amax_mode < 0 || amax_mode > static_cast<int>(AmaxMode::accumulate))
     throw py::value_error("quantize: amax_mode must be 0 (compute), 1 (given) or 2 (accumulate), got " +
                           std::to_string(amax_mode));
@@ -95,12 +95,18 @@ void py_quantize(py::handle x, int format, int flags, float eps, int amax_mode, 
   a.source = source_of(call, source);
   a.column_sum = call.out(column_sum, "column_sum");
   a.workspace = call.out(workspace, "workspace");
-  run(quantize, a, call);
+  run(stack ? quantize_stack : quantize, a, call);
+}
+
+void py_log_amax(py::handle amax_buffer, py::handle log, py::handle written) {
+  Call call;
+  run(log_amax, LogAmaxArgs{call.in(amax_buffer, "amax"), {call.out(log, "log"), call.out(written, "written")}}, call);
 }
 
 void py_scale_update(py::handle history, py::handle scale, py::handle reduced, py::handle amax_buffer,
                      py::handle new_history, py::handle new_scale, float fp8_max, int margin, bool most_recent,
-                     py::handle seen, py::handle step) {
+                     py::handle seen, py::handle step, py::handle pending, py::handle log, py::handle written,
+                     py::handle taken, py::handle scale_out) {
   Call call;
   ScaleUpdateArgs a;
   a.history = call.in(history, "history");
@@ -111,6 +117,10 @@ void py_scale_update(py::handle history, py::handle scale, py::handle reduced, p
   a.new_scale = call.out(new_scale, "new_scale");
   a.seen = call.in(seen, "seen");
   a.step = call.in(step, "step");
+  a.pending = call.out(pending, "pending");
+  a.log = {call.in(log, "log"), call.in(written, "written")};
+  a.taken = call.out(taken, "taken");
+  a.scale_out = call.out(scale_out, "scale_out");
   a.fp8_max = fp8_max;
   a.margin = margin;
   a.most_recent = most_recent;
@@ -218,7 +228,7 @@ py::dict fused_table() {
   py::dict d;
   d["norm"] = numbered({"layernorm", "rmsnorm"});
   d["activation"] = numbered({"gelu", "relu", "silu", "srelu", "qgelu"});
-  d["source"] = numbered({"plain", "norm", "activation", "activation_grad"});
+  d["source"] = numbered({"plain", "norm", "activation", "activation_grad", "permuted"});
   return d;
 }
 
@@ -355,10 +365,13 @@ PYBIND11_MODULE(_core, m) {
         py::arg("amax_mode"), py::arg("amax"), py::arg("columnwise_amax"), py::arg("scale"), py::arg("rng"),
         py::arg("rowwise_data"), py::arg("rowwise_scale_inv"), py::arg("columnwise_data"),
         py::arg("columnwise_scale_inv"), py::arg("source") = py::none(), py::arg("column_sum") = py::none(),
-        py::arg("workspace") = py::none());
+        py::arg("workspace") = py::none(), py::arg("stack") = false);
   m.def("scale_update", py_scale_update, py::arg("history"), py::arg("scale"), py::arg("reduced"), py::arg("amax"),
         py::arg("new_history"), py::arg("new_scale"), py::arg("fp8_max"), py::arg("margin"), py::arg("most_recent"),
-        py::arg("seen") = py::none(), py::arg("step") = py::none());
+        py::arg("seen") = py::none(), py::arg("step") = py::none(), py::arg("pending") = py::none(),
+        py::arg("log") = py::none(), py::arg("written") = py::none(), py::arg("taken") = py::none(),
+        py::arg("scale_out") = py::none());
+  m.def("log_amax", py_log_amax, py::arg("amax"), py::arg("log"), py::arg("written"));
   m.def("dequantize", py_dequantize, py::arg("data"), py::arg("scale_inv"), py::arg("amax"), py::arg("format"),
         py::arg("columnwise"), py::arg("out"));
   m.def("gemm", py_gemm, py::arg("a_data"), py::arg("a_scale_inv"), py::arg("a_amax"), py::arg("a_format"),
@@ -378,6 +391,8 @@ PYBIND11_MODULE(_core, m) {
         py::arg("gated"));
   m.def("norm_grad_workspace_bytes", norm_grad_workspace_bytes, py::arg("m"), py::arg("k"));
   m.def("column_sum_workspace_bytes", column_sum_workspace_bytes, py::arg("m"), py::arg("k"));
+  add_moe(m);
+  add_grouped(m);
   py::class_<Program>(m, "Program")
       .def(py::init<>())
       .def("start", &Program::start)

@@ -146,4 +146,15 @@ py::handle Call::object_at(const void* data) const {
   return found;
 }
 
+QuantizedView operand(Call& call, py::handle data, py::handle scale, py::handle amax_buffer, int format,
+                      bool columnwise, const char* arg) {
+  QuantizedView q;
+  q.format = static_cast<FormatId>(format);
+  q.columnwise = columnwise;
+  q.data = call.in(data, arg);
+  q.scale_inv = call.in(scale, arg);
+  q.amax = call.in(amax_buffer, arg);
+  return q;
+}
+
 }  // namespace diptych::bind

@@ -55,4 +55,8 @@ class Call {
   std::vector<std::pair<const void*, py::handle>> objects_;  // while a Program records
 };
 
+// One copy of a quantized tensor that an op reads.
+QuantizedView operand(Call& call, py::handle data, py::handle scale, py::handle amax_buffer, int format,
+                      bool columnwise, const char* arg);
+
 }  // namespace diptych::bind

@@ -64,7 +64,7 @@ void each(QuantizedView& q, F f) {
 }
 template <typename F>
 void each(Source& s, F f) {
-  f(s.gamma), f(s.beta), f(s.mu), f(s.rsigma), f(s.dy);
+  f(s.gamma), f(s.beta), f(s.mu), f(s.rsigma), f(s.dy), f(s.row_id_map), f(s.row_source);
 }
 template <typename F>
 bool each(AmaxArgs& a, F f) {
@@ -80,6 +80,7 @@ bool each(QuantizeArgs& a, F f) {
 template <typename F>
 bool each(ScaleUpdateArgs& a, F f) {
   f(a.history), f(a.scale), f(a.reduced), f(a.amax), f(a.new_history), f(a.new_scale), f(a.seen), f(a.step);
+  f(a.pending), f(a.log.amaxes), f(a.log.written), f(a.taken), f(a.scale_out);
   return true;
 }
 template <typename F>

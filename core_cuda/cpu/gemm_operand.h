@@ -48,22 +48,32 @@ inline Operand operand(const QuantizedView& q) {
   return o;
 }
 
-// Rows first .. first + n of an operand, at most a panel's width, decoded: [k, width], columns past n zero
-inline void pack_panel(const Kernels& simd, const Operand& o, int64_t first, int64_t n, int width, float* panel) {
+// Part of the reduced axis
+struct Part {
+  int64_t begin, length;
+};
+
+// Rows first .. first + n of an operand, at most a panel's width, decoded: [k.length, width], columns past n zero
+inline void pack_panel(const Kernels& simd, const Operand& o, int64_t first, int64_t n, Part k, int width,
+                       float* panel) {
   if (o.element == DType::e2m1) {
-    uint8_t* codes = scratch(Slot::bytes).get<uint8_t>(n * o.k);
-    simd.unpack(o.data + first * o.k / 2, n * o.k, codes);
-    simd.pack(DType::e4m3, codes, o.k, false, n, o.k, width, panel);
+    // Whole bytes: one odd element may lie before the part, one behind it.
+    const bool whole = k.length == o.k;
+    const int64_t odd = k.begin % 2, ld = whole ? o.k : ceil_div(odd + k.length, 2) * 2;
+    uint8_t* codes = scratch(Slot::bytes).get<uint8_t>(n * ld);
+    const uint8_t* src = o.data + (first * o.k + k.begin) / 2;
+    for (int64_t i = 0; i < (whole ? 1 : n); ++i) simd.unpack(src + i * o.k / 2, whole ? n * ld : ld, codes + i * ld);
+    simd.pack(DType::e4m3, codes + odd, ld, false, n, k.length, width, panel);
   } else {
-    const int64_t ld = o.k_major ? o.outer : o.k;
-    simd.pack(o.element, o.data + (o.k_major ? first : first * o.k), ld, o.k_major, n, o.k, width, panel);
+    const int64_t ld = o.k_major ? o.outer : o.k, at = o.k_major ? k.begin * ld + first : first * ld + k.begin;
+    simd.pack(o.element, o.data + at, ld, o.k_major, n, k.length, width, panel);
   }
 }
 
-// Their scales [blocks, width], one for each row and block along k
-inline void pack_scales(const Operand& o, int64_t first, int64_t n, int width, int64_t block, int64_t blocks,
-                        float* out) {
-  for (int64_t b = 0; b < blocks; ++b, out += width) {
+// Their scales [blocks, width], one for each row and block of `block` along k, from block `begin` on
+inline void pack_scales(const Operand& o, int64_t first, int64_t n, int width, int64_t block, int64_t begin,
+                        int64_t blocks, float* out) {
+  for (int64_t b = begin; b < begin + blocks; ++b, out += width) {
     const int64_t j = o.block_k ? b * block / o.block_k : 0;
     if (!o.block_k) {
       std::fill(out, out + n, o.scale(0, 0));

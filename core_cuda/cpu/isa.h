@@ -75,6 +75,8 @@ struct Kernels {
   void (*transpose)(const uint8_t* src, int64_t ld_src, int64_t rows, int64_t cols, uint8_t* dst, int64_t ld_dst);
   // acc[c] = acc[c] + x[r, c] for ascending r
   void (*column_sum)(DType, const void* x, int64_t ld, int64_t rows, int64_t cols, float* acc);
+  // out[i] = ((+0 + by[0] * rows[0][i]) + by[1] * rows[1][i]) + ..., every operation rounded, one cast
+  void (*sum_rows)(DType, const void* const* rows, const float* by, int64_t count, int64_t n, void* out);
   void (*store)(DType, const float* x, int64_t n, void* out);
   FusedKernels fused;
 

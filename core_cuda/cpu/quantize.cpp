@@ -140,7 +140,7 @@ int64_t padded(int64_t bytes) { return (ceil_div(bytes, 64) | 1) * 64; }
 void stage_input(const Plan& p, Tile& t) {
   const int64_t size = bytes(p.in.dtype), ld = padded(t.cols * size) / size;
   char* to = scratch(Slot::tile).get<char>(t.rows * ld * size);
-  if (p.in.computed) {
+  if (p.in.staged) {
     p.in.stage(t.r0, t.rows, t.c0, t.cols, to, ld);
   } else {
     p.simd.gather(t.x, t.ld * size, t.rows, t.cols * size, to, ld * size);
@@ -240,7 +240,7 @@ Status run(const QuantizeArgs& args) {
          .format = f,
          .scale = {f.rule, row(f.element).max, args.spec.eps, args.spec.has(kPow2), 0},
          .in = in,
-         .staged = in.computed};
+         .staged = in.staged};
   p.scale.value_for_inf = f.per_tensor() ? row(DType::f32).max : row(args.x.dtype).max;
   if (args.column_sum.given()) column_sums(in, args.column_sum);
 
@@ -253,7 +253,7 @@ Status run(const QuantizeArgs& args) {
 
   if (f.per_tensor()) {
     tensor_scale(args, p, {rowwise, columnwise});
-    if (!p.any_transposed && !in.computed) {  // rows mean nothing: one long one has no ragged ends
+    if (!p.any_transposed && !in.staged) {  // rows mean nothing: one long one has no ragged ends
       p.k *= p.m;
       p.m = 1;
     }
@@ -274,7 +274,7 @@ Status run(const QuantizeArgs& args) {
                 c0,
                 std::min(p.tile_rows, p.m - r0),
                 std::min(p.tile_cols, p.k - c0),
-                in.computed ? nullptr : in.x.as<const char>() + (r0 * p.k + c0) * bytes(in.dtype),
+                in.staged ? nullptr : in.x.as<const char>() + (r0 * p.k + c0) * bytes(in.dtype),
                 p.k,
                 nullptr};
   };

@@ -166,8 +166,9 @@ void quantize_tile(const Plan& p, int64_t r0, int64_t rows, int64_t c0, int64_t 
     if (p.columnwise.q) {
       Band turned = band;
       if (p.rht) {
-        if (p.in.computed) round_band(p.simd, reinterpret_cast<const float*>(staged), kLd, cols, rounded);
-        p.simd.rotate(p.in.computed ? rounded : staged, kLd, cols, p.signs, rotated, kLd);
+        const bool wide = p.in.dtype == DType::f32;
+        if (wide) round_band(p.simd, reinterpret_cast<const float*>(staged), kLd, cols, rounded);
+        p.simd.rotate(wide ? rounded : staged, kLd, cols, p.signs, rotated, kLd);
         turned.dtype = DType::f32;
         turned.x = reinterpret_cast<const char*>(rotated);
       }
@@ -211,7 +212,7 @@ Status run(const QuantizeArgs& args) {
   if (args.amax_mode == AmaxMode::compute)
     amaxes_of(in, spec.flags, args.amax.as<float>(), args.columnwise_amax.as<float>());
   if (p.m == 0 || p.k == 0) return Status();
-  if (!p.columnwise.q && !p.square && !in.computed) {
+  if (!p.columnwise.q && !p.square && !in.staged) {
     quantize_rows(p);
     return Status();
   }

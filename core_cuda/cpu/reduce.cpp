@@ -27,6 +27,18 @@ float amax_of(const TensorView& x) {
   return *std::max_element(part.begin(), part.end());
 }
 
+// Of the rows that are used; each is read once, however often it is.
+float amax_of_rows(const TensorView& x, const std::vector<char>& used) {
+  const Kernels& simd = kernels();
+  const int64_t rows = x.rows(), k = x.cols(), step = std::max<int64_t>(1, kThreadedElements / std::max<int64_t>(1, k));
+  std::vector<float> part(ceil_div(rows, step));
+  for_tasks(static_cast<int64_t>(part.size()), x.numel() >= kThreadedElements, [&](int64_t i) {
+    for (int64_t r = i * step, end = std::min(rows, r + step); r < end; ++r)
+      if (used[r]) part[i] = std::max(part[i], simd.amax(x.dtype, x.as<const char>() + r * k * bytes(x.dtype), k));
+  });
+  return part.empty() ? 0.0f : *std::max_element(part.begin(), part.end());
+}
+
 // Amax of 16 rows after the Hadamard transform, a few columns at a time
 float rotated_amax(const Kernels& simd, const char* x, int64_t ld, int64_t cols, bool signs) {
   constexpr int64_t kStrip = 256;
@@ -54,9 +66,9 @@ void banded_amaxes(const Input& in, int32_t flags, float* out, float* columnwise
     const int64_t r0 = i / across * tile_rows, end = std::min(m, r0 + tile_rows);
     for (int64_t band = r0; band < end; band += 16) {
       const int64_t rows = std::min<int64_t>(16, end - band);
-      const char* first = in.computed ? nullptr : in.x.as<const char>() + (band * k + c0) * size;
+      const char* first = in.staged ? nullptr : in.x.as<const char>() + (band * k + c0) * size;
       int64_t ld = k;
-      if (in.computed) {
+      if (in.staged) {
         char* staged = scratch(Slot::tile).get<char>(2 * 16 * tile_cols * size);
         in.stage(band, rows, c0, cols, staged, tile_cols);
         first = staged;
@@ -65,7 +77,7 @@ void banded_amaxes(const Input& in, int32_t flags, float* out, float* columnwise
       for (int64_t r = 0; r < rows; ++r)
         of_rows[(band + r) * across + i % across] = simd.amax(in.dtype, first + r * ld * size, cols);
       if (!rotate) continue;
-      if (in.computed) {
+      if (in.dtype == DType::f32) {
         char* rounded = const_cast<char*>(first) + 16 * tile_cols * size;
         round_band(simd, reinterpret_cast<const float*>(first), ld, cols, rounded);
         first = rounded;
@@ -86,8 +98,9 @@ void banded_amaxes(const Input& in, int32_t flags, float* out, float* columnwise
 }  // namespace
 
 void amaxes_of(const Input& in, int32_t flags, float* out, float* columnwise_out) {
-  if (in.computed || (flags & (kRowAmax | kRht))) return banded_amaxes(in, flags, out, columnwise_out);
-  const float amax = amax_of(in.x);
+  const std::vector<char> used = in.used();
+  if ((in.staged && used.empty()) || (flags & (kRowAmax | kRht))) return banded_amaxes(in, flags, out, columnwise_out);
+  const float amax = used.empty() ? amax_of(in.x) : amax_of_rows(in.x, used);
   if (out) *out = amax;
   if (columnwise_out) *columnwise_out = amax;
 }

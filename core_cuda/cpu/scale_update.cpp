@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <string>
 
 #include "cpu/kernels.h"
 #include "cpu/run.h"
@@ -44,18 +45,57 @@ void keep(const TensorView& from, const TensorView& to) {
   if (to.data != from.data && from.numel() > 0) std::memcpy(to.data, from.data, from.numel() * sizeof(float));
 }
 
+// What was recorded elsewhere goes into history[., 0].
+Status take(const ScaleUpdateArgs& a) {
+  const int64_t n = a.history.rows(), length = a.history.cols();
+  float* history = a.new_history.as<float>();
+  for (int64_t t = 0; t < n && a.pending.given(); ++t) {
+    float& cell = a.pending.as<float>()[t];
+    history[t * length] = std::max(history[t * length], cell);
+    cell = 0.0f;
+  }
+  for (int64_t t = 0; t < n && a.log.given(); ++t) {
+    const int64_t columns = a.log.amaxes.cols(), written = *a.log.written.as<const int64_t>();
+    int64_t& taken = a.taken.as<int64_t>()[t];
+    if (written - taken > columns)
+      return {Code::runtime, "scale_update: " + std::to_string(written - taken) +
+                                 " amaxes were logged since the last " + "update, and the log holds " +
+                                 std::to_string(columns)};
+    for (; taken < written; ++taken)
+      history[t * length] =
+          std::max(history[t * length], a.log.amaxes.as<const float>()[t * columns + taken % columns]);
+  }
+  return {};
+}
+
+void copy_out(const ScaleUpdateArgs& a) {
+  if (a.scale_out.given()) keep(a.new_scale, a.scale_out);
+}
+
 }  // namespace
+
+Status log_amax(const LogAmaxArgs& args, const Execution&) {
+  const int64_t n = args.amax.numel(), length = args.log.amaxes.cols();
+  int64_t& written = *args.log.written.as<int64_t>();
+  for (int64_t t = 0; t < n; ++t)
+    args.log.amaxes.as<float>()[t * length + written % length] = args.amax.as<const float>()[t];
+  ++written;
+  return {};
+}
 
 Status scale_update(const ScaleUpdateArgs& args, const Execution&) {
   return guarded("scale_update", [&] {
+    DIPTYCH_TRY(take(args));
     if (args.seen.given() && *args.seen.as<const int64_t>() == *args.step.as<const int64_t>()) {
       keep(args.history, args.new_history);
       keep(args.scale, args.new_scale);
+      copy_out(args);
       return Status();
     }
     const int64_t n = args.history.rows(), length = args.history.cols();
     const float top = args.fp8_max * std::ldexp(1.0f, -args.margin);
     for_tasks(n, n * length >= kThreadedElements, [&](int64_t t) { update(args, t, length, top); });
+    copy_out(args);
     return Status();
   });
 }

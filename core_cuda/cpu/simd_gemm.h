@@ -171,6 +171,7 @@ inline constexpr Kernels make_kernels(const char* name) {
           .gather = gather,
           .transpose = transpose,
           .column_sum = column_sum,
+          .sum_rows = sum_rows,
           .store = store_f32,
           .fused = fused_kernels(),
           .mr = kRows,

@@ -214,6 +214,27 @@ inline void column_sum(DType dtype, const void* x, int64_t ld, int64_t rows, int
   });
 }
 
+// Strips of four vectors stay in registers down all rows.
+inline void sum_rows(DType dtype, const void* const* rows, const float* by, int64_t count, int64_t n, void* out) {
+  with_dtype(dtype, [&]<DType D>() DIPTYCH_LAMBDA {
+    constexpr int kStrip = 4;
+    int64_t c = 0;
+    for (; c + kStrip * kLanes <= n; c += kStrip * kLanes) {
+      VF acc[kStrip] = {};
+      for (int64_t r = 0; r < count; ++r) {
+        const VF p = splat(by[r]);
+        for (int j = 0; j < kStrip; ++j) acc[j] = acc[j] + p * load<D>(rows[r], c + j * kLanes, AllLanes{});
+      }
+      for (int j = 0; j < kStrip; ++j) store<D>(out, c + j * kLanes, acc[j], AllLanes{});
+    }
+    sweep(n - c, [&](int64_t i, auto lanes) DIPTYCH_LAMBDA {
+      VF acc = {};
+      for (int64_t r = 0; r < count; ++r) acc = acc + splat(by[r]) * load<D>(rows[r], c + i, lanes);
+      store<D>(out, c + i, acc, lanes);
+    });
+  });
+}
+
 // Rows that lie far apart give the hardware's prefetcher no stream to follow.
 inline void gather(const char* src, int64_t ld_src, int64_t rows, int64_t bytes, char* dst, int64_t ld_dst) {
   constexpr int64_t kAhead = 4096;

@@ -30,18 +30,44 @@ std::vector<float> gamma_of(const Kernels& simd, const TensorView& gamma, bool z
 Input::Input(const TensorView& tensor, const Source& source)
     : m(encoded_extent(tensor, source).rows),
       k(encoded_extent(tensor, source).cols),
-      dtype(source.kind == SourceKind::plain ? tensor.dtype : DType::f32),
-      computed(source.kind != SourceKind::plain),
+      dtype(source.kind == SourceKind::plain || source.kind == SourceKind::permuted ? tensor.dtype : DType::f32),
+      staged(source.kind != SourceKind::plain),
       x(tensor),
       simd_(kernels()),
       source_(source),
       g_(gamma_of(simd_, source.gamma, source.zero_centered_gamma)),
       beta_(as_floats(simd_, source.beta)) {}
 
+int64_t Input::origin(int64_t r) const {
+  const int32_t entry = source_.row_source.as<const int32_t>()[r];
+  const int64_t from = entry < 0 ? -1 : entry / std::max<int64_t>(1, source_.row_id_map.cols());
+  return from < x.rows() ? from : -1;
+}
+
+std::vector<char> Input::used() const {
+  std::vector<char> rows;
+  if (source_.kind != SourceKind::permuted) return rows;
+  rows.assign(x.rows(), 0);
+  for (int64_t r = 0; r < m; ++r)
+    if (const int64_t from = origin(r); from >= 0) rows[from] = 1;
+  return rows;
+}
+
 void Input::stage(int64_t r0, int64_t rows, int64_t c0, int64_t cols, char* to, int64_t ld) const {
-  if (!computed) {
-    const int64_t size = bytes(dtype);
-    simd_.gather(element(x, r0 * k + c0), k * size, rows, cols * size, to, ld * size);
+  const int64_t size = bytes(dtype);
+  if (!staged) return simd_.gather(element(x, r0 * k + c0), k * size, rows, cols * size, to, ld * size);
+  if (source_.kind == SourceKind::permuted) {
+    constexpr int64_t kAhead = 2, kHead = 1024;  // rows; bytes of one, before the hardware has noticed the stream
+    for (int64_t r = r0; r < r0 + rows; ++r, to += ld * size) {
+      const int64_t from = origin(r), next = r + kAhead < m ? origin(r + kAhead) : -1;
+      for (int64_t b = 0; b < std::min(cols * size, kHead) && next >= 0; b += 64)
+        __builtin_prefetch(element(x, next * k + c0) + b, 0, 2);
+      if (from >= 0) {
+        std::memcpy(to, element(x, from * k + c0), cols * size);
+      } else {
+        std::memset(to, 0, cols * size);
+      }
+    }
     return;
   }
   for (int64_t r = r0; r < r0 + rows; ++r, to += ld * sizeof(float)) compute(r, c0, cols, reinterpret_cast<float*>(to));

@@ -1,4 +1,5 @@
-// What an op encodes: x itself, or float32 values that are computed from it as they are asked for.
+// What an op encodes: x itself, its rows in another order, or float32 values that are computed from it as they are
+// asked for.
 #pragma once
 
 #include <cstdint>
@@ -18,16 +19,20 @@ class Input {
  public:
   Input(const TensorView& x, const Source& source);
 
-  int64_t m, k;   // of what is encoded
-  DType dtype;    // of the elements that `stage` leaves
-  bool computed;  // else `x` itself may be read in place, [m, k] of `dtype`
+  int64_t m, k;  // of what is encoded
+  DType dtype;   // of the elements that `stage` leaves
+  bool staged;   // else `x` itself may be read in place, [m, k] of `dtype`
   const TensorView& x;
 
   // Rows r0 .. r0 + rows, columns c0 .. c0 + cols into memory with rows of ld elements
   void stage(int64_t r0, int64_t rows, int64_t c0, int64_t cols, char* to, int64_t ld) const;
 
+  // Of permuted rows: for each row of x whether it is among them. Empty: all are.
+  std::vector<char> used() const;
+
  private:
   void compute(int64_t r, int64_t c0, int64_t cols, float* to) const;
+  int64_t origin(int64_t r) const;  // of a permuted row: a row of x, or -1
 
   const Kernels& simd_;
   const Source& source_;

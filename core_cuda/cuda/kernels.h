@@ -4,12 +4,14 @@
 #include <cstdint>
 #include <string>
 
+#include "diptych/grouped.h"
 #include "diptych/ops.h"
 
 namespace diptych::cuda {
 
 Status amax(const AmaxArgs&, const Execution&);
 Status quantize(const QuantizeArgs&, const Execution&);
+Status log_amax(const LogAmaxArgs&, const Execution&);
 Status scale_update(const ScaleUpdateArgs&, const Execution&);
 Status dequantize(const DequantizeArgs&, const Execution&);
 Status bias_grad(const BiasGradArgs&, const Execution&);
@@ -17,6 +19,13 @@ Status norm(const NormArgs&, const Execution&);
 Status norm_grad(const NormGradArgs&, const Execution&);
 Status activation(const ActivationArgs&, const Execution&);
 Status activation_grad(const ActivationGradArgs&, const Execution&);
+Status permute_map(const PermuteMapArgs&, const Execution&);
+Status chunk_map(const ChunkMapArgs&, const Execution&);
+Status invert_map(const InvertMapArgs&, const Execution&);
+Status permute(const PermuteArgs&, const Execution&);
+Status permute_columns(const PermuteColumnsArgs&, const Execution&);
+Status unpermute(const UnpermuteArgs&, const Execution&);
+Status unpermute_grad(const UnpermuteGradArgs&, const Execution&);
 
 // Native FP8 tensor cores through cuBLASLt, opened at run time. `fits` says whether the operands suit it and the
 // library has an algorithm for them; where it has none, or cannot be opened, it says why on stderr, once.
@@ -26,10 +35,21 @@ Status gemm_cublaslt(const GemmArgs&, const Execution&);
 // Any pair of formats: decodes to bfloat16 in shared memory and accumulates in float32.
 Status gemm_emulated(const GemmArgs&, const Execution&);
 
+// Products of groups on Hopper's FP8 tensor cores.
+bool grouped_gemm_native_fits(const GroupedGemmArgs&, int arch);
+Status grouped_gemm_native(const GroupedGemmArgs&, const Execution&);
+
+// The same for any pair of formats, as gemm_emulated.
+Status grouped_gemm_emulated(const GroupedGemmArgs&, const Execution&);
+
+Status grouped_bias_grad(const GroupedBiasGradArgs&, const Execution&);
+
 int64_t gemm_workspace_bytes(int64_t m, int64_t n, int64_t k, bool epilogue);
 int64_t bias_grad_workspace_bytes(int64_t m, int64_t n);
 int64_t norm_grad_workspace_bytes(int64_t m, int64_t k);
 int64_t column_sum_workspace_bytes(int64_t m, int64_t k);
+int64_t permute_map_workspace_bytes(int64_t items, int64_t experts);
+int64_t grouped_bias_grad_workspace_bytes(int64_t rows, int64_t cols, int64_t groups);
 
 int device_count();                        // 0 without a driver; never throws, loads libcuda on the first call
 int arch(int device_index);                // 90 for sm_90

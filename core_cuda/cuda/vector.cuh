@@ -130,9 +130,16 @@ __device__ __forceinline__ Row8<T> load_row8(const T* x, int64_t rows, int64_t c
   return r;
 }
 
-// The larger magnitudes of two pairs; a NaN gives way to a number, as in max_abs.
+// The larger magnitudes of two pairs, under any signs; a NaN gives way to a number, as in max_abs.
 template <typename T>
 __device__ __forceinline__ uint32_t max_abs2(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
+  if constexpr (std::is_same_v<T, __half>) {
+    asm("max.xorsign.abs.f16x2 %0, %1, %2;" : "=r"(a) : "r"(a), "r"(b));
+  } else {
+    asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(a) : "r"(a), "r"(b));
+  }
+#else
   a &= 0x7fff7fff, b &= 0x7fff7fff;
   if constexpr (std::is_same_v<T, __half>) {
     __half2 x, y;
@@ -146,6 +153,7 @@ __device__ __forceinline__ uint32_t max_abs2(uint32_t a, uint32_t b) {
     x = __hmax2(x, y);
     memcpy(&a, &x, sizeof(a));
   }
+#endif
   return a;
 }
 
@@ -207,12 +215,12 @@ __device__ __forceinline__ void store_row8(uint8_t* q, int64_t rows, int64_t col
 }
 
 // Eight elements of a row, each times its own scale.
-template <bool kE5M2, typename T, typename Scale>
+template <bool kE5M2, bool kNaN = true, typename T, typename Scale>
 __device__ __forceinline__ uint2 encode_row8(const Row8<T>& r, Scale&& scale) {
   float y[8];
 #pragma unroll
   for (int j = 0; j < 8; ++j) y[j] = multiply_rn(r[j], scale(j));
-  return {encode4<kE5M2>(y[0], y[1], y[2], y[3]), encode4<kE5M2>(y[4], y[5], y[6], y[7])};
+  return {encode4<kE5M2, kNaN>(y[0], y[1], y[2], y[3]), encode4<kE5M2, kNaN>(y[4], y[5], y[6], y[7])};
 }
 
 // Bytes [4][4], a row in each word, transposed in place.

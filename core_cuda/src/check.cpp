@@ -131,13 +131,14 @@ Status known_flags(const char* op, int32_t flags, int32_t known) {
 }
 
 // What the Hadamard transform of 16 consecutive rows asks of its input
-Status rotatable(const char* op, const TensorView& x) {
+Status rotatable(const char* op, const TensorView& x, const Source& source) {
   DIPTYCH_TRY(ranked(op, "x", x));
   if (x.dtype != DType::bf16)
     return {Code::type, std::string(op) + ": the Hadamard transform takes bfloat16 alone, got " + describe(x)};
-  if (x.rows() % kHadamard == 0) return {};
+  const Extent e = encoded_extent(x, source);
+  if (e.rows % kHadamard == 0) return {};
   return {Code::value, std::string(op) + ": the Hadamard transform takes rows in multiples of " +
-                           std::to_string(kHadamard) + ", got " + describe(x)};
+                           std::to_string(kHadamard) + ", got " + shape_text({e.rows, e.cols})};
 }
 
 // One copy of an [m, k] tensor against its format row.
@@ -157,8 +158,9 @@ Status copy(const char* op, const char* arg, const QuantizedView& q, int64_t m, 
   return of_shape(op, scale_name.c_str(), q.scale_inv, s.rows, s.cols);
 }
 
-// A copy that arrives alone: its tensor's extents follow from its own data, and what scales it comes with it.
-Status lone_copy(const char* op, const char* arg, const QuantizedView& q, const Device& device) {
+}  // namespace
+
+Status contract::lone_copy(const char* op, const char* arg, const QuantizedView& q, const Device& device) {
   DIPTYCH_TRY(known(op, q.format));
   const std::string data_name = std::string(arg) + " data (" + row(q.format).name + ")";
   DIPTYCH_TRY(present(op, data_name.c_str(), q.data, device));
@@ -174,8 +176,6 @@ Status lone_copy(const char* op, const char* arg, const QuantizedView& q, const 
   const bool each_row = !q.columnwise && q.amax.given() && q.amax.numel() == rows;
   return floats(op, amax_name.c_str(), q.amax, each_row ? rows : 1, device);
 }
-
-}  // namespace
 
 std::string describe(const TensorView& t) {
   return t.given() ? name(t.dtype) + shape_text(t.shape, t.rank) + " on " + device_text(t.device) : "nothing";
@@ -193,10 +193,10 @@ Status check(const AmaxArgs& a, const Device& device) {
   DIPTYCH_TRY(known_flags(op, a.flags, kRowAmax | kRht | kRhtSigns));
   if (a.flags & kRowAmax) DIPTYCH_TRY(ranked(op, "x", a.x));
   DIPTYCH_TRY(source(op, a.x, a.source, device, {&a.out, &a.columnwise_out}));
-  DIPTYCH_TRY(floats(op, "out", a.out, a.flags & kRowAmax ? a.x.rows() : 1, device));
+  DIPTYCH_TRY(floats(op, "out", a.out, a.flags & kRowAmax ? encoded_extent(a.x, a.source).rows : 1, device));
   DIPTYCH_TRY(apart(op, "out", a.out, "x", a.x));
   if (a.flags & kRht) {
-    DIPTYCH_TRY(rotatable(op, a.x));
+    DIPTYCH_TRY(rotatable(op, a.x, a.source));
     DIPTYCH_TRY(present(op, "columnwise_out", a.columnwise_out, device));
   }
   if (!a.columnwise_out.given()) return {};
@@ -232,7 +232,7 @@ Status options(const QuantizeArgs& a) {
   if (a.spec.has(kRht)) {
     if (!a.columnwise.given())
       return refuse("the Hadamard transform is for the columnwise copy, which was not asked for");
-    DIPTYCH_TRY(rotatable(op, a.x));
+    DIPTYCH_TRY(rotatable(op, a.x, a.source));
   }
   if (given && !f.per_tensor()) return refuse("a scale is for per-tensor formats");
   if (given && (a.spec.has(kPow2) || a.spec.eps != 0.0f)) return refuse("scale was given; pow2 and eps do not apply");
@@ -255,8 +255,8 @@ Status scaling(const QuantizeArgs& a, const Device& device) {
     return {Code::value, std::string(op) + ": " + name + of + " is neither read nor written here; " +
                              (two_level ? "each copy that is wanted has one" : "amax is for per-tensor formats")};
   };
-  DIPTYCH_TRY(
-      one("amax", a.amax, f.per_tensor() || (two_level && a.rowwise.given()), a.spec.has(kRowAmax) ? a.x.rows() : 1));
+  DIPTYCH_TRY(one("amax", a.amax, f.per_tensor() || (two_level && a.rowwise.given()),
+                  a.spec.has(kRowAmax) ? encoded_extent(a.x, a.source).rows : 1));
   DIPTYCH_TRY(one("columnwise_amax", a.columnwise_amax, two_level && a.columnwise.given(), 1));
   if (!f.per_tensor() && !two_level && a.amax_mode != AmaxMode::compute)
     return {Code::value, std::string(op) + ": amax is for per-tensor formats; " + f.name + " takes one per block"};
@@ -265,7 +265,7 @@ Status scaling(const QuantizeArgs& a, const Device& device) {
   return holds(op, ("rng" + of).c_str(), a.rng, DType::i32, 4, device);
 }
 
-Status summing(const QuantizeArgs& a, int64_t k, const Device& device) {
+Status summing(const QuantizeArgs& a, int64_t m, int64_t k, const Device& device) {
   constexpr const char* op = "quantize";
   if (!a.column_sum.given()) {
     if (!a.workspace.given()) return {};
@@ -274,10 +274,10 @@ Status summing(const QuantizeArgs& a, int64_t k, const Device& device) {
   DIPTYCH_TRY(present(op, "column_sum", a.column_sum, device));
   DIPTYCH_TRY(high_precision(op, "column_sum", a.column_sum));
   DIPTYCH_TRY(of_numel(op, "column_sum", a.column_sum, k));
-  return workspace(op, a.workspace, column_sum_workspace_bytes(a.x.rows(), k), device,
+  return workspace(op, a.workspace, column_sum_workspace_bytes(m, k), device,
                    {&a.x, &a.amax, &a.columnwise_amax, &a.scale, &a.rng, &a.rowwise.data, &a.rowwise.scale_inv,
                     &a.columnwise.data, &a.columnwise.scale_inv, &a.column_sum, &a.source.gamma, &a.source.beta,
-                    &a.source.mu, &a.source.rsigma, &a.source.dy});
+                    &a.source.mu, &a.source.rsigma, &a.source.dy, &a.source.row_id_map, &a.source.row_source});
 }
 
 }  // namespace
@@ -304,7 +304,7 @@ Status check(const QuantizeArgs& a, const Device& device) {
   for (const QuantizedView* q : {&a.rowwise, &a.columnwise})
     if (q->given()) DIPTYCH_TRY(copy(op, q->columnwise ? "columnwise" : "rowwise", *q, m, k, device));
   DIPTYCH_TRY(scaling(a, device));
-  DIPTYCH_TRY(summing(a, k, device));
+  DIPTYCH_TRY(summing(a, m, k, device));
 
   struct Named {
     const char* name;
@@ -327,6 +327,23 @@ Status check(const QuantizeArgs& a, const Device& device) {
     for (const Named& in : ins) DIPTYCH_TRY(apart(op, out.name, out.t, in.name, in.t));
   if (a.amax_mode == AmaxMode::given) return {};  // both are read: one tensor may serve as both
   return apart(op, "columnwise_amax", a.columnwise_amax, "amax", a.amax);
+}
+
+static Status log(const char* op, const AmaxLog& log, int64_t n, const Device& device) {
+  DIPTYCH_TRY(present(op, "log", log.amaxes, device));
+  DIPTYCH_TRY(of_dtype(op, "log", log.amaxes, DType::f32));
+  DIPTYCH_TRY(ranked(op, "log", log.amaxes));
+  if (log.amaxes.cols() < 1) return {Code::value, std::string(op) + ": log " + describe(log.amaxes) + " has no column"};
+  DIPTYCH_TRY(of_shape(op, "log", log.amaxes, n, log.amaxes.cols()));
+  return holds(op, "written", log.written, DType::i64, 1, device);
+}
+
+Status check(const LogAmaxArgs& a, const Device& device) {
+  constexpr const char* op = "log_amax";
+  DIPTYCH_TRY(present(op, "amax", a.amax, device));
+  DIPTYCH_TRY(of_dtype(op, "amax", a.amax, DType::f32));
+  DIPTYCH_TRY(log(op, a.log, a.amax.numel(), device));
+  return apart(op, "log", a.log.amaxes, "amax", a.amax);
 }
 
 Status check(const ScaleUpdateArgs& a, const Device& device) {
@@ -355,7 +372,18 @@ Status check(const ScaleUpdateArgs& a, const Device& device) {
     return {Code::value, std::string(op) + ": margin must lie in -126..126, got " + std::to_string(a.margin)};
   if (a.most_recent && a.amax.given())
     return {Code::value, std::string(op) + ": amax was given; most_recent does not apply"};
-  for (const TensorView* in : {&a.scale, &a.reduced, &a.amax, &a.seen, &a.step})
+  if ((a.pending.given() || a.log.given()) && a.new_history.data != a.history.data)
+    return {Code::value, std::string(op) + ": pending and log go into a history that is updated in place"};
+  if (a.pending.given()) DIPTYCH_TRY(floats(op, "pending", a.pending, n, device));
+  if (a.log.given() != a.taken.given())
+    return {Code::value, std::string(op) + ": log and taken come together, got log " + describe(a.log.amaxes) +
+                             " and taken " + describe(a.taken)};
+  if (a.log.given()) {
+    DIPTYCH_TRY(log(op, a.log, n, device));
+    DIPTYCH_TRY(holds(op, "taken", a.taken, DType::i64, n, device));
+  }
+  if (a.scale_out.given()) DIPTYCH_TRY(floats(op, "scale_out", a.scale_out, n, device));
+  for (const TensorView* in : {&a.scale, &a.reduced, &a.amax, &a.seen, &a.step, &a.pending, &a.taken, &a.scale_out})
     DIPTYCH_TRY(apart(op, "new_history", a.new_history, "another operand", *in));
   for (const TensorView* in : {&a.history, &a.reduced, &a.amax, &a.seen, &a.step, &a.new_history})
     DIPTYCH_TRY(apart(op, "new_scale", a.new_scale, "another operand", *in));
@@ -378,6 +406,27 @@ Status check(const DequantizeArgs& a, const Device& device) {
   return apart(op, "out", a.out, "scale_inv", a.q.scale_inv);
 }
 
+Status contract::result(const char* op, const TensorView& d, const TensorView& c, int64_t rows, int64_t cols,
+                        float alpha, float beta, const Device& device) {
+  DIPTYCH_TRY(present(op, "d", d, device));
+  DIPTYCH_TRY(high_precision(op, "d", d));
+  DIPTYCH_TRY(of_shape(op, "d", d, rows, cols));
+  const std::string who = std::string(op) + ": ";
+  if (!std::isfinite(alpha) || !std::isfinite(beta)) return {Code::value, who + "alpha and beta must be finite"};
+  if (beta != 0.0f && !c.given()) return {Code::value, who + "beta is not 0 and no c was given"};
+  if (!c.given()) return {};
+  DIPTYCH_TRY(present(op, "c", c, device));
+  DIPTYCH_TRY(of_dtype(op, "c", c, d.dtype));
+  DIPTYCH_TRY(of_shape(op, "c", c, rows, cols));
+  return c.data == d.data ? Status() : apart(op, "d", d, "c", c);
+}
+
+Status contract::fast(const char* op, const QuantizedView& a, const QuantizedView& b) {
+  if (row(a.format).per_tensor() && row(b.format).per_tensor()) return {};
+  return {Code::value, std::string(op) + ": fast_accum exists for per-tensor FP8 only, got " + row(a.format).name +
+                           " x " + row(b.format).name};
+}
+
 Status check(const GemmArgs& a, const Device& device) {
   constexpr const char* op = "gemm";
   DIPTYCH_TRY(lone_copy(op, "a", a.a, device));
@@ -387,24 +436,13 @@ Status check(const GemmArgs& a, const Device& device) {
   if (ea.reduced != eb.reduced)
     return {Code::value, "gemm (" + pair + "): a reduces over " + std::to_string(ea.reduced) + " elements, b over " +
                              std::to_string(eb.reduced) + "; a is " + describe(a.a.data) + ", b " + describe(a.b.data)};
-  DIPTYCH_TRY(present(op, "d", a.d, device));
-  DIPTYCH_TRY(high_precision(op, "d", a.d));
-  DIPTYCH_TRY(of_shape(op, "d", a.d, ea.kept, eb.kept));
-  if (!std::isfinite(a.alpha) || !std::isfinite(a.beta)) return {Code::value, "gemm: alpha and beta must be finite"};
-  if (a.beta != 0.0f && !a.c.given()) return {Code::value, "gemm: beta is not 0 and no c was given"};
-  if (a.c.given()) {
-    DIPTYCH_TRY(present(op, "c", a.c, device));
-    DIPTYCH_TRY(of_dtype(op, "c", a.c, a.d.dtype));
-    DIPTYCH_TRY(of_shape(op, "c", a.c, ea.kept, eb.kept));
-    if (a.c.data != a.d.data) DIPTYCH_TRY(apart(op, "d", a.d, "c", a.c));
-  }
+  DIPTYCH_TRY(result(op, a.d, a.c, ea.kept, eb.kept, a.alpha, a.beta, device));
   if (a.bias.given()) {
     DIPTYCH_TRY(present(op, "bias", a.bias, device));
     DIPTYCH_TRY(high_precision(op, "bias", a.bias));
     DIPTYCH_TRY(of_numel(op, "bias", a.bias, eb.kept));
   }
-  if (a.fast_accum && !(row(a.a.format).per_tensor() && row(a.b.format).per_tensor()))
-    return {Code::value, "gemm: fast_accum exists for per-tensor FP8 only, got " + pair};
+  if (a.fast_accum) DIPTYCH_TRY(fast(op, a.a, a.b));
   DIPTYCH_TRY(workspace(
       op, a.workspace, gemm_workspace_bytes(ea.kept, eb.kept, ea.reduced, a.bias.given() || a.beta != 0.0f), device,
       {&a.d, &a.c, &a.bias, &a.a.data, &a.a.scale_inv, &a.a.amax, &a.b.data, &a.b.scale_inv, &a.b.amax}));

@@ -3,12 +3,14 @@
 
 #include <string>
 
+#include "diptych/grouped.h"
 #include "diptych/ops.h"
 
 namespace diptych {
 
 Status check(const AmaxArgs&, const Device&);
 Status check(const QuantizeArgs&, const Device&);
+Status check(const LogAmaxArgs&, const Device&);
 Status check(const ScaleUpdateArgs&, const Device&);
 Status check(const DequantizeArgs&, const Device&);
 Status check(const GemmArgs&, const Device&);
@@ -17,6 +19,15 @@ Status check(const NormArgs&, const Device&);
 Status check(const NormGradArgs&, const Device&);
 Status check(const ActivationArgs&, const Device&);
 Status check(const ActivationGradArgs&, const Device&);
+Status check(const PermuteMapArgs&, const Device&);
+Status check(const ChunkMapArgs&, const Device&);
+Status check(const InvertMapArgs&, const Device&);
+Status check(const PermuteArgs&, const Device&);
+Status check(const PermuteColumnsArgs&, const Device&);
+Status check(const UnpermuteArgs&, const Device&);
+Status check(const UnpermuteGradArgs&, const Device&);
+Status check(const GroupedGemmArgs&, const Device&);
+Status check(const GroupedBiasGradArgs&, const Device&);
 
 std::string describe(const TensorView&);  // "float32[4, 8] on cpu"
 

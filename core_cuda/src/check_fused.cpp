@@ -7,6 +7,21 @@ namespace diptych {
 
 using namespace contract;
 
+Status contract::absent(const char* op, const char* arg, const TensorView& t, const char* why) {
+  if (!t.given()) return {};
+  return {Code::value, std::string(op) + ": " + arg + " was given and is not read: " + why};
+}
+
+Status contract::all_apart(const char* op, std::initializer_list<const TensorView*> outs,
+                           std::initializer_list<const TensorView*> ins) {
+  for (auto out = outs.begin(); out != outs.end(); ++out) {
+    for (const TensorView* in : ins) DIPTYCH_TRY(apart(op, "an output", **out, "an input", *in));
+    for (auto other = outs.begin(); other != out; ++other)
+      DIPTYCH_TRY(apart(op, "an output", **out, "another output", **other));
+  }
+  return {};
+}
+
 namespace {
 
 // A high-precision tensor of any rank that is [rows, cols] when folded
@@ -28,11 +43,6 @@ Status input(const char* op, const TensorView& x, const Device& device) {
   return ranked(op, "x", x);
 }
 
-Status absent(const char* op, const char* arg, const TensorView& t, const char* why) {
-  if (!t.given()) return {};
-  return {Code::value, std::string(op) + ": " + arg + " was given and is not read: " + why};
-}
-
 // mu belongs to layernorm, and so does beta (or its gradient).
 Status statistics(const char* op, Norm norm, const TensorView& mu, const TensorView& rsigma, int64_t m,
                   const char* beta_name, const TensorView& beta, const Device& device) {
@@ -51,16 +61,6 @@ Status activation_kind(const char* op, Activation kind, const TensorView& x, boo
   return {Code::value, std::string(op) + ": a gated activation halves the last dimension of x, got " + describe(x)};
 }
 
-Status all_apart(const char* op, std::initializer_list<const TensorView*> outs,
-                 std::initializer_list<const TensorView*> ins) {
-  for (auto out = outs.begin(); out != outs.end(); ++out) {
-    for (const TensorView* in : ins) DIPTYCH_TRY(apart(op, "an output", **out, "an input", *in));
-    for (auto other = outs.begin(); other != out; ++other)
-      DIPTYCH_TRY(apart(op, "an output", **out, "another output", **other));
-  }
-  return {};
-}
-
 }  // namespace
 
 Status contract::source(const char* op, const TensorView& x, const Source& s, const Device& device,
@@ -74,6 +74,7 @@ Status contract::source(const char* op, const TensorView& x, const Source& s, co
   const bool active = s.kind == SourceKind::activation || s.kind == SourceKind::activation_grad;
   if ((s.gated && !active) || (s.zero_centered_gamma && s.kind != SourceKind::norm))
     return {Code::value, std::string(op) + ": gated is for activations and zero_centered_gamma for norms"};
+  if (s.kind != SourceKind::permuted) DIPTYCH_TRY(none("rows keep their order", {&s.row_id_map, &s.row_source}));
   if (s.kind == SourceKind::plain) return none("x itself is encoded", {&s.gamma, &s.beta, &s.mu, &s.rsigma, &s.dy});
   DIPTYCH_TRY(ranked(op, "x", x));
   if (s.kind == SourceKind::norm) {
@@ -81,6 +82,11 @@ Status contract::source(const char* op, const TensorView& x, const Source& s, co
     DIPTYCH_TRY(vector(op, "gamma", s.gamma, x.cols(), device));
     if (s.beta.given()) DIPTYCH_TRY(vector(op, "beta", s.beta, x.cols(), device));
     DIPTYCH_TRY(none("a norm has no dy", {&s.dy}));
+  } else if (s.kind == SourceKind::permuted) {
+    DIPTYCH_TRY(none("rows are encoded as they are", {&s.gamma, &s.beta, &s.mu, &s.rsigma, &s.dy}));
+    DIPTYCH_TRY(row_map(op, s.row_id_map, device));
+    DIPTYCH_TRY(of_shape(op, "row_id_map", s.row_id_map, x.rows(), s.row_id_map.cols()));
+    DIPTYCH_TRY(source_map(op, s.row_source, device));
   } else {
     DIPTYCH_TRY(activation_kind(op, s.activation, x, s.gated));
     DIPTYCH_TRY(none("activations have no parameters", {&s.gamma, &s.beta, &s.mu, &s.rsigma}));
@@ -91,7 +97,7 @@ Status contract::source(const char* op, const TensorView& x, const Source& s, co
     }
   }
   for (const TensorView* out : outs)
-    for (const TensorView* in : {&s.gamma, &s.beta, &s.mu, &s.rsigma, &s.dy})
+    for (const TensorView* in : {&s.gamma, &s.beta, &s.mu, &s.rsigma, &s.dy, &s.row_id_map, &s.row_source})
       DIPTYCH_TRY(apart(op, "an output", *out, "an operand of the source", *in));
   return {};
 }

@@ -18,6 +18,17 @@ Status ranked(const char* op, const char* arg, const TensorView&);
 Status holds(const char* op, const char* arg, const TensorView&, DType, int64_t n, const Device&);
 Status floats(const char* op, const char* arg, const TensorView&, int64_t n, const Device&);  // holds n float32
 Status apart(const char* op, const char* out_name, const TensorView& out, const char* in_name, const TensorView& in);
+Status all_apart(const char* op, std::initializer_list<const TensorView*> outs,
+                 std::initializer_list<const TensorView*> ins);
+Status row_map(const char* op, const TensorView&, const Device&);                    // [T, slots] int32
+Status source_map(const char* op, const TensorView&, const Device&);                 // [rows] int32
+Status absent(const char* op, const char* arg, const TensorView&, const char* why);  // not given
+// A copy that arrives alone: its tensor's extents follow from its own data, and what scales it comes with it.
+Status lone_copy(const char* op, const char* arg, const QuantizedView&, const Device&);
+// What a product writes, and what it adds to it.
+Status result(const char* op, const TensorView& d, const TensorView& c, int64_t rows, int64_t cols, float alpha,
+              float beta, const Device&);
+Status fast(const char* op, const QuantizedView& a, const QuantizedView& b);  // formats that know fast_accum
 // Scratch memory: large enough, 16-byte aligned, and nobody else's.
 Status workspace(const char* op, const TensorView&, int64_t need, const Device&,
                  std::initializer_list<const TensorView*> others);

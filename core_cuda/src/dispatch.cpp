@@ -3,6 +3,7 @@
 #include <string>
 
 #include "check.h"
+#include "diptych/grouped.h"
 #include "diptych/ops.h"
 #include "registry.h"
 #ifdef DIPTYCH_WITH_CUDA
@@ -14,6 +15,7 @@ namespace {
 
 FormatSet formats(const AmaxArgs&) { return 0; }
 FormatSet formats(const QuantizeArgs& a) { return only(a.spec.format); }
+FormatSet formats(const LogAmaxArgs&) { return 0; }
 FormatSet formats(const ScaleUpdateArgs&) { return 0; }
 FormatSet formats(const DequantizeArgs& a) { return only(a.q.format); }
 FormatSet formats(const GemmArgs& a) { return only(a.a.format) | only(a.b.format); }
@@ -22,9 +24,19 @@ FormatSet formats(const NormArgs&) { return 0; }
 FormatSet formats(const NormGradArgs&) { return 0; }
 FormatSet formats(const ActivationArgs&) { return 0; }
 FormatSet formats(const ActivationGradArgs&) { return 0; }
+FormatSet formats(const PermuteMapArgs&) { return 0; }
+FormatSet formats(const ChunkMapArgs&) { return 0; }
+FormatSet formats(const InvertMapArgs&) { return 0; }
+FormatSet formats(const PermuteArgs&) { return 0; }
+FormatSet formats(const PermuteColumnsArgs&) { return 0; }
+FormatSet formats(const UnpermuteArgs&) { return 0; }
+FormatSet formats(const UnpermuteGradArgs&) { return 0; }
+FormatSet formats(const GroupedGemmArgs& a) { return only(a.a.format) | only(a.b.format); }
+FormatSet formats(const GroupedBiasGradArgs&) { return 0; }
 
 std::string subject(const AmaxArgs& a) { return describe(a.x); }
 std::string subject(const QuantizeArgs& a) { return describe(a.x); }
+std::string subject(const LogAmaxArgs& a) { return describe(a.amax); }
 std::string subject(const ScaleUpdateArgs& a) { return describe(a.history); }
 std::string subject(const DequantizeArgs& a) { return describe(a.q.data); }
 std::string subject(const GemmArgs& a) { return describe(a.a.data) + " x " + describe(a.b.data); }
@@ -33,6 +45,17 @@ std::string subject(const NormArgs& a) { return describe(a.x); }
 std::string subject(const NormGradArgs& a) { return describe(a.x); }
 std::string subject(const ActivationArgs& a) { return describe(a.x); }
 std::string subject(const ActivationGradArgs& a) { return describe(a.x); }
+std::string subject(const PermuteMapArgs& a) { return describe(a.routing); }
+std::string subject(const ChunkMapArgs& a) { return describe(a.split_sizes); }
+std::string subject(const InvertMapArgs& a) { return describe(a.row_id_map); }
+std::string subject(const PermuteArgs& a) { return describe(a.planes[0].in); }
+std::string subject(const PermuteColumnsArgs& a) { return describe(a.in); }
+std::string subject(const UnpermuteArgs& a) { return describe(a.x); }
+std::string subject(const UnpermuteGradArgs& a) { return describe(a.dy); }
+std::string subject(const GroupedGemmArgs& a) {
+  return describe(a.a.data) + " x " + describe(a.b.data) + " in " + std::to_string(a.offsets.numel() - 1) + " groups";
+}
+std::string subject(const GroupedBiasGradArgs& a) { return describe(a.dy); }
 
 template <typename Args>
 Status run(Op op, const Args& args, const Execution& exec) {
@@ -48,6 +71,7 @@ Status run(Op op, const Args& args, const Execution& exec) {
 
 Status amax(const AmaxArgs& a, const Execution& e) { return run(Op::amax, a, e); }
 Status quantize(const QuantizeArgs& a, const Execution& e) { return run(Op::quantize, a, e); }
+Status log_amax(const LogAmaxArgs& a, const Execution& e) { return run(Op::log_amax, a, e); }
 Status scale_update(const ScaleUpdateArgs& a, const Execution& e) { return run(Op::scale_update, a, e); }
 Status dequantize(const DequantizeArgs& a, const Execution& e) { return run(Op::dequantize, a, e); }
 Status gemm(const GemmArgs& a, const Execution& e) { return run(Op::gemm, a, e); }
@@ -56,5 +80,14 @@ Status norm(const NormArgs& a, const Execution& e) { return run(Op::norm, a, e);
 Status norm_grad(const NormGradArgs& a, const Execution& e) { return run(Op::norm_grad, a, e); }
 Status activation(const ActivationArgs& a, const Execution& e) { return run(Op::activation, a, e); }
 Status activation_grad(const ActivationGradArgs& a, const Execution& e) { return run(Op::activation_grad, a, e); }
+Status permute_map(const PermuteMapArgs& a, const Execution& e) { return run(Op::permute_map, a, e); }
+Status chunk_map(const ChunkMapArgs& a, const Execution& e) { return run(Op::chunk_map, a, e); }
+Status invert_map(const InvertMapArgs& a, const Execution& e) { return run(Op::invert_map, a, e); }
+Status permute(const PermuteArgs& a, const Execution& e) { return run(Op::permute, a, e); }
+Status permute_columns(const PermuteColumnsArgs& a, const Execution& e) { return run(Op::permute_columns, a, e); }
+Status unpermute(const UnpermuteArgs& a, const Execution& e) { return run(Op::unpermute, a, e); }
+Status unpermute_grad(const UnpermuteGradArgs& a, const Execution& e) { return run(Op::unpermute_grad, a, e); }
+Status grouped_gemm(const GroupedGemmArgs& a, const Execution& e) { return run(Op::grouped_gemm, a, e); }
+Status grouped_bias_grad(const GroupedBiasGradArgs& a, const Execution& e) { return run(Op::grouped_bias_grad, a, e); }
 
 }  // namespace diptych

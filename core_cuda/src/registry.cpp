@@ -39,6 +39,15 @@ constexpr FormatSet kCublasLt = formats_where([](const FormatRow& f) { return f.
 bool cublaslt_fits(const void* args, int arch) {
   return cuda::gemm_cublaslt_fits(*static_cast<const GemmArgs*>(args), arch);
 }
+bool grouped_native_fits(const void* args, int arch) {
+  return cuda::grouped_gemm_native_fits(*static_cast<const GroupedGemmArgs*>(args), arch);
+}
+DType rows_dtype(const UnpermuteArgs& a) { return a.x.dtype; }
+DType rows_dtype(const UnpermuteGradArgs& a) { return a.dy.dtype; }
+template <typename Args>
+bool not_float64(const void* args, int) {
+  return rows_dtype(*static_cast<const Args*>(args)) != DType::f64;
+}
 #endif
 
 }  // namespace
@@ -49,6 +58,7 @@ static const KernelRow kKernels[] = {
     {Op::amax,       Backend::cpu,   0, kAny,      Level::native,   "cpu.amax",        "", nullptr, call<AmaxArgs, cpu::amax>},
     {Op::quantize,   Backend::cpu,   0, kAny & ~kTwoLevel, Level::native, "cpu.quantize", "", nullptr, call<QuantizeArgs, cpu::quantize>},
     {Op::quantize,   Backend::cpu,   0, kTwoLevel, Level::native,   "cpu.quantize_two_level", "", nullptr, call<QuantizeArgs, cpu::quantize_two_level>},
+    {Op::log_amax, Backend::cpu, 0, kAny,      Level::native,   "cpu.log_amax", "", nullptr, call<LogAmaxArgs, cpu::log_amax>},
     {Op::scale_update, Backend::cpu, 0, kAny,      Level::native,   "cpu.scale_update", "", nullptr, call<ScaleUpdateArgs, cpu::scale_update>},
     {Op::dequantize, Backend::cpu,   0, kAny,      Level::native,   "cpu.dequantize",  "", nullptr, call<DequantizeArgs, cpu::dequantize>},
     {Op::gemm,       Backend::cpu,   0, kGemm,     Level::native,   "cpu.gemm",        "float32 fma in increasing k", nullptr, call<GemmArgs, cpu::gemm>},
@@ -57,9 +67,19 @@ static const KernelRow kKernels[] = {
     {Op::norm_grad, Backend::cpu, 0, kAny, Level::native, "cpu.norm_grad", "", nullptr, call<NormGradArgs, cpu::norm_grad>},
     {Op::activation, Backend::cpu, 0, kAny, Level::native, "cpu.activation", "", nullptr, call<ActivationArgs, cpu::activation>},
     {Op::activation_grad, Backend::cpu, 0, kAny, Level::native, "cpu.activation_grad", "", nullptr, call<ActivationGradArgs, cpu::activation_grad>},
+    {Op::permute_map, Backend::cpu, 0, kAny, Level::native, "cpu.permute_map", "", nullptr, call<PermuteMapArgs, cpu::permute_map>},
+    {Op::chunk_map, Backend::cpu, 0, kAny, Level::native, "cpu.chunk_map", "", nullptr, call<ChunkMapArgs, cpu::chunk_map>},
+    {Op::invert_map, Backend::cpu, 0, kAny, Level::native, "cpu.invert_map", "", nullptr, call<InvertMapArgs, cpu::invert_map>},
+    {Op::permute, Backend::cpu, 0, kAny, Level::native, "cpu.permute", "", nullptr, call<PermuteArgs, cpu::permute>},
+    {Op::permute_columns, Backend::cpu, 0, kAny, Level::native, "cpu.permute_columns", "", nullptr, call<PermuteColumnsArgs, cpu::permute_columns>},
+    {Op::unpermute, Backend::cpu, 0, kAny, Level::native, "cpu.unpermute", "", nullptr, call<UnpermuteArgs, cpu::unpermute>},
+    {Op::unpermute_grad, Backend::cpu, 0, kAny, Level::native, "cpu.unpermute_grad", "", nullptr, call<UnpermuteGradArgs, cpu::unpermute_grad>},
+    {Op::grouped_gemm, Backend::cpu, 0, kGemm, Level::native, "cpu.grouped_gemm", "float32 fma in increasing k, group by group", nullptr, call<GroupedGemmArgs, cpu::grouped_gemm>},
+    {Op::grouped_bias_grad, Backend::cpu, 0, kAny, Level::native, "cpu.grouped_bias_grad", "", nullptr, call<GroupedBiasGradArgs, cpu::grouped_bias_grad>},
 #ifdef DIPTYCH_WITH_CUDA
     {Op::amax,       Backend::cuda, 80, kAny,      Level::native,   "cuda.amax",       "", nullptr, call<AmaxArgs, cuda::amax>},
     {Op::quantize,   Backend::cuda, 80, kAny,      Level::native,   "cuda.quantize",   "", nullptr, call<QuantizeArgs, cuda::quantize>},
+    {Op::log_amax, Backend::cuda, 80, kAny,    Level::native,   "cuda.log_amax", "", nullptr, call<LogAmaxArgs, cuda::log_amax>},
     {Op::scale_update, Backend::cuda, 80, kAny,    Level::native,   "cuda.scale_update", "", nullptr, call<ScaleUpdateArgs, cuda::scale_update>},
     {Op::dequantize, Backend::cuda, 80, kAny,      Level::native,   "cuda.dequantize", "", nullptr, call<DequantizeArgs, cuda::dequantize>},
     {Op::gemm,       Backend::cuda, 90, kCublasLt, Level::native,   "cuda.cublaslt",   "FP8 tensor cores; N and K in multiples of 16 (block scales: M of 4), operands 16-byte aligned, not E5M2 x E5M2, not 128x128 x 128x128", cublaslt_fits, call<GemmArgs, cuda::gemm_cublaslt>},
@@ -69,6 +89,16 @@ static const KernelRow kKernels[] = {
     {Op::norm_grad, Backend::cuda, 80, kAny, Level::native, "cuda.norm_grad", "", nullptr, call<NormGradArgs, cuda::norm_grad>},
     {Op::activation, Backend::cuda, 80, kAny, Level::native, "cuda.activation", "", nullptr, call<ActivationArgs, cuda::activation>},
     {Op::activation_grad, Backend::cuda, 80, kAny, Level::native, "cuda.activation_grad", "", nullptr, call<ActivationGradArgs, cuda::activation_grad>},
+    {Op::permute_map, Backend::cuda, 80, kAny, Level::native, "cuda.permute_map", "", nullptr, call<PermuteMapArgs, cuda::permute_map>},
+    {Op::chunk_map, Backend::cuda, 80, kAny, Level::native, "cuda.chunk_map", "", nullptr, call<ChunkMapArgs, cuda::chunk_map>},
+    {Op::invert_map, Backend::cuda, 80, kAny, Level::native, "cuda.invert_map", "", nullptr, call<InvertMapArgs, cuda::invert_map>},
+    {Op::permute, Backend::cuda, 80, kAny, Level::native, "cuda.permute", "", nullptr, call<PermuteArgs, cuda::permute>},
+    {Op::permute_columns, Backend::cuda, 80, kAny, Level::native, "cuda.permute_columns", "", nullptr, call<PermuteColumnsArgs, cuda::permute_columns>},
+    {Op::unpermute, Backend::cuda, 80, kAny, Level::native, "cuda.unpermute", "not float64", not_float64<UnpermuteArgs>, call<UnpermuteArgs, cuda::unpermute>},
+    {Op::unpermute_grad, Backend::cuda, 80, kAny, Level::native, "cuda.unpermute_grad", "not float64", not_float64<UnpermuteGradArgs>, call<UnpermuteGradArgs, cuda::unpermute_grad>},
+    {Op::grouped_gemm, Backend::cuda, 90, kCublasLt, Level::native, "cuda.grouped_native", "FP8 tensor cores of Hopper; N and K in multiples of 16 (depth: N and rows, groups in multiples of 32, with block scales of 128), operands 16-byte aligned, both per-tensor or both of blocks, at most 1024 groups", grouped_native_fits, call<GroupedGemmArgs, cuda::grouped_gemm_native>},
+    {Op::grouped_gemm, Backend::cuda, 80, kGemm, Level::emulated, "cuda.grouped_emulated", "decoded to bfloat16, float32 accumulation; any extents and groups", nullptr, call<GroupedGemmArgs, cuda::grouped_gemm_emulated>},
+    {Op::grouped_bias_grad, Backend::cuda, 80, kAny, Level::native, "cuda.grouped_bias_grad", "", nullptr, call<GroupedBiasGradArgs, cuda::grouped_bias_grad>},
 #endif
 };
 // clang-format on
@@ -80,8 +110,11 @@ std::array<std::atomic<uint64_t>, kKernelCount> calls;
 std::array<std::atomic<FormatSet>, kKernelCount> warned;  // formats whose emulation was reported
 
 const char* name(Op op) {
-  constexpr const char* names[] = {"amax",      "quantize", "scale_update", "dequantize", "gemm",
-                                   "bias_grad", "norm",     "norm_grad",    "activation", "activation_grad"};
+  constexpr const char* names[] = {"amax",       "quantize",       "log_amax",        "scale_update",
+                                   "dequantize", "gemm",           "bias_grad",       "norm",
+                                   "norm_grad",  "activation",     "activation_grad", "permute_map",
+                                   "chunk_map",  "invert_map",     "permute",         "permute_columns",
+                                   "unpermute",  "unpermute_grad", "grouped_gemm",    "grouped_bias_grad"};
   return names[static_cast<int>(op)];
 }
 
@@ -179,11 +212,19 @@ int64_t gemm_workspace_bytes(int64_t m, int64_t n, int64_t k, bool epilogue) {
 int64_t bias_grad_workspace_bytes(int64_t m, int64_t n) { return cuda::bias_grad_workspace_bytes(m, n); }
 int64_t norm_grad_workspace_bytes(int64_t m, int64_t k) { return cuda::norm_grad_workspace_bytes(m, k); }
 int64_t column_sum_workspace_bytes(int64_t m, int64_t k) { return cuda::column_sum_workspace_bytes(m, k); }
+int64_t permute_map_workspace_bytes(int64_t items, int64_t experts) {
+  return cuda::permute_map_workspace_bytes(items, experts);
+}
+int64_t grouped_bias_grad_workspace_bytes(int64_t rows, int64_t cols, int64_t groups) {
+  return cuda::grouped_bias_grad_workspace_bytes(rows, cols, groups);
+}
 #else
 int64_t gemm_workspace_bytes(int64_t, int64_t, int64_t, bool) { return 0; }
 int64_t bias_grad_workspace_bytes(int64_t, int64_t) { return 0; }
 int64_t norm_grad_workspace_bytes(int64_t, int64_t) { return 0; }
 int64_t column_sum_workspace_bytes(int64_t, int64_t) { return 0; }
+int64_t permute_map_workspace_bytes(int64_t, int64_t) { return 0; }
+int64_t grouped_bias_grad_workspace_bytes(int64_t, int64_t, int64_t) { return 0; }
 #endif
 
 }  // namespace diptych

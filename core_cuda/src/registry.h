@@ -12,6 +12,7 @@ namespace diptych {
 enum class Op : int32_t {
   amax,
   quantize,
+  log_amax,
   scale_update,
   dequantize,
   gemm,
@@ -19,7 +20,16 @@ enum class Op : int32_t {
   norm,
   norm_grad,
   activation,
-  activation_grad
+  activation_grad,
+  permute_map,
+  chunk_map,
+  invert_map,
+  permute,
+  permute_columns,
+  unpermute,
+  unpermute_grad,
+  grouped_gemm,
+  grouped_bias_grad
 };
 enum class Level : int32_t { native, emulated };
 

@@ -4,12 +4,13 @@
 
 #include <cstdint>
 
+#include "diptych/moe.h"
 #include "diptych/ops.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace diptych::xla_ffi {
 
-inline constexpr int32_t kAttributesVersion = 3;
+inline constexpr int32_t kAttributesVersion = 4;
 
 // `batch_rank` axes of vmap lie in front of every result, the outermost first. `axes` holds 8 bits per operand, in
 // operand order: bit 0 says that the operand has the innermost axis, bit 1 the next one. It has those axes in front.
@@ -97,6 +98,55 @@ struct ActivationGradAttributes {
   int batched_results() const { return 1; }
 };
 
+// `kind`: RoutingMap.
+struct PermuteMapAttributes {
+  int32_t version, batch_rank;
+  int64_t axes;
+  int32_t kind, align;
+  int batched_results() const { return 4; }
+};
+
+struct ChunkMapAttributes {
+  int32_t version, batch_rank;
+  int64_t axes;
+  int batched_results() const { return 2; }
+};
+
+struct InvertMapAttributes {
+  int32_t version, batch_rank;
+  int64_t axes;
+  int batched_results() const { return 2; }
+};
+
+// `fill0`...: what absent rows of each plane hold.
+struct PermuteAttributes {
+  int32_t version, batch_rank;
+  int64_t axes;
+  int32_t planes, fill0, fill1, fill2, fill3, has_probs, zero_prob_is_padding;
+  int batched_results() const { return planes + has_probs; }
+};
+
+struct PermuteColumnsAttributes {
+  int32_t version, batch_rank;
+  int64_t axes;
+  int32_t slots;
+  int batched_results() const { return 1; }
+};
+
+struct UnpermuteAttributes {
+  int32_t version, batch_rank;
+  int64_t axes;
+  int32_t has_probs, has_permuted_dprobs;
+  int batched_results() const { return 1 + has_permuted_dprobs; }
+};
+
+struct UnpermuteGradAttributes {
+  int32_t version, batch_rank;
+  int64_t axes;
+  int32_t has_dprobs;
+  int batched_results() const { return 1 + has_dprobs; }
+};
+
 }  // namespace diptych::xla_ffi
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(diptych::xla_ffi::AmaxAttributes, StructMember<int32_t>("version"),
@@ -148,3 +198,25 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(diptych::xla_ffi::ActivationAttributes, St
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(diptych::xla_ffi::ActivationGradAttributes, StructMember<int32_t>("version"),
                                       StructMember<int32_t>("batch_rank"), StructMember<int64_t>("axes"),
                                       StructMember<int32_t>("kind"), StructMember<int32_t>("gated"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(diptych::xla_ffi::PermuteMapAttributes, StructMember<int32_t>("version"),
+                                      StructMember<int32_t>("batch_rank"), StructMember<int64_t>("axes"),
+                                      StructMember<int32_t>("kind"), StructMember<int32_t>("align"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(diptych::xla_ffi::ChunkMapAttributes, StructMember<int32_t>("version"),
+                                      StructMember<int32_t>("batch_rank"), StructMember<int64_t>("axes"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(diptych::xla_ffi::InvertMapAttributes, StructMember<int32_t>("version"),
+                                      StructMember<int32_t>("batch_rank"), StructMember<int64_t>("axes"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(diptych::xla_ffi::PermuteAttributes, StructMember<int32_t>("version"),
+                                      StructMember<int32_t>("batch_rank"), StructMember<int64_t>("axes"),
+                                      StructMember<int32_t>("planes"), StructMember<int32_t>("fill0"),
+                                      StructMember<int32_t>("fill1"), StructMember<int32_t>("fill2"),
+                                      StructMember<int32_t>("fill3"), StructMember<int32_t>("has_probs"),
+                                      StructMember<int32_t>("zero_prob_is_padding"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(diptych::xla_ffi::PermuteColumnsAttributes, StructMember<int32_t>("version"),
+                                      StructMember<int32_t>("batch_rank"), StructMember<int64_t>("axes"),
+                                      StructMember<int32_t>("slots"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(diptych::xla_ffi::UnpermuteAttributes, StructMember<int32_t>("version"),
+                                      StructMember<int32_t>("batch_rank"), StructMember<int64_t>("axes"),
+                                      StructMember<int32_t>("has_probs"), StructMember<int32_t>("has_permuted_dprobs"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(diptych::xla_ffi::UnpermuteGradAttributes, StructMember<int32_t>("version"),
+                                      StructMember<int32_t>("batch_rank"), StructMember<int64_t>("axes"),
+                                      StructMember<int32_t>("has_dprobs"));

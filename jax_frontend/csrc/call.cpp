@@ -25,11 +25,18 @@ bool to_dtype(ffi::DataType type, DType* out) {
     case ffi::F8E8M0FNU:
       *out = DType::e8m0;
       return true;
+    case ffi::F64:
+      *out = DType::f64;
+      return true;
+    case ffi::PRED:  // a byte that is 0 or 1
     case ffi::U8:
       *out = DType::u8;
       return true;
     case ffi::S32:
       *out = DType::i32;
+      return true;
+    case ffi::S64:
+      *out = DType::i64;
       return true;
     default:
       return false;

@@ -1,9 +1,7 @@
-// The XLA FFI handlers: one per op and platform, each a thin reading of its buffers and attributes into the core's
-// argument struct. Nothing here allocates, synchronizes or computes; scale arithmetic and its float mode are the
-// core's.
+// The handlers of quantization, of products and of what stands around them.
 #include <string>
 
-#include "call.h"
+#include "handler.h"
 
 namespace diptych::xla_ffi {
 namespace {
@@ -20,18 +18,6 @@ QuantizedView copy(int32_t format, bool columnwise, const TensorView& data, cons
   if (!valid(id)) return {id, columnwise, data, scale_inv, amax};  // the core names it
   return {id, columnwise, typed(data, row(id).data()), typed(scale_inv, row(id).scale), amax};
 }
-
-// Operands or results in turn; an absent one takes no place.
-class Buffers {
- public:
-  explicit Buffers(Call& call) : call_(call) {}
-  TensorView in(int32_t there = 1) { return there != 0 ? call_.in(in_++) : TensorView{}; }
-  TensorView out(int32_t there = 1) { return there != 0 ? call_.out(out_++) : TensorView{}; }
-
- private:
-  Call& call_;
-  int in_ = 0, out_ = 0;
-};
 
 // What is encoded instead of x, from the operands that come last:
 //   norm: gamma, [beta], [mu: layernorm], rsigma       activation_grad: dy
@@ -59,6 +45,8 @@ Source source(const Attributes& d, Buffers& t) {
   }
   return s;
 }
+
+}  // namespace
 
 // x, [source] -> amax, [columnwise amax]
 Status run(Call& call, const AmaxAttributes& d) {
@@ -224,41 +212,7 @@ Status run(Call& call, const ActivationGradAttributes& d) {
   });
 }
 
-template <typename Attributes>
-ffi::Error handle(const Execution& exec, ffi::RemainingArgs args, ffi::RemainingRets rets, const Attributes& d) {
-  Call call;
-  Status status = call.open(d, args, rets, exec);
-  if (status.ok()) status = run(call, d);
-  return to_error(status);
-}
-
-template <typename Attributes>
-ffi::Error on_cpu(ffi::RemainingArgs args, ffi::RemainingRets rets, Attributes d) {
-  return handle(Execution{}, args, rets, d);
-}
-
-// The stream arrives as the pointer that cudaStream_t is, so that the toolkit's headers are not needed here.
-template <typename Attributes>
-ffi::Error on_cuda(void* stream, int32_t device, ffi::RemainingArgs args, ffi::RemainingRets rets, Attributes d) {
-  return handle(Execution{{Backend::cuda, device}, stream}, args, rets, d);
-}
-
-}  // namespace
 }  // namespace diptych::xla_ffi
-
-// Command buffers record these handlers into CUDA graphs: they enqueue kernels and nothing else.
-#define DIPTYCH_HANDLERS(op, Attributes)                                                                       \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(                                                                               \
-      diptych_##op##_cpu, diptych::xla_ffi::on_cpu<diptych::xla_ffi::Attributes>,                              \
-      xla::ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attr<diptych::xla_ffi::Attributes>("attributes")); \
-  XLA_FFI_DEFINE_HANDLER_SYMBOL(diptych_##op##_cuda, diptych::xla_ffi::on_cuda<diptych::xla_ffi::Attributes>,  \
-                                xla::ffi::Ffi::Bind()                                                          \
-                                    .Ctx<xla::ffi::PlatformStream<void*>>()                                    \
-                                    .Ctx<xla::ffi::DeviceOrdinal>()                                            \
-                                    .RemainingArgs()                                                           \
-                                    .RemainingRets()                                                           \
-                                    .Attr<diptych::xla_ffi::Attributes>("attributes"),                         \
-                                {xla::ffi::Traits::kCmdBufferCompatible})
 
 DIPTYCH_HANDLERS(amax, AmaxAttributes);
 DIPTYCH_HANDLERS(quantize, QuantizeAttributes);

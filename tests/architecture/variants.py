@@ -1,8 +1,7 @@
 """Builds the core from patched copies of the sources, CPU only, and runs checks against them in processes of their own.
 
-The pristine copy is configured and built once per test run with the project's own CMake file. A variant that patches
-single files recompiles only the named sources, with the commands that CMake wrote down; one that touches the format
-table is compiled whole.
+One copy, to whose format table rows are added, is configured and built once per test run with the project's own CMake
+file. A mutant recompiles only the source it names, with the command that CMake wrote down, and is linked to the rest.
 """
 
 from __future__ import annotations
@@ -29,8 +28,11 @@ set(CMAKE_POSITION_INDEPENDENT_CODE ON)
 set(CMAKE_BUILD_TYPE Release)
 set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
 set(CMAKE_BUILD_WITH_INSTALL_RPATH ON)
+set(CMAKE_INTERPROCEDURAL_OPTIMIZATION OFF)
 add_subdirectory(core_cuda)
-"""
+target_compile_options(diptych PRIVATE -O1)
+target_compile_options(_core PRIVATE -O0)
+"""  # the last -O wins: IEEE results are the same at every level, and half of the compile time is spent above -O1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,10 +72,10 @@ def _run(command: list[str], cwd: Path) -> None:
 
 
 class Builder:
-    """Variants below one folder, which xdist workers share."""
+    """Variants below one folder, which xdist workers share; `patches` are part of every one."""
 
-    def __init__(self, folder: Path):
-        self.folder = folder
+    def __init__(self, folder: Path, *patches: Patch):
+        self.folder, self.patches = folder, patches
         folder.mkdir(parents=True, exist_ok=True)
 
     @contextlib.contextmanager
@@ -85,19 +87,11 @@ class Builder:
             yield None if (target / "ready").exists() else target
             (target / "ready").touch()
 
-    def pristine(self) -> Path:
-        return self._whole("pristine", ())
-
-    def whole(self, name: str, *patches: Patch) -> Path:
-        """A variant in which every source is compiled anew."""
-        return self._whole(name, patches)
-
-    def _whole(self, name: str, patches: tuple[Patch, ...]) -> Path:
-        with self._once(name) as target:
+    def base(self) -> Path:
+        """The package that has the builder's patches alone."""
+        with self._once("base") as target:
             if target:
                 self._copy_sources(target)
-                for patch in patches:
-                    patch.apply(target / "src")
                 (target / "src/CMakeLists.txt").write_text(WRAPPER)
                 options = ["-DDIPTYCH_CUDA=off", f"-DPython_EXECUTABLE={sys.executable}"]
                 options.append(f"-Dpybind11_DIR={self._pybind11()}")
@@ -107,30 +101,29 @@ class Builder:
                 _run([*configure, *options], target)
                 _run([ninja, "-C", "build", "-j2"], target)
                 self._package(target, target / "build/core_cuda/libdiptych.so", target / "build/core_cuda")
-        return self.folder / name / "package"
+        return self.folder / "base/package"
 
-    def relinked(self, name: str, source: str, *patches: Patch) -> Path:
-        """A variant of which one translation unit differs from the pristine build."""
-        pristine = self.pristine().parent
+    def mutant(self, name: str, source: str, patch: Patch) -> Path:
+        """A variant of which one translation unit differs from the base."""
+        base = self.base().parent
         with self._once(name) as target:
             if target:
                 self._copy_sources(target)
-                for patch in patches:
-                    patch.apply(target / "src")
-                commands = json.loads((pristine / "build/compile_commands.json").read_text())
+                patch.apply(target / "src")
+                commands = json.loads((base / "build/compile_commands.json").read_text())
                 (entry,) = [c for c in commands if c["file"].endswith(f"/core_cuda/{source}")]
-                words = shlex.split(entry["command"].replace(str(pristine / "src"), str(target / "src")))
+                words = shlex.split(entry["command"].replace(str(base / "src"), str(target / "src")))
                 built = target / "patched.o"
                 old = words[words.index("-o") + 1]
                 words[words.index("-o") + 1] = str(built)
                 _run(words, target)
-                objects = sorted((pristine / "build/core_cuda/CMakeFiles/diptych.dir").rglob("*.o"))
+                objects = sorted((base / "build/core_cuda/CMakeFiles/diptych.dir").rglob("*.o"))
                 rest = [str(o) for o in objects if not str(o).endswith(old)]
-                assert len(rest) == len(objects) - 1, f"{old} is not among the pristine objects"
+                assert len(rest) == len(objects) - 1, f"{old} is not among the base's objects"
                 library = target / "libdiptych.so"
                 flags = ["-shared", "-Wl,--exclude-libs,ALL", "-Wl,-Bsymbolic", "-Wl,-soname,libdiptych.so"]
                 _run([words[0], *flags, *rest, str(built), "-o", str(library), "-pthread", "-ldl"], target)
-                self._package(target, library, pristine / "build/core_cuda")
+                self._package(target, library, base / "build/core_cuda")
         return self.folder / name / "package"
 
     @staticmethod
@@ -139,12 +132,13 @@ class Builder:
 
         return pybind11.get_cmake_dir()
 
-    @staticmethod
-    def _copy_sources(target: Path) -> None:
+    def _copy_sources(self, target: Path) -> None:
         shutil.rmtree(target, ignore_errors=True)
         ignore = shutil.ignore_patterns("__pycache__", "cuda", "*.so")
         shutil.copytree(ROOT / "core_cuda", target / "src/core_cuda", ignore=ignore)
         shutil.copytree(ROOT / "common/diptych/common", target / "src/common/diptych/common", ignore=ignore)
+        for patch in self.patches:
+            patch.apply(target / "src")
 
     @staticmethod
     def _package(target: Path, library: Path, modules: Path) -> None:

@@ -78,9 +78,12 @@ def activation_grad(
 
 def quantize(
     be: Any, x: np.ndarray, source: tuple[Any, ...] | None, like: dict[str, np.ndarray], fmt: str, *,
-    sum_dtype: str | None = None, offset: int = 0, **options: Any,
+    sum_dtype: str | None = None, offset: int = 0, rows: int | None = None, **options: Any,
 ) -> dict[str, np.ndarray]:  # fmt: skip
-    """`_core.quantize` of a source into buffers like those of an unfused call; amaxes are computed."""
+    """`_core.quantize` of a source into buffers like those of an unfused call; amaxes are computed.
+
+    `rows` of what is encoded, where they are not those of x.
+    """
     out = runner.Outputs(be, offset=offset)
     dtypes = {"data": runner.payload(fmt), "scale_inv": runner.ROWS[fmt]["scale"], "amax": "float32"}
     names = [f"{side}_{part}" for side in ("rowwise", "columnwise") for part in ("data", "scale_inv")]
@@ -91,11 +94,12 @@ def quantize(
     for name, dtype in (("scale", np.float32), ("rng", np.int32)):
         value = options.get(name)
         buffers[name] = None if value is None else be.put(np.asarray(value, dtype).reshape(-1), np.dtype(dtype).name)
-    rows, cols = oracle.fold(x).shape
+    folded, cols = oracle.fold(x).shape
+    encoded = folded if rows is None else rows
     cols //= 2 if source and source[0] == SOURCES["activation"] and source[2] else 1
     if sum_dtype:
         buffers["column_sum"] = out.new("column_sum", (cols,), sum_dtype)
-        buffers["workspace"] = out.workspace(_core.column_sum_workspace_bytes(rows, cols))
+        buffers["workspace"] = out.workspace(_core.column_sum_workspace_bytes(encoded, cols))
     _core.quantize(
         put(be, x, offset),
         format=runner.IDS[fmt],

@@ -32,6 +32,8 @@ NUMPY = {
     "float8_e8m0fnu": np.dtype(np.uint8),
     "uint8": np.dtype(np.uint8),
     "int32": np.dtype(np.int32),
+    "int64": np.dtype(np.int64),
+    "float64": np.dtype(np.float64),
 }
 
 
@@ -197,7 +199,7 @@ def flags(options: dict[str, Any]) -> int:
 
 
 def quantize(
-    be: Any, x: np.ndarray, like: oracle.Quantized, fmt: str, *, offset=0, poison=POISON, **options: Any
+    be: Any, x: np.ndarray, like: oracle.Quantized, fmt: str, *, offset=0, poison=POISON, source=None, **options: Any
 ) -> dict[str, np.ndarray]:
     """`_core.quantize` of `x` into copies shaped as those of `like`; options are those of `oracle.quantize`."""
     row, out = ROWS[fmt], Outputs(be, poison, offset)
@@ -227,6 +229,7 @@ def quantize(
         flags=flags(options),
         eps=options.get("eps", 0.0),
         amax_mode=GIVEN if given else COMPUTE if joined is None else ACCUMULATE,
+        source=source,
         **buffers,
     )
     return out.read()

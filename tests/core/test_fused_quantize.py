@@ -180,7 +180,7 @@ def test_refusals():
             fused_runner.quantize(be, more.pop("x", x), operands, like, fmt, **more)
 
     norm = (1, 0, False, f, None, stats, stats, None)
-    call(ValueError, "unknown source 4", (4, 0, False, None, None, None, None, None))
+    call(ValueError, "unknown source 5", (5, 0, False, None, None, None, None, None))
     call(TypeError, "gamma is missing", (1, 0, False, None, None, stats, stats, None))
     call(ValueError, "rmsnorm takes no mean", (1, 1, False, f, None, stats, stats, None))
     call(ValueError, "rsigma must hold 16", (1, 0, False, f, None, stats, stats[:5], None))

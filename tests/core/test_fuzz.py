@@ -300,7 +300,7 @@ from diptych.core import _core
 
 rng = random.Random(int(sys.argv[1]))
 codes, formats = list(_core.dtype_table().values()), len(_core.format_table())
-sizes = (4, 2, 2, 1, 1, 1, 1, 4, 8, 1)
+sizes = (4, 2, 2, 1, 1, 1, 1, 4, 8, 1, 8)
 bits = {8: np.uint64, 4: np.uint32, 2: np.uint16, 1: np.uint8}
 
 def tensor():
@@ -312,7 +312,8 @@ def tensor():
 junk = [None, 0, -1, 1.5, "x", b"", (), [], {}, object(), float("nan"), float("inf"), 2**31, 2**64, -(2**63), True,
         np.ones(3), (None, 0), (b"1234", 0), (np.ones(3), 1), (bytearray(8), 6), int, Exception(), ..., slice(1)]
 args = {"amax": 4, "quantize": 13, "dequantize": 6, "gemm": 17, "bias_grad": 3, "gemm_row": 10, "set_isa": 1,
-        "scale_update": 11,
+        "scale_update": 11, "permute_map": 8, "chunk_map": 4, "permute": 6, "permute_columns": 4, "unpermute": 6,
+        "unpermute_grad": 7,
         "gemm_workspace_bytes": 4, "bias_grad_workspace_bytes": 2, "set_cublaslt_path": 1}
 done = 0
 for _ in range(15000):

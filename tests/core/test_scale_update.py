@@ -307,3 +307,56 @@ def test_numpy_face_seen_and_step():
         core.scale_update(history, scale, seen=one)
     with pytest.raises(ValueError, match=r"scale_update: seen .*int64\[2\]"):
         core.scale_update(history, scale, seen=np.array([1, 2]), step=one)
+
+
+def floats32(be, value: np.ndarray) -> Any:
+    """An operand that may be written, and read with `values`."""
+    if isinstance(be, runner.Numpy):
+        return value.copy(), runner.CODES["float32"]
+    return be.torch.tensor(value, device=be.device)
+
+
+def values(operand: Any) -> np.ndarray:
+    return operand[0] if isinstance(operand, tuple) else operand.cpu().numpy()
+
+
+@pytest.mark.parametrize("n, columns", ((1, 1), (3, 4), (2, 100)), ids=str)
+def test_amaxes_recorded_elsewhere(device, n, columns):
+    """A writer logs amaxes, another keeps `pending`, updates take both in: as if they had gone into the history."""
+    be, rng = runner.backend(device), cases.rng_for(f"elsewhere-{n}-{columns}")
+    history, scale = floats(rng, (n, 5), False), np.ones(n, np.float32)
+    held = {"history": floats32(be, history), "scale": floats32(be, scale), "pending": floats32(be, 0 * scale)}
+    held |= {"log": floats32(be, np.zeros((n, columns), np.float32)), "scale_out": floats32(be, 0 * scale)}
+    held |= {"written": int64(be, 0), "taken": int64(be, *[0] * n), "seen": int64(be, -1)}
+    for step in range(12):
+        new_step = step // 2  # each second update is of the same step and takes in alone
+        pending = floats(rng, (n,), False)
+        held["pending"] = floats32(be, pending)
+        history[:, 0] = np.maximum(history[:, 0], pending)
+        for _ in range(int(rng.integers(0, columns + 1))):
+            amax = floats(rng, (n,), False)
+            _core.log_amax(floats32(be, amax), held["log"], held["written"])
+            history[:, 0] = np.maximum(history[:, 0], amax)
+        same = {"new_history": held["history"], "new_scale": held["scale"], "reduced": None, "amax": None}
+        numbers = {"fp8_max": 448.0, "margin": 0, "most_recent": False}
+        _core.scale_update(**held, **same, **numbers, step=int64(be, new_step))
+        if step % 2 == 0:
+            history, scale = oracle.scale_update(history, scale)
+        held["seen"] = int64(be, new_step)
+        runner.same_bits(values(held["history"]), history, f"history at {step}")
+        runner.same_bits(values(held["scale"]), scale, f"scale at {step}")
+        runner.same_bits(values(held["scale_out"]), scale, f"copy of the scale at {step}")
+        assert (values(held["pending"]) == 0).all() and (values(held["taken"]) == values(held["written"])).all()
+
+
+def test_a_log_that_ran_over():
+    be = runner.backend("cpu")
+    state = {"history": floats32(be, arr(1, 2)[None]), "scale": floats32(be, arr(1))}
+    log, written = floats32(be, arr(0)[None]), int64(be, 0)
+    for amax in (3, 4):
+        _core.log_amax(floats32(be, arr(amax)), log, written)
+    given = {"reduced": None, "amax": None, "fp8_max": 448.0, "margin": 0, "most_recent": False}
+    given |= {"new_history": state["history"], "new_scale": state["scale"]}
+    with pytest.raises(RuntimeError, match="2 amaxes were logged since the last update, and the log holds 1"):
+        _core.scale_update(**state, **given, log=log, written=written, taken=int64(be, 0))
+    assert values(state["history"]).tolist() == [[1, 2]]

@@ -87,7 +87,7 @@ def test_importing_starts_no_backend_and_loads_no_cuda():
 
 def test_importing_is_quick():
     code = "import time, jax, numpy; t = time.perf_counter(); import diptych.jax; print(time.perf_counter() - t)"
-    assert min(float(run(code)) for _ in range(3)) < 0.3  # the quickest: the machine may be busy
+    assert any(float(run(code)) < 0.3 for _ in range(3))  # the quickest: the machine may be busy
 
 
 def test_torch_is_not_imported():

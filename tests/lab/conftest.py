@@ -1,11 +1,32 @@
 """Each frontend in turn, and small data that a tiny model learns at once."""
 
+import os
 import pathlib
 
 import numpy as np
 import pytest
 
 from diptych.lab import data, frontend
+
+
+@pytest.fixture(scope="module")
+def compiled_once(tmp_path_factory):
+    """JAX keeps on disk what it compiles: every run of a job makes the same step anew, in either worker."""
+    import jax
+    from jax.experimental.compilation_cache import compilation_cache
+
+    base = tmp_path_factory.getbasetemp()
+    options = {
+        "jax_compilation_cache_dir": str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "jax"),
+        "jax_persistent_cache_min_compile_time_secs": 0.05,
+    }
+    before = {name: getattr(jax.config, name) for name in options}
+    for values in (options, before):
+        for name, value in values.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        if values is options:
+            yield
 
 
 @pytest.fixture(params=["torch", "jax"])

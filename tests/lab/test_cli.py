@@ -8,7 +8,7 @@ from diptych.common import RECIPES, format_by_name, linear_plan
 from diptych.lab import cli, frontend
 
 MODEL = ["--width", "32", "--layers", "1", "--heads", "2", "--seq", "16"]
-TINY = [*MODEL, "--batch", "2", "--eval-batches", "1", "--no-compile", "--quiet"]
+TINY = [*MODEL, "--batch", "2", "--eval-batches", "1", "--no-compile", "--threads", "1", "--quiet"]
 
 
 def refused(argv, capsys) -> str:

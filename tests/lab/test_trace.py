@@ -14,7 +14,7 @@ from diptych.lab.trace import Bits, difference
 
 
 @pytest.fixture(scope="module")
-def steps(small_batch):
+def steps(small_batch, compiled_once):
     """The first step of both frameworks by each recipe."""
     weights = initial_weights(TINY, 0)
     pair = [require(name, "cpu") for name in ("torch", "jax")]

@@ -7,8 +7,9 @@ from lab_tools import TINY, job
 from diptych.common import CheckpointError
 from diptych.lab import checkpoint, train
 from diptych.lab.frontend import require
-from diptych.lab.job import Job, OptimConfig, initial_weights
+from diptych.lab.job import OptimConfig, initial_weights
 
+pytestmark = pytest.mark.usefixtures("compiled_once")
 SETTINGS = train.Settings(batch=2, eval_every=3, eval_batches=2, checkpoint_every=2)
 
 
@@ -181,7 +182,7 @@ def test_both_frameworks_start_alike_and_count_their_kernels(small):
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(frontend_, small):
-    wild = Job(model=TINY, optim=OptimConfig(steps=5, lr=1e30, warmup=1), recipe=None, compile=False)
+    wild = dataclasses.replace(job("none"), optim=OptimConfig(steps=5, lr=1e30, warmup=1))
     with pytest.raises(train.TrainingError, match="try a smaller --lr"):
         run(frontend_, wild, small)
 

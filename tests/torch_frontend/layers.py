@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 import diptych.torch as dt
@@ -40,6 +41,22 @@ def packed(recipe: Recipe | str) -> bool:
 def dtype_of(recipe: Recipe | str) -> str:
     """The dtype of activations that a recipe takes: the Hadamard transform is for bfloat16 alone."""
     return "bfloat16" if packed(recipe) else "float32"
+
+
+def one_of_each_kind(turn: int) -> list[Any]:
+    """RECIPES' names as parameters: one with states, one with random bits and one with neither; the others are slow.
+
+    Graphs differ between these kinds, and `test_compiled_matrix` lets each recipe meet each use of it. `turn`: which
+    one has neither.
+    """
+    plain = [n for n in STATELESS if not packed(n)]
+    kept = {plain[turn % len(plain)], *[n for n in RECIPES if n not in plain]}
+    return [n if n in kept else slow(n) for n in RECIPES]
+
+
+def slow(*values: Any) -> Any:
+    """A parameter set that waits for the long sweep."""
+    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def x_for(recipe: Recipe | str, rows: int = 5, k: int = 96, device: str = "cpu") -> torch.Tensor:

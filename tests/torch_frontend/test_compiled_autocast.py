@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import subprocess
 import sys
 from typing import Any
@@ -108,9 +109,23 @@ def outcome(fn: Any, layer: Any) -> list[torch.Tensor]:
     return [y.detach(), x.grad, layer.weight.grad]
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("fn", FUNCTIONS, ids=lambda f: f.__name__)
-@pytest.mark.parametrize("around", [None, BLOCK, LAMBDA], ids=["bare", "in a region", "in a lambda's"])
+AROUND = {"bare": None, "in a region": BLOCK, "in a lambda's": LAMBDA}
+
+
+def _cells() -> list[Any]:
+    """(function, what is around, backend). In a lambda's region all run, and bare those that call outside of their own.
+
+    The others wait for a long sweep.
+    """
+    cells = []
+    for fn, around, backend in itertools.product(FUNCTIONS, AROUND, ("aot_eager", "inductor")):
+        runs = backend == "aot_eager" and (around == "in a lambda's" or (around == "bare" and fn in (nested, raising)))
+        marks = () if runs else pytest.mark.slow
+        cells.append(pytest.param(fn, AROUND[around], backend, id=f"{around}-{fn.__name__}-{backend}", marks=marks))
+    return cells
+
+
+@pytest.mark.parametrize(("fn", "around", "backend"), _cells())
 def test_the_bits_of_eager(fn, around, backend):
     if backend == "inductor" and (around is BLOCK or fn in (once, default, off, decorated)):
         pytest.skip("aot_eager ran it; Inductor's graphs would be the same")

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import diptych.torch as dt
 from diptych.common import DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling
 
-rank, file, backend, device = int(sys.argv[1]), *sys.argv[2:5]
+rank, file, backend, device, every = int(sys.argv[1]), *sys.argv[2:6]
 if device == "cuda":
     torch.cuda.set_device(rank)
 dist.init_process_group(
@@ -47,8 +47,8 @@ def train(model, fn, recipe):
     return seen
 
 
-for recipe in RECIPES:
-    for make in MODULES if backend == "aot_eager" else MODULES[:1]:
+for i, recipe in enumerate(RECIPES):
+    for make in MODULES if every else MODULES[i : i + 1]:
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         torch.manual_seed(0)
@@ -93,12 +93,20 @@ def agree(tmp_path: Path, *given: str) -> None:
 @pytest.mark.skipif(
     not (torch.distributed.is_available() and torch.distributed.is_gloo_available()), reason="torch has no gloo"
 )
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
-def test_two_processes(backend: str, tmp_path: Path) -> None:
-    agree(tmp_path, backend, "cpu")
+@pytest.mark.parametrize(
+    ("backend", "every"),
+    [
+        ("aot_eager", ""),
+        pytest.param("aot_eager", "every module", marks=pytest.mark.slow),
+        pytest.param("inductor", "", marks=pytest.mark.slow),
+    ],
+)
+def test_two_processes(backend: str, every: str, tmp_path: Path) -> None:
+    """Each recipe with one module, or with every one."""
+    agree(tmp_path, backend, "cpu", every)
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL takes two GPUs")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_two_gpus(backend: str, tmp_path: Path) -> None:
-    agree(tmp_path, backend, "cuda")
+    agree(tmp_path, backend, "cuda", "every module" if backend == "aot_eager" else "")

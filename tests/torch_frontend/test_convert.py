@@ -205,8 +205,14 @@ def _trained(name, tied):
     return out, model
 
 
-@pytest.mark.parametrize("tied", (False, True))
-@pytest.mark.parametrize("name", RECIPE_NAMES)
+LLAMAS = [
+    pytest.param(name, tied, marks=() if i % 2 == tied else pytest.mark.slow)
+    for i, name in enumerate(RECIPE_NAMES)
+    for tied in (False, True)
+]
+
+
+@pytest.mark.parametrize(("name", "tied"), LLAMAS)
 def test_a_hugging_face_llama_trains(name, tied):
     """The loss falls as it does in high precision, and a state dict goes into another converted model."""
     want, _ = _trained("", tied)

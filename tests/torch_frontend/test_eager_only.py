@@ -23,7 +23,7 @@ each_module = pytest.mark.parametrize("kind", MODULES)
 @pytest.fixture(autouse=True)
 def unwarned():
     torch._dynamo.reset()
-    for part in (eager_only.DELAYED_WGRAD, eager_only.CALIBRATING, eager_only.HOOKS):
+    for part in (eager_only.DELAYED_WGRAD, eager_only.CALIBRATING):
         part.warned = False
 
 
@@ -76,40 +76,6 @@ def test_calibration(kind):
     states = [{k: v for k, v in m.state_dict().items() if "scale_states" in k} for m in (eager, module)]
     assert states[0] and states[0].keys() == states[1].keys()
     assert all(torch.equal(states[0][k], states[1][k]) for k in states[0])
-
-
-@each_module
-def test_offload_with_states(kind):
-    eager, module = pair(kind)
-    results = []
-    fn = torch.compile(module, backend="aot_eager")
-    for f, m in ((eager, eager), (fn, module)):
-        seen = []
-        for i in range(3):
-            x = torch.randn(16, 32, generator=torch.Generator().manual_seed(i)).requires_grad_()
-            with dt.autocast(recipe=DelayedScaling()), torch.autograd.graph.save_on_cpu():
-                y = f(x)
-            y.square().sum().backward()
-            seen += [y.detach(), x.grad]
-        results.append(
-            [*seen, *[p.grad for p in m.parameters()], *[v for k, v in m.state_dict().items() if "state" in k]]
-        )
-    assert eager_only.HOOKS.warned
-    for a, b in zip(*results, strict=True):
-        assert torch.equal(a, b)
-
-
-def test_hooks_that_come_after_tracing():
-    fn = torch.compile(dt.Linear(32, 64), fullgraph=True, backend="aot_eager")
-    x = torch.randn(16, 32).requires_grad_()
-    with dt.autocast(recipe=DelayedScaling()):
-        fn(x).sum().backward()
-    with (
-        dt.autocast(recipe=DelayedScaling()),
-        torch.autograd.graph.save_on_cpu(),
-        pytest.raises(Exception, match="under saved_tensors_hooks"),
-    ):
-        fn(x)
 
 
 @each_module

@@ -18,6 +18,7 @@ from torch_frontend import tools
 from torch_frontend.tools import normal, quantizer, same
 
 E4M3 = quantizer("fp8_e4m3_tensor")
+slow = pytest.mark.slow
 SOME = ("fp8_e4m3_tensor", "fp8_e4m3_1x128", "mxfp8_e5m2", "nvfp4")
 
 
@@ -197,22 +198,29 @@ def run(fn: Any, m: int, quant: Quantizer, needs: tuple[bool, ...] = (True, True
     return [y.detach(), x.grad, w.grad, bias.grad]
 
 
-@pytest.mark.parametrize("backend", ("aot_eager", pytest.param("inductor", marks=pytest.mark.slow)))
-@pytest.mark.parametrize("fmt", SOME)
-def test_compiled_is_eager(fmt, backend):
+CELLS = itertools.product(enumerate(SOME), enumerate((layer, two_uses)), ("aot_eager", "inductor"))
+
+
+@pytest.mark.parametrize(
+    ("fmt", "fn", "backend"),
+    [  # with the tests, each format in one function
+        pytest.param(fmt, fn, backend, marks=() if backend == "aot_eager" and (i + j) % 2 == 0 else slow)
+        for (i, fmt), (j, fn), backend in CELLS
+    ],
+)
+def test_compiled_is_eager(fmt, fn, backend):
     quant = quantizer(fmt)
-    for fn in (layer, two_uses):
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        compiled = torch.compile(fn, fullgraph=True, backend=backend, dynamic=True)
-        for m in (80, 72, 136):
-            got, want = run(compiled, m, quant), run(fn, m, quant)
-            if fn is layer or backend == "aot_eager":
-                same_bits(got, want)
-            else:  # Inductor keeps the float32 between products that eager rounds to bfloat16
-                for g, w in zip(got, want, strict=True):
-                    torch.testing.assert_close(g.float(), w.float(), rtol=0.05, atol=0.02 * w.abs().max().item())
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compiled = torch.compile(fn, fullgraph=True, backend=backend, dynamic=True)
+    for m in (80, 72, 136):
+        got, want = run(compiled, m, quant), run(fn, m, quant)
+        if fn is layer or backend == "aot_eager":
+            same_bits(got, want)
+        else:  # Inductor keeps the float32 between products that eager rounds to bfloat16
+            for g, w in zip(got, want, strict=True):
+                torch.testing.assert_close(g.float(), w.float(), rtol=0.05, atol=0.02 * w.abs().max().item())
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def test_compiled_gradients_that_are_asked_for():
@@ -240,8 +248,15 @@ LEAVES = {  # of (quantized, detached, plain): what the backward begins at
 }
 
 
-@pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
-@pytest.mark.parametrize("dynamic", (None, True), ids=("static", "dynamic"))
+@pytest.mark.parametrize(
+    ("dynamic", "backend"),
+    [
+        (None, "aot_eager"),
+        (True, "inductor"),
+        pytest.param(True, "aot_eager", marks=slow),
+        pytest.param(None, "inductor", marks=slow),
+    ],
+)
 def test_a_quantized_tensor_that_needs_grad_leaves_a_compiled_region(backend, dynamic):
     """Its gradient is a plain tensor there too."""
     torch._dynamo.reset()

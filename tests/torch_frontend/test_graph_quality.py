@@ -142,8 +142,11 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
 RECIPE_OF: dict[str, Recipe] = {n: RECIPES[n] for n in ("fp8-current", "fp8-block", "mxfp8")}
 
 
-@pytest.mark.parametrize("compiled", (False, True), ids=("eager", "compiled"))
-@pytest.mark.parametrize("recipe", RECIPE_OF)
+CELLS = [(r, False) for r in RECIPE_OF]
+CELLS += [(r, True) if r == "fp8-block" else pytest.param(r, True, marks=pytest.mark.slow) for r in RECIPE_OF]
+
+
+@pytest.mark.parametrize(("recipe", "compiled"), CELLS)
 def test_which_copies_a_layer_makes(recipe, compiled, monkeypatch):
     """Rowwise ones alone without a backward; a columnwise one of x where the weight is trained, of w where x is."""
     both, rows = (True, True), (True, False)

@@ -48,8 +48,12 @@ def test_close_to_high_precision(name, device):
     assert 1e-4 < error < (0.2 if layers.packed(name) else 0.06), error
 
 
-@pytest.mark.parametrize("name", STATELESS)
-def test_compiled_is_eager(name, device):
+BACKENDS = [(n, "aot_eager") for n in STATELESS]
+BACKENDS += [(n, "inductor") if n in ("mxfp8", "nvfp4") else layers.slow(n, "inductor") for n in STATELESS]
+
+
+@pytest.mark.parametrize(("name", "backend"), BACKENDS)
+def test_compiled_is_eager(name, backend, device):
     """Two layers, forward and backward, in one graph: the same bits under Inductor and aot_eager."""
     model = torch.nn.Sequential(
         _layer(96, 64, device=device), torch.nn.ReLU(), _layer(64, 32, bias=False, device=device)
@@ -57,12 +61,11 @@ def test_compiled_is_eager(name, device):
     x = normal("x", (2, 16, 96), layers.dtype_of(name), device=device)
     dy = torch.ones((), device=device, dtype=x.dtype).expand(2, 16, 32)  # a stride-0 gradient
     want = _run(model, model, x, RECIPES[name], dy)
-    for backend in ("aot_eager", "inductor"):
-        torch._dynamo.reset()
-        _same_step(_run(torch.compile(model, fullgraph=True, backend=backend), model, x, RECIPES[name], dy), want)
+    torch._dynamo.reset()
+    _same_step(_run(torch.compile(model, fullgraph=True, backend=backend), model, x, RECIPES[name], dy), want)
 
 
-@pytest.mark.parametrize("name", STATELESS)
+@pytest.mark.parametrize("name", [n if n in ("fp8-current", "nvfp4") else layers.slow(n) for n in STATELESS])
 def test_compiled_with_dynamic_shapes(name):
     layer = _layer(96, 64)
     torch._dynamo.reset()
@@ -379,7 +382,7 @@ maps = open("/proc/self/maps").read()
 assert torch.version.cuda or "libcuda" not in maps and "libcublas" not in maps
 """
     times = []
-    for _ in range(3):  # the fastest of three: other tests share the machine
+    while len(times) < 3 and min(times, default=1) >= 0.3:  # the fastest of three: other tests share the machine
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         times.append(float(done.stdout))

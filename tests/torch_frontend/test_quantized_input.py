@@ -42,11 +42,18 @@ def quantized(x: torch.Tensor, quantizer: Quantizer, **usage: bool) -> Any:
     return dt.quantize(x, quantizer.with_usage(**usage), **given)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("training", (False, True), ids=("inference", "training"))
-@pytest.mark.parametrize("name", RECIPE_NAMES)
-def test_linear_reads_the_copies(name, training, mode):
-    """The same bits as from the plain tensor, which the module quantizes by the same quantizer (and scale, here 1)."""
+COMPILED = {("fp8-delayed", "training"), ("mxfp8", "training"), ("nvfp4", "training"), ("fp8-block", "inference")}
+READS = [(n, use, mode) for n in RECIPE_NAMES for use in ("inference", "training") for mode in MODES]
+READS = [c if c[2] == "eager" or c[:2] in COMPILED else layers.slow(*c) for c in READS]
+
+
+@pytest.mark.parametrize(("name", "use", "mode"), READS)
+def test_linear_reads_the_copies(name, use, mode):
+    """The same bits as from the plain tensor, which the module quantizes by the same quantizer (and scale, here 1).
+
+    Compiled, training by each recipe is in `test_compiled_matrix` too.
+    """
+    training = use == "training"
     recipe, x, dy = RECIPES[name], x_for(name), normal("dy", (ROWS, N), layers.dtype_of(name))
     model, plain = layers.layer(), layers.layer()
     q = quantized(x, input_quantizer(name), columnwise=training)
@@ -111,8 +118,11 @@ HIGH = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("name", HIGH)
+PRODUCTS = [(name, mode) for name in HIGH for mode in MODES]
+PRODUCTS = [layers.slow(*c) if c[1] != "eager" and c[0] in ("wgrad", "no products") else c for c in PRODUCTS]
+
+
+@pytest.mark.parametrize(("name", "mode"), PRODUCTS)
 def test_products_in_high_precision_read_what_it_stands_for(name, mode):
     x, dy = normal("x", (ROWS, K)), normal("dy", (ROWS, N))
     model, plain = layers.layer(), layers.layer()

@@ -123,9 +123,13 @@ def test_a_module_of_the_users_own():
         same(w.main_grad, v.grad)
 
 
-@each_module
-@pytest.mark.parametrize("name", RECIPE_NAMES)
+CELLS = [pytest.param(name, kind, id=f"{kind}-{name}", marks=() if (i + j) % len(MODULES) == 0 else pytest.mark.slow)
+         for i, name in enumerate(RECIPE_NAMES) for j, kind in enumerate(MODULES)]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "kind"), CELLS)
 def test_compiled_main_grad(name, kind):
+    """With the tests each recipe in one module; the other cells wait for a long sweep."""
     recipe, results = NAMED[name], []
     for compiling in (False, True):
         module = _with_main_grad(MODULES[kind](fuse_wgrad_accumulation=True), start=True)

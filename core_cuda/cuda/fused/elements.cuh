@@ -44,6 +44,12 @@ __device__ __forceinline__ Floats8 as_floats(const Row8<T>& r) {
 }
 __device__ __forceinline__ Floats8 as_floats(const Floats8& f) { return f; }
 
+__device__ __forceinline__ float max_abs(float m, const Floats8& f) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) m = max_abs(m, f.v[j]);
+  return m;
+}
+
 // Eight elements, aligned to 16 bytes.
 template <typename T>
 __device__ __forceinline__ Row8<T> load_vectors(const void* base, int64_t at) {

@@ -1,4 +1,5 @@
-// What an op encodes instead of its input (`Source`), eight neighbours at a time, in float32.
+// What an op encodes instead of its input (`Source`), eight neighbours at a time, in float32. Permuted rows are read
+// here where no kernel of their own takes them.
 //
 // Kernels read through a `Reader`, whose loads and arithmetic are apart. `Typed` sources, the usual ones, are inlined
 // with several rows' loads under way; `Computed` stands for all others, one call for each row.
@@ -7,6 +8,7 @@
 #include "cuda/device.h"
 #include "cuda/fused/activation.cuh"
 #include "cuda/fused/elements.cuh"
+#include "cuda/permute/origin.cuh"
 #include "diptych/ops.h"
 
 namespace diptych::cuda {
@@ -20,6 +22,7 @@ struct SourceArgs {
   int64_t cols = 0, f = 0;  // of x; where b starts (gated)
   Elements x, gamma, beta, dy;
   const float *mu = nullptr, *rsigma = nullptr;  // [m]; mu null: rmsnorm
+  Origins from;                                  // permuted
 };
 
 inline SourceArgs source_args(const TensorView& x, const Source& s) {
@@ -30,6 +33,7 @@ inline SourceArgs source_args(const TensorView& x, const Source& s) {
   p.x = Elements(x), p.gamma = Elements(s.gamma), p.beta = Elements(s.beta), p.dy = Elements(s.dy);
   if (s.mu.given()) p.mu = s.mu.as<const float>();
   if (s.rsigma.given()) p.rsigma = s.rsigma.as<const float>();
+  if (s.kind == SourceKind::permuted) p.from = Origins(s.row_source, s.row_id_map.cols(), x.rows());
   p.vec = p.k % 8 == 0 && p.f % 8 == 0;
   for (const Elements* t : {&p.x, &p.gamma, &p.beta, &p.dy}) p.vec = p.vec && aligned(t->data, 16);
   return p;
@@ -44,6 +48,10 @@ __device__ __forceinline__ float normalized(float x, float mu, float rsigma, flo
 // source is not plain.
 __device__ __forceinline__ Floats8 source_part(const SourceArgs& p, int64_t row, int64_t col, int count) {
   const int64_t at = row * p.cols + col;
+  if (p.kind == SourceKind::permuted) {
+    const uint32_t token = p.from.at(row);
+    return load8(p.x, token * p.cols + col, token < p.from.none ? count : 0, p.vec && token < p.from.none);
+  }
   if (p.kind == SourceKind::norm) {
     Floats8 y = load8(p.x, at, count, p.vec);
     const float mu = p.mu ? __ldg(p.mu + row) : 0.0f, rsigma = __ldg(p.rsigma + row);

@@ -69,8 +69,15 @@ __device__ __forceinline__ bool is_k_major(const Operand& o) {
   return kLayout == Layout::either ? o.k_major : kLayout == Layout::k_outer;
 }
 
-template <Layout kLayout>
-__device__ __forceinline__ Fragment load_fragment(const Operand& o, int outer0, int k0, int t) {
+// Which k count where a product is confined to some; other elements are zeros, and scales that serve none are ones:
+// they may be NaN.
+struct Reach {
+  int begin, end;
+};
+
+// kConfined: fragments of [outer, k] are still to be confined.
+template <Layout kLayout, bool kConfined>
+__device__ __forceinline__ Fragment load_fragment(const Operand& o, int outer0, int k0, int t, const Reach& reach) {
   Fragment f = {};
   if (!is_k_major<kLayout>(o)) {
     const int k = k0 + t % 4 * 16;
@@ -101,10 +108,12 @@ __device__ __forceinline__ Fragment load_fragment(const Operand& o, int outer0, 
     return f;
   }
   const int outer = outer0 + (t % 8 + t / 128 * 8) * 8, k = k0 + t / 8 % 16 * 4;
+  const int k_end = kConfined ? reach.end : o.k;
+  const bool some = k < k_end && (!kConfined || k + 4 > reach.begin);
   const uint8_t* p = o.data + static_cast<int64_t>(k) * o.outer + outer;
 #pragma unroll
   for (int i = 0; i < 4; ++i, p += o.outer) {
-    if (outer >= o.outer || k + i >= o.k) continue;
+    if (outer >= o.outer || k + i >= k_end || (kConfined && k + i < reach.begin)) continue;
     if (kLayout != Layout::either || o.vec) {
       const uint2 u = __ldg(reinterpret_cast<const uint2*>(p));
       f.w[2 * i] = u.x, f.w[2 * i + 1] = u.y;
@@ -114,16 +123,36 @@ __device__ __forceinline__ Fragment load_fragment(const Operand& o, int outer0, 
   }
   if (kLayout != Layout::either || o.vec) {
     f.code[0] = f.code[1] = 0x7f7f7f7f;  // ones
-    if (o.kind == ScaleKind::e8m0 && outer < o.outer && k < o.k) {
+    if (o.kind == ScaleKind::e8m0 && outer < o.outer && some) {
       const uint8_t* code = static_cast<const uint8_t*>(o.scale) + scale_index(o, outer, k);
       const uint2 u = __ldg(reinterpret_cast<const uint2*>(code));
       f.code[0] = u.x, f.code[1] = u.y;
     }
   } else {
 #pragma unroll
-    for (int j = 0; j < 8; ++j) f.code[j / 4] |= load_code(o, outer + j, k) << (j % 4 * 8);
+    for (int j = 0; j < 8; ++j) f.code[j / 4] |= (some ? load_code(o, outer + j, k) : 127) << (j % 4 * 8);
   }
   return f;
+}
+
+// Bits of the elements begin .. end - 1 among a word's, which are kBits wide each.
+template <int kBits>
+__device__ __forceinline__ uint32_t elements(int begin, int end) {
+  const auto below = [](int n) { return n >= 32 / kBits ? ~0u : n <= 0 ? 0u : (1u << n * kBits) - 1; };
+  return below(end) & ~below(begin);
+}
+
+// What `reach` leaves of fragment t, of a tile that it cuts.
+template <Layout kLayout>
+__device__ __forceinline__ void confine(const Operand& o, Fragment& f, int k0, int t, const Reach& reach) {
+  if (is_k_major<kLayout>(o)) return;  // it was when it was loaded
+  const int lo = reach.begin - (k0 + t % 4 * 16), hi = reach.end - (k0 + t % 4 * 16);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    f.w[i] &= o.element == DType::e2m1 ? elements<4>(lo - i % 4 * 8, hi - i % 4 * 8)
+                                       : elements<8>(lo - i % 4 * 4, hi - i % 4 * 4);
+  }
+  if (lo >= 16 || hi <= 0) f.code[0] = f.code[1] = o.kind == ScaleKind::e4m3 ? 0x38 : 127;
 }
 
 // Four FP8 bytes times a scale -> bfloat16. The float32 product is exact (or inf), so there is one rounding.

@@ -12,6 +12,12 @@ __device__ __forceinline__ void copy_async16(void* shared, const void* from, boo
                : "memory");
 }
 
+// 4 bytes, both sides aligned to 4.
+__device__ __forceinline__ void copy_async4(void* shared, const void* from, bool inside) {
+  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(inside ? 4 : 0) : "memory");
+}
+
 // Waits for this thread's copies; others see them after a barrier.
 __device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 

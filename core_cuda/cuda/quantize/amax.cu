@@ -147,12 +147,14 @@ Status amax(const AmaxArgs& args, const Execution& exec) {
     DIPTYCH_CUDA_TRY(
         cudaMemsetAsync(out->data, 0, out->numel() * sizeof(float), static_cast<cudaStream_t>(exec.stream)));
   }
-  if (args.x.numel() == 0) return {};
+  const Extent e = encoded_extent(args.x, args.source);
+  if (args.x.numel() == 0 || e.rows * e.cols == 0) return {};
   if (args.columnwise_out.given() && (args.flags & kRht)) {
     if (args.x.dtype == DType::bf16) return run_strips<true>(args, exec);
     return {Code::type, std::string("amax: the Hadamard transform takes bfloat16 alone, not ") + name(args.x.dtype)};
   }
   if (args.out.given() && (args.flags & kRowAmax)) return run_strips<false>(args, exec);
+  if (args.source.kind == SourceKind::permuted) return permuted_amax(args, exec);
   if (args.source.kind != SourceKind::plain) return source_amax(args, exec);
   return run_flat(args, exec);
 }

@@ -1,29 +1,12 @@
 // MXFP8: 1x32 blocks rowwise, 32x1 columnwise, E8M0 scales, both copies row-major and from one read of the input.
 // Square blocks: 32x32 elements share an amax, whose code stands in every place where the 1-D blocks have theirs.
 //
-// A warp owns 32 rows x 64 columns, a thread an 8 x 8 patch: patch column lane % 8, patch row lane / 8. Every block
-// lies inside one warp, so no shared memory and no barrier.
-#include "cuda/fused/source.cuh"
+// Geometry: mxfp8.cuh.
 #include "cuda/launch.cuh"
-#include "cuda/quantize/quantize.h"
-#include "cuda/vector.cuh"
+#include "cuda/quantize/mxfp8.cuh"
 
 namespace diptych::cuda {
 namespace {
-
-constexpr int kBlock = 32, kRows = 32, kCols = 64, kThreads = 256;
-
-struct MxArgs {
-  SourceArgs in;
-  int64_t m, k;
-  unsigned tiles, tiles_k;   // warp tiles, and how many of them along k
-  int64_t blocks_k;          // ceil(k / 32)
-  uint8_t *row, *row_scale;  // [m, k] and [m, ceil(k/32)], or null
-  uint8_t *col, *col_scale;  // [m, k] and [ceil(m/32), k], or null
-  float max_reciprocal;      // float32(1 / the element's largest value)
-  bool square;
-  bool vec_row, vec_col;  // aligned to 8 bytes, and so are their rows
-};
 
 // The largest of a 32 x 32 square whose sixteen lanes hold the maxima of two rows or columns each.
 __device__ __forceinline__ float square_max(float a, float b) {
@@ -36,13 +19,13 @@ __device__ __forceinline__ float square_max(float a, float b) {
 }
 
 template <typename In, bool kE5M2>
-__global__ void __launch_bounds__(kThreads, kComputed<In> ? 2 : 0) mxfp8_kernel(const __grid_constant__ MxArgs p) {
+__global__ void __launch_bounds__(kMxThreads, kComputed<In> ? 2 : 0) mxfp8_kernel(const __grid_constant__ MxArgs p) {
   const int lane = threadIdx.x % 32;
-  const unsigned tile = blockIdx.x * (kThreads / 32) + threadIdx.x / 32;
+  const unsigned tile = blockIdx.x * (kMxThreads / 32) + threadIdx.x / 32;
   if (tile >= p.tiles) return;  // whole warps
-  const int64_t row0 = static_cast<int64_t>(tile / p.tiles_k) * kRows, row = row0 + lane / 8 * 8;
-  const unsigned tile_k = paired_tile<In>(p.in, tile % p.tiles_k, p.tiles_k, kCols);
-  const int64_t col = static_cast<int64_t>(tile_k) * kCols + lane % 8 * 8;
+  const int64_t row0 = static_cast<int64_t>(tile / p.tiles_k) * kMxRows, row = row0 + lane / 8 * 8;
+  const unsigned tile_k = paired_tile<In>(p.in, tile % p.tiles_k, p.tiles_k, kMxCols);
+  const int64_t col = static_cast<int64_t>(tile_k) * kMxCols + lane % 8 * 8;
 
   Row8<Held<In>> x[8];
   fetch_rows<In>(p.in, row, col, x);
@@ -53,7 +36,7 @@ __global__ void __launch_bounds__(kThreads, kComputed<In> ? 2 : 0) mxfp8_kernel(
     for (int i = 0; i < 8; ++i) v[i] = max_abs(0.0f, x[i]);
     max_and_halve<4>(v, lane, 2), max_and_halve<2>(v, lane, 1);  // four lanes hold a block of 32 columns
     if (p.square) v[0] = v[1] = square_max(v[0], v[1]);
-    const int64_t mine = row + lane % 4 * 2, block = col / kBlock;
+    const int64_t mine = row + lane % 4 * 2, block = col / kMxBlock;
     uint32_t code[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -79,7 +62,7 @@ __global__ void __launch_bounds__(kThreads, kComputed<In> ? 2 : 0) mxfp8_kernel(
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       code[h] = e8m0_from_amax(v[h], p.max_reciprocal);
-      if (there[h]) p.col_scale[row0 / kBlock * p.k + mine + h] = static_cast<uint8_t>(code[h]);
+      if (there[h]) p.col_scale[row0 / kMxBlock * p.k + mine + h] = static_cast<uint8_t>(code[h]);
     }
     float s[8];
 #pragma unroll
@@ -99,11 +82,11 @@ Status quantize_mxfp8(const QuantizeArgs& args, const Execution& exec) {
   const FormatRow& f = row(args.spec.format);
   MxArgs p{};
   p.in = source_args(args.x, args.source), p.m = p.in.m, p.k = p.in.k;
-  const int64_t tiles_k = ceil_div(p.k, kCols), tiles = ceil_div(p.m, kRows) * tiles_k;
+  const int64_t tiles_k = ceil_div(p.k, kMxCols), tiles = ceil_div(p.m, kMxRows) * tiles_k;
   if (tiles == 0) return {};
   if (tiles > 0x7fffffff) return {Code::unsupported, "quantize: the tensor has more than 2^31 tiles of 32 x 64"};
   p.tiles = static_cast<unsigned>(tiles), p.tiles_k = static_cast<unsigned>(tiles_k),
-  p.blocks_k = ceil_div(p.k, kBlock);
+  p.blocks_k = ceil_div(p.k, kMxBlock);
   p.max_reciprocal = 1.0f / row(f.element).max, p.square = args.spec.has(kSquare);
   if (args.rowwise.given()) {
     p.row = args.rowwise.data.as<uint8_t>(), p.row_scale = args.rowwise.scale_inv.as<uint8_t>();
@@ -113,10 +96,11 @@ Status quantize_mxfp8(const QuantizeArgs& args, const Execution& exec) {
     p.col = args.columnwise.data.as<uint8_t>(), p.col_scale = args.columnwise.scale_inv.as<uint8_t>();
     p.vec_col = aligned(p.col, 8) && p.k % 8 == 0;
   }
+  if (permuted_mxfp8_fits(p)) return permuted_mxfp8(p, f.element, exec);
   return with_input_type(p.in, "quantize", [&](auto type) {
     return with_element(f.element, "quantize", [&](auto e5m2) {
-      return launch("quantize", mxfp8_kernel<decltype(type), e5m2.value>, ceil_div(tiles, kThreads / 32), kThreads, 0,
-                    exec.stream, p);
+      return launch("quantize", mxfp8_kernel<decltype(type), e5m2.value>, ceil_div(tiles, kMxThreads / 32), kMxThreads,
+                    0, exec.stream, p);
     });
   });
 }

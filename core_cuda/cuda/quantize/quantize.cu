@@ -69,7 +69,8 @@ DivideRule divide_rule(const QuantizeArgs& args) {
   // Per-tensor scaling overflows to FLT_MAX, block scaling to the input dtype's largest finite value (NUMERICS 2).
   const float value_for_inf = f.per_tensor() ? std::numeric_limits<float>::max() : row(args.x.dtype).max;
   // An empty tensor's scale is 1, whatever eps is (NUMERICS 6).
-  const bool empty = args.x.numel() == 0 && args.amax_mode == AmaxMode::compute;
+  const Extent e = encoded_extent(args.x, args.source);
+  const bool empty = e.rows * e.cols == 0 && args.amax_mode == AmaxMode::compute;
   return {row(f.element).max, empty ? 0.0f : args.spec.eps, value_for_inf, args.spec.has(kPow2)};
 }
 
@@ -96,6 +97,11 @@ Status quantize(const QuantizeArgs& args, const Execution& exec) {
   const FormatRow& f = row(args.spec.format);
   if (args.column_sum.given()) {
     DIPTYCH_TRY(column_sums(args.x, args.source, args.column_sum, args.workspace, exec));
+  }
+  // Rows that are scaled alone are encoded once, however many there are of them; columns take tiles of permuted rows.
+  if (permuted_rows_fit(args)) {
+    if (f.per_tensor()) DIPTYCH_TRY(prepare_amax(args, exec));
+    return quantize_permuted_rows(args, exec);
   }
   const bool row_major = f.columnwise == ColumnwiseLayout::row_major;
   if (f.rule == ScaleRule::e8m0_ceil) {

@@ -22,7 +22,12 @@ Status quantize_tiles(const QuantizeArgs&, const Execution&);   // float32 scale
 Status quantize_mxfp8(const QuantizeArgs&, const Execution&);   // 1x32 with E8M0 scales
 Status quantize_nvfp4(const QuantizeArgs&, const Execution&);   // E2M1 1x16 with E4M3 scales
 
+// Permuted rows of which a rowwise copy alone is wanted, in FP8 and without blocks that span them.
+bool permuted_rows_fit(const QuantizeArgs&);
+Status quantize_permuted_rows(const QuantizeArgs&, const Execution&);
+
 // amax of a source, of the whole tensor; the outputs that are given hold 0 before.
 Status source_amax(const AmaxArgs&, const Execution&);
+Status permuted_amax(const AmaxArgs&, const Execution&);
 
 }  // namespace diptych::cuda

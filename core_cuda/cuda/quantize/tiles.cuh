@@ -27,29 +27,39 @@ struct TileArgs {
 
 // The transposed tile in shared memory: 128 columns of 128 bytes. Eight bytes (one patch row) are a unit; unit u of
 // column c lies at u ^ (c / 8), so that neither the writers (16 columns apart by 8) nor the readers collide in a bank.
-__device__ __forceinline__ int unit_offset(int column, int unit) {
+__device__ __forceinline__ unsigned unit_offset(unsigned column, unsigned unit) {
   return column * kTile + ((unit ^ (column / 8)) * 8);
 }
 
-// A tile in shared memory to columns col0 and on of p.col, those before `end`.
+// A tile in shared memory to columns col0 and on of p.col, those before `end`. kStream: nobody reads them soon.
+template <bool kStream = false>
 __device__ __forceinline__ void store_columns(const TileArgs& p, const uint8_t* tile, int64_t row0, int64_t col0,
                                               int64_t end) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   if (p.vec_col) {
+    // Four columns at a time, eight lanes of 16 bytes each; the first eight columns of a warp have an even c / 8.
+    const unsigned first = warp * 16 + lane / 8, unit = lane % 8 * 2;
+    const int64_t c = col0 + first, r = row0 + unit * 8;
+    const uint8_t* from = tile + first * kTile + (unit ^ (warp * 2)) * 8;
+    uint8_t* to = p.col + c * p.m + r;
+    const int left = r < p.m ? static_cast<int>(min(end - c, int64_t{kTile})) : 0;
 #pragma unroll
-    for (int it = 0; it < 4; ++it) {  // four columns at a time, eight lanes of 16 bytes each
-      const int column = warp * 16 + it * 4 + lane / 8, swizzle = column / 8, unit = lane % 8 * 2;
-      uint4 v = *reinterpret_cast<const uint4*>(tile + column * kTile + ((unit ^ (swizzle & ~1)) * 8));
-      if (swizzle & 1) v = make_uint4(v.z, v.w, v.x, v.y);
-      const int64_t c = col0 + column, r = row0 + unit * 8;
-      if (c < end && r < p.m) *reinterpret_cast<uint4*>(p.col + c * p.m + r) = v;
+    for (int i = 0; i < 16; i += 4, to += 4 * p.m) {
+      uint4 v = *reinterpret_cast<const uint4*>(from + i * kTile);
+      if (i >= 8) v = make_uint4(v.z, v.w, v.x, v.y);
+      if (i >= left) continue;
+      if constexpr (kStream) {
+        __stcs(reinterpret_cast<uint4*>(to), v);
+      } else {
+        *reinterpret_cast<uint4*>(to) = v;
+      }
     }
     return;
   }
-  for (int i = 0; i < 16; ++i) {
-    const int column = warp * 16 + i;
+  for (unsigned i = 0; i < 16; ++i) {
+    const unsigned column = warp * 16 + i;
     if (col0 + column >= end) return;
-    for (int b = lane; b < kTile && row0 + b < p.m; b += 32) {
+    for (unsigned b = lane; b < kTile && row0 + b < p.m; b += 32) {
       p.col[(col0 + column) * p.m + row0 + b] = tile[unit_offset(column, b / 8) + b % 8];
     }
   }
@@ -58,5 +68,9 @@ __device__ __forceinline__ void store_columns(const TileArgs& p, const uint8_t* 
 // Whether stream_tiles takes these, and what it does: one scale, of a Typed source.
 bool streams(const TileArgs&);
 Status stream_tiles(const TileArgs&, DType element, const Execution&);
+
+// Whether permuted_tiles takes these, and what it does: permuted rows of 16 bits an element, not in squares.
+bool permuted_tiles_fit(const TileArgs&);
+Status permuted_tiles(const TileArgs&, bool vector, DType element, const Execution&);
 
 }  // namespace diptych::cuda

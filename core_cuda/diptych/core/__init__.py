@@ -1,11 +1,22 @@
-"""The kernels on NumPy arrays: `quantize`, `dequantize`, `gemm`, `amax`, `bias_grad`, `scale_update`, and the tables
-behind them.
+"""The kernels on NumPy arrays: `quantize`, `dequantize`, `gemm`, `amax`, `bias_grad`, `scale_update`, those that move
+rows between tokens and experts and multiply groups of them, and the tables behind them.
 
 The same verbs as `diptych.torch` and `diptych.jax`, with the same bits. FP8 and E8M0 payloads are `uint8` arrays here,
 because NumPy has no such dtypes; view them as `ml_dtypes` where wanted. E2M1 payloads are bytes of two elements.
 """
 
 from diptych.core import _core
+from diptych.core._grouped import QuantizedStack, grouped_bias_grad, grouped_gemm, quantize_stack
+from diptych.core._moe import (
+    RowMap,
+    chunk_map,
+    invert_map,
+    permute,
+    permute_map,
+    permute_quantize,
+    unpermute,
+    unpermute_grad,
+)
 from diptych.core._numpy import QuantizedArray, amax, bias_grad, dequantize, gemm, quantize, scale_update
 
 format_table = _core.format_table
@@ -18,17 +29,29 @@ get_num_threads = _core.get_num_threads
 
 __all__ = [
     "QuantizedArray",
+    "QuantizedStack",
+    "RowMap",
     "amax",
     "bias_grad",
     "build_info",
+    "chunk_map",
     "cuda_info",
     "dequantize",
     "format_table",
     "gemm",
     "get_num_threads",
+    "grouped_bias_grad",
+    "grouped_gemm",
+    "invert_map",
     "kernel_table",
+    "permute",
+    "permute_map",
+    "permute_quantize",
     "quantize",
+    "quantize_stack",
     "reset_calls",
     "scale_update",
     "set_num_threads",
+    "unpermute",
+    "unpermute_grad",
 ]

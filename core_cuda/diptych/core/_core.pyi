@@ -1,4 +1,4 @@
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypedDict
 
 # A tensor argument: an object with a DLPack C exchange table, or a (buffer, dtype code) pair.
@@ -36,8 +36,17 @@ class CudaInfo(TypedDict):
     archs: list[int]
     cublaslt: str
 
-# (kind, norm or activation, zero_centered_gamma or gated, gamma, beta, mu, rsigma, dy); numbers: fused_table()
-Source = tuple[int, int, bool, Operand | None, Operand | None, Operand | None, Operand | None, Operand | None]
+class MoeTable(TypedDict):
+    routing_map: dict[str, int]
+    max_slots: int
+    max_planes: int
+
+# (kind, norm or activation, zero_centered_gamma or gated, gamma, beta, mu, rsigma, dy), or of permuted rows
+# (kind, row_id_map, source); numbers: fused_table()
+Source = (
+    tuple[int, int, bool, Operand | None, Operand | None, Operand | None, Operand | None, Operand | None]
+    | tuple[int, Operand, Operand]
+)
 
 def amax(
     x: Operand, out: Operand, columnwise_out: Operand | None, flags: int, source: Source | None = None
@@ -59,6 +68,7 @@ def quantize(
     source: Source | None = None,
     column_sum: Operand | None = None,
     workspace: Operand | None = None,
+    stack: bool = False,  # of x's first dimension; a leading extent in every other argument too
 ) -> None: ...
 def scale_update(
     history: Operand,
@@ -72,7 +82,13 @@ def scale_update(
     most_recent: bool,
     seen: Operand | None = None,
     step: Operand | None = None,
+    pending: Operand | None = None,
+    log: Operand | None = None,
+    written: Operand | None = None,
+    taken: Operand | None = None,
+    scale_out: Operand | None = None,
 ) -> None: ...
+def log_amax(amax: Operand, log: Operand, written: Operand) -> None: ...
 def dequantize(
     data: Operand, scale_inv: Operand, amax: Operand | None, format: int, columnwise: bool, out: Operand
 ) -> None: ...
@@ -95,6 +111,31 @@ def gemm(
     beta: float,
     fast_accum: bool,
 ) -> None: ...
+def grouped_gemm(
+    a_data: Operand,
+    a_scale_inv: Operand,
+    a_amax: Operand | None,
+    a_format: int,
+    a_columnwise: bool,
+    b_data: Operand,
+    b_scale_inv: Operand,
+    b_amax: Operand | None,
+    b_format: int,
+    b_columnwise: bool,
+    offsets: Operand,
+    d: Operand,
+    c: Operand | None,
+    bias: Operand | None,
+    kind: int,  # group_kinds()
+    align: int,
+    rotated: bool,
+    alpha: float,
+    beta: float,
+    fast_accum: bool,
+) -> None: ...
+def grouped_bias_grad(dy: Operand, offsets: Operand, out: Operand, workspace: Operand | None) -> None: ...
+def grouped_bias_grad_workspace_bytes(rows: int, cols: int, groups: int) -> int: ...
+def group_kinds() -> dict[str, int]: ...
 def bias_grad(dy: Operand, out: Operand, workspace: Operand | None) -> None: ...
 def norm(
     x: Operand,
@@ -122,6 +163,46 @@ def norm_grad(
 ) -> None: ...
 def activation(x: Operand, y: Operand, kind: int, gated: bool) -> None: ...
 def activation_grad(dy: Operand, x: Operand, dx: Operand, kind: int, gated: bool) -> None: ...
+def permute_map(
+    routing: Operand,
+    kind: int,  # moe_table()
+    align: int,
+    row_id_map: Operand,
+    tokens_per_expert: Operand,
+    expert_offsets: Operand,
+    source: Operand,
+    workspace: Operand | None,
+) -> None: ...
+def chunk_map(split_sizes: Operand, order: Operand, row_id_map: Operand, source: Operand) -> None: ...
+def invert_map(row_id_map: Operand, source: Operand, kept: Operand | None = None) -> None: ...
+def permute(
+    planes: Sequence[tuple[Operand, Operand, int]],  # input, output, four bytes that absent rows repeat
+    row_id_map: Operand,
+    source: Operand,
+    probs: Operand | None = None,
+    permuted_probs: Operand | None = None,
+    zero_prob_is_padding: bool = False,
+) -> None: ...
+def permute_columns(x: Operand, out: Operand, source: Operand, slots: int) -> None: ...
+def unpermute(
+    x: Operand,
+    row_id_map: Operand,
+    probs: Operand | None,
+    y: Operand,
+    permuted_dprobs: Operand | None = None,
+    dprobs: Operand | None = None,
+) -> None: ...
+def unpermute_grad(
+    dy: Operand,
+    row_id_map: Operand,
+    source: Operand,
+    probs: Operand,
+    dx: Operand,
+    x: Operand | None = None,
+    dprobs: Operand | None = None,
+) -> None: ...
+def permute_map_workspace_bytes(items: int, experts: int) -> int: ...
+def moe_table() -> MoeTable: ...
 def norm_grad_workspace_bytes(m: int, k: int) -> int: ...
 def column_sum_workspace_bytes(m: int, k: int) -> int: ...
 

@@ -63,14 +63,8 @@ def _out_dtype(op: str, dtype: Any) -> tuple[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class QuantizedArray:
-    """A quantized tensor of logical `shape` in NumPy memory.
-
-    `rowwise_data` has the tensor's shape, `columnwise_data` [K, M] where the format transposes; E2M1 payloads hold two
-    elements a byte, which halves the last extent. Payloads, E8M0 and E4M3 scales are uint8, float32 scales and amaxes
-    float32. Scales are logical row-major; a copy that was not made is None. `amax` is per-tensor formats' or the one
-    that a two-level rowwise copy refers to ([1], or [M]: one per row), `columnwise_amax` [1] the columnwise copy's.
-    """
+class QuantizedCopies:
+    """What `quantize` makes of a tensor, or `quantize_stack` of several, of logical `shape`."""
 
     quantizer: Quantizer
     shape: tuple[int, ...]
@@ -90,6 +84,16 @@ class QuantizedArray:
         return data, scale
 
 
+class QuantizedArray(QuantizedCopies):
+    """A quantized tensor of logical `shape` in NumPy memory.
+
+    `rowwise_data` has the tensor's shape, `columnwise_data` [K, M] where the format transposes; E2M1 payloads hold two
+    elements a byte, which halves the last extent. Payloads, E8M0 and E4M3 scales are uint8, float32 scales and amaxes
+    float32. Scales are logical row-major; a copy that was not made is None. `amax` is per-tensor formats' or the one
+    that a two-level rowwise copy refers to ([1], or [M]: one per row), `columnwise_amax` [1] the columnwise copy's.
+    """
+
+
 def _typed(op: str, arg: str, x: Any, dtype: str) -> Array:
     if not isinstance(x, np.ndarray) or x.dtype != np.dtype(dtype):
         raise DTypeError(f"{op}: {arg} must be a NumPy array of {dtype}, got {getattr(x, 'dtype', type(x).__name__)}")
@@ -100,7 +104,7 @@ def _optional(x: Array | None, dtype: str) -> _Operand | None:
     return None if x is None else _operand(x, dtype)
 
 
-def _copy_operands(q: QuantizedArray, columnwise: bool) -> tuple[_Operand, _Operand, _Operand | None, int, bool]:
+def _copy_operands(q: QuantizedCopies, columnwise: bool) -> tuple[_Operand, _Operand, _Operand | None, int, bool]:
     """data, scale_inv, amax, format and columnwise of one copy, as the core takes them."""
     fmt, (data, scale) = q.quantizer.format, q.copy_of(columnwise)
     amax = (q.columnwise_amax if columnwise else q.amax) if fmt.two_level else None
@@ -161,24 +165,43 @@ def quantize(
             x, functools.partial(quantize, **{k: v for k, v in state.items() if v is not None})
         )
     x = _high_precision("quantize", "x", x)
-    if quantizer.needs_scale and scale is None:
-        raise TypeError(f"quantize: {type(quantizer).__name__} takes its scale from the caller; pass scale=")
     shapes.check(shapes.quantize_constraints(x.shape, quantizer))
+    buffers = shapes.quantize_buffers(x.shape, quantizer)
+    return QuantizedArray(
+        quantizer, x.shape, **_quantized("quantize", x, quantizer, buffers, amax, columnwise_amax, scale, rng)
+    )
+
+
+def _quantized(
+    op: str,
+    x: Array,
+    quantizer: Quantizer,
+    buffers: tuple[shapes.Buffer, ...],
+    amax: Array | None,
+    columnwise_amax: Array | None,
+    scale: Array | None,
+    rng: Array | None,
+    stack: bool = False,
+    source: tuple[Any, ...] | None = None,
+) -> dict[str, Array]:
+    """What the core makes of a tensor, of a stack or of a source, by the buffers' names."""
+    if quantizer.needs_scale and scale is None:
+        raise TypeError(f"{op}: {type(quantizer).__name__} takes its scale from the caller; pass scale=")
     fmt = quantizer.format
-    out = {b.name: _empty(b.shape, b.dtype) for b in shapes.quantize_buffers(x.shape, quantizer)}
+    out = {b.name: _empty(b.shape, b.dtype) for b in buffers}
     given = {
-        k: _typed("quantize", k, v, "float32")
+        k: _typed(op, k, v, "float32")
         for k, v in (("amax", amax), ("columnwise_amax", columnwise_amax))
         if v is not None
     }
     for name, array in given.items():
         if name not in out:
-            raise ValueError(f"quantize: {name} is not read by {quantizer} ({fmt.name})")
+            raise ValueError(f"{op}: {name} is not read by {quantizer} ({fmt.name})")
         if array.shape != out[name].shape:
-            raise ShapeError(f"quantize: {name} must be {list(out[name].shape)}, got {list(array.shape)}")
+            raise ShapeError(f"{op}: {name} must be {list(out[name].shape)}, got {list(array.shape)}")
         out[name][:] = array
     if missing := [k for k in ("amax", "columnwise_amax") if given and k in out and k not in given]:
-        raise ValueError(f"quantize: {quantizer} reads {missing[0]} too where {next(iter(given))} is given")
+        raise ValueError(f"{op}: {quantizer} reads {missing[0]} too where {next(iter(given))} is given")
     dtypes = {"data": fmt.data, "scale_inv": fmt.scale, "amax": "float32"}
 
     def buffer(name: str) -> _Operand | None:
@@ -190,14 +213,16 @@ def quantize(
         1 if given else 0,
         buffer("amax"),
         buffer("columnwise_amax"),
-        None if scale is None else _operand(_typed("quantize", "scale", scale, "float32"), "float32"),
-        None if rng is None else _operand(_typed("quantize", "rng", rng, "int32"), "int32"),
+        None if scale is None else _operand(_typed(op, "scale", scale, "float32"), "float32"),
+        None if rng is None else _operand(_typed(op, "rng", rng, "int32"), "int32"),
         buffer("rowwise_data"),
         buffer("rowwise_scale_inv"),
         buffer("columnwise_data"),
         buffer("columnwise_scale_inv"),
+        source=source,  # type: ignore[arg-type]
+        stack=stack,
     )
-    return QuantizedArray(quantizer, x.shape, **out)
+    return out
 
 
 def scale_update(

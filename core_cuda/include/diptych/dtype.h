@@ -5,7 +5,7 @@
 
 namespace diptych {
 
-enum class DType : int32_t { f32, f16, bf16, e4m3, e5m2, e8m0, u8, i32, i64, e2m1, count_ };
+enum class DType : int32_t { f32, f16, bf16, e4m3, e5m2, e8m0, u8, i32, i64, e2m1, f64, count_ };
 
 struct DTypeRow {
   DType id;
@@ -27,6 +27,7 @@ inline constexpr DTypeRow kDTypes[] = {
     {DType::i32,  "int32",          4,  0, 0.0f},
     {DType::i64,  "int64",          8,  0, 0.0f},
     {DType::e2m1, "float4_e2m1fn",  1, 17, 6.0f},  // an element only: tensors of it are uint8, two elements a byte
+    {DType::f64,  "float64",        8,  2, 0.0f},  // permutation alone: gradients are checked in it
 };
 // clang-format on
 static_assert(sizeof(kDTypes) / sizeof(kDTypes[0]) == static_cast<int>(DType::count_));

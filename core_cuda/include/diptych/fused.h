@@ -23,8 +23,9 @@ enum class Activation : int32_t {
   count_
 };
 
-// What an op encodes instead of x: float32 values computed from it, never rounded to a narrower type.
-enum class SourceKind : int32_t { plain, norm, activation, activation_grad, count_ };
+// What an op encodes instead of x: float32 values computed from it, never rounded to a narrower type; or x's rows in
+// the order of a map (moe.h), zeros where it has none.
+enum class SourceKind : int32_t { plain, norm, activation, activation_grad, permuted, count_ };
 
 struct Source {
   SourceKind kind = SourceKind::plain;
@@ -37,6 +38,9 @@ struct Source {
   TensorView mu;      // norm: [M] float32, layernorm only
   TensorView rsigma;  // norm: [M] float32
   TensorView dy;      // activation_grad: [M, F]; what is encoded has x's shape
+  // permuted: what is encoded is [rows, K]. Two maps that disagree leave open which rows are read, nothing more.
+  TensorView row_id_map;  // [M, slots] int32: where x's rows go
+  TensorView row_source;  // [rows] int32: where each row comes from
 };
 
 // Rows and columns of what is encoded.
@@ -44,7 +48,8 @@ struct Extent {
   int64_t rows, cols;
 };
 inline Extent encoded_extent(const TensorView& x, const Source& s) {
-  return {x.rows(), s.kind == SourceKind::activation && s.gated ? x.cols() / 2 : x.cols()};
+  return {s.kind == SourceKind::permuted ? s.row_source.numel() : x.rows(),
+          s.kind == SourceKind::activation && s.gated ? x.cols() / 2 : x.cols()};
 }
 
 struct NormArgs {

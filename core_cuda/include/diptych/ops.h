@@ -4,6 +4,7 @@
 
 #include "diptych/format.h"
 #include "diptych/fused.h"
+#include "diptych/moe.h"
 #include "diptych/status.h"
 #include "diptych/tensor.h"
 
@@ -69,6 +70,20 @@ struct QuantizeArgs {
   TensorView workspace;   // uint8, with column_sum: at least column_sum_workspace_bytes, 16-byte aligned; CUDA only
 };
 
+// Amaxes [n, R] by their number, which alone grows: number i lies in column i % R. `log_amax` writes them, and who
+// reads them keeps the number that it has `taken`, so that one side writes and the other reads.
+struct AmaxLog {
+  TensorView amaxes;   // [n, R] float32
+  TensorView written;  // [1] int64
+
+  bool given() const { return amaxes.given(); }
+};
+
+struct LogAmaxArgs {
+  TensorView amax;  // [n] float32
+  AmaxLog log;      // gets it as its next
+};
+
 // Delayed scaling's update of n tensors that share an element (NUMERICS 2). Outputs may be the inputs themselves.
 // Where `seen` equals `step` the outputs are the inputs, unchanged. CUDA compares them inside the kernel, so that a
 // captured graph updates once in a step however often it runs. Several calls may share `seen`: the caller writes it.
@@ -81,6 +96,12 @@ struct ScaleUpdateArgs {
   TensorView new_scale;    // [n] float32
   TensorView seen;         // [1] int64, optional: the step of the last update
   TensorView step;         // [1] int64, with seen: this step
+  // Amaxes that belong into history[., 0], which gets them also where `seen` equals `step`. History is updated in
+  // place.
+  TensorView pending;    // [n] float32, optional: zeroed
+  AmaxLog log;           // optional: from number `taken` on. More than R of them is an error, on CUDA a trap
+  TensorView taken;      // [n] int64, with log
+  TensorView scale_out;  // [n] float32, optional: gets what new_scale does
   float fp8_max = 448.0f;
   int32_t margin = 0;
   bool most_recent = false;  // else the maximum of the history
@@ -115,6 +136,7 @@ struct BiasGradArgs {    // out[n] = sum over rows of dy[., n] in float32, in an
 
 Status amax(const AmaxArgs&, const Execution&);
 Status quantize(const QuantizeArgs&, const Execution&);
+Status log_amax(const LogAmaxArgs&, const Execution&);
 Status scale_update(const ScaleUpdateArgs&, const Execution&);
 Status dequantize(const DequantizeArgs&, const Execution&);
 Status gemm(const GemmArgs&, const Execution&);

@@ -35,6 +35,16 @@ from diptych.jax.injection import dot_general
 from diptych.jax.layernorm_linear import layernorm_dense, layernorm_dense_vjp
 from diptych.jax.layernorm_mlp import MLP_OFFSETS, init_layernorm_mlp_state, layernorm_mlp, layernorm_mlp_vjp
 from diptych.jax.linear import CHECKPOINT_NAME, dense
+from diptych.jax.permutation import (
+    RowMap,
+    moe_map,
+    moe_permute,
+    moe_permute_and_pad_with_probs,
+    moe_permute_with_probs,
+    moe_sort_chunks_by_index,
+    moe_sort_chunks_by_index_with_probs,
+    moe_unpermute,
+)
 from diptych.jax.products import OFFSETS, rng_at
 from diptych.jax.quantized import QuantizedArray
 from diptych.jax.state import (
@@ -76,6 +86,7 @@ __all__ = [
     "Quantizer",
     "QuantizerRole",
     "Recipe",
+    "RowMap",
     "ScaleState",
     "amax",
     "bias_grad",
@@ -97,6 +108,13 @@ __all__ = [
     "layernorm_mlp_vjp",
     "load_state_dict",
     "merge_states",
+    "moe_map",
+    "moe_permute",
+    "moe_permute_and_pad_with_probs",
+    "moe_permute_with_probs",
+    "moe_sort_chunks_by_index",
+    "moe_sort_chunks_by_index_with_probs",
+    "moe_unpermute",
     "overwrite_states",
     "partition_states",
     "quantize",

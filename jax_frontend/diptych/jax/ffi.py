@@ -21,10 +21,11 @@ from diptych.core import _core
 
 OPS = (
     "amax", "quantize", "scale_update", "dequantize", "gemm", "bias_grad", "norm", "norm_grad", "activation",
-    "activation_grad",
+    "activation_grad", "permute_map", "chunk_map", "invert_map", "permute", "permute_columns", "unpermute",
+    "unpermute_grad",
 )  # fmt: skip
 PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}  # JAX's name of a lowering platform: the FFI registry's name
-ATTRIBUTES_VERSION = 3
+ATTRIBUTES_VERSION = 4
 MAX_BATCH_RANK = 8
 
 _REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps with DIPTYCH_JAX=on and jaxlib installed"
@@ -54,6 +55,8 @@ class Source(NamedTuple):
 
 FUSED = _core.fused_table()
 """Numbers of norms, activations and sources, by name."""
+MOE = _core.moe_table()
+"""Numbers of the kinds of routing maps, by name, and the limits of the ops that move rows."""
 
 
 class Batch(NamedTuple):
@@ -232,3 +235,34 @@ def norm_grad_attributes(batch: Batch, which: str, zero_centered_gamma: bool, ha
 def activation_attributes(batch: Batch, which: str, gated: bool) -> dict[str, np.generic]:
     """Of activation and activation_grad."""
     return _common(batch) | _ints(kind=FUSED["activation"][which], gated=gated)
+
+
+def permute_map_attributes(batch: Batch, kind: str, align: int) -> dict[str, np.generic]:
+    return _common(batch) | _ints(kind=MOE["routing_map"][kind], align=align)
+
+
+def row_map_attributes(batch: Batch) -> dict[str, np.generic]:
+    """Of chunk_map and invert_map."""
+    return _common(batch)
+
+
+def permute_attributes(
+    batch: Batch, fills: tuple[int, ...], has_probs: bool, zero_prob_is_padding: bool
+) -> dict[str, np.generic]:
+    """`fills`: one for each tensor, four bytes as an unsigned integer."""
+    all_fills = (*fills, *[0] * (MOE["max_planes"] - len(fills)))
+    bits = {f"fill{i}": np.uint32(fill).view(np.int32) for i, fill in enumerate(all_fills)}
+    ints = _ints(planes=len(fills), has_probs=has_probs, zero_prob_is_padding=zero_prob_is_padding)
+    return _common(batch) | ints | bits
+
+
+def permute_columns_attributes(batch: Batch, slots: int) -> dict[str, np.generic]:
+    return _common(batch) | _ints(slots=slots)
+
+
+def unpermute_attributes(batch: Batch, has_probs: bool, has_permuted_dprobs: bool) -> dict[str, np.generic]:
+    return _common(batch) | _ints(has_probs=has_probs, has_permuted_dprobs=has_permuted_dprobs)
+
+
+def unpermute_grad_attributes(batch: Batch, has_dprobs: bool) -> dict[str, np.generic]:
+    return _common(batch) | _ints(has_dprobs=has_dprobs)

@@ -213,13 +213,26 @@ def in_place(batch: Batch, pairs: dict[int, int]) -> dict[int, int]:
 # --- one primitive per op ---
 
 
-def primitive(op: str, abstract_eval: Any, attributes: Any, finish: Any = None, updated: Any = None) -> Primitive:
+_NO_DERIVATIVE = (
+    "rounding to a few bits has none. Use diptych.jax.dense, which defines the three products of training, or wrap the "
+    "inputs in jax.lax.stop_gradient"
+)
+
+
+def primitive(
+    op: str,
+    abstract_eval: Any,
+    attributes: Any,
+    finish: Any = None,
+    updated: Any = None,
+    no_derivative: str = _NO_DERIVATIVE,
+) -> Primitive:
     """A primitive with every rule that JAX asks for.
 
     **Arguments:** `abstract_eval(*avals, batch, **params)` returns the results' types; `attributes(avals, batch,
     **params)` the handler's attributes; `finish(ctx, platform, batch, **params)` what else the lowering needs:
     (aliases {operand: result}, bytes of a workspace or None); `updated(**params)` the operands that the handler updates
-    in place, so that they get every batch axis.
+    in place, so that they get every batch axis. `no_derivative`: why there is none, and what to do.
     """
     name = ffi.target(op)
     prim = Primitive(name)
@@ -245,10 +258,7 @@ def primitive(op: str, abstract_eval: Any, attributes: Any, finish: Any = None, 
     batching.primitive_batchers[prim] = batcher
 
     def refuse(*_: Any, **__: Any) -> Any:
-        raise UnsupportedError(
-            f"{name} has no derivative: rounding to a few bits has none. Use diptych.jax.dense, which defines the "
-            "three products of training, or wrap the inputs in jax.lax.stop_gradient"
-        )
+        raise UnsupportedError(f"{name} has no derivative: {no_derivative}")
 
     ad.primitive_jvps[prim] = refuse
     ad.primitive_transposes[prim] = refuse

@@ -19,10 +19,22 @@ from diptych.torch.functional import (
     scale_update,
 )
 from diptych.torch.graphs import make_graphed_callables
+from diptych.torch.grouped import QuantizedStack, grouped_bias_grad, grouped_gemm, quantize_stack
+from diptych.torch.grouped_linear import GroupedLinear, grouped_linear
 from diptych.torch.layernorm_linear import LayerNormLinear
 from diptych.torch.layernorm_mlp import LayerNormMLP
 from diptych.torch.linear import Linear, linear
 from diptych.torch.module import QuantizedModule, seed_rng
+from diptych.torch.permutation import (
+    RowMap,
+    moe_map,
+    moe_permute,
+    moe_permute_and_pad_with_probs,
+    moe_permute_with_probs,
+    moe_sort_chunks_by_index,
+    moe_sort_chunks_by_index_with_probs,
+    moe_unpermute,
+)
 from diptych.torch.proto import TensorProto, to_tensor_proto
 from diptych.torch.quantized import QuantizedTensor
 from diptych.torch.state import ScaleStates
@@ -33,12 +45,15 @@ __all__ = [
     "CustomOp",
     "EagerWarning",
     "Group",
+    "GroupedLinear",
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
     "QuantizedModule",
     "QuantizedParameter",
+    "QuantizedStack",
     "QuantizedTensor",
+    "RowMap",
     "ScaleStates",
     "Size",
     "TensorProto",
@@ -53,10 +68,21 @@ __all__ = [
     "gemm",
     "gemm_into",
     "get_autocast_recipe",
+    "grouped_bias_grad",
+    "grouped_gemm",
+    "grouped_linear",
     "is_autocast_enabled",
     "linear",
     "make_graphed_callables",
+    "moe_map",
+    "moe_permute",
+    "moe_permute_and_pad_with_probs",
+    "moe_permute_with_probs",
+    "moe_sort_chunks_by_index",
+    "moe_sort_chunks_by_index_with_probs",
+    "moe_unpermute",
     "quantize",
+    "quantize_stack",
     "quantized_model_init",
     "rng_state",
     "scale_update",

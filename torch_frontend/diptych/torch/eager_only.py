@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-from diptych.torch.rules import foreign_hooks
-
 
 class EagerWarning(UserWarning):
     """A part of compiled code that runs eagerly."""
@@ -39,16 +37,10 @@ CALIBRATING = EagerOnly(
     "autocast(calibrating=True) under torch.compile: a graph collects no amaxes in high precision; calibrate eagerly, "
     "then compile"
 )
-HOOKS = EagerOnly(
-    "delayed scaling in compiled code under saved_tensors_hooks (save_on_cpu): backward would record amaxes in what "
-    "the hooks give back instead of the histories; enter the hooks around eager code, or use a recipe without delayed "
-    "scaling"
-)
 
 
 def prepare() -> None:
     """To be called while Dynamo traces, before it looks at any of these: torch._dynamo takes a second to import."""
-    torch.compiler.assume_constant_result(foreign_hooks)  # a graph has what is active while it is traced
-    for part in (DELAYED_WGRAD, CALIBRATING, HOOKS):
+    for part in (DELAYED_WGRAD, CALIBRATING):
         if not hasattr(part, "run"):
             part.run = torch.compiler.disable(part.outside, reason=part.reason)

@@ -57,8 +57,8 @@ def _kept(models: list[nn.Module]) -> dict[Tensor, tuple[int, float]]:
     for module in [m for model in models for m in model.modules()]:
         if isinstance(module, ScaleSlot):
             found |= {module.scale: (0, 1.0), module.amax_history: (0, 0.0)}
-        elif isinstance(module, ScaleStates) and isinstance(seen := module.seen, Tensor):
-            found[seen] = (0, 0.0)
+        elif isinstance(module, ScaleStates):
+            found |= {t: (0, 0.0) for t in module._buffers.values() if t is not None}
         elif isinstance(module, QuantizedModule):
             rng = module._buffers.get("rng_state")
             if rng is not None:

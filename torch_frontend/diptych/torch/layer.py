@@ -98,6 +98,7 @@ def _backward(a: _Arguments, needs: tuple[str, ...], saved: list[Tensor], grads:
     if "bias" in needs:
         assert a.bias is not None
         made["bias"] = primitives.bias_grad(dy, a.bias.dtype)
+    a.log_amaxes()
     return [made[name] for name in a.gradients(needs)]
 
 

@@ -2,8 +2,8 @@
 
 Eagerly that is the `Options` of each layer. Where a call is traced they cross as tensors and constants, and are put
 together again inside. The states of delayed scaling are the caller's: eagerly quantizing reads and writes them as it
-goes; a forward node is pure, gets the scales and returns the amaxes of what it quantized, which the graph records
-(`record_amaxes`); a backward node declares that it writes to the histories, and to the `main_grad`s.
+goes; a forward node is pure, gets the scales and returns the amaxes of what it quantized, which the graph records; a
+backward node declares that it writes to the log of amaxes, and to the `main_grad`s (`delayed`).
 """
 
 from __future__ import annotations
@@ -17,32 +17,17 @@ from torch import Tensor
 from diptych.common.errors import DTypeError
 from diptych.common.plan import TensorPlan
 from diptych.common.recipes import Recipe
-from diptych.common.schedule import Call, Schedule
+from diptych.common.schedule import Schedule
 from diptych.torch.custom_op import CustomOp, Group, Written
+from diptych.torch.delayed import log_amax, record_pending
 from diptych.torch.operands import Copies, Spec, pack, pick, unpack
 from diptych.torch.products import Options, WeightGradient, quantize_general, schedule
 from diptych.torch.proto import TensorProto
 from diptych.torch.quantized import QuantizedTensor, rotated
-from diptych.torch.rules import TWO_LEVEL
-from diptych.torch.state import record_amax, record_amaxes
+from diptych.torch.rules import TWO_LEVEL, traced_local
+from diptych.torch.state import States
 
 # --- states and copies -----------------------------------------------------------------------------------------------
-
-
-class States:
-    """The states of delayed scaling as a node has them: a scale and a history by slot."""
-
-    def __init__(self, slots: tuple[str, ...], scales: list[Tensor], histories: list[Any]) -> None:
-        self._tensors = dict(zip(slots, zip(scales, histories, strict=True), strict=True))
-
-    def tensors(self, slot: str) -> tuple[Tensor, Tensor]:
-        """(scale, history) of a slot."""
-        scale, history = self._tensors[slot]
-        return scale, history
-
-    def record(self, slot: str, amax: Tensor) -> None:
-        """Enters an amax [1]."""
-        record_amax(self._tensors[slot][1], amax)
 
 
 class _Buffer:
@@ -58,16 +43,6 @@ class _Buffer:
 def _state_slots(s: Schedule) -> tuple[str, ...]:
     """Names of a plan's states, in its order."""
     return tuple([slot.name for slot in s.plan.states])
-
-
-def _forward_slots(s: Schedule, given: bool, weight: bool) -> tuple[str, ...]:
-    """The states that a forward records. `given`: the input comes quantized; `weight`: it quantizes the weight."""
-    found: list[str] = []
-    calls: tuple[Call, ...] = (*(() if given else s.x), *(s.w if weight else ()))
-    for name in [*[c.state for c in calls], *s.late_states()]:
-        if name and name not in found:
-            found.append(name)
-    return tuple(found)
 
 
 def kept_spec(kept: str, plan: TensorPlan) -> Spec:
@@ -105,7 +80,7 @@ class LayerArguments:
     group: Group
     copies: list[Tensor]
     scales: list[Tensor]
-    histories: Written
+    logs: Written
     main_grads: Written
 
     def wanted(self, needs: tuple[str, ...]) -> tuple[tuple[bool, bool], ...]:
@@ -186,53 +161,51 @@ class LayerArguments:
         if self.options is not None:
             return self.options, []
         amaxes = [torch.zeros(p.shape, dtype=p.dtype, device=p.device) for p in self.amax_protos(needs)]
-        cells = [t.narrow(0, i, 1) for t in amaxes for i in range(t.shape[0])]
         made = []
-        scales = list(self.scales)
-        recorded = self.recorded(needs)
+        scales, cells = _cells(self.scales), _cells(amaxes)
         for i, s in enumerate(self.schedules(needs)):
             module, name, original, record = self.layers[i][:4]
             states: Any = None
             if scales and s.plan.states:
                 slots = _state_slots(s)
-                own = dict(zip(recorded[i], _taken(cells, len(recorded[i])), strict=True))
-                states = States(slots, _taken(scales, len(slots)), [own.get(slot) for slot in slots])
+                own = _taken(cells, len(slots)) if record else [None] * len(slots)
+                states = States(slots, _taken(scales, len(slots)), own)
             made.append(Options(module, name, original, record, self.group, states, None, self._kept_copies(i)))
         return tuple(made), amaxes
 
     def backward_options(self, needs: tuple[str, ...]) -> tuple[Options, ...]:
-        """Of each layer. Its histories and main_grad are the caller's, and written to."""
+        """Of each layer. Its main_grad is the caller's, and written to; amaxes go to the log with `log_amaxes`."""
         if self.options is not None:
             return self.options
-        scales, histories, buffers = list(self.scales), list(self.histories), list(self.main_grads)  # type: ignore[call-overload]
+        scales, logs, buffers = _cells(self.scales), list(self.logs), list(self.main_grads)  # type: ignore[call-overload]
+        self._recorded = []
         made = []
         for layer, s in zip(self.layers, self.schedules(needs), strict=True):
             module, name, original, record, _, fused = layer
             states: Any = None
             if scales and s.plan.states:
                 slots = _state_slots(s)
-                states = States(slots, _taken(scales, len(slots)), _taken(histories, len(slots)))
+                amaxes = torch.zeros(len(slots), device=self.scales[0].device)
+                states = States(slots, _taken(scales, len(slots)), _cells([amaxes]))
+                if record:
+                    self._recorded.append((amaxes, *_taken(logs, 2)))
             sink = _Buffer(buffers.pop(0)) if fused else None
             made.append(Options(module, name, original, record, self.group, states, None, None, sink))
         return tuple(made)
 
-    def recorded(self, needs: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
-        """Of each layer the states whose amaxes the forward node returns."""
-        made = []
-        for i, s in enumerate(self.schedules(needs)):
-            layer: Any = self.layers[i]
-            own = not layer[4] and not isinstance(getattr(self, self.weights[i]), QuantizedTensor)
-            given = isinstance(self.x, QuantizedTensor)
-            made.append(_forward_slots(s, given, own) if layer[3] and s.plan.states else ())
-        return tuple(made)
+    def log_amaxes(self) -> None:
+        """Ends a backward."""
+        if self.options is None:
+            for amaxes, log, written in self._recorded:
+                log_amax(amaxes, log, written)
 
     def amax_protos(self, needs: tuple[str, ...]) -> tuple[TensorProto, ...]:
         """The layout of that tensor; none where there are no amaxes."""
         if self.options is not None or not self.scales:
             return ()
         count = 0
-        for slots in self.recorded(needs):
-            count += len(slots)
+        for layer, s in zip(self.layers, self.schedules(needs), strict=True):
+            count += len(s.plan.states) if layer[3] else 0
         return (TensorProto((count,), torch.float32, None, self.x.device),) if count else ()
 
     # --- the operands of dgrad ---
@@ -269,6 +242,11 @@ class LayerArguments:
         for j in range(i + 1):
             found = tuple([None if spec is None else unpack(spec, tensors) for spec in self._specs(j)])
         return found  # type: ignore[return-value]
+
+
+def _cells(tensors: list[Tensor]) -> list[Tensor]:
+    """The elements of vectors, each a vector."""
+    return [t.narrow(0, i, 1) for t in tensors for i in range(t.shape[0])]
 
 
 def _taken(tensors: list[Tensor], count: int) -> list[Tensor]:
@@ -309,13 +287,15 @@ def weight_gradient(dy: Any, x: Any, dtype: torch.dtype, s: Schedule, options: O
     return wgrad.compute() if options.weight_grad is None else options.weight_grad.accept(wgrad)
 
 
-def run(op: CustomOp, x: Tensor, recipe: Recipe, options: tuple[Options, ...], *operands: Any) -> tuple[Tensor, ...]:
+def run(op: CustomOp, x: Tensor, recipe: Recipe, options: tuple[Any, ...], *operands: Any) -> tuple[Tensor, ...]:
     """The outputs of an op whose arguments derive from `LayerArguments`; `operands`: its other fields."""
     make: Any = op.arguments
     if not torch.compiler.is_compiling():
         return op.eager(make(x, recipe, options, (), None, [], [], [], [], *operands))
+    from torch._dynamo.comptime import comptime  # importing it takes a second
+
     a = make(x, recipe, None, (), options[0].group, [], [], [], [], *operands)
-    histories, layers = [], []
+    layers, pending = [], []
     for i, given in enumerate(options):
         weight = getattr(a, a.weights[i])
         specs: tuple[Spec, ...] = ()
@@ -325,23 +305,27 @@ def run(op: CustomOp, x: Tensor, recipe: Recipe, options: tuple[Options, ...], *
         if given.weight_grad is not None and torch.is_grad_enabled() and weight.requires_grad:
             buffers = given.weight_grad.buffers()
             a.main_grads += buffers
-        by_name = {}
-        if given.state is not None:
-            for slot in _state_slots(schedule(recipe, given.module, given.name, False, False)):
-                scale, history = given.state.tensors(slot)
-                a.scales.append(scale)
-                a.histories.append(history)
-                by_name[slot] = history
-        histories.append(by_name)
+        state = given.state
+        if state is not None:
+            comptime(_prepared_while_tracing)
+            slots = _state_slots(schedule(recipe, given.module, given.name, False, False))
+            a.scales += [state.tensors(slot)[0] for slot in slots] if given.scales is None else [given.scales]
+            if given.record and len(slots) > 0:
+                a.logs += [state._buffers["log"], state._buffers["written"]]
+                pending.append((state._buffers["pending"], len(slots)))
         layers.append((given.module, given.name, given.save_original_input, given.record, specs, len(buffers) > 0))
     a.layers = tuple(layers)
     outputs = op(a)
-    if not a.scales:
+    if len(pending) == 0:
         return outputs
-    into = []
-    for i, slots in enumerate(a.recorded(op.needs(a))):
-        into += [histories[i][slot] for slot in slots]
-    if into:
-        record_amaxes(into, outputs[-1])
-        outputs = outputs[:-1]
-    return outputs
+    first = 0
+    for cells, count in pending:
+        record_pending(cells, outputs[-1].narrow(0, first, count))
+        first += count
+    return outputs[:-1]
+
+
+def _prepared_while_tracing(context: Any) -> None:
+    """Runs where Dynamo traces `run`, on the real objects: states that a user holds may have met no graph before."""
+    with torch.inference_mode(False):
+        traced_local(context, "state").prepare_for_graphs()

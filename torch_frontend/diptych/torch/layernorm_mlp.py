@@ -148,6 +148,7 @@ def _backward(a: _Arguments, needs: tuple[str, ...], saved: list[Tensor], grads:
         if s1.x_kept:
             operand = dh if columnwise is None else columnwise
             made["weight1"] = weight_gradient(operand, z, a.weight1.dtype, s1, fc1, a.rng1)
+    a.log_amaxes()
     return [made[name] for name in a.gradients(needs)]
 
 

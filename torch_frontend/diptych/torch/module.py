@@ -24,18 +24,19 @@ from diptych.common.schedule import OFFSETS
 from diptych.torch import functional, primitives
 from diptych.torch.autocast import STATE, amax_group, make_step_counter
 from diptych.torch.checkpoint import recorded, replayed
-from diptych.torch.eager_only import CALIBRATING, DELAYED_WGRAD, HOOKS, EagerOnly, prepare
+from diptych.torch.delayed import update_once
+from diptych.torch.eager_only import CALIBRATING, DELAYED_WGRAD, EagerOnly, prepare
 from diptych.torch.layer import linear_with
 from diptych.torch.products import Options, dequantized_weight, schedule
 from diptych.torch.quantized import QuantizedTensor, high_precision
-from diptych.torch.rules import foreign_hooks, traced_local
+from diptych.torch.rules import traced_local
 from diptych.torch.state import (
     ScaleStates,
+    States,
     check_tree,
     keep_from_broadcast,
     keys_below,
     rng_take,
-    update_once,
     warn_once,
 )
 from diptych.torch.weights import WeightCache, WeightGradients
@@ -137,8 +138,7 @@ class QuantizedModule(nn.Module):
             return None if STATE.calibrating is None else CALIBRATING
         if self._weight_gradients is not None and self._weight_gradients.delay:
             return DELAYED_WGRAD
-        s = [schedule(recipe, self.module_kind, self._role_name(layer), False, False) for layer in self.layers]
-        return HOOKS if any([len(one.plan.states) > 0 for one in s]) and foreign_hooks() else None
+        return None
 
     def _role_name(self, layer: str) -> str:
         return f"{self.name}.{layer}" if self.name and layer else self.name or layer
@@ -157,10 +157,10 @@ class QuantizedModule(nn.Module):
         compiling = torch.compiler.is_compiling()
         name = self._role_name(layer)
         s = schedule(recipe, self.module_kind, name, False, False)
-        states, rng, scales = None, None, None
+        states, rng, scales, updated = None, None, None, None
         if s.plan.states or s.plan.needs_rng or "scale_states" in self._modules:
             if compiling:
-                states, rng = self._compiled_states(s.plan, layer, recipe, x.device)
+                states, rng, updated = self._compiled_states(s.plan, layer, recipe, x.device)
             else:
                 states, rng, scales = self._states_for(s.plan, layer, recipe, x.device)
         group = None
@@ -170,7 +170,7 @@ class QuantizedModule(nn.Module):
         gradients = self._weight_gradients
         options = Options(
             self.module_kind, name, save_original_input, self.training, group, states, scales, None,
-            None if gradients is None else gradients.of(weight),
+            None if gradients is None else gradients.of(weight), updated,
         )  # fmt: skip
         cached = is_first_microbatch is not None or skip_weight_update is not None
         if cached and not isinstance(weight, QuantizedTensor):
@@ -185,7 +185,7 @@ class QuantizedModule(nn.Module):
 
     def _states_for(
         self, plan: LinearPlan, layer: str, recipe: Recipe, device: torch.device
-    ) -> tuple[ScaleStates | None, Tensor | None, dict[str, Tensor] | None]:
+    ) -> tuple[ScaleStates | States | None, Tensor | None, dict[str, Tensor] | None]:
         """(states, snapshot of the random generator, scales to use instead of the states') of one call."""
         if not (plan.states or plan.needs_rng):
             if torch._C._current_graph_task_id() == -1:
@@ -201,33 +201,37 @@ class QuantizedModule(nn.Module):
                 "diptych.torch.checkpoint, or torch.utils.checkpoint with context_fn=diptych.torch.checkpoint_contexts"
             )
         states = self._bound_states(plan, layer, recipe, device)
-        if states is not None and self.training:
-            self._enter_region(states, recipe, device)
+        used: Any = states
+        if states is not None:
+            used = self._enter_region(states, recipe, device) if self.training else states.current()
         rng = None
         if plan.needs_rng:
             rng = rng_take(self._rng(device), OFFSETS)
         recorded(self, layer, states, rng)
-        return states, rng, None
+        return used, rng, None
 
     @staticmethod
-    def _enter_region(states: ScaleStates, recipe: Recipe, device: torch.device) -> None:
-        """Updates the scales at their first use in a region. Where graphs may share the states, which they all may on
-        a GPU, the device decides that too."""
+    def _enter_region(states: ScaleStates, recipe: Recipe, device: torch.device) -> States | ScaleStates:
+        """The states for this call. Updates the scales at their first use in a region. Where graphs may share the
+        states, which they all may on a GPU, the device decides that too."""
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if states.region == STATE.region and not capturing:
-            return
+            return states.current()
         keep_from_broadcast(states)
         group = amax_group(recipe, STATE.amax_groups)
         if states._buffers["seen"] is None and device.type == "cuda":
             _require_no_capture(device)
             states.seen = torch.zeros(1, dtype=torch.int64, device=device)
         if states._buffers["seen"] is None:
-            states.update(group)
+            scales = states.update(group)
         else:
             assert states.plan is not None
-            update_once(states, states.plan.states, make_step_counter(device), group)
-        if not capturing:
-            states.region = STATE.region
+            scales = update_once(states, states.plan.states, make_step_counter(device), group)
+        assert scales is not None
+        view = states.freeze(scales)
+        if not capturing:  # memory of a captured graph serves that graph alone
+            states.region, states.view = STATE.region, (view, states.versions())
+        return view
 
     def _layer_states(self, layer: str) -> ScaleStates | None:
         states: Any = self._modules.get("scale_states")
@@ -281,7 +285,7 @@ class QuantizedModule(nn.Module):
 
     def _compiled_states(
         self, plan: LinearPlan, layer: str, recipe: Recipe, device: torch.device
-    ) -> tuple[ScaleStates | None, Tensor | None]:
+    ) -> tuple[ScaleStates | None, Tensor | None, Tensor | None]:
         """`_states_for` of a call that is traced: made or bound while tracing, read and written by the graph."""
         from torch._dynamo.comptime import comptime  # importing it takes a second
 
@@ -291,10 +295,11 @@ class QuantizedModule(nn.Module):
             raise UnsupportedError(
                 f"{type(self).__name__} under torch.compile: the layer {layer!r} has state, and is not in `layers`"
             )
+        scales = None
         if states is not None and self.training:
-            update_once(states, plan.states, STATE.steps[str(device)], amax_group(recipe, STATE.amax_groups))
+            scales = update_once(states, plan.states, STATE.steps[str(device)], amax_group(recipe, STATE.amax_groups))
         rng = self._buffers.get("rng_state")
-        return states, rng_take(rng, OFFSETS) if plan.needs_rng and rng is not None else None
+        return states, rng_take(rng, OFFSETS) if plan.needs_rng and rng is not None else None, scales
 
     def _prepare(self, recipe: Recipe, layer: str, device: torch.device) -> None:
         """Makes what a graph of this layer reads and writes."""
@@ -302,8 +307,7 @@ class QuantizedModule(nn.Module):
         states = self._bound_states(plan, layer, recipe, device)
         made: list[Tensor] = []
         if states is not None:
-            if states.seen is None:
-                states.seen = torch.zeros(1, dtype=torch.int64, device=device)
+            states.prepare_for_graphs()
             made += [make_step_counter(device), *states.buffers()]
         if plan.needs_rng:
             made.append(self._rng(device))
@@ -312,11 +316,13 @@ class QuantizedModule(nn.Module):
 
     # --- calibration ---
 
-    def _calibrate(self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: str, recipe: Recipe) -> Tensor:
+    def _calibrate(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: str, recipe: Recipe, product: Any = F.linear
+    ) -> Tensor:
         """High precision, with the amaxes recorded that `recipe` asks for."""
         recipe = recipe if self.recipe is None else self.recipe
         s = schedule(recipe, self.module_kind, self._role_name(layer), False, False)
-        y = F.linear(x, dequantized_weight(weight), bias)
+        y = product(x, dequantized_weight(weight), bias)
         if not s.plan.states or torch._C._current_graph_task_id() != -1:
             return y
         states = self._bound_states(s.plan, layer, recipe, x.device)

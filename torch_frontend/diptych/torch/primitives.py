@@ -171,12 +171,17 @@ def _scale_update(
     most_recent: bool,
     seen: Tensor | None = None,
     step: Tensor | None = None,
+    *recorded: Tensor | None,
+    scale_out: Tensor | None = None,
 ) -> None:
-    """`seen`, `step`: int64 [1] on the same device; where they are equal, nothing changes."""
+    """`seen`, `step`: int64 [1] on the same device; where they are equal, nothing changes. `recorded`: pending, log,
+    written and taken of `delayed.log_buffers`, which history takes in. `scale_out`: gets a copy of the scale."""
     check_scale_update(history, scale, reduced, amax, fp8_max, margin, most_recent)
     reduced = None if reduced is None else reduced.contiguous()
     amax = None if amax is None else amax.contiguous()
-    _core.scale_update(history, scale, reduced, amax, history, scale, fp8_max, margin, most_recent, seen, step)
+    recorded = recorded or (None,) * 4
+    given: Any = (fp8_max, margin, most_recent, seen, step, *recorded, scale_out)
+    _core.scale_update(history, scale, reduced, amax, history, scale, *given)
     wrote(history, scale)
 
 

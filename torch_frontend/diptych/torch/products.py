@@ -32,7 +32,7 @@ from diptych.common.schedule import Call, Schedule, make_schedule
 from diptych.torch import functional, primitives, replay
 from diptych.torch.operands import Copies, Operand, pick, values
 from diptych.torch.quantized import QuantizedTensor, high_precision
-from diptych.torch.state import ScaleStates, record_amax, rng_at
+from diptych.torch.state import ScaleStates, States, record_amax, rng_at
 
 
 class Options(NamedTuple):
@@ -43,10 +43,11 @@ class Options(NamedTuple):
     save_original_input: bool = False
     record: bool = True
     group: Any = None
-    state: ScaleStates | None = None
+    state: ScaleStates | States | None = None
     replay: dict[str, Tensor] | None = None
     weight_copies: Copies | None = None
     weight_grad: Any = None
+    scales: Tensor | None = None  # [n], those of `state` by the plan's order, as a graph's update gave them
 
 
 # --- what to do ------------------------------------------------------------------------------------------------------

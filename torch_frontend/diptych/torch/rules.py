@@ -379,13 +379,17 @@ def define(
     real: Callable[..., Any],
     fake: Callable[..., Any],
     backends: tuple[str, ...] = ("CPU", "CUDA"),
+    buffers: bool = False,
 ) -> torch._ops.OpOverload:
-    """Makes `torch.ops.diptych.<name>`: `real` for CPU and CUDA tensors, `fake` for shapes, no derivative."""
+    """Makes `torch.ops.diptych.<name>`: `real` for CPU and CUDA tensors, `fake` for shapes, no derivative. `buffers`:
+    it takes buffers alone, which require none: whether one does is not asked."""
     _LIBRARY.define(f"{name}{signature}", tags=(torch.Tag.pt2_compliant_tag,))
     for backend in backends:
         _LIBRARY.impl(name, real, backend)
     torch.library.register_fake(f"diptych::{name}", fake, lib=_LIBRARY)
     overload = getattr(torch.ops.diptych, name).default
+    if buffers:
+        return overload
 
     def below_autograd(*args: Any, **kwargs: Any) -> Any:
         require_no_grad(f"diptych::{name}", *(t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)))
@@ -414,15 +418,7 @@ def direct(*tensors: Tensor | None) -> bool:
 
 def wrote(*tensors: Tensor) -> None:
     """Lets autograd notice if a tensor that was written had been saved for a backward."""
-    for t in tensors:
-        if not t.is_inference():
-            torch.autograd.graph.increment_version(t)
-
-
-def foreign_hooks() -> bool:
-    """Whether saved tensors go through hooks other than a checkpoint's."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
-    return hooks is not None and hooks[0].__module__ != "torch.utils.checkpoint"
+    torch._C._increment_version([t for t in tensors if not t.is_inference()])
 
 
 def traced_local(context: Any, name: str) -> Any:

@@ -25,12 +25,9 @@ from torch import Tensor, nn
 from diptych.common.errors import CheckpointError, RecipeSwitchWarning, UnsupportedError
 from diptych.common.plan import LinearPlan, StateSlot
 from diptych.common.quantizers import Float8Quantizer
-from diptych.torch import functional, opaque, primitives, replay
-from diptych.torch.checkpoint import SAVED, recorded, replayed, replaying, require_saved
-from diptych.torch.eager_only import HOOKS
-from diptych.torch.opaque import Constants
-from diptych.torch.replay import Replays
-from diptych.torch.rules import define, describe, direct, foreign_hooks, wrote
+from diptych.torch.checkpoint import SAVED, recorded, replayed, require_saved
+from diptych.torch.delayed import LOG, collect, forget, fp8_max, log_buffers, update_all
+from diptych.torch.rules import define, describe, direct, wrote
 
 BUFFERS = ("scale", "amax_history", "fp8_max")
 
@@ -48,11 +45,6 @@ def warn_once(key: Any, message: str) -> None:
 def key_of(slot: str) -> str:
     """A slot's name in a state dict: "input.fprop" is "input_fprop"."""
     return slot.replace(".", "_")
-
-
-def fp8_max(quantizer: Float8Quantizer) -> float:
-    """Largest finite value of a quantizer's element."""
-    return torch.finfo(getattr(torch, quantizer.fp8_dtype)).max
 
 
 def resize_history(history: Tensor, length: int) -> Tensor:
@@ -73,27 +65,18 @@ def record_amax(history: Tensor, amax: Tensor) -> None:
     torch.maximum(pending, amax, out=pending)
 
 
-def _record_amaxes(histories: list[Tensor], amaxes: Tensor) -> None:
-    if replaying():  # a graph under an eager checkpoint: its forward has recorded them
-        return
-    for history, amax in zip(histories, amaxes.split(1), strict=True):
-        record_amax(history, amax)
+class _Float32(nn.Module):
+    """A cast of the module around it is none of its floating buffers."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Float32:
+        def moved(t: Tensor) -> Tensor:
+            out = fn(t)
+            return out if out.dtype == t.dtype else t.to(out.device)
+
+        return super()._apply(moved, recurse)
 
 
-_record_amaxes_op = define(
-    "record_amaxes", "(Tensor(a!)[] histories, Tensor amaxes) -> ()", _record_amaxes, lambda histories, amaxes: None
-)
-
-
-SAVED.add(_record_amaxes_op)
-
-
-def record_amaxes(histories: list[Tensor], amaxes: Tensor) -> None:
-    """`record_amax` of several, as one node of a graph. `amaxes`: [their number]."""
-    _record_amaxes_op(histories, amaxes)
-
-
-class ScaleSlot(nn.Module):
+class ScaleSlot(_Float32):
     """The delayed-scaling state of one tensor. `quantizer` is None until a recipe has used a state that was loaded."""
 
     scale: Tensor
@@ -107,28 +90,11 @@ class ScaleSlot(nn.Module):
         self.register_buffer("amax_history", torch.zeros(length, dtype=torch.float32, device=device))
         self.register_buffer("fp8_max", torch.full((1,), largest, dtype=torch.float32, device=device))
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ScaleSlot:
-        def moved(t: Tensor) -> Tensor:  # a cast of the module is none of its scales
-            out = fn(t)
-            return out if out.dtype == torch.float32 else t.to(out.device)
-
-        return super()._apply(moved, recurse)
-
     def adopt(self, quantizer: Float8Quantizer) -> None:
         """Serves a quantizer of the same element, with its length of history."""
         self.quantizer = quantizer
         if self.amax_history.numel() != quantizer.amax_history_len:
             self._buffers["amax_history"] = resize_history(self.amax_history, quantizer.amax_history_len)
-
-    def update(self, reduced: Tensor | None, chosen: Tensor | None) -> None:
-        """The scale from the amaxes so far (NUMERICS 2, "Delayed"). `reduced`: pending amax over all ranks."""
-        quantizer = self.quantizer
-        if quantizer is None:
-            raise RuntimeError("ScaleSlot.update: no recipe has used this state yet")
-        most_recent = quantizer.amax_compute_algo == "most_recent"
-        primitives.scale_update(
-            self.amax_history, self.scale, reduced, chosen, fp8_max(quantizer), quantizer.margin, most_recent
-        )
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         given = state_dict.get(f"{prefix}amax_history")
@@ -142,119 +108,22 @@ class ScaleSlot(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def _chosen(quantizer: Float8Quantizer, history: Tensor, reduced: Tensor | None) -> Tensor | None:
-    """The amax that a recipe's own function picks; None where the core's do. It works on copies: its result counts."""
-    algo = quantizer.amax_compute_algo
-    if not callable(algo):
-        return None
-    replay.refuse()
-    last = history[:1].clone()
-    if reduced is not None:
-        last = torch.where(reduced != 0, reduced, last)
-    amax: Any = algo(history.clone()[None], last)
-    if not isinstance(amax, Tensor):
-        raise TypeError(
-            f"amax_compute_algo returned {type(amax).__name__}; it must return a tensor, the amax of each of the 1 "
-            "tensors whose histories it was given"
-        )
-    if amax.dtype != torch.float32 or tuple(amax.shape) != (1,) or amax.device != history.device:
-        raise ValueError(f"amax_compute_algo must return float32[1] on {history.device}, got {describe(amax)}")
-    return amax.detach()
+class States:
+    """The states of delayed scaling for one forward and its backward: a scale, and where its amax goes, by slot."""
+
+    def __init__(self, slots: tuple[str, ...], scales: list[Tensor], histories: list[Any]) -> None:
+        self._tensors = dict(zip(slots, zip(scales, histories, strict=True), strict=True))
+
+    def tensors(self, slot: str) -> tuple[Tensor, Tensor]:
+        """(scale, history) of a slot."""
+        return self._tensors[slot]
+
+    def record(self, slot: str, amax: Tensor) -> None:
+        """Enters an amax [1]."""
+        record_amax(self._tensors[slot][1], amax)
 
 
-def _picked(
-    histories: list[Tensor], quantizers: list[Float8Quantizer], group: Any
-) -> tuple[list[Tensor | None], list[Tensor | None]]:
-    """The amaxes that come from elsewhere than the histories: reduced over a group, chosen by a recipe's function."""
-    reduced: list[Tensor | None] = [None] * len(histories)
-    if group is not None:
-        pending = torch.cat([history[:1] for history in histories])
-        reduced = list(functional.max_over(pending, group).split(1))
-    return reduced, [_chosen(*one) for one in zip(quantizers, histories, reduced, strict=True)]
-
-
-def _update_once(
-    histories: list[Tensor], scales: list[Tensor], seen: Tensor, step: Tensor, quantizers: Constants, group: Any
-) -> None:
-    _update_each(histories, scales, seen, step, quantizers.items, opaque.group_of(group))
-    seen.copy_(step)
-
-
-def _update_each(
-    histories: list[Tensor],
-    scales: list[Tensor],
-    seen: Tensor,
-    step: Tensor,
-    quantizers: tuple[Any, ...],
-    group: Any = None,
-) -> list[Tensor]:
-    reduced, chosen = _picked(histories, list(quantizers), group)
-    for history, scale, amax, pick, q in zip(histories, scales, reduced, chosen, quantizers, strict=True):
-        latest = q.amax_compute_algo == "most_recent"
-        primitives._scale_update(history, scale, amax, pick, fp8_max(q), q.margin, latest, seen, step)
-    return []
-
-
-_replays = Replays()
-
-
-def _update_once_taped(
-    histories: list[Tensor], scales: list[Tensor], seen: Tensor, step: Tensor, quantizers: Constants, group: Any
-) -> None:
-    """As compiled code runs it: a graph that an eager checkpoint recomputes finds the scales as its forward left them,
-    for it cannot be given others. **Raises** where they are none of its forward's."""
-    entry = replayed(None, "compiled scales")
-    if entry is not None and entry.seen is not None:
-        same = seen == entry.seen
-        said = (
-            "delayed scaling in compiled code that a checkpoint recomputes: its scales were updated since the forward, "
-            "in a later autocast region; run backward before that, or checkpoint inside of the compiled function"
-        )
-        if same.is_cuda:
-            torch.ops.aten._assert_async.msg(same, said)
-        elif not same.item():
-            raise UnsupportedError(said)
-        return
-    if torch._C._current_graph_task_id() != -1:
-        raise UnsupportedError(
-            "delayed scaling in compiled code that a checkpoint recomputes: it would update scales again; "
-            "use diptych.torch.checkpoint"
-        )
-    if foreign_hooks():
-        raise UnsupportedError(HOOKS.reason)
-    if group is None:
-        tensors = [*histories, *scales, seen, step]
-        _replays(quantizers, tensors, _update_each, histories, scales, seen, step, quantizers.items)
-        wrote(*histories, *scales)
-        seen.copy_(step)
-    else:
-        _update_once(histories, scales, seen, step, quantizers, group)
-    recorded(None, "compiled scales", None, None, seen)
-
-
-if opaque.AVAILABLE:
-    _update_once_op = define(
-        "update_scales",
-        "(Tensor(a!)[] histories, Tensor(b!)[] scales, Tensor(c!) seen, Tensor step, "
-        f"{opaque.schema_type(Constants)} quantizers, {opaque.GROUP_TYPE}? group) -> ()",
-        _update_once_taped,
-        lambda *_: require_saved("delayed scaling"),
-    )
-    SAVED.add(_update_once_op)
-
-
-def update_once(states: ScaleStates, slots: tuple[StateSlot, ...], step: Tensor, group: Any) -> None:
-    """`ScaleStates.update` where `step` is another than at the last one, decided on the device: a graph runs this in
-    each forward. `slots`: those of the plan."""
-    pairs = [states.tensors(slot.name) for slot in slots]
-    quantizers = Constants(tuple([slot.quantizer for slot in slots]))
-    seen = states._buffers["seen"]
-    assert seen is not None
-    op = _update_once if direct(seen, step) else _update_once_op
-    op([p[1] for p in pairs], [p[0] for p in pairs], seen, step, quantizers, opaque.group_argument(group))
-
-
-class ScaleStates(nn.Module):
+class ScaleStates(_Float32):
     """The delayed-scaling states of one linear layer, one `ScaleSlot` for each name in `LinearPlan.states`.
 
     `diptych.torch.Linear` keeps one itself. For `diptych.torch.linear`: make it with a plan, `update()` once a step.
@@ -262,11 +131,17 @@ class ScaleStates(nn.Module):
     **Arguments:** `plan`: from `linear_plan(recipe, module, name)`; None: empty until `bind` or `load_state_dict`.
     """
 
+    seen: Tensor | None
+    pending: Tensor
+
     def __init__(self, plan: LinearPlan | None = None, device: torch.device | str | None = None) -> None:
         super().__init__()
         self.plan: LinearPlan | None = None
         self.region = 0  # of the last update
         self.register_buffer("seen", None, persistent=False)  # the same for graphs: `autocast.step_counter` then
+        for name in LOG:  # what graphs record: `delayed`
+            self.register_buffer(name, None, persistent=False)
+        self.view: tuple[States, list[int]] | None = None  # of this region, and versions of what it is a copy of
         self.wrapper: Any = None  # weak reference to the DistributedDataParallel that leaves these states alone
         self.device = device
         if plan is not None:
@@ -296,17 +171,19 @@ class ScaleStates(nn.Module):
         loaded = {k: s for k, s in held.items() if s.quantizer is None}
         if loaded and wanted:
             self._check_loaded(loaded, wanted)
-        lost = []
-        for key, slot in held.items():
-            if key not in wanted or not _fits(slot, wanted[key]):
-                lost.append(key)
-                del self._modules[key]
+        lost = [key for key, slot in held.items() if key not in wanted or not _fits(slot, wanted[key])]
+        if lost or len(held) != len(wanted):
+            self.collect()  # of those that stay
+        for key in lost:
+            del self._modules[key]
         for key, want in wanted.items():
             if key not in self._modules:
                 self._modules[key] = ScaleSlot(want.quantizer.amax_history_len, fp8_max(want.quantizer), device)
                 self.wrapper = None
             self._modules[key].adopt(want.quantizer)  # type: ignore[union-attr,operator]
-        self.plan = plan
+        if self._buffers["pending"] is not None and len(wanted) != self.pending.numel():
+            self._buffers |= dict.fromkeys(LOG)
+        self.plan, self.view = plan, None
         return lost
 
     @staticmethod
@@ -325,15 +202,64 @@ class ScaleStates(nn.Module):
                     f"another recipe; {said}"
                 )
 
-    def update(self, group: Any = None) -> None:
-        """The scales for the next step. `group`: process group over which the pending amaxes are reduced first."""
-        slots = list(self.slots().values())
+    def freeze(self, scales: Tensor) -> States:
+        """The states with a copy of the scales [n]: backward quantizes by those of its forward."""
+        assert self.plan is not None
+        names = tuple([slot.name for slot in self.plan.states])
+        return States(names, list(scales.split(1)), [self.tensors(name)[1] for name in names])
+
+    def versions(self) -> list[int]:
+        """Change when somebody writes to a scale."""
+        scales = [slot.scale for slot in self.slots().values()]
+        return [0 if t.is_inference() else t._version for t in scales]
+
+    def current(self) -> States | ScaleStates:
+        """What `freeze` made in this region, unless the scales were written or replaced since."""
+        return self if self.view is None or self.view[1] != self.versions() else self.view[0]
+
+    def update(self, group: Any = None) -> Tensor | None:
+        """The scales for the next step, of which it returns a copy [n]; None where there are none.
+
+        `group`: process group over which the pending amaxes are reduced first.
+        """
+        slots = self._in_order()
         if not slots:
+            return None
+        quantizers = tuple([s.quantizer for s in slots])
+        if None in quantizers:
+            raise RuntimeError("ScaleStates.update: no recipe has used this state yet")
+        histories, scales = [s.amax_history for s in slots], [s.scale for s in slots]
+        return update_all(histories, scales, self.recorded(), quantizers, group)[0]
+
+    def _in_order(self) -> list[ScaleSlot]:
+        names = self.slots() if self.plan is None else [key_of(s.name) for s in self.plan.states]
+        return [self._modules[name] for name in names]  # type: ignore[misc]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ScaleStates:
+        self.view = None
+        super()._apply(fn, recurse)
+        return self
+
+    def recorded(self) -> list[Tensor]:
+        """Buffers that graphs record in; none before there are graphs."""
+        buffers = self._buffers
+        return [] if buffers["pending"] is None else [buffers[name] for name in LOG]  # type: ignore[misc]
+
+    def prepare_for_graphs(self) -> None:
+        """Makes what graphs of these states read and write beside the slots."""
+        if not self.slots():
             return
-        quantizers: list[Any] = [s.quantizer for s in slots]
-        reduced, chosen = _picked([s.amax_history for s in slots], quantizers, group)  # a user's code: may raise
-        for slot, amax, pick in zip(slots, reduced, chosen, strict=True):
-            slot.update(amax, pick)
+        device = next(iter(self.slots().values())).scale.device
+        if self.seen is None:
+            self.seen = torch.zeros(1, dtype=torch.int64, device=device)
+        if self._buffers["pending"] is None:
+            for name, buffer in log_buffers(len(self.slots()), device).items():
+                setattr(self, name, buffer)
+
+    def collect(self) -> None:
+        """Moves what graphs have recorded into the histories."""
+        slots = self._in_order()
+        collect([s.amax_history for s in slots], [s.scale for s in slots], self.recorded())
 
     def record(self, slot: str, amax: Tensor) -> None:
         """Enters the amax [1] of a tensor that is not quantized."""
@@ -343,12 +269,16 @@ class ScaleStates(nn.Module):
         """Forgets all states."""
         for key in list(self._modules):
             del self._modules[key]
-        self.plan = None
+        self.plan = self.view = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"region": 0, "wrapper": None}
+        return self.__dict__ | {"region": 0, "view": None, "wrapper": None}
 
-    # --- loading ---
+    # --- saving and loading ---
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        self.collect()
+        super()._save_to_state_dict(*args)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """Makes the children that the state dict has, for torch to load them next."""
@@ -364,6 +294,8 @@ class ScaleStates(nn.Module):
                     self._modules[name] = ScaleStates(None, device)
         for name in [n for n in self._modules if n not in tree]:
             del self._modules[name]
+        forget(self.recorded())
+        self.view = None
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -475,7 +407,9 @@ def _rng_take_fake(rng: Tensor, count: int) -> Tensor:
 
 
 # An op of its own: a plain clone would be recomputed in a compiled backward, from a state that has moved on by then.
-_rng_take_op = define("rng_take", "(Tensor(a!) rng, int count) -> Tensor", _rng_take_taped, _rng_take_fake)
+_rng_take_op = define(
+    "rng_take", "(Tensor(a!) rng, int count) -> Tensor", _rng_take_taped, _rng_take_fake, buffers=True
+)
 SAVED.add(_rng_take_op)
 
 

@@ -54,7 +54,7 @@ class WeightCache:
         """
         module, name = options.module, options.name
         calls = schedule(recipe, module, name, need_columnwise, False).w
-        key = _key(calls)
+        key = _key(calls, weight.device)
         weight = weight.detach()
         if skip is not None and first is not None:
             raise ValueError(
@@ -94,7 +94,7 @@ class WeightCache:
 
     def bind(self, calls: tuple[Call, ...], form: tuple[Any, ...]) -> None:
         """Makes buffers for graphs to write, unless there are some for these calls. `form`: (shape, dtype, device)."""
-        key = _key(calls)
+        key = _key(calls, form[2])
         if self.bound and self.key == key:
             return
         buffers: list[Any] = [None, None]
@@ -183,9 +183,9 @@ def _bound_while_tracing(context: Any) -> None:
         cache.content = "kept"
 
 
-def _key(calls: tuple[Call, ...]) -> tuple[Any, ...]:
+def _key(calls: tuple[Call, ...], device: torch.device) -> tuple[Any, ...]:
     """What the copies depend on, in scalars: torch 2.11 keeps no constant of a graph beyond it."""
-    return tuple(
+    return str(device), *tuple(
         [
             (
                 *tuple(c.quantizer.spec),

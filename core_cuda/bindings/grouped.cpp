@@ -1,0 +1,77 @@
+// Products of groups, as the Python module has them.
+#include "grouped.h"
+
+#include "diptych/grouped.h"
+#include "program.h"
+
+namespace diptych::bind {
+
+// What a Program needs to run it again
+template <typename F>
+bool each(GroupedGemmArgs& a, F f) {
+  each(a.a, f), each(a.b, f), f(a.offsets), f(a.d), f(a.c), f(a.bias);
+  return true;
+}
+
+template <typename F>
+bool each(GroupedBiasGradArgs& a, F f) {
+  f(a.dy), f(a.offsets), f(a.out), f(a.workspace);
+  return true;
+}
+
+namespace {
+
+void py_grouped_gemm(py::handle a_data, py::handle a_scale, py::handle a_amax, int a_format, bool a_columnwise,
+                     py::handle b_data, py::handle b_scale, py::handle b_amax, int b_format, bool b_columnwise,
+                     py::handle offsets, py::handle d, py::handle c, py::handle bias, int kind, int align, bool rotated,
+                     float alpha, float beta, bool fast_accum) {
+  Call call;
+  GroupedGemmArgs g;
+  g.a = operand(call, a_data, a_scale, a_amax, a_format, a_columnwise, "a");
+  g.b = operand(call, b_data, b_scale, b_amax, b_format, b_columnwise, "b");
+  g.offsets = call.in(offsets, "offsets");
+  g.d = call.out(d, "d");
+  g.c = call.in(c, "c");
+  g.bias = call.in(bias, "bias");
+  g.kind = static_cast<GroupKind>(kind);
+  g.align = align;
+  g.rotated = rotated;
+  g.alpha = alpha;
+  g.beta = beta;
+  g.fast_accum = fast_accum;
+  run(grouped_gemm, g, call);
+}
+
+void py_grouped_bias_grad(py::handle dy, py::handle offsets, py::handle out, py::handle workspace) {
+  Call call;
+  GroupedBiasGradArgs a;
+  a.dy = call.in(dy, "dy");
+  a.offsets = call.in(offsets, "offsets");
+  a.out = call.out(out, "out");
+  a.workspace = call.out(workspace, "workspace");
+  run(grouped_bias_grad, a, call);
+}
+
+py::dict group_kinds() {
+  py::dict d;
+  d["rows"] = static_cast<int>(GroupKind::rows);
+  d["depth"] = static_cast<int>(GroupKind::depth);
+  return d;
+}
+
+}  // namespace
+
+void add_grouped(py::module_& m) {
+  m.def("grouped_gemm", py_grouped_gemm, py::arg("a_data"), py::arg("a_scale_inv"), py::arg("a_amax"),
+        py::arg("a_format"), py::arg("a_columnwise"), py::arg("b_data"), py::arg("b_scale_inv"), py::arg("b_amax"),
+        py::arg("b_format"), py::arg("b_columnwise"), py::arg("offsets"), py::arg("d"), py::arg("c"), py::arg("bias"),
+        py::arg("kind"), py::arg("align"), py::arg("rotated"), py::arg("alpha"), py::arg("beta"),
+        py::arg("fast_accum"));
+  m.def("grouped_bias_grad", py_grouped_bias_grad, py::arg("dy"), py::arg("offsets"), py::arg("out"),
+        py::arg("workspace"));
+  m.def("grouped_bias_grad_workspace_bytes", grouped_bias_grad_workspace_bytes, py::arg("rows"), py::arg("cols"),
+        py::arg("groups"));
+  m.def("group_kinds", group_kinds);
+}
+
+}  // namespace diptych::bind

@@ -1,0 +1,161 @@
+// The ops that move rows between token order and expert order, as the Python module has them.
+#include "moe.h"
+
+#include "diptych/moe.h"
+#include "program.h"
+
+namespace diptych::bind {
+
+// What a Program needs to run them again
+template <typename F>
+bool each(PermuteMapArgs& a, F f) {
+  f(a.routing), f(a.row_id_map), f(a.tokens_per_expert), f(a.expert_offsets), f(a.source), f(a.workspace);
+  return true;
+}
+template <typename F>
+bool each(ChunkMapArgs& a, F f) {
+  f(a.split_sizes), f(a.order), f(a.row_id_map), f(a.source);
+  return true;
+}
+template <typename F>
+bool each(InvertMapArgs& a, F f) {
+  f(a.row_id_map), f(a.source), f(a.kept);
+  return true;
+}
+template <typename F>
+bool each(PermuteArgs& a, F f) {
+  for (Plane& p : a.planes) f(p.in), f(p.out);
+  f(a.row_id_map), f(a.source), f(a.probs), f(a.permuted_probs);
+  return true;
+}
+template <typename F>
+bool each(PermuteColumnsArgs& a, F f) {
+  f(a.in), f(a.out), f(a.source);
+  return true;
+}
+template <typename F>
+bool each(UnpermuteArgs& a, F f) {
+  f(a.x), f(a.row_id_map), f(a.probs), f(a.y), f(a.permuted_dprobs), f(a.dprobs);
+  return true;
+}
+template <typename F>
+bool each(UnpermuteGradArgs& a, F f) {
+  f(a.dy), f(a.row_id_map), f(a.source), f(a.probs), f(a.dx), f(a.x), f(a.dprobs);
+  return true;
+}
+
+namespace {
+
+void py_permute_map(py::handle routing, int kind, int align, py::handle row_id_map, py::handle tokens_per_expert,
+                    py::handle expert_offsets, py::handle source, py::handle workspace) {
+  Call call;
+  PermuteMapArgs a;
+  a.routing = call.in(routing, "routing");
+  a.kind = static_cast<RoutingMap>(kind);
+  a.align = align;
+  a.row_id_map = call.out(row_id_map, "row_id_map");
+  a.tokens_per_expert = call.out(tokens_per_expert, "tokens_per_expert");
+  a.expert_offsets = call.out(expert_offsets, "expert_offsets");
+  a.source = call.out(source, "source");
+  a.workspace = call.out(workspace, "workspace");
+  run(permute_map, a, call);
+}
+
+void py_chunk_map(py::handle split_sizes, py::handle order, py::handle row_id_map, py::handle source) {
+  Call call;
+  ChunkMapArgs a;
+  a.split_sizes = call.in(split_sizes, "split_sizes");
+  a.order = call.in(order, "order");
+  a.row_id_map = call.out(row_id_map, "row_id_map");
+  a.source = call.out(source, "source");
+  run(chunk_map, a, call);
+}
+
+void py_invert_map(py::handle row_id_map, py::handle source, py::handle kept) {
+  Call call;
+  run(invert_map, InvertMapArgs{call.in(row_id_map, "row_id_map"), call.out(source, "source"), call.out(kept, "kept")},
+      call);
+}
+
+void py_permute(py::sequence planes, py::handle row_id_map, py::handle source, py::handle probs,
+                py::handle permuted_probs, bool zero_prob_is_padding) {
+  Call call;
+  PermuteArgs a;
+  a.plane_count = static_cast<int32_t>(planes.size());
+  for (int i = 0; i < std::min(a.plane_count, kMaxPlanes); ++i) {
+    const py::object plane = planes[i];
+    if (!PyTuple_CheckExact(plane.ptr()) || PyTuple_GET_SIZE(plane.ptr()) != 3)
+      throw py::type_error("argument 'planes' must hold tuples (input, output, fill)");
+    const auto t = py::reinterpret_borrow<py::tuple>(plane);
+    a.planes[i] = {call.in(t[0], "input"), call.out(t[1], "output"), t[2].cast<uint32_t>()};
+  }
+  a.row_id_map = call.in(row_id_map, "row_id_map");
+  a.source = call.in(source, "source");
+  a.probs = call.in(probs, "probs");
+  a.permuted_probs = call.out(permuted_probs, "permuted_probs");
+  a.zero_prob_is_padding = zero_prob_is_padding;
+  run(permute, a, call);
+}
+
+void py_permute_columns(py::handle x, py::handle out, py::handle source, int64_t slots) {
+  Call call;
+  run(permute_columns, PermuteColumnsArgs{call.in(x, "x"), call.out(out, "out"), call.in(source, "source"), slots},
+      call);
+}
+
+void py_unpermute(py::handle x, py::handle row_id_map, py::handle probs, py::handle y, py::handle permuted_dprobs,
+                  py::handle dprobs) {
+  Call call;
+  UnpermuteArgs a;
+  a.x = call.in(x, "x");
+  a.row_id_map = call.in(row_id_map, "row_id_map");
+  a.probs = call.in(probs, "probs");
+  a.y = call.out(y, "y");
+  a.permuted_dprobs = call.in(permuted_dprobs, "permuted_dprobs");
+  a.dprobs = call.out(dprobs, "dprobs");
+  run(unpermute, a, call);
+}
+
+void py_unpermute_grad(py::handle dy, py::handle row_id_map, py::handle source, py::handle probs, py::handle dx,
+                       py::handle x, py::handle dprobs) {
+  Call call;
+  UnpermuteGradArgs a;
+  a.dy = call.in(dy, "dy");
+  a.row_id_map = call.in(row_id_map, "row_id_map");
+  a.source = call.in(source, "source");
+  a.probs = call.in(probs, "probs");
+  a.dx = call.out(dx, "dx");
+  a.x = call.in(x, "x");
+  a.dprobs = call.out(dprobs, "dprobs");
+  run(unpermute_grad, a, call);
+}
+
+py::dict moe_table() {  // the numbers that these ops take, and their limits
+  py::dict maps, d;
+  maps["mask"] = static_cast<int>(RoutingMap::mask);
+  maps["index"] = static_cast<int>(RoutingMap::index);
+  d["routing_map"] = maps;
+  d["max_slots"] = kMaxSlots;
+  d["max_planes"] = kMaxPlanes;
+  return d;
+}
+
+}  // namespace
+
+void add_moe(py::module_& m) {
+  m.def("permute_map", py_permute_map, py::arg("routing"), py::arg("kind"), py::arg("align"), py::arg("row_id_map"),
+        py::arg("tokens_per_expert"), py::arg("expert_offsets"), py::arg("source"), py::arg("workspace"));
+  m.def("chunk_map", py_chunk_map, py::arg("split_sizes"), py::arg("order"), py::arg("row_id_map"), py::arg("source"));
+  m.def("invert_map", py_invert_map, py::arg("row_id_map"), py::arg("source"), py::arg("kept") = py::none());
+  m.def("permute", py_permute, py::arg("planes"), py::arg("row_id_map"), py::arg("source"),
+        py::arg("probs") = py::none(), py::arg("permuted_probs") = py::none(), py::arg("zero_prob_is_padding") = false);
+  m.def("permute_columns", py_permute_columns, py::arg("x"), py::arg("out"), py::arg("source"), py::arg("slots"));
+  m.def("unpermute", py_unpermute, py::arg("x"), py::arg("row_id_map"), py::arg("probs"), py::arg("y"),
+        py::arg("permuted_dprobs") = py::none(), py::arg("dprobs") = py::none());
+  m.def("unpermute_grad", py_unpermute_grad, py::arg("dy"), py::arg("row_id_map"), py::arg("source"), py::arg("probs"),
+        py::arg("dx"), py::arg("x") = py::none(), py::arg("dprobs") = py::none());
+  m.def("permute_map_workspace_bytes", permute_map_workspace_bytes, py::arg("items"), py::arg("experts"));
+  m.def("moe_table", moe_table);
+}
+
+}  // namespace diptych::bind

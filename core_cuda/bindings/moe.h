@@ -1,0 +1,10 @@
+// The ops of diptych/moe.h in the Python module.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+namespace diptych::bind {
+
+void add_moe(pybind11::module_& m);
+
+}  // namespace diptych::bind

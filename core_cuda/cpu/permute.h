@@ -1,0 +1,23 @@
+// What permute's kernels share: the destinations of one token.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+namespace diptych::cpu {
+
+struct Destination {
+  int32_t row, slot;
+};
+
+// The rows that exist among a token's slots, ascending.
+inline void destinations(const int32_t* map, int64_t slots, int64_t rows, std::vector<Destination>& out) {
+  out.clear();
+  for (int64_t s = 0; s < slots; ++s)
+    if (map[s] >= 0 && map[s] < rows) out.push_back({map[s], static_cast<int32_t>(s)});
+  const auto before = [](const Destination& a, const Destination& b) { return a.row < b.row; };
+  if (!std::is_sorted(out.begin(), out.end(), before)) std::stable_sort(out.begin(), out.end(), before);
+}
+
+}  // namespace diptych::cpu

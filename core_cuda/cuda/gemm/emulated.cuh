@@ -1,0 +1,205 @@
+// What the emulated kernels do: FP8 and E2M1 decoded to bfloat16 in shared memory, mma.sync, float32 sums.
+//
+// E8M0 and E4M3 scales enter the operands, float32 block scales the block's partial sum, per-tensor scales and amaxes
+// the epilogue (NUMERICS 6). One thread block owns 128 x 128 of D and walks all of k: no split, no atomics.
+#pragma once
+
+#include <bit>
+#include <string>
+
+#include "cuda/gemm/emulated_operand.cuh"
+#include "cuda/gemm/epilogue.cuh"
+#include "cuda/launch.cuh"
+#include "cuda/ptx/mma.cuh"
+
+namespace diptych::cuda {
+
+constexpr int kEmulatedShared = 2 * 2 * kTileBytes;        // two stages of A and B
+constexpr int kTileRowsTogether = 8;                       // that share B's tiles in L2
+constexpr int64_t kMostExtent = (int64_t{1} << 31) - 256;  // of any dimension, and of tiles
+
+struct TileAt {
+  int m0, n0;
+  int k0, tiles_k;  // tiles of kTileK from k0 on; k0 begins a block of float32 scales
+  Reach reach;      // kConfined
+};
+
+// The tile of a thread block, in numbers of tiles along m and n.
+__device__ __forceinline__ int2 tile_of_block(int block, int tiles_m, int tiles_n) {
+  const int together = kTileRowsTogether * tiles_n, band = block / together, in_band = block % together;
+  const int rows = min(tiles_m - band * kTileRowsTogether, kTileRowsTogether);
+  return make_int2(band * kTileRowsTogether + in_band % rows, in_band / rows);
+}
+
+// Block scales need a second set of sums, hence smaller warp tiles: 64 x 32 by eight warps, else 64 x 64 by four.
+template <bool kBlockScales>
+struct TileShape {
+  static constexpr int kThreads = kBlockScales ? 256 : 128;
+  static constexpr int kCols = kBlockScales ? 32 : 64;      // of D for a warp, beside 64 rows
+  static constexpr int kPerThread = kFragments / kThreads;  // of each operand's tile
+  using Sums = float[4][kCols / 8][4];                      // [m16][n8][registers of d]
+};
+
+// sums += a @ b.T over the 64 k of one stage; row and col are this warp's corner in the tiles.
+template <int kN8>
+__device__ __forceinline__ void multiply(float (&sums)[4][kN8][4], const unsigned char* a, const unsigned char* b,
+                                         int row, int col) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int kk = 0; kk < kTileK / 16; ++kk) {
+    uint32_t fa[4][4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      ptx::ldmatrix_x4(fa[i], a + swizzled(row + i * 16 + lane % 16, kk * 2 + lane / 16));
+    }
+#pragma unroll
+    for (int j = 0; j < kN8; j += 2) {  // two n8 at a time: registers 0, 1 and 2, 3
+      uint32_t fb[4];
+      ptx::ldmatrix_x4(fb, b + swizzled(col + j * 8 + lane % 8 + lane / 16 * 8, kk * 2 + lane / 8 % 2));
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        ptx::mma_bf16(sums[i][j], fa[i], fb[0], fb[1]);
+        ptx::mma_bf16(sums[i][j + 1], fa[i], fb[2], fb[3]);
+      }
+    }
+  }
+}
+
+// D's tile at `at`, of which rows and columns that exist are written.
+// kLean: addresses are computed anew in each step, where registers are too few to keep them.
+template <bool kBlockScales, Layout kA, Layout kB, bool kConfined, bool kLean>
+__device__ __forceinline__ void product_tile(const Operand& a, const Operand& b, const Epilogue& e, const TileAt& at,
+                                             int period, unsigned char* shared) {
+  using S = TileShape<kBlockScales>;
+  constexpr int kN8 = S::kCols / 8;
+  const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
+  const int warp_row = warp / (kTileOuter / S::kCols) * 64, warp_col = warp % (kTileOuter / S::kCols) * S::kCols;
+  // This thread's corner of D; its registers lie 16, 8 (rows) and 8, 1 (columns) apart.
+  const int row = at.m0 + warp_row + lane / 4, col = at.n0 + warp_col + lane % 4 * 2;
+
+  typename S::Sums acc = {};
+  typename S::Sums part = {};  // kBlockScales: the sums of the running block
+  float sa[8], sb[2 * kN8];    // kBlockScales: its scales for this thread's rows and columns
+
+  // Step t multiplies stage t and fills stage t + 1 from memory, whose latency the products hide.
+  for (int t = -1; t < at.tiles_k; ++t) {
+    unsigned char* now = shared + (t & 1) * 2 * kTileBytes;
+    unsigned char* next = shared + (~t & 1) * 2 * kTileBytes;
+    const bool more = t + 1 < at.tiles_k;
+    const int k_next = at.k0 + (t + 1) * kTileK;
+    int thread = tid, corner_row = warp_row, corner_col = warp_col;
+    if constexpr (kLean) asm volatile("" : "+r"(thread), "+r"(corner_row), "+r"(corner_col));
+    Fragment fa[S::kPerThread], fb[S::kPerThread];
+    if (more) {
+#pragma unroll
+      for (int u = 0; u < S::kPerThread; ++u) {
+        fa[u] = load_fragment<kA, kConfined>(a, at.m0, k_next, thread + u * S::kThreads, at.reach);
+        fb[u] = load_fragment<kB, kConfined>(b, at.n0, k_next, thread + u * S::kThreads, at.reach);
+      }
+    }
+    if (t >= 0) {
+      if constexpr (kBlockScales) {
+        if (t % period == 0) {
+#pragma unroll
+          for (int i = 0; i < 8; ++i) sa[i] = partial_scale(a, row + i * 8, at.k0 + t * kTileK);
+#pragma unroll
+          for (int j = 0; j < 2 * kN8; ++j) sb[j] = partial_scale(b, col + j / 2 * 8 + j % 2, at.k0 + t * kTileK);
+        }
+        multiply(part, now, now + kTileBytes, corner_row, corner_col);
+        if ((t + 1) % period == 0 || !more) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+#pragma unroll
+            for (int j = 0; j < kN8; ++j) {
+#pragma unroll
+              for (int r = 0; r < 4; ++r) {
+                const float s = __fmul_rn(sa[i * 2 + r / 2], sb[j * 2 + r % 2]);
+                acc[i][j][r] = __fadd_rn(acc[i][j][r], __fmul_rn(part[i][j][r], s));
+                part[i][j][r] = 0.0f;
+              }
+            }
+          }
+        }
+      } else {
+        multiply(acc, now, now + kTileBytes, corner_row, corner_col);
+      }
+    }
+    if (more) {
+      const bool cut = kConfined && (k_next < at.reach.begin || k_next + kTileK > at.reach.end);
+#pragma unroll
+      for (int u = 0; u < S::kPerThread; ++u) {
+        if (cut) {
+          confine<kA>(a, fa[u], k_next, thread + u * S::kThreads, at.reach);
+          confine<kB>(b, fb[u], k_next, thread + u * S::kThreads, at.reach);
+        }
+        store_fragment<kA>(a, fa[u], next, thread + u * S::kThreads);
+        store_fragment<kB>(b, fb[u], next + kTileBytes, thread + u * S::kThreads);
+      }
+    }
+    __syncthreads();
+  }
+
+  float factor = 1.0f;
+  if (!kBlockScales && at.tiles_k > 0) factor = __fmul_rn(partial_scale(a, 0, 0), partial_scale(b, 0, 0));
+  float alpha[8];  // of this thread's rows
+#pragma unroll
+  for (int i = 0; i < 8; ++i) alpha[i] = row + i * 8 < e.m ? row_alpha(e, row + i * 8) : 0.0f;
+#pragma unroll
+  for (int j = 0; j < kN8; ++j) {
+    const int c = col + j * 8;
+    float bias[2] = {0.0f, 0.0f};
+    if (e.bias) {
+      if (c < e.n) bias[0] = load_as_float(e.bias, e.bias_type, c);
+      if (c + 1 < e.n) bias[1] = load_as_float(e.bias, e.bias_type, c + 1);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const float* r = acc[i / 2][j] + i % 2 * 2;
+      finish_pair(e, row + i * 8, c, alpha[i], __fmul_rn(r[0], factor), __fmul_rn(r[1], factor), bias[0], bias[1]);
+    }
+  }
+}
+
+inline Status make_operand(const char* op, const QuantizedView& q, int64_t outer, int64_t k, Operand* o) {
+  const FormatRow& f = row(q.format);
+  const auto unsupported = [&](const char* what) {
+    return Status(Code::unsupported, std::string(op) + ": no CUDA kernel for " + what + " of format " + f.name);
+  };
+  const bool e2m1 = f.element == DType::e2m1;
+  if (f.element != DType::e4m3 && f.element != DType::e5m2 && !e2m1) return unsupported("the elements");
+  // Only E2M1 times E4M3 is exact in bfloat16.
+  const bool known = e2m1 ? f.scale == DType::e4m3 : f.scale == DType::f32 || f.scale == DType::e8m0;
+  if (!known) return unsupported("the scales");
+  *o = {};
+  o->data = q.data.as<const uint8_t>(), o->scale = q.scale_inv.data, o->outer = static_cast<int>(outer),
+  o->k = static_cast<int>(k);
+  o->element = f.element;
+  o->k_major = q.columnwise && f.columnwise == ColumnwiseLayout::row_major;
+  o->kind = f.scale == DType::e8m0   ? ScaleKind::e8m0
+            : f.scale == DType::e4m3 ? ScaleKind::e4m3
+            : f.per_tensor()         ? ScaleKind::tensor
+                                     : ScaleKind::block;
+  const unsigned block_outer = f.per_tensor() ? 1 : f.block_rows, block_k = f.per_tensor() ? 1 : f.block_cols;
+  // A fragment (16 k, or 8 outer x 4 k) and a tile of 64 k must not straddle the blocks whose scale they take.
+  const bool fits = f.per_tensor() || (std::has_single_bit(block_outer) && std::has_single_bit(block_k) &&
+                                       block_k % (o->kind == ScaleKind::block ? kTileK : 16) == 0);
+  if (!fits || (f.per_tensor() && o->kind != ScaleKind::tensor)) return unsupported("the blocks");
+  if (e2m1 && (o->k_major || k % 16 != 0)) return unsupported("the layout");
+  o->outer_shift = std::countr_zero(block_outer), o->k_shift = std::countr_zero(block_k);
+  o->scale_stride_outer = o->k_major ? 1 : ceil_div(k, block_k);
+  o->scale_stride_k = o->k_major ? ceil_div(outer, block_outer) : 1;
+  o->vec = o->k_major ? outer % 8 == 0 && aligned(o->data, 8) && aligned(o->scale, 8) && block_outer == 1
+                      : k % 16 == 0 && aligned(o->data, 16 / f.pack());
+  return {};
+}
+
+// k between two promotions of the partial sums, in tiles; 0: no operand has float32 block scales.
+inline int promotion_period(const Operand& a, const Operand& b) {
+  int k_shift = 62;
+  for (const Operand* o : {&a, &b}) {
+    if (o->kind == ScaleKind::block && o->k_shift < k_shift) k_shift = o->k_shift;
+  }
+  return k_shift < 62 ? static_cast<int>((int64_t{1} << k_shift) / kTileK) : 0;
+}
+
+}  // namespace diptych::cuda

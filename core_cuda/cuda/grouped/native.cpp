@@ -1,0 +1,96 @@
+// The host's side of the native grouped kernel: what it takes, and its arguments.
+#include "cuda/grouped/native.h"
+
+#include <algorithm>
+#include <bit>
+#include <string>
+
+#include "cuda/device.h"
+#include "cuda/tensor_map.h"
+
+namespace diptych::cuda {
+namespace {
+
+constexpr int64_t kAlign = 16;                             // of addresses and strides, in bytes
+constexpr int64_t kMostTiles = (int64_t{1} << 31) - 1024;  // they are counted in int32
+
+// Elements and scales that the tensor cores and the promotion know.
+bool suits(const FormatRow& f) {
+  const bool fp8 = f.element == DType::e4m3 || f.element == DType::e5m2;
+  const bool block = f.block_cols == kNativeTileK && (f.block_rows == 1 || f.block_rows == 128);
+  return fp8 && f.scale == DType::f32 && f.columnwise == ColumnwiseLayout::transposed && (f.per_tensor() || block);
+}
+
+struct Shape {
+  int64_t groups, rows, m, n, k;  // rows: m is R; depth: k is R
+};
+
+Shape shape_of(const GroupedGemmArgs& args) {
+  const int64_t groups = args.offsets.numel() - 1;
+  if (args.kind == GroupKind::depth)
+    return {groups, args.a.data.cols(), args.a.data.rows(), args.b.data.rows(), args.a.data.cols()};
+  return {groups, args.a.data.rows(), args.a.data.rows(), args.d.cols(), args.a.data.cols()};
+}
+
+int shift_of(const FormatRow& f) { return f.per_tensor() ? 0 : std::countr_zero(static_cast<unsigned>(f.block_rows)); }
+
+}  // namespace
+
+bool grouped_gemm_native_fits(const GroupedGemmArgs& args, int arch) {
+  const FormatRow &fa = row(args.a.format), &fb = row(args.b.format);
+  if (arch != 90 || !suits(fa) || !suits(fb) || fa.per_tensor() != fb.per_tensor()) return false;
+  const Shape s = shape_of(args);
+  if (s.groups > kNativeMaxGroups || s.rows <= 0 || s.m <= 0 || s.n <= 0 || s.k <= 0) return false;
+  if (s.k % kAlign != 0 || s.n % kAlign != 0) return false;
+  // Products take 32 k at a time, and block scales begin anew every 128.
+  if (args.kind == GroupKind::depth && args.align % (fa.per_tensor() ? 32 : kNativeTileK) != 0) return false;
+  const int64_t outer = args.kind == GroupKind::depth ? s.m : s.rows;
+  const int64_t columns = ceil_div(s.n, kNativeTileN) + 1;
+  const int64_t most =
+      args.kind == GroupKind::depth ? ceil_div(s.m, kNativeTileM) * s.groups : s.rows / kNativeTileM + s.groups + 2;
+  if (std::max({outer, s.n, s.k}) > kMostTiles || most > kMostTiles / columns) return false;
+  for (const TensorView* t : {&args.a.data, &args.b.data, &args.d, &args.c})
+    if (t->given() && !aligned(t->data, kAlign)) return false;
+  return tensor_maps_available();
+}
+
+Status grouped_gemm_native(const GroupedGemmArgs& args, const Execution& exec, const NativeTuning& tuning) {
+  const FormatRow &fa = row(args.a.format), &fb = row(args.b.format);
+  const Shape s = shape_of(args);
+  const bool depth = args.kind == GroupKind::depth;
+  NativeArgs p{};
+  const int32_t box[3] = {kNativeTileK, 128, 1};
+  const int64_t a_extents[2] = {s.k, s.m}, b_extents[3] = {s.k, s.n, depth ? 1 : s.groups};
+  DIPTYCH_TRY(make_tensor_map(&p.a, args.a.data.data, 2, a_extents, box));
+  // A stack without groups is never read; the map still wants an extent.
+  const int64_t no_groups[3] = {s.k, s.n, 1};
+  const void* b = s.groups > 0 || depth ? args.b.data.data : args.a.data.data;
+  DIPTYCH_TRY(make_tensor_map(&p.b, b, 3, s.groups > 0 || depth ? b_extents : no_groups, box));
+  p.offsets = args.offsets.as<const int32_t>();
+  p.groups = static_cast<int>(s.groups), p.rows = static_cast<int>(s.rows), p.depth = depth;
+  p.m = depth ? static_cast<int>(s.m) : 0, p.n = static_cast<int>(s.n), p.k = depth ? 0 : static_cast<int>(s.k);
+  const int64_t columns = ceil_div(s.n, kNativeTileN);
+  const int cluster = tuning.cluster ? tuning.cluster : columns % 2 == 0 || columns > 8 ? 2 : 1;
+  p.tiles_m = static_cast<int>(ceil_div(s.m, kNativeTileM)), p.columns = static_cast<int>(ceil_div(columns, cluster));
+  p.swath = tuning.swath, p.turns = tuning.turns;
+  p.a_scale = args.a.scale_inv.as<const float>(), p.b_scale = args.b.scale_inv.as<const float>();
+  p.a_shift = shift_of(fa), p.b_shift = shift_of(fb);
+  p.scale_k = static_cast<int>(ceil_div(s.k, kNativeTileK));
+  p.b_scale_stack = fb.per_tensor() ? 1 : ceil_div(s.n, fb.block_rows) * p.scale_k;
+  p.d = args.d.data, p.c = args.beta != 0.0f ? args.c.data : nullptr;
+  p.bias = args.bias.given() ? args.bias.data : nullptr;
+  p.d_type = args.d.dtype, p.bias_type = args.bias.dtype;
+  p.alpha = args.alpha, p.beta = args.beta;
+  const int64_t tiles = depth ? p.tiles_m * s.groups * p.columns : (s.rows / kNativeTileM + s.groups + 2) * p.columns;
+  const int64_t clusters = std::min<int64_t>(device_info(exec.device.index).sm_count / cluster, tiles);
+  const NativeLaunch l{fa.element == DType::e5m2, fb.element == DType::e5m2, cluster, clusters * cluster};
+  if (l.blocks == 0) return {};
+  return fa.per_tensor() ? launch_native_tensor(p, l, args.fast_accum, exec)
+                         : launch_native_block(p, l, fb.block_rows == 128, exec);
+}
+
+Status grouped_gemm_native(const GroupedGemmArgs& args, const Execution& exec) {
+  return grouped_gemm_native(args, exec, {});
+}
+
+}  // namespace diptych::cuda

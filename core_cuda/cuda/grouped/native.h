@@ -1,0 +1,61 @@
+// What the host tells the native grouped kernel, and its launches (native_*.cu).
+#pragma once
+
+#include <cuda.h>
+
+#include "cuda/kernels.h"
+#include "diptych/grouped.h"
+
+namespace diptych::cuda {
+
+// When and by what partial sums are multiplied on their way from the tensor cores to float32.
+enum class Promotion : int {
+  none,     // per-tensor, fast_accum: all of k in the tensor cores
+  plain,    // per-tensor: every 128 k
+  columns,  // every 128 k: a scale for each row of A, one for each 128 rows of B
+  full,     // every 128 k: a scale for each row of A and of B
+};
+
+constexpr int kNativeTileM = 256, kNativeTileN = 128, kNativeTileK = 128;
+constexpr int kNativeMaxGroups = 1024;  // their boundaries lie in shared memory
+
+struct NativeArgs {
+  CUtensorMap a, b;  // A [outer, k] or [outer, R]; B [G, N, k] or [1, N, R]; boxes of 128 x 128
+  const int32_t* offsets;
+  int groups, rows;       // G, R
+  bool depth;             // GroupKind
+  int m, n, k;            // depth: M, N and no k; rows: no m, N and K
+  int tiles_m;            // depth: tiles of 256 along M
+  int columns;            // a cluster's tiles along N
+  int swath;              // tiles along m that are walked before the next column
+  bool turns;             // the warpgroups issue products in turn
+  const float* a_scale;   // [outer >> a_shift, scale_k], or one
+  const float* b_scale;   // [G, outer >> b_shift, scale_k], or [G]
+  int a_shift, b_shift;   // log2 of a block's rows
+  int scale_k;            // blocks along k
+  int64_t b_scale_stack;  // elements from one weight's scales to the next
+  void* d;
+  const void* c;     // null where beta is 0
+  const void* bias;  // [G, N], or null
+  DType d_type, bias_type;
+  float alpha, beta;
+};
+
+struct NativeLaunch {
+  bool a_e5m2, b_e5m2;
+  int cluster;  // thread blocks that share a tile of A
+  int64_t blocks;
+};
+
+// How the kernel walks; results do not depend on it.
+struct NativeTuning {
+  int cluster = 0;  // 1 or 2; 0: by N
+  int swath = 8;
+  bool turns = false;
+};
+Status grouped_gemm_native(const GroupedGemmArgs&, const Execution&, const NativeTuning&);
+
+Status launch_native_tensor(const NativeArgs&, const NativeLaunch&, bool fast_accum, const Execution&);
+Status launch_native_block(const NativeArgs&, const NativeLaunch&, bool b_by_columns, const Execution&);
+
+}  // namespace diptych::cuda

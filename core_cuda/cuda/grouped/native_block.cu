@@ -1,0 +1,10 @@
+// Scales of 1 x 128 and 128 x 128 blocks: each 128 k join the float32 sums with them.
+#include "cuda/grouped/native.cuh"
+
+namespace diptych::cuda {
+
+Status launch_native_block(const NativeArgs& p, const NativeLaunch& l, bool b_by_columns, const Execution& exec) {
+  return b_by_columns ? launch_native<Promotion::columns>(p, l, exec) : launch_native<Promotion::full>(p, l, exec);
+}
+
+}  // namespace diptych::cuda

@@ -1,0 +1,10 @@
+// Per-tensor scales: they wait for the end of the tile.
+#include "cuda/grouped/native.cuh"
+
+namespace diptych::cuda {
+
+Status launch_native_tensor(const NativeArgs& p, const NativeLaunch& l, bool fast_accum, const Execution& exec) {
+  return fast_accum ? launch_native<Promotion::none>(p, l, exec) : launch_native<Promotion::plain>(p, l, exec);
+}
+
+}  // namespace diptych::cuda

@@ -1,0 +1,170 @@
+// What the kernels share that move or sum rows: a group of threads for each token, its destinations, and absent rows.
+#pragma once
+
+#include "cuda/vector.cuh"
+#include "diptych/format.h"
+#include "diptych/moe.h"
+
+namespace diptych::cuda {
+
+constexpr int kBlock = 128;         // threads
+constexpr int kAbsentRows = 32;     // that one block fills, at most: a bit of a word each
+constexpr int64_t kLongRow = 2048;  // bytes; a whole block works on a token whose row is as long, else a warp
+constexpr int kWarpSlots = 256;     // of a token that a warp alone works on, at most
+
+struct Destination {
+  int row, slot;
+};
+
+// The threads that work on one token, all in one block: kGroup is 32 or kBlock.
+template <int kGroup>
+struct TokenGroup {
+  static constexpr int kWarps = kGroup / 32, kTokens = kBlock / kGroup;
+  static_assert(kGroup == 32 || kGroup == kBlock);
+
+  __device__ __forceinline__ static int lane() { return threadIdx.x % kGroup; }
+  __device__ __forceinline__ static int warp() { return threadIdx.x % kGroup / 32; }
+  __device__ __forceinline__ static int index() { return threadIdx.x / kGroup; }  // among the block's groups
+  __device__ __forceinline__ static int64_t token() { return static_cast<int64_t>(blockIdx.x) * kTokens + index(); }
+  __device__ __forceinline__ static void sync() {
+    if constexpr (kGroup == 32) {
+      __syncwarp();
+    } else {
+      __syncthreads();
+    }
+  }
+  // Slots that each warp looks through
+  __device__ __forceinline__ static int span(int slots) { return (slots + kWarps * 32 - 1) / (kWarps * 32) * 32; }
+
+  // keep(position, slot, row) for each of the token's slots that has a row, rest(slot) for the others. Positions
+  // ascend with the slots from warp() * span(slots) on; returns how many this warp keeps.
+  template <typename Keep, typename Rest>
+  __device__ __forceinline__ static int collect(const int* map, int slots, int rows, Keep&& keep, Rest&& rest) {
+    const int first = warp() * span(slots), last = min(slots, first + span(slots)), bit = threadIdx.x % 32;
+    int kept = 0;
+    for (int s0 = first; s0 < last; s0 += 32) {
+      const int s = s0 + bit, row = s < last ? __ldg(map + s) : -1;
+      const bool exists = static_cast<unsigned>(row) < static_cast<unsigned>(rows);
+      const unsigned mask = __ballot_sync(kAllLanes, exists);
+      if (exists) {
+        keep(first + kept + __popc(mask & ((1u << bit) - 1)), s, row);
+      } else if (s < last) {
+        rest(s);
+      }
+      kept += __popc(mask);
+    }
+    return kept;
+  }
+};
+
+// Probabilities of whatever dtype.
+struct Probs {
+  void* data;
+  DType dtype;
+
+  __device__ __forceinline__ float load(int64_t i) const {
+    if (dtype == DType::f32) return __ldg(static_cast<const float*>(data) + i);
+    const unsigned short bits = __ldg(static_cast<const unsigned short*>(data) + i);
+    if (dtype == DType::bf16) return float_of(static_cast<uint32_t>(bits) << 16);
+    return __half2float(__ushort_as_half(bits));
+  }
+  __device__ __forceinline__ void store(int64_t i, float v) const {
+    if (dtype == DType::f32) {
+      static_cast<float*>(data)[i] = v;
+    } else if (dtype == DType::bf16) {
+      static_cast<__nv_bfloat16*>(data)[i] = __float2bfloat16_rn(v);
+    } else {
+      static_cast<__half*>(data)[i] = __float2half_rn(v);
+    }
+  }
+};
+
+// A value of `size` bytes, 2, 4 or 8, moved as it is.
+__device__ __forceinline__ uint64_t load_bits(const void* p, int64_t i, int size) {
+  if (size == 2) return __ldg(static_cast<const unsigned short*>(p) + i);
+  if (size == 4) return __ldg(static_cast<const unsigned*>(p) + i);
+  return __ldg(static_cast<const unsigned long long*>(p) + i);
+}
+__device__ __forceinline__ void store_bits(void* p, int64_t i, int size, uint64_t v) {
+  if (size == 2) {
+    static_cast<unsigned short*>(p)[i] = static_cast<unsigned short>(v);
+  } else if (size == 4) {
+    static_cast<unsigned*>(p)[i] = static_cast<unsigned>(v);
+  } else {
+    static_cast<unsigned long long*>(p)[i] = v;
+  }
+}
+
+// Rows of bytes. `unit`: 16, 4 or 1, which divides addresses and row lengths.
+struct RowBytes {
+  const uint8_t* in;
+  uint8_t* out;
+  int64_t bytes;
+  uint32_t fill;
+  int unit;
+};
+
+inline RowBytes row_bytes(const void* in, void* out, int64_t bytes, uint32_t fill) {
+  const auto all = reinterpret_cast<uintptr_t>(in) | reinterpret_cast<uintptr_t>(out) | static_cast<uintptr_t>(bytes);
+  return {static_cast<const uint8_t*>(in), static_cast<uint8_t*>(out), bytes, fill,
+          all % 16 == 0  ? 16
+          : all % 4 == 0 ? 4
+                         : 1};
+}
+
+// f(V{}) with the widest type that a row is whole numbers of.
+template <typename F>
+__device__ __forceinline__ void with_unit(const RowBytes& r, F&& f) {
+  if (r.unit == 16) {
+    f(uint4{});
+  } else if (r.unit == 4) {
+    f(0u);
+  } else {
+    f(static_cast<unsigned char>(0));
+  }
+}
+
+// Element i of an absent row.
+template <typename V>
+__device__ __forceinline__ V fill_of(uint32_t fill, int64_t i) {
+  if constexpr (sizeof(V) == 16) {
+    return make_uint4(fill, fill, fill, fill);
+  } else if constexpr (sizeof(V) == 4) {
+    return fill;
+  } else {
+    return static_cast<unsigned char>(fill >> (i % 4 * 8));
+  }
+}
+
+// Rows of a destination without a source are dealt out to all blocks, `each` to a block.
+struct AbsentRows {
+  const int* source;
+  int rows, each;
+
+  __device__ __forceinline__ int64_t first() const { return static_cast<int64_t>(blockIdx.x) * each; }
+  // Those of this block's rows that are absent, a bit each; asked for before the work that hides the wait.
+  __device__ __forceinline__ unsigned mask() const {
+    const int bit = threadIdx.x % 32;
+    const int64_t row = first() + bit;
+    return __ballot_sync(kAllLanes, bit < each && row < rows && __ldg(source + row) < 0);
+  }
+};
+
+// Blocks for so many tokens and rows, and how many rows each looks after.
+inline int64_t blocks_for(int64_t tokens, int64_t rows, int tokens_a_block, int* each) {
+  const int64_t for_tokens = ceil_div(tokens, tokens_a_block), for_rows = ceil_div(rows, kAbsentRows);
+  const int64_t blocks = for_tokens > for_rows ? for_tokens : for_rows;
+  *each = blocks > 0 ? static_cast<int>(ceil_div(rows, blocks)) : 0;
+  return blocks;
+}
+
+__device__ __forceinline__ void fill_row(const RowBytes& r, int64_t row) {
+  with_unit(r, [&](auto v) {
+    using V = decltype(v);
+    V* out = reinterpret_cast<V*>(r.out + row * r.bytes);
+    for (int64_t i = threadIdx.x; i < r.bytes / static_cast<int64_t>(sizeof(V)); i += kBlock)
+      __stcs(out + i, fill_of<V>(r.fill, i));
+  });
+}
+
+}  // namespace diptych::cuda

@@ -1,0 +1,43 @@
+// Copies of boxes of a tensor from device to shared memory by the copy engine, described by a tensor map (sm_90 and
+// later). PTX ISA: "cp.async.bulk.tensor", "prefetch.tensormap". What lies outside of the tensor arrives as zeros; the
+// whole box's bytes are counted at the barrier either way.
+#pragma once
+
+#include <cuda.h>
+
+#include "cuda/ptx/barrier.cuh"
+
+namespace diptych::cuda::ptx {
+
+__device__ __forceinline__ void prefetch(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
+// Element (x, y) is the box's first; x runs along the innermost dimension.
+__device__ __forceinline__ void copy_box(void* shared, const CUtensorMap* map, uint64_t* barrier, int x, int y) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::
+          "r"(shared_address(shared)),
+      "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y)
+      : "memory");
+}
+
+__device__ __forceinline__ void copy_box(void* shared, const CUtensorMap* map, uint64_t* barrier, int x, int y, int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5}], "
+      "[%2];" ::"r"(shared_address(shared)),
+      "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
+
+// To the same place, and counted at the same barrier, in every thread block of the cluster that `ranks` names by a bit.
+__device__ __forceinline__ void copy_box_to(uint32_t ranks, void* shared, const CUtensorMap* map, uint64_t* barrier,
+                                            int x, int y) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%4, %5}], [%2], %3;" ::"r"(shared_address(shared)),
+      "l"(map), "r"(shared_address(barrier)), "h"(static_cast<uint16_t>(ranks)), "r"(x), "r"(y)
+      : "memory");
+}
+
+}  // namespace diptych::cuda::ptx

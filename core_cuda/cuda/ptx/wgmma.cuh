@@ -1,0 +1,78 @@
+// The FP8 instruction of Hopper's warpgroups (sm_90a). PTX ISA: "Asynchronous Warpgroup Level Matrix
+// Multiply-Accumulate Instructions", there "Matrix Fragments for wgmma.mma_async.m64nNk32" and "Shared Memory Matrix
+// Layout".
+//
+// D [64, 128] += A [64, 32] @ B [128, 32].T, A and B in shared memory, D over the 128 threads of a warpgroup: thread t
+// of warp w holds in d[4 j + r] row 16 w + t / 4 + 8 (r / 2) and column 8 j + 2 (t % 4) + r % 2.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/ptx/barrier.cuh"
+
+namespace diptych::cuda::ptx {
+
+// Rows of 128 bytes, eight of them in 1024 bytes, 16-byte chunk c of row r at c ^ (r % 8): what a tensor map with the
+// 128-byte swizzle writes. `at` lies in the first row of such eight; 32 bytes further are the next 32 k.
+__device__ __forceinline__ uint64_t matrix(uint32_t at) {
+  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kEightRows = uint64_t{1024 >> 4} << 32,
+                     kUnused = uint64_t{1} << 16;
+  return kSwizzle128 | kEightRows | kUnused | (at >> 4 & 0x3fff);
+}
+
+// 1024 bytes that stand for every eight rows.
+__device__ __forceinline__ uint64_t repeated_matrix(uint32_t at) { return matrix(at) & ~(uint64_t{0x3fff} << 32); }
+
+// This thread's stores to shared memory so far may be read by products, after a barrier.
+__device__ __forceinline__ void products_see_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Registers that products will use have been written; before the first product, and after each access to them.
+__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+// Closes a batch; products_wait<n> returns when all but the last n batches are done.
+__device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void products_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// The compiler may not move accesses to d across this; without it, it would read sums before products_wait.
+__device__ __forceinline__ void products_touch(float (&d)[64]) {
+#pragma unroll
+  for (int i = 0; i < 64; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+#define DIPTYCH_D8(i)                                                                                         \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
+      "+f"(d[i + 7])
+#define DIPTYCH_PRODUCT(A, B)                                                                                         \
+  asm volatile(                                                                                                       \
+      "{\n\t.reg .pred p;\n\tsetp.ne.b32 p, %66, 0;\n\t"                                                              \
+      "wgmma.mma_async.sync.aligned.m64n128k32.f32." A "." B                                                          \
+      " {"                                                                                                            \
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, "               \
+      "%21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, "               \
+      "%40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, "               \
+      "%59, %60, %61, %62, %63"                                                                                       \
+      "}, %64, %65, p, 1, 1;\n\t}"                                                                                    \
+      : DIPTYCH_D8(0), DIPTYCH_D8(8), DIPTYCH_D8(16), DIPTYCH_D8(24), DIPTYCH_D8(32), DIPTYCH_D8(40), DIPTYCH_D8(48), \
+        DIPTYCH_D8(56)                                                                                                \
+      : "l"(a), "l"(b), "r"(static_cast<int>(add)))
+
+// d = a @ b.T, or d + that if `add`.
+template <bool kA5, bool kB5>
+__device__ __forceinline__ void product(float (&d)[64], uint64_t a, uint64_t b, bool add) {
+  if constexpr (kA5 && kB5) {
+    DIPTYCH_PRODUCT("e5m2", "e5m2");
+  } else if constexpr (kA5) {
+    DIPTYCH_PRODUCT("e5m2", "e4m3");
+  } else if constexpr (kB5) {
+    DIPTYCH_PRODUCT("e4m3", "e5m2");
+  } else {
+    DIPTYCH_PRODUCT("e4m3", "e4m3");
+  }
+}
+
+#undef DIPTYCH_PRODUCT
+#undef DIPTYCH_D8
+
+}  // namespace diptych::cuda::ptx

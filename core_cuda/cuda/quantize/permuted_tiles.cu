@@ -1,0 +1,131 @@
+// Tiles of permuted rows with float32 scales, per tensor and 1x128: the columnwise copy, and with it the rowwise one.
+// Geometry: tiles.cuh.
+#include "cuda/launch.cuh"
+#include "cuda/quantize/patch.cuh"
+#include "cuda/quantize/tiles.cuh"
+
+namespace diptych::cuda {
+namespace {
+
+struct PermutedTileArgs {
+  TileArgs tile;
+  Strips strips;
+};
+
+template <typename T, bool kE5M2, bool kVector>
+__global__ void __launch_bounds__(kThreads, 4) permuted_tile_kernel(const __grid_constant__ PermutedTileArgs args) {
+  const TileArgs& p = args.tile;
+  __shared__ __align__(16) uint8_t tile[kTile * kTile];
+  __shared__ __align__(16) uint32_t tokens[kTile];
+  __shared__ __align__(16) uint32_t maxima[kVector ? kWarps * kTile / 2 : 1];  // of columns, two to a word
+  __shared__ __align__(16) float scratch[kVector ? kTile : kWarps];
+
+  const unsigned tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
+  uint32_t tile_m, tile_k;
+  args.strips.place(blockIdx.x, &tile_m, &tile_k);
+  const int64_t row0 = static_cast<int64_t>(tile_m) * kTile, col0 = static_cast<int64_t>(tile_k) * kTile;
+  const unsigned patch_row = warp * 2 + lane / 16, patch_col = lane % 16;
+  const int64_t row = row0 + patch_row * 8, col = col0 + patch_col * 8;
+
+  if (tid < kTile) tokens[tid] = row0 + tid < p.m ? p.in.from.at(row0 + tid) : p.in.from.none;
+  __syncthreads();
+  Patch<T> patch;
+  patch.gather(p.in, col, [&](int i) { return tokens[patch_row * 8 + i]; });
+  uint32_t of_rows[4];
+  bool nan = patch.row_maxima(of_rows);
+  uint8_t* turned = tile + patch_col * 8 * kTile + ((patch_row ^ patch_col) * 8);  // unit_offset of the first column
+
+  if constexpr (kVector) {
+    if (p.row) {
+      max_and_halve2<T, 2>(of_rows, lane, 8), max_and_halve2<T, 1>(of_rows, lane, 4);
+      uint32_t two = of_rows[0];
+      two = max_abs2<T>(two, __shfl_xor_sync(kAllLanes, two, 2));
+      two = max_abs2<T>(two, __shfl_xor_sync(kAllLanes, two, 1));
+      const unsigned mine = lane / 2 % 8;  // the row whose scale this lane makes
+      const float scale = scale_from_amax(p.rule, max_abs(0.0f, mine % 2 ? upper<T>(two) : lower<T>(two)));
+      if (lane % 2 == 0 && row + mine < p.m) {
+        p.row_scale[(row + mine) * p.tiles_k + tile_k] = reciprocal_rn(scale);
+      }
+      const auto of_row = [&](int i) { return __shfl_sync(kAllLanes, scale, i * 2, 16); };
+      if (nan) {
+        encode_rows<kE5M2, true>(patch, p.row, p.m, p.k, row, col, nullptr, of_row);
+      } else {
+        encode_rows<kE5M2, false>(patch, p.row, p.m, p.k, row, col, nullptr, of_row);
+      }
+    }
+    uint32_t m[4];
+    patch.column_maxima(m);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) m[j] = max_abs2<T>(m[j], __shfl_xor_sync(kAllLanes, m[j], 16));
+    if (lane < 16) {
+      *reinterpret_cast<uint4*>(maxima + warp * kTile / 2 + patch_col * 4) = make_uint4(m[0], m[1], m[2], m[3]);
+    }
+    __syncthreads();
+    if (tid < kTile) {
+      uint32_t two = maxima[tid / 2];
+#pragma unroll
+      for (int w = 1; w < kWarps; ++w) two = max_abs2<T>(two, maxima[w * kTile / 2 + tid / 2]);
+      const float scale = scale_from_amax(p.rule, max_abs(0.0f, tid % 2 ? upper<T>(two) : lower<T>(two)));
+      scratch[tid] = scale;
+      if (col0 + tid < p.k) p.col_scale[(col0 + tid) * p.tiles_m + tile_m] = reciprocal_rn(scale);
+    }
+    __syncthreads();
+    const auto turn = [&](auto with_nan) {
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        *reinterpret_cast<uint2*>(turned + j * kTile) =
+            patch.template encode_column<kE5M2, with_nan.value>(j, scratch[patch_col * 8 + j]);
+      }
+    };
+    if (nan) {
+      turn(std::true_type{});
+    } else {
+      turn(std::false_type{});
+    }
+  } else {
+    const float scale = p.from.scale ? *p.from.scale : scale_from_amax(p.rule, *p.from.amax);
+    nan |= !(fabsf(scale) > 0.0f && fabsf(scale) < INFINITY);  // 0 times inf
+    if (blockIdx.x == 0 && tid == 0) {
+      const float inverse = reciprocal_rn(scale);
+      if (p.row_scale) *p.row_scale = inverse;
+      if (p.col_scale) *p.col_scale = inverse;
+    }
+    if (p.from.join) {
+      const uint32_t two = max_abs2<T>(max_abs2<T>(of_rows[0], of_rows[1]), max_abs2<T>(of_rows[2], of_rows[3]));
+      join_amax<kThreads>(max_abs(max_abs(0.0f, lower<T>(two)), upper<T>(two)), scratch, p.from.join);
+    }
+    uint2 q[8];
+    const auto same = [&](int) { return scale; };
+    if (nan) {
+      encode_rows<kE5M2, true>(patch, p.row, p.m, p.k, row, col, q, same);
+    } else {
+      encode_rows<kE5M2, false>(patch, p.row, p.m, p.k, row, col, q, same);
+    }
+    transpose8x8(q);  // one scale for both copies: the same bytes, turned
+#pragma unroll
+    for (int j = 0; j < 8; ++j) *reinterpret_cast<uint2*>(turned + j * kTile) = q[j];
+  }
+  __syncthreads();
+  store_columns<true>(p, tile, row0, col0, p.k);
+}
+
+}  // namespace
+
+bool permuted_tiles_fit(const TileArgs& p) {
+  return patched(p.in) && p.col && p.vec_col && (!p.row || p.vec_row) && p.m > 0 && p.k > 0;
+}
+
+Status permuted_tiles(const TileArgs& tile, bool vector, DType element, const Execution& exec) {
+  const PermutedTileArgs p{tile, Strips(tile.in, kTile, tile.tiles_m, tile.tiles_k)};
+  const int64_t tiles = static_cast<int64_t>(tile.tiles_m) * tile.tiles_k;
+  return with_element(element, "quantize", [&](auto e5m2) {
+    return with_patch_type(tile.in, [&](auto type) {
+      using T = decltype(type);
+      return vector
+                 ? launch("quantize", permuted_tile_kernel<T, e5m2.value, true>, tiles, kThreads, 0, exec.stream, p)
+                 : launch("quantize", permuted_tile_kernel<T, e5m2.value, false>, tiles, kThreads, 0, exec.stream, p);
+    });
+  });
+}
+
+}  // namespace diptych::cuda

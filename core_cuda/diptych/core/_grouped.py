@@ -1,0 +1,175 @@
+"""NumPy's face of stacks and of products of groups (the experts of a layer)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from diptych.common import grouped, shapes
+from diptych.common.errors import ShapeError
+from diptych.common.quantizers import RHT, RHT_SIGNS, Quantizer
+from diptych.core import _core
+from diptych.core._numpy import (
+    Array,
+    QuantizedArray,
+    QuantizedCopies,
+    _copy_operands,
+    _empty,
+    _high_precision,
+    _operand,
+    _optional,
+    _out_dtype,
+    _quantized,
+    _typed,
+)
+
+_KINDS: dict[str, int] = _core.group_kinds()
+
+
+class QuantizedStack(QuantizedCopies):
+    """G quantized tensors of one shape; `shape` is [G, ..., K].
+
+    Each array is that of a `QuantizedArray` behind a leading G, and what is [1] there is [G] here: scales of a whole
+    tensor and amaxes. The tensors share nothing but their quantizer.
+    """
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, g: int) -> QuantizedArray:
+        """Tensor g, a view. **Raises** IndexError past the last."""
+        if not -len(self) <= g < len(self):
+            raise IndexError(f"tensor {g} of a stack of {len(self)}")
+        g %= len(self)
+        each = {
+            b.name: getattr(self, b.name)[g].reshape(b.shape)
+            for b in shapes.quantize_buffers(self.shape[1:], self.quantizer)
+        }
+        return QuantizedArray(self.quantizer, self.shape[1:], **each)
+
+
+def quantize_stack(
+    x: Array,
+    quantizer: Quantizer,
+    *,
+    amax: Array | None = None,
+    columnwise_amax: Array | None = None,
+    scale: Array | None = None,
+    rng: Array | None = None,
+) -> QuantizedStack:
+    """Quantizes each tensor of `x` [G, ..., K] as `quantize` would it alone, in one call.
+
+    **Arguments:** those of `quantize`, with a leading G: `amax`, `columnwise_amax`, `scale` [G], `rng` [G, 4].
+
+    **Returns:** a `QuantizedStack`.
+
+    **Raises:** as `quantize`, TypeError also for a quantizer with a `quantize_impl` of its own.
+    """
+    op = "quantize_stack"
+    if quantizer.custom:
+        raise TypeError(f"{op}: {type(quantizer).__name__} quantizes on its own; call quantize for each tensor")
+    x = _high_precision(op, "x", x)
+    shapes.check(shapes.quantize_constraints(grouped.stack_shape(x.shape), quantizer))
+    buffers = grouped.stack_buffers(x.shape, quantizer)
+    made = _quantized(op, x, quantizer, buffers, amax, columnwise_amax, scale, rng, stack=True)
+    return QuantizedStack(quantizer, x.shape, **made)
+
+
+def _offsets(op: str, offsets: Array) -> Array:
+    offsets = _typed(op, "offsets", offsets, "int32")
+    if offsets.ndim != 1 or len(offsets) < 1:
+        raise ShapeError(f"{op}: offsets must be [G + 1], got {list(offsets.shape)}")
+    return offsets
+
+
+def grouped_gemm(
+    a: QuantizedArray,
+    b: QuantizedStack | QuantizedArray,
+    offsets: Array,
+    *,
+    trans_a: bool = False,
+    trans_b: bool = True,
+    bias: Array | None = None,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    c: Array | None = None,
+    out_dtype: Any = np.float32,
+    align: int = 1,
+    fast_accum: bool = False,
+) -> Array:
+    """A product for each group of consecutive rows; group g is rows offsets[g] <= r < offsets[g + 1] of R.
+
+        fprop   grouped_gemm(x, w, offsets)                                 x [R, K], w [G, N, K] -> [R, N]
+        dgrad   grouped_gemm(dy, w, offsets, trans_b=False)                 dy [R, N] -> [R, K]
+        wgrad   grouped_gemm(dy, x, offsets, trans_a=True, trans_b=False)   over the rows of a group -> [G, N, K]
+
+    Each group's product has the bits that `gemm` gives for it alone, its blocks of scales lying where they do in the
+    whole tensor. Rows in no group, and products over groups without rows, are +0, plus beta * c.
+
+    **Arguments:** `a`: [..., K] with R rows. `b`: a stack of G tensors; for wgrad a tensor with as many rows as `a`.
+    `offsets`: int32 [G + 1], ascending, within 0..R. `bias`: [G, N], not for wgrad. `c`: of the result's shape and
+    `out_dtype`, needed if `beta` is not 0. `align`: 1, 16, 32 or 128; every offset is a multiple of it. Copies that are
+    Hadamard-rotated need 16 or more.
+
+    **Returns:** the result in `out_dtype`, with a's leading dimensions unfolded where its rows survive.
+
+    **Raises:** TypeError for dtypes; ValueError for missing copies, shapes, offsets, an operand that was rotated where
+    the other was not, or arguments that do not apply; NotImplementedError for a pair of formats without a kernel.
+    """
+    op = "grouped_gemm"
+    name, np_dtype = _out_dtype(op, out_dtype)
+    side_a, side_b = shapes.gemm_copies(trans_a, trans_b)
+    if isinstance(b, QuantizedStack) is trans_a:
+        raise TypeError(
+            f"{op}: b must be a {'QuantizedArray' if trans_a else 'QuantizedStack'}, got {type(b).__name__}"
+        )
+    offsets = _offsets(op, offsets)
+    rotated = [q.quantizer.spec.flags & (RHT | RHT_SIGNS) for q in (a, b)] if trans_a else [0, 0]
+    if rotated[0] != rotated[1]:
+        raise ValueError(f"{op}: {a.quantizer} and {b.quantizer} do not rotate alike")
+    formats = a.quantizer.format, b.quantizer.format
+    data_a, data_b = a.copy_of(side_a)[0].shape, b.copy_of(side_b)[0].shape
+    shape = grouped.grouped_shape(len(offsets) - 1, formats[0], side_a, data_a, formats[1], side_b, data_b)
+    shapes.check(shape.constraints)
+    if bias is not None:
+        bias = _high_precision(op, "bias", bias)
+    if c is not None:
+        c = _high_precision(op, "c", c)
+        if c.shape != shape.out or c.dtype.name != name:
+            raise ShapeError(f"{op}: c must be {name}{list(shape.out)}, got {c.dtype.name}{list(c.shape)}")
+    out = _empty(shape.out, name)
+    _core.grouped_gemm(
+        *_copy_operands(a, side_a),
+        *_copy_operands(b, side_b),
+        _operand(offsets, "int32"),
+        _operand(out, name),
+        _optional(c, name),
+        None if bias is None else _operand(bias, bias.dtype.name),
+        _KINDS[shape.kind],
+        align,
+        rotated[0] != 0,
+        alpha,
+        beta,
+        fast_accum,
+    )
+    return out.view(np_dtype) if trans_a else out.view(np_dtype).reshape(*a.shape[:-1], shape.n)
+
+
+def grouped_bias_grad(dy: Array, offsets: Array, dtype: Any = None) -> Array:
+    """Sums of consecutive rows of `dy` [..., N], [G, N]: group g is rows offsets[g] <= r < offsets[g + 1] of R.
+
+    Each group's sum has the bits that `bias_grad` gives for its rows alone; that of no rows is +0.
+
+    **Arguments:** `offsets`: int32 [G + 1], ascending, within 0..R. `dtype`: of the result; None is dy's.
+
+    **Raises:** TypeError for dtypes, ValueError for shapes and offsets.
+    """
+    op = "grouped_bias_grad"
+    dy, offsets = _high_precision(op, "dy", dy), _offsets(op, offsets)
+    if dy.ndim == 0:
+        raise ShapeError(f"{op}: dy must have at least one dimension, got a scalar")
+    name, np_dtype = _out_dtype(op, dy.dtype if dtype is None else dtype)
+    out = _empty((len(offsets) - 1, dy.shape[-1]), name)
+    _core.grouped_bias_grad(_operand(dy, dy.dtype.name), _operand(offsets, "int32"), _operand(out, name), None)
+    return out.view(np_dtype)

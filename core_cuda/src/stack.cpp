@@ -1,0 +1,73 @@
+// quantize_stack: the tensors of a stack are quantized one after the other, as if each had come alone.
+#include "diptych/stack.h"
+
+#include <string>
+
+#include "check_parts.h"
+
+namespace diptych {
+
+using namespace contract;
+
+namespace {
+
+constexpr const char* kOp = "quantize_stack";
+
+QuantizeArgs of_tensor(const QuantizeArgs& stack, int64_t g) {
+  QuantizeArgs a = stack;
+  for (TensorView* t : {&a.x, &a.amax, &a.columnwise_amax, &a.scale, &a.rng}) *t = slice(*t, g);
+  a.rowwise = slice(a.rowwise, g), a.columnwise = slice(a.columnwise, g);
+  return a;
+}
+
+// A leading extent that all share, and outputs apart from one another and from what any tensor of the stack reads. What
+// each must be, its own call says.
+Status check_stack(const QuantizeArgs& a, const Device& device) {
+  DIPTYCH_TRY(present(kOp, "x", a.x, device));
+  if (a.x.rank < 2)
+    return {Code::value, std::string(kOp) + ": x must be a stack of tensors [G, ..., K], got " + describe(a.x)};
+  DIPTYCH_TRY(absent(kOp, "column_sum", a.column_sum, "the tensors of a stack are not summed"));
+  DIPTYCH_TRY(absent(kOp, "workspace", a.workspace, "the tensors of a stack are not summed"));
+  if (a.source.kind != SourceKind::plain)
+    return {Code::value, std::string(kOp) + ": the tensors of a stack are encoded as they are; give no source"};
+  struct Named {
+    const char* name;
+    const TensorView& t;
+  };
+  const Named all[] = {{"amax", a.amax},
+                       {"columnwise_amax", a.columnwise_amax},
+                       {"scale", a.scale},
+                       {"rng", a.rng},
+                       {"rowwise data", a.rowwise.data},
+                       {"rowwise scale_inv", a.rowwise.scale_inv},
+                       {"columnwise data", a.columnwise.data},
+                       {"columnwise scale_inv", a.columnwise.scale_inv}};
+  for (const auto& [arg, t] : all) {
+    if (!t.given()) continue;
+    DIPTYCH_TRY(present(kOp, arg, t, device));
+    if (t.rank < 1 || t.shape[0] != a.x.shape[0])
+      return {Code::value, std::string(kOp) + ": " + arg + " must have " + std::to_string(a.x.shape[0]) +
+                               " as its first extent, one for each tensor of x " + describe(a.x) + ", got " +
+                               describe(t)};
+  }
+  const TensorView none;
+  const bool given = a.amax_mode == AmaxMode::given;  // the amaxes are read, and may be one tensor
+  return all_apart(kOp,
+                   {&a.rowwise.data, &a.rowwise.scale_inv, &a.columnwise.data, &a.columnwise.scale_inv,
+                    given ? &none : &a.amax, given ? &none : &a.columnwise_amax},
+                   {&a.x, &a.scale, &a.rng, given ? &a.amax : &none, given ? &a.columnwise_amax : &none});
+}
+
+}  // namespace
+
+Status quantize_stack(const QuantizeArgs& a, const Execution& exec) {
+  DIPTYCH_TRY(check_stack(a, exec.device));
+  const int64_t count = a.x.shape[0];
+  if (count == 0) return {};
+  if (const Status first = check(of_tensor(a, 0), exec.device); !first.ok())
+    return {first.code(), std::string(kOp) + ": for each tensor of x " + describe(a.x) + ": " + first.message()};
+  for (int64_t g = 0; g < count; ++g) DIPTYCH_TRY(quantize(of_tensor(a, g), exec));
+  return {};
+}
+
+}  // namespace diptych

@@ -1,0 +1,55 @@
+// What makes an op's XLA FFI handlers, one per platform: each is a thin reading of its buffers and attributes into the
+// core's argument struct, by an overload of `run(Call&, const Attributes&)` beside them. Nothing in them allocates,
+// synchronizes or computes; scale arithmetic and its float mode are the core's.
+#pragma once
+
+#include "call.h"
+
+namespace diptych::xla_ffi {
+
+// Operands or results in turn; an absent one takes no place.
+class Buffers {
+ public:
+  explicit Buffers(Call& call) : call_(call) {}
+  TensorView in(int32_t there = 1) { return there != 0 ? call_.in(in_++) : TensorView{}; }
+  TensorView out(int32_t there = 1) { return there != 0 ? call_.out(out_++) : TensorView{}; }
+
+ private:
+  Call& call_;
+  int in_ = 0, out_ = 0;
+};
+
+template <typename Attributes>
+ffi::Error handle(const Execution& exec, ffi::RemainingArgs args, ffi::RemainingRets rets, const Attributes& d) {
+  Call call;
+  Status status = call.open(d, args, rets, exec);
+  if (status.ok()) status = run(call, d);
+  return to_error(status);
+}
+
+template <typename Attributes>
+ffi::Error on_cpu(ffi::RemainingArgs args, ffi::RemainingRets rets, Attributes d) {
+  return handle(Execution{}, args, rets, d);
+}
+
+// The stream arrives as the pointer that cudaStream_t is, so that the toolkit's headers are not needed here.
+template <typename Attributes>
+ffi::Error on_cuda(void* stream, int32_t device, ffi::RemainingArgs args, ffi::RemainingRets rets, Attributes d) {
+  return handle(Execution{{Backend::cuda, device}, stream}, args, rets, d);
+}
+
+}  // namespace diptych::xla_ffi
+
+// Command buffers record these handlers into CUDA graphs: they enqueue kernels and nothing else.
+#define DIPTYCH_HANDLERS(op, Attributes)                                                                       \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(                                                                               \
+      diptych_##op##_cpu, diptych::xla_ffi::on_cpu<diptych::xla_ffi::Attributes>,                              \
+      xla::ffi::Ffi::Bind().RemainingArgs().RemainingRets().Attr<diptych::xla_ffi::Attributes>("attributes")); \
+  XLA_FFI_DEFINE_HANDLER_SYMBOL(diptych_##op##_cuda, diptych::xla_ffi::on_cuda<diptych::xla_ffi::Attributes>,  \
+                                xla::ffi::Ffi::Bind()                                                          \
+                                    .Ctx<xla::ffi::PlatformStream<void*>>()                                    \
+                                    .Ctx<xla::ffi::DeviceOrdinal>()                                            \
+                                    .RemainingArgs()                                                           \
+                                    .RemainingRets()                                                           \
+                                    .Attr<diptych::xla_ffi::Attributes>("attributes"),                         \
+                                {xla::ffi::Traits::kCmdBufferCompatible})

@@ -1,0 +1,179 @@
+"""`GroupedLinear`: a linear layer for each group of rows, such as the experts of a layer; `grouped_layer` says how."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from diptych.common.errors import DTypeError, ShapeError, UnsupportedError
+from diptych.common.recipes import Recipe
+from diptych.torch.autocast import STATE
+from diptych.torch.grouped_layer import HIGH_PRECISION, grouped_linear_with
+from diptych.torch.grouped_layer import grouped_linear as grouped_linear
+from diptych.torch.module import QuantizedModule
+from diptych.torch.permutation_ops import as_int32
+from diptych.torch.products import Options
+from diptych.torch.quantized import high_precision
+from diptych.torch.rules import describe
+from diptych.torch.weights import _INIT
+
+
+class GroupedLinear(QuantizedModule):
+    """`num_gemms` linear layers, one for each group of consecutive rows; they quantize inside `autocast`.
+
+    **Arguments:** `num_gemms`: groups, G. `in_features`, `out_features`, `bias`, `device`, `dtype`, `recipe`, `name`,
+    `fuse_wgrad_accumulation`, `delay_wgrad_compute`, `save_original_input`: as `Linear`.
+
+    Parameters: `weight` [G, N, K], each of G initialized as nn.Linear's, and `bias` [G, N] or None. A state dict that
+    has `weight0`, `bias0`, ... as TransformerEngine's GroupedLinear has them is loaded too: they are stacked. The
+    module kind of roles is "grouped_linear". The input is quantized whole; each weight has scales of its own, except
+    under delayed scaling: there is one state "weight", whose scale all of them share and whose amax is over all.
+
+    **Raises:** TypeError if `recipe` is not a recipe, ValueError for sizes below 1, NotImplementedError inside a
+    `quantized_model_init` region; see `forward` for the rest.
+    """
+
+    module_kind = "grouped_linear"
+    bias: Tensor | None
+
+    def __init__(
+        self,
+        num_gemms: int,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        recipe: Recipe | None = None,
+        name: str = "",
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
+    ) -> None:
+        if recipe is not None and not isinstance(recipe, Recipe):
+            raise TypeError(
+                f"GroupedLinear: recipe must be a diptych.common.Recipe or None, got {type(recipe).__name__}"
+            )
+        for arg, n in (("num_gemms", num_gemms), ("in_features", in_features), ("out_features", out_features)):
+            if not isinstance(n, int) or n < 1:
+                raise ValueError(f"GroupedLinear: {arg} must be an int of at least 1, got {n!r}")
+        if _INIT.recipe is not None:
+            raise UnsupportedError("GroupedLinear: weights that are held quantized (quantized_model_init)")
+        super().__init__(fuse_wgrad_accumulation=fuse_wgrad_accumulation, delay_wgrad_compute=delay_wgrad_compute)
+        self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
+        self.recipe, self.name = recipe, name
+        self.save_original_input = save_original_input
+        placed: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.weight = nn.Parameter(torch.empty(num_gemms, out_features, in_features, **placed))
+        if bias:
+            self.bias = nn.Parameter(torch.empty(num_gemms, out_features, **placed))
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Each of G as nn.Linear."""
+        bound = 1 / math.sqrt(self.in_features)
+        for p in (self.weight, self.bias):
+            if p is not None:
+                nn.init.uniform_(p, -bound, bound)
+
+    def forward(
+        self,
+        inp: Tensor,
+        m_splits: Tensor | Sequence[int] | None = None,
+        is_first_microbatch: bool | None = None,
+        *,
+        offsets: Tensor | None = None,
+        align: int = 1,
+    ) -> Tensor:
+        """inp[r] @ weight[g].T + bias[g] for the rows r of each group g, by the region's recipe.
+
+        **Arguments:** `inp`: [..., K] with R rows. `m_splits`: rows of each group, which follow one another from row 0
+        on: int32 or int64 [G], on the device, whose values nobody waits for; or ints, which are moved there, and which
+        compiled code is specialized to. Or instead `offsets`: int32 [G + 1], group g being rows offsets[g] <= r <
+        offsets[g + 1], such as `RowMap.expert_offsets`. `align`: a promise that every group begins at a multiple of it;
+        see `grouped_linear`, also for what becomes of rows in no group. `is_first_microbatch`: None.
+
+        **Returns:** [..., N]; rows in no group are zeros.
+
+        **Raises:** as `grouped_linear`; TypeError and ValueError for other splits, NotImplementedError for
+        `is_first_microbatch`; CheckpointError if loaded states are another recipe's.
+        """
+        if torch.compiler.is_compiling() and (outside := self._eager_only()) is not None:
+            return outside.run(self.forward, inp, m_splits, is_first_microbatch, offsets=offsets, align=align)
+        if is_first_microbatch is not None:
+            raise UnsupportedError(
+                "GroupedLinear: weights kept across microbatches (is_first_microbatch); leave it None, and each "
+                "microbatch quantizes them"
+            )
+        if (m_splits is None) == (offsets is None):
+            raise ValueError("GroupedLinear: give the groups as m_splits or as offsets, and not as both")
+        if offsets is None:
+            offsets = _offsets_of(m_splits, self.num_gemms, inp, align)
+        recipe = self._active_recipe()
+        if recipe is None:
+            x = high_precision("grouped_linear", inp)
+            plain = functools.partial(_in_high_precision, offsets)
+            if STATE.calibrating is not None:
+                return self._calibrate(x, self.weight, self.bias, "", STATE.calibrating, plain)
+            return plain(x, self.weight, self.bias)
+        options, rng = self._options_for(recipe, inp, self.weight, "", None, None, self.save_original_input)
+        return grouped_linear_with(inp, self.weight, self.bias, offsets, align, rng, recipe, options)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        for name, p in (("weight", self.weight), ("bias", self.bias)):
+            state_dict = _stacked(state_dict, prefix + name, self.num_gemms if p is not None else 0)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def extra_repr(self) -> str:
+        sizes = f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}"
+        return f"{sizes}, bias={self.bias is not None}" + ("" if self.recipe is None else f", recipe={self.recipe}")
+
+
+def _in_high_precision(offsets: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return grouped_linear_with(x, weight, bias, offsets, 1, None, HIGH_PRECISION, Options(GroupedLinear.module_kind))
+
+
+def _stacked(state_dict: Any, key: str, count: int) -> Any:
+    """A state dict with one tensor instead of `count` whose keys end in a number. Where they are not of one shape, or
+    some are missing, they stay, for torch to name what it does not find or know."""
+    parts = [state_dict.get(f"{key}{g}") for g in range(count)]
+    whole = count > 0 and key not in state_dict and all([isinstance(t, Tensor) for t in parts])
+    if not whole or len({(t.shape, t.dtype) for t in parts}) > 1:
+        return state_dict
+    left = {k: v for k, v in state_dict.items() if k not in {f"{key}{g}" for g in range(count)}}
+    return left | {key: torch.stack(parts)}
+
+
+def _offsets_of(m_splits: Any, groups: int, inp: Tensor, align: int) -> Tensor:
+    """int32 [groups + 1]."""
+    op = "GroupedLinear"
+    if isinstance(m_splits, Tensor):
+        if m_splits.dtype not in (torch.int32, torch.int64):
+            raise DTypeError(f"{op}: m_splits must be int32 or int64, got {describe(m_splits)}")
+        if m_splits.dim() != 1:
+            raise ShapeError(f"{op}: m_splits must be [{groups}], got {describe(m_splits)}")
+        counts = m_splits if m_splits.device == inp.device else m_splits.to(inp.device, non_blocking=True)
+    elif isinstance(m_splits, (list, tuple)):
+        total = 0
+        for n in m_splits:
+            if not isinstance(n, int) or n < 0 or n % align != 0:
+                raise ValueError(f"{op}: m_splits must be ints of 0 or more, in multiples of align={align}, got {n!r}")
+            total += n
+        rows = math.prod(inp.shape[:-1])
+        if total > rows:
+            raise ValueError(f"{op}: m_splits add up to {total}, and inp has {rows} rows")
+        counts = as_int32(m_splits, inp.device)
+    else:
+        raise DTypeError(f"{op}: m_splits must be a tensor or a sequence of ints, got {type(m_splits).__name__}")
+    if counts.shape[0] != groups:
+        raise ShapeError(f"{op}: m_splits must hold {groups} sizes, one for each group, got {counts.shape[0]}")
+    return F.pad(counts.cumsum(0).clamp(-1, 2**31 - 1), (1, 0)).to(torch.int32)
