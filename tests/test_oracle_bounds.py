@@ -47,7 +47,7 @@ def test_each_element_is_within_its_bound(fmt):
             error = np.abs(oracle.dequantize(q.copy(columnwise)).astype(np.float64) - exact)
             assert (error <= off).all(), f"{case} columnwise={columnwise}"
             closest = max(closest, float((error / np.maximum(off, 1e-300)).max()))
-    assert closest > 0.9  # no looser than the worst element
+    assert closest > 0.85  # little looser than the worst element: of normal values it is 1 / (1 + u), 8/9 for E5M2
 
 
 @pytest.mark.parametrize("scale", (0.25, 1.0, 300.0))

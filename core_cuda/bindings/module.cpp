@@ -31,7 +31,7 @@ Source source_of(Call& call, py::handle tuple) {
   Source s;
   if (tuple.is_none()) return s;
   const Py_ssize_t fields = PyTuple_CheckExact(tuple.ptr()) ? PyTuple_GET_SIZE(tuple.ptr()) : 0;
-  if (fields > 0) s.kind = static_cast<SourceKind>(py::handle(PyTuple_GET_ITEM(tuple.ptr(), 0)).cast<int>());
+  if (fields > 0) s.kind = static_cast<SourceKind>(scalar<int>(PyTuple_GET_ITEM(tuple.ptr(), 0), "source"));
   const bool permuted = s.kind == SourceKind::permuted;
   if (fields != (permuted ? 3 : 8))
     throw py::type_error(
@@ -43,8 +43,8 @@ Source source_of(Call& call, py::handle tuple) {
     s.row_source = call.in(t[2], "source");
     return s;
   }
-  const int variant = t[1].cast<int>();
-  const bool flag = t[2].cast<bool>();
+  const int variant = scalar<int>(t[1], "source");
+  const bool flag = scalar<bool>(t[2], "source");
   if (s.kind == SourceKind::norm) {
     s.norm = static_cast<Norm>(variant);
     s.zero_centered_gamma = flag;

@@ -87,7 +87,7 @@ void py_permute(py::sequence planes, py::handle row_id_map, py::handle source, p
     if (!PyTuple_CheckExact(plane.ptr()) || PyTuple_GET_SIZE(plane.ptr()) != 3)
       throw py::type_error("argument 'planes' must hold tuples (input, output, fill)");
     const auto t = py::reinterpret_borrow<py::tuple>(plane);
-    a.planes[i] = {call.in(t[0], "input"), call.out(t[1], "output"), t[2].cast<uint32_t>()};
+    a.planes[i] = {call.in(t[0], "input"), call.out(t[1], "output"), scalar<uint32_t>(t[2], "planes")};
   }
   a.row_id_map = call.in(row_id_map, "row_id_map");
   a.source = call.in(source, "source");

@@ -3,6 +3,7 @@
 
 #include <pybind11/pybind11.h>
 
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -54,6 +55,16 @@ class Call {
   const dl::ExchangeApi* api_ = nullptr;
   std::vector<std::pair<const void*, py::handle>> objects_;  // while a Program records
 };
+
+// A number or flag in a tuple: what it cannot hold is a TypeError, as it is where pybind11 takes arguments itself.
+template <class T>
+T scalar(py::handle value, const char* arg) {
+  py::detail::make_caster<T> caster;
+  if (!caster.load(value, true))
+    throw py::type_error(std::string("argument '") + arg + "' cannot take " +
+                         static_cast<std::string>(py::repr(py::type::handle_of(value))));
+  return py::detail::cast_op<T>(caster);
+}
 
 // One copy of a quantized tensor that an op reads.
 QuantizedView operand(Call& call, py::handle data, py::handle scale, py::handle amax_buffer, int format,

@@ -311,16 +311,15 @@ def tensor():
 
 junk = [None, 0, -1, 1.5, "x", b"", (), [], {}, object(), float("nan"), float("inf"), 2**31, 2**64, -(2**63), True,
         np.ones(3), (None, 0), (b"1234", 0), (np.ones(3), 1), (bytearray(8), 6), int, Exception(), ..., slice(1)]
-args = {"amax": 4, "quantize": 13, "dequantize": 6, "gemm": 17, "bias_grad": 3, "gemm_row": 10, "set_isa": 1,
-        "scale_update": 11, "permute_map": 8, "chunk_map": 4, "permute": 6, "permute_columns": 4, "unpermute": 6,
-        "unpermute_grad": 7,
-        "gemm_workspace_bytes": 4, "bias_grad_workspace_bytes": 2, "set_cublaslt_path": 1}
+ops = [name for name in dir(_core) if callable(getattr(_core, name)) and not name.startswith(("_", "set_"))]
+args = {name: getattr(_core, name).__doc__.partition(" -> ")[0].count(": ") for name in ops if name[0].islower()}
+args = {name: count for name, count in args.items() if count}
+args["set_isa"] = 1
+assert args["gemm"] == 17, args
 done = 0
 for _ in range(15000):
     name = rng.choice(list(args))
-    if name == "set_cublaslt_path":
-        continue
-    count = args[name] if rng.random() < 0.97 else rng.randrange(19)
+    count = args[name] if rng.random() < 0.97 else rng.randrange(22)
     picks = [rng.choice((tensor, tensor, lambda: rng.choice(junk), lambda: rng.randrange(formats), lambda: False))()
              for _ in range(count)]
     try:
