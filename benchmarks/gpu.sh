@@ -45,6 +45,7 @@ for phase in $phases; do
     bench)
       TAIL=120 step bench 300 python3 -m benchmarks.gpu --out "$out/bench.json"
       TAIL=150 step permute 120 python3 -m benchmarks.permute --out "$out/permute.json"
+      TAIL=120 step grouped 200 python3 -m benchmarks.grouped --out "$out/grouped.json"
       ;;
     compiled) # torchao stands beside ours where it is installed
       export TORCHINDUCTOR_COMPILE_THREADS=8

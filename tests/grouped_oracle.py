@@ -14,6 +14,8 @@ import numpy as np
 
 import oracle
 
+ONE = {"float32": 1.0, "e8m0": 127, "e4m3": 0x38}  # as arrays of scales hold it
+
 
 def rows_of(copy: oracle.Copy, begin: int, end: int) -> tuple[oracle.Copy, slice]:
     """A rowwise copy of the rows around begin..end that whole blocks hold, and where those rows are in it."""
@@ -26,7 +28,8 @@ def rows_of(copy: oracle.Copy, begin: int, end: int) -> tuple[oracle.Copy, slice
 
 
 def depth_of(copy: oracle.Copy, begin: int, end: int, unit: int) -> oracle.Copy:
-    """A columnwise copy of the rows around begin..end that blocks of `unit` hold, zeros but for those."""
+    """A columnwise copy of the rows around begin..end that blocks of `unit` hold, zeros but for those; a scale that
+    serves none of them is one."""
     fmt, size = copy.fmt, copy.fmt.block_cols
     codes = oracle.unpack(copy.data) if fmt.pack == 2 else copy.data
     codes, scale = (codes, copy.scale_inv) if copy.transposed else (codes.T, copy.scale_inv.T)  # [outer, rows]
@@ -35,7 +38,9 @@ def depth_of(copy: oracle.Copy, begin: int, end: int, unit: int) -> oracle.Copy:
     inside[:, begin:end] = codes[:, begin:end]
     codes = inside[:, first:last]
     if not fmt.per_tensor:
-        scale = scale[:, first // size : -(-last // size)]
+        scale = scale[:, first // size : -(-last // size)].copy()
+        at = np.arange(first, last, size)
+        scale[:, (at + size <= begin) | (at >= end)] = ONE[fmt.scale]
     data = oracle.pack(codes) if fmt.pack == 2 else codes
     turn = (lambda x: x) if copy.transposed else np.transpose
     return dataclasses.replace(copy, data=turn(data), scale_inv=turn(scale))

@@ -4,18 +4,19 @@
 
 #include <cstdint>
 
+#include "diptych/grouped.h"
 #include "diptych/moe.h"
 #include "diptych/ops.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace diptych::xla_ffi {
 
-inline constexpr int32_t kAttributesVersion = 4;
+inline constexpr int32_t kAttributesVersion = 5;
 
 // `batch_rank` axes of vmap lie in front of every result, the outermost first. `axes` holds 8 bits per operand, in
 // operand order: bit 0 says that the operand has the innermost axis, bit 1 the next one. It has those axes in front.
 // Results past `batched_results()` are workspaces, which all batch elements share. `source`, `kind`, `option`: what is
-// encoded instead of x: SourceKind, Norm or Activation, zero_centered_gamma or gated.
+// encoded instead of x: SourceKind, Norm or Activation, zero_centered_gamma or gated; of permuted rows the first alone.
 struct AmaxAttributes {
   int32_t version, batch_rank;
   int64_t axes;
@@ -147,6 +148,37 @@ struct UnpermuteGradAttributes {
   int batched_results() const { return 1 + has_dprobs; }
 };
 
+// Of ops on stacks, whose buffers keep their first extent apart.
+struct QuantizeStackAttributes {
+  static constexpr int kRank = 3;
+  int32_t version, batch_rank;
+  int64_t axes;
+  int32_t format, flags;
+  float eps;
+  int32_t amax_mode, has_amax, has_columnwise_amax, has_scale, has_rng, rowwise, columnwise;
+  int batched_results() const {
+    const bool given = amax_mode == static_cast<int32_t>(AmaxMode::given);
+    return 2 * (rowwise + columnwise) + (given ? 0 : has_amax + has_columnwise_amax);
+  }
+};
+
+// `kind`: GroupKind. `has_c`: the product is added to it.
+struct GroupedGemmAttributes {
+  static constexpr int kRank = 3;
+  int32_t version, batch_rank;
+  int64_t axes;
+  int32_t a_format, a_columnwise, a_has_amax, b_format, b_columnwise, b_has_amax, has_bias, has_c, kind, align, rotated;
+  float alpha;
+  int32_t fast_accum;
+  int batched_results() const { return 1; }
+};
+
+struct GroupedBiasGradAttributes {
+  int32_t version, batch_rank;
+  int64_t axes;
+  int batched_results() const { return 1; }
+};
+
 }  // namespace diptych::xla_ffi
 
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(diptych::xla_ffi::AmaxAttributes, StructMember<int32_t>("version"),
@@ -220,3 +252,21 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(diptych::xla_ffi::UnpermuteAttributes, Str
 XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(diptych::xla_ffi::UnpermuteGradAttributes, StructMember<int32_t>("version"),
                                       StructMember<int32_t>("batch_rank"), StructMember<int64_t>("axes"),
                                       StructMember<int32_t>("has_dprobs"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(diptych::xla_ffi::QuantizeStackAttributes, StructMember<int32_t>("version"),
+                                      StructMember<int32_t>("batch_rank"), StructMember<int64_t>("axes"),
+                                      StructMember<int32_t>("format"), StructMember<int32_t>("flags"),
+                                      StructMember<float>("eps"), StructMember<int32_t>("amax_mode"),
+                                      StructMember<int32_t>("has_amax"), StructMember<int32_t>("has_columnwise_amax"),
+                                      StructMember<int32_t>("has_scale"), StructMember<int32_t>("has_rng"),
+                                      StructMember<int32_t>("rowwise"), StructMember<int32_t>("columnwise"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(diptych::xla_ffi::GroupedGemmAttributes, StructMember<int32_t>("version"),
+                                      StructMember<int32_t>("batch_rank"), StructMember<int64_t>("axes"),
+                                      StructMember<int32_t>("a_format"), StructMember<int32_t>("a_columnwise"),
+                                      StructMember<int32_t>("a_has_amax"), StructMember<int32_t>("b_format"),
+                                      StructMember<int32_t>("b_columnwise"), StructMember<int32_t>("b_has_amax"),
+                                      StructMember<int32_t>("has_bias"), StructMember<int32_t>("has_c"),
+                                      StructMember<int32_t>("kind"), StructMember<int32_t>("align"),
+                                      StructMember<int32_t>("rotated"), StructMember<float>("alpha"),
+                                      StructMember<int32_t>("fast_accum"));
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(diptych::xla_ffi::GroupedBiasGradAttributes, StructMember<int32_t>("version"),
+                                      StructMember<int32_t>("batch_rank"), StructMember<int64_t>("axes"));

@@ -1,5 +1,6 @@
 #include "call.h"
 
+#include <algorithm>
 #include <string>
 
 namespace diptych::xla_ffi {
@@ -96,11 +97,11 @@ Status Call::read(const ffi::AnyBuffer& buffer, const char* kind, int i, int64_t
     out->step[a] = 1;  // marks the axis as present, until the element's size is known
     ++taken;
   }
-  // Leading dimensions fold into rows.
+  // Leading dimensions fold into rows, those of a stack behind its first.
   const int rank = static_cast<int>(dims.size()) - taken;
-  v.rank = rank > 2 ? 2 : rank;
+  v.rank = std::min(rank, max_rank_);
   for (int d = 0; d < v.rank; ++d) v.shape[d] = 1;
-  for (int d = 0; d < rank; ++d) v.shape[d == rank - 1 ? v.rank - 1 : 0] *= dims[taken + d];
+  for (int d = 0; d < rank; ++d) v.shape[d == rank - 1 ? v.rank - 1 : std::min(d, v.rank - 2)] *= dims[taken + d];
   int64_t step = v.numel() * bytes(v.dtype);
   for (int a = batch_rank_ - 1; a >= 0; --a) {
     if (out->step[a] == 0) continue;

@@ -24,6 +24,7 @@ class Call {
   template <typename Attributes>
   Status open(const Attributes& d, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
               const Execution& exec) {
+    if constexpr (requires { Attributes::kRank; }) max_rank_ = Attributes::kRank;
     return open(d.version, d.batch_rank, d.axes, d.batched_results(), args, rets, exec);
   }
 
@@ -56,6 +57,7 @@ class Call {
 
   Execution exec_;
   int batch_rank_ = 0, operands_ = 0, results_ = 0;
+  int max_rank_ = 2;  // of views; more dimensions fold into the last but one
   int64_t sizes_[kMaxBatchRank] = {}, index_[kMaxBatchRank] = {};
   Operand in_[kMaxBuffers], out_[kMaxBuffers];
 };

@@ -19,6 +19,19 @@ class Buffers {
   int in_ = 0, out_ = 0;
 };
 
+// A payload or scale of one byte may come as the byte that it is.
+inline TensorView typed(TensorView v, DType dtype) {
+  if (v.dtype == DType::u8 && bytes(dtype) == 1) v.dtype = dtype;
+  return v;
+}
+
+inline QuantizedView copy(int32_t format, bool columnwise, const TensorView& data, const TensorView& scale_inv,
+                          const TensorView& amax = {}) {
+  const auto id = static_cast<FormatId>(format);
+  if (!valid(id)) return {id, columnwise, data, scale_inv, amax};  // the core names it
+  return {id, columnwise, typed(data, row(id).data()), typed(scale_inv, row(id).scale), amax};
+}
+
 template <typename Attributes>
 ffi::Error handle(const Execution& exec, ffi::RemainingArgs args, ffi::RemainingRets rets, const Attributes& d) {
   Call call;

@@ -6,21 +6,8 @@
 namespace diptych::xla_ffi {
 namespace {
 
-// A payload or scale of one byte may come as the byte that it is.
-TensorView typed(TensorView v, DType dtype) {
-  if (v.dtype == DType::u8 && bytes(dtype) == 1) v.dtype = dtype;
-  return v;
-}
-
-QuantizedView copy(int32_t format, bool columnwise, const TensorView& data, const TensorView& scale_inv,
-                   const TensorView& amax = {}) {
-  const auto id = static_cast<FormatId>(format);
-  if (!valid(id)) return {id, columnwise, data, scale_inv, amax};  // the core names it
-  return {id, columnwise, typed(data, row(id).data()), typed(scale_inv, row(id).scale), amax};
-}
-
 // What is encoded instead of x, from the operands that come last:
-//   norm: gamma, [beta], [mu: layernorm], rsigma       activation_grad: dy
+//   norm: gamma, [beta], [mu: layernorm], rsigma       activation_grad: dy       permuted: row_id_map, source
 template <typename Attributes>
 Source source(const Attributes& d, Buffers& t) {
   Source s;
@@ -39,6 +26,10 @@ Source source(const Attributes& d, Buffers& t) {
       s.activation = static_cast<Activation>(d.kind);
       s.gated = d.option != 0;
       s.dy = t.in(s.kind == SourceKind::activation_grad);
+      break;
+    case SourceKind::permuted:
+      s.row_id_map = t.in();
+      s.row_source = t.in();
       break;
     default:  // plain, or one that the core names
       break;

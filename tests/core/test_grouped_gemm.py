@@ -64,7 +64,7 @@ def test_bits_on_the_cpu(pair):
 @pytest.mark.parametrize("pair", cases.MIXED_PAIRS, ids="-".join)
 def test_bits_of_any_two_formats_on_the_cpu(pair):
     for product in PRODUCTS:
-        for case in grouped_cases([pair], GROUPS[:2], products=[product]):
+        for case in grouped_cases([pair], GROUPS[:2], values=("normal", "inf_nan_mix"), products=[product]):
             check_cpu(case, [(isa, 2) for isa in ISAS])
 
 
@@ -257,7 +257,8 @@ def suits_native(case: Case, align: int) -> bool:
 def check_cuda(case: Case, ran: set[str], **changes: Any) -> None:
     be, problem = runner.Torch(), case.make()
     arch = _core.cuda_info()["archs"][0]
-    kernel = NATIVE if arch == 90 and suits_native(case, changes.get("align", 1)) else EMULATED
+    native = arch == 90 and not changes.get("offset") and suits_native(case, changes.get("align", 1))
+    kernel = NATIVE if native else EMULATED
     before = runner.want_calls(kernel)
     got = grouped_gemm(be, problem, formats(case), **changes)
     empty = case.rows == 0 and case.product != "wgrad"
@@ -282,7 +283,8 @@ def test_tolerance_on_cuda(pair, cuda):
         check_cuda(case, ran, offset=1)
     groups = [(rows, offsets) for rows, offsets in GROUPS if offsets == clamped(offsets, rows) and rows % 16 == 0]
     for product in PRODUCTS:
-        for case in grouped_cases([pair], [*groups, (700, (0, 128, 256, 256, 640))], ALIGNED, products=[product]):
+        partial = ((700, (0, 128, 256, 256, 640)), (704, (0, 32, 96, 96, 288, 672)))
+        for case in grouped_cases([pair], [*groups, *partial], ALIGNED, products=[product]):
             check_cuda(case, ran, align=case.align)
     native = _core.cuda_info()["archs"][0] == 90 and all(oracle.FORMATS[f].rule == "divide" for f in pair)
     assert ran >= ({EMULATED, NATIVE} if native else {EMULATED})
@@ -326,6 +328,21 @@ def test_offsets_of_anyone_stay_in_bounds_on_cuda(pair, cuda):
                     error = np.abs(got.astype(np.float64) - made.float64())
                     allowed = made.tolerance(accumulator_bits=14, promote_every=128)
                     assert (error <= allowed).all(), f"{case} {drawn}"
+
+
+@pytest.mark.cuda
+@pytest.mark.sanitize
+@pytest.mark.parametrize("pair", FAMILIES, ids="-".join)
+def test_every_cuda_kernel_on_small_shapes(pair, cuda):
+    """Both kernels of each product; groups that cut tiles, are empty, or leave rows out."""
+    ran: set[str] = set()
+    for product in PRODUCTS:
+        groups = ((160, (0, 32, 32, 96, 160)), (256, (0, 128, 256)), (130, (3, 3, 60, 61, 120)))
+        for case in grouped_cases([pair], groups, [(48, 64), (33, 65)], products=[product]):
+            for align in {1, case.align}:
+                check_cuda(case, ran, align=align, offset=int(align == 1))
+        for case in grouped_cases([pair], groups[:2], [(48, 64)], products=[product]):
+            check_cuda(case, ran, align=case.align)
 
 
 @pytest.mark.cuda

@@ -86,8 +86,9 @@ def test_importing_starts_no_backend_and_loads_no_cuda():
 
 
 def test_importing_is_quick():
-    code = "import time, jax, numpy; t = time.perf_counter(); import diptych.jax; print(time.perf_counter() - t)"
-    assert any(float(run(code)) < 0.3 for _ in range(3))  # the quickest: the machine may be busy
+    """Under 0.45 s of one core beside jax."""
+    code = "import time, jax, numpy; t = time.process_time(); import diptych.jax; print(time.process_time() - t)"
+    assert any(float(run(code)) < 0.45 for _ in range(3))  # the first may write bytecode
 
 
 def test_torch_is_not_imported():

@@ -28,6 +28,7 @@ from quantizers import oracle_options
 from quantizers import quantizer as quantizer
 
 RECIPE_NAMES = tuple(RECIPES)
+MET = (jax.errors.JaxRuntimeError, ValueError)  # what a handler refuses; jit's fast path makes the second of it
 COPIES = ("rowwise_data", "rowwise_scale_inv", "columnwise_data", "columnwise_scale_inv", "amax", "columnwise_amax")
 
 # What `dense` runs on arrays alone, without a state beside them and in any dtype.

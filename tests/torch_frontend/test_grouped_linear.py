@@ -360,8 +360,8 @@ def test_bad_input():
     model, x, nv = layer(), normal("x", (64, K)), NVFP4BlockScaling()
     splits, offsets = torch.tensor([16, 16, 16, 16]), offsets_of((0, 16, 32, 48, 64))
     cases: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
-        ({}, ValueError, "m_splits or as offsets"),
-        ({"m_splits": splits, "offsets": offsets}, ValueError, "not as both"),
+        ({}, ValueError, "once, as m_splits, as offsets or by a row_map"),
+        ({"m_splits": splits, "offsets": offsets}, ValueError, "give the groups once"),
         ({"m_splits": splits.float()}, TypeError, "m_splits must be int32 or int64"),
         ({"m_splits": splits[None]}, ValueError, r"m_splits must be \[4\]"),
         ({"m_splits": splits[:3]}, ValueError, "must hold 4 sizes"),
@@ -377,7 +377,6 @@ def test_bad_input():
         ({"offsets": offsets, "align": 128}, ValueError, "no multiple of align"),
         ({"offsets": offsets, "align": 0}, ValueError, "align must be at least 1"),
         ({"offsets": offsets, "align": 16.0}, TypeError, "align must be an int"),
-        ({"m_splits": splits, "is_first_microbatch": True}, NotImplementedError, "is_first_microbatch"),
     )
     for given, error, match in cases:
         with pytest.raises(error, match=match), dt.autocast(recipe=MX):
@@ -406,22 +405,6 @@ def test_bad_input():
             make()
     with dt.quantized_model_init(recipe=MX), pytest.raises(NotImplementedError, match="held quantized"):
         dt.GroupedLinear(2, K, N)
-
-
-def test_reduced_amaxes_of_weights_are_refused():
-    import torch.distributed as dist
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        model, x, splits = layer(), normal("x", (64, K)), [16] * 4
-        groups = {"data": dist.group.WORLD}
-        recipe = NAMED["fp8-current"].replace(amax_group="data")
-        with dt.autocast(recipe=recipe, amax_groups=groups), pytest.raises(NotImplementedError, match="amax_group"):
-            model(x, splits)
-        with dt.autocast(recipe=NAMED["fp8-delayed"].replace(amax_group="data"), amax_groups=groups):
-            model(x, splits)
-    finally:
-        dist.destroy_process_group()
 
 
 def test_the_function_asks_for_what_the_recipe_needs():

@@ -1,4 +1,4 @@
-"""The mixture of experts of examples/moe.py: what it computes, that it trains, and that routing is on the device."""
+"""The mixture of experts of examples/torch_moe.py: what it computes, that it trains, that routing is on the device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from diptych.common.grouped import row_align
 from torch_frontend.layers import NAMED
 from torch_frontend.tools import RECIPE_NAMES, normal, same
 
-_spec = importlib.util.spec_from_file_location("moe_example", Path(__file__).parents[2] / "examples/moe.py")
+_spec = importlib.util.spec_from_file_location("moe_example", Path(__file__).parents[2] / "examples/torch_moe.py")
 assert _spec is not None and _spec.loader is not None
 moe: Any = importlib.util.module_from_spec(_spec)
 sys.modules["moe_example"] = moe  # a dataclass looks its module up

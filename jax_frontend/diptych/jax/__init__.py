@@ -31,6 +31,8 @@ from diptych.jax.functional import (
     rng_state,
     scale_update,
 )
+from diptych.jax.grouped import QuantizedStack, grouped_bias_grad, grouped_gemm, quantize_stack
+from diptych.jax.grouped_linear import grouped_dense, grouped_dense_vjp
 from diptych.jax.injection import dot_general
 from diptych.jax.layernorm_linear import layernorm_dense, layernorm_dense_vjp
 from diptych.jax.layernorm_mlp import MLP_OFFSETS, init_layernorm_mlp_state, layernorm_mlp, layernorm_mlp_vjp
@@ -45,6 +47,7 @@ from diptych.jax.permutation import (
     moe_sort_chunks_by_index_with_probs,
     moe_unpermute,
 )
+from diptych.jax.permutation_quantize import moe_permute_and_quantize
 from diptych.jax.products import OFFSETS, rng_at
 from diptych.jax.quantized import QuantizedArray
 from diptych.jax.state import (
@@ -83,6 +86,7 @@ __all__ = [
     "NVFP4BlockScaling",
     "NVFP4Quantizer",
     "QuantizedArray",
+    "QuantizedStack",
     "Quantizer",
     "QuantizerRole",
     "Recipe",
@@ -98,6 +102,10 @@ __all__ = [
     "export_safety_checks",
     "gemm",
     "gemm_into",
+    "grouped_bias_grad",
+    "grouped_dense",
+    "grouped_dense_vjp",
+    "grouped_gemm",
     "header_version",
     "init_layernorm_mlp_state",
     "init_state",
@@ -111,6 +119,7 @@ __all__ = [
     "moe_map",
     "moe_permute",
     "moe_permute_and_pad_with_probs",
+    "moe_permute_and_quantize",
     "moe_permute_with_probs",
     "moe_sort_chunks_by_index",
     "moe_sort_chunks_by_index_with_probs",
@@ -120,6 +129,7 @@ __all__ = [
     "quantize",
     "quantize_kernel",
     "quantize_params",
+    "quantize_stack",
     "read_states",
     "rng_at",
     "rng_state",

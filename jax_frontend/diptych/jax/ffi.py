@@ -22,10 +22,10 @@ from diptych.core import _core
 OPS = (
     "amax", "quantize", "scale_update", "dequantize", "gemm", "bias_grad", "norm", "norm_grad", "activation",
     "activation_grad", "permute_map", "chunk_map", "invert_map", "permute", "permute_columns", "unpermute",
-    "unpermute_grad",
+    "unpermute_grad", "quantize_stack", "grouped_gemm", "grouped_bias_grad",
 )  # fmt: skip
 PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}  # JAX's name of a lowering platform: the FFI registry's name
-ATTRIBUTES_VERSION = 4
+ATTRIBUTES_VERSION = 5
 MAX_BATCH_RANK = 8
 
 _REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps with DIPTYCH_JAX=on and jaxlib installed"
@@ -40,15 +40,15 @@ class Headers(NamedTuple):
 
 
 class Source(NamedTuple):
-    """What amax and quantize encode instead of x: values computed from it, unrounded.
+    """What amax and quantize encode instead of x: values computed from it, unrounded, or its rows permuted.
 
-    `kind`: "norm", "activation" or "activation_grad". `which`: the norm's or activation's name. `option`:
+    `kind`: "norm", "activation", "activation_grad" or "permuted". `which`: the norm's or activation's name. `option`:
     zero_centered_gamma of a norm, gated of an activation. Its operands come after all others: gamma, [beta], [mu:
-    layernorm] and rsigma; none; dy.
+    layernorm] and rsigma; none; dy; row_id_map and source.
     """
 
     kind: str
-    which: str
+    which: str = ""
     option: bool = False
     has_beta: bool = False
 
@@ -57,6 +57,8 @@ FUSED = _core.fused_table()
 """Numbers of norms, activations and sources, by name."""
 MOE = _core.moe_table()
 """Numbers of the kinds of routing maps, by name, and the limits of the ops that move rows."""
+_GROUP_KINDS = _core.group_kinds()
+_COPY = ("format", "columnwise", "has_amax")
 
 
 class Batch(NamedTuple):
@@ -168,7 +170,7 @@ def _of_source(source: Source | None) -> dict[str, np.generic]:
     if source is None:
         return _ints(source=FUSED["source"]["plain"], kind=0, option=0, has_beta=0)
     table = FUSED["norm" if source.kind == "norm" else "activation"]
-    kind, which = FUSED["source"][source.kind], table[source.which]
+    kind, which = FUSED["source"][source.kind], 0 if source.kind == "permuted" else table[source.which]
     return _ints(source=kind, kind=which, option=source.option, has_beta=source.has_beta)
 
 
@@ -200,6 +202,13 @@ def dequantize_attributes(batch: Batch, format_id: int, columnwise: bool, has_am
     return _common(batch) | _ints(format=format_id, columnwise=columnwise, has_amax=has_amax)
 
 
+def _copies(a: tuple[int, bool, bool], b: tuple[int, bool, bool]) -> dict[str, np.generic]:
+    named = {
+        f"{side}_{what}": value for side, copy in (("a", a), ("b", b)) for what, value in zip(_COPY, copy, strict=True)
+    }
+    return _ints(**named)
+
+
 def gemm_attributes(
     batch: Batch,
     a: tuple[int, bool, bool],
@@ -211,8 +220,7 @@ def gemm_attributes(
     fast_accum: bool,
 ) -> dict[str, np.generic]:
     """`a`, `b`: format id, whether it is the columnwise copy, whether it comes with an amax."""
-    ints = _ints(a_format=a[0], a_columnwise=a[1], a_has_amax=a[2], b_format=b[0], b_columnwise=b[1], b_has_amax=b[2])
-    ints |= _ints(has_bias=has_bias, has_c=has_c, fast_accum=fast_accum)
+    ints = _copies(a, b) | _ints(has_bias=has_bias, has_c=has_c, fast_accum=fast_accum)
     return _common(batch) | ints | {"alpha": np.float32(alpha), "beta": np.float32(beta)}
 
 
@@ -266,3 +274,30 @@ def unpermute_attributes(batch: Batch, has_probs: bool, has_permuted_dprobs: boo
 
 def unpermute_grad_attributes(batch: Batch, has_dprobs: bool) -> dict[str, np.generic]:
     return _common(batch) | _ints(has_dprobs=has_dprobs)
+
+
+def quantize_stack_attributes(batch: Batch, spec: QuantSpec, amax_mode: int, **there: bool) -> dict[str, np.generic]:
+    """`there`: as of quantize_attributes."""
+    ints = _ints(format=spec.format_id, flags=spec.flags, amax_mode=amax_mode, **there)
+    return _common(batch) | ints | {"eps": np.float32(spec.eps)}
+
+
+def grouped_gemm_attributes(
+    batch: Batch,
+    a: tuple[int, bool, bool],
+    b: tuple[int, bool, bool],
+    has_bias: bool,
+    has_c: bool,
+    kind: str,
+    align: int,
+    rotated: bool,
+    alpha: float,
+    fast_accum: bool,
+) -> dict[str, np.generic]:
+    """`a`, `b`: as of gemm_attributes. `kind`: "rows" or "depth"."""
+    ints = _copies(a, b) | _ints(has_bias=has_bias, has_c=has_c, kind=_GROUP_KINDS[kind], align=align, rotated=rotated)
+    return _common(batch) | ints | _ints(fast_accum=fast_accum) | {"alpha": np.float32(alpha)}
+
+
+def grouped_bias_grad_attributes(batch: Batch) -> dict[str, np.generic]:
+    return _common(batch)

@@ -39,7 +39,8 @@ def _quantized(op: str, arg: str, q: Any) -> QuantizedArray:
     return q
 
 
-def _dtype_name(op: str, dtype: Any, default: str) -> str:
+def dtype_name(op: str, dtype: Any, default: str) -> str:
+    """Name of a result's dtype. **Raises** DTypeError for one that is not of high precision."""
     if dtype is None:
         return default
     try:
@@ -51,7 +52,7 @@ def _dtype_name(op: str, dtype: Any, default: str) -> str:
     return name
 
 
-def _factor(op: str, arg: str, value: Any) -> float:
+def factor(op: str, arg: str, value: Any) -> float:
     """A Python number rounded to float32. Arrays are refused: factors are attributes of the compiled call."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
         raise DTypeError(f"{op}: {arg} must be a Python number, got {type(value).__name__}; scale the result instead")
@@ -264,7 +265,7 @@ def scale_update(
         raise DTypeError(f"scale_update: margin must be a Python integer, got {type(margin).__name__}")
     if not -126 <= margin <= 126:  # 2^-margin is a normal float32
         raise ValueError(f"scale_update: margin must lie in -126..126, got {margin}")
-    fp8_max = _factor("scale_update", "fp8_max", fp8_max)
+    fp8_max = factor("scale_update", "fp8_max", fp8_max)
     if fp8_max <= 0:
         raise ValueError(f"scale_update: fp8_max must be > 0, got {fp8_max}")
     operands: Any = {name: None if x is None else jnp.asarray(x) for name, x in arrays.items()}
@@ -282,7 +283,7 @@ def dequantize(q: QuantizedArray, dtype: Any = None) -> Array:
     """
     q = _quantized("dequantize", "q", q)
     copy = q.copy_of(q.rowwise_data is None, "dequantize")
-    return primitives.dequantize(copy, _dtype_name("dequantize", dtype, q.dtype)).reshape(q.shape)
+    return primitives.dequantize(copy, dtype_name("dequantize", dtype, q.dtype)).reshape(q.shape)
 
 
 def _gemm(
@@ -311,8 +312,8 @@ def _gemm(
         b_copy,
         None if bias is None else to_array(op, "bias", bias),
         None if acc is None else acc.reshape(size.m, size.n),
-        alpha=_factor(op, "alpha", alpha),
-        beta=_factor(op, "beta", beta),
+        alpha=factor(op, "alpha", alpha),
+        beta=factor(op, "beta", beta),
         out_dtype=a.dtype if out_dtype is None else out_dtype,
         fast_accum=bool(fast_accum),
     ).reshape(shape)
@@ -341,7 +342,7 @@ def gemm(
     **Raises:** ValueError for missing copies or unequal reduced lengths, TypeError for other dtypes,
     NotImplementedError for a pair of formats without a kernel.
     """
-    name = _dtype_name("gemm", out_dtype, getattr(a, "dtype", "float32"))
+    name = dtype_name("gemm", out_dtype, getattr(a, "dtype", "float32"))
     return _gemm("gemm", None, a, b, trans_a, trans_b, bias, alpha, 0.0, name, fast_accum)
 
 
@@ -376,4 +377,4 @@ def bias_grad(dy: Array, dtype: Any = None) -> Array:
     """
     dy = to_array("bias_grad", "dy", dy)
     shapes.rows_cols(dy.shape)  # raises for a scalar
-    return primitives.bias_grad(dy, _dtype_name("bias_grad", dtype, dy.dtype.name))
+    return primitives.bias_grad(dy, dtype_name("bias_grad", dtype, dy.dtype.name))

@@ -1,10 +1,12 @@
-"""Norms and activations of the core: alone, differentiated, and as what quantize encodes instead of its input.
+"""Norms and activations of the core, alone and differentiated; and what quantize encodes instead of its input: these,
+or rows where a map sends them.
 
     y = ((x - mu) * rsigma) * g + beta      g is gamma, or 1 + gamma; RMSNorm: mu is 0, and there is no beta
     y = act(a)  or  act(a) * b              gated: x = (a | b)
 
 All arithmetic is float32, each operation rounded. `layernorm` and `activate` round y to x's dtype; a `FusedInput` is
-quantized without that rounding and without ever lying in memory. The primitives know no derivative, these two do.
+quantized without that rounding and without ever lying in memory. Permuted rows have the bits of permuting first. The
+primitives know no derivative, `layernorm` and `activate` do.
 """
 
 from __future__ import annotations
@@ -177,7 +179,7 @@ def activation_grad(dy: Array, x: Array, which: str, gated: bool) -> Array:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("x", "operands", "amax"), meta_fields=("source",))
 @dataclasses.dataclass(frozen=True, eq=False)
 class FusedInput:
-    """A tensor to quantize that is never stored: what `source` makes of x, in float32, unrounded.
+    """A tensor to quantize that is never stored: what `source` makes of x, in float32, unrounded, or x's rows permuted.
 
     `amax`: float32 [1], where it is known; used instead of computing it, by per-tensor formats without a scale.
     """
@@ -194,6 +196,8 @@ class FusedInput:
 
     @property
     def shape(self) -> tuple[Any, ...]:
+        if self.source.kind == "permuted":
+            return (*self.operands[1].shape, self.x.shape[-1])
         halved = self.source.kind == "activation" and self.source.option
         return (*self.x.shape[:-1], self.x.shape[-1] // 2) if halved else self.x.shape
 
@@ -245,6 +249,11 @@ def activated(x: Array, which: str, gated: bool) -> FusedInput:
 
 def activated_grad(dy: Array, x: Array, which: str, gated: bool) -> FusedInput:
     return FusedInput(x, (dy,), Source("activation_grad", which, gated))
+
+
+def permuted(x: Array, row_id_map: Array, source: Array) -> FusedInput:
+    """Rows of x where a map sends them."""
+    return FusedInput(x, (row_id_map, source), Source("permuted"))
 
 
 # --- differentiable, in high precision ---

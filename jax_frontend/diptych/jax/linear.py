@@ -131,15 +131,21 @@ def refuse_without_recipe(op: str, **given: Any) -> None:
         raise ValueError(f"{op}: {', '.join(wrong)} given without a recipe")
 
 
+def check_rng(op: str, rng: Any) -> Array | None:
+    """The state of the random generator as an array. **Raises** TypeError for what is none."""
+    rng = functional.small_operand(op, "rng", rng)
+    if rng is not None and (rng.dtype != jnp.int32 or rng.shape != (4,)):
+        raise DTypeError(f"{op}: rng must be int32 [4], as rng_state makes it, got {rng.dtype}{list(rng.shape)}")
+    return rng
+
+
 def check_operands(x: Any, kernel: Any, bias: Any, rng: Any) -> tuple[Array, Any, Array | None, Array | None]:
     """The operands as arrays; kernel as it is where it is quantized. **Raises** TypeError, ValueError."""
     x = functional.to_array("dense", "x", x)
     if not isinstance(kernel, QuantizedArray):
         kernel = functional.to_array("dense", "kernel", kernel)
     bias = None if bias is None else functional.to_array("dense", "bias", bias)
-    rng = functional.small_operand("dense", "rng", rng)
-    if rng is not None and (rng.dtype != jnp.int32 or rng.shape != (4,)):
-        raise DTypeError(f"dense: rng must be int32 [4], as rng_state makes it, got {rng.dtype}{list(rng.shape)}")
+    rng = check_rng("dense", rng)
     if kernel.ndim != 2:
         raise ShapeError(f"dense: kernel must be [N, K], got {list(kernel.shape)}")
     if x.ndim == 0 or x.shape[-1] != kernel.shape[1]:
@@ -282,14 +288,19 @@ def refuse_calibration(op: str, record: bool, **given: Any) -> None:
 
 def calibrated(options: Options, x: Array, kernel: Any, bias: Any, states: States) -> tuple[Array, States]:
     """The plain product, with amaxes recorded under the names of its operands."""
-    amaxes: Amaxes = {}
     if isinstance(kernel, QuantizedArray):
         kernel = kernel.dequantize(x.dtype)
+    return observed(options, plain(x, kernel, bias), x, kernel, states)
+
+
+def observed(options: Options, y: Array, x: Array, kernel: Array, states: States) -> tuple[Array, States]:
+    """A result in high precision, with amaxes recorded under the names of its operands."""
+    amaxes: Amaxes = {}
     for name in states:
         tensor = {"input": x, "weight": kernel}.get(name.partition(".")[0])
         if tensor is not None:
             amaxes[name] = [functional.amax(jax.lax.stop_gradient(tensor))]
-    return _observe(options, plain(x, kernel, bias), states, amaxes)
+    return _observe(options, y, states, amaxes)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -20,7 +20,12 @@ from diptych.jax.rules import (
     Aval,
     batch_shape,
     check_buffer,
+    check_counted,
     check_dtype,
+    check_few,
+    check_rank,
+    check_row_map,
+    check_rows,
     check_shape,
     enforce,
     own_shape,
@@ -32,8 +37,6 @@ from diptych.jax.rules import (
 Array = jax.Array
 
 MASK_DTYPES, ID_DTYPES = ("bool", "uint8"), ("int32", "int64")
-MAX_SLOTS: int = ffi.MOE["max_slots"]
-_MAX_COUNT = 2**31 - 1  # of anything that a map numbers
 SUMMED = (*shapes.HIGH_PRECISION, "float64")
 MOVED = frozenset(_core.dtype_table()) - {"float4_e2m1fn"}
 """Names of the dtypes of rows that are summed, and of rows that are moved."""
@@ -51,43 +54,6 @@ def check_float(op: str, arg: str, dtype: Any, shape: Any, wide: bool = True) ->
     if dtype.name not in (SUMMED if wide else shapes.HIGH_PRECISION):
         names = "float32, bfloat16, float16 or float64" if wide else "float32, bfloat16 or float16 beside such rows"
         raise DTypeError(f"{op}: {arg} must be {names}, got {dtype.name}{list(shape)}")
-
-
-def _check_ranked(op: str, arg: str, shape: shapes.Shape, rank: int = 2) -> None:
-    if len(shape) != rank:
-        raise ShapeError(f"{op}: {arg} must have {rank} dimension(s), got {list(shape)}")
-
-
-def check_few(op: str, what: str, n: Any) -> None:
-    """**Raises** UnsupportedError for more slots, experts or chunks than the kernels take."""
-    if isinstance(n, int) and n > MAX_SLOTS:
-        raise UnsupportedError(f"{op}: {n} {what}, and the kernels take at most {MAX_SLOTS}")
-
-
-def _check_counted(op: str, what: str, n: Any) -> None:
-    if isinstance(n, int) and n > _MAX_COUNT:
-        raise ShapeError(
-            f"{op}: {what} are {n}, and a map numbers at most {_MAX_COUNT}; permute fewer tokens at a time"
-        )
-
-
-def _check_row_map(op: str, aval: Aval, mask: int) -> shapes.Shape:
-    """(T, slots)"""
-    check_dtype(op, "row_id_map", aval, "int32")
-    shape = own_shape(aval, mask)
-    _check_ranked(op, "row_id_map", shape)
-    check_few(op, "slots of a token", shape[1])
-    _check_counted(op, "tokens * slots", shape[0] * shape[1])
-    return shape
-
-
-def _check_source(op: str, aval: Aval, mask: int) -> Any:
-    """rows"""
-    check_dtype(op, "source", aval, "int32")
-    shape = own_shape(aval, mask)
-    _check_ranked(op, "source", shape, 1)
-    _check_counted(op, "rows", shape[0])
-    return shape[0]
 
 
 def _check_per_slot(op: str, arg: str, aval: Aval, mask: int, map_shape: shapes.Shape, wide: bool) -> None:
@@ -110,13 +76,13 @@ def check_routing(op: str, shape: shapes.Shape, experts: Any, rows: Any, align: 
         raise ShapeError(f"{op}: there must be at least one expert, got {experts}")
     check_few(op, "slots of a token", shape[1])
     check_few(op, "experts", experts)
-    _check_counted(op, "rows", rows)
-    _check_counted(op, "rows with the alignment's padding", shape[0] * shape[1] + experts * (align - 1))
+    check_counted(op, "rows", rows)
+    check_counted(op, "rows with the alignment's padding", shape[0] * shape[1] + experts * (align - 1))
 
 
 def _permute_map_abstract(routing: Aval, *, batch: Batch, kind: str, experts: Any, rows: Any, align: int) -> Any:
     op, shape = "permute_map", own_shape(routing, batch.axes[0])
-    _check_ranked(op, "routing", shape)
+    check_rank(op, "routing", shape)
     dtypes = MASK_DTYPES if kind == "mask" else ID_DTYPES
     if routing.dtype.name not in dtypes:
         raise DTypeError(f"{op}: routing ({kind}) must be {' or '.join(dtypes)}, got {routing.dtype.name}{list(shape)}")
@@ -153,10 +119,10 @@ def permute_map(routing: Array, kind: str, experts: Any, rows: Any, align: int) 
 def _chunk_map_abstract(sizes: Aval, order: Aval, *, batch: Batch, tokens: Any) -> Any:
     op, own = "chunk_map", own_shape(sizes, batch.axes[0])
     check_dtype(op, "split_sizes", sizes, "int32")
-    _check_ranked(op, "split_sizes", own, 1)
+    check_rank(op, "split_sizes", own, 1)
     check_few(op, "chunks", own[0])
     check_buffer(op, "sorted_index", order, batch.axes[1], "int32", own)
-    _check_counted(op, "tokens", tokens)
+    check_counted(op, "tokens", tokens)
     operands = (sizes, order)
     front = batch_shape(operands, batch)
     return [result(operands, (*front, *shape), "int32") for shape in ((tokens, 1), (tokens,))]
@@ -177,8 +143,8 @@ def chunk_map(sizes: Array, order: Array, tokens: Any) -> tuple[Array, Array]:
 
 
 def _invert_map_abstract(row_id_map: Aval, *, batch: Batch, rows: Any) -> Any:
-    shape = _check_row_map("invert_map", row_id_map, batch.axes[0])
-    _check_counted("invert_map", "rows", rows)
+    shape = check_row_map("invert_map", row_id_map, batch.axes[0])
+    check_counted("invert_map", "rows", rows)
     front = batch_shape((row_id_map,), batch)
     return [result((row_id_map,), (*front, *own), "int32") for own in ((rows,), shape)]
 
@@ -204,8 +170,8 @@ def _permute_abstract(
     *avals: Aval, batch: Batch, fills: tuple[int, ...], has_probs: bool, zero_prob_is_padding: bool
 ) -> Any:
     op = "permute"
-    map_shape = _check_row_map(op, avals[0], batch.axes[0])
-    rows = _check_source(op, avals[1], batch.axes[1])
+    map_shape = check_row_map(op, avals[0], batch.axes[0])
+    rows = check_rows(op, avals[1], batch.axes[1])
     if not 1 <= len(fills) <= ffi.MOE["max_planes"]:
         raise ValueError(f"{op}: one call moves 1 to {ffi.MOE['max_planes']} tensors, got {len(fills)}")
     front = batch_shape(avals, batch)
@@ -262,11 +228,11 @@ def permute(
 
 def _permute_columns_abstract(x: Aval, source: Aval, *, batch: Batch, slots: int) -> Any:
     op, own = "permute_columns", own_shape(x, batch.axes[0])
-    _check_ranked(op, "in", own)
+    check_rank(op, "in", own)
     if x.dtype.itemsize != 1:
         raise DTypeError(f"{op}: in must have elements of one byte, got {x.dtype.name}{list(own)}")
-    rows = _check_source(op, source, batch.axes[1])
-    _check_counted(op, "tokens", own[1])
+    rows = check_rows(op, source, batch.axes[1])
+    check_counted(op, "tokens", own[1])
     check_few(op, "slots of a token", slots)
     operands = (x, source)
     return [result(operands, (*batch_shape(operands, batch), own[0], rows), x.dtype.name)]
@@ -292,8 +258,8 @@ def _unpermute_abstract(*avals: Aval, batch: Batch, has_probs: bool, has_permute
     op, x = "unpermute", avals[0]
     own = own_shape(x, batch.axes[0])
     check_float(op, "x", x.dtype, own)
-    _check_ranked(op, "x", own)
-    map_shape = _check_row_map(op, avals[1], batch.axes[1])
+    check_rank(op, "x", own)
+    map_shape = check_row_map(op, avals[1], batch.axes[1])
     front = batch_shape(avals, batch)
     outs = [result(avals, (*front, map_shape[0], own[1]), x.dtype.name)]
     if has_probs:
@@ -339,10 +305,10 @@ def _unpermute_grad_abstract(
 ) -> Any:
     op, own = "unpermute_grad", own_shape(dy, batch.axes[0])
     check_float(op, "dy", dy.dtype, own)
-    _check_ranked(op, "dy", own)
-    map_shape = _check_row_map(op, row_id_map, batch.axes[1])
+    check_rank(op, "dy", own)
+    map_shape = check_row_map(op, row_id_map, batch.axes[1])
     check_shape(op, "dy", own, (map_shape[0], own[1]))
-    rows = _check_source(op, source, batch.axes[2])
+    rows = check_rows(op, source, batch.axes[2])
     _check_per_slot(op, "probs", probs, batch.axes[3], map_shape, dy.dtype.name == "float64")
     operands = (dy, row_id_map, source, probs, *x)
     front = batch_shape(operands, batch)

@@ -30,7 +30,7 @@ from diptych.common.errors import DTypeError, ShapeError
 from diptych.jax import moe_primitives as ops
 from diptych.jax.permutation_ops import as_int32, padded_offsets, padding_before, permute, shifted, unpermute
 from diptych.jax.quantized import QuantizedArray
-from diptych.jax.rules import check_copy, enforce
+from diptych.jax.rules import MAX_SLOTS, check_copy, check_few, check_row_map, check_rows, check_tokens, enforce
 
 Array = jax.Array
 Rows = Any  # Array or QuantizedArray
@@ -94,7 +94,7 @@ def _floats(op: str, arg: str, x: Any, wide: bool = True) -> Array:
     return _kept(op, arg, x)
 
 
-def _slot_probs(op: str, arg: str, probs: Any, map_shape: tuple[Any, ...], wide: bool = True) -> Array:
+def slot_probs(op: str, arg: str, probs: Any, map_shape: tuple[Any, ...], wide: bool = True) -> Array:
     probs = _floats(op, arg, probs, wide)
     if probs.shape != map_shape:
         raise ShapeError(f"{op}: {arg} must be {list(map_shape)} as row_id_map is, got {list(probs.shape)}")
@@ -111,8 +111,7 @@ def _token_rows(op: str, x: Any, tokens: Any = None) -> Rows:
         raise ShapeError(f"{op}: inp must be [..., H], got {list(x.shape)}")
     rows, width = shapes.rows_cols(x.shape)
     if tokens is not None:
-        message = f"{op}: inp must have a row for each of routing_map's tokens, {tokens}, got {list(x.shape)}"
-        enforce([shapes.Constraint(rows, tokens, message)])
+        check_tokens(op, "inp", x.shape, tokens, "routing_map's tokens")
     return x if isinstance(x, QuantizedArray) else _kept(op, "inp", x).reshape(rows, width)
 
 
@@ -135,6 +134,17 @@ def _check_rows_alone(op: str, q: QuantizedArray) -> None:
 
 
 # --- maps ---
+
+
+def require_row_map(op: str, shape: tuple[Any, ...], row_map: Any, arg: str = "inp") -> tuple[Array, Array]:
+    """row_id_map and source of a `RowMap` whose tokens are the rows of `shape`. **Raises** TypeError, ValueError."""
+    if not isinstance(row_map, RowMap):
+        raise DTypeError(f"{op}: row_map must be a RowMap, got {type(row_map).__name__}; moe_map() makes one")
+    row_id_map, source = (_array(op, part, getattr(row_map, part)) for part in ("row_id_map", "source"))
+    tokens, _ = check_row_map(op, row_id_map, 0)
+    check_rows(op, source, 0)
+    check_tokens(op, arg, shape, tokens, "row_map's tokens")
+    return jnp.asarray(row_id_map), jnp.asarray(source)
 
 
 def _check_kind(op: str, map_type: Any) -> None:
@@ -162,7 +172,7 @@ def _made_map(
     routing = _routing(op, routing_map, map_type)
     tokens, slots = routing.shape
     if num_experts is None:
-        num_experts = slots if map_type == "mask" else ops.MAX_SLOTS
+        num_experts = slots if map_type == "mask" else MAX_SLOTS
     else:
         num_experts = _integer(op, "num_experts", num_experts, 1)
         if map_type == "mask":
@@ -250,7 +260,7 @@ def moe_permute(
 
 def _with_probs(op: str, inp: Any, probs: Any, row_map: RowMap, zero_prob_is_padding: bool) -> tuple[Rows, Any]:
     x = _token_rows(op, inp, row_map.row_id_map.shape[0])
-    probs = _slot_probs(op, "probs", probs, row_map.row_id_map.shape)
+    probs = slot_probs(op, "probs", probs, row_map.row_id_map.shape)
     return permute(x, row_map.row_id_map, row_map.source, probs, bool(zero_prob_is_padding))
 
 
@@ -364,7 +374,7 @@ def moe_unpermute(
         raise ShapeError(f"{op}: restore_shape {list(wanted)} does not hold the {list(whole)} of the map and inp")
     if merging_probs is not None:
         wide = x.dtype.name == "float64"
-        merging_probs = _slot_probs(op, "merging_probs", merging_probs, row_id_map.shape, wide)
+        merging_probs = slot_probs(op, "merging_probs", merging_probs, row_id_map.shape, wide)
     if pad_offsets is not None:
         if map_type == "index":
             raise ValueError(f"{op}: pad_offsets belong to experts, and an index map's row_id_map does not name them")
@@ -423,7 +433,7 @@ def _sorted(op: str, inp: Any, split_sizes: Any, sorted_index: Any, probs: Any =
     sizes, order = _integers(op, "split_sizes", split_sizes), _integers(op, "sorted_index", sorted_index)
     if sizes.shape != order.shape:
         raise ShapeError(f"{op}: sorted_index {list(order.shape)} and split_sizes {list(sizes.shape)} differ in length")
-    ops.check_few(op, "chunks", sizes.shape[0])
+    check_few(op, "chunks", sizes.shape[0])
     if isinstance(split_sizes, (list, tuple)):
         message = f"{op}: split_sizes add up to {sum(split_sizes)}, and inp has {tokens} rows"
         enforce([shapes.Constraint(sum(split_sizes), tokens, message)])

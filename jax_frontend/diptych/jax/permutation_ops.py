@@ -167,6 +167,14 @@ def permute(
     return QuantizedArray(quantizer, (source.shape[0],), x.dtype, **fields), permuted
 
 
+def permute_probs(probs: Array, row_id_map: Array, source: Array) -> Array:
+    """Each row's own of probs [T, slots], 0 where it is absent: [rows]."""
+    carried = jnp.zeros(row_id_map.shape[:1], jnp.uint8)  # a call moves something besides
+    carried, *maps, probs = same_axes(carried, row_id_map, source, probs)
+    moved: Any = _permute((0,), False, (carried,), *maps, probs)
+    return moved[1]
+
+
 # --- unpermute ---
 
 

@@ -25,12 +25,14 @@ from diptych.jax.rules import (
     check_copy,
     check_dtype,
     check_high_precision,
+    check_options,
     check_rotatable,
     check_shape,
     copy_length,
     dtype_of,
     encoded,
     enforce,
+    given_amaxes,
     in_place,
     own_shape,
     primitive,
@@ -92,27 +94,6 @@ def _amaxes(shape: shapes.Shape, quantizer: Quantizer) -> dict[str, shapes.Buffe
     return {b.name: b for b in shapes.quantize_buffers(shape, quantizer) if b.name.endswith("amax")}
 
 
-def _check_options(
-    x: Aval, shape: shapes.Shape, quantizer: Quantizer, mode: int, has_scale: bool, has_rng: bool
-) -> None:
-    """Which state a call needs and which it must not be given."""
-    fmt, spec, kind = quantizer.format, quantizer.spec, type(quantizer).__name__
-    if mode == GIVEN and has_scale:
-        raise ValueError("quantize: scale and amax were both given; the scale alone decides")
-    if quantizer.needs_scale and not has_scale:
-        raise TypeError(f"quantize: {kind} takes its scale from the caller; pass scale=")
-    if has_scale and not fmt.per_tensor:
-        raise ValueError(f"quantize: scale is for per-tensor formats, not {fmt.name}")
-    if has_scale and (spec.flags or spec.eps):
-        raise ValueError(f"quantize: scale was given; the options of {quantizer} do not apply to it")
-    if quantizer.needs_rng and not has_rng:
-        raise TypeError(f"quantize: {kind} rounds stochastically; pass rng=, for instance rng_state(seed)")
-    if has_rng and not quantizer.needs_rng:
-        raise ValueError(f"quantize: rng is for stochastic rounding, which {quantizer} does not do")
-    if spec.flags & RHT:
-        check_rotatable("quantize", x, shape)
-
-
 def _quantize_abstract(
     *avals: Aval,
     batch: Batch,
@@ -130,7 +111,7 @@ def _quantize_abstract(
     own = len(avals) - source_length(source)
     of_source = avals[own:]
     shape = encoded(op, source, shape, of_source, batch.axes[own:])
-    _check_options(x, shape, quantizer, mode, has_scale, has_rng)
+    check_options("quantize", x, shape, quantizer, mode == GIVEN, has_scale, has_rng)
     enforce(shapes.quantize_constraints(shape, quantizer))
     want = {name: (b.dtype, b.shape) for name, b in _amaxes(shape, quantizer).items()} if mode != COMPUTE else {}
     want |= {"scale": ("float32", (1,))} if has_scale else {}
@@ -250,17 +231,7 @@ def quantize(
     `source`, `operands`: what is encoded instead of x. `column_sum`: the dtype of one more result of that name, the sum
     over the rows of what is encoded, [K].
     """
-    given = {k: v for k, v in (("amax", amax), ("columnwise_amax", columnwise_amax)) if v is not None}
-    read = _amaxes(x.shape, quantizer)
-    for name in given:
-        if not read:
-            raise ValueError(
-                f"quantize: {name} is for formats with an amax of the tensor; {quantizer.format.name} has one per block"
-            )
-        if name not in read:
-            raise ValueError(f"quantize: {quantizer} does not read {name}, only {' and '.join(read)}")
-    if given and (missing := read.keys() - given):
-        raise ValueError(f"quantize: {missing.pop()} is missing; {quantizer} reads one for each copy that it makes")
+    given = given_amaxes("quantize", quantizer, _amaxes(x.shape, quantizer), amax=amax, columnwise_amax=columnwise_amax)
     mode = GIVEN if given else COMPUTE
     return _quantize(x, quantizer, mode, given, scale, rng, as_bytes, source, operands, column_sum)
 

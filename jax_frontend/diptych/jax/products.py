@@ -12,6 +12,7 @@ Invariants:
 - An operand is a `QuantizedArray` that holds the one copy its product reads, or an array in high precision. Two
   quantized ones multiply in the core; a product with any other runs in high precision on what a copy stands for.
 - Copies are made as bytes, so that no remat policy rounds them; see `functional.quantize`.
+- What a layer does with its kernel, products and bias gradient is in a `Products`; layers of groups have another.
 - `forward` and `backward` are of arrays. A custom_vjp's arguments, leaves that know whether they are perturbed, become
   arrays and `Needs`; with them, a backward pass may also be asked for by hand (`weights.dense_vjp`).
 """
@@ -20,7 +21,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -35,11 +37,12 @@ from diptych.common.schedule import OFFSETS as OFFSETS
 from diptych.common.schedule import Call, Schedule, make_schedule
 from diptych.jax import functional
 from diptych.jax.fused import FusedInput
-from diptych.jax.quantized import QuantizedArray
+from diptych.jax.quantized import BUFFERS, QuantizedArray, QuantizedCopies
 from diptych.jax.state import ScaleState, gradient, record
 
 Array = jax.Array
-Operand = Any  # QuantizedArray or Array
+Q = TypeVar("Q", bound=QuantizedCopies)
+Operand = Any  # QuantizedArray, a stack or Array
 Copies = tuple[QuantizedArray | None, QuantizedArray | None]  # rowwise, columnwise
 States = dict[str, ScaleState]
 Amaxes = dict[str, list[Array]]
@@ -85,10 +88,15 @@ def rng_at(rng: Array, offset: int) -> Array:
 
 
 def quantize_calls(
-    x: Array | FusedInput, calls: tuple[Call, ...], options: Options, states: States, rng: Array | None
+    x: Array | FusedInput,
+    calls: tuple[Call, ...],
+    options: Options,
+    states: States,
+    rng: Array | None,
+    quantize: Callable[..., Any] = functional.quantize,
 ) -> tuple[Copies, Amaxes]:
-    """The copies of one tensor, and the amaxes that its delayed-scaling states are to record."""
-    return quantize_summed(x, calls, options, states, rng, "")[:2]
+    """The copies of one tensor, and the amaxes that its delayed-scaling states are to record. `quantize`: the verb."""
+    return quantize_summed(x, calls, options, states, rng, "", quantize)[:2]
 
 
 def quantize_summed(
@@ -98,6 +106,7 @@ def quantize_summed(
     states: States,
     rng: Array | None,
     dtype: str,
+    quantize: Callable[..., Any] = functional.quantize,
 ) -> tuple[Copies, Amaxes, Array | None]:
     """`quantize_calls`, and of a FusedInput the sum over rows in `dtype`, if one is named; of an array None."""
     rowwise = columnwise = total = None
@@ -118,7 +127,7 @@ def quantize_summed(
             q, summed = x.quantize(call.quantizer, as_bytes=True, column_sum=dtype if total is None else "", **given)
             total = summed if total is None else total
         else:
-            q = functional.quantize(x, call.quantizer, as_bytes=True, **given)
+            q = quantize(x, call.quantizer, as_bytes=True, **given)
         if call.state and q.amax is not None:
             amaxes.setdefault(call.state, []).append(q.amax)
         rowwise = only(q, False) if call.quantizer.rowwise else rowwise
@@ -126,15 +135,14 @@ def quantize_summed(
     return (rowwise, columnwise), amaxes, total
 
 
-def only(q: QuantizedArray, columnwise: bool) -> QuantizedArray:
-    """A tensor with one of its copies. **Raises** ValueError if that was not made."""
+def only(q: Q, columnwise: bool) -> Q:
+    """A tensor, or a stack of them, with one of its copies. **Raises** ValueError if that was not made."""
     copy = q.copy_of(columnwise, "dense")
     side = "columnwise" if columnwise else "rowwise"
-    fields: dict[str, Any] = {f"{side}_data": copy.data, f"{side}_scale_inv": copy.scale_inv}
-    if copy.amax is not None:
-        fields["columnwise_amax" if columnwise else "amax"] = copy.amax
+    fields: dict[str, Any] = dict.fromkeys(BUFFERS) | {f"{side}_data": copy.data, f"{side}_scale_inv": copy.scale_inv}
+    fields["columnwise_amax" if columnwise else "amax"] = copy.amax
     quantizer = q.quantizer.with_usage(rowwise=not columnwise, columnwise=columnwise)
-    return QuantizedArray(quantizer, q.leading, q.dtype, **fields)
+    return dataclasses.replace(q, quantizer=quantizer, **fields)
 
 
 def named(copies: Copies) -> Copies:
@@ -142,13 +150,20 @@ def named(copies: Copies) -> Copies:
     return tuple(None if q is None else checkpoint_name(q, CHECKPOINT_NAME) for q in copies)  # type: ignore[return-value]
 
 
-def rounded(x: Array, call: Call | None, options: Options, rng: Array | None) -> Array:
+def rounded(
+    x: Array,
+    call: Call | None,
+    options: Options,
+    rng: Array | None,
+    quantize: Callable[..., Any] = functional.quantize,
+) -> Array:
     """A result as its quantized copy stands for it."""
     if call is None:
         return x
     single = call._replace(quantizer=call.quantizer.with_usage(rowwise=True, columnwise=False))
-    (copy, _), _ = quantize_calls(x, (single,), options, {}, rng)
-    return functional.dequantize(copy, x.dtype)  # type: ignore[arg-type]
+    (copy, _), _ = quantize_calls(x, (single,), options, {}, rng, quantize)
+    assert copy is not None
+    return copy.dequantize(x.dtype)
 
 
 # --- operands and products ---
@@ -161,29 +176,56 @@ def pick(kept: str, copies: Copies, original: Operand) -> Operand:
     return copies[kept == "columnwise"]
 
 
-def _values(operand: Operand, dtype: Any) -> Array:
+def values(operand: Operand, dtype: Any) -> Array:
     """An operand in high precision, as a matrix."""
     x = operand.astype(dtype) if isinstance(operand, jax.Array) else functional.dequantize(operand, dtype)
     return x.reshape(shapes.rows_cols(x.shape))
 
 
-def product(gemm: str, a: Operand, b: Operand, bias: Array | None, dtype: Any, fast_accum: bool) -> Array:
-    """op(a) @ op(b) + bias in `dtype`; fprop and dgrad with a's leading dimensions, wgrad [rows, cols]."""
-    trans_a, trans_b = gemm == "wgrad", gemm == "fprop"
-    if isinstance(a, QuantizedArray) and isinstance(b, QuantizedArray):
-        return functional.gemm(
-            a, b, trans_a=trans_a, trans_b=trans_b, bias=bias, out_dtype=dtype, fast_accum=fast_accum
-        )
-    inner = a.dtype if isinstance(a, jax.Array) else b.dtype
-    left, right = _values(a, inner), _values(b, inner)
-    out: Array = (left.T if trans_a else left) @ (right.T if trans_b else right)
-    if bias is not None:
-        out = out + bias.astype(inner)
-    return out.astype(dtype).reshape(shapes.gemm_out_shape(a.shape, out.shape[0], out.shape[1], trans_a))
+@functools.partial(jax.tree_util.register_dataclass, data_fields=(), meta_fields=())
+@dataclasses.dataclass(frozen=True, eq=False)
+class Products:
+    """How a layer of one kernel quantizes it, and makes products and the bias gradient; a pytree."""
+
+    def quantize_kernel(
+        self, kernel: Array, calls: tuple[Call, ...], options: Options, states: States, rng: Array | None
+    ) -> tuple[Copies, Amaxes]:
+        """As `quantize_calls`."""
+        return quantize_calls(kernel, calls, options, states, rng)
+
+    def round_kernel(self, dw: Array, call: Call | None, options: Options, rng: Array | None) -> Array:
+        """The kernel's gradient, as `rounded`."""
+        return rounded(dw, call, options, rng)
+
+    def product(self, gemm: str, a: Operand, b: Operand, bias: Array | None, dtype: Any, fast_accum: bool) -> Array:
+        """op(a) @ op(b) + bias in `dtype`; fprop and dgrad with a's leading dimensions, wgrad as the kernel."""
+        trans_a, trans_b = gemm == "wgrad", gemm == "fprop"
+        if isinstance(a, QuantizedArray) and isinstance(b, QuantizedArray):
+            return functional.gemm(
+                a, b, trans_a=trans_a, trans_b=trans_b, bias=bias, out_dtype=dtype, fast_accum=fast_accum
+            )
+        inner = a.dtype if isinstance(a, jax.Array) else b.dtype
+        left, right = values(a, inner), values(b, inner)
+        out: Array = (left.T if trans_a else left) @ (right.T if trans_b else right)
+        if bias is not None:
+            out = out + bias.astype(inner)
+        return out.astype(dtype).reshape(shapes.gemm_out_shape(a.shape, out.shape[0], out.shape[1], trans_a))
+
+    def accumulate(self, acc: Array, dy: QuantizedArray, x: QuantizedArray, fast_accum: bool) -> Array:
+        """acc + wgrad, in acc's memory where XLA may reuse it."""
+        return functional.gemm_into(acc, dy, x, trans_a=True, trans_b=False, fast_accum=fast_accum)
+
+    def bias_grad(self, dy: Array, dtype: str) -> Array:
+        return functional.bias_grad(dy, dtype)
+
+
+LINEAR = Products()
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("dy", "x", "rng"), meta_fields=("dtype", "options", "schedule")
+    jax.tree_util.register_dataclass,
+    data_fields=("dy", "x", "rng", "products"),
+    meta_fields=("dtype", "options", "schedule"),
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class WeightGradient:
@@ -195,21 +237,21 @@ class WeightGradient:
     dtype: str
     options: Options
     schedule: Schedule
+    products: Products = LINEAR
 
     def compute(self, dtype: Any = None) -> Array:
-        """The gradient [N, K], in the kernel's dtype or another."""
+        """The gradient, of the kernel's shape, in its dtype or another."""
         dtype = self.dtype if dtype is None else dtype
-        dw = product("wgrad", self.dy, self.x, None, dtype, self.schedule.plan.fast_accum[2])
-        return rounded(dw, self.schedule.results[2], self.options, self.rng)
+        dw = self.products.product("wgrad", self.dy, self.x, None, dtype, self.schedule.plan.fast_accum[2])
+        return self.products.round_kernel(dw, self.schedule.results[2], self.options, self.rng)
 
     def accumulate(self, acc: Array) -> Array:
-        """acc + the gradient, in acc's memory where XLA may reuse it; `acc`: [N, K], usually float32."""
+        """acc + the gradient, in acc's memory where XLA may reuse it; `acc`: as the kernel, usually float32."""
         quantized = isinstance(self.dy, QuantizedArray) and isinstance(self.x, QuantizedArray)
         if not quantized or self.schedule.results[2] is not None:
             return acc + self.compute(acc.dtype)
-        fast = self.schedule.plan.fast_accum[2]
         dy: Any = self.dy
-        return functional.gemm_into(acc, dy, self.x, trans_a=True, trans_b=False, fast_accum=fast)
+        return self.products.accumulate(acc, dy, self.x, self.schedule.plan.fast_accum[2])
 
 
 # --- forward ---
@@ -264,7 +306,7 @@ class Needs(NamedTuple):
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("x", "w", "states", "amaxes", "rng"),
+    data_fields=("x", "w", "states", "amaxes", "rng", "products"),
     meta_fields=("options", "needs"),
 )
 @dataclasses.dataclass(frozen=True)
@@ -282,6 +324,7 @@ class Saved:
     rng: Array | None
     options: Options
     needs: Needs
+    products: Products = LINEAR
 
 
 def fprop(
@@ -294,6 +337,7 @@ def fprop(
     states: States,
     rng: Array | None,
     copies: Copies | None,
+    products: Products = LINEAR,
 ) -> tuple[Array, Operand, Operand, Amaxes]:
     """y, the operands that backward reads of x and kernel, and the amaxes to record."""
     s = options.schedule(need_dx, need_dw)
@@ -301,14 +345,14 @@ def fprop(
     original = kernel
     if copies is None:
         assert kernel is not None
-        copies, of_kernel = quantize_calls(kernel, s.w, options, states, rng)
+        copies, of_kernel = products.quantize_kernel(kernel, s.w, options, states, rng)
         amaxes |= of_kernel
     elif kernel is None:
         original = copies[0] if copies[0] is not None else copies[1]
     copies_x, copies = named(copies_x), named(copies)
     a = x if copies_x[0] is None else copies_x[0]
     b = original if s.plan.weight.rowwise is None else _there(copies[0], "rowwise", "fprop")
-    y = product("fprop", a, b, bias, x.dtype, s.plan.fast_accum[0])
+    y = products.product("fprop", a, b, bias, x.dtype, s.plan.fast_accum[0])
     w = pick(s.w_kept, copies, original)
     kept = (x if s.x_late else pick(s.x_kept, copies_x, x), w if not s.w_kept else _there(w, s.w_kept, "dgrad"))
     return rounded(y, s.results[0], options, rng), *kept, amaxes
@@ -338,13 +382,14 @@ def forward(
     states: States,
     rng: Array | None,
     copies: Copies | None,
+    products: Products = LINEAR,
 ) -> tuple[tuple[Array, States], Saved]:
     """(y, new states), and what backward needs. **Raises** ValueError where amaxes would be lost."""
-    y, kept_x, kept_w, amaxes = fprop(options, needs.dx, needs.dw, x, kernel, bias, states, rng, copies)
+    y, kept_x, kept_w, amaxes = fprop(options, needs.dx, needs.dw, x, kernel, bias, states, rng, copies, products)
     s = options.schedule(needs.dx, needs.dw)
     check_transport(options, needs.states, amaxes, [c.state for c in (*s.dy, *s.x_late) if c.state])
     kept = {name: found for name, found in amaxes.items() if name in needs.states and options.record}
-    return (y, recorded(states, amaxes, options)), Saved(kept_x, kept_w, states, kept, rng, options, needs)
+    return (y, recorded(states, amaxes, options)), Saved(kept_x, kept_w, states, kept, rng, options, needs, products)
 
 
 def check_transport(options: Options, wanted: tuple[str, ...], forward: Any, backward: list[str]) -> None:
@@ -376,21 +421,23 @@ class DenseGradients(NamedTuple):
 
 def bprop(saved: Saved, dy: Array | FusedInput) -> tuple[Array | None, WeightGradient | None, Array | None, Amaxes]:
     """dx, wgrad that has not run yet, dbias, and the amaxes to record."""
-    options, needs, rng, dx, wgrad = saved.options, saved.needs, saved.rng, None, None
+    options, needs, rng, products, dx, wgrad = saved.options, saved.needs, saved.rng, saved.products, None, None
     s = options.schedule(needs.dx, needs.dw)
     (rowwise, columnwise), amaxes, dbias = quantize_summed(dy, s.dy, options, saved.states, rng, needs.bias_dtype or "")
     if needs.dx:
         a = dy if rowwise is None else rowwise
-        dx = rounded(product("dgrad", a, saved.w, None, dy.dtype, s.plan.fast_accum[1]), s.results[1], options, rng)
+        dx = products.product("dgrad", a, saved.w, None, dy.dtype, s.plan.fast_accum[1])
+        dx = rounded(dx, s.results[1], options, rng)
     if needs.dw:
         b = saved.x
         if s.x_late:
             copies, late = quantize_calls(b, s.x_late, options, saved.states, rng)
             b, amaxes = pick(s.x_kept, copies, b), amaxes | late
-        wgrad = WeightGradient(dy if columnwise is None else columnwise, b, rng, needs.kernel_dtype, options, s)
+        a = dy if columnwise is None else columnwise
+        wgrad = WeightGradient(a, b, rng, needs.kernel_dtype, options, s, products)
     if needs.bias_dtype is not None and dbias is None:
         assert isinstance(dy, jax.Array)  # the sum of a FusedInput comes with its copies
-        dbias = functional.bias_grad(dy, needs.bias_dtype)
+        dbias = products.bias_grad(dy, needs.bias_dtype)
     return dx, wgrad, dbias, amaxes
 
 

@@ -11,7 +11,7 @@ What `primitives` is made of. Invariants:
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -23,6 +23,7 @@ from jax.sharding import ManualAxisType, PartitionSpec
 from diptych.common import shapes
 from diptych.common.errors import DTypeError, ShapeError, UnsupportedError
 from diptych.common.formats import FormatRow, format_by_name
+from diptych.common.quantizers import RHT, Quantizer
 from diptych.jax import ffi
 from diptych.jax.ffi import Batch, Source
 
@@ -30,6 +31,9 @@ Array = jax.Array
 Aval = Any  # jax.core.ShapedArray
 
 ffi.load()
+
+MAX_SLOTS: int = ffi.MOE["max_slots"]
+_MAX_COUNT = 2**31 - 1  # of anything that a map numbers
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
@@ -101,6 +105,42 @@ def check_rotatable(op: str, x: Aval, shape: shapes.Shape) -> None:
     enforce([shapes.Constraint(m // 16 * 16, m, message)])
 
 
+def check_options(
+    op: str, x: Aval, shape: shapes.Shape, quantizer: Quantizer, amax_given: bool, has_scale: bool, has_rng: bool
+) -> None:
+    """Which state quantizing x needs and which it must not be given."""
+    fmt, spec, kind = quantizer.format, quantizer.spec, type(quantizer).__name__
+    if amax_given and has_scale:
+        raise ValueError(f"{op}: scale and amax were both given; the scale alone decides")
+    if quantizer.needs_scale and not has_scale:
+        raise TypeError(f"{op}: {kind} takes its scale from the caller; pass scale=")
+    if has_scale and not fmt.per_tensor:
+        raise ValueError(f"{op}: scale is for per-tensor formats, not {fmt.name}")
+    if has_scale and (spec.flags or spec.eps):
+        raise ValueError(f"{op}: scale was given; the options of {quantizer} do not apply to it")
+    if quantizer.needs_rng and not has_rng:
+        raise TypeError(f"{op}: {kind} rounds stochastically; pass rng=, for instance rng_state(seed)")
+    if has_rng and not quantizer.needs_rng:
+        raise ValueError(f"{op}: rng is for stochastic rounding, which {quantizer} does not do")
+    if spec.flags & RHT:
+        check_rotatable(op, x, shape)
+
+
+def given_amaxes(op: str, quantizer: Quantizer, read: Collection[str], **amaxes: Array | None) -> dict[str, Array]:
+    """Those that are there, if they are all that `quantizer` reads, or none."""
+    given = {name: a for name, a in amaxes.items() if a is not None}
+    for name in given:
+        if not read:
+            raise ValueError(
+                f"{op}: {name} is for formats with an amax of the tensor; {quantizer.format.name} has one per block"
+            )
+        if name not in read:
+            raise ValueError(f"{op}: {quantizer} does not read {name}, only {' and '.join(read)}")
+    if given and (missing := set(read) - given.keys()):
+        raise ValueError(f"{op}: {missing.pop()} is missing; {quantizer} reads one for each copy that it makes")
+    return given
+
+
 def copy_length(format: str) -> int:
     """Operands that one copy takes."""
     return 3 if format_by_name(format).two_level else 2
@@ -120,6 +160,54 @@ def check_copy(
         each_row = not columnwise and own_shape(avals[2], masks[2]) == (m,)
         check_buffer(op, f"{arg} amax ({format})", avals[2], masks[2], "float32", (m,) if each_row else (1,))
     return row
+
+
+# --- maps of rows ---
+
+
+def check_rank(op: str, arg: str, shape: shapes.Shape, rank: int = 2) -> None:
+    if len(shape) != rank:
+        raise ShapeError(f"{op}: {arg} must have {rank} dimension(s), got {list(shape)}")
+
+
+def check_few(op: str, what: str, n: Any) -> None:
+    """**Raises** UnsupportedError for more slots, experts or chunks than the kernels take."""
+    if isinstance(n, int) and n > MAX_SLOTS:
+        raise UnsupportedError(f"{op}: {n} {what}, and the kernels take at most {MAX_SLOTS}")
+
+
+def check_counted(op: str, what: str, n: Any) -> None:
+    if isinstance(n, int) and n > _MAX_COUNT:
+        raise ShapeError(
+            f"{op}: {what} are {n}, and a map numbers at most {_MAX_COUNT}; permute fewer tokens at a time"
+        )
+
+
+def check_row_map(op: str, aval: Aval, mask: int) -> shapes.Shape:
+    """(T, slots)"""
+    check_dtype(op, "row_id_map", aval, "int32")
+    shape = own_shape(aval, mask)
+    check_rank(op, "row_id_map", shape)
+    check_few(op, "slots of a token", shape[1])
+    check_counted(op, "tokens * slots", shape[0] * shape[1])
+    return shape
+
+
+def check_rows(op: str, aval: Aval, mask: int) -> Any:
+    """rows"""
+    check_dtype(op, "source", aval, "int32")
+    shape = own_shape(aval, mask)
+    check_rank(op, "source", shape, 1)
+    check_counted(op, "rows", shape[0])
+    return shape[0]
+
+
+def check_tokens(op: str, arg: str, shape: shapes.Shape, tokens: Any, of: str) -> None:
+    """Whether a tensor [..., H] has a row for each token. **Raises** ShapeError."""
+    if len(shape) < 2:
+        raise ShapeError(f"{op}: {arg} must be [..., H], got {list(shape)}")
+    message = f"{op}: {arg} must have a row for each of {of}, {tokens}, got {list(shape)}"
+    enforce([shapes.Constraint(shapes.rows_cols(shape)[0], tokens, message)])
 
 
 # --- sources: what amax and quantize encode instead of x ---
@@ -158,6 +246,10 @@ def encoded(
         statistics = ["mu"] * (source.which == "layernorm") + ["rsigma"]
         check_norm(op, source.which, x, ["gamma", *["beta"] * source.has_beta, *statistics], avals, masks)
         return x
+    if source.kind == "permuted":
+        tokens, _ = check_row_map(op, avals[0], masks[0])
+        check_tokens(op, "x", x, tokens, "the map's tokens")
+        return check_rows(op, avals[1], masks[1]), x[-1]
     narrow = check_gated(op, x, source.option)
     if source.kind == "activation":
         return narrow
@@ -171,6 +263,8 @@ def source_length(source: Source | None) -> int:
     """Operands that a source takes."""
     if source is None or source.kind == "activation":
         return 0
+    if source.kind == "permuted":
+        return 2
     return 1 if source.kind == "activation_grad" else 2 + source.has_beta + (source.which == "layernorm")
 
 

@@ -35,6 +35,7 @@ from diptych.torch.permutation import (
     moe_sort_chunks_by_index_with_probs,
     moe_unpermute,
 )
+from diptych.torch.permutation_quantize import moe_permute_and_quantize
 from diptych.torch.proto import TensorProto, to_tensor_proto
 from diptych.torch.quantized import QuantizedTensor
 from diptych.torch.state import ScaleStates
@@ -77,6 +78,7 @@ __all__ = [
     "moe_map",
     "moe_permute",
     "moe_permute_and_pad_with_probs",
+    "moe_permute_and_quantize",
     "moe_permute_with_probs",
     "moe_sort_chunks_by_index",
     "moe_sort_chunks_by_index_with_probs",

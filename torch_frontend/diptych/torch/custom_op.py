@@ -61,7 +61,7 @@ class CustomOp:
     -> the prototypes of the outputs; one with `requires_grad` is differentiable. It must not read memory. `backward`:
     (arguments, needs, saved, grads) -> a gradient for each field in `gradients`, in its order. `keeps`: (arguments,
     needs) -> names of the fields that backward reads; None: none. `gradients`: (arguments, needs) -> names of the
-    fields that get a gradient, all of `needs` where None.
+    fields that get a gradient, all of `needs` where None. `remedy`: what the refusal of a second derivative ends with.
 
     **Raises:** TypeError for a dataclass with a field that cannot cross.
     """
@@ -76,6 +76,7 @@ class CustomOp:
         *,
         keeps: Callable[..., tuple[str, ...]] | None = None,
         gradients: Callable[..., tuple[str, ...]] | None = None,
+        remedy: str = IN_HIGH_PRECISION,
     ) -> None:
         if not dataclasses.is_dataclass(arguments):
             raise DTypeError(f"CustomOp {name}: arguments must be a dataclass, got {arguments!r}")
@@ -83,7 +84,7 @@ class CustomOp:
         self.name, self.arguments = name, arguments
         self.fields = tuple([field_of(f.name, hints[f.name]) for f in dataclasses.fields(arguments)])
         self.forward, self.layout, self.backward = forward, layout, backward
-        self._keeps, self._gradients = keeps, gradients
+        self._keeps, self._gradients, self.remedy = keeps, gradients, remedy
         may_replay = getattr(arguments, "replays", False) and [f.kind for f in self.fields if f.schema] == ["group"]
         self._replays = Replays() if may_replay else None
         self._form = ";".join([f"{f.name}:{f.kind}" for f in self.fields])  # one guard of a graph, and not many
@@ -407,7 +408,7 @@ def _eager_function(op: CustomOp) -> Callable[..., Any]:
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-            refuse_second_derivative(op.name, IN_HIGH_PRECISION)
+            refuse_second_derivative(op.name, op.remedy)
             bare, needs, names, lengths = ctx.call
             saved = list(ctx.saved_tensors)
             arguments = object.__new__(op.arguments)
@@ -462,7 +463,7 @@ def _traced_function(op: CustomOp) -> Callable[..., Any]:
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-            refuse_second_derivative(op.name, IN_HIGH_PRECISION)
+            refuse_second_derivative(op.name, op.remedy)
             needs, held, sizes, count, results = ctx.call
             tensors, saved = list(ctx.saved_tensors[:count]), list(ctx.saved_tensors[count:])
             made = op.run_backward(held, tensors, list(sizes), needs, saved, list(grads), results)

@@ -61,7 +61,8 @@ def group_amaxes(
 ) -> tuple[Tensor | None, Tensor | None]:
     """The `amax` and `columnwise_amax` that quantizing x needs, the largest over a group; a row's amax is its own.
 
-    `amaxes`: the op that takes them, `fused.amax` of a FusedInput.
+    `amaxes`: the op that takes them: `fused.amax` of a FusedInput, `grouped_primitives.amaxes` of a stack, whose
+    tensors each have theirs.
     """
     fmt, flags = FORMATS[quantizer.spec.format_id], quantizer.spec.flags
     if not torch.compiler.is_compiling() and quantizer.needs_scale:  # else the op asks for the scale
@@ -76,7 +77,7 @@ def group_amaxes(
     if flags & ROW_AMAX:
         return amax, (max_over(of_columns, group) if columnwise else None)
     if flags & RHT and quantizer.rowwise:
-        amax, of_columns = max_over(torch.cat((amax, of_columns)), group).split(1)
+        amax, of_columns = max_over(torch.cat((amax, of_columns)), group).chunk(2)
     else:  # one number serves both copies
         amax = of_columns = max_over(of_columns, group)
     return (None if fmt.two_level and not quantizer.rowwise else amax), (of_columns if columnwise else None)

@@ -1,11 +1,12 @@
-"""Norms and activations of the core: alone, differentiated, and as what quantize encodes instead of its input.
+"""Norms and activations of the core, alone and differentiated; and what quantize encodes instead of its input: these,
+or rows where a map sends them.
 
     y = ((x - mu) * rsigma) * g + beta      g is gamma, or 1 + gamma; RMSNorm: mu is 0, and there is no beta
     y = act(a)  or  act(a) * b              gated: x = (a | b)
 
 All arithmetic is float32, each operation rounded. `layernorm` and `activate` round y to x's dtype and have a first
-derivative; a `FusedInput` is quantized without that rounding and without ever lying in memory. The ops are registered,
-checked and traced as those of `primitives`.
+derivative; a `FusedInput` is quantized without that rounding and without ever lying in memory. Permuted rows have the
+bits of permuting first. The ops are registered, checked and traced as those of `primitives`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from diptych.common.fused import ActivationOptions, NormOptions
 from diptych.common.quantizers import ROW_AMAX, Float8Quantizer, Quantizer
 from diptych.core import _core
 from diptych.torch import opaque, primitives
+from diptych.torch.moe_primitives import check_maps, require_tokens
 from diptych.torch.rules import (
     check_amax,
     check_delayed,
@@ -43,7 +45,9 @@ from diptych.torch.rules import (
 
 _TABLE = _core.fused_table()
 _NORMS, _ACTIVATIONS = _TABLE["norm"], _TABLE["activation"]
-_NORM, _ACTIVATION, _ACTIVATION_GRAD = (_TABLE["source"][n] for n in ("norm", "activation", "activation_grad"))
+_NORM, _ACTIVATION, _ACTIVATION_GRAD, _PERMUTED = (
+    _TABLE["source"][n] for n in ("norm", "activation", "activation_grad", "permuted")
+)
 _LAYERNORM, _RMSNORM = _NORMS["layernorm"], _NORMS["rmsnorm"]
 
 
@@ -190,9 +194,10 @@ def _activation_grad_fake(dy: Tensor, x: Tensor, which: int, gated: bool, dtype:
 
 
 class FusedInput(NamedTuple):
-    """A tensor to quantize that is never stored: what a source makes of x, in float32, unrounded.
+    """A tensor to quantize that is never stored: what a source makes of x, in float32, unrounded, or x's rows permuted.
 
-    Fields after x are the core's source: its kind, norm or activation, zero_centered_gamma or gated, and its operands.
+    Fields after x are the core's source: its kind, norm or activation, zero_centered_gamma or gated, and its operands,
+    of which `row_id_map` and `source` are a map's.
     """
 
     x: Tensor
@@ -204,6 +209,11 @@ class FusedInput(NamedTuple):
     mu: Tensor | None = None
     rsigma: Tensor | None = None
     dy: Tensor | None = None
+    row_id_map: Tensor | None = None
+    source: Tensor | None = None
+
+
+_FIELDS = len(FusedInput._fields) - 1  # after x
 
 
 def _encoded(op: str, f: FusedInput) -> tuple[Any, ...]:
@@ -211,6 +221,12 @@ def _encoded(op: str, f: FusedInput) -> tuple[Any, ...]:
     if f.kind == _NORM:
         _check_norm(op, f.x, f.which, gamma=f.gamma, beta=f.beta, mu=f.mu, rsigma=f.rsigma)
         return tuple(f.x.shape)
+    if f.kind == _PERMUTED:
+        if f.row_id_map is None or f.source is None:
+            raise DTypeError(f"{op}: row_id_map and source belong together, and one is missing")
+        check_maps(op, f.x, f.row_id_map, f.source)
+        require_tokens(op, "x", f.x, f.row_id_map.shape[0], "the map's tokens")
+        return (f.source.shape[0], f.x.shape[-1])
     if f.kind not in (_ACTIVATION, _ACTIVATION_GRAD):
         raise ValueError(f"{op}: unknown source {f.kind}")
     shape = _halved(op, f.x, f.flag)
@@ -223,7 +239,9 @@ def _encoded(op: str, f: FusedInput) -> tuple[Any, ...]:
 
 
 def _source(f: FusedInput) -> tuple[Any, ...]:
-    return (f.kind, f.which, f.flag, *[_contiguous(t) for t in f[4:]])
+    if f.kind == _PERMUTED:
+        return (f.kind, _contiguous(f.row_id_map), _contiguous(f.source))
+    return (f.kind, f.which, f.flag, *[_contiguous(t) for t in f[4:9]])
 
 
 def _sum_results(f: FusedInput, shape: tuple[Any, ...], dtype: torch.dtype | None) -> list[Tensor]:
@@ -245,7 +263,7 @@ def _core_source(f: FusedInput, shape: tuple[int, ...], total: list[Tensor]) -> 
 
 
 def _quantize(x: Tensor, quantizer: Quantizer, *rest: Any) -> list[Tensor]:
-    f, given, sum_dtype = FusedInput(x, *rest[:8]), rest[8:12], rest[12]
+    f, (*given, sum_dtype) = FusedInput(x, *rest[:_FIELDS]), rest[_FIELDS:]
     shape = _encoded("quantize", f)
     total = _sum_results(f, shape, sum_dtype)
     amax, columnwise_amax, scale, rng = given
@@ -254,16 +272,16 @@ def _quantize(x: Tensor, quantizer: Quantizer, *rest: Any) -> list[Tensor]:
 
 
 def _quantize_fake(x: Tensor, quantizer: Quantizer, *rest: Any) -> list[Tensor]:
-    f, given, sum_dtype = FusedInput(x, *rest[:8]), rest[8:12], rest[12]
-    check_quantize(x, quantizer, *given)
+    f, (*given, sum_dtype) = FusedInput(x, *rest[:_FIELDS]), rest[_FIELDS:]
     shape = _encoded("quantize", f)
+    check_quantize(x, quantizer, *given, encoded=shape)
     return fake_buffers(x.new_empty(shape), quantizer) + _sum_results(f, shape, sum_dtype)
 
 
 def _quantize_delayed(
     x: Tensor, quantizer: Quantizer, scale: Tensor, history: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
-    f, sum_dtype = FusedInput(x, *rest[:8]), rest[8]
+    f, sum_dtype = FusedInput(x, *rest[:_FIELDS]), rest[_FIELDS]
     shape = _encoded("quantize_delayed", f)
     total = _sum_results(f, shape, sum_dtype)
     made = primitives._quantize_delayed(x, quantizer, scale, history, shape, _core_source(f, shape, total))
@@ -273,9 +291,9 @@ def _quantize_delayed(
 def _quantize_delayed_fake(
     x: Tensor, quantizer: Quantizer, scale: Tensor, history: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
-    f, sum_dtype = FusedInput(x, *rest[:8]), rest[8]
-    check_delayed(x, quantizer, scale, history)
+    f, sum_dtype = FusedInput(x, *rest[:_FIELDS]), rest[_FIELDS]
     shape = _encoded("quantize_delayed", f)
+    check_delayed(x, quantizer, scale, history, shape)
     made = fake_buffers(x.new_empty(shape), quantizer)[:-1]
     return _five(x, quantizer, made, _sum_results(f, shape, sum_dtype))
 
@@ -287,24 +305,23 @@ def _five(x: Tensor, quantizer: Quantizer, made: list[Tensor], total: list[Tenso
 
 
 def _amax_results(x: Tensor, *rest: Any) -> list[Tensor]:
-    flags, columnwise = rest[8:]
-    check_amax(x, flags, columnwise)
-    _encoded("amax", FusedInput(x, *rest[:8]))
-    rows = shapes.rows_cols(x.shape)[0] if flags & ROW_AMAX else 1
+    flags, columnwise = rest[_FIELDS:]
+    shape = _encoded("amax", FusedInput(x, *rest[:_FIELDS]))
+    check_amax(x, flags, columnwise, shape)
+    rows = shapes.rows_cols(shape)[0] if flags & ROW_AMAX else 1
     return [_empty(x, (n,), torch.float32) for n in ([rows, 1] if columnwise else [rows])]
 
 
 def _amax(x: Tensor, *rest: Any) -> list[Tensor]:
-    out = _amax_results(x, *rest)
-    _core.amax(x.contiguous(), out[0], out[1] if rest[9] else None, rest[8], _source(FusedInput(x, *rest[:8])))
+    out, (flags, columnwise) = _amax_results(x, *rest), rest[_FIELDS:]
+    source = _source(FusedInput(x, *rest[:_FIELDS]))
+    _core.amax(x.contiguous(), out[0], out[1] if columnwise else None, flags, source)
     return out
 
 
 # --- registration ----------------------------------------------------------------------------------------------------
 
-_SOURCE = "int kind, int which, bool flag, " + ", ".join(
-    f"Tensor? {name}" for name in ("gamma", "beta", "mu", "rsigma", "dy")
-)
+_SOURCE = "int kind, int which, bool flag, " + ", ".join(f"Tensor? {name}" for name in FusedInput._fields[4:])
 _norm_op = define(
     "norm",
     "(Tensor x, Tensor? gamma, Tensor? beta, int which, float eps, bool zero_centered_gamma) -> Tensor[]",
@@ -426,6 +443,11 @@ def normalized(
 
 def activated(x: Tensor, options: ActivationOptions) -> FusedInput:
     return FusedInput(x, _ACTIVATION, _ACTIVATIONS[options.which], options.gated)
+
+
+def permuted(x: Tensor, row_id_map: Tensor, source: Tensor) -> FusedInput:
+    """Rows of x [..., K] where a map sends them, [rows, K]; absent ones are zeros."""
+    return FusedInput(x, _PERMUTED, 0, False, row_id_map=row_id_map, source=source)
 
 
 def activated_grad(dy: Tensor, x: Tensor, options: ActivationOptions) -> FusedInput:

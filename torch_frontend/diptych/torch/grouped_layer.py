@@ -7,6 +7,9 @@
 
 x and dy are quantized whole, as a linear layer's are; w is quantized as G tensors, but that delayed scaling has one
 scale for all of them, and one amax over all. Rows in no group are zeros in y and dx, and are not summed.
+
+With a map of rows, x is in token order: its rows are quantized as they move to their experts, and dx is each token's
+sum. The bits are those of permuting first.
 """
 
 from __future__ import annotations
@@ -23,18 +26,23 @@ from diptych.common.grouped import kernel_align
 from diptych.common.quantizers import RHT
 from diptych.common.recipes import CustomRecipe, Recipe
 from diptych.common.schedule import Call, Schedule
+from diptych.torch import fused
 from diptych.torch import grouped_primitives as primitives
 from diptych.torch.custom_op import CustomOp
 from diptych.torch.grouped import stack_values
 from diptych.torch.grouped_matmul import grouped_matmul
 from diptych.torch.layer_node import LayerArguments, finished, kept_spec, result_proto, run
-from diptych.torch.operands import Copies, Operand, pack, pick, unpack, values
-from diptych.torch.primitives import copies as copies_of
+from diptych.torch.moe_primitives import permute, unpermute
+from diptych.torch.operands import Operand, pack, pick, unpack, values
+from diptych.torch.permutation import RowMap, moe_permute, require_row_map
 from diptych.torch.products import (
     Options,
+    encode,
     given_copies,
     quantize_calls,
+    quantize_weight,
     record_late,
+    require_stackable,
     rounded,
     scale_of,
     schedule,
@@ -42,7 +50,7 @@ from diptych.torch.products import (
 from diptych.torch.proto import TensorProto
 from diptych.torch.quantized import QuantizedTensor, high_precision
 from diptych.torch.rules import describe, require_device, require_high_precision, require_tensor
-from diptych.torch.state import ScaleStates, record_amax
+from diptych.torch.state import ScaleStates
 
 
 def _nothing(role: Any) -> None:
@@ -53,39 +61,6 @@ HIGH_PRECISION = CustomRecipe(_nothing)
 """Under which the same op is the layer in high precision."""
 
 # --- quantizing and products -----------------------------------------------------------------------------------------
-
-
-def _quantize_weight(
-    weight: Tensor, calls: tuple[Call, ...], options: Options, scales: dict[str, Tensor] | None
-) -> Copies:
-    """Copies of a stack [G, N, K]. `scales`: use these delayed scales and record nothing."""
-    rowwise = columnwise = None
-    for call in calls:
-        if call.state:
-            scale, history = scale_of(call, options, scales)
-            each = scale.expand(weight.shape[0]).contiguous()
-            buffers = primitives.quantize_stack(weight, call.quantizer, scale=each)
-            if history is not None:
-                record_amax(history, buffers[-1].amax(0, keepdim=True))
-        else:
-            buffers = primitives.quantize_stack(weight, call.quantizer)
-        r, c = copies_of(call.quantizer, buffers)
-        rowwise, columnwise = rowwise if r is None else r, columnwise if c is None else c
-    return rowwise, columnwise
-
-
-def _require_supported(s: Schedule, options: Options) -> None:
-    """**Raises** NotImplementedError for what a stack of weights has no kernel or rule for."""
-    op = "grouped_linear"
-    for call in (*s.w, s.results[2]):
-        if call is None:
-            continue
-        if call.quantizer.implementation() is not None:
-            raise UnsupportedError(f"{op}: a quantizer of the user's own for the weight, {call.quantizer}")
-        if call.needs_rng:
-            raise UnsupportedError(f"{op}: weights rounded stochastically, by {call.quantizer}")
-        if options.group is not None and call.reducible:
-            raise UnsupportedError(f"{op}: amaxes of weights reduced over a group (amax_group), by {call.quantizer}")
 
 
 def _stack(t: Operand, dtype: torch.dtype) -> Tensor:
@@ -116,6 +91,7 @@ class GroupedWeightGradient(NamedTuple):
     groups: _Groups
     dtype: torch.dtype
     schedule: Schedule
+    options: Options
 
     def compute(self) -> Tensor:
         dy, x, (offsets, align) = self.dy, self.x, self.groups
@@ -128,8 +104,8 @@ class GroupedWeightGradient(NamedTuple):
         call = self.schedule.results[2]
         if call is None:
             return dw
-        quantizer = call.quantizer.with_usage(rowwise=True, columnwise=False)
-        copy = copies_of(quantizer, primitives.quantize_stack(dw, quantizer))[0]
+        single = call._replace(quantizer=call.quantizer.with_usage(rowwise=True, columnwise=False))
+        copy = quantize_weight(dw, (single,), self.options, None)[0]
         assert copy is not None
         return stack_values(copy, dw.dtype)
 
@@ -152,7 +128,8 @@ def _rotated(s: Schedule) -> bool:
 
 @dataclasses.dataclass
 class _Arguments(LayerArguments):
-    """One call. `x_copy`: the tensors of the copy of a quantized x that backward reads. `align`: of `ALIGNS`."""
+    """One call. `x_copy`: the tensors of the copy of a quantized x that backward reads. `align`: of `ALIGNS`.
+    `row_id_map`, `source`: of the map that x's rows, tokens then, are permuted by, if they are."""
 
     x: Tensor | QuantizedTensor
     weight: Tensor
@@ -161,15 +138,27 @@ class _Arguments(LayerArguments):
     x_copy: list[Tensor]
     offsets: Tensor
     align: int
+    row_id_map: Tensor | None
+    source: Tensor | None
 
     def wanted(self, needs: tuple[str, ...]) -> tuple[tuple[bool, bool], ...]:
         return (("x" in needs, "weight" in needs),)
 
     def kept_operands(self, needs: tuple[str, ...], schedules: tuple[Schedule, ...]) -> tuple[str, ...]:
-        return ("offsets", "x" if _keeps_x(schedules[0]) else "x_copy")
+        kept = ("x", "source") if _keeps_x(schedules[0]) else ("x_copy",)
+        return ("offsets", "row_id_map", *kept)
 
     def groups(self) -> _Groups:
         return _Groups(self.offsets, self.align)
+
+    def rows(self, calls: tuple[Call, ...]) -> Any:
+        """x as its groups lie. Permuted rows are not stored where nothing but these calls, all of the core, reads them;
+        without a call something else does."""
+        if self.row_id_map is None or self.source is None:
+            return self.x
+        if calls and not any([call.quantizer.custom for call in calls]):
+            return fused.permuted(self.x, self.row_id_map, self.source)
+        return permute([self.x], [0], self.row_id_map, self.source)[0]
 
 
 def _keeps_x(s: Schedule) -> bool:
@@ -179,27 +168,34 @@ def _keeps_x(s: Schedule) -> bool:
 def _forward(a: _Arguments, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
     s = a.schedules(needs)[0]
     (options,), amaxes = a.forward_options(needs)
-    if isinstance(a.x, QuantizedTensor):
-        copies_x = given_copies(a.x, s)
+    x = a.rows(() if s.plan.input.rowwise is None else s.x)
+    if isinstance(x, QuantizedTensor):
+        copies_x = given_copies(x, s)
     else:
-        copies_x = quantize_calls(a.x, s.x, options, a.rng, options.replay)
-    copies_w = _quantize_weight(a.weight, s.w, options, options.replay)
-    left = high_precision("grouped_linear", a.x) if copies_x[0] is None else copies_x[0]
+        copies_x = encode(x, s.x, options, a.rng, options.replay).copies
+    copies_w = options.weight_copies
+    if copies_w is None:
+        copies_w = quantize_weight(a.weight, s.w, options, a.rng, options.replay)
+    left = high_precision("grouped_linear", x) if copies_x[0] is None else copies_x[0]
     right = a.weight if s.plan.weight.rowwise is None else copies_w[0]
     y = a.groups().product(True, left, right, a.bias, a.x.dtype, s.plan.fast_accum[0])
-    y = y.view(shapes.gemm_out_shape(a.x.shape, y.shape[0], y.shape[1], False))
+    if a.source is None:
+        y = y.view(shapes.gemm_out_shape(a.x.shape, y.shape[0], y.shape[1], False))
     saved: list[Tensor] = []
     if "weight" in needs:
         if not (_keeps_x(s) or a.x_copy):
             pack(pick(s.x_kept, copies_x, a.x), saved)
         saved += [scale_of(c, options, options.replay)[0].clone() for c in s.x_late if c.state]
-        record_late(a.x, s, options)
+        record_late(x, s, options)
     a.pack_weight(0, s, copies_w, saved)
     return (finished(y, s, options, a.rng), *amaxes), saved
 
 
 def _layout(a: _Arguments, needs: tuple[str, ...]) -> tuple[TensorProto, ...]:
-    return (result_proto(a.x, a.weight.shape[1], a.schedules(needs)[0]), *a.amax_protos(needs))
+    y = result_proto(a.x, a.weight.shape[1], a.schedules(needs)[0])
+    if a.source is not None:
+        y = y._replace(shape=(a.source.shape[0], y.shape[-1]))
+    return (y, *a.amax_protos(needs))
 
 
 def _backward(a: _Arguments, needs: tuple[str, ...], saved: list[Tensor], grads: list[Tensor | None]) -> list[Tensor]:
@@ -209,7 +205,8 @@ def _backward(a: _Arguments, needs: tuple[str, ...], saved: list[Tensor], grads:
     scales = {}
     if "weight" in needs:
         if isinstance(a.x, Tensor):
-            x = high_precision("grouped_linear", a.x)
+            x = a.rows(s.x_late)
+            x = high_precision("grouped_linear", x) if isinstance(x, Tensor) else x
         else:
             x = unpack(kept_spec(s.x_kept, s.plan.input), list(a.x_copy) or saved)
         scales = {c.state: saved.pop(0) for c in s.x_late if c.state}
@@ -219,12 +216,13 @@ def _backward(a: _Arguments, needs: tuple[str, ...], saved: list[Tensor], grads:
     if "x" in needs:
         left = dy if rowwise is None else rowwise
         dx = a.groups().product(False, left, w, None, a.x.dtype, s.plan.fast_accum[1])
-        made["x"] = rounded(dx, s.results[1], options, a.rng).view(a.x.shape)
+        dx = rounded(dx, s.results[1], options, a.rng)
+        made["x"] = (dx if a.row_id_map is None else unpermute(dx, a.row_id_map)[0]).view(a.x.shape)
     if "weight" in needs:
         if s.x_late:
-            x = pick(s.x_kept, quantize_calls(x, s.x_late, options, a.rng, scales), x)
+            x = pick(s.x_kept, encode(x, s.x_late, options, a.rng, scales).copies, x)
         operand = dy if columnwise is None else columnwise
-        wgrad = GroupedWeightGradient(operand, x, a.groups(), a.weight.dtype, s)
+        wgrad = GroupedWeightGradient(operand, x, a.groups(), a.weight.dtype, s, options)
         sink = options.weight_grad
         made["weight"] = wgrad.compute() if sink is None else sink.accept(wgrad)
     if "bias" in needs:
@@ -271,9 +269,10 @@ def grouped_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    offsets: Tensor,
+    offsets: Tensor | None,
     recipe: Recipe,
     *,
+    row_map: RowMap | None = None,
     align: int = 1,
     module: str = "grouped_linear",
     name: str = "",
@@ -289,45 +288,58 @@ def grouped_linear(
     the whole tensor and in blocks of scales that they share with a group: keep zeros there, as `moe_permute` does.
     `weight`: [G, N, K]. `bias`: [G, N]. `offsets`: int32 [G + 1]; group g is rows offsets[g] <= r < offsets[g + 1].
     The CPU refuses offsets that descend or leave 0..R; CUDA, which does not wait for them, takes each as at least the
-    one before it and at most R. `align`: a promise that every offset is a multiple of it: tensor cores need at least 32
-    in wgrad, 128 where scales stand for 128 rows, and other groups take a slower kernel; a Hadamard transform needs a
-    multiple of 16. `amax_group`: for delayed scaling alone. The others as for `linear`.
+    one before it and at most R. `row_map`: instead of offsets, which are then its expert_offsets. x is in token
+    order, [T, K] (or [..., K]), and its rows go where the map sends them: the result, the gradients and the states have
+    the bits of `moe_permute` before this, but permuted rows are not stored where they are quantized, and backward keeps
+    x itself with `save_original_input` or for products in high precision. A quantized x is permuted first. `align`: a
+    promise that every offset is a multiple of it: tensor cores need at least 32 in wgrad, 128 where scales stand for
+    128 rows, and other groups take a slower kernel; a Hadamard transform needs a multiple of 16. `amax_group`:
+    as for `linear`; each weight's amax is reduced with the same weight's of other ranks. The others as for `linear`.
 
-    **Returns:** [..., N] in x's (or autocast's) dtype, rows in no group +0; a QuantizedTensor where the recipe
-    quantizes the output.
+    **Returns:** [..., N] in x's (or autocast's) dtype, with a `row_map` [rows, N] by expert; rows in no group +0; a
+    QuantizedTensor where the recipe quantizes the output.
 
-    **Raises:** as `linear`; ValueError also for offsets and for a Hadamard transform without its promise,
-    NotImplementedError for weights that are held quantized, rounded stochastically, quantized by the user's own code,
-    or whose amaxes are reduced over a group.
+    **Raises:** as `linear`; ValueError also for offsets, a map that does not fit, and a Hadamard transform without its
+    promise, NotImplementedError for weights that are held quantized, rounded stochastically, or quantized by the
+    user's own code.
     """
     options = Options(module, name, save_original_input, record, amax_group, state)
-    return grouped_linear_with(x, weight, bias, offsets, align, rng, recipe, options)
+    return grouped_linear_with(x, weight, bias, offsets, align, rng, recipe, options, row_map)
 
 
 def grouped_linear_with(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    offsets: Tensor,
+    offsets: Tensor | None,
     align: int,
     rng: Tensor | None,
     recipe: Recipe,
     options: Options,
+    row_map: RowMap | None = None,
 ) -> Tensor:
     """`grouped_linear`, its options gathered."""
     require_tensor("grouped_linear", "input", x)
     device_type = x.device.type
     if not x.is_meta and torch.is_autocast_enabled(device_type):
         x = x.to(torch.get_autocast_dtype(device_type))
+    if (offsets is None) == (row_map is None):
+        raise ValueError("grouped_linear: give the groups once, as offsets or by a row_map")
+    if row_map is not None:
+        require_row_map("grouped_linear", x, row_map, "input")
+        offsets = row_map.expert_offsets
+    assert offsets is not None
     _require_fit(x, weight, bias, offsets)
     if not isinstance(align, int):
         raise DTypeError(f"grouped_linear: align must be an int, got {type(align).__name__}")
     promise, train = kernel_align(align), torch.is_grad_enabled() and weight.requires_grad
     quantized = isinstance(x, QuantizedTensor)
+    if quantized and row_map is not None:
+        x, row_map = moe_permute(x, row_map)[0], None
     if quantized:
         options = options._replace(save_original_input=False)  # there is nothing to quantize again
     s = schedule(recipe, options.module, options.name, False, train, options.save_original_input)
-    _require_supported(s, options)
+    require_stackable((*s.w, s.results[2]))
     if train and _rotated(s) and promise % 16 != 0:
         raise ValueError(
             f"grouped_linear: {type(recipe).__name__} rotates 16 rows at a time for the weights' gradients, so that "
@@ -338,4 +350,5 @@ def grouped_linear_with(
         copies = given_copies(x, s)  # type: ignore[arg-type]
         if s.x_kept not in ("", "original"):
             pack(pick(s.x_kept, copies, x), x_copy)
-    return run(_grouped_linear, x, recipe, (options,), weight, bias, rng, x_copy, offsets, promise)[0]
+    maps = (None, None) if row_map is None else (row_map.row_id_map, row_map.source)
+    return run(_grouped_linear, x, recipe, (options,), weight, bias, rng, x_copy, offsets, promise, *maps)[0]

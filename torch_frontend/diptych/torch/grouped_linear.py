@@ -17,6 +17,7 @@ from diptych.torch.autocast import STATE
 from diptych.torch.grouped_layer import HIGH_PRECISION, grouped_linear_with
 from diptych.torch.grouped_layer import grouped_linear as grouped_linear
 from diptych.torch.module import QuantizedModule
+from diptych.torch.permutation import RowMap, moe_permute, require_row_map
 from diptych.torch.permutation_ops import as_int32
 from diptych.torch.products import Options
 from diptych.torch.quantized import high_precision
@@ -92,6 +93,7 @@ class GroupedLinear(QuantizedModule):
         is_first_microbatch: bool | None = None,
         *,
         offsets: Tensor | None = None,
+        row_map: RowMap | None = None,
         align: int = 1,
     ) -> Tensor:
         """inp[r] @ weight[g].T + bias[g] for the rows r of each group g, by the region's recipe.
@@ -99,34 +101,39 @@ class GroupedLinear(QuantizedModule):
         **Arguments:** `inp`: [..., K] with R rows. `m_splits`: rows of each group, which follow one another from row 0
         on: int32 or int64 [G], on the device, whose values nobody waits for; or ints, which are moved there, and which
         compiled code is specialized to. Or instead `offsets`: int32 [G + 1], group g being rows offsets[g] <= r <
-        offsets[g + 1], such as `RowMap.expert_offsets`. `align`: a promise that every group begins at a multiple of it;
-        see `grouped_linear`, also for what becomes of rows in no group. `is_first_microbatch`: None.
+        offsets[g + 1], such as `RowMap.expert_offsets`. Or instead `row_map`: of `moe_map`. `inp` is then in token
+        order, [T, K] (or [..., K]), its rows are quantized as they move to their experts, which are the groups, and
+        its gradient is each token's sum; the bits are those of `moe_permute` before this layer. `align`: a promise that
+        every group begins at a multiple of it; see `grouped_linear`, also for what becomes of rows in no group.
+        `is_first_microbatch`: as `Linear`: True quantizes the weights and keeps the copies, False uses those kept, None
+        quantizes and keeps nothing.
 
-        **Returns:** [..., N]; rows in no group are zeros.
+        **Returns:** [..., N], with a `row_map` [rows, N] by expert; rows in no group are zeros.
 
-        **Raises:** as `grouped_linear`; TypeError and ValueError for other splits, NotImplementedError for
-        `is_first_microbatch`; CheckpointError if loaded states are another recipe's.
+        **Raises:** as `grouped_linear`; TypeError and ValueError for other splits, ValueError for a later microbatch
+        without a first one; CheckpointError if loaded states are another recipe's.
         """
         if torch.compiler.is_compiling() and (outside := self._eager_only()) is not None:
-            return outside.run(self.forward, inp, m_splits, is_first_microbatch, offsets=offsets, align=align)
-        if is_first_microbatch is not None:
-            raise UnsupportedError(
-                "GroupedLinear: weights kept across microbatches (is_first_microbatch); leave it None, and each "
-                "microbatch quantizes them"
-            )
-        if (m_splits is None) == (offsets is None):
-            raise ValueError("GroupedLinear: give the groups as m_splits or as offsets, and not as both")
-        if offsets is None:
+            groups = {"offsets": offsets, "row_map": row_map, "align": align}
+            return outside.run(self.forward, inp, m_splits, is_first_microbatch, **groups)
+        if [m_splits is None, offsets is None, row_map is None].count(False) != 1:
+            raise ValueError("GroupedLinear: give the groups once, as m_splits, as offsets or by a row_map")
+        if m_splits is not None:
             offsets = _offsets_of(m_splits, self.num_gemms, inp, align)
         recipe = self._active_recipe()
         if recipe is None:
             x = high_precision("grouped_linear", inp)
+            if row_map is not None:
+                require_row_map("GroupedLinear", x, row_map)
+                x, offsets = moe_permute(x, row_map)[0], row_map.expert_offsets
+            assert offsets is not None
             plain = functools.partial(_in_high_precision, offsets)
             if STATE.calibrating is not None:
                 return self._calibrate(x, self.weight, self.bias, "", STATE.calibrating, plain)
             return plain(x, self.weight, self.bias)
-        options, rng = self._options_for(recipe, inp, self.weight, "", None, None, self.save_original_input)
-        return grouped_linear_with(inp, self.weight, self.bias, offsets, align, rng, recipe, options)
+        given = (is_first_microbatch, None, self.save_original_input)
+        options, rng = self._options_for(recipe, inp, self.weight, "", *given)
+        return grouped_linear_with(inp, self.weight, self.bias, offsets, align, rng, recipe, options, row_map)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         for name, p in (("weight", self.weight), ("bias", self.bias)):

@@ -11,16 +11,17 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from diptych.common import grouped, shapes
 from diptych.common.errors import DTypeError, ShapeError
-from diptych.common.quantizers import Float8Quantizer, Quantizer
+from diptych.common.quantizers import RHT, ROW_AMAX, Float8Quantizer, Quantizer
 from diptych.core import _core
-from diptych.torch import opaque
+from diptych.torch import opaque, primitives
 from diptych.torch.primitives import IMPLEMENTATIONS
 from diptych.torch.rules import (
     Copy,
@@ -373,6 +374,23 @@ def quantize_stack(
         require_no_grad("diptych::quantize_stack", x, amax, columnwise_amax, scale)
         return _quantize_stack(x, quantizer, amax, columnwise_amax, scale, rng)
     return _quantize_stack_op(x, quantizer, amax, columnwise_amax, scale, rng)
+
+
+def empty_stack(shape: tuple[int, ...], quantizer: Quantizer, device: torch.device | str) -> list[Tensor]:
+    """The buffers that `quantize_stack` fills for a stack of this shape, uninitialized."""
+    buffers = grouped.stack_buffers(shape, quantizer)
+    return [torch.empty(b.shape, dtype=getattr(torch, b.dtype), device=device) for b in buffers]
+
+
+def amaxes(x: Tensor, flags: int = 0, *, columnwise: Literal[True]) -> tuple[Tensor, Tensor]:
+    """`primitives.amax` of each tensor of a stack [G, ..., K]: two of [G, 1], with ROW_AMAX the first is [G, M]."""
+    if flags & RHT and x.shape[0] > 0:  # of rotated tensors the core has no amaxes of parts
+        each = [primitives.amax(t, flags, columnwise=columnwise) for t in x.unbind()]
+        return torch.stack([a for a, _ in each]), torch.stack([c for _, c in each])
+    rows = primitives.amax(x, ROW_AMAX).view(x.shape[:-1]).flatten(1)
+    bits = F.pad(rows.view(torch.int32), (1, 0))  # as `max_over`; there may be no row
+    whole = bits.amax(1, keepdim=True).view(torch.float32)
+    return rows if flags & ROW_AMAX else whole, whole
 
 
 def grouped_gemm(

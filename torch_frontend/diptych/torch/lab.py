@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from diptych.common import shapes
 from diptych.common.formats import FORMATS, format_by_name
-from diptych.common.plan import linear_plan
 from diptych.lab.frontend import FrontendError, State
 from diptych.lab.job import Job, Weights
 from diptych.lab.trace import Bits, Op, StepTrace
@@ -56,9 +55,6 @@ class TorchTrainer:
         )
         self._steps = 0
         if job.compile:
-            if job.recipe is not None and linear_plan(job.recipe).states:
-                for linear in self._linears.values():
-                    linear.forward = torch.compiler.disable(linear.forward, reason="delayed scales are kept eagerly")
             for block in self._model.blocks:  # one compilation serves all: they share their code
                 block.compile()
 

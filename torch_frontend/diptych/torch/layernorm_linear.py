@@ -13,7 +13,7 @@ Invariants:
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,15 +22,14 @@ from diptych.common.errors import DTypeError, ShapeError
 from diptych.common.fused import NORMS, NormOptions, norm_options
 from diptych.common.plan import LinearPlan, TensorPlan
 from diptych.common.recipes import Recipe
-from diptych.common.schedule import Call, Schedule
-from diptych.torch import functional, fused, primitives
+from diptych.common.schedule import Schedule
+from diptych.torch import fused, primitives
 from diptych.torch.custom_op import CustomOp
-from diptych.torch.fused import FusedInput
 from diptych.torch.layer_node import LayerArguments, finished, kept_spec, result_proto, run, weight_gradient
 from diptych.torch.module import QuantizedModule
 from diptych.torch.opaque import Constants
 from diptych.torch.operands import Copies, Operand, pack, pick, unpack
-from diptych.torch.products import Options, fprop, product, quantize_calls, rng_of, rounded, scale_of
+from diptych.torch.products import Options, encode, fprop, product, quantize_calls, rounded
 from diptych.torch.proto import TensorProto
 from diptych.torch.quantized import QuantizedTensor, high_precision
 from diptych.torch.rules import describe, require_device, require_high_precision, require_tensor
@@ -49,56 +48,6 @@ def fusable(tensor: TensorPlan, columnwise: bool = True) -> bool:
 def input_fusable(plan: LinearPlan) -> bool:
     """Whether the input of a linear layer may stay unstored."""
     return fusable(plan.input, not plan.dequantized_backward)
-
-
-def has_one_amax(call: Call) -> bool:
-    """Whether quantizing computes an amax of the whole tensor, and no other."""
-    return call.reducible and not primitives.TWO_LEVEL[call.quantizer.spec.format_id]
-
-
-class Encoded(NamedTuple):
-    """The copies of a tensor; its amax [1] where one was computed for a format of one scale; its sum over the rows."""
-
-    copies: Copies
-    amax: Tensor | None = None
-    column_sum: Tensor | None = None
-
-
-def encode(
-    t: Tensor | FusedInput,
-    calls: tuple[Call, ...],
-    options: Options,
-    rng: Tensor | None,
-    scales: dict[str, Tensor] | None = None,
-    *,
-    amax: Tensor | None = None,
-    sum_dtype: torch.dtype | None = None,
-) -> Encoded:
-    """`quantize_calls` of a tensor or a FusedInput; of the latter `amax` is used where a format has one for the tensor,
-    and `sum_dtype` asks for the column sum."""
-    if isinstance(t, Tensor):
-        return Encoded(quantize_calls(t, calls, options, rng, scales))
-    rowwise = columnwise = found = total = None
-    for call in calls:
-        one_amax = has_one_amax(call)
-        wanted = sum_dtype if total is None else None
-        scale = history = None
-        given: tuple[Tensor | None, Tensor | None] = (amax if one_amax else None, None)
-        if call.state:
-            scale, history = scale_of(call, options, scales)
-        elif options.group is not None and call.reducible and given[0] is None:
-            given = functional.group_amaxes(t, call.quantizer, options.group, fused.amax)
-        if history is not None and scale is not None:
-            buffers = fused.quantize_delayed(t, call.quantizer, scale, history, wanted)
-        else:
-            buffers = fused.quantize(t, call.quantizer, *given, scale, rng_of(call, rng), wanted)
-        if wanted is not None:
-            total, buffers = buffers[-1], buffers[:-1]
-        r, c = primitives.copies(call.quantizer, buffers)
-        rowwise, columnwise = rowwise if r is None else r, columnwise if c is None else c
-        if one_amax:
-            found = buffers[-1]
-    return Encoded((rowwise, columnwise), found, total)
 
 
 def input_gradient(

@@ -27,9 +27,7 @@ from diptych.torch.layer_node import finished, kept_spec, result_proto, run, wei
 from diptych.torch.layernorm_linear import (
     NormedArguments,
     NormedModule,
-    encode,
     fusable,
-    has_one_amax,
     input_for,
     input_fusable,
     input_gradient,
@@ -39,7 +37,7 @@ from diptych.torch.layernorm_linear import (
     reset_linear,
 )
 from diptych.torch.operands import pack, pick, unpack
-from diptych.torch.products import Options, fprop, quantize_calls, record_late, rounded, scale_of
+from diptych.torch.products import Options, encode, fprop, has_one_amax, quantize_calls, record_late, rounded, scale_of
 from diptych.torch.proto import TensorProto
 from diptych.torch.quantized import QuantizedTensor
 from diptych.torch.weights import initial_weight
@@ -101,7 +99,7 @@ def _forward(a: _Arguments, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...],
         saved.append(h)
     if s2.x_kept:
         saved += [scale_of(c, fc2, fc2.replay)[0].clone() for c in s2.x_late if c.state]
-        record_late(act, s2, fc2, fused.amax if isinstance(act, FusedInput) else primitives.amax)
+        record_late(act, s2, fc2)
         if _keeps_amax(s2):
             assert encoded.amax is not None
             saved.append(encoded.amax)

@@ -387,6 +387,12 @@ def invert_map(row_id_map: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     return (_invert_map if direct(row_id_map) else _invert_map_op)(row_id_map, rows)
 
 
+def permute_probs(probs: Tensor, row_id_map: Tensor, source: Tensor) -> Tensor:
+    """Each row's own probability, [rows]; that of absent rows is 0."""
+    carried = row_id_map.new_empty(row_id_map.shape[0], dtype=torch.uint8)  # a call moves something besides
+    return permute([carried], [0], row_id_map, source, probs)[1]
+
+
 def permute(
     planes: list[Tensor],
     fills: list[int],

@@ -27,6 +27,7 @@ from diptych.torch.moe_primitives import (
     MAX_SLOTS,
     MOVED_DTYPES,
     check_chunks,
+    check_maps,
     check_routing,
     known,
     require_counted,
@@ -92,7 +93,7 @@ def _require_inp(op: str, inp: Any, tokens: Any, of: str) -> None:
         )
 
 
-def _require_probs(op: str, arg: str, probs: Any, inp: Tensor, row_id_map: Tensor, beside: Tensor | None) -> None:
+def require_probs(op: str, arg: str, probs: Any, inp: Tensor, row_id_map: Tensor, beside: Tensor | None) -> None:
     require_tensor(op, arg, probs)
     require_floats(op, arg, probs, beside)
     require_device(op, inp, probs, arg)
@@ -184,8 +185,16 @@ def _permuted(op: str, inp: Any, probs: Tensor | None, row_map: RowMap, zero_pro
     _require_inp(op, inp, row_id_map.shape[0], "routing_map's tokens")
     require_device(op, inp, row_id_map, "routing_map")
     if probs is not None:
-        _require_probs(op, "probs", probs, inp, row_id_map, None)
+        require_probs(op, "probs", probs, inp, row_id_map, None)
     return permute(Permute(inp, probs, row_id_map, source, zero_prob_is_padding))
+
+
+def require_row_map(op: str, inp: Tensor, row_map: Any, arg: str = "inp") -> None:
+    """A `RowMap` of the rows of `inp`, what it holds aside."""
+    if not isinstance(row_map, RowMap):
+        raise DTypeError(f"{op}: row_map must be a RowMap, got {type(row_map).__name__}; moe_map() makes one")
+    check_maps(op, inp, row_map.row_id_map, row_map.source)
+    require_tokens(op, arg, inp, row_map.row_id_map.shape[0], "row_map's tokens")
 
 
 # --- the functions ---------------------------------------------------------------------------------------------------
@@ -366,7 +375,7 @@ def moe_unpermute(
     if source is not None:
         require_tokens(op, "inp", inp, source.shape[0], "the map's rows")
     if merging_probs is not None:
-        _require_probs(op, "merging_probs", merging_probs, inp, row_id_map, inp)
+        require_probs(op, "merging_probs", merging_probs, inp, row_id_map, inp)
     if pad_offsets is not None:
         if map_type == "index":
             raise ValueError(f"{op}: pad_offsets belong to experts, and an index map's row_id_map does not name them")

@@ -20,6 +20,8 @@ from diptych.torch.proto import TensorProto
 from diptych.torch.quantized import BUFFERS, QuantizedTensor
 from diptych.torch.rules import direct
 
+FIRST_ALONE = "; detach() what is not to be differentiated twice"
+
 
 def _move(
     x: Tensor | QuantizedTensor, row_id_map: Tensor, source: Tensor, probs: Tensor | None, zero_prob_is_padding: bool
@@ -43,7 +45,7 @@ def _move(
     return moved, *made[len(parts) :]
 
 
-def _moved_protos(x: Any, probs: Any, rows: Any, needs: tuple[str, ...]) -> tuple[TensorProto, ...]:
+def moved_protos(x: Any, probs: Any, rows: Any, needs: tuple[str, ...]) -> tuple[TensorProto, ...]:
     quantizer = x.quantizer if isinstance(x, QuantizedTensor) else None
     protos = [TensorProto((rows, x.shape[-1]), x.dtype, quantizer, x.device, "x" in needs)]
     if probs is not None:
@@ -51,7 +53,7 @@ def _moved_protos(x: Any, probs: Any, rows: Any, needs: tuple[str, ...]) -> tupl
     return tuple(protos)
 
 
-def _move_back(
+def move_back(
     a: Any, needs: tuple[str, ...], grads: list[Tensor | None], row_id_map: Tensor, x_map: Tensor
 ) -> list[Tensor]:
     """The gradients of x, a sum over the rows of `x_map`, and of probs."""
@@ -89,7 +91,7 @@ def _permute_forward(a: Permute, needs: tuple[str, ...]) -> tuple[tuple[Tensor, 
 
 
 def _permute_layout(a: Permute, needs: tuple[str, ...]) -> tuple[TensorProto, ...]:
-    return _moved_protos(a.x, a.probs, a.source.shape[0], needs)
+    return moved_protos(a.x, a.probs, a.source.shape[0], needs)
 
 
 def _permute_backward(
@@ -99,7 +101,7 @@ def _permute_backward(
     if a.zero_prob_is_padding:  # such rows are zeros, whatever x is
         assert a.probs is not None
         x_map = torch.where(a.probs == 0, -1, a.row_id_map)
-    return _move_back(a, needs, grads, a.row_id_map, x_map)
+    return move_back(a, needs, grads, a.row_id_map, x_map)
 
 
 def _permute_keeps(a: Permute, needs: tuple[str, ...]) -> tuple[str, ...]:
@@ -107,8 +109,9 @@ def _permute_keeps(a: Permute, needs: tuple[str, ...]) -> tuple[str, ...]:
 
 
 _permute_op = CustomOp(
-    "diptych::moe_permute", Permute, _permute_forward, _permute_layout, _permute_backward, keeps=_permute_keeps
-)
+    "diptych::moe_permute", Permute, _permute_forward, _permute_layout, _permute_backward, keeps=_permute_keeps,
+    remedy=FIRST_ALONE,
+)  # fmt: skip
 
 
 @dataclasses.dataclass
@@ -150,19 +153,19 @@ def _sort_forward(a: SortChunks, needs: tuple[str, ...]) -> tuple[tuple[Tensor, 
 
 
 def _sort_layout(a: SortChunks, needs: tuple[str, ...]) -> tuple[TensorProto, ...]:
-    return _moved_protos(a.x, a.probs, shapes.rows_cols(a.x.shape)[0], needs)
+    return moved_protos(a.x, a.probs, shapes.rows_cols(a.x.shape)[0], needs)
 
 
 def _sort_backward(
     a: SortChunks, needs: tuple[str, ...], saved: list[Tensor], grads: list[Tensor | None]
 ) -> list[Tensor]:
     row_id_map, _ = a.map()
-    return _move_back(a, needs, grads, row_id_map, row_id_map)
+    return move_back(a, needs, grads, row_id_map, row_id_map)
 
 
 _sort_chunks_op = CustomOp(
     "diptych::moe_sort_chunks", SortChunks, _sort_forward, _sort_layout, _sort_backward,
-    keeps=lambda a, needs: ("split_sizes", "sorted_index"),
+    keeps=lambda a, needs: ("split_sizes", "sorted_index"), remedy=FIRST_ALONE,
 )  # fmt: skip
 
 
@@ -221,25 +224,25 @@ def _unpermute_backward(
 
 _unpermute_op = CustomOp(
     "diptych::moe_unpermute", Unpermute, _unpermute_forward, _unpermute_layout, _unpermute_backward,
-    keeps=_unpermute_keeps,
+    keeps=_unpermute_keeps, remedy=FIRST_ALONE,
 )  # fmt: skip
 
 
-def _call(op: CustomOp, a: Any, *others: Tensor | None) -> tuple[Tensor, ...]:
+def call(op: CustomOp, a: Any, *others: Tensor | None) -> tuple[Tensor, ...]:
     plain = None if isinstance(a.x, QuantizedTensor) else a.x
     return op.eager(a) if direct(plain, *others) else op(a)
 
 
 def permute(a: Permute) -> tuple[Tensor, ...]:
     """(permuted,) or (permuted, permuted_probs)"""
-    return _call(_permute_op, a, a.probs, a.row_id_map, a.source)
+    return call(_permute_op, a, a.probs, a.row_id_map, a.source)
 
 
 def sort_chunks(a: SortChunks) -> tuple[Tensor, ...]:
     """(out,) or (out, permuted_probs)"""
-    return _call(_sort_chunks_op, a, a.probs, a.split_sizes, a.sorted_index)
+    return call(_sort_chunks_op, a, a.probs, a.split_sizes, a.sorted_index)
 
 
 def unpermute(a: Unpermute) -> Tensor:
     """[T, H]"""
-    return _call(_unpermute_op, a, a.probs, a.row_id_map, a.source, a.pad_offsets)[0]
+    return call(_unpermute_op, a, a.probs, a.row_id_map, a.source, a.pad_offsets)[0]

@@ -62,7 +62,7 @@ def _quantize(
     source: tuple[Any, ...] = (),
 ) -> list[Tensor]:
     """`encoded`, `source`: the shape of what is encoded instead of x, and the core's arguments for it (`fused`)."""
-    check_quantize(x, quantizer, amax, columnwise_amax, scale, rng)
+    check_quantize(x, quantizer, amax, columnwise_amax, scale, rng, encoded=encoded)
     slots: list[Tensor | None] = [None] * 6
     out = []
     for slot, shape, new in layout(x.shape if encoded is None else encoded, quantizer, x.device):
@@ -103,7 +103,7 @@ def _quantize_delayed(
     encoded: tuple[int, ...] | None = None,
     source: tuple[Any, ...] = (),
 ) -> list[Tensor]:
-    check_delayed(x, quantizer, scale, history)
+    check_delayed(x, quantizer, scale, history, encoded)
     slots: list[Tensor | None] = [None] * 6
     out = []
     buffers = layout(x.shape if encoded is None else encoded, quantizer, x.device)

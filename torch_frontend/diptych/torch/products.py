@@ -16,7 +16,6 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -24,12 +23,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from diptych.common import shapes
+from diptych.common.errors import UnsupportedError
 from diptych.common.formats import FORMATS
 from diptych.common.plan import linear_plan
 from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX
 from diptych.common.recipes import Recipe
 from diptych.common.schedule import Call, Schedule, make_schedule
-from diptych.torch import functional, primitives, replay
+from diptych.torch import functional, fused, grouped_primitives, primitives, replay
+from diptych.torch.fused import FusedInput
 from diptych.torch.operands import Copies, Operand, pick, values
 from diptych.torch.quantized import QuantizedTensor, high_precision
 from diptych.torch.state import ScaleStates, States, record_amax, rng_at
@@ -100,6 +101,44 @@ def quantize_calls(
     return rowwise, columnwise
 
 
+def require_stackable(calls: tuple[Call | None, ...]) -> None:
+    """**Raises** NotImplementedError for what a stack of weights has no kernel or rule for."""
+    for call in calls:
+        if call is not None and call.quantizer.implementation() is not None:
+            raise UnsupportedError(f"grouped_linear: a quantizer of the user's own for the weight, {call.quantizer}")
+        if call is not None and call.needs_rng:
+            raise UnsupportedError(f"grouped_linear: weights rounded stochastically, by {call.quantizer}")
+
+
+def quantize_weight(
+    weight: Tensor,
+    calls: tuple[Call, ...],
+    options: Options,
+    rng: Tensor | None,
+    scales: dict[str, Tensor] | None = None,
+) -> Copies:
+    """`quantize_calls` of a weight, or of a stack of them [G, N, K]: each has scales and amaxes of its own, but that
+    all share a delayed scale, which gets the largest amax."""
+    if weight.dim() != 3:
+        return quantize_calls(weight, calls, options, rng, scales)
+    require_stackable(calls)
+    rowwise = columnwise = None
+    for call in calls:
+        each = history = None
+        given: tuple[Tensor | None, Tensor | None] = (None, None)
+        if call.state:
+            scale, history = scale_of(call, options, scales)
+            each = scale.expand(weight.shape[0]).contiguous()
+        elif options.group is not None and call.reducible:
+            given = functional.group_amaxes(weight, call.quantizer, options.group, grouped_primitives.amaxes)
+        buffers = grouped_primitives.quantize_stack(weight, call.quantizer, *given, each)
+        if history is not None:
+            record_amax(history, buffers[-1].amax(0, keepdim=True))
+        r, c = primitives.copies(call.quantizer, buffers)
+        rowwise, columnwise = rowwise if r is None else r, columnwise if c is None else c
+    return rowwise, columnwise
+
+
 def rng_of(call: Call, rng: Tensor | None) -> Tensor | None:
     if not call.needs_rng:
         return None
@@ -157,6 +196,56 @@ def quantize_general(
     if history is not None and q.amax is not None:
         record_amax(history, q.amax)
     return q
+
+
+def has_one_amax(call: Call) -> bool:
+    """Whether quantizing computes an amax of the whole tensor, and no other."""
+    return call.reducible and not primitives.TWO_LEVEL[call.quantizer.spec.format_id]
+
+
+class Encoded(NamedTuple):
+    """The copies of a tensor; its amax [1] where one was computed for a format of one scale; its sum over the rows."""
+
+    copies: Copies
+    amax: Tensor | None = None
+    column_sum: Tensor | None = None
+
+
+def encode(
+    t: Tensor | FusedInput,
+    calls: tuple[Call, ...],
+    options: Options,
+    rng: Tensor | None,
+    scales: dict[str, Tensor] | None = None,
+    *,
+    amax: Tensor | None = None,
+    sum_dtype: torch.dtype | None = None,
+) -> Encoded:
+    """`quantize_calls` of a tensor or a FusedInput; of the latter `amax` is used where a format has one for the tensor,
+    and `sum_dtype` asks for the column sum."""
+    if isinstance(t, Tensor):
+        return Encoded(quantize_calls(t, calls, options, rng, scales))
+    rowwise = columnwise = found = total = None
+    for call in calls:
+        one_amax = has_one_amax(call)
+        wanted = sum_dtype if total is None else None
+        scale = history = None
+        given: tuple[Tensor | None, Tensor | None] = (amax if one_amax else None, None)
+        if call.state:
+            scale, history = scale_of(call, options, scales)
+        elif options.group is not None and call.reducible and given[0] is None:
+            given = functional.group_amaxes(t, call.quantizer, options.group, fused.amax)
+        if history is not None and scale is not None:
+            buffers = fused.quantize_delayed(t, call.quantizer, scale, history, wanted)
+        else:
+            buffers = fused.quantize(t, call.quantizer, *given, scale, rng_of(call, rng), wanted)
+        if wanted is not None:
+            total, buffers = buffers[-1], buffers[:-1]
+        r, c = primitives.copies(call.quantizer, buffers)
+        rowwise, columnwise = rowwise if r is None else r, columnwise if c is None else c
+        if one_amax:
+            found = buffers[-1]
+    return Encoded((rowwise, columnwise), found, total)
 
 
 def rounded(t: Tensor, call: Call | None, options: Options, rng: Tensor | None) -> Tensor:
@@ -264,9 +353,8 @@ def fprop(
     return y, copies_x, copies_w
 
 
-def record_late(t: Any, s: Schedule, options: Options, amax: Callable[[Any], Tensor] = primitives.amax) -> None:
-    """Records a layer's input for the delayed states that only backward's quantizing reads. `amax`: the op that takes
-    it, `fused.amax` of a FusedInput."""
+def record_late(t: Tensor | FusedInput, s: Schedule, options: Options) -> None:
+    """Records a layer's input for the delayed states that only backward's quantizing reads."""
     if options.state is not None and options.record and options.replay is None:
         for slot in s.late_states():
-            options.state.record(slot, amax(t))
+            options.state.record(slot, primitives.amax(t) if isinstance(t, Tensor) else fused.amax(t))

@@ -226,8 +226,10 @@ def high_precision(op: str, t: Tensor, dtype: torch.dtype | None = None) -> Tens
     return t.dequantize(dtype)
 
 
-def from_buffers(x: Tensor, quantizer: Quantizer, buffers: list[Tensor]) -> QuantizedTensor:
-    """Wraps what `primitives.quantize` or `quantize_delayed` made of x."""
+def from_buffers(
+    x: Tensor, quantizer: Quantizer, buffers: list[Tensor], encoded: tuple[Any, ...] | None = None
+) -> QuantizedTensor:
+    """Wraps what `primitives.quantize` or `quantize_delayed` made of x. `encoded`: the shape of it, None is x's."""
     named: dict[str, Tensor] = {}
     copies = primitives.copies(quantizer, buffers)
     for side, copy in zip(("rowwise", "columnwise"), copies, strict=True):
@@ -237,7 +239,7 @@ def from_buffers(x: Tensor, quantizer: Quantizer, buffers: list[Tensor]) -> Quan
                 named["columnwise_amax" if copy[4] else "amax"] = copy[2]
     if len(buffers) > len(named):
         named["amax"] = buffers[-1]  # of a per-tensor format
-    return QuantizedTensor(quantizer, x.shape, x.dtype, **named)
+    return QuantizedTensor(quantizer, x.shape if encoded is None else encoded, x.dtype, **named)
 
 
 def _rebuild(

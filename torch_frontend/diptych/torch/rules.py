@@ -134,25 +134,30 @@ def _require_written(op: str, arg: str, t: Tensor) -> None:
 # --- checks of one op's arguments ------------------------------------------------------------------------------------
 
 
-def check_amax(x: Tensor, flags: int, columnwise: bool) -> None:
+_Encoded = tuple[Any, ...] | None  # shape of what an op encodes instead of x
+
+
+def check_amax(x: Tensor, flags: int, columnwise: bool, encoded: _Encoded = None) -> None:
     require_high_precision("amax", "x", x)
     if flags & ~(ROW_AMAX | RHT | RHT_SIGNS):
         raise ValueError(f"amax: flags {flags} hold an option that it does not know")
     if flags & RHT_SIGNS and not flags & RHT:
         raise ValueError("amax: random signs belong to the Hadamard transform, which was not asked for")
     if flags & RHT:
-        _check_rotation("amax", x)
+        _check_rotation("amax", x, encoded)
         if not columnwise:
             raise ValueError("amax: the Hadamard transform is for the columnwise amax, which was not asked for")
 
 
-def _check_rotation(op: str, x: Tensor) -> None:
+def _check_rotation(op: str, x: Tensor, encoded: _Encoded) -> None:
     """What the Hadamard transform of 16 consecutive rows asks of its input."""
     if x.dtype != torch.bfloat16:
         raise DTypeError(f"{op}: the Hadamard transform takes bfloat16 alone, got {describe(x)}")
-    m, _ = shapes.rows_cols(x.shape)
+    m, _ = shapes.rows_cols(x.shape if encoded is None else encoded)
     require_size(
-        m // 16 * 16, m, lambda: f"{op}: the Hadamard transform takes rows in multiples of 16, got {describe(x)}"
+        m // 16 * 16,
+        m,
+        lambda: f"{op}: the Hadamard transform takes rows in multiples of 16, got {m} for {describe(x)}",
     )
 
 
@@ -163,12 +168,14 @@ def check_quantize(
     columnwise_amax: Tensor | None,
     scale: Tensor | None,
     rng: Tensor | None,
+    *,
+    encoded: _Encoded = None,
 ) -> None:
     """All but what the shape of x must satisfy, which `shapes.quantize_constraints` says."""
     require_high_precision("quantize", "x", x)
     flags = quantizer.spec.flags
     if flags & RHT:
-        _check_rotation("quantize", x)
+        _check_rotation("quantize", x, encoded)
     if scale is None and quantizer.needs_scale:
         raise DTypeError(f"quantize: {type(quantizer).__name__} takes its scale from the caller; pass scale=")
     if rng is None and flags & STOCHASTIC:
@@ -183,7 +190,7 @@ def check_quantize(
     if scale is not None:
         _check_scale(x, quantizer, scale)
     if amax is not None or columnwise_amax is not None:
-        _check_given_amaxes(x, quantizer, {"amax": amax, "columnwise_amax": columnwise_amax}, scale)
+        _check_given_amaxes(x, quantizer, {"amax": amax, "columnwise_amax": columnwise_amax}, scale, encoded)
 
 
 def _check_scale(x: Tensor, quantizer: Quantizer, scale: Tensor) -> None:
@@ -195,13 +202,16 @@ def _check_scale(x: Tensor, quantizer: Quantizer, scale: Tensor) -> None:
     _require_floats(f"quantize ({fmt.name})", "scale", scale, x, 1)
 
 
-def _check_given_amaxes(x: Tensor, quantizer: Quantizer, given: dict[str, Tensor | None], scale: Tensor | None) -> None:
+def _check_given_amaxes(
+    x: Tensor, quantizer: Quantizer, given: dict[str, Tensor | None], scale: Tensor | None, encoded: _Encoded
+) -> None:
     fmt = quantizer.format
     if scale is not None:
         raise ValueError("quantize: scale and amax were both given; the scale alone decides")
     if not (fmt.per_tensor or fmt.two_level):
         raise ValueError(f"quantize: amax is for per-tensor and two-level formats; {fmt.name} takes one per block")
-    wanted = {b.name: b.shape[0] for b in shapes.quantize_buffers(x.shape, quantizer) if b.name in given}
+    shape = x.shape if encoded is None else encoded
+    wanted = {b.name: b.shape[0] for b in shapes.quantize_buffers(shape, quantizer) if b.name in given}
     for name, t in given.items():
         if t is None and name in wanted:
             raise ValueError(
@@ -213,8 +223,8 @@ def _check_given_amaxes(x: Tensor, quantizer: Quantizer, given: dict[str, Tensor
             _require_floats(f"quantize ({fmt.name})", name, t, x, wanted[name])
 
 
-def check_delayed(x: Tensor, quantizer: Quantizer, scale: Tensor, history: Tensor) -> None:
-    check_quantize(x, quantizer, None, None, scale, None)
+def check_delayed(x: Tensor, quantizer: Quantizer, scale: Tensor, history: Tensor, encoded: _Encoded = None) -> None:
+    check_quantize(x, quantizer, None, None, scale, None, encoded=encoded)
     op = f"quantize_delayed ({quantizer.format.name})"
     if history.dtype != torch.float32:
         raise DTypeError(f"{op}: history must be float32, got {describe(history)}")

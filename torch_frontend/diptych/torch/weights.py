@@ -13,10 +13,9 @@ from diptych.common.errors import ShapeError, UnsupportedError
 from diptych.common.plan import held_quantizer
 from diptych.common.recipes import DEFAULT_RECIPE, Recipe
 from diptych.common.schedule import Call
-from diptych.torch import functional, primitives
+from diptych.torch import functional, grouped_primitives, primitives
 from diptych.torch.operands import Copies, with_scales
-from diptych.torch.products import Options, WeightGradient, quantize_calls, schedule
-from diptych.torch.proto import TensorProto
+from diptych.torch.products import Options, WeightGradient, quantize_weight, schedule
 from diptych.torch.quantized import BUFFERS, QuantizedTensor, aten
 from diptych.torch.rules import define, describe, traced_local
 from diptych.torch.state import warn_once
@@ -25,7 +24,7 @@ from diptych.torch.state import warn_once
 
 
 class WeightCache:
-    """The quantized copies of one weight, from the first microbatch of a step to its last.
+    """The quantized copies of one weight, or of a stack of them, from the first microbatch of a step to its last.
 
     Graphs write them in place, into buffers that are made while Dynamo traces: a captured graph's own memory is
     overwritten when it runs again. There E8M0 scales lie as bytes, which Inductor's backends all can store.
@@ -80,7 +79,7 @@ class WeightCache:
                 (self.key, key, name),
                 f"{type(recipe).__name__} cannot use the weight kept from the first microbatch; it is quantized anew",
             )
-        made = quantize_calls(weight, calls, options, rng, options.replay)
+        made = quantize_weight(weight, calls, options, rng, options.replay)
         if self.bound and self.key == key:
             for old, t in _pairs(self.copies, made):
                 old.copy_(_storable(t))
@@ -92,18 +91,18 @@ class WeightCache:
             self.content = "kept"  # else from tracing on: a graph has no side effects
         return made
 
-    def bind(self, calls: tuple[Call, ...], form: tuple[Any, ...]) -> None:
-        """Makes buffers for graphs to write, unless there are some for these calls. `form`: (shape, dtype, device)."""
-        key = _key(calls, form[2])
+    def bind(self, calls: tuple[Call, ...], shape: tuple[int, ...], device: torch.device) -> None:
+        """Makes buffers for graphs to write, unless there are some for these calls."""
+        key = _key(calls, device)
         if self.bound and self.key == key:
             return
         buffers: list[Any] = [None, None]
+        empty = grouped_primitives.empty_stack if len(shape) == 3 else primitives.empty
         for call in calls:
-            q: Any = TensorProto(form[0], form[1], call.quantizer, form[2]).create_tensor()
-            for columnwise in (False, True):
-                if (q.columnwise_data if columnwise else q.rowwise_data) is not None:
-                    data, scale_inv, *rest = q.copy_of(columnwise)
-                    buffers[columnwise] = (data, _storable(scale_inv), *rest)
+            copies = primitives.copies(call.quantizer, empty(shape, call.quantizer, device))
+            for side, copy in enumerate(copies):
+                if copy is not None:
+                    buffers[side] = (copy[0], _storable(copy[1]), *copy[2:])
         before = self.copies if self.key == key else None
         self.key, self.copies, self.bound = key, tuple(buffers), True
         for copy in self.copies:
@@ -129,7 +128,7 @@ class WeightCache:
             keep = keep & self.valid
             self.valid.fill_(True)
         scales = {c.state: options.state.tensors(c.state)[0] for c in calls if c.state and options.state is not None}
-        new = quantize_calls(weight, calls, options, rng, options.replay or scales)
+        new = quantize_weight(weight, calls, options, rng, options.replay or scales)
         for old, t in _pairs(self.copies, new):
             bits = old.view(torch.uint8)
             bits.copy_(torch.where(keep, bits, _storable(t).view(torch.uint8)))
@@ -174,7 +173,7 @@ def _bound_while_tracing(context: Any) -> None:
     fake = context.get_local("weight").as_fake()
     with torch.inference_mode(False), torch.no_grad():
         calls = schedule(recipe, module, name, columnwise, False).w
-        cache.bind(calls, (tuple([int(n) for n in fake.shape]), fake.dtype, fake.device))
+        cache.bind(calls, tuple([int(n) for n in fake.shape]), fake.device)
         skips = traced_local(context, "skips")
         if skips and cache.valid is None:
             cache.valid = torch.full((1,), cache.content == "kept", device=fake.device)

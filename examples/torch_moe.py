@@ -1,16 +1,19 @@
-"""A mixture of experts in PyTorch, in low precision: `python examples/moe.py --recipe mxfp8`.
+"""A mixture of experts in PyTorch, in low precision: `python examples/torch_moe.py --recipe mxfp8`.
 
 A byte-level language model of two blocks learns this file. Tokens go to the experts of their two largest probabilities:
-`moe_map` says which row of which expert each becomes, on the device; nothing waits for counts, and shapes are those
-that any routing needs. So a step compiles into one graph, and a CUDA graph of it replays with other routings.
+`moe_map` says which row of which expert each becomes, on the device, and the first product quantizes rows as they move
+there; nothing waits for counts, and shapes are those that any routing needs. So a step compiles into one graph, and a
+CUDA graph of it replays with other routings.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -76,8 +79,7 @@ class MoE(nn.Module):
         experts, probs, balance = self.router(x)
         rows = dt.moe_map(experts, config.experts, map_type="index", align_size=config.align)
         x = x.to(config.dtype)
-        permuted, _ = dt.moe_permute(x, rows)
-        hidden = swiglu(self.gate_up(permuted, offsets=rows.expert_offsets, align=config.align))
+        hidden = swiglu(self.gate_up(x, row_map=rows, align=config.align))
         routed = self.down(hidden, offsets=rows.expert_offsets, align=config.align)
         y = dt.moe_unpermute(routed, rows, merging_probs=probs)
         return y + self.shared_down(swiglu(self.shared_gate_up(x))), balance
@@ -130,13 +132,12 @@ def loss_of(model: nn.Module, tokens: Tensor, config: Config) -> tuple[Tensor, T
     return loss, loss + config.balance * balance
 
 
-def batches(config: Config, batch: int, device: str):
-    """Stretches of this file's bytes, drawn at random, without end."""
-    text = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8).long()
-    generator = torch.Generator().manual_seed(1)
+def batches(config: Config, batch: int, path: Path = Path(__file__)) -> Iterator[np.ndarray]:
+    """Stretches of a file's bytes, drawn at random, without end."""
+    text, rng = np.frombuffer(path.read_bytes(), np.uint8).astype(np.int64), np.random.default_rng(1)
     while True:
-        starts = torch.randint(len(text) - config.seq - 1, (batch, 1), generator=generator)
-        yield text[starts + torch.arange(config.seq + 1)].to(device)
+        starts = rng.integers(len(text) - config.seq - 1, size=(batch, 1))
+        yield text[starts + np.arange(config.seq + 1)]
 
 
 def train(
@@ -147,6 +148,7 @@ def train(
     device: str = "cpu",
     backend: str | None = None,
     config: Config | None = None,
+    path: Path = Path(__file__),
 ) -> list[float]:
     """The loss of each step. `recipe`: None is high precision. `backend`: of torch.compile; None runs eagerly."""
     torch.manual_seed(0)
@@ -162,8 +164,8 @@ def train(
 
     run = step if backend is None else torch.compile(step, fullgraph=True, backend=backend)
     losses: list[float] = []
-    for tokens, _ in zip(batches(config, batch, device), range(steps), strict=False):
-        loss, total = run(tokens)
+    for tokens, _ in zip(batches(config, batch, path), range(steps), strict=False):
+        loss, total = run(torch.from_numpy(tokens).to(device))
         total.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -1,0 +1,179 @@
+"""Products of groups on a GPU, beside torch's in bfloat16 and FP8: `python -m benchmarks.grouped [--out FILE]`.
+
+Each of our results is compared with the product of what was quantized, by torch in bfloat16, before its time counts.
+Peers: `torch.nn.functional.grouped_mm` and, where rows survive, `torch._scaled_grouped_mm` with a scale for each row.
+Groups are equal, or cut at random multiples of 128. A layer's step is forward and backward, quantizing included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+import diptych.torch as dt
+from benchmarks import common
+from benchmarks.gpu import device_seconds, quantized, state_of
+from diptych import core
+from diptych.common import RECIPES, Quantizer, Recipe
+
+# groups, rows of each, N, K
+SHAPES = (
+    (8, 4096, 4096, 7168),
+    (4, 8192, 7168, 2048),
+    (32, 1024, 4096, 7168),
+    (64, 512, 2816, 2048),
+    (128, 256, 1536, 4096),
+)
+PRODUCTS = ("fprop", "dgrad", "wgrad")
+ALIGN = 128
+
+
+def normal(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+
+
+def sizes_of(groups: int, rows: int) -> dict[str, torch.Tensor]:
+    """Offsets int32 [groups + 1] by the way in which rows are cut."""
+    cuts = torch.randint(0, groups * rows // ALIGN + 1, (groups - 1,), device="cuda").sort().values * ALIGN
+    ends = torch.tensor([0, groups * rows], device="cuda")
+    equal = torch.arange(groups + 1, device="cuda") * rows
+    return {"equal": equal.int(), "random": torch.cat([ends[:1], cuts, ends[1:]]).int()}
+
+
+def tensors(product: str, groups: int, rows: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both operands as a layer has them: rows and a stack, or rows and rows."""
+    total = groups * rows
+    if product == "fprop":
+        return normal(total, k), normal(groups, n, k)
+    return normal(total, n), normal(groups, n, k) if product == "dgrad" else normal(total, k)
+
+
+def stack_of(w: torch.Tensor, quantizer: Quantizer, scale: torch.Tensor, rng: torch.Tensor) -> dt.QuantizedStack:
+    state = state_of(quantizer, scale, rng)
+    return dt.quantize_stack(w, quantizer, **{name: t.expand(len(w), -1).squeeze(-1) for name, t in state.items()})
+
+
+def plain(product: str, a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """By torch, in the tensors' dtype."""
+    if product == "wgrad":
+        return F.grouped_mm(a.t(), b, offs=ends)
+    return F.grouped_mm(a, b.transpose(1, 2) if product == "fprop" else b, offs=ends)
+
+
+def scaled(product: str, a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> Callable[[], torch.Tensor] | None:
+    """torch's FP8 product with a scale for each row of a and each column of b; None where rows are summed."""
+    if product == "wgrad":
+        return None
+    b = b if product == "fprop" else b.transpose(1, 2)  # [G, out, reduced]
+    fa, fb = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn, memory_format=torch.contiguous_format).contiguous()
+    sa, sb = torch.ones(len(a), device="cuda"), torch.ones(b.shape[:2], device="cuda")
+    return lambda: torch.ops.aten._scaled_grouped_mm(
+        fa, fb.transpose(1, 2), sa, sb, offs=ends, out_dtype=torch.bfloat16, use_fast_accum=True
+    )
+
+
+def grouped(product: str, recipe: Recipe, a: torch.Tensor, b: torch.Tensor) -> tuple[tuple[Any, ...], Any, Any] | None:
+    """What distinguishes this recipe's product from another's, and its operands; None where one is not quantized."""
+    qa, qb = recipe.operands(product, "grouped_linear")
+    if qa is None or qb is None:
+        return None
+    scale, rng = torch.full((1,), 64.0, device="cuda"), dt.rng_state(0, device="cuda")
+    side = {"rowwise": product != "wgrad", "columnwise": product == "wgrad"}
+    x = quantized(a, qa.with_usage(**side), scale, rng)
+    if product == "wgrad":
+        y: Any = quantized(b, qb.with_usage(**side), scale, rng)
+    else:
+        y = stack_of(b, qb.with_usage(rowwise=product == "fprop", columnwise=product == "dgrad"), scale, rng)
+    return (qa.format, qb.format, recipe.fast_accum(product)), x, y
+
+
+def product_rows(product: str, shape: tuple[int, int, int, int]) -> Iterator[dict[str, Any]]:
+    """A product of each recipe that multiplies other formats than those before it."""
+    groups, rows, n, k = shape
+    flops = 2 * groups * rows * n * k / 1e12
+    a, b = tensors(product, *shape)
+    for cut, offsets in sizes_of(groups, rows).items():
+        ends = offsets[1:]
+        bf16 = flops / device_seconds(lambda e=ends: plain(product, a, b, e), repeat=11)
+        theirs = scaled(product, a, b, ends)
+        peer = flops / device_seconds(theirs, repeat=11) if theirs else None
+        seen = set()
+        for name, recipe in RECIPES.items():
+            made = grouped(product, recipe, a, b)
+            if made is None or made[0] in seen:
+                continue
+            known, x, y = made
+            seen.add(known)
+
+            run = functools.partial(
+                dt.grouped_gemm, x, y, offsets, trans_a=product == "wgrad", trans_b=product == "fprop",
+                out_dtype=torch.bfloat16, align=ALIGN, fast_accum=known[2],
+            )  # fmt: skip
+            core.reset_calls()
+            got = run()
+            kernel = next(r for r in core.kernel_table() if r["op"] == "grouped_gemm" and r["calls"])
+            want = plain(product, x.dequantize(torch.bfloat16), y.dequantize(torch.bfloat16), ends)
+            error = float((got.float() - want.float()).norm() / want.float().norm())
+            if not error < 1e-2:
+                raise AssertionError(f"{name} {product} {shape} {cut}: {error:.3g} from the bfloat16 product")
+            if kernel["level"] == "emulated" and (shape != SHAPES[0] or cut != "equal"):
+                continue  # one shape says enough
+            speed = flops / device_seconds(run, repeat=11)
+            yield {"op": "grouped_gemm", "case": f"{name} {product} {groups}x{rows}x{n}x{k} {cut}",
+                   "kernel": kernel["kernel"], "TFLOP/s": speed, "bf16": bf16, "torch FP8 by row": peer,
+                   "of torch's best": speed / max(bf16, peer or 0.0)}  # fmt: skip
+
+
+def layer_rows(shape: tuple[int, int, int, int]) -> Iterator[dict[str, Any]]:
+    """GroupedLinear's step beside the same by torch in bfloat16; rows in expert order."""
+    groups, rows, n, k = shape
+    offsets = sizes_of(groups, rows)["random"]
+    x, dy = normal(groups * rows, k).requires_grad_(), normal(groups * rows, n)
+    layer = dt.GroupedLinear(groups, k, n, bias=False, device="cuda", dtype=torch.bfloat16)
+    dt.seed_rng(layer, 0)
+
+    def peer() -> None:
+        x.grad = layer.weight.grad = None
+        F.grouped_mm(x, layer.weight.transpose(1, 2), offs=offsets[1:]).backward(dy)
+
+    bf16 = device_seconds(peer, repeat=11)
+    for name, recipe in RECIPES.items():
+
+        def step(recipe: Recipe = recipe) -> None:
+            x.grad = layer.weight.grad = None
+            with dt.autocast(recipe=recipe):
+                layer(x, offsets=offsets, align=ALIGN).backward(dy)
+
+        t = device_seconds(step, repeat=11)
+        case = f"{name} {groups}x{rows}x{n}x{k}"
+        yield {"op": "GroupedLinear", "case": case, "ms": t * 1e3, "bf16 ms": bf16 * 1e3, "times as fast": bf16 / t}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.grouped", description=__doc__)
+    parser.add_argument("--out", type=Path, help="write the rows as JSON")
+    args = parser.parse_args(argv)
+    if not (core.build_info()["cuda"] and torch.cuda.is_available()):
+        print("benchmarks.grouped: needs a GPU and a build with CUDA; see `diptych doctor`", file=sys.stderr)
+        return 1
+    rows: list[dict[str, Any]] = []
+    for part in (*[functools.partial(product_rows, product) for product in PRODUCTS], layer_rows):
+        for shape in SHAPES:
+            fresh = list(part(shape))
+            print(common.table(fresh), end="\n\n", flush=True)
+            rows += fresh
+            torch.cuda.empty_cache()
+    if args.out:
+        common.save(args.out, rows, gpu=torch.cuda.get_device_name(0), cuda=dict(core.cuda_info()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
