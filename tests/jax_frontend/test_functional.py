@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sweeps import in_turn
 
 import cases
 import diptych.jax as dj
@@ -24,9 +26,10 @@ quantize = jax.jit(dj.quantize, static_argnames="quantizer")
 dequantize = jax.jit(dj.dequantize, static_argnames="dtype")
 
 
-@pytest.mark.parametrize(("fmt", "dtype"), EACH)
-def test_quantize_bits(device, fmt, dtype):
-    for turn, case in enumerate(cases.quantize_cases([fmt], [dtype], values=["any"], variants=True)):
+@pytest.mark.parametrize(("fmt", "dtype", "part"), in_turn(EACH, 3))
+def test_quantize_bits(device, fmt, dtype, part):
+    every = cases.quantize_cases([fmt], [dtype], values=["any"], variants=True)
+    for turn, case in enumerate(itertools.islice(every, part, None, 3)):
         for values in (SOME_VALUES[turn % len(SOME_VALUES)], "random_bits"):
             case = dataclasses.replace(case, values=values)
             x = case.make()

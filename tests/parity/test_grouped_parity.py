@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sweeps import others_slow
 
 import cases
 from diptych.common import (
@@ -169,7 +170,7 @@ def align_of(recipe: Recipe | None) -> int:
     return 16 if recipe is not None and rotates(recipe) else 1
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", others_slow(EVERY, (*RECIPES, "nvfp4 by row", "by_tensor", "rotated", "results")))
 def test_same_bits(name):
     recipe = EVERY[name]
     align = align_of(recipe)

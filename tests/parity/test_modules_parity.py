@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sweeps import others_slow
 
 import cases
 from diptych.common import RECIPES, DelayedScaling, LinearPlan, MXFP8BlockScaling, NVFP4BlockScaling, linear_plan
@@ -163,7 +164,7 @@ def compare(label: str, mine: list[Step], theirs: list[Step], exact: bool) -> No
                 assert np.linalg.norm(a - b) <= 2e-2 * np.linalg.norm(a), f"step {i} {name}: {label}"
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", others_slow(EVERY, (*RECIPES, "partly")))
 @pytest.mark.parametrize("module", MODULES.values(), ids=MODULES)
 def test_same_bits(module, name):
     recipe = EVERY[name]

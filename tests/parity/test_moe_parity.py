@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sweeps import others_slow
 
 import cases
 from diptych.common import RECIPES, Recipe
@@ -144,7 +145,7 @@ def test_the_layer_has_the_same_bits_on_cuda(name, exact, monkeypatch, cuda):
     check_layer(name, "cuda", monkeypatch)
 
 
-@pytest.mark.parametrize("name", ("mxfp8", *[pytest.param(n, marks=pytest.mark.slow) for n in RECIPES if n != "mxfp8"]))
+@pytest.mark.parametrize("name", others_slow(RECIPES, ("mxfp8",)))
 def test_models_learn_alike(name):
     """Two blocks, the same initial weights and bytes: the losses of the last steps differ by 2 % at most."""
     recipe, steps, path = RECIPES[name], 60, Path(torch_moe.__file__)

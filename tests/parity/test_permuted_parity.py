@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 from core.test_permute import as_mask, top_k
+from sweeps import others_slow
 
 import cases
-from diptych.common import Float8Quantizer, Recipe, linear_plan
+from diptych.common import RECIPES, Float8Quantizer, Recipe, linear_plan
 from diptych.jax.products import OFFSETS, rng_at
 from diptych.jax.state import init_state, overwrite_states, state_dict, update_state
 from parity.layers import PARTS, SEED, Step
@@ -129,7 +130,7 @@ def of_jax(recipe: Recipe | None, steps: list[Arrays], device: str = "cpu", **op
     return out
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", others_slow(EVERY, (*RECIPES, "partly")))
 def test_the_layer_has_the_same_bits(name):
     recipe = EVERY[name]
     for turn, (shape, n, dtypes) in enumerate(configurations(recipe, list(EVERY).index(name) + 1)[:3]):

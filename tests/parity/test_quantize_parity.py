@@ -6,6 +6,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+from sweeps import in_turn
 
 import cases
 import oracle
@@ -15,6 +16,8 @@ from diptych.torch import primitives as torch_primitives
 from parity.panels import FIELDS, backends, dj, dt, jax, same, same_copies, to_jax, to_torch
 from quantizers import of_case
 from quantizers import quantizer as quantizer_for
+
+PARTS = 4
 
 
 def signatures(fmt: str) -> list[cases.QuantizeCase]:
@@ -27,7 +30,7 @@ def signatures(fmt: str) -> list[cases.QuantizeCase]:
 
 def rounds(fmt: str, part: int):
     """(case, x, what the oracle makes of it)."""
-    for asked in signatures(fmt)[part::2]:
+    for asked in signatures(fmt)[part::PARTS]:
         for values in cases.VALUE_SETS:
             case = dataclasses.replace(asked, values=values)
             x = case.make()
@@ -43,8 +46,7 @@ def test_every_option_is_met():
         assert {case.variant for case in signatures(fmt)} == set(cases.VARIANTS[cases.rule_of(fmt)]), fmt
 
 
-@pytest.mark.parametrize("part", (0, 1))
-@pytest.mark.parametrize("fmt", cases.FORMATS)
+@pytest.mark.parametrize(("fmt", "part"), in_turn([(fmt,) for fmt in cases.FORMATS], PARTS))
 def test_torch_jax_and_oracle(fmt, part):
     for case, x, want in rounds(fmt, part):
         quantizer, rng = of_case(case), case.rng

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from sweeps import others_slow
 from torch.nn import functional as F
 
 import diptych.torch as dt
@@ -88,12 +89,7 @@ def test_every_recipe_is_near_high_precision(name):
         assert 1e-3 < error < (0.5 if name == "nvfp4" else 0.15), (key, error)
 
 
-def but(fast: str) -> list[Any]:
-    """The recipes; others than that one wait for a long sweep."""
-    return [n if n == fast else pytest.param(n, marks=pytest.mark.slow) for n in RECIPE_NAMES]
-
-
-@pytest.mark.parametrize("name", but("fp8-delayed"))
+@pytest.mark.parametrize("name", others_slow(RECIPE_NAMES, ("fp8-delayed",)))
 def test_one_graph_serves_every_routing(name):
     eager, model, recipe = layer(NAMED[name]), layer(NAMED[name]), NAMED[name]
     torch._dynamo.reset()
@@ -109,7 +105,7 @@ def test_one_graph_serves_every_routing(name):
 
 
 @pytest.mark.parametrize("backend", (None, pytest.param("aot_eager", marks=pytest.mark.slow)))
-@pytest.mark.parametrize("name", but("mxfp8"))
+@pytest.mark.parametrize("name", others_slow(RECIPE_NAMES, ("mxfp8",)))
 def test_it_learns(name, backend):
     config = moe.Config(width=32, hidden=32, seq=32, align=row_align(RECIPES[name]))
     losses = moe.train(RECIPES[name], 12, batch=2, config=config, backend=backend)

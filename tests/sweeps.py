@@ -1,0 +1,22 @@
+"""Which cases of a sweep run each time; the others wait for the slow marker."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+
+def others_slow(each: Iterable[str], now: Collection[str]) -> list[Any]:
+    """Each name as a parameter, slow but for those of `now`."""
+    return [name if name in now else pytest.param(name, marks=pytest.mark.slow) for name in each]
+
+
+def in_turn(each: Iterable[tuple[Any, ...]], parts: int) -> list[Any]:
+    """Each case with each number of a part appended, one part of each case, in turn, not slow."""
+    return [
+        pytest.param(*case, part, marks=() if part == i % parts else pytest.mark.slow)
+        for i, case in enumerate(each)
+        for part in range(parts)
+    ]
