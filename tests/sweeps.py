@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -11,6 +11,11 @@ import pytest
 def others_slow(each: Iterable[str], now: Collection[str]) -> list[Any]:
     """Each name as a parameter, slow but for those of `now`."""
     return [name if name in now else pytest.param(name, marks=pytest.mark.slow) for name in each]
+
+
+def named(each: Mapping[str, Any], now: Collection[str]) -> list[Any]:
+    """Each value as a parameter under its name, slow but for those of `now`."""
+    return [pytest.param(v, id=name, marks=() if name in now else pytest.mark.slow) for name, v in each.items()]
 
 
 def in_turn(each: Iterable[tuple[Any, ...]], parts: int) -> list[Any]:

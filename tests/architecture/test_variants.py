@@ -6,6 +6,7 @@ import os
 import platform
 
 import pytest
+from sweeps import others_slow
 
 from architecture import variants
 from architecture.variants import Patch
@@ -121,7 +122,11 @@ def test_the_base_of_all_mutants_passes(builder):
     assert not any(row["differ"] for row in result.values()), f"{report}: {result}"
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+NOW = ("nan_in_amax", "scale_by_reciprocal", "pow2_rounded_up", "ties_away_from_zero", "another_nan_byte",
+       "flush_to_zero", "amax_after_its_constant")  # fmt: skip
+
+
+@pytest.mark.parametrize("name", others_slow(MUTANTS, NOW))
 def test_mutants_are_caught(builder, name):
     parts, source, patch = MUTANTS[name]
     if name.startswith("flush") and platform.machine() != "x86_64":

@@ -19,7 +19,7 @@ from diptych.jax import primitives
 from jax_frontend import tools
 
 EACH = [(f, d) for f in cases.FORMATS for d in cases.INPUT_DTYPES]
-KIND = pytest.mark.parametrize("kind", tools.KINDS.values(), ids=tools.KINDS)
+KIND = tools.KIND
 SOME_VALUES = ("normal", "inf_nan_mix", "random_bits", "scale_edges", "zeros", "subnormal_input")
 MX = tools.quantizer("mxfp8_e4m3")
 quantize = jax.jit(dj.quantize, static_argnames="quantizer")

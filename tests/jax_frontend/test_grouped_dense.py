@@ -15,7 +15,6 @@ import pytest
 
 import diptych.jax as dj
 from diptych.common import (
-    RECIPES,
     CustomRecipe,
     DelayedScaling,
     DTypeError,
@@ -369,7 +368,6 @@ UNDER_A_RECIPE: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], s
         UnsupportedError,
         "kernels rounded stochastically",
     ),
-    "group": (lambda: {"recipe": RECIPES["fp8-current"].replace(amax_group="data")}, UnsupportedError, "amax_group"),
     "held": (lambda: {"kernel": dj.quantize(KERNEL, MXFP8Quantizer())}, UnsupportedError, "held quantized"),
     "held stack": (lambda: {"kernel": dj.quantize_stack(KERNEL, MXFP8Quantizer())}, UnsupportedError, "held quantized"),
 }
@@ -397,6 +395,37 @@ def test_bad_input(name, recipe):
 def test_what_a_stack_of_kernels_does_not_take(name):
     make, error, match = UNDER_A_RECIPE[name]
     refused(make(), error, match, MX, lambda f: f)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_kept_copies_change_no_bit(name):
+    """Of a stack, as `dense`'s: quantized once, with the amax recorded then, and not again."""
+    recipe = EVERY[name]
+    x, kernel, bias, dy, offsets = operands("even", "bfloat16")
+    options = given(recipe) | {"align": 16}
+    states = options.pop("state", None)
+    made = {"module": "grouped_linear", "rng": options.get("rng")} | ({"state": states} if states else {})
+    copies, kept = dj.quantize_kernel(kernel, recipe, return_state=True, **made)
+    assert all(len(c) == len(kernel) for c in copies if c is not None)
+    want = run(recipe, x, kernel, bias, dy, offsets, align=16)
+    stale = kernel * 100  # nobody looks at it
+    before = tools.calls("quantize")
+    got = run(recipe, x, stale, bias, dy, offsets, align=16, copies=copies)
+    assert tools.calls("quantize") - before == 2  # of x and dy
+    same(got, want)
+    y, pullback = dj.grouped_dense_vjp(x, stale, bias, offsets, recipe=recipe, state=states, copies=copies, **options)
+    tools.same_tree((y, pullback(dy).kernel.compute()), (want["y"], want["dkernel"]))
+    if states:
+        assert float(kept["weight"].amax_history[0]) == float(jnp.abs(kernel.astype(jnp.float32)).max())
+
+
+def test_copies_of_other_kernels_are_refused():
+    with pytest.raises(ValueError, match="copies given without a recipe"):
+        dj.grouped_dense(X, KERNEL, BIAS, OFFSETS, recipe=None, copies=dj.quantize_kernel(KERNEL, MX))
+    with pytest.raises(ShapeError, match=r"\[N, K\], or a stack \[G, N, K\]"):
+        dj.quantize_kernel(KERNEL[None], MX, module="grouped_linear")
+    with pytest.raises(UnsupportedError, match="kernels rounded stochastically"):
+        dj.quantize_kernel(KERNEL, _noisy("weight"), module="grouped_linear", rng=RNG)
 
 
 def test_delayed_amaxes_may_be_reduced():

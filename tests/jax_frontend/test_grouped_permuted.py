@@ -12,6 +12,7 @@ import pytest
 from core.test_permute import top_k
 from core.test_permute_misuse import lie
 from jax.sharding import PartitionSpec as P
+from sweeps import others_slow
 
 import cases
 import diptych.jax as dj
@@ -110,7 +111,10 @@ OTHERS: dict[str, Recipe | None] = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
+NOW = ("input-fprop", "weight-dgrad", "grad_output-wgrad", "a quantizer of the user's own", "results")
+
+
+@pytest.mark.parametrize("name", others_slow(OTHERS, (*NOW, "delayed, dequantized backward")))
 def test_roles_in_high_precision_and_other_recipes(name):
     """Permuted rows are stored where a product, or the user's own code, reads them."""
     recipe, m = OTHERS[name], map_for("others")
@@ -222,7 +226,7 @@ def test_calibration():
     assert float(want[1][3]["input"].amax_history[0]) == float(jnp.abs(rows).max())
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", others_slow(EVERY, ("fp8-delayed", "mxfp8", "nvfp4")))
 def test_gradients_into_main_grad_and_the_backward_pass_taken_apart(name):
     recipe, m = EVERY[name], map_for("main")
     args = operands("main", m, ("bfloat16",) * 3)
@@ -252,7 +256,7 @@ def test_gradients_into_main_grad_and_the_backward_pass_taken_apart(name):
 # --- transformations ---
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", others_slow(EVERY, ("fp8-delayed", "nvfp4")))
 def test_remat(name):
     recipe, m = EVERY[name], map_for("remat")
     x, kernel, bias, dy = operands("remat", m, ("bfloat16",) * 3)
@@ -270,7 +274,7 @@ def test_remat(name):
         tools.same_tree(jax.jit(jax.grad(fn, argnums))(x, kernel, bias, state), want, name)
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@pytest.mark.parametrize("name", others_slow(PLAIN, ("fp8-current", "mxfp8")))
 def test_vmap_is_a_loop_bit_for_bit(name):
     recipe = PLAIN[name]
     maps = jax.tree.map(lambda *a: jnp.stack(a), *(map_for(f"vmap {i}", 96) for i in range(3)))

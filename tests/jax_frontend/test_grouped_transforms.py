@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax import export
 from jax.sharding import PartitionSpec as P
+from sweeps import named
 
 import diptych.jax as dj
 from diptych.common import ShapeError, UnsupportedError
@@ -18,7 +19,7 @@ from diptych.common.quantizers import RHT
 from diptych.jax import grouped_primitives as primitives
 from jax_frontend import tools
 
-KIND = pytest.mark.parametrize("kind", tools.KINDS.values(), ids=tools.KINDS)
+KIND = tools.KIND
 WRAP = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 WGRAD = {"trans_a": True, "trans_b": False}
 
@@ -130,7 +131,7 @@ PLAIN = {k: v for k, v in tools.KINDS.items() if not v.state() and not v.quantiz
 """Quantizers that take x alone, in any dtype."""
 
 
-@pytest.mark.parametrize("kind", PLAIN.values(), ids=PLAIN)
+@pytest.mark.parametrize("kind", named(PLAIN, tools.NOW))
 def test_scan_and_checkpoint(kind):
     """A stack that a loop slices, layer by layer, and one that a remat policy saves."""
     x, w = tools.normal("scan-x", (48, 32)), tools.normal("scan-w", (3, 2, 32, 32))
@@ -149,7 +150,7 @@ def test_scan_and_checkpoint(kind):
     tools.same_tree(jax.jit(jax.checkpoint(run))(x, w[0], offsets), run(x, w[0], offsets))
 
 
-@pytest.mark.parametrize("kind", PLAIN.values(), ids=PLAIN)
+@pytest.mark.parametrize("kind", named(PLAIN, tools.NOW))
 @pytest.mark.parametrize("sharded", [(True, False, True), (True, True, True), (False, False, True)], ids=str)
 def test_shard_map(kind, sharded):
     """Each shard has rows, weights or groups of its own; what all shards share is everywhere."""
@@ -170,7 +171,7 @@ def test_shard_map(kind, sharded):
         jax.jit(jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=P()))(*operands)
 
 
-@pytest.mark.parametrize("kind", PLAIN.values(), ids=PLAIN)
+@pytest.mark.parametrize("kind", named(PLAIN, tools.NOW))
 def test_export_with_symbolic_sizes(kind):
     quantizer = kind.quantizer
     g, r, k, odd = export.symbolic_shape("g, 16*r, 16*k, odd")

@@ -17,7 +17,7 @@ from diptych.common.quantizers import SQUARE
 from diptych.jax import ffi, primitives
 from jax_frontend import tools
 
-KIND = pytest.mark.parametrize("kind", tools.KINDS.values(), ids=tools.KINDS)
+KIND = tools.KIND
 quantize = jax.jit(dj.quantize, static_argnames="quantizer")
 
 

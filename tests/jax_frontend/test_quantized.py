@@ -6,13 +6,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import pytest
 
 import diptych.jax as dj
 from diptych.common import shapes
 from jax_frontend import tools
 
-KIND = pytest.mark.parametrize("kind", tools.KINDS.values(), ids=tools.KINDS)
+KIND = tools.KIND
 
 
 @KIND

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from sweeps import named
 
 import diptych.jax as dj
 import oracle
@@ -17,7 +18,7 @@ from diptych.common.quantizers import ROW_AMAX
 from diptych.jax import functional, primitives
 from jax_frontend import tools
 
-RECIPE = pytest.mark.parametrize("recipe", tools.PLAIN_RECIPES.values(), ids=tools.PLAIN_RECIPES)
+RECIPE = pytest.mark.parametrize("recipe", named(tools.PLAIN_RECIPES, ("fp8-current", "mxfp8", "nvfp4 to nearest")))
 # Formats with an amax of the tensor, whose calls may reduce it over a mesh axis.
 GROUPED = {k: v for k, v in tools.KINDS.items() if k.endswith("_tensor") or v.quantizer.format.two_level}
 
@@ -99,7 +100,7 @@ def test_vmap_and_scan_inside_shard_map(mesh):
     tools.same(got, jnp.concatenate([local(x[:2]), local(x[2:])]))
 
 
-@pytest.mark.parametrize("kind", GROUPED.values(), ids=GROUPED)
+@pytest.mark.parametrize("kind", named(GROUPED, tools.NOW))
 @pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 def test_amax_group_gives_the_bits_of_one_device(mesh, kind, wrap):
     """Rows are split over the mesh; the payloads of both halves are those of the whole tensor."""

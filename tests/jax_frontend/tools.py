@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sweeps import named
 
 import cases
 import oracle
@@ -73,6 +74,10 @@ KINDS = {
     for fmt in cases.FORMATS
     for variant in cases.VARIANTS[cases.rule_of(fmt)]
 } | {"delayed": Kind(Float8Quantizer(fp8_dtype="float8_e5m2"), "float32", (33, 65))}
+# One of each family, and all options of two levels at once.
+NOW = ("fp8_e4m3_tensor", "fp8_e5m2_1x128", "fp8_e4m3_128x128", "mxfp8_e4m3", "mxfp8_e4m3-square", "nvfp4",
+       "nvfp4-square", "nvfp4-rht-rht_signs-row_amax-stochastic", "delayed")  # fmt: skip
+KIND = pytest.mark.parametrize("kind", named(KINDS, NOW))
 
 
 def gpu() -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from sweeps import others_slow
 
 import cases
 from diptych.common import RECIPES, DelayedScaling, NVFP4BlockScaling, linear_plan
@@ -46,7 +47,7 @@ def compare(label: str, got: list[Step], want: list[Step], **tolerant) -> None:
                 same(getattr(mine, kind)[name], value, f"step {i} {name}: {label}", **tolerant)
 
 
-@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("name", others_slow(EVERY, (*RECIPES, "by_tensor", "results")))
 def test_same_bits(name):
     recipe = EVERY[name]
     exact = all(linear_plan(recipe).quantized)

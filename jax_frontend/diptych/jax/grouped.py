@@ -10,13 +10,14 @@ import operator
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from diptych.common import grouped, shapes
-from diptych.common.errors import DTypeError, ShapeError
+from diptych.common.errors import DTypeError, ShapeError, UnsupportedError
 from diptych.common.quantizers import RHT, RHT_SIGNS, Quantizer
 from diptych.jax import grouped_primitives as primitives
-from diptych.jax.functional import dtype_name, factor, small_operand, to_array
+from diptych.jax.functional import dtype_name, factor, group_amaxes, small_operand, to_array
 from diptych.jax.primitives import dequantize
 from diptych.jax.quantized import BUFFERS, QuantizedArray, QuantizedCopies, register
 from diptych.jax.rules import Copy
@@ -98,6 +99,33 @@ def quantize_stack(
     operands: Any = {name: _operand(op, name, value) for name, value in given.items()}
     buffers = primitives.quantize_stack(x, quantizer, **operands, as_bytes=bool(as_bytes))
     return QuantizedStack(quantizer, leading, x.dtype.name, **buffers)
+
+
+def quantize_each(
+    x: Array,
+    quantizer: Quantizer,
+    *,
+    as_bytes: bool,
+    scale: Array | None = None,
+    rng: Array | None = None,
+    amax_group: Any = None,
+) -> QuantizedStack:
+    """A stack as layers of groups quantize their kernels. `scale`: [1], for all. `amax_group`: mesh axes over which the
+    amax of each is reduced. **Raises** NotImplementedError for an `rng`."""
+    if rng is not None:
+        raise UnsupportedError(f"quantize_stack: kernels rounded stochastically, by {quantizer}")
+    each = None if scale is None else jnp.broadcast_to(scale, x.shape[:1])
+    amaxes: dict[str, Array] = {}
+    if amax_group is not None:
+        amaxes = jax.vmap(lambda t: group_amaxes(t, quantizer, amax_group))(x)
+        amaxes = {name: a[:, 0] if a.shape[1] == 1 else a for name, a in amaxes.items()}
+    return quantize_stack(x, quantizer, scale=each, as_bytes=as_bytes, **amaxes)
+
+
+def largest(amaxes: Array) -> Array:
+    """[1], subnormals included, as `state.larger`."""
+    bits = jax.lax.bitcast_convert_type(amaxes, jnp.int32)
+    return jax.lax.bitcast_convert_type(jnp.max(bits, keepdims=True, initial=0), jnp.float32)
 
 
 def _operand(op: str, arg: str, value: Any) -> Array | None:

@@ -28,13 +28,12 @@ from jax.custom_derivatives import SymbolicZero
 from diptych.common import shapes
 from diptych.common.errors import DTypeError, ShapeError, UnsupportedError
 from diptych.common.grouped import kernel_align
-from diptych.common.quantizers import RHT, Quantizer
+from diptych.common.quantizers import RHT
 from diptych.common.recipes import CustomRecipe, Recipe
 from diptych.common.schedule import Call, Schedule
 from diptych.jax import fused, grouped, grouped_primitives, moe_primitives, products
 from diptych.jax.functional import to_array
 from diptych.jax.fused import FusedInput
-from diptych.jax.grouped import QuantizedStack
 from diptych.jax.grouped_matmul import grouped_matmul
 from diptych.jax.linear import (
     check_recipe,
@@ -47,7 +46,6 @@ from diptych.jax.linear import (
 )
 from diptych.jax.permutation import RowMap, moe_permute, require_row_map
 from diptych.jax.products import (
-    Amaxes,
     Copies,
     DenseGradients,
     Needs,
@@ -58,9 +56,7 @@ from diptych.jax.products import (
     cotangents,
     fprop,
     primals,
-    quantize_calls,
     recorded,
-    rounded,
     values,
 )
 from diptych.jax.quantized import QuantizedCopies
@@ -94,6 +90,7 @@ def grouped_dense(
     return_state: bool = False,
     record: bool = True,
     rng: Array | None = None,
+    copies: Copies | None = None,
     main_grad: Any = None,
     save_original_input: bool = False,
     calibrate: bool = False,
@@ -117,6 +114,8 @@ def grouped_dense(
     - `align`: a Python int, a promise that every offset is a multiple of it: tensor cores need at least 32 in wgrad,
       128 where scales stand for 128 rows, and other groups take a slower kernel; a Hadamard transform needs a multiple
       of 16. `diptych.common.grouped.row_align` says what a recipe wants.
+    - `copies`: of the kernel, from `quantize_kernel(kernel, recipe, module="grouped_linear")`, to be used instead of
+      quantizing it.
     - `main_grad`: float32 [G, N, K], an array or a reference, as in `dense`.
     - `module`, `name`, `state`, `return_state`, `record`, `rng`, `save_original_input`, `calibrate`: as in `dense`;
       states are those of `init_state(recipe, module="grouped_linear")`.
@@ -126,8 +125,8 @@ def grouped_dense(
 
     **Raises:** as `dense`; ValueError also for groups given twice or not at all, a map that does not fit, a
     Hadamard transform without its promise where the kernel is differentiated; NotImplementedError for kernels that are
-    held quantized, rounded stochastically, quantized by the user's own code, or whose amaxes are reduced over a group.
-    All but for values of `offsets` while tracing.
+    held quantized, rounded stochastically or quantized by the user's own code. All but for values of `offsets` while
+    tracing.
     """
     op = "grouped_dense"
     check_recipe(op, recipe)
@@ -136,21 +135,21 @@ def grouped_dense(
     if row_map is not None and (recipe is None or calibrate):
         x, maps = moe_permute(x, row_map)[0], None
     if recipe is None:
-        refuse_without_recipe(op, state=state, main_grad=main_grad, calibrate=calibrate or None)
+        refuse_without_recipe(op, state=state, copies=copies, main_grad=main_grad, calibrate=calibrate or None)
         y = _plain(x, kernel, bias, offsets)
         return (y, {}) if return_state else y
     options = Options(recipe, module, name, save_original_input, record, return_state, group_axes(recipe))
     states = check_states(op, state, options.plan, recipe)
     if calibrate:
-        refuse_calibration(op, record, main_grad=main_grad)
+        refuse_calibration(op, record, copies=copies, main_grad=main_grad)
         y = _plain(x, kernel, bias, offsets)
         y, news = observed(options, y, x, kernel, viewed(states, (x, kernel, bias)))
     else:
-        _, _, main_grad = prepare(kernel, options, None, main_grad)
+        _, copies, main_grad = prepare(kernel, options, copies, main_grad)
         x, kernel, bias, offsets, main_grad, *moved = same_axes(x, kernel, bias, offsets, main_grad, *(maps or ()))
         maps = None if maps is None else Maps(*moved)
         views = viewed(states, (x, kernel, bias, main_grad))
-        out: Any = _grouped_dense(options, promise, x, kernel, bias, offsets, maps, views, rng, None, main_grad)
+        out: Any = _grouped_dense(options, promise, x, kernel, bias, offsets, maps, views, rng, copies, main_grad)
         y, news = out
     news = returned(states, news)
     return (y, news) if return_state else y
@@ -169,6 +168,7 @@ def grouped_dense_vjp(
     name: str = "",
     state: Mapping[str, ScaleState] | None = None,
     rng: Array | None = None,
+    copies: Copies | None = None,
     save_original_input: bool = False,
 ) -> tuple[Array, Pullback]:
     """`grouped_dense` and its backward pass taken apart, as `dense_vjp` does with `dense`.
@@ -184,7 +184,8 @@ def grouped_dense_vjp(
     states = check_states(op, state, options.plan, recipe)
     refuse_references(op, states)
     needs = Needs.every(kernel, bias, states)
-    (y, _), saved = _grouped_forward(options, _promise(op, align), needs, x, kernel, bias, offsets, maps, states, rng)
+    promise = _promise(op, align)
+    (y, _), saved = _grouped_forward(options, promise, needs, x, kernel, bias, offsets, maps, states, rng, copies)
     return y, Pullback.of(op, _grouped_backward, saved, y)
 
 
@@ -251,8 +252,6 @@ def _require_supported(options: Options, align: int, need_dx: bool, need_dw: boo
             raise UnsupportedError(f"{op}: a quantizer of the user's own for the kernel, {call.quantizer}")
         if call.needs_rng:
             raise UnsupportedError(f"{op}: kernels rounded stochastically, by {call.quantizer}")
-        if options.group and call.reducible:
-            raise UnsupportedError(f"{op}: amaxes of kernels reduced over a group (amax_group), by {call.quantizer}")
     quantizer = s.plan.input.columnwise
     rotated = quantizer is not None and bool(quantizer.spec.flags & RHT) and not s.plan.dequantized_backward
     if need_dw and rotated and align % 16 != 0:
@@ -262,19 +261,7 @@ def _require_supported(options: Options, align: int, need_dx: bool, need_dw: boo
         )
 
 
-# --- quantizing and products ---
-
-
-def _quantize_each(x: Array, quantizer: Quantizer, *, as_bytes: bool, scale: Array | None = None) -> QuantizedStack:
-    """`scale`: [1], for all."""
-    each = None if scale is None else jnp.broadcast_to(scale, x.shape[:1])
-    return grouped.quantize_stack(x, quantizer, scale=each, as_bytes=as_bytes)
-
-
-def _largest(amaxes: Array) -> Array:
-    """[1], subnormals included, as `state.larger`."""
-    bits = jax.lax.bitcast_convert_type(amaxes, jnp.int32)
-    return jax.lax.bitcast_convert_type(jnp.max(bits, keepdims=True, initial=0), jnp.float32)
+# --- products ---
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("offsets",), meta_fields=("align",))
@@ -284,15 +271,6 @@ class Groups(Products):
 
     offsets: Array
     align: int
-
-    def quantize_kernel(
-        self, kernel: Array, calls: tuple[Call, ...], options: Options, states: States, rng: Array | None
-    ) -> tuple[Copies, Amaxes]:
-        copies, amaxes = quantize_calls(kernel, calls, options, states, rng, _quantize_each)
-        return copies, {name: [_largest(a) for a in found] for name, found in amaxes.items()}
-
-    def round_kernel(self, dw: Array, call: Call | None, options: Options, rng: Array | None) -> Array:
-        return rounded(dw, call, options, rng, _quantize_each)
 
     def product(self, gemm: str, a: Operand, b: Operand, bias: Array | None, dtype: Any, fast_accum: bool) -> Array:
         depth, trans_b = gemm == "wgrad", gemm == "fprop"
@@ -353,11 +331,11 @@ def _read_forward(s: Schedule) -> tuple[Call, ...]:
 
 def _grouped_forward(
     options: Options, align: int, needs: Needs, x: Array, kernel: Array, bias: Array | None, offsets: Array,
-    maps: Maps | None, states: States, rng: Array | None,
+    maps: Maps | None, states: States, rng: Array | None, copies: Copies | None,
 ) -> tuple[tuple[Array, States], _Saved]:  # fmt: skip
     _require_supported(options, align, needs.dx, needs.dw)
     rows = _rows(x, maps, _read_forward(options.schedule(needs.dx, needs.dw)))
-    made, saved = products.forward(options, needs, rows, kernel, bias, states, rng, None, Groups(offsets, align))
+    made, saved = products.forward(options, needs, rows, kernel, bias, states, rng, copies, Groups(offsets, align))
     if maps is not None and isinstance(saved.x, (jax.Array, FusedInput)):
         saved = dataclasses.replace(saved, x=x)
     elif maps is not None:
@@ -379,7 +357,7 @@ def _grouped_backward(saved: _Saved, dy: Any, later: States | None = None) -> De
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _grouped_dense(
     options: Options, align: int, x: Array, kernel: Array, bias: Array | None, offsets: Array, maps: Maps | None,
-    states: States, rng: Array | None, copies: None, main_grad: Array | None,
+    states: States, rng: Array | None, copies: Copies | None, main_grad: Array | None,
 ) -> tuple[Array, States]:  # fmt: skip
     _require_supported(options, align, False, False)
     rows, groups = _rows(x, maps, _read_forward(options.schedule(False, False))), Groups(offsets, align)
@@ -390,7 +368,7 @@ def _grouped_dense(
 def _forward(options: Options, align: int, *args: Any) -> tuple[tuple[Array, States], _Saved]:
     x, kernel, bias, _, _, states, _, copies, main_grad = args
     needs = Needs.of(x, kernel, bias, states, copies, main_grad)
-    return _grouped_forward(options, align, needs, *primals(args[:7]))
+    return _grouped_forward(options, align, needs, *primals(args[:8]))
 
 
 def _backward(options: Options, align: int, saved: _Saved, grads: tuple[Any, States]) -> tuple[Any, ...]:

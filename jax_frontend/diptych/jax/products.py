@@ -12,7 +12,7 @@ Invariants:
 - An operand is a `QuantizedArray` that holds the one copy its product reads, or an array in high precision. Two
   quantized ones multiply in the core; a product with any other runs in high precision on what a copy stands for.
 - Copies are made as bytes, so that no remat policy rounds them; see `functional.quantize`.
-- What a layer does with its kernel, products and bias gradient is in a `Products`; layers of groups have another.
+- Products and the bias gradient are in a `Products`; layers of groups have another, and their kernel is a stack.
 - `forward` and `backward` are of arrays. A custom_vjp's arguments, leaves that know whether they are perturbed, become
   arrays and `Needs`; with them, a backward pass may also be asked for by hand (`weights.dense_vjp`).
 """
@@ -37,6 +37,7 @@ from diptych.common.schedule import OFFSETS as OFFSETS
 from diptych.common.schedule import Call, Schedule, make_schedule
 from diptych.jax import functional
 from diptych.jax.fused import FusedInput
+from diptych.jax.grouped import largest, quantize_each
 from diptych.jax.quantized import BUFFERS, QuantizedArray, QuantizedCopies
 from diptych.jax.state import ScaleState, gradient, record
 
@@ -97,6 +98,19 @@ def quantize_calls(
 ) -> tuple[Copies, Amaxes]:
     """The copies of one tensor, and the amaxes that its delayed-scaling states are to record. `quantize`: the verb."""
     return quantize_summed(x, calls, options, states, rng, "", quantize)[:2]
+
+
+def quantize_kernel(
+    kernel: Array, calls: tuple[Call, ...], options: Options, states: States, rng: Array | None
+) -> tuple[Copies, Amaxes]:
+    """`quantize_calls` of a kernel [N, K], or of each of a stack's [G, N, K], where a state's amax is over all."""
+    copies, amaxes = quantize_calls(kernel, calls, options, states, rng, _verb(kernel))
+    return copies, {name: [a if kernel.ndim == 2 else largest(a) for a in found] for name, found in amaxes.items()}
+
+
+def _verb(kernel: Array) -> Callable[..., Any]:
+    """What quantizes a kernel, or a stack of them."""
+    return functional.quantize if kernel.ndim == 2 else quantize_each
 
 
 def quantize_summed(
@@ -185,17 +199,7 @@ def values(operand: Operand, dtype: Any) -> Array:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=(), meta_fields=())
 @dataclasses.dataclass(frozen=True, eq=False)
 class Products:
-    """How a layer of one kernel quantizes it, and makes products and the bias gradient; a pytree."""
-
-    def quantize_kernel(
-        self, kernel: Array, calls: tuple[Call, ...], options: Options, states: States, rng: Array | None
-    ) -> tuple[Copies, Amaxes]:
-        """As `quantize_calls`."""
-        return quantize_calls(kernel, calls, options, states, rng)
-
-    def round_kernel(self, dw: Array, call: Call | None, options: Options, rng: Array | None) -> Array:
-        """The kernel's gradient, as `rounded`."""
-        return rounded(dw, call, options, rng)
+    """How a layer of one kernel makes products and the bias gradient; a pytree."""
 
     def product(self, gemm: str, a: Operand, b: Operand, bias: Array | None, dtype: Any, fast_accum: bool) -> Array:
         """op(a) @ op(b) + bias in `dtype`; fprop and dgrad with a's leading dimensions, wgrad as the kernel."""
@@ -243,7 +247,7 @@ class WeightGradient:
         """The gradient, of the kernel's shape, in its dtype or another."""
         dtype = self.dtype if dtype is None else dtype
         dw = self.products.product("wgrad", self.dy, self.x, None, dtype, self.schedule.plan.fast_accum[2])
-        return self.products.round_kernel(dw, self.schedule.results[2], self.options, self.rng)
+        return rounded(dw, self.schedule.results[2], self.options, self.rng, _verb(dw))
 
     def accumulate(self, acc: Array) -> Array:
         """acc + the gradient, in acc's memory where XLA may reuse it; `acc`: as the kernel, usually float32."""
@@ -345,7 +349,7 @@ def fprop(
     original = kernel
     if copies is None:
         assert kernel is not None
-        copies, of_kernel = products.quantize_kernel(kernel, s.w, options, states, rng)
+        copies, of_kernel = quantize_kernel(kernel, s.w, options, states, rng)
         amaxes |= of_kernel
     elif kernel is None:
         original = copies[0] if copies[0] is not None else copies[1]

@@ -13,9 +13,9 @@ from diptych.common.errors import ShapeError
 from diptych.common.plan import held_quantizer
 from diptych.common.quantizers import Quantizer
 from diptych.common.recipes import Recipe
-from diptych.jax import functional
+from diptych.jax import functional, products
 from diptych.jax.linear import check_operands, check_recipe, prepare
-from diptych.jax.products import Copies, Needs, Options, backward, forward, named, quantize_calls, recorded
+from diptych.jax.products import Copies, Needs, Options, backward, forward, named, recorded
 from diptych.jax.quantized import QuantizedArray
 from diptych.jax.state import ScaleState, check_states, group_axes
 from diptych.jax.transport import has_ref, returned, viewed
@@ -37,7 +37,8 @@ def quantize_kernel(
     return_state: bool = False,
     rng: Array | None = None,
 ) -> Any:
-    """The copies of a kernel that `dense(x, kernel, copies=...)` uses in every microbatch of a step.
+    """The copies of a kernel that `dense(x, kernel, copies=...)` uses in every microbatch of a step; of a stack
+    [G, N, K] with `module="grouped_linear"`, those that `grouped_dense` uses.
 
     They follow the kernel's value now; quantize again when it changes. No derivative goes through them: the kernel's
     gradient is that of `dense`.
@@ -51,9 +52,11 @@ def quantize_kernel(
     """
     options = Options(recipe, module, name, group=group_axes(recipe))
     kernel = jax.lax.stop_gradient(functional.to_array("quantize_kernel", "kernel", kernel))
+    if kernel.ndim not in (2, 3):
+        raise ShapeError(f"quantize_kernel: kernel must be [N, K], or a stack [G, N, K], got {list(kernel.shape)}")
     states = check_states("quantize_kernel", state, options.plan, recipe)
     s = options.schedule(True, False)
-    copies, amaxes = quantize_calls(kernel, s.w, options, viewed(states, ()), rng)
+    copies, amaxes = products.quantize_kernel(kernel, s.w, options, viewed(states, ()), rng)
     if lost := [slot for slot in amaxes if not (return_state or has_ref(states[slot]))]:
         raise ValueError(f"quantize_kernel: the amax of {', '.join(lost)} would be lost: pass return_state=True")
     news = returned(states, recorded(viewed(states, ()), amaxes, options))
