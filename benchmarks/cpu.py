@@ -26,7 +26,7 @@ from diptych.common import RECIPES
 from diptych.lab.job import linear_dtype
 
 THREADS = 2
-SLACK = 0.5  # of the goal: CI machines are shared, and busy neighbours may stay for minutes
+SLACK = 0.7  # of the goal: CI machines are shared
 PAUSES = (1, 4, 16)  # seconds before a miss is measured again
 
 Row = dict[str, Any]
@@ -109,8 +109,15 @@ def permute_rows() -> Iterator[Measure]:
     return (partial(measure, *case) for case in ((4096, 2048, 64, 4), (2048, 7168, 64, 8), (512, 512, 8, 2)))
 
 
+def packed(name: str) -> bool:
+    """Whether a recipe packs elements, draws random numbers then and takes two levels of scales."""
+    quantizer = RECIPES[name].operands("fprop")[0]
+    return quantizer is not None and quantizer.format.pack > 1
+
+
 def linear_rows() -> Iterator[Measure]:
-    """Eager Linear forward against nn.Linear: the added microseconds when tiny, the ratio of times when not."""
+    """Eager Linear forward against nn.Linear: of 60 us more when tiny, where a busy neighbour counts most; the ratio of
+    times when not."""
 
     def measure(name: str, m: int, k: int, n: int) -> Row:
         ours, peer = dt.Linear(k, n), torch.nn.Linear(k, n)
@@ -118,12 +125,9 @@ def linear_rows() -> Iterator[Measure]:
         x = wide.to(getattr(torch, linear_dtype(RECIPES[name])))
         with dt.autocast(enabled=True, recipe=RECIPES[name]):
             t, p = common.paired(lambda: ours(x), lambda: peer(wide), rounds=21, calls=200 if m == 16 else 3)
-        # Of 60 us. Packed formats draw random numbers and take two levels of scales.
-        quantizer = RECIPES[name].operands("fprop")[0]
-        packed = quantizer is not None and quantizer.format.pack > 1
         return {"op": "linear", "case": f"{name} {m}x{k} by {k}x{n}", "us": t * 1e6, "peer us": p * 1e6,
                 "ratio": 60e-6 / max(t - p, 1e-9) if m == 16 else 2 * p / t,
-                "goal": 0.8 if m == 16 and packed else 1.0}  # fmt: skip
+                "goal": (0.6 if packed(name) else 0.72) if m == 16 else 1.0}  # fmt: skip
 
     return (partial(measure, name, *size) for name in RECIPES for size in ((16, 16, 16), (512, 1024, 1024)))
 
@@ -140,8 +144,7 @@ def compiled_rows() -> Iterator[Measure]:
         dt.seed_rng(ours, 0)
         ours.train(graded)
         quantizer = RECIPES[name].operands("fprop")[0]
-        packed = quantizer is not None and quantizer.format.pack > 1
-        rows = 16 if packed else 1
+        rows = 16 if packed(name) else 1
         wide = torch.randn(rows, 16)
         x = wide.to(getattr(torch, linear_dtype(RECIPES[name])))
         f, g = torch.compile(ours, fullgraph=True), torch.compile(peer, fullgraph=True)
@@ -150,7 +153,7 @@ def compiled_rows() -> Iterator[Measure]:
         case = f"{name} {rows}x16 by 16x16{'' if graded else ', inference'}"
         # Of 40 us. In training delayed scales take a node and nine tensors more; packed formats draw random numbers.
         delayed = quantizer is not None and quantizer.needs_scale
-        goal = 1.0 if not graded else 0.45 if delayed else 0.5 if packed else 0.6
+        goal = 1.0 if not graded else 0.45 if delayed else 0.5 if packed(name) else 0.6
         return {"op": "compiled linear", "case": case, "us": t * 1e6, "peer us": p * 1e6,
                 "ratio": 40e-6 / max(t - p, 1e-9), "goal": goal}  # fmt: skip
 

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from diptych.common import shapes
 from diptych.common.errors import ShapeError
 from diptych.common.formats import FormatRow
-from diptych.common.plan import linear_plan
-from diptych.common.quantizers import ROW_AMAX, Quantizer
-from diptych.common.recipes import Recipe
+from diptych.common.plan import LinearPlan, linear_plan
+from diptych.common.quantizers import RHT, ROW_AMAX, Quantizer
+from diptych.common.recipes import CustomRecipe, Recipe
 from diptych.common.shapes import Buffer, Constraint, Shape, Size
 
 ALIGNS = (1, 16, 32, 128)  # what offsets may be promised to be multiples of
+
+
+def _nothing(role: Any) -> None:
+    """No quantizer for any role."""
+
+
+HIGH_PRECISION = CustomRecipe(_nothing)
+"""Under which a layer of groups is that in high precision."""
 
 
 class GroupedShape(NamedTuple):
@@ -89,6 +97,12 @@ def row_align(recipe: Recipe, module: str = "grouped_linear", name: str = "") ->
             fmt = quantizer.format
             align = max(align, 32 if fmt.per_tensor else fmt.block_cols)
     return align
+
+
+def rotates_rows(plan: LinearPlan) -> bool:
+    """Whether wgrad's operands are Hadamard-rotated, which they are both or not at all."""
+    quantizer = plan.input.columnwise
+    return quantizer is not None and bool(quantizer.spec.flags & RHT) and not plan.dequantized_backward
 
 
 def kernel_align(align: int) -> int:

@@ -27,9 +27,9 @@ from jax.custom_derivatives import SymbolicZero
 
 from diptych.common import shapes
 from diptych.common.errors import DTypeError, ShapeError, UnsupportedError
-from diptych.common.grouped import kernel_align
+from diptych.common.grouped import HIGH_PRECISION, kernel_align, rotates_rows
 from diptych.common.quantizers import RHT
-from diptych.common.recipes import CustomRecipe, Recipe
+from diptych.common.recipes import Recipe
 from diptych.common.schedule import Call, Schedule
 from diptych.jax import fused, grouped, grouped_primitives, moe_primitives, products
 from diptych.jax.functional import to_array
@@ -65,14 +65,6 @@ from diptych.jax.transport import returned, viewed
 from diptych.jax.weights import Pullback, refuse_references
 
 Array = jax.Array
-
-
-def _nothing(role: Any) -> None:
-    """No quantizer for any role."""
-
-
-HIGH_PRECISION = CustomRecipe(_nothing)
-"""Under which the same layer is that in high precision."""
 
 
 def grouped_dense(
@@ -252,9 +244,7 @@ def _require_supported(options: Options, align: int, need_dx: bool, need_dw: boo
             raise UnsupportedError(f"{op}: a quantizer of the user's own for the kernel, {call.quantizer}")
         if call.needs_rng:
             raise UnsupportedError(f"{op}: kernels rounded stochastically, by {call.quantizer}")
-    quantizer = s.plan.input.columnwise
-    rotated = quantizer is not None and bool(quantizer.spec.flags & RHT) and not s.plan.dequantized_backward
-    if need_dw and rotated and align % 16 != 0:
+    if need_dw and rotates_rows(s.plan) and align % 16 != 0:
         raise ValueError(
             f"{op}: {type(options.recipe).__name__} rotates 16 rows at a time for the kernels' gradients, so "
             f"that groups must begin at multiples of 16; promise it with align=16 (or 32, 128), got align={align}"

@@ -22,9 +22,8 @@ from torch import Tensor
 
 from diptych.common import shapes
 from diptych.common.errors import DTypeError, ShapeError, UnsupportedError
-from diptych.common.grouped import kernel_align
-from diptych.common.quantizers import RHT
-from diptych.common.recipes import CustomRecipe, Recipe
+from diptych.common.grouped import kernel_align, rotates_rows
+from diptych.common.recipes import Recipe
 from diptych.common.schedule import Call, Schedule
 from diptych.torch import fused
 from diptych.torch import grouped_primitives as primitives
@@ -51,14 +50,6 @@ from diptych.torch.proto import TensorProto
 from diptych.torch.quantized import QuantizedTensor, high_precision
 from diptych.torch.rules import describe, require_device, require_high_precision, require_tensor
 from diptych.torch.state import ScaleStates
-
-
-def _nothing(role: Any) -> None:
-    """No quantizer for any role."""
-
-
-HIGH_PRECISION = CustomRecipe(_nothing)
-"""Under which the same op is the layer in high precision."""
 
 # --- quantizing and products -----------------------------------------------------------------------------------------
 
@@ -99,7 +90,7 @@ class GroupedWeightGradient(NamedTuple):
             inner = dy.dtype if isinstance(dy, Tensor) else x.dtype
             dw = grouped_matmul(values(dy, inner), values(x, inner), offsets, depth=True).to(self.dtype)
         else:
-            fast, rotated = self.schedule.plan.fast_accum[2], _rotated(self.schedule)
+            fast, rotated = self.schedule.plan.fast_accum[2], rotates_rows(self.schedule.plan)
             dw = primitives.grouped_gemm(dy, x, offsets, None, align, rotated, 1.0, self.dtype, fast)
         call = self.schedule.results[2]
         if call is None:
@@ -113,14 +104,8 @@ class GroupedWeightGradient(NamedTuple):
         if self.schedule.results[2] is not None or isinstance(self.dy, Tensor) or isinstance(self.x, Tensor):
             acc += self._replace(dtype=acc.dtype).compute()
         else:
-            fast, rotated = self.schedule.plan.fast_accum[2], _rotated(self.schedule)
+            fast, rotated = self.schedule.plan.fast_accum[2], rotates_rows(self.schedule.plan)
             primitives.grouped_gemm_into(acc, self.dy, self.x, *self.groups, rotated, fast)
-
-
-def _rotated(s: Schedule) -> bool:
-    """Whether wgrad's operands are Hadamard-rotated, which they are both or not at all."""
-    quantizer = s.plan.input.columnwise
-    return quantizer is not None and bool(quantizer.spec.flags & RHT) and not s.plan.dequantized_backward
 
 
 # --- the op ----------------------------------------------------------------------------------------------------------
@@ -340,7 +325,7 @@ def grouped_linear_with(
         options = options._replace(save_original_input=False)  # there is nothing to quantize again
     s = schedule(recipe, options.module, options.name, False, train, options.save_original_input)
     require_stackable((*s.w, s.results[2]))
-    if train and _rotated(s) and promise % 16 != 0:
+    if train and rotates_rows(s.plan) and promise % 16 != 0:
         raise ValueError(
             f"grouped_linear: {type(recipe).__name__} rotates 16 rows at a time for the weights' gradients, so that "
             f"groups must begin at multiples of 16; promise it with align=16 (or 32, 128), got align={align}"

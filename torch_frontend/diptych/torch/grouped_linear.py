@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from diptych.common.errors import DTypeError, ShapeError, UnsupportedError
+from diptych.common.grouped import HIGH_PRECISION
 from diptych.common.recipes import Recipe
 from diptych.torch.autocast import STATE
-from diptych.torch.grouped_layer import HIGH_PRECISION, grouped_linear_with
 from diptych.torch.grouped_layer import grouped_linear as grouped_linear
+from diptych.torch.grouped_layer import grouped_linear_with
 from diptych.torch.module import QuantizedModule
 from diptych.torch.permutation import RowMap, moe_permute, require_row_map
 from diptych.torch.permutation_ops import as_int32
