@@ -161,7 +161,7 @@ def compare(label: str, recipe: Recipe | None, mine: list[Step], theirs: list[St
             if name not in near:
                 same(got, want, f"step {i} {name}: {label}")
                 continue
-            a, b = (np.asarray(v.detach().float() if isinstance(v, torch.Tensor) else v, np.float64)
+            a, b = (np.asarray(v.detach().float().cpu() if isinstance(v, torch.Tensor) else v, np.float64)
                     for v in (want, got))  # fmt: skip
             assert np.linalg.norm(a - b) <= 1e-2 * np.linalg.norm(a), (name, label)
 

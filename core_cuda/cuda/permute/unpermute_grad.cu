@@ -52,9 +52,12 @@ __global__ void __launch_bounds__(kBlock) unpermute_grad_kernel(const __grid_con
   const unsigned absent = p.absent.mask();
   const Summand* rows;
   const int count = list_summands<kGroup>(
-      raw, p.row_id_map, p.tokens, p.slots, p.absent.rows, p.probs, &rows, [](int, int) {},
+      raw, p.row_id_map, p.tokens, p.slots, p.absent.rows, p.probs, &rows,
+      [&](int slot, int) {
+        if (p.dprobs.data != nullptr && p.x == nullptr) p.dprobs.store(first_slot + slot, 0.0f);  // no columns
+      },
       [&](int slot) {
-        if (p.dprobs.data != nullptr) p.dprobs.store(first_slot + slot, 0.0f);  // x may be empty
+        if (p.dprobs.data != nullptr) p.dprobs.store(first_slot + slot, 0.0f);
       });
   const T *dy = static_cast<const T*>(p.dy), *x = static_cast<const T*>(p.x);
   T* dx = reinterpret_cast<T*>(p.dx.out);

@@ -140,7 +140,8 @@ def as_int32(numbers: Any, device: torch.device) -> Tensor:
         return numbers if numbers.dtype == torch.int32 else numbers.clamp(-1, most).to(torch.int32)
     if not all(type(n) is int for n in numbers):  # traced: no values
         return torch.empty(len(numbers), dtype=torch.int32, device=device)
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():  # a copy would read memory that is gone
+    # A captured copy would read host memory that is gone by then. Dynamo does not know how to ask for a capture.
+    if device.type == "cuda" and (torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing()):
         each = [torch.full((1,), min(n, most), dtype=torch.int32, device=device) for n in numbers]
         return torch.cat(each) if each else torch.empty(0, dtype=torch.int32, device=device)
     return torch.tensor([min(n, most) for n in numbers], dtype=torch.int32).to(device, non_blocking=True)
