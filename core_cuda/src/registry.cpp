@@ -96,7 +96,7 @@ static const KernelRow kKernels[] = {
     {Op::permute_columns, Backend::cuda, 80, kAny, Level::native, "cuda.permute_columns", "", nullptr, call<PermuteColumnsArgs, cuda::permute_columns>},
     {Op::unpermute, Backend::cuda, 80, kAny, Level::native, "cuda.unpermute", "not float64", not_float64<UnpermuteArgs>, call<UnpermuteArgs, cuda::unpermute>},
     {Op::unpermute_grad, Backend::cuda, 80, kAny, Level::native, "cuda.unpermute_grad", "not float64", not_float64<UnpermuteGradArgs>, call<UnpermuteGradArgs, cuda::unpermute_grad>},
-    {Op::grouped_gemm, Backend::cuda, 90, kCublasLt, Level::native, "cuda.grouped_native", "FP8 tensor cores of Hopper; N and K in multiples of 16 (depth: N and rows, groups in multiples of 32, with block scales of 128), operands 16-byte aligned, both per-tensor or both of blocks, at most 1024 groups", grouped_native_fits, call<GroupedGemmArgs, cuda::grouped_gemm_native>},
+    {Op::grouped_gemm, Backend::cuda, 90, kCublasLt, Level::native, "cuda.grouped_native", "FP8 tensor cores of Hopper; N and K in multiples of 16 (depth: N and rows, groups in multiples of 32, with block scales of 128), operands 16-byte aligned, both per-tensor or both of blocks, at most 512 groups", grouped_native_fits, call<GroupedGemmArgs, cuda::grouped_gemm_native>},
     {Op::grouped_gemm, Backend::cuda, 80, kGemm, Level::emulated, "cuda.grouped_emulated", "decoded to bfloat16, float32 accumulation; any extents and groups", nullptr, call<GroupedGemmArgs, cuda::grouped_gemm_emulated>},
     {Op::grouped_bias_grad, Backend::cuda, 80, kAny, Level::native, "cuda.grouped_bias_grad", "", nullptr, call<GroupedBiasGradArgs, cuda::grouped_bias_grad>},
 #endif

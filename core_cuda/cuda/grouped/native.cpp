@@ -32,6 +32,11 @@ Shape shape_of(const GroupedGemmArgs& args) {
   return {groups, args.a.data.rows(), args.a.data.rows(), args.d.cols(), args.a.data.cols()};
 }
 
+Promotion promotion_of(const GroupedGemmArgs& args) {
+  if (row(args.a.format).per_tensor()) return args.fast_accum ? Promotion::none : Promotion::plain;
+  return row(args.b.format).block_rows == 128 ? Promotion::columns : Promotion::full;
+}
+
 int shift_of(const FormatRow& f) { return f.per_tensor() ? 0 : std::countr_zero(static_cast<unsigned>(f.block_rows)); }
 
 }  // namespace
@@ -59,6 +64,7 @@ Status grouped_gemm_native(const GroupedGemmArgs& args, const Execution& exec, c
   const Shape s = shape_of(args);
   const bool depth = args.kind == GroupKind::depth;
   NativeArgs p{};
+  const Promotion promotion = promotion_of(args);
   const int32_t box[3] = {kNativeTileK, 128, 1};
   const int64_t a_extents[2] = {s.k, s.m}, b_extents[3] = {s.k, s.n, depth ? 1 : s.groups};
   DIPTYCH_TRY(make_tensor_map(&p.a, args.a.data.data, 2, a_extents, box));
@@ -71,22 +77,29 @@ Status grouped_gemm_native(const GroupedGemmArgs& args, const Execution& exec, c
   p.m = depth ? static_cast<int>(s.m) : 0, p.n = static_cast<int>(s.n), p.k = depth ? 0 : static_cast<int>(s.k);
   const int64_t columns = ceil_div(s.n, kNativeTileN);
   const int cluster = tuning.cluster ? tuning.cluster : columns % 2 == 0 || columns > 8 ? 2 : 1;
-  p.tiles_m = static_cast<int>(ceil_div(s.m, kNativeTileM)), p.columns = static_cast<int>(ceil_div(columns, cluster));
-  p.swath = tuning.swath, p.turns = tuning.turns;
+  p.tiles_m = static_cast<int>(ceil_div(s.m, kNativeTileM));
+  p.columns = static_cast<int>(ceil_div(columns, cluster));
+  p.swath = tuning.swath;
   p.a_scale = args.a.scale_inv.as<const float>(), p.b_scale = args.b.scale_inv.as<const float>();
   p.a_shift = shift_of(fa), p.b_shift = shift_of(fb);
   p.scale_k = static_cast<int>(ceil_div(s.k, kNativeTileK));
+  p.whole_scales = p.scale_k % 4 == 0 && aligned(p.a_scale, kAlign) && aligned(p.b_scale, kAlign);
   p.b_scale_stack = fb.per_tensor() ? 1 : ceil_div(s.n, fb.block_rows) * p.scale_k;
   p.d = args.d.data, p.c = args.beta != 0.0f ? args.c.data : nullptr;
+  if (args.d.dtype == DType::f32) {
+    const int64_t d_extents[3] = {s.n * 4, s.m, depth ? std::max<int64_t>(1, s.groups) : 1};
+    const int32_t d_box[3] = {128, 64, 1};
+    DIPTYCH_TRY(make_tensor_map(&p.d_map, args.d.data, 3, d_extents, d_box));
+    if (p.c) DIPTYCH_TRY(make_tensor_map(&p.c_map, args.c.data, 3, d_extents, d_box));
+  }
   p.bias = args.bias.given() ? args.bias.data : nullptr;
   p.d_type = args.d.dtype, p.bias_type = args.bias.dtype;
   p.alpha = args.alpha, p.beta = args.beta;
   const int64_t tiles = depth ? p.tiles_m * s.groups * p.columns : (s.rows / kNativeTileM + s.groups + 2) * p.columns;
   const int64_t clusters = std::min<int64_t>(device_info(exec.device.index).sm_count / cluster, tiles);
-  const NativeLaunch l{fa.element == DType::e5m2, fb.element == DType::e5m2, cluster, clusters * cluster};
+  const NativeLaunch l{promotion, fa.element == DType::e5m2, fb.element == DType::e5m2, cluster, clusters * cluster};
   if (l.blocks == 0) return {};
-  return fa.per_tensor() ? launch_native_tensor(p, l, args.fast_accum, exec)
-                         : launch_native_block(p, l, fb.block_rows == 128, exec);
+  return fa.per_tensor() ? launch_native_tensor(p, l, exec) : launch_native_block(p, l, exec);
 }
 
 Status grouped_gemm_native(const GroupedGemmArgs& args, const Execution& exec) {

@@ -17,10 +17,11 @@ enum class Promotion : int {
 };
 
 constexpr int kNativeTileM = 256, kNativeTileN = 128, kNativeTileK = 128;
-constexpr int kNativeMaxGroups = 1024;  // their boundaries lie in shared memory
+constexpr int kNativeMaxGroups = 512;  // their boundaries lie in shared memory
 
 struct NativeArgs {
-  CUtensorMap a, b;  // A [outer, k] or [outer, R]; B [G, N, k] or [1, N, R]; boxes of 128 x 128
+  CUtensorMap a, b;          // A [outer, k] or [outer, R]; B [G, N, k] or [1, N, R]; boxes of 128 x 128
+  CUtensorMap d_map, c_map;  // float32: [1, R, N] or [G, M, N], boxes of 64 rows x 32 columns
   const int32_t* offsets;
   int groups, rows;       // G, R
   bool depth;             // GroupKind
@@ -28,11 +29,11 @@ struct NativeArgs {
   int tiles_m;            // depth: tiles of 256 along M
   int columns;            // a cluster's tiles along N
   int swath;              // tiles along m that are walked before the next column
-  bool turns;             // the warpgroups issue products in turn
   const float* a_scale;   // [outer >> a_shift, scale_k], or one
   const float* b_scale;   // [G, outer >> b_shift, scale_k], or [G]
   int a_shift, b_shift;   // log2 of a block's rows
   int scale_k;            // blocks along k
+  bool whole_scales;      // four neighbours lie at 16 bytes
   int64_t b_scale_stack;  // elements from one weight's scales to the next
   void* d;
   const void* c;     // null where beta is 0
@@ -42,6 +43,7 @@ struct NativeArgs {
 };
 
 struct NativeLaunch {
+  Promotion promotion;
   bool a_e5m2, b_e5m2;
   int cluster;  // thread blocks that share a tile of A
   int64_t blocks;
@@ -51,11 +53,10 @@ struct NativeLaunch {
 struct NativeTuning {
   int cluster = 0;  // 1 or 2; 0: by N
   int swath = 8;
-  bool turns = false;
 };
 Status grouped_gemm_native(const GroupedGemmArgs&, const Execution&, const NativeTuning&);
 
-Status launch_native_tensor(const NativeArgs&, const NativeLaunch&, bool fast_accum, const Execution&);
-Status launch_native_block(const NativeArgs&, const NativeLaunch&, bool b_by_columns, const Execution&);
+Status launch_native_tensor(const NativeArgs&, const NativeLaunch&, const Execution&);
+Status launch_native_block(const NativeArgs&, const NativeLaunch&, const Execution&);
 
 }  // namespace diptych::cuda

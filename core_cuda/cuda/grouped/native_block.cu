@@ -3,8 +3,9 @@
 
 namespace diptych::cuda {
 
-Status launch_native_block(const NativeArgs& p, const NativeLaunch& l, bool b_by_columns, const Execution& exec) {
-  return b_by_columns ? launch_native<Promotion::columns>(p, l, exec) : launch_native<Promotion::full>(p, l, exec);
+Status launch_native_block(const NativeArgs& p, const NativeLaunch& l, const Execution& exec) {
+  return l.promotion == Promotion::columns ? launch_native<Promotion::columns>(p, l, exec)
+                                           : launch_native<Promotion::full>(p, l, exec);
 }
 
 }  // namespace diptych::cuda

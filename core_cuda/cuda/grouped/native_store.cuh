@@ -1,46 +1,26 @@
-// The native kernel's end of a tile: sums in registers to D, 16 bytes a thread.
-//
-// A thread of the product holds columns 2 q and 2 q + 1 (q = lane % 4) of each 8-column piece. Four neighbouring lanes
-// exchange what they hold, so that each stores whole 16 bytes and a row's sectors fill.
+// The native kernel's end of a tile: sums in registers to D.
 #pragma once
 
 #include "cuda/gemm/epilogue.cuh"
 #include "cuda/grouped/native_walk.cuh"
+#include "cuda/ptx/barrier.cuh"
+#include "cuda/ptx/copy.cuh"
+#include "cuda/ptx/mma.cuh"
+#include "cuda/ptx/tensor_copy.cuh"
 
 namespace diptych::cuda {
 
-// w[i] of lane q becomes w[q] of lane i, among each four lanes.
-__device__ __forceinline__ void exchange4(uint32_t (&w)[4], int q) {
-#pragma unroll
-  for (int i = 0; i < 4; i += 2) {
-    const uint32_t got = __shfl_xor_sync(kAllLanes, q & 1 ? w[i] : w[i + 1], 1);
-    if (q & 1) {
-      w[i] = got;
-    } else {
-      w[i + 1] = got;
-    }
-  }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const uint32_t got = __shfl_xor_sync(kAllLanes, q & 2 ? w[i] : w[i + 2], 2);
-    if (q & 2) {
-      w[i] = got;
-    } else {
-      w[i + 2] = got;
-    }
-  }
-}
+constexpr int kGroupThreads = 128;  // of a warpgroup
 
 // One output tile's common part: r = alpha * (sum * factor); r = r + bias; r = r + beta * C (NUMERICS 7).
 struct Finish {
   float alpha, factor, beta;
-  const void* c;     // null: none
   const void* bias;  // of this group, or null
   DType bias_type;
 };
 
 __device__ __forceinline__ Finish make_finish(const NativeArgs& p, const Tile& t, float factor) {
-  Finish f{t.blocks() ? p.alpha : 0.0f, factor, p.beta, p.c, nullptr, p.bias_type};
+  Finish f{t.blocks() ? p.alpha : 0.0f, factor, p.beta, nullptr, p.bias_type};
   if (p.bias && t.group >= 0) {
     f.bias =
         static_cast<const char*>(p.bias) + static_cast<int64_t>(t.group) * p.n * (p.bias_type == DType::f32 ? 4 : 2);
@@ -48,91 +28,193 @@ __device__ __forceinline__ Finish make_finish(const NativeArgs& p, const Tile& t
   return f;
 }
 
-// Two 16-bit elements or two float32.
-template <bool kWide>
-__device__ __forceinline__ float2 load_pair(const char* p, bool half) {
-  if constexpr (kWide) {
-    return *reinterpret_cast<const float2*>(p);
-  } else {
-    const uint32_t u = *reinterpret_cast<const uint32_t*>(p);
-    if (!half) return make_float2(float_of(u << 16), float_of(u & 0xffff0000));
-    __half2 h;
-    memcpy(&h, &u, sizeof(u));
-    return __half22float2(h);
-  }
+// Two 16-bit elements of either type.
+__device__ __forceinline__ float2 unpack_pair(uint32_t u, bool half) {
+  if (!half) return make_float2(float_of(u << 16), float_of(u & 0xffff0000));
+  __half2 h;
+  memcpy(&h, &u, sizeof(u));
+  return __half22float2(h);
+}
+__device__ __forceinline__ uint32_t pack_pair(float2 r, bool half) {
+  return half ? pack2<__half>(r.x, r.y) : pack2<__nv_bfloat16>(r.x, r.y);
 }
 
-// sums[i]: 64 x 128, of which this thread's first row lies `row` + 128 i below the tile's, the other eight below that.
-template <bool kWide>
-__device__ __forceinline__ void store_tile(const NativeArgs& p, const Finish& f, float (&sums)[2][64], const Tile& t,
-                                           int row, int lane) {
-  constexpr int kBytes = kWide ? 4 : 2, kPieces = kWide ? 2 : 4;  // pieces of 8 columns, exchanged together
-  const int q = lane % 4;
-  const bool half = p.d_type == DType::f16;
-  // Where this thread stores: 16 bytes of one piece; and what it holds before the exchange: two columns of each.
-  const int mine = kWide ? (q & 1) * 8 + (q & 2) * 2 : q * 8;
-  bool exists[4];
-  int64_t at[4];  // bytes to the tile's first column of each of this thread's rows
-#pragma unroll
-  for (int part = 0; part < 4; ++part) {
-    const int r = t.row + row + part / 2 * 128 + part % 2 * 8;
-    exists[part] = r < t.row_end;
-    at[part] = ((t.d_row + r) * p.n + t.col) * kBytes;
+// What a thread holds of columns `col` (even) and the next of D, finished; `c`: C there, where there is one. kFactor:
+// scales are multiplied here. kMore: there may be a bias or C; asked once for a tile, since branches cost more than
+// what they part.
+template <bool kFactor, bool kMore>
+__device__ __forceinline__ float2 finish_pair(const NativeArgs& p, const Finish& f, const float* sum, int col,
+                                              float2 c) {
+  float2 r = make_float2(sum[0], sum[1]);
+  if (kFactor) r = make_float2(__fmul_rn(r.x, f.factor), __fmul_rn(r.y, f.factor));
+  r = make_float2(__fmul_rn(f.alpha, r.x), __fmul_rn(f.alpha, r.y));
+  if (kMore && f.bias && col < p.n) {
+    r.x = __fadd_rn(r.x, load_as_float(f.bias, f.bias_type, col));
+    r.y = __fadd_rn(r.y, load_as_float(f.bias, f.bias_type, col + 1));
   }
-  const int columns = p.n - t.col;
-#pragma unroll
-  for (int j = 0; j < 16; j += kPieces) {
-    float2 bias[kPieces];
-#pragma unroll
-    for (int i = 0; i < kPieces; ++i) {
-      const int col = (j + i) * 8 + 2 * q;
-      bias[i] = make_float2(0.0f, 0.0f);
-      if (f.bias && col < columns) {
-        bias[i].x = load_as_float(f.bias, f.bias_type, t.col + col);
-        bias[i].y = load_as_float(f.bias, f.bias_type, t.col + col + 1);
-      }
+  if (kMore && p.c) r = make_float2(__fadd_rn(r.x, __fmul_rn(f.beta, c.x)), __fadd_rn(r.y, __fmul_rn(f.beta, c.y)));
+  return r;
+}
+
+// Byte `at` of row `row` of rows of 128 bytes with the tensor maps' swizzle.
+__device__ __forceinline__ int swizzled(int row, int at) { return row * 128 + ((at / 16) ^ (row % 8)) * 16 + at % 16; }
+
+// The ends of tiles, used by all of a warpgroup: for each tile begin, before its sums are known, and store, for its one
+// or two blocks of 64 rows in order, the first of which lies `first` rows below the tile's first.
+template <bool kWide, bool kFactor>
+struct Out;
+
+// 16-bit elements: each warp turns 16 rows x 64 columns into whole lines, in shared memory of its own.
+template <bool kFactor>
+struct Out<false, kFactor> {
+  static constexpr int kBytes = 4 * 16 * 128;
+
+  unsigned char* memory;
+
+  __device__ __forceinline__ Out(unsigned char* memory_, uint64_t*, int) : memory(memory_) {}
+  __device__ __forceinline__ void begin(const NativeArgs&, const Tile&, int) const {}
+  __device__ __forceinline__ void end() const {}
+
+  __device__ __forceinline__ void store(const NativeArgs& p, const Finish& f, const float (&sums)[64], const Tile& t,
+                                        int, int first) {
+    if (f.bias || p.c) {
+      turn<true>(p, f, sums, t, first);
+    } else {
+      turn<false>(p, f, sums, t, first);
     }
+  }
+
+ private:
+  template <bool kMore>
+  __device__ __forceinline__ void turn(const NativeArgs& p, const Finish& f, const float (&sums)[64], const Tile& t,
+                                       int first) {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x % kGroupThreads / 32, q = lane % 4;
+    const bool half = p.d_type == DType::f16;
+    unsigned char* own = memory + warp * 16 * 128;
+    const int row0 = t.row + first + warp * 16;  // of this warp's
+    uint16_t* d = static_cast<uint16_t*>(p.d) + (t.d_row + row0) * p.n + t.col;
+    const uint16_t* c = static_cast<const uint16_t*>(p.c) + (t.d_row + row0) * p.n + t.col;
 #pragma unroll
-    for (int part = 0; part < 4; ++part) {
-      float2 r[kPieces];
+    for (int side = 0; side < 2; ++side) {
 #pragma unroll
-      for (int i = 0; i < kPieces; ++i) {
-        const float* sum = sums[part / 2] + (j + i) * 4 + part % 2 * 2;
-        r[i] = make_float2(__fmul_rn(f.alpha, __fmul_rn(sum[0], f.factor)),
-                           __fmul_rn(f.alpha, __fmul_rn(sum[1], f.factor)));
+      for (int j = 0; j < 8; j += 2) {
+        uint32_t w[4];  // rows 0 .. 7 and 8 .. 15 of one piece of 8 columns, and of the next
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+          const int piece = side * 8 + j + m / 2, col = piece * 8 + 2 * q, r = lane / 4 + m % 2 * 8;
+          float2 before = make_float2(0.0f, 0.0f);
+          if (kMore && p.c && row0 + r < t.row_end && t.col + col < p.n) {
+            before = unpack_pair(*reinterpret_cast<const uint32_t*>(c + static_cast<int64_t>(r) * p.n + col), half);
+          }
+          w[m] = pack_pair(finish_pair<kFactor, kMore>(p, f, sums + piece * 4 + m % 2 * 2, t.col + col, before), half);
+        }
+        // Lane l names row l % 8 of matrix l / 8.
+        ptx::stmatrix_x4(own + swizzled(lane % 16, (j + lane / 16) * 16), w);
       }
-      if (f.bias) {
+      __syncwarp();
 #pragma unroll
-        for (int i = 0; i < kPieces; ++i)
-          r[i] = make_float2(__fadd_rn(r[i].x, bias[i].x), __fadd_rn(r[i].y, bias[i].y));
-      }
-      if (f.c) {
-#pragma unroll
-        for (int i = 0; i < kPieces; ++i) {
-          const int col = (j + i) * 8 + 2 * q;
-          if (!exists[part] || col >= columns) continue;
-          const float2 c = load_pair<kWide>(static_cast<const char*>(f.c) + at[part] + col * kBytes, half);
-          r[i] = make_float2(__fadd_rn(r[i].x, __fmul_rn(f.beta, c.x)), __fadd_rn(r[i].y, __fmul_rn(f.beta, c.y)));
+      for (int i = 0; i < 4; ++i) {
+        const int r = i * 4 + lane / 8, col = side * 64 + lane % 8 * 8;
+        const uint4 v = *reinterpret_cast<const uint4*>(own + swizzled(r, lane % 8 * 16));
+        if (row0 + r < t.row_end && t.col + col < p.n) {
+          *reinterpret_cast<uint4*>(d + static_cast<int64_t>(r) * p.n + col) = v;
         }
       }
-      uint32_t w[4];
-      if constexpr (kWide) {  // two lanes: columns 0..3 or 4..7 of one piece each
-        const float2 give = q & 1 ? r[0] : r[1], keep = q & 1 ? r[1] : r[0];
-        const float2 got = make_float2(__shfl_xor_sync(kAllLanes, give.x, 1), __shfl_xor_sync(kAllLanes, give.y, 1));
-        const float2 lo = q & 1 ? got : keep, hi = q & 1 ? keep : got;
-        w[0] = bits_of(lo.x), w[1] = bits_of(lo.y), w[2] = bits_of(hi.x), w[3] = bits_of(hi.y);
-      } else {
+      __syncwarp();
+    }
+  }
+};
+
+// float32: 64 x 128 elements of shared memory in boxes of 32 columns. The copy engine takes them from there while the
+// next tile is multiplied, and brings C before it is needed.
+template <bool kFactor>
+struct Out<true, kFactor> {
+  static constexpr int kBoxBytes = 64 * 128, kBoxes = 4, kBytes = kBoxes * kBoxBytes;
+
+  unsigned char* memory;
+  uint64_t* c_there;
+  int group;
+  uint32_t c_parity = 0;
+
+  __device__ __forceinline__ Out(unsigned char* memory_, uint64_t* c_there_, int group_)
+      : memory(memory_), c_there(c_there_), group(group_) {}
+
+  __device__ __forceinline__ void sync() const { ptx::named_sync(1 + group, kGroupThreads); }
+  __device__ __forceinline__ static bool leads() { return threadIdx.x % kGroupThreads == 0; }
+  __device__ __forceinline__ void end() const { ptx::bulk_wait_read(); }  // shared memory stays until all has left it
+
+  // After it, what was stored before has left.
+  __device__ __forceinline__ void reclaim() const {
+    if (leads()) ptx::bulk_wait_read();
+    sync();
+  }
+  __device__ __forceinline__ void ask_for_c(const NativeArgs& p, const Tile& t, int first) const {
+    if (!leads()) return;
+    ptx::barrier_arrive_expect(c_there, kBytes);
 #pragma unroll
-        for (int i = 0; i < kPieces; ++i)
-          w[i] = half ? pack2<__half>(r[i].x, r[i].y) : pack2<__nv_bfloat16>(r[i].x, r[i].y);
-        exchange4(w, q);
+    for (int b = 0; b < kBoxes; ++b) {
+      ptx::copy_box(memory + b * kBoxBytes, &p.c_map, c_there, t.col * 4 + b * 128, t.row + first,
+                    p.depth ? t.group : 0);
+    }
+  }
+  __device__ __forceinline__ void begin(const NativeArgs& p, const Tile& t, int first) const {
+    if (p.c == nullptr) return;
+    reclaim();
+    ask_for_c(p, t, first);
+  }
+
+  __device__ __forceinline__ void store(const NativeArgs& p, const Finish& f, const float (&sums)[64], const Tile& t,
+                                        int block, int first) {
+    if (p.c == nullptr || block > 0) reclaim();
+    if (p.c) {
+      if (block > 0) ask_for_c(p, t, first);
+      ptx::barrier_wait(c_there, c_parity);
+      c_parity ^= 1;
+    }
+    if (f.bias || p.c) {
+      lay_out<true>(p, f, sums, t);
+    } else {
+      lay_out<false>(p, f, sums, t);
+    }
+    ptx::bulk_sees_stores();
+    sync();
+    const int y = t.row + first;
+    if (p.depth || y + 64 <= t.row_end) {
+      if (leads()) {
+#pragma unroll
+        for (int b = 0; b < kBoxes; ++b) {
+          ptx::store_box(&p.d_map, memory + b * kBoxBytes, t.col * 4 + b * 128, y, p.depth ? t.group : 0);
+        }
+        ptx::bulk_commit();
       }
-      if (exists[part] && j * 8 + mine < columns) {
-        *reinterpret_cast<uint4*>(static_cast<char*>(p.d) + at[part] + (j * 8 + mine) * kBytes) =
-            make_uint4(w[0], w[1], w[2], w[3]);
+      return;
+    }
+    // Rows of another group follow among the 64.
+    float* d = static_cast<float*>(p.d) + static_cast<int64_t>(y) * p.n + t.col;
+    for (int i = threadIdx.x % kGroupThreads; i < 64 * 32; i += kGroupThreads) {
+      const int r = i / 32, col = i % 32 * 4;
+      if (y + r < t.row_end && t.col + col < p.n) {
+        *reinterpret_cast<uint4*>(d + static_cast<int64_t>(r) * p.n + col) =
+            *reinterpret_cast<const uint4*>(memory + col / 32 * kBoxBytes + swizzled(r, col % 32 * 4));
       }
     }
   }
-}
+
+ private:
+  template <bool kMore>
+  __device__ __forceinline__ void lay_out(const NativeArgs& p, const Finish& f, const float (&sums)[64],
+                                          const Tile& t) const {
+    const int lane = threadIdx.x % 32, row = threadIdx.x % kGroupThreads / 32 * 16 + lane / 4, q = lane % 4;
+#pragma unroll
+    for (int j = 0; j < 16; ++j) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float2* to = reinterpret_cast<float2*>(memory + j / 4 * kBoxBytes + swizzled(row + h * 8, j % 4 * 32 + q * 8));
+        const float2 before = kMore && p.c ? *to : make_float2(0.0f, 0.0f);
+        *to = finish_pair<kFactor, kMore>(p, f, sums + j * 4 + h * 2, t.col + j * 8 + 2 * q, before);
+      }
+    }
+  }
+};
 
 }  // namespace diptych::cuda

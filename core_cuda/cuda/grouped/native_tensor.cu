@@ -3,8 +3,9 @@
 
 namespace diptych::cuda {
 
-Status launch_native_tensor(const NativeArgs& p, const NativeLaunch& l, bool fast_accum, const Execution& exec) {
-  return fast_accum ? launch_native<Promotion::none>(p, l, exec) : launch_native<Promotion::plain>(p, l, exec);
+Status launch_native_tensor(const NativeArgs& p, const NativeLaunch& l, const Execution& exec) {
+  return l.promotion == Promotion::none ? launch_native<Promotion::none>(p, l, exec)
+                                        : launch_native<Promotion::plain>(p, l, exec);
 }
 
 }  // namespace diptych::cuda

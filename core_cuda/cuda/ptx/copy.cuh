@@ -21,4 +21,12 @@ __device__ __forceinline__ void copy_async4(void* shared, const void* from, bool
 // Waits for this thread's copies; others see them after a barrier.
 __device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+// ---- by the copy engine (sm_90 and later). PTX ISA: "cp.async.bulk" ----
+
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until this thread's groups have been read from shared memory.
+__device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// This thread's stores to shared memory so far may be read by the copy engine and by products, after a barrier.
+__device__ __forceinline__ void bulk_sees_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 }  // namespace diptych::cuda::ptx

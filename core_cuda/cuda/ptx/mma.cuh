@@ -15,6 +15,14 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void* shared
                : "memory");
 }
 
+// The way back, on sm_90 and later: element (l / 4, 2 (l % 4)) and the next one of matrix i are in register i.
+__device__ __forceinline__ void stmatrix_x4(void* shared_row, const uint32_t (&r)[4]) {
+  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(shared_row));
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]), "r"(r[1]),
+               "r"(r[2]), "r"(r[3])
+               : "memory");
+}
+
 // d [16, 8] += a [16, 16] @ b [8, 16].T in float32.
 // a: rows l / 4 and + 8 in a[0], a[1], columns 2 (l % 4); + 8 columns in a[2], a[3]. b likewise over l / 4.
 // d: d[0], d[1] at row l / 4, columns 2 (l % 4) and the next; d[2], d[3] eight rows below.

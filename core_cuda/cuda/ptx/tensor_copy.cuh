@@ -1,6 +1,6 @@
-// Copies of boxes of a tensor from device to shared memory by the copy engine, described by a tensor map (sm_90 and
-// later). PTX ISA: "cp.async.bulk.tensor", "prefetch.tensormap". What lies outside of the tensor arrives as zeros; the
-// whole box's bytes are counted at the barrier either way.
+// Copies of boxes of a tensor between device and shared memory by the copy engine, described by a tensor map (sm_90 and
+// later). PTX ISA: "cp.async.bulk.tensor", "prefetch.tensormap". What lies outside of the tensor arrives as zeros, and
+// the whole box's bytes are counted at the barrier either way; nothing is stored there.
 #pragma once
 
 #include <cuda.h>
@@ -28,6 +28,13 @@ __device__ __forceinline__ void copy_box(void* shared, const CUtensorMap* map, u
       "[%2];" ::"r"(shared_address(shared)),
       "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z)
       : "memory");
+}
+
+// From shared memory, in this thread's group of copies (copy.cuh).
+__device__ __forceinline__ void store_box(const CUtensorMap* map, const void* shared, int x, int y, int z) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
+               "r"(shared_address(shared)), "r"(x), "r"(y), "r"(z)
+               : "memory");
 }
 
 // To the same place, and counted at the same barrier, in every thread block of the cluster that `ranks` names by a bit.

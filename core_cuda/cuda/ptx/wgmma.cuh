@@ -15,16 +15,14 @@ namespace diptych::cuda::ptx {
 // Rows of 128 bytes, eight of them in 1024 bytes, 16-byte chunk c of row r at c ^ (r % 8): what a tensor map with the
 // 128-byte swizzle writes. `at` lies in the first row of such eight; 32 bytes further are the next 32 k.
 __device__ __forceinline__ uint64_t matrix(uint32_t at) {
-  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kEightRows = uint64_t{1024 >> 4} << 32,
-                     kUnused = uint64_t{1} << 16;
-  return kSwizzle128 | kEightRows | kUnused | (at >> 4 & 0x3fff);
+  // The upper half is the same for all, so that only the lower one needs computing.
+  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kEightRows = uint64_t{1024 >> 4} << 32;
+  constexpr uint32_t kUnused = 1u << 16;
+  return kSwizzle128 | kEightRows | (kUnused + (at >> 4));
 }
 
 // 1024 bytes that stand for every eight rows.
 __device__ __forceinline__ uint64_t repeated_matrix(uint32_t at) { return matrix(at) & ~(uint64_t{0x3fff} << 32); }
-
-// This thread's stores to shared memory so far may be read by products, after a barrier.
-__device__ __forceinline__ void products_see_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Registers that products will use have been written; before the first product, and after each access to them.
 __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
