@@ -51,8 +51,8 @@ class RowMap(NamedTuple):
             routing = torch.zeros(tokens, experts, dtype=torch.uint8, device="cuda").scatter_(1, ids.long(), 1)
         buffers = empty(*routing.shape), empty(experts), empty(experts + 1), empty(rows)
         items = tokens if kind == "mask" else tokens * k
-        return RowMap(kind, routing, align, buffers,
-                      empty(_core.permute_map_workspace_bytes(items, experts), dtype=torch.uint8))  # fmt: skip
+        scratch = _core.permute_map_workspace_bytes(KINDS[kind], items, experts)
+        return RowMap(kind, routing, align, buffers, empty(scratch, dtype=torch.uint8))
 
     @property
     def to(self) -> torch.Tensor:

@@ -130,6 +130,11 @@ void py_unpermute_grad(py::handle dy, py::handle row_id_map, py::handle source, 
   run(unpermute_grad, a, call);
 }
 
+int64_t py_permute_map_workspace_bytes(int32_t kind, int64_t items, int64_t experts) {
+  if (kind < 0 || kind >= static_cast<int32_t>(RoutingMap::count_)) throw py::value_error("unknown kind of map");
+  return permute_map_workspace_bytes(static_cast<RoutingMap>(kind), items, experts);
+}
+
 py::dict moe_table() {  // the numbers that these ops take, and their limits
   py::dict maps, d;
   maps["mask"] = static_cast<int>(RoutingMap::mask);
@@ -154,7 +159,8 @@ void add_moe(py::module_& m) {
         py::arg("permuted_dprobs") = py::none(), py::arg("dprobs") = py::none());
   m.def("unpermute_grad", py_unpermute_grad, py::arg("dy"), py::arg("row_id_map"), py::arg("source"), py::arg("probs"),
         py::arg("dx"), py::arg("x") = py::none(), py::arg("dprobs") = py::none());
-  m.def("permute_map_workspace_bytes", permute_map_workspace_bytes, py::arg("items"), py::arg("experts"));
+  m.def("permute_map_workspace_bytes", py_permute_map_workspace_bytes, py::arg("kind"), py::arg("items"),
+        py::arg("experts"));
   m.def("moe_table", moe_table);
 }
 

@@ -48,7 +48,7 @@ int64_t gemm_workspace_bytes(int64_t m, int64_t n, int64_t k, bool epilogue);
 int64_t bias_grad_workspace_bytes(int64_t m, int64_t n);
 int64_t norm_grad_workspace_bytes(int64_t m, int64_t k);
 int64_t column_sum_workspace_bytes(int64_t m, int64_t k);
-int64_t permute_map_workspace_bytes(int64_t items, int64_t experts);
+int64_t permute_map_workspace_bytes(RoutingMap kind, int64_t items, int64_t experts);
 int64_t grouped_bias_grad_workspace_bytes(int64_t rows, int64_t cols, int64_t groups);
 
 int device_count();                        // 0 without a driver; never throws, loads libcuda on the first call

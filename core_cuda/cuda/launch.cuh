@@ -8,15 +8,60 @@
 
 namespace diptych::cuda {
 
+inline Status fits_grid(const char* name, int64_t blocks) {
+  if (blocks <= 0x7fffffff) return {};
+  return {Code::unsupported, std::string(name) + ": the tensor needs " + std::to_string(blocks) +
+                                 " thread blocks; a CUDA grid holds 2147483647"};
+}
+
 template <typename... Params>
 Status launch(const char* name, void (*kernel)(Params...), int64_t blocks, int threads, size_t shared_bytes,
               void* stream, std::type_identity_t<Params>... args) {
-  if (blocks > 0x7fffffff) {
-    return {Code::unsupported, std::string(name) + ": the tensor needs " + std::to_string(blocks) +
-                                   " thread blocks; a CUDA grid holds 2147483647"};
-  }
+  DIPTYCH_TRY(fits_grid(name, blocks));
   kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(args...);
   return cuda_status(cudaGetLastError(), name);
+}
+
+// Whether a device starts kernels before the stream's last one has ended: only those compiled for sm_90 or later know
+// how to wait, and captures know of that since CUDA 12.3. All kernels are compiled alike, so that the first answers for
+// all.
+inline bool grids_overlap(const void* kernel, int device) {
+  static std::atomic<uint64_t> asked{0}, yes{0};
+  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
+  if (asked.load(std::memory_order_acquire) & bit) return yes.load(std::memory_order_relaxed) & bit;
+  int driver = 0;
+  cudaFuncAttributes code = {};
+  const bool overlap = cudaDriverGetVersion(&driver) == cudaSuccess && driver >= 12030 &&
+                       cudaFuncGetAttributes(&code, kernel) == cudaSuccess && code.ptxVersion >= 90;
+  if (overlap) yes.fetch_or(bit, std::memory_order_relaxed);
+  asked.fetch_or(bit, std::memory_order_release);
+  return overlap;
+}
+
+// For a kernel that may start while the stream's last one runs, so that its launch costs no time (ptx/grid.cuh):
+//  - It calls wait_for_grid_before before it touches anything that an earlier kernel may have written or may still
+//    read: its inputs, and its outputs too. The wait is for the grid before it alone, whosever that is; therefore
+//  - every thread block of such a kernel waits, so that its end implies the end of all that came before, and
+//  - only a kernel of ours calls let_next_grid_start. One that was launched the ordinary way may always call it.
+//  - Ahead of the wait a kernel may read what was there before the last ordinary launch of ours, if the same function
+//    made both launches one after the other: the second kernel of permute_map reads the routing.
+//  - What an earlier grid has written is read by ordinary loads. __ldg promises data that nobody writes while the
+//    kernel runs, and the compiler may move it ahead of the wait.
+template <typename... Params>
+Status launch_after(const char* name, void (*kernel)(Params...), int64_t blocks, int threads, size_t shared_bytes,
+                    const Execution& exec, const std::type_identity_t<Params>&... args) {
+  DIPTYCH_TRY(fits_grid(name, blocks));
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = static_cast<cudaStream_t>(exec.stream);
+  config.attrs = &attribute;
+  config.numAttrs = grids_overlap(reinterpret_cast<const void*>(kernel), exec.device.index) ? 1 : 0;
+  return cuda_status(cudaLaunchKernelEx(&config, kernel, args...), name);
 }
 
 // The same in clusters of `cluster` thread blocks, which share their memory (sm_90 and later).
@@ -37,15 +82,20 @@ Status launch_clusters(const char* name, void (*kernel)(Params...), int64_t bloc
   return cuda_status(cudaLaunchKernelEx(&config, kernel, args...), name);
 }
 
-// More than 48 KiB of shared memory is granted for each kernel and device; asking twice is harmless.
+// More than 48 KiB of shared memory is granted for each kernel and device; asking twice is harmless. `carveout`:
+// percent of an SM's L1 that the kernel would have as shared memory. Kernels overlap on an SM only where they agree on
+// that; -1 leaves it to the driver.
 class SharedGrant {
  public:
   template <typename Kernel>
-  Status raise(Kernel* kernel, int device, int bytes) {
+  Status raise(Kernel* kernel, int device, int bytes, int carveout = cudaSharedmemCarveoutDefault) {
     const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
     if (granted_.load(std::memory_order_relaxed) & bit) return {};
-    DIPTYCH_CUDA_TRY(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                          cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    const void* function = reinterpret_cast<const void*>(kernel);
+    DIPTYCH_CUDA_TRY(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    if (carveout != cudaSharedmemCarveoutDefault) {
+      DIPTYCH_CUDA_TRY(cudaFuncSetAttribute(function, cudaFuncAttributePreferredSharedMemoryCarveout, carveout));
+    }
     granted_.fetch_or(bit, std::memory_order_relaxed);
     return {};
   }

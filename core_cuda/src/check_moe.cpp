@@ -96,7 +96,7 @@ Status check(const PermuteMapArgs& a, const Device& device) {
   if (a.align < 1) return {Code::value, std::string(op) + ": align must be at least 1, got " + std::to_string(a.align)};
   DIPTYCH_TRY(counted(op, "rows with the alignment's padding", tokens * slots + experts * (int64_t{a.align} - 1)));
   const int64_t items = a.kind == RoutingMap::mask ? tokens : tokens * slots;
-  DIPTYCH_TRY(workspace(op, a.workspace, permute_map_workspace_bytes(items, experts), device,
+  DIPTYCH_TRY(workspace(op, a.workspace, permute_map_workspace_bytes(a.kind, items, experts), device,
                         {&a.routing, &a.row_id_map, &a.tokens_per_expert, &a.expert_offsets, &a.source}));
   return all_apart(op, {&a.row_id_map, &a.tokens_per_expert, &a.expert_offsets, &a.source}, {&a.routing});
 }

@@ -212,8 +212,8 @@ int64_t gemm_workspace_bytes(int64_t m, int64_t n, int64_t k, bool epilogue) {
 int64_t bias_grad_workspace_bytes(int64_t m, int64_t n) { return cuda::bias_grad_workspace_bytes(m, n); }
 int64_t norm_grad_workspace_bytes(int64_t m, int64_t k) { return cuda::norm_grad_workspace_bytes(m, k); }
 int64_t column_sum_workspace_bytes(int64_t m, int64_t k) { return cuda::column_sum_workspace_bytes(m, k); }
-int64_t permute_map_workspace_bytes(int64_t items, int64_t experts) {
-  return cuda::permute_map_workspace_bytes(items, experts);
+int64_t permute_map_workspace_bytes(RoutingMap kind, int64_t items, int64_t experts) {
+  return cuda::permute_map_workspace_bytes(kind, items, experts);
 }
 int64_t grouped_bias_grad_workspace_bytes(int64_t rows, int64_t cols, int64_t groups) {
   return cuda::grouped_bias_grad_workspace_bytes(rows, cols, groups);
@@ -223,7 +223,7 @@ int64_t gemm_workspace_bytes(int64_t, int64_t, int64_t, bool) { return 0; }
 int64_t bias_grad_workspace_bytes(int64_t, int64_t) { return 0; }
 int64_t norm_grad_workspace_bytes(int64_t, int64_t) { return 0; }
 int64_t column_sum_workspace_bytes(int64_t, int64_t) { return 0; }
-int64_t permute_map_workspace_bytes(int64_t, int64_t) { return 0; }
+int64_t permute_map_workspace_bytes(RoutingMap, int64_t, int64_t) { return 0; }
 int64_t grouped_bias_grad_workspace_bytes(int64_t, int64_t, int64_t) { return 0; }
 #endif
 

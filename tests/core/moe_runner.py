@@ -23,15 +23,15 @@ def row_map(
     poison: int = runner.POISON,
 ) -> Map:  # fmt: skip
     out, mask = runner.Outputs(be, poison, offset), routing.dtype.kind != "i"
-    items = len(routing) if mask else routing.size
+    kind, items = KINDS["mask" if mask else "index"], len(routing) if mask else routing.size
     shapes = {"row_id_map": routing.shape, "tokens_per_expert": (experts,), "expert_offsets": (experts + 1,)}
     shapes["source"] = (rows,)
     _core.permute_map(
         put(be, routing.view(np.uint8) if mask else routing, offset),
-        kind=KINDS["mask" if mask else "index"],
+        kind=kind,
         align=align,
         **{name: out.new(name, shape, "int32") for name, shape in shapes.items()},
-        workspace=out.workspace(_core.permute_map_workspace_bytes(items, experts)),
+        workspace=out.workspace(_core.permute_map_workspace_bytes(kind, items, experts)),
     )
     read = out.read()
     return Map(*(read[name] for name in Map._fields))

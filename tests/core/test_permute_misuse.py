@@ -94,7 +94,7 @@ class Good:
         args = {"routing": self.ints(T, SLOTS), "kind": ops.KINDS["index"], "align": 1}
         args |= {"row_id_map": self.buffer(T, SLOTS), "tokens_per_expert": self.buffer(4)}
         args |= {"expert_offsets": self.buffer(5), "source": self.buffer(ROWS)}
-        args["workspace"] = self.out.workspace(_core.permute_map_workspace_bytes(T * SLOTS, 4))
+        args["workspace"] = self.out.workspace(_core.permute_map_workspace_bytes(ops.KINDS["index"], T * SLOTS, 4))
         _core.permute_map(**{**args, **changes})
 
     def chunk_map(self, **changes: Any) -> None:
@@ -305,7 +305,7 @@ def test_captured_in_a_graph(cuda):
         return torch.zeros(shape, dtype=dtype, device="cuda")
 
     m = new(tokens, k), new(experts), new(experts + 1), new(rows)
-    space = new(_core.permute_map_workspace_bytes(tokens * k, experts), dtype=torch.uint8)
+    space = new(_core.permute_map_workspace_bytes(ops.KINDS["index"], tokens * k, experts), dtype=torch.uint8)
     moved, y = new(rows, width, dtype=torch.float32), new(tokens, width, dtype=torch.float32)
 
     def every_op() -> None:

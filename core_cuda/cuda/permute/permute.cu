@@ -1,164 +1,134 @@
-// Rows moved as bytes: each token's row is read once and written to all of its destinations. The same launch fills the
-// rows that nobody writes.
-#include <algorithm>
-
+// Rows moved as bytes: each warp reads a part of a token's row once and writes it to all of the token's destinations.
+// The same launch fills the rows that nobody writes. Stores are ordinary ones: L2 then gathers what goes to k places,
+// and that is faster than streaming it.
 #include "cuda/launch.cuh"
 #include "cuda/permute/rows.cuh"
+#include "cuda/ptx/grid.cuh"
 
 namespace diptych::cuda {
 namespace {
 
-constexpr int kUnroll = 4;  // vectors that a thread holds at once
-constexpr unsigned kPadding = 1u << 31;
+constexpr int kWarps = kBlock / 32;
+
+constexpr int kHeld = 4;           // elements of a row that a thread holds
+constexpr int kPart = 32 * kHeld;  // a warp
 
 struct PermuteParams {
   RowBytes planes[kMaxPlanes];
+  int64_t ends[kMaxPlanes];  // parts of a token's row in this plane and those before it
+  int64_t parts;             // in all, at least 1
   int plane_count;
   const int* row_id_map;
   AbsentRows absent;
   const void* probs;
   void* permuted_probs;
-  int prob_bytes;  // 0: none
-  bool zero_prob_is_padding;
+  int prob_bytes;             // 0: none
+  bool zero_prob_is_padding;  // there are probs
   int64_t tokens;
   int slots;
 };
 
-// A thread's part of a row: every kGroup-th vector from `first` on.
-template <typename V, int kGroup>
-struct Piece {
-  V v[kUnroll];
-
-  __device__ __forceinline__ void load(const V* row, int64_t first, int64_t n) {
+// Moves part `part` of the token's row in plane `r`; `moves_probs`: this warp moves the token's probabilities too. They
+// are asked for before the rows are stored, and stored after them: nobody waits for them. kMapRegs * 32 slots at once.
+template <typename V, int kMapRegs>
+__device__ __forceinline__ void move_part(const PermuteParams& p, const RowBytes& r, int64_t token, int64_t part,
+                                          bool moves_probs) {
+  const int lane = threadIdx.x % 32;
+  const int64_t first = part * kPart + lane;
+  const int left = static_cast<int>(min(r.bytes / static_cast<int64_t>(sizeof(V)) - first, int64_t{kPart}));
+  const V* in = reinterpret_cast<const V*>(r.in + token * r.bytes) + first;
+  V v[kHeld];
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      if (first + u * kGroup < n) v[u] = __ldcs(row + first + u * kGroup);
-    }
+  for (int u = 0; u < kHeld; ++u) {
+    if (u * 32 < left) v[u] = ptx::load_once(in + u * 32);
   }
-  __device__ __forceinline__ void store(V* row, int64_t first, int64_t n) const {
+  const int64_t entry = token * p.slots + lane;
+  for (int s0 = 0; s0 < p.slots; s0 += 32 * kMapRegs) {
+    int row[kMapRegs];
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      if (first + u * kGroup < n) __stcs(row + first + u * kGroup, v[u]);
+    for (int j = 0; j < kMapRegs; ++j) {
+      const int s = s0 + j * 32;
+      row[j] = s + lane < p.slots ? p.row_id_map[entry + s] : -1;
     }
-  }
-  __device__ __forceinline__ static void fill(V* row, int64_t first, int64_t n, uint32_t with) {
+    auto exists = [&](int j) { return static_cast<unsigned>(row[j]) < static_cast<unsigned>(p.absent.rows); };
+    uint64_t bits[kMapRegs];
+    if (moves_probs || p.zero_prob_is_padding) {
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      if (first + u * kGroup < n) __stcs(row + first + u * kGroup, fill_of<V>(with, first + u * kGroup));
+      for (int j = 0; j < kMapRegs; ++j)
+        bits[j] = exists(j) ? load_bits(p.probs, entry + s0 + j * 32, p.prob_bytes) : 0;
     }
-  }
-};
-
-// One token's destinations as its group listed them: each warp's share from warp * span on, kPadding beside the row.
-template <int kGroup>
-struct Listed {
-  const unsigned* list;
-  const int* counts;
-  int span;
-
-  template <typename F>
-  __device__ __forceinline__ void each(F&& f) const {
 #pragma unroll
-    for (int w = 0; w < TokenGroup<kGroup>::kWarps; ++w) {
-      for (int i = 0; i < counts[w]; ++i) f(list[w * span + i]);
-    }
-  }
-};
-
-// `head`: the first piece, already loaded; null: not.
-template <typename V, int kGroup>
-__device__ __forceinline__ void move_row(const RowBytes& r, int64_t token, const Listed<kGroup>& to,
-                                         const Piece<V, kGroup>* head) {
-  const int64_t n = r.bytes / static_cast<int64_t>(sizeof(V));
-  const V* in = reinterpret_cast<const V*>(r.in + token * r.bytes);
-  const int lane = TokenGroup<kGroup>::lane();
-  for (int64_t first = lane; first < n; first += kGroup * kUnroll) {
-    Piece<V, kGroup> piece;
-    if (head != nullptr && first == lane) {
-      piece = *head;
-    } else {
-      piece.load(in, first, n);
-    }
-    to.each([&](unsigned entry) {
-      V* out = reinterpret_cast<V*>(r.out + static_cast<int64_t>(entry & ~kPadding) * r.bytes);
-      if (entry & kPadding) {
-        Piece<V, kGroup>::fill(out, first, n, r.fill);
-      } else {
-        piece.store(out, first, n);
+    for (int j = 0; j < kMapRegs; ++j) {
+      unsigned padding = 0;
+      if (p.zero_prob_is_padding) {
+        const uint64_t sign = uint64_t{1} << (8 * p.prob_bytes - 1);
+        padding = __ballot_sync(kAllLanes, (bits[j] & ~sign) == 0);
       }
-    });
+      for (unsigned rest = __ballot_sync(kAllLanes, exists(j)); rest != 0; rest &= rest - 1) {
+        const int from = __ffs(rest) - 1, to = __shfl_sync(kAllLanes, row[j], from);
+        V* out = reinterpret_cast<V*>(r.out + to * r.bytes) + first;
+        if (padding >> from & 1) {
+#pragma unroll
+          for (int u = 0; u < kHeld; ++u) {
+            if (u * 32 < left) out[u * 32] = fill_of<V>(r.fill, lane);  // as for first + u * 32
+          }
+        } else {
+#pragma unroll
+          for (int u = 0; u < kHeld; ++u) {
+            if (u * 32 < left) out[u * 32] = v[u];
+          }
+        }
+      }
+    }
+    if (moves_probs) {
+#pragma unroll
+      for (int j = 0; j < kMapRegs; ++j) {
+        if (exists(j)) store_bits(p.permuted_probs, row[j], p.prob_bytes, bits[j]);
+      }
+    }
   }
 }
 
-template <int kGroup>
+// kWide: every plane's unit is 16.
+template <bool kWide, int kMapRegs>
 __global__ void __launch_bounds__(kBlock) permute_kernel(const __grid_constant__ PermuteParams p) {
-  using Group = TokenGroup<kGroup>;
-  DIPTYCH_DYNAMIC_SHARED(raw);
-  __shared__ int counts[kBlock / 32];
-  const int64_t token = Group::token();
-  const unsigned absent = p.absent.mask();
-  Piece<uint4, kGroup> head;  // on its way while the destinations are listed
-  const bool there = token < p.tokens, wide = p.planes[0].unit == 16;
-  if (there && wide) {
-    const RowBytes& r = p.planes[0];
-    head.load(reinterpret_cast<const uint4*>(r.in + token * r.bytes), Group::lane(), r.bytes / 16);
-  }
-
-  unsigned* list = reinterpret_cast<unsigned*>(raw) + Group::index() * p.slots;
-  int kept = 0;
-  if (there) {
-    kept = Group::collect(
-        p.row_id_map + token * p.slots, p.slots, p.absent.rows,
-        [&](int position, int slot, int row) {
-          unsigned entry = static_cast<unsigned>(row);
-          if (p.prob_bytes != 0) {
-            const uint64_t bits = load_bits(p.probs, token * p.slots + slot, p.prob_bytes);
-            store_bits(p.permuted_probs, row, p.prob_bytes, bits);
-            const bool zero = (bits & ~(uint64_t{1} << (8 * p.prob_bytes - 1))) == 0;
-            if (zero && p.zero_prob_is_padding) entry |= kPadding;
-          }
-          list[position] = entry;
-        },
-        [](int) {});
-  }
-  if (threadIdx.x % 32 == 0) counts[threadIdx.x / 32] = kept;
-  Group::sync();
-
-  if (there) {
-    const Listed<kGroup> to{list, counts + Group::index() * Group::kWarps, Group::span(p.slots)};
-    if (wide) {
-      move_row<uint4, kGroup>(p.planes[0], token, to, &head);
-    }
-    for (int i = wide ? 1 : 0; i < p.plane_count; ++i) {
-      with_unit(p.planes[i], [&](auto v) { move_row<decltype(v), kGroup>(p.planes[i], token, to, nullptr); });
+  const int64_t item = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32, token = item / p.parts;
+  int64_t part = item - token * p.parts;
+  const bool moves_probs = p.prob_bytes != 0 && part == 0;
+  int plane = 0;
+  while (plane + 1 < p.plane_count && part >= p.ends[plane]) ++plane;
+  if (plane > 0) part -= p.ends[plane - 1];
+  ptx::wait_for_grid_before();
+  int asked = p.absent.ask();
+  if (token < p.tokens) {
+    const RowBytes& r = p.planes[plane];
+    if constexpr (kWide) {
+      move_part<uint4, kMapRegs>(p, r, token, part, moves_probs);
+    } else {
+      with_unit(r, [&](auto v) { move_part<decltype(v), kMapRegs>(p, r, token, part, moves_probs); });
     }
   }
-  for (unsigned rest = absent; rest != 0; rest &= rest - 1) {
+  asm volatile("" : "+r"(asked));  // looked at here, or the rows would wait for it
+  for (unsigned rest = p.absent.mask(asked); rest != 0; rest &= rest - 1) {
     const int64_t row = p.absent.first() + __ffs(rest) - 1;
     for (int i = 0; i < p.plane_count; ++i) fill_row(p.planes[i], row);
     if (p.prob_bytes != 0 && threadIdx.x == 0) store_bits(p.permuted_probs, row, p.prob_bytes, 0);
   }
 }
 
-template <int kGroup>
-Status run(PermuteParams& p, int64_t rows, const Execution& exec) {
-  constexpr int kTokens = TokenGroup<kGroup>::kTokens;
-  const int64_t blocks = blocks_for(p.tokens, rows, kTokens, &p.absent.each);
-  if (blocks == 0) return {};
-  return launch("permute", permute_kernel<kGroup>, blocks, kBlock,
-                static_cast<size_t>(kTokens) * p.slots * sizeof(unsigned), exec.stream, p);
-}
-
 }  // namespace
 
 Status permute(const PermuteArgs& args, const Execution& exec) {
   PermuteParams p{};
-  int64_t longest = 0;
+  bool wide = true;
   for (int i = 0; i < args.plane_count; ++i) {
     const Plane& plane = args.planes[i];
     p.planes[i] = row_bytes(plane.in.data, plane.out.data, plane_row_bytes(plane.in), plane.fill);
-    longest = std::max(longest, p.planes[i].bytes);
+    p.parts += ceil_div(p.planes[i].bytes, kPart * p.planes[i].unit);
+    p.ends[i] = p.parts;
+    wide = wide && p.planes[i].unit == 16;
   }
+  if (p.parts == 0) p.parts = 1;  // rows without columns still have probabilities
   p.plane_count = args.plane_count;
   p.row_id_map = args.row_id_map.as<const int>();
   p.tokens = args.row_id_map.rows(), p.slots = static_cast<int>(args.row_id_map.cols());
@@ -166,8 +136,14 @@ Status permute(const PermuteArgs& args, const Execution& exec) {
   p.absent.source = args.source.as<const int>(), p.absent.rows = static_cast<int>(rows);
   p.prob_bytes = args.probs.given() ? bytes(args.probs.dtype) : 0;
   p.probs = args.probs.data, p.permuted_probs = args.permuted_probs.data;
-  p.zero_prob_is_padding = args.zero_prob_is_padding;
-  return longest >= kLongRow || p.slots > kWarpSlots ? run<kBlock>(p, rows, exec) : run<32>(p, rows, exec);
+  p.zero_prob_is_padding = args.zero_prob_is_padding && p.prob_bytes != 0;
+  const int64_t blocks = blocks_for(p.tokens * p.parts, rows, kWarps, &p.absent.each);
+  if (blocks == 0) return {};
+  auto run = [&](auto kernel) { return launch_after("permute", kernel, blocks, kBlock, 0, exec, p); };
+  if (!wide) return p.slots <= 32 ? run(permute_kernel<false, 1>) : run(permute_kernel<false, 8>);
+  return p.slots <= 32   ? run(permute_kernel<true, 1>)
+         : p.slots <= 64 ? run(permute_kernel<true, 2>)
+                         : run(permute_kernel<true, 8>);
 }
 
 }  // namespace diptych::cuda

@@ -79,11 +79,11 @@ struct Probs {
   }
 };
 
-// A value of `size` bytes, 2, 4 or 8, moved as it is.
+// A value of `size` bytes, 2, 4 or 8, moved as it is. An ordinary load: permute waits for an earlier grid's.
 __device__ __forceinline__ uint64_t load_bits(const void* p, int64_t i, int size) {
-  if (size == 2) return __ldg(static_cast<const unsigned short*>(p) + i);
-  if (size == 4) return __ldg(static_cast<const unsigned*>(p) + i);
-  return __ldg(static_cast<const unsigned long long*>(p) + i);
+  if (size == 2) return static_cast<const unsigned short*>(p)[i];
+  if (size == 4) return static_cast<const unsigned*>(p)[i];
+  return static_cast<const unsigned long long*>(p)[i];
 }
 __device__ __forceinline__ void store_bits(void* p, int64_t i, int size, uint64_t v) {
   if (size == 2) {
@@ -142,12 +142,15 @@ struct AbsentRows {
   int rows, each;
 
   __device__ __forceinline__ int64_t first() const { return static_cast<int64_t>(blockIdx.x) * each; }
-  // Those of this block's rows that are absent, a bit each; asked for before the work that hides the wait.
-  __device__ __forceinline__ unsigned mask() const {
+  // What `source` says of the row that this lane looks at, and from all lanes the rows that are absent, a bit each.
+  // Asked for before the work that hides the wait; an ordinary load, as in load_bits.
+  __device__ __forceinline__ int ask() const {
     const int bit = threadIdx.x % 32;
     const int64_t row = first() + bit;
-    return __ballot_sync(kAllLanes, bit < each && row < rows && __ldg(source + row) < 0);
+    return bit < each && row < rows ? source[row] : 0;
   }
+  __device__ __forceinline__ static unsigned mask(int asked) { return __ballot_sync(kAllLanes, asked < 0); }
+  __device__ __forceinline__ unsigned mask() const { return mask(ask()); }
 };
 
 // Blocks for so many tokens and rows, and how many rows each looks after.
@@ -163,7 +166,7 @@ __device__ __forceinline__ void fill_row(const RowBytes& r, int64_t row) {
     using V = decltype(v);
     V* out = reinterpret_cast<V*>(r.out + row * r.bytes);
     for (int64_t i = threadIdx.x; i < r.bytes / static_cast<int64_t>(sizeof(V)); i += kBlock)
-      __stcs(out + i, fill_of<V>(r.fill, i));
+      out[i] = fill_of<V>(r.fill, i);
   });
 }
 

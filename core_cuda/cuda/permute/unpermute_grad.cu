@@ -33,7 +33,7 @@ __device__ __forceinline__ void store_scaled(T* row, int64_t width, int64_t c, b
       float part[kN];
 #pragma unroll
       for (int j = 0; j < kN; ++j) part[j] = y[i + j];
-      __stcs(reinterpret_cast<uint4*>(row + c + i), pack_vec<T>(part));
+      *reinterpret_cast<uint4*>(row + c + i) = pack_vec<T>(part);
     }
   } else {
 #pragma unroll

@@ -111,7 +111,7 @@ Status permute_columns(const PermuteColumnsArgs&, const Execution&);
 Status unpermute(const UnpermuteArgs&, const Execution&);
 Status unpermute_grad(const UnpermuteGradArgs&, const Execution&);
 
-// CUDA workspace size, a function of the shape alone. `items`: T of a mask, T * k of an index map.
-int64_t permute_map_workspace_bytes(int64_t items, int64_t experts);
+// CUDA workspace size, a function of kind and shape alone. `items`: T of a mask, T * k of an index map.
+int64_t permute_map_workspace_bytes(RoutingMap kind, int64_t items, int64_t experts);
 
 }  // namespace diptych

@@ -7,6 +7,7 @@ nothing is read or written out of bounds.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import jax
@@ -98,7 +99,8 @@ def _permute_map_abstract(routing: Aval, *, batch: Batch, kind: str, experts: An
 def _permute_map_finish(ctx: Any, platform: str, batch: Batch, kind: str, experts: Any, **_: Any) -> Any:
     tokens, slots = own_shape(ctx.avals_in[0], batch.axes[0])
     sizes = (tokens if kind == "mask" else tokens * slots, experts)
-    return {}, workspace_bytes("permute_map", platform, sizes, _core.permute_map_workspace_bytes)
+    rule = partial(_core.permute_map_workspace_bytes, ffi.MOE["routing_map"][kind])
+    return {}, workspace_bytes("permute_map", platform, sizes, rule)
 
 
 permute_map_p = primitive(

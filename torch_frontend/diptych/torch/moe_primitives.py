@@ -152,11 +152,10 @@ def _permute_map(
     row_id_map, tokens_per_expert, expert_offsets, source = made = tuple(
         [new(b.shape) for b in moe.map_buffers(tokens, slots, experts, rows)]
     )
-    items = tokens if mask else tokens * slots
+    kind, items = _KINDS["mask" if mask else "index"], tokens if mask else tokens * slots
     scratch = None
     if routing.is_cuda:
-        scratch = workspace(_core.permute_map_workspace_bytes(items, experts), routing.device)
-    kind = _KINDS["mask" if mask else "index"]
+        scratch = workspace(_core.permute_map_workspace_bytes(kind, items, experts), routing.device)
     _core.permute_map(routing.contiguous(), kind, align, row_id_map, tokens_per_expert, expert_offsets, source, scratch)
     return made  # type: ignore[return-value]
 
