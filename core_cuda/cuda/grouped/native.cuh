@@ -229,8 +229,7 @@ __device__ __forceinline__ void multiply_tile(const NativeArgs& p, Shared& s, Wo
         w.stage.advance();
       }
       if (kScales) {
-        __syncwarp();
-        if (w.lane == 0) ptx::barrier_arrive(&s.scales_empty[w.chunk.slot]);
+        ptx::barrier_arrive(&s.scales_empty[w.chunk.slot]);
         w.chunk.advance();
       }
     }
@@ -246,8 +245,7 @@ __device__ __forceinline__ void skip_tile(Shared& s, Worker<Shared::kStages>& w,
     w.stage.advance();
     if (Scales<kMode>::kAny && (block % kChunkK == kChunkK - 1 || block == blocks - 1)) {
       ptx::barrier_wait(&s.scales_full[w.chunk.slot], w.chunk.parity);
-      __syncwarp();
-      if (w.lane == 0) ptx::barrier_arrive(&s.scales_empty[w.chunk.slot]);
+      ptx::barrier_arrive(&s.scales_empty[w.chunk.slot]);
       w.chunk.advance();
     }
   }
@@ -310,7 +308,7 @@ __global__ void __launch_bounds__(kNativeThreads, 1) grouped_kernel(const __grid
     }
     for (int i = 0; i < kChunks; ++i) {
       ptx::barrier_init(&s.scales_full[i], 32);
-      ptx::barrier_init(&s.scales_empty[i], kProducts / 32);
+      ptx::barrier_init(&s.scales_empty[i], kProducts);
     }
     for (int i = 0; i < 2; ++i) ptx::barrier_init(&s.c_there[i], 1);
     ptx::barrier_init_fence();

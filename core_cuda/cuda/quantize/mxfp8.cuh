@@ -22,7 +22,8 @@ struct MxArgs {
   bool vec_row, vec_col;  // aligned to 8 bytes, and so are their rows
 };
 
-// Whether permuted_mxfp8 takes these, and what it does: permuted rows of 16 bits an element, not in squares.
+// Whether permuted_mxfp8 takes these, and what it does: the columnwise copy alone, of permuted rows of 16 bits an
+// element, not in squares.
 bool permuted_mxfp8_fits(const MxArgs&);
 Status permuted_mxfp8(const MxArgs&, DType element, const Execution&);
 

@@ -67,24 +67,14 @@ struct Patch {
     }
   }
 
-  // Maxima of rows 2 j (lower half) and 2 j + 1, without regard to NaN. Whether a lane of the warp holds one.
-  __device__ __forceinline__ bool row_maxima(uint32_t (&m)[4]) const {
-    rows([](uint32_t a, uint32_t b) { return max_abs_nan2<T>(a, b); }, m);
+  // Maxima of columns 2 j (lower half) and 2 j + 1, without regard to NaN. Whether a lane of the warp holds one.
+  __device__ __forceinline__ bool column_maxima(uint32_t (&m)[4]) const {
+    columns([](uint32_t a, uint32_t b) { return max_abs_nan2<T>(a, b); }, m);
     const uint32_t all = max_abs_nan2<T>(max_abs_nan2<T>(m[0], m[1]), max_abs_nan2<T>(m[2], m[3]));
     const float lo = lower<T>(all), hi = upper<T>(all);
     const bool nan = __any_sync(kAllLanes, lo != lo || hi != hi);
-    if (nan) rows([](uint32_t a, uint32_t b) { return max_abs2<T>(a, b); }, m);
+    if (nan) columns([](uint32_t a, uint32_t b) { return max_abs2<T>(a, b); }, m);
     return nan;
-  }
-
-  // Maxima of columns 2 j (lower half) and 2 j + 1.
-  __device__ __forceinline__ void column_maxima(uint32_t (&m)[4]) const {
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      m[j] = x[0].v[0].w[j];
-#pragma unroll
-      for (int i = 1; i < 8; ++i) m[j] = max_abs2<T>(m[j], x[i].v[0].w[j]);
-    }
   }
 
   // Eight bytes of column j.
@@ -98,15 +88,12 @@ struct Patch {
 
  private:
   template <typename Max>
-  __device__ __forceinline__ void rows(Max&& max, uint32_t (&m)[4]) const {
-    const auto of_row = [&](int i) {
-      const Vec<T>& v = x[i].v[0];
-      return max(max(v.w[0], v.w[1]), max(v.w[2], v.w[3]));
-    };
+  __device__ __forceinline__ void columns(Max&& max, uint32_t (&m)[4]) const {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const uint32_t even = of_row(2 * j), odd = of_row(2 * j + 1);
-      m[j] = max(__byte_perm(even, odd, 0x5410), __byte_perm(even, odd, 0x7632));
+      m[j] = x[0].v[0].w[j];
+#pragma unroll
+      for (int i = 1; i < 8; ++i) m[j] = max(m[j], x[i].v[0].w[j]);
     }
   }
 };

@@ -1,4 +1,4 @@
-// Tiles of permuted rows with E8M0 scales: the columnwise copy, and with it the rowwise one. Geometry: mxfp8.cuh.
+// Tiles of permuted rows with E8M0 scales: the columnwise copy. Geometry: mxfp8.cuh.
 #include "cuda/launch.cuh"
 #include "cuda/quantize/mxfp8.cuh"
 #include "cuda/quantize/patch.cuh"
@@ -38,29 +38,8 @@ __global__ void __launch_bounds__(kMxThreads, 4) permuted_mxfp8_kernel(const __g
   const uint32_t token = row0 + lane < p.m ? p.in.from.at(row0 + lane) : p.in.from.none;
   Patch<T> patch;
   patch.gather(p.in, col, [&](int i) { return __shfl_sync(kAllLanes, token, (lane & ~7u) | i); });
-  uint32_t of_rows[4];
-  const bool nan = patch.row_maxima(of_rows);
-
-  if (p.row) {
-    max_and_halve2<T, 2>(of_rows, lane, 2), max_and_halve2<T, 1>(of_rows, lane, 1);  // of a block's 32 columns
-    const Codes<T> mine(of_rows[0], p.max_reciprocal);
-    const int64_t first = row + lane % 4 * 2, block = col / kMxBlock;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      if (first + h < p.m && block < p.blocks_k) {
-        p.row_scale[(first + h) * p.blocks_k + block] = static_cast<uint8_t>(mine.code[h]);
-      }
-    }
-    const auto of_row = [&](int i) { return __shfl_sync(kAllLanes, mine.inverse[i % 2], i / 2, 4); };
-    if (nan) {
-      encode_rows<kE5M2, true>(patch, p.row, p.m, p.k, row, col, nullptr, of_row);
-    } else {
-      encode_rows<kE5M2, false>(patch, p.row, p.m, p.k, row, col, nullptr, of_row);
-    }
-  }
-
   uint32_t m[4];
-  patch.column_maxima(m);
+  const bool nan = patch.column_maxima(m);
   max_and_halve2<T, 2>(m, lane, 16), max_and_halve2<T, 1>(m, lane, 8);  // of a block's 32 rows
   const Codes<T> mine(m[0], p.max_reciprocal);
   const int64_t first = col + lane / 8 * 2;
@@ -90,9 +69,7 @@ __global__ void __launch_bounds__(kMxThreads, 4) permuted_mxfp8_kernel(const __g
 
 }  // namespace
 
-bool permuted_mxfp8_fits(const MxArgs& p) {
-  return patched(p.in) && !p.square && p.col && p.vec_col && (!p.row || p.vec_row);
-}
+bool permuted_mxfp8_fits(const MxArgs& p) { return patched(p.in) && !p.square && p.col && p.vec_col && !p.row; }
 
 Status permuted_mxfp8(const MxArgs& mx, DType element, const Execution& exec) {
   const int64_t down = ceil_div(mx.m, kDown * kMxRows), along = ceil_div(mx.k, kAlong * kMxCols);

@@ -1,5 +1,5 @@
-// Tiles of permuted rows with float32 scales, per tensor and 1x128: the columnwise copy, and with it the rowwise one.
-// Geometry: tiles.cuh.
+// Tiles of permuted rows with float32 scales: the columnwise copy, and per tensor with it the rowwise one, whose bytes
+// are the same. Geometry: tiles.cuh.
 #include "cuda/launch.cuh"
 #include "cuda/quantize/patch.cuh"
 #include "cuda/quantize/tiles.cuh"
@@ -31,30 +31,11 @@ __global__ void __launch_bounds__(kThreads, 4) permuted_tile_kernel(const __grid
   __syncthreads();
   Patch<T> patch;
   patch.gather(p.in, col, [&](int i) { return tokens[patch_row * 8 + i]; });
-  uint32_t of_rows[4];
-  bool nan = patch.row_maxima(of_rows);
+  uint32_t m[4];
+  bool nan = patch.column_maxima(m);
   uint8_t* turned = tile + patch_col * 8 * kTile + ((patch_row ^ patch_col) * 8);  // unit_offset of the first column
 
   if constexpr (kVector) {
-    if (p.row) {
-      max_and_halve2<T, 2>(of_rows, lane, 8), max_and_halve2<T, 1>(of_rows, lane, 4);
-      uint32_t two = of_rows[0];
-      two = max_abs2<T>(two, __shfl_xor_sync(kAllLanes, two, 2));
-      two = max_abs2<T>(two, __shfl_xor_sync(kAllLanes, two, 1));
-      const unsigned mine = lane / 2 % 8;  // the row whose scale this lane makes
-      const float scale = scale_from_amax(p.rule, max_abs(0.0f, mine % 2 ? upper<T>(two) : lower<T>(two)));
-      if (lane % 2 == 0 && row + mine < p.m) {
-        p.row_scale[(row + mine) * p.tiles_k + tile_k] = reciprocal_rn(scale);
-      }
-      const auto of_row = [&](int i) { return __shfl_sync(kAllLanes, scale, i * 2, 16); };
-      if (nan) {
-        encode_rows<kE5M2, true>(patch, p.row, p.m, p.k, row, col, nullptr, of_row);
-      } else {
-        encode_rows<kE5M2, false>(patch, p.row, p.m, p.k, row, col, nullptr, of_row);
-      }
-    }
-    uint32_t m[4];
-    patch.column_maxima(m);
 #pragma unroll
     for (int j = 0; j < 4; ++j) m[j] = max_abs2<T>(m[j], __shfl_xor_sync(kAllLanes, m[j], 16));
     if (lane < 16) {
@@ -91,7 +72,7 @@ __global__ void __launch_bounds__(kThreads, 4) permuted_tile_kernel(const __grid
       if (p.col_scale) *p.col_scale = inverse;
     }
     if (p.from.join) {
-      const uint32_t two = max_abs2<T>(max_abs2<T>(of_rows[0], of_rows[1]), max_abs2<T>(of_rows[2], of_rows[3]));
+      const uint32_t two = max_abs2<T>(max_abs2<T>(m[0], m[1]), max_abs2<T>(m[2], m[3]));
       join_amax<kThreads>(max_abs(max_abs(0.0f, lower<T>(two)), upper<T>(two)), scratch, p.from.join);
     }
     uint2 q[8];
@@ -111,8 +92,8 @@ __global__ void __launch_bounds__(kThreads, 4) permuted_tile_kernel(const __grid
 
 }  // namespace
 
-bool permuted_tiles_fit(const TileArgs& p) {
-  return patched(p.in) && p.col && p.vec_col && (!p.row || p.vec_row) && p.m > 0 && p.k > 0;
+bool permuted_tiles_fit(const TileArgs& p, bool vector) {
+  return patched(p.in) && p.col && p.vec_col && (!p.row || (p.vec_row && !vector)) && p.m > 0 && p.k > 0;
 }
 
 Status permuted_tiles(const TileArgs& tile, bool vector, DType element, const Execution& exec) {

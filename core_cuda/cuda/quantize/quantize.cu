@@ -103,6 +103,17 @@ Status quantize(const QuantizeArgs& args, const Execution& exec) {
     if (f.per_tensor()) DIPTYCH_TRY(prepare_amax(args, exec));
     return quantize_permuted_rows(args, exec);
   }
+  // Both, with scales of their own: a kernel each. Tiles leave rows' scales as parts of sectors that L2 has to complete
+  // from memory, which costs more than reading the tokens once more.
+  if (QuantizeArgs rows = args; !f.per_tensor() && args.rowwise.given()) {
+    rows.columnwise = {};
+    if (permuted_rows_fit(rows)) {
+      DIPTYCH_TRY(quantize_permuted_rows(rows, exec));
+      QuantizeArgs columns = args;
+      columns.rowwise = {}, columns.column_sum = {};
+      return cuda::quantize(columns, exec);
+    }
+  }
   const bool row_major = f.columnwise == ColumnwiseLayout::row_major;
   if (f.rule == ScaleRule::e8m0_ceil) {
     return f.block_rows == 1 && f.block_cols == 32 && row_major ? quantize_mxfp8(args, exec) : no_kernel(f);

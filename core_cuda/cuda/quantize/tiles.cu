@@ -160,8 +160,9 @@ Status quantize_tiles(const QuantizeArgs& args, const Execution& exec) {
     p.vec_col = aligned(p.col, 16) && p.m % 16 == 0;
   }
   if (blocks == Blocks::tensor && streams(p)) return stream_tiles(p, f.element, exec);
-  if (blocks != Blocks::square && permuted_tiles_fit(p)) {
-    return permuted_tiles(p, blocks == Blocks::vector, f.element, exec);
+  const bool vector = blocks == Blocks::vector;
+  if (blocks != Blocks::square && permuted_tiles_fit(p, vector)) {
+    return permuted_tiles(p, vector, f.element, exec);
   }
   return with_input_type(p.in, "quantize", [&](auto type) {
     return with_element(f.element, "quantize", [&](auto e5m2) {

@@ -69,8 +69,9 @@ __device__ __forceinline__ void store_columns(const TileArgs& p, const uint8_t* 
 bool streams(const TileArgs&);
 Status stream_tiles(const TileArgs&, DType element, const Execution&);
 
-// Whether permuted_tiles takes these, and what it does: permuted rows of 16 bits an element, not in squares.
-bool permuted_tiles_fit(const TileArgs&);
+// Whether permuted_tiles takes these, and what it does: permuted rows of 16 bits an element, not in squares. 1x128
+// (`vector`): the columnwise copy alone.
+bool permuted_tiles_fit(const TileArgs&, bool vector);
 Status permuted_tiles(const TileArgs&, bool vector, DType element, const Execution&);
 
 }  // namespace diptych::cuda
