@@ -1,7 +1,10 @@
 """Fixtures that all tests share. Every CUDA case carries the `cuda` marker and says why where it cannot run."""
 
+import atexit
 import gc
 import os
+import shutil
+import tempfile
 
 import pytest
 
@@ -10,6 +13,12 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     # and Inductor's processes cost more to start than they compile. The core keeps its threads: they are tested.
     for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
         os.environ.setdefault(name, "1")
+elif "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    # One for all workers of this run: they compile many of the same small programs.
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="diptych-tests-")
+    atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 import cases
 from hardware import cuda_missing
