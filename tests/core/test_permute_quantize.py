@@ -32,7 +32,7 @@ from oracle import fused
 
 SIZES = ((1, 1, 1), (7, 3, 2), (64, 8, 2), (300, 60, 4), (129, 300, 5))  # tokens, experts, choices
 WIDTHS = (1, 8, 33, 65, 128, 130, 136, 257, 384, 1032)
-LONG = (4104, 7168, 9001)  # more than one piece of a row, whole and ragged blocks
+LONG = (4104, 9001, 7168)  # more than one piece of a row, whole and ragged blocks
 PACKED_WIDTHS = (16, 64, 208, 128, 272)
 VALUES = ("normal", "inf_nan_mix", "outlier", "random_bits", "zeros", "tiny", "huge")
 

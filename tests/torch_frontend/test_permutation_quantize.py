@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import cases
 import diptych.torch as dt
 from diptych.common import (
+    Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
     Float8Quantizer,
     MXFP8Quantizer,
@@ -84,6 +85,17 @@ def test_bits_and_gradients(name, mode, device):
         same(grad, dx, "gradient")
         if mode == "eager" and device == "cpu":
             same_quantized(got, oracle_of(q, dt.moe_permute(x, m)[0], **given))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("block", (Float8BlockQuantizer, MXFP8Quantizer))
+def test_so_many_rows_that_a_block_walks(block, cuda):
+    """Blocks that take several tiles one after the other, the last of which are fewer."""
+    ids = torch.rand(2000, 64, device=cuda).topk(32, 1).indices.int()
+    m = dt.moe_map(ids, 64, map_type="index", num_out_tokens=65392, align_size=16)
+    x = normal("walk", (2000, 2056), "bfloat16", cuda)
+    x[::7, ::5] = torch.nan
+    same_buffers(dt.moe_permute_and_quantize(x, m, block()), two_steps(x, m, block()))
 
 
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16", "float16"))

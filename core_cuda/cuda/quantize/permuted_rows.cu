@@ -1,21 +1,16 @@
 // Rows that are encoded and moved in one pass: each token's row is read and encoded once, and written, scales and all,
-// to its destinations. The same launch writes the rows that nobody fills.
+// to its destinations. The same launch writes the rows that nobody fills. Blocks of usual rows: permuted_pieces.cu.
 #include <algorithm>
 
 #include "cuda/amax.cuh"
 #include "cuda/fused/elements.cuh"
 #include "cuda/launch.cuh"
-#include "cuda/permute/rows.cuh"
-#include "cuda/quantize/quantize.h"
+#include "cuda/quantize/permuted_rows.cuh"
 
 namespace diptych::cuda {
 namespace {
 
 constexpr int kUnroll = 4;  // groups of eight elements that a thread holds at once
-
-enum class Blocks { tensor, vector, mx };  // one scale, 1x128 float32, 1x32 E8M0
-template <Blocks kBlocks>
-constexpr int kWidth = kBlocks == Blocks::mx ? 32 : 128;
 
 // Blocks that a multiprocessor is to hold: as many as registers allow without spilling. Chips that encode in software
 // need more of them.
@@ -28,23 +23,6 @@ constexpr int kResident = std::is_void_v<In>      ? 5
                           : kBlocks == Blocks::mx ? 7
                                                   : 8;
 #endif
-
-struct RowParams {
-  Elements x;
-  int64_t tokens, k;
-  const int* row_id_map;
-  int slots;
-  AbsentRows absent;
-  uint8_t* out;
-  RowBytes zeros;    // the same, of rows without a token
-  void* scale;       // [1], or [rows, blocks]
-  int64_t blocks;    // of a row
-  TensorScale from;  // Blocks::tensor
-  DivideRule rule;
-  float max_reciprocal;                    // Blocks::mx
-  bool vec_x, vec_out, words;              // aligned to 16, 8 and (scales) 4 bytes, and so are their rows
-  float *amax = nullptr, *also = nullptr;  // amax_kernel: either may be null
-};
 
 // Of a token's row: eight elements at `col`, zeros outside.
 template <typename In>
@@ -265,7 +243,7 @@ Status run_group(RowParams& p, const Execution& exec) {
 template <Blocks kBlocks>
 Status run(RowParams& p, DType element, const Execution& exec) {
   const bool whole = p.k * 2 >= kLongRow || p.slots > kWarpSlots;  // a block for each token, else a warp
-  return with_usual_type(p, whole, [&](auto in) {
+  const auto of_type = [&](auto in) {
     return with_element(element, "quantize", [&](auto e5m2) {
       using In = typename decltype(in)::type;
       if constexpr (std::is_void_v<In>) {
@@ -273,7 +251,12 @@ Status run(RowParams& p, DType element, const Execution& exec) {
       }
       return run_group<In, e5m2.value, kBlocks, kBlock>(p, exec);
     });
-  });
+  };
+  if constexpr (kBlocks == Blocks::tensor) {
+    return with_usual_type(p, whole, of_type);
+  } else {
+    return row_pieces_fit(p) ? quantize_row_pieces(p, kBlocks, element, exec) : of_type(std::type_identity<void>{});
+  }
 }
 
 }  // namespace
@@ -291,7 +274,7 @@ Status quantize_permuted_rows(const QuantizeArgs& args, const Execution& exec) {
   RowParams p = row_params(args.x, args.source);
   p.out = args.rowwise.data.as<uint8_t>(), p.scale = args.rowwise.scale_inv.data;
   p.zeros = row_bytes(nullptr, p.out, p.k, 0);
-  p.vec_out = aligned(p.out, 8) && p.k % 8 == 0;
+  p.vec_out = aligned(p.out, 8) && p.k % 8 == 0, p.vec_out16 = aligned(p.out, 16) && p.k % 16 == 0;
   p.rule = divide_rule(args), p.max_reciprocal = 1.0f / row(f.element).max;
   if (f.per_tensor()) {
     p.from = tensor_scale(args);
