@@ -89,8 +89,8 @@ def test_bits_and_gradients(name, mode, device):
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("block", (Float8BlockQuantizer, MXFP8Quantizer))
-def test_so_many_rows_that_a_block_walks(block, cuda):
-    """Blocks that take several tiles one after the other, the last of which are fewer."""
+def test_many_tiles_of_rows(block, cuda):
+    """More tiles than run at once, the last of which are cut."""
     ids = torch.rand(2000, 64, device=cuda).topk(32, 1).indices.int()
     m = dt.moe_map(ids, 64, map_type="index", num_out_tokens=65392, align_size=16)
     x = normal("walk", (2000, 2056), "bfloat16", cuda)
