@@ -18,6 +18,11 @@ def named(each: Mapping[str, Any], now: Collection[str]) -> list[Any]:
     return [pytest.param(v, id=name, marks=() if name in now else pytest.mark.slow) for name, v in each.items()]
 
 
+def one_in(n: int, each: Iterable[Any]) -> list[Any]:
+    """Each value as a parameter, slow but for each n-th."""
+    return [v if i % n == 0 else pytest.param(v, marks=pytest.mark.slow) for i, v in enumerate(each)]
+
+
 def in_turn(each: Iterable[tuple[Any, ...]], parts: int) -> list[Any]:
     """Each case with each number of a part appended, one part of each case, in turn, not slow."""
     return [

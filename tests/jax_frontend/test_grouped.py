@@ -14,6 +14,7 @@ import pytest
 from core.grouped_runner import ALIGNED, GROUPS, PRODUCTS, Case, grouped_cases
 from core.test_grouped_bias_grad import CASES as SUMS
 from core.test_quantize_stack import SHAPES
+from sweeps import one_in
 
 import cases
 import diptych.jax as dj
@@ -175,7 +176,7 @@ def product(case: Case, p: Problem, **options: Any) -> jax.Array:
     )
 
 
-@pytest.mark.parametrize("pair", cases.GEMM_PAIRS, ids="-".join)
+@pytest.mark.parametrize("pair", one_in(2, cases.GEMM_PAIRS), ids="-".join)
 def test_bits_of_products(pair):
     """Every grouping; products, extents and epilogues take turns."""
     for turn, case in enumerate(grouped_cases([pair])):

@@ -154,6 +154,7 @@ def cached(cache: Path, *eps: float) -> list[tuple[int, ...]]:
     return list(zip(*[iter(numbers)] * 3, strict=True))
 
 
+@pytest.mark.slow
 def test_compiled_graphs_are_found_by_another_process(tmp_path):
     """Graphs with recipes and quantizers in them: a hit where those are equal, and none where they are not."""
     # Torch knows no autograd.Function in AOTAutograd's cache: tracing happens anew, compiling does not.

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from sweeps import in_turn
 
 import diptych.torch as dt
 from diptych.common import (
@@ -90,8 +91,7 @@ def test_kept_weights(name, permuted):
     assert calls("quantize") == each - 2 * 2 * G
 
 
-@pytest.mark.parametrize("permuted", (False, True), ids=("offsets", "row_map"))
-@pytest.mark.parametrize("name", RECIPE_NAMES)
+@pytest.mark.parametrize(("name", "permuted"), in_turn([(name,) for name in RECIPE_NAMES], 2))
 def test_kept_weights_in_graphs(name, permuted):
     plain, model, recipe = fused_layer(), fused_layer(), NAMED[name]
     want = microbatches(plain, plain, recipe, NONE, permuted)
