@@ -22,7 +22,7 @@ asan: setup
 	$(PYTHON) -m venv $(ASAN)
 	$(BIN)/python $(SITE) >"$$($(ASAN)/bin/python $(SITE))/environment.pth"
 	DIPTYCH_CUDA=off DIPTYCH_JAX=off DIPTYCH_SANITIZE=address,undefined PATH="$(CURDIR)/$(BIN):$$PATH" \
-	  $(ASAN)/bin/python -m pip install -q --no-build-isolation --no-deps -C build-dir=build/asan-objects .
+	  $(ASAN)/bin/python -m pip install -q --no-build-isolation --no-deps --config-settings build-dir=build/asan-objects .
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	  $(ASAN)/bin/python -m pytest -n 2 -q tests/core/test_permute.py tests/core/test_permute_misuse.py \
@@ -52,7 +52,7 @@ $(VENV)/.requirements: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.requirements $(SOURCES) pyproject.toml
-	DIPTYCH_CUDA=$(DIPTYCH_CUDA) $(BIN)/pip install -q --no-build-isolation --no-deps -C build-dir=build/editable -e .
+	DIPTYCH_CUDA=$(DIPTYCH_CUDA) $(BIN)/pip install -q --no-build-isolation --no-deps --config-settings build-dir=build/editable -e .
 	touch $@
 
 clean:
