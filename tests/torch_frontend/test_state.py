@@ -25,6 +25,7 @@ from diptych.common import (
     RecipeSwitchWarning,
     linear_plan,
 )
+from diptych.torch import state
 from diptych.torch.state import ScaleSlot, resize_history, rng_at, rng_take
 from torch_frontend import layers
 from torch_frontend.tools import normal, same
@@ -288,6 +289,7 @@ def test_switching_rebuilds_what_must_be_and_warns_once():
     for _ in range(2):
         layers.run(model, model, x, SHORT)
     e5m2 = CustomRecipe(_e5m2_input)
+    state._warned.clear()
     with pytest.warns(RecipeSwitchWarning, match="scales of input, weight were") as seen:
         layers.run(model, model, x, e5m2)
     assert len(seen) == 1
