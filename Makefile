@@ -19,7 +19,7 @@ test: setup
 # What moves rows by maps of anyone's, on the CPU, under AddressSanitizer and UBSan. Both libraries come first, or the
 # sanitizer does not find what it wraps.
 asan: setup
-	$(PYTHON) -m venv $(ASAN)
+	$(BIN)/python -m venv $(ASAN)
 	$(BIN)/python $(SITE) >"$$($(ASAN)/bin/python $(SITE))/environment.pth"
 	DIPTYCH_CUDA=off DIPTYCH_JAX=off DIPTYCH_SANITIZE=address,undefined PATH="$(CURDIR)/$(BIN):$$PATH" \
 	  $(ASAN)/bin/python -m pip install -q --no-build-isolation --no-deps --config-settings build-dir=build/asan-objects .

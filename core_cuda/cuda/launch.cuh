@@ -22,6 +22,21 @@ Status launch(const char* name, void (*kernel)(Params...), int64_t blocks, int t
   return cuda_status(cudaGetLastError(), name);
 }
 
+// `attribute`: of the launch, null for none.
+template <typename... Params>
+Status launch_with(const char* name, cudaLaunchAttribute* attribute, void (*kernel)(Params...), int64_t blocks,
+                   int threads, size_t shared_bytes, void* stream, const std::type_identity_t<Params>&... args) {
+  DIPTYCH_TRY(fits_grid(name, blocks));
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = attribute;
+  config.numAttrs = attribute != nullptr ? 1 : 0;
+  return cuda_status(cudaLaunchKernelEx(&config, kernel, args...), name);
+}
+
 // Whether a device starts kernels before the stream's last one has ended: only those compiled for sm_90 or later know
 // how to wait, and captures know of that since CUDA 12.3. All kernels are compiled alike, so that the first answers for
 // all.
@@ -50,21 +65,14 @@ inline bool grids_overlap(const void* kernel, int device) {
 template <typename... Params>
 Status launch_after(const char* name, void (*kernel)(Params...), int64_t blocks, int threads, size_t shared_bytes,
                     const Execution& exec, const std::type_identity_t<Params>&... args) {
-  DIPTYCH_TRY(fits_grid(name, blocks));
   cudaLaunchAttribute attribute = {};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = static_cast<cudaStream_t>(exec.stream);
-  config.attrs = &attribute;
-  config.numAttrs = grids_overlap(reinterpret_cast<const void*>(kernel), exec.device.index) ? 1 : 0;
-  return cuda_status(cudaLaunchKernelEx(&config, kernel, args...), name);
+  const bool overlap = grids_overlap(reinterpret_cast<const void*>(kernel), exec.device.index);
+  return launch_with(name, overlap ? &attribute : nullptr, kernel, blocks, threads, shared_bytes, exec.stream, args...);
 }
 
-// The same in clusters of `cluster` thread blocks, which share their memory (sm_90 and later).
+// In clusters of `cluster` thread blocks, which share their memory (sm_90 and later).
 template <typename... Params>
 Status launch_clusters(const char* name, void (*kernel)(Params...), int64_t blocks, int cluster, int threads,
                        size_t shared_bytes, void* stream, const std::type_identity_t<Params>&... args) {
@@ -72,14 +80,7 @@ Status launch_clusters(const char* name, void (*kernel)(Params...), int64_t bloc
   attribute.id = cudaLaunchAttributeClusterDimension;
   attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
   attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.dynamicSmemBytes = shared_bytes;
-  config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  return cuda_status(cudaLaunchKernelEx(&config, kernel, args...), name);
+  return launch_with(name, &attribute, kernel, blocks, threads, shared_bytes, stream, args...);
 }
 
 // More than 48 KiB of shared memory is granted for each kernel and device; asking twice is harmless. `carveout`:

@@ -149,20 +149,17 @@ Status with_patch_type(const SourceArgs& p, F&& f) {
   return p.x.type == DType::f16 ? f(__half{}) : f(__nv_bfloat16{});
 }
 
-// Rowwise bytes of the patch at (row, col) to `out` [m, k], null: nowhere. Row i is multiplied by scale(i); `q`, where
-// it is not null, keeps the bytes.
-template <bool kE5M2, bool kNaN, typename T, typename Scale>
+// Rowwise bytes of the patch at (row, col), multiplied by `scale`, to q and to `out` [m, k], null: nowhere.
+template <bool kE5M2, bool kNaN, typename T>
 __device__ __forceinline__ void encode_rows(const Patch<T>& patch, uint8_t* out, int64_t m, int64_t k, int64_t row,
-                                            int64_t col, uint2* q, Scale&& scale) {
+                                            int64_t col, uint2 (&q)[8], float scale) {
   const int left = out && col < k ? static_cast<int>(min(m - row, int64_t{8})) : 0;
   uint8_t* to = out + row * k + col;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    const float s = scale(i);
-    const uint2 bytes = encode_row8<kE5M2, kNaN>(patch.x[i], [&](int) { return s; });
-    if (q) q[i] = bytes;
+    q[i] = encode_row8<kE5M2, kNaN>(patch.x[i], [&](int) { return scale; });
     uint2* at = reinterpret_cast<uint2*>(row_at(to, i, static_cast<uint32_t>(k)));
-    if (i < left) __stcs(at, bytes);
+    if (i < left) __stcs(at, q[i]);
   }
 }
 

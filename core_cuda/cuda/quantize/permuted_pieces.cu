@@ -19,14 +19,14 @@ struct PieceArgs {
 
 // Scales of the piece as they are stored, a word for each of sixteen lanes: `made` has those of a round, blocks in the
 // lanes' order.
-template <bool kMx>
+template <Blocks kBlocks>
 __device__ __forceinline__ uint32_t scale_word(const uint32_t (&made)[kRounds]) {
   const unsigned lane = threadIdx.x % 32;
   uint32_t word = 0;
 #pragma unroll
   for (int r = 0; r < kRounds; ++r) {
     uint32_t mine = made[r];
-    if constexpr (kMx) {  // a code in two lanes; four codes a word, in lanes 0, 8, 16 and 24
+    if constexpr (kBlocks == Blocks::mx) {  // a code in two lanes; four codes a word, in lanes 0, 8, 16 and 24
       mine |= __shfl_xor_sync(kAllLanes, mine, 2) << 8;
       mine |= __shfl_xor_sync(kAllLanes, mine, 4) << 16;
     }
@@ -37,11 +37,11 @@ __device__ __forceinline__ uint32_t scale_word(const uint32_t (&made)[kRounds]) 
 }
 
 // Lane l's word of scales to a row's blocks from `first` on.
-template <bool kMx>
+template <Blocks kBlocks>
 __device__ __forceinline__ void store_word(const PieceArgs& p, uint64_t row, uint32_t first, uint32_t word) {
   const unsigned lane = threadIdx.x % 32;
   if (lane >= 16) return;
-  if constexpr (kMx) {
+  if constexpr (kBlocks == Blocks::mx) {
     const uint32_t block = first + lane * 4;
     uint8_t* at = static_cast<uint8_t*>(p.row.scale) + row * p.blocks + block;
     if (p.row.words) {
@@ -57,9 +57,9 @@ __device__ __forceinline__ void store_word(const PieceArgs& p, uint64_t row, uin
   }
 }
 
-template <typename T, bool kE5M2, bool kMx>
+template <typename T, bool kE5M2, Blocks kBlocks>
 __global__ void __launch_bounds__(kBlock, 8) permuted_pieces_kernel(const __grid_constant__ PieceArgs p) {
-  constexpr int kLanes = kWidth < kMx ? Blocks::mx : Blocks::vector > / 16;
+  constexpr int kLanes = kWidth<kBlocks> / 16;
   const unsigned lane = threadIdx.x % 32;
   const uint32_t item = blockIdx.x * (kBlock / 32) + threadIdx.x / 32, warps = gridDim.x * (kBlock / 32);
   const uint64_t k = p.k;
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kBlock, 8) permuted_pieces_kernel(const __grid
 #pragma unroll
       for (int mask = kLanes / 2; mask > 0; mask /= 2) m = fmaxf(m, __shfl_xor_sync(kAllLanes, m, mask));
       float s;
-      if constexpr (kMx) {
+      if constexpr (kBlocks == Blocks::mx) {
         made[r] = e8m0_from_amax(m, p.row.max_reciprocal), s = e8m0_reciprocal(made[r]);
       } else {
         s = scale_from_amax(p.row.rule, m), made[r] = bits_of(reciprocal_rn(s));
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kBlock, 8) permuted_pieces_kernel(const __grid
       const uint2 hi = encode_row8<kE5M2>(x[r][1], [&](int) { return s; });
       bytes[r] = make_uint4(lo.x, lo.y, hi.x, hi.y);
     }
-    const uint32_t word = scale_word<kMx>(made), first_block = first / kWidth < kMx ? Blocks::mx : Blocks::vector > ;
+    const uint32_t word = scale_word<kBlocks>(made), first_block = first / kWidth<kBlocks>;
     for (int s0 = 0;;) {
       unsigned there = __ballot_sync(kAllLanes, static_cast<unsigned>(row) < p.rows);
       for (; there != 0; there &= there - 1) {
@@ -115,7 +115,7 @@ __global__ void __launch_bounds__(kBlock, 8) permuted_pieces_kernel(const __grid
             if (col + r * kRound + 8 < p.k) at[1] = make_uint2(v.z, v.w);
           }
         }
-        store_word<kMx>(p, to_row, first_block, word);
+        store_word<kBlocks>(p, to_row, first_block, word);
       }
       if ((s0 += 32) >= slots) break;
       row = s0 + static_cast<int>(lane) < slots ? __ldg(map + s0 + lane) : -1;
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(kBlock, 8) permuted_pieces_kernel(const __grid
   }
 
   uint32_t none;
-  if constexpr (kMx) {
+  if constexpr (kBlocks == Blocks::mx) {
     none = e8m0_from_amax(0.0f, p.row.max_reciprocal);
   } else {
     none = bits_of(reciprocal_rn(scale_from_amax(p.row.rule, 0.0f)));
@@ -139,7 +139,7 @@ __global__ void __launch_bounds__(kBlock, 8) permuted_pieces_kernel(const __grid
         *reinterpret_cast<uint2*>(p.row.out + to * k + c) = make_uint2(0, 0);
       }
       for (uint32_t b = lane; b < p.blocks; b += 32) {
-        if constexpr (kMx) {
+        if constexpr (kBlocks == Blocks::mx) {
           static_cast<uint8_t*>(p.row.scale)[to * p.blocks + b] = static_cast<uint8_t>(none);
         } else {
           static_cast<uint32_t*>(p.row.scale)[to * p.blocks + b] = none;
@@ -168,8 +168,9 @@ Status quantize_row_pieces(const RowParams& row, Blocks blocks, DType element, c
   const auto run = [&](auto type, auto e5m2) {
     using T = decltype(type);
     return blocks == Blocks::mx
-               ? launch("quantize", permuted_pieces_kernel<T, e5m2.value, true>, grid, kBlock, 0, exec.stream, p)
-               : launch("quantize", permuted_pieces_kernel<T, e5m2.value, false>, grid, kBlock, 0, exec.stream, p);
+               ? launch("quantize", permuted_pieces_kernel<T, e5m2.value, Blocks::mx>, grid, kBlock, 0, exec.stream, p)
+               : launch("quantize", permuted_pieces_kernel<T, e5m2.value, Blocks::vector>, grid, kBlock, 0, exec.stream,
+                        p);
   };
   return with_element(element, "quantize", [&](auto e5m2) {
     return row.x.type == DType::f16 ? run(__half{}, e5m2) : run(__nv_bfloat16{}, e5m2);

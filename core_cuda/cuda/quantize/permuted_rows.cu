@@ -14,14 +14,11 @@ constexpr int kUnroll = 4;  // groups of eight elements that a thread holds at o
 
 // Blocks that a multiprocessor is to hold: as many as registers allow without spilling. Chips that encode in software
 // need more of them.
+template <typename In>
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
-template <typename In, Blocks kBlocks>
 constexpr int kResident = 3;
 #else
-template <typename In, Blocks kBlocks>
-constexpr int kResident = std::is_void_v<In>      ? 5
-                          : kBlocks == Blocks::mx ? 7
-                                                  : 8;
+constexpr int kResident = std::is_void_v<In> ? 5 : 8;
 #endif
 
 // Of a token's row: eight elements at `col`, zeros outside.
@@ -86,8 +83,7 @@ __device__ __forceinline__ void store_scales(const RowParams& p, int64_t row, in
 }
 
 template <typename In, bool kE5M2, Blocks kBlocks, int kGroup>
-__global__ void __launch_bounds__(kBlock, kResident<In, kBlocks>)
-    permuted_rows_kernel(const __grid_constant__ RowParams p) {
+__global__ void __launch_bounds__(kBlock, kResident<In>) permuted_rows_kernel(const __grid_constant__ RowParams p) {
   using Group = TokenGroup<kGroup>;
   using Stored = std::conditional_t<kBlocks == Blocks::mx, uint8_t, float>;
   constexpr int kStep = kGroup * 8, kPiece = kStep * kUnroll, kScales = kPiece / kWidth<kBlocks>;

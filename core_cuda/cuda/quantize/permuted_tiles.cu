@@ -76,11 +76,10 @@ __global__ void __launch_bounds__(kThreads, 4) permuted_tile_kernel(const __grid
       join_amax<kThreads>(max_abs(max_abs(0.0f, lower<T>(two)), upper<T>(two)), scratch, p.from.join);
     }
     uint2 q[8];
-    const auto same = [&](int) { return scale; };
     if (nan) {
-      encode_rows<kE5M2, true>(patch, p.row, p.m, p.k, row, col, q, same);
+      encode_rows<kE5M2, true>(patch, p.row, p.m, p.k, row, col, q, scale);
     } else {
-      encode_rows<kE5M2, false>(patch, p.row, p.m, p.k, row, col, q, same);
+      encode_rows<kE5M2, false>(patch, p.row, p.m, p.k, row, col, q, scale);
     }
     transpose8x8(q);  // one scale for both copies: the same bytes, turned
 #pragma unroll
