@@ -83,9 +83,10 @@ def compiled(recipe: Recipe | None, *args: Any, **options: Any) -> dict[str, Any
 
 
 def reference(
-    recipe: Recipe, x: Any, kernel: Any, bias: Any, dy: Any, offsets: Any, scales: Any = None
+    recipe: Recipe, x: Any, kernel: Any, bias: Any, dy: Any, offsets: Any, scales: Any = None, held: Any = None
 ) -> dict[str, np.ndarray]:
-    """The same step on the CPU. `scales`: of delayed scaling, by tensor; 1 where there is none."""
+    """The same step on the CPU. `scales`: of delayed scaling, by tensor; 1 where there is none. `held`: the quantizer
+    of kernels that are held quantized."""
     x, kernel, dy = (np.asarray(v) for v in (x, kernel, dy))
     at = tuple(int(o) for o in np.asarray(offsets))
 
@@ -101,7 +102,7 @@ def reference(
 
     of_bias = None if bias is None else np.asarray(bias)
     qx, qdy = quantize("input", x, 0), quantize("grad_output", dy, 4)
-    each = [quantize("weight", w, 2) for w in kernel]
+    each = [quantize("weight", w, 2) if held is None else tools.oracle_of(held, w) for w in kernel]
     turned = [q.copy(columnwise=True) for q in each]
     last = qx.copy(columnwise=True)
     out = {

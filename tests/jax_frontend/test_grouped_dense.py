@@ -368,8 +368,11 @@ UNDER_A_RECIPE: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], s
         UnsupportedError,
         "kernels rounded stochastically",
     ),
-    "held": (lambda: {"kernel": dj.quantize(KERNEL, MXFP8Quantizer())}, UnsupportedError, "held quantized"),
-    "held stack": (lambda: {"kernel": dj.quantize_stack(KERNEL, MXFP8Quantizer())}, UnsupportedError, "held quantized"),
+    "no stack": (
+        lambda: {"kernel": dj.quantize(KERNEL, MXFP8Quantizer())},
+        DTypeError,
+        "grouped_dense: kernel must be an array or a QuantizedStack, got a QuantizedArray",
+    ),
 }
 
 

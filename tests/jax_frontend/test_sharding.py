@@ -67,6 +67,25 @@ def test_tensor_parallel_gradients_are_summed_over_the_mesh(mesh, recipe):
     tools.same(dkernel, jnp.concatenate([p[1] for p in parts]))
 
 
+@pytest.mark.parametrize("layer", ["dense", "layernorm_dense", "layernorm_mlp"])
+def test_what_kernels_that_are_held_quantized_get_is_summed_over_the_mesh(mesh, layer):
+    """The kernel's rows are split, and nothing else is: gradients of what all share are those of both halves."""
+    recipe = dj.MXFP8BlockScaling()
+    args = [tools.normal("x", (16, 32)), tools.normal("gamma", (32,)), None, tools.normal("kernel", (64, 32)), None]
+    args += [tools.normal("second", (16, 32)), None] if layer == "layernorm_mlp" else []
+    (q,) = dj.quantize_params([args[3]], recipe, lambda *_: True)
+
+    def local(x, gamma, q):
+        given = (x, q) if layer == "dense" else (x, gamma, None, q, *args[4:])
+        options = {} if layer == "dense" else {"normalization": "RMSNorm"}
+        return getattr(dj, layer)(*given, recipe=recipe, **options).sum()
+
+    f = jax.shard_map(jax.grad(local, (0, 1)), mesh=mesh, in_specs=(P(), P(), P("i")), out_specs=P())
+    halves = [dj.quantize_params([args[3][s]], recipe, lambda *_: True)[0] for s in (slice(0, 32), slice(32, 64))]
+    parts = [jax.grad(local, (0, 1))(*args[:2], half) for half in halves]
+    tools.same_tree(jax.jit(f)(*args[:2], q), jax.tree.map(jnp.add, *parts))
+
+
 def test_no_gather_and_local_shapes_inside_shard_map(mesh):
     f = jax.shard_map(
         lambda x, k: dj.dense(x, k, recipe=dj.MXFP8BlockScaling()), mesh=mesh, in_specs=(P("i"), P()), out_specs=P("i")

@@ -194,6 +194,45 @@ def test_keeping_the_input(name):
     compare(label, recipe, mine, of_jax(recipe, steps, align))
 
 
+@pytest.mark.parametrize("name", RECIPES)
+def test_held_weights(name):
+    """Weights that exist in no other precision, and their gradients in an accumulator."""
+    recipe, align = EVERY[name], align_of(EVERY[name])
+    shape, n, dtypes = configurations(recipe, list(EVERY).index(name))[1]
+    label = f"grouped {name} {dtypes} held {cases.report_header()}"
+    x, w, b, dy, offsets = drawn(label, shape, n, dtypes, align)[0]
+    with dt.quantized_model_init(recipe=recipe):
+        layer = dt.GroupedLinear(GROUPS, shape[-1], n, fuse_wgrad_accumulation=True)
+    layer.seed_rng(SEED)
+    layer.bias = torch.nn.Parameter(to_torch(b))
+    with torch.no_grad():
+        layer.weight.copy_(to_torch(w))
+    layer.weight.main_grad = torch.ones(layer.weight.shape)
+    tokens = to_torch(x).requires_grad_()
+    with dt.autocast(recipe=recipe):
+        y = layer(tokens, offsets=to_torch(offsets), align=align)
+    y.backward(to_torch(dy))
+    q = dj.quantize_params({"experts": to_jax(w)}, recipe, lambda *_: True, module=MODULE)["experts"]
+    for part in layer.weight.__tensor_flatten__()[0]:
+        same(getattr(q, part), getattr(layer.weight, part), f"{part}: {label}")
+    rng = dj.rng_state(SEED) if linear_plan(recipe, MODULE).needs_rng else None
+
+    def held(x: Any, acc: Any, b: Any, state: Any) -> Any:
+        return dj.grouped_dense(
+            x, q, b, to_jax(offsets), recipe=recipe, align=align, main_grad=acc, state=state, rng=rng
+        )
+
+    result, back = jax.vjp(held, to_jax(x), jax.numpy.zeros(w.shape), to_jax(b), init_state(recipe, module=MODULE))
+    dx, dw, db, _ = back(to_jax(dy))
+    for got, want, part in (
+        (result, y, "y"),
+        (dx, tokens.grad, "dx"),
+        (dw + 1, layer.weight.main_grad, "dw"),
+        (db, layer.bias.grad, "db"),
+    ):
+        same(got, want, f"{part}: {label}")
+
+
 def test_without_a_recipe():
     """The frameworks' own products, and the same sums."""
     for shape, n, dtypes in configurations(RECIPES["mxfp8"], 0):

@@ -185,7 +185,6 @@ def test_verbs(name):
     same(got[3], core.grouped_bias_grad(to_numpy(dy), at))
 
 
-@pytest.mark.skipif(torch.__version__.startswith("2.11."), reason="Dynamo there lets no constant out of a graph")
 def test_a_stack_leaves_a_graph():
     w = normal("w", (4, N, K))
     stack, want = [fn(w, MXFP8Quantizer()) for fn in (compiled(dt.quantize_stack), dt.quantize_stack)]
@@ -221,7 +220,7 @@ def test_verbs_refuse():
         (lambda: dt.quantize_stack(w, _role("fp8-delayed", "weight"), scale=torch.ones(3)), ValueError, "each tensor"),
         (lambda: dt.grouped_bias_grad(x[0, 0], offsets), ValueError, r"\[\.\.\., N\]"),
         (lambda: dt.grouped_bias_grad(x.double(), offsets), TypeError, "dy"),
-        (lambda: qw[4], IndexError, "tensor 4"),
+        (lambda: qw[4], IndexError, "index 4"),
     )
     for fn, error, match in cases:
         with pytest.raises(error, match=match):

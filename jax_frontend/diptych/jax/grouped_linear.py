@@ -34,10 +34,13 @@ from diptych.common.schedule import Call, Schedule
 from diptych.jax import fused, grouped, grouped_primitives, moe_primitives, products
 from diptych.jax.functional import to_array
 from diptych.jax.fused import FusedInput
+from diptych.jax.grouped import QuantizedStack
 from diptych.jax.grouped_matmul import grouped_matmul
 from diptych.jax.linear import (
     check_recipe,
     check_rng,
+    high_precision,
+    kernel_operand,
     observed,
     prepare,
     refuse_calibration,
@@ -59,7 +62,6 @@ from diptych.jax.products import (
     recorded,
     values,
 )
-from diptych.jax.quantized import QuantizedCopies
 from diptych.jax.state import ScaleState, check_states, group_axes
 from diptych.jax.transport import returned, viewed
 from diptych.jax.weights import Pullback, refuse_references
@@ -69,7 +71,7 @@ Array = jax.Array
 
 def grouped_dense(
     x: Array,
-    kernel: Array,
+    kernel: Array | QuantizedStack,
     bias: Array | None = None,
     offsets: Array | None = None,
     *,
@@ -94,7 +96,8 @@ def grouped_dense(
     with a group: keep zeros there, as `moe_permute` does.
 
     **Arguments:**
-    - `x`: [..., K] with R rows. `kernel`: [G, N, K]. `bias`: [G, N]. All float32, bfloat16 or float16.
+    - `x`: [..., K] with R rows. `kernel`: [G, N, K]. `bias`: [G, N]. All float32, bfloat16 or float16. A kernel may be
+      a `QuantizedStack` with the copies that the recipe needs; its gradient then goes to `main_grad`.
     - `offsets`: int32 [G + 1], such as `RowMap.expert_offsets`; group g is rows offsets[g] <= r < offsets[g + 1]. Under
       a recipe the CPU refuses offsets that descend or leave 0..R, when it runs. CUDA, and products in high precision,
       take each as at least the one before it and at most R.
@@ -117,8 +120,7 @@ def grouped_dense(
 
     **Raises:** as `dense`; ValueError also for groups given twice or not at all, a map that does not fit, a
     Hadamard transform without its promise where the kernel is differentiated; NotImplementedError for kernels that are
-    held quantized, rounded stochastically or quantized by the user's own code. All but for values of `offsets` while
-    tracing.
+    rounded stochastically or quantized by the user's own code. All but for values of `offsets` while tracing.
     """
     op = "grouped_dense"
     check_recipe(op, recipe)
@@ -130,18 +132,18 @@ def grouped_dense(
         refuse_without_recipe(op, state=state, copies=copies, main_grad=main_grad, calibrate=calibrate or None)
         y = _plain(x, kernel, bias, offsets)
         return (y, {}) if return_state else y
-    options = Options(recipe, module, name, save_original_input, record, return_state, group_axes(recipe))
+    options = Options(recipe, module, name, save_original_input, record, return_state, group_axes(recipe), op)
     states = check_states(op, state, options.plan, recipe)
     if calibrate:
         refuse_calibration(op, record, copies=copies, main_grad=main_grad)
+        kernel = high_precision(kernel, x.dtype)
         y = _plain(x, kernel, bias, offsets)
         y, news = observed(options, y, x, kernel, viewed(states, (x, kernel, bias)))
     else:
-        _, copies, main_grad = prepare(kernel, options, copies, main_grad)
-        x, kernel, bias, offsets, main_grad, *moved = same_axes(x, kernel, bias, offsets, main_grad, *(maps or ()))
-        maps = None if maps is None else Maps(*moved)
-        views = viewed(states, (x, kernel, bias, main_grad))
-        out: Any = _grouped_dense(options, promise, x, kernel, bias, offsets, maps, views, rng, copies, main_grad)
+        operands = (x, bias, offsets, maps, *prepare(kernel, options, copies, main_grad))
+        x, bias, offsets, maps, trained, copies, main_grad = same_axes(*operands)
+        views = viewed(states, (x, trained, bias, main_grad))
+        out: Any = _grouped_dense(options, promise, x, trained, bias, offsets, maps, views, rng, copies, main_grad)
         y, news = out
     news = returned(states, news)
     return (y, news) if return_state else y
@@ -149,7 +151,7 @@ def grouped_dense(
 
 def grouped_dense_vjp(
     x: Array,
-    kernel: Array,
+    kernel: Array | QuantizedStack,
     bias: Array | None = None,
     offsets: Array | None = None,
     *,
@@ -172,18 +174,19 @@ def grouped_dense_vjp(
     op = "grouped_dense_vjp"
     check_recipe(op, recipe, optional=False)
     x, kernel, bias, offsets, maps, rng = _operands(op, x, kernel, bias, offsets, row_map, rng)
-    options = Options(recipe, module, name, save_original_input, returns=True, group=group_axes(recipe))
+    options = Options(recipe, module, name, save_original_input, True, True, group_axes(recipe), "grouped_dense")
     states = check_states(op, state, options.plan, recipe)
     refuse_references(op, states)
     needs = Needs.every(kernel, bias, states)
     promise = _promise(op, align)
-    (y, _), saved = _grouped_forward(options, promise, needs, x, kernel, bias, offsets, maps, states, rng, copies)
+    array, copies, _ = prepare(kernel, options, copies, None)
+    (y, _), saved = _grouped_forward(options, promise, needs, x, array, bias, offsets, maps, states, rng, copies)
     return y, Pullback.of(op, _grouped_backward, saved, y)
 
 
-def _plain(x: Array, kernel: Array, bias: Array | None, offsets: Array) -> Array:
+def _plain(x: Array, kernel: Any, bias: Array | None, offsets: Array) -> Array:
     """The layer in high precision."""
-    operands = same_axes(x, kernel, bias, offsets)
+    operands = same_axes(x, high_precision(kernel, x.dtype), bias, offsets)
     out: Any = _grouped_dense(Options(HIGH_PRECISION), 1, *operands, None, {}, None, None, None)
     return out[0]
 
@@ -200,11 +203,10 @@ class Maps(NamedTuple):
 
 def _operands(
     op: str, x: Any, kernel: Any, bias: Any, offsets: Any, row_map: Any, rng: Any
-) -> tuple[Array, Array, Array | None, Array, Maps | None, Array | None]:
-    """The operands as arrays, tokens as [T, K]. **Raises** TypeError, ValueError, NotImplementedError."""
-    if isinstance(kernel, QuantizedCopies):
-        raise UnsupportedError(f"{op}: kernels that are held quantized; pass them in high precision")
-    x, kernel = to_array(op, "x", x), to_array(op, "kernel", kernel)
+) -> tuple[Array, Any, Array | None, Array, Maps | None, Array | None]:
+    """The operands as arrays, tokens as [T, K]; kernel as it is where it is quantized. **Raises** TypeError,
+    ValueError, NotImplementedError."""
+    x, kernel = to_array(op, "x", x), kernel_operand(op, "kernel", kernel, QuantizedStack)
     bias = None if bias is None else to_array(op, "bias", bias)
     if (offsets is None) == (row_map is None):
         raise ValueError(f"{op}: give the groups once, as offsets or by a row_map")
@@ -233,11 +235,11 @@ def _promise(op: str, align: Any) -> int:
     return kernel_align(align)
 
 
-def _require_supported(options: Options, align: int, need_dx: bool, need_dw: bool) -> None:
+def _require_supported(options: Options, align: int, held: bool, need_dx: bool, need_dw: bool) -> None:
     """**Raises** NotImplementedError for what a stack of kernels has no kernel or rule for; ValueError where wgrad's
     operands are rotated, which they are both or not at all, across groups."""
     op, s = "grouped_dense", options.schedule(need_dx, need_dw)
-    for call in (*s.w, s.results[2]):
+    for call in (*(() if held else s.w), s.results[2]):
         if call is None:
             continue
         if call.quantizer.custom:
@@ -320,10 +322,10 @@ def _read_forward(s: Schedule) -> tuple[Call, ...]:
 
 
 def _grouped_forward(
-    options: Options, align: int, needs: Needs, x: Array, kernel: Array, bias: Array | None, offsets: Array,
+    options: Options, align: int, needs: Needs, x: Array, kernel: Array | None, bias: Array | None, offsets: Array,
     maps: Maps | None, states: States, rng: Array | None, copies: Copies | None,
 ) -> tuple[tuple[Array, States], _Saved]:  # fmt: skip
-    _require_supported(options, align, needs.dx, needs.dw)
+    _require_supported(options, align, kernel is None, needs.dx, needs.dw)
     rows = _rows(x, maps, _read_forward(options.schedule(needs.dx, needs.dw)))
     made, saved = products.forward(options, needs, rows, kernel, bias, states, rng, copies, Groups(offsets, align))
     if maps is not None and isinstance(saved.x, (jax.Array, FusedInput)):
@@ -346,10 +348,10 @@ def _grouped_backward(saved: _Saved, dy: Any, later: States | None = None) -> De
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _grouped_dense(
-    options: Options, align: int, x: Array, kernel: Array, bias: Array | None, offsets: Array, maps: Maps | None,
+    options: Options, align: int, x: Array, kernel: Array | None, bias: Array | None, offsets: Array, maps: Maps | None,
     states: States, rng: Array | None, copies: Copies | None, main_grad: Array | None,
 ) -> tuple[Array, States]:  # fmt: skip
-    _require_supported(options, align, False, False)
+    _require_supported(options, align, kernel is None, False, False)
     rows, groups = _rows(x, maps, _read_forward(options.schedule(False, False))), Groups(offsets, align)
     y, _, _, amaxes = fprop(options, False, False, rows, kernel, bias, states, rng, copies, groups)
     return y, recorded(states, amaxes, options)
@@ -357,7 +359,7 @@ def _grouped_dense(
 
 def _forward(options: Options, align: int, *args: Any) -> tuple[tuple[Array, States], _Saved]:
     x, kernel, bias, _, _, states, _, copies, main_grad = args
-    needs = Needs.of(x, kernel, bias, states, copies, main_grad)
+    needs = Needs.of(x, kernel, bias, states, copies, main_grad, options.op)
     return _grouped_forward(options, align, needs, *primals(args[:8]))
 
 

@@ -108,7 +108,7 @@ def layernorm_dense(
         z = z if return_layernorm_output else None
     else:
         array, copies, main_grad = prepare(kernel, options, copies, main_grad)
-        *args, main_grad = same_axes(x, gamma, beta, array, bias, main_grad)
+        *args, main_grad, copies = same_axes(x, gamma, beta, array, bias, main_grad, copies)
         views = viewed(states, (*args, main_grad))
         normed = NormedOptions(norm, options, return_layernorm_output)
         out: Any = _layernorm_dense(normed, *args, views, rng, copies, main_grad)
@@ -168,7 +168,7 @@ def layernorm_dense_vjp(
     refuse_references(op, states)
     needs = Needs.every(kernel, bias, states)
     array, copies, _ = prepare(kernel, options, copies, None)
-    args = same_axes(x, gamma, beta, array, bias)
+    *args, copies = same_axes(x, gamma, beta, array, bias, copies)
     ((y, _), _), saved = normed_forward(NormedOptions(norm, options), needs, *args, states, rng, copies)
     return y, Pullback.of(op, _gradients, saved, y)
 

@@ -43,6 +43,7 @@ from diptych.jax.linear import (
     calibrated,
     check_operands,
     check_recipe,
+    kernel_operand,
     plain,
     prepare,
     refuse_calibration,
@@ -161,9 +162,9 @@ def layernorm_mlp(
     else:
         array1, copies1, main1 = prepare(kernel1, fc1, copies[0], main_grads[0])
         array2, copies2, main2 = prepare(kernel2, fc2, copies[1], main_grads[1])
-        args = same_axes(x, gamma, beta, array1, bias1, main1, array2, bias2, main2)
-        views = {part: viewed(own, args) for part, own in states.items()}
-        out: Any = _mlp(MLPOptions(NormedOptions(norm, fc1), fc2, act), *args, copies1, copies2, views, rng)
+        args = same_axes(x, gamma, beta, array1, bias1, main1, array2, bias2, main2, copies1, copies2)
+        views = {part: viewed(own, args[:-2]) for part, own in states.items()}
+        out: Any = _mlp(MLPOptions(NormedOptions(norm, fc1), fc2, act), *args, views, rng)
         y, news = out
     news = {part: returned(own, news[part]) for part, own in states.items()}
     return (y, news) if return_state else y
@@ -223,7 +224,7 @@ def layernorm_mlp_vjp(
     needs1, needs2 = Needs.every(kernel1, bias1, states["fc1"]), Needs.every(kernel2, bias2, states["fc2"])
     array1, copies1, _ = prepare(kernel1, fc1, copies[0], None)
     array2, copies2, _ = prepare(kernel2, fc2, copies[1], None)
-    args: list[Any] = [*same_axes(x, gamma, beta, array1, bias1, array2, bias2), copies1, copies2, states, rng]
+    args: list[Any] = [*same_axes(x, gamma, beta, array1, bias1, array2, bias2, copies1, copies2), states, rng]
     (y, _), saved = _run(MLPOptions(NormedOptions(norm, fc1), fc2, act), needs1, needs2, *args)
     return y, Pullback.of(op, _gradients, saved, y)
 
@@ -267,8 +268,7 @@ def _check_second(
     op: str, x: Array, kernel1: Any, kernel2: Any, bias2: Any, act: ActivationOptions
 ) -> tuple[Any, Array | None]:
     """kernel2 and bias2 as arrays that take what the activation gives. **Raises** TypeError, ValueError."""
-    if not isinstance(kernel2, QuantizedArray):
-        kernel2 = functional.to_array(op, "kernel2", kernel2)
+    kernel2 = kernel_operand(op, "kernel2", kernel2, QuantizedArray)
     bias2 = None if bias2 is None else functional.to_array(op, "bias2", bias2)
     rows = kernel1.shape[0]
     if act.gated and rows % 2:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from diptych.common.errors import DTypeError, ShapeError
+from diptych.common.quantizers import RHT, RHT_SIGNS
 from diptych.common.recipes import Recipe
 from diptych.jax import functional
 from diptych.jax.products import (
@@ -19,6 +20,7 @@ from diptych.jax.products import (
     Copies,
     Needs,
     Options,
+    Q,
     Saved,
     States,
     backward,
@@ -32,7 +34,7 @@ from diptych.jax.products import (
     recorded,
     state_gradients,
 )
-from diptych.jax.quantized import QuantizedArray
+from diptych.jax.quantized import QuantizedArray, QuantizedCopies
 from diptych.jax.state import ScaleState, check_states, group_axes
 from diptych.jax.transport import returned, viewed
 
@@ -107,10 +109,10 @@ def dense(
         views = viewed(states, (x, None if isinstance(kernel, QuantizedArray) else kernel, bias))
         y, news = calibrated(options, x, kernel, bias, views)
     else:
-        trained, copies, main_grad = prepare(kernel, options, copies, main_grad)
-        operands = same_axes(x, trained, bias, main_grad)
-        views = viewed(states, operands)
-        y, news = _dense(options, *operands[:3], views, rng, copies, operands[3])  # type: ignore[misc]
+        x, bias, trained, copies, main_grad = same_axes(x, bias, *prepare(kernel, options, copies, main_grad))
+        views = viewed(states, (x, trained, bias, main_grad))
+        out: Any = _dense(options, x, trained, bias, views, rng, copies, main_grad)
+        y, news = out
     news = returned(states, news)
     return (y, news) if return_state else y
 
@@ -141,9 +143,7 @@ def check_rng(op: str, rng: Any) -> Array | None:
 
 def check_operands(x: Any, kernel: Any, bias: Any, rng: Any) -> tuple[Array, Any, Array | None, Array | None]:
     """The operands as arrays; kernel as it is where it is quantized. **Raises** TypeError, ValueError."""
-    x = functional.to_array("dense", "x", x)
-    if not isinstance(kernel, QuantizedArray):
-        kernel = functional.to_array("dense", "kernel", kernel)
+    x, kernel = functional.to_array("dense", "x", x), kernel_operand("dense", "kernel", kernel, QuantizedArray)
     bias = None if bias is None else functional.to_array("dense", "bias", bias)
     rng = check_rng("dense", rng)
     if kernel.ndim != 2:
@@ -157,28 +157,41 @@ def check_operands(x: Any, kernel: Any, bias: Any, rng: Any) -> tuple[Array, Any
     return x, kernel, bias, rng
 
 
+def kernel_operand(op: str, arg: str, kernel: Any, held: type[QuantizedCopies]) -> Any:
+    """A kernel as an array; as it is where it is `held`. **Raises** TypeError."""
+    if isinstance(kernel, held):
+        return kernel
+    if isinstance(kernel, QuantizedCopies):
+        raise DTypeError(f"{op}: {arg} must be an array or a {held.__name__}, got a {type(kernel).__name__}")
+    return functional.to_array(op, arg, kernel)
+
+
 def plain(x: Array, kernel: Any, bias: Array | None) -> Array:
     """The product in x's dtype."""
-    if isinstance(kernel, QuantizedArray):
-        kernel = kernel.dequantize(x.dtype)
-    y = x @ kernel.astype(x.dtype).T
+    y = x @ high_precision(kernel, x.dtype).astype(x.dtype).T
     return y if bias is None else y + bias.astype(x.dtype)
 
 
-def same_axes(*arrays: Array | None) -> list[Any]:
-    """Lets all operands vary over the same mesh axes; the transpose sums the gradient of those that did not."""
-    axes = [frozenset() if x is None else jax.typeof(x).manual_axis_type.varying for x in arrays]
+def high_precision(kernel: Any, dtype: Any) -> Array:
+    """A kernel as an array, in `dtype` if it is held quantized."""
+    return kernel if isinstance(kernel, jax.Array) else kernel.dequantize(dtype)
+
+
+def same_axes(*operands: Any) -> list[Any]:
+    """Lets all operands, pytrees, vary over the same mesh axes; the transpose sums the gradient of those that did
+    not."""
+    arrays, tree = jax.tree.flatten(operands)
+    axes = [jax.typeof(x).manual_axis_type.varying for x in arrays]
     union = frozenset().union(*axes)
     missing = [tuple(sorted(union - own, key=str)) for own in axes]
-    return [
-        x if x is None or not m else jax.lax.pcast(x, m, to="varying") for x, m in zip(arrays, missing, strict=True)
-    ]
+    arrays = [jax.lax.pcast(x, m, to="varying") if m else x for x, m in zip(arrays, missing, strict=True)]
+    return list(tree.unflatten(arrays))
 
 
 # --- kernels that are quantized already, and gradients that go elsewhere ---
 
 
-def as_bytes(q: QuantizedArray) -> QuantizedArray:
+def as_bytes(q: Q) -> Q:
     """Payloads and one-byte scales as uint8; see `functional.quantize`."""
 
     def convert(x: Array) -> Array:
@@ -187,46 +200,49 @@ def as_bytes(q: QuantizedArray) -> QuantizedArray:
     return jax.tree.map(convert, q)
 
 
-def held_copies(kernel: QuantizedArray, options: Options, copies: Any) -> Copies:
-    """Both copies of a kernel that is quantized, as far as it has them."""
+def held_copies(kernel: Q, options: Options, copies: Any) -> tuple[Q | None, Q | None]:
+    """Both copies of a kernel that is quantized, as far as it has them. **Raises** ValueError for those of another
+    format or rotation."""
+    op, held, plan = options.op, kernel.quantizer, options.plan.weight
     if copies is not None:
-        raise ValueError("dense: kernel is quantized already, and copies of one were given too")
-    plan = options.plan.weight
-    for quantizer in (plan.rowwise, plan.columnwise):
-        if quantizer is not None and quantizer.format is not kernel.format:
+        raise ValueError(f"{op}: kernel is quantized already, and copies of one were given too")
+    for quantizer, copy in ((plan.rowwise, None), (plan.columnwise, kernel.columnwise_data)):
+        if quantizer is None:
+            continue
+        other = quantizer.format is not held.format
+        if other or (copy is not None and (held.spec.flags ^ quantizer.spec.flags) & (RHT | RHT_SIGNS)):
+            is_held, asked = (held.format.name, quantizer.format.name) if other else (held, quantizer)
             raise ValueError(
-                f"dense: the kernel is held as {kernel.format.name}, and {type(options.recipe).__name__} asks for "
-                f"{quantizer.format.name}: run it by the recipe that it was quantized with"
+                f"{op}: the kernel is held as {is_held}, and {type(options.recipe).__name__} asks for {asked}: run it "
+                "by the recipe that it was quantized with"
             )
     kernel = as_bytes(kernel)
-    rowwise = None if kernel.rowwise_data is None else only(kernel, False)
-    return rowwise, None if kernel.columnwise_data is None else only(kernel, True)
+    rowwise = None if kernel.rowwise_data is None else only(kernel, False, op)
+    return rowwise, None if kernel.columnwise_data is None else only(kernel, True, op)
 
 
 def prepare(kernel: Any, options: Options, copies: Any, main_grad: Any) -> tuple[Array | None, Copies | None, Any]:
     """A kernel, None if it is quantized, with its copies and the array that its gradient goes to."""
     shape = kernel.shape
-    if isinstance(kernel, QuantizedArray):
+    if isinstance(kernel, QuantizedCopies):
         copies, kernel = held_copies(kernel, options, copies), None
-    return kernel, copies, _main_grad(main_grad, kernel, shape)
+    return kernel, copies, _main_grad(options.op, main_grad, kernel, shape)
 
 
-def _main_grad(main_grad: Any, kernel: Array | None, shape: tuple[int, ...]) -> Array | None:
+def _main_grad(op: str, main_grad: Any, kernel: Array | None, shape: tuple[int, ...]) -> Array | None:
     """The array whose gradient is the kernel's; for a reference one that adds its gradient there."""
     if main_grad is None:
         return None
     reference = isinstance(main_grad, jax.Ref)
     if not reference and not isinstance(main_grad, jax.Array):
-        raise DTypeError(f"dense: main_grad must be a JAX array or reference, got {type(main_grad).__name__}")
+        raise DTypeError(f"{op}: main_grad must be a JAX array or reference, got {type(main_grad).__name__}")
     if main_grad.dtype != jnp.float32 or main_grad.shape != shape:
-        raise ShapeError(
-            f"dense: main_grad must be float32 {list(shape)}, got {main_grad.dtype}{list(main_grad.shape)}"
-        )
+        raise ShapeError(f"{op}: main_grad must be float32 {list(shape)}, got {main_grad.dtype}{list(main_grad.shape)}")
     if not reference:
         return main_grad
     if kernel is None:
         raise ValueError(
-            "dense: a reference as main_grad asks for a kernel that is differentiated, and a quantized one is not; "
+            f"{op}: a reference as main_grad asks for a kernel that is differentiated, and a quantized one is not; "
             "pass main_grad as an array and differentiate with respect to it"
         )
     return _sink(main_grad, kernel)
@@ -288,8 +304,7 @@ def refuse_calibration(op: str, record: bool, **given: Any) -> None:
 
 def calibrated(options: Options, x: Array, kernel: Any, bias: Any, states: States) -> tuple[Array, States]:
     """The plain product, with amaxes recorded under the names of its operands."""
-    if isinstance(kernel, QuantizedArray):
-        kernel = kernel.dequantize(x.dtype)
+    kernel = high_precision(kernel, x.dtype)
     return observed(options, plain(x, kernel, bias), x, kernel, states)
 
 

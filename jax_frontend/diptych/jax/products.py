@@ -63,6 +63,7 @@ class Options(NamedTuple):
     record: bool = True
     returns: bool = False
     group: tuple[str, ...] = ()
+    op: str = "dense"  # whose words errors have
 
     @property
     def plan(self) -> LinearPlan:
@@ -104,11 +105,11 @@ def quantize_kernel(
     kernel: Array, calls: tuple[Call, ...], options: Options, states: States, rng: Array | None
 ) -> tuple[Copies, Amaxes]:
     """`quantize_calls` of a kernel [N, K], or of each of a stack's [G, N, K], where a state's amax is over all."""
-    copies, amaxes = quantize_calls(kernel, calls, options, states, rng, _verb(kernel))
+    copies, amaxes = quantize_calls(kernel, calls, options, states, rng, verb_of(kernel))
     return copies, {name: [a if kernel.ndim == 2 else largest(a) for a in found] for name, found in amaxes.items()}
 
 
-def _verb(kernel: Array) -> Callable[..., Any]:
+def verb_of(kernel: Array) -> Callable[..., Any]:
     """What quantizes a kernel, or a stack of them."""
     return functional.quantize if kernel.ndim == 2 else quantize_each
 
@@ -132,7 +133,7 @@ def quantize_summed(
         if call.needs_rng:
             if rng is None:
                 raise DTypeError(
-                    f"dense: {call.quantizer} rounds stochastically and needs rng=; rng_state(seed) makes one"
+                    f"{options.op}: {call.quantizer} rounds stochastically and needs rng=; rng_state(seed) makes one"
                 )
             given["rng"] = rng_at(rng, 2 * call.number) if call.number else rng
         if options.group and call.reducible:
@@ -149,9 +150,9 @@ def quantize_summed(
     return (rowwise, columnwise), amaxes, total
 
 
-def only(q: Q, columnwise: bool) -> Q:
+def only(q: Q, columnwise: bool, op: str = "dense") -> Q:
     """A tensor, or a stack of them, with one of its copies. **Raises** ValueError if that was not made."""
-    copy = q.copy_of(columnwise, "dense")
+    copy = q.copy_of(columnwise, op)
     side = "columnwise" if columnwise else "rowwise"
     fields: dict[str, Any] = dict.fromkeys(BUFFERS) | {f"{side}_data": copy.data, f"{side}_scale_inv": copy.scale_inv}
     fields["columnwise_amax" if columnwise else "amax"] = copy.amax
@@ -247,7 +248,7 @@ class WeightGradient:
         """The gradient, of the kernel's shape, in its dtype or another."""
         dtype = self.dtype if dtype is None else dtype
         dw = self.products.product("wgrad", self.dy, self.x, None, dtype, self.schedule.plan.fast_accum[2])
-        return rounded(dw, self.schedule.results[2], self.options, self.rng, _verb(dw))
+        return rounded(dw, self.schedule.results[2], self.options, self.rng, verb_of(dw))
 
     def accumulate(self, acc: Array) -> Array:
         """acc + the gradient, in acc's memory where XLA may reuse it; `acc`: as the kernel, usually float32."""
@@ -286,11 +287,11 @@ class Needs(NamedTuple):
     to_main_grad: bool = False
 
     @staticmethod
-    def of(x: Any, kernel: Any, bias: Any, states: Any, copies: Any, main_grad: Any) -> Needs:
+    def of(x: Any, kernel: Any, bias: Any, states: Any, copies: Any, main_grad: Any, op: str = "dense") -> Needs:
         """Of a custom_vjp's arguments; `x`: all that the input depends on. **Raises** UnsupportedError."""
         if perturbed(copies):
             raise UnsupportedError(
-                "dense: a quantized kernel has no gradient of its own; pass main_grad= and differentiate with respect "
+                f"{op}: a quantized kernel has no gradient of its own; pass main_grad= and differentiate with respect "
                 "to it"
             )
         return Needs(
@@ -355,18 +356,17 @@ def fprop(
         original = copies[0] if copies[0] is not None else copies[1]
     copies_x, copies = named(copies_x), named(copies)
     a = x if copies_x[0] is None else copies_x[0]
-    b = original if s.plan.weight.rowwise is None else _there(copies[0], "rowwise", "fprop")
+    b = original if s.plan.weight.rowwise is None else _there(copies[0], "rowwise", "fprop", options.op)
     y = products.product("fprop", a, b, bias, x.dtype, s.plan.fast_accum[0])
     w = pick(s.w_kept, copies, original)
-    kept = (x if s.x_late else pick(s.x_kept, copies_x, x), w if not s.w_kept else _there(w, s.w_kept, "dgrad"))
+    w = _there(w, s.w_kept, "dgrad", options.op) if s.w_kept else w
+    kept = (x if s.x_late else pick(s.x_kept, copies_x, x), w)
     return rounded(y, s.results[0], options, rng), *kept, amaxes
 
 
-def _there(copy: Operand, side: str, gemm: str) -> Operand:
+def _there(copy: Operand, side: str, gemm: str, op: str) -> Operand:
     if copy is None:
-        raise ValueError(
-            f"dense: {gemm} reads the {side} copy of the kernel, which was not made; quantize it with both"
-        )
+        raise ValueError(f"{op}: {gemm} reads the {side} copy of the kernel, which was not made; quantize it with both")
     return copy
 
 
@@ -401,8 +401,8 @@ def check_transport(options: Options, wanted: tuple[str, ...], forward: Any, bac
     lost = [*backward, *(() if options.returns else forward)] if options.record else []
     if missing := [name for name in lost if name not in wanted]:
         raise ValueError(
-            f"dense: the amax of {', '.join(missing)} would be lost: differentiate with respect to the state too "
-            "(its gradient is the new state; value_and_grad_with_state does it), pass references (state_refs), or "
+            f"{options.op}: the amax of {', '.join(missing)} would be lost: differentiate with respect to the state "
+            "too (its gradient is the new state; value_and_grad_with_state does it), pass references (state_refs), or "
             "record=False"
         )
 

@@ -85,14 +85,17 @@ def quantize_params(
 ) -> Tree:
     """A tree of parameters whose kernels are held quantized, and in no other precision.
 
-    `dense` takes such a kernel; its gradient comes through `main_grad`, for an optimizer that steps a master copy.
+    `dense` takes such a kernel, and `grouped_dense` such a stack; its gradient comes through `main_grad`, for an
+    optimizer that steps a master copy.
 
-    **Arguments:** `where(path, leaf)`: which leaves are kernels [N, K]; paths are joined by dots. `name`: the roles'
-    name, or a function of the path.
+    **Arguments:** `where(path, leaf)`: which leaves are kernels [N, K], or with `module="grouped_linear"` stacks
+    [G, N, K]; paths are joined by dots. `name`: the roles' name, or a function of the path.
 
-    **Returns:** the tree, with a `QuantizedArray` of bytes for each kernel that the recipe quantizes.
+    **Returns:** the tree, with bytes for each kernel that the recipe quantizes: a `QuantizedArray`, or for a stack a
+    `QuantizedStack`, whose scales are each kernel's own.
 
-    **Raises:** ValueError where `where` picks nothing, or a leaf that is no matrix.
+    **Raises:** ValueError where `where` picks nothing, or a leaf that is neither a matrix nor a stack of them;
+    TypeError for a stack by a quantizer with a `quantize_impl` of its own.
     """
     picked = 0
 
@@ -102,10 +105,12 @@ def quantize_params(
         if not where(where_it_is, leaf):
             return leaf
         picked += 1
-        if leaf.ndim != 2:
-            raise ShapeError(f"quantize_params: {where_it_is} must be [N, K], got {list(leaf.shape)}")
+        if leaf.ndim not in (2, 3):
+            raise ShapeError(
+                f"quantize_params: {where_it_is} must be [N, K], or a stack [G, N, K], got {list(leaf.shape)}"
+            )
         quantizer = kernel_quantizer(recipe, module, name(where_it_is) if callable(name) else name)
-        return leaf if quantizer is None else functional.quantize(leaf, quantizer, as_bytes=True)
+        return leaf if quantizer is None else products.verb_of(leaf)(leaf, quantizer, as_bytes=True)
 
     out = jax.tree_util.tree_map_with_path(convert, params)
     if picked == 0:

@@ -6,7 +6,7 @@
 A field's annotation says how it enters the graph:
 
     Tensor, Tensor | None, list[Tensor]          among the node's tensors
-    Tensor | QuantizedTensor (| None)            flattened, and rebuilt inside
+    Tensor | QuantizedTensor (| None)            flattened, and rebuilt inside; likewise QuantizedStack
     list[Tensor | QuantizedTensor | None]        likewise, each; lists have no gradient
     Size, tuple[Size, ...]                       among the node's sizes, which may be symbolic
     torch.dtype (| None)                         as it is
@@ -41,7 +41,7 @@ from diptych.torch.op_fields import field_of, put, put_proto, put_sizes, take, t
 from diptych.torch.opaque import Constants
 from diptych.torch.opaque import Group as Group
 from diptych.torch.proto import TensorProto, proto_of
-from diptych.torch.quantized import TAKES_COTANGENTS, QuantizedTensor
+from diptych.torch.quantized import TAKES_COTANGENTS, QuantizedStack, QuantizedTensorBase
 from diptych.torch.replay import Replays
 from diptych.torch.rules import direct, refuse_second_derivative
 
@@ -179,7 +179,7 @@ class CustomOp:
             return False
         if torch.compiler.is_compiling():
             return True
-        plain = [t for t in values if isinstance(t, Tensor) and not isinstance(t, QuantizedTensor)]
+        plain = [t for t in values if isinstance(t, Tensor) and not isinstance(t, QuantizedTensorBase)]
         return not direct(*plain)
 
     def run(self, arguments: Any, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
@@ -284,12 +284,12 @@ class CustomOp:
 
     def _check(self, outputs: tuple[Tensor, ...], protos: tuple[TensorProto, ...]) -> None:
         """Holds outputs to their layout. **Raises** NotImplementedError."""
-        forms = [[(t.dtype, t.dim(), getattr(t, "quantizer", None)) for t in outputs]]
-        forms.append([(p.dtype, len(p.shape), p.quantizer) for p in protos])
+        forms = [[(t.dtype, t.dim(), getattr(t, "quantizer", None), isinstance(t, QuantizedStack)) for t in outputs]]
+        forms.append([(p.dtype, len(p.shape), p.quantizer, p.stack) for p in protos])
         if forms[0] != forms[1]:
             raise UnsupportedError(f"{self.name}: forward made {forms[0]}, and its layout says {forms[1]}")
         for t in outputs:
-            if isinstance(t, QuantizedTensor) and tuple(t.__tensor_flatten__()[0]) != t.quantizer.buffer_names():
+            if isinstance(t, QuantizedTensorBase) and tuple(t.__tensor_flatten__()[0]) != t.quantizer.buffer_names():
                 raise UnsupportedError(f"{self.name}: the output {t!r} lacks buffers of {t.quantizer.buffer_names()}")
 
     def _pure_backward(self, *slots: Any) -> list[Tensor]:

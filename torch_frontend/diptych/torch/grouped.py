@@ -6,8 +6,6 @@ They have no derivative; `GroupedLinear` and `grouped_linear` are differentiable
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 from torch import Tensor
 
@@ -15,76 +13,14 @@ from diptych.common import grouped, shapes
 from diptych.common.errors import DTypeError, ShapeError
 from diptych.common.quantizers import RHT, RHT_SIGNS, Quantizer
 from diptych.torch import grouped_primitives as primitives
-from diptych.torch.primitives import dequantize
-from diptych.torch.quantized import BUFFERS, QuantizedTensor
+from diptych.torch.quantized import QuantizedStack as QuantizedStack
+from diptych.torch.quantized import QuantizedTensor
 from diptych.torch.rules import (
-    TWO_LEVEL,
-    Copy,
     describe,
     require_no_grad,
     require_quantizer,
     require_tensor,
 )
-
-
-@dataclasses.dataclass(eq=False)
-class QuantizedStack:
-    """G quantized tensors of one shape, made by `quantize_stack`; `shape` is [G, ..., K], `dtype` the logical one.
-
-    Its buffers are those of a `QuantizedTensor` behind a leading G, and what is [1] there is [G] here: scales of a
-    whole tensor, amaxes. The tensors share nothing but their quantizer. A stack is no tensor: it has no gradient, and
-    on torch 2.11 it does not leave a compiled region.
-    """
-
-    quantizer: Quantizer
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    rowwise_data: Tensor | None = None
-    rowwise_scale_inv: Tensor | None = None
-    columnwise_data: Tensor | None = None
-    columnwise_scale_inv: Tensor | None = None
-    amax: Tensor | None = None
-    columnwise_amax: Tensor | None = None
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __getitem__(self, g: int) -> QuantizedTensor:
-        """Tensor g, a view. **Raises** IndexError past the last."""
-        if not -len(self) <= g < len(self):
-            raise IndexError(f"tensor {g} of a stack of {len(self)}")
-        per_tensor = self.quantizer.format.per_tensor
-        parts = {}
-        for name in BUFFERS:
-            t = getattr(self, name)
-            if t is not None:
-                whole = name.endswith("amax") or (per_tensor and name.endswith("scale_inv"))
-                parts[name] = t[g].reshape(-1) if whole else t[g]
-        return QuantizedTensor(self.quantizer, self.shape[1:], self.dtype, **parts)
-
-    def copy_of(self, columnwise: bool) -> Copy:
-        """One copy of the stack. **Raises** ValueError if it was not made."""
-        data = self.columnwise_data if columnwise else self.rowwise_data
-        scale_inv = self.columnwise_scale_inv if columnwise else self.rowwise_scale_inv
-        if data is None or scale_inv is None:
-            side = "columnwise" if columnwise else "rowwise"
-            raise ValueError(
-                f"this product needs the {side} copy, which {self.quantizer} does not make; "
-                f"quantize with quantizer.with_usage({side}=True)"
-            )
-        format_id = self.quantizer.spec.format_id
-        amax = (self.columnwise_amax if columnwise else self.amax) if TWO_LEVEL[format_id] else None
-        return data, scale_inv, amax, format_id, columnwise
-
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The values that the stack stands for, as `diptych.torch.dequantize` gives them for each tensor."""
-        copy = self.copy_of(self.rowwise_data is None)
-        return stack_values(copy, self.dtype if dtype is None else dtype).reshape(self.shape)
-
-
-def stack_values(stack: Copy, dtype: torch.dtype) -> Tensor:
-    """The values of one copy of a stack of matrices, [G, M, K]."""
-    return torch.stack([dequantize(copy, dtype) for copy in primitives.tensors_of(stack)])
 
 
 def quantize_stack(
@@ -110,7 +46,7 @@ def quantize_stack(
     require_quantizer(op, quantizer)
     require_no_grad(op, x, amax, columnwise_amax, scale)
     made = primitives.quantize_stack(x, quantizer, amax, columnwise_amax, scale, rng)
-    return QuantizedStack(quantizer, tuple(x.shape), x.dtype, **dict(zip(quantizer.buffer_names(), made, strict=True)))
+    return QuantizedStack(quantizer, x.shape, x.dtype, **dict(zip(quantizer.buffer_names(), made, strict=True)))
 
 
 def grouped_gemm(
@@ -156,7 +92,7 @@ def grouped_gemm(
         wanted = "QuantizedTensor" if trans_a else "QuantizedStack, which quantize_stack() makes"
         raise DTypeError(f"{op}: b must be a {wanted}, got {type(b).__name__}")
     require_tensor(op, "offsets", offsets)
-    require_no_grad(op, a, b if isinstance(b, QuantizedTensor) else None, bias)
+    require_no_grad(op, a, b, bias)
     of_a, of_b = [q.quantizer.spec.flags & (RHT | RHT_SIGNS) if trans_a else 0 for q in (a, b)]
     if of_a != of_b:
         raise ValueError(f"{op}: {a.quantizer} and {b.quantizer} do not rotate alike")

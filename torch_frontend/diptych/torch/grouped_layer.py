@@ -21,14 +21,13 @@ import torch
 from torch import Tensor
 
 from diptych.common import shapes
-from diptych.common.errors import DTypeError, ShapeError, UnsupportedError
+from diptych.common.errors import DTypeError, ShapeError
 from diptych.common.grouped import kernel_align, rotates_rows
 from diptych.common.recipes import Recipe
 from diptych.common.schedule import Call, Schedule
 from diptych.torch import fused
 from diptych.torch import grouped_primitives as primitives
 from diptych.torch.custom_op import CustomOp
-from diptych.torch.grouped import stack_values
 from diptych.torch.grouped_matmul import grouped_matmul
 from diptych.torch.layer_node import LayerArguments, finished, kept_spec, result_proto, run
 from diptych.torch.moe_primitives import permute, unpermute
@@ -38,6 +37,7 @@ from diptych.torch.products import (
     Options,
     encode,
     given_copies,
+    held_copies,
     quantize_calls,
     quantize_weight,
     record_late,
@@ -47,7 +47,7 @@ from diptych.torch.products import (
     schedule,
 )
 from diptych.torch.proto import TensorProto
-from diptych.torch.quantized import QuantizedTensor, high_precision
+from diptych.torch.quantized import QuantizedStack, QuantizedTensor, high_precision
 from diptych.torch.rules import describe, require_device, require_high_precision, require_tensor
 from diptych.torch.state import ScaleStates
 
@@ -56,7 +56,7 @@ from diptych.torch.state import ScaleStates
 
 def _stack(t: Operand, dtype: torch.dtype) -> Tensor:
     """A stack in high precision."""
-    return t.to(dtype) if isinstance(t, Tensor) else stack_values(t, dtype)
+    return t.to(dtype) if isinstance(t, Tensor) else primitives.stack_values(t, dtype)
 
 
 class _Groups(NamedTuple):
@@ -98,7 +98,7 @@ class GroupedWeightGradient(NamedTuple):
         single = call._replace(quantizer=call.quantizer.with_usage(rowwise=True, columnwise=False))
         copy = quantize_weight(dw, (single,), self.options, None)[0]
         assert copy is not None
-        return stack_values(copy, dw.dtype)
+        return primitives.stack_values(copy, dw.dtype)
 
     def accumulate(self, acc: Tensor) -> None:
         if self.schedule.results[2] is not None or isinstance(self.dy, Tensor) or isinstance(self.x, Tensor):
@@ -117,7 +117,7 @@ class _Arguments(LayerArguments):
     `row_id_map`, `source`: of the map that x's rows, tokens then, are permuted by, if they are."""
 
     x: Tensor | QuantizedTensor
-    weight: Tensor
+    weight: Tensor | QuantizedStack
     bias: Tensor | None
     rng: Tensor | None
     x_copy: list[Tensor]
@@ -159,10 +159,12 @@ def _forward(a: _Arguments, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...],
     else:
         copies_x = encode(x, s.x, options, a.rng, options.replay).copies
     copies_w = options.weight_copies
-    if copies_w is None:
+    if isinstance(a.weight, QuantizedStack):
+        copies_w = held_copies(a.weight, s.w, "weight", "run it by the recipe of its quantized_model_init")
+    elif copies_w is None:
         copies_w = quantize_weight(a.weight, s.w, options, a.rng, options.replay)
     left = high_precision("grouped_linear", x) if copies_x[0] is None else copies_x[0]
-    right = a.weight if s.plan.weight.rowwise is None else copies_w[0]
+    right = pick("original", copies_w, a.weight) if s.plan.weight.rowwise is None else copies_w[0]
     y = a.groups().product(True, left, right, a.bias, a.x.dtype, s.plan.fast_accum[0])
     if a.source is None:
         y = y.view(shapes.gemm_out_shape(a.x.shape, y.shape[0], y.shape[1], False))
@@ -230,10 +232,10 @@ def _require_fit(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor
     """Everything that the three products ask for, before the first kernel."""
     op = "grouped_linear"
     require_tensor(op, "weight", weight)
+    if isinstance(weight, QuantizedTensor):
+        raise DTypeError(f"{op}: a weight that is held quantized is a QuantizedStack, got a QuantizedTensor")
     require_high_precision(op, "input", x)
     require_high_precision(op, "weight", weight)
-    if isinstance(weight, QuantizedTensor):
-        raise UnsupportedError(f"{op}: weights that are held quantized; pass them in high precision")
     require_tensor(op, "offsets", offsets)
     primitives.require_offsets(op, x, offsets)
     if x.dim() == 0 or weight.dim() != 3 or x.size(-1) != weight.size(2):
@@ -271,7 +273,8 @@ def grouped_linear(
 
     **Arguments:** `x`: [..., K] with R rows; as for `linear`. Rows in no group enter no product, but count in amaxes of
     the whole tensor and in blocks of scales that they share with a group: keep zeros there, as `moe_permute` does.
-    `weight`: [G, N, K]. `bias`: [G, N]. `offsets`: int32 [G + 1]; group g is rows offsets[g] <= r < offsets[g + 1].
+    `weight`: [G, N, K], or a `QuantizedStack` with the copies that the recipe asks for. `bias`: [G, N]. `offsets`:
+    int32 [G + 1]; group g is rows offsets[g] <= r < offsets[g + 1].
     The CPU refuses offsets that descend or leave 0..R; CUDA, which does not wait for them, takes each as at least the
     one before it and at most R. `row_map`: instead of offsets, which are then its expert_offsets. x is in token
     order, [T, K] (or [..., K]), and its rows go where the map sends them: the result, the gradients and the states have
@@ -285,8 +288,7 @@ def grouped_linear(
     QuantizedTensor where the recipe quantizes the output.
 
     **Raises:** as `linear`; ValueError also for offsets, a map that does not fit, and a Hadamard transform without its
-    promise, NotImplementedError for weights that are held quantized, rounded stochastically, or quantized by the
-    user's own code.
+    promise, NotImplementedError for weights that are rounded stochastically or quantized by the user's own code.
     """
     options = Options(module, name, save_original_input, record, amax_group, state)
     return grouped_linear_with(x, weight, bias, offsets, align, rng, recipe, options, row_map)
@@ -324,7 +326,7 @@ def grouped_linear_with(
     if quantized:
         options = options._replace(save_original_input=False)  # there is nothing to quantize again
     s = schedule(recipe, options.module, options.name, False, train, options.save_original_input)
-    require_stackable((*s.w, s.results[2]))
+    require_stackable((*(() if isinstance(weight, QuantizedStack) else s.w), s.results[2]))
     if train and rotates_rows(s.plan) and promise % 16 != 0:
         raise ValueError(
             f"grouped_linear: {type(recipe).__name__} rotates 16 rows at a time for the weights' gradients, so that "

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from diptych.common.errors import DTypeError, ShapeError, UnsupportedError
+from diptych.common.errors import DTypeError, ShapeError
 from diptych.common.grouped import HIGH_PRECISION
 from diptych.common.recipes import Recipe
 from diptych.torch.autocast import STATE
@@ -21,9 +21,9 @@ from diptych.torch.module import QuantizedModule
 from diptych.torch.permutation import RowMap, moe_permute, require_row_map
 from diptych.torch.permutation_ops import as_int32
 from diptych.torch.products import Options
-from diptych.torch.quantized import high_precision
+from diptych.torch.quantized import QuantizedTensorBase, high_precision
 from diptych.torch.rules import describe
-from diptych.torch.weights import _INIT
+from diptych.torch.weights import initial_weight
 
 
 class GroupedLinear(QuantizedModule):
@@ -37,8 +37,9 @@ class GroupedLinear(QuantizedModule):
     module kind of roles is "grouped_linear". The input is quantized whole; each weight has scales of its own, except
     under delayed scaling: there is one state "weight", whose scale all of them share and whose amax is over all.
 
-    **Raises:** TypeError if `recipe` is not a recipe, ValueError for sizes below 1, NotImplementedError inside a
-    `quantized_model_init` region; see `forward` for the rest.
+    Inside of `quantized_model_init` the weight is held as a `QuantizedStack`, each of G with scales of its own.
+
+    **Raises:** TypeError if `recipe` is not a recipe, ValueError for sizes below 1; see `forward` for the rest.
     """
 
     module_kind = "grouped_linear"
@@ -66,8 +67,6 @@ class GroupedLinear(QuantizedModule):
         for arg, n in (("num_gemms", num_gemms), ("in_features", in_features), ("out_features", out_features)):
             if not isinstance(n, int) or n < 1:
                 raise ValueError(f"GroupedLinear: {arg} must be an int of at least 1, got {n!r}")
-        if _INIT.recipe is not None:
-            raise UnsupportedError("GroupedLinear: weights that are held quantized (quantized_model_init)")
         super().__init__(fuse_wgrad_accumulation=fuse_wgrad_accumulation, delay_wgrad_compute=delay_wgrad_compute)
         self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
         self.recipe, self.name = recipe, name
@@ -79,6 +78,7 @@ class GroupedLinear(QuantizedModule):
         else:
             self.register_parameter("bias", None)
         self.reset_parameters()
+        self.weight = initial_weight(self.weight, recipe, self.module_kind, name)
 
     def reset_parameters(self) -> None:
         """Each of G as nn.Linear."""
@@ -154,7 +154,8 @@ def _stacked(state_dict: Any, key: str, count: int) -> Any:
     """A state dict with one tensor instead of `count` whose keys end in a number. Where they are not of one shape, or
     some are missing, they stay, for torch to name what it does not find or know."""
     parts = [state_dict.get(f"{key}{g}") for g in range(count)]
-    whole = count > 0 and key not in state_dict and all([isinstance(t, Tensor) for t in parts])
+    plain = [isinstance(t, Tensor) and not isinstance(t, QuantizedTensorBase) for t in parts]
+    whole = count > 0 and key not in state_dict and all(plain)
     if not whole or len({(t.shape, t.dtype) for t in parts}) > 1:
         return state_dict
     left = {k: v for k, v in state_dict.items() if k not in {f"{key}{g}" for g in range(count)}}

@@ -206,6 +206,11 @@ def tensors_of(stack: Copy) -> list[Copy]:
     return [_tensor_of(stack, g) for g in range(stack[0].shape[0])]
 
 
+def stack_values(stack: Copy, dtype: torch.dtype) -> Tensor:
+    """The values of one copy of a stack of matrices, [G, M, K]."""
+    return torch.stack([primitives.dequantize(copy, dtype) for copy in tensors_of(stack)])
+
+
 # --- products --------------------------------------------------------------------------------------------------------
 
 

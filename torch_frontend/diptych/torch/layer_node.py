@@ -23,7 +23,7 @@ from diptych.torch.delayed import log_amax, record_pending
 from diptych.torch.operands import Copies, Spec, pack, pick, unpack
 from diptych.torch.products import Options, WeightGradient, quantize_general, schedule
 from diptych.torch.proto import TensorProto
-from diptych.torch.quantized import QuantizedTensor, rotated
+from diptych.torch.quantized import QuantizedTensor, QuantizedTensorBase, rotated
 from diptych.torch.rules import TWO_LEVEL, traced_local
 from diptych.torch.state import States
 
@@ -117,7 +117,7 @@ class LayerArguments:
             for options in self.options:
                 key += (options[0], options[1], options[2], options.weight_grad is None)
         for name in self.weights:
-            key.append(isinstance(held[name], QuantizedTensor))
+            key.append(isinstance(held[name], QuantizedTensorBase))
         known = _recent.get(tuple(key))
         if known is None:
             made = (self._schedules_for(needs), self._keeps_for(needs), self._gradients_for(needs))
@@ -218,7 +218,7 @@ class LayerArguments:
     def kept_weight(self, i: int, s: Schedule, saved: list[Tensor]) -> Any:
         """A layer's."""
         weight = getattr(self, self.weights[i])
-        if isinstance(weight, QuantizedTensor):
+        if isinstance(weight, QuantizedTensorBase):
             columnwise = weight.rowwise_data is None if s.w_kept == "original" else s.w_kept == "columnwise"
             return weight.copy_of(columnwise)
         if isinstance(weight, Tensor):
@@ -228,7 +228,7 @@ class LayerArguments:
         return unpack(kept_spec(s.w_kept, s.plan.weight), saved)
 
     def _reads_weight(self, i: int, s: Schedule) -> bool:
-        held = isinstance(getattr(self, self.weights[i]), QuantizedTensor)
+        held = isinstance(getattr(self, self.weights[i]), QuantizedTensorBase)
         return s.w_kept == "original" or (s.w_kept != "" and held)
 
     def _specs(self, i: int) -> tuple[Spec, ...]:

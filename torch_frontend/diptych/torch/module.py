@@ -28,7 +28,7 @@ from diptych.torch.delayed import update_once
 from diptych.torch.eager_only import CALIBRATING, DELAYED_WGRAD, EagerOnly, prepare
 from diptych.torch.layer import linear_with
 from diptych.torch.products import Options, dequantized_weight, schedule
-from diptych.torch.quantized import QuantizedTensor, high_precision
+from diptych.torch.quantized import QuantizedTensorBase, high_precision
 from diptych.torch.rules import traced_local
 from diptych.torch.state import (
     ScaleStates,
@@ -173,7 +173,7 @@ class QuantizedModule(nn.Module):
             None if gradients is None else gradients.of(weight), updated,
         )  # fmt: skip
         cached = is_first_microbatch is not None or skip_weight_update is not None
-        if cached and not isinstance(weight, QuantizedTensor):
+        if cached and not isinstance(weight, QuantizedTensorBase):
             columnwise = self.training or x.requires_grad
             copies = self._cache(layer).get(
                 weight, recipe, options, rng, columnwise, is_first_microbatch, skip_weight_update

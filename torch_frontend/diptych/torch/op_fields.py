@@ -1,7 +1,7 @@
 """What a dataclass of arguments is to a graph: the slots of an op's schema, and tensors taken apart and put together.
 
-A spec says how to take a tensor off a list: "" none, "plain", or of a quantized one (quantizer, dtype, names, rank); of
-one that is known by its form alone ("proto", quantizer, dtype, device, requires_grad, rank).
+A spec says how to take a tensor off a list: "" none, "plain", or of a quantized one (quantizer, dtype, names, stack or
+not, rank); of one that is known by its form alone ("proto", quantizer, dtype, device, requires_grad, stack, rank).
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ from diptych.common.errors import DTypeError
 from diptych.torch import opaque
 from diptych.torch.opaque import Group
 from diptych.torch.proto import TensorProto
-from diptych.torch.quantized import BUFFERS, QuantizedTensor
+from diptych.torch.quantized import BUFFERS, QuantizedStack, QuantizedTensor, QuantizedTensorBase
 
 Size = NewType("Size", int)
 Written = NewType("Written", list)  # type: ignore[type-arg]
 
 _DTYPES = {d: str(d).removeprefix("torch.") for d in (torch.float32, torch.float64, torch.bfloat16, torch.float16)}
+
+
+_QUANTIZABLE = {Tensor, QuantizedTensor, QuantizedStack}
 
 
 class Field(typing.NamedTuple):
@@ -41,13 +44,13 @@ def field_of(name: str, hint: Any) -> Field:
     parts.discard(type(None))
     if parts == {Tensor}:
         return Field(name, "tensor", "")
-    if QuantizedTensor in parts and parts <= {Tensor, QuantizedTensor}:
+    if parts <= _QUANTIZABLE:
         return Field(name, "quantizable", "")
     if parts == {list[Tensor]} and not optional:
         return Field(name, "tensors", "")
     if len(parts) == 1 and not optional and typing.get_origin(only := next(iter(parts))) is list:
         (inner,) = typing.get_args(only)
-        if _alternatives(inner) <= {Tensor, QuantizedTensor, type(None)}:
+        if _alternatives(inner) <= {*_QUANTIZABLE, type(None)}:
             return Field(name, "quantizables", "")
     if parts == {Size} and not optional:
         return Field(name, "size", "")
@@ -68,19 +71,20 @@ def field_of(name: str, hint: Any) -> Field:
 def put(t: Any, tensors: list[Tensor], sizes: list[Any]) -> Any:
     if t is None:
         return ""
-    if not isinstance(t, QuantizedTensor):
+    if not isinstance(t, QuantizedTensorBase):
         tensors.append(t)
         return "plain"
     names = tuple([n for n in BUFFERS if getattr(t, n) is not None])
     tensors += [getattr(t, n) for n in names]
     sizes += list(t.shape)
-    return t.quantizer, _DTYPES[t.dtype], names, len(t.shape)
+    return t.quantizer, _DTYPES[t.dtype], names, isinstance(t, QuantizedStack), len(t.shape)
 
 
 def put_proto(t: Tensor, sizes: list[Any]) -> Any:
     sizes += list(t.shape)
-    quantizer = t.quantizer if isinstance(t, QuantizedTensor) else None
-    return "proto", quantizer, str(t.dtype).removeprefix("torch."), str(t.device), t.requires_grad, len(t.shape)
+    quantizer = t.quantizer if isinstance(t, QuantizedTensorBase) else None
+    dtype, stack = str(t.dtype).removeprefix("torch."), isinstance(t, QuantizedStack)
+    return "proto", quantizer, dtype, str(t.device), t.requires_grad, stack, len(t.shape)
 
 
 def take(spec: Any, tensors: list[Tensor], sizes: list[Any]) -> Any:
@@ -90,10 +94,11 @@ def take(spec: Any, tensors: list[Tensor], sizes: list[Any]) -> Any:
         return tensors.pop(0)
     shape = tuple([sizes.pop(0) for _ in range(spec[-1])])
     if spec[0] == "proto":
-        _, quantizer, dtype, device, requires_grad, _ = spec
-        return TensorProto(shape, getattr(torch, dtype), quantizer, torch.device(device), requires_grad)
-    quantizer, dtype, names, _ = spec
-    return QuantizedTensor(quantizer, shape, getattr(torch, dtype), **{n: tensors.pop(0) for n in names})
+        _, quantizer, dtype, device, requires_grad, stack, _ = spec
+        return TensorProto(shape, getattr(torch, dtype), quantizer, torch.device(device), requires_grad, stack)
+    quantizer, dtype, names, stack, _ = spec
+    kind = QuantizedStack if stack else QuantizedTensor
+    return kind(quantizer, shape, getattr(torch, dtype), **{n: tensors.pop(0) for n in names})
 
 
 def put_sizes(value: Any, sizes: list[Any]) -> int | None:
@@ -114,4 +119,5 @@ def take_output(proto: TensorProto, made: list[Tensor]) -> Tensor:
     if proto.quantizer is None:
         return made.pop(0)
     q = proto.quantizer
-    return QuantizedTensor(q, proto.shape, proto.dtype, **{n: made.pop(0) for n in q.buffer_names()})
+    kind = QuantizedStack if proto.stack else QuantizedTensor
+    return kind(q, proto.shape, proto.dtype, **{n: made.pop(0) for n in q.buffer_names()})

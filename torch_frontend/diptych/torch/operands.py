@@ -9,7 +9,7 @@ from torch import Tensor
 
 from diptych.common import shapes
 from diptych.torch import primitives
-from diptych.torch.quantized import QuantizedTensor
+from diptych.torch.quantized import QuantizedTensorBase
 from diptych.torch.rules import Copy
 
 Operand = Any  # Copy or Tensor: isinstance(Tensor) tells them apart
@@ -19,7 +19,7 @@ Spec = tuple[int, bool, bool] | None
 
 def pick(kept: str, copies: Copies, original: Tensor) -> Operand:
     if kept == "original":
-        quantized = isinstance(original, QuantizedTensor)
+        quantized = isinstance(original, QuantizedTensorBase)
         return original.copy_of(original.rowwise_data is None) if quantized else original
     return copies[1 if kept == "columnwise" else 0]  # torch 2.11 indexes by no bool
 

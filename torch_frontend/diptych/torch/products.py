@@ -32,7 +32,7 @@ from diptych.common.schedule import Call, Schedule, make_schedule
 from diptych.torch import functional, fused, grouped_primitives, primitives, replay
 from diptych.torch.fused import FusedInput
 from diptych.torch.operands import Copies, Operand, pick, values
-from diptych.torch.quantized import QuantizedTensor, high_precision
+from diptych.torch.quantized import QuantizedTensor, QuantizedTensorBase, high_precision
 from diptych.torch.state import ScaleStates, States, record_amax, rng_at
 
 
@@ -297,13 +297,13 @@ class WeightGradient(NamedTuple):
 
 def dequantized_weight(weight: Tensor) -> Tensor:
     """A weight for a product in high precision; its gradient is the parameter's."""
-    return weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
+    return weight.dequantize() if isinstance(weight, QuantizedTensorBase) else weight
 
 
 # --- the layer -------------------------------------------------------------------------------------------------------
 
 
-def held_copies(q: QuantizedTensor, calls: tuple[Call, ...], tensor: str, remedy: str) -> Copies:
+def held_copies(q: QuantizedTensorBase, calls: tuple[Call, ...], tensor: str, remedy: str) -> Copies:
     """The copies that calls would make, of what is quantized already; `tensor` and `remedy` are for what it raises.
 
     **Raises** ValueError for a copy that was not made, or of another format or transform.

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from diptych.common.errors import DTypeError
 from diptych.common.quantizers import Quantizer
-from diptych.torch import primitives
-from diptych.torch.quantized import QuantizedTensor, from_buffers
+from diptych.torch import grouped_primitives, primitives
+from diptych.torch.quantized import QuantizedStack, QuantizedTensorBase, from_buffers
 from diptych.torch.rules import require_tensor
 
 
@@ -21,7 +21,8 @@ class TensorProto(NamedTuple):
     """A tensor without its data.
 
     **Arguments:** `shape`: of ints, while tracing also symbolic ones. `dtype`: of a quantized tensor the logical one.
-    `quantizer`: None for a plain tensor. `requires_grad`: what it was where the prototype was made.
+    `quantizer`: None for a plain tensor. `requires_grad`: what it was where the prototype was made. `stack`: of a
+    `QuantizedStack`, whose leading extent counts its tensors.
     """
 
     shape: tuple[int, ...]
@@ -29,6 +30,7 @@ class TensorProto(NamedTuple):
     quantizer: Quantizer | None = None
     device: torch.device = torch.device("cpu")
     requires_grad: bool = False
+    stack: bool = False
 
     @property
     def buffers(self) -> tuple[tuple[str, tuple[int, ...], torch.dtype], ...]:
@@ -44,6 +46,10 @@ class TensorProto(NamedTuple):
         place = self.device if device is None else device
         if self.quantizer is None:
             made = torch.empty(self.shape, dtype=self.dtype, device=place)
+        elif self.stack:
+            buffers = grouped_primitives.empty_stack(self.shape, self.quantizer, place)
+            named = dict(zip(self.quantizer.buffer_names(), buffers, strict=True))
+            made = QuantizedStack(self.quantizer, self.shape, self.dtype, **named)
         else:
             like = torch.empty(self.shape, dtype=self.dtype, device="meta")
             made = from_buffers(like, self.quantizer, primitives.empty(self.shape, self.quantizer, place))
@@ -73,5 +79,5 @@ def to_tensor_proto(t: Any, requires_grad: bool | None = None) -> TensorProto:
 
 def proto_of(t: Tensor) -> TensorProto:
     """`to_tensor_proto` of what is known to be a tensor."""
-    quantizer = t.quantizer if isinstance(t, QuantizedTensor) else None
-    return TensorProto(t.shape, t.dtype, quantizer, t.device, t.requires_grad)
+    quantizer = t.quantizer if isinstance(t, QuantizedTensorBase) else None
+    return TensorProto(t.shape, t.dtype, quantizer, t.device, t.requires_grad, isinstance(t, QuantizedStack))

@@ -1,8 +1,9 @@
-"""`QuantizedTensor`: one or two quantized copies of a tensor, and the quantizer that made them.
+"""`QuantizedTensor`: one or two quantized copies of a tensor, and the quantizer that made them. `QuantizedStack`: the
+same of several tensors.
 
-A traceable wrapper subclass: torch.compile sees its buffers, and it has the shape, dtype and device of the tensor it
-stands for. It is **not** a number type. What moves or copies it whole works (detach, clone, to(device), copy_, save,
-pickle, deepcopy); every other operation raises NotImplementedError instead of dequantizing behind your back.
+Traceable wrapper subclasses: torch.compile sees their buffers, and they have the shape, dtype and device of the tensor
+they stand for. They are **not** number types. What moves or copies one whole works (detach, clone, to(device), copy_,
+save, pickle, deepcopy); every other operation raises NotImplementedError instead of dequantizing behind your back.
 
 One that requires grad is the result of `quantize`, or of a module or an op of this package, or a `QuantizedParameter`.
 Its gradient is a plain tensor of its shape and logical dtype, also where it enters or leaves a compiled region.
@@ -13,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from torch.utils._pytree import tree_map
 
 from diptych.common.errors import DTypeError, UnsupportedError
 from diptych.common.quantizers import RHT, Quantizer
-from diptych.torch import primitives
+from diptych.torch import grouped_primitives, primitives
 from diptych.torch.rules import TWO_LEVEL, Copy
 
 aten = torch.ops.aten
@@ -37,16 +38,10 @@ BUFFERS = (
 )
 
 
-class QuantizedTensor(Tensor):
-    """A quantized tensor of logical `shape` and `dtype`; made by `diptych.torch.quantize`.
+class QuantizedTensorBase(Tensor):
+    """What a `QuantizedTensor` and a `QuantizedStack` have in common: all but what their buffers' shapes mean."""
 
-    `rowwise_data` has the tensor's shape, `columnwise_data` too or, where the format transposes, [K, M] with leading
-    dimensions folded into M. Payloads of E2M1 are uint8, two elements a byte (the even one in the low bits), which
-    halves the last extent. Scales are logical row-major, in the orientation of their data. `amax` is float32 [1]:
-    the tensor's in per-tensor formats; in two-level ones what the rowwise copy refers to (with row scales [M]), and
-    `columnwise_amax` [1] what the columnwise copy does. A buffer that was not made is None.
-    """
-
+    kind: type[QuantizedTensorBase]  # which of the two, whatever else a class is
     rowwise_data: Tensor | None
     rowwise_scale_inv: Tensor | None
     columnwise_data: Tensor | None
@@ -55,9 +50,8 @@ class QuantizedTensor(Tensor):
     columnwise_amax: Tensor | None
     quantizer: Quantizer
 
-    @staticmethod
     def __new__(
-        cls: type[QuantizedTensor],
+        cls,
         quantizer: Quantizer,
         shape: tuple[int, ...],
         dtype: torch.dtype,
@@ -67,10 +61,10 @@ class QuantizedTensor(Tensor):
         columnwise_scale_inv: Tensor | None = None,
         amax: Tensor | None = None,
         columnwise_amax: Tensor | None = None,
-    ) -> QuantizedTensor:
+    ) -> Self:
         data = columnwise_data if rowwise_data is None else rowwise_data
         if data is None:
-            raise ValueError("a QuantizedTensor holds a rowwise or a columnwise copy, and neither was given")
+            raise ValueError(f"a {cls.kind.__name__} holds a rowwise or a columnwise copy, and neither was given")
         self = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=data.device, requires_grad=False)
         self.quantizer = quantizer
         self.rowwise_data = rowwise_data
@@ -106,16 +100,20 @@ class QuantizedTensor(Tensor):
         dtype = self.dtype if dtype is None else dtype
         if torch.is_grad_enabled() and self.requires_grad:
             return _Dequantize.apply(self, dtype)
-        return _dequantize(self, dtype)
+        return self._values(dtype)
+
+    def _values(self, dtype: torch.dtype) -> Tensor:
+        """What the rowwise copy stands for, or the only one."""
+        raise NotImplementedError
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Quantizer, torch.dtype]]:
         return [name for name in BUFFERS if getattr(self, name) is not None], (self.quantizer, self.dtype)
 
-    @staticmethod
+    @classmethod
     def __tensor_unflatten__(
-        inner: dict[str, Tensor], meta: tuple[Quantizer, torch.dtype], outer_size: Any, outer_stride: Any
-    ) -> QuantizedTensor:
-        return QuantizedTensor(meta[0], outer_size, meta[1], **inner)
+        cls, inner: dict[str, Tensor], meta: tuple[Quantizer, torch.dtype], outer_size: Any, outer_stride: Any
+    ) -> QuantizedTensorBase:
+        return cls(meta[0], outer_size, meta[1], **inner)
 
     def __coerce_tangent_metadata__(self) -> Tensor:
         """The gradient that AOTAutograd plans for where one leaves a compiled region: a plain tensor.
@@ -138,13 +136,13 @@ class QuantizedTensor(Tensor):
         q = self.quantizer
         # One that is compared by identity has no name that another process, or a later object, could not have too.
         quantizer = secrets.token_hex() if q._value_fields() is None else f"{type(q).__module__}.{q.fingerprint}"
-        key = (str(self.shape), str(self.dtype), str(self.device), quantizer, buffers)
+        key = (self.kind.__name__, str(self.shape), str(self.dtype), str(self.device), quantizer, buffers)
         return hashlib.sha256(repr(key).encode()).hexdigest()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         copies = [side for side in ("rowwise", "columnwise") if getattr(self, f"{side}_data") is not None]
         return (
-            f"QuantizedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
+            f"{self.kind.__name__}(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}, "
             f"format={self.quantizer.format.name}, copies={'+'.join(copies)}, quantizer={self.quantizer})"
         )
 
@@ -155,9 +153,9 @@ class QuantizedTensor(Tensor):
         made_of = (q, None) if names is None else (type(q), {name: getattr(q, name) for name in names})
         # As bytes: torch's legacy pickle format does not know FP8 storage.
         buffers = {name: t.view(torch.uint8) for name in BUFFERS if (t := getattr(self, name)) is not None}
-        return _rebuild, (*made_of, tuple(self.shape), self.dtype, buffers)
+        return _rebuild, (*made_of, tuple(self.shape), self.dtype, buffers, self.kind)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
             memo[id(self)] = _map(torch.clone, self)
         return memo[id(self)]
@@ -170,8 +168,37 @@ class QuantizedTensor(Tensor):
         if handler is None and func in TAKES_COTANGENTS:
             return func(*tree_map(_cotangent, args), **(kwargs or {}))
         if handler is None:
-            raise UnsupportedError(f"{func} is not defined on a QuantizedTensor; call dequantize() on it first")
+            raise UnsupportedError(f"{func} is not defined on a {cls.kind.__name__}; call dequantize() on it first")
         return handler(func, *args, **(kwargs or {}))
+
+
+class QuantizedTensor(QuantizedTensorBase):
+    """A quantized tensor of logical `shape` and `dtype`; made by `diptych.torch.quantize`.
+
+    `rowwise_data` has the tensor's shape, `columnwise_data` too or, where the format transposes, [K, M] with leading
+    dimensions folded into M. Payloads of E2M1 are uint8, two elements a byte (the even one in the low bits), which
+    halves the last extent. Scales are logical row-major, in the orientation of their data. `amax` is float32 [1]:
+    the tensor's in per-tensor formats; in two-level ones what the rowwise copy refers to (with row scales [M]), and
+    `columnwise_amax` [1] what the columnwise copy does. A buffer that was not made is None.
+    """
+
+    def _values(self, dtype: torch.dtype) -> Tensor:
+        return primitives.dequantize(self.copy_of(self.rowwise_data is None), dtype).reshape(self.shape)
+
+
+class QuantizedStack(QuantizedTensorBase):
+    """G quantized tensors of one shape, made by `quantize_stack`; `shape` is [G, ..., K], `dtype` the logical one.
+
+    Its buffers are those of a `QuantizedTensor` behind a leading G, and what is [1] there is [G] here: scales of a
+    whole tensor, amaxes. The tensors share nothing but their quantizer. `stack[g]` is tensor g, a view, and iterating
+    gives them all.
+    """
+
+    def _values(self, dtype: torch.dtype) -> Tensor:
+        return grouped_primitives.stack_values(self.copy_of(self.rowwise_data is None), dtype).reshape(self.shape)
+
+
+QuantizedTensor.kind, QuantizedStack.kind = QuantizedTensor, QuantizedStack
 
 
 TAKES_COTANGENTS: set[Any] = set()
@@ -180,26 +207,22 @@ that comes is a plain tensor (AOTAutograd's, and eager autograd's)."""
 
 
 def _cotangent(t: Any) -> Any:
-    if isinstance(t, QuantizedTensor):
+    if isinstance(t, QuantizedTensorBase):
         if not isinstance(t.rowwise_data if t.columnwise_data is None else t.columnwise_data, FakeTensor):
             raise DTypeError("the gradient of a quantized tensor is a plain tensor, and a QuantizedTensor was given")
         return torch.empty(t.shape, dtype=t.dtype, device=t.device)
     return t
 
 
-def _dequantize(q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
-    return primitives.dequantize(q.copy_of(q.rowwise_data is None), dtype).reshape(q.shape)
-
-
 class _Dequantize(torch.autograd.Function):
     """Passes the gradient on."""
 
     @staticmethod
-    def forward(ctx: Any, q: QuantizedTensor, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, q: QuantizedTensorBase, dtype: torch.dtype) -> Tensor:
         if q.rowwise_data is None and rotated(q.quantizer):
             raise UnsupportedError("dequantize: rotated values have no derivative; keep the rowwise copy")
         ctx.dtype = q.dtype
-        return _dequantize(q, dtype)
+        return q._values(dtype)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
@@ -216,7 +239,7 @@ def high_precision(op: str, t: Tensor, dtype: torch.dtype | None = None) -> Tens
 
     **Raises** ValueError where the only copy is of the Hadamard-rotated tensor.
     """
-    if not isinstance(t, QuantizedTensor):
+    if not isinstance(t, QuantizedTensorBase):
         return t
     if t.rowwise_data is None and rotated(t.quantizer):
         raise ValueError(
@@ -248,49 +271,51 @@ def _rebuild(
     shape: tuple[int, ...],
     dtype: torch.dtype,
     buffers: dict[str, Tensor],
-) -> QuantizedTensor:
+    kind: type[QuantizedTensorBase] = QuantizedTensor,
+) -> QuantizedTensorBase:
     quantizer: Any = made_of if fields is None else made_of._rebuild(**fields)
     dtypes = {"data": quantizer.format.data, "inv": quantizer.format.scale, "amax": "float32"}
     typed = {name: t.view(getattr(torch, dtypes[name.rsplit("_", 1)[-1]])) for name, t in buffers.items()}
-    return QuantizedTensor(quantizer, shape, dtype, **typed)
+    return kind(quantizer, shape, dtype, **typed)
 
 
 # torch.load(weights_only=True) rebuilds from this function; `opaque.register` lists the quantizers themselves.
-torch.serialization.add_safe_globals([_rebuild, QuantizedTensor])
+torch.serialization.add_safe_globals([_rebuild, QuantizedTensor, QuantizedStack])
 
 
 # --- the operations that a quantized tensor has ----------------------------------------------------------------------
 
 
-def _map(fn: Callable[[Tensor], Tensor], q: QuantizedTensor) -> QuantizedTensor:
+def _map(fn: Callable[[Tensor], Tensor], q: QuantizedTensorBase) -> QuantizedTensorBase:
     buffers = {name: fn(getattr(q, name)) for name in BUFFERS if getattr(q, name) is not None}
-    return QuantizedTensor(q.quantizer, q.shape, q.dtype, **buffers)
+    return q.kind(q.quantizer, q.shape, q.dtype, **buffers)
 
 
-def _same(func: Any, q: QuantizedTensor, memory_format: torch.memory_format | None = None) -> QuantizedTensor:
+def _same(func: Any, q: QuantizedTensorBase, memory_format: torch.memory_format | None = None) -> QuantizedTensorBase:
     _no_memory_format(func, memory_format)
     return _map(func, q)
 
 
 def _no_memory_format(func: Any, memory_format: torch.memory_format | None) -> None:
     if memory_format not in (None, torch.contiguous_format, torch.preserve_format):
-        raise UnsupportedError(f"{func} on a QuantizedTensor: its buffers are row-major, not {memory_format}")
+        raise UnsupportedError(f"{func} on a quantized tensor: its buffers are row-major, not {memory_format}")
 
 
-def _to(func: Any, q: QuantizedTensor, *, memory_format: Any = None, **kwargs: Any) -> QuantizedTensor:
+def _to(func: Any, q: QuantizedTensorBase, *, memory_format: Any = None, **kwargs: Any) -> QuantizedTensorBase:
     _no_memory_format(func, memory_format)
     dtype = kwargs.pop("dtype", None)
     if dtype not in (None, q.dtype):
         raise UnsupportedError(
-            f"a QuantizedTensor of logical dtype {q.dtype} cannot become {dtype}; call dequantize(dtype={dtype}) on it"
+            f"a {q.kind.__name__} of logical dtype {q.dtype} cannot become {dtype}; "
+            f"call dequantize(dtype={dtype}) on it"
         )
     return _map(lambda t: func(t, **kwargs), q)
 
 
-def _copy_(func: Any, q: QuantizedTensor, src: Any, non_blocking: bool = False) -> QuantizedTensor:
-    if not isinstance(q, QuantizedTensor) or not isinstance(src, QuantizedTensor):
-        which, remedy = ("into", "quantize it first") if isinstance(q, QuantizedTensor) else ("out of", "dequantize it")
-        raise DTypeError(f"copy_ {which} a QuantizedTensor takes another QuantizedTensor; {remedy}")
+def _copy_(func: Any, q: Any, src: Any, non_blocking: bool = False) -> QuantizedTensorBase:
+    for t, other, which, remedy in ((q, src, "into", "quantize it first"), (src, q, "out of", "dequantize it")):
+        if isinstance(t, QuantizedTensorBase) and not isinstance(other, t.kind):
+            raise DTypeError(f"copy_ {which} a {t.kind.__name__} takes another {t.kind.__name__}; {remedy}")
     if (q.quantizer, q.dtype, q.shape) != (src.quantizer, src.dtype, src.shape):
         raise ValueError(f"copy_ between unlike quantized tensors: {src!r} into {q!r}")
     for name in q.__tensor_flatten__()[0]:
@@ -299,12 +324,28 @@ def _copy_(func: Any, q: QuantizedTensor, src: Any, non_blocking: bool = False) 
 
 
 def _equal(func: Any, a: Any, b: Any) -> bool:
-    if not (isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor)):
-        raise DTypeError("torch.equal compares a QuantizedTensor with another one only; call dequantize() on it first")
+    if not (isinstance(a, QuantizedTensorBase) and isinstance(b, QuantizedTensorBase)):
+        raise DTypeError("torch.equal compares a quantized tensor with another one only; call dequantize() on it first")
     names = a.__tensor_flatten__()[0]
-    return (a.quantizer, a.dtype, a.shape, names) == (b.quantizer, b.dtype, b.shape, b.__tensor_flatten__()[0]) and all(
+    forms = [(t.kind, t.quantizer, t.dtype, t.shape, t.__tensor_flatten__()[0]) for t in (a, b)]
+    return forms[0] == forms[1] and all(
         torch.equal(getattr(a, name).view(torch.uint8), getattr(b, name).view(torch.uint8)) for name in names
     )
+
+
+def _select(func: Any, stack: Any, dim: int, g: int) -> QuantizedTensor:
+    if not isinstance(stack, QuantizedStack) or dim != 0:
+        raise UnsupportedError(f"{func} is defined on the first dimension of a QuantizedStack alone; got {stack!r}")
+    parts = {}
+    for name in stack.__tensor_flatten__()[0]:
+        t = getattr(stack, name).select(0, g)
+        whole = name.endswith("amax") or (stack.quantizer.format.per_tensor and name.endswith("scale_inv"))
+        parts[name] = t.reshape(-1) if whole else t
+    return QuantizedTensor(stack.quantizer, stack.shape[1:], stack.dtype, **parts)
+
+
+def _unbind(func: Any, stack: Any, dim: int = 0) -> tuple[QuantizedTensor, ...]:
+    return tuple([_select(func, stack, dim, g) for g in range(stack.shape[0])])
 
 
 _HANDLERS: dict[Any, Callable[..., Any]] = {
@@ -314,4 +355,6 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     aten._to_copy.default: _to,
     aten.copy_.default: _copy_,
     aten.equal.default: _equal,
+    aten.select.int: _select,
+    aten.unbind.int: _unbind,
 }

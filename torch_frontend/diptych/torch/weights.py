@@ -11,12 +11,14 @@ from torch import Tensor, nn
 
 from diptych.common.errors import ShapeError, UnsupportedError
 from diptych.common.plan import held_quantizer
+from diptych.common.quantizers import Quantizer
 from diptych.common.recipes import DEFAULT_RECIPE, Recipe
 from diptych.common.schedule import Call
 from diptych.torch import functional, grouped_primitives, primitives
+from diptych.torch.grouped import quantize_stack
 from diptych.torch.operands import Copies, with_scales
-from diptych.torch.products import Options, WeightGradient, quantize_weight, schedule
-from diptych.torch.quantized import BUFFERS, QuantizedTensor, aten
+from diptych.torch.products import Options, WeightGradient, dequantized_weight, quantize_weight, schedule
+from diptych.torch.quantized import QuantizedStack, QuantizedTensor, QuantizedTensorBase, aten
 from diptych.torch.rules import define, describe, traced_local
 from diptych.torch.state import warn_once
 
@@ -266,8 +268,9 @@ def main_grad(weight: Tensor) -> Tensor:
 # --- parameters held quantized ---------------------------------------------------------------------------------------
 
 
-class QuantizedParameter(QuantizedTensor):
-    """A quantized weight: what `nn.Parameter` holds under `quantized_model_init`.
+class QuantizedParameter(QuantizedTensorBase):
+    """A quantized weight: what `nn.Parameter` holds under `quantized_model_init`; also a `QuantizedTensor`, or a
+    `QuantizedStack` where the weight is one of several tensors.
 
     It trains with a master copy: autograd gives it a plain gradient of its logical dtype, an optimizer steps a tensor
     in high precision, and `param.copy_(master)` quantizes that again, in place. Optimizers cannot step it directly: its
@@ -285,14 +288,9 @@ class QuantizedParameter(QuantizedTensor):
         self._high_precision_init_val = None
 
     @staticmethod
-    def of(q: QuantizedTensor) -> QuantizedParameter:
-        return QuantizedParameter(  # type: ignore[return-value]
-            q.quantizer, q.shape, q.dtype, **{n: getattr(q, n) for n in BUFFERS if getattr(q, n) is not None}
-        )
-
-    @staticmethod
-    def __tensor_unflatten__(inner: Any, meta: Any, outer_size: Any, outer_stride: Any) -> QuantizedParameter:
-        return QuantizedParameter(meta[0], outer_size, meta[1], **inner)  # type: ignore[return-value]
+    def of(q: QuantizedTensorBase) -> Any:
+        kind: Any = _StackParameter if isinstance(q, QuantizedStack) else _TensorParameter
+        return kind(q.quantizer, q.shape, q.dtype, **{n: getattr(q, n) for n in q.__tensor_flatten__()[0]})
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
@@ -302,17 +300,25 @@ class QuantizedParameter(QuantizedTensor):
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Pickled in state dicts as a QuantizedTensor, which `copy_` takes back."""
+        """Pickled in state dicts as what it is beside a parameter, which `copy_` takes back."""
         if not isinstance(self, nn.Parameter):
             return super().__reduce_ex__(protocol)
-        return _parameter, (QuantizedTensor.__reduce_ex__(self, protocol)[1], self.requires_grad)
+        return _parameter, (super().__reduce_ex__(protocol)[1], self.requires_grad)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is aten.copy_.default and isinstance(args[0], QuantizedParameter):
             return _requantize(args[0], args[1])
         out = super().__torch_dispatch__(func, types, args, kwargs)
-        return QuantizedParameter.of(out) if type(out) is QuantizedTensor else out
+        return QuantizedParameter.of(out) if type(out) is cls.kind else out
+
+
+class _TensorParameter(QuantizedParameter, QuantizedTensor):
+    pass
+
+
+class _StackParameter(QuantizedParameter, QuantizedStack):
+    pass
 
 
 def _parameter(parts: tuple[Any, ...], requires_grad: bool) -> Any:
@@ -321,17 +327,19 @@ def _parameter(parts: tuple[Any, ...], requires_grad: bool) -> Any:
     return nn.Parameter(QuantizedParameter.of(_rebuild(*parts)), requires_grad)
 
 
-torch.serialization.add_safe_globals([QuantizedParameter, _parameter])
+torch.serialization.add_safe_globals([_TensorParameter, _StackParameter, _parameter])
+
+
+def _quantized(weight: Tensor, quantizer: Quantizer, stack: bool) -> Any:
+    return (quantize_stack if stack else functional.quantize)(weight, quantizer)
 
 
 def _requantize(q: QuantizedParameter, src: Tensor) -> QuantizedParameter:
     if q.shape != src.shape:
         raise ShapeError(f"copy_ into a quantized parameter {list(q.shape)}: got {describe(src)}")
-    if isinstance(src, QuantizedTensor):
-        same = q.quantizer == src.quantizer and q.dtype == src.dtype
-        made = src if same else functional.quantize(src.dequantize().to(q.device), q.quantizer)
-    else:
-        made = functional.quantize(src.detach().to(q.device), q.quantizer)
+    made: Any = src
+    if not (isinstance(src, q.kind) and (q.quantizer, q.dtype) == (src.quantizer, src.dtype)):
+        made = _quantized(dequantized_weight(src).detach().to(q.device), q.quantizer, isinstance(q, QuantizedStack))
     for name in q.__tensor_flatten__()[0]:
         getattr(q, name).copy_(getattr(made, name))
     return q
@@ -381,13 +389,13 @@ class quantized_model_init:
 
 
 def initial_weight(weight: Tensor, recipe: Recipe | None, module: str, name: str) -> Any:
-    """A module's new weight, quantized where a `quantized_model_init` region says so."""
+    """A module's new weight, quantized where a `quantized_model_init` region says so; [G, N, K] becomes a stack."""
     if _INIT.recipe is None:
         return weight
     quantizer = held_quantizer("quantized_model_init", _INIT.recipe if recipe is None else recipe, module, name)
     if quantizer is None or weight.is_meta:
         return weight
-    made = QuantizedParameter.of(functional.quantize(weight.detach(), quantizer))
+    made = QuantizedParameter.of(_quantized(weight.detach(), quantizer, weight.dim() == 3))
     param = nn.Parameter(made, weight.requires_grad)
     if _INIT.preserve:
         param._high_precision_init_val = weight.detach().cpu()  # type: ignore[attr-defined]
