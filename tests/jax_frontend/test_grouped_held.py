@@ -342,8 +342,8 @@ def test_a_held_stack_needs_what_the_recipe_asks():
         layer(jax.tree.map(lambda v: jnp.stack([v, v]), both))
 
 
-def test_another_rotation_is_refused():
-    """Its columnwise copy stands for rotated kernels, and its rowwise copy for the kernels themselves."""
+def test_another_rotation_or_amax_is_refused():
+    """The columnwise copy of a rotated kernel stands for another one, and its rowwise copy for itself."""
     x, kernel, _, _, offsets = operands("even", "bfloat16")
     recipe = EVERY["nvfp4"].replace(disable_stochastic_rounding=True)
     rotated = NVFP4Quantizer(with_rht=True)
@@ -353,6 +353,9 @@ def test_another_rotation_is_refused():
     ):
         with pytest.raises(ValueError, match=r"dense: the kernel is held as .*with_rht=True.*asks for .*by the recipe"):
             layer(q)
+    by_row = dj.quantize_stack(kernel, NVFP4Quantizer(row_scaled_nvfp4=True))
+    with pytest.raises(ValueError, match=r"held as .*row_scaled_nvfp4=True.*asks for"):
+        dj.grouped_dense(x, by_row, None, offsets, recipe=recipe)
     one = dj.quantize(kernel[0], rotated.with_usage(columnwise=False))
     assert dj.dense(x, one, recipe=recipe).shape == (128, N)
 

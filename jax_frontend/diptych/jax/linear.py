@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from diptych.common.errors import DTypeError, ShapeError
-from diptych.common.quantizers import RHT, RHT_SIGNS
+from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX
 from diptych.common.recipes import Recipe
 from diptych.jax import functional
 from diptych.jax.products import (
@@ -202,15 +202,18 @@ def as_bytes(q: Q) -> Q:
 
 def held_copies(kernel: Q, options: Options, copies: Any) -> tuple[Q | None, Q | None]:
     """Both copies of a kernel that is quantized, as far as it has them. **Raises** ValueError for those of another
-    format or rotation."""
+    format, rotation or kind of amax."""
     op, held, plan = options.op, kernel.quantizer, options.plan.weight
     if copies is not None:
         raise ValueError(f"{op}: kernel is quantized already, and copies of one were given too")
-    for quantizer, copy in ((plan.rowwise, None), (plan.columnwise, kernel.columnwise_data)):
+    for quantizer, copy, counts in (
+        (plan.rowwise, kernel.rowwise_data, ROW_AMAX),
+        (plan.columnwise, kernel.columnwise_data, RHT | RHT_SIGNS),
+    ):
         if quantizer is None:
             continue
         other = quantizer.format is not held.format
-        if other or (copy is not None and (held.spec.flags ^ quantizer.spec.flags) & (RHT | RHT_SIGNS)):
+        if other or (copy is not None and (held.spec.flags ^ quantizer.spec.flags) & counts):
             is_held, asked = (held.format.name, quantizer.format.name) if other else (held, quantizer)
             raise ValueError(
                 f"{op}: the kernel is held as {is_held}, and {type(options.recipe).__name__} asks for {asked}: run it "
