@@ -195,7 +195,9 @@ def local_grads(recipe: Any, x: Any, kernel: Any, bias: Any, dy: Any, offsets: A
     return jax.grad(loss, (0, 1, 2))(x, kernel, bias)
 
 
-@WRAP
+@pytest.mark.parametrize(
+    "wrap", [pytest.param(lambda f: f, marks=pytest.mark.slow, id="eager"), pytest.param(jax.jit, id="jit")]
+)
 @pytest.mark.parametrize("name", others_slow(PLAIN, ("fp8-current", "mxfp8")))
 def test_rows_over_the_mesh(mesh, name, wrap):
     """Each device has rows and offsets of its own; gradients of what all share are summed."""

@@ -112,7 +112,7 @@ def test_a_quantized_kernel(name, wrap):
     assert dacc.dtype == jnp.float32
     with pytest.raises(ValueError, match="reference as main_grad"):
         dense(x, q, recipe=recipe, state=states, main_grad=jax.new_ref(zero))
-    np.testing.assert_allclose(dense(x, q, bias, recipe=None), x @ q.dequantize().T + bias, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(dense(x, q, bias, recipe=None), x @ q.dequantize().T + bias, rtol=1e-4, atol=1e-4)
 
 
 def test_a_quantized_kernel_needs_what_the_recipe_asks():
@@ -280,14 +280,14 @@ def test_calibration_records_what_training_would(way, wrap):
     if way == "returned":
         y, news = wrap(lambda s: call(x, kernel, bias, state=s, return_state=True))(states)
         want["grad_output"] = 0.0
-        np.testing.assert_allclose(y, dense(x, kernel, bias, recipe=None), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(y, dense(x, kernel, bias, recipe=None), rtol=1e-4, atol=1e-4)
     else:
         held = tr.state_refs(states) if way == "references" else states
         argnums = (0, 1, 2) if way == "references" else (0, 1, 2, 3)
         grads = wrap(jax.grad(lambda *a: (call(*a[:3], state=a[3]) * dy).sum(), argnums))(x, kernel, bias, held)
         news = tr.read_states(held) if way == "references" else grads[3]
         for got, plainly in zip(grads, plain, strict=False):
-            np.testing.assert_allclose(got, plainly, rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(got, plainly, rtol=1e-4, atol=1e-4)
     assert {n: float(s.amax_history[0]) for n, s in news.items()} == want
     ready = st.update_state(news)
     tools.same(ready["input"].scale, np.float32([448]) / np.float32([want["input"]]))

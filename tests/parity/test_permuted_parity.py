@@ -130,7 +130,7 @@ def of_jax(recipe: Recipe | None, steps: list[Arrays], device: str = "cpu", **op
     return out
 
 
-@pytest.mark.parametrize("name", others_slow(EVERY, (*RECIPES, "partly")))
+@pytest.mark.parametrize("name", others_slow(EVERY, RECIPES))
 def test_the_layer_has_the_same_bits(name):
     recipe = EVERY[name]
     for turn, (shape, n, dtypes) in enumerate(configurations(recipe, list(EVERY).index(name) + 1)[:3]):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import subprocess
 import sys
@@ -138,7 +139,8 @@ def test_the_bits_of_eager(fn, around, backend):
             want, got = outcome(fn, layer), outcome(compiled, layer)
             assert dt.get_autocast_recipe() is around
         # Inductor may add up in another order what it fuses
-        same = torch.equal if backend == "aot_eager" else torch.allclose
+        near = functools.partial(torch.allclose, rtol=1e-4, atol=1e-4)
+        same = torch.equal if backend == "aot_eager" else near
         assert all(same(a, b) for a, b in zip(want, got, strict=True))
     assert not dt.is_autocast_enabled() and STATE.depth == 0
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

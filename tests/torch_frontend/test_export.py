@@ -97,6 +97,7 @@ def test_exported_programs_are_not_saved(tmp_path):
         torch.export.load(tmp_path / "verbs.pt2")
 
 
+@pytest.mark.slow
 def test_aot_inductor_takes_no_such_ops(tmp_path):
     """2.11 says so on compiling, 2.13 on loading: its runtime hands no Python object to an op."""
     exported = torch.export.export(Verbs(), (normal("verbs", (32, 64)),))

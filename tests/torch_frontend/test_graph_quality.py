@@ -78,7 +78,7 @@ def test_the_same_tensor_is_quantized_once(backend):
     x = normal("once", (16, 64))
     y, (forward, *_) = graphs(fn, x.clone().requires_grad_(), backend=backend)
     assert forward["diptych.quantize.default"] == 2
-    torch.testing.assert_close(y, fn(x))
+    torch.testing.assert_close(y, fn(x), rtol=1e-4, atol=1e-3)  # Inductor sums in another order
     if backend == "aot":
         _, (forward,) = graphs(fn, x, backend=backend, inference_cse=True)
         assert forward == {"diptych.quantize.default": 2, "diptych.gemm.default": 1, "diptych.dequantize.default": 1}
@@ -95,7 +95,7 @@ def test_projections_share_their_input_s_copies(backend):
     x, *weights = [normal(n, (16, 16)).requires_grad_() for n in "xqkv"]
     y, found = graphs(fn, x, *weights, backend=backend)
     assert found[0]["diptych.quantize.default"] == 4 and found[0]["diptych.gemm.default"] == 3
-    torch.testing.assert_close(y, fn(x, *weights))
+    torch.testing.assert_close(y, fn(x, *weights), rtol=1e-4, atol=1e-3)
     # What the backward multiplies: each copy is dequantized once, wherever the partitioner puts it.
     assert sum(f["diptych.dequantize.default"] for f in found) == 4
     assert sum(f["diptych.quantize.default"] for f in found) == 4

@@ -94,6 +94,7 @@ print("fine")
 """
 
 
+@pytest.mark.slow  # test_training_groups runs layers in two processes each time
 @pytest.mark.skipif(
     not (torch.distributed.is_available() and torch.distributed.is_gloo_available()), reason="torch has no gloo"
 )

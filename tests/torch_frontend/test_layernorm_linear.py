@@ -127,7 +127,7 @@ def test_outside_of_regions_it_is_a_norm_and_a_linear_layer(options, device):
     g = module.layer_norm_weight + module.norm.zero_centered_gamma
     f = torch.nn.functional
     z = f.rms_norm(x, (96,), g, 1e-5) if "bias" in options else f.layer_norm(x, (96,), g, module.layer_norm_bias)
-    torch.testing.assert_close(got["0 y0"], f.linear(z, module.weight, module.bias))
+    torch.testing.assert_close(got["0 y0"], f.linear(z, module.weight, module.bias), rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("name", (*RECIPE_NAMES, None))
