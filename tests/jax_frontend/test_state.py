@@ -120,7 +120,9 @@ def close(got, want):
 WRAP = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 
 
-@WRAP
+@pytest.mark.parametrize(
+    "wrap", [pytest.param(lambda f: f, marks=pytest.mark.slow, id="eager"), pytest.param(jax.jit, id="jit")]
+)
 @pytest.mark.parametrize("name", SHARED)
 def test_shared_states_combine_by_max(name, wrap, want):
     f = SHARED[name]

@@ -233,6 +233,7 @@ def test_held_weights(name):
         same(got, want, f"{part}: {label}")
 
 
+@pytest.mark.slow
 def test_without_a_recipe():
     """The frameworks' own products, and the same sums."""
     for shape, n, dtypes in configurations(RECIPES["mxfp8"], 0):

@@ -215,6 +215,7 @@ with dt.autocast(recipe=Float8CurrentScaling()):
 """
 
 
+@pytest.mark.slow
 def test_errors_are_no_asserts():
     run = subprocess.run([sys.executable, "-O", "-c", SCRIPT], capture_output=True, text=True, timeout=300)
     lines = run.stdout.splitlines()

@@ -301,6 +301,7 @@ def _evaluable(value):
     return text, dict(names)
 
 
+@pytest.mark.slow
 def test_without_opaque_types_everything_still_runs_eagerly():
     code = """
 import sys, warnings
