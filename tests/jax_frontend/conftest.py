@@ -19,3 +19,14 @@ def default_device(request):
     device = request.getfixturevalue("device") if "device" in request.fixturenames else "cpu"
     with jax.default_device(tools.gpu() if device == "cuda" else jax.local_devices(backend="cpu")[0]):
         yield
+
+
+@pytest.fixture
+def mesh():
+    """The two CPU devices, along "i"."""
+    import jax
+    import numpy as np
+
+    devices = jax.devices("cpu")
+    assert len(devices) >= 2, "a backend started before conftest.py asked for two CPU devices"
+    return jax.sharding.Mesh(np.asarray(devices[:2]), ("i",))

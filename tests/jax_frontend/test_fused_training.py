@@ -20,7 +20,6 @@ from jax_frontend import fused_layers as fl
 from jax_frontend import tools
 
 EVERY = pytest.mark.parametrize("recipe", fl.EVERY.values(), ids=fl.EVERY)
-WRAP = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 
 
 class Kind:
@@ -165,7 +164,7 @@ def _parts(kind, args, dy):
 
 
 @KINDS
-@WRAP
+@tools.WRAP
 @pytest.mark.parametrize("way", ["gradient", "references", "returned"])
 def test_calibration_records_what_training_would(kind, way, wrap):
     recipe = DelayedScaling(amax_history_len=4)

@@ -177,7 +177,7 @@ def test_delayed_scaling_has_one_scale_for_all_kernels():
             scales[key] = float(np.float32(fp8_max) / largest)
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@tools.WRAP
 def test_ways_of_states(wrap):
     """Returned, as a gradient, and by reference, the amaxes are the same; not recorded, nothing changes."""
     x, kernel, bias, dy, offsets = operands("later")

@@ -20,7 +20,6 @@ from jax_frontend.grouped_layers import EVERY, G, K, given, operands, run, same
 MX = MXFP8BlockScaling()
 DELAYED = DelayedScaling(amax_history_len=4)
 PLAIN = {n: r for n, r in tools.PLAIN_RECIPES.items() if n in EVERY} | {"none": None}
-WRAP = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 
 
 @pytest.mark.parametrize("name", others_slow(EVERY, ("fp8-delayed", "fp8-block", "nvfp4")))
@@ -56,7 +55,7 @@ def test_named_copies_are_not_made_twice():
     assert counts == [[3, 2], [2, 1]]
 
 
-@WRAP
+@tools.WRAP
 @pytest.mark.parametrize("name", others_slow(PLAIN, ("fp8-current", "mxfp8")))
 def test_vmap_is_a_loop_bit_for_bit(name, wrap):
     recipe = PLAIN[name]
@@ -144,7 +143,7 @@ def test_gradients_into_main_grad():
     tools.same(ref[...], main + wide)
 
 
-@WRAP
+@tools.WRAP
 @pytest.mark.parametrize("name", others_slow(EVERY, ("fp8-delayed", "fp8-block", "nvfp4")))
 def test_the_backward_pass_taken_apart(name, wrap):
     recipe = EVERY[name]
@@ -181,13 +180,6 @@ def test_a_second_derivative_is_refused():
 # --- on a mesh ---
 
 
-@pytest.fixture
-def mesh():
-    devices = jax.devices("cpu")
-    assert len(devices) >= 2, "a backend started before conftest.py asked for two CPU devices"
-    return jax.sharding.Mesh(np.asarray(devices[:2]), ("i",))
-
-
 def local_grads(recipe: Any, x: Any, kernel: Any, bias: Any, dy: Any, offsets: Any) -> Any:
     def loss(x, kernel, bias):
         return (dj.grouped_dense(x, kernel, bias, offsets, recipe=recipe, align=16) * dy).sum()
@@ -195,9 +187,7 @@ def local_grads(recipe: Any, x: Any, kernel: Any, bias: Any, dy: Any, offsets: A
     return jax.grad(loss, (0, 1, 2))(x, kernel, bias)
 
 
-@pytest.mark.parametrize(
-    "wrap", [pytest.param(lambda f: f, marks=pytest.mark.slow, id="eager"), pytest.param(jax.jit, id="jit")]
-)
+@tools.WRAP_NOW_JIT
 @pytest.mark.parametrize("name", others_slow(PLAIN, ("fp8-current", "mxfp8")))
 def test_rows_over_the_mesh(mesh, name, wrap):
     """Each device has rows and offsets of its own; gradients of what all share are summed."""

@@ -47,7 +47,6 @@ from jax_frontend.test_grouped_permuted import operands as permuted_operands
 MX, DELAYED = MXFP8BlockScaling(), DelayedScaling(amax_history_len=4)
 PLAIN = {n: r for n, r in tools.PLAIN_RECIPES.items() if n in EVERY}
 NOW = ("fp8-delayed", "fp8-block", "nvfp4")
-WRAP = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 
 
 def hold(kernel: Any, recipe: Recipe) -> dj.QuantizedStack:
@@ -85,7 +84,7 @@ def held_run(recipe: Any, x: Any, q: Any, bias: Any, dy: Any, groups: Any, **opt
 # --- bits ---
 
 
-@WRAP
+@tools.WRAP
 @pytest.mark.parametrize("where", ["later", "unaligned"])
 @pytest.mark.parametrize("name", others_slow(EVERY, (*NOW, "fp8-current", "mxfp8")))
 def test_bits(name, where, wrap):
@@ -126,7 +125,7 @@ def test_the_backward_pass_taken_apart(name):
     np.testing.assert_allclose(added, acc + want["dkernel"], rtol=1e-5, atol=1e-5)
 
 
-@WRAP
+@tools.WRAP
 @pytest.mark.parametrize("name", others_slow(EVERY, NOW))
 def test_a_map_of_rows(name, wrap):
     recipe, m = EVERY[name], map_for(f"held-{name}")
@@ -189,7 +188,7 @@ def test_delayed_scales_of_held_kernels_are_their_own():
 # --- transformations ---
 
 
-@WRAP
+@tools.WRAP
 @pytest.mark.parametrize("name", others_slow(PLAIN, ("fp8-current", "mxfp8")))
 def test_vmap_is_a_loop_bit_for_bit(name, wrap):
     recipe = PLAIN[name]
@@ -248,13 +247,6 @@ def test_remat(policy):
 
 
 # --- on a mesh ---
-
-
-@pytest.fixture
-def mesh():
-    devices = jax.devices("cpu")
-    assert len(devices) >= 2, "a backend started before conftest.py asked for two CPU devices"
-    return jax.sharding.Mesh(np.asarray(devices[:2]), ("i",))
 
 
 def local_grads(recipe: Any, q: Any, x: Any, acc: Any, dy: Any, offsets: Any) -> Any:

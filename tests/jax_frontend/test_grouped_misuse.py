@@ -205,7 +205,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@tools.WRAP
 def test_hostile_offsets_are_refused_when_the_cpu_meets_them(name, wrap):
     """While tracing nobody knows them. Nothing is returned, and honest ones work afterwards."""
     values, message = HOSTILE[name]

@@ -196,7 +196,7 @@ def test_only_what_is_differentiated_is_computed(argnums):
 # --- states, gradients that go elsewhere, calibration ---
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@tools.WRAP
 def test_ways_of_states(wrap):
     m = map_for("states", 128)
     x, kernel, bias, dy = operands("states", m)
@@ -333,13 +333,6 @@ def test_sizes_that_are_not_known_before():
         for tokens in (T, 33):
             args = x[:tokens], kernel, bias, map_for("export", tokens=tokens)
             tools.same(exported.call(*args), f(*args))
-
-
-@pytest.fixture
-def mesh():
-    devices = jax.devices("cpu")
-    assert len(devices) >= 2, "a backend started before conftest.py asked for two CPU devices"
-    return jax.sharding.Mesh(np.asarray(devices[:2]), ("i",))
 
 
 def grads_of(layer: Any, recipe: Any, x: Any, kernel: Any, bias: Any, dy: Any, m: Any, **options: Any) -> Any:

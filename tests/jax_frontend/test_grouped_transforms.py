@@ -20,7 +20,6 @@ from diptych.jax import grouped_primitives as primitives
 from jax_frontend import tools
 
 KIND = tools.KIND
-WRAP = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 WGRAD = {"trans_a": True, "trans_b": False}
 
 
@@ -42,7 +41,7 @@ def offsets_of(*rows: Any) -> jax.Array:
 
 
 @KIND
-@WRAP
+@tools.WRAP
 def test_vmap_of_stacks(kind, wrap):
     x, state = kind.draw("grouped-vmap", (3, 2)), given(kind, (3, 2))
     f = lambda x, state: dj.quantize_stack(x, kind.quantizer, **state)  # noqa: E731
@@ -98,7 +97,7 @@ def test_nested_vmap_of_products_walks_each_operand_by_its_own_axes(kind):
             tools.same(wrap(jax.vmap(grad, in_axes=axes))(*operands), jnp.stack(want), axes)
 
 
-@WRAP
+@tools.WRAP
 def test_vmap_of_sums(wrap):
     dy, offsets = tools.normal("gsums", (3, 40, 7)), offsets_of((0, 5, 40), (3, 3, 3), (0, 0, 39))
     for axes in ((0, 0), (0, None), (None, 0)):

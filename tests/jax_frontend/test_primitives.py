@@ -30,7 +30,7 @@ def at(tree, i):
 
 
 @KIND
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@tools.WRAP
 def test_vmap_is_a_loop_bit_for_bit(kind, wrap):
     x, state = kind.draw("vmap", (3,)), kind.state((3,))
     q = wrap(jax.vmap(lambda x, state: dj.quantize(x, kind.quantizer, **state)))(x, state)
@@ -43,7 +43,7 @@ def test_vmap_is_a_loop_bit_for_bit(kind, wrap):
     tools.same_tree(shared, stack([dj.quantize(v, kind.quantizer, **at(state, 0)) for v in x]))
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@tools.WRAP
 def test_vmap_of_sums_and_amaxes(wrap):
     x = tools.normal("vmap", (3, 33, 65))
     tools.same(wrap(jax.vmap(dj.amax, in_axes=2))(x), stack([dj.amax(x[:, :, i]) for i in range(65)]))

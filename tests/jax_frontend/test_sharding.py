@@ -23,15 +23,8 @@ RECIPE = pytest.mark.parametrize("recipe", named(tools.PLAIN_RECIPES, ("fp8-curr
 GROUPED = {k: v for k, v in tools.KINDS.items() if k.endswith("_tensor") or v.quantizer.format.two_level}
 
 
-@pytest.fixture
-def mesh():
-    devices = jax.devices("cpu")
-    assert len(devices) >= 2, "a backend started before conftest.py asked for two CPU devices"
-    return jax.sharding.Mesh(np.asarray(devices[:2]), ("i",))
-
-
 @RECIPE
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@tools.WRAP
 def test_data_parallel_gradients_are_summed_over_the_mesh(mesh, recipe, wrap):
     x, dy = tools.normal("x", (2, 16, 32)), tools.normal("dy", (2, 16, 16))
     kernel, bias = tools.normal("kernel", (16, 32)), tools.normal("bias", (16,))
@@ -120,7 +113,7 @@ def test_vmap_and_scan_inside_shard_map(mesh):
 
 
 @pytest.mark.parametrize("kind", named(GROUPED, tools.NOW))
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+@tools.WRAP
 def test_amax_group_gives_the_bits_of_one_device(mesh, kind, wrap):
     """Rows are split over the mesh; the payloads of both halves are those of the whole tensor."""
     m, k = 2 * kind.shape[0], kind.shape[1]

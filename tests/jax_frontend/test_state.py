@@ -117,12 +117,7 @@ def close(got, want):
         assert got[slot] == pytest.approx(want[slot], rel=1e-2), slot
 
 
-WRAP = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
-
-
-@pytest.mark.parametrize(
-    "wrap", [pytest.param(lambda f: f, marks=pytest.mark.slow, id="eager"), pytest.param(jax.jit, id="jit")]
-)
+@tools.WRAP_NOW_JIT
 @pytest.mark.parametrize("name", SHARED)
 def test_shared_states_combine_by_max(name, wrap, want):
     f = SHARED[name]
@@ -140,7 +135,7 @@ def test_shared_states_combine_by_max(name, wrap, want):
             np.testing.assert_allclose(g, w, rtol=0.1, atol=0.02 * float(np.abs(w).max()))  # as in `close`
 
 
-@WRAP
+@tools.WRAP
 @pytest.mark.parametrize("name", THREADED)
 def test_threaded_states_combine_by_max(name, wrap, want):
     news = wrap(jax.grad(THREADED[name], (0, 1, 2)))(X, KERNEL, scaled())[2]
@@ -148,7 +143,7 @@ def test_threaded_states_combine_by_max(name, wrap, want):
     assert all(float(s.count[0]) == 1 for s in news.values())
 
 
-@WRAP
+@tools.WRAP
 def test_a_sum_is_refused(wrap):
     """Every way in which JAX adds gradients up: reuse, loops, vmap, and a user's own addition."""
     s = scaled()
@@ -183,7 +178,7 @@ def fork(s):
     return sum(dense(y, KERNEL, recipe=RECIPE, state=s, return_state=True)[0].sum() for _ in range(2))
 
 
-@WRAP
+@tools.WRAP
 def test_a_state_that_nothing_used_stays(wrap):
     s = {"used": scaled(input=3.0), "unused": scaled(input=5.0)}
 
@@ -199,7 +194,7 @@ def test_a_state_that_nothing_used_stays(wrap):
     tools.same_tree(st.overwrite_states(s, direct)["unused"], s["unused"])
 
 
-@WRAP
+@tools.WRAP
 def test_vmap_over_shared_states_raises(wrap):
     def f(x, s):
         return jax.vmap(lambda v: dense(v, KERNEL, recipe=RECIPE, state=s))(x[:, None]).sum()
@@ -271,7 +266,7 @@ def wide(history, last):
 ALGOS = ["max", "most_recent", first_two]
 
 
-@WRAP
+@tools.WRAP
 @pytest.mark.parametrize("algo", ALGOS, ids=lambda a: getattr(a, "__name__", a))
 @pytest.mark.parametrize("length", [1, 2, 5])
 def test_update_is_the_oracles(algo, length, wrap):

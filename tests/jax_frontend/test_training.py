@@ -22,7 +22,6 @@ from jax_frontend.test_linear_plans import CASES, RNG
 STATELESS = {k: r for k, r in tools.PLAIN_RECIPES.items()} | {
     k: CASES[k] for k in ("hybrid", "half", "fp4", "dequantized backward", "clipped")
 }
-WRAP = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
 
 
 def operands(recipe, dtype="float32"):
@@ -33,7 +32,7 @@ def operands(recipe, dtype="float32"):
 # --- copies kept across microbatches ---
 
 
-@WRAP
+@tools.WRAP
 @pytest.mark.parametrize("name", STATELESS)
 def test_kept_copies_change_no_bit(name, wrap):
     recipe = STATELESS[name]
@@ -86,7 +85,7 @@ def test_kept_copies_record_the_amax_once():
 # --- kernels held quantized ---
 
 
-@WRAP
+@tools.WRAP
 @pytest.mark.parametrize("name", [*tools.PLAIN_RECIPES, "fp8-delayed"])
 def test_a_quantized_kernel(name, wrap):
     """What is computed is what its values give, and its gradient goes to main_grad."""
@@ -162,7 +161,7 @@ def test_quantized_kernels_survive_remat(policy):
 # --- gradients in float32 ---
 
 
-@WRAP
+@tools.WRAP
 @pytest.mark.parametrize("name", ["fp8-current", "mxfp8", "half", "fp4"])
 def test_main_grad_is_wgrad_in_float32(name, wrap):
     recipe = STATELESS[name]
@@ -223,7 +222,7 @@ def test_bad_main_grad():
 # --- gradients computed later ---
 
 
-@WRAP
+@tools.WRAP
 @pytest.mark.parametrize("name", [*STATELESS, "delayed", "delayed mix", "results"])
 @pytest.mark.parametrize("original", [False, True])
 def test_delayed_wgrad(name, original, wrap):
@@ -268,7 +267,7 @@ def test_delayed_wgrad_of_a_quantized_kernel_and_bad_input():
 # --- calibration ---
 
 
-@WRAP
+@tools.WRAP
 @pytest.mark.parametrize("way", ["gradient", "references", "returned"])
 def test_calibration_records_what_training_would(way, wrap):
     recipe = CASES["delayed"].replace(amax_history_len=4)

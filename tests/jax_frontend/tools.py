@@ -78,6 +78,11 @@ KINDS = {
 NOW = ("fp8_e4m3_tensor", "fp8_e5m2_1x128", "fp8_e4m3_128x128", "mxfp8_e4m3", "mxfp8_e4m3-square", "nvfp4",
        "nvfp4-square", "nvfp4-rht-rht_signs-row_amax-stochastic", "delayed")  # fmt: skip
 KIND = pytest.mark.parametrize("kind", named(KINDS, NOW))
+# How a function is run; the second as jit does alone, but for long sweeps.
+WRAP = pytest.mark.parametrize("wrap", [lambda f: f, jax.jit], ids=["eager", "jit"])
+WRAP_NOW_JIT = pytest.mark.parametrize(
+    "wrap", [pytest.param(lambda f: f, marks=pytest.mark.slow, id="eager"), pytest.param(jax.jit, id="jit")]
+)
 
 
 def gpu() -> Any:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-import pickle
 from typing import Any
 
 import pytest
@@ -30,7 +29,7 @@ from torch_frontend.grouped import GROUPS, K, N, input_for, layer, offsets_of, r
 from torch_frontend.layers import NAMED, dtype_of, same_step
 from torch_frontend.test_grouped_compiled import compiled, graphs
 from torch_frontend.test_grouped_linear import _noisy
-from torch_frontend.test_quantized import _saved
+from torch_frontend.test_quantized import COPIES, _saved
 from torch_frontend.tools import RECIPE_NAMES, calls, normal, quantizer, same
 
 MX = MXFP8BlockScaling()
@@ -51,22 +50,12 @@ def same_stack(got: Any, want: Any) -> None:
         assert a is None or same(a, b, name) is None
 
 
-COPIES = {
-    "clone": lambda q: q.clone(),
-    "deepcopy": copy.deepcopy,
-    "pickle": lambda q: pickle.loads(pickle.dumps(q)),
-    "save": lambda q: _saved(q, False),
-    "save, weights only": lambda q: _saved(q, True),
-    "copy_": lambda q: q.clone().copy_(q),
-}
-
-
 @pytest.mark.parametrize("fmt", cases.FORMATS)
 def test_a_stack_moves_whole(fmt, device):
     for (rowwise, columnwise), groups in itertools.product(tools.USAGES, (3, 0)):
         q = stack(fmt, groups, device, rowwise=rowwise, columnwise=columnwise)
         assert isinstance(q, torch.Tensor) and not isinstance(q, dt.QuantizedTensor) and q.device.type == device
-        for way, make in COPIES.items():
+        for way, make in (*COPIES.items(), ("copy_", lambda q: q.clone().copy_(q))):
             made = make(q)
             same_stack(made, q)
             assert torch.equal(made, q), way

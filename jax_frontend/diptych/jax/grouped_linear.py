@@ -238,7 +238,7 @@ def _promise(op: str, align: Any) -> int:
 def _require_supported(options: Options, align: int, held: bool, need_dx: bool, need_dw: bool) -> None:
     """**Raises** NotImplementedError for what a stack of kernels has no kernel or rule for; ValueError where wgrad's
     operands are rotated, which they are both or not at all, across groups."""
-    op, s = "grouped_dense", options.schedule(need_dx, need_dw)
+    op, s = options.op, options.schedule(need_dx, need_dw)
     for call in (*(() if held else s.w), s.results[2]):
         if call is None:
             continue

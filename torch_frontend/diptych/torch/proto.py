@@ -13,7 +13,7 @@ from torch import Tensor
 from diptych.common.errors import DTypeError
 from diptych.common.quantizers import Quantizer
 from diptych.torch import grouped_primitives, primitives
-from diptych.torch.quantized import QuantizedStack, QuantizedTensorBase, from_buffers
+from diptych.torch.quantized import QuantizedStack, QuantizedTensor, QuantizedTensorBase
 from diptych.torch.rules import require_tensor
 
 
@@ -46,13 +46,13 @@ class TensorProto(NamedTuple):
         place = self.device if device is None else device
         if self.quantizer is None:
             made = torch.empty(self.shape, dtype=self.dtype, device=place)
-        elif self.stack:
-            buffers = grouped_primitives.empty_stack(self.shape, self.quantizer, place)
-            named = dict(zip(self.quantizer.buffer_names(), buffers, strict=True))
-            made = QuantizedStack(self.quantizer, self.shape, self.dtype, **named)
         else:
-            like = torch.empty(self.shape, dtype=self.dtype, device="meta")
-            made = from_buffers(like, self.quantizer, primitives.empty(self.shape, self.quantizer, place))
+            empty, kind = (
+                (grouped_primitives.empty_stack, QuantizedStack) if self.stack else (primitives.empty, QuantizedTensor)
+            )
+            buffers = empty(self.shape, self.quantizer, place)
+            named = dict(zip(self.quantizer.buffer_names(), buffers, strict=True))
+            made = kind(self.quantizer, self.shape, self.dtype, **named)
         return made.requires_grad_() if self.requires_grad else made
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> TensorProto:
