@@ -22,9 +22,32 @@ Status launch(const char* name, void (*kernel)(Params...), int64_t blocks, int t
   return cuda_status(cudaGetLastError(), name);
 }
 
-// `attribute`: of the launch, null for none.
+// What a launch may ask for beyond its grid, both together too.
+class LaunchAttributes {
+ public:
+  LaunchAttributes& after() {
+    cudaLaunchAttribute& a = next(cudaLaunchAttributeProgrammaticStreamSerialization);
+    a.val.programmaticStreamSerializationAllowed = 1;
+    return *this;
+  }
+  LaunchAttributes& clusters(int size) {
+    cudaLaunchAttribute& a = next(cudaLaunchAttributeClusterDimension);
+    a.val.clusterDim.x = static_cast<unsigned>(size), a.val.clusterDim.y = a.val.clusterDim.z = 1;
+    return *this;
+  }
+  void give(cudaLaunchConfig_t* config) { config->attrs = held_, config->numAttrs = count_; }
+
+ private:
+  cudaLaunchAttribute& next(cudaLaunchAttributeID id) {
+    held_[count_].id = id;
+    return held_[count_++];
+  }
+  cudaLaunchAttribute held_[2] = {};
+  unsigned count_ = 0;
+};
+
 template <typename... Params>
-Status launch_with(const char* name, cudaLaunchAttribute* attribute, void (*kernel)(Params...), int64_t blocks,
+Status launch_with(const char* name, LaunchAttributes attributes, void (*kernel)(Params...), int64_t blocks,
                    int threads, size_t shared_bytes, void* stream, const std::type_identity_t<Params>&... args) {
   DIPTYCH_TRY(fits_grid(name, blocks));
   cudaLaunchConfig_t config = {};
@@ -32,8 +55,7 @@ Status launch_with(const char* name, cudaLaunchAttribute* attribute, void (*kern
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = shared_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = attribute;
-  config.numAttrs = attribute != nullptr ? 1 : 0;
+  attributes.give(&config);
   return cuda_status(cudaLaunchKernelEx(&config, kernel, args...), name);
 }
 
@@ -65,22 +87,27 @@ inline bool grids_overlap(const void* kernel, int device) {
 template <typename... Params>
 Status launch_after(const char* name, void (*kernel)(Params...), int64_t blocks, int threads, size_t shared_bytes,
                     const Execution& exec, const std::type_identity_t<Params>&... args) {
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  const bool overlap = grids_overlap(reinterpret_cast<const void*>(kernel), exec.device.index);
-  return launch_with(name, overlap ? &attribute : nullptr, kernel, blocks, threads, shared_bytes, exec.stream, args...);
+  LaunchAttributes attributes;
+  if (grids_overlap(reinterpret_cast<const void*>(kernel), exec.device.index)) attributes.after();
+  return launch_with(name, attributes, kernel, blocks, threads, shared_bytes, exec.stream, args...);
 }
 
 // In clusters of `cluster` thread blocks, which share their memory (sm_90 and later).
 template <typename... Params>
 Status launch_clusters(const char* name, void (*kernel)(Params...), int64_t blocks, int cluster, int threads,
                        size_t shared_bytes, void* stream, const std::type_identity_t<Params>&... args) {
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.x = static_cast<unsigned>(cluster);
-  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
-  return launch_with(name, &attribute, kernel, blocks, threads, shared_bytes, stream, args...);
+  return launch_with(name, LaunchAttributes().clusters(cluster), kernel, blocks, threads, shared_bytes, stream,
+                     args...);
+}
+
+// Both of these.
+template <typename... Params>
+Status launch_clusters_after(const char* name, void (*kernel)(Params...), int64_t blocks, int cluster, int threads,
+                             size_t shared_bytes, const Execution& exec, const std::type_identity_t<Params>&... args) {
+  LaunchAttributes attributes;
+  attributes.clusters(cluster);
+  if (grids_overlap(reinterpret_cast<const void*>(kernel), exec.device.index)) attributes.after();
+  return launch_with(name, attributes, kernel, blocks, threads, shared_bytes, exec.stream, args...);
 }
 
 // More than 48 KiB of shared memory is granted for each kernel and device; asking twice is harmless. `carveout`:

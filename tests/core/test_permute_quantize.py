@@ -120,6 +120,19 @@ def test_strips(fmt, device):
     check(be, fmt, x, m, {}, f"{fmt} strips")
 
 
+@pytest.mark.sanitize
+@pytest.mark.parametrize("fmt", [f for f in cases.FORMATS if not (packed(f) or f in cases.TENSOR_FORMATS)])
+def test_many_scales(fmt, device):
+    """So many tiles that a GPU moves their scales in vectors, some of them whole and without a NaN."""
+    be = runner.backend(device)
+    ids = top_k(cases.rng_for("scales"), 1500, 6, 2)
+    m = moe_oracle.row_map(ids, 6, 4096, 16)
+    for dtype in ("bfloat16", "float16"):
+        x = cases.draw(f"scales-{fmt}-{dtype}", "normal", (1500, 512), dtype)
+        x[1400:, ::77] = np.nan
+        check(be, fmt, x, m, {}, f"{fmt} scales")
+
+
 @pytest.mark.parametrize("fmt", cases.FORMATS)
 def test_same_as_the_two_ops(fmt, device):
     """permute, then quantize, as callers write it."""

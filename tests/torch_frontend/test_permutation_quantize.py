@@ -88,14 +88,18 @@ def test_bits_and_gradients(name, mode, device):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("block", (Float8BlockQuantizer, MXFP8Quantizer))
-def test_many_tiles_of_rows(block, cuda):
-    """More tiles than run at once, the last of which are cut."""
+@pytest.mark.parametrize("rows, width", ((65392, 2056), (65536, 2048), (4096, 1152), (66048, 896)))
+@pytest.mark.parametrize("block", (Float8BlockQuantizer(), Float8BlockQuantizer(block_scaling_dim=2), MXFP8Quantizer()))
+def test_many_tiles_of_rows(block, rows, width, cuda):
+    """More tiles than run at once, in whole vectors of scales or the last of them cut; some hold NaN."""
     ids = torch.rand(2000, 64, device=cuda).topk(32, 1).indices.int()
-    m = dt.moe_map(ids, 64, map_type="index", num_out_tokens=65392, align_size=16)
-    x = normal("walk", (2000, 2056), "bfloat16", cuda)
+    m = dt.moe_map(ids, 64, map_type="index", num_out_tokens=rows, align_size=16)
+    x = normal("walk", (2000, width), "bfloat16", cuda)
     x[::7, ::5] = torch.nan
-    same_buffers(dt.moe_permute_and_quantize(x, m, block()), two_steps(x, m, block()))
+    x[1 : len(x) // 2, :] = normal("finite", (len(x) // 2 - 1, width), "bfloat16", cuda)
+    for rowwise, columnwise in USAGES:
+        q = block.with_usage(rowwise=rowwise, columnwise=columnwise)
+        same_buffers(dt.moe_permute_and_quantize(x, m, q), two_steps(x, m, q))
 
 
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16", "float16"))

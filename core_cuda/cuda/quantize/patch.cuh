@@ -48,22 +48,61 @@ __device__ __forceinline__ P* row_at(P* base, uint32_t row, uint32_t pitch) {
 #endif
 }
 
+// That what is read stays in L2 rather than what is written: a token is read once for each of its destinations.
+__device__ __forceinline__ uint64_t keep_in_l2() {
+  uint64_t policy = 0;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+#endif
+  return policy;
+}
+template <typename T>
+__device__ __forceinline__ Vec<T> load_kept(const void* from, uint64_t policy) {
+  Vec<T> v;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  asm("ld.global.nc.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
+      : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3])
+      : "l"(from), "l"(policy));
+#endif
+  return v;
+}
+
+// The halves of a word as lower and upper have them, by instructions that nothing else is made with: the compiler would
+// hold what one copy's encoding has converted for the other's, out of registers that are not there.
+template <typename T>
+__device__ __forceinline__ float apart(uint32_t two, bool second) {
+  uint32_t bits = 0;
+#ifdef __CUDA_ARCH__
+  if constexpr (std::is_same_v<T, __half>) {
+    two ^= gridDim.y - 1;  // grids run along x alone: 0
+    return second ? upper<T>(two) : lower<T>(two);
+  }
+  if (second) {
+    asm("prmt.b32 %0, %1, 0, 0x3244;" : "=r"(bits) : "r"(two));
+  } else {
+    asm("prmt.b32 %0, %1, 0, 0x1044;" : "=r"(bits) : "r"(two));
+  }
+#endif
+  return float_of(bits);
+}
+
 template <typename T>
 struct Patch {
   static_assert(sizeof(T) == 2);
   Row8<T> x[8];
 
-  // Row i is columns col .. col + 7 of the token that origin(i) names, zeros where it names none.
-  template <typename Origin>
+  // Row i is columns col .. col + 7 of the token that origin(i) names, zeros where it names none. kAll: all exist.
+  template <bool kAll = false, typename Origin>
   __device__ __forceinline__ void gather(const SourceArgs& p, int64_t col, Origin&& origin) {
     const char* base = static_cast<const char*>(p.x.data) + col * sizeof(T);
     const uint32_t pitch = static_cast<uint32_t>(p.cols * sizeof(T));
-    const bool inside = col < p.k;
+    const uint64_t kept = keep_in_l2();
+    const bool inside = kAll || col < p.k;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const uint32_t token = origin(i);
-      const T* from = reinterpret_cast<const T*>(row_at(base, token, pitch));
-      if (inside && token < p.from.none) x[i].v[0] = Vec<T>::load(from);
+      const char* from = row_at(base, token, pitch);
+      if (kAll || (inside && token < p.from.none)) x[i].v[0] = load_kept<T>(from, kept);
     }
   }
 
@@ -77,12 +116,26 @@ struct Patch {
     return nan;
   }
 
+  // Maxima of rows 2 i (lower half) and 2 i + 1, likewise.
+  __device__ __forceinline__ void row_maxima(uint32_t (&m)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      uint32_t two[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const uint32_t (&w)[4] = x[2 * i + h].v[0].w;
+        two[h] = max_abs2<T>(max_abs2<T>(w[0], w[1]), max_abs2<T>(w[2], w[3]));
+      }
+      m[i] = max_abs2<T>(__byte_perm(two[0], two[1], 0x5410), __byte_perm(two[0], two[1], 0x7632));
+    }
+  }
+
   // Eight bytes of column j.
   template <bool kE5M2, bool kNaN>
   __device__ __forceinline__ uint2 encode_column(int j, float scale) const {
     float y[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) y[i] = multiply_rn(x[i][j], scale);
+    for (int i = 0; i < 8; ++i) y[i] = multiply_rn(apart<T>(x[i].v[0].w[j / 2], j % 2), scale);
     return {encode4<kE5M2, kNaN>(y[0], y[1], y[2], y[3]), encode4<kE5M2, kNaN>(y[4], y[5], y[6], y[7])};
   }
 
@@ -109,9 +162,22 @@ __device__ __forceinline__ void max_and_halve2(uint32_t* v, int lane, int mask) 
   }
 }
 
+// Codes of two blocks whose maxima are the halves of `two`, and what their elements are multiplied by.
+template <typename T>
+struct Codes {
+  uint32_t code[2];
+  float inverse[2];
+
+  __device__ __forceinline__ Codes(uint32_t two, float max_reciprocal)
+      : code{e8m0_from_amax(max_abs(0.0f, lower<T>(two)), max_reciprocal),
+             e8m0_from_amax(max_abs(0.0f, upper<T>(two)), max_reciprocal)},
+        inverse{e8m0_reciprocal(code[0]), e8m0_reciprocal(code[1])} {}
+};
+
 // The grid walks strips of `across` tile columns one after the other, each from its first row to its last: all that the
-// tiles of a strip read of x lies in L2, where every further destination of a token finds it.
-constexpr int64_t kStripBytes = 8 << 20;
+// tiles of a strip read of x lies in L2, where every further destination of a token finds it. Two at most: wider ones
+// leave more of what is written unfinished in L2.
+constexpr int64_t kStripBytes = 8 << 20, kMostAcross = 2;
 
 class Strips {
  public:
@@ -119,7 +185,7 @@ class Strips {
   // Of tiles that are `width` columns wide, so many down and along the rows.
   Strips(const SourceArgs& p, int64_t width, int64_t down, int64_t along) {
     const int64_t bytes_of_one = std::max<int64_t>(1, static_cast<int64_t>(p.from.none) * width * 2);
-    across_ = static_cast<uint32_t>(std::clamp<int64_t>(kStripBytes / bytes_of_one, 1, along));
+    across_ = static_cast<uint32_t>(std::clamp<int64_t>(kStripBytes / bytes_of_one, 1, std::min(along, kMostAcross)));
     last_ = static_cast<uint32_t>(along / across_);
     const uint32_t rest = static_cast<uint32_t>(along % across_);
     size_ = static_cast<uint32_t>(down) * across_;

@@ -13,18 +13,6 @@ struct PermutedMxArgs {
   Strips strips;  // of thread blocks
 };
 
-// Codes of two blocks whose maxima are the halves of `two`, and what their elements are multiplied by.
-template <typename T>
-struct Codes {
-  uint32_t code[2];
-  float inverse[2];
-
-  __device__ __forceinline__ Codes(uint32_t two, float max_reciprocal)
-      : code{e8m0_from_amax(max_abs(0.0f, lower<T>(two)), max_reciprocal),
-             e8m0_from_amax(max_abs(0.0f, upper<T>(two)), max_reciprocal)},
-        inverse{e8m0_reciprocal(code[0]), e8m0_reciprocal(code[1])} {}
-};
-
 template <typename T, bool kE5M2>
 __global__ void __launch_bounds__(kMxThreads, 4) permuted_mxfp8_kernel(const __grid_constant__ PermutedMxArgs args) {
   const MxArgs& p = args.mx;

@@ -1,5 +1,5 @@
-// Tiles of permuted rows with float32 scales: the columnwise copy, and per tensor with it the rowwise one, whose bytes
-// are the same. Geometry: tiles.cuh.
+// Tiles of permuted rows with float32 scales: 1x128, the columnwise copy; per tensor and 128x128, both copies, whose
+// bytes are the same. Geometry: tiles.cuh.
 #include "cuda/launch.cuh"
 #include "cuda/quantize/patch.cuh"
 #include "cuda/quantize/tiles.cuh"
@@ -12,8 +12,9 @@ struct PermutedTileArgs {
   Strips strips;
 };
 
-template <typename T, bool kE5M2, bool kVector>
+template <typename T, bool kE5M2, Scaling kScaling>
 __global__ void __launch_bounds__(kThreads, 4) permuted_tile_kernel(const __grid_constant__ PermutedTileArgs args) {
+  constexpr bool kVector = kScaling == Scaling::vector;
   const TileArgs& p = args.tile;
   __shared__ __align__(16) uint8_t tile[kTile * kTile];
   __shared__ __align__(16) uint32_t tokens[kTile];
@@ -64,16 +65,25 @@ __global__ void __launch_bounds__(kThreads, 4) permuted_tile_kernel(const __grid
       turn(std::false_type{});
     }
   } else {
-    const float scale = p.from.scale ? *p.from.scale : scale_from_amax(p.rule, *p.from.amax);
-    nan |= !(fabsf(scale) > 0.0f && fabsf(scale) < INFINITY);  // 0 times inf
-    if (blockIdx.x == 0 && tid == 0) {
-      const float inverse = reciprocal_rn(scale);
-      if (p.row_scale) *p.row_scale = inverse;
-      if (p.col_scale) *p.col_scale = inverse;
-    }
-    if (p.from.join) {
-      const uint32_t two = max_abs2<T>(max_abs2<T>(m[0], m[1]), max_abs2<T>(m[2], m[3]));
-      join_amax<kThreads>(max_abs(max_abs(0.0f, lower<T>(two)), upper<T>(two)), scratch, p.from.join);
+    const uint32_t two = max_abs2<T>(max_abs2<T>(m[0], m[1]), max_abs2<T>(m[2], m[3]));
+    const float amax = max_abs(max_abs(0.0f, lower<T>(two)), upper<T>(two));
+    float scale;
+    if constexpr (kScaling == Scaling::square) {
+      scale = scale_from_amax(p.rule, block_max(amax, scratch));
+      if (tid == 0) {
+        const float inverse = reciprocal_rn(scale);
+        if (p.row) p.row_scale[static_cast<int64_t>(tile_m) * p.tiles_k + tile_k] = inverse;
+        if (p.col) p.col_scale[static_cast<int64_t>(tile_k) * p.tiles_m + tile_m] = inverse;
+      }
+    } else {
+      scale = p.from.scale ? *p.from.scale : scale_from_amax(p.rule, *p.from.amax);
+      nan |= !(fabsf(scale) > 0.0f && fabsf(scale) < INFINITY);  // 0 times inf
+      if (blockIdx.x == 0 && tid == 0) {
+        const float inverse = reciprocal_rn(scale);
+        if (p.row_scale) *p.row_scale = inverse;
+        if (p.col_scale) *p.col_scale = inverse;
+      }
+      if (p.from.join) join_amax<kThreads>(amax, scratch, p.from.join);
     }
     uint2 q[8];
     if (nan) {
@@ -81,6 +91,7 @@ __global__ void __launch_bounds__(kThreads, 4) permuted_tile_kernel(const __grid
     } else {
       encode_rows<kE5M2, false>(patch, p.row, p.m, p.k, row, col, q, scale);
     }
+    if (!p.col) return;
     transpose8x8(q);  // one scale for both copies: the same bytes, turned
 #pragma unroll
     for (int j = 0; j < 8; ++j) *reinterpret_cast<uint2*>(turned + j * kTile) = q[j];
@@ -91,19 +102,21 @@ __global__ void __launch_bounds__(kThreads, 4) permuted_tile_kernel(const __grid
 
 }  // namespace
 
-bool permuted_tiles_fit(const TileArgs& p, bool vector) {
-  return patched(p.in) && p.col && p.vec_col && (!p.row || (p.vec_row && !vector)) && p.m > 0 && p.k > 0;
+bool permuted_tiles_fit(const TileArgs& p, Scaling scaling) {
+  if (!patched(p.in) || p.m == 0 || p.k == 0 || (p.col && !p.vec_col) || (p.row && !p.vec_row)) return false;
+  return scaling == Scaling::square || (p.col && !(p.row && scaling == Scaling::vector));
 }
 
-Status permuted_tiles(const TileArgs& tile, bool vector, DType element, const Execution& exec) {
+Status permuted_tiles(const TileArgs& tile, Scaling scaling, DType element, const Execution& exec) {
   const PermutedTileArgs p{tile, Strips(tile.in, kTile, tile.tiles_m, tile.tiles_k)};
   const int64_t tiles = static_cast<int64_t>(tile.tiles_m) * tile.tiles_k;
   return with_element(element, "quantize", [&](auto e5m2) {
     return with_patch_type(tile.in, [&](auto type) {
       using T = decltype(type);
-      return vector
-                 ? launch("quantize", permuted_tile_kernel<T, e5m2.value, true>, tiles, kThreads, 0, exec.stream, p)
-                 : launch("quantize", permuted_tile_kernel<T, e5m2.value, false>, tiles, kThreads, 0, exec.stream, p);
+      const auto run = [&](auto kernel) { return launch("quantize", kernel, tiles, kThreads, 0, exec.stream, p); };
+      return scaling == Scaling::vector   ? run(permuted_tile_kernel<T, e5m2.value, Scaling::vector>)
+             : scaling == Scaling::square ? run(permuted_tile_kernel<T, e5m2.value, Scaling::square>)
+                                          : run(permuted_tile_kernel<T, e5m2.value, Scaling::tensor>);
     });
   });
 }

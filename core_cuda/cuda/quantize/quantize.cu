@@ -103,8 +103,8 @@ Status quantize(const QuantizeArgs& args, const Execution& exec) {
     if (f.per_tensor()) DIPTYCH_TRY(prepare_amax(args, exec));
     return quantize_permuted_rows(args, exec);
   }
-  // Both, with scales of their own: a kernel each. Tiles leave rows' scales as parts of sectors that L2 has to complete
-  // from memory, which costs more than reading the tokens once more.
+  if (permuted_both_fits(args, exec)) return permuted_both(args, exec);
+  // Other copies with scales of their own: a kernel each.
   if (QuantizeArgs rows = args; !f.per_tensor() && args.rowwise.given()) {
     rows.columnwise = {};
     if (permuted_rows_fit(rows)) {

@@ -7,28 +7,15 @@
 namespace diptych::cuda {
 namespace {
 
-enum class Blocks { tensor, vector, square };  // whole tensor, 1x128, 128x128
-
-// The largest of the whole block's values, for every thread.
-__device__ float block_max(float m, float* scratch) {
-#pragma unroll
-  for (int mask = 16; mask > 0; mask /= 2) m = fmaxf(m, __shfl_xor_sync(kAllLanes, m, mask));
-  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = m;
-  __syncthreads();
-#pragma unroll
-  for (int w = 0; w < kWarps; ++w) m = fmaxf(m, scratch[w]);
-  return m;
-}
-
-template <typename In, bool kE5M2, Blocks kBlocks>
+template <typename In, bool kE5M2, Scaling kScaling>
 __global__ void __launch_bounds__(kThreads, kComputed<In> ? 2 : 0) tile_kernel(const __grid_constant__ TileArgs p) {
   __shared__ __align__(16) uint8_t tile[kTile * kTile];
-  __shared__ __align__(16) float scratch[kBlocks == Blocks::vector ? kWarps * kTile : kWarps];
-  __shared__ __align__(16) float column_scale[kBlocks == Blocks::vector ? kTile : 1];
+  __shared__ __align__(16) float scratch[kScaling == Scaling::vector ? kWarps * kTile : kWarps];
+  __shared__ __align__(16) float column_scale[kScaling == Scaling::vector ? kTile : 1];
 
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
   // Per tensor: last tiles first, which the amax pass has left in L2.
-  const unsigned index = kBlocks == Blocks::tensor ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+  const unsigned index = kScaling == Scaling::tensor ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
   const int64_t tile_m = index / p.tiles_k, tile_k = paired_tile<In>(p.in, index % p.tiles_k, p.tiles_k, kTile);
   const int64_t row0 = tile_m * kTile, col0 = tile_k * kTile;
   const int patch_row = warp * 2 + lane / 16, patch_col = lane % 16;
@@ -38,7 +25,7 @@ __global__ void __launch_bounds__(kThreads, kComputed<In> ? 2 : 0) tile_kernel(c
   fetch_rows<In>(p.in, row, col, x);
 
   uint2 q[8];
-  if constexpr (kBlocks == Blocks::vector) {
+  if constexpr (kScaling == Scaling::vector) {
     if (p.row) {
       float v[8];
 #pragma unroll
@@ -84,7 +71,7 @@ __global__ void __launch_bounds__(kThreads, kComputed<In> ? 2 : 0) tile_kernel(c
     }
   } else {
     float scale;
-    if constexpr (kBlocks == Blocks::tensor) {
+    if constexpr (kScaling == Scaling::tensor) {
       scale = p.from.scale ? *p.from.scale : scale_from_amax(p.rule, *p.from.amax);
       if (blockIdx.x == 0 && tid == 0) {
         const float inverse = reciprocal_rn(scale);
@@ -124,16 +111,16 @@ __global__ void __launch_bounds__(kThreads, kComputed<In> ? 2 : 0) tile_kernel(c
 }
 
 template <typename In, bool kE5M2>
-Status run(const TileArgs& p, Blocks blocks, int64_t tiles, void* stream) {
-  if (blocks == Blocks::vector) {
-    return launch("quantize", tile_kernel<In, kE5M2, Blocks::vector>, tiles, kThreads, 0, stream, p);
+Status run(const TileArgs& p, Scaling scaling, int64_t tiles, void* stream) {
+  if (scaling == Scaling::vector) {
+    return launch("quantize", tile_kernel<In, kE5M2, Scaling::vector>, tiles, kThreads, 0, stream, p);
   }
   if constexpr (kTyped<In>) {  // one scale: stream_tiles has it; squares are for weights
-    return run<Computed, kE5M2>(p, blocks, tiles, stream);
-  } else if (blocks == Blocks::tensor) {
-    return launch("quantize", tile_kernel<In, kE5M2, Blocks::tensor>, tiles, kThreads, 0, stream, p);
+    return run<Computed, kE5M2>(p, scaling, tiles, stream);
+  } else if (scaling == Scaling::tensor) {
+    return launch("quantize", tile_kernel<In, kE5M2, Scaling::tensor>, tiles, kThreads, 0, stream, p);
   } else {
-    return launch("quantize", tile_kernel<In, kE5M2, Blocks::square>, tiles, kThreads, 0, stream, p);
+    return launch("quantize", tile_kernel<In, kE5M2, Scaling::square>, tiles, kThreads, 0, stream, p);
   }
 }
 
@@ -141,16 +128,16 @@ Status run(const TileArgs& p, Blocks blocks, int64_t tiles, void* stream) {
 
 Status quantize_tiles(const QuantizeArgs& args, const Execution& exec) {
   const FormatRow& f = row(args.spec.format);
-  const Blocks blocks = f.per_tensor() ? Blocks::tensor : f.block_rows == 1 ? Blocks::vector : Blocks::square;
+  const Scaling scaling = f.per_tensor() ? Scaling::tensor : f.block_rows == 1 ? Scaling::vector : Scaling::square;
   TileArgs p{};
   p.in = source_args(args.x, args.source), p.m = p.in.m, p.k = p.in.k, p.rule = divide_rule(args);
   int64_t tiles_m = ceil_div(p.m, kTile), tiles_k = ceil_div(p.k, kTile);
   if (tiles_m * tiles_k == 0) {
-    if (blocks != Blocks::tensor) return {};
+    if (scaling != Scaling::tensor) return {};
     tiles_m = tiles_k = 1;  // an empty tensor has no blocks, but a scale
   }
   p.tiles_m = static_cast<unsigned>(tiles_m), p.tiles_k = static_cast<unsigned>(tiles_k);
-  if (blocks == Blocks::tensor) p.from = tensor_scale(args);
+  if (scaling == Scaling::tensor) p.from = tensor_scale(args);
   if (args.rowwise.given()) {
     p.row = args.rowwise.data.as<uint8_t>(), p.row_scale = args.rowwise.scale_inv.as<float>();
     p.vec_row = aligned(p.row, 8) && p.k % 8 == 0;
@@ -159,14 +146,11 @@ Status quantize_tiles(const QuantizeArgs& args, const Execution& exec) {
     p.col = args.columnwise.data.as<uint8_t>(), p.col_scale = args.columnwise.scale_inv.as<float>();
     p.vec_col = aligned(p.col, 16) && p.m % 16 == 0;
   }
-  if (blocks == Blocks::tensor && streams(p)) return stream_tiles(p, f.element, exec);
-  const bool vector = blocks == Blocks::vector;
-  if (blocks != Blocks::square && permuted_tiles_fit(p, vector)) {
-    return permuted_tiles(p, vector, f.element, exec);
-  }
+  if (scaling == Scaling::tensor && streams(p)) return stream_tiles(p, f.element, exec);
+  if (permuted_tiles_fit(p, scaling)) return permuted_tiles(p, scaling, f.element, exec);
   return with_input_type(p.in, "quantize", [&](auto type) {
     return with_element(f.element, "quantize", [&](auto e5m2) {
-      return run<decltype(type), e5m2.value>(p, blocks, tiles_m * tiles_k, exec.stream);
+      return run<decltype(type), e5m2.value>(p, scaling, tiles_m * tiles_k, exec.stream);
     });
   });
 }

@@ -12,11 +12,13 @@ namespace diptych::cuda {
 
 constexpr int kTile = 128, kThreads = 256, kWarps = kThreads / 32;
 
+enum class Scaling { tensor, vector, square };  // one scale, 1x128, 128x128
+
 struct TileArgs {
   SourceArgs in;
   int64_t m, k;
   unsigned tiles_m, tiles_k;  // the grid walks k first
-  TensorScale from;           // Blocks::tensor
+  TensorScale from;           // Scaling::tensor
   uint8_t* row;               // [m, k], or null
   float* row_scale;           // of the blocks of `row`, row-major
   uint8_t* col;               // [k, m], or null
@@ -24,6 +26,17 @@ struct TileArgs {
   DivideRule rule;
   bool vec_row, vec_col;  // aligned to 8 and 16 bytes, and so are their rows
 };
+
+// The largest of the whole block's values, for every thread. `scratch`: a float for each warp.
+__device__ __forceinline__ float block_max(float m, float* scratch) {
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2) m = fmaxf(m, __shfl_xor_sync(kAllLanes, m, mask));
+  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = m;
+  __syncthreads();
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) m = fmaxf(m, scratch[w]);
+  return m;
+}
 
 // The transposed tile in shared memory: 128 columns of 128 bytes. Eight bytes (one patch row) are a unit; unit u of
 // column c lies at u ^ (c / 8), so that neither the writers (16 columns apart by 8) nor the readers collide in a bank.
@@ -69,9 +82,9 @@ __device__ __forceinline__ void store_columns(const TileArgs& p, const uint8_t* 
 bool streams(const TileArgs&);
 Status stream_tiles(const TileArgs&, DType element, const Execution&);
 
-// Whether permuted_tiles takes these, and what it does: permuted rows of 16 bits an element, not in squares. 1x128
-// (`vector`): the columnwise copy alone.
-bool permuted_tiles_fit(const TileArgs&, bool vector);
-Status permuted_tiles(const TileArgs&, bool vector, DType element, const Execution&);
+// Whether permuted_tiles takes these, and what it does: permuted rows of 16 bits an element. Per tensor: a columnwise
+// copy with or without a rowwise one; 1x128: the columnwise copy alone; 128x128: any.
+bool permuted_tiles_fit(const TileArgs&, Scaling);
+Status permuted_tiles(const TileArgs&, Scaling, DType element, const Execution&);
 
 }  // namespace diptych::cuda
