@@ -59,6 +59,19 @@ __device__ __forceinline__ bool gather(const BothArgs& p, const Spot& at, uint32
   return whole;
 }
 
+// Of the warp's 16 rows, two columns to a word of `column_max` [warps, 64]; whether the warp holds a NaN.
+template <typename T>
+__device__ __forceinline__ bool leave_column_maxima(const Spot& at, const Patch<T>& patch, uint32_t* column_max) {
+  uint32_t m[4];
+  const bool nan = patch.column_maxima(m);
+#pragma unroll
+  for (int j = 0; j < 4; ++j) m[j] = max_abs2<T>(m[j], __shfl_xor_sync(kAllLanes, m[j], 16));
+  if (at.lane < 16) {
+    *reinterpret_cast<uint4*>(column_max + at.warp * kTile / 2 + at.patch_col * 4) = make_uint4(m[0], m[1], m[2], m[3]);
+  }
+  return nan;
+}
+
 // Eight bytes of row i to `out` [m, k], if they exist.
 template <bool kWhole>
 __device__ __forceinline__ void store_row(const BothArgs& p, const Spot& at, uint8_t* out, int i, uint2 bytes) {
@@ -72,19 +85,14 @@ template <typename T, bool kE5M2>
 __global__ void __launch_bounds__(kThreads, 4) permuted_both_kernel(const __grid_constant__ BothArgs p) {
   __shared__ __align__(16) uint8_t tile[kTile * kTile];
   __shared__ __align__(16) uint32_t tokens[kTile];
-  __shared__ __align__(16) uint32_t column_max[kWarps * kTile / 2];  // two to a word
+  __shared__ __align__(16) uint32_t column_max[kWarps * kTile / 2];
   __shared__ __align__(16) uint32_t row_max[kTile / 2];
   __shared__ __align__(16) float scales[2 * kTile];  // of columns, of rows
   const Spot at(p);
   Patch<T> patch;
   const bool whole = gather(p, at, tokens, patch);
-  uint32_t m[4], w[4];
-  const bool nan = patch.column_maxima(m);
-#pragma unroll
-  for (int j = 0; j < 4; ++j) m[j] = max_abs2<T>(m[j], __shfl_xor_sync(kAllLanes, m[j], 16));
-  if (at.lane < 16) {
-    *reinterpret_cast<uint4*>(column_max + at.warp * kTile / 2 + at.patch_col * 4) = make_uint4(m[0], m[1], m[2], m[3]);
-  }
+  uint32_t w[4];
+  const bool nan = leave_column_maxima(at, patch, column_max);
   patch.row_maxima(w);
   max_and_halve2<T, 2>(w, at.lane, 8), max_and_halve2<T, 1>(w, at.lane, 4);  // rows 2 i and 2 i + 1, i: lane / 4 % 4
   w[0] = max_abs2<T>(w[0], __shfl_xor_sync(kAllLanes, w[0], 2));
@@ -139,18 +147,13 @@ __global__ void __launch_bounds__(kThreads, 4) permuted_both_kernel(const __grid
 template <typename T, bool kE5M2>
 __global__ void __launch_bounds__(kThreads, 4) permuted_both_mx_kernel(const __grid_constant__ BothArgs p) {
   __shared__ __align__(16) uint32_t tokens[kTile];
-  __shared__ __align__(16) uint32_t column_max[kWarps * kTile / 2];  // two to a word
-  __shared__ __align__(16) float inverses[kWarps * kTile];           // of columns' codes
+  __shared__ __align__(16) uint32_t column_max[kWarps * kTile / 2];
+  __shared__ __align__(16) float inverses[kWarps * kTile];  // of columns' codes
   const Spot at(p);
   Patch<T> patch;
   const bool whole = gather(p, at, tokens, patch);
-  uint32_t m[4], w[4];
-  const bool nan = patch.column_maxima(m);
-#pragma unroll
-  for (int j = 0; j < 4; ++j) m[j] = max_abs2<T>(m[j], __shfl_xor_sync(kAllLanes, m[j], 16));
-  if (at.lane < 16) {
-    *reinterpret_cast<uint4*>(column_max + at.warp * kTile / 2 + at.patch_col * 4) = make_uint4(m[0], m[1], m[2], m[3]);
-  }
+  uint32_t w[4];
+  const bool nan = leave_column_maxima(at, patch, column_max);
   patch.row_maxima(w);
   max_and_halve2<T, 2>(w, at.lane, 2), max_and_halve2<T, 1>(w, at.lane, 1);  // rows 2 i and 2 i + 1, i: lane % 4
   const Codes<T> rows(w[0], p.max_reciprocal);
