@@ -210,7 +210,8 @@ __global__ void __launch_bounds__(kThreads, 4) permuted_both_mx_kernel(const __g
 
 bool permuted_both_fits(const QuantizeArgs& args, const Execution& exec) {
   const FormatRow& f = row(args.spec.format);
-  if (!args.rowwise.given() || !args.columnwise.given() || args.spec.has(kSquare) || f.block_rows != 1) return false;
+  if (args.source.kind != SourceKind::permuted || args.spec.has(kSquare) || f.block_rows != 1) return false;
+  if (!args.rowwise.given() || !args.columnwise.given()) return false;
   const SourceArgs in = source_args(args.x, args.source);
   const void *columns = args.columnwise.data.data, *scales = args.rowwise.scale_inv.data;
   if (!patched(in) || in.m == 0 || in.k == 0 || !aligned(args.rowwise.data.data, 8) || !aligned(scales, 4))

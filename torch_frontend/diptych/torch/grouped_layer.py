@@ -155,12 +155,14 @@ def _forward(a: _Arguments, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...],
     (options,), amaxes = a.forward_options(needs)
     x = a.rows(() if s.plan.input.rowwise is None else s.x)
     if isinstance(x, QuantizedTensor):
-        copies_x = given_copies(x, s)
+        copies_x = given_copies(x, s, "grouped_linear")
     else:
         copies_x = encode(x, s.x, options, a.rng, options.replay).copies
     copies_w = options.weight_copies
     if isinstance(a.weight, QuantizedStack):
-        copies_w = held_copies(a.weight, s.w, "weight", "run it by the recipe of its quantized_model_init")
+        copies_w = held_copies(
+            a.weight, s.w, "grouped_linear: the weight", "run it by the recipe of its quantized_model_init"
+        )
     elif copies_w is None:
         copies_w = quantize_weight(a.weight, s.w, options, a.rng, options.replay)
     left = high_precision("grouped_linear", x) if copies_x[0] is None else copies_x[0]
@@ -334,7 +336,7 @@ def grouped_linear_with(
         )
     x_copy: list[Tensor] = []
     if quantized:
-        copies = given_copies(x, s)  # type: ignore[arg-type]
+        copies = given_copies(x, s, "grouped_linear")  # type: ignore[arg-type]
         if s.x_kept not in ("", "original"):
             pack(pick(s.x_kept, copies, x), x_copy)
     maps = (None, None) if row_map is None else (row_map.row_id_map, row_map.source)

@@ -303,8 +303,8 @@ def dequantized_weight(weight: Tensor) -> Tensor:
 # --- the layer -------------------------------------------------------------------------------------------------------
 
 
-def held_copies(q: QuantizedTensorBase, calls: tuple[Call, ...], tensor: str, remedy: str) -> Copies:
-    """The copies that calls would make, of what is quantized already; `tensor` and `remedy` are for what it raises.
+def held_copies(q: QuantizedTensorBase, calls: tuple[Call, ...], what: str, remedy: str) -> Copies:
+    """The copies that calls would make, of what is quantized already; `what` and `remedy` are for what it raises.
 
     **Raises** ValueError for a copy that was not made, or of another format or transform.
     """
@@ -313,22 +313,18 @@ def held_copies(q: QuantizedTensorBase, calls: tuple[Call, ...], tensor: str, re
         asked = call.quantizer
         held_format, asked_format = FORMATS[q.quantizer.spec.format_id].name, FORMATS[asked.spec.format_id].name
         if held_format != asked_format:
-            raise ValueError(
-                f"linear: the {tensor} is held as {held_format}, and the recipe asks for {asked_format}; {remedy}"
-            )
+            raise ValueError(f"{what} is held as {held_format}, and the recipe asks for {asked_format}; {remedy}")
         rowwise = q.copy_of(False) if asked.rowwise else rowwise
         columnwise = q.copy_of(True) if asked.columnwise else columnwise
         counts = ROW_AMAX * asked.rowwise | (RHT | RHT_SIGNS) * asked.columnwise
         if (q.quantizer.spec.flags ^ asked.spec.flags) & counts:
-            raise ValueError(
-                f"linear: the {tensor} is held by {q.quantizer}, and the recipe asks for {asked}; {remedy}"
-            )
+            raise ValueError(f"{what} is held by {q.quantizer}, and the recipe asks for {asked}; {remedy}")
     return rowwise, columnwise
 
 
-def given_copies(x: QuantizedTensor, s: Schedule) -> Copies:
+def given_copies(x: QuantizedTensor, s: Schedule, op: str = "linear") -> Copies:
     """The copies that forward would make of an input that comes quantized."""
-    return held_copies(x, s.x, "input", "quantize it by recipe.quantizer(QuantizerRole(module, 'input'))")
+    return held_copies(x, s.x, f"{op}: the input", "quantize it by recipe.quantizer(QuantizerRole(module, 'input'))")
 
 
 def fprop(
@@ -342,7 +338,7 @@ def fprop(
         copies_x = quantize_calls(x, s.x, options, rng, options.replay)
     copies_w = options.weight_copies
     if isinstance(weight, QuantizedTensor):
-        copies_w = held_copies(weight, s.w, "weight", "run it by the recipe of its quantized_model_init")
+        copies_w = held_copies(weight, s.w, "linear: the weight", "run it by the recipe of its quantized_model_init")
     elif copies_w is None:
         copies_w = quantize_calls(weight, s.w, options, rng, options.replay)
     a = high_precision("linear", x) if copies_x[0] is None else copies_x[0]
