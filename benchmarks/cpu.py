@@ -116,11 +116,14 @@ def packed(name: str) -> bool:
     return quantizer is not None and quantizer.format.pack > 1
 
 
-def slowness(tiny: float | None = None) -> float:
-    """How many times as long as there small calls take on this machine, at least 1; `tiny`: where that is measured."""
-    if tiny is None:
-        layer, x = torch.nn.Linear(16, 16), torch.randn(16, 16)
-        tiny, _ = common.paired(lambda: layer(x), lambda: layer(x), rounds=21, calls=200)
+def tiny_seconds() -> float:
+    """What TINY is on this machine."""
+    layer, x = torch.nn.Linear(16, 16), torch.randn(16, 16)
+    return common.paired(lambda: layer(x), lambda: layer(x), rounds=21, calls=200)[0]
+
+
+def slowness(tiny: float) -> float:
+    """How many times as long as there small calls take on a machine of this TINY, at least 1."""
     return max(1.0, tiny / TINY)
 
 
@@ -165,7 +168,7 @@ def compiled_rows() -> Iterator[Measure]:
         delayed = quantizer is not None and quantizer.needs_scale
         goal = 1.0 if not graded else 0.45 if delayed else 0.5 if packed(name) else 0.6
         return {"op": "compiled linear", "case": case, "us": t * 1e6, "peer us": p * 1e6,
-                "ratio": 40e-6 * slowness() / max(t - p, 1e-9), "goal": goal}  # fmt: skip
+                "ratio": 40e-6 * slowness(tiny_seconds()) / max(t - p, 1e-9), "goal": goal}  # fmt: skip
 
     return (partial(measure, name, graded) for name in RECIPES for graded in (True, False))
 

@@ -22,12 +22,31 @@ Status launch(const char* name, void (*kernel)(Params...), int64_t blocks, int t
   return cuda_status(cudaGetLastError(), name);
 }
 
-// What a launch may ask for beyond its grid, both together too.
+// Whether a device starts kernels before the stream's last one has ended: only those compiled for sm_90 or later know
+// how to wait, and captures know of that since CUDA 12.3. All kernels are compiled alike, so that the first answers for
+// all.
+inline bool grids_overlap(const void* kernel, int device) {
+  static std::atomic<uint64_t> asked{0}, yes{0};
+  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
+  if (asked.load(std::memory_order_acquire) & bit) return yes.load(std::memory_order_relaxed) & bit;
+  int driver = 0;
+  cudaFuncAttributes code = {};
+  const bool overlap = cudaDriverGetVersion(&driver) == cudaSuccess && driver >= 12030 &&
+                       cudaFuncGetAttributes(&code, kernel) == cudaSuccess && code.ptxVersion >= 90;
+  if (overlap) yes.fetch_or(bit, std::memory_order_relaxed);
+  asked.fetch_or(bit, std::memory_order_release);
+  return overlap;
+}
+
+// What a launch may ask for beyond its grid: one of these, or both.
 class LaunchAttributes {
  public:
-  LaunchAttributes& after() {
-    cudaLaunchAttribute& a = next(cudaLaunchAttributeProgrammaticStreamSerialization);
-    a.val.programmaticStreamSerializationAllowed = 1;
+  // It may start before the grid ahead of it has ended, where devices know how.
+  template <typename Kernel>
+  LaunchAttributes& after(Kernel* kernel, int device) {
+    if (grids_overlap(reinterpret_cast<const void*>(kernel), device)) {
+      next(cudaLaunchAttributeProgrammaticStreamSerialization).val.programmaticStreamSerializationAllowed = 1;
+    }
     return *this;
   }
   LaunchAttributes& clusters(int size) {
@@ -59,22 +78,6 @@ Status launch_with(const char* name, LaunchAttributes attributes, void (*kernel)
   return cuda_status(cudaLaunchKernelEx(&config, kernel, args...), name);
 }
 
-// Whether a device starts kernels before the stream's last one has ended: only those compiled for sm_90 or later know
-// how to wait, and captures know of that since CUDA 12.3. All kernels are compiled alike, so that the first answers for
-// all.
-inline bool grids_overlap(const void* kernel, int device) {
-  static std::atomic<uint64_t> asked{0}, yes{0};
-  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
-  if (asked.load(std::memory_order_acquire) & bit) return yes.load(std::memory_order_relaxed) & bit;
-  int driver = 0;
-  cudaFuncAttributes code = {};
-  const bool overlap = cudaDriverGetVersion(&driver) == cudaSuccess && driver >= 12030 &&
-                       cudaFuncGetAttributes(&code, kernel) == cudaSuccess && code.ptxVersion >= 90;
-  if (overlap) yes.fetch_or(bit, std::memory_order_relaxed);
-  asked.fetch_or(bit, std::memory_order_release);
-  return overlap;
-}
-
 // For a kernel that may start while the stream's last one runs, so that its launch costs no time (ptx/grid.cuh):
 //  - It calls wait_for_grid_before before it touches anything that an earlier kernel may have written or may still
 //    read: its inputs, and its outputs too. The wait is for the grid before it alone, whosever that is; therefore
@@ -87,9 +90,8 @@ inline bool grids_overlap(const void* kernel, int device) {
 template <typename... Params>
 Status launch_after(const char* name, void (*kernel)(Params...), int64_t blocks, int threads, size_t shared_bytes,
                     const Execution& exec, const std::type_identity_t<Params>&... args) {
-  LaunchAttributes attributes;
-  if (grids_overlap(reinterpret_cast<const void*>(kernel), exec.device.index)) attributes.after();
-  return launch_with(name, attributes, kernel, blocks, threads, shared_bytes, exec.stream, args...);
+  return launch_with(name, LaunchAttributes().after(kernel, exec.device.index), kernel, blocks, threads, shared_bytes,
+                     exec.stream, args...);
 }
 
 // In clusters of `cluster` thread blocks, which share their memory (sm_90 and later).
@@ -104,10 +106,8 @@ Status launch_clusters(const char* name, void (*kernel)(Params...), int64_t bloc
 template <typename... Params>
 Status launch_clusters_after(const char* name, void (*kernel)(Params...), int64_t blocks, int cluster, int threads,
                              size_t shared_bytes, const Execution& exec, const std::type_identity_t<Params>&... args) {
-  LaunchAttributes attributes;
-  attributes.clusters(cluster);
-  if (grids_overlap(reinterpret_cast<const void*>(kernel), exec.device.index)) attributes.after();
-  return launch_with(name, attributes, kernel, blocks, threads, shared_bytes, exec.stream, args...);
+  return launch_with(name, LaunchAttributes().clusters(cluster).after(kernel, exec.device.index), kernel, blocks,
+                     threads, shared_bytes, exec.stream, args...);
 }
 
 // More than 48 KiB of shared memory is granted for each kernel and device; asking twice is harmless. `carveout`:

@@ -50,20 +50,16 @@ __device__ __forceinline__ P* row_at(P* base, uint32_t row, uint32_t pitch) {
 
 // That what is read stays in L2 rather than what is written: a token is read once for each of its destinations.
 __device__ __forceinline__ uint64_t keep_in_l2() {
-  uint64_t policy = 0;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  uint64_t policy;
   asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
-#endif
   return policy;
 }
 template <typename T>
 __device__ __forceinline__ Vec<T> load_kept(const void* from, uint64_t policy) {
   Vec<T> v;
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   asm("ld.global.nc.L2::cache_hint.v4.u32 {%0, %1, %2, %3}, [%4], %5;"
       : "=r"(v.w[0]), "=r"(v.w[1]), "=r"(v.w[2]), "=r"(v.w[3])
       : "l"(from), "l"(policy));
-#endif
   return v;
 }
 
@@ -71,18 +67,16 @@ __device__ __forceinline__ Vec<T> load_kept(const void* from, uint64_t policy) {
 // hold what one copy's encoding has converted for the other's, out of registers that are not there.
 template <typename T>
 __device__ __forceinline__ float apart(uint32_t two, bool second) {
-  uint32_t bits = 0;
-#ifdef __CUDA_ARCH__
   if constexpr (std::is_same_v<T, __half>) {
     two ^= gridDim.y - 1;  // grids run along x alone: 0
     return second ? upper<T>(two) : lower<T>(two);
   }
+  uint32_t bits;
   if (second) {
     asm("prmt.b32 %0, %1, 0, 0x3244;" : "=r"(bits) : "r"(two));
   } else {
     asm("prmt.b32 %0, %1, 0, 0x1044;" : "=r"(bits) : "r"(two));
   }
-#endif
   return float_of(bits);
 }
 
