@@ -38,35 +38,9 @@ inline bool grids_overlap(const void* kernel, int device) {
   return overlap;
 }
 
-// What a launch may ask for beyond its grid: one of these, or both.
-class LaunchAttributes {
- public:
-  // It may start before the grid ahead of it has ended, where devices know how.
-  template <typename Kernel>
-  LaunchAttributes& after(Kernel* kernel, int device) {
-    if (grids_overlap(reinterpret_cast<const void*>(kernel), device)) {
-      next(cudaLaunchAttributeProgrammaticStreamSerialization).val.programmaticStreamSerializationAllowed = 1;
-    }
-    return *this;
-  }
-  LaunchAttributes& clusters(int size) {
-    cudaLaunchAttribute& a = next(cudaLaunchAttributeClusterDimension);
-    a.val.clusterDim.x = static_cast<unsigned>(size), a.val.clusterDim.y = a.val.clusterDim.z = 1;
-    return *this;
-  }
-  void give(cudaLaunchConfig_t* config) { config->attrs = held_, config->numAttrs = count_; }
-
- private:
-  cudaLaunchAttribute& next(cudaLaunchAttributeID id) {
-    held_[count_].id = id;
-    return held_[count_++];
-  }
-  cudaLaunchAttribute held_[2] = {};
-  unsigned count_ = 0;
-};
-
+// `attribute`: what the launch asks for beyond its grid, null: nothing.
 template <typename... Params>
-Status launch_with(const char* name, LaunchAttributes attributes, void (*kernel)(Params...), int64_t blocks,
+Status launch_with(const char* name, cudaLaunchAttribute* attribute, void (*kernel)(Params...), int64_t blocks,
                    int threads, size_t shared_bytes, void* stream, const std::type_identity_t<Params>&... args) {
   DIPTYCH_TRY(fits_grid(name, blocks));
   cudaLaunchConfig_t config = {};
@@ -74,7 +48,7 @@ Status launch_with(const char* name, LaunchAttributes attributes, void (*kernel)
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = shared_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
-  attributes.give(&config);
+  config.attrs = attribute, config.numAttrs = attribute ? 1 : 0;
   return cuda_status(cudaLaunchKernelEx(&config, kernel, args...), name);
 }
 
@@ -90,24 +64,21 @@ Status launch_with(const char* name, LaunchAttributes attributes, void (*kernel)
 template <typename... Params>
 Status launch_after(const char* name, void (*kernel)(Params...), int64_t blocks, int threads, size_t shared_bytes,
                     const Execution& exec, const std::type_identity_t<Params>&... args) {
-  return launch_with(name, LaunchAttributes().after(kernel, exec.device.index), kernel, blocks, threads, shared_bytes,
-                     exec.stream, args...);
+  cudaLaunchAttribute overlap = {};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  const bool may = grids_overlap(reinterpret_cast<const void*>(kernel), exec.device.index);
+  return launch_with(name, may ? &overlap : nullptr, kernel, blocks, threads, shared_bytes, exec.stream, args...);
 }
 
 // In clusters of `cluster` thread blocks, which share their memory (sm_90 and later).
 template <typename... Params>
 Status launch_clusters(const char* name, void (*kernel)(Params...), int64_t blocks, int cluster, int threads,
                        size_t shared_bytes, void* stream, const std::type_identity_t<Params>&... args) {
-  return launch_with(name, LaunchAttributes().clusters(cluster), kernel, blocks, threads, shared_bytes, stream,
-                     args...);
-}
-
-// Both of these.
-template <typename... Params>
-Status launch_clusters_after(const char* name, void (*kernel)(Params...), int64_t blocks, int cluster, int threads,
-                             size_t shared_bytes, const Execution& exec, const std::type_identity_t<Params>&... args) {
-  return launch_with(name, LaunchAttributes().clusters(cluster).after(kernel, exec.device.index), kernel, blocks,
-                     threads, shared_bytes, exec.stream, args...);
+  cudaLaunchAttribute size = {};
+  size.id = cudaLaunchAttributeClusterDimension;
+  size.val.clusterDim.x = static_cast<unsigned>(cluster), size.val.clusterDim.y = size.val.clusterDim.z = 1;
+  return launch_with(name, &size, kernel, blocks, threads, shared_bytes, stream, args...);
 }
 
 // More than 48 KiB of shared memory is granted for each kernel and device; asking twice is harmless. `carveout`:

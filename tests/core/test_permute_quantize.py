@@ -120,8 +120,11 @@ def test_strips(fmt, device):
     check(be, fmt, x, m, {}, f"{fmt} strips")
 
 
+BLOCK_FORMATS = [f for f in cases.FORMATS if not (packed(f) or f in cases.TENSOR_FORMATS)]
+
+
 @pytest.mark.sanitize
-@pytest.mark.parametrize("fmt", [f for f in cases.FORMATS if not (packed(f) or f in cases.TENSOR_FORMATS)])
+@pytest.mark.parametrize("fmt", BLOCK_FORMATS)
 def test_many_scales(fmt, device):
     """So many tiles that a GPU moves their scales in vectors, some of them whole and without a NaN."""
     be = runner.backend(device)
@@ -131,6 +134,17 @@ def test_many_scales(fmt, device):
         x = cases.draw(f"scales-{fmt}-{dtype}", "normal", (1500, 512), dtype)
         x[1400:, ::77] = np.nan
         check(be, fmt, x, m, {}, f"{fmt} scales")
+
+
+@pytest.mark.sanitize
+@pytest.mark.parametrize("fmt", BLOCK_FORMATS)
+def test_scales_in_groups(fmt, device):
+    """More tiles along rows, or down columns, than a GPU puts in order at once: in vectors, and where none fit."""
+    be = runner.backend(device)
+    for tokens, k, rows, width in ((150, 2, 416, 8704), (2000, 4, 8704, 128), (2000, 4, 8464, 384)):
+        m = moe_oracle.row_map(top_k(cases.rng_for(f"groups-{rows}"), tokens, 5, k), 5, rows, 16)
+        x = cases.draw(f"groups-{fmt}-{rows}", "normal", (tokens, width), "bfloat16")
+        check(be, fmt, x, m, {}, f"{fmt} groups")
 
 
 @pytest.mark.parametrize("fmt", cases.FORMATS)

@@ -112,6 +112,7 @@ static __device__ __noinline__ Floats8 source8(const SourceArgs& p, int64_t row,
 
 // Stand for an element type: float32 values of a source, computed on the way in.
 struct Computed {};
+struct Gathered {};  // not computed: bfloat16 of permuted rows, and SourceArgs::vec holds
 template <SourceKind kSource, typename T>
 struct Typed {  // x and dy are T, and SourceArgs::vec holds
   static constexpr SourceKind kKind = kSource;
@@ -133,7 +134,7 @@ inline constexpr bool kTypedGrad<Typed<SourceKind::activation_grad, T>> = true;
 template <typename T>
 inline constexpr bool kComputed = kTyped<T> || std::is_same_v<T, Computed>;
 template <typename T>
-using Held = std::conditional_t<kComputed<T>, float, T>;
+using Held = std::conditional_t<kComputed<T>, float, std::conditional_t<std::is_same_v<T, Gathered>, __nv_bfloat16, T>>;
 
 // f(Typed<kind, T>{}) where x and dy are T and all rows whole vectors, else f(Computed{}).
 template <typename T, typename F>
@@ -335,6 +336,24 @@ class Reader<Typed<kKind, T>, kPair> {
   const char *x_, *dy_ = nullptr;
   int64_t x_step_, dy_step_ = 0;  // bytes
   Floats8 gain_, beta_;
+};
+
+template <>
+class Reader<Gathered, false> {
+ public:
+  static constexpr int kAhead = 16;
+  using Raw = Row8<__nv_bfloat16>;
+
+  __device__ __forceinline__ Reader(const SourceArgs& p, int64_t row0, int64_t col) : p_(p), row0_(row0), col_(col) {}
+  __device__ __forceinline__ Raw load(int i) const {
+    const uint32_t token = row0_ + i < p_.m && col_ < p_.k ? p_.from.at(row0_ + i) : p_.from.none;
+    return token < p_.from.none ? load_vectors<__nv_bfloat16>(p_.x.data, token * p_.cols + col_) : Raw{};
+  }
+  __device__ __forceinline__ Raw row(int, const Raw& r) const { return r; }
+
+ private:
+  const SourceArgs& p_;
+  int64_t row0_, col_;
 };
 
 // body(i, what row i is made of) for rows 0 .. kRows - 1, with the loads of the next kAhead under way; after every

@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kBlock) permute_kernel(const __grid_constant__
   }
   asm volatile("" : "+r"(asked));  // looked at here, or the rows would wait for it
   for (unsigned rest = p.absent.mask(asked); rest != 0; rest &= rest - 1) {
-    const int64_t row = p.absent.first() + __ffs(rest) - 1;
+    const int64_t row = p.absent.row(__ffs(rest) - 1);
     for (int i = 0; i < p.plane_count; ++i) fill_row(p.planes[i], row);
     if (p.prob_bytes != 0 && threadIdx.x == 0) store_bits(p.permuted_probs, row, p.prob_bytes, 0);
   }

@@ -136,18 +136,20 @@ __device__ __forceinline__ V fill_of(uint32_t fill, int64_t i) {
   }
 }
 
-// Rows of a destination without a source are dealt out to all blocks, `each` to a block.
+// Rows of a destination without a source are dealt out to all blocks in turn, `each` to a block: they lie together, at
+// the end of each expert's, and a block that had them all would be late.
 struct AbsentRows {
   const int* source;
   int rows, each;
 
-  __device__ __forceinline__ int64_t first() const { return static_cast<int64_t>(blockIdx.x) * each; }
+  // The row that bit i of a mask stands for.
+  __device__ __forceinline__ int64_t row(int i) const { return static_cast<int64_t>(i) * gridDim.x + blockIdx.x; }
   // What `source` says of the row that this lane looks at, and from all lanes the rows that are absent, a bit each.
   // Asked for before the work that hides the wait; an ordinary load, as in load_bits.
   __device__ __forceinline__ int ask() const {
     const int bit = threadIdx.x % 32;
-    const int64_t row = first() + bit;
-    return bit < each && row < rows ? source[row] : 0;
+    const int64_t at = row(bit);
+    return bit < each && at < rows ? source[at] : 0;
   }
   __device__ __forceinline__ static unsigned mask(int asked) { return __ballot_sync(kAllLanes, asked < 0); }
   __device__ __forceinline__ unsigned mask() const { return mask(ask()); }

@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(kBlock) unpermute_grad_kernel(const __grid_con
     }
     Group::sync();
   }
-  for (unsigned rest = absent; rest != 0; rest &= rest - 1) fill_row(p.dx, p.absent.first() + __ffs(rest) - 1);
+  for (unsigned rest = absent; rest != 0; rest &= rest - 1) fill_row(p.dx, p.absent.row(__ffs(rest) - 1));
 }
 
 template <typename T, int kGroup>

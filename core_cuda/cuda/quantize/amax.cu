@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kThreads)
 
 struct StripArgs {
   SourceArgs in;
-  unsigned strips_k;  // the grid walks k first
+  unsigned strips_m, strips_k;
   float* rows;        // [m], or null
   float* tensor;      // [1], or null
   float* columnwise;  // [1], kRht: of the transform; or null
@@ -53,12 +53,16 @@ struct StripArgs {
 };
 
 // A thread owns 16 rows x 8 columns, a warp 256 columns, so that whole transforms lie in a thread. What is held for
-// them is what they take: bfloat16.
+// them is what they take: bfloat16. A block's warps lie side by side, but those that gather one below the other: then
+// the grid walks down all rows in columns so few that a token's other rows find them in L2.
 template <typename In, bool kRht>
 __global__ void __launch_bounds__(kThreads, kComputed<In> ? 2 : 0) strip_kernel(const __grid_constant__ StripArgs p) {
   const int lane = threadIdx.x % 32;
-  const int64_t row = static_cast<int64_t>(blockIdx.x / p.strips_k) * kHadamard;
-  const int64_t col = (static_cast<int64_t>(blockIdx.x % p.strips_k) * kThreads + threadIdx.x) * 8;
+  constexpr bool kDown = std::is_same_v<In, Gathered>;
+  const unsigned at_k = kDown ? blockIdx.x / p.strips_m : blockIdx.x % p.strips_k;
+  const unsigned at_m = kDown ? (blockIdx.x - at_k * p.strips_m) * kWarps + threadIdx.x / 32 : blockIdx.x / p.strips_k;
+  const int64_t row = static_cast<int64_t>(at_m) * kHadamard;
+  const int64_t col = (static_cast<int64_t>(at_k) * (kDown ? 32 : kThreads) + (kDown ? lane : threadIdx.x)) * 8;
   Row8<__nv_bfloat16> held[kHadamard];
   float of_row[kHadamard], all = 0.0f;
   const Reader<In> source(p.in, row, col);
@@ -110,17 +114,21 @@ Status run_strips(const AmaxArgs& args, const Execution& exec) {
   p.rht_signs = (args.flags & kRhtSigns) != 0;
   if (args.out.given()) (args.flags & kRowAmax ? p.rows : p.tensor) = args.out.as<float>();
   if (args.columnwise_out.given()) p.columnwise = args.columnwise_out.as<float>();
-  const int64_t strips_k = ceil_div(p.in.k, kThreads * 8), strips = ceil_div(p.in.m, kHadamard) * strips_k;
-  p.strips_k = static_cast<unsigned>(strips_k);
-  return with_input_type(p.in, "amax", [&](auto type) {
+  const auto run = [&](auto type) {
     using In = decltype(type);
+    constexpr bool kDown = std::is_same_v<In, Gathered>;
+    const int64_t strips_m = ceil_div(p.in.m, kDown ? kHadamard * kWarps : kHadamard);
+    const int64_t strips_k = ceil_div(p.in.k, kDown ? 32 * 8 : kThreads * 8), strips = strips_m * strips_k;
+    p.strips_m = static_cast<unsigned>(strips_m), p.strips_k = static_cast<unsigned>(strips_k);
     // The transform takes bfloat16: what else is plain does not reach it.
-    if constexpr (kRht && !kComputed<In> && !std::is_same_v<In, __nv_bfloat16>) {
+    if constexpr (kRht && !kComputed<In> && !std::is_same_v<Held<In>, __nv_bfloat16>) {
       return Status(Code::type, "amax: the Hadamard transform takes bfloat16 alone");
     } else {
       return launch("amax", strip_kernel<In, kRht>, strips, kThreads, 0, exec.stream, p);
     }
-  });
+  };
+  const bool gathered = p.in.kind == SourceKind::permuted && p.in.vec && p.in.x.type == DType::bf16;
+  return gathered ? run(Gathered{}) : with_input_type(p.in, "amax", run);
 }
 
 Status run_flat(const AmaxArgs& args, const Execution& exec) {

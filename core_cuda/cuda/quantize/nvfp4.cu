@@ -9,6 +9,7 @@
 #include "cuda/hadamard.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/ptx/copy.cuh"
+#include "cuda/quantize/patch.cuh"
 #include "cuda/quantize/philox.cuh"
 #include "cuda/quantize/quantize.h"
 #include "cuda/vector.cuh"
@@ -22,7 +23,9 @@ struct Nvfp4Args {
   const void* x;  // [m, k]
   int64_t m, k;
   SourceArgs in;             // what is encoded where x is not
-  unsigned tiles_k;          // the grid walks k first
+  bool gathered;             // permuted rows in whole vectors: they are copied as x is
+  Strips strips;             // gathered: how the grid walks
+  unsigned tiles_k;          // else it walks k first
   const float* row_amax;     // [1], or [m] if each_row
   const float* col_amax;     // [1]
   const uint32_t* rng;       // [4]
@@ -213,6 +216,27 @@ __device__ __forceinline__ void load_tile(const Nvfp4Args& p, uint8_t* tile, int
   }
 }
 
+// The same of permuted rows.
+template <typename T>
+__device__ __forceinline__ void gather_tile(const Nvfp4Args& p, uint8_t* tile, int64_t row0, int64_t col0) {
+  using S = Tile<T>;
+  constexpr int kStep = S::kThreads / S::kChunks;  // rows at once
+  const unsigned first = threadIdx.x / S::kChunks, chunk = threadIdx.x % S::kChunks;
+  const int64_t col = col0 + chunk * S::kPerChunk, left = col < p.k ? p.m - row0 - first : 0;
+  uint32_t token[S::kRows / kStep];
+#pragma unroll
+  for (int i = 0; i < S::kRows; i += kStep) {
+    token[i / kStep] = i < left ? p.in.from.at(row0 + first + i) : p.in.from.none;
+  }
+  const T* x = static_cast<const T*>(p.x) + col;
+#pragma unroll
+  for (int i = 0; i < S::kRows; i += kStep) {
+    const uint32_t t = token[i / kStep];
+    ptx::copy_async16(tile + S::offset(i / kBlock, first + i % kBlock, chunk), t < p.in.from.none ? x + t * p.k : p.x,
+                      t < p.in.from.none);
+  }
+}
+
 // The same of values that are computed on the way: eight of a row at a time.
 template <typename In>
 __device__ __forceinline__ void compute_tile(const SourceArgs& in, uint8_t* tile, int64_t row0, int64_t col0) {
@@ -288,12 +312,18 @@ __global__ void __launch_bounds__(Tile<T>::kThreads, 6) nvfp4_kernel(const __gri
   __shared__ float square[S::kBands][kBlocks];  // amaxes of 16 x 16, p.square
   __shared__ TwoLevel level[2];                 // of the rowwise and of the columnwise copy
   const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  // Last tiles first: the end of x is what an amax pass has just left in L2.
-  const unsigned index = gridDim.x - 1 - blockIdx.x;
-  const int64_t row0 = static_cast<int64_t>(index / p.tiles_k) * S::kRows;
-  const int64_t col0 = static_cast<int64_t>(paired_tile<In>(p.in, index % p.tiles_k, p.tiles_k, kCols)) * kCols;
+  uint32_t tile_m, tile_k;
+  if (p.gathered) {
+    p.strips.place(blockIdx.x, &tile_m, &tile_k);
+  } else {  // Last tiles first: the end of x is what an amax pass has just left in L2
+    const unsigned index = gridDim.x - 1 - blockIdx.x;
+    tile_m = index / p.tiles_k, tile_k = paired_tile<In>(p.in, index % p.tiles_k, p.tiles_k, kCols);
+  }
+  const int64_t row0 = static_cast<int64_t>(tile_m) * S::kRows, col0 = static_cast<int64_t>(tile_k) * kCols;
   if constexpr (kComputed<In>) {
     compute_tile<In>(p.in, tile, row0, col0);
+  } else if (p.gathered) {
+    gather_tile<T>(p, tile, row0, col0);
   } else {
     load_tile<T>(p, tile, row0, col0);
   }
@@ -372,14 +402,17 @@ Status quantize_nvfp4(const QuantizeArgs& args, const Execution& exec) {
     p.col = args.columnwise.data.as<uint8_t>(), p.col_scale = args.columnwise.scale_inv.as<uint8_t>();
     p.col_amax = args.columnwise_amax.as<const float>(), p.vec_col = aligned(p.col, 8);
   }
-  return with_input_type(p.in, "quantize", [&](auto type) {
+  p.gathered = p.in.kind == SourceKind::permuted && p.in.vec;
+  const auto run = [&](auto type) {
     using S = Tile<Held<decltype(type)>>;
-    const int64_t tiles_k = ceil_div(p.k, kCols), tiles = ceil_div(p.m, S::kRows) * tiles_k;
+    const int64_t tiles_m = ceil_div(p.m, S::kRows), tiles_k = ceil_div(p.k, kCols), tiles = tiles_m * tiles_k;
     p.tiles_k = static_cast<unsigned>(tiles_k);
+    if (p.gathered) p.strips = Strips(p.in, kCols, tiles_m, tiles_k);
     return spec.has(kStochastic)
                ? launch("quantize", nvfp4_kernel<decltype(type), true>, tiles, S::kThreads, 0, exec.stream, p)
                : launch("quantize", nvfp4_kernel<decltype(type), false>, tiles, S::kThreads, 0, exec.stream, p);
-  });
+  };
+  return p.gathered ? with_float_type(p.in.x.type, "quantize", run) : with_input_type(p.in, "quantize", run);
 }
 
 }  // namespace diptych::cuda

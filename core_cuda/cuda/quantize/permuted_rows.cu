@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(kBlock, kResident<In>) permuted_rows_kernel(co
     zeros.fill = encode<kE5M2>(multiply_rn(0.0f, tensor_scale)) * 0x01010101u;
   }
   for (unsigned rest = absent; rest != 0; rest &= rest - 1) {
-    const int64_t row = p.absent.first() + __ffs(rest) - 1;
+    const int64_t row = p.absent.row(__ffs(rest) - 1);
     fill_row(zeros, row);
     if constexpr (kBlocks != Blocks::tensor) {
       Stored* to = static_cast<Stored*>(p.scale) + row * p.blocks;

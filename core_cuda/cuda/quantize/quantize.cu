@@ -103,7 +103,7 @@ Status quantize(const QuantizeArgs& args, const Execution& exec) {
     if (f.per_tensor()) DIPTYCH_TRY(prepare_amax(args, exec));
     return quantize_permuted_rows(args, exec);
   }
-  if (permuted_both_fits(args, exec)) return permuted_both(args, exec);
+  if (permuted_both_fits(args)) return permuted_both(args, exec);
   // Other copies with scales of their own: a kernel each.
   if (QuantizeArgs rows = args; !f.per_tensor() && args.rowwise.given()) {
     rows.columnwise = {};

@@ -26,8 +26,8 @@ Status quantize_nvfp4(const QuantizeArgs&, const Execution&);   // E2M1 1x16 wit
 bool permuted_rows_fit(const QuantizeArgs&);
 Status quantize_permuted_rows(const QuantizeArgs&, const Execution&);
 
-// Both copies of permuted rows of 16 bits an element in one gather, in blocks of 1x128 (sm_90 and later) or 1x32.
-bool permuted_both_fits(const QuantizeArgs&, const Execution&);
+// Both copies of permuted rows of 16 bits an element in one gather, in blocks of 1x128 or 1x32.
+bool permuted_both_fits(const QuantizeArgs&);
 Status permuted_both(const QuantizeArgs&, const Execution&);
 
 // amax of a source, of the whole tensor; the outputs that are given hold 0 before.

@@ -1,27 +1,68 @@
 // Scales of 128 rows of a tile, on their way to where they belong. There a tile has 4 bytes of each row, and writing
-// those costs L2 as much as whole sectors of 32 would; so a tile leaves them as a run, one behind the other, in the
-// memory that the scales of its rows will fill, and a second kernel puts all of that memory in order.
+// those costs L2 as much as whole sectors of 32 would; so a tile leaves them as a run, one behind the other, in memory
+// that its neighbours' scales and its own will fill, and a second kernel puts that memory in order.
 #pragma once
 
+#include "cuda/permute/origin.cuh"
 #include "cuda/quantize/tiles.cuh"
 
 namespace diptych::cuda {
 
-struct ScaleRuns {
-  uint32_t* data = nullptr;  // will be [rows, tiles] words: a float32 scale or four E8M0 codes; null: none
-  int64_t rows = 0, tiles = 0;
-
-  // Of rows row0 .. row0 + count - 1, count <= 128, in tile `tile`; row0 is a multiple of 128.
-  __device__ __forceinline__ uint32_t* run(int64_t row0, int count, uint32_t tile) const {
-    return data + row0 * tiles + static_cast<int64_t>(tile) * count;
+// [rows, tiles] words: a float32 scale or four E8M0 codes each. Of 128 rows, groups of `each` tiles share their memory:
+// pieces of as many words, one in each row, that the group's runs fill from the first to the last.
+class ScaleRuns {
+ public:
+  ScaleRuns() = default;
+  ScaleRuns(void* data, int64_t rows, int64_t tiles)
+      : data_(static_cast<uint32_t*>(data)),
+        rows_(rows),
+        tiles_(static_cast<uint32_t>(tiles)),
+        groups_(static_cast<uint32_t>(ceil_div(tiles, kMost))),
+        each_(static_cast<uint32_t>(ceil_div(ceil_div(tiles, groups_), kSector) * kSector)) {
+    groups_ = static_cast<uint32_t>(ceil_div(tiles, each_));
+    by_each_ = Divider(each_), by_last_ = Divider(tiles_ - (groups_ - 1) * each_), by_groups_ = Divider(groups_);
   }
+
+  // Where the scale of row row0 + i in `tile` waits; i < count <= 128, row0 a multiple of 128.
+  __device__ __forceinline__ uint32_t* waiting(int64_t row0, int count, uint32_t tile, int i) const {
+    const Group g(*this, row0, by_each_(tile));
+    return g.word((tile - g.first) * count + i);
+  }
+
+  // Thread blocks that order them, and the shared memory of one.
+  int64_t blocks() const { return ceil_div(rows_, kTile) * groups_; }
+  size_t shared_bytes() const { return size_t{each_} * kPitch * sizeof(uint32_t); }
+  __device__ __forceinline__ void order(uint32_t block, uint32_t* held) const;
+
+ private:
+  static constexpr uint32_t kMost = 64;          // tiles of a group
+  static constexpr uint32_t kSector = 8;         // words
+  static constexpr uint32_t kPitch = kTile + 1;  // words of a run in shared memory, at most
+
+  struct Group {
+    uint32_t* data;  // its first word
+    uint32_t first, width, tiles;
+    Divider by_width;
+
+    __device__ __forceinline__ Group(const ScaleRuns& s, int64_t row0, uint32_t index)
+        : first(index * s.each_), width(min(s.each_, s.tiles_ - first)), tiles(s.tiles_) {
+      data = s.data_ + row0 * tiles + first;
+      by_width = width == s.each_ ? s.by_each_ : s.by_last_;
+    }
+    // Word n of the group's memory.
+    __device__ __forceinline__ uint32_t* word(uint32_t n) const {
+      const uint32_t piece = by_width(n);
+      return data + (static_cast<int64_t>(piece) * tiles + (n - piece * width));
+    }
+  };
+
+  uint32_t* data_ = nullptr;
+  int64_t rows_ = 0;
+  uint32_t tiles_ = 0, groups_ = 0, each_ = 0;
+  Divider by_each_, by_last_, by_groups_;
 };
 
-// Whether shared memory holds what 128 rows have: `clustered`, that of eight thread blocks (sm_90 and later), else of
-// one.
-bool scale_runs_fit(int64_t tiles, bool clustered);
-
-// Both, after the kernel before this one. `columns` may be none; they may be long, so that clusters take them.
+// Both, after the kernel before this one; `columns` may be none.
 Status order_scales(const ScaleRuns& rows, const ScaleRuns& columns, const Execution&);
 
 }  // namespace diptych::cuda
