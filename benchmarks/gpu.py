@@ -7,9 +7,10 @@ Ceilings: a device copy (read + write) and bfloat16 `torch.mm`. Peers: `torch._s
 from __future__ import annotations
 
 import argparse
+import random
 import statistics
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +29,30 @@ FUSED_ROWS, FUSED_WIDTH, FUSED_FFN = 16384, 4096, 14336
 LINEAR_SHAPES = ((128, 256, 256), (16384, 4096, 4096), (8192, 8192, 8192))
 
 
-def device_seconds(fn: Callable[[], object], repeat: int = 20) -> float:
-    """Median seconds of one call between CUDA events, with L2 flushed before each."""
+def device_seconds_of_each(fns: Sequence[Callable[[], object]], repeat: int = 20) -> list[float]:
+    """Median seconds of one call of each between CUDA events, with L2 flushed before it. They take turns, in an order
+    drawn anew for every round: large products heat the chip, which then lowers its clock for whoever comes next."""
     flush = torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-    for _ in range(3):
-        fn()
-    times = []
+    times: list[list[float]] = [[] for _ in fns]
+    order = random.Random(0)
+    for fn in fns:
+        for _ in range(3):
+            fn()
     for _ in range(repeat):
-        flush.zero_()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        fn()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) / 1e3)
-    return statistics.median(times)
+        for i in order.sample(range(len(fns)), len(fns)):
+            flush.zero_()
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            fns[i]()
+            end.record()
+            end.synchronize()
+            times[i].append(start.elapsed_time(end) / 1e3)
+    return [statistics.median(t) for t in times]
+
+
+def device_seconds(fn: Callable[[], object], repeat: int = 20) -> float:
+    """That of one alone."""
+    return device_seconds_of_each([fn], repeat)[0]
 
 
 def copy_rows() -> list[dict[str, Any]]:
