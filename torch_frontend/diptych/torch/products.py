@@ -95,7 +95,7 @@ def quantize_calls(
             columnwise = q.copy_of(True) if q.columnwise_data is not None else columnwise
             continue
         else:
-            buffers = primitives.quantize(t, call.quantizer, rng=rng_of(call, rng))
+            buffers = primitives.quantize(t, call.quantizer, rng=rng_of(call, options, rng))
         r, c = primitives.copies(call.quantizer, buffers)
         rowwise, columnwise = rowwise if r is None else r, columnwise if c is None else c
     return rowwise, columnwise
@@ -139,12 +139,12 @@ def quantize_weight(
     return rowwise, columnwise
 
 
-def rng_of(call: Call, rng: Tensor | None) -> Tensor | None:
+def rng_of(call: Call, options: Options, rng: Tensor | None) -> Tensor | None:
     if not call.needs_rng:
         return None
     if rng is None:
         raise TypeError(
-            f"linear: {call.quantizer} rounds stochastically and needs rng=, an int32 [4] tensor; "
+            f"{options.module}: {call.quantizer} rounds stochastically and needs rng=, an int32 [4] tensor; "
             "diptych.torch.rng_state(seed) makes one"
         )
     return rng_at(rng, 2 * call.number)
@@ -156,7 +156,7 @@ def scale_of(call: Call, options: Options, scales: dict[str, Tensor] | None) -> 
         return scales[call.state], None
     if options.state is None:
         raise TypeError(
-            f"linear: {call.quantizer} scales by earlier steps' amaxes and needs state=, a diptych.torch.ScaleStates; "
+            f"{options.module}: {call.quantizer} scales by earlier steps' amaxes and needs state=, a diptych.torch.ScaleStates; "
             "diptych.torch.Linear holds one"
         )
     scale, history = options.state.tensors(call.state)
@@ -181,7 +181,7 @@ def quantize_general(
     if call.state:
         given["scale"], history = scale_of(call, options, scales)
     if call.needs_rng:
-        given["rng"] = rng_of(call, rng)
+        given["rng"] = rng_of(call, options, rng)
     if options.group is not None and call.reducible:
         given["amax_group"] = options.group
     q = functional.quantize(t.detach(), call.quantizer, **given)
@@ -238,7 +238,7 @@ def encode(
         if history is not None and scale is not None:
             buffers = fused.quantize_delayed(t, call.quantizer, scale, history, wanted)
         else:
-            buffers = fused.quantize(t, call.quantizer, *given, scale, rng_of(call, rng), wanted)
+            buffers = fused.quantize(t, call.quantizer, *given, scale, rng_of(call, options, rng), wanted)
         if wanted is not None:
             total, buffers = buffers[-1], buffers[:-1]
         r, c = primitives.copies(call.quantizer, buffers)
@@ -338,10 +338,10 @@ def fprop(
         copies_x = quantize_calls(x, s.x, options, rng, options.replay)
     copies_w = options.weight_copies
     if isinstance(weight, QuantizedTensor):
-        copies_w = held_copies(weight, s.w, "linear: the weight", "run it by the recipe of its quantized_model_init")
+        copies_w = held_copies(weight, s.w, f"{options.module}: the weight", "run it by the recipe of its quantized_model_init")
     elif copies_w is None:
         copies_w = quantize_calls(weight, s.w, options, rng, options.replay)
-    a = high_precision("linear", x) if copies_x[0] is None else copies_x[0]
+    a = high_precision(options.module, x) if copies_x[0] is None else copies_x[0]
     b = pick("original", copies_w, weight) if s.plan.weight.rowwise is None else copies_w[0]
     y = product("fprop", a, b, bias, x.dtype, s.plan.fast_accum[0])
     if x.dim() != 2:
