@@ -156,8 +156,8 @@ def scale_of(call: Call, options: Options, scales: dict[str, Tensor] | None) -> 
         return scales[call.state], None
     if options.state is None:
         raise TypeError(
-            f"{options.module}: {call.quantizer} scales by earlier steps' amaxes and needs state=, a diptych.torch.ScaleStates; "
-            "diptych.torch.Linear holds one"
+            f"{options.module}: {call.quantizer} scales by earlier steps' amaxes and needs state=, a "
+            "diptych.torch.ScaleStates; diptych.torch.Linear holds one"
         )
     scale, history = options.state.tensors(call.state)
     return scale, history if options.record else None
@@ -338,7 +338,8 @@ def fprop(
         copies_x = quantize_calls(x, s.x, options, rng, options.replay)
     copies_w = options.weight_copies
     if isinstance(weight, QuantizedTensor):
-        copies_w = held_copies(weight, s.w, f"{options.module}: the weight", "run it by the recipe of its quantized_model_init")
+        name = f"{options.module}: the weight"
+        copies_w = held_copies(weight, s.w, name, "run it by the recipe of its quantized_model_init")
     elif copies_w is None:
         copies_w = quantize_calls(weight, s.w, options, rng, options.replay)
     a = high_precision(options.module, x) if copies_x[0] is None else copies_x[0]
