@@ -4,7 +4,6 @@
 // All bytes pass L2, and that is what limits this: a tile's own scales, 4 of every 32 bytes where they belong, would
 // cost as much as whole sectors. A tile leaves them in runs instead (scale_runs.cuh).
 #include "cuda/launch.cuh"
-#include "cuda/ptx/barrier.cuh"
 #include "cuda/quantize/mxfp8.cuh"
 #include "cuda/quantize/patch.cuh"
 #include "cuda/quantize/scale_runs.cuh"
