@@ -37,6 +37,12 @@ Promotion promotion_of(const GroupedGemmArgs& args) {
   return row(args.b.format).block_rows == 128 ? Promotion::columns : Promotion::full;
 }
 
+// Pairs of tiles along m, an odd one for itself, at most
+int64_t most_pairs(const GroupedGemmArgs& args, const Shape& s) {
+  constexpr int64_t kPair = 2 * kNativeTileM;
+  return args.kind == GroupKind::depth ? ceil_div(s.m, kPair) * s.groups : s.rows / kPair + s.groups + 2;
+}
+
 int shift_of(const FormatRow& f) { return f.per_tensor() ? 0 : std::countr_zero(static_cast<unsigned>(f.block_rows)); }
 
 }  // namespace
@@ -50,36 +56,31 @@ bool grouped_gemm_native_fits(const GroupedGemmArgs& args, int arch) {
   // Products take 32 k at a time, and block scales begin anew every 128.
   if (args.kind == GroupKind::depth && args.align % (fa.per_tensor() ? 32 : kNativeTileK) != 0) return false;
   const int64_t outer = args.kind == GroupKind::depth ? s.m : s.rows;
-  const int64_t columns = ceil_div(s.n, kNativeTileN) + 1;
-  const int64_t most =
-      args.kind == GroupKind::depth ? ceil_div(s.m, kNativeTileM) * s.groups : s.rows / kNativeTileM + s.groups + 2;
-  if (std::max({outer, s.n, s.k}) > kMostTiles || most > kMostTiles / columns) return false;
+  const int64_t columns = ceil_div(s.n, native_tile_n(promotion_of(args)));
+  if (std::max({outer, s.n, s.k}) > kMostTiles || most_pairs(args, s) > kMostTiles / columns) return false;
   for (const TensorView* t : {&args.a.data, &args.b.data, &args.d, &args.c})
     if (t->given() && !aligned(t->data, kAlign)) return false;
   return tensor_maps_available();
 }
 
-Status grouped_gemm_native(const GroupedGemmArgs& args, const Execution& exec, const NativeTuning& tuning) {
+Status grouped_gemm_native(const GroupedGemmArgs& args, const Execution& exec) {
   const FormatRow &fa = row(args.a.format), &fb = row(args.b.format);
   const Shape s = shape_of(args);
   const bool depth = args.kind == GroupKind::depth;
   NativeArgs p{};
   const Promotion promotion = promotion_of(args);
-  const int32_t box[3] = {kNativeTileK, 128, 1};
+  const int tile_n = native_tile_n(promotion);
+  const int32_t a_box[2] = {kNativeTileK, kNativeTileM / 2}, b_box[3] = {kNativeTileK, tile_n / 2, 1};
   const int64_t a_extents[2] = {s.k, s.m}, b_extents[3] = {s.k, s.n, depth ? 1 : s.groups};
-  DIPTYCH_TRY(make_tensor_map(&p.a, args.a.data.data, 2, a_extents, box));
+  DIPTYCH_TRY(make_tensor_map(&p.a, args.a.data.data, 2, a_extents, a_box));
   // A stack without groups is never read; the map still wants an extent.
   const int64_t no_groups[3] = {s.k, s.n, 1};
   const void* b = s.groups > 0 || depth ? args.b.data.data : args.a.data.data;
-  DIPTYCH_TRY(make_tensor_map(&p.b, b, 3, s.groups > 0 || depth ? b_extents : no_groups, box));
+  DIPTYCH_TRY(make_tensor_map(&p.b, b, 3, s.groups > 0 || depth ? b_extents : no_groups, b_box));
   p.offsets = args.offsets.as<const int32_t>();
   p.groups = static_cast<int>(s.groups), p.rows = static_cast<int>(s.rows), p.depth = depth;
   p.m = depth ? static_cast<int>(s.m) : 0, p.n = static_cast<int>(s.n), p.k = depth ? 0 : static_cast<int>(s.k);
-  const int64_t columns = ceil_div(s.n, kNativeTileN);
-  const int cluster = tuning.cluster ? tuning.cluster : columns % 2 == 0 || columns > 8 ? 2 : 1;
-  p.tiles_m = static_cast<int>(ceil_div(s.m, kNativeTileM));
-  p.columns = static_cast<int>(ceil_div(columns, cluster));
-  p.swath = tuning.swath;
+  p.columns = static_cast<int>(ceil_div(s.n, tile_n));
   p.a_scale = args.a.scale_inv.as<const float>(), p.b_scale = args.b.scale_inv.as<const float>();
   p.a_shift = shift_of(fa), p.b_shift = shift_of(fb);
   p.scale_k = static_cast<int>(ceil_div(s.k, kNativeTileK));
@@ -95,15 +96,11 @@ Status grouped_gemm_native(const GroupedGemmArgs& args, const Execution& exec, c
   p.bias = args.bias.given() ? args.bias.data : nullptr;
   p.d_type = args.d.dtype, p.bias_type = args.bias.dtype;
   p.alpha = args.alpha, p.beta = args.beta;
-  const int64_t tiles = depth ? p.tiles_m * s.groups * p.columns : (s.rows / kNativeTileM + s.groups + 2) * p.columns;
-  const int64_t clusters = std::min<int64_t>(device_info(exec.device.index).sm_count / cluster, tiles);
-  const NativeLaunch l{promotion, fa.element == DType::e5m2, fb.element == DType::e5m2, cluster, clusters * cluster};
+  const int64_t clusters =
+      std::min<int64_t>(device_info(exec.device.index).sm_count / kNativeCluster, most_pairs(args, s) * p.columns);
+  const NativeLaunch l{promotion, fa.element == DType::e5m2, fb.element == DType::e5m2, clusters * kNativeCluster};
   if (l.blocks == 0) return {};
   return fa.per_tensor() ? launch_native_tensor(p, l, exec) : launch_native_block(p, l, exec);
-}
-
-Status grouped_gemm_native(const GroupedGemmArgs& args, const Execution& exec) {
-  return grouped_gemm_native(args, exec, {});
 }
 
 }  // namespace diptych::cuda

@@ -1,13 +1,13 @@
-// Grouped FP8 products on Hopper's tensor cores: D tiles of 256 x 128, persistent thread blocks.
+// Grouped FP8 products on Hopper's tensor cores: D tiles of 128 rows and 192 or 256 columns, persistent thread blocks.
 //
-// Twelve warps. Two warpgroups multiply: block b of 64 rows belongs to warpgroup b % 2, and each takes its two blocks
-// in turn, so that one promotes partial sums while the other's products run. The third warpgroup feeds them: one warp
-// asks the copy engine for 256 x 128 bytes of A and 128 x 128 of B, up to four stages ahead; one gathers block scales,
-// four k blocks at a time. Two thread blocks of a cluster stand side by side along N and fetch half of A's tile each,
-// for both.
+// Twelve warps. Two warpgroups multiply 64 rows each: one promotes partial sums while the other's products run. The
+// third warpgroup feeds them: one warp asks the copy engine for 128 k of A's and B's rows, several stages ahead; one
+// gathers block scales, four k blocks at a time. Two thread blocks of a cluster fetch half of the tile that they share
+// each, for both.
 //
 // Large products draw all the power that the chip may have, which then lowers its clock: what saves instructions and
-// traffic is what makes them faster.
+// traffic is what makes them faster. Wide products read A less often; 192 columns of partial sums and sums are what
+// registers hold.
 //
 // A tile of A may reach past its group: those rows' sums are never stored. Rows past the tensor and k past its end
 // arrive as zeros.
@@ -22,22 +22,29 @@ namespace diptych::cuda {
 
 constexpr int kChunks = 2, kChunkK = 4;  // a chunk: the scales of four k blocks
 constexpr int kProducts = 2 * kGroupThreads, kNativeThreads = kProducts + 128;
-constexpr int kABytes = kNativeTileM * kNativeTileK, kBBytes = kNativeTileN * kNativeTileK;
-constexpr int kStageBytes = kABytes + kBBytes, kBlockBytes = 64 * kNativeTileK;
+constexpr int kMaxShared = 232448;  // bytes that a thread block of sm_90 may have
 
-// Scales of a chunk: four neighbours of each row of A together, a line of B's for each k block.
+// Scales of a chunk: four neighbours of each row of A together, a line of B's for each k block; columns: of the two
+// blocks that a tile may touch.
 template <Promotion kMode>
 struct Scales {
   static constexpr bool kAny = kMode == Promotion::columns || kMode == Promotion::full;
-  static constexpr int kB = kMode == Promotion::full ? kNativeTileN : 1;
+  static constexpr int kB = kMode == Promotion::full ? native_tile_n(kMode) : 2;
   float4 a[kAny ? kChunks : 1][kAny ? kNativeTileM : 1];
   float b[kAny ? kChunks : 1][kChunkK][kB];
 };
 
 template <Promotion kMode, bool kWide>
 struct alignas(1024) NativeShared {
-  using Out = cuda::Out<kWide, !Scales<kMode>::kAny>;
-  static constexpr int kStages = kWide ? 3 : 4;  // of what Out leaves room for
+  static constexpr int kTileN = native_tile_n(kMode);
+  static constexpr int kABytes = kNativeTileM * kNativeTileK, kBBytes = kTileN * kNativeTileK;
+  static constexpr int kStageBytes = kABytes + kBBytes;
+  using Out = cuda::Out<kWide, !Scales<kMode>::kAny, kTileN>;
+  using Walker = cuda::Walker<kTileN>;
+  static constexpr int kRest = 2 * Out::kBytes + 1024 + sizeof(Scales<kMode>) + sizeof(Table) + 256;
+  static constexpr int kStages = (kMaxShared - kRest) / kStageBytes;
+  static_assert(kStages >= 3, "too few to hide the way from memory");
+
   unsigned char operands[kStages][kStageBytes];  // of A, then of B
   unsigned char out[2][Out::kBytes];
   unsigned char zeros[1024];
@@ -60,23 +67,29 @@ struct Turn {
 };
 
 template <typename Shared>
-__device__ __forceinline__ void fetch_operands(const NativeArgs& p, Shared& s, Walker walk, int rank, int ranks) {
+__device__ __forceinline__ void fetch_operands(const NativeArgs& p, Shared& s, typename Shared::Walker walk, int rank) {
+  constexpr uint32_t kBoth = 3;
+  constexpr int kHalfA = Shared::kABytes / 2, kHalfB = Shared::kBBytes / 2;
+  constexpr int kHalfM = kNativeTileM / 2, kHalfN = Shared::kTileN / 2;
   const bool leader = threadIdx.x % 32 == 0;
   Turn<Shared::kStages> turn;
   for (Tile t; walk.next(t);) {
     if (leader) {
+      const int stack = p.depth ? 0 : t.group;
       for (int k = t.k; k < t.k_end; k += kNativeTileK, turn.advance()) {
-        unsigned char* a = s.operands[turn.slot];
+        unsigned char *a = s.operands[turn.slot], *b = a + Shared::kABytes;
         uint64_t* full = &s.full[turn.slot];
         ptx::barrier_wait(&s.empty[turn.slot], turn.parity ^ 1);
-        ptx::barrier_arrive_expect(full, kStageBytes);
-        if (ranks == 1) {
+        ptx::barrier_arrive_expect(full, Shared::kStageBytes);
+        if (t.below) {
           ptx::copy_box(a, &p.a, full, k, t.row);
-          ptx::copy_box(a + kABytes / 2, &p.a, full, k, t.row + kNativeTileM / 2);
+          ptx::copy_box(a + kHalfA, &p.a, full, k, t.row + kHalfM);
+          ptx::copy_box_to(kBoth, b + rank * kHalfB, &p.b, full, k, t.col + rank * kHalfN, stack);
         } else {
-          ptx::copy_box_to(3, a + rank * (kABytes / 2), &p.a, full, k, t.row + rank * (kNativeTileM / 2));
+          ptx::copy_box_to(kBoth, a + rank * kHalfA, &p.a, full, k, t.row + rank * kHalfM);
+          ptx::copy_box(b, &p.b, full, k, t.col, stack);
+          ptx::copy_box(b + kHalfB, &p.b, full, k, t.col + kHalfN, stack);
         }
-        ptx::copy_box(a + kABytes, &p.b, full, k, t.col, p.depth ? 0 : t.group);
       }
     }
     __syncwarp();
@@ -94,7 +107,7 @@ __device__ __forceinline__ void fetch_four(float4* to, const float* from, int le
 }
 
 template <Promotion kMode, typename Shared>
-__device__ __forceinline__ void fetch_scales(const NativeArgs& p, Shared& s, Walker walk) {
+__device__ __forceinline__ void fetch_scales(const NativeArgs& p, Shared& s, typename Shared::Walker walk) {
   constexpr int kB = Scales<kMode>::kB;
   const int outer = p.depth ? p.m : p.rows, lane = threadIdx.x % 32;
   Turn<kChunks> turn;
@@ -111,7 +124,7 @@ __device__ __forceinline__ void fetch_scales(const NativeArgs& p, Shared& s, Wal
                    whole);
       }
       for (int i = lane; i < kB * kChunkK; i += 32) {
-        const int col = i / kChunkK, j = i % kChunkK, at = min(t.col + col, p.n - 1) >> p.b_shift;
+        const int col = i / kChunkK, j = i % kChunkK, at = min((t.col >> p.b_shift) + col, (p.n - 1) >> p.b_shift);
         ptx::copy_async4(&s.scales.b[turn.slot][j][col],
                          b_scale + static_cast<int64_t>(at) * p.scale_k + first + block + j, j < left);
       }
@@ -121,13 +134,23 @@ __device__ __forceinline__ void fetch_scales(const NativeArgs& p, Shared& s, Wal
   }
 }
 
-// sums = sums + part * scale: `row` holds those of this thread's rows, times those of all columns (columns); `b` those
-// of its columns, eight apart (full).
-template <Promotion kMode>
-__device__ __forceinline__ void promote(float (&sums)[64], const float (&part)[64], const float (&row)[2],
-                                        const float* b) {
+// sums = sums + part * scale: `row` holds those of this thread's rows; `b` (columns) of B's two blocks, the second of
+// which begins after 64 columns if `early`, else after 128; (full) of this thread's columns, eight apart.
+template <Promotion kMode, int kSums>
+__device__ __forceinline__ void promote(float (&sums)[kSums], const float (&part)[kSums], const float (&row)[2],
+                                        const float* b, bool early) {
+  float scale[3][2];
+  if constexpr (kMode == Promotion::columns) {
+    static_assert(kSums == 96);
+    const float2 both = *reinterpret_cast<const float2*>(b);
 #pragma unroll
-  for (int j = 0; j < 16; ++j) {
+    for (int h = 0; h < 2; ++h) {
+      scale[0][h] = __fmul_rn(row[h], both.x), scale[2][h] = __fmul_rn(row[h], both.y);
+      scale[1][h] = early ? scale[2][h] : scale[0][h];
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < kSums / 4; ++j) {
     if constexpr (kMode == Promotion::full) {
       const float2 col = *reinterpret_cast<const float2*>(b + j * 8);
 #pragma unroll
@@ -136,7 +159,7 @@ __device__ __forceinline__ void promote(float (&sums)[64], const float (&part)[6
       }
     } else if constexpr (kMode == Promotion::columns) {
 #pragma unroll
-      for (int r = 0; r < 4; ++r) sums[j * 4 + r] = __fmaf_rn(part[j * 4 + r], row[r / 2], sums[j * 4 + r]);
+      for (int r = 0; r < 4; ++r) sums[j * 4 + r] = __fmaf_rn(part[j * 4 + r], scale[j / 8][r / 2], sums[j * 4 + r]);
     } else {
 #pragma unroll
       for (int r = 0; r < 4; ++r) sums[j * 4 + r] = __fadd_rn(sums[j * 4 + r], part[j * 4 + r]);
@@ -144,18 +167,18 @@ __device__ __forceinline__ void promote(float (&sums)[64], const float (&part)[6
   }
 }
 
-// Up to 128 k of one block of 64 rows, `left` of them in multiples of 32; `add`: to what d holds. What lies past them
-// may be another group's, so that zeros are multiplied there: no branch may part the products.
-template <bool kA5, bool kB5>
-__device__ __forceinline__ void multiply_block(float (&d)[64], uint32_t a, uint32_t b, bool add, uint32_t zeros,
+// Up to 128 k of 64 rows, `left` of them in multiples of 32; `add`: to what d holds. What lies past them may be another
+// group's, so that zeros are multiplied there: no branch may part the products.
+template <bool kA5, bool kB5, int kSums>
+__device__ __forceinline__ void multiply_block(float (&d)[kSums], uint32_t a, uint32_t b, bool add, uint32_t zeros,
                                                int left) {
   ptx::products_touch(d);
   ptx::products_begin();
 #pragma unroll
   for (int i = 0; i < kNativeTileK / 32; ++i) {
     const bool inside = i * 32 < left;
-    ptx::product<kA5, kB5>(d, inside ? ptx::matrix(a + i * 32) : ptx::repeated_matrix(zeros),
-                           inside ? ptx::matrix(b + i * 32) : ptx::repeated_matrix(zeros), add || i > 0);
+    ptx::product<kA5, kB5>(d, inside ? ptx::matrix(a + i * 2) : ptx::repeated_matrix(zeros),
+                           inside ? ptx::matrix(b + i * 2) : ptx::repeated_matrix(zeros), add || i > 0);
   }
   ptx::products_commit();
   ptx::products_touch(d);
@@ -164,24 +187,25 @@ __device__ __forceinline__ void multiply_block(float (&d)[64], uint32_t a, uint3
 // What a warpgroup of products keeps from tile to tile.
 template <int kStages>
 struct Worker {
-  int group, ranks, lane;
-  int row;  // of this thread in the first block of 64; the second lies 128 below
+  int group, lane;
+  int row;  // of this thread in a tile; another lies eight below
   Turn<kStages> stage;
   Turn<kChunks> chunk;
 
   __device__ __forceinline__ void release(uint64_t* empty) const {
-    if (lane < ranks) ptx::barrier_arrive_at(empty, lane);
+    if (lane < kNativeCluster) ptx::barrier_arrive_at(empty, lane);
   }
 };
 
-// sums = A @ B.T over the tile's k, for the first kBlocks of the warpgroup's two blocks of 64 rows.
-template <Promotion kMode, bool kA5, bool kB5, int kBlocks, typename Shared>
+// sums = A @ B.T over the tile's k.
+template <Promotion kMode, bool kA5, bool kB5, int kSums, typename Shared>
 __device__ __forceinline__ void multiply_tile(const NativeArgs& p, Shared& s, Worker<Shared::kStages>& w, const Tile& t,
-                                              float (&sums)[2][64]) {
+                                              float (&sums)[kSums]) {
   constexpr bool kScales = Scales<kMode>::kAny;
   const int blocks = t.blocks();
-  const uint32_t a0 = ptx::shared_address(s.operands[0]) + w.group * kBlockBytes;
-  const uint32_t b0 = ptx::shared_address(s.operands[0]) + kABytes, zeros = ptx::shared_address(s.zeros);
+  const uint32_t a0 = ptx::matrix_address(s.operands[0]) + w.group * (Shared::kABytes / 32);
+  const uint32_t b0 = ptx::matrix_address(s.operands[0]) + Shared::kABytes / 16, zeros = ptx::matrix_address(s.zeros);
+  constexpr int kStage = Shared::kStageBytes / 16;
   // Blocks of scales begin where groups do, and past the last group's end there are zeros in the tensor.
   const bool cut = !kScales && p.depth;
   if constexpr (kMode == Promotion::none) {
@@ -189,19 +213,14 @@ __device__ __forceinline__ void multiply_tile(const NativeArgs& p, Shared& s, Wo
     for (int block = 0; block < blocks; ++block) {
       const int slot = w.stage.slot, left = cut ? t.k_end - t.k - block * kNativeTileK : kNativeTileK;
       ptx::barrier_wait(&s.full[slot], w.stage.parity);
-#pragma unroll
-      for (int i = 0; i < kBlocks; ++i) {
-        multiply_block<kA5, kB5>(sums[i], a0 + slot * kStageBytes + i * 2 * kBlockBytes, b0 + slot * kStageBytes, true,
-                                 zeros, left);
-      }
-      ptx::products_wait<kBlocks>();
+      multiply_block<kA5, kB5>(sums, a0 + slot * kStage, b0 + slot * kStage, true, zeros, left);
+      ptx::products_wait<1>();
       if (block > 0) w.release(&s.empty[held]);
       held = slot;
       w.stage.advance();
     }
     ptx::products_wait<0>();
-#pragma unroll
-    for (int i = 0; i < kBlocks; ++i) ptx::products_touch(sums[i]);
+    ptx::products_touch(sums);
     if (blocks > 0) w.release(&s.empty[held]);
   } else {
     for (int block = 0; block < blocks; block += kChunkK) {
@@ -213,19 +232,14 @@ __device__ __forceinline__ void multiply_tile(const NativeArgs& p, Shared& s, Wo
         if (block + j >= blocks) break;
         const int slot = w.stage.slot, left = cut ? t.k_end - t.k - (block + j) * kNativeTileK : kNativeTileK;
         ptx::barrier_wait(&s.full[slot], w.stage.parity);
-#pragma unroll
-        for (int i = 0; i < kBlocks; ++i) {
-          float part[64], row[2] = {1.0f, 1.0f};
-          multiply_block<kA5, kB5>(part, a0 + slot * kStageBytes + i * 2 * kBlockBytes, b0 + slot * kStageBytes, false,
-                                   zeros, left);
-          if (kScales) row[0] = a_scale[i * 128 * kChunkK + j], row[1] = a_scale[(i * 128 + 8) * kChunkK + j];
-          const float* b_scale = &b_scales[j][kMode == Promotion::full ? w.lane % 4 * 2 : 0];
-          if (kMode == Promotion::columns) row[0] = __fmul_rn(row[0], *b_scale), row[1] = __fmul_rn(row[1], *b_scale);
-          ptx::products_wait<0>();
-          ptx::products_touch(part);
-          if (i == kBlocks - 1) w.release(&s.empty[slot]);
-          promote<kMode>(sums[i], part, row, b_scale);
-        }
+        float part[kSums], row[2] = {1.0f, 1.0f};
+        multiply_block<kA5, kB5>(part, a0 + slot * kStage, b0 + slot * kStage, false, zeros, left);
+        if (kScales) row[0] = a_scale[j], row[1] = a_scale[8 * kChunkK + j];
+        const float* b_scale = &b_scales[j][kMode == Promotion::full ? w.lane % 4 * 2 : 0];
+        ptx::products_wait<0>();
+        ptx::products_touch(part);
+        w.release(&s.empty[slot]);
+        promote<kMode>(sums, part, row, b_scale, t.col % 128 != 0);
         w.stage.advance();
       }
       if (kScales) {
@@ -236,11 +250,12 @@ __device__ __forceinline__ void multiply_tile(const NativeArgs& p, Shared& s, Wo
   }
 }
 
-// Without a row of this warpgroup: it lets go of what comes.
+// Without anything to store: it lets go of what comes.
 template <Promotion kMode, typename Shared>
 __device__ __forceinline__ void skip_tile(Shared& s, Worker<Shared::kStages>& w, int blocks) {
   for (int block = 0; block < blocks; ++block) {
     ptx::barrier_wait(&s.full[w.stage.slot], w.stage.parity);
+    __syncwarp();  // a lane that lags behind the release could miss a phase
     w.release(&s.empty[w.stage.slot]);
     w.stage.advance();
     if (Scales<kMode>::kAny && (block % kChunkK == kChunkK - 1 || block == blocks - 1)) {
@@ -252,35 +267,23 @@ __device__ __forceinline__ void skip_tile(Shared& s, Worker<Shared::kStages>& w,
 }
 
 template <Promotion kMode, bool kA5, bool kB5, typename Shared>
-__device__ __forceinline__ void multiply_tiles(const NativeArgs& p, Shared& s, Walker walk, int warp, int ranks) {
-  const int lane = threadIdx.x % 32, group = warp / 4;
-  Worker<Shared::kStages> w{group, ranks, lane, group * 64 + warp % 4 * 16 + lane / 4, {}, {}};
+__device__ __forceinline__ void multiply_tiles(const NativeArgs& p, Shared& s, typename Shared::Walker walk, int warp) {
+  const int lane = threadIdx.x % 32, group = warp / 4, first = group * 64;
+  Worker<Shared::kStages> w{group, lane, first + warp % 4 * 16 + lane / 4, {}, {}};
   typename Shared::Out out(s.out[group], &s.c_there[group], group);
   for (Tile t; walk.next(t);) {
-    const int rows = t.row_end - t.row - group * 64;  // those of the first block and below that exist
-    if (rows <= 0) {
+    if (t.row + first >= t.row_end || t.col >= p.n) {
       skip_tile<kMode>(s, w, t.blocks());
       continue;
     }
-    float sums[2][64];
-#pragma unroll
-    for (int i = 0; i < 64; ++i) sums[0][i] = sums[1][i] = 0.0f;
-    const int blocks = rows > 128 ? 2 : 1;
-    out.begin(p, t, group * 64);
-    if (blocks == 2) {
-      multiply_tile<kMode, kA5, kB5, 2>(p, s, w, t, sums);
-    } else {
-      multiply_tile<kMode, kA5, kB5, 1>(p, s, w, t, sums);
-    }
+    float sums[Shared::kTileN / 2] = {};
+    out.begin(p, t, first);
+    multiply_tile<kMode, kA5, kB5>(p, s, w, t, sums);
     float factor = 1.0f;
     if (!Scales<kMode>::kAny && t.k < t.k_end) {
       factor = __fmul_rn(__ldg(p.a_scale), __ldg(p.b_scale + (p.depth ? 0 : t.group)));
     }
-    const Finish f = make_finish(p, t, factor);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (i < blocks) out.store(p, f, sums[i], t, i, group * 64 + i * 128);
-    }
+    out.store(p, make_finish(p, t, factor), sums, t, first);
   }
   out.end();
 }
@@ -292,7 +295,7 @@ __global__ void __launch_bounds__(kNativeThreads, 1) grouped_kernel(const __grid
   using Shared = NativeShared<kMode, kWide>;
   Shared& s = *reinterpret_cast<Shared*>(memory);
   const int warp = __shfl_sync(kAllLanes, threadIdx.x / 32, 0);
-  const int rank = ptx::cluster_rank(), ranks = ptx::cluster_size();
+  const int rank = ptx::cluster_rank();
   if (warp == 0) fill_table(p, s.table, threadIdx.x);
   if (warp == 2) {
     *reinterpret_cast<uint4*>(s.zeros + threadIdx.x % 32 * 32) = make_uint4(0, 0, 0, 0);
@@ -304,7 +307,7 @@ __global__ void __launch_bounds__(kNativeThreads, 1) grouped_kernel(const __grid
     ptx::prefetch(&p.b);
     for (int i = 0; i < Shared::kStages; ++i) {
       ptx::barrier_init(&s.full[i], 1);
-      ptx::barrier_init(&s.empty[i], kProducts / 32 * ranks);
+      ptx::barrier_init(&s.empty[i], kProducts / 32 * kNativeCluster);
     }
     for (int i = 0; i < kChunks; ++i) {
       ptx::barrier_init(&s.scales_full[i], 32);
@@ -314,17 +317,17 @@ __global__ void __launch_bounds__(kNativeThreads, 1) grouped_kernel(const __grid
     ptx::barrier_init_fence();
   }
   ptx::cluster_sync();
-  const Walker walk(p, s.table, rank, ranks);
+  const typename Shared::Walker walk(p, s.table, rank);
   if (warp >= kProducts / 32) {
     ptx::give_registers<40>();
     if (warp == kProducts / 32) {
-      fetch_operands(p, s, walk, rank, ranks);
+      fetch_operands(p, s, walk, rank);
     } else if (Scales<kMode>::kAny && warp == kProducts / 32 + 1) {
       fetch_scales<kMode>(p, s, walk);
     }
   } else {
     ptx::take_registers<232>();
-    multiply_tiles<kMode, kA5, kB5>(p, s, walk, warp, ranks);
+    multiply_tiles<kMode, kA5, kB5>(p, s, walk, warp);
   }
   ptx::cluster_sync();  // a thread block stays while its neighbour may still signal to it
 #endif
@@ -334,10 +337,10 @@ template <Promotion kMode, bool kA5, bool kB5, bool kWide>
 Status launch_native(const NativeArgs& p, const NativeLaunch& l, const Execution& exec) {
   static SharedGrant grant;
   constexpr int kBytes = sizeof(NativeShared<kMode, kWide>);
-  static_assert(kBytes <= 232448, "what a thread block of sm_90 may have");
+  static_assert(kBytes <= kMaxShared);
   DIPTYCH_TRY(grant.raise(grouped_kernel<kMode, kA5, kB5, kWide>, exec.device.index, kBytes));
-  return launch_clusters("grouped_gemm", grouped_kernel<kMode, kA5, kB5, kWide>, l.blocks, l.cluster, kNativeThreads,
-                         kBytes, exec.stream, p);
+  return launch_clusters("grouped_gemm", grouped_kernel<kMode, kA5, kB5, kWide>, l.blocks, kNativeCluster,
+                         kNativeThreads, kBytes, exec.stream, p);
 }
 
 template <Promotion kMode, bool kA5, bool kB5>

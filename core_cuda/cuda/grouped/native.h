@@ -16,19 +16,21 @@ enum class Promotion : int {
   full,     // every 128 k: a scale for each row of A and of B
 };
 
-constexpr int kNativeTileM = 256, kNativeTileN = 128, kNativeTileK = 128;
+constexpr int kNativeTileM = 128, kNativeTileK = 128;
+constexpr int kNativeCluster = 2;      // thread blocks that share a tile of A or of B
 constexpr int kNativeMaxGroups = 512;  // their boundaries lie in shared memory
 
+// The widest for which the sums, and partial ones where there are, fit into registers.
+constexpr int native_tile_n(Promotion promotion) { return promotion == Promotion::none ? 256 : 192; }
+
 struct NativeArgs {
-  CUtensorMap a, b;          // A [outer, k] or [outer, R]; B [G, N, k] or [1, N, R]; boxes of 128 x 128
+  CUtensorMap a, b;          // A [outer, k] or [outer, R]; B [G, N, k] or [1, N, R]; boxes of half a tile
   CUtensorMap d_map, c_map;  // float32: [1, R, N] or [G, M, N], boxes of 64 rows x 32 columns
   const int32_t* offsets;
   int groups, rows;       // G, R
   bool depth;             // GroupKind
   int m, n, k;            // depth: M, N and no k; rows: no m, N and K
-  int tiles_m;            // depth: tiles of 256 along M
-  int columns;            // a cluster's tiles along N
-  int swath;              // tiles along m that are walked before the next column
+  int columns;            // tiles along N
   const float* a_scale;   // [outer >> a_shift, scale_k], or one
   const float* b_scale;   // [G, outer >> b_shift, scale_k], or [G]
   int a_shift, b_shift;   // log2 of a block's rows
@@ -45,16 +47,8 @@ struct NativeArgs {
 struct NativeLaunch {
   Promotion promotion;
   bool a_e5m2, b_e5m2;
-  int cluster;  // thread blocks that share a tile of A
   int64_t blocks;
 };
-
-// How the kernel walks; results do not depend on it.
-struct NativeTuning {
-  int cluster = 0;  // 1 or 2; 0: by N
-  int swath = 8;
-};
-Status grouped_gemm_native(const GroupedGemmArgs&, const Execution&, const NativeTuning&);
 
 Status launch_native_tensor(const NativeArgs&, const NativeLaunch&, const Execution&);
 Status launch_native_block(const NativeArgs&, const NativeLaunch&, const Execution&);

@@ -59,14 +59,14 @@ __device__ __forceinline__ float2 finish_pair(const NativeArgs& p, const Finish&
 // Byte `at` of row `row` of rows of 128 bytes with the tensor maps' swizzle.
 __device__ __forceinline__ int swizzled(int row, int at) { return row * 128 + ((at / 16) ^ (row % 8)) * 16 + at % 16; }
 
-// The ends of tiles, used by all of a warpgroup: for each tile begin, before its sums are known, and store, for its one
-// or two blocks of 64 rows in order, the first of which lies `first` rows below the tile's first.
-template <bool kWide, bool kFactor>
+// The ends of tiles, used by all of a warpgroup, for 64 rows that begin `first` below the tile's: begin, before the
+// sums are known, then store.
+template <bool kWide, bool kFactor, int kTileN>
 struct Out;
 
 // 16-bit elements: each warp turns 16 rows x 64 columns into whole lines, in shared memory of its own.
-template <bool kFactor>
-struct Out<false, kFactor> {
+template <bool kFactor, int kTileN>
+struct Out<false, kFactor, kTileN> {
   static constexpr int kBytes = 4 * 16 * 128;
 
   unsigned char* memory;
@@ -75,8 +75,8 @@ struct Out<false, kFactor> {
   __device__ __forceinline__ void begin(const NativeArgs&, const Tile&, int) const {}
   __device__ __forceinline__ void end() const {}
 
-  __device__ __forceinline__ void store(const NativeArgs& p, const Finish& f, const float (&sums)[64], const Tile& t,
-                                        int, int first) {
+  __device__ __forceinline__ void store(const NativeArgs& p, const Finish& f, const float (&sums)[kTileN / 2],
+                                        const Tile& t, int first) {
     if (f.bias || p.c) {
       turn<true>(p, f, sums, t, first);
     } else {
@@ -86,8 +86,8 @@ struct Out<false, kFactor> {
 
  private:
   template <bool kMore>
-  __device__ __forceinline__ void turn(const NativeArgs& p, const Finish& f, const float (&sums)[64], const Tile& t,
-                                       int first) {
+  __device__ __forceinline__ void turn(const NativeArgs& p, const Finish& f, const float (&sums)[kTileN / 2],
+                                       const Tile& t, int first) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % kGroupThreads / 32, q = lane % 4;
     const bool half = p.d_type == DType::f16;
     unsigned char* own = memory + warp * 16 * 128;
@@ -95,7 +95,7 @@ struct Out<false, kFactor> {
     uint16_t* d = static_cast<uint16_t*>(p.d) + (t.d_row + row0) * p.n + t.col;
     const uint16_t* c = static_cast<const uint16_t*>(p.c) + (t.d_row + row0) * p.n + t.col;
 #pragma unroll
-    for (int side = 0; side < 2; ++side) {
+    for (int side = 0; side < kTileN / 64; ++side) {
 #pragma unroll
       for (int j = 0; j < 8; j += 2) {
         uint32_t w[4];  // rows 0 .. 7 and 8 .. 15 of one piece of 8 columns, and of the next
@@ -125,11 +125,11 @@ struct Out<false, kFactor> {
   }
 };
 
-// float32: 64 x 128 elements of shared memory in boxes of 32 columns. The copy engine takes them from there while the
-// next tile is multiplied, and brings C before it is needed.
-template <bool kFactor>
-struct Out<true, kFactor> {
-  static constexpr int kBoxBytes = 64 * 128, kBoxes = 4, kBytes = kBoxes * kBoxBytes;
+// float32: shared memory for half of the columns, in boxes of 32. The copy engine takes them from there, the second
+// half while the next tile is multiplied, and brings C, the first half before it is needed.
+template <bool kFactor, int kTileN>
+struct Out<true, kFactor, kTileN> {
+  static constexpr int kBoxBytes = 64 * 128, kBoxes = kTileN / 64, kBytes = kBoxes * kBoxBytes;
 
   unsigned char* memory;
   uint64_t* c_there;
@@ -148,70 +148,77 @@ struct Out<true, kFactor> {
     if (leads()) ptx::bulk_wait_read();
     sync();
   }
-  __device__ __forceinline__ void ask_for_c(const NativeArgs& p, const Tile& t, int first) const {
+  __device__ __forceinline__ void ask_for_c(const NativeArgs& p, int col, int row, int group) const {
     if (!leads()) return;
     ptx::barrier_arrive_expect(c_there, kBytes);
 #pragma unroll
     for (int b = 0; b < kBoxes; ++b) {
-      ptx::copy_box(memory + b * kBoxBytes, &p.c_map, c_there, t.col * 4 + b * 128, t.row + first,
-                    p.depth ? t.group : 0);
+      ptx::copy_box(memory + b * kBoxBytes, &p.c_map, c_there, col * 4 + b * 128, row, p.depth ? group : 0);
     }
   }
   __device__ __forceinline__ void begin(const NativeArgs& p, const Tile& t, int first) const {
     if (p.c == nullptr) return;
     reclaim();
-    ask_for_c(p, t, first);
+    ask_for_c(p, t.col, t.row + first, t.group);
   }
 
-  __device__ __forceinline__ void store(const NativeArgs& p, const Finish& f, const float (&sums)[64], const Tile& t,
-                                        int block, int first) {
-    if (p.c == nullptr || block > 0) reclaim();
-    if (p.c) {
-      if (block > 0) ask_for_c(p, t, first);
-      ptx::barrier_wait(c_there, c_parity);
-      c_parity ^= 1;
-    }
-    if (f.bias || p.c) {
-      lay_out<true>(p, f, sums, t);
-    } else {
-      lay_out<false>(p, f, sums, t);
-    }
-    ptx::bulk_sees_stores();
-    sync();
+  __device__ __forceinline__ void store(const NativeArgs& p, const Finish& f, const float (&sums)[kTileN / 2],
+                                        const Tile& t, int first) {
     const int y = t.row + first;
-    if (p.depth || y + 64 <= t.row_end) {
-      if (leads()) {
+    const bool whole = p.depth || y + 64 <= t.row_end;  // else rows of another group follow among the 64
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int col = t.col + half * kColumns;
+      if (p.c == nullptr || half > 0) reclaim();
+      if (p.c) {
+        if (half > 0) ask_for_c(p, col, y, t.group);
+        ptx::barrier_wait(c_there, c_parity);
+        c_parity ^= 1;
+      }
+      if (f.bias || p.c) {
+        lay_out<true>(p, f, sums + half * (kColumns / 2), col);
+      } else {
+        lay_out<false>(p, f, sums + half * (kColumns / 2), col);
+      }
+      ptx::bulk_sees_stores();
+      sync();
+      if (!whole) {
+        copy_rows(p, col, y, t.row_end);
+      } else if (leads()) {
 #pragma unroll
         for (int b = 0; b < kBoxes; ++b) {
-          ptx::store_box(&p.d_map, memory + b * kBoxBytes, t.col * 4 + b * 128, y, p.depth ? t.group : 0);
+          ptx::store_box(&p.d_map, memory + b * kBoxBytes, col * 4 + b * 128, y, p.depth ? t.group : 0);
         }
         ptx::bulk_commit();
       }
-      return;
     }
-    // Rows of another group follow among the 64.
-    float* d = static_cast<float*>(p.d) + static_cast<int64_t>(y) * p.n + t.col;
-    for (int i = threadIdx.x % kGroupThreads; i < 64 * 32; i += kGroupThreads) {
-      const int r = i / 32, col = i % 32 * 4;
-      if (y + r < t.row_end && t.col + col < p.n) {
+  }
+
+ private:
+  static constexpr int kColumns = kTileN / 2;
+
+  __device__ __forceinline__ void copy_rows(const NativeArgs& p, int first_col, int y, int end) const {
+    float* d = static_cast<float*>(p.d) + static_cast<int64_t>(y) * p.n + first_col;
+    for (int i = threadIdx.x % kGroupThreads; i < 64 * kColumns / 4; i += kGroupThreads) {
+      const int r = i / (kColumns / 4), col = i % (kColumns / 4) * 4;
+      if (y + r < end && first_col + col < p.n) {
         *reinterpret_cast<uint4*>(d + static_cast<int64_t>(r) * p.n + col) =
             *reinterpret_cast<const uint4*>(memory + col / 32 * kBoxBytes + swizzled(r, col % 32 * 4));
       }
     }
   }
 
- private:
   template <bool kMore>
-  __device__ __forceinline__ void lay_out(const NativeArgs& p, const Finish& f, const float (&sums)[64],
-                                          const Tile& t) const {
+  __device__ __forceinline__ void lay_out(const NativeArgs& p, const Finish& f, const float* sums,
+                                          int first_col) const {
     const int lane = threadIdx.x % 32, row = threadIdx.x % kGroupThreads / 32 * 16 + lane / 4, q = lane % 4;
 #pragma unroll
-    for (int j = 0; j < 16; ++j) {
+    for (int j = 0; j < kColumns / 8; ++j) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         float2* to = reinterpret_cast<float2*>(memory + j / 4 * kBoxBytes + swizzled(row + h * 8, j % 4 * 32 + q * 8));
         const float2 before = kMore && p.c ? *to : make_float2(0.0f, 0.0f);
-        *to = finish_pair<kFactor, kMore>(p, f, sums + j * 4 + h * 2, t.col + j * 8 + 2 * q, before);
+        *to = finish_pair<kFactor, kMore>(p, f, sums + j * 4 + h * 2, first_col + j * 8 + 2 * q, before);
       }
     }
   }

@@ -1,4 +1,5 @@
-// The native kernel's tiles: a persistent thread block walks them in order, clusters side by side.
+// The native kernel's tiles: persistent clusters of two thread blocks walk them in order. The two take tiles one below
+// the other and share B's, as long as a group has two; what is left of its rows they take side by side and share A's.
 #pragma once
 
 #include "cuda/grouped/native.h"
@@ -8,10 +9,17 @@ namespace diptych::cuda {
 
 struct Table {
   int begin[kNativeMaxGroups + 3];  // boundaries of the spans
-  int first[kNativeMaxGroups + 3];  // rows: number of each span's first tile
+  int first[kNativeMaxGroups + 3];  // rows: number of each span's first two tiles
 };
 
+constexpr int kSwath = 8;  // pairs along m that are walked before the next column
+
 __device__ __forceinline__ int tiles_of(int rows) { return (rows + kNativeTileM - 1) / kNativeTileM; }
+// How many times a cluster takes two tiles of so many rows
+__device__ __forceinline__ int pairs_of(int rows, int columns) {
+  const int tiles = tiles_of(rows);
+  return tiles / 2 * columns + tiles % 2 * ((columns + 1) / 2);
+}
 
 // By one warp.
 __device__ __forceinline__ void fill_table(const NativeArgs& p, Table& table, int lane) {
@@ -30,7 +38,7 @@ __device__ __forceinline__ void fill_table(const NativeArgs& p, Table& table, in
   int total = 0;
   for (int base = 0; base < p.groups + 2; base += 32) {
     const int s = base + lane;
-    const int count = s < p.groups + 2 ? tiles_of(table.begin[s + 1] - table.begin[s]) * p.columns : 0;
+    const int count = s < p.groups + 2 ? pairs_of(table.begin[s + 1] - table.begin[s], p.columns) : 0;
     const int sum = total + running_sum(count, lane);
     if (s < p.groups + 2) table.first[s + 1] = sum;
     total = __shfl_sync(kAllLanes, sum, 31);
@@ -40,31 +48,29 @@ __device__ __forceinline__ void fill_table(const NativeArgs& p, Table& table, in
 struct Tile {
   int group;         // -1: none
   int row, row_end;  // of A's outer dimension
-  int col;           // of this thread block
-  int k, k_end;      // of the reduced dimension
-  int64_t d_row;     // D's row of A's row 0
+  int col;
+  bool below;     // the cluster's tiles lie one below the other
+  int k, k_end;   // of the reduced dimension
+  int64_t d_row;  // D's row of A's row 0
 
   __device__ __forceinline__ int blocks() const { return (k_end - k + kNativeTileK - 1) / kNativeTileK; }
 };
 
 // Used by whole warps; every warp walks by itself.
+template <int kTileN>
 class Walker {
  public:
-  __device__ __forceinline__ Walker(const NativeArgs& p, const Table& table, int rank, int ranks)
-      : p_(p), table_(table), lane_(threadIdx.x % 32), rank_(rank), ranks_(ranks) {
-    next_ = blockIdx.x / ranks;
-    step_ = gridDim.x / ranks;
-  }
+  __device__ __forceinline__ Walker(const NativeArgs& p, const Table& table, int rank)
+      : p_(p), table_(table), lane_(threadIdx.x % 32), rank_(rank), next_(blockIdx.x / kNativeCluster) {}
 
   __device__ __forceinline__ bool next(Tile& t) {
     const int now = next_;
-    next_ += step_;
-    int local, height;
+    next_ += gridDim.x / kNativeCluster;
+    int local;
     if (p_.depth) {
-      const int in_group = p_.tiles_m * p_.columns;
-      const int group = now / in_group;
+      const int in_group = pairs_of(p_.m, p_.columns), group = now / in_group;
       if (group >= p_.groups) return false;
-      local = now - group * in_group, height = p_.tiles_m;
+      local = now - group * in_group;
       t.group = group, t.row = 0, t.row_end = p_.m;
       t.k = table_.begin[group + 1], t.k_end = table_.begin[group + 2];
       t.d_row = static_cast<int64_t>(group) * p_.m;
@@ -79,24 +85,30 @@ class Walker {
       if (span_ > p_.groups + 1) return false;
       const bool routed = span_ > 0 && span_ <= p_.groups;
       t.row = table_.begin[span_], t.row_end = table_.begin[span_ + 1];
-      local = now - table_.first[span_], height = tiles_of(t.row_end - t.row);
+      local = now - table_.first[span_];
       t.group = routed ? span_ - 1 : -1;
       t.k = 0, t.k_end = routed ? p_.k : 0;
       t.d_row = 0;
     }
-    const int band = local / (p_.swath * p_.columns), in_band = local - band * p_.swath * p_.columns;
-    const int rows = min(p_.swath, height - band * p_.swath);
-    const int column = in_band / rows;
-    t.row += (band * p_.swath + in_band - column * rows) * kNativeTileM;
-    t.col = (column * ranks_ + rank_) * kNativeTileN;
+    const int pairs = tiles_of(t.row_end - t.row) / 2;
+    t.below = local < pairs * p_.columns;
+    if (t.below) {
+      const int band = local / (kSwath * p_.columns), in_band = local - band * kSwath * p_.columns;
+      const int height = min(kSwath, pairs - band * kSwath), column = in_band / height;
+      t.row += ((band * kSwath + in_band - column * height) * 2 + rank_) * kNativeTileM;
+      t.col = column * kTileN;
+    } else {
+      t.row += pairs * 2 * kNativeTileM;
+      t.col = ((local - pairs * p_.columns) * 2 + rank_) * kTileN;  // may lie past N
+    }
     return true;
   }
 
  private:
   const NativeArgs& p_;
   const Table& table_;
-  int lane_, rank_, ranks_;
-  int next_, step_, span_ = 0;
+  int lane_, rank_;
+  int next_, span_ = 0;
 };
 
 }  // namespace diptych::cuda

@@ -39,6 +39,15 @@ __device__ __forceinline__ void store_box(const CUtensorMap* map, const void* sh
 
 // To the same place, and counted at the same barrier, in every thread block of the cluster that `ranks` names by a bit.
 __device__ __forceinline__ void copy_box_to(uint32_t ranks, void* shared, const CUtensorMap* map, uint64_t* barrier,
+                                            int x, int y, int z) {
+  asm volatile(
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%4, %5, %6}], [%2], %3;" ::"r"(shared_address(shared)),
+      "l"(map), "r"(shared_address(barrier)), "h"(static_cast<uint16_t>(ranks)), "r"(x), "r"(y), "r"(z)
+      : "memory");
+}
+
+__device__ __forceinline__ void copy_box_to(uint32_t ranks, void* shared, const CUtensorMap* map, uint64_t* barrier,
                                             int x, int y) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
