@@ -105,4 +105,7 @@ class SharedGrant {
 
 }  // namespace diptych::cuda
 
-#define DIPTYCH_DYNAMIC_SHARED(name) extern __shared__ __align__(16) unsigned char name[]
+#define DIPTYCH_DYNAMIC_SHARED_ALIGNED(name, bytes) \
+  extern __shared__ __align__(bytes)                \
+  unsigned char name[]
+#define DIPTYCH_DYNAMIC_SHARED(name) DIPTYCH_DYNAMIC_SHARED_ALIGNED(name, 16)

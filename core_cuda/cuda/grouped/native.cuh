@@ -291,7 +291,7 @@ __device__ __forceinline__ void multiply_tiles(const NativeArgs& p, Shared& s, t
 template <Promotion kMode, bool kA5, bool kB5, bool kWide>
 __global__ void __launch_bounds__(kNativeThreads, 1) grouped_kernel(const __grid_constant__ NativeArgs p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  extern __shared__ __align__(1024) unsigned char memory[];
+  DIPTYCH_DYNAMIC_SHARED_ALIGNED(memory, 1024);
   using Shared = NativeShared<kMode, kWide>;
   Shared& s = *reinterpret_cast<Shared*>(memory);
   const int warp = __shfl_sync(kAllLanes, threadIdx.x / 32, 0);

@@ -1,0 +1,182 @@
+"""The native kernel of grouped products without its hardware: its source, compiled for the CPU with stand-ins for what
+lies in cuda/ptx (tests/simulated), as a cluster of threads that run in an order drawn at random.
+
+What the instructions do is as the PTX ISA has it; that they do so on a chip, and how fast, only a chip can tell.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cases
+from core import runner
+from core.grouped_runner import PRODUCTS, Case, arguments, grouped_cases
+
+ROOT = Path(__file__).resolve().parents[2]
+OWN = ROOT / "tests" / "simulated"
+CUDA = ROOT / "core_cuda"
+KERNEL = "cuda/grouped/native.cuh"
+PAIRS = [
+    *[(a, b) for a in cases.TENSOR_FORMATS for b in cases.TENSOR_FORMATS],
+    *[("fp8_e4m3_1x128", b) for b in ("fp8_e4m3_1x128", "fp8_e5m2_1x128", "fp8_e4m3_128x128", "fp8_e5m2_128x128")],
+    ("fp8_e5m2_1x128", "fp8_e4m3_128x128"),
+]
+# Tiles of 128 rows one below the other, odd ones, such that half is empty, none; more tiles than blocks
+GROUPS = ((300, (0, 0, 256, 290)), (160, (0, 32, 32, 96, 160)), (384, (128, 128, 384)), (512, (0, 128, 384, 512)))
+EXTENTS = ((400, 272), (16, 144), (592, 64), (208, 144))  # columns that tiles of 192 or 256 do not fill
+SIMULATED_SMS = 4
+
+
+class Tensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("dtype", ctypes.c_int32),
+        ("rank", ctypes.c_int32),
+        ("shape", ctypes.c_int64 * 3),
+    )
+
+    @classmethod
+    def of(cls, operand: Any) -> Tensor:
+        if operand is None:
+            return cls()
+        array, dtype = operand
+        return cls(array.ctypes.data, dtype, array.ndim, (ctypes.c_int64 * 3)(*array.shape))
+
+
+TENSORS = ("a_data", "a_scale_inv", "b_data", "b_scale_inv", "offsets", "d", "c", "bias")
+INTEGERS = ("a_format", "b_format", "kind", "align", "fast_accum", "sm_count", "seed")
+FLOATS = ("alpha", "beta")
+
+
+class Call(ctypes.Structure):
+    _fields_ = (
+        *((name, Tensor) for name in TENSORS),
+        *((name, ctypes.c_int32) for name in INTEGERS),
+        *((name, ctypes.c_float) for name in FLOATS),
+    )
+
+
+def toolkit() -> Path | None:
+    """Where CUDA's headers are."""
+    nvcc = shutil.which("nvcc")
+    roots = ["/usr/local/cuda", *([Path(nvcc).resolve().parents[1]] if nvcc else [])]
+    return next((p for root in roots if (p := Path(root) / "include" / "cuda_bf16.h").exists()), None)
+
+
+def built(patch: tuple[str, str] | None = None) -> ctypes.CDLL:
+    """The library, with one change to the kernel if a test wants one."""
+    header = toolkit()
+    if header is None:
+        pytest.skip("simulating a kernel needs CUDA's headers")
+    if not shutil.which("g++"):
+        pytest.skip("simulating a kernel needs g++")
+    folder = Path(tempfile.mkdtemp(prefix="diptych-simulated-"))
+    changed = folder / KERNEL
+    text = (CUDA / KERNEL).read_text()
+    if patch is not None:
+        assert text.count(patch[0]) == 1, f"{KERNEL} holds {patch[0]!r} {text.count(patch[0])} times, not once"
+        changed.parent.mkdir(parents=True)
+        changed.write_text(text.replace(*patch))
+    library = folder / f"grouped_{hashlib.sha256(str(patch).encode()).hexdigest()[:8]}.so"
+    folders = [folder, CUDA, CUDA / "include", CUDA / "src", header.parent]
+    command = ["g++", "-std=c++20", "-O2", "-ffp-contract=off", "-fPIC", "-shared", "-Wno-psabi", "-I", str(OWN)]
+    command += [word for f in folders for word in ("-isystem", str(f))]
+    done = subprocess.run(
+        [*command, str(OWN / "grouped_native.cpp"), "-o", str(library)], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    loaded = ctypes.CDLL(str(library))
+    shutil.rmtree(folder)
+    return loaded
+
+
+@pytest.fixture(scope="module")
+def library():
+    return built()
+
+
+def simulated(library: ctypes.CDLL, case: Case, seed: int, *, fast_accum: bool = False) -> np.ndarray:
+    be, problem = runner.Numpy(), case.make()
+    out = runner.Outputs(be)
+    given = arguments(be, problem, (case.a_format, case.b_format), out)
+    given |= {"align": case.align, "fast_accum": fast_accum, "sm_count": SIMULATED_SMS, "seed": seed}
+    call = Call(**{n: Tensor.of(given[n]) for n in TENSORS}, **{n: given[n] for n in (*INTEGERS, *FLOATS)})
+    message = ctypes.create_string_buffer(256)
+    result = library.simulate(ctypes.byref(call), message, len(message))
+    assert result == 0, f"{case} seed {seed}: {message.value.decode() or 'the kernel does not take it'}"
+    return out.read()["d"]
+
+
+def check(library: ctypes.CDLL, case: Case, **options: Any) -> None:
+    problem, seed = case.make(), int(cases.rng_for(f"{case}-seed").integers(1 << 30))
+    got = simulated(library, case, seed, **options)
+    error = np.abs(got.astype(np.float64) - problem.float64())
+    allowed = problem.tolerance() if options else problem.tolerance(promote_every=128)
+    assert (error <= allowed).all(), f"{case} seed {seed}: {(error / allowed).max():.2f} x the tolerance"
+    nothing = ~problem.summed()
+    runner.same_bits(got[nothing], problem.cpu()[nothing], f"{case}: nothing to sum")
+    runner.same_bits(simulated(library, case, seed + 1, **options), got, f"{case}: another order")
+
+
+def taken(pair: tuple[str, str]) -> list[Case]:
+    """The cases that the kernel takes."""
+    drawn = [case for product in PRODUCTS for case in grouped_cases([pair], GROUPS, EXTENTS, products=[product])]
+    unit = 32 if pair[0] in cases.TENSOR_FORMATS else 128
+    return [case for case in drawn if case.product != "wgrad" or case.align >= unit]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_products(pair, library):
+    drawn = taken(pair)
+    for i in cases.rng_for(f"simulated-{pair}").permutation(len(drawn))[:2]:
+        check(library, drawn[i])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_all_products(pair, library):
+    for case in taken(pair):
+        check(library, case)
+
+
+def test_fast_accumulation(library):
+    for product in PRODUCTS:
+        (case,) = grouped_cases([PAIRS[0]], GROUPS[3:], EXTENTS[:1], products=[product])
+        check(library, case, fast_accum=True)
+
+
+BROKEN = {
+    "operands released before they are read": (
+        """        ptx::products_wait<0>();
+        ptx::products_touch(part);
+        w.release(&s.empty[slot]);
+""",
+        """        w.release(&s.empty[slot]);
+        ptx::products_wait<0>();
+        ptx::products_touch(part);
+""",
+    ),
+    "an arrival is missing": ("if (lane < kNativeCluster)", "if (lane < kNativeCluster && threadIdx.x != 32)"),
+    "the wrong half of B": ("t.col + rank * kHalfN, stack", "t.col + (1 - rank) * kHalfN, stack"),
+}
+
+
+NOW = "operands released before they are read"
+
+
+@pytest.mark.parametrize("name", [n if n == NOW else pytest.param(n, marks=pytest.mark.slow) for n in BROKEN])
+def test_faults_are_found(name):
+    broken = built(BROKEN[name])
+    (case,) = grouped_cases([("fp8_e4m3_1x128", "fp8_e4m3_1x128")], GROUPS[3:], [(208, 1040)], products=["fprop"])
+    with pytest.raises(AssertionError, match=r"tolerance|deadlock|another order"):
+        for _ in range(5):
+            check(broken, case)

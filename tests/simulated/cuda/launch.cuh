@@ -1,0 +1,26 @@
+// Stands in for cuda/launch.cuh: a launch is a run of the simulation, and its result a Status.
+#pragma once
+
+#include "cuda/device.h"
+#include "simulated.h"
+
+#define DIPTYCH_DYNAMIC_SHARED_ALIGNED(name, bytes) unsigned char* name = simulated::self->block->shared.get()
+
+namespace diptych::cuda {
+
+struct SharedGrant {
+  template <typename Kernel>
+  Status raise(Kernel*, int, int) {
+    return {};
+  }
+};
+
+template <typename... Params>
+Status launch_clusters(const char*, void (*kernel)(Params...), int64_t blocks, int cluster, int threads,
+                       size_t shared_bytes, void*, const std::type_identity_t<Params>&... args) {
+  const std::string fault =
+      simulated::run(static_cast<int>(blocks), cluster, threads, shared_bytes, [&] { kernel(args...); });
+  return fault.empty() ? Status{} : Status{Code::runtime, fault};
+}
+
+}  // namespace diptych::cuda

@@ -1,0 +1,64 @@
+// The native kernel of grouped products, its host side included, as a library for test_grouped_simulated.py.
+#include <cstdio>
+
+#include "cuda/device.h"
+#include "cuda/ptx/tensor_copy.cuh"
+#include "cuda/tensor_map.h"
+#include "simulated.h"
+
+namespace diptych::cuda {
+namespace {
+int g_sm_count = 0;
+}
+DeviceInfo device_info(int) { return {90, g_sm_count}; }
+Status cuda_status(cudaError_t, const char*) { return {}; }
+bool tensor_maps_available() { return true; }
+Status make_tensor_map(CUtensorMap* map, const void* base, int rank, const int64_t* extents, const int32_t* box) {
+  simulated::Map m{static_cast<unsigned char*>(const_cast<void*>(base)), {1, 1, 1}, {1, 1, 1}};
+  for (int i = 0; i < rank; ++i) m.extents[i] = extents[i], m.box[i] = box[i];
+  std::memcpy(map, &m, sizeof(m));
+  return {};
+}
+}  // namespace diptych::cuda
+
+#include "cuda/grouped/native.cpp"
+#include "cuda/grouped/native_block.cu"
+#include "cuda/grouped/native_tensor.cu"
+
+// A tensor as the test has it; `data` null: none.
+struct Tensor {
+  void* data;
+  int32_t dtype, rank;
+  int64_t shape[3];
+};
+
+struct Call {
+  Tensor a_data, a_scale_inv, b_data, b_scale_inv, offsets, d, c, bias;
+  int32_t a_format, b_format, kind, align, fast_accum, sm_count, seed;
+  float alpha, beta;
+};
+
+// 0, or 1 and a message, or -1 where the kernel does not take such a product.
+extern "C" int simulate(const Call* call, char* message, int size) {
+  using namespace diptych;
+  const auto view = [](const Tensor& t) {
+    TensorView v;
+    if (t.data == nullptr) return v;
+    v.data = t.data, v.dtype = static_cast<DType>(t.dtype), v.rank = t.rank, v.device = {Backend::cuda, 0};
+    std::copy_n(t.shape, t.rank, v.shape);
+    return v;
+  };
+  GroupedGemmArgs args;
+  args.kind = static_cast<GroupKind>(call->kind);
+  const bool depth = args.kind == GroupKind::depth;
+  args.a = {FormatId{call->a_format}, depth, view(call->a_data), view(call->a_scale_inv), {}};
+  args.b = {FormatId{call->b_format}, depth, view(call->b_data), view(call->b_scale_inv), {}};
+  args.offsets = view(call->offsets), args.d = view(call->d), args.c = view(call->c), args.bias = view(call->bias);
+  args.align = call->align, args.alpha = call->alpha, args.beta = call->beta, args.fast_accum = call->fast_accum != 0;
+  cuda::g_sm_count = call->sm_count;
+  simulated::chance.seed(static_cast<unsigned>(call->seed));
+  if (!cuda::grouped_gemm_native_fits(args, 90)) return -1;
+  const Status status = cuda::grouped_gemm_native(args, {{Backend::cuda, 0}, nullptr});
+  std::snprintf(message, static_cast<size_t>(size), "%s", status.message().c_str());
+  return status.ok() ? 0 : 1;
+}
