@@ -11,6 +11,8 @@ namespace diptych::cuda {
 
 Status amax(const AmaxArgs&, const Execution&);
 Status quantize(const QuantizeArgs&, const Execution&);
+bool quantize_stack_fits(const QuantizeArgs&);
+Status quantize_stack(const QuantizeArgs&, const Execution&);
 Status log_amax(const LogAmaxArgs&, const Execution&);
 Status scale_update(const ScaleUpdateArgs&, const Execution&);
 Status dequantize(const DequantizeArgs&, const Execution&);

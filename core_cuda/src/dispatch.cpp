@@ -58,8 +58,7 @@ std::string subject(const GroupedGemmArgs& a) {
 std::string subject(const GroupedBiasGradArgs& a) { return describe(a.dy); }
 
 template <typename Args>
-Status run(Op op, const Args& args, const Execution& exec) {
-  DIPTYCH_TRY(check(args, exec.device));
+Status run_checked(Op op, const Args& args, const Execution& exec) {
 #ifdef DIPTYCH_WITH_CUDA
   std::optional<cuda::DeviceScope> current;  // the tensors' device, whatever the caller's was
   if (exec.device.backend == Backend::cuda) DIPTYCH_TRY(current.emplace(exec.device.index).status());
@@ -67,7 +66,18 @@ Status run(Op op, const Args& args, const Execution& exec) {
   return run_first(op, formats(args), &args, exec, [](const void* a) { return subject(*static_cast<const Args*>(a)); });
 }
 
+template <typename Args>
+Status run(Op op, const Args& args, const Execution& exec) {
+  DIPTYCH_TRY(check(args, exec.device));
+  return run_checked(op, args, exec);
+}
+
 }  // namespace
+
+std::optional<Status> quantize_together(const QuantizeArgs& stack, const Execution& exec) {
+  if (find_row(Op::quantize_stack, formats(stack), &stack, exec.device) < 0) return std::nullopt;
+  return run_checked(Op::quantize_stack, stack, exec);
+}
 
 Status amax(const AmaxArgs& a, const Execution& e) { return run(Op::amax, a, e); }
 Status quantize(const QuantizeArgs& a, const Execution& e) { return run(Op::quantize, a, e); }

@@ -42,6 +42,9 @@ bool cublaslt_fits(const void* args, int arch) {
 bool grouped_native_fits(const void* args, int arch) {
   return cuda::grouped_gemm_native_fits(*static_cast<const GroupedGemmArgs*>(args), arch);
 }
+bool quantize_stack_fits(const void* args, int) {
+  return cuda::quantize_stack_fits(*static_cast<const QuantizeArgs*>(args));
+}
 DType rows_dtype(const UnpermuteArgs& a) { return a.x.dtype; }
 DType rows_dtype(const UnpermuteGradArgs& a) { return a.dy.dtype; }
 template <typename Args>
@@ -99,6 +102,7 @@ static const KernelRow kKernels[] = {
     {Op::grouped_gemm, Backend::cuda, 90, kCublasLt, Level::native, "cuda.grouped_native", "FP8 tensor cores of Hopper; N and K in multiples of 16 (depth: N and rows, groups in multiples of 32, with block scales of 128), operands 16-byte aligned, both per-tensor or both of blocks, at most 512 groups", grouped_native_fits, call<GroupedGemmArgs, cuda::grouped_gemm_native>},
     {Op::grouped_gemm, Backend::cuda, 80, kGemm, Level::emulated, "cuda.grouped_emulated", "decoded to bfloat16, float32 accumulation; any extents and groups", nullptr, call<GroupedGemmArgs, cuda::grouped_gemm_emulated>},
     {Op::grouped_bias_grad, Backend::cuda, 80, kAny, Level::native, "cuda.grouped_bias_grad", "", nullptr, call<GroupedBiasGradArgs, cuda::grouped_bias_grad>},
+    {Op::quantize_stack, Backend::cuda, 80, kCublasLt, Level::native, "cuda.quantize_stack", "tensors that are not empty; what it does not take goes through quantize one by one", quantize_stack_fits, call<QuantizeArgs, cuda::quantize_stack>},
 #endif
 };
 // clang-format on
@@ -110,11 +114,12 @@ std::array<std::atomic<uint64_t>, kKernelCount> calls;
 std::array<std::atomic<FormatSet>, kKernelCount> warned;  // formats whose emulation was reported
 
 const char* name(Op op) {
-  constexpr const char* names[] = {"amax",       "quantize",       "log_amax",        "scale_update",
-                                   "dequantize", "gemm",           "bias_grad",       "norm",
-                                   "norm_grad",  "activation",     "activation_grad", "permute_map",
-                                   "chunk_map",  "invert_map",     "permute",         "permute_columns",
-                                   "unpermute",  "unpermute_grad", "grouped_gemm",    "grouped_bias_grad"};
+  constexpr const char* names[] = {"amax",          "quantize",       "log_amax",        "scale_update",
+                                   "dequantize",    "gemm",           "bias_grad",       "norm",
+                                   "norm_grad",     "activation",     "activation_grad", "permute_map",
+                                   "chunk_map",     "invert_map",     "permute",         "permute_columns",
+                                   "unpermute",     "unpermute_grad", "grouped_gemm",    "grouped_bias_grad",
+                                   "quantize_stack"};
   return names[static_cast<int>(op)];
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -29,7 +30,8 @@ enum class Op : int32_t {
   unpermute,
   unpermute_grad,
   grouped_gemm,
-  grouped_bias_grad
+  grouped_bias_grad,
+  quantize_stack
 };
 enum class Level : int32_t { native, emulated };
 
@@ -63,6 +65,9 @@ Status run_first(Op op, FormatSet formats, const void* args, const Execution& ex
 
 // The row that would run: index into registry_table(), or -1.
 int find_row(Op op, FormatSet formats, const void* args, const Device& device);
+
+// A stack that one kernel takes, of checked arguments (dispatch.cpp); nothing: no kernel does.
+std::optional<Status> quantize_together(const QuantizeArgs& stack, const Execution&);
 
 std::vector<RowInfo> registry_table();
 void reset_calls();

@@ -1,9 +1,12 @@
-// quantize_stack: the tensors of a stack are quantized one after the other, as if each had come alone.
+// quantize_stack: the tensors of a stack are quantized as if each had come alone: together where a kernel takes stacks,
+// else one after the other.
 #include "diptych/stack.h"
 
+#include <optional>
 #include <string>
 
 #include "check_parts.h"
+#include "registry.h"
 
 namespace diptych {
 
@@ -12,13 +15,6 @@ using namespace contract;
 namespace {
 
 constexpr const char* kOp = "quantize_stack";
-
-QuantizeArgs of_tensor(const QuantizeArgs& stack, int64_t g) {
-  QuantizeArgs a = stack;
-  for (TensorView* t : {&a.x, &a.amax, &a.columnwise_amax, &a.scale, &a.rng}) *t = slice(*t, g);
-  a.rowwise = slice(a.rowwise, g), a.columnwise = slice(a.columnwise, g);
-  return a;
-}
 
 // A leading extent that all share, and outputs apart from one another and from what any tensor of the stack reads. What
 // each must be, its own call says.
@@ -64,9 +60,10 @@ Status quantize_stack(const QuantizeArgs& a, const Execution& exec) {
   DIPTYCH_TRY(check_stack(a, exec.device));
   const int64_t count = a.x.shape[0];
   if (count == 0) return {};
-  if (const Status first = check(of_tensor(a, 0), exec.device); !first.ok())
+  if (const Status first = check(slice(a, 0), exec.device); !first.ok())
     return {first.code(), std::string(kOp) + ": for each tensor of x " + describe(a.x) + ": " + first.message()};
-  for (int64_t g = 0; g < count; ++g) DIPTYCH_TRY(quantize(of_tensor(a, g), exec));
+  if (std::optional<Status> done = quantize_together(a, exec)) return *done;
+  for (int64_t g = 0; g < count; ++g) DIPTYCH_TRY(quantize(slice(a, g), exec));
   return {};
 }
 

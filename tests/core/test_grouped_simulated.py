@@ -7,24 +7,16 @@ What the instructions do is as the PTX ISA has it; that they do so on a chip, an
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import shutil
-import subprocess
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
 import cases
-from core import runner
+from core import runner, simulation
 from core.grouped_runner import PRODUCTS, Case, arguments, grouped_cases
 
-ROOT = Path(__file__).resolve().parents[2]
-OWN = ROOT / "tests" / "simulated"
-CUDA = ROOT / "core_cuda"
-KERNEL = "cuda/grouped/native.cuh"
+SOURCE, KERNEL = "grouped_native.cpp", "cuda/grouped/native.cuh"
 PAIRS = [
     *[(a, b) for a in cases.TENSOR_FORMATS for b in cases.TENSOR_FORMATS],
     *[("fp8_e4m3_1x128", b) for b in ("fp8_e4m3_1x128", "fp8_e5m2_1x128", "fp8_e4m3_128x128", "fp8_e5m2_128x128")],
@@ -65,43 +57,9 @@ class Call(ctypes.Structure):
     )
 
 
-def toolkit() -> Path | None:
-    """Where CUDA's headers are."""
-    nvcc = shutil.which("nvcc")
-    roots = ["/usr/local/cuda", *([Path(nvcc).resolve().parents[1]] if nvcc else [])]
-    return next((p for root in roots if (p := Path(root) / "include" / "cuda_bf16.h").exists()), None)
-
-
-def built(patch: tuple[str, str] | None = None) -> ctypes.CDLL:
-    """The library, with one change to the kernel if a test wants one."""
-    header = toolkit()
-    if header is None:
-        pytest.skip("simulating a kernel needs CUDA's headers")
-    if not shutil.which("g++"):
-        pytest.skip("simulating a kernel needs g++")
-    folder = Path(tempfile.mkdtemp(prefix="diptych-simulated-"))
-    changed = folder / KERNEL
-    text = (CUDA / KERNEL).read_text()
-    if patch is not None:
-        assert text.count(patch[0]) == 1, f"{KERNEL} holds {patch[0]!r} {text.count(patch[0])} times, not once"
-        changed.parent.mkdir(parents=True)
-        changed.write_text(text.replace(*patch))
-    library = folder / f"grouped_{hashlib.sha256(str(patch).encode()).hexdigest()[:8]}.so"
-    folders = [folder, CUDA, CUDA / "include", CUDA / "src", header.parent]
-    command = ["g++", "-std=c++20", "-O2", "-ffp-contract=off", "-fPIC", "-shared", "-Wno-psabi", "-I", str(OWN)]
-    command += [word for f in folders for word in ("-isystem", str(f))]
-    done = subprocess.run(
-        [*command, str(OWN / "grouped_native.cpp"), "-o", str(library)], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    loaded = ctypes.CDLL(str(library))
-    shutil.rmtree(folder)
-    return loaded
-
-
 @pytest.fixture(scope="module")
 def library():
-    return built()
+    return simulation.built(SOURCE)
 
 
 def simulated(library: ctypes.CDLL, case: Case, seed: int, *, fast_accum: bool = False) -> np.ndarray:
@@ -175,7 +133,7 @@ NOW = "operands released before they are read"
 
 @pytest.mark.parametrize("name", [n if n == NOW else pytest.param(n, marks=pytest.mark.slow) for n in BROKEN])
 def test_faults_are_found(name):
-    broken = built(BROKEN[name])
+    broken = simulation.built(SOURCE, patch=(KERNEL, *BROKEN[name]))
     (case,) = grouped_cases([("fp8_e4m3_1x128", "fp8_e4m3_1x128")], GROUPS[3:], [(208, 1040)], products=["fprop"])
     with pytest.raises(AssertionError, match=r"tolerance|deadlock|another order"):
         for _ in range(5):

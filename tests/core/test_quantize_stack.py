@@ -47,6 +47,29 @@ def test_bits(device, fmt):
             same_stack(got, each, case)
 
 
+@pytest.mark.cuda
+@pytest.mark.sanitize
+@pytest.mark.parametrize("fmt", [f for f in cases.FORMATS if oracle.FORMATS[f].rule == "divide"])
+def test_one_kernel_takes_a_stack(fmt, cuda):
+    """Of float32 scales, whichever copies are wanted."""
+    x = cases.draw(f"stack-one-kernel-{fmt}", "normal", (5, 200, 272), "bfloat16")
+    for usage in ({}, {"columnwise": False}, {"rowwise": False}):
+        each = [oracle.quantize(t, fmt, **usage) for t in x]
+        before = {k: runner.want_calls(k) for k in ("cuda.quantize", "cuda.quantize_stack")}
+        same_stack(quantize_stack(runner.Torch(), x, each[0], fmt, **usage), each, f"{fmt} {usage}")
+        assert runner.want_calls("cuda.quantize_stack") == before["cuda.quantize_stack"] + 1
+        assert runner.want_calls("cuda.quantize") == before["cuda.quantize"]
+
+
+@pytest.mark.slow
+@pytest.mark.cuda
+def test_stacks_larger_than_the_cache(cuda):
+    """Amaxes are taken of as many tensors as stay in L2, which are encoded before the next ones are read."""
+    fmt, x = cases.TENSOR_FORMATS[0], cases.draw("stack-large", "normal", (5, 2048, 3072), "bfloat16")
+    each = [oracle.quantize(t, fmt) for t in x]
+    same_stack(quantize_stack(runner.Torch(), x, each[0], fmt), each, "large")
+
+
 @pytest.mark.parametrize("fmt", cases.TENSOR_FORMATS)
 def test_scales_and_amaxes_of_each(device, fmt):
     """Delayed scaling's: each tensor has a scale of its own and an amax that grows; or an amax that was reduced."""

@@ -81,6 +81,7 @@ inline int grid = 0;
 inline Meeting cluster;
 inline Task kernel;
 inline std::string fault;
+inline int runs = 0;  // launches so far
 
 inline void leave() { swapcontext(&self->context, &scheduler); }
 
@@ -218,6 +219,7 @@ inline void run_cluster() {
 // Empty, or what went wrong.
 inline std::string run(int grid_blocks, int cluster_size, int block_threads, size_t shared_bytes, Task task) {
   grid = grid_blocks, kernel = std::move(task);
+  ++runs;
   fault.clear();
   try {
     for (int first = 0; first < grid_blocks && fault.empty(); first += cluster_size) {
@@ -244,9 +246,11 @@ struct Index {
 #undef __forceinline__
 #undef __grid_constant__
 #undef __launch_bounds__
+#undef __noinline__
 #define __global__
 #define __device__
-#define __shared__
+#define __shared__ static  // one for all blocks: of clusters of one, which run one after the other
+#define __noinline__
 #define __forceinline__ inline
 #define __launch_bounds__(...)
 #define __grid_constant__
@@ -261,6 +265,7 @@ using std::min;
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
+inline unsigned __umulhi(unsigned a, unsigned b) { return static_cast<unsigned>(static_cast<uint64_t>(a) * b >> 32); }
 inline int __popc(unsigned v) { return __builtin_popcount(v); }
 inline int __ffs(int v) { return __builtin_ffs(v); }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
@@ -272,6 +277,15 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
 template <typename T>
 T __ldg(const T* p) {
   return *p;
+}
+template <typename T>
+void __stcs(T* p, T v) {
+  *p = v;
+}
+inline int atomicMax(int* p, int v) {
+  const int before = *p;
+  *p = std::max(before, v);
+  return before;
 }
 
 template <typename T>
@@ -297,4 +311,8 @@ inline unsigned __ballot_sync(unsigned, bool yes) {
   for (int i = 0; i < 32; ++i) r |= static_cast<unsigned>(values[i]) << i;
   return r;
 }
+inline bool __any_sync(unsigned lanes, bool yes) { return __ballot_sync(lanes, yes) != 0; }
 inline void __syncwarp() { simulated::exchange(0); }
+inline void __syncthreads() {
+  simulated::meet(simulated::self->block->named[0], static_cast<int>(simulated::threads.size()));
+}

@@ -13,18 +13,17 @@ namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32, kUnroll = 4;
 
-// x: `head` elements up to a 16-byte boundary, then vectors, then a tail. `also`: a second place for the result, or
-// null.
+// What block `block` of `blocks` sees of x: `head` elements up to a 16-byte boundary, then vectors, then a tail.
 template <typename T>
-__global__ void __launch_bounds__(kThreads)
-    flat_kernel(const T* __restrict__ x, int64_t n, int head, float* out, float* also) {
+__device__ __forceinline__ float flat_max(const T* __restrict__ x, int64_t n, int head, unsigned block,
+                                          unsigned blocks) {
   constexpr int kN = Vec<T>::kCount;
   const int tid = threadIdx.x;
   const int64_t vectors = (n - head) / kN;
   float m = 0.0f;
 
-  const int64_t stride = static_cast<int64_t>(gridDim.x) * kThreads * kUnroll;
-  for (int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads * kUnroll + tid; first < vectors; first += stride) {
+  const int64_t stride = static_cast<int64_t>(blocks) * kThreads * kUnroll;
+  for (int64_t first = static_cast<int64_t>(block) * kThreads * kUnroll + tid; first < vectors; first += stride) {
     Vec<T> v[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
@@ -33,14 +32,40 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) m = max_abs(m, v[u]);
   }
-  if (blockIdx.x == 0) {
+  if (block == 0) {
     if (tid < head) m = max_abs(m, to_float(x[tid]));
     const int64_t tail = head + vectors * kN + tid;
     if (tail < n) m = max_abs(m, to_float(x[tail]));
   }
+  return m;
+}
+
+// `also`: a second place for the result, or null.
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    flat_kernel(const T* __restrict__ x, int64_t n, int head, float* out, float* also) {
+  const float m = flat_max(x, n, head, blockIdx.x, gridDim.x);
   __shared__ float scratch[2][kWarps];
   if (out) join_amax<kThreads>(m, scratch[0], out);
   if (also) join_amax<kThreads>(m, scratch[1], also);
+}
+
+// Elements up to a 16-byte boundary.
+template <typename T>
+__host__ __device__ __forceinline__ int head_of(const T* x, int64_t n) {
+  const int past = static_cast<int>(reinterpret_cast<uintptr_t>(x) % 16), head = (16 - past) % 16 / int{sizeof(T)};
+  return n < head ? static_cast<int>(n) : head;
+}
+
+// Of each tensor of a stack, by `each` blocks.
+template <typename T>
+__global__ void __launch_bounds__(kThreads)
+    flat_stack_kernel(const T* __restrict__ stack, int64_t n, unsigned each, float* out) {
+  const unsigned g = blockIdx.x / each;
+  const T* x = stack + g * n;
+  const float m = flat_max(x, n, head_of(x, n), blockIdx.x - g * each, each);
+  __shared__ float scratch[kWarps];
+  join_amax<kThreads>(m, scratch, out + g);
 }
 
 struct StripArgs {
@@ -131,18 +156,21 @@ Status run_strips(const AmaxArgs& args, const Execution& exec) {
   return gathered ? run(Gathered{}) : with_input_type(p.in, "amax", run);
 }
 
+template <typename T>
+int64_t flat_blocks(int64_t n) {
+  return std::max<int64_t>(1, ceil_div(n / Vec<T>::kCount, kThreads * kUnroll));
+}
+int64_t most_blocks(const Execution& exec) { return int64_t{8} * std::max(1, device_info(exec.device.index).sm_count); }
+
 Status run_flat(const AmaxArgs& args, const Execution& exec) {
   return with_float_type(args.x.dtype, "amax", [&](auto type) {
     using T = decltype(type);
     const T* x = args.x.as<const T>();
     const int64_t n = args.x.numel();
-    const int64_t past = static_cast<int64_t>(reinterpret_cast<uintptr_t>(x) % 16);
-    const int64_t head = std::min<int64_t>(n, (16 - past) % 16 / static_cast<int64_t>(sizeof(T)));
-    const int64_t vectors = (n - head) / Vec<T>::kCount;
-    const int64_t wanted = std::max<int64_t>(1, ceil_div(vectors, kThreads * kUnroll));
-    const int64_t blocks = std::min<int64_t>(wanted, std::max(1, device_info(exec.device.index).sm_count) * 8);
-    return launch("amax", flat_kernel<T>, blocks, kThreads, 0, exec.stream, x, n, static_cast<int>(head),
-                  args.out.as<float>(), args.columnwise_out.as<float>());
+    const int head = head_of(x, n);
+    const int64_t blocks = std::min(flat_blocks<T>(n - head), most_blocks(exec));
+    return launch("amax", flat_kernel<T>, blocks, kThreads, 0, exec.stream, x, n, head, args.out.as<float>(),
+                  args.columnwise_out.as<float>());
   });
 }
 
@@ -165,6 +193,17 @@ Status amax(const AmaxArgs& args, const Execution& exec) {
   if (args.source.kind == SourceKind::permuted) return permuted_amax(args, exec);
   if (args.source.kind != SourceKind::plain) return source_amax(args, exec);
   return run_flat(args, exec);
+}
+
+Status amax_stack(const TensorView& x, const TensorView& out, const Execution& exec) {
+  const int64_t count = x.shape[0], n = x.numel() / count;
+  DIPTYCH_CUDA_TRY(cudaMemsetAsync(out.data, 0, count * sizeof(float), static_cast<cudaStream_t>(exec.stream)));
+  return with_float_type(x.dtype, "quantize_stack", [&](auto type) {
+    using T = decltype(type);
+    const int64_t each = std::min(flat_blocks<T>(n), std::max<int64_t>(1, most_blocks(exec) / count));
+    return launch("quantize_stack", flat_stack_kernel<T>, count * each, kThreads, 0, exec.stream, x.as<const T>(), n,
+                  static_cast<unsigned>(each), out.as<float>());
+  });
 }
 
 }  // namespace diptych::cuda

@@ -1,4 +1,5 @@
 // Chooses the kernel, and the simplest of them: per-tensor scaling of a rowwise copy, a stream of elements.
+#include <algorithm>
 #include <limits>
 
 #include "cuda/amax.cuh"
@@ -130,6 +131,34 @@ Status quantize(const QuantizeArgs& args, const Execution& exec) {
   }
   const bool known = f.block_cols == 128 && (f.block_rows == 1 || f.block_rows == 128);
   return known ? quantize_tiles(args, exec) : no_kernel(f);
+}
+
+bool quantize_stack_fits(const QuantizeArgs& args) {
+  const FormatRow& f = row(args.spec.format);
+  const bool block = f.block_cols == 128 && (f.block_rows == 1 || f.block_rows == 128);
+  return f.scale == DType::f32 && f.columnwise == ColumnwiseLayout::transposed && (f.per_tensor() || block) &&
+         args.x.numel() > 0;  // an empty tensor's scale is a case of its own
+}
+
+Status quantize_stack(const QuantizeArgs& args, const Execution& exec) {
+  constexpr int64_t kStaysInL2 = 32 << 20;  // bytes of x that a second pass finds there
+  const int64_t count = args.x.shape[0];
+  const bool computes = row(args.spec.format).per_tensor() && args.amax_mode == AmaxMode::compute;
+  if (!computes || args.scale.given()) {
+    if (computes) {
+      DIPTYCH_CUDA_TRY(
+          cudaMemsetAsync(args.amax.data, 0, count * sizeof(float), static_cast<cudaStream_t>(exec.stream)));
+    }
+    return quantize_tile_stack(args, exec);
+  }
+  const int64_t bytes_of_one = args.x.numel() / count * bytes(args.x.dtype);
+  const int64_t together = std::max<int64_t>(1, kStaysInL2 / bytes_of_one);
+  for (int64_t g = 0; g < count; g += together) {
+    const QuantizeArgs some = slice(args, g, std::min(together, count - g));
+    DIPTYCH_TRY(amax_stack(some.x, some.amax, exec));
+    DIPTYCH_TRY(quantize_tile_stack(some, exec));
+  }
+  return {};
 }
 
 Status quantize_stream(const QuantizeArgs& args, const Execution& exec) {

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "cuda/scale.cuh"
-#include "diptych/ops.h"
+#include "diptych/stack.h"
 
 namespace diptych::cuda {
 
@@ -17,10 +17,11 @@ struct TensorScale {
 };
 TensorScale tensor_scale(const QuantizeArgs&);
 
-Status quantize_stream(const QuantizeArgs&, const Execution&);  // per-tensor, rowwise copy of x alone
-Status quantize_tiles(const QuantizeArgs&, const Execution&);   // float32 scales: per-tensor, 1x128, 128x128
-Status quantize_mxfp8(const QuantizeArgs&, const Execution&);   // 1x32 with E8M0 scales
-Status quantize_nvfp4(const QuantizeArgs&, const Execution&);   // E2M1 1x16 with E4M3 scales
+Status quantize_stream(const QuantizeArgs&, const Execution&);      // per-tensor, rowwise copy of x alone
+Status quantize_tiles(const QuantizeArgs&, const Execution&);       // float32 scales: per-tensor, 1x128, 128x128
+Status quantize_mxfp8(const QuantizeArgs&, const Execution&);       // 1x32 with E8M0 scales
+Status quantize_tile_stack(const QuantizeArgs&, const Execution&);  // that of plain tensors with float32 scales
+Status quantize_nvfp4(const QuantizeArgs&, const Execution&);       // E2M1 1x16 with E4M3 scales
 
 // Permuted rows of which a rowwise copy alone is wanted, in FP8 and without blocks that span them.
 bool permuted_rows_fit(const QuantizeArgs&);
@@ -33,5 +34,6 @@ Status permuted_both(const QuantizeArgs&, const Execution&);
 // amax of a source, of the whole tensor; the outputs that are given hold 0 before.
 Status source_amax(const AmaxArgs&, const Execution&);
 Status permuted_amax(const AmaxArgs&, const Execution&);
+Status amax_stack(const TensorView& x, const TensorView& out, const Execution&);  // of each plain tensor
 
 }  // namespace diptych::cuda

@@ -7,15 +7,16 @@
 namespace diptych::cuda {
 namespace {
 
+// The work of block `block` of the `blocks` that one tensor takes.
 template <typename In, bool kE5M2, Scaling kScaling>
-__global__ void __launch_bounds__(kThreads, kComputed<In> ? 2 : 0) tile_kernel(const __grid_constant__ TileArgs p) {
+__device__ __forceinline__ void encode_tile(const TileArgs& p, unsigned block, unsigned blocks) {
   __shared__ __align__(16) uint8_t tile[kTile * kTile];
   __shared__ __align__(16) float scratch[kScaling == Scaling::vector ? kWarps * kTile : kWarps];
   __shared__ __align__(16) float column_scale[kScaling == Scaling::vector ? kTile : 1];
 
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
   // Per tensor: last tiles first, which the amax pass has left in L2.
-  const unsigned index = kScaling == Scaling::tensor ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+  const unsigned index = kScaling == Scaling::tensor ? blocks - 1 - block : block;
   const int64_t tile_m = index / p.tiles_k, tile_k = paired_tile<In>(p.in, index % p.tiles_k, p.tiles_k, kTile);
   const int64_t row0 = tile_m * kTile, col0 = tile_k * kTile;
   const int patch_row = warp * 2 + lane / 16, patch_col = lane % 16;
@@ -73,7 +74,7 @@ __global__ void __launch_bounds__(kThreads, kComputed<In> ? 2 : 0) tile_kernel(c
     float scale;
     if constexpr (kScaling == Scaling::tensor) {
       scale = p.from.scale ? *p.from.scale : scale_from_amax(p.rule, *p.from.amax);
-      if (blockIdx.x == 0 && tid == 0) {
+      if (block == 0 && tid == 0) {
         const float inverse = reciprocal_rn(scale);
         if (p.row_scale) *p.row_scale = inverse;  // an empty tensor may have no data, but has a scale
         if (p.col_scale) *p.col_scale = inverse;
@@ -110,6 +111,36 @@ __global__ void __launch_bounds__(kThreads, kComputed<In> ? 2 : 0) tile_kernel(c
   store_columns(p, tile, row0, col0, p.k);
 }
 
+template <typename In, bool kE5M2, Scaling kScaling>
+__global__ void __launch_bounds__(kThreads, kComputed<In> ? 2 : 0) tile_kernel(const __grid_constant__ TileArgs p) {
+  encode_tile<In, kE5M2, kScaling>(p, blockIdx.x, gridDim.x);
+}
+
+// From one tensor of a stack to the next.
+struct StackSteps {
+  int64_t x_bytes, elements, row_scales, col_scales;
+  unsigned blocks;  // for each tensor
+};
+
+template <typename T>
+__device__ __forceinline__ T* stepped(T* p, int64_t n) {
+  return p ? p + n : nullptr;
+}
+
+template <typename T, bool kE5M2, Scaling kScaling>
+__global__ void __launch_bounds__(kThreads)
+    stack_kernel(const __grid_constant__ TileArgs stack, const __grid_constant__ StackSteps step) {
+  // Per tensor: last tensors first, as their tiles.
+  const unsigned index = kScaling == Scaling::tensor ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+  const unsigned g = index / step.blocks, inside = index - g * step.blocks;
+  TileArgs p = stack;
+  p.in.x.data = static_cast<char*>(p.in.x.data) + g * step.x_bytes;
+  p.row = stepped(p.row, g * step.elements), p.row_scale = stepped(p.row_scale, g * step.row_scales);
+  p.col = stepped(p.col, g * step.elements), p.col_scale = stepped(p.col_scale, g * step.col_scales);
+  p.from = {stepped(p.from.amax, g), stepped(p.from.scale, g), stepped(p.from.join, g)};
+  encode_tile<T, kE5M2, kScaling>(p, kScaling == Scaling::tensor ? step.blocks - 1 - inside : inside, step.blocks);
+}
+
 template <typename In, bool kE5M2>
 Status run(const TileArgs& p, Scaling scaling, int64_t tiles, void* stream) {
   if (scaling == Scaling::vector) {
@@ -126,18 +157,17 @@ Status run(const TileArgs& p, Scaling scaling, int64_t tiles, void* stream) {
 
 }  // namespace
 
-Status quantize_tiles(const QuantizeArgs& args, const Execution& exec) {
-  const FormatRow& f = row(args.spec.format);
-  const Scaling scaling = f.per_tensor() ? Scaling::tensor : f.block_rows == 1 ? Scaling::vector : Scaling::square;
+namespace {
+
+Scaling scaling_of(const FormatRow& f) {
+  return f.per_tensor() ? Scaling::tensor : f.block_rows == 1 ? Scaling::vector : Scaling::square;
+}
+
+TileArgs tile_args(const QuantizeArgs& args) {
   TileArgs p{};
   p.in = source_args(args.x, args.source), p.m = p.in.m, p.k = p.in.k, p.rule = divide_rule(args);
-  int64_t tiles_m = ceil_div(p.m, kTile), tiles_k = ceil_div(p.k, kTile);
-  if (tiles_m * tiles_k == 0) {
-    if (scaling != Scaling::tensor) return {};
-    tiles_m = tiles_k = 1;  // an empty tensor has no blocks, but a scale
-  }
-  p.tiles_m = static_cast<unsigned>(tiles_m), p.tiles_k = static_cast<unsigned>(tiles_k);
-  if (scaling == Scaling::tensor) p.from = tensor_scale(args);
+  p.tiles_m = static_cast<unsigned>(ceil_div(p.m, kTile)), p.tiles_k = static_cast<unsigned>(ceil_div(p.k, kTile));
+  if (row(args.spec.format).per_tensor()) p.from = tensor_scale(args);
   if (args.rowwise.given()) {
     p.row = args.rowwise.data.as<uint8_t>(), p.row_scale = args.rowwise.scale_inv.as<float>();
     p.vec_row = aligned(p.row, 8) && p.k % 8 == 0;
@@ -146,11 +176,43 @@ Status quantize_tiles(const QuantizeArgs& args, const Execution& exec) {
     p.col = args.columnwise.data.as<uint8_t>(), p.col_scale = args.columnwise.scale_inv.as<float>();
     p.vec_col = aligned(p.col, 16) && p.m % 16 == 0;
   }
+  return p;
+}
+
+}  // namespace
+
+Status quantize_tiles(const QuantizeArgs& args, const Execution& exec) {
+  const FormatRow& f = row(args.spec.format);
+  const Scaling scaling = scaling_of(f);
+  TileArgs p = tile_args(args);
+  if (p.tiles_m == 0 || p.tiles_k == 0) {
+    if (scaling != Scaling::tensor) return {};
+    p.tiles_m = p.tiles_k = 1;  // an empty tensor has no blocks, but a scale
+  }
   if (scaling == Scaling::tensor && streams(p)) return stream_tiles(p, f.element, exec);
   if (permuted_tiles_fit(p, scaling)) return permuted_tiles(p, scaling, f.element, exec);
   return with_input_type(p.in, "quantize", [&](auto type) {
     return with_element(f.element, "quantize", [&](auto e5m2) {
-      return run<decltype(type), e5m2.value>(p, scaling, tiles_m * tiles_k, exec.stream);
+      return run<decltype(type), e5m2.value>(p, scaling, int64_t{p.tiles_m} * p.tiles_k, exec.stream);
+    });
+  });
+}
+
+Status quantize_tile_stack(const QuantizeArgs& stack, const Execution& exec) {
+  const FormatRow& f = row(stack.spec.format);
+  const TileArgs p = tile_args(slice(stack, 0));
+  StackSteps step{p.m * p.k * bytes(stack.x.dtype), p.m * p.k, 1, 1, p.tiles_m * p.tiles_k};
+  const auto launch_one = [&](auto kernel) {
+    return launch("quantize_stack", kernel, stack.x.shape[0] * step.blocks, kThreads, 0, exec.stream, p, step);
+  };
+  return with_float_type(stack.x.dtype, "quantize_stack", [&](auto type) {
+    return with_element(f.element, "quantize_stack", [&](auto e5m2) {
+      using T = decltype(type);
+      if (f.per_tensor()) return launch_one(stack_kernel<T, e5m2.value, Scaling::tensor>);
+      step.row_scales = (f.block_rows == 1 ? p.m : p.tiles_m) * int64_t{p.tiles_k};
+      step.col_scales = (f.block_rows == 1 ? p.k : p.tiles_k) * int64_t{p.tiles_m};
+      return f.block_rows == 1 ? launch_one(stack_kernel<T, e5m2.value, Scaling::vector>)
+                               : launch_one(stack_kernel<T, e5m2.value, Scaling::square>);
     });
   });
 }

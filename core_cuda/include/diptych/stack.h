@@ -17,8 +17,27 @@ inline TensorView slice(const TensorView& stack, int64_t g) {
   return t;
 }
 
-inline QuantizedView slice(const QuantizedView& stack, int64_t g) {
-  return {stack.format, stack.columnwise, slice(stack.data, g), slice(stack.scale_inv, g), slice(stack.amax, g)};
+// Tensors first .. first + count - 1 of a stack, as one.
+inline TensorView slice(const TensorView& stack, int64_t first, int64_t count) {
+  TensorView t = stack;
+  if (!stack.given()) return t;
+  t.data = slice(stack, first).data;
+  t.shape[0] = count;
+  return t;
+}
+
+// The same of all that a stack's arguments name; `at`: one or two numbers.
+template <typename... At>
+QuantizedView slice(const QuantizedView& stack, At... at) {
+  return {stack.format, stack.columnwise, slice(stack.data, at...), slice(stack.scale_inv, at...),
+          slice(stack.amax, at...)};
+}
+template <typename... At>
+QuantizeArgs slice(const QuantizeArgs& stack, At... at) {
+  QuantizeArgs a = stack;
+  for (TensorView* t : {&a.x, &a.amax, &a.columnwise_amax, &a.scale, &a.rng}) *t = slice(*t, at...);
+  a.rowwise = slice(a.rowwise, at...), a.columnwise = slice(a.columnwise, at...);
+  return a;
 }
 
 // quantize for each tensor of a stack: x [G, ..., K], and a leading G in every other argument, outputs and `rng` too.

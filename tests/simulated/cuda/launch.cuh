@@ -15,12 +15,18 @@ struct SharedGrant {
   }
 };
 
+inline Status ended(const std::string& fault) { return fault.empty() ? Status{} : Status{Code::runtime, fault}; }
+
+template <typename... Params>
+Status launch(const char*, void (*kernel)(Params...), int64_t blocks, int threads, size_t shared_bytes, void*,
+              std::type_identity_t<Params>... args) {
+  return ended(simulated::run(static_cast<int>(blocks), 1, threads, shared_bytes, [&] { kernel(args...); }));
+}
+
 template <typename... Params>
 Status launch_clusters(const char*, void (*kernel)(Params...), int64_t blocks, int cluster, int threads,
                        size_t shared_bytes, void*, const std::type_identity_t<Params>&... args) {
-  const std::string fault =
-      simulated::run(static_cast<int>(blocks), cluster, threads, shared_bytes, [&] { kernel(args...); });
-  return fault.empty() ? Status{} : Status{Code::runtime, fault};
+  return ended(simulated::run(static_cast<int>(blocks), cluster, threads, shared_bytes, [&] { kernel(args...); }));
 }
 
 }  // namespace diptych::cuda

@@ -1,0 +1,157 @@
+// The kernels that take stacks of tensors beside those that take each tensor alone, for test_stack_simulated.py: the
+// same bits, in fewer launches.
+#include <cstdio>
+
+#include "cuda/fused/column_sum.cuh"
+#include "cuda/quantize/tiles.cuh"
+#include "simulated.h"
+
+extern "C" cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {
+  std::memset(to, value, bytes);
+  return cudaSuccess;
+}
+
+namespace diptych::cuda {
+
+DeviceInfo device_info(int) { return {90, 4}; }
+Status cuda_status(cudaError_t, const char*) { return {}; }
+
+// What plain tensors with float32 scales do not reach.
+bool streams(const TileArgs&) { return false; }
+bool permuted_tiles_fit(const TileArgs&, Scaling) { return false; }
+bool permuted_rows_fit(const QuantizeArgs&) { return false; }
+bool permuted_both_fits(const QuantizeArgs&) { return false; }
+Status stream_tiles(const TileArgs&, DType, const Execution&) { std::abort(); }
+Status permuted_tiles(const TileArgs&, Scaling, DType, const Execution&) { std::abort(); }
+Status quantize_permuted_rows(const QuantizeArgs&, const Execution&) { std::abort(); }
+Status permuted_both(const QuantizeArgs&, const Execution&) { std::abort(); }
+Status quantize_mxfp8(const QuantizeArgs&, const Execution&) { std::abort(); }
+Status quantize_nvfp4(const QuantizeArgs&, const Execution&) { std::abort(); }
+Status source_amax(const AmaxArgs&, const Execution&) { std::abort(); }
+Status permuted_amax(const AmaxArgs&, const Execution&) { std::abort(); }
+Status column_sums(const TensorView&, const Source&, const TensorView&, const TensorView&, const Execution&) {
+  std::abort();
+}
+
+}  // namespace diptych::cuda
+
+namespace {
+
+using namespace diptych;
+
+struct Case {
+  int format;
+  int64_t count, m, k;
+  DType dtype;
+  bool rowwise, columnwise, scaled, accumulate;
+  int64_t shift;  // bytes of x beyond 16
+
+  std::string describe() const {
+    char text[200];
+    std::snprintf(text, sizeof(text), "%lld tensors %lldx%lld of %s as %s, copies %d%d, scales %d%d, at %lld",
+                  static_cast<long long>(count), static_cast<long long>(m), static_cast<long long>(k), name(dtype),
+                  row(FormatId{format}).name, rowwise, columnwise, scaled, accumulate, static_cast<long long>(shift));
+    return text;
+  }
+};
+
+Case draw(std::mt19937& chance) {
+  const auto extent = [&] {
+    return static_cast<int64_t>(chance() % 3 ? chance() % 300 + 1 : (chance() % 3 + 1) * 128);
+  };
+  int format;
+  do {
+    format = static_cast<int>(chance() % kFormatCount);
+  } while (row(FormatId{format}).rule != ScaleRule::divide);
+  Case c{
+      format, chance() % 5 + 1, extent(), extent(), chance() % 2 ? DType::bf16 : DType::f32, true, true, false, false,
+      0};
+  if (const unsigned side = chance() % 3) c.rowwise = side == 1, c.columnwise = side == 2;
+  c.scaled = row(FormatId{format}).per_tensor() && chance() % 2, c.accumulate = c.scaled && chance() % 2;
+  c.shift = chance() % 3 ? 0 : bytes(c.dtype);
+  return c;
+}
+
+// 16-byte aligned, with bytes around it that nobody may write.
+struct Buffer {
+  std::vector<unsigned char> bytes;
+  Buffer(int64_t n, unsigned char filled) : bytes(static_cast<size_t>(n) + 64, filled) {}
+  void* data() { return reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(bytes.data()) + 31) / 16 * 16); }
+};
+
+TensorView view(void* data, DType dtype, std::vector<int64_t> shape) {
+  TensorView v;
+  v.data = data, v.dtype = dtype, v.rank = static_cast<int32_t>(shape.size()), v.device = {Backend::cuda, 0};
+  std::copy(shape.begin(), shape.end(), v.shape);
+  return v;
+}
+
+struct Outputs {
+  std::vector<Buffer> buffers;
+  QuantizeArgs args;
+
+  Outputs(const Case& c, void* x, void* scale) {
+    const FormatRow& f = row(FormatId{c.format});
+    const auto make = [&](DType dtype, std::vector<int64_t> shape, unsigned char filled = 0x5A) {
+      int64_t n = diptych::bytes(dtype);
+      for (const int64_t extent : shape) n *= extent;
+      buffers.emplace_back(n, filled);
+      return view(buffers.back().data(), dtype, shape);
+    };
+    const auto scales = [&](int64_t outer, int64_t inner) {
+      if (f.per_tensor()) return make(DType::f32, {c.count});
+      return make(DType::f32, {c.count, (outer + f.block_rows - 1) / f.block_rows, (inner + 127) / 128});
+    };
+    args.x = view(x, c.dtype, {c.count, c.m, c.k}), args.spec.format = FormatId{c.format};
+    if (c.rowwise)
+      args.rowwise = {FormatId{c.format}, false, make(f.element, {c.count, c.m, c.k}), scales(c.m, c.k), {}};
+    if (c.columnwise) {
+      args.columnwise = {FormatId{c.format}, true, make(f.element, {c.count, c.k, c.m}), scales(c.k, c.m), {}};
+    }
+    if (f.per_tensor()) args.amax = make(DType::f32, {c.count}, 0x3F);
+    if (c.scaled) args.scale = view(scale, DType::f32, {c.count});
+    if (c.accumulate) args.amax_mode = AmaxMode::accumulate;
+  }
+  bool operator==(const Outputs& o) const {
+    return std::equal(buffers.begin(), buffers.end(), o.buffers.begin(),
+                      [](const Buffer& a, const Buffer& b) { return a.bytes == b.bytes; });
+  }
+};
+
+std::string compare(const Case& c, std::mt19937& chance) {
+  Buffer x(c.count * c.m * c.k * bytes(c.dtype), 0);
+  char* data = static_cast<char*>(x.data()) + c.shift;
+  for (int64_t i = 0; i < c.count * c.m * c.k; ++i) {
+    const float v =
+        static_cast<float>(static_cast<int>(chance() % 2001) - 1000) * static_cast<float>(1 + i / (c.m * c.k));
+    const __nv_bfloat16 half = __float2bfloat16_rn(v);
+    std::memcpy(data + i * bytes(c.dtype), c.dtype == DType::f32 ? static_cast<const void*>(&v) : &half,
+                bytes(c.dtype));
+  }
+  std::vector<float> scale(c.count);
+  for (float& s : scale) s = static_cast<float>(chance() % 100 + 1) / 1000.0f;
+  Outputs together(c, data, scale.data()), alone(c, data, scale.data());
+  const Execution exec{{Backend::cuda, 0}, nullptr};
+  if (!cuda::quantize_stack_fits(together.args)) return "no kernel takes " + c.describe();
+  const int before = simulated::runs;
+  Status status = cuda::quantize_stack(together.args, exec);
+  const int launches = simulated::runs - before;
+  for (int64_t g = 0; g < c.count && status.ok(); ++g) status = cuda::quantize(slice(alone.args, g), exec);
+  if (!status.ok()) return status.message() + ": " + c.describe();
+  if (launches > 2) return std::to_string(launches) + " launches of " + c.describe();
+  return together == alone ? "" : "other bytes than each alone: " + c.describe();
+}
+
+}  // namespace
+
+// 0, or 1 and a message.
+extern "C" int compare_stacks(int seed, int count, char* message, int size) {
+  std::mt19937 chance(static_cast<unsigned>(seed));
+  simulated::chance.seed(static_cast<unsigned>(seed));
+  for (int i = 0; i < count; ++i) {
+    const std::string what = compare(draw(chance), chance);
+    std::snprintf(message, static_cast<size_t>(size), "%s", what.c_str());
+    if (!what.empty()) return 1;
+  }
+  return 0;
+}
