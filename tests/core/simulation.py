@@ -40,7 +40,7 @@ def built(source: str, kernels: Sequence[str] = (), patch: tuple[str, str, str] 
         (folder / path).write_text(text.replace(old, new))
     library = folder / "simulated.so"
     folders = [folder, CUDA, CUDA / "include", CUDA / "src", header.parent]
-    command = ["g++", "-std=c++20", "-O2", "-ffp-contract=off", "-fPIC", "-shared", "-Wno-psabi", "-I", str(OWN)]
+    command = ["g++", "-std=c++20", "-O1", "-ffp-contract=off", "-fPIC", "-shared", "-Wno-psabi", "-I", str(OWN)]
     command += ["-include", str(OWN / "simulated.h")]
     command += [word for f in folders for word in ("-isystem", str(f))]
     sources = [str(OWN / source), "-x", "c++", *(str(CUDA / k) for k in kernels)]
