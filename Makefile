@@ -8,7 +8,7 @@ SOURCES := $(shell find core_cuda jax_frontend/csrc -name '*.[ch]*' -o -name '*.
 ASAN := build/asan
 SITE := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
-.PHONY: demo test asan lint bench setup clean
+.PHONY: demo test asan simulate lint bench setup clean
 
 demo: setup
 	$(BIN)/diptych compare --recipe fp8-current --out runs/demo
@@ -27,6 +27,10 @@ asan: setup
 	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
 	  $(ASAN)/bin/python -m pytest -n 2 -q tests/core/test_permute.py tests/core/test_permute_misuse.py \
 	  tests/core/test_grouped_gemm.py tests/core/test_grouped_bias_grad.py
+
+# The source of CUDA kernels on the CPU, where CUDA's headers are.
+simulate: setup
+	$(BIN)/python -m pytest -n 2 -q -m simulated tests/core
 
 lint: setup
 	$(BIN)/ruff check .

@@ -16,6 +16,7 @@ import cases
 from core import runner, simulation
 from core.grouped_runner import PRODUCTS, Case, arguments, grouped_cases
 
+pytestmark = pytest.mark.simulated
 SOURCE, KERNEL = "grouped_native.cpp", "cuda/grouped/native.cuh"
 PAIRS = [
     *[(a, b) for a in cases.TENSOR_FORMATS for b in cases.TENSOR_FORMATS],
@@ -94,14 +95,6 @@ def taken(pair: tuple[str, str]) -> list[Case]:
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
 def test_products(pair, library):
-    drawn = taken(pair)
-    for i in cases.rng_for(f"simulated-{pair}").permutation(len(drawn))[:2]:
-        check(library, drawn[i])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
-def test_all_products(pair, library):
     for case in taken(pair):
         check(library, case)
 
@@ -128,10 +121,7 @@ BROKEN = {
 }
 
 
-NOW = "operands released before they are read"
-
-
-@pytest.mark.parametrize("name", [n if n == NOW else pytest.param(n, marks=pytest.mark.slow) for n in BROKEN])
+@pytest.mark.parametrize("name", BROKEN)
 def test_faults_are_found(name):
     broken = simulation.built(SOURCE, patch=(KERNEL, *BROKEN[name]))
     (case,) = grouped_cases([("fp8_e4m3_1x128", "fp8_e4m3_1x128")], GROUPS[3:], [(208, 1040)], products=["fprop"])

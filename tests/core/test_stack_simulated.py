@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import ctypes
 
+import pytest
+
 import cases
 from core import simulation
+
+pytestmark = pytest.mark.simulated
 
 KERNELS = ("cuda/quantize/tiles.cu", "cuda/quantize/amax.cu", "cuda/quantize/quantize.cu")
 
