@@ -283,7 +283,7 @@ def test_tolerance_on_cuda(pair, cuda):
         check_cuda(case, ran, offset=1)
     groups = [(rows, offsets) for rows, offsets in GROUPS if offsets == clamped(offsets, rows) and rows % 16 == 0]
     for product in PRODUCTS:
-        partial = ((700, (0, 128, 256, 256, 640)), (704, (0, 32, 96, 96, 288, 672)))
+        partial = ((700, (0, 128, 256, 256, 640)), (704, (0, 32, 96, 96, 288, 672)), (1664, (0, 640, 640, 1664)))
         for case in grouped_cases([pair], [*groups, *partial], ALIGNED, products=[product]):
             check_cuda(case, ran, align=case.align)
     native = _core.cuda_info()["archs"][0] == 90 and all(oracle.FORMATS[f].rule == "divide" for f in pair)
@@ -341,7 +341,7 @@ def test_every_cuda_kernel_on_small_shapes(pair, cuda):
         for case in grouped_cases([pair], groups, [(48, 64), (33, 65)], products=[product]):
             for align in {1, case.align}:
                 check_cuda(case, ran, align=align, offset=int(align == 1))
-        for case in grouped_cases([pair], groups[:2], [(48, 64)], products=[product]):
+        for case in grouped_cases([pair], [*groups[:2], (1152, (0, 1152))], [(48, 64), (48, 1152)], products=[product]):
             check_cuda(case, ran, align=case.align)
 
 

@@ -17,7 +17,7 @@ from core import runner, simulation
 from core.grouped_runner import PRODUCTS, Case, arguments, grouped_cases
 
 pytestmark = pytest.mark.simulated
-SOURCE, KERNEL = "grouped_native.cpp", "cuda/grouped/native.cuh"
+SOURCE = "grouped_native.cpp"
 PAIRS = [
     *[(a, b) for a in cases.TENSOR_FORMATS for b in cases.TENSOR_FORMATS],
     *[("fp8_e4m3_1x128", b) for b in ("fp8_e4m3_1x128", "fp8_e5m2_1x128", "fp8_e4m3_128x128", "fp8_e5m2_128x128")],
@@ -25,7 +25,7 @@ PAIRS = [
 ]
 # Tiles of 128 rows one below the other, odd ones, such that half is empty, none; more tiles than blocks
 GROUPS = ((300, (0, 0, 256, 290)), (160, (0, 32, 32, 96, 160)), (384, (128, 128, 384)), (512, (0, 128, 384, 512)))
-EXTENTS = ((400, 272), (16, 144), (592, 64), (208, 144))  # columns that tiles of 192 or 256 do not fill
+EXTENTS = ((400, 272), (16, 1024), (592, 64), (208, 144))  # columns that tiles of 192 or 256 do not fill
 SIMULATED_SMS = 4
 
 
@@ -105,25 +105,37 @@ def test_fast_accumulation(library):
         check(library, case, fast_accum=True)
 
 
+PRODUCTS_OF, FEED = "cuda/grouped/native.cuh", "cuda/grouped/native_feed.cuh"
 BROKEN = {
     "operands released before they are read": (
-        """        ptx::products_wait<0>();
-        ptx::products_touch(part);
-        w.release(&s.empty[slot]);
+        PRODUCTS_OF,
+        """    ptx::products_wait<0>();
+    ptx::products_touch(part);
+    w.release(slot);
 """,
-        """        w.release(&s.empty[slot]);
-        ptx::products_wait<0>();
-        ptx::products_touch(part);
+        """    w.release(slot);
+    ptx::products_wait<0>();
+    ptx::products_touch(part);
 """,
     ),
-    "an arrival is missing": ("if (lane < kNativeCluster)", "if (lane < kNativeCluster && threadIdx.x != 32)"),
-    "the wrong half of B": ("t.col + rank * kHalfN, stack", "t.col + (1 - rank) * kHalfN, stack"),
+    "an arrival is missing": (
+        PRODUCTS_OF,
+        "if (lane < kNativeCluster)",
+        "if (lane < kNativeCluster && threadIdx.x != 32)",
+    ),
+    "scales of the round before": (
+        PRODUCTS_OF,
+        "after.load(s.scales[w.scales.slot], next,",
+        "after.load(s.scales[w.scales.slot ^ 1], next,",
+    ),
+    "the wrong half of B": (FEED, "t.col + rank * kHalfN, stack", "t.col + (1 - rank) * kHalfN, stack"),
+    "rounds that are cut short": (FEED, "(t.blocks() + kRound - 1) / kRound * kRound", "t.blocks()"),
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_faults_are_found(name):
-    broken = simulation.built(SOURCE, patch=(KERNEL, *BROKEN[name]))
+    broken = simulation.built(SOURCE, patch=BROKEN[name])
     (case,) = grouped_cases([("fp8_e4m3_1x128", "fp8_e4m3_1x128")], GROUPS[3:], [(208, 1040)], products=["fprop"])
     with pytest.raises(AssertionError, match=r"tolerance|deadlock|another order"):
         for _ in range(5):

@@ -133,7 +133,11 @@ def test_delayed_scaling_with_a_source(device):
             want = primitives.quantize_delayed(values, quant, scale, expected)
             for g, w in zip(got[:-1], want, strict=True):
                 same(g, w)
-            same(got[-1], primitives.bias_grad(values, torch.bfloat16))
+            if values.is_cuda:  # another order of the sum can round to the next bfloat16
+                total = primitives.bias_grad(values, torch.float32)
+                torch.testing.assert_close(got[-1].float(), total, rtol=2**-8, atol=1e-4)
+            else:
+                same(got[-1], primitives.bias_grad(values, torch.bfloat16))
             same(history, expected)
 
 

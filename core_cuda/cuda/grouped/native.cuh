@@ -1,9 +1,9 @@
 // Grouped FP8 products on Hopper's tensor cores: D tiles of 128 rows and 192 or 256 columns, persistent thread blocks.
 //
 // Twelve warps. Two warpgroups multiply 64 rows each: one promotes partial sums while the other's products run. The
-// third warpgroup feeds them: one warp asks the copy engine for 128 k of A's and B's rows, several stages ahead; one
-// gathers block scales, four k blocks at a time. Two thread blocks of a cluster fetch half of the tile that they share
-// each, for both.
+// third warpgroup feeds them (native_feed.cuh): one warp asks the copy engine for 128 k of A's and B's rows, several
+// stages ahead; one gathers block scales, four k blocks at a time; one says which tiles come. Two thread blocks of a
+// cluster fetch half of the tile that they share each, for both.
 //
 // Large products draw all the power that the chip may have, which then lowers its clock: what saves instructions and
 // traffic is what makes them faster. Wide products read A less often; 192 columns of partial sums and sums are what
@@ -13,156 +13,54 @@
 // arrive as zeros.
 #pragma once
 
-#include "cuda/device.h"
-#include "cuda/grouped/native_store.cuh"
+#include "cuda/grouped/native_feed.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/ptx/wgmma.cuh"
 
 namespace diptych::cuda {
 
-constexpr int kChunks = 2, kChunkK = 4;  // a chunk: the scales of four k blocks
-constexpr int kProducts = 2 * kGroupThreads, kNativeThreads = kProducts + 128;
-constexpr int kMaxShared = 232448;  // bytes that a thread block of sm_90 may have
-
-// Scales of a chunk: four neighbours of each row of A together, a line of B's for each k block; columns: of the two
-// blocks that a tile may touch.
+// What partial sums of a k block are multiplied by: scales of this thread's two rows, times (columns) B's for each 64
+// columns of the tile; (full) `columns`: of this thread's columns, eight apart.
 template <Promotion kMode>
-struct Scales {
-  static constexpr bool kAny = kMode == Promotion::columns || kMode == Promotion::full;
-  static constexpr int kB = kMode == Promotion::full ? native_tile_n(kMode) : 2;
-  float4 a[kAny ? kChunks : 1][kAny ? kNativeTileM : 1];
-  float b[kAny ? kChunks : 1][kChunkK][kB];
-};
+struct Factors {
+  float row[2], part[3][2];
+  const float* columns;
 
-template <Promotion kMode, bool kWide>
-struct alignas(1024) NativeShared {
-  static constexpr int kTileN = native_tile_n(kMode);
-  static constexpr int kABytes = kNativeTileM * kNativeTileK, kBBytes = kTileN * kNativeTileK;
-  static constexpr int kStageBytes = kABytes + kBBytes;
-  using Out = cuda::Out<kWide, !Scales<kMode>::kAny, kTileN>;
-  using Walker = cuda::Walker<kTileN>;
-  static constexpr int kRest = 2 * Out::kBytes + 1024 + sizeof(Scales<kMode>) + sizeof(Table) + 256;
-  static constexpr int kStages = (kMaxShared - kRest) / kStageBytes;
-  static_assert(kStages >= 3, "too few to hide the way from memory");
-
-  unsigned char operands[kStages][kStageBytes];  // of A, then of B
-  unsigned char out[2][Out::kBytes];
-  unsigned char zeros[1024];
-  Scales<kMode> scales;
-  uint64_t full[kStages], empty[kStages];
-  uint64_t scales_full[kChunks], scales_empty[kChunks];
-  uint64_t c_there[2];
-  Table table;
-};
-
-// A slot of a ring of `kSlots`, and the parity of its barriers' phase.
-template <int kSlots>
-struct Turn {
-  int slot = 0;
-  uint32_t parity = 0;
-
-  __device__ __forceinline__ void advance() {
-    if (++slot == kSlots) slot = 0, parity ^= 1;
-  }
-};
-
-template <typename Shared>
-__device__ __forceinline__ void fetch_operands(const NativeArgs& p, Shared& s, typename Shared::Walker walk, int rank) {
-  constexpr uint32_t kBoth = 3;
-  constexpr int kHalfA = Shared::kABytes / 2, kHalfB = Shared::kBBytes / 2;
-  constexpr int kHalfM = kNativeTileM / 2, kHalfN = Shared::kTileN / 2;
-  const bool leader = threadIdx.x % 32 == 0;
-  Turn<Shared::kStages> turn;
-  for (Tile t; walk.next(t);) {
-    if (leader) {
-      const int stack = p.depth ? 0 : t.group;
-      for (int k = t.k; k < t.k_end; k += kNativeTileK, turn.advance()) {
-        unsigned char *a = s.operands[turn.slot], *b = a + Shared::kABytes;
-        uint64_t* full = &s.full[turn.slot];
-        ptx::barrier_wait(&s.empty[turn.slot], turn.parity ^ 1);
-        ptx::barrier_arrive_expect(full, Shared::kStageBytes);
-        if (t.below) {
-          ptx::copy_box(a, &p.a, full, k, t.row);
-          ptx::copy_box(a + kHalfA, &p.a, full, k, t.row + kHalfM);
-          ptx::copy_box_to(kBoth, b + rank * kHalfB, &p.b, full, k, t.col + rank * kHalfN, stack);
-        } else {
-          ptx::copy_box_to(kBoth, a + rank * kHalfA, &p.a, full, k, t.row + rank * kHalfM);
-          ptx::copy_box(b, &p.b, full, k, t.col, stack);
-          ptx::copy_box(b + kHalfB, &p.b, full, k, t.col + kHalfN, stack);
-        }
-      }
+  // `early`: the second of B's two blocks begins after 64 columns, else after 128.
+  __device__ __forceinline__ void load(const Scales<kMode>& s, int block, int at_row, int lane, bool early) {
+    if constexpr (Scales<kMode>::kAny) {
+      const float* a = &s.a[at_row].x + block;
+      row[0] = a[0], row[1] = a[8 * kRound];
+      columns = &s.b[block][kMode == Promotion::full ? lane % 4 * 2 : 0];
     }
-    __syncwarp();
-  }
-}
-
-// Four neighbours of a line of scales, `left` of which exist.
-__device__ __forceinline__ void fetch_four(float4* to, const float* from, int left, bool whole) {
-  if (whole) {
-    ptx::copy_async16(to, from, true);
-  } else {
+    if constexpr (kMode == Promotion::columns) {
+      const float2 both = *reinterpret_cast<const float2*>(columns);
 #pragma unroll
-    for (int j = 0; j < kChunkK; ++j) ptx::copy_async4(reinterpret_cast<float*>(to) + j, from + j, j < left);
-  }
-}
-
-template <Promotion kMode, typename Shared>
-__device__ __forceinline__ void fetch_scales(const NativeArgs& p, Shared& s, typename Shared::Walker walk) {
-  constexpr int kB = Scales<kMode>::kB;
-  const int outer = p.depth ? p.m : p.rows, lane = threadIdx.x % 32;
-  Turn<kChunks> turn;
-  for (Tile t; walk.next(t);) {
-    const int blocks = t.blocks(), first = t.k / kNativeTileK;
-    const float* b_scale = p.b_scale + (p.depth ? 0 : max(t.group, 0) * p.b_scale_stack);
-    for (int block = 0; block < blocks; block += kChunkK, turn.advance()) {
-      const int left = blocks - block;
-      const bool whole = p.whole_scales && left >= kChunkK && first % kChunkK == 0;
-      ptx::barrier_wait(&s.scales_empty[turn.slot], turn.parity ^ 1);
-      for (int i = lane; i < kNativeTileM; i += 32) {
-        const int at = min(t.row + i, outer - 1) >> p.a_shift;
-        fetch_four(&s.scales.a[turn.slot][i], p.a_scale + static_cast<int64_t>(at) * p.scale_k + first + block, left,
-                   whole);
+      for (int h = 0; h < 2; ++h) {
+        part[0][h] = __fmul_rn(row[h], both.x), part[2][h] = __fmul_rn(row[h], both.y);
+        part[1][h] = early ? part[2][h] : part[0][h];
       }
-      for (int i = lane; i < kB * kChunkK; i += 32) {
-        const int col = i / kChunkK, j = i % kChunkK, at = min((t.col >> p.b_shift) + col, (p.n - 1) >> p.b_shift);
-        ptx::copy_async4(&s.scales.b[turn.slot][j][col],
-                         b_scale + static_cast<int64_t>(at) * p.scale_k + first + block + j, j < left);
-      }
-      ptx::barrier_arrive_after_copies(&s.scales_full[turn.slot]);
     }
-    __syncwarp();
   }
-}
+};
 
-// sums = sums + part * scale: `row` holds those of this thread's rows; `b` (columns) of B's two blocks, the second of
-// which begins after 64 columns if `early`, else after 128; (full) of this thread's columns, eight apart.
+// sums = sums + part * factors.
 template <Promotion kMode, int kSums>
-__device__ __forceinline__ void promote(float (&sums)[kSums], const float (&part)[kSums], const float (&row)[2],
-                                        const float* b, bool early) {
-  float scale[3][2];
-  if constexpr (kMode == Promotion::columns) {
-    static_assert(kSums == 96);
-    const float2 both = *reinterpret_cast<const float2*>(b);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      scale[0][h] = __fmul_rn(row[h], both.x), scale[2][h] = __fmul_rn(row[h], both.y);
-      scale[1][h] = early ? scale[2][h] : scale[0][h];
-    }
-  }
+__device__ __forceinline__ void promote(float (&sums)[kSums], const float (&part)[kSums], const Factors<kMode>& f) {
 #pragma unroll
   for (int j = 0; j < kSums / 4; ++j) {
-    if constexpr (kMode == Promotion::full) {
-      const float2 col = *reinterpret_cast<const float2*>(b + j * 8);
+    float2 col;
+    if constexpr (kMode == Promotion::full) col = *reinterpret_cast<const float2*>(f.columns + j * 8);
 #pragma unroll
-      for (int r = 0; r < 4; ++r) {
-        sums[j * 4 + r] = __fmaf_rn(part[j * 4 + r], __fmul_rn(row[r / 2], r % 2 ? col.y : col.x), sums[j * 4 + r]);
+    for (int r = 0; r < 4; ++r) {
+      const int i = j * 4 + r;
+      if constexpr (kMode == Promotion::full) {
+        sums[i] = __fmaf_rn(part[i], __fmul_rn(f.row[r / 2], r % 2 ? col.y : col.x), sums[i]);
+      } else if constexpr (kMode == Promotion::columns) {
+        sums[i] = __fmaf_rn(part[i], f.part[j / 8][r / 2], sums[i]);
+      } else {
+        sums[i] = __fadd_rn(sums[i], part[i]);
       }
-    } else if constexpr (kMode == Promotion::columns) {
-#pragma unroll
-      for (int r = 0; r < 4; ++r) sums[j * 4 + r] = __fmaf_rn(part[j * 4 + r], scale[j / 8][r / 2], sums[j * 4 + r]);
-    } else {
-#pragma unroll
-      for (int r = 0; r < 4; ++r) sums[j * 4 + r] = __fadd_rn(sums[j * 4 + r], part[j * 4 + r]);
     }
   }
 }
@@ -188,99 +86,153 @@ __device__ __forceinline__ void multiply_block(float (&d)[kSums], uint32_t a, ui
 template <int kStages>
 struct Worker {
   int group, lane;
-  int row;  // of this thread in a tile; another lies eight below
+  int row;         // of this thread in a tile; another lies eight below
+  uint32_t empty;  // the barriers that this lane arrives at, if it does
   Turn<kStages> stage;
-  Turn<kChunks> chunk;
+  Turn<2> scales;
 
-  __device__ __forceinline__ void release(uint64_t* empty) const {
-    if (lane < kNativeCluster) ptx::barrier_arrive_at(empty, lane);
+  __device__ __forceinline__ void release(int slot) const {
+    if (lane < kNativeCluster) ptx::remote_barrier_arrive(empty + slot * sizeof(uint64_t));
   }
 };
 
-// sums = A @ B.T over the tile's k.
-template <Promotion kMode, bool kA5, bool kB5, int kSums, typename Shared>
-__device__ __forceinline__ void multiply_tile(const NativeArgs& p, Shared& s, Worker<Shared::kStages>& w, const Tile& t,
-                                              float (&sums)[kSums]) {
-  constexpr bool kScales = Scales<kMode>::kAny;
-  const int blocks = t.blocks();
-  const uint32_t a0 = ptx::matrix_address(s.operands[0]) + w.group * (Shared::kABytes / 32);
-  const uint32_t b0 = ptx::matrix_address(s.operands[0]) + Shared::kABytes / 16, zeros = ptx::matrix_address(s.zeros);
-  constexpr int kStage = Shared::kStageBytes / 16;
-  // Blocks of scales begin where groups do, and past the last group's end there are zeros in the tensor.
-  const bool cut = !kScales && p.depth;
-  if constexpr (kMode == Promotion::none) {
-    int held = 0;
-    for (int block = 0; block < blocks; ++block) {
-      const int slot = w.stage.slot, left = cut ? t.k_end - t.k - block * kNativeTileK : kNativeTileK;
-      ptx::barrier_wait(&s.full[slot], w.stage.parity);
-      multiply_block<kA5, kB5>(sums, a0 + slot * kStage, b0 + slot * kStage, true, zeros, left);
-      ptx::products_wait<1>();
-      if (block > 0) w.release(&s.empty[held]);
-      held = slot;
-      w.stage.advance();
-    }
-    ptx::products_wait<0>();
-    ptx::products_touch(sums);
-    if (blocks > 0) w.release(&s.empty[held]);
-  } else {
-    for (int block = 0; block < blocks; block += kChunkK) {
-      if (kScales) ptx::barrier_wait(&s.scales_full[w.chunk.slot], w.chunk.parity);
-      const float* a_scale = &s.scales.a[kScales ? w.chunk.slot : 0][kScales ? w.row : 0].x;
-      const auto& b_scales = s.scales.b[kScales ? w.chunk.slot : 0];
-#pragma unroll
-      for (int j = 0; j < kChunkK; ++j) {
-        if (block + j >= blocks) break;
-        const int slot = w.stage.slot, left = cut ? t.k_end - t.k - (block + j) * kNativeTileK : kNativeTileK;
-        ptx::barrier_wait(&s.full[slot], w.stage.parity);
-        float part[kSums], row[2] = {1.0f, 1.0f};
-        multiply_block<kA5, kB5>(part, a0 + slot * kStage, b0 + slot * kStage, false, zeros, left);
-        if (kScales) row[0] = a_scale[j], row[1] = a_scale[8 * kChunkK + j];
-        const float* b_scale = &b_scales[j][kMode == Promotion::full ? w.lane % 4 * 2 : 0];
-        ptx::products_wait<0>();
-        ptx::products_touch(part);
-        w.release(&s.empty[slot]);
-        promote<kMode>(sums, part, row, b_scale, t.col % 128 != 0);
-        w.stage.advance();
-      }
-      if (kScales) {
-        ptx::barrier_arrive(&s.scales_empty[w.chunk.slot]);
-        w.chunk.advance();
-      }
+// It lets go of what came.
+template <typename Shared>
+__device__ __forceinline__ void skip_stage(Shared& s, Worker<Shared::kStages>& w) {
+  ptx::barrier_wait(&s.full[w.stage.slot], w.stage.parity);
+  __syncwarp();  // a lane that lags behind the release could miss a phase
+  w.release(w.stage.slot);
+  w.stage.advance();
+}
+
+template <typename Shared>
+__device__ __forceinline__ void skip_tile(Shared& s, Worker<Shared::kStages>& w, const Tile& t) {
+  for (int i = Shared::stages(t); i > 0; --i) {
+    skip_stage(s, w);
+    if (Shared::kScales && w.stage.slot == 0) {
+      ptx::barrier_wait(&s.scales_full[w.scales.slot], w.scales.parity);
+      ptx::barrier_arrive(&s.scales_empty[w.scales.slot]);
+      w.scales.advance();
     }
   }
 }
 
-// Without anything to store: it lets go of what comes.
-template <Promotion kMode, typename Shared>
-__device__ __forceinline__ void skip_tile(Shared& s, Worker<Shared::kStages>& w, int blocks) {
+// Where stage 0's operands begin, for one warpgroup.
+template <typename Shared>
+struct Operands {
+  static constexpr uint32_t kStage = Shared::kStageBytes / 16;
+  uint32_t a, b, zeros;
+
+  __device__ __forceinline__ Operands(const Shared& s, int group)
+      : a(ptx::matrix_address(s.operands[0]) + group * (Shared::kABytes / 32)),
+        b(ptx::matrix_address(s.operands[0]) + Shared::kABytes / 16),
+        zeros(ptx::matrix_address(s.zeros)) {}
+};
+
+// sums = A @ B.T over the tile's k, in the tensor cores alone.
+template <bool kA5, bool kB5, int kSums, typename Shared>
+__device__ __forceinline__ void multiply_tile(const NativeArgs& p, Shared& s, Worker<Shared::kStages>& w, const Tile& t,
+                                              float (&sums)[kSums]) {
+  const Operands<Shared> at(s, w.group);
+  const int blocks = t.blocks();
+  int held = 0;
   for (int block = 0; block < blocks; ++block) {
-    ptx::barrier_wait(&s.full[w.stage.slot], w.stage.parity);
-    __syncwarp();  // a lane that lags behind the release could miss a phase
-    w.release(&s.empty[w.stage.slot]);
+    const int slot = w.stage.slot, left = p.depth ? t.k_end - t.k - block * kNativeTileK : kNativeTileK;
+    ptx::barrier_wait(&s.full[slot], w.stage.parity);
+    multiply_block<kA5, kB5>(sums, at.a + slot * at.kStage, at.b + slot * at.kStage, true, at.zeros, left);
+    ptx::products_wait<1>();
+    if (block > 0) w.release(held);
+    held = slot;
     w.stage.advance();
-    if (Scales<kMode>::kAny && (block % kChunkK == kChunkK - 1 || block == blocks - 1)) {
-      ptx::barrier_wait(&s.scales_full[w.chunk.slot], w.chunk.parity);
-      ptx::barrier_arrive(&s.scales_empty[w.chunk.slot]);
-      w.chunk.advance();
+  }
+  ptx::products_wait<0>();
+  ptx::products_touch(sums);
+  if (blocks > 0) w.release(held);
+}
+
+// The same with partial sums of each 128 k. In whole rounds the compiler knows what lies where: one warpgroup's
+// instructions between its products must not take longer than the other's products do.
+template <Promotion kMode, bool kA5, bool kB5, int kSums, typename Shared>
+__device__ __forceinline__ void multiply_tile_in_parts(const NativeArgs& p, Shared& s, Worker<Shared::kStages>& w,
+                                                       const Tile& t, float (&sums)[kSums]) {
+  const Operands<Shared> at(s, w.group);
+  const bool early = t.col % 128 != 0;
+  // Blocks of scales begin where groups do, and past the last group's end there are zeros in the tensor.
+  const bool cut = !Shared::kScales && p.depth;
+  int left = t.k_end - t.k;
+  if (left <= 0) return;
+  bool there = false;  // the next stage's operands
+  Factors<kMode> factors;
+  const auto wait_for_scales = [&] {
+    if (Shared::kScales) ptx::barrier_wait(&s.scales_full[w.scales.slot], w.scales.parity);
+  };
+  const auto end_round = [&](int scales) {
+    if (Shared::kScales) ptx::barrier_arrive(&s.scales_empty[scales]);
+  };
+  // What the next block needs is asked for while this one's products run.
+  const auto multiply = [&](int slot, int k, bool more) {
+    const int scales = w.scales.slot, next = (slot + 1) % kRound;
+    float part[kSums];
+    if (!there) ptx::barrier_wait(&s.full[slot], w.stage.parity);
+    multiply_block<kA5, kB5>(part, at.a + slot * at.kStage, at.b + slot * at.kStage, false, at.zeros, k);
+    if (next == 0) w.stage.parity ^= 1, w.scales.advance();
+    Factors<kMode> after;
+    if (more) {
+      if (next == 0) wait_for_scales();
+      after.load(s.scales[w.scales.slot], next, w.row, w.lane, early);
+      there = ptx::barrier_try(&s.full[next], w.stage.parity);
+    }
+    ptx::products_wait<0>();
+    ptx::products_touch(part);
+    w.release(slot);
+    promote<kMode>(sums, part, factors);
+    if (next == 0) end_round(scales);
+    factors = after;
+  };
+  wait_for_scales();
+  factors.load(s.scales[w.scales.slot], 0, w.row, w.lane, early);
+  for (constexpr int kRoundK = kRound * kNativeTileK; left >= kRoundK; left -= kRoundK) {
+#pragma unroll
+    for (int slot = 0; slot < kRound; ++slot) multiply(slot, kNativeTileK, slot + 1 < kRound || left > kRoundK);
+  }
+  if (left <= 0) return;
+#pragma unroll 1
+  for (int slot = 0; slot < kRound; ++slot, left -= kNativeTileK) {
+    if (left > 0) {
+      multiply(slot, cut ? left : kNativeTileK, left > kNativeTileK);
+    } else {
+      w.stage.slot = slot;
+      skip_stage(s, w);
+      if (w.stage.slot == 0) end_round(w.scales.slot), w.scales.advance();
     }
   }
 }
 
 template <Promotion kMode, bool kA5, bool kB5, typename Shared>
-__device__ __forceinline__ void multiply_tiles(const NativeArgs& p, Shared& s, typename Shared::Walker walk, int warp) {
+__device__ __forceinline__ void multiply_tiles(const NativeArgs& p, Shared& s, int warp) {
   const int lane = threadIdx.x % 32, group = warp / 4, first = group * 64;
-  Worker<Shared::kStages> w{group, lane, first + warp % 4 * 16 + lane / 4, {}, {}};
+  const uint32_t empty = ptx::remote_barrier(s.empty, lane % kNativeCluster);
+  Worker<Shared::kStages> w{group, lane, first + warp % 4 * 16 + lane / 4, empty, {}, {}};
   typename Shared::Out out(s.out[group], &s.c_there[group], group);
-  for (Tile t; walk.next(t);) {
+  for (Turn<kTiles> turn;; turn.advance()) {
+    ptx::barrier_wait(&s.tiles_full[turn.slot], turn.parity);
+    const Tile t = s.tiles[turn.slot];
+    __syncwarp();
+    if (lane == 0) ptx::barrier_arrive(&s.tiles_empty[turn.slot]);
+    if (t.group == kNoMoreTiles) break;
     if (t.row + first >= t.row_end || t.col >= p.n) {
-      skip_tile<kMode>(s, w, t.blocks());
+      skip_tile(s, w, t);
       continue;
     }
     float sums[Shared::kTileN / 2] = {};
     out.begin(p, t, first);
-    multiply_tile<kMode, kA5, kB5>(p, s, w, t, sums);
+    if constexpr (kMode == Promotion::none) {
+      multiply_tile<kA5, kB5>(p, s, w, t, sums);
+    } else {
+      multiply_tile_in_parts<kMode, kA5, kB5>(p, s, w, t, sums);
+    }
     float factor = 1.0f;
-    if (!Scales<kMode>::kAny && t.k < t.k_end) {
+    if (!Shared::kScales && t.k < t.k_end) {
       factor = __fmul_rn(__ldg(p.a_scale), __ldg(p.b_scale + (p.depth ? 0 : t.group)));
     }
     out.store(p, make_finish(p, t, factor), sums, t, first);
@@ -309,25 +261,31 @@ __global__ void __launch_bounds__(kNativeThreads, 1) grouped_kernel(const __grid
       ptx::barrier_init(&s.full[i], 1);
       ptx::barrier_init(&s.empty[i], kProducts / 32 * kNativeCluster);
     }
-    for (int i = 0; i < kChunks; ++i) {
+    for (int i = 0; i < 2; ++i) {
       ptx::barrier_init(&s.scales_full[i], 32);
       ptx::barrier_init(&s.scales_empty[i], kProducts);
     }
     for (int i = 0; i < 2; ++i) ptx::barrier_init(&s.c_there[i], 1);
+    for (int i = 0; i < kTiles; ++i) {
+      ptx::barrier_init(&s.tiles_full[i], 1);
+      ptx::barrier_init(&s.tiles_empty[i], kProducts / 32);
+    }
     ptx::barrier_init_fence();
   }
   ptx::cluster_sync();
-  const typename Shared::Walker walk(p, s.table, rank);
   if (warp >= kProducts / 32) {
     ptx::give_registers<40>();
+    const typename Shared::Walker walk(p, s.table, rank);
     if (warp == kProducts / 32) {
       fetch_operands(p, s, walk, rank);
-    } else if (Scales<kMode>::kAny && warp == kProducts / 32 + 1) {
-      fetch_scales<kMode>(p, s, walk);
+    } else if (warp == kProducts / 32 + 1) {
+      announce_tiles(s, walk);
+    } else if (Shared::kScales && warp == kProducts / 32 + 2) {
+      fetch_scales(p, s, walk);
     }
   } else {
     ptx::take_registers<232>();
-    multiply_tiles<kMode, kA5, kB5>(p, s, walk, warp);
+    multiply_tiles<kMode, kA5, kB5>(p, s, warp);
   }
   ptx::cluster_sync();  // a thread block stays while its neighbour may still signal to it
 #endif

@@ -64,10 +64,12 @@ __device__ __forceinline__ int swizzled(int row, int at) { return row * 128 + ((
 template <bool kWide, bool kFactor, int kTileN>
 struct Out;
 
-// 16-bit elements: each warp turns 16 rows x 64 columns into whole lines, in shared memory of its own.
+// 16-bit elements: each warp turns 16 rows x 64 columns into whole lines, in shared memory of its own: all of the
+// tile's at once, unless stages of wide tiles want the memory.
 template <bool kFactor, int kTileN>
 struct Out<false, kFactor, kTileN> {
-  static constexpr int kBytes = 4 * 16 * 128;
+  static constexpr int kSides = kTileN / 64, kAtOnce = kTileN == 256 ? 1 : kSides, kSideBytes = 16 * 128;
+  static constexpr int kBytes = 4 * kAtOnce * kSideBytes;
 
   unsigned char* memory;
 
@@ -90,34 +92,41 @@ struct Out<false, kFactor, kTileN> {
                                        const Tile& t, int first) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % kGroupThreads / 32, q = lane % 4;
     const bool half = p.d_type == DType::f16;
-    unsigned char* own = memory + warp * 16 * 128;
+    unsigned char* own = memory + warp * kAtOnce * kSideBytes;
     const int row0 = t.row + first + warp * 16;  // of this warp's
     uint16_t* d = static_cast<uint16_t*>(p.d) + (t.d_row + row0) * p.n + t.col;
     const uint16_t* c = static_cast<const uint16_t*>(p.c) + (t.d_row + row0) * p.n + t.col;
 #pragma unroll
-    for (int side = 0; side < kTileN / 64; ++side) {
+    for (int first_side = 0; first_side < kSides; first_side += kAtOnce) {
 #pragma unroll
-      for (int j = 0; j < 8; j += 2) {
-        uint32_t w[4];  // rows 0 .. 7 and 8 .. 15 of one piece of 8 columns, and of the next
+      for (int side = first_side; side < first_side + kAtOnce; ++side) {
 #pragma unroll
-        for (int m = 0; m < 4; ++m) {
-          const int piece = side * 8 + j + m / 2, col = piece * 8 + 2 * q, r = lane / 4 + m % 2 * 8;
-          float2 before = make_float2(0.0f, 0.0f);
-          if (kMore && p.c && row0 + r < t.row_end && t.col + col < p.n) {
-            before = unpack_pair(*reinterpret_cast<const uint32_t*>(c + static_cast<int64_t>(r) * p.n + col), half);
+        for (int j = 0; j < 8; j += 2) {
+          uint32_t w[4];  // rows 0 .. 7 and 8 .. 15 of one piece of 8 columns, and of the next
+#pragma unroll
+          for (int m = 0; m < 4; ++m) {
+            const int piece = side * 8 + j + m / 2, col = piece * 8 + 2 * q, r = lane / 4 + m % 2 * 8;
+            float2 before = make_float2(0.0f, 0.0f);
+            if (kMore && p.c && row0 + r < t.row_end && t.col + col < p.n) {
+              before = unpack_pair(*reinterpret_cast<const uint32_t*>(c + static_cast<int64_t>(r) * p.n + col), half);
+            }
+            w[m] =
+                pack_pair(finish_pair<kFactor, kMore>(p, f, sums + piece * 4 + m % 2 * 2, t.col + col, before), half);
           }
-          w[m] = pack_pair(finish_pair<kFactor, kMore>(p, f, sums + piece * 4 + m % 2 * 2, t.col + col, before), half);
+          // Lane l names row l % 8 of matrix l / 8.
+          ptx::stmatrix_x4(own + (side - first_side) * kSideBytes + swizzled(lane % 16, (j + lane / 16) * 16), w);
         }
-        // Lane l names row l % 8 of matrix l / 8.
-        ptx::stmatrix_x4(own + swizzled(lane % 16, (j + lane / 16) * 16), w);
       }
       __syncwarp();
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int r = i * 4 + lane / 8, col = side * 64 + lane % 8 * 8;
-        const uint4 v = *reinterpret_cast<const uint4*>(own + swizzled(r, lane % 8 * 16));
-        if (row0 + r < t.row_end && t.col + col < p.n) {
-          *reinterpret_cast<uint4*>(d + static_cast<int64_t>(r) * p.n + col) = v;
+        const int r = i * 4 + lane / 8, col = first_side * 64 + lane % 8 * 8;
+        if (row0 + r >= t.row_end) break;
+        uint16_t* line = d + static_cast<int64_t>(r) * p.n + col;
+#pragma unroll
+        for (int side = 0; side < kAtOnce; ++side) {
+          const uint4 v = *reinterpret_cast<const uint4*>(own + side * kSideBytes + swizzled(r, lane % 8 * 16));
+          if (t.col + col + side * 64 < p.n) *reinterpret_cast<uint4*>(line + side * 64) = v;
         }
       }
       __syncwarp();

@@ -45,8 +45,10 @@ __device__ __forceinline__ void fill_table(const NativeArgs& p, Table& table, in
   }
 }
 
+constexpr int kNoMoreTiles = -2;
+
 struct Tile {
-  int group;         // -1: none
+  int group;         // -1: none; kNoMoreTiles: past the last tile
   int row, row_end;  // of A's outer dimension
   int col;
   bool below;     // the cluster's tiles lie one below the other

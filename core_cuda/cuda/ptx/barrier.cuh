@@ -21,21 +21,25 @@ __device__ __forceinline__ void barrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Waits for the end of the phase with this parity. A fresh barrier is in phase 0: parity 1 passes at once.
-__device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
-  const uint32_t at = shared_address(barrier);
+// Whether the phase with this parity has ended; it may wait a little for that. A fresh barrier is in phase 0: parity 1
+// passes at once.
+__device__ __forceinline__ bool barrier_try(uint64_t* barrier, uint32_t parity) {
   uint32_t done;
-  do {
-    asm volatile(
-        "{\n\t"
-        ".reg .pred p;\n\t"
-        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
-        "selp.u32 %0, 1, 0, p;\n\t"
-        "}"
-        : "=r"(done)
-        : "r"(at), "r"(parity)
-        : "memory");
-  } while (!done);
+  asm volatile(
+      "{\n\t"
+      ".reg .pred p;\n\t"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\t"
+      "selp.u32 %0, 1, 0, p;\n\t"
+      "}"
+      : "=r"(done)
+      : "r"(shared_address(barrier)), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
+__device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
+  while (!barrier_try(barrier, parity)) {
+  }
 }
 
 // One arrival that also announces bytes which the copy engine will count off.
@@ -48,17 +52,17 @@ __device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// One arrival at the same barrier of thread block `rank` of the cluster. It orders no ordinary accesses beyond this
-// thread block's own: it may say that products have read shared memory, not that stores were made.
-__device__ __forceinline__ void barrier_arrive_at(uint64_t* barrier, int rank) {
-  asm volatile(
-      "{\n\t"
-      ".reg .b32 at;\n\t"
-      "mapa.shared::cluster.u32 at, %0, %1;\n\t"
-      "mbarrier.arrive.shared::cluster.b64 _, [at];\n\t"
-      "}" ::"r"(shared_address(barrier)),
-      "r"(rank)
-      : "memory");
+// The same barrier of thread block `rank` of the cluster; the next lies eight further.
+__device__ __forceinline__ uint32_t remote_barrier(uint64_t* barrier, int rank) {
+  uint32_t at;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(shared_address(barrier)), "r"(rank));
+  return at;
+}
+
+// One arrival there. It orders no ordinary accesses beyond this thread block's own: it may say that products have read
+// shared memory, not that stores were made.
+__device__ __forceinline__ void remote_barrier_arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
 // This thread's arrival, once all of its copy_async so far have landed.

@@ -14,6 +14,10 @@ inline void barrier_init(uint64_t* barrier, int count) {
   simulated::self->block->barriers[simulated::address(barrier)] = {count, count, 0, 0};
 }
 inline void barrier_init_fence() {}
+inline bool barrier_try(uint64_t* barrier, uint32_t parity) {
+  if (simulated::chance() % 3 == 0) simulated::leave();
+  return own(barrier).phase != parity;
+}
 inline void barrier_wait(uint64_t* barrier, uint32_t parity) {
   simulated::wait_until([&b = own(barrier), parity] { return b.phase != parity; });
 }
@@ -22,8 +26,10 @@ inline void barrier_arrive_expect(uint64_t* barrier, uint32_t bytes) {
   simulated::arrive(own(barrier));
 }
 inline void barrier_arrive(uint64_t* barrier) { simulated::arrive(own(barrier)); }
-inline void barrier_arrive_at(uint64_t* barrier, int rank) {
-  simulated::arrive(simulated::barrier(simulated::blocks[rank].get(), simulated::address(barrier)));
+constexpr uint32_t kRankBytes = 1u << 24;  // a remote address: of which thread block, and where in it
+inline uint32_t remote_barrier(uint64_t* barrier, int rank) { return rank * kRankBytes + simulated::address(barrier); }
+inline void remote_barrier_arrive(uint32_t barrier) {
+  simulated::arrive(simulated::barrier(simulated::blocks[barrier / kRankBytes].get(), barrier % kRankBytes));
 }
 inline void barrier_arrive_after_copies(uint64_t* barrier) {
   simulated::self->copies.push_back([&b = own(barrier)] { simulated::arrive(b); });

@@ -1,0 +1,168 @@
+// The native grouped kernel's shared memory, and the warps that fill it.
+#pragma once
+
+#include "cuda/device.h"
+#include "cuda/grouped/native_store.cuh"
+
+namespace diptych::cuda {
+
+constexpr int kRound = 4;  // k blocks whose scales come together; where partial sums are promoted, the stages too
+constexpr int kProducts = 2 * kGroupThreads, kNativeThreads = kProducts + 128;
+constexpr int kTiles = 2;           // of which the multiplying warps are told ahead
+constexpr int kMaxShared = 232448;  // bytes that a thread block of sm_90 may have
+
+// Scales of a round: four neighbours of each row of A together, a line of B's for each k block; columns: of the two
+// blocks that a tile may touch.
+template <Promotion kMode>
+struct Scales {
+  static constexpr bool kAny = kMode == Promotion::columns || kMode == Promotion::full;
+  static constexpr int kB = kMode == Promotion::full ? native_tile_n(kMode) : 2;
+  float4 a[kAny ? kNativeTileM : 1];
+  float b[kRound][kB];
+};
+
+// A slot of a ring of `kSlots`, and the parity of its barriers' phase.
+template <int kSlots>
+struct Turn {
+  int slot = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++slot == kSlots) slot = 0, parity ^= 1;
+  }
+};
+
+template <Promotion kMode_, bool kWide>
+struct alignas(1024) NativeShared {
+  static constexpr Promotion kMode = kMode_;
+  static constexpr int kTileN = native_tile_n(kMode);
+  static constexpr bool kRounds = kMode != Promotion::none, kScales = Scales<kMode>::kAny;
+  static constexpr int kABytes = kNativeTileM * kNativeTileK, kBBytes = kTileN * kNativeTileK;
+  static constexpr int kStageBytes = kABytes + kBBytes;
+  using Out = cuda::Out<kWide, !kScales, kTileN>;
+  using Walker = cuda::Walker<kTileN>;
+  static constexpr int kRest = 2 * Out::kBytes + 1024 + 2 * sizeof(Scales<kMode>) + sizeof(Table) + 512;
+  static constexpr int kMostStages = (kMaxShared - kRest) / kStageBytes;
+  static constexpr int kStages = kRounds ? kRound : kMostStages;
+  static_assert(kStages >= 3 && kStages <= kMostStages, "too few to hide the way from memory, or too many");
+
+  unsigned char operands[kStages][kStageBytes];  // of A, then of B
+  unsigned char out[2][Out::kBytes];
+  unsigned char zeros[1024];
+  Scales<kMode> scales[2];
+  uint64_t full[kStages], empty[kStages];
+  uint64_t scales_full[2], scales_empty[2];
+  uint64_t c_there[2];
+  uint64_t tiles_full[kTiles], tiles_empty[kTiles];
+  Tile tiles[kTiles];
+  Table table;
+
+  // A tile's stages: whole rounds, so that each tile begins with stage 0.
+  __device__ __forceinline__ static int stages(const Tile& t) {
+    return kRounds ? (t.blocks() + kRound - 1) / kRound * kRound : t.blocks();
+  }
+};
+
+template <typename Shared>
+__device__ __forceinline__ void fetch_operands(const NativeArgs& p, Shared& s, typename Shared::Walker walk, int rank) {
+  constexpr uint32_t kBoth = 3;
+  constexpr int kHalfA = Shared::kABytes / 2, kHalfB = Shared::kBBytes / 2;
+  constexpr int kHalfM = kNativeTileM / 2, kHalfN = Shared::kTileN / 2;
+  const bool leader = threadIdx.x % 32 == 0;
+  Turn<Shared::kStages> turn;
+  for (Tile t; walk.next(t);) {
+    if (leader) {
+      const int stack = p.depth ? 0 : t.group, end = t.k + Shared::stages(t) * kNativeTileK;
+      for (int k = t.k; k < end; k += kNativeTileK, turn.advance()) {
+        unsigned char *a = s.operands[turn.slot], *b = a + Shared::kABytes;
+        uint64_t* full = &s.full[turn.slot];
+        ptx::barrier_wait(&s.empty[turn.slot], turn.parity ^ 1);
+        if (k >= t.k_end) {  // passed over
+          ptx::barrier_arrive(full);
+          continue;
+        }
+        ptx::barrier_arrive_expect(full, Shared::kStageBytes);
+        if (t.below) {
+          ptx::copy_box(a, &p.a, full, k, t.row);
+          ptx::copy_box(a + kHalfA, &p.a, full, k, t.row + kHalfM);
+          ptx::copy_box_to(kBoth, b + rank * kHalfB, &p.b, full, k, t.col + rank * kHalfN, stack);
+        } else {
+          ptx::copy_box_to(kBoth, a + rank * kHalfA, &p.a, full, k, t.row + rank * kHalfM);
+          ptx::copy_box(b, &p.b, full, k, t.col, stack);
+          ptx::copy_box(b + kHalfB, &p.b, full, k, t.col + kHalfN, stack);
+        }
+      }
+    }
+    __syncwarp();
+  }
+}
+
+// Where the next tile lies takes hundreds of instructions, which the multiplying warps are spared.
+template <typename Shared>
+__device__ __forceinline__ void announce_tiles(Shared& s, typename Shared::Walker walk) {
+  const bool leader = threadIdx.x % 32 == 0;
+  Turn<kTiles> turn;
+  for (bool more = true; more; turn.advance()) {
+    Tile t;
+    more = walk.next(t);
+    if (!more) t.group = kNoMoreTiles;
+    if (leader) {
+      ptx::barrier_wait(&s.tiles_empty[turn.slot], turn.parity ^ 1);
+      s.tiles[turn.slot] = t;
+      ptx::barrier_arrive(&s.tiles_full[turn.slot]);
+    }
+    __syncwarp();
+  }
+}
+
+// By one warp, which shares its issue slots with two of those that multiply, and they wait for each other: what does
+// not change within a tile is worked out before. Scales that do not exist arrive as zeros.
+template <typename Shared>
+__device__ __forceinline__ void fetch_scales(const NativeArgs& p, Shared& s, typename Shared::Walker walk) {
+  constexpr int kA = kNativeTileM / 32;
+  constexpr int kB = Scales<Shared::kMode>::kB * kRound, kStep = 32 / kRound;  // B's: a lane's columns are kStep apart
+  const int outer = p.depth ? p.m : p.rows, lane = threadIdx.x % 32, b_col = lane / kRound, b_k = lane % kRound;
+  const int64_t step = static_cast<int64_t>(kStep) * p.scale_k;
+  Turn<2> turn;
+  for (Tile t; walk.next(t);) {
+    const int blocks = t.blocks(), first = t.k / kNativeTileK, b_first = t.col >> p.b_shift;
+    const float* a[kA];
+#pragma unroll
+    for (int i = 0; i < kA; ++i) {
+      const int at = min(t.row + lane + i * 32, outer - 1) >> p.a_shift;
+      a[i] = p.a_scale + static_cast<int64_t>(at) * p.scale_k + first;
+    }
+    const float* b = p.b_scale + (p.depth ? 0 : max(t.group, 0) * p.b_scale_stack) +
+                     static_cast<int64_t>(b_first + b_col) * p.scale_k + first + b_k;
+    const int b_left = ((p.n - 1) >> p.b_shift) + 1 - b_first - b_col;
+    const bool aligned = p.whole_scales && first % kRound == 0;
+    for (int block = 0; block < blocks; block += kRound, turn.advance()) {
+      const int left = blocks - block;
+      Scales<Shared::kMode>& to = s.scales[turn.slot];
+      ptx::barrier_wait(&s.scales_empty[turn.slot], turn.parity ^ 1);
+      if (aligned && left >= kRound) {
+#pragma unroll
+        for (int i = 0; i < kA; ++i) ptx::copy_async16(&to.a[lane + i * 32], a[i], true);
+      } else {
+#pragma unroll 1
+        for (int j = 0; j < kRound; ++j) {
+#pragma unroll
+          for (int i = 0; i < kA; ++i) ptx::copy_async4(&to.a[lane + i * 32].x + j, a[i] + j, j < left);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kA; ++i) a[i] += kRound;
+#pragma unroll
+      for (int i = 0; i < (kB + 31) / 32; ++i) {
+        if (kB >= 32 || lane < kB) {
+          ptx::copy_async4(&to.b[b_k][b_col + i * kStep], b + i * step, b_k < left && i * kStep < b_left);
+        }
+      }
+      b += kRound;
+      ptx::barrier_arrive_after_copies(&s.scales_full[turn.slot]);
+    }
+    __syncwarp();
+  }
+}
+
+}  // namespace diptych::cuda
