@@ -8,7 +8,7 @@ SOURCES := $(shell find core_cuda jax_frontend/csrc -name '*.[ch]*' -o -name '*.
 ASAN := build/asan
 SITE := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
-.PHONY: demo test asan simulate lint bench setup clean
+.PHONY: demo test asan simulate variants lint bench setup clean
 
 demo: setup
 	$(BIN)/diptych compare --recipe fp8-current --out runs/demo
@@ -31,6 +31,10 @@ asan: setup
 # The source of CUDA kernels on the CPU, where CUDA's headers are.
 simulate: setup
 	$(BIN)/python -m pytest -n 2 -q -m simulated tests/core
+
+# Cores with invented formats, which must work, and cores that are a little wrong, which the tests must catch.
+variants: setup
+	$(BIN)/python -m pytest -n 2 -q -m "variants and not slow" tests/architecture
 
 lint: setup
 	$(BIN)/ruff check .

@@ -11,7 +11,10 @@ from sweeps import others_slow
 from architecture import variants
 from architecture.variants import Patch
 
-pytestmark = pytest.mark.skipif(bool(variants.missing()), reason=variants.missing() or "-")
+pytestmark = [
+    pytest.mark.variants,
+    pytest.mark.skipif(bool(variants.missing()), reason=variants.missing() or "-"),
+]
 
 
 H, PY = "core_cuda/include/diptych/format.h", "common/diptych/common/formats.py"
