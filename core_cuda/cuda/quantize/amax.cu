@@ -176,12 +176,16 @@ Status run_flat(const AmaxArgs& args, const Execution& exec) {
 
 }  // namespace
 
+Status clear_amax(const TensorView& amax, const Execution& exec) {
+  DIPTYCH_CUDA_TRY(cudaMemsetAsync(amax.data, 0, amax.numel() * sizeof(float), static_cast<cudaStream_t>(exec.stream)));
+  return {};
+}
+
 // Either output may be missing: quantize asks for those of the copies that it writes.
 Status amax(const AmaxArgs& args, const Execution& exec) {
   for (const TensorView* out : {&args.out, &args.columnwise_out}) {
     if (!out->given() || out->numel() == 0) continue;
-    DIPTYCH_CUDA_TRY(
-        cudaMemsetAsync(out->data, 0, out->numel() * sizeof(float), static_cast<cudaStream_t>(exec.stream)));
+    DIPTYCH_TRY(clear_amax(*out, exec));
   }
   const Extent e = encoded_extent(args.x, args.source);
   if (args.x.numel() == 0 || e.rows * e.cols == 0) return {};
@@ -197,7 +201,7 @@ Status amax(const AmaxArgs& args, const Execution& exec) {
 
 Status amax_stack(const TensorView& x, const TensorView& out, const Execution& exec) {
   const int64_t count = x.shape[0], n = x.numel() / count;
-  DIPTYCH_CUDA_TRY(cudaMemsetAsync(out.data, 0, count * sizeof(float), static_cast<cudaStream_t>(exec.stream)));
+  DIPTYCH_TRY(clear_amax(out, exec));
   return with_float_type(x.dtype, "quantize_stack", [&](auto type) {
     using T = decltype(type);
     const int64_t each = std::min(flat_blocks<T>(n), std::max<int64_t>(1, most_blocks(exec) / count));

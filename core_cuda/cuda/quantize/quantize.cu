@@ -82,14 +82,18 @@ TensorScale tensor_scale(const QuantizeArgs& args) {
 
 namespace {
 
+bool encoded_in_tiles(const FormatRow& f) {
+  const bool block = f.block_cols == 128 && (f.block_rows == 1 || f.block_rows == 128);
+  return f.scale == DType::f32 && f.columnwise == ColumnwiseLayout::transposed && (f.per_tensor() || block);
+}
+
 // Leaves in `amax` what tensor_scale's kernel expects there.
 Status prepare_amax(const QuantizeArgs& args, const Execution& exec) {
   if (args.amax_mode != AmaxMode::compute) return {};
   if (!args.scale.given()) {
     return cuda::amax({.x = args.x, .out = args.amax, .columnwise_out = {}, .source = args.source}, exec);
   }
-  DIPTYCH_CUDA_TRY(cudaMemsetAsync(args.amax.data, 0, sizeof(float), static_cast<cudaStream_t>(exec.stream)));
-  return {};
+  return clear_amax(args.amax, exec);
 }
 
 }  // namespace
@@ -123,21 +127,17 @@ Status quantize(const QuantizeArgs& args, const Execution& exec) {
     const bool known = f.element == DType::e2m1 && f.scale == DType::e4m3 && f.block_rows == 1 && f.block_cols == 16;
     return known && !row_major ? quantize_nvfp4(args, exec) : no_kernel(f);
   }
-  if (f.scale != DType::f32 || row_major) return no_kernel(f);
+  if (!encoded_in_tiles(f)) return no_kernel(f);
   if (f.per_tensor()) {
     DIPTYCH_TRY(prepare_amax(args, exec));
     const bool tiles = args.columnwise.given() || args.source.kind != SourceKind::plain;
     return tiles ? quantize_tiles(args, exec) : quantize_stream(args, exec);
   }
-  const bool known = f.block_cols == 128 && (f.block_rows == 1 || f.block_rows == 128);
-  return known ? quantize_tiles(args, exec) : no_kernel(f);
+  return quantize_tiles(args, exec);
 }
 
 bool quantize_stack_fits(const QuantizeArgs& args) {
-  const FormatRow& f = row(args.spec.format);
-  const bool block = f.block_cols == 128 && (f.block_rows == 1 || f.block_rows == 128);
-  return f.scale == DType::f32 && f.columnwise == ColumnwiseLayout::transposed && (f.per_tensor() || block) &&
-         args.x.numel() > 0;  // an empty tensor's scale is a case of its own
+  return encoded_in_tiles(row(args.spec.format)) && args.x.numel() > 0;  // an empty tensor's scale is a case of its own
 }
 
 Status quantize_stack(const QuantizeArgs& args, const Execution& exec) {
@@ -145,10 +145,7 @@ Status quantize_stack(const QuantizeArgs& args, const Execution& exec) {
   const int64_t count = args.x.shape[0];
   const bool computes = row(args.spec.format).per_tensor() && args.amax_mode == AmaxMode::compute;
   if (!computes || args.scale.given()) {
-    if (computes) {
-      DIPTYCH_CUDA_TRY(
-          cudaMemsetAsync(args.amax.data, 0, count * sizeof(float), static_cast<cudaStream_t>(exec.stream)));
-    }
+    if (computes) DIPTYCH_TRY(clear_amax(args.amax, exec));
     return quantize_tile_stack(args, exec);
   }
   const int64_t bytes_of_one = args.x.numel() / count * bytes(args.x.dtype);

@@ -34,6 +34,7 @@ Status permuted_both(const QuantizeArgs&, const Execution&);
 // amax of a source, of the whole tensor; the outputs that are given hold 0 before.
 Status source_amax(const AmaxArgs&, const Execution&);
 Status permuted_amax(const AmaxArgs&, const Execution&);
+Status clear_amax(const TensorView& amax, const Execution&);
 Status amax_stack(const TensorView& x, const TensorView& out, const Execution&);  // of each plain tensor
 
 }  // namespace diptych::cuda

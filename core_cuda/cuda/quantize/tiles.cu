@@ -155,10 +155,6 @@ Status run(const TileArgs& p, Scaling scaling, int64_t tiles, void* stream) {
   }
 }
 
-}  // namespace
-
-namespace {
-
 Scaling scaling_of(const FormatRow& f) {
   return f.per_tensor() ? Scaling::tensor : f.block_rows == 1 ? Scaling::vector : Scaling::square;
 }
@@ -200,19 +196,22 @@ Status quantize_tiles(const QuantizeArgs& args, const Execution& exec) {
 
 Status quantize_tile_stack(const QuantizeArgs& stack, const Execution& exec) {
   const FormatRow& f = row(stack.spec.format);
+  const Scaling scaling = scaling_of(f);
   const TileArgs p = tile_args(slice(stack, 0));
   StackSteps step{p.m * p.k * bytes(stack.x.dtype), p.m * p.k, 1, 1, p.tiles_m * p.tiles_k};
+  if (scaling != Scaling::tensor) {
+    step.row_scales = (scaling == Scaling::vector ? p.m : p.tiles_m) * int64_t{p.tiles_k};
+    step.col_scales = (scaling == Scaling::vector ? p.k : p.tiles_k) * int64_t{p.tiles_m};
+  }
   const auto launch_one = [&](auto kernel) {
     return launch("quantize_stack", kernel, stack.x.shape[0] * step.blocks, kThreads, 0, exec.stream, p, step);
   };
   return with_float_type(stack.x.dtype, "quantize_stack", [&](auto type) {
     return with_element(f.element, "quantize_stack", [&](auto e5m2) {
       using T = decltype(type);
-      if (f.per_tensor()) return launch_one(stack_kernel<T, e5m2.value, Scaling::tensor>);
-      step.row_scales = (f.block_rows == 1 ? p.m : p.tiles_m) * int64_t{p.tiles_k};
-      step.col_scales = (f.block_rows == 1 ? p.k : p.tiles_k) * int64_t{p.tiles_m};
-      return f.block_rows == 1 ? launch_one(stack_kernel<T, e5m2.value, Scaling::vector>)
-                               : launch_one(stack_kernel<T, e5m2.value, Scaling::square>);
+      if (scaling == Scaling::tensor) return launch_one(stack_kernel<T, e5m2.value, Scaling::tensor>);
+      return scaling == Scaling::vector ? launch_one(stack_kernel<T, e5m2.value, Scaling::vector>)
+                                        : launch_one(stack_kernel<T, e5m2.value, Scaling::square>);
     });
   });
 }
