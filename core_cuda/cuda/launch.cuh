@@ -58,7 +58,8 @@ Status launch_with(const char* name, cudaLaunchAttribute* attribute, void (*kern
 //  - every thread block of such a kernel waits, so that its end implies the end of all that came before, and
 //  - only a kernel of ours calls let_next_grid_start. One that was launched the ordinary way may always call it.
 //  - Ahead of the wait a kernel may read what was there before the last ordinary launch of ours, if the same function
-//    made both launches one after the other: the second kernel of permute_map reads the routing.
+//    made both launches one after the other, and write what that launch does not touch: the second kernel of
+//    permute_map reads the routing, and writes -1 to row_id_map.
 //  - What an earlier grid has written is read by ordinary loads. __ldg promises data that nobody writes while the
 //    kernel runs, and the compiler may move it ahead of the wait.
 template <typename... Params>

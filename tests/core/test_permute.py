@@ -99,6 +99,22 @@ def test_maps_of_many_experts(device):
                 runner.same_bits(g, w, f"{field} of {name} E={experts} {cases.report_header()}")
 
 
+@pytest.mark.sanitize
+def test_maps_of_many_chunks(device):
+    """What CUDA's blocks take in several passes, and more blocks than one page of counts has room for."""
+    be = runner.backend(device)
+    for tokens, experts, k in ((17000, 64, 2), (16500, 320, 3), (16390, 36, 2), (4_200_000, 3, 1)):
+        rng = cases.rng_for(f"many-chunks-{tokens}-{experts}")
+        ids = rng.integers(-1, experts, (tokens, k)).astype(np.int32)
+        mask = np.zeros((tokens, experts), bool)
+        mask[np.arange(tokens)[:, None], np.maximum(ids, 0)] = True
+        for turn, routing in enumerate((mask, ids)):
+            rows = oracle.rows_needed(routing, experts, 8) - 5
+            want = oracle.row_map(routing, experts, rows, 8)
+            for field, g, w in zip(want._fields, ops.row_map(be, routing, experts, rows, 8), want, strict=True):
+                runner.same_bits(g, w, f"{field} of {('mask', 'ids')[turn]} {tokens}x{experts} {cases.report_header()}")
+
+
 def rows_of(rng: np.random.Generator, count: int, width: int, dtype: str) -> np.ndarray:
     raw = rng.integers(0, 256, (count, width * runner.NUMPY[dtype].itemsize), np.uint8)
     return raw.view(runner.NUMPY[dtype])

@@ -10,8 +10,10 @@ namespace {
 
 constexpr int kWarps = kBlock / 32;
 
-constexpr int kHeld = 4;           // elements of a row that a thread holds
-constexpr int kPart = 32 * kHeld;  // a warp
+// Elements of a row that a thread holds: of 16 bytes one, since many short stores near each other are faster than few
+// long ones; of fewer bytes several, or each warp would look through the map for next to nothing.
+template <bool kWide>
+constexpr int kHeld = kWide ? 1 : 4;
 
 struct PermuteParams {
   RowBytes planes[kMaxPlanes];
@@ -30,16 +32,17 @@ struct PermuteParams {
 
 // Moves part `part` of the token's row in plane `r`; `moves_probs`: this warp moves the token's probabilities too. They
 // are asked for before the rows are stored, and stored after them: nobody waits for them. kMapRegs * 32 slots at once.
-template <typename V, int kMapRegs>
+template <typename V, bool kWide, int kMapRegs>
 __device__ __forceinline__ void move_part(const PermuteParams& p, const RowBytes& r, int64_t token, int64_t part,
                                           bool moves_probs) {
   const int lane = threadIdx.x % 32;
+  constexpr int kElements = kHeld<kWide>, kPart = 32 * kElements;
   const int64_t first = part * kPart + lane;
   const int left = static_cast<int>(min(r.bytes / static_cast<int64_t>(sizeof(V)) - first, int64_t{kPart}));
   const V* in = reinterpret_cast<const V*>(r.in + token * r.bytes) + first;
-  V v[kHeld];
+  V v[kElements];
 #pragma unroll
-  for (int u = 0; u < kHeld; ++u) {
+  for (int u = 0; u < kElements; ++u) {
     if (u * 32 < left) v[u] = ptx::load_once(in + u * 32);
   }
   const int64_t entry = token * p.slots + lane;
@@ -69,12 +72,12 @@ __device__ __forceinline__ void move_part(const PermuteParams& p, const RowBytes
         V* out = reinterpret_cast<V*>(r.out + to * r.bytes) + first;
         if (padding >> from & 1) {
 #pragma unroll
-          for (int u = 0; u < kHeld; ++u) {
+          for (int u = 0; u < kElements; ++u) {
             if (u * 32 < left) out[u * 32] = fill_of<V>(r.fill, lane);  // as for first + u * 32
           }
         } else {
 #pragma unroll
-          for (int u = 0; u < kHeld; ++u) {
+          for (int u = 0; u < kElements; ++u) {
             if (u * 32 < left) out[u * 32] = v[u];
           }
         }
@@ -103,9 +106,9 @@ __global__ void __launch_bounds__(kBlock) permute_kernel(const __grid_constant__
   if (token < p.tokens) {
     const RowBytes& r = p.planes[plane];
     if constexpr (kWide) {
-      move_part<uint4, kMapRegs>(p, r, token, part, moves_probs);
+      move_part<uint4, true, kMapRegs>(p, r, token, part, moves_probs);
     } else {
-      with_unit(r, [&](auto v) { move_part<decltype(v), kMapRegs>(p, r, token, part, moves_probs); });
+      with_unit(r, [&](auto v) { move_part<decltype(v), false, kMapRegs>(p, r, token, part, moves_probs); });
     }
   }
   asm volatile("" : "+r"(asked));  // looked at here, or the rows would wait for it
@@ -124,9 +127,12 @@ Status permute(const PermuteArgs& args, const Execution& exec) {
   for (int i = 0; i < args.plane_count; ++i) {
     const Plane& plane = args.planes[i];
     p.planes[i] = row_bytes(plane.in.data, plane.out.data, plane_row_bytes(plane.in), plane.fill);
-    p.parts += ceil_div(p.planes[i].bytes, kPart * p.planes[i].unit);
-    p.ends[i] = p.parts;
     wide = wide && p.planes[i].unit == 16;
+  }
+  const int part = 32 * (wide ? kHeld<true> : kHeld<false>);  // elements of a warp
+  for (int i = 0; i < args.plane_count; ++i) {
+    p.parts += ceil_div(p.planes[i].bytes, part * p.planes[i].unit);
+    p.ends[i] = p.parts;
   }
   if (p.parts == 0) p.parts = 1;  // rows without columns still have probabilities
   p.plane_count = args.plane_count;

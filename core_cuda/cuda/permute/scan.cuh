@@ -5,34 +5,35 @@
 
 namespace diptych::cuda {
 
+// Of its lane and those before it in the warp; sums at most `limit`.
+__device__ __forceinline__ unsigned warp_scan(unsigned sum, unsigned limit) {
+#pragma unroll
+  for (int d = 1; d < 32; d *= 2) {
+    const unsigned below = __shfl_up_sync(0xffffffff, sum, d);
+    if (static_cast<int>(threadIdx.x % 32) >= d) sum = min(sum + below, limit);
+  }
+  return sum;
+}
+
 // put(i, value(0) + ... + value(i - 1)) for i < n, sums and values at most `limit` < 2^31; returns the whole sum. Every
 // thread comes here, and afterwards sees what the others put. value(i) may be what put(i) overwrites.
 template <typename Value, typename Put>
 __device__ __forceinline__ unsigned block_scan(int n, unsigned limit, Value&& value, Put&& put) {
   __shared__ unsigned warp_sums[32];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-  const int per = (n + blockDim.x - 1) / blockDim.x;
-  const int first = min(n, static_cast<int>(threadIdx.x) * per), last = min(n, first + per);
-  unsigned sum = 0;
-  for (int i = first; i < last; ++i) sum = min(sum + value(i), limit);
-#pragma unroll
-  for (int d = 1; d < 32; d *= 2) {
-    const unsigned below = __shfl_up_sync(0xffffffff, sum, d);
-    if (lane >= d) sum = min(sum + below, limit);
-  }
-  if (lane == 31) warp_sums[warp] = sum;
-  unsigned at = __shfl_up_sync(0xffffffff, sum, 1);
-  if (lane == 0) at = 0;
-  __syncthreads();
   unsigned total = 0;
-  for (int w = 0; w < warps; ++w) {
-    if (w == warp) at = min(at + total, limit);
-    total = min(total + warp_sums[w], limit);
-  }
-  for (int i = first; i < last; ++i) {
-    const unsigned next = min(at + value(i), limit);
-    put(i, at);
-    at = next;
+  for (int i0 = 0; i0 < n; i0 += blockDim.x) {
+    const int i = i0 + threadIdx.x;
+    const unsigned upto = warp_scan(i < n ? value(i) : 0, limit);
+    if (i0 != 0) __syncthreads();  // the last sums have been read
+    if (lane == 31) warp_sums[warp] = upto;
+    __syncthreads();
+    const unsigned sums = warp_scan(lane < warps ? warp_sums[lane] : 0, limit);
+    const unsigned earlier = __shfl_sync(0xffffffff, sums, (warp + 31) % 32);
+    const unsigned before = __shfl_up_sync(0xffffffff, upto, 1);
+    const unsigned first = warp == 0 ? total : min(total + earlier, limit);
+    if (i < n) put(i, lane == 0 ? first : min(first + before, limit));
+    total = min(total + __shfl_sync(0xffffffff, sums, 31), limit);
   }
   __syncthreads();
   return total;

@@ -23,7 +23,24 @@ __device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_
 
 // ---- by the copy engine (sm_90 and later). PTX ISA: "cp.async.bulk" ----
 
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+constexpr bool kBulk = true;  // there is one
+#else
+constexpr bool kBulk = false;
+#endif
+
+// Shared memory to device memory, all of it whole 16 bytes, as a part of the thread's next group.
+__device__ __forceinline__ void bulk_store(void* to, const void* shared, int bytes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
+               "r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))), "r"(bytes)
+               : "memory");
+#endif
+}
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Until what this thread's groups store has been stored, and is seen by ordinary loads and overwritten by ordinary
+// stores.
+__device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
 // Until this thread's groups have been read from shared memory.
 __device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 // This thread's stores to shared memory so far may be read by the copy engine and by products, after a barrier.
