@@ -60,6 +60,8 @@ Status launch_with(const char* name, cudaLaunchAttribute* attribute, void (*kern
 //  - Ahead of the wait a kernel may read what was there before the last ordinary launch of ours, if the same function
 //    made both launches one after the other, and write what that launch does not touch: the second kernel of
 //    permute_map reads the routing, and writes -1 to row_id_map.
+//  - A kernel that lets the next one start only after its own wait has waited for that one too, if the same function
+//    made both launches: permute's slices. Each of them still waits before it ends.
 //  - What an earlier grid has written is read by ordinary loads. __ldg promises data that nobody writes while the
 //    kernel runs, and the compiler may move it ahead of the wait.
 template <typename... Params>

@@ -151,6 +151,28 @@ def test_long_rows_past_the_caches(device):
         runner.same_bits(got, oracle.permute(x, m), f"width {width} {cases.report_header()}")
 
 
+@pytest.mark.cuda
+@pytest.mark.sanitize
+def test_tokens_that_fill_all_of_shared_memory(cuda):
+    """Several launches' worth, most of them with fewer tokens than blocks have room for; in two of these a block looks
+    through the map in two goes."""
+    be, turn = runner.Torch(), 0
+    for tokens, experts, k, width, align in ((3701, 256, 8, 4096, 128), (2102, 8, 7, 7168, 1)):
+        rng = cases.rng_for(f"slices-{tokens}")
+        ids, x = top_k(rng, tokens, experts, k), rows_of(rng, tokens, width, "bfloat16")
+        for routing in (ids, as_mask(ids, experts)):
+            for more in (0, -700) if turn % 4 else (500, 0):
+                m = oracle.row_map(routing, experts, oracle.rows_needed(routing, experts, align) + more, align)
+                probs = rows_of(rng, *m.row_id_map.shape, tuple(FLOATS)[turn % 3]) if turn % 2 else None
+                (got,), permuted = ops.permute(be, [(x, 0x40A00000)], m, probs)
+                label = f"{routing.dtype} {tokens}x{width} {more} {cases.report_header()}"
+                fill = np.full(width // 2, 0x40A00000, np.uint32).view(x.dtype)
+                runner.same_bits(got, oracle.permute(x, m, fill), label)
+                if probs is not None:
+                    runner.same_bits(permuted, oracle.permute_probs(probs, m), label)
+                turn += 1
+
+
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_probs_move_with_their_rows(dtype, device):
     be = runner.backend(device)

@@ -3,6 +3,7 @@
 // and that is faster than streaming it.
 #include "cuda/launch.cuh"
 #include "cuda/permute/rows.cuh"
+#include "cuda/permute/slices.h"
 #include "cuda/ptx/grid.cuh"
 
 namespace diptych::cuda {
@@ -122,6 +123,7 @@ __global__ void __launch_bounds__(kBlock) permute_kernel(const __grid_constant__
 }  // namespace
 
 Status permute(const PermuteArgs& args, const Execution& exec) {
+  if (slices_pay(args, exec)) return permute_slices(args, exec);
   PermuteParams p{};
   bool wide = true;
   for (int i = 0; i < args.plane_count; ++i) {

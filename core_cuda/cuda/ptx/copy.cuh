@@ -29,6 +29,15 @@ constexpr bool kBulk = true;  // there is one
 constexpr bool kBulk = false;
 #endif
 
+// Device memory to shared memory, all of it whole 16 bytes; `barrier` counts the bytes off.
+__device__ __forceinline__ void bulk_load(void* shared, const void* from, int bytes, uint64_t* barrier) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
+               "l"(from), "r"(bytes), "r"(static_cast<uint32_t>(__cvta_generic_to_shared(barrier)))
+               : "memory");
+#endif
+}
 // Shared memory to device memory, all of it whole 16 bytes, as a part of the thread's next group.
 __device__ __forceinline__ void bulk_store(void* to, const void* shared, int bytes) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
