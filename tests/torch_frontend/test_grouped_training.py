@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from sweeps import in_turn
 
 import diptych.torch as dt
@@ -29,6 +25,7 @@ from diptych.core import reset_calls
 from diptych.torch import grouped_primitives, primitives, state
 from torch_frontend.grouped import K, N, layer, offsets_of, run
 from torch_frontend.layers import NAMED, SEED, dtype_of, same_step, slow
+from torch_frontend.ranks import needs_gloo, results
 from torch_frontend.test_grouped_compiled import compiled, graphs
 from torch_frontend.test_grouped_linear import _noisy, _own
 from torch_frontend.tools import RECIPE_NAMES, calls, normal, same
@@ -236,44 +233,21 @@ def rank_step(name: str, rank: int, fn: Any, model: Any, groups: Any) -> dict[st
     return made
 
 
-WORKER = """
-import sys, torch, torch.distributed as dist
-from torch_frontend import test_grouped_training as t
-rank, rendezvous, out = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method="file://" + rendezvous, rank=rank, world_size=2)
-groups, results = {"data": dist.group.WORLD}, {}
-for name in (*t.GROUPED, "rounded"):
-    torch._dynamo.reset()
-    model = t.rank_layer(rank)
-    results[name] = t.rank_step(name, rank, model, model, groups)
-    model = t.rank_layer(rank)
-    results["compiled " + name] = t.rank_step(name, rank, t.compiled(model), model, groups)
-torch.save(results, out)
-dist.destroy_process_group()
-"""
-
-needs_gloo = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="torch has no gloo")
+def on_rank(rank, groups):
+    """Each recipe's step eagerly and compiled, on a rank of two."""
+    made = {}
+    for name in (*GROUPED, "rounded"):
+        torch._dynamo.reset()
+        model = rank_layer(rank)
+        made[name] = rank_step(name, rank, model, model, groups)
+        model = rank_layer(rank)
+        made["compiled " + name] = rank_step(name, rank, compiled(model), model, groups)
+    return made
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What each of two processes computed."""
-    folder = tmp_path_factory.mktemp("ranks")
-    jobs = [
-        subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(rank), str(folder / "rendezvous"), str(folder / f"{rank}.pt")],
-            cwd=Path(__file__).parent.parent, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        said = [job.communicate(timeout=240)[1] for job in jobs]
-    finally:
-        for job in jobs:
-            job.kill()
-    assert [job.returncode for job in jobs] == [0, 0], said
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    return results(tmp_path_factory, __name__)
 
 
 @needs_gloo

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -18,8 +14,10 @@ from diptych.common import (
     NVFP4BlockScaling,
 )
 from torch_frontend import layers
+from torch_frontend.ranks import needs_gloo, results
 from torch_frontend.tools import normal, same
 
+pytestmark = needs_gloo
 RECIPES = {
     "delayed": DelayedScaling(amax_history_len=4, amax_group="data"),
     "current": Float8CurrentScaling(amax_group="data"),
@@ -63,47 +61,23 @@ def train(net, recipe, rank: int, world: int, groups, compiled: bool = False):
     return outs, {k: v.detach() for k, v in net.state_dict().items()}
 
 
-WORKER = """
-import sys, pickle, torch, torch.distributed as dist
-from torch_frontend import test_training_groups as t
-rank, rendezvous, out = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method="file://" + rendezvous, rank=rank, world_size=2)
-results = {}
-for name, recipe in t.RECIPES.items():
-    torch._dynamo.reset()
-    net = torch.nn.parallel.DistributedDataParallel(t.model(name), broadcast_buffers=t.EARLY.get(name, True))
-    groups = {"data": dist.group.WORLD}
-    if "compiled" in name:
-        net = t.model()
-        outs, state = t.train(net, recipe, rank, 2, groups, compiled=True)
-    else:
-        outs, state = t.train(net, recipe, rank, 2, groups)
-    results[name] = outs, {k.removeprefix("module."): v for k, v in state.items()}
-torch.save(results, out)
-dist.destroy_process_group()
-"""
+def on_rank(rank, groups):
+    """What training ends with on a rank of two."""
+    made = {}
+    for name, recipe in RECIPES.items():
+        torch._dynamo.reset()
+        if "compiled" in name:
+            outs, state = train(model(), recipe, rank, 2, groups, compiled=True)
+        else:
+            net = torch.nn.parallel.DistributedDataParallel(model(name), broadcast_buffers=EARLY.get(name, True))
+            outs, state = train(net, recipe, rank, 2, groups)
+        made[name] = outs, {k.removeprefix("module."): v for k, v in state.items()}
+    return made
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What each of two processes ended with."""
-    folder = tmp_path_factory.mktemp("ddp")
-    tests = Path(__file__).parent.parent
-    command = [sys.executable, "-c", WORKER]
-    jobs = [
-        subprocess.Popen(
-            [*command, str(rank), str(folder / "rendezvous"), str(folder / f"{rank}.pt")],
-            cwd=tests,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    for job in jobs:
-        _, err = job.communicate(timeout=240)
-        assert job.returncode == 0, err
-    return [torch.load(folder / f"{rank}.pt", weights_only=True) for rank in range(2)]
+    return results(tmp_path_factory, __name__)
 
 
 @pytest.mark.parametrize("name", [n for n in RECIPES if "compiled" not in n])
