@@ -55,21 +55,24 @@ __device__ __forceinline__ void fill_source(const MapParams& p) {
   for (unsigned i = done + first; i < n; i += step) p.source[i] = -1;
 }
 
+// One for eight experts, and more, so that whole vectors of four lie before what follows.
+__host__ __device__ constexpr int group_places(int stride) { return (stride / 8 + 8) / 4 * 4; }
+
 // What a block of the second kernel knows of all experts.
 struct Experts {
   int* total;   // [stride] entries that name the expert
   int* next;    // [stride] row of the first such entry in this block's chunk
   int* offset;  // [stride + 8] where its region starts; [experts]: where the last one ends
-  int* groups;  // [stride / 8 + 8] rows of eight experts' regions
+  int* groups;  // [group_places] rows of eight experts' regions
 
   __device__ __forceinline__ Experts(void* shared, int stride)
       : total(static_cast<int*>(shared)), next(total + stride), offset(next + stride), groups(offset + stride + 8) {}
   __device__ __forceinline__ unsigned* rest(int stride) const {
-    return reinterpret_cast<unsigned*>(groups + (stride / 8 + 8) / 4 * 4);
+    return reinterpret_cast<unsigned*>(groups + group_places(stride));
   }
 };
 inline size_t experts_bytes(int stride) {
-  return (3 * static_cast<size_t>(stride) + 8 + (stride / 8 + 8) / 4 * 4) * sizeof(int);
+  return (3 * static_cast<size_t>(stride) + 8 + group_places(stride)) * sizeof(int);
 }
 
 // 1 in each of the first n bytes, n cut to 0..4.

@@ -127,8 +127,7 @@ Status permute(const PermuteArgs& args, const Execution& exec) {
   PermuteParams p{};
   bool wide = true;
   for (int i = 0; i < args.plane_count; ++i) {
-    const Plane& plane = args.planes[i];
-    p.planes[i] = row_bytes(plane.in.data, plane.out.data, plane_row_bytes(plane.in), plane.fill);
+    p.planes[i] = row_bytes(args.planes[i]);
     wide = wide && p.planes[i].unit == 16;
   }
   const int part = 32 * (wide ? kHeld<true> : kHeld<false>);  // elements of a warp

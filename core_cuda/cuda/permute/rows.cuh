@@ -112,6 +112,8 @@ inline RowBytes row_bytes(const void* in, void* out, int64_t bytes, uint32_t fil
                          : 1};
 }
 
+inline RowBytes row_bytes(const Plane& p) { return row_bytes(p.in.data, p.out.data, plane_row_bytes(p.in), p.fill); }
+
 // f(V{}) with the widest type that a row is whole numbers of.
 template <typename F>
 __device__ __forceinline__ void with_unit(const RowBytes& r, F&& f) {

@@ -104,8 +104,7 @@ __global__ void __launch_bounds__(kThreads, 1) permute_slice_kernel(const __grid
 
 bool slices_pay(const PermuteArgs& args, const Execution& exec) {
   if (args.plane_count != 1 || args.zero_prob_is_padding) return false;
-  const Plane& plane = args.planes[0];
-  const RowBytes r = row_bytes(plane.in.data, plane.out.data, plane_row_bytes(plane.in), plane.fill);
+  const RowBytes r = row_bytes(args.planes[0]);
   const int64_t tokens = args.row_id_map.rows();
   const DeviceInfo device = device_info(exec.device.index);
   return device.arch == 90 && r.unit == 16 && r.bytes >= kLeastRow && r.bytes <= kShared / 8 &&
@@ -115,9 +114,8 @@ bool slices_pay(const PermuteArgs& args, const Execution& exec) {
 Status permute_slices(const PermuteArgs& args, const Execution& exec) {
   static SharedGrant grant;
   DIPTYCH_TRY(grant.raise(permute_slice_kernel, exec.device.index, kShared, cudaSharedmemCarveoutMaxShared));
-  const Plane& plane = args.planes[0];
   SliceParams p{};
-  p.plane = row_bytes(plane.in.data, plane.out.data, plane_row_bytes(plane.in), plane.fill);
+  p.plane = row_bytes(args.planes[0]);
   p.row_id_map = args.row_id_map.as<const int>(), p.source = args.source.as<const int>();
   p.probs = args.probs.data, p.permuted_probs = args.permuted_probs.data;
   p.prob_bytes = args.probs.given() ? bytes(args.probs.dtype) : 0;
