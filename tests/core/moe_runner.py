@@ -47,7 +47,8 @@ def chunk_map(be: Any, sizes: np.ndarray, order: np.ndarray, tokens: int) -> tup
 
 def permute(
     be: Any, planes: list[tuple[np.ndarray, int]], m: Map, probs: np.ndarray | None = None, *,
-    zero_prob_is_padding: bool = False, offset: int = 0, poison: int = runner.POISON,
+    zero_prob_is_padding: bool = False, offset: int = 0, probs_offset: int | None = None,
+    poison: int = runner.POISON,
 ) -> tuple[list[np.ndarray], np.ndarray | None]:  # fmt: skip
     """`planes`: (rows, four bytes that absent rows repeat)."""
     out, given = runner.Outputs(be, poison, offset), []
@@ -55,7 +56,8 @@ def permute(
         given.append((put(be, x, offset), out.new(str(i), (m.rows, *x.shape[1:]), x.dtype.name), fill))
     permuted = None if probs is None else out.new("probs", (m.rows,), probs.dtype.name)
     maps = put(be, m.row_id_map), put(be, m.source)
-    _core.permute(given, *maps, put(be, probs, offset), permuted, zero_prob_is_padding)
+    probs = put(be, probs, offset if probs_offset is None else probs_offset)
+    _core.permute(given, *maps, probs, permuted, zero_prob_is_padding)
     read = out.read()
     return [read[str(i)] for i in range(len(planes))], read.get("probs")
 

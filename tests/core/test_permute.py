@@ -151,26 +151,36 @@ def test_long_rows_past_the_caches(device):
         runner.same_bits(got, oracle.permute(x, m), f"width {width} {cases.report_header()}")
 
 
+# (tokens, experts, choices, alignment) and the planes' (width, dtype, fill); 132 SMs of an H200 have 226 KB each
+FULL = {
+    "one launch": (2102, 8, 7, 1, ((7168, "bfloat16", 0x40A00000),)),
+    "a token for each block of the second": (3701, 256, 8, 128, ((4096, "bfloat16", 0x40A00000),)),
+    "half as many as fit in the second": (3000, 8, 4, 16, ((7168, "bfloat16", 0),)),
+    "a map looked through in two goes": (7400, 256, 4, 1, ((2048, "bfloat16", 0x40A00000),)),
+    "two rows each": (5000, 64, 2, 5, ((4096, "float16", 0),)),
+    "planes": (3800, 40, 5, 128, ((7168, "uint8", 0), (56, "float32", 0x3F800000), (448, "uint8", 0x7F7F7F7F))),
+}
+
+
 @pytest.mark.cuda
 @pytest.mark.sanitize
-def test_tokens_that_fill_all_of_shared_memory(cuda):
-    """Several launches' worth, most of them with fewer tokens than blocks have room for; in two of these a block looks
-    through the map in two goes."""
-    be, turn = runner.Torch(), 0
-    for tokens, experts, k, width, align in ((3701, 256, 8, 4096, 128), (2102, 8, 7, 7168, 1)):
-        rng = cases.rng_for(f"slices-{tokens}")
-        ids, x = top_k(rng, tokens, experts, k), rows_of(rng, tokens, width, "bfloat16")
-        for routing in (ids, as_mask(ids, experts)):
-            for more in (0, -700) if turn % 4 else (500, 0):
-                m = oracle.row_map(routing, experts, oracle.rows_needed(routing, experts, align) + more, align)
-                probs = rows_of(rng, *m.row_id_map.shape, tuple(FLOATS)[turn % 3]) if turn % 2 else None
-                (got,), permuted = ops.permute(be, [(x, 0x40A00000)], m, probs)
-                label = f"{routing.dtype} {tokens}x{width} {more} {cases.report_header()}"
-                fill = np.full(width // 2, 0x40A00000, np.uint32).view(x.dtype)
-                runner.same_bits(got, oracle.permute(x, m, fill), label)
-                if probs is not None:
-                    runner.same_bits(permuted, oracle.permute_probs(probs, m), label)
-                turn += 1
+@pytest.mark.parametrize("case", FULL)
+def test_tokens_that_fill_all_of_shared_memory(case, cuda):
+    """Few or several launches' worth, with rows to spare and too few."""
+    be, (tokens, experts, k, align, planes) = runner.Torch(), FULL[case]
+    rng = cases.rng_for(f"slices-{case}")
+    ids, data = top_k(rng, tokens, experts, k), [rows_of(rng, tokens, width, dtype) for width, dtype, _ in planes]
+    for turn, (routing, more) in enumerate(itertools.product((ids, as_mask(ids, experts)), (500, -700))):
+        m = oracle.row_map(routing, experts, oracle.rows_needed(routing, experts, align) + more, align)
+        probs = rows_of(rng, *m.row_id_map.shape, tuple(FLOATS)[turn]) if turn != 1 else None
+        given = [(x, fill) for x, (_, _, fill) in zip(data, planes, strict=True)]
+        got, permuted = ops.permute(be, given, m, probs, probs_offset=turn % 3)
+        label = f"{case}: {('ids', 'mask')[turn // 2]} {more} {cases.report_header()}"
+        for g, x, (_, _, fill) in zip(got, data, planes, strict=True):
+            absent = np.full(x[0].nbytes // 4, fill, np.uint32).view(x.dtype)
+            runner.same_bits(g, oracle.permute(x, m, absent), f"{label} {x.shape}")
+        if probs is not None:
+            runner.same_bits(permuted, oracle.permute_probs(probs, m), label)
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -1,6 +1,9 @@
 // Reads that come now and then between writes cost DRAM more time than they take: it turns around for each few of them.
-// Here every SM fills its shared memory with tokens, and then writes them out to all of their rows; a launch is a slice
-// of the tokens that fits all SMs, and starts when the one before it has written, so that all of them read at one time.
+// Here every SM fills its shared memory with tokens, and then writes them out to all of their rows. A launch is a slice
+// of the tokens that fits all SMs. Its blocks come as those of the slice before leave, fill absent rows until all of
+// these have written, and then read at one time.
+#include <algorithm>
+
 #include "cuda/launch.cuh"
 #include "cuda/permute/rows.cuh"
 #include "cuda/permute/slices.h"
@@ -11,122 +14,183 @@
 namespace diptych::cuda {
 namespace {
 
-constexpr int kThreads = 256;
-constexpr int kEntries = 16 * kThreads;  // of the map that a block looks through at once
-constexpr int kShared = 216 << 10;       // bytes of tokens and of a row to fill with
-constexpr int64_t kLeastRow = 4 << 10;   // bytes
-constexpr int kManyRows = 6;             // of each token
+constexpr int kThreads = 512;
+constexpr int kEntries = 16;           // of the map that a thread looks at together
+constexpr int kProbs = 2;              // that a thread moves together
+constexpr int kShared = 226 << 10;     // bytes of tokens and fillings: an SM has room for one block
+constexpr int kFilling = 2 << 10;      // bytes of an absent row that are stored at once
+constexpr int64_t kLeastToken = 2048;  // bytes
+constexpr int64_t kLeastMoved = 16e6;  // bytes written; fewer are not worth a launch with so much shared memory
+constexpr int kDramPiece = 64;         // bytes that DRAM reads for one
+constexpr int kManyRows = 4;           // of each token
+constexpr int kManySlots = 64;         // the other kernel looks through them for every 512 bytes: half as many rows do
 
 struct SliceParams {
-  RowBytes plane;
+  RowBytes planes[kMaxPlanes];
+  int plane_count;
+  int token_bytes;  // in all planes
   const int* row_id_map;
   const int* source;
   const void* probs;
   void* permuted_probs;
-  int prob_bytes;  // 0: none
+  int prob_bytes;   // 0: none
+  int probs_ahead;  // bytes of probabilities that a block of the first slice has brought to L2, or 0
   int tokens, slots, rows;
   int each, first;    // tokens of a block, the slice's first one
   int block, blocks;  // the slice's first block among all slices', and how many they have
+  bool waits;         // and reads when the slice before it has written
 };
 
+// A probability alone costs DRAM as much as 64 bytes. Ahead of the wait, as prefetches may be: L2 is coherent.
+__device__ __forceinline__ void prefetch_probs(const SliceParams& p) {
+  const int64_t all = static_cast<int64_t>(p.tokens) * p.slots * p.prob_bytes, at = int64_t{p.probs_ahead} * blockIdx.x;
+  if (all - at < 16) return;
+  const auto from = reinterpret_cast<uintptr_t>(p.probs) / 16 * 16 + at;
+  ptx::bulk_prefetch(reinterpret_cast<const void*>(from),
+                     static_cast<int>(min(all - at, int64_t{p.probs_ahead}) / 16 * 16));
+}
+
+// By rows: what each token wrote here and there would be pieces of sectors, every one at its own time.
+__device__ __forceinline__ void move_probs(const SliceParams& p) {
+  const unsigned entries = static_cast<unsigned>(p.tokens) * static_cast<unsigned>(p.slots);
+  const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
+  for (int64_t r0 = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; r0 < p.rows; r0 += step * kProbs) {
+    int from[kProbs];
+    uint64_t bits[kProbs];
+#pragma unroll
+    for (int i = 0; i < kProbs; ++i) from[i] = r0 + i * step < p.rows ? p.source[r0 + i * step] : -1;
+#pragma unroll
+    for (int i = 0; i < kProbs; ++i)
+      bits[i] = static_cast<unsigned>(from[i]) < entries ? load_bits(p.probs, from[i], p.prob_bytes) : 0;
+#pragma unroll
+    for (int i = 0; i < kProbs; ++i) {
+      if (r0 + i * step < p.rows) store_bits(p.permuted_probs, r0 + i * step, p.prob_bytes, bits[i]);
+    }
+  }
+}
+
+template <int kPlanes>  // at most
 __global__ void __launch_bounds__(kThreads, 1) permute_slice_kernel(const __grid_constant__ SliceParams p) {
-  DIPTYCH_DYNAMIC_SHARED_ALIGNED(tokens, 128);
+  DIPTYCH_DYNAMIC_SHARED_ALIGNED(shared, 128);
   __shared__ __align__(8) uint64_t landed;
-  __shared__ uint16_t entries[kEntries];  // those of the batch that name a row, in any order
-  __shared__ int count;
   if constexpr (ptx::kBulk) {
-    // Later slices start once all of this one's blocks have said so: what the first one waits for is there.
-    if (p.block == 0) ptx::wait_for_grid_before();
-    const int bytes = static_cast<int>(p.plane.bytes), token = p.first + static_cast<int>(blockIdx.x) * p.each;
-    const int n = max(0, min(p.each, p.tokens - token));
-    uint8_t* absent = tokens + p.each * bytes;
-    if (threadIdx.x == 0) {
+    const bool is_first = p.block == 0, is_last = p.block + static_cast<int>(gridDim.x) == p.blocks;
+    const int token = p.first + static_cast<int>(blockIdx.x) * p.each, n = max(0, min(p.each, p.tokens - token));
+    // f(plane, bytes of a row, the block's tokens in shared memory, behind them a piece of an absent row)
+    auto for_planes = [&](auto&& f) {
+      uint8_t* at = shared;
+      for (int i = 0; i < (kPlanes == 1 ? 1 : p.plane_count); ++i) {
+        const int bytes = static_cast<int>(p.planes[i].bytes);
+        f(p.planes[i], bytes, at, at + p.each * bytes);
+        at += p.each * bytes + kFilling;
+      }
+    };
+    auto ask_tokens = [&] {
+      if (threadIdx.x != 0) return;
       ptx::barrier_init(&landed, 1);
       ptx::barrier_init_fence();
-      ptx::barrier_arrive_expect(&landed, n * bytes);
-      for (int i = 0; i < n; ++i)
-        ptx::bulk_load(tokens + i * bytes, p.plane.in + static_cast<int64_t>(token + i) * bytes, bytes, &landed);
-    }
-    for (int i = threadIdx.x; i < bytes / 16; i += kThreads)
-      reinterpret_cast<uint4*>(absent)[i] = make_uint4(p.plane.fill, p.plane.fill, p.plane.fill, p.plane.fill);
-    ptx::bulk_sees_stores();
-
-    const int64_t first = static_cast<int64_t>(token) * p.slots;
-    // Which of the map's entries q0 .. name a row; `count` of them are then in `entries`.
-    auto look = [&](int q0) {
-      int row[kEntries / kThreads];
-#pragma unroll
-      for (int j = 0; j < kEntries / kThreads; ++j) {
-        const int q = q0 + j * kThreads + threadIdx.x;
-        row[j] = q < n * p.slots ? p.row_id_map[first + q] : -1;
-      }
-      if (threadIdx.x == 0) count = 0;
-      __syncthreads();
-#pragma unroll
-      for (int j = 0; j < kEntries / kThreads; ++j) {
-        if (static_cast<unsigned>(row[j]) < static_cast<unsigned>(p.rows))
-          entries[atomicAdd(&count, 1)] = static_cast<uint16_t>(j * kThreads + threadIdx.x);
-      }
-      __syncthreads();
+      ptx::barrier_arrive_expect(&landed, n * p.token_bytes);
+      if (n == 0) return;
+      for_planes([&](const RowBytes& r, int bytes, uint8_t* at, uint8_t*) {
+        ptx::bulk_load_once(at, r.in + static_cast<int64_t>(token) * bytes, n * bytes, &landed);
+      });
     };
-    look(0);
-    for (int64_t r = p.block + blockIdx.x + static_cast<int64_t>(threadIdx.x) * p.blocks; r < p.rows;
-         r += static_cast<int64_t>(kThreads) * p.blocks) {
-      if (p.source[r] >= 0) continue;
-      ptx::bulk_store(p.plane.out + r * bytes, absent, bytes);
-      if (p.prob_bytes != 0) store_bits(p.permuted_probs, r, p.prob_bytes, 0);
-    }
-    bool waited = n == 0;
-    for (int q0 = 0; q0 < n * p.slots; q0 += kEntries) {
-      if (q0 != 0) {
-        __syncthreads();  // the last ones have been read
-        look(q0);
+    const int64_t map = static_cast<int64_t>(token) * p.slots;
+    int row[kEntries];
+    auto look = [&](int q0) {
+#pragma unroll
+      for (int j = 0; j < kEntries; ++j) {
+        const int q = q0 + j * kThreads + threadIdx.x;
+        row[j] = q < n * p.slots ? p.row_id_map[map + q] : -1;
       }
-      for (int i = threadIdx.x; i < count; i += kThreads) {
-        const int q = q0 + entries[i], row = p.row_id_map[first + q];
-        uint64_t bits = 0;
-        if (p.prob_bytes != 0) bits = load_bits(p.probs, first + q, p.prob_bytes);
-        if (!waited) ptx::barrier_wait(&landed, 0), waited = true;
-        ptx::bulk_store(p.plane.out + static_cast<int64_t>(row) * bytes, tokens + q / p.slots * bytes, bytes);
-        if (p.prob_bytes != 0) store_bits(p.permuted_probs, row, p.prob_bytes, bits);
+    };
+
+    for_planes([&](const RowBytes& r, int, uint8_t*, uint8_t* filling) {
+      if (threadIdx.x < kFilling / 16) reinterpret_cast<uint4*>(filling)[threadIdx.x] = fill_of<uint4>(r.fill, 0);
+    });
+    ptx::bulk_sees_stores();
+    __syncthreads();
+    if (is_first) {
+      if (threadIdx.x == 0 && p.probs_ahead != 0) prefetch_probs(p);
+      ptx::wait_for_grid_before();
+      look(0);
+    }
+    if (!p.waits) ask_tokens();
+    if (is_first && p.prob_bytes != 0) move_probs(p);
+    if (!is_last) ptx::let_next_grid_start();  // what the first slice waited for is there for all
+    for (int64_t to = p.block + static_cast<int>(blockIdx.x) + static_cast<int64_t>(threadIdx.x) * p.blocks;
+         to < p.rows; to += static_cast<int64_t>(kThreads) * p.blocks) {
+      if (p.source[to] >= 0) continue;
+      for_planes([&](const RowBytes& r, int bytes, uint8_t*, uint8_t* filling) {
+        for (int i = 0; i < bytes; i += kFilling)
+          ptx::bulk_store(r.out + to * bytes + i, filling, min(bytes - i, kFilling));
+      });
+    }
+    if (p.waits) ptx::wait_for_grid_before();
+    if (!is_first) look(0);
+    if (p.waits) ask_tokens();
+    __syncthreads();
+    ptx::barrier_wait(&landed, 0);
+    for (int q0 = 0; q0 < n * p.slots; q0 += kEntries * kThreads) {
+      if (q0 != 0) look(q0);
+#pragma unroll
+      for (int j = 0; j < kEntries; ++j) {
+        if (static_cast<unsigned>(row[j]) >= static_cast<unsigned>(p.rows)) continue;
+        const int t = (q0 + j * kThreads + static_cast<int>(threadIdx.x)) / p.slots;
+        for_planes([&](const RowBytes& r, int bytes, uint8_t* at, uint8_t*) {
+          ptx::bulk_store(r.out + static_cast<int64_t>(row[j]) * bytes, at + t * bytes, bytes);
+        });
       }
     }
-    if (!waited) ptx::barrier_wait(&landed, 0);  // nobody leaves while tokens arrive
     ptx::bulk_commit();
     ptx::bulk_wait_read();
-    __syncthreads();
-    ptx::let_next_grid_start();
-    if (p.block != 0) ptx::wait_for_grid_before();  // its end implies that of the slices before it
+    if (!is_first && !p.waits) ptx::wait_for_grid_before();
   }
 }
 
 }  // namespace
 
 bool slices_pay(const PermuteArgs& args, const Execution& exec) {
-  if (args.plane_count != 1 || args.zero_prob_is_padding) return false;
-  const RowBytes r = row_bytes(args.planes[0]);
-  const int64_t tokens = args.row_id_map.rows();
-  const DeviceInfo device = device_info(exec.device.index);
-  return device.arch == 90 && r.unit == 16 && r.bytes >= kLeastRow && r.bytes <= kShared / 8 &&
-         args.source.numel() >= kManyRows * tokens && tokens * r.bytes >= int64_t{kShared} * device.sm_count;
+  if (args.zero_prob_is_padding || device_info(exec.device.index).arch != 90) return false;
+  int64_t bytes = 0;
+  for (int i = 0; i < args.plane_count; ++i) {
+    const RowBytes r = row_bytes(args.planes[i]);
+    if (r.unit != 16 || r.bytes == 0) return false;
+    bytes += r.bytes;
+  }
+  const int64_t tokens = args.row_id_map.rows(), rows = args.source.numel();
+  const int64_t least = args.row_id_map.cols() < kManySlots ? kManyRows : kManyRows / 2;
+  return tokens > 0 && rows >= least * tokens && rows * bytes >= kLeastMoved && bytes >= kLeastToken &&
+         bytes <= kShared / 8;
 }
 
 Status permute_slices(const PermuteArgs& args, const Execution& exec) {
-  static SharedGrant grant;
-  DIPTYCH_TRY(grant.raise(permute_slice_kernel, exec.device.index, kShared, cudaSharedmemCarveoutMaxShared));
+  static SharedGrant grants[2];
+  const bool one = args.plane_count == 1;
+  const auto kernel = one ? permute_slice_kernel<1> : permute_slice_kernel<kMaxPlanes>;
+  DIPTYCH_TRY(grants[one].raise(kernel, exec.device.index, kShared, cudaSharedmemCarveoutMaxShared));
   SliceParams p{};
-  p.plane = row_bytes(args.planes[0]);
+  p.plane_count = args.plane_count;
+  for (int i = 0; i < args.plane_count; ++i) {
+    p.planes[i] = row_bytes(args.planes[i]);
+    p.token_bytes += static_cast<int>(p.planes[i].bytes);
+  }
   p.row_id_map = args.row_id_map.as<const int>(), p.source = args.source.as<const int>();
   p.probs = args.probs.data, p.permuted_probs = args.permuted_probs.data;
   p.prob_bytes = args.probs.given() ? bytes(args.probs.dtype) : 0;
   p.tokens = static_cast<int>(args.row_id_map.rows()), p.slots = static_cast<int>(args.row_id_map.cols());
   p.rows = static_cast<int>(args.source.numel());
   const int64_t grid = device_info(exec.device.index).sm_count;
-  const int64_t most = kShared / p.plane.bytes - 1, slices = ceil_div(p.tokens, grid * most);
-  p.each = static_cast<int>(ceil_div(p.tokens, grid * slices)), p.blocks = static_cast<int>(grid * slices);
+  const int64_t prob_bytes = args.row_id_map.numel() * p.prob_bytes;
+  p.probs_ahead =
+      int64_t{p.rows} * kDramPiece < prob_bytes ? 0 : static_cast<int>(ceil_div(prob_bytes, grid * 16) * 16);
+  const int64_t most = (kShared - p.plane_count * kFilling) / p.token_bytes, slices = ceil_div(p.tokens, grid * most);
+  p.blocks = static_cast<int>(grid * slices);
   for (int64_t s = 0; s < slices; ++s) {
-    p.block = static_cast<int>(grid * s), p.first = p.block * p.each;
-    DIPTYCH_TRY(launch_after("permute", permute_slice_kernel, grid, kThreads, (p.each + 1) * p.plane.bytes, exec, p));
+    p.block = static_cast<int>(grid * s), p.first = static_cast<int>(p.block * most);
+    p.each = static_cast<int>(std::min(most, ceil_div(p.tokens - p.first, grid)));
+    p.waits = s > 0 && p.each * 4 > most;  // few tokens may be read while others are written
+    DIPTYCH_TRY(launch_after("permute", kernel, grid, kThreads, kShared, exec, p));
   }
   return {};
 }

@@ -29,13 +29,23 @@ constexpr bool kBulk = true;  // there is one
 constexpr bool kBulk = false;
 #endif
 
-// Device memory to shared memory, all of it whole 16 bytes; `barrier` counts the bytes off.
-__device__ __forceinline__ void bulk_load(void* shared, const void* from, int bytes, uint64_t* barrier) {
+// Device memory to shared memory, all of it whole 16 bytes; `barrier` counts the bytes off. Nobody reads it again: its
+// lines are the first that leave L2.
+__device__ __forceinline__ void bulk_load_once(void* shared, const void* from, int bytes, uint64_t* barrier) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
-               "l"(from), "r"(bytes), "r"(static_cast<uint32_t>(__cvta_generic_to_shared(barrier)))
-               : "memory");
+  uint64_t policy;
+  asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+          "r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
+      "l"(from), "r"(bytes), "r"(static_cast<uint32_t>(__cvta_generic_to_shared(barrier))), "l"(policy)
+      : "memory");
+#endif
+}
+// Device memory to L2, all of it whole 16 bytes.
+__device__ __forceinline__ void bulk_prefetch(const void* from, int bytes) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
 #endif
 }
 // Shared memory to device memory, all of it whole 16 bytes, as a part of the thread's next group.
