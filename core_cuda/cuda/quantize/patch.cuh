@@ -80,6 +80,32 @@ __device__ __forceinline__ float apart(uint32_t two, bool second) {
   return float_of(bits);
 }
 
+// Thread blocks that a multiprocessor is to hold. Encoding in software takes more registers.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
+constexpr int kPatchBlocks = 4;
+#else
+constexpr int kPatchBlocks = 5;
+#endif
+
+// The tokens of a warp's rows, `kDown` patches of them below each other from row `first` on; those from `end` on do not
+// exist. A lane holds one, and gets the others by a shuffle: warps do not wait for each other before they load.
+template <unsigned kDown>
+class WarpTokens {
+ public:
+  __device__ __forceinline__ WarpTokens(const SourceArgs& p, int64_t first, int64_t end) {
+    const int64_t row = first + threadIdx.x % (kDown * 8);
+    mine_ = row < end ? p.from.at(row) : p.from.none;
+  }
+  __device__ __forceinline__ bool all(const SourceArgs& p) const { return __all_sync(kAllLanes, mine_ != p.from.none); }
+  // That of row i of the patch in this lane, whose warp comes here whole.
+  __device__ __forceinline__ uint32_t operator()(int i) const {
+    return __shfl_sync(kAllLanes, mine_, threadIdx.x % 32 / (32 / kDown) * 8 + i);
+  }
+
+ private:
+  uint32_t mine_;
+};
+
 template <typename T>
 struct Patch {
   static_assert(sizeof(T) == 2);

@@ -48,21 +48,15 @@ struct Spot {
 using SquareSpot = Spot<kTile, kTile>;
 using WideSpot = Spot<kTile / 2, kTile * 2>;
 
-// Gathers the patch; whether all of the tile's elements exist.
+// Gathers the patch; whether all elements of the warp exist.
 template <typename T, typename At>
-__device__ __forceinline__ bool gather(const BothArgs& p, const At& at, uint32_t* tokens, Patch<T>& patch) {
-  const int tid = threadIdx.x;
-  uint32_t token = 0;
-  if (tid < At::kRows) {
-    token = tid < at.rows ? p.in.from.at(at.row0 + tid) : p.in.from.none;
-    tokens[tid] = token;
-  }
-  const bool holes = __syncthreads_or(token == p.in.from.none), whole = !holes && at.cols == At::kCols;
-  const auto origin = [&](int i) { return tokens[at.patch_row * 8 + i]; };
+__device__ __forceinline__ bool gather(const BothArgs& p, const At& at, Patch<T>& patch) {
+  const WarpTokens<At::kDown> tokens(p.in, at.row0 + at.warp * At::kDown * 8, p.in.m);
+  const bool whole = tokens.all(p.in) && at.cols == At::kCols;
   if (whole) {
-    patch.template gather<true>(p.in, at.col, origin);
+    patch.template gather<true>(p.in, at.col, tokens);
   } else {
-    patch.template gather<false>(p.in, at.col, origin);
+    patch.template gather<false>(p.in, at.col, tokens);
   }
   return whole;
 }
@@ -77,15 +71,14 @@ __device__ __forceinline__ void store_row(const BothArgs& p, const At& at, uint8
 }
 
 template <typename T, bool kE5M2>
-__global__ void __launch_bounds__(kThreads, 4) permuted_both_kernel(const __grid_constant__ BothArgs p) {
+__global__ void __launch_bounds__(kThreads, kPatchBlocks) permuted_both_kernel(const __grid_constant__ BothArgs p) {
   __shared__ __align__(16) uint8_t tile[kTile * kTile];
-  __shared__ __align__(16) uint32_t tokens[kTile];
   __shared__ __align__(16) uint32_t column_max[kWarps * kTile / 2];  // two columns to a word
   __shared__ __align__(16) uint32_t row_max[kTile / 2];
   __shared__ __align__(16) float scales[2 * kTile];  // of columns, of rows
   const SquareSpot at(p);
   Patch<T> patch;
-  const bool whole = gather(p, at, tokens, patch);
+  const bool whole = gather(p, at, patch);
   uint32_t w[4];
   const bool nan = patch.column_maxima(w);
 #pragma unroll
@@ -148,12 +141,11 @@ __global__ void __launch_bounds__(kThreads, 4) permuted_both_kernel(const __grid
 template <typename T, bool kE5M2>
 __global__ void __launch_bounds__(kThreads, 4) permuted_both_mx_kernel(const __grid_constant__ BothArgs p) {
   constexpr int kRows = WideSpot::kRows, kCols = WideSpot::kCols;
-  __shared__ __align__(16) uint32_t tokens[kRows];
   __shared__ __align__(16) uint32_t column_max[kWarps * kCols / 2];
   __shared__ uint32_t row_words[2][kRows];
   const WideSpot at(p);
   Patch<T> patch;
-  const bool whole = gather(p, at, tokens, patch);
+  const bool whole = gather(p, at, patch);
   uint32_t w[4];
   const bool nan = patch.column_maxima(w);
   *reinterpret_cast<uint4*>(column_max + at.warp * kCols / 2 + at.lane * 4) = make_uint4(w[0], w[1], w[2], w[3]);

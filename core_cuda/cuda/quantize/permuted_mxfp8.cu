@@ -23,9 +23,8 @@ __global__ void __launch_bounds__(kMxThreads, 4) permuted_mxfp8_kernel(const __g
   const int64_t col = (static_cast<int64_t>(block_k) * kAlong + warp % kAlong) * kMxCols + lane % 8 * 8;
   if (row0 >= p.m) return;  // whole warps
 
-  const uint32_t token = row0 + lane < p.m ? p.in.from.at(row0 + lane) : p.in.from.none;
   Patch<T> patch;
-  patch.gather(p.in, col, [&](int i) { return __shfl_sync(kAllLanes, token, (lane & ~7u) | i); });
+  patch.gather(p.in, col, WarpTokens<4>(p.in, row0, p.m));
   uint32_t m[4];
   const bool nan = patch.column_maxima(m);
   max_and_halve2<T, 2>(m, lane, 16), max_and_halve2<T, 1>(m, lane, 8);  // of a block's 32 rows

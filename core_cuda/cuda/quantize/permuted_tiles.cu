@@ -12,12 +12,13 @@ struct PermutedTileArgs {
   Strips strips;
 };
 
-template <typename T, bool kE5M2, Scaling kScaling>
-__global__ void __launch_bounds__(kThreads, 4) permuted_tile_kernel(const __grid_constant__ PermutedTileArgs args) {
+// kTurned: a columnwise copy is wanted.
+template <typename T, bool kE5M2, Scaling kScaling, bool kTurned>
+__global__ void __launch_bounds__(kThreads, kPatchBlocks)
+    permuted_tile_kernel(const __grid_constant__ PermutedTileArgs args) {
   constexpr bool kVector = kScaling == Scaling::vector;
   const TileArgs& p = args.tile;
-  __shared__ __align__(16) uint8_t tile[kTile * kTile];
-  __shared__ __align__(16) uint32_t tokens[kTile];
+  __shared__ __align__(16) uint8_t tile[kTurned ? kTile * kTile : 16];
   __shared__ __align__(16) uint32_t maxima[kVector ? kWarps * kTile / 2 : 1];  // of columns, two to a word
   __shared__ __align__(16) float scratch[kVector ? kTile : kWarps];
 
@@ -28,10 +29,8 @@ __global__ void __launch_bounds__(kThreads, 4) permuted_tile_kernel(const __grid
   const unsigned patch_row = warp * 2 + lane / 16, patch_col = lane % 16;
   const int64_t row = row0 + patch_row * 8, col = col0 + patch_col * 8;
 
-  if (tid < kTile) tokens[tid] = row0 + tid < p.m ? p.in.from.at(row0 + tid) : p.in.from.none;
-  __syncthreads();
   Patch<T> patch;
-  patch.gather(p.in, col, [&](int i) { return tokens[patch_row * 8 + i]; });
+  patch.gather(p.in, col, WarpTokens<2>(p.in, row0 + warp * 16, p.m));
   uint32_t m[4];
   bool nan = patch.column_maxima(m);
   uint8_t* turned = tile + patch_col * 8 * kTile + ((patch_row ^ patch_col) * 8);  // unit_offset of the first column
@@ -91,7 +90,7 @@ __global__ void __launch_bounds__(kThreads, 4) permuted_tile_kernel(const __grid
     } else {
       encode_rows<kE5M2, false>(patch, p.row, p.m, p.k, row, col, q, scale);
     }
-    if (!p.col) return;
+    if constexpr (!kTurned) return;
     transpose8x8(q);  // one scale for both copies: the same bytes, turned
 #pragma unroll
     for (int j = 0; j < 8; ++j) *reinterpret_cast<uint2*>(turned + j * kTile) = q[j];
@@ -114,9 +113,10 @@ Status permuted_tiles(const TileArgs& tile, Scaling scaling, DType element, cons
     return with_patch_type(tile.in, [&](auto type) {
       using T = decltype(type);
       const auto run = [&](auto kernel) { return launch("quantize", kernel, tiles, kThreads, 0, exec.stream, p); };
-      return scaling == Scaling::vector   ? run(permuted_tile_kernel<T, e5m2.value, Scaling::vector>)
-             : scaling == Scaling::square ? run(permuted_tile_kernel<T, e5m2.value, Scaling::square>)
-                                          : run(permuted_tile_kernel<T, e5m2.value, Scaling::tensor>);
+      return scaling == Scaling::vector   ? run(permuted_tile_kernel<T, e5m2.value, Scaling::vector, true>)
+             : scaling == Scaling::tensor ? run(permuted_tile_kernel<T, e5m2.value, Scaling::tensor, true>)
+             : p.tile.col                 ? run(permuted_tile_kernel<T, e5m2.value, Scaling::square, true>)
+                                          : run(permuted_tile_kernel<T, e5m2.value, Scaling::square, false>);
     });
   });
 }
