@@ -24,7 +24,7 @@ from diptych.core import _core
 SHAPES = ((16384, 4096, 64, 4), (16384, 7168, 256, 8), (8192, 2048, 128, 8))  # tokens, width, experts, choices
 GOALS = (0.85, 0.85, 0.75)  # of a copy
 PAD_GOAL = 0.80
-QUANTIZE_GOAL = 0.75  # of formats whose rowwise blocks lie in one row and whose elements are bytes
+QUANTIZE_GOAL = 0.75  # of formats whose elements are bytes
 KINDS = _core.moe_table()["routing_map"]
 PERMUTED = _core.fused_table()["source"]["permuted"]
 ONES = 0x3F800000  # float32 1.0: the scale of an absent row
@@ -276,7 +276,7 @@ def permuted_quantize_rows(
             written = sum(t.numel() * t.element_size() for t, _ in tensors)
             nbytes = x.numel() * x.element_size() * case.reads + written
             copy = copy_speed(nbytes)
-            goal = QUANTIZE_GOAL if base.quantizer.format.pack == 1 and base.quantizer.format.block_rows < 2 else 0.0
+            goal = QUANTIZE_GOAL if base.quantizer.format.pack == 1 else 0.0
             for op, fn in ((f"permute + quantize {case.name} {'+'.join(usage)}", one), ("the same, apart", two)):
                 t = device_seconds(fn)
                 out.append({"op": op, "case": f"{tokens}x{width} E{experts} k{k}", "us": t * 1e6,
