@@ -181,9 +181,8 @@ Status permute_slices(const PermuteArgs& args, const Execution& exec) {
   p.tokens = static_cast<int>(args.row_id_map.rows()), p.slots = static_cast<int>(args.row_id_map.cols());
   p.rows = static_cast<int>(args.source.numel());
   const int64_t grid = device_info(exec.device.index).sm_count;
-  const int64_t prob_bytes = args.row_id_map.numel() * p.prob_bytes;
-  p.probs_ahead =
-      int64_t{p.rows} * kDramPiece < prob_bytes ? 0 : static_cast<int>(ceil_div(prob_bytes, grid * 16) * 16);
+  const int64_t all_probs = args.row_id_map.numel() * p.prob_bytes;  // bytes
+  p.probs_ahead = int64_t{p.rows} * kDramPiece < all_probs ? 0 : static_cast<int>(ceil_div(all_probs, grid * 16) * 16);
   const int64_t most = (kShared - p.plane_count * kFilling) / p.token_bytes, slices = ceil_div(p.tokens, grid * most);
   p.blocks = static_cast<int>(grid * slices);
   for (int64_t s = 0; s < slices; ++s) {

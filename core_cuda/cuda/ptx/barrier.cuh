@@ -2,13 +2,9 @@
 // PTX ISA: "mbarrier", "barrier.cluster", "mapa", "cp.async.mbarrier.arrive", "setmaxnreg", "bar".
 #pragma once
 
-#include <cstdint>
+#include "cuda/ptx/shared.cuh"
 
 namespace diptych::cuda::ptx {
-
-__device__ __forceinline__ uint32_t shared_address(const void* p) {
-  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
-}
 
 // ---- mbarrier: a phase ends when `count` arrivals and all announced bytes have come ----
 

@@ -1,21 +1,22 @@
-// Asynchronous copies from device to shared memory (sm_80 and later).
+// Asynchronous copies between device and shared memory (sm_80 and later).
 #pragma once
 
-#include <cstdint>
+#include "cuda/ptx/shared.cuh"
 
 namespace diptych::cuda::ptx {
 
 // 16 bytes, both sides aligned to 16; zeros where !inside, and `from` is not read then.
 __device__ __forceinline__ void copy_async16(void* shared, const void* from, bool inside) {
-  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0)
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(shared_address(shared)), "l"(from),
+               "r"(inside ? 16 : 0)
                : "memory");
 }
 
 // 4 bytes, both sides aligned to 4.
 __device__ __forceinline__ void copy_async4(void* shared, const void* from, bool inside) {
-  const uint32_t to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(inside ? 4 : 0) : "memory");
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(shared_address(shared)), "l"(from),
+               "r"(inside ? 4 : 0)
+               : "memory");
 }
 
 // Waits for this thread's copies; others see them after a barrier.
@@ -37,8 +38,8 @@ __device__ __forceinline__ void bulk_load_once(void* shared, const void* from, i
   asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
-          "r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))),
-      "l"(from), "r"(bytes), "r"(static_cast<uint32_t>(__cvta_generic_to_shared(barrier))), "l"(policy)
+          "r"(shared_address(shared)),
+      "l"(from), "r"(bytes), "r"(shared_address(barrier)), "l"(policy)
       : "memory");
 #endif
 }
@@ -51,8 +52,8 @@ __device__ __forceinline__ void bulk_prefetch(const void* from, int bytes) {
 // Shared memory to device memory, all of it whole 16 bytes, as a part of the thread's next group.
 __device__ __forceinline__ void bulk_store(void* to, const void* shared, int bytes) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
-               "r"(static_cast<uint32_t>(__cvta_generic_to_shared(shared))), "r"(bytes)
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(shared)),
+               "r"(bytes)
                : "memory");
 #endif
 }

@@ -1,25 +1,23 @@
 // The instructions of the bfloat16 tensor core path (sm_80 and later), one function each.
 #pragma once
 
-#include <cstdint>
+#include "cuda/ptx/shared.cuh"
 
 namespace diptych::cuda::ptx {
 
 // Four 8 x 8 matrices of 16-bit elements. Lane l names row l % 8 of matrix l / 8 (16 bytes, 16-byte aligned);
 // register i gets elements (l / 4, 2 (l % 4)) and the next one of matrix i.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void* shared_row) {
-  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(shared_row));
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address)
+               : "r"(shared_address(shared_row))
                : "memory");
 }
 
 // The way back, on sm_90 and later: element (l / 4, 2 (l % 4)) and the next one of matrix i are in register i.
 __device__ __forceinline__ void stmatrix_x4(void* shared_row, const uint32_t (&r)[4]) {
-  const uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(shared_row));
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]), "r"(r[1]),
-               "r"(r[2]), "r"(r[3])
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(shared_row)),
+               "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
                : "memory");
 }
 

@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(kThreads, kPatchBlocks) permuted_both_kernel(c
 }
 
 // E8M0: blocks of 32. A warp holds 8 whole rows of its tile, which it writes in pieces of 256 bytes; columns stay where
-// they are, and four warps hold 32 rows.
+// they are, and four warps hold 32 rows. A fifth block on an SM would spill.
 template <typename T, bool kE5M2>
 __global__ void __launch_bounds__(kThreads, 4) permuted_both_mx_kernel(const __grid_constant__ BothArgs p) {
   constexpr int kRows = WideSpot::kRows, kCols = WideSpot::kCols;
