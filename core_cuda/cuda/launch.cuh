@@ -60,8 +60,8 @@ Status launch_with(const char* name, cudaLaunchAttribute* attribute, void (*kern
 //  - Ahead of the wait a kernel may read what was there before the last ordinary launch of ours, if the same function
 //    made both launches one after the other, and write what that launch does not touch: the second kernel of
 //    permute_map reads the routing, and writes -1 to row_id_map.
-//  - permute's slices follow each other in one function. The first lets the next one start after its own wait, so that
-//    they may all touch what that waited for; each of them still waits before it ends.
+//  - permute's slices follow each other in one function, and so do quantize's strips. The first lets the next one start
+//    after its own wait, so that they may all touch what that waited for; each of them still waits before it ends.
 //  - Prefetches into L2 may come ahead of the wait: L2 sees what is written after them.
 //  - What an earlier grid has written is read by ordinary loads. __ldg promises data that nobody writes while the
 //    kernel runs, and the compiler may move it ahead of the wait.

@@ -147,6 +147,81 @@ def test_scales_in_groups(fmt, device):
         check(be, fmt, x, m, {}, f"{fmt} groups")
 
 
+SQUARE_FORMATS = [f for f in BLOCK_FORMATS if runner.ROWS[f]["block_rows"] > 1]
+MANY = {  # tokens, experts, choices, width, dtype, rows more than needed: each writes 256 MB
+    "ragged strips": (9001, 64, 8, 3664, "bfloat16", 500),
+    "too few rows": (6500, 20, 6, 7184, "float16", -700),
+    "long strips": (84000, 9, 6, 528, "bfloat16", 0),
+}
+
+
+@pytest.mark.cuda
+@pytest.mark.sanitize
+@pytest.mark.parametrize("fmt", SQUARE_FORMATS)
+@pytest.mark.parametrize("case", MANY)
+def test_tokens_with_many_rows(case, fmt, cuda):
+    """A GPU reads these twice, a strip of columns at a time; the CPU, which other tests hold to the oracle, once."""
+    tokens, experts, k, width, dtype, more = MANY[case]
+    ids = top_k(cases.rng_for(f"many-{case}"), tokens, experts, k)
+    ids[::31] = -1
+    m = moe_oracle.row_map(ids, experts, moe_oracle.rows_needed(ids, experts, 16) + more, 16)
+    x = cases.draw(f"many-{case}-{fmt}", "normal", (tokens, width), dtype)
+    x[::1000, ::77], x[500::1000, 3::50] = np.nan, np.inf
+    blocks = tuple(-(-n // runner.ROWS[fmt]["block_rows"]) for n in (m.rows, width))
+    like = oracle.Quantized(
+        oracle.FORMATS[fmt], rowwise_data=np.empty((m.rows, width), np.uint8), rowwise_scale_inv=np.empty(blocks)
+    )
+    assert m.rows >= 5 * tokens and m.rows * width >= 256e6
+    options = {"pow2": True, "eps": 2.0**-100} if SQUARE_FORMATS.index(fmt) % 2 else {}
+    on_cpu, on_gpu = (
+        runner.quantize(be, x, like, fmt, source=source_of(be, m), **options) for be in (runner.Numpy(), runner.Torch())
+    )
+    for name, want in on_cpu.items():
+        runner.same_bits(on_gpu[name], want, f"{case} {fmt} {name} {options} {cases.report_header()}")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("fmt", SQUARE_FORMATS)
+def test_many_rows_captured(fmt, cuda):
+    """One graph, replayed with other tokens and another map."""
+    import torch
+
+    be, tokens, k, width = runner.Torch(), 9001, 8, 3600
+    drawn = []
+    for turn in range(2):
+        ids = top_k(cases.rng_for(f"captured-{turn}"), tokens, 64, k)
+        m = moe_oracle.row_map(ids, 64, tokens * k + 64 * 127, 128)
+        drawn.append((be.put(cases.draw(f"captured-{turn}", "normal", (tokens, width), "bfloat16"), "bfloat16"), m))
+    inputs = [torch.empty_like(drawn[0][0]), *(torch.empty_like(t) for t in source_of(be, drawn[0][1])[1:])]
+    shape = drawn[0][1].rows, width
+    blocks = [-(-n // runner.ROWS[fmt]["block_rows"]) for n in shape]
+    out = torch.empty(shape, dtype=torch.uint8, device="cuda"), torch.empty(blocks, device="cuda")
+
+    def run(x: Any, to: Any, source: Any) -> None:
+        data = out[0].view(getattr(torch, runner.payload(fmt)))
+        given = (SOURCES["permuted"], to, source)
+        core._core.quantize(
+            x, runner.IDS[fmt], 0, 0.0, runner.COMPUTE, *[None] * 4, data, out[1], None, None, source=given
+        )
+
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(*inputs)
+    for x, m in drawn:
+        given = [x, *source_of(be, m)[1:]]
+        for t in out:
+            t.view(torch.uint8).fill_(runner.POISON)
+        run(*given)
+        want = [t.clone() for t in out]
+        for t, g in zip(inputs, given, strict=True):
+            t.copy_(g)
+        for t in out:
+            t.view(torch.uint8).fill_(runner.POISON)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert all(bool((t.view(torch.uint8) == w.view(torch.uint8)).all()) for t, w in zip(out, want, strict=True))
+
+
 @pytest.mark.parametrize("fmt", cases.FORMATS)
 def test_same_as_the_two_ops(fmt, device):
     """permute, then quantize, as callers write it."""

@@ -19,10 +19,12 @@ Status cuda_status(cudaError_t, const char*) { return {}; }
 // What plain tensors with float32 scales do not reach.
 bool streams(const TileArgs&) { return false; }
 bool permuted_tiles_fit(const TileArgs&, Scaling) { return false; }
+bool permuted_strips_pay(const TileArgs&, Scaling, const TensorView&, const Execution&) { return false; }
 bool permuted_rows_fit(const QuantizeArgs&) { return false; }
 bool permuted_both_fits(const QuantizeArgs&) { return false; }
 Status stream_tiles(const TileArgs&, DType, const Execution&) { std::abort(); }
 Status permuted_tiles(const TileArgs&, Scaling, DType, const Execution&) { std::abort(); }
+Status permuted_strips(const TileArgs&, const TensorView&, DType, const Execution&) { std::abort(); }
 Status quantize_permuted_rows(const QuantizeArgs&, const Execution&) { std::abort(); }
 Status permuted_both(const QuantizeArgs&, const Execution&) { std::abort(); }
 Status quantize_mxfp8(const QuantizeArgs&, const Execution&) { std::abort(); }

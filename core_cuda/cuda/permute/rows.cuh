@@ -157,6 +157,30 @@ struct AbsentRows {
   __device__ __forceinline__ unsigned mask() const { return mask(ask()); }
 };
 
+// The same, dealt out to warps. Made before the work that hides the wait for the first rows' sources.
+class AbsentOfWarp {
+ public:
+  __device__ __forceinline__ AbsentOfWarp(const int* source, uint32_t rows, uint32_t warp, uint32_t warps)
+      : source_(source), rows_(rows), warp_(warp), warps_(warps), asked_(ask(warp)) {}
+  template <typename F>  // f(row) by whole warps
+  __device__ __forceinline__ void each(F&& f) {
+    for (uint32_t base = warp_; base < rows_; base += warps_ * 32) {
+      if (base != warp_) asked_ = ask(base);
+      for (unsigned absent = AbsentRows::mask(asked_); absent != 0; absent &= absent - 1)
+        f(base + static_cast<uint64_t>(__ffs(absent) - 1) * warps_);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ int ask(uint32_t base) const {
+    const uint32_t row = base + threadIdx.x % 32 * warps_;
+    return row < rows_ ? source_[row] : 0;
+  }
+  const int* source_;
+  uint32_t rows_, warp_, warps_;
+  int asked_;
+};
+
 // Blocks for so many tokens and rows, and how many rows each looks after.
 inline int64_t blocks_for(int64_t tokens, int64_t rows, int tokens_a_block, int* each) {
   const int64_t for_tokens = ceil_div(tokens, tokens_a_block), for_rows = ceil_div(rows, kAbsentRows);

@@ -54,6 +54,12 @@ __device__ __forceinline__ uint64_t keep_in_l2() {
   asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
+// That it leaves L2 first: nobody reads it again.
+__device__ __forceinline__ uint64_t leave_l2() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
 template <typename T>
 __device__ __forceinline__ Vec<T> load_kept(const void* from, uint64_t policy) {
   Vec<T> v;

@@ -63,8 +63,7 @@ __global__ void __launch_bounds__(kBlock, 8) permuted_pieces_kernel(const __grid
   const unsigned lane = threadIdx.x % 32;
   const uint32_t item = blockIdx.x * (kBlock / 32) + threadIdx.x / 32, warps = gridDim.x * (kBlock / 32);
   const uint64_t k = p.k;
-  uint32_t asked = item + lane * warps;  // before the work that hides the wait
-  int source = asked < p.rows ? __ldg(p.row.absent.source + asked) : 0;
+  AbsentOfWarp absent(p.row.absent.source, p.rows, item, warps);
 
   if (item < p.items) {
     const uint32_t token = p.by_pieces(item), first = (item - token * p.pieces) * kPiece, col = first + lane * 16;
@@ -128,25 +127,18 @@ __global__ void __launch_bounds__(kBlock, 8) permuted_pieces_kernel(const __grid
   } else {
     none = bits_of(reciprocal_rn(scale_from_amax(p.row.rule, 0.0f)));
   }
-  for (uint32_t base = item; base < p.rows; base += warps * 32) {
-    if (base != item) {
-      asked = base + lane * warps;
-      source = asked < p.rows ? __ldg(p.row.absent.source + asked) : 0;
+  absent.each([&](uint64_t to) {
+    for (uint32_t c = lane * 8; c < p.k; c += 256) {
+      *reinterpret_cast<uint2*>(p.row.out + to * k + c) = make_uint2(0, 0);
     }
-    for (unsigned absent = __ballot_sync(kAllLanes, source < 0); absent != 0; absent &= absent - 1) {
-      const uint64_t to = base + static_cast<uint64_t>(__ffs(absent) - 1) * warps;
-      for (uint32_t c = lane * 8; c < p.k; c += 256) {
-        *reinterpret_cast<uint2*>(p.row.out + to * k + c) = make_uint2(0, 0);
-      }
-      for (uint32_t b = lane; b < p.blocks; b += 32) {
-        if constexpr (kBlocks == Blocks::mx) {
-          static_cast<uint8_t*>(p.row.scale)[to * p.blocks + b] = static_cast<uint8_t>(none);
-        } else {
-          static_cast<uint32_t*>(p.row.scale)[to * p.blocks + b] = none;
-        }
+    for (uint32_t b = lane; b < p.blocks; b += 32) {
+      if constexpr (kBlocks == Blocks::mx) {
+        static_cast<uint8_t*>(p.row.scale)[to * p.blocks + b] = static_cast<uint8_t>(none);
+      } else {
+        static_cast<uint32_t*>(p.row.scale)[to * p.blocks + b] = none;
       }
     }
-  }
+  });
 }
 
 }  // namespace

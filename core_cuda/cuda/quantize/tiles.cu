@@ -186,6 +186,9 @@ Status quantize_tiles(const QuantizeArgs& args, const Execution& exec) {
     p.tiles_m = p.tiles_k = 1;  // an empty tensor has no blocks, but a scale
   }
   if (scaling == Scaling::tensor && streams(p)) return stream_tiles(p, f.element, exec);
+  if (const TensorView& map = args.source.row_id_map; permuted_strips_pay(p, scaling, map, exec)) {
+    return permuted_strips(p, map, f.element, exec);
+  }
   if (permuted_tiles_fit(p, scaling)) return permuted_tiles(p, scaling, f.element, exec);
   return with_input_type(p.in, "quantize", [&](auto type) {
     return with_element(f.element, "quantize", [&](auto e5m2) {

@@ -87,4 +87,8 @@ Status stream_tiles(const TileArgs&, DType element, const Execution&);
 bool permuted_tiles_fit(const TileArgs&, Scaling);
 Status permuted_tiles(const TileArgs&, Scaling, DType element, const Execution&);
 
+// Whether permuted_strips takes 128x128 blocks in less time than permuted_tiles, and what it does.
+bool permuted_strips_pay(const TileArgs&, Scaling, const TensorView& row_id_map, const Execution&);
+Status permuted_strips(const TileArgs&, const TensorView& row_id_map, DType element, const Execution&);
+
 }  // namespace diptych::cuda
