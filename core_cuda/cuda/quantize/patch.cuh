@@ -217,6 +217,9 @@ class Strips {
     size_ = static_cast<uint32_t>(down) * across_;
     by_size_ = Divider(size_), by_across_ = Divider(across_), by_rest_ = Divider(rest);
     rest_ = rest;
+    cols_ = static_cast<uint32_t>(across_ * width), by_lines_ = Divider(cols_ / kLine);
+    const int64_t lines = int64_t{p.from.none} * (cols_ / kLine);
+    asks_ = p.m < kFetchRows * p.from.none ? 0 : static_cast<uint32_t>(ceil_div(lines, std::max(size_, 1u)));
   }
   __device__ __forceinline__ void place(uint32_t index, uint32_t* tile_m, uint32_t* tile_k) const {
     const uint32_t strip = by_size_(index), inside = index - strip * size_;
@@ -224,10 +227,23 @@ class Strips {
     *tile_m = whole ? by_across_(inside) : by_rest_(inside);
     *tile_k = strip * across_ + inside - *tile_m * (whole ? across_ : rest_);
   }
+  // Has L2 fetch what the next strip reads of x, if that is worth it: a share by each thread block.
+  __device__ __forceinline__ void fetch_next(const SourceArgs& p) const {
+    if (threadIdx.x >= asks_) return;
+    const uint32_t strip = by_size_(blockIdx.x), line = (blockIdx.x - strip * size_) * asks_ + threadIdx.x;
+    const uint32_t token = by_lines_(line);
+    const int64_t col = int64_t{strip + 1} * cols_ + (line - token * (cols_ / kLine)) * kLine;
+    if (token >= p.from.none || col >= p.k) return;
+    const char* at = static_cast<const char*>(p.x.data) + (token * p.cols + col) * 2;
+    asm volatile("prefetch.global.L2::evict_last [%0];" ::"l"(at));
+  }
 
  private:
+  static constexpr uint32_t kLine = 64;                   // columns that L2 fetches at one time
+  static constexpr int64_t kFetchRows = 3;                // for each token; of fewer, L2 has more use for its time
   uint32_t across_ = 1, last_ = 0, rest_ = 0, size_ = 1;  // rest_: width of what is left after `last_` strips
-  Divider by_size_, by_across_, by_rest_;
+  uint32_t cols_ = 0, asks_ = 0;                          // of a strip; of its lines, that a thread block asks for
+  Divider by_size_, by_across_, by_rest_, by_lines_;
 };
 
 // Patches are made of permuted rows of bfloat16 or float16, in whole vectors, not too long for a pitch of 32 bits.

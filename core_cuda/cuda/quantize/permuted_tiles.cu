@@ -31,6 +31,7 @@ __global__ void __launch_bounds__(kThreads, kPatchBlocks)
 
   Patch<T> patch;
   patch.gather(p.in, col, WarpTokens<2>(p.in, row0 + warp * 16, p.m));
+  if constexpr (kVector || !kTurned) args.strips.fetch_next(p.in);  // writing both keeps L2 busy enough
   uint32_t m[4];
   bool nan = patch.column_maxima(m);
   uint8_t* turned = tile + patch_col * 8 * kTile + ((patch_row ^ patch_col) * 8);  // unit_offset of the first column
