@@ -31,9 +31,8 @@ struct StripArgs {
   uint32_t k, tokens, slots, rows, tiles_m, tiles_k;
   uint32_t cols, pieces, items;  // of a strip: columns, pieces of one token and of all
   Divider by_pieces;
-  uint32_t turn,
-      strips;        // strip turn - 2 gets its scales, turn - 1 is written, and then the maxima of strip `turn` taken
-  uint32_t writers;  // the first thread blocks; the others take maxima
+  uint32_t strips, writers;  // the first thread blocks write, the others take maxima
+  uint32_t turn;             // of strip `turn`, when turn - 1 is written; strip turn - 2 gets its scales
 };
 
 // Four neighbouring blocks of one token.
