@@ -22,15 +22,16 @@ struct BothArgs {
   float max_reciprocal;  // E8M0
 };
 
-// Where a thread stands: in which tile, and at which patch of it.
-template <int kTileRows, int kTileCols>
+// Where a thread stands: in which tile, and at which patch of it. Rows and columns are below 2^31: counted in 32 bits,
+// they leave registers to a kernel that lacks them.
+template <int kTileRows, int kTileCols, typename Index>
 struct Spot {
   static constexpr int kRows = kTileRows, kCols = kTileCols;
   static_assert(kRows * kCols == kThreads * 64);
   static constexpr unsigned kAcross = kCols / 8, kDown = 32 / kAcross;  // patches of the tile, and of a warp
   unsigned lane, warp, patch_row, patch_col;
   uint32_t tile_m, tile_k;
-  int64_t row0, col0, row, col;
+  Index row0, col0, row, col;
   int rows, cols;  // of the tile
 
   __device__ __forceinline__ explicit Spot(const BothArgs& p)
@@ -39,14 +40,14 @@ struct Spot {
         patch_row(warp * kDown + lane / kAcross),
         patch_col(lane % kAcross) {
     p.strips.place(blockIdx.x, &tile_m, &tile_k);
-    row0 = static_cast<int64_t>(tile_m) * kRows, col0 = static_cast<int64_t>(tile_k) * kCols;
+    row0 = static_cast<Index>(tile_m) * kRows, col0 = static_cast<Index>(tile_k) * kCols;
     row = row0 + patch_row * 8, col = col0 + patch_col * 8;
     rows = static_cast<int>(min(p.in.m - row0, int64_t{kRows}));
     cols = static_cast<int>(min(p.in.k - col0, int64_t{kCols}));
   }
 };
-using SquareSpot = Spot<kTile, kTile>;
-using WideSpot = Spot<kTile / 2, kTile * 2>;
+using SquareSpot = Spot<kTile, kTile, uint32_t>;
+using WideSpot = Spot<kTile / 2, kTile * 2, int64_t>;
 
 // Gathers the patch; whether all elements of the warp exist.
 template <typename T, typename At>
@@ -64,7 +65,7 @@ __device__ __forceinline__ bool gather(const BothArgs& p, const At& at, Patch<T>
 // Eight bytes of row i to `out` [m, k], if they exist.
 template <bool kWhole, typename At>
 __device__ __forceinline__ void store_row(const BothArgs& p, const At& at, uint8_t* out, int i, uint2 bytes) {
-  uint8_t* first = out + at.row * p.in.k + at.col;
+  uint8_t* first = out + int64_t{at.row} * p.in.k + at.col;
   if (kWhole || (at.col < p.in.k && at.row + i < p.in.m)) {
     __stcs(reinterpret_cast<uint2*>(row_at(first, i, static_cast<uint32_t>(p.in.k))), bytes);
   }
