@@ -8,12 +8,31 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 OWN = ROOT / "tests" / "simulated"
 CUDA = ROOT / "core_cuda"
+
+
+class Tensor(ctypes.Structure):
+    """As tests/simulated/tensor.h has it."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("dtype", ctypes.c_int32),
+        ("rank", ctypes.c_int32),
+        ("shape", ctypes.c_int64 * 3),
+    )
+
+    @classmethod
+    def of(cls, operand: Any) -> Tensor:
+        if operand is None:
+            return cls()
+        array, dtype = operand
+        return cls(array.ctypes.data, dtype, array.ndim, (ctypes.c_int64 * 3)(*array.shape))
 
 
 def toolkit() -> Path | None:

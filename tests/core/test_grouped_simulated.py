@@ -15,6 +15,7 @@ import pytest
 import cases
 from core import runner, simulation
 from core.grouped_runner import PRODUCTS, Case, arguments, grouped_cases
+from core.simulation import Tensor
 
 pytestmark = pytest.mark.simulated
 SOURCE = "grouped_native.cpp"
@@ -27,22 +28,6 @@ PAIRS = [
 GROUPS = ((300, (0, 0, 256, 290)), (160, (0, 32, 32, 96, 160)), (384, (128, 128, 384)), (512, (0, 128, 384, 512)))
 EXTENTS = ((400, 272), (16, 1024), (592, 64), (208, 144))  # columns that tiles of 192 or 256 do not fill
 SIMULATED_SMS = 4
-
-
-class Tensor(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.c_void_p),
-        ("dtype", ctypes.c_int32),
-        ("rank", ctypes.c_int32),
-        ("shape", ctypes.c_int64 * 3),
-    )
-
-    @classmethod
-    def of(cls, operand: Any) -> Tensor:
-        if operand is None:
-            return cls()
-        array, dtype = operand
-        return cls(array.ctypes.data, dtype, array.ndim, (ctypes.c_int64 * 3)(*array.shape))
 
 
 TENSORS = ("a_data", "a_scale_inv", "b_data", "b_scale_inv", "offsets", "d", "c", "bias")

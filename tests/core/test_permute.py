@@ -151,14 +151,19 @@ def test_long_rows_past_the_caches(device):
         runner.same_bits(got, oracle.permute(x, m), f"width {width} {cases.report_header()}")
 
 
-# (tokens, experts, choices, alignment) and the planes' (width, dtype, fill); 132 SMs of an H200 have 226 KB each
+# (tokens, experts, choices, alignment) and the planes' (width, dtype, fill); 132 SMs of an H200 have 226 KB of shared
+# memory each, and keep 128 KB in registers
 FULL = {
-    "one launch": (2102, 8, 7, 1, ((7168, "bfloat16", 0x40A00000),)),
-    "a token for each block of the second": (3701, 256, 8, 128, ((4096, "bfloat16", 0x40A00000),)),
-    "half as many as fit in the second": (3000, 8, 4, 16, ((7168, "bfloat16", 0),)),
+    "one launch": (2102, 8, 3, 1, ((7168, "bfloat16", 0x40A00000),)),
+    "registers keep five tokens a block": (2700, 8, 3, 1, ((7168, "bfloat16", 0x40A00000),)),
+    "a token for each block of the second": (5900, 32, 2, 128, ((4096, "bfloat16", 0x40A00000),)),
+    "a third of what fits in the second": (4300, 8, 2, 16, ((7168, "bfloat16", 0),)),
     "a map looked through in two goes": (7400, 256, 4, 1, ((2048, "bfloat16", 0x40A00000),)),
-    "two rows each": (5000, 64, 2, 5, ((4096, "float16", 0),)),
-    "planes": (3800, 40, 5, 128, ((7168, "uint8", 0), (56, "float32", 0x3F800000), (448, "uint8", 0x7F7F7F7F))),
+    "one row each": (5000, 60, 1, 5, ((4096, "float16", 0),)),
+    "short rows": (70000, 9, 2, 16, ((64, "bfloat16", 0x40A00000),)),
+    "planes": (5000, 40, 4, 128, ((7168, "uint8", 0), (56, "float32", 0x3F800000), (448, "uint8", 0x7F7F7F7F))),
+    "planes, the first one short": (4500, 70, 2, 1, ((56, "float32", 0x3F800000), (4096, "uint8", 0))),
+    "planes alike": (4700, 8, 4, 1, ((4096, "uint8", 0), (4096, "uint8", 0))),
 }
 
 

@@ -5,6 +5,7 @@
 #include "cuda/ptx/tensor_copy.cuh"
 #include "cuda/tensor_map.h"
 #include "simulated.h"
+#include "tensor.h"
 
 namespace diptych::cuda {
 namespace {
@@ -25,15 +26,8 @@ Status make_tensor_map(CUtensorMap* map, const void* base, int rank, const int64
 #include "cuda/grouped/native_block.cu"
 #include "cuda/grouped/native_tensor.cu"
 
-// A tensor as the test has it; `data` null: none.
-struct Tensor {
-  void* data;
-  int32_t dtype, rank;
-  int64_t shape[3];
-};
-
 struct Call {
-  Tensor a_data, a_scale_inv, b_data, b_scale_inv, offsets, d, c, bias;
+  simulated::Tensor a_data, a_scale_inv, b_data, b_scale_inv, offsets, d, c, bias;
   int32_t a_format, b_format, kind, align, fast_accum, sm_count, seed;
   float alpha, beta;
 };
@@ -41,13 +35,7 @@ struct Call {
 // 0, or 1 and a message, or -1 where the kernel does not take such a product.
 extern "C" int simulate(const Call* call, char* message, int size) {
   using namespace diptych;
-  const auto view = [](const Tensor& t) {
-    TensorView v;
-    if (t.data == nullptr) return v;
-    v.data = t.data, v.dtype = static_cast<DType>(t.dtype), v.rank = t.rank, v.device = {Backend::cuda, 0};
-    std::copy_n(t.shape, t.rank, v.shape);
-    return v;
-  };
+  using simulated::view;
   GroupedGemmArgs args;
   args.kind = static_cast<GroupKind>(call->kind);
   const bool depth = args.kind == GroupKind::depth;

@@ -48,7 +48,8 @@ struct Block {
   std::unique_ptr<unsigned char, decltype(&std::free)> shared{nullptr, &std::free};
   size_t bytes = 0;
   int index = 0, rank = 0;
-  std::map<uint32_t, Barrier> barriers;  // by address
+  std::map<uint32_t, Barrier> barriers;              // by address
+  std::map<const void*, Barrier> declared_barriers;  // in memory that the kernel declares, which has no address here
   std::vector<Warp> warps;
   Meeting named[16];
 };
@@ -63,7 +64,7 @@ struct Thread {
   std::vector<Task> open_products;  // of the batch that is not closed
   std::deque<std::vector<Task>> products;
   std::vector<Task> open_stores;
-  int stores = 0;  // that have not read shared memory yet
+  std::deque<int> stores;  // of each group those that have not read shared memory yet
 };
 
 struct Fault {
@@ -120,10 +121,13 @@ inline const uint64_t* exchange(uint64_t value) {
 
 constexpr uint32_t kBase = 1024;
 
-inline uint32_t address(const void* p) {
+inline bool inside(const void* p) {
   const auto at = static_cast<const unsigned char*>(p) - self->block->shared.get();
-  if (at < 0 || static_cast<size_t>(at) >= self->block->bytes) fail("an address outside of shared memory");
-  return static_cast<uint32_t>(at) + kBase;
+  return at >= 0 && static_cast<size_t>(at) < self->block->bytes;
+}
+inline uint32_t address(const void* p) {
+  if (!inside(p)) fail("an address outside of shared memory");
+  return static_cast<uint32_t>(static_cast<const unsigned char*>(p) - self->block->shared.get()) + kBase;
 }
 inline unsigned char* memory(Block* block, uint32_t at) {
   if (at < kBase || at - kBase >= block->bytes) fail("an address outside of shared memory");
@@ -211,7 +215,8 @@ inline void run_cluster() {
     if (idle > 100) fail("a deadlock");
   }
   for (auto& t : threads) {
-    if (t->stores > 0 || !t->products.empty() || !t->copies.empty())
+    const bool stored = std::all_of(t->stores.begin(), t->stores.end(), [](int left) { return left == 0; });
+    if (!stored || !t->open_stores.empty() || !t->products.empty() || !t->copies.empty())
       fail("a thread ended before what it had asked for");
   }
 }

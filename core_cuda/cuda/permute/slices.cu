@@ -1,10 +1,12 @@
 // Reads that come now and then between writes cost DRAM more time than they take: it turns around for each few of them.
-// Here every SM fills its shared memory with tokens, and then writes them out to all of their rows. A launch is a slice
-// of the tokens that fits all SMs. Its blocks come as those of the slice before leave, fill absent rows until all of
-// these have written, and then read at one time.
+// Here every SM fills its shared memory and registers with tokens, and then writes them out to all of their rows. A
+// launch is a slice of the tokens that fits all SMs. Its blocks come as those of the slice before leave, fill absent
+// rows until all of these have written, and then read at one time. The copy engine writes from shared memory alone:
+// what registers keep goes there as soon as the tokens that came first have left it.
 #include <algorithm>
 
 #include "cuda/launch.cuh"
+#include "cuda/permute/origin.cuh"
 #include "cuda/permute/rows.cuh"
 #include "cuda/permute/slices.h"
 #include "cuda/ptx/barrier.cuh"
@@ -16,13 +18,15 @@ namespace {
 
 constexpr int kThreads = 512;
 constexpr int kEntries = 16;           // of the map that a thread looks at together
+constexpr int kVectors = 16;           // of 16 bytes that a thread keeps in registers
 constexpr int kProbs = 2;              // that a thread moves together
 constexpr int kShared = 226 << 10;     // bytes of tokens and fillings: an SM has room for one block
 constexpr int kFilling = 2 << 10;      // bytes of an absent row that are stored at once
-constexpr int64_t kLeastToken = 2048;  // bytes
+constexpr int64_t kLeastToken = 128;   // bytes
+constexpr int64_t kLeastLong = 2048;   // bytes of a token in several planes or with many slots
 constexpr int64_t kLeastMoved = 16e6;  // bytes written; fewer are not worth a launch with so much shared memory
 constexpr int kDramPiece = 64;         // bytes that DRAM reads for one
-constexpr int kManyRows = 4;           // of each token
+constexpr int kManyRows = 4;           // of each token in several planes: each is written by itself
 constexpr int kManySlots = 64;         // the other kernel looks through them for every 512 bytes: half as many rows do
 
 struct SliceParams {
@@ -36,7 +40,9 @@ struct SliceParams {
   int prob_bytes;   // 0: none
   int probs_ahead;  // bytes of probabilities that a block of the first slice has brought to L2, or 0
   int tokens, slots, rows;
-  int each, first;    // tokens of a block, the slice's first one
+  Divider by_slots;
+  int each, held;     // tokens of a block; rows of the first plane that shared memory has room for
+  int first;          // the slice's first token
   int block, blocks;  // the slice's first block among all slices', and how many they have
   bool waits;         // and reads when the slice before it has written
 };
@@ -76,24 +82,40 @@ __global__ void __launch_bounds__(kThreads, 1) permute_slice_kernel(const __grid
   if constexpr (ptx::kBulk) {
     const bool is_first = p.block == 0, is_last = p.block + static_cast<int>(gridDim.x) == p.blocks;
     const int token = p.first + static_cast<int>(blockIdx.x) * p.each, n = max(0, min(p.each, p.tokens - token));
-    // f(plane, bytes of a row, the block's tokens in shared memory, behind them a piece of an absent row)
+    const int held = min(n, p.held);
+    // f(plane, bytes of a row, the block's rows in shared memory, behind them a piece of an absent row)
     auto for_planes = [&](auto&& f) {
       uint8_t* at = shared;
       for (int i = 0; i < (kPlanes == 1 ? 1 : p.plane_count); ++i) {
-        const int bytes = static_cast<int>(p.planes[i].bytes);
-        f(p.planes[i], bytes, at, at + p.each * bytes);
-        at += p.each * bytes + kFilling;
+        const int bytes = static_cast<int>(p.planes[i].bytes), rows = i == 0 ? p.held : p.each;
+        f(i, p.planes[i], bytes, at, at + rows * bytes);
+        at += rows * bytes + kFilling;
+      }
+    };
+    // Rows of the first plane that registers keep: f(vector, its place from `at` on)
+    const int kept_vectors = (n - held) * static_cast<int>(p.planes[0].bytes) / 16;
+    uint4 kept[kVectors];
+    auto for_kept = [&](auto* at, auto&& f) {
+      at += threadIdx.x;
+#pragma unroll
+      for (int u = 0; u < kVectors; ++u) {
+        if (u * kThreads < kept_vectors - static_cast<int>(threadIdx.x)) f(kept[u], at + u * kThreads);
       }
     };
     auto ask_tokens = [&] {
-      if (threadIdx.x != 0) return;
-      ptx::barrier_init(&landed, 1);
-      ptx::barrier_init_fence();
-      ptx::barrier_arrive_expect(&landed, n * p.token_bytes);
-      if (n == 0) return;
-      for_planes([&](const RowBytes& r, int bytes, uint8_t* at, uint8_t*) {
-        ptx::bulk_load_once(at, r.in + static_cast<int64_t>(token) * bytes, n * bytes, &landed);
-      });
+      if (threadIdx.x == 0) {
+        ptx::barrier_init(&landed, 1);
+        ptx::barrier_init_fence();
+        ptx::barrier_arrive_expect(&landed, n * p.token_bytes - kept_vectors * 16);
+        if (n > 0) {
+          for_planes([&](int plane, const RowBytes& r, int bytes, uint8_t* at, uint8_t*) {
+            ptx::bulk_load_once(at, r.in + static_cast<int64_t>(token) * bytes, (plane == 0 ? held : n) * bytes,
+                                &landed);
+          });
+        }
+      }
+      for_kept(reinterpret_cast<const uint4*>(p.planes[0].in + (token + held) * p.planes[0].bytes),
+               [](uint4& v, const uint4* from) { v = ptx::load_once(from); });
     };
     const int64_t map = static_cast<int64_t>(token) * p.slots;
     int row[kEntries];
@@ -105,7 +127,7 @@ __global__ void __launch_bounds__(kThreads, 1) permute_slice_kernel(const __grid
       }
     };
 
-    for_planes([&](const RowBytes& r, int, uint8_t*, uint8_t* filling) {
+    for_planes([&](int, const RowBytes& r, int, uint8_t*, uint8_t* filling) {
       if (threadIdx.x < kFilling / 16) reinterpret_cast<uint4*>(filling)[threadIdx.x] = fill_of<uint4>(r.fill, 0);
     });
     ptx::bulk_sees_stores();
@@ -121,28 +143,46 @@ __global__ void __launch_bounds__(kThreads, 1) permute_slice_kernel(const __grid
     for (int64_t to = p.block + static_cast<int>(blockIdx.x) + static_cast<int64_t>(threadIdx.x) * p.blocks;
          to < p.rows; to += static_cast<int64_t>(kThreads) * p.blocks) {
       if (p.source[to] >= 0) continue;
-      for_planes([&](const RowBytes& r, int bytes, uint8_t*, uint8_t* filling) {
+      for_planes([&](int, const RowBytes& r, int bytes, uint8_t*, uint8_t* filling) {
         for (int i = 0; i < bytes; i += kFilling)
           ptx::bulk_store(r.out + to * bytes + i, filling, min(bytes - i, kFilling));
       });
     }
+    ptx::bulk_commit();
     if (p.waits) ptx::wait_for_grid_before();
     if (!is_first) look(0);
     if (p.waits) ask_tokens();
     __syncthreads();
     ptx::barrier_wait(&landed, 0);
-    for (int q0 = 0; q0 < n * p.slots; q0 += kEntries * kThreads) {
-      if (q0 != 0) look(q0);
-#pragma unroll
-      for (int j = 0; j < kEntries; ++j) {
-        if (static_cast<unsigned>(row[j]) >= static_cast<unsigned>(p.rows)) continue;
-        const int t = (q0 + j * kThreads + static_cast<int>(threadIdx.x)) / p.slots;
-        for_planes([&](const RowBytes& r, int bytes, uint8_t* at, uint8_t*) {
-          ptx::bulk_store(r.out + static_cast<int64_t>(row[j]) * bytes, at + t * bytes, bytes);
-        });
+    const int first = n - held;  // tokens that make room for those in registers
+    int looked = 0;
+#pragma unroll 1
+    for (int from = 0, to = 0; from < n; from = to) {
+      to = from < first ? first : from < held ? held : n;
+      if (from == held) {
+        ptx::bulk_wait_read<1>();
+        __syncthreads();
+        for_kept(reinterpret_cast<uint4*>(shared), [](const uint4& v, uint4* at) { *at = v; });
+        ptx::bulk_sees_stores();
+        __syncthreads();
       }
+      constexpr int kLook = kEntries * kThreads;
+      for (int q0 = from * p.slots / kLook * kLook; q0 < to * p.slots; q0 += kLook) {
+        if (q0 != looked) look(q0), looked = q0;
+#pragma unroll
+        for (int j = 0; j < kEntries; ++j) {
+          const int q = q0 + j * kThreads + static_cast<int>(threadIdx.x);
+          if (q < from * p.slots || q >= to * p.slots) continue;
+          if (static_cast<unsigned>(row[j]) >= static_cast<unsigned>(p.rows)) continue;
+          const int t = static_cast<int>(p.by_slots(q));
+          for_planes([&](int plane, const RowBytes& r, int bytes, uint8_t* at, uint8_t*) {
+            const int slot = plane == 0 && t >= held ? t - held : t;
+            ptx::bulk_store(r.out + static_cast<int64_t>(row[j]) * bytes, at + slot * bytes, bytes);
+          });
+        }
+      }
+      ptx::bulk_commit();
     }
-    ptx::bulk_commit();
     ptx::bulk_wait_read();
     if (!is_first && !p.waits) ptx::wait_for_grid_before();
   }
@@ -159,9 +199,10 @@ bool slices_pay(const PermuteArgs& args, const Execution& exec) {
     bytes += r.bytes;
   }
   const int64_t tokens = args.row_id_map.rows(), rows = args.source.numel();
-  const int64_t least = args.row_id_map.cols() < kManySlots ? kManyRows : kManyRows / 2;
-  return tokens > 0 && rows >= least * tokens && rows * bytes >= kLeastMoved && bytes >= kLeastToken &&
-         bytes <= kShared / 8;
+  const bool one = args.plane_count == 1, many_slots = args.row_id_map.cols() >= kManySlots;
+  const int64_t least_rows = one ? 0 : many_slots ? kManyRows / 2 : kManyRows;
+  return tokens > 0 && rows >= least_rows * tokens && rows * bytes >= kLeastMoved &&
+         bytes >= (one && !many_slots ? kLeastToken : kLeastLong) && bytes <= kShared / 8;
 }
 
 Status permute_slices(const PermuteArgs& args, const Execution& exec) {
@@ -179,15 +220,20 @@ Status permute_slices(const PermuteArgs& args, const Execution& exec) {
   p.probs = args.probs.data, p.permuted_probs = args.permuted_probs.data;
   p.prob_bytes = args.probs.given() ? bytes(args.probs.dtype) : 0;
   p.tokens = static_cast<int>(args.row_id_map.rows()), p.slots = static_cast<int>(args.row_id_map.cols());
-  p.rows = static_cast<int>(args.source.numel());
+  p.by_slots = Divider(p.slots), p.rows = static_cast<int>(args.source.numel());
   const int64_t grid = device_info(exec.device.index).sm_count;
   const int64_t all_probs = args.row_id_map.numel() * p.prob_bytes;  // bytes
   p.probs_ahead = int64_t{p.rows} * kDramPiece < all_probs ? 0 : static_cast<int>(ceil_div(all_probs, grid * 16) * 16);
-  const int64_t most = (kShared - p.plane_count * kFilling) / p.token_bytes, slices = ceil_div(p.tokens, grid * most);
+  // The first plane's rows are kept in registers, of no more tokens than leave shared memory before those come there
+  const int64_t row = p.planes[0].bytes, token = p.token_bytes, room = kShared - p.plane_count * kFilling;
+  const int64_t most =
+      std::min((room + int64_t{kVectors} * kThreads * 16 / row * row) / token, room / (2 * token - row) * 2);
+  const int64_t slices = ceil_div(p.tokens, grid * most);
   p.blocks = static_cast<int>(grid * slices);
   for (int64_t s = 0; s < slices; ++s) {
     p.block = static_cast<int>(grid * s), p.first = static_cast<int>(p.block * most);
     p.each = static_cast<int>(std::min(most, ceil_div(p.tokens - p.first, grid)));
+    p.held = static_cast<int>(std::min(int64_t{p.each}, (room - p.each * (token - row)) / row));
     p.waits = s > 0 && p.each * 4 > most;  // few tokens may be read while others are written
     DIPTYCH_TRY(launch_after("permute", kernel, grid, kThreads, kShared, exec, p));
   }

@@ -1,4 +1,4 @@
-// Tokens that have many rows each: whole rows through shared memory, all of a device's SMs reading at one time.
+// Much to move: whole rows through shared memory and registers, all of a device's SMs reading at one time.
 #pragma once
 
 #include "cuda/kernels.h"

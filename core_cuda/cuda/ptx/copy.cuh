@@ -61,8 +61,11 @@ __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.comm
 // Until what this thread's groups store has been stored, and is seen by ordinary loads and overwritten by ordinary
 // stores.
 __device__ __forceinline__ void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
-// Until this thread's groups have been read from shared memory.
-__device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+// Until this thread's groups have been read from shared memory, but for the last kLater of them.
+template <int kLater = 0>
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kLater) : "memory");
+}
 // This thread's stores to shared memory so far may be read by the copy engine and by products, after a barrier.
 __device__ __forceinline__ void bulk_sees_stores() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

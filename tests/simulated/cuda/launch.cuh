@@ -10,7 +10,7 @@ namespace diptych::cuda {
 
 struct SharedGrant {
   template <typename Kernel>
-  Status raise(Kernel*, int, int) {
+  Status raise(Kernel*, int, int, int = 0) {
     return {};
   }
 };
@@ -21,6 +21,12 @@ template <typename... Params>
 Status launch(const char*, void (*kernel)(Params...), int64_t blocks, int threads, size_t shared_bytes, void*,
               std::type_identity_t<Params>... args) {
   return ended(simulated::run(static_cast<int>(blocks), 1, threads, shared_bytes, [&] { kernel(args...); }));
+}
+
+template <typename... Params>
+Status launch_after(const char* name, void (*kernel)(Params...), int64_t blocks, int threads, size_t shared_bytes,
+                    const Execution& exec, const std::type_identity_t<Params>&... args) {
+  return launch(name, kernel, blocks, threads, shared_bytes, exec.stream, args...);
 }
 
 template <typename... Params>

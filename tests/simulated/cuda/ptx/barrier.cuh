@@ -8,10 +8,15 @@ namespace diptych::cuda::ptx {
 inline uint32_t shared_address(const void* p) { return simulated::address(p); }
 
 inline simulated::Barrier& own(uint64_t* barrier) {
+  auto& declared = simulated::self->block->declared_barriers;
+  if (const auto found = declared.find(barrier); found != declared.end()) return found->second;
   return simulated::barrier(simulated::self->block, simulated::address(barrier));
 }
 inline void barrier_init(uint64_t* barrier, int count) {
-  simulated::self->block->barriers[simulated::address(barrier)] = {count, count, 0, 0};
+  simulated::Block* block = simulated::self->block;
+  auto& made =
+      simulated::inside(barrier) ? block->barriers[simulated::address(barrier)] : block->declared_barriers[barrier];
+  made = {count, count, 0, 0};
 }
 inline void barrier_init_fence() {}
 inline bool barrier_try(uint64_t* barrier, uint32_t parity) {

@@ -1,7 +1,7 @@
 // Stands in for cuda/ptx/copy.cuh.
 #pragma once
 
-#include "simulated.h"
+#include "cuda/ptx/barrier.cuh"
 
 namespace diptych::cuda::ptx {
 
@@ -20,19 +20,43 @@ inline void copy_async(void* shared, const void* from, bool inside, int bytes) {
 inline void copy_async16(void* shared, const void* from, bool inside) { copy_async(shared, from, inside, 16); }
 inline void copy_async4(void* shared, const void* from, bool inside) { copy_async(shared, from, inside, 4); }
 
+constexpr bool kBulk = true;
+
+inline void check_bulk(const void* global, const void* shared, int bytes) {
+  const bool whole = reinterpret_cast<uintptr_t>(global) % 16 == 0 && bytes % 16 == 0 && bytes > 0;
+  if (!whole || simulated::address(shared) % 16 != 0) simulated::fail("a bulk copy of no whole 16 bytes");
+  simulated::address(static_cast<const unsigned char*>(shared) + bytes - 1);
+}
+inline void bulk_load_once(void* shared, const void* from, int bytes, uint64_t* barrier) {
+  check_bulk(from, shared, bytes);
+  simulated::engine.push_back([=, &b = own(barrier)] {
+    std::memcpy(shared, from, bytes);
+    simulated::count_bytes(b, bytes);
+  });
+}
+inline void bulk_prefetch(const void*, int) {}
+inline void bulk_store(void* to, const void* shared, int bytes) {
+  check_bulk(to, shared, bytes);
+  simulated::self->open_stores.push_back([=] { std::memcpy(to, shared, bytes); });
+}
 inline void bulk_commit() {
   simulated::Thread* t = simulated::self;
+  int& left = t->stores.emplace_back(0);
   for (auto& store : t->open_stores) {
-    ++t->stores;
-    simulated::engine.push_back([t, store = std::move(store)] {
+    ++left;
+    simulated::engine.push_back([&left, store = std::move(store)] {
       store();
-      --t->stores;
+      --left;
     });
   }
   t->open_stores.clear();
 }
-inline void bulk_wait_read() {
-  simulated::wait_until([t = simulated::self] { return t->stores == 0; });
+template <int kLater = 0>
+void bulk_wait_read() {
+  simulated::wait_until([&groups = simulated::self->stores] {
+    return std::all_of(groups.begin(), groups.end() - std::min<int64_t>(kLater, groups.size()),
+                       [](int left) { return left == 0; });
+  });
 }
 inline void bulk_sees_stores() {}
 
