@@ -55,6 +55,8 @@ EVERY = {
     "mixed": CustomRecipe(_mixed),
     "stochastic": CustomRecipe(_stochastic),
 }
+# Those whose layers differ most, for what is asked of each of several kinds of layer
+NOW = ("fp8-delayed", "fp8-block", "mxfp8", "nvfp4", "current, high precision backward", "mixed", "stochastic")
 
 
 class Wide(Layer):

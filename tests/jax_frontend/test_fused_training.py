@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from sweeps import named
 
 import diptych.jax as dj
 from diptych import core
@@ -19,7 +20,7 @@ from diptych.jax.layernorm_mlp import layernorm_mlp, layernorm_mlp_vjp
 from jax_frontend import fused_layers as fl
 from jax_frontend import tools
 
-EVERY = pytest.mark.parametrize("recipe", fl.EVERY.values(), ids=fl.EVERY)
+EVERY = pytest.mark.parametrize("recipe", named(fl.EVERY, fl.NOW))
 
 
 class Kind:

@@ -176,7 +176,7 @@ def product(case: Case, p: Problem, **options: Any) -> jax.Array:
     )
 
 
-@pytest.mark.parametrize("pair", one_in(2, cases.GEMM_PAIRS), ids="-".join)
+@pytest.mark.parametrize("pair", one_in(3, cases.GEMM_PAIRS), ids="-".join)
 def test_bits_of_products(pair):
     """Every grouping; products, extents and epilogues take turns."""
     for turn, case in enumerate(grouped_cases([pair])):

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
+from sweeps import named
 
 import diptych.jax as dj
 from diptych.common import DTypeError, ShapeError, linear_plan
@@ -20,7 +21,7 @@ from jax_frontend import fused_layers as fl
 from jax_frontend import tools
 from jax_frontend.layers import same
 
-EVERY = pytest.mark.parametrize("recipe", fl.EVERY.values(), ids=fl.EVERY)
+EVERY = pytest.mark.parametrize("recipe", named(fl.EVERY, fl.NOW))
 STATELESS = {k: r for k, r in tools.PLAIN_RECIPES.items() if linear_plan(r).input.rowwise.format.pack == 1}
 RECIPE = pytest.mark.parametrize("recipe", STATELESS.values(), ids=STATELESS)
 

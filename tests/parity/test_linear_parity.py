@@ -47,7 +47,7 @@ def compare(label: str, got: list[Step], want: list[Step], **tolerant) -> None:
                 same(getattr(mine, kind)[name], value, f"step {i} {name}: {label}", **tolerant)
 
 
-@pytest.mark.parametrize("name", others_slow(EVERY, (*RECIPES, "by_tensor", "results")))
+@pytest.mark.parametrize("name", others_slow(EVERY, [n for n in (*RECIPES, "by_tensor", "results") if n != "mxfp8-2d"]))
 def test_same_bits(name):
     recipe = EVERY[name]
     exact = all(linear_plan(recipe).quantized)

@@ -17,7 +17,7 @@ from parity.panels import FIELDS, backends, dj, dt, jax, same, same_copies, to_j
 from quantizers import of_case
 from quantizers import quantizer as quantizer_for
 
-PARTS = 4
+PARTS = 6
 
 
 def signatures(fmt: str) -> list[cases.QuantizeCase]:

@@ -158,7 +158,7 @@ def run(cell: Cell, backend: str, device: str) -> None:
         assert not counters["inductor"]["cudagraph_skips"]
 
 
-@pytest.mark.parametrize("cell", one_in(2, PAIRS), ids=str)
+@pytest.mark.parametrize("cell", one_in(3, PAIRS), ids=str)
 def test_pairs(cell):
     run(cell, "aot_eager", "cpu")
 

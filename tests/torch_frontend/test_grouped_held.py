@@ -141,7 +141,8 @@ class Halving:
 
 def _halves(a: Halving, needs: tuple[str, ...]) -> Any:
     """The values of both, and a stack of the halved ones."""
-    total = a.stack.dequantize() + sum(t.dequantize() for t in a.others if t is not None)
+    values = [t.dequantize() for t in (a.stack, *a.others) if t is not None]
+    total = sum(values[1:], start=values[0])  # from 0 on it would lose the sign of a sum that is -0
     return (total, dt.quantize_stack(total / 2, a.stack.quantizer)), []
 
 
