@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from sweeps import named
+from sweeps import named, others_slow
 
 import diptych.jax as dj
 from diptych import core
@@ -252,7 +252,7 @@ def _sizes(arrays):
 
 
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", others_slow(RECIPES, fl.NOW))
 def test_saved_activations(name, activation):
     """At most 0.6 of what the layers of JAX keep in bfloat16, copies of weights counted against us: x, its statistics,
     h, and columnwise copies of the norm and of both kernels, one each; of the norm none where it is made again."""

@@ -23,7 +23,7 @@ from jax_frontend.layers import same
 
 EVERY = pytest.mark.parametrize("recipe", named(fl.EVERY, fl.NOW))
 STATELESS = {k: r for k, r in tools.PLAIN_RECIPES.items() if linear_plan(r).input.rowwise.format.pack == 1}
-RECIPE = pytest.mark.parametrize("recipe", STATELESS.values(), ids=STATELESS)
+RECIPE = pytest.mark.parametrize("recipe", named(STATELESS, fl.NOW))
 
 
 def run(recipe, args, dy, **options):
