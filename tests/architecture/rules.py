@@ -156,6 +156,7 @@ def format_names(root: Path) -> list[str]:
         text = path.read_text()
         if relative == RECIPE_NAMES:
             text = text[: text.index("RECIPES: dict")]  # commands may call a recipe by the name of its format
+            text = re.sub(r"def \w+\(self\) -> bool", "", text)  # so may the question which recipe it is
         broken += [f"{relative} names {m}" for m in sorted(set(pattern.findall(text)))]
     return broken
 
