@@ -27,3 +27,7 @@ class EmulationWarning(UserWarning):
 
 class RecipeSwitchWarning(UserWarning):
     """A module changed to a recipe that cannot use what it held, such as delayed scales, and starts anew."""
+
+
+class IgnoredArgumentWarning(UserWarning):
+    """An argument of TransformerEngine's that has no effect here was given."""

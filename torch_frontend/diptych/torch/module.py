@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from diptych.common.errors import CheckpointError, UnsupportedError
 from diptych.common.plan import LinearPlan
-from diptych.common.recipes import Recipe
+from diptych.common.recipes import Recipe, with_results
 from diptych.common.schedule import OFFSETS
 from diptych.torch import functional, primitives
 from diptych.torch.autocast import STATE, amax_group, make_step_counter
@@ -97,13 +97,17 @@ class QuantizedModule(nn.Module):
         is_first_microbatch: bool | None = None,
         skip_weight_update: Tensor | None = None,
         save_original_input: bool = False,
+        quantize_output: bool = False,
+        quantize_grad_input: bool = False,
     ) -> Tensor:
         """x @ weight.T + bias by the region's recipe, with this module's states; in high precision outside of regions.
 
         **Arguments:** `x`, `weight`, `bias`: as for `linear`. `layer`: its name in this module. `is_first_microbatch`:
         True quantizes the weight and keeps the copies, False uses those kept, None quantizes and keeps nothing.
         `skip_weight_update`: a boolean or float32 tensor of one element; where it is not zero the kept copies stay as
-        they are, decided on the device (for captured graphs; `is_first_microbatch` must be None).
+        they are, decided on the device (for captured graphs; `is_first_microbatch` must be None). `quantize_output`,
+        `quantize_grad_input`: inside of regions the result, or the input's gradient, is quantized too, as the recipe
+        quantizes inputs and gradients; no delayed scaling.
 
         **Raises:** what `linear` raises; CheckpointError if loaded states are another recipe's.
         """
@@ -111,12 +115,15 @@ class QuantizedModule(nn.Module):
             return outside.run(
                 self.quantized_linear, x, weight, bias, layer, is_first_microbatch=is_first_microbatch,
                 skip_weight_update=skip_weight_update, save_original_input=save_original_input,
+                quantize_output=quantize_output, quantize_grad_input=quantize_grad_input,
             )  # fmt: skip
         recipe = self._active_recipe()
         if recipe is None:
             if STATE.calibrating is not None:
                 return self._calibrate(high_precision("linear", x), weight, bias, layer, STATE.calibrating)
             return F.linear(high_precision("linear", x), dequantized_weight(weight), bias)
+        if quantize_output or quantize_grad_input:
+            recipe = with_results(recipe, quantize_output, quantize_grad_input)
         given = (is_first_microbatch, skip_weight_update, save_original_input)
         options, rng = self._options_for(recipe, x, weight, layer, *given)
         return linear_with(x, weight, bias, rng, recipe, options)
