@@ -24,6 +24,7 @@ from diptych.torch.products import Options
 from diptych.torch.quantized import QuantizedTensorBase, high_precision
 from diptych.torch.rules import describe
 from diptych.torch.te_arguments import absorb, dtype_of, initialize
+from diptych.torch.te_states import take_extra_state
 from diptych.torch.weights import initial_weight
 
 
@@ -167,6 +168,7 @@ class GroupedLinear(QuantizedModule):
         return grouped_linear_with(inp, self.weight, bias, offsets, align, rng, recipe, options, row_map)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        take_extra_state(self, state_dict, prefix)  # before the stacks, which make another dict
         for name, p in (("weight", self.weight), ("bias", self.bias)):
             state_dict = _stacked(state_dict, prefix + name, self.num_gemms if p is not None else 0)
         super()._load_from_state_dict(state_dict, prefix, *args)

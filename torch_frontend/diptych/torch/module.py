@@ -39,6 +39,7 @@ from diptych.torch.state import (
     rng_take,
     warn_once,
 )
+from diptych.torch.te_states import take_extra_state
 from diptych.torch.weights import WeightCache, WeightGradients
 
 
@@ -225,7 +226,7 @@ class QuantizedModule(nn.Module):
         if states.region == STATE.region and not capturing:
             return states.current()
         keep_from_broadcast(states)
-        group = amax_group(recipe, STATE.amax_groups)
+        group = amax_group(recipe, STATE.amax_groups, delayed=True)
         if states._buffers["seen"] is None and device.type == "cuda":
             _require_no_capture(device)
             states.seen = torch.zeros(1, dtype=torch.int64, device=device)
@@ -304,7 +305,9 @@ class QuantizedModule(nn.Module):
             )
         scales = None
         if states is not None and self.training:
-            scales = update_once(states, plan.states, STATE.steps[str(device)], amax_group(recipe, STATE.amax_groups))
+            scales = update_once(
+                states, plan.states, STATE.steps[str(device)], amax_group(recipe, STATE.amax_groups, delayed=True)
+            )
         rng = self._buffers.get("rng_state")
         return states, rng_take(rng, OFFSETS) if plan.needs_rng and rng is not None else None, scales
 
@@ -384,6 +387,7 @@ class QuantizedModule(nn.Module):
         return {k: v for k, v in self.__dict__.items() if k not in ("_last_region", "_last_groups", "_caches")}
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        take_extra_state(self, state_dict, prefix)
         device = next((t.device for t in self.parameters()), None)
         below = f"{prefix}scale_states."
         tree = keys_below(state_dict, below)

@@ -1,13 +1,16 @@
-"""Functions by the names that TransformerEngine gives them: what runs here, and regions by their earlier names."""
+"""TransformerEngine's names: functions as it calls them, and state dicts as its modules have them."""
 
 from __future__ import annotations
 
 import functools
+import pickle
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from diptych import core
+from diptych.common.errors import UnsupportedError
 from diptych.common.recipes import (
     DEFAULT_RECIPE,
     Float8BlockScaling,
@@ -19,6 +22,8 @@ from diptych.common.recipes import (
 from diptych.common.shapes import gemm_copies
 from diptych.core import _core
 from diptych.torch.autocast import autocast
+from diptych.torch.module import QuantizedModule
+from diptych.torch.te_states import EXTRA, SLOTS, WIDTH, layers_of
 from diptych.torch.weights import quantized_model_init
 
 _EXTENT = 512  # any shape that tensor cores take
@@ -97,3 +102,86 @@ def is_nvfp4_available(return_reason: bool = False) -> bool | tuple[bool, str]:
 def is_bf16_available(return_reason: bool = False) -> bool | tuple[bool, str]:
     """True: every backend takes bfloat16."""
     return (True, "") if return_reason else True
+
+
+# --- state dicts -----------------------------------------------------------------------------------------------------
+
+_THEIRS = "transformer_engine.common.recipe"
+
+
+class Format:
+    """Stands in a pickle for TransformerEngine's class of this name, called with its value."""
+
+    def __init__(self, largest: tuple[float, float]) -> None:
+        self.largest = largest
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Format, (self.largest,)
+
+
+class DelayedScaling:
+    """Stands in a pickle for TransformerEngine's recipe of this name."""
+
+
+def _pickled(state: dict[str, Any]) -> Tensor:
+    # Protocol 2 names classes in plain text and has no lengths around them.
+    data = pickle.dumps(state, 2)
+    for cls in (DelayedScaling, Format):
+        own, theirs = (f"c{where}\n{cls.__name__}\n".encode() for where in (__name__, _THEIRS))
+        assert data.count(own) == 1
+        data = data.replace(own, theirs)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _extra_of(module: QuantizedModule, states: dict[str, Tensor]) -> Tensor:
+    """The `_extra_state` of a module with these states, by their names below the module."""
+    own = layers_of(module)
+    made: dict[str, Any] = {}
+    extra: dict[str, Any] = {"num_gemms": len(own)}
+    for way, width in WIDTH.items():
+        slots = {at: slot for slot, (w, at) in SLOTS.items() if w == way}
+        scales, histories = [], []
+        for below in own:
+            if missing := [f"{below}{slot}" for slot in SLOTS if f"{below}{slot}.scale" not in states]:
+                raise UnsupportedError(
+                    f"{type(module).__name__} has no state {missing[0]!r}: TransformerEngine's modules have one "
+                    "for the input, the weight and the output's gradient each"
+                )
+            length = states[f"{below}input.amax_history"].numel()
+            for name in [f"{below}{slots[at]}" if at in slots else "" for at in range(width)]:
+                scales.append(states[f"{name}.scale"].cpu() if name else torch.ones(1))
+                histories.append(states[f"{name}.amax_history"].cpu() if name else torch.zeros(length))
+                if name:
+                    extra[f"fp8_max_{way}"] = states[f"{name}.fp8_max"].item()
+        made[f"scale_{way}"], made[f"amax_history_{way}"] = torch.cat(scales), torch.stack(histories, 1)
+    recipe = DelayedScaling()
+    recipe.__dict__ |= {
+        "margin": 0, "fp8_format": Format((extra["fp8_max_fwd"], extra["fp8_max_bwd"])), "amax_compute_algo": "max",
+        "amax_history_len": made["amax_history_fwd"].shape[0], "scaling_factor_compute_algo": None,
+        "reduce_amax": True, "fp8_dpa": False, "fp8_mha": False,
+    }  # fmt: skip
+    return _pickled(made | {"recipe": recipe, "extra_fp8_variables": extra})
+
+
+def te_state_dict(model: nn.Module) -> dict[str, Any]:
+    """A model's state dict under the names of TransformerEngine's modules, delayed scales in their `_extra_state`.
+
+    `GroupedLinear`'s stacks become `weight0`, `bias0`, ... The state of stochastic rounding has no counterpart and is
+    left out. Written by TransformerEngine's public source; no run of TransformerEngine itself has read it.
+
+    **Raises** NotImplementedError for a module whose states have no counterpart there.
+    """
+    out: dict[str, Any] = dict(model.state_dict())
+    for path, module in model.named_modules():
+        if not isinstance(module, QuantizedModule):
+            continue
+        prefix = f"{path}." if path else ""
+        states = {k[len(prefix) :]: out.pop(k) for k in list(out) if k.startswith(f"{prefix}scale_states.")}
+        out.pop(f"{prefix}rng_state", None)
+        if hasattr(module, "num_gemms"):
+            for name in ("weight", "bias"):
+                if f"{prefix}{name}" in out:
+                    parts = out.pop(f"{prefix}{name}")
+                    out |= {f"{prefix}{name}{g}": part.clone() for g, part in enumerate(parts)}
+        out[f"{prefix}{EXTRA}"] = _extra_of(module, states) if states else torch.empty(0, dtype=torch.uint8)
+    return out
