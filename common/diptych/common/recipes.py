@@ -433,9 +433,8 @@ def with_results(recipe: Recipe, output: bool, grad_input: bool) -> Recipe:
 
     **Raises** NotImplementedError for delayed scaling.
     """
-    products = {f"fp8_gemm_{gemm}": getattr(recipe, f"fp8_gemm_{gemm}") for gemm in GEMMS}
-    kept = {"backward_override": recipe.backward_override, "amax_group": recipe.amax_group}
-    made = _WithResults(base=recipe, output=output, grad_input=grad_input, **products, **kept)
+    kept: dict[str, Any] = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(Recipe)}
+    made = _WithResults(base=recipe, output=output, grad_input=grad_input, **kept)
     for tensor in ("output", "grad_input"):
         made.quantizer(QuantizerRole(tensor=tensor))
     return made

@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._utils import _rebuild_tensor_v2
 
 from diptych.common.errors import CheckpointError
 from diptych.common.formats import LARGEST
@@ -48,7 +49,7 @@ def _storage(data: bytes) -> Any:
 
 _KNOWN = {
     ("collections", "OrderedDict"): OrderedDict,
-    ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
+    ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor_v2,
     ("_codecs", "encode"): codecs.encode,  # bytes, in protocol 2
     ("torch.storage", "_load_from_bytes"): _storage,
     ("torch", "Size"): torch.Size,
