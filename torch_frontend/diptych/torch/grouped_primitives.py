@@ -25,6 +25,7 @@ from diptych.torch import opaque, primitives
 from diptych.torch.primitives import IMPLEMENTATIONS
 from diptych.torch.rules import (
     Copy,
+    allocator,
     check_copy,
     check_quantize,
     contiguous,
@@ -130,8 +131,7 @@ def _layout(x: Tensor, quantizer: Quantizer) -> tuple[tuple[str, tuple[int, ...]
     if found is None:
         shapes.check(shapes.quantize_constraints(grouped.stack_shape(x.shape), quantizer))
         found = tuple(
-            (b.name, b.shape, torch.empty(0, dtype=getattr(torch, b.dtype), device=x.device).new_empty)
-            for b in grouped.stack_buffers(x.shape, quantizer)
+            (b.name, b.shape, allocator(b.dtype, x.device)) for b in grouped.stack_buffers(x.shape, quantizer)
         )
         if len(_layouts) >= 4096:
             _layouts.clear()

@@ -11,6 +11,7 @@ One copy of a quantized operand travels as `Copy`: (data, scale_inv, amax or Non
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -345,15 +346,21 @@ _Layout = tuple[tuple[int, tuple[int, ...], Callable[..., Tensor]], ...]
 _layouts: dict[Any, _Layout] = {}
 
 
+@functools.cache
+def allocator(dtype: str, device: torch.device) -> Callable[..., Tensor]:
+    """An empty tensor's new_empty, the fastest allocator from Python. One serves all shapes: a tensor kept for each
+    would lie between large buffers in the C heap, whose pages can then neither merge nor go back to the system."""
+    return torch.empty(0, dtype=getattr(torch, dtype), device=device).new_empty
+
+
 def layout(shape: tuple[int, ...], quantizer: Quantizer, device: torch.device) -> _Layout:
-    """(slot, shape, allocator) of each buffer. An empty tensor's new_empty is the fastest allocator from Python."""
+    """(slot, shape, allocator) of each buffer."""
     key = (shape, quantizer.spec, quantizer.rowwise, quantizer.columnwise, device)  # hashes faster than a quantizer
     found = _layouts.get(key)
     if found is None:
         shapes.check(shapes.quantize_constraints(shape, quantizer))
         found = tuple(
-            (_SLOTS[b.name], b.shape, torch.empty(0, dtype=getattr(torch, b.dtype), device=device).new_empty)
-            for b in shapes.quantize_buffers(shape, quantizer)
+            (_SLOTS[b.name], b.shape, allocator(b.dtype, device)) for b in shapes.quantize_buffers(shape, quantizer)
         )
         if len(_layouts) >= 4096:
             _layouts.clear()
