@@ -39,7 +39,7 @@ def test_run_before_seal():
             program.run([])
     program, x, _ = recorded()
     assert not seal(program, x, torch.empty(1))  # met another tensor
-    with pytest.raises(ValueError, match="seal.. refused cannot run"):
+    with pytest.raises(ValueError, match=r"seal.. refused cannot run"):
         program.run([x])
 
 
@@ -48,7 +48,7 @@ def test_seal_too_early_or_twice():
     with pytest.raises(ValueError, match=r"Program.seal: start\(\) and stop\(\) it first"):
         seal(program, x, out)
     program.start()
-    with pytest.raises(ValueError, match="Program.seal"):
+    with pytest.raises(ValueError, match=r"Program.seal"):
         seal(program, x, out)
     program.stop()
     program, x, out = recorded()
@@ -59,13 +59,13 @@ def test_seal_too_early_or_twice():
 
 def test_start_and_stop_out_of_order():
     first, second = _core.Program(), _core.Program()
-    with pytest.raises(ValueError, match="Program.stop: it does not record"):
+    with pytest.raises(ValueError, match=r"Program.stop: it does not record"):
         first.stop()
     first.start()
     for program, message in ((first, "recorded already"), (second, "another program of this thread")):
         with pytest.raises(ValueError, match=f"Program.start: .*{message}"):
             program.start()
-    with pytest.raises(ValueError, match="Program.stop: it does not record"):
+    with pytest.raises(ValueError, match=r"Program.stop: it does not record"):
         second.stop()
     found = []
 

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diptych.common.errors import DTypeError, UnsupportedError
+from diptych.common.errors import ArgumentError, UnsupportedError
 from diptych.torch import opaque
 from diptych.torch.op_fields import Size as Size
 from diptych.torch.op_fields import Written as Written
@@ -79,7 +79,7 @@ class CustomOp:
         remedy: str = IN_HIGH_PRECISION,
     ) -> None:
         if not dataclasses.is_dataclass(arguments):
-            raise DTypeError(f"CustomOp {name}: arguments must be a dataclass, got {arguments!r}")
+            raise ArgumentError(f"CustomOp {name}: arguments must be a dataclass, got {arguments!r}")
         hints = typing.get_type_hints(arguments)
         self.name, self.arguments = name, arguments
         self.fields = tuple([field_of(f.name, hints[f.name]) for f in dataclasses.fields(arguments)])

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from diptych.common import shapes
-from diptych.common.errors import DTypeError, UnsupportedError
+from diptych.common.errors import ArgumentError, UnsupportedError
 from diptych.common.formats import FORMATS
 from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX, Quantizer
 from diptych.torch import primitives
@@ -27,7 +27,7 @@ from diptych.torch.rules import Copy, refuse_second_derivative, require_no_grad,
 
 def _require_quantized(op: str, arg: str, q: Any) -> None:
     if not isinstance(q, QuantizedTensor):
-        raise DTypeError(f"{op}: {arg} must be a QuantizedTensor, got {type(q).__name__}; quantize() makes one")
+        raise ArgumentError(f"{op}: {arg} must be a QuantizedTensor, got {type(q).__name__}; quantize() makes one")
 
 
 @overload
@@ -129,7 +129,7 @@ def quantize(
         given = {name: value for name, value in given.items() if value is not None}
         q = implementation(quantizer, x, functools.partial(quantize, **given))
         if not isinstance(q, QuantizedTensor):
-            raise DTypeError(
+            raise ArgumentError(
                 f"{type(quantizer).__name__}.quantize_impl returned {type(q).__name__}; "
                 "it must return what the quantize function that it is given returned"
             )
@@ -166,7 +166,7 @@ def rng_state(seed: int, offset: int = 0, device: torch.device | str | int | Non
     words = []
     for name, value in (("seed", seed), ("offset", offset)):
         if not isinstance(value, int):
-            raise TypeError(f"rng_state: {name} must be an int, got {type(value).__name__}")
+            raise ArgumentError(f"rng_state: {name} must be an int, got {type(value).__name__}")
         if not 0 <= value < 1 << 64:
             raise ValueError(f"rng_state: {name} must lie in 0..2^64-1, got {value}")
         for word in (value & 0xFFFFFFFF, value >> 32):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from diptych.common import shapes
-from diptych.common.errors import DTypeError
+from diptych.common.errors import ArgumentError, DTypeError
 from diptych.common.fused import ActivationOptions, NormOptions
 from diptych.common.quantizers import ROW_AMAX, Float8Quantizer, Quantizer
 from diptych.core import _core
@@ -76,7 +76,7 @@ def _check_norm(op: str, x: Tensor, which: int, **operands: Tensor | None) -> No
         if t is not None and which == _RMSNORM and arg in ("mu", "beta"):
             raise ValueError(f"{op}: RMSNorm has no {arg}, and one was given")
         if t is None and (arg in ("gamma", "rsigma") or (arg == "mu" and which == _LAYERNORM)):
-            raise DTypeError(f"{op}: {arg} is missing")
+            raise ArgumentError(f"{op}: {arg} is missing")
         _check_vector(op, arg, t, x, m if statistic else k, statistic=statistic)
 
 
@@ -223,7 +223,7 @@ def _encoded(op: str, f: FusedInput) -> tuple[Any, ...]:
         return tuple(f.x.shape)
     if f.kind == _PERMUTED:
         if f.row_id_map is None or f.source is None:
-            raise DTypeError(f"{op}: row_id_map and source belong together, and one is missing")
+            raise ArgumentError(f"{op}: row_id_map and source belong together, and one is missing")
         check_maps(op, f.x, f.row_id_map, f.source)
         require_tokens(op, "x", f.x, f.row_id_map.shape[0], "the map's tokens")
         return (f.source.shape[0], f.x.shape[-1])
@@ -233,7 +233,7 @@ def _encoded(op: str, f: FusedInput) -> tuple[Any, ...]:
     if f.kind == _ACTIVATION:
         return shape
     if f.dy is None:
-        raise DTypeError(f"{op}: dy is missing")
+        raise ArgumentError(f"{op}: dy is missing")
     _check_dy(op, f.dy, f.x, shape)
     return tuple(f.x.shape)
 

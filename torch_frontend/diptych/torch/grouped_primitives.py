@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from diptych.common import grouped, shapes
-from diptych.common.errors import DTypeError, ShapeError
+from diptych.common.errors import ArgumentError, DTypeError, ShapeError
 from diptych.common.quantizers import RHT, ROW_AMAX, Float8Quantizer, Quantizer
 from diptych.core import _core
 from diptych.torch import opaque, primitives
@@ -61,7 +61,7 @@ def check_stack(x: Tensor, quantizer: Quantizer, *given: Tensor | None) -> None:
     """`given`: amax, columnwise_amax, scale and rng of each tensor."""
     op = "quantize_stack"
     if quantizer.implementation() is not None:
-        raise DTypeError(f"{op}: {type(quantizer).__name__} quantizes on its own; call quantize for each tensor")
+        raise ArgumentError(f"{op}: {type(quantizer).__name__} quantizes on its own; call quantize for each tensor")
     each = grouped.stack_shape(x.shape)
     for arg, t in zip(("amax", "columnwise_amax", "scale", "rng"), given, strict=True):
         if t is None:

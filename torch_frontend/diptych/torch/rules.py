@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from diptych.common import shapes
-from diptych.common.errors import DeviceError, DTypeError, ShapeError, UnsupportedError
+from diptych.common.errors import ArgumentError, DeviceError, DTypeError, ShapeError, UnsupportedError
 from diptych.common.formats import FORMATS, FormatRow
 from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX, STOCHASTIC, Quantizer
 from diptych.core import _core
@@ -44,7 +44,7 @@ def describe(t: Tensor) -> str:
 
 def require_tensor(op: str, arg: str, t: Any) -> None:
     if not isinstance(t, Tensor):
-        raise DTypeError(f"{op}: {arg} must be a torch.Tensor, got {type(t).__name__}")
+        raise ArgumentError(f"{op}: {arg} must be a torch.Tensor, got {type(t).__name__}")
 
 
 def require_high_precision(op: str, arg: str, t: Tensor) -> None:
@@ -67,7 +67,7 @@ def require_quantizer(op: str, quantizer: Any) -> None:
     # While Dynamo traces, torch 2.11 shows an opaque value's wrapper to isinstance.
     compiling = torch.compiler.is_compiling()
     if not (hasattr(quantizer, "implementation") if compiling else isinstance(quantizer, Quantizer)):
-        raise DTypeError(
+        raise ArgumentError(
             f"{op}: quantizer must be a diptych.common.Quantizer, got {type(quantizer).__name__}; "
             "recipe.quantizer(QuantizerRole(...)) makes one"
         )
@@ -178,9 +178,9 @@ def check_quantize(
     if flags & RHT:
         _check_rotation("quantize", x, encoded)
     if scale is None and quantizer.needs_scale:
-        raise DTypeError(f"quantize: {type(quantizer).__name__} takes its scale from the caller; pass scale=")
+        raise ArgumentError(f"quantize: {type(quantizer).__name__} takes its scale from the caller; pass scale=")
     if rng is None and flags & STOCHASTIC:
-        raise DTypeError(f"quantize: {type(quantizer).__name__} rounds stochastically; pass rng=, see rng_state()")
+        raise ArgumentError(f"quantize: {type(quantizer).__name__} rounds stochastically; pass rng=, see rng_state()")
     if rng is not None:
         if not flags & STOCHASTIC:
             raise ValueError("quantize: rng is for stochastic rounding, which was not asked for")
@@ -286,7 +286,7 @@ def _check_copy_amax(op: str, arg: str, copy: Copy, fmt: FormatRow, rows: Any) -
             raise ValueError(f"{op}: {arg} amax is not read by this format")
         return
     if amax is None:
-        raise DTypeError(f"{op}: {arg} amax is missing")
+        raise ArgumentError(f"{op}: {arg} amax is missing")
     numel = math.prod(amax.shape)
     each_row = not copy[4] and not (_static(numel) and numel == 1)
     _require_floats(op, f"{arg} amax", amax, copy[0], rows if each_row else 1)
