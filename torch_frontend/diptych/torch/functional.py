@@ -22,7 +22,14 @@ from diptych.torch import primitives
 from diptych.torch.custom_op import IN_HIGH_PRECISION
 from diptych.torch.operands import pack, unpack, values
 from diptych.torch.quantized import QuantizedTensor, from_buffers, rotated
-from diptych.torch.rules import Copy, refuse_second_derivative, require_no_grad, require_quantizer, require_tensor
+from diptych.torch.rules import (
+    Copy,
+    refuse_second_derivative,
+    require_no_grad,
+    require_no_tangent,
+    require_quantizer,
+    require_tensor,
+)
 
 
 def _require_quantized(op: str, arg: str, q: Any) -> None:
@@ -122,6 +129,7 @@ def quantize(
     or an amax or scale requires grad.
     """
     require_tensor("quantize", "x", x)
+    require_no_tangent("quantize", x, amax, columnwise_amax, scale)
     require_quantizer("quantize", quantizer)
     implementation = quantizer.implementation()
     if implementation is not None:
@@ -245,6 +253,7 @@ def gemm(
     """
     _require_quantized("gemm", "a", a)
     _require_quantized("gemm", "b", b)
+    require_no_tangent("gemm", a, b, bias)
     side_a, side_b = shapes.gemm_copies(trans_a, trans_b)
     dtype = a.dtype if out_dtype is None else out_dtype
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)):

@@ -38,6 +38,7 @@ from diptych.torch.rules import (
     require_device,
     require_high_precision,
     require_no_grad,
+    require_no_tangent,
     require_out_dtype,
     require_size,
     workspace,
@@ -489,9 +490,11 @@ class _Activate(torch.autograd.Function):
 
 def layernorm(x: Tensor, gamma: Tensor, beta: Tensor | None, options: NormOptions) -> Tensor:
     """The norm of x [..., K] in x's dtype; its gradients are those of `norm_grad`."""
+    require_no_tangent("diptych.torch's norm", x, gamma, beta)
     return _LayerNorm.apply(x, gamma, beta, options)
 
 
 def activate(x: Tensor, options: ActivationOptions) -> Tensor:
     """An activation in x's dtype; its gradient is that of `activation_grad`."""
+    require_no_tangent("diptych.torch's activation", x)
     return _Activate.apply(x, options)

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 from diptych.common.errors import ArgumentError, UnsupportedError
 from diptych.common.quantizers import RHT, Quantizer
 from diptych.torch import grouped_primitives, primitives
-from diptych.torch.rules import TWO_LEVEL, Copy
+from diptych.torch.rules import TWO_LEVEL, Copy, require_no_tangent
 
 aten = torch.ops.aten
 
@@ -98,6 +98,7 @@ class QuantizedTensorBase(Tensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
         """See `diptych.torch.dequantize`."""
         dtype = self.dtype if dtype is None else dtype
+        require_no_tangent("dequantize", self)
         if torch.is_grad_enabled() and self.requires_grad:
             return _Dequantize.apply(self, dtype)
         return self._values(dtype)

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from diptych.common import shapes
@@ -84,6 +85,19 @@ def require_no_grad(op: str, *tensors: Tensor | None) -> None:
             f"{op} has no derivative, and an argument requires grad: "
             "use diptych.torch.Linear to train, or detach() it, or call under torch.no_grad()"
         )
+
+
+def require_no_tangent(op: str, *tensors: Any) -> None:
+    """**Raises** NotImplementedError where an argument carries the tangent of forward-mode differentiation: an op would
+    drop it, and a derivative of 0 would follow."""
+    if forward_ad._current_level < 0 or torch.compiler.is_compiling():
+        return
+    for t in tensors:
+        if isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None:
+            raise UnsupportedError(
+                f"{op} has no forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad), and an argument has "
+                "a tangent: differentiate in reverse mode, or pass the primal alone"
+            )
 
 
 def format_row(op: str, format_id: int) -> FormatRow:
@@ -409,7 +423,11 @@ def define(
         return overload
 
     def below_autograd(*args: Any, **kwargs: Any) -> Any:
-        require_no_grad(f"diptych::{name}", *(t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)))
+        given = (*args, *kwargs.values())
+        require_no_grad(f"diptych::{name}", *(t for t in given if isinstance(t, Tensor)))
+        require_no_tangent(
+            f"diptych::{name}", *(t for a in given for t in (a if isinstance(a, (list, tuple)) else (a,)))
+        )
         with torch._C._AutoDispatchBelowAutograd():
             return overload(*args, **kwargs)
 
@@ -421,7 +439,7 @@ def direct(*tensors: Tensor | None) -> bool:
     """Whether nothing but the kernel would see this call: plain dense tensors, and nothing traces or interposes."""
     if torch.compiler.is_compiling():
         return False
-    if torch._C._len_torch_dispatch_stack() or _interpreter_stack() is not None:
+    if torch._C._len_torch_dispatch_stack() or _interpreter_stack() is not None or forward_ad._current_level >= 0:
         return False
     for t in tensors:
         if t is None:
