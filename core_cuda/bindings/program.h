@@ -14,8 +14,8 @@ namespace diptych::bind {
 // Raises the Python exception of a status's code, warnings given as EmulationWarnings before.
 void finish(const Status& status, const WarningCollector& warnings);
 
-// Between `start` and `stop` every op of this thread is added; `seal` says what the tensors are that they met. A program
-// that is deleted while it records stops recording. Called in another order, each of these raises ValueError.
+// Between `start` and `stop` every op of this thread is added; `seal` says what the tensors are that they met. A
+// program that is deleted while it records stops recording. Called in another order, each of these raises ValueError.
 class Program : public std::enable_shared_from_this<Program> {
  public:
   void start();

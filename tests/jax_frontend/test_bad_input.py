@@ -17,6 +17,7 @@ from diptych.jax import primitives
 from jax_frontend import tools
 
 X = np.ones((4, 32), np.float32)
+BIG = np.ones((4, 32), ">f4")
 B16 = np.ones((16, 32), cases.INPUT_DTYPES["bfloat16"])
 CURRENT, MX, BLOCK, FP4 = (tools.quantizer(f) for f in ("fp8_e4m3_tensor", "mxfp8_e4m3", "fp8_e4m3_1x128", "nvfp4"))
 DELAYED, NOISY, ROTATED = dj.Float8Quantizer(), NVFP4Quantizer(stochastic_rounding=True), NVFP4Quantizer(with_rht=True)
@@ -61,6 +62,15 @@ BAD = {
         lambda: dj.quantize(B16, tools.quantizer("nvfp4", row_amax=True, columnwise=False), amax=1.0),
         ShapeError,
         r"amax must have shape \[16\], got \[1\]",
+    ),
+    "quantize big-endian": (lambda: dj.quantize(BIG, MX), DTypeError, "x is big-endian.*newbyteorder"),
+    "quantize amax big-endian": (lambda: dj.quantize(X, CURRENT, amax=BIG[0, :1]), DTypeError, "amax is big-endian"),
+    "amax big-endian": (lambda: dj.amax(BIG), DTypeError, "amax: x is big-endian"),
+    "scale_update big-endian": (lambda: dj.scale_update(BIG, BIG[:, 0]), DTypeError, "history is big-endian"),
+    "map big-endian": (
+        lambda: dj.moe_map(np.zeros((4, 1), ">i4"), 2, map_type="index"),
+        DTypeError,
+        "routing_map is big-endian",
     ),
     "quantize amax float64": (lambda: dj.quantize(X, CURRENT, amax=np.ones(1)), DTypeError, "amax is float64"),
     "quantize amax text": (

@@ -34,7 +34,7 @@ def permute(*args, **options):
 
 # name: call, error, message
 BAD = {
-    "map list": (lambda: dj.moe_map([[1]]), ArgumentError, "moe_map: routing_map must be a JAX or NumPy array, got list",),
+    "map list": (lambda: dj.moe_map([[1]]), ArgumentError, "moe_map: routing_map must be a JAX or .* got list"),
     "map float": (lambda: dj.moe_map(X), DTypeError, r"moe_map: routing_map \(a mask\) must be bool or int.*float32"),
     "map rank": (lambda: dj.moe_map(MASK[0]), ShapeError, r"moe_map: routing_map must have 2 dimension.*\[3\]"),
     "map kind": (lambda: dj.moe_map(MASK, map_type="ids"), ValueError, "map_type must be 'mask' or 'index', got 'ids'"),
@@ -49,13 +49,13 @@ BAD = {
         lambda: dj.moe_map(IDS, 2049, map_type="index"), NotImplementedError, "moe_map: 2049 experts.*at most 2048",
     ),
     "map align": (lambda: dj.moe_map(MASK, align_size=0), ValueError, "moe_map: align_size must be at least 1, got 0"),
-    "map align array": (lambda: dj.moe_map(MASK, align_size=jnp.ones(())), ArgumentError, "align_size must be a Python",),
+    "map align array": (lambda: dj.moe_map(MASK, align_size=jnp.ones(())), ArgumentError, "align_size must be a Py"),
     "map align much": (lambda: dj.moe_map(MASK, 3, num_out_tokens=5, align_size=1 << 30), ShapeError, "padding are"),
     "map rows": (lambda: dj.moe_map(MASK, num_out_tokens=-2), ValueError, "num_out_tokens must be at least -1, got -2"),
     "map rows bool": (lambda: dj.moe_map(MASK, num_out_tokens=True), ArgumentError, "num_out_tokens .*got bool"),
     "map rows float": (lambda: dj.moe_map(MASK, num_out_tokens=4.0), ArgumentError, "num_out_tokens .*got float"),
     "map rows array": (
-        lambda: dj.moe_map(MASK, num_out_tokens=jnp.int32(4)), ArgumentError, "num_out_tokens .*sizes are static in JAX",
+        lambda: dj.moe_map(MASK, num_out_tokens=jnp.int32(4)), ArgumentError, "num_out_tokens .*sizes are static",
     ),
     "map rows many": (lambda: dj.moe_map(MASK, num_out_tokens=1 << 31), ShapeError, "moe_map: rows are 2147483648"),
     "permute list": (lambda: permute([[1.0]], MASK), ArgumentError, "moe_permute: inp must be a JAX or NumPy array"),
@@ -79,7 +79,7 @@ BAD = {
     "probs float64": (
         lambda: dj.moe_permute_with_probs(X, PROBS.astype(np.float64), MASK), DTypeError, "probs is float64",
     ),
-    "pad map": (lambda: dj.moe_permute_and_pad_with_probs(X, PROBS, row_map()), ArgumentError, "routing_map .*got RowMap",),
+    "pad map": (lambda: dj.moe_permute_and_pad_with_probs(X, PROBS, row_map()), ArgumentError, "routing_map .*got Row"),
     "pad counts": (
         lambda: dj.moe_permute_and_pad_with_probs(X, PROBS, MASK, [1, 2]), ShapeError, r"tokens_per_expert .*\[3\]",
     ),
@@ -130,7 +130,7 @@ BAD = {
         lambda: dj.moe_sort_chunks_by_index_with_probs(X, TO[:, 0], SIZES, ORDER), DTypeError, "probs must be float32",
     ),
     "chunks no probs": (
-        lambda: dj.moe_sort_chunks_by_index_with_probs(X, None, SIZES, ORDER), ArgumentError, "probs must be .*NoneType",
+        lambda: dj.moe_sort_chunks_by_index_with_probs(X, None, SIZES, ORDER), ArgumentError, "probs must .*NoneType",
     ),
 }  # fmt: skip
 OPS = ("permute_map", "chunk_map", "invert_map", "permute", "permute_columns", "unpermute", "unpermute_grad")

@@ -20,7 +20,7 @@ from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX, Quantizer
 from diptych.jax import primitives
 from diptych.jax.ffi import Source
 from diptych.jax.quantized import QuantizedArray, from_buffers
-from diptych.jax.rules import check_high_precision, enforce
+from diptych.jax.rules import check_high_precision, check_native, enforce
 
 Array = jax.Array
 
@@ -30,6 +30,7 @@ def to_array(op: str, arg: str, x: Any) -> Array:
     if not isinstance(x, (jax.Array, np.ndarray)):
         raise ArgumentError(f"{op}: {arg} must be a JAX or NumPy array, got {type(x).__name__}")
     check_high_precision(op, arg, x.dtype, x.shape)
+    check_native(op, arg, x)
     return jnp.asarray(x)
 
 
@@ -72,6 +73,7 @@ def small_operand(op: str, arg: str, value: Any) -> Array | None:
     elif isinstance(value, (int, float)):
         out = jnp.full(1, value, jnp.float32)
     elif isinstance(value, (np.ndarray, np.generic)):
+        check_native(op, arg, value)
         out = jnp.asarray(value)
         if out.dtype != value.dtype:
             raise DTypeError(f"{op}: {arg} is {value.dtype}, which JAX would turn into {out.dtype}; cast it first")
@@ -263,6 +265,7 @@ def scale_update(
         optional = name in ("reduced", "amax")
         if not isinstance(x, (jax.Array, np.ndarray)) and not (optional and x is None):
             raise ArgumentError(f"scale_update: {name} must be a JAX or NumPy array, got {type(x).__name__}")
+        check_native("scale_update", name, x)
         if x is not None and x.dtype != np.float32:  # before JAX would round float64
             raise DTypeError(f"scale_update: {name} must be float32, got {x.dtype}{list(x.shape)}")
     if isinstance(margin, bool) or not isinstance(margin, (int, np.integer)):

@@ -30,7 +30,16 @@ from diptych.common.errors import ArgumentError, DTypeError, ShapeError
 from diptych.jax import moe_primitives as ops
 from diptych.jax.permutation_ops import as_int32, padded_offsets, padding_before, permute, shifted, unpermute
 from diptych.jax.quantized import QuantizedArray
-from diptych.jax.rules import MAX_SLOTS, check_copy, check_few, check_row_map, check_rows, check_tokens, enforce
+from diptych.jax.rules import (
+    MAX_SLOTS,
+    check_copy,
+    check_few,
+    check_native,
+    check_row_map,
+    check_rows,
+    check_tokens,
+    enforce,
+)
 
 Array = jax.Array
 Rows = Any  # Array or QuantizedArray
@@ -60,6 +69,7 @@ def _array(op: str, arg: str, x: Any, *dims: int) -> Any:
         raise ArgumentError(f"{op}: {arg} must be a JAX or NumPy array, got {type(x).__name__}")
     if dims and x.ndim not in dims:
         raise ShapeError(f"{op}: {arg} must have {' or '.join(map(str, dims))} dimension(s), got {list(x.shape)}")
+    check_native(op, arg, x)
     return x
 
 

@@ -21,6 +21,7 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import ManualAxisType, PartitionSpec
 
 from diptych.common import shapes
+from diptych.common.byte_order import check_byte_order
 from diptych.common.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
 from diptych.common.formats import FormatRow, format_by_name
 from diptych.common.quantizers import RHT, Quantizer
@@ -59,6 +60,12 @@ class Copy(NamedTuple):
 
 
 # --- checks ---
+
+
+def check_native(op: str, arg: str, x: Any) -> None:
+    """**Raises** DTypeError for a NumPy array of the other byte order, before JAX refuses it in words of its own."""
+    if isinstance(x, (np.ndarray, np.generic)):
+        check_byte_order(op, arg, x.dtype)
 
 
 def check_high_precision(op: str, arg: str, dtype: Any, shape: Any) -> None:
