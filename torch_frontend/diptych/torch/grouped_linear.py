@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from diptych.common.errors import DTypeError, ShapeError
+from diptych.common.errors import ArgumentError, DTypeError, ShapeError
 from diptych.common.grouped import HIGH_PRECISION
 from diptych.common.recipes import Recipe
 from diptych.torch.autocast import STATE
@@ -69,7 +69,7 @@ class GroupedLinear(QuantizedModule):
     ) -> None:
         absorb("GroupedLinear", others)
         if recipe is not None and not isinstance(recipe, Recipe):
-            raise TypeError(
+            raise ArgumentError(
                 f"GroupedLinear: recipe must be a diptych.common.Recipe or None, got {type(recipe).__name__}"
             )
         for arg, n in (("num_gemms", num_gemms), ("in_features", in_features), ("out_features", out_features)):
@@ -214,7 +214,7 @@ def _offsets_of(m_splits: Any, groups: int, inp: Tensor, align: int) -> Tensor:
             raise ValueError(f"{op}: m_splits add up to {total}, and inp has {rows} rows")
         counts = as_int32(m_splits, inp.device)
     else:
-        raise DTypeError(f"{op}: m_splits must be a tensor or a sequence of ints, got {type(m_splits).__name__}")
+        raise ArgumentError(f"{op}: m_splits must be a tensor or a sequence of ints, got {type(m_splits).__name__}")
     if counts.shape[0] != groups:
         raise ShapeError(f"{op}: m_splits must hold {groups} sizes, one for each group, got {counts.shape[0]}")
     return F.pad(counts.cumsum(0).clamp(-1, 2**31 - 1), (1, 0)).to(torch.int32)

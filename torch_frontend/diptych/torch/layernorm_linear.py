@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diptych.common.errors import DTypeError, ShapeError
+from diptych.common.errors import ArgumentError, DTypeError, ShapeError
 from diptych.common.fused import NORMS, NormOptions, norm_options
 from diptych.common.plan import LinearPlan, TensorPlan
 from diptych.common.recipes import Recipe, with_results
@@ -80,7 +80,7 @@ def require_sizes(op: str, **sizes: Any) -> None:
     """**Raises** TypeError or ValueError for what is no positive int."""
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(f"{op}: {name} must be an int, got {type(size).__name__}")
+            raise ArgumentError(f"{op}: {name} must be an int, got {type(size).__name__}")
         if size < 1:
             raise ValueError(f"{op}: {name} must be >= 1, got {size}")
 
@@ -88,7 +88,7 @@ def require_sizes(op: str, **sizes: Any) -> None:
 def require_recipe(op: str, recipe: Any) -> None:
     """**Raises** TypeError for what is neither a recipe nor None."""
     if recipe is not None and not isinstance(recipe, Recipe):
-        raise TypeError(f"{op}: recipe must be a diptych.common.Recipe or None, got {type(recipe).__name__}")
+        raise ArgumentError(f"{op}: recipe must be a diptych.common.Recipe or None, got {type(recipe).__name__}")
 
 
 class NormedModule(QuantizedModule):

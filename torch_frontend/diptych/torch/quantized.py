@@ -21,10 +21,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
-from diptych.common.errors import DTypeError, UnsupportedError
+from diptych.common.errors import ArgumentError, UnsupportedError
 from diptych.common.quantizers import RHT, Quantizer
 from diptych.torch import grouped_primitives, primitives
-from diptych.torch.rules import TWO_LEVEL, Copy
+from diptych.torch.rules import TWO_LEVEL, Copy, require_no_tangent
 
 aten = torch.ops.aten
 
@@ -98,6 +98,7 @@ class QuantizedTensorBase(Tensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
         """See `diptych.torch.dequantize`."""
         dtype = self.dtype if dtype is None else dtype
+        require_no_tangent("dequantize", self)
         if torch.is_grad_enabled() and self.requires_grad:
             return _Dequantize.apply(self, dtype)
         return self._values(dtype)
@@ -209,7 +210,7 @@ that comes is a plain tensor (AOTAutograd's, and eager autograd's)."""
 def _cotangent(t: Any) -> Any:
     if isinstance(t, QuantizedTensorBase):
         if not isinstance(t.rowwise_data if t.columnwise_data is None else t.columnwise_data, FakeTensor):
-            raise DTypeError("the gradient of a quantized tensor is a plain tensor, and a QuantizedTensor was given")
+            raise ArgumentError("the gradient of a quantized tensor is a plain tensor, and a QuantizedTensor was given")
         return torch.empty(t.shape, dtype=t.dtype, device=t.device)
     return t
 
@@ -315,7 +316,7 @@ def _to(func: Any, q: QuantizedTensorBase, *, memory_format: Any = None, **kwarg
 def _copy_(func: Any, q: Any, src: Any, non_blocking: bool = False) -> QuantizedTensorBase:
     for t, other, which, remedy in ((q, src, "into", "quantize it first"), (src, q, "out of", "dequantize it")):
         if isinstance(t, QuantizedTensorBase) and not isinstance(other, t.kind):
-            raise DTypeError(f"copy_ {which} a {t.kind.__name__} takes another {t.kind.__name__}; {remedy}")
+            raise ArgumentError(f"copy_ {which} a {t.kind.__name__} takes another {t.kind.__name__}; {remedy}")
     if (q.quantizer, q.dtype, q.shape) != (src.quantizer, src.dtype, src.shape):
         raise ValueError(f"copy_ between unlike quantized tensors: {src!r} into {q!r}")
     for name in q.__tensor_flatten__()[0]:
@@ -325,7 +326,9 @@ def _copy_(func: Any, q: Any, src: Any, non_blocking: bool = False) -> Quantized
 
 def _equal(func: Any, a: Any, b: Any) -> bool:
     if not (isinstance(a, QuantizedTensorBase) and isinstance(b, QuantizedTensorBase)):
-        raise DTypeError("torch.equal compares a quantized tensor with another one only; call dequantize() on it first")
+        raise ArgumentError(
+            "torch.equal compares a quantized tensor with another one only; call dequantize() on it first"
+        )
     names = a.__tensor_flatten__()[0]
     forms = [(t.kind, t.quantizer, t.dtype, t.shape, t.__tensor_flatten__()[0]) for t in (a, b)]
     return forms[0] == forms[1] and all(
