@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from diptych.common import te
-from diptych.common.errors import UnsupportedError
+from diptych.common.errors import ArgumentError, UnsupportedError
 from diptych.common.formats import LARGEST
 from diptych.common.quantizers import (
     Float8BlockQuantizer,
@@ -382,7 +382,7 @@ class CustomRecipe(Recipe):
 
     def __post_init__(self) -> None:
         if not callable(self.qfactory):
-            raise TypeError(f"CustomRecipe.qfactory must be a function of a QuantizerRole, got {self.qfactory!r}")
+            raise ArgumentError(f"CustomRecipe.qfactory must be a function of a QuantizerRole, got {self.qfactory!r}")
         super().__post_init__()
 
     def quantizer(self, role: QuantizerRole) -> Quantizer | None:
@@ -390,7 +390,9 @@ class CustomRecipe(Recipe):
             return None
         made = self.qfactory(role)
         if made is not None and not isinstance(made, Quantizer):
-            raise TypeError(f"CustomRecipe.qfactory returned {made!r} for {role}; it must return a Quantizer or None")
+            raise ArgumentError(
+                f"CustomRecipe.qfactory returned {made!r} for {role}; it must return a Quantizer or None"
+            )
         return made
 
 

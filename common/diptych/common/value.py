@@ -19,6 +19,8 @@ import types
 import weakref
 from typing import Any
 
+from diptych.common.errors import ArgumentError
+
 _SCALARS = frozenset({str, int, float, bool, type(None)})
 _PLAIN = (*_SCALARS, enum.Enum, type, types.ModuleType)
 
@@ -126,7 +128,7 @@ def check_types(value: Any) -> None:
         kinds = accepted.get(str(field.type))
         held = getattr(value, field.name)
         if kinds and (not isinstance(held, kinds) or (isinstance(held, bool) and bool not in kinds)):
-            raise TypeError(f"{type(value).__name__}.{field.name} must be {field.type}, got {held!r}")
+            raise ArgumentError(f"{type(value).__name__}.{field.name} must be {field.type}, got {held!r}")
 
 
 def _key(value: Any) -> Any:

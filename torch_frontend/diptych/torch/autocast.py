@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from diptych.common.errors import ArgumentError
 from diptych.common.recipes import DEFAULT_RECIPE, Recipe
 from diptych.torch import opaque  # recipes must be registered before one is traced  # noqa: F401
 
@@ -130,7 +131,7 @@ class autocast:
             amax_groups = {**(amax_groups or {}), "": amax_reduction_group}
         # While Dynamo traces, torch 2.11 shows an opaque value's wrapper to isinstance; `Linear` would fail on it.
         if recipe is not None and not torch.compiler.is_compiling() and not isinstance(recipe, Recipe):
-            raise TypeError(
+            raise ArgumentError(
                 f"autocast: recipe must be a diptych.common.Recipe or None, got {type(recipe).__name__}; "
                 "for instance Float8CurrentScaling()"
             )

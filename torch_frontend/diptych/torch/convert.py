@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from diptych.common.errors import ArgumentError
 from diptych.common.recipes import Recipe
 from diptych.torch.linear import Linear
 from diptych.torch.module import QuantizedModule
@@ -46,11 +47,11 @@ def convert(
     **Raises:** TypeError for arguments of other kinds, or a filter that returns no bool; nothing is converted then.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"convert: model must be a torch.nn.Module, got {type(model).__name__}")
+        raise ArgumentError(f"convert: model must be a torch.nn.Module, got {type(model).__name__}")
     if recipe is not None and not isinstance(recipe, Recipe):
-        raise TypeError(f"convert: recipe must be a diptych.common.Recipe or None, got {type(recipe).__name__}")
+        raise ArgumentError(f"convert: recipe must be a diptych.common.Recipe or None, got {type(recipe).__name__}")
     if filter is not None and not callable(filter):
-        raise TypeError(f"convert: filter must be a function of (module, name), got {type(filter).__name__}")
+        raise ArgumentError(f"convert: filter must be a function of (module, name), got {type(filter).__name__}")
     uncalled = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
     chosen: list[tuple[str, nn.Linear]] = []
     left: list[str] = []
@@ -74,7 +75,7 @@ def convert(
 def _wanted(filter: Callable[[nn.Module, str], Any], module: nn.Module, name: str) -> bool:
     wanted = filter(module, name)
     if not isinstance(wanted, bool):
-        raise TypeError(f"convert: filter returned {wanted!r} for {name!r}; it must return True or False")
+        raise ArgumentError(f"convert: filter returned {wanted!r} for {name!r}; it must return True or False")
     return wanted
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from diptych.common.errors import ArgumentError
 from diptych.common.recipes import Recipe
 from diptych.torch.layer import linear as linear
 from diptych.torch.module import QuantizedModule
@@ -55,7 +56,7 @@ class Linear(QuantizedModule, nn.Linear):
         dtype = dtype_of("Linear", dtype, params_dtype)
         self.init_method = init_method  # before nn.Linear's __init__, which calls reset_parameters
         if recipe is not None and not isinstance(recipe, Recipe):
-            raise TypeError(f"Linear: recipe must be a diptych.common.Recipe or None, got {type(recipe).__name__}")
+            raise ArgumentError(f"Linear: recipe must be a diptych.common.Recipe or None, got {type(recipe).__name__}")
         super().__init__(
             in_features, out_features, bias=bias, device=device, dtype=dtype,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation, delay_wgrad_compute=delay_wgrad_compute,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diptych.common.errors import ShapeError, UnsupportedError
+from diptych.common.errors import ArgumentError, ShapeError, UnsupportedError
 from diptych.common.plan import held_quantizer
 from diptych.common.quantizers import Quantizer
 from diptych.common.recipes import DEFAULT_RECIPE, Recipe
@@ -370,7 +370,7 @@ class quantized_model_init:
         self, enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
     ) -> None:
         if recipe is not None and not isinstance(recipe, Recipe):
-            raise TypeError(
+            raise ArgumentError(
                 f"quantized_model_init: recipe must be a diptych.common.Recipe, got {type(recipe).__name__}"
             )
         self.recipe = (DEFAULT_RECIPE if recipe is None else recipe) if enabled else None
