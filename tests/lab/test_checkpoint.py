@@ -12,29 +12,12 @@ import zipfile
 import numpy as np
 import pytest
 from lab_tools import TINY, job
-from test_files import SPECIAL, make
 
 from diptych.common import CheckpointError
 from diptych.lab import checkpoint
 from diptych.lab.frontend import State
 from diptych.lab.job import initial_weights
-
-
-def example(seed: int = 0) -> checkpoint.Checkpoint:
-    rng = np.random.default_rng(seed)
-    weights = {"a": rng.standard_normal((2, 3)).astype(np.float32), "b.c": np.float32(rng.random()) * np.ones(())}
-    kept = {"r": rng.integers(-9, 9, 4).astype(np.int32), "none": np.zeros((0, 5), np.float32)}
-    steps = int(rng.integers(0, 4))
-    state = State(steps, weights, {k: -v for k, v in weights.items()}, weights, kept)
-    found = {"model": {"width": 3, "eps": 1e-8}, "recipe": "none"}
-    return checkpoint.Checkpoint(state, rng.random(steps), {steps: rng.random()}, found, "torch")
-
-
-def content(c: checkpoint.Checkpoint) -> object:
-    arrays = [
-        (s, k, v.dtype.str, v.shape, v.tobytes()) for s in checkpoint._SECTIONS for k, v in getattr(c.state, s).items()
-    ]
-    return c.state.step, arrays, c.losses.tobytes(), c.validation, c.identity, c.framework
+from lab_files import SPECIAL, content, example, make, npy, rewritten, said_to_be
 
 
 @pytest.fixture
@@ -113,42 +96,12 @@ def test_a_file_that_cannot_be_read(path, monkeypatch):
     refused(path, "cannot be read: Permission denied")
 
 
-def rewritten(path, *, header=None, drop=(), extra=None, compression=zipfile.ZIP_STORED, sign=True):
-    """The same file with a header changed by a function, members dropped or added, and a digest that fits again."""
-    with zipfile.ZipFile(path) as z:
-        members = {n: z.read(n) for n in z.namelist() if n not in drop}
-    members |= extra or {}
-    if "header.npy" in members:
-        fields = json.loads(np.load(io.BytesIO(members.pop("header.npy"))).tobytes())
-        fields = fields if header is None else header(fields)
-        if sign and isinstance(fields, dict) and "digest" in fields:
-            rest = {k: v for k, v in fields.items() if k != "digest"}
-            fields["digest"] = checkpoint._digest(rest, {n.removesuffix(".npy"): (m,) for n, m in members.items()})
-        out = io.BytesIO()
-        np.save(out, np.frombuffer(json.dumps(fields).encode(), np.uint8))
-        members["header.npy"] = out.getvalue()
-    with zipfile.ZipFile(path, "w", compression) as z:
-        for name, data in members.items():
-            z.writestr(name, data)
-
-
-def npy(array) -> bytes:
-    out = io.BytesIO()
-    np.save(out, array)
-    return out.getvalue()
-
-
-def said_to_be(shape: str, descr: str = "<f4", data: bytes = b"") -> bytes:
-    text = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': {shape}, }}".ljust(117).encode() + b"\n"
-    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + data
-
-
 def without(*names):
     return lambda h: {k: v for k, v in h.items() if k not in names}
 
 
 FORGERIES = [
-    ({"compression": zipfile.ZIP_DEFLATED}, "'weights/a.npy' is compressed, and checkpoints never are"),
+    ({"compression": zipfile.ZIP_DEFLATED}, "'weights/a.npy' is compressed, checkpoints are not"),
     ({"header": lambda h: [h]}, "header is no JSON object but list"),
     ({"header": lambda h: None}, "header is no JSON object but NoneType"),
     *[({"header": without(name)}, f"header has no {name}") for name in checkpoint._FIELDS],

@@ -2,9 +2,9 @@ import os
 
 import numpy as np
 import pytest
-from test_files import SPECIAL, make
 
 from diptych.lab import data
+from lab_files import SPECIAL, make
 
 
 def test_default_is_the_standard_library_and_the_same_twice():

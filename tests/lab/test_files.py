@@ -2,9 +2,7 @@
 
 import errno
 import os
-import pathlib
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -12,29 +10,7 @@ import sys
 import pytest
 
 from diptych.lab import files
-
-
-def make(path: pathlib.Path, what: str) -> pathlib.Path:
-    """Something at `path` that is no regular file."""
-    match what:
-        case "a folder":
-            path.mkdir()
-        case "a named pipe":
-            os.mkfifo(path)
-        case "a socket":
-            with socket.socket(socket.AF_UNIX) as s:
-                s.bind(str(path))
-        case "a character device":
-            path.symlink_to("/dev/zero")
-        case "a dangling link to there":
-            path.symlink_to("there")
-        case "a link that leads back to itself":
-            path.symlink_to(path.name)
-    return path
-
-
-SPECIAL = ["a folder", "a named pipe", "a socket", "a character device", "a dangling link to there",
-           "a link that leads back to itself"]  # fmt: skip
+from lab_files import SPECIAL, make
 
 
 @pytest.mark.parametrize("what", SPECIAL)

@@ -133,6 +133,11 @@ def check(checkpoint: Checkpoint, job: Job, expected: dict[str, Any], path: path
             raise CheckpointError(f"{path}: {section} holds what the model has not: {', '.join(forms)}")
 
 
+def _short(text: str) -> str:
+    """What a damaged file says, without all of it."""
+    return text if len(text) <= 200 else f"{text[:200]}…"
+
+
 # --- the archive ---
 
 
@@ -154,7 +159,7 @@ def _read(f: BinaryIO) -> Checkpoint:
     for name, array in arrays.items():
         section, _, key = name.partition("/")
         if section not in sections or not key:
-            raise _Damage(f"damaged: it holds an array {name!r}, which belongs to no part of a checkpoint")
+            raise _Damage(f"damaged: it holds an array {_short(name)!r}, which belongs to no part of a checkpoint")
         sections[section][key] = array
     validation = {int(k): float(v) for k, v in header["validation"].items()}
     return Checkpoint(State(header["step"], **sections), losses, validation, header["identity"], header["framework"])
@@ -169,24 +174,24 @@ def _members(f: BinaryIO, size: int) -> dict[str, np.ndarray]:
             for info in archive.infolist():
                 name = info.filename.removesuffix(".npy")
                 if info.compress_type != zipfile.ZIP_STORED:
-                    raise _Damage(f"not a checkpoint: {info.filename!r} is compressed, and checkpoints never are")
+                    raise _Damage(f"not a checkpoint: {_short(info.filename)!r} is compressed, checkpoints are not")
                 left -= info.file_size
                 if info.file_size != info.compress_size or left < 0:
                     raise _Damage(
-                        f"damaged: {info.filename!r} is said to have more bytes than the file, which has {size}"
+                        f"damaged: {_short(info.filename)!r} is said to have more bytes than the file, which has {size}"
                     )
                 if name in members or name == info.filename:
-                    raise _Damage(f"not a checkpoint: {info.filename!r} is there twice or is no .npy")
+                    raise _Damage(f"not a checkpoint: {_short(info.filename)!r} is there twice or is no .npy")
                 members[name] = raw = np.empty(info.file_size, np.uint8)
                 with archive.open(info) as member:
                     got = member.readinto(raw.data) if len(raw) else 0  # type: ignore[arg-type]
                     if got != len(raw) or member.read(1):  # past the end: its CRC is compared there
-                        raise _Damage(f"damaged: {info.filename!r} ends after {got} of {len(raw)} bytes")
+                        raise _Damage(f"damaged: {_short(info.filename)!r} ends after {got} of {len(raw)} bytes")
     except _BAD_ARCHIVE as e:
         if isinstance(e, OSError) and e.errno != errno.EINVAL:  # the archive leads to a place that no file has
             raise
         f.seek(0)
-        found = "it is empty" if not size else f"{type(e).__name__}: {e}"
+        found = "it is empty" if not size else f"{type(e).__name__}: {_short(str(e))}"
         found = "it is a single array, not an archive" if f.read(6) == _MAGIC[:6] else found
         raise _Damage(f"damaged or not a checkpoint ({found})") from e
     return members
@@ -208,12 +213,12 @@ def _header(raw: np.ndarray) -> dict[str, Any]:
             held = f"{name} of type {type(header[name]).__name__}" if name in header else f"no {name}"
             raise _Damage(f"damaged: its header has {held}, must have {name} of type {want.__name__}")
     if unknown := header.keys() - _FIELDS.keys():
-        raise _Damage(f"damaged: its header has unknown fields: {', '.join(sorted(map(repr, unknown)))}")
+        raise _Damage(f"damaged: its header has unknown fields: {_short(', '.join(sorted(map(repr, unknown))))}")
     if header["step"] < 0:
         raise _Damage(f"damaged: its header says step {header['step']}")
     for step, loss in header["validation"].items():
         if not re.fullmatch(r"[0-9]{1,19}", step) or type(loss) is not float:
-            raise _Damage(f"damaged: its header has a validation loss {loss!r} after step {step!r}")
+            raise _Damage(f"damaged: its header has a validation loss {_short(repr(loss))} after step {_short(step)!r}")
     return header
 
 
@@ -248,18 +253,18 @@ def _array(name: str, raw: np.ndarray) -> np.ndarray:
     text = raw[start : start + int.from_bytes(raw[start - 2 : start].tobytes(), "little")].tobytes()
     found = _ARRAY_HEADER.fullmatch(text)
     if raw[: len(_MAGIC)].tobytes() != _MAGIC or not found:
-        raise _Damage(f"damaged: {name} has no header of an array of numbers")
+        raise _Damage(f"damaged: {_short(name)} has no header of an array of numbers")
     try:
         dtype = np.dtype(found[1].decode())
     except TypeError:
-        raise _Damage(f"damaged: {name} is of no dtype: {found[1].decode()!r}") from None
+        raise _Damage(f"damaged: {_short(name)} is of no dtype: {found[1].decode()!r}") from None
     shape = tuple(int(n) for n in found[2].decode().split(",") if n.strip())
     data, nbytes = raw[start + len(text) :], math.prod(shape) * dtype.itemsize
     if nbytes != len(data):
         raise _Damage(
-            f"damaged: {name} is said to be {dtype.name}{list(shape)} and has {len(data)} bytes, not {nbytes}"
+            f"damaged: {_short(name)} is said to be {dtype.name}{list(shape)} and has {len(data)} bytes, not {nbytes}"
         )
     try:
         return data.view(dtype).reshape(shape)
     except ValueError as e:  # an empty array of extents beyond any memory
-        raise _Damage(f"damaged: {name} is said to be {dtype.name}{list(shape)} ({e})") from None
+        raise _Damage(f"damaged: {_short(name)} is said to be {dtype.name}{list(shape)} ({e})") from None
