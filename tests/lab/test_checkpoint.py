@@ -53,6 +53,8 @@ def test_what_was_written_comes_back(tmp_path, seed):
 
 def test_every_byte_matters_or_changes_nothing(path):
     """Each byte in turn, changed in one bit or in all."""
+    small = {"a": np.ones(3, np.float32)}
+    checkpoint.save(path, checkpoint.Checkpoint(State(1, small, {}, {}, {}), np.ones(1), {1: 0.5}, {"seed": 1}, "jax"))
     blob, want, rng = path.read_bytes(), content(checkpoint.load(path)), np.random.default_rng()
     harmless = 0
     for at in range(len(blob)):
@@ -72,7 +74,7 @@ def test_every_byte_matters_or_changes_nothing(path):
 
 def test_every_length_but_the_whole_is_refused(path):
     blob = path.read_bytes()
-    for n in range(0, len(blob), 3):
+    for n in range(0, len(blob), 7):
         path.write_bytes(blob[:n])
         refused(path, "damaged or not a checkpoint")
 
@@ -189,16 +191,37 @@ def test_arrays_that_are_not_the_models(tmp_path):
     zeros = {k: np.zeros_like(v) for k, v in weights.items()}
     for section in ("weights", "first", "second"):
         for change, words in (
-            (lambda w: w.pop("head.weight"), r"head.weight is missing, must be float32\[256, 32\]"),
+            (lambda w: w.pop("head.weight"), "lacks head.weight"),
             (lambda w: w.update({"norm.bias": np.zeros(3, np.float32)}), r"norm.bias is float32\[3\], must be float32"),
             (lambda w: w.update({"norm.bias": np.zeros(32)}), r"norm.bias is float64\[32\], must be float32\[32\]"),
-            (lambda w: w.update({"more": np.zeros(3)}), "holds what the model has not: more"),
+            (lambda w: w.update({"more": np.zeros(3)}), "holds what this run has not: more"),
         ):
             parts = {"weights": dict(weights), "first": dict(zeros), "second": dict(zeros)}
             change(parts[section])
             found = checkpoint.Checkpoint(State(0, **parts, quantizing={}), np.zeros(0), {}, {}, "torch")
             with pytest.raises(CheckpointError, match=f"c.npz: {section}.*{words}"):
                 checkpoint.check(found, job(), {}, tmp_path / "c.npz")
+
+
+@pytest.mark.parametrize("recipe", ["none", "fp8-delayed", "nvfp4"])
+def test_states_of_quantizers_are_all_there(tmp_path, recipe):
+    weights = initial_weights(TINY, 0)
+    names = sorted(checkpoint._quantizing_names(job(recipe)))
+    assert len(names) == len(TINY.linears) * {"none": 0, "fp8-delayed": 9, "nvfp4": 1}[recipe]
+    kept = {name: np.zeros(1, np.float32) for name in names}
+    for change, words in (
+        (None, ""),
+        (lambda k: k.update(more=np.zeros(1)), "quantizing holds what this run has not: more"),
+        *[(lambda k, name=name: k.pop(name), f"quantizing lacks {name}") for name in names[:2]],
+    ):
+        state = State(1, weights, weights, weights, dict(kept))
+        found = checkpoint.Checkpoint(state, np.zeros(1), {}, {}, "torch")
+        if change is None:
+            checkpoint.check(found, job(recipe), {}, tmp_path)
+            continue
+        change(state.quantizing)
+        with pytest.raises(CheckpointError, match=words):
+            checkpoint.check(found, job(recipe), {}, tmp_path)
 
 
 def test_only_numbers_are_saved(tmp_path):

@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from diptych.common import CheckpointError
+from diptych.common import CheckpointError, linear_plan
 from diptych.lab import files
 from diptych.lab.frontend import State
 from diptych.lab.job import Job
@@ -125,12 +125,28 @@ def check(checkpoint: Checkpoint, job: Job, expected: dict[str, Any], path: path
         raise CheckpointError(f"{path}: belongs to another run: {'; '.join(wrong)}")
     for section in ("weights", "first", "second"):
         forms = {k: (v.dtype.name, v.shape) for k, v in getattr(checkpoint.state, section).items()}
+        _same_names(path, section, set(forms), set(job.model.shapes()))
         for name, shape in job.model.shapes().items():
-            if (found := forms.pop(name, None)) != ("float32", shape):
-                held = "is missing" if found is None else f"is {found[0]}{list(found[1])}"
-                raise CheckpointError(f"{path}: {section}/{name} {held}, must be float32{list(shape)}")
-        if forms:
-            raise CheckpointError(f"{path}: {section} holds what the model has not: {', '.join(forms)}")
+            dtype, found = forms[name]
+            if (dtype, found) != ("float32", shape):
+                raise CheckpointError(f"{path}: {section}/{name} is {dtype}{list(found)}, must be float32{list(shape)}")
+    if checkpoint.state.step:
+        _same_names(path, "quantizing", set(checkpoint.state.quantizing), _quantizing_names(job))
+
+
+def _same_names(path: pathlib.Path, section: str, found: set[str], expected: set[str]) -> None:
+    for names, what in ((expected - found, "lacks"), (found - expected, "holds what this run has not:")):
+        if names:
+            raise CheckpointError(f"{path}: {section} {what} {_short(', '.join(sorted(names)))}")
+
+
+def _quantizing_names(job: Job) -> set[str]:
+    """What the linears' quantizers keep from the first step on; see `State`."""
+    if job.recipe is None:
+        return set()
+    plan = linear_plan(job.recipe)
+    each = [f"scale_states.{slot.name}.{part}" for slot in plan.states for part in ("scale", "amax_history", "fp8_max")]
+    return {f"{linear}.{name}" for linear in job.model.linears for name in each + ["rng_state"] * plan.needs_rng}
 
 
 def _short(text: str) -> str:
