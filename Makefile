@@ -2,13 +2,14 @@
 PYTHON ?= python3
 VENV ?= .venv
 DIPTYCH_CUDA ?= auto
+SECONDS_EACH ?= 20
 BIN := $(VENV)/bin
 SOURCES := $(shell find core_cuda jax_frontend/csrc -name '*.[ch]*' -o -name '*.cu*' -o -name 'CMakeLists.txt') CMakeLists.txt
 
 ASAN := build/asan
 SITE := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
-.PHONY: demo test asan simulate variants lint bench setup clean
+.PHONY: demo test asan asan-build fuzz fuzz-asan simulate variants lint bench setup clean
 
 demo: setup
 	$(BIN)/diptych compare --recipe fp8-current --out runs/demo
@@ -18,15 +19,28 @@ test: setup
 
 # What moves rows by maps of anyone's, on the CPU, under AddressSanitizer and UBSan. Both libraries come first, or the
 # sanitizer does not find what it wraps.
-asan: setup
+ASAN_PYTHON = LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
+  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 $(ASAN)/bin/python
+
+asan-build: setup
 	$(BIN)/python -m venv $(ASAN)
 	$(BIN)/python $(SITE) >"$$($(ASAN)/bin/python $(SITE))/environment.pth"
 	DIPTYCH_CUDA=off DIPTYCH_JAX=off DIPTYCH_SANITIZE=address,undefined PATH="$(CURDIR)/$(BIN):$$PATH" \
 	  $(ASAN)/bin/python -m pip install -q --no-build-isolation --no-deps --config-settings build-dir=build/asan-objects .
-	LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
-	  ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 \
-	  $(ASAN)/bin/python -m pytest -n 2 -q tests/core/test_permute.py tests/core/test_permute_misuse.py \
+
+asan: asan-build
+	$(ASAN_PYTHON) -m pytest -n 2 -q tests/core/test_permute.py tests/core/test_permute_misuse.py \
 	  tests/core/test_grouped_gemm.py tests/core/test_grouped_bias_grad.py
+
+# Random calls and files: tests/fuzz. SEED=N repeats a run, SECONDS_EACH=N is the time of each of three targets.
+FUZZ = PYTHONPATH=tests
+FUZZ_OPTIONS = --seconds $(SECONDS_EACH) $(if $(SEED),--seed $(SEED))
+
+fuzz: setup
+	$(FUZZ) $(BIN)/python -m fuzz $(FUZZ_OPTIONS)
+
+fuzz-asan: asan-build
+	$(FUZZ) $(ASAN_PYTHON) -m fuzz --target raw verbs $(FUZZ_OPTIONS)
 
 # The source of CUDA kernels on the CPU, where CUDA's headers are.
 simulate: setup

@@ -1,11 +1,12 @@
 import json
+import signal
 import subprocess
 import sys
 
 import pytest
 
 from diptych.common import RECIPES, format_by_name, linear_plan
-from diptych.lab import cli, frontend
+from diptych.lab import checkpoint, cli, frontend
 
 MODEL = ["--width", "32", "--layers", "1", "--heads", "2", "--seq", "16"]
 TINY = [*MODEL, "--batch", "2", "--eval-batches", "1", "--no-compile", "--threads", "1", "--quiet"]
@@ -19,7 +20,7 @@ def refused(argv, capsys) -> str:
         status = e.code
     assert status == 2
     message = capsys.readouterr().err
-    assert "error: " in message and "Traceback" not in message
+    assert "error: " in message and message.endswith("\n") and message.count("\n") == 1
     return message
 
 
@@ -50,6 +51,14 @@ def test_help(command, capsys):
         (["compare", "--data", "/no/such/place"], "/no/such/place: no such file"),
         (["compare", "--corrupt-scale", "numpy"], "numpy"),
         (["compare", "--seed", "-1"], "must be at least 0, got -1"),
+        (["train", "--framework", "torch", "--data", ""], "argument --data: '' is not a path"),
+        (["train", "--framework", "torch", "--out", "a\0b"], "is not a path"),
+        (["train", "--framework", "torch", "--data", "/dev/zero"], "/dev/zero: is a character device; give a file"),
+        (["train", "--framework", "torch", "--resume", "/dev/zero"], "/dev/zero: is a character device, not a file"),
+        (["train", "--framework", "torch", "--out", "/dev/null"], "/dev/null: is not a folder but a character device"),
+        (["train", "--framework", "torch", "--threads", "100000"], "must be at most 1024, got 100000"),
+        (["train", "--framework", "torch", "--steps", "1" + "0" * 15], "too large for this machine's memory"),
+        (["train", "--framework", "torch", "--batch", "1" + "0" * 13], "too large for this machine's memory"),
     ],
 )
 def test_bad_arguments_are_named(argv, named, capsys, tmp_path, monkeypatch):
@@ -141,3 +150,142 @@ def test_the_installed_command_exits_non_zero_on_bad_input():
                          capture_output=True, text=True)  # fmt: skip
     assert out.returncode == 2
     assert "diptych train: error: /no/such/place" in out.stderr
+
+
+FAKE = """
+import sys, time
+import numpy as np
+from diptych.lab import cli, frontend
+from diptych.lab.frontend import State
+
+class Trainer:
+    def __init__(self, weights):
+        self.steps, self.weights = 0, weights
+    def step(self, batch):
+        self.steps += 1
+        if self.steps == 3:
+            print("three", flush=True)
+        time.sleep({pause})
+        return 1.0
+    def evaluate(self, batch): return 1.0
+    def scales(self): return {{}}
+    def state(self): return State(self.steps, self.weights, self.weights, self.weights, {{}})
+    def restore(self, state): self.steps = state.step
+
+class Fake:
+    name = "torch"
+    def versions(self): return {{}}
+    def device_problem(self, device): return None
+    def trainer(self, job, weights): return Trainer(weights)
+
+frontend.require = lambda name, device: Fake()
+sys.exit(cli.main())
+"""
+
+
+def fake(pause: float, *argv: str) -> subprocess.Popen[str]:
+    """`diptych train` with a framework that does nothing, `pause` seconds a step."""
+    command = [sys.executable, "-c", FAKE.format(pause=pause), "train", "--framework", "torch", *TINY, *argv]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def test_an_interrupted_run_keeps_its_checkpoint_and_a_second_one_is_refused_meanwhile(tmp_path, text, capsys):
+    out = tmp_path / "run"
+    argv = ["--data", str(text), "--out", str(out), "--checkpoint-every", "1"]
+    first = fake(0.05, *argv)
+    assert first.stdout is not None
+    while first.stdout.readline() != "three\n":
+        assert first.poll() is None
+    second = refused(["train", "--framework", "torch", *TINY, *argv, "--overwrite"], capsys)
+    assert second == (
+        f"diptych train: error: {out}: another run (process {first.pid}) writes there; "
+        "wait for it or choose another --out\n"
+    )
+    first.send_signal(signal.SIGINT)
+    _, err = first.communicate(timeout=20)
+    assert first.returncode == 130
+    step = checkpoint.load(out).state.step
+    assert step >= 2
+    kept = out / checkpoint.FILE_NAME
+    assert err == f"diptych train: error: interrupted; {kept} holds {step} steps, and --resume {out} goes on\n"
+    assert [p.name for p in out.iterdir()] == [checkpoint.FILE_NAME]
+    rest = fake(0, "--data", str(text), "--resume", str(out), "--stop-after", str(step + 2))
+    assert rest.wait(timeout=20) == 0
+    assert checkpoint.load(out).state.step == step + 2
+    assert sorted(p.name for p in out.iterdir()) == [checkpoint.FILE_NAME, "results.json"]
+
+
+def test_an_interrupt_between_two_checkpoints_writes_one(tmp_path, text):
+    out = tmp_path / "run"
+    run = fake(0.05, "--data", str(text), "--out", str(out), "--checkpoint-every", "0")
+    assert run.stdout is not None
+    while run.stdout.readline() != "three\n":
+        assert run.poll() is None
+    run.send_signal(signal.SIGINT)
+    err = run.communicate(timeout=20)[1]
+    assert run.returncode == 130
+    step = checkpoint.load(out).state.step
+    assert step >= 3 and f"interrupted; {out / checkpoint.FILE_NAME} holds {step} steps" in err
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_an_interrupt_before_the_first_step_ends_the_run_at_once(tmp_path, text, lost):
+    """Even where a framework loses the exception."""
+    code = FAKE.format(pause=30)
+    code = code.replace("self.steps += 1", "print('three', flush=True)")
+    if lost:
+        code = code.replace("time.sleep(30)", "[self.sleep() for _ in range(30)]").replace(
+            "    def scales", "    def sleep(self):\n        try: time.sleep(1)\n"
+            "        except KeyboardInterrupt: pass\n    def scales")  # fmt: skip
+        code = code.replace(
+            "frontend.require =", "from diptych.lab import interrupt\ninterrupt.GRACE = 0.5\nfrontend.require ="
+        )
+    out = tmp_path / "run"
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "train",
+        "--framework",
+        "torch",
+        *TINY,
+        "--data",
+        str(text),
+        "--out",
+        str(out),
+    ]
+    run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert run.stdout is not None
+    while run.stdout.readline() != "three\n":
+        assert run.poll() is None
+    run.send_signal(signal.SIGINT)
+    assert run.communicate(timeout=10)[1] == "diptych train: error: interrupted; no checkpoint was written yet\n"
+    assert run.returncode == 130
+
+
+def test_a_folder_where_a_result_belongs_is_refused_before_the_run(tmp_path, text, capsys):
+    for name in (checkpoint.FILE_NAME, "results.json"):
+        (tmp_path / name / name).mkdir(parents=True)
+        argv = ["train", "--framework", "torch", "--data", str(text), "--out", str(tmp_path / name), *TINY]
+        assert f"{name}: is a folder, where a file is to be written" in refused(argv, capsys)
+
+
+def test_a_disk_that_is_full_at_the_end(tmp_path, text):
+    """The results do not fit: the error names them, the checkpoint stays."""
+    code = "import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, -1))\n" + FAKE.format(pause=0)
+    command = [sys.executable, "-c", code, "train", "--framework", "torch", *MODEL, "--data", str(text), "--out"]
+    run = [*command, str(tmp_path), "--quiet", "--steps", "2", "--checkpoint-every", "1"]
+    out = subprocess.run(run, capture_output=True, text=True)
+    assert out.returncode == 2
+    path = tmp_path / checkpoint.FILE_NAME
+    assert out.stderr == f"diptych train: error: {path}: cannot be written: File too large; nothing is there\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_whoever_reads_the_output_may_stop():
+    code = "import sys; from diptych.lab.cli import main; sys.exit(main(['doctor', '--json']))"
+    run = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert run.stdout is not None and run.stderr is not None
+    run.stdout.close()
+    assert run.wait(timeout=60) == 1
+    assert run.stderr.read() == ""

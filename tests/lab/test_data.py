@@ -1,7 +1,10 @@
+import os
+
 import numpy as np
 import pytest
 
 from diptych.lab import data
+from lab_files import SPECIAL, make
 
 
 def test_default_is_the_standard_library_and_the_same_twice():
@@ -68,3 +71,40 @@ def test_too_small_is_an_error_that_names_the_need(tmp_path):
     path.write_bytes(b"abc" * 30)
     with pytest.raises(data.DataError, match="validation split has 9 bytes and a window needs 66"):
         data.load(path).check(64)
+
+
+@pytest.mark.parametrize("what", SPECIAL[1:])
+def test_what_is_no_file_is_said(tmp_path, what):
+    with pytest.raises(data.DataError, match=f"x: is {what}; give a file or a folder of files"):
+        data.load(make(tmp_path / "x", what))
+
+
+def test_a_folder_without_files_of_its_own(tmp_path):
+    make(tmp_path / "pipe", "a named pipe")
+    (tmp_path / ".hidden").write_bytes(b"x" * 100)
+    with pytest.raises(data.DataError, match="a folder without files to train on"):
+        data.load(tmp_path)
+    (tmp_path / "empty").write_bytes(b"")
+    with pytest.raises(data.DataError, match="holds no bytes to train on"):
+        data.load(tmp_path)
+
+
+def test_a_folder_that_cannot_be_listed_is_not_skipped(tmp_path, monkeypatch):
+    (tmp_path / "a").write_bytes(b"x" * 100)
+    (tmp_path / "closed").mkdir()
+    scan = os.scandir
+
+    def refuse(path):
+        if str(path).endswith("closed"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(data.DataError, match="closed: cannot be read: Permission denied"):
+        data.load(tmp_path)
+
+
+def test_a_cap_beyond_memory_reads_what_is_there(tmp_path):
+    (tmp_path / "a").write_bytes(b"x" * 100)
+    loaded = data.load(tmp_path, cap=10**30)
+    assert len(loaded.train) + len(loaded.valid) == 100

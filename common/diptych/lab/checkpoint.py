@@ -1,25 +1,43 @@
-"""Checkpoints: one npz of plain NumPy arrays and a JSON header, written atomically, checked whole before use."""
+"""Checkpoints: an uncompressed npz of plain NumPy arrays and a JSON header, written atomically, checked before use.
+
+A checkpoint is a zip archive whose members are stored as they are. Each is one array in NumPy's file format; `header`
+holds JSON text as bytes. The digest in the header covers the other fields of the header, and names and bytes of every
+other member, the arrays' own headers included. `np.load` reads such a file too.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import hashlib
-import io
 import json
+import math
 import os
 import pathlib
+import re
+import struct
 import zipfile
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, BinaryIO
 
 import numpy as np
 
-from diptych.common import CheckpointError
+from diptych.common import CheckpointError, linear_plan
+from diptych.lab import files
 from diptych.lab.frontend import State
 from diptych.lab.job import Job
 
-VERSION = 2
+VERSION = 3
 FILE_NAME = "checkpoint.npz"
 _SECTIONS = ("weights", "first", "second", "quantizing")
+_FIELDS = {"version": int, "step": int, "framework": str, "identity": dict, "validation": dict, "digest": str}
+_BAD_ARCHIVE = (
+    zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, EOFError, struct.error, OverflowError, OSError,
+)  # fmt: skip
+_MAGIC = b"\x93NUMPY\x01\x00"
+_ARRAY_HEADER = re.compile(
+    rb"\{'descr': '([<|][biuf]\d)', 'fortran_order': False, 'shape': \(((?:\d{1,19}, ?)*(?:\d{1,19})?)\), \} *\n"
+)
 
 
 @dataclasses.dataclass
@@ -31,6 +49,10 @@ class Checkpoint:
     validation: dict[int, float]
     identity: dict[str, Any]
     framework: str
+
+
+class _Damage(Exception):
+    """What is wrong with a file, in words."""
 
 
 def identity(job: Job, *, seed: int, batch: int, data: np.ndarray) -> dict[str, Any]:
@@ -46,64 +68,50 @@ def identity(job: Job, *, seed: int, batch: int, data: np.ndarray) -> dict[str, 
 
 
 def save(path: pathlib.Path, checkpoint: Checkpoint) -> None:
-    """Writes beside `path` and renames: a crash leaves the old file or the new one, never half of one."""
+    """Writes beside `path` and renames: a crash or a full disk leaves the old file or the new one, never half of one.
+
+    **Raises** OSError that names the path and says why it cannot be written.
+    """
     arrays = {f"{s}/{k}": v for s in _SECTIONS for k, v in getattr(checkpoint.state, s).items()}
     arrays["losses"] = np.asarray(checkpoint.losses, np.float64)
+    members = {name: _member(array) for name, array in arrays.items()}
     header = {
         "version": VERSION,
         "step": checkpoint.state.step,
         "framework": checkpoint.framework,
         "identity": checkpoint.identity,
-        "validation": {str(k): v for k, v in checkpoint.validation.items()},
-        "digest": _digest(arrays),
+        "validation": {str(k): float(v) for k, v in checkpoint.validation.items()},
     }
-    arrays["header"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
-    buffer = io.BytesIO()
-    np.savez(buffer, **arrays)  # type: ignore[arg-type]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(path.name + ".partial")
-    with open(partial, "wb") as f:
-        f.write(buffer.getbuffer())
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(partial, path)
+    text = json.dumps(header | {"digest": _digest(header, members)})
+    members["header"] = _member(np.frombuffer(text.encode(), np.uint8))
+    with files.replacing(path) as f, zipfile.ZipFile(f, "w", zipfile.ZIP_STORED) as archive:
+        for name, parts in members.items():
+            with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as member:
+                for part in parts:
+                    member.write(part)
 
 
 def load(path: pathlib.Path) -> Checkpoint:
     """Reads and verifies a checkpoint; `path` may be the folder that holds it.
 
-    **Raises** CheckpointError saying what is wrong with the file. Nothing is written.
+    No more memory is taken than the file has bytes, whatever it says about itself.
+
+    **Raises** CheckpointError naming the file and saying what is wrong with it. Nothing is written.
     """
     path = path / FILE_NAME if path.is_dir() else path
-    if not path.exists():
+    if files.kind(path) == "nothing":
         raise CheckpointError(f"{path}: no such checkpoint")
     try:
-        with np.load(path, allow_pickle=False) as f:
-            arrays = {name: f[name] for name in f.files}
-        header = json.loads(arrays.pop("header").tobytes())
-        version, digest = header["version"], header["digest"]
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, NotImplementedError, RuntimeError) as e:
-        raise CheckpointError(f"{path}: damaged or not a checkpoint ({type(e).__name__}: {e})") from e
-    if version != VERSION:
-        raise CheckpointError(f"{path}: written in checkpoint format {version}, this diptych reads {VERSION}")
-    if digest != _digest(arrays):
-        raise CheckpointError(f"{path}: damaged: the arrays do not match the digest in the header")
-    sections: dict[str, dict[str, np.ndarray]] = {s: {} for s in _SECTIONS}
-    for name, array in arrays.items():
-        section, _, key = name.partition("/")
-        if key:
-            sections[section][key] = array
-    return Checkpoint(
-        State(int(header["step"]), **sections),
-        arrays["losses"],
-        {int(k): float(v) for k, v in header["validation"].items()},
-        header["identity"],
-        header["framework"],
-    )
+        with files.reading(path) as f:
+            return _read(f)
+    except _Damage as e:
+        raise CheckpointError(f"{path}: {e}") from e
+    except files.FileError as e:
+        raise CheckpointError(str(e)) from e
 
 
-def check(checkpoint: Checkpoint, expected: dict[str, Any], path: pathlib.Path) -> None:
-    """**Raises** CheckpointError naming every setting in which the checkpoint and this run differ."""
+def check(checkpoint: Checkpoint, job: Job, expected: dict[str, Any], path: pathlib.Path) -> None:
+    """**Raises** CheckpointError naming every setting in which the checkpoint and this run differ, or a wrong array."""
     wrong = []
     for key, want in expected.items():
         have = checkpoint.identity.get(key)
@@ -115,12 +123,164 @@ def check(checkpoint: Checkpoint, expected: dict[str, Any], path: pathlib.Path) 
             wrong.append(f"{key} is {have!r} there, {want!r} here")
     if wrong:
         raise CheckpointError(f"{path}: belongs to another run: {'; '.join(wrong)}")
+    for section in ("weights", "first", "second"):
+        forms = {k: (v.dtype.name, v.shape) for k, v in getattr(checkpoint.state, section).items()}
+        _same_names(path, section, set(forms), set(job.model.shapes()))
+        for name, shape in job.model.shapes().items():
+            dtype, found = forms[name]
+            if (dtype, found) != ("float32", shape):
+                raise CheckpointError(f"{path}: {section}/{name} is {dtype}{list(found)}, must be float32{list(shape)}")
+    if checkpoint.state.step:
+        _same_names(path, "quantizing", set(checkpoint.state.quantizing), _quantizing_names(job))
 
 
-def _digest(arrays: dict[str, np.ndarray]) -> str:
-    h = hashlib.sha256()
-    for name in sorted(arrays):
-        array = np.ascontiguousarray(arrays[name])
-        h.update(f"{name} {array.dtype.str} {array.shape}".encode())
-        h.update(array.tobytes())
+def _same_names(path: pathlib.Path, section: str, found: set[str], expected: set[str]) -> None:
+    for names, what in ((expected - found, "lacks"), (found - expected, "holds what this run has not:")):
+        if names:
+            raise CheckpointError(f"{path}: {section} {what} {_short(', '.join(sorted(names)))}")
+
+
+def _quantizing_names(job: Job) -> set[str]:
+    """What the linears' quantizers keep from the first step on; see `State`."""
+    if job.recipe is None:
+        return set()
+    plan = linear_plan(job.recipe)
+    each = [f"scale_states.{slot.name}.{part}" for slot in plan.states for part in ("scale", "amax_history", "fp8_max")]
+    return {f"{linear}.{name}" for linear in job.model.linears for name in each + ["rng_state"] * plan.needs_rng}
+
+
+def _short(text: str) -> str:
+    """What a damaged file says, without all of it."""
+    return text if len(text) <= 200 else f"{text[:200]}…"
+
+
+# --- the archive ---
+
+
+def _read(f: BinaryIO) -> Checkpoint:
+    size = os.fstat(f.fileno()).st_size
+    members = _members(f, size)
+    if "header" not in members:
+        raise _Damage("not a checkpoint: it holds no header")
+    header = _header(members.pop("header"))
+    digest = header.pop("digest")
+    if digest != _digest(header, {name: (raw,) for name, raw in members.items()}):
+        raise _Damage("damaged: header and arrays do not match the digest in the header")
+    arrays = {name: _array(name, raw) for name, raw in members.items()}
+    losses = arrays.pop("losses", None)
+    if losses is None or losses.dtype != np.float64 or losses.shape != (header["step"],):
+        held = "none" if losses is None else f"{losses.dtype.name}{list(losses.shape)}"
+        raise _Damage(f"damaged: the losses of {header['step']} steps must be as many float64, there are {held}")
+    sections: dict[str, dict[str, np.ndarray]] = {s: {} for s in _SECTIONS}
+    for name, array in arrays.items():
+        section, _, key = name.partition("/")
+        if section not in sections or not key:
+            raise _Damage(f"damaged: it holds an array {_short(name)!r}, which belongs to no part of a checkpoint")
+        sections[section][key] = array
+    validation = {int(k): float(v) for k, v in header["validation"].items()}
+    return Checkpoint(State(header["step"], **sections), losses, validation, header["identity"], header["framework"])
+
+
+def _members(f: BinaryIO, size: int) -> dict[str, np.ndarray]:
+    """The bytes of each member by its name without ".npy"; they are those of the file, uint8."""
+    members: dict[str, np.ndarray] = {}
+    left = size
+    try:
+        with zipfile.ZipFile(f) as archive:
+            for info in archive.infolist():
+                name = info.filename.removesuffix(".npy")
+                if info.compress_type != zipfile.ZIP_STORED:
+                    raise _Damage(f"not a checkpoint: {_short(info.filename)!r} is compressed, checkpoints are not")
+                left -= info.file_size
+                if info.file_size != info.compress_size or left < 0:
+                    raise _Damage(
+                        f"damaged: {_short(info.filename)!r} is said to have more bytes than the file, which has {size}"
+                    )
+                if name in members or name == info.filename:
+                    raise _Damage(f"not a checkpoint: {_short(info.filename)!r} is there twice or is no .npy")
+                members[name] = raw = np.empty(info.file_size, np.uint8)
+                with archive.open(info) as member:
+                    got = member.readinto(raw.data) if len(raw) else 0  # type: ignore[arg-type]
+                    if got != len(raw) or member.read(1):  # past the end: its CRC is compared there
+                        raise _Damage(f"damaged: {_short(info.filename)!r} ends after {got} of {len(raw)} bytes")
+    except _BAD_ARCHIVE as e:
+        if isinstance(e, OSError) and e.errno != errno.EINVAL:  # the archive leads to a place that no file has
+            raise
+        f.seek(0)
+        found = "it is empty" if not size else f"{type(e).__name__}: {_short(str(e))}"
+        found = "it is a single array, not an archive" if f.read(6) == _MAGIC[:6] else found
+        raise _Damage(f"damaged or not a checkpoint ({found})") from e
+    return members
+
+
+def _header(raw: np.ndarray) -> dict[str, Any]:
+    """The checked fields of the header, its digest included."""
+    try:
+        header = json.loads(_array("header", raw).tobytes())
+    except (ValueError, RecursionError) as e:
+        raise _Damage(f"damaged: its header is no JSON ({e})") from e
+    if not isinstance(header, dict):
+        raise _Damage(f"damaged: its header is no JSON object but {type(header).__name__}")
+    version = header.get("version")
+    if type(version) is int and version != VERSION:
+        raise _Damage(f"written in checkpoint format {version}, this diptych reads {VERSION}")
+    for name, want in _FIELDS.items():
+        if type(header.get(name)) is not want:
+            held = f"{name} of type {type(header[name]).__name__}" if name in header else f"no {name}"
+            raise _Damage(f"damaged: its header has {held}, must have {name} of type {want.__name__}")
+    if unknown := header.keys() - _FIELDS.keys():
+        raise _Damage(f"damaged: its header has unknown fields: {_short(', '.join(sorted(map(repr, unknown))))}")
+    if header["step"] < 0:
+        raise _Damage(f"damaged: its header says step {header['step']}")
+    for step, loss in header["validation"].items():
+        if not re.fullmatch(r"[0-9]{1,19}", step) or type(loss) is not float:
+            raise _Damage(f"damaged: its header has a validation loss {_short(repr(loss))} after step {_short(step)!r}")
+    return header
+
+
+def _digest(header: Mapping[str, Any], members: Mapping[str, Any]) -> str:
+    """SHA-256 of the header's fields but the digest, and of the names and bytes of all members, as buffers in a row."""
+    h = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
+    for name in sorted(members):
+        h.update(json.dumps([name, sum(len(part) for part in members[name])]).encode())
+        for part in members[name]:
+            h.update(part)
     return h.hexdigest()
+
+
+# --- NumPy's file format, as far as checkpoints use it ---
+
+
+def _member(array: np.ndarray) -> tuple[bytes, memoryview]:
+    """An array as the header and the data of a .npy file, version 1.0."""
+    array = np.asarray(array)
+    array = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(array.shape)
+    text = f"{{'descr': '{array.dtype.str}', 'fortran_order': False, 'shape': {array.shape}, }}".encode()
+    text += b" " * (-(len(_MAGIC) + 2 + len(text) + 1) % 64) + b"\n"
+    header = _MAGIC + len(text).to_bytes(2, "little") + text
+    if not _ARRAY_HEADER.fullmatch(text):
+        raise TypeError(f"a checkpoint holds arrays of numbers, not of {array.dtype}")
+    return header, array.reshape(-1).view(np.uint8).data
+
+
+def _array(name: str, raw: np.ndarray) -> np.ndarray:
+    """The array of a member, in its memory."""
+    start = len(_MAGIC) + 2
+    text = raw[start : start + int.from_bytes(raw[start - 2 : start].tobytes(), "little")].tobytes()
+    found = _ARRAY_HEADER.fullmatch(text)
+    if raw[: len(_MAGIC)].tobytes() != _MAGIC or not found:
+        raise _Damage(f"damaged: {_short(name)} has no header of an array of numbers")
+    try:
+        dtype = np.dtype(found[1].decode())
+    except TypeError:
+        raise _Damage(f"damaged: {_short(name)} is of no dtype: {found[1].decode()!r}") from None
+    shape = tuple(int(n) for n in found[2].decode().split(",") if n.strip())
+    data, nbytes = raw[start + len(text) :], math.prod(shape) * dtype.itemsize
+    if nbytes != len(data):
+        raise _Damage(
+            f"damaged: {_short(name)} is said to be {dtype.name}{list(shape)} and has {len(data)} bytes, not {nbytes}"
+        )
+    try:
+        return data.view(dtype).reshape(shape)
+    except ValueError as e:  # an empty array of extents beyond any memory
+        raise _Damage(f"damaged: {_short(name)} is said to be {dtype.name}{list(shape)} ({e})") from None

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
+import os
 import pathlib
 import shlex
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from diptych.common import RECIPES, CheckpointError, DeviceError, ShapeError, UnsupportedError
+from diptych.lab import files
 from diptych.lab.data import DEFAULT_CAP, ByteData, DataError, load
 from diptych.lab.frontend import FrontendError, TrainingError
+from diptych.lab.interrupt import STATUS, Interrupt
 from diptych.lab.job import Corruption, Job, ModelConfig, OptimConfig
 
 if TYPE_CHECKING:
     from diptych.lab.train import Settings
 
-FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, STATUS
+RESULTS, REPORT = "results.json", "report.html"
+MAX_THREADS = 1024
 FRAMEWORKS = ("torch", "jax")
 
 
@@ -27,26 +33,43 @@ class InputError(ValueError):
     """Arguments that cannot be served; the message says which and why."""
 
 
-_REFUSALS = (InputError, DataError, CheckpointError, DeviceError, ShapeError, UnsupportedError, FrontendError, OSError)
+_REFUSALS = (
+    InputError, DataError, CheckpointError, DeviceError, ShapeError, UnsupportedError, FrontendError, files.BusyError,
+    OSError,
+)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command. Returns 0, 1 for a failed check or run, 2 for bad input."""
+    """Runs one command. Returns 0, 1 for a failed check or run, 2 for bad input, 130 after Ctrl-C."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     parser = _parser()
     args = parser.parse_args(arguments)
+    ctrl_c = Interrupt(args.command)
     try:
-        return args.run(args, arguments)
+        with ctrl_c if argv is None else contextlib.nullcontext():  # who calls this keeps a handler of its own
+            args.interrupt = ctrl_c
+            try:
+                return args.run(args, arguments)
+            except KeyboardInterrupt:
+                if argv is None:
+                    ctrl_c.end()
+                raise
+    except BrokenPipeError:  # whoever read the output has enough of it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
     except _REFUSALS as e:
         return _fail(args.command, e, BAD_INPUT)
+    except MemoryError as e:
+        return _fail(args.command, f"too large for this machine's memory: {e or 'out of memory'}", BAD_INPUT)
     except TrainingError as e:
         return _fail(args.command, e, FAILED)
     except KeyboardInterrupt:
-        return _fail(args.command, "interrupted", INTERRUPTED)
+        print(ctrl_c.message(), file=sys.stderr)
+        return INTERRUPTED
 
 
 def _fail(command: str, what: object, status: int) -> int:
-    print(f"diptych {command}: error: {what}", file=sys.stderr)
+    print(f"diptych {command}: error: {' '.join(str(what).split())}", file=sys.stderr)
     return status
 
 
@@ -54,7 +77,7 @@ def _fail(command: str, what: object, status: int) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="diptych", description="Low-precision training with the same kernels and bits in PyTorch and JAX."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -75,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
         help="steps between checkpoints; 0: at the end only",
     )
     train.add_argument(
-        "--resume", type=pathlib.Path, metavar="PATH", help="continue this checkpoint, or the one in this folder"
+        "--resume", type=_path, metavar="PATH", help="continue this checkpoint, or the one in this folder"
     )
     train.add_argument(
         "--stop-after", type=_positive, metavar="N", help="stop early, after N steps in all; --resume goes on"
@@ -106,6 +129,13 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+class _Parser(argparse.ArgumentParser):
+    """Says in one line what is wrong."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(BAD_INPUT, f"{self.prog}: error: {message}; {self.prog} --help lists what there is\n")
+
+
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter):
     """Shows defaults, but not `None` ones."""
 
@@ -118,12 +148,12 @@ def _shared(p: argparse.ArgumentParser, out: str) -> None:
     p.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     p.add_argument(
         "--data",
-        type=pathlib.Path,
+        type=_path,
         metavar="FILE_OR_DIR",
         help="bytes to train on; without it the source of Python's standard library",
     )
     p.add_argument("--data-cap", type=_positive, default=DEFAULT_CAP, metavar="BYTES", help="bytes read at most")
-    p.add_argument("--out", type=pathlib.Path, metavar="DIR", help=f"folder for results; without it {out}")
+    p.add_argument("--out", type=_path, metavar="DIR", help=f"folder for results; without it {out}")
     p.add_argument("--steps", type=_positive, default=optim.steps)
     p.add_argument("--seed", type=_natural, default=0, help="of weights, batches and stochastic rounding")
     p.add_argument("--batch", type=_positive, default=8, help="sequences a step")
@@ -137,7 +167,7 @@ def _shared(p: argparse.ArgumentParser, out: str) -> None:
     group.add_argument("--layers", type=_positive, default=model.layers)
     group.add_argument("--heads", type=_positive, default=model.heads)
     group.add_argument("--seq", type=_positive, default=model.seq, help="bytes a sequence")
-    p.add_argument("--threads", type=_positive, default=2, help="torch's CPU threads")
+    p.add_argument("--threads", type=_threads, default=2, help="torch's CPU threads")
     p.add_argument("--no-compile", action="store_true", help="torch runs eagerly, which needs no C++ compiler")
     p.add_argument("--quiet", action="store_true", help="no progress bars")
 
@@ -158,6 +188,19 @@ def _integer(text: str, least: int) -> int:
     if value < least:
         raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
     return value
+
+
+def _threads(text: str) -> int:
+    value = _positive(text)
+    if value > MAX_THREADS:
+        raise argparse.ArgumentTypeError(f"must be at most {MAX_THREADS}, got {value}")
+    return value
+
+
+def _path(text: str) -> pathlib.Path:
+    if not text or "\0" in text:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a path")
+    return pathlib.Path(text)
 
 
 def _rate(text: str) -> float:
@@ -221,23 +264,27 @@ def _frontend(name: str, device: str) -> Any:
     return frontend.require(name, device)
 
 
-def _folder(path: pathlib.Path) -> pathlib.Path:
-    if path.exists() and not path.is_dir():
-        raise InputError(f"--out {path}: exists and is not a folder")
-    path.mkdir(parents=True, exist_ok=True)
-    return path
+@contextlib.contextmanager
+def _writing(folder: pathlib.Path, *names: str) -> Iterator[None]:
+    """Keeps other runs out of the folder of results, and refuses at once what would stop them from being written."""
+    if (found := files.kind(folder)) not in ("a folder", "nothing"):
+        raise InputError(f"--out {folder}: is not a folder but {found}")
+    for name in names:
+        if (folder / name).is_dir():
+            raise InputError(f"{folder / name}: is a folder, where a file is to be written")
+    with files.only_run(folder):
+        yield
 
 
 def _train(args: argparse.Namespace, _: list[str]) -> int:
     model, optim, settings, data = _configs(args)
-    from diptych.lab import checkpoint, train
+    from diptych.lab import checkpoint
 
     frontend = _frontend(args.framework, args.device)
-    recipe = RECIPES.get(args.recipe)
     job = Job(
         model=model,
         optim=optim,
-        recipe=recipe,
+        recipe=RECIPES.get(args.recipe),
         device=args.device,
         compile=not args.no_compile,
         threads=args.threads,
@@ -245,23 +292,36 @@ def _train(args: argparse.Namespace, _: list[str]) -> int:
     )
     resumed = args.resume
     home = resumed if resumed is None or resumed.is_dir() else resumed.parent
-    folder = _folder(args.out or home or pathlib.Path(f"runs/train-{args.framework}-{args.recipe}"))
+    folder = args.out or home or pathlib.Path(f"runs/train-{args.framework}-{args.recipe}")
     target = folder / checkpoint.FILE_NAME
-    if target.exists() and not args.overwrite and (home is None or home.resolve() != folder.resolve()):
-        raise InputError(
-            f"{target} exists: --resume {folder} continues it, --overwrite starts anew, --out DIR keeps it"
-        )
-    name = f"{args.framework} {args.recipe}"
-    print(f"{name} on {args.device}: {model.parameters} parameters, {data.source}, {data.files} files")
+    with _writing(folder, target.name, RESULTS):
+        if target.exists() and not args.overwrite and (home is None or home.resolve() != folder.resolve()):
+            raise InputError(
+                f"{target} exists: --resume {folder} continues it, --overwrite starts anew, --out DIR keeps it"
+            )
+        print(f"{args.framework} {args.recipe} on {args.device}: {model.parameters} parameters, {data.source}, "
+              f"{data.files} files")  # fmt: skip
+        args.interrupt.left = lambda: _kept(target)
+        return _train_in(folder, target, args, frontend, job, data, settings)
+
+
+def _train_in(
+    folder: pathlib.Path, target: pathlib.Path, args: argparse.Namespace, frontend: Any, job: Job, data: ByteData,
+    settings: Settings,
+) -> int:  # fmt: skip
+    from diptych.lab import train
+
     result = train.run(
         frontend,
         job,
         data,
         settings,
-        name=name,
+        name=f"{args.framework} {args.recipe}",
         checkpoint=target,
-        resume=resumed,
+        resume=args.resume,
         stop_after=args.stop_after,
+        on_step=args.interrupt.stepped,
+        stop=args.interrupt.requested,
         progress=_bars(args),
     )
     summary = {
@@ -277,11 +337,23 @@ def _train(args: argparse.Namespace, _: list[str]) -> int:
         "seconds_per_step": result.step_seconds,
         "versions": frontend.versions(),
     }
-    (folder / "results.json").write_text(json.dumps(summary, indent=1))
+    files.write_text(folder / RESULTS, json.dumps(summary, indent=1))
     if result.validation:
         print(f"validation loss {result.final:.4f} nats per byte (unigram entropy {data.unigram_entropy:.4f})")
-    print(f"{len(result.losses)} of {optim.steps} steps; {result.seconds:.0f} s; {target}")
+    print(f"{len(result.losses)} of {job.optim.steps} steps; {result.seconds:.0f} s; {target}")
     return 0
+
+
+def _kept(target: pathlib.Path) -> str:
+    """What an interrupted run left behind."""
+    from diptych.lab import checkpoint
+
+    if not target.exists():
+        return "no checkpoint was written yet"
+    try:
+        return f"{target} holds {checkpoint.load(target).state.step} steps, and --resume {target.parent} goes on"
+    except CheckpointError as e:
+        return str(e)
 
 
 def _bars(args: argparse.Namespace) -> bool:
@@ -307,14 +379,15 @@ def _compare(args: argparse.Namespace, arguments: list[str]) -> int:
         corruption=corruption,
     )
     pair = (_frontend("torch", args.device), _frontend("jax", args.device))
-    folder = _folder(args.out or pathlib.Path(f"runs/compare-{args.recipe}"))
-    results = compare.compare(pair, data, options, print, _bars(args))
-    compare.write_json(results, folder / "results.json")
-    commands = [shlex.join(["diptych", *arguments]), "diptych doctor"]
-    (folder / "report.html").write_text(report.render(results, commands))
+    folder = args.out or pathlib.Path(f"runs/compare-{args.recipe}")
+    with _writing(folder, RESULTS, REPORT):
+        results = compare.compare(pair, data, options, print, _bars(args))
+        files.write_text(folder / RESULTS, json.dumps(results, indent=1))
+        commands = [shlex.join(["diptych", *arguments]), "diptych doctor"]
+        files.write_text(folder / REPORT, report.render(results, commands))
     for check in results["checks"]:
         print(f"{'pass' if check['passed'] else 'FAIL'}  {check['name']}: {check['detail']}")
-    print(f"{results['seconds']:.0f} s; report: {folder / 'report.html'}")
+    print(f"{results['seconds']:.0f} s; report: {folder / REPORT}")
     return 0 if results["passed"] else FAILED
 
 

@@ -8,7 +8,6 @@ losses and by the kernel registry's counts. Everything found goes into one plain
 from __future__ import annotations
 
 import dataclasses
-import pathlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -355,10 +354,3 @@ def _losses_part(pair: tuple[Frontend, Frontend], runs: dict[str, train.RunResul
         ulp = 0 if at is None else _loss_ulp(float(a[at]), float(b[at]))
         out.append({"precision": which, "step": at, "ulp": ulp, "largest": float(np.abs(a - b).max())})
     return out
-
-
-def write_json(results: dict[str, Any], path: pathlib.Path) -> None:
-    """Writes the results beside the report."""
-    import json
-
-    path.write_text(json.dumps(results, indent=1))

@@ -9,6 +9,8 @@ import sysconfig
 
 import numpy as np
 
+from diptych.lab import files
+
 DEFAULT_CAP = 8 << 20
 """Bytes read at most."""
 
@@ -71,11 +73,19 @@ def load(path: str | os.PathLike[str] | None = None, *, cap: int = DEFAULT_CAP) 
         root = pathlib.Path(sysconfig.get_path("stdlib"))
         return _split(_read(_walk(root, suffix=".py"), cap), f"Python {_python_version()} standard library", root)
     root = pathlib.Path(path)
-    if root.is_file():
-        return _split(_read([root], cap), str(root), root)
-    if root.is_dir():
-        return _split(_read(_walk(root, suffix=""), cap), str(root), root)
-    raise DataError(f"{root}: no such file or directory")
+    match files.kind(root):
+        case "a file":
+            return _split(_read([root], cap), str(root), root)
+        case "a folder":
+            if not (found := _walk(root, suffix="")):
+                raise DataError(
+                    f"{root}: a folder without files to train on; hidden ones, packages and tests do not count"
+                )
+            return _split(_read(found, cap), str(root), root)
+        case "nothing":
+            raise DataError(f"{root}: no such file or directory")
+        case other:
+            raise DataError(f"{root}: is {other}; give a file or a folder of files")
 
 
 def _python_version() -> str:
@@ -86,10 +96,14 @@ def _python_version() -> str:
 
 def _walk(root: pathlib.Path, suffix: str) -> list[pathlib.Path]:
     """Files below `root` in sorted order, without what installations vary in: hidden files, packages and tests."""
+
+    def unreadable(e: OSError) -> None:
+        raise DataError(f"{e.filename}: cannot be read: {e.strerror}") from e
+
     found = []
-    for folder, dirs, files in os.walk(root):
+    for folder, dirs, names in os.walk(root, onerror=unreadable):
         dirs[:] = sorted(d for d in dirs if d not in _SKIPPED_DIRS and not d.startswith("."))
-        found += [pathlib.Path(folder, f) for f in sorted(files) if f.endswith(suffix) and not f.startswith(".")]
+        found += [pathlib.Path(folder, f) for f in sorted(names) if f.endswith(suffix) and not f.startswith(".")]
     return [f for f in found if f.is_file()]
 
 
@@ -99,10 +113,10 @@ def _read(paths: list[pathlib.Path], cap: int) -> list[bytes]:
         if left <= 0:
             break
         try:
-            with open(path, "rb") as f:
-                part = f.read(left)
-        except OSError as e:
-            raise DataError(f"{path}: cannot be read: {e.strerror or e}") from e
+            with files.reading(path) as f:
+                part = f.read(min(left, os.fstat(f.fileno()).st_size))
+        except files.FileError as e:
+            raise DataError(str(e)) from e
         if part:
             parts.append(part)
             left -= len(part)
@@ -111,7 +125,7 @@ def _read(paths: list[pathlib.Path], cap: int) -> list[bytes]:
 
 def _split(parts: list[bytes], source: str, root: pathlib.Path) -> ByteData:
     if not parts:
-        raise DataError(f"{root}: no bytes to train on")
+        raise DataError(f"{root}: holds no bytes to train on")
     if len(parts) < _VALIDATION_PERIOD:
         whole = b"".join(parts)
         cut = len(whole) - len(whole) // _VALIDATION_PERIOD

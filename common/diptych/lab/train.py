@@ -75,13 +75,15 @@ def run(
     resume: pathlib.Path | None = None,
     stop_after: int | None = None,
     on_step: Callable[[int, float, float | None], Any] | None = None,
+    stop: Callable[[], bool] | None = None,
     progress: bool = True,
 ) -> RunResult:
     """Trains one job from its seed, or on from a checkpoint.
 
     **Arguments:** `checkpoint`: where to write one, every `settings.checkpoint_every` steps and at the end. `resume`: a
     checkpoint to continue. `stop_after`: end after this many updates in all, short of `job.optim.steps`. `on_step`: is
-    told (updates so far, loss, validation loss where one was taken).
+    told (updates so far, loss, validation loss where one was taken). `stop`: asked after every step; where it says
+    True, the checkpoint is written and KeyboardInterrupt raised.
 
     **Returns:** a `RunResult`, with the losses from before a resume in front.
 
@@ -94,7 +96,7 @@ def run(
     start = None
     if resume is not None:
         start = ckpt.load(resume)
-        ckpt.check(start, ours, resume)
+        ckpt.check(start, job, ours, resume)
         losses, validation = list(start.losses), dict(start.validation)
     trainer = frontend.trainer(job, initial_weights(job.model, settings.seed) if start is None else start.state.weights)
     if start is not None:
@@ -129,9 +131,12 @@ def run(
             shown = f", validation {validation[max(validation)]:.3f}" if validation else ""
             bar.set_postfix_str(f"loss {loss:.3f}{shown}")
             every = settings.checkpoint_every
-            if checkpoint is not None and (done == last or (every and done % every == 0)):
+            stopping = stop is not None and stop()
+            if checkpoint is not None and (stopping or done == last or (every and done % every == 0)):
                 record = ckpt.Checkpoint(trainer.state(), np.array(losses), validation, ours, frontend.name)
                 ckpt.save(checkpoint, record)
+            if stopping and done < last:
+                raise KeyboardInterrupt
     return RunResult(
         name,
         np.array(losses),

@@ -1,0 +1,170 @@
+"""Files of the lab: regular ones are read, whole ones replace old ones, and one run at a time writes in a folder."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import pathlib
+import re
+import secrets
+import stat
+import sys
+from collections.abc import Iterator
+from typing import BinaryIO
+
+LOCK_NAME = ".diptych.lock"
+_PARTIAL = re.compile(r"\..+\.[0-9a-f]{16}\.partial")
+_KINDS = (
+    (stat.S_ISREG, "a file"),
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a character device"),
+    (stat.S_ISBLK, "a block device"),
+)
+
+
+class FileError(OSError):
+    """A file that cannot be read or written; the message names it and says why."""
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+class BusyError(RuntimeError):
+    """A folder in which another run writes."""
+
+
+def kind(path: pathlib.Path) -> str:
+    """What `path` names, in words: "a file", "a folder", "a named pipe", "a dangling link to x", "nothing", ..."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return f"a dangling link to {os.readlink(path)}" if path.is_symlink() else "nothing"
+    except OSError as e:
+        return "a link that leads back to itself" if e.errno == errno.ELOOP else f"not accessible ({e.strerror})"
+    return next(word for test, word in _KINDS if test(mode))
+
+
+@contextlib.contextmanager
+def reading(path: pathlib.Path) -> Iterator[BinaryIO]:
+    """Opens a regular file, through links, and never waits for a pipe's or a device's other end.
+
+    **Raises** FileError, for errors while it is read too.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(fd, "rb") as f:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise FileError(errno.EINVAL, f"{path}: is {kind(path)}, not a file")
+            yield f
+    except FileError:
+        raise
+    except OSError as e:
+        found = kind(path)
+        why = e.strerror or str(e) if found in ("a file", "nothing") else f"it is {found}"
+        raise FileError(e.errno, f"{path}: cannot be read: {why}") from e
+
+
+@contextlib.contextmanager
+def replacing(path: pathlib.Path) -> Iterator[BinaryIO]:
+    """Opens a new file that takes the place of `path` when the block ends well, with all bytes on the disk.
+
+    Its temporary name, in the same folder, is unique and follows no link. If the block raises or is interrupted, the
+    new file goes and what stood at `path` stays. A link at `path` is itself replaced, not what it points to.
+
+    **Raises** FileError.
+    """
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
+    made = False
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        made = True
+        with open(fd, "wb") as f:
+            yield f
+            f.flush()
+            os.fsync(fd)
+        os.replace(temporary, path)
+        made = False
+        _sync_folder(path.parent)
+    except FileError:
+        raise
+    except OSError as e:
+        what = "the file there is as it was" if path.exists() else "nothing is there"
+        raise FileError(e.errno, f"{path}: cannot be written: {e.strerror or e}; {what}") from e
+    finally:
+        if made:
+            with contextlib.suppress(OSError):  # the error on its way says more
+                os.unlink(temporary)
+
+
+def write_text(path: pathlib.Path, text: str) -> None:
+    """Replaces `path` by a file of this text. **Raises** FileError; then the old file is still there."""
+    with replacing(path) as f:
+        f.write(text.encode())
+
+
+@contextlib.contextmanager
+def only_run(folder: pathlib.Path) -> Iterator[None]:
+    """Makes `folder`, and keeps other runs out of it until the block ends or the process dies.
+
+    Partial files of runs that were killed are removed. Where the file system has no locks, a warning on stderr says so.
+
+    **Raises** BusyError naming the process that writes there, FileError where the folder cannot be written.
+    """
+    path = folder / LOCK_NAME
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        fd = _lock(path)
+    except OSError as e:
+        raise FileError(e.errno, f"{folder}: cannot be written: {e.strerror or e}") from e
+    try:
+        for entry in os.scandir(folder):
+            if _PARTIAL.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                os.unlink(entry.path)
+        yield
+    finally:
+        with contextlib.suppress(FileNotFoundError):  # somebody removed the folder
+            os.unlink(path)
+        os.close(fd)
+
+
+def _lock(path: pathlib.Path) -> int:
+    """The descriptor of a locked file at `path`, which holds the number of this process."""
+    while True:
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.read(fd, 32).decode(errors="replace").strip() or "unknown"
+            os.close(fd)
+            raise BusyError(
+                f"{path.parent}: another run (process {holder}) writes there; wait for it or choose another --out"
+            ) from None
+        except OSError as e:
+            print(f"warning: {path}: no locks here ({e.strerror}); a second run in this folder goes unnoticed",
+                  file=sys.stderr)  # fmt: skip
+        try:
+            current = os.path.samestat(os.fstat(fd), os.stat(path))
+        except FileNotFoundError:
+            current = False
+        if current:
+            os.truncate(fd, 0)
+            os.write(fd, f"{os.getpid()}\n".encode())
+            return fd
+        os.close(fd)  # whoever held it has removed it meanwhile
+
+
+def _sync_folder(folder: pathlib.Path) -> None:
+    """Puts a rename on the disk, where the file system can."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as e:
+        if e.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(fd)
