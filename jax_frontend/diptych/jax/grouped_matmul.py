@@ -68,7 +68,7 @@ def grouped_matmul(
         group, first, count = tile
         made = product(part(left, first), b[group], (1, 1 if trans_b else 0))
         if bias is not None:
-            made = made + bias[group].astype(jnp.float32)
+            made = made + jnp.broadcast_to(bias[group].astype(jnp.float32), made.shape)
         made = jnp.where(row < count, made.astype(y.dtype), part(y, first))
         return lax.dynamic_update_slice_in_dim(y, made, first, 0), None
 

@@ -36,7 +36,7 @@ from diptych.jax.products import (
 )
 from diptych.jax.quantized import QuantizedArray, QuantizedCopies
 from diptych.jax.state import ScaleState, check_states, group_axes
-from diptych.jax.transport import returned, viewed
+from diptych.jax.transport import refuse_differentiated, returned, viewed
 
 Array = jax.Array
 
@@ -169,7 +169,7 @@ def kernel_operand(op: str, arg: str, kernel: Any, held: type[QuantizedCopies]) 
 def plain(x: Array, kernel: Any, bias: Array | None) -> Array:
     """The product in x's dtype."""
     y = x @ high_precision(kernel, x.dtype).astype(x.dtype).T
-    return y if bias is None else y + bias.astype(x.dtype)
+    return y if bias is None else y + jnp.broadcast_to(bias.astype(x.dtype), y.shape)
 
 
 def high_precision(kernel: Any, dtype: Any) -> Array:
@@ -261,7 +261,12 @@ def _sink_backward(main_grad: Any, grad: Array) -> tuple[None, None]:
     return None, None
 
 
-_sink.defvjp(lambda main_grad, kernel: (_sink(main_grad, kernel), main_grad), _sink_backward)
+def _sink_forward(main_grad: Any, kernel: Array) -> tuple[Array, Any]:
+    refuse_differentiated("a reference as main_grad", "pass main_grad as an array and differentiate with respect to it")
+    return _sink(main_grad, kernel), main_grad
+
+
+_sink.defvjp(_sink_forward, _sink_backward)
 
 
 # --- forward and backward ---
