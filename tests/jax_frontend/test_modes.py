@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 
 import jax
@@ -16,24 +17,25 @@ from jax_frontend import fused_layers, grouped_layers, tools
 
 DELAYED = DelayedScaling(amax_history_len=4)
 MODES = {
-    "disable_jit": jax.disable_jit,
-    "numpy_rank_promotion": lambda: jax.numpy_rank_promotion("raise"),
-    "numpy_dtype_promotion": lambda: jax.numpy_dtype_promotion("strict"),
-    "enable_x64": lambda: jax.enable_x64(True),
-    "debug_nans": lambda: jax.debug_nans(True),
-    "default_matmul_precision": lambda: jax.default_matmul_precision("float32"),
-    "all": None,
+    "jax_disable_jit": True,
+    "jax_numpy_rank_promotion": "raise",
+    "jax_numpy_dtype_promotion": "strict",
+    "jax_enable_x64": True,
+    "jax_debug_nans": True,
+    "jax_default_matmul_precision": "float32",
 }
 
 
-def mode(name):
-    """Entered once; `all` is of those that go together."""
-    if name != "all":
-        return MODES[name]()
-    stack = __import__("contextlib").ExitStack()
-    for other in set(MODES) - {"disable_jit", "all"}:
-        stack.enter_context(MODES[other]())
-    return stack
+@contextlib.contextmanager
+def modes(*names):
+    before = {name: getattr(jax.config, name) for name in names}
+    try:
+        for name in names:
+            jax.config.update(name, MODES[name])
+        yield
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
 
 
 RECIPES = fused_layers.EVERY | {"fp8-delayed": DELAYED, "none": None}
@@ -105,10 +107,10 @@ def verbs(_):
     bias = tools.normal("bias", (32,))
     return {
         "amax": (dj.amax(x), dj.amax(x, per_row=True)),
-        "gemm": (dj.gemm(q, q, bias=bias), dj.gemm_into(jnp.zeros((32, 32)), q, q)),
+        "gemm": (dj.gemm(q, q, bias=bias), dj.gemm_into(jnp.zeros((32, 32), jnp.float32), q, q)),
         "grouped_gemm": dj.grouped_gemm(q, stack, offsets, bias=jnp.stack([bias, bias])),
         "bias_grad": (dj.bias_grad(x), dj.grouped_bias_grad(x, offsets)),
-        "scale_update": dj.scale_update(jnp.ones((3, 4)), jnp.ones(3)),
+        "scale_update": dj.scale_update(jnp.ones((3, 4), jnp.float32), jnp.ones(3, jnp.float32)),
         "rng": (dj.rng_at(dj.rng_state(3, 5), 2**33), dj.rng_state(jax.random.key(0), jnp.int32(3))),
         "dot_general": dj.dot_general(dj.MXFP8BlockScaling())(x, x, (((1,), (1,)), ((), ()))),
         "kernels": dj.quantize_kernel(x, dj.MXFP8BlockScaling()),
@@ -123,9 +125,8 @@ def permuted(_):
         m = dj.moe_map(ids, 4, map_type="index", align_size=16)
         rows, moved, _ = dj.moe_permute_with_probs(x, probs, m)
         back = dj.moe_unpermute(rows * moved[:, None], m, merging_probs=probs)
-        sorted_rows = dj.moe_sort_chunks_by_index(
-            rows[:64], jnp.asarray([32, 32], jnp.int32), jnp.asarray([1, 0], jnp.int32)
-        )
+        sizes, order = jnp.asarray([32, 32], jnp.int32), jnp.asarray([1, 0], jnp.int32)
+        sorted_rows = dj.moe_sort_chunks_by_index(rows[:64], sizes, order)
         return jnp.square(back).sum() + jnp.square(sorted_rows).sum()
 
     m = dj.moe_map(ids, 4, map_type="index", align_size=16)
@@ -133,19 +134,16 @@ def permuted(_):
 
 
 def states(_):
-    """All three ways of states, a loop and a branch."""
+    """Ways of states, with a branch."""
     x, kernel, s = tools.normal("x", (8, 32)), tools.normal("kernel", (32, 32)), dj.init_state(DELAYED)
 
     def loss(kernel, s):
-        y = dj.dense(x, kernel, recipe=DELAYED, state=s)
-        y = jax.lax.cond(y[0, 0] > 1e9, jnp.sin, lambda y: dj.dense(y, kernel, recipe=DELAYED, state=s), y)
-        return jax.lax.scan(lambda y, _: (dj.dense(y, kernel, recipe=DELAYED, state=s), None), y, None, length=2)[
-            0
-        ].sum()
+        y, lent = dj.dense(x, kernel, recipe=DELAYED, state=s), dj.lend_states(s, kernel)
+        return jax.lax.cond(y[0, 0] < 1e9, lambda y: dj.dense(y, kernel, recipe=DELAYED, state=lent), jnp.sin, y).sum()
 
     out = dj.value_and_grad_with_state(loss)(kernel, s)
     refs = dj.state_refs(s)
-    by_refs = jax.value_and_grad(loss)(kernel, refs)
+    by_refs = jax.lax.scan(lambda y, _: (dj.dense(y, kernel, recipe=DELAYED, state=refs), None), x, None, length=2)[0]
     once = jax.grad(lambda s: dj.dense(x, kernel, recipe=DELAYED, state=s).sum())(s)
     merged = dj.merge_states(once, dj.dense(x * 2, kernel, recipe=DELAYED, state=s, return_state=True)[1])
     news = dj.update_state(dj.overwrite_states(s, merged))
@@ -159,3 +157,23 @@ EVERY = {
     for name, recipe in RECIPES.items()
     if not (f is calibrated and recipe is None)
 } | {name: functools.partial(f, None) for name, f in VERBS.items()}
+# One of each layer, and what differs most
+NOW = (*VERBS, "dense, none", "calibrated, fp8-delayed", "layernorm_mlp, mixed", "grouped_dense, mixed")
+
+
+@pytest.mark.parametrize("name", others_slow(EVERY, NOW))
+def test_bits_are_those_without_a_mode(name):
+    """Each mode by itself behind `slow`; by default disable_jit, and all others at once."""
+    want = EVERY[name]()
+    for together in (("jax_disable_jit",), [m for m in MODES if m != "jax_disable_jit"]):
+        with modes(*together):
+            tools.same_tree(EVERY[name](), want, f"{name} {together}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", EVERY)
+def test_bits_are_those_without_one_mode(name, mode):
+    want = EVERY[name]()
+    with modes(mode):
+        tools.same_tree(EVERY[name](), want)

@@ -35,6 +35,7 @@ from diptych.jax.products import (
     state_gradients,
 )
 from diptych.jax.quantized import QuantizedArray, QuantizedCopies
+from diptych.jax.residuals import defvjp
 from diptych.jax.state import ScaleState, check_states, group_axes
 from diptych.jax.transport import refuse_differentiated, returned, viewed
 
@@ -297,7 +298,7 @@ def _backward(options: Options, saved: Saved, grads: tuple[Any, States]) -> tupl
     return made.x, *cotangents(saved, made)
 
 
-_dense.defvjp(_forward, _backward, symbolic_zeros=True)
+defvjp(_dense, _forward, _backward)
 
 
 # --- calibration ---
@@ -348,4 +349,4 @@ def _observe_backward(options: Options, saved: Saved, grads: tuple[Any, States])
     return dy, state_gradients(saved, amaxes, later), None
 
 
-_observe.defvjp(_observe_forward, _observe_backward, symbolic_zeros=True)
+defvjp(_observe, _observe_forward, _observe_backward)
