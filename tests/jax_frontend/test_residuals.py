@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import pytest
 
 import diptych.jax as dj
+from diptych.jax import residuals
 from diptych.jax import transport as tr
 from jax_frontend import fused_layers, tools
-from jax_frontend.test_training_flax import OWG, Delayed
+from jax_frontend.test_training_flax import OWG, Delayed, nn
 
 MX = dj.MXFP8BlockScaling()
 X, KERNEL = tools.normal("x", (32, 32)), tools.normal("kernel", (32, 32)) / 6
@@ -96,8 +96,6 @@ def test_reused_nn_jit_with_states(way):
 
 
 def test_more_than_there_is_room_for_is_an_error():
-    from diptych.jax import residuals
-
     with pytest.raises(AssertionError, match="3 arrays are saved, and there is room for 2"):
         residuals._packed([1, 2, 3], 2)
     packed = residuals._packed({"a": 1, "b": [2]}, 5)

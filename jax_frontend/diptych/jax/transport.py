@@ -8,11 +8,14 @@ Three ways, which may be mixed. In all of them several uses of a state combine b
    same chain.
 2. Overwrite with gradient: the gradient with respect to a state *is* the new state, for flax's collection
    `_overwrite_with_gradient` and for `overwrite_states`. JAX adds gradients of several uses up; a state that is used
-   more than once goes through `share_states` first. What was added up all the same is refused by `update_state`.
+   more than once goes through `share_states` first. What was added up all the same, or averaged, is refused by
+   `update_state`, or under jit marked by a scale of NaN that stays.
 3. References: `refs = state_refs(states)` are mutated by `dense`, forward and backward, under jit, scan and remat.
 
-`value_and_grad_with_state` is 2 made ready. Under `vmap` a state that is not mapped is used once for each example:
-`share_states` and references raise there; map the state, and take `jax.tree.map(lambda x: x.max(0), states)`.
+`value_and_grad_with_state` is 2 made ready. JAX cannot differentiate references in a branch or a shard_map from outside
+of it; `lend_states` makes arrays of them for one use there. Under `vmap` a state that is not mapped is used once for
+each example: `share_states` and references raise there; map the state, and take
+`jax.tree.map(lambda x: x.max(0), states)`.
 """
 
 from __future__ import annotations
@@ -189,7 +192,8 @@ def share_states(states: Tree) -> Tree:
     """States that may be used any number of times, and whose gradients combine by max.
 
     Call it inside of what is differentiated and outside of `jax.jit`, `jax.checkpoint` and loops in there. A state that
-    a scan slices, one for each layer, needs none of this: each slice is used once.
+    a scan slices, one for each layer, needs none of this: each slice is used once. For `jax.lax.cond`, `switch` and
+    `shard_map` in there, take arrays by `lend_states`.
 
     **Arguments:** `states`: any pytree with `ScaleState`s; other leaves stay.
     """
@@ -210,6 +214,8 @@ def value_and_grad_with_state(f: Callable[..., Any], has_aux: bool = False) -> C
     **Returns:** a function of the same arguments: (value, gradients, new states); scales are the old ones, histories
     hold the amaxes of forward and backward. `update_state` makes those of the next step. Microbatches: pass the states
     on, or combine them by `merge_states`. `has_aux`: value is (value, aux), as in JAX.
+
+    **Raises:** NotImplementedError where `f` uses states in a branch or a shard_map without `lend_states`.
     """
 
     def run(params: Any, states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
