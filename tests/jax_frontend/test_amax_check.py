@@ -240,14 +240,24 @@ def lent_to_a_branch(kernel, s, taken, times=1):
     return dense(jax.lax.cond(taken, branch, jnp.sin, y), kernel, recipe=RECIPE, state=s).sum()
 
 
+def inputs_of_layers(taken):
+    """What the layers of `lent_to_a_branch` read behind the first."""
+
+    def layer(y):
+        return dense(y, KERNEL, recipe=RECIPE, state=st.init_state(RECIPE), record=False)
+
+    y = layer(X)
+    return [y * 100, layer(y * 100)] if taken else [jnp.sin(y)]
+
+
 @tools.WRAP_NOW_JIT
 def test_a_state_in_one_branch(wrap):
     run = wrap(tr.value_and_grad_with_state(lent_to_a_branch))
     for taken in (True, False):
         news = run(KERNEL, st.init_state(RECIPE), taken)[2]
-        amax, inside = float(news["input"].amax_history[0]), dense(X, KERNEL, recipe=None) * 100
-        want = float(jnp.abs(inside if taken else X).max())
-        assert amax == pytest.approx(want, rel=0.1 if taken else 0)
+        inputs = [X, *inputs_of_layers(taken)]
+        want = max(float(jnp.abs(v).max()) for v in inputs)
+        assert float(news["input"].amax_history[0]) == pytest.approx(want, rel=1e-5)
         refs = tr.state_refs(st.init_state(RECIPE))
         wrap(jax.grad(lent_to_a_branch))(KERNEL, refs, taken)
         tools.same_tree(tr.read_states(refs), news)
