@@ -57,8 +57,10 @@ UNPAIRED = {
         "opaque.py": "recipes as torch.compile constants; JAX takes any hashable as a static argument",
     },
     "jax": {
+        "amax_check.py": "tells averaged states, which travel as gradients; torch mutates buffers",
         "ffi.py": "XLA calls the core through a handler library; torch calls the bindings",
         "injection.py": "a dot_general for unmodified models; torch swaps modules (convert.py)",
+        "residuals.py": "what custom_vjp rules save; torch's autograd functions keep it themselves",
         "transport.py": "ways to carry state out of a gradient; torch mutates buffers",
     },
 }

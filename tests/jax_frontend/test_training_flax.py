@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -132,6 +134,29 @@ def test_what_is_no_linear_layer_is_refused():
             call()
     assert dot_general(None) is jax.lax.dot_general
     f(x, x[0], last, precision=jax.lax.Precision.DEFAULT, preferred_element_type=jnp.float32)
+
+
+def test_dot_general_is_a_value():
+    """Equal recipes give equal functions: models that hold them share compiled code."""
+    make = lambda **options: dot_general(dj.MXFP8BlockScaling(), **options)  # noqa: E731
+    assert make() == make() and hash(make()) == hash(make()) and make() != make(name="fc1")
+    assert make() != dot_general(dj.Float8CurrentScaling()) and "MXFP8BlockScaling" in repr(make())
+    assert pickle.loads(pickle.dumps(make())) == make()
+    x, traces = jnp.ones((32, 64)), []
+
+    def run(model, v, x):
+        traces.append(0)
+        return model.apply(v, x)
+
+    jitted = jax.jit(run, static_argnums=0)
+    v = nn.Dense(32).init(jax.random.key(0), x)
+    outs = [jitted(nn.Dense(32, dot_general=pickle.loads(pickle.dumps(make()))), v, x) for _ in range(3)]
+    assert len(traces) == 1
+    tools.same(outs[2], make()(x, v["params"]["kernel"], (((1,), (0,)), ((), ()))))
+    nnx_jitted = nnx.jit(lambda m, x: (traces.append(1), m(x))[1])
+    for _ in range(3):
+        nnx_jitted(nnx.Linear(64, 32, dot_general=make(), rngs=nnx.Rngs(0)), x)
+    assert len(traces) == 2
 
 
 # --- overwrite with gradient, in linen ---

@@ -62,6 +62,7 @@ from diptych.jax.state import (
 )
 from diptych.jax.transport import (
     combine_states,
+    lend_states,
     partition_states,
     read_states,
     share_states,
@@ -114,6 +115,7 @@ __all__ = [
     "layernorm_dense_vjp",
     "layernorm_mlp",
     "layernorm_mlp_vjp",
+    "lend_states",
     "load_state_dict",
     "merge_states",
     "moe_map",

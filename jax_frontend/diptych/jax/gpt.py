@@ -52,12 +52,14 @@ def quantized_linear(recipe: Recipe | None, dtype: Any = jnp.float32) -> Linear:
 
 
 def embedding(tokens: Array, embed: Array, position: Array) -> Array:
-    return embed[tokens] + position[: tokens.shape[-1]]
+    x = embed[tokens]
+    return x + jnp.broadcast_to(position[: tokens.shape[-1]], x.shape)
 
 
 def layer_norm(x: Array, weight: Array, bias: Array, eps: float = 1e-5) -> Array:
     mean = x.mean(axis=-1, keepdims=True)
     variance = jnp.square(x - mean).mean(axis=-1, keepdims=True)
+    weight, bias = (jnp.broadcast_to(p, x.shape) for p in (weight, bias))
     return (x - mean) * jax.lax.rsqrt(variance + eps) * weight + bias
 
 
@@ -72,7 +74,7 @@ def attention_scores(qkv: Array, heads: int) -> Array:
     q, k, _ = _heads(qkv, heads)
     scores = (q @ k.swapaxes(-1, -2)) * (1 / math.sqrt(q.shape[-1]))
     causal = jnp.tril(jnp.ones(scores.shape[-2:], bool))
-    return jnp.where(causal, scores, -jnp.inf)
+    return jnp.where(jnp.broadcast_to(causal, scores.shape), scores, -jnp.inf)
 
 
 def attention_values(probabilities: Array, qkv: Array, heads: int) -> Array:

@@ -62,6 +62,7 @@ from diptych.jax.products import (
     recorded,
     values,
 )
+from diptych.jax.residuals import defvjp
 from diptych.jax.state import ScaleState, check_states, group_axes
 from diptych.jax.transport import returned, viewed
 from diptych.jax.weights import Pullback, refuse_references
@@ -369,4 +370,4 @@ def _backward(options: Options, align: int, saved: _Saved, grads: tuple[Any, Sta
     return made.x, kernel, bias, None, None, states, rng, copies, main_grad
 
 
-_grouped_dense.defvjp(_forward, _backward, symbolic_zeros=True)
+defvjp(_grouped_dense, _forward, _backward)

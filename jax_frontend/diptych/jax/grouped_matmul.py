@@ -26,8 +26,8 @@ def _tiles(offsets: Array, rows: Any) -> tuple[Array, Array, Array]:
     """Of each tile the group, its first row, and how many rows it has: none or fewer, once all groups are through."""
     at = lax.cummax(jnp.clip(offsets, 0, rows))
     counts = (at[1:] - at[:-1] + TILE - 1) // TILE
-    ends, groups = jnp.cumsum(counts), counts.shape[0]
-    t = jnp.arange(rows // TILE + groups)
+    ends, groups = jnp.cumsum(counts, dtype=jnp.int32), counts.shape[0]
+    t = jnp.arange(rows // TILE + groups, dtype=jnp.int32)
     group = jnp.minimum(jnp.searchsorted(ends, t, side="right"), groups - 1)
     first = at[group] + (t - (ends[group] - counts[group])) * TILE
     return group, first, at[group + 1] - first
@@ -68,7 +68,7 @@ def grouped_matmul(
         group, first, count = tile
         made = product(part(left, first), b[group], (1, 1 if trans_b else 0))
         if bias is not None:
-            made = made + bias[group].astype(jnp.float32)
+            made = made + jnp.broadcast_to(bias[group].astype(jnp.float32), made.shape)
         made = jnp.where(row < count, made.astype(y.dtype), part(y, first))
         return lax.dynamic_update_slice_in_dim(y, made, first, 0), None
 
@@ -77,7 +77,7 @@ def grouped_matmul(
         x, y = (jnp.where(row < count, part(v, first), 0) for v in (left, right))
         return out.at[group].add(product(x, y, (0, 0))), None
 
-    row, left = jnp.arange(TILE)[:, None], padded(a)
+    row, left = jnp.arange(TILE, dtype=jnp.int32)[:, None], padded(a)
     if depth:
         right, step, out = padded(b), over_rows, jnp.zeros(shape, jnp.float32)
     else:

@@ -8,6 +8,7 @@ JAX only: torch has no such seam, and swaps modules instead.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -33,22 +34,37 @@ def dot_general(recipe: Recipe | None, *, module: str = "linear", name: str = ""
     that it is asked about.
 
     **Returns:** a function (lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, *,
-    out_sharding=None). It **raises** NotImplementedError for batch dimensions, as products of two activations have, or
-    a result of another dtype or with a sharding; ValueError for a precision; TypeError for operands of two dtypes.
+    out_sharding=None), a `DotGeneral`: those of equal recipes are equal, so that models which hold them share compiled
+    code, and it pickles where its recipe does. It **raises** NotImplementedError for batch dimensions, as products of
+    two activations have, or a result of another dtype or with a sharding; ValueError for a precision; TypeError for
+    operands of two dtypes.
 
     **Raises:** ValueError for a recipe with delayed scaling or stochastic rounding, which has something to carry from
     step to step that no layer of flax would: call `dense`.
     """
-    if recipe is None:
-        return jax.lax.dot_general
-    if not isinstance(recipe, Recipe):
-        raise ArgumentError(f"dot_general: recipe must be a diptych Recipe or None, got {type(recipe).__name__}")
-    plan = linear_plan(recipe, module, name)
-    if plan.states or plan.needs_rng:
-        what = "delayed scaling" if plan.states else "stochastic rounding"
-        raise ValueError(f"dot_general: {type(recipe).__name__} with {what} has state; call dense, which takes it")
+    return jax.lax.dot_general if recipe is None else DotGeneral(recipe, module, name)
 
-    def low_precision(
+
+@dataclasses.dataclass(frozen=True)
+class DotGeneral:
+    """The product of one recipe, as a value. `dot_general` makes it and says what it takes."""
+
+    recipe: Recipe
+    module: str = "linear"
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.recipe, Recipe):
+            kind = type(self.recipe).__name__
+            raise ArgumentError(f"dot_general: recipe must be a diptych Recipe or None, got {kind}")
+        plan = linear_plan(self.recipe, self.module, self.name)
+        if plan.states or plan.needs_rng:
+            what = "delayed scaling" if plan.states else "stochastic rounding"
+            kind = type(self.recipe).__name__
+            raise ValueError(f"dot_general: {kind} with {what} has state; call dense, which takes it")
+
+    def __call__(
+        self,
         lhs: Array,
         rhs: Array,
         dimension_numbers: Any,
@@ -81,13 +97,11 @@ def dot_general(recipe: Recipe | None, *, module: str = "linear", name: str = ""
         y = dense(
             x.reshape(*x.shape[: lhs.ndim - len(left)], k),
             kernel.reshape(math.prod(kept), k),
-            recipe=recipe,
-            module=module,
-            name=name,
+            recipe=self.recipe,
+            module=self.module,
+            name=self.name,
         )
         return y.reshape(*y.shape[:-1], *kept)
-
-    return low_precision
 
 
 def _last(x: Array, axes: tuple[int, ...]) -> Array:

@@ -36,6 +36,7 @@ from diptych.jax.linear import (
 )
 from diptych.jax.products import Copies, DenseGradients, Needs, Options, States, cotangents, primals
 from diptych.jax.quantized import QuantizedArray
+from diptych.jax.residuals import defvjp
 from diptych.jax.state import ScaleState, check_states, group_axes
 from diptych.jax.transport import returned, viewed
 from diptych.jax.weights import Pullback, refuse_references
@@ -304,4 +305,4 @@ def _backward(options: NormedOptions, saved: Saved, grads: Any) -> Any:
     return *of_norm, *cotangents(saved.linear, made)
 
 
-_layernorm_dense.defvjp(_forward, _backward, symbolic_zeros=True)
+defvjp(_layernorm_dense, _forward, _backward)

@@ -63,6 +63,7 @@ from diptych.jax.products import (
     rng_at,
 )
 from diptych.jax.quantized import QuantizedArray
+from diptych.jax.residuals import defvjp
 from diptych.jax.state import ScaleState, check_states, group_axes, init_state
 from diptych.jax.transport import returned, viewed
 from diptych.jax.weights import Pullback, refuse_references
@@ -407,4 +408,4 @@ def _backward(options: MLPOptions, saved: _Saved, grads: Any) -> Any:
     return *of_norm, dkernel1, dbias1, dmain1, dkernel2, dbias2, dmain2, None, None, states, None
 
 
-_mlp.defvjp(_forward, _backward, symbolic_zeros=True)
+defvjp(_mlp, _forward, _backward)

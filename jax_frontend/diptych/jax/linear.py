@@ -35,8 +35,9 @@ from diptych.jax.products import (
     state_gradients,
 )
 from diptych.jax.quantized import QuantizedArray, QuantizedCopies
+from diptych.jax.residuals import defvjp
 from diptych.jax.state import ScaleState, check_states, group_axes
-from diptych.jax.transport import returned, viewed
+from diptych.jax.transport import refuse_differentiated, returned, viewed
 
 Array = jax.Array
 
@@ -169,7 +170,7 @@ def kernel_operand(op: str, arg: str, kernel: Any, held: type[QuantizedCopies]) 
 def plain(x: Array, kernel: Any, bias: Array | None) -> Array:
     """The product in x's dtype."""
     y = x @ high_precision(kernel, x.dtype).astype(x.dtype).T
-    return y if bias is None else y + bias.astype(x.dtype)
+    return y if bias is None else y + jnp.broadcast_to(bias.astype(x.dtype), y.shape)
 
 
 def high_precision(kernel: Any, dtype: Any) -> Array:
@@ -261,7 +262,12 @@ def _sink_backward(main_grad: Any, grad: Array) -> tuple[None, None]:
     return None, None
 
 
-_sink.defvjp(lambda main_grad, kernel: (_sink(main_grad, kernel), main_grad), _sink_backward)
+def _sink_forward(main_grad: Any, kernel: Array) -> tuple[Array, Any]:
+    refuse_differentiated("a reference as main_grad", "pass main_grad as an array and differentiate with respect to it")
+    return _sink(main_grad, kernel), main_grad
+
+
+_sink.defvjp(_sink_forward, _sink_backward)
 
 
 # --- forward and backward ---
@@ -292,7 +298,7 @@ def _backward(options: Options, saved: Saved, grads: tuple[Any, States]) -> tupl
     return made.x, *cotangents(saved, made)
 
 
-_dense.defvjp(_forward, _backward, symbolic_zeros=True)
+defvjp(_dense, _forward, _backward)
 
 
 # --- calibration ---
@@ -343,4 +349,4 @@ def _observe_backward(options: Options, saved: Saved, grads: tuple[Any, States])
     return dy, state_gradients(saved, amaxes, later), None
 
 
-_observe.defvjp(_observe_forward, _observe_backward, symbolic_zeros=True)
+defvjp(_observe, _observe_forward, _observe_backward)

@@ -20,6 +20,7 @@ from diptych.core._moe import moved_parts
 from diptych.jax import moe_primitives as ops
 from diptych.jax.linear import same_axes
 from diptych.jax.quantized import QuantizedArray
+from diptych.jax.residuals import defvjp
 
 Array = jax.Array
 _INT32 = np.iinfo(np.int32)
@@ -135,7 +136,7 @@ def _permute_backward(fills: tuple[int, ...], zero_prob_is_padding: bool, saved:
     return (dx, *[None] * (len(fills) - 1)), None, None, dprobs
 
 
-_permute.defvjp(_permute_forward, _permute_backward, symbolic_zeros=True)
+defvjp(_permute, _permute_forward, _permute_backward)
 
 
 def permute(
@@ -203,7 +204,7 @@ def _unpermute_backward(saved: _Saved, dy: Any) -> tuple[Any, ...]:
     return (dx if saved.dx else None), None, None, dprobs
 
 
-_unpermute.defvjp(_unpermute_forward, _unpermute_backward, symbolic_zeros=True)
+defvjp(_unpermute, _unpermute_forward, _unpermute_backward)
 
 
 def unpermute(x: Array, row_id_map: Array, source: Array | None, probs: Array | None) -> Array:

@@ -213,7 +213,7 @@ class Products:
         left, right = values(a, inner), values(b, inner)
         out: Array = (left.T if trans_a else left) @ (right.T if trans_b else right)
         if bias is not None:
-            out = out + bias.astype(inner)
+            out = out + jnp.broadcast_to(bias.astype(inner), out.shape)  # explicitly: rank promotion may be off
         return out.astype(dtype).reshape(shapes.gemm_out_shape(a.shape, out.shape[0], out.shape[1], trans_a))
 
     def accumulate(self, acc: Array, dy: QuantizedArray, x: QuantizedArray, fast_accum: bool) -> Array:

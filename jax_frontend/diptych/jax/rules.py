@@ -344,7 +344,15 @@ def primitive(
     def run(*args: Array, params: tuple[tuple[str, Any], ...]) -> Any:
         return prim.bind(*args, **dict(params))
 
-    prim.def_impl(lambda *args, **params: run(*args, params=tuple(sorted(params.items()))))
+    def impl(*args: Array, **params: Any) -> Any:
+        frozen = tuple(sorted(params.items()))
+        if not jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+            return run(*args, params=frozen)
+        # A kernel is compiled even then, as JAX's own primitives are: without jit, `run` would call this again.
+        with jax.disable_jit(False):
+            return run(*args, params=frozen)
+
+    prim.def_impl(impl)
 
     def batcher(args: Any, dims: Any, *, batch: Batch, **params: Any) -> Any:
         args = [x if d is None else jax.numpy.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)]

@@ -6,8 +6,10 @@
 
 How amaxes get from where they arise to the next step is in `transport.py`. Invariants:
 
-- Amaxes of several uses combine by max, and a gradient combines by sum. Each state has a `count` of 1, so that one
-  which was made by a sum, or by a gradient that nothing contributed to, is known and refused.
+- Amaxes of several uses combine by max, and JAX combines gradients by sum. Each state has a `count` of 1, so that one
+  which was made by a sum, or by a gradient that nothing contributed to, is known; its `check` tells averages
+  (`amax_check.py`). They are refused. Where values are not known, under jit, the scale becomes NaN, and no update
+  makes another of a NaN.
 - A state serves the quantizer that it was made for. `switch_state` is the way from one recipe to another.
 - Amaxes are compared as integers: they are never negative, and XLA would flush subnormal ones.
 """
@@ -26,11 +28,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from diptych.common.errors import ArgumentError, CheckpointError, RecipeSwitchWarning, ShapeError
+from diptych.common.errors import ArgumentError, CheckpointError, DTypeError, RecipeSwitchWarning, ShapeError
 from diptych.common.plan import LinearPlan, linear_plan
 from diptych.common.quantizers import Float8Quantizer
 from diptych.common.recipes import Recipe
 from diptych.jax import functional
+from diptych.jax.amax_check import check_of, checked, following, is_sound, is_valid, marked, marked_by
 from diptych.jax.rules import dtype_of
 
 Array = jax.Array
@@ -40,21 +43,30 @@ BUFFERS = ("scale", "amax_history", "fp8_max")  # of one slot in a state dict
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("scale", "amax_history", "count"), meta_fields=("quantizer",)
+    jax.tree_util.register_dataclass,
+    data_fields=("scale", "amax_history", "count", "check"),
+    meta_fields=("quantizer",),
 )
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class ScaleState:
     """The delayed-scaling state of one tensor.
 
     `scale`: float32 [1], what the next quantize multiplies by. `amax_history`: float32 [L], the pending amax and then
-    earlier ones, the newest last. `count`: float32 [1], 1; as a gradient, how many states were summed. None in states
-    of references (`state_refs`). `quantizer`: which it serves, with both copies.
+    earlier ones, the newest last. `count`: float32 [1], 1; as a gradient, how many states were summed. `check`: float32
+    [8], made of the amaxes if it is not given; not valid once states were averaged. Both are None in states of
+    references (`state_refs`). `quantizer`: which it serves, with both copies.
     """
 
     quantizer: Float8Quantizer
     scale: Any
     amax_history: Any
     count: Any = None
+    check: Any = None
+
+    def __post_init__(self) -> None:
+        arrays = (jax.Array, np.ndarray)
+        if self.check is None and isinstance(self.count, arrays) and isinstance(self.amax_history, arrays):
+            object.__setattr__(self, "check", check_of(self.amax_history))
 
     def __repr__(self) -> str:
         return f"ScaleState({self.quantizer.fp8_dtype}, history of {self.quantizer.amax_history_len})"
@@ -115,6 +127,9 @@ def check_states(op: str, states: Any, plan: LinearPlan, recipe: Recipe) -> dict
                 f"{op}: the state of {name!r} was made for {states[name].quantizer}, {kind} asks for {quantizer}; "
                 "switch_state keeps what fits"
             )
+        dtypes = {str(states[name].scale.dtype), str(states[name].amax_history.dtype)}
+        if dtypes != {"float32"}:
+            raise DTypeError(f"{op}: the state of {name!r} was cast to {', '.join(sorted(dtypes))}; states are float32")
         if len(states[name].amax_history.shape) != 1:
             raise ShapeError(
                 f"{op}: the state of {name!r} is a stack of states, {list(states[name].amax_history.shape)}; map or "
@@ -146,46 +161,45 @@ def _fitted(amax: Array, axes: frozenset[Any]) -> Array:
 
 def record(state: ScaleState, *amaxes: Array) -> ScaleState:
     """The state with history[0] = max(history[0], amaxes)."""
-    history = state.amax_history
-    own = varying(history)
-    pending = larger(history[:1], *(_fitted(a, own) for a in amaxes))
-    return dataclasses.replace(state, amax_history=jnp.concatenate([pending, history[1:]]))
+    own = varying(state.amax_history)
+    history, check = _recorded(state.amax_history, state.check, [_fitted(a, own) for a in amaxes])
+    return dataclasses.replace(state, amax_history=history, check=check)
+
+
+@functools.partial(jax.jit, inline=True)
+def _recorded(history: Array, check: Array, amaxes: list[Array]) -> tuple[Array, Array]:
+    history = jnp.concatenate([larger(history[:1], *amaxes), history[1:]])
+    return history, following(check, history)
 
 
 def gradient(state: ScaleState, amaxes: list[Array], later: ScaleState | None) -> ScaleState:
     """What a use of a state hands back as its gradient: the state with all amaxes, of later uses too.
 
-    `later`: the gradient of the state that the use returned, if any; its arrays may be symbolic zeros.
+    `later`: the gradient of the state that the use returned, if any; its arrays may be symbolic zeros. A state or a
+    gradient that was added up or averaged hands that on.
     """
-    if later is not None and isinstance(later.amax_history, jax.Array):
-        amaxes = [*amaxes, later.amax_history[:1]]
-    out = record(state, *amaxes)
-    count = jnp.ones_like(state.count)
-    if later is not None and isinstance(later.count, jax.Array):
-        count = jnp.maximum(count, later.count)
+    arrays = [] if later is None else [later.amax_history, later.count, later.check]
+    known = [isinstance(a, jax.Array) for a in arrays]
+    if later is not None and any(known):
+        # What is zero as a whole is no array.
+        first, *rest = (a if k else jnp.zeros(a.shape, a.dtype) for a, k in zip(arrays, known, strict=True))
+        out = _combined(record(state, *amaxes, first[:1]), *rest)
+    else:
+        out = record(state, *amaxes)
     # Under vmap JAX sums what differs between examples and nothing else: a count goes along with its amax.
-    return dataclasses.replace(out, count=jnp.where(out.amax_history[:1] >= 0, count, count))
+    count = jnp.where(out.amax_history[:1] >= 0, out.count, out.count)
+    return dataclasses.replace(marked(out, is_sound(state)), count=count)
+
+
+@functools.partial(jax.jit, inline=True)
+def _combined(state: ScaleState, count: Array, check: Array) -> ScaleState:
+    """A gradient with the count and the check of a later one: what is wrong with either stays."""
+    used = jnp.where(count == 0, state.count, jnp.where(state.count == 1, count, state.count))
+    wrong = jnp.broadcast_to((count != 0) & ~is_valid(check), state.check.shape)
+    return dataclasses.replace(state, count=used, check=jnp.where(wrong, jnp.nan, state.check))
 
 
 # --- between steps ---
-
-
-def _checked(op: str, state: ScaleState) -> ScaleState:
-    """A state whose count is 1; otherwise ValueError, or under jit a scale of NaN, which no training survives."""
-    if isinstance(state.count, Tracer):
-        scale = jnp.where(state.count == 1, state.scale, jnp.nan)
-        return dataclasses.replace(state, scale=scale, count=jnp.ones_like(state.count))
-    counts = np.asarray(state.count)
-    if (counts == 0).any():
-        raise ValueError(
-            f"{op}: a state is a gradient that nothing contributed to; overwrite_states keeps the old one there"
-        )
-    if (counts != 1).any():
-        raise ValueError(
-            f"{op}: a state was made by adding {counts.max():g} states up, and they combine by max: hand on what one "
-            "use returned to the next, differentiate through share_states, or merge microbatches by merge_states"
-        )
-    return state
 
 
 def _axes(recipe: Recipe | None, axis_name: Any) -> tuple[Any, ...]:
@@ -214,18 +228,18 @@ def update_state(states: Tree, recipe: Recipe | None = None, axis_name: Any = No
 
     **Returns:** the new states. Those of references are changed in place, and returned as they are.
 
-    **Raises:** ValueError for a state that was made by adding states up, or that is a gradient nothing contributed to;
-    under jit its scale becomes NaN. TypeError or ValueError where `amax_compute_algo` returns anything but float32 [1].
+    **Raises:** ValueError for a state that was made by adding states up, averaging or scaling them, or that is a
+    gradient nothing contributed to; under jit its scale becomes NaN, and stays so in later updates. TypeError or
+    ValueError where `amax_compute_algo` returns anything but float32 [1].
     """
     axes = _axes(recipe, axis_name)
 
     def update(state: ScaleState) -> ScaleState:
         if state.count is None:
-            fresh = _updated(read_ref(state), axes)
+            fresh = _updated(checked("update_state", read_ref(state)), axes)
             state.scale[...], state.amax_history[...] = fresh.scale, fresh.amax_history
             return state
-        # Checked after: a new scale follows from the amaxes, whatever the old one was.
-        return _checked("update_state", _updated(state, axes))
+        return _updated(checked("update_state", state), axes)
 
     return map_states(update, states)
 
@@ -243,7 +257,7 @@ def _updated(state: ScaleState, axes: tuple[Any, ...]) -> ScaleState:
     if callable(algo):
         last = history[:1] if reduced is None else jnp.where(reduced != 0, reduced, history[:1])
         chosen = _chosen(algo, history, last)
-    history, scale = functional.scale_update(
+    history, fresh = functional.scale_update(
         history,
         scale,
         reduced=reduced,
@@ -252,7 +266,9 @@ def _updated(state: ScaleState, axes: tuple[Any, ...]) -> ScaleState:
         margin=quantizer.margin,
         most_recent=algo == "most_recent",
     )
-    return dataclasses.replace(state, scale=scale, amax_history=history)
+    # A new scale would follow from the amaxes, whatever the old one was: a mark must stay.
+    scale = jnp.where(jnp.isnan(scale), scale, fresh)
+    return ScaleState(quantizer, scale, history, jnp.ones_like(scale))
 
 
 def _chosen(algo: Any, history: Array, last: Array) -> Array:
@@ -270,7 +286,7 @@ def _chosen(algo: Any, history: Array, last: Array) -> Array:
 def read_ref(state: ScaleState) -> ScaleState:
     """A state of references as one of arrays."""
     scale, history = state.scale[...], state.amax_history[...]
-    return ScaleState(state.quantizer, scale, history, jnp.ones_like(scale))
+    return ScaleState(state.quantizer, marked_by(history, scale), history, jnp.ones_like(scale))
 
 
 def merge_states(first: Tree, *others: Tree) -> Tree:
@@ -279,8 +295,8 @@ def merge_states(first: Tree, *others: Tree) -> Tree:
     **Arguments:** pytrees of one structure with `ScaleState`s, whose other leaves are the first one's. States may be
     gradients; those that nothing contributed to do not count.
 
-    **Raises:** ValueError for different quantizers, or scales that differ, which are those of different steps (under
-    jit the scale becomes NaN).
+    **Raises:** ValueError for different quantizers, states that were added up, averaged or scaled, or scales that
+    differ, which are those of different steps (where values decide, under jit the scale becomes NaN instead).
     """
 
     def merge(state: ScaleState, *rest: ScaleState) -> ScaleState:
@@ -288,16 +304,15 @@ def merge_states(first: Tree, *others: Tree) -> Tree:
             if not is_state(other) or other.quantizer != state.quantizer:
                 raise ValueError(f"merge_states: {state!r} and {other!r} are no states of one quantizer")
         parts = (state, *rest)
-        scale = functools.reduce(jnp.maximum, [jnp.where(p.count != 0, p.scale, 0) for p in parts])
-        equal = functools.reduce(jnp.logical_and, [(p.count == 0) | (p.scale == scale) for p in parts])
+        used = [p.count != 0 for p in parts]
+        parts = tuple(checked("merge_states", p, unused=True) for p in parts)
+        scale = functools.reduce(jnp.maximum, [jnp.where(u, p.scale, 0) for p, u in zip(parts, used, strict=True)])
+        equal = functools.reduce(jnp.logical_and, [~u | (p.scale == scale) for p, u in zip(parts, used, strict=True)])
         if not isinstance(equal, Tracer) and not np.asarray(equal).all():
             raise ValueError("merge_states: the scales differ, so that these are states of different steps")
-        return ScaleState(
-            state.quantizer,
-            jnp.where(equal, scale, jnp.nan),
-            larger(*(p.amax_history for p in parts)),
-            functools.reduce(jnp.maximum, [p.count for p in parts]),
-        )
+        history, any_used = larger(*(p.amax_history for p in parts)), functools.reduce(jnp.logical_or, used)
+        merged = ScaleState(state.quantizer, jnp.where(equal, scale, jnp.nan), history, any_used.astype(jnp.float32))
+        return dataclasses.replace(merged, check=jnp.where(any_used, merged.check, 0))
 
     return map_states(merge, first, *others)
 
@@ -305,13 +320,13 @@ def merge_states(first: Tree, *others: Tree) -> Tree:
 def overwrite_states(states: Tree, grads: Tree) -> Tree:
     """The new states from their gradients: the gradient is the state, except where nothing contributed to it.
 
-    **Raises:** ValueError for gradients that were summed; under jit the scale becomes NaN.
+    **Raises:** ValueError for gradients that were added up, averaged or scaled; under jit the scale becomes NaN.
     """
 
     def pick(old: ScaleState, new: ScaleState) -> ScaleState:
         used = new.count != 0
         taken = jax.tree.map(lambda n, o: jnp.where(used, n, o), new, dataclasses.replace(old, quantizer=new.quantizer))
-        return _checked("overwrite_states", taken)
+        return checked("overwrite_states", taken)
 
     return map_states(pick, states, grads)
 
@@ -385,7 +400,7 @@ def state_dict(states: Mapping[str, Any], prefix: str = "", rng: Array | None = 
     """
     out = {}
     for name, state in _slots(states, f"{prefix}scale_states.").items():
-        held = read_ref(state) if state.count is None else _checked("state_dict", state)
+        held = read_ref(state) if state.count is None else checked("state_dict", state)
         out[f"{name}.scale"], out[f"{name}.amax_history"] = held.scale, held.amax_history
         out[f"{name}.fp8_max"] = jnp.full(1, fp8_max(state.quantizer), jnp.float32)
     return out if rng is None else out | {f"{prefix}rng_state": rng}
