@@ -58,8 +58,8 @@ struct Kernels {
   void (*encode)(DType element, DType, const void* x, const float* multiplier, bool bounded, int64_t width, int64_t n,
                  uint8_t* out);
   void (*decode)(DType element, const uint8_t* q, const float* scale_inv, int64_t width, int64_t n, DType, void* out);
-  // two-level formats, in blocks of 16: each block's largest magnitude along a row of n, or down 16 rows; infinite or NaN
-  // if it has such an element
+  // two-level formats, in blocks of 16: each block's largest magnitude along a row of n, or down 16 rows; infinite or
+  // NaN if it has such an element
   void (*row_peaks)(DType, const void* x, int64_t n, float* out);
   void (*column_peaks)(DType, const void* x, int64_t ld, int64_t cols, float* out);
   void (*two_level_scales)(const Level&, const float* peaks, int64_t n, float* multiplier, uint8_t* code);

@@ -146,9 +146,8 @@ DIPTYCH_INLINE void encode_run(const void* x, int64_t first, int64_t n, By by, u
     for (int j = 0; j < 4; ++j) code[j] = encoded(i + j * kLanes, AllLanes{});
     put_bytes(out + i, code[0], code[1], code[2], code[3]);
   }
-  sweep(end - i, [&](int64_t j, auto lanes) DIPTYCH_LAMBDA {
-    put(out + i + j, narrow_byte(encoded(i + j, lanes)), lanes);
-  });
+  sweep(end - i,
+        [&](int64_t j, auto lanes) DIPTYCH_LAMBDA { put(out + i + j, narrow_byte(encoded(i + j, lanes)), lanes); });
 }
 
 template <class E, DType D, class By>

@@ -137,7 +137,7 @@ def inf_places(rng, shape, dtype):
     if not x.size:
         return x
     infinite = np.zeros((math.prod(shape[:-1]), shape[-1] if shape else 1), bool)
-    (rows, cols), (row, col) = infinite.shape, (rng.integers(n) for n in infinite.shape)
+    row, col = (rng.integers(n) for n in infinite.shape)
     places = [np.s_[0, 0], np.s_[-1, -1], np.s_[0, -1], np.s_[row, col], np.s_[row], np.s_[:, col], np.s_[:, -1],
               np.s_[row // 32 * 32 :, col // 32 * 32 :], np.s_[row // 16 * 16 :: 128, :16]]  # fmt: skip
     for place in rng.choice(len(places), rng.integers(1, 4), replace=False):
