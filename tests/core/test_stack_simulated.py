@@ -1,4 +1,4 @@
-"""The CUDA kernels that quantize plain tensors and stacks, without their hardware: against the oracle and each other."""
+"""The CUDA kernels that quantize plain tensors and stacks, without hardware: against the oracle and each other."""
 
 from __future__ import annotations
 
