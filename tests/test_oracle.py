@@ -132,13 +132,18 @@ def test_scale_from_amax(amax, eps, pow2, inf, scale, scale_inv):
 
 
 def test_per_tensor_with_inf_and_nan():
-    # amax inf gives scale 1: 2 = 0 1000 000 stays 2, inf saturates.
-    q = oracle.quantize(arr(INF, 2.0, NAN, -0.0), "fp8_e4m3_tensor")
-    assert q.amax.tolist() == [INF] and q.rowwise_scale_inv.tolist() == [1.0]
-    assert q.rowwise_data.tolist() == [[0x7E, 0x40, 0x7F, 0x80]]
-    # Without the inf NaN does not count: amax 2, scale 224, payload 448.
-    q = oracle.quantize(arr(NAN, 2.0), "fp8_e4m3_tensor")
-    assert q.amax.tolist() == [2.0] and q.rowwise_data.tolist() == [[0x7F, 0x7E]]
+    # Neither counts: amax 2, scale 224, payload 448. Both become NaN, whatever the sign.
+    q = oracle.quantize(arr(INF, 2.0, NAN, -0.0, -INF), "fp8_e4m3_tensor")
+    assert q.amax.tolist() == [2.0] and bits(q.rowwise_scale_inv) == bits(f32(1) / f32(224))
+    assert q.rowwise_data.tolist() == [[0x7F, 0x7E, 0x7F, 0x80, 0x7F]]
+    # Nothing finite: amax 0, scale 1.
+    q = oracle.quantize(arr(INF, -INF), "fp8_e5m2_tensor")
+    assert q.amax.tolist() == [0.0] and q.rowwise_scale_inv.tolist() == [1.0]
+    assert q.rowwise_data.tolist() == [[0x7F, 0x7F]]
+    # A product that overflows saturates; inf stays NaN under any scale. 57344 = 0 11110 11.
+    for scale, byte in ((oracle.FLT_MAX, 0x7B), (f32(2.0**-149), 0x00), (f32(0), 0x00)):
+        q = oracle.quantize(arr(INF, 2.0, 0.0), "fp8_e5m2_tensor", scale=scale)
+        assert q.amax.tolist() == [2.0] and q.rowwise_data.tolist() == [[0x7F, byte, 0x00]], scale
 
 
 @pytest.mark.parametrize("given, byte", [(448.0, 0x38), (224.0, 0x40), (NAN, 0x38), (INF, 0x38), (0.0, 0x38)])
@@ -151,7 +156,9 @@ def test_given_amax(given, byte):
 def test_amax():
     assert oracle.amax(arr(NAN, -3.0, 2.0)).tolist() == [3.0]
     assert oracle.amax(arr(NAN, -NAN)).tolist() == oracle.amax(arr()).tolist() == [0.0]
-    assert oracle.amax(arr(-INF, NAN)).tolist() == [INF]
+    assert oracle.amax(arr(-INF, NAN)).tolist() == [0.0]
+    assert oracle.amax(arr(-INF, -3.0, INF)).tolist() == [3.0]
+    assert oracle.amax(arr(-INF, 2.0, INF, NAN).reshape(2, 2), row_amax=True).tolist() == [2.0, 0.0]
     assert oracle.amax(np.zeros((2, 0, 3), oracle.BF16)).dtype == f32
 
 
@@ -193,10 +200,12 @@ def test_e8m0_inverse_and_decode():
 
 
 def test_mxfp8_extremes():
-    # inf: code 254, inv 2^-127: inf saturates, 2 becomes 2^-126 -> 0. Zeros: code 0, signs kept.
-    q = oracle.quantize(arr(INF, 2.0, NAN, -2.0), "mxfp8_e4m3", columnwise=False)
-    assert q.rowwise_scale_inv.tolist() == [[254]] and q.rowwise_data.tolist() == [[0x7E, 0x00, 0x7F, 0x80]]
-    assert oracle.dequantize(q.copy())[0, 0] == INF  # 448 * 2^127
+    # inf does not count: amax 1.75 = 448 * 2^-8, code 119; it becomes NaN. Zeros: code 0, signs kept.
+    q = oracle.quantize(arr(INF, 1.75, NAN, -1.75), "mxfp8_e4m3", columnwise=False)
+    assert q.rowwise_scale_inv.tolist() == [[119]] and q.rowwise_data.tolist() == [[0x7F, 0x7E, 0x7F, 0xFE]]
+    assert np.isnan(oracle.dequantize(q.copy())[0, [0, 2]]).all()
+    q = oracle.quantize(arr(INF, -INF), "mxfp8_e4m3", columnwise=False)
+    assert q.rowwise_scale_inv.tolist() == [[0]] and q.rowwise_data.tolist() == [[0x7F, 0x7F]]
     q = oracle.quantize(arr(0.0, -0.0), "mxfp8_e5m2", columnwise=False)
     assert q.rowwise_scale_inv.tolist() == [[0]] and q.rowwise_data.tolist() == [[0x00, 0x80]]
     # One byte 1.0 at code 0 is 2^-127, a subnormal that has to survive.
@@ -403,7 +412,9 @@ def test_value_sets_hold_what_they_name(dtype):
     info = ml_dtypes.finfo(cases.INPUT_DTYPES[dtype])
     assert (np.abs(y["subnormal_input"]) < float(info.smallest_normal)).all() and y["subnormal_input"].any()
     assert (np.abs(y["huge"]) == float(info.max)).any() and np.isfinite(y["huge"]).all()
-    assert np.isinf(y["inf_mix"]).any() and not np.isnan(y["inf_mix"]).any()
+    places = [cases.draw(f"places-{i}-{dtype}", "inf_places", (64, 96), dtype).astype(f32) for i in range(24)]
+    assert all(np.isinf(v).any() for v in places) and any(np.isfinite(v[0]).any() for v in places)
+    assert any(np.isneginf(v).any() for v in places) and any(np.isposinf(v).any() for v in places)
     assert np.isnan(y["all_nan"]).all() and len(set(x["all_nan"].tobytes()[::2])) > 1
     assert np.signbit(y["all_nan"]).any() and not np.signbit(y["all_nan"]).all()
     assert np.signbit(y["zeros"]).any() and not y["zeros"].any()

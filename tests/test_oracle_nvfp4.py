@@ -168,9 +168,10 @@ def test_amax_per_row():
         assert one.rowwise_data.tolist() == q.rowwise_data[row : row + 1].tolist()
 
 
-def test_nan_poisons_its_block_and_no_other():
+@pytest.mark.parametrize("special", [NAN, INF, -INF])
+def test_nan_and_inf_poison_their_block_and_no_other(special):
     x = np.ones((16, 32), f32)
-    x[3, 5] = NAN
+    x[3, 5] = special
     q = oracle.quantize(x, "nvfp4")
     rows, columns = oracle.unpack(q.rowwise_data), oracle.unpack(q.columnwise_data)
     assert q.amax.tolist() == q.columnwise_amax.tolist() == [1.0]
@@ -180,8 +181,21 @@ def test_nan_poisons_its_block_and_no_other():
     square = oracle.quantize(x, "nvfp4", square=True)
     assert (square.rowwise_scale_inv == [0x7F, 0x7E]).all() and (oracle.unpack(square.rowwise_data)[:, :16] == 7).all()
     assert (square.columnwise_scale_inv[:16] == 0x7F).all() and (square.columnwise_scale_inv[16:] == 0x7E).all()
-    negative = oracle.quantize(np.where(np.isnan(x), x, -x), "nvfp4", rng=oracle.rng_words(1, 2))
+    negative = oracle.quantize(np.where(np.isfinite(x), -x, x), "nvfp4", rng=oracle.rng_words(1, 2))
     assert (oracle.unpack(negative.rowwise_data)[3, :16] == 7).all()  # positive, whatever the signs were
+
+
+def test_inf_under_the_transform():
+    """What counts is the rotated value, rounded to bfloat16."""
+    x = np.ones((32, 16), oracle.BF16)
+    x[3, 5] = INF  # each of the column's 16 sums holds it
+    x[16:, 7] = ml_dtypes.finfo(oracle.BF16).max  # their sum / 4 overflows, the differences are 0
+    q = oracle.quantize(x, "nvfp4", rht=True)
+    assert q.columnwise_scale_inv.tolist() == [
+        [0x7F if (c, b) in ((5, 0), (7, 1)) else 0x7E for b in (0, 1)] for c in range(16)
+    ]
+    assert (oracle.unpack(q.columnwise_data)[5, :16] == 7).all() and q.columnwise_amax.tolist() == [4.0]
+    assert oracle.columnwise_amax(x, rht=True) == 4 and oracle.columnwise_amax(x) == float(x[16, 7])
 
 
 @pytest.mark.parametrize("element", ["nvfp4", "mxfp8_e4m3", "mxfp8_e5m2"])
@@ -353,8 +367,8 @@ def test_given_amaxes():
 def test_given_scale():
     x = arr(1.0, -2.0, NAN, 600.0, -0.0, INF)
     q = oracle.quantize(x, "fp8_e4m3_tensor", scale=3.0)
-    assert q.amax.tolist() == [INF] and q.rowwise_scale_inv.tolist() == [float(f32(1) / f32(3))]
-    assert q.rowwise_data.tolist() == [[0x44, 0xCC, 0x7F, 0x7E, 0x80, 0x7E]]  # 3, -6, NaN, 448, -0, 448
+    assert q.amax.tolist() == [600.0] and q.rowwise_scale_inv.tolist() == [float(f32(1) / f32(3))]
+    assert q.rowwise_data.tolist() == [[0x44, 0xCC, 0x7F, 0x7E, 0x80, 0x7F]]  # 3, -6, NaN, 448, -0, NaN
     assert oracle.quantize(x[:3], "fp8_e4m3_tensor", scale=3.0).amax.tolist() == [2.0]
     for before, after in ((0.5, 2.0), (7.0, 7.0)):
         assert oracle.quantize(x[:3], "fp8_e4m3_tensor", scale=3.0, accumulate=before).amax.tolist() == [after]

@@ -47,27 +47,28 @@ struct E2M1 {  // no NaN, no inf
   static constexpr int32_t kMaxBits = 0x40C00000;  // 6
 };
 
-// The low `bits` of code below the sign of u; all of them set, and no sign, where |u| is a NaN
-template <int bits, class I>
+// The low `bits` of code below the sign of u; all of them set, and no sign, where |u| is above `largest`, as bits
+template <int bits, int32_t largest, class I>
 DIPTYCH_INLINE I finish_code(I code, I u, I magnitude) {
   constexpr int kLow = (1 << bits) - 1;
 #if DIPTYCH_LANES == 16 && defined(__x86_64__)
   if constexpr (sizeof(I) == 64) {  // one instruction selects bits and lanes
     const __m512i low = _mm512_set1_epi32(kLow), sign = _mm512_srli_epi32((__m512i)u, 31 - bits);
-    const __mmask16 number = _mm512_cmple_epi32_mask((__m512i)magnitude, _mm512_set1_epi32(kInfBits));
+    const __mmask16 number = _mm512_cmple_epi32_mask((__m512i)magnitude, _mm512_set1_epi32(largest));
     return (I)_mm512_mask_ternarylogic_epi32(low, number, (__m512i)code, sign, 0xCA);
   }
 #endif
-  return magnitude > kInfBits ? kLow : (code & kLow) | ((u >> (31 - bits)) & (kLow + 1));
+  return magnitude > largest ? kLow : (code & kLow) | ((u >> (31 - bits)) & (kLow + 1));
 }
 
-// float32 -> code of a small element, round to nearest even, saturating; any NaN -> all bits but the sign
+// float32 -> code of a small element, round to nearest even, saturating; any NaN -> all bits but the sign, and with
+// `inf_is_nan` infinity too
 //
 // Adding 2^d times the power of two below a (no less than the smallest normal), d the bits to drop, leaves a float
 // whose last bits count steps of the element's grid, correctly rounded, subnormals included. Its exponent, shifted down
 // beside them, completes the code; kAlign, an even number of steps added on the way, makes the two biases cancel in the
 // low 7 bits.
-template <class E, class I, class F>
+template <class E, class I, bool inf_is_nan = false, class F>
 DIPTYCH_INLINE I encode(F x) {
   constexpr int kDrop = 23 - E::kMantissa;
   constexpr int32_t kMinNormal = (128 - E::kBias) << 23;
@@ -79,7 +80,7 @@ DIPTYCH_INLINE I encode(F x) {
   const I power = a & kInfBits;
   const I grid = (power > kMinNormal ? power : kMinNormal) + (kAlign + (kDrop << 23));
   const I sum = bits_as<I>(bits_as<F>(a) + bits_as<F>(grid));
-  return finish_code<E::kBits>(sum + (sum >> kDrop), u, magnitude);
+  return finish_code<E::kBits, inf_is_nan ? kInfBits - 1 : kInfBits>(sum + (sum >> kDrop), u, magnitude);
 }
 
 // float32 -> E2M1 code, rounded down on the grid after u steps were added (NUMERICS 5, stochastic rounding); NaN -> 7
@@ -94,7 +95,7 @@ DIPTYCH_INLINE I encode_e2m1_after(F x, F u) {
   const I sum = bits_as<I>(bits_as<F>(magnitude) + u * bits_as<F>(step));
   const I t = sum < E2M1::kMaxBits ? sum : E2M1::kMaxBits;
   const I below_one = t < kHalf ? 0 : 1;
-  return finish_code<E2M1::kBits>(t < kOne ? below_one : (t >> 22) - ((kOne >> 22) - 2), bits, magnitude);
+  return finish_code<E2M1::kBits, kInfBits>(t < kOne ? below_one : (t >> 22) - ((kOne >> 22) - 2), bits, magnitude);
 }
 
 // FP8 byte -> float32, exact

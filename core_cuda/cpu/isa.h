@@ -44,7 +44,7 @@ struct Epilogue {
 struct Kernels {
   const char* name;
 
-  // max over non-NaN |x|; 0 where there is none
+  // max over finite |x|, here and below; 0 where there is none
   float (*amax)(DType, const void* x, int64_t n);
   void (*load)(DType, const void* x, int64_t n, float* out);
   // out[c] = max over rows of |x[., c]|
@@ -53,11 +53,13 @@ struct Kernels {
   void (*segment_amax)(DType, const void* x, int64_t n, int64_t segment, float* out);
   // one block's amax -> what its values are multiplied by, and what is stored: inv (divide) or code (e8m0_ceil)
   void (*scales)(const ScaleParams&, const float* amax, int64_t n, float* multiplier, float* inv, uint8_t* code);
-  // element i goes with multiplier[i / width], scale_inv[i / width]
-  void (*encode)(DType element, DType, const void* x, const float* multiplier, int64_t width, int64_t n, uint8_t* out);
+  // element i goes with multiplier[i / width], scale_inv[i / width]. `bounded`: multipliers follow from the amaxes of
+  // what they multiply; else they are one, for all n, and anything
+  void (*encode)(DType element, DType, const void* x, const float* multiplier, bool bounded, int64_t width, int64_t n,
+                 uint8_t* out);
   void (*decode)(DType element, const uint8_t* q, const float* scale_inv, int64_t width, int64_t n, DType, void* out);
-  // two-level formats, in blocks of 16: each block's largest magnitude along a row of n, or down 16 rows; NaN if it has
-  // one
+  // two-level formats, in blocks of 16: each block's largest magnitude along a row of n, or down 16 rows; infinite or
+  // NaN if it has such an element
   void (*row_peaks)(DType, const void* x, int64_t n, float* out);
   void (*column_peaks)(DType, const void* x, int64_t ld, int64_t cols, float* out);
   void (*two_level_scales)(const Level&, const float* peaks, int64_t n, float* multiplier, uint8_t* code);

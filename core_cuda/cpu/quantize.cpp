@@ -34,6 +34,7 @@ struct Plan {
   const FormatRow& format;
   ScaleParams scale;
   float tensor_scale = 1;  // per-tensor formats: known before any tile runs
+  bool bounded = true;     // no product of a finite element with its scale overflows
   const Input& in;
   int64_t m = in.m, k = in.k;
   int64_t tile_rows = 1, tile_cols = 1;
@@ -103,7 +104,8 @@ void encode_tile(const Plan& p, const Copy& copy, const Tile& t, uint8_t* out, i
   const bool strided = ld == p.k && t.cols < p.k;
   const auto encode_row = [&](int64_t i, const float* multiplier, int64_t width) {
     if (strided) prefetch_write(out + (i + 4) * ld, t.cols);
-    p.simd.encode(p.format.element, p.in.dtype, t.x + i * t.ld * size, multiplier, width, t.cols, out + i * ld);
+    p.simd.encode(p.format.element, p.in.dtype, t.x + i * t.ld * size, multiplier, p.bounded, width, t.cols,
+                  out + i * ld);
   };
   if (p.format.per_tensor()) {
     for (int64_t i = 0; i < t.rows; ++i) {
@@ -253,6 +255,7 @@ Status run(const QuantizeArgs& args) {
 
   if (f.per_tensor()) {
     tensor_scale(args, p, {rowwise, columnwise});
+    p.bounded = !args.scale.given() && args.amax_mode == AmaxMode::compute;
     if (!p.any_transposed && !in.staged) {  // rows mean nothing: one long one has no ragged ends
       p.k *= p.m;
       p.m = 1;

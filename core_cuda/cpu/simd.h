@@ -50,6 +50,9 @@ DIPTYCH_INLINE VF every_other(VF a, VF b) {
 
 #if DIPTYCH_LANES == 16 && defined(__x86_64__)
 DIPTYCH_INLINE VF max_skip_nan(VF x, VF acc) { return (VF)_mm512_max_ps((__m512)x, (__m512)acc); }  // NaN x: acc
+DIPTYCH_INLINE VF max_abs_skip_nan(VF x, VF acc) {  // no signalling NaN, and acc >= 0
+  return (VF)_mm512_range_ps((__m512)x, (__m512)acc, 0b1011);
+}
 DIPTYCH_INLINE VF fma(VF a, VF b, VF c) { return (VF)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 DIPTYCH_INLINE VF half_to_float(VH h) { return (VF)_mm512_cvtph_ps((__m256i)h); }
 DIPTYCH_INLINE VH float_to_half(VF x) {
@@ -67,6 +70,7 @@ DIPTYCH_INLINE void put_bytes(uint8_t* p, VI a, VI b, VI c, VI d) {
 DIPTYCH_INLINE float max_of_lanes(VF v) { return _mm512_reduce_max_ps((__m512)v); }
 #elif DIPTYCH_LANES == 8 && defined(__x86_64__)
 DIPTYCH_INLINE VF max_skip_nan(VF x, VF acc) { return (VF)_mm256_max_ps((__m256)x, (__m256)acc); }
+DIPTYCH_INLINE VF max_abs_skip_nan(VF x, VF acc) { return max_skip_nan(abs(x), acc); }
 DIPTYCH_INLINE VF fma(VF a, VF b, VF c) { return (VF)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c); }
 DIPTYCH_INLINE VF half_to_float(VH h) { return (VF)_mm256_cvtph_ps((__m128i)h); }
 DIPTYCH_INLINE VH float_to_half(VF x) {
@@ -94,7 +98,8 @@ DIPTYCH_INLINE float max_of_lanes(VF v) {
 }
 #else
 DIPTYCH_INLINE VF max_skip_nan(VF x, VF acc) { return x > acc ? x : acc; }
-// a * b of two FP8 values has at most 8 significant bits: it is exact, and the sum rounds once, as in an fma.
+DIPTYCH_INLINE VF max_abs_skip_nan(VF x, VF acc) { return max_skip_nan(abs(x), acc); }
+// a * b is exact, and the sum rounds once, as in an fma: a and b are FP8 values (8 significant bits), or b is 0.
 DIPTYCH_INLINE VF fma(VF a, VF b, VF c) { return a * b + c; }
 DIPTYCH_INLINE VI widen(VH h) { return __builtin_convertvector(h, VI); }
 DIPTYCH_INLINE VI widen(VB b) { return __builtin_convertvector(b, VI); }
@@ -111,6 +116,11 @@ DIPTYCH_INLINE float max_of_lanes(VF v) {
   return a > b ? a : b;
 }
 #endif
+
+// y, but NaN where x is infinite or NaN; -0 keeps its sign where y is x or its product with a factor (NUMERICS 1).
+DIPTYCH_INLINE VF unless_infinite(VF x, VF y) { return fma(x, VF{}, y); }
+// The larger of |x| and m; an x that is infinite or NaN leaves m.
+DIPTYCH_INLINE VF max_finite(VF x, VF m) { return max_abs_skip_nan(unless_infinite(x, x), m); }
 
 // Elements i .. i + lanes - 1 of an array of D as float32; absent lanes are zero.
 template <DType D>

@@ -13,9 +13,9 @@ DIPTYCH_INLINE float amax_of(const void* x, int64_t first, int64_t n) {
   int64_t i = first;
   const int64_t end = first + n;
   for (; i + 4 * kLanes <= end; i += 4 * kLanes)
-    for (int j = 0; j < 4; ++j) m[j] = max_skip_nan(abs(load<D>(x, i + j * kLanes, AllLanes{})), m[j]);
-  for (; i + kLanes <= end; i += kLanes) m[0] = max_skip_nan(abs(load<D>(x, i, AllLanes{})), m[0]);
-  if (i < end) m[1] = max_skip_nan(abs(load<D>(x, i, end - i)), m[1]);
+    for (int j = 0; j < 4; ++j) m[j] = max_finite(load<D>(x, i + j * kLanes, AllLanes{}), m[j]);
+  for (; i + kLanes <= end; i += kLanes) m[0] = max_finite(load<D>(x, i, AllLanes{}), m[0]);
+  if (i < end) m[1] = max_finite(load<D>(x, i, end - i), m[1]);
   return max_of_lanes(max_skip_nan(max_skip_nan(m[0], m[1]), max_skip_nan(m[2], m[3])));
 }
 
@@ -45,8 +45,8 @@ DIPTYCH_INLINE int64_t whole_segments(const void* x, int64_t n, int64_t segment,
   for (; i + kLanes * segment <= n; out += kLanes) {
     VF m[kLanes];
     for (int j = 0; j < kLanes; ++j, i += segment) {
-      m[j] = max_skip_nan(abs(load<D>(x, i, AllLanes{})), VF{});
-      for (int64_t v = kLanes; v < segment; v += kLanes) m[j] = max_skip_nan(abs(load<D>(x, i + v, AllLanes{})), m[j]);
+      m[j] = max_finite(load<D>(x, i, AllLanes{}), VF{});
+      for (int64_t v = kLanes; v < segment; v += kLanes) m[j] = max_finite(load<D>(x, i + v, AllLanes{}), m[j]);
     }
     put(out, max_of_each(m), AllLanes{});
   }
@@ -58,7 +58,7 @@ DIPTYCH_INLINE void segment_amax_of(const void* x, int64_t n, int64_t segment, f
   int64_t i = 0;
   if (segment == 1) {
     sweep(n, [&](int64_t at, auto lanes)
-                 DIPTYCH_LAMBDA { store<DType::f32>(out, at, max_skip_nan(abs(load<D>(x, at, lanes)), VF{}), lanes); });
+                 DIPTYCH_LAMBDA { store<DType::f32>(out, at, max_finite(load<D>(x, at, lanes), VF{}), lanes); });
     return;
   }
   if (segment == 32) {  // a length known when compiled needs no loop
@@ -81,13 +81,12 @@ inline void column_amax(DType dtype, const void* x, int64_t ld, int64_t rows, in
     for (; c + kStrip * kLanes <= cols; c += kStrip * kLanes) {
       VF m[kStrip] = {};
       for (int64_t r = 0; r < rows; ++r)
-        for (int j = 0; j < kStrip; ++j)
-          m[j] = max_skip_nan(abs(load<D>(x, r * ld + c + j * kLanes, AllLanes{})), m[j]);
+        for (int j = 0; j < kStrip; ++j) m[j] = max_finite(load<D>(x, r * ld + c + j * kLanes, AllLanes{}), m[j]);
       for (int j = 0; j < kStrip; ++j) store<DType::f32>(out, c + j * kLanes, m[j], AllLanes{});
     }
     sweep(cols - c, [&](int64_t i, auto lanes) DIPTYCH_LAMBDA {
       VF m = {};
-      for (int64_t r = 0; r < rows; ++r) m = max_skip_nan(abs(load<D>(x, r * ld + c + i, lanes)), m);
+      for (int64_t r = 0; r < rows; ++r) m = max_finite(load<D>(x, r * ld + c + i, lanes), m);
       store<DType::f32>(out, c + i, m, lanes);
     });
   });
@@ -132,20 +131,23 @@ inline void scales(const ScaleParams& p, const float* amax, int64_t n, float* mu
   }
 }
 
-// out = x * by, encoded; `by` is one value or one per element
-template <class E, DType D, class By>
+// out = x * by, encoded, and NaN where x is infinite; `by` is one value or one per element. `bounded`: no product of a
+// finite x is infinite, so that the product tells.
+template <class E, DType D, bool bounded, class By>
 DIPTYCH_INLINE void encode_run(const void* x, int64_t first, int64_t n, By by, uint8_t* out) {
+  const auto encoded = [&](int64_t at, auto lanes) DIPTYCH_LAMBDA {
+    const VF v = load<D>(x, at, lanes), scaled = v * by(at, lanes);
+    return encode<E, VI, bounded>(bounded ? scaled : unless_infinite(v, scaled));
+  };
   int64_t i = first;
   const int64_t end = first + n;
   for (; i + 4 * kLanes <= end; i += 4 * kLanes) {
     VI code[4];
-    for (int j = 0; j < 4; ++j)
-      code[j] = encode<E, VI>(load<D>(x, i + j * kLanes, AllLanes{}) * by(i + j * kLanes, AllLanes{}));
+    for (int j = 0; j < 4; ++j) code[j] = encoded(i + j * kLanes, AllLanes{});
     put_bytes(out + i, code[0], code[1], code[2], code[3]);
   }
-  sweep(end - i, [&](int64_t j, auto lanes) DIPTYCH_LAMBDA {
-    put(out + i + j, narrow_byte(encode<E, VI>(load<D>(x, i + j, lanes) * by(i + j, lanes))), lanes);
-  });
+  sweep(end - i,
+        [&](int64_t j, auto lanes) DIPTYCH_LAMBDA { put(out + i + j, narrow_byte(encoded(i + j, lanes)), lanes); });
 }
 
 template <class E, DType D, class By>
@@ -181,13 +183,18 @@ DIPTYCH_INLINE void with_factors(const float* factor, int64_t width, int64_t n, 
   }
 }
 
-inline void encode_row(DType element, DType dtype, const void* x, const float* multiplier, int64_t width, int64_t n,
-                       uint8_t* out) {
+inline void encode_row(DType element, DType dtype, const void* x, const float* multiplier, bool bounded, int64_t width,
+                       int64_t n, uint8_t* out) {
   with_element(element, [&]<class E>() DIPTYCH_LAMBDA {
     with_dtype(dtype, [&]<DType D>() DIPTYCH_LAMBDA {
-      with_factors(multiplier, width, n, [&](int64_t first, int64_t count, auto by) DIPTYCH_LAMBDA {
-        encode_run<E, D>(x, first, count, by, out);
-      });
+      if (bounded) {
+        with_factors(multiplier, width, n, [&](int64_t first, int64_t count, auto by) DIPTYCH_LAMBDA {
+          encode_run<E, D, true>(x, first, count, by, out);
+        });
+      } else {  // one factor for all, which somebody gave
+        const VF by = splat(*multiplier);
+        encode_run<E, D, false>(x, 0, n, [&](int64_t, auto) DIPTYCH_LAMBDA { return by; }, out);
+      }
     });
   });
 }

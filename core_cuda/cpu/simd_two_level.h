@@ -10,7 +10,7 @@ inline namespace DIPTYCH_ISA {
 
 constexpr int kBlock = 16, kBlockVectors = kBlock / kLanes;
 
-// Magnitudes compare as integers, where a NaN is larger than any number: a peak shows it.
+// Magnitudes compare as integers, where infinity and NaN are larger than any number: a peak shows them.
 DIPTYCH_INLINE VI larger(VI a, VI b) { return a > b ? a : b; }
 template <DType D>
 DIPTYCH_INLINE VI magnitude(const void* x, int64_t i, auto lanes) {
@@ -65,11 +65,13 @@ inline void column_peaks(DType dtype, const void* x, int64_t ld, int64_t cols, f
   });
 }
 
-// A NaN gives code 0x7F and a NaN as multiplier, which turns the whole block into NaN and then into code 7.
+// A peak that is infinite or NaN gives code 0x7F and a NaN as multiplier, which turns the whole block into NaN and then
+// into code 7.
 inline void two_level_scales(const Level& level, const float* peaks, int64_t n, float* multiplier, uint8_t* code) {
   constexpr float kMax = row(DType::f32).max;
   sweep(n, [&](int64_t i, auto lanes) DIPTYCH_LAMBDA {
-    const VI c = encode<E4M3, VI>(load<DType::f32>(peaks, i, lanes) * level.up);  // saturates by itself
+    const VF peak = load<DType::f32>(peaks, i, lanes);
+    const VI c = encode<E4M3, VI>(unless_infinite(peak, peak * level.up));  // saturates by itself
     const VF m = 1.0f / (decode<E4M3, VF>(c) * level.down);
     put(multiplier + i, m > kMax ? splat(kMax) : m, lanes);
     put(code + i, narrow_byte(c), lanes);

@@ -33,6 +33,15 @@ DIPTYCH_HD float reciprocal_rn(float x) {
 #endif
 }
 
+// x, and NaN where it is infinite: what enters quantization (NUMERICS 1). A zero keeps its sign.
+DIPTYCH_HD float without_inf(float x) {
+#ifdef __CUDA_ARCH__
+  return __fmaf_rn(x, 0.0f, x);
+#else
+  return x + x * 0.0f;
+#endif
+}
+
 // The larger of m and |x|; a NaN x leaves m.
 DIPTYCH_HD float max_abs(float m, float x) { return fmaxf(m, fabsf(x)); }
 

@@ -130,6 +130,50 @@ __device__ __forceinline__ Row8<T> load_row8(const T* x, int64_t rows, int64_t c
   return r;
 }
 
+// without_inf of a pair of 16 bits.
+template <typename T>
+__device__ __forceinline__ uint32_t without_inf2(uint32_t two) {
+#ifdef __CUDA_ARCH__
+  if constexpr (std::is_same_v<T, __half>) {
+    asm("fma.rn.f16x2 %0, %0, %1, %0;" : "+r"(two) : "r"(0));
+  } else {
+    asm("fma.rn.bf16x2 %0, %0, %1, %0;" : "+r"(two) : "r"(0));
+  }
+  return two;
+#else
+  constexpr uint32_t kInf = std::is_same_v<T, __half> ? 0x7c00 : 0x7f80;
+  const uint32_t low = (two & kInf) == kInf ? 0x7fff : two & 0xffff;
+  const uint32_t high = (two >> 16 & kInf) == kInf ? 0x7fff : two >> 16;
+  return low | high << 16;
+#endif
+}
+
+template <typename T>
+__device__ __forceinline__ Vec<T> without_inf(Vec<T> v) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (sizeof(T) == 4) {
+      v.w[i] = bits_of(without_inf(float_of(v.w[i])));
+    } else {
+      v.w[i] = without_inf2<T>(v.w[i]);
+    }
+  }
+  return v;
+}
+
+template <typename T>
+__device__ __forceinline__ Row8<T> without_inf(Row8<T> r) {
+#pragma unroll
+  for (int i = 0; i < Row8<T>::kVecs; ++i) r.v[i] = without_inf(r.v[i]);
+  return r;
+}
+
+template <typename T>
+__device__ __forceinline__ void drop_inf(Row8<T> (&x)[8]) {
+#pragma unroll
+  for (Row8<T>& r : x) r = without_inf(r);
+}
+
 // The larger magnitudes of two pairs, under any signs; a NaN gives way to a number, as in max_abs.
 template <typename T>
 __device__ __forceinline__ uint32_t max_abs2(uint32_t a, uint32_t b) {
@@ -175,6 +219,17 @@ __device__ __forceinline__ float max_abs(float m, const Row8<T>& r) {
 #pragma unroll
   for (int i = 0; i < Row8<T>::kVecs; ++i) m = max_abs(m, r.v[i]);
   return m;
+}
+
+// Maxima are nearly always finite: what they say of infinities costs less than doing without these beforehand.
+__device__ __forceinline__ bool rarely(bool x) { return __builtin_expect(x, false); }
+
+// The largest finite |x|.
+template <typename T>
+__device__ __forceinline__ float max_finite(const Row8<T>& r) {
+  if constexpr (sizeof(T) == 4) return max_abs(0.0f, without_inf(r));
+  const float m = max_abs(0.0f, r);
+  return rarely(m == INFINITY) ? max_abs(0.0f, without_inf(r)) : m;
 }
 
 // v[j] = max over the eight rows of column j.

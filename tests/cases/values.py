@@ -120,16 +120,30 @@ def tiny(rng, shape, dtype):
     return _cast(rng.uniform(0.0, 8.0, shape) * smallest * _signs(rng, shape), dtype)
 
 
-def inf_mix(rng, shape, dtype):
-    return _specials(rng, shape, dtype, nan=False, inf=True, share=0.01)
-
-
 def nan_mix(rng, shape, dtype):
     return _specials(rng, shape, dtype, nan=True, inf=False, share=0.05)
 
 
 def inf_nan_mix(rng, shape, dtype):
     return _specials(rng, shape, dtype, nan=True, inf=True, share=0.02)
+
+
+def inf_places(rng, shape, dtype):
+    """Infinities of either sign where kernels have edges: first and last elements, whole rows, columns and tiles.
+
+    Among normal values, subnormals, NaN or nothing finite at all.
+    """
+    x = (normal, subnormal_input, tiny, nan_mix)[rng.integers(4)](rng, shape, dtype)
+    if not x.size:
+        return x
+    infinite = np.zeros((math.prod(shape[:-1]), shape[-1] if shape else 1), bool)
+    row, col = (rng.integers(n) for n in infinite.shape)
+    places = [np.s_[0, 0], np.s_[-1, -1], np.s_[0, -1], np.s_[row, col], np.s_[row], np.s_[:, col], np.s_[:, -1],
+              np.s_[row // 32 * 32 :, col // 32 * 32 :], np.s_[row // 16 * 16 :: 128, :16]]  # fmt: skip
+    for place in rng.choice(len(places), rng.integers(1, 4), replace=False):
+        infinite[places[place]] = True
+    infinite |= rng.random() < 1 / 16
+    return np.where(infinite.reshape(shape), _cast(_signs(rng, shape) * math.inf, dtype), x).astype(dtype)
 
 
 def all_nan(rng, shape, dtype):
@@ -227,9 +241,9 @@ VALUE_SETS: dict[str, Values] = {
     "subnormal_result": subnormal_result,
     "huge": huge,
     "tiny": tiny,
-    "inf_mix": inf_mix,
     "nan_mix": nan_mix,
     "inf_nan_mix": inf_nan_mix,
+    "inf_places": inf_places,
     "all_nan": all_nan,
     "ties_e4m3": _ties("e4m3"),
     "ties_e5m2": _ties("e5m2"),

@@ -17,7 +17,8 @@ def test_bits(device, dtype):
     be = runner.backend(device)
     for shape in (*cases.SHAPES, (1, 70001), (515, 389), (65536,), (65537,), (131072 + 3,)):
         large = np.prod(shape) > 1 << 16
-        for turn, values in enumerate(("outlier", "inf_nan_mix", "all_nan") if large else cases.VALUE_SETS):
+        few = ("outlier", "inf_nan_mix", "inf_places", "all_nan")
+        for turn, values in enumerate(few if large else cases.VALUE_SETS):
             x = cases.draw(f"amax-{dtype}-{shape}-{values}", values, shape, dtype)
             want = oracle.amax(x)
             for isa, threads in calls_of(device, x.size):
@@ -33,7 +34,7 @@ def test_the_only_value_counts_wherever_it_stands(device):
             for value in (-3.0, np.nan, -np.inf, 1e-45):
                 x = np.zeros(n, np.float32)
                 x[at] = value
-                want = 0 if np.isnan(value) else abs(np.float32(value))
+                want = abs(np.float32(value)) if np.isfinite(value) else 0
                 assert runner.amax(be, x)["out"][0] == want, (n, at, value)
 
 
@@ -69,7 +70,7 @@ def test_options(device, dtype):
     shapes = (*cases.PACKED_SHAPES, (32, 33), (17, 65), (48, 1), (1, 70000), (70000, 1), (528, 400))
     for turn, shape in enumerate(shapes):
         large, rows = np.prod(shape) > 1 << 16, np.prod(shape[:-1])
-        for values in ("outlier", "inf_nan_mix") if large else cases.VALUE_SETS:
+        for values in ("outlier", "inf_nan_mix", "inf_places") if large else cases.VALUE_SETS:
             x = cases.draw(f"amax-options-{dtype}-{shape}-{values}", values, shape, dtype)
             for options in OPTIONS if dtype == "bfloat16" and rows % 16 == 0 else OPTIONS[:2]:
                 for isa, threads in calls_of(device, x.size):

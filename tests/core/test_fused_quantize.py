@@ -25,7 +25,7 @@ def encoded(be: Any, name: str, turn: int, shape: tuple[int, ...], dtype: str) -
     """(x, source, the float32 values of the unfused op); `shape` is that of the values."""
     k, names = shape[-1], list(cases.INPUT_DTYPES)
     label = f"{name}-{turn}-{dtype}-{shape}"
-    other, values = names[turn % 3], ("normal", "normal", "normal", "inf_nan_mix")[turn % 4]
+    other, values = names[turn % 3], ("normal", "inf_places", "huge", "inf_nan_mix")[turn % 4]
     if name in NORMS:
         x, zero_centered = cases.draw(f"{label}-x", values, shape, dtype), turn % 2 == 1
         gamma = drawn(f"{label}-g", (k,), other)

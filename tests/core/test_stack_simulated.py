@@ -1,21 +1,79 @@
-"""The CUDA kernels that quantize stacks, without their hardware: their source against that of single tensors'."""
+"""The CUDA kernels that quantize plain tensors and stacks, without hardware: against the oracle and each other."""
 
 from __future__ import annotations
 
 import ctypes
 
+import numpy as np
 import pytest
 
 import cases
-from core import simulation
+import oracle
+from core import runner, simulation
 
 pytestmark = pytest.mark.simulated
 
-KERNELS = ("cuda/quantize/tiles.cu", "cuda/quantize/amax.cu", "cuda/quantize/quantize.cu")
+KERNELS = tuple(f"cuda/quantize/{name}.cu" for name in ("tiles", "amax", "quantize", "mxfp8"))
+OPERANDS = ("x", "row", "row_scale", "col", "col_scale", "amax", "scale")
+VALUES = ("inf_places", "inf_nan_mix", "huge", "subnormal_input", "random_bits")
 
 
-def test_each_tensor_has_the_bytes_that_it_has_alone():
-    library = simulation.built("quantize_stack.cpp", KERNELS)
+class Call(ctypes.Structure):
+    """As tests/simulated/quantize_stack.cpp has it."""
+
+    _fields_ = (
+        *((name, simulation.Tensor) for name in OPERANDS),
+        ("format", ctypes.c_int32),
+        ("flags", ctypes.c_int32),
+    )
+
+
+@pytest.fixture(scope="module")
+def library():
+    return simulation.built("quantize_stack.cpp", KERNELS)
+
+
+def test_each_tensor_has_the_bytes_that_it_has_alone(library):
     message = ctypes.create_string_buffer(256)
     seed = int(cases.rng_for("simulated-stacks").integers(1 << 30))
     assert library.compare_stacks(seed, 60, message, len(message)) == 0, f"seed {seed}: {message.value.decode()}"
+
+
+@pytest.mark.parametrize("fmt", [name for name in cases.FORMATS if name not in cases.PACKED_FORMATS])
+def test_plain_tensors_have_the_oracles_bytes(library, fmt):
+    """Infinities, NaN, and products that overflow under a given scale."""
+    be, message = runner.Numpy(), ctypes.create_string_buffer(256)
+    drawn = cases.quantize_cases([fmt], shapes=((33, 65), (130, 144)), values=VALUES, variants=True)
+    for turn, case in enumerate(c for c in drawn if not (c.pow2 or c.eps)):
+        x, options, out = case.make(), case.options, runner.Outputs(be)
+        if fmt in cases.TENSOR_FORMATS and turn % 2:
+            options = {"scale": np.float32([3e38, 2.0**-140, 1.5][turn % 3])}
+        want = oracle.quantize(x, fmt, **options)
+        tensors = {"x": be.put(x, case.dtype)}
+        for side, name in (("rowwise", "row"), ("columnwise", "col")):
+            data, scale = getattr(want, f"{side}_data"), getattr(want, f"{side}_scale_inv")
+            tensors[name] = out.new(f"{side}_data", data.shape, runner.payload(fmt))
+            tensors[f"{name}_scale"] = out.new(f"{side}_scale_inv", scale.shape, runner.ROWS[fmt]["scale"])
+        if want.amax is not None:
+            tensors["amax"] = out.new("amax", want.amax.shape, "float32")
+        if "scale" in options:
+            tensors["scale"] = be.put(np.array([options["scale"]]), "float32")
+        call = Call(format=runner.IDS[fmt], flags=runner.flags(options))
+        for name in OPERANDS:
+            setattr(call, name, simulation.Tensor.of(tensors.get(name)))
+        assert library.quantize(ctypes.byref(call), message, len(message)) == 0, message.value.decode()
+        for name, got in out.read().items():
+            runner.same_bits(got, getattr(want, name), f"{case} {options} {name}")
+
+
+def test_amaxes_of_rows_and_of_the_transform(library):
+    """A rotated value that overflows when it is rounded does not count, and those beside it do."""
+    be = runner.Numpy()
+    for values in VALUES:
+        x = cases.draw(f"simulated-amax-{values}", values, (48, 72), "bfloat16")
+        out = runner.Outputs(be)
+        tensors = (be.put(x, "bfloat16"), out.new("rows", (48,), "float32"), out.new("rotated", (1,), "float32"))
+        assert library.amax(*(ctypes.byref(simulation.Tensor.of(t)) for t in tensors)) == 0
+        got, label = out.read(), f"{values} {cases.report_header()}"
+        runner.same_bits(got["rows"], oracle.amax(x, row_amax=True), label)
+        runner.same_bits(got["rotated"], oracle.columnwise_amax(x, rht=True, rht_signs=True), label)

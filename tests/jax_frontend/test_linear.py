@@ -48,6 +48,22 @@ def test_without_bias(recipe):
     same(run(recipe, x, kernel, None, dy), tools.oracle_dense(recipe, x, kernel, None, dy))
 
 
+@RECIPE
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_infinite_values_are_not_lost(recipe, dtype):
+    """They come out as NaN where the product has them, so that a loss scaler sees them, and nothing else changes."""
+    x, kernel, bias, dy = operands((32, 96), 64, dtype)
+    want = run(recipe, x, kernel, bias, dy)
+    for step in (run, jax.jit(run, static_argnums=0)):
+        got = step(recipe, x.at[20, 7].set(-jnp.inf), kernel, bias, dy.at[9, 3].set(jnp.inf))
+        for key, rows, cols in (("y", [20], []), ("dx", [9], []), ("dkernel", [3], [7]), ("dbias", [3], [])):
+            value, plain = (np.asarray(v[key], np.float32) for v in (got, want))
+            nan = np.zeros(value.shape, bool)
+            nan[rows], nan[..., cols] = True, True
+            assert not np.isfinite(value[nan]).any() and np.isfinite(value[~nan]).all(), key
+            assert np.linalg.norm((value - plain)[~nan]) < 0.1 * np.linalg.norm(plain), key
+
+
 def test_without_recipe_is_the_plain_product():
     x, kernel, bias, _ = operands(kernel_dtype="bfloat16")
     before = tools.calls("quantize")

@@ -95,6 +95,8 @@ def quantize(
         if not (columnwise if columns else rowwise):
             continue
         source = hadamard(fold(x), rht_signs).astype(np.float32) if rht and columns else x32
+        special = ~np.isfinite(source)  # infinite values count as NaN
+        source = np.where(special, np.float32(np.nan), source)
         y = source.T if columns and fmt.columnwise_transposed else source
         block = fmt.block(columns)
         if square:
@@ -107,7 +109,7 @@ def quantize(
             amax_t = own if given[columns] is None else np.asarray(given[columns], np.float32).reshape(own.shape)
             _refuse({"each wanted copy needs its amax": any(v is not None for v in given) and given[columns] is None})
             scale_inv, factor = scales.two_level(block_amax, amax_t.reshape(-1, 1))
-            nan = np.isnan(source).astype(np.float32)
+            nan = special.astype(np.float32)
             if square:
                 nan = _replicated(scales.block_amax(nan, size, size), fmt, columns, m, k) > 0
             else:

@@ -125,7 +125,10 @@ def cast(x: np.ndarray, dtype: Any) -> np.ndarray:
 
 
 def encode(x: np.ndarray, element: str) -> np.ndarray:
-    """Float32 values to FP8 bytes or E2M1 codes: nearest even, saturating, every NaN to 0x7F (E2M1: +6)."""
+    """Float32 values to FP8 bytes or E2M1 codes: nearest even, saturating, every NaN to 0x7F (E2M1: +6).
+
+    `quantize` has replaced infinite values before they are scaled: what is infinite here is a product that overflowed.
+    """
     assert x.dtype == F32
     if element == "e2m1":
         # Midpoints of neighbours; a tie goes to the even code, so upwards where the lower code is odd.

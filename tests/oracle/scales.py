@@ -11,8 +11,8 @@ from oracle.transform import hadamard
 
 
 def block_amax(ax: np.ndarray, block_rows: int, block_cols: int) -> np.ndarray:
-    """Amax of each block of `|x|` `[R, C]`: `[ceil(R/br), ceil(C/bc)]`, NaN ignored; 0 x 0 gives `[1, 1]`."""
-    ax = np.where(np.isnan(ax), np.float32(0), ax)
+    """Amax of each block of `|x|` `[R, C]`: `[ceil(R/br), ceil(C/bc)]`, only finite values count; 0 x 0: `[1, 1]`."""
+    ax = np.where(np.isfinite(ax), ax, np.float32(0))
     if block_cols == 0:
         return ax.max(initial=np.float32(0)).reshape(1, 1).astype(np.float32)
     r, c = -(-ax.shape[0] // block_rows), -(-ax.shape[1] // block_cols)
@@ -22,10 +22,10 @@ def block_amax(ax: np.ndarray, block_rows: int, block_cols: int) -> np.ndarray:
 
 
 def amax(x: np.ndarray, *, row_amax: bool = False) -> np.ndarray:
-    """Max over the non-NaN |x| as float32 `[1]`, or `[M]` of each row; 0 where there is none."""
+    """Max over the finite |x| as float32 `[1]`, or `[M]` of each row; 0 where there is none."""
     ax = np.abs(fold(x).astype(np.float32))
     if row_amax:
-        return np.where(np.isnan(ax), np.float32(0), ax).max(axis=1, initial=np.float32(0))
+        return np.where(np.isfinite(ax), ax, np.float32(0)).max(axis=1, initial=np.float32(0))
     return block_amax(ax, 0, 0).reshape(1)
 
 

@@ -1,10 +1,12 @@
 // The kernels that take stacks of tensors beside those that take each tensor alone, for test_stack_simulated.py: the
-// same bits, in fewer launches.
+// same bits, in fewer launches. And those that take plain tensors, called one by one.
 #include <cstdio>
 
 #include "cuda/fused/column_sum.cuh"
+#include "cuda/quantize/mxfp8.cuh"
 #include "cuda/quantize/tiles.cuh"
 #include "simulated.h"
+#include "tensor.h"
 
 extern "C" cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {
   std::memset(to, value, bytes);
@@ -16,18 +18,19 @@ namespace diptych::cuda {
 DeviceInfo device_info(int) { return {90, 4}; }
 Status cuda_status(cudaError_t, const char*) { return {}; }
 
-// What plain tensors with float32 scales do not reach.
+// What plain tensors do not reach.
 bool streams(const TileArgs&) { return false; }
 bool permuted_tiles_fit(const TileArgs&, Scaling) { return false; }
 bool permuted_strips_pay(const TileArgs&, Scaling, const TensorView&, const Execution&) { return false; }
 bool permuted_rows_fit(const QuantizeArgs&) { return false; }
 bool permuted_both_fits(const QuantizeArgs&) { return false; }
+bool permuted_mxfp8_fits(const MxArgs&) { return false; }
 Status stream_tiles(const TileArgs&, DType, const Execution&) { std::abort(); }
 Status permuted_tiles(const TileArgs&, Scaling, DType, const Execution&) { std::abort(); }
 Status permuted_strips(const TileArgs&, const TensorView&, DType, const Execution&) { std::abort(); }
 Status quantize_permuted_rows(const QuantizeArgs&, const Execution&) { std::abort(); }
 Status permuted_both(const QuantizeArgs&, const Execution&) { std::abort(); }
-Status quantize_mxfp8(const QuantizeArgs&, const Execution&) { std::abort(); }
+Status permuted_mxfp8(const MxArgs&, DType, const Execution&) { std::abort(); }
 Status quantize_nvfp4(const QuantizeArgs&, const Execution&) { std::abort(); }
 Status source_amax(const AmaxArgs&, const Execution&) { std::abort(); }
 Status permuted_amax(const AmaxArgs&, const Execution&) { std::abort(); }
@@ -158,4 +161,29 @@ extern "C" int compare_stacks(int seed, int count, char* message, int size) {
     if (!what.empty()) return 1;
   }
   return 0;
+}
+
+struct QuantizeCall {
+  simulated::Tensor x, row, row_scale, col, col_scale, amax, scale;
+  int32_t format, flags;
+};
+
+// Both copies of a plain tensor. 0, or 1 and a message.
+extern "C" int quantize(const QuantizeCall* call, char* message, int size) {
+  using simulated::view;
+  QuantizeArgs args;
+  args.x = view(call->x), args.spec.format = FormatId{call->format}, args.spec.flags = call->flags;
+  args.rowwise = {args.spec.format, false, view(call->row), view(call->row_scale), {}};
+  args.columnwise = {args.spec.format, true, view(call->col), view(call->col_scale), {}};
+  args.amax = view(call->amax), args.scale = view(call->scale);
+  const Status status = cuda::quantize(args, {{Backend::cuda, 0}, nullptr});
+  std::snprintf(message, static_cast<size_t>(size), "%s", status.message().c_str());
+  return status.ok() ? 0 : 1;
+}
+
+// Of its rows, and of its Hadamard transform.
+extern "C" int amax(const simulated::Tensor* x, const simulated::Tensor* rows, const simulated::Tensor* rotated) {
+  using simulated::view;
+  const AmaxArgs args{view(*x), view(*rows), view(*rotated), kRowAmax | kRht | kRhtSigns, {}};
+  return cuda::amax(args, {{Backend::cuda, 0}, nullptr}).ok() ? 0 : 1;
 }

@@ -241,6 +241,9 @@ struct Index {
   unsigned x;
 };
 
+// As the hardware has it: a signalling NaN gives way to a number too.
+inline float larger(float a, float b) { return std::isnan(a) || a < b ? b : a; }
+
 }  // namespace simulated
 
 // ---- the language ----
@@ -310,6 +313,7 @@ template <typename T>
 T __shfl_xor_sync(unsigned lanes, T v, int mask) {
   return __shfl_sync(lanes, v, (simulated::self->index % 32) ^ mask);
 }
+#define fmaxf simulated::larger
 inline unsigned __ballot_sync(unsigned, bool yes) {
   const uint64_t* values = simulated::exchange(yes);
   unsigned r = 0;

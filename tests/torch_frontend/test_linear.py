@@ -253,6 +253,40 @@ def test_grad_scaler(device):
         assert scaler.get_scale() == 2.0**9
 
 
+@pytest.mark.parametrize("special", (float("inf"), -float("inf"), float("nan")))
+@pytest.mark.parametrize("name", RECIPE_NAMES)
+def test_infinite_values_are_not_lost(name, special, device):
+    """They come out as NaN where the product has them, and leave everything else as it is."""
+    layer, x = _layer(device=device), layers.x_for(name, 32, 96, device)
+    dy = normal("dy", (32, 64), layers.dtype_of(name), device)
+    want = _run(layer, layer, x, RECIPES[name], dy)
+    spoiled, x = dy.clone(), x.clone()
+    spoiled[9, 3], x[20, 7] = special, special
+    got = _run(layer, layer, x, RECIPES[name], spoiled)
+    for key, rows, cols in (("y", [20], []), ("dx", [9], []), ("weight", [3], [7]), ("bias", [3], [])):
+        nan = torch.zeros_like(want[key], dtype=torch.bool)
+        nan[rows], nan[..., cols] = True, True
+        assert not got[key][nan].isfinite().any() and got[key][~nan].isfinite().all(), key
+        error = (got[key] - want[key])[~nan].float().norm() / want[key].float().norm()
+        assert error < (0.35 if layers.packed(name) else 0.1), (key, error)
+
+
+@pytest.mark.parametrize("name", [n for n in RECIPE_NAMES if not layers.packed(n)])
+def test_grad_scaler_sees_an_overflown_gradient(name, device):
+    """One that float16 autocast makes between two layers, which scales of its own would have made finite."""
+    model = torch.nn.Sequential(_layer(bias=False, device=device), torch.nn.ReLU(), _layer(64, 48, device=device))
+    scaler = torch.amp.GradScaler(device, init_scale=2.0**30)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    before = model[0].weight.detach().clone()
+    with torch.autocast(device, torch.float16), dt.autocast(recipe=RECIPES[name]):
+        loss = model(normal("x", (32, 96), device=device)).float().square().sum()
+    scaler.scale(loss).backward()
+    assert not model[0].weight.grad.isfinite().all() and not model[2].weight.grad.isfinite().all()
+    scaler.step(optimizer)
+    scaler.update()
+    assert scaler.get_scale() == 2.0**29 and torch.equal(model[0].weight, before)
+
+
 @pytest.mark.parametrize("region", ("outside", "inside", "in the block"))
 @pytest.mark.parametrize("reentrant", (False, True))
 def test_checkpoint(reentrant, region, device):

@@ -44,6 +44,12 @@ __device__ __forceinline__ Floats8 as_floats(const Row8<T>& r) {
 }
 __device__ __forceinline__ Floats8 as_floats(const Floats8& f) { return f; }
 
+__device__ __forceinline__ Floats8 without_inf(Floats8 f) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) f.v[j] = without_inf(f.v[j]);
+  return f;
+}
+
 __device__ __forceinline__ float max_abs(float m, const Floats8& f) {
 #pragma unroll
   for (int j = 0; j < 8; ++j) m = max_abs(m, f.v[j]);

@@ -1,4 +1,4 @@
-// Maxima over non-NaN |x|: of the tensor, of its rows, and of its Hadamard transform, from one read.
+// Maxima over finite |x|: of the tensor, of its rows, and of its Hadamard transform, from one read.
 #include <algorithm>
 
 #include "cuda/amax.cuh"
@@ -30,12 +30,12 @@ __device__ __forceinline__ float flat_max(const T* __restrict__ x, int64_t n, in
       if (first + u * kThreads < vectors) v[u] = Vec<T>::load(x + head + (first + u * kThreads) * kN);
     }
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) m = max_abs(m, v[u]);
+    for (int u = 0; u < kUnroll; ++u) m = max_abs(m, without_inf(v[u]));
   }
   if (block == 0) {
-    if (tid < head) m = max_abs(m, to_float(x[tid]));
+    if (tid < head) m = max_abs(m, without_inf(to_float(x[tid])));
     const int64_t tail = head + vectors * kN + tid;
-    if (tail < n) m = max_abs(m, to_float(x[tail]));
+    if (tail < n) m = max_abs(m, without_inf(to_float(x[tail])));
   }
   return m;
 }
@@ -68,6 +68,35 @@ __global__ void __launch_bounds__(kThreads)
   join_amax<kThreads>(m, scratch, out + g);
 }
 
+__device__ __forceinline__ Row8<__nv_bfloat16> as_bf16(const Row8<__nv_bfloat16>& x) { return x; }
+__device__ __forceinline__ Row8<__nv_bfloat16> as_bf16(const Row8<float>& x) {
+  Row8<__nv_bfloat16> r;
+#pragma unroll
+  for (int w = 0; w < 4; ++w) r.v[0].w[w] = pack2<__nv_bfloat16>(x[2 * w], x[2 * w + 1]);
+  return r;
+}
+
+// Of the transforms of eight columns, each value rounded: the largest that is finite. Called so rarely that it may read
+// all again.
+template <typename In>
+__device__ __noinline__ float largest_rounded(const SourceArgs& p, int64_t row, int64_t col, bool signs) {
+  const Reader<In> source(p, row, col);
+  Row8<__nv_bfloat16> x[kHadamard];
+#pragma unroll 1
+  for (int i = 0; i < kHadamard; ++i) x[i] = as_bf16(source.row(i, source.load(i)));
+  float m = 0.0f;
+#pragma unroll 1
+  for (int j = 0; j < 8; ++j) {
+    float z[kHadamard];
+#pragma unroll
+    for (int i = 0; i < kHadamard; ++i) z[i] = to_float(reinterpret_cast<const __nv_bfloat16*>(x + i)[j]);
+    hadamard16(z, signs);
+#pragma unroll
+    for (int i = 0; i < kHadamard; ++i) m = max_abs(m, without_inf(through_bf16(z[i])));
+  }
+  return m;
+}
+
 struct StripArgs {
   SourceArgs in;
   unsigned strips_m, strips_k;
@@ -93,13 +122,8 @@ __global__ void __launch_bounds__(kThreads, kComputed<In> ? 2 : 0) strip_kernel(
   const Reader<In> source(p.in, row, col);
   each_row<kHadamard>(source, [&](int i, const auto& raw) {
     const auto x = source.row(i, raw);
-    of_row[i] = max_abs(0.0f, x);
-    if constexpr (kRht && !kComputed<In>) {
-      held[i] = x;
-    } else if constexpr (kRht) {
-#pragma unroll
-      for (int w = 0; w < 4; ++w) held[i].v[0].w[w] = pack2<__nv_bfloat16>(x[2 * w], x[2 * w + 1]);
-    }
+    of_row[i] = max_finite(x);
+    if constexpr (kRht) held[i] = as_bf16(x);
   });
 #pragma unroll
   for (int i = 0; i < kHadamard; ++i) all = fmaxf(all, of_row[i]);
@@ -124,8 +148,11 @@ __global__ void __launch_bounds__(kThreads, kComputed<In> ? 2 : 0) strip_kernel(
 #pragma unroll
       for (int i = 0; i < kHadamard; ++i) m = max_abs(m, z[i]);
     }
-    // Rounding keeps the order: the largest of the rounded values is the largest, rounded.
-    join_amax<kThreads>(through_bf16(m), scratch[1], p.columnwise);
+    // Rounding keeps the order: the largest of the rounded values is the largest, rounded. Where that is infinite, and
+    // does not count, each value has to be rounded.
+    m = through_bf16(m);
+    if (rarely(m == INFINITY)) m = largest_rounded<In>(p.in, row, col, p.rht_signs);
+    join_amax<kThreads>(m, scratch[1], p.columnwise);
   } else if (p.columnwise) {
     join_amax<kThreads>(all, scratch[1], p.columnwise);
   }

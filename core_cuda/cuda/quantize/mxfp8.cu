@@ -32,9 +32,13 @@ __global__ void __launch_bounds__(kMxThreads, kComputed<In> ? 2 : 0) mxfp8_kerne
 
   if (p.row) {
     float v[8];
+    const auto maxima = [&] {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) v[i] = max_abs(0.0f, x[i]);
-    max_and_halve<4>(v, lane, 2), max_and_halve<2>(v, lane, 1);  // four lanes hold a block of 32 columns
+      for (int i = 0; i < 8; ++i) v[i] = max_abs(0.0f, x[i]);
+      max_and_halve<4>(v, lane, 2), max_and_halve<2>(v, lane, 1);  // four lanes hold a block of 32 columns
+    };
+    maxima();
+    if (rarely(__any_sync(kAllLanes, fmaxf(v[0], v[1]) == INFINITY))) drop_inf(x), maxima();
     if (p.square) v[0] = v[1] = square_max(v[0], v[1]);
     const int64_t mine = row + lane % 4 * 2, block = col / kMxBlock;
     uint32_t code[2];
@@ -53,8 +57,12 @@ __global__ void __launch_bounds__(kMxThreads, kComputed<In> ? 2 : 0) mxfp8_kerne
   }
   if (p.col) {
     float v[8];
-    column_max_abs(x, v);
-    max_and_halve<4>(v, lane, 16), max_and_halve<2>(v, lane, 8);  // four patch rows hold a block of 32 rows
+    const auto maxima = [&] {
+      column_max_abs(x, v);
+      max_and_halve<4>(v, lane, 16), max_and_halve<2>(v, lane, 8);  // four patch rows hold a block of 32 rows
+    };
+    maxima();
+    if (rarely(__any_sync(kAllLanes, fmaxf(v[0], v[1]) == INFINITY))) drop_inf(x), maxima();
     if (p.square) v[0] = v[1] = square_max(v[0], v[1]);
     const int64_t mine = col + lane / 8 * 2;
     const bool there[2] = {mine < p.k, mine + 1 < p.k};

@@ -69,20 +69,20 @@ __device__ __forceinline__ uint32_t max_nan2(uint32_t a, uint32_t b) {
   return a;
 }
 
-// The largest magnitude, or NaN where there is one.
+// The largest magnitude, or NaN where there is a NaN or an infinity.
 template <typename T>
 __device__ __forceinline__ float amax_of(const Block<T>& x) {
   if constexpr (sizeof(T) == 4) {
     float m = 0.0f;
 #pragma unroll
     for (int i = 0; i < kBlock; ++i) m = max_nan(m, float_of(x.w[i] & 0x7fffffff));
-    return m;
+    return without_inf(m);
   } else {
     uint32_t m = x.w[0] & 0x7fff7fff;
 #pragma unroll
     for (int i = 1; i < Block<T>::kWords; ++i) m = max_nan2<T>(m, x.w[i] & 0x7fff7fff);
     const float2 f = pair_floats<T>(m);
-    return max_nan(f.x, f.y);
+    return without_inf(max_nan(f.x, f.y));
   }
 }
 

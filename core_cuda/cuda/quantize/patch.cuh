@@ -36,6 +36,12 @@ __device__ __forceinline__ float upper(uint32_t two) {
   return float_of(two & 0xffff0000);
 }
 
+// Whether both halves are finite.
+template <typename T>
+__device__ __forceinline__ bool finite2(uint32_t two) {
+  return fabsf(lower<T>(two)) < INFINITY && fabsf(upper<T>(two)) < INFINITY;
+}
+
 // base + row * pitch, in one instruction.
 template <typename P>
 __device__ __forceinline__ P* row_at(P* base, uint32_t row, uint32_t pitch) {
@@ -132,47 +138,60 @@ struct Patch {
     }
   }
 
-  // Maxima of columns 2 j (lower half) and 2 j + 1, without regard to NaN. Whether a lane of the warp holds one.
+  // Maxima of columns 2 j (lower half) and 2 j + 1, without regard to NaN and infinity. Whether a lane of the warp
+  // holds one.
   __device__ __forceinline__ bool column_maxima(uint32_t (&m)[4]) const {
-    columns([](uint32_t a, uint32_t b) { return max_abs_nan2<T>(a, b); }, m);
+    columns<false>([](uint32_t a, uint32_t b) { return max_abs_nan2<T>(a, b); }, m);
     const uint32_t all = max_abs_nan2<T>(max_abs_nan2<T>(m[0], m[1]), max_abs_nan2<T>(m[2], m[3]));
-    const float lo = lower<T>(all), hi = upper<T>(all);
-    const bool nan = __any_sync(kAllLanes, lo != lo || hi != hi);
-    if (nan) columns([](uint32_t a, uint32_t b) { return max_abs2<T>(a, b); }, m);
+    const bool nan = __any_sync(kAllLanes, !finite2<T>(all));
+    if (nan) columns<true>([](uint32_t a, uint32_t b) { return max_abs2<T>(a, b); }, m);
     return nan;
   }
 
-  // Maxima of rows 2 i (lower half) and 2 i + 1, likewise.
-  __device__ __forceinline__ void row_maxima(uint32_t (&m)[4]) const {
+  // Maxima of rows 2 i (lower half) and 2 i + 1, likewise; `nan`: what column_maxima said.
+  __device__ __forceinline__ void row_maxima(bool nan, uint32_t (&m)[4]) const {
+    if (nan) {
+      rows<true>(m);
+    } else {
+      rows<false>(m);
+    }
+  }
+
+  // Eight bytes of column j. kNaN: there may be a NaN or an infinity.
+  template <bool kE5M2, bool kNaN>
+  __device__ __forceinline__ uint2 encode_column(int j, float scale) const {
+    float y[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) y[i] = multiply_rn(apart<T>(word<kNaN>(i, j / 2), j % 2), scale);
+    return {encode4<kE5M2, kNaN>(y[0], y[1], y[2], y[3]), encode4<kE5M2, kNaN>(y[4], y[5], y[6], y[7])};
+  }
+
+ private:
+  template <bool kNaN>
+  __device__ __forceinline__ uint32_t word(int i, int j) const {
+    return kNaN ? without_inf2<T>(x[i].v[0].w[j]) : x[i].v[0].w[j];
+  }
+  template <bool kNaN>
+  __device__ __forceinline__ void rows(uint32_t (&m)[4]) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       uint32_t two[2];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const uint32_t (&w)[4] = x[2 * i + h].v[0].w;
-        two[h] = max_abs2<T>(max_abs2<T>(w[0], w[1]), max_abs2<T>(w[2], w[3]));
+        const auto w = [&](int j) { return word<kNaN>(2 * i + h, j); };
+        two[h] = max_abs2<T>(max_abs2<T>(w(0), w(1)), max_abs2<T>(w(2), w(3)));
       }
       m[i] = max_abs2<T>(__byte_perm(two[0], two[1], 0x5410), __byte_perm(two[0], two[1], 0x7632));
     }
   }
 
-  // Eight bytes of column j.
-  template <bool kE5M2, bool kNaN>
-  __device__ __forceinline__ uint2 encode_column(int j, float scale) const {
-    float y[8];
-#pragma unroll
-    for (int i = 0; i < 8; ++i) y[i] = multiply_rn(apart<T>(x[i].v[0].w[j / 2], j % 2), scale);
-    return {encode4<kE5M2, kNaN>(y[0], y[1], y[2], y[3]), encode4<kE5M2, kNaN>(y[4], y[5], y[6], y[7])};
-  }
-
- private:
-  template <typename Max>
+  template <bool kNaN, typename Max>
   __device__ __forceinline__ void columns(Max&& max, uint32_t (&m)[4]) const {
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      m[j] = x[0].v[0].w[j];
+      m[j] = word<kNaN>(0, j);
 #pragma unroll
-      for (int i = 1; i < 8; ++i) m[j] = max(m[j], x[i].v[0].w[j]);
+      for (int i = 1; i < 8; ++i) m[j] = max(m[j], word<kNaN>(i, j));
     }
   }
 };
@@ -257,6 +276,13 @@ Status with_patch_type(const SourceArgs& p, F&& f) {
   return p.x.type == DType::f16 ? f(__half{}) : f(__nv_bfloat16{});
 }
 
+// Eight elements of a row, each times its own scale. kNaN: there may be a NaN or an infinity.
+template <bool kE5M2, bool kNaN, typename T, typename Scale>
+__device__ __forceinline__ uint2 encode_patch_row(const Row8<T>& r, Scale&& scale) {
+  if constexpr (kNaN) return encode_row8<kE5M2>(without_inf(r), scale);
+  return encode_row8<kE5M2, false>(r, scale);
+}
+
 // Rowwise bytes of the patch at (row, col), multiplied by `scale`, to q and to `out` [m, k], null: nowhere.
 template <bool kE5M2, bool kNaN, typename T>
 __device__ __forceinline__ void encode_rows(const Patch<T>& patch, uint8_t* out, int64_t m, int64_t k, int64_t row,
@@ -265,7 +291,7 @@ __device__ __forceinline__ void encode_rows(const Patch<T>& patch, uint8_t* out,
   uint8_t* to = out + row * k + col;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    q[i] = encode_row8<kE5M2, kNaN>(patch.x[i], [&](int) { return scale; });
+    q[i] = encode_patch_row<kE5M2, kNaN>(patch.x[i], [&](int) { return scale; });
     uint2* at = reinterpret_cast<uint2*>(row_at(to, i, static_cast<uint32_t>(k)));
     if (i < left) __stcs(at, q[i]);
   }

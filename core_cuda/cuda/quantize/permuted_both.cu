@@ -87,7 +87,7 @@ __global__ void __launch_bounds__(kThreads, kPatchBlocks) permuted_both_kernel(c
   if (at.lane < 16) {  // of the warp's 16 rows
     *reinterpret_cast<uint4*>(column_max + at.warp * kTile / 2 + at.patch_col * 4) = make_uint4(w[0], w[1], w[2], w[3]);
   }
-  patch.row_maxima(w);
+  patch.row_maxima(nan, w);
   max_and_halve2<T, 2>(w, at.lane, 8), max_and_halve2<T, 1>(w, at.lane, 4);  // rows 2 i and 2 i + 1, i: lane / 4 % 4
   w[0] = max_abs2<T>(w[0], __shfl_xor_sync(kAllLanes, w[0], 2));
   w[0] = max_abs2<T>(w[0], __shfl_xor_sync(kAllLanes, w[0], 1));
@@ -118,7 +118,8 @@ __global__ void __launch_bounds__(kThreads, kPatchBlocks) permuted_both_kernel(c
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const float scale = scales[kTile + at.patch_row * 8 + i];
-      store_row<all.value>(p, at, p.row, i, encode_row8<kE5M2, with_nan.value>(patch.x[i], [&](int) { return scale; }));
+      store_row<all.value>(p, at, p.row, i,
+                           encode_patch_row<kE5M2, with_nan.value>(patch.x[i], [&](int) { return scale; }));
     }
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
@@ -150,7 +151,7 @@ __global__ void __launch_bounds__(kThreads, 4) permuted_both_mx_kernel(const __g
   uint32_t w[4];
   const bool nan = patch.column_maxima(w);
   *reinterpret_cast<uint4*>(column_max + at.warp * kCols / 2 + at.lane * 4) = make_uint4(w[0], w[1], w[2], w[3]);
-  patch.row_maxima(w);
+  patch.row_maxima(nan, w);
   max_and_halve2<T, 2>(w, at.lane, 2), max_and_halve2<T, 1>(w, at.lane, 1);  // rows 2 i and 2 i + 1, i: lane % 4
   const Codes<T> rows(w[0], p.max_reciprocal);
   {  // Four blocks of a row make a word
@@ -198,8 +199,9 @@ __global__ void __launch_bounds__(kThreads, 4) permuted_both_mx_kernel(const __g
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       const float scale = __shfl_sync(kAllLanes, rows.inverse[i % 2], (at.lane & ~3u) | i / 2);
-      store_row<all.value>(p, at, p.row, i, encode_row8<kE5M2, with_nan.value>(patch.x[i], [&](int) { return scale; }));
-      store_row<all.value>(p, at, p.col, i, encode_row8<kE5M2, with_nan.value>(patch.x[i], [&](int j) {
+      store_row<all.value>(p, at, p.row, i,
+                           encode_patch_row<kE5M2, with_nan.value>(patch.x[i], [&](int) { return scale; }));
+      store_row<all.value>(p, at, p.col, i, encode_patch_row<kE5M2, with_nan.value>(patch.x[i], [&](int j) {
                              return columns[j / 2].inverse[j % 2];
                            }));
     }

@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kMxThreads, 4) permuted_mxfp8_kernel(const __g
   const auto store = [&](auto with_nan) {
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      const uint2 bytes = encode_row8<kE5M2, with_nan.value>(patch.x[i], [&](int j) { return scale[j]; });
+      const uint2 bytes = encode_patch_row<kE5M2, with_nan.value>(patch.x[i], [&](int j) { return scale[j]; });
       uint2* at = reinterpret_cast<uint2*>(row_at(to, i, static_cast<uint32_t>(p.k)));
       if (i < left) __stcs(at, bytes);
     }

@@ -84,6 +84,7 @@ __global__ void __launch_bounds__(kBlock, 8) permuted_pieces_kernel(const __grid
     uint32_t made[kRounds];  // what is stored of a block
 #pragma unroll
     for (int r = 0; r < kRounds; ++r) {
+      x[r][0] = without_inf(x[r][0]), x[r][1] = without_inf(x[r][1]);
       float m = max_abs(max_abs(0.0f, x[r][0]), x[r][1]);
 #pragma unroll
       for (int mask = kLanes / 2; mask > 0; mask /= 2) m = fmaxf(m, __shfl_xor_sync(kAllLanes, m, mask));

@@ -133,6 +133,7 @@ __global__ void __launch_bounds__(kBlock, kResident<In>) permuted_rows_kernel(co
     uint2 bytes[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
+      piece.v[u] = without_inf(piece.v[u]);
       float scale = tensor_scale;
       if constexpr (kBlocks == Blocks::tensor) {
         if (p.from.join) m = max_abs(m, piece.v[u]);
@@ -203,7 +204,7 @@ __global__ void __launch_bounds__(kBlock, 6) permuted_amax_kernel(const __grid_c
     for (int64_t first = 0; first < p.k; first += kStep * kUnroll) {
       if (first > 0) piece.load(p, token, first + lane * 8, kStep);
 #pragma unroll
-      for (int u = 0; u < kUnroll; ++u) m = max_abs(m, piece.v[u]);
+      for (int u = 0; u < kUnroll; ++u) m = max_abs(m, without_inf(piece.v[u]));
     }
   }
   __shared__ float scratch[2][kWarps];

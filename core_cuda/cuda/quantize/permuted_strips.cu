@@ -92,7 +92,8 @@ __device__ __forceinline__ void take_maxima(const StripArgs& p, uint32_t first_i
 #pragma unroll
   for (int i = 0; i < kTogether; ++i) {
     const TokenPiece piece(p, p.turn, first_item + i);
-    const uint32_t two = max_of(x[i], [](uint32_t a, uint32_t b) { return max_abs2<T>(a, b); });
+    uint32_t two = max_of(x[i], [](uint32_t a, uint32_t b) { return max_abs2<T>(a, b); });
+    if (!finite2<T>(two)) two = max_of(x[i], [](uint32_t a, uint32_t b) { return max_abs2<T>(a, without_inf2<T>(b)); });
     float m = max_abs(max_abs(0.0f, lower<T>(two)), upper<T>(two));
 #pragma unroll
     for (int mask = 1; mask < 8; mask *= 2) m = fmaxf(m, __shfl_xor_sync(kAllLanes, m, mask));
@@ -112,21 +113,20 @@ __device__ __forceinline__ void write_rows(const StripArgs& p, uint32_t item) {
   ptx::wait_for_grid_before();
   const float own = row < p.rows ? scale_from_amax(p.rule, __ldcg(piece.scale(p, row))) : 1.0f;
   const uint32_t two = max_of(x, [](uint32_t a, uint32_t b) { return max_abs_nan2<T>(a, b); });
-  const float lo = lower<T>(two), hi = upper<T>(two);
   const auto encode = [&](auto with_nan) {
     unsigned there = __ballot_sync(kAllLanes, row < p.rows) & 0xff;  // the first block exists, if any does
     for (; there != 0; there &= there - 1) {
       const int slot = __ffs(there) - 1;
       const uint32_t to = __shfl_sync(kAllLanes, row, slot);
       const float scale = __shfl_sync(kAllLanes, own, lane / 8 * 8 + slot);
-      const uint2 a = encode_row8<kE5M2, with_nan.value>(x[0], [&](int) { return scale; });
-      const uint2 b = encode_row8<kE5M2, with_nan.value>(x[1], [&](int) { return scale; });
+      const uint2 a = encode_patch_row<kE5M2, with_nan.value>(x[0], [&](int) { return scale; });
+      const uint2 b = encode_patch_row<kE5M2, with_nan.value>(x[1], [&](int) { return scale; });
       if (!piece.exists) continue;
       __stcs(reinterpret_cast<uint4*>(p.row + static_cast<uint64_t>(to) * p.k + piece.col),
              make_uint4(a.x, a.y, b.x, b.y));
     }
   };
-  if (__any_sync(kAllLanes, lo != lo || hi != hi)) {
+  if (__any_sync(kAllLanes, !finite2<T>(two))) {
     encode(std::true_type{});
   } else {
     encode(std::false_type{});

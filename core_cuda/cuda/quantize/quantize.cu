@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kThreads = 256, kUnroll = 4;
 
-// q[i] = cast(x[i] * scale). `vec`: x is 16-byte aligned and q as its vectors' bytes are.
+// q[i] = cast(x[i] * scale), NaN where x[i] is infinite. `vec`: x is 16-byte aligned and q as its vectors' bytes are.
 template <typename T, bool kE5M2>
 __global__ void __launch_bounds__(kThreads)
     stream_kernel(const T* __restrict__ x, int64_t n, TensorScale from, uint8_t* __restrict__ q,
@@ -33,6 +33,7 @@ __global__ void __launch_bounds__(kThreads)
     for (int u = 0; u < kUnroll; ++u) v[u] = Vec<T>::load(x + first + u * kThreads * kN);
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
+      v[u] = without_inf(v[u]);
       if (from.join) m = max_abs(m, v[u]);
       float y[kN];
 #pragma unroll
@@ -48,7 +49,7 @@ __global__ void __launch_bounds__(kThreads)
   } else {
     const int64_t end = begin + kPerBlock < n ? begin + kPerBlock : n;
     for (int64_t i = begin + threadIdx.x; i < end; i += kThreads) {
-      const float v = to_float(x[i]);
+      const float v = without_inf(to_float(x[i]));
       m = max_abs(m, v);
       q[i] = encode<kE5M2>(multiply_rn(v, scale));
     }

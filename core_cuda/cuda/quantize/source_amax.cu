@@ -23,17 +23,11 @@ __device__ __forceinline__ float row_amax(const SourceArgs& p, const Reader<In, 
   if constexpr (kTypedGrad<In>) {
     Floats8 y[2];
     source.both(raw, y);
-#pragma unroll
-    for (int j = 0; j < 8; ++j) m = max_abs(m, y[0].v[j]);
-    if (!p.gated) return m;
-#pragma unroll
-    for (int j = 0; j < 8; ++j) m = max_abs(m, y[1].v[j]);
+    m = max_abs(m, without_inf(y[0]));
+    return p.gated ? max_abs(m, without_inf(y[1])) : m;
   } else {
-    const Floats8 y = source.values(i, raw);
-#pragma unroll
-    for (int j = 0; j < 8; ++j) m = max_abs(m, y.v[j]);
+    return max_abs(m, without_inf(source.values(i, raw)));
   }
-  return m;
 }
 
 // Rows under way at once

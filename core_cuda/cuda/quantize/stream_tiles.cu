@@ -36,7 +36,8 @@ __global__ void __launch_bounds__(kThreads, In::kKind == SourceKind::activation 
   uint8_t* out = p.row + row * p.k + col;
   uint2 q[kHalves][kBand];
   float m = 0.0f;
-  const auto take = [&](int half, int i, const Floats8& y) {
+  const auto take = [&](int half, int i, Floats8 y) {
+    y = without_inf(y);
     if (p.from.join) {
 #pragma unroll
       for (int j = 0; j < 8; ++j) m = max_abs(m, y.v[j]);

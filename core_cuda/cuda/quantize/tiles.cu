@@ -28,11 +28,15 @@ __device__ __forceinline__ void encode_tile(const TileArgs& p, unsigned block, u
   uint2 q[8];
   if constexpr (kScaling == Scaling::vector) {
     if (p.row) {
-      float v[8];
+      const auto row_amax = [&] {  // of row `row + lane % 8`
+        float v[8];
 #pragma unroll
-      for (int i = 0; i < 8; ++i) v[i] = max_abs(0.0f, x[i]);
-      max_and_halve<4>(v, lane, 4), max_and_halve<2>(v, lane, 2), max_and_halve<1>(v, lane, 1);
-      const float amax = fmaxf(v[0], __shfl_xor_sync(kAllLanes, v[0], 8));  // of row `row + lane % 8`
+        for (int i = 0; i < 8; ++i) v[i] = max_abs(0.0f, x[i]);
+        max_and_halve<4>(v, lane, 4), max_and_halve<2>(v, lane, 2), max_and_halve<1>(v, lane, 1);
+        return fmaxf(v[0], __shfl_xor_sync(kAllLanes, v[0], 8));
+      };
+      float amax = row_amax();
+      if (rarely(__any_sync(kAllLanes, amax == INFINITY))) drop_inf(x), amax = row_amax();
       const float scale = scale_from_amax(p.rule, amax);
       if (lane % 16 < 8 && row + lane % 8 < p.m) {
         p.row_scale[(row + lane % 8) * p.tiles_k + tile_k] = reciprocal_rn(scale);
@@ -44,8 +48,11 @@ __device__ __forceinline__ void encode_tile(const TileArgs& p, unsigned block, u
       }
     }
     if (!p.col) return;
-    float v[8];
+    float v[8], most = 0.0f;
     column_max_abs(x, v);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) most = fmaxf(most, v[j]);
+    if (rarely(most == INFINITY)) drop_inf(x), column_max_abs(x, v);
 #pragma unroll
     for (int j = 0; j < 8; ++j) v[j] = fmaxf(v[j], __shfl_xor_sync(kAllLanes, v[j], 16));
     if (lane < 16) {
@@ -72,23 +79,24 @@ __device__ __forceinline__ void encode_tile(const TileArgs& p, unsigned block, u
     }
   } else {
     float scale;
+    const auto largest = [&] {
+      float m = 0.0f;
+#pragma unroll
+      for (int i = 0; i < 8; ++i) m = max_abs(m, x[i]);
+      return m;
+    };
     if constexpr (kScaling == Scaling::tensor) {
+      drop_inf(x);
       scale = p.from.scale ? *p.from.scale : scale_from_amax(p.rule, *p.from.amax);
       if (block == 0 && tid == 0) {
         const float inverse = reciprocal_rn(scale);
         if (p.row_scale) *p.row_scale = inverse;  // an empty tensor may have no data, but has a scale
         if (p.col_scale) *p.col_scale = inverse;
       }
-      if (p.from.join) {
-        float m = 0.0f;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) m = max_abs(m, x[i]);
-        join_amax<kThreads>(m, scratch, p.from.join);
-      }
+      if (p.from.join) join_amax<kThreads>(largest(), scratch, p.from.join);
     } else {
-      float m = 0.0f;
-#pragma unroll
-      for (int i = 0; i < 8; ++i) m = max_abs(m, x[i]);
+      float m = largest();
+      if (rarely(m == INFINITY)) drop_inf(x), m = largest();
       scale = scale_from_amax(p.rule, block_max(m, scratch));
       if (tid == 0) {
         const float inverse = reciprocal_rn(scale);
@@ -111,8 +119,19 @@ __device__ __forceinline__ void encode_tile(const TileArgs& p, unsigned block, u
   store_columns(p, tile, row0, col0, p.k);
 }
 
+// Thread blocks that a multiprocessor is to hold; 0: as many as there are registers for. Encoding in software takes
+// more of them.
+template <typename In, Scaling kScaling>
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
+constexpr int kResident = kComputed<In> ? 2 : 0;
+#else
+constexpr int kResident = kComputed<In>                                    ? 2
+                          : kScaling == Scaling::tensor && sizeof(In) == 2 ? 4
+                                                                           : 0;
+#endif
+
 template <typename In, bool kE5M2, Scaling kScaling>
-__global__ void __launch_bounds__(kThreads, kComputed<In> ? 2 : 0) tile_kernel(const __grid_constant__ TileArgs p) {
+__global__ void __launch_bounds__(kThreads, kResident<In, kScaling>) tile_kernel(const __grid_constant__ TileArgs p) {
   encode_tile<In, kE5M2, kScaling>(p, blockIdx.x, gridDim.x);
 }
 
@@ -128,7 +147,7 @@ __device__ __forceinline__ T* stepped(T* p, int64_t n) {
 }
 
 template <typename T, bool kE5M2, Scaling kScaling>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kResident<T, kScaling>)
     stack_kernel(const __grid_constant__ TileArgs stack, const __grid_constant__ StackSteps step) {
   // Per tensor: last tensors first, as their tiles.
   const unsigned index = kScaling == Scaling::tensor ? gridDim.x - 1 - blockIdx.x : blockIdx.x;

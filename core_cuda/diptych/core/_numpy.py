@@ -128,7 +128,7 @@ def amax(x: Array, *, per_row: bool = False, rht: Literal[True], random_signs: b
 def amax(
     x: Array, *, per_row: bool = False, rht: bool = False, random_signs: bool = False
 ) -> Array | tuple[Array, Array]:
-    """Largest non-NaN magnitude of `x`; 0 where there is none.
+    """Largest finite magnitude of `x`; 0 where there is none.
 
     **Arguments:** `x`: float32, bfloat16 (ml_dtypes) or float16. `per_row`: one per row of [..., K]. `rht`: also that
     of the Hadamard-rotated tensor (bfloat16 only, rows in multiples of 16), with `random_signs` or without.
@@ -155,7 +155,7 @@ def quantize(
     scale: Array | None = None,
     rng: Array | None = None,
 ) -> QuantizedArray:
-    """Quantizes `x` as `quantizer` says.
+    """Quantizes `x` as `quantizer` says. An infinite element becomes NaN, as one that is NaN.
 
     **Arguments:** `x`: [..., K] float32, bfloat16 (ml_dtypes) or float16. `amax`, `columnwise_amax`: float32 to use
     instead of the tensor's own (per-tensor formats: `amax`; NVFP4: one for each copy that is made). `scale`: float32

@@ -41,7 +41,7 @@ struct QuantSpec {
   bool has(QuantFlag f) const { return (flags & f) != 0; }
 };
 
-struct AmaxArgs {             // max over non-NaN |x|, 0 where there is none
+struct AmaxArgs {             // max over finite |x|, 0 where there is none
   TensorView x;               // [..., K] float32 | bfloat16 | float16
   TensorView out;             // [1] float32, or [M] with kRowAmax
   TensorView columnwise_out;  // [1] float32, optional: of the Hadamard-rotated tensor with kRht, else of x

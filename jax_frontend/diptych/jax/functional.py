@@ -91,7 +91,7 @@ def amax(x: Array, *, per_row: bool = False, rht: Literal[True], random_signs: b
 def amax(
     x: Array, *, per_row: bool = False, rht: bool = False, random_signs: bool = False
 ) -> Array | tuple[Array, Array]:
-    """Largest magnitude in `x`, NaN ignored.
+    """Largest finite magnitude in `x`; 0 where there is none.
 
     **Arguments:** `x`: any shape, float32, bfloat16 or float16. `per_row`: one per row of [..., K]. `rht`: also that of
     the Hadamard-rotated tensor (bfloat16 only, rows in multiples of 16), with `random_signs` or without.
@@ -150,7 +150,7 @@ def quantize(
     amax_group: Any = None,
     as_bytes: bool = False,
 ) -> QuantizedArray:
-    """Quantizes `x` as `quantizer` says (NUMERICS 2-5).
+    """Quantizes `x` as `quantizer` says (NUMERICS 2-5). An infinite element becomes NaN, as one that is NaN.
 
     **Arguments:** `x`: [..., K] float32, bfloat16 or float16; leading dimensions fold into rows. `quantizer`: which
     format, with which options, and which copies; one of your own is asked through its `quantize_impl`.

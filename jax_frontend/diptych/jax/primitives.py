@@ -80,7 +80,7 @@ def amax(
 def amax(
     x: Array, flags: int = 0, source: Source | None = None, operands: Operands = (), *, columnwise: bool = False
 ) -> Array | tuple[Array, Array]:
-    """Largest non-NaN magnitude of `x`, float32 [1] ([M] with ROW_AMAX); `columnwise`: and that of what a columnwise
+    """Largest finite magnitude of `x`, float32 [1] ([M] with ROW_AMAX); `columnwise`: and that of what a columnwise
     copy encodes, [1]. `source`, `operands`: of what a source makes of x."""
     batch = Batch.none(1 + len(operands))
     outs = amax_p.bind(x, *operands, batch=batch, flags=flags, columnwise=columnwise, source=source)

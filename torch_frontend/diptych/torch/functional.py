@@ -48,7 +48,7 @@ def amax(
 def amax(
     x: Tensor, *, per_row: bool = False, rht: bool = False, random_signs: bool = False
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Largest magnitude of a tensor, NaN ignored; 0 where there is none.
+    """Largest finite magnitude of a tensor; 0 where there is none.
 
     **Arguments:** `x`: any shape, float32, bfloat16 or float16. `per_row`: one per row of [..., K]. `rht`: also that of
     the Hadamard-rotated tensor (bfloat16 only, rows in multiples of 16), with `random_signs` or without.
@@ -113,7 +113,7 @@ def quantize(
     rng: Tensor | None = None,
     amax_group: Any = None,
 ) -> QuantizedTensor:
-    """Quantizes a tensor as `quantizer` says (NUMERICS 1-5).
+    """Quantizes a tensor as `quantizer` says (NUMERICS 1-5). An infinite element becomes NaN, as one that is NaN.
 
     **Arguments:** `x`: [..., K] float32, bfloat16 or float16. `quantizer`: from `recipe.quantizer(role)` or your own.
     `amax`, `columnwise_amax`: float32 to use instead of x's own: `amax` [1] in per-tensor formats; in NVFP4 one for
