@@ -39,6 +39,7 @@ from diptych.torch.state import (
     rng_take,
     warn_once,
 )
+from diptych.torch.tracing import begin_again, make_states
 from diptych.torch.weights import WeightCache, WeightGradients
 
 
@@ -289,17 +290,19 @@ class QuantizedModule(nn.Module):
         """`_states_for` of a call that is traced: made or bound while tracing, read and written by the graph."""
         from torch._dynamo.comptime import comptime  # importing it takes a second
 
-        comptime(_made_while_tracing)
+        comptime(make_states)
         states = self._layer_states(layer) if plan.states else None
-        if plan.states and states is None:
+        rng = self._buffers.get("rng_state") if plan.needs_rng else None
+        if (plan.states and states is None) or (plan.needs_rng and rng is None):
+            comptime(begin_again)
             raise UnsupportedError(
-                f"{type(self).__name__} under torch.compile: the layer {layer!r} has state, and is not in `layers`"
+                f"{type(self).__name__}: the layer {layer!r} has no states yet, and what traces it cannot make them; "
+                "run the module once before"
             )
         scales = None
         if states is not None and self.training:
             scales = update_once(states, plan.states, STATE.steps[str(device)], amax_group(recipe, STATE.amax_groups))
-        rng = self._buffers.get("rng_state")
-        return states, rng_take(rng, OFFSETS) if plan.needs_rng and rng is not None else None, scales
+        return states, None if rng is None else rng_take(rng, OFFSETS), scales
 
     def _prepare(self, recipe: Recipe, layer: str, device: torch.device) -> None:
         """Makes what a graph of this layer reads and writes."""
@@ -424,18 +427,9 @@ def _before_tracing(context: Any) -> None:
         )
 
 
-def _made_while_tracing(context: Any) -> None:
-    """Runs where Dynamo traces `_compiled_states`, on the real objects: a graph cannot make buffers."""
-    with torch.inference_mode(False):
-        module = traced_local(context, "self")
-        for layer in dict.fromkeys(
-            (*module.layers, traced_local(context, "layer"))
-        ):  # at once: what Dynamo has looked at it does not look at again
-            module._prepare(traced_local(context, "recipe"), layer, traced_local(context, "device"))
-
-
 def _cache_made_while_tracing(context: Any) -> None:
-    """So that a first call's graph serves later calls, too. Of all layers: see `_made_while_tracing`."""
+    """So that a first call's graph serves later calls, too. Of all layers at once: what
+    Dynamo has looked at it does not look at again."""
     module = traced_local(context, "self")
     for layer in dict.fromkeys((*module.layers, traced_local(context, "layer"))):
         module._make_cache(layer)
