@@ -27,3 +27,7 @@ class EmulationWarning(UserWarning):
 
 class RecipeSwitchWarning(UserWarning):
     """A module changed to a recipe that cannot use what it held, such as delayed scales, and starts anew."""
+
+
+class LateStateWarning(UserWarning):
+    """A forward made a module's states after a copy was taken, its keys were saved or it was wrapped, which lack them."""

@@ -24,7 +24,7 @@ from diptych.torch.grouped_linear import GroupedLinear, grouped_linear
 from diptych.torch.layernorm_linear import LayerNormLinear
 from diptych.torch.layernorm_mlp import LayerNormMLP
 from diptych.torch.linear import Linear, linear
-from diptych.torch.module import QuantizedModule, seed_rng
+from diptych.torch.module import QuantizedModule
 from diptych.torch.permutation import (
     RowMap,
     moe_map,
@@ -36,6 +36,7 @@ from diptych.torch.permutation import (
     moe_unpermute,
 )
 from diptych.torch.permutation_quantize import moe_permute_and_quantize
+from diptych.torch.prepare import prepare, seed_rng
 from diptych.torch.proto import TensorProto, to_tensor_proto
 from diptych.torch.quantized import QuantizedTensor
 from diptych.torch.state import ScaleStates
@@ -83,6 +84,7 @@ __all__ = [
     "moe_sort_chunks_by_index",
     "moe_sort_chunks_by_index_with_probs",
     "moe_unpermute",
+    "prepare",
     "quantize",
     "quantize_stack",
     "quantized_model_init",

@@ -79,6 +79,7 @@ class GroupedLinear(QuantizedModule):
             self.register_parameter("bias", None)
         self.reset_parameters()
         self.weight = initial_weight(self.weight, recipe, self.module_kind, name)
+        self._make_initial_states()
 
     def reset_parameters(self) -> None:
         """Each of G as nn.Linear."""

@@ -48,6 +48,7 @@ class Linear(QuantizedModule, nn.Linear):
         self.recipe, self.name = recipe, name
         self.save_original_input = save_original_input
         self.weight = initial_weight(self.weight, recipe, self.module_kind, name)
+        self._make_initial_states()
 
     def forward(
         self, input: Tensor, is_first_microbatch: bool | None = None, skip_weight_update: Tensor | None = None

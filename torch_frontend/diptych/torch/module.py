@@ -1,7 +1,7 @@
 """`QuantizedModule`: the base of modules that run linear layers by a recipe; `Linear` and a user's own alike.
 
 It says which recipe holds for a call, keeps the states of delayed scaling and of the random generator as buffers, made
-on first use or by `load_state_dict`, and updates scales once in each `autocast` region. Invariants:
+by `prepare`, by `load_state_dict` or on first use, and updates scales once in each `autocast` region. Invariants:
 
 - What is recomputed under activation checkpointing runs by the recipe of its forward, updates nothing and records
   nothing; with states it takes `diptych.torch.checkpoint` to find them.
@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from diptych.common.errors import CheckpointError, UnsupportedError
+from diptych.common.errors import UnsupportedError
 from diptych.common.plan import LinearPlan
 from diptych.common.recipes import Recipe
 from diptych.common.schedule import OFFSETS
-from diptych.torch import functional, primitives
+from diptych.torch import primitives
 from diptych.torch.autocast import STATE, amax_group, make_step_counter
 from diptych.torch.checkpoint import recorded, replayed
 from diptych.torch.delayed import update_once
@@ -30,20 +30,13 @@ from diptych.torch.layer import linear_with
 from diptych.torch.products import Options, dequantized_weight, schedule
 from diptych.torch.quantized import QuantizedTensorBase, high_precision
 from diptych.torch.rules import traced_local
-from diptych.torch.state import (
-    ScaleStates,
-    States,
-    check_tree,
-    keep_from_broadcast,
-    keys_below,
-    rng_take,
-    warn_once,
-)
+from diptych.torch.state import ScaleStates, States, keep_from_broadcast, rng_take
+from diptych.torch.stateful import StatefulModule, require_no_capture
 from diptych.torch.tracing import begin_again, make_states
 from diptych.torch.weights import WeightCache, WeightGradients
 
 
-class QuantizedModule(nn.Module):
+class QuantizedModule(StatefulModule):
     """A module whose linear layers follow the `autocast` region around it.
 
     Derive from it, and call `self.quantized_linear(x, weight, bias, "fc1")` for each layer in `forward`. The recipe is
@@ -58,11 +51,7 @@ class QuantizedModule(nn.Module):
     names of the layers that `forward` runs; torch.compile needs them where a recipe has state.
     """
 
-    module_kind: str = "linear"
-    layers: tuple[str, ...] = ("",)
     has_rng_state = True
-    name: str = ""
-    recipe: Recipe | None = None
     _last_region: Recipe | None = None
     _last_groups: Any = None
     _caches: dict[str, WeightCache] | None = None
@@ -141,9 +130,6 @@ class QuantizedModule(nn.Module):
             return DELAYED_WGRAD
         return None
 
-    def _role_name(self, layer: str) -> str:
-        return f"{self.name}.{layer}" if self.name and layer else self.name or layer
-
     def _options_for(
         self,
         recipe: Recipe,
@@ -207,7 +193,7 @@ class QuantizedModule(nn.Module):
             used = self._enter_region(states, recipe, device) if self.training else states.current()
         rng = None
         if plan.needs_rng:
-            rng = rng_take(self._rng(device), OFFSETS)
+            rng = rng_take(self._rng(device, recipe), OFFSETS)
         recorded(self, layer, states, rng)
         return used, rng, None
 
@@ -221,9 +207,10 @@ class QuantizedModule(nn.Module):
         keep_from_broadcast(states)
         group = amax_group(recipe, STATE.amax_groups)
         if states._buffers["seen"] is None and device.type == "cuda":
-            _require_no_capture(device)
-            states.seen = torch.zeros(1, dtype=torch.int64, device=device)
-        if states._buffers["seen"] is None:
+            require_no_capture(device)
+            with torch.inference_mode(False):
+                states.seen = torch.zeros(1, dtype=torch.int64, device=device)
+        if not states.graphed and device.type != "cuda":
             scales = states.update(group)
         else:
             assert states.plan is not None
@@ -233,56 +220,6 @@ class QuantizedModule(nn.Module):
         if not capturing:  # memory of a captured graph serves that graph alone
             states.region, states.view = STATE.region, (view, states.versions())
         return view
-
-    def _layer_states(self, layer: str) -> ScaleStates | None:
-        states: Any = self._modules.get("scale_states")
-        return states._modules.get(layer) if layer and states is not None else states
-
-    def _bound_states(self, plan: LinearPlan, layer: str, recipe: Recipe, device: torch.device) -> ScaleStates | None:
-        states = self._layer_states(layer)
-        if states is None:
-            if not plan.states:
-                return None
-            states = self._make_states(layer, device)
-        if states.plan is not plan:
-            if not plan.states and not self.training:
-                return None  # evaluated by a recipe without states: what training left stays
-            before = states.plan
-            lost = states.bind(plan, device)
-            if lost:
-                _announce(before, plan, lost, recipe)
-        return states if plan.states else None
-
-    def _make_states(self, layer: str, device: Any) -> ScaleStates:
-        _require_no_capture(torch.device(device))
-        root: Any = self._modules.get("scale_states")
-        if root is None:
-            root = self._modules["scale_states"] = ScaleStates(None, device)
-        if not layer:
-            return root
-        made = root._modules[layer] = ScaleStates(None, device)
-        return made
-
-    def reset_scale_states(self) -> None:
-        """Forgets the states of delayed scaling; the next region starts them anew."""
-        self._modules.pop("scale_states", None)
-
-    def _rng(self, device: torch.device) -> Tensor:
-        rng = self._buffers.get("rng_state")
-        if rng is None:
-            _require_no_capture(device)
-            words = torch.randint(-(2**31), 2**31, (2,), dtype=torch.int64)
-            rng = torch.cat([words, torch.zeros(2, dtype=torch.int64)]).to(torch.int32).to(device)
-            self.register_buffer("rng_state", rng)
-        return rng
-
-    def seed_rng(self, seed: int, offset: int = 0) -> None:
-        """Sets the random generator of stochastic rounding. Without it, the seed is drawn from torch's CPU generator
-        when it is first needed. **Raises** ValueError for a seed outside of 0..2^64-1."""
-        device = next((t.device for t in self.parameters()), None)
-        rng = functional.rng_state(seed, offset, device)
-        self._buffers.pop("rng_state", None)
-        self.register_buffer("rng_state", rng)
 
     def _compiled_states(
         self, plan: LinearPlan, layer: str, recipe: Recipe, device: torch.device
@@ -306,14 +243,11 @@ class QuantizedModule(nn.Module):
 
     def _prepare(self, recipe: Recipe, layer: str, device: torch.device) -> None:
         """Makes what a graph of this layer reads and writes."""
-        plan = schedule(recipe, self.module_kind, self._role_name(layer), False, False).plan
-        states = self._bound_states(plan, layer, recipe, device)
-        made: list[Tensor] = []
+        states, rng = self._make(recipe, layer, device, in_forward=True)
+        made: list[Tensor] = [] if rng is None else [rng]
         if states is not None:
             states.prepare_for_graphs()
             made += [make_step_counter(device), *states.buffers()]
-        if plan.needs_rng:
-            made.append(self._rng(device))
         for t in made:
             torch._dynamo.mark_static_address(t, guard=False)
 
@@ -373,42 +307,6 @@ class QuantizedModule(nn.Module):
             self._caches = {}
         self._caches.setdefault(layer, WeightCache())
 
-    # --- saving and loading ---
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What a module is without its last step; kept weights and region are remade."""
-        return {k: v for k, v in self.__dict__.items() if k not in ("_last_region", "_last_groups", "_caches")}
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        device = next((t.device for t in self.parameters()), None)
-        below = f"{prefix}scale_states."
-        tree = keys_below(state_dict, below)
-        check_tree(tree, state_dict, below, self._modules.get("scale_states"))  # type: ignore[arg-type]
-        rng = state_dict.get(f"{prefix}rng_state")
-        if rng is not None and (rng.dtype != torch.int32 or tuple(rng.shape) != (4,)):
-            raise CheckpointError(
-                f"{prefix}rng_state must be int32 [4], seed and offset of a generator, got {rng.dtype}{list(rng.shape)}"
-            )
-        if not tree:
-            self.reset_scale_states()
-        elif "scale_states" not in self._modules:
-            self._modules["scale_states"] = ScaleStates(None, device)
-        if rng is not None and "rng_state" not in self._buffers:
-            self.register_buffer("rng_state", torch.zeros(4, dtype=torch.int32, device=device))
-        elif rng is None and "rng_state" in self._buffers:
-            del self._buffers["rng_state"]  # the state that the dict is of had none yet
-        self._caches = None
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-def _require_no_capture(device: torch.device) -> None:
-    """Before a state is made. **Raises** NotImplementedError where a CUDA graph would begin it anew each time."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise UnsupportedError(
-            "a module's first call with a recipe that has state makes that state, which must lie outside of CUDA "
-            "graphs: run the module once before capturing it, as diptych.torch.make_graphed_callables does"
-        )
-
 
 _traced_in_regions: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -433,24 +331,3 @@ def _cache_made_while_tracing(context: Any) -> None:
     module = traced_local(context, "self")
     for layer in dict.fromkeys((*module.layers, traced_local(context, "layer"))):
         module._make_cache(layer)
-
-
-def _announce(before: LinearPlan | None, after: LinearPlan, lost: list[str], recipe: Recipe) -> None:
-    warn_once(
-        (None if before is None else before.states, after.states),
-        f"switching to {type(recipe).__name__}: the delayed scales of {', '.join(sorted(lost))} were another recipe's "
-        "and are dropped; further modules and later switches of this kind are not reported",
-    )
-
-
-def seed_rng(model: nn.Module, seed: int) -> None:
-    """Gives every module of a model that can round stochastically its own stretch of one random stream.
-
-    The modules' places in the model alone decide: the i-th gets offsets from i * 2^40 on. Ranks of a data-parallel
-    group should pass different seeds, and DistributedDataParallel `broadcast_buffers=False`, which would undo that.
-
-    **Raises** ValueError for a seed outside of 0..2^64-1.
-    """
-    modules = [m for m in model.modules() if isinstance(m, QuantizedModule)]
-    for i, module in enumerate(modules):
-        module.seed_rng(seed, i << 40)

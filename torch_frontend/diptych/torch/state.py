@@ -66,14 +66,32 @@ def record_amax(history: Tensor, amax: Tensor) -> None:
 
 
 class _Float32(nn.Module):
-    """A cast of the module around it is none of its floating buffers."""
+    """A module whose floating buffers no cast of the model changes, and which begin anew when they leave meta."""
+
+    def start(self, name: str) -> float:
+        """The value that a buffer begins with."""
+        return 0.0
+
+    def reset_parameters(self) -> None:
+        """Every buffer as it begins."""
+        self._restart(list(self._buffers))
+
+    def _restart(self, names: list[str]) -> None:
+        with torch.no_grad():
+            for name in names:
+                t = self._buffers[name]
+                if t is not None:
+                    t.fill_(self.start(name))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Float32:
         def moved(t: Tensor) -> Tensor:
             out = fn(t)
             return out if out.dtype == t.dtype else t.to(out.device)
 
-        return super()._apply(moved, recurse)
+        unset = [name for name, t in self._buffers.items() if t is not None and t.is_meta]
+        super()._apply(moved, recurse)
+        self._restart([name for name in unset if not self._buffers[name].is_meta])  # type: ignore[union-attr]
+        return self
 
 
 class ScaleSlot(_Float32):
@@ -86,21 +104,28 @@ class ScaleSlot(_Float32):
     def __init__(self, length: int, largest: float, device: torch.device | str | None) -> None:
         super().__init__()
         self.quantizer: Float8Quantizer | None = None
-        self.register_buffer("scale", torch.ones(1, dtype=torch.float32, device=device))
-        self.register_buffer("amax_history", torch.zeros(length, dtype=torch.float32, device=device))
-        self.register_buffer("fp8_max", torch.full((1,), largest, dtype=torch.float32, device=device))
+        self.largest = largest
+        with torch.inference_mode(False):
+            self.register_buffer("scale", torch.ones(1, dtype=torch.float32, device=device))
+            self.register_buffer("amax_history", torch.zeros(length, dtype=torch.float32, device=device))
+            self.register_buffer("fp8_max", torch.full((1,), largest, dtype=torch.float32, device=device))
+
+    def start(self, name: str) -> float:
+        return {"scale": 1.0, "amax_history": 0.0, "fp8_max": self.largest}[name]
 
     def adopt(self, quantizer: Float8Quantizer) -> None:
         """Serves a quantizer of the same element, with its length of history."""
-        self.quantizer = quantizer
+        self.quantizer, self.largest = quantizer, fp8_max(quantizer)
         if self.amax_history.numel() != quantizer.amax_history_len:
-            self._buffers["amax_history"] = resize_history(self.amax_history, quantizer.amax_history_len)
+            with torch.inference_mode(False):
+                self._buffers["amax_history"] = resize_history(self.amax_history, quantizer.amax_history_len)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         given = state_dict.get(f"{prefix}amax_history")
         if given is not None and given.numel() != self.amax_history.numel():
             if self.quantizer is None:
-                self._buffers["amax_history"] = self.amax_history.new_zeros(given.numel())
+                with torch.inference_mode(False):
+                    self._buffers["amax_history"] = self.amax_history.new_zeros(given.numel())
             else:
                 state_dict = dict(state_dict) | {
                     f"{prefix}amax_history": resize_history(given, self.amax_history.numel())
@@ -138,6 +163,7 @@ class ScaleStates(_Float32):
         super().__init__()
         self.plan: LinearPlan | None = None
         self.region = 0  # of the last update
+        self.graphed = False  # whether graphs record here: what they record in may lie ready before
         self.register_buffer("seen", None, persistent=False)  # the same for graphs: `autocast.step_counter` then
         for name in LOG:  # what graphs record: `delayed`
             self.register_buffer(name, None, persistent=False)
@@ -243,18 +269,25 @@ class ScaleStates(_Float32):
     def recorded(self) -> list[Tensor]:
         """Buffers that graphs record in; none before there are graphs."""
         buffers = self._buffers
-        return [] if buffers["pending"] is None else [buffers[name] for name in LOG]  # type: ignore[misc]
+        ready = self.graphed and buffers["pending"] is not None
+        return [buffers[name] for name in LOG] if ready else []  # type: ignore[misc]
 
     def prepare_for_graphs(self) -> None:
+        """Before a graph of these states is traced."""
+        self.make_graph_buffers()
+        self.graphed = True
+
+    def make_graph_buffers(self) -> None:
         """Makes what graphs of these states read and write beside the slots."""
         if not self.slots():
             return
         device = next(iter(self.slots().values())).scale.device
-        if self.seen is None:
-            self.seen = torch.zeros(1, dtype=torch.int64, device=device)
-        if self._buffers["pending"] is None:
-            for name, buffer in log_buffers(len(self.slots()), device).items():
-                setattr(self, name, buffer)
+        with torch.inference_mode(False):
+            if self.seen is None:
+                self.seen = torch.zeros(1, dtype=torch.int64, device=device)
+            if self._buffers["pending"] is None:
+                for name, buffer in log_buffers(len(self.slots()), device).items():
+                    setattr(self, name, buffer)
 
     def collect(self) -> None:
         """Moves what graphs have recorded into the histories."""

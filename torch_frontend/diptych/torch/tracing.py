@@ -11,7 +11,6 @@ graph, wherever their states come from. Invariants:
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -56,7 +55,6 @@ class _Ready:
         for each in dict.fromkeys((*module.layers, layer)):
             self.plans[each] = schedule(recipe, module.module_kind, module._role_name(each), False, False).plan
         self.needs_rng = any([plan.needs_rng for plan in self.plans.values()])
-        self.made: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def make(self, module: Any) -> None:
         """Makes what is missing, in place of another recipe's."""
@@ -66,11 +64,10 @@ class _Ready:
                 module._prepare(self.recipe, layer, self.device)
             if unseeded:
                 _keep_apart(module._buffers["rng_state"])
-        self.made.add(module)
 
     def __call__(self, module: Any) -> bool:
         """The guard."""
-        if module in self.made and self._has_all(module):
+        if self._has_all(module):
             return True
         if type(module) is not self.kind or module.name != self.name or STATE.recipe != self.entered:
             return True  # guards of these will say so
@@ -85,10 +82,12 @@ class _Ready:
         return True
 
     def _has_all(self, module: Any) -> bool:
+        if type(module) is not self.kind:
+            return False
         for layer, plan in self.plans.items():
             if plan.states:
                 states = module._layer_states(layer)
-                if states is None or states.plan is not plan or states._buffers["pending"] is None:
+                if states is None or states.plan is not plan or not states.recorded():
                     return False
         return not self.needs_rng or "rng_state" in module._buffers
 
