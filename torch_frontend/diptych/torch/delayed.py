@@ -228,7 +228,7 @@ def update_once(states: Any, slots: tuple[Any, ...], step: Tensor, group: Any) -
     histories, scales = [p[1] for p in pairs], [p[0] for p in pairs]
     buffers = states._buffers
     seen = buffers["seen"]
-    if direct(seen, step):
+    if direct(seen, step, watched=True):
         quantizers = tuple([slot.quantizer for slot in slots])
         made = update_all(histories, scales, states.recorded(), quantizers, group, seen, step)
         seen.copy_(step)
