@@ -44,6 +44,7 @@ UNPAIRED = {
         "flops.py": "counts our ops for torch's FLOP counter; XLA's cost analysis asks the compiled program",
         "op_fields.py": "how custom_op.py takes arguments apart",
         "replay.py": "repeats the nodes' ops of custom_op.py",
+        "tracing.py": "makes what a graph reads before it is traced and before it runs; JAX's states are arguments",
         "eager_only.py": "parts of compiled code that run eagerly; jit has none",
         "delayed.py": "delayed scaling's update inside of graphs; JAX's state is a value",
         "stateful.py": "what modules keep as buffers; JAX's states are arguments",

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from diptych.torch.autocast import STATE
 from diptych.torch.products import schedule
 from diptych.torch.rules import traced_local
+from diptych.torch.state import ScaleStates
 
 
 def variable(context: Any, local: str) -> Any:
@@ -42,7 +43,15 @@ def before_each_call(context: Any, local: str, fits: Callable[[Any], bool]) -> N
     install_guard(source.make_guard(check))
 
 
-# --- states of modules -----------------------------------------------------------------------------------------------
+# --- states -----------------------------------------------------------------------------------------------
+
+
+def state_fits(states: Any) -> bool:
+    """The guard of `ScaleStates` that a user holds: what graphs record in lies beside them afterwards."""
+    if isinstance(states, ScaleStates) and not states.recorded():
+        with torch.inference_mode(False):
+            states.prepare_for_graphs()
+    return True
 
 
 class _Ready:
