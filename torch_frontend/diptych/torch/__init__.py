@@ -3,7 +3,7 @@
 Recipes, quantizers and roles are those of `diptych.common`.
 """
 
-from diptych.torch.autocast import autocast, get_autocast_recipe, is_autocast_enabled
+from diptych.torch.autocast import autocast, dry_run, get_autocast_recipe, is_autocast_enabled, recognize_pipelines
 from diptych.torch.checkpoint import checkpoint, checkpoint_contexts
 from diptych.torch.convert import ConvertWarning, convert
 from diptych.torch.custom_op import CustomOp, Group, Size, Written
@@ -67,6 +67,7 @@ __all__ = [
     "checkpoint_contexts",
     "convert",
     "dequantize",
+    "dry_run",
     "gemm",
     "gemm_into",
     "get_autocast_recipe",
@@ -93,3 +94,5 @@ __all__ = [
     "seed_rng",
     "to_tensor_proto",
 ]
+
+recognize_pipelines()
