@@ -233,16 +233,19 @@ class dry_run:
 
 
 _STAGES = "torch.distributed.pipelining.stage"
-_recognized: dict[Any, Any] = {}
+_INFER = ("_shape_inference", "_forward_metadata_inference")  # methods, by the version of torch
+_recognized: dict[str, Any] = {}
 
 
 def recognize_pipelines() -> None:
     """Makes the shape inference of torch.distributed.pipelining, if that is imported, a dry run.
 
-    From torch 2.12 on it runs in grad mode on uninitialised memory, where nothing that a module sees, nor a graph's
-    guards, tells it from training. Before, it runs without grad mode, and there is nothing to do.
+    It may run in grad mode on uninitialised memory, where nothing that a module sees, nor a graph's guards, tells it
+    from training.
     """
     stage: Any = getattr(sys.modules.get(_STAGES), "PipelineStage", None)
-    infer = getattr(stage, "_forward_metadata_inference", None)
-    if infer is not None and infer is not _recognized.get(stage):
-        stage._forward_metadata_inference = _recognized[stage] = dry_run()(infer)
+    for name in _INFER:
+        infer = getattr(stage, name, None)
+        if infer is not None and infer is not _recognized.get(name):
+            _recognized[name] = dry_run()(infer)
+            setattr(stage, name, _recognized[name])
