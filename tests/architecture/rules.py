@@ -48,6 +48,7 @@ UNPAIRED = {
         "eager_only.py": "parts of compiled code that run eagerly; jit has none",
         "delayed.py": "delayed scaling's update inside of graphs; JAX's state is a value",
         "stateful.py": "what modules keep as buffers; JAX's states are arguments",
+        "check_states.py": "looks through a model's buffers; JAX's states are values to look at",
         "prepare.py": "makes a model's states at once; JAX's init_state makes them as values",
         "late.py": "states that a module makes late; JAX's are arguments",
         "graphs.py": "CUDA graphs of modules; XLA captures them itself",

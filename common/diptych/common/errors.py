@@ -30,4 +30,4 @@ class RecipeSwitchWarning(UserWarning):
 
 
 class LateStateWarning(UserWarning):
-    """A forward made a module's states after a copy was taken, its keys were saved or it was wrapped, which lack them."""
+    """A forward made a module's states after a copy, a saved state dict or a wrapper of it, which lack them."""

@@ -3,7 +3,8 @@
 Recipes, quantizers and roles are those of `diptych.common`.
 """
 
-from diptych.torch.autocast import autocast, get_autocast_recipe, is_autocast_enabled
+from diptych.torch.autocast import autocast, dry_run, get_autocast_recipe, is_autocast_enabled, recognize_pipelines
+from diptych.torch.check_states import StateRow, StatesReport, check_states
 from diptych.torch.checkpoint import checkpoint, checkpoint_contexts
 from diptych.torch.convert import ConvertWarning, convert
 from diptych.torch.custom_op import CustomOp, Group, Size, Written
@@ -58,15 +59,19 @@ __all__ = [
     "RowMap",
     "ScaleStates",
     "Size",
+    "StateRow",
+    "StatesReport",
     "TensorProto",
     "Written",
     "amax",
     "autocast",
     "bias_grad",
+    "check_states",
     "checkpoint",
     "checkpoint_contexts",
     "convert",
     "dequantize",
+    "dry_run",
     "gemm",
     "gemm_into",
     "get_autocast_recipe",
@@ -93,3 +98,5 @@ __all__ = [
     "seed_rng",
     "to_tensor_proto",
 ]
+
+recognize_pipelines()

@@ -21,7 +21,7 @@ from torch.fx.traceback import get_current_meta
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from diptych.common.errors import UnsupportedError
-from diptych.torch.autocast import STATE
+from diptych.torch.autocast import STATE, recording
 
 
 class Entry(NamedTuple):
@@ -31,6 +31,7 @@ class Entry(NamedTuple):
     layer: str
     scales: dict[str, Tensor]
     rng: Tensor | None
+    record: bool = True
     seen: Tensor | None = None  # of a graph: which update its scales were of
 
 
@@ -43,7 +44,7 @@ class _Stack(threading.local):
 _STACK = _Stack()
 
 
-_REGION = ("recipe", "calibrating", "amax_groups", "depth", "steps")  # of STATE, what a call sees
+_REGION = ("recipe", "calibrating", "amax_groups", "depth", "steps", "dry", "taped")  # of STATE, what a call sees
 
 
 def _region() -> list[Any]:
@@ -56,7 +57,13 @@ def _enter_region(region: list[Any]) -> None:
 
 
 class _Tape(list[Entry]):
+    """Made where a checkpoint is entered, in the grad mode that says whether its calls record."""
+
     region: list[Any]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taped = recording()
 
 
 class _Recording(AbstractContextManager):  # type: ignore[type-arg]
@@ -65,11 +72,14 @@ class _Recording(AbstractContextManager):  # type: ignore[type-arg]
 
     def __enter__(self) -> None:
         self.tape.clear()
+        self.outer = STATE.taped
+        STATE.taped = self.tape.taped
         self.tape.region = _region()
         _STACK.contexts.append(self)
 
     def __exit__(self, *error: Any) -> None:
         _STACK.contexts.remove(self)
+        STATE.taped = self.outer
 
 
 class _Replaying(AbstractContextManager):  # type: ignore[type-arg]
@@ -116,13 +126,20 @@ def replaying() -> bool:
     return any(isinstance(context, _Replaying) for context in _STACK.contexts)
 
 
-def recorded(module: nn.Module | None, layer: str, states: Any, rng: Tensor | None, seen: Tensor | None = None) -> None:
-    """Puts a call on the tapes that are running. `states`: ScaleStates or None."""
+def recorded(
+    module: nn.Module | None,
+    layer: str,
+    states: Any,
+    rng: Tensor | None,
+    record: bool = True,
+    seen: Tensor | None = None,
+) -> None:
+    """Puts a call on the tapes that are running. `states`: ScaleStates or None. `record`: whether it records."""
     if not _STACK.contexts:
         return
     scales = {} if states is None else {name: scale.clone() for name, scale in states.forward_scales()}
     for context in _STACK.contexts:
-        context.tape.append(Entry(module, layer, scales, rng, None if seen is None else seen.clone()))
+        context.tape.append(Entry(module, layer, scales, rng, record, None if seen is None else seen.clone()))
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

@@ -199,7 +199,7 @@ def _update_in_graph(
         made = update_all(histories, scales, logs, quantizers.items, opaque.group_of(group), seen, step)
     wrote(*histories, *scales)
     seen.copy_(step)
-    recorded(None, "compiled scales", None, None, seen)
+    recorded(None, "compiled scales", None, None, seen=seen)
     return made[0]
 
 

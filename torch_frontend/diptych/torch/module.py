@@ -22,7 +22,7 @@ from diptych.common.plan import LinearPlan
 from diptych.common.recipes import Recipe
 from diptych.common.schedule import OFFSETS
 from diptych.torch import primitives
-from diptych.torch.autocast import STATE, amax_group, make_step_counter
+from diptych.torch.autocast import STATE, amax_group, make_step_counter, recognize_pipelines, recording
 from diptych.torch.checkpoint import recorded, replayed
 from diptych.torch.delayed import update_once
 from diptych.torch.eager_only import CALIBRATING, DELAYED_WGRAD, EagerOnly, prepare
@@ -61,6 +61,7 @@ class QuantizedModule(StatefulModule):
         self, *args: Any, fuse_wgrad_accumulation: bool = False, delay_wgrad_compute: bool = False, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
+        recognize_pipelines()
         if fuse_wgrad_accumulation or delay_wgrad_compute:
             self._weight_gradients = WeightGradients(fuse_wgrad_accumulation, delay_wgrad_compute)
 
@@ -144,19 +145,20 @@ class QuantizedModule(StatefulModule):
         compiling = torch.compiler.is_compiling()
         name = self._role_name(layer)
         s = schedule(recipe, self.module_kind, name, False, False)
+        record = self.training and recording()
         states, rng, scales, updated = None, None, None, None
         if s.plan.states or s.plan.needs_rng or "scale_states" in self._modules:
             if compiling:
-                states, rng, updated = self._compiled_states(s.plan, layer, recipe, x.device)
+                states, rng, updated = self._compiled_states(s.plan, layer, recipe, x.device, record)
             else:
-                states, rng, scales = self._states_for(s.plan, layer, recipe, x.device)
+                states, rng, scales, record = self._states_for(s.plan, layer, recipe, x.device, record)
         group = None
         if recipe.amax_group:
             backward = not compiling and torch._C._current_graph_task_id() != -1  # maybe in a thread of its own
             group = amax_group(recipe, self._last_groups if backward else STATE.amax_groups)
         gradients = self._weight_gradients
         options = Options(
-            self.module_kind, name, save_original_input, self.training, group, states, scales, None,
+            self.module_kind, name, save_original_input, record, group, states, scales, None,
             None if gradients is None else gradients.of(weight), updated,
         )  # fmt: skip
         cached = is_first_microbatch is not None or skip_weight_update is not None
@@ -171,16 +173,17 @@ class QuantizedModule(StatefulModule):
     # --- states ---
 
     def _states_for(
-        self, plan: LinearPlan, layer: str, recipe: Recipe, device: torch.device
-    ) -> tuple[ScaleStates | States | None, Tensor | None, dict[str, Tensor] | None]:
-        """(states, snapshot of the random generator, scales to use instead of the states') of one call."""
+        self, plan: LinearPlan, layer: str, recipe: Recipe, device: torch.device, record: bool
+    ) -> tuple[ScaleStates | States | None, Tensor | None, dict[str, Tensor] | None, bool]:
+        """(states, snapshot of the random generator, scales to use instead of the states', whether to record) of one
+        call; `record`: whether it records where it is no recomputation, which does what its forward did."""
         if not (plan.states or plan.needs_rng):
             if torch._C._current_graph_task_id() == -1:
                 self._bound_states(plan, layer, recipe, device)  # drops what another recipe left
-            return None, None, None
+            return None, None, None, record
         replaying = replayed(self, layer)
         if replaying is not None:
-            return self._layer_states(layer), replaying.rng, replaying.scales
+            return self._layer_states(layer), replaying.rng, replaying.scales, replaying.record
         if torch._C._current_graph_task_id() != -1:
             raise UnsupportedError(
                 f"{type(self).__name__} runs inside of a backward pass with a recipe that has state "
@@ -190,12 +193,12 @@ class QuantizedModule(StatefulModule):
         states = self._bound_states(plan, layer, recipe, device)
         used: Any = states
         if states is not None:
-            used = self._enter_region(states, recipe, device) if self.training else states.current()
+            used = self._enter_region(states, recipe, device) if record else states.current()
         rng = None
         if plan.needs_rng:
-            rng = rng_take(self._rng(device, recipe), OFFSETS)
-        recorded(self, layer, states, rng)
-        return used, rng, None
+            rng = rng_take(self._rng(device, recipe), OFFSETS if record else 0)
+        recorded(self, layer, states, rng, record)
+        return used, rng, None, record
 
     @staticmethod
     def _enter_region(states: ScaleStates, recipe: Recipe, device: torch.device) -> States | ScaleStates:
@@ -222,7 +225,7 @@ class QuantizedModule(StatefulModule):
         return view
 
     def _compiled_states(
-        self, plan: LinearPlan, layer: str, recipe: Recipe, device: torch.device
+        self, plan: LinearPlan, layer: str, recipe: Recipe, device: torch.device, record: bool
     ) -> tuple[ScaleStates | None, Tensor | None, Tensor | None]:
         """`_states_for` of a call that is traced: made or bound while tracing, read and written by the graph."""
         from torch._dynamo.comptime import comptime  # importing it takes a second
@@ -237,9 +240,11 @@ class QuantizedModule(StatefulModule):
                 "run the module once before"
             )
         scales = None
-        if states is not None and self.training:
+        if states is not None and record:
             scales = update_once(states, plan.states, STATE.steps[str(device)], amax_group(recipe, STATE.amax_groups))
-        return states, None if rng is None else rng_take(rng, OFFSETS), scales
+        if states is not None and scales is None and torch.is_grad_enabled():
+            scales = torch.cat([states.tensors(slot.name)[0] for slot in plan.states])  # those of now, in backward too
+        return states, None if rng is None else rng_take(rng, OFFSETS if record else 0), scales
 
     def _prepare(self, recipe: Recipe, layer: str, device: torch.device) -> None:
         """Makes what a graph of this layer reads and writes."""
@@ -260,7 +265,7 @@ class QuantizedModule(StatefulModule):
         recipe = recipe if self.recipe is None else self.recipe
         s = schedule(recipe, self.module_kind, self._role_name(layer), False, False)
         y = product(x, dequantized_weight(weight), bias)
-        if not s.plan.states or torch._C._current_graph_task_id() != -1:
+        if not s.plan.states or STATE.dry or torch._C._current_graph_task_id() != -1:
             return y
         states = self._bound_states(s.plan, layer, recipe, x.device)
         assert states is not None

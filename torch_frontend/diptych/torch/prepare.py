@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from diptych.common.recipes import Recipe
+from diptych.torch.autocast import recognize_pipelines
 from diptych.torch.stateful import StatefulModule
 
 
@@ -27,6 +28,7 @@ def prepare(model: nn.Module, recipe: Recipe | None = None) -> nn.Module:
         raise TypeError(f"prepare: model must be a torch.nn.Module, got {type(model).__name__}")
     if recipe is not None and not isinstance(recipe, Recipe):
         raise TypeError(f"prepare: recipe must be a diptych.common.Recipe or None, got {type(recipe).__name__}")
+    recognize_pipelines()
     for module in model.modules():
         if isinstance(module, StatefulModule):
             module.prepare_states(recipe)

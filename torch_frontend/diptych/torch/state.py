@@ -13,6 +13,7 @@ overwritten by a state that does not fit.
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
 from collections.abc import Callable
@@ -21,15 +22,17 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 
 from diptych.common.errors import CheckpointError, RecipeSwitchWarning, UnsupportedError
 from diptych.common.plan import LinearPlan, StateSlot
-from diptych.common.quantizers import Float8Quantizer
+from diptych.common.quantizers import FP8_DTYPES, Float8Quantizer
 from diptych.torch.checkpoint import SAVED, recorded, replayed, require_saved
 from diptych.torch.delayed import LOG, collect, forget, fp8_max, log_buffers, update_all
 from diptych.torch.rules import define, describe, direct, wrote
 
 BUFFERS = ("scale", "amax_history", "fp8_max")
+_LARGEST = tuple(torch.finfo(getattr(torch, dtype)).max for dtype in FP8_DTYPES)
 
 
 _warned: set[Any] = set()
@@ -172,6 +175,9 @@ class ScaleStates(_Float32):
         self.device = device
         if plan is not None:
             self.bind(plan, device)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(self._modules)})"
 
     def slots(self) -> dict[str, ScaleSlot]:
         """Slots by their keys."""
@@ -386,8 +392,12 @@ def check_tree(tree: dict[str, set[str]], state_dict: Any, prefix: str, states: 
                 shape = "[L], L >= 1" if buffer == "amax_history" else "[1]"
                 got = describe(t) if isinstance(t, Tensor) else type(t).__name__
                 raise CheckpointError(f"{prefix}{name}.{buffer} must be float32 {shape}, got {got}")
+        values = {b: state_dict[f"{prefix}{name}.{b}"] for b in BUFFERS}
+        if any([t.is_meta for t in values.values()]) or detect_fake_mode(tuple(values.values())) is not None:
+            continue  # there are no values to look at
+        _check_values(f"{prefix}{name}", **values)
         if isinstance(held, ScaleSlot) and held.quantizer is not None:
-            largest = state_dict[f"{prefix}{name}.fp8_max"].item()
+            largest = values["fp8_max"].item()
             if largest != fp8_max(held.quantizer):
                 raise CheckpointError(
                     f"{prefix}{name} is the state of elements up to {largest:g}, and the module's "
@@ -398,6 +408,19 @@ def check_tree(tree: dict[str, set[str]], state_dict: Any, prefix: str, states: 
         raise CheckpointError(
             f"{prefix}* are states of {sorted(tree)}, and the module's of {sorted(bound)}: another recipe"
         )
+
+
+def _check_values(name: str, scale: Tensor, amax_history: Tensor, fp8_max: Tensor) -> None:
+    """**Raises** CheckpointError for values that no state has, which would spoil products for as long as they stay."""
+    value = scale.item()
+    if not 0 < value < math.inf:
+        raise CheckpointError(f"{name}.scale must be finite and greater than 0, got {value:g}")
+    wrong = amax_history[~((amax_history >= 0) & amax_history.isfinite())]
+    if wrong.numel():
+        raise CheckpointError(f"{name}.amax_history must hold finite amaxes of 0 or more, got {wrong[0].item():g}")
+    largest = fp8_max.item()
+    if largest not in _LARGEST:
+        raise CheckpointError(f"{name}.fp8_max must be the largest value of an FP8 element, got {largest:g}")
 
 
 # --- random state ----------------------------------------------------------------------------------------------------
