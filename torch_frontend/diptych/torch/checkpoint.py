@@ -11,17 +11,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch.fx.traceback import get_current_meta
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from diptych.common.errors import UnsupportedError
 from diptych.torch.autocast import STATE, recording
+
+T = TypeVar("T")
 
 
 class Entry(NamedTuple):
@@ -142,6 +145,41 @@ def recorded(
         context.tape.append(Entry(module, layer, scales, rng, record, None if seen is None else seen.clone()))
 
 
+# --- selective checkpoints, outside of graphs ------------------------------------------------------------------------
+#
+# torch's modes pair the ops of a recomputation with those of its forward, by their order. What happens to states alone
+# happens once, in the forward; the modes do not see it.
+
+_SELECTIVE = (
+    torch.utils.checkpoint._CachingTorchDispatchMode,
+    torch.utils.checkpoint._CachedTorchDispatchMode,
+)
+
+
+def selective() -> bool:
+    """Whether a selective checkpoint sees the ops of this thread."""
+    if torch.compiler.is_compiling() or not torch._C._len_torch_dispatch_stack():
+        return False
+    return any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack())
+
+
+def aside(fn: Callable[..., T], *args: Any) -> T:
+    """fn(*args), unseen by selective checkpoints."""
+    if not selective():
+        return fn(*args)
+    modes = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())][::-1]
+    others = [mode for mode in modes if not isinstance(mode, _SELECTIVE)]
+    for mode in others:
+        _push_mode(mode)
+    try:
+        return fn(*args)
+    finally:
+        for _ in others:
+            _pop_mode()
+        for mode in modes:
+            _push_mode(mode)
+
+
 def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """`context_fn` for torch.utils.checkpoint (non-reentrant), directly or through another library's options."""
     if detect_fake_mode() is not None:
@@ -218,8 +256,10 @@ def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = F
     """torch.utils.checkpoint.checkpoint for modules with state: their recomputation gives the forward's bits.
 
     **Arguments:** as torch's; `context_fn` of your own is wrapped around. Both kinds, `use_reentrant` False and True.
-    Inside of compiled code the graph recomputes and the kinds are one; a `context_fn` of your own stands alone there,
-    and only recipes without state go with it. Around compiled code the region may lie outside of the checkpoint.
+    Outside of compiled code a selective checkpoint's policy sees our ops by name (`torch.ops.diptych.gemm.default`),
+    and nothing of what happens to states alone. Inside of compiled code the graph recomputes and the kinds are one; a
+    `context_fn` of your own stands alone there, and only recipes without state go with it. Around compiled code the
+    region may lie outside of the checkpoint.
 
     **Returns:** what `function` returns.
 

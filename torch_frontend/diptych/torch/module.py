@@ -23,7 +23,7 @@ from diptych.common.recipes import Recipe
 from diptych.common.schedule import OFFSETS
 from diptych.torch import primitives
 from diptych.torch.autocast import STATE, amax_group, make_step_counter, recognize_pipelines, recording
-from diptych.torch.checkpoint import recorded, replayed
+from diptych.torch.checkpoint import aside, recorded, replayed
 from diptych.torch.delayed import update_once
 from diptych.torch.eager_only import CALIBRATING, DELAYED_WGRAD, EagerOnly, prepare
 from diptych.torch.layer import linear_with
@@ -179,7 +179,7 @@ class QuantizedModule(StatefulModule):
         call; `record`: whether it records where it is no recomputation, which does what its forward did."""
         if not (plan.states or plan.needs_rng):
             if torch._C._current_graph_task_id() == -1:
-                self._bound_states(plan, layer, recipe, device)  # drops what another recipe left
+                aside(self._bound_states, plan, layer, recipe, device)  # drops what another recipe left
             return None, None, None, record
         replaying = replayed(self, layer)
         if replaying is not None:
@@ -190,6 +190,13 @@ class QuantizedModule(StatefulModule):
                 f"({type(recipe).__name__}): a recomputation must find the scales and random bits of its forward; use "
                 "diptych.torch.checkpoint, or torch.utils.checkpoint with context_fn=diptych.torch.checkpoint_contexts"
             )
+        used, rng = aside(self._advance, plan, layer, recipe, device, record)
+        return used, rng, None, record
+
+    def _advance(
+        self, plan: LinearPlan, layer: str, recipe: Recipe, device: torch.device, record: bool
+    ) -> tuple[ScaleStates | States | None, Tensor | None]:
+        """(states, snapshot of the random generator) of a call, on the tapes that are running."""
         states = self._bound_states(plan, layer, recipe, device)
         used: Any = states
         if states is not None:
@@ -198,7 +205,7 @@ class QuantizedModule(StatefulModule):
         if plan.needs_rng:
             rng = rng_take(self._rng(device, recipe), OFFSETS if record else 0)
         recorded(self, layer, states, rng, record)
-        return used, rng, None, record
+        return used, rng
 
     @staticmethod
     def _enter_region(states: ScaleStates, recipe: Recipe, device: torch.device) -> States | ScaleStates:
@@ -267,22 +274,27 @@ class QuantizedModule(StatefulModule):
         y = product(x, dequantized_weight(weight), bias)
         if not s.plan.states or STATE.dry or torch._C._current_graph_task_id() != -1:
             return y
-        states = self._bound_states(s.plan, layer, recipe, x.device)
-        assert states is not None
-        self._enter_region(states, recipe, x.device)
-        gradients = []
-        for slot in s.plan.states:
-            tensor = slot.name.partition(".")[0]
-            if tensor == "grad_output":
-                gradients.append(slot.name)
-            else:
-                t = x if tensor == "input" else dequantized_weight(weight)
-                states.record(slot.name, primitives.amax(t.detach()))
+        states = aside(self._calibrate_operands, s.plan, layer, recipe, x, weight)
+        gradients = [slot.name for slot in s.plan.states if slot.name.startswith("grad_output")]
         if y.requires_grad and gradients:
             y.register_hook(
                 lambda dy: [states.record(name, primitives.amax(dy.detach())) for name in gradients] and None
             )
         return y
+
+    def _calibrate_operands(
+        self, plan: LinearPlan, layer: str, recipe: Recipe, x: Tensor, weight: Tensor
+    ) -> ScaleStates:
+        """Records the amaxes of what a forward would quantize, in the states that it returns."""
+        states = self._bound_states(plan, layer, recipe, x.device)
+        assert states is not None
+        self._enter_region(states, recipe, x.device)
+        for slot in plan.states:
+            tensor = slot.name.partition(".")[0]
+            if tensor != "grad_output":
+                t = x if tensor == "input" else dequantized_weight(weight)
+                states.record(slot.name, primitives.amax(t.detach()))
+        return states
 
     # --- weights ---
 

@@ -27,7 +27,7 @@ from torch._guards import detect_fake_mode
 from diptych.common.errors import CheckpointError, RecipeSwitchWarning, UnsupportedError
 from diptych.common.plan import LinearPlan, StateSlot
 from diptych.common.quantizers import FP8_DTYPES, Float8Quantizer
-from diptych.torch.checkpoint import SAVED, recorded, replayed, require_saved
+from diptych.torch.checkpoint import SAVED, aside, recorded, replayed, require_saved
 from diptych.torch.delayed import LOG, collect, forget, fp8_max, log_buffers, update_all
 from diptych.torch.rules import define, describe, direct, wrote
 
@@ -64,6 +64,10 @@ def resize_history(history: Tensor, length: int) -> Tensor:
 
 def record_amax(history: Tensor, amax: Tensor) -> None:
     """history[0] = max(history[0], amax), what quantizing by a delayed scale does itself."""
+    aside(_record_amax, history, amax)
+
+
+def _record_amax(history: Tensor, amax: Tensor) -> None:
     pending = history[:1]
     torch.maximum(pending, amax, out=pending)
 
@@ -430,9 +434,8 @@ def rng_at(rng: Tensor, offset: int) -> Tensor:
     """The state `offset` draws later: a new int32 [4], the offset added in 64 bits."""
     if offset == 0:
         return rng
-    words = rng.view(torch.int64).clone()
-    words[1:] += offset
-    return words.view(torch.int32)
+    seed, count = rng.view(torch.int64).split(1)
+    return torch.cat([seed, count + offset]).view(torch.int32)
 
 
 def _rng_take(rng: Tensor, count: int) -> Tensor:
