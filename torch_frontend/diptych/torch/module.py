@@ -48,7 +48,7 @@ class QuantizedModule(StatefulModule):
     Others go to the next class's `__init__`.
 
     Attributes: `recipe`: used instead of the region's wherever a region is enabled; None takes the region's. `layers`:
-    names of the layers that `forward` runs; torch.compile needs them where a recipe has state.
+    names of the layers that `forward` runs, whose states `prepare` makes.
     """
 
     has_rng_state = True
