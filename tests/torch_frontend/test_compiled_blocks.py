@@ -165,7 +165,7 @@ def test_blocks_compiled_apart_draw_random_bits_of_their_own():
     with dt.autocast(recipe=RECIPES["nvfp4"]):
         for block in model:
             block(torch.randn(32, 64).bfloat16())  # the first needs no gradient of x, so do all
-    assert len({tuple(block.rng_state.tolist()) for block in model}) == BLOCKS
+    assert len({tuple(block.get_buffer("rng_state").tolist()) for block in model}) == BLOCKS
 
 
 def test_a_guard_takes_no_other_recipes_states():
@@ -180,7 +180,7 @@ def test_a_guard_takes_no_other_recipes_states():
         with dt.autocast(recipe=recipe):
             return layer(x)
 
-    layers = [dt.Linear(64, 64) for _ in range(2)]
+    layers: list[Any] = [dt.Linear(64, 64) for _ in range(2)]
     for layer, recipe in zip(layers, (first, second), strict=True):
         run(layer, torch.randn(16, 64), recipe).sum().backward()
     for _ in range(3):
@@ -211,8 +211,9 @@ def test_states_that_a_user_holds():
     model(torch.randn(16, 64, requires_grad=True)).sum().backward()
     assert graphs() == 1
     for block in model:
-        block.states.update()
-        assert {s.scale.item() for s in block.states.slots().values()} != {1.0}
+        states: Any = block.states
+        states.update()
+        assert {s.scale.item() for s in states.slots().values()} != {1.0}
 
 
 # --- modules of a user's own, compiled before any eager call ---

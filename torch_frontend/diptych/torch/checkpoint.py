@@ -167,7 +167,7 @@ def aside(fn: Callable[..., T], *args: Any) -> T:
     """fn(*args), unseen by selective checkpoints."""
     if not selective():
         return fn(*args)
-    modes = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())][::-1]
+    modes: list[Any] = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())][::-1]
     others = [mode for mode in modes if not isinstance(mode, _SELECTIVE)]
     for mode in others:
         _push_mode(mode)
