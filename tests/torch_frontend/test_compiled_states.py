@@ -181,27 +181,6 @@ def test_switching_the_recipe_binds_anew():
         assert lengths == ({recipe.amax_history_len} if isinstance(recipe, DelayedScaling) else set())
 
 
-def test_a_layer_that_is_not_declared():
-    class Two(dt.QuantizedModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w = torch.nn.Parameter(torch.randn(32, 32))
-
-        def forward(self, x):
-            return self.quantized_linear(self.quantized_linear(x, self.w, None, "a"), self.w, None, "b")
-
-    torch._dynamo.reset()
-    with (
-        dt.autocast(recipe=DELAYED["default"]),
-        pytest.raises(Exception, match="'b' has state, and is not in `layers`"),
-    ):
-        torch.compile(Two(), fullgraph=True, backend="aot_eager")(torch.randn(16, 32))
-    Two.layers = ("a", "b")
-    torch._dynamo.reset()
-    with dt.autocast(recipe=DELAYED["default"]):
-        torch.compile(Two(), fullgraph=True, backend="aot_eager")(torch.randn(16, 32))
-
-
 @pytest.mark.parametrize("backend", ("aot_eager", "inductor"))
 def test_forwards_run_ahead_of_backwards(backend):
     """As in a pipeline: later microbatches and later regions enter before the first backward, which quantizes by the

@@ -119,13 +119,6 @@ def test_evaluation_reads_and_records_nothing():
         same(t, before[key], key)
 
 
-def test_no_grad_in_training_records():
-    layer, x = layers.layer(), normal("x", (4, 96))
-    with torch.no_grad(), dt.autocast(recipe=SHORT):
-        layer(x)
-    assert layer.scale_states.input.amax_history[0].item() == _amax(x)
-
-
 def test_a_backward_after_the_next_forward_uses_the_present_scale():
     """Two forwards, then two backwards: nothing that autograd saved was written over."""
     layer, a, b = layers.layer(), normal("a", (4, 96)), normal("b", (4, 96)) * 4
@@ -248,6 +241,19 @@ BAD_STATES = {
         lambda s: {k.replace("states.input", "states.input_fprop"): v for k, v in s.items()},
         "another recipe",
     ),
+    "zero scale": (lambda s: _spoiled(s, "input.scale", torch.zeros(1)), r"input\.scale must be finite and greater"),
+    "negative scale": (lambda s: _spoiled(s, "weight.scale", -torch.ones(1)), r"weight\.scale must be .*, got -1$"),
+    "NaN scale": (lambda s: _spoiled(s, "weight.scale", torch.full((1,), torch.nan)), r"weight\.scale .*, got nan$"),
+    "inf scale": (lambda s: _spoiled(s, "weight.scale", torch.full((1,), torch.inf)), r"weight\.scale .*, got inf$"),
+    "negative amax": (
+        lambda s: _spoiled(s, "input.amax_history", torch.tensor([0, 1.0, -2.0, 1.0])),
+        r"input\.amax_history must hold finite amaxes of 0 or more, got -2$",
+    ),
+    "NaN amax": (
+        lambda s: _spoiled(s, "input.amax_history", torch.tensor([torch.nan, 1.0, 2.0, 1.0])),
+        r"input\.amax_history must hold finite amaxes of 0 or more, got nan$",
+    ),
+    "fp8_max": (lambda s: _spoiled(s, "input.fp8_max", torch.tensor([7.0])), r"input\.fp8_max must be .*, got 7$"),
     "rng": (lambda s: {**s, "rng_state": torch.zeros(3, dtype=torch.int32)}, r"rng_state must be int32 \[4\]"),
 }
 

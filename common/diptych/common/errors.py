@@ -35,3 +35,7 @@ class RecipeSwitchWarning(UserWarning):
 
 class IgnoredArgumentWarning(UserWarning):
     """An argument of TransformerEngine's that has no effect here was given."""
+
+
+class LateStateWarning(UserWarning):
+    """A forward made a module's states after a copy, a saved state dict or a wrapper of it, which lack them."""

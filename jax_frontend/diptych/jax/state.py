@@ -446,11 +446,17 @@ def _load_slot(flat: Mapping[str, Any], name: str, quantizer: Float8Quantizer) -
         if dtype != "float32" or len(shape) != 1 or math.prod(shape) == 0 or (single and shape != (1,)):
             want = "[1]" if single else "[L], L >= 1"
             raise CheckpointError(f"{name}.{buffer} must be float32 {want}, got {dtype}{list(shape)}")
+    scale, history = (np.asarray(flat[f"{name}.{k}"]) for k in BUFFERS[:2])
+    if not 0 < scale[0] < math.inf:
+        raise CheckpointError(f"{name}.scale must be finite and greater than 0, got {scale[0]:g}")
+    wrong = history[~((history >= 0) & np.isfinite(history))]
+    if wrong.size:
+        raise CheckpointError(f"{name}.amax_history must hold finite amaxes of 0 or more, got {wrong[0]:g}")
     largest, own = float(np.asarray(flat[f"{name}.fp8_max"])[0]), fp8_max(quantizer)
     if largest != own:
         raise CheckpointError(
             f"{name} is the state of elements up to {largest:g}, and the recipe's {quantizer.fp8_dtype} go to {own:g}: "
             "another recipe"
         )
-    scale, history = (jnp.asarray(flat[f"{name}.{k}"]) for k in BUFFERS[:2])
-    return ScaleState(quantizer, scale, resize_history(history, quantizer.amax_history_len), jnp.ones_like(scale))
+    held = resize_history(jnp.asarray(history), quantizer.amax_history_len)
+    return ScaleState(quantizer, jnp.asarray(scale), held, jnp.ones(1, jnp.float32))

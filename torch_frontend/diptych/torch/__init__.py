@@ -3,7 +3,8 @@
 Recipes, quantizers and roles are those of `diptych.common`.
 """
 
-from diptych.torch.autocast import autocast, get_autocast_recipe, is_autocast_enabled
+from diptych.torch.autocast import autocast, dry_run, get_autocast_recipe, is_autocast_enabled, recognize_pipelines
+from diptych.torch.check_states import StateRow, StatesReport, check_states
 from diptych.torch.checkpoint import checkpoint, checkpoint_contexts
 from diptych.torch.convert import ConvertWarning, convert
 from diptych.torch.custom_op import CustomOp, Group, Size, Written
@@ -24,7 +25,7 @@ from diptych.torch.grouped_linear import GroupedLinear, grouped_linear
 from diptych.torch.layernorm_linear import LayerNormLinear
 from diptych.torch.layernorm_mlp import LayerNormMLP
 from diptych.torch.linear import Linear, linear
-from diptych.torch.module import QuantizedModule, seed_rng
+from diptych.torch.module import QuantizedModule
 from diptych.torch.permutation import (
     RowMap,
     moe_map,
@@ -36,6 +37,7 @@ from diptych.torch.permutation import (
     moe_unpermute,
 )
 from diptych.torch.permutation_quantize import moe_permute_and_quantize
+from diptych.torch.prepare import prepare, seed_rng
 from diptych.torch.proto import TensorProto, to_tensor_proto
 from diptych.torch.quantized import QuantizedTensor
 from diptych.torch.state import ScaleStates
@@ -68,15 +70,19 @@ __all__ = [
     "RowMap",
     "ScaleStates",
     "Size",
+    "StateRow",
+    "StatesReport",
     "TensorProto",
     "Written",
     "amax",
     "autocast",
     "bias_grad",
+    "check_states",
     "checkpoint",
     "checkpoint_contexts",
     "convert",
     "dequantize",
+    "dry_run",
     "fp8_autocast",
     "fp8_model_init",
     "gemm",
@@ -102,6 +108,7 @@ __all__ = [
     "moe_sort_chunks_by_index",
     "moe_sort_chunks_by_index_with_probs",
     "moe_unpermute",
+    "prepare",
     "quantize",
     "quantize_stack",
     "quantized_model_init",
@@ -111,3 +118,5 @@ __all__ = [
     "te_state_dict",
     "to_tensor_proto",
 ]
+
+recognize_pipelines()

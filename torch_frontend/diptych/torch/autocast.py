@@ -1,4 +1,4 @@
-"""`autocast`: the region in which `diptych.torch.Linear` runs in low precision.
+"""`autocast`: the region in which `diptych.torch.Linear` runs in low precision; `dry_run`: one that leaves no trace.
 
 The state is thread-local, as that of `torch.amp.autocast`: a region entered in one thread is not seen by another. It is
 one object that lives as long as the process, so that a compiled function guards on the recipe's value alone: a recipe
@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -31,6 +32,9 @@ class _State(threading.local):
         self.recipe: Recipe | None = None
         self.calibrating: Recipe | None = None
         self.amax_groups: Mapping[str, Any] = {}
+        self.dry = False  # inside of `dry_run`
+        self.taped = False  # inside of a checkpoint that was entered where calls record; the reentrant kind's forward
+        # runs without grad mode
         self.depth = 0  # of regions that quantize or calibrate
         # Delayed scales are updated once in each outermost region. Eager code knows it by its number; graphs, which
         # cannot guard on what each step changes, by a counter that lies beside the states, int64 [1] by device.
@@ -149,6 +153,8 @@ class autocast:
         if self.amax_groups is not None:
             self._outer_groups.append(STATE.amax_groups)
             STATE.amax_groups = self.amax_groups
+        if not torch.compiler.is_compiling() and _STAGES in sys.modules:
+            recognize_pipelines()
         if self.enabled or self.calibrating:
             STATE.depth += 1
             # An exported program counts nobody's steps. (Torch 2.11 traces `is_exporting()` as True.)
@@ -187,3 +193,69 @@ class autocast:
                 return fn(*args, **kwargs)
 
         return wrapped  # type: ignore[return-value]
+
+
+# --- calls that leave no trace ---------------------------------------------------------------------------------------
+
+
+def recording() -> bool:
+    """Whether a call that begins now, of a module in training, records amaxes, counts as a step and uses up random
+    offsets: in grad mode, or in a checkpoint that was entered in it, and not in a dry run."""
+    return not STATE.dry and (torch.is_grad_enabled() or STATE.taped)
+
+
+class dry_run:
+    """Region whose calls leave no trace in states: a context manager and a decorator, free to nest.
+
+    Modules quantize as they would, by the scales as they are. They record no amax, update no scale, count as no step
+    and use up no offset of a random generator; nor do their backwards, wherever these run. Without it the same holds
+    for calls in evaluation or without grad mode. Use it for training-mode calls on data that is none: shape inference,
+    warm-ups, profiling. The shape inference of torch.distributed.pipelining is a dry run by itself. In a calibrating
+    region nothing is collected either.
+    """
+
+    def __init__(self) -> None:
+        self._outer: list[bool] = []
+
+    def __enter__(self) -> dry_run:
+        self._outer.append(STATE.dry)
+        STATE.dry = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        STATE.dry = self._outer.pop()
+
+    def __call__(self, fn: F) -> F:
+        if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn):
+            raise TypeError(
+                f"dry_run cannot decorate the generator or coroutine {getattr(fn, '__name__', fn)!r}: its body runs "
+                "after the region has ended; enter the region inside of it"
+            )
+
+        @functools.wraps(fn)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            with dry_run():
+                return fn(*args, **kwargs)
+
+        return wrapped  # type: ignore[return-value]
+
+
+_STAGES = "torch.distributed.pipelining.stage"
+_INFER = ("_shape_inference", "_forward_metadata_inference")  # methods, by the version of torch
+_recognized: dict[str, Any] = {}
+
+
+def recognize_pipelines() -> None:
+    """Makes the shape inference of torch.distributed.pipelining, if that is imported, a dry run.
+
+    It may run in grad mode on uninitialised memory, where nothing that a module sees, nor a graph's guards, tells it
+    from training.
+    """
+    stage: Any = getattr(sys.modules.get(_STAGES), "PipelineStage", None)
+    for name in _INFER:
+        infer = getattr(stage, name, None)
+        if infer is not None and infer is not _recognized.get(name):
+            _recognized[name] = dry_run()(infer)
+            setattr(stage, name, _recognized[name])

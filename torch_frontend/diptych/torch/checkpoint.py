@@ -11,18 +11,21 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch.fx.traceback import get_current_meta
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from diptych.common.errors import UnsupportedError
-from diptych.torch.autocast import STATE
+from diptych.torch.autocast import STATE, recording
 from diptych.torch.te_arguments import absorb
+
+T = TypeVar("T")
 
 
 class Entry(NamedTuple):
@@ -32,6 +35,7 @@ class Entry(NamedTuple):
     layer: str
     scales: dict[str, Tensor]
     rng: Tensor | None
+    record: bool = True
     seen: Tensor | None = None  # of a graph: which update its scales were of
 
 
@@ -44,7 +48,7 @@ class _Stack(threading.local):
 _STACK = _Stack()
 
 
-_REGION = ("recipe", "calibrating", "amax_groups", "depth", "steps")  # of STATE, what a call sees
+_REGION = ("recipe", "calibrating", "amax_groups", "depth", "steps", "dry", "taped")  # of STATE, what a call sees
 
 
 def _region() -> list[Any]:
@@ -57,7 +61,13 @@ def _enter_region(region: list[Any]) -> None:
 
 
 class _Tape(list[Entry]):
+    """Made where a checkpoint is entered, in the grad mode that says whether its calls record."""
+
     region: list[Any]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taped = recording()
 
 
 class _Recording(AbstractContextManager):  # type: ignore[type-arg]
@@ -66,11 +76,14 @@ class _Recording(AbstractContextManager):  # type: ignore[type-arg]
 
     def __enter__(self) -> None:
         self.tape.clear()
+        self.outer = STATE.taped
+        STATE.taped = self.tape.taped
         self.tape.region = _region()
         _STACK.contexts.append(self)
 
     def __exit__(self, *error: Any) -> None:
         _STACK.contexts.remove(self)
+        STATE.taped = self.outer
 
 
 class _Replaying(AbstractContextManager):  # type: ignore[type-arg]
@@ -117,13 +130,55 @@ def replaying() -> bool:
     return any(isinstance(context, _Replaying) for context in _STACK.contexts)
 
 
-def recorded(module: nn.Module | None, layer: str, states: Any, rng: Tensor | None, seen: Tensor | None = None) -> None:
-    """Puts a call on the tapes that are running. `states`: ScaleStates or None."""
+def recorded(
+    module: nn.Module | None,
+    layer: str,
+    states: Any,
+    rng: Tensor | None,
+    record: bool = True,
+    seen: Tensor | None = None,
+) -> None:
+    """Puts a call on the tapes that are running. `states`: ScaleStates or None. `record`: whether it records."""
     if not _STACK.contexts:
         return
     scales = {} if states is None else {name: scale.clone() for name, scale in states.forward_scales()}
     for context in _STACK.contexts:
-        context.tape.append(Entry(module, layer, scales, rng, None if seen is None else seen.clone()))
+        context.tape.append(Entry(module, layer, scales, rng, record, None if seen is None else seen.clone()))
+
+
+# --- selective checkpoints, outside of graphs ------------------------------------------------------------------------
+#
+# torch's modes pair the ops of a recomputation with those of its forward, by their order. What happens to states alone
+# happens once, in the forward; the modes do not see it.
+
+_SELECTIVE = (
+    torch.utils.checkpoint._CachingTorchDispatchMode,
+    torch.utils.checkpoint._CachedTorchDispatchMode,
+)
+
+
+def selective() -> bool:
+    """Whether a selective checkpoint sees the ops of this thread."""
+    if torch.compiler.is_compiling() or not torch._C._len_torch_dispatch_stack():
+        return False
+    return any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack())
+
+
+def aside(fn: Callable[..., T], *args: Any) -> T:
+    """fn(*args), unseen by selective checkpoints."""
+    if not selective():
+        return fn(*args)
+    modes: list[Any] = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())][::-1]
+    others = [mode for mode in modes if not isinstance(mode, _SELECTIVE)]
+    for mode in others:
+        _push_mode(mode)
+    try:
+        return fn(*args)
+    finally:
+        for _ in others:
+            _pop_mode()
+        for mode in modes:
+            _push_mode(mode)
 
 
 def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -230,8 +285,10 @@ def checkpoint(
     """torch.utils.checkpoint.checkpoint for modules with state: their recomputation gives the forward's bits.
 
     **Arguments:** as torch's; `context_fn` of your own is wrapped around. Both kinds, `use_reentrant` False and True.
-    Inside of compiled code the graph recomputes and the kinds are one; a `context_fn` of your own stands alone there,
-    and only recipes without state go with it. Around compiled code the region may lie outside of the checkpoint.
+    Outside of compiled code a selective checkpoint's policy sees our ops by name (`torch.ops.diptych.gemm.default`),
+    and nothing of what happens to states alone. Inside of compiled code the graph recomputes and the kinds are one; a
+    `context_fn` of your own stands alone there, and only recipes without state go with it. Around compiled code the
+    region may lie outside of the checkpoint.
     `get_rng_state_tracker`: returns an object with `get_states` and `set_states`, such as Megatron's tracker of CUDA
     random states, which the recomputation finds as the forward did; not inside of compiled code.
     `distribute_saved_activations`: False. `tp_group`: taken and not needed without it.

@@ -67,6 +67,7 @@ def convert(
             chosen.append((name, module))
     for name, module in chosen:
         _adopt(module, recipe, name)
+        module.prepare_states()  # type: ignore[attr-defined,operator]
     for what in left:
         warnings.warn(f"convert: {what}; it is left as it is", ConvertWarning, stacklevel=2)
     return model

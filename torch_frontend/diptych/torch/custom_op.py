@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from diptych.common.errors import ArgumentError, UnsupportedError
-from diptych.torch import opaque
+from diptych.torch import flops, opaque
 from diptych.torch.op_fields import Size as Size
 from diptych.torch.op_fields import Written as Written
 from diptych.torch.op_fields import field_of, put, put_proto, put_sizes, take, take_output, take_sizes
@@ -101,6 +101,7 @@ class CustomOp:
         slots = ["Tensor[] tensors", "SymInt[] sizes", *[f.schema for f in self.fields if f.schema], constants]
         signature = f"({', '.join(slots)}) -> Tensor[]"
         self._forward_node = self._define(short, signature, self._real_forward, self._fake_forward)
+        flops.register_node(self._forward_node, self._fake_forward)
         self._backward_nodes: tuple[Any, ...] = ()
         if backward is not None:
             self._backward_nodes = self._define_backward(f"{short}_backward", constants)
@@ -128,6 +129,8 @@ class CustomOp:
                 results = ", ".join(["Tensor"] * count)
                 signature = f"(Tensor(a!)[] written, {', '.join(slots)}) -> ({results})"
                 nodes.append(self._define(f"{short}_.r{count}", signature, _fixed(self._run_backward)))
+            flops.register_node(nodes[-1], self._run_backward)
+        flops.register_node(nodes[0], self._pure_backward)
         return tuple(nodes)
 
     # --- calls ---
@@ -189,7 +192,7 @@ class CustomOp:
         if torch.compiler.is_compiling():
             return True
         plain = [t for t in values if isinstance(t, Tensor) and not isinstance(t, QuantizedTensorBase)]
-        return not direct(*plain)
+        return not direct(*plain, unnamed=True)
 
     def run(self, arguments: Any, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         """(outputs, saved) of forward alone."""
@@ -389,7 +392,7 @@ def _mark(ctx: Any, op: CustomOp, arguments: Any, needs: tuple[str, ...], output
 def _eager_function(op: CustomOp) -> Callable[..., Any]:
     """Runs the functions as they stand."""
 
-    class Eager(torch.autograd.Function):
+    class Calls:
         @staticmethod
         def forward(ctx: Any, arguments: Any, needs: tuple[str, ...], *tensors: Any) -> tuple[Tensor, ...]:
             outputs, saved = op.forward(arguments, needs)
@@ -434,7 +437,8 @@ def _eager_function(op: CustomOp) -> Callable[..., Any]:
             by_name = dict(zip(names, made, strict=True))
             return None, None, *[by_name.get(name) for name in op.differentiable]
 
-    return Eager.apply
+    # The name is what profilers show: of forward this, of backward "...Backward".
+    return type(op.name, (Calls, torch.autograd.Function), {}).apply
 
 
 def _traced_function(op: CustomOp) -> Callable[..., Any]:

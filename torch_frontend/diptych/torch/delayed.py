@@ -40,8 +40,8 @@ def fp8_max(quantizer: Float8Quantizer) -> float:
 def log_buffers(n: int, device: torch.device | str | None) -> dict[str, Tensor]:
     """What graphs record in, for n states."""
     return {
-        "pending": torch.zeros(n, device=device),
-        "log": torch.zeros(n, LOGGED, device=device),
+        "pending": torch.zeros(n, dtype=torch.float32, device=device),
+        "log": torch.zeros(n, LOGGED, dtype=torch.float32, device=device),
         "written": torch.zeros(1, dtype=torch.int64, device=device),
         "taken": torch.zeros(n, dtype=torch.int64, device=device),
     }
@@ -199,7 +199,7 @@ def _update_in_graph(
         made = update_all(histories, scales, logs, quantizers.items, opaque.group_of(group), seen, step)
     wrote(*histories, *scales)
     seen.copy_(step)
-    recorded(None, "compiled scales", None, None, seen)
+    recorded(None, "compiled scales", None, None, seen=seen)
     return made[0]
 
 
@@ -227,11 +227,12 @@ def update_once(states: Any, slots: tuple[Any, ...], step: Tensor, group: Any) -
     pairs = [states.tensors(slot.name) for slot in slots]
     histories, scales = [p[1] for p in pairs], [p[0] for p in pairs]
     buffers = states._buffers
-    log = [] if buffers["pending"] is None else [buffers[name] for name in LOG]
     seen = buffers["seen"]
-    if direct(seen, step):
-        made = update_all(histories, scales, log, tuple([s.quantizer for s in slots]), group, seen, step)
+    if direct(seen, step, watched=True):
+        quantizers = tuple([slot.quantizer for slot in slots])
+        made = update_all(histories, scales, states.recorded(), quantizers, group, seen, step)
         seen.copy_(step)
         return made[0]
+    log = [buffers[name] for name in LOG]
     quantizers = Constants(tuple([slot.quantizer for slot in slots]))
     return _update_op(histories, scales, *log, seen, step, quantizers, opaque.group_argument(group))

@@ -27,6 +27,7 @@ from diptych.common.recipes import Recipe
 from diptych.common.schedule import Call, Schedule
 from diptych.torch import fused
 from diptych.torch import grouped_primitives as primitives
+from diptych.torch.autocast import recording
 from diptych.torch.custom_op import CustomOp
 from diptych.torch.grouped_matmul import grouped_matmul
 from diptych.torch.layer_node import LayerArguments, finished, kept_spec, result_proto, run
@@ -292,7 +293,7 @@ def grouped_linear(
     **Raises:** as `linear`; ValueError also for offsets, a map that does not fit, and a Hadamard transform without its
     promise, NotImplementedError for weights that are rounded stochastically or quantized by the user's own code.
     """
-    options = Options(module, name, save_original_input, record, amax_group, state)
+    options = Options(module, name, save_original_input, record and recording(), amax_group, state)
     return grouped_linear_with(x, weight, bias, offsets, align, rng, recipe, options, row_map)
 
 

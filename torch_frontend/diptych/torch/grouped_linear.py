@@ -87,6 +87,7 @@ class GroupedLinear(QuantizedModule):
             self.register_parameter("bias", None)
         self.reset_parameters()
         self.weight = initial_weight(self.weight, recipe, self.module_kind, self.name)
+        self._make_initial_states()
 
     def reset_parameters(self) -> None:
         """Makes each of the G layers anew as nn.Linear, or by the `init_method`, which leaves biases at zero."""

@@ -12,6 +12,7 @@ from diptych.common.errors import ShapeError
 from diptych.common.recipes import Recipe
 from diptych.common.schedule import Schedule
 from diptych.torch import primitives
+from diptych.torch.autocast import recording
 from diptych.torch.custom_op import CustomOp
 from diptych.torch.layer_node import LayerArguments, finished, kept_spec, result_proto, run, weight_gradient
 from diptych.torch.operands import pack, pick, unpack
@@ -146,7 +147,8 @@ def linear(
     high precision what it stands for; delayed scaling records nothing of it. `weight`: [N, K], quantized
     from its own dtype, or a QuantizedTensor with the copies that are needed. `bias`: [N]. All float32, bfloat16 or
     float16, in any mixture. `module`, `name`: the roles that the recipe is asked about. `state`: scales of delayed
-    scaling, whose histories record the amaxes unless `record=False`. `rng`: int32 [4], state of the random generator
+    scaling, whose histories record the amaxes, those of gradients too, if the call is made in grad mode, outside of
+    `dry_run` and not with `record=False`. `rng`: int32 [4], state of the random generator
     of stochastic rounding (`rng_state`); 18 offsets are used from there on, and advancing it is the caller's.
     `amax_group`: process group over which amaxes are reduced. `save_original_input`: backward keeps x and quantizes
     it again, instead of keeping a copy.
@@ -158,7 +160,7 @@ def linear(
     whose operands do not fit, or an x that is quantized in another format or lacks a copy, NotImplementedError for a
     second derivative, or a quantized x of another dtype than autocast's.
     """
-    options = Options(module, name, save_original_input, record, amax_group, state)
+    options = Options(module, name, save_original_input, record and recording(), amax_group, state)
     return linear_with(x, weight, bias, rng, recipe, options)
 
 

@@ -26,6 +26,7 @@ from diptych.torch.proto import TensorProto
 from diptych.torch.quantized import QuantizedTensor, QuantizedTensorBase, rotated
 from diptych.torch.rules import TWO_LEVEL, traced_local
 from diptych.torch.state import States
+from diptych.torch.tracing import before_each_call, state_fits
 
 # --- states and copies -----------------------------------------------------------------------------------------------
 
@@ -327,5 +328,5 @@ def run(op: CustomOp, x: Tensor, recipe: Recipe, options: tuple[Any, ...], *oper
 
 def _prepared_while_tracing(context: Any) -> None:
     """Runs where Dynamo traces `run`, on the real objects: states that a user holds may have met no graph before."""
-    with torch.inference_mode(False):
-        traced_local(context, "state").prepare_for_graphs()
+    state_fits(traced_local(context, "state"))
+    before_each_call(context, "state", state_fits)

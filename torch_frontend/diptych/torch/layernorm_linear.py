@@ -277,6 +277,7 @@ class LayerNormLinear(NormedModule):
         self.bias = nn.Parameter(torch.empty(out_features, **placed)) if bias else None
         self.reset_parameters()
         self.weight = initial_weight(self.weight, recipe, self.module_kind, self.name)
+        self._make_initial_states()
 
     def reset_parameters(self) -> None:
         """Makes the norm the identity, and the rest anew as `Linear` does."""

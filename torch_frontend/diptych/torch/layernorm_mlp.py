@@ -245,6 +245,7 @@ class LayerNormMLP(NormedModule):
         self.reset_parameters()
         self.fc1_weight = initial_weight(self.fc1_weight, recipe, self.module_kind, self._role_name("fc1"))
         self.fc2_weight = initial_weight(self.fc2_weight, recipe, self.module_kind, self._role_name("fc2"))
+        self._make_initial_states()
 
     def reset_parameters(self) -> None:
         """Makes the norm the identity, and the rest anew as `Linear` does."""

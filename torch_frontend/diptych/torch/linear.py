@@ -64,6 +64,7 @@ class Linear(QuantizedModule, nn.Linear):
         self.recipe, self.name = recipe, name or ""
         self.save_original_input, self.return_bias = save_original_input, return_bias
         self.weight = initial_weight(self.weight, recipe, self.module_kind, self.name)
+        self._make_initial_states()
 
     def reset_parameters(self) -> None:
         """Makes the parameters anew: as nn.Linear, or by the `init_method`, which leaves the bias at zero."""

@@ -1,7 +1,7 @@
 """`QuantizedModule`: the base of modules that run linear layers by a recipe; `Linear` and a user's own alike.
 
 It says which recipe holds for a call, keeps the states of delayed scaling and of the random generator as buffers, made
-on first use or by `load_state_dict`, and updates scales once in each `autocast` region. Invariants:
+by `prepare`, by `load_state_dict` or on first use, and updates scales once in each `autocast` region. Invariants:
 
 - What is recomputed under activation checkpointing runs by the recipe of its forward, updates nothing and records
   nothing; with states it takes `diptych.torch.checkpoint` to find them.
@@ -17,33 +17,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from diptych.common.errors import CheckpointError, UnsupportedError
+from diptych.common.errors import UnsupportedError
 from diptych.common.plan import LinearPlan
 from diptych.common.recipes import Recipe, with_results
 from diptych.common.schedule import OFFSETS
-from diptych.torch import functional, primitives
-from diptych.torch.autocast import STATE, amax_group, make_step_counter
-from diptych.torch.checkpoint import recorded, replayed
+from diptych.torch import primitives
+from diptych.torch.autocast import STATE, amax_group, make_step_counter, recognize_pipelines, recording
+from diptych.torch.checkpoint import aside, recorded, replayed
 from diptych.torch.delayed import update_once
 from diptych.torch.eager_only import CALIBRATING, DELAYED_WGRAD, EagerOnly, prepare
 from diptych.torch.layer import linear_with
 from diptych.torch.products import Options, dequantized_weight, schedule
 from diptych.torch.quantized import QuantizedTensorBase, high_precision
 from diptych.torch.rules import traced_local
-from diptych.torch.state import (
-    ScaleStates,
-    States,
-    check_tree,
-    keep_from_broadcast,
-    keys_below,
-    rng_take,
-    warn_once,
-)
-from diptych.torch.te_states import take_extra_state
+from diptych.torch.state import ScaleStates, States, keep_from_broadcast, rng_take
+from diptych.torch.stateful import StatefulModule, require_no_capture
+from diptych.torch.tracing import begin_again, make_states
 from diptych.torch.weights import WeightCache, WeightGradients
 
 
-class QuantizedModule(nn.Module):
+class QuantizedModule(StatefulModule):
     """A module whose linear layers follow the `autocast` region around it.
 
     Derive from it, and call `self.quantized_linear(x, weight, bias, "fc1")` for each layer in `forward`. The recipe is
@@ -55,14 +48,10 @@ class QuantizedModule(nn.Module):
     Others go to the next class's `__init__`.
 
     Attributes: `recipe`: used instead of the region's wherever a region is enabled; None takes the region's. `layers`:
-    names of the layers that `forward` runs; torch.compile needs them where a recipe has state.
+    names of the layers that `forward` runs, whose states `prepare` makes.
     """
 
-    module_kind: str = "linear"
-    layers: tuple[str, ...] = ("",)
     has_rng_state = True
-    name: str = ""
-    recipe: Recipe | None = None
     _last_region: Recipe | None = None
     _last_groups: Any = None
     _caches: dict[str, WeightCache] | None = None
@@ -72,6 +61,7 @@ class QuantizedModule(nn.Module):
         self, *args: Any, fuse_wgrad_accumulation: bool = False, delay_wgrad_compute: bool = False, **kwargs: Any
     ) -> None:
         super().__init__(*args, **kwargs)
+        recognize_pipelines()
         if fuse_wgrad_accumulation or delay_wgrad_compute:
             self._weight_gradients = WeightGradients(fuse_wgrad_accumulation, delay_wgrad_compute)
 
@@ -148,9 +138,6 @@ class QuantizedModule(nn.Module):
             return DELAYED_WGRAD
         return None
 
-    def _role_name(self, layer: str) -> str:
-        return f"{self.name}.{layer}" if self.name and layer else self.name or layer
-
     def _options_for(
         self,
         recipe: Recipe,
@@ -165,19 +152,20 @@ class QuantizedModule(nn.Module):
         compiling = torch.compiler.is_compiling()
         name = self._role_name(layer)
         s = schedule(recipe, self.module_kind, name, False, False)
+        record = self.training and recording()
         states, rng, scales, updated = None, None, None, None
         if s.plan.states or s.plan.needs_rng or "scale_states" in self._modules:
             if compiling:
-                states, rng, updated = self._compiled_states(s.plan, layer, recipe, x.device)
+                states, rng, updated = self._compiled_states(s.plan, layer, recipe, x.device, record)
             else:
-                states, rng, scales = self._states_for(s.plan, layer, recipe, x.device)
+                states, rng, scales, record = self._states_for(s.plan, layer, recipe, x.device, record)
         group = None
         if recipe.amax_group:
             backward = not compiling and torch._C._current_graph_task_id() != -1  # maybe in a thread of its own
             group = amax_group(recipe, self._last_groups if backward else STATE.amax_groups)
         gradients = self._weight_gradients
         options = Options(
-            self.module_kind, name, save_original_input, self.training, group, states, scales, None,
+            self.module_kind, name, save_original_input, record, group, states, scales, None,
             None if gradients is None else gradients.of(weight), updated,
         )  # fmt: skip
         cached = is_first_microbatch is not None or skip_weight_update is not None
@@ -192,31 +180,39 @@ class QuantizedModule(nn.Module):
     # --- states ---
 
     def _states_for(
-        self, plan: LinearPlan, layer: str, recipe: Recipe, device: torch.device
-    ) -> tuple[ScaleStates | States | None, Tensor | None, dict[str, Tensor] | None]:
-        """(states, snapshot of the random generator, scales to use instead of the states') of one call."""
+        self, plan: LinearPlan, layer: str, recipe: Recipe, device: torch.device, record: bool
+    ) -> tuple[ScaleStates | States | None, Tensor | None, dict[str, Tensor] | None, bool]:
+        """(states, snapshot of the random generator, scales to use instead of the states', whether to record) of one
+        call; `record`: whether it records where it is no recomputation, which does what its forward did."""
         if not (plan.states or plan.needs_rng):
             if torch._C._current_graph_task_id() == -1:
-                self._bound_states(plan, layer, recipe, device)  # drops what another recipe left
-            return None, None, None
+                aside(self._bound_states, plan, layer, recipe, device)  # drops what another recipe left
+            return None, None, None, record
         replaying = replayed(self, layer)
         if replaying is not None:
-            return self._layer_states(layer), replaying.rng, replaying.scales
+            return self._layer_states(layer), replaying.rng, replaying.scales, replaying.record
         if torch._C._current_graph_task_id() != -1:
             raise UnsupportedError(
                 f"{type(self).__name__} runs inside of a backward pass with a recipe that has state "
                 f"({type(recipe).__name__}): a recomputation must find the scales and random bits of its forward; use "
                 "diptych.torch.checkpoint, or torch.utils.checkpoint with context_fn=diptych.torch.checkpoint_contexts"
             )
+        used, rng = aside(self._advance, plan, layer, recipe, device, record)
+        return used, rng, None, record
+
+    def _advance(
+        self, plan: LinearPlan, layer: str, recipe: Recipe, device: torch.device, record: bool
+    ) -> tuple[ScaleStates | States | None, Tensor | None]:
+        """(states, snapshot of the random generator) of a call, on the tapes that are running."""
         states = self._bound_states(plan, layer, recipe, device)
         used: Any = states
         if states is not None:
-            used = self._enter_region(states, recipe, device) if self.training else states.current()
+            used = self._enter_region(states, recipe, device) if record else states.current()
         rng = None
         if plan.needs_rng:
-            rng = rng_take(self._rng(device), OFFSETS)
-        recorded(self, layer, states, rng)
-        return used, rng, None
+            rng = rng_take(self._rng(device, recipe), OFFSETS if record else 0)
+        recorded(self, layer, states, rng, record)
+        return used, rng
 
     @staticmethod
     def _enter_region(states: ScaleStates, recipe: Recipe, device: torch.device) -> States | ScaleStates:
@@ -228,9 +224,10 @@ class QuantizedModule(nn.Module):
         keep_from_broadcast(states)
         group = amax_group(recipe, STATE.amax_groups, delayed=True)
         if states._buffers["seen"] is None and device.type == "cuda":
-            _require_no_capture(device)
-            states.seen = torch.zeros(1, dtype=torch.int64, device=device)
-        if states._buffers["seen"] is None:
+            require_no_capture(device)
+            with torch.inference_mode(False):
+                states.seen = torch.zeros(1, dtype=torch.int64, device=device)
+        if not states.graphed and device.type != "cuda":
             scales = states.update(group)
         else:
             assert states.plan is not None
@@ -241,86 +238,36 @@ class QuantizedModule(nn.Module):
             states.region, states.view = STATE.region, (view, states.versions())
         return view
 
-    def _layer_states(self, layer: str) -> ScaleStates | None:
-        states: Any = self._modules.get("scale_states")
-        return states._modules.get(layer) if layer and states is not None else states
-
-    def _bound_states(self, plan: LinearPlan, layer: str, recipe: Recipe, device: torch.device) -> ScaleStates | None:
-        states = self._layer_states(layer)
-        if states is None:
-            if not plan.states:
-                return None
-            states = self._make_states(layer, device)
-        if states.plan is not plan:
-            if not plan.states and not self.training:
-                return None  # evaluated by a recipe without states: what training left stays
-            before = states.plan
-            lost = states.bind(plan, device)
-            if lost:
-                _announce(before, plan, lost, recipe)
-        return states if plan.states else None
-
-    def _make_states(self, layer: str, device: Any) -> ScaleStates:
-        _require_no_capture(torch.device(device))
-        root: Any = self._modules.get("scale_states")
-        if root is None:
-            root = self._modules["scale_states"] = ScaleStates(None, device)
-        if not layer:
-            return root
-        made = root._modules[layer] = ScaleStates(None, device)
-        return made
-
-    def reset_scale_states(self) -> None:
-        """Forgets the states of delayed scaling; the next region starts them anew."""
-        self._modules.pop("scale_states", None)
-
-    def _rng(self, device: torch.device) -> Tensor:
-        rng = self._buffers.get("rng_state")
-        if rng is None:
-            _require_no_capture(device)
-            words = torch.randint(-(2**31), 2**31, (2,), dtype=torch.int64)
-            rng = torch.cat([words, torch.zeros(2, dtype=torch.int64)]).to(torch.int32).to(device)
-            self.register_buffer("rng_state", rng)
-        return rng
-
-    def seed_rng(self, seed: int, offset: int = 0) -> None:
-        """Sets the random generator of stochastic rounding. Without it, the seed is drawn from torch's CPU generator
-        when it is first needed. **Raises** ValueError for a seed outside of 0..2^64-1."""
-        device = next((t.device for t in self.parameters()), None)
-        rng = functional.rng_state(seed, offset, device)
-        self._buffers.pop("rng_state", None)
-        self.register_buffer("rng_state", rng)
-
     def _compiled_states(
-        self, plan: LinearPlan, layer: str, recipe: Recipe, device: torch.device
+        self, plan: LinearPlan, layer: str, recipe: Recipe, device: torch.device, record: bool
     ) -> tuple[ScaleStates | None, Tensor | None, Tensor | None]:
         """`_states_for` of a call that is traced: made or bound while tracing, read and written by the graph."""
         from torch._dynamo.comptime import comptime  # importing it takes a second
 
-        comptime(_made_while_tracing)
+        comptime(make_states)
         states = self._layer_states(layer) if plan.states else None
-        if plan.states and states is None:
+        rng = self._buffers.get("rng_state") if plan.needs_rng else None
+        if (plan.states and states is None) or (plan.needs_rng and rng is None):
+            comptime(begin_again)
             raise UnsupportedError(
-                f"{type(self).__name__} under torch.compile: the layer {layer!r} has state, and is not in `layers`"
+                f"{type(self).__name__}: the layer {layer!r} has no states yet, and what traces it cannot make them; "
+                "run the module once before"
             )
         scales = None
-        if states is not None and self.training:
-            scales = update_once(
-                states, plan.states, STATE.steps[str(device)], amax_group(recipe, STATE.amax_groups, delayed=True)
-            )
-        rng = self._buffers.get("rng_state")
-        return states, rng_take(rng, OFFSETS) if plan.needs_rng and rng is not None else None, scales
+        if states is not None and record:
+            group = amax_group(recipe, STATE.amax_groups, delayed=True)
+            scales = update_once(states, plan.states, STATE.steps[str(device)], group)
+        if states is not None and scales is None and torch.is_grad_enabled():
+            scales = torch.cat([states.tensors(slot.name)[0] for slot in plan.states])  # those of now, in backward too
+        return states, None if rng is None else rng_take(rng, OFFSETS if record else 0), scales
 
     def _prepare(self, recipe: Recipe, layer: str, device: torch.device) -> None:
         """Makes what a graph of this layer reads and writes."""
-        plan = schedule(recipe, self.module_kind, self._role_name(layer), False, False).plan
-        states = self._bound_states(plan, layer, recipe, device)
-        made: list[Tensor] = []
+        states, rng = self._make(recipe, layer, device, in_forward=True)
+        made: list[Tensor] = [] if rng is None else [rng]
         if states is not None:
             states.prepare_for_graphs()
             made += [make_step_counter(device), *states.buffers()]
-        if plan.needs_rng:
-            made.append(self._rng(device))
         for t in made:
             torch._dynamo.mark_static_address(t, guard=False)
 
@@ -333,24 +280,29 @@ class QuantizedModule(nn.Module):
         recipe = recipe if self.recipe is None else self.recipe
         s = schedule(recipe, self.module_kind, self._role_name(layer), False, False)
         y = product(x, dequantized_weight(weight), bias)
-        if not s.plan.states or torch._C._current_graph_task_id() != -1:
+        if not s.plan.states or STATE.dry or torch._C._current_graph_task_id() != -1:
             return y
-        states = self._bound_states(s.plan, layer, recipe, x.device)
-        assert states is not None
-        self._enter_region(states, recipe, x.device)
-        gradients = []
-        for slot in s.plan.states:
-            tensor = slot.name.partition(".")[0]
-            if tensor == "grad_output":
-                gradients.append(slot.name)
-            else:
-                t = x if tensor == "input" else dequantized_weight(weight)
-                states.record(slot.name, primitives.amax(t.detach()))
+        states = aside(self._calibrate_operands, s.plan, layer, recipe, x, weight)
+        gradients = [slot.name for slot in s.plan.states if slot.name.startswith("grad_output")]
         if y.requires_grad and gradients:
             y.register_hook(
                 lambda dy: [states.record(name, primitives.amax(dy.detach())) for name in gradients] and None
             )
         return y
+
+    def _calibrate_operands(
+        self, plan: LinearPlan, layer: str, recipe: Recipe, x: Tensor, weight: Tensor
+    ) -> ScaleStates:
+        """Records the amaxes of what a forward would quantize, in the states that it returns."""
+        states = self._bound_states(plan, layer, recipe, x.device)
+        assert states is not None
+        self._enter_region(states, recipe, x.device)
+        for slot in plan.states:
+            tensor = slot.name.partition(".")[0]
+            if tensor != "grad_output":
+                t = x if tensor == "input" else dequantized_weight(weight)
+                states.record(slot.name, primitives.amax(t.detach()))
+        return states
 
     # --- weights ---
 
@@ -380,43 +332,6 @@ class QuantizedModule(nn.Module):
             self._caches = {}
         self._caches.setdefault(layer, WeightCache())
 
-    # --- saving and loading ---
-
-    def __getstate__(self) -> dict[str, Any]:
-        """What a module is without its last step; kept weights and region are remade."""
-        return {k: v for k, v in self.__dict__.items() if k not in ("_last_region", "_last_groups", "_caches")}
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        take_extra_state(self, state_dict, prefix)
-        device = next((t.device for t in self.parameters()), None)
-        below = f"{prefix}scale_states."
-        tree = keys_below(state_dict, below)
-        check_tree(tree, state_dict, below, self._modules.get("scale_states"))  # type: ignore[arg-type]
-        rng = state_dict.get(f"{prefix}rng_state")
-        if rng is not None and (rng.dtype != torch.int32 or tuple(rng.shape) != (4,)):
-            raise CheckpointError(
-                f"{prefix}rng_state must be int32 [4], seed and offset of a generator, got {rng.dtype}{list(rng.shape)}"
-            )
-        if not tree:
-            self.reset_scale_states()
-        elif "scale_states" not in self._modules:
-            self._modules["scale_states"] = ScaleStates(None, device)
-        if rng is not None and "rng_state" not in self._buffers:
-            self.register_buffer("rng_state", torch.zeros(4, dtype=torch.int32, device=device))
-        elif rng is None and "rng_state" in self._buffers:
-            del self._buffers["rng_state"]  # the state that the dict is of had none yet
-        self._caches = None
-        super()._load_from_state_dict(state_dict, prefix, *args)
-
-
-def _require_no_capture(device: torch.device) -> None:
-    """Before a state is made. **Raises** NotImplementedError where a CUDA graph would begin it anew each time."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise UnsupportedError(
-            "a module's first call with a recipe that has state makes that state, which must lie outside of CUDA "
-            "graphs: run the module once before capturing it, as diptych.torch.make_graphed_callables does"
-        )
-
 
 _traced_in_regions: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
@@ -435,39 +350,9 @@ def _before_tracing(context: Any) -> None:
         )
 
 
-def _made_while_tracing(context: Any) -> None:
-    """Runs where Dynamo traces `_compiled_states`, on the real objects: a graph cannot make buffers."""
-    with torch.inference_mode(False):
-        module = traced_local(context, "self")
-        for layer in dict.fromkeys(
-            (*module.layers, traced_local(context, "layer"))
-        ):  # at once: what Dynamo has looked at it does not look at again
-            module._prepare(traced_local(context, "recipe"), layer, traced_local(context, "device"))
-
-
 def _cache_made_while_tracing(context: Any) -> None:
-    """So that a first call's graph serves later calls, too. Of all layers: see `_made_while_tracing`."""
+    """So that a first call's graph serves later calls, too. Of all layers at once: what
+    Dynamo has looked at it does not look at again."""
     module = traced_local(context, "self")
     for layer in dict.fromkeys((*module.layers, traced_local(context, "layer"))):
         module._make_cache(layer)
-
-
-def _announce(before: LinearPlan | None, after: LinearPlan, lost: list[str], recipe: Recipe) -> None:
-    warn_once(
-        (None if before is None else before.states, after.states),
-        f"switching to {type(recipe).__name__}: the delayed scales of {', '.join(sorted(lost))} were another recipe's "
-        "and are dropped; further modules and later switches of this kind are not reported",
-    )
-
-
-def seed_rng(model: nn.Module, seed: int) -> None:
-    """Gives every module of a model that can round stochastically its own stretch of one random stream.
-
-    The modules' places in the model alone decide: the i-th gets offsets from i * 2^40 on. Ranks of a data-parallel
-    group should pass different seeds, and DistributedDataParallel `broadcast_buffers=False`, which would undo that.
-
-    **Raises** ValueError for a seed outside of 0..2^64-1.
-    """
-    modules = [m for m in model.modules() if isinstance(m, QuantizedModule)]
-    for i, module in enumerate(modules):
-        module.seed_rng(seed, i << 40)

@@ -30,6 +30,7 @@ from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX
 from diptych.common.recipes import Recipe
 from diptych.common.schedule import Call, Schedule, make_schedule
 from diptych.torch import functional, fused, grouped_primitives, primitives, replay
+from diptych.torch.checkpoint import aside, selective
 from diptych.torch.fused import FusedInput
 from diptych.torch.operands import Copies, Operand, pick, values
 from diptych.torch.quantized import QuantizedTensor, QuantizedTensorBase, high_precision
@@ -151,9 +152,12 @@ def rng_of(call: Call, options: Options, rng: Tensor | None) -> Tensor | None:
 
 
 def scale_of(call: Call, options: Options, scales: dict[str, Tensor] | None) -> tuple[Tensor, Tensor | None]:
-    """The delayed scale, and the history to record in or None."""
+    """The delayed scale, and the history to record in or None. Under a selective checkpoint a recomputation runs the
+    same ops as its forward, and what they record is dropped."""
     if scales is not None:
-        return scales[call.state], None
+        scale = scales[call.state]
+        same = scales is options.replay and options.record and selective()
+        return scale, aside(torch.zeros_like, scale) if same else None
     if options.state is None:
         raise ArgumentError(
             f"{options.module}: {call.quantizer} scales by earlier steps' amaxes and needs state=, a "
@@ -354,4 +358,8 @@ def record_late(t: Tensor | FusedInput, s: Schedule, options: Options) -> None:
     """Records a layer's input for the delayed states that only backward's quantizing reads."""
     if options.state is not None and options.record and options.replay is None:
         for slot in s.late_states():
-            options.state.record(slot, primitives.amax(t) if isinstance(t, Tensor) else fused.amax(t))
+            aside(_record_late, slot, t, options.state)
+
+
+def _record_late(slot: str, t: Tensor | FusedInput, state: ScaleStates | States) -> None:
+    state.record(slot, primitives.amax(t) if isinstance(t, Tensor) else fused.amax(t))

@@ -13,6 +13,7 @@ overwritten by a state that does not fit.
 
 from __future__ import annotations
 
+import math
 import warnings
 import weakref
 from collections.abc import Callable
@@ -21,15 +22,17 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 
 from diptych.common.errors import CheckpointError, RecipeSwitchWarning, UnsupportedError
 from diptych.common.plan import LinearPlan, StateSlot
-from diptych.common.quantizers import Float8Quantizer
-from diptych.torch.checkpoint import SAVED, recorded, replayed, require_saved
+from diptych.common.quantizers import FP8_DTYPES, Float8Quantizer
+from diptych.torch.checkpoint import SAVED, aside, recorded, replayed, require_saved
 from diptych.torch.delayed import LOG, collect, forget, fp8_max, log_buffers, update_all
 from diptych.torch.rules import define, describe, direct, wrote
 
 BUFFERS = ("scale", "amax_history", "fp8_max")
+_LARGEST = tuple(torch.finfo(getattr(torch, dtype)).max for dtype in FP8_DTYPES)
 
 
 _warned: set[Any] = set()
@@ -61,19 +64,41 @@ def resize_history(history: Tensor, length: int) -> Tensor:
 
 def record_amax(history: Tensor, amax: Tensor) -> None:
     """history[0] = max(history[0], amax), what quantizing by a delayed scale does itself."""
+    aside(_record_amax, history, amax)
+
+
+def _record_amax(history: Tensor, amax: Tensor) -> None:
     pending = history[:1]
     torch.maximum(pending, amax, out=pending)
 
 
 class _Float32(nn.Module):
-    """A cast of the module around it is none of its floating buffers."""
+    """A module whose floating buffers no cast of the model changes, and which begin anew when they leave meta."""
+
+    def start(self, name: str) -> float:
+        """The value that a buffer begins with."""
+        return 0.0
+
+    def reset_parameters(self) -> None:
+        """Every buffer as it begins."""
+        self._restart(list(self._buffers))
+
+    def _restart(self, names: list[str]) -> None:
+        with torch.no_grad():
+            for name in names:
+                t = self._buffers[name]
+                if t is not None:
+                    t.fill_(self.start(name))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Float32:
         def moved(t: Tensor) -> Tensor:
             out = fn(t)
             return out if out.dtype == t.dtype else t.to(out.device)
 
-        return super()._apply(moved, recurse)
+        unset = [name for name, t in self._buffers.items() if t is not None and t.is_meta]
+        super()._apply(moved, recurse)
+        self._restart([name for name in unset if not self._buffers[name].is_meta])  # type: ignore[union-attr]
+        return self
 
 
 class ScaleSlot(_Float32):
@@ -86,21 +111,28 @@ class ScaleSlot(_Float32):
     def __init__(self, length: int, largest: float, device: torch.device | str | None) -> None:
         super().__init__()
         self.quantizer: Float8Quantizer | None = None
-        self.register_buffer("scale", torch.ones(1, dtype=torch.float32, device=device))
-        self.register_buffer("amax_history", torch.zeros(length, dtype=torch.float32, device=device))
-        self.register_buffer("fp8_max", torch.full((1,), largest, dtype=torch.float32, device=device))
+        self.largest = largest
+        with torch.inference_mode(False):
+            self.register_buffer("scale", torch.ones(1, dtype=torch.float32, device=device))
+            self.register_buffer("amax_history", torch.zeros(length, dtype=torch.float32, device=device))
+            self.register_buffer("fp8_max", torch.full((1,), largest, dtype=torch.float32, device=device))
+
+    def start(self, name: str) -> float:
+        return {"scale": 1.0, "amax_history": 0.0, "fp8_max": self.largest}[name]
 
     def adopt(self, quantizer: Float8Quantizer) -> None:
         """Serves a quantizer of the same element, with its length of history."""
-        self.quantizer = quantizer
+        self.quantizer, self.largest = quantizer, fp8_max(quantizer)
         if self.amax_history.numel() != quantizer.amax_history_len:
-            self._buffers["amax_history"] = resize_history(self.amax_history, quantizer.amax_history_len)
+            with torch.inference_mode(False):
+                self._buffers["amax_history"] = resize_history(self.amax_history, quantizer.amax_history_len)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         given = state_dict.get(f"{prefix}amax_history")
         if given is not None and given.numel() != self.amax_history.numel():
             if self.quantizer is None:
-                self._buffers["amax_history"] = self.amax_history.new_zeros(given.numel())
+                with torch.inference_mode(False):
+                    self._buffers["amax_history"] = self.amax_history.new_zeros(given.numel())
             else:
                 state_dict = dict(state_dict) | {
                     f"{prefix}amax_history": resize_history(given, self.amax_history.numel())
@@ -138,6 +170,7 @@ class ScaleStates(_Float32):
         super().__init__()
         self.plan: LinearPlan | None = None
         self.region = 0  # of the last update
+        self.graphed = False  # whether graphs record here: what they record in may lie ready before
         self.register_buffer("seen", None, persistent=False)  # the same for graphs: `autocast.step_counter` then
         for name in LOG:  # what graphs record: `delayed`
             self.register_buffer(name, None, persistent=False)
@@ -146,6 +179,9 @@ class ScaleStates(_Float32):
         self.device = device
         if plan is not None:
             self.bind(plan, device)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(self._modules)})"
 
     def slots(self) -> dict[str, ScaleSlot]:
         """Slots by their keys."""
@@ -243,18 +279,25 @@ class ScaleStates(_Float32):
     def recorded(self) -> list[Tensor]:
         """Buffers that graphs record in; none before there are graphs."""
         buffers = self._buffers
-        return [] if buffers["pending"] is None else [buffers[name] for name in LOG]  # type: ignore[misc]
+        ready = self.graphed and buffers["pending"] is not None
+        return [buffers[name] for name in LOG] if ready else []  # type: ignore[misc]
 
     def prepare_for_graphs(self) -> None:
+        """Before a graph of these states is traced."""
+        self.make_graph_buffers()
+        self.graphed = True
+
+    def make_graph_buffers(self) -> None:
         """Makes what graphs of these states read and write beside the slots."""
         if not self.slots():
             return
         device = next(iter(self.slots().values())).scale.device
-        if self.seen is None:
-            self.seen = torch.zeros(1, dtype=torch.int64, device=device)
-        if self._buffers["pending"] is None:
-            for name, buffer in log_buffers(len(self.slots()), device).items():
-                setattr(self, name, buffer)
+        with torch.inference_mode(False):
+            if self.seen is None:
+                self.seen = torch.zeros(1, dtype=torch.int64, device=device)
+            if self._buffers["pending"] is None:
+                for name, buffer in log_buffers(len(self.slots()), device).items():
+                    setattr(self, name, buffer)
 
     def collect(self) -> None:
         """Moves what graphs have recorded into the histories."""
@@ -353,8 +396,12 @@ def check_tree(tree: dict[str, set[str]], state_dict: Any, prefix: str, states: 
                 shape = "[L], L >= 1" if buffer == "amax_history" else "[1]"
                 got = describe(t) if isinstance(t, Tensor) else type(t).__name__
                 raise CheckpointError(f"{prefix}{name}.{buffer} must be float32 {shape}, got {got}")
+        values = {b: state_dict[f"{prefix}{name}.{b}"] for b in BUFFERS}
+        if any([t.is_meta for t in values.values()]) or detect_fake_mode(tuple(values.values())) is not None:
+            continue  # there are no values to look at
+        _check_values(f"{prefix}{name}", **values)
         if isinstance(held, ScaleSlot) and held.quantizer is not None:
-            largest = state_dict[f"{prefix}{name}.fp8_max"].item()
+            largest = values["fp8_max"].item()
             if largest != fp8_max(held.quantizer):
                 raise CheckpointError(
                     f"{prefix}{name} is the state of elements up to {largest:g}, and the module's "
@@ -367,6 +414,19 @@ def check_tree(tree: dict[str, set[str]], state_dict: Any, prefix: str, states: 
         )
 
 
+def _check_values(name: str, scale: Tensor, amax_history: Tensor, fp8_max: Tensor) -> None:
+    """**Raises** CheckpointError for values that no state has, which would spoil products for as long as they stay."""
+    value = scale.item()
+    if not 0 < value < math.inf:
+        raise CheckpointError(f"{name}.scale must be finite and greater than 0, got {value:g}")
+    wrong = amax_history[~((amax_history >= 0) & amax_history.isfinite())]
+    if wrong.numel():
+        raise CheckpointError(f"{name}.amax_history must hold finite amaxes of 0 or more, got {wrong[0].item():g}")
+    largest = fp8_max.item()
+    if largest not in _LARGEST:
+        raise CheckpointError(f"{name}.fp8_max must be the largest value of an FP8 element, got {largest:g}")
+
+
 # --- random state ----------------------------------------------------------------------------------------------------
 
 
@@ -374,9 +434,8 @@ def rng_at(rng: Tensor, offset: int) -> Tensor:
     """The state `offset` draws later: a new int32 [4], the offset added in 64 bits."""
     if offset == 0:
         return rng
-    words = rng.view(torch.int64).clone()
-    words[1:] += offset
-    return words.view(torch.int32)
+    seed, count = rng.view(torch.int64).split(1)
+    return torch.cat([seed, count + offset]).view(torch.int32)
 
 
 def _rng_take(rng: Tensor, count: int) -> Tensor:
@@ -415,4 +474,4 @@ SAVED.add(_rng_take_op)
 
 def rng_take(rng: Tensor, count: int) -> Tensor:
     """A copy of the state as it is, and the state itself advanced in place by `count` offsets."""
-    return _rng_take(rng, count) if direct(rng) else _rng_take_op(rng, count)
+    return _rng_take(rng, count) if direct(rng, watched=True) else _rng_take_op(rng, count)

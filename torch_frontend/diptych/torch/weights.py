@@ -388,6 +388,11 @@ class quantized_model_init:
         _INIT.recipe, _INIT.preserve = self._outer.pop()
 
 
+def initial_recipe() -> Recipe | None:
+    """The recipe of the `quantized_model_init` region around; None outside of regions."""
+    return _INIT.recipe
+
+
 def initial_weight(weight: Tensor, recipe: Recipe | None, module: str, name: str) -> Any:
     """A module's new weight, quantized where a `quantized_model_init` region says so; [G, N, K] becomes a stack."""
     if _INIT.recipe is None:
