@@ -6,6 +6,7 @@ import contextlib
 import copy
 import itertools
 import sys
+import types
 
 import pytest
 import torch
@@ -249,6 +250,20 @@ def one_rank():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("method", ("_shape_inference", "_forward_metadata_inference"))
+def test_both_names_of_the_inference_are_known(monkeypatch, method):
+    """torch's method under the name that it has in one version or another; wrapped once, whatever stage it is of."""
+    seen = []
+    inference = {method: lambda self, x: seen.append((x, recording()))}
+    stages = types.SimpleNamespace(PipelineStage=type("PipelineStage", (), inference))
+    monkeypatch.setitem(sys.modules, "torch.distributed.pipelining.stage", stages)
+    dt.Linear(2, 2)
+    wrapped = getattr(stages.PipelineStage, method)
+    with dt.autocast(recipe=SHORT):
+        getattr(stages.PipelineStage(), method)(3)
+    assert seen == [(3, False)] and getattr(stages.PipelineStage, method) is wrapped
 
 
 @pytest.mark.parametrize("compiled", (False, pytest.param(True, marks=pytest.mark.slow)))

@@ -33,6 +33,7 @@ from diptych.torch.rules import define, describe, direct, wrote
 
 BUFFERS = ("scale", "amax_history", "fp8_max")
 _LARGEST = tuple(torch.finfo(getattr(torch, dtype)).max for dtype in FP8_DTYPES)
+_ROUNDED = 1e-4  # how far averages of fp8_max may have been rounded off it
 
 
 _warned: set[Any] = set()
@@ -138,6 +139,17 @@ class ScaleSlot(_Float32):
                     f"{prefix}amax_history": resize_history(given, self.amax_history.numel())
                 }
         super()._load_from_state_dict(state_dict, prefix, *args)
+        if f"{prefix}fp8_max" in state_dict and has_values(self.fp8_max):
+            held = self.fp8_max.item()
+            exact = [largest for largest in _LARGEST if math.isclose(held, largest, rel_tol=_ROUNDED)]
+            if exact and held != exact[0]:
+                with torch.inference_mode(False):
+                    self._buffers["fp8_max"] = torch.full_like(self.fp8_max, exact[0])
+
+
+def has_values(*tensors: Tensor) -> bool:
+    """Whether tensors can be looked into: none is on meta or fake."""
+    return not any([t.is_meta for t in tensors]) and detect_fake_mode(tensors) is None
 
 
 class States:
@@ -397,12 +409,12 @@ def check_tree(tree: dict[str, set[str]], state_dict: Any, prefix: str, states: 
                 got = describe(t) if isinstance(t, Tensor) else type(t).__name__
                 raise CheckpointError(f"{prefix}{name}.{buffer} must be float32 {shape}, got {got}")
         values = {b: state_dict[f"{prefix}{name}.{b}"] for b in BUFFERS}
-        if any([t.is_meta for t in values.values()]) or detect_fake_mode(tuple(values.values())) is not None:
-            continue  # there are no values to look at
+        if not has_values(*values.values()):
+            continue
         _check_values(f"{prefix}{name}", **values)
         if isinstance(held, ScaleSlot) and held.quantizer is not None:
             largest = values["fp8_max"].item()
-            if largest != fp8_max(held.quantizer):
+            if not math.isclose(largest, fp8_max(held.quantizer), rel_tol=_ROUNDED):
                 raise CheckpointError(
                     f"{prefix}{name} is the state of elements up to {largest:g}, and the module's "
                     f"{held.quantizer.fp8_dtype} go to {fp8_max(held.quantizer):g}: another recipe"
@@ -423,7 +435,7 @@ def _check_values(name: str, scale: Tensor, amax_history: Tensor, fp8_max: Tenso
     if wrong.numel():
         raise CheckpointError(f"{name}.amax_history must hold finite amaxes of 0 or more, got {wrong[0].item():g}")
     largest = fp8_max.item()
-    if largest not in _LARGEST:
+    if not any([math.isclose(largest, known, rel_tol=_ROUNDED) for known in _LARGEST]):
         raise CheckpointError(f"{name}.fp8_max must be the largest value of an FP8 element, got {largest:g}")
 
 
