@@ -2,9 +2,11 @@
 
 from diptych.common.errors import (
     CheckpointError,
+    CheckpointWarning,
     DeviceError,
     DTypeError,
     EmulationWarning,
+    LostUpdateWarning,
     RecipeSwitchWarning,
     ShapeError,
     UnsupportedError,
@@ -43,6 +45,7 @@ __all__ = [
     "FORMATS",
     "RECIPES",
     "CheckpointError",
+    "CheckpointWarning",
     "CustomRecipe",
     "DTypeError",
     "DelayedScaling",
@@ -56,6 +59,7 @@ __all__ = [
     "Format",
     "FormatRow",
     "LinearPlan",
+    "LostUpdateWarning",
     "MMParams",
     "MXFP8BlockScaling",
     "MXFP8Quantizer",

@@ -21,9 +21,12 @@ from diptych.torch.functional import (
 from diptych.torch.graphs import make_graphed_callables
 from diptych.torch.grouped import QuantizedStack, grouped_bias_grad, grouped_gemm, quantize_stack
 from diptych.torch.grouped_linear import GroupedLinear, grouped_linear
+from diptych.torch.held import QuantizedParameter
+from diptych.torch.held_state import plain_state_dict
 from diptych.torch.layernorm_linear import LayerNormLinear
 from diptych.torch.layernorm_mlp import LayerNormMLP
 from diptych.torch.linear import Linear, linear
+from diptych.torch.model_init import quantized_model_init
 from diptych.torch.module import QuantizedModule, seed_rng
 from diptych.torch.permutation import (
     RowMap,
@@ -39,7 +42,6 @@ from diptych.torch.permutation_quantize import moe_permute_and_quantize
 from diptych.torch.proto import TensorProto, to_tensor_proto
 from diptych.torch.quantized import QuantizedTensor
 from diptych.torch.state import ScaleStates
-from diptych.torch.weights import QuantizedParameter, quantized_model_init
 
 __all__ = [
     "ConvertWarning",
@@ -83,6 +85,7 @@ __all__ = [
     "moe_sort_chunks_by_index",
     "moe_sort_chunks_by_index_with_probs",
     "moe_unpermute",
+    "plain_state_dict",
     "quantize",
     "quantize_stack",
     "quantized_model_init",

@@ -26,6 +26,7 @@ from diptych.torch.autocast import STATE, amax_group, make_step_counter
 from diptych.torch.checkpoint import recorded, replayed
 from diptych.torch.delayed import update_once
 from diptych.torch.eager_only import CALIBRATING, DELAYED_WGRAD, EagerOnly, prepare
+from diptych.torch.held_state import read_weights
 from diptych.torch.layer import linear_with
 from diptych.torch.products import Options, dequantized_weight, schedule
 from diptych.torch.quantized import QuantizedTensorBase, high_precision
@@ -395,7 +396,7 @@ class QuantizedModule(nn.Module):
         elif rng is None and "rng_state" in self._buffers:
             del self._buffers["rng_state"]  # the state that the dict is of had none yet
         self._caches = None
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        super()._load_from_state_dict(read_weights(self, state_dict, prefix, args[0]), prefix, *args)
 
 
 def _require_no_capture(device: torch.device) -> None:
