@@ -83,11 +83,16 @@ def train_held(rank: int) -> list[dict[str, torch.Tensor]]:
     with torch.no_grad():
         for i, layer in enumerate(net):
             layer.weight.copy_(normal(f"held {rank} {i}", tuple(layer.weight.shape)))  # ranks begin unlike
-    seen = [{k: t.clone() for k, t in dt.plain_state_dict(net).items()}]
+
+    def now() -> dict[str, torch.Tensor]:
+        values = {f"values {i}": layer.weight.dequantize().detach() for i, layer in enumerate(net)}
+        return values | {k: t.clone() for k, t in dt.plain_state_dict(net).items()}
+
+    seen = [now()]
     wrapped = torch.nn.parallel.DistributedDataParallel(net)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
     for i in range(3):
-        seen.append({k: t.clone() for k, t in dt.plain_state_dict(net).items()})
+        seen.append(now())
         with dt.autocast(recipe=RECIPES["mxfp8"]):
             wrapped(normal(f"x {rank} {i}", (32, 96))).square().mean().backward()
         optimizer.step()
@@ -137,12 +142,12 @@ def test_the_reduction_compiles(ranks):
 def test_held_weights_are_sent_from_rank_0_and_step_alike(ranks):
     (before0, *after0), (before1, *after1) = (r["held"] for r in ranks)
     assert before0.keys() == before1.keys() == after0[0].keys()
-    for key, t in before0.items():
+    for key in before0:
         for a, b in zip(after0, after1, strict=True):
             same(a[key], b[key], key)
-        same(after0[0][key], t, key)
-    assert not torch.equal(before0["0.weight"].float(), before1["0.weight"].float())
-    assert not torch.equal(after0[2]["0.weight"].float(), after0[0]["0.weight"].float())
+    for key in ("values 0", "values 1"):
+        same(after0[0][key], before0[key], key)
+        assert not torch.equal(before0[key], before1[key]) and not torch.equal(after0[2][key], after0[0][key])
 
 
 def test_a_region_that_does_not_name_the_group():
