@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from diptych.common.errors import LostUpdateWarning, ShapeError, UnsupportedError
 from diptych.torch.quantized import (
+    BUFFERS,
     QuantizedStack,
     QuantizedTensor,
     QuantizedTensorBase,
@@ -239,14 +240,15 @@ def _carried(func: Any, out: Any, args: Any) -> Any:
     if not isinstance(out, QuantizedTensorBase):
         return tuple([_carried(aten.select.int, q, (args[0], 0, g)) for g, q in enumerate(out)]) if out else out
     weight, made = args[0], QuantizedParameter.of(out)
-    if func is not aten.select.int:
-        made._high_precision_init_val, made._awaits_init = weight._high_precision_init_val, weight._awaits_init
-    if weight.main_param is None or func in (aten.clone.default, aten.empty_like.default):
-        return made
     if func is aten.select.int:
-        made.main_param = weight.main_param[args[2]]
-    else:  # the same weight, or one elsewhere
-        made.main_param = weight.main_param.to(made.device)
+        made.main_param = None if weight.main_param is None else weight.main_param[args[2]]
+        return made
+    beside = {name: t for name, t in vars(weight).items() if name not in (*BUFFERS, "quantizer", "main_param")}
+    if func is not aten.clone.default and not _traced(weight):
+        vars(made).update(beside)  # module.to() swaps a weight for this one, and users' attributes must not get lost
+    made._high_precision_init_val, made._awaits_init = weight._high_precision_init_val, weight._awaits_init
+    if weight.main_param is not None and func not in (aten.clone.default, aten.empty_like.default):
+        made.main_param = weight.main_param.to(made.device)  # itself, unless the weight moves
     return made
 
 
