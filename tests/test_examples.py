@@ -19,7 +19,7 @@ def test_example_learns(path):
     assert len(losses) >= 2 and losses[-1] < losses[0], done.stdout
 
 
-PAGES = ("recipes.md", "compile.md", "custom_ops.md", "moe.md")
+PAGES = ("recipes.md", "transformer_engine.md", "compile.md", "custom_ops.md", "moe.md")
 RUNNER = """
 import runpy, sys
 for path in sys.argv[1:]:

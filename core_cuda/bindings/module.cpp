@@ -6,6 +6,7 @@
 #include "cpu/pool.h"
 #include "diptych/stack.h"
 #include "grouped.h"
+#include "interrupt.h"
 #include "moe.h"
 #include "program.h"
 #include "src/registry.h"
@@ -358,6 +359,7 @@ py::dict dlpack_layout() {  // compared by a test with the header that torch shi
 }  // namespace
 
 PYBIND11_MODULE(_core, m) {
+  find_main_thread();
   m.doc() = "diptych's kernels over borrowed tensors. Outputs are allocated by the caller.";
   m.def("amax", py_amax, py::arg("x"), py::arg("out"), py::arg("columnwise_out"), py::arg("flags"),
         py::arg("source") = py::none());
@@ -393,7 +395,7 @@ PYBIND11_MODULE(_core, m) {
   m.def("column_sum_workspace_bytes", column_sum_workspace_bytes, py::arg("m"), py::arg("k"));
   add_moe(m);
   add_grouped(m);
-  py::class_<Program>(m, "Program")
+  py::class_<Program, std::shared_ptr<Program>>(m, "Program")
       .def(py::init<>())
       .def("start", &Program::start)
       .def("stop", &Program::stop)
@@ -412,7 +414,9 @@ PYBIND11_MODULE(_core, m) {
   m.def(
       "set_num_threads",
       [](int n) {
-        if (n < 1) throw py::value_error("set_num_threads: n must be at least 1, got " + std::to_string(n));
+        if (n < 1 || n > cpu::kMaxThreads)
+          throw py::value_error("set_num_threads: n must be at least 1 and at most " +
+                                std::to_string(cpu::kMaxThreads) + ", got " + std::to_string(n));
         cpu::set_num_threads(n);
       },
       py::arg("n"));

@@ -1,5 +1,6 @@
 #include "operand.h"
 
+#include <bit>
 #include <string>
 #include <unordered_map>
 
@@ -45,6 +46,25 @@ bool find_dtype(const dl::DataType& d, DType* out) {
 }
 
 std::string who(const char* arg) { return std::string("argument '") + arg + "'"; }
+
+// Products of extents are taken in any order: those that are not 0 must have one.
+void require_count(const TensorView& v, const char* arg) {
+  int64_t bytes = diptych::bytes(v.dtype);
+  for (int i = 0; i < v.rank; ++i)
+    if (v.shape[i] < 0 || (v.shape[i] > 0 && __builtin_mul_overflow(bytes, v.shape[i], &bytes)))
+      throw py::value_error(who(arg) + " has extents whose product is no int64");
+}
+
+bool foreign_order(char order) {  // of the struct module's codes
+  const char foreign = std::endian::native == std::endian::little ? '>' : '<';
+  return order == foreign || (order == '!' && foreign == '>');
+}
+
+[[noreturn]] void throw_dtype_error(const std::string& message) {
+  const py::object type = py::module_::import("diptych.common.errors").attr("DTypeError");
+  PyErr_SetString(type.ptr(), message.c_str());
+  throw py::error_already_set();
+}
 
 bool dense(const int64_t* shape, const int64_t* strides, int rank, int64_t unit) {
   int64_t expect = unit;
@@ -93,8 +113,9 @@ TensorView Call::view(py::handle object, const char* arg, bool writable) {
   v.rank = t.ndim;
   for (int i = 0; i < t.ndim; ++i) v.shape[i] = t.shape[i];
   v.device = {static_cast<Backend>(t.device.type), t.device.type == 1 ? 0 : t.device.id};
+  require_count(v, arg);
   v.contiguous = dense(t);
-  if (Program::recording() != nullptr) objects_.emplace_back(v.data, object);
+  if (Program::recording()) objects_.emplace_back(v.data, object);
   if (!have_device_) {
     have_device_ = true;
     device_ = v.device;
@@ -110,23 +131,28 @@ TensorView Call::from_buffer(py::handle pair, const char* arg, bool writable) {
   if (code < 0 || code >= static_cast<long>(DType::count_)) throw py::type_error(who(arg) + ": unknown dtype code");
   if (held_ == kMaxBuffers) throw py::value_error("too many buffers in one call");
   Py_buffer& b = buffers_[held_];
-  if (PyObject_GetBuffer(PyTuple_GET_ITEM(pair.ptr(), 0), &b, PyBUF_STRIDES | (writable ? PyBUF_WRITABLE : 0)) != 0)
-    throw py::error_already_set();
+  const int wanted = PyBUF_STRIDES | PyBUF_FORMAT | (writable ? PyBUF_WRITABLE : 0);
+  if (PyObject_GetBuffer(PyTuple_GET_ITEM(pair.ptr(), 0), &b, wanted) != 0) throw py::error_already_set();
   ++held_;
   TensorView v;
   v.dtype = static_cast<DType>(code);
   if (b.itemsize != bytes(v.dtype))
     throw py::type_error(who(arg) + " has elements of " + std::to_string(b.itemsize) + " bytes, " + name(v.dtype) +
                          " has " + std::to_string(bytes(v.dtype)));
+  if (b.format != nullptr && b.itemsize > 1 && foreign_order(b.format[0]))  // every NumPy array comes by here
+    throw_dtype_error(who(arg) + " is " + (b.format[0] == '<' ? "little" : "big") +
+                      "-endian, the other byte order than this machine's; use "
+                      "x.astype(x.dtype.newbyteorder('='))");
   if (b.ndim > kMaxRank) throw py::value_error(who(arg) + " has more than 8 dimensions");
   v.data = b.buf;
   v.rank = b.ndim;
   int64_t strides[kMaxRank] = {};
   for (int i = 0; i < b.ndim; ++i) {
     v.shape[i] = b.shape[i];
-    strides[i] = b.strides[i];
+    if (b.strides != nullptr) strides[i] = b.strides[i];  // ctypes arrays have none
   }
-  v.contiguous = dense(v.shape, strides, v.rank, b.itemsize);
+  require_count(v, arg);
+  v.contiguous = b.strides == nullptr || dense(v.shape, strides, v.rank, b.itemsize);
   if (!have_device_) {
     have_device_ = true;
     device_ = v.device;

@@ -17,6 +17,9 @@ int find(const py::list& tensors, py::handle object) {
 }
 
 dl::Tensor borrow(const dl::ExchangeApi* api, py::handle object) {
+  if (api == nullptr)
+    throw py::type_error(std::string("a program's tensor of type ") + Py_TYPE(object.ptr())->tp_name +
+                         " has no DLPack exchange table");
   dl::Tensor t;
   if (api->tensor_from_object(object.ptr(), &t) != 0) throw py::error_already_set();
   return t;
@@ -32,9 +35,15 @@ int64_t bytes_of(const dl::Tensor& t) {
 
 }  // namespace
 
-void raise(const Status& s) {
+void finish(const Status& s, const WarningCollector& warnings) {
+  if (s.code() == Code::interrupted) throw py::error_already_set();  // what a signal's handler raised
+  for (const std::string& message : warnings.messages()) {
+    const py::object category = py::module_::import("diptych.common.errors").attr("EmulationWarning");
+    if (PyErr_WarnEx(category.ptr(), message.c_str(), 1) != 0) throw py::error_already_set();
+  }
   switch (s.code()) {
     case Code::ok:
+    case Code::interrupted:
       return;
     case Code::value:
       throw py::value_error(s.message());
@@ -48,14 +57,25 @@ void raise(const Status& s) {
   }
 }
 
-void warn(const WarningCollector& warnings) {
-  for (const std::string& message : warnings.messages()) {
-    const py::object category = py::module_::import("diptych.common.errors").attr("EmulationWarning");
-    if (PyErr_WarnEx(category.ptr(), message.c_str(), 1) != 0) throw py::error_already_set();
-  }
+thread_local std::weak_ptr<Program> Program::recording_;
+
+void Program::require(Stage stage, const char* method, const char* remedy) const {
+  if (stage_ != stage) throw py::value_error(std::string("Program.") + method + ": " + remedy);
 }
 
-thread_local Program* Program::recording_ = nullptr;
+void Program::start() {
+  require(Stage::fresh, "start", "it has recorded already; make another one");
+  if (recording()) throw py::value_error("Program.start: another program of this thread records; stop() it first");
+  recording_ = weak_from_this();
+  stage_ = Stage::started;
+}
+
+void Program::stop() {
+  if (recording().get() != this)
+    throw py::value_error("Program.stop: it does not record on this thread; start() it first");
+  recording_.reset();
+  stage_ = Stage::stopped;
+}
 
 void* Program::place(const TensorView& view, const Call& call) {
   const py::handle object = call.object_at(view.data);
@@ -69,7 +89,12 @@ void* Program::place(const TensorView& view, const Call& call) {
 
 bool Program::seal(py::list inputs, py::list outputs, py::list scratch, py::list views, py::list makers,
                    py::object make_workspace) {
+  require(Stage::stopped, "seal", "start() and stop() it first, and seal it once");
+  stage_ = Stage::sealing;  // where it fails, it stays so
   if (outputs.size() != makers.size()) throw py::value_error("Program.seal: each output has a maker");
+  for (const py::handle view : views)
+    if (!PyTuple_CheckExact(view.ptr()) || PyTuple_GET_SIZE(view.ptr()) != 3)
+      throw py::type_error("Program.seal: views must hold tuples (tensor, the one that it lies in, bytes)");
   std::vector<int64_t> in_workspace(scratch.size(), -1);
   for (Place& place : places_) {
     for (const py::handle view : views)
@@ -107,10 +132,13 @@ bool Program::seal(py::list inputs, py::list outputs, py::list scratch, py::list
     makers_.emplace_back(pair[0], pair[1].cast<py::tuple>());
   }
   make_workspace_ = std::move(make_workspace);
-  return whole_ && !steps_.empty() && !forms_.empty();
+  if (!whole_ || steps_.empty() || forms_.empty()) return false;
+  stage_ = Stage::sealed;
+  return true;
 }
 
 py::object Program::run(py::list inputs) {
+  require(Stage::sealed, "run", "seal() it first; one that seal() refused cannot run");
   if (inputs.size() != forms_.size()) return py::none();
   std::vector<char*> tensors;
   tensors.reserve(forms_.size() + makers_.size());
@@ -152,12 +180,12 @@ py::object Program::run(py::list inputs) {
   Status status;
   const WarningCollector warnings;
   {
+    const cpu::Interruptible asking(signals_of_this_thread());
     py::gil_scoped_release release;
     for (const Step& step : steps_)
       if (status = step(data.data(), exec); status.code() != Code::ok) break;
   }
-  warn(warnings);
-  raise(status);
+  finish(status, warnings);
   return outputs;
 }
 

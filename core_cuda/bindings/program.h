@@ -2,21 +2,24 @@
 #pragma once
 
 #include <functional>
+#include <memory>
 #include <vector>
 
 #include "diptych/warn.h"
+#include "interrupt.h"
 #include "operand.h"
 
 namespace diptych::bind {
 
-void raise(const Status& status);             // as the Python exception of its code
-void warn(const WarningCollector& warnings);  // as EmulationWarnings
+// Raises the Python exception of a status's code, warnings given as EmulationWarnings before.
+void finish(const Status& status, const WarningCollector& warnings);
 
-// Between `start` and `stop` every op of this thread is added; `seal` says what the tensors are that they met.
-class Program {
+// Between `start` and `stop` every op of this thread is added; `seal` says what the tensors are that they met. A
+// program that is deleted while it records stops recording. Called in another order, each of these raises ValueError.
+class Program : public std::enable_shared_from_this<Program> {
  public:
-  void start() { recording_ = this; }
-  void stop() { recording_ = nullptr; }
+  void start();
+  void stop();
   // `inputs`: what `run` will be given; `outputs`: what it returns; `scratch`: what ops alone write and read; `views`:
   // (tensor, the one of these in whose memory it lies, bytes from there); `makers`: (callable, arguments) that
   // allocates each output; `make_workspace`: allocates that many bytes. False: these ops cannot run again, since one is
@@ -26,7 +29,8 @@ class Program {
   // The outputs, or None where the inputs are of other forms.
   py::object run(py::list inputs);
 
-  static Program* recording() { return recording_; }
+  // That of this thread, or null
+  static std::shared_ptr<Program> recording() { return recording_.expired() ? nullptr : recording_.lock(); }
   template <typename Args>
   void add(Status (*op)(const Args&, const Execution&), Args args, const Call& call);
 
@@ -47,7 +51,11 @@ class Program {
 
   void* place(const TensorView& view, const Call& call);  // its number among places_, from 1
 
-  static thread_local Program* recording_;
+  enum class Stage { fresh, started, stopped, sealing, sealed };
+  void require(Stage stage, const char* method, const char* remedy) const;
+
+  static thread_local std::weak_ptr<Program> recording_;
+  Stage stage_ = Stage::fresh;
   bool whole_ = true;
   std::vector<Step> steps_;
   std::vector<Place> places_;
@@ -121,12 +129,12 @@ void run(Status (*op)(const Args&, const Execution&), const Args& args, Call& ca
   Status status;
   const WarningCollector warnings;
   {
+    const cpu::Interruptible asking(signals_of_this_thread());
     py::gil_scoped_release release;
     status = op(args, exec);
   }
-  warn(warnings);
-  raise(status);
-  if (Program::recording() != nullptr) Program::recording()->add(op, args, call);
+  finish(status, warnings);
+  if (const std::shared_ptr<Program> program = Program::recording()) program->add(op, args, call);
 }
 
 }  // namespace diptych::bind

@@ -84,6 +84,7 @@ void run_task(const Job& p, const Chunk& c, int64_t i0, int64_t rows, int64_t j0
   const int64_t step = p.whole ? kDepth : std::max(p.block, kDepth / p.block * p.block);
   for (int64_t k0 = 0, depth; k0 < p.k.length; k0 += depth) {
     depth = k0 < p.head ? p.head : std::min(step, p.k.length - k0);
+    if (k0 > 0) poll();
     const int64_t block = p.whole ? 0 : (p.k.begin + k0) / p.block - p.block0;
     for (int64_t j = 0; j < panels; ++j) {
       const float* b = c.b.panels + ((j0 / nr + j) * p.k.length + k0) * nr;

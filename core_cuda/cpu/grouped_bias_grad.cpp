@@ -23,7 +23,7 @@ Status grouped_bias_grad(const GroupedBiasGradArgs& args, const Execution&) {
       alignas(64) float acc[kStrip];
       std::memset(acc, 0, sizeof(acc));
       const char* rows = dy.as<const char>() + (at[g] * n + first) * bytes(dy.dtype);
-      simd.column_sum(dy.dtype, rows, n, at[g + 1] - at[g], width, acc);
+      sum_rows_into(acc, dy.dtype, rows, n, at[g + 1] - at[g], width);
       simd.store(out.dtype, acc, width, out.as<char>() + (g * n + first) * bytes(out.dtype));
     });
     return {};

@@ -40,6 +40,7 @@ Status run(const NormArgs& a) {
 Status run(const NormGradArgs& a) {
   const Kernels& simd = kernels();
   const int64_t m = a.x.rows(), k = a.x.cols(), chunks = ceil_div(m, kSumChunk);
+  if (k == 0) return {};
   const bool centered = a.norm == Norm::layernorm, with_beta = a.dbeta.given();
   const std::vector<float> g = gamma_of(simd, a.gamma, a.zero_centered_gamma);
   std::vector<float> dgamma(chunks * k), dbeta(with_beta ? chunks * k : 0);

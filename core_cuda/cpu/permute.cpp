@@ -48,7 +48,7 @@ struct Rows {
   }
   void put(int64_t row, const char* from) const {
     if (streamed) return stream(out + row * bytes, from, bytes);
-    std::memcpy(out + row * bytes, from, bytes);
+    if (bytes > 0) std::memcpy(out + row * bytes, from, bytes);
   }
 
   const char* in;
@@ -81,10 +81,11 @@ Status permute(const PermuteArgs& a, const Execution&) {
       row_bytes += planes.back().bytes;
     }
     const bool threaded = rows * row_bytes >= kThreadedElements;
+    if (row_bytes == 0) return Status();
 
     const int64_t token_bytes = std::max<int64_t>(1, tokens > 0 ? rows * row_bytes / tokens : 1) + slots * 4;
     const int64_t step = std::max<int64_t>(1, kTaskBytes / token_bytes);
-    for_tasks(ceil_div(tokens, step), threaded, [&](int64_t task) {
+    for_tasks(slots > 0 ? ceil_div(tokens, step) : 0, threaded, [&](int64_t task) {
       for (int64_t t = task * step, last = std::min(tokens, t + step); t < last; ++t) {
         for (int64_t i = t * slots; i < (t + 1) * slots; ++i) {
           const int64_t row = map[i];
@@ -112,6 +113,7 @@ Status permute(const PermuteArgs& a, const Execution&) {
 Status permute_columns(const PermuteColumnsArgs& a, const Execution&) {
   return guarded("permute_columns", [&] {
     const int64_t height = a.in.rows(), tokens = a.in.cols(), rows = a.source.numel();
+    if (height == 0 || rows == 0) return Status();  // the other extent may be any
     std::vector<int32_t> from(rows);
     for (int64_t r = 0; r < rows; ++r) {
       const int32_t entry = a.source.as<const int32_t>()[r];

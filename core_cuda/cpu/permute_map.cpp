@@ -79,7 +79,7 @@ Status permute_map(const PermuteMapArgs& a, const Execution&) {
     if (rows > 0) std::memset(source, 0xFF, rows * sizeof(int32_t));
     for_tasks(chunks, threaded, [&](int64_t c) {
       const int64_t first = c * kChunk, last = std::min(items, first + kChunk), width = mask ? experts : 1;
-      std::memset(map + first * width, 0xFF, (last - first) * width * sizeof(int32_t));
+      if (width > 0) std::memset(map + first * width, 0xFF, (last - first) * width * sizeof(int32_t));
       int32_t* to = &next[c * experts];
       each_entry(a, experts, first, last, [&](int64_t entry, int64_t e) {
         const int32_t row = to[e]++;

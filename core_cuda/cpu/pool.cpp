@@ -2,12 +2,15 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <cstdio>
 #include <exception>
 #include <mutex>
 #include <system_error>
 #include <thread>
+
+#include "cpu/interrupt.h"
 
 #if defined(__linux__)
 #include <sched.h>
@@ -53,6 +56,11 @@ struct Job {
   std::atomic<int> helpers{0};
   std::atomic<bool> failed{false};
   std::exception_ptr error = nullptr;
+
+  void fail() {  // in a handler: this exception counts if it is the first
+    if (!failed.exchange(true)) error = std::current_exception();
+    cursor.store(count, std::memory_order_relaxed);
+  }
 };
 
 thread_local bool inside_task = false;
@@ -61,13 +69,15 @@ void work_on(Job& job) {
   const bool outer = inside_task;
   inside_task = true;
   {
-    IeeeScope ieee;
-    for (int64_t i; (i = job.cursor.fetch_add(1, std::memory_order_relaxed)) < job.count;) {
-      try {
+    const IeeeScope ieee;
+    const Shared shared(job.failed);
+    try {
+      for (int64_t i; (i = job.cursor.fetch_add(1, std::memory_order_relaxed)) < job.count;) {
         (*job.task)(i);
-      } catch (...) {
-        if (!job.failed.exchange(true)) job.error = std::current_exception();
+        poll();
       }
+    } catch (...) {
+      job.fail();
     }
   }
   inside_task = outer;
@@ -93,7 +103,23 @@ class Pool {
     }
     for (int i = 0; i < kSpins && job.helpers.load(std::memory_order_acquire) != 0; ++i) relax();
     std::unique_lock lock(mutex_);  // also: the last helper has let go of the job
-    done_.wait(lock, [&] { return job.helpers.load(std::memory_order_acquire) == 0; });
+    const auto done = [&] { return job.helpers.load(std::memory_order_acquire) == 0; };
+    while (!done_.wait_for(lock, std::chrono::milliseconds(50), done)) {
+      if (job.failed.load(std::memory_order_relaxed)) continue;  // who was asked is not asked again
+      lock.unlock();
+      try {
+        poll();
+      } catch (...) {
+        job.fail();
+      }
+      lock.lock();
+    }
+  }
+
+  // Wakes who sleeps, so that workers that are too many see it.
+  void shrink() {
+    const std::lock_guard lock(mutex_);
+    wake_.notify_all();
   }
 
  private:
@@ -121,7 +147,7 @@ class Pool {
     return nullptr;
   }
 
-  [[noreturn]] void loop() {
+  void loop() {
     uint64_t seen = 0;
     for (;;) {
       for (int i = 0; i < kSpins && posted_.load(std::memory_order_acquire) == seen; ++i) relax();
@@ -129,6 +155,10 @@ class Pool {
       {
         std::unique_lock lock(mutex_);
         while (!(job = join())) {
+          if (workers_ >= num_threads()) {  // its caller is one of them
+            --workers_;
+            return;
+          }
           seen = posted_.load(std::memory_order_relaxed);
           ++asleep_;
           wake_.wait(lock);
@@ -173,7 +203,7 @@ Pool& pool() {
 }
 
 int machine_threads() {
-  int n = std::max(1, static_cast<int>(std::thread::hardware_concurrency()));
+  int n = std::clamp(static_cast<int>(std::thread::hardware_concurrency()), 1, kMaxThreads);
 #if defined(__linux__)
   cpu_set_t set;
   if (sched_getaffinity(0, sizeof(set), &set) == 0) n = std::min(n, std::max(1, CPU_COUNT(&set)));
@@ -192,7 +222,10 @@ void parallel_for(int64_t count, const std::function<void(int64_t)>& task) {
   const int threads = num_threads();
   if (count <= 1 || threads == 1 || inside_task) {
     IeeeScope ieee;
-    for (int64_t i = 0; i < count; ++i) task(i);
+    for (int64_t i = 0; i < count; ++i) {
+      if (i > 0) poll();
+      task(i);
+    }
     return;
   }
   Job job{&task, count, static_cast<int>(std::min<int64_t>(threads, count)) - 1};
@@ -200,7 +233,11 @@ void parallel_for(int64_t count, const std::function<void(int64_t)>& task) {
   if (job.error) std::rethrow_exception(job.error);
 }
 
-void set_num_threads(int n) { thread_count().store(std::max(1, n), std::memory_order_relaxed); }
+void set_num_threads(int n) {
+  const int before = thread_count().exchange(std::clamp(n, 1, kMaxThreads), std::memory_order_relaxed);
+  Pool* p = current_pool.load(std::memory_order_acquire);
+  if (n < before && p) p->shrink();
+}
 int num_threads() { return thread_count().load(std::memory_order_relaxed); }
 
 IeeeScope::IeeeScope() : saved_(float_control()) {

@@ -98,6 +98,11 @@ void banded_amaxes(const Input& in, int32_t flags, float* out, float* columnwise
 }  // namespace
 
 void amaxes_of(const Input& in, int32_t flags, float* out, float* columnwise_out) {
+  if (in.m == 0 || in.k == 0) {  // the other extent may be any
+    if (out) std::fill_n(out, flags & kRowAmax ? in.m : 1, 0.0f);
+    if (columnwise_out) *columnwise_out = 0.0f;
+    return;
+  }
   const std::vector<char> used = in.used();
   if ((in.staged && used.empty()) || (flags & (kRowAmax | kRht))) return banded_amaxes(in, flags, out, columnwise_out);
   const float amax = used.empty() ? amax_of(in.x) : amax_of_rows(in.x, used);
@@ -123,7 +128,7 @@ Status bias_grad(const BiasGradArgs& args, const Execution&) {
       const int64_t first = i * kStrip, width = std::min(kStrip, n - first);
       alignas(64) float acc[kStrip];
       std::memset(acc, 0, sizeof(acc));
-      simd.column_sum(dy.dtype, dy.as<const char>() + first * bytes(dy.dtype), n, m, width, acc);
+      sum_rows_into(acc, dy.dtype, dy.as<const char>() + first * bytes(dy.dtype), n, m, width);
       simd.store(out.dtype, acc, width, out.as<char>() + first * bytes(out.dtype));
     });
     return Status();

@@ -1,10 +1,13 @@
 // What every CPU op does around its work: float environment, errors, and whether waking threads pays.
 #pragma once
 
+#include <algorithm>
 #include <exception>
 #include <new>
 #include <string>
 
+#include "cpu/interrupt.h"
+#include "cpu/isa.h"
 #include "cpu/pool.h"
 #include "diptych/status.h"
 
@@ -16,6 +19,8 @@ Status guarded(const char* op, Fn fn) {
   try {
     IeeeScope ieee;
     return fn();
+  } catch (const Interrupted&) {
+    return Status(Code::interrupted, std::string(op) + ": interrupted; what it was writing is undefined");
   } catch (const std::bad_alloc&) {
     return Status(Code::runtime, std::string(op) + ": not enough memory for its working space");
   } catch (const std::exception& e) {
@@ -29,7 +34,19 @@ void for_tasks(int64_t count, bool threaded, const Fn& fn) {
   if (threaded && count > 1) {
     parallel_for(count, fn);
   } else {
-    for (int64_t i = 0; i < count; ++i) fn(i);
+    for (int64_t i = 0; i < count; ++i) {
+      if (i > 0) poll();
+      fn(i);
+    }
+  }
+}
+
+// Adds rows of x [rows, cols], of `ld` elements from one to the next, to acc in ascending order.
+inline void sum_rows_into(float* acc, DType dtype, const char* x, int64_t ld, int64_t rows, int64_t cols) {
+  constexpr int64_t kRows = 1 << 14;  // a millisecond's
+  for (int64_t r = 0; r < rows; r += kRows) {
+    if (r > 0) poll();
+    kernels().column_sum(dtype, x + r * ld * bytes(dtype), ld, std::min(kRows, rows - r), cols, acc);
   }
 }
 

@@ -45,9 +45,31 @@ void keep(const TensorView& from, const TensorView& to) {
   if (to.data != from.data && from.numel() > 0) std::memcpy(to.data, from.data, from.numel() * sizeof(float));
 }
 
+// Numbers that index a log are read from memory that anybody may have written: no step is taken before all are checked.
+Status countable(const char* op, const char* arg, int64_t number, int64_t most) {
+  if (number >= 0 && number <= most) return {};
+  return {Code::value, std::string(op) + ": " + arg + " is " + std::to_string(number) +
+                           ", and counts of logged amaxes lie in 0.." + std::to_string(most)};
+}
+
+Status takable(const AmaxLog& log, const TensorView& taken, int64_t n) {
+  const int64_t written = *log.written.as<const int64_t>(), columns = log.amaxes.cols();
+  DIPTYCH_TRY(countable("scale_update", "written", written, std::numeric_limits<int64_t>::max()));
+  for (int64_t t = 0; t < n; ++t) {
+    const int64_t from = taken.as<const int64_t>()[t];
+    DIPTYCH_TRY(countable("scale_update", "taken", from, written));
+    if (written - from > columns)
+      return {Code::runtime, "scale_update: " + std::to_string(written - from) +
+                                 " amaxes were logged since the last update, and the log holds " +
+                                 std::to_string(columns)};
+  }
+  return {};
+}
+
 // What was recorded elsewhere goes into history[., 0].
 Status take(const ScaleUpdateArgs& a) {
   const int64_t n = a.history.rows(), length = a.history.cols();
+  if (a.log.given()) DIPTYCH_TRY(takable(a.log, a.taken, n));
   float* history = a.new_history.as<float>();
   for (int64_t t = 0; t < n && a.pending.given(); ++t) {
     float& cell = a.pending.as<float>()[t];
@@ -57,10 +79,6 @@ Status take(const ScaleUpdateArgs& a) {
   for (int64_t t = 0; t < n && a.log.given(); ++t) {
     const int64_t columns = a.log.amaxes.cols(), written = *a.log.written.as<const int64_t>();
     int64_t& taken = a.taken.as<int64_t>()[t];
-    if (written - taken > columns)
-      return {Code::runtime, "scale_update: " + std::to_string(written - taken) +
-                                 " amaxes were logged since the last " + "update, and the log holds " +
-                                 std::to_string(columns)};
     for (; taken < written; ++taken)
       history[t * length] =
           std::max(history[t * length], a.log.amaxes.as<const float>()[t * columns + taken % columns]);
@@ -77,6 +95,7 @@ void copy_out(const ScaleUpdateArgs& a) {
 Status log_amax(const LogAmaxArgs& args, const Execution&) {
   const int64_t n = args.amax.numel(), length = args.log.amaxes.cols();
   int64_t& written = *args.log.written.as<int64_t>();
+  DIPTYCH_TRY(countable("log_amax", "written", written, std::numeric_limits<int64_t>::max() - 1));
   for (int64_t t = 0; t < n; ++t)
     args.log.amaxes.as<float>()[t * length + written % length] = args.amax.as<const float>()[t];
   ++written;

@@ -1,9 +1,11 @@
 // Per-thread working memory that grows, is reused by the next call, and is given back when it was unusually large.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdlib>
 #include <new>
+#include <utility>
 
 namespace diptych::cpu {
 
@@ -11,7 +13,10 @@ enum class Slot { tile, bytes, scales, panels, packed, count_ };
 
 class Scratch {
  public:
+  Scratch() = default;
   ~Scratch() { std::free(p_); }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
 
   // At least n elements of T, 64-byte aligned, of undefined value. Whatever the slot held before is gone.
   template <typename T>
@@ -32,15 +37,28 @@ class Scratch {
     p_ = nullptr;
     size_ = 0;
   }
+  void swap(Scratch& other) {
+    std::swap(p_, other.p_);
+    std::swap(size_, other.size_);
+  }
 
  private:
   void* p_ = nullptr;
   size_t size_ = 0;
 };
 
-inline Scratch& scratch(Slot slot) {
-  static thread_local Scratch slots[static_cast<int>(Slot::count_)];
-  return slots[static_cast<int>(slot)];
+using ScratchSlots = std::array<Scratch, static_cast<size_t>(Slot::count_)>;
+
+inline ScratchSlots& scratch_slots() {
+  static thread_local ScratchSlots slots;
+  return slots;
+}
+
+inline Scratch& scratch(Slot slot) { return scratch_slots()[static_cast<size_t>(slot)]; }
+
+// Gives this thread other working memory, and its own back.
+inline void exchange_scratch(ScratchSlots& other) {
+  for (size_t i = 0; i < other.size(); ++i) scratch_slots()[i].swap(other[i]);
 }
 
 }  // namespace diptych::cpu

@@ -62,6 +62,7 @@ void write(const TensorView& t, int64_t i, int64_t n, const A* from) {
 // Calls body(first token, last token) in tasks
 template <typename Body>
 void for_tokens(int64_t tokens, int64_t work, Body body) {
+  if (work == 0) return;  // nothing is written, however many tokens there are
   const int64_t step = std::max<int64_t>(1, (kThreadedElements * tokens) / std::max<int64_t>(1, work));
   for_tasks(ceil_div(tokens, step), work >= kThreadedElements,
             [&](int64_t task) { body(task * step, std::min(tokens, (task + 1) * step)); });
@@ -104,7 +105,7 @@ void unpermute_as(const UnpermuteArgs& a) {
       sum_rows(a, t, from, by);
       if (!grad_size) continue;
       char* grads = a.dprobs.as<char>() + t * slots * grad_size;
-      std::memset(grads, 0, slots * grad_size);
+      if (slots > 0) std::memset(grads, 0, slots * grad_size);
       for (const Destination& d : to)
         std::memcpy(grads + d.slot * grad_size, a.permuted_dprobs.as<const char>() + d.row * grad_size, grad_size);
     }
@@ -142,7 +143,7 @@ void unpermute_grad_as(const UnpermuteGradArgs& a) {
       }
       if (!a.dprobs.given()) continue;
       const int64_t size = bytes(a.dprobs.dtype);
-      std::memset(a.dprobs.as<char>() + t * slots * size, 0, slots * size);
+      if (slots > 0) std::memset(a.dprobs.as<char>() + t * slots * size, 0, slots * size);
       for (size_t j = 0; j < to.size(); ++j) {
         A sum = 0;
         for (int l = 0; l < kLanes; ++l) sum += dots[j * kLanes + l];
@@ -151,8 +152,12 @@ void unpermute_grad_as(const UnpermuteGradArgs& a) {
     }
   });
   const int64_t row_bytes = width * bytes(a.dx.dtype);
-  for (int64_t r = 0; r < rows; ++r)
-    if (source[r] < 0 && row_bytes > 0) std::memset(a.dx.as<char>() + r * row_bytes, 0, row_bytes);
+  if (row_bytes == 0) return;
+  constexpr int64_t kRows = 1 << 10;
+  for_tasks(ceil_div(rows, kRows), rows * width >= kThreadedElements, [&](int64_t task) {
+    for (int64_t r = task * kRows; r < std::min(rows, (task + 1) * kRows); ++r)
+      if (source[r] < 0) std::memset(a.dx.as<char>() + r * row_bytes, 0, row_bytes);
+  });
 }
 
 }  // namespace

@@ -72,6 +72,7 @@ inline ffi::Error to_error(const Status& status) {
     case Code::unsupported:
       return ffi::Error(ffi::ErrorCode::kUnimplemented, status.message());
     case Code::runtime:
+    case Code::interrupted:
       break;
   }
   return ffi::Error(ffi::ErrorCode::kInternal, status.message());

@@ -76,7 +76,8 @@ def test_every_field_matters():
         DelayedScaling(),
         {"fp8_format": Format.E4M3, **history, **gemms, "fp8_gemm_fprop": MMParams(), **base},
     )
-    values.check_fields_matter(QParams(), {"power_2_scale": True, "amax_epsilon": 1.0})
+    of_nvfp4 = dict.fromkeys(("random_hadamard_transform", "stochastic_rounding", "fp4_2d_quantization"), True)
+    values.check_fields_matter(QParams(), {"power_2_scale": True, "amax_epsilon": 1.0, **of_nvfp4})
     values.check_fields_matter(MMParams(), {"use_split_accumulator": False})
 
 

@@ -11,7 +11,7 @@ import cases
 import oracle
 from core import runner
 from diptych import core
-from diptych.common.errors import DTypeError, ShapeError
+from diptych.common.errors import ArgumentError, DTypeError, ShapeError
 from diptych.common.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -352,7 +352,7 @@ def test_numpy_face_errors():
     rotated, noisy = NVFP4Quantizer(with_rht=True), NVFP4Quantizer(stochastic_rounding=True)
     bad = [
         (DTypeError, "quantize.*float32, bfloat16.*float64", lambda: core.quantize(X.astype(np.float64), mx)),
-        (DTypeError, "quantize.*NumPy array.*list", lambda: core.quantize([1.0], mx)),
+        (ArgumentError, "quantize.*NumPy array.*list", lambda: core.quantize([1.0], mx)),
         (ShapeError, "scalar", lambda: core.quantize(np.array(1.0, np.float32), mx)),
         (ValueError, f"amax.*{MX}", lambda: core.quantize(X, mx, amax=one)),
         (ShapeError, rf"{NV}.*rows.*\[6, 48\].*16", lambda: core.quantize(PACKED_X[:6], nv)),
@@ -360,7 +360,7 @@ def test_numpy_face_errors():
         (ValueError, "columnwise_amax", lambda: core.quantize(PACKED_X, nv, amax=one)),
         (ShapeError, r"amax must be \[1\], got \[16\]", lambda: core.quantize(
             PACKED_X, nv, amax=np.ones(16, np.float32), columnwise_amax=one)),
-        (DTypeError, "amax.*float32", lambda: core.quantize(PACKED_X, nv, amax=[1.0], columnwise_amax=one)),
+        (ArgumentError, "amax.*float32", lambda: core.quantize(PACKED_X, nv, amax=[1.0], columnwise_amax=one)),
         (ValueError, f"{NV}.*scale", lambda: core.quantize(PACKED_X, nv, scale=one)),
         (TypeError, "Hadamard.*bfloat16.*float32", lambda: core.quantize(PACKED_X, rotated)),
         (TypeError, "rng", lambda: core.quantize(PACKED_X, noisy)),
@@ -370,8 +370,8 @@ def test_numpy_face_errors():
         (TypeError, "scale", lambda: core.quantize(X, Float8Quantizer())),
         (ValueError, "scale", lambda: core.quantize(X, Float8BlockQuantizer(), scale=one)),
         (ValueError, "scale.*amax", lambda: core.quantize(X, Float8Quantizer(), scale=one, amax=one)),
-        (DTypeError, "scale", lambda: core.quantize(X, Float8Quantizer(), scale=1.0)),
-        (DTypeError, "scale_update.*history", lambda: core.scale_update([[1.0]], one)),
+        (ArgumentError, "scale", lambda: core.quantize(X, Float8Quantizer(), scale=1.0)),
+        (ArgumentError, "scale_update.*history", lambda: core.scale_update([[1.0]], one)),
         (ValueError, "scale_update.*scale", lambda: core.scale_update(X, one)),
         (ValueError, "scale_update.*most_recent", lambda: core.scale_update(X[:1], one, amax=one, most_recent=True)),
         (TypeError, "amax.*bfloat16", lambda: core.amax(PACKED_X, rht=True)),

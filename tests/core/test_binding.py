@@ -257,6 +257,9 @@ def test_thread_count_and_isa_errors():
     for n in (0, -1, -(2**31)):
         with pytest.raises(ValueError, match=r"set_num_threads.*at least 1"):
             core.set_num_threads(n)
+    for n in (1025, 10**5, 2**31 - 1):
+        with pytest.raises(ValueError, match=f"set_num_threads: n must be at least 1 and at most 1024, got {n}"):
+            core.set_num_threads(n)
     for n in (2**40, "2", None, 1.5):
         with pytest.raises(TypeError):
             core.set_num_threads(n)

@@ -15,7 +15,7 @@ from core import moe_runner as ops
 from core import runner
 from core.test_permute import FLOATS, draw, routings, rows_of, top_k
 from diptych import core
-from diptych.common.errors import DTypeError, ShapeError
+from diptych.common.errors import ArgumentError, DTypeError, ShapeError
 from diptych.core import _core
 
 T, SLOTS, ROWS, H = 40, 3, 50, 24
@@ -241,7 +241,7 @@ def test_numpy_face_errors():
     m = core.permute_map(ids, experts=3)
     bad: list[tuple[type[Exception], str, Callable[[], Any]]] = [
         (DTypeError, "routing.*float32", lambda: core.permute_map(x)),
-        (DTypeError, "routing.*list", lambda: core.permute_map([[1]])),  # type: ignore[arg-type]
+        (ArgumentError, "routing.*list", lambda: core.permute_map([[1]])),  # type: ignore[arg-type]
         (ShapeError, r"routing.*\[4\]", lambda: core.permute_map(ids[:, 0], experts=3)),
         (ValueError, "experts=", lambda: core.permute_map(ids)),
         (ValueError, "rows=", lambda: core.permute_map(ids.astype(bool))),
@@ -250,7 +250,7 @@ def test_numpy_face_errors():
         (DTypeError, "x must.*complex64", lambda: core.permute(x.astype(np.complex64), m)),
         (ValueError, "input 0.*4 tokens", lambda: core.permute(x[:3], m)),
         (ValueError, "zero_prob_is_padding", lambda: core.permute(x, m, zero_prob_is_padding=True)),  # type: ignore
-        (DTypeError, "probs", lambda: core.permute(x, m, probs=[1.0])),  # type: ignore[arg-type]
+        (ArgumentError, "probs", lambda: core.permute(x, m, probs=[1.0])),  # type: ignore[arg-type]
         (TypeError, "unpermute: x", lambda: core.unpermute(ids, m)),
     ]
     for error, match, call in bad:

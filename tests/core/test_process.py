@@ -6,6 +6,7 @@ import concurrent.futures
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -96,6 +97,29 @@ def test_thread_count_may_change_while_others_work():
 
     with runner.setting(), concurrent.futures.ThreadPoolExecutor(4) as pool:
         list(pool.map(one, range(64)))
+
+
+def test_threads_that_are_too_many_end():
+    tasks = Path("/proc/self/task")
+    if not tasks.exists():
+        pytest.skip("counts threads in /proc/self/task")
+    x = np.zeros((1 << 16, 64), np.float32)
+
+    def count() -> int:
+        return len(list(tasks.iterdir()))
+
+    with runner.setting(threads=1):
+        core.amax(x)
+        before = count()
+        with runner.setting(threads=40):
+            core.quantize(x, Float8BlockQuantizer())
+            assert count() > before  # of others' threads some may have ended
+        patience = time.monotonic() + 10
+        while count() > before and time.monotonic() < patience:
+            time.sleep(0.01)
+        assert count() <= before
+    with runner.setting(threads=3):  # and new ones start
+        runner.same_bits(core.amax(x + 2), np.float32([2]), "after threads have ended")
 
 
 @pytest.mark.cuda

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import platform
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ import cases
 import oracle
 from core import runner
 from diptych import core
-from diptych.common.errors import DTypeError
+from diptych.common.errors import ArgumentError, DTypeError
 from diptych.common.quantizers import Float8Quantizer
 from diptych.core import _core
 
@@ -300,8 +302,9 @@ def test_numpy_face_seen_and_step():
     moved = core.scale_update(history, scale, seen=one, step=two)
     assert moved[0].tolist() == [[0, 8, 2, 3]] and moved[1].tolist() == [56]
     assert one.tolist() == [1] and two.tolist() == [2]
-    for bad in (1, [1], np.array([1], np.int32), arr(1)):
-        with pytest.raises(DTypeError, match="scale_update: step must be a NumPy array of int64"):
+    wrong = {ArgumentError: (1, [1]), DTypeError: (np.array([1], np.int32), arr(1))}
+    for error, bad in [(error, bad) for error, given in wrong.items() for bad in given]:
+        with pytest.raises(error, match="scale_update: step must be a NumPy array of int64"):
             core.scale_update(history, scale, seen=one, step=bad)
     with pytest.raises(ValueError, match="scale_update: seen and step come together"):
         core.scale_update(history, scale, seen=one)
@@ -360,3 +363,74 @@ def test_a_log_that_ran_over():
     with pytest.raises(RuntimeError, match="2 amaxes were logged since the last update, and the log holds 1"):
         _core.scale_update(**state, **given, log=log, written=written, taken=int64(be, 0))
     assert values(state["history"]).tolist() == [[1, 2]]
+
+
+BEYOND = {
+    "negative written": (-1, 0, "written is -1"),
+    "negative taken": (3, -1, "taken is -1"),
+    "taken ahead": (3, 4, "taken is 4, and counts of logged amaxes lie in 0..3"),
+    "a difference that wraps around": (2**63 - 1, -(2**63), f"taken is -{2**63}"),
+    "both below 0": (-4, -5, "written is -4"),
+}
+
+
+@pytest.mark.parametrize("case", BEYOND)
+def test_counters_outside_of_a_log(case):
+    """Numbers that would index what lies around a log, whose own memory and surroundings stay as they were."""
+    written, taken, message = BEYOND[case]
+    memory = np.full(4096, 99.0, np.float32)
+    memory[2048:2080] = 0
+    history, scale, number = np.zeros((2, 4), np.float32), np.ones(2, np.float32), np.array([written])
+    log = memory[2048:2080].reshape(2, 16), 0
+    state = {"history": (history, 0), "scale": (scale, 0), "new_history": (history, 0), "new_scale": (scale, 0)}
+    given = {"reduced": None, "amax": None, "fp8_max": 448.0, "margin": 0, "most_recent": False}
+    pending = np.full(2, 5.0, np.float32)
+    given |= {"log": log, "written": (number, 8), "taken": (np.array([taken, taken]), 8), "pending": (pending, 0)}
+    with pytest.raises(ValueError, match=f"scale_update: {message}"):
+        _core.scale_update(**state, **given)
+    assert not history.any() and (scale == 1).all() and (pending == 5).all()
+    if written < 0:
+        with pytest.raises(ValueError, match=f"log_amax: {message}"):
+            _core.log_amax((arr(7, 8), 0), log, (number, 8))
+    assert number == written and not memory[2048:2080].any() and (memory == 99).sum() == 4096 - 32
+
+
+def test_a_log_whose_count_would_wrap_around():
+    log, number = np.zeros((1, 16), np.float32), np.array([2**63 - 1])
+    with pytest.raises(ValueError, match=f"log_amax: written is {2**63 - 1}"):
+        _core.log_amax((arr(7), 0), (log, 0), (number, 8))
+    assert number == 2**63 - 1 and not log.any()
+
+
+TRAP = """
+import sys, torch
+from diptych.core import _core
+
+written, taken = int(sys.argv[1]), int(sys.argv[2])
+log, history, scale = torch.zeros(1, 16, device="cuda"), torch.zeros(1, 4, device="cuda"), torch.ones(1, device="cuda")
+written, taken = (torch.tensor([n], device="cuda") for n in (written, taken))
+state = history, scale, None, None, history, scale, 448.0, 0, False
+if sys.argv[3] == "log_amax":
+    _core.log_amax(torch.ones(1, device="cuda"), log, written)
+else:
+    _core.scale_update(*state, log=log, written=written, taken=taken)
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    ("written", "taken", "op"),
+    [
+        (-5, 0, "log_amax"),
+        (2**63 - 1, 0, "log_amax"),
+        (-4, -5, "scale_update"),
+        (3, 4, "scale_update"),
+        (2**63 - 1, -(2**63), "scale_update"),
+    ],
+)
+def test_counters_outside_of_a_log_trap_on_cuda(cuda, written, taken, op):
+    # A trap ends all work of the process on the device.
+    command = [sys.executable, "-c", TRAP, str(written), str(taken), op]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode != 0 and f"diptych: {op}: " in done.stdout and "counts of logged amaxes" in done.stdout

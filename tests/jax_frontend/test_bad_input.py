@@ -12,11 +12,12 @@ import pytest
 
 import cases
 import diptych.jax as dj
-from diptych.common import DTypeError, NVFP4Quantizer, ShapeError, UnsupportedError
+from diptych.common import ArgumentError, DTypeError, NVFP4Quantizer, ShapeError, UnsupportedError
 from diptych.jax import primitives
 from jax_frontend import tools
 
 X = np.ones((4, 32), np.float32)
+BIG = np.ones((4, 32), ">f4")
 B16 = np.ones((16, 32), cases.INPUT_DTYPES["bfloat16"])
 CURRENT, MX, BLOCK, FP4 = (tools.quantizer(f) for f in ("fp8_e4m3_tensor", "mxfp8_e4m3", "fp8_e4m3_1x128", "nvfp4"))
 DELAYED, NOISY, ROTATED = dj.Float8Quantizer(), NVFP4Quantizer(stochastic_rounding=True), NVFP4Quantizer(with_rht=True)
@@ -44,10 +45,10 @@ def gemm_into(acc):
 
 BAD = {
     "quantize int": (lambda: dj.quantize(jnp.ones((4, 4), jnp.int32), MX), DTypeError, r"mxfp8_e4m3.*int32"),
-    "quantize list": (lambda: dj.quantize([1.0], MX), DTypeError, "JAX or NumPy array, got list"),
+    "quantize list": (lambda: dj.quantize([1.0], MX), ArgumentError, "JAX or NumPy array, got list"),
     "quantize float64": (lambda: dj.quantize(np.ones((4, 4)), MX), DTypeError, "float64"),
     "quantize scalar": (lambda: dj.quantize(jnp.float32(1), MX), ShapeError, "at least one dimension"),
-    "quantize quantizer": (lambda: dj.quantize(X, dj.MXFP8BlockScaling()), DTypeError, "Quantizer"),
+    "quantize quantizer": (lambda: dj.quantize(X, dj.MXFP8BlockScaling()), ArgumentError, "Quantizer"),
     "quantize amax block": (lambda: dj.quantize(X, BLOCK, amax=1.0), ValueError, "fp8_e4m3_1x128"),
     "quantize amax shape": (lambda: dj.quantize(X, CURRENT, amax=jnp.ones(2)), ShapeError, r"\[1\], got \[2\]"),
     "quantize amax dtype": (lambda: dj.quantize(X, CURRENT, amax=jnp.ones(1, jnp.bfloat16)), DTypeError, "float32"),
@@ -62,8 +63,21 @@ BAD = {
         ShapeError,
         r"amax must have shape \[16\], got \[1\]",
     ),
+    "quantize big-endian": (lambda: dj.quantize(BIG, MX), DTypeError, "x is big-endian.*newbyteorder"),
+    "quantize amax big-endian": (lambda: dj.quantize(X, CURRENT, amax=BIG[0, :1]), DTypeError, "amax is big-endian"),
+    "amax big-endian": (lambda: dj.amax(BIG), DTypeError, "amax: x is big-endian"),
+    "scale_update big-endian": (lambda: dj.scale_update(BIG, BIG[:, 0]), DTypeError, "history is big-endian"),
+    "map big-endian": (
+        lambda: dj.moe_map(np.zeros((4, 1), ">i4"), 2, map_type="index"),
+        DTypeError,
+        "routing_map is big-endian",
+    ),
     "quantize amax float64": (lambda: dj.quantize(X, CURRENT, amax=np.ones(1)), DTypeError, "amax is float64"),
-    "quantize amax text": (lambda: dj.quantize(X, CURRENT, amax="1"), DTypeError, "amax must be a JAX or NumPy array"),
+    "quantize amax text": (
+        lambda: dj.quantize(X, CURRENT, amax="1"),
+        ArgumentError,
+        "amax must be a JAX or NumPy array",
+    ),
     "quantize k": (lambda: dj.quantize(np.ones((16, 8), np.float32), FP4), ShapeError, r"last extent .*\[16, 8\]"),
     "quantize rows": (lambda: dj.quantize(X, FP4), ShapeError, r"number of rows .*\[4, 32\]"),
     "quantize no scale": (lambda: dj.quantize(X, DELAYED), TypeError, "pass scale="),
@@ -92,22 +106,22 @@ BAD = {
     ),
     "quantize group amax": (lambda: dj.quantize(X, CURRENT, amax_group="i", amax=1.0), ValueError, "was given too"),
     "scale_update dtype": (lambda: dj.scale_update(H, np.ones(2)), DTypeError, "scale must be float32, got float64"),
-    "scale_update list": (lambda: dj.scale_update([1.0], ONE), DTypeError, "history must be .*got list"),
+    "scale_update list": (lambda: dj.scale_update([1.0], ONE), ArgumentError, "history must be .*got list"),
     "scale_update shape": (lambda: dj.scale_update(H, ONE), ShapeError, r"scale .*\[2\], got \[1\]"),
     "scale_update empty": (lambda: dj.scale_update(H[:, :0], H[:, 0]), ShapeError, "has no entry"),
     "scale_update reduced": (lambda: dj.scale_update(H, H[:, 0], reduced=ONE), ShapeError, r"reduced .*\[2\]"),
     "scale_update margin": (lambda: dj.scale_update(H, H[:, 0], margin=127), ValueError, r"-126\.\.126"),
-    "scale_update margin type": (lambda: dj.scale_update(H, H[:, 0], margin=1.0), DTypeError, "margin .*float"),
+    "scale_update margin type": (lambda: dj.scale_update(H, H[:, 0], margin=1.0), ArgumentError, "margin .*float"),
     "scale_update fp8_max": (lambda: dj.scale_update(H, H[:, 0], fp8_max=0), ValueError, "fp8_max must be > 0"),
     "scale_update both": (
         lambda: dj.scale_update(H, H[:, 0], amax=H[:, 0], most_recent=True),
         ValueError,
         "most_recent does not apply",
     ),
-    "dequantize array": (lambda: dj.dequantize(X), DTypeError, "QuantizedArray"),
+    "dequantize array": (lambda: dj.dequantize(X), ArgumentError, "QuantizedArray"),
     "dequantize dtype": (lambda: dj.dequantize(OPERANDS["q"], "float8_e5m2"), DTypeError, "float8_e5m2"),
     "dequantize no dtype": (lambda: dj.dequantize(OPERANDS["q"], "real"), DTypeError, "'real' is no dtype"),
-    "gemm array": (lambda: gemm("x"), DTypeError, "a must be a QuantizedArray"),
+    "gemm array": (lambda: gemm("x"), ArgumentError, "a must be a QuantizedArray"),
     "gemm reduced": (
         lambda: dj.gemm(OPERANDS["q"], dj.quantize(np.ones((4, 64), np.float32), MX)),
         ShapeError,
@@ -117,7 +131,7 @@ BAD = {
     "gemm bias": (lambda: gemm(bias=jnp.ones(5)), ShapeError, r"bias .*\[4\], got \[5\]"),
     "gemm bias dtype": (lambda: gemm(bias=jnp.ones(4, jnp.int8)), DTypeError, r"bias .*int8"),
     "gemm out_dtype": (lambda: gemm(out_dtype=jnp.int32), DTypeError, "int32"),
-    "gemm alpha": (lambda: gemm(alpha=jnp.ones(())), DTypeError, "alpha must be a Python number"),
+    "gemm alpha": (lambda: gemm(alpha=jnp.ones(())), ArgumentError, "alpha must be a Python number"),
     "gemm alpha inf": (lambda: gemm(alpha=1e39), ValueError, "alpha must be finite"),
     "gemm fast_accum": (lambda: gemm(fast_accum=True), ValueError, r"fast_accum .*mxfp8_e4m3"),
     "gemm_into shape": (lambda: gemm_into(X), ShapeError, r"acc .*\[4, 4\], got \[4, 32\]"),

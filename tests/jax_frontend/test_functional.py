@@ -14,7 +14,7 @@ from sweeps import in_turn, one_in
 import cases
 import diptych.jax as dj
 import oracle
-from diptych.common import DTypeError, NVFP4Quantizer
+from diptych.common import ArgumentError, NVFP4Quantizer
 from diptych.jax import primitives
 from jax_frontend import tools
 
@@ -196,7 +196,7 @@ def test_a_quantizer_of_ones_own():
     tools.same_tree(dj.quantize(x, own, rng=rng), dj.quantize(jnp.clip(x, -0.5, 0.5), plain, rng=rng))
     with pytest.raises(TypeError, match="pass rng="):
         dj.quantize(x, own)
-    with pytest.raises(DTypeError, match=r"Wrong\.quantize_impl must return a QuantizedArray"):
+    with pytest.raises(ArgumentError, match=r"Wrong\.quantize_impl must return a QuantizedArray"):
         dj.quantize(x, Wrong())
 
 

@@ -15,6 +15,7 @@ import pytest
 
 import diptych.jax as dj
 from diptych.common import (
+    ArgumentError,
     CustomRecipe,
     DelayedScaling,
     DTypeError,
@@ -322,8 +323,8 @@ def test_a_quantizer_of_ones_own_for_the_input():
 X, KERNEL = np.zeros((64, K), np.float32), np.zeros((G, N, K), np.float32)
 BIAS, OFFSETS = np.zeros((G, N), np.float32), np.arange(5, dtype=np.int32) * 16
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "recipe": ({"recipe": "mxfp8"}, DTypeError, "recipe must be .*got str"),
-    "x": ({"x": [1.0]}, DTypeError, "x must be a JAX or NumPy array"),
+    "recipe": ({"recipe": "mxfp8"}, ArgumentError, "recipe must be .*got str"),
+    "x": ({"x": [1.0]}, ArgumentError, "x must be a JAX or NumPy array"),
     "x's dtype": ({"x": X.astype(np.int32)}, DTypeError, "x must be float32.*int32"),
     "scalar": ({"x": X[0, 0, ...]}, ShapeError, r"do not fit: \[\] and"),
     "K": ({"x": X[:, :90]}, ShapeError, r"do not fit: \[64, 90\] and \[4, 64, 96\]"),
@@ -332,11 +333,11 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "bias": ({"bias": BIAS[0]}, ShapeError, r"bias must be \[4, 64\].*got \[64\]"),
     "bias's dtype": ({"bias": BIAS.astype(np.int8)}, DTypeError, "bias must be float32"),
     "no offsets": ({"offsets": None}, ValueError, "give the groups once, as offsets or by a row_map"),
-    "a list": ({"offsets": [0, 16, 32, 48, 64]}, DTypeError, "offsets must be .*got list"),
+    "a list": ({"offsets": [0, 16, 32, 48, 64]}, ArgumentError, "offsets must be .*got list"),
     "long offsets": ({"offsets": OFFSETS.astype(np.int64)}, DTypeError, r"offsets must be int32, got int64\[5\]"),
     "few offsets": ({"offsets": OFFSETS[1:]}, ShapeError, r"offsets must be \[5\], one more than kernels, got \[4\]"),
     "many offsets": ({"offsets": OFFSETS[None]}, ShapeError, r"offsets must be \[5\].*got \[1, 5\]"),
-    "align": ({"align": 16.0}, DTypeError, "align must be an int, got float"),
+    "align": ({"align": 16.0}, ArgumentError, "align must be an int, got float"),
     "small align": ({"align": 0}, ValueError, "align must be at least 1"),
     "rng": ({"rng": np.zeros(3, np.int32)}, DTypeError, r"rng must be int32 \[4\]"),
 }
@@ -345,7 +346,7 @@ UNDER_A_RECIPE: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], s
     "no state": (lambda: {"recipe": DELAYED}, TypeError, "needs state="),
     "another state": (lambda: {"state": dj.init_state(DELAYED)}, ValueError, "another recipe's"),
     "no rng": (lambda: {"recipe": _noisy("input")}, TypeError, "needs rng="),
-    "main_grad": (lambda: {"main_grad": 3}, DTypeError, "main_grad must be a JAX array"),
+    "main_grad": (lambda: {"main_grad": 3}, ArgumentError, "main_grad must be a JAX array"),
     "main_grad's shape": (
         lambda: {"main_grad": jnp.zeros((N, K))},
         ShapeError,
@@ -370,7 +371,7 @@ UNDER_A_RECIPE: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], s
     ),
     "no stack": (
         lambda: {"kernel": dj.quantize(KERNEL, MXFP8Quantizer())},
-        DTypeError,
+        ArgumentError,
         "grouped_dense: kernel must be an array or a QuantizedStack, got a QuantizedArray",
     ),
 }

@@ -14,9 +14,9 @@ from sweeps import others_slow
 
 import diptych.jax as dj
 from diptych.common import (
+    ArgumentError,
     CustomRecipe,
     DelayedScaling,
-    DTypeError,
     Float8CurrentScaling,
     MXFP8BlockScaling,
     NVFP4Quantizer,
@@ -322,9 +322,9 @@ def test_a_held_stack_needs_what_the_recipe_asks():
         options = {"recipe": DELAYED, "state": dj.init_state(DELAYED, module="grouped_linear")}
         held = hold(kernel, DELAYED)
         jax.grad(lambda x: dj.grouped_dense(x, held, bias, offsets, **options).sum())(x)
-    with pytest.raises(DTypeError, match="grouped_dense: kernel must be an array or a QuantizedStack, got a Quan"):
+    with pytest.raises(ArgumentError, match="grouped_dense: kernel must be an array or a QuantizedStack, got a Quan"):
         layer(dj.quantize(kernel, quantizer))
-    with pytest.raises(DTypeError, match="dense: kernel must be an array or a QuantizedArray, got a QuantizedStack"):
+    with pytest.raises(ArgumentError, match="dense: kernel must be an array or a QuantizedArray, got a QuantizedStack"):
         dj.dense(x, both, recipe=MX)
     with pytest.raises(ShapeError, match=r"kernel \[G, N, K\] do not fit: \[128, 90\] and \[4, 64, 96\]"):
         dj.grouped_dense(x[:, :90], both, bias, offsets, recipe=MX)
@@ -359,7 +359,7 @@ def test_noise_and_quantizers_of_ones_own_matter_to_no_held_kernel():
     noisy = held_run(_noisy("weight"), x, dj.quantize_stack(kernel, NVFP4Quantizer()), bias, dy, offsets, align=16)
     same(noisy, run(steady, x, kernel, bias, dy, offsets, align=16))
     same(held_run(_own("weight"), x, hold(kernel, MX), bias, dy, offsets), run(MX, x, kernel, bias, dy, offsets))
-    with pytest.raises(DTypeError, match="Own quantizes on its own"):
+    with pytest.raises(ArgumentError, match="Own quantizes on its own"):
         hold(kernel, CustomRecipe(lambda role: Own()))
 
 

@@ -9,7 +9,14 @@ import pytest
 
 import cases
 import diptych.jax as dj
-from diptych.common import DTypeError, Float8CurrentScalingQuantizer, Float8Quantizer, ShapeError, UnsupportedError
+from diptych.common import (
+    ArgumentError,
+    DTypeError,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    ShapeError,
+    UnsupportedError,
+)
 from diptych.common.quantizers import NVFP4Quantizer
 from diptych.jax import grouped_primitives as primitives
 from jax_frontend import tools
@@ -56,12 +63,12 @@ def sums(dy=DY, offsets=OFFSETS, dtype=None):
 
 # name: call, error, message
 BAD = {
-    "stack list": (lambda: stack([[1.0]]), DTypeError, r"quantize_stack \(mxfp8_e4m3\): x must be a JAX or NumPy"),
+    "stack list": (lambda: stack([[1.0]]), ArgumentError, r"quantize_stack \(mxfp8_e4m3\): x must be a JAX or NumPy"),
     "stack dtype": (lambda: stack(STACK.astype(np.int32)), DTypeError, r"quantize_stack \(mxfp8_e4m3\): x .*int32"),
     "stack float64": (lambda: stack(STACK.astype(np.float64)), DTypeError, "quantize_stack .*x .*float64"),
     "stack rank": (lambda: stack(X[0]), ShapeError, r"a stack of tensors has at least two dimensions.*\[32\]"),
-    "stack quantizer": (lambda: stack(quantizer="mxfp8"), DTypeError, "quantize_stack: quantizer must be .*got str"),
-    "stack own": (lambda: stack(quantizer=Own()), DTypeError, "quantize_stack: Own quantizes on its own"),
+    "stack quantizer": (lambda: stack(quantizer="mxfp8"), ArgumentError, "quantize_stack: quantizer must be .*got str"),
+    "stack own": (lambda: stack(quantizer=Own()), ArgumentError, "quantize_stack: Own quantizes on its own"),
     "stack extents": (lambda: stack(STACK[:, :, :31], NV), ShapeError, "multiple of 16"),
     "stack no scale": (lambda: stack(quantizer=Float8Quantizer()), TypeError, "quantize_stack: .*pass scale="),
     "stack scale": (
@@ -69,7 +76,7 @@ BAD = {
         r"quantize_stack: scale must have shape \[3\], got \[1\]",
     ),
     "stack scale number": (
-        lambda: stack(quantizer=Float8Quantizer(), scale=2.0), DTypeError, "quantize_stack: scale must be a JAX",
+        lambda: stack(quantizer=Float8Quantizer(), scale=2.0), ArgumentError, "quantize_stack: scale must be a JAX",
     ),
     "stack scale scalar": (
         lambda: stack(quantizer=Float8Quantizer(), scale=jnp.ones(())), ShapeError,
@@ -111,14 +118,14 @@ BAD = {
         lambda: stack(rng=np.zeros((3, 4), np.int32)), ValueError, "quantize_stack: rng is for stochastic rounding",
     ),
     "stack rotated": (lambda: stack(quantizer=RHT), DTypeError, "quantize_stack: the Hadamard .*bfloat16 alone"),
-    "a": (lambda: dj.grouped_gemm(X, stack(), OFFSETS), DTypeError, "grouped_gemm: a must be a QuantizedArray, got nd"),
-    "a stack": (lambda: dj.grouped_gemm(stack(), stack(), OFFSETS), DTypeError, "a must be .*got QuantizedStack"),
+    "a": (lambda: dj.grouped_gemm(X, stack(), OFFSETS), ArgumentError, "grouped_gemm: a must be a QuantizedArray, got"),
+    "a stack": (lambda: dj.grouped_gemm(stack(), stack(), OFFSETS), ArgumentError, "a must be .*got QuantizedStack"),
     "b": (
-        lambda: dj.grouped_gemm(dj.quantize(X, MX), dj.quantize(X, MX), OFFSETS), DTypeError,
+        lambda: dj.grouped_gemm(dj.quantize(X, MX), dj.quantize(X, MX), OFFSETS), ArgumentError,
         "grouped_gemm: b must be a QuantizedStack, which .*got QuantizedArray",
     ),
     "b of wgrad": (
-        lambda: dj.grouped_gemm(dj.quantize(X, MX), stack(), OFFSETS, **WGRAD), DTypeError,
+        lambda: dj.grouped_gemm(dj.quantize(X, MX), stack(), OFFSETS, **WGRAD), ArgumentError,
         "grouped_gemm: b must be a QuantizedArray, got QuantizedStack",
     ),
     "rows of a alone": (lambda: wgrad(trans_b=True), ValueError, "rows of a are reduced and those of b are not"),
@@ -132,8 +139,8 @@ BAD = {
     "stack of more": (lambda: fprop(w=STACK[:, None]), ShapeError, r"grouped_gemm: b must be a stack of matrices"),
     "reduced": (lambda: fprop(x=X[:, :16]), ShapeError, "grouped_gemm: a .*reduces over 16 elements.*over 32"),
     "reduced rows": (lambda: wgrad(dy=DY[:64]), ShapeError, "grouped_gemm: a .*reduces over 64 elements.*over 96"),
-    "offsets none": (lambda: fprop(None), DTypeError, "grouped_gemm: offsets must be a JAX or NumPy array, got None"),
-    "offsets list": (lambda: fprop([0, 1]), DTypeError, "grouped_gemm: offsets must be a JAX or NumPy array, got list"),
+    "offsets none": (lambda: fprop(None), ArgumentError, "grouped_gemm: offsets must be a JAX or .* got None"),
+    "offsets list": (lambda: fprop([0, 1]), ArgumentError, "grouped_gemm: offsets must be a JAX or .* got list"),
     "offsets dtype": (lambda: fprop(OFFSETS.astype(np.int16)), DTypeError, "offsets must be int32, got int16"),
     "offsets int64": (lambda: fprop(OFFSETS.astype(np.int64)), DTypeError, "grouped_gemm: offsets is int64.*cast it"),
     "offsets float": (lambda: fprop(X[0, :4]), DTypeError, "grouped_gemm: offsets must be int32, got float32"),
@@ -144,7 +151,7 @@ BAD = {
     "bias dtype": (lambda: fprop(bias=BIAS.astype(np.int32)), DTypeError, "grouped_gemm: bias must be .*int32"),
     "bias of wgrad": (lambda: wgrad(bias=BIAS), ValueError, "grouped_gemm .*a product over rows has no bias"),
     "alpha": (lambda: fprop(alpha=float("inf")), ValueError, "grouped_gemm: alpha must be finite"),
-    "alpha array": (lambda: fprop(alpha=jnp.ones(())), DTypeError, "grouped_gemm: alpha must be a Python number"),
+    "alpha array": (lambda: fprop(alpha=jnp.ones(())), ArgumentError, "grouped_gemm: alpha must be a Python number"),
     "out_dtype": (lambda: fprop(out_dtype="int32"), DTypeError, "grouped_gemm: the result can be .*not int32"),
     "align": (lambda: fprop(align=0), ValueError, "align must be at least 1, got 0"),
     "fast": (
@@ -174,11 +181,11 @@ BAD = {
         lambda: added(jnp.ones((96, 16)), jnp.asarray(BIAS)), ValueError, "grouped_gemm .*a bias and an acc exclude",
     ),
     "dy": (lambda: sums(DY.astype(np.float64)), DTypeError, "grouped_bias_grad: dy must be .*float64"),
-    "dy list": (lambda: sums([1.0]), DTypeError, "grouped_bias_grad: dy must be a JAX or NumPy array, got list"),
+    "dy list": (lambda: sums([1.0]), ArgumentError, "grouped_bias_grad: dy must be a JAX or NumPy array, got list"),
     "dy scalar": (lambda: sums(jnp.ones(())), ShapeError, r"grouped_bias_grad: dy must be \[..., N\], got a scalar"),
     "sum offsets": (lambda: sums(offsets=OFFSETS[None]), ShapeError, r"grouped_bias_grad: offsets must be \[G \+ 1\]"),
     "sum offsets dtype": (lambda: sums(offsets=BIAS[:, 0]), DTypeError, "grouped_bias_grad: offsets must be int32"),
-    "sum offsets list": (lambda: sums(offsets=[0, 4]), DTypeError, "grouped_bias_grad: offsets must be a JAX"),
+    "sum offsets list": (lambda: sums(offsets=[0, 4]), ArgumentError, "grouped_bias_grad: offsets must be a JAX"),
     "sum dtype": (lambda: sums(dtype="int8"), DTypeError, "grouped_bias_grad: the result can be .*not int8"),
 }  # fmt: skip
 OPS = ("grouped_gemm", "grouped_bias_grad")

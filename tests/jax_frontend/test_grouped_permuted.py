@@ -17,6 +17,7 @@ from sweeps import others_slow
 import cases
 import diptych.jax as dj
 from diptych.common import (
+    ArgumentError,
     CustomRecipe,
     DelayedScaling,
     DTypeError,
@@ -431,7 +432,7 @@ OUTSIDE = MAP._replace(expert_offsets=MAP.expert_offsets + 4096)
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "both": ({"offsets": MAP.expert_offsets}, ValueError, "give the groups once, as offsets or by a row_map"),
     "neither": ({"row_map": None}, ValueError, "give the groups once, as offsets or by a row_map"),
-    "no RowMap": ({"row_map": MAP.row_id_map}, DTypeError, "row_map must be a RowMap, got .*; moe_map"),
+    "no RowMap": ({"row_map": MAP.row_id_map}, ArgumentError, "row_map must be a RowMap, got .*; moe_map"),
     "source": ({"row_map": MAP._replace(source=np.zeros(9, np.int64))}, DTypeError, "source must be int32"),
     "tokens": (
         {"row_map": map_for("bad", tokens=T + 1)},
@@ -439,7 +440,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "x must have a row for each of row_map's tokens, 53",
     ),
     "experts": ({"row_map": MAP._replace(expert_offsets=MAP.expert_offsets[1:])}, ShapeError, r"offsets must be \[5\]"),
-    "no offsets": ({"row_map": MAP._replace(expert_offsets=None)}, DTypeError, "offsets must be .*got NoneType"),
+    "no offsets": ({"row_map": MAP._replace(expert_offsets=None)}, ArgumentError, "offsets must be .*got NoneType"),
     "K": ({"x": X[:, :64]}, ShapeError, "do not fit"),
     "a vector": ({"x": X[0]}, ShapeError, r"x must be \[\.\.\., H\]"),
     "float64": ({"x": X.astype(np.float64)}, DTypeError, "x must be float32"),

@@ -11,7 +11,7 @@ from core.test_permute_misuse import lie
 import cases
 import diptych.jax as dj
 import moe_oracle as oracle
-from diptych.common import DTypeError, ShapeError
+from diptych.common import ArgumentError, DTypeError, ShapeError
 from jax_frontend import tools
 
 T, E, H = 6, 3, 8
@@ -34,7 +34,7 @@ def permute(*args, **options):
 
 # name: call, error, message
 BAD = {
-    "map list": (lambda: dj.moe_map([[1]]), DTypeError, "moe_map: routing_map must be a JAX or NumPy array, got list"),
+    "map list": (lambda: dj.moe_map([[1]]), ArgumentError, "moe_map: routing_map must be a JAX or .* got list"),
     "map float": (lambda: dj.moe_map(X), DTypeError, r"moe_map: routing_map \(a mask\) must be bool or int.*float32"),
     "map rank": (lambda: dj.moe_map(MASK[0]), ShapeError, r"moe_map: routing_map must have 2 dimension.*\[3\]"),
     "map kind": (lambda: dj.moe_map(MASK, map_type="ids"), ValueError, "map_type must be 'mask' or 'index', got 'ids'"),
@@ -49,16 +49,16 @@ BAD = {
         lambda: dj.moe_map(IDS, 2049, map_type="index"), NotImplementedError, "moe_map: 2049 experts.*at most 2048",
     ),
     "map align": (lambda: dj.moe_map(MASK, align_size=0), ValueError, "moe_map: align_size must be at least 1, got 0"),
-    "map align array": (lambda: dj.moe_map(MASK, align_size=jnp.ones(())), DTypeError, "align_size must be a Python"),
+    "map align array": (lambda: dj.moe_map(MASK, align_size=jnp.ones(())), ArgumentError, "align_size must be a Py"),
     "map align much": (lambda: dj.moe_map(MASK, 3, num_out_tokens=5, align_size=1 << 30), ShapeError, "padding are"),
     "map rows": (lambda: dj.moe_map(MASK, num_out_tokens=-2), ValueError, "num_out_tokens must be at least -1, got -2"),
-    "map rows bool": (lambda: dj.moe_map(MASK, num_out_tokens=True), DTypeError, "num_out_tokens .*got bool"),
-    "map rows float": (lambda: dj.moe_map(MASK, num_out_tokens=4.0), DTypeError, "num_out_tokens .*got float"),
+    "map rows bool": (lambda: dj.moe_map(MASK, num_out_tokens=True), ArgumentError, "num_out_tokens .*got bool"),
+    "map rows float": (lambda: dj.moe_map(MASK, num_out_tokens=4.0), ArgumentError, "num_out_tokens .*got float"),
     "map rows array": (
-        lambda: dj.moe_map(MASK, num_out_tokens=jnp.int32(4)), DTypeError, "num_out_tokens .*sizes are static in JAX",
+        lambda: dj.moe_map(MASK, num_out_tokens=jnp.int32(4)), ArgumentError, "num_out_tokens .*sizes are static",
     ),
     "map rows many": (lambda: dj.moe_map(MASK, num_out_tokens=1 << 31), ShapeError, "moe_map: rows are 2147483648"),
-    "permute list": (lambda: permute([[1.0]], MASK), DTypeError, "moe_permute: inp must be a JAX or NumPy array"),
+    "permute list": (lambda: permute([[1.0]], MASK), ArgumentError, "moe_permute: inp must be a JAX or NumPy array"),
     "permute complex": (lambda: permute(X.astype(np.complex64), MASK), DTypeError, "moe_permute: inp must .*complex64"),
     "permute float64": (lambda: permute(X.astype(np.float64), MASK), DTypeError, "inp is float64.*jax_enable_x64"),
     "permute rank": (lambda: permute(X[:, 0], MASK), ShapeError, r"moe_permute: inp must be \[..., H\], got \[6\]"),
@@ -68,18 +68,18 @@ BAD = {
     "permute twice": (lambda: permute(X, row_map(), 4), ValueError, "num_out_tokens was given beside a RowMap"),
     "permute ids twice": (lambda: permute(X, row_map(), map_type="index"), ValueError, "map_type was given beside"),
     "permute max": (lambda: permute(X, MASK, max_token_num=-2), ValueError, "max_token_num must be at least -1"),
-    "permute max type": (lambda: permute(X, MASK, max_token_num=2.0), DTypeError, "max_token_num .*float"),
+    "permute max type": (lambda: permute(X, MASK, max_token_num=2.0), ArgumentError, "max_token_num .*float"),
     "probs dtype": (
         lambda: dj.moe_permute_with_probs(X, MASK, MASK), DTypeError, "moe_permute_with_probs: probs must .*got bool",
     ),
-    "probs none": (lambda: dj.moe_permute_with_probs(X, None, MASK), DTypeError, "probs must be .*NoneType"),
+    "probs none": (lambda: dj.moe_permute_with_probs(X, None, MASK), ArgumentError, "probs must be .*NoneType"),
     "probs shape": (
         lambda: dj.moe_permute_with_probs(X, PROBS[:, :2], MASK), ShapeError, r"probs must be \[6, 3\].*got \[6, 2\]",
     ),
     "probs float64": (
         lambda: dj.moe_permute_with_probs(X, PROBS.astype(np.float64), MASK), DTypeError, "probs is float64",
     ),
-    "pad map": (lambda: dj.moe_permute_and_pad_with_probs(X, PROBS, row_map()), DTypeError, "routing_map .*got RowMap"),
+    "pad map": (lambda: dj.moe_permute_and_pad_with_probs(X, PROBS, row_map()), ArgumentError, "routing_map .*got Row"),
     "pad counts": (
         lambda: dj.moe_permute_and_pad_with_probs(X, PROBS, MASK, [1, 2]), ShapeError, r"tokens_per_expert .*\[3\]",
     ),
@@ -90,12 +90,12 @@ BAD = {
         lambda: dj.moe_permute_and_pad_with_probs(X, PROBS, MASK, [1, -1, 2]), ValueError, "each of tokens_per_expert",
     ),
     "pad counts numbers": (
-        lambda: dj.moe_permute_and_pad_with_probs(X, PROBS, MASK, 3), DTypeError, "tokens_per_expert .*got int",
+        lambda: dj.moe_permute_and_pad_with_probs(X, PROBS, MASK, 3), ArgumentError, "tokens_per_expert .*got int",
     ),
     "pad align": (lambda: dj.moe_permute_and_pad_with_probs(X, PROBS, MASK, None, 0), ValueError, "align_size"),
     "sum dtype": (lambda: dj.moe_unpermute(TO, TO), DTypeError, "moe_unpermute: inp must be float32.*int32"),
     "sum float64": (lambda: dj.moe_unpermute(ROWS.astype(np.float64), TO), DTypeError, "inp is float64"),
-    "sum quantized": (lambda: dj.moe_unpermute(quantized(), TO), DTypeError, "inp is quantized.*dequantize"),
+    "sum quantized": (lambda: dj.moe_unpermute(quantized(), TO), ArgumentError, "inp is quantized.*dequantize"),
     "sum rank": (lambda: dj.moe_unpermute(ROWS[0], TO), ShapeError, r"inp must be \[rows, H\]"),
     "sum map": (lambda: dj.moe_unpermute(ROWS, TO.astype(np.int16)), DTypeError, "row_id_map must be int32, got int16"),
     "sum map rank": (lambda: dj.moe_unpermute(ROWS, TO[0]), ShapeError, "row_id_map must have 2 dimension"),
@@ -130,7 +130,7 @@ BAD = {
         lambda: dj.moe_sort_chunks_by_index_with_probs(X, TO[:, 0], SIZES, ORDER), DTypeError, "probs must be float32",
     ),
     "chunks no probs": (
-        lambda: dj.moe_sort_chunks_by_index_with_probs(X, None, SIZES, ORDER), DTypeError, "probs must be .*NoneType",
+        lambda: dj.moe_sort_chunks_by_index_with_probs(X, None, SIZES, ORDER), ArgumentError, "probs must .*NoneType",
     ),
 }  # fmt: skip
 OPS = ("permute_map", "chunk_map", "invert_map", "permute", "permute_columns", "unpermute", "unpermute_grad")

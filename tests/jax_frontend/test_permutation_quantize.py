@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 import cases
 import diptych.jax as dj
 from diptych.common import (
+    ArgumentError,
     DTypeError,
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -300,9 +301,17 @@ X, MAP = np.ones((T, H), np.float32), map_for("misuse")
 LONG = dj.RowMap(*(np.asarray(part, np.int64) for part in MAP))
 verb = dj.moe_permute_and_quantize
 BAD = {
-    "a list": (lambda: verb([1.0], MAP, MX), DTypeError, "moe_permute_and_quantize: inp must be a JAX or NumPy array"),
-    "quantizer": (lambda: verb(X, MAP, 3), DTypeError, "moe_permute_and_quantize: quantizer must be a diptych Quant"),
-    "no RowMap": (lambda: verb(X, MAP.row_id_map, MX), DTypeError, "row_map must be a RowMap, got .*; moe_map"),
+    "a list": (
+        lambda: verb([1.0], MAP, MX),
+        ArgumentError,
+        "moe_permute_and_quantize: inp must be a JAX or NumPy array",
+    ),
+    "quantizer": (
+        lambda: verb(X, MAP, 3),
+        ArgumentError,
+        "moe_permute_and_quantize: quantizer must be a diptych Quant",
+    ),
+    "no RowMap": (lambda: verb(X, MAP.row_id_map, MX), ArgumentError, "row_map must be a RowMap, got .*; moe_map"),
     "long map": (lambda: verb(X, LONG, MX), DTypeError, "row_id_map must be int32, got int64"),
     "long source": (
         lambda: verb(X, MAP._replace(source=LONG.source), MX),
@@ -311,11 +320,11 @@ BAD = {
     ),
     "map's rank": (lambda: verb(X, MAP._replace(row_id_map=MAP.source), MX), ShapeError, "row_id_map must have 2 dim"),
     "source's rank": (lambda: verb(X, MAP._replace(source=MAP.row_id_map), MX), ShapeError, "source must have 1 dim"),
-    "no source": (lambda: verb(X, MAP._replace(source=None), MX), DTypeError, "source must be a JAX or NumPy array"),
+    "no source": (lambda: verb(X, MAP._replace(source=None), MX), ArgumentError, "source must be a JAX or NumPy array"),
     "tokens": (lambda: verb(X[1:], MAP, MX), ShapeError, "inp must have a row for each of row_map's tokens, 37"),
     "one token": (lambda: verb(X[0], MAP, MX), ShapeError, r"inp must be \[\.\.\., H\]"),
     "float64": (lambda: verb(X.astype(np.float64), MAP, MX), DTypeError, "inp must be float32, bfloat16 or float16"),
-    "quantized": (lambda: verb(dj.quantize(X, MX), MAP, MX), DTypeError, "inp is quantized; moe_permute moves it"),
+    "quantized": (lambda: verb(dj.quantize(X, MX), MAP, MX), ArgumentError, "inp is quantized; moe_permute moves it"),
     "no scale": (lambda: verb(X, MAP, Float8Quantizer()), TypeError, "pass scale="),
     "rng": (lambda: verb(X, MAP, MX, rng=dj.rng_state(0)), ValueError, "rng is for stochastic rounding"),
     "amax": (lambda: verb(X, MAP, MX, amax=1.0), ValueError, "has one per block"),

@@ -11,7 +11,14 @@ import pytest
 
 import diptych.jax as dj
 from diptych import core
-from diptych.common import CustomRecipe, DelayedScaling, DTypeError, NVFP4BlockScaling, ShapeError, UnsupportedError
+from diptych.common import (
+    ArgumentError,
+    CustomRecipe,
+    DelayedScaling,
+    NVFP4BlockScaling,
+    ShapeError,
+    UnsupportedError,
+)
 from diptych.jax import state as st
 from diptych.jax import transport as tr
 from diptych.jax.linear import CHECKPOINT_NAME, dense
@@ -213,7 +220,7 @@ def test_bad_main_grad():
     for bad, error, message in (
         (jnp.zeros(kernel.shape, jnp.bfloat16), ShapeError, r"float32 \[48, 64\], got bfloat16"),
         (jnp.zeros((64, 48)), ShapeError, r"got float32\[64, 48\]"),
-        (np.zeros(kernel.shape, np.float32), DTypeError, "JAX array or reference"),
+        (np.zeros(kernel.shape, np.float32), ArgumentError, "JAX array or reference"),
     ):
         with pytest.raises(error, match=message):
             f(main_grad=bad)
@@ -258,7 +265,7 @@ def test_delayed_wgrad_of_a_quantized_kernel_and_bad_input():
         pullback(dy.astype(jnp.bfloat16))
     with pytest.raises(ShapeError, match=r"got float32\[48\]"):
         pullback(dy[0])
-    with pytest.raises(DTypeError, match="must be a diptych Recipe"):
+    with pytest.raises(ArgumentError, match="must be a diptych Recipe"):
         dense_vjp(x, kernel, recipe=None)
     with pytest.raises(ValueError, match="pass arrays, not references"):
         dense_vjp(x, kernel, recipe=DelayedScaling(), state=tr.state_refs(st.init_state(DelayedScaling())))

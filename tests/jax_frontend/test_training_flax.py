@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import diptych.jax as dj
-from diptych.common import DelayedScaling, DTypeError, NVFP4BlockScaling, UnsupportedError
+from diptych.common import ArgumentError, DelayedScaling, DTypeError, NVFP4BlockScaling, UnsupportedError
 from diptych.jax import state as st
 from diptych.jax import transport as tr
 from diptych.jax.injection import dot_general
@@ -125,7 +125,7 @@ def test_what_is_no_linear_layer_is_refused():
         "out_sharding": (UnsupportedError, lambda: f(x, x[0], last, out_sharding=0)),
         "delayed scaling has state": (ValueError, lambda: dot_general(DelayedScaling())),
         "stochastic rounding has state": (ValueError, lambda: dot_general(NVFP4BlockScaling(disable_rht=True))),
-        "must be a diptych Recipe": (DTypeError, lambda: dot_general("mxfp8")),
+        "must be a diptych Recipe": (ArgumentError, lambda: dot_general("mxfp8")),
     }
     for message, (error, call) in bad.items():
         with pytest.raises(error, match=message):

@@ -33,7 +33,7 @@ def test_regions_nest_and_end():
             assert dt.get_autocast_recipe() is BLOCK
             with dt.autocast(enabled=False):
                 assert not dt.is_autocast_enabled()
-            with dt.autocast(False, MX):
+            with dt.autocast(False, recipe=MX):
                 assert dt.get_autocast_recipe() is None
             assert dt.get_autocast_recipe() is BLOCK
         assert dt.is_autocast_enabled()

@@ -25,6 +25,7 @@ RECIPES = {
     "block": Float8BlockScaling(),
     "mxfp8": MXFP8BlockScaling(),
     "compiled current": Float8CurrentScaling(amax_group="data"),
+    "delayed, the region's group": DelayedScaling(amax_history_len=4),
 }
 # Delayed states that exist before the model is wrapped, and whether DDP sends buffers from rank 0.
 EARLY = {"early": False, "early, buffers sent": True, "late, buffers sent": True}
@@ -53,7 +54,10 @@ def train(net, recipe, rank: int, world: int, groups, compiled: bool = False):
         x = (normal(f"x{i}", (256, 96), dtype) * 2**i)[rows]
         dy = normal(f"dy{i}", (256, 64), dtype)[rows]
         optimizer.zero_grad()
-        with dt.autocast(recipe=recipe, amax_groups=groups):
+        region = (
+            {"amax_groups": groups} if recipe.amax_group or groups is None else {"amax_reduction_group": groups["data"]}
+        )
+        with dt.autocast(recipe=recipe, **region):
             y = fn(x)
         (y * dy).sum().backward()
         optimizer.step()

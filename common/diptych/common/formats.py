@@ -94,3 +94,7 @@ def format_by_name(name: str) -> FormatRow:
     if name not in _IDS:
         raise ValueError(f"unknown format {name!r}; known: {', '.join(_IDS)}")
     return FORMATS[_IDS[name]]
+
+
+LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "float4_e2m1fn": 6.0}
+"""The largest finite value of each element."""

@@ -6,7 +6,7 @@ import math
 import struct
 from typing import NamedTuple
 
-from diptych.common.errors import DTypeError
+from diptych.common.errors import ArgumentError
 
 NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 
@@ -41,9 +41,9 @@ def norm_options(op: str, normalization: str, eps: float, zero_centered_gamma: b
     if normalization not in NORMS:
         raise ValueError(f"{op}: normalization must be one of {', '.join(NORMS)}, got {normalization!r}")
     if isinstance(eps, bool) or not isinstance(eps, (int, float)):
-        raise DTypeError(f"{op}: eps must be a number, got {type(eps).__name__}")
+        raise ArgumentError(f"{op}: eps must be a number, got {type(eps).__name__}")
     if not isinstance(zero_centered_gamma, bool):
-        raise DTypeError(f"{op}: zero_centered_gamma must be a bool, got {type(zero_centered_gamma).__name__}")
+        raise ArgumentError(f"{op}: zero_centered_gamma must be a bool, got {type(zero_centered_gamma).__name__}")
     if not (math.isfinite(eps) and 0 <= eps < 2.0**128):
         raise ValueError(f"{op}: eps must be finite and >= 0, got {eps}")
     return NormOptions(NORMS[normalization], struct.unpack("f", struct.pack("f", eps))[0], zero_centered_gamma)

@@ -65,6 +65,16 @@ class QuantizerRole(Value):
                 f"QuantizerRole: {self.tensor!r} is no tensor of the product {self.gemm!r}; products are {self.GEMMS}"
             )
 
+    @property
+    def module_type(self) -> str:
+        """`module`, by TransformerEngine's name."""
+        return self.module
+
+    @property
+    def tensor_type(self) -> str:
+        """`tensor`, by TransformerEngine's name."""
+        return self.tensor
+
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Quantizer(Value):

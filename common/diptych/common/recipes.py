@@ -17,8 +17,11 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
+from diptych.common import te
+from diptych.common.errors import UnsupportedError
+from diptych.common.formats import LARGEST
 from diptych.common.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -33,12 +36,30 @@ from diptych.common.value import Value, check_types
 GEMMS = tuple(QuantizerRole.GEMMS)
 
 
-class Format(enum.Enum):
-    """Element of the forward and of the backward tensors."""
+class Elements(NamedTuple):
+    """A format's elements by their dtype names, of forward and of backward tensors."""
 
-    E4M3 = ("float8_e4m3fn", "float8_e4m3fn")
-    E5M2 = ("float8_e5m2", "float8_e5m2")
-    HYBRID = ("float8_e4m3fn", "float8_e5m2")
+    forward: str
+    backward: str
+
+    @property
+    def max_fwd(self) -> float:
+        """The largest value of a forward tensor's element."""
+        return LARGEST[self.forward]
+
+    @property
+    def max_bwd(self) -> float:
+        """The largest value of a backward tensor's element."""
+        return LARGEST[self.backward]
+
+
+class Format(enum.Enum):
+    """Element of the forward and of the backward tensors. E2M1 is NVFP4's; the FP8 recipes refuse it."""
+
+    E4M3 = Elements("float8_e4m3fn", "float8_e4m3fn")
+    E5M2 = Elements("float8_e5m2", "float8_e5m2")
+    HYBRID = Elements("float8_e4m3fn", "float8_e5m2")
+    E2M1 = Elements("float4_e2m1fn", "float4_e2m1fn")
 
     def element(self, role: QuantizerRole) -> str:
         return self.value[1 if role.tensor.startswith("grad") else 0]
@@ -46,10 +67,24 @@ class Format(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class QParams(Value):
-    """Options of a scale: floored to a power of two, and the lower bound of its amax."""
+    """How a tensor is quantized: its scale floored to a power of two, the lower bound of its amax, and NVFP4's options.
+
+    **Arguments:** `random_hadamard_transform`, `stochastic_rounding`, `fp4_2d_quantization`: for `NVFP4BlockScaling`.
+    """
 
     power_2_scale: bool = False
     amax_epsilon: float = 0.0
+    random_hadamard_transform: bool = False
+    stochastic_rounding: bool = False
+    fp4_2d_quantization: bool = False
+
+    def _value_fields(self) -> tuple[str, ...]:
+        # Options of NVFP4 that are off are left out: fingerprints of the other recipes do not know them.
+        held = vars(self)
+        return ("power_2_scale", "amax_epsilon", *(n for n in _NVFP4_OPTIONS if held.get(n, False)))
+
+
+_NVFP4_OPTIONS = ("random_hadamard_transform", "stochastic_rounding", "fp4_2d_quantization")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -59,9 +94,22 @@ class MMParams(Value):
     use_split_accumulator: bool = True
 
 
+def _override(_: str, value: Any) -> dict[str, Any]:
+    return {} if value is None else {"backward_override": value}
+
+
+_NO_ATTENTION = te.only(False, "diptych has no attention in low precision")
+_TE = {"fp8_dpa": _NO_ATTENTION, "fp8_mha": _NO_ATTENTION, "backward_override": _override}
+
+
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Recipe(Value):
     """Base of all recipes.
+
+    The recipes of this module take TransformerEngine's arguments too. What they mean here they set: `use_f32_scales`,
+    `use_power_2_scales`, `fp4_quant_fwd_inp`, `fp4_quant_fwd_weight`, `fp4_quant_bwd_grad`, `backward_override=None`.
+    What has one value here is refused with another: `fp8_dpa`, `fp8_mha`, `reduce_amax`,
+    `scaling_factor_compute_algo`, `margin` of MXFP8, `fp4_format` and `fp8_format` of NVFP4.
 
     **Arguments:** `fp8_gemm_fprop`, `fp8_gemm_dgrad`, `fp8_gemm_wgrad`: accumulation of the three products.
     `backward_override`: "high_precision" computes dgrad and wgrad on the original tensors, "dequantized" on what the
@@ -111,6 +159,34 @@ class Recipe(Value):
             )
         return a, b
 
+    def delayed(self) -> bool:
+        """Whether this is a `DelayedScaling`."""
+        return isinstance(self, DelayedScaling)
+
+    def float8_current_scaling(self) -> bool:
+        """Whether this is a `Float8CurrentScaling`."""
+        return isinstance(self, Float8CurrentScaling)
+
+    def float8_per_tensor_scaling(self) -> bool:
+        """Whether this is a `DelayedScaling` or a `Float8CurrentScaling`."""
+        return isinstance(self, (DelayedScaling, Float8CurrentScaling))
+
+    def float8_block_scaling(self) -> bool:
+        """Whether this is a `Float8BlockScaling`."""
+        return isinstance(self, Float8BlockScaling)
+
+    def mxfp8(self) -> bool:
+        """Whether this is an `MXFP8BlockScaling`."""
+        return isinstance(self, MXFP8BlockScaling)
+
+    def nvfp4(self) -> bool:
+        """Whether this is an `NVFP4BlockScaling`."""
+        return isinstance(self, NVFP4BlockScaling)
+
+    def custom(self) -> bool:
+        """Whether this is a `CustomRecipe`."""
+        return isinstance(self, CustomRecipe)
+
     def fast_accum(self, product: str) -> bool:
         """Whether `product` ("fprop", "dgrad" or "wgrad") may accumulate in reduced precision."""
         return not getattr(self, f"fp8_gemm_{product}").use_split_accumulator
@@ -120,6 +196,32 @@ def _rotation(quantizer: Quantizer | None) -> Any:
     return isinstance(quantizer, NVFP4Quantizer) and quantizer.with_rht and (quantizer.with_random_sign_mask, True)
 
 
+def _quantized_by(params: QParams) -> dict[str, Any]:
+    return {f"fp8_quant_{tensor}": params for tensor in ("fwd_inp", "fwd_weight", "bwd_grad")}
+
+
+def _nvfp4_flags(**flags: str) -> te.Translation:
+    """The translation of one tensor's QParams to the flags that switch its options off."""
+
+    def translate(argument: str, params: Any) -> dict[str, Any]:
+        if not isinstance(params, QParams):
+            raise TypeError(f"{argument} must be QParams, got {type(params).__name__}")
+        for option in _NVFP4_OPTIONS:
+            if getattr(params, option) and option not in flags:
+                raise UnsupportedError(
+                    f"{argument}: NVFP4BlockScaling has no {option} for this tensor; a CustomRecipe with "
+                    "NVFP4Quantizers quantizes any tensor in any way"
+                )
+        return {flag: not getattr(params, option) for option, flag in flags.items()}
+
+    return translate
+
+
+@te.takes(
+    **_TE,
+    scaling_factor_compute_algo=te.only(None, "a quantizer of your own, given by a CustomRecipe, scales as it likes"),
+    reduce_amax=te.only(False, "name the ranks: autocast(amax_reduction_group=...), or amax_group here"),
+)
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class DelayedScaling(Recipe):
     """Per-tensor FP8 with scales from the amaxes of earlier steps. Default element HYBRID.
@@ -146,6 +248,7 @@ class DelayedScaling(Recipe):
         )
 
 
+@te.takes(**_TE, use_power_2_scales=lambda _, on: _quantized_by(QParams(power_2_scale=on)))
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Float8CurrentScaling(Recipe):
     """Per-tensor FP8, scales from each tensor's own amax. Default element HYBRID: E4M3 forward, E5M2 gradients."""
@@ -167,6 +270,7 @@ class Float8CurrentScaling(Recipe):
         )
 
 
+@te.takes(**_TE, use_f32_scales=lambda _, on: _quantized_by(QParams(power_2_scale=not on)))
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Float8BlockScaling(Recipe):
     """FP8 in blocks: 1x128 for inputs and gradients, 128x128 for weights, E4M3 everywhere, power-of-two scales."""
@@ -196,6 +300,7 @@ class Float8BlockScaling(Recipe):
         )
 
 
+@te.takes(**_TE, margin=te.only(0, "E8M0 scales come from each block's amax"))
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class MXFP8BlockScaling(Recipe):
     """MXFP8, E4M3 everywhere: one E8M0 scale per 32 elements along the reduced axis.
@@ -215,6 +320,16 @@ class MXFP8BlockScaling(Recipe):
         )
 
 
+@te.takes(
+    **_TE,
+    fp4_format=te.only(Format.E2M1, "NVFP4's elements are E2M1"),
+    fp8_format=te.only(Format.E4M3, "NVFP4's block scales are E4M3"),
+    fp4_quant_fwd_inp=_nvfp4_flags(random_hadamard_transform="disable_rht"),
+    fp4_quant_fwd_weight=_nvfp4_flags(fp4_2d_quantization="disable_2d_quantization"),
+    fp4_quant_bwd_grad=_nvfp4_flags(
+        random_hadamard_transform="disable_rht", stochastic_rounding="disable_stochastic_rounding"
+    ),
+)
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class NVFP4BlockScaling(Recipe):
     """NVFP4: 16x16 weights, a random Hadamard transform before wgrad, stochastic rounding of gradients.
@@ -246,6 +361,7 @@ class NVFP4BlockScaling(Recipe):
         )
 
 
+@te.takes(**_TE)
 @dataclasses.dataclass(frozen=True, eq=False)
 class CustomRecipe(Recipe):
     """Any quantizer for any role.
@@ -279,11 +395,49 @@ class CustomRecipe(Recipe):
 
 
 def _params(recipe: Float8CurrentScaling | Float8BlockScaling, role: QuantizerRole) -> QParams:
-    return {
+    params = {
         "input": recipe.fp8_quant_fwd_inp,
         "weight": recipe.fp8_quant_fwd_weight,
         "grad_output": recipe.fp8_quant_bwd_grad,
     }[role.tensor]
+    if asked := [option for option in _NVFP4_OPTIONS if getattr(params, option)]:
+        raise UnsupportedError(f"{type(recipe).__name__}: FP8 has no {', '.join(asked)}; NVFP4BlockScaling has")
+    return params
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class _WithResults(Recipe):
+    """A recipe that quantizes a module's output as inputs are quantized, or its input's gradient as gradients are."""
+
+    base: Recipe
+    output: bool
+    grad_input: bool
+
+    def quantizer(self, role: QuantizerRole) -> Quantizer | None:
+        alike = {"output": "input"} if self.output else {}
+        alike |= {"grad_input": "grad_output"} if self.grad_input else {}
+        if role.tensor not in alike:
+            return self.base.quantizer(role)
+        made = self.base.quantizer(role.replace(tensor=alike[role.tensor], gemm=""))
+        if made is not None and made.needs_scale:
+            raise UnsupportedError(
+                f"{type(self.base).__name__} has no delayed scale for a module's result: a result is quantized by its "
+                "own amax; use Float8CurrentScaling, or a CustomRecipe with quantize_results=True"
+            )
+        return made
+
+
+def with_results(recipe: Recipe, output: bool, grad_input: bool) -> Recipe:
+    """A recipe that also quantizes modules' outputs or their inputs' gradients (TransformerEngine's `fp8_output` and
+    `fp8_grad`), by the quantizers that it has for inputs and for gradients.
+
+    **Raises** NotImplementedError for delayed scaling.
+    """
+    kept: dict[str, Any] = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(Recipe)}
+    made = _WithResults(base=recipe, output=output, grad_input=grad_input, **kept)
+    for tensor in ("output", "grad_input"):
+        made.quantizer(QuantizerRole(tensor=tensor))
+    return made
 
 
 DEFAULT_RECIPE: Recipe = Float8CurrentScaling()

@@ -144,7 +144,8 @@ Status permute(const PermuteArgs& args, const Execution& exec) {
   p.prob_bytes = args.probs.given() ? bytes(args.probs.dtype) : 0;
   p.probs = args.probs.data, p.permuted_probs = args.permuted_probs.data;
   p.zero_prob_is_padding = args.zero_prob_is_padding && p.prob_bytes != 0;
-  const int64_t blocks = blocks_for(p.tokens * p.parts, rows, kWarps, &p.absent.each);
+  const int64_t tokens = p.slots > 0 ? p.tokens : 0;  // without slots there may be any number
+  const int64_t blocks = blocks_for(tokens * p.parts, rows, kWarps, &p.absent.each);
   if (blocks == 0) return {};
   auto run = [&](auto kernel) { return launch_after("permute", kernel, blocks, kBlock, 0, exec, p); };
   if (!wide) return p.slots <= 32 ? run(permute_kernel<false, 1>) : run(permute_kernel<false, 8>);

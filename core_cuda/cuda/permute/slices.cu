@@ -201,7 +201,7 @@ bool slices_pay(const PermuteArgs& args, const Execution& exec) {
   const int64_t tokens = args.row_id_map.rows(), rows = args.source.numel();
   const bool one = args.plane_count == 1, many_slots = args.row_id_map.cols() >= kManySlots;
   const int64_t least_rows = one ? 0 : many_slots ? kManyRows / 2 : kManyRows;
-  return tokens > 0 && rows >= least_rows * tokens && rows * bytes >= kLeastMoved &&
+  return args.row_id_map.numel() > 0 && rows >= least_rows * tokens && rows * bytes >= kLeastMoved &&
          bytes >= (one && !many_slots ? kLeastToken : kLeastLong) && bytes <= kShared / 8;
 }
 

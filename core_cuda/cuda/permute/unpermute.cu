@@ -99,7 +99,7 @@ Status unpermute(const UnpermuteArgs& args, const Execution& exec) {
   p.dprob_bytes = args.dprobs.given() ? bytes(args.dprobs.dtype) : 0;
   p.tokens = args.row_id_map.rows(), p.width = args.x.cols();
   p.slots = static_cast<int>(args.row_id_map.cols()), p.rows = static_cast<int>(args.x.rows());
-  if (p.tokens == 0) return {};
+  if (p.tokens == 0 || (p.width == 0 && p.slots == 0)) return {};
   const int64_t row_length = p.width * bytes(args.x.dtype);
   p.vec = aligned(p.x, 16) && aligned(p.y, 16) && row_length % 16 == 0;
   return with_float_type(args.x.dtype, "unpermute", [&](auto type) {

@@ -104,7 +104,8 @@ __global__ void __launch_bounds__(kBlock) unpermute_grad_kernel(const __grid_con
 
 template <typename T, int kGroup>
 Status run(UnpermuteGradParams& p, const Execution& exec) {
-  const int64_t blocks = blocks_for(p.tokens, p.absent.rows, TokenGroup<kGroup>::kTokens, &p.absent.each);
+  const int64_t tokens = p.slots > 0 ? p.tokens : 0;  // without slots there may be any number
+  const int64_t blocks = blocks_for(tokens, p.absent.rows, TokenGroup<kGroup>::kTokens, &p.absent.each);
   if (blocks == 0) return {};
   return launch("unpermute_grad", unpermute_grad_kernel<T, kGroup>, blocks, kBlock, summand_bytes<kGroup>(p.slots),
                 exec.stream, p);

@@ -231,7 +231,8 @@ Status with_usual_type(const RowParams& p, bool whole, F&& f) {
 template <typename In, bool kE5M2, Blocks kBlocks, int kGroup>
 Status run_group(RowParams& p, const Execution& exec) {
   constexpr int kTokens = TokenGroup<kGroup>::kTokens;
-  const int64_t blocks = std::max<int64_t>(1, blocks_for(p.tokens, p.absent.rows, kTokens, &p.absent.each));
+  const int64_t tokens = p.slots > 0 && p.k > 0 ? p.tokens : 0;  // with nothing to move there may be any number
+  const int64_t blocks = std::max<int64_t>(1, blocks_for(tokens, p.absent.rows, kTokens, &p.absent.each));
   return launch("quantize", permuted_rows_kernel<In, kE5M2, kBlocks, kGroup>, blocks, kBlock,
                 static_cast<size_t>(kTokens) * p.slots * sizeof(int), exec.stream, p);
 }

@@ -1,5 +1,6 @@
 // Delayed scaling's update of histories and scales, a thread block for each tensor. Outputs may be the inputs.
 #include <cmath>
+#include <cstdint>
 #include <cstdio>
 
 #include "cuda/launch.cuh"
@@ -47,6 +48,12 @@ __device__ void take(const UpdateArgs& p, int64_t tensor) {
   if (p.pending) m = fmaxf(m, p.pending[tensor]);
   if (p.log) {
     const int64_t written = *p.written, taken = p.taken[tensor];
+    if (taken < 0 || written < taken) {  // else the next difference may wrap around
+      if (threadIdx.x == 0)
+        printf("diptych: scale_update: taken is %lld and written %lld; counts of logged amaxes lie in 0..written\n",
+               static_cast<long long>(taken), static_cast<long long>(written));
+      __trap();
+    }
     if (written - taken > p.columns) {
       if (threadIdx.x == 0)
         printf("diptych: scale_update: %lld amaxes were logged since the last update, and the log holds %lld\n",
@@ -107,6 +114,12 @@ __global__ void __launch_bounds__(kThreads) update_kernel(const __grid_constant_
 
 __global__ void log_kernel(const float* amax, int n, float* log, int64_t columns, int64_t* written) {
   const int64_t number = *written;
+  if (number < 0 || number == INT64_MAX) {
+    if (threadIdx.x == 0)
+      printf("diptych: log_amax: written is %lld, and counts of logged amaxes lie in 0..2^63-2\n",
+             static_cast<long long>(number));
+    __trap();
+  }
   for (int t = threadIdx.x; t < n; t += 32) log[t * columns + number % columns] = amax[t];
   __syncwarp();
   if (threadIdx.x == 0) *written = number + 1;

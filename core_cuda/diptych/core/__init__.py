@@ -2,7 +2,12 @@
 rows between tokens and experts and multiply groups of them, and the tables behind them.
 
 The same verbs as `diptych.torch` and `diptych.jax`, with the same bits. FP8 and E8M0 payloads are `uint8` arrays here,
-because NumPy has no such dtypes; view them as `ml_dtypes` where wanted. E2M1 payloads are bytes of two elements.
+because NumPy has no such dtypes; view them as `ml_dtypes` where wanted. E2M1 payloads are bytes of two elements. Arrays
+of the byte order that is not this machine's raise DTypeError (a TypeError).
+
+Work on the CPU runs on `get_num_threads()` threads, by default as many as there are processors; `set_num_threads(n)`
+takes 1 to 1024 (else ValueError), and threads that are then too many end. A call of the main thread runs the handlers of
+signals that come meanwhile; what one raises, such as KeyboardInterrupt, ends the call, whose outputs are then undefined.
 """
 
 from diptych.core import _core

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from diptych.common import grouped, shapes
-from diptych.common.errors import ShapeError
+from diptych.common.errors import ArgumentError, ShapeError
 from diptych.common.quantizers import RHT, RHT_SIGNS, Quantizer
 from diptych.core import _core
 from diptych.core._numpy import (
@@ -68,7 +68,7 @@ def quantize_stack(
     """
     op = "quantize_stack"
     if quantizer.custom:
-        raise TypeError(f"{op}: {type(quantizer).__name__} quantizes on its own; call quantize for each tensor")
+        raise ArgumentError(f"{op}: {type(quantizer).__name__} quantizes on its own; call quantize for each tensor")
     x = _high_precision(op, "x", x)
     shapes.check(shapes.quantize_constraints(grouped.stack_shape(x.shape), quantizer))
     buffers = grouped.stack_buffers(x.shape, quantizer)
@@ -121,7 +121,7 @@ def grouped_gemm(
     name, np_dtype = _out_dtype(op, out_dtype)
     side_a, side_b = shapes.gemm_copies(trans_a, trans_b)
     if isinstance(b, QuantizedStack) is trans_a:
-        raise TypeError(
+        raise ArgumentError(
             f"{op}: b must be a {'QuantizedArray' if trans_a else 'QuantizedStack'}, got {type(b).__name__}"
         )
     offsets = _offsets(op, offsets)

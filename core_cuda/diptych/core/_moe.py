@@ -9,7 +9,8 @@ from typing import Any, overload
 import numpy as np
 
 from diptych.common import moe, shapes
-from diptych.common.errors import DTypeError, ShapeError
+from diptych.common.byte_order import check_byte_order
+from diptych.common.errors import ArgumentError, DTypeError, ShapeError
 from diptych.common.quantizers import ROW_AMAX, Quantizer
 from diptych.core import _core
 from diptych.core._numpy import (
@@ -56,9 +57,12 @@ class RowMap:
 
 
 def _array(op: str, arg: str, x: Any, dtypes: frozenset[str] | tuple[str, ...] = _NAMES) -> Array:
-    if not isinstance(x, np.ndarray) or x.dtype.name not in dtypes:
-        got = x.dtype.name if isinstance(x, np.ndarray) else type(x).__name__
-        raise DTypeError(f"{op}: {arg} must be a NumPy array of {' or '.join(sorted(dtypes))}, got {got}")
+    wanted = f"{op}: {arg} must be a NumPy array of {' or '.join(sorted(dtypes))}, got "
+    if not isinstance(x, np.ndarray):
+        raise ArgumentError(wanted + type(x).__name__)
+    if x.dtype.name not in dtypes:
+        raise DTypeError(wanted + x.dtype.name)
+    check_byte_order(op, arg, x.dtype)
     return np.ascontiguousarray(x).reshape(x.shape)
 
 

@@ -10,7 +10,8 @@ from typing import Any, Literal, overload
 import numpy as np
 
 from diptych.common import shapes
-from diptych.common.errors import DTypeError, ShapeError
+from diptych.common.byte_order import check_byte_order
+from diptych.common.errors import ArgumentError, DTypeError, ShapeError
 from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX, Quantizer
 from diptych.core import _core
 
@@ -25,6 +26,8 @@ _Operand = tuple[Array, int]  # as the core takes NumPy memory: a buffer and its
 
 
 def _operand(x: Array, dtype: str) -> _Operand:
+    if dtype in _BITS:  # a view of bits would hide the order from the core, which checks all others again
+        check_byte_order("core", f"an array of {dtype}", x.dtype)
     return (x.view(_BITS[dtype]) if dtype in _BITS else x, _CODES[dtype])
 
 
@@ -44,9 +47,10 @@ def _empty(shape: shapes.Shape, dtype: str) -> Array:
 
 def _high_precision(op: str, arg: str, x: Any) -> Array:
     if not isinstance(x, np.ndarray):
-        raise DTypeError(f"{op}: {arg} must be a NumPy array, got {type(x).__name__}")
+        raise ArgumentError(f"{op}: {arg} must be a NumPy array, got {type(x).__name__}")
     if x.dtype.name not in shapes.HIGH_PRECISION:
         raise DTypeError(f"{op}: {arg} must be float32, bfloat16 (ml_dtypes) or float16, got {x.dtype.name}{x.shape}")
+    check_byte_order(op, arg, x.dtype)
     return np.ascontiguousarray(x).reshape(x.shape)
 
 
@@ -59,6 +63,7 @@ def _out_dtype(op: str, dtype: Any) -> tuple[str, Any]:
     dtype = np.dtype(dtype)
     if dtype.name not in shapes.HIGH_PRECISION:
         raise DTypeError(f"{op}: the result can be float32, bfloat16 or float16, not {dtype.name}")
+    check_byte_order(op, "the result's dtype", dtype)
     return dtype.name, dtype
 
 
@@ -95,8 +100,11 @@ class QuantizedArray(QuantizedCopies):
 
 
 def _typed(op: str, arg: str, x: Any, dtype: str) -> Array:
-    if not isinstance(x, np.ndarray) or x.dtype != np.dtype(dtype):
-        raise DTypeError(f"{op}: {arg} must be a NumPy array of {dtype}, got {getattr(x, 'dtype', type(x).__name__)}")
+    if not isinstance(x, np.ndarray):
+        raise ArgumentError(f"{op}: {arg} must be a NumPy array of {dtype}, got {type(x).__name__}")
+    if x.dtype.name != dtype:
+        raise DTypeError(f"{op}: {arg} must be a NumPy array of {dtype}, got {x.dtype}")
+    check_byte_order(op, arg, x.dtype)
     return np.ascontiguousarray(x).reshape(x.shape)
 
 
@@ -186,7 +194,7 @@ def _quantized(
 ) -> dict[str, Array]:
     """What the core makes of a tensor, of a stack or of a source, by the buffers' names."""
     if quantizer.needs_scale and scale is None:
-        raise TypeError(f"{op}: {type(quantizer).__name__} takes its scale from the caller; pass scale=")
+        raise ArgumentError(f"{op}: {type(quantizer).__name__} takes its scale from the caller; pass scale=")
     fmt = quantizer.format
     out = {b.name: _empty(b.shape, b.dtype) for b in buffers}
     given = {
@@ -257,7 +265,7 @@ def scale_update(
 
     for name, x in (("history", history), ("scale", scale)):
         if not isinstance(x, np.ndarray):
-            raise DTypeError(f"scale_update: {name} must be a float32 array, got {type(x).__name__}")
+            raise ArgumentError(f"scale_update: {name} must be a float32 array, got {type(x).__name__}")
     inputs = tensor("history", history), tensor("scale", scale), tensor("reduced", reduced), tensor("amax", amax)
     out = np.empty(history.shape, np.float32), np.empty(scale.shape, np.float32)
     results = _operand(out[0], "float32"), _operand(out[1], "float32")

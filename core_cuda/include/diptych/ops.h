@@ -71,7 +71,9 @@ struct QuantizeArgs {
 };
 
 // Amaxes [n, R] by their number, which alone grows: number i lies in column i % R. `log_amax` writes them, and who
-// reads them keeps the number that it has `taken`, so that one side writes and the other reads.
+// reads them keeps the number that it has `taken`, so that one side writes and the other reads. Numbers are not
+// negative, and none is taken that is not written: else the op fails, on CUDA by a trap, and touches nothing outside of
+// the log.
 struct AmaxLog {
   TensorView amaxes;   // [n, R] float32
   TensorView written;  // [1] int64

@@ -6,7 +6,8 @@
 
 namespace diptych {
 
-enum class Code { ok, value, type, unsupported, runtime };  // ValueError, TypeError, NotImplementedError, RuntimeError
+// ValueError, TypeError, NotImplementedError, RuntimeError; interrupted: as who was asked whether to stop raised it
+enum class Code { ok, value, type, unsupported, runtime, interrupted };
 
 class [[nodiscard]] Status {
  public:

@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from diptych.common import shapes
-from diptych.common.errors import DTypeError, ShapeError
+from diptych.common.errors import ArgumentError, DTypeError, ShapeError
 from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX, Quantizer
 from diptych.jax import primitives
 from diptych.jax.ffi import Source
 from diptych.jax.quantized import QuantizedArray, from_buffers
-from diptych.jax.rules import check_high_precision, enforce
+from diptych.jax.rules import check_high_precision, check_native, enforce
 
 Array = jax.Array
 
@@ -28,14 +28,15 @@ Array = jax.Array
 def to_array(op: str, arg: str, x: Any) -> Array:
     """A JAX array of a high-precision dtype. NumPy's float64 is refused before JAX would round it to float32."""
     if not isinstance(x, (jax.Array, np.ndarray)):
-        raise DTypeError(f"{op}: {arg} must be a JAX or NumPy array, got {type(x).__name__}")
+        raise ArgumentError(f"{op}: {arg} must be a JAX or NumPy array, got {type(x).__name__}")
     check_high_precision(op, arg, x.dtype, x.shape)
+    check_native(op, arg, x)
     return jnp.asarray(x)
 
 
 def _quantized(op: str, arg: str, q: Any) -> QuantizedArray:
     if not isinstance(q, QuantizedArray):
-        raise DTypeError(f"{op}: {arg} must be a QuantizedArray, got {type(q).__name__}; quantize it first")
+        raise ArgumentError(f"{op}: {arg} must be a QuantizedArray, got {type(q).__name__}; quantize it first")
     return q
 
 
@@ -55,7 +56,9 @@ def dtype_name(op: str, dtype: Any, default: str) -> str:
 def factor(op: str, arg: str, value: Any) -> float:
     """A Python number rounded to float32. Arrays are refused: factors are attributes of the compiled call."""
     if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise DTypeError(f"{op}: {arg} must be a Python number, got {type(value).__name__}; scale the result instead")
+        raise ArgumentError(
+            f"{op}: {arg} must be a Python number, got {type(value).__name__}; scale the result instead"
+        )
     with np.errstate(over="ignore"):
         value = float(np.float32(value))
     if not math.isfinite(value):
@@ -70,11 +73,12 @@ def small_operand(op: str, arg: str, value: Any) -> Array | None:
     elif isinstance(value, (int, float)):
         out = jnp.full(1, value, jnp.float32)
     elif isinstance(value, (np.ndarray, np.generic)):
+        check_native(op, arg, value)
         out = jnp.asarray(value)
         if out.dtype != value.dtype:
             raise DTypeError(f"{op}: {arg} is {value.dtype}, which JAX would turn into {out.dtype}; cast it first")
     else:
-        raise DTypeError(f"{op}: {arg} must be a JAX or NumPy array or a number, got {type(value).__name__}")
+        raise ArgumentError(f"{op}: {arg} must be a JAX or NumPy array or a number, got {type(value).__name__}")
     return out.reshape(1) if out is not None and out.ndim == 0 else out
 
 
@@ -166,7 +170,7 @@ def quantize(
     format does not take, or an argument that it does not read.
     """
     if not isinstance(quantizer, Quantizer):
-        raise DTypeError(f"quantize: quantizer must be a diptych Quantizer, got {type(quantizer).__name__}")
+        raise ArgumentError(f"quantize: quantizer must be a diptych Quantizer, got {type(quantizer).__name__}")
     if quantizer.custom:
         options = {
             "amax": amax,
@@ -181,7 +185,9 @@ def quantize(
         )
         if not isinstance(made, QuantizedArray):
             kind = type(quantizer).__name__
-            raise DTypeError(f"quantize: {kind}.quantize_impl must return a QuantizedArray, got {type(made).__name__}")
+            raise ArgumentError(
+                f"quantize: {kind}.quantize_impl must return a QuantizedArray, got {type(made).__name__}"
+            )
         return made
     x = to_array(f"quantize ({quantizer.format.name})", "x", x)
     shapes.rows_cols(x.shape)  # raises for a scalar
@@ -226,7 +232,7 @@ def rng_state(seed: Any, offset: Any = 0) -> Array:
             words.append(jnp.stack([value.astype(jnp.uint32), high.astype(jnp.uint32)]))
         else:
             what = "a Python integer or a JAX PRNG key" if arg == "seed" else "an integer or an integer scalar array"
-            raise TypeError(f"rng_state: {arg} must be {what}, got {value!r}")
+            raise ArgumentError(f"rng_state: {arg} must be {what}, got {value!r}")
     return jax.lax.bitcast_convert_type(jnp.concatenate(words), jnp.int32)
 
 
@@ -258,11 +264,12 @@ def scale_update(
     for name, x in arrays.items():
         optional = name in ("reduced", "amax")
         if not isinstance(x, (jax.Array, np.ndarray)) and not (optional and x is None):
-            raise DTypeError(f"scale_update: {name} must be a JAX or NumPy array, got {type(x).__name__}")
+            raise ArgumentError(f"scale_update: {name} must be a JAX or NumPy array, got {type(x).__name__}")
+        check_native("scale_update", name, x)
         if x is not None and x.dtype != np.float32:  # before JAX would round float64
             raise DTypeError(f"scale_update: {name} must be float32, got {x.dtype}{list(x.shape)}")
     if isinstance(margin, bool) or not isinstance(margin, (int, np.integer)):
-        raise DTypeError(f"scale_update: margin must be a Python integer, got {type(margin).__name__}")
+        raise ArgumentError(f"scale_update: margin must be a Python integer, got {type(margin).__name__}")
     if not -126 <= margin <= 126:  # 2^-margin is a normal float32
         raise ValueError(f"scale_update: margin must lie in -126..126, got {margin}")
     fp8_max = factor("scale_update", "fp8_max", fp8_max)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from diptych.common import grouped, shapes
-from diptych.common.errors import DTypeError, ShapeError, UnsupportedError
+from diptych.common.errors import ArgumentError, ShapeError, UnsupportedError
 from diptych.common.quantizers import RHT, RHT_SIGNS, Quantizer
 from diptych.jax import grouped_primitives as primitives
 from diptych.jax.functional import dtype_name, factor, group_amaxes, small_operand, to_array
@@ -90,9 +90,9 @@ def quantize_stack(
     """
     op = "quantize_stack"
     if not isinstance(quantizer, Quantizer):
-        raise DTypeError(f"{op}: quantizer must be a diptych Quantizer, got {type(quantizer).__name__}")
+        raise ArgumentError(f"{op}: quantizer must be a diptych Quantizer, got {type(quantizer).__name__}")
     if quantizer.custom:
-        raise DTypeError(f"{op}: {type(quantizer).__name__} quantizes on its own; call quantize for each tensor")
+        raise ArgumentError(f"{op}: {type(quantizer).__name__} quantizes on its own; call quantize for each tensor")
     x = to_array(f"{op} ({quantizer.format.name})", "x", x)
     leading = grouped.stack_shape(x.shape)[:-1]
     given = {"amax": amax, "columnwise_amax": columnwise_amax, "scale": scale, "rng": rng}
@@ -133,7 +133,7 @@ def _operand(op: str, arg: str, value: Any) -> Array | None:
     if value is None:
         return None
     if not isinstance(value, (jax.Array, np.ndarray)):
-        raise DTypeError(f"{op}: {arg} must be a JAX or NumPy array, got {type(value).__name__}")
+        raise ArgumentError(f"{op}: {arg} must be a JAX or NumPy array, got {type(value).__name__}")
     if value.ndim == 0:
         raise ShapeError(f"{op}: {arg} must have one entry for each tensor or group, got a scalar")
     return small_operand(op, arg, value)
@@ -142,7 +142,7 @@ def _operand(op: str, arg: str, value: Any) -> Array | None:
 def _offsets(op: str, offsets: Any) -> Array:
     out = _operand(op, "offsets", offsets)
     if out is None:
-        raise DTypeError(f"{op}: offsets must be a JAX or NumPy array, got None")
+        raise ArgumentError(f"{op}: offsets must be a JAX or NumPy array, got None")
     return out
 
 
@@ -184,10 +184,10 @@ def grouped_gemm(
     trans_a = bool(trans_a)
     side_a, side_b = shapes.gemm_copies(trans_a, bool(trans_b))
     if not isinstance(a, QuantizedArray):
-        raise DTypeError(f"{op}: a must be a QuantizedArray, got {type(a).__name__}; quantize() makes one")
+        raise ArgumentError(f"{op}: a must be a QuantizedArray, got {type(a).__name__}; quantize() makes one")
     if not isinstance(b, QuantizedArray if trans_a else QuantizedStack):
         wanted = "QuantizedArray" if trans_a else "QuantizedStack, which quantize_stack() makes"
-        raise DTypeError(f"{op}: b must be a {wanted}, got {type(b).__name__}")
+        raise ArgumentError(f"{op}: b must be a {wanted}, got {type(b).__name__}")
     of_a, of_b = [q.quantizer.spec.flags & (RHT | RHT_SIGNS) if trans_a else 0 for q in (a, b)]
     if of_a != of_b:
         raise ValueError(f"{op}: {a.quantizer} and {b.quantizer} do not rotate alike")

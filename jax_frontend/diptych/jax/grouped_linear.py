@@ -26,7 +26,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from diptych.common import shapes
-from diptych.common.errors import DTypeError, ShapeError, UnsupportedError
+from diptych.common.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
 from diptych.common.grouped import HIGH_PRECISION, kernel_align, rotates_rows
 from diptych.common.quantizers import RHT
 from diptych.common.recipes import Recipe
@@ -215,7 +215,7 @@ def _operands(
         maps, offsets = Maps(*require_row_map(op, x.shape, row_map, "x")), row_map.expert_offsets
         x = x.reshape(shapes.rows_cols(x.shape))
     if not isinstance(offsets, (jax.Array, np.ndarray)):
-        raise DTypeError(f"{op}: offsets must be a JAX or NumPy array, int32 [G + 1], got {type(offsets).__name__}")
+        raise ArgumentError(f"{op}: offsets must be a JAX or NumPy array, int32 [G + 1], got {type(offsets).__name__}")
     if offsets.dtype != jnp.int32:
         raise DTypeError(f"{op}: offsets must be int32, got {offsets.dtype}{list(offsets.shape)}")
     if x.ndim == 0 or kernel.ndim != 3 or x.shape[-1] != kernel.shape[2]:
@@ -231,7 +231,7 @@ def _operands(
 def _promise(op: str, align: Any) -> int:
     """The alignment that kernels know."""
     if not isinstance(align, int):
-        raise DTypeError(f"{op}: align must be an int, got {type(align).__name__}")
+        raise ArgumentError(f"{op}: align must be an int, got {type(align).__name__}")
     return kernel_align(align)
 
 

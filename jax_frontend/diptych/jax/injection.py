@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from diptych.common.errors import DTypeError, UnsupportedError
+from diptych.common.errors import ArgumentError, DTypeError, UnsupportedError
 from diptych.common.plan import linear_plan
 from diptych.common.recipes import Recipe
 from diptych.jax.linear import dense
@@ -42,7 +42,7 @@ def dot_general(recipe: Recipe | None, *, module: str = "linear", name: str = ""
     if recipe is None:
         return jax.lax.dot_general
     if not isinstance(recipe, Recipe):
-        raise DTypeError(f"dot_general: recipe must be a diptych Recipe or None, got {type(recipe).__name__}")
+        raise ArgumentError(f"dot_general: recipe must be a diptych Recipe or None, got {type(recipe).__name__}")
     plan = linear_plan(recipe, module, name)
     if plan.states or plan.needs_rng:
         what = "delayed scaling" if plan.states else "stochastic rounding"

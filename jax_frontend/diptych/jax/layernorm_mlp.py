@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.custom_derivatives import SymbolicZero
 
-from diptych.common.errors import ShapeError
+from diptych.common.errors import ArgumentError, ShapeError
 from diptych.common.fused import ActivationOptions, activation_options, norm_options
 from diptych.common.recipes import Recipe
 from diptych.jax import functional, fused, products
@@ -289,9 +289,11 @@ def _check_states(op: str, states: Any, recipe: Recipe, fc1: Options, fc2: Optio
     if states is None:
         states = {}
     if not isinstance(states, Mapping) or not all(isinstance(of_part, Mapping) for of_part in states.values()):
-        raise TypeError(f"{op}: state must be {{layer: {{slot: ScaleState}}}}, as init_layernorm_mlp_state makes it")
+        raise ArgumentError(
+            f"{op}: state must be {{layer: {{slot: ScaleState}}}}, as init_layernorm_mlp_state makes it"
+        )
     if not any(states.values()) and (fc1.plan.states or fc2.plan.states):
-        raise TypeError(
+        raise ArgumentError(
             f"{op}: {type(recipe).__name__} scales by earlier steps' amaxes and needs state=; "
             "init_layernorm_mlp_state(recipe, module=, name=) makes it"
         )

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from diptych.common.errors import DTypeError, ShapeError
+from diptych.common.errors import ArgumentError, DTypeError, ShapeError
 from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX
 from diptych.common.recipes import Recipe
 from diptych.jax import functional
@@ -124,7 +124,7 @@ def check_recipe(op: str, recipe: Any, optional: bool = True) -> None:
     """**Raises** TypeError for anything but a recipe, or None where that is one."""
     if not isinstance(recipe, Recipe) and not (optional and recipe is None):
         also = " or None" if optional else ""
-        raise DTypeError(f"{op}: recipe must be a diptych Recipe{also}, got {type(recipe).__name__}")
+        raise ArgumentError(f"{op}: recipe must be a diptych Recipe{also}, got {type(recipe).__name__}")
 
 
 def refuse_without_recipe(op: str, **given: Any) -> None:
@@ -162,7 +162,7 @@ def kernel_operand(op: str, arg: str, kernel: Any, held: type[QuantizedCopies]) 
     if isinstance(kernel, held):
         return kernel
     if isinstance(kernel, QuantizedCopies):
-        raise DTypeError(f"{op}: {arg} must be an array or a {held.__name__}, got a {type(kernel).__name__}")
+        raise ArgumentError(f"{op}: {arg} must be an array or a {held.__name__}, got a {type(kernel).__name__}")
     return functional.to_array(op, arg, kernel)
 
 
@@ -238,7 +238,7 @@ def _main_grad(op: str, main_grad: Any, kernel: Array | None, shape: tuple[int, 
         return None
     reference = isinstance(main_grad, jax.Ref)
     if not reference and not isinstance(main_grad, jax.Array):
-        raise DTypeError(f"{op}: main_grad must be a JAX array or reference, got {type(main_grad).__name__}")
+        raise ArgumentError(f"{op}: main_grad must be a JAX array or reference, got {type(main_grad).__name__}")
     if main_grad.dtype != jnp.float32 or main_grad.shape != shape:
         raise ShapeError(f"{op}: main_grad must be float32 {list(shape)}, got {main_grad.dtype}{list(main_grad.shape)}")
     if not reference:

@@ -26,11 +26,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from diptych.common import moe, shapes
-from diptych.common.errors import DTypeError, ShapeError
+from diptych.common.errors import ArgumentError, DTypeError, ShapeError
 from diptych.jax import moe_primitives as ops
 from diptych.jax.permutation_ops import as_int32, padded_offsets, padding_before, permute, shifted, unpermute
 from diptych.jax.quantized import QuantizedArray
-from diptych.jax.rules import MAX_SLOTS, check_copy, check_few, check_row_map, check_rows, check_tokens, enforce
+from diptych.jax.rules import (
+    MAX_SLOTS,
+    check_copy,
+    check_few,
+    check_native,
+    check_row_map,
+    check_rows,
+    check_tokens,
+    enforce,
+)
 
 Array = jax.Array
 Rows = Any  # Array or QuantizedArray
@@ -57,9 +66,10 @@ class RowMap(NamedTuple):
 
 def _array(op: str, arg: str, x: Any, *dims: int) -> Any:
     if isinstance(x, QuantizedArray) or not isinstance(x, (jax.Array, np.ndarray)):
-        raise DTypeError(f"{op}: {arg} must be a JAX or NumPy array, got {type(x).__name__}")
+        raise ArgumentError(f"{op}: {arg} must be a JAX or NumPy array, got {type(x).__name__}")
     if dims and x.ndim not in dims:
         raise ShapeError(f"{op}: {arg} must have {' or '.join(map(str, dims))} dimension(s), got {list(x.shape)}")
+    check_native(op, arg, x)
     return x
 
 
@@ -72,7 +82,9 @@ def _kept(op: str, arg: str, x: Any) -> Array:
 
 def _integer(op: str, arg: str, value: Any, least: int) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise DTypeError(f"{op}: {arg} must be a Python integer, got {type(value).__name__}: sizes are static in JAX")
+        raise ArgumentError(
+            f"{op}: {arg} must be a Python integer, got {type(value).__name__}: sizes are static in JAX"
+        )
     if value < least:
         raise ValueError(f"{op}: {arg} must be at least {least}, got {value}")
     return int(value)
@@ -139,7 +151,7 @@ def _check_rows_alone(op: str, q: QuantizedArray) -> None:
 def require_row_map(op: str, shape: tuple[Any, ...], row_map: Any, arg: str = "inp") -> tuple[Array, Array]:
     """row_id_map and source of a `RowMap` whose tokens are the rows of `shape`. **Raises** TypeError, ValueError."""
     if not isinstance(row_map, RowMap):
-        raise DTypeError(f"{op}: row_map must be a RowMap, got {type(row_map).__name__}; moe_map() makes one")
+        raise ArgumentError(f"{op}: row_map must be a RowMap, got {type(row_map).__name__}; moe_map() makes one")
     row_id_map, source = (_array(op, part, getattr(row_map, part)) for part in ("row_id_map", "source"))
     tokens, _ = check_row_map(op, row_id_map, 0)
     check_rows(op, source, 0)
@@ -362,7 +374,7 @@ def moe_unpermute(
         warnings.warn(f"{op}: probs is deprecated, use merging_probs", stacklevel=2)
         merging_probs = probs
     if isinstance(inp, QuantizedArray):
-        raise DTypeError(f"{op}: inp is quantized, and its rows are summed; dequantize() it first")
+        raise ArgumentError(f"{op}: inp is quantized, and its rows are summed; dequantize() it first")
     x = _floats(op, "inp", inp)
     if x.ndim < 2:
         raise ShapeError(f"{op}: inp must be [rows, H], got {list(x.shape)}")

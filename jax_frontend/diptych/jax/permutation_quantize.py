@@ -9,7 +9,7 @@ from typing import Any, overload
 
 import jax
 
-from diptych.common.errors import DTypeError
+from diptych.common.errors import ArgumentError
 from diptych.common.quantizers import Quantizer
 from diptych.jax import functional, fused, primitives
 from diptych.jax.permutation import RowMap, require_row_map, slot_probs
@@ -57,9 +57,9 @@ def moe_permute_and_quantize(
     """
     op = "moe_permute_and_quantize"
     if not isinstance(quantizer, Quantizer):
-        raise DTypeError(f"{op}: quantizer must be a diptych Quantizer, got {type(quantizer).__name__}")
+        raise ArgumentError(f"{op}: quantizer must be a diptych Quantizer, got {type(quantizer).__name__}")
     if isinstance(inp, QuantizedArray):
-        raise DTypeError(f"{op}: inp is quantized; moe_permute moves it as it is")
+        raise ArgumentError(f"{op}: inp is quantized; moe_permute moves it as it is")
     x = functional.to_array(op, "inp", inp)
     maps = require_row_map(op, x.shape, row_map)
     if probs is not None:

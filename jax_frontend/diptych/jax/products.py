@@ -30,7 +30,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from diptych.common import shapes
-from diptych.common.errors import DTypeError, UnsupportedError
+from diptych.common.errors import ArgumentError, UnsupportedError
 from diptych.common.plan import LinearPlan, linear_plan
 from diptych.common.recipes import Recipe
 from diptych.common.schedule import OFFSETS as OFFSETS
@@ -132,7 +132,7 @@ def quantize_summed(
             given["scale"] = states[call.state].scale
         if call.needs_rng:
             if rng is None:
-                raise DTypeError(
+                raise ArgumentError(
                     f"{options.op}: {call.quantizer} rounds stochastically and needs rng=; rng_state(seed) makes one"
                 )
             given["rng"] = rng_at(rng, 2 * call.number) if call.number else rng

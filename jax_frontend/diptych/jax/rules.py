@@ -21,7 +21,8 @@ from jax.interpreters import ad, batching, mlir
 from jax.sharding import ManualAxisType, PartitionSpec
 
 from diptych.common import shapes
-from diptych.common.errors import DTypeError, ShapeError, UnsupportedError
+from diptych.common.byte_order import check_byte_order
+from diptych.common.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
 from diptych.common.formats import FormatRow, format_by_name
 from diptych.common.quantizers import RHT, Quantizer
 from diptych.jax import ffi
@@ -59,6 +60,12 @@ class Copy(NamedTuple):
 
 
 # --- checks ---
+
+
+def check_native(op: str, arg: str, x: Any) -> None:
+    """**Raises** DTypeError for a NumPy array of the other byte order, before JAX refuses it in words of its own."""
+    if isinstance(x, (np.ndarray, np.generic)):
+        check_byte_order(op, arg, x.dtype)
 
 
 def check_high_precision(op: str, arg: str, dtype: Any, shape: Any) -> None:
@@ -113,13 +120,13 @@ def check_options(
     if amax_given and has_scale:
         raise ValueError(f"{op}: scale and amax were both given; the scale alone decides")
     if quantizer.needs_scale and not has_scale:
-        raise TypeError(f"{op}: {kind} takes its scale from the caller; pass scale=")
+        raise ArgumentError(f"{op}: {kind} takes its scale from the caller; pass scale=")
     if has_scale and not fmt.per_tensor:
         raise ValueError(f"{op}: scale is for per-tensor formats, not {fmt.name}")
     if has_scale and (spec.flags or spec.eps):
         raise ValueError(f"{op}: scale was given; the options of {quantizer} do not apply to it")
     if quantizer.needs_rng and not has_rng:
-        raise TypeError(f"{op}: {kind} rounds stochastically; pass rng=, for instance rng_state(seed)")
+        raise ArgumentError(f"{op}: {kind} rounds stochastically; pass rng=, for instance rng_state(seed)")
     if has_rng and not quantizer.needs_rng:
         raise ValueError(f"{op}: rng is for stochastic rounding, which {quantizer} does not do")
     if spec.flags & RHT:

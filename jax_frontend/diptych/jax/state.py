@@ -26,7 +26,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from diptych.common.errors import CheckpointError, RecipeSwitchWarning, ShapeError
+from diptych.common.errors import ArgumentError, CheckpointError, RecipeSwitchWarning, ShapeError
 from diptych.common.plan import LinearPlan, linear_plan
 from diptych.common.quantizers import Float8Quantizer
 from diptych.common.recipes import Recipe
@@ -100,10 +100,10 @@ def check_states(op: str, states: Any, plan: LinearPlan, recipe: Recipe) -> dict
     if states is None:
         states = {}
     if not isinstance(states, Mapping) or not all(is_state(s) for s in states.values()):
-        raise TypeError(f"{op}: state must be a mapping of slots to ScaleState, as init_state makes it")
+        raise ArgumentError(f"{op}: state must be a mapping of slots to ScaleState, as init_state makes it")
     kind, wanted = type(recipe).__name__, {s.name: s.quantizer for s in plan.states}
     if wanted and not states:
-        raise TypeError(f"{op}: {kind} scales by earlier steps' amaxes and needs state=, which init_state makes")
+        raise ArgumentError(f"{op}: {kind} scales by earlier steps' amaxes and needs state=, which init_state makes")
     if states.keys() != wanted.keys():
         raise ValueError(
             f"{op}: the state is of {sorted(states)}, {kind} needs {sorted(wanted)}: another recipe's; "
@@ -258,7 +258,7 @@ def _updated(state: ScaleState, axes: tuple[Any, ...]) -> ScaleState:
 def _chosen(algo: Any, history: Array, last: Array) -> Array:
     amax = algo(history[None], last)
     if not isinstance(amax, jax.Array):
-        raise TypeError(
+        raise ArgumentError(
             f"amax_compute_algo returned {type(amax).__name__}; it must return a JAX array, the amax of each of the 1 "
             "tensors whose histories it was given"
         )

@@ -42,6 +42,17 @@ from diptych.torch.permutation_quantize import moe_permute_and_quantize
 from diptych.torch.proto import TensorProto, to_tensor_proto
 from diptych.torch.quantized import QuantizedTensor
 from diptych.torch.state import ScaleStates
+from diptych.torch.te import (
+    fp8_autocast,
+    fp8_model_init,
+    get_default_recipe,
+    is_bf16_available,
+    is_fp8_available,
+    is_fp8_block_scaling_available,
+    is_mxfp8_available,
+    is_nvfp4_available,
+    te_state_dict,
+)
 
 __all__ = [
     "ConvertWarning",
@@ -68,13 +79,21 @@ __all__ = [
     "checkpoint_contexts",
     "convert",
     "dequantize",
+    "fp8_autocast",
+    "fp8_model_init",
     "gemm",
     "gemm_into",
     "get_autocast_recipe",
+    "get_default_recipe",
     "grouped_bias_grad",
     "grouped_gemm",
     "grouped_linear",
     "is_autocast_enabled",
+    "is_bf16_available",
+    "is_fp8_available",
+    "is_fp8_block_scaling_available",
+    "is_mxfp8_available",
+    "is_nvfp4_available",
     "linear",
     "make_graphed_callables",
     "moe_map",
@@ -92,5 +111,6 @@ __all__ = [
     "rng_state",
     "scale_update",
     "seed_rng",
+    "te_state_dict",
     "to_tensor_proto",
 ]

@@ -74,13 +74,15 @@ def is_calibrating() -> bool:
     return STATE.calibrating is not None
 
 
-def amax_group(recipe: Recipe, groups: Mapping[str, Any]) -> Any:
+def amax_group(recipe: Recipe, groups: Mapping[str, Any], delayed: bool = False) -> Any:
     """The process group among a region's that a recipe names; None where it asks for none.
+
+    `delayed`: the amaxes are those of delayed scaling, which the region may reduce though the recipe names no group.
 
     **Raises** ValueError if the region does not name it.
     """
     if not recipe.amax_group:
-        return None
+        return groups.get("") if delayed else None
     group = groups.get(recipe.amax_group)
     if group is None:
         raise ValueError(
@@ -96,7 +98,8 @@ class autocast:
     **Arguments:** `enabled`: False runs the region in high precision, also inside an enabled one. `recipe`: None is
     `DEFAULT_RECIPE`, Float8CurrentScaling(). A recipe given to a module itself goes before that of the region.
     `amax_groups`: process groups by the names that recipes give in `Recipe.amax_group`; None keeps those of the region
-    around. `calibrating`: with `enabled=False`, modules run in high precision and collect the amaxes that `recipe`'s
+    around. `amax_reduction_group`: a process group that delayed scales' amaxes are reduced over where the recipe names
+    none. `calibrating`: with `enabled=False`, modules run in high precision and collect the amaxes that `recipe`'s
     delayed scales come from.
 
     Each outermost region is one step to delayed scaling: a module's scales are updated when it first runs in one.
@@ -114,11 +117,17 @@ class autocast:
     def __init__(
         self,
         enabled: bool = True,
+        calibrating: bool = False,
         recipe: Recipe | None = None,
+        amax_reduction_group: Any = None,
         *,
         amax_groups: Mapping[str, Any] | None = None,
-        calibrating: bool = False,
     ) -> None:
+        for name, value in (("enabled", enabled), ("calibrating", calibrating)):
+            if isinstance(value, Recipe) or (isinstance(value, type) and issubclass(value, Recipe)):
+                raise TypeError(f"autocast: {name} must be a bool, got a recipe; write autocast(recipe=...)")
+        if amax_reduction_group is not None:
+            amax_groups = {**(amax_groups or {}), "": amax_reduction_group}
         # While Dynamo traces, torch 2.11 shows an opaque value's wrapper to isinstance; `Linear` would fail on it.
         if recipe is not None and not torch.compiler.is_compiling() and not isinstance(recipe, Recipe):
             raise TypeError(
@@ -173,7 +182,7 @@ class autocast:
         @functools.wraps(fn)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
             # A region of its own for each call: calls may recurse and run in threads.
-            with autocast(enabled, recipe, amax_groups=groups, calibrating=calibrating):
+            with autocast(enabled, calibrating, recipe, amax_groups=groups):
                 return fn(*args, **kwargs)
 
         return wrapped  # type: ignore[return-value]

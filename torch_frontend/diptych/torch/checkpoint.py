@@ -22,6 +22,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from diptych.common.errors import UnsupportedError
 from diptych.torch.autocast import STATE
+from diptych.torch.te_arguments import absorb
 
 
 class Entry(NamedTuple):
@@ -197,18 +198,54 @@ class _Taped:
             return self.function(*args, **kwargs)
 
 
-def checkpoint(function: Callable[..., Any], *args: Any, use_reentrant: bool = False, **kwargs: Any) -> Any:
+class _Tracked:
+    """A function whose recomputation finds a tracker's random states as its first call found them."""
+
+    def __init__(self, function: Callable[..., Any], get_tracker: Callable[[], Any]) -> None:
+        self.function, self.get_tracker = function, get_tracker
+        self.states: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tracker = self.get_tracker()
+        if self.states is None:
+            self.states = tracker.get_states()
+            return self.function(*args, **kwargs)
+        outer = tracker.get_states()
+        tracker.set_states(self.states)
+        try:
+            return self.function(*args, **kwargs)
+        finally:
+            tracker.set_states(outer)
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    use_reentrant: bool = False,
+    get_rng_state_tracker: Callable[[], Any] | None = None,
+    distribute_saved_activations: bool = False,
+    tp_group: Any = None,
+    **kwargs: Any,
+) -> Any:
     """torch.utils.checkpoint.checkpoint for modules with state: their recomputation gives the forward's bits.
 
     **Arguments:** as torch's; `context_fn` of your own is wrapped around. Both kinds, `use_reentrant` False and True.
     Inside of compiled code the graph recomputes and the kinds are one; a `context_fn` of your own stands alone there,
     and only recipes without state go with it. Around compiled code the region may lie outside of the checkpoint.
+    `get_rng_state_tracker`: returns an object with `get_states` and `set_states`, such as Megatron's tracker of CUDA
+    random states, which the recomputation finds as the forward did; not inside of compiled code.
+    `distribute_saved_activations`: False. `tp_group`: taken and not needed without it.
 
     **Returns:** what `function` returns.
 
     **Raises:** NotImplementedError from the recomputation if it runs other modules than the forward; around compiled
     code with delayed scaling, if a later region has updated the scales since.
     """
+    absorb("checkpoint", {"distribute_saved_activations": distribute_saved_activations})
+    if get_rng_state_tracker is not None:
+        if torch.compiler.is_compiling():
+            raise UnsupportedError("checkpoint: a graph knows no get_rng_state_tracker; checkpoint outside of it")
+        function = _Tracked(function, get_rng_state_tracker)
     if torch.compiler.is_compiling():
         kwargs.setdefault("context_fn", checkpoint_contexts)
         return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)

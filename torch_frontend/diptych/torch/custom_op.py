@@ -27,13 +27,14 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from diptych.common.errors import DTypeError, UnsupportedError
+from diptych.common.errors import ArgumentError, UnsupportedError
 from diptych.torch import opaque
 from diptych.torch.op_fields import Size as Size
 from diptych.torch.op_fields import Written as Written
@@ -43,7 +44,7 @@ from diptych.torch.opaque import Group as Group
 from diptych.torch.proto import TensorProto, proto_of
 from diptych.torch.quantized import TAKES_COTANGENTS, QuantizedStack, QuantizedTensorBase
 from diptych.torch.replay import Replays
-from diptych.torch.rules import direct, refuse_second_derivative
+from diptych.torch.rules import direct, refuse_second_derivative, require_no_tangent
 
 # --- the op ----------------------------------------------------------------------------------------------------------
 
@@ -79,7 +80,7 @@ class CustomOp:
         remedy: str = IN_HIGH_PRECISION,
     ) -> None:
         if not dataclasses.is_dataclass(arguments):
-            raise DTypeError(f"CustomOp {name}: arguments must be a dataclass, got {arguments!r}")
+            raise ArgumentError(f"CustomOp {name}: arguments must be a dataclass, got {arguments!r}")
         hints = typing.get_type_hints(arguments)
         self.name, self.arguments = name, arguments
         self.fields = tuple([field_of(f.name, hints[f.name]) for f in dataclasses.fields(arguments)])
@@ -134,6 +135,8 @@ class CustomOp:
     def __call__(self, arguments: Any) -> tuple[Tensor, ...]:
         """The outputs, differentiable where grad mode is on and an argument requires it."""
         needs = self.needs(arguments)
+        if forward_ad._current_level >= 0:
+            self._refuse_tangents([getattr(arguments, name) for name, _ in self._kinds()])
         if not needs:
             return self.run(arguments, ())[0]
         if self.backward is None:
@@ -146,6 +149,8 @@ class CustomOp:
     def eager(self, arguments: Any) -> tuple[Tensor, ...]:
         """The same for a caller who knows that nothing traces: no node, whatever the tensors are."""
         held = arguments.__dict__
+        if forward_ad._current_level >= 0:
+            self._refuse_tangents(held.values())
         tensors = [held[n] for n in self.differentiable]
         needs: tuple[str, ...] = ()
         if torch.is_grad_enabled():
@@ -153,6 +158,10 @@ class CustomOp:
                 [n for n, t in zip(self.differentiable, tensors, strict=True) if t is not None and t.requires_grad]
             )
         return self._eager(arguments, needs, *tensors) if needs else self.forward(arguments, ())[0]
+
+    def _refuse_tangents(self, values: Iterable[Any]) -> None:
+        for value in values:
+            require_no_tangent(self.name, *(value if isinstance(value, (list, tuple)) else (value,)))
 
     def needs(self, arguments: Any) -> tuple[str, ...]:
         """The fields whose gradient is wanted."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diptych.common.errors import UnsupportedError
+from diptych.common.errors import ArgumentError, UnsupportedError
 from diptych.common.quantizers import Float8Quantizer
 from diptych.core import _core
 from diptych.torch import functional, opaque, primitives, replay
@@ -93,7 +93,7 @@ def _chosen(quantizer: Float8Quantizer, history: Tensor, reduced: Tensor | None)
         last = torch.where(reduced != 0, reduced, last)
     amax: Any = algo(history.clone()[None], last)
     if not isinstance(amax, Tensor):
-        raise TypeError(
+        raise ArgumentError(
             f"amax_compute_algo returned {type(amax).__name__}; it must return a tensor, the amax of each of the 1 "
             "tensors whose histories it was given"
         )

@@ -2,8 +2,8 @@
 
 `quantize`, `dequantize` and `gemm` are differentiable, straight through: the gradient of a quantized tensor is a plain
 tensor of its logical dtype, and that of what was quantized. The others have no derivative; an argument of theirs that
-requires grad is refused while grad mode is on. All of them trace under `torch.compile(fullgraph=True)`, with static and
-dynamic shapes.
+requires grad is refused while grad mode is on. No op has a forward-mode derivative, and a tangent is refused
+(NotImplementedError). All of them trace under `torch.compile(fullgraph=True)`, with static and dynamic shapes.
 """
 
 from __future__ import annotations
@@ -15,19 +15,26 @@ import torch
 from torch import Tensor
 
 from diptych.common import shapes
-from diptych.common.errors import DTypeError, UnsupportedError
+from diptych.common.errors import ArgumentError, UnsupportedError
 from diptych.common.formats import FORMATS
 from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX, Quantizer
 from diptych.torch import primitives
 from diptych.torch.custom_op import IN_HIGH_PRECISION
 from diptych.torch.operands import pack, unpack, values
 from diptych.torch.quantized import QuantizedTensor, from_buffers, rotated
-from diptych.torch.rules import Copy, refuse_second_derivative, require_no_grad, require_quantizer, require_tensor
+from diptych.torch.rules import (
+    Copy,
+    refuse_second_derivative,
+    require_no_grad,
+    require_no_tangent,
+    require_quantizer,
+    require_tensor,
+)
 
 
 def _require_quantized(op: str, arg: str, q: Any) -> None:
     if not isinstance(q, QuantizedTensor):
-        raise DTypeError(f"{op}: {arg} must be a QuantizedTensor, got {type(q).__name__}; quantize() makes one")
+        raise ArgumentError(f"{op}: {arg} must be a QuantizedTensor, got {type(q).__name__}; quantize() makes one")
 
 
 @overload
@@ -122,6 +129,7 @@ def quantize(
     or an amax or scale requires grad.
     """
     require_tensor("quantize", "x", x)
+    require_no_tangent("quantize", x, amax, columnwise_amax, scale)
     require_quantizer("quantize", quantizer)
     implementation = quantizer.implementation()
     if implementation is not None:
@@ -129,7 +137,7 @@ def quantize(
         given = {name: value for name, value in given.items() if value is not None}
         q = implementation(quantizer, x, functools.partial(quantize, **given))
         if not isinstance(q, QuantizedTensor):
-            raise DTypeError(
+            raise ArgumentError(
                 f"{type(quantizer).__name__}.quantize_impl returned {type(q).__name__}; "
                 "it must return what the quantize function that it is given returned"
             )
@@ -166,7 +174,7 @@ def rng_state(seed: int, offset: int = 0, device: torch.device | str | int | Non
     words = []
     for name, value in (("seed", seed), ("offset", offset)):
         if not isinstance(value, int):
-            raise TypeError(f"rng_state: {name} must be an int, got {type(value).__name__}")
+            raise ArgumentError(f"rng_state: {name} must be an int, got {type(value).__name__}")
         if not 0 <= value < 1 << 64:
             raise ValueError(f"rng_state: {name} must lie in 0..2^64-1, got {value}")
         for word in (value & 0xFFFFFFFF, value >> 32):
@@ -245,6 +253,7 @@ def gemm(
     """
     _require_quantized("gemm", "a", a)
     _require_quantized("gemm", "b", b)
+    require_no_tangent("gemm", a, b, bias)
     side_a, side_b = shapes.gemm_copies(trans_a, trans_b)
     dtype = a.dtype if out_dtype is None else out_dtype
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from diptych.common import shapes
-from diptych.common.errors import DTypeError
+from diptych.common.errors import ArgumentError, DTypeError
 from diptych.common.fused import ActivationOptions, NormOptions
 from diptych.common.quantizers import ROW_AMAX, Float8Quantizer, Quantizer
 from diptych.core import _core
@@ -38,6 +38,7 @@ from diptych.torch.rules import (
     require_device,
     require_high_precision,
     require_no_grad,
+    require_no_tangent,
     require_out_dtype,
     require_size,
     workspace,
@@ -76,7 +77,7 @@ def _check_norm(op: str, x: Tensor, which: int, **operands: Tensor | None) -> No
         if t is not None and which == _RMSNORM and arg in ("mu", "beta"):
             raise ValueError(f"{op}: RMSNorm has no {arg}, and one was given")
         if t is None and (arg in ("gamma", "rsigma") or (arg == "mu" and which == _LAYERNORM)):
-            raise DTypeError(f"{op}: {arg} is missing")
+            raise ArgumentError(f"{op}: {arg} is missing")
         _check_vector(op, arg, t, x, m if statistic else k, statistic=statistic)
 
 
@@ -223,7 +224,7 @@ def _encoded(op: str, f: FusedInput) -> tuple[Any, ...]:
         return tuple(f.x.shape)
     if f.kind == _PERMUTED:
         if f.row_id_map is None or f.source is None:
-            raise DTypeError(f"{op}: row_id_map and source belong together, and one is missing")
+            raise ArgumentError(f"{op}: row_id_map and source belong together, and one is missing")
         check_maps(op, f.x, f.row_id_map, f.source)
         require_tokens(op, "x", f.x, f.row_id_map.shape[0], "the map's tokens")
         return (f.source.shape[0], f.x.shape[-1])
@@ -233,7 +234,7 @@ def _encoded(op: str, f: FusedInput) -> tuple[Any, ...]:
     if f.kind == _ACTIVATION:
         return shape
     if f.dy is None:
-        raise DTypeError(f"{op}: dy is missing")
+        raise ArgumentError(f"{op}: dy is missing")
     _check_dy(op, f.dy, f.x, shape)
     return tuple(f.x.shape)
 
@@ -489,9 +490,11 @@ class _Activate(torch.autograd.Function):
 
 def layernorm(x: Tensor, gamma: Tensor, beta: Tensor | None, options: NormOptions) -> Tensor:
     """The norm of x [..., K] in x's dtype; its gradients are those of `norm_grad`."""
+    require_no_tangent("diptych.torch's norm", x, gamma, beta)
     return _LayerNorm.apply(x, gamma, beta, options)
 
 
 def activate(x: Tensor, options: ActivationOptions) -> Tensor:
     """An activation in x's dtype; its gradient is that of `activation_grad`."""
+    require_no_tangent("diptych.torch's activation", x)
     return _Activate.apply(x, options)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from diptych.common import grouped, shapes
-from diptych.common.errors import DTypeError, ShapeError
+from diptych.common.errors import ArgumentError, ShapeError
 from diptych.common.quantizers import RHT, RHT_SIGNS, Quantizer
 from diptych.torch import grouped_primitives as primitives
 from diptych.torch.quantized import QuantizedStack as QuantizedStack
@@ -87,10 +87,10 @@ def grouped_gemm(
     op = "grouped_gemm"
     side_a, side_b = shapes.gemm_copies(trans_a, trans_b)
     if not isinstance(a, QuantizedTensor):
-        raise DTypeError(f"{op}: a must be a QuantizedTensor, got {type(a).__name__}; quantize() makes one")
+        raise ArgumentError(f"{op}: a must be a QuantizedTensor, got {type(a).__name__}; quantize() makes one")
     if not isinstance(b, QuantizedTensor if trans_a else QuantizedStack):
         wanted = "QuantizedTensor" if trans_a else "QuantizedStack, which quantize_stack() makes"
-        raise DTypeError(f"{op}: b must be a {wanted}, got {type(b).__name__}")
+        raise ArgumentError(f"{op}: b must be a {wanted}, got {type(b).__name__}")
     require_tensor(op, "offsets", offsets)
     require_no_grad(op, a, b, bias)
     of_a, of_b = [q.quantizer.spec.flags & (RHT | RHT_SIGNS) if trans_a else 0 for q in (a, b)]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from diptych.common import shapes
-from diptych.common.errors import DTypeError, ShapeError
+from diptych.common.errors import ArgumentError, ShapeError
 from diptych.common.grouped import kernel_align, rotates_rows
 from diptych.common.recipes import Recipe
 from diptych.common.schedule import Call, Schedule
@@ -235,7 +235,7 @@ def _require_fit(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor
     op = "grouped_linear"
     require_tensor(op, "weight", weight)
     if isinstance(weight, QuantizedTensor):
-        raise DTypeError(f"{op}: a weight that is held quantized is a QuantizedStack, got a QuantizedTensor")
+        raise ArgumentError(f"{op}: a weight that is held quantized is a QuantizedStack, got a QuantizedTensor")
     require_high_precision(op, "input", x)
     require_high_precision(op, "weight", weight)
     require_tensor(op, "offsets", offsets)
@@ -320,7 +320,7 @@ def grouped_linear_with(
     assert offsets is not None
     _require_fit(x, weight, bias, offsets)
     if not isinstance(align, int):
-        raise DTypeError(f"grouped_linear: align must be an int, got {type(align).__name__}")
+        raise ArgumentError(f"grouped_linear: align must be an int, got {type(align).__name__}")
     promise, train = kernel_align(align), torch.is_grad_enabled() and weight.requires_grad
     quantized = isinstance(x, QuantizedTensor)
     if quantized and row_map is not None:

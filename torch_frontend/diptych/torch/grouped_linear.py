@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from diptych.common.errors import DTypeError, ShapeError
+from diptych.common.errors import ArgumentError, DTypeError, ShapeError
 from diptych.common.grouped import HIGH_PRECISION
 from diptych.common.recipes import Recipe
 from diptych.torch.autocast import STATE
@@ -24,13 +24,16 @@ from diptych.torch.permutation_ops import as_int32
 from diptych.torch.products import Options
 from diptych.torch.quantized import QuantizedTensorBase, high_precision
 from diptych.torch.rules import describe
+from diptych.torch.te_arguments import absorb, dtype_of, initialize
+from diptych.torch.te_states import take_extra_state
 
 
 class GroupedLinear(QuantizedModule):
     """`num_gemms` linear layers, one for each group of consecutive rows; they quantize inside `autocast`.
 
     **Arguments:** `num_gemms`: groups, G. `in_features`, `out_features`, `bias`, `device`, `dtype`, `recipe`, `name`,
-    `fuse_wgrad_accumulation`, `delay_wgrad_compute`, `save_original_input`: as `Linear`.
+    `fuse_wgrad_accumulation`, `delay_wgrad_compute`, `save_original_input`, `params_dtype`, `init_method`,
+    `return_bias`, arguments about parallelism: as `Linear`; `init_method` is called with each weight [N, K].
 
     Parameters: `weight` [G, N, K], each of G initialized as nn.Linear's, and `bias` [G, N] or None. A state dict that
     has `weight0`, `bias0`, ... as TransformerEngine's GroupedLinear has them is loaded too: they are stacked. The
@@ -50,18 +53,23 @@ class GroupedLinear(QuantizedModule):
         num_gemms: int,
         in_features: int,
         out_features: int,
-        bias: bool = True,
         *,
+        bias: bool = True,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
         recipe: Recipe | None = None,
-        name: str = "",
+        name: str | None = "",
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
+        params_dtype: torch.dtype | None = None,
+        init_method: Callable[[Tensor], Any] | None = None,
+        return_bias: bool = False,
+        **others: Any,
     ) -> None:
+        absorb("GroupedLinear", others)
         if recipe is not None and not isinstance(recipe, Recipe):
-            raise TypeError(
+            raise ArgumentError(
                 f"GroupedLinear: recipe must be a diptych.common.Recipe or None, got {type(recipe).__name__}"
             )
         for arg, n in (("num_gemms", num_gemms), ("in_features", in_features), ("out_features", out_features)):
@@ -69,19 +77,23 @@ class GroupedLinear(QuantizedModule):
                 raise ValueError(f"GroupedLinear: {arg} must be an int of at least 1, got {n!r}")
         super().__init__(fuse_wgrad_accumulation=fuse_wgrad_accumulation, delay_wgrad_compute=delay_wgrad_compute)
         self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
-        self.recipe, self.name = recipe, name
-        self.save_original_input = save_original_input
-        placed: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.recipe, self.name = recipe, name or ""
+        self.save_original_input, self.return_bias, self.init_method = save_original_input, return_bias, init_method
+        placed: dict[str, Any] = {"device": device, "dtype": dtype_of("GroupedLinear", dtype, params_dtype)}
         self.weight = nn.Parameter(torch.empty(num_gemms, out_features, in_features, **placed))
         if bias:
             self.bias = nn.Parameter(torch.empty(num_gemms, out_features, **placed))
         else:
             self.register_parameter("bias", None)
         self.reset_parameters()
-        self.weight = initial_weight(self.weight, recipe, self.module_kind, name)
+        self.weight = initial_weight(self.weight, recipe, self.module_kind, self.name)
 
     def reset_parameters(self) -> None:
-        """Each of G as nn.Linear."""
+        """Makes each of the G layers anew as nn.Linear, or by the `init_method`, which leaves biases at zero."""
+        if self.init_method is not None:
+            for g in range(self.num_gemms):
+                initialize(self.weight[g], None if self.bias is None else self.bias[g], self.init_method)
+            return
         bound = 1 / math.sqrt(self.in_features)
         for p in (self.weight, self.bias):
             if p is not None:
@@ -96,7 +108,9 @@ class GroupedLinear(QuantizedModule):
         offsets: Tensor | None = None,
         row_map: RowMap | None = None,
         align: int = 1,
-    ) -> Tensor:
+        out: None = None,
+        dgrad_out: None = None,
+    ) -> Any:
         """inp[r] @ weight[g].T + bias[g] for the rows r of each group g, by the region's recipe.
 
         **Arguments:** `inp`: [..., K] with R rows. `m_splits`: rows of each group, which follow one another from row 0
@@ -107,16 +121,33 @@ class GroupedLinear(QuantizedModule):
         its gradient is each token's sum; the bits are those of `moe_permute` before this layer. `align`: a promise that
         every group begins at a multiple of it; see `grouped_linear`, also for what becomes of rows in no group.
         `is_first_microbatch`: as `Linear`: True quantizes the weights and keeps the copies, False uses those kept, None
-        quantizes and keeps nothing.
+        quantizes and keeps nothing. `out`, `dgrad_out`: None; results are new tensors.
 
-        **Returns:** [..., N], with a `row_map` [rows, N] by expert; rows in no group are zeros.
+        **Returns:** [..., N], with a `row_map` [rows, N] by expert; rows in no group are zeros. With `return_bias`
+        that without the bias, and the bias [G, N].
 
         **Raises:** as `grouped_linear`; TypeError and ValueError for other splits, ValueError for a later microbatch
         without a first one; CheckpointError if loaded states are another recipe's.
         """
+        absorb("GroupedLinear", {"out": out, "dgrad_out": dgrad_out})
+        groups: Any = {"offsets": offsets, "row_map": row_map, "align": align}
+        y = self._run(inp, m_splits, is_first_microbatch, **groups)
+        return (y, self.bias) if self.return_bias else y
+
+    def _run(
+        self,
+        inp: Tensor,
+        m_splits: Tensor | Sequence[int] | None,
+        is_first_microbatch: bool | None,
+        *,
+        offsets: Tensor | None,
+        row_map: RowMap | None,
+        align: int,
+    ) -> Tensor:
+        bias = None if self.return_bias else self.bias
         if torch.compiler.is_compiling() and (outside := self._eager_only()) is not None:
             groups = {"offsets": offsets, "row_map": row_map, "align": align}
-            return outside.run(self.forward, inp, m_splits, is_first_microbatch, **groups)
+            return outside.run(self._run, inp, m_splits, is_first_microbatch, **groups)
         if [m_splits is None, offsets is None, row_map is None].count(False) != 1:
             raise ValueError("GroupedLinear: give the groups once, as m_splits, as offsets or by a row_map")
         if m_splits is not None:
@@ -130,13 +161,14 @@ class GroupedLinear(QuantizedModule):
             assert offsets is not None
             plain = functools.partial(_in_high_precision, offsets)
             if STATE.calibrating is not None:
-                return self._calibrate(x, self.weight, self.bias, "", STATE.calibrating, plain)
-            return plain(x, self.weight, self.bias)
+                return self._calibrate(x, self.weight, bias, "", STATE.calibrating, plain)
+            return plain(x, self.weight, bias)
         given = (is_first_microbatch, None, self.save_original_input)
         options, rng = self._options_for(recipe, inp, self.weight, "", *given)
-        return grouped_linear_with(inp, self.weight, self.bias, offsets, align, rng, recipe, options, row_map)
+        return grouped_linear_with(inp, self.weight, bias, offsets, align, rng, recipe, options, row_map)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        take_extra_state(self, state_dict, prefix)  # before the stacks, which make another dict
         for name, p in (("weight", self.weight), ("bias", self.bias)):
             for part in ("", "_scale_inv", "_scale"):  # those that published FP8 checkpoints have
                 state_dict = _stacked(state_dict, prefix + name, part, self.num_gemms if p is not None else 0)
@@ -184,7 +216,7 @@ def _offsets_of(m_splits: Any, groups: int, inp: Tensor, align: int) -> Tensor:
             raise ValueError(f"{op}: m_splits add up to {total}, and inp has {rows} rows")
         counts = as_int32(m_splits, inp.device)
     else:
-        raise DTypeError(f"{op}: m_splits must be a tensor or a sequence of ints, got {type(m_splits).__name__}")
+        raise ArgumentError(f"{op}: m_splits must be a tensor or a sequence of ints, got {type(m_splits).__name__}")
     if counts.shape[0] != groups:
         raise ShapeError(f"{op}: m_splits must hold {groups} sizes, one for each group, got {counts.shape[0]}")
     return F.pad(counts.cumsum(0).clamp(-1, 2**31 - 1), (1, 0)).to(torch.int32)

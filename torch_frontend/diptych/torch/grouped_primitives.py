@@ -18,13 +18,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from diptych.common import grouped, shapes
-from diptych.common.errors import DTypeError, ShapeError
+from diptych.common.errors import ArgumentError, DTypeError, ShapeError
 from diptych.common.quantizers import RHT, ROW_AMAX, Float8Quantizer, Quantizer
 from diptych.core import _core
 from diptych.torch import opaque, primitives
 from diptych.torch.primitives import IMPLEMENTATIONS
 from diptych.torch.rules import (
     Copy,
+    allocator,
     check_copy,
     check_quantize,
     contiguous,
@@ -60,7 +61,7 @@ def check_stack(x: Tensor, quantizer: Quantizer, *given: Tensor | None) -> None:
     """`given`: amax, columnwise_amax, scale and rng of each tensor."""
     op = "quantize_stack"
     if quantizer.implementation() is not None:
-        raise DTypeError(f"{op}: {type(quantizer).__name__} quantizes on its own; call quantize for each tensor")
+        raise ArgumentError(f"{op}: {type(quantizer).__name__} quantizes on its own; call quantize for each tensor")
     each = grouped.stack_shape(x.shape)
     for arg, t in zip(("amax", "columnwise_amax", "scale", "rng"), given, strict=True):
         if t is None:
@@ -130,8 +131,7 @@ def _layout(x: Tensor, quantizer: Quantizer) -> tuple[tuple[str, tuple[int, ...]
     if found is None:
         shapes.check(shapes.quantize_constraints(grouped.stack_shape(x.shape), quantizer))
         found = tuple(
-            (b.name, b.shape, torch.empty(0, dtype=getattr(torch, b.dtype), device=x.device).new_empty)
-            for b in grouped.stack_buffers(x.shape, quantizer)
+            (b.name, b.shape, allocator(b.dtype, x.device)) for b in grouped.stack_buffers(x.shape, quantizer)
         )
         if len(_layouts) >= 4096:
             _layouts.clear()

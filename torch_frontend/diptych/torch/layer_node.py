@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from diptych.common.errors import DTypeError
+from diptych.common.errors import ArgumentError
 from diptych.common.plan import TensorPlan
 from diptych.common.recipes import Recipe
 from diptych.common.schedule import Schedule
@@ -271,7 +271,7 @@ def finished(y: Tensor, s: Schedule, options: Options, rng: Tensor | None) -> Te
     if not declared.custom:
         return q
     if (q.quantizer.spec.format_id, rotated(q.quantizer)) != (declared.spec.format_id, rotated(declared)):
-        raise DTypeError(f"{declared} has the format {declared.format.name}, and its quantize_impl made {q!r}")
+        raise ArgumentError(f"{declared} has the format {declared.format.name}, and its quantize_impl made {q!r}")
     return QuantizedTensor(declared, q.shape, q.dtype, **{n: getattr(q, n) for n in declared.buffer_names()})
 
 

@@ -13,15 +13,16 @@ Invariants:
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from diptych.common.errors import DTypeError, ShapeError
+from diptych.common.errors import ArgumentError, DTypeError, ShapeError
 from diptych.common.fused import NORMS, NormOptions, norm_options
 from diptych.common.plan import LinearPlan, TensorPlan
-from diptych.common.recipes import Recipe
+from diptych.common.recipes import Recipe, with_results
 from diptych.common.schedule import Schedule
 from diptych.torch import fused, primitives
 from diptych.torch.custom_op import CustomOp
@@ -34,6 +35,7 @@ from diptych.torch.products import Options, encode, fprop, product, quantize_cal
 from diptych.torch.proto import TensorProto
 from diptych.torch.quantized import QuantizedTensor, high_precision
 from diptych.torch.rules import describe, require_device, require_high_precision, require_tensor
+from diptych.torch.te_arguments import absorb, dtype_of, initialize, one_input
 
 # --- what the fused modules share ------------------------------------------------------------------------------------
 
@@ -78,7 +80,7 @@ def require_sizes(op: str, **sizes: Any) -> None:
     """**Raises** TypeError or ValueError for what is no positive int."""
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int):
-            raise TypeError(f"{op}: {name} must be an int, got {type(size).__name__}")
+            raise ArgumentError(f"{op}: {name} must be an int, got {type(size).__name__}")
         if size < 1:
             raise ValueError(f"{op}: {name} must be >= 1, got {size}")
 
@@ -86,7 +88,7 @@ def require_sizes(op: str, **sizes: Any) -> None:
 def require_recipe(op: str, recipe: Any) -> None:
     """**Raises** TypeError for what is neither a recipe nor None."""
     if recipe is not None and not isinstance(recipe, Recipe):
-        raise TypeError(f"{op}: recipe must be a diptych.common.Recipe or None, got {type(recipe).__name__}")
+        raise ArgumentError(f"{op}: recipe must be a diptych.common.Recipe or None, got {type(recipe).__name__}")
 
 
 class NormedModule(QuantizedModule):
@@ -113,14 +115,6 @@ class NormedModule(QuantizedModule):
         _, eps, centered = self.norm
         recipe = "" if self.recipe is None else f", recipe={self.recipe}"
         return f"eps={eps:g}, normalization={self.normalization!r}, zero_centered_gamma={centered}{recipe}"
-
-
-def reset_linear(weight: Tensor, bias: Tensor | None) -> None:
-    """As nn.Linear initializes."""
-    nn.init.kaiming_uniform_(weight, a=5**0.5)
-    if bias is not None:
-        bound = weight.size(1) ** -0.5
-        nn.init.uniform_(bias, -bound, bound)
 
 
 # --- the layer -------------------------------------------------------------------------------------------------------
@@ -236,7 +230,9 @@ class LayerNormLinear(NormedModule):
     **Arguments:** `in_features`, `out_features`, `bias`, `device`, `dtype`, `recipe`, `name`: as `Linear`. `eps`: added
     to the variance, or to RMSNorm's mean square. `normalization`: "LayerNorm" or "RMSNorm". `zero_centered_gamma`:
     layer_norm_weight holds gamma - 1, and starts at 0. `return_layernorm_output`: the call returns (y, norm's output).
-    `fuse_wgrad_accumulation`, `delay_wgrad_compute`: as `QuantizedModule`.
+    `fuse_wgrad_accumulation`, `delay_wgrad_compute`: as `QuantizedModule`. `params_dtype`, `init_method`,
+    `return_bias`, arguments about parallelism: as `Linear`; with `return_bias` the call returns (y, bias) or
+    (y, bias, norm's output).
 
     Parameters: `layer_norm_weight`, `layer_norm_bias` (None for RMSNorm), `weight`, `bias`. The module kind of roles is
     "layernorm_linear". Under `torch.amp.autocast` the input is cast to its dtype first.
@@ -252,52 +248,79 @@ class LayerNormLinear(NormedModule):
         in_features: int,
         out_features: int,
         eps: float = 1e-5,
+        *,
         bias: bool = True,
         normalization: str = "LayerNorm",
         zero_centered_gamma: bool = False,
         return_layernorm_output: bool = False,
-        *,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
         recipe: Recipe | None = None,
-        name: str = "",
+        name: str | None = "",
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
+        params_dtype: torch.dtype | None = None,
+        init_method: Callable[[Tensor], Any] | None = None,
+        return_bias: bool = False,
+        **others: Any,
     ) -> None:
+        absorb("LayerNormLinear", others)
         require_recipe("LayerNormLinear", recipe)
         require_sizes("LayerNormLinear", in_features=in_features, out_features=out_features)
         super().__init__(fuse_wgrad_accumulation=fuse_wgrad_accumulation, delay_wgrad_compute=delay_wgrad_compute)
-        placed = {"device": device, "dtype": dtype}
+        placed = {"device": device, "dtype": dtype_of("LayerNormLinear", dtype, params_dtype)}
         self.in_features, self.out_features = in_features, out_features
-        self.recipe, self.name, self.return_layernorm_output = recipe, name, return_layernorm_output
+        self.recipe, self.name, self.return_layernorm_output = recipe, name or "", return_layernorm_output
+        self.init_method, self.return_bias = init_method, return_bias
         self._make_norm(normalization, in_features, eps, zero_centered_gamma, **placed)
         self.weight = nn.Parameter(torch.empty(out_features, in_features, **placed))
         self.bias = nn.Parameter(torch.empty(out_features, **placed)) if bias else None
         self.reset_parameters()
-        self.weight = initial_weight(self.weight, recipe, self.module_kind, name)
+        self.weight = initial_weight(self.weight, recipe, self.module_kind, self.name)
 
     def reset_parameters(self) -> None:
-        """The norm to the identity, the rest as nn.Linear."""
+        """Makes the norm the identity, and the rest anew as `Linear` does."""
         self._reset_norm()
-        reset_linear(self.weight, self.bias)
+        initialize(self.weight, self.bias, self.init_method)
 
     def forward(
-        self, input: Tensor, is_first_microbatch: bool | None = None, skip_weight_update: Tensor | None = None
+        self,
+        input: Tensor | None = None,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        *,
+        inp: Tensor | None = None,
+        skip_weight_update: Tensor | None = None,
     ) -> Any:
+        """norm(x) @ weight.T + bias.
+
+        **Arguments:** as `Linear`'s forward. **Returns:** [..., N], or a tuple that begins with it: see the class.
+        """
         gamma, beta, weight, bias = self.layer_norm_weight, self.layer_norm_bias, self.weight, self.bias
-        x = input_for("LayerNormLinear", input, gamma, beta)
+        if self.return_bias:
+            bias = None
+        given_x = one_input("LayerNormLinear", input, inp)
+        x = input_for("LayerNormLinear", given_x, gamma, beta)
         if torch.compiler.is_compiling() and (outside := self._eager_only()) is not None:
-            return outside.run(self.forward, input, is_first_microbatch, skip_weight_update)
+            return outside.run(
+                self.forward, given_x, is_first_microbatch, fp8_output, skip_weight_update=skip_weight_update
+            )
         recipe = self._active_recipe()
         if recipe is None:
             z = fused.layernorm(x, gamma, beta, self.norm)
-            y = self.quantized_linear(z, weight, bias)
-            return (y, z) if self.return_layernorm_output else y
+            return self._returned(self.quantized_linear(z, weight, bias), z)
+        if fp8_output:
+            recipe = with_results(recipe, True, False)
         options, rng = self._options_for(recipe, x, weight, "", is_first_microbatch, skip_weight_update)
         with_z = self.return_layernorm_output
         operands = (gamma, beta, self.norm_constants, weight, bias, rng, with_z)
         made = run(_layernorm_linear, x, recipe, (options,), *operands)
-        return made if with_z else made[0]
+        return self._returned(*made[: 1 + with_z])
+
+    def _returned(self, y: Tensor, z: Tensor | None = None) -> Any:
+        """What the call returns; `z`: the norm's output."""
+        parts = (y, *((self.bias,) if self.return_bias else ()), *((z,) if self.return_layernorm_output else ()))
+        return parts if len(parts) > 1 else y
 
     def extra_repr(self) -> str:
         sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"

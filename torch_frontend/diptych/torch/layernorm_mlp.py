@@ -12,6 +12,7 @@ code, is stored instead (`layernorm_linear.fusable`).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -21,6 +22,7 @@ from diptych.common.fused import ActivationOptions, activation_options
 from diptych.common.recipes import Recipe
 from diptych.common.schedule import Schedule
 from diptych.torch import fused, primitives
+from diptych.torch.checkpoint import checkpoint
 from diptych.torch.custom_op import CustomOp
 from diptych.torch.fused import FusedInput
 from diptych.torch.layer_node import finished, kept_spec, result_proto, run, weight_gradient
@@ -34,13 +36,13 @@ from diptych.torch.layernorm_linear import (
     normed_fprop,
     require_recipe,
     require_sizes,
-    reset_linear,
 )
 from diptych.torch.model_init import initial_weight
 from diptych.torch.operands import pack, pick, unpack
 from diptych.torch.products import Options, encode, fprop, has_one_amax, quantize_calls, record_late, rounded, scale_of
 from diptych.torch.proto import TensorProto
 from diptych.torch.quantized import QuantizedTensor
+from diptych.torch.te_arguments import absorb, dtype_of, initialize, one_input
 
 
 @dataclasses.dataclass
@@ -187,7 +189,10 @@ class LayerNormMLP(NormedModule):
     fc1 twice as wide. `bias`: of both layers. `activation`: "gelu" (the tanh form), "relu", "silu", "srelu" (relu
     squared), "qgelu" (x sigmoid(1.702 x)), or act(a) * b as "geglu", "reglu", "swiglu", "sreglu", "qgeglu", with a the
     first half of fc1's output. `eps`, `normalization`, `zero_centered_gamma`, `device`, `dtype`, `recipe`, `name`,
-    `fuse_wgrad_accumulation`, `delay_wgrad_compute`: as `LayerNormLinear`.
+    `fuse_wgrad_accumulation`, `delay_wgrad_compute`: as `LayerNormLinear`. `params_dtype`, arguments about
+    parallelism: as `Linear`. `init_method`, `output_layer_init_method`: called with fc1's and with fc2's weight to fill
+    it (None: as nn.Linear). `return_bias`: the call returns (y, fc2_bias), and y has none added. `checkpoint`: backward
+    recomputes the module (`diptych.torch.checkpoint`).
 
     Parameters: `layer_norm_weight`, `layer_norm_bias` (None for RMSNorm), `fc1_weight` [F or 2F, K], `fc1_bias`,
     `fc2_weight` [K, F], `fc2_bias`. The module kind of roles is "layernorm_mlp", names end in "fc1" and "fc2".
@@ -204,24 +209,32 @@ class LayerNormMLP(NormedModule):
         hidden_size: int,
         ffn_hidden_size: int,
         eps: float = 1e-5,
+        *,
         bias: bool = True,
         normalization: str = "LayerNorm",
         activation: str = "gelu",
         zero_centered_gamma: bool = False,
-        *,
         device: torch.device | str | int | None = None,
         dtype: torch.dtype | None = None,
         recipe: Recipe | None = None,
-        name: str = "",
+        name: str | None = "",
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
+        params_dtype: torch.dtype | None = None,
+        init_method: Callable[[Tensor], Any] | None = None,
+        output_layer_init_method: Callable[[Tensor], Any] | None = None,
+        return_bias: bool = False,
+        checkpoint: bool = False,
+        **others: Any,
     ) -> None:
+        absorb("LayerNormMLP", others)
         require_recipe("LayerNormMLP", recipe)
         require_sizes("LayerNormMLP", hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
         super().__init__(fuse_wgrad_accumulation=fuse_wgrad_accumulation, delay_wgrad_compute=delay_wgrad_compute)
-        placed: dict[str, Any] = {"device": device, "dtype": dtype}
+        placed: dict[str, Any] = {"device": device, "dtype": dtype_of("LayerNormMLP", dtype, params_dtype)}
         self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
-        self.recipe, self.name = recipe, name
+        self.recipe, self.name, self.return_bias, self.checkpoint = recipe, name or "", return_bias, checkpoint
+        self.init_method, self.output_layer_init_method = init_method, output_layer_init_method
         self.activation, self.activation_options = activation, activation_options("LayerNormMLP", activation)
         self._make_norm(normalization, hidden_size, eps, zero_centered_gamma, **placed)
         wide = ffn_hidden_size * (2 if self.activation_options.gated else 1)
@@ -234,19 +247,36 @@ class LayerNormMLP(NormedModule):
         self.fc2_weight = initial_weight(self.fc2_weight, recipe, self.module_kind, self._role_name("fc2"))
 
     def reset_parameters(self) -> None:
-        """The norm to the identity, the rest as nn.Linear."""
+        """Makes the norm the identity, and the rest anew as `Linear` does."""
         self._reset_norm()
-        reset_linear(self.fc1_weight, self.fc1_bias)
-        reset_linear(self.fc2_weight, self.fc2_bias)
+        initialize(self.fc1_weight, self.fc1_bias, self.init_method)
+        initialize(self.fc2_weight, self.fc2_bias, self.output_layer_init_method)
 
     def forward(
-        self, input: Tensor, is_first_microbatch: bool | None = None, skip_weight_update: Tensor | None = None
-    ) -> Tensor:
+        self,
+        input: Tensor | None = None,
+        is_first_microbatch: bool | None = None,
+        *,
+        inp: Tensor | None = None,
+        skip_weight_update: Tensor | None = None,
+    ) -> Any:
+        """fc2(act(fc1(norm(x)))).
+
+        **Arguments:** as `Linear`'s forward. **Returns:** [..., K]; with `return_bias` (that without fc2's bias,
+        fc2_bias).
+        """
+        given = (one_input("LayerNormMLP", input, inp), is_first_microbatch, skip_weight_update)
+        y = checkpoint(self._run, *given) if self.checkpoint and torch.is_grad_enabled() else self._run(*given)
+        return (y, self.fc2_bias) if self.return_bias else y
+
+    def _run(self, input: Tensor, is_first_microbatch: bool | None, skip_weight_update: Tensor | None) -> Tensor:
         gamma, beta, act = self.layer_norm_weight, self.layer_norm_bias, self.activation_options
         w1, b1, w2, b2 = self.fc1_weight, self.fc1_bias, self.fc2_weight, self.fc2_bias
+        if self.return_bias:
+            b2 = None
         x = input_for("LayerNormMLP", input, gamma, beta)
         if torch.compiler.is_compiling() and (outside := self._eager_only()) is not None:
-            return outside.run(self.forward, input, is_first_microbatch, skip_weight_update)
+            return outside.run(self._run, input, is_first_microbatch, skip_weight_update)
         recipe = self._active_recipe()
         if recipe is None:
             h = self.quantized_linear(fused.layernorm(x, gamma, beta, self.norm), w1, b1, "fc1")

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from diptych.common.errors import CheckpointError, UnsupportedError
 from diptych.common.plan import LinearPlan
-from diptych.common.recipes import Recipe
+from diptych.common.recipes import Recipe, with_results
 from diptych.common.schedule import OFFSETS
 from diptych.torch import functional, primitives
 from diptych.torch.autocast import STATE, amax_group, make_step_counter
@@ -40,6 +40,7 @@ from diptych.torch.state import (
     rng_take,
     warn_once,
 )
+from diptych.torch.te_states import take_extra_state
 from diptych.torch.weights import WeightCache, WeightGradients
 
 
@@ -98,13 +99,17 @@ class QuantizedModule(nn.Module):
         is_first_microbatch: bool | None = None,
         skip_weight_update: Tensor | None = None,
         save_original_input: bool = False,
+        quantize_output: bool = False,
+        quantize_grad_input: bool = False,
     ) -> Tensor:
         """x @ weight.T + bias by the region's recipe, with this module's states; in high precision outside of regions.
 
         **Arguments:** `x`, `weight`, `bias`: as for `linear`. `layer`: its name in this module. `is_first_microbatch`:
         True quantizes the weight and keeps the copies, False uses those kept, None quantizes and keeps nothing.
         `skip_weight_update`: a boolean or float32 tensor of one element; where it is not zero the kept copies stay as
-        they are, decided on the device (for captured graphs; `is_first_microbatch` must be None).
+        they are, decided on the device (for captured graphs; `is_first_microbatch` must be None). `quantize_output`,
+        `quantize_grad_input`: inside of regions the result, or the input's gradient, is quantized too, as the recipe
+        quantizes inputs and gradients; no delayed scaling.
 
         **Raises:** what `linear` raises; CheckpointError if loaded states are another recipe's.
         """
@@ -112,12 +117,15 @@ class QuantizedModule(nn.Module):
             return outside.run(
                 self.quantized_linear, x, weight, bias, layer, is_first_microbatch=is_first_microbatch,
                 skip_weight_update=skip_weight_update, save_original_input=save_original_input,
+                quantize_output=quantize_output, quantize_grad_input=quantize_grad_input,
             )  # fmt: skip
         recipe = self._active_recipe()
         if recipe is None:
             if STATE.calibrating is not None:
                 return self._calibrate(high_precision("linear", x), weight, bias, layer, STATE.calibrating)
             return F.linear(high_precision("linear", x), dequantized_weight(weight), bias)
+        if quantize_output or quantize_grad_input:
+            recipe = with_results(recipe, quantize_output, quantize_grad_input)
         given = (is_first_microbatch, skip_weight_update, save_original_input)
         options, rng = self._options_for(recipe, x, weight, layer, *given)
         return linear_with(x, weight, bias, rng, recipe, options)
@@ -219,7 +227,7 @@ class QuantizedModule(nn.Module):
         if states.region == STATE.region and not capturing:
             return states.current()
         keep_from_broadcast(states)
-        group = amax_group(recipe, STATE.amax_groups)
+        group = amax_group(recipe, STATE.amax_groups, delayed=True)
         if states._buffers["seen"] is None and device.type == "cuda":
             _require_no_capture(device)
             states.seen = torch.zeros(1, dtype=torch.int64, device=device)
@@ -298,7 +306,9 @@ class QuantizedModule(nn.Module):
             )
         scales = None
         if states is not None and self.training:
-            scales = update_once(states, plan.states, STATE.steps[str(device)], amax_group(recipe, STATE.amax_groups))
+            scales = update_once(
+                states, plan.states, STATE.steps[str(device)], amax_group(recipe, STATE.amax_groups, delayed=True)
+            )
         rng = self._buffers.get("rng_state")
         return states, rng_take(rng, OFFSETS) if plan.needs_rng and rng is not None else None, scales
 
@@ -378,6 +388,7 @@ class QuantizedModule(nn.Module):
         return {k: v for k, v in self.__dict__.items() if k not in ("_last_region", "_last_groups", "_caches")}
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        take_extra_state(self, state_dict, prefix)
         device = next((t.device for t in self.parameters()), None)
         below = f"{prefix}scale_states."
         tree = keys_below(state_dict, below)

@@ -13,7 +13,7 @@ from typing import Any, NewType
 import torch
 from torch import Tensor
 
-from diptych.common.errors import DTypeError
+from diptych.common.errors import ArgumentError
 from diptych.torch import opaque
 from diptych.torch.opaque import Group
 from diptych.torch.proto import TensorProto
@@ -64,7 +64,7 @@ def field_of(name: str, hint: Any) -> Field:
         return Field(name, "written", "")
     kinds = [p for p in parts if isinstance(p, type)]
     if any(issubclass(p, Tensor) for p in kinds):
-        raise DTypeError(f"CustomOp: cannot pass field {name}: {hint} through a graph")
+        raise ArgumentError(f"CustomOp: cannot pass field {name}: {hint} through a graph")
     return Field(name, "plain", "")
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from diptych.common import moe, shapes
-from diptych.common.errors import DTypeError, ShapeError
+from diptych.common.errors import ArgumentError, ShapeError
 from diptych.common.formats import FORMATS
 from diptych.torch import moe_primitives as primitives
 from diptych.torch.moe_primitives import (
@@ -107,7 +107,7 @@ def _integers(op: str, arg: str, given: Any, device: torch.device, form: str = "
         require_rank(op, arg, given, 1, form)
         return given if given.device == device else given.to(device, non_blocking=True)
     if not isinstance(given, (list, tuple)):
-        raise DTypeError(f"{op}: {arg} must be a tensor or a sequence of ints, got {type(given).__name__}")
+        raise ArgumentError(f"{op}: {arg} must be a tensor or a sequence of ints, got {type(given).__name__}")
     for n in given:
         _require_int(op, f"each of {arg}", n, 0)
     return tuple(given)
@@ -128,7 +128,7 @@ def _require_kind(op: str, map_type: Any) -> None:
 def _require_int(op: str, arg: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
         remedy = "; a count on the device would have to be waited for" if isinstance(value, Tensor) else ""
-        raise DTypeError(f"{op}: {arg} must be an int, got {type(value).__name__}{remedy}")
+        raise ArgumentError(f"{op}: {arg} must be an int, got {type(value).__name__}{remedy}")
     if known(value < least):
         raise ValueError(f"{op}: {arg} must be at least {least}, got {value}")
 
@@ -192,7 +192,7 @@ def _permuted(op: str, inp: Any, probs: Tensor | None, row_map: RowMap, zero_pro
 def require_row_map(op: str, inp: Tensor, row_map: Any, arg: str = "inp") -> None:
     """A `RowMap` of the rows of `inp`, what it holds aside."""
     if not isinstance(row_map, RowMap):
-        raise DTypeError(f"{op}: row_map must be a RowMap, got {type(row_map).__name__}; moe_map() makes one")
+        raise ArgumentError(f"{op}: row_map must be a RowMap, got {type(row_map).__name__}; moe_map() makes one")
     check_maps(op, inp, row_map.row_id_map, row_map.source)
     require_tokens(op, arg, inp, row_map.row_id_map.shape[0], "row_map's tokens")
 
@@ -366,7 +366,7 @@ def moe_unpermute(
     for arg, t in (("inp", inp), ("row_id_map", row_id_map)):
         require_tensor(op, arg, t)
     if isinstance(inp, QuantizedTensor):
-        raise DTypeError(f"{op}: inp is quantized, and its rows are summed; dequantize() it first")
+        raise ArgumentError(f"{op}: inp is quantized, and its rows are summed; dequantize() it first")
     require_map(op, row_id_map)
     require_device(op, inp, row_id_map, "row_id_map")
     if inp.dim() < 2:

@@ -11,7 +11,7 @@ from typing import Any, overload
 
 from torch import Tensor
 
-from diptych.common.errors import DTypeError
+from diptych.common.errors import ArgumentError
 from diptych.common.quantizers import Quantizer
 from diptych.torch import fused
 from diptych.torch import moe_primitives as primitives
@@ -105,7 +105,7 @@ def moe_permute_and_quantize(
     require_tensor(op, "inp", inp)
     require_quantizer(op, quantizer)
     if isinstance(inp, QuantizedTensor):
-        raise DTypeError(f"{op}: inp is quantized; moe_permute moves it as it is")
+        raise ArgumentError(f"{op}: inp is quantized; moe_permute moves it as it is")
     require_high_precision(op, "inp", inp)
     require_row_map(op, inp, row_map)
     require_no_grad(f"{op} (its amaxes and scale)", amax, columnwise_amax, scale)

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from diptych.common import shapes
-from diptych.common.errors import UnsupportedError
+from diptych.common.errors import ArgumentError, UnsupportedError
 from diptych.common.formats import FORMATS
 from diptych.common.plan import linear_plan
 from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX
@@ -143,7 +143,7 @@ def rng_of(call: Call, options: Options, rng: Tensor | None) -> Tensor | None:
     if not call.needs_rng:
         return None
     if rng is None:
-        raise TypeError(
+        raise ArgumentError(
             f"{options.module}: {call.quantizer} rounds stochastically and needs rng=, an int32 [4] tensor; "
             "diptych.torch.rng_state(seed) makes one"
         )
@@ -155,7 +155,7 @@ def scale_of(call: Call, options: Options, scales: dict[str, Tensor] | None) -> 
     if scales is not None:
         return scales[call.state], None
     if options.state is None:
-        raise TypeError(
+        raise ArgumentError(
             f"{options.module}: {call.quantizer} scales by earlier steps' amaxes and needs state=, a "
             "diptych.torch.ScaleStates; diptych.torch.Linear holds one"
         )
@@ -190,7 +190,7 @@ def quantize_general(
         want and getattr(q, f"{side}_data") is None
         for side, want in (("rowwise", wanted.rowwise), ("columnwise", wanted.columnwise))
     ):
-        raise TypeError(
+        raise ArgumentError(
             f"{type(wanted).__name__}.quantize_impl must return what `quantize` made for {wanted}, got {q!r}"
         )
     if history is not None and q.amax is not None:

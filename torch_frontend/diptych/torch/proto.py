@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from diptych.common.errors import DTypeError
+from diptych.common.errors import ArgumentError
 from diptych.common.quantizers import Quantizer
 from diptych.torch import grouped_primitives, primitives
 from diptych.torch.quantized import QuantizedStack, QuantizedTensor, QuantizedTensorBase
@@ -61,7 +61,7 @@ class TensorProto(NamedTuple):
         **Raises** TypeError for a plain tensor, ValueError where no copy is left.
         """
         if self.quantizer is None:
-            raise DTypeError("TensorProto.update_usage: a plain tensor has no copies")
+            raise ArgumentError("TensorProto.update_usage: a plain tensor has no copies")
         q = self.quantizer
         wanted = q.with_usage(
             rowwise=q.rowwise if rowwise_usage is None else rowwise_usage,

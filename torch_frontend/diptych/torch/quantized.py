@@ -23,10 +23,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
-from diptych.common.errors import DeviceError, DTypeError, ShapeError, UnsupportedError
+from diptych.common.errors import ArgumentError, DeviceError, ShapeError, UnsupportedError
 from diptych.common.quantizers import RHT, Quantizer
 from diptych.torch import grouped_primitives, primitives
-from diptych.torch.rules import TWO_LEVEL, Copy, describe
+from diptych.torch.rules import TWO_LEVEL, Copy, describe, require_no_tangent
 
 BUFFERS = (
     "rowwise_data",
@@ -98,6 +98,7 @@ class QuantizedTensorBase(Tensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
         """See `diptych.torch.dequantize`."""
         dtype = self.dtype if dtype is None else dtype
+        require_no_tangent("dequantize", self)
         if torch.is_grad_enabled() and self.requires_grad:
             return _Dequantize.apply(self, dtype)
         return self._values(dtype)
@@ -153,7 +154,7 @@ class QuantizedTensorBase(Tensor):
     def data(self, value: Any) -> None:
         what = f"assigning .data of a {self.kind.__name__} {list(self.shape)}"
         if not isinstance(value, Tensor):
-            raise DTypeError(f"{what}: a tensor is needed, got {type(value).__name__}")
+            raise ArgumentError(f"{what}: a tensor is needed, got {type(value).__name__}")
         if value.shape != self.shape:
             raise ShapeError(f"{what}: got {describe(value)}; a quantized tensor keeps its shape")
         if not isinstance(value, QuantizedTensorBase):
@@ -163,7 +164,7 @@ class QuantizedTensorBase(Tensor):
             of.quantize_(value.detach())
             return
         if not isinstance(value, self.kind):
-            raise DTypeError(f"{what}: got a {value.kind.__name__}")
+            raise ArgumentError(f"{what}: got a {value.kind.__name__}")
         if (value.dtype, value.device) != (self.dtype, self.device):
             like: Any = self.detach()
             like = type(like)(value.quantizer, value.shape, value.dtype, **parts_of(value))
@@ -174,7 +175,7 @@ class QuantizedTensorBase(Tensor):
 
     def storage(self) -> Any:
         """**Raises** TypeError: the bytes lie in several buffers."""
-        raise DTypeError(
+        raise ArgumentError(
             f"a {self.kind.__name__} has no storage of its own: what reads tensors' bytes, such as safetensors, takes "
             "the plain tensors of diptych.torch.plain_state_dict(model)"
         )
@@ -305,7 +306,7 @@ that comes is a plain tensor (AOTAutograd's, and eager autograd's)."""
 def _cotangent(t: Any) -> Any:
     if isinstance(t, QuantizedTensorBase):
         if not isinstance(t.rowwise_data if t.columnwise_data is None else t.columnwise_data, FakeTensor):
-            raise DTypeError("the gradient of a quantized tensor is a plain tensor, and a QuantizedTensor was given")
+            raise ArgumentError("the gradient of a quantized tensor is a plain tensor, and a QuantizedTensor was given")
         return torch.empty(t.shape, dtype=t.dtype, device=t.device)
     return t
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diptych.common.errors import DTypeError, UnsupportedError
+from diptych.common.errors import ArgumentError, UnsupportedError
 from diptych.torch.quantized import (
     HANDLERS,
     QuantizedStack,
@@ -69,7 +69,7 @@ def _record_stream(func: Any, q: QuantizedTensorBase, stream: Any) -> None:
 def _copy_(func: Any, q: Any, src: Any, non_blocking: bool = False) -> QuantizedTensorBase:
     for t, other, which, remedy in ((q, src, "into", "quantize it first"), (src, q, "out of", "dequantize it")):
         if isinstance(t, QuantizedTensorBase) and not isinstance(other, t.kind):
-            raise DTypeError(f"copy_ {which} a {t.kind.__name__} takes another {t.kind.__name__}; {remedy}")
+            raise ArgumentError(f"copy_ {which} a {t.kind.__name__} takes another {t.kind.__name__}; {remedy}")
     if (q.quantizer, q.dtype, q.shape) != (src.quantizer, src.dtype, src.shape):
         raise ValueError(f"copy_ between unlike quantized tensors: {src!r} into {q!r}")
     for name in q.__tensor_flatten__()[0]:
@@ -79,7 +79,9 @@ def _copy_(func: Any, q: Any, src: Any, non_blocking: bool = False) -> Quantized
 
 def _equal(func: Any, a: Any, b: Any) -> bool:
     if not (isinstance(a, QuantizedTensorBase) and isinstance(b, QuantizedTensorBase)):
-        raise DTypeError("torch.equal compares a quantized tensor with another one only; call dequantize() on it first")
+        raise ArgumentError(
+            "torch.equal compares a quantized tensor with another one only; call dequantize() on it first"
+        )
     names = a.__tensor_flatten__()[0]
     forms = [(t.kind, t.quantizer, t.dtype, t.shape, t.__tensor_flatten__()[0]) for t in (a, b)]
     return forms[0] == forms[1] and all(

@@ -11,16 +11,18 @@ One copy of a quantized operand travels as `Copy`: (data, scale_inv, amax or Non
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.nn import Parameter
 
 from diptych.common import shapes
-from diptych.common.errors import DeviceError, DTypeError, ShapeError, UnsupportedError
+from diptych.common.errors import ArgumentError, DeviceError, DTypeError, ShapeError, UnsupportedError
 from diptych.common.formats import FORMATS, FormatRow
 from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX, STOCHASTIC, Quantizer
 from diptych.core import _core
@@ -43,7 +45,7 @@ def describe(t: Tensor) -> str:
 
 def require_tensor(op: str, arg: str, t: Any) -> None:
     if not isinstance(t, Tensor):
-        raise DTypeError(f"{op}: {arg} must be a torch.Tensor, got {type(t).__name__}")
+        raise ArgumentError(f"{op}: {arg} must be a torch.Tensor, got {type(t).__name__}")
 
 
 def require_high_precision(op: str, arg: str, t: Tensor) -> None:
@@ -66,7 +68,7 @@ def require_quantizer(op: str, quantizer: Any) -> None:
     # While Dynamo traces, torch 2.11 shows an opaque value's wrapper to isinstance.
     compiling = torch.compiler.is_compiling()
     if not (hasattr(quantizer, "implementation") if compiling else isinstance(quantizer, Quantizer)):
-        raise DTypeError(
+        raise ArgumentError(
             f"{op}: quantizer must be a diptych.common.Quantizer, got {type(quantizer).__name__}; "
             "recipe.quantizer(QuantizerRole(...)) makes one"
         )
@@ -83,6 +85,19 @@ def require_no_grad(op: str, *tensors: Tensor | None) -> None:
             f"{op} has no derivative, and an argument requires grad: "
             "use diptych.torch.Linear to train, or detach() it, or call under torch.no_grad()"
         )
+
+
+def require_no_tangent(op: str, *tensors: Any) -> None:
+    """**Raises** NotImplementedError where an argument carries the tangent of forward-mode differentiation: an op would
+    drop it, and a derivative of 0 would follow."""
+    if forward_ad._current_level < 0 or torch.compiler.is_compiling():
+        return
+    for t in tensors:
+        if isinstance(t, Tensor) and forward_ad.unpack_dual(t).tangent is not None:
+            raise UnsupportedError(
+                f"{op} has no forward-mode derivative (torch.func.jvp, torch.autograd.forward_ad), and an argument has "
+                "a tangent: differentiate in reverse mode, or pass the primal alone"
+            )
 
 
 def format_row(op: str, format_id: int) -> FormatRow:
@@ -177,9 +192,9 @@ def check_quantize(
     if flags & RHT:
         _check_rotation("quantize", x, encoded)
     if scale is None and quantizer.needs_scale:
-        raise DTypeError(f"quantize: {type(quantizer).__name__} takes its scale from the caller; pass scale=")
+        raise ArgumentError(f"quantize: {type(quantizer).__name__} takes its scale from the caller; pass scale=")
     if rng is None and flags & STOCHASTIC:
-        raise DTypeError(f"quantize: {type(quantizer).__name__} rounds stochastically; pass rng=, see rng_state()")
+        raise ArgumentError(f"quantize: {type(quantizer).__name__} rounds stochastically; pass rng=, see rng_state()")
     if rng is not None:
         if not flags & STOCHASTIC:
             raise ValueError("quantize: rng is for stochastic rounding, which was not asked for")
@@ -285,7 +300,7 @@ def _check_copy_amax(op: str, arg: str, copy: Copy, fmt: FormatRow, rows: Any) -
             raise ValueError(f"{op}: {arg} amax is not read by this format")
         return
     if amax is None:
-        raise DTypeError(f"{op}: {arg} amax is missing")
+        raise ArgumentError(f"{op}: {arg} amax is missing")
     numel = math.prod(amax.shape)
     each_row = not copy[4] and not (_static(numel) and numel == 1)
     _require_floats(op, f"{arg} amax", amax, copy[0], rows if each_row else 1)
@@ -345,15 +360,21 @@ _Layout = tuple[tuple[int, tuple[int, ...], Callable[..., Tensor]], ...]
 _layouts: dict[Any, _Layout] = {}
 
 
+@functools.cache
+def allocator(dtype: str, device: torch.device) -> Callable[..., Tensor]:
+    """An empty tensor's new_empty, the fastest allocator from Python. One serves all shapes: a tensor kept for each
+    would lie between large buffers in the C heap, whose pages can then neither merge nor go back to the system."""
+    return torch.empty(0, dtype=getattr(torch, dtype), device=device).new_empty
+
+
 def layout(shape: tuple[int, ...], quantizer: Quantizer, device: torch.device) -> _Layout:
-    """(slot, shape, allocator) of each buffer. An empty tensor's new_empty is the fastest allocator from Python."""
+    """(slot, shape, allocator) of each buffer."""
     key = (shape, quantizer.spec, quantizer.rowwise, quantizer.columnwise, device)  # hashes faster than a quantizer
     found = _layouts.get(key)
     if found is None:
         shapes.check(shapes.quantize_constraints(shape, quantizer))
         found = tuple(
-            (_SLOTS[b.name], b.shape, torch.empty(0, dtype=getattr(torch, b.dtype), device=device).new_empty)
-            for b in shapes.quantize_buffers(shape, quantizer)
+            (_SLOTS[b.name], b.shape, allocator(b.dtype, device)) for b in shapes.quantize_buffers(shape, quantizer)
         )
         if len(_layouts) >= 4096:
             _layouts.clear()
@@ -402,7 +423,11 @@ def define(
         return overload
 
     def below_autograd(*args: Any, **kwargs: Any) -> Any:
-        require_no_grad(f"diptych::{name}", *(t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)))
+        given = (*args, *kwargs.values())
+        require_no_grad(f"diptych::{name}", *(t for t in given if isinstance(t, Tensor)))
+        require_no_tangent(
+            f"diptych::{name}", *(t for a in given for t in (a if isinstance(a, (list, tuple)) else (a,)))
+        )
         with torch._C._AutoDispatchBelowAutograd():
             return overload(*args, **kwargs)
 
@@ -414,7 +439,7 @@ def direct(*tensors: Tensor | None) -> bool:
     """Whether nothing but the kernel would see this call: plain dense tensors, and nothing traces or interposes."""
     if torch.compiler.is_compiling():
         return False
-    if torch._C._len_torch_dispatch_stack() or _interpreter_stack() is not None:
+    if torch._C._len_torch_dispatch_stack() or _interpreter_stack() is not None or forward_ad._current_level >= 0:
         return False
     for t in tensors:
         if t is None:

@@ -1,0 +1,111 @@
+"""`_core.Program` called in any order and deleted at any time: it says what is wrong, and no memory of it is used."""
+
+from __future__ import annotations
+
+import gc
+import threading
+
+import pytest
+import torch
+
+from diptych.core import _core
+
+
+def op(x: torch.Tensor, out: torch.Tensor) -> None:
+    _core.amax(x, out, None, 0)
+
+
+def recorded() -> tuple[_core.Program, torch.Tensor, torch.Tensor]:
+    x, out, program = torch.arange(12.0).reshape(3, 4), torch.empty(1), _core.Program()
+    program.start()
+    op(x, out)
+    program.stop()
+    return program, x, out
+
+
+def seal(program: _core.Program, x: torch.Tensor, out: torch.Tensor) -> bool:
+    return program.seal([x], [out], [], [], [(torch.empty(0).new_empty, (1,))], torch.empty(0).new_empty)
+
+
+def test_a_sealed_program_runs():
+    program, x, out = recorded()
+    assert seal(program, x, out)
+    assert program.run([x + 7])[0].item() == 18 and program.run([x[:2]]) is None and program.run([]) is None
+
+
+def test_run_before_seal():
+    for program in (_core.Program(), recorded()[0]):
+        with pytest.raises(ValueError, match=r"Program.run: seal\(\) it first"):
+            program.run([])
+    program, x, _ = recorded()
+    assert not seal(program, x, torch.empty(1))  # met another tensor
+    with pytest.raises(ValueError, match=r"seal.. refused cannot run"):
+        program.run([x])
+
+
+def test_seal_too_early_or_twice():
+    program, x, out = _core.Program(), torch.ones(3), torch.empty(1)
+    with pytest.raises(ValueError, match=r"Program.seal: start\(\) and stop\(\) it first"):
+        seal(program, x, out)
+    program.start()
+    with pytest.raises(ValueError, match=r"Program.seal"):
+        seal(program, x, out)
+    program.stop()
+    program, x, out = recorded()
+    assert seal(program, x, out)
+    with pytest.raises(ValueError, match="seal it once"):
+        seal(program, x, out)
+
+
+def test_start_and_stop_out_of_order():
+    first, second = _core.Program(), _core.Program()
+    with pytest.raises(ValueError, match=r"Program.stop: it does not record"):
+        first.stop()
+    first.start()
+    for program, message in ((first, "recorded already"), (second, "another program of this thread")):
+        with pytest.raises(ValueError, match=f"Program.start: .*{message}"):
+            program.start()
+    with pytest.raises(ValueError, match=r"Program.stop: it does not record"):
+        second.stop()
+    found = []
+
+    def elsewhere() -> None:
+        with pytest.raises(ValueError, match="does not record on this thread"):
+            first.stop()
+        second.start()  # each thread records its own
+        second.stop()
+        found.append(True)
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert found
+    first.stop()
+    with pytest.raises(ValueError, match="recorded already"):
+        first.start()
+
+
+def test_a_program_that_is_deleted_while_it_records():
+    x, out = torch.arange(6.0), torch.empty(1)
+    for _ in range(50):
+        program = _core.Program()
+        program.start()
+        op(x, out)
+        del program
+        gc.collect(0)
+        junk = [bytes(200) for _ in range(100)]  # what would lie where it did
+        op(x, out)
+        assert out.item() == 5
+        del junk
+    program, x, out = recorded()  # nothing keeps this thread from recording
+    assert seal(program, x, out)
+
+
+def test_a_program_that_is_given_no_tensors():
+    program, x, out = recorded()
+    with pytest.raises(TypeError, match="views must hold tuples"):
+        program.seal([x], [out], [], [3], [(torch.empty, (1,))], torch.empty)
+    program, x, out = recorded()
+    assert program.seal([x], [out], [], [], [(lambda n: object(), (1,))], torch.empty)
+    with pytest.raises(TypeError, match="object has no DLPack exchange table"):
+        program.run([x])

@@ -1,0 +1,127 @@
+"""State dicts of TransformerEngine's modules: their delayed scales are read from `_extra_state`; te.py writes it.
+
+TransformerEngine (1.x and 2.x) keeps a pickled dict there, as bytes in a uint8 tensor or in a `BytesIO` by torch.save:
+
+    scale_fwd         [3 G]     scales of each of a module's G products: input, weight, output
+    amax_history_fwd  [L, 3 G]  row 0 the pending amaxes, the newest in the last row
+    scale_bwd, amax_history_bwd [.., 2 G]   output's gradient, input's gradient
+    extra_fp8_variables         dict with fp8_max_fwd, fp8_max_bwd
+    recipe                      a recipe of TransformerEngine's
+
+A pickle can run code. This one is read by an unpickler that makes tensors and containers alone, and empty stand-ins for
+TransformerEngine's own classes. The layout follows TransformerEngine's public source.
+"""
+
+from __future__ import annotations
+
+import codecs
+import io
+import pickle
+from collections import OrderedDict
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._utils import _rebuild_tensor_v2
+
+from diptych.common.errors import CheckpointError
+from diptych.common.formats import LARGEST
+
+EXTRA = "_extra_state"
+SLOTS = {"input": ("fwd", 0), "weight": ("fwd", 1), "grad_output": ("bwd", 0)}
+WIDTH = {"fwd": 3, "bwd": 2}
+_LARGEST = {"fwd": LARGEST["float8_e4m3fn"], "bwd": LARGEST["float8_e5m2"]}
+
+
+class _StandIn:
+    """An object of a class of TransformerEngine's, of which nothing is needed."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> _StandIn:
+        return object.__new__(cls)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+def _storage(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+_KNOWN = {
+    ("collections", "OrderedDict"): OrderedDict,
+    ("torch._utils", "_rebuild_tensor_v2"): _rebuild_tensor_v2,
+    ("_codecs", "encode"): codecs.encode,  # bytes, in protocol 2
+    ("torch.storage", "_load_from_bytes"): _storage,
+    ("torch", "Size"): torch.Size,
+    ("torch", "device"): torch.device,
+    ("builtins", "getattr"): lambda owner, name: _StandIn(),  # members of an Enum, from Python 3.12 on
+}
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module.partition(".")[0].startswith("transformer_engine"):
+            return _StandIn
+        if (module, name) not in _KNOWN:
+            raise CheckpointError(f"it names {module}.{name}, which no state of TransformerEngine's modules holds")
+        return _KNOWN[module, name]
+
+
+def read(key: str, held: Any) -> dict[str, Any] | None:
+    """The dict in an `_extra_state`; None where it is empty, as without FP8.
+
+    **Raises** CheckpointError, naming the key, for what is none of TransformerEngine's.
+    """
+    if held is None or (isinstance(held, Tensor) and held.numel() == 0):
+        return None
+    try:
+        if isinstance(held, io.BytesIO):
+            held.seek(0)
+            found = torch.load(held, map_location="cpu", weights_only=True)
+        elif isinstance(held, Tensor) and held.dtype == torch.uint8:
+            found = _Unpickler(io.BytesIO(held.cpu().numpy().tobytes())).load()
+        else:
+            raise CheckpointError(f"it is {type(held).__name__}, no uint8 tensor")
+    except Exception as e:  # a damaged pickle raises nearly anything
+        raise CheckpointError(f"{key} is not a state of TransformerEngine's that can be read: {e}") from e
+    if found is not None and not isinstance(found, dict):
+        raise CheckpointError(f"{key} holds {type(found).__name__}, no dict of a module's FP8 state")
+    return found
+
+
+def layers_of(module: Any) -> list[str]:
+    """Where the states of each product of TransformerEngine's module lie here, below the module; one for all groups."""
+    layers = [f"scale_states.{layer}." if layer else "scale_states." for layer in module.layers]
+    return layers * getattr(module, "num_gemms", 1)
+
+
+def take_extra_state(module: Any, state_dict: Any, prefix: str) -> None:
+    """Exchanges a module's `_extra_state` in a state dict for the delayed scales that it holds, by their names here.
+
+    `GroupedLinear` has one state for the inputs, weights and gradients of all its groups: the largest amaxes and the
+    smallest scale of theirs. States of this library's own in the same dict are left alone.
+
+    **Raises** CheckpointError for an `_extra_state` that cannot be read, or has scales for other products.
+    """
+    key = prefix + EXTRA
+    if key not in state_dict:
+        return
+    found = read(key, state_dict.pop(key))
+    if found is None or "scale_fwd" not in found or any(k.startswith(f"{prefix}scale_states.") for k in state_dict):
+        return
+    own = layers_of(module)
+    for way, width in WIDTH.items():
+        scales, history = found[f"scale_{way}"].float(), found[f"amax_history_{way}"].float()
+        if scales.numel() != width * len(own) or history.dim() != 2 or history.size(1) != scales.numel():
+            raise CheckpointError(
+                f"{key} has scales {list(scales.shape)} and amaxes {list(history.shape)} of {way}; "
+                f"{type(module).__name__} has {len(own)} products with {width} each"
+            )
+        largest = found.get("extra_fp8_variables", {}).get(f"fp8_max_{way}", _LARGEST[way])
+        for below in dict.fromkeys(own):
+            of_layer = [i * width for i, layer in enumerate(own) if layer == below]
+            for slot, at in [(slot, at) for slot, (w, at) in SLOTS.items() if w == way]:
+                columns = [i + at for i in of_layer]
+                state_dict[f"{prefix}{below}{slot}.scale"] = scales[columns].amin().reshape(1)
+                state_dict[f"{prefix}{below}{slot}.amax_history"] = history[:, columns].amax(1)
+                state_dict[f"{prefix}{below}{slot}.fp8_max"] = torch.tensor([float(largest)])
