@@ -114,7 +114,7 @@ def test_what_a_stack_is_not():
         (lambda: folded.clone().copy_(q), TypeError, "into a QuantizedTensor takes another"),
         (lambda: torch.empty(3, 32, 48).copy_(q), TypeError, "out of a QuantizedStack takes another"),
         (lambda: q.clone().copy_(stack("fp8_e4m3_1x128")), ValueError, "unlike quantized tensors"),
-        (lambda: q.to(torch.float32), NotImplementedError, "cannot become torch.float32"),
+        (lambda: q.to(torch.int8), NotImplementedError, "cannot become torch.int8"),
         (lambda: dt.QuantizedStack(MXFP8Quantizer(), (3, 32, 48), torch.float32), ValueError, "a QuantizedStack holds"),
     ):
         with pytest.raises(error, match=match):
@@ -320,12 +320,8 @@ def test_what_held_weights_cannot():
         dt.grouped_linear(x.clone().requires_grad_(), rowwise, None, offsets, MX)
     dt.grouped_linear(x, rowwise, None, offsets, MX)  # dgrad alone would need it
     run(held, held, x, MX, torch.ones(64, N), offsets=offsets)
-    with pytest.raises(NotImplementedError, match="dequantize"):
-        torch.optim.SGD(held.parameters(), lr=0.1).step()
     with pytest.raises(ValueError, match="copy_ into a quantized parameter"), torch.no_grad():
         held.weight.copy_(torch.zeros(G, K, N))
-    with pytest.raises(NotImplementedError, match="not defined on a QuantizedStack"):
-        held.reset_parameters()
 
 
 def test_held_weights_are_not_rounded():

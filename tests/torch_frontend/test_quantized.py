@@ -160,10 +160,15 @@ def test_anything_else_is_refused(op):
     _equal(q, before)
 
 
-def test_no_change_of_dtype_or_layout():
+def test_change_of_dtype_or_layout():
+    """Of the logical dtype alone: what is held stays."""
     q = _make()
-    with pytest.raises(NotImplementedError, match=r"dequantize\(dtype=torch.float32\)"):
-        q.float()
+    for new in (q.float(), q.half(), q.to(torch.float32)):
+        assert new.dtype == new.dequantize().dtype and new.dtype != q.dtype
+        _equal(q, new.bfloat16())
+    for dtype in (torch.float64, torch.int8, torch.float8_e4m3fn):
+        with pytest.raises(NotImplementedError, match=f"cannot become {dtype}"):
+            q.to(dtype)
     with pytest.raises(NotImplementedError, match="row-major"):
         q.clone(memory_format=torch.channels_last)
 

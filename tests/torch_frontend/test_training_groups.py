@@ -76,7 +76,31 @@ def on_rank(rank, groups):
             net = torch.nn.parallel.DistributedDataParallel(model(name), broadcast_buffers=EARLY.get(name, True))
             outs, state = train(net, recipe, rank, 2, groups)
         made[name] = outs, {k.removeprefix("module."): v for k, v in state.items()}
+    made["held"] = train_held(rank)
     return made
+
+
+def train_held(rank: int) -> list[dict[str, torch.Tensor]]:
+    """The weights of a model that holds them, before it is wrapped, after, and after two steps."""
+    with dt.quantized_model_init(recipe=RECIPES["mxfp8"]):
+        net = torch.nn.Sequential(dt.Linear(96, 96), dt.Linear(96, 64, bias=False))
+    with torch.no_grad():
+        for i, layer in enumerate(net):
+            layer.weight.copy_(normal(f"held {rank} {i}", tuple(layer.weight.shape)))  # ranks begin unlike
+
+    def now() -> dict[str, torch.Tensor]:
+        values = {f"values {i}": layer.weight.dequantize().detach() for i, layer in enumerate(net)}
+        return values | {k: t.clone() for k, t in dt.plain_state_dict(net).items()}
+
+    seen = [now()]
+    wrapped = torch.nn.parallel.DistributedDataParallel(net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05)
+    for i in range(3):
+        seen.append(now())
+        with dt.autocast(recipe=RECIPES["mxfp8"]):
+            wrapped(normal(f"x {rank} {i}", (32, 96))).square().mean().backward()
+        optimizer.step()
+    return seen
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +141,17 @@ def test_without_a_group_ranks_scale_alone(ranks):
 def test_the_reduction_compiles(ranks):
     for r in ranks:
         same(r["compiled current"][0][0], r["current"][0][0])
+
+
+def test_held_weights_are_sent_from_rank_0_and_step_alike(ranks):
+    (before0, *after0), (before1, *after1) = (r["held"] for r in ranks)
+    assert before0.keys() == before1.keys() == after0[0].keys()
+    for key in before0:
+        for a, b in zip(after0, after1, strict=True):
+            same(a[key], b[key], key)
+    for key in ("values 0", "values 1"):
+        same(after0[0][key], before0[key], key)
+        assert not torch.equal(before0[key], before1[key]) and not torch.equal(after0[2][key], after0[0][key])
 
 
 def test_a_region_that_does_not_name_the_group():

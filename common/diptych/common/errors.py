@@ -33,6 +33,14 @@ class RecipeSwitchWarning(UserWarning):
     """A module changed to a recipe that cannot use what it held, such as delayed scales, and starts anew."""
 
 
+class LostUpdateWarning(UserWarning):
+    """A weight that is held quantized was updated without a master in float32, so small updates round away."""
+
+
+class CheckpointWarning(UserWarning):
+    """A checkpoint whose weights were loaded in another form than it has them."""
+
+
 class IgnoredArgumentWarning(UserWarning):
     """An argument of TransformerEngine's that has no effect here was given."""
 

@@ -127,7 +127,7 @@ def held_quantizer(op: str, recipe: Recipe, module: str, name: str, tensor: str 
             f"{op}: {type(recipe).__name__} quantizes the {tensor} as {plan.rowwise} for fprop and "
             f"{plan.columnwise} for dgrad; one that is held quantized is quantized once"
         )
-    quantizer = plan.rowwise.with_usage(rowwise=True, columnwise=plan.shared)
+    quantizer = plan.rowwise.with_usage(rowwise=True, columnwise=plan.shared and plan.rowwise.columnwise)
     if quantizer.needs_rng:
         raise ValueError(f"{op}: a {tensor} cannot be held by {quantizer}, which rounds stochastically")
     if isinstance(quantizer, Float8Quantizer):

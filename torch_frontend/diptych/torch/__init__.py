@@ -22,9 +22,12 @@ from diptych.torch.functional import (
 from diptych.torch.graphs import make_graphed_callables
 from diptych.torch.grouped import QuantizedStack, grouped_bias_grad, grouped_gemm, quantize_stack
 from diptych.torch.grouped_linear import GroupedLinear, grouped_linear
+from diptych.torch.held import QuantizedParameter
+from diptych.torch.held_state import plain_state_dict
 from diptych.torch.layernorm_linear import LayerNormLinear
 from diptych.torch.layernorm_mlp import LayerNormMLP
 from diptych.torch.linear import Linear, linear
+from diptych.torch.model_init import quantized_model_init
 from diptych.torch.module import QuantizedModule
 from diptych.torch.permutation import (
     RowMap,
@@ -52,7 +55,6 @@ from diptych.torch.te import (
     is_nvfp4_available,
     te_state_dict,
 )
-from diptych.torch.weights import QuantizedParameter, quantized_model_init
 
 __all__ = [
     "ConvertWarning",
@@ -108,6 +110,7 @@ __all__ = [
     "moe_sort_chunks_by_index",
     "moe_sort_chunks_by_index_with_probs",
     "moe_unpermute",
+    "plain_state_dict",
     "prepare",
     "quantize",
     "quantize_stack",

@@ -17,6 +17,7 @@ from diptych.common.recipes import Recipe
 from diptych.torch.autocast import STATE
 from diptych.torch.grouped_layer import grouped_linear as grouped_linear
 from diptych.torch.grouped_layer import grouped_linear_with
+from diptych.torch.model_init import initial_weight
 from diptych.torch.module import QuantizedModule
 from diptych.torch.permutation import RowMap, moe_permute, require_row_map
 from diptych.torch.permutation_ops import as_int32
@@ -25,7 +26,6 @@ from diptych.torch.quantized import QuantizedTensorBase, high_precision
 from diptych.torch.rules import describe
 from diptych.torch.te_arguments import absorb, dtype_of, initialize
 from diptych.torch.te_states import take_extra_state
-from diptych.torch.weights import initial_weight
 
 
 class GroupedLinear(QuantizedModule):
@@ -171,7 +171,8 @@ class GroupedLinear(QuantizedModule):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         take_extra_state(self, state_dict, prefix)  # before the stacks, which make another dict
         for name, p in (("weight", self.weight), ("bias", self.bias)):
-            state_dict = _stacked(state_dict, prefix + name, self.num_gemms if p is not None else 0)
+            for part in ("", "_scale_inv", "_scale"):  # those that published FP8 checkpoints have
+                state_dict = _stacked(state_dict, prefix + name, part, self.num_gemms if p is not None else 0)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
@@ -183,16 +184,17 @@ def _in_high_precision(offsets: Tensor, x: Tensor, weight: Tensor, bias: Tensor 
     return grouped_linear_with(x, weight, bias, offsets, 1, None, HIGH_PRECISION, Options(GroupedLinear.module_kind))
 
 
-def _stacked(state_dict: Any, key: str, count: int) -> Any:
-    """A state dict with one tensor instead of `count` whose keys end in a number. Where they are not of one shape, or
-    some are missing, they stay, for torch to name what it does not find or know."""
-    parts = [state_dict.get(f"{key}{g}") for g in range(count)]
+def _stacked(state_dict: Any, key: str, part: str, count: int) -> Any:
+    """A state dict with one tensor instead of `count` whose keys have a number before `part`. Where they are not of one
+    shape, or some are missing, they stay, for torch to name what it does not find or know."""
+    names = [f"{key}{g}{part}" for g in range(count)]
+    parts = [state_dict.get(name) for name in names]
     plain = [isinstance(t, Tensor) and not isinstance(t, QuantizedTensorBase) for t in parts]
-    whole = count > 0 and key not in state_dict and all(plain)
+    whole = count > 0 and key + part not in state_dict and all(plain)
     if not whole or len({(t.shape, t.dtype) for t in parts}) > 1:
         return state_dict
-    left = {k: v for k, v in state_dict.items() if k not in {f"{key}{g}" for g in range(count)}}
-    return left | {key: torch.stack(parts)}
+    left = {k: v for k, v in state_dict.items() if k not in names}
+    return left | {key + part: torch.stack(parts)}
 
 
 def _offsets_of(m_splits: Any, groups: int, inp: Tensor, align: int) -> Tensor:

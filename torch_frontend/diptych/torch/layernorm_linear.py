@@ -27,6 +27,7 @@ from diptych.common.schedule import Schedule
 from diptych.torch import fused, primitives
 from diptych.torch.custom_op import CustomOp
 from diptych.torch.layer_node import LayerArguments, finished, kept_spec, result_proto, run, weight_gradient
+from diptych.torch.model_init import initial_weight
 from diptych.torch.module import QuantizedModule
 from diptych.torch.opaque import Constants
 from diptych.torch.operands import Copies, Operand, pack, pick, unpack
@@ -35,7 +36,6 @@ from diptych.torch.proto import TensorProto
 from diptych.torch.quantized import QuantizedTensor, high_precision
 from diptych.torch.rules import describe, require_device, require_high_precision, require_tensor
 from diptych.torch.te_arguments import absorb, dtype_of, initialize, one_input
-from diptych.torch.weights import initial_weight
 
 # --- what the fused modules share ------------------------------------------------------------------------------------
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from diptych.common.errors import ArgumentError
 from diptych.common.recipes import Recipe
 from diptych.torch.layer import linear as linear
+from diptych.torch.model_init import initial_weight
 from diptych.torch.module import QuantizedModule
 from diptych.torch.te_arguments import absorb, dtype_of, initialize, one_input
-from diptych.torch.weights import initial_weight
 
 
 class Linear(QuantizedModule, nn.Linear):

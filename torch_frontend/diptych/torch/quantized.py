@@ -2,8 +2,9 @@
 same of several tensors.
 
 Traceable wrapper subclasses: torch.compile sees their buffers, and they have the shape, dtype and device of the tensor
-they stand for. They are **not** number types. What moves or copies one whole works (detach, clone, to(device), copy_,
-save, pickle, deepcopy); every other operation raises NotImplementedError instead of dequantizing behind your back.
+they stand for. They are **not** number types. What moves or copies one whole works (detach, clone, to(device or dtype),
+empty_like, copy_, `.data =`, save, pickle, deepcopy); every other operation raises NotImplementedError instead of
+dequantizing behind your back. A `QuantizedParameter` (`held`) is one whose arithmetic is defined.
 
 One that requires grad is the result of `quantize`, or of a module or an op of this package, or a `QuantizedParameter`.
 Its gradient is a plain tensor of its shape and logical dtype, also where it enters or leaves a compiled region.
@@ -11,6 +12,7 @@ Its gradient is a plain tensor of its shape and logical dtype, also where it ent
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import secrets
 from collections.abc import Callable
@@ -21,12 +23,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._pytree import tree_map
 
-from diptych.common.errors import ArgumentError, UnsupportedError
+from diptych.common.errors import ArgumentError, DeviceError, ShapeError, UnsupportedError
 from diptych.common.quantizers import RHT, Quantizer
 from diptych.torch import grouped_primitives, primitives
-from diptych.torch.rules import TWO_LEVEL, Copy, require_no_tangent
-
-aten = torch.ops.aten
+from diptych.torch.rules import TWO_LEVEL, Copy, describe, require_no_tangent
 
 BUFFERS = (
     "rowwise_data",
@@ -107,6 +107,86 @@ class QuantizedTensorBase(Tensor):
         """What the rowwise copy stands for, or the only one."""
         raise NotImplementedError
 
+    def quantize_(self, src: Tensor) -> Self:
+        """Quantizes `src` by this tensor's quantizer, in place: every copy is written anew, storages stay.
+
+        **Arguments:** `src`: a plain tensor of this one's shape. **Raises** ValueError for another shape.
+        """
+        if src.shape != self.shape:
+            raise ShapeError(f"quantize_ of a {self.kind.__name__} {list(self.shape)}: got {describe(src)}")
+        with torch.no_grad():
+            return self.copy_(self._made_of(src).to(self.dtype))  # type: ignore[return-value]
+
+    def _made_of(self, src: Tensor) -> Tensor:
+        """What this tensor's quantizer makes of a plain one."""
+        raise NotImplementedError
+
+    def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
+        """Frees the copies that are not wanted. None leaves a copy as it is.
+
+        **Raises** ValueError for a copy that is wanted and was not made, which only the values in high precision could
+        give, and where no copy would be left.
+        """
+        wanted = {"rowwise": rowwise_usage, "columnwise": columnwise_usage}
+        for side, want in wanted.items():
+            if want and getattr(self, f"{side}_data") is None:
+                raise ValueError(
+                    f"update_usage: the {side} copy was not made, and no copy is made from another; quantize the "
+                    f"tensor in high precision with quantizer.with_usage({side}=True)"
+                )
+        kept = [
+            side for side, want in wanted.items() if want is not False and getattr(self, f"{side}_data") is not None
+        ]
+        self.quantizer = self.quantizer.with_usage(rowwise="rowwise" in kept, columnwise="columnwise" in kept)
+        for name in set(BUFFERS) - set(self.quantizer.buffer_names()):
+            setattr(self, name, None)
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """This tensor without its history, sharing its buffers.
+
+        What is assigned must have its shape. A plain tensor is quantized into the buffers by this tensor's quantizer;
+        of a quantized one its buffers become this one's, with their quantizer, logical dtype and device.
+        """
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        what = f"assigning .data of a {self.kind.__name__} {list(self.shape)}"
+        if not isinstance(value, Tensor):
+            raise ArgumentError(f"{what}: a tensor is needed, got {type(value).__name__}")
+        if value.shape != self.shape:
+            raise ShapeError(f"{what}: got {describe(value)}; a quantized tensor keeps its shape")
+        if not isinstance(value, QuantizedTensorBase):
+            if value.device != self.device:
+                raise DeviceError(f"{what} on {self.device}: got {describe(value)}; move the quantized tensor first")
+            of: Any = self.detach()
+            of.quantize_(value.detach())
+            return
+        if not isinstance(value, self.kind):
+            raise ArgumentError(f"{what}: got a {value.kind.__name__}")
+        if (value.dtype, value.device) != (self.dtype, self.device):
+            like: Any = self.detach()
+            like = type(like)(value.quantizer, value.shape, value.dtype, **parts_of(value))
+            Tensor.data.__set__(self, like)  # type: ignore[attr-defined]
+        self.quantizer = value.quantizer
+        for name in BUFFERS:
+            setattr(self, name, getattr(value, name))
+
+    def storage(self) -> Any:
+        """**Raises** TypeError: the bytes lie in several buffers."""
+        raise ArgumentError(
+            f"a {self.kind.__name__} has no storage of its own: what reads tensors' bytes, such as safetensors, takes "
+            "the plain tensors of diptych.torch.plain_state_dict(model)"
+        )
+
+    def share_memory_(self) -> Self:
+        """**Raises** NotImplementedError: shared memory would have to hold all buffers at once."""
+        raise UnsupportedError(
+            f"share_memory_: a {self.kind.__name__} has no memory of its own to share; share its buffers, which "
+            "__tensor_flatten__ names, or dequantize() it"
+        )
+
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Quantizer, torch.dtype]]:
         return [name for name in BUFFERS if getattr(self, name) is not None], (self.quantizer, self.dtype)
 
@@ -158,19 +238,22 @@ class QuantizedTensorBase(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
-            memo[id(self)] = _map(torch.clone, self)
+            memo[id(self)] = self.detach().clone()
         return memo[id(self)]
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        handler = _HANDLERS.get(func)
-        if handler is None and func in TAKES_COTANGENTS:
+        handler = HANDLERS.get(func)
+        if handler is not None:
+            return handler(func, *args, **(kwargs or {}))
+        if func in TAKES_COTANGENTS:
             return func(*tree_map(_cotangent, args), **(kwargs or {}))
-        if handler is None:
-            raise UnsupportedError(f"{func} is not defined on a {cls.kind.__name__}; call dequantize() on it first")
-        return handler(func, *args, **(kwargs or {}))
+        parts = in_parts(func, args, kwargs)
+        if parts is not NotImplemented:
+            return parts
+        raise UnsupportedError(f"{called(func)} is not defined on a {cls.kind.__name__}; call dequantize() on it first")
 
 
 class QuantizedTensor(QuantizedTensorBase):
@@ -186,6 +269,11 @@ class QuantizedTensor(QuantizedTensorBase):
     def _values(self, dtype: torch.dtype) -> Tensor:
         return primitives.dequantize(self.copy_of(self.rowwise_data is None), dtype).reshape(self.shape)
 
+    def _made_of(self, src: Tensor) -> Tensor:
+        from diptych.torch.functional import quantize  # which imports this module
+
+        return quantize(src.detach(), self.quantizer)
+
 
 class QuantizedStack(QuantizedTensorBase):
     """G quantized tensors of one shape, made by `quantize_stack`; `shape` is [G, ..., K], `dtype` the logical one.
@@ -198,9 +286,17 @@ class QuantizedStack(QuantizedTensorBase):
     def _values(self, dtype: torch.dtype) -> Tensor:
         return grouped_primitives.stack_values(self.copy_of(self.rowwise_data is None), dtype).reshape(self.shape)
 
+    def _made_of(self, src: Tensor) -> Tensor:
+        from diptych.torch.grouped import quantize_stack  # which imports this module
+
+        return quantize_stack(src.detach(), self.quantizer)
+
 
 QuantizedTensor.kind, QuantizedStack.kind = QuantizedTensor, QuantizedStack
 
+
+HANDLERS: dict[Any, Callable[..., Any]] = {}
+"""The operators that quantized tensors have, which `quantized_ops` fills in."""
 
 TAKES_COTANGENTS: set[Any] = set()
 """Ops that get gradients of quantized tensors. While Dynamo traces, a cotangent has the type of its output; the one
@@ -213,6 +309,27 @@ def _cotangent(t: Any) -> Any:
             raise ArgumentError("the gradient of a quantized tensor is a plain tensor, and a QuantizedTensor was given")
         return torch.empty(t.shape, dtype=t.dtype, device=t.device)
     return t
+
+
+def called(func: Any) -> str:
+    """An operator by the name that users call it by."""
+    name = func.overloadpacket.__name__
+    return name if func.namespace == "aten" else f"{func.namespace}.{name}"
+
+
+def in_parts(func: Any, args: Any, kwargs: Any) -> Any:
+    """Runs an operator that is made of others, which inference mode does not take apart itself; else NotImplemented."""
+    return func.decompose(*args, **(kwargs or {})) if func._can_decompose() else NotImplemented
+
+
+def outside_inference() -> Any:
+    """Context for making one of another. Inference tensors have no version counter, which detaching passes on."""
+    return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
+
+
+def parts_of(q: QuantizedTensorBase) -> dict[str, Tensor]:
+    """The buffers that there are."""
+    return {name: t for name in BUFFERS if (t := getattr(q, name)) is not None}
 
 
 class _Dequantize(torch.autograd.Function):
@@ -282,82 +399,3 @@ def _rebuild(
 
 # torch.load(weights_only=True) rebuilds from this function; `opaque.register` lists the quantizers themselves.
 torch.serialization.add_safe_globals([_rebuild, QuantizedTensor, QuantizedStack])
-
-
-# --- the operations that a quantized tensor has ----------------------------------------------------------------------
-
-
-def _map(fn: Callable[[Tensor], Tensor], q: QuantizedTensorBase) -> QuantizedTensorBase:
-    buffers = {name: fn(getattr(q, name)) for name in BUFFERS if getattr(q, name) is not None}
-    return q.kind(q.quantizer, q.shape, q.dtype, **buffers)
-
-
-def _same(func: Any, q: QuantizedTensorBase, memory_format: torch.memory_format | None = None) -> QuantizedTensorBase:
-    _no_memory_format(func, memory_format)
-    return _map(func, q)
-
-
-def _no_memory_format(func: Any, memory_format: torch.memory_format | None) -> None:
-    if memory_format not in (None, torch.contiguous_format, torch.preserve_format):
-        raise UnsupportedError(f"{func} on a quantized tensor: its buffers are row-major, not {memory_format}")
-
-
-def _to(func: Any, q: QuantizedTensorBase, *, memory_format: Any = None, **kwargs: Any) -> QuantizedTensorBase:
-    _no_memory_format(func, memory_format)
-    dtype = kwargs.pop("dtype", None)
-    if dtype not in (None, q.dtype):
-        raise UnsupportedError(
-            f"a {q.kind.__name__} of logical dtype {q.dtype} cannot become {dtype}; "
-            f"call dequantize(dtype={dtype}) on it"
-        )
-    return _map(lambda t: func(t, **kwargs), q)
-
-
-def _copy_(func: Any, q: Any, src: Any, non_blocking: bool = False) -> QuantizedTensorBase:
-    for t, other, which, remedy in ((q, src, "into", "quantize it first"), (src, q, "out of", "dequantize it")):
-        if isinstance(t, QuantizedTensorBase) and not isinstance(other, t.kind):
-            raise ArgumentError(f"copy_ {which} a {t.kind.__name__} takes another {t.kind.__name__}; {remedy}")
-    if (q.quantizer, q.dtype, q.shape) != (src.quantizer, src.dtype, src.shape):
-        raise ValueError(f"copy_ between unlike quantized tensors: {src!r} into {q!r}")
-    for name in q.__tensor_flatten__()[0]:
-        getattr(q, name).copy_(getattr(src, name), non_blocking=non_blocking)
-    return q
-
-
-def _equal(func: Any, a: Any, b: Any) -> bool:
-    if not (isinstance(a, QuantizedTensorBase) and isinstance(b, QuantizedTensorBase)):
-        raise ArgumentError(
-            "torch.equal compares a quantized tensor with another one only; call dequantize() on it first"
-        )
-    names = a.__tensor_flatten__()[0]
-    forms = [(t.kind, t.quantizer, t.dtype, t.shape, t.__tensor_flatten__()[0]) for t in (a, b)]
-    return forms[0] == forms[1] and all(
-        torch.equal(getattr(a, name).view(torch.uint8), getattr(b, name).view(torch.uint8)) for name in names
-    )
-
-
-def _select(func: Any, stack: Any, dim: int, g: int) -> QuantizedTensor:
-    if not isinstance(stack, QuantizedStack) or dim != 0:
-        raise UnsupportedError(f"{func} is defined on the first dimension of a QuantizedStack alone; got {stack!r}")
-    parts = {}
-    for name in stack.__tensor_flatten__()[0]:
-        t = getattr(stack, name).select(0, g)
-        whole = name.endswith("amax") or (stack.quantizer.format.per_tensor and name.endswith("scale_inv"))
-        parts[name] = t.reshape(-1) if whole else t
-    return QuantizedTensor(stack.quantizer, stack.shape[1:], stack.dtype, **parts)
-
-
-def _unbind(func: Any, stack: Any, dim: int = 0) -> tuple[QuantizedTensor, ...]:
-    return tuple([_select(func, stack, dim, g) for g in range(stack.shape[0])])
-
-
-_HANDLERS: dict[Any, Callable[..., Any]] = {
-    aten.detach.default: _same,
-    aten.alias.default: _same,
-    aten.clone.default: _same,
-    aten._to_copy.default: _to,
-    aten.copy_.default: _copy_,
-    aten.equal.default: _equal,
-    aten.select.int: _select,
-    aten.unbind.int: _unbind,
-}

@@ -22,10 +22,11 @@ from diptych.common.errors import CheckpointError, UnsupportedError
 from diptych.common.plan import LinearPlan
 from diptych.common.recipes import Recipe
 from diptych.torch import functional, late
+from diptych.torch.held_state import read_weights
+from diptych.torch.model_init import initial_recipe
 from diptych.torch.products import schedule
 from diptych.torch.state import ScaleStates, check_tree, keys_below, warn_once
 from diptych.torch.te_states import take_extra_state
-from diptych.torch.weights import initial_recipe
 
 
 class StatefulModule(nn.Module):
@@ -198,7 +199,7 @@ class StatefulModule(nn.Module):
         elif rng is None and "rng_state" in self._buffers:
             del self._buffers["rng_state"]  # the state that the dict is of had none yet
         self._caches = None
-        super()._load_from_state_dict(state_dict, prefix, *args)
+        super()._load_from_state_dict(read_weights(self, state_dict, prefix, args[0]), prefix, *args)
 
 
 _OF_A_STEP = ("_last_region", "_last_groups", "_caches")

@@ -22,9 +22,9 @@ from diptych.common.recipes import (
 from diptych.common.shapes import gemm_copies
 from diptych.core import _core
 from diptych.torch.autocast import autocast
+from diptych.torch.model_init import quantized_model_init
 from diptych.torch.module import QuantizedModule
 from diptych.torch.te_states import EXTRA, SLOTS, WIDTH, layers_of
-from diptych.torch.weights import quantized_model_init
 
 _EXTENT = 512  # any shape that tensor cores take
 

@@ -1,24 +1,18 @@
-"""Weights between steps: copies kept across microbatches, parameters held quantized, gradients that go elsewhere."""
+"""Weights between steps: copies kept across microbatches, gradients that go elsewhere. `held` has quantized ones."""
 
 from __future__ import annotations
 
-import threading
-from types import TracebackType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from diptych.common.errors import ArgumentError, ShapeError, UnsupportedError
-from diptych.common.plan import held_quantizer
-from diptych.common.quantizers import Quantizer
-from diptych.common.recipes import DEFAULT_RECIPE, Recipe
+from diptych.common.errors import ShapeError, UnsupportedError
+from diptych.common.recipes import Recipe
 from diptych.common.schedule import Call
-from diptych.torch import functional, grouped_primitives, primitives
-from diptych.torch.grouped import quantize_stack
+from diptych.torch import grouped_primitives, primitives
 from diptych.torch.operands import Copies, with_scales
-from diptych.torch.products import Options, WeightGradient, dequantized_weight, quantize_weight, schedule
-from diptych.torch.quantized import QuantizedStack, QuantizedTensor, QuantizedTensorBase, aten
+from diptych.torch.products import Options, WeightGradient, quantize_weight, schedule
 from diptych.torch.rules import define, describe, traced_local
 from diptych.torch.state import warn_once
 
@@ -263,145 +257,3 @@ def main_grad(weight: Tensor) -> Tensor:
     if not acc.is_contiguous():
         raise ShapeError("weight.main_grad must be contiguous: it is written in place")
     return acc
-
-
-# --- parameters held quantized ---------------------------------------------------------------------------------------
-
-
-class QuantizedParameter(QuantizedTensorBase):
-    """A quantized weight: what `nn.Parameter` holds under `quantized_model_init`; also a `QuantizedTensor`, or a
-    `QuantizedStack` where the weight is one of several tensors.
-
-    It trains with a master copy: autograd gives it a plain gradient of its logical dtype, an optimizer steps a tensor
-    in high precision, and `param.copy_(master)` quantizes that again, in place. Optimizers cannot step it directly: its
-    arithmetic raises, as every `QuantizedTensor`'s.
-    """
-
-    _high_precision_init_val: Tensor | None = None
-
-    def get_high_precision_init_val(self) -> Tensor | None:
-        """What the parameter was initialized with, on the CPU; None if not preserved, or cleared."""
-        return self._high_precision_init_val
-
-    def clear_high_precision_init_val(self) -> None:
-        """Frees the initial value."""
-        self._high_precision_init_val = None
-
-    @staticmethod
-    def of(q: QuantizedTensorBase) -> Any:
-        kind: Any = _StackParameter if isinstance(q, QuantizedStack) else _TensorParameter
-        return kind(q.quantizer, q.shape, q.dtype, **{n: getattr(q, n) for n in q.__tensor_flatten__()[0]})
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        if id(self) not in memo:
-            copied = QuantizedParameter.of(self.detach().clone())  # type: ignore[arg-type]
-            copied._high_precision_init_val = self._high_precision_init_val
-            memo[id(self)] = nn.Parameter(copied, self.requires_grad) if isinstance(self, nn.Parameter) else copied
-        return memo[id(self)]
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Pickled in state dicts as what it is beside a parameter, which `copy_` takes back."""
-        if not isinstance(self, nn.Parameter):
-            return super().__reduce_ex__(protocol)
-        return _parameter, (super().__reduce_ex__(protocol)[1], self.requires_grad)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is aten.copy_.default and isinstance(args[0], QuantizedParameter):
-            return _requantize(args[0], args[1])
-        out = super().__torch_dispatch__(func, types, args, kwargs)
-        return QuantizedParameter.of(out) if type(out) is cls.kind else out
-
-
-class _TensorParameter(QuantizedParameter, QuantizedTensor):
-    pass
-
-
-class _StackParameter(QuantizedParameter, QuantizedStack):
-    pass
-
-
-def _parameter(parts: tuple[Any, ...], requires_grad: bool) -> Any:
-    from diptych.torch.quantized import _rebuild
-
-    return nn.Parameter(QuantizedParameter.of(_rebuild(*parts)), requires_grad)
-
-
-torch.serialization.add_safe_globals([_TensorParameter, _StackParameter, _parameter])
-
-
-def _quantized(weight: Tensor, quantizer: Quantizer, stack: bool) -> Any:
-    return (quantize_stack if stack else functional.quantize)(weight, quantizer)
-
-
-def _requantize(q: QuantizedParameter, src: Tensor) -> QuantizedParameter:
-    if q.shape != src.shape:
-        raise ShapeError(f"copy_ into a quantized parameter {list(q.shape)}: got {describe(src)}")
-    made: Any = src
-    if not (isinstance(src, q.kind) and (q.quantizer, q.dtype) == (src.quantizer, src.dtype)):
-        made = _quantized(dequantized_weight(src).detach().to(q.device), q.quantizer, isinstance(q, QuantizedStack))
-    for name in q.__tensor_flatten__()[0]:
-        getattr(q, name).copy_(getattr(made, name))
-    return q
-
-
-class _InitState(threading.local):
-    def __init__(self) -> None:
-        self.recipe: Recipe | None = None
-        self.preserve = False
-
-
-_INIT = _InitState()
-
-
-class quantized_model_init:
-    """Region in which new modules hold their weights quantized, and in no other precision.
-
-    **Arguments:** `enabled`: False makes plain weights, also inside an enabled region. `recipe`: which decides on the
-    weights' format; None is `DEFAULT_RECIPE`. Under delayed scaling a weight's scale comes from the weight itself.
-    `preserve_high_precision_init_val`: each weight keeps what it was initialized with on the CPU, for an optimizer to
-    take its master weights from: `weight.get_high_precision_init_val()`, `weight.clear_high_precision_init_val()`.
-
-    **Raises:** TypeError if `recipe` is not a recipe; ValueError from a module whose weight the recipe quantizes in two
-    ways, or stochastically.
-    """
-
-    def __init__(
-        self, enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
-    ) -> None:
-        if recipe is not None and not isinstance(recipe, Recipe):
-            raise ArgumentError(
-                f"quantized_model_init: recipe must be a diptych.common.Recipe, got {type(recipe).__name__}"
-            )
-        self.recipe = (DEFAULT_RECIPE if recipe is None else recipe) if enabled else None
-        self.preserve = preserve_high_precision_init_val
-        self._outer: list[tuple[Recipe | None, bool]] = []
-
-    def __enter__(self) -> quantized_model_init:
-        self._outer.append((_INIT.recipe, _INIT.preserve))
-        _INIT.recipe, _INIT.preserve = self.recipe, self.preserve
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        _INIT.recipe, _INIT.preserve = self._outer.pop()
-
-
-def initial_recipe() -> Recipe | None:
-    """The recipe of the `quantized_model_init` region around; None outside of regions."""
-    return _INIT.recipe
-
-
-def initial_weight(weight: Tensor, recipe: Recipe | None, module: str, name: str) -> Any:
-    """A module's new weight, quantized where a `quantized_model_init` region says so; [G, N, K] becomes a stack."""
-    if _INIT.recipe is None:
-        return weight
-    quantizer = held_quantizer("quantized_model_init", _INIT.recipe if recipe is None else recipe, module, name)
-    if quantizer is None or weight.is_meta:
-        return weight
-    made = QuantizedParameter.of(_quantized(weight.detach(), quantizer, weight.dim() == 3))
-    param = nn.Parameter(made, weight.requires_grad)
-    if _INIT.preserve:
-        param._high_precision_init_val = weight.detach().cpu()  # type: ignore[attr-defined]
-    return param
