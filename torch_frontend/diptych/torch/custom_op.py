@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from diptych.common.errors import DTypeError, UnsupportedError
-from diptych.torch import opaque
+from diptych.torch import flops, opaque
 from diptych.torch.op_fields import Size as Size
 from diptych.torch.op_fields import Written as Written
 from diptych.torch.op_fields import field_of, put, put_proto, put_sizes, take, take_output, take_sizes
@@ -114,6 +114,7 @@ class CustomOp:
         namespace = self.name.partition("::")[0]
         torch.library.register_fake(f"{namespace}::{short}", real if fake is None else fake, lib=self._library)
         packet = getattr(getattr(torch.ops, namespace), plain)
+        flops.register_node(packet, real if fake is None else fake)
         return getattr(packet, short.partition(".")[2] or "default")
 
     def _define_backward(self, short: str, constants: str) -> tuple[Any, ...]:
@@ -180,7 +181,7 @@ class CustomOp:
         if torch.compiler.is_compiling():
             return True
         plain = [t for t in values if isinstance(t, Tensor) and not isinstance(t, QuantizedTensorBase)]
-        return not direct(*plain)
+        return not direct(*plain, unnamed=True)
 
     def run(self, arguments: Any, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         """(outputs, saved) of forward alone."""
@@ -380,7 +381,7 @@ def _mark(ctx: Any, op: CustomOp, arguments: Any, needs: tuple[str, ...], output
 def _eager_function(op: CustomOp) -> Callable[..., Any]:
     """Runs the functions as they stand."""
 
-    class Eager(torch.autograd.Function):
+    class Calls:
         @staticmethod
         def forward(ctx: Any, arguments: Any, needs: tuple[str, ...], *tensors: Any) -> tuple[Tensor, ...]:
             outputs, saved = op.forward(arguments, needs)
@@ -425,7 +426,8 @@ def _eager_function(op: CustomOp) -> Callable[..., Any]:
             by_name = dict(zip(names, made, strict=True))
             return None, None, *[by_name.get(name) for name in op.differentiable]
 
-    return Eager.apply
+    # The name is what profilers show: of forward this, of backward "...Backward".
+    return type(op.name, (Calls, torch.autograd.Function), {}).apply
 
 
 def _traced_function(op: CustomOp) -> Callable[..., Any]:

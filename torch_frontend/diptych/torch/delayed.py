@@ -229,7 +229,7 @@ def update_once(states: Any, slots: tuple[Any, ...], step: Tensor, group: Any) -
     buffers = states._buffers
     log = [] if buffers["pending"] is None else [buffers[name] for name in LOG]
     seen = buffers["seen"]
-    if direct(seen, step):
+    if direct(seen, step, watched=True):
         made = update_all(histories, scales, log, tuple([s.quantizer for s in slots]), group, seen, step)
         seen.copy_(step)
         return made[0]

@@ -231,7 +231,7 @@ _unpermute_op = CustomOp(
 
 def call(op: CustomOp, a: Any, *others: Tensor | None) -> tuple[Tensor, ...]:
     plain = None if isinstance(a.x, QuantizedTensor) else a.x
-    return op.eager(a) if direct(plain, *others) else op(a)
+    return op.eager(a) if direct(plain, *others, unnamed=True) else op(a)
 
 
 def permute(a: Permute) -> tuple[Tensor, ...]:

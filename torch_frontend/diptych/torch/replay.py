@@ -132,7 +132,7 @@ class Replays:
             made = run(inputs)
             if made is not None:
                 return made
-        if not known.left or not direct(*inputs):
+        if not known.left or not direct(*inputs, unnamed=True):
             return call(*args)
         results, learned = record(partial(call, *args), inputs)
         known.left = 0 if learned is None else known.left - 1

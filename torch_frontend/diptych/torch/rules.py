@@ -31,6 +31,7 @@ Copy = tuple[Tensor, Tensor, Tensor | None, int, bool]
 TWO_LEVEL = tuple(row.two_level for row in FORMATS)
 HIGH_PRECISION = frozenset(getattr(torch, name) for name in shapes.HIGH_PRECISION)
 
+_profiler = torch.autograd.profiler  # its flag is that of all threads: a backward may run in one of its own
 _interpreter_stack = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
 
 
@@ -410,11 +411,17 @@ def define(
     return overload
 
 
-def direct(*tensors: Tensor | None) -> bool:
-    """Whether nothing but the kernel would see this call: plain dense tensors, and nothing traces or interposes."""
-    if torch.compiler.is_compiling():
+def direct(*tensors: Tensor | None, unnamed: bool = False, watched: bool = False) -> bool:
+    """Whether a call may pass the dispatcher by: plain dense tensors, and nothing traces, interposes or looks on.
+
+    `unnamed`: what the call runs bears names of its own, which are enough for a profiler. `watched`: likewise, and
+    modes that see what it runs see enough.
+    """
+    if torch.compiler.is_compiling() or _interpreter_stack() is not None:
         return False
-    if torch._C._len_torch_dispatch_stack() or _interpreter_stack() is not None:
+    if _profiler._is_profiler_enabled and not (unnamed or watched):
+        return False
+    if torch._C._len_torch_dispatch_stack() and not watched:
         return False
     for t in tensors:
         if t is None:

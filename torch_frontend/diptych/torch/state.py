@@ -415,4 +415,4 @@ SAVED.add(_rng_take_op)
 
 def rng_take(rng: Tensor, count: int) -> Tensor:
     """A copy of the state as it is, and the state itself advanced in place by `count` offsets."""
-    return _rng_take(rng, count) if direct(rng) else _rng_take_op(rng, count)
+    return _rng_take(rng, count) if direct(rng, watched=True) else _rng_take_op(rng, count)
