@@ -114,7 +114,7 @@ class GroupedLinear(QuantizedModule):
         **Raises:** as `grouped_linear`; TypeError and ValueError for other splits, ValueError for a later microbatch
         without a first one; CheckpointError if loaded states are another recipe's.
         """
-        if torch.compiler.is_compiling() and (outside := self._eager_only()) is not None:
+        if torch.compiler.is_compiling() and (outside := self._eager_only(self.weight)) is not None:
             groups = {"offsets": offsets, "row_map": row_map, "align": align}
             return outside.run(self.forward, inp, m_splits, is_first_microbatch, **groups)
         if [m_splits is None, offsets is None, row_map is None].count(False) != 1:
@@ -128,7 +128,8 @@ class GroupedLinear(QuantizedModule):
                 require_row_map("GroupedLinear", x, row_map)
                 x, offsets = moe_permute(x, row_map)[0], row_map.expert_offsets
             assert offsets is not None
-            plain = functools.partial(_in_high_precision, offsets)
+            elsewhere = None if self._weight_gradients is None else self._weight_gradients.of(self.weight)
+            plain = functools.partial(_in_high_precision, offsets, elsewhere)
             if STATE.calibrating is not None:
                 return self._calibrate(x, self.weight, self.bias, "", STATE.calibrating, plain)
             return plain(x, self.weight, self.bias)
@@ -146,8 +147,9 @@ class GroupedLinear(QuantizedModule):
         return f"{sizes}, bias={self.bias is not None}" + ("" if self.recipe is None else f", recipe={self.recipe}")
 
 
-def _in_high_precision(offsets: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return grouped_linear_with(x, weight, bias, offsets, 1, None, HIGH_PRECISION, Options(GroupedLinear.module_kind))
+def _in_high_precision(offsets: Tensor, weight_grad: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    options = Options(GroupedLinear.module_kind, weight_grad=weight_grad)
+    return grouped_linear_with(x, weight, bias, offsets, 1, None, HIGH_PRECISION, options)
 
 
 def _stacked(state_dict: Any, key: str, count: int) -> Any:

@@ -286,7 +286,7 @@ class LayerNormLinear(NormedModule):
     ) -> Any:
         gamma, beta, weight, bias = self.layer_norm_weight, self.layer_norm_bias, self.weight, self.bias
         x = input_for("LayerNormLinear", input, gamma, beta)
-        if torch.compiler.is_compiling() and (outside := self._eager_only()) is not None:
+        if torch.compiler.is_compiling() and (outside := self._eager_only(weight)) is not None:
             return outside.run(self.forward, input, is_first_microbatch, skip_weight_update)
         recipe = self._active_recipe()
         if recipe is None:

@@ -245,7 +245,7 @@ class LayerNormMLP(NormedModule):
         gamma, beta, act = self.layer_norm_weight, self.layer_norm_bias, self.activation_options
         w1, b1, w2, b2 = self.fc1_weight, self.fc1_bias, self.fc2_weight, self.fc2_bias
         x = input_for("LayerNormMLP", input, gamma, beta)
-        if torch.compiler.is_compiling() and (outside := self._eager_only()) is not None:
+        if torch.compiler.is_compiling() and (outside := self._eager_only(w1, w2)) is not None:
             return outside.run(self.forward, input, is_first_microbatch, skip_weight_update)
         recipe = self._active_recipe()
         if recipe is None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from diptych.common.errors import CheckpointError, UnsupportedError
+from diptych.common.grouped import HIGH_PRECISION
 from diptych.common.plan import LinearPlan
 from diptych.common.recipes import Recipe
 from diptych.common.schedule import OFFSETS
@@ -25,7 +26,7 @@ from diptych.torch import functional, primitives
 from diptych.torch.autocast import STATE, amax_group, make_step_counter
 from diptych.torch.checkpoint import recorded, replayed
 from diptych.torch.delayed import update_once
-from diptych.torch.eager_only import CALIBRATING, DELAYED_WGRAD, EagerOnly, prepare
+from diptych.torch.eager_only import CALIBRATING, DELAYED_WGRAD, MARKED_WGRAD, EagerOnly, prepare
 from diptych.torch.layer import linear_with
 from diptych.torch.products import Options, dequantized_weight, schedule
 from diptych.torch.quantized import QuantizedTensorBase, high_precision
@@ -39,7 +40,8 @@ from diptych.torch.state import (
     rng_take,
     warn_once,
 )
-from diptych.torch.weights import WeightCache, WeightGradients
+from diptych.torch.weight_gradients import WeightGradients
+from diptych.torch.weights import WeightCache
 
 
 class QuantizedModule(nn.Module):
@@ -49,9 +51,9 @@ class QuantizedModule(nn.Module):
     asked about roles of `module_kind` and, as name, the module's `name` and the layer's joined by a dot. Delayed scales
     are the layer's own (`scale_states.fc1.*`); the random generator is the module's.
 
-    **Arguments:** `fuse_wgrad_accumulation`: inside of regions backward adds the weights' gradients to their float32
-    `weight.main_grad`, and leaves `weight.grad` alone. `delay_wgrad_compute`: backward leaves them to `backward_dw()`.
-    Others go to the next class's `__init__`.
+    **Arguments:** `fuse_wgrad_accumulation`: backward adds the weights' gradients to their `weight.main_grad`, and
+    leaves `weight.grad` alone, inside of regions and outside; see `weight_gradients` for the attributes of weights that
+    it reads. `delay_wgrad_compute`: backward leaves them to `backward_dw()`. Others go to the next class's `__init__`.
 
     Attributes: `recipe`: used instead of the region's wherever a region is enabled; None takes the region's. `layers`:
     names of the layers that `forward` runs; torch.compile needs them where a recipe has state.
@@ -107,7 +109,7 @@ class QuantizedModule(nn.Module):
 
         **Raises:** what `linear` raises; CheckpointError if loaded states are another recipe's.
         """
-        if torch.compiler.is_compiling() and (outside := self._eager_only()) is not None:
+        if torch.compiler.is_compiling() and (outside := self._eager_only(weight)) is not None:
             return outside.run(
                 self.quantized_linear, x, weight, bias, layer, is_first_microbatch=is_first_microbatch,
                 skip_weight_update=skip_weight_update, save_original_input=save_original_input,
@@ -116,10 +118,17 @@ class QuantizedModule(nn.Module):
         if recipe is None:
             if STATE.calibrating is not None:
                 return self._calibrate(high_precision("linear", x), weight, bias, layer, STATE.calibrating)
-            return F.linear(high_precision("linear", x), dequantized_weight(weight), bias)
+            return self._plain_linear(high_precision("linear", x), weight, bias)
         given = (is_first_microbatch, skip_weight_update, save_original_input)
         options, rng = self._options_for(recipe, x, weight, layer, *given)
         return linear_with(x, weight, bias, rng, recipe, options)
+
+    def _plain_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """In high precision; the weight's gradient goes where the module's do."""
+        if self._weight_gradients is None:
+            return F.linear(x, dequantized_weight(weight), bias)
+        options = Options(self.module_kind, weight_grad=self._weight_gradients.of(weight))
+        return linear_with(x, weight, bias, None, HIGH_PRECISION, options)
 
     def _active_recipe(self) -> Recipe | None:
         """The recipe of a call that begins here; None: it runs in high precision."""
@@ -128,17 +137,20 @@ class QuantizedModule(nn.Module):
             recipe = self._recomputed(recipe)
         return recipe if recipe is None or self.recipe is None else self.recipe
 
-    def _eager_only(self) -> EagerOnly | None:
-        """While tracing: what keeps this call out of the graph."""
+    def _eager_only(self, *weights: Tensor) -> EagerOnly | None:
+        """While tracing: what keeps a call with these weights out of the graph."""
         from torch._dynamo.comptime import comptime  # importing it takes a second
 
         recipe = self._active_recipe()
         comptime(_before_tracing)
-        if recipe is None:
-            return None if STATE.calibrating is None else CALIBRATING
-        if self._weight_gradients is not None and self._weight_gradients.delay:
+        if recipe is None and STATE.calibrating is not None:
+            return CALIBRATING
+        elsewhere = self._weight_gradients
+        if elsewhere is None:
+            return None
+        if elsewhere.delay:
             return DELAYED_WGRAD
-        return None
+        return MARKED_WGRAD if any([elsewhere.marks(weight) for weight in weights]) else None
 
     def _role_name(self, layer: str) -> str:
         return f"{self.name}.{layer}" if self.name and layer else self.name or layer
@@ -317,12 +329,12 @@ class QuantizedModule(nn.Module):
     # --- calibration ---
 
     def _calibrate(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: str, recipe: Recipe, product: Any = F.linear
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: str, recipe: Recipe, product: Any = None
     ) -> Tensor:
         """High precision, with the amaxes recorded that `recipe` asks for."""
         recipe = recipe if self.recipe is None else self.recipe
         s = schedule(recipe, self.module_kind, self._role_name(layer), False, False)
-        y = product(x, dequantized_weight(weight), bias)
+        y = (product or self._plain_linear)(x, weight, bias)
         if not s.plan.states or torch._C._current_graph_task_id() != -1:
             return y
         states = self._bound_states(s.plan, layer, recipe, x.device)
