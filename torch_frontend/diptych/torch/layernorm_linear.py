@@ -38,16 +38,18 @@ from diptych.torch.weights import initial_weight
 # --- what the fused modules share ------------------------------------------------------------------------------------
 
 
-def fusable(tensor: TensorPlan, columnwise: bool = True) -> bool:
-    """Whether a tensor may stay unstored: every use of it reads a copy that the core makes. `columnwise`: that use
-    counts."""
-    uses = (tensor.rowwise, tensor.columnwise) if columnwise else (tensor.rowwise,)
-    return all([q is not None and not q.custom for q in uses])
+def fusable(tensor: TensorPlan) -> bool:
+    """Whether a tensor may stay unstored: every use of it reads a copy that the core makes."""
+    return all([q is not None and not q.custom for q in (tensor.rowwise, tensor.columnwise)])
 
 
 def input_fusable(plan: LinearPlan) -> bool:
-    """Whether the input of a linear layer may stay unstored."""
-    return fusable(plan.input, not plan.dequantized_backward)
+    """Whether forward quantizes the input of a linear layer from what is not stored. What backward reads does not
+    change forward's bits: where wgrad reads the input itself, that is stored beside."""
+    forward, backward = plan.input.rowwise, plan.input.columnwise
+    if forward is None or forward.custom:
+        return False
+    return backward is None or plan.dequantized_backward or not backward.custom
 
 
 def input_gradient(
@@ -132,7 +134,7 @@ def normed_fprop(
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, Tensor], Copies, Copies]:  # fmt: skip
     """y, z where it is stored, (mu, rsigma), and the copies of z and of the weight."""
     fuse = input_fusable(s.plan)
-    needs_z = with_z or not fuse
+    needs_z = with_z or not fuse or s.x_kept == "original"
     mu, rsigma, z = fused.norm(x, gamma if needs_z else None, beta if needs_z else None, norm)
     operand = fused.normalized(x, gamma, beta, mu, rsigma, norm) if fuse else z
     assert operand is not None

@@ -66,9 +66,10 @@ class _Arguments(NormedArguments):
         return (self.wants_dz(needs), "weight1" in needs), (self.wants_dh(needs), "weight2" in needs)
 
 
-def _activated(h: Tensor, activation: ActivationOptions, s2: Schedule) -> Tensor | FusedInput:
-    """The input of fc2, unstored where it may be."""
-    return fused.activated(h, activation) if input_fusable(s2.plan) else fused.activation(h, activation)
+def _activated(h: Tensor, activation: ActivationOptions, s2: Schedule, reads: str = "") -> Tensor | FusedInput:
+    """The input of fc2, unstored where it may be. `reads`: what wgrad does of it."""
+    unstored = input_fusable(s2.plan) and reads != "original"
+    return fused.activated(h, activation) if unstored else fused.activation(h, activation)
 
 
 def _keeps_amax(s2: Schedule) -> bool:
@@ -125,7 +126,7 @@ def _backward(a: _Arguments, needs: tuple[str, ...], saved: list[Tensor], grads:
     made: dict[str, Any] = {}
     if s2.x_kept:
         scales = {c.state: saved.pop(0) for c in s2.x_late if c.state}
-        act = _activated(h, activation, s2)
+        act = _activated(h, activation, s2, s2.x_kept)
         amax = saved.pop(0) if _keeps_amax(s2) else None
         copies_a = encode(act, s2.x_late, fc2, a.rng2, scales, amax=amax).copies
         x2 = pick(s2.x_kept, copies_a, h if isinstance(act, FusedInput) else act)
