@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from diptych.common import shapes
@@ -103,6 +104,14 @@ def rotates_rows(plan: LinearPlan) -> bool:
     """Whether wgrad's operands are Hadamard-rotated, which they are both or not at all."""
     quantizer = plan.input.columnwise
     return quantizer is not None and bool(quantizer.spec.flags & RHT) and not plan.dequantized_backward
+
+
+def align_of(numbers: Sequence[Size]) -> int:
+    """The largest of `ALIGNS` that all of these sizes, or offsets, are multiples of."""
+    for align in reversed(ALIGNS):
+        if all([n % align == 0 for n in numbers]):
+            return align
+    return 1
 
 
 def kernel_align(align: int) -> int:

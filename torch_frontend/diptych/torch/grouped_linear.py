@@ -19,7 +19,7 @@ from diptych.torch.grouped_layer import grouped_linear as grouped_linear
 from diptych.torch.grouped_layer import grouped_linear_with
 from diptych.torch.module import QuantizedModule
 from diptych.torch.permutation import RowMap, moe_permute, require_row_map
-from diptych.torch.permutation_ops import as_int32
+from diptych.torch.permutation_ops import as_int32, host_numbers
 from diptych.torch.products import Options
 from diptych.torch.quantized import QuantizedTensorBase, high_precision
 from diptych.torch.rules import describe
@@ -101,7 +101,8 @@ class GroupedLinear(QuantizedModule):
 
         **Arguments:** `inp`: [..., K] with R rows. `m_splits`: rows of each group, which follow one another from row 0
         on: int32 or int64 [G], on the device, whose values nobody waits for; or ints, which are moved there, and which
-        compiled code is specialized to. Or instead `offsets`: int32 [G + 1], group g being rows offsets[g] <= r <
+        compiled code is specialized to; ints, and an eager CPU tensor's, tell by themselves what they are multiples of.
+        Or instead `offsets`: int32 [G + 1], group g being rows offsets[g] <= r <
         offsets[g + 1], such as `RowMap.expert_offsets`. Or instead `row_map`: of `moe_map`. `inp` is then in token
         order, [T, K] (or [..., K]), its rows are quantized as they move to their experts, which are the groups, and
         its gradient is each token's sum; the bits are those of `moe_permute` before this layer. `align`: a promise that
@@ -119,8 +120,10 @@ class GroupedLinear(QuantizedModule):
             return outside.run(self.forward, inp, m_splits, is_first_microbatch, **groups)
         if [m_splits is None, offsets is None, row_map is None].count(False) != 1:
             raise ValueError("GroupedLinear: give the groups once, as m_splits, as offsets or by a row_map")
+        sizes = None
         if m_splits is not None:
             offsets = _offsets_of(m_splits, self.num_gemms, inp, align)
+            sizes = host_numbers(m_splits)
         recipe = self._active_recipe()
         if recipe is None:
             x = high_precision("grouped_linear", inp)
@@ -135,7 +138,7 @@ class GroupedLinear(QuantizedModule):
             return plain(x, self.weight, self.bias)
         given = (is_first_microbatch, None, self.save_original_input)
         options, rng = self._options_for(recipe, inp, self.weight, "", *given)
-        return grouped_linear_with(inp, self.weight, self.bias, offsets, align, rng, recipe, options, row_map)
+        return grouped_linear_with(inp, self.weight, self.bias, offsets, align, rng, recipe, options, row_map, sizes)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         for name, p in (("weight", self.weight), ("bias", self.bias)):

@@ -133,6 +133,15 @@ class SortChunks:
         return primitives.chunk_map(sizes, index, shapes.rows_cols(self.x.shape)[0])
 
 
+def host_numbers(given: Any) -> tuple[Any, ...] | None:
+    """Integers that the host knows without waiting, as numbers; None for those of a device or of a traced program."""
+    if not isinstance(given, Tensor):
+        return tuple(given)
+    if torch.compiler.is_compiling() or not given.is_cpu or not direct(given, watched=True):
+        return None
+    return tuple(given.tolist())
+
+
 def as_int32(numbers: Any, device: torch.device) -> Tensor:
     """Sizes or indices where the kernel wants them, without waiting for the device."""
     most = 2**31 - 1
