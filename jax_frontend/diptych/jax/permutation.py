@@ -321,7 +321,7 @@ def moe_permute_and_pad_with_probs(
 def _placed_by(
     op: str, row_map: RowMap, routing_map: Any, tokens_per_expert: Any, align: int, num_out_tokens: int | None
 ) -> RowMap:
-    """The map whose regions lie as the padding of these counts says, in as many rows, or those that host counts make."""
+    """The map whose regions lie as the padding of these counts says: in as many rows, or in those of host counts."""
     rows, shape = row_map.source.shape[0], row_map.tokens_per_expert.shape
     counts = _integers(op, "tokens_per_expert", tokens_per_expert, "E")
     if counts.shape != shape:

@@ -308,7 +308,7 @@ def grouped_linear_with(
     row_map: RowMap | None = None,
     sizes: tuple[Any, ...] | None = None,
 ) -> Tensor:
-    """`grouped_linear`, its options gathered. `sizes`: of the groups, which begin at row 0, where the host knows them."""
+    """`grouped_linear`, its options gathered. `sizes`: of the groups, from row 0 on, where the host knows them."""
     require_tensor("grouped_linear", "input", x)
     device_type = x.device.type
     if not x.is_meta and torch.is_autocast_enabled(device_type):

@@ -15,6 +15,7 @@ from diptych.common.errors import DTypeError, ShapeError
 from diptych.common.grouped import HIGH_PRECISION
 from diptych.common.recipes import Recipe
 from diptych.torch.autocast import STATE
+from diptych.torch.fx import as_leaf
 from diptych.torch.grouped_layer import grouped_linear as grouped_linear
 from diptych.torch.grouped_layer import grouped_linear_with
 from diptych.torch.module import QuantizedModule
@@ -115,6 +116,9 @@ class GroupedLinear(QuantizedModule):
         **Raises:** as `grouped_linear`; TypeError and ValueError for other splits, ValueError for a later microbatch
         without a first one; CheckpointError if loaded states are another recipe's.
         """
+        if not isinstance(inp, Tensor):
+            given = {"offsets": offsets, "row_map": row_map} | ({} if align == 1 else {"align": align})
+            return as_leaf(self, inp, m_splits, is_first_microbatch, **given)
         if torch.compiler.is_compiling() and (outside := self._eager_only(self.weight)) is not None:
             groups = {"offsets": offsets, "row_map": row_map, "align": align}
             return outside.run(self.forward, inp, m_splits, is_first_microbatch, **groups)

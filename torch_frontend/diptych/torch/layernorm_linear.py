@@ -25,6 +25,7 @@ from diptych.common.recipes import Recipe
 from diptych.common.schedule import Schedule
 from diptych.torch import fused, primitives
 from diptych.torch.custom_op import CustomOp
+from diptych.torch.fx import as_leaf
 from diptych.torch.layer_node import LayerArguments, finished, kept_spec, result_proto, run, weight_gradient
 from diptych.torch.module import QuantizedModule
 from diptych.torch.opaque import Constants
@@ -286,6 +287,8 @@ class LayerNormLinear(NormedModule):
     def forward(
         self, input: Tensor, is_first_microbatch: bool | None = None, skip_weight_update: Tensor | None = None
     ) -> Any:
+        if not isinstance(input, Tensor):
+            return as_leaf(self, input, is_first_microbatch, skip_weight_update)
         gamma, beta, weight, bias = self.layer_norm_weight, self.layer_norm_bias, self.weight, self.bias
         x = input_for("LayerNormLinear", input, gamma, beta)
         if torch.compiler.is_compiling() and (outside := self._eager_only(weight)) is not None:

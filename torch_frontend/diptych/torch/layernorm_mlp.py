@@ -23,6 +23,7 @@ from diptych.common.schedule import Schedule
 from diptych.torch import fused, primitives
 from diptych.torch.custom_op import CustomOp
 from diptych.torch.fused import FusedInput
+from diptych.torch.fx import as_leaf
 from diptych.torch.layer_node import finished, kept_spec, result_proto, run, weight_gradient
 from diptych.torch.layernorm_linear import (
     NormedArguments,
@@ -243,6 +244,8 @@ class LayerNormMLP(NormedModule):
     def forward(
         self, input: Tensor, is_first_microbatch: bool | None = None, skip_weight_update: Tensor | None = None
     ) -> Tensor:
+        if not isinstance(input, Tensor):
+            return as_leaf(self, input, is_first_microbatch, skip_weight_update)
         gamma, beta, act = self.layer_norm_weight, self.layer_norm_bias, self.activation_options
         w1, b1, w2, b2 = self.fc1_weight, self.fc1_bias, self.fc2_weight, self.fc2_bias
         x = input_for("LayerNormMLP", input, gamma, beta)

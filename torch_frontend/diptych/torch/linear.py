@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from diptych.common.recipes import Recipe
+from diptych.torch.fx import as_leaf
 from diptych.torch.layer import linear as linear
 from diptych.torch.module import QuantizedModule
 from diptych.torch.weights import initial_weight
@@ -52,6 +53,8 @@ class Linear(QuantizedModule, nn.Linear):
     def forward(
         self, input: Tensor, is_first_microbatch: bool | None = None, skip_weight_update: Tensor | None = None
     ) -> Tensor:
+        if not isinstance(input, Tensor):
+            return as_leaf(self, input, is_first_microbatch, skip_weight_update)
         return self.quantized_linear(
             input,
             self.weight,

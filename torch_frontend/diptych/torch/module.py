@@ -27,6 +27,7 @@ from diptych.torch.autocast import STATE, amax_group, make_step_counter
 from diptych.torch.checkpoint import recorded, replayed
 from diptych.torch.delayed import update_once
 from diptych.torch.eager_only import CALIBRATING, DELAYED_WGRAD, MARKED_WGRAD, EagerOnly, prepare
+from diptych.torch.fx import require_traceable
 from diptych.torch.layer import linear_with
 from diptych.torch.products import Options, dequantized_weight, schedule
 from diptych.torch.quantized import QuantizedTensorBase, high_precision
@@ -109,6 +110,8 @@ class QuantizedModule(nn.Module):
 
         **Raises:** what `linear` raises; CheckpointError if loaded states are another recipe's.
         """
+        if not isinstance(x, Tensor):
+            require_traceable(type(self).__name__, x)
         if torch.compiler.is_compiling() and (outside := self._eager_only(weight)) is not None:
             return outside.run(
                 self.quantized_linear, x, weight, bias, layer, is_first_microbatch=is_first_microbatch,
