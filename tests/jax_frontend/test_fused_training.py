@@ -12,7 +12,7 @@ from sweeps import named, others_slow
 
 import diptych.jax as dj
 from diptych import core
-from diptych.common import RECIPES, DelayedScaling, DTypeError, ShapeError, linear_plan
+from diptych.common import RECIPES, ArgumentError, DelayedScaling, ShapeError, linear_plan
 from diptych.common.fused import ACTIVATIONS
 from diptych.jax import fused
 from diptych.jax.layernorm_linear import layernorm_dense, layernorm_dense_vjp
@@ -220,7 +220,7 @@ def test_bad_input_of_pullbacks(kind):
     name = kind.vjp.func.__name__
     with pytest.raises(ShapeError, match=rf"{name}: dy must be float32\[2, 16, 48\], as y, got bfloat16"):
         pullback(dy.astype(jnp.bfloat16))
-    with pytest.raises(DTypeError, match=f"{name}: recipe must be a diptych Recipe, got"):
+    with pytest.raises(ArgumentError, match=f"{name}: recipe must be a diptych Recipe, got"):
         kind.vjp(*args, recipe=None)
     recipe = DelayedScaling()
     with pytest.raises(ValueError, match="pass arrays, not references"):

@@ -15,6 +15,7 @@ import pytest
 
 import diptych.jax as dj
 from diptych.common import (
+    ArgumentError,
     CustomRecipe,
     DelayedScaling,
     DTypeError,
@@ -322,7 +323,7 @@ def test_a_quantizer_of_ones_own_for_the_input():
 X, KERNEL = np.zeros((64, K), np.float32), np.zeros((G, N, K), np.float32)
 BIAS, OFFSETS = np.zeros((G, N), np.float32), np.arange(5, dtype=np.int32) * 16
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "recipe": ({"recipe": "mxfp8"}, DTypeError, "recipe must be .*got str"),
+    "recipe": ({"recipe": "mxfp8"}, ArgumentError, "recipe must be .*got str"),
     "x": ({"x": [1.0]}, DTypeError, "x must be a JAX or NumPy array"),
     "x's dtype": ({"x": X.astype(np.int32)}, DTypeError, "x must be float32.*int32"),
     "scalar": ({"x": X[0, 0, ...]}, ShapeError, r"do not fit: \[\] and"),

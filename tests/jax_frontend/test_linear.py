@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import diptych.jax as dj
-from diptych.common import DTypeError, ShapeError, linear_plan
+from diptych.common import ArgumentError, DTypeError, ShapeError, linear_plan
 from jax_frontend import tools
 from jax_frontend.layers import operands, run, same
 
@@ -171,7 +171,7 @@ def test_recipe_is_a_static_argument_with_one_cache_entry_per_value():
 
 
 BAD = {
-    "recipe": (((4, 8), (3, 8), (3,)), "mxfp8", DTypeError, r"recipe must be .*got str"),
+    "recipe": (((4, 8), (3, 8), (3,)), "mxfp8", ArgumentError, r"recipe must be .*got str"),
     "kernel rank": (((4, 8), (3, 8, 1), (3,)), ..., ShapeError, r"kernel must be \[N, K\], got \[3, 8, 1\]"),
     "k": (((4, 8), (3, 9), (3,)), ..., ShapeError, r"x \[4, 8\] and kernel \[3, 9\]"),
     "scalar": (((), (3, 8), (3,)), ..., ShapeError, r"x \[\]"),

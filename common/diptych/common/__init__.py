@@ -1,6 +1,7 @@
 """What both panels share, on nothing but the standard library: formats, quantizers, recipes, shape rules, errors."""
 
 from diptych.common.errors import (
+    ArgumentError,
     CheckpointError,
     DeviceError,
     DTypeError,
@@ -42,6 +43,7 @@ __all__ = [
     "DEFAULT_RECIPE",
     "FORMATS",
     "RECIPES",
+    "ArgumentError",
     "CheckpointError",
     "CustomRecipe",
     "DTypeError",

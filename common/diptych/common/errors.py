@@ -9,6 +9,10 @@ class DTypeError(TypeError):
     """A dtype that an op or a format cannot take."""
 
 
+class ArgumentError(TypeError):
+    """An argument of a wrong Python type, or one that is missing."""
+
+
 class DeviceError(ValueError):
     """Operands on different devices, or on a device that no backend serves."""
 

@@ -26,6 +26,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from diptych.common import shapes
+from diptych.common.arguments import require_recipe
 from diptych.common.errors import DTypeError, ShapeError, UnsupportedError
 from diptych.common.grouped import HIGH_PRECISION, align_of, kernel_align, rotates_rows
 from diptych.common.quantizers import RHT
@@ -37,7 +38,6 @@ from diptych.jax.fused import FusedInput
 from diptych.jax.grouped import QuantizedStack
 from diptych.jax.grouped_matmul import grouped_matmul
 from diptych.jax.linear import (
-    check_recipe,
     check_rng,
     high_precision,
     kernel_operand,
@@ -123,7 +123,7 @@ def grouped_dense(
     rounded stochastically or quantized by the user's own code. All but for values of `offsets` while tracing.
     """
     op = "grouped_dense"
-    check_recipe(op, recipe)
+    require_recipe(op, recipe)
     given = offsets
     x, kernel, bias, offsets, maps, rng = _operands(op, x, kernel, bias, offsets, row_map, rng)
     promise = _promise(op, align, given)
@@ -173,7 +173,7 @@ def grouped_dense_vjp(
     **Returns:** (y, pullback); `pullback(dy)` gives `DenseGradients`.
     """
     op = "grouped_dense_vjp"
-    check_recipe(op, recipe, optional=False)
+    require_recipe(op, recipe, optional=False)
     given = offsets
     x, kernel, bias, offsets, maps, rng = _operands(op, x, kernel, bias, offsets, row_map, rng)
     options = Options(recipe, module, name, save_original_input, True, True, group_axes(recipe), "grouped_dense")

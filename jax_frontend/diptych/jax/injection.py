@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from diptych.common.arguments import require_recipe
 from diptych.common.errors import DTypeError, UnsupportedError
 from diptych.common.plan import linear_plan
 from diptych.common.recipes import Recipe
@@ -41,8 +42,7 @@ def dot_general(recipe: Recipe | None, *, module: str = "linear", name: str = ""
     """
     if recipe is None:
         return jax.lax.dot_general
-    if not isinstance(recipe, Recipe):
-        raise DTypeError(f"dot_general: recipe must be a diptych Recipe or None, got {type(recipe).__name__}")
+    require_recipe("dot_general", recipe)
     plan = linear_plan(recipe, module, name)
     if plan.states or plan.needs_rng:
         what = "delayed scaling" if plan.states else "stochastic rounding"

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.custom_derivatives import SymbolicZero
 
+from diptych.common.arguments import require_recipe
 from diptych.common.fused import NormOptions, norm_options
 from diptych.common.plan import TensorPlan
 from diptych.common.recipes import Recipe
@@ -27,7 +28,6 @@ from diptych.jax.fused import FusedInput
 from diptych.jax.linear import (
     calibrated,
     check_operands,
-    check_recipe,
     plain,
     prepare,
     refuse_calibration,
@@ -90,7 +90,7 @@ def layernorm_dense(
     that do not fit x.
     """
     op = "layernorm_dense"
-    check_recipe(op, recipe)
+    require_recipe(op, recipe)
     norm = norm_options(op, normalization, eps, zero_centered_gamma)
     x, kernel, bias, rng = check_operands(x, kernel, bias, rng)
     gamma, beta = fused.check_parameters(op, x, gamma, beta, norm)
@@ -159,7 +159,7 @@ def layernorm_dense_vjp(
     **Returns:** (y, pullback); `pullback(dy)` gives `LayerNormDenseGradients`.
     """
     op = "layernorm_dense_vjp"
-    check_recipe(op, recipe, optional=False)
+    require_recipe(op, recipe, optional=False)
     norm = norm_options(op, normalization, eps, zero_centered_gamma)
     x, kernel, bias, rng = check_operands(x, kernel, bias, rng)
     gamma, beta = fused.check_parameters(op, x, gamma, beta, norm)

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.custom_derivatives import SymbolicZero
 
+from diptych.common.arguments import require_recipe
 from diptych.common.errors import ShapeError
 from diptych.common.fused import ActivationOptions, activation_options, norm_options
 from diptych.common.recipes import Recipe
@@ -43,7 +44,6 @@ from diptych.jax.layernorm_linear import Saved as NormedSaved
 from diptych.jax.linear import (
     calibrated,
     check_operands,
-    check_recipe,
     kernel_operand,
     plain,
     prepare,
@@ -136,7 +136,7 @@ def layernorm_mlp(
     **Raises:** as `layernorm_dense`; ValueError for an unknown activation, or kernels that do not follow each other.
     """
     op = "layernorm_mlp"
-    check_recipe(op, recipe)
+    require_recipe(op, recipe)
     norm, act = norm_options(op, normalization, eps, zero_centered_gamma), activation_options(op, activation)
     x, kernel1, bias1, rng = check_operands(x, kernel1, bias1, rng)
     gamma, beta = fused.check_parameters(op, x, gamma, beta, norm)
@@ -213,7 +213,7 @@ def layernorm_mlp_vjp(
     **Returns:** (y, pullback); `pullback(dy)` gives `LayerNormMLPGradients`.
     """
     op = "layernorm_mlp_vjp"
-    check_recipe(op, recipe, optional=False)
+    require_recipe(op, recipe, optional=False)
     norm, act = norm_options(op, normalization, eps, zero_centered_gamma), activation_options(op, activation)
     x, kernel1, bias1, rng = check_operands(x, kernel1, bias1, rng)
     gamma, beta = fused.check_parameters(op, x, gamma, beta, norm)

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from diptych.common.arguments import require_recipe
 from diptych.common.recipes import Recipe
 from diptych.torch.linear import Linear
 from diptych.torch.module import QuantizedModule
@@ -47,8 +48,7 @@ def convert(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"convert: model must be a torch.nn.Module, got {type(model).__name__}")
-    if recipe is not None and not isinstance(recipe, Recipe):
-        raise TypeError(f"convert: recipe must be a diptych.common.Recipe or None, got {type(recipe).__name__}")
+    require_recipe("convert", recipe)
     if filter is not None and not callable(filter):
         raise TypeError(f"convert: filter must be a function of (module, name), got {type(filter).__name__}")
     uncalled = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}

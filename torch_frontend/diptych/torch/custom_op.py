@@ -100,6 +100,7 @@ class CustomOp:
         slots = ["Tensor[] tensors", "SymInt[] sizes", *[f.schema for f in self.fields if f.schema], constants]
         signature = f"({', '.join(slots)}) -> Tensor[]"
         self._forward_node = self._define(short, signature, self._real_forward, self._fake_forward)
+        flops.register_node(self._forward_node, self._fake_forward)
         self._backward_nodes: tuple[Any, ...] = ()
         if backward is not None:
             self._backward_nodes = self._define_backward(f"{short}_backward", constants)
@@ -114,7 +115,6 @@ class CustomOp:
         namespace = self.name.partition("::")[0]
         torch.library.register_fake(f"{namespace}::{short}", real if fake is None else fake, lib=self._library)
         packet = getattr(getattr(torch.ops, namespace), plain)
-        flops.register_node(packet, real if fake is None else fake)
         return getattr(packet, short.partition(".")[2] or "default")
 
     def _define_backward(self, short: str, constants: str) -> tuple[Any, ...]:
@@ -128,6 +128,8 @@ class CustomOp:
                 results = ", ".join(["Tensor"] * count)
                 signature = f"(Tensor(a!)[] written, {', '.join(slots)}) -> ({results})"
                 nodes.append(self._define(f"{short}_.r{count}", signature, _fixed(self._run_backward)))
+            flops.register_node(nodes[-1], self._run_backward)
+        flops.register_node(nodes[0], self._pure_backward)
         return tuple(nodes)
 
     # --- calls ---

@@ -70,15 +70,16 @@ def _without_memory(t: Tensor) -> Tensor:
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
 
 
-def register_node(packet: Any, run: Callable[..., Any]) -> None:
-    """Counts a node of a graph by what `run`, which implements it, does to tensors without memory."""
+def register_node(node: torch._ops.OpOverload, run: Callable[..., Any]) -> None:
+    """Counts a node of a graph, whose overloads are all there, by what `run` does, which implements it, to tensors
+    without memory."""
 
     def formula(*args: Any, out_val: Any = None) -> int:
         with _Count() as count:
             run(*tree_map_only(Tensor, _without_memory, args))
         return count.total
 
-    register(packet, formula, raw=True)
+    register(node.overloadpacket, formula, raw=True)
 
 
 register(torch.ops.diptych.gemm, _gemm)

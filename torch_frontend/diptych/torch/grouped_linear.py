@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from diptych.common.arguments import require_recipe
 from diptych.common.errors import DTypeError, ShapeError
 from diptych.common.grouped import HIGH_PRECISION
 from diptych.common.recipes import Recipe
@@ -61,10 +62,7 @@ class GroupedLinear(QuantizedModule):
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
     ) -> None:
-        if recipe is not None and not isinstance(recipe, Recipe):
-            raise TypeError(
-                f"GroupedLinear: recipe must be a diptych.common.Recipe or None, got {type(recipe).__name__}"
-            )
+        require_recipe("GroupedLinear", recipe)
         for arg, n in (("num_gemms", num_gemms), ("in_features", in_features), ("out_features", out_features)):
             if not isinstance(n, int) or n < 1:
                 raise ValueError(f"GroupedLinear: {arg} must be an int of at least 1, got {n!r}")

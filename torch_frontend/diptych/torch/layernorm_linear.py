@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from diptych.common.arguments import require_recipe
 from diptych.common.errors import DTypeError, ShapeError
 from diptych.common.fused import NORMS, NormOptions, norm_options
 from diptych.common.plan import LinearPlan, TensorPlan
@@ -84,12 +85,6 @@ def require_sizes(op: str, **sizes: Any) -> None:
             raise TypeError(f"{op}: {name} must be an int, got {type(size).__name__}")
         if size < 1:
             raise ValueError(f"{op}: {name} must be >= 1, got {size}")
-
-
-def require_recipe(op: str, recipe: Any) -> None:
-    """**Raises** TypeError for what is neither a recipe nor None."""
-    if recipe is not None and not isinstance(recipe, Recipe):
-        raise TypeError(f"{op}: recipe must be a diptych.common.Recipe or None, got {type(recipe).__name__}")
 
 
 class NormedModule(QuantizedModule):

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from diptych.common.arguments import require_recipe
 from diptych.common.fused import ActivationOptions, activation_options
 from diptych.common.recipes import Recipe
 from diptych.common.schedule import Schedule
@@ -33,7 +34,6 @@ from diptych.torch.layernorm_linear import (
     input_fusable,
     input_gradient,
     normed_fprop,
-    require_recipe,
     require_sizes,
     reset_linear,
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from diptych.common.arguments import require_recipe
 from diptych.common.recipes import Recipe
 from diptych.torch.fx import as_leaf
 from diptych.torch.layer import linear as linear
@@ -40,8 +41,7 @@ class Linear(QuantizedModule, nn.Linear):
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
     ) -> None:
-        if recipe is not None and not isinstance(recipe, Recipe):
-            raise TypeError(f"Linear: recipe must be a diptych.common.Recipe or None, got {type(recipe).__name__}")
+        require_recipe("Linear", recipe)
         super().__init__(
             in_features, out_features, bias=bias, device=device, dtype=dtype,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation, delay_wgrad_compute=delay_wgrad_compute,

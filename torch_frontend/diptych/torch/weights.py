@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from diptych.common.arguments import require_recipe, require_switches
 from diptych.common.errors import ShapeError, UnsupportedError
 from diptych.common.plan import held_quantizer
 from diptych.common.quantizers import Quantizer
@@ -297,17 +298,17 @@ class quantized_model_init:
     `preserve_high_precision_init_val`: each weight keeps what it was initialized with on the CPU, for an optimizer to
     take its master weights from: `weight.get_high_precision_init_val()`, `weight.clear_high_precision_init_val()`.
 
-    **Raises:** TypeError if `recipe` is not a recipe; ValueError from a module whose weight the recipe quantizes in two
+    **Raises:** ArgumentError for a `recipe` that is none, and for what is no bool where one is asked for, such as a
+    recipe that is given without its name; ValueError from a module whose weight the recipe quantizes in two
     ways, or stochastically.
     """
 
     def __init__(
         self, enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
     ) -> None:
-        if recipe is not None and not isinstance(recipe, Recipe):
-            raise TypeError(
-                f"quantized_model_init: recipe must be a diptych.common.Recipe, got {type(recipe).__name__}"
-            )
+        op = "quantized_model_init"
+        require_switches(op, enabled=enabled, preserve_high_precision_init_val=preserve_high_precision_init_val)
+        require_recipe(op, recipe)
         self.recipe = (DEFAULT_RECIPE if recipe is None else recipe) if enabled else None
         self.preserve = preserve_high_precision_init_val
         self._outer: list[tuple[Recipe | None, bool]] = []
