@@ -43,6 +43,7 @@ UNPAIRED = {
         "custom_op.py": "ops of graphs from dataclasses; JAX traces the layers' functions as they stand",
         "flops.py": "counts our ops for torch's FLOP counter; XLA's cost analysis asks the compiled program",
         "weight_gradients.py": "gradients that go elsewhere in backward; JAX returns them (weights.py's Pullback)",
+        "experts.py": "layers of other libraries that convert.py takes",
         "fx.py": "modules as nodes of torch.fx's graphs; JAX has one way to trace",
         "op_fields.py": "how custom_op.py takes arguments apart",
         "replay.py": "repeats the nodes' ops of custom_op.py",

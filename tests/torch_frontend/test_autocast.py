@@ -107,9 +107,7 @@ def test_what_is_no_recipe(recipe):
 @pytest.mark.parametrize("region", (dt.autocast, dt.quantized_model_init))
 @pytest.mark.parametrize("recipe", (Float8BlockScaling(), Float8BlockScaling))
 def test_a_recipe_in_the_place_of_enabled_is_told_its_name(region, recipe):
-    with pytest.raises(
-        ArgumentError, match=r"enabled must be a bool, got Float8BlockScaling, a recipe; pass it"
-    ):
+    with pytest.raises(ArgumentError, match=r"enabled must be a bool, got Float8BlockScaling, a recipe; pass it"):
         region(recipe)
     with pytest.raises(ArgumentError, match="enabled must be a bool, got str"):
         region("mxfp8")

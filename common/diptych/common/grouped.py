@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 from diptych.common import shapes
 from diptych.common.errors import ShapeError
-from diptych.common.formats import FormatRow
+from diptych.common.formats import FORMATS, FormatRow
 from diptych.common.plan import LinearPlan, linear_plan
 from diptych.common.quantizers import RHT, ROW_AMAX, Quantizer
 from diptych.common.recipes import CustomRecipe, Recipe
@@ -92,11 +92,18 @@ def row_align(recipe: Recipe, module: str = "grouped_linear", name: str = "") ->
 
     32, a step of tensor cores, where that is all of them; 1 where nothing is quantized there.
     """
-    plan, align = linear_plan(recipe, module, name), 1
+    return plan_align(linear_plan(recipe, module, name))
+
+
+_SHARED_ROWS = tuple(32 if row.per_tensor else row.block_cols for row in FORMATS)  # by format id
+
+
+def plan_align(plan: LinearPlan) -> int:
+    """`row_align` of a plan."""
+    align = 1
     for quantizer in (plan.input.columnwise, plan.grad_output.columnwise):
         if quantizer is not None:
-            fmt = quantizer.format
-            align = max(align, 32 if fmt.per_tensor else fmt.block_cols)
+            align = max(align, _SHARED_ROWS[quantizer.spec.format_id])
     return align
 
 

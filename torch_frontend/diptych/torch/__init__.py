@@ -5,7 +5,7 @@ Recipes, quantizers and roles are those of `diptych.common`.
 
 from diptych.torch.autocast import autocast, get_autocast_recipe, is_autocast_enabled
 from diptych.torch.checkpoint import checkpoint, checkpoint_contexts
-from diptych.torch.convert import ConvertWarning, convert
+from diptych.torch.convert import ConversionReport, ConvertWarning, convert
 from diptych.torch.custom_op import CustomOp, Group, Size, Written
 from diptych.torch.eager_only import EagerWarning
 from diptych.torch.functional import (
@@ -42,6 +42,7 @@ from diptych.torch.state import ScaleStates
 from diptych.torch.weights import QuantizedParameter, quantized_model_init
 
 __all__ = [
+    "ConversionReport",
     "ConvertWarning",
     "CustomOp",
     "EagerWarning",

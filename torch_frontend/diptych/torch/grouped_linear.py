@@ -148,8 +148,8 @@ class GroupedLinear(QuantizedModule):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
-        sizes = f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}"
-        return f"{sizes}, bias={self.bias is not None}" + ("" if self.recipe is None else f", recipe={self.recipe}")
+        sizes = f"{self.num_gemms}, {self.in_features}, {self.out_features}"
+        return f"{sizes}, bias={self.bias is not None}{self._repr_recipe()}"
 
 
 def _in_high_precision(offsets: Tensor, weight_grad: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

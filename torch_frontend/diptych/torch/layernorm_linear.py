@@ -108,9 +108,10 @@ class NormedModule(QuantizedModule):
             nn.init.zeros_(self.layer_norm_bias)
 
     def _repr_norm(self) -> str:
+        """The norm where it is another than by default, and the recipe."""
         _, eps, centered = self.norm
-        recipe = "" if self.recipe is None else f", recipe={self.recipe}"
-        return f"eps={eps:g}, normalization={self.normalization!r}, zero_centered_gamma={centered}{recipe}"
+        given = "" if f"{eps:g}" == "1e-05" else f", eps={eps:g}"
+        return f", {self.normalization}{given}{', zero-centered' if centered else ''}{self._repr_recipe()}"
 
 
 def reset_linear(weight: Tensor, bias: Tensor | None) -> None:
@@ -300,5 +301,5 @@ class LayerNormLinear(NormedModule):
         return made if with_z else made[0]
 
     def extra_repr(self) -> str:
-        sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-        return f"{sizes}, {self._repr_norm()}"
+        sizes = f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
+        return f"{sizes}{self._repr_norm()}"

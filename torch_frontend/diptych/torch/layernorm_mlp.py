@@ -262,5 +262,5 @@ class LayerNormMLP(NormedModule):
         return run(_layernorm_mlp, x, recipe, (fc1, fc2), *operands)[0]
 
     def extra_repr(self) -> str:
-        sizes = f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}"
-        return f"{sizes}, bias={self.fc1_bias is not None}, activation={self.activation!r}, {self._repr_norm()}"
+        sizes = f"{self.hidden_size}, {self.ffn_hidden_size}, bias={self.fc1_bias is not None}"
+        return f"{sizes}, {self.activation}{self._repr_norm()}"

@@ -65,4 +65,4 @@ class Linear(QuantizedModule, nn.Linear):
         )
 
     def extra_repr(self) -> str:
-        return super().extra_repr() + ("" if self.recipe is None else f", recipe={self.recipe}")
+        return super().extra_repr() + self._repr_recipe()

@@ -10,6 +10,7 @@ on first use or by `load_state_dict`, and updates scales once in each `autocast`
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from typing import Any
 
@@ -358,6 +359,22 @@ class QuantizedModule(nn.Module):
         return y
 
     # --- weights ---
+
+    def __repr__(self) -> str:
+        """One line for a layer: its states are not shown, which `named_buffers` names."""
+        shown = object.__new__(type(self))
+        shown.__dict__.update(self.__dict__, _modules={k: m for k, m in self._modules.items() if k != "scale_states"})
+        return nn.Module.__repr__(shown)
+
+    def _repr_recipe(self) -> str:
+        """What `print` says of the recipe, in few characters: with the fields that were given, if they fit."""
+        recipe: Any = self.recipe
+        if recipe is None:
+            return ", recipe=autocast"
+        fields = dataclasses.fields(recipe) if dataclasses.is_dataclass(recipe) else ()
+        given = [f"{f.name}={held!r}" for f in fields if (held := getattr(recipe, f.name)) != f.default]
+        said = ", ".join(given)
+        return f", recipe={type(recipe).__name__}({said if len(said) < 20 else '...'})"
 
     def backward_dw(self) -> None:
         """Computes the weight gradients that backward left, oldest first, into each weight.grad or main_grad.
