@@ -40,8 +40,8 @@ def fp8_max(quantizer: Float8Quantizer) -> float:
 def log_buffers(n: int, device: torch.device | str | None) -> dict[str, Tensor]:
     """What graphs record in, for n states."""
     return {
-        "pending": torch.zeros(n, device=device),
-        "log": torch.zeros(n, LOGGED, device=device),
+        "pending": torch.zeros(n, dtype=torch.float32, device=device),
+        "log": torch.zeros(n, LOGGED, dtype=torch.float32, device=device),
         "written": torch.zeros(1, dtype=torch.int64, device=device),
         "taken": torch.zeros(n, dtype=torch.int64, device=device),
     }

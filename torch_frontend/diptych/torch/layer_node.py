@@ -188,7 +188,7 @@ class LayerArguments:
             states: Any = None
             if scales and s.plan.states:
                 slots = _state_slots(s)
-                amaxes = torch.zeros(len(slots), device=self.scales[0].device)
+                amaxes = torch.zeros(len(slots), dtype=torch.float32, device=self.scales[0].device)
                 states = States(slots, _taken(scales, len(slots)), _cells([amaxes]))
                 if record:
                     self._recorded.append((amaxes, *_taken(logs, 2)))

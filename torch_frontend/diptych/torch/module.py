@@ -286,8 +286,8 @@ class QuantizedModule(nn.Module):
         rng = self._buffers.get("rng_state")
         if rng is None:
             _require_no_capture(device)
-            words = torch.randint(-(2**31), 2**31, (2,), dtype=torch.int64)
-            rng = torch.cat([words, torch.zeros(2, dtype=torch.int64)]).to(torch.int32).to(device)
+            words = torch.randint(-(2**31), 2**31, (2,), dtype=torch.int64, device="cpu")
+            rng = torch.cat([words, torch.zeros_like(words)]).to(torch.int32).to(device)
             self.register_buffer("rng_state", rng)
         return rng
 
