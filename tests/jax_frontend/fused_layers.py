@@ -69,8 +69,8 @@ class Wide(Layer):
         return super().copy(tensor, gemm, x, columnwise)
 
 
-def fuses(tensor: Any, columnwise: bool = True) -> bool:
-    return tensor.rowwise is not None and (tensor.columnwise is not None or not columnwise)
+def fuses(tensor: Any) -> bool:
+    return tensor.rowwise is not None and tensor.columnwise is not None
 
 
 def norm(x: Any, gamma: Any, beta: Any, options: Any, dtype: Any) -> tuple[Any, Any]:
@@ -91,7 +91,7 @@ def _grads(dz: np.ndarray, x: Any, gamma: Any, beta: Any, stats: Any, options: A
 
 
 def _width(plan: Any, x: Any) -> Any:
-    return jnp.float32 if fuses(plan.input, not plan.dequantized_backward) else x.dtype
+    return jnp.float32 if plan.input.rowwise is not None else x.dtype  # a wgrad in high precision rounds it to dy's
 
 
 def linear(recipe, x, gamma, beta, kernel, bias, dy, *, scales=None, rng=None, **kind):

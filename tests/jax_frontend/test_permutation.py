@@ -186,6 +186,17 @@ def test_a_probability_of_zero():
 # --- padding ---
 
 
+def test_counts_on_the_host_make_the_rows_that_they_say():
+    counts, align = MASK.sum(0), 8
+    rows = int((-(-counts // align) * align).sum())
+    whole = dj.moe_permute_and_pad_with_probs(X, PROBS, MASK, None, align)
+    want = (whole[0][:rows], whole[1][:rows], *whole[2:])
+    for given in (counts, counts.tolist(), tuple(counts.tolist())):
+        tools.same_tree(dj.moe_permute_and_pad_with_probs(X, PROBS, MASK, given, align), want)
+    on_device = dj.moe_permute_and_pad_with_probs(X, PROBS, MASK, jnp.asarray(counts, jnp.int32), align)
+    tools.same_tree(on_device, whole)
+
+
 def test_padding():
     align = 8
     counts = MASK.sum(0)

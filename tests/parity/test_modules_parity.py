@@ -12,7 +12,15 @@ import pytest
 from sweeps import others_slow
 
 import cases
-from diptych.common import RECIPES, DelayedScaling, LinearPlan, MXFP8BlockScaling, NVFP4BlockScaling, linear_plan
+from diptych.common import (
+    RECIPES,
+    DelayedScaling,
+    Float8CurrentScaling,
+    LinearPlan,
+    MXFP8BlockScaling,
+    NVFP4BlockScaling,
+    linear_plan,
+)
 from diptych.common.fused import ACTIVATIONS
 from diptych.jax.products import OFFSETS, rng_at
 from diptych.jax.state import init_state, overwrite_states, state_dict, update_state
@@ -25,6 +33,7 @@ EVERY = {
     "nvfp4 by row": NVFP4BlockScaling(row_scaled_activation=True, rht_random_signs=False),
     "nvfp4 plain": NVFP4BlockScaling(disable_rht=True, disable_stochastic_rounding=True, disable_2d_quantization=True),
     "mxfp8, dequantized backward": MXFP8BlockScaling(backward_override="dequantized"),
+    "current, high precision backward": Float8CurrentScaling(backward_override="high_precision"),
     **MIXTURES,
 }
 STEPS = 3

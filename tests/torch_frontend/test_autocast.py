@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import diptych.torch as dt
-from diptych.common import DEFAULT_RECIPE, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
+from diptych.common import DEFAULT_RECIPE, ArgumentError, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
 from diptych.torch.autocast import STATE
 from torch_frontend.tools import normal, same
 
@@ -87,10 +87,30 @@ def test_decorator():
 
 @pytest.mark.parametrize("recipe", ("fp8-block", Float8BlockScaling, 1))
 def test_what_is_no_recipe(recipe):
-    with pytest.raises(TypeError, match=r"recipe must be a diptych.common.Recipe or None, got"):
+    with pytest.raises(TypeError, match=r"recipe must be a diptych Recipe or None, got"):
         dt.autocast(recipe=recipe)
-    with pytest.raises(TypeError, match=r"Linear: recipe must be"):
-        dt.Linear(4, 4, recipe=recipe)
+    x, model = torch.ones(32, 32), dt.Linear(32, 32)
+    takers = {
+        "Linear": lambda: dt.Linear(4, 4, recipe=recipe),
+        "GroupedLinear": lambda: dt.GroupedLinear(2, 4, 4, recipe=recipe),
+        "LayerNormLinear": lambda: dt.LayerNormLinear(4, 4, recipe=recipe),
+        "LayerNormMLP": lambda: dt.LayerNormMLP(4, 4, recipe=recipe),
+        "quantized_model_init": lambda: dt.quantized_model_init(recipe=recipe),
+        "convert": lambda: dt.convert(model, recipe),
+        "linear": lambda: dt.linear(x, x, None, recipe),
+    }
+    for name, take in takers.items():
+        with pytest.raises(ArgumentError, match=f"^{name}: recipe must be"):
+            take()
+
+
+@pytest.mark.parametrize("region", (dt.autocast, dt.quantized_model_init))
+@pytest.mark.parametrize("recipe", (Float8BlockScaling(), Float8BlockScaling))
+def test_a_recipe_in_the_place_of_enabled_is_told_its_name(region, recipe):
+    with pytest.raises(ArgumentError, match=r"enabled must be a bool, got Float8BlockScaling, a recipe; pass it"):
+        region(recipe)
+    with pytest.raises(ArgumentError, match="enabled must be a bool, got str"):
+        region("mxfp8")
 
 
 def test_threads_have_their_own_regions():

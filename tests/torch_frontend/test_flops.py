@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import diptych.torch as dt
 from diptych.common.recipes import RECIPES, Float8CurrentScaling, NVFP4BlockScaling
@@ -55,6 +55,8 @@ def test_nodes_of_a_graph_count_what_they_run():
     with region:
         y = torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
     assert counted(lambda: y.sum().backward()) == 2 * PRODUCT
+    for op in ("linear", "grouped_linear", "layernorm_linear", "layernorm_mlp"):  # those that write have a name too
+        assert {getattr(torch.ops.diptych, op + end) for end in ("", "_backward", "_backward_")} <= flop_registry.keys()
 
 
 def test_a_profiler_sees_ops_by_name_and_changes_nothing():

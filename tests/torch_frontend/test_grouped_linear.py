@@ -341,7 +341,20 @@ def test_saved_with_its_states():
     want = run(model, model, x, recipe, dy, **groups)
     for other in (loaded, copied):
         same_step(run(other, other, x, recipe, dy, **groups), want)
-    assert "num_gemms=4, in_features=96, out_features=64, bias=True" in repr(model)
+    assert "GroupedLinear(4, 96, 64, bias=True, recipe=autocast)" in repr(model)
+
+
+@pytest.mark.parametrize("sizes", [(16, 32, 0, 16), (32, 32, 32, 0)], ids=str)
+def test_sizes_on_the_host_are_their_own_promise(sizes):
+    """No align= where the sizes can be read: a Hadamard transform of 16 rows runs, to the bits of the promise."""
+    recipe, offsets = NAMED["nvfp4"], (0, *itertools.accumulate(sizes))
+    x, dy = (normal(n, (sum(sizes), c), "bfloat16") for n, c in (("x", K), ("dy", N)))
+    want = run(*[layer(dtype=torch.bfloat16)] * 2, x, recipe, dy, offsets=offsets_of(offsets), align=16)
+    for given in (list(sizes), sizes, torch.tensor(sizes)):
+        same_step(run(*[layer(dtype=torch.bfloat16)] * 2, x, recipe, dy, m_splits=given), want)
+    model = layer(dtype=torch.bfloat16)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    same_step(run(compiled, model, x, recipe, dy, m_splits=list(sizes)), want)
 
 
 def _own(role: Any) -> Any:
@@ -389,7 +402,10 @@ def test_bad_input():
     with pytest.raises(ValueError, match=r"rows 48 to 64 of 60|rows 32 to 48 of 40"):
         model(x[:60], splits)
     with dt.autocast(recipe=nv), pytest.raises(ValueError, match=r"rotates 16 rows .* align=1$"):
-        model(x.bfloat16(), splits, align=1)
+        model(x.bfloat16(), offsets=torch.tensor([0, *itertools.accumulate(splits)], dtype=torch.int32), align=1)
+    for given in ([16, 8, 8, 16], torch.tensor([16, 8, 8, 16])):
+        with dt.autocast(recipe=nv), pytest.raises(ValueError, match=r"16 rows .* pad each .*\[16, 8, 8, 16\]$"):
+            model(x.bfloat16(), given)
     with dt.autocast(recipe=nv), torch.no_grad():
         model(x.bfloat16(), splits)  # nothing is rotated without weights' gradients
     unsupported = ((_own, "user's own"), (_noisy, "stochastically"))

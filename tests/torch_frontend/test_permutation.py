@@ -289,6 +289,27 @@ def test_graphs(name, device):
                 assert torch.equal(again, first)
 
 
+def test_counts_on_the_host_make_the_rows_that_they_say(device):
+    x, probs, mask = torch.randn(64, 4, device=device), torch.rand(64, 9, device=device), torch.zeros(64, 9)
+    mask = mask.scatter(1, torch.rand(64, 8).topk(3).indices, 1).bool().to(device)  # nobody goes to the last expert
+    counts = mask.sum(0).tolist()
+    rows = sum(-(-n // 16) * 16 for n in counts)
+    whole = dt.moe_permute_and_pad_with_probs(x, probs, mask, None, 16)
+    assert whole[0].shape[0] == padded_rows(64 * 9, 9, 16) > rows
+    for given in (counts, tuple(counts), torch.tensor(counts), torch.tensor(counts, dtype=torch.int32)):
+        made = dt.moe_permute_and_pad_with_probs(x, probs, mask, given, 16)
+        assert made[0].shape[0] == rows
+        for a, b in zip(made, (whole[0][:rows], whole[1][:rows], *whole[2:]), strict=True):
+            assert a is b is None or torch.equal(a, b)
+        y = torch.compile(dt.moe_permute_and_pad_with_probs, backend="eager")(x, probs, mask, given, 16)[0]
+        assert torch.equal(y[:rows], made[0]) and (isinstance(given, torch.Tensor) or len(y) == rows)
+    if device == "cpu":
+        counts[0] -= 16
+        with pytest.raises(ValueError, match=r"tokens_per_expert .* leaves no room for tokens of the routing_map"):
+            dt.moe_permute_and_pad_with_probs(x, probs, mask, counts, 16)
+        assert dt.moe_permute_and_pad_with_probs(x, probs, mask, counts, 16, num_out_tokens=64)[0].shape[0] == 64
+
+
 def test_zero_probabilities_pad():
     """Such rows are zeros; inp gets no gradient from them, and their probability keeps its own."""
     x = torch.randn(4, 2, requires_grad=True)

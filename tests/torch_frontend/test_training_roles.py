@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import itertools
 
@@ -140,6 +141,40 @@ def test_gradients_against_float64(name):
         error = (got[key].double() - want[key]).norm() / want[key].norm()
         assert 2.0**-12 < error < bound, (key, float(error), bound)
         assert magnitude[key] > want[key].norm()
+
+
+FUSED = {
+    "LayerNormLinear": lambda: dt.LayerNormLinear(64, 64, dtype=torch.bfloat16),
+    "LayerNormMLP": lambda: dt.LayerNormMLP(64, 64, activation="swiglu", dtype=torch.bfloat16),
+    "GroupedLinear": lambda: dt.GroupedLinear(2, 64, 64, dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("kind", FUSED)
+@pytest.mark.parametrize("name", RECIPE_NAMES)
+def test_backward_override_leaves_forward_as_it_is(name, kind):
+    """Also where backward reads in high precision what forward quantizes unrounded; its gradients are those of bf16."""
+    torch.manual_seed(2)
+    layer, x = FUSED[kind](), torch.randn(64, 64).bfloat16()
+    groups = ([32, 32],) if kind == "GroupedLinear" else ()
+    made = {}
+    for override in ("", "high_precision", "dequantized", None):
+        m, leaf = copy.deepcopy(layer), x.clone().requires_grad_()
+        dt.seed_rng(m, 1)
+        recipe = RECIPES[name].replace(backward_override=override or "")
+        with dt.autocast(override is not None, recipe=recipe):
+            y = m(leaf, *groups, **({"align": 32} if groups else {}))
+        y.backward(torch.ones_like(y))
+        made[override] = y.detach(), leaf.grad, *[p.grad for p in m.parameters() if p.dim() > 1]
+    assert torch.equal(made["high_precision"][0], made[""][0]) and torch.equal(made["dequantized"][0], made[""][0])
+
+    def distance(override):
+        pairs = zip(made[override][1:], made[None][1:], strict=True)
+        return max(float((a.double() - b.double()).norm() / b.double().norm()) for a, b in pairs)
+
+    bound = 0.12 if kind == "LayerNormMLP" else 0.008  # the hidden values are those of the quantized forward
+    assert distance("high_precision") < (1 if name == "nvfp4" else bound), distance("high_precision")
+    assert distance("high_precision") < distance("dequantized")
 
 
 @pytest.mark.parametrize("name", RECIPE_NAMES)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
 from diptych.common import shapes
 from diptych.common.errors import ShapeError
-from diptych.common.formats import FormatRow
+from diptych.common.formats import FORMATS, FormatRow
 from diptych.common.plan import LinearPlan, linear_plan
 from diptych.common.quantizers import RHT, ROW_AMAX, Quantizer
 from diptych.common.recipes import CustomRecipe, Recipe
@@ -91,11 +92,18 @@ def row_align(recipe: Recipe, module: str = "grouped_linear", name: str = "") ->
 
     32, a step of tensor cores, where that is all of them; 1 where nothing is quantized there.
     """
-    plan, align = linear_plan(recipe, module, name), 1
+    return plan_align(linear_plan(recipe, module, name))
+
+
+_SHARED_ROWS = tuple(32 if row.per_tensor else row.block_cols for row in FORMATS)  # by format id
+
+
+def plan_align(plan: LinearPlan) -> int:
+    """`row_align` of a plan."""
+    align = 1
     for quantizer in (plan.input.columnwise, plan.grad_output.columnwise):
         if quantizer is not None:
-            fmt = quantizer.format
-            align = max(align, 32 if fmt.per_tensor else fmt.block_cols)
+            align = max(align, _SHARED_ROWS[quantizer.spec.format_id])
     return align
 
 
@@ -103,6 +111,14 @@ def rotates_rows(plan: LinearPlan) -> bool:
     """Whether wgrad's operands are Hadamard-rotated, which they are both or not at all."""
     quantizer = plan.input.columnwise
     return quantizer is not None and bool(quantizer.spec.flags & RHT) and not plan.dequantized_backward
+
+
+def align_of(numbers: Sequence[Size]) -> int:
+    """The largest of `ALIGNS` that all of these sizes, or offsets, are multiples of."""
+    for align in reversed(ALIGNS):
+        if all([n % align == 0 for n in numbers]):
+            return align
+    return 1
 
 
 def kernel_align(align: int) -> int:

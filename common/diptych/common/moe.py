@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from diptych.common.shapes import Buffer, Size
 
 
@@ -11,6 +13,24 @@ def padded_rows(entries: Size, experts: Size, align: int) -> Size:
     An index map of [T, k] has at most T * k entries; of a mask the caller knows how many choices a token makes.
     """
     return (entries + experts * (align - 1)) // align * align
+
+
+def counted_rows(counts: Sequence[Size], align: int) -> Size:
+    """Rows of regions for these counts, each rounded up to a multiple of `align`."""
+    rows: Size = 0
+    for n in counts:
+        rows += (n + align - 1) // align * align
+    return rows
+
+
+def overflow(counts: Sequence[int], found: Sequence[int], align: int) -> int:
+    """Where regions are placed by `counts` and hold what was `found`: how many more rows than theirs they reach."""
+    before = end = pad = 0
+    for n, there in zip(counts, found, strict=True):
+        before += there
+        end = max(end, before + pad if there else 0)
+        pad += -n % align
+    return end - counted_rows(counts, align)
 
 
 def map_buffers(tokens: Size, slots: Size, experts: Size, rows: Size) -> tuple[Buffer, ...]:

@@ -16,6 +16,7 @@ import dataclasses
 import functools
 from typing import NamedTuple
 
+from diptych.common.arguments import require_recipe
 from diptych.common.quantizers import Float8CurrentScalingQuantizer, Float8Quantizer, Quantizer, QuantizerRole
 from diptych.common.recipes import Recipe
 
@@ -76,7 +77,14 @@ class LinearPlan:
 
 @functools.lru_cache(maxsize=1024)
 def linear_plan(recipe: Recipe, module: str = "linear", name: str = "") -> LinearPlan:
-    """The plan of one module. **Raises** what `recipe.quantizer` raises; ValueError for operands that do not fit."""
+    """The plan of one module. **Raises** what `recipe.quantizer` raises; ValueError for operands that do not fit,
+    ArgumentError for what is no recipe."""
+    require_recipe(module, recipe, optional=False)
+    return make_plan(recipe, module, name)
+
+
+def make_plan(recipe: Recipe, module: str, name: str) -> LinearPlan:
+    """`linear_plan`, made anew and without a look at what the recipe is: torch traces this into its graphs."""
     x_f, w_f = recipe.operands("fprop", module, name)
     dy_d, w_d = dy_w, x_w = (None, None)
     if not recipe.backward_override:

@@ -26,8 +26,9 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from diptych.common import shapes
+from diptych.common.arguments import require_recipe
 from diptych.common.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
-from diptych.common.grouped import HIGH_PRECISION, kernel_align, rotates_rows
+from diptych.common.grouped import HIGH_PRECISION, align_of, kernel_align, rotates_rows
 from diptych.common.quantizers import RHT
 from diptych.common.recipes import Recipe
 from diptych.common.schedule import Call, Schedule
@@ -37,7 +38,6 @@ from diptych.jax.fused import FusedInput
 from diptych.jax.grouped import QuantizedStack
 from diptych.jax.grouped_matmul import grouped_matmul
 from diptych.jax.linear import (
-    check_recipe,
     check_rng,
     high_precision,
     kernel_operand,
@@ -124,9 +124,10 @@ def grouped_dense(
     rounded stochastically or quantized by the user's own code. All but for values of `offsets` while tracing.
     """
     op = "grouped_dense"
-    check_recipe(op, recipe)
+    require_recipe(op, recipe)
+    given = offsets
     x, kernel, bias, offsets, maps, rng = _operands(op, x, kernel, bias, offsets, row_map, rng)
-    promise = _promise(op, align)
+    promise = _promise(op, align, given)
     if row_map is not None and (recipe is None or calibrate):
         x, maps = moe_permute(x, row_map)[0], None
     if recipe is None:
@@ -173,13 +174,14 @@ def grouped_dense_vjp(
     **Returns:** (y, pullback); `pullback(dy)` gives `DenseGradients`.
     """
     op = "grouped_dense_vjp"
-    check_recipe(op, recipe, optional=False)
+    require_recipe(op, recipe, optional=False)
+    given = offsets
     x, kernel, bias, offsets, maps, rng = _operands(op, x, kernel, bias, offsets, row_map, rng)
     options = Options(recipe, module, name, save_original_input, True, True, group_axes(recipe), "grouped_dense")
     states = check_states(op, state, options.plan, recipe)
     refuse_references(op, states)
     needs = Needs.every(kernel, bias, states)
-    promise = _promise(op, align)
+    promise = _promise(op, align, given)
     array, copies, _ = prepare(kernel, options, copies, None)
     (y, _), saved = _grouped_forward(options, promise, needs, x, array, bias, offsets, maps, states, rng, copies)
     return y, Pullback.of(op, _grouped_backward, saved, y)
@@ -229,11 +231,12 @@ def _operands(
     return x, kernel, bias, jnp.asarray(offsets), maps, check_rng(op, rng)
 
 
-def _promise(op: str, align: Any) -> int:
-    """The alignment that kernels know."""
+def _promise(op: str, align: Any, offsets: Any) -> int:
+    """The alignment that kernels know: as promised, or better where offsets are the host's, a NumPy array."""
     if not isinstance(align, int):
         raise ArgumentError(f"{op}: align must be an int, got {type(align).__name__}")
-    return kernel_align(align)
+    promise = kernel_align(align)
+    return max(promise, align_of(offsets.tolist())) if isinstance(offsets, np.ndarray) else promise
 
 
 def _require_supported(options: Options, align: int, held: bool, need_dx: bool, need_dw: bool) -> None:

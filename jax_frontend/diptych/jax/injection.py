@@ -16,7 +16,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from diptych.common.errors import ArgumentError, DTypeError, UnsupportedError
+from diptych.common.arguments import require_recipe
+from diptych.common.errors import DTypeError, UnsupportedError
 from diptych.common.plan import linear_plan
 from diptych.common.recipes import Recipe
 from diptych.jax.linear import dense
@@ -54,9 +55,7 @@ class DotGeneral:
     name: str = ""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.recipe, Recipe):
-            kind = type(self.recipe).__name__
-            raise ArgumentError(f"dot_general: recipe must be a diptych Recipe or None, got {kind}")
+        require_recipe("dot_general", self.recipe)
         plan = linear_plan(self.recipe, self.module, self.name)
         if plan.states or plan.needs_rng:
             what = "delayed scaling" if plan.states else "stochastic rounding"

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.custom_derivatives import SymbolicZero
 
+from diptych.common.arguments import require_recipe
 from diptych.common.fused import NormOptions, norm_options
 from diptych.common.plan import TensorPlan
 from diptych.common.recipes import Recipe
@@ -27,7 +28,6 @@ from diptych.jax.fused import FusedInput
 from diptych.jax.linear import (
     calibrated,
     check_operands,
-    check_recipe,
     plain,
     prepare,
     refuse_calibration,
@@ -91,7 +91,7 @@ def layernorm_dense(
     that do not fit x.
     """
     op = "layernorm_dense"
-    check_recipe(op, recipe)
+    require_recipe(op, recipe)
     norm = norm_options(op, normalization, eps, zero_centered_gamma)
     x, kernel, bias, rng = check_operands(x, kernel, bias, rng)
     gamma, beta = fused.check_parameters(op, x, gamma, beta, norm)
@@ -160,7 +160,7 @@ def layernorm_dense_vjp(
     **Returns:** (y, pullback); `pullback(dy)` gives `LayerNormDenseGradients`.
     """
     op = "layernorm_dense_vjp"
-    check_recipe(op, recipe, optional=False)
+    require_recipe(op, recipe, optional=False)
     norm = norm_options(op, normalization, eps, zero_centered_gamma)
     x, kernel, bias, rng = check_operands(x, kernel, bias, rng)
     gamma, beta = fused.check_parameters(op, x, gamma, beta, norm)
@@ -182,16 +182,24 @@ def _gradients(saved: Any, dy: Array) -> LayerNormDenseGradients:
 # --- what may stay unstored ---
 
 
-def fusable(tensor: TensorPlan, columnwise: bool = True) -> bool:
-    """Whether a tensor may stay unstored: every use of it reads a copy that the core makes. `columnwise`: that use
-    counts."""
-    uses = (tensor.rowwise, tensor.columnwise) if columnwise else (tensor.rowwise,)
-    return all(q is not None and not q.custom for q in uses)
+def fusable(tensor: TensorPlan) -> bool:
+    """Whether a tensor may stay unstored: every use of it reads a copy that the core makes."""
+    return all(q is not None and not q.custom for q in (tensor.rowwise, tensor.columnwise))
 
 
 def input_fusable(options: Options) -> bool:
-    """Whether the input of a product may."""
-    return fusable(options.plan.input, not options.plan.dequantized_backward)
+    """Whether forward quantizes the input of a product from what is not stored. What backward reads does not change
+    forward's bits: where wgrad reads the input itself (`reads_input`), that is stored beside."""
+    plan = options.plan
+    forward, backward = plan.input.rowwise, plan.input.columnwise
+    if forward is None or forward.custom:
+        return False
+    return backward is None or plan.dequantized_backward or not backward.custom
+
+
+def reads_input(options: Options, needs: Needs) -> bool:
+    """Whether wgrad reads the input in high precision."""
+    return options.schedule(needs.dx, needs.dw).x_kept == "original"
 
 
 def with_amax(operand: Array | FusedInput, options: Options) -> Array | FusedInput:
@@ -241,26 +249,30 @@ class Saved:
 
 
 def norm_operand(
-    options: NormedOptions, x: Array, gamma: Array, beta: Array | None
+    options: NormedOptions, x: Array, gamma: Array, beta: Array | None, stored: bool
 ) -> tuple[Array | FusedInput, tuple[Array, ...], Array | None]:
-    """The norm's output as an operand, fused where it may be; its statistics; the output if `with_z`."""
+    """The norm's output as an operand, fused where it may be; its statistics; the output if `stored`."""
     norm, fuse = options.norm, input_fusable(options.linear)
-    stats, z = (fused.statistics(x, norm), None) if fuse and not options.with_z else fused.norm(x, gamma, beta, norm)
+    stats, z = (fused.statistics(x, norm), None) if fuse and not stored else fused.norm(x, gamma, beta, norm)
     operand = fused.normalized(x, gamma, beta, stats, norm) if fuse or z is None else z
-    return operand, stats, z if options.with_z else None
+    return operand, stats, z if stored else None
 
 
 def normed_forward(
     options: NormedOptions, needs: Needs, x: Array, gamma: Array, beta: Array | None, *rest: Any
 ) -> tuple[tuple[tuple[Array, States], Array | None], Saved]:
     """((y, new states), z if asked for), and what backward needs. `rest`: as of `products.forward`."""
-    operand, stats, z = norm_operand(options, x, gamma, beta)
-    if options.linear.save_original_input:
+    again = options.linear.save_original_input
+    kept = reads_input(options.linear, needs) and not again
+    operand, stats, z = norm_operand(options, x, gamma, beta, options.with_z or kept)
+    if again:
         operand = with_amax(operand, options.linear)
     out, of_linear = products.forward(options.linear, needs, operand, *rest)
+    if kept:
+        of_linear = dataclasses.replace(of_linear, x=z)
     of_linear, again, amax = remade(of_linear)
     of_norm = (x, gamma, beta, stats) if needs.dx or again else None
-    return (out, z), Saved(of_norm, of_linear, amax, options, again)
+    return (out, z if options.with_z else None), Saved(of_norm, of_linear, amax, options, again)
 
 
 def normed_backward(
@@ -270,7 +282,7 @@ def normed_backward(
     norm, of_linear = saved.options.norm, saved.linear
     if saved.again and not isinstance(dy, SymbolicZero):
         x, gamma, beta, stats = saved.norm
-        if input_fusable(saved.options.linear):
+        if input_fusable(saved.options.linear) and not reads_input(saved.options.linear, of_linear.needs):
             z: Any = dataclasses.replace(fused.normalized(x, gamma, beta, stats, norm), amax=saved.amax)
         else:
             z = fused.norm(x, gamma, beta, norm)[1]
@@ -289,7 +301,7 @@ def _layernorm_dense(
     options: NormedOptions, x: Any, gamma: Any, beta: Any, kernel: Any, bias: Any, states: Any, rng: Any,
     copies: Any, main_grad: Any,
 ) -> Any:  # fmt: skip
-    operand, _, z = norm_operand(options, x, gamma, beta)
+    operand, _, z = norm_operand(options, x, gamma, beta, options.with_z)
     y, _, _, amaxes = products.fprop(options.linear, False, False, operand, kernel, bias, states, rng, copies)
     return (y, products.recorded(states, amaxes, options.linear)), z
 

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.custom_derivatives import SymbolicZero
 
+from diptych.common.arguments import require_recipe
 from diptych.common.errors import ArgumentError, ShapeError
 from diptych.common.fused import ActivationOptions, activation_options, norm_options
 from diptych.common.recipes import Recipe
@@ -35,6 +36,7 @@ from diptych.jax.layernorm_linear import (
     norm_operand,
     normed_backward,
     normed_forward,
+    reads_input,
     remade,
     with_amax,
 )
@@ -42,7 +44,6 @@ from diptych.jax.layernorm_linear import Saved as NormedSaved
 from diptych.jax.linear import (
     calibrated,
     check_operands,
-    check_recipe,
     kernel_operand,
     plain,
     prepare,
@@ -136,7 +137,7 @@ def layernorm_mlp(
     **Raises:** as `layernorm_dense`; ValueError for an unknown activation, or kernels that do not follow each other.
     """
     op = "layernorm_mlp"
-    check_recipe(op, recipe)
+    require_recipe(op, recipe)
     norm, act = norm_options(op, normalization, eps, zero_centered_gamma), activation_options(op, activation)
     x, kernel1, bias1, rng = check_operands(x, kernel1, bias1, rng)
     gamma, beta = fused.check_parameters(op, x, gamma, beta, norm)
@@ -213,7 +214,7 @@ def layernorm_mlp_vjp(
     **Returns:** (y, pullback); `pullback(dy)` gives `LayerNormMLPGradients`.
     """
     op = "layernorm_mlp_vjp"
-    check_recipe(op, recipe, optional=False)
+    require_recipe(op, recipe, optional=False)
     norm, act = norm_options(op, normalization, eps, zero_centered_gamma), activation_options(op, activation)
     x, kernel1, bias1, rng = check_operands(x, kernel1, bias1, rng)
     gamma, beta = fused.check_parameters(op, x, gamma, beta, norm)
@@ -306,9 +307,9 @@ def _check_states(op: str, states: Any, recipe: Recipe, fc1: Options, fc2: Optio
 # --- forward and backward ---
 
 
-def _activation(options: MLPOptions, h: Array, amax: Array | None = None) -> Array | FusedInput:
-    """The input of fc2: unstored where it may be, with its amax if known, or an array."""
-    if not input_fusable(options.fc2):
+def _activation(options: MLPOptions, h: Array, amax: Array | None = None, stored: bool = False) -> Array | FusedInput:
+    """The input of fc2: unstored where it may be, with its amax if known, or an array; always so if `stored`."""
+    if stored or not input_fusable(options.fc2):
         return fused.activation(h, *options.activation)
     return dataclasses.replace(fused.activated(h, *options.activation), amax=amax)
 
@@ -324,7 +325,7 @@ def _mlp(
 ) -> Any:  # fmt: skip
     fc1, fc2 = options.fc1.linear, options.fc2
     states1, states2 = states["fc1"], states["fc2"]
-    z, _, _ = norm_operand(options.fc1, x, gamma, beta)
+    z, _, _ = norm_operand(options.fc1, x, gamma, beta, False)
     h, _, _, amaxes1 = fprop(fc1, False, False, z, kernel1, bias1, states1, rng, copies1)
     a = _activation(options, h)
     y, _, _, amaxes2 = fprop(fc2, False, False, a, kernel2, bias2, states2, _second_rng(rng), copies2)
@@ -370,7 +371,7 @@ def _gradients_of(saved: _Saved, dy: Any, later: Any = None) -> tuple[Any, Any, 
     later1, later2 = (None, None) if later is None else (later["fc1"], later["fc2"])
     if saved.again and not isinstance(dy, SymbolicZero):
         assert h is not None
-        fc2 = dataclasses.replace(fc2, x=_activation(options, h, saved.amax))
+        fc2 = dataclasses.replace(fc2, x=_activation(options, h, saved.amax, reads_input(options.fc2, fc2.needs)))
     made2 = products.backward(fc2, dy, later2)
     dh: Any = _NOTHING if made2.x is None else _dh(options, made2.x, h)  # type: ignore[arg-type]
     dbias1, fc1 = None, of_fc1.linear

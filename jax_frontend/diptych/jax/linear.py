@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
+from diptych.common.arguments import require_recipe
 from diptych.common.errors import ArgumentError, DTypeError, ShapeError
 from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX
 from diptych.common.recipes import Recipe
@@ -97,7 +98,7 @@ def dense(
     **Raises:** TypeError for other dtypes, a recipe that is none, or a missing `state` or `rng`; ValueError for shapes
     that do not fit, a state of another recipe, or amaxes that would be lost; all while tracing.
     """
-    check_recipe("dense", recipe)
+    require_recipe("dense", recipe)
     x, kernel, bias, rng = check_operands(x, kernel, bias, rng)
     if recipe is None:
         refuse_without_recipe("dense", state=state, copies=copies, main_grad=main_grad, calibrate=calibrate or None)
@@ -119,13 +120,6 @@ def dense(
 
 
 # --- arguments ---
-
-
-def check_recipe(op: str, recipe: Any, optional: bool = True) -> None:
-    """**Raises** TypeError for anything but a recipe, or None where that is one."""
-    if not isinstance(recipe, Recipe) and not (optional and recipe is None):
-        also = " or None" if optional else ""
-        raise ArgumentError(f"{op}: recipe must be a diptych Recipe{also}, got {type(recipe).__name__}")
 
 
 def refuse_without_recipe(op: str, **given: Any) -> None:

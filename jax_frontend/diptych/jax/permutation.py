@@ -312,7 +312,9 @@ def moe_permute_and_pad_with_probs(
     """`moe_permute_with_probs`, each expert's region padded to a multiple of `align_size`.
 
     **Arguments:** `tokens_per_expert`: integers [E], whose padding places the regions. None, which is faster: the
-    routing's own counts. `num_out_tokens`: rows of the destination, padding included; as `moe_map`.
+    routing's own counts. `num_out_tokens`: rows of the destination, padding included; as `moe_map`, but that counts on
+    the host (a list, a tuple, a NumPy array) make exactly the rows that they say; a token for which these leave no room
+    is dropped.
 
     **Returns:** (permuted, permuted_probs, row_id_map, pad_offsets, target_tokens_per_expert int32 [E]). The row_id_map
     holds padded rows, so that pad_offsets is None: there is nothing left to add, and `moe_unpermute` takes it as it is.
@@ -323,17 +325,22 @@ def moe_permute_and_pad_with_probs(
     op = "moe_permute_and_pad_with_probs"
     row_map = _made_map(op, routing_map, None, "mask", num_out_tokens, align_size)  # moe_map aligns a RowMap
     if tokens_per_expert is not None:
-        row_map = _placed_by(op, row_map, routing_map, tokens_per_expert, int(align_size))
+        row_map = _placed_by(op, row_map, routing_map, tokens_per_expert, int(align_size), num_out_tokens)
     out, permuted = _with_probs(op, inp, probs, row_map, zero_prob_is_padding)
     return out, permuted, row_map.row_id_map, None, jnp.diff(row_map.expert_offsets)
 
 
-def _placed_by(op: str, row_map: RowMap, routing_map: Any, tokens_per_expert: Any, align: int) -> RowMap:
-    """The map whose regions lie as the padding of these counts says, in as many rows."""
+def _placed_by(
+    op: str, row_map: RowMap, routing_map: Any, tokens_per_expert: Any, align: int, num_out_tokens: int | None
+) -> RowMap:
+    """The map whose regions lie as the padding of these counts says: in as many rows, or in those of host counts."""
     rows, shape = row_map.source.shape[0], row_map.tokens_per_expert.shape
     counts = _integers(op, "tokens_per_expert", tokens_per_expert, "E")
     if counts.shape != shape:
         raise ShapeError(f"{op}: tokens_per_expert must be {list(shape)}, got {list(counts.shape)}")
+    if isinstance(counts, np.ndarray) and (num_out_tokens is None or num_out_tokens < 1):
+        rows = moe.counted_rows(counts.tolist(), align)
+        ops.check_routing(op, routing_map.shape, len(counts), rows, align)
     plain = _made_map(op, routing_map, None, "mask", None)
     row_id_map = shifted(plain.row_id_map, padding_before(counts, align), rows)
     row_id_map, source = ops.invert_map(row_id_map, rows)

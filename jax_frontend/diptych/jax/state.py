@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from diptych.common.arguments import require_recipe
 from diptych.common.errors import ArgumentError, CheckpointError, DTypeError, RecipeSwitchWarning, ShapeError
 from diptych.common.plan import LinearPlan, linear_plan
 from diptych.common.quantizers import Float8Quantizer
@@ -232,6 +233,7 @@ def update_state(states: Tree, recipe: Recipe | None = None, axis_name: Any = No
     gradient nothing contributed to; under jit its scale becomes NaN, and stays so in later updates. TypeError or
     ValueError where `amax_compute_algo` returns anything but float32 [1].
     """
+    require_recipe("update_state", recipe)
     axes = _axes(recipe, axis_name)
 
     def update(state: ScaleState) -> ScaleState:

@@ -9,12 +9,13 @@ from typing import Any, TypeVar
 
 import jax
 
+from diptych.common.arguments import require_recipe
 from diptych.common.errors import ShapeError
 from diptych.common.plan import held_quantizer
 from diptych.common.quantizers import Quantizer
 from diptych.common.recipes import Recipe
 from diptych.jax import functional, products
-from diptych.jax.linear import check_operands, check_recipe, prepare
+from diptych.jax.linear import check_operands, prepare
 from diptych.jax.products import Copies, Needs, Options, backward, forward, named, recorded
 from diptych.jax.quantized import QuantizedArray
 from diptych.jax.state import ScaleState, check_states, group_axes
@@ -182,7 +183,7 @@ def dense_vjp(
     gradients are each shard's own.
     """
     op = "dense_vjp"
-    check_recipe(op, recipe, optional=False)
+    require_recipe(op, recipe, optional=False)
     x, kernel, bias, rng = check_operands(x, kernel, bias, rng)
     options = Options(recipe, module, name, save_original_input, returns=True, group=group_axes(recipe))
     states = check_states(op, state, options.plan, recipe)

@@ -6,7 +6,7 @@ Recipes, quantizers and roles are those of `diptych.common`.
 from diptych.torch.autocast import autocast, dry_run, get_autocast_recipe, is_autocast_enabled, recognize_pipelines
 from diptych.torch.check_states import StateRow, StatesReport, check_states
 from diptych.torch.checkpoint import checkpoint, checkpoint_contexts
-from diptych.torch.convert import ConvertWarning, convert
+from diptych.torch.convert import ConversionReport, ConvertWarning, convert
 from diptych.torch.custom_op import CustomOp, Group, Size, Written
 from diptych.torch.eager_only import EagerWarning
 from diptych.torch.functional import (
@@ -57,6 +57,7 @@ from diptych.torch.te import (
 )
 
 __all__ = [
+    "ConversionReport",
     "ConvertWarning",
     "CustomOp",
     "EagerWarning",

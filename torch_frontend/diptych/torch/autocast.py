@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from diptych.common.errors import ArgumentError
+from diptych.common.arguments import require_recipe, require_switches
 from diptych.common.recipes import DEFAULT_RECIPE, Recipe
 from diptych.torch import opaque  # recipes must be registered before one is traced  # noqa: F401
 
@@ -109,8 +109,9 @@ class autocast:
 
     Each outermost region is one step to delayed scaling: a module's scales are updated when it first runs in one.
 
-    **Raises:** TypeError if `recipe` is not a recipe, or if what is decorated is a generator or a coroutine, whose body
-    would run outside of the region.
+    **Raises:** ArgumentError, a TypeError, for a `recipe` that is none and for an `enabled` or `calibrating` that is no
+    bool, such as a recipe that is given without its name; TypeError if what is decorated is a generator or a coroutine,
+    whose body would run outside of the region.
 
     What runs in backward is fixed when forward runs, so `backward()` may stand inside or outside of the region. Under
     `torch.utils.checkpoint` an eager `Linear` is recomputed with the recipe of its last forward. A *compiled* function
@@ -128,17 +129,12 @@ class autocast:
         *,
         amax_groups: Mapping[str, Any] | None = None,
     ) -> None:
-        for name, value in (("enabled", enabled), ("calibrating", calibrating)):
-            if isinstance(value, Recipe) or (isinstance(value, type) and issubclass(value, Recipe)):
-                raise TypeError(f"autocast: {name} must be a bool, got a recipe; write autocast(recipe=...)")
         if amax_reduction_group is not None:
             amax_groups = {**(amax_groups or {}), "": amax_reduction_group}
         # While Dynamo traces, torch 2.11 shows an opaque value's wrapper to isinstance; `Linear` would fail on it.
-        if recipe is not None and not torch.compiler.is_compiling() and not isinstance(recipe, Recipe):
-            raise ArgumentError(
-                f"autocast: recipe must be a diptych.common.Recipe or None, got {type(recipe).__name__}; "
-                "for instance Float8CurrentScaling()"
-            )
+        if not torch.compiler.is_compiling():
+            require_switches("autocast", enabled=enabled, calibrating=calibrating)
+            require_recipe("autocast", recipe)
         self.enabled = bool(enabled)
         self.recipe = DEFAULT_RECIPE if recipe is None else recipe
         self.amax_groups = amax_groups

@@ -33,6 +33,10 @@ DELAYED_WGRAD = EagerOnly(
     "delay_wgrad_compute under torch.compile: what waits for backward_dw would leave the graph by a way that it does "
     "not know; leave this module out of it (torch.compiler.disable)"
 )
+MARKED_WGRAD = EagerOnly(
+    "a weight with grad_added_to_main_grad under torch.compile: a graph's backward sets no attribute of a parameter; "
+    "leave this module out of it (torch.compiler.disable), or take the attribute away"
+)
 CALIBRATING = EagerOnly(
     "autocast(calibrating=True) under torch.compile: a graph collects no amaxes in high precision; calibrate eagerly, "
     "then compile"
@@ -41,6 +45,6 @@ CALIBRATING = EagerOnly(
 
 def prepare() -> None:
     """To be called while Dynamo traces, before it looks at any of these: torch._dynamo takes a second to import."""
-    for part in (DELAYED_WGRAD, CALIBRATING):
+    for part in (DELAYED_WGRAD, MARKED_WGRAD, CALIBRATING):
         if not hasattr(part, "run"):
             part.run = torch.compiler.disable(part.outside, reason=part.reason)

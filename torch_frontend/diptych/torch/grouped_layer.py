@@ -22,7 +22,7 @@ from torch import Tensor
 
 from diptych.common import shapes
 from diptych.common.errors import ArgumentError, ShapeError
-from diptych.common.grouped import kernel_align, rotates_rows
+from diptych.common.grouped import align_of, kernel_align, rotates_rows
 from diptych.common.recipes import Recipe
 from diptych.common.schedule import Call, Schedule
 from diptych.torch import fused
@@ -307,8 +307,9 @@ def grouped_linear_with(
     recipe: Recipe,
     options: Options,
     row_map: RowMap | None = None,
+    sizes: tuple[Any, ...] | None = None,
 ) -> Tensor:
-    """`grouped_linear`, its options gathered."""
+    """`grouped_linear`, its options gathered. `sizes`: of the groups, from row 0 on, where the host knows them."""
     require_tensor("grouped_linear", "input", x)
     device_type = x.device.type
     if not x.is_meta and torch.is_autocast_enabled(device_type):
@@ -323,6 +324,7 @@ def grouped_linear_with(
     if not isinstance(align, int):
         raise ArgumentError(f"grouped_linear: align must be an int, got {type(align).__name__}")
     promise, train = kernel_align(align), torch.is_grad_enabled() and weight.requires_grad
+    promise = promise if sizes is None else max(promise, align_of(sizes))
     quantized = isinstance(x, QuantizedTensor)
     if quantized and row_map is not None:
         x, row_map = moe_permute(x, row_map)[0], None
@@ -333,7 +335,9 @@ def grouped_linear_with(
     if train and rotates_rows(s.plan) and promise % 16 != 0:
         raise ValueError(
             f"grouped_linear: {type(recipe).__name__} rotates 16 rows at a time for the weights' gradients, so that "
-            f"groups must begin at multiples of 16; promise it with align=16 (or 32, 128), got align={align}"
+            "groups must begin at multiples of 16; "
+            + (f"promise it with align=16 (or 32, 128), got align={align}" if sizes is None else "")
+            + ("" if sizes is None else f"pad each (moe_permute_and_pad_with_probs), got m_splits {list(sizes)}")
         )
     x_copy: list[Tensor] = []
     if quantized:

@@ -11,16 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from diptych.common.arguments import require_recipe
 from diptych.common.errors import ArgumentError, DTypeError, ShapeError
 from diptych.common.grouped import HIGH_PRECISION
 from diptych.common.recipes import Recipe
 from diptych.torch.autocast import STATE
+from diptych.torch.fx import as_leaf
 from diptych.torch.grouped_layer import grouped_linear as grouped_linear
 from diptych.torch.grouped_layer import grouped_linear_with
 from diptych.torch.model_init import initial_weight
 from diptych.torch.module import QuantizedModule
 from diptych.torch.permutation import RowMap, moe_permute, require_row_map
-from diptych.torch.permutation_ops import as_int32
+from diptych.torch.permutation_ops import as_int32, host_numbers
 from diptych.torch.products import Options
 from diptych.torch.quantized import QuantizedTensorBase, high_precision
 from diptych.torch.rules import describe
@@ -68,10 +70,7 @@ class GroupedLinear(QuantizedModule):
         **others: Any,
     ) -> None:
         absorb("GroupedLinear", others)
-        if recipe is not None and not isinstance(recipe, Recipe):
-            raise ArgumentError(
-                f"GroupedLinear: recipe must be a diptych.common.Recipe or None, got {type(recipe).__name__}"
-            )
+        require_recipe("GroupedLinear", recipe)
         for arg, n in (("num_gemms", num_gemms), ("in_features", in_features), ("out_features", out_features)):
             if not isinstance(n, int) or n < 1:
                 raise ValueError(f"GroupedLinear: {arg} must be an int of at least 1, got {n!r}")
@@ -116,7 +115,8 @@ class GroupedLinear(QuantizedModule):
 
         **Arguments:** `inp`: [..., K] with R rows. `m_splits`: rows of each group, which follow one another from row 0
         on: int32 or int64 [G], on the device, whose values nobody waits for; or ints, which are moved there, and which
-        compiled code is specialized to. Or instead `offsets`: int32 [G + 1], group g being rows offsets[g] <= r <
+        compiled code is specialized to; ints, and an eager CPU tensor's, tell by themselves what they are multiples of.
+        Or instead `offsets`: int32 [G + 1], group g being rows offsets[g] <= r <
         offsets[g + 1], such as `RowMap.expert_offsets`. Or instead `row_map`: of `moe_map`. `inp` is then in token
         order, [T, K] (or [..., K]), its rows are quantized as they move to their experts, which are the groups, and
         its gradient is each token's sum; the bits are those of `moe_permute` before this layer. `align`: a promise that
@@ -132,6 +132,9 @@ class GroupedLinear(QuantizedModule):
         """
         absorb("GroupedLinear", {"out": out, "dgrad_out": dgrad_out})
         groups: Any = {"offsets": offsets, "row_map": row_map, "align": align}
+        if not isinstance(inp, Tensor):
+            given = {k: v for k, v in groups.items() if k != "align" or v != 1}
+            return as_leaf(self, inp, m_splits, is_first_microbatch, **given)
         y = self._run(inp, m_splits, is_first_microbatch, **groups)
         return (y, self.bias) if self.return_bias else y
 
@@ -146,13 +149,15 @@ class GroupedLinear(QuantizedModule):
         align: int,
     ) -> Tensor:
         bias = None if self.return_bias else self.bias
-        if torch.compiler.is_compiling() and (outside := self._eager_only()) is not None:
+        if torch.compiler.is_compiling() and (outside := self._eager_only(self.weight)) is not None:
             groups = {"offsets": offsets, "row_map": row_map, "align": align}
             return outside.run(self._run, inp, m_splits, is_first_microbatch, **groups)
         if [m_splits is None, offsets is None, row_map is None].count(False) != 1:
             raise ValueError("GroupedLinear: give the groups once, as m_splits, as offsets or by a row_map")
+        sizes = None
         if m_splits is not None:
             offsets = _offsets_of(m_splits, self.num_gemms, inp, align)
+            sizes = host_numbers(m_splits)
         recipe = self._active_recipe()
         if recipe is None:
             x = high_precision("grouped_linear", inp)
@@ -160,13 +165,14 @@ class GroupedLinear(QuantizedModule):
                 require_row_map("GroupedLinear", x, row_map)
                 x, offsets = moe_permute(x, row_map)[0], row_map.expert_offsets
             assert offsets is not None
-            plain = functools.partial(_in_high_precision, offsets)
+            elsewhere = None if self._weight_gradients is None else self._weight_gradients.of(self.weight)
+            plain = functools.partial(_in_high_precision, offsets, elsewhere)
             if STATE.calibrating is not None:
                 return self._calibrate(x, self.weight, bias, "", STATE.calibrating, plain)
             return plain(x, self.weight, bias)
         given = (is_first_microbatch, None, self.save_original_input)
         options, rng = self._options_for(recipe, inp, self.weight, "", *given)
-        return grouped_linear_with(inp, self.weight, bias, offsets, align, rng, recipe, options, row_map)
+        return grouped_linear_with(inp, self.weight, bias, offsets, align, rng, recipe, options, row_map, sizes)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         take_extra_state(self, state_dict, prefix)  # before the stacks, which make another dict
@@ -176,12 +182,13 @@ class GroupedLinear(QuantizedModule):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
-        sizes = f"num_gemms={self.num_gemms}, in_features={self.in_features}, out_features={self.out_features}"
-        return f"{sizes}, bias={self.bias is not None}" + ("" if self.recipe is None else f", recipe={self.recipe}")
+        sizes = f"{self.num_gemms}, {self.in_features}, {self.out_features}"
+        return f"{sizes}, bias={self.bias is not None}{self._repr_recipe()}"
 
 
-def _in_high_precision(offsets: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return grouped_linear_with(x, weight, bias, offsets, 1, None, HIGH_PRECISION, Options(GroupedLinear.module_kind))
+def _in_high_precision(offsets: Tensor, weight_grad: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    options = Options(GroupedLinear.module_kind, weight_grad=weight_grad)
+    return grouped_linear_with(x, weight, bias, offsets, 1, None, HIGH_PRECISION, options)
 
 
 def _stacked(state_dict: Any, key: str, part: str, count: int) -> Any:

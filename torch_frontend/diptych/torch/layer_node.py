@@ -27,18 +27,21 @@ from diptych.torch.quantized import QuantizedTensor, QuantizedTensorBase, rotate
 from diptych.torch.rules import TWO_LEVEL, traced_local
 from diptych.torch.state import States
 from diptych.torch.tracing import before_each_call, state_fits
+from diptych.torch.weight_gradients import accumulate, overwrites
 
 # --- states and copies -----------------------------------------------------------------------------------------------
 
 
 class _Buffer:
-    """Where a node adds a weight's gradient."""
+    """Where a node adds a weight's gradient. `how`: "add" or "overwrite"."""
 
-    def __init__(self, buffer: Tensor) -> None:
-        self.buffer = buffer
+    marks = False
 
-    def accept(self, wgrad: WeightGradient) -> None:
-        wgrad.accumulate(self.buffer)
+    def __init__(self, buffer: Tensor, how: str) -> None:
+        self.buffer, self.how = buffer, how
+
+    def accept(self, wgrad: Any) -> None:
+        accumulate(wgrad, self.buffer, self.how == "overwrite")
 
 
 def _state_slots(s: Schedule) -> tuple[str, ...]:
@@ -66,8 +69,8 @@ _recent: dict[tuple[Any, ...], tuple[Recipe, _Decided]] = {}
 class LayerArguments:
     """The fields that all ops of linear layers begin with. Where `options` is None, what follows it says the same.
 
-    `layers`: (module, name, save_original_input, record, specs of kept copies, whether there is a main_grad) of each;
-    the lists are those of all layers, one after the other.
+    `layers`: (module, name, save_original_input, record, specs of kept copies, how a main_grad is written or "") of
+    each; the lists are those of all layers, one after the other.
     """
 
     weights: ClassVar[tuple[str, ...]] = ("weight",)  # names of fields, by layer
@@ -116,7 +119,7 @@ class LayerArguments:
             key += self.layers
         else:
             for options in self.options:
-                key += (options[0], options[1], options[2], options.weight_grad is None)
+                key += (options[0], options[1], options[2], _leaves(options))
         for name in self.weights:
             key.append(isinstance(held[name], QuantizedTensorBase))
         known = _recent.get(tuple(key))
@@ -150,7 +153,7 @@ class LayerArguments:
     def _gradients_for(self, needs: tuple[str, ...]) -> tuple[str, ...]:
         elsewhere = []
         for i, name in enumerate(self.weights):
-            gone = self.layers[i][5] if self.options is None else self.options[i].weight_grad is not None
+            gone = self.layers[i][5] if self.options is None else _leaves(self.options[i])
             if gone:
                 elsewhere.append(name)
         return tuple([n for n in needs if n not in elsewhere])
@@ -182,15 +185,15 @@ class LayerArguments:
         self._recorded = []
         made = []
         for layer, s in zip(self.layers, self.schedules(needs), strict=True):
-            module, name, original, record, _, fused = layer
+            module, name, original, record, _, how = layer
             states: Any = None
             if scales and s.plan.states:
                 slots = _state_slots(s)
-                amaxes = torch.zeros(len(slots), device=self.scales[0].device)
+                amaxes = torch.zeros(len(slots), dtype=torch.float32, device=self.scales[0].device)
                 states = States(slots, _taken(scales, len(slots)), _cells([amaxes]))
                 if record:
                     self._recorded.append((amaxes, *_taken(logs, 2)))
-            sink = _Buffer(buffers.pop(0)) if fused else None
+            sink = _Buffer(buffers.pop(0), how) if how else None
             made.append(Options(module, name, original, record, self.group, states, None, None, sink))
         return tuple(made)
 
@@ -243,6 +246,11 @@ class LayerArguments:
         for j in range(i + 1):
             found = tuple([None if spec is None else unpack(spec, tensors) for spec in self._specs(j)])
         return found  # type: ignore[return-value]
+
+
+def _leaves(options: Options) -> bool:
+    """Whether autograd gets no gradient of a layer's weight."""
+    return options.weight_grad is not None and not options.weight_grad.marks
 
 
 def _cells(tensors: list[Tensor]) -> list[Tensor]:
@@ -302,10 +310,10 @@ def run(op: CustomOp, x: Tensor, recipe: Recipe, options: tuple[Any, ...], *oper
         specs: tuple[Spec, ...] = ()
         if given.weight_copies is not None:
             specs = tuple([None if copy is None else pack(copy, a.copies) for copy in given.weight_copies])
-        buffers: list[Tensor] = []
+        how = ""
         if given.weight_grad is not None and torch.is_grad_enabled() and weight.requires_grad:
-            buffers = given.weight_grad.buffers()
-            a.main_grads += buffers
+            a.main_grads += given.weight_grad.buffers()
+            how = "overwrite" if overwrites(weight) else "add"
         state = given.state
         if state is not None:
             comptime(_prepared_while_tracing)
@@ -314,7 +322,7 @@ def run(op: CustomOp, x: Tensor, recipe: Recipe, options: tuple[Any, ...], *oper
             if given.record and len(slots) > 0:
                 a.logs += [state._buffers["log"], state._buffers["written"]]
                 pending.append((state._buffers["pending"], len(slots)))
-        layers.append((given.module, given.name, given.save_original_input, given.record, specs, len(buffers) > 0))
+        layers.append((given.module, given.name, given.save_original_input, given.record, specs, how))
     a.layers = tuple(layers)
     outputs = op(a)
     if len(pending) == 0:

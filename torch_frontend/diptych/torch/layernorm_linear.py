@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from diptych.common.arguments import require_recipe
 from diptych.common.errors import ArgumentError, DTypeError, ShapeError
 from diptych.common.fused import NORMS, NormOptions, norm_options
 from diptych.common.plan import LinearPlan, TensorPlan
@@ -26,6 +27,7 @@ from diptych.common.recipes import Recipe, with_results
 from diptych.common.schedule import Schedule
 from diptych.torch import fused, primitives
 from diptych.torch.custom_op import CustomOp
+from diptych.torch.fx import as_leaf
 from diptych.torch.layer_node import LayerArguments, finished, kept_spec, result_proto, run, weight_gradient
 from diptych.torch.model_init import initial_weight
 from diptych.torch.module import QuantizedModule
@@ -40,16 +42,18 @@ from diptych.torch.te_arguments import absorb, dtype_of, initialize, one_input
 # --- what the fused modules share ------------------------------------------------------------------------------------
 
 
-def fusable(tensor: TensorPlan, columnwise: bool = True) -> bool:
-    """Whether a tensor may stay unstored: every use of it reads a copy that the core makes. `columnwise`: that use
-    counts."""
-    uses = (tensor.rowwise, tensor.columnwise) if columnwise else (tensor.rowwise,)
-    return all([q is not None and not q.custom for q in uses])
+def fusable(tensor: TensorPlan) -> bool:
+    """Whether a tensor may stay unstored: every use of it reads a copy that the core makes."""
+    return all([q is not None and not q.custom for q in (tensor.rowwise, tensor.columnwise)])
 
 
 def input_fusable(plan: LinearPlan) -> bool:
-    """Whether the input of a linear layer may stay unstored."""
-    return fusable(plan.input, not plan.dequantized_backward)
+    """Whether forward quantizes the input of a linear layer from what is not stored. What backward reads does not
+    change forward's bits: where wgrad reads the input itself, that is stored beside."""
+    forward, backward = plan.input.rowwise, plan.input.columnwise
+    if forward is None or forward.custom:
+        return False
+    return backward is None or plan.dequantized_backward or not backward.custom
 
 
 def input_gradient(
@@ -85,12 +89,6 @@ def require_sizes(op: str, **sizes: Any) -> None:
             raise ValueError(f"{op}: {name} must be >= 1, got {size}")
 
 
-def require_recipe(op: str, recipe: Any) -> None:
-    """**Raises** TypeError for what is neither a recipe nor None."""
-    if recipe is not None and not isinstance(recipe, Recipe):
-        raise ArgumentError(f"{op}: recipe must be a diptych.common.Recipe or None, got {type(recipe).__name__}")
-
-
 class NormedModule(QuantizedModule):
     """A module that begins with a norm: its parameters, and how they start."""
 
@@ -112,9 +110,10 @@ class NormedModule(QuantizedModule):
             nn.init.zeros_(self.layer_norm_bias)
 
     def _repr_norm(self) -> str:
+        """The norm where it is another than by default, and the recipe."""
         _, eps, centered = self.norm
-        recipe = "" if self.recipe is None else f", recipe={self.recipe}"
-        return f"eps={eps:g}, normalization={self.normalization!r}, zero_centered_gamma={centered}{recipe}"
+        given = "" if f"{eps:g}" == "1e-05" else f", eps={eps:g}"
+        return f", {self.normalization}{given}{', zero-centered' if centered else ''}{self._repr_recipe()}"
 
 
 # --- the layer -------------------------------------------------------------------------------------------------------
@@ -126,7 +125,7 @@ def normed_fprop(
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, Tensor], Copies, Copies]:  # fmt: skip
     """y, z where it is stored, (mu, rsigma), and the copies of z and of the weight."""
     fuse = input_fusable(s.plan)
-    needs_z = with_z or not fuse
+    needs_z = with_z or not fuse or s.x_kept == "original"
     mu, rsigma, z = fused.norm(x, gamma if needs_z else None, beta if needs_z else None, norm)
     operand = fused.normalized(x, gamma, beta, mu, rsigma, norm) if fuse else z
     assert operand is not None
@@ -301,8 +300,10 @@ class LayerNormLinear(NormedModule):
         if self.return_bias:
             bias = None
         given_x = one_input("LayerNormLinear", input, inp)
+        if not isinstance(given_x, Tensor):
+            return as_leaf(self, given_x, is_first_microbatch, skip_weight_update=skip_weight_update)
         x = input_for("LayerNormLinear", given_x, gamma, beta)
-        if torch.compiler.is_compiling() and (outside := self._eager_only()) is not None:
+        if torch.compiler.is_compiling() and (outside := self._eager_only(weight)) is not None:
             return outside.run(
                 self.forward, given_x, is_first_microbatch, fp8_output, skip_weight_update=skip_weight_update
             )
@@ -324,5 +325,5 @@ class LayerNormLinear(NormedModule):
         return parts if len(parts) > 1 else y
 
     def extra_repr(self) -> str:
-        sizes = f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
-        return f"{sizes}, {self._repr_norm()}"
+        sizes = f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
+        return f"{sizes}{self._repr_norm()}"

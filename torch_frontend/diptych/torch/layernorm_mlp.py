@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from diptych.common.arguments import require_recipe
 from diptych.common.fused import ActivationOptions, activation_options
 from diptych.common.recipes import Recipe
 from diptych.common.schedule import Schedule
@@ -25,6 +26,7 @@ from diptych.torch import fused, primitives
 from diptych.torch.checkpoint import checkpoint
 from diptych.torch.custom_op import CustomOp
 from diptych.torch.fused import FusedInput
+from diptych.torch.fx import as_leaf
 from diptych.torch.layer_node import finished, kept_spec, result_proto, run, weight_gradient
 from diptych.torch.layernorm_linear import (
     NormedArguments,
@@ -34,7 +36,6 @@ from diptych.torch.layernorm_linear import (
     input_fusable,
     input_gradient,
     normed_fprop,
-    require_recipe,
     require_sizes,
 )
 from diptych.torch.model_init import initial_weight
@@ -68,9 +69,10 @@ class _Arguments(NormedArguments):
         return (self.wants_dz(needs), "weight1" in needs), (self.wants_dh(needs), "weight2" in needs)
 
 
-def _activated(h: Tensor, activation: ActivationOptions, s2: Schedule) -> Tensor | FusedInput:
-    """The input of fc2, unstored where it may be."""
-    return fused.activated(h, activation) if input_fusable(s2.plan) else fused.activation(h, activation)
+def _activated(h: Tensor, activation: ActivationOptions, s2: Schedule, reads: str = "") -> Tensor | FusedInput:
+    """The input of fc2, unstored where it may be. `reads`: what wgrad does of it."""
+    unstored = input_fusable(s2.plan) and reads != "original"
+    return fused.activated(h, activation) if unstored else fused.activation(h, activation)
 
 
 def _keeps_amax(s2: Schedule) -> bool:
@@ -127,7 +129,7 @@ def _backward(a: _Arguments, needs: tuple[str, ...], saved: list[Tensor], grads:
     made: dict[str, Any] = {}
     if s2.x_kept:
         scales = {c.state: saved.pop(0) for c in s2.x_late if c.state}
-        act = _activated(h, activation, s2)
+        act = _activated(h, activation, s2, s2.x_kept)
         amax = saved.pop(0) if _keeps_amax(s2) else None
         copies_a = encode(act, s2.x_late, fc2, a.rng2, scales, amax=amax).copies
         x2 = pick(s2.x_kept, copies_a, h if isinstance(act, FusedInput) else act)
@@ -266,7 +268,10 @@ class LayerNormMLP(NormedModule):
         **Arguments:** as `Linear`'s forward. **Returns:** [..., K]; with `return_bias` (that without fc2's bias,
         fc2_bias).
         """
-        given = (one_input("LayerNormMLP", input, inp), is_first_microbatch, skip_weight_update)
+        x = one_input("LayerNormMLP", input, inp)
+        if not isinstance(x, Tensor):
+            return as_leaf(self, x, is_first_microbatch, skip_weight_update=skip_weight_update)
+        given = (x, is_first_microbatch, skip_weight_update)
         y = checkpoint(self._run, *given) if self.checkpoint and torch.is_grad_enabled() else self._run(*given)
         return (y, self.fc2_bias) if self.return_bias else y
 
@@ -276,7 +281,7 @@ class LayerNormMLP(NormedModule):
         if self.return_bias:
             b2 = None
         x = input_for("LayerNormMLP", input, gamma, beta)
-        if torch.compiler.is_compiling() and (outside := self._eager_only()) is not None:
+        if torch.compiler.is_compiling() and (outside := self._eager_only(w1, w2)) is not None:
             return outside.run(self._run, input, is_first_microbatch, skip_weight_update)
         recipe = self._active_recipe()
         if recipe is None:
@@ -289,5 +294,5 @@ class LayerNormMLP(NormedModule):
         return run(_layernorm_mlp, x, recipe, (fc1, fc2), *operands)[0]
 
     def extra_repr(self) -> str:
-        sizes = f"hidden_size={self.hidden_size}, ffn_hidden_size={self.ffn_hidden_size}"
-        return f"{sizes}, bias={self.fc1_bias is not None}, activation={self.activation!r}, {self._repr_norm()}"
+        sizes = f"{self.hidden_size}, {self.ffn_hidden_size}, bias={self.fc1_bias is not None}"
+        return f"{sizes}, {self.activation}{self._repr_norm()}"

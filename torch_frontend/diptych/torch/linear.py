@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diptych.common.errors import ArgumentError
+from diptych.common.arguments import require_recipe
 from diptych.common.recipes import Recipe
+from diptych.torch.fx import as_leaf
 from diptych.torch.layer import linear as linear
 from diptych.torch.model_init import initial_weight
 from diptych.torch.module import QuantizedModule
@@ -53,10 +54,9 @@ class Linear(QuantizedModule, nn.Linear):
         **others: Any,
     ) -> None:
         absorb("Linear", others)
+        require_recipe("Linear", recipe)
         dtype = dtype_of("Linear", dtype, params_dtype)
         self.init_method = init_method  # before nn.Linear's __init__, which calls reset_parameters
-        if recipe is not None and not isinstance(recipe, Recipe):
-            raise ArgumentError(f"Linear: recipe must be a diptych.common.Recipe or None, got {type(recipe).__name__}")
         super().__init__(
             in_features, out_features, bias=bias, device=device, dtype=dtype,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation, delay_wgrad_compute=delay_wgrad_compute,
@@ -92,8 +92,11 @@ class Linear(QuantizedModule, nn.Linear):
         **Returns:** [..., N]; with `return_bias` (x @ weight.T, bias). Outside of regions `fp8_output` and `fp8_grad`
         change nothing, as in TransformerEngine.
         """
+        x = one_input("Linear", input, inp)
+        if not isinstance(x, Tensor):
+            return as_leaf(self, x, is_first_microbatch, skip_weight_update=skip_weight_update)
         y = self.quantized_linear(
-            one_input("Linear", input, inp),
+            x,
             self.weight,
             None if self.return_bias else self.bias,
             is_first_microbatch=is_first_microbatch,
@@ -105,4 +108,4 @@ class Linear(QuantizedModule, nn.Linear):
         return (y, self.bias) if self.return_bias else y
 
     def extra_repr(self) -> str:
-        return super().extra_repr() + ("" if self.recipe is None else f", recipe={self.recipe}")
+        return super().extra_repr() + self._repr_recipe()

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from diptych.common.arguments import require_recipe, require_switches
 from diptych.common.plan import held_quantizer
 from diptych.common.quantizers import Quantizer
 from diptych.common.recipes import DEFAULT_RECIPE, Recipe
@@ -48,10 +49,9 @@ class quantized_model_init:
     def __init__(
         self, enabled: bool = True, recipe: Recipe | None = None, preserve_high_precision_init_val: bool = False
     ) -> None:
-        if recipe is not None and not isinstance(recipe, Recipe):
-            raise TypeError(
-                f"quantized_model_init: recipe must be a diptych.common.Recipe, got {type(recipe).__name__}"
-            )
+        op = "quantized_model_init"
+        require_switches(op, enabled=enabled, preserve_high_precision_init_val=preserve_high_precision_init_val)
+        require_recipe(op, recipe)
         self.recipe = (DEFAULT_RECIPE if recipe is None else recipe) if enabled else None
         self.preserve = preserve_high_precision_init_val
         self._outer: list[tuple[Recipe | None, bool]] = []

@@ -10,6 +10,7 @@ by `prepare`, by `load_state_dict` or on first use, and updates scales once in e
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from diptych.common.errors import UnsupportedError
+from diptych.common.grouped import HIGH_PRECISION
 from diptych.common.plan import LinearPlan
 from diptych.common.recipes import Recipe, with_results
 from diptych.common.schedule import OFFSETS
@@ -25,7 +27,8 @@ from diptych.torch import primitives
 from diptych.torch.autocast import STATE, amax_group, make_step_counter, recognize_pipelines, recording
 from diptych.torch.checkpoint import aside, recorded, replayed
 from diptych.torch.delayed import update_once
-from diptych.torch.eager_only import CALIBRATING, DELAYED_WGRAD, EagerOnly, prepare
+from diptych.torch.eager_only import CALIBRATING, DELAYED_WGRAD, MARKED_WGRAD, EagerOnly, prepare
+from diptych.torch.fx import require_traceable
 from diptych.torch.layer import linear_with
 from diptych.torch.products import Options, dequantized_weight, schedule
 from diptych.torch.quantized import QuantizedTensorBase, high_precision
@@ -33,7 +36,8 @@ from diptych.torch.rules import traced_local
 from diptych.torch.state import ScaleStates, States, keep_from_broadcast, rng_take
 from diptych.torch.stateful import StatefulModule, require_no_capture
 from diptych.torch.tracing import begin_again, make_states
-from diptych.torch.weights import WeightCache, WeightGradients
+from diptych.torch.weight_gradients import WeightGradients
+from diptych.torch.weights import WeightCache
 
 
 class QuantizedModule(StatefulModule):
@@ -43,9 +47,9 @@ class QuantizedModule(StatefulModule):
     asked about roles of `module_kind` and, as name, the module's `name` and the layer's joined by a dot. Delayed scales
     are the layer's own (`scale_states.fc1.*`); the random generator is the module's.
 
-    **Arguments:** `fuse_wgrad_accumulation`: inside of regions backward adds the weights' gradients to their float32
-    `weight.main_grad`, and leaves `weight.grad` alone. `delay_wgrad_compute`: backward leaves them to `backward_dw()`.
-    Others go to the next class's `__init__`.
+    **Arguments:** `fuse_wgrad_accumulation`: backward adds the weights' gradients to their `weight.main_grad`, and
+    leaves `weight.grad` alone, inside of regions and outside; see `weight_gradients` for the attributes of weights that
+    it reads. `delay_wgrad_compute`: backward leaves them to `backward_dw()`. Others go to the next class's `__init__`.
 
     Attributes: `recipe`: used instead of the region's wherever a region is enabled; None takes the region's. `layers`:
     names of the layers that `forward` runs, whose states `prepare` makes.
@@ -102,7 +106,9 @@ class QuantizedModule(StatefulModule):
 
         **Raises:** what `linear` raises; CheckpointError if loaded states are another recipe's.
         """
-        if torch.compiler.is_compiling() and (outside := self._eager_only()) is not None:
+        if not isinstance(x, Tensor):
+            require_traceable(type(self).__name__, x)
+        if torch.compiler.is_compiling() and (outside := self._eager_only(weight)) is not None:
             return outside.run(
                 self.quantized_linear, x, weight, bias, layer, is_first_microbatch=is_first_microbatch,
                 skip_weight_update=skip_weight_update, save_original_input=save_original_input,
@@ -112,12 +118,19 @@ class QuantizedModule(StatefulModule):
         if recipe is None:
             if STATE.calibrating is not None:
                 return self._calibrate(high_precision("linear", x), weight, bias, layer, STATE.calibrating)
-            return F.linear(high_precision("linear", x), dequantized_weight(weight), bias)
+            return self._plain_linear(high_precision("linear", x), weight, bias)
         if quantize_output or quantize_grad_input:
             recipe = with_results(recipe, quantize_output, quantize_grad_input)
         given = (is_first_microbatch, skip_weight_update, save_original_input)
         options, rng = self._options_for(recipe, x, weight, layer, *given)
         return linear_with(x, weight, bias, rng, recipe, options)
+
+    def _plain_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """In high precision; the weight's gradient goes where the module's do."""
+        if self._weight_gradients is None:
+            return F.linear(x, dequantized_weight(weight), bias)
+        options = Options(self.module_kind, weight_grad=self._weight_gradients.of(weight))
+        return linear_with(x, weight, bias, None, HIGH_PRECISION, options)
 
     def _active_recipe(self) -> Recipe | None:
         """The recipe of a call that begins here; None: it runs in high precision."""
@@ -126,17 +139,20 @@ class QuantizedModule(StatefulModule):
             recipe = self._recomputed(recipe)
         return recipe if recipe is None or self.recipe is None else self.recipe
 
-    def _eager_only(self) -> EagerOnly | None:
-        """While tracing: what keeps this call out of the graph."""
+    def _eager_only(self, *weights: Tensor) -> EagerOnly | None:
+        """While tracing: what keeps a call with these weights out of the graph."""
         from torch._dynamo.comptime import comptime  # importing it takes a second
 
         recipe = self._active_recipe()
         comptime(_before_tracing)
-        if recipe is None:
-            return None if STATE.calibrating is None else CALIBRATING
-        if self._weight_gradients is not None and self._weight_gradients.delay:
+        if recipe is None and STATE.calibrating is not None:
+            return CALIBRATING
+        elsewhere = self._weight_gradients
+        if elsewhere is None:
+            return None
+        if elsewhere.delay:
             return DELAYED_WGRAD
-        return None
+        return MARKED_WGRAD if any([elsewhere.marks(weight) for weight in weights]) else None
 
     def _options_for(
         self,
@@ -274,12 +290,12 @@ class QuantizedModule(StatefulModule):
     # --- calibration ---
 
     def _calibrate(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: str, recipe: Recipe, product: Any = F.linear
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: str, recipe: Recipe, product: Any = None
     ) -> Tensor:
         """High precision, with the amaxes recorded that `recipe` asks for."""
         recipe = recipe if self.recipe is None else self.recipe
         s = schedule(recipe, self.module_kind, self._role_name(layer), False, False)
-        y = product(x, dequantized_weight(weight), bias)
+        y = (product or self._plain_linear)(x, weight, bias)
         if not s.plan.states or STATE.dry or torch._C._current_graph_task_id() != -1:
             return y
         states = aside(self._calibrate_operands, s.plan, layer, recipe, x, weight)
@@ -305,6 +321,22 @@ class QuantizedModule(StatefulModule):
         return states
 
     # --- weights ---
+
+    def __repr__(self) -> str:
+        """One line for a layer: its states are not shown, which `named_buffers` names."""
+        shown = object.__new__(type(self))
+        shown.__dict__.update(self.__dict__, _modules={k: m for k, m in self._modules.items() if k != "scale_states"})
+        return nn.Module.__repr__(shown)
+
+    def _repr_recipe(self) -> str:
+        """What `print` says of the recipe, in few characters: with the fields that were given, if they fit."""
+        recipe: Any = self.recipe
+        if recipe is None:
+            return ", recipe=autocast"
+        fields = dataclasses.fields(recipe) if dataclasses.is_dataclass(recipe) else ()
+        given = [f"{f.name}={held!r}" for f in fields if (held := getattr(recipe, f.name)) != f.default]
+        said = ", ".join(given)
+        return f", recipe={type(recipe).__name__}({said if len(said) < 20 else '...'})"
 
     def backward_dw(self) -> None:
         """Computes the weight gradients that backward left, oldest first, into each weight.grad or main_grad.

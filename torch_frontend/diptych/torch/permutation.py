@@ -44,6 +44,7 @@ from diptych.torch.permutation_ops import (
     SortChunks,
     Unpermute,
     as_int32,
+    host_numbers,
     permute,
     shifted,
     sort_chunks,
@@ -100,12 +101,14 @@ def require_probs(op: str, arg: str, probs: Any, inp: Tensor, row_id_map: Tensor
     require_per_slot(op, arg, probs, row_id_map)
 
 
-def _integers(op: str, arg: str, given: Any, device: torch.device, form: str = "[C]") -> Tensor | tuple[int, ...]:
-    """Integers as a tensor on the device, or as numbers."""
+def _integers(
+    op: str, arg: str, given: Any, device: torch.device | None, form: str = "[C]"
+) -> Tensor | tuple[int, ...]:
+    """Integers as a tensor on the device, None is where they are, or as numbers."""
     if isinstance(given, Tensor):
         require_dtype(op, arg, given, ID_DTYPES)
         require_rank(op, arg, given, 1, form)
-        return given if given.device == device else given.to(device, non_blocking=True)
+        return given if device is None or given.device == device else given.to(device, non_blocking=True)
     if not isinstance(given, (list, tuple)):
         raise ArgumentError(f"{op}: {arg} must be a tensor or a sequence of ints, got {type(given).__name__}")
     for n in given:
@@ -295,13 +298,15 @@ def moe_permute_and_pad_with_probs(
     """`moe_permute_with_probs`, each expert's region padded to a multiple of `align_size`.
 
     **Arguments:** `tokens_per_expert`: integers [E], whose padding places the regions. None, which is faster: the
-    routing's own counts. `num_out_tokens`: rows of the destination, padding included; as `moe_map`.
+    routing's own counts. `num_out_tokens`: rows of the destination, padding included; as `moe_map`, but that counts on
+    the host (a list, a tuple, a CPU tensor outside of compiled code) make exactly the rows that they say.
 
     **Returns:** (permuted, permuted_probs, row_id_map, pad_offsets, target_tokens_per_expert [E] int64). The row_id_map
     holds padded rows, so that pad_offsets is None: there is nothing left to add, and `moe_unpermute` takes it as it is.
     Targets are what there is of each padded region, on the device.
 
-    **Raises:** as `moe_permute_with_probs`.
+    **Raises:** as `moe_permute_with_probs`; ValueError on the CPU for counts that leave no room for a token. On a
+    device, which nobody waits for, such a token is dropped.
     """
     op = "moe_permute_and_pad_with_probs"
     require_tensor(op, "routing_map", routing_map)  # moe_map aligns a RowMap
@@ -321,12 +326,26 @@ def _placed_by(op: str, routing_map: Tensor, tokens_per_expert: Any, num_out_tok
     _require_int(op, "align_size", align, 1)
     experts = routing_map.shape[1]
     rows = _row_count(op, num_out_tokens, routing_map.numel(), experts, align)
+    sizes = host_numbers(_integers(op, "tokens_per_expert", tokens_per_expert, None, "[E]"))
+    if sizes is not None and (num_out_tokens is None or known(num_out_tokens < 1)):
+        rows = moe.counted_rows(sizes, align)
+        _require_room(op, sizes, plain.tokens_per_expert, align)
     require_counted(op, "rows", rows)
     counts = _per_expert(op, "tokens_per_expert", tokens_per_expert, routing_map.device, experts).to(torch.int64)
     pad = (-counts).remainder(align)
     row_id_map, source = primitives.invert_map(shifted(plain.row_id_map, pad.cumsum(0) - pad, rows), rows)
     ends = (counts.clamp(0, rows) + pad).cumsum(0).clamp(max=rows)
     return RowMap(row_id_map, plain.tokens_per_expert, torch.nn.functional.pad(ends, (1, 0)), source)
+
+
+def _require_room(op: str, sizes: tuple[int, ...], found: Tensor, align: int) -> None:
+    """That regions of these sizes have a place for every routed token. On a device nobody waits to see whether."""
+    there = host_numbers(found)
+    if there is not None and len(there) == len(sizes) and moe.overflow(sizes, there, align) > 0:
+        raise ValueError(
+            f"{op}: tokens_per_expert {list(sizes)} leaves no room for tokens of the routing_map, which names experts "
+            f"{list(there)} times; give its own counts, None for which this counts itself, or num_out_tokens"
+        )
 
 
 def moe_unpermute(

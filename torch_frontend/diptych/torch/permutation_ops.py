@@ -133,6 +133,15 @@ class SortChunks:
         return primitives.chunk_map(sizes, index, shapes.rows_cols(self.x.shape)[0])
 
 
+def host_numbers(given: Any) -> tuple[Any, ...] | None:
+    """Integers that the host knows without waiting, as numbers; None for those of a device or of a traced program."""
+    if not isinstance(given, Tensor):
+        return tuple(given)
+    if torch.compiler.is_compiling() or not given.is_cpu or not direct(given, watched=True):
+        return None
+    return tuple(given.tolist())
+
+
 def as_int32(numbers: Any, device: torch.device) -> Tensor:
     """Sizes or indices where the kernel wants them, without waiting for the device."""
     most = 2**31 - 1
@@ -144,7 +153,7 @@ def as_int32(numbers: Any, device: torch.device) -> Tensor:
     if device.type == "cuda" and (torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing()):
         each = [torch.full((1,), min(n, most), dtype=torch.int32, device=device) for n in numbers]
         return torch.cat(each) if each else torch.empty(0, dtype=torch.int32, device=device)
-    return torch.tensor([min(n, most) for n in numbers], dtype=torch.int32).to(device, non_blocking=True)
+    return torch.tensor([min(n, most) for n in numbers], dtype=torch.int32, device="cpu").to(device, non_blocking=True)
 
 
 def _sort_forward(a: SortChunks, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...], list[Tensor]]:

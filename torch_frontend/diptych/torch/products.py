@@ -25,7 +25,7 @@ from torch.nn import functional as F
 from diptych.common import shapes
 from diptych.common.errors import ArgumentError, UnsupportedError
 from diptych.common.formats import FORMATS
-from diptych.common.plan import linear_plan
+from diptych.common.plan import linear_plan, make_plan
 from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX
 from diptych.common.recipes import Recipe
 from diptych.common.schedule import Call, Schedule, make_schedule
@@ -62,7 +62,7 @@ _recent: dict[tuple[Any, ...], tuple[Recipe, Schedule]] = {}  # by identity: has
 def schedule(recipe: Recipe, module: str, name: str, need_dx: bool, need_dw: bool, original: bool = False) -> Schedule:
     """What one call does; kept outside of graphs, by the recipe's value. `original`: keep the input, not its copy."""
     if torch.compiler.is_compiling():
-        return make_schedule(linear_plan.__wrapped__(recipe, module, name), need_dx, need_dw, original)
+        return make_schedule(make_plan(recipe, module, name), need_dx, need_dw, original)
     key = (id(recipe), module, name, need_dx, need_dw, original)
     known = _recent.get(key)
     if known is None:

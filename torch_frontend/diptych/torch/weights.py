@@ -1,4 +1,4 @@
-"""Weights between steps: copies kept across microbatches, gradients that go elsewhere. `held` has quantized ones."""
+"""Weights between steps: copies kept across microbatches. `held` has weights that are held quantized."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diptych.common.errors import ShapeError, UnsupportedError
+from diptych.common.errors import UnsupportedError
 from diptych.common.recipes import Recipe
 from diptych.common.schedule import Call
 from diptych.torch import grouped_primitives, primitives
 from diptych.torch.operands import Copies, with_scales
-from diptych.torch.products import Options, WeightGradient, quantize_weight, schedule
-from diptych.torch.rules import define, describe, traced_local
+from diptych.torch.products import Options, quantize_weight, schedule
+from diptych.torch.rules import define, traced_local
 from diptych.torch.state import warn_once
 
 # --- copies kept across microbatches ---------------------------------------------------------------------------------
@@ -192,68 +192,3 @@ def _key(calls: tuple[Call, ...], device: torch.device) -> tuple[Any, ...]:
             for c in calls
         ]
     )
-
-
-# --- gradients that go elsewhere -------------------------------------------------------------------------------------
-
-
-class WeightGradients:
-    """Where a module's weight gradients go: into `weight.main_grad`, and at once or when `backward_dw` asks."""
-
-    def __init__(self, fuse: bool, delay: bool) -> None:
-        self.fuse, self.delay = fuse, delay
-        self.queue: list[tuple[Tensor, WeightGradient]] = []
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"fuse": self.fuse, "delay": self.delay, "queue": []}
-
-    def of(self, weight: Tensor) -> _Sink:
-        if self.fuse and weight.requires_grad and torch.is_grad_enabled():
-            main_grad(weight)  # what is missing is said before the forward
-        return _Sink(self, weight)
-
-    def run(self) -> None:
-        """Computes what is waiting, oldest first."""
-        queue, self.queue = self.queue, []
-        with torch.no_grad():
-            for weight, wgrad in queue:
-                if self.fuse:
-                    wgrad.accumulate(main_grad(weight))
-                elif weight.grad is None:
-                    weight.grad = wgrad.compute()
-                else:
-                    weight.grad += wgrad.compute()
-
-
-class _Sink:
-    """Takes one weight's gradients in backward."""
-
-    def __init__(self, owner: WeightGradients, weight: Tensor) -> None:
-        self.owner, self.weight = owner, weight
-
-    def buffers(self) -> list[Tensor]:
-        """What backward adds to."""
-        return [main_grad(self.weight)] if self.owner.fuse else []
-
-    def accept(self, wgrad: WeightGradient) -> None:
-        if self.owner.delay:
-            self.owner.queue.append((self.weight, wgrad))
-        else:
-            wgrad.accumulate(main_grad(self.weight))
-
-
-def main_grad(weight: Tensor) -> Tensor:
-    """A weight's float32 gradient buffer. **Raises** ValueError if it has none that fits."""
-    acc = getattr(weight, "main_grad", None)
-    if not isinstance(acc, Tensor):
-        raise ValueError(
-            "fuse_wgrad_accumulation adds to weight.main_grad, which the weight does not have: set it to "
-            "torch.zeros(weight.shape, dtype=torch.float32) before the step"
-        )
-    if acc.dtype != torch.float32 or acc.shape != weight.shape or acc.device != weight.device:
-        raise ShapeError(
-            f"weight.main_grad must be float32 {list(weight.shape)} on {weight.device}, got {describe(acc)}"
-        )
-    if not acc.is_contiguous():
-        raise ShapeError("weight.main_grad must be contiguous: it is written in place")
-    return acc
