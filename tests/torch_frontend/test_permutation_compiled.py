@@ -58,7 +58,7 @@ FUNCTIONS: dict[str, tuple[tuple[str, ...], Callable[..., Any]]] = {
     ),
     "pad by numbers": (
         ("x", "probs", "mask"),
-        lambda x, p, m: dt.moe_permute_and_pad_with_probs(x, p, m, [3, 0, 2, 5, 1], 4),
+        lambda x, p, m: dt.moe_permute_and_pad_with_probs(x, p, m, [64, 61, 66, 63, 65], 4),
     ),
     "unpermute": (("rows", "map"), lambda y, m: dt.moe_unpermute(y, m.row_id_map)),
     "unpermute by a map": (("rows", "map"), dt.moe_unpermute),
