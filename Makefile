@@ -32,9 +32,10 @@ asan: asan-build
 	$(ASAN_PYTHON) -m pytest -n 2 -q tests/core/test_permute.py tests/core/test_permute_misuse.py \
 	  tests/core/test_grouped_gemm.py tests/core/test_grouped_bias_grad.py
 
-# Random calls and files: tests/fuzz. SEED=N repeats a run, SECONDS_EACH=N is the time of each of three targets.
+# Random calls and files: tests/fuzz. SEED=N repeats a run, SECONDS_EACH=N is the time of each target, TARGETS="raw verbs
+# files" chooses.
 FUZZ = PYTHONPATH=tests
-FUZZ_OPTIONS = --seconds $(SECONDS_EACH) $(if $(SEED),--seed $(SEED))
+FUZZ_OPTIONS = --seconds $(SECONDS_EACH) $(if $(SEED),--seed $(SEED)) $(if $(TARGETS),--target $(TARGETS))
 
 fuzz: setup
 	$(FUZZ) $(BIN)/python -m fuzz $(FUZZ_OPTIONS)
