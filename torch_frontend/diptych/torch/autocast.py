@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
 
 from diptych.common.arguments import require_recipe, require_switches
 from diptych.common.recipes import DEFAULT_RECIPE, Recipe
@@ -53,6 +54,17 @@ def make_step_counter(device: torch.device) -> Tensor:
         with torch.inference_mode(False):
             STATE.steps[key] = torch.ones(1, dtype=torch.int64, device=device)
     return STATE.steps[key]
+
+
+def _count_step() -> None:
+    """Counts a region on each device. A transform of torch.func is no party to it: the counters are not its tensors."""
+    if torch.compiler.is_compiling() or peek_interpreter_stack() is None:
+        for step in STATE.steps.values():
+            step.add_(1)
+    else:
+        with torch._C._DisableFuncTorch():
+            for step in STATE.steps.values():
+                step.add_(1)
 
 
 def _before_steps_are_traced(context: Any) -> None:
@@ -159,8 +171,7 @@ class autocast:
                     from torch._dynamo.comptime import comptime  # importing it takes a second
 
                     comptime(_before_steps_are_traced)
-                for step in STATE.steps.values():
-                    step.add_(1)
+                _count_step()
                 if not torch.compiler.is_compiling():
                     STATE.region = next(_regions)
         return self
