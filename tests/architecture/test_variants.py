@@ -84,7 +84,7 @@ MUTANTS = {
     ),
     "another_nan_byte": (
         "quantize", GENERIC,
-        Patch(CODEC, "return magnitude > kInfBits ? kLow :", "return magnitude > kInfBits ? 2 * kLow + 1 :"),
+        Patch(CODEC, "return magnitude > largest ? kLow :", "return magnitude > largest ? 2 * kLow + 1 :"),
     ),
     "e8m0_rounded_to_nearest": (
         "quantize", GENERIC, Patch(CODEC, "const I up = (m > 0) &", "const I up = (m > 0x400000) &"),
