@@ -126,9 +126,10 @@ TensorView Call::view(py::handle object, const char* arg, bool writable) {
 
 TensorView Call::from_buffer(py::handle pair, const char* arg, bool writable) {
   if (PyTuple_GET_SIZE(pair.ptr()) != 2) throw py::type_error(who(arg) + " must be a (buffer, dtype code) pair");
-  const long code = PyLong_AsLong(PyTuple_GET_ITEM(pair.ptr(), 1));
+  int overflow = 0;  // an integer of any size may stand there
+  const long code = PyLong_AsLongAndOverflow(PyTuple_GET_ITEM(pair.ptr(), 1), &overflow);
   if (code == -1 && PyErr_Occurred()) throw py::error_already_set();
-  if (code < 0 || code >= static_cast<long>(DType::count_)) throw py::type_error(who(arg) + ": unknown dtype code");
+  if (overflow != 0 || code < 0 || code >= static_cast<long>(DType::count_)) throw py::type_error(who(arg) + ": unknown dtype code");
   if (held_ == kMaxBuffers) throw py::value_error("too many buffers in one call");
   Py_buffer& b = buffers_[held_];
   const int wanted = PyBUF_STRIDES | PyBUF_FORMAT | (writable ? PyBUF_WRITABLE : 0);

@@ -100,7 +100,8 @@ Status permute(const PermuteArgs& a, const Execution&) {
     const int64_t row_step = std::max<int64_t>(64, kTaskBytes / std::max<int64_t>(1, row_bytes));
     for_tasks(ceil_div(rows, row_step), threaded, [&](int64_t task) {
       for (int64_t r = task * row_step, last = std::min(rows, r + row_step); r < last; ++r) {
-        if (source[r] >= 0) continue;
+        const int64_t entry = source[r];  // a source that the map does not confirm leaves its row absent
+        if (entry >= 0 && entry < tokens * slots && map[entry] == r) continue;
         for (const Rows& p : planes) p.put(r, p.absent.data());
         if (prob_size) std::memset(permuted_probs + r * prob_size, 0, prob_size);
       }

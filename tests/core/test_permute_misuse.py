@@ -55,6 +55,16 @@ def test_maps_that_lie(device):
         assert dots is not None and (np.abs(dots - exact) <= allowed + np.abs(exact) * 2.0**-23).all(), label
 
 
+def test_a_row_that_only_its_source_names_is_filled():
+    """On the CPU: the map does not send token 1 there, so no token does."""
+    out, moved = np.full((4, 4), 7, np.float32), np.full(4, 7, np.float32)
+    to = np.array([[0, -1], [-1, -1]], np.int32)
+    _core.permute([(np.ones((2, 4), np.float32), out, 0)], to, np.array([0, 3, -1, 9], np.int32),
+                  np.ones((2, 2), np.float32), moved, False)  # fmt: skip
+    np.testing.assert_array_equal(out, np.array([[1.0], [0], [0], [0]], np.float32).repeat(4, 1))
+    np.testing.assert_array_equal(moved, np.array([1.0, 0, 0, 0], np.float32))
+
+
 def test_no_rows_no_tokens_no_width(device):
     be = runner.backend(device)
     for tokens, slots, rows, width in ((0, 3, 5, 8), (5, 3, 0, 8), (0, 0, 0, 8), (5, 0, 7, 8), (5, 3, 7, 0)):

@@ -61,7 +61,8 @@ struct Plane {
 inline int64_t plane_rows(const TensorView& t) { return t.rank == 1 ? t.numel() : t.rows(); }
 inline int64_t plane_row_bytes(const TensorView& t) { return (t.rank == 1 ? 1 : t.cols()) * bytes(t.dtype); }
 
-// out[row_id_map[t, s]] = in[t]; rows that `source` calls absent are filled.
+// out[row_id_map[t, s]] = in[t]; rows that `source` calls absent are filled. `source` must be the map's inverse, as the
+// three ops above make it. Where row_id_map[source[r]] is not r, row r is filled on the CPU and undefined on CUDA.
 struct PermuteArgs {
   Plane planes[kMaxPlanes];
   int32_t plane_count = 0;
