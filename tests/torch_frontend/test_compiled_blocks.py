@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import diptych.torch as dt
-from diptych.common import CustomRecipe, DelayedScaling, NVFP4BlockScaling, Recipe
+from diptych.common import CustomRecipe, DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling, Recipe
 from diptych.common.plan import linear_plan
 from torch_frontend.layers import slow
 
@@ -240,6 +240,76 @@ def test_states_that_a_user_holds():
         states: Any = block.states
         states.update()
         assert {s.scale.item() for s in states.slots().values()} != {1.0}
+
+
+# --- weights kept across microbatches ---
+
+
+class Kept(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.mlp = dt.Linear(64, 64), dt.LayerNormMLP(64, 96)
+
+    def forward(self, x: torch.Tensor, **how: Any) -> torch.Tensor:
+        return self.mlp(self.first(x, **how), **how)
+
+
+def microbatches(model: nn.Sequential, recipe: Recipe, flag: str) -> list[torch.Tensor]:
+    """Two steps of three microbatches, with weights that change in between, so that copies of earlier ones show."""
+    torch.manual_seed(1)
+    found = []
+    for _ in range(2):
+        with dt.autocast(recipe=recipe):
+            for i in range(3):
+                x = y = torch.randn(32, 64).bfloat16().requires_grad_()
+                for block in model:
+                    y = block(y, **{flag: i == 0 if flag == "is_first_microbatch" else torch.tensor([i > 0])})
+                y.float().square().mean().backward()
+                found += [y.detach(), x.grad]
+        found += [p.grad for p in model.parameters()]
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(1.5)
+                p.grad = None
+    return [*found, *model.state_dict().values()]
+
+
+@pytest.mark.parametrize("states", ["prepared", slow("none"), slow("of some")])
+@pytest.mark.parametrize("name", ["delayed", slow("mxfp8")])
+@pytest.mark.parametrize(("flag", "most"), [("is_first_microbatch", 2), ("skip_weight_update", 1)])
+def test_blocks_that_keep_weights_share_graphs(flag, most, name, states):
+    """A graph for the first microbatch and one for the others; both give eager's bits."""
+    recipe = RECIPES.get(name, MXFP8BlockScaling())
+    eager = model_of(lambda _: Kept(), recipe, states)
+    compiled = copy.deepcopy(eager)
+    compile_each(compiled)
+    for i, (a, b) in enumerate(zip(*[microbatches(m, recipe, flag) for m in (eager, compiled)], strict=True)):
+        assert torch.equal(a, b), i
+    assert graphs() == most
+
+
+def test_guards_keep_no_weight_themselves():
+    """A graph of the first microbatch looks at a block that has kept nothing, and does not run; its next call says so.
+    What a block keeps of another recipe stays."""
+    recipe, other, x = RECIPES["delayed"], MXFP8BlockScaling(), torch.randn(32, 64).bfloat16()
+    model = model_of(lambda _: dt.Linear(64, 64), recipe, "prepared").eval()
+    last: Any = model[-1]
+    with torch.no_grad(), dt.autocast(recipe=other):
+        want = last(x, is_first_microbatch=True)
+        last.weight.mul_(2)
+    compile_each(model)
+    with torch.no_grad(), dt.autocast(recipe=recipe):
+        for block in model[:2]:
+            block(x, is_first_microbatch=True)
+            block(x, is_first_microbatch=False)
+        assert graphs() == 2
+        with pytest.raises(torch._dynamo.exc.Unsupported, match="no weight is kept: the first microbatch passes True"):
+            model[2](x, is_first_microbatch=False)
+        model[2](x, is_first_microbatch=True)
+        model[2](x, is_first_microbatch=False)
+        assert graphs() == 2
+    with torch.no_grad(), dt.autocast(recipe=other):
+        assert torch.equal(last(x, is_first_microbatch=False), want)
 
 
 # --- modules of a user's own, compiled before any eager call ---

@@ -35,7 +35,7 @@ from diptych.torch.quantized import QuantizedTensorBase, high_precision
 from diptych.torch.rules import traced_local
 from diptych.torch.state import ScaleStates, States, keep_from_broadcast, rng_take
 from diptych.torch.stateful import StatefulModule, require_no_capture
-from diptych.torch.tracing import begin_again, make_states
+from diptych.torch.tracing import before_each_call, begin_again, make_states
 from diptych.torch.weight_gradients import WeightGradients
 from diptych.torch.weights import WeightCache
 
@@ -383,8 +383,17 @@ def _before_tracing(context: Any) -> None:
 
 
 def _cache_made_while_tracing(context: Any) -> None:
-    """So that a first call's graph serves later calls, too. Of all layers at once: what
-    Dynamo has looked at it does not look at again."""
+    """Makes the caches, so that a first call's graph serves later calls and other modules too; those of all layers at
+    once, for what Dynamo has looked at it does not look at again."""
     module = traced_local(context, "self")
-    for layer in dict.fromkeys((*module.layers, traced_local(context, "layer"))):
-        module._make_cache(layer)
+    layers = tuple(dict.fromkeys((*module.layers, traced_local(context, "layer"))))
+
+    def make(module: Any) -> bool:
+        held = getattr(module, "_caches", ())
+        if held is None or (held != () and any([layer not in held for layer in layers])):
+            for layer in layers:
+                module._make_cache(layer)
+        return True
+
+    make(module)
+    before_each_call(context, "self", make)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from diptych.torch.operands import Copies, with_scales
 from diptych.torch.products import Options, quantize_weight, schedule
 from diptych.torch.rules import define, traced_local
 from diptych.torch.state import warn_once
+from diptych.torch.tracing import before_each_call
 
 # --- copies kept across microbatches ---------------------------------------------------------------------------------
 
@@ -49,7 +52,7 @@ class WeightCache:
         """
         module, name = options.module, options.name
         calls = schedule(recipe, module, name, need_columnwise, False).w
-        key = _key(calls, weight.device)
+        key = _key(calls, weight.shape, weight.device)
         weight = weight.detach()
         if skip is not None and first is not None:
             raise ValueError(
@@ -89,7 +92,7 @@ class WeightCache:
 
     def bind(self, calls: tuple[Call, ...], shape: tuple[int, ...], device: torch.device) -> None:
         """Makes buffers for graphs to write, unless there are some for these calls."""
-        key = _key(calls, device)
+        key = _key(calls, shape, device)
         if self.bound and self.key == key:
             return
         buffers: list[Any] = [None, None]
@@ -161,34 +164,70 @@ _bytes_op = define(
 )
 
 
+class _Bound:
+    """Gives a cache the buffers that a graph reads, or writes: the guard of each cache that runs it.
+
+    A cache that keeps a weight for other calls does not fit: which of them is next, the guard cannot know.
+    """
+
+    def __init__(self, calls: tuple[Call, ...], shape: tuple[int, ...], device: torch.device, skips: bool) -> None:
+        self.calls, self.shape, self.device, self.skips = calls, shape, device, skips
+        self.key = _key(calls, shape, device)
+        self.checked = threading.local()  # `cache`: weak reference to what this thread has checked last
+
+    def bind(self, cache: WeightCache) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            cache.bind(self.calls, self.shape, self.device)
+            if self.skips and cache.valid is None:
+                cache.valid = torch.full((1,), cache.content == "kept", device=self.device)
+                torch._dynamo.mark_static_address(cache.valid, guard=False)
+
+    def __call__(self, cache: Any) -> bool:
+        """The guard."""
+        if isinstance(cache, WeightCache):
+            if cache.key != self.key and cache.content == "kept":
+                return False
+            if cache.key != self.key or not cache.bound or (self.skips and cache.valid is None):
+                self.bind(cache)
+            self.checked.cache = weakref.ref(cache)
+        return True
+
+    def runs(self) -> None:
+        """The graph that was checked runs: it keeps the weight, and has no side effects to say so."""
+        self.checked.cache().content = "kept"
+
+
 def _bound_while_tracing(context: Any) -> None:
     """Runs where Dynamo traces `WeightCache.get`, on the real objects: a graph cannot make buffers."""
-    cache, recipe, module, name, columnwise = (
-        traced_local(context, local) for local in ("self", "recipe", "module", "name", "need_columnwise")
+    cache, recipe, module, name, columnwise, skips, first = (
+        traced_local(context, local)
+        for local in ("self", "recipe", "module", "name", "need_columnwise", "skips", "first")
     )
     fake = context.get_local("weight").as_fake()
-    with torch.inference_mode(False), torch.no_grad():
-        calls = schedule(recipe, module, name, columnwise, False).w
-        cache.bind(calls, tuple([int(n) for n in fake.shape]), fake.device)
-        skips = traced_local(context, "skips")
-        if skips and cache.valid is None:
-            cache.valid = torch.full((1,), cache.content == "kept", device=fake.device)
-            torch._dynamo.mark_static_address(cache.valid, guard=False)
-    if skips or traced_local(context, "first"):
+    calls = schedule(recipe, module, name, columnwise, False).w
+    bound = _Bound(calls, tuple([int(n) for n in fake.shape]), fake.device, skips)
+    bound.bind(cache)
+    writes = skips or bool(first)
+    if writes:
         cache.content = "kept"
+    before_each_call(context, "self", bound, bound.runs if writes else None)
 
 
-def _key(calls: tuple[Call, ...], device: torch.device) -> tuple[Any, ...]:
+def _key(calls: tuple[Call, ...], shape: tuple[int, ...], device: torch.device) -> tuple[Any, ...]:
     """What the copies depend on, in scalars: torch 2.11 keeps no constant of a graph beyond it."""
-    return str(device), *tuple(
-        [
-            (
-                *tuple(c.quantizer.spec),
-                c.quantizer.rowwise,
-                c.quantizer.columnwise,
-                c.state,
-                None if c.quantizer.implementation() is None else c.quantizer,
-            )
-            for c in calls
-        ]
+    return (
+        str(device),
+        *shape,
+        *tuple(
+            [
+                (
+                    *tuple(c.quantizer.spec),
+                    c.quantizer.rowwise,
+                    c.quantizer.columnwise,
+                    c.state,
+                    None if c.quantizer.implementation() is None else c.quantizer,
+                )
+                for c in calls
+            ]
+        ),
     )
