@@ -21,7 +21,7 @@ from benchmarks import common
 from diptych import core
 from diptych.common import RECIPES, Quantizer, Recipe
 from diptych.common.fused import activation_options, norm_options
-from diptych.torch import fused
+from diptych.torch.functional import source as fused
 
 QUANTIZE_SHAPES = ((4096, 4096), (8192, 8192), (16384, 7168))
 GEMM_SHAPES = ((4096, 4096, 4096), (8192, 8192, 8192), (4096, 7168, 16384), (8192, 28672, 4096))

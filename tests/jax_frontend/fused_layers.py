@@ -18,9 +18,9 @@ from diptych.common import RECIPES, CustomRecipe, Float8BlockQuantizer, NVFP4Blo
 from diptych.common.fused import ACTIVATIONS
 from diptych.common.fused import norm_options as make_norm
 from diptych.common.quantizers import RHT
-from diptych.jax import fused
-from diptych.jax.products import OFFSETS
-from diptych.jax.state import init_state, is_state, map_states
+from diptych.jax.functional import source as fused
+from diptych.jax.layers.products import OFFSETS
+from diptych.jax.state.scales import init_state, is_state, map_states
 from jax_frontend import tools
 from jax_frontend.layers import E4M3, E5M2, FP4, MX, Layer, rng_words
 from oracle.fused import column_sum

@@ -13,10 +13,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from diptych.common import DelayedScaling, DTypeError
-from diptych.jax import amax_check
-from diptych.jax import state as st
-from diptych.jax import transport as tr
-from diptych.jax.linear import dense
+from diptych.jax.layers.linear import dense
+from diptych.jax.state import amax_check
+from diptych.jax.state import carry as tr
+from diptych.jax.state import scales as st
 from jax_frontend import tools
 
 RECIPE = DelayedScaling(amax_history_len=4)

@@ -13,7 +13,7 @@ import pytest
 import cases
 import diptych.jax as dj
 from diptych.common import ArgumentError, DTypeError, NVFP4Quantizer, ShapeError, UnsupportedError
-from diptych.jax import primitives
+from diptych.jax.primitives import quantize as primitives
 from jax_frontend import tools
 
 X = np.ones((4, 32), np.float32)

@@ -15,7 +15,7 @@ import cases
 import diptych.jax as dj
 import oracle
 from diptych.common import ArgumentError, NVFP4Quantizer
-from diptych.jax import primitives
+from diptych.jax.primitives import quantize as primitives
 from jax_frontend import tools
 
 EACH = [(f, d) for f in cases.FORMATS for d in cases.INPUT_DTYPES]

@@ -14,9 +14,9 @@ import diptych.jax as dj
 from diptych import core
 from diptych.common import RECIPES, ArgumentError, DelayedScaling, ShapeError, linear_plan
 from diptych.common.fused import ACTIVATIONS
-from diptych.jax import fused
-from diptych.jax.layernorm_linear import layernorm_dense, layernorm_dense_vjp
-from diptych.jax.layernorm_mlp import layernorm_mlp, layernorm_mlp_vjp
+from diptych.jax.functional import source as fused
+from diptych.jax.layers.layernorm_linear import layernorm_dense, layernorm_dense_vjp
+from diptych.jax.layers.layernorm_mlp import layernorm_mlp, layernorm_mlp_vjp
 from jax_frontend import fused_layers as fl
 from jax_frontend import tools
 

@@ -22,9 +22,9 @@ import oracle
 from diptych import core
 from diptych.common import Float8Quantizer, ShapeError
 from diptych.common.quantizers import NVFP4Quantizer
-from diptych.jax import grouped_primitives as primitives
-from diptych.jax.quantized import BUFFERS
-from diptych.jax.rules import Copy
+from diptych.jax.primitives import grouped as primitives
+from diptych.jax.primitives.checks import Copy
+from diptych.jax.tensors.quantized import BUFFERS
 from grouped_oracle import Problem
 from jax_frontend import tools
 

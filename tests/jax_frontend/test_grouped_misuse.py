@@ -18,7 +18,7 @@ from diptych.common import (
     UnsupportedError,
 )
 from diptych.common.quantizers import NVFP4Quantizer
-from diptych.jax import grouped_primitives as primitives
+from diptych.jax.primitives import grouped as primitives
 from jax_frontend import tools
 
 X, STACK, DY = np.ones((96, 32), np.float32), np.ones((3, 16, 32), np.float32), np.ones((96, 16), np.float32)

@@ -16,7 +16,7 @@ from sweeps import named
 import diptych.jax as dj
 from diptych.common import ShapeError, UnsupportedError
 from diptych.common.quantizers import RHT
-from diptych.jax import grouped_primitives as primitives
+from diptych.jax.primitives import grouped as primitives
 from jax_frontend import tools
 
 KIND = tools.KIND

@@ -11,8 +11,8 @@ import pytest
 
 import diptych.jax as dj
 from diptych.common import ArgumentError, DTypeError, ShapeError, linear_plan
-from diptych.jax import fused
-from diptych.jax.layernorm_linear import layernorm_dense
+from diptych.jax.functional import source as fused
+from diptych.jax.layers.layernorm_linear import layernorm_dense
 from jax_frontend import fused_layers as fl
 from jax_frontend import tools
 from jax_frontend.layers import same

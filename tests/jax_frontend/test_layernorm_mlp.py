@@ -15,8 +15,8 @@ import diptych.jax as dj
 from diptych.common import ArgumentError, ShapeError, linear_plan
 from diptych.common.fused import ACTIVATIONS
 from diptych.core import _core
-from diptych.jax import fused
-from diptych.jax.layernorm_mlp import layernorm_mlp
+from diptych.jax.functional import source as fused
+from diptych.jax.layers.layernorm_mlp import layernorm_mlp
 from jax_frontend import fused_layers as fl
 from jax_frontend import tools
 from jax_frontend.layers import same

@@ -21,7 +21,9 @@ from diptych.common import (
     NVFP4BlockScaling,
     Quantizer,
 )
-from diptych.jax import linear, products, state, transport
+from diptych.jax.layers import linear, products
+from diptych.jax.state import carry as transport
+from diptych.jax.state import scales as state
 from jax_frontend import layers, tools
 
 E5M2, E4M3, MX, FP4 = layers.E5M2, layers.E4M3, layers.MX, layers.FP4

@@ -12,7 +12,7 @@ import cases
 import diptych.jax as dj
 import moe_oracle as oracle
 from diptych.common import UnsupportedError
-from diptych.jax import permutation_ops
+from diptych.jax.functional import permute_op as permutation_ops
 from jax_frontend import tools
 
 T, E, K, H = 37, 5, 2, 24

@@ -29,7 +29,8 @@ from diptych.common import (
     UnsupportedError,
 )
 from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX
-from diptych.jax import fused, primitives
+from diptych.jax.functional import source as fused
+from diptych.jax.primitives import quantize as primitives
 from jax_frontend import tools
 from oracle import fused as fused_oracle
 

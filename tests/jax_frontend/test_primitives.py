@@ -14,7 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 import diptych.jax as dj
 from diptych.common import ShapeError, UnsupportedError
 from diptych.common.quantizers import SQUARE
-from diptych.jax import ffi, primitives
+from diptych.jax.primitives import ffi
+from diptych.jax.primitives import quantize as primitives
 from jax_frontend import tools
 
 KIND = tools.KIND

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 import diptych.jax as dj
-from diptych.jax import residuals
-from diptych.jax import transport as tr
+from diptych.jax.layers import residuals
+from diptych.jax.state import carry as tr
 from jax_frontend import fused_layers, tools
 from jax_frontend.test_training_flax import OWG, Delayed, nn
 

@@ -15,7 +15,8 @@ from sweeps import named
 import diptych.jax as dj
 import oracle
 from diptych.common.quantizers import ROW_AMAX
-from diptych.jax import functional, primitives
+from diptych.jax.functional import quantize as functional
+from diptych.jax.primitives import quantize as primitives
 from jax_frontend import tools
 
 RECIPE = pytest.mark.parametrize("recipe", named(tools.PLAIN_RECIPES, ("fp8-current", "mxfp8", "nvfp4 to nearest")))

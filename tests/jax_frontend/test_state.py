@@ -15,9 +15,9 @@ from jax.sharding import PartitionSpec as P
 
 import oracle
 from diptych.common import CheckpointError, CustomRecipe, DelayedScaling, Format, RecipeSwitchWarning
-from diptych.jax import state as st
-from diptych.jax import transport as tr
-from diptych.jax.linear import dense
+from diptych.jax.layers.linear import dense
+from diptych.jax.state import carry as tr
+from diptych.jax.state import scales as st
 from jax_frontend import tools
 
 RECIPE = DelayedScaling(amax_history_len=4)

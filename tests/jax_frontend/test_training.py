@@ -19,10 +19,10 @@ from diptych.common import (
     ShapeError,
     UnsupportedError,
 )
-from diptych.jax import state as st
-from diptych.jax import transport as tr
-from diptych.jax.linear import CHECKPOINT_NAME, dense
-from diptych.jax.weights import dense_vjp, kernel_quantizer, quantize_kernel, quantize_params
+from diptych.jax.layers.linear import CHECKPOINT_NAME, dense
+from diptych.jax.layers.weights import dense_vjp, kernel_quantizer, quantize_kernel, quantize_params
+from diptych.jax.state import carry as tr
+from diptych.jax.state import scales as st
 from jax_frontend import layers, tools
 from jax_frontend.test_linear_plans import CASES, RNG
 

@@ -12,10 +12,10 @@ import pytest
 
 import diptych.jax as dj
 from diptych.common import ArgumentError, DelayedScaling, DTypeError, NVFP4BlockScaling, UnsupportedError
-from diptych.jax import state as st
-from diptych.jax import transport as tr
-from diptych.jax.injection import dot_general
-from diptych.jax.linear import dense
+from diptych.jax.layers.inject import dot_general
+from diptych.jax.layers.linear import dense
+from diptych.jax.state import carry as tr
+from diptych.jax.state import scales as st
 from jax_frontend import layers, tools
 
 nn = pytest.importorskip("flax.linen")

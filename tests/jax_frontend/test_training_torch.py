@@ -11,10 +11,10 @@ import pytest
 
 import diptych.jax as dj
 from diptych.common import CustomRecipe, DelayedScaling, NVFP4BlockScaling
-from diptych.jax import state as st
-from diptych.jax import transport as tr
-from diptych.jax.linear import dense
-from diptych.jax.products import OFFSETS, rng_at
+from diptych.jax.layers.linear import dense
+from diptych.jax.layers.products import OFFSETS, rng_at
+from diptych.jax.state import carry as tr
+from diptych.jax.state import scales as st
 from jax_frontend import layers, tools
 
 torch = pytest.importorskip("torch")

@@ -17,7 +17,8 @@ import cases
 import diptych.jax as dj
 import oracle
 from diptych.common import DTypeError, QuantSpec, ShapeError
-from diptych.jax import ffi, primitives
+from diptych.jax.primitives import ffi
+from diptych.jax.primitives import quantize as primitives
 from jax_frontend import tools
 
 TENSOR, FP4 = tools.quantizer("fp8_e4m3_tensor"), tools.quantizer("nvfp4", columnwise=False)

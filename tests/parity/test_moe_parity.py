@@ -15,8 +15,8 @@ import cases
 from diptych.common import RECIPES, Recipe
 from diptych.common.fused import ACTIVATIONS
 from diptych.common.grouped import row_align
-from diptych.jax import fused as jax_fused
-from diptych.torch import fused as torch_fused
+from diptych.jax.functional import source as jax_fused
+from diptych.torch.functional import source as torch_fused
 from parity.panels import backends, cublaslt_mismatch, dj, dt, jax, same, to_jax, to_torch, torch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"

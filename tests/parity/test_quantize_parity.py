@@ -11,8 +11,8 @@ from sweeps import in_turn
 import cases
 import oracle
 from diptych.common import Float8Quantizer, format_by_name
-from diptych.jax import primitives as jax_primitives
-from diptych.torch import primitives as torch_primitives
+from diptych.jax.primitives import quantize as jax_primitives
+from diptych.torch.primitives import quantize as torch_primitives
 from parity.panels import FIELDS, backends, dj, dt, jax, same, same_copies, to_jax, to_torch
 from quantizers import of_case
 from quantizers import quantizer as quantizer_for

@@ -8,7 +8,7 @@ import torch
 
 import diptych.torch as dt
 from diptych.common import NVFP4BlockScaling, Recipe
-from diptych.torch import fused
+from diptych.torch.functional import source as fused
 from torch_frontend.layers import NAMED, SEED, dtype_of, packed, same_step
 from torch_frontend.tools import normal, same, values
 

@@ -24,8 +24,8 @@ from diptych.common import (
     Quantizer,
     QuantizerRole,
 )
-from diptych.torch import products
-from diptych.torch.autocast import STATE
+from diptych.torch.layers import products
+from diptych.torch.state.autocast import STATE
 
 CURRENT, BLOCK, MX = Float8CurrentScaling(), Float8BlockScaling(), MXFP8BlockScaling()
 
@@ -190,7 +190,7 @@ def test_the_state_keeps_its_identity():
     before = STATE
     with dt.autocast(recipe=MX):
         pass
-    from diptych.torch import autocast as module
+    from diptych.torch.state import autocast as module
 
     assert module is not None and STATE is before
 

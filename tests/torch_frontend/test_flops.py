@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import diptych.torch as dt
 from diptych.common.recipes import RECIPES, Float8CurrentScaling, NVFP4BlockScaling
-from diptych.torch import rules
+from diptych.torch.primitives import checks as rules
 
 M, K, N, G = 64, 96, 32, 3
 PRODUCT = 2 * M * K * N

@@ -13,8 +13,8 @@ import cases
 import diptych.torch as dt
 import oracle
 from diptych.common import FORMATS, Float8Quantizer, NVFP4Quantizer
-from diptych.torch import primitives
-from diptych.torch.quantized import BUFFERS
+from diptych.torch.primitives import quantize as primitives
+from diptych.torch.tensors.quantized import BUFFERS
 from torch_frontend import tools
 from torch_frontend.tools import normal, poisoned, quantizer, same
 

@@ -13,7 +13,7 @@ from torch import Tensor
 import cases
 import diptych.torch as dt
 from diptych.common import Float8Quantizer, MXFP8Quantizer, NVFP4Quantizer, Quantizer, UnsupportedError
-from diptych.torch import primitives
+from diptych.torch.primitives import quantize as primitives
 from torch_frontend import tools
 from torch_frontend.tools import normal, quantizer, same
 

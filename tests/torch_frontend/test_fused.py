@@ -12,7 +12,8 @@ import cases
 from diptych.common import DTypeError, Float8Quantizer, ShapeError, UnsupportedError
 from diptych.common.fused import ACTIVATIONS, NormOptions, activation_options, norm_options
 from diptych.common.quantizers import RHT
-from diptych.torch import fused, primitives
+from diptych.torch.functional import source as fused
+from diptych.torch.primitives import quantize as primitives
 from torch_frontend import tools
 from torch_frontend.tools import ALL, delayed, named, normal, same
 

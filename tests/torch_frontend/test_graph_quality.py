@@ -14,8 +14,8 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 import diptych.torch as dt
 from diptych.common import RECIPES, Float8BlockScaling, Float8CurrentScaling, Recipe
-from diptych.torch import primitives
-from diptych.torch.replay import Replays
+from diptych.torch.graph.program import Replays
+from diptych.torch.primitives import quantize as primitives
 from torch_frontend import tools
 from torch_frontend.tools import normal, quantizer, same
 

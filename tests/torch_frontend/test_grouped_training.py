@@ -22,7 +22,9 @@ from diptych.common import (
 )
 from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX
 from diptych.core import reset_calls
-from diptych.torch import grouped_primitives, primitives, state
+from diptych.torch.primitives import grouped as grouped_primitives
+from diptych.torch.primitives import quantize as primitives
+from diptych.torch.state import scales as state
 from torch_frontend.grouped import K, N, layer, offsets_of, run
 from torch_frontend.layers import NAMED, SEED, dtype_of, same_step, slow
 from torch_frontend.ranks import needs_gloo, results

@@ -12,7 +12,8 @@ import torch
 import diptych.torch as dt
 from benchmarks import memory
 from diptych.common import MXFP8BlockScaling, Recipe
-from diptych.torch import grouped_primitives, rules
+from diptych.torch.primitives import checks as rules
+from diptych.torch.primitives import grouped as grouped_primitives
 from torch_frontend import composed, layers, tools
 from torch_frontend.layers import NAMED
 from torch_frontend.tools import RECIPE_NAMES, normal

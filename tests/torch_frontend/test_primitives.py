@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import cases
 from diptych.common import Float8Quantizer, shapes
 from diptych.common.quantizers import RHT, ROW_AMAX
-from diptych.torch import primitives, rules
+from diptych.torch.primitives import checks as rules
+from diptych.torch.primitives import quantize as primitives
 from torch_frontend import tools
 from torch_frontend.tools import ALL, delayed, named, normal, poisoned, quantizer, same
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from diptych.common import Float8Quantizer
-from diptych.torch import primitives
+from diptych.torch.primitives import quantize as primitives
 from torch_frontend import tools
 from torch_frontend.tools import ALL, delayed, named, normal, same
 

@@ -10,9 +10,11 @@ import torch
 import diptych.torch as dt
 from diptych.common import RECIPES, QuantizerRole
 from diptych.core import _core
-from diptych.torch import functional, primitives, replay
-from diptych.torch.layer import _linear
-from diptych.torch.opaque import Constants
+from diptych.torch.functional import quantize as functional
+from diptych.torch.graph import program as replay
+from diptych.torch.layers.linear import _linear
+from diptych.torch.primitives import quantize as primitives
+from diptych.torch.primitives.constants import Constants
 
 
 def kernel_calls() -> dict[str, int]:

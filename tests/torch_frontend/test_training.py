@@ -16,7 +16,7 @@ from diptych.common import (
     RecipeSwitchWarning,
 )
 from diptych.core import reset_calls
-from diptych.torch import state
+from diptych.torch.state import scales as state
 from torch_frontend import layers
 from torch_frontend.layers import DELAYED, NAMED
 from torch_frontend.layers import all_same as _all_same

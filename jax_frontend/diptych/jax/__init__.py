@@ -20,24 +20,8 @@ from diptych.common import (
     QuantizerRole,
     Recipe,
 )
-from diptych.jax.ffi import export_safety_checks, header_version
-from diptych.jax.functional import (
-    amax,
-    bias_grad,
-    dequantize,
-    gemm,
-    gemm_into,
-    quantize,
-    rng_state,
-    scale_update,
-)
-from diptych.jax.grouped import QuantizedStack, grouped_bias_grad, grouped_gemm, quantize_stack
-from diptych.jax.grouped_linear import grouped_dense, grouped_dense_vjp
-from diptych.jax.injection import dot_general
-from diptych.jax.layernorm_linear import layernorm_dense, layernorm_dense_vjp
-from diptych.jax.layernorm_mlp import MLP_OFFSETS, init_layernorm_mlp_state, layernorm_mlp, layernorm_mlp_vjp
-from diptych.jax.linear import CHECKPOINT_NAME, dense
-from diptych.jax.permutation import (
+from diptych.jax.functional.grouped import QuantizedStack, grouped_bias_grad, grouped_gemm, quantize_stack
+from diptych.jax.functional.permute import (
     RowMap,
     moe_map,
     moe_permute,
@@ -47,10 +31,35 @@ from diptych.jax.permutation import (
     moe_sort_chunks_by_index_with_probs,
     moe_unpermute,
 )
-from diptych.jax.permutation_quantize import moe_permute_and_quantize
-from diptych.jax.products import OFFSETS, rng_at
-from diptych.jax.quantized import QuantizedArray
-from diptych.jax.state import (
+from diptych.jax.functional.permute_quantize import moe_permute_and_quantize
+from diptych.jax.functional.quantize import (
+    amax,
+    bias_grad,
+    dequantize,
+    gemm,
+    gemm_into,
+    quantize,
+    rng_state,
+    scale_update,
+)
+from diptych.jax.layers.grouped_linear import grouped_dense, grouped_dense_vjp
+from diptych.jax.layers.inject import dot_general
+from diptych.jax.layers.layernorm_linear import layernorm_dense, layernorm_dense_vjp
+from diptych.jax.layers.layernorm_mlp import MLP_OFFSETS, init_layernorm_mlp_state, layernorm_mlp, layernorm_mlp_vjp
+from diptych.jax.layers.linear import CHECKPOINT_NAME, dense
+from diptych.jax.layers.products import OFFSETS, rng_at
+from diptych.jax.layers.weights import dense_vjp, kernel_quantizer, quantize_kernel, quantize_params
+from diptych.jax.primitives.ffi import export_safety_checks, header_version
+from diptych.jax.state.carry import (
+    combine_states,
+    lend_states,
+    partition_states,
+    read_states,
+    share_states,
+    state_refs,
+    value_and_grad_with_state,
+)
+from diptych.jax.state.scales import (
     ScaleState,
     init_state,
     load_state_dict,
@@ -60,16 +69,7 @@ from diptych.jax.state import (
     switch_state,
     update_state,
 )
-from diptych.jax.transport import (
-    combine_states,
-    lend_states,
-    partition_states,
-    read_states,
-    share_states,
-    state_refs,
-    value_and_grad_with_state,
-)
-from diptych.jax.weights import dense_vjp, kernel_quantizer, quantize_kernel, quantize_params
+from diptych.jax.tensors.quantized import QuantizedArray
 
 __all__ = [
     "CHECKPOINT_NAME",

@@ -3,7 +3,7 @@
 import torch
 
 from diptych.common.earlier_names import keep
-from diptych.torch import held
+from diptych.torch.modules import quantized_parameter as held
 
 
 def keep_earlier_names() -> None:
