@@ -20,6 +20,7 @@ from diptych.common import (
     QuantizerRole,
     Recipe,
 )
+from diptych.jax.earlier_names import keep_earlier_names
 from diptych.jax.functional.grouped import QuantizedStack, grouped_bias_grad, grouped_gemm, quantize_stack
 from diptych.jax.functional.permute import (
     RowMap,
@@ -143,3 +144,5 @@ __all__ = [
     "update_state",
     "value_and_grad_with_state",
 ]
+
+keep_earlier_names()
