@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 import diptych.jax as dj
-from diptych.jax.layers import residuals
+from diptych.jax.primitives import residuals
 from diptych.jax.state import carry as tr
 from jax_frontend import fused_layers, tools
 from jax_frontend.test_training_flax import OWG, Delayed, nn

@@ -21,7 +21,7 @@ from diptych.common import (
     Recipe,
 )
 from diptych.jax.earlier_names import keep_earlier_names
-from diptych.jax.functional.grouped import QuantizedStack, grouped_bias_grad, grouped_gemm, quantize_stack
+from diptych.jax.functional.grouped import grouped_bias_grad, grouped_gemm, quantize_stack
 from diptych.jax.functional.permute import (
     RowMap,
     moe_map,
@@ -70,7 +70,7 @@ from diptych.jax.state.scales import (
     switch_state,
     update_state,
 )
-from diptych.jax.tensors.quantized import QuantizedArray
+from diptych.jax.tensors.quantized import QuantizedArray, QuantizedStack
 
 __all__ = [
     "CHECKPOINT_NAME",

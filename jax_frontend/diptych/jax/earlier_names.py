@@ -7,5 +7,10 @@ from diptych.jax.tensors import quantized
 
 def keep_earlier_names() -> None:
     """For `pickle`."""
-    arrays = {f"diptych.jax.quantized.{name}": getattr(quantized, name) for name in ("QuantizedArray",)}
-    keep(arrays | {"diptych.jax.state.ScaleState": scales.ScaleState})
+    keep(
+        {
+            "diptych.jax.grouped.QuantizedStack": quantized.QuantizedStack,
+            "diptych.jax.quantized.QuantizedArray": quantized.QuantizedArray,
+            "diptych.jax.state.ScaleState": scales.ScaleState,
+        }
+    )

@@ -1,15 +1,17 @@
 """Where earlier versions kept the classes and functions that pickled weights and modules name."""
 
+from typing import Any
+
 import torch
 
 from diptych.common.earlier_names import keep
+from diptych.torch.layers import weight_gradients
 from diptych.torch.modules import (
     grouped_linear,
     layernorm_linear,
     layernorm_mlp,
     linear,
     quantized_parameter,
-    weight_gradients,
 )
 from diptych.torch.primitives import constants
 from diptych.torch.state import scales
@@ -34,5 +36,5 @@ def keep_earlier_names() -> None:
     """For `pickle` and for `torch.load(weights_only=True)`."""
     names = {f"diptych.torch.{old}.{name}": getattr(now, name) for old, now, found in _PLACES for name in found}
     keep(names)
-    safe = [(value, name) for name, value in names.items() if name.rpartition(".")[2] in _OF_WEIGHTS]
+    safe: list[Any] = [(value, name) for name, value in names.items() if name.rpartition(".")[2] in _OF_WEIGHTS]
     torch.serialization.add_safe_globals(safe)

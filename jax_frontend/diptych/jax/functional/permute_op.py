@@ -17,9 +17,9 @@ from jax.custom_derivatives import SymbolicZero
 
 from diptych.common.errors import UnsupportedError
 from diptych.core._moe import moved_parts
-from diptych.jax.layers.linear import same_axes
-from diptych.jax.layers.residuals import defvjp
 from diptych.jax.primitives import permute as ops
+from diptych.jax.primitives.arrays import same_axes
+from diptych.jax.primitives.residuals import defvjp
 from diptych.jax.tensors.quantized import QuantizedArray
 
 Array = jax.Array

@@ -7,7 +7,6 @@ while tracing. None of them is differentiable; `diptych.jax.dense` is.
 from __future__ import annotations
 
 import functools
-import math
 from typing import Any, Literal, overload
 
 import jax
@@ -18,68 +17,18 @@ from diptych.common import shapes
 from diptych.common.errors import ArgumentError, DTypeError, ShapeError
 from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX, Quantizer
 from diptych.jax.primitives import quantize as primitives
-from diptych.jax.primitives.checks import check_high_precision, check_native, enforce
+from diptych.jax.primitives.arrays import dtype_name, factor, small_operand, to_array
+from diptych.jax.primitives.checks import check_native, enforce
 from diptych.jax.primitives.ffi import Source
 from diptych.jax.tensors.quantized import QuantizedArray, from_buffers
 
 Array = jax.Array
 
 
-def to_array(op: str, arg: str, x: Any) -> Array:
-    """A JAX array of a high-precision dtype. NumPy's float64 is refused before JAX would round it to float32."""
-    if not isinstance(x, (jax.Array, np.ndarray)):
-        raise ArgumentError(f"{op}: {arg} must be a JAX or NumPy array, got {type(x).__name__}")
-    check_high_precision(op, arg, x.dtype, x.shape)
-    check_native(op, arg, x)
-    return jnp.asarray(x)
-
-
 def _quantized(op: str, arg: str, q: Any) -> QuantizedArray:
     if not isinstance(q, QuantizedArray):
         raise ArgumentError(f"{op}: {arg} must be a QuantizedArray, got {type(q).__name__}; quantize it first")
     return q
-
-
-def dtype_name(op: str, dtype: Any, default: str) -> str:
-    """Name of a result's dtype. **Raises** DTypeError for one that is not of high precision."""
-    if dtype is None:
-        return default
-    try:
-        name = np.dtype(jnp.dtype(dtype)).name
-    except TypeError:
-        raise DTypeError(f"{op}: {dtype!r} is no dtype; choose float32, bfloat16 or float16") from None
-    if name not in shapes.HIGH_PRECISION:
-        raise DTypeError(f"{op}: the result can be float32, bfloat16 or float16, not {name}")
-    return name
-
-
-def factor(op: str, arg: str, value: Any) -> float:
-    """A Python number rounded to float32. Arrays are refused: factors are attributes of the compiled call."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
-        raise ArgumentError(
-            f"{op}: {arg} must be a Python number, got {type(value).__name__}; scale the result instead"
-        )
-    with np.errstate(over="ignore"):
-        value = float(np.float32(value))
-    if not math.isfinite(value):
-        raise ValueError(f"{op}: {arg} must be finite in float32, got {value}")
-    return value
-
-
-def small_operand(op: str, arg: str, value: Any) -> Array | None:
-    """A small operand: numbers become float32 [1], arrays stay what they are and are checked while tracing."""
-    if value is None or isinstance(value, jax.Array):
-        out = value
-    elif isinstance(value, (int, float)):
-        out = jnp.full(1, value, jnp.float32)
-    elif isinstance(value, (np.ndarray, np.generic)):
-        check_native(op, arg, value)
-        out = jnp.asarray(value)
-        if out.dtype != value.dtype:
-            raise DTypeError(f"{op}: {arg} is {value.dtype}, which JAX would turn into {out.dtype}; cast it first")
-    else:
-        raise ArgumentError(f"{op}: {arg} must be a JAX or NumPy array or a number, got {type(value).__name__}")
-    return out.reshape(1) if out is not None and out.ndim == 0 else out
 
 
 @overload
@@ -288,9 +237,7 @@ def dequantize(q: QuantizedArray, dtype: Any = None) -> Array:
 
     **Returns:** [..., K] of `dtype`.
     """
-    q = _quantized("dequantize", "q", q)
-    copy = q.copy_of(q.rowwise_data is None, "dequantize")
-    return primitives.dequantize(copy, dtype_name("dequantize", dtype, q.dtype)).reshape(q.shape)
+    return _quantized("dequantize", "q", q).dequantize(dtype)
 
 
 def _gemm(

@@ -23,7 +23,7 @@ from diptych.common.fused import NormOptions
 from diptych.common.quantizers import Quantizer
 from diptych.core import _core
 from diptych.jax.functional import quantize as functional
-from diptych.jax.primitives import ffi
+from diptych.jax.primitives import arrays, ffi
 from diptych.jax.primitives import quantize as primitives
 from diptych.jax.primitives.checks import (
     Aval,
@@ -45,11 +45,11 @@ Array = jax.Array
 
 def check_parameters(op: str, x: Array, gamma: Any, beta: Any, options: NormOptions) -> tuple[Array, Array | None]:
     """gamma and beta as arrays that fit x. **Raises** TypeError, ValueError."""
-    gamma = functional.to_array(op, "gamma", gamma)
+    gamma = arrays.to_array(op, "gamma", gamma)
     if beta is not None:
         if options.which == "rmsnorm":
             raise ValueError(f"{op}: RMSNorm has no beta, and one was given")
-        beta = functional.to_array(op, "beta", beta)
+        beta = arrays.to_array(op, "beta", beta)
         if beta.dtype != gamma.dtype:
             raise DTypeError(f"{op}: beta must have gamma's dtype {gamma.dtype}, got {beta.dtype}")
     for name, parameter in (("gamma", gamma), ("beta", beta)):

@@ -34,9 +34,7 @@ from diptych.common.recipes import Recipe
 from diptych.common.schedule import Call, Schedule
 from diptych.jax.functional import grouped
 from diptych.jax.functional import source as fused
-from diptych.jax.functional.grouped import QuantizedStack
 from diptych.jax.functional.permute import RowMap, moe_permute, require_row_map
-from diptych.jax.functional.quantize import to_array
 from diptych.jax.functional.source import FusedInput
 from diptych.jax.layers import products
 from diptych.jax.layers.linear import (
@@ -47,7 +45,6 @@ from diptych.jax.layers.linear import (
     prepare,
     refuse_calibration,
     refuse_without_recipe,
-    same_axes,
 )
 from diptych.jax.layers.products import (
     Copies,
@@ -63,13 +60,15 @@ from diptych.jax.layers.products import (
     recorded,
     values,
 )
-from diptych.jax.layers.residuals import defvjp
 from diptych.jax.layers.weights import Pullback, refuse_references
 from diptych.jax.primitives import grouped as grouped_primitives
 from diptych.jax.primitives import permute as moe_primitives
+from diptych.jax.primitives.arrays import same_axes, to_array
 from diptych.jax.primitives.grouped_matmul import grouped_matmul
+from diptych.jax.primitives.residuals import defvjp
 from diptych.jax.state.carry import returned, viewed
 from diptych.jax.state.scales import ScaleState, check_states, group_axes
+from diptych.jax.tensors.quantized import QuantizedStack
 
 Array = jax.Array
 

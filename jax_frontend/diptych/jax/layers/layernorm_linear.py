@@ -33,11 +33,11 @@ from diptych.jax.layers.linear import (
     prepare,
     refuse_calibration,
     refuse_without_recipe,
-    same_axes,
 )
 from diptych.jax.layers.products import Copies, DenseGradients, Needs, Options, States, cotangents, primals
-from diptych.jax.layers.residuals import defvjp
 from diptych.jax.layers.weights import Pullback, refuse_references
+from diptych.jax.primitives.arrays import same_axes
+from diptych.jax.primitives.residuals import defvjp
 from diptych.jax.state.carry import returned, viewed
 from diptych.jax.state.scales import ScaleState, check_states, group_axes
 from diptych.jax.tensors.quantized import QuantizedArray

@@ -27,7 +27,6 @@ from diptych.common.arguments import require_recipe
 from diptych.common.errors import ArgumentError, ShapeError
 from diptych.common.fused import ActivationOptions, activation_options, norm_options
 from diptych.common.recipes import Recipe
-from diptych.jax.functional import quantize as functional
 from diptych.jax.functional import source as fused
 from diptych.jax.functional.source import FusedInput
 from diptych.jax.layers import products
@@ -51,7 +50,6 @@ from diptych.jax.layers.linear import (
     prepare,
     refuse_calibration,
     refuse_without_recipe,
-    same_axes,
 )
 from diptych.jax.layers.products import (
     OFFSETS,
@@ -65,8 +63,10 @@ from diptych.jax.layers.products import (
     recorded,
     rng_at,
 )
-from diptych.jax.layers.residuals import defvjp
 from diptych.jax.layers.weights import Pullback, refuse_references
+from diptych.jax.primitives import arrays
+from diptych.jax.primitives.arrays import same_axes
+from diptych.jax.primitives.residuals import defvjp
 from diptych.jax.state.carry import returned, viewed
 from diptych.jax.state.scales import ScaleState, check_states, group_axes, init_state
 from diptych.jax.tensors.quantized import QuantizedArray
@@ -273,7 +273,7 @@ def _check_second(
 ) -> tuple[Any, Array | None]:
     """kernel2 and bias2 as arrays that take what the activation gives. **Raises** TypeError, ValueError."""
     kernel2 = kernel_operand(op, "kernel2", kernel2, QuantizedArray)
-    bias2 = None if bias2 is None else functional.to_array(op, "bias2", bias2)
+    bias2 = None if bias2 is None else arrays.to_array(op, "bias2", bias2)
     rows = kernel1.shape[0]
     if act.gated and rows % 2:
         raise ShapeError(f"{op}: a gated activation halves kernel1's rows, got {list(kernel1.shape)}")

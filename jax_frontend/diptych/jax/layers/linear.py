@@ -35,7 +35,9 @@ from diptych.jax.layers.products import (
     recorded,
     state_gradients,
 )
-from diptych.jax.layers.residuals import defvjp
+from diptych.jax.primitives import arrays
+from diptych.jax.primitives.arrays import same_axes
+from diptych.jax.primitives.residuals import defvjp
 from diptych.jax.state.carry import refuse_differentiated, returned, viewed
 from diptych.jax.state.scales import ScaleState, check_states, group_axes
 from diptych.jax.tensors.quantized import QuantizedArray, QuantizedCopies
@@ -79,7 +81,7 @@ def dense(
       needs; its gradient then goes to `main_grad`.
     - `recipe`: None gives the plain product in x's dtype.
     - `module`, `name`: the roles that the recipe is asked about.
-    - `state`: scales of delayed scaling, from `init_state`; `transport.py` says how their amaxes come back.
+    - `state`: scales of delayed scaling, from `init_state`; `state/carry.py` says how their amaxes come back.
       `return_state`: return the state too, with the forward's amaxes. `record=False`: the scales are used as they are,
       and no amax is recorded.
     - `rng`: int32 [4] from `rng_state`, read where the recipe rounds stochastically. One call uses `OFFSETS` offsets;
@@ -130,7 +132,7 @@ def refuse_without_recipe(op: str, **given: Any) -> None:
 
 def check_rng(op: str, rng: Any) -> Array | None:
     """The state of the random generator as an array. **Raises** TypeError for what is none."""
-    rng = functional.small_operand(op, "rng", rng)
+    rng = arrays.small_operand(op, "rng", rng)
     if rng is not None and (rng.dtype != jnp.int32 or rng.shape != (4,)):
         raise DTypeError(f"{op}: rng must be int32 [4], as rng_state makes it, got {rng.dtype}{list(rng.shape)}")
     return rng
@@ -138,8 +140,8 @@ def check_rng(op: str, rng: Any) -> Array | None:
 
 def check_operands(x: Any, kernel: Any, bias: Any, rng: Any) -> tuple[Array, Any, Array | None, Array | None]:
     """The operands as arrays; kernel as it is where it is quantized. **Raises** TypeError, ValueError."""
-    x, kernel = functional.to_array("dense", "x", x), kernel_operand("dense", "kernel", kernel, QuantizedArray)
-    bias = None if bias is None else functional.to_array("dense", "bias", bias)
+    x, kernel = arrays.to_array("dense", "x", x), kernel_operand("dense", "kernel", kernel, QuantizedArray)
+    bias = None if bias is None else arrays.to_array("dense", "bias", bias)
     rng = check_rng("dense", rng)
     if kernel.ndim != 2:
         raise ShapeError(f"dense: kernel must be [N, K], got {list(kernel.shape)}")
@@ -158,7 +160,7 @@ def kernel_operand(op: str, arg: str, kernel: Any, held: type[QuantizedCopies]) 
         return kernel
     if isinstance(kernel, QuantizedCopies):
         raise ArgumentError(f"{op}: {arg} must be an array or a {held.__name__}, got a {type(kernel).__name__}")
-    return functional.to_array(op, arg, kernel)
+    return arrays.to_array(op, arg, kernel)
 
 
 def plain(x: Array, kernel: Any, bias: Array | None) -> Array:
@@ -170,17 +172,6 @@ def plain(x: Array, kernel: Any, bias: Array | None) -> Array:
 def high_precision(kernel: Any, dtype: Any) -> Array:
     """A kernel as an array, in `dtype` if it is held quantized."""
     return kernel if isinstance(kernel, jax.Array) else kernel.dequantize(dtype)
-
-
-def same_axes(*operands: Any) -> list[Any]:
-    """Lets all operands, pytrees, vary over the same mesh axes; the transpose sums the gradient of those that did
-    not."""
-    arrays, tree = jax.tree.flatten(operands)
-    axes = [jax.typeof(x).manual_axis_type.varying for x in arrays]
-    union = frozenset().union(*axes)
-    missing = [tuple(sorted(union - own, key=str)) for own in axes]
-    arrays = [jax.lax.pcast(x, m, to="varying") if m else x for x, m in zip(arrays, missing, strict=True)]
-    return list(tree.unflatten(arrays))
 
 
 # --- kernels that are quantized already, and gradients that go elsewhere ---

@@ -14,10 +14,10 @@ from diptych.common.errors import ShapeError
 from diptych.common.plan import held_quantizer
 from diptych.common.quantizers import Quantizer
 from diptych.common.recipes import Recipe
-from diptych.jax.functional import quantize as functional
 from diptych.jax.layers import products
 from diptych.jax.layers.linear import check_operands, prepare
 from diptych.jax.layers.products import Copies, Needs, Options, backward, forward, named, recorded
+from diptych.jax.primitives import arrays
 from diptych.jax.state.carry import has_ref, returned, viewed
 from diptych.jax.state.scales import ScaleState, check_states, group_axes
 from diptych.jax.tensors.quantized import QuantizedArray
@@ -53,7 +53,7 @@ def quantize_kernel(
     **Raises:** as `dense`; ValueError where the amax would be lost.
     """
     options = Options(recipe, module, name, group=group_axes(recipe))
-    kernel = jax.lax.stop_gradient(functional.to_array("quantize_kernel", "kernel", kernel))
+    kernel = jax.lax.stop_gradient(arrays.to_array("quantize_kernel", "kernel", kernel))
     if kernel.ndim not in (2, 3):
         raise ShapeError(f"quantize_kernel: kernel must be [N, K], or a stack [G, N, K], got {list(kernel.shape)}")
     states = check_states("quantize_kernel", state, options.plan, recipe)
@@ -145,7 +145,7 @@ class Pullback:
         return Pullback(op, run, saved, y.shape, y.dtype.name)
 
     def __call__(self, dy: Array) -> Any:
-        dy = functional.to_array(self.op, "dy", dy)
+        dy = arrays.to_array(self.op, "dy", dy)
         if dy.shape != self.shape or dy.dtype.name != self.dtype:
             raise ShapeError(
                 f"{self.op}: dy must be {self.dtype}{list(self.shape)}, as y, got {dy.dtype.name}{list(dy.shape)}"

@@ -4,7 +4,7 @@
     dense           reads the scales, and puts max(history[0], amax) into the histories that it returns
     update_state    once a step: the next scales from the amaxes so far (NUMERICS 2, "Delayed")
 
-How amaxes get from where they arise to the next step is in `transport.py`. Invariants:
+How amaxes get from where they arise to the next step is in `carry.py`. Invariants:
 
 - Amaxes of several uses combine by max, and JAX combines gradients by sum. Each state has a `count` of 1, so that one
   which was made by a sum, or by a gradient that nothing contributed to, is known; its `check` tells averages

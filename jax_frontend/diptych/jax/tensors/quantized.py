@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import operator
 from typing import Any, ClassVar
 
 import jax
@@ -18,7 +19,9 @@ from diptych.common import shapes
 from diptych.common.errors import ShapeError
 from diptych.common.formats import FormatRow
 from diptych.common.quantizers import Quantizer
+from diptych.jax.primitives.arrays import dtype_name
 from diptych.jax.primitives.checks import Copy
+from diptych.jax.primitives.quantize import dequantize
 
 Array = jax.Array
 
@@ -118,11 +121,54 @@ class QuantizedArray(QuantizedCopies):
 
     def dequantize(self, dtype: Any = None) -> Array:
         """The values; see `diptych.jax.dequantize`."""
-        from diptych.jax.functional import quantize as functional  # quantized.py stands below functional.py
-
-        return functional.dequantize(self, dtype)
+        copy = self.copy_of(self.rowwise_data is None, "dequantize")
+        return dequantize(copy, dtype_name("dequantize", dtype, self.dtype)).reshape(self.shape)
 
 
 def from_buffers(buffers: dict[str, Array], quantizer: Quantizer, shape: shapes.Shape, dtype: Any) -> QuantizedArray:
     """Wraps what `primitives.quantize` filled for a tensor of `shape` and `dtype`."""
     return QuantizedArray(quantizer, tuple(shape[:-1]), np.dtype(dtype).name, **buffers)
+
+
+@register
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class QuantizedStack(QuantizedCopies):
+    """G quantized tensors of one shape [*leading, K], made by `quantize_stack`; `shape` is [G, *leading, K].
+
+    Its arrays are those of a `QuantizedArray` behind a leading G, and what is [1] there is [G] here: scales of a whole
+    tensor, amaxes. The tensors share nothing but their quantizer. A pytree, as a `QuantizedArray` is.
+    """
+
+    scale_rank: ClassVar[int] = 3
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, g: int) -> QuantizedArray:
+        """Tensor g. **Raises** IndexError past the last."""
+        self.copy_of(self.rowwise_data is None, "a stack's tensor")  # raises where axes were added
+        if not -len(self) <= operator.index(g) < len(self):
+            raise IndexError(f"tensor {g} of a stack of {len(self)}")
+        parts = {}
+        for name in BUFFERS:
+            x = getattr(self, name)
+            if x is not None:
+                whole = name.endswith("amax") or (self.format.per_tensor and name.endswith("scale_inv"))
+                parts[name] = x[g].reshape(-1) if whole else x[g]
+        return QuantizedArray(self.quantizer, self.leading, self.dtype, **parts)
+
+    def dequantize(self, dtype: Any = None) -> Array:
+        """The values that the stack stands for, as `diptych.jax.dequantize` gives them for each tensor."""
+        op = "dequantize"
+        copy = self.copy_of(self.rowwise_data is None, op)
+        return stack_values(copy, dtype_name(op, dtype, self.dtype)).reshape(self.shape)
+
+
+def stack_values(stack: Copy, dtype: str) -> Array:
+    """The values of one copy of a stack, behind a leading G those of each tensor."""
+
+    def each(data: Array, scale_inv: Array, *amax: Array) -> Array:
+        return dequantize(Copy(data, scale_inv, amax[0] if amax else None, stack.format, stack.columnwise), dtype)
+
+    data, *whole = stack.operands("dequantize")
+    return jax.vmap(each)(data, *(x[:, None] if x.ndim == 1 else x for x in whole))

@@ -19,8 +19,8 @@ from diptych.torch.primitives.checks import (
     require_quantizer,
     require_tensor,
 )
+from diptych.torch.tensors.quantized import QUANTIZE, QuantizedTensor
 from diptych.torch.tensors.quantized import QuantizedStack as QuantizedStack
-from diptych.torch.tensors.quantized import QuantizedTensor
 
 
 def quantize_stack(
@@ -119,3 +119,6 @@ def grouped_bias_grad(dy: Tensor, offsets: Tensor, dtype: torch.dtype | None = N
     if dy.dim() == 0:
         raise ShapeError(f"{op}: dy must be [..., N], got {describe(dy)}")
     return primitives.grouped_bias_grad(dy, offsets, dy.dtype if dtype is None else dtype)
+
+
+QUANTIZE[QuantizedStack] = quantize_stack

@@ -29,7 +29,7 @@ from diptych.torch.primitives.checks import (
     require_tensor,
 )
 from diptych.torch.tensors.copies import pack, unpack, values
-from diptych.torch.tensors.quantized import QuantizedTensor, from_buffers, rotated
+from diptych.torch.tensors.quantized import QUANTIZE, QuantizedTensor, from_buffers, rotated
 
 
 def _require_quantized(op: str, arg: str, q: Any) -> None:
@@ -366,3 +366,6 @@ def bias_grad(dy: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """
     require_tensor("bias_grad", "dy", dy)
     return primitives.bias_grad(dy, dy.dtype if dtype is None else dtype)
+
+
+QUANTIZE[QuantizedTensor] = quantize

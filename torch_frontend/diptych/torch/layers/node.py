@@ -21,8 +21,8 @@ from diptych.common.schedule import Schedule
 from diptych.torch.graph.custom_op import CustomOp, Group, Written
 from diptych.torch.graph.proto import TensorProto
 from diptych.torch.layers.products import Options, WeightGradient, quantize_general, schedule
-from diptych.torch.modules.tracing import before_each_call, state_fits
-from diptych.torch.modules.weight_gradients import accumulate, overwrites
+from diptych.torch.layers.tracing import before_each_call, state_fits
+from diptych.torch.layers.weight_gradients import accumulate, overwrites
 from diptych.torch.primitives.checks import TWO_LEVEL, traced_local
 from diptych.torch.state.scales import States
 from diptych.torch.state.update import log_amax, record_pending

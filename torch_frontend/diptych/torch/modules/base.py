@@ -27,11 +27,11 @@ from diptych.common.schedule import OFFSETS
 from diptych.torch.graph.eager_only import CALIBRATING, DELAYED_WGRAD, MARKED_WGRAD, EagerOnly, prepare
 from diptych.torch.layers.linear import linear_with
 from diptych.torch.layers.products import Options, dequantized_weight, schedule
+from diptych.torch.layers.tracing import begin_again, make_states
+from diptych.torch.layers.weight_gradients import WeightGradients
 from diptych.torch.modules.fx import require_traceable
 from diptych.torch.modules.stateful import StatefulModule, require_no_capture
-from diptych.torch.modules.tracing import begin_again, make_states
 from diptych.torch.modules.weight_cache import WeightCache
-from diptych.torch.modules.weight_gradients import WeightGradients
 from diptych.torch.primitives import quantize as primitives
 from diptych.torch.primitives.checks import traced_local
 from diptych.torch.state.autocast import STATE, amax_group, make_step_counter, recognize_pipelines, recording

@@ -23,9 +23,9 @@ from diptych.torch.layers.products import Options
 from diptych.torch.modules.base import QuantizedModule
 from diptych.torch.modules.fx import as_leaf
 from diptych.torch.modules.model_init import initial_weight
-from diptych.torch.modules.te_arguments import absorb, dtype_of, initialize
 from diptych.torch.modules.te_states import take_extra_state
 from diptych.torch.primitives.checks import describe
+from diptych.torch.primitives.te_arguments import absorb, dtype_of, initialize
 from diptych.torch.state.autocast import STATE
 from diptych.torch.tensors.quantized import QuantizedTensorBase, high_precision
 

@@ -33,10 +33,10 @@ from diptych.torch.layers.products import Options, encode, fprop, product, quant
 from diptych.torch.modules.base import QuantizedModule
 from diptych.torch.modules.fx import as_leaf
 from diptych.torch.modules.model_init import initial_weight
-from diptych.torch.modules.te_arguments import absorb, dtype_of, initialize, one_input
 from diptych.torch.primitives import quantize as primitives
 from diptych.torch.primitives.checks import describe, require_device, require_high_precision, require_tensor
 from diptych.torch.primitives.constants import Constants
+from diptych.torch.primitives.te_arguments import absorb, dtype_of, initialize, one_input
 from diptych.torch.tensors.copies import Copies, Operand, pack, pick, unpack
 from diptych.torch.tensors.quantized import QuantizedTensor, high_precision
 

@@ -49,8 +49,8 @@ from diptych.torch.modules.layernorm_linear import (
     require_sizes,
 )
 from diptych.torch.modules.model_init import initial_weight
-from diptych.torch.modules.te_arguments import absorb, dtype_of, initialize, one_input
 from diptych.torch.primitives import quantize as primitives
+from diptych.torch.primitives.te_arguments import absorb, dtype_of, initialize, one_input
 from diptych.torch.state.checkpoint import checkpoint
 from diptych.torch.tensors.copies import pack, pick, unpack
 from diptych.torch.tensors.quantized import QuantizedTensor

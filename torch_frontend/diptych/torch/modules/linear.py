@@ -1,4 +1,4 @@
-"""`Linear`: nn.Linear whose three products run quantized inside `autocast`; `layer.py` says how."""
+"""`Linear`: nn.Linear whose three products run quantized inside `autocast`; `layers/linear.py` says how."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from diptych.torch.layers.linear import linear as linear
 from diptych.torch.modules.base import QuantizedModule
 from diptych.torch.modules.fx import as_leaf
 from diptych.torch.modules.model_init import initial_weight
-from diptych.torch.modules.te_arguments import absorb, dtype_of, initialize, one_input
+from diptych.torch.primitives.te_arguments import absorb, dtype_of, initialize, one_input
 
 
 class Linear(QuantizedModule, nn.Linear):

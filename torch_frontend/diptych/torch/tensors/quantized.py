@@ -120,7 +120,7 @@ class QuantizedTensorBase(Tensor):
 
     def _made_of(self, src: Tensor) -> Tensor:
         """What this tensor's quantizer makes of a plain one."""
-        raise NotImplementedError
+        return QUANTIZE[self.kind](src.detach(), self.quantizer)
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
         """Frees the copies that are not wanted. None leaves a copy as it is.
@@ -270,11 +270,6 @@ class QuantizedTensor(QuantizedTensorBase):
     def _values(self, dtype: torch.dtype) -> Tensor:
         return primitives.dequantize(self.copy_of(self.rowwise_data is None), dtype).reshape(self.shape)
 
-    def _made_of(self, src: Tensor) -> Tensor:
-        from diptych.torch.functional.quantize import quantize  # which imports this module
-
-        return quantize(src.detach(), self.quantizer)
-
 
 class QuantizedStack(QuantizedTensorBase):
     """G quantized tensors of one shape, made by `quantize_stack`; `shape` is [G, ..., K], `dtype` the logical one.
@@ -287,14 +282,12 @@ class QuantizedStack(QuantizedTensorBase):
     def _values(self, dtype: torch.dtype) -> Tensor:
         return grouped_primitives.stack_values(self.copy_of(self.rowwise_data is None), dtype).reshape(self.shape)
 
-    def _made_of(self, src: Tensor) -> Tensor:
-        from diptych.torch.functional.grouped import quantize_stack  # which imports this module
-
-        return quantize_stack(src.detach(), self.quantizer)
-
 
 QuantizedTensor.kind, QuantizedStack.kind = QuantizedTensor, QuantizedStack
 
+
+QUANTIZE: dict[type, Callable[..., Any]] = {}
+"""The verb that makes tensors of each kind, which the verbs' own files fill in."""
 
 HANDLERS: dict[Any, Callable[..., Any]] = {}
 """The operators that quantized tensors have, which `quantized_ops` fills in."""
