@@ -12,7 +12,12 @@ import cases
 from diptych.common import DTypeError, Float8Quantizer, ShapeError, UnsupportedError
 from diptych.common.fused import ACTIVATIONS, NormOptions, activation_options, norm_options
 from diptych.common.quantizers import RHT
+from diptych.torch.functional import activation as activation_verbs
+from diptych.torch.functional import norm as norm_verbs
 from diptych.torch.functional import source as fused
+from diptych.torch.primitives import activation as activation_ops
+from diptych.torch.primitives import gemm as gemm_ops
+from diptych.torch.primitives import norm as norm_ops
 from diptych.torch.primitives import quantize as primitives
 from torch_frontend import tools
 from torch_frontend.tools import ALL, delayed, named, normal, same
@@ -49,13 +54,13 @@ def _sources(x, device, m=32, k=64):
     wide = torch.cat([x, x.flip(0)], -1)
     dy = normal("dy", (*x.shape[:-1], k // 2), "float16", device)
     for options, b in ((LN, beta), (LN, None), (RMS, None)):
-        mu, rsigma, _ = fused.norm(x, None, None, options)
-        yield fused.normalized(x, gamma, b, mu, rsigma, options), fused.norm(x.float(), gamma, b, options)[2]
+        mu, rsigma, _ = norm_ops.norm(x, None, None, options)
+        yield fused.normalized(x, gamma, b, mu, rsigma, options), norm_ops.norm(x.float(), gamma, b, options)[2]
     for name in ("gelu", "swiglu"):
         act, v = ACTIVATIONS[name], wide if ACTIVATIONS[name].gated else x
-        yield fused.activated(v, act), fused.activation(v.float(), act)
+        yield fused.activated(v, act), activation_ops.activation(v.float(), act)
         d = dy if act.gated else normal("dy2", (*x.shape[:-1], k), "bfloat16", device)
-        yield fused.activated_grad(d, x, act), fused.activation_grad(d, x, act, torch.float32)
+        yield fused.activated_grad(d, x, act), activation_ops.activation_grad(d, x, act, torch.float32)
 
 
 @pytest.mark.parametrize("options", (LN, RMS, NormOptions("layernorm", 0.5, True)))
@@ -65,7 +70,7 @@ def test_norms_against_torch(options, device):
         gamma = normal("g", (80,), "float32", device).requires_grad_()
         beta = normal("b", (80,), "float32", device).requires_grad_() if options.which == "layernorm" else None
         leaves = [t for t in (x, gamma, beta) if t is not None]
-        y = fused.layernorm(x, gamma, beta, options)
+        y = norm_verbs.layernorm(x, gamma, beta, options)
         assert y.dtype == dtype
         double = [t.detach().double().requires_grad_() for t in leaves]
         want = _torch_norm(double[0], double[1], double[2] if beta is not None else None, options)
@@ -81,7 +86,7 @@ def test_activations_against_torch(name, device):
     act = activation_options("test", name)
     for dtype in FLOATS:
         x = normal("x", (3, 16, 80), "float32", device).to(dtype).requires_grad_()
-        y = fused.activate(x, act)
+        y = activation_verbs.activate(x, act)
         double = x.detach().double().requires_grad_()
         want = _act(name, double)
         dy = normal("dy", tuple(want.shape), "float32", device).to(dtype)
@@ -94,11 +99,11 @@ def test_activations_against_torch(name, device):
 def same_sum(got, values):
     """A source's column sum; on CUDA bias_grad adds in another order, which can round to the next number."""
     if values.is_cuda:
-        total = primitives.bias_grad(values, torch.float32)
+        total = gemm_ops.bias_grad(values, torch.float32)
         rtol = max(1e-5, torch.finfo(got.dtype).eps / 2)
         torch.testing.assert_close(got.float(), total, rtol=rtol, atol=1e-4)
     else:
-        same(got, primitives.bias_grad(values, got.dtype))
+        same(got, gemm_ops.bias_grad(values, got.dtype))
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -148,7 +153,7 @@ def test_delayed_scaling_with_a_source(device):
 
 def test_ops_pass_opcheck():
     x, gamma = normal("x", (16, 64)), normal("g", (64,))
-    mu, rsigma, y = fused.norm(x, gamma, None, LN)
+    mu, rsigma, y = norm_ops.norm(x, gamma, None, LN)
     ops = torch.ops.diptych
     for op, args in (
         (ops.norm, (x, gamma, None, 0, 1e-5, False)),
@@ -165,22 +170,22 @@ def test_bad_operands():
     x, gamma = normal("x", (16, 64)), normal("g", (64,))
     for dtype in (torch.float64, torch.int32):
         with pytest.raises(DTypeError):
-            fused.norm(x.to(dtype), gamma, None, LN)
+            norm_ops.norm(x.to(dtype), gamma, None, LN)
         with pytest.raises(DTypeError):
-            fused.activation(x.to(dtype), ACTIVATIONS["gelu"])
+            activation_ops.activation(x.to(dtype), ACTIVATIONS["gelu"])
     fake = torch.device("meta")
     for device in (x.device, fake):
         v, g = x.to(device), gamma.to(device)
         with pytest.raises(ValueError, match="gamma"):
-            fused.norm(v, g[:32], None, LN)
+            norm_ops.norm(v, g[:32], None, LN)
         with pytest.raises(ValueError, match="halves the last dimension"):
-            fused.activation(v[:, :63], ACTIVATIONS["swiglu"])
+            activation_ops.activation(v[:, :63], ACTIVATIONS["swiglu"])
         with pytest.raises(ValueError, match="dy"):
-            fused.activation_grad(v, v, ACTIVATIONS["swiglu"])
+            activation_ops.activation_grad(v, v, ACTIVATIONS["swiglu"])
         with pytest.raises(ValueError, match="beta"):
-            fused.norm(v, g, g, RMS)
+            norm_ops.norm(v, g, g, RMS)
     with pytest.raises(ShapeError):
-        fused.activation(torch.tensor(1.0), ACTIVATIONS["gelu"])
+        activation_ops.activation(torch.tensor(1.0), ACTIVATIONS["gelu"])
     with pytest.raises(UnsupportedError, match="requires grad"):
         fused.quantize(fused.activated(x.requires_grad_(), ACTIVATIONS["gelu"]), named(cases.FORMATS[0]))
     for bad, error in (
@@ -198,6 +203,6 @@ def test_bad_operands():
 
 def test_no_second_derivative():
     x = normal("x", (4, 8)).requires_grad_()
-    for y in (fused.layernorm(x, torch.ones(8), None, LN), fused.activate(x, ACTIVATIONS["gelu"])):
+    for y in (norm_verbs.layernorm(x, torch.ones(8), None, LN), activation_verbs.activate(x, ACTIVATIONS["gelu"])):
         with pytest.raises(UnsupportedError, match="second derivative"):
             torch.autograd.grad(y.sum(), x, create_graph=True)

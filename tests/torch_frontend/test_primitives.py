@@ -11,8 +11,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import cases
 from diptych.common import Float8Quantizer, shapes
 from diptych.common.quantizers import RHT, ROW_AMAX
-from diptych.torch.primitives import checks as rules
+from diptych.torch.primitives import gemm as gemm_ops
 from diptych.torch.primitives import quantize as primitives
+from diptych.torch.primitives import register
+from diptych.torch.primitives import scale_update as scale_update_ops
 from torch_frontend import tools
 from torch_frontend.tools import ALL, delayed, named, normal, poisoned, quantizer, same
 
@@ -74,10 +76,10 @@ def test_other_fakes_are_real(device):
             fake_x, fake_scale, fake_history = map(mode.from_tensor, (x, scale, history))
         for mode_or_not, t, s, h in ((None, x, scale, history), (mode, fake_x, fake_scale, fake_history)):
             with mode_or_not or torch.no_grad():
-                primitives.scale_update(h, s, None, None, 448.0, 0, False)
+                scale_update_ops.scale_update(h, s, None, None, 448.0, 0, False)
                 rows = ops.amax(t, ROW_AMAX, True)
                 out = [*primitives.quantize_delayed(t, quant, s, h), *rows, primitives.amax(t)]
-                real.append(_layout([*out, primitives.bias_grad(t, torch.float32)]))
+                real.append(_layout([*out, gemm_ops.bias_grad(t, torch.float32)]))
         assert real[0] == real[1], shape
 
 
@@ -86,9 +88,9 @@ def test_fake_gemm_is_real(pair, device):
     for m, n, k in cases.GEMM_SHAPES[::2]:
         k = -(-k // cases.PACKED_BLOCK) * cases.PACKED_BLOCK if {*pair} & {*cases.PACKED_FORMATS} else k
         a, b = _copies(pair[0], device, m, n, k)[0], _copies(pair[1], device, m, n, k)[1]
-        real = primitives.gemm(a, b, None, 1.0, torch.bfloat16, False)
+        real = gemm_ops.gemm(a, b, None, 1.0, torch.bfloat16, False)
         with FakeTensorMode() as mode:
-            fake = primitives.gemm(_fake(mode, a), _fake(mode, b), None, 1.0, torch.bfloat16, False)
+            fake = gemm_ops.gemm(_fake(mode, a), _fake(mode, b), None, 1.0, torch.bfloat16, False)
         assert _layout([real]) == _layout([fake])
 
 
@@ -168,7 +170,7 @@ def test_both_ways_in_are_one(name, device):
     x = normal(f"ways-{name}", (32, 64), "bfloat16", device)
     quant = named(name)
     rng = tools.rng_for(quant, device)
-    assert rules.direct(x)
+    assert register.direct(x)
     dispatched = ops.quantize(x, quant, rng=rng)
     for got, want in zip(primitives.quantize(x, quant, rng=rng), dispatched, strict=True):
         same(got, want)
@@ -176,9 +178,9 @@ def test_both_ways_in_are_one(name, device):
         same(primitives.dequantize(copy, torch.float32), ops.dequantize(*copy, torch.float32))
     a, b = _copies(name, device)
     d = ops.gemm(*a, *b, None, 1.0, torch.float16, False)
-    same(primitives.gemm(a, b, None, 1.0, torch.float16, False), d)
+    same(gemm_ops.gemm(a, b, None, 1.0, torch.float16, False), d)
     acc, acc2 = poisoned(d.shape, device=device), poisoned(d.shape, device=device)
-    primitives.gemm_into(acc, a, b, None, 2.0, 0.5, False)
+    gemm_ops.gemm_into(acc, a, b, None, 2.0, 0.5, False)
     ops.gemm_into(acc2, *a, *b, None, 2.0, 0.5, False)
     same(acc, acc2)
 
@@ -189,7 +191,7 @@ def test_both_ways_in_are_one_with_state(device):
     direct = primitives.quantize_delayed(x, Float8Quantizer(), scale, history)
     for got, want in zip(direct, ops.quantize_delayed(x, Float8Quantizer(), scale2, history2), strict=True):
         same(got, want)
-    primitives.scale_update(history, scale, None, None, 448.0, 0, False)
+    scale_update_ops.scale_update(history, scale, None, None, 448.0, 0, False)
     ops.scale_update(history2, scale2, None, None, 448.0, 0, False)
     same(history, history2)
     same(scale, scale2)
@@ -197,16 +199,16 @@ def test_both_ways_in_are_one_with_state(device):
 
 def test_what_is_not_direct():
     x = torch.zeros(4, 4)
-    assert rules.direct(x, None, torch.nn.Parameter(x))
-    assert not rules.direct(x.to("meta"))
-    assert not rules.direct(torch._neg_view(x))
+    assert register.direct(x, None, torch.nn.Parameter(x))
+    assert not register.direct(x.to("meta"))
+    assert not register.direct(torch._neg_view(x))
     with FakeTensorMode():
-        assert not rules.direct(x)
+        assert not register.direct(x)
     torch.func.grad(lambda v: (_not_direct(v), v.sum())[1])(x)
 
 
 def _not_direct(v: torch.Tensor) -> None:
-    assert not rules.direct(v)
+    assert not register.direct(v)
 
 
 def test_lazily_negated_tensors_count_as_negated():
@@ -225,11 +227,11 @@ def test_a_missing_derivative_is_an_error():
         lambda: ops.quantize(x, quant),
         lambda: primitives.quantize_delayed(x, Float8Quantizer(), scale, history),
         lambda: ops.quantize_delayed(x, Float8Quantizer(), scale, history),
-        lambda: primitives.scale_update(history, scale.clone().requires_grad_(), None, None, 448.0, 0, False),
+        lambda: scale_update_ops.scale_update(history, scale.clone().requires_grad_(), None, None, 448.0, 0, False),
         lambda: primitives.amax(x),
         lambda: ops.bias_grad(x, torch.float32),
-        lambda: primitives.gemm(a, b, torch.zeros(5, requires_grad=True), 1.0, torch.float32, False),
-        lambda: primitives.gemm_into(torch.zeros(6, 5, requires_grad=True), a, b, None, 1.0, 1.0, False),
+        lambda: gemm_ops.gemm(a, b, torch.zeros(5, requires_grad=True), 1.0, torch.float32, False),
+        lambda: gemm_ops.gemm_into(torch.zeros(6, 5, requires_grad=True), a, b, None, 1.0, 1.0, False),
     ):
         with pytest.raises(NotImplementedError, match="has no derivative, and an argument requires grad"):
             call()
@@ -243,7 +245,7 @@ def test_writes_count():
     """Autograd sees that a tensor was written, which it may have saved; inference tensors count nothing."""
     a, b = _copies("mxfp8_e4m3")
     x, quant = torch.ones(4, 64), Float8Quantizer()
-    for into in (primitives.gemm_into, lambda acc, a, b, *rest: ops.gemm_into(acc, *a, *b, *rest)):
+    for into in (gemm_ops.gemm_into, lambda acc, a, b, *rest: ops.gemm_into(acc, *a, *b, *rest)):
         acc = torch.zeros(6, 5)
         before = acc._version
         into(acc, a, b, None, 1.0, 1.0, False)

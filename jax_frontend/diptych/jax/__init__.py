@@ -21,6 +21,7 @@ from diptych.common import (
     Recipe,
 )
 from diptych.jax.earlier_names import keep_earlier_names
+from diptych.jax.functional.gemm import bias_grad, gemm, gemm_into
 from diptych.jax.functional.grouped import grouped_bias_grad, grouped_gemm, quantize_stack
 from diptych.jax.functional.permute import (
     RowMap,
@@ -33,22 +34,15 @@ from diptych.jax.functional.permute import (
     moe_unpermute,
 )
 from diptych.jax.functional.permute_quantize import moe_permute_and_quantize
-from diptych.jax.functional.quantize import (
-    amax,
-    bias_grad,
-    dequantize,
-    gemm,
-    gemm_into,
-    quantize,
-    rng_state,
-    scale_update,
-)
+from diptych.jax.functional.quantize import amax, dequantize, quantize, rng_state
+from diptych.jax.functional.scale_update import scale_update
 from diptych.jax.layers.grouped_linear import grouped_dense, grouped_dense_vjp
 from diptych.jax.layers.inject import dot_general
 from diptych.jax.layers.layernorm_linear import layernorm_dense, layernorm_dense_vjp
 from diptych.jax.layers.layernorm_mlp import MLP_OFFSETS, init_layernorm_mlp_state, layernorm_mlp, layernorm_mlp_vjp
 from diptych.jax.layers.linear import CHECKPOINT_NAME, dense
-from diptych.jax.layers.products import OFFSETS, rng_at
+from diptych.jax.layers.products import OFFSETS
+from diptych.jax.layers.quantize import rng_at
 from diptych.jax.layers.weights import dense_vjp, kernel_quantizer, quantize_kernel, quantize_params
 from diptych.jax.primitives.ffi import export_safety_checks, header_version
 from diptych.jax.state.carry import (
@@ -68,8 +62,8 @@ from diptych.jax.state.scales import (
     overwrite_states,
     state_dict,
     switch_state,
-    update_state,
 )
+from diptych.jax.state.update import update_state
 from diptych.jax.tensors.quantized import QuantizedArray, QuantizedStack
 
 __all__ = [

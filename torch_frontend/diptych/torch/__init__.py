@@ -4,6 +4,7 @@ Recipes, quantizers and roles are those of `diptych.common`.
 """
 
 from diptych.torch.earlier_names import keep_earlier_names
+from diptych.torch.functional.gemm import bias_grad, gemm, gemm_into
 from diptych.torch.functional.grouped import QuantizedStack, grouped_bias_grad, grouped_gemm, quantize_stack
 from diptych.torch.functional.permute import (
     RowMap,
@@ -16,16 +17,8 @@ from diptych.torch.functional.permute import (
     moe_unpermute,
 )
 from diptych.torch.functional.permute_quantize import moe_permute_and_quantize
-from diptych.torch.functional.quantize import (
-    amax,
-    bias_grad,
-    dequantize,
-    gemm,
-    gemm_into,
-    quantize,
-    rng_state,
-    scale_update,
-)
+from diptych.torch.functional.quantize import amax, dequantize, quantize, rng_state
+from diptych.torch.functional.scale_update import scale_update
 from diptych.torch.graph.custom_op import CustomOp, Group, Size, Written
 from diptych.torch.graph.eager_only import EagerWarning
 from diptych.torch.graph.proto import TensorProto, to_tensor_proto

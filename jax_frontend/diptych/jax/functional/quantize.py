@@ -14,21 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from diptych.common import shapes
-from diptych.common.errors import ArgumentError, DTypeError, ShapeError
+from diptych.common.errors import ArgumentError
 from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX, Quantizer
 from diptych.jax.primitives import quantize as primitives
-from diptych.jax.primitives.arrays import dtype_name, factor, small_operand, to_array
-from diptych.jax.primitives.checks import check_native, enforce
+from diptych.jax.primitives.arrays import small_operand, to_array
 from diptych.jax.primitives.ffi import Source
-from diptych.jax.tensors.quantized import QuantizedArray, from_buffers
+from diptych.jax.tensors.quantized import QuantizedArray, _quantized, from_buffers
 
 Array = jax.Array
-
-
-def _quantized(op: str, arg: str, q: Any) -> QuantizedArray:
-    if not isinstance(q, QuantizedArray):
-        raise ArgumentError(f"{op}: {arg} must be a QuantizedArray, got {type(q).__name__}; quantize it first")
-    return q
 
 
 @overload
@@ -185,49 +178,6 @@ def rng_state(seed: Any, offset: Any = 0) -> Array:
     return jax.lax.bitcast_convert_type(jnp.concatenate(words), jnp.int32)
 
 
-def scale_update(
-    history: Array,
-    scale: Array,
-    *,
-    reduced: Array | None = None,
-    amax: Array | None = None,
-    fp8_max: float = 448.0,
-    margin: int = 0,
-    most_recent: bool = False,
-) -> tuple[Array, Array]:
-    """Delayed scaling's update (NUMERICS 2) of n tensors that share an element.
-
-    **Arguments:** `history`: float32 [n, L], or [L] where n is 1; L >= 1. Entry 0 holds the amax since the last update.
-    `scale`: float32 [n]. `reduced`: [n] amaxes after a reduction over a group, used instead of entry 0 where not 0.
-    `amax`: [n] chosen by an algorithm of the caller's own, used where there was an amax at all. `fp8_max`: the
-    element's largest value. `margin`: the scale is divided by 2^margin. `most_recent`: take the latest amax, not the
-    largest of the history.
-
-    **Returns:** (history, scale), new arrays, in the memory of the old ones where they are donated. A history of one
-    entry holds 0 after each update.
-
-    **Raises:** TypeError for other dtypes, ValueError for other shapes, an `fp8_max` or `margin` out of range, or
-    `most_recent` with `amax`.
-    """
-    arrays = {"history": history, "scale": scale, "reduced": reduced, "amax": amax}
-    for name, x in arrays.items():
-        optional = name in ("reduced", "amax")
-        if not isinstance(x, (jax.Array, np.ndarray)) and not (optional and x is None):
-            raise ArgumentError(f"scale_update: {name} must be a JAX or NumPy array, got {type(x).__name__}")
-        check_native("scale_update", name, x)
-        if x is not None and x.dtype != np.float32:  # before JAX would round float64
-            raise DTypeError(f"scale_update: {name} must be float32, got {x.dtype}{list(x.shape)}")
-    if isinstance(margin, bool) or not isinstance(margin, (int, np.integer)):
-        raise ArgumentError(f"scale_update: margin must be a Python integer, got {type(margin).__name__}")
-    if not -126 <= margin <= 126:  # 2^-margin is a normal float32
-        raise ValueError(f"scale_update: margin must lie in -126..126, got {margin}")
-    fp8_max = factor("scale_update", "fp8_max", fp8_max)
-    if fp8_max <= 0:
-        raise ValueError(f"scale_update: fp8_max must be > 0, got {fp8_max}")
-    operands: Any = {name: None if x is None else jnp.asarray(x) for name, x in arrays.items()}
-    return primitives.scale_update(**operands, fp8_max=fp8_max, margin=int(margin), most_recent=bool(most_recent))
-
-
 def dequantize(q: QuantizedArray, dtype: Any = None) -> Array:
     """The values of `q`, from its rowwise copy if it has one, else from its columnwise copy.
 
@@ -238,97 +188,3 @@ def dequantize(q: QuantizedArray, dtype: Any = None) -> Array:
     **Returns:** [..., K] of `dtype`.
     """
     return _quantized("dequantize", "q", q).dequantize(dtype)
-
-
-def _gemm(
-    op: str,
-    acc: Array | None,
-    a: QuantizedArray,
-    b: QuantizedArray,
-    trans_a: bool,
-    trans_b: bool,
-    bias: Array | None,
-    alpha: Any,
-    beta: Any,
-    out_dtype: str | None,
-    fast_accum: bool,
-) -> Array:
-    a, b = _quantized(op, "a", a), _quantized(op, "b", b)
-    a_side, b_side = shapes.gemm_copies(bool(trans_a), bool(trans_b))
-    a_copy, b_copy = a.copy_of(a_side, f"{op}: a"), b.copy_of(b_side, f"{op}: b")
-    size = shapes.gemm_shape(a.format, a_side, a_copy.data.shape, b.format, b_side, b_copy.data.shape)
-    enforce(size.constraints)
-    shape = shapes.gemm_out_shape(a.shape, size.m, size.n, bool(trans_a))
-    if acc is not None and acc.shape != shape:
-        raise ShapeError(f"{op}: acc must have shape {list(shape)}, got {list(acc.shape)}")
-    return primitives.gemm(
-        a_copy,
-        b_copy,
-        None if bias is None else to_array(op, "bias", bias),
-        None if acc is None else acc.reshape(size.m, size.n),
-        alpha=factor(op, "alpha", alpha),
-        beta=factor(op, "beta", beta),
-        out_dtype=a.dtype if out_dtype is None else out_dtype,
-        fast_accum=bool(fast_accum),
-    ).reshape(shape)
-
-
-def gemm(
-    a: QuantizedArray,
-    b: QuantizedArray,
-    *,
-    trans_a: bool = False,
-    trans_b: bool = True,
-    bias: Array | None = None,
-    alpha: float = 1.0,
-    out_dtype: Any = None,
-    fast_accum: bool = False,
-) -> Array:
-    """alpha * op(a) @ op(b) + bias with float32 accumulation (NUMERICS 7).
-
-    **Arguments:** `a`, `b`: quantized tensors; op transposes their [rows, columns] form. An operand whose rows are
-    reduced is read from its columnwise copy: fprop `gemm(x, w)`, dgrad `gemm(dy, w, trans_b=False)`, wgrad `gemm(dy, x,
-    trans_a=True, trans_b=False)`. `bias`: [N]. `alpha`: a Python number. `out_dtype`: float32, bfloat16 or float16; by
-    default the dtype that `a` was quantized from. `fast_accum`: Hopper's reduced accumulation (per-tensor formats).
-
-    **Returns:** [..., N] with a's leading dimensions, or [M, N] with `trans_a`.
-
-    **Raises:** ValueError for missing copies or unequal reduced lengths, TypeError for other dtypes,
-    NotImplementedError for a pair of formats without a kernel.
-    """
-    name = dtype_name("gemm", out_dtype, getattr(a, "dtype", "float32"))
-    return _gemm("gemm", None, a, b, trans_a, trans_b, bias, alpha, 0.0, name, fast_accum)
-
-
-def gemm_into(
-    acc: Array,
-    a: QuantizedArray,
-    b: QuantizedArray,
-    *,
-    trans_a: bool = False,
-    trans_b: bool = True,
-    bias: Array | None = None,
-    alpha: float = 1.0,
-    beta: float = 1.0,
-    fast_accum: bool = False,
-) -> Array:
-    """alpha * op(a) @ op(b) + bias + beta * acc, in the memory of `acc` where XLA may reuse it (a donated argument).
-
-    **Arguments:** as `gemm`; `acc`: [..., N], its dtype is the result's. JAX arrays do not change: use the result.
-
-    **Returns:** the new `acc`.
-    """
-    acc = to_array("gemm_into", "acc", acc)
-    return _gemm("gemm_into", acc, a, b, trans_a, trans_b, bias, alpha, beta, acc.dtype.name, fast_accum)
-
-
-def bias_grad(dy: Array, dtype: Any = None) -> Array:
-    """Sum of `dy` over its leading dimensions, accumulated in float32 in an order that the shape fixes.
-
-    **Arguments:** `dy`: [..., N] float32, bfloat16 or float16. `dtype`: of the result, by default dy's.
-
-    **Returns:** [N].
-    """
-    dy = to_array("bias_grad", "dy", dy)
-    shapes.rows_cols(dy.shape)  # raises for a scalar
-    return primitives.bias_grad(dy, dtype_name("bias_grad", dtype, dy.dtype.name))

@@ -18,11 +18,15 @@ from diptych.common import shapes
 from diptych.common.formats import format_by_name
 from diptych.jax.functional import quantize as functional
 from diptych.jax.lab import gpt
-from diptych.jax.layers.products import OFFSETS, rng_at
+from diptych.jax.layers.products import OFFSETS
+from diptych.jax.layers.quantize import rng_at
 from diptych.jax.primitives import checks as rules
 from diptych.jax.primitives import ffi
+from diptych.jax.primitives import gemm as gemm_ops
 from diptych.jax.primitives import quantize as primitives
-from diptych.jax.state.scales import init_state, load_state_dict, overwrite_states, state_dict, update_state
+from diptych.jax.primitives import scale_update as scale_update_ops
+from diptych.jax.state.scales import init_state, load_state_dict, overwrite_states, state_dict
+from diptych.jax.state.update import update_state
 from diptych.jax.tensors.quantized import QuantizedArray
 from diptych.lab.frontend import State
 from diptych.lab.job import Job, Weights
@@ -283,14 +287,14 @@ def _replayed(op: Op, x: dict[str, Array]) -> dict[str, Array]:
         given: Any = {k: v for k, v in x.items() if k != "x"}
         return primitives.quantize(x["x"], quantizer, **given)
     if op.kind == "scale_update":
-        out = primitives.scale_update(x["history"], x["scale"], x.get("reduced"), x.get("amax"), **o)
+        out = scale_update_ops.scale_update(x["history"], x["scale"], x.get("reduced"), x.get("amax"), **o)
         return dict(zip(("history", "scale"), out, strict=True))
     if op.kind == "gemm":
         a, b = (_copy_of(x, f"{s}_", *o[s]) for s in "ab")
         options = {k: o[k] for k in ("alpha", "beta", "out_dtype", "fast_accum")}
-        return {"d": primitives.gemm(a, b, x.get("bias"), x.get("c"), **options)}
+        return {"d": gemm_ops.gemm(a, b, x.get("bias"), x.get("c"), **options)}
     if op.kind == "bias_grad":
-        return {"out": primitives.bias_grad(x["dy"], o["dtype"])}
+        return {"out": gemm_ops.bias_grad(x["dy"], o["dtype"])}
     if op.kind == "dequantize":
         return {"out": primitives.dequantize(_copy_of(x, "", o["format"], o["columnwise"]), o["dtype"])}
     assert op.kind == "amax", op.kind

@@ -37,29 +37,12 @@ from diptych.jax.functional import source as fused
 from diptych.jax.functional.permute import RowMap, moe_permute, require_row_map
 from diptych.jax.functional.source import FusedInput
 from diptych.jax.layers import products
-from diptych.jax.layers.linear import (
-    check_rng,
-    high_precision,
-    kernel_operand,
-    observed,
-    prepare,
-    refuse_calibration,
-    refuse_without_recipe,
-)
-from diptych.jax.layers.products import (
-    Copies,
-    DenseGradients,
-    Needs,
-    Operand,
-    Options,
-    Products,
-    States,
-    cotangents,
-    fprop,
-    primals,
-    recorded,
-    values,
-)
+from diptych.jax.layers.calibrate import observed
+from diptych.jax.layers.checks import check_rng, kernel_operand, refuse_calibration, refuse_without_recipe
+from diptych.jax.layers.held import high_precision
+from diptych.jax.layers.linear import prepare
+from diptych.jax.layers.options import Options, States
+from diptych.jax.layers.products import DenseGradients, Needs, Products, cotangents, fprop, primals, recorded
 from diptych.jax.layers.weights import Pullback, refuse_references
 from diptych.jax.primitives import grouped as grouped_primitives
 from diptych.jax.primitives import permute as moe_primitives
@@ -68,6 +51,7 @@ from diptych.jax.primitives.grouped_matmul import grouped_matmul
 from diptych.jax.primitives.residuals import defvjp
 from diptych.jax.state.carry import returned, viewed
 from diptych.jax.state.scales import ScaleState, check_states, group_axes
+from diptych.jax.tensors.copies import Copies, Operand, values
 from diptych.jax.tensors.quantized import QuantizedStack
 
 Array = jax.Array

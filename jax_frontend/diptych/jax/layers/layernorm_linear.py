@@ -21,25 +21,23 @@ from jax.custom_derivatives import SymbolicZero
 
 from diptych.common.arguments import require_recipe
 from diptych.common.fused import NormOptions, norm_options
-from diptych.common.plan import TensorPlan
 from diptych.common.recipes import Recipe
+from diptych.jax.functional import norm as norm_verbs
 from diptych.jax.functional import source as fused
 from diptych.jax.functional.source import FusedInput
 from diptych.jax.layers import products
-from diptych.jax.layers.linear import (
-    calibrated,
-    check_operands,
-    plain,
-    prepare,
-    refuse_calibration,
-    refuse_without_recipe,
-)
-from diptych.jax.layers.products import Copies, DenseGradients, Needs, Options, States, cotangents, primals
+from diptych.jax.layers.calibrate import calibrated, plain
+from diptych.jax.layers.checks import check_operands, input_fusable, refuse_calibration, refuse_without_recipe
+from diptych.jax.layers.linear import prepare
+from diptych.jax.layers.options import Options, States
+from diptych.jax.layers.products import DenseGradients, Needs, cotangents, primals
 from diptych.jax.layers.weights import Pullback, refuse_references
+from diptych.jax.primitives import norm as norm_ops
 from diptych.jax.primitives.arrays import same_axes
 from diptych.jax.primitives.residuals import defvjp
 from diptych.jax.state.carry import returned, viewed
 from diptych.jax.state.scales import ScaleState, check_states, group_axes
+from diptych.jax.tensors.copies import Copies
 from diptych.jax.tensors.quantized import QuantizedArray
 
 Array = jax.Array
@@ -95,16 +93,16 @@ def layernorm_dense(
     require_recipe(op, recipe)
     norm = norm_options(op, normalization, eps, zero_centered_gamma)
     x, kernel, bias, rng = check_operands(x, kernel, bias, rng)
-    gamma, beta = fused.check_parameters(op, x, gamma, beta, norm)
+    gamma, beta = norm_verbs.check_parameters(op, x, gamma, beta, norm)
     if recipe is None:
         refuse_without_recipe(op, state=state, copies=copies, main_grad=main_grad, calibrate=calibrate or None)
-        z: Any = fused.layernorm(norm, *same_axes(x, gamma, beta))
+        z: Any = norm_verbs.layernorm(norm, *same_axes(x, gamma, beta))
         return _results(plain(z, kernel, bias), z if return_layernorm_output else None, {} if return_state else None)
     options = Options(recipe, module, name, save_original_input, record, return_state, group_axes(recipe))
     states = check_states(op, state, options.plan, recipe)
     if calibrate:
         refuse_calibration(op, record, copies=copies, main_grad=main_grad)
-        z = fused.layernorm(norm, *same_axes(x, gamma, beta))
+        z = norm_verbs.layernorm(norm, *same_axes(x, gamma, beta))
         views = viewed(states, (x, gamma, beta, None if isinstance(kernel, QuantizedArray) else kernel, bias))
         y, news = calibrated(options, z, kernel, bias, views)
         z = z if return_layernorm_output else None
@@ -164,7 +162,7 @@ def layernorm_dense_vjp(
     require_recipe(op, recipe, optional=False)
     norm = norm_options(op, normalization, eps, zero_centered_gamma)
     x, kernel, bias, rng = check_operands(x, kernel, bias, rng)
-    gamma, beta = fused.check_parameters(op, x, gamma, beta, norm)
+    gamma, beta = norm_verbs.check_parameters(op, x, gamma, beta, norm)
     options = Options(recipe, module, name, save_original_input, returns=True, group=group_axes(recipe))
     states = check_states(op, state, options.plan, recipe)
     refuse_references(op, states)
@@ -181,21 +179,6 @@ def _gradients(saved: Any, dy: Array) -> LayerNormDenseGradients:
 
 
 # --- what may stay unstored ---
-
-
-def fusable(tensor: TensorPlan) -> bool:
-    """Whether a tensor may stay unstored: every use of it reads a copy that the core makes."""
-    return all(q is not None and not q.custom for q in (tensor.rowwise, tensor.columnwise))
-
-
-def input_fusable(options: Options) -> bool:
-    """Whether forward quantizes the input of a product from what is not stored. What backward reads does not change
-    forward's bits: where wgrad reads the input itself (`reads_input`), that is stored beside."""
-    plan = options.plan
-    forward, backward = plan.input.rowwise, plan.input.columnwise
-    if forward is None or forward.custom:
-        return False
-    return backward is None or plan.dequantized_backward or not backward.custom
 
 
 def reads_input(options: Options, needs: Needs) -> bool:
@@ -254,7 +237,7 @@ def norm_operand(
 ) -> tuple[Array | FusedInput, tuple[Array, ...], Array | None]:
     """The norm's output as an operand, fused where it may be; its statistics; the output if `stored`."""
     norm, fuse = options.norm, input_fusable(options.linear)
-    stats, z = (fused.statistics(x, norm), None) if fuse and not stored else fused.norm(x, gamma, beta, norm)
+    stats, z = (norm_ops.statistics(x, norm), None) if fuse and not stored else norm_ops.norm(x, gamma, beta, norm)
     operand = fused.normalized(x, gamma, beta, stats, norm) if fuse or z is None else z
     return operand, stats, z if stored else None
 
@@ -286,7 +269,7 @@ def normed_backward(
         if input_fusable(saved.options.linear) and not reads_input(saved.options.linear, of_linear.needs):
             z: Any = dataclasses.replace(fused.normalized(x, gamma, beta, stats, norm), amax=saved.amax)
         else:
-            z = fused.norm(x, gamma, beta, norm)[1]
+            z = norm_ops.norm(x, gamma, beta, norm)[1]
         of_linear = dataclasses.replace(of_linear, x=z)
     made = products.backward(of_linear, dy, later)
     if isinstance(dz, jax.Array):
@@ -294,7 +277,7 @@ def normed_backward(
     if made.x is None or not of_linear.needs.dx:
         return (None, None, None), made
     x, gamma, beta, stats = saved.norm
-    return fused.norm_grad(made.x, x, gamma, stats, norm, beta is not None), made
+    return norm_ops.norm_grad(made.x, x, gamma, stats, norm, beta is not None), made
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -27,13 +27,22 @@ from diptych.common.arguments import require_recipe
 from diptych.common.errors import ArgumentError, ShapeError
 from diptych.common.fused import ActivationOptions, activation_options, norm_options
 from diptych.common.recipes import Recipe
+from diptych.jax.functional import activation as activation_verbs
+from diptych.jax.functional import norm as norm_verbs
 from diptych.jax.functional import source as fused
 from diptych.jax.functional.source import FusedInput
 from diptych.jax.layers import products
-from diptych.jax.layers.layernorm_linear import (
-    NormedOptions,
+from diptych.jax.layers.calibrate import calibrated, plain
+from diptych.jax.layers.checks import (
+    check_operands,
     fusable,
     input_fusable,
+    kernel_operand,
+    refuse_calibration,
+    refuse_without_recipe,
+)
+from diptych.jax.layers.layernorm_linear import (
+    NormedOptions,
     norm_operand,
     normed_backward,
     normed_forward,
@@ -42,33 +51,18 @@ from diptych.jax.layers.layernorm_linear import (
     with_amax,
 )
 from diptych.jax.layers.layernorm_linear import Saved as NormedSaved
-from diptych.jax.layers.linear import (
-    calibrated,
-    check_operands,
-    kernel_operand,
-    plain,
-    prepare,
-    refuse_calibration,
-    refuse_without_recipe,
-)
-from diptych.jax.layers.products import (
-    OFFSETS,
-    Copies,
-    Needs,
-    Options,
-    cotangents,
-    fprop,
-    primals,
-    quantize_summed,
-    recorded,
-    rng_at,
-)
+from diptych.jax.layers.linear import prepare
+from diptych.jax.layers.options import Options
+from diptych.jax.layers.products import OFFSETS, Needs, cotangents, fprop, primals, recorded
+from diptych.jax.layers.quantize import quantize_summed, rng_at
 from diptych.jax.layers.weights import Pullback, refuse_references
+from diptych.jax.primitives import activation as activation_ops
 from diptych.jax.primitives import arrays
 from diptych.jax.primitives.arrays import same_axes
 from diptych.jax.primitives.residuals import defvjp
 from diptych.jax.state.carry import returned, viewed
 from diptych.jax.state.scales import ScaleState, check_states, group_axes, init_state
+from diptych.jax.tensors.copies import Copies
 from diptych.jax.tensors.quantized import QuantizedArray
 
 Array = jax.Array
@@ -142,14 +136,14 @@ def layernorm_mlp(
     require_recipe(op, recipe)
     norm, act = norm_options(op, normalization, eps, zero_centered_gamma), activation_options(op, activation)
     x, kernel1, bias1, rng = check_operands(x, kernel1, bias1, rng)
-    gamma, beta = fused.check_parameters(op, x, gamma, beta, norm)
+    gamma, beta = norm_verbs.check_parameters(op, x, gamma, beta, norm)
     kernel2, bias2 = _check_second(op, x, kernel1, kernel2, bias2, act)
     of_kernels = {"copies": copies, "main_grads": main_grads}
     given = {k: next((v for v in pair if v is not None), None) for k, pair in of_kernels.items()}
     if recipe is None:
         refuse_without_recipe(op, state=state, **given, calibrate=calibrate or None)
-        h = plain(fused.layernorm(norm, *same_axes(x, gamma, beta)), kernel1, bias1)
-        y = plain(fused.activate(*act, h), kernel2, bias2)
+        h = plain(norm_verbs.layernorm(norm, *same_axes(x, gamma, beta)), kernel1, bias1)
+        y = plain(activation_verbs.activate(*act, h), kernel2, bias2)
         return (y, {}) if return_state else y
     fc1, fc2 = _parts(recipe, module, name, save_original_input, record, return_state)
     states = _check_states(op, state, recipe, fc1, fc2)
@@ -158,9 +152,9 @@ def layernorm_mlp(
         kernels = [None if isinstance(k, QuantizedArray) else k for k in (kernel1, kernel2)]
         operands: Any = (x, gamma, beta, *kernels, bias1, bias2)
         views = {part: viewed(own, operands) for part, own in states.items()}
-        z: Any = fused.layernorm(norm, *same_axes(x, gamma, beta))
+        z: Any = norm_verbs.layernorm(norm, *same_axes(x, gamma, beta))
         h, news1 = calibrated(fc1, z, kernel1, bias1, views["fc1"])
-        a: Any = fused.activate(*act, h)
+        a: Any = activation_verbs.activate(*act, h)
         y, news2 = calibrated(fc2, a, kernel2, bias2, views["fc2"])
         news = {"fc1": news1, "fc2": news2}
     else:
@@ -219,7 +213,7 @@ def layernorm_mlp_vjp(
     require_recipe(op, recipe, optional=False)
     norm, act = norm_options(op, normalization, eps, zero_centered_gamma), activation_options(op, activation)
     x, kernel1, bias1, rng = check_operands(x, kernel1, bias1, rng)
-    gamma, beta = fused.check_parameters(op, x, gamma, beta, norm)
+    gamma, beta = norm_verbs.check_parameters(op, x, gamma, beta, norm)
     kernel2, bias2 = _check_second(op, x, kernel1, kernel2, bias2, act)
     fc1, fc2 = _parts(recipe, module, name, save_original_input, True, True)
     states = _check_states(op, state, recipe, fc1, fc2)
@@ -312,7 +306,7 @@ def _check_states(op: str, states: Any, recipe: Recipe, fc1: Options, fc2: Optio
 def _activation(options: MLPOptions, h: Array, amax: Array | None = None, stored: bool = False) -> Array | FusedInput:
     """The input of fc2: unstored where it may be, with its amax if known, or an array; always so if `stored`."""
     if stored or not input_fusable(options.fc2):
-        return fused.activation(h, *options.activation)
+        return activation_ops.activation(h, *options.activation)
     return dataclasses.replace(fused.activated(h, *options.activation), amax=amax)
 
 
@@ -389,7 +383,7 @@ def _dh(options: MLPOptions, da: Array, h: Array) -> Array | FusedInput:
     """The gradient of fc1's output: unstored where both products read a copy of it that the core makes."""
     if fusable(options.fc1.linear.plan.grad_output):
         return fused.activated_grad(da, h, *options.activation)
-    return fused.activation_grad(da, h, *options.activation)
+    return activation_ops.activation_grad(da, h, *options.activation)
 
 
 def _forward(

@@ -8,38 +8,20 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 
 from diptych.common.arguments import require_recipe
-from diptych.common.errors import ArgumentError, DTypeError, ShapeError
-from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX
+from diptych.common.errors import ArgumentError, ShapeError
 from diptych.common.recipes import Recipe
-from diptych.jax.functional import quantize as functional
-from diptych.jax.layers.products import (
-    CHECKPOINT_NAME,
-    Amaxes,
-    Copies,
-    Needs,
-    Options,
-    Q,
-    Saved,
-    States,
-    backward,
-    check_transport,
-    cotangents,
-    forward,
-    fprop,
-    only,
-    perturbed,
-    primals,
-    recorded,
-    state_gradients,
-)
-from diptych.jax.primitives import arrays
+from diptych.jax.layers.calibrate import calibrated, plain
+from diptych.jax.layers.checks import check_operands, refuse_calibration, refuse_without_recipe
+from diptych.jax.layers.held import held_copies
+from diptych.jax.layers.options import Options, States
+from diptych.jax.layers.products import Needs, Saved, backward, cotangents, forward, fprop, primals, recorded
 from diptych.jax.primitives.arrays import same_axes
 from diptych.jax.primitives.residuals import defvjp
 from diptych.jax.state.carry import refuse_differentiated, returned, viewed
 from diptych.jax.state.scales import ScaleState, check_states, group_axes
+from diptych.jax.tensors.copies import CHECKPOINT_NAME, Copies
 from diptych.jax.tensors.quantized import QuantizedArray, QuantizedCopies
 
 Array = jax.Array
@@ -121,93 +103,7 @@ def dense(
     return (y, news) if return_state else y
 
 
-# --- arguments ---
-
-
-def refuse_without_recipe(op: str, **given: Any) -> None:
-    """**Raises** ValueError for arguments that only a recipe reads."""
-    if wrong := [k for k, v in given.items() if v is not None and v != {}]:
-        raise ValueError(f"{op}: {', '.join(wrong)} given without a recipe")
-
-
-def check_rng(op: str, rng: Any) -> Array | None:
-    """The state of the random generator as an array. **Raises** TypeError for what is none."""
-    rng = arrays.small_operand(op, "rng", rng)
-    if rng is not None and (rng.dtype != jnp.int32 or rng.shape != (4,)):
-        raise DTypeError(f"{op}: rng must be int32 [4], as rng_state makes it, got {rng.dtype}{list(rng.shape)}")
-    return rng
-
-
-def check_operands(x: Any, kernel: Any, bias: Any, rng: Any) -> tuple[Array, Any, Array | None, Array | None]:
-    """The operands as arrays; kernel as it is where it is quantized. **Raises** TypeError, ValueError."""
-    x, kernel = arrays.to_array("dense", "x", x), kernel_operand("dense", "kernel", kernel, QuantizedArray)
-    bias = None if bias is None else arrays.to_array("dense", "bias", bias)
-    rng = check_rng("dense", rng)
-    if kernel.ndim != 2:
-        raise ShapeError(f"dense: kernel must be [N, K], got {list(kernel.shape)}")
-    if x.ndim == 0 or x.shape[-1] != kernel.shape[1]:
-        raise ShapeError(f"dense: x {list(x.shape)} and kernel {list(kernel.shape)} must share their last dimension")
-    if bias is not None and bias.shape != kernel.shape[:1]:
-        raise ShapeError(
-            f"dense: bias must be [{kernel.shape[0]}] for kernel {list(kernel.shape)}, got {list(bias.shape)}"
-        )
-    return x, kernel, bias, rng
-
-
-def kernel_operand(op: str, arg: str, kernel: Any, held: type[QuantizedCopies]) -> Any:
-    """A kernel as an array; as it is where it is `held`. **Raises** TypeError."""
-    if isinstance(kernel, held):
-        return kernel
-    if isinstance(kernel, QuantizedCopies):
-        raise ArgumentError(f"{op}: {arg} must be an array or a {held.__name__}, got a {type(kernel).__name__}")
-    return arrays.to_array(op, arg, kernel)
-
-
-def plain(x: Array, kernel: Any, bias: Array | None) -> Array:
-    """The product in x's dtype."""
-    y = x @ high_precision(kernel, x.dtype).astype(x.dtype).T
-    return y if bias is None else y + jnp.broadcast_to(bias.astype(x.dtype), y.shape)
-
-
-def high_precision(kernel: Any, dtype: Any) -> Array:
-    """A kernel as an array, in `dtype` if it is held quantized."""
-    return kernel if isinstance(kernel, jax.Array) else kernel.dequantize(dtype)
-
-
 # --- kernels that are quantized already, and gradients that go elsewhere ---
-
-
-def as_bytes(q: Q) -> Q:
-    """Payloads and one-byte scales as uint8; see `functional.quantize`."""
-
-    def convert(x: Array) -> Array:
-        return jax.lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 and x.dtype != jnp.uint8 else x
-
-    return jax.tree.map(convert, q)
-
-
-def held_copies(kernel: Q, options: Options, copies: Any) -> tuple[Q | None, Q | None]:
-    """Both copies of a kernel that is quantized, as far as it has them. **Raises** ValueError for those of another
-    format, rotation or kind of amax."""
-    op, held, plan = options.op, kernel.quantizer, options.plan.weight
-    if copies is not None:
-        raise ValueError(f"{op}: kernel is quantized already, and copies of one were given too")
-    for quantizer, copy, counts in (
-        (plan.rowwise, kernel.rowwise_data, ROW_AMAX),
-        (plan.columnwise, kernel.columnwise_data, RHT | RHT_SIGNS),
-    ):
-        if quantizer is None:
-            continue
-        other = quantizer.format is not held.format
-        if other or (copy is not None and (held.spec.flags ^ quantizer.spec.flags) & counts):
-            is_held, asked = (held.format.name, quantizer.format.name) if other else (held, quantizer)
-            raise ValueError(
-                f"{op}: the kernel is held as {is_held}, and {type(options.recipe).__name__} asks for {asked}: run it "
-                "by the recipe that it was quantized with"
-            )
-    kernel = as_bytes(kernel)
-    rowwise = None if kernel.rowwise_data is None else only(kernel, False, op)
-    return rowwise, None if kernel.columnwise_data is None else only(kernel, True, op)
 
 
 def prepare(kernel: Any, options: Options, copies: Any, main_grad: Any) -> tuple[Array | None, Copies | None, Any]:
@@ -284,54 +180,3 @@ def _backward(options: Options, saved: Saved, grads: tuple[Any, States]) -> tupl
 
 
 defvjp(_dense, _forward, _backward)
-
-
-# --- calibration ---
-
-
-def refuse_calibration(op: str, record: bool, **given: Any) -> None:
-    """**Raises** ValueError for arguments that a calibration does not read."""
-    if not record or any(v is not None for v in given.values()):
-        names = ", ".join(given)
-        raise ValueError(f"{op}: calibrate runs in high precision; {names} and record=False do not apply")
-
-
-def calibrated(options: Options, x: Array, kernel: Any, bias: Any, states: States) -> tuple[Array, States]:
-    """The plain product, with amaxes recorded under the names of its operands."""
-    kernel = high_precision(kernel, x.dtype)
-    return observed(options, plain(x, kernel, bias), x, kernel, states)
-
-
-def observed(options: Options, y: Array, x: Array, kernel: Array, states: States) -> tuple[Array, States]:
-    """A result in high precision, with amaxes recorded under the names of its operands."""
-    amaxes: Amaxes = {}
-    for name in states:
-        tensor = {"input": x, "weight": kernel}.get(name.partition(".")[0])
-        if tensor is not None:
-            amaxes[name] = [functional.amax(jax.lax.stop_gradient(tensor))]
-    return _observe(options, y, states, amaxes)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _observe(options: Options, y: Array, states: States, amaxes: Amaxes) -> tuple[Array, States]:
-    return y, recorded(states, amaxes, options)
-
-
-def _observe_forward(options: Options, *args: Any) -> tuple[tuple[Array, States], Saved]:
-    wanted = tuple(name for name, state in args[1].items() if perturbed(state))
-    y, states, amaxes = primals(args)
-    check_transport(options, wanted, amaxes, [n for n in states if n.startswith("grad_output")])
-    saved = Saved(None, None, states, amaxes, None, options, Needs(False, False, "", None, wanted))
-    return (y, recorded(states, amaxes, options)), saved
-
-
-def _observe_backward(options: Options, saved: Saved, grads: tuple[Any, States]) -> tuple[Any, ...]:
-    dy, later = grads
-    if isinstance(dy, SymbolicZero):
-        return None, state_gradients(saved, {}, later), None
-    amax = functional.amax(dy)
-    amaxes = {name: [amax] for name in saved.states if name.startswith("grad_output")}
-    return dy, state_gradients(saved, amaxes, later), None
-
-
-defvjp(_observe, _observe_forward, _observe_backward)

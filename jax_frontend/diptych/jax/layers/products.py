@@ -21,180 +21,28 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from diptych.common import shapes
-from diptych.common.errors import ArgumentError, UnsupportedError
-from diptych.common.plan import LinearPlan, linear_plan
-from diptych.common.recipes import Recipe
+from diptych.common.errors import UnsupportedError
 from diptych.common.schedule import OFFSETS as OFFSETS
-from diptych.common.schedule import Call, Schedule, make_schedule
-from diptych.jax.functional import quantize as functional
-from diptych.jax.functional.grouped import largest, quantize_each
+from diptych.common.schedule import Schedule
+from diptych.jax.functional import gemm as gemm_verbs
 from diptych.jax.functional.source import FusedInput
+from diptych.jax.layers.options import Amaxes, Options, States
+from diptych.jax.layers.quantize import quantize_calls, quantize_kernel, quantize_summed, rounded, verb_of
 from diptych.jax.state.scales import ScaleState, gradient, record
-from diptych.jax.tensors.quantized import BUFFERS, QuantizedArray, QuantizedCopies
+from diptych.jax.tensors.copies import Copies, Operand, named, pick, values
+from diptych.jax.tensors.quantized import QuantizedArray
 
 Array = jax.Array
-Q = TypeVar("Q", bound=QuantizedCopies)
-Operand = Any  # QuantizedArray, a stack or Array
-Copies = tuple[QuantizedArray | None, QuantizedArray | None]  # rowwise, columnwise
-States = dict[str, ScaleState]
-Amaxes = dict[str, list[Array]]
-
-CHECKPOINT_NAME = "diptych_q"
-"""Name of the quantized copies: `jax.checkpoint(f, policy=jax.checkpoint_policies.save_only_these_names("diptych_q"))`
-keeps those that the backward pass needs; other policies quantize a second time, to the same bits."""
-
-
-class Options(NamedTuple):
-    """How one call of `dense` runs, hashable: the static argument of its custom_vjp."""
-
-    recipe: Recipe
-    module: str = "linear"
-    name: str = ""
-    save_original_input: bool = False
-    record: bool = True
-    returns: bool = False
-    group: tuple[str, ...] = ()
-    op: str = "dense"  # whose words errors have
-
-    @property
-    def plan(self) -> LinearPlan:
-        return linear_plan(self.recipe, self.module, self.name)
-
-    def schedule(self, need_dx: bool, need_dw: bool) -> Schedule:
-        return _schedule(self.recipe, self.module, self.name, need_dx, need_dw, self.save_original_input)
-
-
-@functools.lru_cache(maxsize=1024)
-def _schedule(recipe: Recipe, module: str, name: str, need_dx: bool, need_dw: bool, original: bool) -> Schedule:
-    return make_schedule(linear_plan(recipe, module, name), need_dx, need_dw, original)
-
-
-# --- quantizing ---
-
-
-def rng_at(rng: Array, offset: int) -> Array:
-    """The state of the random generator `offset` draws later: int32 [4], the offset added in 64 bits."""
-    words = jax.lax.bitcast_convert_type(rng, jnp.uint32)
-    low = words[2] + jnp.uint32(offset & 0xFFFFFFFF)
-    high = words[3] + jnp.uint32(offset >> 32 & 0xFFFFFFFF) + (low < words[2]).astype(jnp.uint32)
-    return jax.lax.bitcast_convert_type(jnp.stack([words[0], words[1], low, high]), jnp.int32)
-
-
-def quantize_calls(
-    x: Array | FusedInput,
-    calls: tuple[Call, ...],
-    options: Options,
-    states: States,
-    rng: Array | None,
-    quantize: Callable[..., Any] = functional.quantize,
-) -> tuple[Copies, Amaxes]:
-    """The copies of one tensor, and the amaxes that its delayed-scaling states are to record. `quantize`: the verb."""
-    return quantize_summed(x, calls, options, states, rng, "", quantize)[:2]
-
-
-def quantize_kernel(
-    kernel: Array, calls: tuple[Call, ...], options: Options, states: States, rng: Array | None
-) -> tuple[Copies, Amaxes]:
-    """`quantize_calls` of a kernel [N, K], or of each of a stack's [G, N, K], where a state's amax is over all."""
-    copies, amaxes = quantize_calls(kernel, calls, options, states, rng, verb_of(kernel))
-    return copies, {name: [a if kernel.ndim == 2 else largest(a) for a in found] for name, found in amaxes.items()}
-
-
-def verb_of(kernel: Array) -> Callable[..., Any]:
-    """What quantizes a kernel, or a stack of them."""
-    return functional.quantize if kernel.ndim == 2 else quantize_each
-
-
-def quantize_summed(
-    x: Array | FusedInput,
-    calls: tuple[Call, ...],
-    options: Options,
-    states: States,
-    rng: Array | None,
-    dtype: str,
-    quantize: Callable[..., Any] = functional.quantize,
-) -> tuple[Copies, Amaxes, Array | None]:
-    """`quantize_calls`, and of a FusedInput the sum over rows in `dtype`, if one is named; of an array None."""
-    rowwise = columnwise = total = None
-    amaxes: Amaxes = {}
-    for call in calls:
-        given: dict[str, Any] = {}
-        if call.state:
-            given["scale"] = states[call.state].scale
-        if call.needs_rng:
-            if rng is None:
-                raise ArgumentError(
-                    f"{options.op}: {call.quantizer} rounds stochastically and needs rng=; rng_state(seed) makes one"
-                )
-            given["rng"] = rng_at(rng, 2 * call.number) if call.number else rng
-        if options.group and call.reducible:
-            given["amax_group"] = options.group
-        if isinstance(x, FusedInput):
-            q, summed = x.quantize(call.quantizer, as_bytes=True, column_sum=dtype if total is None else "", **given)
-            total = summed if total is None else total
-        else:
-            q = quantize(x, call.quantizer, as_bytes=True, **given)
-        if call.state and q.amax is not None:
-            amaxes.setdefault(call.state, []).append(q.amax)
-        rowwise = only(q, False) if call.quantizer.rowwise else rowwise
-        columnwise = only(q, True) if call.quantizer.columnwise else columnwise
-    return (rowwise, columnwise), amaxes, total
-
-
-def only(q: Q, columnwise: bool, op: str = "dense") -> Q:
-    """A tensor, or a stack of them, with one of its copies. **Raises** ValueError if that was not made."""
-    copy = q.copy_of(columnwise, op)
-    side = "columnwise" if columnwise else "rowwise"
-    fields: dict[str, Any] = dict.fromkeys(BUFFERS) | {f"{side}_data": copy.data, f"{side}_scale_inv": copy.scale_inv}
-    fields["columnwise_amax" if columnwise else "amax"] = copy.amax
-    quantizer = q.quantizer.with_usage(rowwise=not columnwise, columnwise=columnwise)
-    return dataclasses.replace(q, quantizer=quantizer, **fields)
-
-
-def named(copies: Copies) -> Copies:
-    """Copies with the name that remat policies know."""
-    return tuple(None if q is None else checkpoint_name(q, CHECKPOINT_NAME) for q in copies)  # type: ignore[return-value]
-
-
-def rounded(
-    x: Array,
-    call: Call | None,
-    options: Options,
-    rng: Array | None,
-    quantize: Callable[..., Any] = functional.quantize,
-) -> Array:
-    """A result as its quantized copy stands for it."""
-    if call is None:
-        return x
-    single = call._replace(quantizer=call.quantizer.with_usage(rowwise=True, columnwise=False))
-    (copy, _), _ = quantize_calls(x, (single,), options, {}, rng, quantize)
-    assert copy is not None
-    return copy.dequantize(x.dtype)
 
 
 # --- operands and products ---
-
-
-def pick(kept: str, copies: Copies, original: Operand) -> Operand:
-    """What backward reads of a tensor."""
-    if kept in ("", "original"):
-        return original if kept else None
-    return copies[kept == "columnwise"]
-
-
-def values(operand: Operand, dtype: Any) -> Array:
-    """An operand in high precision, as a matrix."""
-    x = operand.astype(dtype) if isinstance(operand, jax.Array) else functional.dequantize(operand, dtype)
-    return x.reshape(shapes.rows_cols(x.shape))
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=(), meta_fields=())
@@ -206,7 +54,7 @@ class Products:
         """op(a) @ op(b) + bias in `dtype`; fprop and dgrad with a's leading dimensions, wgrad as the kernel."""
         trans_a, trans_b = gemm == "wgrad", gemm == "fprop"
         if isinstance(a, QuantizedArray) and isinstance(b, QuantizedArray):
-            return functional.gemm(
+            return gemm_verbs.gemm(
                 a, b, trans_a=trans_a, trans_b=trans_b, bias=bias, out_dtype=dtype, fast_accum=fast_accum
             )
         inner = a.dtype if isinstance(a, jax.Array) else b.dtype
@@ -218,10 +66,10 @@ class Products:
 
     def accumulate(self, acc: Array, dy: QuantizedArray, x: QuantizedArray, fast_accum: bool) -> Array:
         """acc + wgrad, in acc's memory where XLA may reuse it."""
-        return functional.gemm_into(acc, dy, x, trans_a=True, trans_b=False, fast_accum=fast_accum)
+        return gemm_verbs.gemm_into(acc, dy, x, trans_a=True, trans_b=False, fast_accum=fast_accum)
 
     def bias_grad(self, dy: Array, dtype: str) -> Array:
-        return functional.bias_grad(dy, dtype)
+        return gemm_verbs.bias_grad(dy, dtype)
 
 
 LINEAR = Products()

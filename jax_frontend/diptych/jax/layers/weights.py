@@ -14,12 +14,15 @@ from diptych.common.errors import ShapeError
 from diptych.common.plan import held_quantizer
 from diptych.common.quantizers import Quantizer
 from diptych.common.recipes import Recipe
-from diptych.jax.layers import products
-from diptych.jax.layers.linear import check_operands, prepare
-from diptych.jax.layers.products import Copies, Needs, Options, backward, forward, named, recorded
+from diptych.jax.layers import quantize
+from diptych.jax.layers.checks import check_operands
+from diptych.jax.layers.linear import prepare
+from diptych.jax.layers.options import Options
+from diptych.jax.layers.products import Needs, backward, forward, recorded
 from diptych.jax.primitives import arrays
 from diptych.jax.state.carry import has_ref, returned, viewed
 from diptych.jax.state.scales import ScaleState, check_states, group_axes
+from diptych.jax.tensors.copies import Copies, named
 from diptych.jax.tensors.quantized import QuantizedArray
 
 Array = jax.Array
@@ -58,7 +61,7 @@ def quantize_kernel(
         raise ShapeError(f"quantize_kernel: kernel must be [N, K], or a stack [G, N, K], got {list(kernel.shape)}")
     states = check_states("quantize_kernel", state, options.plan, recipe)
     s = options.schedule(True, False)
-    copies, amaxes = products.quantize_kernel(kernel, s.w, options, viewed(states, ()), rng)
+    copies, amaxes = quantize.quantize_kernel(kernel, s.w, options, viewed(states, ()), rng)
     if lost := [slot for slot in amaxes if not (return_state or has_ref(states[slot]))]:
         raise ValueError(f"quantize_kernel: the amax of {', '.join(lost)} would be lost: pass return_state=True")
     news = returned(states, recorded(viewed(states, ()), amaxes, options))
@@ -112,7 +115,7 @@ def quantize_params(
                 f"quantize_params: {where_it_is} must be [N, K], or a stack [G, N, K], got {list(leaf.shape)}"
             )
         quantizer = kernel_quantizer(recipe, module, name(where_it_is) if callable(name) else name)
-        return leaf if quantizer is None else products.verb_of(leaf)(leaf, quantizer, as_bytes=True)
+        return leaf if quantizer is None else quantize.verb_of(leaf)(leaf, quantizer, as_bytes=True)
 
     out = jax.tree_util.tree_map_with_path(convert, params)
     if picked == 0:

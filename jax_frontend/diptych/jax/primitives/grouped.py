@@ -20,7 +20,6 @@ from diptych.jax.primitives import ffi
 from diptych.jax.primitives.checks import (
     Aval,
     Copy,
-    batch_shape,
     check_buffer,
     check_copy,
     check_dtype,
@@ -31,14 +30,11 @@ from diptych.jax.primitives.checks import (
     dtype_of,
     enforce,
     given_amaxes,
-    in_place,
     own_shape,
-    primitive,
-    result,
-    workspace_bytes,
 )
 from diptych.jax.primitives.ffi import Batch
 from diptych.jax.primitives.quantize import COMPUTE, GIVEN
+from diptych.jax.primitives.register import batch_shape, in_place, primitive, result, workspace_bytes
 
 Array = jax.Array
 

@@ -18,7 +18,6 @@ from diptych.core import _core
 from diptych.jax.primitives import ffi
 from diptych.jax.primitives.checks import (
     Aval,
-    batch_shape,
     check_buffer,
     check_counted,
     check_dtype,
@@ -29,11 +28,9 @@ from diptych.jax.primitives.checks import (
     check_shape,
     enforce,
     own_shape,
-    primitive,
-    result,
-    workspace_bytes,
 )
 from diptych.jax.primitives.ffi import Batch
+from diptych.jax.primitives.register import batch_shape, primitive, result, workspace_bytes
 
 Array = jax.Array
 

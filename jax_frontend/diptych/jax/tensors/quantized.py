@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from diptych.common import shapes
-from diptych.common.errors import ShapeError
+from diptych.common.errors import ArgumentError, ShapeError
 from diptych.common.formats import FormatRow
 from diptych.common.quantizers import Quantizer
 from diptych.jax.primitives.arrays import dtype_name
@@ -172,3 +172,9 @@ def stack_values(stack: Copy, dtype: str) -> Array:
 
     data, *whole = stack.operands("dequantize")
     return jax.vmap(each)(data, *(x[:, None] if x.ndim == 1 else x for x in whole))
+
+
+def _quantized(op: str, arg: str, q: Any) -> QuantizedArray:
+    if not isinstance(q, QuantizedArray):
+        raise ArgumentError(f"{op}: {arg} must be a QuantizedArray, got {type(q).__name__}; quantize it first")
+    return q

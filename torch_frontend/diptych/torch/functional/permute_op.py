@@ -17,7 +17,7 @@ from diptych.core._moe import moved_parts
 from diptych.torch.graph.custom_op import CustomOp, Size
 from diptych.torch.graph.proto import TensorProto
 from diptych.torch.primitives import permute as primitives
-from diptych.torch.primitives.checks import direct
+from diptych.torch.primitives.register import direct
 from diptych.torch.tensors.quantized import BUFFERS, QuantizedTensor
 
 FIRST_ALONE = "; detach() what is not to be differentiated twice"

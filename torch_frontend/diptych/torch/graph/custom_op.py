@@ -42,9 +42,10 @@ from diptych.torch.graph.program import Replays
 from diptych.torch.graph.proto import TensorProto, proto_of
 from diptych.torch.primitives import constants as opaque
 from diptych.torch.primitives import flops
-from diptych.torch.primitives.checks import direct, refuse_second_derivative, require_no_tangent
+from diptych.torch.primitives.checks import refuse_second_derivative, require_no_tangent
 from diptych.torch.primitives.constants import Constants
 from diptych.torch.primitives.constants import Group as Group
+from diptych.torch.primitives.register import direct
 from diptych.torch.tensors.quantized import TAKES_COTANGENTS, QuantizedStack, QuantizedTensorBase
 
 # --- the op ----------------------------------------------------------------------------------------------------------

@@ -20,12 +20,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from diptych.core import _core
-from diptych.torch.primitives import quantize as primitives
-from diptych.torch.primitives.checks import direct
+from diptych.torch.primitives.register import RECORDABLE, direct
 
 aten = torch.ops.aten
 
-_OPS = primitives.IMPLEMENTATIONS
 _UNSET = {aten.empty.memory_format, aten.new_empty.default}
 _ZEROS = {aten.zeros.default, aten.new_zeros.default}
 
@@ -48,7 +46,7 @@ class _Tape(TorchDispatchMode):
         self.views: list[tuple[Tensor, Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        implementation = _OPS.get(func)
+        implementation = RECORDABLE.get(func)
         if implementation is not None:
             with self:  # also what it does itself
                 return implementation(*args, **(kwargs or {}))

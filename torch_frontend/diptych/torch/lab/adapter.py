@@ -21,7 +21,9 @@ from diptych.lab.frontend import FrontendError, State
 from diptych.lab.job import Job, Weights
 from diptych.lab.trace import Bits, Op, StepTrace
 from diptych.torch.lab import gpt
+from diptych.torch.primitives import gemm as gemm_ops
 from diptych.torch.primitives import quantize as primitives
+from diptych.torch.primitives import scale_update as scale_update_ops
 from diptych.torch.primitives.checks import Copy
 from diptych.torch.state.autocast import autocast
 from diptych.torch.tensors.quantized import QuantizedTensor
@@ -258,16 +260,16 @@ def _replayed(op: Op, x: dict[str, Tensor]) -> dict[str, Tensor]:
         given = {k: x.get(k) for k in ("amax", "columnwise_amax", "scale", "rng")}
         return dict(zip(names, primitives.quantize(x["x"], quantizer, **given), strict=True))
     if op.kind == "scale_update":
-        primitives.scale_update(x["history"], x["scale"], x.get("reduced"), x.get("amax"), **o)
+        scale_update_ops.scale_update(x["history"], x["scale"], x.get("reduced"), x.get("amax"), **o)
         return x
     if op.kind == "gemm":
         a, b = (_copy(x, f"{s}_", *o[s]) for s in "ab")
         if "c" in x:
-            primitives.gemm_into(x["c"], a, b, x.get("bias"), o["alpha"], o["beta"], o["fast_accum"])
+            gemm_ops.gemm_into(x["c"], a, b, x.get("bias"), o["alpha"], o["beta"], o["fast_accum"])
             return {"d": x["c"]}
-        return {"d": primitives.gemm(a, b, x.get("bias"), o["alpha"], getattr(torch, o["out_dtype"]), o["fast_accum"])}
+        return {"d": gemm_ops.gemm(a, b, x.get("bias"), o["alpha"], getattr(torch, o["out_dtype"]), o["fast_accum"])}
     if op.kind == "bias_grad":
-        return {"out": primitives.bias_grad(x["dy"], getattr(torch, o["dtype"]))}
+        return {"out": gemm_ops.bias_grad(x["dy"], getattr(torch, o["dtype"]))}
     if op.kind == "dequantize":
         return {"out": primitives.dequantize(_copy(x, "", o["format"], o["columnwise"]), getattr(torch, o["dtype"]))}
     assert op.kind == "amax", op.kind

@@ -29,19 +29,17 @@ from diptych.torch.functional import source as fused
 from diptych.torch.functional.permute import RowMap, moe_permute, require_row_map
 from diptych.torch.graph.custom_op import CustomOp
 from diptych.torch.graph.proto import TensorProto
+from diptych.torch.layers.held import given_copies, held_copies
 from diptych.torch.layers.node import LayerArguments, finished, kept_spec, result_proto, run
-from diptych.torch.layers.products import (
-    Options,
+from diptych.torch.layers.options import Options, schedule
+from diptych.torch.layers.quantize import (
     encode,
-    given_copies,
-    held_copies,
     quantize_calls,
     quantize_weight,
     record_late,
     require_stackable,
     rounded,
     scale_of,
-    schedule,
 )
 from diptych.torch.primitives import grouped as primitives
 from diptych.torch.primitives.checks import describe, require_device, require_high_precision, require_tensor

@@ -13,19 +13,12 @@ from diptych.common.recipes import Recipe
 from diptych.common.schedule import Schedule
 from diptych.torch.graph.custom_op import CustomOp
 from diptych.torch.graph.proto import TensorProto
+from diptych.torch.layers.held import given_copies
 from diptych.torch.layers.node import LayerArguments, finished, kept_spec, result_proto, run, weight_gradient
-from diptych.torch.layers.products import (
-    Options,
-    fprop,
-    given_copies,
-    product,
-    quantize_calls,
-    record_late,
-    rounded,
-    scale_of,
-    schedule,
-)
-from diptych.torch.primitives import quantize as primitives
+from diptych.torch.layers.options import Options, schedule
+from diptych.torch.layers.products import fprop, product
+from diptych.torch.layers.quantize import quantize_calls, record_late, rounded, scale_of
+from diptych.torch.primitives import gemm as gemm_ops
 from diptych.torch.primitives.checks import describe, require_device, require_high_precision
 from diptych.torch.state.autocast import recording
 from diptych.torch.state.scales import ScaleStates
@@ -98,7 +91,7 @@ def _backward(a: _Arguments, needs: tuple[str, ...], saved: list[Tensor], grads:
         made["weight"] = weight_gradient(operand, x, a.weight.dtype, s, options, a.rng)
     if "bias" in needs:
         assert a.bias is not None
-        made["bias"] = primitives.bias_grad(dy, a.bias.dtype)
+        made["bias"] = gemm_ops.bias_grad(dy, a.bias.dtype)
     a.log_amaxes()
     return [made[name] for name in a.gradients(needs)]
 

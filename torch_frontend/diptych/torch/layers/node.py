@@ -20,10 +20,13 @@ from diptych.common.recipes import Recipe
 from diptych.common.schedule import Schedule
 from diptych.torch.graph.custom_op import CustomOp, Group, Written
 from diptych.torch.graph.proto import TensorProto
-from diptych.torch.layers.products import Options, WeightGradient, quantize_general, schedule
+from diptych.torch.layers.options import Options, schedule
+from diptych.torch.layers.products import WeightGradient
+from diptych.torch.layers.quantize import quantize_general
 from diptych.torch.layers.tracing import before_each_call, state_fits
 from diptych.torch.layers.weight_gradients import accumulate, overwrites
-from diptych.torch.primitives.checks import TWO_LEVEL, traced_local
+from diptych.torch.primitives.checks import TWO_LEVEL
+from diptych.torch.primitives.register import traced_local
 from diptych.torch.state.scales import States
 from diptych.torch.state.update import log_amax, record_pending
 from diptych.torch.tensors.copies import Copies, Spec, pack, pick, unpack

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diptych.torch.layers.products import schedule
-from diptych.torch.primitives.checks import traced_local
+from diptych.torch.layers.options import schedule
+from diptych.torch.primitives.register import traced_local
 from diptych.torch.state.autocast import STATE
 from diptych.torch.state.scales import ScaleStates
 

@@ -25,15 +25,16 @@ from diptych.common.plan import LinearPlan
 from diptych.common.recipes import Recipe, with_results
 from diptych.common.schedule import OFFSETS
 from diptych.torch.graph.eager_only import CALIBRATING, DELAYED_WGRAD, MARKED_WGRAD, EagerOnly, prepare
+from diptych.torch.layers.held import dequantized_weight
 from diptych.torch.layers.linear import linear_with
-from diptych.torch.layers.products import Options, dequantized_weight, schedule
+from diptych.torch.layers.options import Options, schedule
 from diptych.torch.layers.tracing import begin_again, make_states
 from diptych.torch.layers.weight_gradients import WeightGradients
 from diptych.torch.modules.fx import require_traceable
 from diptych.torch.modules.stateful import StatefulModule, require_no_capture
 from diptych.torch.modules.weight_cache import WeightCache
 from diptych.torch.primitives import quantize as primitives
-from diptych.torch.primitives.checks import traced_local
+from diptych.torch.primitives.register import traced_local
 from diptych.torch.state.autocast import STATE, amax_group, make_step_counter, recognize_pipelines, recording
 from diptych.torch.state.checkpoint import aside, recorded, replayed
 from diptych.torch.state.scales import ScaleStates, States, keep_from_broadcast, rng_take

@@ -20,7 +20,7 @@ from diptych.common.errors import ArgumentError
 from diptych.common.grouped import HIGH_PRECISION, plan_align
 from diptych.torch.functional.permute import RowMap, moe_map, moe_permute, moe_unpermute
 from diptych.torch.layers.grouped_linear import grouped_linear_with
-from diptych.torch.layers.products import Options, schedule
+from diptych.torch.layers.options import Options, schedule
 from diptych.torch.modules.base import QuantizedModule
 from diptych.torch.state.autocast import STATE, autocast
 

@@ -19,7 +19,7 @@ from diptych.torch.functional.permute import RowMap, moe_permute, require_row_ma
 from diptych.torch.functional.permute_op import as_int32, host_numbers
 from diptych.torch.layers.grouped_linear import grouped_linear as grouped_linear
 from diptych.torch.layers.grouped_linear import grouped_linear_with
-from diptych.torch.layers.products import Options
+from diptych.torch.layers.options import Options
 from diptych.torch.modules.base import QuantizedModule
 from diptych.torch.modules.fx import as_leaf
 from diptych.torch.modules.model_init import initial_weight

@@ -12,7 +12,6 @@ Invariants:
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -20,65 +19,20 @@ import torch
 from torch import Tensor, nn
 
 from diptych.common.arguments import require_recipe
-from diptych.common.errors import ArgumentError, DTypeError, ShapeError
-from diptych.common.fused import NORMS, NormOptions, norm_options
-from diptych.common.plan import LinearPlan, TensorPlan
+from diptych.common.errors import ArgumentError
+from diptych.common.fused import NormOptions, norm_options
 from diptych.common.recipes import Recipe, with_results
-from diptych.common.schedule import Schedule
-from diptych.torch.functional import source as fused
-from diptych.torch.graph.custom_op import CustomOp
-from diptych.torch.graph.proto import TensorProto
-from diptych.torch.layers.node import LayerArguments, finished, kept_spec, result_proto, run, weight_gradient
-from diptych.torch.layers.products import Options, encode, fprop, product, quantize_calls, rounded
+from diptych.torch.functional import norm as norm_verbs
+from diptych.torch.layers.checks import input_for
+from diptych.torch.layers.layernorm_linear import _layernorm_linear
+from diptych.torch.layers.node import run
 from diptych.torch.modules.base import QuantizedModule
 from diptych.torch.modules.fx import as_leaf
 from diptych.torch.modules.model_init import initial_weight
-from diptych.torch.primitives import quantize as primitives
-from diptych.torch.primitives.checks import describe, require_device, require_high_precision, require_tensor
 from diptych.torch.primitives.constants import Constants
 from diptych.torch.primitives.te_arguments import absorb, dtype_of, initialize, one_input
-from diptych.torch.tensors.copies import Copies, Operand, pack, pick, unpack
-from diptych.torch.tensors.quantized import QuantizedTensor, high_precision
 
 # --- what the fused modules share ------------------------------------------------------------------------------------
-
-
-def fusable(tensor: TensorPlan) -> bool:
-    """Whether a tensor may stay unstored: every use of it reads a copy that the core makes."""
-    return all([q is not None and not q.custom for q in (tensor.rowwise, tensor.columnwise)])
-
-
-def input_fusable(plan: LinearPlan) -> bool:
-    """Whether forward quantizes the input of a linear layer from what is not stored. What backward reads does not
-    change forward's bits: where wgrad reads the input itself, that is stored beside."""
-    forward, backward = plan.input.rowwise, plan.input.columnwise
-    if forward is None or forward.custom:
-        return False
-    return backward is None or plan.dequantized_backward or not backward.custom
-
-
-def input_gradient(
-    dy: Operand, w: Operand, x: Tensor, s: Schedule, options: Options, rng: Tensor | None, width: int
-) -> Tensor:
-    """dgrad: [..., width] beside x's leading dimensions, in x's dtype."""
-    dx = product("dgrad", dy, w, None, x.dtype, s.plan.fast_accum[1])
-    return rounded(dx, s.results[1], options, rng).view(*x.shape[:-1], width)
-
-
-def input_for(op: str, x: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
-    """x in high precision and the dtype of `torch.amp.autocast`, checked beside the parameters of its norm."""
-    require_tensor(op, "input", x)
-    dtype = x.dtype
-    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
-        dtype = torch.get_autocast_dtype(x.device.type)
-    x = high_precision(op, x, dtype).to(dtype)
-    require_high_precision(op, "input", x)
-    if x.dim() == 0 or x.size(-1) != gamma.size(0):
-        raise ShapeError(f"{op}: input must be [..., {gamma.size(0)}], got {describe(x)}")
-    require_device(op, gamma, x, "input")
-    if beta is not None and beta.dtype != gamma.dtype:
-        raise DTypeError(f"{op}: layer_norm_bias must have layer_norm_weight's dtype {gamma.dtype}, got {beta.dtype}")
-    return x
 
 
 def require_sizes(op: str, **sizes: Any) -> None:
@@ -118,110 +72,6 @@ class NormedModule(QuantizedModule):
 
 
 # --- the layer -------------------------------------------------------------------------------------------------------
-
-
-def normed_fprop(
-    x: Tensor, gamma: Tensor, beta: Tensor | None, weight: Tensor, bias: Tensor | None, rng: Tensor | None,
-    s: Schedule, options: Options, norm: NormOptions, with_z: bool,
-) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, Tensor], Copies, Copies]:  # fmt: skip
-    """y, z where it is stored, (mu, rsigma), and the copies of z and of the weight."""
-    fuse = input_fusable(s.plan)
-    needs_z = with_z or not fuse or s.x_kept == "original"
-    mu, rsigma, z = fused.norm(x, gamma if needs_z else None, beta if needs_z else None, norm)
-    operand = fused.normalized(x, gamma, beta, mu, rsigma, norm) if fuse else z
-    assert operand is not None
-    copies_z = encode(operand, s.x, options, rng, options.replay).copies
-    y, _, copies_w = fprop(x if fuse or z is None else z, weight, bias, rng, s, options, copies_z)
-    return y, z, (mu, rsigma), copies_z, copies_w
-
-
-@dataclasses.dataclass
-class NormedArguments(LayerArguments):
-    """Of an op that begins with a norm; `norm`: its `NormOptions`."""
-
-    gamma: Tensor
-    beta: Tensor | None
-    norm: Constants
-
-    @staticmethod
-    def wants_dz(needs: tuple[str, ...]) -> bool:
-        """Whether the gradient of the norm's output is needed."""
-        return "x" in needs or "gamma" in needs or "beta" in needs
-
-    def kept_operands(self, needs: tuple[str, ...], schedules: tuple[Schedule, ...]) -> tuple[str, ...]:
-        return ("x", "gamma") if self.wants_dz(needs) else ()
-
-    def norm_options(self) -> NormOptions:
-        held = self.norm.items  # a graph rebuilds it as a plain tuple
-        return held if isinstance(held, NormOptions) else NormOptions(*held)
-
-    def norm_gradients(self, dz: Tensor, saved: list[Tensor]) -> dict[str, Any]:
-        """Of the norm's operands; takes its statistics off the front."""
-        options = self.norm_options()
-        mu = saved.pop(0) if options.which == NORMS["LayerNorm"] else None
-        made = fused.norm_grad(dz, self.x, self.gamma, mu, saved.pop(0), options, self.beta is not None)
-        return {"x": made[0], "gamma": made[1], "beta": made[2]}
-
-
-@dataclasses.dataclass
-class _Arguments(NormedArguments):
-    weight: Tensor | QuantizedTensor
-    bias: Tensor | None
-    rng: Tensor | None
-    with_z: bool
-
-    def wanted(self, needs: tuple[str, ...]) -> tuple[tuple[bool, bool], ...]:
-        return ((self.wants_dz(needs), "weight" in needs),)
-
-
-def _forward(a: _Arguments, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-    s = a.schedules(needs)[0]
-    (options,), amaxes = a.forward_options(needs)
-    y, z, stats, copies_z, copies_w = normed_fprop(
-        a.x, a.gamma, a.beta, a.weight, a.bias, a.rng, s, options, a.norm_options(), a.with_z
-    )
-    saved: list[Tensor] = []
-    if s.x_kept:
-        operand = pick(s.x_kept, copies_z, a.x if z is None else z)
-        pack(operand.clone() if operand is z and a.with_z and a.options is None else operand, saved)
-    a.pack_weight(0, s, copies_w, saved)
-    if s.w_kept:
-        saved += [t for t in stats if t is not None]
-    y = finished(y, s, options, a.rng)
-    return (y, z, *amaxes) if a.with_z and z is not None else (y, *amaxes), saved
-
-
-def _layout(a: _Arguments, needs: tuple[str, ...]) -> tuple[TensorProto, ...]:
-    y = result_proto(a.x, a.weight.shape[0], a.schedules(needs)[0])
-    z = TensorProto(a.x.shape, a.x.dtype, None, a.x.device, True)
-    return (y, z, *a.amax_protos(needs)) if a.with_z else (y, *a.amax_protos(needs))
-
-
-def _backward(a: _Arguments, needs: tuple[str, ...], saved: list[Tensor], grads: list[Tensor | None]) -> list[Tensor]:
-    s, options, dy = a.schedules(needs)[0], a.backward_options(needs)[0], grads[0]
-    assert dy is not None
-    z = unpack(kept_spec(s.x_kept, s.plan.input), saved) if s.x_kept else None
-    w = a.kept_weight(0, s, saved) if s.w_kept else None
-    rowwise, columnwise = quantize_calls(dy, s.dy, options, a.rng)
-    made: dict[str, Any] = {}
-    if s.w_kept:
-        dz = input_gradient(dy if rowwise is None else rowwise, w, a.x, s, options, a.rng, a.x.shape[-1])
-        dz_out = grads[1] if a.with_z else None
-        made |= a.norm_gradients(dz if dz_out is None else dz + dz_out, saved)
-    if "weight" in needs:
-        operand = dy if columnwise is None else columnwise
-        made["weight"] = weight_gradient(operand, z, a.weight.dtype, s, options, a.rng)
-    if "bias" in needs:
-        assert a.bias is not None
-        made["bias"] = primitives.bias_grad(dy, a.bias.dtype)
-    a.log_amaxes()
-    return [made[name] for name in a.gradients(needs)]
-
-
-_layernorm_linear = CustomOp(
-    "diptych::layernorm_linear", _Arguments, _forward, _layout, _backward,
-    keeps=_Arguments.keeps, gradients=_Arguments.gradients,
-)  # fmt: skip
 
 
 class LayerNormLinear(NormedModule):
@@ -310,7 +160,7 @@ class LayerNormLinear(NormedModule):
             )
         recipe = self._active_recipe()
         if recipe is None:
-            z = fused.layernorm(x, gamma, beta, self.norm)
+            z = norm_verbs.layernorm(x, gamma, beta, self.norm)
             return self._returned(self.quantized_linear(z, weight, bias), z)
         if fp8_output:
             recipe = with_results(recipe, True, False)

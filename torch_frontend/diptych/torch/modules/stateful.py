@@ -22,7 +22,7 @@ from diptych.common.errors import CheckpointError, UnsupportedError
 from diptych.common.plan import LinearPlan
 from diptych.common.recipes import Recipe
 from diptych.torch.functional import quantize as functional
-from diptych.torch.layers.products import schedule
+from diptych.torch.layers.options import schedule
 from diptych.torch.modules.held_state import read_weights
 from diptych.torch.modules.model_init import initial_recipe
 from diptych.torch.modules.te_states import take_extra_state

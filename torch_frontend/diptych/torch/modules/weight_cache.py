@@ -10,10 +10,11 @@ from torch import Tensor
 from diptych.common.errors import UnsupportedError
 from diptych.common.recipes import Recipe
 from diptych.common.schedule import Call
-from diptych.torch.layers.products import Options, quantize_weight, schedule
+from diptych.torch.layers.options import Options, schedule
+from diptych.torch.layers.quantize import quantize_weight
 from diptych.torch.primitives import grouped as grouped_primitives
 from diptych.torch.primitives import quantize as primitives
-from diptych.torch.primitives.checks import define, traced_local
+from diptych.torch.primitives.register import define, traced_local
 from diptych.torch.state.scales import warn_once
 from diptych.torch.tensors.copies import Copies, with_scales
 

@@ -11,7 +11,6 @@ One copy of a quantized operand travels as `Copy`: (data, scale_inv, amax or Non
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +18,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
-from torch.nn import Parameter
 
 from diptych.common import shapes
 from diptych.common.errors import ArgumentError, DeviceError, DTypeError, ShapeError, UnsupportedError
@@ -32,9 +30,6 @@ Copy = tuple[Tensor, Tensor, Tensor | None, int, bool]
 # A column of the format table by id. Dynamo cannot hold a quantizer's `format` without a source, but its id it can.
 TWO_LEVEL = tuple(row.two_level for row in FORMATS)
 HIGH_PRECISION = frozenset(getattr(torch, name) for name in shapes.HIGH_PRECISION)
-
-_profiler = torch.autograd.profiler  # its flag is that of all threads: a backward may run in one of its own
-_interpreter_stack = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
 
 
 # --- checks of one argument ------------------------------------------------------------------------------------------
@@ -346,126 +341,60 @@ def check_acc(acc: Tensor, m: Any, n: Any) -> None:
     _require_written("gemm_into", "acc", acc)
 
 
-# --- allocation ------------------------------------------------------------------------------------------------------
-
-# Where each buffer of `quantize` stands in the core's argument list.
-_SLOTS = {
-    "amax": 0,
-    "columnwise_amax": 1,
-    "rowwise_data": 2,
-    "rowwise_scale_inv": 3,
-    "columnwise_data": 4,
-    "columnwise_scale_inv": 5,
-}
-_Layout = tuple[tuple[int, tuple[int, ...], Callable[..., Tensor]], ...]
-_layouts: dict[Any, _Layout] = {}
-
-
-@functools.cache
-def allocator(dtype: str, device: torch.device) -> Callable[..., Tensor]:
-    """An empty tensor's new_empty, the fastest allocator from Python. One serves all shapes: a tensor kept for each
-    would lie between large buffers in the C heap, whose pages can then neither merge nor go back to the system."""
-    return torch.empty(0, dtype=getattr(torch, dtype), device=device).new_empty
-
-
-def layout(shape: tuple[int, ...], quantizer: Quantizer, device: torch.device) -> _Layout:
-    """(slot, shape, allocator) of each buffer."""
-    key = (shape, quantizer.spec, quantizer.rowwise, quantizer.columnwise, device)  # hashes faster than a quantizer
-    found = _layouts.get(key)
-    if found is None:
-        shapes.check(shapes.quantize_constraints(shape, quantizer))
-        found = tuple(
-            (_SLOTS[b.name], b.shape, allocator(b.dtype, device)) for b in shapes.quantize_buffers(shape, quantizer)
-        )
-        if len(_layouts) >= 4096:
-            _layouts.clear()
-        _layouts[key] = found
-    return found
-
-
-def fake_buffers(x: Tensor, quantizer: Quantizer) -> list[Tensor]:
-    """What `quantize` makes of x, without memory."""
-    shape = tuple(x.shape)
-    enforce(shapes.quantize_constraints(shape, quantizer))
-    return [x.new_empty(b.shape, dtype=getattr(torch, b.dtype)) for b in shapes.quantize_buffers(shape, quantizer)]
-
-
-def workspace(nbytes: int, device: torch.device) -> Tensor | None:
-    return torch.empty(nbytes, dtype=torch.uint8, device=device) if nbytes and device.type == "cuda" else None
-
-
-def contiguous(copy: Copy) -> Copy:
-    data, scale_inv, amax, format_id, columnwise = copy
-    amax = None if amax is None else amax.contiguous()
-    return data.contiguous(), scale_inv.contiguous(), amax, format_id, columnwise
-
-
 # --- registration ----------------------------------------------------------------------------------------------------
 
-_LIBRARY = torch.library.Library("diptych", "DEF")
+
+_TABLE = _core.fused_table()
 
 
-def define(
-    name: str,
-    signature: str,
-    real: Callable[..., Any],
-    fake: Callable[..., Any],
-    backends: tuple[str, ...] = ("CPU", "CUDA"),
-    buffers: bool = False,
-) -> torch._ops.OpOverload:
-    """Makes `torch.ops.diptych.<name>`: `real` for CPU and CUDA tensors, `fake` for shapes, no derivative. `buffers`:
-    it takes buffers alone, which require none: whether one does is not asked."""
-    _LIBRARY.define(f"{name}{signature}", tags=(torch.Tag.pt2_compliant_tag,))
-    for backend in backends:
-        _LIBRARY.impl(name, real, backend)
-    torch.library.register_fake(f"diptych::{name}", fake, lib=_LIBRARY)
-    overload = getattr(torch.ops.diptych, name).default
-    if buffers:
-        return overload
-
-    def below_autograd(*args: Any, **kwargs: Any) -> Any:
-        given = (*args, *kwargs.values())
-        require_no_grad(f"diptych::{name}", *(t for t in given if isinstance(t, Tensor)))
-        require_no_tangent(
-            f"diptych::{name}", *(t for a in given for t in (a if isinstance(a, (list, tuple)) else (a,)))
-        )
-        with torch._C._AutoDispatchBelowAutograd():
-            return overload(*args, **kwargs)
-
-    _LIBRARY.impl(name, below_autograd, "Autograd")
-    return overload
+_NORMS, _ACTIVATIONS = _TABLE["norm"], _TABLE["activation"]
 
 
-def direct(*tensors: Tensor | None, unnamed: bool = False, watched: bool = False) -> bool:
-    """Whether a call may pass the dispatcher by: plain dense tensors, and nothing traces, interposes or looks on.
-
-    `unnamed`: what the call runs bears names of its own, which are enough for a profiler. `watched`: likewise, and
-    modes that see what it runs see enough.
-    """
-    if torch.compiler.is_compiling() or _interpreter_stack() is not None:
-        return False
-    if forward_ad._current_level >= 0:
-        return False
-    if _profiler._is_profiler_enabled and not (unnamed or watched):
-        return False
-    if torch._C._len_torch_dispatch_stack() and not watched:
-        return False
-    for t in tensors:
-        if t is None:
-            continue
-        if type(t) is not Tensor and type(t) is not Parameter:
-            return False
-        if t.is_meta or t.is_neg() or t.layout is not torch.strided:
-            return False
-    return not torch._C._is_tracing()
+_NORM, _ACTIVATION, _ACTIVATION_GRAD, _PERMUTED = (
+    _TABLE["source"][n] for n in ("norm", "activation", "activation_grad", "permuted")
+)
 
 
-def wrote(*tensors: Tensor) -> None:
-    """Lets autograd notice if a tensor that was written had been saved for a backward."""
-    torch._C._increment_version([t for t in tensors if not t.is_inference()])
+_LAYERNORM, _RMSNORM = _NORMS["layernorm"], _NORMS["rmsnorm"]
 
 
-def traced_local(context: Any, name: str) -> Any:
-    """The object that a local of traced code stands for, for what runs through `comptime`."""
-    tracked = context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()
-    return tracked.value if hasattr(tracked, "value") else tracked.as_python_constant()
+def _check_vector(op: str, arg: str, t: Tensor | None, x: Tensor, numel: Any, *, statistic: bool = False) -> None:
+    if t is None:
+        return
+    require_device(op, x, t, arg)
+    if statistic and t.dtype != torch.float32:
+        raise DTypeError(f"{op}: {arg} must be float32, got {describe(t)}")
+    require_high_precision(op, arg, t)
+    say = f"{op}: {arg} must hold {{}} elements for x {{}}, got {{}}"
+    require_size(math.prod(t.shape), numel, lambda: say.format(numel, describe(x), describe(t)))
+
+
+def _check_norm(op: str, x: Tensor, which: int, **operands: Tensor | None) -> None:
+    """gamma, beta [K] and mu, rsigma [M], against x; those that an op reads or writes."""
+    require_high_precision(op, "x", x)
+    m, k = shapes.rows_cols(x.shape)
+    if which not in (_LAYERNORM, _RMSNORM):
+        raise ValueError(f"{op}: unknown norm {which}")
+    for arg, t in operands.items():
+        statistic = arg in ("mu", "rsigma")
+        if t is not None and which == _RMSNORM and arg in ("mu", "beta"):
+            raise ValueError(f"{op}: RMSNorm has no {arg}, and one was given")
+        if t is None and (arg in ("gamma", "rsigma") or (arg == "mu" and which == _LAYERNORM)):
+            raise ArgumentError(f"{op}: {arg} is missing")
+        _check_vector(op, arg, t, x, m if statistic else k, statistic=statistic)
+
+
+def _check_dy(op: str, dy: Tensor, x: Tensor, shape: tuple[Any, ...]) -> None:
+    require_high_precision(op, "dy", dy)
+    require_device(op, x, dy, "dy")
+    message = f"{op}: dy must be {list(shape)} for x {describe(x)}, got {describe(dy)}"
+    pairs = zip(shapes.rows_cols(dy.shape), shapes.rows_cols(shape), strict=True)
+    enforce(tuple(shapes.Constraint(a, b, message) for a, b in pairs))
+
+
+def _halved(op: str, x: Tensor, gated: bool) -> tuple[Any, ...]:
+    """Shape of an activation of x."""
+    require_high_precision(op, "x", x)
+    shape, constraints = shapes.activation_shape(op, tuple(x.shape), gated)
+    enforce(constraints)
+    return shape

@@ -17,11 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from diptych.common import grouped, shapes
+from diptych.common import shapes
 from diptych.common.formats import FORMATS
-from diptych.torch.primitives import grouped as grouped_primitives  # they define the ops  # noqa: F401
-from diptych.torch.primitives import grouped_matmul  # they define the ops  # noqa: F401
-from diptych.torch.primitives import quantize as primitives  # they define the ops  # noqa: F401
+from diptych.common.grouped import grouped_shape
+from diptych.torch.primitives import gemm, grouped, grouped_matmul  # they define the ops  # noqa: F401
 
 _Shape = tuple[int, ...]
 
@@ -47,7 +46,7 @@ def _grouped_gemm(
     offsets: _Shape, *_: Any, **__: Any,
 ) -> int:  # fmt: skip
     formats = FORMATS[a_format], FORMATS[b_format]
-    shape = grouped.grouped_shape(offsets[0] - 1, formats[0], a_columnwise, a_data, formats[1], b_columnwise, b_data)
+    shape = grouped_shape(offsets[0] - 1, formats[0], a_columnwise, a_data, formats[1], b_columnwise, b_data)
     return 2 * shape.out[-2] * shape.n * shape.k  # of [G, M, N], the result of a product over rows, K is all rows
 
 

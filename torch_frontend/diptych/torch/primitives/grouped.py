@@ -25,13 +25,9 @@ from diptych.torch.primitives import constants as opaque
 from diptych.torch.primitives import quantize as primitives
 from diptych.torch.primitives.checks import (
     Copy,
-    allocator,
     check_copy,
     check_quantize,
-    contiguous,
-    define,
     describe,
-    direct,
     enforce,
     format_row,
     require_device,
@@ -39,10 +35,8 @@ from diptych.torch.primitives.checks import (
     require_no_grad,
     require_out_dtype,
     require_size,
-    workspace,
-    wrote,
 )
-from diptych.torch.primitives.quantize import IMPLEMENTATIONS
+from diptych.torch.primitives.register import allocator, contiguous, define, direct, workspace, wrote
 
 _KINDS = _core.group_kinds()
 _COMPUTE, _GIVEN = 0, 1  # AmaxMode in ops.h
@@ -335,6 +329,7 @@ _grouped_gemm_op = define(
     "bool fast_accum) -> Tensor",
     _grouped_gemm,
     _grouped_gemm_fake,
+    recordable=True,
 )
 _grouped_gemm_into_op = define(
     "grouped_gemm_into",
@@ -356,11 +351,10 @@ if opaque.AVAILABLE:
         "Tensor? scale=None, Tensor? rng=None) -> Tensor[]",
         _quantize_stack,
         _quantize_stack_fake,
+        recordable=True,
     )
 else:  # pragma: no cover - no supported torch
     _quantize_stack_op = torch._disable_dynamo(_quantize_stack)  # type: ignore[attr-defined]
-
-IMPLEMENTATIONS |= {_quantize_stack_op: _quantize_stack, _grouped_gemm_op: _grouped_gemm}
 
 
 # --- the ops as the rest of this package calls them ------------------------------------------------------------------

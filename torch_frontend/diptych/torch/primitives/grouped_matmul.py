@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from diptych.common.errors import ShapeError
-from diptych.torch.primitives.checks import define, describe, direct, require_no_grad, require_size
+from diptych.torch.primitives.checks import describe, require_no_grad, require_size
 from diptych.torch.primitives.grouped import check_rows
+from diptych.torch.primitives.register import define, direct
 
 
 def _check_matmul(a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None, depth: bool, trans_b: bool) -> list[Any]:

@@ -15,15 +15,8 @@ from torch import Tensor
 from diptych.common import moe, shapes
 from diptych.common.errors import DTypeError, ShapeError, UnsupportedError
 from diptych.core import _core
-from diptych.torch.primitives.checks import (
-    HIGH_PRECISION,
-    define,
-    describe,
-    direct,
-    require_device,
-    require_size,
-    workspace,
-)
+from diptych.torch.primitives.checks import HIGH_PRECISION, describe, require_device, require_size
+from diptych.torch.primitives.register import define, direct, workspace
 
 _TABLE = _core.moe_table()
 MAX_SLOTS = _TABLE["max_slots"]

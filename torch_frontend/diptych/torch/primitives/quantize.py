@@ -11,7 +11,6 @@ Invariants:
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, Literal, overload
 
@@ -25,26 +24,15 @@ from diptych.torch.primitives import constants as opaque
 from diptych.torch.primitives.checks import (
     TWO_LEVEL,
     Copy,
-    check_acc,
     check_amax,
     check_copy,
     check_delayed,
-    check_gemm,
     check_quantize,
-    check_scale_update,
-    contiguous,
-    define,
-    direct,
-    fake_buffers,
     format_row,
-    layout,
-    require_device,
-    require_high_precision,
     require_no_grad,
     require_out_dtype,
-    workspace,
-    wrote,
 )
+from diptych.torch.primitives.register import define, direct, fake_buffers, layout, wrote
 
 _COMPUTE, _GIVEN, _ACCUMULATE = 0, 1, 2  # AmaxMode in ops.h
 
@@ -161,30 +149,6 @@ def _amax_fake(x: Tensor, flags: int = 0, columnwise: bool = False) -> list[Tens
     return [x.new_empty(n, dtype=torch.float32) for n in _amax_lengths(x, flags, columnwise)]
 
 
-def _scale_update(
-    history: Tensor,
-    scale: Tensor,
-    reduced: Tensor | None,
-    amax: Tensor | None,
-    fp8_max: float,
-    margin: int,
-    most_recent: bool,
-    seen: Tensor | None = None,
-    step: Tensor | None = None,
-    *recorded: Tensor | None,
-    scale_out: Tensor | None = None,
-) -> None:
-    """`seen`, `step`: int64 [1] on the same device; where they are equal, nothing changes. `recorded`: pending, log,
-    written and taken of `delayed.log_buffers`, which history takes in. `scale_out`: gets a copy of the scale."""
-    check_scale_update(history, scale, reduced, amax, fp8_max, margin, most_recent)
-    reduced = None if reduced is None else reduced.contiguous()
-    amax = None if amax is None else amax.contiguous()
-    recorded = recorded or (None,) * 4
-    given: Any = (fp8_max, margin, most_recent, seen, step, *recorded, scale_out)
-    _core.scale_update(history, scale, reduced, amax, history, scale, *given)
-    wrote(history, scale)
-
-
 # --- dequantize ------------------------------------------------------------------------------------------------------
 
 
@@ -207,135 +171,19 @@ def _dequantize_fake(
     return data.new_empty(shapes.tensor_shape(fmt, columnwise, data.shape), dtype=dtype)
 
 
-# --- gemm ------------------------------------------------------------------------------------------------------------
-
-
-@functools.lru_cache(maxsize=4096)
-def _gemm_mnk(a_format: int, a_side: bool, a: tuple[int, ...], b_format: int, b_side: bool, b: tuple[int, ...]):
-    shape = shapes.gemm_shape(format_row("gemm", a_format), a_side, a, format_row("gemm", b_format), b_side, b)
-    shapes.check(shape.constraints)
-    return shape.m, shape.n, shape.k
-
-
-def _run_gemm(
-    a: Copy,
-    b: Copy,
-    d: Tensor,
-    bias: Tensor | None,
-    mnk: tuple[int, int, int],
-    alpha: float,
-    beta: float,
-    fast_accum: bool,
-) -> None:
-    epilogue = bias is not None or beta != 0.0
-    scratch = workspace(_core.gemm_workspace_bytes(*mnk, epilogue), d.device) if d.is_cuda else None
-    if bias is not None:
-        bias = bias.contiguous()
-    c = d if beta != 0.0 else None
-    _core.gemm(*contiguous(a), *contiguous(b), d, c, bias, scratch, alpha, beta, fast_accum)
-
-
-def _gemm(
-    a_data: Tensor, a_scale_inv: Tensor, a_amax: Tensor | None, a_format: int, a_columnwise: bool,
-    b_data: Tensor, b_scale_inv: Tensor, b_amax: Tensor | None, b_format: int, b_columnwise: bool,
-    bias: Tensor | None, alpha: float, out_dtype: torch.dtype, fast_accum: bool,
-) -> Tensor:  # fmt: skip
-    require_out_dtype("gemm", out_dtype)
-    mnk = _gemm_mnk(a_format, a_columnwise, a_data.shape, b_format, b_columnwise, b_data.shape)
-    d = torch.empty(mnk[0], mnk[1], dtype=out_dtype, device=a_data.device)
-    a, b = (a_data, a_scale_inv, a_amax, a_format, a_columnwise), (b_data, b_scale_inv, b_amax, b_format, b_columnwise)
-    _run_gemm(a, b, d, bias, mnk, alpha, 0.0, fast_accum)
-    return d
-
-
-def _gemm_fake(
-    a_data: Tensor, a_scale_inv: Tensor, a_amax: Tensor | None, a_format: int, a_columnwise: bool,
-    b_data: Tensor, b_scale_inv: Tensor, b_amax: Tensor | None, b_format: int, b_columnwise: bool,
-    bias: Tensor | None, alpha: float, out_dtype: torch.dtype, fast_accum: bool,
-) -> Tensor:  # fmt: skip
-    a, b = (a_data, a_scale_inv, a_amax, a_format, a_columnwise), (b_data, b_scale_inv, b_amax, b_format, b_columnwise)
-    m, n = check_gemm(a, b, bias, alpha, 0.0, out_dtype, fast_accum)
-    return a_data.new_empty((m, n), dtype=out_dtype)
-
-
-def _gemm_into(
-    acc: Tensor,
-    a_data: Tensor, a_scale_inv: Tensor, a_amax: Tensor | None, a_format: int, a_columnwise: bool,
-    b_data: Tensor, b_scale_inv: Tensor, b_amax: Tensor | None, b_format: int, b_columnwise: bool,
-    bias: Tensor | None, alpha: float, beta: float, fast_accum: bool,
-) -> None:  # fmt: skip
-    mnk = _gemm_mnk(a_format, a_columnwise, a_data.shape, b_format, b_columnwise, b_data.shape)
-    check_acc(acc, mnk[0], mnk[1])
-    a, b = (a_data, a_scale_inv, a_amax, a_format, a_columnwise), (b_data, b_scale_inv, b_amax, b_format, b_columnwise)
-    _run_gemm(a, b, acc, bias, mnk, alpha, beta, fast_accum)
-    wrote(acc)
-
-
-def _gemm_into_fake(
-    acc: Tensor,
-    a_data: Tensor, a_scale_inv: Tensor, a_amax: Tensor | None, a_format: int, a_columnwise: bool,
-    b_data: Tensor, b_scale_inv: Tensor, b_amax: Tensor | None, b_format: int, b_columnwise: bool,
-    bias: Tensor | None, alpha: float, beta: float, fast_accum: bool,
-) -> None:  # fmt: skip
-    a, b = (a_data, a_scale_inv, a_amax, a_format, a_columnwise), (b_data, b_scale_inv, b_amax, b_format, b_columnwise)
-    require_high_precision("gemm_into", "acc", acc)
-    m, n = check_gemm(a, b, bias, alpha, beta, acc.dtype, fast_accum)
-    require_device("gemm_into", a_data, acc, "acc")
-    check_acc(acc, m, n)
-
-
-# --- bias_grad -------------------------------------------------------------------------------------------------------
-
-
-def _bias_grad(dy: Tensor, dtype: torch.dtype) -> Tensor:
-    require_high_precision("bias_grad", "dy", dy)
-    require_out_dtype("bias_grad", dtype)
-    m, n = shapes.rows_cols(dy.shape)
-    out = torch.empty(n, dtype=dtype, device=dy.device)
-    scratch = workspace(_core.bias_grad_workspace_bytes(m, n), dy.device) if dy.is_cuda else None
-    _core.bias_grad(dy.contiguous(), out, scratch)
-    return out
-
-
-def _bias_grad_fake(dy: Tensor, dtype: torch.dtype) -> Tensor:
-    require_high_precision("bias_grad", "dy", dy)
-    require_out_dtype("bias_grad", dtype)
-    return dy.new_empty(shapes.rows_cols(dy.shape)[1], dtype=dtype)
-
-
 # --- registration ----------------------------------------------------------------------------------------------------
 
-_COPIES = ", ".join(
-    f"Tensor {s}_data, Tensor {s}_scale_inv, Tensor? {s}_amax, int {s}_format, bool {s}_columnwise" for s in "ab"
-)
 
-_amax_op = define("amax", "(Tensor x, int flags=0, bool columnwise=False) -> Tensor[]", _amax, _amax_fake)
-_scale_update_op = define(
-    "scale_update",
-    "(Tensor(a!) history, Tensor(b!) scale, Tensor? reduced, Tensor? amax, float fp8_max, int margin, bool most_recent)"
-    " -> ()",
-    _scale_update,
-    check_scale_update,
+_amax_op = define(
+    "amax", "(Tensor x, int flags=0, bool columnwise=False) -> Tensor[]", _amax, _amax_fake, recordable=True
 )
 _dequantize_op = define(
     "dequantize",
     "(Tensor data, Tensor scale_inv, Tensor? amax, int format, bool columnwise, ScalarType dtype) -> Tensor",
     _dequantize,
     _dequantize_fake,
+    recordable=True,
 )
-_gemm_op = define(
-    "gemm",
-    f"({_COPIES}, Tensor? bias, float alpha, ScalarType out_dtype, bool fast_accum) -> Tensor",
-    _gemm,
-    _gemm_fake,
-)
-_gemm_into_op = define(
-    "gemm_into",
-    f"(Tensor(a!) acc, {_COPIES}, Tensor? bias, float alpha, float beta, bool fast_accum) -> ()",
-    _gemm_into,
-    _gemm_into_fake,
-)
-_bias_grad_op = define("bias_grad", "(Tensor dy, ScalarType dtype) -> Tensor", _bias_grad, _bias_grad_fake)
 _quantize_op: Callable[..., list[Tensor]]
 _quantize_delayed_op: Callable[..., tuple[Tensor, ...]]
 _empty_op: Callable[..., list[Tensor]]
@@ -347,12 +195,14 @@ if opaque.AVAILABLE:
         "Tensor? rng=None) -> Tensor[]",
         _quantize,
         _quantize_fake,
+        recordable=True,
     )
     _quantize_delayed_op = define(
         "quantize_delayed",
         f"(Tensor x, {_QUANTIZER} quantizer, Tensor scale, Tensor(a!) history) -> (Tensor, Tensor, Tensor, Tensor)",
         _both(_quantize_delayed),
         _both(_quantize_delayed_fake),
+        recordable=True,
     )
     # No tensor says which backend this is for.
     _EVERY = ("CompositeExplicitAutograd",)
@@ -363,15 +213,6 @@ else:  # pragma: no cover - no supported torch
     _empty_op = torch._disable_dynamo(_empty)  # type: ignore[attr-defined]
     _quantize_op = torch._disable_dynamo(_quantize)  # type: ignore[attr-defined]
     _quantize_delayed_op = torch._disable_dynamo(_both(_quantize_delayed))  # type: ignore[attr-defined]
-
-# Ops that only allocate and call the core.
-IMPLEMENTATIONS: dict[Any, Callable[..., Any]] = {
-    _quantize_op: _quantize,
-    _quantize_delayed_op: _both(_quantize_delayed),
-    _amax_op: _amax,
-    _dequantize_op: _dequantize,
-    _gemm_op: _gemm,
-}
 
 
 # --- the ops as the rest of this package calls them ------------------------------------------------------------------
@@ -442,50 +283,8 @@ def copies(quantizer: Quantizer, buffers: list[Tensor]) -> tuple[Copy | None, Co
     return rowwise, columnwise
 
 
-def scale_update(
-    history: Tensor,
-    scale: Tensor,
-    reduced: Tensor | None,
-    amax: Tensor | None,
-    fp8_max: float,
-    margin: int,
-    most_recent: bool,
-) -> None:
-    """Delayed scaling's update of history [n, L] and scale [n] (or [L] and [1]), in place."""
-    if direct(history, scale, reduced, amax):
-        require_no_grad("diptych::scale_update", history, scale, reduced, amax)
-        _scale_update(history, scale, reduced, amax, fp8_max, margin, most_recent)
-    else:
-        _scale_update_op(history, scale, reduced, amax, fp8_max, margin, most_recent)
-
-
 def dequantize(q: Copy, dtype: torch.dtype) -> Tensor:
     """The values of one copy: the tensor's shape, or [M, K] where data is transposed."""
     if direct(q[0], q[1], q[2]):
         return _dequantize(*q, dtype)
     return _dequantize_op(*q, dtype)
-
-
-def gemm(a: Copy, b: Copy, bias: Tensor | None, alpha: float, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
-    """alpha * op(a) @ op(b) + bias, [M, N] in out_dtype."""
-    if direct(*a[:3], *b[:3], bias):
-        require_no_grad("diptych::gemm", bias)
-        return _gemm(*a, *b, bias, alpha, out_dtype, fast_accum)
-    return _gemm_op(*a, *b, bias, alpha, out_dtype, fast_accum)
-
-
-def gemm_into(acc: Tensor, a: Copy, b: Copy, bias: Tensor | None, alpha: float, beta: float, fast_accum: bool) -> None:
-    """acc [M, N] = alpha * op(a) @ op(b) + bias + beta * acc, in place."""
-    if direct(acc, *a[:3], *b[:3], bias):
-        require_no_grad("diptych::gemm_into", acc, bias)
-        _gemm_into(acc, *a, *b, bias, alpha, beta, fast_accum)
-    else:
-        _gemm_into_op(acc, *a, *b, bias, alpha, beta, fast_accum)
-
-
-def bias_grad(dy: Tensor, dtype: torch.dtype) -> Tensor:
-    """Sum of dy [..., N] over its leading dimensions, [N] in dtype."""
-    if direct(dy):
-        require_no_grad("diptych::bias_grad", dy)
-        return _bias_grad(dy, dtype)
-    return _bias_grad_op(dy, dtype)

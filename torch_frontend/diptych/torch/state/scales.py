@@ -27,7 +27,8 @@ from torch._guards import detect_fake_mode
 from diptych.common.errors import CheckpointError, RecipeSwitchWarning, UnsupportedError
 from diptych.common.plan import LinearPlan, StateSlot
 from diptych.common.quantizers import FP8_DTYPES, Float8Quantizer
-from diptych.torch.primitives.checks import define, describe, direct, wrote
+from diptych.torch.primitives.checks import describe
+from diptych.torch.primitives.register import define, direct, wrote
 from diptych.torch.state.checkpoint import SAVED, aside, recorded, replayed, require_saved
 from diptych.torch.state.update import LOG, collect, forget, fp8_max, log_buffers, update_all
 

@@ -25,9 +25,10 @@ from diptych.torch.functional import quantize as functional
 from diptych.torch.graph import program as replay
 from diptych.torch.graph.program import Replays
 from diptych.torch.primitives import constants as opaque
-from diptych.torch.primitives import quantize as primitives
-from diptych.torch.primitives.checks import define, describe, direct, wrote
+from diptych.torch.primitives import scale_update as scale_update_ops
+from diptych.torch.primitives.checks import describe
 from diptych.torch.primitives.constants import Constants
+from diptych.torch.primitives.register import define, direct, wrote
 from diptych.torch.state.checkpoint import SAVED, recorded, replayed, require_saved
 
 LOGGED = 1024  # backwards of a layer between two updates, at most
@@ -135,10 +136,10 @@ def update_all(
     ):
         latest = q.amax_compute_algo == "most_recent"
         if seen is None and not log:  # as who looks at ops sees it
-            primitives.scale_update(history, scale, amax, pick, fp8_max(q), q.margin, latest)
+            scale_update_ops.scale_update(history, scale, amax, pick, fp8_max(q), q.margin, latest)
             continue
         out = copy.narrow(0, i, 1)
-        primitives._scale_update(
+        scale_update_ops._scale_update(
             history, scale, amax, pick, fp8_max(q), q.margin, latest, seen, step, *_of(log, i), scale_out=out
         )
     return [torch.cat(scales) if seen is None and not log else copy]
@@ -149,7 +150,7 @@ def collect(histories: list[Tensor], scales: list[Tensor], log: list[Tensor]) ->
     if log:
         never = torch.zeros_like(log[2])
         for i, (history, scale) in enumerate(zip(histories, scales, strict=True)):
-            primitives._scale_update(history, scale, None, None, 1.0, 0, False, never, never, *_of(log, i))
+            scale_update_ops._scale_update(history, scale, None, None, 1.0, 0, False, never, never, *_of(log, i))
 
 
 def _of(log: list[Tensor], i: int) -> tuple[Tensor | None, ...]:

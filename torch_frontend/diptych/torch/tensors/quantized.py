@@ -27,7 +27,12 @@ from diptych.common.errors import ArgumentError, DeviceError, ShapeError, Unsupp
 from diptych.common.quantizers import RHT, Quantizer
 from diptych.torch.primitives import grouped as grouped_primitives
 from diptych.torch.primitives import quantize as primitives
-from diptych.torch.primitives.checks import TWO_LEVEL, Copy, describe, require_no_tangent
+from diptych.torch.primitives.checks import (
+    TWO_LEVEL,
+    Copy,
+    describe,
+    require_no_tangent,
+)
 
 BUFFERS = (
     "rowwise_data",
@@ -393,3 +398,8 @@ def _rebuild(
 
 # torch.load(weights_only=True) rebuilds from this function; `opaque.register` lists the quantizers themselves.
 torch.serialization.add_safe_globals([_rebuild, QuantizedTensor, QuantizedStack])
+
+
+def _require_quantized(op: str, arg: str, q: Any) -> None:
+    if not isinstance(q, QuantizedTensor):
+        raise ArgumentError(f"{op}: {arg} must be a QuantizedTensor, got {type(q).__name__}; quantize() makes one")
