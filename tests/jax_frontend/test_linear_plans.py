@@ -22,9 +22,8 @@ from diptych.common import (
     Quantizer,
 )
 from diptych.jax.layers import linear, products, quantize
-from diptych.jax.state import carry as transport
+from diptych.jax.state import carry, update
 from diptych.jax.state import scales as state
-from diptych.jax.state import update
 from diptych.jax.tensors import copies
 from jax_frontend import layers, tools
 
@@ -229,9 +228,7 @@ def test_two_devices_equal_one(mesh, name, check):
             def loss(x, kernel, s, step=step):
                 return (linear.dense(x * (step + 1), kernel, recipe=recipe, state=s) * dy).sum()
 
-            grads, new = transport.value_and_grad_with_state(lambda p, s, loss=loss: loss(*p, s))((x, kernel), states)[
-                1:
-            ]
+            grads, new = carry.value_and_grad_with_state(lambda p, s, loss=loss: loss(*p, s))((x, kernel), states)[1:]
             states = update.update_state(new, recipe)
             outs.append(grads[0])
         return jnp.stack(outs, 1), states

@@ -14,11 +14,11 @@ from diptych.common.fused import ACTIVATIONS, NormOptions, activation_options, n
 from diptych.common.quantizers import RHT
 from diptych.torch.functional import activation as activation_verbs
 from diptych.torch.functional import norm as norm_verbs
-from diptych.torch.functional import source as fused
+from diptych.torch.functional import source as sources
 from diptych.torch.primitives import activation as activation_ops
 from diptych.torch.primitives import gemm as gemm_ops
 from diptych.torch.primitives import norm as norm_ops
-from diptych.torch.primitives import quantize as primitives
+from diptych.torch.primitives import quantize as quantize_ops
 from torch_frontend import tools
 from torch_frontend.tools import ALL, delayed, named, normal, same
 
@@ -55,12 +55,12 @@ def _sources(x, device, m=32, k=64):
     dy = normal("dy", (*x.shape[:-1], k // 2), "float16", device)
     for options, b in ((LN, beta), (LN, None), (RMS, None)):
         mu, rsigma, _ = norm_ops.norm(x, None, None, options)
-        yield fused.normalized(x, gamma, b, mu, rsigma, options), norm_ops.norm(x.float(), gamma, b, options)[2]
+        yield sources.normalized(x, gamma, b, mu, rsigma, options), norm_ops.norm(x.float(), gamma, b, options)[2]
     for name in ("gelu", "swiglu"):
         act, v = ACTIVATIONS[name], wide if ACTIVATIONS[name].gated else x
-        yield fused.activated(v, act), activation_ops.activation(v.float(), act)
+        yield sources.activated(v, act), activation_ops.activation(v.float(), act)
         d = dy if act.gated else normal("dy2", (*x.shape[:-1], k), "bfloat16", device)
-        yield fused.activated_grad(d, x, act), activation_ops.activation_grad(d, x, act, torch.float32)
+        yield sources.activated_grad(d, x, act), activation_ops.activation_grad(d, x, act, torch.float32)
 
 
 @pytest.mark.parametrize("options", (LN, RMS, NormOptions("layernorm", 0.5, True)))
@@ -117,8 +117,8 @@ def test_a_source_gives_the_bytes_of_its_values(name, device):
         x = normal("x", (2, 16, 64), dtype, device)
         for f, values in _sources(x, device):
             values = values.to(torch.bfloat16) if quant.spec.flags & RHT else values
-            got = fused.quantize(f, quant, rng=rng, sum_dtype=torch.float32)
-            want = primitives.quantize(values, quant, rng=rng)
+            got = sources.quantize(f, quant, rng=rng, sum_dtype=torch.float32)
+            want = quantize_ops.quantize(values, quant, rng=rng)
             for g, w in zip(got[:-1], want, strict=True):
                 if quant.spec.flags & RHT:  # the rowwise copy is of unrounded values
                     assert g.shape == w.shape and g.dtype == w.dtype
@@ -127,11 +127,11 @@ def test_a_source_gives_the_bytes_of_its_values(name, device):
             if not quant.spec.flags & RHT:
                 assert got[-1].dtype == torch.float32
                 same_sum(got[-1], values)
-                same(fused.amax(f), primitives.amax(values))
+                same(sources.amax(f), quantize_ops.amax(values))
             with FakeTensorMode() as mode:
-                g = fused.FusedInput(*[mode.from_tensor(t) if isinstance(t, torch.Tensor) else t for t in f])
+                g = sources.FusedInput(*[mode.from_tensor(t) if isinstance(t, torch.Tensor) else t for t in f])
                 fake_rng = None if rng is None else mode.from_tensor(rng)
-                fake = fused.quantize(g, quant, rng=fake_rng, sum_dtype=torch.float32)
+                fake = sources.quantize(g, quant, rng=fake_rng, sum_dtype=torch.float32)
             for a, b in zip(fake, got, strict=True):
                 assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
 
@@ -142,8 +142,8 @@ def test_delayed_scaling_with_a_source(device):
         quant = Float8Quantizer(rowwise=rowwise, columnwise=columnwise)
         for f, values in _sources(x, device):
             (scale, history), (_, expected) = delayed(device), delayed(device)
-            got = fused.quantize_delayed(f, quant, scale, history, torch.bfloat16)
-            want = primitives.quantize_delayed(values, quant, scale, expected)
+            got = sources.quantize_delayed(f, quant, scale, history, torch.bfloat16)
+            want = quantize_ops.quantize_delayed(values, quant, scale, expected)
             for g, w in zip(got[:-1], want, strict=True):
                 same(g, w)
             assert got[-1].dtype == torch.bfloat16
@@ -161,7 +161,7 @@ def test_ops_pass_opcheck():
         (ops.norm_grad, (y, x, gamma, mu, rsigma, False, True)),
         (ops.activation, (x, 0, True)),
         (ops.activation_grad, (y, x, 2, False, torch.bfloat16)),
-        (ops.amax_fused, (*fused.activated(x, ACTIVATIONS["gelu"]), 0, True)),
+        (ops.amax_fused, (*sources.activated(x, ACTIVATIONS["gelu"]), 0, True)),
     ):
         torch.library.opcheck(op.default, args)
 
@@ -187,7 +187,7 @@ def test_bad_operands():
     with pytest.raises(ShapeError):
         activation_ops.activation(torch.tensor(1.0), ACTIVATIONS["gelu"])
     with pytest.raises(UnsupportedError, match="requires grad"):
-        fused.quantize(fused.activated(x.requires_grad_(), ACTIVATIONS["gelu"]), named(cases.FORMATS[0]))
+        sources.quantize(sources.activated(x.requires_grad_(), ACTIVATIONS["gelu"]), named(cases.FORMATS[0]))
     for bad, error in (
         (("Layernorm", 1e-5, False), ValueError),
         (("LayerNorm", -1.0, False), ValueError),

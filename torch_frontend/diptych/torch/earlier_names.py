@@ -14,7 +14,7 @@ from diptych.torch.modules import (
     quantized_parameter,
 )
 from diptych.torch.primitives import constants
-from diptych.torch.state import scales
+from diptych.torch.state import scales as scale_states
 from diptych.torch.tensors import quantized
 
 _PLACES = (  # (module before, module now, names)
@@ -24,7 +24,7 @@ _PLACES = (  # (module before, module now, names)
     ("layernorm_mlp", layernorm_mlp, ("LayerNormMLP",)),
     ("opaque", constants, ("Constants",)),
     ("quantized", quantized, ("QuantizedTensor", "QuantizedStack", "_rebuild")),
-    ("state", scales, ("ScaleSlot", "ScaleStates")),
+    ("state", scale_states, ("ScaleSlot", "ScaleStates")),
     ("weights", quantized_parameter, ("_parameter", "_TensorParameter", "_StackParameter")),
     ("weights", weight_gradients, ("WeightGradients",)),
 )

@@ -11,7 +11,7 @@ from diptych.common.errors import ShapeError
 from diptych.jax.primitives import gemm as gemm_ops
 from diptych.jax.primitives.arrays import dtype_name, factor, to_array
 from diptych.jax.primitives.checks import enforce
-from diptych.jax.tensors.quantized import QuantizedArray, _quantized
+from diptych.jax.tensors.quantized import QuantizedArray, require_quantized
 
 Array = jax.Array
 
@@ -29,7 +29,7 @@ def _gemm(
     out_dtype: str | None,
     fast_accum: bool,
 ) -> Array:
-    a, b = _quantized(op, "a", a), _quantized(op, "b", b)
+    a, b = require_quantized(op, "a", a), require_quantized(op, "b", b)
     a_side, b_side = shapes.gemm_copies(bool(trans_a), bool(trans_b))
     a_copy, b_copy = a.copy_of(a_side, f"{op}: a"), b.copy_of(b_side, f"{op}: b")
     size = shapes.gemm_shape(a.format, a_side, a_copy.data.shape, b.format, b_side, b_copy.data.shape)

@@ -15,7 +15,7 @@ from diptych.common import grouped, shapes
 from diptych.common.errors import ArgumentError, ShapeError, UnsupportedError
 from diptych.common.quantizers import RHT, RHT_SIGNS, Quantizer
 from diptych.jax.functional.quantize import group_amaxes
-from diptych.jax.primitives import grouped as primitives
+from diptych.jax.primitives import grouped as grouped_ops
 from diptych.jax.primitives.arrays import dtype_name, factor, small_operand, to_array
 from diptych.jax.tensors.quantized import QuantizedArray, QuantizedStack
 
@@ -50,7 +50,7 @@ def quantize_stack(
     leading = grouped.stack_shape(x.shape)[:-1]
     given = {"amax": amax, "columnwise_amax": columnwise_amax, "scale": scale, "rng": rng}
     operands: Any = {name: _operand(op, name, value) for name, value in given.items()}
-    buffers = primitives.quantize_stack(x, quantizer, **operands, as_bytes=bool(as_bytes))
+    buffers = grouped_ops.quantize_stack(x, quantizer, **operands, as_bytes=bool(as_bytes))
     return QuantizedStack(quantizer, leading, x.dtype.name, **buffers)
 
 
@@ -144,7 +144,7 @@ def grouped_gemm(
     of_a, of_b = [q.quantizer.spec.flags & (RHT | RHT_SIGNS) if trans_a else 0 for q in (a, b)]
     if of_a != of_b:
         raise ValueError(f"{op}: {a.quantizer} and {b.quantizer} do not rotate alike")
-    d = primitives.grouped_gemm(
+    d = grouped_ops.grouped_gemm(
         a.copy_of(side_a, f"{op}: a"),
         b.copy_of(side_b, f"{op}: b"),
         _offsets(op, offsets),
@@ -172,4 +172,4 @@ def grouped_bias_grad(dy: Array, offsets: Array, dtype: Any = None) -> Array:
     dy = to_array(op, "dy", dy)
     if dy.ndim == 0:
         raise ShapeError(f"{op}: dy must be [..., N], got a scalar")
-    return primitives.grouped_bias_grad(dy, _offsets(op, offsets), dtype_name(op, dtype, dy.dtype.name))
+    return grouped_ops.grouped_bias_grad(dy, _offsets(op, offsets), dtype_name(op, dtype, dy.dtype.name))

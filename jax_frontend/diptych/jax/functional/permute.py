@@ -28,7 +28,7 @@ import numpy as np
 from diptych.common import moe, shapes
 from diptych.common.errors import ArgumentError, DTypeError, ShapeError
 from diptych.jax.functional.permute_op import as_int32, padded_offsets, padding_before, permute, shifted, unpermute
-from diptych.jax.primitives import permute as ops
+from diptych.jax.primitives import permute as permute_ops
 from diptych.jax.primitives.checks import (
     MAX_SLOTS,
     check_copy,
@@ -94,7 +94,7 @@ def _integers(op: str, arg: str, given: Integers, dims: str = "C") -> Any:
     """A JAX or NumPy array of int32 or int64, [C]; a sequence's numbers must not be below 0."""
     if isinstance(given, (list, tuple)):
         return np.array([_integer(op, f"each of {arg}", n, 0) for n in given], np.int64)
-    if (x := _array(op, arg, given)).dtype.name not in ops.ID_DTYPES:
+    if (x := _array(op, arg, given)).dtype.name not in permute_ops.ID_DTYPES:
         raise DTypeError(f"{op}: {arg} must be int32 or int64, got {x.dtype.name}{list(x.shape)}")
     if x.ndim != 1:
         raise ShapeError(f"{op}: {arg} must be [{dims}], got {list(x.shape)}")
@@ -102,7 +102,7 @@ def _integers(op: str, arg: str, given: Integers, dims: str = "C") -> Any:
 
 
 def _floats(op: str, arg: str, x: Any, wide: bool = True) -> Array:
-    ops.check_float(op, arg, _array(op, arg, x).dtype, x.shape, wide)
+    permute_ops.check_float(op, arg, _array(op, arg, x).dtype, x.shape, wide)
     return _kept(op, arg, x)
 
 
@@ -115,8 +115,10 @@ def slot_probs(op: str, arg: str, probs: Any, map_shape: tuple[Any, ...], wide: 
 
 def _token_rows(op: str, x: Any, tokens: Any = None) -> Rows:
     """What can be moved, with a row for each token: [T, H], leading dimensions folded, or a quantized tensor."""
-    if not isinstance(x, QuantizedArray) and _array(op, "inp", x).dtype.name not in ops.MOVED:
-        raise DTypeError(f"{op}: inp must be one of {', '.join(sorted(ops.MOVED))}, got {x.dtype.name}{list(x.shape)}")
+    if not isinstance(x, QuantizedArray) and _array(op, "inp", x).dtype.name not in permute_ops.MOVED:
+        raise DTypeError(
+            f"{op}: inp must be one of {', '.join(sorted(permute_ops.MOVED))}, got {x.dtype.name}{list(x.shape)}"
+        )
     if isinstance(x, QuantizedArray):
         _check_rows_alone(op, x)
     if x.ndim < 2:
@@ -170,8 +172,8 @@ def _routing(op: str, routing_map: Any, map_type: str) -> Array:
     if map_type == "mask":
         if x.dtype.kind not in "biu":
             raise DTypeError(f"{op}: routing_map (a mask) must be bool or integers, got {dtype}")
-        return jnp.asarray(x if x.dtype.name in ops.MASK_DTYPES else x != 0)
-    if x.dtype.name not in ops.ID_DTYPES:
+        return jnp.asarray(x if x.dtype.name in permute_ops.MASK_DTYPES else x != 0)
+    if x.dtype.name not in permute_ops.ID_DTYPES:
         raise DTypeError(f"{op}: routing_map (expert ids) must be int32 or int64, got {dtype}")
     return x if isinstance(x, jax.Array) else as_int32(x)
 
@@ -193,8 +195,8 @@ def _made_map(
     rows = moe.padded_rows(tokens * slots, num_experts, align)
     if num_out_tokens is not None and _integer(op, "num_out_tokens", num_out_tokens, -1) > 0:
         rows = int(num_out_tokens)
-    ops.check_routing(op, routing.shape, num_experts, rows, align)
-    return RowMap(**ops.permute_map(routing, map_type, num_experts, rows, align))
+    permute_ops.check_routing(op, routing.shape, num_experts, rows, align)
+    return RowMap(**permute_ops.permute_map(routing, map_type, num_experts, rows, align))
 
 
 def _map_of(
@@ -340,10 +342,10 @@ def _placed_by(
         raise ShapeError(f"{op}: tokens_per_expert must be {list(shape)}, got {list(counts.shape)}")
     if isinstance(counts, np.ndarray) and (num_out_tokens is None or num_out_tokens < 1):
         rows = moe.counted_rows(counts.tolist(), align)
-        ops.check_routing(op, routing_map.shape, len(counts), rows, align)
+        permute_ops.check_routing(op, routing_map.shape, len(counts), rows, align)
     plain = _made_map(op, routing_map, None, "mask", None)
     row_id_map = shifted(plain.row_id_map, padding_before(counts, align), rows)
-    row_id_map, source = ops.invert_map(row_id_map, rows)
+    row_id_map, source = permute_ops.invert_map(row_id_map, rows)
     return RowMap(row_id_map, plain.tokens_per_expert, padded_offsets(counts, align, rows), source)
 
 
@@ -462,4 +464,4 @@ def _sorted(op: str, inp: Any, split_sizes: Any, sorted_index: Any, probs: Any =
         if probs.shape not in ((tokens,), (tokens, 1)):
             raise ShapeError(f"{op}: probs must be [T] or [T, 1], T = {tokens}, got {list(probs.shape)}")
         probs = _floats(op, "probs", probs).reshape(tokens, 1)
-    return permute(x, *ops.chunk_map(as_int32(sizes), as_int32(order), tokens), probs)
+    return permute(x, *permute_ops.chunk_map(as_int32(sizes), as_int32(order), tokens), probs)

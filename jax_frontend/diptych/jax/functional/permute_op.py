@@ -17,7 +17,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from diptych.common.errors import UnsupportedError
 from diptych.core._moe import moved_parts
-from diptych.jax.primitives import permute as ops
+from diptych.jax.primitives import permute as permute_ops
 from diptych.jax.primitives.arrays import same_axes
 from diptych.jax.primitives.residuals import defvjp
 from diptych.jax.tensors.quantized import QuantizedArray
@@ -104,7 +104,7 @@ def _permute(
     source: Array,
     probs: Array | None,
 ) -> tuple[tuple[Array, ...], Array | None]:
-    return ops.permute(planes, row_id_map, source, probs, fills, zero_prob_is_padding)
+    return permute_ops.permute(planes, row_id_map, source, probs, fills, zero_prob_is_padding)
 
 
 def _permute_forward(
@@ -112,13 +112,13 @@ def _permute_forward(
 ) -> tuple[Any, _Saved]:
     values = tuple(p.value for p in planes)
     dx = any(p.perturbed for p in planes)
-    if dx and values[0].dtype.name not in ops.SUMMED:
+    if dx and values[0].dtype.name not in permute_ops.SUMMED:
         raise UnsupportedError(
             f"moe_permute: rows of {values[0].dtype.name} have no gradient, nor has a quantized tensor. Permute before "
             "it is quantized, or wrap it in jax.lax.stop_gradient"
         )
     maps, held = (row_id_map.value, source.value), _value(probs)
-    outs = ops.permute(values, *maps, held, fills, zero_prob_is_padding)
+    outs = permute_ops.permute(values, *maps, held, fills, zero_prob_is_padding)
     kept = held if zero_prob_is_padding and dx else None
     return outs, _Saved(maps[0], None, kept, None, maps[1].shape[0], dx, _perturbed(probs))
 
@@ -128,11 +128,11 @@ def _permute_backward(fills: tuple[int, ...], zero_prob_is_padding: bool, saved:
     dout, dpermuted = dout if saved.dx else None, dpermuted if saved.dprobs else None
     dx = dprobs = None
     if dout is not None and zero_prob_is_padding:  # such rows are zeros, whatever x is
-        dx, _ = ops.unpermute(dout, jnp.where(saved.probs == 0, -1, saved.row_id_map))
+        dx, _ = permute_ops.unpermute(dout, jnp.where(saved.probs == 0, -1, saved.row_id_map))
     elif dout is not None:
-        dx, dprobs = ops.unpermute(dout, saved.row_id_map, None, dpermuted)
+        dx, dprobs = permute_ops.unpermute(dout, saved.row_id_map, None, dpermuted)
     if dpermuted is not None and dprobs is None:  # rows without columns: nothing is summed
-        _, dprobs = ops.unpermute(jnp.zeros((saved.rows, 0), jnp.float32), saved.row_id_map, None, dpermuted)
+        _, dprobs = permute_ops.unpermute(jnp.zeros((saved.rows, 0), jnp.float32), saved.row_id_map, None, dpermuted)
     return (dx, *[None] * (len(fills) - 1)), None, None, dprobs
 
 
@@ -162,7 +162,7 @@ def permute(
     columnwise = x.columnwise_data is not None
     if columnwise:
         columns, source = same_axes(x.columnwise_data, source)
-        fields["columnwise_data"] = ops.permute_columns(columns, source, max(1, row_id_map.shape[1]))
+        fields["columnwise_data"] = permute_ops.permute_columns(columns, source, max(1, row_id_map.shape[1]))
         fields["columnwise_scale_inv"] = x.columnwise_scale_inv
     quantizer = x.quantizer.with_usage(rowwise=True, columnwise=columnwise)
     return QuantizedArray(quantizer, (source.shape[0],), x.dtype, **fields), permuted
@@ -181,11 +181,11 @@ def permute_probs(probs: Array, row_id_map: Array, source: Array) -> Array:
 
 @jax.custom_vjp
 def _unpermute(x: Array, row_id_map: Array, source: Array | None, probs: Array | None) -> Array:
-    return ops.unpermute(x, row_id_map, probs)[0]
+    return permute_ops.unpermute(x, row_id_map, probs)[0]
 
 
 def _unpermute_forward(x: Any, row_id_map: Any, source: Any, probs: Any) -> tuple[Array, _Saved]:
-    y = ops.unpermute(x.value, row_id_map.value, _value(probs))[0]
+    y = permute_ops.unpermute(x.value, row_id_map.value, _value(probs))[0]
     held = x.value if _perturbed(probs) else None
     rows = x.value.shape[0]
     return y, _Saved(row_id_map.value, _value(source), _value(probs), held, rows, x.perturbed, _perturbed(probs))
@@ -196,11 +196,11 @@ def _unpermute_backward(saved: _Saved, dy: Any) -> tuple[Any, ...]:
         return None, None, None, None
     row_id_map, source = saved.row_id_map, saved.source
     if source is None:
-        row_id_map, source = ops.invert_map(row_id_map, saved.rows)
+        row_id_map, source = permute_ops.invert_map(row_id_map, saved.rows)
     if saved.probs is None:
-        (dx,), _ = ops.permute((dy,), row_id_map, source)
+        (dx,), _ = permute_ops.permute((dy,), row_id_map, source)
         return dx, None, None, None
-    dx, dprobs = ops.unpermute_grad(dy, row_id_map, source, saved.probs, saved.x)
+    dx, dprobs = permute_ops.unpermute_grad(dy, row_id_map, source, saved.probs, saved.x)
     return (dx if saved.dx else None), None, None, dprobs
 
 

@@ -11,12 +11,12 @@ import jax
 
 from diptych.common.errors import ArgumentError
 from diptych.common.quantizers import Quantizer
-from diptych.jax.functional import quantize as functional
-from diptych.jax.functional import source as fused
+from diptych.jax.functional import quantize as quantize_verbs
+from diptych.jax.functional import source as sources
 from diptych.jax.functional.permute import RowMap, require_row_map, slot_probs
 from diptych.jax.functional.permute_op import permute, permute_probs
 from diptych.jax.primitives import arrays
-from diptych.jax.primitives import quantize as primitives
+from diptych.jax.primitives import quantize as quantize_ops
 from diptych.jax.tensors.quantized import QuantizedArray, from_buffers
 
 Array = jax.Array
@@ -70,11 +70,11 @@ def moe_permute_and_quantize(
     given: dict[str, Any] = {"amax": amax, "columnwise_amax": columnwise_amax, "scale": scale, "rng": rng}
     if quantizer.custom:
         rows, moved = permute(x.reshape(maps[0].shape[0], x.shape[-1]), *maps, probs)
-        q = functional.quantize(rows, quantizer, **given)
+        q = quantize_verbs.quantize(rows, quantizer, **given)
     else:
-        f = fused.permuted(x, *maps)
+        f = sources.permuted(x, *maps)
         given = {name: arrays.small_operand(op, name, value) for name, value in given.items()}
-        buffers = primitives.quantize(x, quantizer, **given, source=f.source, operands=f.operands)
+        buffers = quantize_ops.quantize(x, quantizer, **given, source=f.source, operands=f.operands)
         q = from_buffers(buffers, quantizer, f.shape, x.dtype)
         moved = None if probs is None else permute_probs(probs, *maps)
     return q if probs is None else (q, moved)

@@ -16,10 +16,10 @@ import numpy as np
 from diptych.common import shapes
 from diptych.common.errors import ArgumentError
 from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX, Quantizer
-from diptych.jax.primitives import quantize as primitives
+from diptych.jax.primitives import quantize as quantize_ops
 from diptych.jax.primitives.arrays import small_operand, to_array
 from diptych.jax.primitives.ffi import Source
-from diptych.jax.tensors.quantized import QuantizedArray, _quantized, from_buffers
+from diptych.jax.tensors.quantized import QuantizedArray, from_buffers, require_quantized
 
 Array = jax.Array
 
@@ -46,7 +46,7 @@ def amax(
     """
     flags = ROW_AMAX * bool(per_row) + RHT * bool(rht) + RHT_SIGNS * bool(random_signs)
     x = to_array("amax", "x", x)
-    return primitives.amax(x, flags, columnwise=True) if rht else primitives.amax(x, flags)
+    return quantize_ops.amax(x, flags, columnwise=True) if rht else quantize_ops.amax(x, flags)
 
 
 def group_amaxes(
@@ -62,7 +62,7 @@ def group_amaxes(
     if not (fmt.per_tensor or fmt.two_level):
         raise ValueError(f"quantize: amax_group is for formats with an amax of the tensor; {fmt.name} has none")
     flags = spec.flags & (ROW_AMAX | RHT | RHT_SIGNS)
-    amax, of_columns = primitives.amax(x, flags, source, operands, columnwise=True)
+    amax, of_columns = quantize_ops.amax(x, flags, source, operands, columnwise=True)
     if spec.flags & (ROW_AMAX | RHT):
         amax = amax if spec.flags & ROW_AMAX else max_over(amax, group)  # a row's amax is its own
         of_columns = max_over(of_columns, group)
@@ -140,7 +140,7 @@ def quantize(
         given |= group_amaxes(x, quantizer, amax_group)
     given |= {"scale": scale, "rng": rng}
     operands: Any = {name: small_operand("quantize", name, value) for name, value in given.items()}
-    buffers = primitives.quantize(x, quantizer, **operands, as_bytes=bool(as_bytes))
+    buffers = quantize_ops.quantize(x, quantizer, **operands, as_bytes=bool(as_bytes))
     return from_buffers(buffers, quantizer, x.shape, x.dtype)
 
 
@@ -187,4 +187,4 @@ def dequantize(q: QuantizedArray, dtype: Any = None) -> Array:
 
     **Returns:** [..., K] of `dtype`.
     """
-    return _quantized("dequantize", "q", q).dequantize(dtype)
+    return require_quantized("dequantize", "q", q).dequantize(dtype)

@@ -19,8 +19,8 @@ import jax
 
 from diptych.common.fused import NormOptions
 from diptych.common.quantizers import Quantizer
-from diptych.jax.functional import quantize as functional
-from diptych.jax.primitives import quantize as primitives
+from diptych.jax.functional import quantize as quantize_verbs
+from diptych.jax.primitives import quantize as quantize_ops
 from diptych.jax.primitives.ffi import Source
 from diptych.jax.tensors.quantized import QuantizedArray, from_buffers
 
@@ -57,8 +57,8 @@ class FusedInput:
 
     def with_amax(self, group: Any) -> FusedInput:
         """This, with its amax computed; over the mesh axes `group`, if any."""
-        amax = primitives.amax(self.x, 0, self.source, self.operands, columnwise=True)[0]
-        return dataclasses.replace(self, amax=functional.max_over(amax, group) if group else amax)
+        amax = quantize_ops.amax(self.x, 0, self.source, self.operands, columnwise=True)[0]
+        return dataclasses.replace(self, amax=quantize_verbs.max_over(amax, group) if group else amax)
 
     def quantize(
         self,
@@ -75,8 +75,8 @@ class FusedInput:
         if self.amax is not None and scale is None and quantizer.format.per_tensor:
             given["amax"] = self.amax
         elif amax_group is not None:
-            given |= functional.group_amaxes(self.x, quantizer, amax_group, self.source, self.operands)
-        buffers = primitives.quantize(
+            given |= quantize_verbs.group_amaxes(self.x, quantizer, amax_group, self.source, self.operands)
+        buffers = quantize_ops.quantize(
             self.x,
             quantizer,
             **given,

@@ -16,14 +16,13 @@ import optax
 
 from diptych.common import shapes
 from diptych.common.formats import format_by_name
-from diptych.jax.functional import quantize as functional
+from diptych.jax.functional import quantize as quantize_verbs
 from diptych.jax.lab import gpt
 from diptych.jax.layers.products import OFFSETS
 from diptych.jax.layers.quantize import rng_at
-from diptych.jax.primitives import checks as rules
-from diptych.jax.primitives import ffi
+from diptych.jax.primitives import checks, ffi
 from diptych.jax.primitives import gemm as gemm_ops
-from diptych.jax.primitives import quantize as primitives
+from diptych.jax.primitives import quantize as quantize_ops
 from diptych.jax.primitives import scale_update as scale_update_ops
 from diptych.jax.state.scales import init_state, load_state_dict, overwrite_states, state_dict
 from diptych.jax.state.update import update_state
@@ -56,7 +55,7 @@ class JaxTrainer:
         self._params: Any = jax.device_put({k: jnp.asarray(v) for k, v in weights.items()}, self._device)
         self._opt_state: Any = jax.device_put(self._optimizer.init(self._params), self._device)
         scales = {} if job.recipe is None else {name: init_state(_recipe(job, name)) for name in job.model.linears}
-        rngs = {name: functional.rng_state(job.seed, offset) for name, offset in job.streams().items()}
+        rngs = {name: quantize_verbs.rng_state(job.seed, offset) for name, offset in job.streams().items()}
         self._kept: Any = self._put((scales, rngs))
         self._names = frozenset(_activation_names(job))
         # A command buffer replays kernels without calling their handlers, and the registry would not count them.
@@ -236,8 +235,8 @@ def _op(kind: str, params: dict[str, Any], ins: list[Array], outs: list[Array]) 
         quantizer, mode = params["quantizer"], params["mode"]
         buffers = shapes.quantize_buffers(ins[0].shape, quantizer)
         outputs = {b.name: _bits(x, b.dtype) for b, x in zip(buffers, outs, strict=False)}
-        amaxes = [b.name for b in buffers if b.name.endswith("amax")] if mode == primitives.GIVEN else []
-        names = ["x", *amaxes, *["pending"] * (mode == primitives.ACCUMULATE)]
+        amaxes = [b.name for b in buffers if b.name.endswith("amax")] if mode == quantize_ops.GIVEN else []
+        names = ["x", *amaxes, *["pending"] * (mode == quantize_ops.ACCUMULATE)]
         names += [n for n, there in (("scale", params["has_scale"]), ("rng", params["has_rng"])) if there]
         return Op(kind, _named(names, ins), {"quantizer": quantizer}, outputs)
     if kind == "scale_update":
@@ -245,8 +244,8 @@ def _op(kind: str, params: dict[str, Any], ins: list[Array], outs: list[Array]) 
         options = {k: params[k] for k in ("margin", "most_recent")} | {"fp8_max": float.fromhex(params["fp8_max"])}
         return Op(kind, _named(names, ins), options, _named(["history", "scale"], outs))
     if kind == "gemm":
-        at = rules.copy_length(params["a"][0])
-        end = at + rules.copy_length(params["b"][0])
+        at = checks.copy_length(params["a"][0])
+        end = at + checks.copy_length(params["b"][0])
         inputs = _copy_bits("a_", params["a"][0], ins[:at]) | _copy_bits("b_", params["b"][0], ins[at:end])
         extra = [n for n, there in (("bias", params["has_bias"]), ("c", params["has_c"])) if there]
         options = {k: params[k] for k in ("a", "b", "out_dtype", "fast_accum")}
@@ -282,10 +281,10 @@ def _replayed(op: Op, x: dict[str, Array]) -> dict[str, Array]:
     if op.kind == "quantize":
         quantizer = o["quantizer"]
         if "pending" in x:
-            out, history = primitives.quantize_delayed(x["x"], quantizer, x["scale"], x["pending"])
+            out, history = quantize_ops.quantize_delayed(x["x"], quantizer, x["scale"], x["pending"])
             return {**out, "amax": history}
         given: Any = {k: v for k, v in x.items() if k != "x"}
-        return primitives.quantize(x["x"], quantizer, **given)
+        return quantize_ops.quantize(x["x"], quantizer, **given)
     if op.kind == "scale_update":
         out = scale_update_ops.scale_update(x["history"], x["scale"], x.get("reduced"), x.get("amax"), **o)
         return dict(zip(("history", "scale"), out, strict=True))
@@ -296,15 +295,15 @@ def _replayed(op: Op, x: dict[str, Array]) -> dict[str, Array]:
     if op.kind == "bias_grad":
         return {"out": gemm_ops.bias_grad(x["dy"], o["dtype"])}
     if op.kind == "dequantize":
-        return {"out": primitives.dequantize(_copy_of(x, "", o["format"], o["columnwise"]), o["dtype"])}
+        return {"out": quantize_ops.dequantize(_copy_of(x, "", o["format"], o["columnwise"]), o["dtype"])}
     assert op.kind == "amax", op.kind
     if o["columnwise"]:
-        return dict(zip(("out", "columnwise_out"), primitives.amax(x["x"], o["flags"], columnwise=True), strict=True))
-    return {"out": primitives.amax(x["x"], o["flags"])}
+        return dict(zip(("out", "columnwise_out"), quantize_ops.amax(x["x"], o["flags"], columnwise=True), strict=True))
+    return {"out": quantize_ops.amax(x["x"], o["flags"])}
 
 
-def _copy_of(x: dict[str, Array], prefix: str, format: str, columnwise: bool) -> rules.Copy:
-    return rules.Copy(x[f"{prefix}data"], x[f"{prefix}scale_inv"], x.get(f"{prefix}amax"), format, columnwise)
+def _copy_of(x: dict[str, Array], prefix: str, format: str, columnwise: bool) -> checks.Copy:
+    return checks.Copy(x[f"{prefix}data"], x[f"{prefix}scale_inv"], x.get(f"{prefix}amax"), format, columnwise)
 
 
 class JaxFrontend:
@@ -328,7 +327,7 @@ class JaxFrontend:
 
     def replay(self, op: Op, device: str) -> dict[str, Bits]:
         put = functools.partial(jax.device_put, device=_device(device))
-        x = {k: put(v.data.view(primitives.dtype_of(v.dtype))) for k, v in op.inputs.items()}
+        x = {k: put(v.data.view(quantize_ops.dtype_of(v.dtype))) for k, v in op.inputs.items()}
         return {k: _bits(v) for k, v in _replayed(op, x).items() if k in op.outputs}
 
     def apply(self, kind: str, inputs: list[np.ndarray], heads: int) -> np.ndarray:

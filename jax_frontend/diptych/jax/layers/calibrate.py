@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from diptych.jax.functional import quantize as functional
+from diptych.jax.functional import quantize as quantize_verbs
 from diptych.jax.layers.held import high_precision
 from diptych.jax.layers.options import Amaxes, Options, States
 from diptych.jax.layers.products import Needs, Saved, check_transport, perturbed, primals, recorded, state_gradients
@@ -36,7 +36,7 @@ def observed(options: Options, y: Array, x: Array, kernel: Array, states: States
     for name in states:
         tensor = {"input": x, "weight": kernel}.get(name.partition(".")[0])
         if tensor is not None:
-            amaxes[name] = [functional.amax(jax.lax.stop_gradient(tensor))]
+            amaxes[name] = [quantize_verbs.amax(jax.lax.stop_gradient(tensor))]
     return _observe(options, y, states, amaxes)
 
 
@@ -57,7 +57,7 @@ def _observe_backward(options: Options, saved: Saved, grads: tuple[Any, States])
     dy, later = grads
     if isinstance(dy, SymbolicZero):
         return None, state_gradients(saved, {}, later), None
-    amax = functional.amax(dy)
+    amax = quantize_verbs.amax(dy)
     amaxes = {name: [amax] for name in saved.states if name.startswith("grad_output")}
     return dy, state_gradients(saved, amaxes, later), None
 

@@ -33,7 +33,7 @@ from diptych.common.quantizers import RHT
 from diptych.common.recipes import Recipe
 from diptych.common.schedule import Call, Schedule
 from diptych.jax.functional import grouped
-from diptych.jax.functional import source as fused
+from diptych.jax.functional import source as sources
 from diptych.jax.functional.permute import RowMap, moe_permute, require_row_map
 from diptych.jax.functional.source import FusedInput
 from diptych.jax.layers import products
@@ -44,8 +44,8 @@ from diptych.jax.layers.linear import prepare
 from diptych.jax.layers.options import Options, States
 from diptych.jax.layers.products import DenseGradients, Needs, Products, cotangents, fprop, primals, recorded
 from diptych.jax.layers.weights import Pullback, refuse_references
-from diptych.jax.primitives import grouped as grouped_primitives
-from diptych.jax.primitives import permute as moe_primitives
+from diptych.jax.primitives import grouped as grouped_ops
+from diptych.jax.primitives import permute as permute_ops
 from diptych.jax.primitives.arrays import same_axes, to_array
 from diptych.jax.primitives.grouped_matmul import grouped_matmul
 from diptych.jax.primitives.residuals import defvjp
@@ -271,7 +271,7 @@ class Groups(Products):
 
     def accumulate(self, acc: Array, dy: Any, x: Any, fast_accum: bool) -> Array:
         op = "grouped_dense"
-        return grouped_primitives.grouped_gemm(
+        return grouped_ops.grouped_gemm(
             dy.copy_of(True, op),
             x.copy_of(True, op),
             self.offsets,
@@ -304,8 +304,8 @@ def _rows(x: Array, maps: Maps | None, calls: tuple[Call, ...]) -> Array | Fused
     if maps is None or maps.source is None:
         return x
     if calls and not any(call.quantizer.custom for call in calls):
-        return fused.permuted(x, maps.row_id_map, maps.source)
-    return moe_primitives.permute((x,), maps.row_id_map, maps.source)[0][0]
+        return sources.permuted(x, maps.row_id_map, maps.source)
+    return permute_ops.permute((x,), maps.row_id_map, maps.source)[0][0]
 
 
 def _read_forward(s: Schedule) -> tuple[Call, ...]:
@@ -334,7 +334,7 @@ def _grouped_backward(saved: _Saved, dy: Any, later: States | None = None) -> De
     made = products.backward(layer, dy, later)
     if maps is None or made.x is None:
         return made
-    return made._replace(x=moe_primitives.unpermute(made.x, maps.row_id_map)[0])
+    return made._replace(x=permute_ops.unpermute(made.x, maps.row_id_map)[0])
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -23,7 +23,7 @@ from diptych.common.arguments import require_recipe
 from diptych.common.fused import NormOptions, norm_options
 from diptych.common.recipes import Recipe
 from diptych.jax.functional import norm as norm_verbs
-from diptych.jax.functional import source as fused
+from diptych.jax.functional import source as sources
 from diptych.jax.functional.source import FusedInput
 from diptych.jax.layers import products
 from diptych.jax.layers.calibrate import calibrated, plain
@@ -238,7 +238,7 @@ def norm_operand(
     """The norm's output as an operand, fused where it may be; its statistics; the output if `stored`."""
     norm, fuse = options.norm, input_fusable(options.linear)
     stats, z = (norm_ops.statistics(x, norm), None) if fuse and not stored else norm_ops.norm(x, gamma, beta, norm)
-    operand = fused.normalized(x, gamma, beta, stats, norm) if fuse or z is None else z
+    operand = sources.normalized(x, gamma, beta, stats, norm) if fuse or z is None else z
     return operand, stats, z if stored else None
 
 
@@ -267,7 +267,7 @@ def normed_backward(
     if saved.again and not isinstance(dy, SymbolicZero):
         x, gamma, beta, stats = saved.norm
         if input_fusable(saved.options.linear) and not reads_input(saved.options.linear, of_linear.needs):
-            z: Any = dataclasses.replace(fused.normalized(x, gamma, beta, stats, norm), amax=saved.amax)
+            z: Any = dataclasses.replace(sources.normalized(x, gamma, beta, stats, norm), amax=saved.amax)
         else:
             z = norm_ops.norm(x, gamma, beta, norm)[1]
         of_linear = dataclasses.replace(of_linear, x=z)

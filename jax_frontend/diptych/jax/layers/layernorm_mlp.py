@@ -29,7 +29,7 @@ from diptych.common.fused import ActivationOptions, activation_options, norm_opt
 from diptych.common.recipes import Recipe
 from diptych.jax.functional import activation as activation_verbs
 from diptych.jax.functional import norm as norm_verbs
-from diptych.jax.functional import source as fused
+from diptych.jax.functional import source as sources
 from diptych.jax.functional.source import FusedInput
 from diptych.jax.layers import products
 from diptych.jax.layers.calibrate import calibrated, plain
@@ -307,7 +307,7 @@ def _activation(options: MLPOptions, h: Array, amax: Array | None = None, stored
     """The input of fc2: unstored where it may be, with its amax if known, or an array; always so if `stored`."""
     if stored or not input_fusable(options.fc2):
         return activation_ops.activation(h, *options.activation)
-    return dataclasses.replace(fused.activated(h, *options.activation), amax=amax)
+    return dataclasses.replace(sources.activated(h, *options.activation), amax=amax)
 
 
 def _second_rng(rng: Array | None) -> Array | None:
@@ -382,7 +382,7 @@ def _gradients_of(saved: _Saved, dy: Any, later: Any = None) -> tuple[Any, Any, 
 def _dh(options: MLPOptions, da: Array, h: Array) -> Array | FusedInput:
     """The gradient of fc1's output: unstored where both products read a copy of it that the core makes."""
     if fusable(options.fc1.linear.plan.grad_output):
-        return fused.activated_grad(da, h, *options.activation)
+        return sources.activated_grad(da, h, *options.activation)
     return activation_ops.activation_grad(da, h, *options.activation)
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from diptych.common.errors import ArgumentError
 from diptych.common.schedule import OFFSETS as OFFSETS
 from diptych.common.schedule import Call
-from diptych.jax.functional import quantize as functional
+from diptych.jax.functional import quantize as quantize_verbs
 from diptych.jax.functional.grouped import largest, quantize_each
 from diptych.jax.functional.source import FusedInput
 from diptych.jax.layers.options import Amaxes, Options, States
@@ -34,7 +34,7 @@ def quantize_calls(
     options: Options,
     states: States,
     rng: Array | None,
-    quantize: Callable[..., Any] = functional.quantize,
+    quantize: Callable[..., Any] = quantize_verbs.quantize,
 ) -> tuple[Copies, Amaxes]:
     """The copies of one tensor, and the amaxes that its delayed-scaling states are to record. `quantize`: the verb."""
     return quantize_summed(x, calls, options, states, rng, "", quantize)[:2]
@@ -50,7 +50,7 @@ def quantize_kernel(
 
 def verb_of(kernel: Array) -> Callable[..., Any]:
     """What quantizes a kernel, or a stack of them."""
-    return functional.quantize if kernel.ndim == 2 else quantize_each
+    return quantize_verbs.quantize if kernel.ndim == 2 else quantize_each
 
 
 def quantize_summed(
@@ -60,7 +60,7 @@ def quantize_summed(
     states: States,
     rng: Array | None,
     dtype: str,
-    quantize: Callable[..., Any] = functional.quantize,
+    quantize: Callable[..., Any] = quantize_verbs.quantize,
 ) -> tuple[Copies, Amaxes, Array | None]:
     """`quantize_calls`, and of a FusedInput the sum over rows in `dtype`, if one is named; of an array None."""
     rowwise = columnwise = total = None
@@ -94,7 +94,7 @@ def rounded(
     call: Call | None,
     options: Options,
     rng: Array | None,
-    quantize: Callable[..., Any] = functional.quantize,
+    quantize: Callable[..., Any] = quantize_verbs.quantize,
 ) -> Array:
     """A result as its quantized copy stands for it."""
     if call is None:

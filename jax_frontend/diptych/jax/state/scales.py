@@ -32,7 +32,7 @@ from diptych.common.errors import ArgumentError, CheckpointError, DTypeError, Re
 from diptych.common.plan import LinearPlan, linear_plan
 from diptych.common.quantizers import Float8Quantizer
 from diptych.common.recipes import Recipe
-from diptych.jax.functional import quantize as functional
+from diptych.jax.functional import quantize as quantize_verbs
 from diptych.jax.primitives.checks import dtype_of
 from diptych.jax.state.amax_check import check_of, checked, following, is_sound, is_valid, marked, marked_by
 
@@ -160,7 +160,7 @@ def varying(x: Any) -> frozenset[Any]:
 def _fitted(amax: Array, axes: frozenset[Any]) -> Array:
     """An amax that varies over `axes` at most: the largest over others. A state keeps its type in this way."""
     over = tuple(sorted(varying(amax) - axes, key=str))
-    return functional.max_over(amax, over) if over else amax
+    return quantize_verbs.max_over(amax, over) if over else amax
 
 
 def record(state: ScaleState, *amaxes: Array) -> ScaleState:
@@ -206,7 +206,7 @@ def _combined(state: ScaleState, count: Array, check: Array) -> ScaleState:
 # --- between steps ---
 
 
-def _axes(recipe: Recipe | None, axis_name: Any) -> tuple[Any, ...]:
+def update_axes(recipe: Recipe | None, axis_name: Any) -> tuple[Any, ...]:
     named = group_axes(recipe) if recipe is not None else ()
     if axis_name is None:
         return named

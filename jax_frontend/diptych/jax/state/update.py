@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from diptych.common.arguments import require_recipe
 from diptych.common.errors import ArgumentError, ShapeError
 from diptych.common.recipes import Recipe
-from diptych.jax.functional import quantize as functional
+from diptych.jax.functional import quantize as quantize_verbs
 from diptych.jax.functional import scale_update as scale_update_verbs
 from diptych.jax.state.amax_check import checked
-from diptych.jax.state.scales import ScaleState, _axes, fp8_max, map_states, read_ref, varying
+from diptych.jax.state.scales import ScaleState, fp8_max, map_states, read_ref, update_axes, varying
 
 Array = jax.Array
 Tree = TypeVar("Tree")
@@ -35,7 +35,7 @@ def update_state(states: Tree, recipe: Recipe | None = None, axis_name: Any = No
     ValueError where `amax_compute_algo` returns anything but float32 [1].
     """
     require_recipe("update_state", recipe)
-    axes = _axes(recipe, axis_name)
+    axes = update_axes(recipe, axis_name)
 
     def update(state: ScaleState) -> ScaleState:
         if state.count is None:
@@ -55,8 +55,8 @@ def _updated(state: ScaleState, axes: tuple[Any, ...]) -> ScaleState:
     if axes:
         over = tuple(sorted(varying(history) & set(axes), key=str))
         if over:  # what earlier updates left is equal everywhere, and becomes so for the type
-            history, scale = functional.max_over(history, over), functional.max_over(scale, over)
-        reduced = history[:1] if over else functional.max_over(history[:1], axes)
+            history, scale = quantize_verbs.max_over(history, over), quantize_verbs.max_over(scale, over)
+        reduced = history[:1] if over else quantize_verbs.max_over(history[:1], axes)
     if callable(algo):
         last = history[:1] if reduced is None else jnp.where(reduced != 0, reduced, history[:1])
         chosen = _chosen(algo, history, last)

@@ -174,7 +174,7 @@ def stack_values(stack: Copy, dtype: str) -> Array:
     return jax.vmap(each)(data, *(x[:, None] if x.ndim == 1 else x for x in whole))
 
 
-def _quantized(op: str, arg: str, q: Any) -> QuantizedArray:
+def require_quantized(op: str, arg: str, q: Any) -> QuantizedArray:
     if not isinstance(q, QuantizedArray):
         raise ArgumentError(f"{op}: {arg} must be a QuantizedArray, got {type(q).__name__}; quantize it first")
     return q

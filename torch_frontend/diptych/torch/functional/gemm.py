@@ -19,7 +19,7 @@ from diptych.torch.primitives.checks import (
     require_tensor,
 )
 from diptych.torch.tensors.copies import pack, unpack, values
-from diptych.torch.tensors.quantized import QuantizedTensor, _require_quantized, rotated
+from diptych.torch.tensors.quantized import QuantizedTensor, require_quantized, rotated
 
 
 def gemm(
@@ -48,8 +48,8 @@ def gemm(
     formats do not take, TypeError for dtypes, NotImplementedError where no kernel fits, for a second derivative, or one
     that needs a rowwise copy that was not made.
     """
-    _require_quantized("gemm", "a", a)
-    _require_quantized("gemm", "b", b)
+    require_quantized("gemm", "a", a)
+    require_quantized("gemm", "b", b)
     require_no_tangent("gemm", a, b, bias)
     side_a, side_b = shapes.gemm_copies(trans_a, trans_b)
     dtype = a.dtype if out_dtype is None else out_dtype
@@ -146,8 +146,8 @@ def gemm_into(
     NotImplementedError where anything requires grad.
     """
     require_tensor("gemm_into", "acc", acc)
-    _require_quantized("gemm_into", "a", a)
-    _require_quantized("gemm_into", "b", b)
+    require_quantized("gemm_into", "a", a)
+    require_quantized("gemm_into", "b", b)
     require_no_grad("gemm_into", acc, a, b, bias)
     side_a, side_b = shapes.gemm_copies(trans_a, trans_b)
     gemm_ops.gemm_into(acc, a.copy_of(side_a), b.copy_of(side_b), bias, alpha, beta, fast_accum)

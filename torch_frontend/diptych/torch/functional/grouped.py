@@ -12,7 +12,7 @@ from torch import Tensor
 from diptych.common import grouped, shapes
 from diptych.common.errors import ArgumentError, ShapeError
 from diptych.common.quantizers import RHT, RHT_SIGNS, Quantizer
-from diptych.torch.primitives import grouped as primitives
+from diptych.torch.primitives import grouped as grouped_ops
 from diptych.torch.primitives.checks import (
     describe,
     require_no_grad,
@@ -45,7 +45,7 @@ def quantize_stack(
     require_tensor(op, "x", x)
     require_quantizer(op, quantizer)
     require_no_grad(op, x, amax, columnwise_amax, scale)
-    made = primitives.quantize_stack(x, quantizer, amax, columnwise_amax, scale, rng)
+    made = grouped_ops.quantize_stack(x, quantizer, amax, columnwise_amax, scale, rng)
     return QuantizedStack(quantizer, x.shape, x.dtype, **dict(zip(quantizer.buffer_names(), made, strict=True)))
 
 
@@ -97,7 +97,7 @@ def grouped_gemm(
     if of_a != of_b:
         raise ValueError(f"{op}: {a.quantizer} and {b.quantizer} do not rotate alike")
     dtype, promise = a.dtype if out_dtype is None else out_dtype, grouped.kernel_align(align)
-    d = primitives.grouped_gemm(
+    d = grouped_ops.grouped_gemm(
         a.copy_of(side_a), b.copy_of(side_b), offsets, bias, promise, of_a != 0, alpha, dtype, fast_accum
     )
     return d if trans_a else d.view(shapes.gemm_out_shape(a.shape, d.shape[0], d.shape[1], False))
@@ -118,7 +118,7 @@ def grouped_bias_grad(dy: Tensor, offsets: Tensor, dtype: torch.dtype | None = N
     require_tensor(op, "offsets", offsets)
     if dy.dim() == 0:
         raise ShapeError(f"{op}: dy must be [..., N], got {describe(dy)}")
-    return primitives.grouped_bias_grad(dy, offsets, dy.dtype if dtype is None else dtype)
+    return grouped_ops.grouped_bias_grad(dy, offsets, dy.dtype if dtype is None else dtype)
 
 
 QUANTIZE[QuantizedStack] = quantize_stack

@@ -32,7 +32,7 @@ from diptych.torch.functional.permute_op import (
     sort_chunks,
     unpermute,
 )
-from diptych.torch.primitives import permute as primitives
+from diptych.torch.primitives import permute as permute_ops
 from diptych.torch.primitives.checks import describe, require_device, require_size, require_tensor
 from diptych.torch.primitives.permute import (
     ID_DTYPES,
@@ -159,7 +159,7 @@ def _made_map(op: str, routing_map: Any, num_experts: Any, map_type: str, num_ou
     _require_int(op, "num_experts", num_experts, 1)
     rows = _row_count(op, num_out_tokens, tokens * slots, num_experts, align)
     check_routing(op, routing_map, mask, num_experts, rows, align)
-    row_id_map, tokens_per_expert, expert_offsets, source = primitives.permute_map(
+    row_id_map, tokens_per_expert, expert_offsets, source = permute_ops.permute_map(
         routing_map, mask, num_experts, rows, align
     )
     return RowMap(row_id_map, tokens_per_expert, expert_offsets, source)
@@ -333,7 +333,7 @@ def _placed_by(op: str, routing_map: Tensor, tokens_per_expert: Any, num_out_tok
     require_counted(op, "rows", rows)
     counts = _per_expert(op, "tokens_per_expert", tokens_per_expert, routing_map.device, experts).to(torch.int64)
     pad = (-counts).remainder(align)
-    row_id_map, source = primitives.invert_map(shifted(plain.row_id_map, pad.cumsum(0) - pad, rows), rows)
+    row_id_map, source = permute_ops.invert_map(shifted(plain.row_id_map, pad.cumsum(0) - pad, rows), rows)
     ends = (counts.clamp(0, rows) + pad).cumsum(0).clamp(max=rows)
     return RowMap(row_id_map, plain.tokens_per_expert, torch.nn.functional.pad(ends, (1, 0)), source)
 

@@ -16,7 +16,7 @@ from diptych.common import shapes
 from diptych.core._moe import moved_parts
 from diptych.torch.graph.custom_op import CustomOp, Size
 from diptych.torch.graph.proto import TensorProto
-from diptych.torch.primitives import permute as primitives
+from diptych.torch.primitives import permute as permute_ops
 from diptych.torch.primitives.register import direct
 from diptych.torch.tensors.quantized import BUFFERS, QuantizedTensor
 
@@ -28,17 +28,17 @@ def _move(
 ) -> tuple[Tensor, ...]:
     """x where the map sends it, and where given probs [rows]."""
     if not isinstance(x, QuantizedTensor):
-        return tuple(primitives.permute([x], [0], row_id_map, source, probs, zero_prob_is_padding))
+        return tuple(permute_ops.permute([x], [0], row_id_map, source, probs, zero_prob_is_padding))
     parts = moved_parts(x.quantizer)
     planes: list[Any] = [getattr(x, name) for name in parts]
-    made = primitives.permute(planes, list(parts.values()), row_id_map, source, probs, zero_prob_is_padding)
+    made = permute_ops.permute(planes, list(parts.values()), row_id_map, source, probs, zero_prob_is_padding)
     buffers = dict(zip(parts, made, strict=False))
     for name in BUFFERS:
         t = getattr(x, name)
         if t is None or name in buffers:
             continue
         if name == "columnwise_data":
-            buffers[name] = primitives.permute_columns(t, source, max(1, row_id_map.shape[1]))
+            buffers[name] = permute_ops.permute_columns(t, source, max(1, row_id_map.shape[1]))
         else:  # of the whole tensor
             buffers[name] = t.clone()
     moved = QuantizedTensor(x.quantizer, (source.shape[0], x.shape[-1]), x.dtype, **buffers)
@@ -65,7 +65,7 @@ def move_back(
             made["probs"] = torch.zeros(a.probs.shape, dtype=a.probs.dtype, device=row_id_map.device)
         else:  # rows without columns: nothing is summed
             rows = moved.new_empty((moved.shape[0], 0), dtype=torch.float32) if at_once is None else at_once
-            summed, gathered = primitives.unpermute(rows, row_id_map, None, moved)
+            summed, gathered = permute_ops.unpermute(rows, row_id_map, None, moved)
             made["probs"] = gathered.view(a.probs.shape)
             if at_once is not None:
                 made["x"] = summed.view(a.x.shape)
@@ -73,7 +73,7 @@ def move_back(
         if dy is None:
             made["x"] = torch.zeros(a.x.shape, dtype=a.x.dtype, device=row_id_map.device)
         else:
-            made["x"] = primitives.unpermute(dy, x_map)[0].view(a.x.shape)
+            made["x"] = permute_ops.unpermute(dy, x_map)[0].view(a.x.shape)
     return [made[name] for name in needs]
 
 
@@ -130,7 +130,7 @@ class SortChunks:
             as_int32(numbers if t is None else t, self.x.device)
             for t, numbers in ((self.split_sizes, self.sizes), (self.sorted_index, self.index))
         ]
-        return primitives.chunk_map(sizes, index, shapes.rows_cols(self.x.shape)[0])
+        return permute_ops.chunk_map(sizes, index, shapes.rows_cols(self.x.shape)[0])
 
 
 def host_numbers(given: Any) -> tuple[Any, ...] | None:
@@ -203,7 +203,7 @@ def shifted(row_id_map: Tensor, pad_offsets: Tensor, rows: Any) -> Tensor:
 
 
 def _unpermute_forward(a: Unpermute, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-    return (primitives.unpermute(a.x, a.map(), a.probs)[0],), []
+    return (permute_ops.unpermute(a.x, a.map(), a.probs)[0],), []
 
 
 def _unpermute_layout(a: Unpermute, needs: tuple[str, ...]) -> tuple[TensorProto, ...]:
@@ -222,11 +222,11 @@ def _unpermute_backward(
     assert dy is not None
     row_id_map, source = a.row_id_map, a.source
     if source is None or a.pad_offsets is not None:
-        row_id_map, source = primitives.invert_map(a.map(), a.rows())
+        row_id_map, source = permute_ops.invert_map(a.map(), a.rows())
     if a.probs is None:
-        (dx,) = primitives.permute([dy], [0], row_id_map, source)
+        (dx,) = permute_ops.permute([dy], [0], row_id_map, source)
         return [dx.view(a.x.shape)]
-    made = primitives.unpermute_grad(dy, row_id_map, source, a.probs, a.x if "probs" in needs else None)
+    made = permute_ops.unpermute_grad(dy, row_id_map, source, a.probs, a.x if "probs" in needs else None)
     by_name: dict[str, Tensor] = dict(zip(("x", "probs"), made, strict=False))
     by_name["x"] = made[0].view(a.x.shape)
     return [by_name[name] for name in needs]

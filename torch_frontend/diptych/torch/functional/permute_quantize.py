@@ -13,13 +13,13 @@ from torch import Tensor
 
 from diptych.common.errors import ArgumentError
 from diptych.common.quantizers import Quantizer
-from diptych.torch.functional import source as fused
+from diptych.torch.functional import source as sources
 from diptych.torch.functional.permute import RowMap, require_probs, require_row_map
 from diptych.torch.functional.permute_op import FIRST_ALONE, Permute, call, move_back, moved_protos, permute
 from diptych.torch.functional.quantize import quantize
 from diptych.torch.graph.custom_op import CustomOp
 from diptych.torch.graph.proto import TensorProto
-from diptych.torch.primitives import permute as primitives
+from diptych.torch.primitives import permute as permute_ops
 from diptych.torch.primitives.checks import require_high_precision, require_no_grad, require_quantizer, require_tensor
 from diptych.torch.tensors.quantized import QuantizedTensor, from_buffers
 
@@ -40,12 +40,12 @@ class PermuteQuantize:
 
 
 def _forward(a: PermuteQuantize, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-    rows = fused.permuted(a.x, a.row_id_map, a.source)
-    buffers = fused.quantize(rows, a.quantizer, a.amax, a.columnwise_amax, a.scale, a.rng)
+    rows = sources.permuted(a.x, a.row_id_map, a.source)
+    buffers = sources.quantize(rows, a.quantizer, a.amax, a.columnwise_amax, a.scale, a.rng)
     q = from_buffers(a.x, a.quantizer, buffers, (a.source.shape[0], a.x.shape[-1]))
     if a.probs is None:
         return (q,), []
-    return (q, primitives.permute_probs(a.probs, a.row_id_map, a.source)), []
+    return (q, permute_ops.permute_probs(a.probs, a.row_id_map, a.source)), []
 
 
 def _layout(a: PermuteQuantize, needs: tuple[str, ...]) -> tuple[TensorProto, ...]:

@@ -17,14 +17,14 @@ from torch import Tensor
 from diptych.common.errors import ArgumentError
 from diptych.common.formats import FORMATS
 from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX, Quantizer
-from diptych.torch.primitives import quantize as primitives
+from diptych.torch.primitives import quantize as quantize_ops
 from diptych.torch.primitives.checks import (
     require_no_grad,
     require_no_tangent,
     require_quantizer,
     require_tensor,
 )
-from diptych.torch.tensors.quantized import QUANTIZE, QuantizedTensor, _require_quantized, from_buffers
+from diptych.torch.tensors.quantized import QUANTIZE, QuantizedTensor, from_buffers, require_quantized
 
 
 @overload
@@ -50,11 +50,11 @@ def amax(
     """
     require_tensor("amax", "x", x)
     flags = ROW_AMAX * per_row + RHT * rht + RHT_SIGNS * random_signs
-    return primitives.amax(x, flags, columnwise=True) if rht else primitives.amax(x, flags)
+    return quantize_ops.amax(x, flags, columnwise=True) if rht else quantize_ops.amax(x, flags)
 
 
 def group_amaxes(
-    x: Any, quantizer: Quantizer, group: Any, amaxes: Any = primitives.amax
+    x: Any, quantizer: Quantizer, group: Any, amaxes: Any = quantize_ops.amax
 ) -> tuple[Tensor | None, Tensor | None]:
     """The `amax` and `columnwise_amax` that quantizing x needs, the largest over a group; a row's amax is its own.
 
@@ -139,7 +139,7 @@ def quantize(
     if torch.is_grad_enabled() and x.requires_grad:
         require_no_grad("quantize (its amaxes and scale)", amax, columnwise_amax, scale)
         return _Quantize.apply(x, quantizer, amax, columnwise_amax, scale, rng)
-    return from_buffers(x, quantizer, primitives.quantize(x, quantizer, amax, columnwise_amax, scale, rng))
+    return from_buffers(x, quantizer, quantize_ops.quantize(x, quantizer, amax, columnwise_amax, scale, rng))
 
 
 class _Quantize(torch.autograd.Function):
@@ -147,7 +147,7 @@ class _Quantize(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, quantizer: Quantizer, *given: Tensor | None) -> QuantizedTensor:
-        return from_buffers(x, quantizer, primitives.quantize(x, quantizer, *given))
+        return from_buffers(x, quantizer, quantize_ops.quantize(x, quantizer, *given))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
@@ -183,7 +183,7 @@ def dequantize(q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
     **Raises:** TypeError for another dtype or for a tensor that is not quantized, NotImplementedError for rotated
     values where q requires grad.
     """
-    _require_quantized("dequantize", "q", q)
+    require_quantized("dequantize", "q", q)
     return q.dequantize(dtype)
 
 

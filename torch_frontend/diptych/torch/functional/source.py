@@ -22,25 +22,25 @@ from diptych.common.errors import ArgumentError
 from diptych.common.fused import ActivationOptions, NormOptions
 from diptych.common.quantizers import ROW_AMAX, Float8Quantizer, Quantizer
 from diptych.core import _core
-from diptych.torch.primitives import constants as opaque
-from diptych.torch.primitives import quantize as primitives
+from diptych.torch.primitives import constants
+from diptych.torch.primitives import quantize as quantize_ops
 from diptych.torch.primitives.checks import (
-    _ACTIVATION,
-    _ACTIVATION_GRAD,
-    _ACTIVATIONS,
-    _NORM,
-    _NORMS,
-    _PERMUTED,
-    _check_dy,
-    _check_norm,
-    _halved,
+    ACTIVATION_IDS,
+    FROM_ACTIVATION,
+    FROM_ACTIVATION_GRAD,
+    FROM_NORM,
+    FROM_ROWS,
+    NORM_IDS,
     check_amax,
     check_delayed,
+    check_dy,
+    check_norm,
     check_quantize,
+    halved,
     require_out_dtype,
 )
 from diptych.torch.primitives.permute import check_maps, require_tokens
-from diptych.torch.primitives.register import _contiguous, _empty, _run, define, fake_buffers, workspace
+from diptych.torch.primitives.register import contiguous_or_none, define, empty_beside, fake_buffers, run, workspace
 
 # --- quantize with a source ------------------------------------------------------------------------------------------
 
@@ -70,37 +70,37 @@ _FIELDS = len(FusedInput._fields) - 1  # after x
 
 def _encoded(op: str, f: FusedInput) -> tuple[Any, ...]:
     """Shape of what is encoded, after checks of the source's operands."""
-    if f.kind == _NORM:
-        _check_norm(op, f.x, f.which, gamma=f.gamma, beta=f.beta, mu=f.mu, rsigma=f.rsigma)
+    if f.kind == FROM_NORM:
+        check_norm(op, f.x, f.which, gamma=f.gamma, beta=f.beta, mu=f.mu, rsigma=f.rsigma)
         return tuple(f.x.shape)
-    if f.kind == _PERMUTED:
+    if f.kind == FROM_ROWS:
         if f.row_id_map is None or f.source is None:
             raise ArgumentError(f"{op}: row_id_map and source belong together, and one is missing")
         check_maps(op, f.x, f.row_id_map, f.source)
         require_tokens(op, "x", f.x, f.row_id_map.shape[0], "the map's tokens")
         return (f.source.shape[0], f.x.shape[-1])
-    if f.kind not in (_ACTIVATION, _ACTIVATION_GRAD):
+    if f.kind not in (FROM_ACTIVATION, FROM_ACTIVATION_GRAD):
         raise ValueError(f"{op}: unknown source {f.kind}")
-    shape = _halved(op, f.x, f.flag)
-    if f.kind == _ACTIVATION:
+    shape = halved(op, f.x, f.flag)
+    if f.kind == FROM_ACTIVATION:
         return shape
     if f.dy is None:
         raise ArgumentError(f"{op}: dy is missing")
-    _check_dy(op, f.dy, f.x, shape)
+    check_dy(op, f.dy, f.x, shape)
     return tuple(f.x.shape)
 
 
 def _source(f: FusedInput) -> tuple[Any, ...]:
-    if f.kind == _PERMUTED:
-        return (f.kind, _contiguous(f.row_id_map), _contiguous(f.source))
-    return (f.kind, f.which, f.flag, *[_contiguous(t) for t in f[4:9]])
+    if f.kind == FROM_ROWS:
+        return (f.kind, contiguous_or_none(f.row_id_map), contiguous_or_none(f.source))
+    return (f.kind, f.which, f.flag, *[contiguous_or_none(t) for t in f[4:9]])
 
 
 def _sum_results(f: FusedInput, shape: tuple[Any, ...], dtype: torch.dtype | None) -> list[Tensor]:
     if dtype is None:
         return []
     require_out_dtype("quantize column_sum", dtype)
-    return [_empty(f.x, (shape[-1],), dtype)]
+    return [empty_beside(f.x, (shape[-1],), dtype)]
 
 
 def _core_source(f: FusedInput, shape: tuple[int, ...], total: list[Tensor]) -> tuple[Any, ...]:
@@ -120,7 +120,7 @@ def _quantize(x: Tensor, quantizer: Quantizer, *rest: Any) -> list[Tensor]:
     total = _sum_results(f, shape, sum_dtype)
     amax, columnwise_amax, scale, rng = given
     source = _core_source(f, shape, total)
-    return primitives._quantize(x, quantizer, amax, columnwise_amax, scale, rng, shape, source) + total
+    return quantize_ops._quantize(x, quantizer, amax, columnwise_amax, scale, rng, shape, source) + total
 
 
 def _quantize_fake(x: Tensor, quantizer: Quantizer, *rest: Any) -> list[Tensor]:
@@ -136,7 +136,7 @@ def _quantize_delayed(
     f, sum_dtype = FusedInput(x, *rest[:_FIELDS]), rest[_FIELDS]
     shape = _encoded("quantize_delayed", f)
     total = _sum_results(f, shape, sum_dtype)
-    made = primitives._quantize_delayed(x, quantizer, scale, history, shape, _core_source(f, shape, total))
+    made = quantize_ops._quantize_delayed(x, quantizer, scale, history, shape, _core_source(f, shape, total))
     return _five(x, quantizer, made, total)
 
 
@@ -161,7 +161,7 @@ def _amax_results(x: Tensor, *rest: Any) -> list[Tensor]:
     shape = _encoded("amax", FusedInput(x, *rest[:_FIELDS]))
     check_amax(x, flags, columnwise, shape)
     rows = shapes.rows_cols(shape)[0] if flags & ROW_AMAX else 1
-    return [_empty(x, (n,), torch.float32) for n in ([rows, 1] if columnwise else [rows])]
+    return [empty_beside(x, (n,), torch.float32) for n in ([rows, 1] if columnwise else [rows])]
 
 
 def _amax(x: Tensor, *rest: Any) -> list[Tensor]:
@@ -177,8 +177,8 @@ _SOURCE = "int kind, int which, bool flag, " + ", ".join(f"Tensor? {name}" for n
 _amax_op = define("amax_fused", f"(Tensor x, {_SOURCE}, int flags, bool columnwise) -> Tensor[]", _amax, _amax_results)
 _quantize_op: Callable[..., list[Tensor]]
 _quantize_delayed_op: Callable[..., tuple[Tensor, ...]]
-if opaque.AVAILABLE:
-    _QUANTIZER = opaque.schema_type(Float8Quantizer)  # see primitives
+if constants.AVAILABLE:
+    _QUANTIZER = constants.schema_type(Float8Quantizer)  # see primitives
     _quantize_op = define(
         "quantize_fused",
         f"(Tensor x, {_QUANTIZER} quantizer, {_SOURCE}, Tensor? amax, Tensor? columnwise_amax, Tensor? scale, "
@@ -203,7 +203,7 @@ else:  # pragma: no cover - no supported torch
 
 def amax(f: FusedInput, flags: int = 0, *, columnwise: bool = False) -> Any:
     """`primitives.amax` of a FusedInput."""
-    out = _run("amax_fused", _amax, _amax_op, *f, flags, columnwise)
+    out = run("amax_fused", _amax, _amax_op, *f, flags, columnwise)
     return (out[0], out[1]) if columnwise else out[0]
 
 
@@ -218,7 +218,7 @@ def quantize(
 ) -> list[Tensor]:
     """`primitives.quantize` of a FusedInput; with `sum_dtype`, last, the sum over the rows of what is encoded."""
     rest = (*f[1:], amax, columnwise_amax, scale, rng, sum_dtype)
-    return _run("quantize_fused", _quantize, _quantize_op, f.x, quantizer, *rest)
+    return run("quantize_fused", _quantize, _quantize_op, f.x, quantizer, *rest)
 
 
 def quantize_delayed(
@@ -226,7 +226,7 @@ def quantize_delayed(
 ) -> list[Tensor]:
     """`primitives.quantize_delayed` of a FusedInput; with `sum_dtype`, last, the sum over the rows."""
     args = (f.x, quantizer, scale, history, *f[1:], sum_dtype)
-    made = _run("quantize_fused_delayed", _quantize_delayed, _quantize_delayed_op, *args)
+    made = run("quantize_fused_delayed", _quantize_delayed, _quantize_delayed_op, *args)
     total = [made[4]] if sum_dtype is not None else []
     return [*(made[:2] if quantizer.rowwise else ()), *(made[2:4] if quantizer.columnwise else ()), *total]
 
@@ -235,17 +235,17 @@ def normalized(
     x: Tensor, gamma: Tensor, beta: Tensor | None, mu: Tensor | None, rsigma: Tensor, options: NormOptions
 ) -> FusedInput:
     """What a norm makes of x, given its statistics."""
-    return FusedInput(x, _NORM, _NORMS[options.which], options.zero_centered_gamma, gamma, beta, mu, rsigma)
+    return FusedInput(x, FROM_NORM, NORM_IDS[options.which], options.zero_centered_gamma, gamma, beta, mu, rsigma)
 
 
 def activated(x: Tensor, options: ActivationOptions) -> FusedInput:
-    return FusedInput(x, _ACTIVATION, _ACTIVATIONS[options.which], options.gated)
+    return FusedInput(x, FROM_ACTIVATION, ACTIVATION_IDS[options.which], options.gated)
 
 
 def permuted(x: Tensor, row_id_map: Tensor, source: Tensor) -> FusedInput:
     """Rows of x [..., K] where a map sends them, [rows, K]; absent ones are zeros."""
-    return FusedInput(x, _PERMUTED, 0, False, row_id_map=row_id_map, source=source)
+    return FusedInput(x, FROM_ROWS, 0, False, row_id_map=row_id_map, source=source)
 
 
 def activated_grad(dy: Tensor, x: Tensor, options: ActivationOptions) -> FusedInput:
-    return FusedInput(x, _ACTIVATION_GRAD, _ACTIVATIONS[options.which], options.gated, dy=dy)
+    return FusedInput(x, FROM_ACTIVATION_GRAD, ACTIVATION_IDS[options.which], options.gated, dy=dy)

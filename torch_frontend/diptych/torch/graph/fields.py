@@ -15,7 +15,7 @@ from torch import Tensor
 
 from diptych.common.errors import ArgumentError
 from diptych.torch.graph.proto import TensorProto
-from diptych.torch.primitives import constants as opaque
+from diptych.torch.primitives import constants
 from diptych.torch.primitives.constants import Group
 from diptych.torch.tensors.quantized import BUFFERS, QuantizedStack, QuantizedTensor, QuantizedTensorBase
 
@@ -59,7 +59,7 @@ def field_of(name: str, hint: Any) -> Field:
     if parts == {torch.dtype}:
         return Field(name, "dtype", f"ScalarType{optional} {name}")
     if parts == {Group}:
-        return Field(name, "group", f"{opaque.GROUP_TYPE}? {name}")
+        return Field(name, "group", f"{constants.GROUP_TYPE}? {name}")
     if parts == {Written}:
         return Field(name, "written", "")
     kinds = [p for p in parts if isinstance(p, type)]

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from diptych.common.errors import ArgumentError
 from diptych.common.quantizers import Quantizer
-from diptych.torch.primitives import grouped as grouped_primitives
-from diptych.torch.primitives import quantize as primitives
+from diptych.torch.primitives import grouped as grouped_ops
+from diptych.torch.primitives import quantize as quantize_ops
 from diptych.torch.primitives.checks import require_tensor
 from diptych.torch.tensors.quantized import QuantizedStack, QuantizedTensor, QuantizedTensorBase
 
@@ -49,7 +49,7 @@ class TensorProto(NamedTuple):
             made = torch.empty(self.shape, dtype=self.dtype, device=place)
         else:
             empty, kind = (
-                (grouped_primitives.empty_stack, QuantizedStack) if self.stack else (primitives.empty, QuantizedTensor)
+                (grouped_ops.empty_stack, QuantizedStack) if self.stack else (quantize_ops.empty, QuantizedTensor)
             )
             buffers = empty(self.shape, self.quantizer, place)
             named = dict(zip(self.quantizer.buffer_names(), buffers, strict=True))

@@ -22,7 +22,7 @@ from diptych.lab.job import Job, Weights
 from diptych.lab.trace import Bits, Op, StepTrace
 from diptych.torch.lab import gpt
 from diptych.torch.primitives import gemm as gemm_ops
-from diptych.torch.primitives import quantize as primitives
+from diptych.torch.primitives import quantize as quantize_ops
 from diptych.torch.primitives import scale_update as scale_update_ops
 from diptych.torch.primitives.checks import Copy
 from diptych.torch.state.autocast import autocast
@@ -255,10 +255,10 @@ def _replayed(op: Op, x: dict[str, Tensor]) -> dict[str, Tensor]:
         quantizer = o["quantizer"]
         names = [b.name for b in shapes.quantize_buffers(tuple(x["x"].shape), quantizer)]
         if "pending" in x:
-            out = primitives.quantize_delayed(x["x"], quantizer, x["scale"], x["pending"])
+            out = quantize_ops.quantize_delayed(x["x"], quantizer, x["scale"], x["pending"])
             return dict(zip(names, [*out, x["pending"]], strict=True))
         given = {k: x.get(k) for k in ("amax", "columnwise_amax", "scale", "rng")}
-        return dict(zip(names, primitives.quantize(x["x"], quantizer, **given), strict=True))
+        return dict(zip(names, quantize_ops.quantize(x["x"], quantizer, **given), strict=True))
     if op.kind == "scale_update":
         scale_update_ops.scale_update(x["history"], x["scale"], x.get("reduced"), x.get("amax"), **o)
         return x
@@ -271,11 +271,11 @@ def _replayed(op: Op, x: dict[str, Tensor]) -> dict[str, Tensor]:
     if op.kind == "bias_grad":
         return {"out": gemm_ops.bias_grad(x["dy"], getattr(torch, o["dtype"]))}
     if op.kind == "dequantize":
-        return {"out": primitives.dequantize(_copy(x, "", o["format"], o["columnwise"]), getattr(torch, o["dtype"]))}
+        return {"out": quantize_ops.dequantize(_copy(x, "", o["format"], o["columnwise"]), getattr(torch, o["dtype"]))}
     assert op.kind == "amax", op.kind
     if o["columnwise"]:
-        return dict(zip(("out", "columnwise_out"), primitives.amax(x["x"], o["flags"], columnwise=True), strict=True))
-    return {"out": primitives.amax(x["x"], o["flags"])}
+        return dict(zip(("out", "columnwise_out"), quantize_ops.amax(x["x"], o["flags"], columnwise=True), strict=True))
+    return {"out": quantize_ops.amax(x["x"], o["flags"])}
 
 
 def _copy(x: dict[str, Tensor], prefix: str, format: str, columnwise: bool) -> Copy:

@@ -25,7 +25,7 @@ from diptych.common.errors import ArgumentError, ShapeError
 from diptych.common.grouped import align_of, kernel_align, rotates_rows
 from diptych.common.recipes import Recipe
 from diptych.common.schedule import Call, Schedule
-from diptych.torch.functional import source as fused
+from diptych.torch.functional import source as sources
 from diptych.torch.functional.permute import RowMap, moe_permute, require_row_map
 from diptych.torch.graph.custom_op import CustomOp
 from diptych.torch.graph.proto import TensorProto
@@ -41,7 +41,7 @@ from diptych.torch.layers.quantize import (
     rounded,
     scale_of,
 )
-from diptych.torch.primitives import grouped as primitives
+from diptych.torch.primitives import grouped as grouped_ops
 from diptych.torch.primitives.checks import describe, require_device, require_high_precision, require_tensor
 from diptych.torch.primitives.grouped_matmul import grouped_matmul
 from diptych.torch.primitives.permute import permute, unpermute
@@ -55,7 +55,7 @@ from diptych.torch.tensors.quantized import QuantizedStack, QuantizedTensor, hig
 
 def _stack(t: Operand, dtype: torch.dtype) -> Tensor:
     """A stack in high precision."""
-    return t.to(dtype) if isinstance(t, Tensor) else primitives.stack_values(t, dtype)
+    return t.to(dtype) if isinstance(t, Tensor) else grouped_ops.stack_values(t, dtype)
 
 
 class _Groups(NamedTuple):
@@ -67,7 +67,7 @@ class _Groups(NamedTuple):
     ) -> Tensor:
         """a's rows times the stack b, [R, .] in dtype; in high precision where an operand is."""
         if not (isinstance(a, Tensor) or isinstance(b, Tensor)):
-            return primitives.grouped_gemm(a, b, self.offsets, bias, self.align, False, 1.0, dtype, fast_accum)
+            return grouped_ops.grouped_gemm(a, b, self.offsets, bias, self.align, False, 1.0, dtype, fast_accum)
         inner = a.dtype if isinstance(a, Tensor) else b.dtype
         bias = None if bias is None else bias.to(inner)
         return grouped_matmul(values(a, inner), _stack(b, inner), self.offsets, bias, False, trans_b).to(dtype)
@@ -90,21 +90,21 @@ class GroupedWeightGradient(NamedTuple):
             dw = grouped_matmul(values(dy, inner), values(x, inner), offsets, depth=True).to(self.dtype)
         else:
             fast, rotated = self.schedule.plan.fast_accum[2], rotates_rows(self.schedule.plan)
-            dw = primitives.grouped_gemm(dy, x, offsets, None, align, rotated, 1.0, self.dtype, fast)
+            dw = grouped_ops.grouped_gemm(dy, x, offsets, None, align, rotated, 1.0, self.dtype, fast)
         call = self.schedule.results[2]
         if call is None:
             return dw
         single = call._replace(quantizer=call.quantizer.with_usage(rowwise=True, columnwise=False))
         copy = quantize_weight(dw, (single,), self.options, None)[0]
         assert copy is not None
-        return primitives.stack_values(copy, dw.dtype)
+        return grouped_ops.stack_values(copy, dw.dtype)
 
     def accumulate(self, acc: Tensor) -> None:
         if self.schedule.results[2] is not None or isinstance(self.dy, Tensor) or isinstance(self.x, Tensor):
             acc += self._replace(dtype=acc.dtype).compute()
         else:
             fast, rotated = self.schedule.plan.fast_accum[2], rotates_rows(self.schedule.plan)
-            primitives.grouped_gemm_into(acc, self.dy, self.x, *self.groups, rotated, fast)
+            grouped_ops.grouped_gemm_into(acc, self.dy, self.x, *self.groups, rotated, fast)
 
 
 # --- the op ----------------------------------------------------------------------------------------------------------
@@ -141,7 +141,7 @@ class _Arguments(LayerArguments):
         if self.row_id_map is None or self.source is None:
             return self.x
         if calls and not any([call.quantizer.custom for call in calls]):
-            return fused.permuted(self.x, self.row_id_map, self.source)
+            return sources.permuted(self.x, self.row_id_map, self.source)
         return permute([self.x], [0], self.row_id_map, self.source)[0]
 
 
@@ -215,7 +215,7 @@ def _backward(a: _Arguments, needs: tuple[str, ...], saved: list[Tensor], grads:
         made["weight"] = wgrad.compute() if sink is None else sink.accept(wgrad)
     if "bias" in needs:
         assert a.bias is not None
-        made["bias"] = primitives.grouped_bias_grad(dy, a.offsets, a.bias.dtype)
+        made["bias"] = grouped_ops.grouped_bias_grad(dy, a.offsets, a.bias.dtype)
     a.log_amaxes()
     return [made[name] for name in a.gradients(needs)]
 
@@ -238,7 +238,7 @@ def _require_fit(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor
     require_high_precision(op, "input", x)
     require_high_precision(op, "weight", weight)
     require_tensor(op, "offsets", offsets)
-    primitives.require_offsets(op, x, offsets)
+    grouped_ops.require_offsets(op, x, offsets)
     if x.dim() == 0 or weight.dim() != 3 or x.size(-1) != weight.size(2):
         raise ShapeError(f"{op}: input [..., K] and weight [G, N, K] do not fit: {describe(x)}, {describe(weight)}")
     if offsets.size(0) != weight.size(0) + 1:

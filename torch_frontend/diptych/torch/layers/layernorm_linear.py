@@ -9,7 +9,7 @@ from torch import Tensor
 
 from diptych.common.fused import NORMS, NormOptions
 from diptych.common.schedule import Schedule
-from diptych.torch.functional import source as fused
+from diptych.torch.functional import source as sources
 from diptych.torch.graph.custom_op import CustomOp
 from diptych.torch.graph.proto import TensorProto
 from diptych.torch.layers.checks import input_fusable
@@ -40,7 +40,7 @@ def normed_fprop(
     fuse = input_fusable(s.plan)
     needs_z = with_z or not fuse or s.x_kept == "original"
     mu, rsigma, z = norm_ops.norm(x, gamma if needs_z else None, beta if needs_z else None, norm)
-    operand = fused.normalized(x, gamma, beta, mu, rsigma, norm) if fuse else z
+    operand = sources.normalized(x, gamma, beta, mu, rsigma, norm) if fuse else z
     assert operand is not None
     copies_z = encode(operand, s.x, options, rng, options.replay).copies
     y, _, copies_w = fprop(x if fuse or z is None else z, weight, bias, rng, s, options, copies_z)
@@ -130,7 +130,7 @@ def _backward(a: _Arguments, needs: tuple[str, ...], saved: list[Tensor], grads:
     return [made[name] for name in a.gradients(needs)]
 
 
-_layernorm_linear = CustomOp(
+layernorm_linear = CustomOp(
     "diptych::layernorm_linear", _Arguments, _forward, _layout, _backward,
     keeps=_Arguments.keeps, gradients=_Arguments.gradients,
 )  # fmt: skip

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from diptych.common.fused import ActivationOptions
 from diptych.common.schedule import Schedule
-from diptych.torch.functional import source as fused
+from diptych.torch.functional import source as sources
 from diptych.torch.functional.source import FusedInput
 from diptych.torch.graph.custom_op import CustomOp
 from diptych.torch.graph.proto import TensorProto
@@ -52,7 +52,7 @@ class _Arguments(NormedArguments):
 def _activated(h: Tensor, activation: ActivationOptions, s2: Schedule, reads: str = "") -> Tensor | FusedInput:
     """The input of fc2, unstored where it may be. `reads`: what wgrad does of it."""
     unstored = input_fusable(s2.plan) and reads != "original"
-    return fused.activated(h, activation) if unstored else activation_ops.activation(h, activation)
+    return sources.activated(h, activation) if unstored else activation_ops.activation(h, activation)
 
 
 def _keeps_amax(s2: Schedule) -> bool:
@@ -149,7 +149,7 @@ def _activation_gradient(
         copies = quantize_calls(dh, s1.dy, options, rng)
         return *copies, dh, None if bias_dtype is None else gemm_ops.bias_grad(dh, bias_dtype)
     if s1.dy:
-        source = fused.activated_grad(da, h, activation)
+        source = sources.activated_grad(da, h, activation)
         made = encode(source, s1.dy, options, rng, sum_dtype=bias_dtype)
         return *made.copies, None, made.column_sum
     # bias1 alone is trained: the same sum, of values that are not quantized
@@ -158,7 +158,7 @@ def _activation_gradient(
     return None, None, dh, gemm_ops.bias_grad(dh, bias_dtype)
 
 
-_layernorm_mlp = CustomOp(
+layernorm_mlp = CustomOp(
     "diptych::layernorm_mlp", _Arguments, _forward, _layout, _backward,
     keeps=_Arguments.keeps, gradients=_Arguments.gradients,
 )  # fmt: skip

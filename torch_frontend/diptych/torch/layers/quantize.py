@@ -9,13 +9,13 @@ from torch import Tensor
 
 from diptych.common.errors import ArgumentError, UnsupportedError
 from diptych.common.schedule import Call, Schedule
-from diptych.torch.functional import quantize as functional
-from diptych.torch.functional import source as fused
+from diptych.torch.functional import quantize as quantize_verbs
+from diptych.torch.functional import source as sources
 from diptych.torch.functional.source import FusedInput
-from diptych.torch.graph import program as replay
+from diptych.torch.graph import program
 from diptych.torch.layers.options import Options
-from diptych.torch.primitives import grouped as grouped_primitives
-from diptych.torch.primitives import quantize as primitives
+from diptych.torch.primitives import grouped as grouped_ops
+from diptych.torch.primitives import quantize as quantize_ops
 from diptych.torch.state.checkpoint import aside, selective
 from diptych.torch.state.scales import ScaleStates, States, record_amax, rng_at
 from diptych.torch.tensors.copies import Copies
@@ -29,7 +29,7 @@ def quantize_calls(
     rowwise = columnwise = None
     for call in calls:
         if call.plain and (options.group is None or not call.reducible):
-            buffers = primitives.quantize(t, call.quantizer)
+            buffers = quantize_ops.quantize(t, call.quantizer)
         elif call.state and not call.quantizer.custom:
             buffers = _quantize_delayed(t, call, options, scales)
         elif call.quantizer.custom or options.group is not None:
@@ -38,8 +38,8 @@ def quantize_calls(
             columnwise = q.copy_of(True) if q.columnwise_data is not None else columnwise
             continue
         else:
-            buffers = primitives.quantize(t, call.quantizer, rng=rng_of(call, options, rng))
-        r, c = primitives.copies(call.quantizer, buffers)
+            buffers = quantize_ops.quantize(t, call.quantizer, rng=rng_of(call, options, rng))
+        r, c = quantize_ops.copies(call.quantizer, buffers)
         rowwise, columnwise = rowwise if r is None else r, columnwise if c is None else c
     return rowwise, columnwise
 
@@ -73,11 +73,11 @@ def quantize_weight(
             scale, history = scale_of(call, options, scales)
             each = scale.expand(weight.shape[0]).contiguous()
         elif options.group is not None and call.reducible:
-            given = functional.group_amaxes(weight, call.quantizer, options.group, grouped_primitives.amaxes)
-        buffers = grouped_primitives.quantize_stack(weight, call.quantizer, *given, each)
+            given = quantize_verbs.group_amaxes(weight, call.quantizer, options.group, grouped_ops.amaxes)
+        buffers = grouped_ops.quantize_stack(weight, call.quantizer, *given, each)
         if history is not None:
             record_amax(history, buffers[-1].amax(0, keepdim=True))
-        r, c = primitives.copies(call.quantizer, buffers)
+        r, c = quantize_ops.copies(call.quantizer, buffers)
         rowwise, columnwise = rowwise if r is None else r, columnwise if c is None else c
     return rowwise, columnwise
 
@@ -112,8 +112,8 @@ def scale_of(call: Call, options: Options, scales: dict[str, Tensor] | None) -> 
 def _quantize_delayed(t: Tensor, call: Call, options: Options, scales: dict[str, Tensor] | None) -> list[Tensor]:
     scale, history = scale_of(call, options, scales)
     if history is None:
-        return primitives.quantize(t, call.quantizer, scale=scale)
-    return primitives.quantize_delayed(t, call.quantizer, scale, history)
+        return quantize_ops.quantize(t, call.quantizer, scale=scale)
+    return quantize_ops.quantize_delayed(t, call.quantizer, scale, history)
 
 
 def quantize_general(
@@ -121,7 +121,7 @@ def quantize_general(
 ) -> QuantizedTensor:
     """Through `quantize`: a quantizer of the user's own, or an amax that is reduced over a group."""
     if call.quantizer.custom:
-        replay.refuse()
+        program.refuse()
     given: dict[str, Any] = {}
     history = None
     if call.state:
@@ -130,7 +130,7 @@ def quantize_general(
         given["rng"] = rng_of(call, options, rng)
     if options.group is not None and call.reducible:
         given["amax_group"] = options.group
-    q = functional.quantize(t.detach(), call.quantizer, **given)
+    q = quantize_verbs.quantize(t.detach(), call.quantizer, **given)
     wanted = call.quantizer
     if not isinstance(q, QuantizedTensor) or any(
         want and getattr(q, f"{side}_data") is None
@@ -146,7 +146,7 @@ def quantize_general(
 
 def has_one_amax(call: Call) -> bool:
     """Whether quantizing computes an amax of the whole tensor, and no other."""
-    return call.reducible and not primitives.TWO_LEVEL[call.quantizer.spec.format_id]
+    return call.reducible and not quantize_ops.TWO_LEVEL[call.quantizer.spec.format_id]
 
 
 class Encoded(NamedTuple):
@@ -180,14 +180,14 @@ def encode(
         if call.state:
             scale, history = scale_of(call, options, scales)
         elif options.group is not None and call.reducible and given[0] is None:
-            given = functional.group_amaxes(t, call.quantizer, options.group, fused.amax)
+            given = quantize_verbs.group_amaxes(t, call.quantizer, options.group, sources.amax)
         if history is not None and scale is not None:
-            buffers = fused.quantize_delayed(t, call.quantizer, scale, history, wanted)
+            buffers = sources.quantize_delayed(t, call.quantizer, scale, history, wanted)
         else:
-            buffers = fused.quantize(t, call.quantizer, *given, scale, rng_of(call, options, rng), wanted)
+            buffers = sources.quantize(t, call.quantizer, *given, scale, rng_of(call, options, rng), wanted)
         if wanted is not None:
             total, buffers = buffers[-1], buffers[:-1]
-        r, c = primitives.copies(call.quantizer, buffers)
+        r, c = quantize_ops.copies(call.quantizer, buffers)
         rowwise, columnwise = rowwise if r is None else r, columnwise if c is None else c
         if one_amax:
             found = buffers[-1]
@@ -201,7 +201,7 @@ def rounded(t: Tensor, call: Call | None, options: Options, rng: Tensor | None) 
     single = call._replace(quantizer=call.quantizer.with_usage(rowwise=True, columnwise=False))
     copy = quantize_calls(t, (single,), options, rng)[0]
     assert copy is not None
-    return primitives.dequantize(copy, t.dtype).reshape(t.shape)
+    return quantize_ops.dequantize(copy, t.dtype).reshape(t.shape)
 
 
 def record_late(t: Tensor | FusedInput, s: Schedule, options: Options) -> None:
@@ -212,4 +212,4 @@ def record_late(t: Tensor | FusedInput, s: Schedule, options: Options) -> None:
 
 
 def _record_late(slot: str, t: Tensor | FusedInput, state: ScaleStates | States) -> None:
-    state.record(slot, primitives.amax(t) if isinstance(t, Tensor) else fused.amax(t))
+    state.record(slot, quantize_ops.amax(t) if isinstance(t, Tensor) else sources.amax(t))

@@ -33,7 +33,7 @@ from diptych.torch.layers.weight_gradients import WeightGradients
 from diptych.torch.modules.fx import require_traceable
 from diptych.torch.modules.stateful import StatefulModule, require_no_capture
 from diptych.torch.modules.weight_cache import WeightCache
-from diptych.torch.primitives import quantize as primitives
+from diptych.torch.primitives import quantize as quantize_ops
 from diptych.torch.primitives.register import traced_local
 from diptych.torch.state.autocast import STATE, amax_group, make_step_counter, recognize_pipelines, recording
 from diptych.torch.state.checkpoint import aside, recorded, replayed
@@ -308,7 +308,7 @@ class QuantizedModule(StatefulModule):
         gradients = [slot.name for slot in s.plan.states if slot.name.startswith("grad_output")]
         if y.requires_grad and gradients:
             y.register_hook(
-                lambda dy: [states.record(name, primitives.amax(dy.detach())) for name in gradients] and None
+                lambda dy: [states.record(name, quantize_ops.amax(dy.detach())) for name in gradients] and None
             )
         return y
 
@@ -323,7 +323,7 @@ class QuantizedModule(StatefulModule):
             tensor = slot.name.partition(".")[0]
             if tensor != "grad_output":
                 t = x if tensor == "input" else dequantized_weight(weight)
-                states.record(slot.name, primitives.amax(t.detach()))
+                states.record(slot.name, quantize_ops.amax(t.detach()))
         return states
 
     # --- weights ---

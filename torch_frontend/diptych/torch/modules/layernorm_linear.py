@@ -24,7 +24,7 @@ from diptych.common.fused import NormOptions, norm_options
 from diptych.common.recipes import Recipe, with_results
 from diptych.torch.functional import norm as norm_verbs
 from diptych.torch.layers.checks import input_for
-from diptych.torch.layers.layernorm_linear import _layernorm_linear
+from diptych.torch.layers.layernorm_linear import layernorm_linear
 from diptych.torch.layers.node import run
 from diptych.torch.modules.base import QuantizedModule
 from diptych.torch.modules.fx import as_leaf
@@ -167,7 +167,7 @@ class LayerNormLinear(NormedModule):
         options, rng = self._options_for(recipe, x, weight, "", is_first_microbatch, skip_weight_update)
         with_z = self.return_layernorm_output
         operands = (gamma, beta, self.norm_constants, weight, bias, rng, with_z)
-        made = run(_layernorm_linear, x, recipe, (options,), *operands)
+        made = run(layernorm_linear, x, recipe, (options,), *operands)
         return self._returned(*made[: 1 + with_z])
 
     def _returned(self, y: Tensor, z: Tensor | None = None) -> Any:

@@ -23,7 +23,7 @@ from diptych.common.recipes import Recipe
 from diptych.torch.functional import activation as activation_verbs
 from diptych.torch.functional import norm as norm_verbs
 from diptych.torch.layers.checks import input_for
-from diptych.torch.layers.layernorm_mlp import _layernorm_mlp
+from diptych.torch.layers.layernorm_mlp import layernorm_mlp
 from diptych.torch.layers.node import run
 from diptych.torch.modules.fx import as_leaf
 from diptych.torch.modules.layernorm_linear import NormedModule, require_sizes
@@ -141,7 +141,7 @@ class LayerNormMLP(NormedModule):
         fc1, rng1 = self._options_for(recipe, x, w1, "fc1", *given)
         fc2, rng2 = self._options_for(recipe, x, w2, "fc2", *given, save_original_input=True)
         operands = (gamma, beta, self.norm_constants, w1, b1, w2, b2, rng1, rng2, tuple(act))
-        return run(_layernorm_mlp, x, recipe, (fc1, fc2), *operands)[0]
+        return run(layernorm_mlp, x, recipe, (fc1, fc2), *operands)[0]
 
     def extra_repr(self) -> str:
         sizes = f"{self.hidden_size}, {self.ffn_hidden_size}, bias={self.fc1_bias is not None}"

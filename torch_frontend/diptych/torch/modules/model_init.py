@@ -13,11 +13,11 @@ from diptych.common.arguments import require_recipe, require_switches
 from diptych.common.plan import held_quantizer
 from diptych.common.quantizers import Quantizer
 from diptych.common.recipes import DEFAULT_RECIPE, Recipe
-from diptych.torch.functional import quantize as functional
+from diptych.torch.functional import quantize as quantize_verbs
 from diptych.torch.functional.grouped import quantize_stack
 from diptych.torch.modules.quantized_parameter import QuantizedParameter
-from diptych.torch.primitives import grouped as grouped_primitives
-from diptych.torch.primitives import quantize as primitives
+from diptych.torch.primitives import grouped as grouped_ops
+from diptych.torch.primitives import quantize as quantize_ops
 from diptych.torch.tensors.quantized import QuantizedStack, QuantizedTensor
 
 
@@ -94,9 +94,9 @@ def initial_weight(weight: Tensor, recipe: Recipe | None, module: str, name: str
 def _hold(weight: Tensor, quantizer: Quantizer) -> Any:
     stack = weight.dim() == 3
     if not weight.is_meta:
-        return QuantizedParameter.of((quantize_stack if stack else functional.quantize)(weight, quantizer))
+        return QuantizedParameter.of((quantize_stack if stack else quantize_verbs.quantize)(weight, quantizer))
     shape = tuple(weight.shape)
-    buffers = (grouped_primitives.empty_stack if stack else primitives.empty)(shape, quantizer, weight.device)
+    buffers = (grouped_ops.empty_stack if stack else quantize_ops.empty)(shape, quantizer, weight.device)
     named = dict(zip(quantizer.buffer_names(), buffers, strict=True))
     return QuantizedParameter.of(
         (QuantizedStack if stack else QuantizedTensor)(quantizer, shape, weight.dtype, **named)

@@ -21,7 +21,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from diptych.common.errors import CheckpointError, UnsupportedError
 from diptych.common.plan import LinearPlan
 from diptych.common.recipes import Recipe
-from diptych.torch.functional import quantize as functional
+from diptych.torch.functional import quantize as quantize_verbs
 from diptych.torch.layers.options import schedule
 from diptych.torch.modules.held_state import read_weights
 from diptych.torch.modules.model_init import initial_recipe
@@ -144,7 +144,7 @@ class StatefulModule(nn.Module):
         when it is first needed. **Raises** ValueError for a seed outside of 0..2^64-1."""
         device = next((t.device for t in self.parameters()), None)
         with torch.inference_mode(False):
-            rng = functional.rng_state(seed, offset, device)
+            rng = quantize_verbs.rng_state(seed, offset, device)
         self._buffers.pop("rng_state", None)
         self.register_buffer("rng_state", rng)
 

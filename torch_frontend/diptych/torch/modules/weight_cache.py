@@ -12,8 +12,8 @@ from diptych.common.recipes import Recipe
 from diptych.common.schedule import Call
 from diptych.torch.layers.options import Options, schedule
 from diptych.torch.layers.quantize import quantize_weight
-from diptych.torch.primitives import grouped as grouped_primitives
-from diptych.torch.primitives import quantize as primitives
+from diptych.torch.primitives import grouped as grouped_ops
+from diptych.torch.primitives import quantize as quantize_ops
 from diptych.torch.primitives.register import define, traced_local
 from diptych.torch.state.scales import warn_once
 from diptych.torch.tensors.copies import Copies, with_scales
@@ -95,9 +95,9 @@ class WeightCache:
         if self.bound and self.key == key:
             return
         buffers: list[Any] = [None, None]
-        empty = grouped_primitives.empty_stack if len(shape) == 3 else primitives.empty
+        empty = grouped_ops.empty_stack if len(shape) == 3 else quantize_ops.empty
         for call in calls:
-            copies = primitives.copies(call.quantizer, empty(shape, call.quantizer, device))
+            copies = quantize_ops.copies(call.quantizer, empty(shape, call.quantizer, device))
             for side, copy in enumerate(copies):
                 if copy is not None:
                     buffers[side] = (copy[0], _storable(copy[1]), *copy[2:])
@@ -131,7 +131,7 @@ class WeightCache:
             bits = old.view(torch.uint8)
             bits.copy_(torch.where(keep, bits, _storable(t).view(torch.uint8)))
         if options.record and options.replay is None and options.state is not None:
-            amax = torch.where(keep, 0.0, primitives.amax(weight))
+            amax = torch.where(keep, 0.0, quantize_ops.amax(weight))
             for call in calls:
                 if call.state:
                     options.state.record(call.state, amax)

@@ -347,15 +347,15 @@ def check_acc(acc: Tensor, m: Any, n: Any) -> None:
 _TABLE = _core.fused_table()
 
 
-_NORMS, _ACTIVATIONS = _TABLE["norm"], _TABLE["activation"]
+NORM_IDS, ACTIVATION_IDS = _TABLE["norm"], _TABLE["activation"]
 
 
-_NORM, _ACTIVATION, _ACTIVATION_GRAD, _PERMUTED = (
+FROM_NORM, FROM_ACTIVATION, FROM_ACTIVATION_GRAD, FROM_ROWS = (
     _TABLE["source"][n] for n in ("norm", "activation", "activation_grad", "permuted")
 )
 
 
-_LAYERNORM, _RMSNORM = _NORMS["layernorm"], _NORMS["rmsnorm"]
+LAYERNORM, RMSNORM = NORM_IDS["layernorm"], NORM_IDS["rmsnorm"]
 
 
 def _check_vector(op: str, arg: str, t: Tensor | None, x: Tensor, numel: Any, *, statistic: bool = False) -> None:
@@ -369,22 +369,22 @@ def _check_vector(op: str, arg: str, t: Tensor | None, x: Tensor, numel: Any, *,
     require_size(math.prod(t.shape), numel, lambda: say.format(numel, describe(x), describe(t)))
 
 
-def _check_norm(op: str, x: Tensor, which: int, **operands: Tensor | None) -> None:
+def check_norm(op: str, x: Tensor, which: int, **operands: Tensor | None) -> None:
     """gamma, beta [K] and mu, rsigma [M], against x; those that an op reads or writes."""
     require_high_precision(op, "x", x)
     m, k = shapes.rows_cols(x.shape)
-    if which not in (_LAYERNORM, _RMSNORM):
+    if which not in (LAYERNORM, RMSNORM):
         raise ValueError(f"{op}: unknown norm {which}")
     for arg, t in operands.items():
         statistic = arg in ("mu", "rsigma")
-        if t is not None and which == _RMSNORM and arg in ("mu", "beta"):
+        if t is not None and which == RMSNORM and arg in ("mu", "beta"):
             raise ValueError(f"{op}: RMSNorm has no {arg}, and one was given")
-        if t is None and (arg in ("gamma", "rsigma") or (arg == "mu" and which == _LAYERNORM)):
+        if t is None and (arg in ("gamma", "rsigma") or (arg == "mu" and which == LAYERNORM)):
             raise ArgumentError(f"{op}: {arg} is missing")
         _check_vector(op, arg, t, x, m if statistic else k, statistic=statistic)
 
 
-def _check_dy(op: str, dy: Tensor, x: Tensor, shape: tuple[Any, ...]) -> None:
+def check_dy(op: str, dy: Tensor, x: Tensor, shape: tuple[Any, ...]) -> None:
     require_high_precision(op, "dy", dy)
     require_device(op, x, dy, "dy")
     message = f"{op}: dy must be {list(shape)} for x {describe(x)}, got {describe(dy)}"
@@ -392,7 +392,7 @@ def _check_dy(op: str, dy: Tensor, x: Tensor, shape: tuple[Any, ...]) -> None:
     enforce(tuple(shapes.Constraint(a, b, message) for a, b in pairs))
 
 
-def _halved(op: str, x: Tensor, gated: bool) -> tuple[Any, ...]:
+def halved(op: str, x: Tensor, gated: bool) -> tuple[Any, ...]:
     """Shape of an activation of x."""
     require_high_precision(op, "x", x)
     shape, constraints = shapes.activation_shape(op, tuple(x.shape), gated)

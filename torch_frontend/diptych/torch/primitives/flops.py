@@ -20,7 +20,7 @@ from torch.utils.flop_counter import flop_registry, register_flop_formula
 from diptych.common import shapes
 from diptych.common.formats import FORMATS
 from diptych.common.grouped import grouped_shape
-from diptych.torch.primitives import gemm, grouped, grouped_matmul  # they define the ops  # noqa: F401
+from diptych.torch.primitives import gemm, grouped_matmul  # they define the ops  # noqa: F401
 
 _Shape = tuple[int, ...]
 

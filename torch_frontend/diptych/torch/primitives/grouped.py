@@ -21,8 +21,8 @@ from diptych.common import grouped, shapes
 from diptych.common.errors import ArgumentError, DTypeError, ShapeError
 from diptych.common.quantizers import RHT, ROW_AMAX, Float8Quantizer, Quantizer
 from diptych.core import _core
-from diptych.torch.primitives import constants as opaque
-from diptych.torch.primitives import quantize as primitives
+from diptych.torch.primitives import constants
+from diptych.torch.primitives import quantize as quantize_ops
 from diptych.torch.primitives.checks import (
     Copy,
     check_copy,
@@ -203,7 +203,7 @@ def tensors_of(stack: Copy) -> list[Copy]:
 
 def stack_values(stack: Copy, dtype: torch.dtype) -> Tensor:
     """The values of one copy of a stack of matrices, [G, M, K]."""
-    return torch.stack([primitives.dequantize(copy, dtype) for copy in tensors_of(stack)])
+    return torch.stack([quantize_ops.dequantize(copy, dtype) for copy in tensors_of(stack)])
 
 
 # --- products --------------------------------------------------------------------------------------------------------
@@ -344,11 +344,11 @@ _grouped_bias_grad_op = define(
     _grouped_bias_grad_fake,
 )
 _quantize_stack_op: Callable[..., list[Tensor]]
-if opaque.AVAILABLE:
+if constants.AVAILABLE:
     _quantize_stack_op = define(
         "quantize_stack",
-        f"(Tensor x, {opaque.schema_type(Float8Quantizer)} quantizer, Tensor? amax=None, Tensor? columnwise_amax=None, "
-        "Tensor? scale=None, Tensor? rng=None) -> Tensor[]",
+        f"(Tensor x, {constants.schema_type(Float8Quantizer)} quantizer, Tensor? amax=None, "
+        "Tensor? columnwise_amax=None, Tensor? scale=None, Tensor? rng=None) -> Tensor[]",
         _quantize_stack,
         _quantize_stack_fake,
         recordable=True,
@@ -385,9 +385,9 @@ def empty_stack(shape: tuple[int, ...], quantizer: Quantizer, device: torch.devi
 def amaxes(x: Tensor, flags: int = 0, *, columnwise: Literal[True]) -> tuple[Tensor, Tensor]:
     """`primitives.amax` of each tensor of a stack [G, ..., K]: two of [G, 1], with ROW_AMAX the first is [G, M]."""
     if flags & RHT and x.shape[0] > 0:  # of rotated tensors the core has no amaxes of parts
-        each = [primitives.amax(t, flags, columnwise=columnwise) for t in x.unbind()]
+        each = [quantize_ops.amax(t, flags, columnwise=columnwise) for t in x.unbind()]
         return torch.stack([a for a, _ in each]), torch.stack([c for _, c in each])
-    rows = primitives.amax(x, ROW_AMAX).view(x.shape[:-1]).flatten(1)
+    rows = quantize_ops.amax(x, ROW_AMAX).view(x.shape[:-1]).flatten(1)
     bits = F.pad(rows.view(torch.int32), (1, 0))  # as `max_over`; there may be no row
     whole = bits.amax(1, keepdim=True).view(torch.float32)
     return rows if flags & ROW_AMAX else whole, whole

@@ -20,7 +20,7 @@ from torch import Tensor
 from diptych.common import shapes
 from diptych.common.quantizers import ROW_AMAX, Float8Quantizer, Quantizer
 from diptych.core import _core
-from diptych.torch.primitives import constants as opaque
+from diptych.torch.primitives import constants
 from diptych.torch.primitives.checks import (
     TWO_LEVEL,
     Copy,
@@ -187,8 +187,8 @@ _dequantize_op = define(
 _quantize_op: Callable[..., list[Tensor]]
 _quantize_delayed_op: Callable[..., tuple[Tensor, ...]]
 _empty_op: Callable[..., list[Tensor]]
-if opaque.AVAILABLE:
-    _QUANTIZER = opaque.schema_type(Float8Quantizer)  # torch looks at the name only, and takes every value class
+if constants.AVAILABLE:
+    _QUANTIZER = constants.schema_type(Float8Quantizer)  # torch looks at the name only, and takes every value class
     _quantize_op = define(
         "quantize",
         f"(Tensor x, {_QUANTIZER} quantizer, Tensor? amax=None, Tensor? columnwise_amax=None, Tensor? scale=None, "

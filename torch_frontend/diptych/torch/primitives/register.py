@@ -156,15 +156,15 @@ def traced_local(context: Any, name: str) -> Any:
     return tracked.value if hasattr(tracked, "value") else tracked.as_python_constant()
 
 
-def _empty(x: Tensor, shape: Any, dtype: torch.dtype) -> Tensor:
+def empty_beside(x: Tensor, shape: Any, dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype, device=x.device)
 
 
-def _contiguous(t: Tensor | None) -> Tensor | None:
+def contiguous_or_none(t: Tensor | None) -> Tensor | None:
     return None if t is None else t.contiguous()
 
 
-def _run(name: str, real: Callable[..., Any], op: Callable[..., Any], *args: Any) -> Any:
+def run(name: str, real: Callable[..., Any], op: Callable[..., Any], *args: Any) -> Any:
     tensors = [t for t in args if isinstance(t, Tensor)]
     if not direct(*tensors):
         return op(*args)

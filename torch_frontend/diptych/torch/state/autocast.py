@@ -22,7 +22,7 @@ from torch._C._functorch import peek_interpreter_stack
 
 from diptych.common.arguments import require_recipe, require_switches
 from diptych.common.recipes import DEFAULT_RECIPE, Recipe
-from diptych.torch.primitives import constants as opaque  # recipes must be registered before one is traced  # noqa: F401
+from diptych.torch.primitives import constants  # recipes must be registered before one is traced  # noqa: F401
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -21,10 +21,10 @@ from torch import Tensor
 from diptych.common.errors import ArgumentError, UnsupportedError
 from diptych.common.quantizers import Float8Quantizer
 from diptych.core import _core
-from diptych.torch.functional import quantize as functional
-from diptych.torch.graph import program as replay
+from diptych.torch.functional import quantize as quantize_verbs
+from diptych.torch.graph import program
 from diptych.torch.graph.program import Replays
-from diptych.torch.primitives import constants as opaque
+from diptych.torch.primitives import constants
 from diptych.torch.primitives import scale_update as scale_update_ops
 from diptych.torch.primitives.checks import describe
 from diptych.torch.primitives.constants import Constants
@@ -91,7 +91,7 @@ def _chosen(quantizer: Float8Quantizer, history: Tensor, reduced: Tensor | None)
     algo = quantizer.amax_compute_algo
     if not callable(algo):
         return None
-    replay.refuse()
+    program.refuse()
     last = history[:1].clone()
     if reduced is not None:
         last = torch.where(reduced != 0, reduced, last)
@@ -127,7 +127,7 @@ def update_all(
         log = []
         if group is not None:
             pending = torch.cat([history[:1] for history in histories])
-            reduced = list(functional.max_over(pending, group).split(1))
+            reduced = list(quantize_verbs.max_over(pending, group).split(1))
         # A user's code, which may raise: before anything changes.
         chosen = [_chosen(*one) for one in zip(quantizers, histories, reduced, strict=True)]
     copy = scales[0].new_empty(len(scales))
@@ -200,7 +200,7 @@ def _update_in_graph(
         tensors = [*histories, *scales, *logs, seen, step]
         made = _replays(quantizers, tensors, update_all, histories, scales, logs, quantizers.items, None, seen, step)
     else:
-        made = update_all(histories, scales, logs, quantizers.items, opaque.group_of(group), seen, step)
+        made = update_all(histories, scales, logs, quantizers.items, constants.group_of(group), seen, step)
     wrote(*histories, *scales)
     seen.copy_(step)
     recorded(None, "compiled scales", None, None, seen=seen)
@@ -212,12 +212,12 @@ def _update_in_graph_fake(histories: list[Tensor], scales: list[Tensor], *_: Any
     return scales[0].new_empty(len(scales))
 
 
-if opaque.AVAILABLE:
+if constants.AVAILABLE:
     _update_op = define(
         "update_scales",
         "(Tensor(a!)[] histories, Tensor(b!)[] scales, Tensor(c!) pending, Tensor log, Tensor written, "
         "Tensor(d!) taken, Tensor(e!) seen, Tensor step, "
-        f"{opaque.schema_type(Constants)} quantizers, {opaque.GROUP_TYPE}? group) -> Tensor",
+        f"{constants.schema_type(Constants)} quantizers, {constants.GROUP_TYPE}? group) -> Tensor",
         _update_in_graph,
         _update_in_graph_fake,
         buffers=True,
@@ -239,4 +239,4 @@ def update_once(states: Any, slots: tuple[Any, ...], step: Tensor, group: Any) -
         return made[0]
     log = [buffers[name] for name in LOG]
     quantizers = Constants(tuple([slot.quantizer for slot in slots]))
-    return _update_op(histories, scales, *log, seen, step, quantizers, opaque.group_argument(group))
+    return _update_op(histories, scales, *log, seen, step, quantizers, constants.group_argument(group))

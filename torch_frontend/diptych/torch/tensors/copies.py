@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from diptych.common import shapes
-from diptych.torch.primitives import quantize as primitives
+from diptych.torch.primitives import quantize as quantize_ops
 from diptych.torch.primitives.checks import Copy
 from diptych.torch.tensors.quantized import QuantizedTensorBase
 
@@ -51,5 +51,5 @@ def with_scales(copy: Copy) -> Copy:
 
 def values(operand: Operand, dtype: torch.dtype) -> Tensor:
     """An operand in high precision, as a matrix."""
-    t = operand.to(dtype) if isinstance(operand, Tensor) else primitives.dequantize(operand, dtype)
+    t = operand.to(dtype) if isinstance(operand, Tensor) else quantize_ops.dequantize(operand, dtype)
     return t.reshape(shapes.rows_cols(t.shape))

@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_map
 
 from diptych.common.errors import ArgumentError, DeviceError, ShapeError, UnsupportedError
 from diptych.common.quantizers import RHT, Quantizer
-from diptych.torch.primitives import grouped as grouped_primitives
-from diptych.torch.primitives import quantize as primitives
+from diptych.torch.primitives import grouped as grouped_ops
+from diptych.torch.primitives import quantize as quantize_ops
 from diptych.torch.primitives.checks import (
     TWO_LEVEL,
     Copy,
@@ -273,7 +273,7 @@ class QuantizedTensor(QuantizedTensorBase):
     """
 
     def _values(self, dtype: torch.dtype) -> Tensor:
-        return primitives.dequantize(self.copy_of(self.rowwise_data is None), dtype).reshape(self.shape)
+        return quantize_ops.dequantize(self.copy_of(self.rowwise_data is None), dtype).reshape(self.shape)
 
 
 class QuantizedStack(QuantizedTensorBase):
@@ -285,7 +285,7 @@ class QuantizedStack(QuantizedTensorBase):
     """
 
     def _values(self, dtype: torch.dtype) -> Tensor:
-        return grouped_primitives.stack_values(self.copy_of(self.rowwise_data is None), dtype).reshape(self.shape)
+        return grouped_ops.stack_values(self.copy_of(self.rowwise_data is None), dtype).reshape(self.shape)
 
 
 QuantizedTensor.kind, QuantizedStack.kind = QuantizedTensor, QuantizedStack
@@ -371,7 +371,7 @@ def from_buffers(
 ) -> QuantizedTensor:
     """Wraps what `primitives.quantize` or `quantize_delayed` made of x. `encoded`: the shape of it, None is x's."""
     named: dict[str, Tensor] = {}
-    copies = primitives.copies(quantizer, buffers)
+    copies = quantize_ops.copies(quantizer, buffers)
     for side, copy in zip(("rowwise", "columnwise"), copies, strict=True):
         if copy is not None:
             named[f"{side}_data"], named[f"{side}_scale_inv"] = copy[:2]
@@ -400,6 +400,6 @@ def _rebuild(
 torch.serialization.add_safe_globals([_rebuild, QuantizedTensor, QuantizedStack])
 
 
-def _require_quantized(op: str, arg: str, q: Any) -> None:
+def require_quantized(op: str, arg: str, q: Any) -> None:
     if not isinstance(q, QuantizedTensor):
         raise ArgumentError(f"{op}: {arg} must be a QuantizedTensor, got {type(q).__name__}; quantize() makes one")
