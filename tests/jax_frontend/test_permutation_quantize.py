@@ -100,7 +100,7 @@ def test_probabilities_move_beside(device):
         return dj.moe_permute_and_quantize(x, m, MX, probs=probs)
 
     for wrap in (lambda f: f, jax.jit):
-        q, permuted = wrap(sources)(probs)
+        q, permuted = wrap(fused)(probs)
         same_array(q, dj.quantize(want, MX))
         tools.same(permuted, moved)
     gradient = jax.grad(lambda p: (dj.moe_permute_with_probs(x, p, m)[1] * dmoved).sum())(probs)

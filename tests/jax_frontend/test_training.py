@@ -19,8 +19,9 @@ from diptych.common import (
     ShapeError,
     UnsupportedError,
 )
+from diptych.jax.layers.held import kernel_quantizer, quantize_kernel, quantize_params
 from diptych.jax.layers.linear import CHECKPOINT_NAME, dense
-from diptych.jax.layers.weights import dense_vjp, kernel_quantizer, quantize_kernel, quantize_params
+from diptych.jax.layers.weight_gradients import dense_vjp
 from diptych.jax.state import carry as tr
 from diptych.jax.state import scales as st
 from diptych.jax.state import update

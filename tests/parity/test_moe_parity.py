@@ -100,7 +100,7 @@ def of_jax(recipe: Recipe, weights: dict[str, np.ndarray], steps: list[Any], dev
         y, back = jax.vjp(layer, params, states, x, top)
         grads, news, dx, dprobs = back(dy.astype(y.dtype))
         rngs = {n: dj.rng_at(r, dj.OFFSETS) for n, r in kept.rngs.items()}
-        kept = jax_moe.Kept(dj.state.overwrite_states(states, news), rngs)
+        kept = jax_moe.Kept(dj.overwrite_states(states, news), rngs)
         return kept, {"y": y, "dx": dx, "dprobs": dprobs} | {
             n.removeprefix("blocks.0.moe."): g for n, g in grads.items()
         }

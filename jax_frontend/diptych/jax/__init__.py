@@ -37,13 +37,14 @@ from diptych.jax.functional.permute_quantize import moe_permute_and_quantize
 from diptych.jax.functional.quantize import amax, dequantize, quantize, rng_state
 from diptych.jax.functional.scale_update import scale_update
 from diptych.jax.layers.grouped_linear import grouped_dense, grouped_dense_vjp
+from diptych.jax.layers.held import kernel_quantizer, quantize_kernel, quantize_params
 from diptych.jax.layers.inject import dot_general
 from diptych.jax.layers.layernorm_linear import layernorm_dense, layernorm_dense_vjp
 from diptych.jax.layers.layernorm_mlp import MLP_OFFSETS, init_layernorm_mlp_state, layernorm_mlp, layernorm_mlp_vjp
 from diptych.jax.layers.linear import CHECKPOINT_NAME, dense
 from diptych.jax.layers.products import OFFSETS
 from diptych.jax.layers.quantize import rng_at
-from diptych.jax.layers.weights import dense_vjp, kernel_quantizer, quantize_kernel, quantize_params
+from diptych.jax.layers.weight_gradients import dense_vjp
 from diptych.jax.primitives.ffi import export_safety_checks, header_version
 from diptych.jax.state.carry import (
     combine_states,

@@ -9,8 +9,7 @@ import jax
 from diptych.common import shapes
 from diptych.common.errors import ShapeError
 from diptych.jax.primitives import gemm as gemm_ops
-from diptych.jax.primitives.arrays import dtype_name, factor, to_array
-from diptych.jax.primitives.checks import enforce
+from diptych.jax.primitives.checks import dtype_name, enforce, factor, to_array
 from diptych.jax.tensors.quantized import QuantizedArray, require_quantized
 
 Array = jax.Array

@@ -16,7 +16,7 @@ from diptych.common.errors import ArgumentError, ShapeError, UnsupportedError
 from diptych.common.quantizers import RHT, RHT_SIGNS, Quantizer
 from diptych.jax.functional.quantize import group_amaxes
 from diptych.jax.primitives import grouped as grouped_ops
-from diptych.jax.primitives.arrays import dtype_name, factor, small_operand, to_array
+from diptych.jax.primitives.checks import dtype_name, factor, small_operand, to_array
 from diptych.jax.tensors.quantized import QuantizedArray, QuantizedStack
 
 Array = jax.Array

@@ -9,7 +9,7 @@ import jax
 
 from diptych.common.errors import DTypeError, ShapeError
 from diptych.common.fused import NormOptions
-from diptych.jax.primitives import arrays
+from diptych.jax.primitives import checks
 from diptych.jax.primitives.norm import norm, norm_grad
 
 Array = jax.Array
@@ -17,11 +17,11 @@ Array = jax.Array
 
 def check_parameters(op: str, x: Array, gamma: Any, beta: Any, options: NormOptions) -> tuple[Array, Array | None]:
     """gamma and beta as arrays that fit x. **Raises** TypeError, ValueError."""
-    gamma = arrays.to_array(op, "gamma", gamma)
+    gamma = checks.to_array(op, "gamma", gamma)
     if beta is not None:
         if options.which == "rmsnorm":
             raise ValueError(f"{op}: RMSNorm has no beta, and one was given")
-        beta = arrays.to_array(op, "beta", beta)
+        beta = checks.to_array(op, "beta", beta)
         if beta.dtype != gamma.dtype:
             raise DTypeError(f"{op}: beta must have gamma's dtype {gamma.dtype}, got {beta.dtype}")
     for name, parameter in (("gamma", gamma), ("beta", beta)):

@@ -18,8 +18,8 @@ from jax.custom_derivatives import SymbolicZero
 from diptych.common.errors import UnsupportedError
 from diptych.core._moe import moved_parts
 from diptych.jax.primitives import permute as permute_ops
-from diptych.jax.primitives.arrays import same_axes
-from diptych.jax.primitives.residuals import defvjp
+from diptych.jax.primitives.checks import same_axes
+from diptych.jax.primitives.register import defvjp
 from diptych.jax.tensors.quantized import QuantizedArray
 
 Array = jax.Array

@@ -15,7 +15,7 @@ from diptych.jax.functional import quantize as quantize_verbs
 from diptych.jax.functional import source as sources
 from diptych.jax.functional.permute import RowMap, require_row_map, slot_probs
 from diptych.jax.functional.permute_op import permute, permute_probs
-from diptych.jax.primitives import arrays
+from diptych.jax.primitives import checks
 from diptych.jax.primitives import quantize as quantize_ops
 from diptych.jax.tensors.quantized import QuantizedArray, from_buffers
 
@@ -63,7 +63,7 @@ def moe_permute_and_quantize(
         raise ArgumentError(f"{op}: quantizer must be a diptych Quantizer, got {type(quantizer).__name__}")
     if isinstance(inp, QuantizedArray):
         raise ArgumentError(f"{op}: inp is quantized; moe_permute moves it as it is")
-    x = arrays.to_array(op, "inp", inp)
+    x = checks.to_array(op, "inp", inp)
     maps = require_row_map(op, x.shape, row_map)
     if probs is not None:
         probs = slot_probs(op, "probs", probs, maps[0].shape)
@@ -73,7 +73,7 @@ def moe_permute_and_quantize(
         q = quantize_verbs.quantize(rows, quantizer, **given)
     else:
         f = sources.permuted(x, *maps)
-        given = {name: arrays.small_operand(op, name, value) for name, value in given.items()}
+        given = {name: checks.small_operand(op, name, value) for name, value in given.items()}
         buffers = quantize_ops.quantize(x, quantizer, **given, source=f.source, operands=f.operands)
         q = from_buffers(buffers, quantizer, f.shape, x.dtype)
         moved = None if probs is None else permute_probs(probs, *maps)

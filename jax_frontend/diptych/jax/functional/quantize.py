@@ -17,7 +17,7 @@ from diptych.common import shapes
 from diptych.common.errors import ArgumentError
 from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX, Quantizer
 from diptych.jax.primitives import quantize as quantize_ops
-from diptych.jax.primitives.arrays import small_operand, to_array
+from diptych.jax.primitives.checks import small_operand, to_array
 from diptych.jax.primitives.ffi import Source
 from diptych.jax.tensors.quantized import QuantizedArray, from_buffers, require_quantized
 

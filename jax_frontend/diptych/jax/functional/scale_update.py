@@ -10,8 +10,7 @@ import numpy as np
 
 from diptych.common.errors import ArgumentError, DTypeError
 from diptych.jax.primitives import scale_update as scale_update_ops
-from diptych.jax.primitives.arrays import factor
-from diptych.jax.primitives.checks import check_native
+from diptych.jax.primitives.checks import check_native, factor
 
 Array = jax.Array
 

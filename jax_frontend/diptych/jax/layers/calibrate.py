@@ -13,7 +13,7 @@ from diptych.jax.functional import quantize as quantize_verbs
 from diptych.jax.layers.held import high_precision
 from diptych.jax.layers.options import Amaxes, Options, States
 from diptych.jax.layers.products import Needs, Saved, check_transport, perturbed, primals, recorded, state_gradients
-from diptych.jax.primitives.residuals import defvjp
+from diptych.jax.primitives.register import defvjp
 
 Array = jax.Array
 

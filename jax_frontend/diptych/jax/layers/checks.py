@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from diptych.common.errors import ArgumentError, DTypeError, ShapeError
 from diptych.common.plan import TensorPlan
 from diptych.jax.layers.options import Options
-from diptych.jax.primitives import arrays
+from diptych.jax.primitives import checks
 from diptych.jax.tensors.quantized import QuantizedArray, QuantizedCopies
 
 Array = jax.Array
@@ -24,7 +24,7 @@ def refuse_without_recipe(op: str, **given: Any) -> None:
 
 def check_rng(op: str, rng: Any) -> Array | None:
     """The state of the random generator as an array. **Raises** TypeError for what is none."""
-    rng = arrays.small_operand(op, "rng", rng)
+    rng = checks.small_operand(op, "rng", rng)
     if rng is not None and (rng.dtype != jnp.int32 or rng.shape != (4,)):
         raise DTypeError(f"{op}: rng must be int32 [4], as rng_state makes it, got {rng.dtype}{list(rng.shape)}")
     return rng
@@ -32,8 +32,8 @@ def check_rng(op: str, rng: Any) -> Array | None:
 
 def check_operands(x: Any, kernel: Any, bias: Any, rng: Any) -> tuple[Array, Any, Array | None, Array | None]:
     """The operands as arrays; kernel as it is where it is quantized. **Raises** TypeError, ValueError."""
-    x, kernel = arrays.to_array("dense", "x", x), kernel_operand("dense", "kernel", kernel, QuantizedArray)
-    bias = None if bias is None else arrays.to_array("dense", "bias", bias)
+    x, kernel = checks.to_array("dense", "x", x), kernel_operand("dense", "kernel", kernel, QuantizedArray)
+    bias = None if bias is None else checks.to_array("dense", "bias", bias)
     rng = check_rng("dense", rng)
     if kernel.ndim != 2:
         raise ShapeError(f"dense: kernel must be [N, K], got {list(kernel.shape)}")
@@ -52,7 +52,7 @@ def kernel_operand(op: str, arg: str, kernel: Any, held: type[QuantizedCopies]) 
         return kernel
     if isinstance(kernel, QuantizedCopies):
         raise ArgumentError(f"{op}: {arg} must be an array or a {held.__name__}, got a {type(kernel).__name__}")
-    return arrays.to_array(op, arg, kernel)
+    return checks.to_array(op, arg, kernel)
 
 
 def refuse_calibration(op: str, record: bool, **given: Any) -> None:

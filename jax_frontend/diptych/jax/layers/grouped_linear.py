@@ -43,12 +43,12 @@ from diptych.jax.layers.held import high_precision
 from diptych.jax.layers.linear import prepare
 from diptych.jax.layers.options import Options, States
 from diptych.jax.layers.products import DenseGradients, Needs, Products, cotangents, fprop, primals, recorded
-from diptych.jax.layers.weights import Pullback, refuse_references
+from diptych.jax.layers.weight_gradients import Pullback, refuse_references
 from diptych.jax.primitives import grouped as grouped_ops
 from diptych.jax.primitives import permute as permute_ops
-from diptych.jax.primitives.arrays import same_axes, to_array
+from diptych.jax.primitives.checks import same_axes, to_array
 from diptych.jax.primitives.grouped_matmul import grouped_matmul
-from diptych.jax.primitives.residuals import defvjp
+from diptych.jax.primitives.register import defvjp
 from diptych.jax.state.carry import returned, viewed
 from diptych.jax.state.scales import ScaleState, check_states, group_axes
 from diptych.jax.tensors.copies import Copies, Operand, values

@@ -31,10 +31,10 @@ from diptych.jax.layers.checks import check_operands, input_fusable, refuse_cali
 from diptych.jax.layers.linear import prepare
 from diptych.jax.layers.options import Options, States
 from diptych.jax.layers.products import DenseGradients, Needs, cotangents, primals
-from diptych.jax.layers.weights import Pullback, refuse_references
+from diptych.jax.layers.weight_gradients import Pullback, refuse_references
 from diptych.jax.primitives import norm as norm_ops
-from diptych.jax.primitives.arrays import same_axes
-from diptych.jax.primitives.residuals import defvjp
+from diptych.jax.primitives.checks import same_axes
+from diptych.jax.primitives.register import defvjp
 from diptych.jax.state.carry import returned, viewed
 from diptych.jax.state.scales import ScaleState, check_states, group_axes
 from diptych.jax.tensors.copies import Copies

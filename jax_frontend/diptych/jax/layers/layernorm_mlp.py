@@ -55,11 +55,11 @@ from diptych.jax.layers.linear import prepare
 from diptych.jax.layers.options import Options
 from diptych.jax.layers.products import OFFSETS, Needs, cotangents, fprop, primals, recorded
 from diptych.jax.layers.quantize import quantize_summed, rng_at
-from diptych.jax.layers.weights import Pullback, refuse_references
+from diptych.jax.layers.weight_gradients import Pullback, refuse_references
 from diptych.jax.primitives import activation as activation_ops
-from diptych.jax.primitives import arrays
-from diptych.jax.primitives.arrays import same_axes
-from diptych.jax.primitives.residuals import defvjp
+from diptych.jax.primitives import checks
+from diptych.jax.primitives.checks import same_axes
+from diptych.jax.primitives.register import defvjp
 from diptych.jax.state.carry import returned, viewed
 from diptych.jax.state.scales import ScaleState, check_states, group_axes, init_state
 from diptych.jax.tensors.copies import Copies
@@ -267,7 +267,7 @@ def _check_second(
 ) -> tuple[Any, Array | None]:
     """kernel2 and bias2 as arrays that take what the activation gives. **Raises** TypeError, ValueError."""
     kernel2 = kernel_operand(op, "kernel2", kernel2, QuantizedArray)
-    bias2 = None if bias2 is None else arrays.to_array(op, "bias2", bias2)
+    bias2 = None if bias2 is None else checks.to_array(op, "bias2", bias2)
     rows = kernel1.shape[0]
     if act.gated and rows % 2:
         raise ShapeError(f"{op}: a gated activation halves kernel1's rows, got {list(kernel1.shape)}")

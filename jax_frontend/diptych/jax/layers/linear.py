@@ -17,8 +17,8 @@ from diptych.jax.layers.checks import check_operands, refuse_calibration, refuse
 from diptych.jax.layers.held import held_copies
 from diptych.jax.layers.options import Options, States
 from diptych.jax.layers.products import Needs, Saved, backward, cotangents, forward, fprop, primals, recorded
-from diptych.jax.primitives.arrays import same_axes
-from diptych.jax.primitives.residuals import defvjp
+from diptych.jax.primitives.checks import same_axes
+from diptych.jax.primitives.register import defvjp
 from diptych.jax.state.carry import refuse_differentiated, returned, viewed
 from diptych.jax.state.scales import ScaleState, check_states, group_axes
 from diptych.jax.tensors.copies import CHECKPOINT_NAME, Copies

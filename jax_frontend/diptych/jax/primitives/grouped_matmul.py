@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from diptych.common.errors import ShapeError
-from diptych.jax.primitives.arrays import same_axes
+from diptych.jax.primitives.checks import same_axes
 
 Array = jax.Array
 TILE = 128  # rows

@@ -19,8 +19,7 @@ from diptych.common import shapes
 from diptych.common.errors import ArgumentError, ShapeError
 from diptych.common.formats import FormatRow
 from diptych.common.quantizers import Quantizer
-from diptych.jax.primitives.arrays import dtype_name
-from diptych.jax.primitives.checks import Copy
+from diptych.jax.primitives.checks import Copy, dtype_name
 from diptych.jax.primitives.quantize import dequantize
 
 Array = jax.Array

@@ -35,13 +35,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from diptych.common.errors import ArgumentError, UnsupportedError
+from diptych.torch.graph import flops
 from diptych.torch.graph.fields import Size as Size
 from diptych.torch.graph.fields import Written as Written
 from diptych.torch.graph.fields import field_of, put, put_proto, put_sizes, take, take_output, take_sizes
 from diptych.torch.graph.program import Replays
 from diptych.torch.graph.proto import TensorProto, proto_of
 from diptych.torch.primitives import constants as opaque
-from diptych.torch.primitives import flops
 from diptych.torch.primitives.checks import refuse_second_derivative, require_no_tangent
 from diptych.torch.primitives.constants import Constants
 from diptych.torch.primitives.constants import Group as Group

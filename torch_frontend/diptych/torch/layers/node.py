@@ -19,15 +19,15 @@ from diptych.common.plan import TensorPlan
 from diptych.common.recipes import Recipe
 from diptych.common.schedule import Schedule
 from diptych.torch.graph.custom_op import CustomOp, Group, Written
+from diptych.torch.graph.guards import before_each_call
 from diptych.torch.graph.proto import TensorProto
 from diptych.torch.layers.options import Options, schedule
 from diptych.torch.layers.products import WeightGradient
 from diptych.torch.layers.quantize import quantize_general
-from diptych.torch.layers.tracing import before_each_call, state_fits
 from diptych.torch.layers.weight_gradients import accumulate, overwrites
 from diptych.torch.primitives.checks import TWO_LEVEL
 from diptych.torch.primitives.register import traced_local
-from diptych.torch.state.scales import States
+from diptych.torch.state.scales import ScaleStates, States
 from diptych.torch.state.update import log_amax, record_pending
 from diptych.torch.tensors.copies import Copies, Spec, pack, pick, unpack
 from diptych.torch.tensors.quantized import QuantizedTensor, QuantizedTensorBase, rotated
@@ -341,3 +341,11 @@ def _prepared_while_tracing(context: Any) -> None:
     """Runs where Dynamo traces `run`, on the real objects: states that a user holds may have met no graph before."""
     state_fits(traced_local(context, "state"))
     before_each_call(context, "state", state_fits)
+
+
+def state_fits(states: Any) -> bool:
+    """The guard of `ScaleStates` that a user holds: what graphs record in lies beside them afterwards."""
+    if isinstance(states, ScaleStates) and not states.recorded():
+        with torch.inference_mode(False):
+            states.prepare_for_graphs()
+    return True

@@ -28,10 +28,10 @@ from diptych.torch.graph.eager_only import CALIBRATING, DELAYED_WGRAD, MARKED_WG
 from diptych.torch.layers.held import dequantized_weight
 from diptych.torch.layers.linear import linear_with
 from diptych.torch.layers.options import Options, schedule
-from diptych.torch.layers.tracing import begin_again, make_states
 from diptych.torch.layers.weight_gradients import WeightGradients
 from diptych.torch.modules.fx import require_traceable
 from diptych.torch.modules.stateful import StatefulModule, require_no_capture
+from diptych.torch.modules.tracing import begin_again, make_states
 from diptych.torch.modules.weight_cache import WeightCache
 from diptych.torch.primitives import quantize as quantize_ops
 from diptych.torch.primitives.register import traced_local
@@ -394,3 +394,17 @@ def _cache_made_while_tracing(context: Any) -> None:
     module = traced_local(context, "self")
     for layer in dict.fromkeys((*module.layers, traced_local(context, "layer"))):
         module._make_cache(layer)
+
+
+def initialize(weight: Tensor, bias: Tensor | None, init_method: Callable[[Tensor], Any] | None) -> None:
+    """Fills a weight [N, K] by `init_method`, its bias with zeros; None: both as nn.Linear initializes."""
+    if init_method is not None:
+        with torch.no_grad():
+            init_method(weight)
+            if bias is not None:
+                bias.zero_()
+        return
+    nn.init.kaiming_uniform_(weight, a=5**0.5)
+    if bias is not None:
+        bound = weight.size(1) ** -0.5
+        nn.init.uniform_(bias, -bound, bound)

@@ -15,17 +15,17 @@ from diptych.common.arguments import require_recipe
 from diptych.common.errors import ArgumentError, DTypeError, ShapeError
 from diptych.common.grouped import HIGH_PRECISION
 from diptych.common.recipes import Recipe
+from diptych.common.te_arguments import absorb, dtype_of
 from diptych.torch.functional.permute import RowMap, moe_permute, require_row_map
 from diptych.torch.functional.permute_op import as_int32, host_numbers
 from diptych.torch.layers.grouped_linear import grouped_linear as grouped_linear
 from diptych.torch.layers.grouped_linear import grouped_linear_with
 from diptych.torch.layers.options import Options
-from diptych.torch.modules.base import QuantizedModule
+from diptych.torch.modules.base import QuantizedModule, initialize
 from diptych.torch.modules.fx import as_leaf
 from diptych.torch.modules.model_init import initial_weight
 from diptych.torch.modules.te_states import take_extra_state
 from diptych.torch.primitives.checks import describe
-from diptych.torch.primitives.te_arguments import absorb, dtype_of, initialize
 from diptych.torch.state.autocast import STATE
 from diptych.torch.tensors.quantized import QuantizedTensorBase, high_precision
 

@@ -22,15 +22,15 @@ from diptych.common.arguments import require_recipe
 from diptych.common.errors import ArgumentError
 from diptych.common.fused import NormOptions, norm_options
 from diptych.common.recipes import Recipe, with_results
+from diptych.common.te_arguments import absorb, dtype_of, one_input
 from diptych.torch.functional import norm as norm_verbs
 from diptych.torch.layers.checks import input_for
 from diptych.torch.layers.layernorm_linear import layernorm_linear
 from diptych.torch.layers.node import run
-from diptych.torch.modules.base import QuantizedModule
+from diptych.torch.modules.base import QuantizedModule, initialize
 from diptych.torch.modules.fx import as_leaf
 from diptych.torch.modules.model_init import initial_weight
 from diptych.torch.primitives.constants import Constants
-from diptych.torch.primitives.te_arguments import absorb, dtype_of, initialize, one_input
 
 # --- what the fused modules share ------------------------------------------------------------------------------------
 

@@ -20,15 +20,16 @@ from torch import Tensor, nn
 from diptych.common.arguments import require_recipe
 from diptych.common.fused import activation_options
 from diptych.common.recipes import Recipe
+from diptych.common.te_arguments import absorb, dtype_of, one_input
 from diptych.torch.functional import activation as activation_verbs
 from diptych.torch.functional import norm as norm_verbs
 from diptych.torch.layers.checks import input_for
 from diptych.torch.layers.layernorm_mlp import layernorm_mlp
 from diptych.torch.layers.node import run
+from diptych.torch.modules.base import initialize
 from diptych.torch.modules.fx import as_leaf
 from diptych.torch.modules.layernorm_linear import NormedModule, require_sizes
 from diptych.torch.modules.model_init import initial_weight
-from diptych.torch.primitives.te_arguments import absorb, dtype_of, initialize, one_input
 from diptych.torch.state.checkpoint import checkpoint
 
 

@@ -23,10 +23,10 @@ from diptych.common.plan import LinearPlan
 from diptych.common.recipes import Recipe
 from diptych.torch.functional import quantize as quantize_verbs
 from diptych.torch.layers.options import schedule
+from diptych.torch.modules import late
 from diptych.torch.modules.held_state import read_weights
 from diptych.torch.modules.model_init import initial_recipe
 from diptych.torch.modules.te_states import take_extra_state
-from diptych.torch.state import late
 from diptych.torch.state.scales import ScaleStates, check_tree, keys_below, warn_once
 
 

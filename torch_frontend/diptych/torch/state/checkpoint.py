@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from diptych.common.errors import UnsupportedError
-from diptych.torch.primitives.te_arguments import absorb
+from diptych.common.te_arguments import absorb
 from diptych.torch.state.autocast import STATE, recording
 
 T = TypeVar("T")

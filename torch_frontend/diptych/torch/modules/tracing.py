@@ -11,47 +11,17 @@ graph, wherever their states come from. Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from diptych.torch.graph.guards import before_each_call
 from diptych.torch.layers.options import schedule
 from diptych.torch.primitives.register import traced_local
 from diptych.torch.state.autocast import STATE
-from diptych.torch.state.scales import ScaleStates
-
-
-def variable(context: Any, local: str) -> Any:
-    """What Dynamo knows of a local of traced code."""
-    return context.get_local(local)._i_will_not_complain_if_bc_breaks_VariableTracker()
-
-
-def before_each_call(context: Any, local: str, fits: Callable[[Any], bool]) -> None:
-    """Has the graph that is traced call `fits` on the object that this local stands for, before each of its runs: True
-    means that it may run. Dynamo looks at the object's attributes afterwards."""
-    source = variable(context, local).source
-    if source is None:  # made by the traced code itself
-        return
-    from torch._dynamo.guards import install_guard  # importing it takes a second
-
-    def check(builder: Any, guard: Any) -> None:
-        said = [f"{guard.name} can have what the graph reads of {local}"]
-        builder.get_guard_manager(guard).add_lambda_guard(fits, said, guard.user_stack)
-
-    install_guard(source.make_guard(check))
-
 
 # --- states -----------------------------------------------------------------------------------------------
-
-
-def state_fits(states: Any) -> bool:
-    """The guard of `ScaleStates` that a user holds: what graphs record in lies beside them afterwards."""
-    if isinstance(states, ScaleStates) and not states.recorded():
-        with torch.inference_mode(False):
-            states.prepare_for_graphs()
-    return True
 
 
 class _Ready:
