@@ -105,10 +105,10 @@ def test_probabilities_move_beside(device):
         tools.same(permuted, moved)
     gradient = jax.grad(lambda p: (dj.moe_permute_with_probs(x, p, m)[1] * dmoved).sum())(probs)
     for wrap in (lambda f: f, jax.jit, jax.checkpoint):
-        tools.same(wrap(jax.grad(lambda p: (sources(p)[1] * dmoved).sum()))(probs), gradient)
+        tools.same(wrap(jax.grad(lambda p: (fused(p)[1] * dmoved).sum()))(probs), gradient)
 
     def squares(p):
-        return (sources(p)[1] ** 2).sum()
+        return (fused(p)[1] ** 2).sum()
 
     with pytest.raises(UnsupportedError, match="no derivative"):
         jax.hessian(squares)(probs)
