@@ -9,25 +9,11 @@
 
 namespace diptych::cuda {
 
-Status amax(const AmaxArgs&, const Execution&);
-Status quantize(const QuantizeArgs&, const Execution&);
+// All but gemm and grouped_gemm, of which there are two.
+#define OP(name, Args, ...) Status name(const Args&, const Execution&);
+#include "diptych/ops.def"
 bool quantize_stack_fits(const QuantizeArgs&);
 Status quantize_stack(const QuantizeArgs&, const Execution&);
-Status log_amax(const LogAmaxArgs&, const Execution&);
-Status scale_update(const ScaleUpdateArgs&, const Execution&);
-Status dequantize(const DequantizeArgs&, const Execution&);
-Status bias_grad(const BiasGradArgs&, const Execution&);
-Status norm(const NormArgs&, const Execution&);
-Status norm_grad(const NormGradArgs&, const Execution&);
-Status activation(const ActivationArgs&, const Execution&);
-Status activation_grad(const ActivationGradArgs&, const Execution&);
-Status permute_map(const PermuteMapArgs&, const Execution&);
-Status chunk_map(const ChunkMapArgs&, const Execution&);
-Status invert_map(const InvertMapArgs&, const Execution&);
-Status permute(const PermuteArgs&, const Execution&);
-Status permute_columns(const PermuteColumnsArgs&, const Execution&);
-Status unpermute(const UnpermuteArgs&, const Execution&);
-Status unpermute_grad(const UnpermuteGradArgs&, const Execution&);
 
 // Native FP8 tensor cores through cuBLASLt, opened at run time. `fits` says whether the operands suit it and the
 // library has an algorithm for them; where it has none, or cannot be opened, it says why on stderr, once.
@@ -43,8 +29,6 @@ Status grouped_gemm_native(const GroupedGemmArgs&, const Execution&);
 
 // The same for any pair of formats, as gemm_emulated.
 Status grouped_gemm_emulated(const GroupedGemmArgs&, const Execution&);
-
-Status grouped_bias_grad(const GroupedBiasGradArgs&, const Execution&);
 
 int64_t gemm_workspace_bytes(int64_t m, int64_t n, int64_t k, bool epilogue);
 int64_t bias_grad_workspace_bytes(int64_t m, int64_t n);

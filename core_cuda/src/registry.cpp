@@ -114,12 +114,10 @@ std::array<std::atomic<uint64_t>, kKernelCount> calls;
 std::array<std::atomic<FormatSet>, kKernelCount> warned;  // formats whose emulation was reported
 
 const char* name(Op op) {
-  constexpr const char* names[] = {"amax",          "quantize",       "log_amax",        "scale_update",
-                                   "dequantize",    "gemm",           "bias_grad",       "norm",
-                                   "norm_grad",     "activation",     "activation_grad", "permute_map",
-                                   "chunk_map",     "invert_map",     "permute",         "permute_columns",
-                                   "unpermute",     "unpermute_grad", "grouped_gemm",    "grouped_bias_grad",
-                                   "quantize_stack"};
+  constexpr const char* names[] = {
+#define OP(name, ...) #name,
+#include "diptych/ops.def"
+      "quantize_stack"};
   return names[static_cast<int>(op)];
 }
 

@@ -11,8 +11,8 @@ import pytest
 from sweeps import others_slow
 
 import cases
-import moe_oracle as oracle
-from core import moe_runner as ops
+from oracle import permute as oracle
+from core import permute_runner as ops
 from core import runner
 from diptych import core
 from diptych.common import FORMATS, Float8BlockQuantizer, Float8CurrentScalingQuantizer, MXFP8Quantizer, NVFP4Quantizer

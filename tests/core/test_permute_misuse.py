@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import cases
-import moe_oracle as oracle
-from core import moe_runner as ops
+from oracle import permute as oracle
+from core import permute_runner as ops
 from core import runner
 from core.test_permute import FLOATS, draw, routings, rows_of, top_k
 from diptych import core

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import cases
-import moe_oracle as oracle
+from oracle import permute as oracle
 from core import runner, simulation
 from core.simulation import Tensor
 from core.test_permute import as_mask, rows_of, top_k

@@ -14,7 +14,7 @@ import diptych.jax as dj
 import oracle
 from diptych.common import RECIPES, DelayedScaling, QuantizerRole, Recipe, linear_plan
 from diptych.common.quantizers import RHT
-from grouped_oracle import Problem
+from oracle.grouped import Problem
 from jax_frontend import tools
 from jax_frontend.layers import rng_words
 

@@ -25,7 +25,7 @@ from diptych.common.quantizers import NVFP4Quantizer
 from diptych.jax.primitives import grouped as grouped_ops
 from diptych.jax.primitives.checks import Copy
 from diptych.jax.tensors.quantized import BUFFERS
-from grouped_oracle import Problem
+from oracle.grouped import Problem
 from jax_frontend import tools
 
 quantize_stack = jax.jit(dj.quantize_stack, static_argnames=("quantizer", "as_bytes"))

@@ -10,7 +10,7 @@ from core.test_permute import as_mask, routings, top_k
 
 import cases
 import diptych.jax as dj
-import moe_oracle as oracle
+from oracle import permute as oracle
 from diptych.common import UnsupportedError
 from diptych.jax.functional import permute_op
 from jax_frontend import tools

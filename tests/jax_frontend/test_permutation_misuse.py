@@ -10,7 +10,7 @@ from core.test_permute_misuse import lie
 
 import cases
 import diptych.jax as dj
-import moe_oracle as oracle
+from oracle import permute as oracle
 from diptych.common import ArgumentError, DTypeError, ShapeError
 from jax_frontend import tools
 

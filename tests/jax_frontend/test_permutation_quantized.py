@@ -12,7 +12,7 @@ from core.test_permute import as_mask, top_k
 
 import cases
 import diptych.jax as dj
-import moe_oracle as oracle
+from oracle import permute as oracle
 from diptych.common import FORMATS, ShapeError, UnsupportedError, format_by_name
 from jax_frontend import tools
 

@@ -2,9 +2,9 @@
 // same bits, in fewer launches. And those that take plain tensors, called one by one.
 #include <cstdio>
 
-#include "cuda/fused/column_sum.cuh"
 #include "cuda/quantize/mxfp8.cuh"
 #include "cuda/quantize/tiles.cuh"
+#include "cuda/source/column_sum.cuh"
 #include "simulated.h"
 #include "tensor.h"
 

@@ -13,7 +13,7 @@ from core.test_permute import CHUNKS, routings
 
 import cases
 import diptych.torch as dt
-import moe_oracle as oracle
+from oracle import permute as oracle
 from diptych.common.errors import UnsupportedError
 from diptych.common.moe import padded_rows
 from torch_frontend.tools import same, to_numpy, to_torch

@@ -9,7 +9,7 @@ import torch
 
 import diptych.torch as dt
 from diptych.common import Float8BlockQuantizer, Float8CurrentScalingQuantizer, MXFP8Quantizer, Quantizer
-from diptych.core._moe import moved_parts
+from diptych.core._permute import moved_parts
 from diptych.torch.tensors.quantized import BUFFERS, QuantizedTensor
 from torch_frontend.tools import ALL, named, normal, rng_for, same
 

@@ -1,7 +1,7 @@
 // Rows moved as bytes: each warp reads a part of a token's row once and writes it to all of the token's destinations.
 // The same launch fills the rows that nobody writes. Stores are ordinary ones: L2 then gathers what goes to k places,
 // and that is faster than streaming it. Where there is much to move rows go another way (slices.h).
-#include "cuda/launch.cuh"
+#include "cuda/base/launch.cuh"
 #include "cuda/permute/rows.cuh"
 #include "cuda/permute/slices.h"
 #include "cuda/ptx/grid.cuh"

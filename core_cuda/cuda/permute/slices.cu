@@ -5,7 +5,7 @@
 // what registers keep goes there as soon as the tokens that came first have left it.
 #include <algorithm>
 
-#include "cuda/launch.cuh"
+#include "cuda/base/launch.cuh"
 #include "cuda/permute/origin.cuh"
 #include "cuda/permute/rows.cuh"
 #include "cuda/permute/slices.h"

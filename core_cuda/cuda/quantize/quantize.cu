@@ -2,11 +2,11 @@
 #include <algorithm>
 #include <limits>
 
-#include "cuda/amax.cuh"
-#include "cuda/fused/column_sum.cuh"
-#include "cuda/launch.cuh"
+#include "cuda/base/amax.cuh"
+#include "cuda/base/launch.cuh"
+#include "cuda/base/vector.cuh"
 #include "cuda/quantize/quantize.h"
-#include "cuda/vector.cuh"
+#include "cuda/source/column_sum.cuh"
 
 namespace diptych::cuda {
 namespace {

@@ -1,7 +1,7 @@
 // The quantize kernels behind one entry: which one runs follows from the format row's columns.
 #pragma once
 
-#include "cuda/scale.cuh"
+#include "cuda/base/scale.cuh"
 #include "diptych/stack.h"
 
 namespace diptych::cuda {

@@ -10,7 +10,7 @@ from diptych.common import grouped, shapes
 from diptych.common.errors import ArgumentError, ShapeError
 from diptych.common.quantizers import RHT, RHT_SIGNS, Quantizer
 from diptych.core import _core
-from diptych.core._numpy import (
+from diptych.core._arrays import (
     Array,
     QuantizedArray,
     QuantizedCopies,
