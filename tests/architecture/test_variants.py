@@ -62,7 +62,9 @@ ENCODE = "DIPTYCH_INLINE I encode(F x) {\n"
 MUTANTS = {
     "flush_to_zero": (
         "quantize dequantize", "cpu/base/pool.cpp",
-        Patch("core_cuda/cpu/base/pool.cpp", "constexpr uint64_t kIeee = 0x1F80;", "constexpr uint64_t kIeee = 0x9FC0;"),
+        Patch(
+            "core_cuda/cpu/base/pool.cpp", "constexpr uint64_t kIeee = 0x1F80;", "constexpr uint64_t kIeee = 0x9FC0;"
+        ),
     ),
     "scale_by_reciprocal": (
         "quantize", GENERIC, Patch(SIMD, "VF scale = p.max / amax;", "VF scale = p.max * (1.0f / amax);"),
@@ -91,7 +93,9 @@ MUTANTS = {
     ),
     "nan_in_amax": (
         "quantize", GENERIC,
-        Patch("core_cuda/cpu/isa/simd.h", "{ return x > acc ? x : acc; }", "{ return (x > acc) | (x != x) ? x : acc; }"),
+        Patch(
+            "core_cuda/cpu/isa/simd.h", "{ return x > acc ? x : acc; }", "{ return (x > acc) | (x != x) ? x : acc; }"
+        ),
     ),
     "scales_one_by_one": (
         "gemm", GENERIC,
@@ -102,7 +106,10 @@ MUTANTS = {
     ),
     "noise_from_zero_on": (
         "quantize", GENERIC,
-        Patch("core_cuda/cpu/quantize/philox.h", "to_float<VF>(byte) * pow2f(-8) + pow2f(-9)", "to_float<VF>(byte) * pow2f(-8)"),
+        Patch(
+            "core_cuda/cpu/quantize/philox.h", "to_float<VF>(byte) * pow2f(-8) + pow2f(-9)",
+            "to_float<VF>(byte) * pow2f(-8)",
+        ),
     ),
     "amax_after_its_constant": (
         "gemm", "cpu/gemm/product.cpp",

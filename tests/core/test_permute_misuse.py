@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 import cases
-from oracle import permute as oracle
 from core import permute_runner as ops
 from core import runner
 from core.test_permute import FLOATS, draw, routings, rows_of, top_k
 from diptych import core
 from diptych.common.errors import ArgumentError, DTypeError, ShapeError
 from diptych.core import _core
+from oracle import permute as oracle
 
 T, SLOTS, ROWS, H = 40, 3, 50, 24
 

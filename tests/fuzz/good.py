@@ -20,11 +20,11 @@ from core.test_quantize import one_sided
 from core.test_quantize_stack import same_stack
 
 import cases
-from oracle import permute as moe_oracle
 import oracle
 from diptych import core
 from fuzz.draw import Draw
 from oracle import fused
+from oracle import permute as moe_oracle
 from quantizers import quantizer
 
 ISAS = runner.isas()

@@ -25,8 +25,8 @@ from diptych.common.quantizers import NVFP4Quantizer
 from diptych.jax.primitives import grouped as grouped_ops
 from diptych.jax.primitives.checks import Copy
 from diptych.jax.tensors.quantized import BUFFERS
-from oracle.grouped import Problem
 from jax_frontend import tools
+from oracle.grouped import Problem
 
 quantize_stack = jax.jit(dj.quantize_stack, static_argnames=("quantizer", "as_bytes"))
 grouped_bias_grad = jax.jit(dj.grouped_bias_grad, static_argnames="dtype")

@@ -10,10 +10,10 @@ from core.test_permute import as_mask, routings, top_k
 
 import cases
 import diptych.jax as dj
-from oracle import permute as oracle
 from diptych.common import UnsupportedError
 from diptych.jax.functional import permute_op
 from jax_frontend import tools
+from oracle import permute as oracle
 
 T, E, K, H = 37, 5, 2, 24
 FLOATS = (*cases.INPUT_DTYPES, "float64")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from diptych.common import shapes
-from diptych.core._moe import moved_parts
+from diptych.core._permute import moved_parts
 from diptych.torch.graph.custom_op import CustomOp, Size
 from diptych.torch.graph.proto import TensorProto
 from diptych.torch.primitives import permute as permute_ops
