@@ -48,6 +48,7 @@ UNPAIRED = {
         "op_fields.py": "how custom_op.py takes arguments apart",
         "replay.py": "repeats the nodes' ops of custom_op.py",
         "tracing.py": "makes what a graph reads before it is traced and before it runs; JAX's states are arguments",
+        "earlier_names.py": "names in pickled modules; what JAX pickles has stayed where it was",
         "eager_only.py": "parts of compiled code that run eagerly; jit has none",
         "delayed.py": "delayed scaling's update inside of graphs; JAX's state is a value",
         "stateful.py": "what modules keep as buffers; JAX's states are arguments",

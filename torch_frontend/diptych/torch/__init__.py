@@ -9,6 +9,7 @@ from diptych.torch.checkpoint import checkpoint, checkpoint_contexts
 from diptych.torch.convert import ConversionReport, ConvertWarning, convert
 from diptych.torch.custom_op import CustomOp, Group, Size, Written
 from diptych.torch.eager_only import EagerWarning
+from diptych.torch.earlier_names import keep_earlier_names
 from diptych.torch.functional import (
     amax,
     bias_grad,
@@ -124,3 +125,4 @@ __all__ = [
 ]
 
 recognize_pipelines()
+keep_earlier_names()

@@ -205,6 +205,8 @@ class LayerNormMLP(NormedModule):
 
     module_kind = "layernorm_mlp"
     layers = ("fc1", "fc2")
+    output_layer_init_method: Callable[[Tensor], Any] | None = None
+    checkpoint = False
 
     def __init__(
         self,

@@ -35,10 +35,6 @@ class Linear(QuantizedModule, nn.Linear):
     TransformerEngine's that asks for what diptych does not do; see `quantized_linear` for the forward.
     """
 
-    # Of the class, so that a converted nn.Linear has them too.
-    init_method: Callable[[Tensor], Any] | None = None
-    return_bias = False
-
     def __init__(
         self,
         in_features: int,

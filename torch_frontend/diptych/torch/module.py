@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -54,6 +55,10 @@ class QuantizedModule(StatefulModule):
     Attributes: `recipe`: used instead of the region's wherever a region is enabled; None takes the region's. `layers`:
     names of the layers that `forward` runs, whose states `prepare` makes.
     """
+
+    # Defaults stand in the class: a converted nn.Linear, or a module pickled before they existed, has them too.
+    init_method: Callable[[Tensor], Any] | None = None
+    return_bias = False
 
     has_rng_state = True
     _last_region: Recipe | None = None

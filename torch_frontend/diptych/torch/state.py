@@ -118,6 +118,11 @@ class ScaleSlot(_Float32):
             self.register_buffer("amax_history", torch.zeros(length, dtype=torch.float32, device=device))
             self.register_buffer("fp8_max", torch.full((1,), largest, dtype=torch.float32, device=device))
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "largest" not in state:  # pickled before it existed
+            self.largest = self.fp8_max.item()
+
     def start(self, name: str) -> float:
         return {"scale": 1.0, "amax_history": 0.0, "fp8_max": self.largest}[name]
 
@@ -177,12 +182,12 @@ class ScaleStates(_Float32):
 
     seen: Tensor | None
     pending: Tensor
+    graphed = False  # whether graphs record here: what they record in may lie ready before
 
     def __init__(self, plan: LinearPlan | None = None, device: torch.device | str | None = None) -> None:
         super().__init__()
         self.plan: LinearPlan | None = None
         self.region = 0  # of the last update
-        self.graphed = False  # whether graphs record here: what they record in may lie ready before
         self.register_buffer("seen", None, persistent=False)  # the same for graphs: `autocast.step_counter` then
         for name in LOG:  # what graphs record: `delayed`
             self.register_buffer(name, None, persistent=False)
