@@ -1,11 +1,8 @@
-"""The pages agree with each other and with the files: links, file names, the index of decisions, the walks."""
+"""The pages agree with each other and with the files: links, file names, the index of decisions, the words."""
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -84,13 +81,9 @@ def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
-def test_the_walks_are_those_of_the_page():
-    """A first call enters these files in this order; the page on the way of a call says the same."""
-    script = ROOT / "tests/architecture/walks.py"
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    print(done.stdout)
-    sections = (DOCS / "index.md").read_text().split("\n## ")
-    for name, files in json.loads(done.stdout).items():
-        (section,) = [s for s in sections if s.startswith(f"From `{name}`")]
-        assert re.findall(r"^\d+\. `([^`]+)`", section, re.M) == files, name
+def test_a_word_has_one_meaning():
+    words = [
+        w for entry in re.findall(r"^- (\*\*.*?):", (DOCS / "glossary.md").read_text(), re.M) for w in entry.split(", ")
+    ]
+    assert len(words) > 50
+    assert sorted({w for w in words if words.count(w) > 1}) == []
