@@ -30,8 +30,8 @@ def normal(*shape: int) -> torch.Tensor:
 
 def model(recipe: str) -> torch.nn.Module:
     torch.manual_seed(0)
-    layers = dt.Linear(32, 32, dtype=torch.bfloat16), dt.LayerNormLinear(32, 32, dtype=torch.bfloat16)
-    net = torch.nn.Sequential(*layers)
+    layers = dt.Linear(32, 32), dt.LayerNormLinear(32, 32), dt.LayerNormMLP(32, 64)
+    net = torch.nn.Sequential(*layers).bfloat16()
     with dt.autocast(recipe=SAVED[recipe]):
         net(normal(32, 32)).sum().backward()
     net.zero_grad()
@@ -55,6 +55,11 @@ def save(folder: Path) -> None:
         torch.save(torch.nn.ModuleList([held, groups]), folder / f"held_module_{name}.pt")
         values = [p.dequantize() if hasattr(p, "dequantize") else p for p in held.parameters()]
         torch.save([v.detach() for v in values], folder / f"held_values_{name}.pt")
+    accumulating = dt.Linear(32, 32, fuse_wgrad_accumulation=True, delay_wgrad_compute=True)
+    accumulating.weight.main_grad = torch.zeros(32, 32)
+    with dt.autocast(recipe=RECIPES["fp8-current"]):
+        accumulating(normal(32, 32).float(), is_first_microbatch=True)
+    torch.save(accumulating, folder / "accumulating.pt")
     torch.save(dt.quantize(normal(32, 32), MXFP8Quantizer()), folder / "quantized.pt")
     save_jax(folder)
 

@@ -56,6 +56,17 @@ def test_held_weights(recipe):
         groups(normal(64, 32), [32, 32]).sum().backward()
 
 
+def test_gradients_that_go_elsewhere():
+    """The module was saved with kept copies of its weight."""
+    layer = load("accumulating.pt", weights_only=False)
+    layer.weight.main_grad = torch.zeros(32, 32)
+    with dt.autocast(recipe=RECIPES["fp8-current"]):
+        layer(normal(32, 32).float(), is_first_microbatch=True).sum().backward()
+    assert layer.weight.main_grad.eq(0).all()
+    layer.backward_dw()
+    assert layer.weight.main_grad.ne(0).any() and layer.weight.grad is None
+
+
 def test_quantized_tensors():
     q = load("quantized.pt")
     again = dt.quantize(normal(32, 32), q.quantizer)
