@@ -13,16 +13,23 @@ from types import FrameType
 from typing import Any
 
 FOLDERS = {"common": "common", "core": "core_cuda", "torch": "torch_frontend", "jax": "jax_frontend"}
-# From the binding to the table of kernels, then the CPU kernels.
-CORE = [
-    "core_cuda/bindings/module.cpp",
+# From the binding to the table of kernels and the CPU kernel, for each op.
+QUANTIZE = [
+    "core_cuda/bindings/quantize.cpp",
     "core_cuda/bindings/operand.cpp",
     "core_cuda/src/dispatch.cpp",
-    "core_cuda/src/check.cpp",
+    "core_cuda/src/contracts/quantize.cpp",
     "core_cuda/src/registry.cpp",
+    "core_cuda/cpu/quantize/quantize.cpp",
+    "core_cuda/cpu/isa/simd_quantize.h",
 ]
-QUANTIZE = ["core_cuda/cpu/quantize.cpp", "core_cuda/cpu/simd_quantize.h"]
-GEMM = ["core_cuda/cpu/gemm.cpp", "core_cuda/cpu/gemm_product.cpp", "core_cuda/cpu/simd_gemm.h"]
+GEMM = [
+    "core_cuda/bindings/gemm.cpp",
+    "core_cuda/src/contracts/gemm.cpp",
+    "core_cuda/cpu/gemm/gemm.cpp",
+    "core_cuda/cpu/gemm/product.cpp",
+    "core_cuda/cpu/isa/simd_gemm.h",
+]
 
 
 def walk(fn: Callable[[], Any]) -> list[str]:
@@ -55,7 +62,7 @@ def both() -> dict[str, list[str]]:
     layer = dt.Linear(64, 32)
     with dt.autocast(recipe=Float8CurrentScaling()):
         forward = walk(lambda: layer(x))
-    return {"dt.quantize": verb + CORE + QUANTIZE, "Linear.forward": forward + CORE + QUANTIZE + GEMM}
+    return {"dt.quantize": verb + QUANTIZE, "Linear.forward": forward + QUANTIZE + GEMM}
 
 
 if __name__ == "__main__":

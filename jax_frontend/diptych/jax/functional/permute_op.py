@@ -16,7 +16,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from diptych.common.errors import UnsupportedError
-from diptych.core._moe import moved_parts
+from diptych.core._permute import moved_parts
 from diptych.jax.primitives import permute as permute_ops
 from diptych.jax.primitives.checks import same_axes
 from diptych.jax.primitives.register import defvjp
