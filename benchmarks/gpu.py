@@ -20,7 +20,8 @@ import diptych.torch as dt
 from benchmarks import common
 from diptych import core
 from diptych.common import RECIPES, Quantizer, Recipe
-from diptych.common.fused import activation_options, norm_options
+from diptych.common.ops.activation import activation_options
+from diptych.common.ops.norm import norm_options
 from diptych.torch.functional import source as fused
 from diptych.torch.primitives import activation as activation_ops
 from diptych.torch.primitives import norm as norm_ops

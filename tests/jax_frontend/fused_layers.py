@@ -15,8 +15,8 @@ import numpy as np
 import diptych.jax as dj
 import oracle
 from diptych.common import RECIPES, CustomRecipe, Float8BlockQuantizer, NVFP4BlockScaling, linear_plan
-from diptych.common.fused import ACTIVATIONS
-from diptych.common.fused import norm_options as make_norm
+from diptych.common.ops.activation import ACTIVATIONS
+from diptych.common.ops.norm import norm_options as make_norm
 from diptych.common.quantizers import RHT
 from diptych.jax.layers.products import OFFSETS
 from diptych.jax.primitives import activation as activation_ops

@@ -13,7 +13,7 @@ from sweeps import named, others_slow
 import diptych.jax as dj
 from diptych import core
 from diptych.common import RECIPES, ArgumentError, DelayedScaling, ShapeError, linear_plan
-from diptych.common.fused import ACTIVATIONS
+from diptych.common.ops.activation import ACTIVATIONS
 from diptych.jax.functional import activation as activation_verbs
 from diptych.jax.functional import norm as norm_verbs
 from diptych.jax.layers.layernorm_linear import layernorm_dense, layernorm_dense_vjp

@@ -13,7 +13,7 @@ from sweeps import named
 
 import diptych.jax as dj
 from diptych.common import ArgumentError, ShapeError, linear_plan
-from diptych.common.fused import ACTIVATIONS
+from diptych.common.ops.activation import ACTIVATIONS
 from diptych.core import _core
 from diptych.jax.functional import activation as activation_verbs
 from diptych.jax.functional import norm as norm_verbs

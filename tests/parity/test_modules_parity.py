@@ -21,7 +21,7 @@ from diptych.common import (
     NVFP4BlockScaling,
     linear_plan,
 )
-from diptych.common.fused import ACTIVATIONS
+from diptych.common.ops.activation import ACTIVATIONS
 from diptych.jax.layers.products import OFFSETS
 from diptych.jax.layers.quantize import rng_at
 from diptych.jax.state.scales import init_state, overwrite_states, state_dict

@@ -13,8 +13,8 @@ from sweeps import others_slow
 
 import cases
 from diptych.common import RECIPES, Recipe
-from diptych.common.fused import ACTIVATIONS
-from diptych.common.grouped import row_align
+from diptych.common.layers.groups import row_align
+from diptych.common.ops.activation import ACTIVATIONS
 from diptych.jax.functional import activation as jax_activation
 from diptych.torch.functional import activation as torch_activation
 from parity.panels import backends, cublaslt_mismatch, dj, dt, jax, same, to_jax, to_torch, torch

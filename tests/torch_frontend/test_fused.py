@@ -10,7 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cases
 from diptych.common import DTypeError, Float8Quantizer, ShapeError, UnsupportedError
-from diptych.common.fused import ACTIVATIONS, NormOptions, activation_options, norm_options
+from diptych.common.ops.activation import ACTIVATIONS, activation_options
+from diptych.common.ops.norm import NormOptions, norm_options
 from diptych.common.quantizers import RHT
 from diptych.torch.functional import activation as activation_verbs
 from diptych.torch.functional import norm as norm_verbs

@@ -9,7 +9,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cases
-from diptych.common import Float8Quantizer, shapes
+from diptych.common import Float8Quantizer
+from diptych.common.ops import shapes
 from diptych.common.quantizers import RHT, ROW_AMAX
 from diptych.torch.primitives import gemm as gemm_ops
 from diptych.torch.primitives import quantize as quantize_ops

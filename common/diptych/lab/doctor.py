@@ -8,7 +8,8 @@ import platform
 from typing import Any
 
 from diptych import core
-from diptych.common import FORMATS, RECIPES, Quantizer, Recipe, shapes
+from diptych.common import FORMATS, RECIPES, Quantizer, Recipe
+from diptych.common.ops import shapes
 from diptych.core import _core
 from diptych.lab.frontend import discover
 from diptych.lab.job import linear_dtype

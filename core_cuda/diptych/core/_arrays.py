@@ -9,9 +9,9 @@ from typing import Any, Literal, overload
 
 import numpy as np
 
-from diptych.common import shapes
 from diptych.common.byte_order import check_byte_order
 from diptych.common.errors import ArgumentError, DTypeError, ShapeError
+from diptych.common.ops import shapes
 from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX, Quantizer
 from diptych.core import _core
 

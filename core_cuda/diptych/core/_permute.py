@@ -8,9 +8,10 @@ from typing import Any, overload
 
 import numpy as np
 
-from diptych.common import moe, shapes
 from diptych.common.byte_order import check_byte_order
 from diptych.common.errors import ArgumentError, DTypeError, ShapeError
+from diptych.common.ops import permute as moe
+from diptych.common.ops import shapes
 from diptych.common.quantizers import ROW_AMAX, Quantizer
 from diptych.core import _core
 from diptych.core._arrays import (

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
-from diptych.common import shapes
 from diptych.common.errors import ShapeError
+from diptych.common.ops import shapes
 from diptych.jax.primitives import gemm as gemm_ops
 from diptych.jax.primitives.checks import dtype_name, enforce, factor, to_array
 from diptych.jax.tensors.quantized import QuantizedArray, require_quantized

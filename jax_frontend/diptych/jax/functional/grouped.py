@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diptych.common import grouped, shapes
 from diptych.common.errors import ArgumentError, ShapeError, UnsupportedError
+from diptych.common.ops import grouped, shapes
 from diptych.common.quantizers import RHT, RHT_SIGNS, Quantizer
 from diptych.jax.functional.quantize import group_amaxes
 from diptych.jax.primitives import grouped as grouped_ops

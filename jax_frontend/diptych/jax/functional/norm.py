@@ -8,7 +8,7 @@ from typing import Any
 import jax
 
 from diptych.common.errors import DTypeError, ShapeError
-from diptych.common.fused import NormOptions
+from diptych.common.ops.norm import NormOptions
 from diptych.jax.primitives import checks
 from diptych.jax.primitives.norm import norm, norm_grad
 

@@ -25,8 +25,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diptych.common import moe, shapes
 from diptych.common.errors import ArgumentError, DTypeError, ShapeError
+from diptych.common.ops import permute as moe
+from diptych.common.ops import shapes
 from diptych.jax.functional.permute_op import as_int32, padded_offsets, padding_before, permute, shifted, unpermute
 from diptych.jax.primitives import permute as permute_ops
 from diptych.jax.primitives.checks import (

@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diptych.common import shapes
 from diptych.common.errors import ArgumentError
+from diptych.common.ops import shapes
 from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX, Quantizer
 from diptych.jax.primitives import quantize as quantize_ops
 from diptych.jax.primitives.checks import small_operand, to_array

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from diptych.common.fused import NormOptions
+from diptych.common.ops.norm import NormOptions
 from diptych.common.quantizers import Quantizer
 from diptych.jax.functional import quantize as quantize_verbs
 from diptych.jax.primitives import quantize as quantize_ops

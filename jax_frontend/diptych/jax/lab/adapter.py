@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from diptych.common import shapes
 from diptych.common.formats import format_by_name
+from diptych.common.ops import shapes
 from diptych.jax.functional import quantize as quantize_verbs
 from diptych.jax.lab import gpt
 from diptych.jax.layers.products import OFFSETS

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from diptych.common.errors import ArgumentError, DTypeError, ShapeError
-from diptych.common.plan import TensorPlan
+from diptych.common.layers.plan import TensorPlan
 from diptych.jax.layers.options import Options
 from diptych.jax.primitives import checks
 from diptych.jax.tensors.quantized import QuantizedArray, QuantizedCopies

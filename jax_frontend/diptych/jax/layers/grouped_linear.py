@@ -25,13 +25,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
-from diptych.common import shapes
 from diptych.common.arguments import require_recipe
 from diptych.common.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
-from diptych.common.grouped import HIGH_PRECISION, align_of, kernel_align, rotates_rows
+from diptych.common.layers.groups import HIGH_PRECISION, rotates_rows
+from diptych.common.layers.schedule import Call, Schedule
+from diptych.common.ops import shapes
+from diptych.common.ops.grouped import align_of, kernel_align
 from diptych.common.quantizers import RHT
 from diptych.common.recipes import Recipe
-from diptych.common.schedule import Call, Schedule
 from diptych.jax.functional import grouped
 from diptych.jax.functional import source as sources
 from diptych.jax.functional.permute import RowMap, moe_permute, require_row_map
@@ -96,7 +97,7 @@ def grouped_dense(
     - `recipe`: None gives products in high precision, in x's dtype, and the same bias gradient.
     - `align`: a Python int, a promise that every offset is a multiple of it: tensor cores need at least 32 in wgrad,
       128 where scales stand for 128 rows, and other groups take a slower kernel; a Hadamard transform needs a multiple
-      of 16. `diptych.common.grouped.row_align` says what a recipe wants.
+      of 16. `diptych.common.row_align` says what a recipe wants.
     - `copies`: of the kernel, from `quantize_kernel(kernel, recipe, module="grouped_linear")`, to be used instead of
       quantizing it.
     - `main_grad`: float32 [G, N, K], an array or a reference, as in `dense`.

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import jax
 
 from diptych.common.errors import ShapeError
-from diptych.common.plan import held_quantizer
+from diptych.common.layers.plan import held_quantizer
 from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX, Quantizer
 from diptych.common.recipes import Recipe
 from diptych.jax.layers import quantize

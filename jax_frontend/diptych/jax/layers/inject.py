@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from diptych.common.arguments import require_recipe
 from diptych.common.errors import DTypeError, UnsupportedError
-from diptych.common.plan import linear_plan
+from diptych.common.layers.plan import linear_plan
 from diptych.common.recipes import Recipe
 from diptych.jax.layers.linear import dense
 

@@ -20,7 +20,7 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 
 from diptych.common.arguments import require_recipe
-from diptych.common.fused import NormOptions, norm_options
+from diptych.common.ops.norm import NormOptions, norm_options
 from diptych.common.recipes import Recipe
 from diptych.jax.functional import norm as norm_verbs
 from diptych.jax.functional import source as sources

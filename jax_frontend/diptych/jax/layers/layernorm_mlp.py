@@ -25,7 +25,8 @@ from jax.custom_derivatives import SymbolicZero
 
 from diptych.common.arguments import require_recipe
 from diptych.common.errors import ArgumentError, ShapeError
-from diptych.common.fused import ActivationOptions, activation_options, norm_options
+from diptych.common.ops.activation import ActivationOptions, activation_options
+from diptych.common.ops.norm import norm_options
 from diptych.common.recipes import Recipe
 from diptych.jax.functional import activation as activation_verbs
 from diptych.jax.functional import norm as norm_verbs

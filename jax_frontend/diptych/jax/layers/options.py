@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import jax
 
-from diptych.common.plan import LinearPlan, linear_plan
+from diptych.common.layers.plan import LinearPlan, linear_plan
+from diptych.common.layers.schedule import OFFSETS as OFFSETS
+from diptych.common.layers.schedule import Schedule, make_schedule
 from diptych.common.recipes import Recipe
-from diptych.common.schedule import OFFSETS as OFFSETS
-from diptych.common.schedule import Schedule, make_schedule
 from diptych.jax.state.scales import ScaleState
 
 Array = jax.Array

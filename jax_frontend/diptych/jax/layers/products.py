@@ -27,10 +27,10 @@ import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
-from diptych.common import shapes
 from diptych.common.errors import UnsupportedError
-from diptych.common.schedule import OFFSETS as OFFSETS
-from diptych.common.schedule import Schedule
+from diptych.common.layers.schedule import OFFSETS as OFFSETS
+from diptych.common.layers.schedule import Schedule
+from diptych.common.ops import shapes
 from diptych.jax.functional import gemm as gemm_verbs
 from diptych.jax.functional.source import FusedInput
 from diptych.jax.layers.options import Amaxes, Options, States

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from diptych.common.errors import ArgumentError
-from diptych.common.schedule import OFFSETS as OFFSETS
-from diptych.common.schedule import Call
+from diptych.common.layers.schedule import OFFSETS as OFFSETS
+from diptych.common.layers.schedule import Call
 from diptych.jax.functional import quantize as quantize_verbs
 from diptych.jax.functional.grouped import largest, quantize_each
 from diptych.jax.functional.source import FusedInput

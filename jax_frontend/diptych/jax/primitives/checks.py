@@ -18,10 +18,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diptych.common import shapes
 from diptych.common.byte_order import check_byte_order
 from diptych.common.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
 from diptych.common.formats import FormatRow, format_by_name
+from diptych.common.ops import shapes
 from diptych.common.quantizers import RHT, Quantizer
 from diptych.jax.primitives import ffi
 from diptych.jax.primitives.ffi import Source

@@ -6,9 +6,9 @@ from typing import Any
 
 import jax
 
-from diptych.common import shapes
 from diptych.common.errors import UnsupportedError
 from diptych.common.formats import format_by_name
+from diptych.common.ops import shapes
 from diptych.core import _core
 from diptych.jax.primitives import ffi
 from diptych.jax.primitives.checks import (

@@ -11,9 +11,9 @@ from typing import Any
 
 import jax
 
-from diptych.common import grouped, shapes
 from diptych.common.errors import ShapeError
 from diptych.common.formats import format_by_name
+from diptych.common.ops import grouped, shapes
 from diptych.common.quantizers import Quantizer
 from diptych.core import _core
 from diptych.jax.primitives import ffi

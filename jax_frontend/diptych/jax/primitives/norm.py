@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
-from diptych.common import shapes
-from diptych.common.fused import NormOptions
+from diptych.common.ops import shapes
+from diptych.common.ops.norm import NormOptions
 from diptych.core import _core
 from diptych.jax.primitives import ffi
 from diptych.jax.primitives.checks import Aval, check_high_precision, check_norm, check_shape, own_shape

@@ -12,8 +12,9 @@ from typing import Any
 
 import jax
 
-from diptych.common import moe, shapes
 from diptych.common.errors import DTypeError, ShapeError, UnsupportedError
+from diptych.common.ops import permute as moe
+from diptych.common.ops import shapes
 from diptych.core import _core
 from diptych.jax.primitives import ffi
 from diptych.jax.primitives.checks import (

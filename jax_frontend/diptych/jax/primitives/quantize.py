@@ -10,8 +10,8 @@ from typing import Any, Literal, overload
 
 import jax
 
-from diptych.common import shapes
 from diptych.common.formats import format_by_name
+from diptych.common.ops import shapes
 from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX, Quantizer
 from diptych.core import _core
 from diptych.jax.primitives import ffi

@@ -12,8 +12,8 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import ManualAxisType, PartitionSpec
 
-from diptych.common import shapes
 from diptych.common.errors import UnsupportedError
+from diptych.common.ops import shapes
 from diptych.jax.primitives import ffi
 from diptych.jax.primitives.checks import Aval, dtype_of
 from diptych.jax.primitives.ffi import Batch

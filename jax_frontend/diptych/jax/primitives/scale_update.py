@@ -6,8 +6,8 @@ from typing import Any
 
 import jax
 
-from diptych.common import shapes
 from diptych.common.errors import ShapeError
+from diptych.common.ops import shapes
 from diptych.jax.primitives import ffi
 from diptych.jax.primitives.checks import (
     Aval,

@@ -29,7 +29,7 @@ import numpy as np
 from jax.core import Tracer
 
 from diptych.common.errors import ArgumentError, CheckpointError, DTypeError, RecipeSwitchWarning, ShapeError
-from diptych.common.plan import LinearPlan, linear_plan
+from diptych.common.layers.plan import LinearPlan, linear_plan
 from diptych.common.quantizers import Float8Quantizer
 from diptych.common.recipes import Recipe
 from diptych.jax.functional import quantize as quantize_verbs

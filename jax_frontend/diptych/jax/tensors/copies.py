@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from diptych.common import shapes
-from diptych.common.schedule import OFFSETS as OFFSETS
+from diptych.common.layers.schedule import OFFSETS as OFFSETS
+from diptych.common.ops import shapes
 from diptych.jax.tensors.quantized import BUFFERS, QuantizedArray, QuantizedCopies
 
 Array = jax.Array

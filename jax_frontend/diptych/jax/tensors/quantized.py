@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 import jax
 import numpy as np
 
-from diptych.common import shapes
 from diptych.common.errors import ArgumentError, ShapeError
 from diptych.common.formats import FormatRow
+from diptych.common.ops import shapes
 from diptych.common.quantizers import Quantizer
 from diptych.jax.primitives.checks import Copy, dtype_name
 from diptych.jax.primitives.quantize import dequantize

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diptych.common.fused import ActivationOptions
+from diptych.common.ops.activation import ActivationOptions
 from diptych.torch.primitives.activation import activation, activation_grad
 from diptych.torch.primitives.checks import (
     refuse_second_derivative,

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diptych.common import shapes
 from diptych.common.errors import UnsupportedError
+from diptych.common.ops import shapes
 from diptych.torch.graph.custom_op import IN_HIGH_PRECISION
 from diptych.torch.primitives import gemm as gemm_ops
 from diptych.torch.primitives.checks import (

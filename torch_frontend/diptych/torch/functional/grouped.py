@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from diptych.common import grouped, shapes
 from diptych.common.errors import ArgumentError, ShapeError
+from diptych.common.ops import grouped, shapes
 from diptych.common.quantizers import RHT, RHT_SIGNS, Quantizer
 from diptych.torch.primitives import grouped as grouped_ops
 from diptych.torch.primitives.checks import (

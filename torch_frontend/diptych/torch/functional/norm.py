@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diptych.common.fused import NormOptions
+from diptych.common.ops.norm import NormOptions
 from diptych.torch.primitives.checks import (
     refuse_second_derivative,
     require_no_tangent,

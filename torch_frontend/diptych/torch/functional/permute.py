@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from diptych.common import moe, shapes
 from diptych.common.errors import ArgumentError, ShapeError
 from diptych.common.formats import FORMATS
+from diptych.common.ops import permute as moe
+from diptych.common.ops import shapes
 from diptych.torch.functional.permute_op import (
     Permute,
     SortChunks,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diptych.common import shapes
+from diptych.common.ops import shapes
 from diptych.core._permute import moved_parts
 from diptych.torch.graph.custom_op import CustomOp, Size
 from diptych.torch.graph.proto import TensorProto

@@ -17,9 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from diptych.common import shapes
 from diptych.common.errors import ArgumentError
-from diptych.common.fused import ActivationOptions, NormOptions
+from diptych.common.ops import shapes
+from diptych.common.ops.activation import ActivationOptions
+from diptych.common.ops.norm import NormOptions
 from diptych.common.quantizers import ROW_AMAX, Float8Quantizer, Quantizer
 from diptych.core import _core
 from diptych.torch.primitives import constants

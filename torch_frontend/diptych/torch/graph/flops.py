@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-from diptych.common import shapes
 from diptych.common.formats import FORMATS
-from diptych.common.grouped import grouped_shape
+from diptych.common.ops import shapes
+from diptych.common.ops.grouped import grouped_shape
 from diptych.torch.primitives import gemm, grouped_matmul  # they define the ops  # noqa: F401
 
 _Shape = tuple[int, ...]

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from diptych.common import shapes
 from diptych.common.formats import FORMATS, format_by_name
+from diptych.common.ops import shapes
 from diptych.lab.frontend import FrontendError, State
 from diptych.lab.job import Job, Weights
 from diptych.lab.trace import Bits, Op, StepTrace

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from diptych.common.errors import DTypeError, ShapeError
-from diptych.common.plan import LinearPlan, TensorPlan
+from diptych.common.layers.plan import LinearPlan, TensorPlan
 from diptych.torch.primitives.checks import describe, require_device, require_high_precision, require_tensor
 from diptych.torch.tensors.quantized import high_precision
 

@@ -20,11 +20,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from diptych.common import shapes
 from diptych.common.errors import ArgumentError, ShapeError
-from diptych.common.grouped import align_of, kernel_align, rotates_rows
+from diptych.common.layers.groups import rotates_rows
+from diptych.common.layers.schedule import Call, Schedule
+from diptych.common.ops import shapes
+from diptych.common.ops.grouped import align_of, kernel_align
 from diptych.common.recipes import Recipe
-from diptych.common.schedule import Call, Schedule
 from diptych.torch.functional import source as sources
 from diptych.torch.functional.permute import RowMap, moe_permute, require_row_map
 from diptych.torch.graph.custom_op import CustomOp

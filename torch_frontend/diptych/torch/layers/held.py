@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor
 
 from diptych.common.formats import FORMATS
+from diptych.common.layers.schedule import Call, Schedule
 from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX
-from diptych.common.schedule import Call, Schedule
 from diptych.torch.tensors.copies import Copies
 from diptych.torch.tensors.quantized import QuantizedTensor, QuantizedTensorBase
 

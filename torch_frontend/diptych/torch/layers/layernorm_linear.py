@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from diptych.common.fused import NORMS, NormOptions
-from diptych.common.schedule import Schedule
+from diptych.common.layers.schedule import Schedule
+from diptych.common.ops.norm import NORMS, NormOptions
 from diptych.torch.functional import source as sources
 from diptych.torch.graph.custom_op import CustomOp
 from diptych.torch.graph.proto import TensorProto

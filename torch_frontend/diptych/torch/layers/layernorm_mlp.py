@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from diptych.common.fused import ActivationOptions
-from diptych.common.schedule import Schedule
+from diptych.common.layers.schedule import Schedule
+from diptych.common.ops.activation import ActivationOptions
 from diptych.torch.functional import source as sources
 from diptych.torch.functional.source import FusedInput
 from diptych.torch.graph.custom_op import CustomOp

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from diptych.common.errors import ShapeError
+from diptych.common.layers.schedule import Schedule
 from diptych.common.recipes import Recipe
-from diptych.common.schedule import Schedule
 from diptych.torch.graph.custom_op import CustomOp
 from diptych.torch.graph.proto import TensorProto
 from diptych.torch.layers.held import given_copies

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from diptych.common.errors import ArgumentError
-from diptych.common.plan import TensorPlan
+from diptych.common.layers.plan import TensorPlan
+from diptych.common.layers.schedule import Schedule
 from diptych.common.recipes import Recipe
-from diptych.common.schedule import Schedule
 from diptych.torch.graph.custom_op import CustomOp, Group, Written
 from diptych.torch.graph.guards import before_each_call
 from diptych.torch.graph.proto import TensorProto

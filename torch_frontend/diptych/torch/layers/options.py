@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from diptych.common.plan import linear_plan, make_plan
+from diptych.common.layers.plan import linear_plan, make_plan
+from diptych.common.layers.schedule import Schedule, make_schedule
 from diptych.common.recipes import Recipe
-from diptych.common.schedule import Schedule, make_schedule
 from diptych.torch.state.scales import ScaleStates, States
 from diptych.torch.tensors.copies import Copies
 

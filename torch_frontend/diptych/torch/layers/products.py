@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from diptych.common import shapes
-from diptych.common.schedule import Schedule
+from diptych.common.layers.schedule import Schedule
+from diptych.common.ops import shapes
 from diptych.torch.layers.held import given_copies, held_copies
 from diptych.torch.layers.options import Options
 from diptych.torch.layers.quantize import quantize_calls, rounded

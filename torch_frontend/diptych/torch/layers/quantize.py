@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from diptych.common.errors import ArgumentError, UnsupportedError
-from diptych.common.schedule import Call, Schedule
+from diptych.common.layers.schedule import Call, Schedule
 from diptych.torch.functional import quantize as quantize_verbs
 from diptych.torch.functional import source as sources
 from diptych.torch.functional.source import FusedInput

@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from diptych.common.errors import UnsupportedError
-from diptych.common.grouped import HIGH_PRECISION
-from diptych.common.plan import LinearPlan
+from diptych.common.layers.groups import HIGH_PRECISION
+from diptych.common.layers.plan import LinearPlan
+from diptych.common.layers.schedule import OFFSETS
 from diptych.common.recipes import Recipe, with_results
-from diptych.common.schedule import OFFSETS
 from diptych.torch.graph.eager_only import CALIBRATING, DELAYED_WGRAD, MARKED_WGRAD, EagerOnly, prepare
 from diptych.torch.layers.held import dequantized_weight
 from diptych.torch.layers.linear import linear_with

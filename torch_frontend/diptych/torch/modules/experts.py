@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from diptych.common.errors import ArgumentError
-from diptych.common.grouped import HIGH_PRECISION, plan_align
+from diptych.common.layers.groups import HIGH_PRECISION, plan_align
 from diptych.torch.functional.permute import RowMap, moe_map, moe_permute, moe_unpermute
 from diptych.torch.layers.grouped_linear import grouped_linear_with
 from diptych.torch.layers.options import Options, schedule

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from diptych.common.arguments import require_recipe
 from diptych.common.errors import ArgumentError, DTypeError, ShapeError
-from diptych.common.grouped import HIGH_PRECISION
+from diptych.common.layers.groups import HIGH_PRECISION
 from diptych.common.recipes import Recipe
 from diptych.common.te_arguments import absorb, dtype_of
 from diptych.torch.functional.permute import RowMap, moe_permute, require_row_map

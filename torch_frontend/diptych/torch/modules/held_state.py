@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diptych.common import shapes
 from diptych.common.errors import CheckpointError, CheckpointWarning
+from diptych.common.ops import shapes
 from diptych.common.quantizers import SQUARE, Quantizer
 from diptych.torch.modules.quantized_parameter import QuantizedParameter, fits
 from diptych.torch.primitives.checks import HIGH_PRECISION, describe

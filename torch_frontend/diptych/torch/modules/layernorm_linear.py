@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from diptych.common.arguments import require_recipe
 from diptych.common.errors import ArgumentError
-from diptych.common.fused import NormOptions, norm_options
+from diptych.common.ops.norm import NormOptions, norm_options
 from diptych.common.recipes import Recipe, with_results
 from diptych.common.te_arguments import absorb, dtype_of, one_input
 from diptych.torch.functional import norm as norm_verbs

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from diptych.common.arguments import require_recipe
-from diptych.common.fused import activation_options
+from diptych.common.ops.activation import activation_options
 from diptych.common.recipes import Recipe
 from diptych.common.te_arguments import absorb, dtype_of, one_input
 from diptych.torch.functional import activation as activation_verbs

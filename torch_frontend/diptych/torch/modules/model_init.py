@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from diptych.common.arguments import require_recipe, require_switches
-from diptych.common.plan import held_quantizer
+from diptych.common.layers.plan import held_quantizer
 from diptych.common.quantizers import Quantizer
 from diptych.common.recipes import DEFAULT_RECIPE, Recipe
 from diptych.torch.functional import quantize as quantize_verbs

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from diptych.common.errors import CheckpointError, UnsupportedError
-from diptych.common.plan import LinearPlan
+from diptych.common.layers.plan import LinearPlan
 from diptych.common.recipes import Recipe
 from diptych.torch.functional import quantize as quantize_verbs
 from diptych.torch.layers.options import schedule

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from diptych import core
 from diptych.common.errors import UnsupportedError
+from diptych.common.ops.shapes import gemm_copies
 from diptych.common.recipes import (
     DEFAULT_RECIPE,
     Float8BlockScaling,
@@ -19,7 +20,6 @@ from diptych.common.recipes import (
     NVFP4BlockScaling,
     Recipe,
 )
-from diptych.common.shapes import gemm_copies
 from diptych.core import _core
 from diptych.torch.modules.base import QuantizedModule
 from diptych.torch.modules.model_init import quantized_model_init

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from diptych.common.errors import UnsupportedError
+from diptych.common.layers.schedule import Call
 from diptych.common.recipes import Recipe
-from diptych.common.schedule import Call
 from diptych.torch.layers.options import Options, schedule
 from diptych.torch.layers.quantize import quantize_weight
 from diptych.torch.primitives import grouped as grouped_ops

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from diptych.common.fused import ActivationOptions
+from diptych.common.ops.activation import ActivationOptions
 from diptych.core import _core
 from diptych.torch.primitives.checks import (
     ACTIVATION_IDS,

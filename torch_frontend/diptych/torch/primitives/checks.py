@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from diptych.common import shapes
 from diptych.common.errors import ArgumentError, DeviceError, DTypeError, ShapeError, UnsupportedError
 from diptych.common.formats import FORMATS, FormatRow
+from diptych.common.ops import shapes
 from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX, STOCHASTIC, Quantizer
 from diptych.core import _core
 

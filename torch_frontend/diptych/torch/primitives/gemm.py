@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from diptych.common import shapes
+from diptych.common.ops import shapes
 from diptych.core import _core
 from diptych.torch.primitives.checks import (
     Copy,

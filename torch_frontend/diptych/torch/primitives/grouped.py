@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from diptych.common import grouped, shapes
 from diptych.common.errors import ArgumentError, DTypeError, ShapeError
+from diptych.common.ops import grouped, shapes
 from diptych.common.quantizers import RHT, ROW_AMAX, Float8Quantizer, Quantizer
 from diptych.core import _core
 from diptych.torch.primitives import constants

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from diptych.common import shapes
-from diptych.common.fused import NormOptions
+from diptych.common.ops import shapes
+from diptych.common.ops.norm import NormOptions
 from diptych.core import _core
 from diptych.torch.primitives.checks import (
     LAYERNORM,

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diptych.common import moe, shapes
 from diptych.common.errors import DTypeError, ShapeError, UnsupportedError
+from diptych.common.ops import permute as moe
+from diptych.common.ops import shapes
 from diptych.core import _core
 from diptych.torch.primitives.checks import HIGH_PRECISION, describe, require_device, require_size
 from diptych.torch.primitives.register import define, direct, workspace

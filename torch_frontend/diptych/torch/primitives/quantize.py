@@ -17,7 +17,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from diptych.common import shapes
+from diptych.common.ops import shapes
 from diptych.common.quantizers import ROW_AMAX, Float8Quantizer, Quantizer
 from diptych.core import _core
 from diptych.torch.primitives import constants

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.nn import Parameter
 
-from diptych.common import shapes
+from diptych.common.ops import shapes
 from diptych.common.quantizers import Quantizer
 from diptych.torch.primitives.checks import Copy, enforce, require_no_grad, require_no_tangent
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
 from diptych.common.errors import CheckpointError, RecipeSwitchWarning, UnsupportedError
-from diptych.common.plan import LinearPlan, StateSlot
+from diptych.common.layers.plan import LinearPlan, StateSlot
 from diptych.common.quantizers import FP8_DTYPES, Float8Quantizer
 from diptych.torch.primitives.checks import describe
 from diptych.torch.primitives.register import define, direct, wrote

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diptych.common import shapes
+from diptych.common.ops import shapes
 from diptych.torch.primitives import quantize as quantize_ops
 from diptych.torch.primitives.checks import Copy
 from diptych.torch.tensors.quantized import QuantizedTensorBase

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from diptych.common.shapes import Buffer, Size
+from diptych.common.ops.shapes import Buffer, Size
 
 
 def padded_rows(entries: Size, experts: Size, align: int) -> Size:

@@ -3,25 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
-from diptych.common import shapes
 from diptych.common.errors import ShapeError
-from diptych.common.formats import FORMATS, FormatRow
-from diptych.common.plan import LinearPlan, linear_plan
-from diptych.common.quantizers import RHT, ROW_AMAX, Quantizer
-from diptych.common.recipes import CustomRecipe, Recipe
-from diptych.common.shapes import Buffer, Constraint, Shape, Size
+from diptych.common.formats import FormatRow
+from diptych.common.ops import shapes
+from diptych.common.ops.shapes import Buffer, Constraint, Shape, Size
+from diptych.common.quantizers import ROW_AMAX, Quantizer
 
 ALIGNS = (1, 16, 32, 128)  # what offsets may be promised to be multiples of
-
-
-def _nothing(role: Any) -> None:
-    """No quantizer for any role."""
-
-
-HIGH_PRECISION = CustomRecipe(_nothing)
-"""Under which a layer of groups is that in high precision."""
 
 
 class GroupedShape(NamedTuple):
@@ -85,32 +75,6 @@ def grouped_shape(
         constraints.append(Constraint(groups, b_data[0], message))
     out = (m, n) if stack else (groups, m, n)
     return GroupedShape("rows" if stack else "depth", out, n, k, tuple(constraints))
-
-
-def row_align(recipe: Recipe, module: str = "grouped_linear", name: str = "") -> int:
-    """What groups should begin at multiples of: the rows that share a scale in what is summed over rows.
-
-    32, a step of tensor cores, where that is all of them; 1 where nothing is quantized there.
-    """
-    return plan_align(linear_plan(recipe, module, name))
-
-
-_SHARED_ROWS = tuple(32 if row.per_tensor else row.block_cols for row in FORMATS)  # by format id
-
-
-def plan_align(plan: LinearPlan) -> int:
-    """`row_align` of a plan."""
-    align = 1
-    for quantizer in (plan.input.columnwise, plan.grad_output.columnwise):
-        if quantizer is not None:
-            align = max(align, _SHARED_ROWS[quantizer.spec.format_id])
-    return align
-
-
-def rotates_rows(plan: LinearPlan) -> bool:
-    """Whether wgrad's operands are Hadamard-rotated, which they are both or not at all."""
-    quantizer = plan.input.columnwise
-    return quantizer is not None and bool(quantizer.spec.flags & RHT) and not plan.dequantized_backward
 
 
 def align_of(numbers: Sequence[Size]) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from diptych.common.formats import FORMATS
-from diptych.common.plan import LinearPlan, TensorPlan
+from diptych.common.layers.plan import LinearPlan, TensorPlan
 from diptych.common.quantizers import STOCHASTIC, Quantizer
 
 OFFSETS = 18

@@ -19,20 +19,6 @@ class NormOptions(NamedTuple):
     zero_centered_gamma: bool
 
 
-class ActivationOptions(NamedTuple):
-    """Which activation; `gated`: of (a | b), act(a) * b."""
-
-    which: str
-    gated: bool
-
-
-_PLAIN = ("gelu", "relu", "silu", "srelu", "qgelu")
-_GATED = {"geglu": "gelu", "reglu": "relu", "swiglu": "silu", "sreglu": "srelu", "qgeglu": "qgelu"}
-ACTIVATIONS = {name: ActivationOptions(name, False) for name in _PLAIN} | {
-    name: ActivationOptions(which, True) for name, which in _GATED.items()
-}
-
-
 def norm_options(op: str, normalization: str, eps: float, zero_centered_gamma: bool) -> NormOptions:
     """A norm's options, eps as float32 holds it.
 
@@ -47,10 +33,3 @@ def norm_options(op: str, normalization: str, eps: float, zero_centered_gamma: b
     if not (math.isfinite(eps) and 0 <= eps < 2.0**128):
         raise ValueError(f"{op}: eps must be finite and >= 0, got {eps}")
     return NormOptions(NORMS[normalization], struct.unpack("f", struct.pack("f", eps))[0], zero_centered_gamma)
-
-
-def activation_options(op: str, name: str) -> ActivationOptions:
-    """**Raises** ValueError for an unknown activation."""
-    if name not in ACTIVATIONS:
-        raise ValueError(f"{op}: activation must be one of {', '.join(ACTIVATIONS)}, got {name!r}")
-    return ACTIVATIONS[name]
