@@ -70,6 +70,7 @@ py::list kernel_table() {
     d["level"] = r.level;
     d["kernel"] = r.kernel;
     d["note"] = r.note;
+    d["conditional"] = r.conditional;
     d["calls"] = r.calls;
     rows.append(d);
   }

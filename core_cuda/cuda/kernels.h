@@ -9,9 +9,29 @@
 
 namespace diptych::cuda {
 
-// All but gemm and grouped_gemm, of which there are two.
+// All but quantize, gemm and grouped_gemm, of which there are several.
 #define OP(name, Args, ...) Status name(const Args&, const Execution&);
 #include "diptych/ops.def"
+
+// Quantize: a kernel each, for the formats that the table names. `prepared` adds what all of them want to have before:
+// column sums, and a whole tensor's amax.
+bool quantize_permuted_rows_fits(const QuantizeArgs&);  // permuted rows, a rowwise copy alone, no blocks that span rows
+Status quantize_permuted_rows(const QuantizeArgs&, const Execution&);
+bool quantize_permuted_both_fits(const QuantizeArgs&);  // both copies of permuted rows in one gather
+Status quantize_permuted_both(const QuantizeArgs&, const Execution&);
+bool quantize_permuted_split_fits(const QuantizeArgs&);  // both copies, by a kernel each
+Status quantize_permuted_split(const QuantizeArgs&, const Execution&);
+Status quantize_mxfp8(const QuantizeArgs&, const Execution&);  // 1x32 with E8M0 scales
+Status quantize_nvfp4(const QuantizeArgs&, const Execution&);  // E2M1 1x16 with E4M3 scales
+bool quantize_stream_fits(const QuantizeArgs&);                // a rowwise copy of x alone
+Status quantize_stream(const QuantizeArgs&, const Execution&);
+Status quantize_tiles(const QuantizeArgs&, const Execution&);  // float32 scales: per-tensor, 1x128, 128x128
+Status prepare_quantize(const QuantizeArgs&, const Execution&);
+template <Status (*encode)(const QuantizeArgs&, const Execution&)>
+Status prepared(const QuantizeArgs& args, const Execution& exec) {
+  DIPTYCH_TRY(prepare_quantize(args, exec));
+  return encode(args, exec);
+}
 bool quantize_stack_fits(const QuantizeArgs&);
 Status quantize_stack(const QuantizeArgs&, const Execution&);
 
@@ -22,6 +42,10 @@ Status gemm_cublaslt(const GemmArgs&, const Execution&);
 
 // Any pair of formats: decodes to bfloat16 in shared memory and accumulates in float32.
 Status gemm_emulated(const GemmArgs&, const Execution&);
+
+// Rows in slices of the tokens that fill all SMs at one time, where there is much to move.
+bool permute_slices_fits(const PermuteArgs&, int arch);
+Status permute_slices(const PermuteArgs&, const Execution&);
 
 // Products of groups on Hopper's FP8 tensor cores.
 bool grouped_gemm_native_fits(const GroupedGemmArgs&, int arch);

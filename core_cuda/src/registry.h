@@ -36,6 +36,7 @@ struct KernelRow {
 // One line of the table as `doctor` and tests read it.
 struct RowInfo {
   std::string op, backend, level, kernel, note;
+  bool conditional;  // on more than device and formats
   int min_arch;
   std::vector<std::string> formats;
   uint64_t calls;

@@ -36,6 +36,11 @@ THIRD_PARTY = {
     "torch": {"torch", "numpy", "ml_dtypes"},
     "jax": {"jax", "jaxlib", "numpy", "ml_dtypes", "optax"},
 }
+# The same of common's rooms, which import from its single files too.
+COMMON_ROOMS = {
+    "ops": {"errors", "formats", "quantizers", "value"},
+    "layers": {"arguments", "errors", "formats", "quantizers", "recipes", "value", "ops"},
+}
 # Rooms and files that only one framework has; the reason stands beside.
 UNPAIRED_ROOMS = {
     "graph": "torch.compile traces layers and verbs as nodes; JAX traces them as they stand",
@@ -219,6 +224,20 @@ def room_arrows(root: Path) -> list[str]:
     return broken
 
 
+def common_arrows(root: Path) -> list[str]:
+    """Imports inside of `common` that go from a room to what it may not know, or from a single file to a room."""
+    broken, edges = [], _panel_imports(root, "common")
+    for file, found in edges.items():
+        room = file.split(".")[0] if "." in file else ""
+        for target in sorted(found):
+            to = target.split(".")[0]
+            if to in COMMON_ROOMS and not room and file != "__init__":
+                broken.append(f"common: {file} imports {target}")
+            if room and to != room and to not in COMMON_ROOMS[room]:
+                broken.append(f"common: {file} imports {target}")
+    return broken + [f"common: {' imports '.join(circle)}" for circle in _circles(edges)]
+
+
 def _circles(edges: dict[str, set[str]]) -> list[list[str]]:
     """One circle for each edge that closes one."""
     found, done = [], set()
@@ -236,4 +255,14 @@ def _circles(edges: dict[str, set[str]]) -> list[list[str]]:
     return found
 
 
-ALL = (python_arrows, namespace, cpp_arrows, file_sizes, format_names, kernels_named_once, mirrored, room_arrows)
+ALL = (
+    python_arrows,
+    namespace,
+    cpp_arrows,
+    file_sizes,
+    format_names,
+    kernels_named_once,
+    mirrored,
+    room_arrows,
+    common_arrows,
+)

@@ -13,6 +13,10 @@ extern "C" cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaSt
   return cudaSuccess;
 }
 
+namespace diptych {
+Status quantize(const QuantizeArgs&, const Execution&) { std::abort(); }
+}  // namespace diptych
+
 namespace diptych::cuda {
 
 DeviceInfo device_info(int) { return {90, 4}; }
@@ -22,16 +26,13 @@ Status cuda_status(cudaError_t, const char*) { return {}; }
 bool streams(const TileArgs&) { return false; }
 bool permuted_tiles_fit(const TileArgs&, Scaling) { return false; }
 bool permuted_strips_pay(const TileArgs&, Scaling, const TensorView&, const Execution&) { return false; }
-bool permuted_rows_fit(const QuantizeArgs&) { return false; }
-bool permuted_both_fits(const QuantizeArgs&) { return false; }
+bool quantize_permuted_rows_fits(const QuantizeArgs&) { return false; }
 bool permuted_mxfp8_fits(const MxArgs&) { return false; }
 Status stream_tiles(const TileArgs&, DType, const Execution&) { std::abort(); }
 Status permuted_tiles(const TileArgs&, Scaling, DType, const Execution&) { std::abort(); }
 Status permuted_strips(const TileArgs&, const TensorView&, DType, const Execution&) { std::abort(); }
 Status quantize_permuted_rows(const QuantizeArgs&, const Execution&) { std::abort(); }
-Status permuted_both(const QuantizeArgs&, const Execution&) { std::abort(); }
 Status permuted_mxfp8(const MxArgs&, DType, const Execution&) { std::abort(); }
-Status quantize_nvfp4(const QuantizeArgs&, const Execution&) { std::abort(); }
 Status source_amax(const AmaxArgs&, const Execution&) { std::abort(); }
 Status permuted_amax(const AmaxArgs&, const Execution&) { std::abort(); }
 Status column_sums(const TensorView&, const Source&, const TensorView&, const TensorView&, const Execution&) {

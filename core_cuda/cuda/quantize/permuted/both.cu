@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(kThreads, 4) permuted_both_mx_kernel(const __g
 
 }  // namespace
 
-bool permuted_both_fits(const QuantizeArgs& args) {
+bool quantize_permuted_both_fits(const QuantizeArgs& args) {
   const FormatRow& f = row(args.spec.format);
   if (args.source.kind != SourceKind::permuted || args.spec.has(kSquare) || f.block_rows != 1) return false;
   if (!args.rowwise.given() || !args.columnwise.given()) return false;
@@ -231,7 +231,7 @@ bool permuted_both_fits(const QuantizeArgs& args) {
          in.m % 16 == 0;
 }
 
-Status permuted_both(const QuantizeArgs& args, const Execution& exec) {
+Status quantize_permuted_both(const QuantizeArgs& args, const Execution& exec) {
   const FormatRow& f = row(args.spec.format);
   const bool mx = f.rule == ScaleRule::e8m0_ceil;
   BothArgs p{};

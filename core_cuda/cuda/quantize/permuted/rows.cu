@@ -259,7 +259,7 @@ Status run(RowParams& p, DType element, const Execution& exec) {
 
 }  // namespace
 
-bool permuted_rows_fit(const QuantizeArgs& args) {
+bool quantize_permuted_rows_fits(const QuantizeArgs& args) {
   const FormatRow& f = row(args.spec.format);
   if (args.source.kind != SourceKind::permuted || args.columnwise.given() || args.spec.has(kSquare)) return false;
   if (f.rule == ScaleRule::e8m0_ceil) return f.block_rows == 1 && f.block_cols == kWidth<Blocks::mx>;
