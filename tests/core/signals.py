@@ -11,8 +11,8 @@ from contextlib import contextmanager
 def handler(action: Callable[[], None], after: float) -> Iterator[None]:
     """Has `action` called by a signal's handler, on the main thread, `after` seconds from now."""
     before = signal.signal(signal.SIGALRM, lambda *_: action())
-    signal.setitimer(signal.ITIMER_REAL, after)
     try:
+        signal.setitimer(signal.ITIMER_REAL, after)
         yield
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

@@ -6,7 +6,6 @@ Python drops what a handler raises inside of the callback with which the import 
 
 from __future__ import annotations
 
-import random
 import signal
 import sys
 import time
@@ -22,7 +21,6 @@ import diptych.torch as dt
 from diptych.common import DelayedScaling, MXFP8BlockScaling, Recipe
 
 MX = MXFP8BlockScaling()
-timers = pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no interval timers on this platform")
 
 
 def ctrl_c() -> None:
@@ -43,29 +41,16 @@ def warmed(size: int, recipe: Recipe = MX) -> Callable[[Tensor], Tensor]:
     return step
 
 
-def until_stopped(step: Callable[[Tensor], Tensor], x: Tensor, after: float) -> float:
-    """How many seconds after the signal the exception is here."""
-    start = time.perf_counter()
-    with handler(ctrl_c, after), pytest.raises(KeyboardInterrupt):
-        while time.perf_counter() < start + after + 30:
-            step(x)
-    return time.perf_counter() - start - after
-
-
-@timers
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="no interval timers on this platform")
 def test_ctrl_c_while_a_layer_trains():
     step, x = warmed(4096), torch.zeros(8192, 4096, requires_grad=True)
-    late = until_stopped(step, x, 0.3)
-    assert late < 2.0, f"stopped {late:.2f} s after the signal"
-
-
-@timers
-def test_ctrl_c_at_any_time_of_a_step():
-    step, x = warmed(256), torch.randn(256, 256, requires_grad=True)
-    want = step(x)
-    for _ in range(30):
-        until_stopped(step, x, random.uniform(1e-4, 2e-2))
-        assert torch.equal(step(x), want)
+    start = time.perf_counter()
+    with pytest.raises(KeyboardInterrupt), handler(ctrl_c, 0.3):
+        while time.perf_counter() < start + 30:
+            step(x)
+    took = time.perf_counter() - start
+    assert took < 2.3, f"stopped after {took:.2f} s, asked to at 0.3"
+    assert not dt.is_autocast_enabled()
 
 
 class Raising:
