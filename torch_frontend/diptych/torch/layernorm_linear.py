@@ -23,13 +23,13 @@ from diptych.common.arguments import require_recipe
 from diptych.common.errors import ArgumentError, DTypeError, ShapeError
 from diptych.common.fused import NORMS, NormOptions, norm_options
 from diptych.common.plan import LinearPlan, TensorPlan
-from diptych.common.recipes import Recipe, with_results
+from diptych.common.recipes import Recipe
 from diptych.common.schedule import Schedule
 from diptych.torch import fused, primitives
 from diptych.torch.custom_op import CustomOp
 from diptych.torch.fx import as_leaf
 from diptych.torch.layer_node import LayerArguments, finished, kept_spec, result_proto, run, weight_gradient
-from diptych.torch.model_init import initial_weight
+from diptych.torch.model_init import initial_weight, initialize
 from diptych.torch.module import QuantizedModule
 from diptych.torch.opaque import Constants
 from diptych.torch.operands import Copies, Operand, pack, pick, unpack
@@ -37,7 +37,7 @@ from diptych.torch.products import Options, encode, fprop, product, quantize_cal
 from diptych.torch.proto import TensorProto
 from diptych.torch.quantized import QuantizedTensor, high_precision
 from diptych.torch.rules import describe, require_device, require_high_precision, require_tensor
-from diptych.torch.te_arguments import absorb, dtype_of, initialize, one_input
+from diptych.torch.te_arguments import absorb, dtype_of, one_input
 
 # --- what the fused modules share ------------------------------------------------------------------------------------
 
@@ -312,7 +312,7 @@ class LayerNormLinear(NormedModule):
             z = fused.layernorm(x, gamma, beta, self.norm)
             return self._returned(self.quantized_linear(z, weight, bias), z)
         if fp8_output:
-            recipe = with_results(recipe, True, False)
+            recipe = recipe.with_results(True, False)
         options, rng = self._options_for(recipe, x, weight, "", is_first_microbatch, skip_weight_update)
         with_z = self.return_layernorm_output
         operands = (gamma, beta, self.norm_constants, weight, bias, rng, with_z)

@@ -38,12 +38,12 @@ from diptych.torch.layernorm_linear import (
     normed_fprop,
     require_sizes,
 )
-from diptych.torch.model_init import initial_weight
+from diptych.torch.model_init import initial_weight, initialize
 from diptych.torch.operands import pack, pick, unpack
 from diptych.torch.products import Options, encode, fprop, has_one_amax, quantize_calls, record_late, rounded, scale_of
 from diptych.torch.proto import TensorProto
 from diptych.torch.quantized import QuantizedTensor
-from diptych.torch.te_arguments import absorb, dtype_of, initialize, one_input
+from diptych.torch.te_arguments import absorb, dtype_of, one_input
 
 
 @dataclasses.dataclass

@@ -12,9 +12,9 @@ from diptych.common.arguments import require_recipe
 from diptych.common.recipes import Recipe
 from diptych.torch.fx import as_leaf
 from diptych.torch.layer import linear as linear
-from diptych.torch.model_init import initial_weight
+from diptych.torch.model_init import initial_weight, initialize
 from diptych.torch.module import QuantizedModule
-from diptych.torch.te_arguments import absorb, dtype_of, initialize, one_input
+from diptych.torch.te_arguments import absorb, dtype_of, one_input
 
 
 class Linear(QuantizedModule, nn.Linear):

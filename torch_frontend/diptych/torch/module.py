@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from diptych.common.errors import UnsupportedError
 from diptych.common.grouped import HIGH_PRECISION
 from diptych.common.plan import LinearPlan
-from diptych.common.recipes import Recipe, with_results
+from diptych.common.recipes import Recipe
 from diptych.common.schedule import OFFSETS
 from diptych.torch import primitives
 from diptych.torch.autocast import STATE, amax_group, make_step_counter, recognize_pipelines, recording
@@ -120,7 +120,7 @@ class QuantizedModule(StatefulModule):
                 return self._calibrate(high_precision("linear", x), weight, bias, layer, STATE.calibrating)
             return self._plain_linear(high_precision("linear", x), weight, bias)
         if quantize_output or quantize_grad_input:
-            recipe = with_results(recipe, quantize_output, quantize_grad_input)
+            recipe = recipe.with_results(quantize_output, quantize_grad_input)
         given = (is_first_microbatch, skip_weight_update, save_original_input)
         options, rng = self._options_for(recipe, x, weight, layer, *given)
         return linear_with(x, weight, bias, rng, recipe, options)

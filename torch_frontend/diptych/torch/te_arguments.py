@@ -7,11 +7,10 @@ What they mean and diptych has goes by the same name through the modules themsel
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from diptych.common.errors import IgnoredArgumentWarning, UnsupportedError
 
@@ -86,17 +85,3 @@ def one_input(op: str, input: Any, inp: Any) -> Any:
     if (input is None) == (inp is None):
         raise TypeError(f"{op}: give the input once, as the first argument, as `input` or as `inp`")
     return inp if input is None else input
-
-
-def initialize(weight: Tensor, bias: Tensor | None, init_method: Callable[[Tensor], Any] | None) -> None:
-    """Fills a weight [N, K] by `init_method`, its bias with zeros; None: both as nn.Linear initializes."""
-    if init_method is not None:
-        with torch.no_grad():
-            init_method(weight)
-            if bias is not None:
-                bias.zero_()
-        return
-    nn.init.kaiming_uniform_(weight, a=5**0.5)
-    if bias is not None:
-        bound = weight.size(1) ** -0.5
-        nn.init.uniform_(bias, -bound, bound)
