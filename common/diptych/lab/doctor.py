@@ -129,7 +129,8 @@ def _row(op: str, fmt: str, backend: str, arch: int) -> dict[str, Any]:
         if row["conditional"]:
             special.append(row["kernel"])
         else:
-            note = "; ".join(n for n in (row["note"], special and f"where it fits: {', '.join(special)}") if n)
+            notes = [row["note"], f"where it fits: {', '.join(special)}" if special else ""]
+            note = "; ".join(n for n in notes if n)
             return {"level": row["level"], "kernel": row["kernel"], "note": note}
     return {"level": "missing", "kernel": "", "note": f"no {op} kernel for {fmt}"}
 

@@ -23,7 +23,7 @@ from diptych.common.errors import UnsupportedError
 from diptych.common.layers.groups import HIGH_PRECISION
 from diptych.common.layers.plan import LinearPlan
 from diptych.common.layers.schedule import OFFSETS
-from diptych.common.recipes import Recipe, with_results
+from diptych.common.recipes import Recipe
 from diptych.torch.graph.eager_only import CALIBRATING, DELAYED_WGRAD, MARKED_WGRAD, EagerOnly, prepare
 from diptych.torch.layers.held import dequantized_weight
 from diptych.torch.layers.linear import linear_with
@@ -126,7 +126,7 @@ class QuantizedModule(StatefulModule):
                 return self._calibrate(high_precision("linear", x), weight, bias, layer, STATE.calibrating)
             return self._plain_linear(high_precision("linear", x), weight, bias)
         if quantize_output or quantize_grad_input:
-            recipe = with_results(recipe, quantize_output, quantize_grad_input)
+            recipe = recipe.with_results(quantize_output, quantize_grad_input)
         given = (is_first_microbatch, skip_weight_update, save_original_input)
         options, rng = self._options_for(recipe, x, weight, layer, *given)
         return linear_with(x, weight, bias, rng, recipe, options)
@@ -394,17 +394,3 @@ def _cache_made_while_tracing(context: Any) -> None:
     module = traced_local(context, "self")
     for layer in dict.fromkeys((*module.layers, traced_local(context, "layer"))):
         module._make_cache(layer)
-
-
-def initialize(weight: Tensor, bias: Tensor | None, init_method: Callable[[Tensor], Any] | None) -> None:
-    """Fills a weight [N, K] by `init_method`, its bias with zeros; None: both as nn.Linear initializes."""
-    if init_method is not None:
-        with torch.no_grad():
-            init_method(weight)
-            if bias is not None:
-                bias.zero_()
-        return
-    nn.init.kaiming_uniform_(weight, a=5**0.5)
-    if bias is not None:
-        bound = weight.size(1) ** -0.5
-        nn.init.uniform_(bias, -bound, bound)

@@ -21,10 +21,9 @@ from diptych.torch.functional.permute_op import as_int32, host_numbers
 from diptych.torch.layers.grouped_linear import grouped_linear as grouped_linear
 from diptych.torch.layers.grouped_linear import grouped_linear_with
 from diptych.torch.layers.options import Options
-from diptych.torch.modules.base import QuantizedModule, initialize
+from diptych.torch.modules.base import QuantizedModule
 from diptych.torch.modules.fx import as_leaf
-from diptych.torch.modules.model_init import initial_weight
-from diptych.torch.modules.te_states import take_extra_state
+from diptych.torch.modules.model_init import initial_weight, initialize
 from diptych.torch.primitives.checks import describe
 from diptych.torch.state.autocast import STATE
 from diptych.torch.tensors.quantized import QuantizedTensorBase, high_precision
@@ -175,10 +174,9 @@ class GroupedLinear(QuantizedModule):
         return grouped_linear_with(inp, self.weight, bias, offsets, align, rng, recipe, options, row_map, sizes)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        take_extra_state(self, state_dict, prefix)  # before the stacks, which make another dict
         for name, p in (("weight", self.weight), ("bias", self.bias)):
             for part in ("", "_scale_inv", "_scale"):  # those that published FP8 checkpoints have
-                state_dict = _stacked(state_dict, prefix + name, part, self.num_gemms if p is not None else 0)
+                _stack(state_dict, prefix + name, part, self.num_gemms if p is not None else 0)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def extra_repr(self) -> str:
@@ -191,17 +189,17 @@ def _in_high_precision(offsets: Tensor, weight_grad: Any, x: Tensor, weight: Ten
     return grouped_linear_with(x, weight, bias, offsets, 1, None, HIGH_PRECISION, options)
 
 
-def _stacked(state_dict: Any, key: str, part: str, count: int) -> Any:
-    """A state dict with one tensor instead of `count` whose keys have a number before `part`. Where they are not of one
-    shape, or some are missing, they stay, for torch to name what it does not find or know."""
+def _stack(state_dict: Any, key: str, part: str, count: int) -> None:
+    """Exchanges the `count` tensors of a state dict whose keys have a number before `part` for one of them all. Where
+    they are not of one shape, or some are missing, they stay, for torch to name what it does not find or know."""
     names = [f"{key}{g}{part}" for g in range(count)]
     parts = [state_dict.get(name) for name in names]
     plain = [isinstance(t, Tensor) and not isinstance(t, QuantizedTensorBase) for t in parts]
     whole = count > 0 and key + part not in state_dict and all(plain)
-    if not whole or len({(t.shape, t.dtype) for t in parts}) > 1:
-        return state_dict
-    left = {k: v for k, v in state_dict.items() if k not in names}
-    return left | {key + part: torch.stack(parts)}
+    if whole and len({(t.shape, t.dtype) for t in parts}) == 1:
+        state_dict[key + part] = torch.stack(parts)
+        for name in names:
+            del state_dict[name]
 
 
 def _offsets_of(m_splits: Any, groups: int, inp: Tensor, align: int) -> Tensor:

@@ -21,15 +21,15 @@ from torch import Tensor, nn
 from diptych.common.arguments import require_recipe
 from diptych.common.errors import ArgumentError
 from diptych.common.ops.norm import NormOptions, norm_options
-from diptych.common.recipes import Recipe, with_results
+from diptych.common.recipes import Recipe
 from diptych.common.te_arguments import absorb, dtype_of, one_input
 from diptych.torch.functional import norm as norm_verbs
 from diptych.torch.layers.checks import input_for
 from diptych.torch.layers.layernorm_linear import layernorm_linear
 from diptych.torch.layers.node import run
-from diptych.torch.modules.base import QuantizedModule, initialize
+from diptych.torch.modules.base import QuantizedModule
 from diptych.torch.modules.fx import as_leaf
-from diptych.torch.modules.model_init import initial_weight
+from diptych.torch.modules.model_init import initial_weight, initialize
 from diptych.torch.primitives.constants import Constants
 
 # --- what the fused modules share ------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ class LayerNormLinear(NormedModule):
             z = norm_verbs.layernorm(x, gamma, beta, self.norm)
             return self._returned(self.quantized_linear(z, weight, bias), z)
         if fp8_output:
-            recipe = with_results(recipe, True, False)
+            recipe = recipe.with_results(True, False)
         options, rng = self._options_for(recipe, x, weight, "", is_first_microbatch, skip_weight_update)
         with_z = self.return_layernorm_output
         operands = (gamma, beta, self.norm_constants, weight, bias, rng, with_z)

@@ -26,10 +26,9 @@ from diptych.torch.functional import norm as norm_verbs
 from diptych.torch.layers.checks import input_for
 from diptych.torch.layers.layernorm_mlp import layernorm_mlp
 from diptych.torch.layers.node import run
-from diptych.torch.modules.base import initialize
 from diptych.torch.modules.fx import as_leaf
 from diptych.torch.modules.layernorm_linear import NormedModule, require_sizes
-from diptych.torch.modules.model_init import initial_weight
+from diptych.torch.modules.model_init import initial_weight, initialize
 from diptych.torch.state.checkpoint import checkpoint
 
 

@@ -12,9 +12,9 @@ from diptych.common.arguments import require_recipe
 from diptych.common.recipes import Recipe
 from diptych.common.te_arguments import absorb, dtype_of, one_input
 from diptych.torch.layers.linear import linear as linear
-from diptych.torch.modules.base import QuantizedModule, initialize
+from diptych.torch.modules.base import QuantizedModule
 from diptych.torch.modules.fx import as_leaf
-from diptych.torch.modules.model_init import initial_weight
+from diptych.torch.modules.model_init import initial_weight, initialize
 
 
 class Linear(QuantizedModule, nn.Linear):

@@ -1,8 +1,9 @@
-"""`quantized_model_init`: the region in which new modules hold their weights quantized."""
+"""How modules' parameters begin; `quantized_model_init`: the region in which new modules hold weights quantized."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
@@ -89,6 +90,20 @@ def initial_weight(weight: Tensor, recipe: Recipe | None, module: str, name: str
         elif _INIT.preserve:
             param._high_precision_init_val = weight.detach().to("cpu", copy=True)  # type: ignore[attr-defined]
     return param
+
+
+def initialize(weight: Tensor, bias: Tensor | None, init_method: Callable[[Tensor], Any] | None) -> None:
+    """Fills a weight [N, K] by `init_method`, its bias with zeros; None: both as nn.Linear initializes."""
+    if init_method is not None:
+        with torch.no_grad():
+            init_method(weight)
+            if bias is not None:
+                bias.zero_()
+        return
+    nn.init.kaiming_uniform_(weight, a=5**0.5)
+    if bias is not None:
+        bound = weight.size(1) ** -0.5
+        nn.init.uniform_(bias, -bound, bound)
 
 
 def _hold(weight: Tensor, quantizer: Quantizer) -> Any:

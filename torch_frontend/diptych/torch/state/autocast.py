@@ -155,25 +155,28 @@ class autocast:
         self._outer_groups: list[Mapping[str, Any]] = []
 
     def __enter__(self) -> autocast:
+        if not torch.compiler.is_compiling() and _STAGES in sys.modules:
+            recognize_pipelines()
+        counted = self.enabled or self.calibrating
+        # An exported program counts nobody's steps. (Torch 2.11 traces `is_exporting()` as True.)
+        if counted and STATE.depth == 0 and not torch.compiler._is_exporting_flag:
+            if torch.compiler.is_compiling():
+                from torch._dynamo.comptime import comptime  # importing it takes a second
+
+                comptime(_before_steps_are_traced)
+            _count_step()
+            if not torch.compiler.is_compiling():
+                STATE.region = next(_regions)
+        # The state comes last: nobody leaves a region whose entry raised, be it by Ctrl-C.
+        if self.amax_groups is not None:
+            self._outer_groups.append(STATE.amax_groups)
         self._outer.append((STATE.recipe, STATE.calibrating))
         STATE.recipe = self.recipe if self.enabled else None
         STATE.calibrating = self.recipe if self.calibrating else None
         if self.amax_groups is not None:
-            self._outer_groups.append(STATE.amax_groups)
             STATE.amax_groups = self.amax_groups
-        if not torch.compiler.is_compiling() and _STAGES in sys.modules:
-            recognize_pipelines()
-        if self.enabled or self.calibrating:
+        if counted:
             STATE.depth += 1
-            # An exported program counts nobody's steps. (Torch 2.11 traces `is_exporting()` as True.)
-            if STATE.depth == 1 and not torch.compiler._is_exporting_flag:
-                if torch.compiler.is_compiling():
-                    from torch._dynamo.comptime import comptime  # importing it takes a second
-
-                    comptime(_before_steps_are_traced)
-                _count_step()
-                if not torch.compiler.is_compiling():
-                    STATE.region = next(_regions)
         return self
 
     def __exit__(
