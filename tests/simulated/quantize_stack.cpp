@@ -35,6 +35,13 @@ Status quantize_permuted_rows(const QuantizeArgs&, const Execution&) { std::abor
 Status permuted_mxfp8(const MxArgs&, DType, const Execution&) { std::abort(); }
 Status source_amax(const AmaxArgs&, const Execution&) { std::abort(); }
 Status permuted_amax(const AmaxArgs&, const Execution&) { std::abort(); }
+// As the kernel table chooses for plain tensors.
+Status quantize(const QuantizeArgs& args, const Execution& exec) {
+  const FormatRow& f = row(args.spec.format);
+  if (f.rule == ScaleRule::e8m0_ceil) return prepared<quantize_mxfp8>(args, exec);
+  const bool stream = f.per_tensor() && quantize_stream_fits(args);
+  return stream ? prepared<quantize_stream>(args, exec) : prepared<quantize_tiles>(args, exec);
+}
 Status column_sums(const TensorView&, const Source&, const TensorView&, const TensorView&, const Execution&) {
   std::abort();
 }
