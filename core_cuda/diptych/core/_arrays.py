@@ -192,7 +192,7 @@ def _quantized(
     stack: bool = False,
     source: tuple[Any, ...] | None = None,
 ) -> dict[str, Array]:
-    """What the core makes of a tensor, of a stack or of a source, by the buffers' names."""
+    """Quantizes a tensor, a stack or a source: the core's results by the buffers' names."""
     if quantizer.needs_scale and scale is None:
         raise ArgumentError(f"{op}: {type(quantizer).__name__} takes its scale from the caller; pass scale=")
     fmt = quantizer.format

@@ -19,7 +19,7 @@ HIGH_PRECISION = CustomRecipe(_nothing)
 
 
 def row_align(recipe: Recipe, module: str = "grouped_linear", name: str = "") -> int:
-    """What groups should begin at multiples of: the rows that share a scale in what is summed over rows.
+    """The number of rows at whose multiples groups should begin: those that share a scale where rows are summed.
 
     32, a step of tensor cores, where that is all of them; 1 where nothing is quantized there.
     """

@@ -34,7 +34,7 @@ def overflow(counts: Sequence[int], found: Sequence[int], align: int) -> int:
 
 
 def map_buffers(tokens: Size, slots: Size, experts: Size, rows: Size) -> tuple[Buffer, ...]:
-    """What `permute_map` fills."""
+    """The buffers that `permute_map` fills."""
     return (
         Buffer("row_id_map", (tokens, slots), "int32"),
         Buffer("tokens_per_expert", (experts,), "int32"),

@@ -44,7 +44,7 @@ def shifted(row_id_map: Array, pad_offsets: Array, rows: Any) -> Array:
 
 
 def _padding(counts: Any, align: int) -> Array:
-    """What each count lacks to a multiple of `align`, from integers of any width."""
+    """The number that each count, an integer of any width, lacks to a multiple of `align`."""
     return as_int32(-(counts % align) % align)
 
 
@@ -76,7 +76,7 @@ def padded_offsets(counts: Any, align: int, rows: Any) -> Array:
 )
 @dataclasses.dataclass(frozen=True)
 class _Saved:
-    """What a backward pass needs, and which gradients are wanted."""
+    """The residuals of a backward pass, and which gradients are wanted."""
 
     row_id_map: Array
     source: Array | None

@@ -70,7 +70,7 @@ class FusedInput:
         as_bytes: bool = False,
         column_sum: str = "",
     ) -> tuple[QuantizedArray, Array | None]:
-        """As `functional.quantize`, with the sum over rows in dtype `column_sum`, where one is named."""
+        """Quantizes like `functional.quantize`, and sums over rows in dtype `column_sum` where one is named."""
         given: dict[str, Array | None] = {"scale": scale, "rng": rng}
         if self.amax is not None and scale is None and quantizer.format.per_tensor:
             given["amax"] = self.amax
@@ -92,7 +92,7 @@ class FusedInput:
 def normalized(
     x: Array, gamma: Array, beta: Array | None, stats: tuple[Array, ...], options: NormOptions
 ) -> FusedInput:
-    """What a norm makes of x, given its statistics."""
+    """The output of a norm of x, computed from given statistics."""
     source = Source("norm", options.which, options.zero_centered_gamma, beta is not None)
     return FusedInput(x, (gamma, *([] if beta is None else [beta]), *stats), source)
 

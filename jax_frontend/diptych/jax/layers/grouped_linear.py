@@ -251,7 +251,7 @@ def _require_supported(options: Options, align: int, held: bool, need_dx: bool, 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("offsets",), meta_fields=("align",))
 @dataclasses.dataclass(frozen=True, eq=False)
 class Groups(Products):
-    """Of a stack of kernels, one for each group of rows. `align`: of `ALIGNS`."""
+    """The products of a stack of kernels, one for each group of rows. `align`: one of `ALIGNS`."""
 
     offsets: Array
     align: int
@@ -293,7 +293,7 @@ class Groups(Products):
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("layer", "maps"), meta_fields=())
 @dataclasses.dataclass(frozen=True)
 class _Saved:
-    """What backward needs. An x that is to be permuted again is an array, the tokens."""
+    """The residuals of the backward pass. An x that is to be permuted again is an array, the tokens."""
 
     layer: products.Saved
     maps: Maps | None

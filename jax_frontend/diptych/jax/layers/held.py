@@ -30,7 +30,7 @@ def high_precision(kernel: Any, dtype: Any) -> Array:
 
 
 def held_copies(kernel: Q, options: Options, copies: Any) -> tuple[Q | None, Q | None]:
-    """Both copies of a kernel that is quantized, as far as it has them. **Raises** ValueError for those of another
+    """The two copies of a quantized kernel, None for one that it lacks. **Raises** ValueError for those of another
     format, rotation or kind of amax."""
     op, held, plan = options.op, kernel.quantizer, options.plan.weight
     if copies is not None:

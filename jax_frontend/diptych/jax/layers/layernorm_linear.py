@@ -118,7 +118,7 @@ def layernorm_dense(
 
 
 def _results(y: Any, *more: Any) -> Any:
-    """Those that were asked for; one alone as itself."""
+    """A tuple of `y` and those of `more` that are not None; `y` alone where all are None."""
     there = tuple(r for r in more if r is not None)
     return (y, *there) if there else y
 
@@ -196,7 +196,7 @@ def with_amax(operand: Array | FusedInput, options: Options) -> Array | FusedInp
 
 
 def remade(saved: products.Saved) -> tuple[products.Saved, bool, Array | None]:
-    """What a product saved without an input that is kept as it is; whether that is so; and its amax if known."""
+    """(The residuals of a product, without an input that is kept as it is; whether it is; its amax if known.)"""
     x = saved.x
     again = saved.options.save_original_input and isinstance(x, (jax.Array, FusedInput))
     return dataclasses.replace(saved, x=None) if again else saved, again, x.amax if isinstance(x, FusedInput) else None
@@ -220,7 +220,7 @@ class NormedOptions(NamedTuple):
 )
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """What backward needs. `norm`: x, gamma, beta and the statistics, or None. `linear`: of the product.
+    """The residuals of the backward pass. `norm`: x, gamma, beta and the statistics, or None. `linear`: the product's.
 
     `again`: the product's input is made again from x; `amax`: its amax, where that is known.
     """

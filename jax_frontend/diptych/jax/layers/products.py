@@ -116,7 +116,7 @@ def perturbed(tree: Any) -> bool:
 
 
 def primals(tree: Any) -> Any:
-    """Those arguments as arrays."""
+    """The arrays of a custom_vjp's arguments, without the marks that say which gradients are wanted."""
     return jax.tree.map(lambda p: p.value, tree)
 
 
@@ -136,7 +136,10 @@ class Needs(NamedTuple):
 
     @staticmethod
     def of(x: Any, kernel: Any, bias: Any, states: Any, copies: Any, main_grad: Any, op: str = "dense") -> Needs:
-        """Of a custom_vjp's arguments; `x`: all that the input depends on. **Raises** UnsupportedError."""
+        """The needs that a custom_vjp's arguments tell. `x`: all that the input depends on.
+
+        **Raises** UnsupportedError where a gradient of `copies` is wanted.
+        """
         if perturbed(copies):
             raise UnsupportedError(
                 f"{op}: a quantized kernel has no gradient of its own; pass main_grad= and differentiate with respect "
@@ -164,7 +167,7 @@ class Needs(NamedTuple):
 )
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """What the backward pass needs.
+    """The residuals of the backward pass.
 
     `x`, `w`: operands of wgrad and dgrad, None if not needed; an x that is to be quantized again is the original.
     `amaxes`: the forward's, for states whose gradient is wanted.
@@ -313,7 +316,7 @@ def backward(saved: Saved, dy: Any, later: States | None = None) -> DenseGradien
 
 
 def cotangents(saved: Saved, made: DenseGradients) -> tuple[Any, ...]:
-    """Of a custom_vjp's kernel, bias, states, rng, copies and main_grad: wgrad runs now."""
+    """The cotangents of a custom_vjp's kernel, bias, states, rng, copies and main_grad. Runs wgrad."""
     dw = None if made.kernel is None else made.kernel.compute()
     dkernel, dmain = (None, dw) if saved.needs.to_main_grad else (dw, None)
     return dkernel, made.bias, made.state, None, None, dmain

@@ -49,7 +49,7 @@ def quantize_kernel(
 
 
 def verb_of(kernel: Array) -> Callable[..., Any]:
-    """What quantizes a kernel, or a stack of them."""
+    """The function that quantizes a kernel, or a stack of kernels."""
     return quantize_verbs.quantize if kernel.ndim == 2 else quantize_each
 
 

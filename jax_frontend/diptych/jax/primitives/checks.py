@@ -132,7 +132,7 @@ def check_options(
 
 
 def given_amaxes(op: str, quantizer: Quantizer, read: Collection[str], **amaxes: Array | None) -> dict[str, Array]:
-    """Those that are there, if they are all that `quantizer` reads, or none."""
+    """The amaxes that are given: all that `quantizer` reads, or none."""
     given = {name: a for name, a in amaxes.items() if a is not None}
     for name in given:
         if not read:

@@ -241,7 +241,7 @@ def norm_grad_attributes(batch: Batch, which: str, zero_centered_gamma: bool, ha
 
 
 def activation_attributes(batch: Batch, which: str, gated: bool) -> dict[str, np.generic]:
-    """Of activation and activation_grad."""
+    """The attributes of activation and activation_grad."""
     return _common(batch) | _ints(kind=FUSED["activation"][which], gated=gated)
 
 
@@ -250,7 +250,7 @@ def permute_map_attributes(batch: Batch, kind: str, align: int) -> dict[str, np.
 
 
 def row_map_attributes(batch: Batch) -> dict[str, np.generic]:
-    """Of chunk_map and invert_map."""
+    """The attributes of chunk_map and invert_map."""
     return _common(batch)
 
 

@@ -23,7 +23,7 @@ TILE = 128  # rows
 
 
 def _tiles(offsets: Array, rows: Any) -> tuple[Array, Array, Array]:
-    """Of each tile the group, its first row, and how many rows it has: none or fewer, once all groups are through."""
+    """For each tile its group, first row and number of rows, which is 0 or negative once all groups are through."""
     at = lax.cummax(jnp.clip(offsets, 0, rows))
     counts = (at[1:] - at[:-1] + TILE - 1) // TILE
     ends, groups = jnp.cumsum(counts, dtype=jnp.int32), counts.shape[0]
@@ -37,8 +37,8 @@ def _tiles(offsets: Array, rows: Any) -> tuple[Array, Array, Array]:
 def grouped_matmul(
     a: Array, b: Array, offsets: Array, bias: Array | None = None, *, depth: bool = False, trans_b: bool = True
 ) -> Array:
-    """Of arrays of one dtype: a [R, K] @ b [G, N, K].T (or [G, K, N]) + bias [G, N]; `depth`: a [R, M].T @ b [R, N],
-    [G, M, N]. Rows in no group and products over none are 0.
+    """Grouped products of arrays of one dtype: a [R, K] @ b [G, N, K].T (or [G, K, N]) + bias [G, N]; `depth`:
+    a [R, M].T @ b [R, N], [G, M, N]. Rows in no group and products over none are 0.
 
     Accumulated in float32. Group g is the rows offsets[g] <= r < offsets[g + 1]; an offset counts as at least the one
     before it and at most R. **Raises** ShapeError for what does not fit. Differentiated by nobody: `grouped_dense` is.

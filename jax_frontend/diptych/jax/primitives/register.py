@@ -46,7 +46,7 @@ def result(operands: tuple[Aval, ...], shape: shapes.Shape, dtype: str) -> Aval:
 
 
 def in_place(batch: Batch, pairs: dict[int, int]) -> dict[int, int]:
-    """Those of {operand: result} that can share memory: the operand has every batch axis, as results do."""
+    """Selects the pairs {operand: result} that can share memory: the operand has every batch axis, as results do."""
     return {operand: result for operand, result in pairs.items() if batch.axes[operand] == (1 << batch.rank) - 1}
 
 

@@ -41,7 +41,7 @@ def named(copies: Copies) -> Copies:
 
 
 def pick(kept: str, copies: Copies, original: Operand) -> Operand:
-    """What backward reads of a tensor."""
+    """The copy of a tensor that backward reads, or its original."""
     if kept in ("", "original"):
         return original if kept else None
     return copies[kept == "columnwise"]

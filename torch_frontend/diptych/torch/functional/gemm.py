@@ -69,7 +69,7 @@ def _copy_for_gradient(arg: str, q: QuantizedTensor, columnwise: bool) -> Copy:
 
 
 class _Gemm(torch.autograd.Function):
-    """What it saves are the buffers of the copies that backward reads."""
+    """The differentiable product. It saves the buffers of the copies that backward reads."""
 
     @staticmethod
     def forward(

@@ -340,7 +340,7 @@ def _placed_by(op: str, routing_map: Tensor, tokens_per_expert: Any, num_out_tok
 
 
 def _require_room(op: str, sizes: tuple[int, ...], found: Tensor, align: int) -> None:
-    """That regions of these sizes have a place for every routed token. On a device nobody waits to see whether."""
+    """Checks that regions of these sizes have room for every routed token; counts on a device are not waited for."""
     there = host_numbers(found)
     if there is not None and len(there) == len(sizes) and moe.overflow(sizes, there, align) > 0:
         raise ValueError(

@@ -152,7 +152,7 @@ def _quantize_delayed_fake(
 
 
 def _five(x: Tensor, quantizer: Quantizer, made: list[Tensor], total: list[Tensor]) -> tuple[Tensor, ...]:
-    """Both copies' buffers and the sum, an empty tensor for each that is not made; see `primitives._both`."""
+    """The buffers of two copies and the sum, with an empty tensor for each that is not made; see `primitives._both`."""
     empty = [x.new_empty(0) for _ in range(4 - len(made))]
     return *(made + empty if quantizer.rowwise else empty + made), *(total or [x.new_empty(0)])
 
@@ -235,7 +235,7 @@ def quantize_delayed(
 def normalized(
     x: Tensor, gamma: Tensor, beta: Tensor | None, mu: Tensor | None, rsigma: Tensor, options: NormOptions
 ) -> FusedInput:
-    """What a norm makes of x, given its statistics."""
+    """The output of a norm of x, computed from given statistics."""
     return FusedInput(x, FROM_NORM, NORM_IDS[options.which], options.zero_centered_gamma, gamma, beta, mu, rsigma)
 
 

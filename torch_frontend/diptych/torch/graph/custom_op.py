@@ -152,7 +152,7 @@ class CustomOp:
         return self._eager(arguments, needs, *[getattr(arguments, n) for n in self.differentiable])
 
     def eager(self, arguments: Any) -> tuple[Tensor, ...]:
-        """The same for a caller who knows that nothing traces: no node, whatever the tensors are."""
+        """Runs the op for a caller who knows that nothing traces: it adds no node, whatever the tensors are."""
         held = arguments.__dict__
         if forward_ad._current_level >= 0:
             self._refuse_tangents(held.values())
@@ -265,7 +265,7 @@ class CustomOp:
         return self._replays(slots[-1], tensors, self._run_forward, (tensors, sizes, *slots), False)
 
     def _fake_forward(self, *slots: Any) -> list[Tensor]:
-        """The same code on fake tensors: what it calls has a fake implementation of its own."""
+        """The forward on fake tensors. It runs the same code, whose ops have fake implementations of their own."""
         return self._run_forward(slots, check=True)
 
     def _run_forward(self, slots: tuple[Any, ...], check: bool) -> list[Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def variable(context: Any, local: str) -> Any:
-    """What Dynamo knows of a local of traced code."""
+    """Dynamo's variable of a local of traced code."""
     return context.get_local(local)._i_will_not_complain_if_bc_breaks_VariableTracker()
 
 

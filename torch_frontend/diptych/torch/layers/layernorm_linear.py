@@ -49,7 +49,7 @@ def normed_fprop(
 
 @dataclasses.dataclass
 class NormedArguments(LayerArguments):
-    """Of an op that begins with a norm; `norm`: its `NormOptions`."""
+    """The arguments of an op that begins with a norm. `norm`: its `NormOptions`."""
 
     gamma: Tensor
     beta: Tensor | None
@@ -68,7 +68,7 @@ class NormedArguments(LayerArguments):
         return held if isinstance(held, NormOptions) else NormOptions(*held)
 
     def norm_gradients(self, dz: Tensor, saved: list[Tensor]) -> dict[str, Any]:
-        """Of the norm's operands; takes its statistics off the front."""
+        """The gradients of the norm's operands. Removes the norm's statistics from the front of `saved`."""
         options = self.norm_options()
         mu = saved.pop(0) if options.which == NORMS["LayerNorm"] else None
         made = norm_ops.norm_grad(dz, self.x, self.gamma, mu, saved.pop(0), options, self.beta is not None)

@@ -143,7 +143,7 @@ def _activation_gradient(
     rng: Tensor | None,
     bias_dtype: torch.dtype | None,
 ) -> tuple[Any, Any, Any, Tensor | None]:
-    """Both copies of h's gradient, itself where it is stored, and bias1's gradient."""
+    """Computes h's gradient: (its two quantized copies, the gradient itself where it is stored, bias1's gradient)."""
     if not fusable(s1.plan.grad_output):
         dh = activation_ops.activation_grad(da, h, activation)
         copies = quantize_calls(dh, s1.dy, options, rng)

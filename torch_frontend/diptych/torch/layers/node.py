@@ -91,7 +91,7 @@ class LayerArguments:
     main_grads: Written
 
     def wanted(self, needs: tuple[str, ...]) -> tuple[tuple[bool, bool], ...]:
-        """Of each layer, whether the gradient of its input and that of its weight are."""
+        """For each layer, whether the gradient of its input is needed, and whether that of its weight is."""
         raise NotImplementedError
 
     def kept_operands(self, needs: tuple[str, ...], schedules: tuple[Schedule, ...]) -> tuple[str, ...]:
@@ -101,7 +101,7 @@ class LayerArguments:
     # --- what to do ---
 
     def schedules(self, needs: tuple[str, ...]) -> tuple[Schedule, ...]:
-        """Of each layer."""
+        """The schedule of each layer."""
         return self._schedules_for(needs) if torch.compiler.is_compiling() else self._decided(needs)[0]
 
     def keeps(self, needs: tuple[str, ...]) -> tuple[str, ...]:
@@ -164,7 +164,8 @@ class LayerArguments:
     # --- the options ---
 
     def forward_options(self, needs: tuple[str, ...]) -> tuple[tuple[Options, ...], list[Tensor]]:
-        """Of each layer; and the amaxes that the node returns, in one tensor, which quantizing so fills in."""
+        """The options of each layer's forward, and one tensor for the amaxes that the node returns: quantizing by these
+        options fills it in."""
         if self.options is not None:
             return self.options, []
         amaxes = [torch.zeros(p.shape, dtype=p.dtype, device=p.device) for p in self.amax_protos(needs)]
@@ -181,7 +182,7 @@ class LayerArguments:
         return tuple(made), amaxes
 
     def backward_options(self, needs: tuple[str, ...]) -> tuple[Options, ...]:
-        """Of each layer. Its main_grad is the caller's, and written to; amaxes go to the log with `log_amaxes`."""
+        """The options of each layer's backward. They write to the caller's main_grad; `log_amaxes` logs the amaxes."""
         if self.options is not None:
             return self.options
         scales, logs, buffers = _cells(self.scales), list(self.logs), list(self.main_grads)  # type: ignore[call-overload]
@@ -262,7 +263,7 @@ def _cells(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _taken(tensors: list[Tensor], count: int) -> list[Tensor]:
-    """That many off the front."""
+    """Removes the first `count` tensors of a list and returns them."""
     found = tensors[:count]
     del tensors[:count]
     return found
@@ -288,7 +289,7 @@ def finished(y: Tensor, s: Schedule, options: Options, rng: Tensor | None) -> Te
 
 
 def result_proto(x: Any, width: Any, s: Schedule) -> TensorProto:
-    """Its layout."""
+    """The layout of a layer's result, quantized where the recipe has a quantizer for it."""
     quantizer = None if s.results[0] is None else s.results[0].quantizer
     return TensorProto((*x.shape[:-1], width), x.dtype, quantizer, x.device, True)
 

@@ -65,7 +65,7 @@ class Sink:
         self.owner, self.weight, self.marks = owner, weight, owner.marks(weight)
 
     def buffers(self) -> list[Tensor]:
-        """What backward adds to."""
+        """The tensors that backward adds to."""
         return [main_grad(self.weight)] if self.owner.fuse else []
 
     def accept(self, wgrad: Any) -> Tensor | None:

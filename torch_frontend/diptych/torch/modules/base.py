@@ -389,8 +389,8 @@ def _before_tracing(context: Any) -> None:
 
 
 def _cache_made_while_tracing(context: Any) -> None:
-    """So that a first call's graph serves later calls, too. Of all layers at once: what
-    Dynamo has looked at it does not look at again."""
+    """Makes the caches of all layers, so that a first call's graph serves later calls too: Dynamo does not look again
+    at what it has seen."""
     module = traced_local(context, "self")
     for layer in dict.fromkeys((*module.layers, traced_local(context, "layer"))):
         module._make_cache(layer)

@@ -162,7 +162,7 @@ def _said(name: str, module: nn.Module, departs: str) -> str:
 
 
 def _offer(module: nn.Module, uncalled: set[int]) -> tuple[Callable[[Any], str] | None, str]:
-    """What converts a module, or how it departs from what can be; neither where it is no such layer."""
+    """The function that converts a module, or the reason why it cannot be; neither for other kinds of modules."""
     if isinstance(module, QuantizedModule):
         return None, ""
     if isinstance(module, nn.Linear):

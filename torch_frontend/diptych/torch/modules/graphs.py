@@ -52,7 +52,7 @@ def make_graphed_callables(
 
 
 def _kept(models: list[nn.Module]) -> dict[Tensor, tuple[int, float]]:
-    """What a step writes to, and how it begins: from which element on, filled with what."""
+    """The tensors that a step writes to, each with (the element from which it is reset, the value that fills it)."""
     found: dict[Tensor, tuple[int, float]] = {}
     for module in [m for model in models for m in model.modules()]:
         if isinstance(module, ScaleSlot):

@@ -93,7 +93,7 @@ def read_weights(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, 
 
 
 def _like(key: str, p: QuantizedTensorBase, values: Tensor) -> Any:
-    """What holds these values as p holds its own."""
+    """A tensor that holds `values` in the form in which `p` holds its own."""
     _require_shape(key, p, values.shape)
     made: Any = torch.empty_like(p.detach(), device=values.device)
     return made.quantize_(values)

@@ -171,7 +171,7 @@ class LayerNormLinear(NormedModule):
         return self._returned(*made[: 1 + with_z])
 
     def _returned(self, y: Tensor, z: Tensor | None = None) -> Any:
-        """What the call returns; `z`: the norm's output."""
+        """The results of a call, as its options ask for them. `z`: the norm's output."""
         parts = (y, *((self.bias,) if self.return_bias else ()), *((z,) if self.return_layernorm_output else ()))
         return parts if len(parts) > 1 else y
 

@@ -73,7 +73,7 @@ class QuantizedParameter(QuantizedTensorBase):
     _awaits_init: bool = False  # made on meta: what it is first filled with is to be preserved
 
     def get_high_precision_init_val(self) -> Tensor | None:
-        """What the parameter was initialized with, on the CPU; None if not preserved, or cleared."""
+        """The values that the parameter was initialized with, on the CPU; None if not preserved, or cleared."""
         return self._high_precision_init_val
 
     def clear_high_precision_init_val(self) -> None:
@@ -82,7 +82,7 @@ class QuantizedParameter(QuantizedTensorBase):
         self._awaits_init = False
 
     def copy_of(self, columnwise: bool) -> Any:
-        """As `QuantizedTensor`'s, in the words of a module's weight."""
+        """`QuantizedTensor.copy_of`, with an error that speaks of a module's weight."""
         if columnwise and self.columnwise_data is None:
             raise ValueError(
                 "the gradient of a layer's input needs the columnwise copy of its weight, which is held without: "
@@ -236,7 +236,7 @@ def _refusal(func: Any, kind: str) -> str:
 
 
 def _carried(func: Any, out: Any, args: Any) -> Any:
-    """What a handler made, as parameters, with what their weight has beside its copies."""
+    """Makes a handler's results parameters, which take over the attributes of their weight."""
     if not isinstance(out, QuantizedTensorBase):
         return tuple([_carried(aten.select.int, q, (args[0], 0, g)) for g, q in enumerate(out)]) if out else out
     weight, made = args[0], QuantizedParameter.of(out)
@@ -274,7 +274,7 @@ def _master(q: QuantizedParameter) -> Tensor | None:
 
 
 def _values(t: Any) -> Any:
-    """What an operator reads of a weight, in its logical dtype; anything else as it is."""
+    """The values of a weight in its logical dtype, for an operator to read; other arguments stay as they are."""
     if isinstance(t, _Values):
         return t.plain
     if not isinstance(t, QuantizedParameter):
@@ -403,7 +403,7 @@ def _write(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _written_values(q: QuantizedParameter, name: str) -> Tensor:
-    """What an operator is to write in place."""
+    """The values that an operator is to write in place."""
     master = _master(q)
     if master is not None:
         return master

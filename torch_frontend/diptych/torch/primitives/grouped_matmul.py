@@ -112,7 +112,7 @@ _grouped_matmul_op = define(
 def grouped_matmul(
     a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None = None, depth: bool = False, trans_b: bool = True
 ) -> Tensor:
-    """The same products in high precision, of tensors of one dtype: a [R, K] @ b [G, N, K].T (or [G, K, N]) + bias
+    """Grouped products in high precision, of tensors of one dtype: a [R, K] @ b [G, N, K].T (or [G, K, N]) + bias
     [G, N]; `depth`: a [R, M].T @ b [R, N], [G, M, N]. Rows in no group and products over none are 0."""
     if direct(a, b, offsets, bias):
         require_no_grad("diptych::grouped_matmul", a, b, bias)

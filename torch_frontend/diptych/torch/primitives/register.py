@@ -61,7 +61,7 @@ def layout(shape: tuple[int, ...], quantizer: Quantizer, device: torch.device) -
 
 
 def fake_buffers(x: Tensor, quantizer: Quantizer) -> list[Tensor]:
-    """What `quantize` makes of x, without memory."""
+    """The buffers that `quantize` makes of x, unfilled; they are fake where x is."""
     shape = tuple(x.shape)
     enforce(shapes.quantize_constraints(shape, quantizer))
     return [x.new_empty(b.shape, dtype=getattr(torch, b.dtype)) for b in shapes.quantize_buffers(shape, quantizer)]

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 
 class Entry(NamedTuple):
-    """What one call used."""
+    """The record of one call: the random offsets, scales and the like that it used."""
 
     module: nn.Module | None
     layer: str
@@ -113,7 +113,7 @@ class _Replaying(AbstractContextManager):  # type: ignore[type-arg]
 
 
 def replayed(module: nn.Module | None, layer: str) -> Entry | None:
-    """What a module is to use where it is being recomputed from a tape; None where it is not."""
+    """The entry that a module must use where it is recomputed from a tape; None where it is not."""
     recorders = []
     for context in reversed(_STACK.contexts):
         if isinstance(context, _Replaying):

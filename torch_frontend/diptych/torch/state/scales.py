@@ -464,7 +464,7 @@ def _rng_take(rng: Tensor, count: int) -> Tensor:
 
 
 def _rng_take_taped(rng: Tensor, count: int) -> Tensor:
-    """As compiled code runs it: a graph that is recomputed under an eager checkpoint takes from its tape."""
+    """`_rng_take` as compiled code runs it: a graph that an eager checkpoint recomputes takes from its tape."""
     entry = replayed(None, "compiled")
     if entry is not None and entry.rng is not None:
         return entry.rng.clone()

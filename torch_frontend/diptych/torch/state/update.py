@@ -42,7 +42,7 @@ def fp8_max(quantizer: Float8Quantizer) -> float:
 
 
 def log_buffers(n: int, device: torch.device | str | None) -> dict[str, Tensor]:
-    """What graphs record in, for n states."""
+    """The buffers in which graphs record the amaxes of n states."""
     return {
         "pending": torch.zeros(n, dtype=torch.float32, device=device),
         "log": torch.zeros(n, LOGGED, dtype=torch.float32, device=device),
@@ -176,7 +176,7 @@ def _update_in_graph(
     quantizers: Constants,
     group: Any,
 ) -> Tensor:
-    """As compiled code runs it: a graph that an eager checkpoint recomputes finds the scales as its forward left them,
+    """The update as compiled code runs it. A graph that an eager checkpoint recomputes finds its forward's scales,
     for it cannot be given others. **Raises** where they are none of its forward's."""
     entry = replayed(None, "compiled scales")
     if entry is not None and entry.seen is not None:
