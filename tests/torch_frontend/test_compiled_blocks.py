@@ -4,6 +4,7 @@ before its first quantized layer, which is compiled before any eager call."""
 from __future__ import annotations
 
 import copy
+import dataclasses
 import math
 from typing import Any
 
@@ -166,6 +167,31 @@ def test_blocks_compiled_apart_draw_random_bits_of_their_own():
         for block in model:
             block(torch.randn(32, 64).bfloat16())  # the first needs no gradient of x, so do all
     assert len({tuple(block.get_buffer("rng_state").tolist()) for block in model}) == BLOCKS
+
+
+@pytest.mark.parametrize("name", [name if name == "delayed" else slow(name) for name in RECIPES])
+@pytest.mark.parametrize("kind", ["LayerNormMLP", slow("own recipe"), slow("own module"), slow("block")])
+def test_guards_look_and_make_nothing_where_all_is_there(kind, name, monkeypatch):
+    """Making states anew, even to find them all, costs tens of microseconds in each call."""
+    made: list[str] = []
+    prepare = dt.QuantizedModule._prepare
+
+    def counted(self: Any, recipe: Any, layer: str, device: Any) -> None:
+        made.append(layer)
+        prepare(self, recipe, layer, device)
+
+    monkeypatch.setattr(dt.QuantizedModule, "_prepare", counted)
+    model = model_of(KINDS[kind], RECIPES[name], "none").eval()
+    compile_each(model)
+    with torch.no_grad(), dt.autocast(recipe=RECIPES[name]):
+        model(torch.randn(32, 64).bfloat16())
+    assert made  # while it was traced
+    made.clear()
+    for _ in range(2):
+        with torch.no_grad(), dt.autocast(recipe=dataclasses.replace(RECIPES[name])):  # an equal one
+            model(torch.randn(32, 64).bfloat16())
+    assert graphs() == 1
+    assert made == []
 
 
 def test_a_guard_takes_no_other_recipes_states():

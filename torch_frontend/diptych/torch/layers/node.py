@@ -346,7 +346,7 @@ def _prepared_while_tracing(context: Any) -> None:
 
 def state_fits(states: Any) -> bool:
     """The guard of `ScaleStates` that a user holds: what graphs record in lies beside them afterwards."""
-    if isinstance(states, ScaleStates) and not states.recorded():
+    if isinstance(states, ScaleStates) and not states.ready_for_graphs():
         with torch.inference_mode(False):
             states.prepare_for_graphs()
     return True

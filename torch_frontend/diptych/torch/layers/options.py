@@ -36,8 +36,11 @@ _recent: dict[tuple[Any, ...], tuple[Recipe, Schedule]] = {}  # by identity: has
 
 
 def schedule(recipe: Recipe, module: str, name: str, need_dx: bool, need_dw: bool, original: bool = False) -> Schedule:
-    """What one call does; kept outside of graphs, by the recipe's value. `original`: keep the input, not its copy."""
-    if torch.compiler.is_compiling():
+    """What one call does; kept outside of graphs, by the recipe's value. `original`: keep the input, not its copy.
+
+    What runs for real while a graph is made, such as code that prepares its states, gets what later calls get.
+    """
+    if torch.compiler.is_dynamo_compiling():
         return make_schedule(make_plan(recipe, module, name), need_dx, need_dw, original)
     key = (id(recipe), module, name, need_dx, need_dw, original)
     known = _recent.get(key)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from diptych.common.layers.plan import LinearPlan
 from diptych.torch.graph.guards import before_each_call
 from diptych.torch.layers.options import schedule
 from diptych.torch.primitives.register import traced_local
@@ -30,19 +31,23 @@ class _Ready:
     def __init__(self, module: Any, recipe: Any, layer: str, device: torch.device) -> None:
         self.kind, self.name, self.own = type(module), module.name, module.recipe
         self.recipe, self.device, self.entered = recipe, device, STATE.recipe
-        self.plans = {}
-        for each in dict.fromkeys((*module.layers, layer)):
-            self.plans[each] = schedule(recipe, module.module_kind, module._role_name(each), False, False).plan
+        self.layers = tuple(dict.fromkeys((*module.layers, layer)))
+        self.plans = self._plans(module)
         self.needs_rng = any([plan.needs_rng for plan in self.plans.values()])
+
+    def _plans(self, module: Any) -> dict[str, LinearPlan]:
+        kind, recipe = module.module_kind, self.recipe
+        return {each: schedule(recipe, kind, module._role_name(each), False, False).plan for each in self.layers}
 
     def make(self, module: Any) -> None:
         """Makes what is missing, in place of another recipe's."""
         unseeded = self.needs_rng and "rng_state" not in module._buffers
         with torch.inference_mode(False), torch.no_grad():
-            for layer in self.plans:
+            for layer in self.layers:
                 module._prepare(self.recipe, layer, self.device)
             if unseeded:
                 _keep_apart(module._buffers["rng_state"])
+        self.plans = self._plans(module)  # the very objects that states are bound to now
 
     def __call__(self, module: Any) -> bool:
         """The guard."""
@@ -66,7 +71,7 @@ class _Ready:
         for layer, plan in self.plans.items():
             if plan.states:
                 states = module._layer_states(layer)
-                if states is None or states.plan is not plan or not states.recorded():
+                if states is None or states.plan is not plan or not states.ready_for_graphs():
                     return False
         return not self.needs_rng or "rng_state" in module._buffers
 

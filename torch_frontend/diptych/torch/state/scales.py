@@ -297,8 +297,11 @@ class ScaleStates(_Float32):
     def recorded(self) -> list[Tensor]:
         """Buffers that graphs record in; none before there are graphs."""
         buffers = self._buffers
-        ready = self.graphed and buffers["pending"] is not None
-        return [buffers[name] for name in LOG] if ready else []  # type: ignore[misc]
+        return [buffers[name] for name in LOG] if self.ready_for_graphs() else []  # type: ignore[misc]
+
+    def ready_for_graphs(self) -> bool:
+        """Whether graphs can record here."""
+        return self.graphed and self._buffers["pending"] is not None
 
     def prepare_for_graphs(self) -> None:
         """Before a graph of these states is traced."""
