@@ -1,4 +1,5 @@
-# make demo: set everything up and run the main job on the CPU. make test: the tests. Both start from a fresh clone.
+# make demo: set everything up and run the main job on the CPU. make test: the tests. make sweeps: a quarter of the slow
+# ones. All start from a fresh clone.
 PYTHON ?= python3
 VENV ?= .venv
 DIPTYCH_CUDA ?= auto
@@ -9,13 +10,23 @@ SOURCES := $(shell find core_cuda jax_frontend/csrc -name '*.[ch]*' -o -name '*.
 ASAN := build/asan
 SITE := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
-.PHONY: demo test asan asan-build fuzz fuzz-asan simulate variants lint bench setup clean
+.PHONY: demo test sweeps asan asan-build fuzz fuzz-asan simulate variants lint bench setup clean
 
 demo: setup
 	$(BIN)/diptych compare --recipe fp8-current --out runs/demo
 
+# Each worker begins with half of the tests, in order: files share what they compiled, and one of them seldom needs JAX.
+PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal -q --durations=20
+
 test: setup
-	$(BIN)/python -m pytest -n 2 -q
+	$(PYTEST)
+
+# A quarter of the slow tests, another one for another commit; QUARTER=0 to 3 chooses. The four quarters are all of them.
+QUARTER ?= $(shell git rev-parse HEAD | $(PYTHON) -c 'print(int(input()[:8], 16) % 4)')
+
+sweeps: setup
+	@echo "quarter $(QUARTER) of the slow tests, of 0 to 3"
+	$(PYTEST) -m slow --quarter $(QUARTER)
 
 # What moves rows by maps of anyone's, on the CPU, under AddressSanitizer and UBSan. Both libraries come first, or the
 # sanitizer does not find what it wraps.
@@ -45,11 +56,11 @@ fuzz-asan: asan-build
 
 # The source of CUDA kernels on the CPU, where CUDA's headers are.
 simulate: setup
-	$(BIN)/python -m pytest -n 2 -q -m simulated tests/core
+	$(PYTEST) -m simulated tests/core
 
 # Cores with invented formats, which must work, and cores that are a little wrong, which the tests must catch.
 variants: setup
-	$(BIN)/python -m pytest -n 2 -q -m "variants and not slow" tests/architecture
+	$(PYTEST) -m "variants and not slow" tests/architecture
 
 lint: setup
 	$(BIN)/ruff check .
@@ -70,7 +81,7 @@ $(VENV)/.requirements: pyproject.toml constraints.txt
 	$(BIN)/pip install -q -c constraints.txt torch==2.13.0 numpy
 	$(BIN)/pip install -q -c constraints.txt scikit-build-core pybind11 cmake ninja jax jaxlib numpy \
 	  jinja2 matplotlib tqdm optax ml_dtypes pytest pytest-xdist hypothesis allpairspy ruff pyright clang-format \
-	  safetensors transformers msgpack treescope rich PyYAML
+	  safetensors transformers msgpack treescope rich PyYAML flatbuffers
 	$(BIN)/pip install -q -c constraints.txt --no-deps flax  # without its checkpointing libraries
 	touch $@
 

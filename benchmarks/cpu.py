@@ -57,14 +57,14 @@ def quantize_rows(size: int = 4096) -> Iterator[Measure]:
 
 def core_call(case: QuantizeCase, x: np.ndarray) -> tuple[Callable[[], None], int]:
     """A quantize into outputs that exist, as np.copyto has them; and how many bytes it writes."""
-    from diptych.core import _core, _numpy
+    from diptych.core import _arrays, _core
 
     scale, rng = np.full(1, 64, np.float32), np.zeros(4, np.int32)
     needs = {"scale": case.quantizer.needs_scale, "rng": case.quantizer.needs_rng}
     given = {k: v for k, v in (("scale", scale), ("rng", rng)) if needs[k]}
     made = core.quantize(x, case.quantizer, **given)
     written = sum(v.nbytes for v in vars(made).values() if isinstance(v, np.ndarray))
-    source, arguments = _numpy._operand(x, x.dtype.name), case.arguments(made, _numpy._operand, scale, rng)
+    source, arguments = _arrays._operand(x, x.dtype.name), case.arguments(made, _arrays._operand, scale, rng)
     return (lambda: _core.quantize(source, *arguments)), written
 
 
@@ -89,7 +89,7 @@ def gemm_rows(size: int = 1024) -> Iterator[Measure]:
 
 def permute_rows() -> Iterator[Measure]:
     """permute of bfloat16 rows by an index map that exists, against numpy.take of the same rows."""
-    from diptych.core import _core, _numpy
+    from diptych.core import _arrays, _core
 
     def measure(tokens: int, width: int, experts: int, k: int) -> Row:
         rng = np.random.default_rng(0)
@@ -97,8 +97,8 @@ def permute_rows() -> Iterator[Measure]:
         ids = np.argsort(rng.random((tokens, experts)), axis=1)[:, :k].astype(np.int32)
         m = core.permute_map(ids, experts=experts)
         out, taken, index = core.permute(x, m), np.empty((m.rows, width), np.uint16), m.source // np.int32(k)
-        planes = [(_numpy._operand(x, "bfloat16"), _numpy._operand(out, "bfloat16"), 0)]
-        maps = [_numpy._operand(t, "int32") for t in (m.row_id_map, m.source)]
+        planes = [(_arrays._operand(x, "bfloat16"), _arrays._operand(out, "bfloat16"), 0)]
+        maps = [_arrays._operand(t, "int32") for t in (m.row_id_map, m.source)]
         raw = x.view(np.uint16)
         ours, peer = common.paired(
             lambda: _core.permute(planes, *maps), lambda: np.take(raw, index, axis=0, out=taken, mode="clip"), rounds=7

@@ -20,8 +20,11 @@ import diptych.torch as dt
 from benchmarks import common
 from diptych import core
 from diptych.common import RECIPES, Quantizer, Recipe
-from diptych.common.fused import activation_options, norm_options
-from diptych.torch import fused
+from diptych.common.ops.activation import activation_options
+from diptych.common.ops.norm import norm_options
+from diptych.torch.functional import source as fused
+from diptych.torch.primitives import activation as activation_ops
+from diptych.torch.primitives import norm as norm_ops
 
 QUANTIZE_SHAPES = ((4096, 4096), (8192, 8192), (16384, 7168))
 GEMM_SHAPES = ((4096, 4096, 4096), (8192, 8192, 8192), (4096, 7168, 16384), (8192, 28672, 4096))
@@ -194,23 +197,23 @@ def fused_rows(ceiling: float) -> list[dict[str, Any]]:
 
     x, dy, gamma = new(FUSED_ROWS, FUSED_WIDTH), new(FUSED_ROWS, FUSED_WIDTH), new(FUSED_WIDTH)
     at = f"{FUSED_ROWS}x{FUSED_WIDTH}"
-    mu, rsigma, _ = fused.norm(x, None, None, norm)
+    mu, rsigma, _ = norm_ops.norm(x, None, None, norm)
     sources(
         f"rmsnorm {at}", fused.normalized(x, gamma, None, mu, rsigma, norm), "fprop",
-        lambda: fused.norm(x, None, None, norm), size([x]),
+        lambda: norm_ops.norm(x, None, None, norm), size([x]),
     )  # fmt: skip
-    measure(f"bfloat16 rmsnorm {at}", lambda: fused.norm(x, gamma, None, norm), size([x, gamma]))
+    measure(f"bfloat16 rmsnorm {at}", lambda: norm_ops.norm(x, gamma, None, norm), size([x, gamma]))
     measure(
         f"bfloat16 gradient of rmsnorm {at}",
-        lambda: fused.norm_grad(dy, x, gamma, mu, rsigma, norm, False), size([dy, x, gamma, rsigma]),
+        lambda: norm_ops.norm_grad(dy, x, gamma, mu, rsigma, norm, False), size([dy, x, gamma, rsigma]),
     )  # fmt: skip
 
     h, da = new(FUSED_ROWS, 2 * FUSED_FFN), new(FUSED_ROWS, FUSED_FFN)
     at = f"{FUSED_ROWS}x(2*{FUSED_FFN})"
     sources(f"swiglu {at}", fused.activated(h, act), "fprop", lambda: None, 0)
-    measure(f"bfloat16 swiglu {at}", lambda: fused.activation(h, act), size([h]))
+    measure(f"bfloat16 swiglu {at}", lambda: activation_ops.activation(h, act), size([h]))
     sources(f"gradient of swiglu {at}", fused.activated_grad(da, h, act), "dgrad", lambda: None, 0)
-    measure(f"bfloat16 gradient of swiglu {at}", lambda: fused.activation_grad(da, h, act), size([h, da]))
+    measure(f"bfloat16 gradient of swiglu {at}", lambda: activation_ops.activation_grad(da, h, act), size([h, da]))
     return rows
 
 

@@ -20,8 +20,8 @@ import optax
 
 import diptych.jax as dj
 from diptych.common import RECIPES, Recipe
-from diptych.common.grouped import row_align
-from diptych.common.plan import linear_plan
+from diptych.common.layers.groups import row_align
+from diptych.common.layers.plan import linear_plan
 
 Array = jax.Array
 Params = dict[str, Array]

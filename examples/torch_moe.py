@@ -20,7 +20,7 @@ from torch.nn import functional as F
 
 import diptych.torch as dt
 from diptych.common import RECIPES, Recipe
-from diptych.common.grouped import row_align
+from diptych.common.layers.groups import row_align
 
 
 @dataclasses.dataclass

@@ -14,11 +14,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     for name in ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"):
         os.environ.setdefault(name, "1")
 elif "JAX_COMPILATION_CACHE_DIR" not in os.environ:
-    # One for all workers of this run: they compile many of the same small programs.
+    # One for all workers of this run, which compile some of the same programs. The smallest are quicker made than kept.
     os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="diptych-tests-")
     atexit.register(shutil.rmtree, os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
-    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+import sweeps
 
 import cases
 from hardware import cuda_missing
@@ -36,6 +38,19 @@ def cuda():
     if reason := cuda_missing():
         pytest.skip(reason)
     return "cuda"
+
+
+def pytest_addoption(parser):
+    parser.addoption("--quarter", type=int, choices=range(4), help="of the slow tests run this quarter, of 0 to 3")
+
+
+def pytest_collection_modifyitems(config, items):
+    quarter = config.getoption("--quarter")
+    if quarter is not None:
+        others = [i for i in items if i.get_closest_marker("slow") and sweeps.quarter(i.nodeid) != quarter]
+        config.hook.pytest_deselected(items=others)
+        gone = set(others)
+        items[:] = [i for i in items if i not in gone]
 
 
 def pytest_report_header(config):

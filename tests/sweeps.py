@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
@@ -30,3 +31,8 @@ def in_turn(each: Iterable[tuple[Any, ...]], parts: int) -> list[Any]:
         for i, case in enumerate(each)
         for part in range(parts)
     ]
+
+
+def quarter(nodeid: str) -> int:
+    """The quarter that a slow test belongs to, 0 to 3: the same in every run, and for its cases by chance."""
+    return zlib.crc32(nodeid.encode()) % 4

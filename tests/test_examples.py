@@ -19,7 +19,7 @@ def test_example_learns(path):
     assert len(losses) >= 2 and losses[-1] < losses[0], done.stdout
 
 
-PAGES = ("recipes.md", "states.md", "transformer_engine.md", "compile.md", "custom_ops.md", "moe.md")
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
 RUNNER = """
 import runpy, sys
 for path in sys.argv[1:]:
@@ -30,12 +30,12 @@ for path in sys.argv[1:]:
 
 def test_code_on_pages_runs(tmp_path):
     """Each block by itself: it finds none of the names of those before it. One process imports torch for all."""
-    paths = []
+    paths, pages = [], set()
     for page in PAGES:
-        blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.S)
-        assert blocks, page
-        for number, block in enumerate(blocks):
-            paths.append(tmp_path / f"{Path(page).stem}{number}.py")  # ops look up their dataclass, Dynamo the source
+        for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.S):
+            paths.append(tmp_path / f"{page.stem}_{len(paths)}.py")  # ops look up their dataclass, Dynamo the source
             paths[-1].write_text(block)
+            pages.add(page.stem)
+    assert pages >= {"README", "recipes", "states", "transformer_engine", "compile", "custom_ops", "moe", "numerics"}
     done = subprocess.run([sys.executable, "-c", RUNNER, *paths], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr

@@ -1,23 +1,10 @@
 // Products of groups, as the Python module has them.
-#include "grouped.h"
-
 #include "diptych/grouped.h"
+
+#include "families.h"
 #include "program.h"
 
 namespace diptych::bind {
-
-// What a Program needs to run it again
-template <typename F>
-bool each(GroupedGemmArgs& a, F f) {
-  each(a.a, f), each(a.b, f), f(a.offsets), f(a.d), f(a.c), f(a.bias);
-  return true;
-}
-
-template <typename F>
-bool each(GroupedBiasGradArgs& a, F f) {
-  f(a.dy), f(a.offsets), f(a.out), f(a.workspace);
-  return true;
-}
 
 namespace {
 

@@ -1,7 +1,7 @@
 // Ctrl-C during an op: the main thread asks Python now and then whether a signal's handler has raised.
 #pragma once
 
-#include "cpu/interrupt.h"
+#include "cpu/base/interrupt.h"
 
 namespace diptych::bind {
 

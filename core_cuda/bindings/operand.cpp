@@ -129,7 +129,8 @@ TensorView Call::from_buffer(py::handle pair, const char* arg, bool writable) {
   int overflow = 0;  // an integer of any size may stand there
   const long code = PyLong_AsLongAndOverflow(PyTuple_GET_ITEM(pair.ptr(), 1), &overflow);
   if (code == -1 && PyErr_Occurred()) throw py::error_already_set();
-  if (overflow != 0 || code < 0 || code >= static_cast<long>(DType::count_)) throw py::type_error(who(arg) + ": unknown dtype code");
+  if (overflow != 0 || code < 0 || code >= static_cast<long>(DType::count_))
+    throw py::type_error(who(arg) + ": unknown dtype code");
   if (held_ == kMaxBuffers) throw py::value_error("too many buffers in one call");
   Py_buffer& b = buffers_[held_];
   const int wanted = PyBUF_STRIDES | PyBUF_FORMAT | (writable ? PyBUF_WRITABLE : 0);

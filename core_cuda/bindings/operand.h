@@ -7,7 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "diptych/fused.h"
+#include "diptych/source.h"
 #include "diptych/ops.h"
 #include "dlpack_abi.h"
 

@@ -36,7 +36,8 @@ int64_t bytes_of(const dl::Tensor& t) {
 }  // namespace
 
 void finish(const Status& s, const WarningCollector& warnings) {
-  if (s.code() == Code::interrupted) throw py::error_already_set();  // what a signal's handler raised
+  // What a signal's handler raised comes first: the op may have failed in another thread meanwhile.
+  if (s.code() == Code::interrupted || PyErr_Occurred()) throw py::error_already_set();
   for (const std::string& message : warnings.messages()) {
     const py::object category = py::module_::import("diptych.common.errors").attr("EmulationWarning");
     if (PyErr_WarnEx(category.ptr(), message.c_str(), 1) != 0) throw py::error_already_set();

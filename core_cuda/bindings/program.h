@@ -5,6 +5,7 @@
 #include <memory>
 #include <vector>
 
+#include "diptych/ops.h"
 #include "diptych/warn.h"
 #include "interrupt.h"
 #include "operand.h"
@@ -65,57 +66,26 @@ class Program : public std::enable_shared_from_this<Program> {
   int64_t workspace_bytes_ = 0;
 };
 
-// Calls f with every tensor that an op's arguments hold.
-template <typename F>
-void each(QuantizedView& q, F f) {
-  f(q.data), f(q.scale_inv), f(q.amax);
-}
-template <typename F>
-void each(Source& s, F f) {
-  f(s.gamma), f(s.beta), f(s.mu), f(s.rsigma), f(s.dy), f(s.row_id_map), f(s.row_source);
-}
-template <typename F>
-bool each(AmaxArgs& a, F f) {
-  f(a.x), f(a.out), f(a.columnwise_out), each(a.source, f);
-  return true;
-}
-template <typename F>
-bool each(QuantizeArgs& a, F f) {
-  f(a.x), f(a.amax), f(a.columnwise_amax), f(a.scale), f(a.rng), f(a.column_sum), f(a.workspace);
-  each(a.rowwise, f), each(a.columnwise, f), each(a.source, f);
-  return true;
-}
-template <typename F>
-bool each(ScaleUpdateArgs& a, F f) {
-  f(a.history), f(a.scale), f(a.reduced), f(a.amax), f(a.new_history), f(a.new_scale), f(a.seen), f(a.step);
-  f(a.pending), f(a.log.amaxes), f(a.log.written), f(a.taken), f(a.scale_out);
-  return true;
-}
-template <typename F>
-bool each(DequantizeArgs& a, F f) {
-  each(a.q, f), f(a.out);
-  return true;
-}
-template <typename F>
-bool each(GemmArgs& a, F f) {
-  each(a.a, f), each(a.b, f), f(a.d), f(a.c), f(a.bias), f(a.workspace);
-  return true;
-}
-template <typename Args, typename F>
-bool each(Args&, F) {
-  return false;
-}
+// Whether a Program records an op that takes these arguments, as ops.def says.
+template <typename Args>
+inline constexpr bool kRecordable = false;
+#define OP(name, Args, formats, subject, recordable) \
+  template <>                                        \
+  inline constexpr bool kRecordable<Args> = recordable;
+#include "diptych/ops.def"
 
 template <typename Args>
 void Program::add(Status (*op)(const Args&, const Execution&), Args args, const Call& call) {
-  whole_ = each(args,
-                [&](TensorView& v) {
-                  if (v.given()) v.data = place(v, call);
-                }) &&
-           whole_;
+  if constexpr (!kRecordable<Args>) {
+    whole_ = false;
+    return;
+  }
+  fields(args, [&](TensorView& v) {
+    if (v.given()) v.data = place(v, call);
+  });
   steps_.push_back([op, args](void* const* data, const Execution& exec) {
     Args filled = args;
-    each(filled, [&](TensorView& v) {
+    fields(filled, [&](TensorView& v) {
       if (v.given()) v.data = data[reinterpret_cast<uintptr_t>(v.data) - 1];
     });
     return op(filled, exec);

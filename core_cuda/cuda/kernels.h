@@ -9,25 +9,31 @@
 
 namespace diptych::cuda {
 
-Status amax(const AmaxArgs&, const Execution&);
-Status quantize(const QuantizeArgs&, const Execution&);
+// All but quantize, gemm and grouped_gemm, of which there are several.
+#define OP(name, Args, ...) Status name(const Args&, const Execution&);
+#include "diptych/ops.def"
+
+// Quantize: a kernel each, for the formats that the table names. `prepared` adds what all of them want to have before:
+// column sums, and a whole tensor's amax.
+bool quantize_permuted_rows_fits(const QuantizeArgs&);  // permuted rows, a rowwise copy alone, no blocks that span rows
+Status quantize_permuted_rows(const QuantizeArgs&, const Execution&);
+bool quantize_permuted_both_fits(const QuantizeArgs&);  // both copies of permuted rows in one gather
+Status quantize_permuted_both(const QuantizeArgs&, const Execution&);
+bool quantize_permuted_split_fits(const QuantizeArgs&);  // both copies, by a kernel each
+Status quantize_permuted_split(const QuantizeArgs&, const Execution&);
+Status quantize_mxfp8(const QuantizeArgs&, const Execution&);  // 1x32 with E8M0 scales
+Status quantize_nvfp4(const QuantizeArgs&, const Execution&);  // E2M1 1x16 with E4M3 scales
+bool quantize_stream_fits(const QuantizeArgs&);                // a rowwise copy of x alone
+Status quantize_stream(const QuantizeArgs&, const Execution&);
+Status quantize_tiles(const QuantizeArgs&, const Execution&);  // float32 scales: per-tensor, 1x128, 128x128
+Status prepare_quantize(const QuantizeArgs&, const Execution&);
+template <Status (*encode)(const QuantizeArgs&, const Execution&)>
+Status prepared(const QuantizeArgs& args, const Execution& exec) {
+  DIPTYCH_TRY(prepare_quantize(args, exec));
+  return encode(args, exec);
+}
 bool quantize_stack_fits(const QuantizeArgs&);
 Status quantize_stack(const QuantizeArgs&, const Execution&);
-Status log_amax(const LogAmaxArgs&, const Execution&);
-Status scale_update(const ScaleUpdateArgs&, const Execution&);
-Status dequantize(const DequantizeArgs&, const Execution&);
-Status bias_grad(const BiasGradArgs&, const Execution&);
-Status norm(const NormArgs&, const Execution&);
-Status norm_grad(const NormGradArgs&, const Execution&);
-Status activation(const ActivationArgs&, const Execution&);
-Status activation_grad(const ActivationGradArgs&, const Execution&);
-Status permute_map(const PermuteMapArgs&, const Execution&);
-Status chunk_map(const ChunkMapArgs&, const Execution&);
-Status invert_map(const InvertMapArgs&, const Execution&);
-Status permute(const PermuteArgs&, const Execution&);
-Status permute_columns(const PermuteColumnsArgs&, const Execution&);
-Status unpermute(const UnpermuteArgs&, const Execution&);
-Status unpermute_grad(const UnpermuteGradArgs&, const Execution&);
 
 // Native FP8 tensor cores through cuBLASLt, opened at run time. `fits` says whether the operands suit it and the
 // library has an algorithm for them; where it has none, or cannot be opened, it says why on stderr, once.
@@ -37,14 +43,16 @@ Status gemm_cublaslt(const GemmArgs&, const Execution&);
 // Any pair of formats: decodes to bfloat16 in shared memory and accumulates in float32.
 Status gemm_emulated(const GemmArgs&, const Execution&);
 
+// Rows in slices of the tokens that fill all SMs at one time, where there is much to move.
+bool permute_slices_fits(const PermuteArgs&, int arch);
+Status permute_slices(const PermuteArgs&, const Execution&);
+
 // Products of groups on Hopper's FP8 tensor cores.
 bool grouped_gemm_native_fits(const GroupedGemmArgs&, int arch);
 Status grouped_gemm_native(const GroupedGemmArgs&, const Execution&);
 
 // The same for any pair of formats, as gemm_emulated.
 Status grouped_gemm_emulated(const GroupedGemmArgs&, const Execution&);
-
-Status grouped_bias_grad(const GroupedBiasGradArgs&, const Execution&);
 
 int64_t gemm_workspace_bytes(int64_t m, int64_t n, int64_t k, bool epilogue);
 int64_t bias_grad_workspace_bytes(int64_t m, int64_t n);

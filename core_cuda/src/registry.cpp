@@ -35,6 +35,20 @@ Status call(const void* args, const Execution& exec) {
 }
 
 #ifdef DIPTYCH_WITH_CUDA
+// What the CUDA kernels of quantize know; a new layout needs a kernel, not just a row.
+constexpr FormatSet kTiles = formats_where([](const FormatRow& f) {
+  const bool block = f.block_cols == 128 && (f.block_rows == 1 || f.block_rows == 128);
+  return f.scale == DType::f32 && f.columnwise == ColumnwiseLayout::transposed && (f.per_tensor() || block);
+});
+constexpr FormatSet kPerTensor = kTiles & formats_where([](const FormatRow& f) { return f.per_tensor(); });
+constexpr FormatSet kMxfp8 = formats_where([](const FormatRow& f) {
+  return f.rule == ScaleRule::e8m0_ceil && f.block_rows == 1 && f.block_cols == 32 &&
+         f.columnwise == ColumnwiseLayout::row_major;
+});
+constexpr FormatSet kNvfp4 = kTwoLevel & formats_where([](const FormatRow& f) {
+                               return f.element == DType::e2m1 && f.scale == DType::e4m3 && f.block_rows == 1 &&
+                                      f.block_cols == 16 && f.columnwise == ColumnwiseLayout::transposed;
+                             });
 constexpr FormatSet kCublasLt = formats_where([](const FormatRow& f) { return f.rule == ScaleRule::divide; });
 bool cublaslt_fits(const void* args, int arch) {
   return cuda::gemm_cublaslt_fits(*static_cast<const GemmArgs*>(args), arch);
@@ -42,8 +56,12 @@ bool cublaslt_fits(const void* args, int arch) {
 bool grouped_native_fits(const void* args, int arch) {
   return cuda::grouped_gemm_native_fits(*static_cast<const GroupedGemmArgs*>(args), arch);
 }
-bool quantize_stack_fits(const void* args, int) {
-  return cuda::quantize_stack_fits(*static_cast<const QuantizeArgs*>(args));
+template <bool (*fn)(const QuantizeArgs&)>
+bool quantize_fits(const void* args, int) {
+  return fn(*static_cast<const QuantizeArgs*>(args));
+}
+bool permute_slices_fits(const void* args, int arch) {
+  return cuda::permute_slices_fits(*static_cast<const PermuteArgs*>(args), arch);
 }
 DType rows_dtype(const UnpermuteArgs& a) { return a.x.dtype; }
 DType rows_dtype(const UnpermuteGradArgs& a) { return a.dy.dtype; }
@@ -81,7 +99,13 @@ static const KernelRow kKernels[] = {
     {Op::grouped_bias_grad, Backend::cpu, 0, kAny, Level::native, "cpu.grouped_bias_grad", "", nullptr, call<GroupedBiasGradArgs, cpu::grouped_bias_grad>},
 #ifdef DIPTYCH_WITH_CUDA
     {Op::amax,       Backend::cuda, 80, kAny,      Level::native,   "cuda.amax",       "", nullptr, call<AmaxArgs, cuda::amax>},
-    {Op::quantize,   Backend::cuda, 80, kAny,      Level::native,   "cuda.quantize",   "", nullptr, call<QuantizeArgs, cuda::quantize>},
+    {Op::quantize,   Backend::cuda, 80, kTiles | kMxfp8, Level::native, "cuda.quantize_permuted_rows", "permuted rows, a rowwise copy alone", quantize_fits<cuda::quantize_permuted_rows_fits>, call<QuantizeArgs, cuda::prepared<cuda::quantize_permuted_rows>>},
+    {Op::quantize,   Backend::cuda, 80, kTiles | kMxfp8, Level::native, "cuda.quantize_permuted_both", "both copies of permuted rows of 16 bits an element, in blocks of one row", quantize_fits<cuda::quantize_permuted_both_fits>, call<QuantizeArgs, cuda::prepared<cuda::quantize_permuted_both>>},
+    {Op::quantize,   Backend::cuda, 80, kTiles | kMxfp8, Level::native, "cuda.quantize_permuted_split", "both copies of permuted rows with scales of their own: rows here, columns by the row that fits", quantize_fits<cuda::quantize_permuted_split_fits>, call<QuantizeArgs, cuda::prepared<cuda::quantize_permuted_split>>},
+    {Op::quantize,   Backend::cuda, 80, kMxfp8, Level::native, "cuda.quantize_mxfp8", "", nullptr, call<QuantizeArgs, cuda::prepared<cuda::quantize_mxfp8>>},
+    {Op::quantize,   Backend::cuda, 80, kNvfp4, Level::native, "cuda.quantize_nvfp4", "", nullptr, call<QuantizeArgs, cuda::prepared<cuda::quantize_nvfp4>>},
+    {Op::quantize,   Backend::cuda, 80, kPerTensor, Level::native, "cuda.quantize_stream", "a rowwise copy of plain x", quantize_fits<cuda::quantize_stream_fits>, call<QuantizeArgs, cuda::prepared<cuda::quantize_stream>>},
+    {Op::quantize,   Backend::cuda, 80, kTiles, Level::native, "cuda.quantize_tiles", "", nullptr, call<QuantizeArgs, cuda::prepared<cuda::quantize_tiles>>},
     {Op::log_amax, Backend::cuda, 80, kAny,    Level::native,   "cuda.log_amax", "", nullptr, call<LogAmaxArgs, cuda::log_amax>},
     {Op::scale_update, Backend::cuda, 80, kAny,    Level::native,   "cuda.scale_update", "", nullptr, call<ScaleUpdateArgs, cuda::scale_update>},
     {Op::dequantize, Backend::cuda, 80, kAny,      Level::native,   "cuda.dequantize", "", nullptr, call<DequantizeArgs, cuda::dequantize>},
@@ -95,6 +119,7 @@ static const KernelRow kKernels[] = {
     {Op::permute_map, Backend::cuda, 80, kAny, Level::native, "cuda.permute_map", "", nullptr, call<PermuteMapArgs, cuda::permute_map>},
     {Op::chunk_map, Backend::cuda, 80, kAny, Level::native, "cuda.chunk_map", "", nullptr, call<ChunkMapArgs, cuda::chunk_map>},
     {Op::invert_map, Backend::cuda, 80, kAny, Level::native, "cuda.invert_map", "", nullptr, call<InvertMapArgs, cuda::invert_map>},
+    {Op::permute, Backend::cuda, 90, kAny, Level::native, "cuda.permute_slices", "sm_90, rows of whole 16 bytes, much to move", permute_slices_fits, call<PermuteArgs, cuda::permute_slices>},
     {Op::permute, Backend::cuda, 80, kAny, Level::native, "cuda.permute", "", nullptr, call<PermuteArgs, cuda::permute>},
     {Op::permute_columns, Backend::cuda, 80, kAny, Level::native, "cuda.permute_columns", "", nullptr, call<PermuteColumnsArgs, cuda::permute_columns>},
     {Op::unpermute, Backend::cuda, 80, kAny, Level::native, "cuda.unpermute", "not float64", not_float64<UnpermuteArgs>, call<UnpermuteArgs, cuda::unpermute>},
@@ -102,7 +127,7 @@ static const KernelRow kKernels[] = {
     {Op::grouped_gemm, Backend::cuda, 90, kCublasLt, Level::native, "cuda.grouped_native", "FP8 tensor cores of Hopper; N and K in multiples of 16 (depth: N and rows, groups in multiples of 32, with block scales of 128), operands 16-byte aligned, both per-tensor or both of blocks, at most 512 groups", grouped_native_fits, call<GroupedGemmArgs, cuda::grouped_gemm_native>},
     {Op::grouped_gemm, Backend::cuda, 80, kGemm, Level::emulated, "cuda.grouped_emulated", "decoded to bfloat16, float32 accumulation; any extents and groups", nullptr, call<GroupedGemmArgs, cuda::grouped_gemm_emulated>},
     {Op::grouped_bias_grad, Backend::cuda, 80, kAny, Level::native, "cuda.grouped_bias_grad", "", nullptr, call<GroupedBiasGradArgs, cuda::grouped_bias_grad>},
-    {Op::quantize_stack, Backend::cuda, 80, kCublasLt, Level::native, "cuda.quantize_stack", "tensors that are not empty; what it does not take goes through quantize one by one", quantize_stack_fits, call<QuantizeArgs, cuda::quantize_stack>},
+    {Op::quantize_stack, Backend::cuda, 80, kCublasLt, Level::native, "cuda.quantize_stack", "tensors that are not empty; what it does not take goes through quantize one by one", quantize_fits<cuda::quantize_stack_fits>, call<QuantizeArgs, cuda::quantize_stack>},
 #endif
 };
 // clang-format on
@@ -114,12 +139,10 @@ std::array<std::atomic<uint64_t>, kKernelCount> calls;
 std::array<std::atomic<FormatSet>, kKernelCount> warned;  // formats whose emulation was reported
 
 const char* name(Op op) {
-  constexpr const char* names[] = {"amax",          "quantize",       "log_amax",        "scale_update",
-                                   "dequantize",    "gemm",           "bias_grad",       "norm",
-                                   "norm_grad",     "activation",     "activation_grad", "permute_map",
-                                   "chunk_map",     "invert_map",     "permute",         "permute_columns",
-                                   "unpermute",     "unpermute_grad", "grouped_gemm",    "grouped_bias_grad",
-                                   "quantize_stack"};
+  constexpr const char* names[] = {
+#define OP(name, ...) #name,
+#include "diptych/ops.def"
+      "quantize_stack"};
   return names[static_cast<int>(op)];
 }
 
@@ -193,7 +216,7 @@ std::vector<RowInfo> registry_table() {
   for (int i = 0; i < kKernelCount; ++i) {
     const KernelRow& r = kKernels[i];
     out.push_back({name(r.op), name(r.backend), r.level == Level::native ? "native" : "emulated", r.kernel, r.note,
-                   r.min_arch, names(r.formats), calls[i].load(std::memory_order_relaxed)});
+                   r.fits != nullptr, r.min_arch, names(r.formats), calls[i].load(std::memory_order_relaxed)});
   }
   return out;
 }

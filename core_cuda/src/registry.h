@@ -11,27 +11,9 @@
 namespace diptych {
 
 enum class Op : int32_t {
-  amax,
-  quantize,
-  log_amax,
-  scale_update,
-  dequantize,
-  gemm,
-  bias_grad,
-  norm,
-  norm_grad,
-  activation,
-  activation_grad,
-  permute_map,
-  chunk_map,
-  invert_map,
-  permute,
-  permute_columns,
-  unpermute,
-  unpermute_grad,
-  grouped_gemm,
-  grouped_bias_grad,
-  quantize_stack
+#define OP(name, ...) name,
+#include "diptych/ops.def"
+  quantize_stack  // quantize of a stack by one kernel: not an op of its own
 };
 enum class Level : int32_t { native, emulated };
 
@@ -54,6 +36,7 @@ struct KernelRow {
 // One line of the table as `doctor` and tests read it.
 struct RowInfo {
   std::string op, backend, level, kernel, note;
+  bool conditional;  // on more than device and formats
   int min_arch;
   std::vector<std::string> formats;
   uint64_t calls;

@@ -5,7 +5,7 @@
 #include <optional>
 #include <string>
 
-#include "check_parts.h"
+#include "contracts/parts.h"
 #include "registry.h"
 
 namespace diptych {

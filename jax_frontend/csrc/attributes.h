@@ -5,268 +5,212 @@
 #include <cstdint>
 
 #include "diptych/grouped.h"
-#include "diptych/moe.h"
 #include "diptych/ops.h"
+#include "diptych/permute.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace diptych::xla_ffi {
 
+// Each struct's fields are listed once, by a macro that declares them and tells XLA their names and types.
+#define DIPTYCH_FIELD(type, name) type name;
+#define DIPTYCH_MEMBER(type, name) , StructMember<type>(#name)
+#define DIPTYCH_COMMON_FIELDS(F) F(int32_t, version) F(int32_t, batch_rank) F(int64_t, axes)
+#define DIPTYCH_NO_FIELDS(F)
+#define DIPTYCH_DECODED(Attributes, FIELDS)                                                             \
+  XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(diptych::xla_ffi::Attributes, StructMember<int32_t>("version"), \
+                                        StructMember<int32_t>("batch_rank"),                            \
+                                        StructMember<int64_t>("axes") FIELDS(DIPTYCH_MEMBER))
+
 inline constexpr int32_t kAttributesVersion = 5;
 
+#define DIPTYCH_AMAX_FIELDS(F) \
+  F(int32_t, flags) F(int32_t, columnwise) F(int32_t, source) F(int32_t, kind) F(int32_t, option) F(int32_t, has_beta)
 // `batch_rank` axes of vmap lie in front of every result, the outermost first. `axes` holds 8 bits per operand, in
 // operand order: bit 0 says that the operand has the innermost axis, bit 1 the next one. It has those axes in front.
 // Results past `batched_results()` are workspaces, which all batch elements share. `source`, `kind`, `option`: what is
 // encoded instead of x: SourceKind, Norm or Activation, zero_centered_gamma or gated; of permuted rows the first alone.
 struct AmaxAttributes {
-  int32_t version, batch_rank;
-  int64_t axes;
-  int32_t flags, columnwise, source, kind, option, has_beta;
+  DIPTYCH_COMMON_FIELDS(DIPTYCH_FIELD)
+  DIPTYCH_AMAX_FIELDS(DIPTYCH_FIELD)
   int batched_results() const { return 2; }
 };
 
+#define DIPTYCH_QUANTIZE_FIELDS(F)                                                                            \
+  F(int32_t, format)                                                                                          \
+  F(int32_t, flags) F(float, eps) F(int32_t, amax_mode) F(int32_t, has_amax) F(int32_t, has_columnwise_amax)  \
+      F(int32_t, has_scale) F(int32_t, has_rng) F(int32_t, rowwise) F(int32_t, columnwise) F(int32_t, source) \
+          F(int32_t, kind) F(int32_t, option) F(int32_t, has_beta) F(int32_t, column_sum)
 // `has_amax`, `has_columnwise_amax`: the tensor is there, as an operand where `amax_mode` is given, else as a result.
 struct QuantizeAttributes {
-  int32_t version, batch_rank;
-  int64_t axes;
-  int32_t format, flags;
-  float eps;
-  int32_t amax_mode, has_amax, has_columnwise_amax, has_scale, has_rng, rowwise, columnwise;
-  int32_t source, kind, option, has_beta, column_sum;
+  DIPTYCH_COMMON_FIELDS(DIPTYCH_FIELD)
+  DIPTYCH_QUANTIZE_FIELDS(DIPTYCH_FIELD)
   int batched_results() const {
     const bool given = amax_mode == static_cast<int32_t>(AmaxMode::given);
     return 2 * (rowwise + columnwise) + (given ? 0 : has_amax + has_columnwise_amax) + column_sum;
   }
 };
 
+#define DIPTYCH_SCALE_UPDATE_FIELDS(F) \
+  F(int32_t, has_reduced) F(int32_t, has_amax) F(float, fp8_max) F(int32_t, margin) F(int32_t, most_recent)
 struct ScaleUpdateAttributes {
-  int32_t version, batch_rank;
-  int64_t axes;
-  int32_t has_reduced, has_amax;
-  float fp8_max;
-  int32_t margin, most_recent;
+  DIPTYCH_COMMON_FIELDS(DIPTYCH_FIELD)
+  DIPTYCH_SCALE_UPDATE_FIELDS(DIPTYCH_FIELD)
   int batched_results() const { return 2; }
 };
 
+#define DIPTYCH_DEQUANTIZE_FIELDS(F) F(int32_t, format) F(int32_t, columnwise) F(int32_t, has_amax)
 struct DequantizeAttributes {
-  int32_t version, batch_rank;
-  int64_t axes;
-  int32_t format, columnwise, has_amax;
+  DIPTYCH_COMMON_FIELDS(DIPTYCH_FIELD)
+  DIPTYCH_DEQUANTIZE_FIELDS(DIPTYCH_FIELD)
   int batched_results() const { return 1; }
 };
 
+#define DIPTYCH_GEMM_FIELDS(F)                                                                                         \
+  F(int32_t, a_format)                                                                                                 \
+  F(int32_t, a_columnwise) F(int32_t, a_has_amax) F(int32_t, b_format) F(int32_t, b_columnwise) F(int32_t, b_has_amax) \
+      F(int32_t, has_bias) F(int32_t, has_c) F(float, alpha) F(float, beta) F(int32_t, fast_accum)
 struct GemmAttributes {
-  int32_t version, batch_rank;
-  int64_t axes;
-  int32_t a_format, a_columnwise, a_has_amax, b_format, b_columnwise, b_has_amax, has_bias, has_c;
-  float alpha, beta;
-  int32_t fast_accum;
+  DIPTYCH_COMMON_FIELDS(DIPTYCH_FIELD)
+  DIPTYCH_GEMM_FIELDS(DIPTYCH_FIELD)
   int batched_results() const { return 1; }
 };
 
 struct BiasGradAttributes {
-  int32_t version, batch_rank;
-  int64_t axes;
+  DIPTYCH_COMMON_FIELDS(DIPTYCH_FIELD)
   int batched_results() const { return 1; }
 };
 
+#define DIPTYCH_NORM_FIELDS(F) \
+  F(int32_t, kind) F(float, eps) F(int32_t, zero_centered_gamma) F(int32_t, has_y) F(int32_t, has_beta)
 struct NormAttributes {
-  int32_t version, batch_rank;
-  int64_t axes;
-  int32_t kind;
-  float eps;
-  int32_t zero_centered_gamma, has_y, has_beta;
+  DIPTYCH_COMMON_FIELDS(DIPTYCH_FIELD)
+  DIPTYCH_NORM_FIELDS(DIPTYCH_FIELD)
   int batched_results() const { return 3; }
 };
 
+#define DIPTYCH_NORM_GRAD_FIELDS(F) F(int32_t, kind) F(int32_t, zero_centered_gamma) F(int32_t, has_dbeta)
 struct NormGradAttributes {
-  int32_t version, batch_rank;
-  int64_t axes;
-  int32_t kind, zero_centered_gamma, has_dbeta;
+  DIPTYCH_COMMON_FIELDS(DIPTYCH_FIELD)
+  DIPTYCH_NORM_GRAD_FIELDS(DIPTYCH_FIELD)
   int batched_results() const { return 2 + has_dbeta; }
 };
 
+#define DIPTYCH_ACTIVATION_FIELDS(F) F(int32_t, kind) F(int32_t, gated)
 struct ActivationAttributes {
-  int32_t version, batch_rank;
-  int64_t axes;
-  int32_t kind, gated;
+  DIPTYCH_COMMON_FIELDS(DIPTYCH_FIELD)
+  DIPTYCH_ACTIVATION_FIELDS(DIPTYCH_FIELD)
   int batched_results() const { return 1; }
 };
 
+#define DIPTYCH_ACTIVATION_GRAD_FIELDS(F) F(int32_t, kind) F(int32_t, gated)
 struct ActivationGradAttributes {
-  int32_t version, batch_rank;
-  int64_t axes;
-  int32_t kind, gated;
+  DIPTYCH_COMMON_FIELDS(DIPTYCH_FIELD)
+  DIPTYCH_ACTIVATION_GRAD_FIELDS(DIPTYCH_FIELD)
   int batched_results() const { return 1; }
 };
 
+#define DIPTYCH_PERMUTE_MAP_FIELDS(F) F(int32_t, kind) F(int32_t, align)
 // `kind`: RoutingMap.
 struct PermuteMapAttributes {
-  int32_t version, batch_rank;
-  int64_t axes;
-  int32_t kind, align;
+  DIPTYCH_COMMON_FIELDS(DIPTYCH_FIELD)
+  DIPTYCH_PERMUTE_MAP_FIELDS(DIPTYCH_FIELD)
   int batched_results() const { return 4; }
 };
 
 struct ChunkMapAttributes {
-  int32_t version, batch_rank;
-  int64_t axes;
+  DIPTYCH_COMMON_FIELDS(DIPTYCH_FIELD)
   int batched_results() const { return 2; }
 };
 
 struct InvertMapAttributes {
-  int32_t version, batch_rank;
-  int64_t axes;
+  DIPTYCH_COMMON_FIELDS(DIPTYCH_FIELD)
   int batched_results() const { return 2; }
 };
 
+#define DIPTYCH_PERMUTE_FIELDS(F)                                                               \
+  F(int32_t, planes)                                                                            \
+  F(int32_t, fill0) F(int32_t, fill1) F(int32_t, fill2) F(int32_t, fill3) F(int32_t, has_probs) \
+      F(int32_t, zero_prob_is_padding)
 // `fill0`...: what absent rows of each plane hold.
 struct PermuteAttributes {
-  int32_t version, batch_rank;
-  int64_t axes;
-  int32_t planes, fill0, fill1, fill2, fill3, has_probs, zero_prob_is_padding;
+  DIPTYCH_COMMON_FIELDS(DIPTYCH_FIELD)
+  DIPTYCH_PERMUTE_FIELDS(DIPTYCH_FIELD)
   int batched_results() const { return planes + has_probs; }
 };
 
+#define DIPTYCH_PERMUTE_COLUMNS_FIELDS(F) F(int32_t, slots)
 struct PermuteColumnsAttributes {
-  int32_t version, batch_rank;
-  int64_t axes;
-  int32_t slots;
+  DIPTYCH_COMMON_FIELDS(DIPTYCH_FIELD)
+  DIPTYCH_PERMUTE_COLUMNS_FIELDS(DIPTYCH_FIELD)
   int batched_results() const { return 1; }
 };
 
+#define DIPTYCH_UNPERMUTE_FIELDS(F) F(int32_t, has_probs) F(int32_t, has_permuted_dprobs)
 struct UnpermuteAttributes {
-  int32_t version, batch_rank;
-  int64_t axes;
-  int32_t has_probs, has_permuted_dprobs;
+  DIPTYCH_COMMON_FIELDS(DIPTYCH_FIELD)
+  DIPTYCH_UNPERMUTE_FIELDS(DIPTYCH_FIELD)
   int batched_results() const { return 1 + has_permuted_dprobs; }
 };
 
+#define DIPTYCH_UNPERMUTE_GRAD_FIELDS(F) F(int32_t, has_dprobs)
 struct UnpermuteGradAttributes {
-  int32_t version, batch_rank;
-  int64_t axes;
-  int32_t has_dprobs;
+  DIPTYCH_COMMON_FIELDS(DIPTYCH_FIELD)
+  DIPTYCH_UNPERMUTE_GRAD_FIELDS(DIPTYCH_FIELD)
   int batched_results() const { return 1 + has_dprobs; }
 };
 
+#define DIPTYCH_QUANTIZE_STACK_FIELDS(F)                                                                     \
+  F(int32_t, format)                                                                                         \
+  F(int32_t, flags) F(float, eps) F(int32_t, amax_mode) F(int32_t, has_amax) F(int32_t, has_columnwise_amax) \
+      F(int32_t, has_scale) F(int32_t, has_rng) F(int32_t, rowwise) F(int32_t, columnwise)
 // Of ops on stacks, whose buffers keep their first extent apart.
 struct QuantizeStackAttributes {
   static constexpr int kRank = 3;
-  int32_t version, batch_rank;
-  int64_t axes;
-  int32_t format, flags;
-  float eps;
-  int32_t amax_mode, has_amax, has_columnwise_amax, has_scale, has_rng, rowwise, columnwise;
+  DIPTYCH_COMMON_FIELDS(DIPTYCH_FIELD)
+  DIPTYCH_QUANTIZE_STACK_FIELDS(DIPTYCH_FIELD)
   int batched_results() const {
     const bool given = amax_mode == static_cast<int32_t>(AmaxMode::given);
     return 2 * (rowwise + columnwise) + (given ? 0 : has_amax + has_columnwise_amax);
   }
 };
 
+#define DIPTYCH_GROUPED_GEMM_FIELDS(F)                                                                                 \
+  F(int32_t, a_format)                                                                                                 \
+  F(int32_t, a_columnwise) F(int32_t, a_has_amax) F(int32_t, b_format) F(int32_t, b_columnwise) F(int32_t, b_has_amax) \
+      F(int32_t, has_bias) F(int32_t, has_c) F(int32_t, kind) F(int32_t, align) F(int32_t, rotated) F(float, alpha)    \
+          F(int32_t, fast_accum)
 // `kind`: GroupKind. `has_c`: the product is added to it.
 struct GroupedGemmAttributes {
   static constexpr int kRank = 3;
-  int32_t version, batch_rank;
-  int64_t axes;
-  int32_t a_format, a_columnwise, a_has_amax, b_format, b_columnwise, b_has_amax, has_bias, has_c, kind, align, rotated;
-  float alpha;
-  int32_t fast_accum;
+  DIPTYCH_COMMON_FIELDS(DIPTYCH_FIELD)
+  DIPTYCH_GROUPED_GEMM_FIELDS(DIPTYCH_FIELD)
   int batched_results() const { return 1; }
 };
 
 struct GroupedBiasGradAttributes {
-  int32_t version, batch_rank;
-  int64_t axes;
+  DIPTYCH_COMMON_FIELDS(DIPTYCH_FIELD)
   int batched_results() const { return 1; }
 };
 
 }  // namespace diptych::xla_ffi
 
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(diptych::xla_ffi::AmaxAttributes, StructMember<int32_t>("version"),
-                                      StructMember<int32_t>("batch_rank"), StructMember<int64_t>("axes"),
-                                      StructMember<int32_t>("flags"), StructMember<int32_t>("columnwise"),
-                                      StructMember<int32_t>("source"), StructMember<int32_t>("kind"),
-                                      StructMember<int32_t>("option"), StructMember<int32_t>("has_beta"));
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(diptych::xla_ffi::QuantizeAttributes, StructMember<int32_t>("version"),
-                                      StructMember<int32_t>("batch_rank"), StructMember<int64_t>("axes"),
-                                      StructMember<int32_t>("format"), StructMember<int32_t>("flags"),
-                                      StructMember<float>("eps"), StructMember<int32_t>("amax_mode"),
-                                      StructMember<int32_t>("has_amax"), StructMember<int32_t>("has_columnwise_amax"),
-                                      StructMember<int32_t>("has_scale"), StructMember<int32_t>("has_rng"),
-                                      StructMember<int32_t>("rowwise"), StructMember<int32_t>("columnwise"),
-                                      StructMember<int32_t>("source"), StructMember<int32_t>("kind"),
-                                      StructMember<int32_t>("option"), StructMember<int32_t>("has_beta"),
-                                      StructMember<int32_t>("column_sum"));
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(diptych::xla_ffi::ScaleUpdateAttributes, StructMember<int32_t>("version"),
-                                      StructMember<int32_t>("batch_rank"), StructMember<int64_t>("axes"),
-                                      StructMember<int32_t>("has_reduced"), StructMember<int32_t>("has_amax"),
-                                      StructMember<float>("fp8_max"), StructMember<int32_t>("margin"),
-                                      StructMember<int32_t>("most_recent"));
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(diptych::xla_ffi::DequantizeAttributes, StructMember<int32_t>("version"),
-                                      StructMember<int32_t>("batch_rank"), StructMember<int64_t>("axes"),
-                                      StructMember<int32_t>("format"), StructMember<int32_t>("columnwise"),
-                                      StructMember<int32_t>("has_amax"));
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(diptych::xla_ffi::GemmAttributes, StructMember<int32_t>("version"),
-                                      StructMember<int32_t>("batch_rank"), StructMember<int64_t>("axes"),
-                                      StructMember<int32_t>("a_format"), StructMember<int32_t>("a_columnwise"),
-                                      StructMember<int32_t>("a_has_amax"), StructMember<int32_t>("b_format"),
-                                      StructMember<int32_t>("b_columnwise"), StructMember<int32_t>("b_has_amax"),
-                                      StructMember<int32_t>("has_bias"), StructMember<int32_t>("has_c"),
-                                      StructMember<float>("alpha"), StructMember<float>("beta"),
-                                      StructMember<int32_t>("fast_accum"));
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(diptych::xla_ffi::BiasGradAttributes, StructMember<int32_t>("version"),
-                                      StructMember<int32_t>("batch_rank"), StructMember<int64_t>("axes"));
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(diptych::xla_ffi::NormAttributes, StructMember<int32_t>("version"),
-                                      StructMember<int32_t>("batch_rank"), StructMember<int64_t>("axes"),
-                                      StructMember<int32_t>("kind"), StructMember<float>("eps"),
-                                      StructMember<int32_t>("zero_centered_gamma"), StructMember<int32_t>("has_y"),
-                                      StructMember<int32_t>("has_beta"));
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(diptych::xla_ffi::NormGradAttributes, StructMember<int32_t>("version"),
-                                      StructMember<int32_t>("batch_rank"), StructMember<int64_t>("axes"),
-                                      StructMember<int32_t>("kind"), StructMember<int32_t>("zero_centered_gamma"),
-                                      StructMember<int32_t>("has_dbeta"));
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(diptych::xla_ffi::ActivationAttributes, StructMember<int32_t>("version"),
-                                      StructMember<int32_t>("batch_rank"), StructMember<int64_t>("axes"),
-                                      StructMember<int32_t>("kind"), StructMember<int32_t>("gated"));
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(diptych::xla_ffi::ActivationGradAttributes, StructMember<int32_t>("version"),
-                                      StructMember<int32_t>("batch_rank"), StructMember<int64_t>("axes"),
-                                      StructMember<int32_t>("kind"), StructMember<int32_t>("gated"));
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(diptych::xla_ffi::PermuteMapAttributes, StructMember<int32_t>("version"),
-                                      StructMember<int32_t>("batch_rank"), StructMember<int64_t>("axes"),
-                                      StructMember<int32_t>("kind"), StructMember<int32_t>("align"));
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(diptych::xla_ffi::ChunkMapAttributes, StructMember<int32_t>("version"),
-                                      StructMember<int32_t>("batch_rank"), StructMember<int64_t>("axes"));
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(diptych::xla_ffi::InvertMapAttributes, StructMember<int32_t>("version"),
-                                      StructMember<int32_t>("batch_rank"), StructMember<int64_t>("axes"));
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(diptych::xla_ffi::PermuteAttributes, StructMember<int32_t>("version"),
-                                      StructMember<int32_t>("batch_rank"), StructMember<int64_t>("axes"),
-                                      StructMember<int32_t>("planes"), StructMember<int32_t>("fill0"),
-                                      StructMember<int32_t>("fill1"), StructMember<int32_t>("fill2"),
-                                      StructMember<int32_t>("fill3"), StructMember<int32_t>("has_probs"),
-                                      StructMember<int32_t>("zero_prob_is_padding"));
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(diptych::xla_ffi::PermuteColumnsAttributes, StructMember<int32_t>("version"),
-                                      StructMember<int32_t>("batch_rank"), StructMember<int64_t>("axes"),
-                                      StructMember<int32_t>("slots"));
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(diptych::xla_ffi::UnpermuteAttributes, StructMember<int32_t>("version"),
-                                      StructMember<int32_t>("batch_rank"), StructMember<int64_t>("axes"),
-                                      StructMember<int32_t>("has_probs"), StructMember<int32_t>("has_permuted_dprobs"));
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(diptych::xla_ffi::UnpermuteGradAttributes, StructMember<int32_t>("version"),
-                                      StructMember<int32_t>("batch_rank"), StructMember<int64_t>("axes"),
-                                      StructMember<int32_t>("has_dprobs"));
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(diptych::xla_ffi::QuantizeStackAttributes, StructMember<int32_t>("version"),
-                                      StructMember<int32_t>("batch_rank"), StructMember<int64_t>("axes"),
-                                      StructMember<int32_t>("format"), StructMember<int32_t>("flags"),
-                                      StructMember<float>("eps"), StructMember<int32_t>("amax_mode"),
-                                      StructMember<int32_t>("has_amax"), StructMember<int32_t>("has_columnwise_amax"),
-                                      StructMember<int32_t>("has_scale"), StructMember<int32_t>("has_rng"),
-                                      StructMember<int32_t>("rowwise"), StructMember<int32_t>("columnwise"));
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(diptych::xla_ffi::GroupedGemmAttributes, StructMember<int32_t>("version"),
-                                      StructMember<int32_t>("batch_rank"), StructMember<int64_t>("axes"),
-                                      StructMember<int32_t>("a_format"), StructMember<int32_t>("a_columnwise"),
-                                      StructMember<int32_t>("a_has_amax"), StructMember<int32_t>("b_format"),
-                                      StructMember<int32_t>("b_columnwise"), StructMember<int32_t>("b_has_amax"),
-                                      StructMember<int32_t>("has_bias"), StructMember<int32_t>("has_c"),
-                                      StructMember<int32_t>("kind"), StructMember<int32_t>("align"),
-                                      StructMember<int32_t>("rotated"), StructMember<float>("alpha"),
-                                      StructMember<int32_t>("fast_accum"));
-XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(diptych::xla_ffi::GroupedBiasGradAttributes, StructMember<int32_t>("version"),
-                                      StructMember<int32_t>("batch_rank"), StructMember<int64_t>("axes"));
+DIPTYCH_DECODED(AmaxAttributes, DIPTYCH_AMAX_FIELDS);
+DIPTYCH_DECODED(QuantizeAttributes, DIPTYCH_QUANTIZE_FIELDS);
+DIPTYCH_DECODED(ScaleUpdateAttributes, DIPTYCH_SCALE_UPDATE_FIELDS);
+DIPTYCH_DECODED(DequantizeAttributes, DIPTYCH_DEQUANTIZE_FIELDS);
+DIPTYCH_DECODED(GemmAttributes, DIPTYCH_GEMM_FIELDS);
+DIPTYCH_DECODED(BiasGradAttributes, DIPTYCH_NO_FIELDS);
+DIPTYCH_DECODED(NormAttributes, DIPTYCH_NORM_FIELDS);
+DIPTYCH_DECODED(NormGradAttributes, DIPTYCH_NORM_GRAD_FIELDS);
+DIPTYCH_DECODED(ActivationAttributes, DIPTYCH_ACTIVATION_FIELDS);
+DIPTYCH_DECODED(ActivationGradAttributes, DIPTYCH_ACTIVATION_GRAD_FIELDS);
+DIPTYCH_DECODED(PermuteMapAttributes, DIPTYCH_PERMUTE_MAP_FIELDS);
+DIPTYCH_DECODED(ChunkMapAttributes, DIPTYCH_NO_FIELDS);
+DIPTYCH_DECODED(InvertMapAttributes, DIPTYCH_NO_FIELDS);
+DIPTYCH_DECODED(PermuteAttributes, DIPTYCH_PERMUTE_FIELDS);
+DIPTYCH_DECODED(PermuteColumnsAttributes, DIPTYCH_PERMUTE_COLUMNS_FIELDS);
+DIPTYCH_DECODED(UnpermuteAttributes, DIPTYCH_UNPERMUTE_FIELDS);
+DIPTYCH_DECODED(UnpermuteGradAttributes, DIPTYCH_UNPERMUTE_GRAD_FIELDS);
+DIPTYCH_DECODED(QuantizeStackAttributes, DIPTYCH_QUANTIZE_STACK_FIELDS);
+DIPTYCH_DECODED(GroupedGemmAttributes, DIPTYCH_GROUPED_GEMM_FIELDS);
+DIPTYCH_DECODED(GroupedBiasGradAttributes, DIPTYCH_NO_FIELDS);

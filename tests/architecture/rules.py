@@ -23,8 +23,11 @@ ARROWS = {
     "torch": {"common", "core"},
     "jax": {"common", "core"},
 }
-# A panel's adapter registers with the lab; nothing else in a panel knows it.
-ADAPTERS = {"lab.py", "gpt.py"}
+# A panel's rooms: a file imports from its own room and from those before it. The lab's adapter alone knows the lab.
+ROOMS = {
+    "torch": ("primitives", "tensors", "graph", "functional", "state", "layers", "modules", "lab"),
+    "jax": ("primitives", "tensors", "functional", "state", "layers", "lab"),
+}
 # What each package may import from outside, beyond the standard library.
 THIRD_PARTY = {
     "common": set(),
@@ -33,48 +36,30 @@ THIRD_PARTY = {
     "torch": {"torch", "numpy", "ml_dtypes"},
     "jax": {"jax", "jaxlib", "numpy", "ml_dtypes", "optax"},
 }
-# Only one framework has it; the reason stands beside.
+# The same of common's rooms, which import from its single files too.
+COMMON_ROOMS = {
+    "ops": {"errors", "formats", "quantizers", "value"},
+    "layers": {"arguments", "errors", "formats", "quantizers", "recipes", "value", "ops"},
+}
+# Rooms and files that only one framework has; the reason stands beside.
+UNPAIRED_ROOMS = {
+    "graph": "torch.compile traces layers and verbs as nodes; JAX traces them as they stand",
+    "modules": "torch's modules hold parameters and buffers; JAX's layers are functions of them",
+}
 UNPAIRED = {
     "torch": {
-        "checkpoint.py": "saves states and random numbers for a recomputation; JAX's remat replays pure functions",
-        "convert.py": "swaps modules in place; JAX injects a dot_general (injection.py)",
-        "module.py": "modules with buffers; JAX's layers are functions",
-        "autocast.py": "a dynamically scoped recipe, which a jit cache would make stale",
-        "custom_op.py": "ops of graphs from dataclasses; JAX traces the layers' functions as they stand",
-        "flops.py": "counts our ops for torch's FLOP counter; XLA's cost analysis asks the compiled program",
-        "weight_gradients.py": "gradients that go elsewhere in backward; JAX returns them (weights.py's Pullback)",
-        "experts.py": "layers of other libraries that convert.py takes",
-        "fx.py": "modules as nodes of torch.fx's graphs; JAX has one way to trace",
-        "op_fields.py": "how custom_op.py takes arguments apart",
-        "replay.py": "repeats the nodes' ops of custom_op.py",
-        "tracing.py": "makes what a graph reads before it is traced and before it runs; JAX's states are arguments",
-        "eager_only.py": "parts of compiled code that run eagerly; jit has none",
-        "delayed.py": "delayed scaling's update inside of graphs; JAX's state is a value",
-        "stateful.py": "what modules keep as buffers; JAX's states are arguments",
-        "check_states.py": "looks through a model's buffers; JAX's states are values to look at",
-        "prepare.py": "makes a model's states at once; JAX's init_state makes them as values",
-        "late.py": "states that a module makes late; JAX's are arguments",
-        "graphs.py": "CUDA graphs of modules; XLA captures them itself",
-        "held.py": "weights that optimizers change in place; JAX's parameters are values",
-        "held_state.py": "state dicts of modules; JAX's parameters are pytrees of arrays",
-        "model_init.py": "a region for modules' constructors; JAX quantizes a tree of parameters (weights.py)",
-        "quantized_ops.py": "torch's operators on a tensor subclass; JAX's arrays are pytrees",
-        "operands.py": "operands as the tensors that autograd saves; JAX saves pytrees as they are",
-        "proto.py": "tensors without data; JAX has ShapeDtypeStruct",
-        "layer.py": "the linear layer as an op; JAX's is linear.py itself",
-        "layer_node.py": "linear layers inside of a graph's node; JAX has no nodes of its own",
-        "grouped_layer.py": "the grouped layer as an op; JAX's is grouped_linear.py itself",
-        "te.py": "TransformerEngine's functions and state dicts of torch modules",
-        "te_arguments.py": "arguments of TransformerEngine's torch modules; JAX's layers are functions",
-        "te_states.py": "reads the states of TransformerEngine's torch modules",
-        "opaque.py": "recipes as torch.compile constants; JAX takes any hashable as a static argument",
+        "primitives/constants.py": "recipes as constants of torch.compile; JAX takes any hashable as a static argument",
+        "tensors/quantized_ops.py": "torch's operators on a tensor subclass; JAX's arrays are pytrees",
+        "state/autocast.py": "a dynamically scoped recipe, which a jit cache would make stale",
+        "state/checkpoint.py": "keeps states and random numbers to recompute with; JAX's remat repeats pure functions",
+        "layers/node.py": "linear layers inside of a graph's node; JAX has no nodes of its own",
     },
     "jax": {
-        "amax_check.py": "tells averaged states, which travel as gradients; torch mutates buffers",
-        "ffi.py": "XLA calls the core through a handler library; torch calls the bindings",
-        "injection.py": "a dot_general for unmodified models; torch swaps modules (convert.py)",
-        "residuals.py": "what custom_vjp rules save; torch's autograd functions keep it themselves",
-        "transport.py": "ways to carry state out of a gradient; torch mutates buffers",
+        "primitives/ffi.py": "XLA calls the core through a handler library; torch calls the bindings",
+        "state/amax_check.py": "recognizes averaged states, which travel as gradients; torch mutates buffers",
+        "state/carry.py": "ways to carry state out of a gradient; torch mutates buffers",
+        "layers/calibrate.py": "layers in high precision that record amaxes; torch's modules do it where they run",
+        "layers/inject.py": "a dot_general for unmodified models; torch swaps modules (modules/convert.py)",
     },
 }
 # C++: which folders a folder's files may include from, besides their own.
@@ -118,13 +103,14 @@ def python_arrows(root: Path) -> list[str]:
     """Imports that go against the arrows."""
     broken = []
     for package, folder in PACKAGES.items():
-        for path in sorted((root / folder).glob("*.py")):
+        for path in sorted((root / folder).rglob("*.py")):
+            file = path.relative_to(root / folder)
             for name in _imports(path):
                 parts = name.split(".")
-                where = f"{folder}/{path.name} imports {name}"
+                where = f"{folder}/{file} imports {name}"
                 if parts[0] == "diptych":
                     target = parts[1] if len(parts) > 1 else ""
-                    adapter = target == "lab" and package in ("torch", "jax") and path.name in ADAPTERS
+                    adapter = target == "lab" and package in ROOMS and file.parts[0] == "lab"
                     if target != package and target not in ARROWS[package] and not adapter:
                         broken.append(where)
                 elif parts[0] not in sys.stdlib_module_names and parts[0] not in THIRD_PARTY[package]:
@@ -190,14 +176,93 @@ def kernels_named_once(root: Path) -> list[str]:
     return broken
 
 
+def _panel_files(root: Path, panel: str) -> set[str]:
+    folder = root / PACKAGES[panel]
+    return {p.relative_to(folder).as_posix() for p in folder.rglob("*.py")}
+
+
 def mirrored(root: Path) -> list[str]:
     """Files that one panel has and the other does not, beyond the listed exceptions."""
-    files = {p: {f.name for f in (root / PACKAGES[p]).glob("*.py")} for p in ("torch", "jax")}
+    files = {panel: _panel_files(root, panel) for panel in ROOMS}
     broken = []
     for one, other in (("torch", "jax"), ("jax", "torch")):
-        alone = files[one] - files[other] - set(UNPAIRED[one])
-        broken += [f"{PACKAGES[one]}/{name} has no twin in {PACKAGES[other]}" for name in sorted(alone)]
+        alone = {f for f in files[one] - files[other] if f.split("/")[0] not in UNPAIRED_ROOMS}
+        broken += [f"{PACKAGES[one]}/{f} has no twin in {PACKAGES[other]}" for f in sorted(alone - set(UNPAIRED[one]))]
+        broken += [f"{f} is listed as an exception of {one} and is none" for f in sorted(set(UNPAIRED[one]) - alone)]
     return broken
 
 
-ALL = (python_arrows, namespace, cpp_arrows, file_sizes, format_names, kernels_named_once, mirrored)
+def _panel_imports(root: Path, panel: str) -> dict[str, set[str]]:
+    """Which files of a panel each file imports, by module names below the panel: {"layers.linear": {...}}."""
+    folder, prefix = root / PACKAGES[panel], f"diptych.{panel}"
+    edges: dict[str, set[str]] = {}
+    for path in sorted(folder.rglob("*.py")):
+        found = edges.setdefault(".".join(path.relative_to(folder).with_suffix("").parts), set())
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ImportFrom) or not f"{node.module}.".startswith(prefix + "."):
+                continue
+            inside = (node.module or "")[len(prefix) + 1 :]
+            one_file = (folder / inside.replace(".", "/")).with_suffix(".py").exists() and inside
+            found |= {inside} if one_file else {f"{inside}.{a.name}".lstrip(".") for a in node.names}
+    return edges
+
+
+def room_arrows(root: Path) -> list[str]:
+    """Imports inside of a panel that go to a later room or through the panel's own face, and files in a circle."""
+    broken = []
+    for panel, rooms in ROOMS.items():
+        edges = _panel_imports(root, panel)
+        for file, found in edges.items():
+            room = file.split(".")[0]
+            if room not in rooms:  # the face, which imports from all of them
+                continue
+            for target in sorted(found):
+                to = target.split(".")[0]
+                if to not in rooms or rooms.index(to) > rooms.index(room):
+                    broken.append(f"{panel}: {file} imports {target}")
+        broken += [f"{panel}: {' imports '.join(circle)}" for circle in _circles(edges)]
+    return broken
+
+
+def common_arrows(root: Path) -> list[str]:
+    """Imports inside of `common` that go from a room to what it may not know, or from a single file to a room."""
+    broken, edges = [], _panel_imports(root, "common")
+    for file, found in edges.items():
+        room = file.split(".")[0] if "." in file else ""
+        for target in sorted(found):
+            to = target.split(".")[0]
+            if to in COMMON_ROOMS and not room and file != "__init__":
+                broken.append(f"common: {file} imports {target}")
+            if room and to != room and to not in COMMON_ROOMS[room]:
+                broken.append(f"common: {file} imports {target}")
+    return broken + [f"common: {' imports '.join(circle)}" for circle in _circles(edges)]
+
+
+def _circles(edges: dict[str, set[str]]) -> list[list[str]]:
+    """One circle for each edge that closes one."""
+    found, done = [], set()
+
+    def visit(file: str, trail: list[str]) -> None:
+        if file in trail:
+            found.append([*trail[trail.index(file) :], file])
+        elif file not in done:
+            for target in sorted(edges.get(file, ())):
+                visit(target, [*trail, file])
+            done.add(file)
+
+    for file in edges:
+        visit(file, [])
+    return found
+
+
+ALL = (
+    python_arrows,
+    namespace,
+    cpp_arrows,
+    file_sizes,
+    format_names,
+    kernels_named_once,
+    mirrored,
+    room_arrows,
+    common_arrows,
+)

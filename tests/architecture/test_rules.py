@@ -30,6 +30,12 @@ VIOLATIONS = [
     (rules.format_names, "torch_frontend/diptych/torch/x.py", 'if fmt.name == "mxfp8_e4m3": ...\n'),
     (rules.kernels_named_once, "core_cuda/src/x.cpp", "void f() { cpu::gemm(a, e); }\n"),
     (rules.mirrored, "torch_frontend/diptych/torch/x.py", ""),
+    (rules.mirrored, "jax_frontend/diptych/jax/layers/node.py", ""),
+    (rules.room_arrows, "torch_frontend/diptych/torch/tensors/x.py", "from diptych.torch.layers import linear\n"),
+    (rules.common_arrows, "common/diptych/common/ops/x.py", "from diptych.common.recipes import Recipe\n"),
+    (rules.common_arrows, "common/diptych/common/x.py", "from diptych.common.ops import shapes\n"),
+    (rules.room_arrows, "jax_frontend/diptych/jax/layers/x.py", "from diptych.jax import quantize\n"),
+    (rules.room_arrows, "jax_frontend/diptych/jax/layers/x.py", "from diptych.jax.layers import x\n"),
 ]
 
 

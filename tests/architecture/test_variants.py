@@ -51,8 +51,8 @@ def test_invented_formats_need_only_their_rows(builder):
     assert not wrong, f"{report}: {wrong}"
 
 
-SIMD, CODEC, GENERIC = "core_cuda/cpu/simd_quantize.h", "core_cuda/cpu/codec.h", "cpu/isa_generic.cpp"
-LEVELS = "cpu/quantize_two_level.cpp"
+SIMD, CODEC, GENERIC = "core_cuda/cpu/isa/simd_quantize.h", "core_cuda/cpu/quantize/codec.h", "cpu/isa/generic.cpp"
+LEVELS = "cpu/quantize/two_level.cpp"
 TIE = (
     "x = bits_as<F>(bits_as<I>(x) | "
     "(((bits_as<I>(x) & ((1 << (23 - E::kMantissa)) - 1)) == (1 << (22 - E::kMantissa))) & 1));"
@@ -61,8 +61,10 @@ ENCODE = "DIPTYCH_INLINE I encode(F x) {\n"
 # name: the parts that must fail, the source to recompile, the patch
 MUTANTS = {
     "flush_to_zero": (
-        "quantize dequantize", "cpu/pool.cpp",
-        Patch("core_cuda/cpu/pool.cpp", "constexpr uint64_t kIeee = 0x1F80;", "constexpr uint64_t kIeee = 0x9FC0;"),
+        "quantize dequantize", "cpu/base/pool.cpp",
+        Patch(
+            "core_cuda/cpu/base/pool.cpp", "constexpr uint64_t kIeee = 0x1F80;", "constexpr uint64_t kIeee = 0x9FC0;"
+        ),
     ),
     "scale_by_reciprocal": (
         "quantize", GENERIC, Patch(SIMD, "VF scale = p.max / amax;", "VF scale = p.max * (1.0f / amax);"),
@@ -91,29 +93,34 @@ MUTANTS = {
     ),
     "nan_in_amax": (
         "quantize", GENERIC,
-        Patch("core_cuda/cpu/simd.h", "{ return x > acc ? x : acc; }", "{ return (x > acc) | (x != x) ? x : acc; }"),
+        Patch(
+            "core_cuda/cpu/isa/simd.h", "{ return x > acc ? x : acc; }", "{ return (x > acc) | (x != x) ? x : acc; }"
+        ),
     ),
     "scales_one_by_one": (
         "gemm", GENERIC,
-        Patch("core_cuda/cpu/simd_gemm.h", "p[i][j] * (splat(sa[i]) * s[j])", "p[i][j] * splat(sa[i]) * s[j]"),
+        Patch("core_cuda/cpu/isa/simd_gemm.h", "p[i][j] * (splat(sa[i]) * s[j])", "p[i][j] * splat(sa[i]) * s[j]"),
     ),
     "noise_shared_by_the_copies": (
         "quantize", LEVELS, Patch(f"core_cuda/{LEVELS}", "rng[1]}, offset + 1, 0, 1}", "rng[1]}, offset, 0, 1}"),
     ),
     "noise_from_zero_on": (
         "quantize", GENERIC,
-        Patch("core_cuda/cpu/philox.h", "to_float<VF>(byte) * pow2f(-8) + pow2f(-9)", "to_float<VF>(byte) * pow2f(-8)"),
+        Patch(
+            "core_cuda/cpu/quantize/philox.h", "to_float<VF>(byte) * pow2f(-8) + pow2f(-9)",
+            "to_float<VF>(byte) * pow2f(-8)",
+        ),
     ),
     "amax_after_its_constant": (
-        "gemm", "cpu/gemm_product.cpp",
+        "gemm", "cpu/gemm/product.cpp",
         Patch(
-            "core_cuda/cpu/gemm_product.cpp", "p.b.times_amax(e.alpha, j) * e.unit",
+            "core_cuda/cpu/gemm/product.cpp", "p.b.times_amax(e.alpha, j) * e.unit",
             "p.b.times_amax(e.alpha * e.unit, j)",
         ),
     ),
     "bias_before_alpha": (
         "gemm", GENERIC,
-        Patch("core_cuda/cpu/simd_gemm.h", ": e.alpha * r;", ": e.bias ? r : e.alpha * r;"),
+        Patch("core_cuda/cpu/isa/simd_gemm.h", ": e.alpha * r;", ": e.bias ? r : e.alpha * r;"),
     ),
 }  # fmt: skip
 

@@ -10,9 +10,9 @@ import pytest
 import cases
 import oracle
 from diptych import core
-from diptych.common import shapes
 from diptych.common.errors import ShapeError
 from diptych.common.formats import FORMATS
+from diptych.common.ops import shapes
 from diptych.common.quantizers import (
     ROW_AMAX,
     Float8BlockQuantizer,

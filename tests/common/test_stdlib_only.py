@@ -15,7 +15,8 @@ import json, sys
 sys.path.insert(0, sys.argv[1])
 before = set(sys.modules)
 import diptych.common
-from diptych.common import RECIPES, QuantizerRole, shapes
+from diptych.common import RECIPES, QuantizerRole
+from diptych.common.ops import shapes
 for recipe in RECIPES.values():
     quantizer = recipe.quantizer(QuantizerRole(tensor="weight"))
     shapes.quantize_buffers((4, 128), quantizer)

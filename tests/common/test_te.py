@@ -1,5 +1,7 @@
 """TransformerEngine's arguments of recipes: each means the recipe that the right column says, or is refused by name."""
 
+import pickle
+
 import pytest
 
 from diptych.common import (
@@ -13,7 +15,7 @@ from diptych.common import (
     QuantizerRole,
 )
 from diptych.common.errors import UnsupportedError
-from diptych.common.recipes import Format, QParams, with_results
+from diptych.common.recipes import Format, QParams
 
 F32 = {f"fp8_quant_{t}": QParams() for t in ("fwd_inp", "fwd_weight", "bwd_grad")}
 POW2 = {f"fp8_quant_{t}": QParams(power_2_scale=True) for t in ("fwd_inp", "fwd_weight", "bwd_grad")}
@@ -116,8 +118,10 @@ def test_roles_by_both_names():
 @pytest.mark.parametrize("cls", BUILT_IN[1:])
 def test_recipes_with_quantized_results(cls):
     recipe = cls(backward_override="dequantized") if cls is MXFP8BlockScaling else cls()
-    made = with_results(recipe, True, False)
-    assert made == with_results(recipe, True, False) != with_results(recipe, False, True)
+    made = recipe.with_results(True, False)
+    assert made is recipe.with_results(True, False) != recipe.with_results(False, True)
+    assert made == recipe.replace().with_results(True, False) and recipe == recipe.replace()
+    assert pickle.loads(pickle.dumps(recipe)).with_results(True, False) == made
     assert made.backward_override == recipe.backward_override and made.fp8_gemm_fprop == recipe.fp8_gemm_fprop
     for gemm, operands in QuantizerRole.GEMMS.items():
         for tensor in operands[:2]:
@@ -125,10 +129,10 @@ def test_recipes_with_quantized_results(cls):
             assert made.quantizer(role) == recipe.quantizer(role)
     output, grad = QuantizerRole(tensor="output"), QuantizerRole(tensor="grad_input")
     assert made.quantizer(output) == recipe.quantizer(QuantizerRole()) and made.quantizer(grad) is None
-    both = with_results(recipe, True, True)
+    both = recipe.with_results(True, True)
     assert both.quantizer(grad) == recipe.quantizer(QuantizerRole(tensor="grad_output"))
 
 
 def test_results_have_no_delayed_scale():
     with pytest.raises(UnsupportedError, match=r"DelayedScaling has no delayed scale for a module's result"):
-        with_results(DelayedScaling(), True, False)
+        DelayedScaling().with_results(True, False)

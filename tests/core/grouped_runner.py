@@ -13,7 +13,7 @@ import cases
 import oracle
 from core import runner
 from diptych.core import _core
-from grouped_oracle import Problem
+from oracle.grouped import Problem
 
 KINDS = _core.group_kinds()
 PRODUCTS = ("fprop", "dgrad", "wgrad")

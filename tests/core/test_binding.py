@@ -121,6 +121,7 @@ def test_torch_tensors_arrive_whole():
 def test_kernel_table():
     rows = core.kernel_table()
     keys = {"op": str, "backend": str, "min_arch": int, "formats": list, "level": str, "kernel": str, "note": str}
+    keys |= {"conditional": bool}
     names = [row["name"] for row in core.format_table()]
     for row in rows:
         assert set(row) == {*keys, "calls"} and all(isinstance(row[k], t) for k, t in keys.items()), row

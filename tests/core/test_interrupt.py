@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from core import runner
+from core.signals import handler
 from diptych import core
 from diptych.common.quantizers import MXFP8Quantizer
 
@@ -27,17 +24,6 @@ WANT = core.gemm(SMALL, SMALL)
 
 class Stop(Exception):
     pass
-
-
-@contextmanager
-def handler(action: Callable[[], None], after: float) -> Iterator[None]:
-    before = signal.signal(signal.SIGALRM, lambda *_: action())
-    signal.setitimer(signal.ITIMER_REAL, after)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 def same() -> None:
@@ -117,35 +103,3 @@ def test_other_threads_are_not_asked():
     assert len(results) == 20
     for got in results:
         runner.same_bits(got, want, "a product on another thread")
-
-
-CTRL_C = """
-import os, signal, threading, time
-import torch, diptych.torch as dt
-from diptych.common import MXFP8BlockScaling
-
-layer, x = dt.Linear(4096, 4096), torch.zeros(8192, 4096, requires_grad=True)
-small = torch.randn(32, 4096)
-with dt.autocast(recipe=MXFP8BlockScaling()):
-    want = layer(small)
-start = time.perf_counter()
-threading.Timer(0.5, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
-try:
-    while True:
-        with dt.autocast(recipe=MXFP8BlockScaling()):
-            y = layer(x)
-        y.backward(torch.zeros_like(y))
-except KeyboardInterrupt:
-    took = time.perf_counter() - start
-with dt.autocast(recipe=MXFP8BlockScaling()):
-    assert torch.equal(layer(small), want)
-print(took)
-"""
-
-
-@pytest.mark.slow  # one signal: where Python drops its exception, as in a weak reference's callback, nothing stops
-def test_ctrl_c_while_a_layer_trains():
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", CTRL_C], capture_output=True, text=True, timeout=120, env=env)
-    assert done.returncode == 0, done.stderr
-    assert 0.5 <= float(done.stdout) < 1.5, done.stdout

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import cases
-from core import moe_runner, runner
+from core import permute_runner, runner
 from core.test_permute import maps, threads_of
 from diptych import core
 from diptych.core import _core
@@ -26,7 +26,7 @@ def invert(be, row_id_map: np.ndarray, rows: int, *, kept: bool, offset: int = 0
     made = [out.new("source", (rows,), "int32")]
     if kept:
         made.append(out.new("kept", row_id_map.shape, "int32"))
-    _core.invert_map(moe_runner.put(be, row_id_map, offset), *made)
+    _core.invert_map(permute_runner.put(be, row_id_map, offset), *made)
     read = out.read()
     return [read[name] for name in ("source", "kept")[: len(made)]]
 

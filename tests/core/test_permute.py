@@ -11,11 +11,11 @@ import pytest
 from sweeps import others_slow
 
 import cases
-import moe_oracle as oracle
-from core import moe_runner as ops
+from core import permute_runner as ops
 from core import runner
 from diptych import core
 from diptych.common import FORMATS, Float8BlockQuantizer, Float8CurrentScalingQuantizer, MXFP8Quantizer, NVFP4Quantizer
+from oracle import permute as oracle
 
 ALIGNS = (1, 16, 32, 128, 5)
 # (tokens, experts, choices): one chunk and many, experts in one tile and several, odd counts

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 import cases
-import moe_oracle as oracle
-from core import moe_runner as ops
+from core import permute_runner as ops
 from core import runner
 from core.test_permute import FLOATS, draw, routings, rows_of, top_k
 from diptych import core
 from diptych.common.errors import ArgumentError, DTypeError, ShapeError
 from diptych.core import _core
+from oracle import permute as oracle
 
 T, SLOTS, ROWS, H = 40, 3, 50, 24
 
@@ -59,8 +59,11 @@ def test_a_row_that_only_its_source_names_is_filled():
     """On the CPU: the map does not send token 1 there, so no token does."""
     out, moved = np.full((4, 4), 7, np.float32), np.full(4, 7, np.float32)
     to = np.array([[0, -1], [-1, -1]], np.int32)
-    _core.permute([(np.ones((2, 4), np.float32), out, 0)], to, np.array([0, 3, -1, 9], np.int32),
-                  np.ones((2, 2), np.float32), moved, False)  # fmt: skip
+    number, index = runner.CODES["float32"], runner.CODES["int32"]
+    plane = (np.ones((2, 4), np.float32), number), (out, number), 0
+    maps = [(m, index) for m in (to, np.array([0, 3, -1, 9], np.int32))]
+    probs = [(p, number) for p in (np.ones((2, 2), np.float32), moved)]
+    _core.permute([plane], *maps, *probs)
     np.testing.assert_array_equal(out, np.array([[1.0], [0], [0], [0]], np.float32).repeat(4, 1))
     np.testing.assert_array_equal(moved, np.array([1.0, 0, 0, 0], np.float32))
 

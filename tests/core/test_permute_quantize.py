@@ -11,10 +11,9 @@ import pytest
 from sweeps import one_in
 
 import cases
-import moe_oracle
 import oracle
 from core import fused_runner, runner
-from core import moe_runner as ops
+from core import permute_runner as ops
 from core.fused_runner import SOURCES, put
 from core.test_permute import ALIGNS, as_mask, routings, top_k
 from core.test_permute_misuse import lie
@@ -28,8 +27,9 @@ from diptych.common import (
     NVFP4Quantizer,
     Quantizer,
 )
-from moe_oracle import Map
 from oracle import fused
+from oracle import permute as moe_oracle
+from oracle.permute import Map
 
 SIZES = ((1, 1, 1), (7, 3, 2), (64, 8, 2), (300, 60, 4), (129, 300, 5))  # tokens, experts, choices
 WIDTHS = (1, 8, 33, 65, 128, 130, 136, 257, 384, 1032)

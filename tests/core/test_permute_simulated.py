@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import cases
-import moe_oracle as oracle
 from core import runner, simulation
 from core.simulation import Tensor
 from core.test_permute import as_mask, rows_of, top_k
+from oracle import permute as oracle
 
 pytestmark = pytest.mark.simulated
 SOURCE, SLICES = "permute_slices.cpp", "cuda/permute/slices.cu"

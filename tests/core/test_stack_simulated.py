@@ -13,7 +13,7 @@ from core import runner, simulation
 
 pytestmark = pytest.mark.simulated
 
-KERNELS = tuple(f"cuda/quantize/{name}.cu" for name in ("tiles", "amax", "quantize", "mxfp8"))
+KERNELS = tuple(f"cuda/quantize/{name}.cu" for name in ("tiles", "stream", "amax", "quantize", "mxfp8"))
 OPERANDS = ("x", "row", "row_scale", "col", "col_scale", "amax", "scale")
 VALUES = ("inf_places", "inf_nan_mix", "huge", "subnormal_input", "random_bits")
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from core import fused_runner, grouped_runner, moe_runner, runner
+from core import fused_runner, grouped_runner, permute_runner, runner
 from core.test_grouped_bias_grad import run as grouped_bias_grad
 from core.test_norm import near
 from core.test_permute import as_mask, top_k
@@ -20,11 +20,11 @@ from core.test_quantize import one_sided
 from core.test_quantize_stack import same_stack
 
 import cases
-import moe_oracle
 import oracle
 from diptych import core
 from fuzz.draw import Draw
 from oracle import fused
+from oracle import permute as moe_oracle
 from quantizers import quantizer
 
 ISAS = runner.isas()
@@ -207,7 +207,7 @@ def row_map(d: Draw, be: Any) -> moe_oracle.Map:
     need = moe_oracle.rows_needed(routes, experts, align)
     rows = d.choice((need, need + 9, need * 2 // 3, 0))
     want = moe_oracle.row_map(routes, experts, rows, align)
-    got = moe_runner.row_map(be, routes, experts, rows, align, offset=d.randrange(4))
+    got = permute_runner.row_map(be, routes, experts, rows, align, offset=d.randrange(4))
     for name, g, w in zip(want._fields, got, want, strict=True):
         runner.same_bits(g, w, f"permute_map {routes.dtype}{routes.shape} E={experts} rows={rows} align={align} {name}")
     return want
@@ -221,19 +221,19 @@ def permute(d: Draw, be: Any) -> None:
     x = d.plain(shape, "float32").astype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     label = f"permute {dtype}{shape} to {m.rows} rows of {m.row_id_map.shape}"
     probs = d.plain(m.row_id_map.shape) if d.maybe(0.5) else None
-    (got,), moved = moe_runner.permute(be, [(x, 0)], m, probs, offset=d.randrange(4))
+    (got,), moved = permute_runner.permute(be, [(x, 0)], m, probs, offset=d.randrange(4))
     runner.same_bits(got, moe_oracle.permute(x, m), label)
     if moved is not None and probs is not None:
         runner.same_bits(moved, moe_oracle.permute_probs(probs, m), f"{label} probabilities")
     if dtype == "uint8":
         columns = np.ascontiguousarray(x.T)
-        runner.same_bits(moe_runner.permute_columns(be, columns, m), moe_oracle.permute_columns(columns, m), label)
+        runner.same_bits(permute_runner.permute_columns(be, columns, m), moe_oracle.permute_columns(columns, m), label)
         return
     rows = d.plain((m.rows, width), "float32").astype(x.dtype)
-    back, _ = moe_runner.unpermute(be, rows, m, probs, offset=d.randrange(4))
+    back, _ = permute_runner.unpermute(be, rows, m, probs, offset=d.randrange(4))
     runner.same_bits(back, moe_oracle.unpermute(rows, m, probs), f"un{label}", nan_free=True)
     if probs is not None:
-        dx, _ = moe_runner.unpermute_grad(be, x, m, probs, None, offset=d.randrange(4))
+        dx, _ = permute_runner.unpermute_grad(be, x, m, probs, None, offset=d.randrange(4))
         runner.same_bits(dx, moe_oracle.unpermute_dx(x, m, probs), f"un{label} gradient", nan_free=True)
 
 
@@ -241,7 +241,7 @@ def chunk_map(d: Draw, be: Any) -> None:
     chunks, tokens = d.randrange(9), d.extent()
     sizes = d.numpy.integers(-2, 40, chunks).astype(np.int32)
     order = d.numpy.integers(-1, chunks + 1, chunks).astype(np.int32)
-    got, want = moe_runner.chunk_map(be, sizes, order, tokens), moe_oracle.chunk_map(sizes, order, tokens)
+    got, want = permute_runner.chunk_map(be, sizes, order, tokens), moe_oracle.chunk_map(sizes, order, tokens)
     for g, w in zip(got, want, strict=True):
         runner.same_bits(g, w, f"chunk_map {sizes.tolist()} {order.tolist()} {tokens}")
 

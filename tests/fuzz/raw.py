@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import numpy as np
-from core import fused_runner, grouped_runner, moe_runner, runner, test_grouped_bias_grad
+from core import fused_runner, grouped_runner, permute_runner, runner, test_grouped_bias_grad
 
 from diptych.core import _core
 from fuzz import good
@@ -22,7 +22,7 @@ from fuzz.memory import Guarded, Output, Pool
 ALLOWED = (ValueError, TypeError, NotImplementedError, BufferError)
 CHANGES = 6
 """Changed calls for each good one."""
-RUNNERS = (runner, fused_runner, grouped_runner, moe_runner, test_grouped_bias_grad)
+RUNNERS = (runner, fused_runner, grouped_runner, permute_runner, test_grouped_bias_grad)
 BYTES = 0xA5, 0x5A
 
 # What each op writes, by the names of its arguments; of `planes` the second of each.

@@ -15,12 +15,13 @@ import numpy as np
 import diptych.jax as dj
 import oracle
 from diptych.common import RECIPES, CustomRecipe, Float8BlockQuantizer, NVFP4BlockScaling, linear_plan
-from diptych.common.fused import ACTIVATIONS
-from diptych.common.fused import norm_options as make_norm
+from diptych.common.ops.activation import ACTIVATIONS
+from diptych.common.ops.norm import norm_options as make_norm
 from diptych.common.quantizers import RHT
-from diptych.jax import fused
-from diptych.jax.products import OFFSETS
-from diptych.jax.state import init_state, is_state, map_states
+from diptych.jax.layers.products import OFFSETS
+from diptych.jax.primitives import activation as activation_ops
+from diptych.jax.primitives import norm as norm_ops
+from diptych.jax.state.scales import init_state, is_state, map_states
 from jax_frontend import tools
 from jax_frontend.layers import E4M3, E5M2, FP4, MX, Layer, rng_words
 from oracle.fused import column_sum
@@ -75,7 +76,7 @@ def fuses(tensor: Any) -> bool:
 
 def norm(x: Any, gamma: Any, beta: Any, options: Any, dtype: Any) -> tuple[Any, Any]:
     """Statistics and the norm in `dtype`: computed in float32, cast once."""
-    stats, z = fused.norm(x.astype(jnp.float32), gamma, beta, options)
+    stats, z = norm_ops.norm(x.astype(jnp.float32), gamma, beta, options)
     return stats, z.astype(dtype)
 
 
@@ -86,7 +87,7 @@ def norm_options(**kind: Any) -> Any:
 
 def _grads(dz: np.ndarray, x: Any, gamma: Any, beta: Any, stats: Any, options: Any) -> dict[str, Any]:
     dz = jnp.asarray(dz.astype(x.dtype))
-    dx, dgamma, dbeta = fused.norm_grad(dz, x, gamma, stats, options, beta is not None)
+    dx, dgamma, dbeta = norm_ops.norm_grad(dz, x, gamma, stats, options, beta is not None)
     return {"dx": dx, "dgamma": dgamma} | ({} if beta is None else {"dbeta": dbeta})
 
 
@@ -116,12 +117,12 @@ def mlp(recipe, x, gamma, beta, k1, b1, k2, b2, dy, *, activation="gelu", scales
     unused = np.zeros((*x.shape[:-1], k1.shape[0]), x.dtype)
     first = Wide(recipe, of[0], rngs[0], module="layernorm_mlp", name="fc1").run(z, k1, b1, unused)
     h = jnp.asarray(first["y"].astype(x.dtype))
-    a = fused.activation(h.astype(jnp.float32), which, gated).astype(_width(p2, x))
+    a = activation_ops.activation(h.astype(jnp.float32), which, gated).astype(_width(p2, x))
     second = layers[1].run(a, k2, b2, np.asarray(dy))
     da = jnp.asarray(second["dx"])
     unrounded = fuses(p1.grad_output)
     wide = jnp.float32 if unrounded else x.dtype
-    dh = fused.activation_grad(da.astype(jnp.float32), h.astype(jnp.float32), which, gated).astype(wide)
+    dh = activation_ops.activation_grad(da.astype(jnp.float32), h.astype(jnp.float32), which, gated).astype(wide)
     out = layers[0].run(z, k1, b1, np.asarray(dh))
     got = {"y": second["y"].astype(x.dtype), **_grads(out["dx"], x, gamma, beta, stats, options)}
     got |= {"dkernel1": out["dkernel"], "dkernel2": second["dkernel"]}

@@ -14,9 +14,9 @@ import diptych.jax as dj
 import oracle
 from diptych.common import RECIPES, DelayedScaling, QuantizerRole, Recipe, linear_plan
 from diptych.common.quantizers import RHT
-from grouped_oracle import Problem
 from jax_frontend import tools
 from jax_frontend.layers import rng_words
+from oracle.grouped import Problem
 
 K, N, G = 96, 64, 4
 # rows, offsets, and what all of them are multiples of

@@ -13,10 +13,10 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from diptych.common import DelayedScaling, DTypeError
-from diptych.jax import amax_check
-from diptych.jax import state as st
-from diptych.jax import transport as tr
-from diptych.jax.linear import dense
+from diptych.jax.layers.linear import dense
+from diptych.jax.state import amax_check, update
+from diptych.jax.state import carry as tr
+from diptych.jax.state import scales as st
 from jax_frontend import tools
 
 RECIPE = DelayedScaling(amax_history_len=4)
@@ -39,13 +39,13 @@ def mean(*states, weights=None):
 def many_steps(old, new):
     """The states after more updates than the history is long, in every way that a gradient becomes a state."""
     refs = tr.state_refs(new)
-    st.update_state(refs)
+    update.update_state(refs)
     states = [st.overwrite_states(old, new), new, st.merge_states(new, new)]
 
     def step(states, _):
-        return [st.record(st.update_state(s), jnp.ones(1, jnp.float32)) for s in states], None
+        return [st.record(update.update_state(s), jnp.ones(1, jnp.float32)) for s in states], None
 
-    states = [st.update_state(s) for s in states]
+    states = [update.update_state(s) for s in states]
     return *jax.lax.scan(step, states, None, length=5)[0], tr.read_states(refs)
 
 
@@ -53,7 +53,7 @@ def refused(state, message):
     """Eagerly an error; compiled a NaN that no further step loses."""
     old = st.init_state(RECIPE)["input"]
     overwrite = functools.partial(st.overwrite_states, old)
-    for f in (st.update_state, overwrite, st.state_dict, tr.state_refs, st.merge_states):
+    for f in (update.update_state, overwrite, st.state_dict, tr.state_refs, st.merge_states):
         arg = {"input": state} if f is st.state_dict else state
         with pytest.raises(ValueError, match=message):
             f(arg)
@@ -61,7 +61,7 @@ def refused(state, message):
     assert all(np.isnan(s.scale).all() for s in marked)
     for s in marked:
         with pytest.raises(ValueError, match="a scale is NaN, which is how a state is marked"):
-            st.update_state(s)
+            update.update_state(s)
     y = dense(X, KERNEL, recipe=RECIPE, state=st.init_state(RECIPE) | {"input": marked[0]}, record=False)
     assert np.isnan(y).all()
 
@@ -83,7 +83,7 @@ def test_sums_and_averages():
 def test_an_average_of_equal_states_is_right():
     for a in (0.0, 1e-30, 1.0, 3e38):  # XLA flushes subnormal averages
         (s,) = states_of(a)
-        tools.same_tree(st.update_state(mean(s, s)), st.update_state(s))
+        tools.same_tree(update.update_state(mean(s, s)), update.update_state(s))
 
 
 def test_every_average_of_different_amaxes_is_known():
@@ -119,7 +119,7 @@ def test_maxima_of_states_stay_valid():
     histories = jnp.asarray(rng.lognormal(0, 5, (500, 6, 4)).astype(np.float32))
     assert amax_check.is_valid(amax_check.check_of(histories).max(1)).all()
     largest = jax.tree.map(lambda *v: jnp.stack(v).max(0), *states_of(1.0, 5.0, 3.0))
-    assert float(st.update_state(largest).amax_history[-1]) == 5
+    assert float(update.update_state(largest).amax_history[-1]) == 5
 
 
 @pytest.mark.parametrize(
@@ -133,14 +133,14 @@ def test_states_that_an_optimizer_stepped_on(transform):
     updates, _ = transform.update(state, transform.init(state), state)
     refused(updates, r"states up|averaging states|was scaled")
     with pytest.raises(ValueError, match=r"states up|averaging states|was scaled|nothing contributed"):
-        st.update_state(optax.apply_updates(state, updates))
+        update.update_state(optax.apply_updates(state, updates))
 
 
 def test_averaged_models():
     """States of different steps, after their updates."""
-    first, second = (st.update_state(s) for s in states_of(1.0, 1.25))
+    first, second = (update.update_state(s) for s in states_of(1.0, 1.25))
     refused(mean(first, second), "averaging states")
-    later = st.update_state(states_of(3.0)[0])
+    later = update.update_state(states_of(3.0)[0])
     refused(mean(first, later, weights=[0.9, 0.1]), "averaging states")
 
 
@@ -164,9 +164,9 @@ def test_what_is_none_is_handed_on_by_uses():
         )(held)  # fmt: skip
         for s in (news, kept, shared):
             with pytest.raises(ValueError, match="update_state: a"):
-                st.update_state(s["input"])
-            assert np.isnan(jax.jit(st.update_state)(s)["input"].scale).all()
-            st.update_state({k: v for k, v in s.items() if k != "input"})
+                update.update_state(s["input"])
+            assert np.isnan(jax.jit(update.update_state)(s)["input"].scale).all()
+            update.update_state({k: v for k, v in s.items() if k != "input"})
 
 
 def test_states_made_by_hand_are_checked_too():
@@ -198,7 +198,7 @@ def test_states_reduced_over_a_mesh(mesh):
     refused(reduced(mesh, psum, False)["input"], "adding 2 states up")
     right = reduced(mesh, pmax, False)
     assert float(right["input"].amax_history[0]) == float(jnp.abs(X * jnp.arange(1, 9)[:, None]).max())
-    tools.same_tree(st.update_state(right), st.update_state(reduced(mesh, lambda s: s, True)))
+    tools.same_tree(update.update_state(right), update.update_state(reduced(mesh, lambda s: s, True)))
 
     def outside(vma):  # the gradient is taken around shard_map
         f = jax.shard_map(lambda x, s: dense(x, KERNEL, recipe=RECIPE, state=s), mesh=mesh, in_specs=(P("i"), P()),
@@ -206,7 +206,7 @@ def test_states_reduced_over_a_mesh(mesh):
         return jax.jit(jax.grad(lambda s: f(X, s).sum()))(st.init_state(RECIPE))
 
     refused(outside(False)["input"], "adding 2 states up")
-    st.update_state(outside(True))
+    update.update_state(outside(True))
 
 
 def test_microbatches_that_are_averaged():
@@ -341,4 +341,4 @@ def test_dataclasses_replace_keeps_the_check():
     (state,) = states_of(2.0)
     scaled = dataclasses.replace(state, scale=jnp.full(1, 8.0))
     tools.same(scaled.check, state.check)
-    st.update_state(scaled)
+    update.update_state(scaled)

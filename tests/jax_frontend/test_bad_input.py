@@ -13,7 +13,7 @@ import pytest
 import cases
 import diptych.jax as dj
 from diptych.common import ArgumentError, DTypeError, NVFP4Quantizer, ShapeError, UnsupportedError
-from diptych.jax import primitives
+from diptych.jax.primitives import quantize as quantize_ops
 from jax_frontend import tools
 
 X = np.ones((4, 32), np.float32)
@@ -171,6 +171,6 @@ def test_a_corrupted_quantized_array_is_refused_at_its_own_name():
 
 
 def test_a_format_without_a_gemm_kernel_is_refused_while_compiling(monkeypatch):
-    monkeypatch.setattr(primitives._core, "gemm_row", lambda *a: -1)
+    monkeypatch.setattr(quantize_ops._core, "gemm_row", lambda *a: -1)
     with pytest.raises(UnsupportedError, match=r"no CPU kernel for mxfp8_e4m3 x .* \[4, 4, 32\]; nearest: cpu.gemm"):
         jax.jit(lambda q: dj.gemm(q, q, alpha=3.25)).lower(OPERANDS["q"])

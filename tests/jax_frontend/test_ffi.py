@@ -12,7 +12,7 @@ import pytest
 
 import diptych.jax as dj
 from diptych import core
-from diptych.jax import ffi
+from diptych.jax.primitives import ffi
 from jax_frontend import tools
 
 

@@ -15,7 +15,7 @@ import cases
 import diptych.jax as dj
 import oracle
 from diptych.common import ArgumentError, NVFP4Quantizer
-from diptych.jax import primitives
+from diptych.jax.primitives import quantize as quantize_ops
 from jax_frontend import tools
 
 EACH = [(f, d) for f in cases.FORMATS for d in cases.INPUT_DTYPES]
@@ -84,7 +84,7 @@ def test_given_scale(device, element):
     """Delayed scaling: the payload follows the scale, the amax is the tensor's own or joined with a history's."""
     quantizer = dj.Float8Quantizer(fp8_dtype=element)
     fmt = quantizer.format.name
-    delayed = jax.jit(primitives.quantize_delayed, static_argnums=1)
+    delayed = jax.jit(quantize_ops.quantize_delayed, static_argnums=1)
     for values in ("normal", "inf_nan_mix", "subnormal_input", "huge"):
         x = cases.draw(f"delayed-{element}-{values}", values, (33, 65), "float32")
         for scale in (1.0, 0.3, 1e-39, 3e38):
@@ -94,7 +94,7 @@ def test_given_scale(device, element):
         for pending in (0.0, 2.5, 1e-40, 3e38):
             history = jnp.asarray([pending, 7.0, 1e-41], jnp.float32)
             want = oracle.quantize(x, fmt, scale=np.float32(4), accumulate=np.float32(pending))
-            for f in (primitives.quantize_delayed, delayed):
+            for f in (quantize_ops.quantize_delayed, delayed):
                 copies, joined = f(jnp.asarray(x), quantizer, jnp.full(1, 4, jnp.float32), history)
                 tools.same(joined, np.append(want.amax, np.asarray(history)[1:]), (values, pending))
                 for name, buffer in copies.items():

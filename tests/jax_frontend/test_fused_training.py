@@ -13,10 +13,11 @@ from sweeps import named, others_slow
 import diptych.jax as dj
 from diptych import core
 from diptych.common import RECIPES, ArgumentError, DelayedScaling, ShapeError, linear_plan
-from diptych.common.fused import ACTIVATIONS
-from diptych.jax import fused
-from diptych.jax.layernorm_linear import layernorm_dense, layernorm_dense_vjp
-from diptych.jax.layernorm_mlp import layernorm_mlp, layernorm_mlp_vjp
+from diptych.common.ops.activation import ACTIVATIONS
+from diptych.jax.functional import activation as activation_verbs
+from diptych.jax.functional import norm as norm_verbs
+from diptych.jax.layers.layernorm_linear import layernorm_dense, layernorm_dense_vjp
+from diptych.jax.layers.layernorm_mlp import layernorm_mlp, layernorm_mlp_vjp
 from jax_frontend import fused_layers as fl
 from jax_frontend import tools
 
@@ -150,14 +151,14 @@ def _parts(kind, args, dy):
     """Every tensor that a calibration looks at, and all gradients, in high precision."""
     options = fl.norm_options()
     x, gamma, beta, *rest = args
-    z = fused.layernorm(options, x, gamma, beta)
+    z = norm_verbs.layernorm(options, x, gamma, beta)
     if kind is DENSE:
         return {"input": z, "weight": rest[0], "grad_output": dy}
     which = ACTIVATIONS["swiglu" if kind is GATED else "gelu"]
     k1, b1, k2, b2 = rest
     h = z @ k1.T + b1
-    a = fused.activate(*which, h)
-    _, pull = jax.vjp(lambda h: fused.activate(*which, h) @ k2.T + b2, h)
+    a = activation_verbs.activate(*which, h)
+    _, pull = jax.vjp(lambda h: activation_verbs.activate(*which, h) @ k2.T + b2, h)
     return {
         "fc1": {"input": z, "weight": k1, "grad_output": pull(dy)[0]},
         "fc2": {"input": a, "weight": k2, "grad_output": dy},
@@ -232,7 +233,7 @@ def test_bad_input_of_pullbacks(kind):
 
 def _layers(activation, x, gamma, beta, k1, b1, k2, b2):
     """The same layers of JAX, but for the norm, which is the frugal one of this library."""
-    h = fused.layernorm(fl.norm_options(), x, gamma, beta) @ k1.T + b1
+    h = norm_verbs.layernorm(fl.norm_options(), x, gamma, beta) @ k1.T + b1
     if activation == "gelu":
         return jax.nn.gelu(h) @ k2.T + b2
     gate, up = jnp.split(h, 2, -1)

@@ -22,11 +22,11 @@ import oracle
 from diptych import core
 from diptych.common import Float8Quantizer, ShapeError
 from diptych.common.quantizers import NVFP4Quantizer
-from diptych.jax import grouped_primitives as primitives
-from diptych.jax.quantized import BUFFERS
-from diptych.jax.rules import Copy
-from grouped_oracle import Problem
+from diptych.jax.primitives import grouped as grouped_ops
+from diptych.jax.primitives.checks import Copy
+from diptych.jax.tensors.quantized import BUFFERS
 from jax_frontend import tools
+from oracle.grouped import Problem
 
 quantize_stack = jax.jit(dj.quantize_stack, static_argnames=("quantizer", "as_bytes"))
 grouped_bias_grad = jax.jit(dj.grouped_bias_grad, static_argnames="dtype")
@@ -164,7 +164,7 @@ def added(case: Case) -> Case:
 def product(case: Case, p: Problem, **options: Any) -> jax.Array:
     """The primitive of a case; its C is added."""
     b = to_stack(p.b, p.like, case.b_format) if isinstance(p.b, list) else to_copy(p.b, case.b_format)
-    return primitives.grouped_gemm(
+    return grouped_ops.grouped_gemm(
         to_copy(p.a, case.a_format),
         b,
         jnp.asarray(p.offsets, jnp.int32),
@@ -281,11 +281,11 @@ def test_adding_to_a_result_reuses_donated_memory():
 
     def add(acc, data, scale_inv):
         both = copy._replace(data=data, scale_inv=scale_inv)
-        return primitives.grouped_gemm(both, both, offsets, out_dtype="float32", align=32, acc=acc)
+        return grouped_ops.grouped_gemm(both, both, offsets, out_dtype="float32", align=32, acc=acc)
 
     want = add(acc, *copy[:2])
     tools.same(acc, np.ones((2, 32, 32), np.float32))  # not donated: untouched
-    alone = primitives.grouped_gemm(copy, copy, offsets, out_dtype="float32", align=32)
+    alone = grouped_ops.grouped_gemm(copy, copy, offsets, out_dtype="float32", align=32)
     np.testing.assert_allclose(want, np.asarray(alone) + 1, rtol=1e-6, atol=1e-6)
     step = jax.jit(add, donate_argnums=0)
     text = step.lower(acc, *copy[:2]).compile().as_text()

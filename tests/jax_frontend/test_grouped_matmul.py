@@ -11,7 +11,7 @@ import pytest
 
 import cases
 from diptych.common import ShapeError
-from diptych.jax.grouped_matmul import TILE, grouped_matmul
+from diptych.jax.primitives.grouped_matmul import TILE, grouped_matmul
 from jax_frontend import tools
 from jax_frontend.grouped_layers import GROUPS
 

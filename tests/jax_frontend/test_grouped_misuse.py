@@ -18,7 +18,7 @@ from diptych.common import (
     UnsupportedError,
 )
 from diptych.common.quantizers import NVFP4Quantizer
-from diptych.jax import grouped_primitives as primitives
+from diptych.jax.primitives import grouped as grouped_ops
 from jax_frontend import tools
 
 X, STACK, DY = np.ones((96, 32), np.float32), np.ones((3, 16, 32), np.float32), np.ones((96, 16), np.float32)
@@ -49,12 +49,12 @@ def wgrad(offsets=OFFSETS, a=MX, b=MX, dy=DY, x=X, **options):
 def raw(change):
     """The primitive on copies whose stack was changed."""
     a, b = dj.quantize(X, MX).copy_of(False, "test"), dj.quantize_stack(STACK, MX).copy_of(False, "test")
-    return primitives.grouped_gemm(a, change(b), jnp.asarray(OFFSETS), out_dtype="float32")
+    return grouped_ops.grouped_gemm(a, change(b), jnp.asarray(OFFSETS), out_dtype="float32")
 
 
 def added(acc, bias=None):
     a, b = dj.quantize(X, MX).copy_of(False, "test"), dj.quantize_stack(STACK, MX).copy_of(False, "test")
-    return primitives.grouped_gemm(a, b, jnp.asarray(OFFSETS), bias, out_dtype="float32", acc=acc)
+    return grouped_ops.grouped_gemm(a, b, jnp.asarray(OFFSETS), bias, out_dtype="float32", acc=acc)
 
 
 def sums(dy=DY, offsets=OFFSETS, dtype=None):
@@ -160,7 +160,7 @@ BAD = {
     "rotated and not": (lambda: wgrad(a=RHT, b=NV, align=16), ValueError, "grouped_gemm: .*do not rotate alike"),
     "rotated": (lambda: wgrad(a=RHT, b=RHT, align=8), ValueError, "grouped_gemm .*align must be 16, 32 or 128, got 1"),
     "primitive align": (
-        lambda: primitives.grouped_gemm(*[dj.quantize(X, MX).copy_of(True, "")] * 2, jnp.asarray(OFFSETS), align=3,
+        lambda: grouped_ops.grouped_gemm(*[dj.quantize(X, MX).copy_of(True, "")] * 2, jnp.asarray(OFFSETS), align=3,
                                         out_dtype="float32"), ValueError, "grouped_gemm: align must be one of .*got 3",
     ),
     "stack's scales": (

@@ -16,7 +16,7 @@ from sweeps import named
 import diptych.jax as dj
 from diptych.common import ShapeError, UnsupportedError
 from diptych.common.quantizers import RHT
-from diptych.jax import grouped_primitives as primitives
+from diptych.jax.primitives import grouped as grouped_ops
 from jax_frontend import tools
 
 KIND = tools.KIND
@@ -85,7 +85,7 @@ def test_nested_vmap_of_products_walks_each_operand_by_its_own_axes(kind):
     def grad(qx, offsets, acc):
         copy = qx.copy_of(True, "test")
         rotated = bool(quantizer.spec.flags & RHT)
-        return primitives.grouped_gemm(copy, copy, offsets, align=16, rotated=rotated, out_dtype="float32", acc=acc)
+        return grouped_ops.grouped_gemm(copy, copy, offsets, align=16, rotated=rotated, out_dtype="float32", acc=acc)
 
     acc = tools.normal("gacc", (4, 2, k, k))
     for axes, sizes in (((0, None, None), (3, 1, 1)), ((None, 0, None), (1, 4, 1)), ((None, 0, 0), (1, 4, 4)),
@@ -192,7 +192,9 @@ def test_export_with_symbolic_sizes(kind):
 
 def test_the_workspace_is_a_result_for_cuda_alone(monkeypatch):
     """XLA gives the memory; a product needs none."""
-    monkeypatch.setattr(primitives._core, "grouped_bias_grad_workspace_bytes", lambda rows, cols, groups: rows + groups)
+    monkeypatch.setattr(
+        grouped_ops._core, "grouped_bias_grad_workspace_bytes", lambda rows, cols, groups: rows + groups
+    )
     run = jax.jit(lambda *v: step(*v, tools.quantizer("mxfp8_e4m3")))
     args = tools.normal("x", (48, 32)), tools.normal("w", (2, 16, 32)), offsets_of((0, 16, 48))
 

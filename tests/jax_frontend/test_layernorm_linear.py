@@ -11,8 +11,10 @@ import pytest
 
 import diptych.jax as dj
 from diptych.common import ArgumentError, DTypeError, ShapeError, linear_plan
-from diptych.jax import fused
-from diptych.jax.layernorm_linear import layernorm_dense
+from diptych.jax.functional import norm as norm_verbs
+from diptych.jax.layers.layernorm_linear import layernorm_dense
+from diptych.jax.primitives import activation as activation_ops
+from diptych.jax.primitives import norm as norm_ops
 from jax_frontend import fused_layers as fl
 from jax_frontend import tools
 from jax_frontend.layers import same
@@ -71,7 +73,7 @@ def test_in_float32_it_is_dense_after_the_norm(recipe):
     options = fl.norm_options()
 
     def composed(x, gamma, beta, kernel, bias):
-        return dj.dense(fused.layernorm(options, x, gamma, beta), kernel, bias, recipe=recipe)
+        return dj.dense(norm_verbs.layernorm(options, x, gamma, beta), kernel, bias, recipe=recipe)
 
     y, pull = jax.vjp(composed, *args)
     same(run(recipe, args, dy)[0], dict(zip(fl.LINEAR, (y, *pull(dy)), strict=True)))
@@ -83,7 +85,7 @@ def test_without_recipe_it_is_the_plain_product_after_the_norm():
     before = tools.calls("quantize")
 
     def composed(x, gamma, beta, kernel, bias):
-        return fused.layernorm(options, x, gamma, beta) @ kernel.T + bias
+        return norm_verbs.layernorm(options, x, gamma, beta) @ kernel.T + bias
 
     y, pull = jax.vjp(composed, *args)
     same(run(None, args, dy)[0], dict(zip(fl.LINEAR, (y, *pull(dy)), strict=True)))
@@ -189,10 +191,10 @@ def test_the_norms_output_beside_it(recipe):
     got = pull((dy, dout))
     want, _ = run(recipe, args, dy)
     tools.same(y, want["y"])
-    tools.same(z, fused.norm(*args[:3], options)[1])
+    tools.same(z, norm_ops.norm(*args[:3], options)[1])
     for g, name in zip(got[3:], fl.LINEAR[4:], strict=True):
         tools.same(g, want[name], name)
-    _, pull_z = jax.vjp(lambda x: fused.layernorm(options, x, *args[1:3]), args[0])
+    _, pull_z = jax.vjp(lambda x: norm_verbs.layernorm(options, x, *args[1:3]), args[0])
     joint = np.float32(want["dx"]) + np.float32(pull_z(dout)[0])
     assert np.linalg.norm(np.float32(got[0]) - joint) < 2.0**-7 * np.linalg.norm(joint)  # bfloat16, three times
     only_z = jax.grad(lambda x: (layernorm_dense(x, *args[1:], recipe=recipe, return_layernorm_output=True)[1]
@@ -264,9 +266,9 @@ def test_the_ops_alone_have_no_derivative():
     x = tools.normal("x", (4, 32))
     options = fl.norm_options()
     for f in (
-        lambda x: fused.norm(x, x[0], x[0], options)[1],
-        lambda x: fused.activation(x, "silu", True),
-        lambda x: fused.activation_grad(x[:, :16], x, "silu", True),
+        lambda x: norm_ops.norm(x, x[0], x[0], options)[1],
+        lambda x: activation_ops.activation(x, "silu", True),
+        lambda x: activation_ops.activation_grad(x[:, :16], x, "silu", True),
     ):
         with pytest.raises(NotImplementedError, match="no derivative"):
             jax.grad(lambda x, f=f: f(x).sum())(x)
@@ -296,7 +298,7 @@ def test_a_quantizer_of_the_users_own_gets_the_norm_in_x_s_dtype():
     own = Halved()
     args, dy = fl.linear_operands(dtype="bfloat16")
     recipe = dj.CustomRecipe(lambda role: own if role.tensor == "input" else fl.E4M3)
-    z = fused.norm(*args[:3], fl.norm_options())[1]
+    z = norm_ops.norm(*args[:3], fl.norm_options())[1]
     want, pull = jax.vjp(lambda z, k: dj.dense(z, k, args[4], recipe=recipe), z, args[3])
     got, _ = run(recipe, args, dy)
     tools.same(got["y"], want)

@@ -13,10 +13,11 @@ from sweeps import named
 
 import diptych.jax as dj
 from diptych.common import ArgumentError, ShapeError, linear_plan
-from diptych.common.fused import ACTIVATIONS
+from diptych.common.ops.activation import ACTIVATIONS
 from diptych.core import _core
-from diptych.jax import fused
-from diptych.jax.layernorm_mlp import layernorm_mlp
+from diptych.jax.functional import activation as activation_verbs
+from diptych.jax.functional import norm as norm_verbs
+from diptych.jax.layers.layernorm_mlp import layernorm_mlp
 from jax_frontend import fused_layers as fl
 from jax_frontend import tools
 from jax_frontend.layers import same
@@ -108,8 +109,8 @@ def test_in_float32_it_is_the_layers_one_after_another(recipe):
     options = fl.norm_options()
 
     def composed(x, gamma, beta, k1, b1, k2, b2):
-        h = dj.dense(fused.layernorm(options, x, gamma, beta), k1, b1, recipe=recipe)
-        return dj.dense(fused.activate("silu", True, h), k2, b2, recipe=recipe)
+        h = dj.dense(norm_verbs.layernorm(options, x, gamma, beta), k1, b1, recipe=recipe)
+        return dj.dense(activation_verbs.activate("silu", True, h), k2, b2, recipe=recipe)
 
     y, pull = jax.vjp(composed, *args)
     got, _ = run(recipe, args, dy, activation="swiglu")
@@ -121,8 +122,8 @@ def test_without_recipe_it_is_the_plain_products():
     options, before = fl.norm_options(), tools.calls("quantize")
 
     def composed(x, gamma, beta, k1, b1, k2, b2):
-        h = fused.layernorm(options, x, gamma, beta) @ k1.T + b1
-        return fused.activate("silu", True, h) @ k2.T + b2
+        h = norm_verbs.layernorm(options, x, gamma, beta) @ k1.T + b1
+        return activation_verbs.activate("silu", True, h) @ k2.T + b2
 
     y, pull = jax.vjp(composed, *args)
     same(run(None, args, dy, activation="swiglu")[0], dict(zip(fl.MLP, (y, *pull(dy)), strict=True)))

@@ -21,7 +21,10 @@ from diptych.common import (
     NVFP4BlockScaling,
     Quantizer,
 )
-from diptych.jax import linear, products, state, transport
+from diptych.jax.layers import linear, products, quantize
+from diptych.jax.state import carry, update
+from diptych.jax.state import scales as state
+from diptych.jax.tensors import copies
 from jax_frontend import layers, tools
 
 E5M2, E4M3, MX, FP4 = layers.E5M2, layers.E4M3, layers.MX, layers.FP4
@@ -148,7 +151,7 @@ def test_recomputation_gives_the_same_bits(name, policy):
     def loss(x, kernel, bias, s):
         return (linear.dense(jnp.sin(x), kernel, bias, recipe=recipe, rng=RNG, state=s) * dy).sum()
 
-    policy = jax.checkpoint_policies.save_only_these_names(products.CHECKPOINT_NAME) if policy else None
+    policy = jax.checkpoint_policies.save_only_these_names(copies.CHECKPOINT_NAME) if policy else None
     *want, news = jax.jit(jax.grad(loss, (0, 1, 2, 3)))(x, kernel, bias, states)
     *got, again = jax.jit(jax.grad(jax.checkpoint(loss, policy=policy), (0, 1, 2, 3)))(x, kernel, bias, states)
     layer = layers.Layer(recipe, {slot: s.scale for slot, s in states.items()}, RNG)
@@ -176,7 +179,7 @@ def test_saved_copies_are_quantized_ones():
 def test_random_bits_differ_between_calls_and_steps():
     recipe, (x, kernel, bias, dy), _ = case("fp4")
     grads = []
-    for rng in (RNG, products.rng_at(RNG, products.OFFSETS), dj.rng_state(8)):
+    for rng in (RNG, quantize.rng_at(RNG, products.OFFSETS), dj.rng_state(8)):
         grads.append(layers.run(recipe, x, kernel, bias, dy, rng=rng)["dx"])
     assert all((np.asarray(a) != np.asarray(grads[0])).any() for a in grads[1:])
 
@@ -185,7 +188,7 @@ def test_random_bits_differ_between_calls_and_steps():
 @pytest.mark.parametrize("start", [0, (1 << 32) - 1, (1 << 64) - 2])
 def test_rng_at_adds_in_64_bits(offset, start):
     rng = dj.rng_state(123456789012345, start)
-    tools.same(jax.jit(products.rng_at, static_argnums=1)(rng, offset), layers.rng_words(rng, offset))
+    tools.same(jax.jit(quantize.rng_at, static_argnums=1)(rng, offset), layers.rng_words(rng, offset))
 
 
 def test_roles_have_module_and_name():
@@ -225,10 +228,8 @@ def test_two_devices_equal_one(mesh, name, check):
             def loss(x, kernel, s, step=step):
                 return (linear.dense(x * (step + 1), kernel, recipe=recipe, state=s) * dy).sum()
 
-            grads, new = transport.value_and_grad_with_state(lambda p, s, loss=loss: loss(*p, s))((x, kernel), states)[
-                1:
-            ]
-            states = state.update_state(new, recipe)
+            grads, new = carry.value_and_grad_with_state(lambda p, s, loss=loss: loss(*p, s))((x, kernel), states)[1:]
+            states = update.update_state(new, recipe)
             outs.append(grads[0])
         return jnp.stack(outs, 1), states
 

@@ -10,10 +10,10 @@ from core.test_permute import as_mask, routings, top_k
 
 import cases
 import diptych.jax as dj
-import moe_oracle as oracle
 from diptych.common import UnsupportedError
-from diptych.jax import permutation_ops
+from diptych.jax.functional import permute_op
 from jax_frontend import tools
+from oracle import permute as oracle
 
 T, E, K, H = 37, 5, 2, 24
 FLOATS = (*cases.INPUT_DTYPES, "float64")
@@ -255,7 +255,7 @@ def test_offsets_that_leave_the_rows():
     for offsets in ([0, 1, 5], [39, -39, 9], [2**31 - 1, -(2**31), 2**31 - 1], [-1, -5, -3]):
         want = to.astype(np.int64) + offsets
         want = np.where((to >= 0) & (want >= 0) & (want < rows), want, -1)
-        got = jax.jit(permutation_ops.shifted, static_argnums=2)(to, jnp.asarray(offsets, jnp.int32), rows)
+        got = jax.jit(permute_op.shifted, static_argnums=2)(to, jnp.asarray(offsets, jnp.int32), rows)
         assert np.array_equal(got, want), offsets
 
 

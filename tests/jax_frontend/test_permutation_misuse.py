@@ -10,9 +10,9 @@ from core.test_permute_misuse import lie
 
 import cases
 import diptych.jax as dj
-import moe_oracle as oracle
 from diptych.common import ArgumentError, DTypeError, ShapeError
 from jax_frontend import tools
+from oracle import permute as oracle
 
 T, E, H = 6, 3, 8
 X, PROBS, MASK = np.ones((T, H), np.float32), np.ones((T, E), np.float32), np.ones((T, E), bool)

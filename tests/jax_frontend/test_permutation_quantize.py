@@ -29,7 +29,8 @@ from diptych.common import (
     UnsupportedError,
 )
 from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX
-from diptych.jax import fused, primitives
+from diptych.jax.functional import source as sources
+from diptych.jax.primitives import quantize as quantize_ops
 from jax_frontend import tools
 from oracle import fused as fused_oracle
 
@@ -155,9 +156,9 @@ def test_a_quantizer_of_ones_own():
 @pytest.mark.parametrize("flags", [0, ROW_AMAX, RHT, RHT | RHT_SIGNS | ROW_AMAX])
 def test_amaxes(flags, device):
     x, m = tools.normal("amax", (T, H), "bfloat16") * 8, map_for("amax", 48)
-    f = fused.permuted(x, m.row_id_map, m.source)
-    got = primitives.amax(x, flags, f.source, f.operands, columnwise=True)
-    want = primitives.amax(dj.moe_permute(x, m)[0], flags, columnwise=True)
+    f = sources.permuted(x, m.row_id_map, m.source)
+    got = quantize_ops.amax(x, flags, f.source, f.operands, columnwise=True)
+    want = quantize_ops.amax(dj.moe_permute(x, m)[0], flags, columnwise=True)
     tools.same_tree(got, want)
     assert f.shape == (48, H) and float(want[0].max()) > 0
 
@@ -169,7 +170,7 @@ def test_amaxes_over_a_group():
     for quantizer in (Float8CurrentScalingQuantizer(), NVFP4Quantizer(), NVFP4Quantizer(row_scaled_nvfp4=True)):
 
         def of_source(x, m, quantizer=quantizer):
-            f = fused.permuted(x, m.row_id_map, m.source)
+            f = sources.permuted(x, m.row_id_map, m.source)
             return f.quantize(quantizer, amax_group="i")[0], f.with_amax("i").amax
 
         def of_rows(x, m, quantizer=quantizer):
@@ -182,7 +183,7 @@ def test_amaxes_over_a_group():
 
 def test_column_sums(device):
     x, m = tools.normal("sums", (T, H), "bfloat16"), map_for("sums")
-    q, total = fused.permuted(x, m.row_id_map, m.source).quantize(MX, column_sum="float32")
+    q, total = sources.permuted(x, m.row_id_map, m.source).quantize(MX, column_sum="float32")
     moved = dj.moe_permute(x, m)[0]
     same_array(q, dj.quantize(moved, MX))
     tools.same(total, fused_oracle.column_sum(np.asarray(moved, np.float32), np.dtype(np.float32)))
@@ -356,11 +357,11 @@ def test_bad_calls(name):
 
 
 def test_the_primitive_names_what_does_not_fit():
-    f = fused.permuted(jnp.asarray(X), MAP.row_id_map, MAP.source)
+    f = sources.permuted(jnp.asarray(X), MAP.row_id_map, MAP.source)
     with pytest.raises(ShapeError, match=r"quantize .*x must have a row for each of the map's tokens, 37"):
-        primitives.quantize(f.x[1:], MX, source=f.source, operands=f.operands)
+        quantize_ops.quantize(f.x[1:], MX, source=f.source, operands=f.operands)
     with pytest.raises(DTypeError, match="amax: source must be int32"):
-        primitives.amax(f.x, 0, f.source, (MAP.row_id_map, MAP.source.astype("float32")), columnwise=True)
+        quantize_ops.amax(f.x, 0, f.source, (MAP.row_id_map, MAP.source.astype("float32")), columnwise=True)
 
 
 def test_block_quantizers_of_both_dimensions_on_views():

@@ -12,9 +12,9 @@ from core.test_permute import as_mask, top_k
 
 import cases
 import diptych.jax as dj
-import moe_oracle as oracle
 from diptych.common import FORMATS, ShapeError, UnsupportedError, format_by_name
 from jax_frontend import tools
+from oracle import permute as oracle
 
 T, E, K, H = 48, 5, 2, 128
 IDS = top_k(cases.rng_for("jax-quantized"), T, E, K)

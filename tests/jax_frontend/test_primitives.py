@@ -14,7 +14,8 @@ from jax.ad_checkpoint import checkpoint_name
 import diptych.jax as dj
 from diptych.common import ShapeError, UnsupportedError
 from diptych.common.quantizers import SQUARE
-from diptych.jax import ffi, primitives
+from diptych.jax.primitives import ffi
+from diptych.jax.primitives import quantize as quantize_ops
 from jax_frontend import tools
 
 KIND = tools.KIND
@@ -78,7 +79,7 @@ def test_vmap_of_a_history_that_accumulates():
     """In place, so that a history that is not mapped is copied for each example; the copies of x are not."""
     quantizer, x = dj.Float8Quantizer(), tools.normal("x", (3, 4, 16)) * jnp.asarray([1.0, 10.0, 0.1])[:, None, None]
     scale, history = jnp.ones((3, 1)), jnp.asarray([2.0, 9.0])
-    f = functools.partial(primitives.quantize_delayed)
+    f = functools.partial(quantize_ops.quantize_delayed)
     each = [f(v, quantizer, s, history) for v, s in zip(x, scale, strict=True)]
     g = jax.vmap(lambda x, s: f(x, quantizer, s, history))
     for wrap in (lambda f: f, jax.jit):
@@ -259,13 +260,13 @@ def test_primitives_are_not_recompiled_per_call():
 
 def test_handlers_check_what_the_primitives_did_not():
     """The core's own checks stand behind the tracing ones: here the axes of an operand are a lie."""
-    lie = primitives.Batch(1, (1,))
-    f = jax.jit(lambda x: primitives.amax_p.bind(x, batch=lie, flags=0, columnwise=False)[0])
+    lie = quantize_ops.Batch(1, (1,))
+    f = jax.jit(lambda x: quantize_ops.amax_p.bind(x, batch=lie, flags=0, columnwise=False)[0])
     tools.same(f(jnp.ones((3, 5))), np.ones((3, 1), np.float32))
     call = jax.ffi.ffi_call("diptych_amax", jax.ShapeDtypeStruct((4, 1), jnp.float32))
     with pytest.raises(jax.errors.JaxRuntimeError, match="operand 0 lacks batch axis 0 of length 4"):
         call(jnp.ones((3, 5)), attributes=ffi.amax_attributes(lie, 0, False))
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"INVALID_ARGUMENT.*out must hold 1 elements"):
-        call(jnp.ones((3, 5)), attributes=ffi.amax_attributes(primitives.Batch(0, (0,)), 0, False))
+        call(jnp.ones((3, 5)), attributes=ffi.amax_attributes(quantize_ops.Batch(0, (0,)), 0, False))
     with pytest.raises(jax.errors.JaxRuntimeError, match="no op takes"):
-        call(jnp.ones((3, 5), jnp.int16), attributes=ffi.amax_attributes(primitives.Batch(0, (0,)), 0, False))
+        call(jnp.ones((3, 5), jnp.int16), attributes=ffi.amax_attributes(quantize_ops.Batch(0, (0,)), 0, False))

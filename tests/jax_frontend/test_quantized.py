@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 import diptych.jax as dj
-from diptych.common import shapes
+from diptych.common.ops import shapes
 from jax_frontend import tools
 
 KIND = tools.KIND

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 import diptych.jax as dj
-from diptych.jax import residuals
-from diptych.jax import transport as tr
+from diptych.jax.primitives import register
+from diptych.jax.state import carry as tr
 from jax_frontend import fused_layers, tools
 from jax_frontend.test_training_flax import OWG, Delayed, nn
 
@@ -97,7 +97,7 @@ def test_reused_nn_jit_with_states(way):
 
 def test_more_than_there_is_room_for_is_an_error():
     with pytest.raises(AssertionError, match="3 arrays are saved, and there is room for 2"):
-        residuals._packed([1, 2, 3], 2)
-    packed = residuals._packed({"a": 1, "b": [2]}, 5)
-    assert len(packed) == len(residuals._packed(7, 5)) == 6
-    assert residuals._unpacked(packed) == {"a": 1, "b": [2]}
+        register._packed([1, 2, 3], 2)
+    packed = register._packed({"a": 1, "b": [2]}, 5)
+    assert len(packed) == len(register._packed(7, 5)) == 6
+    assert register._unpacked(packed) == {"a": 1, "b": [2]}

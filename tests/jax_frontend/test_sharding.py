@@ -15,7 +15,8 @@ from sweeps import named
 import diptych.jax as dj
 import oracle
 from diptych.common.quantizers import ROW_AMAX
-from diptych.jax import functional, primitives
+from diptych.jax.functional import quantize as quantize_verbs
+from diptych.jax.primitives import quantize as quantize_ops
 from jax_frontend import tools
 
 RECIPE = pytest.mark.parametrize("recipe", named(tools.PLAIN_RECIPES, ("fp8-current", "mxfp8", "nvfp4 to nearest")))
@@ -185,14 +186,14 @@ def test_delayed_scaling_over_a_mesh(mesh):
     scale, history = jnp.full(1, 2.0), jnp.asarray([0.5, 1.0, 2.0])
 
     def step(x, scale, history):
-        copies, recorded = primitives.quantize_delayed(x[0], quantizer, scale, history)
-        history, scale = dj.scale_update(history, scale, reduced=functional.max_over(recorded[:1], "i"))
+        copies, recorded = quantize_ops.quantize_delayed(x[0], quantizer, scale, history)
+        history, scale = dj.scale_update(history, scale, reduced=quantize_verbs.max_over(recorded[:1], "i"))
         return copies["rowwise_data"][None], recorded[None], copies["rowwise_scale_inv"], history, scale
 
     f = jax.shard_map(step, mesh=mesh, in_specs=(P("i"), P(), P()), out_specs=(P("i"), P("i"), P(), P(), P()))
     data, recorded, scale_inv, *updated = jax.jit(f)(x, scale, history)
     data = np.asarray(data)  # JAX indexes an axis that is sharded by a sum, in which -0 becomes 0
     for i in range(2):
-        copies, own = primitives.quantize_delayed(x[i], quantizer, scale, history)
+        copies, own = quantize_ops.quantize_delayed(x[i], quantizer, scale, history)
         tools.same_tree([data[i], recorded[i], scale_inv], [copies["rowwise_data"], own, copies["rowwise_scale_inv"]])
     tools.same_tree(tuple(updated), dj.scale_update(history, scale, reduced=recorded[:, 0].max(keepdims=True)))

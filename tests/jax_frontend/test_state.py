@@ -15,9 +15,10 @@ from jax.sharding import PartitionSpec as P
 
 import oracle
 from diptych.common import CheckpointError, CustomRecipe, DelayedScaling, Format, RecipeSwitchWarning
-from diptych.jax import state as st
-from diptych.jax import transport as tr
-from diptych.jax.linear import dense
+from diptych.jax.layers.linear import dense
+from diptych.jax.state import carry as tr
+from diptych.jax.state import scales as st
+from diptych.jax.state import update
 from jax_frontend import tools
 
 RECIPE = DelayedScaling(amax_history_len=4)
@@ -155,10 +156,10 @@ def test_a_sum_is_refused(wrap):
         "fork": wrap(jax.grad(lambda s: fork(s)))(s),
     }  # fmt: skip
     for name, summed in sums.items():
-        for f in (st.update_state, functools.partial(st.overwrite_states, s), st.state_dict):
+        for f in (update.update_state, functools.partial(st.overwrite_states, s), st.state_dict):
             with pytest.raises(ValueError, match=r"adding [238] states up"):
                 f(summed)
-        for f in (st.update_state, functools.partial(st.overwrite_states, s)):
+        for f in (update.update_state, functools.partial(st.overwrite_states, s)):
             poisoned = jax.jit(f)(summed)
             # Under vmap a kernel's amax is the same for each example, so that nothing is summed.
             assert (
@@ -190,7 +191,7 @@ def test_a_state_that_nothing_used_stays(wrap):
     assert pending(news["used"])["input"] > 0
     direct = wrap(jax.grad(lambda s: f(X, s)))(s)
     with pytest.raises(ValueError, match="nothing contributed to"):
-        st.update_state(direct)
+        update.update_state(direct)
     tools.same_tree(st.overwrite_states(s, direct)["unused"], s["unused"])
 
 
@@ -211,7 +212,7 @@ def test_vmap_over_shared_states_raises(wrap):
         lambda v, s: dense(v, k, recipe=RECIPE, state=s))(X[:, None], st).sum(), 1))(KERNEL, stacked)  # fmt: skip
     news = jax.tree.map(lambda v: v.max(0), grads)
     assert pending(news)["input"] == float(jnp.abs(X).max())
-    st.update_state(news)
+    update.update_state(news)
 
 
 def test_lost_amaxes_are_refused():
@@ -291,7 +292,7 @@ def test_update_is_the_oracles(algo, length, wrap):
             want[slot] = out[0][0], out[1][0]
         if callable(algo) and length == 1:
             return
-        states = wrap(st.update_state)(states)
+        states = wrap(update.update_state)(states)
         for slot, s in states.items():
             tools.same(s.amax_history, want[slot][0], (slot, step))
             tools.same(s.scale, np.array([want[slot][1]]), (slot, step))
@@ -302,8 +303,8 @@ def test_references_are_updated_in_place():
     for _ in range(3):
         jax.jit(lambda r: dense(X, KERNEL, recipe=RECIPE, state=r))(refs)
         arrays = dense(X, KERNEL, recipe=RECIPE, state=arrays, return_state=True)[1]
-        assert jax.jit(lambda r: st.update_state(r) and None)(refs) is None
-        arrays = st.update_state(arrays)
+        assert jax.jit(lambda r: update.update_state(r) and None)(refs) is None
+        arrays = update.update_state(arrays)
         tools.same_tree(tr.read_states(refs), arrays)
 
 
@@ -315,11 +316,11 @@ def test_bad_algorithms():
     ):
         states = st.init_state(RECIPE.replace(amax_compute_algo=algo))
         with pytest.raises(error, match=message):
-            st.update_state(states)
+            update.update_state(states)
     with pytest.raises(ValueError, match=r"axis_name .* is not the recipe's amax_group"):
-        st.update_state(st.init_state(RECIPE), RECIPE.replace(amax_group="data"), axis_name="model")
+        update.update_state(st.init_state(RECIPE), RECIPE.replace(amax_group="data"), axis_name="model")
     with pytest.raises(ValueError, match="stack of states"):
-        st.update_state(jax.tree.map(lambda v: jnp.stack([v, v]), st.init_state(RECIPE)))
+        update.update_state(jax.tree.map(lambda v: jnp.stack([v, v]), st.init_state(RECIPE)))
 
 
 # --- several steps ---
@@ -342,10 +343,10 @@ def test_microbatches_are_one_step():
     np.testing.assert_allclose(g, grads[0] + grads[1], rtol=1e-5, atol=1e-5)
     assert pending(s)["input"] == float(jnp.abs(X[4:] * 3).max())
     with pytest.raises(ValueError, match="scales differ"):
-        st.merge_states(s, st.update_state(s))
+        st.merge_states(s, update.update_state(s))
     with pytest.raises(ValueError, match="no states of one quantizer"):
         st.merge_states(s, st.init_state(RECIPE.replace(margin=1)))
-    assert np.isnan(jax.jit(st.merge_states)(s, st.update_state(s))["input"].scale).all()
+    assert np.isnan(jax.jit(st.merge_states)(s, update.update_state(s))["input"].scale).all()
 
 
 def test_a_state_for_each_layer_of_a_scan():
@@ -361,7 +362,7 @@ def test_a_state_for_each_layer_of_a_scan():
     news = jax.jit(jax.grad(f))(stacked)
     want = [float(jnp.abs(k).max()) for k in kernels]
     assert news["weight"].amax_history[:, 0].tolist() == want
-    updated = jax.vmap(st.update_state)(st.overwrite_states(stacked, news))
+    updated = jax.vmap(update.update_state)(st.overwrite_states(stacked, news))
     tools.same(updated["weight"].scale[:, 0], np.float32(448) / np.float32(want))
 
 
@@ -380,7 +381,7 @@ def test_an_optimizer_beside_states():
         grads, news = tr.partition_states(jax.grad(loss)(tree))
         updates, moments = optimizer.update(grads, moments, params)
         params = optax.apply_updates(params, updates)
-        states = st.update_state(st.overwrite_states(states, news), RECIPE)
+        states = update.update_state(st.overwrite_states(states, news), RECIPE)
         tree = tr.combine_states(params, states)
     assert float(tree["gain"]) != 1 and tree["layer"]["bias"] is None
     tools.same(tree["layer"]["state"]["input"].scale, np.float32([448 / jnp.abs(X).max()]))
@@ -417,7 +418,7 @@ def test_replicated_states_stay_replicated(way):
 
 
 def test_switching_recipes():
-    held = st.update_state(dense(X, KERNEL, recipe=RECIPE, state=scaled(), return_state=True)[1])
+    held = update.update_state(dense(X, KERNEL, recipe=RECIPE, state=scaled(), return_state=True)[1])
     longer = RECIPE.replace(amax_history_len=6, margin=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -19,10 +19,12 @@ from diptych.common import (
     ShapeError,
     UnsupportedError,
 )
-from diptych.jax import state as st
-from diptych.jax import transport as tr
-from diptych.jax.linear import CHECKPOINT_NAME, dense
-from diptych.jax.weights import dense_vjp, kernel_quantizer, quantize_kernel, quantize_params
+from diptych.jax.layers.held import kernel_quantizer, quantize_kernel, quantize_params
+from diptych.jax.layers.linear import CHECKPOINT_NAME, dense
+from diptych.jax.layers.weight_gradients import dense_vjp
+from diptych.jax.state import carry as tr
+from diptych.jax.state import scales as st
+from diptych.jax.state import update
 from jax_frontend import layers, tools
 from jax_frontend.test_linear_plans import CASES, RNG
 
@@ -295,7 +297,7 @@ def test_calibration_records_what_training_would(way, wrap):
         for got, plainly in zip(grads, plain, strict=False):
             np.testing.assert_allclose(got, plainly, rtol=1e-4, atol=1e-4)
     assert {n: float(s.amax_history[0]) for n, s in news.items()} == want
-    ready = st.update_state(news)
+    ready = update.update_state(news)
     tools.same(ready["input"].scale, np.float32([448]) / np.float32([want["input"]]))
     dense(x, kernel, bias, recipe=recipe, state=ready)
 

@@ -12,10 +12,11 @@ import pytest
 
 import diptych.jax as dj
 from diptych.common import ArgumentError, DelayedScaling, DTypeError, NVFP4BlockScaling, UnsupportedError
-from diptych.jax import state as st
-from diptych.jax import transport as tr
-from diptych.jax.injection import dot_general
-from diptych.jax.linear import dense
+from diptych.jax.layers.inject import dot_general
+from diptych.jax.layers.linear import dense
+from diptych.jax.state import carry as tr
+from diptych.jax.state import scales as st
+from diptych.jax.state import update
 from jax_frontend import layers, tools
 
 nn = pytest.importorskip("flax.linen")
@@ -209,7 +210,7 @@ def test_linen_overwrites_with_gradient():
 
     summed = jax.jit(jax.grad(lambda v: loss(v, False)))(variables)
     with pytest.raises(ValueError, match="adding 2 states up"):
-        st.update_state(summed[OWG]["shared"])
+        update.update_state(summed[OWG]["shared"])
 
     optimizer = optax.sgd(1e-4)
     opt = optimizer.init(variables["params"])
@@ -218,8 +219,8 @@ def test_linen_overwrites_with_gradient():
     def step(variables, opt):
         value, grads = jax.value_and_grad(lambda v: loss(v, True))(variables)
         updates, opt = optimizer.update(grads["params"], opt)
-        scanned = jax.vmap(st.update_state)(grads[OWG]["scanned"])
-        held = {"scanned": scanned, "shared": st.update_state(grads[OWG]["shared"])}
+        scanned = jax.vmap(update.update_state)(grads[OWG]["scanned"])
+        held = {"scanned": scanned, "shared": update.update_state(grads[OWG]["shared"])}
         return {"params": optax.apply_updates(variables["params"], updates), OWG: held}, opt, value
 
     first = variables

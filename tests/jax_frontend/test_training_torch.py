@@ -11,10 +11,12 @@ import pytest
 
 import diptych.jax as dj
 from diptych.common import CustomRecipe, DelayedScaling, NVFP4BlockScaling
-from diptych.jax import state as st
-from diptych.jax import transport as tr
-from diptych.jax.linear import dense
-from diptych.jax.products import OFFSETS, rng_at
+from diptych.jax.layers.linear import dense
+from diptych.jax.layers.products import OFFSETS
+from diptych.jax.layers.quantize import rng_at
+from diptych.jax.state import carry as tr
+from diptych.jax.state import scales as st
+from diptych.jax.state import update
 from jax_frontend import layers, tools
 
 torch = pytest.importorskip("torch")
@@ -64,7 +66,7 @@ def test_steps_and_checkpoints(name, original):
 
     step = jax.jit(tr.value_and_grad_with_state(lambda p, s, *a: loss(p[1:], s, p[0], *a)))
     for i in range(5):
-        states = st.update_state(states, recipe)
+        states = update.update_state(states, recipe)
         for scale in (0.5**i, 3.0):  # two microbatches
             a = (x * scale).astype(x.dtype)
             _, grads, states = step((a, kernel, bias), states, dy, rng)

@@ -17,7 +17,8 @@ import cases
 import diptych.jax as dj
 import oracle
 from diptych.common import DTypeError, QuantSpec, ShapeError
-from diptych.jax import ffi, primitives
+from diptych.jax.primitives import ffi
+from diptych.jax.primitives import quantize as quantize_ops
 from jax_frontend import tools
 
 TENSOR, FP4 = tools.quantizer("fp8_e4m3_tensor"), tools.quantizer("nvfp4", columnwise=False)
@@ -202,8 +203,8 @@ def test_11_no_host_callback_and_no_hidden_memory(recipe, monkeypatch):
     assert set(re.findall(r'custom_call_target="([^"]*)"', text)) == set(tools.custom_calls(text))
     assert not re.search(r"\b(infeed|outfeed|send|recv)\(", text)
     # CUDA alone takes a workspace, as one more result, sized by the shape.
-    monkeypatch.setattr(primitives._core, "gemm_workspace_bytes", lambda m, n, k, epilogue: m * n * k + epilogue)
-    monkeypatch.setattr(primitives._core, "bias_grad_workspace_bytes", lambda m, n: m + n)
+    monkeypatch.setattr(quantize_ops._core, "gemm_workspace_bytes", lambda m, n, k, epilogue: m * n * k + epilogue)
+    monkeypatch.setattr(quantize_ops._core, "bias_grad_workspace_bytes", lambda m, n: m + n)
     lowered = {
         platform: jax.jit(functools.partial(train, recipe)).trace(*args).lower(lowering_platforms=(platform,)).as_text()
         for platform in ("cpu", "cuda")
@@ -274,7 +275,7 @@ def test_12_remat_that_saves_the_quantized_copies_does_not_quantize_again(recipe
 
 
 def save_quantized(prim, *_, **__):
-    return prim is primitives.quantize_p
+    return prim is quantize_ops.quantize_p
 
 
 POLICIES = {

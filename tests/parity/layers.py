@@ -22,8 +22,10 @@ from diptych.common import (
     linear_plan,
 )
 from diptych.common.quantizers import RHT
-from diptych.jax.products import OFFSETS, rng_at
-from diptych.jax.state import init_state, overwrite_states, state_dict, update_state
+from diptych.jax.layers.products import OFFSETS
+from diptych.jax.layers.quantize import rng_at
+from diptych.jax.state.scales import init_state, overwrite_states, state_dict
+from diptych.jax.state.update import update_state
 from parity.panels import dj, dt, jax, to_jax, to_torch, torch, values
 from quantizers import oracle_options
 

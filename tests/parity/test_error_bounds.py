@@ -16,7 +16,7 @@ import pytest
 import cases
 import oracle
 from diptych.common import RECIPES, NVFP4BlockScaling, NVFP4Quantizer, QuantizerRole, Recipe
-from diptych.common.fused import ACTIVATIONS
+from diptych.common.ops.activation import ACTIVATIONS
 from oracle import bounds
 from parity import layers
 from parity import test_modules_parity as modules

@@ -23,8 +23,10 @@ from diptych.common import (
     Recipe,
     linear_plan,
 )
-from diptych.jax.products import OFFSETS, rng_at
-from diptych.jax.state import init_state, overwrite_states, state_dict, update_state
+from diptych.jax.layers.products import OFFSETS
+from diptych.jax.layers.quantize import rng_at
+from diptych.jax.state.scales import init_state, overwrite_states, state_dict
+from diptych.jax.state.update import update_state
 from parity.layers import MIXTURES, PARTS, SEED, Step, packed, rotates
 from parity.panels import backends, cublaslt_mismatch, dj, dt, jax, same, to_jax, to_torch, torch, values
 

@@ -21,9 +21,11 @@ from diptych.common import (
     NVFP4BlockScaling,
     linear_plan,
 )
-from diptych.common.fused import ACTIVATIONS
-from diptych.jax.products import OFFSETS, rng_at
-from diptych.jax.state import init_state, overwrite_states, state_dict, update_state
+from diptych.common.ops.activation import ACTIVATIONS
+from diptych.jax.layers.products import OFFSETS
+from diptych.jax.layers.quantize import rng_at
+from diptych.jax.state.scales import init_state, overwrite_states, state_dict
+from diptych.jax.state.update import update_state
 from parity.layers import MIXTURES, SEED, packed, rotates
 from parity.panels import backends, cublaslt_mismatch, dj, dt, jax, same, to_jax, to_torch, torch, values
 

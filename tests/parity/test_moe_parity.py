@@ -13,10 +13,10 @@ from sweeps import others_slow
 
 import cases
 from diptych.common import RECIPES, Recipe
-from diptych.common.fused import ACTIVATIONS
-from diptych.common.grouped import row_align
-from diptych.jax import fused as jax_fused
-from diptych.torch import fused as torch_fused
+from diptych.common.layers.groups import row_align
+from diptych.common.ops.activation import ACTIVATIONS
+from diptych.jax.functional import activation as jax_activation
+from diptych.torch.functional import activation as torch_activation
 from parity.panels import backends, cublaslt_mismatch, dj, dt, jax, same, to_jax, to_torch, torch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -39,8 +39,8 @@ TOKENS, STEPS = 48, 3
 def exact(monkeypatch):
     """SwiGLU by the core, whose exponentials are the same in both panels."""
     options = ACTIVATIONS["swiglu"]
-    monkeypatch.setattr(torch_moe, "swiglu", lambda x: torch_fused.activate(x, options))
-    monkeypatch.setattr(jax_moe, "swiglu", lambda x: jax_fused.activate("silu", True, x))
+    monkeypatch.setattr(torch_moe, "swiglu", lambda x: torch_activation.activate(x, options))
+    monkeypatch.setattr(jax_moe, "swiglu", lambda x: jax_activation.activate("silu", True, x))
 
 
 def routings(label: str) -> list[tuple[np.ndarray, ...]]:
@@ -100,7 +100,7 @@ def of_jax(recipe: Recipe, weights: dict[str, np.ndarray], steps: list[Any], dev
         y, back = jax.vjp(layer, params, states, x, top)
         grads, news, dx, dprobs = back(dy.astype(y.dtype))
         rngs = {n: dj.rng_at(r, dj.OFFSETS) for n, r in kept.rngs.items()}
-        kept = jax_moe.Kept(dj.state.overwrite_states(states, news), rngs)
+        kept = jax_moe.Kept(dj.overwrite_states(states, news), rngs)
         return kept, {"y": y, "dx": dx, "dprobs": dprobs} | {
             n.removeprefix("blocks.0.moe."): g for n, g in grads.items()
         }

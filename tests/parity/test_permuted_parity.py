@@ -11,8 +11,10 @@ from sweeps import others_slow
 
 import cases
 from diptych.common import RECIPES, Float8Quantizer, Recipe, linear_plan
-from diptych.jax.products import OFFSETS, rng_at
-from diptych.jax.state import init_state, overwrite_states, state_dict, update_state
+from diptych.jax.layers.products import OFFSETS
+from diptych.jax.layers.quantize import rng_at
+from diptych.jax.state.scales import init_state, overwrite_states, state_dict
+from diptych.jax.state.update import update_state
 from parity.layers import PARTS, SEED, Step
 from parity.panels import FIELDS, backends, cublaslt_mismatch, dj, dt, jax, same, to_jax, to_torch, torch, values
 from parity.test_grouped_parity import EVERY, GROUPS, MODULE, Arrays, compare, configurations

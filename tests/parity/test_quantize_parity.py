@@ -11,8 +11,8 @@ from sweeps import in_turn
 import cases
 import oracle
 from diptych.common import Float8Quantizer, format_by_name
-from diptych.jax import primitives as jax_primitives
-from diptych.torch import primitives as torch_primitives
+from diptych.jax.primitives import quantize as jax_primitives
+from diptych.torch.primitives import quantize as quantize_ops
 from parity.panels import FIELDS, backends, dj, dt, jax, same, same_copies, to_jax, to_torch
 from quantizers import of_case
 from quantizers import quantizer as quantizer_for
@@ -117,7 +117,7 @@ def test_given_scale(fmt):
         history = np.array([1.5 * turn, 7.0, 0.25], np.float32)
         pending = oracle.quantize(x, fmt, scale=scale, accumulate=history[0]).amax
         kept = to_torch(history)
-        mine = torch_primitives.quantize_delayed(to_torch(x), quantizer, to_torch(given), kept)
+        mine = quantize_ops.quantize_delayed(to_torch(x), quantizer, to_torch(given), kept)
         theirs, after = delayed(to_jax(x), to_jax(given), to_jax(history))
         new = np.concatenate([pending, history[1:]])
         same(kept, new, f"torch history {label}")

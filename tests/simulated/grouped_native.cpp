@@ -1,9 +1,9 @@
 // The native kernel of grouped products, its host side included, as a library for test_grouped_simulated.py.
 #include <cstdio>
 
-#include "cuda/device.h"
+#include "cuda/base/device.h"
+#include "cuda/base/tensor_map.h"
 #include "cuda/ptx/tensor_copy.cuh"
-#include "cuda/tensor_map.h"
 #include "simulated.h"
 #include "tensor.h"
 

@@ -2,7 +2,7 @@
 // test_permute_simulated.py.
 #include <cstdio>
 
-#include "cuda/device.h"
+#include "cuda/base/device.h"
 #include "simulated.h"
 #include "tensor.h"
 

@@ -2,9 +2,9 @@
 // same bits, in fewer launches. And those that take plain tensors, called one by one.
 #include <cstdio>
 
-#include "cuda/fused/column_sum.cuh"
 #include "cuda/quantize/mxfp8.cuh"
 #include "cuda/quantize/tiles.cuh"
+#include "cuda/source/column_sum.cuh"
 #include "simulated.h"
 #include "tensor.h"
 
@@ -12,6 +12,10 @@ extern "C" cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaSt
   std::memset(to, value, bytes);
   return cudaSuccess;
 }
+
+namespace diptych {
+Status quantize(const QuantizeArgs&, const Execution&) { std::abort(); }
+}  // namespace diptych
 
 namespace diptych::cuda {
 
@@ -22,18 +26,22 @@ Status cuda_status(cudaError_t, const char*) { return {}; }
 bool streams(const TileArgs&) { return false; }
 bool permuted_tiles_fit(const TileArgs&, Scaling) { return false; }
 bool permuted_strips_pay(const TileArgs&, Scaling, const TensorView&, const Execution&) { return false; }
-bool permuted_rows_fit(const QuantizeArgs&) { return false; }
-bool permuted_both_fits(const QuantizeArgs&) { return false; }
+bool quantize_permuted_rows_fits(const QuantizeArgs&) { return false; }
 bool permuted_mxfp8_fits(const MxArgs&) { return false; }
 Status stream_tiles(const TileArgs&, DType, const Execution&) { std::abort(); }
 Status permuted_tiles(const TileArgs&, Scaling, DType, const Execution&) { std::abort(); }
 Status permuted_strips(const TileArgs&, const TensorView&, DType, const Execution&) { std::abort(); }
 Status quantize_permuted_rows(const QuantizeArgs&, const Execution&) { std::abort(); }
-Status permuted_both(const QuantizeArgs&, const Execution&) { std::abort(); }
 Status permuted_mxfp8(const MxArgs&, DType, const Execution&) { std::abort(); }
-Status quantize_nvfp4(const QuantizeArgs&, const Execution&) { std::abort(); }
 Status source_amax(const AmaxArgs&, const Execution&) { std::abort(); }
 Status permuted_amax(const AmaxArgs&, const Execution&) { std::abort(); }
+// As the kernel table chooses for plain tensors.
+Status quantize(const QuantizeArgs& args, const Execution& exec) {
+  const FormatRow& f = row(args.spec.format);
+  if (f.rule == ScaleRule::e8m0_ceil) return prepared<quantize_mxfp8>(args, exec);
+  const bool stream = f.per_tensor() && quantize_stream_fits(args);
+  return stream ? prepared<quantize_stream>(args, exec) : prepared<quantize_tiles>(args, exec);
+}
 Status column_sums(const TensorView&, const Source&, const TensorView&, const TensorView&, const Execution&) {
   std::abort();
 }

@@ -8,7 +8,8 @@ import torch
 
 import diptych.torch as dt
 from diptych.common import NVFP4BlockScaling, Recipe
-from diptych.torch import fused
+from diptych.torch.functional import activation as activation_verbs
+from diptych.torch.functional import norm as norm_verbs
 from torch_frontend.layers import NAMED, SEED, dtype_of, packed, same_step
 from torch_frontend.tools import normal, same, values
 
@@ -38,7 +39,7 @@ class _Composed(dt.QuantizedModule):
         return self._parameters.get(name)
 
     def norm(self, x: torch.Tensor) -> torch.Tensor:
-        return fused.layernorm(x, self.part("layer_norm_weight"), self.part("layer_norm_bias"), self.of[0].norm)
+        return norm_verbs.layernorm(x, self.part("layer_norm_weight"), self.part("layer_norm_bias"), self.of[0].norm)
 
 
 class ComposedLinear(_Composed):
@@ -51,7 +52,7 @@ class ComposedLinear(_Composed):
 class ComposedMLP(_Composed):
     def forward(self, x: torch.Tensor) -> Any:
         h = self.quantized_linear(self.norm(x), self.fc1_weight, self.part("fc1_bias"), "fc1")
-        a = fused.activate(values(h), self.of[0].activation_options)
+        a = activation_verbs.activate(values(h), self.of[0].activation_options)
         return self.quantized_linear(a, self.fc2_weight, self.part("fc2_bias"), "fc2")
 
 

@@ -8,7 +8,7 @@ import torch
 
 import diptych.torch as dt
 from diptych.common import NVFP4BlockScaling, QuantizerRole, Recipe
-from diptych.torch.quantized import BUFFERS
+from diptych.torch.tensors.quantized import BUFFERS
 from torch_frontend.layers import NAMED, SEED, dtype_of
 from torch_frontend.tools import normal
 

@@ -9,7 +9,7 @@ import torch
 
 import diptych.torch as dt
 from diptych.common import DEFAULT_RECIPE, ArgumentError, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
-from diptych.torch.autocast import STATE
+from diptych.torch.state.autocast import STATE
 from torch_frontend.tools import normal, same
 
 BLOCK, MX = Float8BlockScaling(), MXFP8BlockScaling()
@@ -57,12 +57,12 @@ def test_one_object_may_be_entered_again():
 def test_the_state_is_one_object_per_process():
     before = id(STATE)
     with dt.autocast():
-        from diptych.torch import autocast as module  # the class shadows the module's name in the package
+        from diptych.torch import autocast as found
 
-        assert module is dt.autocast
+        assert found is dt.autocast
     import sys
 
-    assert id(sys.modules["diptych.torch.autocast"].STATE) == before
+    assert id(sys.modules["diptych.torch.state.autocast"].STATE) == before
 
 
 def test_decorator():

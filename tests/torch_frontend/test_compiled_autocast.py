@@ -24,8 +24,8 @@ from diptych.common import (
     Quantizer,
     QuantizerRole,
 )
-from diptych.torch import products
-from diptych.torch.autocast import STATE
+from diptych.torch.layers import options
+from diptych.torch.state.autocast import STATE
 
 CURRENT, BLOCK, MX = Float8CurrentScaling(), Float8BlockScaling(), MXFP8BlockScaling()
 
@@ -179,9 +179,9 @@ def test_equal_recipes_are_one(recipe, inside):
                 layer(x)
         from diptych.common import value
 
-        tables = (products._schedules, value._MADE, value._HELD, STATE.steps)
+        tables = (options._schedules, value._MADE, value._HELD, STATE.steps)
         sizes.append([len(t) for t in tables])
-        assert len(products._recent) <= 1024 and i < 100
+        assert len(options._recent) <= 1024 and i < 100
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert sizes[2] == sizes[-1]
 
@@ -190,7 +190,7 @@ def test_the_state_keeps_its_identity():
     before = STATE
     with dt.autocast(recipe=MX):
         pass
-    from diptych.torch import autocast as module
+    from diptych.torch.state import autocast as module
 
     assert module is not None and STATE is before
 

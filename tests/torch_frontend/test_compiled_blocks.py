@@ -14,7 +14,7 @@ from torch import nn
 
 import diptych.torch as dt
 from diptych.common import CustomRecipe, DelayedScaling, MXFP8BlockScaling, NVFP4BlockScaling, Recipe
-from diptych.common.plan import linear_plan
+from diptych.common.layers.plan import linear_plan
 from torch_frontend.layers import slow
 
 BLOCKS = 10  # torch gives up at nine graphs

@@ -10,7 +10,7 @@ import torch
 
 import diptych.torch as dt
 from diptych.common import RECIPES, DelayedScaling, Float8CurrentScaling
-from diptych.torch.autocast import STATE
+from diptych.torch.state.autocast import STATE
 from torch_frontend import layers
 
 STEPS = 20

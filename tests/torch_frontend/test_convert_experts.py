@@ -12,7 +12,7 @@ from torch import nn
 import diptych.torch as dt
 from diptych.common import RECIPES, ArgumentError, DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
 from diptych.core import reset_calls
-from diptych.torch.experts import RoutedExperts, TransposedLinear
+from diptych.torch.modules.experts import RoutedExperts, TransposedLinear
 from torch_frontend.tools import calls, normal, same
 
 MX = MXFP8BlockScaling()

@@ -16,7 +16,7 @@ from torch import nn
 import diptych.torch as dt
 import oracle
 from diptych.common import CustomRecipe, DelayedScaling, NVFP4BlockScaling, linear_plan
-from diptych.torch.autocast import recording
+from diptych.torch.state.autocast import recording
 from torch_frontend.tools import normal, same
 
 SHORT = DelayedScaling(amax_history_len=4)

@@ -10,7 +10,7 @@ import torch
 
 import diptych.torch as dt
 from diptych.common import DelayedScaling, MXFP8BlockScaling
-from diptych.torch import eager_only
+from diptych.torch.graph import eager_only
 
 MODULES = {
     "Linear": lambda **kw: dt.Linear(32, 64, **kw),

@@ -6,7 +6,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 import diptych.torch as dt
 from diptych.common.recipes import RECIPES, Float8CurrentScaling, NVFP4BlockScaling
-from diptych.torch import rules
+from diptych.torch.primitives import register
 
 M, K, N, G = 64, 96, 32, 3
 PRODUCT = 2 * M * K * N
@@ -79,6 +79,6 @@ def test_a_profiler_sees_ops_by_name_and_changes_nothing():
         counts = {e.key: e.count for e in profile.key_averages() if e.key.startswith("diptych::")}
         assert counts["diptych::gemm"] == 3 + remembers and counts["diptych::quantize"] >= 3
         assert {"diptych::linear", "diptych::linearBackward", "diptych::bias_grad"} <= counts.keys()
-    assert rules.direct(x)
+    assert register.direct(x)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        assert not rules.direct(x) and rules.direct(x, unnamed=True)
+        assert not register.direct(x) and register.direct(x, unnamed=True)

@@ -13,8 +13,8 @@ import cases
 import diptych.torch as dt
 import oracle
 from diptych.common import FORMATS, Float8Quantizer, NVFP4Quantizer
-from diptych.torch import primitives
-from diptych.torch.quantized import BUFFERS
+from diptych.torch.primitives import quantize as quantize_ops
+from diptych.torch.tensors.quantized import BUFFERS
 from torch_frontend import tools
 from torch_frontend.tools import normal, poisoned, quantizer, same
 
@@ -98,7 +98,7 @@ def test_delayed_scaling_is_the_oracle(device):
         for step in range(7):
             for call in range(step % 3):
                 x = normal(f"delayed-{step}-{call}", (16, 32), "bfloat16", device) * float(draws.choice([1, 0, 40]))
-                got = primitives.quantize_delayed(x, quant, scale, history)
+                got = quantize_ops.quantize_delayed(x, quant, scale, history)
                 want = tools.oracle_of(quant, x, scale=np_scale[0], accumulate=np_history[0, 0])
                 for name, t in zip(BUFFERS, got, strict=False):
                     same(t, getattr(want, name), name)

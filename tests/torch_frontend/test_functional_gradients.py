@@ -13,7 +13,7 @@ from torch import Tensor
 import cases
 import diptych.torch as dt
 from diptych.common import Float8Quantizer, MXFP8Quantizer, NVFP4Quantizer, Quantizer, UnsupportedError
-from diptych.torch import primitives
+from diptych.torch.primitives import quantize as quantize_ops
 from torch_frontend import tools
 from torch_frontend.tools import normal, quantizer, same
 
@@ -64,7 +64,7 @@ def test_gemm_is_the_derivative_of_the_copies_product(fmt, device):
         dy = torch.randn_like(y)
         got = torch.autograd.grad(y, (a, b, bias), dy)
         copies = (qa.copy_of(trans_a), qb.copy_of(not trans_b))
-        va, vb = [primitives.dequantize(c, torch.float32).double().requires_grad_() for c in copies]
+        va, vb = [quantize_ops.dequantize(c, torch.float32).double().requires_grad_() for c in copies]
         vbias = bias.detach().double().requires_grad_()
         op_a, op_b = va.reshape(-1, va.shape[-1]), vb
         exact = 0.5 * (op_a.t() if trans_a else op_a) @ (op_b.t() if trans_b else op_b) + vbias

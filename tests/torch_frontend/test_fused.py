@@ -10,9 +10,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cases
 from diptych.common import DTypeError, Float8Quantizer, ShapeError, UnsupportedError
-from diptych.common.fused import ACTIVATIONS, NormOptions, activation_options, norm_options
+from diptych.common.ops.activation import ACTIVATIONS, activation_options
+from diptych.common.ops.norm import NormOptions, norm_options
 from diptych.common.quantizers import RHT
-from diptych.torch import fused, primitives
+from diptych.torch.functional import activation as activation_verbs
+from diptych.torch.functional import norm as norm_verbs
+from diptych.torch.functional import source as sources
+from diptych.torch.primitives import activation as activation_ops
+from diptych.torch.primitives import gemm as gemm_ops
+from diptych.torch.primitives import norm as norm_ops
+from diptych.torch.primitives import quantize as quantize_ops
 from torch_frontend import tools
 from torch_frontend.tools import ALL, delayed, named, normal, same
 
@@ -48,13 +55,13 @@ def _sources(x, device, m=32, k=64):
     wide = torch.cat([x, x.flip(0)], -1)
     dy = normal("dy", (*x.shape[:-1], k // 2), "float16", device)
     for options, b in ((LN, beta), (LN, None), (RMS, None)):
-        mu, rsigma, _ = fused.norm(x, None, None, options)
-        yield fused.normalized(x, gamma, b, mu, rsigma, options), fused.norm(x.float(), gamma, b, options)[2]
+        mu, rsigma, _ = norm_ops.norm(x, None, None, options)
+        yield sources.normalized(x, gamma, b, mu, rsigma, options), norm_ops.norm(x.float(), gamma, b, options)[2]
     for name in ("gelu", "swiglu"):
         act, v = ACTIVATIONS[name], wide if ACTIVATIONS[name].gated else x
-        yield fused.activated(v, act), fused.activation(v.float(), act)
+        yield sources.activated(v, act), activation_ops.activation(v.float(), act)
         d = dy if act.gated else normal("dy2", (*x.shape[:-1], k), "bfloat16", device)
-        yield fused.activated_grad(d, x, act), fused.activation_grad(d, x, act, torch.float32)
+        yield sources.activated_grad(d, x, act), activation_ops.activation_grad(d, x, act, torch.float32)
 
 
 @pytest.mark.parametrize("options", (LN, RMS, NormOptions("layernorm", 0.5, True)))
@@ -64,7 +71,7 @@ def test_norms_against_torch(options, device):
         gamma = normal("g", (80,), "float32", device).requires_grad_()
         beta = normal("b", (80,), "float32", device).requires_grad_() if options.which == "layernorm" else None
         leaves = [t for t in (x, gamma, beta) if t is not None]
-        y = fused.layernorm(x, gamma, beta, options)
+        y = norm_verbs.layernorm(x, gamma, beta, options)
         assert y.dtype == dtype
         double = [t.detach().double().requires_grad_() for t in leaves]
         want = _torch_norm(double[0], double[1], double[2] if beta is not None else None, options)
@@ -80,7 +87,7 @@ def test_activations_against_torch(name, device):
     act = activation_options("test", name)
     for dtype in FLOATS:
         x = normal("x", (3, 16, 80), "float32", device).to(dtype).requires_grad_()
-        y = fused.activate(x, act)
+        y = activation_verbs.activate(x, act)
         double = x.detach().double().requires_grad_()
         want = _act(name, double)
         dy = normal("dy", tuple(want.shape), "float32", device).to(dtype)
@@ -93,11 +100,11 @@ def test_activations_against_torch(name, device):
 def same_sum(got, values):
     """A source's column sum; on CUDA bias_grad adds in another order, which can round to the next number."""
     if values.is_cuda:
-        total = primitives.bias_grad(values, torch.float32)
+        total = gemm_ops.bias_grad(values, torch.float32)
         rtol = max(1e-5, torch.finfo(got.dtype).eps / 2)
         torch.testing.assert_close(got.float(), total, rtol=rtol, atol=1e-4)
     else:
-        same(got, primitives.bias_grad(values, got.dtype))
+        same(got, gemm_ops.bias_grad(values, got.dtype))
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -111,8 +118,8 @@ def test_a_source_gives_the_bytes_of_its_values(name, device):
         x = normal("x", (2, 16, 64), dtype, device)
         for f, values in _sources(x, device):
             values = values.to(torch.bfloat16) if quant.spec.flags & RHT else values
-            got = fused.quantize(f, quant, rng=rng, sum_dtype=torch.float32)
-            want = primitives.quantize(values, quant, rng=rng)
+            got = sources.quantize(f, quant, rng=rng, sum_dtype=torch.float32)
+            want = quantize_ops.quantize(values, quant, rng=rng)
             for g, w in zip(got[:-1], want, strict=True):
                 if quant.spec.flags & RHT:  # the rowwise copy is of unrounded values
                     assert g.shape == w.shape and g.dtype == w.dtype
@@ -121,11 +128,11 @@ def test_a_source_gives_the_bytes_of_its_values(name, device):
             if not quant.spec.flags & RHT:
                 assert got[-1].dtype == torch.float32
                 same_sum(got[-1], values)
-                same(fused.amax(f), primitives.amax(values))
+                same(sources.amax(f), quantize_ops.amax(values))
             with FakeTensorMode() as mode:
-                g = fused.FusedInput(*[mode.from_tensor(t) if isinstance(t, torch.Tensor) else t for t in f])
+                g = sources.FusedInput(*[mode.from_tensor(t) if isinstance(t, torch.Tensor) else t for t in f])
                 fake_rng = None if rng is None else mode.from_tensor(rng)
-                fake = fused.quantize(g, quant, rng=fake_rng, sum_dtype=torch.float32)
+                fake = sources.quantize(g, quant, rng=fake_rng, sum_dtype=torch.float32)
             for a, b in zip(fake, got, strict=True):
                 assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
 
@@ -136,8 +143,8 @@ def test_delayed_scaling_with_a_source(device):
         quant = Float8Quantizer(rowwise=rowwise, columnwise=columnwise)
         for f, values in _sources(x, device):
             (scale, history), (_, expected) = delayed(device), delayed(device)
-            got = fused.quantize_delayed(f, quant, scale, history, torch.bfloat16)
-            want = primitives.quantize_delayed(values, quant, scale, expected)
+            got = sources.quantize_delayed(f, quant, scale, history, torch.bfloat16)
+            want = quantize_ops.quantize_delayed(values, quant, scale, expected)
             for g, w in zip(got[:-1], want, strict=True):
                 same(g, w)
             assert got[-1].dtype == torch.bfloat16
@@ -147,7 +154,7 @@ def test_delayed_scaling_with_a_source(device):
 
 def test_ops_pass_opcheck():
     x, gamma = normal("x", (16, 64)), normal("g", (64,))
-    mu, rsigma, y = fused.norm(x, gamma, None, LN)
+    mu, rsigma, y = norm_ops.norm(x, gamma, None, LN)
     ops = torch.ops.diptych
     for op, args in (
         (ops.norm, (x, gamma, None, 0, 1e-5, False)),
@@ -155,7 +162,7 @@ def test_ops_pass_opcheck():
         (ops.norm_grad, (y, x, gamma, mu, rsigma, False, True)),
         (ops.activation, (x, 0, True)),
         (ops.activation_grad, (y, x, 2, False, torch.bfloat16)),
-        (ops.amax_fused, (*fused.activated(x, ACTIVATIONS["gelu"]), 0, True)),
+        (ops.amax_fused, (*sources.activated(x, ACTIVATIONS["gelu"]), 0, True)),
     ):
         torch.library.opcheck(op.default, args)
 
@@ -164,24 +171,24 @@ def test_bad_operands():
     x, gamma = normal("x", (16, 64)), normal("g", (64,))
     for dtype in (torch.float64, torch.int32):
         with pytest.raises(DTypeError):
-            fused.norm(x.to(dtype), gamma, None, LN)
+            norm_ops.norm(x.to(dtype), gamma, None, LN)
         with pytest.raises(DTypeError):
-            fused.activation(x.to(dtype), ACTIVATIONS["gelu"])
+            activation_ops.activation(x.to(dtype), ACTIVATIONS["gelu"])
     fake = torch.device("meta")
     for device in (x.device, fake):
         v, g = x.to(device), gamma.to(device)
         with pytest.raises(ValueError, match="gamma"):
-            fused.norm(v, g[:32], None, LN)
+            norm_ops.norm(v, g[:32], None, LN)
         with pytest.raises(ValueError, match="halves the last dimension"):
-            fused.activation(v[:, :63], ACTIVATIONS["swiglu"])
+            activation_ops.activation(v[:, :63], ACTIVATIONS["swiglu"])
         with pytest.raises(ValueError, match="dy"):
-            fused.activation_grad(v, v, ACTIVATIONS["swiglu"])
+            activation_ops.activation_grad(v, v, ACTIVATIONS["swiglu"])
         with pytest.raises(ValueError, match="beta"):
-            fused.norm(v, g, g, RMS)
+            norm_ops.norm(v, g, g, RMS)
     with pytest.raises(ShapeError):
-        fused.activation(torch.tensor(1.0), ACTIVATIONS["gelu"])
+        activation_ops.activation(torch.tensor(1.0), ACTIVATIONS["gelu"])
     with pytest.raises(UnsupportedError, match="requires grad"):
-        fused.quantize(fused.activated(x.requires_grad_(), ACTIVATIONS["gelu"]), named(cases.FORMATS[0]))
+        sources.quantize(sources.activated(x.requires_grad_(), ACTIVATIONS["gelu"]), named(cases.FORMATS[0]))
     for bad, error in (
         (("Layernorm", 1e-5, False), ValueError),
         (("LayerNorm", -1.0, False), ValueError),
@@ -197,6 +204,6 @@ def test_bad_operands():
 
 def test_no_second_derivative():
     x = normal("x", (4, 8)).requires_grad_()
-    for y in (fused.layernorm(x, torch.ones(8), None, LN), fused.activate(x, ACTIVATIONS["gelu"])):
+    for y in (norm_verbs.layernorm(x, torch.ones(8), None, LN), activation_verbs.activate(x, ACTIVATIONS["gelu"])):
         with pytest.raises(UnsupportedError, match="second derivative"):
             torch.autograd.grad(y.sum(), x, create_graph=True)

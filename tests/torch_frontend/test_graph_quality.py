@@ -14,8 +14,8 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 import diptych.torch as dt
 from diptych.common import RECIPES, Float8BlockScaling, Float8CurrentScaling, Recipe
-from diptych.torch import primitives
-from diptych.torch.replay import Replays
+from diptych.torch.graph.program import Replays
+from diptych.torch.primitives import quantize as quantize_ops
 from torch_frontend import tools
 from torch_frontend.tools import normal, quantizer, same
 
@@ -121,7 +121,7 @@ def test_stochastic_rounding_is_not_shared():
 def spied(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
     """The copies of each call of the quantize kernel from now on, whoever calls it."""
     made: list[tuple[bool, bool]] = []
-    real = primitives._core.quantize
+    real = quantize_ops._core.quantize
 
     class Spy:
         def __getattr__(self, name: str) -> Any:
@@ -132,8 +132,8 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
             made.append((rowwise is not None, columnwise is not None))
             return real(*args)
 
-    real_core = primitives._core
-    monkeypatch.setattr(primitives, "_core", Spy())
+    real_core = quantize_ops._core
+    monkeypatch.setattr(quantize_ops, "_core", Spy())
     # What another test's node learned would run again as one call.
     monkeypatch.setattr(Replays, "__call__", lambda self, constants, inputs, call, *args: call(*args))
     return made

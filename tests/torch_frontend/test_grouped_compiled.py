@@ -10,7 +10,7 @@ import torch
 import diptych.torch as dt
 from diptych import core
 from diptych.common import CustomRecipe, MXFP8BlockScaling, MXFP8Quantizer, QuantizerRole
-from diptych.torch.quantized import BUFFERS
+from diptych.torch.tensors.quantized import BUFFERS
 from torch_frontend.grouped import GROUPS, K, N, input_for, layer, offsets_of, recipe_for, run
 from torch_frontend.layers import NAMED, dtype_of, same_step
 from torch_frontend.test_custom_op import nodes

@@ -23,7 +23,7 @@ from diptych.common import (
 )
 from diptych.core import reset_calls
 from diptych.torch import TensorProto, to_tensor_proto
-from diptych.torch.quantized import BUFFERS, QuantizedTensorBase
+from diptych.torch.tensors.quantized import BUFFERS, QuantizedTensorBase
 from torch_frontend import tools
 from torch_frontend.grouped import GROUPS, K, N, input_for, layer, offsets_of, run
 from torch_frontend.layers import NAMED, dtype_of, same_step

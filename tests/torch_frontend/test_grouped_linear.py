@@ -22,7 +22,7 @@ from diptych.common import (
     QuantizerRole,
 )
 from diptych.core import reset_calls
-from diptych.torch import grouped_matmul
+from diptych.torch.primitives import grouped_matmul
 from torch_frontend.grouped import GROUPS, K, N, input_for, layer, offsets_of, recipe_for, reference, run
 from torch_frontend.layers import NAMED, dtype_of, same_step
 from torch_frontend.tools import RECIPE_NAMES, calls, normal, same

@@ -22,7 +22,9 @@ from diptych.common import (
 )
 from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX
 from diptych.core import reset_calls
-from diptych.torch import grouped_primitives, primitives, state
+from diptych.torch.primitives import grouped as grouped_ops
+from diptych.torch.primitives import quantize as quantize_ops
+from diptych.torch.state import scales
 from torch_frontend.grouped import K, N, layer, offsets_of, run
 from torch_frontend.layers import NAMED, SEED, dtype_of, same_step, slow
 from torch_frontend.ranks import needs_gloo, results
@@ -148,7 +150,7 @@ def test_microbatches_in_bad_order():
         with pytest.raises(ValueError, match="the first microbatch passes True"):
             model(x, splits, False)
         model(x, splits, True)
-    state._warned.clear()
+    scales._warned.clear()
     with dt.autocast(recipe=Float8BlockScaling()):
         with pytest.warns(RecipeSwitchWarning, match="quantized anew"):
             got = model(x, splits, is_first_microbatch=False)
@@ -180,10 +182,10 @@ def test_amaxes_of_a_stack(shape, flags, device):
     if w.numel() and shape[0] > 1:
         w[0], w[1] = float("nan"), w[1] * 2.0**-130
         w[-1].view(-1)[-1] = float("nan")
-    got = grouped_primitives.amaxes(w, flags, columnwise=True)
+    got = grouped_ops.amaxes(w, flags, columnwise=True)
     assert [len(t) for t in got] == [shape[0]] * 2
     for g in range(shape[0]):
-        for part, alone in zip(got, primitives.amax(w[g], flags, columnwise=True), strict=True):
+        for part, alone in zip(got, quantize_ops.amax(w[g], flags, columnwise=True), strict=True):
             same(part[g], alone)
 
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 import diptych.torch as dt
 from diptych.common import Float8CurrentScalingQuantizer, NVFP4Quantizer, Quantizer
-from diptych.torch.functional import max_over
-from diptych.torch.quantized import BUFFERS
+from diptych.torch.functional.quantize import max_over
+from diptych.torch.tensors.quantized import BUFFERS
 
 rank, file = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=2)

@@ -12,7 +12,7 @@ import torch
 
 import diptych.torch as dt
 from diptych.common import LostUpdateWarning, MXFP8Quantizer
-from diptych.torch import held as held_module
+from diptych.torch.modules import quantized_parameter as held_module
 from torch_frontend.held import KINDS, MX, buffers, layer, requantized, same_buffers, weight
 from torch_frontend.tools import RECIPE_NAMES, normal, same
 

@@ -21,7 +21,7 @@ from diptych.common import (
     MXFP8Quantizer,
     NVFP4Quantizer,
 )
-from diptych.torch import held_state
+from diptych.torch.modules import held_state
 from torch_frontend.held import KINDS, buffers, layer, requantized, same_buffers
 from torch_frontend.layers import NAMED
 from torch_frontend.tools import RECIPE_NAMES, normal, same

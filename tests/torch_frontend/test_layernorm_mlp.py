@@ -19,7 +19,7 @@ from diptych.common import (
     Quantizer,
     UnsupportedError,
 )
-from diptych.common.fused import ACTIVATIONS
+from diptych.common.ops.activation import ACTIVATIONS
 from diptych.core import reset_calls
 from torch_frontend import composed, layers
 from torch_frontend.composed import mlp, steps

@@ -352,11 +352,11 @@ def test_backward_twice_with_a_retained_graph():
 
 
 def test_fast_accumulation_reaches_the_gemm(monkeypatch):
-    from diptych.torch import primitives
+    from diptych.torch.primitives import quantize as quantize_ops
 
     seen = []
-    real = primitives._core.gemm
-    monkeypatch.setattr(primitives._core, "gemm", lambda *args: (seen.append(args[-1]), real(*args))[1])
+    real = quantize_ops._core.gemm
+    monkeypatch.setattr(quantize_ops._core, "gemm", lambda *args: (seen.append(args[-1]), real(*args))[1])
     layer, x = _layer(), normal("x", (5, 96))
     params = MMParams(use_split_accumulator=False)
     for recipe, want in (

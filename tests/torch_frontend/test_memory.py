@@ -12,7 +12,8 @@ import torch
 import diptych.torch as dt
 from benchmarks import memory
 from diptych.common import MXFP8BlockScaling, Recipe
-from diptych.torch import grouped_primitives, rules
+from diptych.torch.primitives import grouped as grouped_ops
+from diptych.torch.primitives import register
 from torch_frontend import composed, layers, tools
 from torch_frontend.layers import NAMED
 from torch_frontend.tools import RECIPE_NAMES, normal
@@ -100,7 +101,7 @@ def test_shapes_share_their_allocators(stack):
     makers = []
     for rows in range(1, 50):
         x = torch.zeros(*shape[:-2], rows, 64)
-        found = grouped_primitives._layout(x, quantizer) if stack else rules.layout(x.shape, quantizer, x.device)
+        found = grouped_ops._layout(x, quantizer) if stack else register.layout(x.shape, quantizer, x.device)
         makers.append([buffer[-1] for buffer in found])
     assert len({id(m.__self__) for each in makers for m in each}) == len(makers[0])
     del x

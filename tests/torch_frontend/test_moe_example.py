@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 import diptych.torch as dt
 from diptych.common import RECIPES, CustomRecipe, Recipe
-from diptych.common.grouped import row_align
+from diptych.common.layers.groups import row_align
 from torch_frontend.layers import NAMED
 from torch_frontend.tools import RECIPE_NAMES, normal, same
 

@@ -17,7 +17,7 @@ from diptych.common import RECIPES, Float8BlockScaling, MXFP8Quantizer, NVFP4Qua
 from diptych.common.quantizers import Quantizer
 from diptych.common.recipes import QParams, Recipe
 from diptych.common.value import Value
-from diptych.torch import opaque
+from diptych.torch.primitives import constants as opaque
 from torch_frontend.tools import normal, same
 
 

@@ -13,9 +13,9 @@ from core.test_permute import CHUNKS, routings
 
 import cases
 import diptych.torch as dt
-import moe_oracle as oracle
 from diptych.common.errors import UnsupportedError
-from diptych.common.moe import padded_rows
+from diptych.common.ops.permute import padded_rows
+from oracle import permute as oracle
 from torch_frontend.tools import same, to_numpy, to_torch
 
 DTYPES = ("float32", "bfloat16", "float16")

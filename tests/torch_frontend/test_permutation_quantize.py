@@ -23,7 +23,7 @@ from diptych.common import (
     Quantizer,
 )
 from diptych.core import reset_calls
-from diptych.torch.quantized import BUFFERS, QuantizedTensor
+from diptych.torch.tensors.quantized import BUFFERS, QuantizedTensor
 from torch_frontend.layers import slow
 from torch_frontend.test_custom_op import nodes
 from torch_frontend.test_permutation_quantized import in_mode

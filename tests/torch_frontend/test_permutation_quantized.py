@@ -9,8 +9,8 @@ import torch
 
 import diptych.torch as dt
 from diptych.common import Float8BlockQuantizer, Float8CurrentScalingQuantizer, MXFP8Quantizer, Quantizer
-from diptych.core._moe import moved_parts
-from diptych.torch.quantized import BUFFERS, QuantizedTensor
+from diptych.core._permute import moved_parts
+from diptych.torch.tensors.quantized import BUFFERS, QuantizedTensor
 from torch_frontend.tools import ALL, named, normal, rng_for, same
 
 T, E, K = 32, 5, 256

@@ -9,9 +9,13 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cases
-from diptych.common import Float8Quantizer, shapes
+from diptych.common import Float8Quantizer
+from diptych.common.ops import shapes
 from diptych.common.quantizers import RHT, ROW_AMAX
-from diptych.torch import primitives, rules
+from diptych.torch.primitives import gemm as gemm_ops
+from diptych.torch.primitives import quantize as quantize_ops
+from diptych.torch.primitives import register
+from diptych.torch.primitives import scale_update as scale_update_ops
 from torch_frontend import tools
 from torch_frontend.tools import ALL, delayed, named, normal, poisoned, quantizer, same
 
@@ -28,8 +32,8 @@ def _copies(name: str, device: str = "cpu", m: int = 6, n: int = 5, k: int = 48)
     for operand, shape in (("a", (m, k)), ("b", (n, k))):
         quant = named(name, columnwise=False)
         x = normal(f"{operand}-{name}", shape, "bfloat16", device)
-        buffers = primitives.quantize(x, quant, rng=tools.rng_for(quant, device))
-        out.append(primitives.copies(quant, buffers)[0])
+        buffers = quantize_ops.quantize(x, quant, rng=tools.rng_for(quant, device))
+        out.append(quantize_ops.copies(quant, buffers)[0])
     return out
 
 
@@ -52,15 +56,15 @@ def test_fake_is_real(name, device):
             continue
         for shape in cases.shapes_of(fmt, columnwise or "square" in name):
             x = torch.zeros(shape, dtype=dtype, device=device)
-            real = primitives.quantize(x, quant, rng=rng)
-            back = primitives.dequantize(primitives.copies(quant, real)[side], dtype)
+            real = quantize_ops.quantize(x, quant, rng=rng)
+            back = quantize_ops.dequantize(quantize_ops.copies(quant, real)[side], dtype)
             with FakeTensorMode() as mode:
                 fake_x, fake_rng = mode.from_tensor(x), None if rng is None else mode.from_tensor(rng)
-                fake = primitives.quantize(fake_x, quant, rng=fake_rng)
-                fake_back = primitives.dequantize(primitives.copies(quant, fake)[side], dtype)
+                fake = quantize_ops.quantize(fake_x, quant, rng=fake_rng)
+                fake_back = quantize_ops.dequantize(quantize_ops.copies(quant, fake)[side], dtype)
             assert _layout(real) == _layout(fake), (name, shape)
             assert _layout([back]) == _layout([fake_back])
-            meta = primitives.quantize(x.to("meta"), quant, rng=None if rng is None else rng.to("meta"))
+            meta = quantize_ops.quantize(x.to("meta"), quant, rng=None if rng is None else rng.to("meta"))
             assert [entry[:3] for entry in _layout(meta)] == [entry[:3] for entry in _layout(real)]
 
 
@@ -73,10 +77,10 @@ def test_other_fakes_are_real(device):
             fake_x, fake_scale, fake_history = map(mode.from_tensor, (x, scale, history))
         for mode_or_not, t, s, h in ((None, x, scale, history), (mode, fake_x, fake_scale, fake_history)):
             with mode_or_not or torch.no_grad():
-                primitives.scale_update(h, s, None, None, 448.0, 0, False)
+                scale_update_ops.scale_update(h, s, None, None, 448.0, 0, False)
                 rows = ops.amax(t, ROW_AMAX, True)
-                out = [*primitives.quantize_delayed(t, quant, s, h), *rows, primitives.amax(t)]
-                real.append(_layout([*out, primitives.bias_grad(t, torch.float32)]))
+                out = [*quantize_ops.quantize_delayed(t, quant, s, h), *rows, quantize_ops.amax(t)]
+                real.append(_layout([*out, gemm_ops.bias_grad(t, torch.float32)]))
         assert real[0] == real[1], shape
 
 
@@ -85,9 +89,9 @@ def test_fake_gemm_is_real(pair, device):
     for m, n, k in cases.GEMM_SHAPES[::2]:
         k = -(-k // cases.PACKED_BLOCK) * cases.PACKED_BLOCK if {*pair} & {*cases.PACKED_FORMATS} else k
         a, b = _copies(pair[0], device, m, n, k)[0], _copies(pair[1], device, m, n, k)[1]
-        real = primitives.gemm(a, b, None, 1.0, torch.bfloat16, False)
+        real = gemm_ops.gemm(a, b, None, 1.0, torch.bfloat16, False)
         with FakeTensorMode() as mode:
-            fake = primitives.gemm(_fake(mode, a), _fake(mode, b), None, 1.0, torch.bfloat16, False)
+            fake = gemm_ops.gemm(_fake(mode, a), _fake(mode, b), None, 1.0, torch.bfloat16, False)
         assert _layout([real]) == _layout([fake])
 
 
@@ -97,7 +101,7 @@ def test_copies_are_the_buffers(name):
     for rowwise, columnwise in tools.USAGES:
         quant = named(name, rowwise=rowwise, columnwise=columnwise)
         names = [b.name for b in shapes.quantize_buffers((32, 64), quant)]
-        for side, copy in zip(("rowwise", "columnwise"), primitives.copies(quant, names), strict=True):
+        for side, copy in zip(("rowwise", "columnwise"), quantize_ops.copies(quant, names), strict=True):
             assert (copy is None) == (f"{side}_data" not in names)
             if copy is not None:
                 amax = {"rowwise": "amax", "columnwise": "columnwise_amax"}[side] if quant.format.two_level else None
@@ -167,17 +171,17 @@ def test_both_ways_in_are_one(name, device):
     x = normal(f"ways-{name}", (32, 64), "bfloat16", device)
     quant = named(name)
     rng = tools.rng_for(quant, device)
-    assert rules.direct(x)
+    assert register.direct(x)
     dispatched = ops.quantize(x, quant, rng=rng)
-    for got, want in zip(primitives.quantize(x, quant, rng=rng), dispatched, strict=True):
+    for got, want in zip(quantize_ops.quantize(x, quant, rng=rng), dispatched, strict=True):
         same(got, want)
-    for copy in primitives.copies(quant, dispatched):
-        same(primitives.dequantize(copy, torch.float32), ops.dequantize(*copy, torch.float32))
+    for copy in quantize_ops.copies(quant, dispatched):
+        same(quantize_ops.dequantize(copy, torch.float32), ops.dequantize(*copy, torch.float32))
     a, b = _copies(name, device)
     d = ops.gemm(*a, *b, None, 1.0, torch.float16, False)
-    same(primitives.gemm(a, b, None, 1.0, torch.float16, False), d)
+    same(gemm_ops.gemm(a, b, None, 1.0, torch.float16, False), d)
     acc, acc2 = poisoned(d.shape, device=device), poisoned(d.shape, device=device)
-    primitives.gemm_into(acc, a, b, None, 2.0, 0.5, False)
+    gemm_ops.gemm_into(acc, a, b, None, 2.0, 0.5, False)
     ops.gemm_into(acc2, *a, *b, None, 2.0, 0.5, False)
     same(acc, acc2)
 
@@ -185,10 +189,10 @@ def test_both_ways_in_are_one(name, device):
 def test_both_ways_in_are_one_with_state(device):
     x = normal("ways", (33, 65), device=device)
     (scale, history), (scale2, history2) = delayed(device), delayed(device)
-    direct = primitives.quantize_delayed(x, Float8Quantizer(), scale, history)
+    direct = quantize_ops.quantize_delayed(x, Float8Quantizer(), scale, history)
     for got, want in zip(direct, ops.quantize_delayed(x, Float8Quantizer(), scale2, history2), strict=True):
         same(got, want)
-    primitives.scale_update(history, scale, None, None, 448.0, 0, False)
+    scale_update_ops.scale_update(history, scale, None, None, 448.0, 0, False)
     ops.scale_update(history2, scale2, None, None, 448.0, 0, False)
     same(history, history2)
     same(scale, scale2)
@@ -196,22 +200,22 @@ def test_both_ways_in_are_one_with_state(device):
 
 def test_what_is_not_direct():
     x = torch.zeros(4, 4)
-    assert rules.direct(x, None, torch.nn.Parameter(x))
-    assert not rules.direct(x.to("meta"))
-    assert not rules.direct(torch._neg_view(x))
+    assert register.direct(x, None, torch.nn.Parameter(x))
+    assert not register.direct(x.to("meta"))
+    assert not register.direct(torch._neg_view(x))
     with FakeTensorMode():
-        assert not rules.direct(x)
+        assert not register.direct(x)
     torch.func.grad(lambda v: (_not_direct(v), v.sum())[1])(x)
 
 
 def _not_direct(v: torch.Tensor) -> None:
-    assert not rules.direct(v)
+    assert not register.direct(v)
 
 
 def test_lazily_negated_tensors_count_as_negated():
     x = normal("neg", (8, 64))
     quant = quantizer("fp8_e4m3_1x128")
-    same(primitives.quantize(torch._neg_view(x), quant)[0], primitives.quantize(-x, quant)[0])
+    same(quantize_ops.quantize(torch._neg_view(x), quant)[0], quantize_ops.quantize(-x, quant)[0])
 
 
 def test_a_missing_derivative_is_an_error():
@@ -220,15 +224,15 @@ def test_a_missing_derivative_is_an_error():
     scale, history = delayed()
     quant = quantizer("fp8_e4m3_tensor")
     for call in (
-        lambda: primitives.quantize(x, quant),
+        lambda: quantize_ops.quantize(x, quant),
         lambda: ops.quantize(x, quant),
-        lambda: primitives.quantize_delayed(x, Float8Quantizer(), scale, history),
+        lambda: quantize_ops.quantize_delayed(x, Float8Quantizer(), scale, history),
         lambda: ops.quantize_delayed(x, Float8Quantizer(), scale, history),
-        lambda: primitives.scale_update(history, scale.clone().requires_grad_(), None, None, 448.0, 0, False),
-        lambda: primitives.amax(x),
+        lambda: scale_update_ops.scale_update(history, scale.clone().requires_grad_(), None, None, 448.0, 0, False),
+        lambda: quantize_ops.amax(x),
         lambda: ops.bias_grad(x, torch.float32),
-        lambda: primitives.gemm(a, b, torch.zeros(5, requires_grad=True), 1.0, torch.float32, False),
-        lambda: primitives.gemm_into(torch.zeros(6, 5, requires_grad=True), a, b, None, 1.0, 1.0, False),
+        lambda: gemm_ops.gemm(a, b, torch.zeros(5, requires_grad=True), 1.0, torch.float32, False),
+        lambda: gemm_ops.gemm_into(torch.zeros(6, 5, requires_grad=True), a, b, None, 1.0, 1.0, False),
     ):
         with pytest.raises(NotImplementedError, match="has no derivative, and an argument requires grad"):
             call()
@@ -242,21 +246,21 @@ def test_writes_count():
     """Autograd sees that a tensor was written, which it may have saved; inference tensors count nothing."""
     a, b = _copies("mxfp8_e4m3")
     x, quant = torch.ones(4, 64), Float8Quantizer()
-    for into in (primitives.gemm_into, lambda acc, a, b, *rest: ops.gemm_into(acc, *a, *b, *rest)):
+    for into in (gemm_ops.gemm_into, lambda acc, a, b, *rest: ops.gemm_into(acc, *a, *b, *rest)):
         acc = torch.zeros(6, 5)
         before = acc._version
         into(acc, a, b, None, 1.0, 1.0, False)
         assert acc._version > before
-    for module in (primitives, ops):
+    for quantizing, updating in ((quantize_ops, scale_update_ops), (ops, ops)):
         scale, history = delayed()
-        module.quantize_delayed(x, quant, scale, history)
+        quantizing.quantize_delayed(x, quant, scale, history)
         assert history._version == 1 and scale._version == 0
-        module.scale_update(history, scale, None, None, 448.0, 0, False)
+        updating.scale_update(history, scale, None, None, 448.0, 0, False)
         assert history._version == 2 and scale._version == 1
     with torch.inference_mode():
         into(torch.zeros(6, 5), a, b, None, 1.0, 1.0, False)
         scale, history = delayed()
-        primitives.quantize_delayed(x, quant, scale, history)
+        quantize_ops.quantize_delayed(x, quant, scale, history)
 
 
 def _bad_calls():

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from diptych.common import Float8Quantizer
-from diptych.torch import primitives
+from diptych.torch.primitives import gemm as gemm_ops
+from diptych.torch.primitives import quantize as quantize_ops
+from diptych.torch.primitives import scale_update as scale_update_ops
 from torch_frontend import tools
 from torch_frontend.tools import ALL, delayed, named, normal, same
 
@@ -31,11 +33,11 @@ def test_ops_compile_with_dynamic_shapes(name):
     rng = tools.rng_for(quant)
 
     def step(x, w, acc):
-        a, b = (primitives.copies(quant, primitives.quantize(t, quant, rng=rng)) for t in (x, w))
+        a, b = (quantize_ops.copies(quant, quantize_ops.quantize(t, quant, rng=rng)) for t in (x, w))
         acc = acc.clone()
-        primitives.gemm_into(acc, a[0], b[0], None, 1.0, 1.0, False)
-        wgrad = primitives.gemm(a[1], a[1], None, 1.0, torch.float32, False)
-        return acc, wgrad, *(primitives.dequantize(copy, torch.float32) for copy in a)
+        gemm_ops.gemm_into(acc, a[0], b[0], None, 1.0, 1.0, False)
+        wgrad = gemm_ops.gemm(a[1], a[1], None, 1.0, torch.float32, False)
+        return acc, wgrad, *(quantize_ops.dequantize(copy, torch.float32) for copy in a)
 
     sizes = ((160, 144, 256), (144, 176, 144), (208, 160, 304)) if "nvfp4" in name else (
         (160, 136, 256), (133, 165, 137), (135, 133, 300)
@@ -55,9 +57,9 @@ def test_delayed_scaling_compiles_with_dynamic_shapes():
 
     def step(x):
         scale, history = delayed()
-        first = primitives.quantize_delayed(x, quant, scale, history)
-        primitives.scale_update(history, scale, None, None, 448.0, 0, False)
-        second = primitives.quantize_delayed(x * 2, quant, scale, history)
+        first = quantize_ops.quantize_delayed(x, quant, scale, history)
+        scale_update_ops.scale_update(history, scale, None, None, 448.0, 0, False)
+        second = quantize_ops.quantize_delayed(x * 2, quant, scale, history)
         return *first, *second, scale, history
 
     _one_graph(step, [(normal("delayed", shape),) for shape in ((160, 256), (133, 137))])
@@ -71,8 +73,8 @@ def test_state_of_a_module_is_written_in_place(backend):
     module.register_buffer("history", history)
 
     def step(x):
-        primitives.scale_update(module.history, module.scale, None, None, 448.0, 0, False)
-        return primitives.quantize_delayed(x, Float8Quantizer(), module.scale, module.history)
+        scale_update_ops.scale_update(module.history, module.scale, None, None, 448.0, 0, False)
+        return quantize_ops.quantize_delayed(x, Float8Quantizer(), module.scale, module.history)
 
     torch._dynamo.reset()
     x = normal("state", (16, 64))
@@ -92,9 +94,9 @@ def test_unbacked_sizes(name):
 
     def step(x, keep):
         kept = x[torch.nonzero(keep).squeeze(1)]
-        a, b = primitives.copies(quant, primitives.quantize(kept, quant, rng=rng))
-        wgrad = primitives.gemm(b, b, None, 1.0, torch.float32, False)
-        return wgrad, primitives.dequantize(a, torch.float32), primitives.dequantize(b, torch.float32)
+        a, b = quantize_ops.copies(quant, quantize_ops.quantize(kept, quant, rng=rng))
+        wgrad = gemm_ops.gemm(b, b, None, 1.0, torch.float32, False)
+        return wgrad, quantize_ops.dequantize(a, torch.float32), quantize_ops.dequantize(b, torch.float32)
 
     torch._dynamo.reset()
     x = normal("unbacked", (96, 64), "bfloat16")

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import diptych.torch as dt
 from diptych.common import Quantizer
 from diptych.torch import TensorProto, to_tensor_proto
-from diptych.torch.quantized import BUFFERS
+from diptych.torch.tensors.quantized import BUFFERS
 from torch_frontend import tools
 from torch_frontend.tools import ALL, named, normal, quantizer
 

@@ -15,7 +15,7 @@ import torch
 import cases
 import diptych.torch as dt
 from diptych.common import MXFP8Quantizer
-from diptych.torch.quantized import BUFFERS
+from diptych.torch.tensors.quantized import BUFFERS
 from torch_frontend import tools
 from torch_frontend.tools import normal, quantizer, same
 

@@ -10,9 +10,11 @@ import torch
 import diptych.torch as dt
 from diptych.common import RECIPES, QuantizerRole
 from diptych.core import _core
-from diptych.torch import functional, primitives, replay
-from diptych.torch.layer import _linear
-from diptych.torch.opaque import Constants
+from diptych.torch.functional import quantize as quantize_verbs
+from diptych.torch.graph import program as replay
+from diptych.torch.layers.linear import _linear
+from diptych.torch.primitives import quantize as quantize_ops
+from diptych.torch.primitives.constants import Constants
 
 
 def kernel_calls() -> dict[str, int]:
@@ -66,8 +68,8 @@ def test_calls_that_run_again(name: str, graded: bool, monkeypatch: pytest.Monke
 
 
 def double(x: torch.Tensor, quantizer: Any) -> list[torch.Tensor]:
-    buffers = primitives.quantize(x, quantizer)
-    return [primitives.dequantize(primitives.copies(quantizer, buffers)[0], x.dtype), buffers[0]]  # type: ignore[arg-type]
+    buffers = quantize_ops.quantize(x, quantizer)
+    return [quantize_ops.dequantize(quantize_ops.copies(quantizer, buffers)[0], x.dtype), buffers[0]]  # type: ignore[arg-type]
 
 
 def test_a_program() -> None:
@@ -86,7 +88,7 @@ def test_a_program() -> None:
     [
         lambda x: [x + 1],  # other ops
         lambda x: [x],  # an argument
-        lambda x: [*2 * [functional.rng_state(1)]],
+        lambda x: [*2 * [quantize_verbs.rng_state(1)]],
         lambda x: replay.refuse() or [x.new_empty(3)],
     ],
 )
@@ -100,4 +102,4 @@ def test_errors_stop_recording() -> None:
     x = torch.ones(4, 32)
     with pytest.raises(ZeroDivisionError):
         replay.record(lambda: [x.new_empty(1 // 0)], [x])
-    assert torch.equal(primitives.amax(x), torch.ones(1))
+    assert torch.equal(quantize_ops.amax(x), torch.ones(1))

@@ -25,8 +25,8 @@ from diptych.common import (
     RecipeSwitchWarning,
     linear_plan,
 )
-from diptych.torch import state
-from diptych.torch.state import ScaleSlot, resize_history, rng_at, rng_take
+from diptych.torch.state import scales as state
+from diptych.torch.state.scales import ScaleSlot, resize_history, rng_at, rng_take
 from torch_frontend import layers
 from torch_frontend.tools import normal, same
 

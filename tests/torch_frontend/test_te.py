@@ -13,9 +13,8 @@ import pytest
 import torch
 
 import diptych.torch as dt
-from diptych.common import RECIPES, DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, QuantizerRole
+from diptych.common import RECIPES, DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling, QuantizerRole, te_arguments
 from diptych.common.errors import CheckpointError, IgnoredArgumentWarning, UnsupportedError
-from diptych.torch import te_arguments
 
 MODULES = {
     "Linear": (dt.Linear, (64, 32), ()),

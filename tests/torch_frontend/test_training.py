@@ -16,7 +16,7 @@ from diptych.common import (
     RecipeSwitchWarning,
 )
 from diptych.core import reset_calls
-from diptych.torch import state
+from diptych.torch.state import scales as scale_states
 from torch_frontend import layers
 from torch_frontend.layers import DELAYED, NAMED
 from torch_frontend.layers import all_same as _all_same
@@ -118,7 +118,7 @@ def test_weight_caching_in_bad_order():
         with pytest.raises(ValueError, match="give one"):
             layer(x, is_first_microbatch=True, skip_weight_update=torch.ones(1))
         layer(x, is_first_microbatch=True)
-    state._warned.clear()
+    scale_states._warned.clear()
     with dt.autocast(recipe=Float8BlockScaling()):
         with pytest.warns(RecipeSwitchWarning, match="quantized anew"):
             got = layer(x, is_first_microbatch=False)

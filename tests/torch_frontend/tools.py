@@ -19,7 +19,7 @@ from diptych.common import (
     Recipe,
 )
 from diptych.torch import rng_state
-from diptych.torch.quantized import BUFFERS, QuantizedTensor
+from diptych.torch.tensors.quantized import BUFFERS, QuantizedTensor
 from quantizers import of_case as of_case
 from quantizers import oracle_options
 from quantizers import quantizer as quantizer

@@ -1,5 +1,6 @@
 """What both panels share, on nothing but the standard library: formats, quantizers, recipes, shape rules, errors."""
 
+from diptych.common.earlier_names import keep
 from diptych.common.errors import (
     ArgumentError,
     CheckpointError,
@@ -14,7 +15,11 @@ from diptych.common.errors import (
     UnsupportedError,
 )
 from diptych.common.formats import FORMATS, FormatRow, find_format, format_by_name
-from diptych.common.plan import LinearPlan, StateSlot, TensorPlan, linear_plan
+from diptych.common.layers.groups import row_align
+from diptych.common.layers.plan import LinearPlan, StateSlot, TensorPlan, linear_plan
+from diptych.common.ops.activation import ActivationOptions as _ActivationOptions
+from diptych.common.ops.norm import NormOptions as _NormOptions
+from diptych.common.ops.permute import padded_rows
 from diptych.common.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -84,5 +89,20 @@ __all__ = [
     "find_format",
     "format_by_name",
     "linear_plan",
+    "padded_rows",
     "recipe_by_name",
+    "row_align",
 ]
+
+# Modules that earlier versions had, for pickled files and for code that imports from them.
+keep(
+    {
+        "diptych.common.fused.ActivationOptions": _ActivationOptions,
+        "diptych.common.fused.NormOptions": _NormOptions,
+        "diptych.common.grouped.row_align": row_align,
+        "diptych.common.moe.padded_rows": padded_rows,
+        "diptych.common.plan.LinearPlan": LinearPlan,
+        "diptych.common.plan.StateSlot": StateSlot,
+        "diptych.common.plan.TensorPlan": TensorPlan,
+    }
+)

@@ -34,7 +34,7 @@ class QuantSpec(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class QuantizerRole(Value):
-    """What a quantizer is asked for.
+    """The use that a quantizer is asked for.
 
     **Arguments:** `module`: the kind of module, such as "linear". `tensor`: "input", "weight" or "grad_output", the
     operands of its products; "output", "grad_input" or "grad_weight", their results. `gemm`: the product that the

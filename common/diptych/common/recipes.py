@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -158,6 +159,25 @@ class Recipe(Value):
                 f"{a.format.name} and {b.format.name}; leave use_split_accumulator=True"
             )
         return a, b
+
+    def with_results(self, output: bool, grad_input: bool) -> Recipe:
+        """This recipe, quantizing modules' outputs or their inputs' gradients too (TransformerEngine's `fp8_output` and
+        `fp8_grad`), by its quantizers for inputs and for gradients. Each is made once for a recipe object.
+
+        **Raises** NotImplementedError for delayed scaling.
+        """
+        made = self._with_results.get((output, grad_input))
+        if made is None:
+            kept: dict[str, Any] = {f.name: getattr(self, f.name) for f in dataclasses.fields(Recipe)}
+            made = _WithResults(base=self, output=output, grad_input=grad_input, **kept)
+            for tensor in ("output", "grad_input"):
+                made.quantizer(QuantizerRole(tensor=tensor))
+            self._with_results[output, grad_input] = made
+        return made
+
+    @functools.cached_property
+    def _with_results(self) -> dict[tuple[bool, bool], Recipe]:
+        return {}
 
     def delayed(self) -> bool:
         """Whether this is a `DelayedScaling`."""
@@ -427,19 +447,6 @@ class _WithResults(Recipe):
                 "own amax; use Float8CurrentScaling, or a CustomRecipe with quantize_results=True"
             )
         return made
-
-
-def with_results(recipe: Recipe, output: bool, grad_input: bool) -> Recipe:
-    """A recipe that also quantizes modules' outputs or their inputs' gradients (TransformerEngine's `fp8_output` and
-    `fp8_grad`), by the quantizers that it has for inputs and for gradients.
-
-    **Raises** NotImplementedError for delayed scaling.
-    """
-    kept: dict[str, Any] = {f.name: getattr(recipe, f.name) for f in dataclasses.fields(Recipe)}
-    made = _WithResults(base=recipe, output=output, grad_input=grad_input, **kept)
-    for tensor in ("output", "grad_input"):
-        made.quantizer(QuantizerRole(tensor=tensor))
-    return made
 
 
 DEFAULT_RECIPE: Recipe = Float8CurrentScaling()

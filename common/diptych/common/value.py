@@ -73,7 +73,7 @@ class Value(metaclass=ValueMeta):
         """Rebuilds what follows from the value fields; called on an object that was made without `__init__`."""
 
     def _value_key(self) -> tuple[Any, ...] | None:
-        """What equality and hash compare. **Raises** TypeError if a process group is held anywhere in the object."""
+        """The key that equality and hash compare. **Raises** TypeError if the object holds a process group anywhere."""
         _refuse_groups(self)
         names = self._value_fields()
         if names is None:

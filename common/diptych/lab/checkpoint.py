@@ -52,7 +52,7 @@ class Checkpoint:
 
 
 class _Damage(Exception):
-    """What is wrong with a file, in words."""
+    """A damaged file; the message says what is wrong with it."""
 
 
 def identity(job: Job, *, seed: int, batch: int, data: np.ndarray) -> dict[str, Any]:
@@ -150,7 +150,7 @@ def _quantizing_names(job: Job) -> set[str]:
 
 
 def _short(text: str) -> str:
-    """What a damaged file says, without all of it."""
+    """A shortened excerpt of a damaged file, for an error message."""
     return text if len(text) <= 200 else f"{text[:200]}…"
 
 

@@ -345,7 +345,7 @@ def _train_in(
 
 
 def _kept(target: pathlib.Path) -> str:
-    """What an interrupted run left behind."""
+    """Says which checkpoint, if any, an interrupted run has left behind."""
     from diptych.lab import checkpoint
 
     if not target.exists():

@@ -8,7 +8,8 @@ import platform
 from typing import Any
 
 from diptych import core
-from diptych.common import FORMATS, RECIPES, Quantizer, Recipe, shapes
+from diptych.common import FORMATS, RECIPES, Quantizer, Recipe
+from diptych.common.ops import shapes
 from diptych.core import _core
 from diptych.lab.frontend import discover
 from diptych.lab.job import linear_dtype
@@ -119,11 +120,18 @@ def _product(
 
 
 def _row(op: str, fmt: str, backend: str, arch: int) -> dict[str, Any]:
-    """The kernel of another op: the first row of the table that serves the format, as the core chooses."""
+    """The kernels of another op in the core's order: those for special operands, and the one for all others."""
+    special: list[str] = []
     for row in core.kernel_table():
         serves = (row["op"], row["backend"]) == (op, backend) and row["min_arch"] <= arch
-        if serves and (not row["formats"] or fmt in row["formats"]):
-            return {k: row[k] for k in ("level", "kernel", "note")}
+        if not serves or (row["formats"] and fmt not in row["formats"]):
+            continue
+        if row["conditional"]:
+            special.append(row["kernel"])
+        else:
+            notes = [row["note"], f"where it fits: {', '.join(special)}" if special else ""]
+            note = "; ".join(n for n in notes if n)
+            return {"level": row["level"], "kernel": row["kernel"], "note": note}
     return {"level": "missing", "kernel": "", "note": f"no {op} kernel for {fmt}"}
 
 

@@ -49,7 +49,7 @@ class Trainer(Protocol):
         ...
 
     def traced_step(self, batch: np.ndarray) -> StepTrace:
-        """The same update, with every diptych op and the named activations recorded."""
+        """One update, as `step` makes it, with every diptych op and the named activations recorded."""
         ...
 
     def evaluate(self, batch: np.ndarray) -> float:

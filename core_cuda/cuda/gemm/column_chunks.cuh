@@ -2,8 +2,8 @@
 // interleaved runs, both joined in ascending order; then the chunks' sums the same way. No atomics.
 #pragma once
 
-#include "cuda/launch.cuh"
-#include "cuda/vector.cuh"
+#include "cuda/base/launch.cuh"
+#include "cuda/base/vector.cuh"
 
 namespace diptych::cuda {
 

@@ -8,7 +8,7 @@
 #include <mutex>
 #include <optional>
 
-#include "cuda/device.h"
+#include "cuda/base/device.h"
 #include "cuda/gemm/cublaslt_library.h"
 #include "cuda/gemm/finish.h"
 #include "diptych/warn.h"

@@ -7,9 +7,9 @@
 #include <bit>
 #include <string>
 
+#include "cuda/base/launch.cuh"
 #include "cuda/gemm/emulated_operand.cuh"
 #include "cuda/gemm/epilogue.cuh"
-#include "cuda/launch.cuh"
 #include "cuda/ptx/mma.cuh"
 
 namespace diptych::cuda {

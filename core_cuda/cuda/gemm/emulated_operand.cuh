@@ -4,8 +4,8 @@
 // row r lies at c ^ (r % 8) ^ (r / 8 % 8): ldmatrix and both writers then meet no bank twice.
 #pragma once
 
-#include "cuda/e2m1.cuh"
-#include "cuda/vector.cuh"
+#include "cuda/base/e2m1.cuh"
+#include "cuda/base/vector.cuh"
 #include "diptych/ops.h"
 
 namespace diptych::cuda {

@@ -2,8 +2,8 @@
 // Amaxes of two-level operands enter alpha, which then differs from row to row or from column to column.
 #pragma once
 
-#include "cuda/scale.cuh"
-#include "cuda/vector.cuh"
+#include "cuda/base/scale.cuh"
+#include "cuda/base/vector.cuh"
 #include "diptych/ops.h"
 
 namespace diptych::cuda {

@@ -1,8 +1,8 @@
 #include <algorithm>
 
+#include "cuda/base/launch.cuh"
 #include "cuda/gemm/epilogue.cuh"
 #include "cuda/gemm/finish.h"
-#include "cuda/launch.cuh"
 
 namespace diptych::cuda {
 namespace {

@@ -5,8 +5,8 @@
 #include <bit>
 #include <string>
 
-#include "cuda/device.h"
-#include "cuda/tensor_map.h"
+#include "cuda/base/device.h"
+#include "cuda/base/tensor_map.h"
 
 namespace diptych::cuda {
 namespace {

@@ -13,8 +13,8 @@
 // arrive as zeros.
 #pragma once
 
+#include "cuda/base/launch.cuh"
 #include "cuda/grouped/native_feed.cuh"
-#include "cuda/launch.cuh"
 #include "cuda/ptx/wgmma.cuh"
 
 namespace diptych::cuda {

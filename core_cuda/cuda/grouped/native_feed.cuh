@@ -1,7 +1,7 @@
 // The native grouped kernel's shared memory, and the warps that fill it.
 #pragma once
 
-#include "cuda/device.h"
+#include "cuda/base/device.h"
 #include "cuda/grouped/native_store.cuh"
 
 namespace diptych::cuda {

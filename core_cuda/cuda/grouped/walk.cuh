@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "cuda/vector.cuh"
+#include "cuda/base/vector.cuh"
 
 namespace diptych::cuda {
 

@@ -1,5 +1,5 @@
 // The map of whole chunks into another order. Each block works out where all chunks start, and searches for its rows'.
-#include "cuda/launch.cuh"
+#include "cuda/base/launch.cuh"
 #include "cuda/permute/scan.cuh"
 #include "diptych/format.h"
 

@@ -1,6 +1,6 @@
 // out[h, r] = in[h, token of r], one byte an element. A block holds four rows h in shared memory, a word for each token
 // with one byte of each row, so that one look-up serves four results; rows too long for that are read from memory.
-#include "cuda/launch.cuh"
+#include "cuda/base/launch.cuh"
 #include "cuda/permute/origin.cuh"
 #include "cuda/permute/rows.cuh"
 

@@ -1,5 +1,5 @@
 // What a map says of its destination: the last slot that names each row. Maxima alone are taken in no fixed order.
-#include "cuda/launch.cuh"
+#include "cuda/base/launch.cuh"
 #include "diptych/format.h"
 
 namespace diptych::cuda {

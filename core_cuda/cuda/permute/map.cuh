@@ -3,10 +3,10 @@
 // launch between them, and numbers its chunk's rows. Integer sums alone are taken in no fixed order.
 #pragma once
 
-#include "cuda/launch.cuh"
+#include "cuda/base/launch.cuh"
 #include "cuda/ptx/grid.cuh"
 #include "diptych/format.h"
-#include "diptych/moe.h"
+#include "diptych/permute.h"
 
 namespace diptych::cuda {
 

@@ -1,9 +1,8 @@
 // Rows moved as bytes: each warp reads a part of a token's row once and writes it to all of the token's destinations.
 // The same launch fills the rows that nobody writes. Stores are ordinary ones: L2 then gathers what goes to k places,
-// and that is faster than streaming it. Where there is much to move rows go another way (slices.h).
-#include "cuda/launch.cuh"
+// and that is faster than streaming it. Where there is much to move rows go another way (slices.cu).
+#include "cuda/base/launch.cuh"
 #include "cuda/permute/rows.cuh"
-#include "cuda/permute/slices.h"
 #include "cuda/ptx/grid.cuh"
 
 namespace diptych::cuda {
@@ -123,7 +122,6 @@ __global__ void __launch_bounds__(kBlock) permute_kernel(const __grid_constant__
 }  // namespace
 
 Status permute(const PermuteArgs& args, const Execution& exec) {
-  if (slices_pay(args, exec)) return permute_slices(args, exec);
   PermuteParams p{};
   bool wide = true;
   for (int i = 0; i < args.plane_count; ++i) {

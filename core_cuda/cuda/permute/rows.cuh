@@ -1,9 +1,9 @@
 // What the kernels share that move or sum rows: a group of threads for each token, its destinations, and absent rows.
 #pragma once
 
-#include "cuda/vector.cuh"
+#include "cuda/base/vector.cuh"
 #include "diptych/format.h"
-#include "diptych/moe.h"
+#include "diptych/permute.h"
 
 namespace diptych::cuda {
 

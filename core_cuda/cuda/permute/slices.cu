@@ -5,10 +5,10 @@
 // what registers keep goes there as soon as the tokens that came first have left it.
 #include <algorithm>
 
-#include "cuda/launch.cuh"
+#include "cuda/base/launch.cuh"
+#include "cuda/kernels.h"
 #include "cuda/permute/origin.cuh"
 #include "cuda/permute/rows.cuh"
-#include "cuda/permute/slices.h"
 #include "cuda/ptx/barrier.cuh"
 #include "cuda/ptx/copy.cuh"
 #include "cuda/ptx/grid.cuh"
@@ -190,8 +190,8 @@ __global__ void __launch_bounds__(kThreads, 1) permute_slice_kernel(const __grid
 
 }  // namespace
 
-bool slices_pay(const PermuteArgs& args, const Execution& exec) {
-  if (args.zero_prob_is_padding || device_info(exec.device.index).arch != 90) return false;
+bool permute_slices_fits(const PermuteArgs& args, int arch) {
+  if (args.zero_prob_is_padding || arch != 90) return false;
   int64_t bytes = 0;
   for (int i = 0; i < args.plane_count; ++i) {
     const RowBytes r = row_bytes(args.planes[i]);

@@ -1,5 +1,5 @@
 // y[t] = sum over the token's rows, ascending, of p * x[row] in float32, each operation rounded.
-#include "cuda/launch.cuh"
+#include "cuda/base/launch.cuh"
 #include "cuda/permute/summands.cuh"
 
 namespace diptych::cuda {

@@ -1,6 +1,6 @@
 // dx[row] = p * dy[t], and dprobs[t, s] = dot(x[row], dy[t]). A token's dy is read once for eight of its rows. The
 // order of a dot's sum follows from the shape: eight neighbours to a thread, then lanes, then warps.
-#include "cuda/launch.cuh"
+#include "cuda/base/launch.cuh"
 #include "cuda/permute/summands.cuh"
 
 namespace diptych::cuda {

@@ -1,12 +1,12 @@
 // Maxima over finite |x|: of the tensor, of its rows, and of its Hadamard transform, from one read.
 #include <algorithm>
 
-#include "cuda/amax.cuh"
-#include "cuda/fused/source.cuh"
-#include "cuda/hadamard.cuh"
-#include "cuda/launch.cuh"
+#include "cuda/base/amax.cuh"
+#include "cuda/base/hadamard.cuh"
+#include "cuda/base/launch.cuh"
+#include "cuda/base/vector.cuh"
 #include "cuda/quantize/quantize.h"
-#include "cuda/vector.cuh"
+#include "cuda/source/source.cuh"
 
 namespace diptych::cuda {
 namespace {

@@ -3,9 +3,9 @@
 //
 // A thread owns an 8 x 8 patch of the stored data. A warp's 32 patches lie 4 x 8 over it where the output has the
 // data's orientation and 8 x 4 where it is the transpose, so that either way both sides move whole sectors.
-#include "cuda/e2m1.cuh"
-#include "cuda/launch.cuh"
-#include "cuda/vector.cuh"
+#include "cuda/base/e2m1.cuh"
+#include "cuda/base/launch.cuh"
+#include "cuda/base/vector.cuh"
 
 namespace diptych::cuda {
 namespace {

@@ -2,7 +2,7 @@
 // Square blocks: 32x32 elements share an amax, whose code stands in every place where the 1-D blocks have theirs.
 //
 // Geometry: mxfp8.cuh.
-#include "cuda/launch.cuh"
+#include "cuda/base/launch.cuh"
 #include "cuda/quantize/mxfp8.cuh"
 
 namespace diptych::cuda {

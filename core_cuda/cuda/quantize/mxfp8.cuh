@@ -2,9 +2,9 @@
 // patch row lane / 8. Every block lies inside one warp, so no shared memory and no barrier.
 #pragma once
 
-#include "cuda/fused/source.cuh"
+#include "cuda/base/vector.cuh"
 #include "cuda/quantize/quantize.h"
-#include "cuda/vector.cuh"
+#include "cuda/source/source.cuh"
 
 namespace diptych::cuda {
 

@@ -4,15 +4,15 @@
 // A thread block holds a tile of 128 columns in shared memory, in bands of 16 rows. A thread takes whole blocks: 16
 // neighbours of a row, or 16 rows of two columns. Lanes whose bytes are neighbours in an output lie side by side in a
 // warp, so outputs go straight to memory.
-#include "cuda/e2m1.cuh"
-#include "cuda/fused/source.cuh"
-#include "cuda/hadamard.cuh"
-#include "cuda/launch.cuh"
+#include "cuda/base/e2m1.cuh"
+#include "cuda/base/hadamard.cuh"
+#include "cuda/base/launch.cuh"
+#include "cuda/base/vector.cuh"
 #include "cuda/ptx/copy.cuh"
-#include "cuda/quantize/patch.cuh"
+#include "cuda/quantize/permuted/patch.cuh"
 #include "cuda/quantize/philox.cuh"
 #include "cuda/quantize/quantize.h"
-#include "cuda/vector.cuh"
+#include "cuda/source/source.cuh"
 
 namespace diptych::cuda {
 namespace {

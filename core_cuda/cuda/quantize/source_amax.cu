@@ -2,10 +2,10 @@
 // is not above what has been found already, the values are not either.
 #include <algorithm>
 
-#include "cuda/amax.cuh"
-#include "cuda/fused/lanes.cuh"
-#include "cuda/launch.cuh"
+#include "cuda/base/amax.cuh"
+#include "cuda/base/launch.cuh"
 #include "cuda/quantize/quantize.h"
+#include "cuda/source/lanes.cuh"
 
 namespace diptych::cuda {
 namespace {

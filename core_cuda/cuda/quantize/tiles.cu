@@ -1,7 +1,7 @@
 // Float32 scales, rowwise and transposed copies from one read of the input: per tensor, 1x128 and 128x128 blocks.
 //
 // Geometry: tiles.cuh.
-#include "cuda/launch.cuh"
+#include "cuda/base/launch.cuh"
 #include "cuda/quantize/tiles.cuh"
 
 namespace diptych::cuda {

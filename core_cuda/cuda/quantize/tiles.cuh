@@ -3,10 +3,10 @@
 // first.
 #pragma once
 
-#include "cuda/amax.cuh"
-#include "cuda/fused/source.cuh"
+#include "cuda/base/amax.cuh"
+#include "cuda/base/vector.cuh"
 #include "cuda/quantize/quantize.h"
-#include "cuda/vector.cuh"
+#include "cuda/source/source.cuh"
 
 namespace diptych::cuda {
 

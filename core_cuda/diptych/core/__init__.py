@@ -12,8 +12,9 @@ undefined.
 """
 
 from diptych.core import _core
+from diptych.core._arrays import QuantizedArray, amax, bias_grad, dequantize, gemm, quantize, scale_update
 from diptych.core._grouped import QuantizedStack, grouped_bias_grad, grouped_gemm, quantize_stack
-from diptych.core._moe import (
+from diptych.core._permute import (
     RowMap,
     chunk_map,
     invert_map,
@@ -23,7 +24,6 @@ from diptych.core._moe import (
     unpermute,
     unpermute_grad,
 )
-from diptych.core._numpy import QuantizedArray, amax, bias_grad, dequantize, gemm, quantize, scale_update
 
 format_table = _core.format_table
 kernel_table = _core.kernel_table

@@ -23,6 +23,7 @@ class KernelTableRow(TypedDict):
     level: str
     kernel: str
     note: str
+    conditional: bool
     calls: int
 
 class BuildInfo(TypedDict):

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from diptych.common import grouped, shapes
 from diptych.common.errors import ArgumentError, ShapeError
+from diptych.common.ops import grouped, shapes
 from diptych.common.quantizers import RHT, RHT_SIGNS, Quantizer
 from diptych.core import _core
-from diptych.core._numpy import (
+from diptych.core._arrays import (
     Array,
     QuantizedArray,
     QuantizedCopies,

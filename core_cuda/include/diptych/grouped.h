@@ -36,6 +36,12 @@ struct GroupedGemmArgs {
   bool fast_accum = false;  // Hopper's reduced-precision accumulation; per-tensor formats only
 };
 
+// Calls f with each tensor of the arguments.
+template <typename F>
+void fields(GroupedGemmArgs& a, F&& f) {
+  fields(a.a, f), fields(a.b, f), f(a.offsets), f(a.d), f(a.c), f(a.bias);
+}
+
 // The gradient of a bias [G, N]: out[g] = sum of dy's rows in group g. Each group's sum has the bits that bias_grad
 // gives for its rows alone; that of no rows is +0.
 struct GroupedBiasGradArgs {
@@ -44,6 +50,12 @@ struct GroupedBiasGradArgs {
   TensorView out;        // [G, N] float32 | bfloat16 | float16
   TensorView workspace;  // uint8, at least grouped_bias_grad_workspace_bytes, 16-byte aligned; CUDA only
 };
+
+// Calls f with each tensor of the arguments.
+template <typename F>
+void fields(GroupedBiasGradArgs& a, F&& f) {
+  f(a.dy), f(a.offsets), f(a.out), f(a.workspace);
+}
 
 Status grouped_gemm(const GroupedGemmArgs&, const Execution&);
 Status grouped_bias_grad(const GroupedBiasGradArgs&, const Execution&);

@@ -2,7 +2,7 @@
 // each tensor's own shape, also where that is [1] and otherwise not written.
 #pragma once
 
-#include "diptych/ops.h"
+#include "diptych/quantize.h"
 
 namespace diptych {
 

@@ -20,24 +20,10 @@ from diptych.common import (
     QuantizerRole,
     Recipe,
 )
-from diptych.jax.ffi import export_safety_checks, header_version
-from diptych.jax.functional import (
-    amax,
-    bias_grad,
-    dequantize,
-    gemm,
-    gemm_into,
-    quantize,
-    rng_state,
-    scale_update,
-)
-from diptych.jax.grouped import QuantizedStack, grouped_bias_grad, grouped_gemm, quantize_stack
-from diptych.jax.grouped_linear import grouped_dense, grouped_dense_vjp
-from diptych.jax.injection import dot_general
-from diptych.jax.layernorm_linear import layernorm_dense, layernorm_dense_vjp
-from diptych.jax.layernorm_mlp import MLP_OFFSETS, init_layernorm_mlp_state, layernorm_mlp, layernorm_mlp_vjp
-from diptych.jax.linear import CHECKPOINT_NAME, dense
-from diptych.jax.permutation import (
+from diptych.jax.earlier_names import keep_earlier_names
+from diptych.jax.functional.gemm import bias_grad, gemm, gemm_into
+from diptych.jax.functional.grouped import grouped_bias_grad, grouped_gemm, quantize_stack
+from diptych.jax.functional.permute import (
     RowMap,
     moe_map,
     moe_permute,
@@ -47,20 +33,20 @@ from diptych.jax.permutation import (
     moe_sort_chunks_by_index_with_probs,
     moe_unpermute,
 )
-from diptych.jax.permutation_quantize import moe_permute_and_quantize
-from diptych.jax.products import OFFSETS, rng_at
-from diptych.jax.quantized import QuantizedArray
-from diptych.jax.state import (
-    ScaleState,
-    init_state,
-    load_state_dict,
-    merge_states,
-    overwrite_states,
-    state_dict,
-    switch_state,
-    update_state,
-)
-from diptych.jax.transport import (
+from diptych.jax.functional.permute_quantize import moe_permute_and_quantize
+from diptych.jax.functional.quantize import amax, dequantize, quantize, rng_state
+from diptych.jax.functional.scale_update import scale_update
+from diptych.jax.layers.grouped_linear import grouped_dense, grouped_dense_vjp
+from diptych.jax.layers.held import kernel_quantizer, quantize_kernel, quantize_params
+from diptych.jax.layers.inject import dot_general
+from diptych.jax.layers.layernorm_linear import layernorm_dense, layernorm_dense_vjp
+from diptych.jax.layers.layernorm_mlp import MLP_OFFSETS, init_layernorm_mlp_state, layernorm_mlp, layernorm_mlp_vjp
+from diptych.jax.layers.linear import CHECKPOINT_NAME, dense
+from diptych.jax.layers.products import OFFSETS
+from diptych.jax.layers.quantize import rng_at
+from diptych.jax.layers.weight_gradients import dense_vjp
+from diptych.jax.primitives.ffi import export_safety_checks, header_version
+from diptych.jax.state.carry import (
     combine_states,
     lend_states,
     partition_states,
@@ -69,7 +55,17 @@ from diptych.jax.transport import (
     state_refs,
     value_and_grad_with_state,
 )
-from diptych.jax.weights import dense_vjp, kernel_quantizer, quantize_kernel, quantize_params
+from diptych.jax.state.scales import (
+    ScaleState,
+    init_state,
+    load_state_dict,
+    merge_states,
+    overwrite_states,
+    state_dict,
+    switch_state,
+)
+from diptych.jax.state.update import update_state
+from diptych.jax.tensors.quantized import QuantizedArray, QuantizedStack
 
 __all__ = [
     "CHECKPOINT_NAME",
@@ -143,3 +139,5 @@ __all__ = [
     "update_state",
     "value_and_grad_with_state",
 ]
+
+keep_earlier_names()

@@ -3,33 +3,10 @@
 Recipes, quantizers and roles are those of `diptych.common`.
 """
 
-from diptych.torch.autocast import autocast, dry_run, get_autocast_recipe, is_autocast_enabled, recognize_pipelines
-from diptych.torch.check_states import StateRow, StatesReport, check_states
-from diptych.torch.checkpoint import checkpoint, checkpoint_contexts
-from diptych.torch.convert import ConversionReport, ConvertWarning, convert
-from diptych.torch.custom_op import CustomOp, Group, Size, Written
-from diptych.torch.eager_only import EagerWarning
-from diptych.torch.functional import (
-    amax,
-    bias_grad,
-    dequantize,
-    gemm,
-    gemm_into,
-    quantize,
-    rng_state,
-    scale_update,
-)
-from diptych.torch.graphs import make_graphed_callables
-from diptych.torch.grouped import QuantizedStack, grouped_bias_grad, grouped_gemm, quantize_stack
-from diptych.torch.grouped_linear import GroupedLinear, grouped_linear
-from diptych.torch.held import QuantizedParameter
-from diptych.torch.held_state import plain_state_dict
-from diptych.torch.layernorm_linear import LayerNormLinear
-from diptych.torch.layernorm_mlp import LayerNormMLP
-from diptych.torch.linear import Linear, linear
-from diptych.torch.model_init import quantized_model_init
-from diptych.torch.module import QuantizedModule
-from diptych.torch.permutation import (
+from diptych.torch.earlier_names import keep_earlier_names
+from diptych.torch.functional.gemm import bias_grad, gemm, gemm_into
+from diptych.torch.functional.grouped import QuantizedStack, grouped_bias_grad, grouped_gemm, quantize_stack
+from diptych.torch.functional.permute import (
     RowMap,
     moe_map,
     moe_permute,
@@ -39,12 +16,25 @@ from diptych.torch.permutation import (
     moe_sort_chunks_by_index_with_probs,
     moe_unpermute,
 )
-from diptych.torch.permutation_quantize import moe_permute_and_quantize
-from diptych.torch.prepare import prepare, seed_rng
-from diptych.torch.proto import TensorProto, to_tensor_proto
-from diptych.torch.quantized import QuantizedTensor
-from diptych.torch.state import ScaleStates
-from diptych.torch.te import (
+from diptych.torch.functional.permute_quantize import moe_permute_and_quantize
+from diptych.torch.functional.quantize import amax, dequantize, quantize, rng_state
+from diptych.torch.functional.scale_update import scale_update
+from diptych.torch.graph.custom_op import CustomOp, Group, Size, Written
+from diptych.torch.graph.eager_only import EagerWarning
+from diptych.torch.graph.proto import TensorProto, to_tensor_proto
+from diptych.torch.modules.base import QuantizedModule
+from diptych.torch.modules.check_states import StateRow, StatesReport, check_states
+from diptych.torch.modules.convert import ConversionReport, ConvertWarning, convert
+from diptych.torch.modules.graphs import make_graphed_callables
+from diptych.torch.modules.grouped_linear import GroupedLinear, grouped_linear
+from diptych.torch.modules.held_state import plain_state_dict
+from diptych.torch.modules.layernorm_linear import LayerNormLinear
+from diptych.torch.modules.layernorm_mlp import LayerNormMLP
+from diptych.torch.modules.linear import Linear, linear
+from diptych.torch.modules.model_init import quantized_model_init
+from diptych.torch.modules.prepare import prepare, seed_rng
+from diptych.torch.modules.quantized_parameter import QuantizedParameter
+from diptych.torch.modules.te import (
     fp8_autocast,
     fp8_model_init,
     get_default_recipe,
@@ -55,6 +45,16 @@ from diptych.torch.te import (
     is_nvfp4_available,
     te_state_dict,
 )
+from diptych.torch.state.autocast import (
+    autocast,
+    dry_run,
+    get_autocast_recipe,
+    is_autocast_enabled,
+    recognize_pipelines,
+)
+from diptych.torch.state.checkpoint import checkpoint, checkpoint_contexts
+from diptych.torch.state.scales import ScaleStates
+from diptych.torch.tensors.quantized import QuantizedTensor
 
 __all__ = [
     "ConversionReport",
@@ -124,3 +124,4 @@ __all__ = [
 ]
 
 recognize_pipelines()
+keep_earlier_names()

@@ -2,7 +2,7 @@
 // thread its own elements; sums of 32 k are exact and then rounded to float32.
 #pragma once
 
-#include "cuda/codec.cuh"
+#include "cuda/base/codec.cuh"
 #include "cuda/ptx/barrier.cuh"
 
 namespace diptych::cuda::ptx {

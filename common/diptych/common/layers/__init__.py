@@ -1,0 +1,1 @@
+"""What a recipe means for a layer: its plan, its schedule, its groups."""

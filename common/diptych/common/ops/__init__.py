@@ -1,0 +1,1 @@
+"""What ops ask of sizes and options, said once for both panels."""

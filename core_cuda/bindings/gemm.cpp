@@ -1,0 +1,46 @@
+// Products, as the Python module has them.
+#include "families.h"
+#include "program.h"
+
+namespace diptych::bind {
+namespace {
+
+void py_gemm(py::handle a_data, py::handle a_scale, py::handle a_amax, int a_format, bool a_columnwise,
+             py::handle b_data, py::handle b_scale, py::handle b_amax, int b_format, bool b_columnwise, py::handle d,
+             py::handle c, py::handle bias, py::handle workspace, float alpha, float beta, bool fast_accum) {
+  Call call;
+  GemmArgs g;
+  g.a = operand(call, a_data, a_scale, a_amax, a_format, a_columnwise, "a");
+  g.b = operand(call, b_data, b_scale, b_amax, b_format, b_columnwise, "b");
+  g.d = call.out(d, "d");
+  g.c = call.in(c, "c");
+  g.bias = call.in(bias, "bias");
+  g.workspace = call.out(workspace, "workspace");
+  g.alpha = alpha;
+  g.beta = beta;
+  g.fast_accum = fast_accum;
+  run(gemm, g, call);
+}
+
+void py_bias_grad(py::handle dy, py::handle out, py::handle workspace) {
+  Call call;
+  BiasGradArgs a;
+  a.dy = call.in(dy, "dy");
+  a.out = call.out(out, "out");
+  a.workspace = call.out(workspace, "workspace");
+  run(bias_grad, a, call);
+}
+
+}  // namespace
+
+void add_gemm(py::module_& m) {
+  m.def("gemm", py_gemm, py::arg("a_data"), py::arg("a_scale_inv"), py::arg("a_amax"), py::arg("a_format"),
+        py::arg("a_columnwise"), py::arg("b_data"), py::arg("b_scale_inv"), py::arg("b_amax"), py::arg("b_format"),
+        py::arg("b_columnwise"), py::arg("d"), py::arg("c"), py::arg("bias"), py::arg("workspace"), py::arg("alpha"),
+        py::arg("beta"), py::arg("fast_accum"));
+  m.def("bias_grad", py_bias_grad, py::arg("dy"), py::arg("out"), py::arg("workspace"));
+  m.def("gemm_workspace_bytes", gemm_workspace_bytes, py::arg("m"), py::arg("n"), py::arg("k"), py::arg("epilogue"));
+  m.def("bias_grad_workspace_bytes", bias_grad_workspace_bytes, py::arg("m"), py::arg("n"));
+}
+
+}  // namespace diptych::bind

@@ -1,0 +1,132 @@
+// The tables behind the ops: formats, dtypes, options and kernels.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include "families.h"
+#include "src/registry.h"
+
+namespace diptych::bind {
+namespace {
+
+// The numbers of the enumerations that ops take, by name
+py::dict fused_table() {
+  const auto numbered = [](std::initializer_list<const char*> names) {
+    py::dict d;
+    int i = 0;
+    for (const char* name : names) d[name] = i++;
+    return d;
+  };
+  py::dict d;
+  d["norm"] = numbered({"layernorm", "rmsnorm"});
+  d["activation"] = numbered({"gelu", "relu", "silu", "srelu", "qgelu"});
+  d["source"] = numbered({"plain", "norm", "activation", "activation_grad", "permuted"});
+  return d;
+}
+
+py::list format_table() {
+  constexpr const char* rules[] = {"divide", "e8m0_ceil", "two_level"};
+  py::list rows;
+  for (const FormatRow& f : kFormats) {
+    py::dict d;
+    d["name"] = f.name;
+    d["element"] = name(f.element);
+    d["scale"] = name(f.scale);
+    d["block_rows"] = f.block_rows;
+    d["block_cols"] = f.block_cols;
+    d["rule"] = rules[static_cast<int>(f.rule)];
+    d["scale_layout"] = "row_major";
+    d["columnwise"] = f.columnwise == ColumnwiseLayout::transposed ? "transposed" : "row_major";
+    d["tolerance"] = f.tolerance;
+    rows.append(d);
+  }
+  return rows;
+}
+
+py::dict dtype_table() {
+  py::dict d;
+  for (const DTypeRow& r : kDTypes) d[r.name] = static_cast<int>(r.id);
+  return d;
+}
+
+py::dict flag_table() {
+  py::dict d;
+  d["pow2"] = static_cast<int>(kPow2);
+  d["square"] = static_cast<int>(kSquare);
+  d["row_amax"] = static_cast<int>(kRowAmax);
+  d["rht"] = static_cast<int>(kRht);
+  d["rht_signs"] = static_cast<int>(kRhtSigns);
+  d["stochastic"] = static_cast<int>(kStochastic);
+  return d;
+}
+
+py::list kernel_table() {
+  py::list rows;
+  for (const RowInfo& r : registry_table()) {
+    py::dict d;
+    d["op"] = r.op;
+    d["backend"] = r.backend;
+    d["min_arch"] = r.min_arch;
+    d["formats"] = r.formats;
+    d["level"] = r.level;
+    d["kernel"] = r.kernel;
+    d["note"] = r.note;
+    d["conditional"] = r.conditional;
+    d["calls"] = r.calls;
+    rows.append(d);
+  }
+  return rows;
+}
+
+// The row of kernel_table() that a product of these copies would run on, or -1. Reads no memory.
+int gemm_row(int a_format, bool a_columnwise, int b_format, bool b_columnwise, int64_t m, int64_t n, int64_t k,
+             const std::string& out_dtype, const std::string& backend, int device_index) {
+  if (!valid(static_cast<FormatId>(a_format)) || !valid(static_cast<FormatId>(b_format)))
+    throw py::value_error("gemm_row: unknown format id");
+  if (backend != "cpu" && backend != "cuda") throw py::value_error("gemm_row: backend must be cpu or cuda");
+  void* aligned = reinterpret_cast<void*>(uintptr_t{256});
+  const Device device{backend == "cpu" ? Backend::cpu : Backend::cuda, device_index};
+  auto matrix = [&](DType dtype, int64_t rows, int64_t cols) {
+    TensorView v;
+    v.data = aligned;
+    v.dtype = dtype;
+    v.rank = 2;
+    v.shape[0] = rows;
+    v.shape[1] = cols;
+    v.device = device;
+    return v;
+  };
+  auto unread = [&](int format, bool columnwise, int64_t outer) {
+    const FormatRow& f = row(static_cast<FormatId>(format));
+    const bool k_first = columnwise && f.columnwise == ColumnwiseLayout::row_major;
+    QuantizedView q;
+    q.format = static_cast<FormatId>(format);
+    q.columnwise = columnwise;
+    q.data = k_first ? matrix(f.data(), k, outer / f.pack()) : matrix(f.data(), outer, k / f.pack());
+    q.scale_inv = matrix(f.scale, 1, 1);
+    if (f.rule == ScaleRule::two_level) q.amax = matrix(DType::f32, 1, 1);
+    return q;
+  };
+  GemmArgs g;
+  g.a = unread(a_format, a_columnwise, m);
+  g.b = unread(b_format, b_columnwise, n);
+  for (const DTypeRow& r : kDTypes)
+    if (out_dtype == r.name) g.d = matrix(r.id, m, n);
+  if (!g.d.given()) throw py::value_error("gemm_row: unknown dtype " + out_dtype);
+  return find_row(Op::gemm, only(g.a.format) | only(g.b.format), &g, device);
+}
+
+}  // namespace
+
+void add_tables(py::module_& m) {
+  m.def("fused_table", fused_table);
+  m.def("format_table", format_table);
+  m.def("dtype_table", dtype_table);
+  m.def("flag_table", flag_table);
+  m.def("kernel_table", kernel_table);
+  m.def("reset_calls", reset_calls);
+  m.def("gemm_row", gemm_row, py::arg("a_format"), py::arg("a_columnwise"), py::arg("b_format"),
+        py::arg("b_columnwise"), py::arg("m"), py::arg("n"), py::arg("k"), py::arg("out_dtype"), py::arg("backend"),
+        py::arg("device_index"));
+}
+
+}  // namespace diptych::bind

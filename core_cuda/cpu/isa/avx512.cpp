@@ -1,0 +1,31 @@
+// AVX-512 F, BW, DQ and VL; everything below the region's start is compiled for it, and run only where the processor
+// has it.
+#include "cpu/isa/isa.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+
+#include <utility>
+
+#include "cpu/isa/target.h"
+#if defined(__GNUC__) && !defined(__clang__)
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC's own _mm512_undefined_epi32
+#endif
+DIPTYCH_TARGET_BEGIN("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,prefer-vector-width=512")
+#define DIPTYCH_ISA avx512
+#define DIPTYCH_LANES 16
+#include "cpu/isa/simd_gemm.h"
+
+namespace diptych::cpu::avx512 {
+static constexpr Kernels table = make_kernels("avx512");
+}
+DIPTYCH_TARGET_END
+
+namespace diptych::cpu {
+const Kernels* avx512_kernels() { return &avx512::table; }
+}  // namespace diptych::cpu
+#else
+namespace diptych::cpu {
+const Kernels* avx512_kernels() { return nullptr; }
+}  // namespace diptych::cpu
+#endif

@@ -1,0 +1,13 @@
+// Any processor: four lanes, which GCC and Clang map onto SSE2 or NEON.
+#define DIPTYCH_ISA generic
+#define DIPTYCH_LANES 4
+#include "cpu/isa/simd_gemm.h"
+
+namespace diptych::cpu {
+
+const Kernels* generic_kernels() {
+  static constexpr Kernels table = make_kernels("generic");
+  return &table;
+}
+
+}  // namespace diptych::cpu

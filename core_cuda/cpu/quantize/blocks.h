@@ -1,0 +1,48 @@
+// One copy of a quantized [m, k] tensor as quantize and dequantize see it: a grid of blocks over the tensor itself,
+// whatever the orientation of the copy's storage. All of it follows from the format's row.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cpu/quantize/codec.h"
+#include "diptych/ops.h"
+
+namespace diptych::cpu {
+
+struct BlockedCopy {
+  int64_t rows, cols;      // block size in the tensor's orientation; the whole tensor where the scale is one
+  bool transposed;         // data is [k, m]
+  int64_t step_i, step_j;  // the scale of block (i, j) lies at i * step_i + j * step_j
+  uint8_t* data;
+  void* scale_inv;
+};
+
+inline BlockedCopy blocked_copy(const FormatRow& f, const QuantizedView& q, int64_t m, int64_t k) {
+  BlockedCopy c{};
+  c.data = q.data.as<uint8_t>();
+  c.scale_inv = q.scale_inv.data;
+  c.transposed = q.columnwise && f.columnwise == ColumnwiseLayout::transposed;
+  if (f.per_tensor()) {
+    c.rows = std::max<int64_t>(m, 1);
+    c.cols = std::max<int64_t>(k, 1);
+    return c;
+  }
+  c.rows = q.columnwise ? f.block_cols : f.block_rows;
+  c.cols = q.columnwise ? f.block_rows : f.block_cols;
+  c.step_i = c.transposed ? 1 : ceil_div(k, c.cols);
+  c.step_j = c.transposed ? ceil_div(m, c.rows) : 1;
+  return c;
+}
+
+// Element `at` of stored block scales
+inline float block_scale(DType dtype, const void* scale_inv, int64_t at) {
+  if (dtype == DType::f32) return static_cast<const float*>(scale_inv)[at];
+  const uint8_t code = static_cast<const uint8_t*>(scale_inv)[at];
+  return dtype == DType::e4m3 ? decode<E4M3, float>(int32_t{code}) : from_e8m0(code);
+}
+
+// What the tensor amaxes of so many two-level operands are multiplied by: 2688 is E4M3's maximum times E2M1's
+inline constexpr float kAmaxUnit[] = {1.0f, static_cast<float>(1.0 / 2688), static_cast<float>(1.0 / (2688 * 2688))};
+
+}  // namespace diptych::cpu

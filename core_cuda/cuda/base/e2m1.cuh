@@ -1,0 +1,64 @@
+// E2M1 (NUMERICS 1, 5): codes 0..7 are 0, .5, 1, 1.5, 2, 3, 4, 6 and bit 3 is the sign; eight codes to a word, the
+// first lowest. Only sm_100 converts to it in hardware.
+#pragma once
+
+#include "cuda/base/codec.cuh"
+
+namespace diptych::cuda {
+
+constexpr float kE2M1Max = 6.0f;
+
+// a * factor + whole, rounded to nearest even or downwards; |whole| is so large that the last bit counts ones.
+template <bool kDown>
+DIPTYCH_HD float whole_sum(float a, float factor, float whole) {
+#ifdef __CUDA_ARCH__
+  return kDown ? __fmaf_rd(a, factor, whole) : __fmaf_rn(a, factor, whole);
+#else
+  const double exact = static_cast<double>(a) * factor + whole;  // 29 bits behind the point: enough to tell a tie
+  return static_cast<float>(kDown ? floor(exact) : nearbyint(exact));
+#endif
+}
+
+// 2^23 + the code of a, for 0 <= a < 7, as the bits of a float: the nearest value, ties to even codes, or the largest
+// value that is not above a.
+//
+// Measured in codes, the grid is the lowest of three lines, 2a, a + 2 and a / 2 + 4; rounding to whole codes commutes
+// with taking the lowest, and adding 2^23 rounds.
+template <bool kDown>
+DIPTYCH_HD uint32_t e2m1_code(float a) {
+  constexpr float kWhole = 8388608.0f;
+  const uint32_t fine = bits_of(whole_sum<kDown>(a, 2.0f, kWhole));
+  const uint32_t middle = bits_of(whole_sum<kDown>(a, 1.0f, kWhole + 2.0f));
+  const uint32_t coarse = bits_of(whole_sum<kDown>(a, 0.5f, kWhole + 4.0f));
+  const uint32_t lower = fine < middle ? fine : middle;  // positive floats order as their bits do
+  return lower < coarse ? lower : coarse;
+}
+
+// What e2m1_code rounds down to round `a` stochastically by a random byte, given as the bits of the float 2^23 + byte:
+// a + (byte + .5) / 256 * the step at a, at most 6.
+DIPTYCH_HD float e2m1_dithered(float a, uint32_t byte_bits) {
+  const float half_u = (float_of(byte_bits) - 8388607.5f) * (1.0f / 512.0f);  // exact
+  const float two_steps = float_of(bits_of(fmaxf(a, 1.0f)) & 0x7f800000);     // from 8 on any will do
+  return fminf(a + half_u * two_steps, kE2M1Max);                             // the product is exact
+}
+
+// Codes of eight elements to a word: code(j) is e2m1_code's, `signs` holds the sign bits in place.
+template <typename Code>
+DIPTYCH_HD uint32_t e2m1_pack8(uint32_t signs, Code&& code) {
+  constexpr uint32_t kWholes = 0xfb000000u;  // what the 2^23 of the two lowest leave in the word
+  uint32_t w = code(7);
+#pragma unroll
+  for (int j = 6; j >= 0; --j) w = w * 16 + code(j);
+  return w + (signs - kWholes);
+}
+
+DIPTYCH_HD float e2m1_decode(uint32_t code) {
+  return float_of((code & 7) << 22 | (code & 8) << 28) * 0x1p126f;  // as a float's bits it is 2^-126 times too small
+}
+
+// Two codes (the second in bits 4..7) -> two bfloat16, 2^-126 times the values: the lower half is the first.
+DIPTYCH_HD uint32_t e2m1_pair_bits(uint32_t two) {
+  return ((two << 6 | two << 18) & 0x01c001c0u) | ((two << 12 | two << 24) & 0x80008000u);
+}
+
+}  // namespace diptych::cuda

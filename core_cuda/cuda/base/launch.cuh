@@ -1,0 +1,115 @@
+// The one place where kernels are launched: a grid along x only (y and z end at 65535), every launch checked.
+#pragma once
+
+#include <atomic>
+#include <type_traits>
+
+#include "cuda/base/device.h"
+
+namespace diptych::cuda {
+
+inline Status fits_grid(const char* name, int64_t blocks) {
+  if (blocks <= 0x7fffffff) return {};
+  return {Code::unsupported, std::string(name) + ": the tensor needs " + std::to_string(blocks) +
+                                 " thread blocks; a CUDA grid holds 2147483647"};
+}
+
+template <typename... Params>
+Status launch(const char* name, void (*kernel)(Params...), int64_t blocks, int threads, size_t shared_bytes,
+              void* stream, std::type_identity_t<Params>... args) {
+  DIPTYCH_TRY(fits_grid(name, blocks));
+  kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, static_cast<cudaStream_t>(stream)>>>(args...);
+  return cuda_status(cudaGetLastError(), name);
+}
+
+// Whether a device starts kernels before the stream's last one has ended: only those compiled for sm_90 or later know
+// how to wait, and captures know of that since CUDA 12.3. All kernels are compiled alike, so that the first answers for
+// all.
+inline bool grids_overlap(const void* kernel, int device) {
+  static std::atomic<uint64_t> asked{0}, yes{0};
+  const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
+  if (asked.load(std::memory_order_acquire) & bit) return yes.load(std::memory_order_relaxed) & bit;
+  int driver = 0;
+  cudaFuncAttributes code = {};
+  const bool overlap = cudaDriverGetVersion(&driver) == cudaSuccess && driver >= 12030 &&
+                       cudaFuncGetAttributes(&code, kernel) == cudaSuccess && code.ptxVersion >= 90;
+  if (overlap) yes.fetch_or(bit, std::memory_order_relaxed);
+  asked.fetch_or(bit, std::memory_order_release);
+  return overlap;
+}
+
+// `attribute`: what the launch asks for beyond its grid, null: nothing.
+template <typename... Params>
+Status launch_with(const char* name, cudaLaunchAttribute* attribute, void (*kernel)(Params...), int64_t blocks,
+                   int threads, size_t shared_bytes, void* stream, const std::type_identity_t<Params>&... args) {
+  DIPTYCH_TRY(fits_grid(name, blocks));
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = static_cast<cudaStream_t>(stream);
+  config.attrs = attribute, config.numAttrs = attribute ? 1 : 0;
+  return cuda_status(cudaLaunchKernelEx(&config, kernel, args...), name);
+}
+
+// For a kernel that may start while the stream's last one runs, so that its launch costs no time (ptx/grid.cuh):
+//  - It calls wait_for_grid_before before it touches anything that an earlier kernel may have written or may still
+//    read: its inputs, and its outputs too. The wait is for the grid before it alone, whosever that is; therefore
+//  - every thread block of such a kernel waits, so that its end implies the end of all that came before, and
+//  - only a kernel of ours calls let_next_grid_start. One that was launched the ordinary way may always call it.
+//  - Ahead of the wait a kernel may read what was there before the last ordinary launch of ours, if the same function
+//    made both launches one after the other, and write what that launch does not touch: the second kernel of
+//    permute_map reads the routing, and writes -1 to row_id_map.
+//  - permute's slices follow each other in one function, and so do quantize's strips. The first lets the next one start
+//    after its own wait, so that they may all touch what that waited for; each of them still waits before it ends.
+//  - Prefetches into L2 may come ahead of the wait: L2 sees what is written after them.
+//  - What an earlier grid has written is read by ordinary loads. __ldg promises data that nobody writes while the
+//    kernel runs, and the compiler may move it ahead of the wait.
+template <typename... Params>
+Status launch_after(const char* name, void (*kernel)(Params...), int64_t blocks, int threads, size_t shared_bytes,
+                    const Execution& exec, const std::type_identity_t<Params>&... args) {
+  cudaLaunchAttribute overlap = {};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  const bool may = grids_overlap(reinterpret_cast<const void*>(kernel), exec.device.index);
+  return launch_with(name, may ? &overlap : nullptr, kernel, blocks, threads, shared_bytes, exec.stream, args...);
+}
+
+// In clusters of `cluster` thread blocks, which share their memory (sm_90 and later).
+template <typename... Params>
+Status launch_clusters(const char* name, void (*kernel)(Params...), int64_t blocks, int cluster, int threads,
+                       size_t shared_bytes, void* stream, const std::type_identity_t<Params>&... args) {
+  cudaLaunchAttribute size = {};
+  size.id = cudaLaunchAttributeClusterDimension;
+  size.val.clusterDim.x = static_cast<unsigned>(cluster), size.val.clusterDim.y = size.val.clusterDim.z = 1;
+  return launch_with(name, &size, kernel, blocks, threads, shared_bytes, stream, args...);
+}
+
+// More than 48 KiB of shared memory is granted for each kernel and device; asking twice is harmless. `carveout`:
+// percent of an SM's L1 that the kernel would have as shared memory. Kernels overlap on an SM only where they agree on
+// that; -1 leaves it to the driver.
+class SharedGrant {
+ public:
+  template <typename Kernel>
+  Status raise(Kernel* kernel, int device, int bytes, int carveout = cudaSharedmemCarveoutDefault) {
+    const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
+    if (granted_.load(std::memory_order_relaxed) & bit) return {};
+    const void* function = reinterpret_cast<const void*>(kernel);
+    DIPTYCH_CUDA_TRY(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes));
+    if (carveout != cudaSharedmemCarveoutDefault) {
+      DIPTYCH_CUDA_TRY(cudaFuncSetAttribute(function, cudaFuncAttributePreferredSharedMemoryCarveout, carveout));
+    }
+    granted_.fetch_or(bit, std::memory_order_relaxed);
+    return {};
+  }
+
+ private:
+  std::atomic<uint64_t> granted_{0};
+};
+
+}  // namespace diptych::cuda
+
+#define DIPTYCH_DYNAMIC_SHARED_ALIGNED(name, bytes) \
+  extern __shared__ __align__(bytes)                \
+  unsigned char name[]
+#define DIPTYCH_DYNAMIC_SHARED(name) DIPTYCH_DYNAMIC_SHARED_ALIGNED(name, 16)

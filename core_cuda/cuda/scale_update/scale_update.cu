@@ -1,0 +1,156 @@
+// Delayed scaling's update of histories and scales, a thread block for each tensor. Outputs may be the inputs.
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+
+#include "cuda/base/launch.cuh"
+#include "cuda/base/vector.cuh"
+
+namespace diptych::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+struct UpdateArgs {
+  const float* history;  // [n, length], a row for each thread block
+  const float* scale;    // [n]
+  const float* reduced;  // [n], or null
+  const float* amax;     // [n], or null
+  const int64_t* seen;   // [1], or null
+  const int64_t* step;   // [1], with seen
+  float* pending;        // [n], or null
+  const float* log;      // [n, columns], or null
+  const int64_t* written;
+  int64_t* taken;  // [n]
+  int64_t columns;
+  float* new_history;
+  float* new_scale;
+  float* scale_out;  // [n], or null
+  int64_t length;
+  float top;  // the element's largest value / 2^margin
+  bool most_recent;
+};
+
+__device__ float warp_max(float m) {
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2) m = fmaxf(m, __shfl_xor_sync(kAllLanes, m, mask));
+  return m;
+}
+
+__device__ void write_scale(const UpdateArgs& p, int64_t tensor, float scale) {
+  p.new_scale[tensor] = scale;
+  if (p.scale_out) p.scale_out[tensor] = scale;
+}
+
+// What was recorded elsewhere goes into history[., 0]. One warp.
+__device__ void take(const UpdateArgs& p, int64_t tensor) {
+  float m = p.new_history[tensor * p.length];
+  if (p.pending) m = fmaxf(m, p.pending[tensor]);
+  if (p.log) {
+    const int64_t written = *p.written, taken = p.taken[tensor];
+    if (taken < 0 || written < taken) {  // else the next difference may wrap around
+      if (threadIdx.x == 0)
+        printf("diptych: scale_update: taken is %lld and written %lld; counts of logged amaxes lie in 0..written\n",
+               static_cast<long long>(taken), static_cast<long long>(written));
+      __trap();
+    }
+    if (written - taken > p.columns) {
+      if (threadIdx.x == 0)
+        printf("diptych: scale_update: %lld amaxes were logged since the last update, and the log holds %lld\n",
+               static_cast<long long>(written - taken), static_cast<long long>(p.columns));
+      __trap();
+    }
+    for (int64_t i = taken + threadIdx.x; i < written; i += 32) m = fmaxf(m, p.log[tensor * p.columns + i % p.columns]);
+    m = warp_max(m);
+    if (threadIdx.x == 0) p.taken[tensor] = written;
+  }
+  if (threadIdx.x != 0) return;
+  if (p.pending) p.pending[tensor] = 0.0f;
+  p.new_history[tensor * p.length] = m;
+}
+
+__global__ void __launch_bounds__(kThreads) update_kernel(const __grid_constant__ UpdateArgs p) {
+  const int64_t tensor = blockIdx.x;
+  const float* from = p.history + tensor * p.length;
+  float* to = p.new_history + tensor * p.length;
+  if (p.pending || p.log) {
+    if (threadIdx.x < 32) take(p, tensor);
+    __syncthreads();
+  }
+  if (p.seen && *p.seen == *p.step) {  // updated in this step already; the same for every block
+    if (to != from)
+      for (int64_t i = threadIdx.x; i < p.length; i += kThreads) to[i] = from[i];
+    if (threadIdx.x == 0) write_scale(p, tensor, p.scale[tensor]);
+    return;
+  }
+  const float reduced = p.reduced ? p.reduced[tensor] : 0.0f;
+  const float last = reduced != 0.0f ? reduced : from[0];
+  const bool rolls = last != 0.0f;
+
+  float m = last;
+  for (int64_t begin = 0; begin < p.length; begin += kThreads) {
+    const int64_t i = begin + threadIdx.x;
+    float v = 0.0f;
+    if (i < p.length) {
+      v = !rolls ? from[i] : i + 1 < p.length ? from[i + 1] : last;
+      m = fmaxf(m, v);  // passes NaN over; without a roll it is not used
+      if (rolls && i == 0) v = 0.0f;
+    }
+    __syncthreads();  // in place: all have read what this step overwrites, and from[0]
+    if (i < p.length) to[i] = v;
+  }
+
+  __shared__ float scratch[kThreads / 32];
+  m = warp_max(m);
+  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = m;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+#pragma unroll
+  for (int w = 1; w < kThreads / 32; ++w) m = fmaxf(m, scratch[w]);
+  const float old = p.scale[tensor];
+  const float amax = p.amax ? p.amax[tensor] : p.most_recent ? last : m;
+  write_scale(p, tensor, rolls ? next_scale(amax, p.top, old) : old);
+}
+
+__global__ void log_kernel(const float* amax, int n, float* log, int64_t columns, int64_t* written) {
+  const int64_t number = *written;
+  if (number < 0 || number == INT64_MAX) {
+    if (threadIdx.x == 0)
+      printf("diptych: log_amax: written is %lld, and counts of logged amaxes lie in 0..2^63-2\n",
+             static_cast<long long>(number));
+    __trap();
+  }
+  for (int t = threadIdx.x; t < n; t += 32) log[t * columns + number % columns] = amax[t];
+  __syncwarp();
+  if (threadIdx.x == 0) *written = number + 1;
+}
+
+}  // namespace
+
+Status log_amax(const LogAmaxArgs& args, const Execution& exec) {
+  return launch("log_amax", log_kernel, 1, 32, 0, exec.stream, args.amax.as<const float>(),
+                static_cast<int>(args.amax.numel()), args.log.amaxes.as<float>(), args.log.amaxes.cols(),
+                args.log.written.as<int64_t>());
+}
+
+Status scale_update(const ScaleUpdateArgs& args, const Execution& exec) {
+  const int64_t n = args.history.rows();
+  if (n == 0) return {};
+  UpdateArgs p{};
+  p.history = args.history.as<const float>(), p.scale = args.scale.as<const float>();
+  if (args.reduced.given()) p.reduced = args.reduced.as<const float>();
+  if (args.amax.given()) p.amax = args.amax.as<const float>();
+  if (args.seen.given()) p.seen = args.seen.as<const int64_t>(), p.step = args.step.as<const int64_t>();
+  if (args.pending.given()) p.pending = args.pending.as<float>();
+  if (args.log.given()) {
+    p.log = args.log.amaxes.as<const float>(), p.written = args.log.written.as<const int64_t>();
+    p.taken = args.taken.as<int64_t>(), p.columns = args.log.amaxes.cols();
+  }
+  if (args.scale_out.given()) p.scale_out = args.scale_out.as<float>();
+  p.new_history = args.new_history.as<float>(), p.new_scale = args.new_scale.as<float>();
+  p.length = args.history.cols(), p.most_recent = args.most_recent;
+  p.top = args.fp8_max * std::ldexp(1.0f, -args.margin);
+  return launch("scale_update", update_kernel, n, kThreads, 0, exec.stream, p);
+}
+
+}  // namespace diptych::cuda

@@ -1,0 +1,346 @@
+"""NumPy's face of the core. Allocates outputs by the shared shape rules and lets the core fill them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from typing import Any, Literal, overload
+
+import numpy as np
+
+from diptych.common.byte_order import check_byte_order
+from diptych.common.errors import ArgumentError, DTypeError, ShapeError
+from diptych.common.ops import shapes
+from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX, Quantizer
+from diptych.core import _core
+
+Array = np.ndarray[Any, Any]
+
+_CODES = _core.dtype_table()
+# What NumPy memory holds an element: its own dtype where it has one, else raw bits.
+_BITS = {"bfloat16": np.uint16, "float8_e4m3fn": np.uint8, "float8_e5m2": np.uint8, "float8_e8m0fnu": np.uint8}
+
+
+_Operand = tuple[Array, int]  # as the core takes NumPy memory: a buffer and its dtype's code
+
+
+def _operand(x: Array, dtype: str) -> _Operand:
+    if dtype in _BITS:  # a view of bits would hide the order from the core, which checks all others again
+        check_byte_order("core", f"an array of {dtype}", x.dtype)
+    return (x.view(_BITS[dtype]) if dtype in _BITS else x, _CODES[dtype])
+
+
+_LINE, _LARGE = 64, 1 << 16  # bytes
+
+
+def _empty(shape: shapes.Shape, dtype: str) -> Array:
+    """Uninitialized memory. NumPy aligns large arrays to 16 bytes only; on whole cache lines, kernels write faster."""
+    kind = np.dtype(_BITS.get(dtype, dtype))
+    nbytes = math.prod(shape) * kind.itemsize
+    if nbytes < _LARGE:
+        return np.empty(shape, kind)
+    raw = np.empty(nbytes + _LINE, np.uint8)
+    start = -raw.ctypes.data % _LINE
+    return raw[start : start + nbytes].view(kind).reshape(shape)
+
+
+def _high_precision(op: str, arg: str, x: Any) -> Array:
+    if not isinstance(x, np.ndarray):
+        raise ArgumentError(f"{op}: {arg} must be a NumPy array, got {type(x).__name__}")
+    if x.dtype.name not in shapes.HIGH_PRECISION:
+        raise DTypeError(f"{op}: {arg} must be float32, bfloat16 (ml_dtypes) or float16, got {x.dtype.name}{x.shape}")
+    check_byte_order(op, arg, x.dtype)
+    return np.ascontiguousarray(x).reshape(x.shape)
+
+
+def _out_dtype(op: str, dtype: Any) -> tuple[str, Any]:
+    """Name and NumPy dtype of a high-precision result; bfloat16 asks for ml_dtypes."""
+    if dtype == "bfloat16":
+        import ml_dtypes  # only who asks for bfloat16 needs it
+
+        dtype = ml_dtypes.bfloat16
+    dtype = np.dtype(dtype)
+    if dtype.name not in shapes.HIGH_PRECISION:
+        raise DTypeError(f"{op}: the result can be float32, bfloat16 or float16, not {dtype.name}")
+    check_byte_order(op, "the result's dtype", dtype)
+    return dtype.name, dtype
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class QuantizedCopies:
+    """What `quantize` makes of a tensor, or `quantize_stack` of several, of logical `shape`."""
+
+    quantizer: Quantizer
+    shape: tuple[int, ...]
+    rowwise_data: Array | None = None
+    rowwise_scale_inv: Array | None = None
+    columnwise_data: Array | None = None
+    columnwise_scale_inv: Array | None = None
+    amax: Array | None = None
+    columnwise_amax: Array | None = None
+
+    def copy_of(self, columnwise: bool) -> tuple[Array, Array]:
+        """(data, scale_inv) of one copy. **Raises** ValueError if it was not made."""
+        side = "columnwise" if columnwise else "rowwise"
+        data, scale = getattr(self, f"{side}_data"), getattr(self, f"{side}_scale_inv")
+        if data is None or scale is None:
+            raise ValueError(f"this product needs the {side} copy, and {self.quantizer} did not make one")
+        return data, scale
+
+
+class QuantizedArray(QuantizedCopies):
+    """A quantized tensor of logical `shape` in NumPy memory.
+
+    `rowwise_data` has the tensor's shape, `columnwise_data` [K, M] where the format transposes; E2M1 payloads hold two
+    elements a byte, which halves the last extent. Payloads, E8M0 and E4M3 scales are uint8, float32 scales and amaxes
+    float32. Scales are logical row-major; a copy that was not made is None. `amax` is per-tensor formats' or the one
+    that a two-level rowwise copy refers to ([1], or [M]: one per row), `columnwise_amax` [1] the columnwise copy's.
+    """
+
+
+def _typed(op: str, arg: str, x: Any, dtype: str) -> Array:
+    if not isinstance(x, np.ndarray):
+        raise ArgumentError(f"{op}: {arg} must be a NumPy array of {dtype}, got {type(x).__name__}")
+    if x.dtype.name != dtype:
+        raise DTypeError(f"{op}: {arg} must be a NumPy array of {dtype}, got {x.dtype}")
+    check_byte_order(op, arg, x.dtype)
+    return np.ascontiguousarray(x).reshape(x.shape)
+
+
+def _optional(x: Array | None, dtype: str) -> _Operand | None:
+    return None if x is None else _operand(x, dtype)
+
+
+def _copy_operands(q: QuantizedCopies, columnwise: bool) -> tuple[_Operand, _Operand, _Operand | None, int, bool]:
+    """data, scale_inv, amax, format and columnwise of one copy, as the core takes them."""
+    fmt, (data, scale) = q.quantizer.format, q.copy_of(columnwise)
+    amax = (q.columnwise_amax if columnwise else q.amax) if fmt.two_level else None
+    return _operand(data, fmt.data), _operand(scale, fmt.scale), _optional(amax, "float32"), fmt.id, columnwise
+
+
+@overload
+def amax(x: Array, *, per_row: bool = False) -> Array: ...
+@overload
+def amax(x: Array, *, per_row: bool = False, rht: Literal[True], random_signs: bool = False) -> tuple[Array, Array]: ...
+
+
+def amax(
+    x: Array, *, per_row: bool = False, rht: bool = False, random_signs: bool = False
+) -> Array | tuple[Array, Array]:
+    """Largest finite magnitude of `x`; 0 where there is none.
+
+    **Arguments:** `x`: float32, bfloat16 (ml_dtypes) or float16. `per_row`: one per row of [..., K]. `rht`: also that
+    of the Hadamard-rotated tensor (bfloat16 only, rows in multiples of 16), with `random_signs` or without.
+
+    **Returns:** float32 [1], or [M] `per_row`; with `rht` a pair, whose second is the rotated tensor's [1].
+
+    **Raises:** TypeError for other dtypes, ValueError for rows that the transform does not divide, or random signs
+    without it.
+    """
+    x = _high_precision("amax", "x", x)
+    out = np.empty(math.prod(x.shape[:-1]) if per_row else 1, np.float32)
+    rotated = np.empty(1, np.float32) if rht else None
+    flags = ROW_AMAX * per_row + RHT * rht + RHT_SIGNS * random_signs
+    _core.amax(_operand(x, x.dtype.name), _operand(out, "float32"), _optional(rotated, "float32"), flags)
+    return out if rotated is None else (out, rotated)
+
+
+def quantize(
+    x: Array,
+    quantizer: Quantizer,
+    *,
+    amax: Array | None = None,
+    columnwise_amax: Array | None = None,
+    scale: Array | None = None,
+    rng: Array | None = None,
+) -> QuantizedArray:
+    """Quantizes `x` as `quantizer` says. An infinite element becomes NaN, as one that is NaN.
+
+    **Arguments:** `x`: [..., K] float32, bfloat16 (ml_dtypes) or float16. `amax`, `columnwise_amax`: float32 to use
+    instead of the tensor's own (per-tensor formats: `amax`; NVFP4: one for each copy that is made). `scale`: float32
+    [1] to use (delayed scaling); the result's `amax` is still the tensor's own. `rng`: int32 [4], low and high words of
+    seed and offset (stochastic rounding); a call uses two offsets and leaves `rng` as it is.
+
+    **Returns:** a `QuantizedArray`.
+
+    **Raises:** TypeError for other dtypes or a missing `scale` or `rng`, ValueError for a scalar, extents that the
+    format does not take, or an argument that it does not read.
+    """
+    if quantizer.custom:
+        state = {"amax": amax, "columnwise_amax": columnwise_amax, "scale": scale, "rng": rng}
+        return quantizer.quantize_impl(
+            x, functools.partial(quantize, **{k: v for k, v in state.items() if v is not None})
+        )
+    x = _high_precision("quantize", "x", x)
+    shapes.check(shapes.quantize_constraints(x.shape, quantizer))
+    buffers = shapes.quantize_buffers(x.shape, quantizer)
+    return QuantizedArray(
+        quantizer, x.shape, **_quantized("quantize", x, quantizer, buffers, amax, columnwise_amax, scale, rng)
+    )
+
+
+def _quantized(
+    op: str,
+    x: Array,
+    quantizer: Quantizer,
+    buffers: tuple[shapes.Buffer, ...],
+    amax: Array | None,
+    columnwise_amax: Array | None,
+    scale: Array | None,
+    rng: Array | None,
+    stack: bool = False,
+    source: tuple[Any, ...] | None = None,
+) -> dict[str, Array]:
+    """Quantizes a tensor, a stack or a source: the core's results by the buffers' names."""
+    if quantizer.needs_scale and scale is None:
+        raise ArgumentError(f"{op}: {type(quantizer).__name__} takes its scale from the caller; pass scale=")
+    fmt = quantizer.format
+    out = {b.name: _empty(b.shape, b.dtype) for b in buffers}
+    given = {
+        k: _typed(op, k, v, "float32")
+        for k, v in (("amax", amax), ("columnwise_amax", columnwise_amax))
+        if v is not None
+    }
+    for name, array in given.items():
+        if name not in out:
+            raise ValueError(f"{op}: {name} is not read by {quantizer} ({fmt.name})")
+        if array.shape != out[name].shape:
+            raise ShapeError(f"{op}: {name} must be {list(out[name].shape)}, got {list(array.shape)}")
+        out[name][:] = array
+    if missing := [k for k in ("amax", "columnwise_amax") if given and k in out and k not in given]:
+        raise ValueError(f"{op}: {quantizer} reads {missing[0]} too where {next(iter(given))} is given")
+    dtypes = {"data": fmt.data, "scale_inv": fmt.scale, "amax": "float32"}
+
+    def buffer(name: str) -> _Operand | None:
+        return _optional(out.get(name), dtypes[name.removeprefix("rowwise_").removeprefix("columnwise_")])
+
+    _core.quantize(
+        _operand(x, x.dtype.name),
+        *quantizer.spec,
+        1 if given else 0,
+        buffer("amax"),
+        buffer("columnwise_amax"),
+        None if scale is None else _operand(_typed(op, "scale", scale, "float32"), "float32"),
+        None if rng is None else _operand(_typed(op, "rng", rng, "int32"), "int32"),
+        buffer("rowwise_data"),
+        buffer("rowwise_scale_inv"),
+        buffer("columnwise_data"),
+        buffer("columnwise_scale_inv"),
+        source=source,  # type: ignore[arg-type]
+        stack=stack,
+    )
+    return out
+
+
+def scale_update(
+    history: Array,
+    scale: Array,
+    *,
+    reduced: Array | None = None,
+    amax: Array | None = None,
+    fp8_max: float = 448.0,
+    margin: int = 0,
+    most_recent: bool = False,
+    seen: Array | None = None,
+    step: Array | None = None,
+) -> tuple[Array, Array]:
+    """Delayed scaling's update (NUMERICS 2) of n tensors that share an element.
+
+    **Arguments:** `history`: float32 [n, L], L >= 1; entry 0 holds the amax since the last update. `scale`: float32
+    [n]. `reduced`: [n] amaxes after a reduction over a group, used instead of entry 0 where not 0. `amax`: [n] chosen
+    by an algorithm of the caller's own, used where there was an amax at all. `fp8_max`: the element's largest value.
+    `margin`: the scale is divided by 2^margin. `most_recent`: take the latest amax, not the largest of the history.
+    `seen`, `step`: int64 [1]; where they are equal there is no update, and neither is written.
+
+    **Returns:** (history, scale), new arrays, with the old content where `seen` equals `step`. A history of one entry
+    holds 0 after each update.
+
+    **Raises:** TypeError for other dtypes, ValueError for other shapes, `most_recent` with `amax`, or one of `seen` and
+    `step` without the other.
+    """
+
+    def tensor(name: str, x: Array | None, dtype: str = "float32") -> _Operand | None:
+        return None if x is None else _operand(_typed("scale_update", name, x, dtype), dtype)
+
+    for name, x in (("history", history), ("scale", scale)):
+        if not isinstance(x, np.ndarray):
+            raise ArgumentError(f"scale_update: {name} must be a float32 array, got {type(x).__name__}")
+    inputs = tensor("history", history), tensor("scale", scale), tensor("reduced", reduced), tensor("amax", amax)
+    out = np.empty(history.shape, np.float32), np.empty(scale.shape, np.float32)
+    results = _operand(out[0], "float32"), _operand(out[1], "float32")
+    steps = tensor("seen", seen, "int64"), tensor("step", step, "int64")
+    _core.scale_update(*inputs, *results, fp8_max, margin, most_recent, *steps)
+    return out
+
+
+def dequantize(q: QuantizedArray, dtype: Any = np.float32) -> Array:
+    """The values of `q`, [..., K] in `dtype`, from its rowwise copy if it has one, else from its columnwise copy.
+
+    A columnwise copy after a Hadamard transform gives the rotated tensor.
+    """
+    name, np_dtype = _out_dtype("dequantize", dtype)
+    out = _empty(q.shape, name)
+    _core.dequantize(*_copy_operands(q, q.rowwise_data is None), _operand(out, name))
+    return out.view(np_dtype)
+
+
+def gemm(
+    a: QuantizedArray,
+    b: QuantizedArray,
+    *,
+    trans_a: bool = False,
+    trans_b: bool = True,
+    bias: Array | None = None,
+    alpha: float = 1.0,
+    beta: float = 0.0,
+    c: Array | None = None,
+    out_dtype: Any = np.float32,
+    fast_accum: bool = False,
+) -> Array:
+    """alpha * op(a) @ op(b) + bias + beta * c in float32 accumulation (NUMERICS 7).
+
+    **Arguments:** `a`, `b`: quantized tensors; op transposes their [rows, cols] form. An operand whose rows are reduced
+    is read from its columnwise copy. `bias`: [N]. `c`: [M, N] of `out_dtype`, needed if `beta` is not 0.
+
+    **Returns:** [M, N] of `out_dtype`, with a's leading dimensions unfolded.
+
+    **Raises:** ValueError for missing copies or unequal reduced lengths, NotImplementedError for a pair of
+    formats without a kernel.
+    """
+    name, np_dtype = _out_dtype("gemm", out_dtype)
+    side_a, side_b = shapes.gemm_copies(trans_a, trans_b)
+    fmt_a, fmt_b = a.quantizer.format, b.quantizer.format
+    data_a, data_b = a.copy_of(side_a)[0], b.copy_of(side_b)[0]
+    m, n, _, constraints = shapes.gemm_shape(fmt_a, side_a, data_a.shape, fmt_b, side_b, data_b.shape)
+    shapes.check(constraints)
+    if bias is not None:
+        bias = _high_precision("gemm", "bias", bias)
+    if c is not None:
+        c = _high_precision("gemm", "c", c)
+        if c.shape != (m, n) or c.dtype.name != name:
+            raise ShapeError(f"gemm: c must be {name}[{m}, {n}], got {c.dtype.name}{list(c.shape)}")
+    out = _empty((m, n), name)
+    _core.gemm(
+        *_copy_operands(a, side_a),
+        *_copy_operands(b, side_b),
+        _operand(out, name),
+        None if c is None else _operand(c, name),
+        None if bias is None else _operand(bias, bias.dtype.name),
+        None,
+        alpha,
+        beta,
+        fast_accum,
+    )
+    return out.view(np_dtype).reshape(shapes.gemm_out_shape(a.shape, m, n, trans_a))
+
+
+def bias_grad(dy: Array, dtype: Any = None) -> Array:
+    """Sum of `dy` [..., N] over all leading dimensions, [N], accumulated in float32 in ascending row order."""
+    dy = _high_precision("bias_grad", "dy", dy)
+    if dy.ndim == 0:
+        raise ShapeError("bias_grad: dy must have at least one dimension, got a scalar")
+    name, np_dtype = _out_dtype("bias_grad", dy.dtype if dtype is None else dtype)
+    out = _empty((dy.shape[-1],), name)
+    _core.bias_grad(_operand(dy, dy.dtype.name), _operand(out, name), None)
+    return out.view(np_dtype)

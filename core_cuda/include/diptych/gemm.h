@@ -1,0 +1,50 @@
+// Products of quantized operands, and the bias gradient beside them.
+#pragma once
+
+#include "diptych/quantize.h"
+
+namespace diptych {
+
+// D = alpha * op(A) @ op(B) + bias + beta * C, float32 accumulation, D [M, N].
+// An operand reduces over its columns in the rowwise copy and over its rows in the columnwise copy. Amaxes of two-level
+// operands enter alpha: ((alpha * amax_a) * amax_b) * float32(1 / (36 * 448 * 448)); of one alone: (alpha * amax) *
+// float32(1 / 2688).
+struct GemmArgs {
+  QuantizedView a;       // rowwise: [M, K]; columnwise: of a [K, M] tensor
+  QuantizedView b;       // rowwise: [N, K]; columnwise: of a [K, N] tensor
+  TensorView d;          // [M, N] float32 | bfloat16 | float16
+  TensorView c;          // [M, N] of d's dtype, may be d itself; absent: beta must be 0
+  TensorView bias;       // [N] float32 | bfloat16 | float16, optional
+  TensorView workspace;  // uint8, at least gemm_workspace_bytes, 16-byte aligned; CUDA only
+  float alpha = 1.0f;
+  float beta = 0.0f;
+  bool fast_accum = false;  // Hopper's reduced-precision accumulation; per-tensor formats only
+};
+
+// Calls f with each tensor of the arguments.
+template <typename F>
+void fields(GemmArgs& a, F&& f) {
+  fields(a.a, f), fields(a.b, f), f(a.d), f(a.c), f(a.bias), f(a.workspace);
+}
+
+struct BiasGradArgs {    // out[n] = sum over rows of dy[., n] in float32, in an order fixed by the shape
+  TensorView dy;         // [..., N] float32 | bfloat16 | float16
+  TensorView out;        // [N] float32 | bfloat16 | float16
+  TensorView workspace;  // uint8, at least bias_grad_workspace_bytes, 16-byte aligned; CUDA only
+};
+
+// Calls f with each tensor of the arguments.
+template <typename F>
+void fields(BiasGradArgs& a, F&& f) {
+  f(a.dy), f(a.out), f(a.workspace);
+}
+
+Status gemm(const GemmArgs&, const Execution&);
+Status bias_grad(const BiasGradArgs&, const Execution&);
+
+// CUDA workspace sizes. Functions of the shape alone, so that a tracer can ask.
+// `epilogue`: a bias is given or beta is not 0, so that the product may have to be held in float32.
+int64_t gemm_workspace_bytes(int64_t m, int64_t n, int64_t k, bool epilogue);
+int64_t bias_grad_workspace_bytes(int64_t m, int64_t n);
+
+}  // namespace diptych

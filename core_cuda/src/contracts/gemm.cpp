@@ -1,0 +1,67 @@
+// Contracts of products and of the bias gradient.
+#include <cmath>
+
+#include "contracts/parts.h"
+
+namespace diptych {
+
+using namespace contract;
+
+Status contract::result(const char* op, const TensorView& d, const TensorView& c, int64_t rows, int64_t cols,
+                        float alpha, float beta, const Device& device) {
+  DIPTYCH_TRY(present(op, "d", d, device));
+  DIPTYCH_TRY(high_precision(op, "d", d));
+  DIPTYCH_TRY(of_shape(op, "d", d, rows, cols));
+  const std::string who = std::string(op) + ": ";
+  if (!std::isfinite(alpha) || !std::isfinite(beta)) return {Code::value, who + "alpha and beta must be finite"};
+  if (beta != 0.0f && !c.given()) return {Code::value, who + "beta is not 0 and no c was given"};
+  if (!c.given()) return {};
+  DIPTYCH_TRY(present(op, "c", c, device));
+  DIPTYCH_TRY(of_dtype(op, "c", c, d.dtype));
+  DIPTYCH_TRY(of_shape(op, "c", c, rows, cols));
+  return c.data == d.data ? Status() : apart(op, "d", d, "c", c);
+}
+
+Status contract::fast(const char* op, const QuantizedView& a, const QuantizedView& b) {
+  if (row(a.format).per_tensor() && row(b.format).per_tensor()) return {};
+  return {Code::value, std::string(op) + ": fast_accum exists for per-tensor FP8 only, got " + row(a.format).name +
+                           " x " + row(b.format).name};
+}
+
+Status check(const GemmArgs& a, const Device& device) {
+  constexpr const char* op = "gemm";
+  DIPTYCH_TRY(lone_copy(op, "a", a.a, device));
+  DIPTYCH_TRY(lone_copy(op, "b", a.b, device));
+  const Extents ea = extents(a.a), eb = extents(a.b);
+  const std::string pair = std::string(row(a.a.format).name) + " x " + row(a.b.format).name;
+  if (ea.reduced != eb.reduced)
+    return {Code::value, "gemm (" + pair + "): a reduces over " + std::to_string(ea.reduced) + " elements, b over " +
+                             std::to_string(eb.reduced) + "; a is " + describe(a.a.data) + ", b " + describe(a.b.data)};
+  DIPTYCH_TRY(result(op, a.d, a.c, ea.kept, eb.kept, a.alpha, a.beta, device));
+  if (a.bias.given()) {
+    DIPTYCH_TRY(present(op, "bias", a.bias, device));
+    DIPTYCH_TRY(high_precision(op, "bias", a.bias));
+    DIPTYCH_TRY(of_numel(op, "bias", a.bias, eb.kept));
+  }
+  if (a.fast_accum) DIPTYCH_TRY(fast(op, a.a, a.b));
+  DIPTYCH_TRY(workspace(
+      op, a.workspace, gemm_workspace_bytes(ea.kept, eb.kept, ea.reduced, a.bias.given() || a.beta != 0.0f), device,
+      {&a.d, &a.c, &a.bias, &a.a.data, &a.a.scale_inv, &a.a.amax, &a.b.data, &a.b.scale_inv, &a.b.amax}));
+  for (const TensorView* in : {&a.a.data, &a.a.scale_inv, &a.a.amax, &a.b.data, &a.b.scale_inv, &a.b.amax, &a.bias})
+    DIPTYCH_TRY(apart(op, "d", a.d, "another operand", *in));
+  return {};
+}
+
+Status check(const BiasGradArgs& a, const Device& device) {
+  constexpr const char* op = "bias_grad";
+  DIPTYCH_TRY(present(op, "dy", a.dy, device));
+  DIPTYCH_TRY(high_precision(op, "dy", a.dy));
+  DIPTYCH_TRY(ranked(op, "dy", a.dy));
+  DIPTYCH_TRY(present(op, "out", a.out, device));
+  DIPTYCH_TRY(high_precision(op, "out", a.out));
+  DIPTYCH_TRY(of_numel(op, "out", a.out, a.dy.cols()));
+  DIPTYCH_TRY(workspace(op, a.workspace, bias_grad_workspace_bytes(a.dy.rows(), a.dy.cols()), device, {&a.out, &a.dy}));
+  return apart(op, "out", a.out, "dy", a.dy);
+}
+
+}  // namespace diptych

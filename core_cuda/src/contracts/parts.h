@@ -1,0 +1,52 @@
+// The pieces that contracts are made of: what one argument must be.
+#pragma once
+
+#include <initializer_list>
+
+#include "contracts/contracts.h"
+
+namespace diptych::contract {
+
+std::string shape_text(const int64_t* shape, int rank);  // "[4, 8]"
+std::string shape_text(std::initializer_list<int64_t> shape);
+
+// Present, on the op's device, dense, aligned to its element.
+Status present(const char* op, const char* arg, const TensorView&, const Device&);
+Status high_precision(const char* op, const char* arg, const TensorView&);
+Status of_dtype(const char* op, const char* arg, const TensorView&, DType);
+Status of_numel(const char* op, const char* arg, const TensorView&, int64_t n);
+Status of_shape(const char* op, const char* arg, const TensorView&, int64_t rows, int64_t cols);
+Status ranked(const char* op, const char* arg, const TensorView&);
+// Present, of the dtype, n elements.
+Status holds(const char* op, const char* arg, const TensorView&, DType, int64_t n, const Device&);
+Status floats(const char* op, const char* arg, const TensorView&, int64_t n, const Device&);  // holds n float32
+Status apart(const char* op, const char* out_name, const TensorView& out, const char* in_name, const TensorView& in);
+Status all_apart(const char* op, std::initializer_list<const TensorView*> outs,
+                 std::initializer_list<const TensorView*> ins);
+Status row_map(const char* op, const TensorView&, const Device&);                    // [T, slots] int32
+Status source_map(const char* op, const TensorView&, const Device&);                 // [rows] int32
+Status absent(const char* op, const char* arg, const TensorView&, const char* why);  // not given
+// A copy that arrives alone: its tensor's extents follow from its own data, and what scales it comes with it.
+Status lone_copy(const char* op, const char* arg, const QuantizedView&, const Device&);
+// What a product writes, and what it adds to it.
+Status result(const char* op, const TensorView& d, const TensorView& c, int64_t rows, int64_t cols, float alpha,
+              float beta, const Device&);
+Status fast(const char* op, const QuantizedView& a, const QuantizedView& b);  // formats that know fast_accum
+// Scratch memory: large enough, 16-byte aligned, and nobody else's.
+Status workspace(const char* op, const TensorView&, int64_t need, const Device&,
+                 std::initializer_list<const TensorView*> others);
+
+// What is encoded instead of x; `outs` are written and may not lie in what it reads.
+Status source(const char* op, const TensorView& x, const Source&, const Device&,
+              std::initializer_list<const TensorView*> outs);
+
+// High-precision tensors: of any rank that is [rows, cols] when folded; of n elements; with at least one dimension.
+Status folded(const char* op, const char* arg, const TensorView&, int64_t rows, int64_t cols, const Device&);
+Status vector(const char* op, const char* arg, const TensorView&, int64_t n, const Device&);
+Status input(const char* op, const TensorView& x, const Device&);
+// mu belongs to layernorm, and so does beta (or its gradient).
+Status statistics(const char* op, Norm, const TensorView& mu, const TensorView& rsigma, int64_t m,
+                  const char* beta_name, const TensorView& beta, const Device&);
+Status activation_kind(const char* op, Activation, const TensorView& x, bool gated);
+
+}  // namespace diptych::contract

@@ -1,0 +1,16 @@
+"""Where earlier versions kept the classes that pickled parameters and states name."""
+
+from diptych.common.earlier_names import keep
+from diptych.jax.state import scales
+from diptych.jax.tensors import quantized
+
+
+def keep_earlier_names() -> None:
+    """For `pickle`."""
+    keep(
+        {
+            "diptych.jax.grouped.QuantizedStack": quantized.QuantizedStack,
+            "diptych.jax.quantized.QuantizedArray": quantized.QuantizedArray,
+            "diptych.jax.state.ScaleState": scales.ScaleState,
+        }
+    )

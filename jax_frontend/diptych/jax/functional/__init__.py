@@ -1,0 +1,1 @@
+"""The public verbs: quantize, multiply, norms, activations and permutation on arrays."""

@@ -1,0 +1,468 @@
+"""Rows between token order and expert order: permute, unpermute and sort chunks, for mixtures of experts (NUMERICS 8).
+
+    permuted, row_id_map = moe_permute(x, mask)                  [T, H] -> [rows, H], experts in ascending order
+    y = moe_unpermute(f(permuted), row_id_map, probs)            [rows, H] -> [T, H], each token's rows summed
+
+TransformerEngine's names; what differs from it is listed in docs/moe.md. Invariants:
+
+- Shapes are static and nothing waits for the device: a result has `num_out_tokens` rows, without it as many as any
+  routing needs. Rows that nobody fills are zeros, of a quantized tensor what a row of zeros quantizes to. Rows past the
+  result's end are dropped, and `moe_unpermute` treats them as absent.
+- Gradients are those of reverse mode, once: of tokens and of probabilities, and none of maps or of quantized tensors.
+- A `RowMap` stands where a routing map or a row_id_map does: `moe_map` makes it once, and it is passed on. So there are
+  no two arguments that could contradict each other, and what belongs to the map is said in one place.
+- Inside shard_map all of it is this shard's.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from diptych.common.errors import ArgumentError, DTypeError, ShapeError
+from diptych.common.ops import permute as moe
+from diptych.common.ops import shapes
+from diptych.jax.functional.permute_op import as_int32, padded_offsets, padding_before, permute, shifted, unpermute
+from diptych.jax.primitives import permute as permute_ops
+from diptych.jax.primitives.checks import (
+    MAX_SLOTS,
+    check_copy,
+    check_few,
+    check_native,
+    check_row_map,
+    check_rows,
+    check_tokens,
+    enforce,
+)
+from diptych.jax.tensors.quantized import QuantizedArray
+
+Array = jax.Array
+Rows = Any  # Array or QuantizedArray
+MapType = Literal["mask", "index"]
+Integers = Any  # an array of int32 or int64, or a sequence of ints
+
+
+class RowMap(NamedTuple):
+    """Where each token's rows go, and where each destination row comes from; made by `moe_map`, all int32.
+
+    `row_id_map`: [T, slots], the row that a slot has among the destination's, or -1; a slot is an expert of a mask, a
+    choice of an index map. `tokens_per_expert`: [E], rows that exist. `expert_offsets`: [E + 1], where each expert's
+    region starts, and where the last one ends. `source`: [rows], t * slots + slot of each row, -1 where it is absent.
+    """
+
+    row_id_map: Array
+    tokens_per_expert: Array
+    expert_offsets: Array
+    source: Array
+
+
+# --- what the functions ask for ---
+
+
+def _array(op: str, arg: str, x: Any, *dims: int) -> Any:
+    if isinstance(x, QuantizedArray) or not isinstance(x, (jax.Array, np.ndarray)):
+        raise ArgumentError(f"{op}: {arg} must be a JAX or NumPy array, got {type(x).__name__}")
+    if dims and x.ndim not in dims:
+        raise ShapeError(f"{op}: {arg} must have {' or '.join(map(str, dims))} dimension(s), got {list(x.shape)}")
+    check_native(op, arg, x)
+    return x
+
+
+def _kept(op: str, arg: str, x: Any) -> Array:
+    """A JAX array. NumPy's 64-bit numbers are refused before JAX would round them."""
+    if jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype:
+        raise DTypeError(f"{op}: {arg} is {x.dtype.name}, which JAX would round: set jax_enable_x64, or cast it first")
+    return jnp.asarray(x)
+
+
+def _integer(op: str, arg: str, value: Any, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
+        raise ArgumentError(
+            f"{op}: {arg} must be a Python integer, got {type(value).__name__}: sizes are static in JAX"
+        )
+    if value < least:
+        raise ValueError(f"{op}: {arg} must be at least {least}, got {value}")
+    return int(value)
+
+
+def _integers(op: str, arg: str, given: Integers, dims: str = "C") -> Any:
+    """A JAX or NumPy array of int32 or int64, [C]; a sequence's numbers must not be below 0."""
+    if isinstance(given, (list, tuple)):
+        return np.array([_integer(op, f"each of {arg}", n, 0) for n in given], np.int64)
+    if (x := _array(op, arg, given)).dtype.name not in permute_ops.ID_DTYPES:
+        raise DTypeError(f"{op}: {arg} must be int32 or int64, got {x.dtype.name}{list(x.shape)}")
+    if x.ndim != 1:
+        raise ShapeError(f"{op}: {arg} must be [{dims}], got {list(x.shape)}")
+    return x
+
+
+def _floats(op: str, arg: str, x: Any, wide: bool = True) -> Array:
+    permute_ops.check_float(op, arg, _array(op, arg, x).dtype, x.shape, wide)
+    return _kept(op, arg, x)
+
+
+def slot_probs(op: str, arg: str, probs: Any, map_shape: tuple[Any, ...], wide: bool = True) -> Array:
+    probs = _floats(op, arg, probs, wide)
+    if probs.shape != map_shape:
+        raise ShapeError(f"{op}: {arg} must be {list(map_shape)} as row_id_map is, got {list(probs.shape)}")
+    return probs
+
+
+def _token_rows(op: str, x: Any, tokens: Any = None) -> Rows:
+    """What can be moved, with a row for each token: [T, H], leading dimensions folded, or a quantized tensor."""
+    if not isinstance(x, QuantizedArray) and _array(op, "inp", x).dtype.name not in permute_ops.MOVED:
+        raise DTypeError(
+            f"{op}: inp must be one of {', '.join(sorted(permute_ops.MOVED))}, got {x.dtype.name}{list(x.shape)}"
+        )
+    if isinstance(x, QuantizedArray):
+        _check_rows_alone(op, x)
+    if x.ndim < 2:
+        raise ShapeError(f"{op}: inp must be [..., H], got {list(x.shape)}")
+    rows, width = shapes.rows_cols(x.shape)
+    if tokens is not None:
+        check_tokens(op, "inp", x.shape, tokens, "routing_map's tokens")
+    return x if isinstance(x, QuantizedArray) else _kept(op, "inp", x).reshape(rows, width)
+
+
+def _check_rows_alone(op: str, q: QuantizedArray) -> None:
+    """Whether rows of a quantized tensor can move without the others."""
+    fmt = q.format
+    if q.rowwise_data is None:
+        raise ValueError(
+            f"{op}: rows are what moves, and inp has no rowwise copy; quantize it with_usage(rowwise=True)"
+        )
+    operands = q.copy_of(False, f"{op}: inp").operands(op)
+    check_copy(op, "inp", operands, (0,) * len(operands), fmt.name, False)
+    if fmt.block_rows > 1:
+        raise ValueError(f"{op}: blocks of inp's {fmt.name} span {fmt.block_rows} rows, which part when rows move")
+    if q.columnwise_data is not None and not fmt.per_tensor:
+        raise ValueError(
+            f"{op}: blocks of inp's columnwise copy ({fmt.name}) run along {fmt.block_cols} tokens, which part when "
+            "rows move; quantize it with_usage(columnwise=False)"
+        )
+
+
+# --- maps ---
+
+
+def require_row_map(op: str, shape: tuple[Any, ...], row_map: Any, arg: str = "inp") -> tuple[Array, Array]:
+    """row_id_map and source of a `RowMap` whose tokens are the rows of `shape`. **Raises** TypeError, ValueError."""
+    if not isinstance(row_map, RowMap):
+        raise ArgumentError(f"{op}: row_map must be a RowMap, got {type(row_map).__name__}; moe_map() makes one")
+    row_id_map, source = (_array(op, part, getattr(row_map, part)) for part in ("row_id_map", "source"))
+    tokens, _ = check_row_map(op, row_id_map, 0)
+    check_rows(op, source, 0)
+    check_tokens(op, arg, shape, tokens, "row_map's tokens")
+    return jnp.asarray(row_id_map), jnp.asarray(source)
+
+
+def _check_kind(op: str, map_type: Any) -> None:
+    if map_type not in ("mask", "index"):
+        raise ValueError(f"{op}: map_type must be 'mask' or 'index', got {map_type!r}")
+
+
+def _routing(op: str, routing_map: Any, map_type: str) -> Array:
+    x = _array(op, "routing_map", routing_map, 2)
+    dtype = f"{x.dtype.name}{list(x.shape)}"
+    if map_type == "mask":
+        if x.dtype.kind not in "biu":
+            raise DTypeError(f"{op}: routing_map (a mask) must be bool or integers, got {dtype}")
+        return jnp.asarray(x if x.dtype.name in permute_ops.MASK_DTYPES else x != 0)
+    if x.dtype.name not in permute_ops.ID_DTYPES:
+        raise DTypeError(f"{op}: routing_map (expert ids) must be int32 or int64, got {dtype}")
+    return x if isinstance(x, jax.Array) else as_int32(x)
+
+
+def _made_map(
+    op: str, routing_map: Any, num_experts: Any, map_type: str, num_out_tokens: Any, align: Any = 1
+) -> RowMap:
+    _check_kind(op, map_type)
+    align = _integer(op, "align_size", align, 1)
+    routing = _routing(op, routing_map, map_type)
+    tokens, slots = routing.shape
+    if num_experts is None:
+        num_experts = slots if map_type == "mask" else MAX_SLOTS
+    else:
+        num_experts = _integer(op, "num_experts", num_experts, 1)
+        if map_type == "mask":
+            message = f"{op}: routing_map {list(routing.shape)} has {slots} experts, not {num_experts}"
+            enforce([shapes.Constraint(slots, num_experts, message)])
+    rows = moe.padded_rows(tokens * slots, num_experts, align)
+    if num_out_tokens is not None and _integer(op, "num_out_tokens", num_out_tokens, -1) > 0:
+        rows = int(num_out_tokens)
+    permute_ops.check_routing(op, routing.shape, num_experts, rows, align)
+    return RowMap(**permute_ops.permute_map(routing, map_type, num_experts, rows, align))
+
+
+def _map_of(
+    op: str, routing_map: Any, num_out_tokens: Any = None, num_experts: Any = None, map_type: str = "mask"
+) -> RowMap:
+    """The map that a function was given, or is to make."""
+    if not isinstance(routing_map, RowMap):
+        return _made_map(op, routing_map, num_experts, map_type, num_out_tokens)
+    given = {"num_out_tokens": num_out_tokens, "num_experts": num_experts}
+    given["map_type"] = None if map_type == "mask" else map_type
+    if wrong := [arg for arg, value in given.items() if value is not None]:
+        raise ValueError(f"{op}: {wrong[0]} was given beside a RowMap, which says it already; pass it to moe_map")
+    return routing_map
+
+
+def moe_map(
+    routing_map: Array,
+    num_experts: int | None = None,
+    *,
+    map_type: MapType = "mask",
+    num_out_tokens: int | None = None,
+    align_size: int = 1,
+) -> RowMap:
+    """The map of tokens to experts that a routing says: expert-major, token order inside an expert.
+
+    **Arguments:** `routing_map`: a mask [T, E], bool or integers, where a token goes to every expert whose entry is not
+    0; or with map_type "index" expert ids [T, k], int32 or int64, of which those outside of 0..num_experts-1 name none.
+    `num_experts`: E, with ids. `num_out_tokens`: rows of the destination, padding included; later ones are dropped, and
+    those that nobody fills are absent. None, -1 and 0: as many as any routing needs. `align_size`: each expert's region
+    starts at a multiple of this.
+
+    **Returns:** a `RowMap`, for the functions below in place of a routing map or row_id_map, and for grouped products.
+
+    **Raises:** TypeError for other dtypes, ValueError for other shapes, a map_type of another name, ids without
+    `num_experts` or more than int32 numbers, NotImplementedError for more than 2048 experts.
+    """
+    op = "moe_map"
+    _check_kind(op, map_type)
+    if map_type == "index" and num_experts is None:
+        raise ValueError(f"{op}: expert ids need num_experts, how many there are")
+    return _made_map(op, routing_map, num_experts, map_type, num_out_tokens, align_size)
+
+
+# --- permute ---
+
+
+def moe_permute(
+    inp: Rows,
+    routing_map: Array | RowMap,
+    num_out_tokens: int | None = None,
+    max_token_num: int = -1,
+    map_type: MapType = "mask",
+    *,
+    num_experts: int | None = None,
+) -> tuple[Rows, Array]:
+    """Each token's row to each of its experts: expert-major, token order inside an expert.
+
+    **Arguments:** `inp`: [..., H] with T rows, or a `QuantizedArray`, whose data and scales move together.
+    `routing_map`, `num_out_tokens`, `map_type`, `num_experts`: as `moe_map`; ids without `num_experts` may name 2048
+    experts. Or a `RowMap`, which says all of them. `max_token_num`: TransformerEngine sizes a workspace by it; there is
+    none here, and it changes nothing.
+
+    **Returns:** (permuted [rows, H], row_id_map int32 [T, slots]). The gradient of inp, an array of float32, bfloat16,
+    float16 or (on the CPU, with x64) float64, is each token's sum over its rows.
+
+    **Raises:** as `moe_map`; TypeError for rows that cannot be moved, ValueError for unequal tokens or a quantized inp
+    whose blocks span tokens, NotImplementedError for a gradient of other rows, or a second derivative.
+    """
+    op = "moe_permute"
+    _integer(op, "max_token_num", max_token_num, -1)
+    row_map = _map_of(op, routing_map, num_out_tokens, num_experts, map_type)
+    x = _token_rows(op, inp, row_map.row_id_map.shape[0])
+    return permute(x, row_map.row_id_map, row_map.source)[0], row_map.row_id_map
+
+
+def _with_probs(op: str, inp: Any, probs: Any, row_map: RowMap, zero_prob_is_padding: bool) -> tuple[Rows, Any]:
+    x = _token_rows(op, inp, row_map.row_id_map.shape[0])
+    probs = slot_probs(op, "probs", probs, row_map.row_id_map.shape)
+    return permute(x, row_map.row_id_map, row_map.source, probs, bool(zero_prob_is_padding))
+
+
+def moe_permute_with_probs(
+    inp: Rows,
+    probs: Array,
+    routing_map: Array | RowMap,
+    num_out_tokens: int | None = None,
+    *,
+    zero_prob_is_padding: bool = False,
+) -> tuple[Rows, Array, Array]:
+    """`moe_permute` by a mask, and each row's own probability beside it.
+
+    **Arguments:** `probs`: float32, bfloat16, float16 or float64, [T, E], or [T, slots] of a `RowMap`.
+    `zero_prob_is_padding`: a probability of exactly 0 makes its row one of zeros, as TransformerEngine does; by default
+    a routed token moves whatever its probability.
+
+    **Returns:** (permuted [rows, H], permuted_probs [rows], row_id_map [T, slots]); absent rows' probability is 0.
+
+    **Raises:** as `moe_permute`, TypeError and ValueError also for probs of another dtype or shape.
+    """
+    op = "moe_permute_with_probs"
+    row_map = _map_of(op, routing_map, num_out_tokens)
+    return *_with_probs(op, inp, probs, row_map, zero_prob_is_padding), row_map.row_id_map
+
+
+def moe_permute_and_pad_with_probs(
+    inp: Rows,
+    probs: Array,
+    routing_map: Array,
+    tokens_per_expert: Integers | None = None,
+    align_size: int = 16,
+    *,
+    num_out_tokens: int | None = None,
+    zero_prob_is_padding: bool = False,
+) -> tuple[Rows, Array, Array, None, Array]:
+    """`moe_permute_with_probs`, each expert's region padded to a multiple of `align_size`.
+
+    **Arguments:** `tokens_per_expert`: integers [E], whose padding places the regions. None, which is faster: the
+    routing's own counts. `num_out_tokens`: rows of the destination, padding included; as `moe_map`, but that counts on
+    the host (a list, a tuple, a NumPy array) make exactly the rows that they say; a token for which these leave no room
+    is dropped.
+
+    **Returns:** (permuted, permuted_probs, row_id_map, pad_offsets, target_tokens_per_expert int32 [E]). The row_id_map
+    holds padded rows, so that pad_offsets is None: there is nothing left to add, and `moe_unpermute` takes it as it is.
+    Targets are what there is of each padded region.
+
+    **Raises:** as `moe_permute_with_probs`.
+    """
+    op = "moe_permute_and_pad_with_probs"
+    row_map = _made_map(op, routing_map, None, "mask", num_out_tokens, align_size)  # moe_map aligns a RowMap
+    if tokens_per_expert is not None:
+        row_map = _placed_by(op, row_map, routing_map, tokens_per_expert, int(align_size), num_out_tokens)
+    out, permuted = _with_probs(op, inp, probs, row_map, zero_prob_is_padding)
+    return out, permuted, row_map.row_id_map, None, jnp.diff(row_map.expert_offsets)
+
+
+def _placed_by(
+    op: str, row_map: RowMap, routing_map: Any, tokens_per_expert: Any, align: int, num_out_tokens: int | None
+) -> RowMap:
+    """The map whose regions lie as the padding of these counts says: in as many rows, or in those of host counts."""
+    rows, shape = row_map.source.shape[0], row_map.tokens_per_expert.shape
+    counts = _integers(op, "tokens_per_expert", tokens_per_expert, "E")
+    if counts.shape != shape:
+        raise ShapeError(f"{op}: tokens_per_expert must be {list(shape)}, got {list(counts.shape)}")
+    if isinstance(counts, np.ndarray) and (num_out_tokens is None or num_out_tokens < 1):
+        rows = moe.counted_rows(counts.tolist(), align)
+        permute_ops.check_routing(op, routing_map.shape, len(counts), rows, align)
+    plain = _made_map(op, routing_map, None, "mask", None)
+    row_id_map = shifted(plain.row_id_map, padding_before(counts, align), rows)
+    row_id_map, source = permute_ops.invert_map(row_id_map, rows)
+    return RowMap(row_id_map, plain.tokens_per_expert, padded_offsets(counts, align, rows), source)
+
+
+# --- unpermute ---
+
+
+def moe_unpermute(
+    inp: Array,
+    row_id_map: Array | RowMap,
+    merging_probs: Array | None = None,
+    restore_shape: Sequence[int] | None = None,
+    map_type: MapType = "mask",
+    probs: Array | None = None,
+    pad_offsets: Integers | None = None,
+) -> Array:
+    """The sum of each token's rows, in ascending order, in float32 (float64 rows: float64), rounded once.
+
+    **Arguments:** `inp`: [rows, H] float32, bfloat16, float16 or, on the CPU with x64, float64. `row_id_map`: of a
+    permute, int32 [T, slots], or a `RowMap`, which spares backward work. Entries outside of 0..rows-1 are absent. A row
+    has one slot: where more than one names it, the gradients come from the last. `merging_probs`: [T, slots], each
+    row's factor. `restore_shape`: of the result; None is [T, H]. `map_type`: what the map was made of. `probs`:
+    merging_probs' deprecated name. `pad_offsets`: integers [E], added to the rows of each expert of a mask's map first;
+    None, as `moe_permute_and_pad_with_probs` returns, where the map holds padded rows.
+
+    **Returns:** [T, H] of inp's dtype, in `restore_shape`.
+
+    **Raises:** TypeError for other dtypes or a quantized inp, ValueError for other shapes, a map_type of another name,
+    pad_offsets with an index map or both names of the probabilities, NotImplementedError for a second derivative.
+    """
+    op = "moe_unpermute"
+    _check_kind(op, map_type)
+    if probs is not None:
+        if merging_probs is not None:
+            raise ValueError(f"{op}: merging_probs and probs, its deprecated name, were both given")
+        warnings.warn(f"{op}: probs is deprecated, use merging_probs", stacklevel=2)
+        merging_probs = probs
+    if isinstance(inp, QuantizedArray):
+        raise ArgumentError(f"{op}: inp is quantized, and its rows are summed; dequantize() it first")
+    x = _floats(op, "inp", inp)
+    if x.ndim < 2:
+        raise ShapeError(f"{op}: inp must be [rows, H], got {list(x.shape)}")
+    x = x.reshape(shapes.rows_cols(x.shape))
+    row_id_map, source = _map_beside(op, row_id_map, x.shape[0])
+    whole = row_id_map.shape[0], x.shape[1]
+    wanted = whole if restore_shape is None else tuple(restore_shape)
+    if len(wanted) < 2 or (math.prod(wanted[:-1]), wanted[-1]) != whole:
+        raise ShapeError(f"{op}: restore_shape {list(wanted)} does not hold the {list(whole)} of the map and inp")
+    if merging_probs is not None:
+        wide = x.dtype.name == "float64"
+        merging_probs = slot_probs(op, "merging_probs", merging_probs, row_id_map.shape, wide)
+    if pad_offsets is not None:
+        if map_type == "index":
+            raise ValueError(f"{op}: pad_offsets belong to experts, and an index map's row_id_map does not name them")
+        offsets = _integers(op, "pad_offsets", pad_offsets, "E")
+        if offsets.shape != row_id_map.shape[1:]:
+            raise ShapeError(f"{op}: pad_offsets must be {list(row_id_map.shape[1:])}, got {list(offsets.shape)}")
+        row_id_map, source = shifted(row_id_map, as_int32(offsets), x.shape[0]), None
+    return unpermute(x, row_id_map, source, merging_probs).reshape(wanted)
+
+
+def _map_beside(op: str, given: Any, rows: Any) -> tuple[Array, Array | None]:
+    """row_id_map and, of a RowMap, source."""
+    row_id_map, source = (given.row_id_map, given.source) if isinstance(given, RowMap) else (given, None)
+    if _array(op, "row_id_map", row_id_map, 2).dtype.name != "int32":
+        raise DTypeError(f"{op}: row_id_map must be int32, got {row_id_map.dtype.name}{list(row_id_map.shape)}")
+    if source is not None and source.shape != (rows,):
+        raise ShapeError(f"{op}: row_id_map is a RowMap of {source.shape[0]} rows, and inp has {rows}")
+    return jnp.asarray(row_id_map), source
+
+
+# --- chunks ---
+
+
+def moe_sort_chunks_by_index(inp: Rows, split_sizes: Integers, sorted_index: Integers) -> Rows:
+    """Chunks of consecutive rows in another order: chunk `sorted_index[j]` comes j-th.
+
+    **Arguments:** `inp`: [..., H] with T rows, or a `QuantizedArray`, as `moe_permute`. `split_sizes`, `sorted_index`:
+    int32 or int64 arrays [C], or sequences of ints. A sequence must add up to T, or name each chunk once. What an array
+    holds is not looked at: rows of no named chunk are dropped, and the first mention of a chunk counts.
+
+    **Returns:** [T, H], quantized where inp is; rows that nobody fills are zeros.
+
+    **Raises:** as `moe_permute`; NotImplementedError for more than 2048 chunks.
+    """
+    return _sorted("moe_sort_chunks_by_index", inp, split_sizes, sorted_index)[0]
+
+
+def moe_sort_chunks_by_index_with_probs(
+    inp: Rows, probs: Array, split_sizes: Integers, sorted_index: Integers
+) -> tuple[Rows, Array]:
+    """`moe_sort_chunks_by_index`, and each row's probability beside it.
+
+    **Arguments:** `probs`: [T] or [T, 1] float32, bfloat16, float16 or float64.
+
+    **Returns:** (out, permuted_probs [T]).
+
+    **Raises:** as `moe_sort_chunks_by_index`.
+    """
+    op = "moe_sort_chunks_by_index_with_probs"
+    return _sorted(op, inp, split_sizes, sorted_index, _array(op, "probs", probs, 1, 2))
+
+
+def _sorted(op: str, inp: Any, split_sizes: Any, sorted_index: Any, probs: Any = None) -> tuple[Rows, Any]:
+    x = _token_rows(op, inp)
+    tokens, _ = shapes.rows_cols(x.shape)
+    sizes, order = _integers(op, "split_sizes", split_sizes), _integers(op, "sorted_index", sorted_index)
+    if sizes.shape != order.shape:
+        raise ShapeError(f"{op}: sorted_index {list(order.shape)} and split_sizes {list(sizes.shape)} differ in length")
+    check_few(op, "chunks", sizes.shape[0])
+    if isinstance(split_sizes, (list, tuple)):
+        message = f"{op}: split_sizes add up to {sum(split_sizes)}, and inp has {tokens} rows"
+        enforce([shapes.Constraint(sum(split_sizes), tokens, message)])
+    if isinstance(sorted_index, (list, tuple)) and sorted(sorted_index) != list(range(len(sorted_index))):
+        raise ValueError(f"{op}: sorted_index must name each of {len(order)} chunks once, got {list(sorted_index)}")
+    if probs is not None:
+        if probs.shape not in ((tokens,), (tokens, 1)):
+            raise ShapeError(f"{op}: probs must be [T] or [T, 1], T = {tokens}, got {list(probs.shape)}")
+        probs = _floats(op, "probs", probs).reshape(tokens, 1)
+    return permute(x, *permute_ops.chunk_map(as_int32(sizes), as_int32(order), tokens), probs)

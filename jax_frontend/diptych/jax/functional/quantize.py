@@ -1,0 +1,190 @@
+"""The verbs on JAX arrays: `quantize`, `dequantize`, `gemm`, `gemm_into`, `amax`, `scale_update`, `bias_grad`.
+
+Pure functions with the names and keywords of the torch panel and its bits. Bad arguments raise ValueError or TypeError
+while tracing. None of them is differentiable; `diptych.jax.dense` is.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from diptych.common.errors import ArgumentError
+from diptych.common.ops import shapes
+from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX, Quantizer
+from diptych.jax.primitives import quantize as quantize_ops
+from diptych.jax.primitives.checks import small_operand, to_array
+from diptych.jax.primitives.ffi import Source
+from diptych.jax.tensors.quantized import QuantizedArray, from_buffers, require_quantized
+
+Array = jax.Array
+
+
+@overload
+def amax(x: Array, *, per_row: bool = False) -> Array: ...
+@overload
+def amax(x: Array, *, per_row: bool = False, rht: Literal[True], random_signs: bool = False) -> tuple[Array, Array]: ...
+
+
+def amax(
+    x: Array, *, per_row: bool = False, rht: bool = False, random_signs: bool = False
+) -> Array | tuple[Array, Array]:
+    """Largest finite magnitude in `x`; 0 where there is none.
+
+    **Arguments:** `x`: any shape, float32, bfloat16 or float16. `per_row`: one per row of [..., K]. `rht`: also that of
+    the Hadamard-rotated tensor (bfloat16 only, rows in multiples of 16), with `random_signs` or without.
+
+    **Returns:** float32 [1], or [M] `per_row`; 0 where there is none. With `rht` a pair, whose second is the rotated
+    tensor's [1]. Inside shard_map they are this shard's: see `amax_group` of `quantize` for one scale over a mesh axis.
+
+    **Raises:** TypeError for other dtypes, ValueError for rows that the transform does not divide, or random signs
+    without it.
+    """
+    flags = ROW_AMAX * bool(per_row) + RHT * bool(rht) + RHT_SIGNS * bool(random_signs)
+    x = to_array("amax", "x", x)
+    return quantize_ops.amax(x, flags, columnwise=True) if rht else quantize_ops.amax(x, flags)
+
+
+def group_amaxes(
+    x: Array, quantizer: Quantizer, group: Any, source: Source | None = None, operands: tuple[Array, ...] = ()
+) -> dict[str, Array]:
+    """The amaxes that quantizing `x`, or what `source` makes of it, needs: the largest over the mesh axes `group`."""
+    spec, fmt = quantizer.spec, quantizer.format
+    if quantizer.needs_scale:
+        raise ValueError(
+            "quantize: amax_group does not apply to delayed scaling, whose scale is given; reduce the amax of the "
+            "history and pass it to scale_update(reduced=)"
+        )
+    if not (fmt.per_tensor or fmt.two_level):
+        raise ValueError(f"quantize: amax_group is for formats with an amax of the tensor; {fmt.name} has none")
+    flags = spec.flags & (ROW_AMAX | RHT | RHT_SIGNS)
+    amax, of_columns = quantize_ops.amax(x, flags, source, operands, columnwise=True)
+    if spec.flags & (ROW_AMAX | RHT):
+        amax = amax if spec.flags & ROW_AMAX else max_over(amax, group)  # a row's amax is its own
+        of_columns = max_over(of_columns, group)
+    else:  # one number serves both copies
+        amax = of_columns = max_over(of_columns, group)
+    named = {"amax": amax} if fmt.per_tensor or quantizer.rowwise else {}
+    return named | ({"columnwise_amax": of_columns} if fmt.two_level and quantizer.columnwise else {})
+
+
+def max_over(amax: Array, group: Any) -> Array:
+    """The largest over mesh axes.
+
+    As integers: amaxes are never negative or NaN, so their bits are ordered as they are, and XLA flushes no subnormal.
+    """
+    reduced = jax.lax.pmax(jax.lax.bitcast_convert_type(amax, jnp.int32), group)
+    return jax.lax.bitcast_convert_type(reduced, jnp.float32)
+
+
+def quantize(
+    x: Array,
+    quantizer: Quantizer,
+    *,
+    amax: Array | None = None,
+    columnwise_amax: Array | None = None,
+    scale: Array | None = None,
+    rng: Array | None = None,
+    amax_group: Any = None,
+    as_bytes: bool = False,
+) -> QuantizedArray:
+    """Quantizes `x` as `quantizer` says (NUMERICS 2-5). An infinite element becomes NaN, as one that is NaN.
+
+    **Arguments:** `x`: [..., K] float32, bfloat16 or float16; leading dimensions fold into rows. `quantizer`: which
+    format, with which options, and which copies; one of your own is asked through its `quantize_impl`.
+    `amax`, `columnwise_amax`: float32 [1] or a number, used instead of the tensor's own: `amax` of per-tensor formats;
+    of NVFP4 one for each copy that is made, [M] for an amax per row. `scale`: float32 [1] or a number, the scale of a
+    per-tensor format (delayed scaling); the result's `amax` is still the tensor's own. `rng`: int32 [4] from
+    `rng_state` (stochastic rounding). A call uses two of its offsets, and you pass other ones to the next call. As with
+    `jax.random`, an `rng` that a `vmap` does not map gives each example the same random bits: map it too.
+    `amax_group`: the name of a mesh axis, or several, over which amaxes of the tensor are reduced before quantizing
+    (inside shard_map, or a `vmap` with an axis name); those per row stay. `as_bytes`: payloads and one-byte scales come
+    as uint8 (JAX only). Residuals of a function of your own under `jax.checkpoint` need it: what JAX saves there and
+    also uses, it rounds with `lax.reduce_precision`, which turns large E4M3 values and all E8M0 scales into NaN.
+
+    **Returns:** a `QuantizedArray`.
+
+    **Raises:** TypeError for other dtypes, or a missing `scale` or `rng`; ValueError for a scalar `x`, extents that the
+    format does not take, or an argument that it does not read.
+    """
+    if not isinstance(quantizer, Quantizer):
+        raise ArgumentError(f"quantize: quantizer must be a diptych Quantizer, got {type(quantizer).__name__}")
+    if quantizer.custom:
+        options = {
+            "amax": amax,
+            "columnwise_amax": columnwise_amax,
+            "scale": scale,
+            "rng": rng,
+            "amax_group": amax_group,
+            "as_bytes": as_bytes or None,
+        }
+        made = quantizer.quantize_impl(
+            x, functools.partial(quantize, **{k: v for k, v in options.items() if v is not None})
+        )
+        if not isinstance(made, QuantizedArray):
+            kind = type(quantizer).__name__
+            raise ArgumentError(
+                f"quantize: {kind}.quantize_impl must return a QuantizedArray, got {type(made).__name__}"
+            )
+        return made
+    x = to_array(f"quantize ({quantizer.format.name})", "x", x)
+    shapes.rows_cols(x.shape)  # raises for a scalar
+    given = {"amax": amax, "columnwise_amax": columnwise_amax}
+    if amax_group is not None:
+        if amax is not None or columnwise_amax is not None or scale is not None:
+            raise ValueError("quantize: amax_group reduces x's own amax, and an amax or a scale was given too")
+        given |= group_amaxes(x, quantizer, amax_group)
+    given |= {"scale": scale, "rng": rng}
+    operands: Any = {name: small_operand("quantize", name, value) for name, value in given.items()}
+    buffers = quantize_ops.quantize(x, quantizer, **operands, as_bytes=bool(as_bytes))
+    return from_buffers(buffers, quantizer, x.shape, x.dtype)
+
+
+def _words(value: int) -> np.ndarray[Any, Any]:
+    """Low and high word."""
+    return np.array([value & 0xFFFFFFFF, value >> 32], np.uint32)
+
+
+def rng_state(seed: Any, offset: Any = 0) -> Array:
+    """What stochastic rounding draws from: a seed and a position behind it.
+
+    **Arguments:** `seed`: a Python integer in 0..2^64-1, or a JAX PRNG key, of which 64 bits are drawn (split it before
+    if it serves elsewhere). `offset`: a Python integer in 0..2^64-1, or an integer scalar array such as a step counter
+    (the bits of a 32-bit one are the low word). A call of `quantize` uses two offsets.
+
+    **Returns:** int32 [4]: low and high words of seed and offset. With other ones for each tensor, layer, step and
+    device, their errors are independent.
+
+    **Raises:** ValueError for a number outside of that range, TypeError for anything else.
+    """
+    words = []
+    for arg, value in (("seed", seed), ("offset", offset)):
+        if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
+            if not 0 <= value < 1 << 64:
+                raise ValueError(f"rng_state: {arg} must lie in 0..2^64-1, got {value}")
+            words.append(jnp.asarray(_words(int(value))))
+        elif arg == "seed" and isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+            words.append(jax.random.bits(value, (2,), "uint32"))
+        elif arg == "offset" and isinstance(value, jax.Array) and value.ndim == 0 and value.dtype.kind in "iu":
+            high = value >> 32 if value.dtype.itemsize == 8 else jnp.zeros_like(value)
+            words.append(jnp.stack([value.astype(jnp.uint32), high.astype(jnp.uint32)]))
+        else:
+            what = "a Python integer or a JAX PRNG key" if arg == "seed" else "an integer or an integer scalar array"
+            raise ArgumentError(f"rng_state: {arg} must be {what}, got {value!r}")
+    return jax.lax.bitcast_convert_type(jnp.concatenate(words), jnp.int32)
+
+
+def dequantize(q: QuantizedArray, dtype: Any = None) -> Array:
+    """The values of `q`, from its rowwise copy if it has one, else from its columnwise copy.
+
+    A columnwise copy after a Hadamard transform gives the rotated tensor.
+
+    **Arguments:** `dtype`: float32, bfloat16 or float16; by default that of the tensor that was quantized.
+
+    **Returns:** [..., K] of `dtype`.
+    """
+    return require_quantized("dequantize", "q", q).dequantize(dtype)

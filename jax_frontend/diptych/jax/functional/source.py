@@ -1,0 +1,110 @@
+"""Norms and activations of the core, alone and differentiated; and what quantize encodes instead of its input: these,
+or rows where a map sends them.
+
+    y = ((x - mu) * rsigma) * g + beta      g is gamma, or 1 + gamma; RMSNorm: mu is 0, and there is no beta
+    y = act(a)  or  act(a) * b              gated: x = (a | b)
+
+All arithmetic is float32, each operation rounded. `layernorm` and `activate` round y to x's dtype; a `FusedInput` is
+quantized without that rounding and without ever lying in memory. Permuted rows have the bits of permuting first. The
+primitives know no derivative, `layernorm` and `activate` do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+
+from diptych.common.ops.norm import NormOptions
+from diptych.common.quantizers import Quantizer
+from diptych.jax.functional import quantize as quantize_verbs
+from diptych.jax.primitives import quantize as quantize_ops
+from diptych.jax.primitives.ffi import Source
+from diptych.jax.tensors.quantized import QuantizedArray, from_buffers
+
+Array = jax.Array
+
+
+# --- quantizing what a source makes of x ---
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("x", "operands", "amax"), meta_fields=("source",))
+@dataclasses.dataclass(frozen=True, eq=False)
+class FusedInput:
+    """A tensor to quantize that is never stored: what `source` makes of x, in float32, unrounded, or x's rows permuted.
+
+    `amax`: float32 [1], where it is known; used instead of computing it, by per-tensor formats without a scale.
+    """
+
+    x: Array
+    operands: tuple[Array, ...]
+    source: Source
+    amax: Array | None = None
+
+    @property
+    def dtype(self) -> Any:
+        """The dtype of its unfused form."""
+        return self.x.dtype
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        if self.source.kind == "permuted":
+            return (*self.operands[1].shape, self.x.shape[-1])
+        halved = self.source.kind == "activation" and self.source.option
+        return (*self.x.shape[:-1], self.x.shape[-1] // 2) if halved else self.x.shape
+
+    def with_amax(self, group: Any) -> FusedInput:
+        """This, with its amax computed; over the mesh axes `group`, if any."""
+        amax = quantize_ops.amax(self.x, 0, self.source, self.operands, columnwise=True)[0]
+        return dataclasses.replace(self, amax=quantize_verbs.max_over(amax, group) if group else amax)
+
+    def quantize(
+        self,
+        quantizer: Quantizer,
+        *,
+        scale: Array | None = None,
+        rng: Array | None = None,
+        amax_group: Any = None,
+        as_bytes: bool = False,
+        column_sum: str = "",
+    ) -> tuple[QuantizedArray, Array | None]:
+        """Quantizes like `functional.quantize`, and sums over rows in dtype `column_sum` where one is named."""
+        given: dict[str, Array | None] = {"scale": scale, "rng": rng}
+        if self.amax is not None and scale is None and quantizer.format.per_tensor:
+            given["amax"] = self.amax
+        elif amax_group is not None:
+            given |= quantize_verbs.group_amaxes(self.x, quantizer, amax_group, self.source, self.operands)
+        buffers = quantize_ops.quantize(
+            self.x,
+            quantizer,
+            **given,
+            as_bytes=as_bytes,
+            source=self.source,
+            operands=self.operands,
+            column_sum=column_sum,
+        )
+        total = buffers.pop("column_sum", None)
+        return from_buffers(buffers, quantizer, self.shape, self.x.dtype), total
+
+
+def normalized(
+    x: Array, gamma: Array, beta: Array | None, stats: tuple[Array, ...], options: NormOptions
+) -> FusedInput:
+    """The output of a norm of x, computed from given statistics."""
+    source = Source("norm", options.which, options.zero_centered_gamma, beta is not None)
+    return FusedInput(x, (gamma, *([] if beta is None else [beta]), *stats), source)
+
+
+def activated(x: Array, which: str, gated: bool) -> FusedInput:
+    return FusedInput(x, (), Source("activation", which, gated))
+
+
+def activated_grad(dy: Array, x: Array, which: str, gated: bool) -> FusedInput:
+    return FusedInput(x, (dy,), Source("activation_grad", which, gated))
+
+
+def permuted(x: Array, row_id_map: Array, source: Array) -> FusedInput:
+    """Rows of x where a map sends them."""
+    return FusedInput(x, (row_id_map, source), Source("permuted"))

@@ -1,0 +1,348 @@
+"""Registers JAX with the lab: trains the demo model, records its ops, replays other frameworks' ops."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import importlib.metadata
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from diptych.common.formats import format_by_name
+from diptych.common.ops import shapes
+from diptych.jax.functional import quantize as quantize_verbs
+from diptych.jax.lab import gpt
+from diptych.jax.layers.products import OFFSETS
+from diptych.jax.layers.quantize import rng_at
+from diptych.jax.primitives import checks, ffi
+from diptych.jax.primitives import gemm as gemm_ops
+from diptych.jax.primitives import quantize as quantize_ops
+from diptych.jax.primitives import scale_update as scale_update_ops
+from diptych.jax.state.scales import init_state, load_state_dict, overwrite_states, state_dict
+from diptych.jax.state.update import update_state
+from diptych.jax.tensors.quantized import QuantizedArray
+from diptych.lab.frontend import State
+from diptych.lab.job import Job, Weights
+from diptych.lab.trace import Bits, Op, StepTrace
+
+Array = jax.Array
+
+
+def _device(name: str) -> Any:
+    return jax.devices(name)[0]
+
+
+# --- training ---
+
+
+class JaxTrainer:
+    """The demo model under jit with optax's AdamW. The quantizers' states are overwritten with their gradients."""
+
+    def __init__(self, job: Job, weights: Weights) -> None:
+        self._job, self._device = job, _device(job.device)
+        linear = _linear(job)
+        self._loss = functools.partial(gpt.loss_fn, layers=job.model.layers, heads=job.model.heads, linear=linear)
+        rates, o = job.optim.learning_rates(), job.optim
+        self._optimizer = optax.adamw(
+            lambda count: jnp.asarray(rates)[count], o.beta1, o.beta2, o.eps, weight_decay=o.weight_decay
+        )
+        self._params: Any = jax.device_put({k: jnp.asarray(v) for k, v in weights.items()}, self._device)
+        self._opt_state: Any = jax.device_put(self._optimizer.init(self._params), self._device)
+        scales = {} if job.recipe is None else {name: init_state(_recipe(job, name)) for name in job.model.linears}
+        rngs = {name: quantize_verbs.rng_state(job.seed, offset) for name, offset in job.streams().items()}
+        self._kept: Any = self._put((scales, rngs))
+        self._names = frozenset(_activation_names(job))
+        # A command buffer replays kernels without calling their handlers, and the registry would not count them.
+        options = {"xla_gpu_graph_min_graph_size": 1 << 30} if job.device == "cuda" else None
+        self._step = jax.jit(self._update, donate_argnums=(0, 1, 2), compiler_options=options)
+        self._evaluate = jax.jit(self._held_out, compiler_options=options)
+        self._traced: Callable[..., Any] | None = None
+
+    def _gradients(self, params: gpt.Params, kept: Any, batch: Array) -> Any:
+        """Loss, gradients, and what the quantizers keep for the next step."""
+        scales, rngs = update_state(kept[0], self._job.recipe), kept[1]
+
+        def loss_fn(params: gpt.Params, scales: gpt.States) -> Array:
+            return self._loss(params, batch, gpt.Kept(scales, rngs))
+
+        loss, (grads, news) = jax.value_and_grad(loss_fn, (0, 1))(params, scales)
+        rngs = {name: rng_at(rng, OFFSETS) for name, rng in rngs.items()}
+        return loss, grads, (overwrite_states(scales, news), rngs)
+
+    def _update(self, params: gpt.Params, opt_state: Any, kept: Any, batch: Array) -> Any:
+        loss, grads, kept = self._gradients(params, kept, batch)
+        updates, opt_state = self._optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state, kept, loss
+
+    def _held_out(self, params: gpt.Params, kept: Any, batch: Array) -> Array:
+        return self._loss(params, batch, gpt.Kept(*kept, record=False))
+
+    def _put(self, tree: Any) -> Any:
+        return jax.device_put(tree, self._device)
+
+    def step(self, batch: np.ndarray) -> float:
+        *now, loss = self._step(self._params, self._opt_state, self._kept, self._put(batch))
+        self._params, self._opt_state, self._kept = now
+        return float(loss)
+
+    def evaluate(self, batch: np.ndarray) -> float:
+        return float(self._evaluate(self._params, self._kept, self._put(batch)))
+
+    def traced_step(self, batch: np.ndarray) -> StepTrace:
+        if self._traced is None:
+            self._traced = jax.jit(recorded(self._gradients, self._names))
+        (loss, grads, self._kept), log = self._traced(self._params, self._kept, self._put(batch))
+        updates, self._opt_state = self._optimizer.update(grads, self._opt_state, self._params)
+        self._params = optax.apply_updates(self._params, updates)
+        activations = {k: np.asarray(v) for k, v in log.activations.items()}
+        gradients = {k: np.asarray(v) for k, v in grads.items()}
+        return StepTrace(float(loss), activations, [_op(*entry) for entry in log.entries()], gradients)
+
+    def state(self) -> State:
+        adam = self._opt_state[0]
+        quantizing: dict[str, Array] = {}
+        for name, states in self._kept[0].items():
+            quantizing |= state_dict(states, f"{name}.", self._kept[1].get(name))
+        weights, first, second, kept = (
+            {k: np.array(v) for k, v in tree.items()} for tree in (self._params, adam.mu, adam.nu, quantizing)
+        )
+        return State(int(adam.count), weights, first, second, kept)
+
+    def scales(self) -> dict[str, float]:
+        found = {f"{name}.{slot}": s.scale for name, states in self._kept[0].items() for slot, s in states.items()}
+        return {name: float(value[0]) for name, value in jax.device_get(found).items()}
+
+    def restore(self, state: State) -> None:
+        self._params = self._put(state.weights)
+        values = {"mu": state.first, "nu": state.second, "count": np.int32(state.step)}
+        self._opt_state = self._put(optax.tree_utils.tree_set(self._opt_state, **values))
+        scales, rngs = self._kept
+        loaded = {name: load_state_dict(state.quantizing, own, f"{name}.") for name, own in scales.items()}
+        self._kept = self._put(({n: own for n, (own, _) in loaded.items()}, {n: loaded[n][1] for n in rngs}))
+
+
+def _activation_names(job: Job) -> list[str]:
+    from diptych.lab.trace import activation_order
+
+    return [name for name, _ in activation_order(job.model)]
+
+
+def _recipe(job: Job, linear: str) -> Any:
+    """The recipe of one linear: the job's, but for the self-test's fault."""
+    if job.corruption is not None and job.recipe is not None and linear == job.corruption.layer:
+        return job.corruption.recipe(job.recipe, _spoil)
+    return job.recipe
+
+
+def _linear(job: Job) -> gpt.Linear:
+    linears = {name: gpt.quantized_linear(_recipe(job, name), job.linear_dtype) for name in job.model.linears}
+    return lambda name, *args: linears[name](name, *args)
+
+
+def _spoil(q: QuantizedArray, factor: float) -> QuantizedArray:
+    """The self-test's fault; see `Corruption`."""
+    if q.format.two_level:  # the factor is too large for an E4M3 scale
+        assert q.amax is not None
+        return dataclasses.replace(q, amax=q.amax * factor)
+    scale: Any = q.rowwise_scale_inv
+    if scale.dtype == jnp.uint8:  # as bytes: E8M0 holds exponents
+        return dataclasses.replace(q, rowwise_scale_inv=scale + np.uint8(math.log2(factor)))
+    scale = (scale.astype(jnp.float32) * factor).astype(scale.dtype)
+    return dataclasses.replace(q, rowwise_scale_inv=scale)
+
+
+# --- recording ---
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("activations", "values"), meta_fields=("calls",))
+@dataclasses.dataclass
+class Log:
+    """What an evaluation recorded: arrays are leaves, the ops' names and parameters are metadata."""
+
+    activations: dict[str, Array] = dataclasses.field(default_factory=dict)
+    values: list[tuple[list[Array], list[Array]]] = dataclasses.field(default_factory=list)
+    calls: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = ()
+
+    def entries(self) -> list[tuple[str, dict[str, Any], list[Array], list[Array]]]:
+        pairs = zip(self.calls, self.values, strict=True)
+        return [(op, dict(params), ins, outs) for (op, params), (ins, outs) in pairs]
+
+
+def recorded(fun: Callable[..., Any], names: frozenset[str]) -> Callable[..., Any]:
+    """`fun` returning (its result, Log) of every diptych primitive and every activation called one of `names`.
+
+    It evaluates fun's jaxpr equation by equation, so that the model needs no taps; jit the result.
+    """
+
+    def evaluate(*args: Any) -> Any:
+        closed, shape = jax.make_jaxpr(fun, return_shape=True)(*args)
+        log = Log()
+        outs = _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args), names, log)
+        return jax.tree.unflatten(jax.tree.structure(shape), outs), log
+
+    return evaluate
+
+
+def _evaluate(jaxpr: Any, consts: Any, args: Any, names: frozenset[str], log: Log) -> list[Any]:
+    env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+    for eqn in jaxpr.eqns:
+        ins = [env[v] if not hasattr(v, "val") else v.val for v in eqn.invars]
+        inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+        if inner is not None and _records(inner, names):
+            body, body_consts = (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())
+            if len(body.invars) != len(ins):
+                raise NotImplementedError(f"recording inside {eqn.primitive} is not supported")
+            outs = _evaluate(body, body_consts, ins, names, log)
+        else:
+            bound = eqn.primitive.get_bind_params(eqn.params)
+            subfuns, params = bound if isinstance(bound, tuple) else ((), bound)  # the form differs between versions
+            outs = eqn.primitive.bind(*subfuns, *ins, **params)
+            outs = list(outs) if eqn.primitive.multiple_results else [outs]
+        if eqn.primitive.name == "name" and eqn.params["name"] in names:
+            log.activations.setdefault(eqn.params["name"], outs[0])
+        if eqn.primitive.name.startswith("diptych_"):
+            log.values.append((ins, outs))
+            log.calls += ((eqn.primitive.name.removeprefix("diptych_"), tuple(sorted(eqn.params.items()))),)
+        env.update(zip(eqn.outvars, outs, strict=True))
+    return [env[v] if not hasattr(v, "val") else v.val for v in jaxpr.outvars]
+
+
+def _records(jaxpr: Any, names: frozenset[str]) -> bool:
+    """Whether something inside is to be recorded."""
+    body = getattr(jaxpr, "jaxpr", jaxpr)
+    for eqn in body.eqns:
+        if eqn.primitive.name.startswith("diptych_") or eqn.params.get("name") in names:
+            return True
+        inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+        if inner is not None and _records(inner, names):
+            return True
+    return False
+
+
+def _bits(x: Array, dtype: str | None = None) -> Bits:
+    return Bits.of(np.asarray(x), dtype or x.dtype.name)
+
+
+def _op(kind: str, params: dict[str, Any], ins: list[Array], outs: list[Array]) -> Op:
+    """A recorded primitive in the lab's terms. Dtypes are the format's: here, payloads may travel as uint8."""
+    if kind == "quantize":
+        quantizer, mode = params["quantizer"], params["mode"]
+        buffers = shapes.quantize_buffers(ins[0].shape, quantizer)
+        outputs = {b.name: _bits(x, b.dtype) for b, x in zip(buffers, outs, strict=False)}
+        amaxes = [b.name for b in buffers if b.name.endswith("amax")] if mode == quantize_ops.GIVEN else []
+        names = ["x", *amaxes, *["pending"] * (mode == quantize_ops.ACCUMULATE)]
+        names += [n for n, there in (("scale", params["has_scale"]), ("rng", params["has_rng"])) if there]
+        return Op(kind, _named(names, ins), {"quantizer": quantizer}, outputs)
+    if kind == "scale_update":
+        names = ["history", "scale", *["reduced"] * params["has_reduced"], *["amax"] * params["has_amax"]]
+        options = {k: params[k] for k in ("margin", "most_recent")} | {"fp8_max": float.fromhex(params["fp8_max"])}
+        return Op(kind, _named(names, ins), options, _named(["history", "scale"], outs))
+    if kind == "gemm":
+        at = checks.copy_length(params["a"][0])
+        end = at + checks.copy_length(params["b"][0])
+        inputs = _copy_bits("a_", params["a"][0], ins[:at]) | _copy_bits("b_", params["b"][0], ins[at:end])
+        extra = [n for n, there in (("bias", params["has_bias"]), ("c", params["has_c"])) if there]
+        options = {k: params[k] for k in ("a", "b", "out_dtype", "fast_accum")}
+        options |= {k: float.fromhex(params[k]) for k in ("alpha", "beta")}
+        return Op(kind, inputs | _named(extra, ins[end:]), options, {"d": _bits(outs[0])})
+    if kind == "dequantize":
+        options = {k: params[k] for k in ("format", "columnwise", "dtype")}
+        return Op(kind, _copy_bits("", params["format"], ins), options, {"out": _bits(outs[0])})
+    if kind == "amax":
+        options = {k: params[k] for k in ("flags", "columnwise")}
+        return Op(kind, {"x": _bits(ins[0])}, options, _named(["out", "columnwise_out"][: len(outs)], outs))
+    if kind == "bias_grad":
+        return Op(kind, {"dy": _bits(ins[0])}, {"dtype": params["dtype"]}, {"out": _bits(outs[0])})
+    raise NotImplementedError(f"recording diptych_{kind} is not supported")
+
+
+def _copy_bits(prefix: str, format: str, arrays: list[Array]) -> dict[str, Bits]:
+    row = format_by_name(format)
+    parts = zip(("data", "scale_inv", "amax"), (row.data, row.scale, "float32"), arrays, strict=False)
+    return {f"{prefix}{part}": _bits(x, dtype) for part, dtype, x in parts}
+
+
+def _named(names: list[str], arrays: list[Array]) -> dict[str, Bits]:
+    return {name: _bits(x) for name, x in zip(names, arrays, strict=True)}
+
+
+# --- replay ---
+
+
+def _replayed(op: Op, x: dict[str, Array]) -> dict[str, Array]:
+    """Outputs of a recorded op on these inputs."""
+    o = op.options
+    if op.kind == "quantize":
+        quantizer = o["quantizer"]
+        if "pending" in x:
+            out, history = quantize_ops.quantize_delayed(x["x"], quantizer, x["scale"], x["pending"])
+            return {**out, "amax": history}
+        given: Any = {k: v for k, v in x.items() if k != "x"}
+        return quantize_ops.quantize(x["x"], quantizer, **given)
+    if op.kind == "scale_update":
+        out = scale_update_ops.scale_update(x["history"], x["scale"], x.get("reduced"), x.get("amax"), **o)
+        return dict(zip(("history", "scale"), out, strict=True))
+    if op.kind == "gemm":
+        a, b = (_copy_of(x, f"{s}_", *o[s]) for s in "ab")
+        options = {k: o[k] for k in ("alpha", "beta", "out_dtype", "fast_accum")}
+        return {"d": gemm_ops.gemm(a, b, x.get("bias"), x.get("c"), **options)}
+    if op.kind == "bias_grad":
+        return {"out": gemm_ops.bias_grad(x["dy"], o["dtype"])}
+    if op.kind == "dequantize":
+        return {"out": quantize_ops.dequantize(_copy_of(x, "", o["format"], o["columnwise"]), o["dtype"])}
+    assert op.kind == "amax", op.kind
+    if o["columnwise"]:
+        return dict(zip(("out", "columnwise_out"), quantize_ops.amax(x["x"], o["flags"], columnwise=True), strict=True))
+    return {"out": quantize_ops.amax(x["x"], o["flags"])}
+
+
+def _copy_of(x: dict[str, Array], prefix: str, format: str, columnwise: bool) -> checks.Copy:
+    return checks.Copy(x[f"{prefix}data"], x[f"{prefix}scale_inv"], x.get(f"{prefix}amax"), format, columnwise)
+
+
+class JaxFrontend:
+    """JAX's adapter; see `diptych.lab.frontend.Frontend`."""
+
+    name = "jax"
+
+    def versions(self) -> dict[str, str]:
+        found = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "optax")}
+        return found | {"jaxlib headers": ffi.header_version()}
+
+    def device_problem(self, device: str) -> str | None:
+        try:
+            _device(device)
+        except RuntimeError as e:
+            return str(e).splitlines()[0]
+        return None
+
+    def trainer(self, job: Job, weights: Weights) -> JaxTrainer:
+        return JaxTrainer(job, weights)
+
+    def replay(self, op: Op, device: str) -> dict[str, Bits]:
+        put = functools.partial(jax.device_put, device=_device(device))
+        x = {k: put(v.data.view(quantize_ops.dtype_of(v.dtype))) for k, v in op.inputs.items()}
+        return {k: _bits(v) for k, v in _replayed(op, x).items() if k in op.outputs}
+
+    def apply(self, kind: str, inputs: list[np.ndarray], heads: int) -> np.ndarray:
+        ops: dict[str, Callable[..., Array]] = {
+            "embedding": gpt.embedding,
+            "layer norm": gpt.layer_norm,
+            "attention scores": functools.partial(gpt.attention_scores, heads=heads),
+            "softmax": functools.partial(jax.nn.softmax, axis=-1),
+            "attention values": functools.partial(gpt.attention_values, heads=heads),
+            "residual add": jnp.add,
+            "gelu": gpt.gelu,
+            "head matmul": lambda x, weight: x @ weight.T,
+            "cross entropy": gpt.cross_entropy,
+        }
+        return np.asarray(jax.jit(ops[kind])(*(jax.device_put(x, _device("cpu")) for x in inputs)))
+
+
+frontend = JaxFrontend()

@@ -1,0 +1,364 @@
+"""`grouped_dense`: a linear layer for each group of rows, such as the experts of a layer.
+
+    y[r]  = quantize(x)[r]  @ quantize(w[g]).T + bias[g]      fprop  rows of group g, [R, K] @ [G, N, K].T
+    dx[r] = quantize(dy)[r] @ quantize(w[g])                  dgrad  [R, N] @ [G, N, K]
+    dw[g] = quantize(dy)[of g].T @ quantize(x)[of g]          wgrad  over the rows of group g
+    db[g] = the sum of dy's rows in group g
+
+x and dy are quantized whole, as a linear layer's are; w is quantized as G tensors, but that delayed scaling has one
+scale for all of them, and one amax over all. Rows in no group are zeros in y and dx, and are not summed. Forward and
+backward are those of `products.py`.
+
+With a map of rows, x is in token order: its rows are quantized as they move to their experts, and dx is each token's
+sum. The bits are those of permuting first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero
+
+from diptych.common.arguments import require_recipe
+from diptych.common.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
+from diptych.common.layers.groups import HIGH_PRECISION, rotates_rows
+from diptych.common.layers.schedule import Call, Schedule
+from diptych.common.ops import shapes
+from diptych.common.ops.grouped import align_of, kernel_align
+from diptych.common.quantizers import RHT
+from diptych.common.recipes import Recipe
+from diptych.jax.functional import grouped
+from diptych.jax.functional import source as sources
+from diptych.jax.functional.permute import RowMap, moe_permute, require_row_map
+from diptych.jax.functional.source import FusedInput
+from diptych.jax.layers import products
+from diptych.jax.layers.calibrate import observed
+from diptych.jax.layers.checks import check_rng, kernel_operand, refuse_calibration, refuse_without_recipe
+from diptych.jax.layers.held import high_precision
+from diptych.jax.layers.linear import prepare
+from diptych.jax.layers.options import Options, States
+from diptych.jax.layers.products import DenseGradients, Needs, Products, cotangents, fprop, primals, recorded
+from diptych.jax.layers.weight_gradients import Pullback, refuse_references
+from diptych.jax.primitives import grouped as grouped_ops
+from diptych.jax.primitives import permute as permute_ops
+from diptych.jax.primitives.checks import same_axes, to_array
+from diptych.jax.primitives.grouped_matmul import grouped_matmul
+from diptych.jax.primitives.register import defvjp
+from diptych.jax.state.carry import returned, viewed
+from diptych.jax.state.scales import ScaleState, check_states, group_axes
+from diptych.jax.tensors.copies import Copies, Operand, values
+from diptych.jax.tensors.quantized import QuantizedStack
+
+Array = jax.Array
+
+
+def grouped_dense(
+    x: Array,
+    kernel: Array | QuantizedStack,
+    bias: Array | None = None,
+    offsets: Array | None = None,
+    *,
+    recipe: Recipe | None,
+    row_map: RowMap | None = None,
+    align: int = 1,
+    module: str = "grouped_linear",
+    name: str = "",
+    state: Mapping[str, ScaleState] | None = None,
+    return_state: bool = False,
+    record: bool = True,
+    rng: Array | None = None,
+    copies: Copies | None = None,
+    main_grad: Any = None,
+    save_original_input: bool = False,
+    calibrate: bool = False,
+) -> Any:
+    """x[r] @ kernel[g].T + bias[g] for the rows r of each group g, forward and backward as `recipe` describes.
+
+    Forward and backward compute, bit for bit, what `diptych.torch.GroupedLinear` does. Nothing waits for the offsets.
+    Rows in no group enter no product, but count in amaxes of the whole tensor and in blocks of scales that they share
+    with a group: keep zeros there, as `moe_permute` does.
+
+    **Arguments:**
+    - `x`: [..., K] with R rows. `kernel`: [G, N, K]. `bias`: [G, N]. All float32, bfloat16 or float16. A kernel may be
+      a `QuantizedStack` with the copies that the recipe needs; its gradient then goes to `main_grad`.
+    - `offsets`: int32 [G + 1], such as `RowMap.expert_offsets`; group g is rows offsets[g] <= r < offsets[g + 1]. Under
+      a recipe the CPU refuses offsets that descend or leave 0..R, when it runs. CUDA, and products in high precision,
+      take each as at least the one before it and at most R.
+    - `row_map`: of `moe_map`, instead of offsets, which are then its expert_offsets. x is in token order, [T, K] (or
+      [..., K]), and its rows go where the map sends them: results, gradients and states have the bits of `moe_permute`
+      before this, but permuted rows are not stored where they are quantized, and backward keeps x itself with
+      `save_original_input` or for products in high precision.
+    - `recipe`: None gives products in high precision, in x's dtype, and the same bias gradient.
+    - `align`: a Python int, a promise that every offset is a multiple of it: tensor cores need at least 32 in wgrad,
+      128 where scales stand for 128 rows, and other groups take a slower kernel; a Hadamard transform needs a multiple
+      of 16. `diptych.common.row_align` says what a recipe wants.
+    - `copies`: of the kernel, from `quantize_kernel(kernel, recipe, module="grouped_linear")`, to be used instead of
+      quantizing it.
+    - `main_grad`: float32 [G, N, K], an array or a reference, as in `dense`.
+    - `module`, `name`, `state`, `return_state`, `record`, `rng`, `save_original_input`, `calibrate`: as in `dense`;
+      states are those of `init_state(recipe, module="grouped_linear")`.
+
+    **Returns:** [..., N] of x's dtype, with a `row_map` [rows, N] by expert; rows in no group +0; or (that, state) with
+    `return_state`.
+
+    **Raises:** as `dense`; ValueError also for groups given twice or not at all, a map that does not fit, a
+    Hadamard transform without its promise where the kernel is differentiated; NotImplementedError for kernels that are
+    rounded stochastically or quantized by the user's own code. All but for values of `offsets` while tracing.
+    """
+    op = "grouped_dense"
+    require_recipe(op, recipe)
+    given = offsets
+    x, kernel, bias, offsets, maps, rng = _operands(op, x, kernel, bias, offsets, row_map, rng)
+    promise = _promise(op, align, given)
+    if row_map is not None and (recipe is None or calibrate):
+        x, maps = moe_permute(x, row_map)[0], None
+    if recipe is None:
+        refuse_without_recipe(op, state=state, copies=copies, main_grad=main_grad, calibrate=calibrate or None)
+        y = _plain(x, kernel, bias, offsets)
+        return (y, {}) if return_state else y
+    options = Options(recipe, module, name, save_original_input, record, return_state, group_axes(recipe), op)
+    states = check_states(op, state, options.plan, recipe)
+    if calibrate:
+        refuse_calibration(op, record, copies=copies, main_grad=main_grad)
+        kernel = high_precision(kernel, x.dtype)
+        y = _plain(x, kernel, bias, offsets)
+        y, news = observed(options, y, x, kernel, viewed(states, (x, kernel, bias)))
+    else:
+        operands = (x, bias, offsets, maps, *prepare(kernel, options, copies, main_grad))
+        x, bias, offsets, maps, trained, copies, main_grad = same_axes(*operands)
+        views = viewed(states, (x, trained, bias, main_grad))
+        out: Any = _grouped_dense(options, promise, x, trained, bias, offsets, maps, views, rng, copies, main_grad)
+        y, news = out
+    news = returned(states, news)
+    return (y, news) if return_state else y
+
+
+def grouped_dense_vjp(
+    x: Array,
+    kernel: Array | QuantizedStack,
+    bias: Array | None = None,
+    offsets: Array | None = None,
+    *,
+    recipe: Recipe,
+    row_map: RowMap | None = None,
+    align: int = 1,
+    module: str = "grouped_linear",
+    name: str = "",
+    state: Mapping[str, ScaleState] | None = None,
+    rng: Array | None = None,
+    copies: Copies | None = None,
+    save_original_input: bool = False,
+) -> tuple[Array, Pullback]:
+    """`grouped_dense` and its backward pass taken apart, as `dense_vjp` does with `dense`.
+
+    **Arguments, raises:** as `grouped_dense`. States are arrays.
+
+    **Returns:** (y, pullback); `pullback(dy)` gives `DenseGradients`.
+    """
+    op = "grouped_dense_vjp"
+    require_recipe(op, recipe, optional=False)
+    given = offsets
+    x, kernel, bias, offsets, maps, rng = _operands(op, x, kernel, bias, offsets, row_map, rng)
+    options = Options(recipe, module, name, save_original_input, True, True, group_axes(recipe), "grouped_dense")
+    states = check_states(op, state, options.plan, recipe)
+    refuse_references(op, states)
+    needs = Needs.every(kernel, bias, states)
+    promise = _promise(op, align, given)
+    array, copies, _ = prepare(kernel, options, copies, None)
+    (y, _), saved = _grouped_forward(options, promise, needs, x, array, bias, offsets, maps, states, rng, copies)
+    return y, Pullback.of(op, _grouped_backward, saved, y)
+
+
+def _plain(x: Array, kernel: Any, bias: Array | None, offsets: Array) -> Array:
+    """The layer in high precision."""
+    operands = same_axes(x, high_precision(kernel, x.dtype), bias, offsets)
+    out: Any = _grouped_dense(Options(HIGH_PRECISION), 1, *operands, None, {}, None, None, None)
+    return out[0]
+
+
+# --- arguments ---
+
+
+class Maps(NamedTuple):
+    """Where x's rows, tokens then, go: of a `RowMap`. `source`: None where nobody permutes again."""
+
+    row_id_map: Array
+    source: Array | None
+
+
+def _operands(
+    op: str, x: Any, kernel: Any, bias: Any, offsets: Any, row_map: Any, rng: Any
+) -> tuple[Array, Any, Array | None, Array, Maps | None, Array | None]:
+    """The operands as arrays, tokens as [T, K]; kernel as it is where it is quantized. **Raises** TypeError,
+    ValueError, NotImplementedError."""
+    x, kernel = to_array(op, "x", x), kernel_operand(op, "kernel", kernel, QuantizedStack)
+    bias = None if bias is None else to_array(op, "bias", bias)
+    if (offsets is None) == (row_map is None):
+        raise ValueError(f"{op}: give the groups once, as offsets or by a row_map")
+    maps = None
+    if row_map is not None:
+        maps, offsets = Maps(*require_row_map(op, x.shape, row_map, "x")), row_map.expert_offsets
+        x = x.reshape(shapes.rows_cols(x.shape))
+    if not isinstance(offsets, (jax.Array, np.ndarray)):
+        raise ArgumentError(f"{op}: offsets must be a JAX or NumPy array, int32 [G + 1], got {type(offsets).__name__}")
+    if offsets.dtype != jnp.int32:
+        raise DTypeError(f"{op}: offsets must be int32, got {offsets.dtype}{list(offsets.shape)}")
+    if x.ndim == 0 or kernel.ndim != 3 or x.shape[-1] != kernel.shape[2]:
+        raise ShapeError(f"{op}: x [..., K] and kernel [G, N, K] do not fit: {list(x.shape)} and {list(kernel.shape)}")
+    groups, n, _ = kernel.shape
+    if offsets.shape != (groups + 1,):
+        raise ShapeError(f"{op}: offsets must be [{groups + 1}], one more than kernels, got {list(offsets.shape)}")
+    if bias is not None and bias.shape != (groups, n):
+        raise ShapeError(f"{op}: bias must be [{groups}, {n}] for kernel {list(kernel.shape)}, got {list(bias.shape)}")
+    return x, kernel, bias, jnp.asarray(offsets), maps, check_rng(op, rng)
+
+
+def _promise(op: str, align: Any, offsets: Any) -> int:
+    """The alignment that kernels know: as promised, or better where offsets are the host's, a NumPy array."""
+    if not isinstance(align, int):
+        raise ArgumentError(f"{op}: align must be an int, got {type(align).__name__}")
+    promise = kernel_align(align)
+    return max(promise, align_of(offsets.tolist())) if isinstance(offsets, np.ndarray) else promise
+
+
+def _require_supported(options: Options, align: int, held: bool, need_dx: bool, need_dw: bool) -> None:
+    """**Raises** NotImplementedError for what a stack of kernels has no kernel or rule for; ValueError where wgrad's
+    operands are rotated, which they are both or not at all, across groups."""
+    op, s = options.op, options.schedule(need_dx, need_dw)
+    for call in (*(() if held else s.w), s.results[2]):
+        if call is None:
+            continue
+        if call.quantizer.custom:
+            raise UnsupportedError(f"{op}: a quantizer of the user's own for the kernel, {call.quantizer}")
+        if call.needs_rng:
+            raise UnsupportedError(f"{op}: kernels rounded stochastically, by {call.quantizer}")
+    if need_dw and rotates_rows(s.plan) and align % 16 != 0:
+        raise ValueError(
+            f"{op}: {type(options.recipe).__name__} rotates 16 rows at a time for the kernels' gradients, so "
+            f"that groups must begin at multiples of 16; promise it with align=16 (or 32, 128), got align={align}"
+        )
+
+
+# --- products ---
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("offsets",), meta_fields=("align",))
+@dataclasses.dataclass(frozen=True, eq=False)
+class Groups(Products):
+    """The products of a stack of kernels, one for each group of rows. `align`: one of `ALIGNS`."""
+
+    offsets: Array
+    align: int
+
+    def product(self, gemm: str, a: Operand, b: Operand, bias: Array | None, dtype: Any, fast_accum: bool) -> Array:
+        depth, trans_b = gemm == "wgrad", gemm == "fprop"
+        if not (isinstance(a, jax.Array) or isinstance(b, jax.Array)):
+            return grouped.grouped_gemm(
+                a, b, self.offsets, trans_a=depth, trans_b=trans_b, bias=bias, out_dtype=dtype, align=self.align,
+                fast_accum=fast_accum,
+            )  # fmt: skip
+        inner = a.dtype if isinstance(a, jax.Array) else b.dtype
+        right = b.astype(inner) if isinstance(b, jax.Array) else b.dequantize(inner)
+        bias = None if bias is None else bias.astype(inner)
+        right = values(right, inner) if depth else right
+        out = grouped_matmul(values(a, inner), right, self.offsets, bias, depth=depth, trans_b=trans_b).astype(dtype)
+        return out if depth else out.reshape(*a.shape[:-1], out.shape[-1])
+
+    def accumulate(self, acc: Array, dy: Any, x: Any, fast_accum: bool) -> Array:
+        op = "grouped_dense"
+        return grouped_ops.grouped_gemm(
+            dy.copy_of(True, op),
+            x.copy_of(True, op),
+            self.offsets,
+            align=self.align,
+            rotated=bool(dy.quantizer.spec.flags & RHT),
+            out_dtype=acc.dtype.name,
+            fast_accum=fast_accum,
+            acc=acc,
+        )
+
+    def bias_grad(self, dy: Array, dtype: str) -> Array:
+        return grouped.grouped_bias_grad(dy, self.offsets, dtype)
+
+
+# --- forward and backward ---
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=("layer", "maps"), meta_fields=())
+@dataclasses.dataclass(frozen=True)
+class _Saved:
+    """The residuals of the backward pass. An x that is to be permuted again is an array, the tokens."""
+
+    layer: products.Saved
+    maps: Maps | None
+
+
+def _rows(x: Array, maps: Maps | None, calls: tuple[Call, ...]) -> Array | FusedInput:
+    """x as its groups lie. Permuted rows are not stored where nothing but these calls, all of the core, reads them;
+    without a call something else does."""
+    if maps is None or maps.source is None:
+        return x
+    if calls and not any(call.quantizer.custom for call in calls):
+        return sources.permuted(x, maps.row_id_map, maps.source)
+    return permute_ops.permute((x,), maps.row_id_map, maps.source)[0][0]
+
+
+def _read_forward(s: Schedule) -> tuple[Call, ...]:
+    return () if s.plan.input.rowwise is None else s.x
+
+
+def _grouped_forward(
+    options: Options, align: int, needs: Needs, x: Array, kernel: Array | None, bias: Array | None, offsets: Array,
+    maps: Maps | None, states: States, rng: Array | None, copies: Copies | None,
+) -> tuple[tuple[Array, States], _Saved]:  # fmt: skip
+    _require_supported(options, align, kernel is None, needs.dx, needs.dw)
+    rows = _rows(x, maps, _read_forward(options.schedule(needs.dx, needs.dw)))
+    made, saved = products.forward(options, needs, rows, kernel, bias, states, rng, copies, Groups(offsets, align))
+    if maps is not None and isinstance(saved.x, (jax.Array, FusedInput)):
+        saved = dataclasses.replace(saved, x=x)
+    elif maps is not None:
+        maps = maps._replace(source=None)
+    return made, _Saved(saved, maps)
+
+
+def _grouped_backward(saved: _Saved, dy: Any, later: States | None = None) -> DenseGradients:
+    layer, maps = saved.layer, saved.maps
+    if isinstance(layer.x, jax.Array) and not isinstance(dy, SymbolicZero):
+        late = layer.options.schedule(layer.needs.dx, layer.needs.dw).x_late
+        layer = dataclasses.replace(layer, x=_rows(layer.x, maps, late))
+    made = products.backward(layer, dy, later)
+    if maps is None or made.x is None:
+        return made
+    return made._replace(x=permute_ops.unpermute(made.x, maps.row_id_map)[0])
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _grouped_dense(
+    options: Options, align: int, x: Array, kernel: Array | None, bias: Array | None, offsets: Array, maps: Maps | None,
+    states: States, rng: Array | None, copies: Copies | None, main_grad: Array | None,
+) -> tuple[Array, States]:  # fmt: skip
+    _require_supported(options, align, kernel is None, False, False)
+    rows, groups = _rows(x, maps, _read_forward(options.schedule(False, False))), Groups(offsets, align)
+    y, _, _, amaxes = fprop(options, False, False, rows, kernel, bias, states, rng, copies, groups)
+    return y, recorded(states, amaxes, options)
+
+
+def _forward(options: Options, align: int, *args: Any) -> tuple[tuple[Array, States], _Saved]:
+    x, kernel, bias, _, _, states, _, copies, main_grad = args
+    needs = Needs.of(x, kernel, bias, states, copies, main_grad, options.op)
+    return _grouped_forward(options, align, needs, *primals(args[:8]))
+
+
+def _backward(options: Options, align: int, saved: _Saved, grads: tuple[Any, States]) -> tuple[Any, ...]:
+    made = _grouped_backward(saved, *grads)
+    kernel, bias, states, rng, copies, main_grad = cotangents(saved.layer, made)
+    return made.x, kernel, bias, None, None, states, rng, copies, main_grad
+
+
+defvjp(_grouped_dense, _forward, _backward)

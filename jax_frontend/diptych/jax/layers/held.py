@@ -1,0 +1,145 @@
+"""Operands that are quantized already: kernels that are held so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import jax
+
+from diptych.common.errors import ShapeError
+from diptych.common.layers.plan import held_quantizer
+from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX, Quantizer
+from diptych.common.recipes import Recipe
+from diptych.jax.layers import quantize
+from diptych.jax.layers.options import Options
+from diptych.jax.layers.products import recorded
+from diptych.jax.primitives import checks
+from diptych.jax.state.carry import has_ref, returned, viewed
+from diptych.jax.state.scales import ScaleState, check_states, group_axes
+from diptych.jax.tensors.copies import Q, as_bytes, named, only
+
+Tree = TypeVar("Tree")
+
+Array = jax.Array
+
+
+def high_precision(kernel: Any, dtype: Any) -> Array:
+    """A kernel as an array, in `dtype` if it is held quantized."""
+    return kernel if isinstance(kernel, jax.Array) else kernel.dequantize(dtype)
+
+
+def held_copies(kernel: Q, options: Options, copies: Any) -> tuple[Q | None, Q | None]:
+    """The two copies of a quantized kernel, None for one that it lacks. **Raises** ValueError for those of another
+    format, rotation or kind of amax."""
+    op, held, plan = options.op, kernel.quantizer, options.plan.weight
+    if copies is not None:
+        raise ValueError(f"{op}: kernel is quantized already, and copies of one were given too")
+    for quantizer, copy, counts in (
+        (plan.rowwise, kernel.rowwise_data, ROW_AMAX),
+        (plan.columnwise, kernel.columnwise_data, RHT | RHT_SIGNS),
+    ):
+        if quantizer is None:
+            continue
+        other = quantizer.format is not held.format
+        if other or (copy is not None and (held.spec.flags ^ quantizer.spec.flags) & counts):
+            is_held, asked = (held.format.name, quantizer.format.name) if other else (held, quantizer)
+            raise ValueError(
+                f"{op}: the kernel is held as {is_held}, and {type(options.recipe).__name__} asks for {asked}: run it "
+                "by the recipe that it was quantized with"
+            )
+    kernel = as_bytes(kernel)
+    rowwise = None if kernel.rowwise_data is None else only(kernel, False, op)
+    return rowwise, None if kernel.columnwise_data is None else only(kernel, True, op)
+
+
+def quantize_kernel(
+    kernel: Array,
+    recipe: Recipe,
+    *,
+    module: str = "linear",
+    name: str = "",
+    state: Mapping[str, ScaleState] | None = None,
+    return_state: bool = False,
+    rng: Array | None = None,
+) -> Any:
+    """The copies of a kernel that `dense(x, kernel, copies=...)` uses in every microbatch of a step; of a stack
+    [G, N, K] with `module="grouped_linear"`, those that `grouped_dense` uses.
+
+    They follow the kernel's value now; quantize again when it changes. No derivative goes through them: the kernel's
+    gradient is that of `dense`.
+
+    **Arguments:** as `dense`; `rng` is the one that `dense` would get, so that both round alike.
+
+    **Returns:** (rowwise, columnwise) copies, or (those, state) with `return_state`: the kernel's amax is recorded
+    here, and not by `dense`.
+
+    **Raises:** as `dense`; ValueError where the amax would be lost.
+    """
+    options = Options(recipe, module, name, group=group_axes(recipe))
+    kernel = jax.lax.stop_gradient(checks.to_array("quantize_kernel", "kernel", kernel))
+    if kernel.ndim not in (2, 3):
+        raise ShapeError(f"quantize_kernel: kernel must be [N, K], or a stack [G, N, K], got {list(kernel.shape)}")
+    states = check_states("quantize_kernel", state, options.plan, recipe)
+    s = options.schedule(True, False)
+    copies, amaxes = quantize.quantize_kernel(kernel, s.w, options, viewed(states, ()), rng)
+    if lost := [slot for slot in amaxes if not (return_state or has_ref(states[slot]))]:
+        raise ValueError(f"quantize_kernel: the amax of {', '.join(lost)} would be lost: pass return_state=True")
+    news = returned(states, recorded(viewed(states, ()), amaxes, options))
+    return (named(copies), news) if return_state else named(copies)
+
+
+def kernel_quantizer(recipe: Recipe, module: str = "linear", name: str = "") -> Quantizer | None:
+    """The quantizer of a kernel that is held quantized; None: it stays in high precision.
+
+    Under delayed scaling its scale comes from the kernel itself. **Raises** ValueError for a recipe that quantizes the
+    kernel in two ways, or stochastically.
+    """
+    return held_quantizer("quantize_params", recipe, module, name, "kernel")
+
+
+def quantize_params(
+    params: Tree,
+    recipe: Recipe,
+    where: Callable[[str, Array], bool],
+    *,
+    module: str = "linear",
+    name: str | Callable[[str], str] = "",
+) -> Tree:
+    """A tree of parameters whose kernels are held quantized, and in no other precision.
+
+    `dense` takes such a kernel, and `grouped_dense` such a stack; its gradient comes through `main_grad`, for an
+    optimizer that steps a master copy.
+
+    **Arguments:** `where(path, leaf)`: which leaves are kernels [N, K], or with `module="grouped_linear"` stacks
+    [G, N, K]; paths are joined by dots. `name`: the roles' name, or a function of the path.
+
+    **Returns:** the tree, with bytes for each kernel that the recipe quantizes: a `QuantizedArray`, or for a stack a
+    `QuantizedStack`, whose scales are each kernel's own.
+
+    **Raises:** ValueError where `where` picks nothing, or a leaf that is neither a matrix nor a stack of them;
+    TypeError for a stack by a quantizer with a `quantize_impl` of its own.
+    """
+    picked = 0
+
+    def convert(path: Any, leaf: Any) -> Any:
+        nonlocal picked
+        where_it_is = ".".join(_part(p) for p in path)
+        if not where(where_it_is, leaf):
+            return leaf
+        picked += 1
+        if leaf.ndim not in (2, 3):
+            raise ShapeError(
+                f"quantize_params: {where_it_is} must be [N, K], or a stack [G, N, K], got {list(leaf.shape)}"
+            )
+        quantizer = kernel_quantizer(recipe, module, name(where_it_is) if callable(name) else name)
+        return leaf if quantizer is None else quantize.verb_of(leaf)(leaf, quantizer, as_bytes=True)
+
+    out = jax.tree_util.tree_map_with_path(convert, params)
+    if picked == 0:
+        raise ValueError("quantize_params: `where` picked no leaf of params")
+    return out
+
+
+def _part(key: Any) -> str:
+    return str(next(v for v in (getattr(key, a, None) for a in ("key", "name", "idx")) if v is not None))

@@ -1,0 +1,109 @@
+"""`dot_general`: what makes an unmodified flax model low-precision.
+
+    nn.Dense(64, dot_general=dj.dot_general(recipe))          # linen
+    nnx.Linear(32, 64, dot_general=dj.dot_general(recipe), rngs=rngs)
+
+JAX only: torch has no such seam, and swaps modules instead.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from diptych.common.arguments import require_recipe
+from diptych.common.errors import DTypeError, UnsupportedError
+from diptych.common.layers.plan import linear_plan
+from diptych.common.recipes import Recipe
+from diptych.jax.layers.linear import dense
+
+Array = jax.Array
+
+
+def dot_general(recipe: Recipe | None, *, module: str = "linear", name: str = "") -> Callable[..., Array]:
+    """A function to be used instead of `jax.lax.dot_general`, whose products run as those of `dense`.
+
+    `lhs` is the input and `rhs` the kernel. Contracted axes may lie anywhere: they are moved last, which for flax's [K,
+    N] kernels is one transposition; y, dx and dkernel have the bits of `dense(x, kernel.T)`.
+
+    **Arguments:** `recipe`: one without state; None gives `jax.lax.dot_general` itself. `module`, `name`: the roles
+    that it is asked about.
+
+    **Returns:** a function (lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, *,
+    out_sharding=None), a `DotGeneral`: those of equal recipes are equal, so that models which hold them share compiled
+    code, and it pickles where its recipe does. It **raises** NotImplementedError for batch dimensions, as products of
+    two activations have, or a result of another dtype or with a sharding; ValueError for a precision; TypeError for
+    operands of two dtypes.
+
+    **Raises:** ValueError for a recipe with delayed scaling or stochastic rounding, which has something to carry from
+    step to step that no layer of flax would: call `dense`.
+    """
+    return jax.lax.dot_general if recipe is None else DotGeneral(recipe, module, name)
+
+
+@dataclasses.dataclass(frozen=True)
+class DotGeneral:
+    """The product of one recipe, as a value. `dot_general` makes it and says what it takes."""
+
+    recipe: Recipe
+    module: str = "linear"
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        require_recipe("dot_general", self.recipe)
+        plan = linear_plan(self.recipe, self.module, self.name)
+        if plan.states or plan.needs_rng:
+            what = "delayed scaling" if plan.states else "stochastic rounding"
+            kind = type(self.recipe).__name__
+            raise ValueError(f"dot_general: {kind} with {what} has state; call dense, which takes it")
+
+    def __call__(
+        self,
+        lhs: Array,
+        rhs: Array,
+        dimension_numbers: Any,
+        precision: Any = None,
+        preferred_element_type: Any = None,
+        *,
+        out_sharding: Any = None,
+    ) -> Array:
+        (left, right), (batch, _) = (tuple(tuple(int(a) for a in side) for side in pair) for pair in dimension_numbers)
+        if batch:
+            raise UnsupportedError(
+                f"dot_general: a kernel has no batch dimensions, and {dimension_numbers} names some for "
+                f"{list(lhs.shape)} and {list(rhs.shape)}; use jax.lax.dot_general there, or jax.vmap"
+            )
+        if not left:
+            raise UnsupportedError(f"dot_general: {dimension_numbers} contracts nothing")
+        if precision not in (None, jax.lax.Precision.DEFAULT):
+            raise ValueError(f"dot_general: the recipe decides on precision, and precision={precision} was given")
+        if lhs.dtype != rhs.dtype:
+            raise DTypeError(f"dot_general: operands must have one dtype, got {lhs.dtype} and {rhs.dtype}")
+        if preferred_element_type is not None and jnp.dtype(preferred_element_type) != lhs.dtype:
+            raise UnsupportedError(
+                f"dot_general: the result has the operands' dtype {lhs.dtype}, not {jnp.dtype(preferred_element_type)}"
+            )
+        if out_sharding is not None:
+            raise UnsupportedError("dot_general: out_sharding is not supported; constrain the result instead")
+        x, kernel = _last(lhs, left), _last(rhs, right)
+        kept = kernel.shape[: rhs.ndim - len(right)]
+        k = math.prod(rhs.shape[a] for a in right)
+        y = dense(
+            x.reshape(*x.shape[: lhs.ndim - len(left)], k),
+            kernel.reshape(math.prod(kept), k),
+            recipe=self.recipe,
+            module=self.module,
+            name=self.name,
+        )
+        return y.reshape(*y.shape[:-1], *kept)
+
+
+def _last(x: Array, axes: tuple[int, ...]) -> Array:
+    """x with its contracted axes behind the others, in the order in which they are contracted."""
+    axes = tuple(a % x.ndim for a in axes)
+    return x.transpose(*(a for a in range(x.ndim) if a not in axes), *axes)

@@ -1,0 +1,304 @@
+"""`layernorm_dense`: a norm and a linear layer, whose input is quantized out of the norm's own arithmetic.
+
+    z  = norm(x), quantized in one pass and never stored in high precision
+    y  = quantize(z) @ quantize(kernel).T + bias        `products.py`
+    dz = quantize(dy) @ quantize(kernel);  dx, dgamma, dbeta = norm_grad(dz)
+
+Kept for backward: x, the statistics of its rows, and the columnwise copies; with `save_original_input` not that of z,
+which is made again. Where the recipe leaves a use of the input unquantized, or has a quantizer of a user's own, z is
+made in x's dtype and quantized, or not, as by `dense`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+from jax.custom_derivatives import SymbolicZero
+
+from diptych.common.arguments import require_recipe
+from diptych.common.ops.norm import NormOptions, norm_options
+from diptych.common.recipes import Recipe
+from diptych.jax.functional import norm as norm_verbs
+from diptych.jax.functional import source as sources
+from diptych.jax.functional.source import FusedInput
+from diptych.jax.layers import products
+from diptych.jax.layers.calibrate import calibrated, plain
+from diptych.jax.layers.checks import check_operands, input_fusable, refuse_calibration, refuse_without_recipe
+from diptych.jax.layers.linear import prepare
+from diptych.jax.layers.options import Options, States
+from diptych.jax.layers.products import DenseGradients, Needs, cotangents, primals
+from diptych.jax.layers.weight_gradients import Pullback, refuse_references
+from diptych.jax.primitives import norm as norm_ops
+from diptych.jax.primitives.checks import same_axes
+from diptych.jax.primitives.register import defvjp
+from diptych.jax.state.carry import returned, viewed
+from diptych.jax.state.scales import ScaleState, check_states, group_axes
+from diptych.jax.tensors.copies import Copies
+from diptych.jax.tensors.quantized import QuantizedArray
+
+Array = jax.Array
+
+
+def layernorm_dense(
+    x: Array,
+    gamma: Array,
+    beta: Array | None,
+    kernel: Array | QuantizedArray,
+    bias: Array | None = None,
+    *,
+    recipe: Recipe | None,
+    eps: float = 1e-5,
+    normalization: str = "LayerNorm",
+    zero_centered_gamma: bool = False,
+    module: str = "layernorm_linear",
+    name: str = "",
+    state: Mapping[str, ScaleState] | None = None,
+    return_state: bool = False,
+    record: bool = True,
+    rng: Array | None = None,
+    copies: Copies | None = None,
+    main_grad: Any = None,
+    save_original_input: bool = False,
+    calibrate: bool = False,
+    return_layernorm_output: bool = False,
+) -> Any:
+    """norm(x) @ kernel.T + bias, forward and backward in the low precision that `recipe` describes.
+
+    Forward and backward compute, bit for bit, what `diptych.torch.LayerNormLinear` does. The norm's output is quantized
+    without being rounded to x's dtype first; with `recipe=None`, or where the recipe leaves it unquantized, it is.
+
+    **Arguments:**
+    - `x`: [..., K]. `gamma`, `beta`: [K], of one dtype; `beta` may be None, and is for RMSNorm. `kernel`: [N, K].
+      `bias`: [N]. All float32, bfloat16 or float16.
+    - `recipe`: None gives norm and product in x's dtype, with the same norm.
+    - `eps`: a Python number, added to the variance, or to the mean square. `normalization`: "LayerNorm" or "RMSNorm".
+      `zero_centered_gamma`: multiply by 1 + gamma.
+    - `module`, `name`, `state`, `return_state`, `record`, `rng`, `copies`, `main_grad`, `calibrate`: as in `dense`;
+      states are those of `init_state(recipe, module=module, name=name)`.
+    - `save_original_input`: of the norm, backward keeps x and its statistics alone, and makes and quantizes the output
+      again, to the same bits, instead of keeping a copy of it.
+    - `return_layernorm_output`: return the norm's output too, in x's dtype; it is then stored.
+
+    **Returns:** y, [..., N] of x's dtype; or (y, norm's output), (y, state), (y, norm's output, state). Gradients have
+    the dtypes of what they belong to.
+
+    **Raises:** as `dense`; ValueError for an unknown normalization, a beta with RMSNorm, or parameters
+    that do not fit x.
+    """
+    op = "layernorm_dense"
+    require_recipe(op, recipe)
+    norm = norm_options(op, normalization, eps, zero_centered_gamma)
+    x, kernel, bias, rng = check_operands(x, kernel, bias, rng)
+    gamma, beta = norm_verbs.check_parameters(op, x, gamma, beta, norm)
+    if recipe is None:
+        refuse_without_recipe(op, state=state, copies=copies, main_grad=main_grad, calibrate=calibrate or None)
+        z: Any = norm_verbs.layernorm(norm, *same_axes(x, gamma, beta))
+        return _results(plain(z, kernel, bias), z if return_layernorm_output else None, {} if return_state else None)
+    options = Options(recipe, module, name, save_original_input, record, return_state, group_axes(recipe))
+    states = check_states(op, state, options.plan, recipe)
+    if calibrate:
+        refuse_calibration(op, record, copies=copies, main_grad=main_grad)
+        z = norm_verbs.layernorm(norm, *same_axes(x, gamma, beta))
+        views = viewed(states, (x, gamma, beta, None if isinstance(kernel, QuantizedArray) else kernel, bias))
+        y, news = calibrated(options, z, kernel, bias, views)
+        z = z if return_layernorm_output else None
+    else:
+        array, copies, main_grad = prepare(kernel, options, copies, main_grad)
+        *args, main_grad, copies = same_axes(x, gamma, beta, array, bias, main_grad, copies)
+        views = viewed(states, (*args, main_grad))
+        normed = NormedOptions(norm, options, return_layernorm_output)
+        out: Any = _layernorm_dense(normed, *args, views, rng, copies, main_grad)
+        (y, news), z = out
+    news = returned(states, news)
+    return _results(y, z, news if return_state else None)
+
+
+def _results(y: Any, *more: Any) -> Any:
+    """A tuple of `y` and those of `more` that are not None; `y` alone where all are None."""
+    there = tuple(r for r in more if r is not None)
+    return (y, *there) if there else y
+
+
+class LayerNormDenseGradients(NamedTuple):
+    """What the pullback of `layernorm_dense_vjp` returns; `kernel` has not run yet, as in `DenseGradients`."""
+
+    x: Array
+    gamma: Array
+    beta: Array | None
+    kernel: Any
+    bias: Array | None
+    state: dict[str, ScaleState]
+
+
+def layernorm_dense_vjp(
+    x: Array,
+    gamma: Array,
+    beta: Array | None,
+    kernel: Array | QuantizedArray,
+    bias: Array | None = None,
+    *,
+    recipe: Recipe,
+    eps: float = 1e-5,
+    normalization: str = "LayerNorm",
+    zero_centered_gamma: bool = False,
+    module: str = "layernorm_linear",
+    name: str = "",
+    state: Mapping[str, ScaleState] | None = None,
+    rng: Array | None = None,
+    copies: Copies | None = None,
+    save_original_input: bool = False,
+) -> tuple[Array, Pullback]:
+    """`layernorm_dense` and its backward pass taken apart, as `dense_vjp` does with `dense`.
+
+    **Arguments, raises:** as `layernorm_dense`. States are arrays.
+
+    **Returns:** (y, pullback); `pullback(dy)` gives `LayerNormDenseGradients`.
+    """
+    op = "layernorm_dense_vjp"
+    require_recipe(op, recipe, optional=False)
+    norm = norm_options(op, normalization, eps, zero_centered_gamma)
+    x, kernel, bias, rng = check_operands(x, kernel, bias, rng)
+    gamma, beta = norm_verbs.check_parameters(op, x, gamma, beta, norm)
+    options = Options(recipe, module, name, save_original_input, returns=True, group=group_axes(recipe))
+    states = check_states(op, state, options.plan, recipe)
+    refuse_references(op, states)
+    needs = Needs.every(kernel, bias, states)
+    array, copies, _ = prepare(kernel, options, copies, None)
+    *args, copies = same_axes(x, gamma, beta, array, bias, copies)
+    ((y, _), _), saved = normed_forward(NormedOptions(norm, options), needs, *args, states, rng, copies)
+    return y, Pullback.of(op, _gradients, saved, y)
+
+
+def _gradients(saved: Any, dy: Array) -> LayerNormDenseGradients:
+    of_norm, made = normed_backward(saved, dy)
+    return LayerNormDenseGradients(*of_norm, made.kernel, made.bias, made.state)
+
+
+# --- what may stay unstored ---
+
+
+def reads_input(options: Options, needs: Needs) -> bool:
+    """Whether wgrad reads the input in high precision."""
+    return options.schedule(needs.dx, needs.dw).x_kept == "original"
+
+
+def with_amax(operand: Array | FusedInput, options: Options) -> Array | FusedInput:
+    """An input that backward quantizes again, with its amax where one serves forward and backward."""
+    if not isinstance(operand, FusedInput):
+        return operand
+    uses = (options.plan.input.rowwise, options.plan.input.columnwise)
+    shared = any(q is not None and q.format.per_tensor and not q.needs_scale for q in uses)
+    return operand.with_amax(options.group) if shared else operand
+
+
+def remade(saved: products.Saved) -> tuple[products.Saved, bool, Array | None]:
+    """(The residuals of a product, without an input that is kept as it is; whether it is; its amax if known.)"""
+    x = saved.x
+    again = saved.options.save_original_input and isinstance(x, (jax.Array, FusedInput))
+    return dataclasses.replace(saved, x=None) if again else saved, again, x.amax if isinstance(x, FusedInput) else None
+
+
+# --- forward and backward ---
+
+
+class NormedOptions(NamedTuple):
+    """How one call runs, hashable. `with_z`: return the norm's output too."""
+
+    norm: NormOptions
+    linear: Options
+    with_z: bool = False
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("norm", "linear", "amax"),
+    meta_fields=("options", "again"),
+)
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """The residuals of the backward pass. `norm`: x, gamma, beta and the statistics, or None. `linear`: the product's.
+
+    `again`: the product's input is made again from x; `amax`: its amax, where that is known.
+    """
+
+    norm: Any
+    linear: products.Saved
+    amax: Array | None
+    options: NormedOptions
+    again: bool
+
+
+def norm_operand(
+    options: NormedOptions, x: Array, gamma: Array, beta: Array | None, stored: bool
+) -> tuple[Array | FusedInput, tuple[Array, ...], Array | None]:
+    """The norm's output as an operand, fused where it may be; its statistics; the output if `stored`."""
+    norm, fuse = options.norm, input_fusable(options.linear)
+    stats, z = (norm_ops.statistics(x, norm), None) if fuse and not stored else norm_ops.norm(x, gamma, beta, norm)
+    operand = sources.normalized(x, gamma, beta, stats, norm) if fuse or z is None else z
+    return operand, stats, z if stored else None
+
+
+def normed_forward(
+    options: NormedOptions, needs: Needs, x: Array, gamma: Array, beta: Array | None, *rest: Any
+) -> tuple[tuple[tuple[Array, States], Array | None], Saved]:
+    """((y, new states), z if asked for), and what backward needs. `rest`: as of `products.forward`."""
+    again = options.linear.save_original_input
+    kept = reads_input(options.linear, needs) and not again
+    operand, stats, z = norm_operand(options, x, gamma, beta, options.with_z or kept)
+    if again:
+        operand = with_amax(operand, options.linear)
+    out, of_linear = products.forward(options.linear, needs, operand, *rest)
+    if kept:
+        of_linear = dataclasses.replace(of_linear, x=z)
+    of_linear, again, amax = remade(of_linear)
+    of_norm = (x, gamma, beta, stats) if needs.dx or again else None
+    return (out, z if options.with_z else None), Saved(of_norm, of_linear, amax, options, again)
+
+
+def normed_backward(
+    saved: Saved, dy: Any, later: States | None = None, dz: Any = None
+) -> tuple[tuple[Any, Any, Any], DenseGradients]:
+    """(dx, dgamma, dbeta), and the product's gradients. `dz`: the gradient of z where it was returned."""
+    norm, of_linear = saved.options.norm, saved.linear
+    if saved.again and not isinstance(dy, SymbolicZero):
+        x, gamma, beta, stats = saved.norm
+        if input_fusable(saved.options.linear) and not reads_input(saved.options.linear, of_linear.needs):
+            z: Any = dataclasses.replace(sources.normalized(x, gamma, beta, stats, norm), amax=saved.amax)
+        else:
+            z = norm_ops.norm(x, gamma, beta, norm)[1]
+        of_linear = dataclasses.replace(of_linear, x=z)
+    made = products.backward(of_linear, dy, later)
+    if isinstance(dz, jax.Array):
+        made = made._replace(x=dz if made.x is None else made.x + dz)
+    if made.x is None or not of_linear.needs.dx:
+        return (None, None, None), made
+    x, gamma, beta, stats = saved.norm
+    return norm_ops.norm_grad(made.x, x, gamma, stats, norm, beta is not None), made
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _layernorm_dense(
+    options: NormedOptions, x: Any, gamma: Any, beta: Any, kernel: Any, bias: Any, states: Any, rng: Any,
+    copies: Any, main_grad: Any,
+) -> Any:  # fmt: skip
+    operand, _, z = norm_operand(options, x, gamma, beta, options.with_z)
+    y, _, _, amaxes = products.fprop(options.linear, False, False, operand, kernel, bias, states, rng, copies)
+    return (y, products.recorded(states, amaxes, options.linear)), z
+
+
+def _forward(options: NormedOptions, *args: Any) -> Any:
+    x, gamma, beta, kernel, bias, states, _, copies, main_grad = args
+    needs = Needs.of((x, gamma, beta), kernel, bias, states, copies, main_grad)
+    return normed_forward(options, needs, *primals(args[:-1]))
+
+
+def _backward(options: NormedOptions, saved: Saved, grads: Any) -> Any:
+    of_norm, made = normed_backward(saved, *grads[0], dz=grads[1])
+    return *of_norm, *cotangents(saved.linear, made)
+
+
+defvjp(_layernorm_dense, _forward, _backward)

@@ -1,0 +1,182 @@
+"""`dense`: a linear layer whose three products run on quantized operands; `products.py` says how."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from diptych.common.arguments import require_recipe
+from diptych.common.errors import ArgumentError, ShapeError
+from diptych.common.recipes import Recipe
+from diptych.jax.layers.calibrate import calibrated, plain
+from diptych.jax.layers.checks import check_operands, refuse_calibration, refuse_without_recipe
+from diptych.jax.layers.held import held_copies
+from diptych.jax.layers.options import Options, States
+from diptych.jax.layers.products import Needs, Saved, backward, cotangents, forward, fprop, primals, recorded
+from diptych.jax.primitives.checks import same_axes
+from diptych.jax.primitives.register import defvjp
+from diptych.jax.state.carry import refuse_differentiated, returned, viewed
+from diptych.jax.state.scales import ScaleState, check_states, group_axes
+from diptych.jax.tensors.copies import CHECKPOINT_NAME, Copies
+from diptych.jax.tensors.quantized import QuantizedArray, QuantizedCopies
+
+Array = jax.Array
+
+__all__ = ["CHECKPOINT_NAME", "dense"]
+
+
+def dense(
+    x: Array,
+    kernel: Array | QuantizedArray,
+    bias: Array | None = None,
+    *,
+    recipe: Recipe | None,
+    module: str = "linear",
+    name: str = "",
+    state: Mapping[str, ScaleState] | None = None,
+    return_state: bool = False,
+    record: bool = True,
+    rng: Array | None = None,
+    copies: Copies | None = None,
+    main_grad: Any = None,
+    save_original_input: bool = False,
+    calibrate: bool = False,
+) -> Any:
+    """x @ kernel.T + bias, forward and backward in the low precision that `recipe` describes.
+
+    Forward and backward compute, bit for bit, what `diptych.torch.Linear` does: y from the rowwise copies of x and
+    kernel, dx from dy and the kernel's columnwise copy, dkernel from the columnwise copies of dy and x, dbias from dy
+    itself. A product that nobody differentiates is not computed, and its copies are not made. A product with an operand
+    that the recipe leaves unquantized runs by XLA, in that operand's dtype and at `jax_default_matmul_precision`.
+
+    The recipe is an argument, not a context: `jax.jit` caches by argument, so a function that was traced under one
+    global recipe would go on running it, silently, after a switch. Recipes are frozen and hashable; close over one or
+    name it in `static_argnames`.
+
+    **Arguments:**
+    - `x`: [..., K]. `kernel`: [N, K], as in torch. `bias`: [N]. All float32, bfloat16 or float16; dtypes may differ,
+      and the kernel is quantized from its own. A kernel may be a `QuantizedArray` with the copies that the recipe
+      needs; its gradient then goes to `main_grad`.
+    - `recipe`: None gives the plain product in x's dtype.
+    - `module`, `name`: the roles that the recipe is asked about.
+    - `state`: scales of delayed scaling, from `init_state`; `state/carry.py` says how their amaxes come back.
+      `return_state`: return the state too, with the forward's amaxes. `record=False`: the scales are used as they are,
+      and no amax is recorded.
+    - `rng`: int32 [4] from `rng_state`, read where the recipe rounds stochastically. One call uses `OFFSETS` offsets;
+      the next gets `rng_at(rng, OFFSETS)`, or an `rng` of its own.
+    - `copies`: of the kernel, from `quantize_kernel`, to be used instead of quantizing it.
+    - `main_grad`: float32 [N, K], where the kernel's gradient goes to, in float32, instead of to the kernel. An array:
+      as the gradient with respect to it. A reference (`jax.new_ref`): it is added there, by the backward pass.
+    - `save_original_input`: backward keeps x and quantizes it again, to the same bits, instead of keeping a copy.
+    - `calibrate`: run in high precision, and record the amaxes that the recipe's delayed scales will come from.
+
+    **Returns:** [..., N] of x's dtype, or (that, state) with `return_state`. Where the recipe quantizes the output, the
+    values that it stands for. Gradients have the dtypes of what they belong to. Inside shard_map they are summed over
+    the mesh axes that an argument does not vary over, as JAX does for its own operations; scales are each shard's own,
+    unless the recipe's `amax_group` names mesh axes.
+
+    **Raises:** TypeError for other dtypes, a recipe that is none, or a missing `state` or `rng`; ValueError for shapes
+    that do not fit, a state of another recipe, or amaxes that would be lost; all while tracing.
+    """
+    require_recipe("dense", recipe)
+    x, kernel, bias, rng = check_operands(x, kernel, bias, rng)
+    if recipe is None:
+        refuse_without_recipe("dense", state=state, copies=copies, main_grad=main_grad, calibrate=calibrate or None)
+        y = plain(x, kernel, bias)
+        return (y, {}) if return_state else y
+    options = Options(recipe, module, name, save_original_input, record, return_state, group_axes(recipe))
+    states = check_states("dense", state, options.plan, recipe)
+    if calibrate:
+        refuse_calibration("dense", record, copies=copies, main_grad=main_grad)
+        views = viewed(states, (x, None if isinstance(kernel, QuantizedArray) else kernel, bias))
+        y, news = calibrated(options, x, kernel, bias, views)
+    else:
+        x, bias, trained, copies, main_grad = same_axes(x, bias, *prepare(kernel, options, copies, main_grad))
+        views = viewed(states, (x, trained, bias, main_grad))
+        out: Any = _dense(options, x, trained, bias, views, rng, copies, main_grad)
+        y, news = out
+    news = returned(states, news)
+    return (y, news) if return_state else y
+
+
+# --- kernels that are quantized already, and gradients that go elsewhere ---
+
+
+def prepare(kernel: Any, options: Options, copies: Any, main_grad: Any) -> tuple[Array | None, Copies | None, Any]:
+    """A kernel, None if it is quantized, with its copies and the array that its gradient goes to."""
+    shape = kernel.shape
+    if isinstance(kernel, QuantizedCopies):
+        copies, kernel = held_copies(kernel, options, copies), None
+    return kernel, copies, _main_grad(options.op, main_grad, kernel, shape)
+
+
+def _main_grad(op: str, main_grad: Any, kernel: Array | None, shape: tuple[int, ...]) -> Array | None:
+    """The array whose gradient is the kernel's; for a reference one that adds its gradient there."""
+    if main_grad is None:
+        return None
+    reference = isinstance(main_grad, jax.Ref)
+    if not reference and not isinstance(main_grad, jax.Array):
+        raise ArgumentError(f"{op}: main_grad must be a JAX array or reference, got {type(main_grad).__name__}")
+    if main_grad.dtype != jnp.float32 or main_grad.shape != shape:
+        raise ShapeError(f"{op}: main_grad must be float32 {list(shape)}, got {main_grad.dtype}{list(main_grad.shape)}")
+    if not reference:
+        return main_grad
+    if kernel is None:
+        raise ValueError(
+            f"{op}: a reference as main_grad asks for a kernel that is differentiated, and a quantized one is not; "
+            "pass main_grad as an array and differentiate with respect to it"
+        )
+    return _sink(main_grad, kernel)
+
+
+@jax.custom_vjp
+def _sink(main_grad: Any, kernel: Array) -> Array:
+    return jnp.zeros(main_grad.shape, main_grad.dtype)
+
+
+def _sink_backward(main_grad: Any, grad: Array) -> tuple[None, None]:
+    main_grad[...] = main_grad[...] + grad
+    return None, None
+
+
+def _sink_forward(main_grad: Any, kernel: Array) -> tuple[Array, Any]:
+    refuse_differentiated("a reference as main_grad", "pass main_grad as an array and differentiate with respect to it")
+    return _sink(main_grad, kernel), main_grad
+
+
+_sink.defvjp(_sink_forward, _sink_backward)
+
+
+# --- forward and backward ---
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _dense(
+    options: Options,
+    x: Array,
+    kernel: Array | None,
+    bias: Array | None,
+    states: States,
+    rng: Array | None,
+    copies: Copies | None,
+    main_grad: Array | None,
+) -> tuple[Array, States]:
+    y, _, _, amaxes = fprop(options, False, False, x, kernel, bias, states, rng, copies)
+    return y, recorded(states, amaxes, options)
+
+
+def _forward(options: Options, *args: Any) -> tuple[tuple[Array, States], Saved]:
+    x, kernel, bias, states, _, copies, main_grad = args
+    return forward(options, Needs.of(x, kernel, bias, states, copies, main_grad), *primals(args[:-1]))
+
+
+def _backward(options: Options, saved: Saved, grads: tuple[Any, States]) -> tuple[Any, ...]:
+    made = backward(saved, *grads)
+    return made.x, *cotangents(saved, made)
+
+
+defvjp(_dense, _forward, _backward)

@@ -1,0 +1,47 @@
+"""Options of a layer's call, and the schedule of products that a recipe gives it."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+
+from diptych.common.layers.plan import LinearPlan, linear_plan
+from diptych.common.layers.schedule import OFFSETS as OFFSETS
+from diptych.common.layers.schedule import Schedule, make_schedule
+from diptych.common.recipes import Recipe
+from diptych.jax.state.scales import ScaleState
+
+Array = jax.Array
+
+
+class Options(NamedTuple):
+    """How one call of `dense` runs, hashable: the static argument of its custom_vjp."""
+
+    recipe: Recipe
+    module: str = "linear"
+    name: str = ""
+    save_original_input: bool = False
+    record: bool = True
+    returns: bool = False
+    group: tuple[str, ...] = ()
+    op: str = "dense"  # whose words errors have
+
+    @property
+    def plan(self) -> LinearPlan:
+        return linear_plan(self.recipe, self.module, self.name)
+
+    def schedule(self, need_dx: bool, need_dw: bool) -> Schedule:
+        return _schedule(self.recipe, self.module, self.name, need_dx, need_dw, self.save_original_input)
+
+
+@functools.lru_cache(maxsize=1024)
+def _schedule(recipe: Recipe, module: str, name: str, need_dx: bool, need_dw: bool, original: bool) -> Schedule:
+    return make_schedule(linear_plan(recipe, module, name), need_dx, need_dw, original)
+
+
+States = dict[str, ScaleState]
+
+
+Amaxes = dict[str, list[Array]]

@@ -1,0 +1,322 @@
+"""The three products of a linear layer under a recipe, and its forward and backward made of them.
+
+    y  = quantize(x)  @ quantize(w).T + bias      fprop  [M, K] @ [N, K].T
+    dx = quantize(dy) @ quantize(w)               dgrad  [M, N] @ [N, K]
+    dw = quantize(dy).T @ quantize(x)             wgrad  [M, N].T @ [M, K]
+    db = bias_grad(dy)
+
+Invariants:
+
+- What is quantized how is `common.plan.linear_plan`'s to say; a `Schedule` is that plan cut down to what one call
+  needs: a columnwise copy of x only where the kernel is differentiated, one of the kernel only where x is.
+- An operand is a `QuantizedArray` that holds the one copy its product reads, or an array in high precision. Two
+  quantized ones multiply in the core; a product with any other runs in high precision on what a copy stands for.
+- Copies are made as bytes, so that no remat policy rounds them; see `functional.quantize`.
+- Products and the bias gradient are in a `Products`; layers of groups have another, and their kernel is a stack.
+- `forward` and `backward` are of arrays. A custom_vjp's arguments, leaves that know whether they are perturbed, become
+  arrays and `Needs`; with them, a backward pass may also be asked for by hand (`weights.dense_vjp`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
+
+from diptych.common.errors import UnsupportedError
+from diptych.common.layers.schedule import OFFSETS as OFFSETS
+from diptych.common.layers.schedule import Schedule
+from diptych.common.ops import shapes
+from diptych.jax.functional import gemm as gemm_verbs
+from diptych.jax.functional.source import FusedInput
+from diptych.jax.layers.options import Amaxes, Options, States
+from diptych.jax.layers.quantize import quantize_calls, quantize_kernel, quantize_summed, rounded, verb_of
+from diptych.jax.state.scales import ScaleState, gradient, record
+from diptych.jax.tensors.copies import Copies, Operand, named, pick, values
+from diptych.jax.tensors.quantized import QuantizedArray
+
+Array = jax.Array
+
+
+# --- operands and products ---
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=(), meta_fields=())
+@dataclasses.dataclass(frozen=True, eq=False)
+class Products:
+    """How a layer of one kernel makes products and the bias gradient; a pytree."""
+
+    def product(self, gemm: str, a: Operand, b: Operand, bias: Array | None, dtype: Any, fast_accum: bool) -> Array:
+        """op(a) @ op(b) + bias in `dtype`; fprop and dgrad with a's leading dimensions, wgrad as the kernel."""
+        trans_a, trans_b = gemm == "wgrad", gemm == "fprop"
+        if isinstance(a, QuantizedArray) and isinstance(b, QuantizedArray):
+            return gemm_verbs.gemm(
+                a, b, trans_a=trans_a, trans_b=trans_b, bias=bias, out_dtype=dtype, fast_accum=fast_accum
+            )
+        inner = a.dtype if isinstance(a, jax.Array) else b.dtype
+        left, right = values(a, inner), values(b, inner)
+        out: Array = (left.T if trans_a else left) @ (right.T if trans_b else right)
+        if bias is not None:
+            out = out + jnp.broadcast_to(bias.astype(inner), out.shape)  # explicitly: rank promotion may be off
+        return out.astype(dtype).reshape(shapes.gemm_out_shape(a.shape, out.shape[0], out.shape[1], trans_a))
+
+    def accumulate(self, acc: Array, dy: QuantizedArray, x: QuantizedArray, fast_accum: bool) -> Array:
+        """acc + wgrad, in acc's memory where XLA may reuse it."""
+        return gemm_verbs.gemm_into(acc, dy, x, trans_a=True, trans_b=False, fast_accum=fast_accum)
+
+    def bias_grad(self, dy: Array, dtype: str) -> Array:
+        return gemm_verbs.bias_grad(dy, dtype)
+
+
+LINEAR = Products()
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("dy", "x", "rng", "products"),
+    meta_fields=("dtype", "options", "schedule"),
+)
+@dataclasses.dataclass(frozen=True, eq=False)
+class WeightGradient:
+    """wgrad, ready to run: a pytree of its operands, which may wait, or leave a compiled function."""
+
+    dy: Operand
+    x: Operand
+    rng: Array | None
+    dtype: str
+    options: Options
+    schedule: Schedule
+    products: Products = LINEAR
+
+    def compute(self, dtype: Any = None) -> Array:
+        """The gradient, of the kernel's shape, in its dtype or another."""
+        dtype = self.dtype if dtype is None else dtype
+        dw = self.products.product("wgrad", self.dy, self.x, None, dtype, self.schedule.plan.fast_accum[2])
+        return rounded(dw, self.schedule.results[2], self.options, self.rng, verb_of(dw))
+
+    def accumulate(self, acc: Array) -> Array:
+        """acc + the gradient, in acc's memory where XLA may reuse it; `acc`: as the kernel, usually float32."""
+        quantized = isinstance(self.dy, QuantizedArray) and isinstance(self.x, QuantizedArray)
+        if not quantized or self.schedule.results[2] is not None:
+            return acc + self.compute(acc.dtype)
+        dy: Any = self.dy
+        return self.products.accumulate(acc, dy, self.x, self.schedule.plan.fast_accum[2])
+
+
+# --- forward ---
+
+
+def perturbed(tree: Any) -> bool:
+    """Whether a gradient is wanted of any leaf of a custom_vjp's arguments."""
+    return any(p.perturbed for p in jax.tree.leaves(tree))
+
+
+def primals(tree: Any) -> Any:
+    """The arrays of a custom_vjp's arguments, without the marks that say which gradients are wanted."""
+    return jax.tree.map(lambda p: p.value, tree)
+
+
+class Needs(NamedTuple):
+    """Which gradients of a call are wanted, in which dtypes.
+
+    `kernel_dtype`: of dkernel. `bias_dtype`: None if no gradient is wanted. `states`: slots whose gradient is wanted,
+    which thereby take the amaxes. `to_main_grad`: dkernel is the gradient of main_grad.
+    """
+
+    dx: bool
+    dw: bool
+    kernel_dtype: str
+    bias_dtype: str | None
+    states: tuple[str, ...]
+    to_main_grad: bool = False
+
+    @staticmethod
+    def of(x: Any, kernel: Any, bias: Any, states: Any, copies: Any, main_grad: Any, op: str = "dense") -> Needs:
+        """The needs that a custom_vjp's arguments tell. `x`: all that the input depends on.
+
+        **Raises** UnsupportedError where a gradient of `copies` is wanted.
+        """
+        if perturbed(copies):
+            raise UnsupportedError(
+                f"{op}: a quantized kernel has no gradient of its own; pass main_grad= and differentiate with respect "
+                "to it"
+            )
+        return Needs(
+            dx=perturbed(x),
+            dw=perturbed(kernel if main_grad is None else main_grad),
+            kernel_dtype="float32" if main_grad is not None else "" if kernel is None else kernel.value.dtype.name,
+            bias_dtype=bias.value.dtype.name if perturbed(bias) else None,
+            states=tuple(name for name, state in states.items() if perturbed(state)),
+            to_main_grad=main_grad is not None,
+        )
+
+    @staticmethod
+    def every(kernel: Any, bias: Array | None, states: States) -> Needs:
+        """All gradients."""
+        return Needs(True, True, str(kernel.dtype), None if bias is None else bias.dtype.name, tuple(states))
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("x", "w", "states", "amaxes", "rng", "products"),
+    meta_fields=("options", "needs"),
+)
+@dataclasses.dataclass(frozen=True)
+class Saved:
+    """The residuals of the backward pass.
+
+    `x`, `w`: operands of wgrad and dgrad, None if not needed; an x that is to be quantized again is the original.
+    `amaxes`: the forward's, for states whose gradient is wanted.
+    """
+
+    x: Operand
+    w: Operand
+    states: States
+    amaxes: Amaxes
+    rng: Array | None
+    options: Options
+    needs: Needs
+    products: Products = LINEAR
+
+
+def fprop(
+    options: Options,
+    need_dx: bool,
+    need_dw: bool,
+    x: Array | FusedInput,
+    kernel: Array | None,
+    bias: Array | None,
+    states: States,
+    rng: Array | None,
+    copies: Copies | None,
+    products: Products = LINEAR,
+) -> tuple[Array, Operand, Operand, Amaxes]:
+    """y, the operands that backward reads of x and kernel, and the amaxes to record."""
+    s = options.schedule(need_dx, need_dw)
+    copies_x, amaxes = quantize_calls(x, s.x, options, states, rng)
+    original = kernel
+    if copies is None:
+        assert kernel is not None
+        copies, of_kernel = quantize_kernel(kernel, s.w, options, states, rng)
+        amaxes |= of_kernel
+    elif kernel is None:
+        original = copies[0] if copies[0] is not None else copies[1]
+    copies_x, copies = named(copies_x), named(copies)
+    a = x if copies_x[0] is None else copies_x[0]
+    b = original if s.plan.weight.rowwise is None else _there(copies[0], "rowwise", "fprop", options.op)
+    y = products.product("fprop", a, b, bias, x.dtype, s.plan.fast_accum[0])
+    w = pick(s.w_kept, copies, original)
+    w = _there(w, s.w_kept, "dgrad", options.op) if s.w_kept else w
+    kept = (x if s.x_late else pick(s.x_kept, copies_x, x), w)
+    return rounded(y, s.results[0], options, rng), *kept, amaxes
+
+
+def _there(copy: Operand, side: str, gemm: str, op: str) -> Operand:
+    if copy is None:
+        raise ValueError(f"{op}: {gemm} reads the {side} copy of the kernel, which was not made; quantize it with both")
+    return copy
+
+
+def recorded(states: States, amaxes: Amaxes, options: Options) -> States:
+    """The states with a call's amaxes."""
+    if not options.record:
+        return states
+    return {name: record(s, *amaxes[name]) if name in amaxes else s for name, s in states.items()}
+
+
+def forward(
+    options: Options,
+    needs: Needs,
+    x: Array | FusedInput,
+    kernel: Array | None,
+    bias: Array | None,
+    states: States,
+    rng: Array | None,
+    copies: Copies | None,
+    products: Products = LINEAR,
+) -> tuple[tuple[Array, States], Saved]:
+    """(y, new states), and what backward needs. **Raises** ValueError where amaxes would be lost."""
+    y, kept_x, kept_w, amaxes = fprop(options, needs.dx, needs.dw, x, kernel, bias, states, rng, copies, products)
+    s = options.schedule(needs.dx, needs.dw)
+    check_transport(options, needs.states, amaxes, [c.state for c in (*s.dy, *s.x_late) if c.state])
+    kept = {name: found for name, found in amaxes.items() if name in needs.states and options.record}
+    return (y, recorded(states, amaxes, options)), Saved(kept_x, kept_w, states, kept, rng, options, needs, products)
+
+
+def check_transport(options: Options, wanted: tuple[str, ...], forward: Any, backward: list[str]) -> None:
+    """Refuses to lose amaxes of a forward or backward pass that is differentiated. **Raises** ValueError."""
+    lost = [*backward, *(() if options.returns else forward)] if options.record else []
+    if missing := [name for name in lost if name not in wanted]:
+        raise ValueError(
+            f"{options.op}: the amax of {', '.join(missing)} would be lost: differentiate with respect to the state "
+            "too (its gradient is the new state; value_and_grad_with_state does it), pass references (state_refs), or "
+            "record=False"
+        )
+
+
+# --- backward ---
+
+
+class DenseGradients(NamedTuple):
+    """The gradients of a linear layer.
+
+    `kernel` has not run yet: `compute()` makes the gradient, `accumulate(acc)` adds it. `state`: the states with the
+    amaxes of forward and backward; None for those whose gradient is not wanted.
+    """
+
+    x: Any
+    bias: Any
+    kernel: Any
+    state: Any
+
+
+def bprop(saved: Saved, dy: Array | FusedInput) -> tuple[Array | None, WeightGradient | None, Array | None, Amaxes]:
+    """dx, wgrad that has not run yet, dbias, and the amaxes to record."""
+    options, needs, rng, products, dx, wgrad = saved.options, saved.needs, saved.rng, saved.products, None, None
+    s = options.schedule(needs.dx, needs.dw)
+    (rowwise, columnwise), amaxes, dbias = quantize_summed(dy, s.dy, options, saved.states, rng, needs.bias_dtype or "")
+    if needs.dx:
+        a = dy if rowwise is None else rowwise
+        dx = products.product("dgrad", a, saved.w, None, dy.dtype, s.plan.fast_accum[1])
+        dx = rounded(dx, s.results[1], options, rng)
+    if needs.dw:
+        b = saved.x
+        if s.x_late:
+            copies, late = quantize_calls(b, s.x_late, options, saved.states, rng)
+            b, amaxes = pick(s.x_kept, copies, b), amaxes | late
+        a = dy if columnwise is None else columnwise
+        wgrad = WeightGradient(a, b, rng, needs.kernel_dtype, options, s, products)
+    if needs.bias_dtype is not None and dbias is None:
+        assert isinstance(dy, jax.Array)  # the sum of a FusedInput comes with its copies
+        dbias = products.bias_grad(dy, needs.bias_dtype)
+    return dx, wgrad, dbias, amaxes
+
+
+def state_gradients(saved: Saved, amaxes: Amaxes, later: States | None) -> dict[str, ScaleState | None]:
+    """Gradients of the states: themselves, with all amaxes. `later`: those of the states that the call returned."""
+    out: dict[str, ScaleState | None] = {}
+    for name, state in saved.states.items():
+        found = [*saved.amaxes.get(name, ()), *amaxes.get(name, ())] if saved.options.record else []
+        after = None if later is None else later[name]
+        out[name] = gradient(state, found, after) if name in saved.needs.states else None
+    return out
+
+
+def backward(saved: Saved, dy: Any, later: States | None = None) -> DenseGradients:
+    """The gradients, those that are not wanted None. `dy`, and the leaves of `later`, may be symbolic zeros."""
+    dx = wgrad = dbias = None
+    amaxes: Amaxes = {}
+    if not isinstance(dy, SymbolicZero):
+        dx, wgrad, dbias, amaxes = bprop(saved, dy)
+    return DenseGradients(dx, dbias, wgrad, state_gradients(saved, amaxes, later))
+
+
+def cotangents(saved: Saved, made: DenseGradients) -> tuple[Any, ...]:
+    """The cotangents of a custom_vjp's kernel, bias, states, rng, copies and main_grad. Runs wgrad."""
+    dw = None if made.kernel is None else made.kernel.compute()
+    dkernel, dmain = (None, dw) if saved.needs.to_main_grad else (dw, None)
+    return dkernel, made.bias, made.state, None, None, dmain

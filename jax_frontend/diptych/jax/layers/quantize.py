@@ -1,0 +1,105 @@
+"""How a layer quantizes its input, its kernel and its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from diptych.common.errors import ArgumentError
+from diptych.common.layers.schedule import OFFSETS as OFFSETS
+from diptych.common.layers.schedule import Call
+from diptych.jax.functional import quantize as quantize_verbs
+from diptych.jax.functional.grouped import largest, quantize_each
+from diptych.jax.functional.source import FusedInput
+from diptych.jax.layers.options import Amaxes, Options, States
+from diptych.jax.tensors.copies import Copies, only
+
+Array = jax.Array
+
+
+def rng_at(rng: Array, offset: int) -> Array:
+    """The state of the random generator `offset` draws later: int32 [4], the offset added in 64 bits."""
+    words = jax.lax.bitcast_convert_type(rng, jnp.uint32)
+    low = words[2] + jnp.uint32(offset & 0xFFFFFFFF)
+    high = words[3] + jnp.uint32(offset >> 32 & 0xFFFFFFFF) + (low < words[2]).astype(jnp.uint32)
+    return jax.lax.bitcast_convert_type(jnp.stack([words[0], words[1], low, high]), jnp.int32)
+
+
+def quantize_calls(
+    x: Array | FusedInput,
+    calls: tuple[Call, ...],
+    options: Options,
+    states: States,
+    rng: Array | None,
+    quantize: Callable[..., Any] = quantize_verbs.quantize,
+) -> tuple[Copies, Amaxes]:
+    """The copies of one tensor, and the amaxes that its delayed-scaling states are to record. `quantize`: the verb."""
+    return quantize_summed(x, calls, options, states, rng, "", quantize)[:2]
+
+
+def quantize_kernel(
+    kernel: Array, calls: tuple[Call, ...], options: Options, states: States, rng: Array | None
+) -> tuple[Copies, Amaxes]:
+    """`quantize_calls` of a kernel [N, K], or of each of a stack's [G, N, K], where a state's amax is over all."""
+    copies, amaxes = quantize_calls(kernel, calls, options, states, rng, verb_of(kernel))
+    return copies, {name: [a if kernel.ndim == 2 else largest(a) for a in found] for name, found in amaxes.items()}
+
+
+def verb_of(kernel: Array) -> Callable[..., Any]:
+    """The function that quantizes a kernel, or a stack of kernels."""
+    return quantize_verbs.quantize if kernel.ndim == 2 else quantize_each
+
+
+def quantize_summed(
+    x: Array | FusedInput,
+    calls: tuple[Call, ...],
+    options: Options,
+    states: States,
+    rng: Array | None,
+    dtype: str,
+    quantize: Callable[..., Any] = quantize_verbs.quantize,
+) -> tuple[Copies, Amaxes, Array | None]:
+    """`quantize_calls`, and of a FusedInput the sum over rows in `dtype`, if one is named; of an array None."""
+    rowwise = columnwise = total = None
+    amaxes: Amaxes = {}
+    for call in calls:
+        given: dict[str, Any] = {}
+        if call.state:
+            given["scale"] = states[call.state].scale
+        if call.needs_rng:
+            if rng is None:
+                raise ArgumentError(
+                    f"{options.op}: {call.quantizer} rounds stochastically and needs rng=; rng_state(seed) makes one"
+                )
+            given["rng"] = rng_at(rng, 2 * call.number) if call.number else rng
+        if options.group and call.reducible:
+            given["amax_group"] = options.group
+        if isinstance(x, FusedInput):
+            q, summed = x.quantize(call.quantizer, as_bytes=True, column_sum=dtype if total is None else "", **given)
+            total = summed if total is None else total
+        else:
+            q = quantize(x, call.quantizer, as_bytes=True, **given)
+        if call.state and q.amax is not None:
+            amaxes.setdefault(call.state, []).append(q.amax)
+        rowwise = only(q, False) if call.quantizer.rowwise else rowwise
+        columnwise = only(q, True) if call.quantizer.columnwise else columnwise
+    return (rowwise, columnwise), amaxes, total
+
+
+def rounded(
+    x: Array,
+    call: Call | None,
+    options: Options,
+    rng: Array | None,
+    quantize: Callable[..., Any] = quantize_verbs.quantize,
+) -> Array:
+    """A result as its quantized copy stands for it."""
+    if call is None:
+        return x
+    single = call._replace(quantizer=call.quantizer.with_usage(rowwise=True, columnwise=False))
+    (copy, _), _ = quantize_calls(x, (single,), options, {}, rng, quantize)
+    assert copy is not None
+    return copy.dequantize(x.dtype)

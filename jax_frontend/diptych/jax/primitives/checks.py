@@ -1,0 +1,342 @@
+"""How an op becomes a JAX primitive: checks of its operands, types of its results, batching and lowering.
+
+What `primitives` is made of. Invariants:
+
+- A vmapped axis never copies an operand: the handlers walk it, and stand still on operands that lack it.
+- A result varies over the mesh axes that its operands vary over, so that shard_map notices a forgotten `pmax`.
+- A payload or scale of one byte may also be a uint8 array of its bytes, which nothing in JAX takes for numbers.
+- A primitive is **not** differentiable; `diptych.jax.dense` defines what a derivative means here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from diptych.common.byte_order import check_byte_order
+from diptych.common.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
+from diptych.common.formats import FormatRow, format_by_name
+from diptych.common.ops import shapes
+from diptych.common.quantizers import RHT, Quantizer
+from diptych.jax.primitives import ffi
+from diptych.jax.primitives.ffi import Source
+
+Array = jax.Array
+Aval = Any  # jax.core.ShapedArray
+
+ffi.load()
+
+MAX_SLOTS: int = ffi.MOE["max_slots"]
+_MAX_COUNT = 2**31 - 1  # of anything that a map numbers
+
+
+def dtype_of(name: str) -> np.dtype[Any]:
+    """NumPy's dtype object for a name of the format table."""
+    return jax.numpy.dtype(name)
+
+
+class Copy(NamedTuple):
+    """One copy of a quantized tensor; `amax` is for two-level formats, `format` the name of the row."""
+
+    data: Array
+    scale_inv: Array
+    amax: Array | None
+    format: str
+    columnwise: bool
+
+    def operands(self, op: str) -> tuple[Array, ...]:
+        """The arrays that the op reads. **Raises** ValueError where `amax` is missing, or there and not read."""
+        if (self.amax is not None) != format_by_name(self.format).two_level:
+            what = "needs" if self.amax is None else "does not read"
+            raise ValueError(f"{op}: a copy in {self.format} {what} an amax")
+        return (self.data, self.scale_inv) if self.amax is None else (self.data, self.scale_inv, self.amax)
+
+
+# --- checks ---
+
+
+def check_native(op: str, arg: str, x: Any) -> None:
+    """**Raises** DTypeError for a NumPy array of the other byte order, before JAX refuses it in words of its own."""
+    if isinstance(x, (np.ndarray, np.generic)):
+        check_byte_order(op, arg, x.dtype)
+
+
+def check_high_precision(op: str, arg: str, dtype: Any, shape: Any) -> None:
+    """**Raises** DTypeError unless `dtype` is float32, bfloat16 or float16."""
+    if np.dtype(dtype).name not in shapes.HIGH_PRECISION:
+        raise DTypeError(f"{op}: {arg} must be float32, bfloat16 or float16, got {np.dtype(dtype).name}{list(shape)}")
+
+
+def check_dtype(op: str, arg: str, aval: Aval, name: str) -> None:
+    if aval.dtype.name != name and not (aval.dtype.name == "uint8" and dtype_of(name).itemsize == 1):
+        raise DTypeError(f"{op}: {arg} must be {name}, got {aval.dtype.name}{list(aval.shape)}")
+
+
+def check_shape(op: str, arg: str, shape: shapes.Shape, want: shapes.Shape) -> None:
+    if tuple(shape) != tuple(want):
+        raise ShapeError(f"{op}: {arg} must have shape {list(want)}, got {list(shape)}")
+
+
+def check_buffer(op: str, arg: str, aval: Aval, mask: int, dtype: str, want: shapes.Shape) -> None:
+    """An operand of one dtype and one shape, behind its batch axes."""
+    check_dtype(op, arg, aval, dtype)
+    check_shape(op, arg, own_shape(aval, mask), want)
+
+
+def enforce(constraints: Iterable[shapes.Constraint]) -> None:
+    """`shapes.check` for sizes that may be symbolic: those must hold for every value. **Raises** ShapeError."""
+    for c in constraints:
+        if c.lhs == c.rhs:  # JAX says False of symbolic sizes that it cannot prove equal
+            continue
+        if isinstance(c.lhs, int) and isinstance(c.rhs, int):
+            raise ShapeError(c.message)
+        raise ShapeError(
+            f"{c.message}; {c.lhs} == {c.rhs} does not hold for every symbolic size: say in symbolic_shape what does, "
+            "such as '16*k' for a multiple"
+        )
+
+
+def check_rotatable(op: str, x: Aval, shape: shapes.Shape) -> None:
+    """What the Hadamard transform of 16 consecutive rows asks of its input."""
+    if x.dtype.name != "bfloat16":
+        raise DTypeError(f"{op}: the Hadamard transform takes bfloat16 alone, got {x.dtype.name}{list(shape)}")
+    m, _ = shapes.rows_cols(shape)
+    message = f"{op}: the Hadamard transform takes rows in multiples of 16, got {list(shape)}"
+    enforce([shapes.Constraint(m // 16 * 16, m, message)])
+
+
+def check_options(
+    op: str, x: Aval, shape: shapes.Shape, quantizer: Quantizer, amax_given: bool, has_scale: bool, has_rng: bool
+) -> None:
+    """Which state quantizing x needs and which it must not be given."""
+    fmt, spec, kind = quantizer.format, quantizer.spec, type(quantizer).__name__
+    if amax_given and has_scale:
+        raise ValueError(f"{op}: scale and amax were both given; the scale alone decides")
+    if quantizer.needs_scale and not has_scale:
+        raise ArgumentError(f"{op}: {kind} takes its scale from the caller; pass scale=")
+    if has_scale and not fmt.per_tensor:
+        raise ValueError(f"{op}: scale is for per-tensor formats, not {fmt.name}")
+    if has_scale and (spec.flags or spec.eps):
+        raise ValueError(f"{op}: scale was given; the options of {quantizer} do not apply to it")
+    if quantizer.needs_rng and not has_rng:
+        raise ArgumentError(f"{op}: {kind} rounds stochastically; pass rng=, for instance rng_state(seed)")
+    if has_rng and not quantizer.needs_rng:
+        raise ValueError(f"{op}: rng is for stochastic rounding, which {quantizer} does not do")
+    if spec.flags & RHT:
+        check_rotatable(op, x, shape)
+
+
+def given_amaxes(op: str, quantizer: Quantizer, read: Collection[str], **amaxes: Array | None) -> dict[str, Array]:
+    """The amaxes that are given: all that `quantizer` reads, or none."""
+    given = {name: a for name, a in amaxes.items() if a is not None}
+    for name in given:
+        if not read:
+            raise ValueError(
+                f"{op}: {name} is for formats with an amax of the tensor; {quantizer.format.name} has one per block"
+            )
+        if name not in read:
+            raise ValueError(f"{op}: {quantizer} does not read {name}, only {' and '.join(read)}")
+    if given and (missing := set(read) - given.keys()):
+        raise ValueError(f"{op}: {missing.pop()} is missing; {quantizer} reads one for each copy that it makes")
+    return given
+
+
+def copy_length(format: str) -> int:
+    """Operands that one copy takes."""
+    return 3 if format_by_name(format).two_level else 2
+
+
+def check_copy(
+    op: str, arg: str, avals: tuple[Aval, ...], masks: tuple[int, ...], format: str, columnwise: bool
+) -> FormatRow:
+    """One copy's data, scales and amax against its format row."""
+    row = format_by_name(format)
+    data = own_shape(avals[0], masks[0])
+    m, k = shapes.copy_extents(row, columnwise, data)
+    check_dtype(op, f"{arg} data ({format})", avals[0], row.data)
+    want = shapes.scale_shape(row, columnwise, m, k)
+    check_buffer(op, f"{arg} scale_inv ({format})", avals[1], masks[1], row.scale, want)
+    if row.two_level:
+        each_row = not columnwise and own_shape(avals[2], masks[2]) == (m,)
+        check_buffer(op, f"{arg} amax ({format})", avals[2], masks[2], "float32", (m,) if each_row else (1,))
+    return row
+
+
+# --- maps of rows ---
+
+
+def check_rank(op: str, arg: str, shape: shapes.Shape, rank: int = 2) -> None:
+    if len(shape) != rank:
+        raise ShapeError(f"{op}: {arg} must have {rank} dimension(s), got {list(shape)}")
+
+
+def check_few(op: str, what: str, n: Any) -> None:
+    """**Raises** UnsupportedError for more slots, experts or chunks than the kernels take."""
+    if isinstance(n, int) and n > MAX_SLOTS:
+        raise UnsupportedError(f"{op}: {n} {what}, and the kernels take at most {MAX_SLOTS}")
+
+
+def check_counted(op: str, what: str, n: Any) -> None:
+    if isinstance(n, int) and n > _MAX_COUNT:
+        raise ShapeError(
+            f"{op}: {what} are {n}, and a map numbers at most {_MAX_COUNT}; permute fewer tokens at a time"
+        )
+
+
+def check_row_map(op: str, aval: Aval, mask: int) -> shapes.Shape:
+    """(T, slots)"""
+    check_dtype(op, "row_id_map", aval, "int32")
+    shape = own_shape(aval, mask)
+    check_rank(op, "row_id_map", shape)
+    check_few(op, "slots of a token", shape[1])
+    check_counted(op, "tokens * slots", shape[0] * shape[1])
+    return shape
+
+
+def check_rows(op: str, aval: Aval, mask: int) -> Any:
+    """rows"""
+    check_dtype(op, "source", aval, "int32")
+    shape = own_shape(aval, mask)
+    check_rank(op, "source", shape, 1)
+    check_counted(op, "rows", shape[0])
+    return shape[0]
+
+
+def check_tokens(op: str, arg: str, shape: shapes.Shape, tokens: Any, of: str) -> None:
+    """Whether a tensor [..., H] has a row for each token. **Raises** ShapeError."""
+    if len(shape) < 2:
+        raise ShapeError(f"{op}: {arg} must be [..., H], got {list(shape)}")
+    message = f"{op}: {arg} must have a row for each of {of}, {tokens}, got {list(shape)}"
+    enforce([shapes.Constraint(shapes.rows_cols(shape)[0], tokens, message)])
+
+
+# --- sources: what amax and quantize encode instead of x ---
+
+
+def check_gated(op: str, x: shapes.Shape, gated: bool) -> shapes.Shape:
+    """Shape of an activation of x. **Raises** ShapeError for a scalar, or where x has no two halves."""
+    shape, constraints = shapes.activation_shape(op, x, gated)
+    enforce(constraints)
+    return shape
+
+
+def check_norm(
+    op: str, which: str, x: shapes.Shape, names: Iterable[str], avals: Iterable[Aval], masks: Iterable[int]
+) -> None:
+    """A norm's operands by name: gamma, beta [K] and mu, rsigma [M], against x."""
+    m, k = shapes.rows_cols(x)
+    for name, aval, mask in zip(names, avals, masks, strict=True):
+        if which == "rmsnorm" and name in ("mu", "beta"):
+            raise ValueError(f"{op}: rmsnorm has no {name}")
+        if name in ("mu", "rsigma"):
+            check_buffer(op, name, aval, mask, "float32", (m,))
+        else:
+            own = own_shape(aval, mask)
+            check_high_precision(op, name, aval.dtype, own)
+            check_shape(op, name, own, (k,))
+
+
+def encoded(
+    op: str, source: Source | None, x: shapes.Shape, avals: tuple[Aval, ...], masks: tuple[int, ...]
+) -> shapes.Shape:
+    """Shape of what is encoded, after checks of the source's operands."""
+    if source is None:
+        return x
+    if source.kind == "norm":
+        statistics = ["mu"] * (source.which == "layernorm") + ["rsigma"]
+        check_norm(op, source.which, x, ["gamma", *["beta"] * source.has_beta, *statistics], avals, masks)
+        return x
+    if source.kind == "permuted":
+        tokens, _ = check_row_map(op, avals[0], masks[0])
+        check_tokens(op, "x", x, tokens, "the map's tokens")
+        return check_rows(op, avals[1], masks[1]), x[-1]
+    narrow = check_gated(op, x, source.option)
+    if source.kind == "activation":
+        return narrow
+    dy = own_shape(avals[0], masks[0])
+    check_high_precision(op, "dy", avals[0].dtype, dy)
+    check_shape(op, "dy", dy, narrow)
+    return x
+
+
+def source_length(source: Source | None) -> int:
+    """Operands that a source takes."""
+    if source is None or source.kind == "activation":
+        return 0
+    if source.kind == "permuted":
+        return 2
+    return 1 if source.kind == "activation_grad" else 2 + source.has_beta + (source.which == "layernorm")
+
+
+# --- batching: what lies in front of each operand's own shape ---
+
+
+def own_shape(aval: Aval, mask: int) -> shapes.Shape:
+    return tuple(aval.shape[mask.bit_count() :])
+
+
+def to_array(op: str, arg: str, x: Any) -> Array:
+    """A JAX array of a high-precision dtype. NumPy's float64 is refused before JAX would round it to float32."""
+    if not isinstance(x, (jax.Array, np.ndarray)):
+        raise ArgumentError(f"{op}: {arg} must be a JAX or NumPy array, got {type(x).__name__}")
+    check_high_precision(op, arg, x.dtype, x.shape)
+    check_native(op, arg, x)
+    return jnp.asarray(x)
+
+
+def dtype_name(op: str, dtype: Any, default: str) -> str:
+    """Name of a result's dtype. **Raises** DTypeError for one that is not of high precision."""
+    if dtype is None:
+        return default
+    try:
+        name = np.dtype(jnp.dtype(dtype)).name
+    except TypeError:
+        raise DTypeError(f"{op}: {dtype!r} is no dtype; choose float32, bfloat16 or float16") from None
+    if name not in shapes.HIGH_PRECISION:
+        raise DTypeError(f"{op}: the result can be float32, bfloat16 or float16, not {name}")
+    return name
+
+
+def factor(op: str, arg: str, value: Any) -> float:
+    """A Python number rounded to float32. Arrays are refused: factors are attributes of the compiled call."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, np.integer, np.floating)):
+        raise ArgumentError(
+            f"{op}: {arg} must be a Python number, got {type(value).__name__}; scale the result instead"
+        )
+    with np.errstate(over="ignore"):
+        value = float(np.float32(value))
+    if not math.isfinite(value):
+        raise ValueError(f"{op}: {arg} must be finite in float32, got {value}")
+    return value
+
+
+def small_operand(op: str, arg: str, value: Any) -> Array | None:
+    """A small operand: numbers become float32 [1], arrays stay what they are and are checked while tracing."""
+    if value is None or isinstance(value, jax.Array):
+        out = value
+    elif isinstance(value, (int, float)):
+        out = jnp.full(1, value, jnp.float32)
+    elif isinstance(value, (np.ndarray, np.generic)):
+        check_native(op, arg, value)
+        out = jnp.asarray(value)
+        if out.dtype != value.dtype:
+            raise DTypeError(f"{op}: {arg} is {value.dtype}, which JAX would turn into {out.dtype}; cast it first")
+    else:
+        raise ArgumentError(f"{op}: {arg} must be a JAX or NumPy array or a number, got {type(value).__name__}")
+    return out.reshape(1) if out is not None and out.ndim == 0 else out
+
+
+def same_axes(*operands: Any) -> list[Any]:
+    """Lets all operands, pytrees, vary over the same mesh axes; the transpose sums the gradient of those that did
+    not."""
+    arrays, tree = jax.tree.flatten(operands)
+    axes = [jax.typeof(x).manual_axis_type.varying for x in arrays]
+    union = frozenset().union(*axes)
+    missing = [tuple(sorted(union - own, key=str)) for own in axes]
+    arrays = [jax.lax.pcast(x, m, to="varying") if m else x for x, m in zip(arrays, missing, strict=True)]
+    return list(tree.unflatten(arrays))

@@ -1,0 +1,92 @@
+"""The norms as JAX primitives, forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from diptych.common.ops import shapes
+from diptych.common.ops.norm import NormOptions
+from diptych.core import _core
+from diptych.jax.primitives import ffi
+from diptych.jax.primitives.checks import Aval, check_high_precision, check_norm, check_shape, own_shape
+from diptych.jax.primitives.ffi import Batch
+from diptych.jax.primitives.register import batch_shape, primitive, result, workspace_bytes
+
+Array = jax.Array
+
+
+def _norm_abstract(
+    x: Aval, *parameters: Aval, batch: Batch, which: str, eps: float, zero_centered_gamma: bool, dtype: str
+) -> Any:
+    shape = own_shape(x, batch.axes[0])
+    check_high_precision("norm", "x", x.dtype, shape)
+    check_norm("norm", which, shape, ("gamma", "beta")[: len(parameters)], parameters, batch.axes[1:])
+    front, m = batch_shape((x, *parameters), batch), shapes.rows_cols(shape)[0]
+    statistics = [result((x, *parameters), (*front, m), "float32")] * (1 + (which == "layernorm"))
+    return [*statistics, *([result((x, *parameters), (*front, *shape), dtype)] if dtype else [])]
+
+
+def _norm_attributes(avals: Any, batch: Batch, which: str, eps: float, zero_centered_gamma: bool, dtype: str) -> Any:
+    return ffi.norm_attributes(batch, which, eps, zero_centered_gamma, bool(dtype), len(avals) == 3)
+
+
+norm_p = primitive("norm", _norm_abstract, _norm_attributes)
+
+
+def statistics(x: Array, options: NormOptions) -> tuple[Array, ...]:
+    """([mu: layernorm], rsigma), float32 [M] for x [..., K]."""
+    which, eps, _ = options
+    return tuple(norm_p.bind(x, batch=Batch.none(1), which=which, eps=eps, zero_centered_gamma=False, dtype=""))
+
+
+def norm(x: Array, gamma: Array, beta: Array | None, options: NormOptions) -> tuple[tuple[Array, ...], Array]:
+    """(statistics, y in x's dtype)."""
+    args = [x, gamma, *([] if beta is None else [beta])]
+    outs = norm_p.bind(*args, batch=Batch.none(len(args)), **options._asdict(), dtype=x.dtype.name)
+    return tuple(outs[:-1]), outs[-1]
+
+
+def _norm_grad_abstract(
+    dy: Aval, x: Aval, gamma: Aval, *stats: Aval, batch: Batch, which: str, zero_centered_gamma: bool, has_dbeta: bool
+) -> Any:
+    avals, shape = (dy, x, gamma, *stats), own_shape(x, batch.axes[1])
+    for name, aval, mask in zip(("dy", "x"), (dy, x), batch.axes, strict=False):
+        check_high_precision("norm_grad", name, aval.dtype, own_shape(aval, mask))
+    check_shape("norm_grad", "dy", own_shape(dy, batch.axes[0]), shape)
+    names = ("gamma", "mu", "rsigma") if which == "layernorm" else ("gamma", "rsigma")
+    check_norm("norm_grad", which, shape, names, (gamma, *stats), batch.axes[2:])
+    if has_dbeta and which == "rmsnorm":
+        raise ValueError("norm_grad: rmsnorm has no beta")
+    front = batch_shape(avals, batch)
+    of_gamma = result(avals, (*front, shape[-1]), gamma.dtype.name)
+    return [result(avals, (*front, *shape), x.dtype.name), *[of_gamma] * (1 + has_dbeta)]
+
+
+def _norm_grad_finish(ctx: Any, platform: str, batch: Batch, **_: Any) -> Any:
+    sizes = shapes.rows_cols(own_shape(ctx.avals_in[1], batch.axes[1]))
+    return {}, workspace_bytes("norm_grad", platform, sizes, _core.norm_grad_workspace_bytes)
+
+
+norm_grad_p = primitive(
+    "norm_grad",
+    _norm_grad_abstract,
+    lambda avals, batch, **params: ffi.norm_grad_attributes(batch, **params),
+    _norm_grad_finish,
+)
+
+
+def norm_grad(
+    dy: Array, x: Array, gamma: Array, stats: tuple[Array, ...], options: NormOptions, has_dbeta: bool
+) -> tuple[Array, Array, Array | None]:
+    """dx in x's dtype, dgamma and dbeta in gamma's."""
+    args = [dy, x, gamma, *stats]
+    outs = norm_grad_p.bind(
+        *args,
+        batch=Batch.none(len(args)),
+        which=options.which,
+        zero_centered_gamma=options.zero_centered_gamma,
+        has_dbeta=has_dbeta,
+    )
+    return outs[0], outs[1], outs[2] if has_dbeta else None

@@ -1,0 +1,342 @@
+"""The ops that move rows between token order and expert order, on raw buffers (NUMERICS 8), beside `primitives`.
+
+No op waits for a count: sizes of results are the caller's, and counts stay on the device. Whatever stands in a map,
+nothing is read or written out of bounds.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import jax
+
+from diptych.common.errors import DTypeError, ShapeError, UnsupportedError
+from diptych.common.ops import permute as moe
+from diptych.common.ops import shapes
+from diptych.core import _core
+from diptych.jax.primitives import ffi
+from diptych.jax.primitives.checks import (
+    Aval,
+    check_buffer,
+    check_counted,
+    check_dtype,
+    check_few,
+    check_rank,
+    check_row_map,
+    check_rows,
+    check_shape,
+    enforce,
+    own_shape,
+)
+from diptych.jax.primitives.ffi import Batch
+from diptych.jax.primitives.register import batch_shape, primitive, result, workspace_bytes
+
+Array = jax.Array
+
+MASK_DTYPES, ID_DTYPES = ("bool", "uint8"), ("int32", "int64")
+SUMMED = (*shapes.HIGH_PRECISION, "float64")
+MOVED = frozenset(_core.dtype_table()) - {"float4_e2m1fn"}
+"""Names of the dtypes of rows that are summed, and of rows that are moved."""
+_FIRST_ALONE = (
+    "moe_permute, moe_unpermute and their neighbours define first derivatives in reverse mode alone, of tensors that "
+    "are not quantized. Wrap what is not to be differentiated in jax.lax.stop_gradient"
+)
+
+
+# --- checks ---
+
+
+def check_float(op: str, arg: str, dtype: Any, shape: Any, wide: bool = True) -> None:
+    """**Raises** DTypeError unless `dtype` is float32, bfloat16, float16 or, where `wide`, float64."""
+    if dtype.name not in (SUMMED if wide else shapes.HIGH_PRECISION):
+        names = "float32, bfloat16, float16 or float64" if wide else "float32, bfloat16 or float16 beside such rows"
+        raise DTypeError(f"{op}: {arg} must be {names}, got {dtype.name}{list(shape)}")
+
+
+def _check_per_slot(op: str, arg: str, aval: Aval, mask: int, map_shape: shapes.Shape, wide: bool) -> None:
+    own = own_shape(aval, mask)
+    check_float(op, arg, aval.dtype, own, wide)
+    check_shape(op, arg, own, map_shape)
+
+
+def _refuse_wide(op: str, ctx: Any, platform: str) -> None:
+    if platform == "cuda" and ctx.avals_in[0].dtype.name == "float64":
+        raise UnsupportedError(f"{op}: float64 rows are summed on the CPU alone; cast them to float32")
+
+
+# --- maps ---
+
+
+def check_routing(op: str, shape: shapes.Shape, experts: Any, rows: Any, align: int) -> None:
+    """A routing map's numbers against what int32 counts and the kernels take."""
+    if isinstance(experts, int) and experts < 1:
+        raise ShapeError(f"{op}: there must be at least one expert, got {experts}")
+    check_few(op, "slots of a token", shape[1])
+    check_few(op, "experts", experts)
+    check_counted(op, "rows", rows)
+    check_counted(op, "rows with the alignment's padding", shape[0] * shape[1] + experts * (align - 1))
+
+
+def _permute_map_abstract(routing: Aval, *, batch: Batch, kind: str, experts: Any, rows: Any, align: int) -> Any:
+    op, shape = "permute_map", own_shape(routing, batch.axes[0])
+    check_rank(op, "routing", shape)
+    dtypes = MASK_DTYPES if kind == "mask" else ID_DTYPES
+    if routing.dtype.name not in dtypes:
+        raise DTypeError(f"{op}: routing ({kind}) must be {' or '.join(dtypes)}, got {routing.dtype.name}{list(shape)}")
+    tokens, slots = shape
+    if kind == "mask":
+        enforce([shapes.Constraint(slots, experts, f"{op}: a mask of {list(shape)} has not {experts} experts")])
+    check_routing(op, shape, experts, rows, align)
+    front = batch_shape((routing,), batch)
+    buffers = moe.map_buffers(tokens, slots, experts, rows)
+    return [result((routing,), (*front, *b.shape), b.dtype) for b in buffers]
+
+
+def _permute_map_finish(ctx: Any, platform: str, batch: Batch, kind: str, experts: Any, **_: Any) -> Any:
+    tokens, slots = own_shape(ctx.avals_in[0], batch.axes[0])
+    sizes = (tokens if kind == "mask" else tokens * slots, experts)
+    rule = partial(_core.permute_map_workspace_bytes, ffi.MOE["routing_map"][kind])
+    return {}, workspace_bytes("permute_map", platform, sizes, rule)
+
+
+permute_map_p = primitive(
+    "permute_map",
+    _permute_map_abstract,
+    lambda _, batch, kind, align, **__: ffi.permute_map_attributes(batch, kind, align),
+    _permute_map_finish,
+    no_derivative=_FIRST_ALONE,
+)
+
+
+def permute_map(routing: Array, kind: str, experts: Any, rows: Any, align: int) -> dict[str, Array]:
+    """The buffers of `moe.map_buffers` by name; `routing` [T, E] bool or uint8 (`kind` "mask"), else [T, k] ids."""
+    outs = permute_map_p.bind(routing, batch=Batch.none(1), kind=kind, experts=experts, rows=rows, align=align)
+    return dict(zip(("row_id_map", "tokens_per_expert", "expert_offsets", "source"), outs, strict=True))
+
+
+def _chunk_map_abstract(sizes: Aval, order: Aval, *, batch: Batch, tokens: Any) -> Any:
+    op, own = "chunk_map", own_shape(sizes, batch.axes[0])
+    check_dtype(op, "split_sizes", sizes, "int32")
+    check_rank(op, "split_sizes", own, 1)
+    check_few(op, "chunks", own[0])
+    check_buffer(op, "sorted_index", order, batch.axes[1], "int32", own)
+    check_counted(op, "tokens", tokens)
+    operands = (sizes, order)
+    front = batch_shape(operands, batch)
+    return [result(operands, (*front, *shape), "int32") for shape in ((tokens, 1), (tokens,))]
+
+
+chunk_map_p = primitive(
+    "chunk_map",
+    _chunk_map_abstract,
+    lambda _, batch, **__: ffi.row_map_attributes(batch),
+    no_derivative=_FIRST_ALONE,
+)
+
+
+def chunk_map(sizes: Array, order: Array, tokens: Any) -> tuple[Array, Array]:
+    """(row_id_map [tokens, 1], source [tokens]) of chunk `order[j]` coming j-th; both int32 [C]."""
+    row_id_map, source = chunk_map_p.bind(sizes, order, batch=Batch.none(2), tokens=tokens)
+    return row_id_map, source
+
+
+def _invert_map_abstract(row_id_map: Aval, *, batch: Batch, rows: Any) -> Any:
+    shape = check_row_map("invert_map", row_id_map, batch.axes[0])
+    check_counted("invert_map", "rows", rows)
+    front = batch_shape((row_id_map,), batch)
+    return [result((row_id_map,), (*front, *own), "int32") for own in ((rows,), shape)]
+
+
+invert_map_p = primitive(
+    "invert_map",
+    _invert_map_abstract,
+    lambda _, batch, **__: ffi.row_map_attributes(batch),
+    no_derivative=_FIRST_ALONE,
+)
+
+
+def invert_map(row_id_map: Array, rows: Any) -> tuple[Array, Array]:
+    """(row_id_map with -1 for what lies outside of 0..rows-1 and for all but the last that name a row, source)."""
+    source, kept = invert_map_p.bind(row_id_map, batch=Batch.none(1), rows=rows)
+    return kept, source
+
+
+# --- permute ---
+
+
+def _permute_abstract(
+    *avals: Aval, batch: Batch, fills: tuple[int, ...], has_probs: bool, zero_prob_is_padding: bool
+) -> Any:
+    op = "permute"
+    map_shape = check_row_map(op, avals[0], batch.axes[0])
+    rows = check_rows(op, avals[1], batch.axes[1])
+    if not 1 <= len(fills) <= ffi.MOE["max_planes"]:
+        raise ValueError(f"{op}: one call moves 1 to {ffi.MOE['max_planes']} tensors, got {len(fills)}")
+    front = batch_shape(avals, batch)
+    outs = []
+    for i, aval in enumerate(avals[2 : 2 + len(fills)]):
+        own = own_shape(aval, batch.axes[2 + i])
+        if aval.dtype.name not in MOVED:
+            raise DTypeError(f"{op}: rows of {aval.dtype.name}{list(own)} are of no dtype that the core knows")
+        if not own:
+            raise ShapeError(f"{op}: what moves must have at least one dimension, got a scalar")
+        count = math.prod(own[:-1] or own)
+        message = f"{op}: {list(own)} must have a row for each token of row_id_map {list(map_shape)}"
+        enforce([shapes.Constraint(count, map_shape[0], message)])
+        columns = own[-1:] if len(own) > 1 else ()
+        outs.append(result(avals, (*front, rows, *columns), aval.dtype.name))
+    if has_probs:
+        _check_per_slot(op, "probs", avals[-1], batch.axes[-1], map_shape, True)
+        outs.append(result(avals, (*front, rows), avals[-1].dtype.name))
+    elif zero_prob_is_padding:
+        raise ValueError(f"{op}: zero_prob_is_padding without probs")
+    return outs
+
+
+permute_p = primitive(
+    "permute",
+    _permute_abstract,
+    lambda _, batch, **params: ffi.permute_attributes(batch, **params),
+    no_derivative=_FIRST_ALONE,
+)
+
+
+def permute(
+    planes: tuple[Array, ...],
+    row_id_map: Array,
+    source: Array,
+    probs: Array | None = None,
+    fills: tuple[int, ...] | None = None,
+    zero_prob_is_padding: bool = False,
+) -> tuple[tuple[Array, ...], Array | None]:
+    """Rows of each plane ([..., K] with T rows, or [T]) where the map sends them, and where given probs [rows].
+
+    `fills`: the four bytes that absent rows of each plane repeat; by default 0.
+    """
+    operands = [row_id_map, source, *planes, *([] if probs is None else [probs])]
+    outs = permute_p.bind(
+        *operands,
+        batch=Batch.none(len(operands)),
+        fills=(0,) * len(planes) if fills is None else fills,
+        has_probs=probs is not None,
+        zero_prob_is_padding=zero_prob_is_padding,
+    )
+    return tuple(outs[: len(planes)]), None if probs is None else outs[-1]
+
+
+def _permute_columns_abstract(x: Aval, source: Aval, *, batch: Batch, slots: int) -> Any:
+    op, own = "permute_columns", own_shape(x, batch.axes[0])
+    check_rank(op, "in", own)
+    if x.dtype.itemsize != 1:
+        raise DTypeError(f"{op}: in must have elements of one byte, got {x.dtype.name}{list(own)}")
+    rows = check_rows(op, source, batch.axes[1])
+    check_counted(op, "tokens", own[1])
+    check_few(op, "slots of a token", slots)
+    operands = (x, source)
+    return [result(operands, (*batch_shape(operands, batch), own[0], rows), x.dtype.name)]
+
+
+permute_columns_p = primitive(
+    "permute_columns",
+    _permute_columns_abstract,
+    lambda _, batch, slots: ffi.permute_columns_attributes(batch, slots),
+    no_derivative=_FIRST_ALONE,
+)
+
+
+def permute_columns(x: Array, source: Array, slots: int) -> Array:
+    """Columns of `x` [H, T], one byte an element, where `source` finds them: [H, rows], absent ones 0."""
+    return permute_columns_p.bind(x, source, batch=Batch.none(2), slots=slots)[0]
+
+
+# --- unpermute ---
+
+
+def _unpermute_abstract(*avals: Aval, batch: Batch, has_probs: bool, has_permuted_dprobs: bool) -> Any:
+    op, x = "unpermute", avals[0]
+    own = own_shape(x, batch.axes[0])
+    check_float(op, "x", x.dtype, own)
+    check_rank(op, "x", own)
+    map_shape = check_row_map(op, avals[1], batch.axes[1])
+    front = batch_shape(avals, batch)
+    outs = [result(avals, (*front, map_shape[0], own[1]), x.dtype.name)]
+    if has_probs:
+        _check_per_slot(op, "probs", avals[2], batch.axes[2], map_shape, x.dtype.name == "float64")
+    if has_permuted_dprobs:
+        grads = own_shape(avals[-1], batch.axes[-1])
+        check_float(op, "permuted_dprobs", avals[-1].dtype, grads)
+        check_shape(op, "permuted_dprobs", grads, (own[0],))
+        outs.append(result(avals, (*front, *map_shape), avals[-1].dtype.name))
+    return outs
+
+
+def _unpermute_finish(ctx: Any, platform: str, batch: Batch, **_: Any) -> Any:
+    _refuse_wide("unpermute", ctx, platform)
+    return {}, None
+
+
+unpermute_p = primitive(
+    "unpermute",
+    _unpermute_abstract,
+    lambda _, batch, **params: ffi.unpermute_attributes(batch, **params),
+    _unpermute_finish,
+    no_derivative=_FIRST_ALONE,
+)
+
+
+def unpermute(
+    x: Array, row_id_map: Array, probs: Array | None = None, permuted_dprobs: Array | None = None
+) -> tuple[Array, Array | None]:
+    """The sum of each token's rows of `x` [rows, H], [T, H], and `permuted_dprobs` [rows] gathered, [T, slots]."""
+    operands = [x, row_id_map, *(p for p in (probs, permuted_dprobs) if p is not None)]
+    outs = unpermute_p.bind(
+        *operands,
+        batch=Batch.none(len(operands)),
+        has_probs=probs is not None,
+        has_permuted_dprobs=permuted_dprobs is not None,
+    )
+    return outs[0], None if permuted_dprobs is None else outs[1]
+
+
+def _unpermute_grad_abstract(
+    dy: Aval, row_id_map: Aval, source: Aval, probs: Aval, *x: Aval, batch: Batch, has_dprobs: bool
+) -> Any:
+    op, own = "unpermute_grad", own_shape(dy, batch.axes[0])
+    check_float(op, "dy", dy.dtype, own)
+    check_rank(op, "dy", own)
+    map_shape = check_row_map(op, row_id_map, batch.axes[1])
+    check_shape(op, "dy", own, (map_shape[0], own[1]))
+    rows = check_rows(op, source, batch.axes[2])
+    _check_per_slot(op, "probs", probs, batch.axes[3], map_shape, dy.dtype.name == "float64")
+    operands = (dy, row_id_map, source, probs, *x)
+    front = batch_shape(operands, batch)
+    outs = [result(operands, (*front, rows, own[1]), dy.dtype.name)]
+    if has_dprobs:
+        check_buffer(op, "x", x[0], batch.axes[4], dy.dtype.name, (rows, own[1]))
+        outs.append(result(operands, (*front, *map_shape), probs.dtype.name))
+    return outs
+
+
+def _unpermute_grad_finish(ctx: Any, platform: str, batch: Batch, **_: Any) -> Any:
+    _refuse_wide("unpermute_grad", ctx, platform)
+    return {}, None
+
+
+unpermute_grad_p = primitive(
+    "unpermute_grad",
+    _unpermute_grad_abstract,
+    lambda _, batch, has_dprobs: ffi.unpermute_grad_attributes(batch, has_dprobs),
+    _unpermute_grad_finish,
+    no_derivative=_FIRST_ALONE,
+)
+
+
+def unpermute_grad(
+    dy: Array, row_id_map: Array, source: Array, probs: Array, x: Array | None = None
+) -> tuple[Array, Array | None]:
+    """dx [rows, H] = p * dy [T, H], and with `x` [rows, H] also dprobs [T, slots], the products of both."""
+    operands = [dy, row_id_map, source, probs, *([] if x is None else [x])]
+    outs = unpermute_grad_p.bind(*operands, batch=Batch.none(len(operands)), has_dprobs=x is not None)
+    return outs[0], None if x is None else outs[1]

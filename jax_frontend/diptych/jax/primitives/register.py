@@ -1,0 +1,177 @@
+"""How an op of the core becomes a JAX primitive: its results, its batching and its lowering to the FFI handler."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+from jax.sharding import ManualAxisType, PartitionSpec
+
+from diptych.common.errors import UnsupportedError
+from diptych.common.ops import shapes
+from diptych.jax.primitives import ffi
+from diptych.jax.primitives.checks import Aval, dtype_of
+from diptych.jax.primitives.ffi import Batch
+
+Array = jax.Array
+
+
+def batch_shape(avals: tuple[Aval, ...], batch: Batch) -> shapes.Shape:
+    """Lengths of the batch axes, outermost first, each from the first operand that carries it."""
+    out = []
+    for bit in reversed(range(batch.rank)):
+        for aval, mask in zip(avals, batch.axes, strict=True):
+            if mask >> bit & 1:
+                out.append(aval.shape[(mask >> (bit + 1)).bit_count()])
+                break
+    return tuple(out)
+
+
+def result(operands: tuple[Aval, ...], shape: shapes.Shape, dtype: str) -> Aval:
+    """A result's type: varies over every manual mesh axis that one of `operands` varies over, sharded over none."""
+    like = next((o for o in operands if not o.sharding.mesh.empty), operands[0])
+    varying = frozenset().union(*(o.manual_axis_type.varying for o in operands))
+    return like.update(
+        shape=tuple(shape),
+        dtype=dtype_of(dtype),
+        weak_type=False,
+        sharding=like.sharding.update(spec=PartitionSpec(*[None] * len(shape))),
+        manual_axis_type=ManualAxisType(varying=varying),
+    )
+
+
+def in_place(batch: Batch, pairs: dict[int, int]) -> dict[int, int]:
+    """Selects the pairs {operand: result} that can share memory: the operand has every batch axis, as results do."""
+    return {operand: result for operand, result in pairs.items() if batch.axes[operand] == (1 << batch.rank) - 1}
+
+
+_NO_DERIVATIVE = (
+    "rounding to a few bits has none. Use diptych.jax.dense, which defines the three products of training, or wrap the "
+    "inputs in jax.lax.stop_gradient"
+)
+
+
+def primitive(
+    op: str,
+    abstract_eval: Any,
+    attributes: Any,
+    finish: Any = None,
+    updated: Any = None,
+    no_derivative: str = _NO_DERIVATIVE,
+) -> Primitive:
+    """A primitive with every rule that JAX asks for.
+
+    **Arguments:** `abstract_eval(*avals, batch, **params)` returns the results' types; `attributes(avals, batch,
+    **params)` the handler's attributes; `finish(ctx, platform, batch, **params)` what else the lowering needs:
+    (aliases {operand: result}, bytes of a workspace or None); `updated(**params)` the operands that the handler updates
+    in place, so that they get every batch axis. `no_derivative`: why there is none, and what to do.
+    """
+    name = ffi.target(op)
+    prim = Primitive(name)
+    prim.multiple_results = True
+    prim.def_abstract_eval(abstract_eval)
+
+    @functools.partial(jax.jit, static_argnames=("params",))
+    def run(*args: Array, params: tuple[tuple[str, Any], ...]) -> Any:
+        return prim.bind(*args, **dict(params))
+
+    def impl(*args: Array, **params: Any) -> Any:
+        frozen = tuple(sorted(params.items()))
+        if not jax.config.jax_disable_jit:  # type: ignore[attr-defined]
+            return run(*args, params=frozen)
+        # A kernel is compiled even then, as JAX's own primitives are: without jit, `run` would call this again.
+        with jax.disable_jit(False):
+            return run(*args, params=frozen)
+
+    prim.def_impl(impl)
+
+    def batcher(args: Any, dims: Any, *, batch: Batch, **params: Any) -> Any:
+        args = [x if d is None else jax.numpy.moveaxis(x, d, 0) for x, d in zip(args, dims, strict=True)]
+        mapped = [d is not None for d in dims]
+        size = next(x.shape[0] for x, m in zip(args, mapped, strict=True) if m)
+        for i in updated(**params) if updated else ():
+            if not mapped[i]:
+                args[i], mapped[i] = jax.numpy.broadcast_to(args[i], (size, *args[i].shape)), True
+        outs = prim.bind(*args, batch=batch.outer(mapped), **params)
+        return outs, [0] * len(outs)
+
+    batching.primitive_batchers[prim] = batcher
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise UnsupportedError(f"{name} has no derivative: {no_derivative}")
+
+    ad.primitive_jvps[prim] = refuse
+    ad.primitive_transposes[prim] = refuse
+
+    def lower(platform: str, ctx: Any, *operands: Any, batch: Batch, **params: Any) -> Any:
+        aliases, workspace = finish(ctx, platform, batch, **params) if finish else ({}, None)
+        results = len(ctx.avals_out)
+        if workspace is not None:
+            scratch = result(tuple(ctx.avals_out), (workspace,), "uint8")
+            ctx = ctx.replace(avals_out=[*ctx.avals_out, scratch])
+        rule = jax.ffi.ffi_lowering(name, operand_output_aliases=aliases)
+        return rule(ctx, *operands, attributes=attributes(ctx.avals_in, batch, **params))[:results]
+
+    for platform in ffi.PLATFORMS:
+        mlir.register_lowering(prim, functools.partial(lower, platform), platform=platform)
+    return prim
+
+
+def workspace_bytes(op: str, platform: str, sizes: tuple[Any, ...], rule: Any) -> int | None:
+    """Bytes of the extra result that CUDA's lowering asks XLA for; None on the CPU, which needs none."""
+    if platform != "cuda":
+        return None
+    if not all(isinstance(s, int) for s in sizes):
+        raise UnsupportedError(
+            f"{op}: symbolic sizes {sizes} cannot be lowered for CUDA, whose workspace follows from the concrete sizes"
+        )
+    return rule(*sizes)
+
+
+# A custom_vjp with symbolic zeros may save less where less is differentiated. JAX (0.10.2) keeps one description of
+# what was saved for each *traced* call, though. A compiled function that is called twice (a layer under `jax.jit` or
+# flax's `nn.jit`, first on data and then on activations) is traced once and differentiated twice: backward of the first
+# call would read what it saved as the second call's. So each call saves as many arrays, some of them empty, and the
+# last one says by its shape, (0, number), which structure they have.
+_EMPTY = np.zeros(0, np.uint8)
+
+
+_NUMBERS: dict[Any, int] = {}  # of structures, in the order of _STRUCTURES
+
+
+_STRUCTURES: list[Any] = []
+
+
+def defvjp(f: Any, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
+    """`f.defvjp(forward, backward, symbolic_zeros=True)` for rules that may save anything."""
+
+    @functools.wraps(forward)
+    def forward_rule(*args: Any) -> Any:
+        out, saved = forward(*args)
+        return out, _packed(saved, 12 + 3 * len(jax.tree.leaves(args)))
+
+    @functools.wraps(backward)
+    def backward_rule(*args: Any) -> Any:
+        *static, saved, grads = args
+        return backward(*static, _unpacked(saved), grads)
+
+    f.defvjp(forward_rule, backward_rule, symbolic_zeros=True)
+
+
+def _packed(saved: Any, room: int) -> tuple[Any, ...]:
+    leaves, structure = jax.tree.flatten(saved)
+    assert len(leaves) <= room, f"{len(leaves)} arrays are saved, and there is room for {room}"
+    number = _NUMBERS.setdefault(structure, len(_STRUCTURES))
+    if number == len(_STRUCTURES):
+        _STRUCTURES.append(structure)
+    return (*leaves, *[_EMPTY] * (room - len(leaves)), np.zeros((0, number), np.uint8))
+
+
+def _unpacked(packed: tuple[Any, ...]) -> Any:
+    structure = _STRUCTURES[packed[-1].shape[1]]
+    return structure.unflatten(packed[: structure.num_leaves])

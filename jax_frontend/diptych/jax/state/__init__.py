@@ -1,0 +1,1 @@
+"""What a training step carries: scales, and the ways in which they travel."""

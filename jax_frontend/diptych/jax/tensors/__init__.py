@@ -1,0 +1,1 @@
+"""Quantized arrays and stacks, and the copies that products read."""

@@ -1,0 +1,62 @@
+"""Quantized copies as products pick them and as checkpoints name them."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from diptych.common.layers.schedule import OFFSETS as OFFSETS
+from diptych.common.ops import shapes
+from diptych.jax.tensors.quantized import BUFFERS, QuantizedArray, QuantizedCopies
+
+Array = jax.Array
+
+
+Q = TypeVar("Q", bound=QuantizedCopies)
+Operand = Any  # QuantizedArray, a stack or Array
+Copies = tuple[QuantizedArray | None, QuantizedArray | None]  # rowwise, columnwise
+
+CHECKPOINT_NAME = "diptych_q"
+"""Name of the quantized copies: `jax.checkpoint(f, policy=jax.checkpoint_policies.save_only_these_names("diptych_q"))`
+keeps those that the backward pass needs; other policies quantize a second time, to the same bits."""
+
+
+def only(q: Q, columnwise: bool, op: str = "dense") -> Q:
+    """A tensor, or a stack of them, with one of its copies. **Raises** ValueError if that was not made."""
+    copy = q.copy_of(columnwise, op)
+    side = "columnwise" if columnwise else "rowwise"
+    fields: dict[str, Any] = dict.fromkeys(BUFFERS) | {f"{side}_data": copy.data, f"{side}_scale_inv": copy.scale_inv}
+    fields["columnwise_amax" if columnwise else "amax"] = copy.amax
+    quantizer = q.quantizer.with_usage(rowwise=not columnwise, columnwise=columnwise)
+    return dataclasses.replace(q, quantizer=quantizer, **fields)
+
+
+def named(copies: Copies) -> Copies:
+    """Copies with the name that remat policies know."""
+    return tuple(None if q is None else checkpoint_name(q, CHECKPOINT_NAME) for q in copies)  # type: ignore[return-value]
+
+
+def pick(kept: str, copies: Copies, original: Operand) -> Operand:
+    """The copy of a tensor that backward reads, or its original."""
+    if kept in ("", "original"):
+        return original if kept else None
+    return copies[kept == "columnwise"]
+
+
+def values(operand: Operand, dtype: Any) -> Array:
+    """An operand in high precision, as a matrix."""
+    x = operand.astype(dtype) if isinstance(operand, jax.Array) else operand.dequantize(dtype)
+    return x.reshape(shapes.rows_cols(x.shape))
+
+
+def as_bytes(q: Q) -> Q:
+    """Payloads and one-byte scales as uint8; see `functional.quantize`."""
+
+    def convert(x: Array) -> Array:
+        return jax.lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 and x.dtype != jnp.uint8 else x
+
+    return jax.tree.map(convert, q)

@@ -1,0 +1,486 @@
+"""Rows from token order into expert order and back (NUMERICS 8), under TransformerEngine's names.
+
+Each function is differentiable once, eagerly and as one node of a graph forward and one backward, and never waits for
+the device: sizes of results follow from the shapes and from `num_out_tokens`. What differs from TransformerEngine is
+listed in docs/moe.md.
+
+A `RowMap` stands where a routing map or a row_id_map does: `moe_map` makes it once, and it is passed on. So there are
+no two arguments that could contradict each other, and what belongs to the map is said in one place.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from diptych.common.errors import ArgumentError, ShapeError
+from diptych.common.formats import FORMATS
+from diptych.common.ops import permute as moe
+from diptych.common.ops import shapes
+from diptych.torch.functional.permute_op import (
+    Permute,
+    SortChunks,
+    Unpermute,
+    as_int32,
+    host_numbers,
+    permute,
+    shifted,
+    sort_chunks,
+    unpermute,
+)
+from diptych.torch.primitives import permute as permute_ops
+from diptych.torch.primitives.checks import describe, require_device, require_size, require_tensor
+from diptych.torch.primitives.permute import (
+    ID_DTYPES,
+    MAX_SLOTS,
+    MOVED_DTYPES,
+    check_chunks,
+    check_maps,
+    check_routing,
+    known,
+    require_counted,
+    require_dtype,
+    require_floats,
+    require_map,
+    require_per_slot,
+    require_rank,
+    require_rows,
+    require_tokens,
+)
+from diptych.torch.tensors.quantized import QuantizedTensor
+
+
+class RowMap(NamedTuple):
+    """Where each token's row goes, and where each destination row comes from; made by `moe_map`, all int32.
+
+    `row_id_map`: [T, slots], the row that a slot has among the destination's, or -1; a slot is an expert of a mask, a
+    choice of an index map. `tokens_per_expert`: [E], rows that exist. `expert_offsets`: [E + 1], where each expert's
+    region starts, and where the last one ends. `source`: [rows], t * slots + slot of each row, -1 where it is absent.
+    """
+
+    row_id_map: Tensor
+    tokens_per_expert: Tensor
+    expert_offsets: Tensor
+    source: Tensor
+
+
+# --- what the functions ask for --------------------------------------------------------------------------------------
+
+
+def _require_inp(op: str, inp: Any, tokens: Any, of: str) -> None:
+    """Something with a row for each token that can be moved, and differentiated where it wants a gradient."""
+    require_tensor(op, "inp", inp)
+    require_tokens(op, "inp", inp, tokens, of)
+    if not isinstance(inp, QuantizedTensor):
+        require_dtype(op, "inp", inp, MOVED_DTYPES)
+        if inp.requires_grad and torch.is_grad_enabled():
+            require_rows(op, "inp, which requires grad,", inp)
+        return
+    fmt = FORMATS[inp.quantizer.spec.format_id]
+    if inp.rowwise_data is None:
+        raise ValueError(
+            f"{op}: rows are what moves, and inp has no rowwise copy; quantize it with_usage(rowwise=True)"
+        )
+    if fmt.block_rows > 1:
+        raise ValueError(f"{op}: blocks of inp's {fmt.name} span {fmt.block_rows} rows, which part when rows move")
+    if inp.columnwise_data is not None and not fmt.per_tensor:
+        raise ValueError(
+            f"{op}: blocks of inp's columnwise copy ({fmt.name}) run along {fmt.block_cols} tokens, which part when "
+            "rows move; quantize it with_usage(columnwise=False)"
+        )
+
+
+def require_probs(op: str, arg: str, probs: Any, inp: Tensor, row_id_map: Tensor, beside: Tensor | None) -> None:
+    require_tensor(op, arg, probs)
+    require_floats(op, arg, probs, beside)
+    require_device(op, inp, probs, arg)
+    require_per_slot(op, arg, probs, row_id_map)
+
+
+def _integers(
+    op: str, arg: str, given: Any, device: torch.device | None, form: str = "[C]"
+) -> Tensor | tuple[int, ...]:
+    """Integers as a tensor on the device, None is where they are, or as numbers."""
+    if isinstance(given, Tensor):
+        require_dtype(op, arg, given, ID_DTYPES)
+        require_rank(op, arg, given, 1, form)
+        return given if device is None or given.device == device else given.to(device, non_blocking=True)
+    if not isinstance(given, (list, tuple)):
+        raise ArgumentError(f"{op}: {arg} must be a tensor or a sequence of ints, got {type(given).__name__}")
+    for n in given:
+        _require_int(op, f"each of {arg}", n, 0)
+    return tuple(given)
+
+
+def _per_expert(op: str, arg: str, given: Any, device: torch.device, experts: Any) -> Tensor:
+    numbers = _integers(op, arg, given, device, "[E]")
+    t = as_int32(numbers, device) if isinstance(numbers, tuple) else numbers
+    require_size(t.shape[0], experts, lambda: f"{op}: {arg} must be [{experts}], got {describe(t)}")
+    return t
+
+
+def _require_kind(op: str, map_type: Any) -> None:
+    if map_type not in ("mask", "index"):
+        raise ValueError(f"{op}: map_type must be 'mask' or 'index', got {map_type!r}")
+
+
+def _require_int(op: str, arg: str, value: Any, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
+        remedy = "; a count on the device would have to be waited for" if isinstance(value, Tensor) else ""
+        raise ArgumentError(f"{op}: {arg} must be an int, got {type(value).__name__}{remedy}")
+    if known(value < least):
+        raise ValueError(f"{op}: {arg} must be at least {least}, got {value}")
+
+
+def _row_count(op: str, num_out_tokens: Any, entries: Any, experts: Any, align: int) -> Any:
+    """Rows of the destination."""
+    if num_out_tokens is not None:
+        _require_int(op, "num_out_tokens", num_out_tokens, -1)
+        if not known(num_out_tokens < 1):
+            if torch.compiler.is_compiling():  # a count that only the running program knows has one meaning
+                torch._check(num_out_tokens > 0)
+            return num_out_tokens
+    return moe.padded_rows(entries, experts, align)
+
+
+def _made_map(op: str, routing_map: Any, num_experts: Any, map_type: str, num_out_tokens: Any, align: int) -> RowMap:
+    require_tensor(op, "routing_map", routing_map)
+    _require_kind(op, map_type)
+    _require_int(op, "align_size", align, 1)
+    mask = map_type == "mask"
+    require_rank(op, "routing_map", routing_map, 2, "[T, E]" if mask else "[T, k]")
+    tokens, slots = routing_map.shape
+    if num_experts is None:
+        num_experts = slots if mask else MAX_SLOTS
+    _require_int(op, "num_experts", num_experts, 1)
+    rows = _row_count(op, num_out_tokens, tokens * slots, num_experts, align)
+    check_routing(op, routing_map, mask, num_experts, rows, align)
+    row_id_map, tokens_per_expert, expert_offsets, source = permute_ops.permute_map(
+        routing_map, mask, num_experts, rows, align
+    )
+    return RowMap(row_id_map, tokens_per_expert, expert_offsets, source)
+
+
+def _map_of(
+    op: str, routing_map: Any, num_experts: Any = None, map_type: str = "mask", num_out_tokens: Any = None
+) -> RowMap:
+    """The map that a function was given, or is to make."""
+    if not isinstance(routing_map, RowMap):
+        return _made_map(op, routing_map, num_experts, map_type, num_out_tokens, 1)
+    given = (
+        ("num_out_tokens", num_out_tokens, None),
+        ("num_experts", num_experts, None),
+        ("map_type", map_type, "mask"),
+    )
+    for arg, value, default in given:
+        if value != default:
+            raise ValueError(f"{op}: {arg} was given beside a RowMap, which says it already; pass it to moe_map")
+    return routing_map
+
+
+def _permuted(op: str, inp: Any, probs: Tensor | None, row_map: RowMap, zero_prob_is_padding: bool) -> Any:
+    row_id_map, source = row_map.row_id_map, row_map.source
+    require_map(op, row_id_map)
+    _require_inp(op, inp, row_id_map.shape[0], "routing_map's tokens")
+    require_device(op, inp, row_id_map, "routing_map")
+    if probs is not None:
+        require_probs(op, "probs", probs, inp, row_id_map, None)
+    return permute(Permute(inp, probs, row_id_map, source, zero_prob_is_padding))
+
+
+def require_row_map(op: str, inp: Tensor, row_map: Any, arg: str = "inp") -> None:
+    """A `RowMap` of the rows of `inp`, what it holds aside."""
+    if not isinstance(row_map, RowMap):
+        raise ArgumentError(f"{op}: row_map must be a RowMap, got {type(row_map).__name__}; moe_map() makes one")
+    check_maps(op, inp, row_map.row_id_map, row_map.source)
+    require_tokens(op, arg, inp, row_map.row_id_map.shape[0], "row_map's tokens")
+
+
+# --- the functions ---------------------------------------------------------------------------------------------------
+
+
+def moe_map(
+    routing_map: Tensor,
+    num_experts: int | None = None,
+    *,
+    map_type: str = "mask",
+    num_out_tokens: int | None = None,
+    align_size: int = 1,
+) -> RowMap:
+    """The map of tokens to experts that a routing says: expert-major, token order inside an expert.
+
+    **Arguments:** `routing_map`: a mask [T, E], bool or integers, where a token goes to every expert whose entry is not
+    0; or with map_type "index" expert ids [T, k], int32 or int64, of which those outside of 0..num_experts-1 name none.
+    `num_experts`: E, with ids. `num_out_tokens`: rows of the destination, padding included; later ones are dropped, and
+    those that nobody fills are absent. None, -1 and 0: as many as any routing needs. `align_size`: each expert's region
+    starts at a multiple of this.
+
+    **Returns:** a `RowMap`, for the functions below in place of a routing map or row_id_map, and for grouped products.
+
+    **Raises:** TypeError for other dtypes, ValueError for other shapes, a map_type of another name, ids without
+    `num_experts` or more than int32 numbers, NotImplementedError for more than 2048 experts.
+    """
+    op = "moe_map"
+    _require_kind(op, map_type)
+    if map_type == "index" and num_experts is None:
+        raise ValueError(f"{op}: expert ids need num_experts, how many there are")
+    return _made_map(op, routing_map, num_experts, map_type, num_out_tokens, align_size)
+
+
+def moe_permute(
+    inp: Tensor,
+    routing_map: Tensor | RowMap,
+    num_out_tokens: int | None = None,
+    max_token_num: int = -1,
+    map_type: str = "mask",
+    *,
+    num_experts: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Each token's row to each of its experts: expert-major, token order inside an expert.
+
+    **Arguments:** `inp`: [T, H] (or [..., H]), or a QuantizedTensor, whose data and scales move together.
+    `routing_map`, `num_out_tokens`, `map_type`, `num_experts`: as `moe_map`; ids without `num_experts` may name 2048
+    experts. Or a `RowMap`, which says all of them. `max_token_num`: TransformerEngine sizes a workspace by it; there is
+    none here, and it changes nothing.
+
+    **Returns:** (permuted [rows, H], row_id_map [T, slots] int32). Absent rows are zeros; of a quantized tensor, what
+    a row of zeros quantizes to. The gradient of inp, a plain tensor, is each token's sum over its rows.
+
+    **Raises:** as `moe_map`; TypeError for rows that cannot be moved or, where inp requires grad, summed, ValueError
+    for unequal tokens, mixed devices, or a quantized inp whose blocks span tokens, NotImplementedError for a second
+    derivative.
+    """
+    op = "moe_permute"
+    _require_int(op, "max_token_num", max_token_num, -1)
+    row_map = _map_of(op, routing_map, num_experts, map_type, num_out_tokens)
+    return _permuted(op, inp, None, row_map, False)[0], row_map.row_id_map
+
+
+def moe_permute_with_probs(
+    inp: Tensor,
+    probs: Tensor,
+    routing_map: Tensor | RowMap,
+    num_out_tokens: int | None = None,
+    *,
+    zero_prob_is_padding: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`moe_permute` by a mask, and each row's own probability beside it.
+
+    **Arguments:** `probs`: float32, bfloat16, float16 or float64, [T, E], or [T, slots] of a `RowMap`.
+    `zero_prob_is_padding`: a probability of exactly 0 makes its row one of zeros, as TransformerEngine does; by default
+    a routed token moves whatever its probability.
+
+    **Returns:** (permuted [rows, H], permuted_probs [rows], row_id_map [T, slots]); absent rows' probability is 0.
+
+    **Raises:** as `moe_permute`, TypeError and ValueError also for probs of another dtype or shape.
+    """
+    op = "moe_permute_with_probs"
+    row_map = _map_of(op, routing_map, num_out_tokens=num_out_tokens)
+    require_tensor(op, "probs", probs)
+    permuted, permuted_probs = _permuted(op, inp, probs, row_map, zero_prob_is_padding)
+    return permuted, permuted_probs, row_map.row_id_map
+
+
+def moe_permute_and_pad_with_probs(
+    inp: Tensor,
+    probs: Tensor,
+    routing_map: Tensor,
+    tokens_per_expert: Tensor | Sequence[int] | None = None,
+    align_size: int = 16,
+    *,
+    num_out_tokens: int | None = None,
+    zero_prob_is_padding: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
+    """`moe_permute_with_probs`, each expert's region padded to a multiple of `align_size`.
+
+    **Arguments:** `tokens_per_expert`: integers [E], whose padding places the regions. None, which is faster: the
+    routing's own counts. `num_out_tokens`: rows of the destination, padding included; as `moe_map`, but that counts on
+    the host (a list, a tuple, a CPU tensor outside of compiled code) make exactly the rows that they say.
+
+    **Returns:** (permuted, permuted_probs, row_id_map, pad_offsets, target_tokens_per_expert [E] int64). The row_id_map
+    holds padded rows, so that pad_offsets is None: there is nothing left to add, and `moe_unpermute` takes it as it is.
+    Targets are what there is of each padded region, on the device.
+
+    **Raises:** as `moe_permute_with_probs`; ValueError on the CPU for counts that leave no room for a token. On a
+    device, which nobody waits for, such a token is dropped.
+    """
+    op = "moe_permute_and_pad_with_probs"
+    require_tensor(op, "routing_map", routing_map)  # moe_map aligns a RowMap
+    require_tensor(op, "probs", probs)
+    if tokens_per_expert is None:
+        row_map = _made_map(op, routing_map, None, "mask", num_out_tokens, align_size)
+    else:
+        row_map = _placed_by(op, routing_map, tokens_per_expert, num_out_tokens, align_size)
+    permuted, permuted_probs = _permuted(op, inp, probs, row_map, zero_prob_is_padding)
+    target = row_map.expert_offsets.diff().to(torch.int64)
+    return permuted, permuted_probs, row_map.row_id_map, None, target
+
+
+def _placed_by(op: str, routing_map: Tensor, tokens_per_expert: Any, num_out_tokens: Any, align: int) -> RowMap:
+    """The map whose regions lie as the padding of these counts says: row + pad_offsets[expert]."""
+    plain = _made_map(op, routing_map, None, "mask", None, 1)
+    _require_int(op, "align_size", align, 1)
+    experts = routing_map.shape[1]
+    rows = _row_count(op, num_out_tokens, routing_map.numel(), experts, align)
+    sizes = host_numbers(_integers(op, "tokens_per_expert", tokens_per_expert, None, "[E]"))
+    if sizes is not None and (num_out_tokens is None or known(num_out_tokens < 1)):
+        rows = moe.counted_rows(sizes, align)
+        _require_room(op, sizes, plain.tokens_per_expert, align)
+    require_counted(op, "rows", rows)
+    counts = _per_expert(op, "tokens_per_expert", tokens_per_expert, routing_map.device, experts).to(torch.int64)
+    pad = (-counts).remainder(align)
+    row_id_map, source = permute_ops.invert_map(shifted(plain.row_id_map, pad.cumsum(0) - pad, rows), rows)
+    ends = (counts.clamp(0, rows) + pad).cumsum(0).clamp(max=rows)
+    return RowMap(row_id_map, plain.tokens_per_expert, torch.nn.functional.pad(ends, (1, 0)), source)
+
+
+def _require_room(op: str, sizes: tuple[int, ...], found: Tensor, align: int) -> None:
+    """Checks that regions of these sizes have room for every routed token; counts on a device are not waited for."""
+    there = host_numbers(found)
+    if there is not None and len(there) == len(sizes) and moe.overflow(sizes, there, align) > 0:
+        raise ValueError(
+            f"{op}: tokens_per_expert {list(sizes)} leaves no room for tokens of the routing_map, which names experts "
+            f"{list(there)} times; give its own counts, None for which this counts itself, or num_out_tokens"
+        )
+
+
+def moe_unpermute(
+    inp: Tensor,
+    row_id_map: Tensor | RowMap,
+    merging_probs: Tensor | None = None,
+    restore_shape: Sequence[int] | None = None,
+    map_type: str = "mask",
+    probs: Tensor | None = None,
+    pad_offsets: Tensor | Sequence[int] | None = None,
+) -> Tensor:
+    """The sum of each token's rows, in ascending order, in float32 (float64 rows: float64), rounded once.
+
+    **Arguments:** `inp`: [rows, H] float32, bfloat16, float16 or, on the CPU, float64. `row_id_map`: of a permute,
+    int32 [T, slots], or a `RowMap`, which spares backward work. Entries outside of 0..rows-1 are absent. A row has one
+    slot: where more than one names it, the gradients come from the last. `merging_probs`: [T, slots], each row's
+    factor. `restore_shape`: of the result; None is [T, H]. `map_type`: what the map was made of. `probs`: the old name
+    of merging_probs. `pad_offsets`: integers [E], added to the rows of each expert of a mask's map first; None, as
+    `moe_permute_and_pad_with_probs` returns, where the map holds padded rows.
+
+    **Returns:** [T, H] of inp's dtype, in `restore_shape`.
+
+    **Raises:** TypeError for other dtypes or a quantized inp, ValueError for other shapes, mixed devices, a map_type of
+    another name, pad_offsets with an index map or both names of the probabilities, NotImplementedError for a second
+    derivative.
+    """
+    op = "moe_unpermute"
+    _require_kind(op, map_type)
+    if probs is not None:
+        if merging_probs is not None:
+            raise ValueError(f"{op}: merging_probs and probs, its deprecated name, were both given")
+        _warn_of_probs()
+        merging_probs = probs
+    source = None
+    if isinstance(row_id_map, RowMap):
+        source, row_id_map = row_id_map.source, row_id_map.row_id_map
+    for arg, t in (("inp", inp), ("row_id_map", row_id_map)):
+        require_tensor(op, arg, t)
+    if isinstance(inp, QuantizedTensor):
+        raise ArgumentError(f"{op}: inp is quantized, and its rows are summed; dequantize() it first")
+    require_map(op, row_id_map)
+    require_device(op, inp, row_id_map, "row_id_map")
+    if inp.dim() < 2:
+        raise ShapeError(f"{op}: inp must be [rows, H], got {describe(inp)}")
+    require_rows(op, "inp", inp)
+    if source is not None:
+        require_tokens(op, "inp", inp, source.shape[0], "the map's rows")
+    if merging_probs is not None:
+        require_probs(op, "merging_probs", merging_probs, inp, row_id_map, inp)
+    if pad_offsets is not None:
+        if map_type == "index":
+            raise ValueError(f"{op}: pad_offsets belong to experts, and an index map's row_id_map does not name them")
+        pad_offsets = _per_expert(op, "pad_offsets", pad_offsets, inp.device, row_id_map.shape[1])
+    wanted = None if restore_shape is None else _restored(op, row_id_map.shape[0], inp.shape[-1], restore_shape)
+    y = unpermute(Unpermute(inp, merging_probs, row_id_map, source, pad_offsets))
+    return y if wanted is None else y.view(wanted)
+
+
+def _warn_of_probs(*_: Any) -> None:
+    if torch.compiler.is_dynamo_compiling():  # once, while tracing
+        from torch._dynamo.comptime import comptime
+
+        comptime(_warn_of_probs)
+    else:
+        warnings.warn("moe_unpermute: probs is deprecated, use merging_probs", stacklevel=3)
+
+
+def _restored(op: str, tokens: Any, cols: Any, shape: Any) -> tuple[int, ...]:
+    wanted = tuple(shape)
+    if len(wanted) < 2:
+        raise ShapeError(f"{op}: restore_shape must be [..., H], got {list(wanted)}")
+
+    def message() -> str:
+        return f"{op}: restore_shape {list(wanted)} does not hold the {[tokens, cols]} of the map and inp"
+
+    require_size(math.prod(wanted[:-1]), tokens, message)
+    require_size(wanted[-1], cols, message)
+    return wanted
+
+
+def moe_sort_chunks_by_index(
+    inp: Tensor, split_sizes: Tensor | Sequence[int], sorted_index: Tensor | Sequence[int]
+) -> Tensor:
+    """Chunks of consecutive rows in another order: chunk `sorted_index[j]` comes j-th.
+
+    **Arguments:** `inp`: [T, H] (or [..., H]), or a QuantizedTensor, as `moe_permute`. `split_sizes`, `sorted_index`:
+    integers [C], on any device, or sequences of ints. A sequence must add up to T, or name each chunk once. What a
+    tensor holds is not looked at: rows of no named chunk are dropped, and the first mention of a chunk counts.
+
+    **Returns:** [T, H], quantized where inp is; rows that nobody fills are zeros.
+
+    **Raises:** as `moe_permute`; NotImplementedError for more than 2048 chunks.
+    """
+    return _sorted("moe_sort_chunks_by_index", inp, None, split_sizes, sorted_index)[0]
+
+
+def moe_sort_chunks_by_index_with_probs(
+    inp: Tensor, probs: Tensor, split_sizes: Tensor | Sequence[int], sorted_index: Tensor | Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """`moe_sort_chunks_by_index`, and each row's probability beside it.
+
+    **Arguments:** `probs`: [T] or [T, 1] float32, bfloat16, float16 or float64.
+
+    **Returns:** (out, permuted_probs [T]).
+
+    **Raises:** as `moe_sort_chunks_by_index`.
+    """
+    op = "moe_sort_chunks_by_index_with_probs"
+    require_tensor(op, "probs", probs)
+    out, permuted = _sorted(op, inp, probs, split_sizes, sorted_index)
+    return out, permuted
+
+
+def _sorted(op: str, inp: Any, probs: Tensor | None, split_sizes: Any, sorted_index: Any) -> tuple[Tensor, ...]:
+    require_tensor(op, "inp", inp)
+    _require_inp(op, inp, shapes.rows_cols(inp.shape)[0] if inp.dim() > 1 else 0, "its own")
+    tokens = shapes.rows_cols(inp.shape)[0]
+    tensors: list[Tensor | None] = []
+    numbers: list[Any] = []
+    for arg, given in (("split_sizes", split_sizes), ("sorted_index", sorted_index)):
+        t = _integers(op, arg, given, inp.device)
+        tensors.append(t if isinstance(t, Tensor) else None)
+        numbers.append(() if isinstance(t, Tensor) else t)
+    chunks, named = [len(n) if t is None else t.shape[0] for t, n in zip(tensors, numbers, strict=True)]
+    check_chunks(op, chunks, named, tokens)
+    if tensors[0] is None:
+        total = sum(numbers[0])
+        require_size(total, tokens, lambda: f"{op}: split_sizes add up to {total}, and inp has {tokens} rows")
+    if tensors[1] is None and sorted(numbers[1]) != list(range(len(numbers[1]))):
+        raise ValueError(f"{op}: sorted_index must name each of {len(numbers[1])} chunks once, got {list(numbers[1])}")
+    if probs is not None:
+        require_floats(op, "probs", probs, None)
+        require_device(op, inp, probs, "probs")
+        if probs.dim() not in (1, 2) or (probs.dim() == 2 and probs.shape[1] != 1):
+            raise ShapeError(f"{op}: probs must be [T] or [T, 1], got {describe(probs)}")
+        require_size(probs.shape[0], tokens, lambda: f"{op}: probs must be [{tokens}], got {describe(probs)}")
+    return sort_chunks(SortChunks(inp, probs, tensors[0], tensors[1], numbers[0], numbers[1]))

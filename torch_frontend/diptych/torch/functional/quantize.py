@@ -1,0 +1,190 @@
+"""The verbs on tensors: `quantize`, `dequantize`, `gemm`, `gemm_into`, `amax`, `bias_grad`, `scale_update`.
+
+`quantize`, `dequantize` and `gemm` are differentiable, straight through: the gradient of a quantized tensor is a plain
+tensor of its logical dtype, and that of what was quantized. The others have no derivative; an argument of theirs that
+requires grad is refused while grad mode is on. No op has a forward-mode derivative, and a tangent is refused
+(NotImplementedError). All of them trace under `torch.compile(fullgraph=True)`, with static and dynamic shapes.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from diptych.common.errors import ArgumentError
+from diptych.common.formats import FORMATS
+from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX, Quantizer
+from diptych.torch.primitives import quantize as quantize_ops
+from diptych.torch.primitives.checks import (
+    require_no_grad,
+    require_no_tangent,
+    require_quantizer,
+    require_tensor,
+)
+from diptych.torch.tensors.quantized import QUANTIZE, QuantizedTensor, from_buffers, require_quantized
+
+
+@overload
+def amax(x: Tensor, *, per_row: bool = False) -> Tensor: ...
+@overload
+def amax(
+    x: Tensor, *, per_row: bool = False, rht: Literal[True], random_signs: bool = False
+) -> tuple[Tensor, Tensor]: ...
+
+
+def amax(
+    x: Tensor, *, per_row: bool = False, rht: bool = False, random_signs: bool = False
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Largest finite magnitude of a tensor; 0 where there is none.
+
+    **Arguments:** `x`: any shape, float32, bfloat16 or float16. `per_row`: one per row of [..., K]. `rht`: also that of
+    the Hadamard-rotated tensor (bfloat16 only, rows in multiples of 16), with `random_signs` or without.
+
+    **Returns:** float32 [1], or [M] `per_row`; with `rht` a pair, whose second is the rotated tensor's [1].
+
+    **Raises:** TypeError for other dtypes, ValueError for rows that the transform does not divide, or random signs
+    without it.
+    """
+    require_tensor("amax", "x", x)
+    flags = ROW_AMAX * per_row + RHT * rht + RHT_SIGNS * random_signs
+    return quantize_ops.amax(x, flags, columnwise=True) if rht else quantize_ops.amax(x, flags)
+
+
+def group_amaxes(
+    x: Any, quantizer: Quantizer, group: Any, amaxes: Any = quantize_ops.amax
+) -> tuple[Tensor | None, Tensor | None]:
+    """The `amax` and `columnwise_amax` that quantizing x needs, the largest over a group; a row's amax is its own.
+
+    `amaxes`: the op that takes them: `fused.amax` of a FusedInput, `grouped_primitives.amaxes` of a stack, whose
+    tensors each have theirs.
+    """
+    fmt, flags = FORMATS[quantizer.spec.format_id], quantizer.spec.flags
+    if not torch.compiler.is_compiling() and quantizer.needs_scale:  # else the op asks for the scale
+        raise ValueError(
+            "quantize: amax_group does not apply to delayed scaling, whose scale is given; reduce the amax of the "
+            "history and pass it to scale_update(reduced=...)"
+        )
+    if not (fmt.per_tensor or fmt.two_level):
+        raise ValueError(f"quantize: amax_group is for formats with an amax of the tensor; {fmt.name} has none")
+    columnwise = fmt.two_level and quantizer.columnwise
+    amax, of_columns = amaxes(x, flags & (ROW_AMAX | RHT | RHT_SIGNS), columnwise=True)
+    if flags & ROW_AMAX:
+        return amax, (max_over(of_columns, group) if columnwise else None)
+    if flags & RHT and quantizer.rowwise:
+        amax, of_columns = max_over(torch.cat((amax, of_columns)), group).chunk(2)
+    else:  # one number serves both copies
+        amax = of_columns = max_over(of_columns, group)
+    return (None if fmt.two_level and not quantizer.rowwise else amax), (of_columns if columnwise else None)
+
+
+def max_over(amax: Tensor, group: Any) -> Tensor:
+    """The elementwise maximum of amaxes over a process group.
+
+    As integers: amaxes are never negative or NaN, so their bits are ordered as they are, and no flush-to-zero counts.
+    """
+    from torch.distributed import _functional_collectives as collectives  # a torch may be built without distributed
+
+    out = collectives.all_reduce(amax.view(torch.int32), "max", group)
+    if isinstance(out, collectives.AsyncCollectiveTensor):
+        out = out.wait()
+    return out.view(torch.float32)
+
+
+def quantize(
+    x: Tensor,
+    quantizer: Quantizer,
+    *,
+    amax: Tensor | None = None,
+    columnwise_amax: Tensor | None = None,
+    scale: Tensor | None = None,
+    rng: Tensor | None = None,
+    amax_group: Any = None,
+) -> QuantizedTensor:
+    """Quantizes a tensor as `quantizer` says (NUMERICS 1-5). An infinite element becomes NaN, as one that is NaN.
+
+    **Arguments:** `x`: [..., K] float32, bfloat16 or float16. `quantizer`: from `recipe.quantizer(role)` or your own.
+    `amax`, `columnwise_amax`: float32 to use instead of x's own: `amax` [1] in per-tensor formats; in NVFP4 one for
+    each copy that is made. `scale`: float32 [1] to use (delayed scaling); the result's `amax` is still x's own. `rng`:
+    int32 [4] from `rng_state` (stochastic rounding); a call uses two offsets and leaves it as it is. `amax_group`: a
+    process group, over whose ranks the amaxes of the tensor are reduced by max first; those per row stay.
+
+    **Returns:** a `QuantizedTensor` with x's shape, dtype and device, and the copies that `quantizer` wants. Where x
+    requires grad and grad mode is on, so does it; its gradient, a plain tensor of x's dtype, is x's (straight through).
+
+    **Raises:** TypeError for other dtypes, no quantizer, or a missing `scale` or `rng`; ValueError for a scalar,
+    extents or an argument that the format does not take, or mixed devices; NotImplementedError where no kernel fits,
+    or an amax or scale requires grad.
+    """
+    require_tensor("quantize", "x", x)
+    require_no_tangent("quantize", x, amax, columnwise_amax, scale)
+    require_quantizer("quantize", quantizer)
+    implementation = quantizer.implementation()
+    if implementation is not None:
+        given = {"amax": amax, "columnwise_amax": columnwise_amax, "scale": scale, "rng": rng, "amax_group": amax_group}
+        given = {name: value for name, value in given.items() if value is not None}
+        q = implementation(quantizer, x, functools.partial(quantize, **given))
+        if not isinstance(q, QuantizedTensor):
+            raise ArgumentError(
+                f"{type(quantizer).__name__}.quantize_impl returned {type(q).__name__}; "
+                "it must return what the quantize function that it is given returned"
+            )
+        return q
+    if amax_group is not None:
+        if amax is not None or columnwise_amax is not None or scale is not None:
+            raise ValueError("quantize: amax_group reduces x's own amax, and an amax or a scale was given too")
+        amax, columnwise_amax = group_amaxes(x.detach(), quantizer, amax_group)
+    if torch.is_grad_enabled() and x.requires_grad:
+        require_no_grad("quantize (its amaxes and scale)", amax, columnwise_amax, scale)
+        return _Quantize.apply(x, quantizer, amax, columnwise_amax, scale, rng)
+    return from_buffers(x, quantizer, quantize_ops.quantize(x, quantizer, amax, columnwise_amax, scale, rng))
+
+
+class _Quantize(torch.autograd.Function):
+    """Straight through."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, quantizer: Quantizer, *given: Tensor | None) -> QuantizedTensor:
+        return from_buffers(x, quantizer, quantize_ops.quantize(x, quantizer, *given))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        return grad, None, None, None, None, None
+
+
+def rng_state(seed: int, offset: int = 0, device: torch.device | str | int | None = None) -> Tensor:
+    """The state that stochastic rounding reads: int32 [4], low and high words of seed and offset.
+
+    Each `quantize` uses two offsets: give the next call `offset + 2`, and other ranks other seeds or offsets.
+
+    **Raises:** ValueError for a seed or offset outside of 0..2^64-1, TypeError for anything but an int.
+    """
+    words = []
+    for name, value in (("seed", seed), ("offset", offset)):
+        if not isinstance(value, int):
+            raise ArgumentError(f"rng_state: {name} must be an int, got {type(value).__name__}")
+        if not 0 <= value < 1 << 64:
+            raise ValueError(f"rng_state: {name} must lie in 0..2^64-1, got {value}")
+        for word in (value & 0xFFFFFFFF, value >> 32):
+            words.append(word - (1 << 32) if word >> 31 else word)
+    return torch.tensor(words, dtype=torch.int32, device=device)
+
+
+def dequantize(q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The values that a quantized tensor stands for: payload times scale in float32, rounded once to `dtype`.
+
+    **Arguments:** `dtype`: float32, bfloat16 or float16; None is q's logical dtype.
+
+    **Returns:** a tensor of q's shape, from the rowwise copy if there is one, else from the columnwise copy; where that
+    is of the Hadamard-rotated tensor, the rotated values. Its gradient is q's.
+
+    **Raises:** TypeError for another dtype or for a tensor that is not quantized, NotImplementedError for rotated
+    values where q requires grad.
+    """
+    require_quantized("dequantize", "q", q)
+    return q.dequantize(dtype)
+
+
+QUANTIZE[QuantizedTensor] = quantize

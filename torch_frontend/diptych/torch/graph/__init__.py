@@ -1,0 +1,1 @@
+"""How layers and verbs become nodes of a graph that torch.compile traces."""

@@ -1,0 +1,488 @@
+"""Ops made from a dataclass of arguments: forward and backward are one node of a graph each.
+
+    linear = CustomOp("mylib::linear", Arguments, forward, layout, backward)
+    y, = linear(Arguments(x, w, recipe))
+
+A field's annotation says how it enters the graph:
+
+    Tensor, Tensor | None, list[Tensor]          among the node's tensors
+    Tensor | QuantizedTensor (| None)            flattened, and rebuilt inside; likewise QuantizedStack
+    list[Tensor | QuantizedTensor | None]        likewise, each; lists have no gradient
+    Size, tuple[Size, ...]                       among the node's sizes, which may be symbolic
+    torch.dtype (| None)                         as it is
+    Group                                        a process group or None
+    Written                                      a list of tensors that backward writes to; forward does not see it
+    anything else                                hashable (a recipe, any Value), part of one constant
+
+Eagerly a call runs the functions as they stand, without the dispatcher. What is traced (torch.compile, torch.export,
+fake tensors) runs them on fake tensors inside of the node: real and fake results are those of the same code.
+Invariants:
+
+- A node's results are new memory: forward must not return an argument, nor the same tensor twice. What backward reads
+  of the arguments it names in `keeps`; the others it gets as `TensorProto`s.
+- What backward allocates besides its results is gone when the node returns.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from diptych.common.errors import ArgumentError, UnsupportedError
+from diptych.torch.graph import flops
+from diptych.torch.graph.fields import Size as Size
+from diptych.torch.graph.fields import Written as Written
+from diptych.torch.graph.fields import field_of, put, put_proto, put_sizes, take, take_output, take_sizes
+from diptych.torch.graph.program import Replays
+from diptych.torch.graph.proto import TensorProto, proto_of
+from diptych.torch.primitives import constants as opaque
+from diptych.torch.primitives.checks import refuse_second_derivative, require_no_tangent
+from diptych.torch.primitives.constants import Constants
+from diptych.torch.primitives.constants import Group as Group
+from diptych.torch.primitives.register import direct
+from diptych.torch.tensors.quantized import TAKES_COTANGENTS, QuantizedStack, QuantizedTensorBase
+
+# --- the op ----------------------------------------------------------------------------------------------------------
+
+
+_SLOTTED = ("dtype", "group")  # kinds of fields with a slot of their own
+IN_HIGH_PRECISION = "; run this part in high precision, for instance under autocast(enabled=False)"
+
+
+class CustomOp:
+    """A differentiable op; see the module's docstring.
+
+    **Arguments:** `name`: "namespace::name". `arguments`: a dataclass. `forward`: (arguments, needs) -> (outputs,
+    saved): a tuple of tensors, plain or quantized, and the list of plain tensors that backward reads. `needs`: names of
+    the fields whose gradient is wanted, in their order; empty where no backward follows. `layout`: (arguments, needs)
+    -> the prototypes of the outputs; one with `requires_grad` is differentiable. It must not read memory. `backward`:
+    (arguments, needs, saved, grads) -> a gradient for each field in `gradients`, in its order. `keeps`: (arguments,
+    needs) -> names of the fields that backward reads; None: none. `gradients`: (arguments, needs) -> names of the
+    fields that get a gradient, all of `needs` where None. `remedy`: what the refusal of a second derivative ends with.
+
+    **Raises:** TypeError for a dataclass with a field that cannot cross.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        arguments: type,
+        forward: Callable[..., tuple[tuple[Tensor, ...], list[Tensor]]],
+        layout: Callable[..., tuple[TensorProto, ...]],
+        backward: Callable[..., Sequence[Tensor]] | None = None,
+        *,
+        keeps: Callable[..., tuple[str, ...]] | None = None,
+        gradients: Callable[..., tuple[str, ...]] | None = None,
+        remedy: str = IN_HIGH_PRECISION,
+    ) -> None:
+        if not dataclasses.is_dataclass(arguments):
+            raise ArgumentError(f"CustomOp {name}: arguments must be a dataclass, got {arguments!r}")
+        hints = typing.get_type_hints(arguments)
+        self.name, self.arguments = name, arguments
+        self.fields = tuple([field_of(f.name, hints[f.name]) for f in dataclasses.fields(arguments)])
+        self.forward, self.layout, self.backward = forward, layout, backward
+        self._keeps, self._gradients, self.remedy = keeps, gradients, remedy
+        may_replay = getattr(arguments, "replays", False) and [f.kind for f in self.fields if f.schema] == ["group"]
+        self._replays = Replays() if may_replay else None
+        self._form = ";".join([f"{f.name}:{f.kind}" for f in self.fields])  # one guard of a graph, and not many
+        self.differentiable = tuple([f.name for f in self.fields if f.kind in ("tensor", "quantizable")])
+        self._lists = tuple([f.name for f in self.fields if f.kind in ("tensors", "quantizables")])
+        self._has_written = any(f.kind == "written" for f in self.fields)
+        self._eager, self._traced = _eager_function(self), _traced_function(self)
+        if not opaque.AVAILABLE:  # pragma: no cover - no supported torch
+            return
+        namespace, _, short = name.partition("::")
+        self._library = torch.library.Library(namespace, "FRAGMENT")
+        constants = f"{opaque.schema_type(Constants)} constants"
+        slots = ["Tensor[] tensors", "SymInt[] sizes", *[f.schema for f in self.fields if f.schema], constants]
+        signature = f"({', '.join(slots)}) -> Tensor[]"
+        self._forward_node = self._define(short, signature, self._real_forward, self._fake_forward)
+        flops.register_node(self._forward_node, self._fake_forward)
+        self._backward_nodes: tuple[Any, ...] = ()
+        if backward is not None:
+            self._backward_nodes = self._define_backward(f"{short}_backward", constants)
+            TAKES_COTANGENTS.update(self._backward_nodes)
+
+    def _define(
+        self, short: str, signature: str, real: Callable[..., Any], fake: Callable[..., Any] | None = None
+    ) -> Any:
+        self._library.define(f"{short}{signature}", tags=(torch.Tag.pt2_compliant_tag,))
+        plain = short.partition(".")[0]
+        self._library.impl(short, real, "CompositeExplicitAutograd")
+        namespace = self.name.partition("::")[0]
+        torch.library.register_fake(f"{namespace}::{short}", real if fake is None else fake, lib=self._library)
+        packet = getattr(getattr(torch.ops, namespace), plain)
+        return getattr(packet, short.partition(".")[2] or "default")
+
+    def _define_backward(self, short: str, constants: str) -> tuple[Any, ...]:
+        """The pure node, and those that write, by their number of results."""
+        slots = [f.schema for f in self.fields if f.schema]
+        slots = ["Tensor[] kept", "SymInt[] sizes", "Tensor[] saved", "Tensor[] grads", *slots, constants]
+        nodes = [self._define(short, f"({', '.join(slots)}) -> Tensor[]", self._pure_backward)]
+        if self._has_written:
+            # An op that writes to an operand cannot return a list: torch functionalizes fixed results only.
+            for count in range(len(self.differentiable) + 1):
+                results = ", ".join(["Tensor"] * count)
+                signature = f"(Tensor(a!)[] written, {', '.join(slots)}) -> ({results})"
+                nodes.append(self._define(f"{short}_.r{count}", signature, _fixed(self._run_backward)))
+            flops.register_node(nodes[-1], self._run_backward)
+        flops.register_node(nodes[0], self._pure_backward)
+        return tuple(nodes)
+
+    # --- calls ---
+
+    def __call__(self, arguments: Any) -> tuple[Tensor, ...]:
+        """The outputs, differentiable where grad mode is on and an argument requires it."""
+        needs = self.needs(arguments)
+        if forward_ad._current_level >= 0:
+            self._refuse_tangents([getattr(arguments, name) for name, _ in self._kinds()])
+        if not needs:
+            return self.run(arguments, ())[0]
+        if self.backward is None:
+            raise UnsupportedError(f"{self.name} has no derivative, and {', '.join(needs)} require one")
+        values = [getattr(arguments, name) for name, _ in self._kinds()]
+        if self.traced(values):
+            return self._traced(needs, *values)
+        return self._eager(arguments, needs, *[getattr(arguments, n) for n in self.differentiable])
+
+    def eager(self, arguments: Any) -> tuple[Tensor, ...]:
+        """Runs the op for a caller who knows that nothing traces: it adds no node, whatever the tensors are."""
+        held = arguments.__dict__
+        if forward_ad._current_level >= 0:
+            self._refuse_tangents(held.values())
+        tensors = [held[n] for n in self.differentiable]
+        needs: tuple[str, ...] = ()
+        if torch.is_grad_enabled():
+            needs = tuple(
+                [n for n, t in zip(self.differentiable, tensors, strict=True) if t is not None and t.requires_grad]
+            )
+        return self._eager(arguments, needs, *tensors) if needs else self.forward(arguments, ())[0]
+
+    def _refuse_tangents(self, values: Iterable[Any]) -> None:
+        for value in values:
+            require_no_tangent(self.name, *(value if isinstance(value, (list, tuple)) else (value,)))
+
+    def needs(self, arguments: Any) -> tuple[str, ...]:
+        """The fields whose gradient is wanted."""
+        found: list[str] = []
+        if torch.is_grad_enabled():
+            for name, kind in self._kinds():
+                if kind in ("tensor", "quantizable") and _requires_grad(getattr(arguments, name)):
+                    found.append(name)
+        return tuple(found)
+
+    def _kinds(self) -> list[list[str]]:
+        """(name, kind) of each field."""
+        return [part.split(":") for part in self._form.split(";")]
+
+    def keeps(self, arguments: Any, needs: tuple[str, ...]) -> tuple[str, ...]:
+        return () if self._keeps is None else self._keeps(arguments, needs)
+
+    def gradients(self, arguments: Any, needs: tuple[str, ...]) -> tuple[str, ...]:
+        return needs if self._gradients is None else self._gradients(arguments, needs)
+
+    def traced(self, values: Sequence[Any]) -> bool:
+        """Whether a call becomes a node."""
+        if not opaque.AVAILABLE:
+            return False
+        if torch.compiler.is_compiling():
+            return True
+        plain = [t for t in values if isinstance(t, Tensor) and not isinstance(t, QuantizedTensorBase)]
+        return not direct(*plain, unnamed=True)
+
+    def run(self, arguments: Any, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        """(outputs, saved) of forward alone."""
+        kinds = self._kinds()
+        values = [getattr(arguments, name) for name, _ in kinds]
+        if not self.traced(values):
+            return self.forward(arguments, needs)
+        protos = self.layout(arguments, needs)
+        tensors: list[Tensor] = []
+        sizes: list[Any] = []
+        slots, plain = [], []
+        for (_, kind), value in zip(kinds, values, strict=True):
+            if kind in ("tensor", "quantizable"):
+                plain.append(put(value, tensors, sizes))
+            elif kind in ("tensors", "quantizables"):
+                plain.append(tuple([put(t, tensors, sizes) for t in value]))
+            elif kind in ("size", "sizes"):
+                plain.append(put_sizes(value, sizes))
+            elif kind in _SLOTTED:
+                slots.append(opaque.group_argument(value) if kind == "group" else value)
+            elif kind == "plain":
+                plain.append(value)
+        made = list(self._forward_node(tensors, sizes, *slots, Constants((needs, tuple(plain)))))
+        outputs = []
+        for proto in protos:
+            outputs.append(take_output(proto, made))
+        return tuple(outputs), made
+
+    def run_backward(
+        self,
+        held: list[Any],
+        kept: list[Tensor],
+        sizes: list[Any],
+        needs: tuple[str, ...],
+        saved: list[Tensor],
+        grads: list[Tensor | None],
+        results: int,
+    ) -> list[Tensor]:
+        """backward as a node. `held`: by field, the spec of a tensor or the value itself."""
+        written: list[Tensor] = []
+        slots, plain = [], []
+        for (_, kind), value in zip(self._kinds(), held, strict=True):
+            if kind == "written":
+                plain.append(len(value))
+                written += value
+            elif kind in _SLOTTED:
+                slots.append(opaque.group_argument(value) if kind == "group" else value)
+            else:
+                plain.append(value)
+        present = tuple([g is not None for g in grads])
+        given = [g for g in grads if g is not None]
+        if not written:
+            constants = Constants((needs, tuple(plain), present, ()))
+            return list(self._backward_nodes[0](kept, sizes, saved, given, *slots, constants))
+        # Inductor leaves nodes alone that write and have an operand of E8M0: such cross as bytes.
+        bytewise = tuple([i for i, t in enumerate([*kept, *saved]) if t.dtype == torch.float8_e8m0fnu])
+        kept, saved = [_as_bytes(t) for t in kept], [_as_bytes(t) for t in saved]
+        constants = Constants((needs, tuple(plain), present, bytewise))
+        made = self._backward_nodes[1 + results](written, kept, sizes, saved, given, *slots, constants)
+        return [made] if results == 1 else list(made or ())
+
+    # --- inside of the nodes ---
+
+    def _real_forward(self, tensors: list[Tensor], sizes: list[int], *slots: Any) -> list[Tensor]:
+        """Where the constants say all but what the tensors do, a call may run as a program."""
+        if self._replays is None or sizes or slots[0] is not None:
+            return self._run_forward((tensors, sizes, *slots), False)
+        return self._replays(slots[-1], tensors, self._run_forward, (tensors, sizes, *slots), False)
+
+    def _fake_forward(self, *slots: Any) -> list[Tensor]:
+        """The forward on fake tensors. It runs the same code, whose ops have fake implementations of their own."""
+        return self._run_forward(slots, check=True)
+
+    def _run_forward(self, slots: tuple[Any, ...], check: bool) -> list[Tensor]:
+        tensors, sizes, *given = [list(s) if isinstance(s, (list, tuple)) else s for s in slots[:-1]]
+        needs, plain = slots[-1].items
+        specs = list(plain)
+        values: list[Any] = []
+        for f in self.fields:
+            if f.kind in ("tensor", "quantizable"):
+                values.append(take(specs.pop(0), tensors, sizes))
+            elif f.kind in ("tensors", "quantizables"):
+                values.append([take(spec, tensors, sizes) for spec in specs.pop(0)])
+            elif f.kind in ("size", "sizes"):
+                values.append(take_sizes(specs.pop(0), sizes))
+            elif f.schema:
+                values.append(opaque.group_of(given.pop(0)) if f.kind == "group" else given.pop(0))
+            else:
+                values.append(specs.pop(0) if f.kind == "plain" else [])
+        arguments = self.arguments(*values)
+        with _NoGrad():
+            outputs, saved = self.forward(arguments, needs)
+        made: list[Tensor] = []
+        for t in outputs:
+            put(t, made, [])
+        made += saved
+        if check:
+            self._check(outputs, self.layout(arguments, needs))
+            _new_memory(self.name, made, list(slots[0]))
+        return made
+
+    def _check(self, outputs: tuple[Tensor, ...], protos: tuple[TensorProto, ...]) -> None:
+        """Holds outputs to their layout. **Raises** NotImplementedError."""
+        forms = [[(t.dtype, t.dim(), getattr(t, "quantizer", None), isinstance(t, QuantizedStack)) for t in outputs]]
+        forms.append([(p.dtype, len(p.shape), p.quantizer, p.stack) for p in protos])
+        if forms[0] != forms[1]:
+            raise UnsupportedError(f"{self.name}: forward made {forms[0]}, and its layout says {forms[1]}")
+        for t in outputs:
+            if isinstance(t, QuantizedTensorBase) and tuple(t.__tensor_flatten__()[0]) != t.quantizer.buffer_names():
+                raise UnsupportedError(f"{self.name}: the output {t!r} lacks buffers of {t.quantizer.buffer_names()}")
+
+    def _pure_backward(self, *slots: Any) -> list[Tensor]:
+        return self._run_backward([], *slots)
+
+    def _run_backward(self, written: list[Tensor], *slots: Any) -> list[Tensor]:
+        kept, sizes, saved, grads, *given = [list(s) if isinstance(s, (list, tuple)) else s for s in slots[:-1]]
+        needs, plain, present, bytewise = slots[-1].items
+        inputs = [*kept, *saved, *grads]
+        for i in bytewise:
+            held, at = (kept, i) if i < len(kept) else (saved, i - len(kept))
+            held[at] = held[at].view(torch.float8_e8m0fnu)
+        plain, written = list(plain), list(written)
+        values = []
+        for f in self.fields:
+            if f.kind in ("tensor", "quantizable"):
+                values.append(take(plain.pop(0), kept, sizes))
+            elif f.kind == "quantizables":
+                values.append([take(spec, kept, sizes) for spec in plain.pop(0)])
+            elif f.kind in ("size", "sizes"):
+                values.append(take_sizes(plain.pop(0), sizes))
+            elif f.kind in ("tensors", "written"):
+                source, count = (kept if f.kind == "tensors" else written), plain.pop(0)
+                values.append(source[:count])
+                del source[:count]
+            elif f.schema:
+                values.append(opaque.group_of(given.pop(0)) if f.kind == "group" else given.pop(0))
+            else:
+                values.append(plain.pop(0))
+        all_grads = [grads.pop(0) if there else None for there in present]
+        assert self.backward is not None
+        with _NoGrad():
+            made = self.backward(self.arguments(*values), needs, saved, all_grads)
+        return _new_memory(f"{self.name}_backward", list(made), inputs)
+
+
+class _NoGrad:
+    """torch.no_grad without its overhead."""
+
+    def __enter__(self) -> None:
+        self.before = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *error: Any) -> None:
+        torch._C._set_grad_enabled(self.before)
+
+
+def _requires_grad(t: Any) -> bool:
+    return t is not None and t.requires_grad
+
+
+def _as_bytes(t: Tensor) -> Tensor:
+    return t.view(torch.uint8) if t.dtype == torch.float8_e8m0fnu else t
+
+
+def _fixed(real: Callable[..., list[Tensor]]) -> Callable[..., Any]:
+    def fixed(*slots: Any) -> Any:
+        made = real(*slots)
+        return (tuple(made) if len(made) > 1 else made[0]) if made else None
+
+    return fixed
+
+
+def _new_memory(name: str, made: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+    """The results, none of which may be an argument or another result. **Raises** NotImplementedError."""
+    seen = [id(t) for t in inputs]
+    for i, t in enumerate(made):
+        if id(t) in seen:
+            raise UnsupportedError(
+                f"{name}: result {i} is an argument, or stands among the results twice; name an argument that backward "
+                "reads in keeps=, and save a tensor once"
+            )
+        seen.append(id(t))
+    return made
+
+
+_KEPT = object()  # in the place of a tensor that autograd keeps
+
+# --- autograd --------------------------------------------------------------------------------------------------------
+
+
+def _mark(ctx: Any, op: CustomOp, arguments: Any, needs: tuple[str, ...], outputs: tuple[Tensor, ...]) -> None:
+    if len(outputs) > 1:  # the only one is what the derivative is of
+        plain = [t for t, p in zip(outputs, op.layout(arguments, needs), strict=True) if not p.requires_grad]
+        ctx.mark_non_differentiable(*plain)
+
+
+def _eager_function(op: CustomOp) -> Callable[..., Any]:
+    """Runs the functions as they stand."""
+
+    class Calls:
+        @staticmethod
+        def forward(ctx: Any, arguments: Any, needs: tuple[str, ...], *tensors: Any) -> tuple[Tensor, ...]:
+            outputs, saved = op.forward(arguments, needs)
+            keeps = op.keeps(arguments, needs)
+            held = dict(arguments.__dict__)
+            kept: list[Tensor] = []
+            lengths = []
+            for name in op.differentiable:
+                t = held[name]
+                if t is not None:
+                    if name in keeps:
+                        kept.append(t)
+                        held[name] = _KEPT
+                    else:
+                        held[name] = proto_of(t)
+            for name in op._lists:
+                ts = held[name] if name in keeps else []
+                kept += ts
+                lengths.append(len(ts))
+                held[name] = []
+            ctx.save_for_backward(*kept, *saved)
+            ctx.call = (held, needs, op.gradients(arguments, needs), lengths)
+            _mark(ctx, op, arguments, needs, outputs)
+            return outputs
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+            refuse_second_derivative(op.name, op.remedy)
+            bare, needs, names, lengths = ctx.call
+            saved = list(ctx.saved_tensors)
+            arguments = object.__new__(op.arguments)
+            held = arguments.__dict__
+            held.update(bare)
+            for name in op.differentiable:
+                if held[name] is _KEPT:
+                    held[name] = saved.pop(0)
+            for name, length in zip(op._lists, lengths, strict=True):
+                if length:
+                    held[name], saved = saved[:length], saved[length:]
+            assert op.backward is not None
+            made = op.backward(arguments, needs, saved, list(grads))
+            by_name = dict(zip(names, made, strict=True))
+            return None, None, *[by_name.get(name) for name in op.differentiable]
+
+    # The name is what profilers show: of forward this, of backward "...Backward".
+    return type(op.name, (Calls, torch.autograd.Function), {}).apply
+
+
+def _traced_function(op: CustomOp) -> Callable[..., Any]:
+    """Runs both nodes. What it keeps between them are plain tensors, sizes and constants."""
+
+    class Traced(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, needs: tuple[str, ...], *values: Any) -> tuple[Tensor, ...]:
+            arguments = op.arguments(*values)
+            outputs, saved = op.run(arguments, needs)
+            keeps = op.keeps(arguments, needs)
+            tensors: list[Tensor] = []
+            sizes: list[Any] = []
+            held: list[Any] = []  # by field: spec of a tensor, or the value itself
+            for (name, kind), value in zip(op._kinds(), values, strict=True):
+                if kind in ("tensor", "quantizable"):
+                    kept = value is None or name in keeps
+                    held.append(put(value, tensors, sizes) if kept else put_proto(value, sizes))  # type: ignore[arg-type]
+                elif kind == "tensors":
+                    kept_list = value if name in keeps else []
+                    held.append(len(kept_list))
+                    tensors += kept_list
+                elif kind == "quantizables":
+                    held.append(tuple([put(t, tensors, sizes) for t in (value if name in keeps else [])]))
+                elif kind in ("size", "sizes"):
+                    held.append(put_sizes(value, sizes))
+                else:
+                    held.append(value)
+            count = len(tensors)
+            ctx.save_for_backward(*tensors, *saved)
+            ctx.call = (needs, held, sizes, count, len(op.gradients(arguments, needs)))
+            ctx.names = op.gradients(arguments, needs)
+            _mark(ctx, op, arguments, needs, outputs)
+            return outputs
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+            refuse_second_derivative(op.name, op.remedy)
+            needs, held, sizes, count, results = ctx.call
+            tensors, saved = list(ctx.saved_tensors[:count]), list(ctx.saved_tensors[count:])
+            made = op.run_backward(held, tensors, list(sizes), needs, saved, list(grads), results)
+            by_name = dict(zip(ctx.names, made, strict=True))
+            return None, *[by_name.get(name) for name, _ in op._kinds()]
+
+    return Traced.apply

@@ -1,0 +1,90 @@
+"""How many floating-point operations our products are, for `torch.utils.flop_counter` and what estimates by it.
+
+A product of an [M, K] and a [K, N] matrix is 2 M N K operations, as torch counts its own; quantizing and the other ops
+count as none, as torch's pointwise ones do. A grouped product counts all of its rows, also those in no group, because
+where groups end is known on the device alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+from torch.utils.flop_counter import flop_registry, register_flop_formula
+
+from diptych.common.formats import FORMATS
+from diptych.common.ops import shapes
+from diptych.common.ops.grouped import grouped_shape
+from diptych.torch.primitives import gemm, grouped_matmul  # they define the ops  # noqa: F401
+
+_Shape = tuple[int, ...]
+
+
+def register(packet: Any, formula: Callable[..., int], raw: bool = False) -> None:
+    """`formula`: called with the op's arguments, tensors as their shapes unless `raw`, and with the result's."""
+    flop_registry.pop(packet, None)  # of an op of that name whose library is gone
+    register_flop_formula(packet, get_raw=raw)(formula)
+
+
+def _gemm(
+    a_data: _Shape, a_scale_inv: _Shape, a_amax: _Shape | None, a_format: int, a_columnwise: bool,
+    b_data: _Shape, b_scale_inv: _Shape, b_amax: _Shape | None, b_format: int, b_columnwise: bool,
+    *_: Any, **__: Any,
+) -> int:  # fmt: skip
+    shape = shapes.gemm_shape(FORMATS[a_format], a_columnwise, a_data, FORMATS[b_format], b_columnwise, b_data)
+    return 2 * shape.m * shape.n * shape.k
+
+
+def _grouped_gemm(
+    a_data: _Shape, a_scale_inv: _Shape, a_amax: _Shape | None, a_format: int, a_columnwise: bool,
+    b_data: _Shape, b_scale_inv: _Shape, b_amax: _Shape | None, b_format: int, b_columnwise: bool,
+    offsets: _Shape, *_: Any, **__: Any,
+) -> int:  # fmt: skip
+    formats = FORMATS[a_format], FORMATS[b_format]
+    shape = grouped_shape(offsets[0] - 1, formats[0], a_columnwise, a_data, formats[1], b_columnwise, b_data)
+    return 2 * shape.out[-2] * shape.n * shape.k  # of [G, M, N], the result of a product over rows, K is all rows
+
+
+def _grouped_matmul(a: _Shape, *_: Any, out_shape: _Shape, **__: Any) -> int:
+    return 2 * math.prod(a) * out_shape[-1]
+
+
+class _Count(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            self.total += formula(*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+def _without_memory(t: Tensor) -> Tensor:
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta")
+
+
+def register_node(node: torch._ops.OpOverload, run: Callable[..., Any]) -> None:
+    """Counts a node of a graph, whose overloads are all there, by what `run` does, which implements it, to tensors
+    without memory."""
+
+    def formula(*args: Any, out_val: Any = None) -> int:
+        with _Count() as count:
+            run(*tree_map_only(Tensor, _without_memory, args))
+        return count.total
+
+    register(node.overloadpacket, formula, raw=True)
+
+
+register(torch.ops.diptych.gemm, _gemm)
+register(torch.ops.diptych.gemm_into, lambda acc, *operands, **_: _gemm(*operands))
+register(torch.ops.diptych.grouped_gemm, _grouped_gemm)
+register(torch.ops.diptych.grouped_gemm_into, lambda acc, *operands, **_: _grouped_gemm(*operands))
+register(torch.ops.diptych.grouped_matmul, _grouped_matmul)

@@ -1,0 +1,32 @@
+"""What Dynamo knows of traced code, and guards of ours that run before each run of a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+
+def variable(context: Any, local: str) -> Any:
+    """Dynamo's variable of a local of traced code."""
+    return context.get_local(local)._i_will_not_complain_if_bc_breaks_VariableTracker()
+
+
+def before_each_call(
+    context: Any, local: str, fits: Callable[[Any], bool], runs: Callable[[], None] | None = None
+) -> None:
+    """Has the graph that is traced call `fits` on the object that this local stands for, before each of its runs: True
+    means that it may run. Dynamo looks at the object's attributes afterwards. `runs`: called when all guards hold, so
+    that the graph runs next."""
+    source = variable(context, local).source
+    if source is None:  # made by the traced code itself
+        return
+    from torch._dynamo.guards import install_guard  # importing it takes a second
+
+    def check(builder: Any, guard: Any) -> None:
+        said = [f"{guard.name} can have what the graph reads of {local}"]
+        builder.get_guard_manager(guard).add_lambda_guard(fits, said, guard.user_stack)
+        if (noted := runs) is not None:
+            after_all = builder.guard_manager.root.add_epilogue_lambda_guard
+            after_all(lambda _: noted() is None, [f"noted for {guard.name}"], guard.user_stack)
+
+    install_guard(source.make_guard(check))

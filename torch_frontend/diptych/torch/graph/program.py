@@ -1,0 +1,139 @@
+"""Calls on tensors that run again: the core's ops of one call, kept as a program that repeats them by one call.
+
+A node of a graph is called again and again with the same constants and tensors of the same forms, which decide all that
+it does. One call is recorded: it runs as always, and what it does to tensors is seen. Invariants:
+
+- A program runs for tensors of the recorded types, dtypes, shapes and devices alone, all dense.
+- It is the recorded ops of the core, in their order. A call that did to a tensor anything else than to make or to view
+  it has none, nor has one that ran a user's own function (`refuse`).
+- What is called once is not recorded: constants must come again, as the same object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+from diptych.core import _core
+from diptych.torch.primitives.register import RECORDABLE, direct
+
+aten = torch.ops.aten
+
+_UNSET = {aten.empty.memory_format, aten.new_empty.default}
+_ZEROS = {aten.zeros.default, aten.new_zeros.default}
+
+Run = Callable[[list[Tensor]], "list[Tensor] | None"]
+
+
+def _same_memory(view: Tensor, base: Tensor) -> bool:
+    """Whether a tensor lies in one piece in another."""
+    one = view.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
+    return one and view.is_contiguous() and base.is_contiguous()
+
+
+class _Tape(TorchDispatchMode):
+    """Sees a call: the tensors that it makes, and whether it does what a program can."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole = True
+        self.made: dict[int, tuple[Tensor, bool]] = {}  # by id; whether it starts as zeros
+        self.views: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        implementation = RECORDABLE.get(func)
+        if implementation is not None:
+            with self:  # also what it does itself
+                return implementation(*args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        if func in _UNSET or func in _ZEROS:
+            self.made[id(out)] = out, func in _ZEROS
+        elif func.is_view and isinstance(out, Tensor) and _same_memory(out, args[0]):
+            self.views.append((out, args[0]))
+        else:
+            self.whole = False
+        return out
+
+    def origin(self, t: Tensor) -> Tensor:
+        for view, base in reversed(self.views):
+            t = base if view is t else t
+        return t
+
+
+def refuse() -> None:
+    """Called by what Python must run each time: the call that is being recorded, if any, gets no program."""
+    tape = _get_current_dispatch_mode()
+    if isinstance(tape, _Tape):
+        tape.whole = False
+
+
+def record(call: Callable[[], list[Tensor]], inputs: list[Tensor]) -> tuple[list[Tensor], Run | None]:
+    """The results of a call that reads these tensors, and what repeats it for others, or None."""
+    program, tape = _core.Program(), _Tape()
+    program.start()
+    try:
+        with tape:
+            results = call()
+    finally:
+        program.stop()
+    origins = [tape.origin(t) for t in results]
+    whole = tape.whole and len({id(t) for t in origins}) == len(origins)
+    for t, origin in zip(results, origins, strict=True):
+        whole = whole and id(origin) in tape.made and t.nbytes == origin.nbytes
+    if not whole:
+        return results, None
+    makers = []
+    for t, origin in zip(results, origins, strict=True):
+        like = torch.empty(0, dtype=t.dtype, device=t.device)
+        makers.append((like.new_zeros if tape.made[id(origin)][1] else like.new_empty, tuple(t.shape)))
+    views = []
+    for view, _ in tape.views:
+        origin = tape.origin(view)
+        views.append((view, origin, view.data_ptr() - origin.data_ptr()))
+    scratch = [t for t, zeros in tape.made.values() if not zeros]
+    workspace = torch.empty(0, dtype=torch.uint8, device=inputs[0].device).new_empty
+    return results, program.run if program.seal(inputs, origins, scratch, views, makers, workspace) else None
+
+
+class _Known:
+    """The programs of calls with the same constants, one for each set of forms."""
+
+    def __init__(self, constants: Any) -> None:
+        self.constants = constants  # their id is their own as long as this lives
+        self.runs: list[Run] = []
+        self.left = 4  # to record
+
+
+class Replays:
+    """Calls of one function, that run again as programs where they can."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, _Known] = {}
+
+    def __call__(
+        self, constants: Any, inputs: list[Tensor], call: Callable[..., list[Tensor]], *args: Any
+    ) -> list[Tensor]:
+        """call(*args): it touches the tensors `inputs` alone, and their forms and `constants` decide what it does."""
+        known = self._known.get(id(constants))
+        if known is None or torch._C._len_torch_dispatch_stack():
+            if known is None:
+                if len(self._known) >= 1024:
+                    del self._known[next(iter(self._known))]
+                self._known[id(constants)] = _Known(constants)
+            return call(*args)
+        for run in known.runs:
+            made = run(inputs)
+            if made is not None:
+                return made
+        if not known.left or not direct(*inputs, unnamed=True):
+            return call(*args)
+        results, learned = record(partial(call, *args), inputs)
+        known.left = 0 if learned is None else known.left - 1
+        if learned is not None:
+            known.runs.append(learned)
+        return results

@@ -1,0 +1,1 @@
+"""The lab's adapter for torch: its model, its training step and its traces."""

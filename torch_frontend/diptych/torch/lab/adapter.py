@@ -1,0 +1,330 @@
+"""Registers torch with the lab: trains the demo model, records its ops, replays other frameworks' ops."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from diptych.common.formats import FORMATS, format_by_name
+from diptych.common.ops import shapes
+from diptych.lab.frontend import FrontendError, State
+from diptych.lab.job import Job, Weights
+from diptych.lab.trace import Bits, Op, StepTrace
+from diptych.torch.lab import gpt
+from diptych.torch.primitives import gemm as gemm_ops
+from diptych.torch.primitives import quantize as quantize_ops
+from diptych.torch.primitives import scale_update as scale_update_ops
+from diptych.torch.primitives.checks import Copy
+from diptych.torch.state.autocast import autocast
+from diptych.torch.tensors.quantized import QuantizedTensor
+
+# --- training ---
+
+
+class TorchTrainer:
+    """The demo model with its blocks under torch.compile and torch's AdamW."""
+
+    def __init__(self, job: Job, weights: Weights) -> None:
+        torch.set_num_threads(job.threads)
+        m, o = job.model, job.optim
+        self._job, self._device = job, torch.device(job.device)
+        self._model = gpt.GPT(
+            width=m.width, layers=m.layers, heads=m.heads, seq=m.seq, vocab=m.vocab,
+            linear_dtype=getattr(torch, job.linear_dtype),
+        )  # fmt: skip
+        self._linears: dict[str, Any] = {name: self._model.get_submodule(name) for name in m.linears}
+        if job.corruption is not None:
+            assert job.recipe is not None
+            faulty = self._linears[job.corruption.layer]
+            faulty.recipe = job.corruption.recipe(job.recipe, _spoil)
+            faulty.forward = torch.compiler.disable(faulty.forward, reason="a deliberate fault")
+        self._model.to(self._device)
+        self._load(weights)
+        for name, offset in job.streams().items():
+            self._linears[name].seed_rng(job.seed, offset)
+        self._rates = job.optim.learning_rates()
+        self._optimizer = torch.optim.AdamW(
+            self._model.parameters(), betas=(o.beta1, o.beta2), eps=o.eps, weight_decay=o.weight_decay
+        )
+        self._steps = 0
+        if job.compile:
+            for block in self._model.blocks:  # one compilation serves all: they share their code
+                block.compile()
+
+    def _loss(self, batch: np.ndarray) -> Tensor:
+        tokens = torch.from_numpy(batch).to(self._device, torch.int64)
+        with autocast(enabled=self._job.recipe is not None, recipe=self._job.recipe):
+            logits = self._model(tokens[:, :-1])
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+    def _update(self) -> None:
+        for group in self._optimizer.param_groups:
+            group["lr"] = float(self._rates[self._steps])
+        self._optimizer.step()
+        self._steps += 1
+
+    def step(self, batch: np.ndarray) -> float:
+        self._optimizer.zero_grad()
+        loss = self._loss(batch)
+        loss.backward()
+        self._update()
+        return loss.item()
+
+    @torch.no_grad()
+    def evaluate(self, batch: np.ndarray) -> float:
+        streams = {linear: linear.rng_state.clone() for linear in self._linears.values() if self._job.streams()}
+        self._model.eval()  # scales are used as they are
+        try:
+            return self._loss(batch).item()
+        finally:
+            self._model.train()
+            for linear, rng in streams.items():
+                linear.rng_state.copy_(rng)
+
+    def traced_step(self, batch: np.ndarray) -> StepTrace:
+        self._optimizer.zero_grad()
+        with Recorder() as recorder, recorder.watch(self._model), torch.compiler.set_stance("force_eager"):
+            loss = self._loss(batch)
+            loss.backward()
+        activations = {**recorder.activations, "loss": _numpy(loss)}
+        gradients = {k: _numpy(p.grad) for k, p in self._model.named_parameters() if p.grad is not None}
+        self._update()
+        return StepTrace(loss.item(), activations, recorder.ops, gradients)
+
+    def state(self) -> State:
+        named = dict(self._model.named_parameters())
+        adam = {k: self._optimizer.state.get(p) or {} for k, p in named.items()}
+        first, second = (
+            {k: _numpy(adam[k].get(name, torch.zeros_like(p))) for k, p in named.items()}
+            for name in ("exp_avg", "exp_avg_sq")
+        )
+        quantizing = {k: _numpy(v) for k, v in self._model.state_dict().items() if k not in named}
+        return State(self._steps, {k: _numpy(p) for k, p in named.items()}, first, second, quantizing)
+
+    def scales(self) -> dict[str, float]:
+        tensors = {k: v for k, v in self._model.named_buffers() if ".scale_states." in k and k.endswith(".scale")}
+        if not tensors:
+            return {}
+        values = torch.cat(list(tensors.values())).tolist()  # one transfer
+        names = [k.removesuffix(".scale").replace(".scale_states", "") for k in tensors]
+        return dict(zip(names, values, strict=True))
+
+    def restore(self, state: State) -> None:
+        self._load(state.weights, state.quantizing)
+        self._steps = state.step
+        for name, p in self._model.named_parameters():
+            self._optimizer.state[p] = {
+                "step": torch.tensor(float(state.step)),
+                "exp_avg": torch.from_numpy(state.first[name].copy()).to(self._device),
+                "exp_avg_sq": torch.from_numpy(state.second[name].copy()).to(self._device),
+            }
+
+    def _load(self, weights: Weights, quantizing: Weights | None = None) -> None:
+        both = {**weights, **(quantizing or {})}
+        self._model.load_state_dict({k: torch.from_numpy(v.copy()) for k, v in both.items()})
+
+
+def _spoil(q: QuantizedTensor, factor: float) -> QuantizedTensor:
+    """The self-test's fault; see `Corruption`."""
+    if q.quantizer.format.two_level:  # the factor is too large for an E4M3 scale
+        assert q.amax is not None
+        q.amax = q.amax * factor
+        return q
+    scale = q.rowwise_scale_inv
+    assert scale is not None
+    q.rowwise_scale_inv = (scale.float() * factor).to(scale.dtype)
+    return q
+
+
+# --- recording ---
+
+
+class Recorder(TorchDispatchMode):
+    """While it is entered, every diptych op that reaches the dispatcher is kept, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[Op] = []
+        self.activations: dict[str, np.ndarray] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace != "diptych" or func._opname == "rng_take":
+            return func(*args, **(kwargs or {}))
+        names = [a.name for a in func._schema.arguments]
+        given = dict(zip(names, args, strict=False)) | (kwargs or {})
+        inputs = {k: _bits(v) for k, v in given.items() if isinstance(v, Tensor)}  # before an op changes them
+        out = func(*args, **(kwargs or {}))
+        self.ops.append(_op(func._opname, given, inputs, list(out) if isinstance(out, (list, tuple)) else [out]))
+        return out
+
+    @contextlib.contextmanager
+    def watch(self, model: gpt.GPT) -> Iterator[None]:
+        """Keeps the activations that the lab names, by hooks on the model's modules."""
+        at_input = {"softmax": "scores", "proj": "attention", "norm2": "residual"}
+        modules = {"norm": model.norm, "head": model.head}
+        for i, block in enumerate(model.blocks):
+            modules |= {f"blocks.{i}.{k}": v for k, v in block.named_children()} | {f"blocks.{i}": block}
+
+        def hook(name: str) -> Callable[..., None]:
+            prefix, _, last = name.rpartition(".")
+
+            def keep(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+                if name == "blocks.0":
+                    self.activations["embed"] = _numpy(inputs[0])
+                if last in at_input:
+                    self.activations[f"{prefix}.{at_input[last]}"] = _numpy(inputs[0])
+                self.activations[f"{name}.output" if last.isdigit() else name] = _numpy(output)
+
+            return keep
+
+        handles = [module.register_forward_hook(hook(name)) for name, module in modules.items()]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+
+def _numpy(t: Tensor) -> np.ndarray:
+    return t.detach().to("cpu", copy=True).numpy()
+
+
+_BIT_DTYPES = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
+
+
+def _bits(t: Tensor) -> Bits:
+    t = t.detach().to("cpu", copy=True).contiguous()
+    return Bits(_name(t.dtype), t.view(_BIT_DTYPES[t.element_size()]).numpy())
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _op(kind: str, given: dict[str, Any], inputs: dict[str, Bits], outs: list[Any]) -> Op:
+    """A recorded call in the lab's terms."""
+    if kind == "quantize_delayed":  # copies that are not made are empty tensors
+        quantizer, history = given["quantizer"], inputs.pop("history")
+        inputs["pending"] = Bits(history.dtype, history.data[:1])
+        sides = (quantizer.rowwise, quantizer.rowwise, quantizer.columnwise, quantizer.columnwise)
+        made = [t for t, wanted in zip(outs, sides, strict=True) if wanted]
+        return _quantize_op(given, inputs, [*made, given["history"][:1]])
+    if kind == "quantize":
+        return _quantize_op(given, inputs, outs)
+    if kind == "scale_update":
+        options = {k: given[k] for k in ("fp8_max", "margin", "most_recent")}
+        return Op(kind, inputs, options, {k: _bits(given[k]) for k in ("history", "scale")})
+    if kind == "gemm":
+        options = {s: (FORMATS[given[f"{s}_format"]].name, given[f"{s}_columnwise"]) for s in "ab"}
+        options |= {"alpha": given["alpha"], "beta": 0.0, "fast_accum": given["fast_accum"]}
+        return Op(kind, inputs, options | {"out_dtype": _name(given["out_dtype"])}, {"d": _bits(outs[0])})
+    if kind == "dequantize":
+        options = {"format": FORMATS[given["format"]].name, "columnwise": given["columnwise"]}
+        return Op(kind, inputs, options | {"dtype": _name(given["dtype"])}, {"out": _bits(outs[0])})
+    if kind == "bias_grad":
+        return Op(kind, inputs, {"dtype": _name(given["dtype"])}, {"out": _bits(outs[0])})
+    if kind == "amax":
+        options = {"flags": given.get("flags", 0), "columnwise": given.get("columnwise", False)}
+        return Op(kind, inputs, options, {k: _bits(t) for k, t in zip(("out", "columnwise_out"), outs, strict=False)})
+    raise NotImplementedError(f"recording diptych::{kind} is not supported")
+
+
+def _quantize_op(given: dict[str, Any], inputs: dict[str, Bits], outs: list[Tensor]) -> Op:
+    names = [b.name for b in shapes.quantize_buffers(tuple(given["x"].shape), given["quantizer"])]
+    outputs = {k: _bits(v) for k, v in zip(names, outs, strict=True)}
+    return Op("quantize", inputs, {"quantizer": given["quantizer"]}, outputs)
+
+
+# --- replay ---
+
+
+def _replayed(op: Op, x: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Outputs of a recorded op on these inputs."""
+    o = op.options
+    if op.kind == "quantize":
+        quantizer = o["quantizer"]
+        names = [b.name for b in shapes.quantize_buffers(tuple(x["x"].shape), quantizer)]
+        if "pending" in x:
+            out = quantize_ops.quantize_delayed(x["x"], quantizer, x["scale"], x["pending"])
+            return dict(zip(names, [*out, x["pending"]], strict=True))
+        given = {k: x.get(k) for k in ("amax", "columnwise_amax", "scale", "rng")}
+        return dict(zip(names, quantize_ops.quantize(x["x"], quantizer, **given), strict=True))
+    if op.kind == "scale_update":
+        scale_update_ops.scale_update(x["history"], x["scale"], x.get("reduced"), x.get("amax"), **o)
+        return x
+    if op.kind == "gemm":
+        a, b = (_copy(x, f"{s}_", *o[s]) for s in "ab")
+        if "c" in x:
+            gemm_ops.gemm_into(x["c"], a, b, x.get("bias"), o["alpha"], o["beta"], o["fast_accum"])
+            return {"d": x["c"]}
+        return {"d": gemm_ops.gemm(a, b, x.get("bias"), o["alpha"], getattr(torch, o["out_dtype"]), o["fast_accum"])}
+    if op.kind == "bias_grad":
+        return {"out": gemm_ops.bias_grad(x["dy"], getattr(torch, o["dtype"]))}
+    if op.kind == "dequantize":
+        return {"out": quantize_ops.dequantize(_copy(x, "", o["format"], o["columnwise"]), getattr(torch, o["dtype"]))}
+    assert op.kind == "amax", op.kind
+    if o["columnwise"]:
+        return dict(zip(("out", "columnwise_out"), quantize_ops.amax(x["x"], o["flags"], columnwise=True), strict=True))
+    return {"out": quantize_ops.amax(x["x"], o["flags"])}
+
+
+def _copy(x: dict[str, Tensor], prefix: str, format: str, columnwise: bool) -> Copy:
+    data, scale_inv, amax = (x.get(f"{prefix}{part}") for part in ("data", "scale_inv", "amax"))
+    assert data is not None and scale_inv is not None
+    return data, scale_inv, amax, format_by_name(format).id, columnwise
+
+
+class TorchFrontend:
+    """torch's adapter; see `diptych.lab.frontend.Frontend`."""
+
+    name = "torch"
+
+    def versions(self) -> dict[str, str]:
+        found = {"torch": importlib.metadata.version("torch")}
+        return found | ({"torch's CUDA": torch.version.cuda} if torch.version.cuda else {})
+
+    def device_problem(self, device: str) -> str | None:
+        if device == "cuda" and not torch.cuda.is_available():
+            return "this torch is built without CUDA" if torch.version.cuda is None else "torch finds no usable GPU"
+        return None
+
+    def trainer(self, job: Job, weights: Weights) -> TorchTrainer:
+        compilers = (os.environ.get("CXX"), "g++", "clang++")
+        if job.compile and job.device == "cpu" and not any(shutil.which(c) for c in compilers if c):
+            raise FrontendError(
+                "torch.compile needs a C++ compiler, and there is no g++; install it or add --no-compile"
+            )
+        return TorchTrainer(job, weights)
+
+    @torch.no_grad()
+    def replay(self, op: Op, device: str) -> dict[str, Bits]:
+        x = {k: torch.tensor(v.data).view(getattr(torch, v.dtype)).to(device) for k, v in op.inputs.items()}
+        return {k: _bits(v) for k, v in _replayed(op, x).items() if k in op.outputs}
+
+    @torch.no_grad()
+    def apply(self, kind: str, inputs: list[np.ndarray], heads: int) -> np.ndarray:
+        ops: dict[str, Callable[..., Tensor]] = {
+            "embedding": lambda tokens, embed, position: F.embedding(tokens, embed) + position[: tokens.shape[-1]],
+            "layer norm": lambda x, weight, bias: F.layer_norm(x, x.shape[-1:], weight, bias),
+            "attention scores": lambda qkv: gpt.attention_scores(*gpt.split_heads(qkv, heads)[:2]),
+            "softmax": lambda x: x.softmax(dim=-1),
+            "attention values": lambda p, qkv: gpt.attention_values(p, qkv, heads),
+            "residual add": torch.add,
+            "gelu": F.gelu,
+            "head matmul": F.linear,
+            "cross entropy": lambda x, y: F.cross_entropy(x.flatten(0, 1), y.flatten().long()),
+        }
+        return ops[kind](*(torch.tensor(x) for x in inputs)).numpy()
+
+
+frontend = TorchFrontend()

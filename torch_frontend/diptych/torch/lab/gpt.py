@@ -1,0 +1,94 @@
+"""The demo model as a torch user writes it: a byte-level GPT, an `nn.Module` with `diptych.torch.Linear` in its blocks.
+
+Embedding and head stay in high precision, as is usual. `diptych/jax/gpt.py` is the same model in JAX.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+from diptych.torch.modules.linear import Linear
+
+
+class Projection(Linear):
+    """A linear of a block, computed in `compute_dtype` between activations of another."""
+
+    def __init__(self, in_features: int, out_features: int, compute_dtype: torch.dtype) -> None:
+        super().__init__(in_features, out_features)
+        self.compute_dtype = compute_dtype
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x.to(self.compute_dtype)).to(x.dtype)
+
+
+class Block(nn.Module):
+    """One pre-norm transformer block."""
+
+    def __init__(self, width: int, heads: int, linear_dtype: torch.dtype) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1 = nn.LayerNorm(width)
+        self.qkv = Projection(width, 3 * width, linear_dtype)
+        self.softmax = nn.Softmax(dim=-1)
+        self.proj = Projection(width, width, linear_dtype)
+        self.norm2 = nn.LayerNorm(width)
+        self.up = Projection(width, 4 * width, linear_dtype)
+        self.gelu = nn.GELU()
+        self.down = Projection(4 * width, width, linear_dtype)
+
+    def attention(self, qkv: Tensor) -> Tensor:
+        """Causal attention of [B, T, 3 D], [B, T, D]."""
+        q, k, _ = split_heads(qkv, self.heads)
+        return attention_values(self.softmax(attention_scores(q, k)), qkv, self.heads)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.proj(self.attention(self.qkv(self.norm1(x))))
+        return x + self.down(self.gelu(self.up(self.norm2(x))))
+
+
+class GPT(nn.Module):
+    """Logits [B, T, vocab] of tokens [B, T]. The blocks' linears compute in `linear_dtype`, all else in float32."""
+
+    def __init__(
+        self,
+        *,
+        width: int,
+        layers: int,
+        heads: int,
+        seq: int,
+        vocab: int = 256,
+        linear_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        self.position = nn.Embedding(seq, width)
+        self.blocks = nn.ModuleList(Block(width, heads, linear_dtype) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocab, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens) + self.position.weight[: tokens.shape[-1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def split_heads(qkv: Tensor, heads: int) -> Tensor:
+    """[B, T, 3 D] -> [3, B, H, T, D / H]."""
+    batch, seq, width = qkv.shape
+    return qkv.reshape(batch, seq, 3, heads, width // (3 * heads)).permute(2, 0, 3, 1, 4)
+
+
+def attention_scores(q: Tensor, k: Tensor) -> Tensor:
+    """Scaled and causally masked q @ k.T, [B, H, T, T]."""
+    scores = (q @ k.transpose(-1, -2)) * (1 / math.sqrt(q.shape[-1]))
+    causal = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
+    return scores.masked_fill(~causal, -math.inf)
+
+
+def attention_values(probabilities: Tensor, qkv: Tensor, heads: int) -> Tensor:
+    """probabilities @ v with the heads side by side, [B, T, D]."""
+    return (probabilities @ split_heads(qkv, heads)[2]).transpose(1, 2).flatten(2)

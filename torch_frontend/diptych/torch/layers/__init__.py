@@ -1,0 +1,1 @@
+"""Linear layers as functions: which products run on which operands."""

@@ -1,0 +1,41 @@
+"""What layers ask of recipes and inputs before they run."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from diptych.common.errors import DTypeError, ShapeError
+from diptych.common.layers.plan import LinearPlan, TensorPlan
+from diptych.torch.primitives.checks import describe, require_device, require_high_precision, require_tensor
+from diptych.torch.tensors.quantized import high_precision
+
+
+def fusable(tensor: TensorPlan) -> bool:
+    """Whether a tensor may stay unstored: every use of it reads a copy that the core makes."""
+    return all([q is not None and not q.custom for q in (tensor.rowwise, tensor.columnwise)])
+
+
+def input_fusable(plan: LinearPlan) -> bool:
+    """Whether forward quantizes the input of a linear layer from what is not stored. What backward reads does not
+    change forward's bits: where wgrad reads the input itself, that is stored beside."""
+    forward, backward = plan.input.rowwise, plan.input.columnwise
+    if forward is None or forward.custom:
+        return False
+    return backward is None or plan.dequantized_backward or not backward.custom
+
+
+def input_for(op: str, x: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
+    """x in high precision and the dtype of `torch.amp.autocast`, checked beside the parameters of its norm."""
+    require_tensor(op, "input", x)
+    dtype = x.dtype
+    if not x.is_meta and torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+    x = high_precision(op, x, dtype).to(dtype)
+    require_high_precision(op, "input", x)
+    if x.dim() == 0 or x.size(-1) != gamma.size(0):
+        raise ShapeError(f"{op}: input must be [..., {gamma.size(0)}], got {describe(x)}")
+    require_device(op, gamma, x, "input")
+    if beta is not None and beta.dtype != gamma.dtype:
+        raise DTypeError(f"{op}: layer_norm_bias must have layer_norm_weight's dtype {gamma.dtype}, got {beta.dtype}")
+    return x

@@ -1,0 +1,347 @@
+"""`grouped_linear`: a linear layer for each group of rows as one op, eagerly and as two nodes of a graph.
+
+    y[r]  = quantize(x)[r]  @ quantize(w[g]).T + bias[g]      fprop  rows of group g, [R, K] @ [G, N, K].T
+    dx[r] = quantize(dy)[r] @ quantize(w[g])                  dgrad  [R, N] @ [G, N, K]
+    dw[g] = quantize(dy)[of g].T @ quantize(x)[of g]          wgrad  over the rows of group g
+    db[g] = the sum of dy's rows in group g
+
+x and dy are quantized whole, as a linear layer's are; w is quantized as G tensors, but that delayed scaling has one
+scale for all of them, and one amax over all. Rows in no group are zeros in y and dx, and are not summed.
+
+With a map of rows, x is in token order: its rows are quantized as they move to their experts, and dx is each token's
+sum. The bits are those of permuting first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from diptych.common.errors import ArgumentError, ShapeError
+from diptych.common.layers.groups import rotates_rows
+from diptych.common.layers.schedule import Call, Schedule
+from diptych.common.ops import shapes
+from diptych.common.ops.grouped import align_of, kernel_align
+from diptych.common.recipes import Recipe
+from diptych.torch.functional import source as sources
+from diptych.torch.functional.permute import RowMap, moe_permute, require_row_map
+from diptych.torch.graph.custom_op import CustomOp
+from diptych.torch.graph.proto import TensorProto
+from diptych.torch.layers.held import given_copies, held_copies
+from diptych.torch.layers.node import LayerArguments, finished, kept_spec, result_proto, run
+from diptych.torch.layers.options import Options, schedule
+from diptych.torch.layers.quantize import (
+    encode,
+    quantize_calls,
+    quantize_weight,
+    record_late,
+    require_stackable,
+    rounded,
+    scale_of,
+)
+from diptych.torch.primitives import grouped as grouped_ops
+from diptych.torch.primitives.checks import describe, require_device, require_high_precision, require_tensor
+from diptych.torch.primitives.grouped_matmul import grouped_matmul
+from diptych.torch.primitives.permute import permute, unpermute
+from diptych.torch.state.autocast import recording
+from diptych.torch.state.scales import ScaleStates
+from diptych.torch.tensors.copies import Operand, pack, pick, unpack, values
+from diptych.torch.tensors.quantized import QuantizedStack, QuantizedTensor, high_precision
+
+# --- quantizing and products -----------------------------------------------------------------------------------------
+
+
+def _stack(t: Operand, dtype: torch.dtype) -> Tensor:
+    """A stack in high precision."""
+    return t.to(dtype) if isinstance(t, Tensor) else grouped_ops.stack_values(t, dtype)
+
+
+class _Groups(NamedTuple):
+    offsets: Tensor
+    align: int
+
+    def product(
+        self, trans_b: bool, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, fast_accum: bool
+    ) -> Tensor:
+        """a's rows times the stack b, [R, .] in dtype; in high precision where an operand is."""
+        if not (isinstance(a, Tensor) or isinstance(b, Tensor)):
+            return grouped_ops.grouped_gemm(a, b, self.offsets, bias, self.align, False, 1.0, dtype, fast_accum)
+        inner = a.dtype if isinstance(a, Tensor) else b.dtype
+        bias = None if bias is None else bias.to(inner)
+        return grouped_matmul(values(a, inner), _stack(b, inner), self.offsets, bias, False, trans_b).to(dtype)
+
+
+class GroupedWeightGradient(NamedTuple):
+    """wgrad, ready to run: `compute` makes it, `accumulate` adds it to a float32 buffer."""
+
+    dy: Operand
+    x: Operand
+    groups: _Groups
+    dtype: torch.dtype
+    schedule: Schedule
+    options: Options
+
+    def compute(self) -> Tensor:
+        dy, x, (offsets, align) = self.dy, self.x, self.groups
+        if isinstance(dy, Tensor) or isinstance(x, Tensor):
+            inner = dy.dtype if isinstance(dy, Tensor) else x.dtype
+            dw = grouped_matmul(values(dy, inner), values(x, inner), offsets, depth=True).to(self.dtype)
+        else:
+            fast, rotated = self.schedule.plan.fast_accum[2], rotates_rows(self.schedule.plan)
+            dw = grouped_ops.grouped_gemm(dy, x, offsets, None, align, rotated, 1.0, self.dtype, fast)
+        call = self.schedule.results[2]
+        if call is None:
+            return dw
+        single = call._replace(quantizer=call.quantizer.with_usage(rowwise=True, columnwise=False))
+        copy = quantize_weight(dw, (single,), self.options, None)[0]
+        assert copy is not None
+        return grouped_ops.stack_values(copy, dw.dtype)
+
+    def accumulate(self, acc: Tensor) -> None:
+        if self.schedule.results[2] is not None or isinstance(self.dy, Tensor) or isinstance(self.x, Tensor):
+            acc += self._replace(dtype=acc.dtype).compute()
+        else:
+            fast, rotated = self.schedule.plan.fast_accum[2], rotates_rows(self.schedule.plan)
+            grouped_ops.grouped_gemm_into(acc, self.dy, self.x, *self.groups, rotated, fast)
+
+
+# --- the op ----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class _Arguments(LayerArguments):
+    """One call. `x_copy`: the tensors of the copy of a quantized x that backward reads. `align`: of `ALIGNS`.
+    `row_id_map`, `source`: of the map that x's rows, tokens then, are permuted by, if they are."""
+
+    x: Tensor | QuantizedTensor
+    weight: Tensor | QuantizedStack
+    bias: Tensor | None
+    rng: Tensor | None
+    x_copy: list[Tensor]
+    offsets: Tensor
+    align: int
+    row_id_map: Tensor | None
+    source: Tensor | None
+
+    def wanted(self, needs: tuple[str, ...]) -> tuple[tuple[bool, bool], ...]:
+        return (("x" in needs, "weight" in needs),)
+
+    def kept_operands(self, needs: tuple[str, ...], schedules: tuple[Schedule, ...]) -> tuple[str, ...]:
+        kept = ("x", "source") if _keeps_x(schedules[0]) else ("x_copy",)
+        return ("offsets", "row_id_map", *kept)
+
+    def groups(self) -> _Groups:
+        return _Groups(self.offsets, self.align)
+
+    def rows(self, calls: tuple[Call, ...]) -> Any:
+        """x as its groups lie. Permuted rows are not stored where nothing but these calls, all of the core, reads them;
+        without a call something else does."""
+        if self.row_id_map is None or self.source is None:
+            return self.x
+        if calls and not any([call.quantizer.custom for call in calls]):
+            return sources.permuted(self.x, self.row_id_map, self.source)
+        return permute([self.x], [0], self.row_id_map, self.source)[0]
+
+
+def _keeps_x(s: Schedule) -> bool:
+    return bool(s.x_late) or s.x_kept == "original"
+
+
+def _forward(a: _Arguments, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+    s = a.schedules(needs)[0]
+    (options,), amaxes = a.forward_options(needs)
+    x = a.rows(() if s.plan.input.rowwise is None else s.x)
+    if isinstance(x, QuantizedTensor):
+        copies_x = given_copies(x, s, "grouped_linear")
+    else:
+        copies_x = encode(x, s.x, options, a.rng, options.replay).copies
+    copies_w = options.weight_copies
+    if isinstance(a.weight, QuantizedStack):
+        copies_w = held_copies(
+            a.weight, s.w, "grouped_linear: the weight", "run it by the recipe of its quantized_model_init"
+        )
+    elif copies_w is None:
+        copies_w = quantize_weight(a.weight, s.w, options, a.rng, options.replay)
+    left = high_precision("grouped_linear", x) if copies_x[0] is None else copies_x[0]
+    right = pick("original", copies_w, a.weight) if s.plan.weight.rowwise is None else copies_w[0]
+    y = a.groups().product(True, left, right, a.bias, a.x.dtype, s.plan.fast_accum[0])
+    if a.source is None:
+        y = y.view(shapes.gemm_out_shape(a.x.shape, y.shape[0], y.shape[1], False))
+    saved: list[Tensor] = []
+    if "weight" in needs:
+        if not (_keeps_x(s) or a.x_copy):
+            pack(pick(s.x_kept, copies_x, a.x), saved)
+        saved += [scale_of(c, options, options.replay)[0].clone() for c in s.x_late if c.state]
+        record_late(x, s, options)
+    a.pack_weight(0, s, copies_w, saved)
+    return (finished(y, s, options, a.rng), *amaxes), saved
+
+
+def _layout(a: _Arguments, needs: tuple[str, ...]) -> tuple[TensorProto, ...]:
+    y = result_proto(a.x, a.weight.shape[1], a.schedules(needs)[0])
+    if a.source is not None:
+        y = y._replace(shape=(a.source.shape[0], y.shape[-1]))
+    return (y, *a.amax_protos(needs))
+
+
+def _backward(a: _Arguments, needs: tuple[str, ...], saved: list[Tensor], grads: list[Tensor | None]) -> list[Tensor]:
+    s, options, dy = a.schedules(needs)[0], a.backward_options(needs)[0], grads[0]
+    assert dy is not None
+    x: Any = None
+    scales = {}
+    if "weight" in needs:
+        if isinstance(a.x, Tensor):
+            x = a.rows(s.x_late)
+            x = high_precision("grouped_linear", x) if isinstance(x, Tensor) else x
+        else:
+            x = unpack(kept_spec(s.x_kept, s.plan.input), list(a.x_copy) or saved)
+        scales = {c.state: saved.pop(0) for c in s.x_late if c.state}
+    w = a.kept_weight(0, s, saved) if "x" in needs else None
+    rowwise, columnwise = quantize_calls(dy, s.dy, options, a.rng)
+    made: dict[str, Any] = {}
+    if "x" in needs:
+        left = dy if rowwise is None else rowwise
+        dx = a.groups().product(False, left, w, None, a.x.dtype, s.plan.fast_accum[1])
+        dx = rounded(dx, s.results[1], options, a.rng)
+        made["x"] = (dx if a.row_id_map is None else unpermute(dx, a.row_id_map)[0]).view(a.x.shape)
+    if "weight" in needs:
+        if s.x_late:
+            x = pick(s.x_kept, encode(x, s.x_late, options, a.rng, scales).copies, x)
+        operand = dy if columnwise is None else columnwise
+        wgrad = GroupedWeightGradient(operand, x, a.groups(), a.weight.dtype, s, options)
+        sink = options.weight_grad
+        made["weight"] = wgrad.compute() if sink is None else sink.accept(wgrad)
+    if "bias" in needs:
+        assert a.bias is not None
+        made["bias"] = grouped_ops.grouped_bias_grad(dy, a.offsets, a.bias.dtype)
+    a.log_amaxes()
+    return [made[name] for name in a.gradients(needs)]
+
+
+_grouped_linear = CustomOp(
+    "diptych::grouped_linear", _Arguments, _forward, _layout, _backward,
+    keeps=_Arguments.keeps, gradients=_Arguments.gradients,
+)  # fmt: skip
+
+
+# --- as users call it ------------------------------------------------------------------------------------------------
+
+
+def _require_fit(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor) -> None:
+    """Everything that the three products ask for, before the first kernel."""
+    op = "grouped_linear"
+    require_tensor(op, "weight", weight)
+    if isinstance(weight, QuantizedTensor):
+        raise ArgumentError(f"{op}: a weight that is held quantized is a QuantizedStack, got a QuantizedTensor")
+    require_high_precision(op, "input", x)
+    require_high_precision(op, "weight", weight)
+    require_tensor(op, "offsets", offsets)
+    grouped_ops.require_offsets(op, x, offsets)
+    if x.dim() == 0 or weight.dim() != 3 or x.size(-1) != weight.size(2):
+        raise ShapeError(f"{op}: input [..., K] and weight [G, N, K] do not fit: {describe(x)}, {describe(weight)}")
+    if offsets.size(0) != weight.size(0) + 1:
+        raise ShapeError(
+            f"{op}: offsets must be [{weight.size(0) + 1}], one more than weights, got {describe(offsets)}"
+        )
+    if bias is not None:
+        require_high_precision(op, "bias", bias)
+        if bias.dim() != 2 or bias.size(0) != weight.size(0) or bias.size(1) != weight.size(1):
+            raise ShapeError(f"{op}: bias [G, N] and weight [G, N, K] do not fit: {describe(bias)}, {describe(weight)}")
+    require_device(op, x, weight, "weight")
+    require_device(op, x, bias, "bias")
+
+
+def grouped_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    offsets: Tensor | None,
+    recipe: Recipe,
+    *,
+    row_map: RowMap | None = None,
+    align: int = 1,
+    module: str = "grouped_linear",
+    name: str = "",
+    state: ScaleStates | None = None,
+    rng: Tensor | None = None,
+    amax_group: Any = None,
+    record: bool = True,
+    save_original_input: bool = False,
+) -> Tensor:
+    """x[r] @ weight[g].T + bias[g] for the rows r of each group g, quantized as a recipe says, differentiable once.
+
+    **Arguments:** `x`: [..., K] with R rows; as for `linear`. Rows in no group enter no product, but count in amaxes of
+    the whole tensor and in blocks of scales that they share with a group: keep zeros there, as `moe_permute` does.
+    `weight`: [G, N, K], or a `QuantizedStack` with the copies that the recipe asks for. `bias`: [G, N]. `offsets`:
+    int32 [G + 1]; group g is rows offsets[g] <= r < offsets[g + 1].
+    The CPU refuses offsets that descend or leave 0..R; CUDA, which does not wait for them, takes each as at least the
+    one before it and at most R. `row_map`: instead of offsets, which are then its expert_offsets. x is in token
+    order, [T, K] (or [..., K]), and its rows go where the map sends them: the result, the gradients and the states have
+    the bits of `moe_permute` before this, but permuted rows are not stored where they are quantized, and backward keeps
+    x itself with `save_original_input` or for products in high precision. A quantized x is permuted first. `align`: a
+    promise that every offset is a multiple of it: tensor cores need at least 32 in wgrad, 128 where scales stand for
+    128 rows, and other groups take a slower kernel; a Hadamard transform needs a multiple of 16. `amax_group`:
+    as for `linear`; each weight's amax is reduced with the same weight's of other ranks. The others as for `linear`.
+
+    **Returns:** [..., N] in x's (or autocast's) dtype, with a `row_map` [rows, N] by expert; rows in no group +0; a
+    QuantizedTensor where the recipe quantizes the output.
+
+    **Raises:** as `linear`; ValueError also for offsets, a map that does not fit, and a Hadamard transform without its
+    promise, NotImplementedError for weights that are rounded stochastically or quantized by the user's own code.
+    """
+    options = Options(module, name, save_original_input, record and recording(), amax_group, state)
+    return grouped_linear_with(x, weight, bias, offsets, align, rng, recipe, options, row_map)
+
+
+def grouped_linear_with(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    offsets: Tensor | None,
+    align: int,
+    rng: Tensor | None,
+    recipe: Recipe,
+    options: Options,
+    row_map: RowMap | None = None,
+    sizes: tuple[Any, ...] | None = None,
+) -> Tensor:
+    """`grouped_linear`, its options gathered. `sizes`: of the groups, from row 0 on, where the host knows them."""
+    require_tensor("grouped_linear", "input", x)
+    device_type = x.device.type
+    if not x.is_meta and torch.is_autocast_enabled(device_type):
+        x = x.to(torch.get_autocast_dtype(device_type))
+    if (offsets is None) == (row_map is None):
+        raise ValueError("grouped_linear: give the groups once, as offsets or by a row_map")
+    if row_map is not None:
+        require_row_map("grouped_linear", x, row_map, "input")
+        offsets = row_map.expert_offsets
+    assert offsets is not None
+    _require_fit(x, weight, bias, offsets)
+    if not isinstance(align, int):
+        raise ArgumentError(f"grouped_linear: align must be an int, got {type(align).__name__}")
+    promise, train = kernel_align(align), torch.is_grad_enabled() and weight.requires_grad
+    promise = promise if sizes is None else max(promise, align_of(sizes))
+    quantized = isinstance(x, QuantizedTensor)
+    if quantized and row_map is not None:
+        x, row_map = moe_permute(x, row_map)[0], None
+    if quantized:
+        options = options._replace(save_original_input=False)  # there is nothing to quantize again
+    s = schedule(recipe, options.module, options.name, False, train, options.save_original_input)
+    require_stackable((*(() if isinstance(weight, QuantizedStack) else s.w), s.results[2]))
+    if train and rotates_rows(s.plan) and promise % 16 != 0:
+        raise ValueError(
+            f"grouped_linear: {type(recipe).__name__} rotates 16 rows at a time for the weights' gradients, so that "
+            "groups must begin at multiples of 16; "
+            + (f"promise it with align=16 (or 32, 128), got align={align}" if sizes is None else "")
+            + ("" if sizes is None else f"pad each (moe_permute_and_pad_with_probs), got m_splits {list(sizes)}")
+        )
+    x_copy: list[Tensor] = []
+    if quantized:
+        copies = given_copies(x, s, "grouped_linear")  # type: ignore[arg-type]
+        if s.x_kept not in ("", "original"):
+            pack(pick(s.x_kept, copies, x), x_copy)
+    maps = (None, None) if row_map is None else (row_map.row_id_map, row_map.source)
+    return run(_grouped_linear, x, recipe, (options,), weight, bias, rng, x_copy, offsets, promise, *maps)[0]

@@ -1,0 +1,175 @@
+"""`linear`: the linear layer as one differentiable op, eagerly and as two nodes of a graph (`layer_node`)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diptych.common.errors import ShapeError
+from diptych.common.layers.schedule import Schedule
+from diptych.common.recipes import Recipe
+from diptych.torch.graph.custom_op import CustomOp
+from diptych.torch.graph.proto import TensorProto
+from diptych.torch.layers.held import given_copies
+from diptych.torch.layers.node import LayerArguments, finished, kept_spec, result_proto, run, weight_gradient
+from diptych.torch.layers.options import Options, schedule
+from diptych.torch.layers.products import fprop, product
+from diptych.torch.layers.quantize import quantize_calls, record_late, rounded, scale_of
+from diptych.torch.primitives import gemm as gemm_ops
+from diptych.torch.primitives.checks import describe, require_device, require_high_precision
+from diptych.torch.state.autocast import recording
+from diptych.torch.state.scales import ScaleStates
+from diptych.torch.tensors.copies import pack, pick, unpack
+from diptych.torch.tensors.quantized import QuantizedTensor, high_precision
+
+# --- the op ----------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class _Arguments(LayerArguments):
+    """One call of a linear layer. `x_copy`: the tensors of the copy of a quantized x that backward reads."""
+
+    x: Tensor | QuantizedTensor
+    weight: Tensor | QuantizedTensor
+    bias: Tensor | None
+    rng: Tensor | None
+    x_copy: list[Tensor]
+
+    def wanted(self, needs: tuple[str, ...]) -> tuple[tuple[bool, bool], ...]:
+        return (("x" in needs, "weight" in needs),)
+
+    def kept_operands(self, needs: tuple[str, ...], schedules: tuple[Schedule, ...]) -> tuple[str, ...]:
+        return ("x",) if _keeps_x(schedules[0]) else ("x_copy",)
+
+
+def _forward(a: _Arguments, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+    s = a.schedules(needs)[0]
+    (options,), amaxes = a.forward_options(needs)
+    y, copies_x, copies_w = fprop(a.x, a.weight, a.bias, a.rng, s, options)
+    saved: list[Tensor] = []
+    if "weight" in needs:
+        if not (_keeps_x(s) or a.x_copy):
+            pack(pick(s.x_kept, copies_x, a.x), saved)
+        saved += [scale_of(c, options, options.replay)[0].clone() for c in s.x_late if c.state]
+        record_late(a.x, s, options)
+    a.pack_weight(0, s, copies_w, saved)
+    return (finished(y, s, options, a.rng), *amaxes), saved
+
+
+def _layout(a: _Arguments, needs: tuple[str, ...]) -> tuple[TensorProto, ...]:
+    return (result_proto(a.x, a.weight.shape[0], a.schedules(needs)[0]), *a.amax_protos(needs))
+
+
+def _keeps_x(s: Schedule) -> bool:
+    return bool(s.x_late) or s.x_kept == "original"
+
+
+def _backward(a: _Arguments, needs: tuple[str, ...], saved: list[Tensor], grads: list[Tensor | None]) -> list[Tensor]:
+    s, options, dy = a.schedules(needs)[0], a.backward_options(needs)[0], grads[0]
+    assert dy is not None
+    x: Any = None
+    scales = {}
+    if "weight" in needs:
+        if isinstance(a.x, Tensor):
+            x = high_precision("linear", a.x)
+        else:
+            x = unpack(kept_spec(s.x_kept, s.plan.input), list(a.x_copy) or saved)
+        scales = {c.state: saved.pop(0) for c in s.x_late if c.state}
+    w = a.kept_weight(0, s, saved) if "x" in needs else None
+    rowwise, columnwise = quantize_calls(dy, s.dy, options, a.rng)
+    made: dict[str, Any] = {}
+    if "x" in needs:
+        dx = product("dgrad", dy if rowwise is None else rowwise, w, None, a.x.dtype, s.plan.fast_accum[1])
+        made["x"] = rounded(dx, s.results[1], options, a.rng).view(a.x.shape)
+    if "weight" in needs:
+        if s.x_late:
+            x = pick(s.x_kept, quantize_calls(x, s.x_late, options, a.rng, scales), x)
+        operand = dy if columnwise is None else columnwise
+        made["weight"] = weight_gradient(operand, x, a.weight.dtype, s, options, a.rng)
+    if "bias" in needs:
+        assert a.bias is not None
+        made["bias"] = gemm_ops.bias_grad(dy, a.bias.dtype)
+    a.log_amaxes()
+    return [made[name] for name in a.gradients(needs)]
+
+
+_linear = CustomOp(
+    "diptych::linear", _Arguments, _forward, _layout, _backward,
+    keeps=_Arguments.keeps, gradients=_Arguments.gradients,
+)  # fmt: skip
+
+
+# --- as users call it ---
+
+
+def _require_fit(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Everything that the three products ask for, before the first kernel."""
+    require_high_precision("linear", "input", x)
+    require_high_precision("linear", "weight", weight)
+    if x.dim() == 0 or weight.dim() != 2 or x.size(-1) != weight.size(1):
+        raise ShapeError(f"linear: input [..., K] and weight [N, K] do not fit: {describe(x)}, {describe(weight)}")
+    if bias is not None:
+        require_high_precision("linear", "bias", bias)
+        if bias.dim() != 1 or bias.size(0) != weight.size(0):
+            raise ShapeError(f"linear: bias [N] and weight [N, K] do not fit: {describe(bias)}, {describe(weight)}")
+    require_device("linear", x, weight, "weight")
+    require_device("linear", x, bias, "bias")
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    recipe: Recipe,
+    *,
+    module: str = "linear",
+    name: str = "",
+    state: ScaleStates | None = None,
+    rng: Tensor | None = None,
+    amax_group: Any = None,
+    record: bool = True,
+    save_original_input: bool = False,
+) -> Tensor:
+    """x @ weight.T + bias with operands quantized as a recipe says, differentiable once.
+
+    **Arguments:** `x`: [..., K]; under `torch.amp.autocast` it is cast to its dtype first. Or a QuantizedTensor of the
+    input role's format: fprop reads its rowwise copy, wgrad its columnwise one, and a product that the recipe leaves in
+    high precision what it stands for; delayed scaling records nothing of it. `weight`: [N, K], quantized
+    from its own dtype, or a QuantizedTensor with the copies that are needed. `bias`: [N]. All float32, bfloat16 or
+    float16, in any mixture. `module`, `name`: the roles that the recipe is asked about. `state`: scales of delayed
+    scaling, whose histories record the amaxes, those of gradients too, if the call is made in grad mode, outside of
+    `dry_run` and not with `record=False`. `rng`: int32 [4], state of the random generator
+    of stochastic rounding (`rng_state`); 18 offsets are used from there on, and advancing it is the caller's.
+    `amax_group`: process group over which amaxes are reduced. `save_original_input`: backward keeps x and quantizes
+    it again, instead of keeping a copy.
+
+    **Returns:** [..., N] in x's (or autocast's) dtype; a QuantizedTensor where the recipe quantizes the output. Its
+    gradient, and that of a quantized x, is a plain tensor.
+
+    **Raises:** TypeError for dtypes or a missing `state` or `rng`, ValueError for shapes, mixed devices, a recipe
+    whose operands do not fit, or an x that is quantized in another format or lacks a copy, NotImplementedError for a
+    second derivative, or a quantized x of another dtype than autocast's.
+    """
+    options = Options(module, name, save_original_input, record and recording(), amax_group, state)
+    return linear_with(x, weight, bias, rng, recipe, options)
+
+
+def linear_with(
+    x: Tensor, weight: Tensor, bias: Tensor | None, rng: Tensor | None, recipe: Recipe, options: Options
+) -> Tensor:
+    """`linear`, its options gathered."""
+    device_type = x.device.type
+    if not x.is_meta and torch.is_autocast_enabled(device_type):
+        x = x.to(torch.get_autocast_dtype(device_type))
+    _require_fit(x, weight, bias)
+    x_copy: list[Tensor] = []
+    if isinstance(x, QuantizedTensor):
+        options = options._replace(save_original_input=False)  # there is nothing to quantize again
+        s = schedule(recipe, options.module, options.name, False, torch.is_grad_enabled() and weight.requires_grad)
+        copies = given_copies(x, s)
+        if s.x_kept not in ("", "original"):
+            pack(pick(s.x_kept, copies, x), x_copy)
+    return run(_linear, x, recipe, (options,), weight, bias, rng, x_copy)[0]

@@ -1,0 +1,56 @@
+"""Options of a layer's call, and the schedule of products that a recipe gives it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from diptych.common.layers.plan import linear_plan, make_plan
+from diptych.common.layers.schedule import Schedule, make_schedule
+from diptych.common.recipes import Recipe
+from diptych.torch.state.scales import ScaleStates, States
+from diptych.torch.tensors.copies import Copies
+
+
+class Options(NamedTuple):
+    """How one call of `linear` departs from the plain case. `layer_node` takes them into graphs."""
+
+    module: str = "linear"
+    name: str = ""
+    save_original_input: bool = False
+    record: bool = True
+    group: Any = None
+    state: ScaleStates | States | None = None
+    replay: dict[str, Tensor] | None = None
+    weight_copies: Copies | None = None
+    weight_grad: Any = None
+    scales: Tensor | None = None  # [n], those of `state` by the plan's order, as a graph's update gave them
+
+
+_schedules: dict[tuple[Any, ...], Schedule] = {}
+
+
+_recent: dict[tuple[Any, ...], tuple[Recipe, Schedule]] = {}  # by identity: hashing a recipe costs microseconds
+
+
+def schedule(recipe: Recipe, module: str, name: str, need_dx: bool, need_dw: bool, original: bool = False) -> Schedule:
+    """What one call does; kept outside of graphs, by the recipe's value. `original`: keep the input, not its copy.
+
+    What runs for real while a graph is made, such as code that prepares its states, gets what later calls get.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        return make_schedule(make_plan(recipe, module, name), need_dx, need_dw, original)
+    key = (id(recipe), module, name, need_dx, need_dw, original)
+    known = _recent.get(key)
+    if known is None:
+        by_value = (recipe, *key[1:])
+        if by_value not in _schedules:
+            if len(_schedules) >= 4096:
+                _schedules.clear()
+            _schedules[by_value] = make_schedule(linear_plan(recipe, module, name), need_dx, need_dw, original)
+        if len(_recent) >= 1024:
+            del _recent[next(iter(_recent))]
+        known = _recent[key] = (recipe, _schedules[by_value])
+    return known[1]  # the entry keeps its recipe alive, so that the id stays its own

@@ -1,0 +1,215 @@
+"""How a layer quantizes its input, its weight and its gradient."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from diptych.common.errors import ArgumentError, UnsupportedError
+from diptych.common.layers.schedule import Call, Schedule
+from diptych.torch.functional import quantize as quantize_verbs
+from diptych.torch.functional import source as sources
+from diptych.torch.functional.source import FusedInput
+from diptych.torch.graph import program
+from diptych.torch.layers.options import Options
+from diptych.torch.primitives import grouped as grouped_ops
+from diptych.torch.primitives import quantize as quantize_ops
+from diptych.torch.state.checkpoint import aside, selective
+from diptych.torch.state.scales import ScaleStates, States, record_amax, rng_at
+from diptych.torch.tensors.copies import Copies
+from diptych.torch.tensors.quantized import QuantizedTensor
+
+
+def quantize_calls(
+    t: Tensor, calls: tuple[Call, ...], options: Options, rng: Tensor | None, scales: dict[str, Tensor] | None = None
+) -> Copies:
+    """The copies of one tensor. `scales`: use these delayed scales and record nothing."""
+    rowwise = columnwise = None
+    for call in calls:
+        if call.plain and (options.group is None or not call.reducible):
+            buffers = quantize_ops.quantize(t, call.quantizer)
+        elif call.state and not call.quantizer.custom:
+            buffers = _quantize_delayed(t, call, options, scales)
+        elif call.quantizer.custom or options.group is not None:
+            q = quantize_general(t, call, options, rng, scales)
+            rowwise = q.copy_of(False) if q.rowwise_data is not None else rowwise
+            columnwise = q.copy_of(True) if q.columnwise_data is not None else columnwise
+            continue
+        else:
+            buffers = quantize_ops.quantize(t, call.quantizer, rng=rng_of(call, options, rng))
+        r, c = quantize_ops.copies(call.quantizer, buffers)
+        rowwise, columnwise = rowwise if r is None else r, columnwise if c is None else c
+    return rowwise, columnwise
+
+
+def require_stackable(calls: tuple[Call | None, ...]) -> None:
+    """**Raises** NotImplementedError for what a stack of weights has no kernel or rule for."""
+    for call in calls:
+        if call is not None and call.quantizer.implementation() is not None:
+            raise UnsupportedError(f"grouped_linear: a quantizer of the user's own for the weight, {call.quantizer}")
+        if call is not None and call.needs_rng:
+            raise UnsupportedError(f"grouped_linear: weights rounded stochastically, by {call.quantizer}")
+
+
+def quantize_weight(
+    weight: Tensor,
+    calls: tuple[Call, ...],
+    options: Options,
+    rng: Tensor | None,
+    scales: dict[str, Tensor] | None = None,
+) -> Copies:
+    """`quantize_calls` of a weight, or of a stack of them [G, N, K]: each has scales and amaxes of its own, but that
+    all share a delayed scale, which gets the largest amax."""
+    if weight.dim() != 3:
+        return quantize_calls(weight, calls, options, rng, scales)
+    require_stackable(calls)
+    rowwise = columnwise = None
+    for call in calls:
+        each = history = None
+        given: tuple[Tensor | None, Tensor | None] = (None, None)
+        if call.state:
+            scale, history = scale_of(call, options, scales)
+            each = scale.expand(weight.shape[0]).contiguous()
+        elif options.group is not None and call.reducible:
+            given = quantize_verbs.group_amaxes(weight, call.quantizer, options.group, grouped_ops.amaxes)
+        buffers = grouped_ops.quantize_stack(weight, call.quantizer, *given, each)
+        if history is not None:
+            record_amax(history, buffers[-1].amax(0, keepdim=True))
+        r, c = quantize_ops.copies(call.quantizer, buffers)
+        rowwise, columnwise = rowwise if r is None else r, columnwise if c is None else c
+    return rowwise, columnwise
+
+
+def rng_of(call: Call, options: Options, rng: Tensor | None) -> Tensor | None:
+    if not call.needs_rng:
+        return None
+    if rng is None:
+        raise ArgumentError(
+            f"{options.module}: {call.quantizer} rounds stochastically and needs rng=, an int32 [4] tensor; "
+            "diptych.torch.rng_state(seed) makes one"
+        )
+    return rng_at(rng, 2 * call.number)
+
+
+def scale_of(call: Call, options: Options, scales: dict[str, Tensor] | None) -> tuple[Tensor, Tensor | None]:
+    """The delayed scale, and the history to record in or None. Under a selective checkpoint a recomputation runs the
+    same ops as its forward, and what they record is dropped."""
+    if scales is not None:
+        scale = scales[call.state]
+        same = scales is options.replay and options.record and selective()
+        return scale, aside(torch.zeros_like, scale) if same else None
+    if options.state is None:
+        raise ArgumentError(
+            f"{options.module}: {call.quantizer} scales by earlier steps' amaxes and needs state=, a "
+            "diptych.torch.ScaleStates; diptych.torch.Linear holds one"
+        )
+    scale, history = options.state.tensors(call.state)
+    return scale, history if options.record else None
+
+
+def _quantize_delayed(t: Tensor, call: Call, options: Options, scales: dict[str, Tensor] | None) -> list[Tensor]:
+    scale, history = scale_of(call, options, scales)
+    if history is None:
+        return quantize_ops.quantize(t, call.quantizer, scale=scale)
+    return quantize_ops.quantize_delayed(t, call.quantizer, scale, history)
+
+
+def quantize_general(
+    t: Tensor, call: Call, options: Options, rng: Tensor | None, scales: dict[str, Tensor] | None
+) -> QuantizedTensor:
+    """Through `quantize`: a quantizer of the user's own, or an amax that is reduced over a group."""
+    if call.quantizer.custom:
+        program.refuse()
+    given: dict[str, Any] = {}
+    history = None
+    if call.state:
+        given["scale"], history = scale_of(call, options, scales)
+    if call.needs_rng:
+        given["rng"] = rng_of(call, options, rng)
+    if options.group is not None and call.reducible:
+        given["amax_group"] = options.group
+    q = quantize_verbs.quantize(t.detach(), call.quantizer, **given)
+    wanted = call.quantizer
+    if not isinstance(q, QuantizedTensor) or any(
+        want and getattr(q, f"{side}_data") is None
+        for side, want in (("rowwise", wanted.rowwise), ("columnwise", wanted.columnwise))
+    ):
+        raise ArgumentError(
+            f"{type(wanted).__name__}.quantize_impl must return what `quantize` made for {wanted}, got {q!r}"
+        )
+    if history is not None and q.amax is not None:
+        record_amax(history, q.amax)
+    return q
+
+
+def has_one_amax(call: Call) -> bool:
+    """Whether quantizing computes an amax of the whole tensor, and no other."""
+    return call.reducible and not quantize_ops.TWO_LEVEL[call.quantizer.spec.format_id]
+
+
+class Encoded(NamedTuple):
+    """The copies of a tensor; its amax [1] where one was computed for a format of one scale; its sum over the rows."""
+
+    copies: Copies
+    amax: Tensor | None = None
+    column_sum: Tensor | None = None
+
+
+def encode(
+    t: Tensor | FusedInput,
+    calls: tuple[Call, ...],
+    options: Options,
+    rng: Tensor | None,
+    scales: dict[str, Tensor] | None = None,
+    *,
+    amax: Tensor | None = None,
+    sum_dtype: torch.dtype | None = None,
+) -> Encoded:
+    """`quantize_calls` of a tensor or a FusedInput; of the latter `amax` is used where a format has one for the tensor,
+    and `sum_dtype` asks for the column sum."""
+    if isinstance(t, Tensor):
+        return Encoded(quantize_calls(t, calls, options, rng, scales))
+    rowwise = columnwise = found = total = None
+    for call in calls:
+        one_amax = has_one_amax(call)
+        wanted = sum_dtype if total is None else None
+        scale = history = None
+        given: tuple[Tensor | None, Tensor | None] = (amax if one_amax else None, None)
+        if call.state:
+            scale, history = scale_of(call, options, scales)
+        elif options.group is not None and call.reducible and given[0] is None:
+            given = quantize_verbs.group_amaxes(t, call.quantizer, options.group, sources.amax)
+        if history is not None and scale is not None:
+            buffers = sources.quantize_delayed(t, call.quantizer, scale, history, wanted)
+        else:
+            buffers = sources.quantize(t, call.quantizer, *given, scale, rng_of(call, options, rng), wanted)
+        if wanted is not None:
+            total, buffers = buffers[-1], buffers[:-1]
+        r, c = quantize_ops.copies(call.quantizer, buffers)
+        rowwise, columnwise = rowwise if r is None else r, columnwise if c is None else c
+        if one_amax:
+            found = buffers[-1]
+    return Encoded((rowwise, columnwise), found, total)
+
+
+def rounded(t: Tensor, call: Call | None, options: Options, rng: Tensor | None) -> Tensor:
+    """A result as its quantized copy stands for it."""
+    if call is None:
+        return t
+    single = call._replace(quantizer=call.quantizer.with_usage(rowwise=True, columnwise=False))
+    copy = quantize_calls(t, (single,), options, rng)[0]
+    assert copy is not None
+    return quantize_ops.dequantize(copy, t.dtype).reshape(t.shape)
+
+
+def record_late(t: Tensor | FusedInput, s: Schedule, options: Options) -> None:
+    """Records a layer's input for the delayed states that only backward's quantizing reads."""
+    if options.state is not None and options.record and options.replay is None:
+        for slot in s.late_states():
+            aside(_record_late, slot, t, options.state)
+
+
+def _record_late(slot: str, t: Tensor | FusedInput, state: ScaleStates | States) -> None:
+    state.record(slot, quantize_ops.amax(t) if isinstance(t, Tensor) else sources.amax(t))

@@ -1,0 +1,406 @@
+"""`QuantizedModule`: the base of modules that run linear layers by a recipe; `Linear` and a user's own alike.
+
+It says which recipe holds for a call, keeps the states of delayed scaling and of the random generator as buffers, made
+by `prepare`, by `load_state_dict` or on first use, and updates scales once in each `autocast` region. Invariants:
+
+- What is recomputed under activation checkpointing runs by the recipe of its forward, updates nothing and records
+  nothing; with states it takes `diptych.torch.checkpoint` to find them.
+- Outside of regions a module is plain, and its state dict holds nothing of this until a recipe needs it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from diptych.common.errors import UnsupportedError
+from diptych.common.layers.groups import HIGH_PRECISION
+from diptych.common.layers.plan import LinearPlan
+from diptych.common.layers.schedule import OFFSETS
+from diptych.common.recipes import Recipe
+from diptych.torch.graph.eager_only import CALIBRATING, DELAYED_WGRAD, MARKED_WGRAD, EagerOnly, prepare
+from diptych.torch.graph.guards import before_each_call
+from diptych.torch.layers.held import dequantized_weight
+from diptych.torch.layers.linear import linear_with
+from diptych.torch.layers.options import Options, schedule
+from diptych.torch.layers.weight_gradients import WeightGradients
+from diptych.torch.modules.fx import require_traceable
+from diptych.torch.modules.stateful import StatefulModule, require_no_capture
+from diptych.torch.modules.tracing import begin_again, make_states
+from diptych.torch.modules.weight_cache import WeightCache
+from diptych.torch.primitives import quantize as quantize_ops
+from diptych.torch.primitives.register import traced_local
+from diptych.torch.state.autocast import STATE, amax_group, make_step_counter, recognize_pipelines, recording
+from diptych.torch.state.checkpoint import aside, recorded, replayed
+from diptych.torch.state.scales import ScaleStates, States, keep_from_broadcast, rng_take
+from diptych.torch.state.update import update_once
+from diptych.torch.tensors.quantized import QuantizedTensorBase, high_precision
+
+
+class QuantizedModule(StatefulModule):
+    """A module whose linear layers follow the `autocast` region around it.
+
+    Derive from it, and call `self.quantized_linear(x, weight, bias, "fc1")` for each layer in `forward`. The recipe is
+    asked about roles of `module_kind` and, as name, the module's `name` and the layer's joined by a dot. Delayed scales
+    are the layer's own (`scale_states.fc1.*`); the random generator is the module's.
+
+    **Arguments:** `fuse_wgrad_accumulation`: backward adds the weights' gradients to their `weight.main_grad`, and
+    leaves `weight.grad` alone, inside of regions and outside; see `weight_gradients` for the attributes of weights that
+    it reads. `delay_wgrad_compute`: backward leaves them to `backward_dw()`. Others go to the next class's `__init__`.
+
+    Attributes: `recipe`: used instead of the region's wherever a region is enabled; None takes the region's. `layers`:
+    names of the layers that `forward` runs, whose states `prepare` makes.
+    """
+
+    # Defaults stand in the class: a converted nn.Linear, or a module pickled before they existed, has them too.
+    init_method: Callable[[Tensor], Any] | None = None
+    return_bias = False
+
+    has_rng_state = True
+    _last_region: Recipe | None = None
+    _last_groups: Any = None
+    _caches: dict[str, WeightCache] | None = None
+    _weight_gradients: WeightGradients | None = None
+
+    def __init__(
+        self, *args: Any, fuse_wgrad_accumulation: bool = False, delay_wgrad_compute: bool = False, **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        recognize_pipelines()
+        if fuse_wgrad_accumulation or delay_wgrad_compute:
+            self._weight_gradients = WeightGradients(fuse_wgrad_accumulation, delay_wgrad_compute)
+
+    # --- the recipe that holds ---
+
+    def _recomputed(self, region: Recipe | None) -> Recipe | None:
+        """The region to run in: that of the last forward where a checkpoint recomputes it outside of any region."""
+        if torch._C._current_graph_task_id() == -1:  # not inside a backward pass
+            if region is not self._last_region:
+                self._last_region = region
+            if STATE.amax_groups is not self._last_groups:
+                self._last_groups = STATE.amax_groups
+        elif region is None:
+            return self._last_region
+        return region
+
+    def quantized_linear(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        layer: str = "",
+        *,
+        is_first_microbatch: bool | None = None,
+        skip_weight_update: Tensor | None = None,
+        save_original_input: bool = False,
+        quantize_output: bool = False,
+        quantize_grad_input: bool = False,
+    ) -> Tensor:
+        """x @ weight.T + bias by the region's recipe, with this module's states; in high precision outside of regions.
+
+        **Arguments:** `x`, `weight`, `bias`: as for `linear`. `layer`: its name in this module. `is_first_microbatch`:
+        True quantizes the weight and keeps the copies, False uses those kept, None quantizes and keeps nothing.
+        `skip_weight_update`: a boolean or float32 tensor of one element; where it is not zero the kept copies stay as
+        they are, decided on the device (for captured graphs; `is_first_microbatch` must be None). `quantize_output`,
+        `quantize_grad_input`: inside of regions the result, or the input's gradient, is quantized too, as the recipe
+        quantizes inputs and gradients; no delayed scaling.
+
+        **Raises:** what `linear` raises; CheckpointError if loaded states are another recipe's.
+        """
+        if not isinstance(x, Tensor):
+            require_traceable(type(self).__name__, x)
+        if torch.compiler.is_compiling() and (outside := self._eager_only(weight)) is not None:
+            return outside.run(
+                self.quantized_linear, x, weight, bias, layer, is_first_microbatch=is_first_microbatch,
+                skip_weight_update=skip_weight_update, save_original_input=save_original_input,
+                quantize_output=quantize_output, quantize_grad_input=quantize_grad_input,
+            )  # fmt: skip
+        recipe = self._active_recipe()
+        if recipe is None:
+            if STATE.calibrating is not None:
+                return self._calibrate(high_precision("linear", x), weight, bias, layer, STATE.calibrating)
+            return self._plain_linear(high_precision("linear", x), weight, bias)
+        if quantize_output or quantize_grad_input:
+            recipe = recipe.with_results(quantize_output, quantize_grad_input)
+        given = (is_first_microbatch, skip_weight_update, save_original_input)
+        options, rng = self._options_for(recipe, x, weight, layer, *given)
+        return linear_with(x, weight, bias, rng, recipe, options)
+
+    def _plain_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """In high precision; the weight's gradient goes where the module's do."""
+        if self._weight_gradients is None:
+            return F.linear(x, dequantized_weight(weight), bias)
+        options = Options(self.module_kind, weight_grad=self._weight_gradients.of(weight))
+        return linear_with(x, weight, bias, None, HIGH_PRECISION, options)
+
+    def _active_recipe(self) -> Recipe | None:
+        """The recipe of a call that begins here; None: it runs in high precision."""
+        recipe = STATE.recipe
+        if not torch.compiler.is_compiling():
+            recipe = self._recomputed(recipe)
+        return recipe if recipe is None or self.recipe is None else self.recipe
+
+    def _eager_only(self, *weights: Tensor) -> EagerOnly | None:
+        """While tracing: what keeps a call with these weights out of the graph."""
+        from torch._dynamo.comptime import comptime  # importing it takes a second
+
+        recipe = self._active_recipe()
+        comptime(_before_tracing)
+        if recipe is None and STATE.calibrating is not None:
+            return CALIBRATING
+        elsewhere = self._weight_gradients
+        if elsewhere is None:
+            return None
+        if elsewhere.delay:
+            return DELAYED_WGRAD
+        return MARKED_WGRAD if any([elsewhere.marks(weight) for weight in weights]) else None
+
+    def _options_for(
+        self,
+        recipe: Recipe,
+        x: Tensor,
+        weight: Tensor,
+        layer: str,
+        is_first_microbatch: bool | None = None,
+        skip_weight_update: Tensor | None = None,
+        save_original_input: bool = False,
+    ) -> tuple[Options, Tensor | None]:
+        """What one layer's call runs with, and its snapshot of the random generator; the states go on by one call."""
+        compiling = torch.compiler.is_compiling()
+        name = self._role_name(layer)
+        s = schedule(recipe, self.module_kind, name, False, False)
+        record = self.training and recording()
+        states, rng, scales, updated = None, None, None, None
+        if s.plan.states or s.plan.needs_rng or "scale_states" in self._modules:
+            if compiling:
+                states, rng, updated = self._compiled_states(s.plan, layer, recipe, x.device, record)
+            else:
+                states, rng, scales, record = self._states_for(s.plan, layer, recipe, x.device, record)
+        group = None
+        if recipe.amax_group:
+            backward = not compiling and torch._C._current_graph_task_id() != -1  # maybe in a thread of its own
+            group = amax_group(recipe, self._last_groups if backward else STATE.amax_groups)
+        gradients = self._weight_gradients
+        options = Options(
+            self.module_kind, name, save_original_input, record, group, states, scales, None,
+            None if gradients is None else gradients.of(weight), updated,
+        )  # fmt: skip
+        cached = is_first_microbatch is not None or skip_weight_update is not None
+        if cached and not isinstance(weight, QuantizedTensorBase):
+            columnwise = self.training or x.requires_grad
+            copies = self._cache(layer).get(
+                weight, recipe, options, rng, columnwise, is_first_microbatch, skip_weight_update
+            )
+            options = options._replace(weight_copies=copies)
+        return options, rng
+
+    # --- states ---
+
+    def _states_for(
+        self, plan: LinearPlan, layer: str, recipe: Recipe, device: torch.device, record: bool
+    ) -> tuple[ScaleStates | States | None, Tensor | None, dict[str, Tensor] | None, bool]:
+        """(states, snapshot of the random generator, scales to use instead of the states', whether to record) of one
+        call; `record`: whether it records where it is no recomputation, which does what its forward did."""
+        if not (plan.states or plan.needs_rng):
+            if torch._C._current_graph_task_id() == -1:
+                aside(self._bound_states, plan, layer, recipe, device)  # drops what another recipe left
+            return None, None, None, record
+        replaying = replayed(self, layer)
+        if replaying is not None:
+            return self._layer_states(layer), replaying.rng, replaying.scales, replaying.record
+        if torch._C._current_graph_task_id() != -1:
+            raise UnsupportedError(
+                f"{type(self).__name__} runs inside of a backward pass with a recipe that has state "
+                f"({type(recipe).__name__}): a recomputation must find the scales and random bits of its forward; use "
+                "diptych.torch.checkpoint, or torch.utils.checkpoint with context_fn=diptych.torch.checkpoint_contexts"
+            )
+        used, rng = aside(self._advance, plan, layer, recipe, device, record)
+        return used, rng, None, record
+
+    def _advance(
+        self, plan: LinearPlan, layer: str, recipe: Recipe, device: torch.device, record: bool
+    ) -> tuple[ScaleStates | States | None, Tensor | None]:
+        """(states, snapshot of the random generator) of a call, on the tapes that are running."""
+        states = self._bound_states(plan, layer, recipe, device)
+        used: Any = states
+        if states is not None:
+            used = self._enter_region(states, recipe, device) if record else states.current()
+        rng = None
+        if plan.needs_rng:
+            rng = rng_take(self._rng(device, recipe), OFFSETS if record else 0)
+        recorded(self, layer, states, rng, record)
+        return used, rng
+
+    @staticmethod
+    def _enter_region(states: ScaleStates, recipe: Recipe, device: torch.device) -> States | ScaleStates:
+        """The states for this call. Updates the scales at their first use in a region. Where graphs may share the
+        states, which they all may on a GPU, the device decides that too."""
+        capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        if states.region == STATE.region and not capturing:
+            return states.current()
+        keep_from_broadcast(states)
+        group = amax_group(recipe, STATE.amax_groups, delayed=True)
+        if states._buffers["seen"] is None and device.type == "cuda":
+            require_no_capture(device)
+            with torch.inference_mode(False):
+                states.seen = torch.zeros(1, dtype=torch.int64, device=device)
+        if not states.graphed and device.type != "cuda":
+            scales = states.update(group)
+        else:
+            assert states.plan is not None
+            scales = update_once(states, states.plan.states, make_step_counter(device), group)
+        assert scales is not None
+        view = states.freeze(scales)
+        if not capturing:  # memory of a captured graph serves that graph alone
+            states.region, states.view = STATE.region, (view, states.versions())
+        return view
+
+    def _compiled_states(
+        self, plan: LinearPlan, layer: str, recipe: Recipe, device: torch.device, record: bool
+    ) -> tuple[ScaleStates | None, Tensor | None, Tensor | None]:
+        """`_states_for` of a call that is traced: made or bound while tracing, read and written by the graph."""
+        from torch._dynamo.comptime import comptime  # importing it takes a second
+
+        comptime(make_states)
+        states = self._layer_states(layer) if plan.states else None
+        rng = self._buffers.get("rng_state") if plan.needs_rng else None
+        if (plan.states and states is None) or (plan.needs_rng and rng is None):
+            comptime(begin_again)
+            raise UnsupportedError(
+                f"{type(self).__name__}: the layer {layer!r} has no states yet, and what traces it cannot make them; "
+                "run the module once before"
+            )
+        scales = None
+        if states is not None and record:
+            group = amax_group(recipe, STATE.amax_groups, delayed=True)
+            scales = update_once(states, plan.states, STATE.steps[str(device)], group)
+        if states is not None and scales is None and torch.is_grad_enabled():
+            scales = torch.cat([states.tensors(slot.name)[0] for slot in plan.states])  # those of now, in backward too
+        return states, None if rng is None else rng_take(rng, OFFSETS if record else 0), scales
+
+    def _prepare(self, recipe: Recipe, layer: str, device: torch.device) -> None:
+        """Makes what a graph of this layer reads and writes."""
+        states, rng = self._make(recipe, layer, device, in_forward=True)
+        made: list[Tensor] = [] if rng is None else [rng]
+        if states is not None:
+            states.prepare_for_graphs()
+            made += [make_step_counter(device), *states.buffers()]
+        for t in made:
+            torch._dynamo.mark_static_address(t, guard=False)
+
+    # --- calibration ---
+
+    def _calibrate(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: str, recipe: Recipe, product: Any = None
+    ) -> Tensor:
+        """High precision, with the amaxes recorded that `recipe` asks for."""
+        recipe = recipe if self.recipe is None else self.recipe
+        s = schedule(recipe, self.module_kind, self._role_name(layer), False, False)
+        y = (product or self._plain_linear)(x, weight, bias)
+        if not s.plan.states or STATE.dry or torch._C._current_graph_task_id() != -1:
+            return y
+        states = aside(self._calibrate_operands, s.plan, layer, recipe, x, weight)
+        gradients = [slot.name for slot in s.plan.states if slot.name.startswith("grad_output")]
+        if y.requires_grad and gradients:
+            y.register_hook(
+                lambda dy: [states.record(name, quantize_ops.amax(dy.detach())) for name in gradients] and None
+            )
+        return y
+
+    def _calibrate_operands(
+        self, plan: LinearPlan, layer: str, recipe: Recipe, x: Tensor, weight: Tensor
+    ) -> ScaleStates:
+        """Records the amaxes of what a forward would quantize, in the states that it returns."""
+        states = self._bound_states(plan, layer, recipe, x.device)
+        assert states is not None
+        self._enter_region(states, recipe, x.device)
+        for slot in plan.states:
+            tensor = slot.name.partition(".")[0]
+            if tensor != "grad_output":
+                t = x if tensor == "input" else dequantized_weight(weight)
+                states.record(slot.name, quantize_ops.amax(t.detach()))
+        return states
+
+    # --- weights ---
+
+    def __repr__(self) -> str:
+        """One line for a layer: its states are not shown, which `named_buffers` names."""
+        shown = object.__new__(type(self))
+        shown.__dict__.update(self.__dict__, _modules={k: m for k, m in self._modules.items() if k != "scale_states"})
+        return nn.Module.__repr__(shown)
+
+    def _repr_recipe(self) -> str:
+        """What `print` says of the recipe, in few characters: with the fields that were given, if they fit."""
+        recipe: Any = self.recipe
+        if recipe is None:
+            return ", recipe=autocast"
+        fields = dataclasses.fields(recipe) if dataclasses.is_dataclass(recipe) else ()
+        given = [f"{f.name}={held!r}" for f in fields if (held := getattr(recipe, f.name)) != f.default]
+        said = ", ".join(given)
+        return f", recipe={type(recipe).__name__}({said if len(said) < 20 else '...'})"
+
+    def backward_dw(self) -> None:
+        """Computes the weight gradients that backward left, oldest first, into each weight.grad or main_grad.
+
+        **Raises** NotImplementedError for a module made without `delay_wgrad_compute`.
+        """
+        if self._weight_gradients is None or not self._weight_gradients.delay:
+            raise UnsupportedError(
+                "backward_dw: the module computes its weight gradients in backward; "
+                "make it with delay_wgrad_compute=True"
+            )
+        self._weight_gradients.run()
+
+    def _cache(self, layer: str) -> WeightCache:
+        if torch.compiler.is_compiling():
+            from torch._dynamo.comptime import comptime  # importing it takes a second
+
+            comptime(_cache_made_while_tracing)
+        else:
+            self._make_cache(layer)
+        return self._caches[layer]  # type: ignore[index]
+
+    def _make_cache(self, layer: str) -> None:
+        if self._caches is None:
+            self._caches = {}
+        self._caches.setdefault(layer, WeightCache())
+
+
+_traced_in_regions: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def _before_tracing(context: Any) -> None:
+    """Runs first where Dynamo traces a module's call. **Raises** NotImplementedError for a recomputation that lost its
+    region, which would differentiate in high precision."""
+    prepare()
+    module = traced_local(context, "self")
+    if traced_local(context, "recipe") is not None:
+        _traced_in_regions.add(module)
+    elif torch._C._current_graph_task_id() != -1 and module in _traced_in_regions:
+        raise UnsupportedError(
+            f"{type(module).__name__} is traced inside of a backward pass and outside of the autocast region of its "
+            "forward: a checkpoint recomputes it; use diptych.torch.checkpoint, or run backward inside of the region"
+        )
+
+
+def _cache_made_while_tracing(context: Any) -> None:
+    """Makes the caches of all layers, so that a first call's graph serves later calls and other modules too: Dynamo does
+    not look again at what it has seen."""
+    module = traced_local(context, "self")
+    layers = tuple(dict.fromkeys((*module.layers, traced_local(context, "layer"))))
+
+    def make(module: Any) -> bool:
+        held = getattr(module, "_caches", ())
+        if held is None or (held != () and any([layer not in held for layer in layers])):
+            for layer in layers:
+                module._make_cache(layer)
+        return True
+
+    make(module)
+    before_each_call(context, "self", make)

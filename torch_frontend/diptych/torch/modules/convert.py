@@ -1,0 +1,240 @@
+"""`convert`: makes the linear layers of a model that is already built quantized ones, and says what it left."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Callable
+from typing import Any, Literal, overload
+
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from diptych.common.arguments import require_recipe, require_switches
+from diptych.common.errors import ArgumentError
+from diptych.common.recipes import Recipe
+from diptych.torch.modules.base import QuantizedModule
+from diptych.torch.modules.experts import TransposedLinear, become_experts, departs_from_experts, is_transposed_linear
+from diptych.torch.modules.linear import Linear
+
+# What a subclass of nn.Linear may define and be none other than nn.Linear once it is made.
+_HARMLESS = {
+    "__init__", "__module__", "__qualname__", "__doc__", "__dict__", "__weakref__", "__annotations__",
+    "__parameters__", "__firstlineno__", "__static_attributes__", "__annotate_func__", "__annotate__",
+    "__constants__", "reset_parameters",
+}  # fmt: skip
+
+
+class ConvertWarning(UserWarning):
+    """A layer of the model that `convert` left as it is, though it multiplies by matrices as those that it takes do."""
+
+
+# --- the report ------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvertedModule:
+    """One module with parameters of its own. `kind`: its class before. `parameters`: numbers in them, those of a tied
+    one at its first module. `converted`: whether it quantizes now. `why`: it does not; else empty."""
+
+    name: str
+    kind: str
+    parameters: int
+    converted: bool
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class ConversionReport:
+    """What `convert` made of a model, in its modules' order. `str()` gives a line for each kind and reason."""
+
+    modules: tuple[ConvertedModule, ...]
+
+    @property
+    def converted(self) -> int:
+        """Numbers in the parameters of modules that quantize."""
+        return sum([m.parameters for m in self.modules if m.converted])
+
+    @property
+    def left(self) -> int:
+        """Numbers in all others."""
+        return sum([m.parameters for m in self.modules if not m.converted])
+
+    def __str__(self) -> str:
+        total = self.converted + self.left
+        share = f"{100 * self.converted / total:.1f} %" if total else "nothing"
+        lines = [f"convert: {self.converted:,} of {total:,} parameters ({share}) are in layers that quantize"]
+        rows: dict[tuple[bool, str, str], list[ConvertedModule]] = {}
+        for m in self.modules:
+            rows.setdefault((not m.converted, m.kind, m.why), []).append(m)
+        for (left, kind, why), found in sorted(rows.items(), key=lambda row: row[0][0]):
+            count, names = sum([m.parameters for m in found]), found[0].name or "the model"
+            names += f" and {len(found) - 1} more" if len(found) > 1 else ""
+            lines.append(f"  {'left     ' if left else 'converted'} {count:>15,}  {kind}: {names}{why and f'; {why}'}")
+        return "\n".join(lines)
+
+
+# --- converting ------------------------------------------------------------------------------------------------------
+
+_Filter = Callable[[nn.Module, str], bool]
+
+
+@overload
+def convert(
+    model: nn.Module, recipe: Recipe | None = None, filter: _Filter | None = None, *, verbose: bool = True,
+    return_report: Literal[False] = False,
+) -> nn.Module: ...  # fmt: skip
+@overload
+def convert(
+    model: nn.Module, recipe: Recipe | None = None, filter: _Filter | None = None, *, verbose: bool = True,
+    return_report: Literal[True],
+) -> tuple[nn.Module, ConversionReport]: ...  # fmt: skip
+
+
+def convert(
+    model: nn.Module,
+    recipe: Recipe | None = None,
+    filter: _Filter | None = None,
+    *,
+    verbose: bool = True,
+    return_report: bool = False,
+) -> Any:
+    """Makes each linear layer of a model one that quantizes inside `autocast` and is what it was outside.
+
+    nn.Linear becomes `Linear`; a Conv1D as Hugging Face's GPT-2 has it, and experts in stacks as transformers' mixtures
+    have them (`gate_up_proj`, `down_proj`), become layers of `experts`, which permute tokens and multiply groups. The
+    modules stay the same objects, with their parameters, tied ones too, hooks, mode and names in state dicts; only
+    their class changes. Each is told its place in the model as `name`, which roles carry. What multiplies by matrices
+    and is none of these is left, with a `ConvertWarning` that names it: a subclass of nn.Linear or an instance with a
+    `forward` or other methods of its own, the output projection of nn.MultiheadAttention, whose forward is never
+    called, and stacks of matrices that another kind of module holds. Converted ones and the modules of this package
+    are left as they are.
+
+    nn.TransformerEncoderLayer evaluates without its linear layers' forward where torch's fast path is on:
+    `torch.backends.mha.set_fastpath_enabled(False)` turns that off.
+
+    **Arguments:** `model`: changed in place. `recipe`: of every converted module; None takes the region's.
+    `filter`: called with each layer that could be converted and its qualified name ("" for the model itself); False
+    leaves it. `verbose`: print the report. `return_report`: return it too.
+
+    **Returns:** `model`; with `return_report` (model, `ConversionReport`).
+
+    **Raises:** ArgumentError, a TypeError, for arguments of other kinds, or a filter that returns no bool; nothing is
+    converted then.
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentError(f"convert: model must be a torch.nn.Module, got {type(model).__name__}")
+    require_recipe("convert", recipe)
+    if filter is not None and not callable(filter):
+        raise ArgumentError(f"convert: filter must be a function of (module, name), got {type(filter).__name__}")
+    require_switches("convert", verbose=verbose, return_report=return_report)
+    uncalled = {id(m.out_proj) for m in model.modules() if isinstance(m, nn.MultiheadAttention)}
+    named, kinds = list(model.named_modules()), {id(m): type(m).__name__ for m in model.modules()}
+    chosen: list[tuple[str, Any, Callable[[Any], str]]] = []
+    why: dict[int, str] = {}
+    for name, module in named:
+        how, departs = _offer(module, uncalled)
+        if how is None and not departs:
+            continue
+        if filter is not None and not _wanted(filter, module, name):
+            why[id(module)] = "the filter left it"
+        elif how is None:
+            why[id(module)] = departs
+            warnings.warn(_said(name, module, departs), ConvertWarning, stacklevel=2)
+        else:
+            chosen.append((name, module, how))
+    for name, module, how in chosen:
+        departs = how(module)
+        if departs:
+            why[id(module)] = departs
+            warnings.warn(_said(name, module, departs), ConvertWarning, stacklevel=2)
+        else:
+            module.recipe, module.name = recipe, name
+            module.prepare_states()
+    report = _report(named, kinds, why)
+    if verbose:
+        print(report)
+    return (model, report) if return_report else model
+
+
+def _said(name: str, module: nn.Module, departs: str) -> str:
+    return f"convert: {name or 'the model'} ({type(module).__name__}) {departs}; it is left as it is"
+
+
+def _offer(module: nn.Module, uncalled: set[int]) -> tuple[Callable[[Any], str] | None, str]:
+    """The function that converts a module, or the reason why it cannot be; neither for other kinds of modules."""
+    if isinstance(module, QuantizedModule):
+        return None, ""
+    if isinstance(module, nn.Linear):
+        why = "is called by nn.MultiheadAttention without its forward" if id(module) in uncalled else _departs(module)
+        return (None, why) if why else (_become_linear, "")
+    if is_transposed_linear(module):
+        return _become_transposed, ""
+    if type(module).__module__.startswith("torch.") or not any([p.dim() == 3 for p in _own(module)]):
+        return None, ""
+    why = departs_from_experts(module)
+    return (None, why) if why else (become_experts, "")
+
+
+def _wanted(filter: _Filter, module: nn.Module, name: str) -> bool:
+    wanted = filter(module, name)
+    if not isinstance(wanted, bool):
+        raise ArgumentError(f"convert: filter returned {wanted!r} for {name!r}; it must return True or False")
+    return wanted
+
+
+def _departs(module: nn.Linear) -> str:
+    """How a module departs from nn.Linear; empty where it does not."""
+    if "forward" in vars(module):
+        return "has a forward of its own"
+    bases = type(module).__mro__
+    own = {n for cls in bases[: bases.index(nn.Linear)] for n in vars(cls)} - _HARMLESS
+    if not own:
+        return ""
+    return "overrides forward" if "forward" in own else f"is a subclass that defines {', '.join(sorted(own))}"
+
+
+def _become_linear(module: Any) -> str:
+    module.__class__ = Linear
+    module.save_original_input = False
+    return ""
+
+
+def _become_transposed(module: Any) -> str:
+    module.__class__ = TransposedLinear
+    return ""
+
+
+def _report(named: list[tuple[str, nn.Module]], kinds: dict[int, str], why: dict[int, str]) -> ConversionReport:
+    """What is held by each module, tied parameters once: where they are quantized, if they are."""
+    owners: dict[int, int] = {}
+    for quantizes in (True, False):
+        for _, module in named:
+            if isinstance(module, QuantizedModule) == quantizes:
+                for p in _own(module):
+                    owners.setdefault(id(p), id(module))
+    rows = []
+    for name, module in named:
+        own = _own(module)
+        if own or id(module) in why:
+            count = sum([p.numel() for p in own if owners[id(p)] == id(module)])
+            converted = isinstance(module, QuantizedModule)
+            reason = "" if converted else _reason(module, why)
+            rows.append(ConvertedModule(name, kinds[id(module)], count, converted, reason))
+    return ConversionReport(tuple(rows))
+
+
+def _own(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that a module holds itself, but for those that have no shape yet."""
+    return [p for p in module.parameters(recurse=False) if not isinstance(p, UninitializedParameter)]
+
+
+def _reason(module: nn.Module, why: dict[int, str]) -> str:
+    """Why a module was left."""
+    if id(module) in why:
+        return why[id(module)]
+    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+        return "an embedding, which multiplies by none"
+    if all([p.dim() < 2 for p in _own(module)]):
+        return "vectors alone, no matrix"
+    return "no layer that convert knows"

@@ -1,0 +1,148 @@
+"""`LayerNormMLP`: norm, linear layer, activation, linear layer, with as little stored between as their gradients allow.
+
+    h = quantize(norm(x)) @ quantize(w1).T + bias1
+    y = quantize(act(h)) @ quantize(w2).T + bias2
+
+Backward keeps x, the norm's statistics and its quantized output, h, and the weights' copies. The activation is made
+again from h as it is quantized for w2's gradient, with forward's scale; its gradient is quantized as it is computed,
+and bias1's gradient is summed on the way. A tensor that a role leaves in high precision, or quantizes by a user's own
+code, is stored instead (`layernorm_linear.fusable`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diptych.common.arguments import require_recipe
+from diptych.common.ops.activation import activation_options
+from diptych.common.recipes import Recipe
+from diptych.common.te_arguments import absorb, dtype_of, one_input
+from diptych.torch.functional import activation as activation_verbs
+from diptych.torch.functional import norm as norm_verbs
+from diptych.torch.layers.checks import input_for
+from diptych.torch.layers.layernorm_mlp import layernorm_mlp
+from diptych.torch.layers.node import run
+from diptych.torch.modules.fx import as_leaf
+from diptych.torch.modules.layernorm_linear import NormedModule, require_sizes
+from diptych.torch.modules.model_init import initial_weight, initialize
+from diptych.torch.state.checkpoint import checkpoint
+
+
+class LayerNormMLP(NormedModule):
+    """A norm and a two-layer perceptron; inside `autocast` neither the norm's nor the activation's output is stored.
+
+    **Arguments:** `hidden_size`: of input and output. `ffn_hidden_size`: of the activation's output; a gated one has
+    fc1 twice as wide. `bias`: of both layers. `activation`: "gelu" (the tanh form), "relu", "silu", "srelu" (relu
+    squared), "qgelu" (x sigmoid(1.702 x)), or act(a) * b as "geglu", "reglu", "swiglu", "sreglu", "qgeglu", with a the
+    first half of fc1's output. `eps`, `normalization`, `zero_centered_gamma`, `device`, `dtype`, `recipe`, `name`,
+    `fuse_wgrad_accumulation`, `delay_wgrad_compute`: as `LayerNormLinear`. `params_dtype`, arguments about
+    parallelism: as `Linear`. `init_method`, `output_layer_init_method`: called with fc1's and with fc2's weight to fill
+    it (None: as nn.Linear). `return_bias`: the call returns (y, fc2_bias), and y has none added. `checkpoint`: backward
+    recomputes the module (`diptych.torch.checkpoint`).
+
+    Parameters: `layer_norm_weight`, `layer_norm_bias` (None for RMSNorm), `fc1_weight` [F or 2F, K], `fc1_bias`,
+    `fc2_weight` [K, F], `fc2_bias`. The module kind of roles is "layernorm_mlp", names end in "fc1" and "fc2".
+
+    **Raises:** TypeError and ValueError for arguments of other kinds and values; see `QuantizedModule.quantized_linear`
+    for the forward.
+    """
+
+    module_kind = "layernorm_mlp"
+    layers = ("fc1", "fc2")
+    output_layer_init_method: Callable[[Tensor], Any] | None = None
+    checkpoint = False
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_hidden_size: int,
+        eps: float = 1e-5,
+        *,
+        bias: bool = True,
+        normalization: str = "LayerNorm",
+        activation: str = "gelu",
+        zero_centered_gamma: bool = False,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        recipe: Recipe | None = None,
+        name: str | None = "",
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
+        params_dtype: torch.dtype | None = None,
+        init_method: Callable[[Tensor], Any] | None = None,
+        output_layer_init_method: Callable[[Tensor], Any] | None = None,
+        return_bias: bool = False,
+        checkpoint: bool = False,
+        **others: Any,
+    ) -> None:
+        absorb("LayerNormMLP", others)
+        require_recipe("LayerNormMLP", recipe)
+        require_sizes("LayerNormMLP", hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
+        super().__init__(fuse_wgrad_accumulation=fuse_wgrad_accumulation, delay_wgrad_compute=delay_wgrad_compute)
+        placed: dict[str, Any] = {"device": device, "dtype": dtype_of("LayerNormMLP", dtype, params_dtype)}
+        self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
+        self.recipe, self.name, self.return_bias, self.checkpoint = recipe, name or "", return_bias, checkpoint
+        self.init_method, self.output_layer_init_method = init_method, output_layer_init_method
+        self.activation, self.activation_options = activation, activation_options("LayerNormMLP", activation)
+        self._make_norm(normalization, hidden_size, eps, zero_centered_gamma, **placed)
+        wide = ffn_hidden_size * (2 if self.activation_options.gated else 1)
+        self.fc1_weight = nn.Parameter(torch.empty(wide, hidden_size, **placed))
+        self.fc1_bias = nn.Parameter(torch.empty(wide, **placed)) if bias else None
+        self.fc2_weight = nn.Parameter(torch.empty(hidden_size, ffn_hidden_size, **placed))
+        self.fc2_bias = nn.Parameter(torch.empty(hidden_size, **placed)) if bias else None
+        self.reset_parameters()
+        self.fc1_weight = initial_weight(self.fc1_weight, recipe, self.module_kind, self._role_name("fc1"))
+        self.fc2_weight = initial_weight(self.fc2_weight, recipe, self.module_kind, self._role_name("fc2"))
+        self._make_initial_states()
+
+    def reset_parameters(self) -> None:
+        """Makes the norm the identity, and the rest anew as `Linear` does."""
+        self._reset_norm()
+        initialize(self.fc1_weight, self.fc1_bias, self.init_method)
+        initialize(self.fc2_weight, self.fc2_bias, self.output_layer_init_method)
+
+    def forward(
+        self,
+        input: Tensor | None = None,
+        is_first_microbatch: bool | None = None,
+        *,
+        inp: Tensor | None = None,
+        skip_weight_update: Tensor | None = None,
+    ) -> Any:
+        """fc2(act(fc1(norm(x)))).
+
+        **Arguments:** as `Linear`'s forward. **Returns:** [..., K]; with `return_bias` (that without fc2's bias,
+        fc2_bias).
+        """
+        x = one_input("LayerNormMLP", input, inp)
+        if not isinstance(x, Tensor):
+            return as_leaf(self, x, is_first_microbatch, skip_weight_update=skip_weight_update)
+        given = (x, is_first_microbatch, skip_weight_update)
+        y = checkpoint(self._run, *given) if self.checkpoint and torch.is_grad_enabled() else self._run(*given)
+        return (y, self.fc2_bias) if self.return_bias else y
+
+    def _run(self, input: Tensor, is_first_microbatch: bool | None, skip_weight_update: Tensor | None) -> Tensor:
+        gamma, beta, act = self.layer_norm_weight, self.layer_norm_bias, self.activation_options
+        w1, b1, w2, b2 = self.fc1_weight, self.fc1_bias, self.fc2_weight, self.fc2_bias
+        if self.return_bias:
+            b2 = None
+        x = input_for("LayerNormMLP", input, gamma, beta)
+        if torch.compiler.is_compiling() and (outside := self._eager_only(w1, w2)) is not None:
+            return outside.run(self._run, input, is_first_microbatch, skip_weight_update)
+        recipe = self._active_recipe()
+        if recipe is None:
+            h = self.quantized_linear(norm_verbs.layernorm(x, gamma, beta, self.norm), w1, b1, "fc1")
+            return self.quantized_linear(activation_verbs.activate(h, act), w2, b2, "fc2")
+        given = (is_first_microbatch, skip_weight_update)
+        fc1, rng1 = self._options_for(recipe, x, w1, "fc1", *given)
+        fc2, rng2 = self._options_for(recipe, x, w2, "fc2", *given, save_original_input=True)
+        operands = (gamma, beta, self.norm_constants, w1, b1, w2, b2, rng1, rng2, tuple(act))
+        return run(layernorm_mlp, x, recipe, (fc1, fc2), *operands)[0]
+
+    def extra_repr(self) -> str:
+        sizes = f"{self.hidden_size}, {self.ffn_hidden_size}, bias={self.fc1_bias is not None}"
+        return f"{sizes}, {self.activation}{self._repr_norm()}"

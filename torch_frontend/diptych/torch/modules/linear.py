@@ -1,0 +1,111 @@
+"""`Linear`: nn.Linear whose three products run quantized inside `autocast`; `layers/linear.py` says how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diptych.common.arguments import require_recipe
+from diptych.common.recipes import Recipe
+from diptych.common.te_arguments import absorb, dtype_of, one_input
+from diptych.torch.layers.linear import linear as linear
+from diptych.torch.modules.base import QuantizedModule
+from diptych.torch.modules.fx import as_leaf
+from diptych.torch.modules.model_init import initial_weight, initialize
+
+
+class Linear(QuantizedModule, nn.Linear):
+    """nn.Linear that quantizes inside `autocast`, and is nn.Linear itself outside.
+
+    **Arguments:** as nn.Linear, with the same initialization, attributes and state_dict; `bias` by its name alone.
+    `recipe`: used instead of the region's wherever a region is enabled; None takes the region's. `name`: what roles
+    call the module. `params_dtype`: another name of `dtype`. `init_method`: called with the weight to fill it, instead
+    of nn.Linear's initialization; the bias is then zero. `return_bias`: the call returns (x @ weight.T, bias), nothing
+    added. `fuse_wgrad_accumulation`, `delay_wgrad_compute`: as `QuantizedModule`. `save_original_input`: backward keeps
+    the input and quantizes it again, which costs a pass and saves a copy where the input is kept anyway. Arguments of
+    TransformerEngine's about parallelism are taken with the value that asks for none.
+
+    The input may be a QuantizedTensor, such as another module's output under a recipe that quantizes outputs; see
+    `linear`. Outside of regions it is dequantized.
+
+    **Raises:** TypeError if `recipe` is not a recipe or an argument is unknown, NotImplementedError for an argument of
+    TransformerEngine's that asks for what diptych does not do; see `quantized_linear` for the forward.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        bias: bool = True,
+        device: torch.device | str | int | None = None,
+        dtype: torch.dtype | None = None,
+        recipe: Recipe | None = None,
+        name: str | None = "",
+        fuse_wgrad_accumulation: bool = False,
+        delay_wgrad_compute: bool = False,
+        save_original_input: bool = False,
+        params_dtype: torch.dtype | None = None,
+        init_method: Callable[[Tensor], Any] | None = None,
+        return_bias: bool = False,
+        **others: Any,
+    ) -> None:
+        absorb("Linear", others)
+        require_recipe("Linear", recipe)
+        dtype = dtype_of("Linear", dtype, params_dtype)
+        self.init_method = init_method  # before nn.Linear's __init__, which calls reset_parameters
+        super().__init__(
+            in_features, out_features, bias=bias, device=device, dtype=dtype,
+            fuse_wgrad_accumulation=fuse_wgrad_accumulation, delay_wgrad_compute=delay_wgrad_compute,
+        )  # fmt: skip
+        self.recipe, self.name = recipe, name or ""
+        self.save_original_input, self.return_bias = save_original_input, return_bias
+        self.weight = initial_weight(self.weight, recipe, self.module_kind, self.name)
+        self._make_initial_states()
+
+    def reset_parameters(self) -> None:
+        """Makes the parameters anew: as nn.Linear, or by the `init_method`, which leaves the bias at zero."""
+        if self.init_method is None:
+            super().reset_parameters()
+        else:
+            initialize(self.weight, self.bias, self.init_method)
+
+    def forward(
+        self,
+        input: Tensor | None = None,
+        is_first_microbatch: bool | None = None,
+        fp8_output: bool = False,
+        fp8_grad: bool = False,
+        *,
+        inp: Tensor | None = None,
+        skip_weight_update: Tensor | None = None,
+    ) -> Any:
+        """x @ weight.T + bias.
+
+        **Arguments:** `input` or `inp`: [..., K]. `is_first_microbatch`, `skip_weight_update`: as `quantized_linear`.
+        `fp8_output`: the recipe quantizes the output as it quantizes inputs, and the call returns a QuantizedTensor.
+        `fp8_grad`: the gradient of the input is quantized as gradients are, and comes as its rounded values.
+
+        **Returns:** [..., N]; with `return_bias` (x @ weight.T, bias). Outside of regions `fp8_output` and `fp8_grad`
+        change nothing, as in TransformerEngine.
+        """
+        x = one_input("Linear", input, inp)
+        if not isinstance(x, Tensor):
+            return as_leaf(self, x, is_first_microbatch, skip_weight_update=skip_weight_update)
+        y = self.quantized_linear(
+            x,
+            self.weight,
+            None if self.return_bias else self.bias,
+            is_first_microbatch=is_first_microbatch,
+            skip_weight_update=skip_weight_update,
+            save_original_input=self.save_original_input,
+            quantize_output=fp8_output,
+            quantize_grad_input=fp8_grad,
+        )
+        return (y, self.bias) if self.return_bias else y
+
+    def extra_repr(self) -> str:
+        return super().extra_repr() + self._repr_recipe()

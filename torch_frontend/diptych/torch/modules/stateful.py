@@ -1,0 +1,229 @@
+"""`StatefulModule`: what a module of linear layers keeps from step to step, as buffers: how it is made, copied, saved,
+loaded and moved.
+
+    scale_states    `ScaleStates`, those of delayed scaling, by layer where there are several
+    rng_state       int32 [4], the random generator of stochastic rounding
+
+Invariants: states are ordinary tensors, wherever they are made; they are all there before somebody takes stock of a
+module whose recipe is known, and a forward that makes them later says so (`late`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized
+
+from diptych.common.errors import CheckpointError, UnsupportedError
+from diptych.common.layers.plan import LinearPlan
+from diptych.common.recipes import Recipe
+from diptych.torch.functional import quantize as quantize_verbs
+from diptych.torch.layers.options import schedule
+from diptych.torch.modules import late
+from diptych.torch.modules.held_state import read_weights
+from diptych.torch.modules.model_init import initial_recipe
+from diptych.torch.modules.te_states import take_extra_state
+from diptych.torch.state.scales import ScaleStates, check_tree, keys_below, warn_once
+
+
+class StatefulModule(nn.Module):
+    """The base of `QuantizedModule`, whose attributes `module_kind`, `layers`, `name` and `recipe` it reads."""
+
+    module_kind: str = "linear"
+    layers: tuple[str, ...] = ("",)
+    name: str = ""
+    recipe: Recipe | None = None
+    _prepared_for: Recipe | None = None
+    _caches: Any = None
+
+    def _role_name(self, layer: str) -> str:
+        return f"{self.name}.{layer}" if self.name and layer else self.name or layer
+
+    # --- making ---
+
+    def _layer_states(self, layer: str) -> ScaleStates | None:
+        states: Any = self._modules.get("scale_states")
+        return states._modules.get(layer) if layer and states is not None else states
+
+    def _bound_states(
+        self, plan: LinearPlan, layer: str, recipe: Recipe, device: torch.device, in_forward: bool = True
+    ) -> ScaleStates | None:
+        """The states of one layer, made and bound to a plan where they are not yet; None where it has none."""
+        states = self._layer_states(layer)
+        if states is None:
+            if not plan.states:
+                return None
+            states = self._make_states(layer, device)
+        if states.plan is not plan:
+            if not plan.states and not self.training:
+                return None  # evaluated by a recipe without states: what training left stays
+            before, held = states.plan, states.slots()
+            lost = states.bind(plan, device)
+            if self._prepared_for is not None:
+                self._prepared_for = recipe
+            if lost:
+                _announce(before, plan, lost, recipe)
+            if in_forward and states.slots().keys() - held.keys():
+                late.announce(self, "delayed scales", recipe)
+        return states if plan.states else None
+
+    def _make_states(self, layer: str, device: Any) -> ScaleStates:
+        require_no_capture(torch.device(device))
+        root: Any = self._modules.get("scale_states")
+        if root is None:
+            root = self._modules["scale_states"] = ScaleStates(None, device)
+        if not layer:
+            return root
+        made = root._modules[layer] = ScaleStates(None, device)
+        return made
+
+    def reset_scale_states(self) -> None:
+        """Forgets the states of delayed scaling; the next region starts them anew."""
+        self._modules.pop("scale_states", None)
+        late.forget(self)
+        self._make_missing()
+
+    def _rng(self, device: torch.device, in_forward_by: Recipe | None = None) -> Tensor:
+        rng = self._buffers.get("rng_state")
+        if rng is None:
+            require_no_capture(device)
+            with torch.inference_mode(False):
+                rng = _drawn_rng(device)
+            self.register_buffer("rng_state", rng)
+            if in_forward_by is not None:
+                late.announce(self, "random generator", in_forward_by)
+        return rng
+
+    def prepare_states(self, recipe: Recipe | None = None) -> None:
+        """Makes the states of all `layers` by the module's own recipe, or by `recipe` where it has none; see `prepare`.
+        None of both: nothing to do."""
+        own = self.recipe if self.recipe is not None else recipe
+        if own is None:
+            return
+        self._prepared_for = own
+        device = self._device()
+        for layer in self.layers:
+            self._make(own, layer, device)
+
+    def _make_missing(self) -> None:
+        """Makes the states that the recipe it was prepared for, or its own, needs and that are not there: before others
+        take stock of the module."""
+        recipe = self.recipe if self.recipe is not None else self._prepared_for
+        if recipe is None:
+            return
+        for layer in self.layers:
+            plan = schedule(recipe, self.module_kind, self._role_name(layer), False, False).plan
+            states = self._layer_states(layer)
+            missing = plan.states and (states is None or not states.slots())
+            if missing or (plan.needs_rng and "rng_state" not in self._buffers):
+                self._make(recipe, layer, self._device())
+
+    def _make_initial_states(self) -> None:
+        """Ends a constructor: the states of the module's own recipe, or of `quantized_model_init`'s."""
+        self.prepare_states(initial_recipe())
+
+    def _device(self) -> torch.device:
+        return next((t.device for t in self.parameters()), torch.device("cpu"))
+
+    def _make(
+        self, recipe: Recipe, layer: str, device: torch.device, in_forward: bool = False
+    ) -> tuple[ScaleStates | None, Tensor | None]:
+        """One layer's states, with what graphs read and write beside them, and its random generator."""
+        plan = schedule(recipe, self.module_kind, self._role_name(layer), False, False).plan
+        states = self._bound_states(plan, layer, recipe, device, in_forward)
+        if states is not None:
+            states.make_graph_buffers()
+        return states, self._rng(device, recipe if in_forward else None) if plan.needs_rng else None
+
+    def seed_rng(self, seed: int, offset: int = 0) -> None:
+        """Sets the random generator of stochastic rounding. Without it, the seed is drawn from torch's CPU generator
+        when it is first needed. **Raises** ValueError for a seed outside of 0..2^64-1."""
+        device = next((t.device for t in self.parameters()), None)
+        with torch.inference_mode(False):
+            rng = quantize_verbs.rng_state(seed, offset, device)
+        self._buffers.pop("rng_state", None)
+        self.register_buffer("rng_state", rng)
+
+    # --- copying, saving, loading, moving ---
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a module is without its last step; kept weights and region are remade."""
+        return {k: v for k, v in self.__dict__.items() if k not in _OF_A_STEP and k != "_prepared_for"}
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
+        """A copy by `__getstate__`, with the states that a recipe which is known already will need."""
+        self._make_missing()
+        late.see(self, late.by_deepcopy(memo))
+        copied = memo[id(self)] = type(self).__new__(type(self))
+        if type(self).__getstate__ is StatefulModule.__getstate__ or is_parametrized(self):
+            state = {k: v for k, v in self.__dict__.items() if k not in _OF_A_STEP}
+        else:
+            state = self.__getstate__()
+        copied.__setstate__(copy.deepcopy(state, memo))
+        return copied
+
+    def _save_to_state_dict(self, destination: Any, *args: Any) -> None:
+        self._make_missing()
+        late.see(self, late.by_state_dict(destination))
+        super()._save_to_state_dict(destination, *args)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> StatefulModule:
+        rng = self._buffers.get("rng_state")
+        super()._apply(fn, recurse)
+        moved = self._buffers.get("rng_state")
+        if rng is not None and moved is not None and rng.is_meta and not moved.is_meta:
+            moved.copy_(_drawn_rng(moved.device))  # the model left meta; it holds whatever lay in memory
+        return self
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        take_extra_state(self, state_dict, prefix)
+        device = next((t.device for t in self.parameters()), None)
+        below = f"{prefix}scale_states."
+        tree = keys_below(state_dict, below)
+        check_tree(tree, state_dict, below, self._modules.get("scale_states"))  # type: ignore[arg-type]
+        rng = state_dict.get(f"{prefix}rng_state")
+        if rng is not None and (rng.dtype != torch.int32 or tuple(rng.shape) != (4,)):
+            raise CheckpointError(
+                f"{prefix}rng_state must be int32 [4], seed and offset of a generator, got {rng.dtype}{list(rng.shape)}"
+            )
+        if not tree:
+            self._modules.pop("scale_states", None)
+        elif "scale_states" not in self._modules:
+            self._modules["scale_states"] = ScaleStates(None, device)
+        if rng is not None and "rng_state" not in self._buffers:
+            with torch.inference_mode(False):
+                self.register_buffer("rng_state", torch.zeros(4, dtype=torch.int32, device=device))
+        elif rng is None and "rng_state" in self._buffers:
+            del self._buffers["rng_state"]  # the state that the dict is of had none yet
+        self._caches = None
+        super()._load_from_state_dict(read_weights(self, state_dict, prefix, args[0]), prefix, *args)
+
+
+_OF_A_STEP = ("_last_region", "_last_groups", "_caches")
+
+
+def _drawn_rng(device: torch.device) -> Tensor:
+    """A random generator whose seed torch's CPU generator draws."""
+    words = torch.randint(-(2**31), 2**31, (2,), dtype=torch.int64, device="cpu")
+    return torch.cat([words, torch.zeros(2, dtype=torch.int64, device="cpu")]).to(torch.int32).to(device)
+
+
+def require_no_capture(device: torch.device) -> None:
+    """Before a state is made. **Raises** NotImplementedError where a CUDA graph would begin it anew each time."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise UnsupportedError(
+            "a module's first call with a recipe that has state makes that state, which must lie outside of CUDA "
+            "graphs: run the module once before capturing it, as diptych.torch.make_graphed_callables does"
+        )
+
+
+def _announce(before: LinearPlan | None, after: LinearPlan, lost: list[str], recipe: Recipe) -> None:
+    warn_once(
+        (None if before is None else before.states, after.states),
+        f"switching to {type(recipe).__name__}: the delayed scales of {', '.join(sorted(lost))} were another recipe's "
+        "and are dropped; further modules and later switches of this kind are not reported",
+    )

@@ -1,0 +1,129 @@
+"""What a graph reads and writes beside its inputs, made before it is traced and before it runs.
+
+A graph makes no buffers. Where Dynamo traces a module's call, `comptime` runs code of ours on the real module and makes
+what is missing. A guard does the same for each other module that runs the graph later, so that equal modules share one
+graph, wherever their states come from. Invariants:
+
+- A guard changes no state that exists unless the call that it checks would: where another recipe's states would be
+  lost and the recipe of the call is not known yet, the module does not fit the graph.
+- An error while a guard makes states means that the module does not fit; tracing it anew then raises the same error.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diptych.common.layers.plan import LinearPlan
+from diptych.torch.graph.guards import before_each_call
+from diptych.torch.layers.options import schedule
+from diptych.torch.primitives.register import traced_local
+from diptych.torch.state.autocast import STATE
+
+# --- states -----------------------------------------------------------------------------------------------
+
+
+class _Ready:
+    """Makes the states of a module that runs a graph of `recipe`, which was traced in a region of `entered`."""
+
+    def __init__(self, module: Any, recipe: Any, layer: str, device: torch.device) -> None:
+        self.kind, self.name, self.own = type(module), module.name, module.recipe
+        self.recipe, self.device, self.entered = recipe, device, STATE.recipe
+        self.layers = tuple(dict.fromkeys((*module.layers, layer)))
+        self.plans = self._plans(module)
+        self.needs_rng = any([plan.needs_rng for plan in self.plans.values()])
+
+    def _plans(self, module: Any) -> dict[str, LinearPlan]:
+        kind, recipe = module.module_kind, self.recipe
+        return {each: schedule(recipe, kind, module._role_name(each), False, False).plan for each in self.layers}
+
+    def make(self, module: Any) -> None:
+        """Makes what is missing, in place of another recipe's."""
+        unseeded = self.needs_rng and "rng_state" not in module._buffers
+        with torch.inference_mode(False), torch.no_grad():
+            for layer in self.layers:
+                module._prepare(self.recipe, layer, self.device)
+            if unseeded:
+                _keep_apart(module._buffers["rng_state"])
+        self.plans = self._plans(module)  # the very objects that states are bound to now
+
+    def __call__(self, module: Any) -> bool:
+        """The guard."""
+        if self._has_all(module):
+            return True
+        if type(module) is not self.kind or module.name != self.name or STATE.recipe != self.entered:
+            return True  # guards of these will say so
+        if module.recipe != self.own or any(p.device != self.device for p in module.parameters(recurse=False)):
+            return True
+        known = self.recipe is self.own or self.recipe == self.entered
+        for layer, plan in self.plans.items():
+            states = module._layer_states(layer)
+            if not known and states is not None and states.plan is not None and states.plan != plan:
+                return False
+        self.make(module)
+        return True
+
+    def _has_all(self, module: Any) -> bool:
+        if type(module) is not self.kind:
+            return False
+        for layer, plan in self.plans.items():
+            if plan.states:
+                states = module._layer_states(layer)
+                if states is None or states.plan is not plan or not states.ready_for_graphs():
+                    return False
+        return not self.needs_rng or "rng_state" in module._buffers
+
+
+def make_states(context: Any) -> None:
+    """Runs where Dynamo traces `QuantizedModule._compiled_states`."""
+    module, recipe, layer, device = [traced_local(context, name) for name in ("self", "recipe", "layer", "device")]
+    ready = _Ready(module, recipe, layer, device)
+    before = _names(module)
+    ready.make(module)
+    if _names(module) != before:
+        _forget(context, module)
+    if ready.needs_rng or any([plan.states for plan in ready.plans.values()]):
+        before_each_call(context, "self", ready)
+
+
+def begin_again(_: Any) -> None:
+    """Runs where traced code does not find states that exist: Dynamo looked at their place before they did, and is to
+    trace the whole function once more."""
+    from torch._dynamo.exc import RestartAnalysis
+
+    raise RestartAnalysis(restart_reason="diptych made states of a module that was looked at before")
+
+
+def _holders(module: nn.Module) -> list[nn.Module]:
+    states = module._modules.get("scale_states")
+    return [module] if states is None else [module, *states.modules()]
+
+
+def _names(module: nn.Module) -> list[tuple[int, int, int]]:
+    return [(id(m), len(m._modules), len([b for b in m._buffers.values() if b is not None])) for m in _holders(module)]
+
+
+def _forget(context: Any, module: nn.Module) -> None:
+    """Has Dynamo look anew at dicts that it has looked at, and which have states now: it keeps their items otherwise.
+    One that the traced code has changed stays as it is (`begin_again`)."""
+    output = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
+    effects = output.side_effects
+    for holder in _holders(module):
+        for held in (holder._modules, holder._buffers):
+            seen = effects.id_to_variable.get(id(held))
+            if seen is not None and not effects.is_modified(seen):
+                del effects.id_to_variable[id(held)]
+                output.variable_tracker_cache.pop(seen.source, None)
+
+
+_last_drawn: list[Any] = [None, 0]
+
+
+def _keep_apart(rng: Tensor) -> None:
+    """Gives a module a stretch of its own of a stream that was drawn before: torch undoes draws that happen while it
+    compiles, so that the next module draws the same seed."""
+    words = rng[:2].tolist()
+    _last_drawn[:] = [words, _last_drawn[1] + 1 if words == _last_drawn[0] else 0]
+    rng.view(torch.int64)[1] += _last_drawn[1] << 40

@@ -1,0 +1,235 @@
+"""Weights between steps: copies kept across microbatches. `held` has weights that are held quantized."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diptych.common.errors import UnsupportedError
+from diptych.common.layers.schedule import Call
+from diptych.common.recipes import Recipe
+from diptych.torch.graph.guards import before_each_call
+from diptych.torch.layers.options import Options, schedule
+from diptych.torch.layers.quantize import quantize_weight
+from diptych.torch.primitives import grouped as grouped_ops
+from diptych.torch.primitives import quantize as quantize_ops
+from diptych.torch.primitives.register import define, traced_local
+from diptych.torch.state.scales import warn_once
+from diptych.torch.tensors.copies import Copies, with_scales
+
+# --- copies kept across microbatches ---------------------------------------------------------------------------------
+
+
+class WeightCache:
+    """The quantized copies of one weight, or of a stack of them, from the first microbatch of a step to its last.
+
+    Graphs write them in place, into buffers that are made while Dynamo traces: a captured graph's own memory is
+    overwritten when it runs again. There E8M0 scales lie as bytes, which Inductor's backends all can store.
+    """
+
+    def __init__(self) -> None:
+        self.key: tuple[Any, ...] = ()
+        self.copies: Any = None  # Copies, or the buffers that graphs write
+        self.bound = False  # whether graphs know the buffers
+        self.content = "none"  # "stale": of another key; "kept"
+        self.valid: Tensor | None = None  # the same for graphs, which skip on the device: a boolean [1]
+
+    def get(
+        self,
+        weight: Tensor,
+        recipe: Recipe,
+        options: Options,
+        rng: Tensor | None,
+        need_columnwise: bool,
+        first: bool | None,
+        skip: Tensor | None,
+    ) -> Copies:
+        """The copies to use; see `QuantizedModule.quantized_linear` for `first` and `skip`.
+
+        **Raises** ValueError for a later microbatch without a first one, or both arguments at once.
+        """
+        module, name = options.module, options.name
+        calls = schedule(recipe, module, name, need_columnwise, False).w
+        key = _key(calls, weight.shape, weight.device)
+        weight = weight.detach()
+        if skip is not None and first is not None:
+            raise ValueError(
+                "is_first_microbatch says on the host what skip_weight_update says on the device: give one"
+            )
+        compiling = torch.compiler.is_compiling()
+        if compiling:
+            from torch._dynamo.comptime import comptime  # importing it takes a second
+
+            skips = skip is not None  # noqa: F841 - read below
+            comptime(_bound_while_tracing)
+            if self.key != key:
+                raise UnsupportedError("a compiled region that keeps one weight for two recipes: give each its own")
+        if skip is not None:
+            if compiling or (self.content == "kept" and self.key == key):
+                return self._select(weight, calls, options, rng, skip)
+        elif not first:
+            if self.content == "none":
+                raise ValueError("is_first_microbatch=False, but no weight is kept: the first microbatch passes True")
+            if self.content == "kept" and self.key == key:
+                return self._copies(compiling)
+            warn_once(
+                (self.key, key, name),
+                f"{type(recipe).__name__} cannot use the weight kept from the first microbatch; it is quantized anew",
+            )
+        made = quantize_weight(weight, calls, options, rng, options.replay)
+        if self.bound and self.key == key:
+            for old, t in _pairs(self.copies, made):
+                old.copy_(_storable(t))
+            if self.valid is not None:
+                self.valid.fill_(True)
+        else:
+            self.copies, self.bound, self.key = made, False, key
+        if not compiling:
+            self.content = "kept"  # else from tracing on: a graph has no side effects
+        return made
+
+    def bind(self, calls: tuple[Call, ...], shape: tuple[int, ...], device: torch.device) -> None:
+        """Makes buffers for graphs to write, unless there are some for these calls."""
+        key = _key(calls, shape, device)
+        if self.bound and self.key == key:
+            return
+        buffers: list[Any] = [None, None]
+        empty = grouped_ops.empty_stack if len(shape) == 3 else quantize_ops.empty
+        for call in calls:
+            copies = quantize_ops.copies(call.quantizer, empty(shape, call.quantizer, device))
+            for side, copy in enumerate(copies):
+                if copy is not None:
+                    buffers[side] = (copy[0], _storable(copy[1]), *copy[2:])
+        before = self.copies if self.key == key else None
+        self.key, self.copies, self.bound = key, tuple(buffers), True
+        for copy in self.copies:
+            for t in (copy or ())[:3]:
+                if t is not None:
+                    torch._dynamo.mark_static_address(t, guard=False)
+        self.valid = None
+        if before is not None:
+            for old, t in _pairs(self.copies, before):
+                old.copy_(_storable(t))
+        elif self.content == "kept":
+            self.content = "stale"
+
+    def _copies(self, compiling: bool) -> Copies:
+        return self.copies if compiling else tuple([copy and with_scales(copy) for copy in self.copies])  # type: ignore[return-value]
+
+    def _select(
+        self, weight: Tensor, calls: tuple[Call, ...], options: Options, rng: Tensor | None, skip: Tensor
+    ) -> Copies:
+        """New content for the kept copies where `skip` is 0, without asking the device."""
+        keep = skip.reshape(1) != 0
+        if self.valid is not None:
+            keep = keep & self.valid
+            self.valid.fill_(True)
+        scales = {c.state: options.state.tensors(c.state)[0] for c in calls if c.state and options.state is not None}
+        new = quantize_weight(weight, calls, options, rng, options.replay or scales)
+        for old, t in _pairs(self.copies, new):
+            bits = old.view(torch.uint8)
+            bits.copy_(torch.where(keep, bits, _storable(t).view(torch.uint8)))
+        if options.record and options.replay is None and options.state is not None:
+            amax = torch.where(keep, 0.0, quantize_ops.amax(weight))
+            for call in calls:
+                if call.state:
+                    options.state.record(call.state, amax)
+        return self._copies(torch.compiler.is_compiling())
+
+
+def _pairs(into: Any, made: Copies) -> list[tuple[Tensor, Tensor]]:
+    """The tensors of kept copies, each with that of the new ones."""
+    found = []
+    for old, new in zip(into, made, strict=True):
+        for a, b in zip((old or ())[:3], (new or ())[:3], strict=True):
+            if a is not None and b is not None:
+                found.append((a, b))
+    return found
+
+
+def _storable(t: Tensor) -> Tensor:
+    """A copy's tensor as its buffer holds it."""
+    if t.dtype != torch.float8_e8m0fnu:
+        return t
+    return _bytes_op(t) if torch.compiler.is_compiling() else t.view(torch.uint8)
+
+
+_bytes_op = define(
+    "scale_bytes",
+    "(Tensor scale_inv) -> Tensor",
+    lambda scale_inv: scale_inv.view(torch.uint8).clone(),
+    lambda scale_inv: torch.empty_like(scale_inv, dtype=torch.uint8),
+)
+
+
+class _Bound:
+    """Gives a cache the buffers that a graph reads, or writes: the guard of each cache that runs it.
+
+    A cache that keeps a weight for other calls does not fit: which of them is next, the guard cannot know.
+    """
+
+    def __init__(self, calls: tuple[Call, ...], shape: tuple[int, ...], device: torch.device, skips: bool) -> None:
+        self.calls, self.shape, self.device, self.skips = calls, shape, device, skips
+        self.key = _key(calls, shape, device)
+        self.checked = threading.local()  # `cache`: weak reference to what this thread has checked last
+
+    def bind(self, cache: WeightCache) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            cache.bind(self.calls, self.shape, self.device)
+            if self.skips and cache.valid is None:
+                cache.valid = torch.full((1,), cache.content == "kept", device=self.device)
+                torch._dynamo.mark_static_address(cache.valid, guard=False)
+
+    def __call__(self, cache: Any) -> bool:
+        """The guard."""
+        if isinstance(cache, WeightCache):
+            if cache.key != self.key and cache.content == "kept":
+                return False
+            if cache.key != self.key or not cache.bound or (self.skips and cache.valid is None):
+                self.bind(cache)
+            self.checked.cache = weakref.ref(cache)
+        return True
+
+    def runs(self) -> None:
+        """The graph that was checked runs: it keeps the weight, and has no side effects to say so."""
+        self.checked.cache().content = "kept"
+
+
+def _bound_while_tracing(context: Any) -> None:
+    """Runs where Dynamo traces `WeightCache.get`, on the real objects: a graph cannot make buffers."""
+    cache, recipe, module, name, columnwise, skips, first = (
+        traced_local(context, local)
+        for local in ("self", "recipe", "module", "name", "need_columnwise", "skips", "first")
+    )
+    fake = context.get_local("weight").as_fake()
+    calls = schedule(recipe, module, name, columnwise, False).w
+    bound = _Bound(calls, tuple([int(n) for n in fake.shape]), fake.device, skips)
+    bound.bind(cache)
+    writes = skips or bool(first)
+    if writes:
+        cache.content = "kept"
+    before_each_call(context, "self", bound, bound.runs if writes else None)
+
+
+def _key(calls: tuple[Call, ...], shape: tuple[int, ...], device: torch.device) -> tuple[Any, ...]:
+    """What the copies depend on, in scalars: torch 2.11 keeps no constant of a graph beyond it."""
+    return (
+        str(device),
+        *shape,
+        *tuple(
+            [
+                (
+                    *tuple(c.quantizer.spec),
+                    c.quantizer.rowwise,
+                    c.quantizer.columnwise,
+                    c.state,
+                    None if c.quantizer.implementation() is None else c.quantizer,
+                )
+                for c in calls
+            ]
+        ),
+    )

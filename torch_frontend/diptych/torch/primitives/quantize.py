@@ -1,0 +1,290 @@
+"""The ops on raw buffers: kernel call and fake implementation of each, under `torch.ops.diptych`.
+
+Invariants:
+
+- Shapes come from `diptych.common.shapes`, in the real and in the fake implementation alike; checks from `rules`.
+- Ops are pure, except `gemm_into`, `quantize_delayed` and `scale_update`, which declare what they mutate.
+- A plain eager call goes straight to the implementation (`rules.direct`); everything else (tracing, fake and meta
+  tensors, modes, subclasses) goes through the dispatcher to the same one.
+- Operands are made contiguous here; the core refuses others. Outputs always are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from diptych.common.ops import shapes
+from diptych.common.quantizers import ROW_AMAX, Float8Quantizer, Quantizer
+from diptych.core import _core
+from diptych.torch.primitives import constants
+from diptych.torch.primitives.checks import (
+    TWO_LEVEL,
+    Copy,
+    check_amax,
+    check_copy,
+    check_delayed,
+    check_quantize,
+    format_row,
+    require_no_grad,
+    require_out_dtype,
+)
+from diptych.torch.primitives.register import define, direct, fake_buffers, layout, wrote
+
+_COMPUTE, _GIVEN, _ACCUMULATE = 0, 1, 2  # AmaxMode in ops.h
+
+# --- quantize --------------------------------------------------------------------------------------------------------
+
+
+def _quantize(
+    x: Tensor,
+    quantizer: Quantizer,
+    amax: Tensor | None = None,
+    columnwise_amax: Tensor | None = None,
+    scale: Tensor | None = None,
+    rng: Tensor | None = None,
+    encoded: tuple[int, ...] | None = None,
+    source: tuple[Any, ...] = (),
+) -> list[Tensor]:
+    """`encoded`, `source`: the shape of what is encoded instead of x, and the core's arguments for it (`fused`)."""
+    check_quantize(x, quantizer, amax, columnwise_amax, scale, rng, encoded=encoded)
+    slots: list[Tensor | None] = [None] * 6
+    out = []
+    for slot, shape, new in layout(x.shape if encoded is None else encoded, quantizer, x.device):
+        slots[slot] = t = new(*shape)
+        out.append(t)
+    mode = _COMPUTE
+    for slot, given in ((0, amax), (1, columnwise_amax)):
+        if given is not None:
+            mode, t = _GIVEN, slots[slot]
+            assert t is not None  # check_quantize
+            t.copy_(given.reshape(t.shape))
+    out_amax, out_columnwise_amax, rowwise, rowwise_scale, columnwise, columnwise_scale = slots
+    rng = None if rng is None else rng.contiguous()
+    _core.quantize(
+        x.contiguous(), *quantizer.spec, mode, out_amax, out_columnwise_amax, scale, rng,
+        rowwise, rowwise_scale, columnwise, columnwise_scale, *source,
+    )  # fmt: skip
+    return out
+
+
+def _quantize_fake(
+    x: Tensor,
+    quantizer: Quantizer,
+    amax: Tensor | None = None,
+    columnwise_amax: Tensor | None = None,
+    scale: Tensor | None = None,
+    rng: Tensor | None = None,
+) -> list[Tensor]:
+    check_quantize(x, quantizer, amax, columnwise_amax, scale, rng)
+    return fake_buffers(x, quantizer)
+
+
+def _quantize_delayed(
+    x: Tensor,
+    quantizer: Quantizer,
+    scale: Tensor,
+    history: Tensor,
+    encoded: tuple[int, ...] | None = None,
+    source: tuple[Any, ...] = (),
+) -> list[Tensor]:
+    check_delayed(x, quantizer, scale, history, encoded)
+    slots: list[Tensor | None] = [None] * 6
+    out = []
+    buffers = layout(x.shape if encoded is None else encoded, quantizer, x.device)
+    for slot, shape, new in buffers[:-1]:  # the last is amax, which history holds
+        slots[slot] = t = new(*shape)
+        out.append(t)
+    rowwise, rowwise_scale, columnwise, columnwise_scale = slots[2:]
+    _core.quantize(
+        x.contiguous(), *quantizer.spec, _ACCUMULATE, history.narrow(0, 0, 1), None, scale, None,
+        rowwise, rowwise_scale, columnwise, columnwise_scale, *source,
+    )  # fmt: skip
+    wrote(history)
+    return out
+
+
+def _quantize_delayed_fake(x: Tensor, quantizer: Quantizer, scale: Tensor, history: Tensor) -> list[Tensor]:
+    check_delayed(x, quantizer, scale, history)
+    return fake_buffers(x, quantizer)[:-1]
+
+
+def _both(implementation: Callable[..., list[Tensor]]) -> Callable[..., tuple[Tensor, ...]]:
+    """Always both copies, an empty tensor for each buffer of one that is not made.
+
+    An op that writes to an operand cannot return a list: torch functionalizes fixed results only.
+    """
+
+    def padded(x: Tensor, quantizer: Quantizer, scale: Tensor, history: Tensor) -> tuple[Tensor, ...]:
+        made = implementation(x, quantizer, scale, history)
+        empty = [x.new_empty(0) for _ in range(4 - len(made))]
+        return tuple(made + empty) if quantizer.rowwise else tuple(empty + made)
+
+    return padded
+
+
+def _empty(shape: tuple[int, ...], quantizer: Quantizer, device: torch.device | str) -> list[Tensor]:
+    return fake_buffers(torch.empty((), device=device).expand(shape), quantizer)
+
+
+# --- amax and scales -------------------------------------------------------------------------------------------------
+
+
+def _amax_lengths(x: Tensor, flags: int, columnwise: bool) -> list[Any]:
+    check_amax(x, flags, columnwise)
+    rows = shapes.rows_cols(x.shape)[0] if flags & ROW_AMAX else 1
+    return [rows, 1] if columnwise else [rows]
+
+
+def _amax(x: Tensor, flags: int = 0, columnwise: bool = False) -> list[Tensor]:
+    out = [torch.empty(n, dtype=torch.float32, device=x.device) for n in _amax_lengths(x, flags, columnwise)]
+    _core.amax(x.contiguous(), out[0], out[1] if columnwise else None, flags)
+    return out
+
+
+def _amax_fake(x: Tensor, flags: int = 0, columnwise: bool = False) -> list[Tensor]:
+    return [x.new_empty(n, dtype=torch.float32) for n in _amax_lengths(x, flags, columnwise)]
+
+
+# --- dequantize ------------------------------------------------------------------------------------------------------
+
+
+def _dequantize(
+    data: Tensor, scale_inv: Tensor, amax: Tensor | None, format: int, columnwise: bool, dtype: torch.dtype
+) -> Tensor:
+    require_out_dtype("dequantize", dtype)
+    shape = shapes.tensor_shape(format_row("dequantize", format), columnwise, data.shape)
+    out = torch.empty(shape, dtype=dtype, device=data.device)
+    amax = None if amax is None else amax.contiguous()
+    _core.dequantize(data.contiguous(), scale_inv.contiguous(), amax, format, columnwise, out)
+    return out
+
+
+def _dequantize_fake(
+    data: Tensor, scale_inv: Tensor, amax: Tensor | None, format: int, columnwise: bool, dtype: torch.dtype
+) -> Tensor:
+    require_out_dtype("dequantize", dtype)
+    fmt = check_copy("dequantize", "q", (data, scale_inv, amax, format, columnwise))
+    return data.new_empty(shapes.tensor_shape(fmt, columnwise, data.shape), dtype=dtype)
+
+
+# --- registration ----------------------------------------------------------------------------------------------------
+
+
+_amax_op = define(
+    "amax", "(Tensor x, int flags=0, bool columnwise=False) -> Tensor[]", _amax, _amax_fake, recordable=True
+)
+_dequantize_op = define(
+    "dequantize",
+    "(Tensor data, Tensor scale_inv, Tensor? amax, int format, bool columnwise, ScalarType dtype) -> Tensor",
+    _dequantize,
+    _dequantize_fake,
+    recordable=True,
+)
+_quantize_op: Callable[..., list[Tensor]]
+_quantize_delayed_op: Callable[..., tuple[Tensor, ...]]
+_empty_op: Callable[..., list[Tensor]]
+if constants.AVAILABLE:
+    _QUANTIZER = constants.schema_type(Float8Quantizer)  # torch looks at the name only, and takes every value class
+    _quantize_op = define(
+        "quantize",
+        f"(Tensor x, {_QUANTIZER} quantizer, Tensor? amax=None, Tensor? columnwise_amax=None, Tensor? scale=None, "
+        "Tensor? rng=None) -> Tensor[]",
+        _quantize,
+        _quantize_fake,
+        recordable=True,
+    )
+    _quantize_delayed_op = define(
+        "quantize_delayed",
+        f"(Tensor x, {_QUANTIZER} quantizer, Tensor scale, Tensor(a!) history) -> (Tensor, Tensor, Tensor, Tensor)",
+        _both(_quantize_delayed),
+        _both(_quantize_delayed_fake),
+        recordable=True,
+    )
+    # No tensor says which backend this is for.
+    _EVERY = ("CompositeExplicitAutograd",)
+    _empty_op = define(
+        "empty", f"(SymInt[] shape, {_QUANTIZER} quantizer, Device device) -> Tensor[]", _empty, _empty, _EVERY
+    )
+else:  # pragma: no cover - no supported torch
+    _empty_op = torch._disable_dynamo(_empty)  # type: ignore[attr-defined]
+    _quantize_op = torch._disable_dynamo(_quantize)  # type: ignore[attr-defined]
+    _quantize_delayed_op = torch._disable_dynamo(_both(_quantize_delayed))  # type: ignore[attr-defined]
+
+
+# --- the ops as the rest of this package calls them ------------------------------------------------------------------
+
+
+@overload
+def amax(x: Tensor, flags: int = 0) -> Tensor: ...
+@overload
+def amax(x: Tensor, flags: int = 0, *, columnwise: Literal[True]) -> tuple[Tensor, Tensor]: ...
+
+
+def amax(x: Tensor, flags: int = 0, *, columnwise: bool = False) -> Tensor | tuple[Tensor, Tensor]:
+    """The amax of x, float32 [1]; with `columnwise` also that of what a two-level columnwise copy encodes.
+
+    **Arguments:** `flags`: of ROW_AMAX (the first is [M]), RHT (the second is the rotated tensor's) and RHT_SIGNS.
+    """
+    if direct(x):
+        require_no_grad("diptych::amax", x)
+        out = _amax(x, flags, columnwise)
+    else:
+        out = _amax_op(x, flags, columnwise)
+    return (out[0], out[1]) if columnwise else out[0]
+
+
+def empty(shape: tuple[int, ...], quantizer: Quantizer, device: torch.device | str) -> list[Tensor]:
+    """The buffers that `quantize` fills for a tensor of this shape, uninitialized."""
+    return _empty_op(shape, quantizer, torch.device(device))
+
+
+def quantize(
+    x: Tensor,
+    quantizer: Quantizer,
+    amax: Tensor | None = None,
+    columnwise_amax: Tensor | None = None,
+    scale: Tensor | None = None,
+    rng: Tensor | None = None,
+) -> list[Tensor]:
+    """The buffers of `shapes.quantize_buffers`, in its order, for x [..., K].
+
+    `amax`, `columnwise_amax`: used instead of x's own, for every copy that is wanted. `scale`: used instead of one from
+    an amax; the amax that returns is still x's own. `rng`: int32 [4], read alone.
+    """
+    if direct(x, amax, columnwise_amax, scale, rng):
+        require_no_grad("diptych::quantize", x, amax, columnwise_amax, scale)
+        return _quantize(x, quantizer, amax, columnwise_amax, scale, rng)
+    return _quantize_op(x, quantizer, amax, columnwise_amax, scale, rng)
+
+
+def quantize_delayed(x: Tensor, quantizer: Quantizer, scale: Tensor, history: Tensor) -> list[Tensor]:
+    """The copies' buffers for x [..., K] under `scale`, without an amax: history[0] = max(history[0], amax(x))."""
+    if direct(x, scale, history):
+        require_no_grad("diptych::quantize_delayed", x, scale, history)
+        return _quantize_delayed(x, quantizer, scale, history)
+    buffers = _quantize_delayed_op(x, quantizer, scale, history)
+    return [*(buffers[:2] if quantizer.rowwise else ()), *(buffers[2:] if quantizer.columnwise else ())]
+
+
+def copies(quantizer: Quantizer, buffers: list[Tensor]) -> tuple[Copy | None, Copy | None]:
+    """The rowwise and the columnwise copy among the results of `quantize` or `quantize_delayed`."""
+    fmt_id, both = quantizer.spec.format_id, quantizer.rowwise and quantizer.columnwise
+    two_level = TWO_LEVEL[fmt_id]
+    rowwise = columnwise = None
+    if quantizer.rowwise:
+        rowwise = (buffers[0], buffers[1], buffers[4 if both else 2] if two_level else None, fmt_id, False)
+    if quantizer.columnwise:
+        first = 2 if both else 0
+        columnwise = (buffers[first], buffers[first + 1], buffers[-1] if two_level else None, fmt_id, True)
+    return rowwise, columnwise
+
+
+def dequantize(q: Copy, dtype: torch.dtype) -> Tensor:
+    """The values of one copy: the tensor's shape, or [M, K] where data is transposed."""
+    if direct(q[0], q[1], q[2]):
+        return _dequantize(*q, dtype)
+    return _dequantize_op(*q, dtype)

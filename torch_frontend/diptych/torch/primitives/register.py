@@ -1,0 +1,172 @@
+"""How an op of the core becomes a torch op: its buffers, its registration, and its direct call in eager mode."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+
+from diptych.common.ops import shapes
+from diptych.common.quantizers import Quantizer
+from diptych.torch.primitives.checks import Copy, enforce, require_no_grad, require_no_tangent
+
+_profiler = torch.autograd.profiler  # its flag is that of all threads: a backward may run in one of its own
+
+
+_interpreter_stack = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
+
+
+# Where each buffer of `quantize` stands in the core's argument list.
+_SLOTS = {
+    "amax": 0,
+    "columnwise_amax": 1,
+    "rowwise_data": 2,
+    "rowwise_scale_inv": 3,
+    "columnwise_data": 4,
+    "columnwise_scale_inv": 5,
+}
+
+
+_Layout = tuple[tuple[int, tuple[int, ...], Callable[..., Tensor]], ...]
+
+
+_layouts: dict[Any, _Layout] = {}
+
+
+@functools.cache
+def allocator(dtype: str, device: torch.device) -> Callable[..., Tensor]:
+    """An empty tensor's new_empty, the fastest allocator from Python. One serves all shapes: a tensor kept for each
+    would lie between large buffers in the C heap, whose pages can then neither merge nor go back to the system."""
+    return torch.empty(0, dtype=getattr(torch, dtype), device=device).new_empty
+
+
+def layout(shape: tuple[int, ...], quantizer: Quantizer, device: torch.device) -> _Layout:
+    """(slot, shape, allocator) of each buffer."""
+    key = (shape, quantizer.spec, quantizer.rowwise, quantizer.columnwise, device)  # hashes faster than a quantizer
+    found = _layouts.get(key)
+    if found is None:
+        shapes.check(shapes.quantize_constraints(shape, quantizer))
+        found = tuple(
+            (_SLOTS[b.name], b.shape, allocator(b.dtype, device)) for b in shapes.quantize_buffers(shape, quantizer)
+        )
+        if len(_layouts) >= 4096:
+            _layouts.clear()
+        _layouts[key] = found
+    return found
+
+
+def fake_buffers(x: Tensor, quantizer: Quantizer) -> list[Tensor]:
+    """The buffers that `quantize` makes of x, unfilled; they are fake where x is."""
+    shape = tuple(x.shape)
+    enforce(shapes.quantize_constraints(shape, quantizer))
+    return [x.new_empty(b.shape, dtype=getattr(torch, b.dtype)) for b in shapes.quantize_buffers(shape, quantizer)]
+
+
+def workspace(nbytes: int, device: torch.device) -> Tensor | None:
+    return torch.empty(nbytes, dtype=torch.uint8, device=device) if nbytes and device.type == "cuda" else None
+
+
+def contiguous(copy: Copy) -> Copy:
+    data, scale_inv, amax, format_id, columnwise = copy
+    amax = None if amax is None else amax.contiguous()
+    return data.contiguous(), scale_inv.contiguous(), amax, format_id, columnwise
+
+
+_LIBRARY = torch.library.Library("diptych", "DEF")
+
+
+RECORDABLE: dict[Any, Callable[..., Any]] = {}
+"""Implementations of the ops that programs may record, by overload."""
+
+
+def define(
+    name: str,
+    signature: str,
+    real: Callable[..., Any],
+    fake: Callable[..., Any],
+    backends: tuple[str, ...] = ("CPU", "CUDA"),
+    buffers: bool = False,
+    recordable: bool = False,
+) -> torch._ops.OpOverload:
+    """Makes `torch.ops.diptych.<name>`: `real` for CPU and CUDA tensors, `fake` for shapes, no derivative.
+
+    `buffers`: no argument can require grad, so that check is left out. `recordable`: `real` allocates and calls the
+    core, and does nothing else, so that programs may record it.
+    """
+    _LIBRARY.define(f"{name}{signature}", tags=(torch.Tag.pt2_compliant_tag,))
+    for backend in backends:
+        _LIBRARY.impl(name, real, backend)
+    torch.library.register_fake(f"diptych::{name}", fake, lib=_LIBRARY)
+    overload = getattr(torch.ops.diptych, name).default
+    if recordable:
+        RECORDABLE[overload] = real
+    if buffers:
+        return overload
+
+    def below_autograd(*args: Any, **kwargs: Any) -> Any:
+        given = (*args, *kwargs.values())
+        require_no_grad(f"diptych::{name}", *(t for t in given if isinstance(t, Tensor)))
+        require_no_tangent(
+            f"diptych::{name}", *(t for a in given for t in (a if isinstance(a, (list, tuple)) else (a,)))
+        )
+        with torch._C._AutoDispatchBelowAutograd():
+            return overload(*args, **kwargs)
+
+    _LIBRARY.impl(name, below_autograd, "Autograd")
+    return overload
+
+
+def direct(*tensors: Tensor | None, unnamed: bool = False, watched: bool = False) -> bool:
+    """Whether a call may pass the dispatcher by: plain dense tensors, and nothing traces, interposes or looks on.
+
+    `unnamed`: what the call runs bears names of its own, which are enough for a profiler. `watched`: likewise, and
+    modes that see what it runs see enough.
+    """
+    if torch.compiler.is_compiling() or _interpreter_stack() is not None:
+        return False
+    if forward_ad._current_level >= 0:
+        return False
+    if _profiler._is_profiler_enabled and not (unnamed or watched):
+        return False
+    if torch._C._len_torch_dispatch_stack() and not watched:
+        return False
+    for t in tensors:
+        if t is None:
+            continue
+        if type(t) is not Tensor and type(t) is not Parameter:
+            return False
+        if t.is_meta or t.is_neg() or t.layout is not torch.strided:
+            return False
+    return not torch._C._is_tracing()
+
+
+def wrote(*tensors: Tensor) -> None:
+    """Lets autograd notice if a tensor that was written had been saved for a backward."""
+    torch._C._increment_version([t for t in tensors if not t.is_inference()])
+
+
+def traced_local(context: Any, name: str) -> Any:
+    """The object that a local of traced code stands for, for what runs through `comptime`."""
+    tracked = context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()
+    return tracked.value if hasattr(tracked, "value") else tracked.as_python_constant()
+
+
+def empty_beside(x: Tensor, shape: Any, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device=x.device)
+
+
+def contiguous_or_none(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.contiguous()
+
+
+def run(name: str, real: Callable[..., Any], op: Callable[..., Any], *args: Any) -> Any:
+    tensors = [t for t in args if isinstance(t, Tensor)]
+    if not direct(*tensors):
+        return op(*args)
+    require_no_grad(f"diptych::{name}", *tensors)
+    return real(*args)

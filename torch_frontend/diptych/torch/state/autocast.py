@@ -1,0 +1,271 @@
+"""`autocast`: the region in which `diptych.torch.Linear` runs in low precision; `dry_run`: one that leaves no trace.
+
+The state is thread-local, as that of `torch.amp.autocast`: a region entered in one thread is not seen by another. It is
+one object that lives as long as the process, so that a compiled function guards on the recipe's value alone: a recipe
+that is built anew each step and equals the last one compiles nothing anew.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import itertools
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch._C._functorch import peek_interpreter_stack
+
+from diptych.common.arguments import require_recipe, require_switches
+from diptych.common.recipes import DEFAULT_RECIPE, Recipe
+from diptych.torch.primitives import constants  # recipes must be registered before one is traced  # noqa: F401
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class _State(threading.local):
+    # Set per thread in __init__: torch 2.11 does not guard on a class attribute that a thread's own value shadows.
+    def __init__(self) -> None:
+        self.recipe: Recipe | None = None
+        self.calibrating: Recipe | None = None
+        self.amax_groups: Mapping[str, Any] = {}
+        self.dry = False  # inside of `dry_run`
+        self.taped = False  # inside of a checkpoint that was entered where calls record; the reentrant kind's forward
+        # runs without grad mode
+        self.depth = 0  # of regions that quantize or calibrate
+        # Delayed scales are updated once in each outermost region. Eager code knows it by its number; graphs, which
+        # cannot guard on what each step changes, by a counter that lies beside the states, int64 [1] by device.
+        self.region = 0
+        self.steps: dict[str, Tensor] = {}
+
+
+STATE = _State()
+_regions = itertools.count(1)
+
+
+def make_step_counter(device: torch.device) -> Tensor:
+    """This thread's count of outermost regions on a device."""
+    key = str(device)
+    if key not in STATE.steps:
+        with torch.inference_mode(False):
+            STATE.steps[key] = torch.ones(1, dtype=torch.int64, device=device)
+    return STATE.steps[key]
+
+
+def _count_step() -> None:
+    """Counts a region on each device. A transform of torch.func is no party to it: the counters are not its tensors."""
+    if torch.compiler.is_compiling() or peek_interpreter_stack() is None:
+        for step in STATE.steps.values():
+            step.add_(1)
+    else:
+        with torch._C._DisableFuncTorch():
+            for step in STATE.steps.values():
+                step.add_(1)
+
+
+def _before_steps_are_traced(context: Any) -> None:
+    """Runs where Dynamo traces the entry of a region: it sees no counter that is made later."""
+    made = [make_step_counter(torch.device("cpu"))]
+    if torch.cuda.is_initialized():
+        made.append(make_step_counter(torch.device("cuda", torch.cuda.current_device())))
+    for step in made:
+        torch._dynamo.mark_static_address(step, guard=False)
+
+
+def is_autocast_enabled() -> bool:
+    """Whether this thread is inside an enabled `autocast` region."""
+    return STATE.recipe is not None
+
+
+def get_autocast_recipe() -> Recipe | None:
+    """The recipe of this thread's innermost region; None outside of regions and in a disabled one."""
+    return STATE.recipe
+
+
+def is_calibrating() -> bool:
+    """Whether this thread is inside a calibrating region."""
+    return STATE.calibrating is not None
+
+
+def amax_group(recipe: Recipe, groups: Mapping[str, Any], delayed: bool = False) -> Any:
+    """The process group among a region's that a recipe names; None where it asks for none.
+
+    `delayed`: the amaxes are those of delayed scaling, which the region may reduce though the recipe names no group.
+
+    **Raises** ValueError if the region does not name it.
+    """
+    if not recipe.amax_group:
+        return groups.get("") if delayed else None
+    group = groups.get(recipe.amax_group)
+    if group is None:
+        raise ValueError(
+            f"{type(recipe).__name__}(amax_group={recipe.amax_group!r}): the region names no such group; "
+            f"enter autocast(recipe=..., amax_groups={{{recipe.amax_group!r}: process_group}})"
+        )
+    return group
+
+
+class autocast:
+    """Region whose `Linear` modules quantize by a recipe; a context manager and a decorator, free to nest.
+
+    **Arguments:** `enabled`: False runs the region in high precision, also inside an enabled one. `recipe`: None is
+    `DEFAULT_RECIPE`, Float8CurrentScaling(). A recipe given to a module itself goes before that of the region.
+    `amax_groups`: process groups by the names that recipes give in `Recipe.amax_group`; None keeps those of the region
+    around. `amax_reduction_group`: a process group that delayed scales' amaxes are reduced over where the recipe names
+    none. `calibrating`: with `enabled=False`, modules run in high precision and collect the amaxes that `recipe`'s
+    delayed scales come from.
+
+    Each outermost region is one step to delayed scaling: a module's scales are updated when it first runs in one.
+
+    **Raises:** ArgumentError, a TypeError, for a `recipe` that is none and for an `enabled` or `calibrating` that is no
+    bool, such as a recipe that is given without its name; TypeError if what is decorated is a generator or a coroutine,
+    whose body would run outside of the region.
+
+    What runs in backward is fixed when forward runs, so `backward()` may stand inside or outside of the region. Under
+    `torch.utils.checkpoint` an eager `Linear` is recomputed with the recipe of its last forward. A *compiled* function
+    under it has no such memory: enter the region inside of the checkpointed function, or use
+    `diptych.torch.checkpoint`, which remembers. On torch 2.11 a region that is entered inside of compiled code stays
+    entered if the running graph raises.
+    """
+
+    def __init__(
+        self,
+        enabled: bool = True,
+        calibrating: bool = False,
+        recipe: Recipe | None = None,
+        amax_reduction_group: Any = None,
+        *,
+        amax_groups: Mapping[str, Any] | None = None,
+    ) -> None:
+        if amax_reduction_group is not None:
+            amax_groups = {**(amax_groups or {}), "": amax_reduction_group}
+        # While Dynamo traces, torch 2.11 shows an opaque value's wrapper to isinstance; `Linear` would fail on it.
+        if not torch.compiler.is_compiling():
+            require_switches("autocast", enabled=enabled, calibrating=calibrating)
+            require_recipe("autocast", recipe)
+        self.enabled = bool(enabled)
+        self.recipe = DEFAULT_RECIPE if recipe is None else recipe
+        self.amax_groups = amax_groups
+        self.calibrating = bool(calibrating) and not self.enabled
+        self._outer: list[tuple[Recipe | None, Recipe | None]] = []
+        self._outer_groups: list[Mapping[str, Any]] = []
+
+    def __enter__(self) -> autocast:
+        if not torch.compiler.is_compiling() and _STAGES in sys.modules:
+            recognize_pipelines()
+        counted = self.enabled or self.calibrating
+        # An exported program counts nobody's steps. (Torch 2.11 traces `is_exporting()` as True.)
+        if counted and STATE.depth == 0 and not torch.compiler._is_exporting_flag:
+            if torch.compiler.is_compiling():
+                from torch._dynamo.comptime import comptime  # importing it takes a second
+
+                comptime(_before_steps_are_traced)
+            _count_step()
+            if not torch.compiler.is_compiling():
+                STATE.region = next(_regions)
+        # The state comes last: nobody leaves a region whose entry raised, be it by Ctrl-C.
+        if self.amax_groups is not None:
+            self._outer_groups.append(STATE.amax_groups)
+        self._outer.append((STATE.recipe, STATE.calibrating))
+        STATE.recipe = self.recipe if self.enabled else None
+        STATE.calibrating = self.recipe if self.calibrating else None
+        if self.amax_groups is not None:
+            STATE.amax_groups = self.amax_groups
+        if counted:
+            STATE.depth += 1
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        STATE.recipe, STATE.calibrating = self._outer.pop()
+        if self.amax_groups is not None:
+            STATE.amax_groups = self._outer_groups.pop()
+        if self.enabled or self.calibrating:
+            STATE.depth -= 1
+
+    def __call__(self, fn: F) -> F:
+        if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn):
+            raise TypeError(
+                f"autocast cannot decorate the generator or coroutine {getattr(fn, '__name__', fn)!r}: its body runs "
+                "after the region has ended; enter the region inside of it"
+            )
+        enabled, recipe, groups, calibrating = self.enabled, self.recipe, self.amax_groups, self.calibrating
+
+        @functools.wraps(fn)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            # A region of its own for each call: calls may recurse and run in threads.
+            with autocast(enabled, calibrating, recipe, amax_groups=groups):
+                return fn(*args, **kwargs)
+
+        return wrapped  # type: ignore[return-value]
+
+
+# --- calls that leave no trace ---------------------------------------------------------------------------------------
+
+
+def recording() -> bool:
+    """Whether a call that begins now, of a module in training, records amaxes, counts as a step and uses up random
+    offsets: in grad mode, or in a checkpoint that was entered in it, and not in a dry run."""
+    return not STATE.dry and (torch.is_grad_enabled() or STATE.taped)
+
+
+class dry_run:
+    """Region whose calls leave no trace in states: a context manager and a decorator, free to nest.
+
+    Modules quantize as they would, by the scales as they are. They record no amax, update no scale, count as no step
+    and use up no offset of a random generator; nor do their backwards, wherever these run. Without it the same holds
+    for calls in evaluation or without grad mode. Use it for training-mode calls on data that is none: shape inference,
+    warm-ups, profiling. The shape inference of torch.distributed.pipelining is a dry run by itself. In a calibrating
+    region nothing is collected either.
+    """
+
+    def __init__(self) -> None:
+        self._outer: list[bool] = []
+
+    def __enter__(self) -> dry_run:
+        self._outer.append(STATE.dry)
+        STATE.dry = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        STATE.dry = self._outer.pop()
+
+    def __call__(self, fn: F) -> F:
+        if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn):
+            raise TypeError(
+                f"dry_run cannot decorate the generator or coroutine {getattr(fn, '__name__', fn)!r}: its body runs "
+                "after the region has ended; enter the region inside of it"
+            )
+
+        @functools.wraps(fn)
+        def wrapped(*args: Any, **kwargs: Any) -> Any:
+            with dry_run():
+                return fn(*args, **kwargs)
+
+        return wrapped  # type: ignore[return-value]
+
+
+_STAGES = "torch.distributed.pipelining.stage"
+_INFER = ("_shape_inference", "_forward_metadata_inference")  # methods, by the version of torch
+_recognized: dict[str, Any] = {}
+
+
+def recognize_pipelines() -> None:
+    """Makes the shape inference of torch.distributed.pipelining, if that is imported, a dry run.
+
+    It may run in grad mode on uninitialised memory, where nothing that a module sees, nor a graph's guards, tells it
+    from training.
+    """
+    stage: Any = getattr(sys.modules.get(_STAGES), "PipelineStage", None)
+    for name in _INFER:
+        infer = getattr(stage, name, None)
+        if infer is not None and infer is not _recognized.get(name):
+            _recognized[name] = dry_run()(infer)
+            setattr(stage, name, _recognized[name])

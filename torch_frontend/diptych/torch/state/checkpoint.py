@@ -1,0 +1,309 @@
+"""Activation checkpointing that recomputes with the scales and the random bits of the forward.
+
+A tape holds, for each call of a module with state in the order that the forward made them, the delayed scales and the
+random generator as they were. The recomputation plays it back: it updates nothing, records nothing, draws nothing.
+Checkpoints may nest: what an outer recomputation plays back is taped again for the inner ones. A recomputation runs in
+the `autocast` region of its forward.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+from torch.fx.traceback import get_current_meta
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+
+from diptych.common.errors import UnsupportedError
+from diptych.common.te_arguments import absorb
+from diptych.torch.state.autocast import STATE, recording
+
+T = TypeVar("T")
+
+
+class Entry(NamedTuple):
+    """The record of one call: the random offsets, scales and the like that it used."""
+
+    module: nn.Module | None
+    layer: str
+    scales: dict[str, Tensor]
+    rng: Tensor | None
+    record: bool = True
+    seen: Tensor | None = None  # of a graph: which update its scales were of
+
+
+class _Stack(threading.local):
+    def __init__(self) -> None:
+        self.contexts: list[_Recording | _Replaying] = []
+        self.saves = False  # whether the op that is traced into a graph is saved for its recomputation
+
+
+_STACK = _Stack()
+
+
+_REGION = ("recipe", "calibrating", "amax_groups", "depth", "steps", "dry", "taped")  # of STATE, what a call sees
+
+
+def _region() -> list[Any]:
+    return [getattr(STATE, name) for name in _REGION]
+
+
+def _enter_region(region: list[Any]) -> None:
+    for name, value in zip(_REGION, region, strict=True):
+        setattr(STATE, name, value)
+
+
+class _Tape(list[Entry]):
+    """Made where a checkpoint is entered, in the grad mode that says whether its calls record."""
+
+    region: list[Any]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taped = recording()
+
+
+class _Recording(AbstractContextManager):  # type: ignore[type-arg]
+    def __init__(self, tape: _Tape) -> None:
+        self.tape = tape
+
+    def __enter__(self) -> None:
+        self.tape.clear()
+        self.outer = STATE.taped
+        STATE.taped = self.tape.taped
+        self.tape.region = _region()
+        _STACK.contexts.append(self)
+
+    def __exit__(self, *error: Any) -> None:
+        _STACK.contexts.remove(self)
+        STATE.taped = self.outer
+
+
+class _Replaying(AbstractContextManager):  # type: ignore[type-arg]
+    def __init__(self, tape: _Tape) -> None:
+        self.tape, self.position = tape, 0
+
+    def __enter__(self) -> None:
+        self.position = 0
+        self.outer = _region()
+        _enter_region(self.tape.region)
+        _STACK.contexts.append(self)
+
+    def __exit__(self, *error: Any) -> None:
+        _STACK.contexts.remove(self)
+        _enter_region(self.outer)
+
+    def next(self, module: nn.Module | None, layer: str) -> Entry:
+        entry = self.tape[self.position] if self.position < len(self.tape) else None
+        if entry is None or entry.module is not module or entry.layer != layer:
+            ran = "none" if entry is None else type(entry.module).__name__
+            raise UnsupportedError(
+                f"checkpoint: the recomputation runs {type(module).__name__} as its call {self.position} with state, "
+                f"and the forward ran {ran}; both must run the same"
+            )
+        self.position += 1
+        return entry
+
+
+def replayed(module: nn.Module | None, layer: str) -> Entry | None:
+    """The entry that a module must use where it is recomputed from a tape; None where it is not."""
+    recorders = []
+    for context in reversed(_STACK.contexts):
+        if isinstance(context, _Replaying):
+            entry = context.next(module, layer)
+            for recorder in recorders:
+                recorder.tape.append(entry)
+            return entry
+        recorders.append(context)
+    return None
+
+
+def replaying() -> bool:
+    """Whether a tape is being played back."""
+    return any(isinstance(context, _Replaying) for context in _STACK.contexts)
+
+
+def recorded(
+    module: nn.Module | None,
+    layer: str,
+    states: Any,
+    rng: Tensor | None,
+    record: bool = True,
+    seen: Tensor | None = None,
+) -> None:
+    """Puts a call on the tapes that are running. `states`: ScaleStates or None. `record`: whether it records."""
+    if not _STACK.contexts:
+        return
+    scales = {} if states is None else {name: scale.clone() for name, scale in states.forward_scales()}
+    for context in _STACK.contexts:
+        context.tape.append(Entry(module, layer, scales, rng, record, None if seen is None else seen.clone()))
+
+
+# --- selective checkpoints, outside of graphs ------------------------------------------------------------------------
+#
+# torch's modes pair the ops of a recomputation with those of its forward, by their order. What happens to states alone
+# happens once, in the forward; the modes do not see it.
+
+_SELECTIVE = (
+    torch.utils.checkpoint._CachingTorchDispatchMode,
+    torch.utils.checkpoint._CachedTorchDispatchMode,
+)
+
+
+def selective() -> bool:
+    """Whether a selective checkpoint sees the ops of this thread."""
+    if torch.compiler.is_compiling() or not torch._C._len_torch_dispatch_stack():
+        return False
+    return any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack())
+
+
+def aside(fn: Callable[..., T], *args: Any) -> T:
+    """fn(*args), unseen by selective checkpoints."""
+    if not selective():
+        return fn(*args)
+    modes: list[Any] = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())][::-1]
+    others = [mode for mode in modes if not isinstance(mode, _SELECTIVE)]
+    for mode in others:
+        _push_mode(mode)
+    try:
+        return fn(*args)
+    finally:
+        for _ in others:
+            _pop_mode()
+        for mode in modes:
+            _push_mode(mode)
+
+
+def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """`context_fn` for torch.utils.checkpoint (non-reentrant), directly or through another library's options."""
+    if detect_fake_mode() is not None:
+        return _graph_contexts()
+    tape = _Tape()
+    return _Recording(tape), _Replaying(tape)
+
+
+# --- inside of a graph -----------------------------------------------------------------------------------------------
+#
+# The partitioner recomputes in the backward graph what lies in a checkpoint, as if nothing had been written meanwhile.
+# What the ops on states give is saved instead: scales as updated, random states as taken.
+
+
+class _Saving(torch.utils.checkpoint._CachingTorchDispatchMode):
+    """torch's mode that tags the nodes of a checkpoint, recognizable by the ops that it runs."""
+
+    @staticmethod
+    def of(mode: Any) -> _Saving:
+        made = _Saving.__new__(_Saving)
+        made.__dict__.update(mode.__dict__)
+        return made
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        held = _STACK.saves
+        # A checkpoint of torch's own inside of this one tags the node last, and for recomputing (2.13 on).
+        own = getattr(self, "ac_graph_id", None)
+        innermost = own is None or get_current_meta().get("ac_graph_id", own) == own
+        _STACK.saves = func in SAVED and (held or innermost)
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            _STACK.saves = held
+
+
+SAVED: set[Any] = set()
+"""Ops on states: a graph's checkpoints save what these give."""
+
+
+def _graph_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    saving, reading = create_selective_checkpoint_contexts(list(SAVED))
+    return _Saving.of(saving), reading
+
+
+def require_saved(op: str) -> None:
+    """Called by the fake implementation of an op in `SAVED`.
+
+    **Raises** NotImplementedError where a graph would recompute it.
+    """
+    if get_current_meta().get("recompute") and not _STACK.saves:
+        raise UnsupportedError(
+            f"{op} inside of a compiled checkpoint: the recomputation would find other scales or random bits than the "
+            "forward; use diptych.torch.checkpoint, or torch.utils.checkpoint with "
+            "context_fn=diptych.torch.checkpoint_contexts"
+        )
+
+
+class _Taped:
+    """A function whose first call is taped; later calls, the recomputations, play the tape."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+        self.contexts: tuple[AbstractContextManager[None], ...] = checkpoint_contexts()
+        self.ran = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        context = self.contexts[int(self.ran)]
+        self.ran = True
+        with context:
+            return self.function(*args, **kwargs)
+
+
+class _Tracked:
+    """A function whose recomputation finds a tracker's random states as its first call found them."""
+
+    def __init__(self, function: Callable[..., Any], get_tracker: Callable[[], Any]) -> None:
+        self.function, self.get_tracker = function, get_tracker
+        self.states: Any = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tracker = self.get_tracker()
+        if self.states is None:
+            self.states = tracker.get_states()
+            return self.function(*args, **kwargs)
+        outer = tracker.get_states()
+        tracker.set_states(self.states)
+        try:
+            return self.function(*args, **kwargs)
+        finally:
+            tracker.set_states(outer)
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    use_reentrant: bool = False,
+    get_rng_state_tracker: Callable[[], Any] | None = None,
+    distribute_saved_activations: bool = False,
+    tp_group: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """torch.utils.checkpoint.checkpoint for modules with state: their recomputation gives the forward's bits.
+
+    **Arguments:** as torch's; `context_fn` of your own is wrapped around. Both kinds, `use_reentrant` False and True.
+    Outside of compiled code a selective checkpoint's policy sees our ops by name (`torch.ops.diptych.gemm.default`),
+    and nothing of what happens to states alone. Inside of compiled code the graph recomputes and the kinds are one; a
+    `context_fn` of your own stands alone there, and only recipes without state go with it. Around compiled code the
+    region may lie outside of the checkpoint.
+    `get_rng_state_tracker`: returns an object with `get_states` and `set_states`, such as Megatron's tracker of CUDA
+    random states, which the recomputation finds as the forward did; not inside of compiled code.
+    `distribute_saved_activations`: False. `tp_group`: taken and not needed without it.
+
+    **Returns:** what `function` returns.
+
+    **Raises:** NotImplementedError from the recomputation if it runs other modules than the forward; around compiled
+    code with delayed scaling, if a later region has updated the scales since.
+    """
+    absorb("checkpoint", {"distribute_saved_activations": distribute_saved_activations})
+    if get_rng_state_tracker is not None:
+        if torch.compiler.is_compiling():
+            raise UnsupportedError("checkpoint: a graph knows no get_rng_state_tracker; checkpoint outside of it")
+        function = _Tracked(function, get_rng_state_tracker)
+    if torch.compiler.is_compiling():
+        kwargs.setdefault("context_fn", checkpoint_contexts)
+        return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
+    return torch.utils.checkpoint.checkpoint(_Taped(function), *args, use_reentrant=use_reentrant, **kwargs)

@@ -1,0 +1,498 @@
+"""What delayed scaling and stochastic rounding carry from step to step, as buffers beside a module.
+
+    <module>.scale_states.<slot>.scale         float32 [1]   what the next quantize multiplies by
+                                .amax_history  float32 [L]   pending amax, then earlier ones, the newest last
+                                .fp8_max       float32 [1]   largest value of the element that the scale is for
+    <module>.rng_state                         int32 [4]     seed and offset, each low word first
+
+Slots are those of `LinearPlan.states`, with "_" for "."; a module of several linears has one more level, their names.
+The tensors are all there is: safetensors and `torch.load(weights_only=True)` take them. Invariants: scales stay float32
+whatever the module is cast to; a state that was loaded is checked against the first recipe that uses it; nothing is
+overwritten by a state that does not fit.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+
+from diptych.common.errors import CheckpointError, RecipeSwitchWarning, UnsupportedError
+from diptych.common.layers.plan import LinearPlan, StateSlot
+from diptych.common.quantizers import FP8_DTYPES, Float8Quantizer
+from diptych.torch.primitives.checks import describe
+from diptych.torch.primitives.register import define, direct, wrote
+from diptych.torch.state.checkpoint import SAVED, aside, recorded, replayed, require_saved
+from diptych.torch.state.update import LOG, collect, forget, fp8_max, log_buffers, update_all
+
+BUFFERS = ("scale", "amax_history", "fp8_max")
+_LARGEST = tuple(torch.finfo(getattr(torch, dtype)).max for dtype in FP8_DTYPES)
+_ROUNDED = 1e-4  # how far averages of fp8_max may have been rounded off it
+
+
+_warned: set[Any] = set()
+
+
+def warn_once(key: Any, message: str) -> None:
+    """RecipeSwitchWarning, once in a process for each key."""
+    if key not in _warned:
+        _warned.add(key)
+        warnings.warn(message, RecipeSwitchWarning, stacklevel=5)
+
+
+def key_of(slot: str) -> str:
+    """A slot's name in a state dict: "input.fprop" is "input_fprop"."""
+    return slot.replace(".", "_")
+
+
+def resize_history(history: Tensor, length: int) -> Tensor:
+    """A history of another length: the pending cell stays first and the newest amaxes last; zeros between."""
+    if history.numel() == length:
+        return history
+    kept = min(length, history.numel()) - 1
+    out = history.new_zeros(length)
+    out[0] = history[0]
+    if kept:
+        out[length - kept :] = history[history.numel() - kept :]
+    return out
+
+
+def record_amax(history: Tensor, amax: Tensor) -> None:
+    """history[0] = max(history[0], amax), what quantizing by a delayed scale does itself."""
+    aside(_record_amax, history, amax)
+
+
+def _record_amax(history: Tensor, amax: Tensor) -> None:
+    pending = history[:1]
+    torch.maximum(pending, amax, out=pending)
+
+
+class _Float32(nn.Module):
+    """A module whose floating buffers no cast of the model changes, and which begin anew when they leave meta."""
+
+    def start(self, name: str) -> float:
+        """The value that a buffer begins with."""
+        return 0.0
+
+    def reset_parameters(self) -> None:
+        """Every buffer as it begins."""
+        self._restart(list(self._buffers))
+
+    def _restart(self, names: list[str]) -> None:
+        with torch.no_grad():
+            for name in names:
+                t = self._buffers[name]
+                if t is not None:
+                    t.fill_(self.start(name))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _Float32:
+        def moved(t: Tensor) -> Tensor:
+            out = fn(t)
+            return out if out.dtype == t.dtype else t.to(out.device)
+
+        unset = [name for name, t in self._buffers.items() if t is not None and t.is_meta]
+        super()._apply(moved, recurse)
+        self._restart([name for name in unset if not self._buffers[name].is_meta])  # type: ignore[union-attr]
+        return self
+
+
+class ScaleSlot(_Float32):
+    """The delayed-scaling state of one tensor. `quantizer` is None until a recipe has used a state that was loaded."""
+
+    scale: Tensor
+    amax_history: Tensor
+    fp8_max: Tensor
+
+    def __init__(self, length: int, largest: float, device: torch.device | str | None) -> None:
+        super().__init__()
+        self.quantizer: Float8Quantizer | None = None
+        self.largest = largest
+        with torch.inference_mode(False):
+            self.register_buffer("scale", torch.ones(1, dtype=torch.float32, device=device))
+            self.register_buffer("amax_history", torch.zeros(length, dtype=torch.float32, device=device))
+            self.register_buffer("fp8_max", torch.full((1,), largest, dtype=torch.float32, device=device))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        if "largest" not in state:  # pickled before it existed
+            self.largest = self.fp8_max.item()
+
+    def start(self, name: str) -> float:
+        return {"scale": 1.0, "amax_history": 0.0, "fp8_max": self.largest}[name]
+
+    def adopt(self, quantizer: Float8Quantizer) -> None:
+        """Serves a quantizer of the same element, with its length of history."""
+        self.quantizer, self.largest = quantizer, fp8_max(quantizer)
+        if self.amax_history.numel() != quantizer.amax_history_len:
+            with torch.inference_mode(False):
+                self._buffers["amax_history"] = resize_history(self.amax_history, quantizer.amax_history_len)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        given = state_dict.get(f"{prefix}amax_history")
+        if given is not None and given.numel() != self.amax_history.numel():
+            if self.quantizer is None:
+                with torch.inference_mode(False):
+                    self._buffers["amax_history"] = self.amax_history.new_zeros(given.numel())
+            else:
+                state_dict = dict(state_dict) | {
+                    f"{prefix}amax_history": resize_history(given, self.amax_history.numel())
+                }
+        super()._load_from_state_dict(state_dict, prefix, *args)
+        if f"{prefix}fp8_max" in state_dict and has_values(self.fp8_max):
+            held = self.fp8_max.item()
+            exact = [largest for largest in _LARGEST if math.isclose(held, largest, rel_tol=_ROUNDED)]
+            if exact and held != exact[0]:
+                with torch.inference_mode(False):
+                    self._buffers["fp8_max"] = torch.full_like(self.fp8_max, exact[0])
+
+
+def has_values(*tensors: Tensor) -> bool:
+    """Whether tensors can be looked into: none is on meta or fake."""
+    return not any([t.is_meta for t in tensors]) and detect_fake_mode(tensors) is None
+
+
+class States:
+    """The states of delayed scaling for one forward and its backward: a scale, and where its amax goes, by slot."""
+
+    def __init__(self, slots: tuple[str, ...], scales: list[Tensor], histories: list[Any]) -> None:
+        self._tensors = dict(zip(slots, zip(scales, histories, strict=True), strict=True))
+
+    def tensors(self, slot: str) -> tuple[Tensor, Tensor]:
+        """(scale, history) of a slot."""
+        return self._tensors[slot]
+
+    def record(self, slot: str, amax: Tensor) -> None:
+        """Enters an amax [1]."""
+        record_amax(self._tensors[slot][1], amax)
+
+
+class ScaleStates(_Float32):
+    """The delayed-scaling states of one linear layer, one `ScaleSlot` for each name in `LinearPlan.states`.
+
+    `diptych.torch.Linear` keeps one itself. For `diptych.torch.linear`: make it with a plan, `update()` once a step.
+
+    **Arguments:** `plan`: from `linear_plan(recipe, module, name)`; None: empty until `bind` or `load_state_dict`.
+    """
+
+    seen: Tensor | None
+    pending: Tensor
+    graphed = False  # whether graphs record here: what they record in may lie ready before
+
+    def __init__(self, plan: LinearPlan | None = None, device: torch.device | str | None = None) -> None:
+        super().__init__()
+        self.plan: LinearPlan | None = None
+        self.region = 0  # of the last update
+        self.register_buffer("seen", None, persistent=False)  # the same for graphs: `autocast.step_counter` then
+        for name in LOG:  # what graphs record: `delayed`
+            self.register_buffer(name, None, persistent=False)
+        self.view: tuple[States, list[int]] | None = None  # of this region, and versions of what it is a copy of
+        self.wrapper: Any = None  # weak reference to the DistributedDataParallel that leaves these states alone
+        self.device = device
+        if plan is not None:
+            self.bind(plan, device)
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(self._modules)})"
+
+    def slots(self) -> dict[str, ScaleSlot]:
+        """Slots by their keys."""
+        return {k: m for k, m in self._modules.items() if isinstance(m, ScaleSlot)}
+
+    def tensors(self, slot: str) -> tuple[Tensor, Tensor]:
+        """(scale, amax_history) of a slot. **Raises** KeyError for one that there is not."""
+        buffers = self._modules[slot if "." not in slot else key_of(slot)]._buffers  # type: ignore[union-attr]
+        return buffers["scale"], buffers["amax_history"]  # type: ignore[return-value]
+
+    def forward_scales(self) -> list[tuple[str, Tensor]]:
+        """(slot, scale) of what a forward quantizes."""
+        slots = () if self.plan is None else self.plan.states
+        return [(s.name, self.tensors(s.name)[0]) for s in slots if not s.name.startswith("grad_output")]
+
+    def bind(self, plan: LinearPlan, device: torch.device | str | None = None) -> list[str]:
+        """Makes the states those of a plan: what fits is kept, the rest is made anew or dropped.
+
+        **Returns:** the names of slots whose state was lost. **Raises** CheckpointError if a loaded state belongs to
+        another recipe; nothing changes then.
+        """
+        held, wanted = self.slots(), {key_of(s.name): s for s in plan.states}
+        loaded = {k: s for k, s in held.items() if s.quantizer is None}
+        if loaded and wanted:
+            self._check_loaded(loaded, wanted)
+        lost = [key for key, slot in held.items() if key not in wanted or not _fits(slot, wanted[key])]
+        if lost or len(held) != len(wanted):
+            self.collect()  # of those that stay
+        for key in lost:
+            del self._modules[key]
+        for key, want in wanted.items():
+            if key not in self._modules:
+                self._modules[key] = ScaleSlot(want.quantizer.amax_history_len, fp8_max(want.quantizer), device)
+                self.wrapper = None
+            self._modules[key].adopt(want.quantizer)  # type: ignore[union-attr,operator]
+        if self._buffers["pending"] is not None and len(wanted) != self.pending.numel():
+            self._buffers |= dict.fromkeys(LOG)
+        self.plan, self.view = plan, None
+        return lost
+
+    @staticmethod
+    def _check_loaded(loaded: dict[str, ScaleSlot], wanted: dict[str, StateSlot]) -> None:
+        said = "call reset_scale_states() to start anew"
+        if loaded.keys() != wanted.keys():
+            raise CheckpointError(
+                f"the loaded scale states are of {sorted(loaded)}, those of this recipe of {sorted(wanted)}: "
+                f"another recipe; {said}"
+            )
+        for key, slot in loaded.items():
+            if not _fits(slot, wanted[key]):
+                raise CheckpointError(
+                    f"the loaded scale state of {key!r} is for elements up to {slot.fp8_max.item():g}, "
+                    f"{wanted[key].quantizer.fp8_dtype} goes to {fp8_max(wanted[key].quantizer):g}: "
+                    f"another recipe; {said}"
+                )
+
+    def freeze(self, scales: Tensor) -> States:
+        """The states with a copy of the scales [n]: backward quantizes by those of its forward."""
+        assert self.plan is not None
+        names = tuple([slot.name for slot in self.plan.states])
+        return States(names, list(scales.split(1)), [self.tensors(name)[1] for name in names])
+
+    def versions(self) -> list[int]:
+        """Change when somebody writes to a scale."""
+        scales = [slot.scale for slot in self.slots().values()]
+        return [0 if t.is_inference() else t._version for t in scales]
+
+    def current(self) -> States | ScaleStates:
+        """What `freeze` made in this region, unless the scales were written or replaced since."""
+        return self if self.view is None or self.view[1] != self.versions() else self.view[0]
+
+    def update(self, group: Any = None) -> Tensor | None:
+        """The scales for the next step, of which it returns a copy [n]; None where there are none.
+
+        `group`: process group over which the pending amaxes are reduced first.
+        """
+        slots = self._in_order()
+        if not slots:
+            return None
+        quantizers = tuple([s.quantizer for s in slots])
+        if None in quantizers:
+            raise RuntimeError("ScaleStates.update: no recipe has used this state yet")
+        histories, scales = [s.amax_history for s in slots], [s.scale for s in slots]
+        return update_all(histories, scales, self.recorded(), quantizers, group)[0]
+
+    def _in_order(self) -> list[ScaleSlot]:
+        names = self.slots() if self.plan is None else [key_of(s.name) for s in self.plan.states]
+        return [self._modules[name] for name in names]  # type: ignore[misc]
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ScaleStates:
+        self.view = None
+        super()._apply(fn, recurse)
+        return self
+
+    def recorded(self) -> list[Tensor]:
+        """Buffers that graphs record in; none before there are graphs."""
+        buffers = self._buffers
+        return [buffers[name] for name in LOG] if self.ready_for_graphs() else []  # type: ignore[misc]
+
+    def ready_for_graphs(self) -> bool:
+        """Whether graphs can record here."""
+        return self.graphed and self._buffers["pending"] is not None
+
+    def prepare_for_graphs(self) -> None:
+        """Before a graph of these states is traced."""
+        self.make_graph_buffers()
+        self.graphed = True
+
+    def make_graph_buffers(self) -> None:
+        """Makes what graphs of these states read and write beside the slots."""
+        if not self.slots():
+            return
+        device = next(iter(self.slots().values())).scale.device
+        with torch.inference_mode(False):
+            if self.seen is None:
+                self.seen = torch.zeros(1, dtype=torch.int64, device=device)
+            if self._buffers["pending"] is None:
+                for name, buffer in log_buffers(len(self.slots()), device).items():
+                    setattr(self, name, buffer)
+
+    def collect(self) -> None:
+        """Moves what graphs have recorded into the histories."""
+        slots = self._in_order()
+        collect([s.amax_history for s in slots], [s.scale for s in slots], self.recorded())
+
+    def record(self, slot: str, amax: Tensor) -> None:
+        """Enters the amax [1] of a tensor that is not quantized."""
+        record_amax(self.tensors(slot)[1], amax)
+
+    def reset(self) -> None:
+        """Forgets all states."""
+        for key in list(self._modules):
+            del self._modules[key]
+        self.plan = self.view = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"region": 0, "view": None, "wrapper": None}
+
+    # --- saving and loading ---
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        self.collect()
+        super()._save_to_state_dict(*args)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """Makes the children that the state dict has, for torch to load them next."""
+        tree = keys_below(state_dict, prefix)
+        check_tree(tree, state_dict, prefix, self)
+        device = next((b.device for b in self.buffers()), self.device)
+        for name, keys in tree.items():
+            if name not in self._modules:
+                if "scale" in keys:
+                    length = state_dict[f"{prefix}{name}.amax_history"].numel()
+                    self._modules[name] = ScaleSlot(length, 0.0, device)
+                else:
+                    self._modules[name] = ScaleStates(None, device)
+        for name in [n for n in self._modules if n not in tree]:
+            del self._modules[name]
+        forget(self.recorded())
+        self.view = None
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def keep_from_broadcast(states: ScaleStates) -> None:
+    """Takes states out of the buffers that DistributedDataParallel sends from rank 0 before each forward: a rank's
+    pending amaxes are its own until they are reduced.
+
+    It finds buffers anew each time, but for names in `parameters_to_ignore`; so it is told, in the first forward that
+    uses the states. One broadcast precedes that: the states start as rank 0's, like all that it wraps.
+    """
+    wrapper = nn.parallel.DistributedDataParallel._active_ddp_module
+    if wrapper is None or (states.wrapper is not None and states.wrapper() is wrapper):
+        return
+    own = {id(b) for b in states.buffers()}
+    wrapper.parameters_to_ignore |= {name for name, b in wrapper.module.named_buffers() if id(b) in own}
+    wrapper.modules_buffers = [b for b in wrapper.modules_buffers if id(b) not in own]
+    states.wrapper = weakref.ref(wrapper)
+
+
+def _fits(slot: ScaleSlot, want: StateSlot) -> bool:
+    if slot.quantizer is not None:
+        return slot.quantizer.fp8_dtype == want.quantizer.fp8_dtype
+    return slot.fp8_max.item() == fp8_max(want.quantizer)
+
+
+def keys_below(state_dict: Any, prefix: str) -> dict[str, set[str]]:
+    """The names under a prefix, and what stands below each."""
+    tree: dict[str, set[str]] = {}
+    for key in state_dict:
+        if key.startswith(prefix):
+            name, _, rest = key[len(prefix) :].partition(".")
+            tree.setdefault(name, set()).add(rest)
+    return tree
+
+
+def check_tree(tree: dict[str, set[str]], state_dict: Any, prefix: str, states: ScaleStates | None) -> None:
+    """Holds what is about to be loaded to its form, and to the states that it would replace.
+
+    **Raises** CheckpointError naming the key; nothing has been loaded then.
+    """
+    for name, keys in tree.items():
+        held = None if states is None else states._modules.get(name)
+        if "scale" not in keys and all("." in k for k in keys):  # a level of names
+            below = f"{prefix}{name}."
+            check_tree(
+                keys_below(state_dict, below), state_dict, below, held if isinstance(held, ScaleStates) else None
+            )
+            continue
+        if keys != set(BUFFERS):
+            raise CheckpointError(f"the scale state {prefix}{name} holds {sorted(keys)}, must hold {sorted(BUFFERS)}")
+        for buffer in BUFFERS:
+            t = state_dict[f"{prefix}{name}.{buffer}"]
+            right = isinstance(t, Tensor) and t.dtype == torch.float32 and t.dim() == 1 and t.numel() > 0
+            if not right or (buffer != "amax_history" and t.numel() != 1):
+                shape = "[L], L >= 1" if buffer == "amax_history" else "[1]"
+                got = describe(t) if isinstance(t, Tensor) else type(t).__name__
+                raise CheckpointError(f"{prefix}{name}.{buffer} must be float32 {shape}, got {got}")
+        values = {b: state_dict[f"{prefix}{name}.{b}"] for b in BUFFERS}
+        if not has_values(*values.values()):
+            continue
+        _check_values(f"{prefix}{name}", **values)
+        if isinstance(held, ScaleSlot) and held.quantizer is not None:
+            largest = values["fp8_max"].item()
+            if not math.isclose(largest, fp8_max(held.quantizer), rel_tol=_ROUNDED):
+                raise CheckpointError(
+                    f"{prefix}{name} is the state of elements up to {largest:g}, and the module's "
+                    f"{held.quantizer.fp8_dtype} go to {fp8_max(held.quantizer):g}: another recipe"
+                )
+    bound = {} if states is None else {k: s for k, s in states.slots().items() if s.quantizer is not None}
+    if bound and tree and bound.keys() != tree.keys():
+        raise CheckpointError(
+            f"{prefix}* are states of {sorted(tree)}, and the module's of {sorted(bound)}: another recipe"
+        )
+
+
+def _check_values(name: str, scale: Tensor, amax_history: Tensor, fp8_max: Tensor) -> None:
+    """**Raises** CheckpointError for values that no state has, which would spoil products for as long as they stay."""
+    value = scale.item()
+    if not 0 < value < math.inf:
+        raise CheckpointError(f"{name}.scale must be finite and greater than 0, got {value:g}")
+    wrong = amax_history[~((amax_history >= 0) & amax_history.isfinite())]
+    if wrong.numel():
+        raise CheckpointError(f"{name}.amax_history must hold finite amaxes of 0 or more, got {wrong[0].item():g}")
+    largest = fp8_max.item()
+    if not any([math.isclose(largest, known, rel_tol=_ROUNDED) for known in _LARGEST]):
+        raise CheckpointError(f"{name}.fp8_max must be the largest value of an FP8 element, got {largest:g}")
+
+
+# --- random state ----------------------------------------------------------------------------------------------------
+
+
+def rng_at(rng: Tensor, offset: int) -> Tensor:
+    """The state `offset` draws later: a new int32 [4], the offset added in 64 bits."""
+    if offset == 0:
+        return rng
+    seed, count = rng.view(torch.int64).split(1)
+    return torch.cat([seed, count + offset]).view(torch.int32)
+
+
+def _rng_take(rng: Tensor, count: int) -> Tensor:
+    taken = rng.clone()
+    rng.view(torch.int64).narrow(0, 1, 1).add_(count)
+    wrote(rng)
+    return taken
+
+
+def _rng_take_taped(rng: Tensor, count: int) -> Tensor:
+    """`_rng_take` as compiled code runs it: a graph that an eager checkpoint recomputes takes from its tape."""
+    entry = replayed(None, "compiled")
+    if entry is not None and entry.rng is not None:
+        return entry.rng.clone()
+    if torch._C._current_graph_task_id() != -1:
+        raise UnsupportedError(
+            "stochastic rounding in compiled code that a checkpoint recomputes: it would draw other bits than the "
+            "forward did; use diptych.torch.checkpoint"
+        )
+    taken = _rng_take(rng, count)
+    recorded(None, "compiled", None, taken)
+    return taken
+
+
+def _rng_take_fake(rng: Tensor, count: int) -> Tensor:
+    require_saved("stochastic rounding")
+    return torch.empty_like(rng)
+
+
+# An op of its own: a plain clone would be recomputed in a compiled backward, from a state that has moved on by then.
+_rng_take_op = define(
+    "rng_take", "(Tensor(a!) rng, int count) -> Tensor", _rng_take_taped, _rng_take_fake, buffers=True
+)
+SAVED.add(_rng_take_op)
+
+
+def rng_take(rng: Tensor, count: int) -> Tensor:
+    """A copy of the state as it is, and the state itself advanced in place by `count` offsets."""
+    return _rng_take(rng, count) if direct(rng, watched=True) else _rng_take_op(rng, count)

@@ -1,0 +1,242 @@
+"""Delayed scaling's update, eagerly and in graphs, and how graphs record amaxes.
+
+A graph runs the update in each forward, and the device decides whether it is a step's first (`seen`, `step`). What it
+records reaches the histories at the next update, or when they are saved:
+
+    pending   float32 [n]     amaxes of forwards; written by forward graphs, which the update is part of
+    log       float32 [n, R]  those of backwards, with the number `written` of them (int64 [1])
+    taken     int64 [n]       how many of them the histories have
+
+Invariant: `log` and `written` are written by backward graphs alone, and read by forward graphs: so a layer may run
+forward again before its first backward, and hooks on saved tensors see none of this.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diptych.common.errors import ArgumentError, UnsupportedError
+from diptych.common.quantizers import Float8Quantizer
+from diptych.core import _core
+from diptych.torch.functional import quantize as quantize_verbs
+from diptych.torch.graph import program
+from diptych.torch.graph.program import Replays
+from diptych.torch.primitives import constants
+from diptych.torch.primitives import scale_update as scale_update_ops
+from diptych.torch.primitives.checks import describe
+from diptych.torch.primitives.constants import Constants
+from diptych.torch.primitives.register import define, direct, wrote
+from diptych.torch.state.checkpoint import SAVED, recorded, replayed, require_saved
+
+LOGGED = 1024  # backwards of a layer between two updates, at most
+
+LOG = ("pending", "log", "written", "taken")
+
+
+def fp8_max(quantizer: Float8Quantizer) -> float:
+    """Largest finite value of a quantizer's element."""
+    return torch.finfo(getattr(torch, quantizer.fp8_dtype)).max
+
+
+def log_buffers(n: int, device: torch.device | str | None) -> dict[str, Tensor]:
+    """The buffers in which graphs record the amaxes of n states."""
+    return {
+        "pending": torch.zeros(n, dtype=torch.float32, device=device),
+        "log": torch.zeros(n, LOGGED, dtype=torch.float32, device=device),
+        "written": torch.zeros(1, dtype=torch.int64, device=device),
+        "taken": torch.zeros(n, dtype=torch.int64, device=device),
+    }
+
+
+def forget(log: list[Tensor]) -> None:
+    """Drops what `log_buffers` hold."""
+    if log:
+        pending, _, written, taken = log
+        pending.zero_()
+        taken.copy_(written.expand_as(taken))
+
+
+def record_pending(pending: Tensor, amaxes: Tensor) -> None:
+    """Enters the amaxes of a forward, those of a recomputation once more: it is the same step's."""
+    pending.copy_(torch.maximum(pending, amaxes))
+
+
+def _log_amax(amax: Tensor, log: Tensor, written: Tensor) -> None:
+    _core.log_amax(amax, log, written)
+    wrote(log, written)
+
+
+_log_amax_op = define(
+    "log_amax",
+    "(Tensor amax, Tensor(a!) log, Tensor(b!) written) -> ()",
+    _log_amax,
+    lambda *_: None,
+    buffers=True,
+)
+
+
+def log_amax(amax: Tensor, log: Tensor, written: Tensor) -> None:
+    """Enters the amaxes [n] of a backward."""
+    (_log_amax if direct(amax, log, written) else _log_amax_op)(amax, log, written)
+
+
+# --- the update ------------------------------------------------------------------------------------------------------
+
+
+def _chosen(quantizer: Float8Quantizer, history: Tensor, reduced: Tensor | None) -> Tensor | None:
+    """The amax that a recipe's own function picks; None where the core's do. It works on copies: its result counts."""
+    algo = quantizer.amax_compute_algo
+    if not callable(algo):
+        return None
+    program.refuse()
+    last = history[:1].clone()
+    if reduced is not None:
+        last = torch.where(reduced != 0, reduced, last)
+    amax: Any = algo(history.clone()[None], last)
+    if not isinstance(amax, Tensor):
+        raise ArgumentError(
+            f"amax_compute_algo returned {type(amax).__name__}; it must return a tensor, the amax of each of the 1 "
+            "tensors whose histories it was given"
+        )
+    if amax.dtype != torch.float32 or tuple(amax.shape) != (1,) or amax.device != history.device:
+        raise ValueError(f"amax_compute_algo must return float32[1] on {history.device}, got {describe(amax)}")
+    return amax.detach()
+
+
+def update_all(
+    histories: list[Tensor],
+    scales: list[Tensor],
+    log: list[Tensor],
+    quantizers: tuple[Any, ...],
+    group: Any = None,
+    seen: Tensor | None = None,
+    step: Tensor | None = None,
+) -> list[Tensor]:
+    """The scales from the amaxes so far (NUMERICS 2, "Delayed"), in place, and a copy of them, [n].
+
+    `log`: nothing, or `log_buffers`. `group`: process group over which pending amaxes are reduced first. Where `seen`
+    equals `step` (int64 [1]), no scale changes.
+    """
+    reduced: list[Tensor | None] = [None] * len(histories)
+    chosen = list(reduced)
+    if group is not None or any([callable(q.amax_compute_algo) for q in quantizers]):
+        collect(histories, scales, log)
+        log = []
+        if group is not None:
+            pending = torch.cat([history[:1] for history in histories])
+            reduced = list(quantize_verbs.max_over(pending, group).split(1))
+        # A user's code, which may raise: before anything changes.
+        chosen = [_chosen(*one) for one in zip(quantizers, histories, reduced, strict=True)]
+    copy = scales[0].new_empty(len(scales))
+    for i, (history, scale, amax, pick, q) in enumerate(
+        zip(histories, scales, reduced, chosen, quantizers, strict=True)
+    ):
+        latest = q.amax_compute_algo == "most_recent"
+        if seen is None and not log:  # as who looks at ops sees it
+            scale_update_ops.scale_update(history, scale, amax, pick, fp8_max(q), q.margin, latest)
+            continue
+        out = copy.narrow(0, i, 1)
+        scale_update_ops._scale_update(
+            history, scale, amax, pick, fp8_max(q), q.margin, latest, seen, step, *_of(log, i), scale_out=out
+        )
+    return [torch.cat(scales) if seen is None and not log else copy]
+
+
+def collect(histories: list[Tensor], scales: list[Tensor], log: list[Tensor]) -> None:
+    """Moves what graphs have recorded into the histories. `log`: nothing, or `log_buffers`."""
+    if log:
+        never = torch.zeros_like(log[2])
+        for i, (history, scale) in enumerate(zip(histories, scales, strict=True)):
+            scale_update_ops._scale_update(history, scale, None, None, 1.0, 0, False, never, never, *_of(log, i))
+
+
+def _of(log: list[Tensor], i: int) -> tuple[Tensor | None, ...]:
+    """A state's part of `log_buffers`."""
+    if not log:
+        return (None, None, None, None)
+    pending, amaxes, written, taken = log
+    return pending.narrow(0, i, 1), amaxes[i], written, taken.narrow(0, i, 1)
+
+
+_replays = Replays()
+
+
+def _update_in_graph(
+    histories: list[Tensor],
+    scales: list[Tensor],
+    pending: Tensor,
+    log: Tensor,
+    written: Tensor,
+    taken: Tensor,
+    seen: Tensor,
+    step: Tensor,
+    quantizers: Constants,
+    group: Any,
+) -> Tensor:
+    """The update as compiled code runs it. A graph that an eager checkpoint recomputes finds its forward's scales,
+    for it cannot be given others. **Raises** where they are none of its forward's."""
+    entry = replayed(None, "compiled scales")
+    if entry is not None and entry.seen is not None:
+        same = seen == entry.seen
+        said = (
+            "delayed scaling in compiled code that a checkpoint recomputes: its scales were updated since the forward, "
+            "in a later autocast region; run backward before that, or checkpoint inside of the compiled function"
+        )
+        if same.is_cuda:
+            torch.ops.aten._assert_async.msg(same, said)
+        elif not same.item():
+            raise UnsupportedError(said)
+        return torch.cat(scales)
+    if torch._C._current_graph_task_id() != -1:
+        raise UnsupportedError(
+            "delayed scaling in compiled code that a checkpoint recomputes: it would update scales again; "
+            "use diptych.torch.checkpoint"
+        )
+    logs = [pending, log, written, taken]
+    if group is None:
+        tensors = [*histories, *scales, *logs, seen, step]
+        made = _replays(quantizers, tensors, update_all, histories, scales, logs, quantizers.items, None, seen, step)
+    else:
+        made = update_all(histories, scales, logs, quantizers.items, constants.group_of(group), seen, step)
+    wrote(*histories, *scales)
+    seen.copy_(step)
+    recorded(None, "compiled scales", None, None, seen=seen)
+    return made[0]
+
+
+def _update_in_graph_fake(histories: list[Tensor], scales: list[Tensor], *_: Any) -> Tensor:
+    require_saved("delayed scaling")
+    return scales[0].new_empty(len(scales))
+
+
+if constants.AVAILABLE:
+    _update_op = define(
+        "update_scales",
+        "(Tensor(a!)[] histories, Tensor(b!)[] scales, Tensor(c!) pending, Tensor log, Tensor written, "
+        "Tensor(d!) taken, Tensor(e!) seen, Tensor step, "
+        f"{constants.schema_type(Constants)} quantizers, {constants.GROUP_TYPE}? group) -> Tensor",
+        _update_in_graph,
+        _update_in_graph_fake,
+        buffers=True,
+    )
+    SAVED.add(_update_op)
+
+
+def update_once(states: Any, slots: tuple[Any, ...], step: Tensor, group: Any) -> Tensor:
+    """`ScaleStates.update` where `step` is another than at the last one, decided on the device: a graph runs this in
+    each forward. `slots`: those of the plan. **Returns** a copy of the scales, in the order of the slots."""
+    pairs = [states.tensors(slot.name) for slot in slots]
+    histories, scales = [p[1] for p in pairs], [p[0] for p in pairs]
+    buffers = states._buffers
+    seen = buffers["seen"]
+    if direct(seen, step, watched=True):
+        quantizers = tuple([slot.quantizer for slot in slots])
+        made = update_all(histories, scales, states.recorded(), quantizers, group, seen, step)
+        seen.copy_(step)
+        return made[0]
+    log = [buffers[name] for name in LOG]
+    quantizers = Constants(tuple([slot.quantizer for slot in slots]))
+    return _update_op(histories, scales, *log, seen, step, quantizers, constants.group_argument(group))

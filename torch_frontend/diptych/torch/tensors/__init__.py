@@ -1,0 +1,1 @@
+"""Quantized tensors and stacks, and the copies that products read."""
