@@ -390,8 +390,8 @@ def _before_tracing(context: Any) -> None:
 
 
 def _cache_made_while_tracing(context: Any) -> None:
-    """Makes the caches of all layers, so that a first call's graph serves later calls and other modules too: Dynamo does
-    not look again at what it has seen."""
+    """Makes the caches of all layers, so that a first call's graph serves later calls and other modules too: Dynamo
+    does not look again at what it has seen."""
     module = traced_local(context, "self")
     layers = tuple(dict.fromkeys((*module.layers, traced_local(context, "layer"))))
 
