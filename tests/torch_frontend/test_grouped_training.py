@@ -236,14 +236,15 @@ def rank_step(name: str, rank: int, fn: Any, model: Any, groups: Any) -> dict[st
 
 
 def on_rank(rank, groups):
-    """Each recipe's step eagerly and compiled, on a rank of two."""
+    """Each recipe's step eagerly, and again with one of both ranks compiled, in turn: it reduces with an eager one."""
     made = {}
-    for name in (*GROUPED, "rounded"):
+    for i, name in enumerate((*GROUPED, "rounded")):
         torch._dynamo.reset()
         model = rank_layer(rank)
         made[name] = rank_step(name, rank, model, model, groups)
         model = rank_layer(rank)
-        made["compiled " + name] = rank_step(name, rank, compiled(model), model, groups)
+        fn = compiled(model) if i % 2 == rank else model
+        made["compiled " + name] = rank_step(name, rank, fn, model, groups)
     return made
 
 
@@ -255,7 +256,7 @@ def ranks(tmp_path_factory):
 @needs_gloo
 @pytest.mark.parametrize("name", (*GROUPED, "rounded"))
 def test_graphs_reduce_as_eager_does(name, ranks):
-    """And so do kept weights, where the other operands' bits are those of the microbatch before."""
+    """With an eager partner. So do kept weights, where the other operands' bits are those of the microbatch before."""
     for r in ranks:
         same_step(r[f"compiled {name}"], r[name])
         for part in ("y", "dx", "weight") if name in ("fp8-current", "rounded") else ():
