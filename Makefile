@@ -2,7 +2,8 @@
 # ones. All start from a fresh clone.
 PYTHON ?= python3
 VENV ?= .venv
-DIPTYCH_CUDA ?= auto
+# CUDA kernels take minutes to compile: by default they are where a GPU is and nvcc. on: always; auto: where nvcc is.
+DIPTYCH_CUDA ?= $(if $(wildcard /dev/nvidia[0-9]*),auto,off)
 SECONDS_EACH ?= 20
 BIN := $(VENV)/bin
 SOURCES := $(shell find core_cuda jax_frontend/csrc -name '*.[ch]*' -o -name '*.cu*' -o -name 'CMakeLists.txt') CMakeLists.txt
@@ -13,6 +14,7 @@ SITE := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 .PHONY: demo test sweeps asan asan-build fuzz fuzz-asan simulate variants lint bench setup clean
 
 demo: setup
+	@echo "== one recipe in both frameworks, on the CPU; the report will be runs/demo"
 	$(BIN)/diptych compare --recipe fp8-current --out runs/demo
 
 # Each worker begins with half of the tests, in order: files share what they compiled, and one of them seldom needs JAX.
@@ -77,6 +79,7 @@ setup: $(VENV)/.installed
 # The build's own requirements go into the environment, so that jaxlib is fetched once.
 $(VENV)/.requirements: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "diptych needs Python 3.11 or newer; set PYTHON="'
+	@echo "== packages: torch, jax and tools, into $(VENV)"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install -q -c constraints.txt torch==2.13.0 numpy
 	$(BIN)/pip install -q -c constraints.txt scikit-build-core pybind11 cmake ninja jax jaxlib numpy \
@@ -86,6 +89,7 @@ $(VENV)/.requirements: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.requirements $(SOURCES) pyproject.toml
+	@echo "== building the core and the handlers (CUDA: $(DIPTYCH_CUDA); DIPTYCH_CUDA=on compiles its kernels too)"
 	DIPTYCH_CUDA=$(DIPTYCH_CUDA) $(BIN)/pip install -q --no-build-isolation --no-deps --config-settings build-dir=build/editable -e .
 	touch $@
 
