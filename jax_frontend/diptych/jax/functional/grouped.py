@@ -76,7 +76,7 @@ def quantize_each(
 
 
 def largest(amaxes: Array) -> Array:
-    """[1], subnormals included, as `state.larger`."""
+    """The largest of amaxes, [1], subnormals included, as `scales.larger` compares two."""
     bits = jax.lax.bitcast_convert_type(amaxes, jnp.int32)
     return jax.lax.bitcast_convert_type(jnp.max(bits, keepdims=True, initial=0), jnp.float32)
 

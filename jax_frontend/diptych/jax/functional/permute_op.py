@@ -1,7 +1,7 @@
 """What `permutation` is made of: the maps' arithmetic, and permute and unpermute with their derivatives.
 
 Residuals are the map and, of `unpermute`, the probabilities; its input only where they are differentiated. None of them
-is quantized, so that no remat policy rounds one (see `functional.quantize`).
+is quantized, so that no remat policy rounds one (see the verb `quantize`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The verbs on JAX arrays: `quantize`, `dequantize`, `gemm`, `gemm_into`, `amax`, `scale_update`, `bias_grad`.
+"""The verbs `quantize`, `dequantize`, `amax` and `rng_state`; `gemm` and `scale_update` stand in files beside this one.
 
 Pure functions with the names and keywords of the torch panel and its bits. Bad arguments raise ValueError or TypeError
 while tracing. None of them is differentiable; `diptych.jax.dense` is.

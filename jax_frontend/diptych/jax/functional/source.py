@@ -1,12 +1,12 @@
-"""Norms and activations of the core, alone and differentiated; and what quantize encodes instead of its input: these,
-or rows where a map sends them.
+"""`FusedInput`: what quantize and amax read instead of an array: a norm or an activation of it, or its rows in a map's
+order.
 
     y = ((x - mu) * rsigma) * g + beta      g is gamma, or 1 + gamma; RMSNorm: mu is 0, and there is no beta
     y = act(a)  or  act(a) * b              gated: x = (a | b)
 
-All arithmetic is float32, each operation rounded. `layernorm` and `activate` round y to x's dtype; a `FusedInput` is
-quantized without that rounding and without ever lying in memory. Permuted rows have the bits of permuting first. The
-primitives know no derivative, `layernorm` and `activate` do.
+All arithmetic is float32, each operation rounded. The verbs `layernorm` and `activate` round y to x's dtype; a
+`FusedInput` is quantized without that rounding and without ever lying in memory. Permuted rows have the bits of
+permuting first. Primitives have no derivative; `layernorm` and `activate` have one.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class FusedInput:
         as_bytes: bool = False,
         column_sum: str = "",
     ) -> tuple[QuantizedArray, Array | None]:
-        """Quantizes like `functional.quantize`, and sums over rows in dtype `column_sum` where one is named."""
+        """Quantizes like the verb `quantize`, and sums over rows in dtype `column_sum` where one is named."""
         given: dict[str, Array | None] = {"scale": scale, "rng": rng}
         if self.amax is not None and scale is None and quantizer.format.per_tensor:
             given["amax"] = self.amax

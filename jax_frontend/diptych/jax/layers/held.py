@@ -1,4 +1,4 @@
-"""Operands that are quantized already: kernels that are held so."""
+"""Kernels that are quantized before a call: held so, or kept from the microbatch before."""
 
 from __future__ import annotations
 

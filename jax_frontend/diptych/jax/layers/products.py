@@ -7,14 +7,14 @@
 
 Invariants:
 
-- What is quantized how is `common.plan.linear_plan`'s to say; a `Schedule` is that plan cut down to what one call
-  needs: a columnwise copy of x only where the kernel is differentiated, one of the kernel only where x is.
+- `linear_plan` of `common.layers.plan` says which operand is quantized how; a `Schedule` is that plan cut down to what
+  one call needs: a columnwise copy of x only where the kernel is differentiated, one of the kernel only where x is.
 - An operand is a `QuantizedArray` that holds the one copy its product reads, or an array in high precision. Two
   quantized ones multiply in the core; a product with any other runs in high precision on what a copy stands for.
-- Copies are made as bytes, so that no remat policy rounds them; see `functional.quantize`.
+- Copies are made as bytes, so that no remat policy rounds them; see the verb `quantize`.
 - Products and the bias gradient are in a `Products`; layers of groups have another, and their kernel is a stack.
 - `forward` and `backward` are of arrays. A custom_vjp's arguments, leaves that know whether they are perturbed, become
-  arrays and `Needs`; with them, a backward pass may also be asked for by hand (`weights.dense_vjp`).
+  arrays and `Needs`; with them, a backward pass may also be asked for by hand (`weight_gradients.dense_vjp`).
 """
 
 from __future__ import annotations

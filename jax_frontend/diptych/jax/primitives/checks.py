@@ -1,6 +1,4 @@
-"""How an op becomes a JAX primitive: checks of its operands, types of its results, batching and lowering.
-
-What `primitives` is made of. Invariants:
+"""The checks of primitives' operands. Invariants of all primitives:
 
 - A vmapped axis never copies an operand: the handlers walk it, and stand still on operands that lack it.
 - A result varies over the mesh axes that its operands vary over, so that shard_map notices a forgotten `pmax`.

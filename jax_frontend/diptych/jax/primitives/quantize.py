@@ -1,7 +1,7 @@
-"""The ops on raw buffers, as JAX primitives over the XLA FFI handlers; what users call is in `functional`.
+"""quantize, dequantize and amax on raw buffers, as JAX primitives over the XLA FFI handlers. Users call `functional`.
 
 Sizes and dtypes are checked while tracing, by the rules of `diptych.common.shapes`; nothing here branches on a size.
-What a primitive is, and what it does under transformations, is in `rules`.
+`register.py` says what a primitive is, and what it does under transformations.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def values(operand: Operand, dtype: Any) -> Array:
 
 
 def as_bytes(q: Q) -> Q:
-    """Payloads and one-byte scales as uint8; see `functional.quantize`."""
+    """Payloads and one-byte scales as uint8; see the verb `quantize`."""
 
     def convert(x: Array) -> Array:
         return jax.lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 and x.dtype != jnp.uint8 else x

@@ -125,7 +125,7 @@ class QuantizedArray(QuantizedCopies):
 
 
 def from_buffers(buffers: dict[str, Array], quantizer: Quantizer, shape: shapes.Shape, dtype: Any) -> QuantizedArray:
-    """Wraps what `primitives.quantize` filled for a tensor of `shape` and `dtype`."""
+    """Wraps what the primitive `quantize` filled for a tensor of `shape` and `dtype`."""
     return QuantizedArray(quantizer, tuple(shape[:-1]), np.dtype(dtype).name, **buffers)
 
 

@@ -1,9 +1,9 @@
-"""The verbs on tensors: `quantize`, `dequantize`, `gemm`, `gemm_into`, `amax`, `bias_grad`, `scale_update`.
+"""The verbs `quantize`, `dequantize`, `amax` and `rng_state`; `gemm` and `scale_update` stand in files beside this one.
 
 `quantize`, `dequantize` and `gemm` are differentiable, straight through: the gradient of a quantized tensor is a plain
-tensor of its logical dtype, and that of what was quantized. The others have no derivative; an argument of theirs that
-requires grad is refused while grad mode is on. No op has a forward-mode derivative, and a tangent is refused
-(NotImplementedError). All of them trace under `torch.compile(fullgraph=True)`, with static and dynamic shapes.
+tensor of its logical dtype, and that of the tensor that was quantized. The other verbs have no derivative; an argument
+of theirs that requires grad is refused while grad mode is on. No op has a forward-mode derivative, and a
+tangent is refused (NotImplementedError). All of them trace under `torch.compile(fullgraph=True)`, with static and dynamic shapes.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def group_amaxes(
 ) -> tuple[Tensor | None, Tensor | None]:
     """The `amax` and `columnwise_amax` that quantizing x needs, the largest over a group; a row's amax is its own.
 
-    `amaxes`: the op that takes them: `fused.amax` of a FusedInput, `grouped_primitives.amaxes` of a stack, whose
+    `amaxes`: the op that takes them: `source.amax` of a FusedInput, `amaxes` of a stack, whose
     tensors each have theirs.
     """
     fmt, flags = FORMATS[quantizer.spec.format_id], quantizer.spec.flags

@@ -1,12 +1,12 @@
-"""Norms and activations of the core, alone and differentiated; and what quantize encodes instead of its input: these,
-or rows where a map sends them.
+"""`FusedInput`: what quantize and amax read instead of a tensor: a norm or an activation of it, or its rows in a map's
+order.
 
     y = ((x - mu) * rsigma) * g + beta      g is gamma, or 1 + gamma; RMSNorm: mu is 0, and there is no beta
     y = act(a)  or  act(a) * b              gated: x = (a | b)
 
-All arithmetic is float32, each operation rounded. `layernorm` and `activate` round y to x's dtype and have a first
-derivative; a `FusedInput` is quantized without that rounding and without ever lying in memory. Permuted rows have the
-bits of permuting first. The ops are registered, checked and traced as those of `primitives`.
+All arithmetic is float32, each operation rounded. The verbs `layernorm` and `activate` round y to x's dtype; a
+`FusedInput` is quantized without that rounding and without ever lying in memory. Permuted rows have the bits of
+permuting first. The ops are registered, checked and traced as those of the room `primitives`.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def _quantize_delayed_fake(
 
 
 def _five(x: Tensor, quantizer: Quantizer, made: list[Tensor], total: list[Tensor]) -> tuple[Tensor, ...]:
-    """The buffers of two copies and the sum, with an empty tensor for each that is not made; see `primitives._both`."""
+    """The buffers of two copies and the sum, with an empty tensor for each that is not made; as `_both` of primitives."""
     empty = [x.new_empty(0) for _ in range(4 - len(made))]
     return *(made + empty if quantizer.rowwise else empty + made), *(total or [x.new_empty(0)])
 
@@ -203,7 +203,7 @@ else:  # pragma: no cover - no supported torch
 
 
 def amax(f: FusedInput, flags: int = 0, *, columnwise: bool = False) -> Any:
-    """`primitives.amax` of a FusedInput."""
+    """The op `amax` of a FusedInput."""
     out = run("amax_fused", _amax, _amax_op, *f, flags, columnwise)
     return (out[0], out[1]) if columnwise else out[0]
 
@@ -217,7 +217,7 @@ def quantize(
     rng: Tensor | None = None,
     sum_dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
-    """`primitives.quantize` of a FusedInput; with `sum_dtype`, last, the sum over the rows of what is encoded."""
+    """The op `quantize` of a FusedInput; with `sum_dtype`, last, the sum over the rows of what is encoded."""
     rest = (*f[1:], amax, columnwise_amax, scale, rng, sum_dtype)
     return run("quantize_fused", _quantize, _quantize_op, f.x, quantizer, *rest)
 
@@ -225,7 +225,7 @@ def quantize(
 def quantize_delayed(
     f: FusedInput, quantizer: Quantizer, scale: Tensor, history: Tensor, sum_dtype: torch.dtype | None = None
 ) -> list[Tensor]:
-    """`primitives.quantize_delayed` of a FusedInput; with `sum_dtype`, last, the sum over the rows."""
+    """The op `quantize_delayed` of a FusedInput; with `sum_dtype`, last, the sum over the rows."""
     args = (f.x, quantizer, scale, history, *f[1:], sum_dtype)
     made = run("quantize_fused_delayed", _quantize_delayed, _quantize_delayed_op, *args)
     total = [made[4]] if sum_dtype is not None else []

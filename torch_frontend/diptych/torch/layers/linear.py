@@ -1,4 +1,4 @@
-"""`linear`: the linear layer as one differentiable op, eagerly and as two nodes of a graph (`layer_node`)."""
+"""`linear`: the linear layer as one differentiable op, eagerly and as two nodes of a graph (`node.py`)."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 Eagerly that is the `Options` of each layer. Where a call is traced they cross as tensors and constants, and are put
 together again inside. The states of delayed scaling are the caller's: eagerly quantizing reads and writes them as it
 goes; a forward node is pure, gets the scales and returns the amaxes of what it quantized, which the graph records; a
-backward node declares that it writes to the log of amaxes, and to the `main_grad`s (`delayed`).
+backward node declares that it writes to the log of amaxes, and to the `main_grad`s (`state/update.py`).
 """
 
 from __future__ import annotations

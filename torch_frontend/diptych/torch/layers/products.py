@@ -1,4 +1,4 @@
-"""The three products of a linear layer under a recipe, and `linear`, the function that differentiates them.
+"""The three products of a linear layer under a recipe.
 
     y  = quantize(x)  @ quantize(w).T + bias      fprop  [M, K] @ [N, K].T
     dx = quantize(dy) @ quantize(w)               dgrad  [M, N] @ [N, K]
@@ -7,8 +7,8 @@
 
 Invariants:
 
-- What is quantized how is `common.plan.linear_plan`'s to say, and which of it one call needs `common.schedule`'s: a
-  columnwise copy of x only where the weight is trained, one of w only where x needs a gradient.
+- `linear_plan` of `common.layers.plan` says which operand is quantized how, and a `Schedule` which of these copies one
+  call needs: a columnwise copy of x only where the weight is trained, one of w only where x needs a gradient.
 - Forward saves what backward reads through `save_for_backward`, as plain tensors, and nothing else.
 - An operand is a `Copy`, or a tensor in high precision. Two copies multiply in the core; a product with any other
   operand runs in high precision on what a copy stands for.

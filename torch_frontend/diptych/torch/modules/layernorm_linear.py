@@ -4,8 +4,8 @@
 
 Invariants:
 
-- The products are those of `products`; an operand is a tensor or a `FusedInput`, and which of them follows from the
-  plan alone (`input_fusable`), so that training, evaluation and both panels give the same bits.
+- The products are those of `layers/products.py`; an operand is a tensor or a `FusedInput`, and which of them
+  follows from the plan alone (`input_fusable`), so that training, evaluation and both panels give the same bits.
 - Backward keeps x, the statistics and the copies that it multiplies, not the norm's output.
 - Outside of regions the norm is the core's too, rounded to x's dtype, and the product is torch's.
 """

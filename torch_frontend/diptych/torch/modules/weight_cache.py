@@ -1,4 +1,4 @@
-"""Weights between steps: copies kept across microbatches. `held` has weights that are held quantized."""
+"""Quantized copies of weights, kept across microbatches. Weights that are held quantized: `quantized_parameter.py`."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""How an op becomes a torch op: the checks of its operands, its registration, and when a call passes the dispatcher by.
-
-What `primitives` is made of. Invariants:
+"""The checks of ops' operands. Invariants:
 
 - Checks read no memory, and enforce symbolic sizes with `torch._check`: they hold while tracing as they do eagerly.
 - Ops are pure but for what their schema declares. None has a derivative: a tensor that requires grad is refused while

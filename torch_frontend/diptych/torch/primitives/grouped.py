@@ -120,7 +120,7 @@ _layouts: dict[Any, tuple[tuple[str, tuple[int, ...], Callable[..., Tensor]], ..
 
 
 def _layout(x: Tensor, quantizer: Quantizer) -> tuple[tuple[str, tuple[int, ...], Callable[..., Tensor]], ...]:
-    """(name, shape, allocator) of each buffer; as `rules.layout`."""
+    """(name, shape, allocator) of each buffer; as `register.layout`."""
     key = (x.shape, quantizer.spec, quantizer.rowwise, quantizer.columnwise, x.device)
     found = _layouts.get(key)
     if found is None:
@@ -368,7 +368,7 @@ def quantize_stack(
     scale: Tensor | None = None,
     rng: Tensor | None = None,
 ) -> list[Tensor]:
-    """The buffers of `grouped.stack_buffers`, in its order, for x [G, ..., K]; the rest as `primitives.quantize`, with
+    """The buffers of `grouped.stack_buffers`, in its order, for x [G, ..., K]; the rest as the op `quantize`, with
     a leading G."""
     if direct(x, amax, columnwise_amax, scale, rng):
         require_no_grad("diptych::quantize_stack", x, amax, columnwise_amax, scale)
@@ -383,7 +383,7 @@ def empty_stack(shape: tuple[int, ...], quantizer: Quantizer, device: torch.devi
 
 
 def amaxes(x: Tensor, flags: int = 0, *, columnwise: Literal[True]) -> tuple[Tensor, Tensor]:
-    """`primitives.amax` of each tensor of a stack [G, ..., K]: two of [G, 1], with ROW_AMAX the first is [G, M]."""
+    """The op `amax` of each tensor of a stack [G, ..., K]: two of [G, 1], with ROW_AMAX the first is [G, M]."""
     if flags & RHT and x.shape[0] > 0:  # of rotated tensors the core has no amaxes of parts
         each = [quantize_ops.amax(t, flags, columnwise=columnwise) for t in x.unbind()]
         return torch.stack([a for a, _ in each]), torch.stack([c for _, c in each])

@@ -1,10 +1,10 @@
-"""The ops on raw buffers: kernel call and fake implementation of each, under `torch.ops.diptych`.
+"""quantize, dequantize and amax on raw buffers: kernel call and fake implementation of each, under `torch.ops.diptych`.
 
-Invariants:
+Invariants of all files of this room:
 
-- Shapes come from `diptych.common.shapes`, in the real and in the fake implementation alike; checks from `rules`.
+- Shapes come from `diptych.common.shapes`, in the real and in the fake implementation alike; checks from `checks`.
 - Ops are pure, except `gemm_into`, `quantize_delayed` and `scale_update`, which declare what they mutate.
-- A plain eager call goes straight to the implementation (`rules.direct`); everything else (tracing, fake and meta
+- A plain eager call goes straight to the implementation (`register.direct`); everything else (tracing, fake and meta
   tensors, modes, subclasses) goes through the dispatcher to the same one.
 - Operands are made contiguous here; the core refuses others. Outputs always are.
 """

@@ -1,4 +1,4 @@
-"""How an op of the core becomes a torch op: its buffers, its registration, and its direct call in eager mode."""
+"""How an op of the core becomes a torch op: its buffers, its registration, and when a call passes the dispatcher by."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ class ScaleStates(_Float32):
         self.plan: LinearPlan | None = None
         self.region = 0  # of the last update
         self.register_buffer("seen", None, persistent=False)  # the same for graphs: `autocast.step_counter` then
-        for name in LOG:  # what graphs record: `delayed`
+        for name in LOG:  # what graphs record: update.py
             self.register_buffer(name, None, persistent=False)
         self.view: tuple[States, list[int]] | None = None  # of this region, and versions of what it is a copy of
         self.wrapper: Any = None  # weak reference to the DistributedDataParallel that leaves these states alone

@@ -4,7 +4,7 @@ same of several tensors.
 Traceable wrapper subclasses: torch.compile sees their buffers, and they have the shape, dtype and device of the tensor
 they stand for. They are **not** number types. What moves or copies one whole works (detach, clone, to(device or dtype),
 empty_like, copy_, `.data =`, save, pickle, deepcopy); every other operation raises NotImplementedError instead of
-dequantizing behind your back. A `QuantizedParameter` (`held`) is one whose arithmetic is defined.
+dequantizing behind your back. A `QuantizedParameter` of the modules is one whose arithmetic is defined.
 
 One that requires grad is the result of `quantize`, or of a module or an op of this package, or a `QuantizedParameter`.
 Its gradient is a plain tensor of its shape and logical dtype, also where it enters or leaves a compiled region.
@@ -369,7 +369,7 @@ def high_precision(op: str, t: Tensor, dtype: torch.dtype | None = None) -> Tens
 def from_buffers(
     x: Tensor, quantizer: Quantizer, buffers: list[Tensor], encoded: tuple[Any, ...] | None = None
 ) -> QuantizedTensor:
-    """Wraps what `primitives.quantize` or `quantize_delayed` made of x. `encoded`: the shape of it, None is x's."""
+    """Wraps what the op `quantize` or `quantize_delayed` made of x. `encoded`: the shape of it, None is x's."""
     named: dict[str, Tensor] = {}
     copies = quantize_ops.copies(quantizer, buffers)
     for side, copy in zip(("rowwise", "columnwise"), copies, strict=True):
