@@ -3,7 +3,8 @@
 `quantize`, `dequantize` and `gemm` are differentiable, straight through: the gradient of a quantized tensor is a plain
 tensor of its logical dtype, and that of the tensor that was quantized. The other verbs have no derivative; an argument
 of theirs that requires grad is refused while grad mode is on. No op has a forward-mode derivative, and a
-tangent is refused (NotImplementedError). All of them trace under `torch.compile(fullgraph=True)`, with static and dynamic shapes.
+tangent is refused (NotImplementedError). All of them trace under `torch.compile(fullgraph=True)`, with static and
+dynamic shapes.
 """
 
 from __future__ import annotations

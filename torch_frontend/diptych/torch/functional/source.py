@@ -152,7 +152,7 @@ def _quantize_delayed_fake(
 
 
 def _five(x: Tensor, quantizer: Quantizer, made: list[Tensor], total: list[Tensor]) -> tuple[Tensor, ...]:
-    """The buffers of two copies and the sum, with an empty tensor for each that is not made; as `_both` of primitives."""
+    """The buffers of two copies and the sum, with an empty tensor for each that is not made."""
     empty = [x.new_empty(0) for _ in range(4 - len(made))]
     return *(made + empty if quantizer.rowwise else empty + made), *(total or [x.new_empty(0)])
 
