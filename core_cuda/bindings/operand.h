@@ -7,8 +7,8 @@
 #include <utility>
 #include <vector>
 
-#include "diptych/source.h"
 #include "diptych/ops.h"
+#include "diptych/source.h"
 #include "dlpack_abi.h"
 
 namespace diptych::bind {

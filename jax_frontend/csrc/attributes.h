@@ -11,6 +11,7 @@
 
 namespace diptych::xla_ffi {
 
+// clang-format off: it breaks lists of fields where nobody would
 // Each struct's fields are listed once, by a macro that declares them and tells XLA their names and types.
 #define DIPTYCH_FIELD(type, name) type name;
 #define DIPTYCH_MEMBER(type, name) , StructMember<type>(#name)
@@ -24,7 +25,8 @@ namespace diptych::xla_ffi {
 inline constexpr int32_t kAttributesVersion = 5;
 
 #define DIPTYCH_AMAX_FIELDS(F) \
-  F(int32_t, flags) F(int32_t, columnwise) F(int32_t, source) F(int32_t, kind) F(int32_t, option) F(int32_t, has_beta)
+  F(int32_t, flags) F(int32_t, columnwise) F(int32_t, source) F(int32_t, kind) F(int32_t, option) \
+  F(int32_t, has_beta)
 // `batch_rank` axes of vmap lie in front of every result, the outermost first. `axes` holds 8 bits per operand, in
 // operand order: bit 0 says that the operand has the innermost axis, bit 1 the next one. It has those axes in front.
 // Results past `batched_results()` are workspaces, which all batch elements share. `source`, `kind`, `option`: what is
@@ -35,11 +37,11 @@ struct AmaxAttributes {
   int batched_results() const { return 2; }
 };
 
-#define DIPTYCH_QUANTIZE_FIELDS(F)                                                                            \
-  F(int32_t, format)                                                                                          \
-  F(int32_t, flags) F(float, eps) F(int32_t, amax_mode) F(int32_t, has_amax) F(int32_t, has_columnwise_amax)  \
-      F(int32_t, has_scale) F(int32_t, has_rng) F(int32_t, rowwise) F(int32_t, columnwise) F(int32_t, source) \
-          F(int32_t, kind) F(int32_t, option) F(int32_t, has_beta) F(int32_t, column_sum)
+#define DIPTYCH_QUANTIZE_FIELDS(F) \
+  F(int32_t, format) F(int32_t, flags) F(float, eps) F(int32_t, amax_mode) F(int32_t, has_amax) \
+  F(int32_t, has_columnwise_amax) F(int32_t, has_scale) F(int32_t, has_rng) F(int32_t, rowwise) \
+  F(int32_t, columnwise) F(int32_t, source) F(int32_t, kind) F(int32_t, option) F(int32_t, has_beta) \
+  F(int32_t, column_sum)
 // `has_amax`, `has_columnwise_amax`: the tensor is there, as an operand where `amax_mode` is given, else as a result.
 struct QuantizeAttributes {
   DIPTYCH_COMMON_FIELDS(DIPTYCH_FIELD)
@@ -65,10 +67,10 @@ struct DequantizeAttributes {
   int batched_results() const { return 1; }
 };
 
-#define DIPTYCH_GEMM_FIELDS(F)                                                                                         \
-  F(int32_t, a_format)                                                                                                 \
-  F(int32_t, a_columnwise) F(int32_t, a_has_amax) F(int32_t, b_format) F(int32_t, b_columnwise) F(int32_t, b_has_amax) \
-      F(int32_t, has_bias) F(int32_t, has_c) F(float, alpha) F(float, beta) F(int32_t, fast_accum)
+#define DIPTYCH_GEMM_FIELDS(F) \
+  F(int32_t, a_format) F(int32_t, a_columnwise) F(int32_t, a_has_amax) F(int32_t, b_format) \
+  F(int32_t, b_columnwise) F(int32_t, b_has_amax) F(int32_t, has_bias) F(int32_t, has_c) F(float, alpha) \
+  F(float, beta) F(int32_t, fast_accum)
 struct GemmAttributes {
   DIPTYCH_COMMON_FIELDS(DIPTYCH_FIELD)
   DIPTYCH_GEMM_FIELDS(DIPTYCH_FIELD)
@@ -127,10 +129,9 @@ struct InvertMapAttributes {
   int batched_results() const { return 2; }
 };
 
-#define DIPTYCH_PERMUTE_FIELDS(F)                                                               \
-  F(int32_t, planes)                                                                            \
-  F(int32_t, fill0) F(int32_t, fill1) F(int32_t, fill2) F(int32_t, fill3) F(int32_t, has_probs) \
-      F(int32_t, zero_prob_is_padding)
+#define DIPTYCH_PERMUTE_FIELDS(F) \
+  F(int32_t, planes) F(int32_t, fill0) F(int32_t, fill1) F(int32_t, fill2) F(int32_t, fill3) F(int32_t, has_probs) \
+  F(int32_t, zero_prob_is_padding)
 // `fill0`...: what absent rows of each plane hold.
 struct PermuteAttributes {
   DIPTYCH_COMMON_FIELDS(DIPTYCH_FIELD)
@@ -159,10 +160,10 @@ struct UnpermuteGradAttributes {
   int batched_results() const { return 1 + has_dprobs; }
 };
 
-#define DIPTYCH_QUANTIZE_STACK_FIELDS(F)                                                                     \
-  F(int32_t, format)                                                                                         \
-  F(int32_t, flags) F(float, eps) F(int32_t, amax_mode) F(int32_t, has_amax) F(int32_t, has_columnwise_amax) \
-      F(int32_t, has_scale) F(int32_t, has_rng) F(int32_t, rowwise) F(int32_t, columnwise)
+#define DIPTYCH_QUANTIZE_STACK_FIELDS(F) \
+  F(int32_t, format) F(int32_t, flags) F(float, eps) F(int32_t, amax_mode) F(int32_t, has_amax) \
+  F(int32_t, has_columnwise_amax) F(int32_t, has_scale) F(int32_t, has_rng) F(int32_t, rowwise) \
+  F(int32_t, columnwise)
 // Of ops on stacks, whose buffers keep their first extent apart.
 struct QuantizeStackAttributes {
   static constexpr int kRank = 3;
@@ -174,11 +175,10 @@ struct QuantizeStackAttributes {
   }
 };
 
-#define DIPTYCH_GROUPED_GEMM_FIELDS(F)                                                                                 \
-  F(int32_t, a_format)                                                                                                 \
-  F(int32_t, a_columnwise) F(int32_t, a_has_amax) F(int32_t, b_format) F(int32_t, b_columnwise) F(int32_t, b_has_amax) \
-      F(int32_t, has_bias) F(int32_t, has_c) F(int32_t, kind) F(int32_t, align) F(int32_t, rotated) F(float, alpha)    \
-          F(int32_t, fast_accum)
+#define DIPTYCH_GROUPED_GEMM_FIELDS(F) \
+  F(int32_t, a_format) F(int32_t, a_columnwise) F(int32_t, a_has_amax) F(int32_t, b_format) \
+  F(int32_t, b_columnwise) F(int32_t, b_has_amax) F(int32_t, has_bias) F(int32_t, has_c) F(int32_t, kind) \
+  F(int32_t, align) F(int32_t, rotated) F(float, alpha) F(int32_t, fast_accum)
 // `kind`: GroupKind. `has_c`: the product is added to it.
 struct GroupedGemmAttributes {
   static constexpr int kRank = 3;
@@ -192,6 +192,7 @@ struct GroupedBiasGradAttributes {
   int batched_results() const { return 1; }
 };
 
+// clang-format on
 }  // namespace diptych::xla_ffi
 
 DIPTYCH_DECODED(AmaxAttributes, DIPTYCH_AMAX_FIELDS);
