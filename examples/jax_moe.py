@@ -19,8 +19,7 @@ import numpy as np
 import optax
 
 import diptych.jax as dj
-from diptych.common import RECIPES, Recipe
-from diptych.common.layers.groups import row_align
+from diptych.common import RECIPES, Recipe, row_align
 from diptych.common.layers.plan import linear_plan
 
 Array = jax.Array

@@ -19,8 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import diptych.torch as dt
-from diptych.common import RECIPES, Recipe
-from diptych.common.layers.groups import row_align
+from diptych.common import RECIPES, Recipe, row_align
 
 
 @dataclasses.dataclass
