@@ -19,7 +19,7 @@ VALUES = ("inf_places", "inf_nan_mix", "huge", "subnormal_input", "random_bits")
 
 
 class Call(ctypes.Structure):
-    """As tests/simulated/quantize_stack.cpp has it."""
+    """The arguments of one call, field for field the struct `Call` of tests/simulated/quantize_stack.cpp."""
 
     _fields_ = (
         *((name, simulation.Tensor) for name in OPERANDS),

@@ -1,4 +1,4 @@
-"""What every function of both panels asks of the arguments that most of them have, in the same words."""
+"""Checks of arguments that most public functions of both panels have, with one wording for both."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a recipe means for a layer: its plan, its schedule, its groups."""
+"""Plans, schedules and groups: how a recipe decides which copies a layer makes and multiplies."""

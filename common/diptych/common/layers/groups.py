@@ -1,4 +1,4 @@
-"""What a recipe asks of the groups of a grouped layer: alignment, and the plan in high precision."""
+"""Groups of a grouped layer under a recipe: how they must be aligned, and the plan of one in high precision."""
 
 from __future__ import annotations
 

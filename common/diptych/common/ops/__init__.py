@@ -1,1 +1,1 @@
-"""What ops ask of sizes and options, said once for both panels."""
+"""Rules about sizes and options of ops, one copy for both panels."""

@@ -1,4 +1,4 @@
-"""What layers ask of recipes, states and operands before they run."""
+"""Checks of recipes, states and operands that layers make before they run."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a training step carries: scales, and the ways in which they travel."""
+"""Delayed scales as values that training steps pass on, and the ways in which they travel through gradients."""

@@ -1,4 +1,4 @@
-"""What layers ask of recipes and inputs before they run."""
+"""Checks of recipes and inputs that layers make before they run."""
 
 from __future__ import annotations
 

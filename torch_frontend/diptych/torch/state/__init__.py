@@ -1,1 +1,1 @@
-"""What a training step remembers: scales, regions, checkpoints."""
+"""State of a training step: delayed scales, regions of `autocast`, checkpoints."""
