@@ -22,7 +22,7 @@ namespace {
 #include "diptych/ops.def"
 
 template <typename Args>
-Status run_checked(Op op, const Args& args, const Execution& exec) {
+std::optional<Status> run_checked(Op op, const Args& args, const Execution& exec) {
 #ifdef DIPTYCH_WITH_CUDA
   std::optional<cuda::DeviceScope> current;  // the tensors' device, whatever the caller's was
   if (exec.device.backend == Backend::cuda) DIPTYCH_TRY(current.emplace(exec.device.index).status());
@@ -33,13 +33,13 @@ Status run_checked(Op op, const Args& args, const Execution& exec) {
 template <typename Args>
 Status run(Op op, const Args& args, const Execution& exec) {
   DIPTYCH_TRY(check(args, exec.device));
-  return run_checked(op, args, exec);
+  if (std::optional<Status> done = run_checked(op, args, exec)) return *std::move(done);
+  return miss(op, formats(args), exec, subject(args));
 }
 
 }  // namespace
 
 std::optional<Status> quantize_together(const QuantizeArgs& stack, const Execution& exec) {
-  if (find_row(Op::quantize_stack, formats(stack), &stack, exec.device) < 0) return std::nullopt;
   return run_checked(Op::quantize_stack, stack, exec);
 }
 

@@ -127,7 +127,7 @@ static const KernelRow kKernels[] = {
     {Op::grouped_gemm, Backend::cuda, 90, kCublasLt, Level::native, "cuda.grouped_native", "FP8 tensor cores of Hopper; N and K in multiples of 16 (depth: N and rows, groups in multiples of 32, with block scales of 128), operands 16-byte aligned, both per-tensor or both of blocks, at most 512 groups", grouped_native_fits, call<GroupedGemmArgs, cuda::grouped_gemm_native>},
     {Op::grouped_gemm, Backend::cuda, 80, kGemm, Level::emulated, "cuda.grouped_emulated", "decoded to bfloat16, float32 accumulation; any extents and groups", nullptr, call<GroupedGemmArgs, cuda::grouped_gemm_emulated>},
     {Op::grouped_bias_grad, Backend::cuda, 80, kAny, Level::native, "cuda.grouped_bias_grad", "", nullptr, call<GroupedBiasGradArgs, cuda::grouped_bias_grad>},
-    {Op::quantize_stack, Backend::cuda, 80, kCublasLt, Level::native, "cuda.quantize_stack", "tensors that are not empty; what it does not take goes through quantize one by one", quantize_fits<cuda::quantize_stack_fits>, call<QuantizeArgs, cuda::quantize_stack>},
+    {Op::quantize_stack, Backend::cuda, 80, kTiles, Level::native, "cuda.quantize_stack", "tensors that are not empty; what it does not take goes through quantize one by one", quantize_fits<cuda::quantize_stack_fits>, call<QuantizeArgs, cuda::quantize_stack>},
 #endif
 };
 // clang-format on
@@ -168,6 +168,8 @@ int arch_of([[maybe_unused]] const Device& device) {
   return 0;
 }
 
+}  // namespace
+
 Status miss(Op op, FormatSet formats, const Execution& exec, const std::string& subject) {
   if (exec.device.backend == Backend::cuda && !cuda_built())
     return {Code::unsupported,
@@ -184,8 +186,6 @@ Status miss(Op op, FormatSet formats, const Execution& exec, const std::string& 
                                  subject + "; nearest: " + near};
 }
 
-}  // namespace
-
 int find_row(Op op, FormatSet formats, const void* args, const Device& device) {
   const int arch = arch_of(device);
   for (int i = 0; i < kKernelCount; ++i) {
@@ -197,10 +197,10 @@ int find_row(Op op, FormatSet formats, const void* args, const Device& device) {
   return -1;
 }
 
-Status run_first(Op op, FormatSet formats, const void* args, const Execution& exec,
-                 std::string (*subject)(const void*)) {
+std::optional<Status> run_first(Op op, FormatSet formats, const void* args, const Execution& exec,
+                                std::string (*subject)(const void*)) {
   const int i = find_row(op, formats, args, exec.device);
-  if (i < 0) return miss(op, formats, exec, subject(args));
+  if (i < 0) return std::nullopt;
   calls[i].fetch_add(1, std::memory_order_relaxed);
   if (kKernels[i].level == Level::emulated && (formats & ~warned[i].load(std::memory_order_relaxed)) != 0) {
     warned[i].fetch_or(formats, std::memory_order_relaxed);

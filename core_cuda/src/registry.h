@@ -42,9 +42,12 @@ struct RowInfo {
   uint64_t calls;
 };
 
-// The first row that fits, run and counted. A miss names op, formats and the nearest rows; `subject` says with what.
-Status run_first(Op op, FormatSet formats, const void* args, const Execution& exec,
-                 std::string (*subject)(const void*));
+// The first row that fits, run and counted; nothing where no row fits. `subject` says with what, where it warns.
+std::optional<Status> run_first(Op op, FormatSet formats, const void* args, const Execution& exec,
+                                std::string (*subject)(const void*));
+
+// The error where no row fits: names op, formats, subject and the nearest rows.
+Status miss(Op op, FormatSet formats, const Execution& exec, const std::string& subject);
 
 // The row that would run: index into registry_table(), or -1.
 int find_row(Op op, FormatSet formats, const void* args, const Device& device);

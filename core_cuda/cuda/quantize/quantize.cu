@@ -27,11 +27,6 @@ TensorScale tensor_scale(const QuantizeArgs& args) {
 
 namespace {
 
-bool encoded_in_tiles(const FormatRow& f) {
-  const bool block = f.block_cols == 128 && (f.block_rows == 1 || f.block_rows == 128);
-  return f.scale == DType::f32 && f.columnwise == ColumnwiseLayout::transposed && (f.per_tensor() || block);
-}
-
 // Leaves in `amax` what tensor_scale's kernel expects there.
 Status prepare_amax(const QuantizeArgs& args, const Execution& exec) {
   if (args.amax_mode != AmaxMode::compute) return {};
@@ -72,9 +67,7 @@ Status quantize_permuted_split(const QuantizeArgs& args, const Execution& exec) 
   return diptych::quantize(columns, exec);  // by the row of the table that fits
 }
 
-bool quantize_stack_fits(const QuantizeArgs& args) {
-  return encoded_in_tiles(row(args.spec.format)) && args.x.numel() > 0;  // an empty tensor's scale is a case of its own
-}
+bool quantize_stack_fits(const QuantizeArgs& args) { return args.x.numel() > 0; }  // an empty tensor's scale is 1
 
 Status quantize_stack(const QuantizeArgs& args, const Execution& exec) {
   constexpr int64_t kStaysInL2 = 32 << 20;  // bytes of x that a second pass finds there
