@@ -42,8 +42,8 @@ asan-build: setup
 	  $(ASAN)/bin/python -m pip install -q --no-build-isolation --no-deps --config-settings build-dir=build/asan-objects .
 
 asan: asan-build
-	$(ASAN_PYTHON) -m pytest -n 2 -q tests/core/test_permute.py tests/core/test_permute_misuse.py \
-	  tests/core/test_grouped_gemm.py tests/core/test_grouped_bias_grad.py
+	$(ASAN_PYTHON) -m pytest -n 2 -q tests/core/permute/test_permute.py tests/core/permute/test_permute_misuse.py \
+	  tests/core/grouped/test_grouped_gemm.py tests/core/grouped/test_grouped_bias_grad.py
 
 # Random calls and files: tests/fuzz. SEED=N repeats a run, SECONDS_EACH=N is the time of each target, TARGETS="raw verbs
 # files" chooses.

@@ -62,6 +62,22 @@ UNPAIRED = {
         "layers/inject.py": "a dot_general for unmodified models; torch swaps modules (modules/convert.py)",
     },
 }
+# Where each panel's tests lie: in the rooms of its sources, under their basenames. Those of the whole panel lie above.
+TESTS = {"torch": "tests/torch_frontend", "jax": "tests/jax_frontend"}
+WHOLE_PANEL = {
+    "torch": {
+        "test_compiled_matrix": "every module under every mode of torch.compile",
+        "test_defaults": "torch's defaults and modes, under which verbs and modules run alike",
+        "test_export": "torch.export and torch's compile caches, with all that graphs hold",
+        "test_interrupt": "a training step of any room's functions, interrupted",
+        "test_memory": "what a training step keeps, from the allocator to modules",
+        "test_moe_example": "an example, which uses verbs and modules",
+        "test_states_matrix": "every module, wherever its states come from",
+    },
+    "jax": {
+        "test_modes": "JAX's modes, under which verbs and layers run alike",
+    },
+}
 # C++: which folders a folder's files may include from, besides their own.
 INCLUDES = {
     "include": {"include"},
@@ -192,6 +208,27 @@ def mirrored(root: Path) -> list[str]:
     return broken
 
 
+def tests_mirrored(root: Path) -> list[str]:
+    """Tests of a panel outside of its rooms, or in a room under a name that begins with no file of that room."""
+    broken = []
+    for panel, folder in TESTS.items():
+        sources = _panel_files(root, panel)
+        for path in sorted((root / folder).rglob("test_*.py")):
+            *room, _ = path.relative_to(root / folder).parts
+            if not room:
+                if path.stem not in WHOLE_PANEL[panel]:
+                    broken.append(f"{folder}/{path.name} is in no room")
+            elif not any(f"{path.stem}_".startswith(f"test_{name}_") for name in _names_in(sources, "/".join(room))):
+                broken.append(f"{path.relative_to(root)} has the name of no file of that room")
+        gone = [name for name in WHOLE_PANEL[panel] if not (root / folder / f"{name}.py").exists()]
+        broken += [f"{folder}/{name}.py is listed and does not exist" for name in gone]
+    return broken
+
+
+def _names_in(files: set[str], room: str) -> set[str]:
+    return {Path(f).stem for f in files if f.startswith(f"{room}/") and Path(f).stem != "__init__"}
+
+
 def _panel_imports(root: Path, panel: str) -> dict[str, set[str]]:
     """Which files of a panel each file imports, by module names below the panel: {"layers.linear": {...}}."""
     folder, prefix = root / PACKAGES[panel], f"diptych.{panel}"
@@ -263,6 +300,7 @@ ALL = (
     format_names,
     kernels_named_once,
     mirrored,
+    tests_mirrored,
     room_arrows,
     common_arrows,
 )

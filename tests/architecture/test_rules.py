@@ -31,6 +31,9 @@ VIOLATIONS = [
     (rules.kernels_named_once, "core_cuda/src/x.cpp", "void f() { cpu::gemm(a, e); }\n"),
     (rules.mirrored, "torch_frontend/diptych/torch/x.py", ""),
     (rules.mirrored, "jax_frontend/diptych/jax/layers/node.py", ""),
+    (rules.tests_mirrored, "tests/torch_frontend/test_x.py", ""),
+    (rules.tests_mirrored, "tests/jax_frontend/modules/test_linear.py", ""),
+    (rules.tests_mirrored, "tests/jax_frontend/layers/test_x_linear.py", ""),
     (rules.room_arrows, "torch_frontend/diptych/torch/tensors/x.py", "from diptych.torch.layers import linear\n"),
     (rules.common_arrows, "common/diptych/common/ops/x.py", "from diptych.common.recipes import Recipe\n"),
     (rules.common_arrows, "common/diptych/common/x.py", "from diptych.common.ops import shapes\n"),
@@ -48,5 +51,6 @@ def test_rule_catches(rule, path, text, tmp_path):
             shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "results"))
     before = rule(tmp_path)
     planted = tmp_path / path
+    planted.parent.mkdir(exist_ok=True)
     planted.write_text(text)
     assert [v for v in rule(tmp_path) if v not in before], f"{rule.__name__} did not see {path}"

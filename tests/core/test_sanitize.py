@@ -8,8 +8,8 @@ import pytest
 import cases
 import oracle
 from core import runner
-from core.test_gemm import NATIVE, operands, run
-from core.test_quantize import one_sided
+from core.gemm.test_gemm import NATIVE, operands, run
+from core.quantize.test_quantize import one_sided
 from diptych import core
 
 pytestmark = [pytest.mark.cuda, pytest.mark.sanitize, pytest.mark.usefixtures("cuda")]

@@ -13,11 +13,11 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 from core import fused_runner, grouped_runner, permute_runner, runner
-from core.test_grouped_bias_grad import run as grouped_bias_grad
-from core.test_norm import near
-from core.test_permute import as_mask, top_k
-from core.test_quantize import one_sided
-from core.test_quantize_stack import same_stack
+from core.grouped.test_grouped_bias_grad import run as grouped_bias_grad
+from core.norm.test_norm import near
+from core.permute.test_permute import as_mask, top_k
+from core.quantize.test_quantize import one_sided
+from core.quantize.test_quantize_stack import same_stack
 
 import cases
 import oracle

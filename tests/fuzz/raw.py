@@ -12,7 +12,8 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import numpy as np
-from core import fused_runner, grouped_runner, permute_runner, runner, test_grouped_bias_grad
+from core import fused_runner, grouped_runner, permute_runner, runner
+from core.grouped import test_grouped_bias_grad
 
 from diptych.core import _core
 from fuzz import good

@@ -23,7 +23,7 @@ from diptych.jax.primitives import activation as activation_ops
 from diptych.jax.primitives import norm as norm_ops
 from diptych.jax.state.scales import init_state, is_state, map_states
 from jax_frontend import tools
-from jax_frontend.layers import E4M3, E5M2, FP4, MX, Layer, rng_words
+from jax_frontend.layer_cases import E4M3, E5M2, FP4, MX, Layer, rng_words
 from oracle.fused import column_sum
 
 NORMS = {

@@ -15,7 +15,7 @@ import oracle
 from diptych.common import RECIPES, DelayedScaling, QuantizerRole, Recipe, linear_plan
 from diptych.common.quantizers import RHT
 from jax_frontend import tools
-from jax_frontend.layers import rng_words
+from jax_frontend.layer_cases import rng_words
 from oracle.grouped import Problem
 
 K, N, G = 96, 64, 4

@@ -1,4 +1,4 @@
-// The native kernel of grouped products, its host side included, as a library for test_grouped_simulated.py.
+// The native kernel of grouped products, its host side included, as a library for test_grouped_gemm_simulated.py.
 #include <cstdio>
 
 #include "cuda/base/device.h"

@@ -10,7 +10,7 @@ import diptych.torch as dt
 from diptych.common import NVFP4BlockScaling, Recipe
 from diptych.torch.functional import activation as activation_verbs
 from diptych.torch.functional import norm as norm_verbs
-from torch_frontend.layers import NAMED, SEED, dtype_of, packed, same_step
+from torch_frontend.layer_cases import NAMED, SEED, dtype_of, packed, same_step
 from torch_frontend.tools import normal, same, values
 
 LINEAR = ({}, {"normalization": "RMSNorm", "zero_centered_gamma": True, "bias": False})

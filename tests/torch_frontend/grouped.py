@@ -9,7 +9,7 @@ import torch
 import diptych.torch as dt
 from diptych.common import NVFP4BlockScaling, QuantizerRole, Recipe
 from diptych.torch.tensors.quantized import BUFFERS
-from torch_frontend.layers import NAMED, SEED, dtype_of
+from torch_frontend.layer_cases import NAMED, SEED, dtype_of
 from torch_frontend.tools import normal
 
 K, N = 96, 64

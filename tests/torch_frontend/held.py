@@ -9,7 +9,7 @@ import torch
 import diptych.torch as dt
 from diptych.common import MXFP8BlockScaling
 from diptych.torch.tensors.quantized import BUFFERS
-from torch_frontend.layers import NAMED
+from torch_frontend.layer_cases import NAMED
 from torch_frontend.tools import same
 
 MX = MXFP8BlockScaling()

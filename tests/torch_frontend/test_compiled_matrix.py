@@ -16,7 +16,7 @@ from sweeps import one_in
 
 import diptych.torch as dt
 from diptych.common import RECIPES, QuantizerRole
-from torch_frontend import layers
+from torch_frontend import layer_cases as layers
 
 allpairs = pytest.importorskip("allpairspy").AllPairs
 

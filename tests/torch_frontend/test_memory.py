@@ -14,8 +14,9 @@ from benchmarks import memory
 from diptych.common import MXFP8BlockScaling, Recipe
 from diptych.torch.primitives import grouped as grouped_ops
 from diptych.torch.primitives import register
-from torch_frontend import composed, layers, tools
-from torch_frontend.layers import NAMED
+from torch_frontend import composed, tools
+from torch_frontend import layer_cases as layers
+from torch_frontend.layer_cases import NAMED
 from torch_frontend.tools import RECIPE_NAMES, normal
 
 M = 48

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import diptych.torch as dt
 from diptych.common import RECIPES, CustomRecipe, Recipe
 from diptych.common.layers.groups import row_align
-from torch_frontend.layers import NAMED
+from torch_frontend.layer_cases import NAMED
 from torch_frontend.tools import RECIPE_NAMES, normal, same
 
 _spec = importlib.util.spec_from_file_location("moe_example", Path(__file__).parents[2] / "examples/torch_moe.py")

@@ -10,9 +10,9 @@ import torch
 
 import diptych.torch as dt
 from diptych.common import CustomRecipe
-from torch_frontend.layers import NAMED, SEED, slow
-from torch_frontend.test_compiled_blocks import Own
-from torch_frontend.test_state import _mixed
+from torch_frontend.layer_cases import NAMED, SEED, slow
+from torch_frontend.modules.test_tracing import Own
+from torch_frontend.state.test_scales import _mixed
 
 RECIPES: dict[str, Any] = {**NAMED, "mixed": CustomRecipe(_mixed)}
 KINDS: dict[str, Any] = {
