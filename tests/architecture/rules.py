@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 from pathlib import Path
@@ -100,9 +101,15 @@ def sources(root: Path, *suffixes: str) -> list[Path]:
     )
 
 
+@functools.cache  # most rules read most files
+def _import_statements(text: str) -> list[ast.Import | ast.ImportFrom]:
+    """The import statements of a Python file."""
+    return [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
 def _imports(path: Path) -> set[str]:
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in _import_statements(path.read_text()):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -192,14 +199,14 @@ def kernels_named_once(root: Path) -> list[str]:
     return broken
 
 
-def _panel_files(root: Path, panel: str) -> set[str]:
+def panel_files(root: Path, panel: str) -> set[str]:
     folder = root / PACKAGES[panel]
     return {p.relative_to(folder).as_posix() for p in folder.rglob("*.py")}
 
 
 def mirrored(root: Path) -> list[str]:
     """Files that one panel has and the other does not, beyond the listed exceptions."""
-    files = {panel: _panel_files(root, panel) for panel in ROOMS}
+    files = {panel: panel_files(root, panel) for panel in ROOMS}
     broken = []
     for one, other in (("torch", "jax"), ("jax", "torch")):
         alone = {f for f in files[one] - files[other] if f.split("/")[0] not in UNPAIRED_ROOMS}
@@ -212,7 +219,7 @@ def tests_mirrored(root: Path) -> list[str]:
     """Tests of a panel outside of its rooms, or in a room under a name that begins with no file of that room."""
     broken = []
     for panel, folder in TESTS.items():
-        sources = _panel_files(root, panel)
+        sources = panel_files(root, panel)
         for path in sorted((root / folder).rglob("test_*.py")):
             *room, _ = path.relative_to(root / folder).parts
             if not room:
@@ -229,50 +236,60 @@ def _names_in(files: set[str], room: str) -> set[str]:
     return {Path(f).stem for f in files if f.startswith(f"{room}/") and Path(f).stem != "__init__"}
 
 
-def _panel_imports(root: Path, panel: str) -> dict[str, set[str]]:
-    """Which files of a panel each file imports, by module names below the panel: {"layers.linear": {...}}."""
-    folder, prefix = root / PACKAGES[panel], f"diptych.{panel}"
+def _file_imports(root: Path) -> dict[str, set[str]]:
+    """Which of the project's files each file imports, by names below `diptych`: {"torch.layers.linear": {...}}."""
+    files = {}
+    for package, folder in PACKAGES.items():
+        for path in sorted([*(root / folder).rglob("*.py"), *(root / folder).rglob("*.pyi")]):
+            name = ".".join((package, *path.relative_to(root / folder).with_suffix("").parts))
+            files[name.removesuffix(".__init__")] = path
     edges: dict[str, set[str]] = {}
-    for path in sorted(folder.rglob("*.py")):
-        found = edges.setdefault(".".join(path.relative_to(folder).with_suffix("").parts), set())
-        for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.ImportFrom) or not f"{node.module}.".startswith(prefix + "."):
-                continue
-            inside = (node.module or "")[len(prefix) + 1 :]
-            one_file = (folder / inside.replace(".", "/")).with_suffix(".py").exists() and inside
-            found |= {inside} if one_file else {f"{inside}.{a.name}".lstrip(".") for a in node.names}
+    for file, path in files.items():
+        names: list[tuple[str, str]] = []  # the module that is named, and what it is asked for
+        for node in _import_statements(path.read_text()):
+            if isinstance(node, ast.Import):
+                names += [(alias.name, "") for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names += [(node.module or "", alias.name) for alias in node.names]
+        inside = [(m.removeprefix("diptych."), n) for m, n in names if m.startswith("diptych.")]
+        edges[file] = {f"{m}.{n}" if f"{m}.{n}" in files else m for m, n in inside}
     return edges
 
 
+def import_circles(root: Path) -> list[str]:
+    """Files that import each other in a circle, be it while a function runs."""
+    return [" imports ".join(circle) for circle in _circles(_file_imports(root))]
+
+
 def room_arrows(root: Path) -> list[str]:
-    """Imports inside of a panel that go to a later room or through the panel's own face, and files in a circle."""
-    broken = []
+    """Imports inside of a panel that go to a later room or through the panel's own face."""
+    broken, edges = [], _file_imports(root)
     for panel, rooms in ROOMS.items():
-        edges = _panel_imports(root, panel)
         for file, found in edges.items():
-            room = file.split(".")[0]
-            if room not in rooms:  # the face, which imports from all of them
+            package, _, inside = file.partition(".")
+            room = inside.split(".")[0]
+            if package != panel or room not in rooms:  # the face, which imports from all of them
                 continue
-            for target in sorted(found):
-                to = target.split(".")[0]
+            for target in sorted(t for t in found if t.split(".")[0] == panel):
+                to = target.partition(".")[2].split(".")[0]
                 if to not in rooms or rooms.index(to) > rooms.index(room):
-                    broken.append(f"{panel}: {file} imports {target}")
-        broken += [f"{panel}: {' imports '.join(circle)}" for circle in _circles(edges)]
+                    broken.append(f"{file} imports {target}")
     return broken
 
 
 def common_arrows(root: Path) -> list[str]:
     """Imports inside of `common` that go from a room to what it may not know, or from a single file to a room."""
-    broken, edges = [], _panel_imports(root, "common")
-    for file, found in edges.items():
-        room = file.split(".")[0] if "." in file else ""
-        for target in sorted(found):
-            to = target.split(".")[0]
-            if to in COMMON_ROOMS and not room and file != "__init__":
-                broken.append(f"common: {file} imports {target}")
-            if room and to != room and to not in COMMON_ROOMS[room]:
-                broken.append(f"common: {file} imports {target}")
-    return broken + [f"common: {' imports '.join(circle)}" for circle in _circles(edges)]
+    broken = []
+    for file, found in _file_imports(root).items():
+        package, _, inside = file.partition(".")
+        if package != "common" or not inside:  # the face, which imports from all of them
+            continue
+        room = inside.split(".")[0]
+        for target in sorted(t for t in found if t.startswith("common.")):
+            to = target.split(".")[1]
+            if to != room and (to in COMMON_ROOMS if room not in COMMON_ROOMS else to not in COMMON_ROOMS[room]):
+                broken.append(f"{file} imports {target}")
+    return broken
 
 
 def _circles(edges: dict[str, set[str]]) -> list[list[str]]:
@@ -303,4 +320,5 @@ ALL = (
     tests_mirrored,
     room_arrows,
     common_arrows,
+    import_circles,
 )

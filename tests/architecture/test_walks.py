@@ -1,12 +1,10 @@
 """Prints the way of two calls through the project's files (`pytest -s`), and holds the page on it to the truth."""
 
-import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 
-from architecture.walks import walk
+from architecture.walks import in_a_fresh_process, walk
 from diptych.common.formats import format_by_name
 from diptych.common.recipes import recipe_by_name
 
@@ -26,13 +24,8 @@ def test_a_walk_is_in_order_of_first_entry_and_of_our_files_alone():
 
 
 def test_the_page_shows_the_walks():
-    """In a process of its own: what a first call enters, later ones find in caches."""
-    done = subprocess.run(
-        [sys.executable, ROOT / "tests/architecture/walks.py"], capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
     sections = (ROOT / "docs/index.md").read_text().split("\n## ")
-    for name, files in json.loads(done.stdout).items():
+    for name, files in in_a_fresh_process().items():
         print(f"{name}: {len(files)} files", *files, sep="\n  ")
         (section,) = [s for s in sections if s.startswith(f"From `{name}`")]
         assert re.findall(r"^\d+\. `([^`]+)`", section, re.M) == files, name

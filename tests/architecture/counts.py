@@ -1,0 +1,89 @@
+"""How large the project is to a reader, in figures with bounds: `python tests/architecture/counts.py` prints them."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from architecture import rules, walks
+
+ROOT = Path(__file__).resolve().parents[2]
+# An option of products that every layer hands on: in how many files it stands says how often an op's arguments are
+# written. Kernels are not counted, since they must read it.
+ARGUMENT, KERNELS = "fast_accum", ("core_cuda/cpu", "core_cuda/cuda")
+ARGUMENT_FOLDERS = ("common", "core_cuda", "torch_frontend", "jax_frontend")
+# Bounds on the way down: they may only fall, whenever the figure does, until they are what is wanted.
+ARGUMENT_FILES = 34  # wanted: 10
+WALKS = {"dt.quantize": 15, "Linear.forward": 37}  # wanted: 7 and 15
+
+
+class Figure(NamedTuple):
+    """What was counted. `bound`: what it must not exceed, or fall below where `least`."""
+
+    name: str
+    value: float
+    bound: float
+    least: bool = False
+
+    @property
+    def kept(self) -> bool:
+        return self.value >= self.bound if self.least else self.value <= self.bound
+
+    def __str__(self) -> str:
+        verdict = "" if self.kept else ", which it is not"
+        return f"{self.name}: {self.value:g} ({'at least' if self.least else 'at most'} {self.bound:g}{verdict})"
+
+
+def shared_basenames(root: Path) -> float:
+    """How many percent of a panel's files, in the rooms that both have, have a twin; of the panel that has fewer twins."""
+    torch, jax = ({f for f in rules.panel_files(root, panel) if _in_shared_room(f)} for panel in rules.ROOMS)
+    return round(100 * len(torch & jax) / max(len(torch), len(jax), 1), 1)
+
+
+def _in_shared_room(file: str) -> bool:
+    room, _, name = file.partition("/")
+    return room not in rules.UNPAIRED_ROOMS and name not in ("", "__init__.py")
+
+
+def lines(root: Path) -> list[int]:
+    """The lengths of all sources that are not empty, tests included, in ascending order."""
+    return sorted(n for path in rules.sources(root) if (n := len(path.read_text().splitlines())))
+
+
+def argument_files(root: Path) -> list[str]:
+    """The files between the public faces and the kernels that write the argument's name."""
+    paths = (p.relative_to(root).as_posix() for p in rules.sources(root) if ARGUMENT in p.read_text())
+    return [p for p in paths if p.startswith(ARGUMENT_FOLDERS) and not p.startswith(KERNELS)]
+
+
+def figures(root: Path) -> list[Figure]:
+    lengths = lines(root)
+    return [
+        Figure(
+            "percent of a panel's files that have a twin in the other panel", shared_basenames(root), 85, least=True
+        ),
+        Figure("files that one panel alone has", sum(map(len, rules.UNPAIRED.values())), 10),
+        Figure("rooms that one panel alone has", len(rules.UNPAIRED_ROOMS), 2),
+        Figure("lines that nine of ten sources keep within", lengths[len(lengths) * 9 // 10], 349),
+        Figure("lines of the longest source", lengths[-1], rules.MAX_LINES),
+        Figure("circles of imports", len(rules.import_circles(root)), 0),
+        Figure(f"files outside of kernels that mention {ARGUMENT}", len(argument_files(root)), ARGUMENT_FILES),
+        *(
+            Figure(f"files that the first {name} enters", len(files), WALKS[name])
+            for name, files in walks.in_a_fresh_process().items()
+        ),
+    ]
+
+
+def main() -> int:
+    found = figures(ROOT)
+    print(*found, sep="\n")
+    return 0 if all(figure.kept for figure in found) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
