@@ -39,7 +39,7 @@ class Figure(NamedTuple):
 
 
 def shared_basenames(root: Path) -> float:
-    """How many percent of a panel's files, in the rooms that both have, have a twin; of the panel that has fewer twins."""
+    """How many percent of the files in rooms that both panels have have a twin, in the panel where the fewer do."""
     torch, jax = ({f for f in rules.panel_files(root, panel) if _in_shared_room(f)} for panel in rules.ROOMS)
     return round(100 * len(torch & jax) / max(len(torch), len(jax), 1), 1)
 
