@@ -11,7 +11,7 @@ SOURCES := $(shell find core_cuda jax_frontend/csrc -name '*.[ch]*' -o -name '*.
 ASAN := build/asan
 SITE := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
-.PHONY: demo test sweeps asan asan-build fuzz fuzz-asan simulate variants lint bench setup clean
+.PHONY: demo test sweeps asan asan-build fuzz fuzz-asan simulate variants lint stub bench setup clean
 
 demo: setup
 	@echo "== one recipe in both frameworks, on the CPU; the report will be runs/demo"
@@ -69,6 +69,12 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.h' '*.cpp' '*.cu' '*.cuh')
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+# The stub of the core's Python module, whose signatures the built module has.
+stub: setup
+	$(BIN)/python core_cuda/bindings/stub.py >build/_core.pyi
+	mv build/_core.pyi core_cuda/diptych/core/_core.pyi
+	$(BIN)/ruff format core_cuda/diptych/core/_core.pyi
 
 bench: setup
 	$(BIN)/python -m benchmarks.cpu

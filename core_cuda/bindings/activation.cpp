@@ -5,7 +5,7 @@
 namespace diptych::bind {
 namespace {
 
-void py_activation(py::handle x, py::handle y, int kind, bool gated) {
+void py_activation(Operand x, Operand y, int kind, bool gated) {
   Call call;
   ActivationArgs a;
   a.x = call.in(x, "x");
@@ -15,7 +15,7 @@ void py_activation(py::handle x, py::handle y, int kind, bool gated) {
   run(activation, a, call);
 }
 
-void py_activation_grad(py::handle dy, py::handle x, py::handle dx, int kind, bool gated) {
+void py_activation_grad(Operand dy, Operand x, Operand dx, int kind, bool gated) {
   Call call;
   ActivationGradArgs a;
   a.dy = call.in(dy, "dy");

@@ -5,9 +5,9 @@
 namespace diptych::bind {
 namespace {
 
-void py_gemm(py::handle a_data, py::handle a_scale, py::handle a_amax, int a_format, bool a_columnwise,
-             py::handle b_data, py::handle b_scale, py::handle b_amax, int b_format, bool b_columnwise, py::handle d,
-             py::handle c, py::handle bias, py::handle workspace, float alpha, float beta, bool fast_accum) {
+void py_gemm(Operand a_data, Operand a_scale, MaybeOperand a_amax, int a_format, bool a_columnwise, Operand b_data,
+             Operand b_scale, MaybeOperand b_amax, int b_format, bool b_columnwise, Operand d, MaybeOperand c,
+             MaybeOperand bias, MaybeOperand workspace, float alpha, float beta, bool fast_accum) {
   Call call;
   GemmArgs g;
   g.a = operand(call, a_data, a_scale, a_amax, a_format, a_columnwise, "a");
@@ -22,7 +22,7 @@ void py_gemm(py::handle a_data, py::handle a_scale, py::handle a_amax, int a_for
   run(gemm, g, call);
 }
 
-void py_bias_grad(py::handle dy, py::handle out, py::handle workspace) {
+void py_bias_grad(Operand dy, Operand out, MaybeOperand workspace) {
   Call call;
   BiasGradArgs a;
   a.dy = call.in(dy, "dy");

@@ -8,9 +8,9 @@ namespace diptych::bind {
 
 namespace {
 
-void py_grouped_gemm(py::handle a_data, py::handle a_scale, py::handle a_amax, int a_format, bool a_columnwise,
-                     py::handle b_data, py::handle b_scale, py::handle b_amax, int b_format, bool b_columnwise,
-                     py::handle offsets, py::handle d, py::handle c, py::handle bias, int kind, int align, bool rotated,
+void py_grouped_gemm(Operand a_data, Operand a_scale, MaybeOperand a_amax, int a_format, bool a_columnwise,
+                     Operand b_data, Operand b_scale, MaybeOperand b_amax, int b_format, bool b_columnwise,
+                     Operand offsets, Operand d, MaybeOperand c, MaybeOperand bias, int kind, int align, bool rotated,
                      float alpha, float beta, bool fast_accum) {
   Call call;
   GroupedGemmArgs g;
@@ -29,7 +29,7 @@ void py_grouped_gemm(py::handle a_data, py::handle a_scale, py::handle a_amax, i
   run(grouped_gemm, g, call);
 }
 
-void py_grouped_bias_grad(py::handle dy, py::handle offsets, py::handle out, py::handle workspace) {
+void py_grouped_bias_grad(Operand dy, Operand offsets, Operand out, MaybeOperand workspace) {
   Call call;
   GroupedBiasGradArgs a;
   a.dy = call.in(dy, "dy");
@@ -39,8 +39,8 @@ void py_grouped_bias_grad(py::handle dy, py::handle offsets, py::handle out, py:
   run(grouped_bias_grad, a, call);
 }
 
-py::dict group_kinds() {
-  py::dict d;
+Numbers group_kinds() {
+  Numbers d;
   d["rows"] = static_cast<int>(GroupKind::rows);
   d["depth"] = static_cast<int>(GroupKind::depth);
   return d;
@@ -52,8 +52,8 @@ void add_grouped(py::module_& m) {
   m.def("grouped_gemm", py_grouped_gemm, py::arg("a_data"), py::arg("a_scale_inv"), py::arg("a_amax"),
         py::arg("a_format"), py::arg("a_columnwise"), py::arg("b_data"), py::arg("b_scale_inv"), py::arg("b_amax"),
         py::arg("b_format"), py::arg("b_columnwise"), py::arg("offsets"), py::arg("d"), py::arg("c"), py::arg("bias"),
-        py::arg("kind"), py::arg("align"), py::arg("rotated"), py::arg("alpha"), py::arg("beta"),
-        py::arg("fast_accum"));
+        py::arg("kind"), py::arg("align"), py::arg("rotated"), py::arg("alpha"), py::arg("beta"), py::arg("fast_accum"),
+        "kind: a number of group_kinds().");
   m.def("grouped_bias_grad", py_grouped_bias_grad, py::arg("dy"), py::arg("offsets"), py::arg("out"),
         py::arg("workspace"));
   m.def("grouped_bias_grad_workspace_bytes", grouped_bias_grad_workspace_bytes, py::arg("rows"), py::arg("cols"),

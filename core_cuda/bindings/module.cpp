@@ -13,33 +13,45 @@
 #endif
 
 namespace diptych::bind {
+
+struct BuildInfo {};
+struct CudaInfo {
+  std::vector<int> archs;
+  std::string cublaslt;
+};
+
+template <>
+struct Record<BuildInfo> {
+  static constexpr auto name = py::detail::const_name("BuildInfo");
+  template <typename F>
+  static void entries(const BuildInfo&, F&& f) {
+    f("cuda", cuda_built()), f("compiler", __VERSION__), f("isa", cpu::isa());
+    f("cuda_toolkit", DIPTYCH_CUDA_VERSION), f("cuda_archs", DIPTYCH_CUDA_ARCHS);
+  }
+};
+
+template <>
+struct Record<CudaInfo> {
+  static constexpr auto name = py::detail::const_name("CudaInfo");
+  template <typename F>
+  static void entries(const CudaInfo& c, F&& f) {
+    f("archs", c.archs), f("cublaslt", c.cublaslt);
+  }
+};
+
 namespace {
 
-py::dict build_info() {
-  py::dict d;
-  d["cuda"] = cuda_built();
-  d["compiler"] = __VERSION__;
-  d["isa"] = cpu::isa();
-  d["cuda_toolkit"] = DIPTYCH_CUDA_VERSION;
-  d["cuda_archs"] = DIPTYCH_CUDA_ARCHS;
-  return d;
-}
-
-py::dict cuda_info() {  // touches the driver, unlike importing
-  py::dict d;
-  py::list archs;
-  std::string cublaslt;
+CudaInfo cuda_info() {  // touches the driver, unlike importing
+  CudaInfo info;
 #ifdef DIPTYCH_WITH_CUDA
-  for (int i = 0; i < cuda::device_count(); ++i) archs.append(cuda::arch(i));
-  cublaslt = cuda::cublaslt_version();
+  for (int i = 0; i < cuda::device_count(); ++i) info.archs.push_back(cuda::arch(i));
+  info.cublaslt = cuda::cublaslt_version();
 #endif
-  d["archs"] = archs;
-  d["cublaslt"] = cublaslt;
-  return d;
+  return info;
 }
 
-py::dict dlpack_layout() {  // compared by a test with the header that torch ships
-  py::dict d;
+Numbers dlpack_layout() {  // compared by a test with the header that torch ships
+  Numbers d;
   d["sizeof_tensor"] = sizeof(dl::Tensor);
   d["sizeof_api"] = sizeof(dl::ExchangeApi);
   d["tensor_from_object"] = offsetof(dl::ExchangeApi, tensor_from_object);
@@ -51,7 +63,12 @@ py::dict dlpack_layout() {  // compared by a test with the header that torch shi
 
 PYBIND11_MODULE(_core, m) {
   find_main_thread();
-  m.doc() = "diptych's kernels over borrowed tensors. Outputs are allocated by the caller.";
+  m.doc() =
+      "diptych's kernels over borrowed tensors. Outputs are allocated by the caller.\n\n"
+      "An Operand is a tensor: an object with a DLPack C exchange table, or a pair (buffer, dtype code).";
+  m.attr("Operand") = py::module_::import("typing").attr("Any");
+  add_record<BuildInfo>(m);
+  add_record<CudaInfo>(m);
   add_quantize(m);
   add_scale_update(m);
   add_gemm(m);
@@ -60,7 +77,9 @@ PYBIND11_MODULE(_core, m) {
   add_permute(m);
   add_grouped(m);
   add_tables(m);
-  py::class_<Program, std::shared_ptr<Program>>(m, "Program")
+  py::class_<Program, std::shared_ptr<Program>>(
+      m, "Program",
+      "Ops of the core that ran between start() and stop(), to run again on other tensors of the same forms.")
       .def(py::init<>())
       .def("start", &Program::start)
       .def("stop", &Program::stop)
@@ -84,7 +103,7 @@ PYBIND11_MODULE(_core, m) {
           throw py::value_error("set_isa: this machine has no '" + name + "'; choose avx512, avx2 or generic");
       },
       py::arg("name"));
-  m.def("build_info", build_info);
+  m.def("build_info", [] { return BuildInfo(); });
   m.def("cuda_info", cuda_info);
   m.def(
       "set_cublaslt_path",

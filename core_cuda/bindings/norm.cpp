@@ -5,7 +5,7 @@
 namespace diptych::bind {
 namespace {
 
-void py_norm(py::handle x, py::handle gamma, py::handle beta, py::handle mu, py::handle rsigma, py::handle y,
+void py_norm(Operand x, MaybeOperand gamma, MaybeOperand beta, MaybeOperand mu, Operand rsigma, MaybeOperand y,
              int norm_kind, float eps, bool zero_centered_gamma) {
   Call call;
   NormArgs a;
@@ -21,8 +21,8 @@ void py_norm(py::handle x, py::handle gamma, py::handle beta, py::handle mu, py:
   run(norm, a, call);
 }
 
-void py_norm_grad(py::handle dy, py::handle x, py::handle gamma, py::handle mu, py::handle rsigma, py::handle dx,
-                  py::handle dgamma, py::handle dbeta, py::handle workspace, int norm_kind, bool zero_centered_gamma) {
+void py_norm_grad(Operand dy, Operand x, Operand gamma, MaybeOperand mu, Operand rsigma, Operand dx, Operand dgamma,
+                  MaybeOperand dbeta, MaybeOperand workspace, int norm_kind, bool zero_centered_gamma) {
   Call call;
   NormGradArgs a;
   a.dy = call.in(dy, "dy");

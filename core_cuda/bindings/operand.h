@@ -1,8 +1,6 @@
 // Turns Python arguments into views without copying and without owning anything past the call.
 #pragma once
 
-#include <pybind11/pybind11.h>
-
 #include <string>
 #include <utility>
 #include <vector>
@@ -10,10 +8,9 @@
 #include "diptych/ops.h"
 #include "diptych/source.h"
 #include "dlpack_abi.h"
+#include "types.h"
 
 namespace diptych::bind {
-
-namespace py = pybind11;
 
 // A tensor type's table, or null where it has none.
 const dl::ExchangeApi* exchange_api(PyTypeObject* type);

@@ -6,10 +6,24 @@
 
 namespace diptych::bind {
 
+struct MoeTable {};  // the numbers that these ops take, and their limits
+
+template <>
+struct Record<MoeTable> {
+  static constexpr auto name = py::detail::const_name("MoeTable");
+  template <typename F>
+  static void entries(const MoeTable&, F&& f) {
+    Numbers maps;
+    maps["mask"] = static_cast<int>(RoutingMap::mask);
+    maps["index"] = static_cast<int>(RoutingMap::index);
+    f("routing_map", maps), f("max_slots", kMaxSlots), f("max_planes", kMaxPlanes);
+  }
+};
+
 namespace {
 
-void py_permute_map(py::handle routing, int kind, int align, py::handle row_id_map, py::handle tokens_per_expert,
-                    py::handle expert_offsets, py::handle source, py::handle workspace) {
+void py_permute_map(Operand routing, int kind, int align, Operand row_id_map, Operand tokens_per_expert,
+                    Operand expert_offsets, Operand source, MaybeOperand workspace) {
   Call call;
   PermuteMapArgs a;
   a.routing = call.in(routing, "routing");
@@ -23,7 +37,7 @@ void py_permute_map(py::handle routing, int kind, int align, py::handle row_id_m
   run(permute_map, a, call);
 }
 
-void py_chunk_map(py::handle split_sizes, py::handle order, py::handle row_id_map, py::handle source) {
+void py_chunk_map(Operand split_sizes, Operand order, Operand row_id_map, Operand source) {
   Call call;
   ChunkMapArgs a;
   a.split_sizes = call.in(split_sizes, "split_sizes");
@@ -33,14 +47,14 @@ void py_chunk_map(py::handle split_sizes, py::handle order, py::handle row_id_ma
   run(chunk_map, a, call);
 }
 
-void py_invert_map(py::handle row_id_map, py::handle source, py::handle kept) {
+void py_invert_map(Operand row_id_map, Operand source, MaybeOperand kept) {
   Call call;
   run(invert_map, InvertMapArgs{call.in(row_id_map, "row_id_map"), call.out(source, "source"), call.out(kept, "kept")},
       call);
 }
 
-void py_permute(py::sequence planes, py::handle row_id_map, py::handle source, py::handle probs,
-                py::handle permuted_probs, bool zero_prob_is_padding) {
+void py_permute(Planes planes, Operand row_id_map, Operand source, MaybeOperand probs, MaybeOperand permuted_probs,
+                bool zero_prob_is_padding) {
   Call call;
   PermuteArgs a;
   a.plane_count = static_cast<int32_t>(planes.size());
@@ -59,14 +73,14 @@ void py_permute(py::sequence planes, py::handle row_id_map, py::handle source, p
   run(permute, a, call);
 }
 
-void py_permute_columns(py::handle x, py::handle out, py::handle source, int64_t slots) {
+void py_permute_columns(Operand x, Operand out, Operand source, int64_t slots) {
   Call call;
   run(permute_columns, PermuteColumnsArgs{call.in(x, "x"), call.out(out, "out"), call.in(source, "source"), slots},
       call);
 }
 
-void py_unpermute(py::handle x, py::handle row_id_map, py::handle probs, py::handle y, py::handle permuted_dprobs,
-                  py::handle dprobs) {
+void py_unpermute(Operand x, Operand row_id_map, MaybeOperand probs, Operand y, MaybeOperand permuted_dprobs,
+                  MaybeOperand dprobs) {
   Call call;
   UnpermuteArgs a;
   a.x = call.in(x, "x");
@@ -78,8 +92,8 @@ void py_unpermute(py::handle x, py::handle row_id_map, py::handle probs, py::han
   run(unpermute, a, call);
 }
 
-void py_unpermute_grad(py::handle dy, py::handle row_id_map, py::handle source, py::handle probs, py::handle dx,
-                       py::handle x, py::handle dprobs) {
+void py_unpermute_grad(Operand dy, Operand row_id_map, Operand source, Operand probs, Operand dx, MaybeOperand x,
+                       MaybeOperand dprobs) {
   Call call;
   UnpermuteGradArgs a;
   a.dy = call.in(dy, "dy");
@@ -97,25 +111,17 @@ int64_t py_permute_map_workspace_bytes(int32_t kind, int64_t items, int64_t expe
   return permute_map_workspace_bytes(static_cast<RoutingMap>(kind), items, experts);
 }
 
-py::dict moe_table() {  // the numbers that these ops take, and their limits
-  py::dict maps, d;
-  maps["mask"] = static_cast<int>(RoutingMap::mask);
-  maps["index"] = static_cast<int>(RoutingMap::index);
-  d["routing_map"] = maps;
-  d["max_slots"] = kMaxSlots;
-  d["max_planes"] = kMaxPlanes;
-  return d;
-}
-
 }  // namespace
 
 void add_permute(py::module_& m) {
   m.def("permute_map", py_permute_map, py::arg("routing"), py::arg("kind"), py::arg("align"), py::arg("row_id_map"),
-        py::arg("tokens_per_expert"), py::arg("expert_offsets"), py::arg("source"), py::arg("workspace"));
+        py::arg("tokens_per_expert"), py::arg("expert_offsets"), py::arg("source"), py::arg("workspace"),
+        "kind: a number of moe_table()['routing_map'].");
   m.def("chunk_map", py_chunk_map, py::arg("split_sizes"), py::arg("order"), py::arg("row_id_map"), py::arg("source"));
   m.def("invert_map", py_invert_map, py::arg("row_id_map"), py::arg("source"), py::arg("kept") = py::none());
   m.def("permute", py_permute, py::arg("planes"), py::arg("row_id_map"), py::arg("source"),
-        py::arg("probs") = py::none(), py::arg("permuted_probs") = py::none(), py::arg("zero_prob_is_padding") = false);
+        py::arg("probs") = py::none(), py::arg("permuted_probs") = py::none(), py::arg("zero_prob_is_padding") = false,
+        "planes: (input, output, four bytes that absent rows repeat) of each tensor.");
   m.def("permute_columns", py_permute_columns, py::arg("x"), py::arg("out"), py::arg("source"), py::arg("slots"));
   m.def("unpermute", py_unpermute, py::arg("x"), py::arg("row_id_map"), py::arg("probs"), py::arg("y"),
         py::arg("permuted_dprobs") = py::none(), py::arg("dprobs") = py::none());
@@ -123,7 +129,8 @@ void add_permute(py::module_& m) {
         py::arg("dx"), py::arg("x") = py::none(), py::arg("dprobs") = py::none());
   m.def("permute_map_workspace_bytes", py_permute_map_workspace_bytes, py::arg("kind"), py::arg("items"),
         py::arg("experts"));
-  m.def("moe_table", moe_table);
+  add_record<MoeTable>(m);
+  m.def("moe_table", [] { return MoeTable(); });
 }
 
 }  // namespace diptych::bind

@@ -88,8 +88,8 @@ void* Program::place(const TensorView& view, const Call& call) {
   return reinterpret_cast<void*>(i + 1);
 }
 
-bool Program::seal(py::list inputs, py::list outputs, py::list scratch, py::list views, py::list makers,
-                   py::object make_workspace) {
+bool Program::seal(Operands inputs, Operands outputs, Operands scratch, Views views, Makers makers,
+                   MakeWorkspace make_workspace) {
   require(Stage::stopped, "seal", "start() and stop() it first, and seal it once");
   stage_ = Stage::sealing;  // where it fails, it stays so
   if (outputs.size() != makers.size()) throw py::value_error("Program.seal: each output has a maker");
@@ -138,7 +138,7 @@ bool Program::seal(py::list inputs, py::list outputs, py::list scratch, py::list
   return true;
 }
 
-py::object Program::run(py::list inputs) {
+MaybeOperands Program::run(Operands inputs) {
   require(Stage::sealed, "run", "seal() it first; one that seal() refused cannot run");
   if (inputs.size() != forms_.size()) return py::none();
   std::vector<char*> tensors;

@@ -25,10 +25,10 @@ class Program : public std::enable_shared_from_this<Program> {
   // (tensor, the one of these in whose memory it lies, bytes from there); `makers`: (callable, arguments) that
   // allocates each output; `make_workspace`: allocates that many bytes. False: these ops cannot run again, since one is
   // of another kind or met another tensor.
-  bool seal(py::list inputs, py::list outputs, py::list scratch, py::list views, py::list makers,
-            py::object make_workspace);
+  bool seal(Operands inputs, Operands outputs, Operands scratch, Views views, Makers makers,
+            MakeWorkspace make_workspace);
   // The outputs, or None where the inputs are of other forms.
-  py::object run(py::list inputs);
+  MaybeOperands run(Operands inputs);
 
   // That of this thread, or null
   static std::shared_ptr<Program> recording() { return recording_.expired() ? nullptr : recording_.lock(); }

@@ -15,9 +15,7 @@ QuantizedView result(Call& call, py::handle data, py::handle scale, int format, 
   return q;
 }
 
-// None, (kind, norm or activation, zero_centered_gamma or gated, gamma, beta, mu, rsigma, dy), or, of permuted rows,
-// (kind, row_id_map, source)
-Source source_of(Call& call, py::handle tuple) {
+Source source_of(Call& call, MaybeSource tuple) {
   Source s;
   if (tuple.is_none()) return s;
   const Py_ssize_t fields = PyTuple_CheckExact(tuple.ptr()) ? PyTuple_GET_SIZE(tuple.ptr()) : 0;
@@ -50,7 +48,7 @@ Source source_of(Call& call, py::handle tuple) {
   return s;
 }
 
-void py_amax(py::handle x, py::handle out, py::handle columnwise_out, int flags, py::handle source) {
+void py_amax(Operand x, Operand out, MaybeOperand columnwise_out, int flags, MaybeSource source) {
   Call call;
   AmaxArgs a;
   a.x = call.in(x, "x");
@@ -61,10 +59,10 @@ void py_amax(py::handle x, py::handle out, py::handle columnwise_out, int flags,
   run(amax, a, call);
 }
 
-void py_quantize(py::handle x, int format, int flags, float eps, int amax_mode, py::handle amax_buffer,
-                 py::handle columnwise_amax, py::handle scale, py::handle rng, py::handle rowwise_data,
-                 py::handle rowwise_scale, py::handle columnwise_data, py::handle columnwise_scale, py::handle source,
-                 py::handle column_sum, py::handle workspace, bool stack) {
+void py_quantize(Operand x, int format, int flags, float eps, int amax_mode, MaybeOperand amax_buffer,
+                 MaybeOperand columnwise_amax, MaybeOperand scale, MaybeOperand rng, MaybeOperand rowwise_data,
+                 MaybeOperand rowwise_scale, MaybeOperand columnwise_data, MaybeOperand columnwise_scale,
+                 MaybeSource source, MaybeOperand column_sum, MaybeOperand workspace, bool stack) {
   if (amax_mode < 0 || amax_mode > static_cast<int>(AmaxMode::accumulate))
     throw py::value_error("quantize: amax_mode must be 0 (compute), 1 (given) or 2 (accumulate), got " +
                           std::to_string(amax_mode));
@@ -88,8 +86,7 @@ void py_quantize(py::handle x, int format, int flags, float eps, int amax_mode, 
   run(stack ? quantize_stack : quantize, a, call);
 }
 
-void py_dequantize(py::handle data, py::handle scale, py::handle amax_buffer, int format, bool columnwise,
-                   py::handle out) {
+void py_dequantize(Operand data, Operand scale, MaybeOperand amax_buffer, int format, bool columnwise, Operand out) {
   Call call;
   DequantizeArgs a;
   a.q = operand(call, data, scale, amax_buffer, format, columnwise, "q");
@@ -101,12 +98,17 @@ void py_dequantize(py::handle data, py::handle scale, py::handle amax_buffer, in
 
 void add_quantize(py::module_& m) {
   m.def("amax", py_amax, py::arg("x"), py::arg("out"), py::arg("columnwise_out"), py::arg("flags"),
-        py::arg("source") = py::none());
-  m.def("quantize", py_quantize, py::arg("x"), py::arg("format"), py::arg("flags"), py::arg("eps"),
-        py::arg("amax_mode"), py::arg("amax"), py::arg("columnwise_amax"), py::arg("scale"), py::arg("rng"),
-        py::arg("rowwise_data"), py::arg("rowwise_scale_inv"), py::arg("columnwise_data"),
-        py::arg("columnwise_scale_inv"), py::arg("source") = py::none(), py::arg("column_sum") = py::none(),
-        py::arg("workspace") = py::none(), py::arg("stack") = false);
+        py::arg("source") = py::none(), "source: as in quantize.");
+  m.def(
+      "quantize", py_quantize, py::arg("x"), py::arg("format"), py::arg("flags"), py::arg("eps"), py::arg("amax_mode"),
+      py::arg("amax"), py::arg("columnwise_amax"), py::arg("scale"), py::arg("rng"), py::arg("rowwise_data"),
+      py::arg("rowwise_scale_inv"), py::arg("columnwise_data"), py::arg("columnwise_scale_inv"),
+      py::arg("source") = py::none(), py::arg("column_sum") = py::none(), py::arg("workspace") = py::none(),
+      py::arg("stack") = false,
+      "amax_mode: 0 computes amaxes, 1 reads them, 2 keeps the larger of what is there and x's.\n"
+      "source: (kind, norm or activation, zero_centered_gamma or gated, gamma, beta, mu, rsigma, dy), or of permuted\n"
+      "rows (kind, row_id_map, source); fused_table() has the numbers.\n"
+      "stack: x is a stack of tensors, and a leading extent stands in every other argument too.");
   m.def("dequantize", py_dequantize, py::arg("data"), py::arg("scale_inv"), py::arg("amax"), py::arg("format"),
         py::arg("columnwise"), py::arg("out"));
   m.def("column_sum_workspace_bytes", column_sum_workspace_bytes, py::arg("m"), py::arg("k"));

@@ -5,15 +5,15 @@
 namespace diptych::bind {
 namespace {
 
-void py_log_amax(py::handle amax_buffer, py::handle log, py::handle written) {
+void py_log_amax(Operand amax_buffer, Operand log, Operand written) {
   Call call;
   run(log_amax, LogAmaxArgs{call.in(amax_buffer, "amax"), {call.out(log, "log"), call.out(written, "written")}}, call);
 }
 
-void py_scale_update(py::handle history, py::handle scale, py::handle reduced, py::handle amax_buffer,
-                     py::handle new_history, py::handle new_scale, float fp8_max, int margin, bool most_recent,
-                     py::handle seen, py::handle step, py::handle pending, py::handle log, py::handle written,
-                     py::handle taken, py::handle scale_out) {
+void py_scale_update(Operand history, Operand scale, MaybeOperand reduced, MaybeOperand amax_buffer,
+                     Operand new_history, Operand new_scale, float fp8_max, int margin, bool most_recent,
+                     MaybeOperand seen, MaybeOperand step, MaybeOperand pending, MaybeOperand log, MaybeOperand written,
+                     MaybeOperand taken, MaybeOperand scale_out) {
   Call call;
   ScaleUpdateArgs a;
   a.history = call.in(history, "history");

@@ -4,52 +4,61 @@
 
 #include "families.h"
 #include "src/registry.h"
+#include "types.h"
 
 namespace diptych::bind {
+
+template <>
+struct Record<FormatRow> {
+  static constexpr auto name = py::detail::const_name("FormatTableRow");
+  template <typename F>
+  static void entries(const FormatRow& r, F&& f) {
+    constexpr const char* rules[] = {"divide", "e8m0_ceil", "two_level"};
+    f("name", r.name), f("element", diptych::name(r.element)), f("scale", diptych::name(r.scale));
+    f("block_rows", r.block_rows), f("block_cols", r.block_cols), f("rule", rules[static_cast<int>(r.rule)]);
+    f("scale_layout", "row_major");
+    f("columnwise", r.columnwise == ColumnwiseLayout::transposed ? "transposed" : "row_major");
+    f("tolerance", r.tolerance);
+  }
+};
+
+template <>
+struct Record<RowInfo> {
+  static constexpr auto name = py::detail::const_name("KernelTableRow");
+  template <typename F>
+  static void entries(const RowInfo& r, F&& f) {
+    f("op", r.op), f("backend", r.backend), f("min_arch", r.min_arch), f("formats", r.formats), f("level", r.level);
+    f("kernel", r.kernel), f("note", r.note), f("conditional", r.conditional), f("calls", r.calls);
+  }
+};
+
 namespace {
 
 // The numbers of the enumerations that ops take, by name
-py::dict fused_table() {
+py::typing::Dict<py::str, Numbers> fused_table() {
   const auto numbered = [](std::initializer_list<const char*> names) {
-    py::dict d;
+    Numbers d;
     int i = 0;
     for (const char* name : names) d[name] = i++;
     return d;
   };
-  py::dict d;
+  py::typing::Dict<py::str, Numbers> d;
   d["norm"] = numbered({"layernorm", "rmsnorm"});
   d["activation"] = numbered({"gelu", "relu", "silu", "srelu", "qgelu"});
   d["source"] = numbered({"plain", "norm", "activation", "activation_grad", "permuted"});
   return d;
 }
 
-py::list format_table() {
-  constexpr const char* rules[] = {"divide", "e8m0_ceil", "two_level"};
-  py::list rows;
-  for (const FormatRow& f : kFormats) {
-    py::dict d;
-    d["name"] = f.name;
-    d["element"] = name(f.element);
-    d["scale"] = name(f.scale);
-    d["block_rows"] = f.block_rows;
-    d["block_cols"] = f.block_cols;
-    d["rule"] = rules[static_cast<int>(f.rule)];
-    d["scale_layout"] = "row_major";
-    d["columnwise"] = f.columnwise == ColumnwiseLayout::transposed ? "transposed" : "row_major";
-    d["tolerance"] = f.tolerance;
-    rows.append(d);
-  }
-  return rows;
-}
+std::vector<FormatRow> format_table() { return {std::begin(kFormats), std::end(kFormats)}; }
 
-py::dict dtype_table() {
-  py::dict d;
+Numbers dtype_table() {
+  Numbers d;
   for (const DTypeRow& r : kDTypes) d[r.name] = static_cast<int>(r.id);
   return d;
 }
 
-py::dict flag_table() {
-  py::dict d;
+Numbers flag_table() {
+  Numbers d;
   d["pow2"] = static_cast<int>(kPow2);
   d["square"] = static_cast<int>(kSquare);
   d["row_amax"] = static_cast<int>(kRowAmax);
@@ -59,25 +68,6 @@ py::dict flag_table() {
   return d;
 }
 
-py::list kernel_table() {
-  py::list rows;
-  for (const RowInfo& r : registry_table()) {
-    py::dict d;
-    d["op"] = r.op;
-    d["backend"] = r.backend;
-    d["min_arch"] = r.min_arch;
-    d["formats"] = r.formats;
-    d["level"] = r.level;
-    d["kernel"] = r.kernel;
-    d["note"] = r.note;
-    d["conditional"] = r.conditional;
-    d["calls"] = r.calls;
-    rows.append(d);
-  }
-  return rows;
-}
-
-// The row of kernel_table() that a product of these copies would run on, or -1. Reads no memory.
 int gemm_row(int a_format, bool a_columnwise, int b_format, bool b_columnwise, int64_t m, int64_t n, int64_t k,
              const std::string& out_dtype, const std::string& backend, int device_index) {
   if (!valid(static_cast<FormatId>(a_format)) || !valid(static_cast<FormatId>(b_format)))
@@ -118,15 +108,18 @@ int gemm_row(int a_format, bool a_columnwise, int b_format, bool b_columnwise, i
 }  // namespace
 
 void add_tables(py::module_& m) {
+  add_record<FormatRow>(m);
+  add_record<RowInfo>(m);
   m.def("fused_table", fused_table);
   m.def("format_table", format_table);
   m.def("dtype_table", dtype_table);
   m.def("flag_table", flag_table);
-  m.def("kernel_table", kernel_table);
+  m.def("kernel_table", registry_table);
   m.def("reset_calls", reset_calls);
   m.def("gemm_row", gemm_row, py::arg("a_format"), py::arg("a_columnwise"), py::arg("b_format"),
         py::arg("b_columnwise"), py::arg("m"), py::arg("n"), py::arg("k"), py::arg("out_dtype"), py::arg("backend"),
-        py::arg("device_index"));
+        py::arg("device_index"),
+        "The row of kernel_table() that a product of these copies would run on, or -1. Reads no memory.");
 }
 
 }  // namespace diptych::bind

@@ -1,63 +1,42 @@
-from collections.abc import Callable, Sequence
-from typing import Any, TypedDict
+# Written by `make stub`.
 
-# A tensor argument: an object with a DLPack C exchange table, or a (buffer, dtype code) pair.
-Operand = Any
+"""diptych's kernels over borrowed tensors. Outputs are allocated by the caller.
 
-class FormatTableRow(TypedDict):
-    name: str
-    element: str
-    scale: str
-    block_rows: int
-    block_cols: int
-    rule: str
-    scale_layout: str
-    columnwise: str
-    tolerance: float
+An Operand is a tensor: an object with a DLPack C exchange table, or a pair (buffer, dtype code)."""
 
-class KernelTableRow(TypedDict):
-    op: str
-    backend: str
-    min_arch: int
-    formats: list[str]
-    level: str
-    kernel: str
-    note: str
-    conditional: bool
-    calls: int
+import collections.abc
+import typing
 
-class BuildInfo(TypedDict):
+Operand = typing.Any
+
+class BuildInfo(typing.TypedDict):
     cuda: bool
     compiler: str
     isa: str
     cuda_toolkit: str
     cuda_archs: str
 
-class CudaInfo(TypedDict):
+class CudaInfo(typing.TypedDict):
     archs: list[int]
     cublaslt: str
 
-class MoeTable(TypedDict):
-    routing_map: dict[str, int]
-    max_slots: int
-    max_planes: int
-
-# (kind, norm or activation, zero_centered_gamma or gated, gamma, beta, mu, rsigma, dy), or of permuted rows
-# (kind, row_id_map, source); numbers: fused_table()
-Source = (
-    tuple[int, int, bool, Operand | None, Operand | None, Operand | None, Operand | None, Operand | None]
-    | tuple[int, Operand, Operand]
-)
-
 def amax(
-    x: Operand, out: Operand, columnwise_out: Operand | None, flags: int, source: Source | None = None
-) -> None: ...
+    x: Operand,
+    out: Operand,
+    columnwise_out: Operand | None,
+    flags: int,
+    source: tuple[int, int, bool, Operand | None, Operand | None, Operand | None, Operand | None, Operand | None]
+    | tuple[int, Operand, Operand]
+    | None = None,
+) -> None:
+    """source: as in quantize."""
+
 def quantize(
     x: Operand,
     format: int,
     flags: int,
     eps: float,
-    amax_mode: int,  # 0: computed, 1: given, 2: accumulated
+    amax_mode: int,
     amax: Operand | None,
     columnwise_amax: Operand | None,
     scale: Operand | None,
@@ -66,11 +45,22 @@ def quantize(
     rowwise_scale_inv: Operand | None,
     columnwise_data: Operand | None,
     columnwise_scale_inv: Operand | None,
-    source: Source | None = None,
+    source: tuple[int, int, bool, Operand | None, Operand | None, Operand | None, Operand | None, Operand | None]
+    | tuple[int, Operand, Operand]
+    | None = None,
     column_sum: Operand | None = None,
     workspace: Operand | None = None,
-    stack: bool = False,  # of x's first dimension; a leading extent in every other argument too
+    stack: bool = False,
+) -> None:
+    """amax_mode: 0 computes amaxes, 1 reads them, 2 keeps the larger of what is there and x's.
+    source: (kind, norm or activation, zero_centered_gamma or gated, gamma, beta, mu, rsigma, dy), or of permuted
+    rows (kind, row_id_map, source); fused_table() has the numbers.
+    stack: x is a stack of tensors, and a leading extent stands in every other argument too."""
+
+def dequantize(
+    data: Operand, scale_inv: Operand, amax: Operand | None, format: int, columnwise: bool, out: Operand
 ) -> None: ...
+def column_sum_workspace_bytes(m: int, k: int) -> int: ...
 def scale_update(
     history: Operand,
     scale: Operand,
@@ -90,9 +80,6 @@ def scale_update(
     scale_out: Operand | None = None,
 ) -> None: ...
 def log_amax(amax: Operand, log: Operand, written: Operand) -> None: ...
-def dequantize(
-    data: Operand, scale_inv: Operand, amax: Operand | None, format: int, columnwise: bool, out: Operand
-) -> None: ...
 def gemm(
     a_data: Operand,
     a_scale_inv: Operand,
@@ -112,32 +99,9 @@ def gemm(
     beta: float,
     fast_accum: bool,
 ) -> None: ...
-def grouped_gemm(
-    a_data: Operand,
-    a_scale_inv: Operand,
-    a_amax: Operand | None,
-    a_format: int,
-    a_columnwise: bool,
-    b_data: Operand,
-    b_scale_inv: Operand,
-    b_amax: Operand | None,
-    b_format: int,
-    b_columnwise: bool,
-    offsets: Operand,
-    d: Operand,
-    c: Operand | None,
-    bias: Operand | None,
-    kind: int,  # group_kinds()
-    align: int,
-    rotated: bool,
-    alpha: float,
-    beta: float,
-    fast_accum: bool,
-) -> None: ...
-def grouped_bias_grad(dy: Operand, offsets: Operand, out: Operand, workspace: Operand | None) -> None: ...
-def grouped_bias_grad_workspace_bytes(rows: int, cols: int, groups: int) -> int: ...
-def group_kinds() -> dict[str, int]: ...
 def bias_grad(dy: Operand, out: Operand, workspace: Operand | None) -> None: ...
+def gemm_workspace_bytes(m: int, n: int, k: int, epilogue: bool) -> int: ...
+def bias_grad_workspace_bytes(m: int, n: int) -> int: ...
 def norm(
     x: Operand,
     gamma: Operand | None,
@@ -162,28 +126,33 @@ def norm_grad(
     norm: int,
     zero_centered_gamma: bool,
 ) -> None: ...
+def norm_grad_workspace_bytes(m: int, k: int) -> int: ...
 def activation(x: Operand, y: Operand, kind: int, gated: bool) -> None: ...
 def activation_grad(dy: Operand, x: Operand, dx: Operand, kind: int, gated: bool) -> None: ...
 def permute_map(
     routing: Operand,
-    kind: int,  # moe_table()
+    kind: int,
     align: int,
     row_id_map: Operand,
     tokens_per_expert: Operand,
     expert_offsets: Operand,
     source: Operand,
     workspace: Operand | None,
-) -> None: ...
+) -> None:
+    """kind: a number of moe_table()['routing_map']."""
+
 def chunk_map(split_sizes: Operand, order: Operand, row_id_map: Operand, source: Operand) -> None: ...
 def invert_map(row_id_map: Operand, source: Operand, kept: Operand | None = None) -> None: ...
 def permute(
-    planes: Sequence[tuple[Operand, Operand, int]],  # input, output, four bytes that absent rows repeat
+    planes: collections.abc.Sequence[tuple[Operand, Operand, int]],
     row_id_map: Operand,
     source: Operand,
     probs: Operand | None = None,
     permuted_probs: Operand | None = None,
     zero_prob_is_padding: bool = False,
-) -> None: ...
+) -> None:
+    """planes: (input, output, four bytes that absent rows repeat) of each tensor."""
+
 def permute_columns(x: Operand, out: Operand, source: Operand, slots: int) -> None: ...
 def unpermute(
     x: Operand,
@@ -203,29 +172,64 @@ def unpermute_grad(
     dprobs: Operand | None = None,
 ) -> None: ...
 def permute_map_workspace_bytes(kind: int, items: int, experts: int) -> int: ...
+
+class MoeTable(typing.TypedDict):
+    routing_map: dict[str, int]
+    max_slots: int
+    max_planes: int
+
 def moe_table() -> MoeTable: ...
-def norm_grad_workspace_bytes(m: int, k: int) -> int: ...
-def column_sum_workspace_bytes(m: int, k: int) -> int: ...
+def grouped_gemm(
+    a_data: Operand,
+    a_scale_inv: Operand,
+    a_amax: Operand | None,
+    a_format: int,
+    a_columnwise: bool,
+    b_data: Operand,
+    b_scale_inv: Operand,
+    b_amax: Operand | None,
+    b_format: int,
+    b_columnwise: bool,
+    offsets: Operand,
+    d: Operand,
+    c: Operand | None,
+    bias: Operand | None,
+    kind: int,
+    align: int,
+    rotated: bool,
+    alpha: float,
+    beta: float,
+    fast_accum: bool,
+) -> None:
+    """kind: a number of group_kinds()."""
 
-class Program:
-    """Ops of the core that ran between start() and stop(), to run again on other tensors of the same forms."""
+def grouped_bias_grad(dy: Operand, offsets: Operand, out: Operand, workspace: Operand | None) -> None: ...
+def grouped_bias_grad_workspace_bytes(rows: int, cols: int, groups: int) -> int: ...
+def group_kinds() -> dict[str, int]: ...
 
-    def start(self) -> None: ...
-    def stop(self) -> None: ...
-    def seal(
-        self,
-        inputs: list[Operand],
-        outputs: list[Operand],
-        scratch: list[Operand],
-        views: list[tuple[Operand, Operand, int]],
-        makers: list[tuple[Callable[..., Operand], tuple[int, ...]]],
-        make_workspace: Callable[[int], Operand],
-    ) -> bool: ...
-    def run(self, inputs: list[Operand]) -> list[Operand] | None: ...
+class FormatTableRow(typing.TypedDict):
+    name: str
+    element: str
+    scale: str
+    block_rows: int
+    block_cols: int
+    rule: str
+    scale_layout: str
+    columnwise: str
+    tolerance: float
+
+class KernelTableRow(typing.TypedDict):
+    op: str
+    backend: str
+    min_arch: int
+    formats: list[str]
+    level: str
+    kernel: str
+    note: str
+    conditional: bool
+    calls: int
 
 def fused_table() -> dict[str, dict[str, int]]: ...
-def gemm_workspace_bytes(m: int, n: int, k: int, epilogue: bool) -> int: ...
-def bias_grad_workspace_bytes(m: int, n: int) -> int: ...
 def format_table() -> list[FormatTableRow]: ...
 def dtype_table() -> dict[str, int]: ...
 def flag_table() -> dict[str, int]: ...
@@ -242,7 +246,25 @@ def gemm_row(
     out_dtype: str,
     backend: str,
     device_index: int,
-) -> int: ...
+) -> int:
+    """The row of kernel_table() that a product of these copies would run on, or -1. Reads no memory."""
+
+class Program:
+    """Ops of the core that ran between start() and stop(), to run again on other tensors of the same forms."""
+
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
+    def seal(
+        self,
+        inputs: list[Operand],
+        outputs: list[Operand],
+        scratch: list[Operand],
+        views: list[tuple[Operand, Operand, int]],
+        makers: list[tuple[collections.abc.Callable[..., Operand], tuple[int, ...]]],
+        make_workspace: collections.abc.Callable[[int], Operand],
+    ) -> bool: ...
+    def run(self, inputs: list[Operand]) -> list[Operand] | None: ...
+
 def set_num_threads(n: int) -> None: ...
 def get_num_threads() -> int: ...
 def set_isa(name: str) -> None: ...
