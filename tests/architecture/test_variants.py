@@ -8,7 +8,7 @@ import platform
 import pytest
 from sweeps import others_slow
 
-from architecture import variants
+from architecture import variant_format, variants
 from architecture.variants import Patch
 
 pytestmark = [
@@ -17,29 +17,19 @@ pytestmark = [
 ]
 
 
-H, PY = "core_cuda/include/diptych/format.h", "common/diptych/common/formats.py"
-H_END = "};\n// clang-format on\ninline constexpr int32_t kFormatCount"
-PY_END = ")\n# fmt: on"
-ROW_H = (
-    '    {"%s", DType::%s, DType::%s, %d, %d, ScaleRule::%s, ScaleLayout::row_major, ColumnwiseLayout::%s, 0.125f},\n'
-)
-ROW_PY = '    FormatRow("%s", %s, %s, %d, %d, "%s", "row_major", "%s", 0.125),\n'
 ROWS = (
-    ("invented_4x16", "e5m2", "f32", 4, 16, "divide", "transposed"),
-    ("invented_mx_8x16", "e4m3", "e8m0", 8, 16, "e8m0_ceil", "row_major"),
-    ("invented_mx_3x5", "e5m2", "e8m0", 3, 5, "e8m0_ceil", "transposed"),
+    ("invented_4x16", "e5m2", "f32", 4, 16, "divide", "transposed", "0.125"),
+    ("invented_mx_8x16", "e4m3", "e8m0", 8, 16, "e8m0_ceil", "row_major", "0.125"),
+    ("invented_mx_3x5", "e5m2", "e8m0", 3, 5, "e8m0_ceil", "transposed", "0.125"),
 )
-NAMES_PY = {"e5m2": "_E5M2", "e4m3": "_E4M3", "f32": "_F32", "e8m0": "_E8M0"}
 
 
 @pytest.fixture(scope="module")
 def builder(tmp_path_factory):
-    """Every variant has the invented rows, so that one build serves them all."""
+    """Every variant has all invented formats, so that one build serves them all."""
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    in_h = "".join(ROW_H % row for row in ROWS)
-    in_py = "".join(ROW_PY % (n, NAMES_PY[e], NAMES_PY[s], *rest) for n, e, s, *rest in ROWS)
-    return variants.Builder(shared / "variants", Patch(H, H_END, in_h + H_END), Patch(PY, PY_END, in_py + PY_END))
+    return variants.Builder(shared / "variants", *variant_format.rows(*ROWS), *variant_format.PATCHES)
 
 
 def test_invented_formats_need_only_their_rows(builder):
@@ -49,6 +39,16 @@ def test_invented_formats_need_only_their_rows(builder):
     assert len(result) == 4 * len(ROWS), result
     wrong = {part: row for part, row in result.items() if row["differ"] or not row["cases"]}
     assert not wrong, f"{report}: {wrong}"
+
+
+def test_a_format_of_known_blocks_trains(builder):
+    """Rows, a quantizer and a recipe in five files: bits as the oracle's, and a torch layer that learns with them."""
+    files, lines = variant_format.size()
+    assert len(files) <= 5 and lines <= 100, (files, lines)
+    result = variants.run(builder.base(), "trained", variant_format.FORMAT, variant_format.RECIPE)
+    report = result.pop("report")
+    assert {part: row["differ"] for part, row in result.items()} == dict.fromkeys(result, 0), f"{report}: {result}"
+    assert set(result) == {"quantize", "dequantize", "gemm", "eager", "compiled"}
 
 
 SIMD, CODEC, GENERIC = "core_cuda/cpu/isa/simd_quantize.h", "core_cuda/cpu/quantize/codec.h", "cpu/isa/generic.cpp"

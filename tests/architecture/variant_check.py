@@ -7,6 +7,7 @@ check must differ: they alone are checked, each until it does.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import sys
 from collections.abc import Collection
@@ -20,6 +21,7 @@ import oracle
 from diptych import core
 from diptych.common.formats import format_by_name
 from diptych.common.quantizers import Quantizer
+from diptych.common.recipes import recipe_by_name
 
 SHAPES = ((33, 65), (130, 257))
 VALUES = ("normal", "subnormal_input", "subnormal_result", "tiny", "huge", "inf_nan_mix", "all_nan", "ties_e4m3",
@@ -130,6 +132,45 @@ def invented_checks() -> Tally:
     return tally
 
 
+def trained_checks(name: str, recipe: str) -> Tally:
+    """The ops give the oracle's bits; a torch layer learns with the recipe, eagerly and compiled."""
+    import torch  # no other check needs it
+
+    import diptych.torch as dt
+
+    tally, be = Tally(), runner.Numpy()
+    fmt = oracle.FORMATS[name] = oracle.Fmt("e4m3", "e8m0", 1, 128, "e8m0_ceil", True)
+    for shape, values in itertools.product(SHAPES, VALUES):
+        x = cases.draw(f"{name}-{shape}-{values}", values, shape, "float32")
+        want = oracle.quantize(x, fmt)
+        for isa in runner.isas():
+            with runner.setting(isa):
+                tally.add("quantize", check_quantize, be, x, want, name, {}, f"{shape} {values} {isa}")
+        tally.add("dequantize", check_dequantize, be, want.copy(), name, "float32", f"{shape} {values}")
+    for case in cases.gemm_cases([(name, name)], shapes=[(33, 20, 129), (5, 7, 300)]):
+        tally.add("gemm", check_gemm, case)
+
+    def learns(compiled: bool) -> None:
+        torch.manual_seed(0)
+        layer, target = dt.Linear(256, 64), torch.randn(256, 64)
+        call = torch.compile(layer, fullgraph=True, backend="aot_eager") if compiled else layer
+        optimizer, losses, calls = torch.optim.SGD(layer.parameters(), lr=8.0), [], runner.want_calls("cpu.gemm")
+        for _ in range(30):
+            x = torch.randn(128, 256)
+            with dt.autocast(recipe=recipe_by_name(recipe)):
+                y = call(x)
+            losses.append(torch.nn.functional.mse_loss(y, x @ target))
+            optimizer.zero_grad()
+            losses[-1].backward()
+            optimizer.step()
+        assert losses[-1] < losses[0] / 20, [f"{loss:.3g}" for loss in losses]
+        assert runner.want_calls("cpu.gemm") > calls, "the products were not quantized"
+
+    for part, compiled in (("eager", False), ("compiled", True)):
+        tally.add(part, learns, compiled)
+    return tally
+
+
 def check_miss(name: str, q) -> None:
     calls = runner.want_calls("cpu.gemm")
     try:
@@ -153,7 +194,7 @@ def main() -> None:
         assert kernels == {str(loaded.with_name("libdiptych.so"))}, kernels
     if which == "oracle":
         core._core.set_isa("generic")  # mutants of a header recompile this set alone
-    tally = {"oracle": oracle_checks, "invented": invented_checks}[which](*parts)
+    tally = {"oracle": oracle_checks, "invented": invented_checks, "trained": trained_checks}[which](*parts)
     print(json.dumps({"report": cases.report_header(), **tally.parts}))
 
 

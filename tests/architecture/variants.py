@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-TESTS = ROOT / "tests"
+TESTS, TORCH = ROOT / "tests", "torch_frontend/diptych/torch"
 CHECK = Path(__file__).with_name("variant_check.py")
 WRAPPER = """cmake_minimum_required(VERSION 3.25)
 project(variant LANGUAGES CXX)
@@ -137,6 +137,7 @@ class Builder:
         ignore = shutil.ignore_patterns("__pycache__", "cuda", "*.so")
         shutil.copytree(ROOT / "core_cuda", target / "src/core_cuda", ignore=ignore)
         shutil.copytree(ROOT / "common/diptych/common", target / "src/common/diptych/common", ignore=ignore)
+        shutil.copytree(ROOT / TORCH, target / "src" / TORCH, ignore=ignore)
         for patch in self.patches:
             patch.apply(target / "src")
 
@@ -145,6 +146,7 @@ class Builder:
         core = target / "package/diptych/core"
         shutil.copytree(target / "src/core_cuda/diptych/core", core)
         shutil.copytree(target / "src/common/diptych/common", target / "package/diptych/common")
+        shutil.copytree(target / "src" / TORCH, target / "package/diptych/torch")
         (module,) = modules.glob("_core*.so")
         shutil.copy2(module, core)
         shutil.copy2(library, core / "libdiptych.so")  # where the module's $ORIGIN looks
@@ -152,7 +154,7 @@ class Builder:
 
 def run(package: Path, *args: str) -> dict[str, Any]:
     """Runs variant_check.py against a package. Site hooks stay off (-S): an editable install would win otherwise."""
-    folders = [package, TESTS] + [_home(name) for name in ("numpy", "ml_dtypes")]
+    folders = [package, TESTS] + [_home(name) for name in ("numpy", "ml_dtypes", "torch")]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(str(f) for f in folders)}
     command = [sys.executable, "-S", str(CHECK), str(package), *args]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
