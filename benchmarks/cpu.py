@@ -96,9 +96,9 @@ def permute_rows() -> Iterator[Measure]:
         x = rng.standard_normal((tokens, width), np.float32).astype(ml_dtypes.bfloat16)
         ids = np.argsort(rng.random((tokens, experts)), axis=1)[:, :k].astype(np.int32)
         m = core.permute_map(ids, experts=experts)
-        out, taken, index = core.permute(x, m), np.empty((m.rows, width), np.uint16), m.source // np.int32(k)
+        out, taken, index = core.permute(x, m), np.empty((m.rows, width), np.uint16), m.row_source // np.int32(k)
         planes = [(_arrays._operand(x, "bfloat16"), _arrays._operand(out, "bfloat16"), 0)]
-        maps = [_arrays._operand(t, "int32") for t in (m.row_id_map, m.source)]
+        maps = [_arrays._operand(t, "int32") for t in (m.row_id_map, m.row_source)]
         raw = x.view(np.uint16)
         ours, peer = common.paired(
             lambda: _core.permute(planes, *maps), lambda: np.take(raw, index, axis=0, out=taken, mode="clip"), rounds=7

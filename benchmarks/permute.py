@@ -59,12 +59,12 @@ class RowMap(NamedTuple):
         return self.buffers[0]
 
     @property
-    def source(self) -> torch.Tensor:
+    def row_source(self) -> torch.Tensor:
         return self.buffers[3]
 
     def build(self) -> None:
-        to, counts, offsets, source = self.buffers
-        _core.permute_map(self.routing, KINDS[self.kind], self.align, to, counts, offsets, source, self.workspace)
+        to, counts, offsets, row_source = self.buffers
+        _core.permute_map(self.routing, KINDS[self.kind], self.align, to, counts, offsets, row_source, self.workspace)
 
 
 def expected_source(kind: str, ids: torch.Tensor, experts: int, rows: int, align: int) -> torch.Tensor:
@@ -135,12 +135,12 @@ def shape_rows(shape: tuple[int, int, int, int], goal: float) -> list[dict[str, 
 
         def permute(m: RowMap = m, y: torch.Tensor = y) -> None:
             m.build()
-            _core.permute([(x, y, 0)], m.to, m.source)
+            _core.permute([(x, y, 0)], m.to, m.row_source)
 
         y.view(torch.uint8).fill_(0xA5)
         permute()
         source = expected_source(kind, ids, experts, tokens * k, 1)
-        same(m.source.long() // m.to.shape[1], source, f"{kind} source")
+        same(m.row_source.long() // m.to.shape[1], source, f"{kind} source")
         same(y, rows_at(x, source), f"{kind} permute")
         probs = torch.rand(m.to.shape, device="cuda")
         dprobs, moved_dprobs = torch.empty_like(probs), torch.rand(tokens * k, device="cuda")
@@ -153,23 +153,23 @@ def shape_rows(shape: tuple[int, int, int, int], goal: float) -> list[dict[str, 
             _core.unpermute(y, m.to, None, b, g, d)
 
         def unpermute_grad(m: RowMap = m, y=y, p=probs, dx=dx, d=dprobs) -> None:
-            _core.unpermute_grad(x, m.to, m.source, p, dx, y, d)
+            _core.unpermute_grad(x, m.to, m.row_source, p, dx, y, d)
 
         unpermute()
         same(back, summed(y, m.to, probs), f"{kind} unpermute")
         unpermute_grad()
-        there = m.to.reshape(-1)[m.source.long()] >= 0  # every row exists
+        there = m.to.reshape(-1)[m.row_source.long()] >= 0  # every row exists
         assert bool(there.all())
-        p = probs.reshape(-1)[m.source.long()]
+        p = probs.reshape(-1)[m.row_source.long()]
         same(dx, (p[:, None] * rows_at(x, source).float()).bfloat16(), f"{kind} unpermute_grad")
         dots = (y.float() * rows_at(x, source).float()).sum(1)
-        error = (dprobs.reshape(-1)[m.source.long()] - dots).abs().max() / dots.abs().max()
+        error = (dprobs.reshape(-1)[m.row_source.long()] - dots).abs().max() / dots.abs().max()
         assert float(error) < 1e-4, f"{kind} dprobs: {float(error)}"
         permute_grad()
         same(back, summed(y, m.to, None), f"{kind} gradient of permute")
         measure(f"{kind} map", m.build, m.to.numel() * 4 + m.routing.numel() * m.routing.element_size())
         measure(f"{kind} permute", permute, goal=goal)
-        measure(f"{kind} permute without its map", lambda m=m, y=y: _core.permute([(x, y, 0)], m.to, m.source))
+        measure(f"{kind} permute without its map", lambda m=m, y=y: _core.permute([(x, y, 0)], m.to, m.row_source))
         measure(f"{kind} unpermute with probs", unpermute, goal=goal)
         measure(f"{kind} gradient of permute", permute_grad, goal=goal)
         measure(f"{kind} gradient of unpermute", unpermute_grad, (1 + 2 * k) * tokens * width * 2)
@@ -183,7 +183,7 @@ def shape_rows(shape: tuple[int, int, int, int], goal: float) -> list[dict[str, 
 
             def pad(m: RowMap = padded, y=y, q=moved_probs, p=probs) -> None:
                 m.build()
-                _core.permute([(x, y, 0)], m.to, m.source, p, q)
+                _core.permute([(x, y, 0)], m.to, m.row_source, p, q)
 
             y.view(torch.uint8).fill_(0xA5)
             pad()
@@ -209,10 +209,10 @@ def quantized_rows(shape: tuple[int, int, int, int], ids: torch.Tensor, copy: fl
 
     def rows() -> None:
         m.build()
-        _core.permute([(data, to_data, 0), (scales, to_scales, ONES)], m.to, m.source)
+        _core.permute([(data, to_data, 0), (scales, to_scales, ONES)], m.to, m.row_source)
 
     def transposed() -> None:
-        _core.permute_columns(columns, to_columns, m.source, k)
+        _core.permute_columns(columns, to_columns, m.row_source, k)
 
     rows()
     transposed()
@@ -262,10 +262,10 @@ def permuted_quantize_rows(
             fused, apart = prepared(), prepared()
 
             def one(a: list[Any] = fused) -> None:
-                _core.quantize(x, *a, source=(PERMUTED, m.to, m.source))
+                _core.quantize(x, *a, source=(PERMUTED, m.to, m.row_source))
 
             def two(a: list[Any] = apart) -> None:
-                _core.permute([(x, moved, 0)], m.to, m.source)
+                _core.permute([(x, moved, 0)], m.to, m.row_source)
                 _core.quantize(moved, *a)
 
             one()

@@ -23,7 +23,7 @@ struct Record<MoeTable> {
 namespace {
 
 void py_permute_map(Operand routing, int kind, int align, Operand row_id_map, Operand tokens_per_expert,
-                    Operand expert_offsets, Operand source, MaybeOperand workspace) {
+                    Operand expert_offsets, Operand row_source, MaybeOperand workspace) {
   Call call;
   PermuteMapArgs a;
   a.routing = call.in(routing, "routing");
@@ -32,28 +32,29 @@ void py_permute_map(Operand routing, int kind, int align, Operand row_id_map, Op
   a.row_id_map = call.out(row_id_map, "row_id_map");
   a.tokens_per_expert = call.out(tokens_per_expert, "tokens_per_expert");
   a.expert_offsets = call.out(expert_offsets, "expert_offsets");
-  a.source = call.out(source, "source");
+  a.row_source = call.out(row_source, "row_source");
   a.workspace = call.out(workspace, "workspace");
   run(permute_map, a, call);
 }
 
-void py_chunk_map(Operand split_sizes, Operand order, Operand row_id_map, Operand source) {
+void py_chunk_map(Operand split_sizes, Operand order, Operand row_id_map, Operand row_source) {
   Call call;
   ChunkMapArgs a;
   a.split_sizes = call.in(split_sizes, "split_sizes");
   a.order = call.in(order, "order");
   a.row_id_map = call.out(row_id_map, "row_id_map");
-  a.source = call.out(source, "source");
+  a.row_source = call.out(row_source, "row_source");
   run(chunk_map, a, call);
 }
 
-void py_invert_map(Operand row_id_map, Operand source, MaybeOperand kept) {
+void py_invert_map(Operand row_id_map, Operand row_source, MaybeOperand kept) {
   Call call;
-  run(invert_map, InvertMapArgs{call.in(row_id_map, "row_id_map"), call.out(source, "source"), call.out(kept, "kept")},
+  run(invert_map,
+      InvertMapArgs{call.in(row_id_map, "row_id_map"), call.out(row_source, "row_source"), call.out(kept, "kept")},
       call);
 }
 
-void py_permute(Planes planes, Operand row_id_map, Operand source, MaybeOperand probs, MaybeOperand permuted_probs,
+void py_permute(Planes planes, Operand row_id_map, Operand row_source, MaybeOperand probs, MaybeOperand permuted_probs,
                 bool zero_prob_is_padding) {
   Call call;
   PermuteArgs a;
@@ -66,17 +67,17 @@ void py_permute(Planes planes, Operand row_id_map, Operand source, MaybeOperand 
     a.planes[i] = {call.in(t[0], "input"), call.out(t[1], "output"), scalar<uint32_t>(t[2], "planes")};
   }
   a.row_id_map = call.in(row_id_map, "row_id_map");
-  a.source = call.in(source, "source");
+  a.row_source = call.in(row_source, "row_source");
   a.probs = call.in(probs, "probs");
   a.permuted_probs = call.out(permuted_probs, "permuted_probs");
   a.zero_prob_is_padding = zero_prob_is_padding;
   run(permute, a, call);
 }
 
-void py_permute_columns(Operand x, Operand out, Operand source, int64_t slots) {
+void py_permute_columns(Operand x, Operand out, Operand row_source, int64_t slots) {
   Call call;
-  run(permute_columns, PermuteColumnsArgs{call.in(x, "x"), call.out(out, "out"), call.in(source, "source"), slots},
-      call);
+  run(permute_columns,
+      PermuteColumnsArgs{call.in(x, "x"), call.out(out, "out"), call.in(row_source, "row_source"), slots}, call);
 }
 
 void py_unpermute(Operand x, Operand row_id_map, MaybeOperand probs, Operand y, MaybeOperand permuted_dprobs,
@@ -92,13 +93,13 @@ void py_unpermute(Operand x, Operand row_id_map, MaybeOperand probs, Operand y, 
   run(unpermute, a, call);
 }
 
-void py_unpermute_grad(Operand dy, Operand row_id_map, Operand source, Operand probs, Operand dx, MaybeOperand x,
+void py_unpermute_grad(Operand dy, Operand row_id_map, Operand row_source, Operand probs, Operand dx, MaybeOperand x,
                        MaybeOperand dprobs) {
   Call call;
   UnpermuteGradArgs a;
   a.dy = call.in(dy, "dy");
   a.row_id_map = call.in(row_id_map, "row_id_map");
-  a.source = call.in(source, "source");
+  a.row_source = call.in(row_source, "row_source");
   a.probs = call.in(probs, "probs");
   a.dx = call.out(dx, "dx");
   a.x = call.in(x, "x");
@@ -115,18 +116,19 @@ int64_t py_permute_map_workspace_bytes(int32_t kind, int64_t items, int64_t expe
 
 void add_permute(py::module_& m) {
   m.def("permute_map", py_permute_map, py::arg("routing"), py::arg("kind"), py::arg("align"), py::arg("row_id_map"),
-        py::arg("tokens_per_expert"), py::arg("expert_offsets"), py::arg("source"), py::arg("workspace"),
+        py::arg("tokens_per_expert"), py::arg("expert_offsets"), py::arg("row_source"), py::arg("workspace"),
         "kind: a number of moe_table()['routing_map'].");
-  m.def("chunk_map", py_chunk_map, py::arg("split_sizes"), py::arg("order"), py::arg("row_id_map"), py::arg("source"));
-  m.def("invert_map", py_invert_map, py::arg("row_id_map"), py::arg("source"), py::arg("kept") = py::none());
-  m.def("permute", py_permute, py::arg("planes"), py::arg("row_id_map"), py::arg("source"),
+  m.def("chunk_map", py_chunk_map, py::arg("split_sizes"), py::arg("order"), py::arg("row_id_map"),
+        py::arg("row_source"));
+  m.def("invert_map", py_invert_map, py::arg("row_id_map"), py::arg("row_source"), py::arg("kept") = py::none());
+  m.def("permute", py_permute, py::arg("planes"), py::arg("row_id_map"), py::arg("row_source"),
         py::arg("probs") = py::none(), py::arg("permuted_probs") = py::none(), py::arg("zero_prob_is_padding") = false,
         "planes: (input, output, four bytes that absent rows repeat) of each tensor.");
-  m.def("permute_columns", py_permute_columns, py::arg("x"), py::arg("out"), py::arg("source"), py::arg("slots"));
+  m.def("permute_columns", py_permute_columns, py::arg("x"), py::arg("out"), py::arg("row_source"), py::arg("slots"));
   m.def("unpermute", py_unpermute, py::arg("x"), py::arg("row_id_map"), py::arg("probs"), py::arg("y"),
         py::arg("permuted_dprobs") = py::none(), py::arg("dprobs") = py::none());
-  m.def("unpermute_grad", py_unpermute_grad, py::arg("dy"), py::arg("row_id_map"), py::arg("source"), py::arg("probs"),
-        py::arg("dx"), py::arg("x") = py::none(), py::arg("dprobs") = py::none());
+  m.def("unpermute_grad", py_unpermute_grad, py::arg("dy"), py::arg("row_id_map"), py::arg("row_source"),
+        py::arg("probs"), py::arg("dx"), py::arg("x") = py::none(), py::arg("dprobs") = py::none());
   m.def("permute_map_workspace_bytes", py_permute_map_workspace_bytes, py::arg("kind"), py::arg("items"),
         py::arg("experts"));
   add_record<MoeTable>(m);

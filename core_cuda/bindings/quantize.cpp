@@ -24,11 +24,11 @@ Source source_of(Call& call, MaybeSource tuple) {
   if (fields != (permuted ? 3 : 8))
     throw py::type_error(
         "argument 'source' must be None or a tuple (kind, norm or activation, zero_centered_gamma or gated, gamma, "
-        "beta, mu, rsigma, dy) or, of permuted rows, (kind, row_id_map, source)");
+        "beta, mu, rsigma, dy) or, of permuted rows, (kind, row_id_map, row_source)");
   const auto t = py::reinterpret_borrow<py::tuple>(tuple);
   if (permuted) {
     s.row_id_map = call.in(t[1], "row_id_map");
-    s.row_source = call.in(t[2], "source");
+    s.row_source = call.in(t[2], "row_source");
     return s;
   }
   const int variant = scalar<int>(t[1], "source");
@@ -107,7 +107,7 @@ void add_quantize(py::module_& m) {
       py::arg("stack") = false,
       "amax_mode: 0 computes amaxes, 1 reads them, 2 keeps the larger of what is there and x's.\n"
       "source: (kind, norm or activation, zero_centered_gamma or gated, gamma, beta, mu, rsigma, dy), or of permuted\n"
-      "rows (kind, row_id_map, source); fused_table() has the numbers.\n"
+      "rows (kind, row_id_map, row_source); fused_table() has the numbers.\n"
       "stack: x is a stack of tensors, and a leading extent stands in every other argument too.");
   m.def("dequantize", py_dequantize, py::arg("data"), py::arg("scale_inv"), py::arg("amax"), py::arg("format"),
         py::arg("columnwise"), py::arg("out"));

@@ -17,7 +17,7 @@ struct Operand : py::handle {};
 struct MaybeOperand : py::handle {};
 
 // What quantize encodes instead of x: None, (kind, norm or activation, zero_centered_gamma or gated, gamma, beta, mu,
-// rsigma, dy), or, of permuted rows, (kind, row_id_map, source).
+// rsigma, dy), or, of permuted rows, (kind, row_id_map, row_source).
 struct MaybeSource : py::handle {};
 
 // Tensors that permute moves: (input, output, four bytes that absent rows repeat).

@@ -7,7 +7,7 @@
 
 namespace diptych::xla_ffi {
 
-// routing -> row_id_map, tokens_per_expert, expert_offsets, source, [workspace: CUDA]
+// routing -> row_id_map, tokens_per_expert, expert_offsets, row_source, [workspace: CUDA]
 Status run(Call& call, const PermuteMapAttributes& d) {
   return call.each([&] {
     return permute_map({call.in(0), static_cast<RoutingMap>(d.kind), d.align, call.out(0), call.out(1), call.out(2),
@@ -16,23 +16,23 @@ Status run(Call& call, const PermuteMapAttributes& d) {
   });
 }
 
-// split_sizes, order -> row_id_map, source
+// split_sizes, order -> row_id_map, row_source
 Status run(Call& call, const ChunkMapAttributes&) {
   return call.each([&] { return chunk_map({call.in(0), call.in(1), call.out(0), call.out(1)}, call.exec()); });
 }
 
-// row_id_map -> source, kept
+// row_id_map -> row_source, kept
 Status run(Call& call, const InvertMapAttributes&) {
   return call.each([&] { return invert_map({call.in(0), call.out(0), call.out(1)}, call.exec()); });
 }
 
-// row_id_map, source, planes..., [probs] -> planes..., [permuted_probs]
+// row_id_map, row_source, planes..., [probs] -> planes..., [permuted_probs]
 Status run(Call& call, const PermuteAttributes& d) {
   return call.each([&] {
     Buffers t(call);
     PermuteArgs a;
     a.row_id_map = t.in();
-    a.source = t.in();
+    a.row_source = t.in();
     a.plane_count = d.planes;
     const int32_t fills[kMaxPlanes] = {d.fill0, d.fill1, d.fill2, d.fill3};
     for (int i = 0; i < std::min(d.planes, kMaxPlanes); ++i) {
@@ -46,7 +46,7 @@ Status run(Call& call, const PermuteAttributes& d) {
   });
 }
 
-// in, source -> out
+// in, row_source -> out
 Status run(Call& call, const PermuteColumnsAttributes& d) {
   return call.each([&] { return permute_columns({call.in(0), call.out(0), call.in(1), d.slots}, call.exec()); });
 }
@@ -66,14 +66,14 @@ Status run(Call& call, const UnpermuteAttributes& d) {
   });
 }
 
-// dy, row_id_map, source, probs, [x] -> dx, [dprobs]
+// dy, row_id_map, row_source, probs, [x] -> dx, [dprobs]
 Status run(Call& call, const UnpermuteGradAttributes& d) {
   return call.each([&] {
     Buffers t(call);
     UnpermuteGradArgs a;
     a.dy = t.in();
     a.row_id_map = t.in();
-    a.source = t.in();
+    a.row_source = t.in();
     a.probs = t.in();
     a.dx = t.out();
     a.x = t.in(d.has_dprobs);

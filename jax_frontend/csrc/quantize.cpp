@@ -7,7 +7,7 @@ namespace diptych::xla_ffi {
 namespace {
 
 // What is encoded instead of x, from the operands that come last:
-//   norm: gamma, [beta], [mu: layernorm], rsigma       activation_grad: dy       permuted: row_id_map, source
+//   norm: gamma, [beta], [mu: layernorm], rsigma       activation_grad: dy       permuted: row_id_map, row_source
 template <typename Attributes>
 Source source(const Attributes& d, Buffers& t) {
   Source s;

@@ -25,7 +25,7 @@ def row_map(
     out, mask = runner.Outputs(be, poison, offset), routing.dtype.kind != "i"
     kind, items = KINDS["mask" if mask else "index"], len(routing) if mask else routing.size
     shapes = {"row_id_map": routing.shape, "tokens_per_expert": (experts,), "expert_offsets": (experts + 1,)}
-    shapes["source"] = (rows,)
+    shapes["row_source"] = (rows,)
     _core.permute_map(
         put(be, routing.view(np.uint8) if mask else routing, offset),
         kind=kind,
@@ -39,10 +39,10 @@ def row_map(
 
 def chunk_map(be: Any, sizes: np.ndarray, order: np.ndarray, tokens: int) -> tuple[np.ndarray, np.ndarray]:
     out = runner.Outputs(be)
-    made = out.new("row_id_map", (tokens, 1), "int32"), out.new("source", (tokens,), "int32")
+    made = out.new("row_id_map", (tokens, 1), "int32"), out.new("row_source", (tokens,), "int32")
     _core.chunk_map(put(be, sizes), put(be, order), *made)
     read = out.read()
-    return read["row_id_map"], read["source"]
+    return read["row_id_map"], read["row_source"]
 
 
 def permute(
@@ -55,7 +55,7 @@ def permute(
     for i, (x, fill) in enumerate(planes):
         given.append((put(be, x, offset), out.new(str(i), (m.rows, *x.shape[1:]), x.dtype.name), fill))
     permuted = None if probs is None else out.new("probs", (m.rows,), probs.dtype.name)
-    maps = put(be, m.row_id_map), put(be, m.source)
+    maps = put(be, m.row_id_map), put(be, m.row_source)
     probs = put(be, probs, offset if probs_offset is None else probs_offset)
     _core.permute(given, *maps, probs, permuted, zero_prob_is_padding)
     read = out.read()
@@ -65,7 +65,7 @@ def permute(
 def permute_columns(be: Any, x: np.ndarray, m: Map, offset: int = 0) -> np.ndarray:
     out = runner.Outputs(be, offset=offset)
     made = out.new("out", (len(x), m.rows), "uint8")
-    _core.permute_columns(put(be, x, offset), made, put(be, m.source), max(1, m.row_id_map.shape[1]))
+    _core.permute_columns(put(be, x, offset), made, put(be, m.row_source), max(1, m.row_id_map.shape[1]))
     return out.read()["out"]
 
 
@@ -91,7 +91,7 @@ def unpermute_grad(
     out = runner.Outputs(be, poison, offset)
     dx = out.new("dx", (m.rows, dy.shape[1]), dy.dtype.name)
     dprobs = None if x is None else out.new("dprobs", probs.shape, probs.dtype.name)
-    maps = put(be, m.row_id_map), put(be, m.source)
+    maps = put(be, m.row_id_map), put(be, m.row_source)
     _core.unpermute_grad(put(be, dy, offset), *maps, put(be, probs, offset), dx, put(be, x, offset), dprobs)
     read = out.read()
     return read["dx"], read.get("dprobs")

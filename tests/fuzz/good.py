@@ -306,7 +306,7 @@ def public(d: Draw, be: Any) -> None:
     rows = moe_oracle.rows_needed(routes, experts)
     m2 = moe_oracle.row_map(routes, experts, rows)
     tokens = d.tensor((len(routes), k), "bfloat16")
-    moved = core.permute_quantize(tokens, core.RowMap(m2.row_id_map, m2.source), quantizer(fmt))
+    moved = core.permute_quantize(tokens, core.RowMap(m2.row_id_map, m2.row_source), quantizer(fmt))
     want = oracle.quantize(moe_oracle.permute(tokens, m2), fmt)
     made = {name: array for name in names if (array := getattr(moved, name)) is not None}
     runner.same_quantized(made, want, f"{label} permute_quantize {tokens.shape} to {rows}")

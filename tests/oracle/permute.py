@@ -9,13 +9,13 @@ import numpy as np
 
 class Map(NamedTuple):
     row_id_map: np.ndarray  # int32 [T, slots]
-    source: np.ndarray  # int32 [rows]
+    row_source: np.ndarray  # int32 [rows]
     tokens_per_expert: np.ndarray  # int32 [E]
     expert_offsets: np.ndarray  # int32 [E + 1]
 
     @property
     def rows(self) -> int:
-        return len(self.source)
+        return len(self.row_source)
 
 
 def row_map(routing: np.ndarray, experts: int, rows: int, align: int = 1) -> Map:
@@ -31,10 +31,10 @@ def row_map(routing: np.ndarray, experts: int, rows: int, align: int = 1) -> Map
         end += -(-len(entries) // align) * align
     offsets[experts] = end
     to[to >= rows] = -1
-    source = np.full(rows, -1, np.int64)
-    source[to[to >= 0]] = np.flatnonzero(to >= 0)
+    row_source = np.full(rows, -1, np.int64)
+    row_source[to[to >= 0]] = np.flatnonzero(to >= 0)
     kept = np.clip(rows - offsets[:-1], 0, counts)
-    numbers = to.reshape(tokens, slots), source, kept, np.minimum(offsets, rows)
+    numbers = to.reshape(tokens, slots), row_source, kept, np.minimum(offsets, rows)
     return Map(*(n.astype(np.int32) for n in numbers))
 
 
@@ -46,7 +46,7 @@ def rows_needed(routing: np.ndarray, experts: int, align: int = 1) -> int:
 
 
 def chunk_map(sizes: np.ndarray, order: np.ndarray, tokens: int) -> tuple[np.ndarray, np.ndarray]:
-    """(row_id_map [T, 1], source [T])"""
+    """(row_id_map [T, 1], row_source [T])"""
     ends = np.minimum(np.cumsum(np.maximum(sizes.astype(np.int64), 0)), tokens)
     starts = np.concatenate([[0], ends[:-1]]) if len(sizes) else ends
     seen: list[int] = []
@@ -54,10 +54,10 @@ def chunk_map(sizes: np.ndarray, order: np.ndarray, tokens: int) -> tuple[np.nda
         if 0 <= c < len(sizes) and c not in seen:
             seen.append(c)
     moved = [t for c in seen for t in range(int(starts[c]), int(ends[c]))]
-    to, source = np.full((tokens, 1), -1, np.int32), np.full(tokens, -1, np.int32)
+    to, row_source = np.full((tokens, 1), -1, np.int32), np.full(tokens, -1, np.int32)
     for row, t in enumerate(moved):
-        to[t, 0], source[row] = row, t
-    return to, source
+        to[t, 0], row_source[row] = row, t
+    return to, row_source
 
 
 def permute(x: np.ndarray, m: Map, fill: np.ndarray | int = 0) -> np.ndarray:
@@ -65,15 +65,15 @@ def permute(x: np.ndarray, m: Map, fill: np.ndarray | int = 0) -> np.ndarray:
     out = np.empty((m.rows, *x.shape[1:]), x.dtype)
     out[:] = fill
     slots = m.row_id_map.shape[1]
-    for r in np.flatnonzero(m.source >= 0):
-        out[r] = x[m.source[r] // slots]
+    for r in np.flatnonzero(m.row_source >= 0):
+        out[r] = x[m.row_source[r] // slots]
     return out
 
 
 def permute_probs(probs: np.ndarray, m: Map) -> np.ndarray:
     out = np.zeros(m.rows, probs.dtype)
-    there = m.source >= 0
-    out[there] = probs.reshape(-1)[m.source[there]]
+    there = m.row_source >= 0
+    out[there] = probs.reshape(-1)[m.row_source[there]]
     return out
 
 
@@ -107,8 +107,8 @@ def unpermute_dx(dy: np.ndarray, m: Map, probs: np.ndarray) -> np.ndarray:
     out = np.zeros((m.rows, dy.shape[1]), dy.dtype)
     slots = m.row_id_map.shape[1]
     with np.errstate(all="ignore"):
-        for r in np.flatnonzero(m.source >= 0):
-            t, s = divmod(int(m.source[r]), slots)
+        for r in np.flatnonzero(m.row_source >= 0):
+            t, s = divmod(int(m.row_source[r]), slots)
             out[r] = (probs[t, s].astype(wide) * dy[t].astype(wide)).astype(dy.dtype)
     return out
 

@@ -73,7 +73,7 @@ def test_forward_and_backward(dtype, kind, device):
         given = options | sized
         want = dt.moe_map(to_torch(routing, device), **given)
         same_all(want, jax.jit(lambda r, o=given: dj.moe_map(r, **o))(to_jax(routing, device)), f"map {label}")
-        rows = want.source.shape[0]
+        rows = want.row_source.shape[0]
         x, probs = draw("x", (T, H), dtype), draw("probs", (T, slots), prob_dtype)
         dy, dp = draw("dy", (rows, H), dtype), draw("dp", (rows,), prob_dtype)
         probs[::3] = 0

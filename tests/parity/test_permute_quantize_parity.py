@@ -73,7 +73,7 @@ def drawn(label: str, shape: tuple[int, ...], n: int, dtypes: tuple[str, str, st
     for i, rows in enumerate(ROWS):
         ids = top_k(rng, tokens, GROUPS - 1, 2)
         ids[rng.random(ids.shape) < 0.125] = -1
-        count = len(dj.moe_map(ids, GROUPS, map_type="index", num_out_tokens=rows, align_size=ALIGN).source)
+        count = len(dj.moe_map(ids, GROUPS, map_type="index", num_out_tokens=rows, align_size=ALIGN).row_source)
         shapes = (shape, (GROUPS, n, k), (GROUPS, n), (count, n))
         arrays: Arrays = [
             (cases.draw(f"{label}-{i}-{j}", "normal", s, d) * 2**i).astype(cases.INPUT_DTYPES[d])

@@ -18,7 +18,7 @@ Status cuda_status(cudaError_t, const char*) { return {}; }
 
 struct Call {
   simulated::Tensor in[diptych::kMaxPlanes], out[diptych::kMaxPlanes];
-  simulated::Tensor row_id_map, source, probs, permuted_probs;
+  simulated::Tensor row_id_map, row_source, probs, permuted_probs;
   uint32_t fill[diptych::kMaxPlanes];
   int32_t planes, sm_count, seed;
 };
@@ -31,7 +31,7 @@ extern "C" int simulate(const Call* call, int* launches, char* message, int size
   for (int i = 0; i < call->planes; ++i) {
     args.planes[i] = {simulated::view(call->in[i]), simulated::view(call->out[i]), call->fill[i]};
   }
-  args.row_id_map = simulated::view(call->row_id_map), args.source = simulated::view(call->source);
+  args.row_id_map = simulated::view(call->row_id_map), args.row_source = simulated::view(call->row_source);
   args.probs = simulated::view(call->probs), args.permuted_probs = simulated::view(call->permuted_probs);
   cuda::g_sm_count = call->sm_count;
   simulated::chance.seed(static_cast<unsigned>(call->seed));

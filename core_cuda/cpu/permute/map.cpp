@@ -48,7 +48,7 @@ int64_t round_up(int64_t n, int64_t align) { return ceil_div(n, align) * align; 
 
 Status permute_map(const PermuteMapArgs& a, const Execution&) {
   return guarded("permute_map", [&] {
-    const int64_t experts = a.tokens_per_expert.numel(), rows = a.source.numel(), entries = a.routing.numel();
+    const int64_t experts = a.tokens_per_expert.numel(), rows = a.row_source.numel(), entries = a.routing.numel();
     const bool mask = a.kind == RoutingMap::mask;
     const int64_t items = mask ? a.routing.rows() : entries;
     constexpr int64_t kChunk = 1 << 12;
@@ -75,8 +75,8 @@ Status permute_map(const PermuteMapArgs& a, const Execution&) {
     }
     offsets[experts] = static_cast<int32_t>(std::min(end, rows));
 
-    auto *map = a.row_id_map.as<int32_t>(), *source = a.source.as<int32_t>();
-    if (rows > 0) std::memset(source, 0xFF, rows * sizeof(int32_t));
+    auto *map = a.row_id_map.as<int32_t>(), *row_source = a.row_source.as<int32_t>();
+    if (rows > 0) std::memset(row_source, 0xFF, rows * sizeof(int32_t));
     for_tasks(chunks, threaded, [&](int64_t c) {
       const int64_t first = c * kChunk, last = std::min(items, first + kChunk), width = mask ? experts : 1;
       if (width > 0) std::memset(map + first * width, 0xFF, (last - first) * width * sizeof(int32_t));
@@ -85,7 +85,7 @@ Status permute_map(const PermuteMapArgs& a, const Execution&) {
         const int32_t row = to[e]++;
         if (row >= rows) return;
         map[entry] = row;
-        source[row] = static_cast<int32_t>(entry);
+        row_source[row] = static_cast<int32_t>(entry);
       });
     });
     return Status();
@@ -96,9 +96,9 @@ Status chunk_map(const ChunkMapArgs& a, const Execution&) {
   return guarded("chunk_map", [&] {
     const int64_t chunks = a.split_sizes.numel(), tokens = a.row_id_map.rows();
     const auto *sizes = a.split_sizes.as<const int32_t>(), *order = a.order.as<const int32_t>();
-    auto *map = a.row_id_map.as<int32_t>(), *source = a.source.as<int32_t>();
+    auto *map = a.row_id_map.as<int32_t>(), *row_source = a.row_source.as<int32_t>();
     std::fill_n(map, tokens, -1);
-    std::fill_n(source, tokens, -1);
+    std::fill_n(row_source, tokens, -1);
     std::vector<int64_t> start(chunks + 1);
     for (int64_t c = 0; c < chunks; ++c) start[c + 1] = std::min(tokens, start[c] + std::max(0, sizes[c]));
     std::vector<bool> named(chunks);
@@ -109,7 +109,7 @@ Status chunk_map(const ChunkMapArgs& a, const Execution&) {
       named[c] = true;
       for (int64_t t = start[c]; t < start[c + 1]; ++t, ++row) {
         map[t] = static_cast<int32_t>(row);
-        source[row] = static_cast<int32_t>(t);
+        row_source[row] = static_cast<int32_t>(t);
       }
     }
     return Status();

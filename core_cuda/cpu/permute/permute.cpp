@@ -69,8 +69,8 @@ bool is_zero(const char* probs, int64_t i, int64_t size) {
 
 Status permute(const PermuteArgs& a, const Execution&) {
   return guarded("permute", [&] {
-    const int64_t tokens = a.row_id_map.rows(), slots = a.row_id_map.cols(), rows = a.source.numel();
-    const auto *map = a.row_id_map.as<const int32_t>(), *source = a.source.as<const int32_t>();
+    const int64_t tokens = a.row_id_map.rows(), slots = a.row_id_map.cols(), rows = a.row_source.numel();
+    const auto *map = a.row_id_map.as<const int32_t>(), *row_source = a.row_source.as<const int32_t>();
     const int64_t prob_size = a.probs.given() ? bytes(a.probs.dtype) : 0;
     const char* probs = a.probs.as<const char>();
     char* permuted_probs = a.permuted_probs.as<char>();
@@ -100,7 +100,7 @@ Status permute(const PermuteArgs& a, const Execution&) {
     const int64_t row_step = std::max<int64_t>(64, kTaskBytes / std::max<int64_t>(1, row_bytes));
     for_tasks(ceil_div(rows, row_step), threaded, [&](int64_t task) {
       for (int64_t r = task * row_step, last = std::min(rows, r + row_step); r < last; ++r) {
-        const int64_t entry = source[r];  // a source that the map does not confirm leaves its row absent
+        const int64_t entry = row_source[r];  // an entry that the map does not confirm leaves its row absent
         if (entry >= 0 && entry < tokens * slots && map[entry] == r) continue;
         for (const Rows& p : planes) p.put(r, p.absent.data());
         if (prob_size) std::memset(permuted_probs + r * prob_size, 0, prob_size);
@@ -113,11 +113,11 @@ Status permute(const PermuteArgs& a, const Execution&) {
 
 Status permute_columns(const PermuteColumnsArgs& a, const Execution&) {
   return guarded("permute_columns", [&] {
-    const int64_t height = a.in.rows(), tokens = a.in.cols(), rows = a.source.numel();
+    const int64_t height = a.in.rows(), tokens = a.in.cols(), rows = a.row_source.numel();
     if (height == 0 || rows == 0) return Status();  // the other extent may be any
     std::vector<int32_t> from(rows);
     for (int64_t r = 0; r < rows; ++r) {
-      const int32_t entry = a.source.as<const int32_t>()[r];
+      const int32_t entry = a.row_source.as<const int32_t>()[r];
       from[r] = entry >= 0 && entry / a.slots < tokens ? static_cast<int32_t>(entry / a.slots) : -1;
     }
     for_tasks(height, height * rows >= kThreadedElements, [&](int64_t h) {

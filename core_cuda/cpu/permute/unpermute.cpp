@@ -114,9 +114,9 @@ void unpermute_as(const UnpermuteArgs& a) {
 
 template <typename A>
 void unpermute_grad_as(const UnpermuteGradArgs& a) {
-  const int64_t tokens = a.row_id_map.rows(), slots = a.row_id_map.cols(), rows = a.source.numel();
+  const int64_t tokens = a.row_id_map.rows(), slots = a.row_id_map.cols(), rows = a.row_source.numel();
   const int64_t width = a.dy.cols();
-  const auto *map = a.row_id_map.as<const int32_t>(), *source = a.source.as<const int32_t>();
+  const auto *map = a.row_id_map.as<const int32_t>(), *row_source = a.row_source.as<const int32_t>();
   const Reader<A> dy(a.dy), x(a.x), probs(a.probs);
   for_tokens(tokens, rows * width + tokens * (width + slots), [&](int64_t first, int64_t last) {
     std::vector<Destination> to;
@@ -156,7 +156,7 @@ void unpermute_grad_as(const UnpermuteGradArgs& a) {
   constexpr int64_t kRows = 1 << 10;
   for_tasks(ceil_div(rows, kRows), rows * width >= kThreadedElements, [&](int64_t task) {
     for (int64_t r = task * kRows; r < std::min(rows, (task + 1) * kRows); ++r)
-      if (source[r] < 0) std::memset(a.dx.as<char>() + r * row_bytes, 0, row_bytes);
+      if (row_source[r] < 0) std::memset(a.dx.as<char>() + r * row_bytes, 0, row_bytes);
   });
 }
 

@@ -11,7 +11,7 @@ constexpr int kUnnamed = 0x7fffffff;
 
 __global__ void __launch_bounds__(kThreads)
     chunk_map_kernel(const int* __restrict__ sizes, const int* __restrict__ order, int chunks, int tokens,
-                     int* __restrict__ row_id_map, int* __restrict__ source) {
+                     int* __restrict__ row_id_map, int* __restrict__ row_source) {
   DIPTYCH_DYNAMIC_SHARED(raw);
   int* start = reinterpret_cast<int*>(raw);  // [chunks + 1] first row among the source's; last: where the last one ends
   int* place = start + chunks + 1;           // [chunks] where in the order a chunk is first named
@@ -51,8 +51,8 @@ __global__ void __launch_bounds__(kThreads)
       if (place[c] != kUnnamed) row = to[place[c]] + static_cast<int>(t - start[c]);
     }
     row_id_map[t] = row;
-    if (row >= 0) source[row] = static_cast<int>(t);
-    if (t >= static_cast<int64_t>(moved)) source[t] = -1;
+    if (row >= 0) row_source[row] = static_cast<int>(t);
+    if (t >= static_cast<int64_t>(moved)) row_source[t] = -1;
   }
 }
 
@@ -65,7 +65,7 @@ Status chunk_map(const ChunkMapArgs& args, const Execution& exec) {
   const int64_t blocks = ceil_div(tokens, kThreads * 4);
   return launch("chunk_map", chunk_map_kernel, blocks, kThreads, (3 * static_cast<size_t>(chunks) + 1) * sizeof(int),
                 exec.stream, args.split_sizes.as<const int>(), args.order.as<const int>(), chunks,
-                static_cast<int>(tokens), args.row_id_map.as<int>(), args.source.as<int>());
+                static_cast<int>(tokens), args.row_id_map.as<int>(), args.row_source.as<int>());
 }
 
 }  // namespace diptych::cuda

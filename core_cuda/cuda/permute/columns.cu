@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kThreads) columns_kernel(const __grid_constant
   if (p.vec_out) {
 #pragma unroll 2
     for (int64_t r = threadIdx.x * 4; r < p.rows; r += kThreads * 4) {
-      const int4 entry = __ldg(reinterpret_cast<const int4*>(p.from.source + r));
+      const int4 entry = __ldg(reinterpret_cast<const int4*>(p.from.row_source + r));
       uint32_t w[kHeight] = {words[p.from.of(entry.x)], words[p.from.of(entry.y)], words[p.from.of(entry.z)],
                              words[p.from.of(entry.w)]};
       transpose4x4(w[0], w[1], w[2], w[3]);
@@ -84,15 +84,15 @@ __global__ void __launch_bounds__(kThreads)
 Status permute_columns(const PermuteColumnsArgs& args, const Execution& exec) {
   ColumnParams p{args.in.as<const uint8_t>(),
                  args.out.as<uint8_t>(),
-                 Origins(args.source, args.slots, args.in.cols()),
+                 Origins(args.row_source, args.slots, args.in.cols()),
                  args.in.rows(),
                  args.in.cols(),
-                 args.source.numel(),
+                 args.row_source.numel(),
                  false,
                  false};
   if (p.height == 0 || p.rows == 0) return {};
   p.vec_in = aligned(p.in, 4) && p.tokens % 4 == 0;
-  p.vec_out = aligned(p.out, 4) && aligned(p.from.source, 16) && p.rows % 4 == 0;
+  p.vec_out = aligned(p.out, 4) && aligned(p.from.row_source, 16) && p.rows % 4 == 0;
   const size_t shared = (static_cast<size_t>(p.tokens) + 1) * sizeof(uint32_t);
   if (shared > size_t{kMaxShared}) {
     const int64_t parts = ceil_div(p.rows, kRowsAtOnce);

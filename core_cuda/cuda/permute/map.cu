@@ -33,7 +33,7 @@ Status permute_map(const PermuteMapArgs& args, const Execution& exec) {
   const bool mask = args.kind == RoutingMap::mask;
   MapParams p{};
   p.routing = args.routing.data;
-  p.row_id_map = args.row_id_map.as<int>(), p.source = args.source.as<int>();
+  p.row_id_map = args.row_id_map.as<int>(), p.row_source = args.row_source.as<int>();
   p.tokens_per_expert = args.tokens_per_expert.as<int>(), p.expert_offsets = args.expert_offsets.as<int>();
   const int64_t items = mask ? args.routing.rows() : args.routing.numel();
   const Chunking chunks(items, mask);
@@ -41,7 +41,7 @@ Status permute_map(const PermuteMapArgs& args, const Execution& exec) {
   p.chunk = static_cast<unsigned>(chunks.size), p.chunks = static_cast<int>(chunks.count);
   p.experts = static_cast<int>(args.tokens_per_expert.numel()), p.stride = static_cast<int>(stride_of(p.experts));
   p.tiles = static_cast<int>(ceil_div(p.experts, kTile));
-  p.align = args.align, p.rows = static_cast<int>(args.source.numel());
+  p.align = args.align, p.rows = static_cast<int>(args.row_source.numel());
   p.bits = args.workspace.as<uint32_t>();
   p.counts = reinterpret_cast<uint16_t*>(p.bits + (mask ? chunks.bits(p.experts) : 0));
   return mask ? map_mask(p, exec) : map_ids(args.routing.dtype, p, exec);

@@ -23,7 +23,7 @@ struct MapParams {
   int* row_id_map;
   int* tokens_per_expert;
   int* expert_offsets;
-  int* source;
+  int* row_source;
   unsigned items, chunk;  // tokens of a mask or ids, and how many make a chunk
   int chunks, experts, stride, align, rows, tiles;
 };
@@ -41,18 +41,18 @@ __device__ __forceinline__ uint16_t* counts_of(const MapParams& p, int page, int
   return p.counts + (page * p.tiles * kTile + e) * kPage;
 }
 
-// The first kernel's part of `source`: -1, since the second one may have nothing to put there. 32-bit numbers and no
-// unrolling: what comes before the first store is time that somebody waits for.
+// The first kernel's part of `row_source`: -1, since the second one may have nothing to put there. 32-bit numbers and
+// no unrolling: what comes before the first store is time that somebody waits for.
 __device__ __forceinline__ void fill_source(const MapParams& p) {
   const unsigned step = gridDim.x * blockDim.x, first = blockIdx.x * blockDim.x + threadIdx.x, n = p.rows;
   unsigned done = 0;
-  if (reinterpret_cast<uintptr_t>(p.source) % 16 == 0) {
+  if (reinterpret_cast<uintptr_t>(p.row_source) % 16 == 0) {
     done = n / 4 * 4;
 #pragma unroll 1
-    for (unsigned i = first; i < n / 4; i += step) reinterpret_cast<int4*>(p.source)[i] = make_int4(-1, -1, -1, -1);
+    for (unsigned i = first; i < n / 4; i += step) reinterpret_cast<int4*>(p.row_source)[i] = make_int4(-1, -1, -1, -1);
   }
 #pragma unroll 1
-  for (unsigned i = done + first; i < n; i += step) p.source[i] = -1;
+  for (unsigned i = done + first; i < n; i += step) p.row_source[i] = -1;
 }
 
 // One for eight experts, and more, so that whole vectors of four lie before what follows.

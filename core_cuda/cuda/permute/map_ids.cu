@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kThreads, 1) place_ids_kernel(const __grid_con
     int row = e >= 0 ? experts.next[e] + rank : -1;
     if (row >= p.rows) row = -1;
     if (entry < chunk.last) p.row_id_map[entry] = row;
-    if (row >= 0) p.source[row] = static_cast<int>(entry);
+    if (row >= 0) p.row_source[row] = static_cast<int>(entry);
     __syncthreads();
   }
 }

@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(kPlaceThreads, 1) place_mask_kernel(const __gr
     int row = next + upto - mine;
     for (uint32_t v = own; v != 0 && row < p.rows; v &= v - 1, ++row) {
       const int entry = line + (__ffs(v) - 1) * p.experts;
-      p.source[row] = entry;
+      p.row_source[row] = entry;
       p.row_id_map[entry] = row;
     }
     next += __shfl_sync(0xffffffff, upto, kWords - 1, kWords);

@@ -1,4 +1,4 @@
-// Where the rows of a destination come from (moe.h's `source`): entries t * slots + slot.
+// Where the rows of a destination come from (permute.h's `row_source`): entries t * slots + slot.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -28,20 +28,20 @@ struct Divider {
 };
 
 struct Origins {
-  const int* source = nullptr;
+  const int* row_source = nullptr;
   Divider slots;
   uint32_t none = 0;  // as many as there are tokens
 
   Origins() = default;
   Origins(const TensorView& rows, int64_t slots_of_a_token, int64_t tokens)
-      : source(rows.as<const int>()),
+      : row_source(rows.as<const int>()),
         slots(static_cast<uint32_t>(slots_of_a_token)),
         none(static_cast<uint32_t>(tokens)) {}
   // The token of an entry, or `none`.
   __device__ __forceinline__ uint32_t of(int entry) const {
     return entry < 0 ? none : min(slots(static_cast<uint32_t>(entry)), none);
   }
-  __device__ __forceinline__ uint32_t at(int64_t row) const { return of(__ldg(source + row)); }
+  __device__ __forceinline__ uint32_t at(int64_t row) const { return of(__ldg(row_source + row)); }
 };
 
 }  // namespace diptych::cuda

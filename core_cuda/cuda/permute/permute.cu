@@ -137,8 +137,8 @@ Status permute(const PermuteArgs& args, const Execution& exec) {
   p.plane_count = args.plane_count;
   p.row_id_map = args.row_id_map.as<const int>();
   p.tokens = args.row_id_map.rows(), p.slots = static_cast<int>(args.row_id_map.cols());
-  const int64_t rows = args.source.numel();
-  p.absent.source = args.source.as<const int>(), p.absent.rows = static_cast<int>(rows);
+  const int64_t rows = args.row_source.numel();
+  p.absent.row_source = args.row_source.as<const int>(), p.absent.rows = static_cast<int>(rows);
   p.prob_bytes = args.probs.given() ? bytes(args.probs.dtype) : 0;
   p.probs = args.probs.data, p.permuted_probs = args.permuted_probs.data;
   p.zero_prob_is_padding = args.zero_prob_is_padding && p.prob_bytes != 0;

@@ -141,17 +141,17 @@ __device__ __forceinline__ V fill_of(uint32_t fill, int64_t i) {
 // Rows of a destination without a source are dealt out to all blocks in turn, `each` to a block: they lie together, at
 // the end of each expert's, and a block that had them all would be late.
 struct AbsentRows {
-  const int* source;
+  const int* row_source;
   int rows, each;
 
   // The row that bit i of a mask stands for.
   __device__ __forceinline__ int64_t row(int i) const { return static_cast<int64_t>(i) * gridDim.x + blockIdx.x; }
-  // What `source` says of the row that this lane looks at, and from all lanes the rows that are absent, a bit each.
+  // What `row_source` says of the row that this lane looks at, and from all lanes the rows that are absent, a bit each.
   // Asked for before the work that hides the wait; an ordinary load, as in load_bits.
   __device__ __forceinline__ int ask() const {
     const int bit = threadIdx.x % 32;
     const int64_t at = row(bit);
-    return bit < each && at < rows ? source[at] : 0;
+    return bit < each && at < rows ? row_source[at] : 0;
   }
   __device__ __forceinline__ static unsigned mask(int asked) { return __ballot_sync(kAllLanes, asked < 0); }
   __device__ __forceinline__ unsigned mask() const { return mask(ask()); }
@@ -160,8 +160,8 @@ struct AbsentRows {
 // The same, dealt out to warps. Made before the work that hides the wait for the first rows' sources.
 class AbsentOfWarp {
  public:
-  __device__ __forceinline__ AbsentOfWarp(const int* source, uint32_t rows, uint32_t warp, uint32_t warps)
-      : source_(source), rows_(rows), warp_(warp), warps_(warps), asked_(ask(warp)) {}
+  __device__ __forceinline__ AbsentOfWarp(const int* row_source, uint32_t rows, uint32_t warp, uint32_t warps)
+      : row_source_(row_source), rows_(rows), warp_(warp), warps_(warps), asked_(ask(warp)) {}
   template <typename F>  // f(row) by whole warps
   __device__ __forceinline__ void each(F&& f) {
     for (uint32_t base = warp_; base < rows_; base += warps_ * 32) {
@@ -174,9 +174,9 @@ class AbsentOfWarp {
  private:
   __device__ __forceinline__ int ask(uint32_t base) const {
     const uint32_t row = base + threadIdx.x % 32 * warps_;
-    return row < rows_ ? source_[row] : 0;
+    return row < rows_ ? row_source_[row] : 0;
   }
-  const int* source_;
+  const int* row_source_;
   uint32_t rows_, warp_, warps_;
   int asked_;
 };

@@ -34,7 +34,7 @@ struct SliceParams {
   int plane_count;
   int token_bytes;  // in all planes
   const int* row_id_map;
-  const int* source;
+  const int* row_source;
   const void* probs;
   void* permuted_probs;
   int prob_bytes;   // 0: none
@@ -64,7 +64,7 @@ __device__ __forceinline__ void move_probs(const SliceParams& p) {
     int from[kProbs];
     uint64_t bits[kProbs];
 #pragma unroll
-    for (int i = 0; i < kProbs; ++i) from[i] = r0 + i * step < p.rows ? p.source[r0 + i * step] : -1;
+    for (int i = 0; i < kProbs; ++i) from[i] = r0 + i * step < p.rows ? p.row_source[r0 + i * step] : -1;
 #pragma unroll
     for (int i = 0; i < kProbs; ++i)
       bits[i] = static_cast<unsigned>(from[i]) < entries ? load_bits(p.probs, from[i], p.prob_bytes) : 0;
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kThreads, 1) permute_slice_kernel(const __grid
     if (!is_last) ptx::let_next_grid_start();  // what the first slice waited for is there for all
     for (int64_t to = p.block + static_cast<int>(blockIdx.x) + static_cast<int64_t>(threadIdx.x) * p.blocks;
          to < p.rows; to += static_cast<int64_t>(kThreads) * p.blocks) {
-      if (p.source[to] >= 0) continue;
+      if (p.row_source[to] >= 0) continue;
       for_planes([&](int, const RowBytes& r, int bytes, uint8_t*, uint8_t* filling) {
         for (int i = 0; i < bytes; i += kFilling)
           ptx::bulk_store(r.out + to * bytes + i, filling, min(bytes - i, kFilling));
@@ -198,7 +198,7 @@ bool permute_slices_fits(const PermuteArgs& args, int arch) {
     if (r.unit != 16 || r.bytes == 0) return false;
     bytes += r.bytes;
   }
-  const int64_t tokens = args.row_id_map.rows(), rows = args.source.numel();
+  const int64_t tokens = args.row_id_map.rows(), rows = args.row_source.numel();
   const bool one = args.plane_count == 1, many_slots = args.row_id_map.cols() >= kManySlots;
   const int64_t least_rows = one ? 0 : many_slots ? kManyRows / 2 : kManyRows;
   return args.row_id_map.numel() > 0 && rows >= least_rows * tokens && rows * bytes >= kLeastMoved &&
@@ -216,11 +216,11 @@ Status permute_slices(const PermuteArgs& args, const Execution& exec) {
     p.planes[i] = row_bytes(args.planes[i]);
     p.token_bytes += static_cast<int>(p.planes[i].bytes);
   }
-  p.row_id_map = args.row_id_map.as<const int>(), p.source = args.source.as<const int>();
+  p.row_id_map = args.row_id_map.as<const int>(), p.row_source = args.row_source.as<const int>();
   p.probs = args.probs.data, p.permuted_probs = args.permuted_probs.data;
   p.prob_bytes = args.probs.given() ? bytes(args.probs.dtype) : 0;
   p.tokens = static_cast<int>(args.row_id_map.rows()), p.slots = static_cast<int>(args.row_id_map.cols());
-  p.by_slots = Divider(p.slots), p.rows = static_cast<int>(args.source.numel());
+  p.by_slots = Divider(p.slots), p.rows = static_cast<int>(args.row_source.numel());
   const int64_t grid = device_info(exec.device.index).sm_count;
   const int64_t all_probs = args.row_id_map.numel() * p.prob_bytes;  // bytes
   p.probs_ahead = int64_t{p.rows} * kDramPiece < all_probs ? 0 : static_cast<int>(ceil_div(all_probs, grid * 16) * 16);

@@ -117,7 +117,7 @@ Status unpermute_grad(const UnpermuteGradArgs& args, const Execution& exec) {
   UnpermuteGradParams p{};
   p.dy = args.dy.data, p.x = args.dprobs.given() ? args.x.data : nullptr;
   p.row_id_map = args.row_id_map.as<const int>();
-  p.absent.source = args.source.as<const int>(), p.absent.rows = static_cast<int>(args.source.numel());
+  p.absent.row_source = args.row_source.as<const int>(), p.absent.rows = static_cast<int>(args.row_source.numel());
   p.probs = {args.probs.data, args.probs.dtype}, p.dprobs = {args.dprobs.data, args.probs.dtype};
   p.tokens = args.row_id_map.rows(), p.width = args.dy.cols();
   p.slots = static_cast<int>(args.row_id_map.cols());

@@ -54,7 +54,7 @@ def quantize(
 ) -> None:
     """amax_mode: 0 computes amaxes, 1 reads them, 2 keeps the larger of what is there and x's.
     source: (kind, norm or activation, zero_centered_gamma or gated, gamma, beta, mu, rsigma, dy), or of permuted
-    rows (kind, row_id_map, source); fused_table() has the numbers.
+    rows (kind, row_id_map, row_source); fused_table() has the numbers.
     stack: x is a stack of tensors, and a leading extent stands in every other argument too."""
 
 def dequantize(
@@ -136,24 +136,24 @@ def permute_map(
     row_id_map: Operand,
     tokens_per_expert: Operand,
     expert_offsets: Operand,
-    source: Operand,
+    row_source: Operand,
     workspace: Operand | None,
 ) -> None:
     """kind: a number of moe_table()['routing_map']."""
 
-def chunk_map(split_sizes: Operand, order: Operand, row_id_map: Operand, source: Operand) -> None: ...
-def invert_map(row_id_map: Operand, source: Operand, kept: Operand | None = None) -> None: ...
+def chunk_map(split_sizes: Operand, order: Operand, row_id_map: Operand, row_source: Operand) -> None: ...
+def invert_map(row_id_map: Operand, row_source: Operand, kept: Operand | None = None) -> None: ...
 def permute(
     planes: collections.abc.Sequence[tuple[Operand, Operand, int]],
     row_id_map: Operand,
-    source: Operand,
+    row_source: Operand,
     probs: Operand | None = None,
     permuted_probs: Operand | None = None,
     zero_prob_is_padding: bool = False,
 ) -> None:
     """planes: (input, output, four bytes that absent rows repeat) of each tensor."""
 
-def permute_columns(x: Operand, out: Operand, source: Operand, slots: int) -> None: ...
+def permute_columns(x: Operand, out: Operand, row_source: Operand, slots: int) -> None: ...
 def unpermute(
     x: Operand,
     row_id_map: Operand,
@@ -165,7 +165,7 @@ def unpermute(
 def unpermute_grad(
     dy: Operand,
     row_id_map: Operand,
-    source: Operand,
+    row_source: Operand,
     probs: Operand,
     dx: Operand,
     x: Operand | None = None,

@@ -34,13 +34,13 @@ _PERMUTED: int = _core.fused_table()["source"]["permuted"]
 class RowMap:
     """Where each token's row goes, and where each destination row comes from.
 
-    `row_id_map`: int32 [T, slots], the row that a slot has among the destination's, or -1. `source`: int32 [rows],
+    `row_id_map`: int32 [T, slots], the row that a slot has among the destination's, or -1. `row_source`: int32 [rows],
     t * slots + slot of each row, or -1 where it is padding. Of a map to experts also `tokens_per_expert`: int32 [E],
     rows that exist, and `expert_offsets`: int32 [E + 1], where each region starts and the last one ends.
     """
 
     row_id_map: Array
-    source: Array
+    row_source: Array
     tokens_per_expert: Array | None = None
     expert_offsets: Array | None = None
 
@@ -54,7 +54,12 @@ class RowMap:
 
     @property
     def rows(self) -> int:
-        return self.source.shape[0]
+        return self.row_source.shape[0]
+
+    @property
+    def source(self) -> Array:
+        """An earlier name of `row_source`."""
+        return self.row_source
 
 
 def _array(op: str, arg: str, x: Any, dtypes: frozenset[str] | tuple[str, ...] = _NAMES) -> Array:
@@ -117,7 +122,7 @@ def permute_map(routing: Array, *, experts: int | None = None, rows: int | None 
         **{name: _int32(buffer) for name, buffer in out.items()},
         workspace=None,
     )
-    order = ("row_id_map", "source", "tokens_per_expert", "expert_offsets")
+    order = ("row_id_map", "row_source", "tokens_per_expert", "expert_offsets")
     return RowMap(*(out[name] for name in order))
 
 
@@ -146,9 +151,9 @@ def invert_map(row_id_map: Array, rows: int) -> RowMap:
     **Raises:** TypeError for another dtype, ValueError for another shape or more than int32 counts.
     """
     row_id_map = _array("invert_map", "row_id_map", row_id_map, ("int32",))
-    source, kept = np.empty(rows, np.int32), np.empty(row_id_map.shape, np.int32)
-    _core.invert_map(*map(_int32, (row_id_map, source, kept)))
-    return RowMap(kept, source)
+    row_source, kept = np.empty(rows, np.int32), np.empty(row_id_map.shape, np.int32)
+    _core.invert_map(*map(_int32, (row_id_map, row_source, kept)))
+    return RowMap(kept, row_source)
 
 
 @functools.lru_cache
@@ -186,7 +191,7 @@ def _permute(
 ) -> Array | None:
     permuted = None if probs is None else _like(probs, (row_map.rows,))
     given, made = (None if p is None else _given(p) for p in (probs, permuted))
-    _core.permute(planes, _int32(row_map.row_id_map), _int32(row_map.source), given, made, zero_prob_is_padding)
+    _core.permute(planes, _int32(row_map.row_id_map), _int32(row_map.row_source), given, made, zero_prob_is_padding)
     return permuted
 
 
@@ -207,7 +212,7 @@ def _moved(q: QuantizedArray, row_map: RowMap) -> tuple[QuantizedArray, list[tup
         data, made["columnwise_scale_inv"] = q.copy_of(True)
         made["columnwise_data"] = _empty((data.shape[0], row_map.rows), fmt.data)
         out = _operand(made["columnwise_data"], fmt.data)
-        _core.permute_columns(_operand(data, fmt.data), out, _int32(row_map.source), max(1, row_map.slots))
+        _core.permute_columns(_operand(data, fmt.data), out, _int32(row_map.row_source), max(1, row_map.slots))
     quantizer = q.quantizer.with_usage(columnwise=columns)
     return QuantizedArray(quantizer, (row_map.rows, q.shape[-1]), **made), planes
 
@@ -263,7 +268,7 @@ def permute_quantize(
     """`quantize(permute(x, row_map), quantizer)` in one pass: the permuted rows are never stored but quantized.
 
     **Arguments:** `x`: [..., K] with T rows, float32, bfloat16 (ml_dtypes) or float16. `row_map`: one whose
-    `row_id_map` and `source` agree. The others are those of `quantize`.
+    `row_id_map` and `row_source` agree. The others are those of `quantize`.
 
     **Returns:** a `QuantizedArray` of shape [rows, K], each copy of which is the permuted rows': blocks of the
     columnwise copy run along permuted rows, and rows that nobody fills are quantized zeros.
@@ -277,7 +282,7 @@ def permute_quantize(
     x = _high_precision(op, "x", x)
     shape = (row_map.rows, shapes.rows_cols(x.shape)[1])
     shapes.check(shapes.quantize_constraints(shape, quantizer))
-    source = (_PERMUTED, _int32(row_map.row_id_map), _int32(row_map.source))
+    source = (_PERMUTED, _int32(row_map.row_id_map), _int32(row_map.row_source))
     buffers = shapes.quantize_buffers(shape, quantizer)
     made = _quantized(op, x, quantizer, buffers, amax, columnwise_amax, scale, rng, source=source)
     return QuantizedArray(quantizer, shape, **made)
@@ -329,6 +334,6 @@ def unpermute_grad(dy: Array, row_map: RowMap, probs: Array, x: Array) -> tuple[
     """
     dy, probs, x = (_array("unpermute_grad", n, t) for n, t in (("dy", dy), ("probs", probs), ("x", x)))
     dx, dprobs = _like(x, (row_map.rows, *dy.shape[-1:])), _like(probs, row_map.row_id_map.shape)
-    maps = _int32(row_map.row_id_map), _int32(row_map.source)
+    maps = _int32(row_map.row_id_map), _int32(row_map.row_source)
     _core.unpermute_grad(_given(dy), *maps, _given(probs), _given(dx), _given(x), _given(dprobs))
     return dx, dprobs

@@ -20,7 +20,7 @@ enum class RoutingMap : int32_t {
 
 // Rows go to experts in ascending order, inside an expert in token order (index: in order of t * k + slot, so that an
 // id that a token names twice gives two rows). Each expert's region starts at a multiple of `align`. Rows past the end
-// of `source` are dropped.
+// of `row_source` are dropped.
 struct PermuteMapArgs {
   TensorView routing;
   RoutingMap kind = RoutingMap::mask;
@@ -28,14 +28,14 @@ struct PermuteMapArgs {
   TensorView row_id_map;         // [T, slots] int32: the slot's row, or -1
   TensorView tokens_per_expert;  // [E] int32: rows that exist
   TensorView expert_offsets;     // [E + 1] int32: where each region starts, and where the last one ends
-  TensorView source;             // [rows] int32: t * slots + slot of each row, -1 where there is none
+  TensorView row_source;         // [rows] int32: t * slots + slot of each row, -1 where there is none
   TensorView workspace;          // uint8, at least permute_map_workspace_bytes, 16-byte aligned; CUDA only
 };
 
 // Calls f with each tensor of the arguments.
 template <typename F>
 void fields(PermuteMapArgs& a, F&& f) {
-  f(a.routing), f(a.row_id_map), f(a.tokens_per_expert), f(a.expert_offsets), f(a.source), f(a.workspace);
+  f(a.routing), f(a.row_id_map), f(a.tokens_per_expert), f(a.expert_offsets), f(a.row_source), f(a.workspace);
 }
 
 // Whole chunks of consecutive rows in another order: chunk order[j] comes j-th. Sizes below 0 are 0, and what they hold
@@ -45,27 +45,27 @@ struct ChunkMapArgs {
   TensorView split_sizes;  // [C] int32
   TensorView order;        // [C] int32
   TensorView row_id_map;   // [T, 1] int32: as above
-  TensorView source;       // [T] int32
+  TensorView row_source;   // [T] int32
 };
 
 // Calls f with each tensor of the arguments.
 template <typename F>
 void fields(ChunkMapArgs& a, F&& f) {
-  f(a.split_sizes), f(a.order), f(a.row_id_map), f(a.source);
+  f(a.split_sizes), f(a.order), f(a.row_id_map), f(a.row_source);
 }
 
 // What any map says of its destination. Entries outside of 0..rows-1 say nothing; of several that name a row the last
 // one, with the largest t * slots + slot, counts.
 struct InvertMapArgs {
   TensorView row_id_map;  // [T, slots] int32
-  TensorView source;      // [rows] int32: t * slots + slot, -1 where no entry names the row
+  TensorView row_source;  // [rows] int32: t * slots + slot, -1 where no entry names the row
   TensorView kept;        // [T, slots] int32, optional: row_id_map, -1 for the entries that do not count
 };
 
 // Calls f with each tensor of the arguments.
 template <typename F>
 void fields(InvertMapArgs& a, F&& f) {
-  f(a.row_id_map), f(a.source), f(a.kept);
+  f(a.row_id_map), f(a.row_source), f(a.kept);
 }
 
 // One tensor of rows, moved as bytes. Absent rows hold `fill`, four bytes that repeat along the row.
@@ -79,13 +79,14 @@ struct Plane {
 inline int64_t plane_rows(const TensorView& t) { return t.rank == 1 ? t.numel() : t.rows(); }
 inline int64_t plane_row_bytes(const TensorView& t) { return (t.rank == 1 ? 1 : t.cols()) * bytes(t.dtype); }
 
-// out[row_id_map[t, s]] = in[t]; rows that `source` calls absent are filled. `source` must be the map's inverse, as the
-// three ops above make it. Where row_id_map[source[r]] is not r, row r is filled on the CPU and undefined on CUDA.
+// out[row_id_map[t, s]] = in[t]; rows that `row_source` calls absent are filled. `row_source` must be the map's
+// inverse, as the three ops above make it. Where row_id_map[row_source[r]] is not r, row r is filled on the CPU and
+// undefined on CUDA.
 struct PermuteArgs {
   Plane planes[kMaxPlanes];
   int32_t plane_count = 0;
   TensorView row_id_map;              // [T, slots] int32
-  TensorView source;                  // [rows] int32
+  TensorView row_source;              // [rows] int32
   TensorView probs;                   // [T, slots] float32 | bfloat16 | float16 | float64, optional
   TensorView permuted_probs;          // [rows] of probs' dtype, with probs: each row's own, absent rows' 0
   bool zero_prob_is_padding = false;  // with probs: a probability of exactly 0 makes its row an absent one
@@ -95,21 +96,22 @@ struct PermuteArgs {
 template <typename F>
 void fields(PermuteArgs& a, F&& f) {
   for (Plane& p : a.planes) f(p.in), f(p.out);
-  f(a.row_id_map), f(a.source), f(a.probs), f(a.permuted_probs);
+  f(a.row_id_map), f(a.row_source), f(a.probs), f(a.permuted_probs);
 }
 
-// out[h, r] = in[h, token of source[r]], absent rows 0: the columnwise copy of a tensor whose payload is transposed.
+// out[h, r] = in[h, token of row_source[r]], absent rows 0: the columnwise copy of a tensor whose payload is
+// transposed.
 struct PermuteColumnsArgs {
-  TensorView in;      // [H, T], one byte an element
-  TensorView out;     // [H, rows] of the same dtype
-  TensorView source;  // [rows] int32
-  int64_t slots = 1;  // of the map that source belongs to
+  TensorView in;          // [H, T], one byte an element
+  TensorView out;         // [H, rows] of the same dtype
+  TensorView row_source;  // [rows] int32
+  int64_t slots = 1;      // of the map that row_source belongs to
 };
 
 // Calls f with each tensor of the arguments.
 template <typename F>
 void fields(PermuteColumnsArgs& a, F&& f) {
-  f(a.in), f(a.out), f(a.source);
+  f(a.in), f(a.out), f(a.row_source);
 }
 
 // y[t] = sum over the token's rows in ascending order of p * x[row], in float32, each operation rounded, from +0; one
@@ -134,7 +136,7 @@ void fields(UnpermuteArgs& a, F&& f) {
 struct UnpermuteGradArgs {
   TensorView dy;          // [T, H] float32 | bfloat16 | float16, on the CPU also float64
   TensorView row_id_map;  // [T, slots] int32
-  TensorView source;      // [rows] int32
+  TensorView row_source;  // [rows] int32
   TensorView probs;       // [T, slots], as above
   TensorView dx;          // [rows, H] of dy's dtype
   TensorView x;           // [rows, H] of dy's dtype, with dprobs
@@ -144,7 +146,7 @@ struct UnpermuteGradArgs {
 // Calls f with each tensor of the arguments.
 template <typename F>
 void fields(UnpermuteGradArgs& a, F&& f) {
-  f(a.dy), f(a.row_id_map), f(a.source), f(a.probs), f(a.dx), f(a.x), f(a.dprobs);
+  f(a.dy), f(a.row_id_map), f(a.row_source), f(a.probs), f(a.dx), f(a.x), f(a.dprobs);
 }
 
 Status permute_map(const PermuteMapArgs&, const Execution&);

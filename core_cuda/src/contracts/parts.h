@@ -24,7 +24,7 @@ Status apart(const char* op, const char* out_name, const TensorView& out, const 
 Status all_apart(const char* op, std::initializer_list<const TensorView*> outs,
                  std::initializer_list<const TensorView*> ins);
 Status row_map(const char* op, const TensorView&, const Device&);                    // [T, slots] int32
-Status source_map(const char* op, const TensorView&, const Device&);                 // [rows] int32
+Status row_source(const char* op, const TensorView&, const Device&);                 // [rows] int32
 Status absent(const char* op, const char* arg, const TensorView&, const char* why);  // not given
 // A copy that arrives alone: its tensor's extents follow from its own data, and what scales it comes with it.
 Status lone_copy(const char* op, const char* arg, const QuantizedView&, const Device&);

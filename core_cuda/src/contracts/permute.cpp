@@ -68,8 +68,8 @@ Status contract::row_map(const char* op, const TensorView& t, const Device& devi
   return counted(op, "tokens * slots", t.numel());
 }
 
-Status contract::source_map(const char* op, const TensorView& t, const Device& device) {
-  DIPTYCH_TRY(integers(op, "source", t, device));
+Status contract::row_source(const char* op, const TensorView& t, const Device& device) {
+  DIPTYCH_TRY(integers(op, "row_source", t, device));
   return counted(op, "rows", t.numel());
 }
 
@@ -92,13 +92,13 @@ Status check(const PermuteMapArgs& a, const Device& device) {
   DIPTYCH_TRY(few(op, "experts", experts));
   if (a.kind == RoutingMap::mask) DIPTYCH_TRY(of_numel(op, "tokens_per_expert", a.tokens_per_expert, slots));
   DIPTYCH_TRY(holds(op, "expert_offsets", a.expert_offsets, DType::i32, experts + 1, device));
-  DIPTYCH_TRY(source_map(op, a.source, device));
+  DIPTYCH_TRY(row_source(op, a.row_source, device));
   if (a.align < 1) return {Code::value, std::string(op) + ": align must be at least 1, got " + std::to_string(a.align)};
   DIPTYCH_TRY(counted(op, "rows with the alignment's padding", tokens * slots + experts * (int64_t{a.align} - 1)));
   const int64_t items = a.kind == RoutingMap::mask ? tokens : tokens * slots;
   DIPTYCH_TRY(workspace(op, a.workspace, permute_map_workspace_bytes(a.kind, items, experts), device,
-                        {&a.routing, &a.row_id_map, &a.tokens_per_expert, &a.expert_offsets, &a.source}));
-  return all_apart(op, {&a.row_id_map, &a.tokens_per_expert, &a.expert_offsets, &a.source}, {&a.routing});
+                        {&a.routing, &a.row_id_map, &a.tokens_per_expert, &a.expert_offsets, &a.row_source}));
+  return all_apart(op, {&a.row_id_map, &a.tokens_per_expert, &a.expert_offsets, &a.row_source}, {&a.routing});
 }
 
 Status check(const ChunkMapArgs& a, const Device& device) {
@@ -110,26 +110,26 @@ Status check(const ChunkMapArgs& a, const Device& device) {
   DIPTYCH_TRY(row_map(op, a.row_id_map, device));
   if (a.row_id_map.cols() != 1)
     return {Code::value, std::string(op) + ": row_id_map must be [T, 1], got " + describe(a.row_id_map)};
-  DIPTYCH_TRY(holds(op, "source", a.source, DType::i32, a.row_id_map.rows(), device));
-  return all_apart(op, {&a.row_id_map, &a.source}, {&a.split_sizes, &a.order});
+  DIPTYCH_TRY(holds(op, "row_source", a.row_source, DType::i32, a.row_id_map.rows(), device));
+  return all_apart(op, {&a.row_id_map, &a.row_source}, {&a.split_sizes, &a.order});
 }
 
 Status check(const InvertMapArgs& a, const Device& device) {
   constexpr const char* op = "invert_map";
   DIPTYCH_TRY(row_map(op, a.row_id_map, device));
-  DIPTYCH_TRY(source_map(op, a.source, device));
+  DIPTYCH_TRY(row_source(op, a.row_source, device));
   if (a.kept.given()) {
     DIPTYCH_TRY(integers(op, "kept", a.kept, device));
     DIPTYCH_TRY(of_shape(op, "kept", a.kept, a.row_id_map.rows(), a.row_id_map.cols()));
   }
-  return all_apart(op, {&a.source, &a.kept}, {&a.row_id_map});
+  return all_apart(op, {&a.row_source, &a.kept}, {&a.row_id_map});
 }
 
 Status check(const PermuteArgs& a, const Device& device) {
   constexpr const char* op = "permute";
   DIPTYCH_TRY(row_map(op, a.row_id_map, device));
-  DIPTYCH_TRY(source_map(op, a.source, device));
-  const int64_t tokens = a.row_id_map.rows(), rows = a.source.numel();
+  DIPTYCH_TRY(row_source(op, a.row_source, device));
+  const int64_t tokens = a.row_id_map.rows(), rows = a.row_source.numel();
   if (a.plane_count < 1 || a.plane_count > kMaxPlanes)
     return {Code::value, std::string(op) + ": one call moves 1 to " + std::to_string(kMaxPlanes) + " tensors, got " +
                              std::to_string(a.plane_count)};
@@ -161,7 +161,7 @@ Status check(const PermuteArgs& a, const Device& device) {
   const Plane* p = a.planes;
   static_assert(kMaxPlanes == 4);
   return all_apart(op, {&p[0].out, &p[1].out, &p[2].out, &p[3].out, &a.permuted_probs},
-                   {&p[0].in, &p[1].in, &p[2].in, &p[3].in, &a.probs, &a.row_id_map, &a.source});
+                   {&p[0].in, &p[1].in, &p[2].in, &p[3].in, &a.probs, &a.row_id_map, &a.row_source});
 }
 
 Status check(const PermuteColumnsArgs& a, const Device& device) {
@@ -169,14 +169,14 @@ Status check(const PermuteColumnsArgs& a, const Device& device) {
   DIPTYCH_TRY(matrix(op, "in", a.in, device));
   if (bytes(a.in.dtype) != 1)
     return {Code::type, std::string(op) + ": in must have elements of one byte, got " + describe(a.in)};
-  DIPTYCH_TRY(source_map(op, a.source, device));
+  DIPTYCH_TRY(row_source(op, a.row_source, device));
   DIPTYCH_TRY(counted(op, "tokens", a.in.cols()));
   DIPTYCH_TRY(present(op, "out", a.out, device));
   DIPTYCH_TRY(of_dtype(op, "out", a.out, a.in.dtype));
-  DIPTYCH_TRY(of_shape(op, "out", a.out, a.in.rows(), a.source.numel()));
+  DIPTYCH_TRY(of_shape(op, "out", a.out, a.in.rows(), a.row_source.numel()));
   if (a.slots < 1) return {Code::value, std::string(op) + ": slots must be at least 1, got " + std::to_string(a.slots)};
   DIPTYCH_TRY(few(op, "slots of a token", a.slots));
-  return all_apart(op, {&a.out}, {&a.in, &a.source});
+  return all_apart(op, {&a.out}, {&a.in, &a.row_source});
 }
 
 Status check(const UnpermuteArgs& a, const Device& device) {
@@ -206,8 +206,8 @@ Status check(const UnpermuteArgs& a, const Device& device) {
 Status check(const UnpermuteGradArgs& a, const Device& device) {
   constexpr const char* op = "unpermute_grad";
   DIPTYCH_TRY(row_map(op, a.row_id_map, device));
-  DIPTYCH_TRY(source_map(op, a.source, device));
-  const int64_t rows = a.source.numel();
+  DIPTYCH_TRY(row_source(op, a.row_source, device));
+  const int64_t rows = a.row_source.numel();
   DIPTYCH_TRY(numbers(op, "dy", a.dy, device));
   DIPTYCH_TRY(of_shape(op, "dy", a.dy, a.row_id_map.rows(), a.dy.cols()));
   const bool wide = a.dy.dtype == DType::f64;
@@ -224,7 +224,7 @@ Status check(const UnpermuteGradArgs& a, const Device& device) {
   } else {
     DIPTYCH_TRY(absent(op, "x", a.x, "dprobs was not asked for"));
   }
-  return all_apart(op, {&a.dx, &a.dprobs}, {&a.dy, &a.row_id_map, &a.source, &a.probs, &a.x});
+  return all_apart(op, {&a.dx, &a.dprobs}, {&a.dy, &a.row_id_map, &a.row_source, &a.probs, &a.x});
 }
 
 }  // namespace diptych

@@ -28,7 +28,7 @@ Status contract::source(const char* op, const TensorView& x, const Source& s, co
     DIPTYCH_TRY(none("rows are encoded as they are", {&s.gamma, &s.beta, &s.mu, &s.rsigma, &s.dy}));
     DIPTYCH_TRY(row_map(op, s.row_id_map, device));
     DIPTYCH_TRY(of_shape(op, "row_id_map", s.row_id_map, x.rows(), s.row_id_map.cols()));
-    DIPTYCH_TRY(source_map(op, s.row_source, device));
+    DIPTYCH_TRY(row_source(op, s.row_source, device));
   } else {
     DIPTYCH_TRY(activation_kind(op, s.activation, x, s.gated));
     DIPTYCH_TRY(none("activations have no parameters", {&s.gamma, &s.beta, &s.mu, &s.rsigma}));

@@ -27,8 +27,8 @@ def lie(seed: str, tokens: int = T, slots: int = SLOTS, rows: int = ROWS) -> ora
     wild = np.array([-1, -7, -(2**31), rows, rows + 1, 2**31 - 1, 0, rows - 1], np.int64)
     mostly = rng.integers(0, rows, (tokens, slots))
     to = np.where(rng.random((tokens, slots)) < 0.4, rng.choice(wild, (tokens, slots)), mostly)
-    source = rng.choice(np.append(wild, np.arange(tokens * slots + 9)), rows)
-    return oracle.Map(to.astype(np.int32), source.astype(np.int32), *2 * (np.zeros(1, np.int32),))
+    row_source = rng.choice(np.append(wild, np.arange(tokens * slots + 9)), rows)
+    return oracle.Map(to.astype(np.int32), row_source.astype(np.int32), *2 * (np.zeros(1, np.int32),))
 
 
 def test_maps_that_lie(device):
@@ -106,26 +106,26 @@ class Good:
     def permute_map(self, **changes: Any) -> None:
         args = {"routing": self.ints(T, SLOTS), "kind": ops.KINDS["index"], "align": 1}
         args |= {"row_id_map": self.buffer(T, SLOTS), "tokens_per_expert": self.buffer(4)}
-        args |= {"expert_offsets": self.buffer(5), "source": self.buffer(ROWS)}
+        args |= {"expert_offsets": self.buffer(5), "row_source": self.buffer(ROWS)}
         args["workspace"] = self.out.workspace(_core.permute_map_workspace_bytes(ops.KINDS["index"], T * SLOTS, 4))
         _core.permute_map(**{**args, **changes})
 
     def chunk_map(self, **changes: Any) -> None:
         args = {"split_sizes": self.ints(4), "order": self.ints(4)}
-        args |= {"row_id_map": self.buffer(T, 1), "source": self.buffer(T)}
+        args |= {"row_id_map": self.buffer(T, 1), "row_source": self.buffer(T)}
         _core.chunk_map(**{**args, **changes})
 
     def plane(self) -> tuple[Any, Any, int]:
         return self.ones(T, H), self.buffer(ROWS, H, dtype="float32"), 0
 
     def permute(self, **changes: Any) -> None:
-        args = {"planes": [self.plane()], "row_id_map": self.ints(T, SLOTS), "source": self.ints(ROWS)}
+        args = {"planes": [self.plane()], "row_id_map": self.ints(T, SLOTS), "row_source": self.ints(ROWS)}
         args |= {"probs": self.ones(T, SLOTS), "permuted_probs": self.buffer(ROWS, dtype="float32")}
         _core.permute(**{**args, **changes})
 
     def permute_columns(self, **changes: Any) -> None:
         args = {"x": self.ones(H, T, dtype="uint8"), "out": self.buffer(H, ROWS, dtype="uint8")}
-        _core.permute_columns(**{**args, "source": self.ints(ROWS), "slots": SLOTS, **changes})
+        _core.permute_columns(**{**args, "row_source": self.ints(ROWS), "slots": SLOTS, **changes})
 
     def unpermute(self, **changes: Any) -> None:
         args = {"x": self.ones(ROWS, H), "row_id_map": self.ints(T, SLOTS), "probs": self.ones(T, SLOTS)}
@@ -133,7 +133,7 @@ class Good:
         _core.unpermute(**{**args, "dprobs": self.buffer(T, SLOTS, dtype="float32"), **changes})
 
     def unpermute_grad(self, **changes: Any) -> None:
-        args = {"dy": self.ones(T, H), "row_id_map": self.ints(T, SLOTS), "source": self.ints(ROWS)}
+        args = {"dy": self.ones(T, H), "row_id_map": self.ints(T, SLOTS), "row_source": self.ints(ROWS)}
         args |= {"probs": self.ones(T, SLOTS), "dx": self.buffer(ROWS, H, dtype="float32"), "x": self.ones(ROWS, H)}
         _core.unpermute_grad(**{**args, "dprobs": self.buffer(T, SLOTS, dtype="float32"), **changes})
 
@@ -155,12 +155,12 @@ BAD: list[tuple[str, Callable[[Good], dict[str, Any]], type[Exception], list[str
     ("permute_map", lambda g: {"tokens_per_expert": g.buffer(2049), "expert_offsets": g.buffer(2050)},
      NotImplementedError, ["2049 experts", "2048"]),
     ("permute_map", lambda g: {"expert_offsets": g.buffer(4)}, ValueError, ["expert_offsets", "5 elements"]),
-    ("permute_map", lambda g: {"source": None}, TypeError, ["source", "missing"]),
+    ("permute_map", lambda g: {"row_source": None}, TypeError, ["row_source", "missing"]),
     ("chunk_map", lambda g: {"order": g.ints(3)}, ValueError, ["order", "4 elements", "[3]"]),
     ("chunk_map", lambda g: {"split_sizes": g.ones(4)}, TypeError, ["split_sizes", "int32"]),
     ("chunk_map", lambda g: {"split_sizes": g.ints(2049), "order": g.ints(2049)}, NotImplementedError, ["2049 chunks"]),
     ("chunk_map", lambda g: {"row_id_map": g.buffer(T, 2)}, ValueError, ["[T, 1]", "[40, 2]"]),
-    ("chunk_map", lambda g: {"source": g.buffer(T - 1)}, ValueError, ["source", "40 elements"]),
+    ("chunk_map", lambda g: {"row_source": g.buffer(T - 1)}, ValueError, ["row_source", "40 elements"]),
     ("permute", lambda g: {"planes": []}, ValueError, ["1 to 4", "0"]),
     ("permute", lambda g: {"planes": [g.plane() for _ in range(5)]}, ValueError, ["1 to 4", "5"]),
     ("permute", lambda g: {"planes": [g.plane()[:2]]}, TypeError, ["planes", "fill"]),
@@ -173,7 +173,7 @@ BAD: list[tuple[str, Callable[[Good], dict[str, Any]], type[Exception], list[str
      ["four bytes", "[40, 6]"]),
     ("permute", lambda g: {"row_id_map": g.ints(T)}, ValueError, ["row_id_map", "two dimensions"]),
     ("permute", lambda g: {"row_id_map": g.ints(T, 2049)}, NotImplementedError, ["2049 slots"]),
-    ("permute", lambda g: {"source": g.ones(ROWS)}, TypeError, ["source", "int32"]),
+    ("permute", lambda g: {"row_source": g.ones(ROWS)}, TypeError, ["row_source", "int32"]),
     ("permute", lambda g: {"probs": g.ones(T, 4)}, ValueError, ["probs", "[40, 3]", "[40, 4]"]),
     ("permute", lambda g: {"probs": g.ints(T, SLOTS)}, TypeError, ["probs", "float16 or float64", "int32[40, 3]"]),
     ("permute", lambda g: {"permuted_probs": None}, TypeError, ["permuted_probs", "missing"]),
@@ -228,8 +228,8 @@ def test_overlaps_are_refused():
     good = Good(runner.Numpy())
     x, rows = at(0, T, H), at(4 * T * H - 4, ROWS, H)
     overlapping = {
-        "permute_map": {"row_id_map": at(0, T, SLOTS, dtype="int32"), "source": at(40, ROWS, dtype="int32")},
-        "chunk_map": {"row_id_map": at(0, T, 1, dtype="int32"), "source": at(0, T, dtype="int32")},
+        "permute_map": {"row_id_map": at(0, T, SLOTS, dtype="int32"), "row_source": at(40, ROWS, dtype="int32")},
+        "chunk_map": {"row_id_map": at(0, T, 1, dtype="int32"), "row_source": at(0, T, dtype="int32")},
         "permute": {"planes": [(x, rows, 0)]},
         "permute_columns": {"x": at(0, H, T, dtype="uint8"), "out": at(H * T - 1, H, ROWS, dtype="uint8")},
         "unpermute": {"y": x, "x": rows},
@@ -335,7 +335,7 @@ def test_captured_in_a_graph(cuda):
         routing.copy_(torch.from_numpy(ids))
         graph.replay()
         want = oracle.row_map(ids, experts, rows, 16)
-        runner.same_bits(m[3].cpu().numpy(), want.source, "source")
+        runner.same_bits(m[3].cpu().numpy(), want.row_source, "row_source")
         runner.same_bits(moved.cpu().numpy(), oracle.permute(x.cpu().numpy(), want), "permute")
         runner.same_bits(y.cpu().numpy(), oracle.unpermute(oracle.permute(x.cpu().numpy(), want), want), "unpermute")
 

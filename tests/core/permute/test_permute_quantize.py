@@ -59,7 +59,7 @@ def maps(fmt: str, sizes=SIZES) -> Iterator[tuple[str, Map]]:
 
 
 def source_of(be: Any, m: Map) -> tuple[Any, ...]:
-    return SOURCES["permuted"], put(be, m.row_id_map), put(be, m.source)
+    return SOURCES["permuted"], put(be, m.row_id_map), put(be, m.row_source)
 
 
 def options_of(fmt: str, shape: tuple[int, ...], dtype: str, turn: int) -> dict[str, Any]:
@@ -197,9 +197,9 @@ def test_many_rows_captured(fmt, cuda):
     blocks = [-(-n // runner.ROWS[fmt]["block_rows"]) for n in shape]
     out = torch.empty(shape, dtype=torch.uint8, device="cuda"), torch.empty(blocks, device="cuda")
 
-    def run(x: Any, to: Any, source: Any) -> None:
+    def run(x: Any, to: Any, row_source: Any) -> None:
         data = out[0].view(getattr(torch, runner.payload(fmt)))
-        given = (SOURCES["permuted"], to, source)
+        given = (SOURCES["permuted"], to, row_source)
         core._core.quantize(
             x, runner.IDS[fmt], 0, 0.0, runner.COMPUTE, *[None] * 4, data, out[1], None, None, source=given
         )
@@ -316,7 +316,7 @@ def test_maps_that_lie(fmt, device):
             like = oracle.quantize(np.zeros((rows, width), x.dtype), fmt, **options)
             runner.quantize(be, x, like, fmt, source=source_of(be, m), offset=turn % 2, **options)
             honest = core.invert_map(m.row_id_map, rows)
-            truth = m._replace(row_id_map=honest.row_id_map, source=honest.source)
+            truth = m._replace(row_id_map=honest.row_id_map, row_source=honest.row_source)
             check(be, fmt, x, truth, options, f"{fmt} {turn}")
 
 
@@ -337,7 +337,7 @@ def test_refusals(device):
     ids = top_k(cases.rng_for("refusals"), 40, 4, 2)
     m = moe_oracle.row_map(ids, 4, 96, 16)
     x = np.ones((40, 32), np.float32)
-    kind, to, source = source_of(be, m)
+    kind, to, row_source = source_of(be, m)
     wrong = be.put(np.ones((40, 2), np.float32), "float32")
 
     def call(error: type[Exception], match: str, given: tuple[Any, ...], fmt: str = "fp8_e4m3_tensor", x=x, rows=96):
@@ -345,19 +345,19 @@ def test_refusals(device):
         with pytest.raises(error, match=match):
             runner.quantize(be, x, like, fmt, source=given)
 
-    call(TypeError, "row_id_map is missing", (kind, None, source))
-    call(TypeError, "source is missing", (kind, to, None), rows=1)
-    call(TypeError, "row_id_map must be int32", (kind, wrong, source))
-    call(TypeError, "source must be int32", (kind, to, be.put(np.ones(96, np.float32), "float32")))
-    call(ValueError, "two dimensions", (kind, source, source))
-    call(ValueError, r"row_id_map must be \[41, 2\]", (kind, to, source), x=np.ones((41, 32), np.float32))
-    call(ValueError, r"rowwise data .* must be \[96, 32\]", (kind, to, source), rows=80)
-    call(NotImplementedError, "slots", (kind, be.put(np.zeros((40, 2049), np.int32), "int32"), source))
-    call(TypeError, "of permuted rows", (kind, to, source, None))
-    call(TypeError, "of permuted rows", (SOURCES["plain"], to, source), rows=40)
+    call(TypeError, "row_id_map is missing", (kind, None, row_source))
+    call(TypeError, "row_source is missing", (kind, to, None), rows=1)
+    call(TypeError, "row_id_map must be int32", (kind, wrong, row_source))
+    call(TypeError, "row_source must be int32", (kind, to, be.put(np.ones(96, np.float32), "float32")))
+    call(ValueError, "two dimensions", (kind, row_source, row_source))
+    call(ValueError, r"row_id_map must be \[41, 2\]", (kind, to, row_source), x=np.ones((41, 32), np.float32))
+    call(ValueError, r"rowwise data .* must be \[96, 32\]", (kind, to, row_source), rows=80)
+    call(NotImplementedError, "slots", (kind, be.put(np.zeros((40, 2049), np.int32), "int32"), row_source))
+    call(TypeError, "of permuted rows", (kind, to, row_source, None))
+    call(TypeError, "of permuted rows", (SOURCES["plain"], to, row_source), rows=40)
     call(TypeError, "of permuted rows", (kind, 0, False, None, None, None, None, None), rows=1)
     short = moe_oracle.row_map(ids, 4, 90)
-    call(ValueError, "multiple", (kind, put(be, short.row_id_map), put(be, short.source)), fmt="nvfp4", rows=96)
+    call(ValueError, "multiple", (kind, put(be, short.row_id_map), put(be, short.row_source)), fmt="nvfp4", rows=96)
 
 
 def test_overlaps_are_refused():
@@ -365,7 +365,7 @@ def test_overlaps_are_refused():
     codes = runner.CODES
     x = (memory[:1280].view(np.float32).reshape(40, 8), codes["float32"])
     to = (memory[2048:2208].view(np.int32).reshape(40, 1), codes["int32"])
-    source = (memory[3072:3232].view(np.int32), codes["int32"])
+    row_source = (memory[3072:3232].view(np.int32), codes["int32"])
     scale = (memory[8192:8196].view(np.float32), codes["float32"])
     amax = (memory[9216:9220].view(np.float32), codes["float32"])
     for start in (1000, 2100, 3000):
@@ -374,7 +374,7 @@ def test_overlaps_are_refused():
             core._core.quantize(
                 *(x, runner.IDS["fp8_e4m3_tensor"], 0, 0.0, runner.COMPUTE, amax),
                 *(None, None, None, data, scale, None, None),
-                source=(SOURCES["permuted"], to, source),
+                source=(SOURCES["permuted"], to, row_source),
             )
     assert (memory == runner.POISON).all()
 

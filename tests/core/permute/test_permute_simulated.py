@@ -33,7 +33,7 @@ class Call(ctypes.Structure):
     _fields_ = (
         ("inputs", Tensor * 4),
         ("outputs", Tensor * 4),
-        *((name, Tensor) for name in ("row_id_map", "source", "probs", "permuted_probs")),
+        *((name, Tensor) for name in ("row_id_map", "row_source", "probs", "permuted_probs")),
         ("fill", ctypes.c_uint32 * 4),
         *((name, ctypes.c_int32) for name in ("planes", "sm_count", "seed")),
     )
@@ -56,12 +56,12 @@ def check(library: ctypes.CDLL, planes: tuple[tuple[int, str, int], ...], fullne
     out = runner.Outputs(be)
     given = [be.put(x, x.dtype.name) for x in data]
     made = [out.new(str(i), (rows, *x.shape[1:]), x.dtype.name) for i, x in enumerate(data)]
-    maps = [be.put(m.row_id_map, "int32"), be.put(m.source, "int32")]
+    maps = [be.put(m.row_id_map, "int32"), be.put(m.row_source, "int32")]
     if probs is not None:
         maps += [be.put(probs, probs.dtype.name), out.new("probs", (rows,), probs.dtype.name)]
     for i, (_, _, fill) in enumerate(planes):
         call.inputs[i], call.outputs[i], call.fill[i] = Tensor.of(given[i]), Tensor.of(made[i]), fill
-    for field, operand in zip(("row_id_map", "source", "probs", "permuted_probs"), maps, strict=False):
+    for field, operand in zip(("row_id_map", "row_source", "probs", "permuted_probs"), maps, strict=False):
         setattr(call, field, Tensor.of(operand))
     call.planes, call.sm_count, call.seed = len(planes), SIMULATED_SMS, int(rng.integers(1 << 30))
     message, launches = ctypes.create_string_buffer(256), ctypes.c_int()

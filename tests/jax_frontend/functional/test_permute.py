@@ -114,7 +114,7 @@ def test_how_many_rows(kind):
         assert (np.asarray(m) < rows).all()
         tools.same(dj.moe_unpermute(got, m), oracle.unpermute(np.asarray(got), want))
     aligned = dj.moe_map(routing, E, map_type=kind, align_size=16)
-    assert aligned.source.shape == ((T * slots + E * 15) // 16 * 16,)
+    assert aligned.row_source.shape == ((T * slots + E * 15) // 16 * 16,)
 
 
 def test_a_row_map_stands_for_the_routing():
@@ -234,13 +234,13 @@ def test_counts_that_lie():
         to = oracle.row_map(MASK, E, T * E).row_id_map.astype(np.int64)
         to = np.where(to >= 0, to + np.cumsum(pad) - pad, -1)
         to[to >= rows] = -1
-        source = np.full(rows, -1)
-        source[to.reshape(-1)[to.reshape(-1) >= 0]] = np.flatnonzero(to.reshape(-1) >= 0)
+        row_source = np.full(rows, -1)
+        row_source[to.reshape(-1)[to.reshape(-1) >= 0]] = np.flatnonzero(to.reshape(-1) >= 0)
         moved, _, row_id_map, _, got = dj.moe_permute_and_pad_with_probs(
             X, PROBS, MASK, counts, align, num_out_tokens=rows
         )
         tools.same(row_id_map, to.astype(np.int32))
-        tools.same(moved, np.where(source[:, None] >= 0, X[source // E], np.float32(0)))
+        tools.same(moved, np.where(row_source[:, None] >= 0, X[row_source // E], np.float32(0)))
         assert np.array_equal(got, np.diff(np.minimum(np.cumsum([0, *target]), rows)))
     for counts in ([2**31 - 1] * 4 + [-(2**31)], [-9, 2**31 - 1, 0, 5, -1]):
         _, _, row_id_map, _, target = dj.moe_permute_and_pad_with_probs(
@@ -264,8 +264,8 @@ def test_offsets_that_leave_the_rows():
 
 def test_chunks(device):
     for sizes, order in (([3, 0, 30, 4], [3, 1, 0, 2]), ([-4, 6, 2**31 - 1, 4], [2, 2, 9, 0]), ([2, 3], [1, -1])):
-        to, source = oracle.chunk_map(np.array(sizes, np.int32), np.array(order, np.int32), T)
-        want = oracle.Map(to, source, *2 * (np.zeros(1, np.int32),))
+        to, row_source = oracle.chunk_map(np.array(sizes, np.int32), np.array(order, np.int32), T)
+        want = oracle.Map(to, row_source, *2 * (np.zeros(1, np.int32),))
         for dtype in (np.int32, np.int64):
             given = np.array(sizes, dtype), np.array(order, dtype)
             for shape in ((T,), (T, 1)):

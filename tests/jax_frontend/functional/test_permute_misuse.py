@@ -161,17 +161,17 @@ def test_maps_that_lie():
         probs = cases.rng_for(f"jax-lie-p-{turn}").random(to.shape).astype(np.float32)
         y, pull = jax.vjp(lambda x, p, to=m.row_id_map: dj.moe_unpermute(x, to, p), x, probs)
         tools.same(y, oracle.unpermute(x, honest, probs))
-        source = np.full(rows, -1, np.int32)
+        row_source = np.full(rows, -1, np.int32)
         flat = to.reshape(-1)
-        source[flat[flat >= 0]] = np.flatnonzero(flat >= 0)  # of several, the last
+        row_source[flat[flat >= 0]] = np.flatnonzero(flat >= 0)  # of several, the last
         kept = np.full(flat.shape, -1, np.int32)
-        kept[source[source >= 0]] = np.flatnonzero(source >= 0)
-        alone = oracle.Map(kept.reshape(to.shape), source, *m[2:])
+        kept[row_source[row_source >= 0]] = np.flatnonzero(row_source >= 0)
+        alone = oracle.Map(kept.reshape(to.shape), row_source, *m[2:])
         dx, dprobs = pull(dy)
         tools.same(dx, oracle.unpermute_dx(np.asarray(dy), alone, probs))
         exact, allowed = oracle.unpermute_dprobs(np.asarray(dy), x, alone)
         assert (np.abs(np.asarray(dprobs) - exact) <= allowed + np.abs(exact) * 2.0**-23).all()
-        hostile = dj.RowMap(*(jnp.asarray(v) for v in (m.row_id_map, *m[2:], m.source)))
+        hostile = dj.RowMap(*(jnp.asarray(v) for v in (m.row_id_map, *m[2:], m.row_source)))
         tokens = jnp.ones((len(to), 16))
         moved, pull = jax.vjp(lambda x, p, m=hostile: dj.moe_permute_with_probs(x, p, m)[:2], tokens, probs)
         dx, dprobs = pull(moved)  # in bounds, whatever they hold

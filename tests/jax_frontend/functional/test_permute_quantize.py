@@ -76,7 +76,7 @@ def test_bits(name, rows, device):
 @pytest.mark.parametrize("dtype", cases.INPUT_DTYPES)
 def test_given_amaxes_dtypes_and_leading_dimensions(dtype):
     x, m = tools.normal("x", (3, 20, H), dtype), map_for("given", tokens=60)
-    one, each = jnp.full(1, 7.0), jnp.asarray(cases.rng_for("each").random(len(m.source)) + 3, jnp.float32)
+    one, each = jnp.full(1, 7.0), jnp.asarray(cases.rng_for("each").random(len(m.row_source)) + 3, jnp.float32)
     for quantizer, given in (
         (Float8CurrentScalingQuantizer(), {"amax": one}),
         (Float8CurrentScalingQuantizer(), {"amax": 7.0}),
@@ -121,7 +121,7 @@ def test_permuted_rows_are_never_stored():
     assert [tools.calls(op) - n for op, n in zip(("quantize", "permute"), before, strict=True)] == [1, 0]
     text = tools.hlo(lambda x, m: dj.moe_permute_and_quantize(x, m, MX), x, m)
     assert tools.custom_calls(text) == ["diptych_quantize"]
-    assert f"{len(m.source)}x{H}xf32" not in text and f"{len(m.source)}x{H}x" in text
+    assert f"{len(m.row_source)}x{H}xf32" not in text and f"{len(m.row_source)}x{H}x" in text
 
 
 def test_no_derivative_with_respect_to_tokens():
@@ -156,7 +156,7 @@ def test_a_quantizer_of_ones_own():
 @pytest.mark.parametrize("flags", [0, ROW_AMAX, RHT, RHT | RHT_SIGNS | ROW_AMAX])
 def test_amaxes(flags, device):
     x, m = tools.normal("amax", (T, H), "bfloat16") * 8, map_for("amax", 48)
-    f = sources.permuted(x, m.row_id_map, m.source)
+    f = sources.permuted(x, m.row_id_map, m.row_source)
     got = quantize_ops.amax(x, flags, f.source, f.operands, columnwise=True)
     want = quantize_ops.amax(dj.moe_permute(x, m)[0], flags, columnwise=True)
     tools.same_tree(got, want)
@@ -170,7 +170,7 @@ def test_amaxes_over_a_group():
     for quantizer in (Float8CurrentScalingQuantizer(), NVFP4Quantizer(), NVFP4Quantizer(row_scaled_nvfp4=True)):
 
         def of_source(x, m, quantizer=quantizer):
-            f = sources.permuted(x, m.row_id_map, m.source)
+            f = sources.permuted(x, m.row_id_map, m.row_source)
             return f.quantize(quantizer, amax_group="i")[0], f.with_amax("i").amax
 
         def of_rows(x, m, quantizer=quantizer):
@@ -183,7 +183,7 @@ def test_amaxes_over_a_group():
 
 def test_column_sums(device):
     x, m = tools.normal("sums", (T, H), "bfloat16"), map_for("sums")
-    q, total = sources.permuted(x, m.row_id_map, m.source).quantize(MX, column_sum="float32")
+    q, total = sources.permuted(x, m.row_id_map, m.row_source).quantize(MX, column_sum="float32")
     moved = dj.moe_permute(x, m)[0]
     same_array(q, dj.quantize(moved, MX))
     tools.same(total, fused_oracle.column_sum(np.asarray(moved, np.float32), np.dtype(np.float32)))
@@ -237,19 +237,19 @@ def test_shard_map(specs):
     mesh = jax.sharding.Mesh(np.asarray(jax.devices("cpu")[:2]), ("i",))
     x, m = XS if specs[0] == P("i") else XS[:1], dj.RowMap(*MAPS)
     given = [v[:2] if s == P("i") else v[:1] for v, s in zip((x, m.row_id_map), specs, strict=True)]
-    source = m.source[: len(given[1])]
+    row_source = m.row_source[: len(given[1])]
 
-    def local(x, row_id_map, source):
-        row_map = dj.RowMap(row_id_map[0], m.tokens_per_expert[0], m.expert_offsets[0], source[0])
+    def local(x, row_id_map, row_source):
+        row_map = dj.RowMap(row_id_map[0], m.tokens_per_expert[0], m.expert_offsets[0], row_source[0])
         return jax.tree.map(
             lambda v: v[None], dj.moe_permute_and_quantize(x[0], row_map, Float8CurrentScalingQuantizer())
         )
 
     f = jax.shard_map(local, mesh=mesh, in_specs=(*specs, specs[1]), out_specs=P("i"))
     # JAX indexes an axis that is sharded by a sum, in which -0 becomes 0: only copies on the host are indexed.
-    got = jax.tree.map(np.asarray, jax.jit(f)(*given, source))
+    got = jax.tree.map(np.asarray, jax.jit(f)(*given, row_source))
     for i in range(2):
-        row_map = jax.tree.map(lambda v, i=i: jnp.asarray(v[i % len(source)]), m)
+        row_map = jax.tree.map(lambda v, i=i: jnp.asarray(v[i % len(row_source)]), m)
         want = two_steps(x[i % len(x)], row_map, Float8CurrentScalingQuantizer())
         tools.same_tree(jax.tree.map(lambda v, i=i: v[i], got), want)
 
@@ -284,7 +284,7 @@ def test_maps_that_lie(name, device):
     same_array(got, two_steps(x, m, kind.quantizer, **state))
     for turn in range(4):
         liar = lie(f"jax-{turn}", tokens=T, slots=(3, 1, 40, 300)[turn], rows=48)
-        both = m._replace(row_id_map=liar.row_id_map, source=liar.source)
+        both = m._replace(row_id_map=liar.row_id_map, row_source=liar.row_source)
         out = jax.block_until_ready(dj.moe_permute_and_quantize(x, both, kind.quantizer, **state))
         assert out.shape == (48, H)
 
@@ -314,14 +314,26 @@ BAD = {
     ),
     "no RowMap": (lambda: verb(X, MAP.row_id_map, MX), ArgumentError, "row_map must be a RowMap, got .*; moe_map"),
     "long map": (lambda: verb(X, LONG, MX), DTypeError, "row_id_map must be int32, got int64"),
-    "long source": (
-        lambda: verb(X, MAP._replace(source=LONG.source), MX),
+    "long row_source": (
+        lambda: verb(X, MAP._replace(row_source=LONG.row_source), MX),
         DTypeError,
-        "source must be int32, got int6",
+        "row_source must be int32, got int6",
     ),
-    "map's rank": (lambda: verb(X, MAP._replace(row_id_map=MAP.source), MX), ShapeError, "row_id_map must have 2 dim"),
-    "source's rank": (lambda: verb(X, MAP._replace(source=MAP.row_id_map), MX), ShapeError, "source must have 1 dim"),
-    "no source": (lambda: verb(X, MAP._replace(source=None), MX), ArgumentError, "source must be a JAX or NumPy array"),
+    "map's rank": (
+        lambda: verb(X, MAP._replace(row_id_map=MAP.row_source), MX),
+        ShapeError,
+        "row_id_map must have 2 dim",
+    ),
+    "row_source's rank": (
+        lambda: verb(X, MAP._replace(row_source=MAP.row_id_map), MX),
+        ShapeError,
+        "row_source must have 1 dim",
+    ),
+    "no row_source": (
+        lambda: verb(X, MAP._replace(row_source=None), MX),
+        ArgumentError,
+        "row_source must be a JAX or NumPy array",
+    ),
     "tokens": (lambda: verb(X[1:], MAP, MX), ShapeError, "inp must have a row for each of row_map's tokens, 37"),
     "one token": (lambda: verb(X[0], MAP, MX), ShapeError, r"inp must be \[\.\.\., H\]"),
     "float64": (lambda: verb(X.astype(np.float64), MAP, MX), DTypeError, "inp must be float32, bfloat16 or float16"),
@@ -357,11 +369,11 @@ def test_bad_calls(name):
 
 
 def test_the_primitive_names_what_does_not_fit():
-    f = sources.permuted(jnp.asarray(X), MAP.row_id_map, MAP.source)
+    f = sources.permuted(jnp.asarray(X), MAP.row_id_map, MAP.row_source)
     with pytest.raises(ShapeError, match=r"quantize .*x must have a row for each of the map's tokens, 37"):
         quantize_ops.quantize(f.x[1:], MX, source=f.source, operands=f.operands)
-    with pytest.raises(DTypeError, match="amax: source must be int32"):
-        quantize_ops.amax(f.x, 0, f.source, (MAP.row_id_map, MAP.source.astype("float32")), columnwise=True)
+    with pytest.raises(DTypeError, match="amax: row_source must be int32"):
+        quantize_ops.amax(f.x, 0, f.source, (MAP.row_id_map, MAP.row_source.astype("float32")), columnwise=True)
 
 
 def test_block_quantizers_of_both_dimensions_on_views():

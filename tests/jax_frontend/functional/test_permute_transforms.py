@@ -58,7 +58,7 @@ def test_nested_vmap_of_maps_and_chunks():
     got = jax.vmap(jax.vmap(f, (0, None, 0)), (None, 0, None))(MS, orders, XS)
     for i, j in itertools.product(range(2), range(3)):
         tools.same_tree(jax.tree.map(lambda v, i=i, j=j: v[i, j], got), f(MS[j], orders[i], XS[j]))
-    assert jax.vmap(lambda m: dj.moe_map(m).source)(np.zeros((0, T, E), bool)).shape == (0, T * E)
+    assert jax.vmap(lambda m: dj.moe_map(m).row_source)(np.zeros((0, T, E), bool)).shape == (0, T * E)
 
 
 @pytest.mark.parametrize("policy", [None, "everything_saveable", "nothing_saveable", "dots_saveable"])

@@ -52,7 +52,7 @@ def operands(name: str, m: dj.RowMap, dtypes: tuple[str, str, str] = ("float32",
     x, kernel, bias, dy = (
         tools.normal(f"permuted-{name}-{i}", shape, dtype)
         for i, (shape, dtype) in enumerate(
-            zip(((*front, K), (G, N, K), (G, N), (len(m.source), N)), (*dtypes, dtypes[0]), strict=True)
+            zip(((*front, K), (G, N, K), (G, N), (len(m.row_source), N)), (*dtypes, dtypes[0]), strict=True)
         )
     )
     return [x, kernel, bias, dy]
@@ -155,7 +155,7 @@ def test_permuted_rows_are_never_stored(keep):
     before = [tools.calls(op) for op in ops]
     jax.block_until_ready(step(permuting, MX, *args, save_original_input=keep))
     assert [tools.calls(op) - n for op, n in zip(ops, before, strict=True)] == [0, 1, 3, 0, 1 + G + 1 + keep]
-    rows = f"{len(m.source)}x{K}xf32"
+    rows = f"{len(m.row_source)}x{K}xf32"
     texts = [
         tools.hlo(lambda x, kernel, m, fn=fn: fn(x, kernel, None, m, recipe=MX), *args[:2], m)
         for fn in (composed, permuting)
@@ -166,7 +166,7 @@ def test_permuted_rows_are_never_stored(keep):
 def test_backward_keeps_what_it_keeps_of_permuted_rows_or_the_tokens():
     m = map_for("saved")
     x, kernel, bias, _ = operands("saved", m)
-    kept = x.size, len(m.source) * K
+    kept = x.size, len(m.row_source) * K
     for keep, recipe in ((False, MX), (True, MX), (False, CustomRecipe(_but("input", "wgrad")))):
         found = []
         for layer in (composed, permuting):
@@ -394,7 +394,7 @@ def test_amaxes_over_a_group(keep):
 
 @pytest.mark.parametrize("name", ["fp8-delayed", "mxfp8", "fp8-block"])
 def test_maps_that_lie(name, device):
-    """Whatever stands in row_id_map and source, nothing breaks; dx is the sum of the rows that a token names."""
+    """Whatever stands in row_id_map and row_source, nothing breaks; dx is the sum of the rows that a token names."""
     recipe, m = EVERY[name], map_for("lie", 96)
     x, kernel, bias, dy = operands("lie", m)
     honest = grads_of(
@@ -403,10 +403,10 @@ def test_maps_that_lie(name, device):
     )  # fmt: skip
     for turn in range(3):
         liar = lie(f"layer-{turn}", tokens=T, slots=(3, 1, 40)[turn], rows=96)
-        wild = m._replace(row_id_map=jnp.asarray(liar.row_id_map), source=jnp.asarray(liar.source))
+        wild = m._replace(row_id_map=jnp.asarray(liar.row_id_map), row_source=jnp.asarray(liar.row_source))
         y, grads = step(permuting, recipe, x, kernel, bias, dy, wild, save_original_input=turn == 1)
         assert y.shape == (96, N)
-        # CPUs ask `source` where a row comes from. GPUs ask row_id_map where it goes: rows may be left out then.
+        # CPUs ask `row_source` where a row comes from. GPUs ask row_id_map where it goes: rows may be left out then.
         assert device == "cuda" or bool(jnp.isfinite(y).all())
         tools.same(grads[0], dj.moe_unpermute(honest[0], wild.row_id_map))
 
@@ -414,7 +414,7 @@ def test_maps_that_lie(name, device):
 @pytest.mark.parametrize("tokens, rows", [(0, 32), (5, 0), (16, 32)])
 def test_nothing_to_move(tokens, rows):
     m = dj.moe_map(np.full((tokens, 2), -1, np.int32), G, map_type="index", num_out_tokens=rows or None)
-    m = m if rows else dj.RowMap(m.row_id_map, m.tokens_per_expert, m.expert_offsets, m.source[:0])
+    m = m if rows else dj.RowMap(m.row_id_map, m.tokens_per_expert, m.expert_offsets, m.row_source[:0])
     x, kernel, bias, dy = operands("nothing", m, front=(tokens,))
     for recipe in (MX, EVERY["fp8-current"], None):
         y, (dx, dkernel, dbias, _) = step(permuting, recipe, x, kernel, bias, dy, m)
@@ -433,7 +433,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "both": ({"offsets": MAP.expert_offsets}, ValueError, "give the groups once, as offsets or by a row_map"),
     "neither": ({"row_map": None}, ValueError, "give the groups once, as offsets or by a row_map"),
     "no RowMap": ({"row_map": MAP.row_id_map}, ArgumentError, "row_map must be a RowMap, got .*; moe_map"),
-    "source": ({"row_map": MAP._replace(source=np.zeros(9, np.int64))}, DTypeError, "source must be int32"),
+    "row_source": ({"row_map": MAP._replace(row_source=np.zeros(9, np.int64))}, DTypeError, "row_source must be int32"),
     "tokens": (
         {"row_map": map_for("bad", tokens=T + 1)},
         ShapeError,

@@ -98,8 +98,8 @@ def test_bits_of_the_oracle(dtype, device):
 def test_plain_indexing_in_float64():
     for label, routing, given, m in cases_of():
         tokens, slots = m.row_id_map.shape
-        token = torch.from_numpy(m.source.astype(np.int64) // max(1, slots))
-        there, at = torch.from_numpy(m.source >= 0), torch.from_numpy(m.source.clip(0).astype(np.int64))
+        token = torch.from_numpy(m.row_source.astype(np.int64) // max(1, slots))
+        there, at = torch.from_numpy(m.row_source >= 0), torch.from_numpy(m.row_source.clip(0).astype(np.int64))
         x = draw(label, (tokens, H)).double().requires_grad_()
         probs = draw(f"p {label}", (tokens, slots)).double().requires_grad_()
 
@@ -229,8 +229,8 @@ def test_the_deprecated_name_of_merging_probs():
 def test_chunks(name, device):
     sizes, order, tokens = CHUNKS[name]
     numbers = np.array(sizes, np.int32), np.array(order, np.int32)
-    to, source = oracle.chunk_map(*numbers, tokens)
-    m = oracle.Map(to, source, to, to)
+    to, row_source = oracle.chunk_map(*numbers, tokens)
+    m = oracle.Map(to, row_source, to, to)
     x, probs = draw(name, (tokens, H), "bfloat16", device).requires_grad_(), draw(f"p {name}", (tokens,)).to(device)
     for dtype in (torch.int32, torch.int64):
         given = [torch.from_numpy(n).to(device, dtype) for n in numbers]
@@ -359,9 +359,9 @@ def test_hostile_maps(device):
         edges = np.array([-1, -7, rows, rows + 1, 2**31 - 1, -(2**31), 0, 1])
         ids = rng.choice(np.concatenate([edges, np.arange(rows)]), (tokens, slots)).astype(np.int32)
         known = np.where((ids >= 0) & (ids < rows), ids, -1)
-        source = np.full(rows, -1, np.int32)
-        source[known.reshape(-1)[known.reshape(-1) >= 0]] = np.flatnonzero(known.reshape(-1) >= 0)
-        m = oracle.Map(known, source, source, source)
+        row_source = np.full(rows, -1, np.int32)
+        row_source[known.reshape(-1)[known.reshape(-1) >= 0]] = np.flatnonzero(known.reshape(-1) >= 0)
+        m = oracle.Map(known, row_source, row_source, row_source)
         x, probs = draw("x", (rows, H), "float32", device), draw("p", (tokens, slots), "float32", device)
         given = torch.from_numpy(ids).to(device)
         for p in (None, probs):

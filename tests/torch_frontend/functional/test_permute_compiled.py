@@ -278,9 +278,9 @@ def test_ops_have_one_layout_fake_and_real():
         (ops.permute_map, (inputs.ids, False, E, 30, 1)),
         (ops.chunk_map, (size, order, 6)),
         (ops.invert_map, (m.row_id_map, 30)),
-        (ops.permute, ([x, x[:, 0]], [0, 0], m.row_id_map, m.source, probs, True)),
-        (ops.permute_columns, (x.t().contiguous().to(torch.uint8), m.source, E)),
+        (ops.permute, ([x, x[:, 0]], [0, 0], m.row_id_map, m.row_source, probs, True)),
+        (ops.permute_columns, (x.t().contiguous().to(torch.uint8), m.row_source, E)),
         (ops.unpermute, (rows, m.row_id_map, probs, rows[:, 0])),
-        (ops.unpermute_grad, (x, m.row_id_map, m.source, probs, rows)),
+        (ops.unpermute_grad, (x, m.row_id_map, m.row_source, probs, rows)),
     ):
         opcheck(op.default, args, test_utils=("test_schema", "test_faketensor", "test_aot_dispatch_dynamic"))

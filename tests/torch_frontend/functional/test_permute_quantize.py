@@ -76,7 +76,7 @@ def test_bits_and_gradients(name, mode, device):
         for call in (two_steps, fn):
             v = x.clone().requires_grad_()
             out = call(v, m, q, **given)
-            dy = normal("dy", (len(m.source), K), "bfloat16", device)
+            dy = normal("dy", (len(m.row_source), K), "bfloat16", device)
             out.backward(dy)
             results.append((out.detach(), v.grad))
         (want, dx), (got, grad) = results
@@ -104,7 +104,11 @@ def test_many_tiles_of_rows(block, rows, width, cuda):
 
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16", "float16"))
 def test_given_amaxes_and_dtypes(dtype):
-    x, m, rows = normal("x", (3, 20, K), dtype), map_for("given", tokens=60), map_for("given", tokens=60).source.numel()
+    x, m, rows = (
+        normal("x", (3, 20, K), dtype),
+        map_for("given", tokens=60),
+        map_for("given", tokens=60).row_source.numel(),
+    )
     one, each = torch.full((1,), 7.0), torch.rand(rows) + 3
     for quantizer, given in (
         (Float8CurrentScalingQuantizer(), {"amax": one}),
@@ -224,8 +228,8 @@ def test_maps_that_lie(name, device):
     same_buffers(dt.moe_permute_and_quantize(x, m._replace(row_id_map=to), quantizer, **given), want)
     for turn in range(4):
         liar = lie(f"torch-{turn}", tokens=T, slots=(3, 1, 40, 300)[turn], rows=48)
-        maps = [torch.from_numpy(t).to(device) for t in (liar.row_id_map, liar.source)]
-        both = m._replace(row_id_map=maps[0], source=maps[1])
+        maps = [torch.from_numpy(t).to(device) for t in (liar.row_id_map, liar.row_source)]
+        both = m._replace(row_id_map=maps[0], row_source=maps[1])
         v = x.clone().requires_grad_()
         out = dt.moe_permute_and_quantize(v, both, quantizer, **given)
         assert out.shape == (48, K)
@@ -251,16 +255,16 @@ verb: Callable[..., Any] = dt.moe_permute_and_quantize
 
 
 def test_bad_calls():
-    rht, bad = NVFP4Quantizer(with_rht=True), MAP._replace(source=MAP.source.long())
+    rht, bad = NVFP4Quantizer(with_rht=True), MAP._replace(row_source=MAP.row_source.long())
     odd = dt.moe_map(torch.ones(T, 1, dtype=torch.bool))
-    doubles = MAP.source.to(torch.float64)
+    doubles = MAP.row_source.to(torch.float64)
     misuse: tuple[tuple[Callable[[], Any], type[Exception], str], ...] = (
         (lambda: verb(3, MAP, MX), TypeError, "moe_permute_and_quantize: inp must be a torch.Tensor, got int"),
         (lambda: verb(X, MAP, 3), TypeError, "moe_permute_and_quantize: quantizer must be"),
         (lambda: verb(X, MAP.row_id_map, MX), TypeError, "row_map must be a RowMap, got Tensor"),
         (lambda: verb(X, MAP._replace(row_id_map=doubles), MX), TypeError, "row_id_map must be int32, got float64"),
-        (lambda: verb(X, bad, MX), TypeError, "source must be int32, got int64"),
-        (lambda: verb(X, MAP._replace(source=MAP.row_id_map), MX), ValueError, r"source must be \[rows\]"),
+        (lambda: verb(X, bad, MX), TypeError, "row_source must be int32, got int64"),
+        (lambda: verb(X, MAP._replace(row_source=MAP.row_id_map), MX), ValueError, r"row_source must be \[rows\]"),
         (lambda: verb(X[1:], MAP, MX), ValueError, "inp must have a row for each of row_map's tokens, 37"),
         (lambda: verb(X[0], MAP, MX), ValueError, r"inp must be \[\.\.\., H\]"),
         (lambda: verb(X.double(), MAP, MX), TypeError, "inp must be float32, bfloat16 or float16"),

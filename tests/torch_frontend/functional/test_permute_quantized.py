@@ -47,12 +47,12 @@ def mask_for(name: str, device: str) -> torch.Tensor:
     return (normal(f"mask-{name}", (T, E)) > 0.5).to(device)
 
 
-def moved_by_hand(t: torch.Tensor, source: torch.Tensor, fill: int) -> torch.Tensor:
+def moved_by_hand(t: torch.Tensor, row_source: torch.Tensor, fill: int) -> torch.Tensor:
     """Rows of a buffer by plain indexing; absent ones repeat four bytes."""
     flat = t.reshape(t.shape[0] if t.dim() == 1 else t.numel() // t.shape[-1], -1).view(torch.uint8)
     absent = torch.tensor([fill >> (8 * (i % 4)) & 255 for i in range(flat.shape[1])], dtype=torch.uint8)
-    rows = torch.where(source[:, None] >= 0, flat[source.clamp(0).long() // E], absent.to(t.device))
-    return rows.view(t.dtype).reshape(len(source), *t.shape[1:])
+    rows = torch.where(row_source[:, None] >= 0, flat[row_source.clamp(0).long() // E], absent.to(t.device))
+    return rows.view(t.dtype).reshape(len(row_source), *t.shape[1:])
 
 
 @pytest.mark.parametrize("name, mode", CASES)
@@ -61,7 +61,7 @@ def test_buffers_and_gradients(name, mode, device):
     q = quantized(normal(name, (T, K), "bfloat16", device), quantizer).requires_grad_()
     m = dt.moe_map(mask_for(name, device), align_size=8)
     out, ids = in_mode(dt.moe_permute, mode)(q, m)
-    assert isinstance(out, QuantizedTensor) and out.quantizer == quantizer and out.shape == (len(m.source), K)
+    assert isinstance(out, QuantizedTensor) and out.quantizer == quantizer and out.shape == (len(m.row_source), K)
     assert torch.equal(ids, m.row_id_map) and out.dtype == torch.bfloat16 and out.requires_grad
     parts = moved_parts(quantizer)
     for part in BUFFERS:
@@ -70,14 +70,14 @@ def test_buffers_and_gradients(name, mode, device):
         if t is None:
             continue
         if part == "columnwise_data":
-            want = moved_by_hand(t.t().contiguous(), m.source, 0).t()
+            want = moved_by_hand(t.t().contiguous(), m.row_source, 0).t()
         else:
-            want = moved_by_hand(t, m.source, parts[part]) if part in parts else t
+            want = moved_by_hand(t, m.row_source, parts[part]) if part in parts else t
             assert part in parts or got.data_ptr() != t.data_ptr()
         same(got, want.contiguous(), part)
     values = dt.moe_permute(q.detach().dequantize(), m)[0]
     same(out.detach().dequantize(), values, "values")
-    dy = normal("dy", (len(m.source), K), "bfloat16", device)
+    dy = normal("dy", (len(m.row_source), K), "bfloat16", device)
     out.backward(dy)
     assert type(q.grad) is torch.Tensor and q.grad.dtype == torch.bfloat16
     same(q.grad, dt.moe_unpermute(dy, m), "gradient")

@@ -73,7 +73,7 @@ def steps(make: Any, model: Any, name: str, recipe: Recipe | None, wrap: Any = N
     for i, rows in enumerate(ROWS):
         m = map_for(f"{name}-{i}", rows, device)
         x = normal(f"x{i}", (T, K), dtype_of(name), device) * (i + 1)
-        dy = normal(f"dy{i}", (len(m.source), N), dtype_of(name), device)
+        dy = normal(f"dy{i}", (len(m.row_source), N), dtype_of(name), device)
         made |= {f"{i} {k}": t for k, t in step(fn, model, x, m, recipe, dy).items()}
     return made | {k: t.clone() for k, t in model.state_dict().items() if "scale_states" in k or "rng" in k}
 
@@ -124,7 +124,7 @@ def test_one_graph_for_all_sizes(name):
     fn = compiled(permuting(model), dynamic=True)
     for tokens in (40, T, 96):
         m, x = map_for("dynamic", tokens=tokens), normal("x", (tokens, K), dtype_of(name))
-        dy = normal("dy", (len(m.source), N), dtype_of(name))
+        dy = normal("dy", (len(m.row_source), N), dtype_of(name))
         for each in (eager, model):
             if isinstance(recipe, NVFP4BlockScaling):
                 each.seed_rng(SEED)
@@ -173,7 +173,7 @@ def test_permuted_rows_are_never_stored():
     for keep in (False, True):
         model, m, x = layer(K, N, E, save_original_input=keep), map_for("calls"), normal("x", (T, K))
         reset_calls()
-        step(permuting(model), model, x, m, MX, normal("dy", (len(m.source), N)))
+        step(permuting(model), model, x, m, MX, normal("dy", (len(m.row_source), N)))
         assert (calls("permute"), calls("unpermute"), calls("grouped_gemm"), calls("gemm")) == (0, 1, 3, 0)
         assert calls("quantize") == 1 + E + 1 + keep
 
@@ -192,7 +192,7 @@ def test_backward_keeps_what_it_keeps_of_permuted_rows_or_the_tokens():
             found.append(sorted([(str(t.dtype), t.numel()) for t in saved if t.data_ptr() not in maps]))
         plain, got = found
         if keep or recipe is not MX:
-            rows = ("torch.float32", len(m.source) * K)
+            rows = ("torch.float32", len(m.row_source) * K)
             plain[plain.index(rows)] = ("torch.float32", x.numel())
         assert got == sorted(plain)
 
@@ -240,7 +240,7 @@ def test_a_quantized_input(name):
         quantizer = quantizer.with_usage(columnwise=False)
         recipe = recipe.replace(backward_override="dequantized")
     model, x = layer(K, N, E), normal("x", (T, K))
-    dy = normal("dy", (len(m.source), N))
+    dy = normal("dy", (len(m.row_source), N))
     results = []
     for fn in (composed(model), permuting(model)):
         results.append(step(lambda v, m, fn=fn: fn(dt.quantize(v, quantizer), m), model, x, m, recipe, dy))
@@ -252,7 +252,7 @@ def test_a_quantized_input(name):
 def test_under_torchs_autocast():
     """Tokens are cast before their rows move, and sums of dx are rounded to that dtype."""
     model, m, x = layer(K, N, E), map_for("amp", tokens=60), normal("x", (3, 20, K))
-    dy, results = normal("dy", (len(m.source), N), "bfloat16"), []
+    dy, results = normal("dy", (len(m.row_source), N), "bfloat16"), []
     for fn in (lambda v, m: composed(model)(v.bfloat16(), m), permuting(model)):
         with torch.autocast("cpu", torch.bfloat16):
             results.append(step(fn, model, x, m, MX, dy))
@@ -323,14 +323,14 @@ def test_the_function():
 
 def test_bad_input():
     model, m, x = layer(K, N, E), map_for("bad"), normal("x", (T, K))
-    longs, other = m._replace(source=m.source.long()), map_for("bad", tokens=T + 1)
+    longs, other = m._replace(row_source=m.row_source.long()), map_for("bad", tokens=T + 1)
     fewer = m._replace(expert_offsets=m.expert_offsets[1:])
     outside = m._replace(expert_offsets=m.expert_offsets + 4096)
     each: tuple[tuple[dict[str, Any], type[Exception], str], ...] = (
         ({"row_map": m, "offsets": m.expert_offsets}, ValueError, "give the groups once"),
         ({"row_map": m, "m_splits": m.tokens_per_expert}, ValueError, "give the groups once"),
         ({"row_map": m.row_id_map}, TypeError, "row_map must be a RowMap, got Tensor; moe_map"),
-        ({"row_map": longs}, TypeError, "source must be int32"),
+        ({"row_map": longs}, TypeError, "row_source must be int32"),
         ({"row_map": other}, ValueError, "must have a row for each of row_map's tokens, 53"),
         ({"row_map": fewer}, ValueError, r"offsets must be \[5\]"),
         ({"row_map": outside, "align": 16}, ValueError, "outside of the tensor's|rows 4096 to"),
@@ -355,19 +355,19 @@ def test_bad_input():
 
 @pytest.mark.parametrize("name", RECIPE_NAMES)
 def test_maps_that_lie(name, device):
-    """Whatever stands in row_id_map and source, nothing breaks; dx is the sum of the rows that a token names."""
+    """Whatever stands in row_id_map and row_source, nothing breaks; dx is the sum of the rows that a token names."""
     model, m, recipe = layer(K, N, E, device=device), map_for("lie", 96, device), NAMED[name]
     x, dy = normal("x", (T, K), dtype_of(name), device), normal("dy", (96, N), dtype_of(name), device)
     given = {"offsets": m.expert_offsets, "align": ALIGN}
     honest = step(lambda v, _: model(v, **given), model, dt.moe_permute(x, m)[0], m, recipe, dy)
     for turn in range(3):
         liar = lie(f"layer-{turn}", tokens=T, slots=(3, 1, 40)[turn], rows=96)
-        maps = [torch.from_numpy(t).to(device) for t in (liar.row_id_map, liar.source)]
+        maps = [torch.from_numpy(t).to(device) for t in (liar.row_id_map, liar.row_source)]
         model.reset_scale_states()
         model.seed_rng(SEED)
-        got = step(permuting(model), model, x, m._replace(row_id_map=maps[0], source=maps[1]), recipe, dy)
+        got = step(permuting(model), model, x, m._replace(row_id_map=maps[0], row_source=maps[1]), recipe, dy)
         assert got["y"].shape == (96, N)
-        # CPUs ask `source` where a row comes from. GPUs ask row_id_map where it goes: rows may be left out then.
+        # CPUs ask `row_source` where a row comes from. GPUs ask row_id_map where it goes: rows may be left out then.
         assert device == "cuda" or torch.isfinite(got["y"]).all()
         if not isinstance(recipe, NVFP4BlockScaling):  # whose gradients are rounded at random
             same(got["dx"], dt.moe_unpermute(honest["dx"], maps[0]))

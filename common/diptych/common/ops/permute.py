@@ -39,5 +39,5 @@ def map_buffers(tokens: Size, slots: Size, experts: Size, rows: Size) -> tuple[B
         Buffer("row_id_map", (tokens, slots), "int32"),
         Buffer("tokens_per_expert", (experts,), "int32"),
         Buffer("expert_offsets", (experts + 1,), "int32"),
-        Buffer("source", (rows,), "int32"),
+        Buffer("row_source", (rows,), "int32"),
     )

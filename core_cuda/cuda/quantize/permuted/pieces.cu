@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kBlock, 8) permuted_pieces_kernel(const __grid
   const unsigned lane = threadIdx.x % 32;
   const uint32_t item = blockIdx.x * (kBlock / 32) + threadIdx.x / 32, warps = gridDim.x * (kBlock / 32);
   const uint64_t k = p.k;
-  AbsentOfWarp absent(p.row.absent.source, p.rows, item, warps);
+  AbsentOfWarp absent(p.row.absent.row_source, p.rows, item, warps);
 
   if (item < p.items) {
     const uint32_t token = p.by_pieces(item), first = (item - token * p.pieces) * kPiece, col = first + lane * 16;

@@ -216,7 +216,7 @@ RowParams row_params(const TensorView& x, const Source& s) {
   RowParams p{};
   p.x = Elements(x), p.tokens = x.rows(), p.k = x.cols();
   p.row_id_map = s.row_id_map.as<const int>(), p.slots = static_cast<int>(s.row_id_map.cols());
-  p.absent.source = s.row_source.as<const int>(), p.absent.rows = static_cast<int>(s.row_source.numel());
+  p.absent.row_source = s.row_source.as<const int>(), p.absent.rows = static_cast<int>(s.row_source.numel());
   p.vec_x = aligned(x.data, 16) && p.k % 8 == 0;
   return p;
 }

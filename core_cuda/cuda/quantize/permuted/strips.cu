@@ -24,7 +24,7 @@ constexpr int64_t kMostSlots = 8;         // of a token: as many as lanes have a
 struct StripArgs {
   const void* x;
   const int* row_id_map;
-  const int* source;
+  const int* row_source;
   uint8_t* row;  // [rows, k]
   float* scale;  // [tiles_m, tiles_k]; a strip's are amaxes until it is written
   DivideRule rule;
@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kThreads, 6) permuted_strip_kernel(const __gri
     ptx::wait_for_grid_before();
     return;
   }
-  AbsentOfWarp(p.source, p.rows, warp, gridDim.x * kWarps).each([&](uint64_t row) {
+  AbsentOfWarp(p.row_source, p.rows, warp, gridDim.x * kWarps).each([&](uint64_t row) {
     for (uint32_t c = threadIdx.x % 32 * 16; c < p.k; c += kPiece)
       *reinterpret_cast<uint4*>(p.row + row * p.k + c) = make_uint4(0, 0, 0, 0);
   });
@@ -174,7 +174,7 @@ bool permuted_strips_pay(const TileArgs& p, Scaling scaling, const TensorView& r
 Status permuted_strips(const TileArgs& tile, const TensorView& row_id_map, DType element, const Execution& exec) {
   StripArgs p{.x = tile.in.x.data,
               .row_id_map = row_id_map.as<const int>(),
-              .source = tile.in.from.source,
+              .row_source = tile.in.from.row_source,
               .row = tile.row,
               .scale = tile.row_scale,
               .rule = tile.rule};

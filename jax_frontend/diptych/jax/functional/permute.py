@@ -53,13 +53,19 @@ class RowMap(NamedTuple):
 
     `row_id_map`: [T, slots], the row that a slot has among the destination's, or -1; a slot is an expert of a mask, a
     choice of an index map. `tokens_per_expert`: [E], rows that exist. `expert_offsets`: [E + 1], where each expert's
-    region starts, and where the last one ends. `source`: [rows], t * slots + slot of each row, -1 where it is absent.
+    region starts, and where the last one ends. `row_source`: [rows], t * slots + slot of each row, -1 where it is
+    absent.
     """
 
     row_id_map: Array
     tokens_per_expert: Array
     expert_offsets: Array
-    source: Array
+    row_source: Array
+
+    @property
+    def source(self) -> Array:
+        """An earlier name of `row_source`."""
+        return self.row_source
 
 
 # --- what the functions ask for ---
@@ -152,14 +158,17 @@ def _check_rows_alone(op: str, q: QuantizedArray) -> None:
 
 
 def require_row_map(op: str, shape: tuple[Any, ...], row_map: Any, arg: str = "inp") -> tuple[Array, Array]:
-    """row_id_map and source of a `RowMap` whose tokens are the rows of `shape`. **Raises** TypeError, ValueError."""
+    """row_id_map and row_source of a `RowMap` whose tokens are the rows of `shape`.
+
+    **Raises:** TypeError, ValueError.
+    """
     if not isinstance(row_map, RowMap):
         raise ArgumentError(f"{op}: row_map must be a RowMap, got {type(row_map).__name__}; moe_map() makes one")
-    row_id_map, source = (_array(op, part, getattr(row_map, part)) for part in ("row_id_map", "source"))
+    row_id_map, row_source = (_array(op, part, getattr(row_map, part)) for part in ("row_id_map", "row_source"))
     tokens, _ = check_row_map(op, row_id_map, 0)
-    check_rows(op, source, 0)
+    check_rows(op, row_source, 0)
     check_tokens(op, arg, shape, tokens, "row_map's tokens")
-    return jnp.asarray(row_id_map), jnp.asarray(source)
+    return jnp.asarray(row_id_map), jnp.asarray(row_source)
 
 
 def _check_kind(op: str, map_type: Any) -> None:
@@ -270,13 +279,13 @@ def moe_permute(
     _integer(op, "max_token_num", max_token_num, -1)
     row_map = _map_of(op, routing_map, num_out_tokens, num_experts, map_type)
     x = _token_rows(op, inp, row_map.row_id_map.shape[0])
-    return permute(x, row_map.row_id_map, row_map.source)[0], row_map.row_id_map
+    return permute(x, row_map.row_id_map, row_map.row_source)[0], row_map.row_id_map
 
 
 def _with_probs(op: str, inp: Any, probs: Any, row_map: RowMap, zero_prob_is_padding: bool) -> tuple[Rows, Any]:
     x = _token_rows(op, inp, row_map.row_id_map.shape[0])
     probs = slot_probs(op, "probs", probs, row_map.row_id_map.shape)
-    return permute(x, row_map.row_id_map, row_map.source, probs, bool(zero_prob_is_padding))
+    return permute(x, row_map.row_id_map, row_map.row_source, probs, bool(zero_prob_is_padding))
 
 
 def moe_permute_with_probs(
@@ -337,7 +346,7 @@ def _placed_by(
     op: str, row_map: RowMap, routing_map: Any, tokens_per_expert: Any, align: int, num_out_tokens: int | None
 ) -> RowMap:
     """The map whose regions lie as the padding of these counts says: in as many rows, or in those of host counts."""
-    rows, shape = row_map.source.shape[0], row_map.tokens_per_expert.shape
+    rows, shape = row_map.row_source.shape[0], row_map.tokens_per_expert.shape
     counts = _integers(op, "tokens_per_expert", tokens_per_expert, "E")
     if counts.shape != shape:
         raise ShapeError(f"{op}: tokens_per_expert must be {list(shape)}, got {list(counts.shape)}")
@@ -346,8 +355,8 @@ def _placed_by(
         permute_ops.check_routing(op, routing_map.shape, len(counts), rows, align)
     plain = _made_map(op, routing_map, None, "mask", None)
     row_id_map = shifted(plain.row_id_map, padding_before(counts, align), rows)
-    row_id_map, source = permute_ops.invert_map(row_id_map, rows)
-    return RowMap(row_id_map, plain.tokens_per_expert, padded_offsets(counts, align, rows), source)
+    row_id_map, row_source = permute_ops.invert_map(row_id_map, rows)
+    return RowMap(row_id_map, plain.tokens_per_expert, padded_offsets(counts, align, rows), row_source)
 
 
 # --- unpermute ---
@@ -389,7 +398,7 @@ def moe_unpermute(
     if x.ndim < 2:
         raise ShapeError(f"{op}: inp must be [rows, H], got {list(x.shape)}")
     x = x.reshape(shapes.rows_cols(x.shape))
-    row_id_map, source = _map_beside(op, row_id_map, x.shape[0])
+    row_id_map, row_source = _map_beside(op, row_id_map, x.shape[0])
     whole = row_id_map.shape[0], x.shape[1]
     wanted = whole if restore_shape is None else tuple(restore_shape)
     if len(wanted) < 2 or (math.prod(wanted[:-1]), wanted[-1]) != whole:
@@ -403,18 +412,18 @@ def moe_unpermute(
         offsets = _integers(op, "pad_offsets", pad_offsets, "E")
         if offsets.shape != row_id_map.shape[1:]:
             raise ShapeError(f"{op}: pad_offsets must be {list(row_id_map.shape[1:])}, got {list(offsets.shape)}")
-        row_id_map, source = shifted(row_id_map, as_int32(offsets), x.shape[0]), None
-    return unpermute(x, row_id_map, source, merging_probs).reshape(wanted)
+        row_id_map, row_source = shifted(row_id_map, as_int32(offsets), x.shape[0]), None
+    return unpermute(x, row_id_map, row_source, merging_probs).reshape(wanted)
 
 
 def _map_beside(op: str, given: Any, rows: Any) -> tuple[Array, Array | None]:
-    """row_id_map and, of a RowMap, source."""
-    row_id_map, source = (given.row_id_map, given.source) if isinstance(given, RowMap) else (given, None)
+    """row_id_map and, of a RowMap, row_source."""
+    row_id_map, row_source = (given.row_id_map, given.row_source) if isinstance(given, RowMap) else (given, None)
     if _array(op, "row_id_map", row_id_map, 2).dtype.name != "int32":
         raise DTypeError(f"{op}: row_id_map must be int32, got {row_id_map.dtype.name}{list(row_id_map.shape)}")
-    if source is not None and source.shape != (rows,):
-        raise ShapeError(f"{op}: row_id_map is a RowMap of {source.shape[0]} rows, and inp has {rows}")
-    return jnp.asarray(row_id_map), source
+    if row_source is not None and row_source.shape != (rows,):
+        raise ShapeError(f"{op}: row_id_map is a RowMap of {row_source.shape[0]} rows, and inp has {rows}")
+    return jnp.asarray(row_id_map), row_source
 
 
 # --- chunks ---

@@ -71,7 +71,7 @@ def padded_offsets(counts: Any, align: int, rows: Any) -> Array:
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=("row_id_map", "source", "probs", "x"),
+    data_fields=("row_id_map", "row_source", "probs", "x"),
     meta_fields=("rows", "dx", "dprobs"),
 )
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +79,7 @@ class _Saved:
     """The residuals of a backward pass, and which gradients are wanted."""
 
     row_id_map: Array
-    source: Array | None
+    row_source: Array | None
     probs: Array | None
     x: Array | None
     rows: Any
@@ -101,14 +101,14 @@ def _permute(
     zero_prob_is_padding: bool,
     planes: tuple[Array, ...],
     row_id_map: Array,
-    source: Array,
+    row_source: Array,
     probs: Array | None,
 ) -> tuple[tuple[Array, ...], Array | None]:
-    return permute_ops.permute(planes, row_id_map, source, probs, fills, zero_prob_is_padding)
+    return permute_ops.permute(planes, row_id_map, row_source, probs, fills, zero_prob_is_padding)
 
 
 def _permute_forward(
-    fills: tuple[int, ...], zero_prob_is_padding: bool, planes: Any, row_id_map: Any, source: Any, probs: Any
+    fills: tuple[int, ...], zero_prob_is_padding: bool, planes: Any, row_id_map: Any, row_source: Any, probs: Any
 ) -> tuple[Any, _Saved]:
     values = tuple(p.value for p in planes)
     dx = any(p.perturbed for p in planes)
@@ -117,7 +117,7 @@ def _permute_forward(
             f"moe_permute: rows of {values[0].dtype.name} have no gradient, nor has a quantized tensor. Permute before "
             "it is quantized, or wrap it in jax.lax.stop_gradient"
         )
-    maps, held = (row_id_map.value, source.value), _value(probs)
+    maps, held = (row_id_map.value, row_source.value), _value(probs)
     outs = permute_ops.permute(values, *maps, held, fills, zero_prob_is_padding)
     kept = held if zero_prob_is_padding and dx else None
     return outs, _Saved(maps[0], None, kept, None, maps[1].shape[0], dx, _perturbed(probs))
@@ -142,36 +142,38 @@ defvjp(_permute, _permute_forward, _permute_backward)
 def permute(
     x: Array | QuantizedArray,
     row_id_map: Array,
-    source: Array,
+    row_source: Array,
     probs: Array | None = None,
     zero_prob_is_padding: bool = False,
 ) -> tuple[Any, Array | None]:
     """x [T, H], or quantized, where the map sends it, and each row's own of probs [T, slots]."""
     if not isinstance(x, QuantizedArray):
-        x, *maps, probs = same_axes(x, row_id_map, source, probs)
+        x, *maps, probs = same_axes(x, row_id_map, row_source, probs)
         moved: Any = _permute((0,), zero_prob_is_padding, (x,), *maps, probs)
         return moved[0][0], moved[1]
     parts = moved_parts(x.quantizer.with_usage(rowwise=True))  # rowwise planes, which one call moves
-    *planes, row_id_map, source, probs = same_axes(*(getattr(x, name) for name in parts), row_id_map, source, probs)
+    *planes, row_id_map, row_source, probs = same_axes(
+        *(getattr(x, name) for name in parts), row_id_map, row_source, probs
+    )
     fills = tuple(parts.values())
-    moved = _permute(fills, zero_prob_is_padding, tuple(planes), row_id_map, source, probs)
+    moved = _permute(fills, zero_prob_is_padding, tuple(planes), row_id_map, row_source, probs)
     outs, permuted = jax.lax.stop_gradient(moved[0]), moved[1]  # else those of probs would seem to lead through planes
     fields: dict[str, Any] = {"rowwise_scale_inv": x.rowwise_scale_inv, "amax": x.amax} | dict(
         zip(parts, outs, strict=True)
     )
     columnwise = x.columnwise_data is not None
     if columnwise:
-        columns, source = same_axes(x.columnwise_data, source)
-        fields["columnwise_data"] = permute_ops.permute_columns(columns, source, max(1, row_id_map.shape[1]))
+        columns, row_source = same_axes(x.columnwise_data, row_source)
+        fields["columnwise_data"] = permute_ops.permute_columns(columns, row_source, max(1, row_id_map.shape[1]))
         fields["columnwise_scale_inv"] = x.columnwise_scale_inv
     quantizer = x.quantizer.with_usage(rowwise=True, columnwise=columnwise)
-    return QuantizedArray(quantizer, (source.shape[0],), x.dtype, **fields), permuted
+    return QuantizedArray(quantizer, (row_source.shape[0],), x.dtype, **fields), permuted
 
 
-def permute_probs(probs: Array, row_id_map: Array, source: Array) -> Array:
+def permute_probs(probs: Array, row_id_map: Array, row_source: Array) -> Array:
     """Each row's own of probs [T, slots], 0 where it is absent: [rows]."""
     carried = jnp.zeros(row_id_map.shape[:1], jnp.uint8)  # a call moves something besides
-    carried, *maps, probs = same_axes(carried, row_id_map, source, probs)
+    carried, *maps, probs = same_axes(carried, row_id_map, row_source, probs)
     moved: Any = _permute((0,), False, (carried,), *maps, probs)
     return moved[1]
 
@@ -180,33 +182,33 @@ def permute_probs(probs: Array, row_id_map: Array, source: Array) -> Array:
 
 
 @jax.custom_vjp
-def _unpermute(x: Array, row_id_map: Array, source: Array | None, probs: Array | None) -> Array:
+def _unpermute(x: Array, row_id_map: Array, row_source: Array | None, probs: Array | None) -> Array:
     return permute_ops.unpermute(x, row_id_map, probs)[0]
 
 
-def _unpermute_forward(x: Any, row_id_map: Any, source: Any, probs: Any) -> tuple[Array, _Saved]:
+def _unpermute_forward(x: Any, row_id_map: Any, row_source: Any, probs: Any) -> tuple[Array, _Saved]:
     y = permute_ops.unpermute(x.value, row_id_map.value, _value(probs))[0]
     held = x.value if _perturbed(probs) else None
     rows = x.value.shape[0]
-    return y, _Saved(row_id_map.value, _value(source), _value(probs), held, rows, x.perturbed, _perturbed(probs))
+    return y, _Saved(row_id_map.value, _value(row_source), _value(probs), held, rows, x.perturbed, _perturbed(probs))
 
 
 def _unpermute_backward(saved: _Saved, dy: Any) -> tuple[Any, ...]:
     if isinstance(dy, SymbolicZero):
         return None, None, None, None
-    row_id_map, source = saved.row_id_map, saved.source
-    if source is None:
-        row_id_map, source = permute_ops.invert_map(row_id_map, saved.rows)
+    row_id_map, row_source = saved.row_id_map, saved.row_source
+    if row_source is None:
+        row_id_map, row_source = permute_ops.invert_map(row_id_map, saved.rows)
     if saved.probs is None:
-        (dx,), _ = permute_ops.permute((dy,), row_id_map, source)
+        (dx,), _ = permute_ops.permute((dy,), row_id_map, row_source)
         return dx, None, None, None
-    dx, dprobs = permute_ops.unpermute_grad(dy, row_id_map, source, saved.probs, saved.x)
+    dx, dprobs = permute_ops.unpermute_grad(dy, row_id_map, row_source, saved.probs, saved.x)
     return (dx if saved.dx else None), None, None, dprobs
 
 
 defvjp(_unpermute, _unpermute_forward, _unpermute_backward)
 
 
-def unpermute(x: Array, row_id_map: Array, source: Array | None, probs: Array | None) -> Array:
-    """The sum of each token's rows of `x` [rows, H], [T, H]. `source`: of the map, where it is known."""
-    return _unpermute(*same_axes(x, row_id_map, source, probs))
+def unpermute(x: Array, row_id_map: Array, row_source: Array | None, probs: Array | None) -> Array:
+    """The sum of each token's rows of `x` [rows, H], [T, H]. `row_source`: of the map, where it is known."""
+    return _unpermute(*same_axes(x, row_id_map, row_source, probs))

@@ -47,9 +47,9 @@ def moe_permute_and_quantize(
 ) -> Any:
     """`quantize(moe_permute(inp, row_map)[0], quantizer)` in one pass: permuted rows are never stored but quantized.
 
-    **Arguments:** `inp`: [T, H] (or [..., H]) float32, bfloat16 or float16. `row_map`: one whose row_id_map and source
-    agree, as those of `moe_map` do. `quantizer`, `amax`, `columnwise_amax`, `scale`, `rng`: as `quantize`, of the
-    permuted rows. `probs`: as `moe_permute_with_probs`.
+    **Arguments:** `inp`: [T, H] (or [..., H]) float32, bfloat16 or float16. `row_map`: one whose row_id_map and
+    row_source agree, as those of `moe_map` do. `quantizer`, `amax`, `columnwise_amax`, `scale`, `rng`: as `quantize`,
+    of the permuted rows. `probs`: as `moe_permute_with_probs`.
 
     **Returns:** a `QuantizedArray` [rows, H], of which blocks of a columnwise copy run along permuted rows and absent
     rows are quantized zeros; with `probs` a pair, whose second is permuted_probs [rows]. Of probs there is a first

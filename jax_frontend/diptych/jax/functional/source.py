@@ -105,6 +105,6 @@ def activated_grad(dy: Array, x: Array, which: str, gated: bool) -> FusedInput:
     return FusedInput(x, (dy,), Source("activation_grad", which, gated))
 
 
-def permuted(x: Array, row_id_map: Array, source: Array) -> FusedInput:
+def permuted(x: Array, row_id_map: Array, row_source: Array) -> FusedInput:
     """Rows of x where a map sends them."""
-    return FusedInput(x, (row_id_map, source), Source("permuted"))
+    return FusedInput(x, (row_id_map, row_source), Source("permuted"))

@@ -186,10 +186,10 @@ def _plain(x: Array, kernel: Any, bias: Array | None, offsets: Array) -> Array:
 
 
 class Maps(NamedTuple):
-    """Where x's rows, tokens then, go: of a `RowMap`. `source`: None where nobody permutes again."""
+    """Where x's rows, tokens then, go: of a `RowMap`. `row_source`: None where nobody permutes again."""
 
     row_id_map: Array
-    source: Array | None
+    row_source: Array | None
 
 
 def _operands(
@@ -302,11 +302,11 @@ class _Saved:
 def _rows(x: Array, maps: Maps | None, calls: tuple[Call, ...]) -> Array | FusedInput:
     """x as its groups lie. Permuted rows are not stored where nothing but these calls, all of the core, reads them;
     without a call something else does."""
-    if maps is None or maps.source is None:
+    if maps is None or maps.row_source is None:
         return x
     if calls and not any(call.quantizer.custom for call in calls):
-        return sources.permuted(x, maps.row_id_map, maps.source)
-    return permute_ops.permute((x,), maps.row_id_map, maps.source)[0][0]
+        return sources.permuted(x, maps.row_id_map, maps.row_source)
+    return permute_ops.permute((x,), maps.row_id_map, maps.row_source)[0][0]
 
 
 def _read_forward(s: Schedule) -> tuple[Call, ...]:
@@ -323,7 +323,7 @@ def _grouped_forward(
     if maps is not None and isinstance(saved.x, (jax.Array, FusedInput)):
         saved = dataclasses.replace(saved, x=x)
     elif maps is not None:
-        maps = maps._replace(source=None)
+        maps = maps._replace(row_source=None)
     return made, _Saved(saved, maps)
 
 

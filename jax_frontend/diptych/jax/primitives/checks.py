@@ -198,9 +198,9 @@ def check_row_map(op: str, aval: Aval, mask: int) -> shapes.Shape:
 
 def check_rows(op: str, aval: Aval, mask: int) -> Any:
     """rows"""
-    check_dtype(op, "source", aval, "int32")
+    check_dtype(op, "row_source", aval, "int32")
     shape = own_shape(aval, mask)
-    check_rank(op, "source", shape, 1)
+    check_rank(op, "row_source", shape, 1)
     check_counted(op, "rows", shape[0])
     return shape[0]
 

@@ -113,7 +113,7 @@ permute_map_p = primitive(
 def permute_map(routing: Array, kind: str, experts: Any, rows: Any, align: int) -> dict[str, Array]:
     """The buffers of `moe.map_buffers` by name; `routing` [T, E] bool or uint8 (`kind` "mask"), else [T, k] ids."""
     outs = permute_map_p.bind(routing, batch=Batch.none(1), kind=kind, experts=experts, rows=rows, align=align)
-    return dict(zip(("row_id_map", "tokens_per_expert", "expert_offsets", "source"), outs, strict=True))
+    return dict(zip(("row_id_map", "tokens_per_expert", "expert_offsets", "row_source"), outs, strict=True))
 
 
 def _chunk_map_abstract(sizes: Aval, order: Aval, *, batch: Batch, tokens: Any) -> Any:
@@ -137,9 +137,9 @@ chunk_map_p = primitive(
 
 
 def chunk_map(sizes: Array, order: Array, tokens: Any) -> tuple[Array, Array]:
-    """(row_id_map [tokens, 1], source [tokens]) of chunk `order[j]` coming j-th; both int32 [C]."""
-    row_id_map, source = chunk_map_p.bind(sizes, order, batch=Batch.none(2), tokens=tokens)
-    return row_id_map, source
+    """(row_id_map [tokens, 1], row_source [tokens]) of chunk `order[j]` coming j-th; both int32 [C]."""
+    row_id_map, row_source = chunk_map_p.bind(sizes, order, batch=Batch.none(2), tokens=tokens)
+    return row_id_map, row_source
 
 
 def _invert_map_abstract(row_id_map: Aval, *, batch: Batch, rows: Any) -> Any:
@@ -158,9 +158,9 @@ invert_map_p = primitive(
 
 
 def invert_map(row_id_map: Array, rows: Any) -> tuple[Array, Array]:
-    """(row_id_map with -1 for what lies outside of 0..rows-1 and for all but the last that name a row, source)."""
-    source, kept = invert_map_p.bind(row_id_map, batch=Batch.none(1), rows=rows)
-    return kept, source
+    """(row_id_map with -1 for what lies outside of 0..rows-1 and for all but the last that name a row, row_source)."""
+    row_source, kept = invert_map_p.bind(row_id_map, batch=Batch.none(1), rows=rows)
+    return kept, row_source
 
 
 # --- permute ---
@@ -206,7 +206,7 @@ permute_p = primitive(
 def permute(
     planes: tuple[Array, ...],
     row_id_map: Array,
-    source: Array,
+    row_source: Array,
     probs: Array | None = None,
     fills: tuple[int, ...] | None = None,
     zero_prob_is_padding: bool = False,
@@ -215,7 +215,7 @@ def permute(
 
     `fills`: the four bytes that absent rows of each plane repeat; by default 0.
     """
-    operands = [row_id_map, source, *planes, *([] if probs is None else [probs])]
+    operands = [row_id_map, row_source, *planes, *([] if probs is None else [probs])]
     outs = permute_p.bind(
         *operands,
         batch=Batch.none(len(operands)),
@@ -226,15 +226,15 @@ def permute(
     return tuple(outs[: len(planes)]), None if probs is None else outs[-1]
 
 
-def _permute_columns_abstract(x: Aval, source: Aval, *, batch: Batch, slots: int) -> Any:
+def _permute_columns_abstract(x: Aval, row_source: Aval, *, batch: Batch, slots: int) -> Any:
     op, own = "permute_columns", own_shape(x, batch.axes[0])
     check_rank(op, "in", own)
     if x.dtype.itemsize != 1:
         raise DTypeError(f"{op}: in must have elements of one byte, got {x.dtype.name}{list(own)}")
-    rows = check_rows(op, source, batch.axes[1])
+    rows = check_rows(op, row_source, batch.axes[1])
     check_counted(op, "tokens", own[1])
     check_few(op, "slots of a token", slots)
-    operands = (x, source)
+    operands = (x, row_source)
     return [result(operands, (*batch_shape(operands, batch), own[0], rows), x.dtype.name)]
 
 
@@ -246,9 +246,9 @@ permute_columns_p = primitive(
 )
 
 
-def permute_columns(x: Array, source: Array, slots: int) -> Array:
-    """Columns of `x` [H, T], one byte an element, where `source` finds them: [H, rows], absent ones 0."""
-    return permute_columns_p.bind(x, source, batch=Batch.none(2), slots=slots)[0]
+def permute_columns(x: Array, row_source: Array, slots: int) -> Array:
+    """Columns of `x` [H, T], one byte an element, where `row_source` finds them: [H, rows], absent ones 0."""
+    return permute_columns_p.bind(x, row_source, batch=Batch.none(2), slots=slots)[0]
 
 
 # --- unpermute ---
@@ -301,16 +301,16 @@ def unpermute(
 
 
 def _unpermute_grad_abstract(
-    dy: Aval, row_id_map: Aval, source: Aval, probs: Aval, *x: Aval, batch: Batch, has_dprobs: bool
+    dy: Aval, row_id_map: Aval, row_source: Aval, probs: Aval, *x: Aval, batch: Batch, has_dprobs: bool
 ) -> Any:
     op, own = "unpermute_grad", own_shape(dy, batch.axes[0])
     check_float(op, "dy", dy.dtype, own)
     check_rank(op, "dy", own)
     map_shape = check_row_map(op, row_id_map, batch.axes[1])
     check_shape(op, "dy", own, (map_shape[0], own[1]))
-    rows = check_rows(op, source, batch.axes[2])
+    rows = check_rows(op, row_source, batch.axes[2])
     _check_per_slot(op, "probs", probs, batch.axes[3], map_shape, dy.dtype.name == "float64")
-    operands = (dy, row_id_map, source, probs, *x)
+    operands = (dy, row_id_map, row_source, probs, *x)
     front = batch_shape(operands, batch)
     outs = [result(operands, (*front, rows, own[1]), dy.dtype.name)]
     if has_dprobs:
@@ -334,9 +334,9 @@ unpermute_grad_p = primitive(
 
 
 def unpermute_grad(
-    dy: Array, row_id_map: Array, source: Array, probs: Array, x: Array | None = None
+    dy: Array, row_id_map: Array, row_source: Array, probs: Array, x: Array | None = None
 ) -> tuple[Array, Array | None]:
     """dx [rows, H] = p * dy [T, H], and with `x` [rows, H] also dprobs [T, slots], the products of both."""
-    operands = [dy, row_id_map, source, probs, *([] if x is None else [x])]
+    operands = [dy, row_id_map, row_source, probs, *([] if x is None else [x])]
     outs = unpermute_grad_p.bind(*operands, batch=Batch.none(len(operands)), has_dprobs=x is not None)
     return outs[0], None if x is None else outs[1]

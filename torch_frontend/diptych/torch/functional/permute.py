@@ -60,13 +60,19 @@ class RowMap(NamedTuple):
 
     `row_id_map`: [T, slots], the row that a slot has among the destination's, or -1; a slot is an expert of a mask, a
     choice of an index map. `tokens_per_expert`: [E], rows that exist. `expert_offsets`: [E + 1], where each expert's
-    region starts, and where the last one ends. `source`: [rows], t * slots + slot of each row, -1 where it is absent.
+    region starts, and where the last one ends. `row_source`: [rows], t * slots + slot of each row, -1 where it is
+    absent.
     """
 
     row_id_map: Tensor
     tokens_per_expert: Tensor
     expert_offsets: Tensor
-    source: Tensor
+    row_source: Tensor
+
+    @property
+    def source(self) -> Tensor:
+        """An earlier name of `row_source`."""
+        return self.row_source
 
 
 # --- what the functions ask for --------------------------------------------------------------------------------------
@@ -160,10 +166,10 @@ def _made_map(op: str, routing_map: Any, num_experts: Any, map_type: str, num_ou
     _require_int(op, "num_experts", num_experts, 1)
     rows = _row_count(op, num_out_tokens, tokens * slots, num_experts, align)
     check_routing(op, routing_map, mask, num_experts, rows, align)
-    row_id_map, tokens_per_expert, expert_offsets, source = permute_ops.permute_map(
+    row_id_map, tokens_per_expert, expert_offsets, row_source = permute_ops.permute_map(
         routing_map, mask, num_experts, rows, align
     )
-    return RowMap(row_id_map, tokens_per_expert, expert_offsets, source)
+    return RowMap(row_id_map, tokens_per_expert, expert_offsets, row_source)
 
 
 def _map_of(
@@ -184,20 +190,20 @@ def _map_of(
 
 
 def _permuted(op: str, inp: Any, probs: Tensor | None, row_map: RowMap, zero_prob_is_padding: bool) -> Any:
-    row_id_map, source = row_map.row_id_map, row_map.source
+    row_id_map, row_source = row_map.row_id_map, row_map.row_source
     require_map(op, row_id_map)
     _require_inp(op, inp, row_id_map.shape[0], "routing_map's tokens")
     require_device(op, inp, row_id_map, "routing_map")
     if probs is not None:
         require_probs(op, "probs", probs, inp, row_id_map, None)
-    return permute(Permute(inp, probs, row_id_map, source, zero_prob_is_padding))
+    return permute(Permute(inp, probs, row_id_map, row_source, zero_prob_is_padding))
 
 
 def require_row_map(op: str, inp: Tensor, row_map: Any, arg: str = "inp") -> None:
     """A `RowMap` of the rows of `inp`, what it holds aside."""
     if not isinstance(row_map, RowMap):
         raise ArgumentError(f"{op}: row_map must be a RowMap, got {type(row_map).__name__}; moe_map() makes one")
-    check_maps(op, inp, row_map.row_id_map, row_map.source)
+    check_maps(op, inp, row_map.row_id_map, row_map.row_source)
     require_tokens(op, arg, inp, row_map.row_id_map.shape[0], "row_map's tokens")
 
 
@@ -334,9 +340,9 @@ def _placed_by(op: str, routing_map: Tensor, tokens_per_expert: Any, num_out_tok
     require_counted(op, "rows", rows)
     counts = _per_expert(op, "tokens_per_expert", tokens_per_expert, routing_map.device, experts).to(torch.int64)
     pad = (-counts).remainder(align)
-    row_id_map, source = permute_ops.invert_map(shifted(plain.row_id_map, pad.cumsum(0) - pad, rows), rows)
+    row_id_map, row_source = permute_ops.invert_map(shifted(plain.row_id_map, pad.cumsum(0) - pad, rows), rows)
     ends = (counts.clamp(0, rows) + pad).cumsum(0).clamp(max=rows)
-    return RowMap(row_id_map, plain.tokens_per_expert, torch.nn.functional.pad(ends, (1, 0)), source)
+    return RowMap(row_id_map, plain.tokens_per_expert, torch.nn.functional.pad(ends, (1, 0)), row_source)
 
 
 def _require_room(op: str, sizes: tuple[int, ...], found: Tensor, align: int) -> None:
@@ -380,9 +386,9 @@ def moe_unpermute(
             raise ValueError(f"{op}: merging_probs and probs, its deprecated name, were both given")
         _warn_of_probs()
         merging_probs = probs
-    source = None
+    row_source = None
     if isinstance(row_id_map, RowMap):
-        source, row_id_map = row_id_map.source, row_id_map.row_id_map
+        row_source, row_id_map = row_id_map.row_source, row_id_map.row_id_map
     for arg, t in (("inp", inp), ("row_id_map", row_id_map)):
         require_tensor(op, arg, t)
     if isinstance(inp, QuantizedTensor):
@@ -392,8 +398,8 @@ def moe_unpermute(
     if inp.dim() < 2:
         raise ShapeError(f"{op}: inp must be [rows, H], got {describe(inp)}")
     require_rows(op, "inp", inp)
-    if source is not None:
-        require_tokens(op, "inp", inp, source.shape[0], "the map's rows")
+    if row_source is not None:
+        require_tokens(op, "inp", inp, row_source.shape[0], "the map's rows")
     if merging_probs is not None:
         require_probs(op, "merging_probs", merging_probs, inp, row_id_map, inp)
     if pad_offsets is not None:
@@ -401,7 +407,7 @@ def moe_unpermute(
             raise ValueError(f"{op}: pad_offsets belong to experts, and an index map's row_id_map does not name them")
         pad_offsets = _per_expert(op, "pad_offsets", pad_offsets, inp.device, row_id_map.shape[1])
     wanted = None if restore_shape is None else _restored(op, row_id_map.shape[0], inp.shape[-1], restore_shape)
-    y = unpermute(Unpermute(inp, merging_probs, row_id_map, source, pad_offsets))
+    y = unpermute(Unpermute(inp, merging_probs, row_id_map, row_source, pad_offsets))
     return y if wanted is None else y.view(wanted)
 
 

@@ -24,24 +24,28 @@ FIRST_ALONE = "; detach() what is not to be differentiated twice"
 
 
 def _move(
-    x: Tensor | QuantizedTensor, row_id_map: Tensor, source: Tensor, probs: Tensor | None, zero_prob_is_padding: bool
+    x: Tensor | QuantizedTensor,
+    row_id_map: Tensor,
+    row_source: Tensor,
+    probs: Tensor | None,
+    zero_prob_is_padding: bool,
 ) -> tuple[Tensor, ...]:
     """x where the map sends it, and where given probs [rows]."""
     if not isinstance(x, QuantizedTensor):
-        return tuple(permute_ops.permute([x], [0], row_id_map, source, probs, zero_prob_is_padding))
+        return tuple(permute_ops.permute([x], [0], row_id_map, row_source, probs, zero_prob_is_padding))
     parts = moved_parts(x.quantizer)
     planes: list[Any] = [getattr(x, name) for name in parts]
-    made = permute_ops.permute(planes, list(parts.values()), row_id_map, source, probs, zero_prob_is_padding)
+    made = permute_ops.permute(planes, list(parts.values()), row_id_map, row_source, probs, zero_prob_is_padding)
     buffers = dict(zip(parts, made, strict=False))
     for name in BUFFERS:
         t = getattr(x, name)
         if t is None or name in buffers:
             continue
         if name == "columnwise_data":
-            buffers[name] = permute_ops.permute_columns(t, source, max(1, row_id_map.shape[1]))
+            buffers[name] = permute_ops.permute_columns(t, row_source, max(1, row_id_map.shape[1]))
         else:  # of the whole tensor
             buffers[name] = t.clone()
-    moved = QuantizedTensor(x.quantizer, (source.shape[0], x.shape[-1]), x.dtype, **buffers)
+    moved = QuantizedTensor(x.quantizer, (row_source.shape[0], x.shape[-1]), x.dtype, **buffers)
     return moved, *made[len(parts) :]
 
 
@@ -82,16 +86,16 @@ class Permute:
     x: Tensor | QuantizedTensor
     probs: Tensor | None
     row_id_map: Tensor
-    source: Tensor
+    row_source: Tensor
     zero_prob_is_padding: bool
 
 
 def _permute_forward(a: Permute, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-    return _move(a.x, a.row_id_map, a.source, a.probs, a.zero_prob_is_padding), []
+    return _move(a.x, a.row_id_map, a.row_source, a.probs, a.zero_prob_is_padding), []
 
 
 def _permute_layout(a: Permute, needs: tuple[str, ...]) -> tuple[TensorProto, ...]:
-    return moved_protos(a.x, a.probs, a.source.shape[0], needs)
+    return moved_protos(a.x, a.probs, a.row_source.shape[0], needs)
 
 
 def _permute_backward(
@@ -157,9 +161,9 @@ def as_int32(numbers: Any, device: torch.device) -> Tensor:
 
 
 def _sort_forward(a: SortChunks, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-    row_id_map, source = a.map()
+    row_id_map, row_source = a.map()
     probs = None if a.probs is None else a.probs.reshape(row_id_map.shape)
-    return _move(a.x, row_id_map, source, probs, False), []
+    return _move(a.x, row_id_map, row_source, probs, False), []
 
 
 def _sort_layout(a: SortChunks, needs: tuple[str, ...]) -> tuple[TensorProto, ...]:
@@ -181,12 +185,12 @@ _sort_chunks_op = CustomOp(
 
 @dataclasses.dataclass
 class Unpermute:
-    """`source`: of the map, where it is known. `pad_offsets`: what to add to each expert's rows first."""
+    """`row_source`: of the map, where it is known. `pad_offsets`: what to add to each expert's rows first."""
 
     x: Tensor
     probs: Tensor | None
     row_id_map: Tensor
-    source: Tensor | None
+    row_source: Tensor | None
     pad_offsets: Tensor | None
 
     def rows(self) -> Any:
@@ -211,7 +215,7 @@ def _unpermute_layout(a: Unpermute, needs: tuple[str, ...]) -> tuple[TensorProto
 
 
 def _unpermute_keeps(a: Unpermute, needs: tuple[str, ...]) -> tuple[str, ...]:
-    kept = ("row_id_map", "source", "pad_offsets", "probs")
+    kept = ("row_id_map", "row_source", "pad_offsets", "probs")
     return (*kept, "x") if "probs" in needs else kept
 
 
@@ -220,13 +224,13 @@ def _unpermute_backward(
 ) -> list[Tensor]:
     dy = grads[0]
     assert dy is not None
-    row_id_map, source = a.row_id_map, a.source
-    if source is None or a.pad_offsets is not None:
-        row_id_map, source = permute_ops.invert_map(a.map(), a.rows())
+    row_id_map, row_source = a.row_id_map, a.row_source
+    if row_source is None or a.pad_offsets is not None:
+        row_id_map, row_source = permute_ops.invert_map(a.map(), a.rows())
     if a.probs is None:
-        (dx,) = permute_ops.permute([dy], [0], row_id_map, source)
+        (dx,) = permute_ops.permute([dy], [0], row_id_map, row_source)
         return [dx.view(a.x.shape)]
-    made = permute_ops.unpermute_grad(dy, row_id_map, source, a.probs, a.x if "probs" in needs else None)
+    made = permute_ops.unpermute_grad(dy, row_id_map, row_source, a.probs, a.x if "probs" in needs else None)
     by_name: dict[str, Tensor] = dict(zip(("x", "probs"), made, strict=False))
     by_name["x"] = made[0].view(a.x.shape)
     return [by_name[name] for name in needs]
@@ -245,7 +249,7 @@ def call(op: CustomOp, a: Any, *others: Tensor | None) -> tuple[Tensor, ...]:
 
 def permute(a: Permute) -> tuple[Tensor, ...]:
     """(permuted,) or (permuted, permuted_probs)"""
-    return call(_permute_op, a, a.probs, a.row_id_map, a.source)
+    return call(_permute_op, a, a.probs, a.row_id_map, a.row_source)
 
 
 def sort_chunks(a: SortChunks) -> tuple[Tensor, ...]:
@@ -255,4 +259,4 @@ def sort_chunks(a: SortChunks) -> tuple[Tensor, ...]:
 
 def unpermute(a: Unpermute) -> Tensor:
     """[T, H]"""
-    return call(_unpermute_op, a, a.probs, a.row_id_map, a.source, a.pad_offsets)[0]
+    return call(_unpermute_op, a, a.probs, a.row_id_map, a.row_source, a.pad_offsets)[0]

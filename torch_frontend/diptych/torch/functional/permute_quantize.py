@@ -31,7 +31,7 @@ class PermuteQuantize:
     x: Tensor
     probs: Tensor | None
     row_id_map: Tensor
-    source: Tensor
+    row_source: Tensor
     quantizer: Quantizer
     amax: Tensor | None
     columnwise_amax: Tensor | None
@@ -40,16 +40,16 @@ class PermuteQuantize:
 
 
 def _forward(a: PermuteQuantize, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-    rows = sources.permuted(a.x, a.row_id_map, a.source)
+    rows = sources.permuted(a.x, a.row_id_map, a.row_source)
     buffers = sources.quantize(rows, a.quantizer, a.amax, a.columnwise_amax, a.scale, a.rng)
-    q = from_buffers(a.x, a.quantizer, buffers, (a.source.shape[0], a.x.shape[-1]))
+    q = from_buffers(a.x, a.quantizer, buffers, (a.row_source.shape[0], a.x.shape[-1]))
     if a.probs is None:
         return (q,), []
-    return (q, permute_ops.permute_probs(a.probs, a.row_id_map, a.source)), []
+    return (q, permute_ops.permute_probs(a.probs, a.row_id_map, a.row_source)), []
 
 
 def _layout(a: PermuteQuantize, needs: tuple[str, ...]) -> tuple[TensorProto, ...]:
-    rows, *probs = moved_protos(a.x, a.probs, a.source.shape[0], needs)
+    rows, *probs = moved_protos(a.x, a.probs, a.row_source.shape[0], needs)
     return rows._replace(quantizer=a.quantizer), *probs
 
 
@@ -90,9 +90,9 @@ def moe_permute_and_quantize(
 ) -> Any:
     """`quantize(moe_permute(inp, row_map)[0], quantizer)` in one pass: permuted rows are never stored but quantized.
 
-    **Arguments:** `inp`: [T, H] (or [..., H]) float32, bfloat16 or float16. `row_map`: one whose row_id_map and source
-    agree, as those of `moe_map` do. `quantizer`, `amax`, `columnwise_amax`, `scale`, `rng`: as `quantize`, of the
-    permuted rows. `probs`: as `moe_permute_with_probs`.
+    **Arguments:** `inp`: [T, H] (or [..., H]) float32, bfloat16 or float16. `row_map`: one whose row_id_map and
+    row_source agree, as those of `moe_map` do. `quantizer`, `amax`, `columnwise_amax`, `scale`, `rng`: as `quantize`,
+    of the permuted rows. `probs`: as `moe_permute_with_probs`.
 
     **Returns:** a `QuantizedTensor` [rows, H], of which blocks of a columnwise copy run along permuted rows and absent
     rows are quantized zeros; with `probs` a pair, whose second is permuted_probs [rows]. The gradient of inp is each
@@ -111,13 +111,13 @@ def moe_permute_and_quantize(
     require_no_grad(f"{op} (its amaxes and scale)", amax, columnwise_amax, scale)
     if probs is not None:
         require_probs(op, "probs", probs, inp, row_map.row_id_map, None)
-    row_id_map, _, _, source = row_map
+    row_id_map, _, _, row_source = row_map
     if quantizer.implementation() is not None:
-        permuted = permute(Permute(inp, probs, row_id_map, source, False))
+        permuted = permute(Permute(inp, probs, row_id_map, row_source, False))
         given = {"amax": amax, "columnwise_amax": columnwise_amax, "scale": scale, "rng": rng}
         made = (quantize(permuted[0], quantizer, **given), *permuted[1:])
     else:
         given = (amax, columnwise_amax, scale, rng)
-        a = PermuteQuantize(inp, probs, row_id_map, source, quantizer, *given)
-        made = call(_permute_quantize, a, probs, row_id_map, source, *given)
+        a = PermuteQuantize(inp, probs, row_id_map, row_source, quantizer, *given)
+        made = call(_permute_quantize, a, probs, row_id_map, row_source, *given)
     return made[0] if probs is None else made

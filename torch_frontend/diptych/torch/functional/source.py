@@ -50,7 +50,7 @@ class FusedInput(NamedTuple):
     """A tensor to quantize that is never stored: what a source makes of x, in float32, unrounded, or x's rows permuted.
 
     Fields after x are the core's source: its kind, norm or activation, zero_centered_gamma or gated, and its operands,
-    of which `row_id_map` and `source` are a map's.
+    of which `row_id_map` and `row_source` are a map's.
     """
 
     x: Tensor
@@ -63,7 +63,7 @@ class FusedInput(NamedTuple):
     rsigma: Tensor | None = None
     dy: Tensor | None = None
     row_id_map: Tensor | None = None
-    source: Tensor | None = None
+    row_source: Tensor | None = None
 
 
 _FIELDS = len(FusedInput._fields) - 1  # after x
@@ -75,11 +75,11 @@ def _encoded(op: str, f: FusedInput) -> tuple[Any, ...]:
         check_norm(op, f.x, f.which, gamma=f.gamma, beta=f.beta, mu=f.mu, rsigma=f.rsigma)
         return tuple(f.x.shape)
     if f.kind == FROM_ROWS:
-        if f.row_id_map is None or f.source is None:
-            raise ArgumentError(f"{op}: row_id_map and source belong together, and one is missing")
-        check_maps(op, f.x, f.row_id_map, f.source)
+        if f.row_id_map is None or f.row_source is None:
+            raise ArgumentError(f"{op}: row_id_map and row_source belong together, and one is missing")
+        check_maps(op, f.x, f.row_id_map, f.row_source)
         require_tokens(op, "x", f.x, f.row_id_map.shape[0], "the map's tokens")
-        return (f.source.shape[0], f.x.shape[-1])
+        return (f.row_source.shape[0], f.x.shape[-1])
     if f.kind not in (FROM_ACTIVATION, FROM_ACTIVATION_GRAD):
         raise ValueError(f"{op}: unknown source {f.kind}")
     shape = halved(op, f.x, f.flag)
@@ -93,7 +93,7 @@ def _encoded(op: str, f: FusedInput) -> tuple[Any, ...]:
 
 def _source(f: FusedInput) -> tuple[Any, ...]:
     if f.kind == FROM_ROWS:
-        return (f.kind, contiguous_or_none(f.row_id_map), contiguous_or_none(f.source))
+        return (f.kind, contiguous_or_none(f.row_id_map), contiguous_or_none(f.row_source))
     return (f.kind, f.which, f.flag, *[contiguous_or_none(t) for t in f[4:9]])
 
 
@@ -243,9 +243,9 @@ def activated(x: Tensor, options: ActivationOptions) -> FusedInput:
     return FusedInput(x, FROM_ACTIVATION, ACTIVATION_IDS[options.which], options.gated)
 
 
-def permuted(x: Tensor, row_id_map: Tensor, source: Tensor) -> FusedInput:
+def permuted(x: Tensor, row_id_map: Tensor, row_source: Tensor) -> FusedInput:
     """Rows of x [..., K] where a map sends them, [rows, K]; absent ones are zeros."""
-    return FusedInput(x, FROM_ROWS, 0, False, row_id_map=row_id_map, source=source)
+    return FusedInput(x, FROM_ROWS, 0, False, row_id_map=row_id_map, row_source=row_source)
 
 
 def activated_grad(dy: Tensor, x: Tensor, options: ActivationOptions) -> FusedInput:

@@ -114,7 +114,7 @@ class GroupedWeightGradient(NamedTuple):
 @dataclasses.dataclass
 class _Arguments(LayerArguments):
     """One call. `x_copy`: the tensors of the copy of a quantized x that backward reads. `align`: of `ALIGNS`.
-    `row_id_map`, `source`: of the map that x's rows, tokens then, are permuted by, if they are."""
+    `row_id_map`, `row_source`: of the map that x's rows, tokens then, are permuted by, if they are."""
 
     x: Tensor | QuantizedTensor
     weight: Tensor | QuantizedStack
@@ -124,13 +124,13 @@ class _Arguments(LayerArguments):
     offsets: Tensor
     align: int
     row_id_map: Tensor | None
-    source: Tensor | None
+    row_source: Tensor | None
 
     def wanted(self, needs: tuple[str, ...]) -> tuple[tuple[bool, bool], ...]:
         return (("x" in needs, "weight" in needs),)
 
     def kept_operands(self, needs: tuple[str, ...], schedules: tuple[Schedule, ...]) -> tuple[str, ...]:
-        kept = ("x", "source") if _keeps_x(schedules[0]) else ("x_copy",)
+        kept = ("x", "row_source") if _keeps_x(schedules[0]) else ("x_copy",)
         return ("offsets", "row_id_map", *kept)
 
     def groups(self) -> _Groups:
@@ -139,11 +139,11 @@ class _Arguments(LayerArguments):
     def rows(self, calls: tuple[Call, ...]) -> Any:
         """x as its groups lie. Permuted rows are not stored where nothing but these calls, all of the core, reads them;
         without a call something else does."""
-        if self.row_id_map is None or self.source is None:
+        if self.row_id_map is None or self.row_source is None:
             return self.x
         if calls and not any([call.quantizer.custom for call in calls]):
-            return sources.permuted(self.x, self.row_id_map, self.source)
-        return permute([self.x], [0], self.row_id_map, self.source)[0]
+            return sources.permuted(self.x, self.row_id_map, self.row_source)
+        return permute([self.x], [0], self.row_id_map, self.row_source)[0]
 
 
 def _keeps_x(s: Schedule) -> bool:
@@ -168,7 +168,7 @@ def _forward(a: _Arguments, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...],
     left = high_precision("grouped_linear", x) if copies_x[0] is None else copies_x[0]
     right = pick("original", copies_w, a.weight) if s.plan.weight.rowwise is None else copies_w[0]
     y = a.groups().product(True, left, right, a.bias, a.x.dtype, s.plan.fast_accum[0])
-    if a.source is None:
+    if a.row_source is None:
         y = y.view(shapes.gemm_out_shape(a.x.shape, y.shape[0], y.shape[1], False))
     saved: list[Tensor] = []
     if "weight" in needs:
@@ -182,8 +182,8 @@ def _forward(a: _Arguments, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...],
 
 def _layout(a: _Arguments, needs: tuple[str, ...]) -> tuple[TensorProto, ...]:
     y = result_proto(a.x, a.weight.shape[1], a.schedules(needs)[0])
-    if a.source is not None:
-        y = y._replace(shape=(a.source.shape[0], y.shape[-1]))
+    if a.row_source is not None:
+        y = y._replace(shape=(a.row_source.shape[0], y.shape[-1]))
     return (y, *a.amax_protos(needs))
 
 
@@ -343,5 +343,5 @@ def grouped_linear_with(
         copies = given_copies(x, s, "grouped_linear")  # type: ignore[arg-type]
         if s.x_kept not in ("", "original"):
             pack(pick(s.x_kept, copies, x), x_copy)
-    maps = (None, None) if row_map is None else (row_map.row_id_map, row_map.source)
+    maps = (None, None) if row_map is None else (row_map.row_id_map, row_map.row_source)
     return run(_grouped_linear, x, recipe, (options,), weight, bias, rng, x_copy, offsets, promise, *maps)[0]

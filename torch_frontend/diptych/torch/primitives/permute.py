@@ -143,14 +143,16 @@ def _permute_map(
         byte = routing.dtype in (torch.bool, torch.uint8, torch.int8)
         routing = (routing if byte else routing.ne(0)).contiguous().view(torch.uint8)
     new = torch.empty(0, dtype=torch.int32, device=routing.device).new_empty
-    row_id_map, tokens_per_expert, expert_offsets, source = made = tuple(
+    row_id_map, tokens_per_expert, expert_offsets, row_source = made = tuple(
         [new(b.shape) for b in moe.map_buffers(tokens, slots, experts, rows)]
     )
     kind, items = _KINDS["mask" if mask else "index"], tokens if mask else tokens * slots
     scratch = None
     if routing.is_cuda:
         scratch = workspace(_core.permute_map_workspace_bytes(kind, items, experts), routing.device)
-    _core.permute_map(routing.contiguous(), kind, align, row_id_map, tokens_per_expert, expert_offsets, source, scratch)
+    _core.permute_map(
+        routing.contiguous(), kind, align, row_id_map, tokens_per_expert, expert_offsets, row_source, scratch
+    )
     return made  # type: ignore[return-value]
 
 
@@ -170,9 +172,9 @@ def check_chunks(op: str, chunks: Any, named: Any, tokens: Any) -> None:
 
 
 def _chunk_map(split_sizes: Tensor, sorted_index: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    row_id_map, source = split_sizes.new_empty((tokens, 1)), split_sizes.new_empty(tokens)
-    _core.chunk_map(split_sizes.contiguous(), sorted_index.contiguous(), row_id_map, source)
-    return row_id_map, source
+    row_id_map, row_source = split_sizes.new_empty((tokens, 1)), split_sizes.new_empty(tokens)
+    _core.chunk_map(split_sizes.contiguous(), sorted_index.contiguous(), row_id_map, row_source)
+    return row_id_map, row_source
 
 
 def _chunk_map_fake(split_sizes: Tensor, sorted_index: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
@@ -192,20 +194,20 @@ def _invert_map_fake(row_id_map: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 def _invert_map(row_id_map: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     row_id_map = row_id_map.contiguous()
-    kept, source = torch.empty_like(row_id_map), row_id_map.new_empty(rows)
-    _core.invert_map(row_id_map, source, kept)
-    return kept, source
+    kept, row_source = torch.empty_like(row_id_map), row_id_map.new_empty(rows)
+    _core.invert_map(row_id_map, row_source, kept)
+    return kept, row_source
 
 
 # --- rows ------------------------------------------------------------------------------------------------------------
 
 
-def check_maps(op: str, first: Tensor, row_id_map: Tensor, source: Tensor) -> None:
+def check_maps(op: str, first: Tensor, row_id_map: Tensor, row_source: Tensor) -> None:
     require_map(op, row_id_map)
-    require_dtype(op, "source", source, (torch.int32,))
-    require_rank(op, "source", source, 1, "[rows]")
+    require_dtype(op, "row_source", row_source, (torch.int32,))
+    require_rank(op, "row_source", row_source, 1, "[rows]")
     require_device(op, first, row_id_map, "row_id_map")
-    require_device(op, first, source, "source")
+    require_device(op, first, row_source, "row_source")
 
 
 def _moved(t: Tensor, rows: Any) -> Tensor:
@@ -213,11 +215,11 @@ def _moved(t: Tensor, rows: Any) -> Tensor:
 
 
 def _permute_fake(
-    planes: list[Tensor], fills: list[int], row_id_map: Tensor, source: Tensor, probs: Tensor | None, padding: bool
+    planes: list[Tensor], fills: list[int], row_id_map: Tensor, row_source: Tensor, probs: Tensor | None, padding: bool
 ) -> list[Tensor]:
     """`padding`: zero_prob_is_padding."""
-    op, tokens, rows = "permute", row_id_map.shape[0], source.shape[0]
-    check_maps(op, planes[0], row_id_map, source)
+    op, tokens, rows = "permute", row_id_map.shape[0], row_source.shape[0]
+    check_maps(op, planes[0], row_id_map, row_source)
     made = []
     for t in planes:
         require_dtype(op, "inp", t, MOVED_DTYPES)
@@ -238,28 +240,28 @@ def _permute_fake(
 
 
 def _permute(
-    planes: list[Tensor], fills: list[int], row_id_map: Tensor, source: Tensor, probs: Tensor | None, padding: bool
+    planes: list[Tensor], fills: list[int], row_id_map: Tensor, row_source: Tensor, probs: Tensor | None, padding: bool
 ) -> list[Tensor]:
-    rows = source.shape[0]
+    rows = row_source.shape[0]
     made = [_moved(t, rows) for t in planes]
     moved = [(t.contiguous(), out, fill) for t, out, fill in zip(planes, made, fills, strict=True)]
     permuted = None
     if probs is not None:
         probs, permuted = probs.contiguous(), probs.new_empty(rows)
         made.append(permuted)
-    _core.permute(moved, row_id_map.contiguous(), source.contiguous(), probs, permuted, padding)
+    _core.permute(moved, row_id_map.contiguous(), row_source.contiguous(), probs, permuted, padding)
     return made
 
 
-def _permute_columns_fake(x: Tensor, source: Tensor, slots: int) -> Tensor:
+def _permute_columns_fake(x: Tensor, row_source: Tensor, slots: int) -> Tensor:
     require_rank("permute_columns", "inp", x, 2, "[H, T]")
-    require_device("permute_columns", x, source, "source")
-    return x.new_empty((x.shape[0], source.shape[0]))
+    require_device("permute_columns", x, row_source, "row_source")
+    return x.new_empty((x.shape[0], row_source.shape[0]))
 
 
-def _permute_columns(x: Tensor, source: Tensor, slots: int) -> Tensor:
-    out = x.new_empty((x.shape[0], source.shape[0]))
-    _core.permute_columns(x.contiguous(), out, source.contiguous(), slots)
+def _permute_columns(x: Tensor, row_source: Tensor, slots: int) -> Tensor:
+    out = x.new_empty((x.shape[0], row_source.shape[0]))
+    _core.permute_columns(x.contiguous(), out, row_source.contiguous(), slots)
     return out
 
 
@@ -298,21 +300,23 @@ def _unpermute(x: Tensor, row_id_map: Tensor, probs: Tensor | None, permuted_dpr
 
 
 def _unpermute_grad_fake(
-    dy: Tensor, row_id_map: Tensor, source: Tensor, probs: Tensor, x: Tensor | None
+    dy: Tensor, row_id_map: Tensor, row_source: Tensor, probs: Tensor, x: Tensor | None
 ) -> list[Tensor]:
     op = "unpermute_grad"
     require_rows(op, "dy", dy)
-    check_maps(op, dy, row_id_map, source)
+    check_maps(op, dy, row_id_map, row_source)
     require_tokens(op, "dy", dy, row_id_map.shape[0], "the map's tokens")
     require_floats(op, "merging_probs", probs, dy)
     require_per_slot(op, "merging_probs", probs, row_id_map)
-    dx = dy.new_empty((source.shape[0], dy.shape[-1]))
+    dx = dy.new_empty((row_source.shape[0], dy.shape[-1]))
     return [dx] if x is None else [dx, probs.new_empty(probs.shape)]
 
 
-def _unpermute_grad(dy: Tensor, row_id_map: Tensor, source: Tensor, probs: Tensor, x: Tensor | None) -> list[Tensor]:
-    maps, probs = (row_id_map.contiguous(), source.contiguous()), probs.contiguous()
-    dx, dprobs = dy.new_empty((source.shape[0], dy.shape[-1])), None
+def _unpermute_grad(
+    dy: Tensor, row_id_map: Tensor, row_source: Tensor, probs: Tensor, x: Tensor | None
+) -> list[Tensor]:
+    maps, probs = (row_id_map.contiguous(), row_source.contiguous()), probs.contiguous()
+    dx, dprobs = dy.new_empty((row_source.shape[0], dy.shape[-1])), None
     if x is not None:
         x, dprobs = x.contiguous(), torch.empty_like(probs)
     _core.unpermute_grad(dy.contiguous(), *maps, probs, dx, x, dprobs)
@@ -338,13 +342,13 @@ _invert_map_op = define(
 )
 _permute_op = define(
     "permute",
-    "(Tensor[] planes, int[] fills, Tensor row_id_map, Tensor source, Tensor? probs, bool zero_prob_is_padding)"
+    "(Tensor[] planes, int[] fills, Tensor row_id_map, Tensor row_source, Tensor? probs, bool zero_prob_is_padding)"
     " -> Tensor[]",
     _permute,
     _permute_fake,
 )
 _permute_columns_op = define(
-    "permute_columns", "(Tensor x, Tensor source, SymInt slots) -> Tensor", _permute_columns, _permute_columns_fake
+    "permute_columns", "(Tensor x, Tensor row_source, SymInt slots) -> Tensor", _permute_columns, _permute_columns_fake
 )
 _unpermute_op = define(
     "unpermute",
@@ -354,7 +358,7 @@ _unpermute_op = define(
 )
 _unpermute_grad_op = define(
     "unpermute_grad",
-    "(Tensor dy, Tensor row_id_map, Tensor source, Tensor probs, Tensor? x) -> Tensor[]",
+    "(Tensor dy, Tensor row_id_map, Tensor row_source, Tensor probs, Tensor? x) -> Tensor[]",
     _unpermute_grad,
     _unpermute_grad_fake,
 )
@@ -371,26 +375,26 @@ def permute_map(
 
 
 def chunk_map(split_sizes: Tensor, sorted_index: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """(row_id_map [tokens, 1], source [tokens]) of chunk `sorted_index[j]` coming j-th; both int32 [C]."""
+    """(row_id_map [tokens, 1], row_source [tokens]) of chunk `sorted_index[j]` coming j-th; both int32 [C]."""
     return (_chunk_map if direct(split_sizes, sorted_index) else _chunk_map_op)(split_sizes, sorted_index, tokens)
 
 
 def invert_map(row_id_map: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """(row_id_map with -1 for what lies outside of 0..rows-1 and for all but the last that name a row, source)."""
+    """(row_id_map with -1 for what lies outside of 0..rows-1 and for all but the last that name a row, row_source)."""
     return (_invert_map if direct(row_id_map) else _invert_map_op)(row_id_map, rows)
 
 
-def permute_probs(probs: Tensor, row_id_map: Tensor, source: Tensor) -> Tensor:
+def permute_probs(probs: Tensor, row_id_map: Tensor, row_source: Tensor) -> Tensor:
     """Each row's own probability, [rows]; that of absent rows is 0."""
     carried = row_id_map.new_empty(row_id_map.shape[0], dtype=torch.uint8)  # a call moves something besides
-    return permute([carried], [0], row_id_map, source, probs)[1]
+    return permute([carried], [0], row_id_map, row_source, probs)[1]
 
 
 def permute(
     planes: list[Tensor],
     fills: list[int],
     row_id_map: Tensor,
-    source: Tensor,
+    row_source: Tensor,
     probs: Tensor | None = None,
     zero_prob_is_padding: bool = False,
 ) -> list[Tensor]:
@@ -398,13 +402,13 @@ def permute(
 
     `fills`: the four bytes that absent rows of each plane repeat.
     """
-    call = _permute if direct(*planes, row_id_map, source, probs) else _permute_op
-    return call(planes, fills, row_id_map, source, probs, zero_prob_is_padding)
+    call = _permute if direct(*planes, row_id_map, row_source, probs) else _permute_op
+    return call(planes, fills, row_id_map, row_source, probs, zero_prob_is_padding)
 
 
-def permute_columns(x: Tensor, source: Tensor, slots: int) -> Tensor:
-    """Columns of `x` [H, T], one byte an element, where `source` finds them: [H, rows], absent ones 0."""
-    return (_permute_columns if direct(x, source) else _permute_columns_op)(x, source, slots)
+def permute_columns(x: Tensor, row_source: Tensor, slots: int) -> Tensor:
+    """Columns of `x` [H, T], one byte an element, where `row_source` finds them: [H, rows], absent ones 0."""
+    return (_permute_columns if direct(x, row_source) else _permute_columns_op)(x, row_source, slots)
 
 
 def unpermute(
@@ -416,8 +420,8 @@ def unpermute(
 
 
 def unpermute_grad(
-    dy: Tensor, row_id_map: Tensor, source: Tensor, probs: Tensor, x: Tensor | None = None
+    dy: Tensor, row_id_map: Tensor, row_source: Tensor, probs: Tensor, x: Tensor | None = None
 ) -> list[Tensor]:
     """dx [rows, H] = p * dy [T, H], and with `x` [rows, H] also dprobs [T, slots], the products of both."""
-    call = _unpermute_grad if direct(dy, row_id_map, source, probs, x) else _unpermute_grad_op
-    return call(dy, row_id_map, source, probs, x)
+    call = _unpermute_grad if direct(dy, row_id_map, row_source, probs, x) else _unpermute_grad_op
+    return call(dy, row_id_map, row_source, probs, x)
