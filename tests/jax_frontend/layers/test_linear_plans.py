@@ -255,7 +255,7 @@ def test_bad_arguments():
         r"needs rng=": lambda: jax.grad(lambda x: linear.dense(x, kernel, recipe=fp4).sum())(jnp.ones((16, 64))),
         r"rng must be int32 \[4\].*\[2\]": lambda: linear.dense(x, kernel, recipe=fp4, rng=jnp.zeros(2, jnp.int32)),
         r"rng must be .*float32": lambda: linear.dense(x, kernel, recipe=fp4, rng=jnp.zeros(4)),
-        r"mapping of slots": lambda: linear.dense(x, kernel, recipe=delayed, state=states["input"]),
+        r"mapping of state names": lambda: linear.dense(x, kernel, recipe=delayed, state=states["input"]),
         r"another recipe's; switch_state": lambda: linear.dense(x, kernel, recipe=dj.MXFP8BlockScaling(), state=states),
         r"'input' was made for .*switch_state": lambda: linear.dense(
             x, kernel, recipe=delayed.replace(margin=1), state=states

@@ -1,4 +1,4 @@
-"""`replay`: a node that runs again as a program gives the bits and the kernels of the call that it repeats."""
+"""Programs: a node that runs again as a program gives the bits and the kernels of the call that it repeats."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import diptych.torch as dt
 from diptych.common import RECIPES, QuantizerRole
 from diptych.core import _core
 from diptych.torch.functional import quantize as quantize_verbs
-from diptych.torch.graph import program as replay
+from diptych.torch.graph import program
 from diptych.torch.layers.linear import _linear
 from diptych.torch.primitives import quantize as quantize_ops
 from diptych.torch.primitives.constants import Constants
@@ -28,8 +28,8 @@ def counted(call: Any) -> tuple[Any, dict[str, int]]:
 
 
 def programs() -> int:
-    assert _linear._replays is not None
-    return sum(len(known.runs) for known in _linear._replays._known.values())
+    assert _linear._programs is not None
+    return sum(len(known.runs) for known in _linear._programs._known.values())
 
 
 CELLS = [pytest.param(name, graded, marks=() if i % 2 == graded else pytest.mark.slow)
@@ -42,7 +42,9 @@ def test_calls_that_run_again(name: str, graded: bool, monkeypatch: pytest.Monke
 
     With the tests each recipe in one way; the other waits for a long sweep.
     """
-    monkeypatch.setattr(_linear, "_replays", replay.Replays())  # none of other tests, which would give way to new ones
+    monkeypatch.setattr(
+        _linear, "_programs", program.Programs()
+    )  # none of other tests, which would give way to new ones
     torch._dynamo.reset()
     torch.manual_seed(0)
     eager, other = dt.Linear(32, 48), dt.Linear(32, 48)
@@ -74,13 +76,13 @@ def double(x: torch.Tensor, quantizer: Any) -> list[torch.Tensor]:
 
 def test_a_program() -> None:
     quantizer = RECIPES["mxfp8"].quantizer(QuantizerRole("linear", "input")).with_usage(columnwise=False)
-    replays, constants = replay.Replays(), Constants(("a",))
+    runs, constants = program.Programs(), Constants(("a",))
     for shape in ((4, 32), (3, 5, 64), (4, 32)):
         for _ in range(4):
             x = torch.randn(shape)
-            for mine, theirs in zip(replays(constants, [x], double, x, quantizer), double(x, quantizer), strict=True):
+            for mine, theirs in zip(runs(constants, [x], double, x, quantizer), double(x, quantizer), strict=True):
                 assert mine.shape == theirs.shape and torch.equal(mine.view(torch.uint8), theirs.view(torch.uint8))
-    assert len(replays._known[id(constants)].runs) == 2
+    assert len(runs._known[id(constants)].runs) == 2
 
 
 @pytest.mark.parametrize(
@@ -89,17 +91,17 @@ def test_a_program() -> None:
         lambda x: [x + 1],  # other ops
         lambda x: [x],  # an argument
         lambda x: [*2 * [quantize_verbs.rng_state(1)]],
-        lambda x: replay.refuse() or [x.new_empty(3)],
+        lambda x: program.refuse() or [x.new_empty(3)],
     ],
 )
 def test_no_program(call: Any) -> None:
     x = torch.ones(4)
-    results, run = replay.record(lambda: call(x), [x])
+    results, run = program.record(lambda: call(x), [x])
     assert run is None and len(results) in (1, 2)
 
 
 def test_errors_stop_recording() -> None:
     x = torch.ones(4, 32)
     with pytest.raises(ZeroDivisionError):
-        replay.record(lambda: [x.new_empty(1 // 0)], [x])
+        program.record(lambda: [x.new_empty(1 // 0)], [x])
     assert torch.equal(quantize_ops.amax(x), torch.ones(1))

@@ -14,7 +14,7 @@ from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 import diptych.torch as dt
 from diptych.common import RECIPES, Float8BlockScaling, Float8CurrentScaling, Recipe
-from diptych.torch.graph.program import Replays
+from diptych.torch.graph.program import Programs
 from diptych.torch.primitives import quantize as quantize_ops
 from torch_frontend import tools
 from torch_frontend.tools import normal, quantizer, same
@@ -135,7 +135,7 @@ def spied(monkeypatch: pytest.MonkeyPatch) -> list[tuple[bool, bool]]:
     real_core = quantize_ops._core
     monkeypatch.setattr(quantize_ops, "_core", Spy())
     # What another test's node learned would run again as one call.
-    monkeypatch.setattr(Replays, "__call__", lambda self, constants, inputs, call, *args: call(*args))
+    monkeypatch.setattr(Programs, "__call__", lambda self, constants, inputs, call, *args: call(*args))
     return made
 
 

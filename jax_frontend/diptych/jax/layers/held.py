@@ -82,7 +82,7 @@ def quantize_kernel(
         raise ShapeError(f"quantize_kernel: kernel must be [N, K], or a stack [G, N, K], got {list(kernel.shape)}")
     states = check_states("quantize_kernel", state, options.plan, recipe)
     s = options.schedule(True, False)
-    copies, amaxes = quantize.quantize_kernel(kernel, s.w, options, viewed(states, ()), rng)
+    copies, amaxes = quantize.quantize_weight(kernel, s.w, options, viewed(states, ()), rng)
     if lost := [slot for slot in amaxes if not (return_state or has_ref(states[slot]))]:
         raise ValueError(f"quantize_kernel: the amax of {', '.join(lost)} would be lost: pass return_state=True")
     news = returned(states, recorded(viewed(states, ()), amaxes, options))

@@ -55,7 +55,7 @@ from diptych.jax.layers.layernorm_linear import Saved as NormedSaved
 from diptych.jax.layers.linear import prepare
 from diptych.jax.layers.options import Options
 from diptych.jax.layers.products import OFFSETS, Needs, cotangents, fprop, primals, recorded
-from diptych.jax.layers.quantize import quantize_summed, rng_at
+from diptych.jax.layers.quantize import quantize_operand, rng_at
 from diptych.jax.layers.weight_gradients import Pullback, refuse_references
 from diptych.jax.primitives import activation as activation_ops
 from diptych.jax.primitives import checks
@@ -252,8 +252,8 @@ def part_name(name: str, part: str) -> str:
 def init_layernorm_mlp_state(
     recipe: Recipe, *, module: str = "layernorm_mlp", name: str = ""
 ) -> dict[str, dict[str, ScaleState]]:
-    """The states that one `layernorm_mlp` needs, {"fc1": {slot: ScaleState}, "fc2": ...}, both empty where no tensor
-    has delayed scales.
+    """The states that one `layernorm_mlp` needs, {"fc1": {state name: ScaleState}, "fc2": ...}, both empty where no
+    tensor has delayed scales.
 
     **Arguments:** `module`, `name`: as `layernorm_mlp` gets them.
     """
@@ -289,7 +289,7 @@ def _check_states(op: str, states: Any, recipe: Recipe, fc1: Options, fc2: Optio
         states = {}
     if not isinstance(states, Mapping) or not all(isinstance(of_part, Mapping) for of_part in states.values()):
         raise ArgumentError(
-            f"{op}: state must be {{layer: {{slot: ScaleState}}}}, as init_layernorm_mlp_state makes it"
+            f"{op}: state must be {{layer: {{state name: ScaleState}}}}, as init_layernorm_mlp_state makes it"
         )
     if not any(states.values()) and (fc1.plan.states or fc2.plan.states):
         raise ArgumentError(
@@ -374,7 +374,7 @@ def _gradients_of(saved: _Saved, dy: Any, later: Any = None) -> tuple[Any, Any, 
     dbias1, fc1 = None, of_fc1.linear
     if isinstance(dh, FusedInput) and not (fc1.needs.dx or fc1.needs.dw):  # bias1 alone: the sum comes with a copy
         s = fc1.options.schedule(True, False)
-        dbias1 = quantize_summed(dh, s.dy, fc1.options, fc1.states, fc1.rng, fc1.needs.bias_dtype or "")[2]
+        dbias1 = quantize_operand(dh, s.dy, fc1.options, fc1.states, fc1.rng, fc1.needs.bias_dtype or "")[2]
         dh = _NOTHING
     of_norm, made1 = normed_backward(of_fc1, dh, later1)
     return of_norm, made1, made2, dbias1 if made1.bias is None else made1.bias

@@ -34,7 +34,7 @@ from diptych.common.ops import shapes
 from diptych.jax.functional import gemm as gemm_verbs
 from diptych.jax.functional.source import FusedInput
 from diptych.jax.layers.options import Amaxes, Options, States
-from diptych.jax.layers.quantize import quantize_calls, quantize_kernel, quantize_summed, rounded, verb_of
+from diptych.jax.layers.quantize import quantize_calls, quantize_operand, quantize_weight, requantized_result, verb_of
 from diptych.jax.state.scales import ScaleState, gradient, record
 from diptych.jax.tensors.copies import Copies, Operand, named, pick, values
 from diptych.jax.tensors.quantized import QuantizedArray
@@ -96,7 +96,7 @@ class WeightGradient:
         """The gradient, of the kernel's shape, in its dtype or another."""
         dtype = self.dtype if dtype is None else dtype
         dw = self.products.product("wgrad", self.dy, self.x, None, dtype, self.schedule.plan.fast_accum[2])
-        return rounded(dw, self.schedule.results[2], self.options, self.rng, verb_of(dw))
+        return requantized_result(dw, self.schedule.results[2], self.options, self.rng, verb_of(dw))
 
     def accumulate(self, acc: Array) -> Array:
         """acc + the gradient, in acc's memory where XLA may reuse it; `acc`: as the kernel, usually float32."""
@@ -123,8 +123,8 @@ def primals(tree: Any) -> Any:
 class Needs(NamedTuple):
     """Which gradients of a call are wanted, in which dtypes.
 
-    `kernel_dtype`: of dkernel. `bias_dtype`: None if no gradient is wanted. `states`: slots whose gradient is wanted,
-    which thereby take the amaxes. `to_main_grad`: dkernel is the gradient of main_grad.
+    `kernel_dtype`: of dkernel. `bias_dtype`: None if no gradient is wanted. `states`: names of states whose gradient is
+    wanted, which thereby take the amaxes. `to_main_grad`: dkernel is the gradient of main_grad.
     """
 
     dx: bool
@@ -201,7 +201,7 @@ def fprop(
     original = kernel
     if copies is None:
         assert kernel is not None
-        copies, of_kernel = quantize_kernel(kernel, s.w, options, states, rng)
+        copies, of_kernel = quantize_weight(kernel, s.w, options, states, rng)
         amaxes |= of_kernel
     elif kernel is None:
         original = copies[0] if copies[0] is not None else copies[1]
@@ -212,7 +212,7 @@ def fprop(
     w = pick(s.w_kept, copies, original)
     w = _there(w, s.w_kept, "dgrad", options.op) if s.w_kept else w
     kept = (x if s.x_late else pick(s.x_kept, copies_x, x), w)
-    return rounded(y, s.results[0], options, rng), *kept, amaxes
+    return requantized_result(y, s.results[0], options, rng), *kept, amaxes
 
 
 def _there(copy: Operand, side: str, gemm: str, op: str) -> Operand:
@@ -278,11 +278,13 @@ def bprop(saved: Saved, dy: Array | FusedInput) -> tuple[Array | None, WeightGra
     """dx, wgrad that has not run yet, dbias, and the amaxes to record."""
     options, needs, rng, products, dx, wgrad = saved.options, saved.needs, saved.rng, saved.products, None, None
     s = options.schedule(needs.dx, needs.dw)
-    (rowwise, columnwise), amaxes, dbias = quantize_summed(dy, s.dy, options, saved.states, rng, needs.bias_dtype or "")
+    (rowwise, columnwise), amaxes, dbias = quantize_operand(
+        dy, s.dy, options, saved.states, rng, needs.bias_dtype or ""
+    )
     if needs.dx:
         a = dy if rowwise is None else rowwise
         dx = products.product("dgrad", a, saved.w, None, dy.dtype, s.plan.fast_accum[1])
-        dx = rounded(dx, s.results[1], options, rng)
+        dx = requantized_result(dx, s.results[1], options, rng)
     if needs.dw:
         b = saved.x
         if s.x_late:

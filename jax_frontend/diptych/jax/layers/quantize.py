@@ -37,10 +37,10 @@ def quantize_calls(
     quantize: Callable[..., Any] = quantize_verbs.quantize,
 ) -> tuple[Copies, Amaxes]:
     """The copies of one tensor, and the amaxes that its delayed-scaling states are to record. `quantize`: the verb."""
-    return quantize_summed(x, calls, options, states, rng, "", quantize)[:2]
+    return quantize_operand(x, calls, options, states, rng, "", quantize)[:2]
 
 
-def quantize_kernel(
+def quantize_weight(
     kernel: Array, calls: tuple[Call, ...], options: Options, states: States, rng: Array | None
 ) -> tuple[Copies, Amaxes]:
     """`quantize_calls` of a kernel [N, K], or of each of a stack's [G, N, K], where a state's amax is over all."""
@@ -53,7 +53,7 @@ def verb_of(kernel: Array) -> Callable[..., Any]:
     return quantize_verbs.quantize if kernel.ndim == 2 else quantize_each
 
 
-def quantize_summed(
+def quantize_operand(
     x: Array | FusedInput,
     calls: tuple[Call, ...],
     options: Options,
@@ -89,7 +89,7 @@ def quantize_summed(
     return (rowwise, columnwise), amaxes, total
 
 
-def rounded(
+def requantized_result(
     x: Array,
     call: Call | None,
     options: Options,

@@ -1,6 +1,6 @@
 """What delayed scaling carries from step to step: `ScaleState`, a pytree beside the parameters.
 
-    init_state      the states of one module under a recipe, {slot: ScaleState}
+    init_state      the states of one module under a recipe, {state name: ScaleState}
     dense           reads the scales, and puts max(history[0], amax) into the histories that it returns
     update_state    once a step: the next scales from the amaxes so far (NUMERICS 2, "Delayed")
 
@@ -39,7 +39,7 @@ from diptych.jax.state.amax_check import check_of, checked, following, is_sound,
 Array = jax.Array
 Tree = TypeVar("Tree")
 
-BUFFERS = ("scale", "amax_history", "fp8_max")  # of one slot in a state dict
+BUFFERS = ("scale", "amax_history", "fp8_max")  # of one state in a state dict
 
 
 @functools.partial(
@@ -105,8 +105,8 @@ def init_state(recipe: Recipe, *, module: str = "linear", name: str = "") -> dic
 
     **Arguments:** `module`, `name`: as `dense` gets them.
 
-    **Returns:** {slot: ScaleState}, slots being "input", "weight" and "grad_output" for `DelayedScaling`; empty where
-    no tensor of the module has delayed scales.
+    **Returns:** {state name: ScaleState}, the names being "input", "weight" and "grad_output" for `DelayedScaling`;
+    empty where no tensor of the module has delayed scales.
     """
     return {slot.name: new_state(slot.quantizer) for slot in linear_plan(recipe, module, name).states}
 
@@ -116,7 +116,7 @@ def check_states(op: str, states: Any, plan: LinearPlan, recipe: Recipe) -> dict
     if states is None:
         states = {}
     if not isinstance(states, Mapping) or not all(is_state(s) for s in states.values()):
-        raise ArgumentError(f"{op}: state must be a mapping of slots to ScaleState, as init_state makes it")
+        raise ArgumentError(f"{op}: state must be a mapping of state names to ScaleState, as init_state makes it")
     kind, wanted = type(recipe).__name__, {s.name: s.quantizer for s in plan.states}
     if wanted and not states:
         raise ArgumentError(f"{op}: {kind} scales by earlier steps' amaxes and needs state=, which init_state makes")
@@ -313,31 +313,31 @@ def switch_state(states: States, recipe: Recipe, *, module: str = "linear", name
 # --- checkpoints ---
 
 
-def key_of(slot: str) -> str:
-    """A slot's name in a state dict: "input.fprop" is "input_fprop"."""
-    return slot.replace(".", "_")
+def key_of(name: str) -> str:
+    """The key of a state name in a state dict: "input.fprop" is "input_fprop"."""
+    return name.replace(".", "_")
 
 
-def _slots(states: Mapping[str, Any], prefix: str) -> dict[str, ScaleState]:
+def _by_key(states: Mapping[str, Any], prefix: str) -> dict[str, ScaleState]:
     out: dict[str, ScaleState] = {}
     for name, held in states.items():
         if is_state(held):
             out[f"{prefix}{key_of(name)}"] = held
         else:
-            out |= _slots(held, f"{prefix}{name}.")
+            out |= _by_key(held, f"{prefix}{name}.")
     return out
 
 
 def state_dict(states: Mapping[str, Any], prefix: str = "", rng: Array | None = None) -> dict[str, Array]:
     """States as a flat dictionary of arrays, with the keys of the torch panel's modules: what safetensors takes.
 
-        <prefix>scale_states.<slot>.scale | amax_history | fp8_max        <prefix>rng_state
+        <prefix>scale_states.<state>.scale | amax_history | fp8_max        <prefix>rng_state
 
-    **Arguments:** `states`: of one module, {slot: ScaleState}, or {layer: {slot: ...}} for a module of several linears.
-    `prefix`: the module's name and a dot. `rng`: int32 [4], where the module rounds stochastically.
+    **Arguments:** `states`: of one module, {state name: ScaleState}, or {layer: {state name: ...}} for a module of
+    several linears. `prefix`: the module's name and a dot. `rng`: int32 [4], where the module rounds stochastically.
     """
     out = {}
-    for name, state in _slots(states, f"{prefix}scale_states.").items():
+    for name, state in _by_key(states, f"{prefix}scale_states.").items():
         held = read_ref(state) if state.count is None else checked("state_dict", state)
         out[f"{name}.scale"], out[f"{name}.amax_history"] = held.scale, held.amax_history
         out[f"{name}.fp8_max"] = jnp.full(1, fp8_max(state.quantizer), jnp.float32)
@@ -354,14 +354,14 @@ def load_state_dict(flat: Mapping[str, Any], like: Tree, prefix: str = "") -> tu
 
     **Raises:** CheckpointError naming the key for what is missing, of another shape, or another recipe's.
     """
-    below, wanted = f"{prefix}scale_states.", _slots(like, f"{prefix}scale_states.")  # type: ignore[arg-type]
+    below, wanted = f"{prefix}scale_states.", _by_key(like, f"{prefix}scale_states.")  # type: ignore[arg-type]
     found = {key.rpartition(".")[0] for key in flat if key.startswith(below)}
     if found != wanted.keys():
         raise CheckpointError(
             f"{below}* are states of {sorted(n[len(below) :] for n in found)}, the recipe's are of "
             f"{sorted(n[len(below) :] for n in wanted)}: another recipe"
         )
-    loaded = {name: _load_slot(flat, name, state.quantizer) for name, state in wanted.items()}
+    loaded = {name: _load_state(flat, name, state.quantizer) for name, state in wanted.items()}
     rng = flat.get(f"{prefix}rng_state")
     if rng is not None and (np.dtype(rng.dtype).name, tuple(rng.shape)) != ("int32", (4,)):
         raise CheckpointError(f"{prefix}rng_state must be int32 [4], got {rng.dtype}{list(rng.shape)}")
@@ -373,7 +373,7 @@ def _rebuilt(like: Any, loaded: dict[str, ScaleState], names: Any) -> Any:
     return {k: loaded[next(names)] if is_state(v) else _rebuilt(v, loaded, names) for k, v in like.items()}
 
 
-def _load_slot(flat: Mapping[str, Any], name: str, quantizer: Float8Quantizer) -> ScaleState:
+def _load_state(flat: Mapping[str, Any], name: str, quantizer: Float8Quantizer) -> ScaleState:
     keys = {k.rpartition(".")[2] for k in flat if k.rpartition(".")[0] == name}
     if keys != set(BUFFERS):
         raise CheckpointError(f"the scale state {name} holds {sorted(keys)}, must hold {sorted(BUFFERS)}")

@@ -39,7 +39,7 @@ from diptych.torch.graph import flops
 from diptych.torch.graph.fields import Size as Size
 from diptych.torch.graph.fields import Written as Written
 from diptych.torch.graph.fields import field_of, put, put_proto, put_sizes, take, take_output, take_sizes
-from diptych.torch.graph.program import Replays
+from diptych.torch.graph.program import Programs
 from diptych.torch.graph.proto import TensorProto, proto_of
 from diptych.torch.primitives import constants as opaque
 from diptych.torch.primitives.checks import refuse_second_derivative, require_no_tangent
@@ -51,7 +51,7 @@ from diptych.torch.tensors.quantized import TAKES_COTANGENTS, QuantizedStack, Qu
 # --- the op ----------------------------------------------------------------------------------------------------------
 
 
-_SLOTTED = ("dtype", "group")  # kinds of fields with a slot of their own
+_OF_THEIR_OWN = ("dtype", "group")  # kinds of fields that are an input of a node of their own
 IN_HIGH_PRECISION = "; run this part in high precision, for instance under autocast(enabled=False)"
 
 
@@ -88,8 +88,8 @@ class CustomOp:
         self.fields = tuple([field_of(f.name, hints[f.name]) for f in dataclasses.fields(arguments)])
         self.forward, self.layout, self.backward = forward, layout, backward
         self._keeps, self._gradients, self.remedy = keeps, gradients, remedy
-        may_replay = getattr(arguments, "replays", False) and [f.kind for f in self.fields if f.schema] == ["group"]
-        self._replays = Replays() if may_replay else None
+        recordable = getattr(arguments, "recordable", False) and [f.kind for f in self.fields if f.schema] == ["group"]
+        self._programs = Programs() if recordable else None
         self._form = ";".join([f"{f.name}:{f.kind}" for f in self.fields])  # one guard of a graph, and not many
         self.differentiable = tuple([f.name for f in self.fields if f.kind in ("tensor", "quantizable")])
         self._lists = tuple([f.name for f in self.fields if f.kind in ("tensors", "quantizables")])
@@ -100,8 +100,8 @@ class CustomOp:
         namespace, _, short = name.partition("::")
         self._library = torch.library.Library(namespace, "FRAGMENT")
         constants = f"{opaque.schema_type(Constants)} constants"
-        slots = ["Tensor[] tensors", "SymInt[] sizes", *[f.schema for f in self.fields if f.schema], constants]
-        signature = f"({', '.join(slots)}) -> Tensor[]"
+        inputs = ["Tensor[] tensors", "SymInt[] sizes", *[f.schema for f in self.fields if f.schema], constants]
+        signature = f"({', '.join(inputs)}) -> Tensor[]"
         self._forward_node = self._define(short, signature, self._real_forward, self._fake_forward)
         flops.register_node(self._forward_node, self._fake_forward)
         self._backward_nodes: tuple[Any, ...] = ()
@@ -122,14 +122,14 @@ class CustomOp:
 
     def _define_backward(self, short: str, constants: str) -> tuple[Any, ...]:
         """The pure node, and those that write, by their number of results."""
-        slots = [f.schema for f in self.fields if f.schema]
-        slots = ["Tensor[] kept", "SymInt[] sizes", "Tensor[] saved", "Tensor[] grads", *slots, constants]
-        nodes = [self._define(short, f"({', '.join(slots)}) -> Tensor[]", self._pure_backward)]
+        inputs = [f.schema for f in self.fields if f.schema]
+        inputs = ["Tensor[] kept", "SymInt[] sizes", "Tensor[] saved", "Tensor[] grads", *inputs, constants]
+        nodes = [self._define(short, f"({', '.join(inputs)}) -> Tensor[]", self._pure_backward)]
         if self._has_written:
             # An op that writes to an operand cannot return a list: torch functionalizes fixed results only.
             for count in range(len(self.differentiable) + 1):
                 results = ", ".join(["Tensor"] * count)
-                signature = f"(Tensor(a!)[] written, {', '.join(slots)}) -> ({results})"
+                signature = f"(Tensor(a!)[] written, {', '.join(inputs)}) -> ({results})"
                 nodes.append(self._define(f"{short}_.r{count}", signature, _fixed(self._run_backward)))
             flops.register_node(nodes[-1], self._run_backward)
         flops.register_node(nodes[0], self._pure_backward)
@@ -205,7 +205,7 @@ class CustomOp:
         protos = self.layout(arguments, needs)
         tensors: list[Tensor] = []
         sizes: list[Any] = []
-        slots, plain = [], []
+        inputs, plain = [], []
         for (_, kind), value in zip(kinds, values, strict=True):
             if kind in ("tensor", "quantizable"):
                 plain.append(put(value, tensors, sizes))
@@ -213,11 +213,11 @@ class CustomOp:
                 plain.append(tuple([put(t, tensors, sizes) for t in value]))
             elif kind in ("size", "sizes"):
                 plain.append(put_sizes(value, sizes))
-            elif kind in _SLOTTED:
-                slots.append(opaque.group_argument(value) if kind == "group" else value)
+            elif kind in _OF_THEIR_OWN:
+                inputs.append(opaque.group_argument(value) if kind == "group" else value)
             elif kind == "plain":
                 plain.append(value)
-        made = list(self._forward_node(tensors, sizes, *slots, Constants((needs, tuple(plain)))))
+        made = list(self._forward_node(tensors, sizes, *inputs, Constants((needs, tuple(plain)))))
         outputs = []
         for proto in protos:
             outputs.append(take_output(proto, made))
@@ -235,42 +235,42 @@ class CustomOp:
     ) -> list[Tensor]:
         """backward as a node. `held`: by field, the spec of a tensor or the value itself."""
         written: list[Tensor] = []
-        slots, plain = [], []
+        inputs, plain = [], []
         for (_, kind), value in zip(self._kinds(), held, strict=True):
             if kind == "written":
                 plain.append(len(value))
                 written += value
-            elif kind in _SLOTTED:
-                slots.append(opaque.group_argument(value) if kind == "group" else value)
+            elif kind in _OF_THEIR_OWN:
+                inputs.append(opaque.group_argument(value) if kind == "group" else value)
             else:
                 plain.append(value)
         present = tuple([g is not None for g in grads])
         given = [g for g in grads if g is not None]
         if not written:
             constants = Constants((needs, tuple(plain), present, ()))
-            return list(self._backward_nodes[0](kept, sizes, saved, given, *slots, constants))
+            return list(self._backward_nodes[0](kept, sizes, saved, given, *inputs, constants))
         # Inductor leaves nodes alone that write and have an operand of E8M0: such cross as bytes.
         bytewise = tuple([i for i, t in enumerate([*kept, *saved]) if t.dtype == torch.float8_e8m0fnu])
         kept, saved = [_as_bytes(t) for t in kept], [_as_bytes(t) for t in saved]
         constants = Constants((needs, tuple(plain), present, bytewise))
-        made = self._backward_nodes[1 + results](written, kept, sizes, saved, given, *slots, constants)
+        made = self._backward_nodes[1 + results](written, kept, sizes, saved, given, *inputs, constants)
         return [made] if results == 1 else list(made or ())
 
     # --- inside of the nodes ---
 
-    def _real_forward(self, tensors: list[Tensor], sizes: list[int], *slots: Any) -> list[Tensor]:
+    def _real_forward(self, tensors: list[Tensor], sizes: list[int], *inputs: Any) -> list[Tensor]:
         """Where the constants say all but what the tensors do, a call may run as a program."""
-        if self._replays is None or sizes or slots[0] is not None:
-            return self._run_forward((tensors, sizes, *slots), False)
-        return self._replays(slots[-1], tensors, self._run_forward, (tensors, sizes, *slots), False)
+        if self._programs is None or sizes or inputs[0] is not None:
+            return self._run_forward((tensors, sizes, *inputs), False)
+        return self._programs(inputs[-1], tensors, self._run_forward, (tensors, sizes, *inputs), False)
 
-    def _fake_forward(self, *slots: Any) -> list[Tensor]:
+    def _fake_forward(self, *inputs: Any) -> list[Tensor]:
         """The forward on fake tensors. It runs the same code, whose ops have fake implementations of their own."""
-        return self._run_forward(slots, check=True)
+        return self._run_forward(inputs, check=True)
 
-    def _run_forward(self, slots: tuple[Any, ...], check: bool) -> list[Tensor]:
-        tensors, sizes, *given = [list(s) if isinstance(s, (list, tuple)) else s for s in slots[:-1]]
-        needs, plain = slots[-1].items
+    def _run_forward(self, inputs: tuple[Any, ...], check: bool) -> list[Tensor]:
+        tensors, sizes, *given = [list(s) if isinstance(s, (list, tuple)) else s for s in inputs[:-1]]
+        needs, plain = inputs[-1].items
         specs = list(plain)
         values: list[Any] = []
         for f in self.fields:
@@ -293,7 +293,7 @@ class CustomOp:
         made += saved
         if check:
             self._check(outputs, self.layout(arguments, needs))
-            _new_memory(self.name, made, list(slots[0]))
+            _new_memory(self.name, made, list(inputs[0]))
         return made
 
     def _check(self, outputs: tuple[Tensor, ...], protos: tuple[TensorProto, ...]) -> None:
@@ -306,13 +306,13 @@ class CustomOp:
             if isinstance(t, QuantizedTensorBase) and tuple(t.__tensor_flatten__()[0]) != t.quantizer.buffer_names():
                 raise UnsupportedError(f"{self.name}: the output {t!r} lacks buffers of {t.quantizer.buffer_names()}")
 
-    def _pure_backward(self, *slots: Any) -> list[Tensor]:
-        return self._run_backward([], *slots)
+    def _pure_backward(self, *inputs: Any) -> list[Tensor]:
+        return self._run_backward([], *inputs)
 
-    def _run_backward(self, written: list[Tensor], *slots: Any) -> list[Tensor]:
-        kept, sizes, saved, grads, *given = [list(s) if isinstance(s, (list, tuple)) else s for s in slots[:-1]]
-        needs, plain, present, bytewise = slots[-1].items
-        inputs = [*kept, *saved, *grads]
+    def _run_backward(self, written: list[Tensor], *inputs: Any) -> list[Tensor]:
+        kept, sizes, saved, grads, *given = [list(s) if isinstance(s, (list, tuple)) else s for s in inputs[:-1]]
+        needs, plain, present, bytewise = inputs[-1].items
+        given_tensors = [*kept, *saved, *grads]
         for i in bytewise:
             held, at = (kept, i) if i < len(kept) else (saved, i - len(kept))
             held[at] = held[at].view(torch.float8_e8m0fnu)
@@ -337,7 +337,7 @@ class CustomOp:
         assert self.backward is not None
         with _NoGrad():
             made = self.backward(self.arguments(*values), needs, saved, all_grads)
-        return _new_memory(f"{self.name}_backward", list(made), inputs)
+        return _new_memory(f"{self.name}_backward", list(made), given_tensors)
 
 
 class _NoGrad:
@@ -360,8 +360,8 @@ def _as_bytes(t: Tensor) -> Tensor:
 
 
 def _fixed(real: Callable[..., list[Tensor]]) -> Callable[..., Any]:
-    def fixed(*slots: Any) -> Any:
-        made = real(*slots)
+    def fixed(*inputs: Any) -> Any:
+        made = real(*inputs)
         return (tuple(made) if len(made) > 1 else made[0]) if made else None
 
     return fixed

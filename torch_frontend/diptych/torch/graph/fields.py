@@ -1,4 +1,4 @@
-"""What a dataclass of arguments is to a graph: the slots of an op's schema, and tensors taken apart and put together.
+"""What a dataclass of arguments is to a graph: the inputs of an op's schema, and tensors taken apart and put together.
 
 A spec says how to take a tensor off a list: "" none, "plain", or of a quantized one (quantizer, dtype, names, stack or
 not, rank); of one that is known by its form alone ("proto", quantizer, dtype, device, requires_grad, stack, rank).

@@ -36,7 +36,7 @@ def _same_memory(view: Tensor, base: Tensor) -> bool:
     return one and view.is_contiguous() and base.is_contiguous()
 
 
-class _Tape(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):
     """Sees a call: the tensors that it makes, and whether it does what a program can."""
 
     def __init__(self) -> None:
@@ -67,35 +67,35 @@ class _Tape(TorchDispatchMode):
 
 def refuse() -> None:
     """Called by what Python must run each time: the call that is being recorded, if any, gets no program."""
-    tape = _get_current_dispatch_mode()
-    if isinstance(tape, _Tape):
-        tape.whole = False
+    recorder = _get_current_dispatch_mode()
+    if isinstance(recorder, _Recorder):
+        recorder.whole = False
 
 
 def record(call: Callable[[], list[Tensor]], inputs: list[Tensor]) -> tuple[list[Tensor], Run | None]:
     """The results of a call that reads these tensors, and what repeats it for others, or None."""
-    program, tape = _core.Program(), _Tape()
+    program, recorder = _core.Program(), _Recorder()
     program.start()
     try:
-        with tape:
+        with recorder:
             results = call()
     finally:
         program.stop()
-    origins = [tape.origin(t) for t in results]
-    whole = tape.whole and len({id(t) for t in origins}) == len(origins)
+    origins = [recorder.origin(t) for t in results]
+    whole = recorder.whole and len({id(t) for t in origins}) == len(origins)
     for t, origin in zip(results, origins, strict=True):
-        whole = whole and id(origin) in tape.made and t.nbytes == origin.nbytes
+        whole = whole and id(origin) in recorder.made and t.nbytes == origin.nbytes
     if not whole:
         return results, None
     makers = []
     for t, origin in zip(results, origins, strict=True):
         like = torch.empty(0, dtype=t.dtype, device=t.device)
-        makers.append((like.new_zeros if tape.made[id(origin)][1] else like.new_empty, tuple(t.shape)))
+        makers.append((like.new_zeros if recorder.made[id(origin)][1] else like.new_empty, tuple(t.shape)))
     views = []
-    for view, _ in tape.views:
-        origin = tape.origin(view)
+    for view, _ in recorder.views:
+        origin = recorder.origin(view)
         views.append((view, origin, view.data_ptr() - origin.data_ptr()))
-    scratch = [t for t, zeros in tape.made.values() if not zeros]
+    scratch = [t for t, zeros in recorder.made.values() if not zeros]
     workspace = torch.empty(0, dtype=torch.uint8, device=inputs[0].device).new_empty
     return results, program.run if program.seal(inputs, origins, scratch, views, makers, workspace) else None
 
@@ -109,8 +109,8 @@ class _Known:
         self.left = 4  # to record
 
 
-class Replays:
-    """Calls of one function, that run again as programs where they can."""
+class Programs:
+    """The programs of one function. A call runs one of them where one fits, and else the function, recording it."""
 
     def __init__(self) -> None:
         self._known: dict[int, _Known] = {}

@@ -34,12 +34,12 @@ from diptych.torch.layers.held import given_copies, held_copies
 from diptych.torch.layers.node import LayerArguments, finished, kept_spec, result_proto, run
 from diptych.torch.layers.options import Options, schedule
 from diptych.torch.layers.quantize import (
-    encode,
     quantize_calls,
+    quantize_operand,
     quantize_weight,
     record_late,
+    requantized_result,
     require_stackable,
-    rounded,
     scale_of,
 )
 from diptych.torch.primitives import grouped as grouped_ops
@@ -157,14 +157,14 @@ def _forward(a: _Arguments, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...],
     if isinstance(x, QuantizedTensor):
         copies_x = given_copies(x, s, "grouped_linear")
     else:
-        copies_x = encode(x, s.x, options, a.rng, options.replay).copies
+        copies_x = quantize_operand(x, s.x, options, a.rng, options.recomputed_scales).copies
     copies_w = options.weight_copies
     if isinstance(a.weight, QuantizedStack):
         copies_w = held_copies(
             a.weight, s.w, "grouped_linear: the weight", "run it by the recipe of its quantized_model_init"
         )
     elif copies_w is None:
-        copies_w = quantize_weight(a.weight, s.w, options, a.rng, options.replay)
+        copies_w = quantize_weight(a.weight, s.w, options, a.rng, options.recomputed_scales)
     left = high_precision("grouped_linear", x) if copies_x[0] is None else copies_x[0]
     right = pick("original", copies_w, a.weight) if s.plan.weight.rowwise is None else copies_w[0]
     y = a.groups().product(True, left, right, a.bias, a.x.dtype, s.plan.fast_accum[0])
@@ -174,7 +174,7 @@ def _forward(a: _Arguments, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...],
     if "weight" in needs:
         if not (_keeps_x(s) or a.x_copy):
             pack(pick(s.x_kept, copies_x, a.x), saved)
-        saved += [scale_of(c, options, options.replay)[0].clone() for c in s.x_late if c.state]
+        saved += [scale_of(c, options, options.recomputed_scales)[0].clone() for c in s.x_late if c.state]
         record_late(x, s, options)
     a.pack_weight(0, s, copies_w, saved)
     return (finished(y, s, options, a.rng), *amaxes), saved
@@ -205,11 +205,11 @@ def _backward(a: _Arguments, needs: tuple[str, ...], saved: list[Tensor], grads:
     if "x" in needs:
         left = dy if rowwise is None else rowwise
         dx = a.groups().product(False, left, w, None, a.x.dtype, s.plan.fast_accum[1])
-        dx = rounded(dx, s.results[1], options, a.rng)
+        dx = requantized_result(dx, s.results[1], options, a.rng)
         made["x"] = (dx if a.row_id_map is None else unpermute(dx, a.row_id_map)[0]).view(a.x.shape)
     if "weight" in needs:
         if s.x_late:
-            x = pick(s.x_kept, encode(x, s.x_late, options, a.rng, scales).copies, x)
+            x = pick(s.x_kept, quantize_operand(x, s.x_late, options, a.rng, scales).copies, x)
         operand = dy if columnwise is None else columnwise
         wgrad = GroupedWeightGradient(operand, x, a.groups(), a.weight.dtype, s, options)
         sink = options.weight_grad

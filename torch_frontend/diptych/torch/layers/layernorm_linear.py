@@ -16,7 +16,7 @@ from diptych.torch.layers.checks import input_fusable
 from diptych.torch.layers.node import LayerArguments, finished, kept_spec, result_proto, weight_gradient
 from diptych.torch.layers.options import Options
 from diptych.torch.layers.products import fprop, product
-from diptych.torch.layers.quantize import encode, quantize_calls, rounded
+from diptych.torch.layers.quantize import quantize_calls, quantize_operand, requantized_result
 from diptych.torch.primitives import gemm as gemm_ops
 from diptych.torch.primitives import norm as norm_ops
 from diptych.torch.primitives.constants import Constants
@@ -29,7 +29,7 @@ def input_gradient(
 ) -> Tensor:
     """dgrad: [..., width] beside x's leading dimensions, in x's dtype."""
     dx = product("dgrad", dy, w, None, x.dtype, s.plan.fast_accum[1])
-    return rounded(dx, s.results[1], options, rng).view(*x.shape[:-1], width)
+    return requantized_result(dx, s.results[1], options, rng).view(*x.shape[:-1], width)
 
 
 def normed_fprop(
@@ -42,7 +42,7 @@ def normed_fprop(
     mu, rsigma, z = norm_ops.norm(x, gamma if needs_z else None, beta if needs_z else None, norm)
     operand = sources.normalized(x, gamma, beta, mu, rsigma, norm) if fuse else z
     assert operand is not None
-    copies_z = encode(operand, s.x, options, rng, options.replay).copies
+    copies_z = quantize_operand(operand, s.x, options, rng, options.recomputed_scales).copies
     y, _, copies_w = fprop(x if fuse or z is None else z, weight, bias, rng, s, options, copies_z)
     return y, z, (mu, rsigma), copies_z, copies_w
 

@@ -19,7 +19,14 @@ from diptych.torch.layers.layernorm_linear import NormedArguments, input_gradien
 from diptych.torch.layers.node import finished, kept_spec, result_proto, weight_gradient
 from diptych.torch.layers.options import Options
 from diptych.torch.layers.products import fprop
-from diptych.torch.layers.quantize import encode, has_one_amax, quantize_calls, record_late, rounded, scale_of
+from diptych.torch.layers.quantize import (
+    has_one_amax,
+    quantize_calls,
+    quantize_operand,
+    record_late,
+    requantized_result,
+    scale_of,
+)
 from diptych.torch.primitives import activation as activation_ops
 from diptych.torch.primitives import gemm as gemm_ops
 from diptych.torch.tensors.copies import pack, pick, unpack
@@ -68,9 +75,9 @@ def _forward(a: _Arguments, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...],
     h, z, stats, copies_z, copies_w1 = normed_fprop(
         a.x, a.gamma, a.beta, a.weight1, a.bias1, a.rng1, s1, fc1, a.norm_options(), False
     )
-    h = rounded(h, s1.results[0], fc1, a.rng1)
+    h = requantized_result(h, s1.results[0], fc1, a.rng1)
     act = _activated(h, ActivationOptions(*a.activation), s2)
-    encoded = encode(act, s2.x, fc2, a.rng2, fc2.replay)
+    encoded = quantize_operand(act, s2.x, fc2, a.rng2, fc2.recomputed_scales)
     y, _, copies_w2 = fprop(
         h if isinstance(act, FusedInput) else act, a.weight2, a.bias2, a.rng2, s2, fc2, encoded.copies
     )
@@ -82,7 +89,7 @@ def _forward(a: _Arguments, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...],
     if s2.w_kept or s2.x_kept:
         saved.append(h)
     if s2.x_kept:
-        saved += [scale_of(c, fc2, fc2.replay)[0].clone() for c in s2.x_late if c.state]
+        saved += [scale_of(c, fc2, fc2.recomputed_scales)[0].clone() for c in s2.x_late if c.state]
         record_late(act, s2, fc2)
         if _keeps_amax(s2):
             assert encoded.amax is not None
@@ -111,7 +118,7 @@ def _backward(a: _Arguments, needs: tuple[str, ...], saved: list[Tensor], grads:
         scales = {c.state: saved.pop(0) for c in s2.x_late if c.state}
         act = _activated(h, activation, s2, s2.x_kept)
         amax = saved.pop(0) if _keeps_amax(s2) else None
-        copies_a = encode(act, s2.x_late, fc2, a.rng2, scales, amax=amax).copies
+        copies_a = quantize_operand(act, s2.x_late, fc2, a.rng2, scales, amax=amax).copies
         x2 = pick(s2.x_kept, copies_a, h if isinstance(act, FusedInput) else act)
         operand = dy if columnwise is None else columnwise
         made["weight2"] = weight_gradient(operand, x2, a.weight2.dtype, s2, fc2, a.rng2)
@@ -150,7 +157,7 @@ def _activation_gradient(
         return *copies, dh, None if bias_dtype is None else gemm_ops.bias_grad(dh, bias_dtype)
     if s1.dy:
         source = sources.activated_grad(da, h, activation)
-        made = encode(source, s1.dy, options, rng, sum_dtype=bias_dtype)
+        made = quantize_operand(source, s1.dy, options, rng, sum_dtype=bias_dtype)
         return *made.copies, None, made.column_sum
     # bias1 alone is trained: the same sum, of values that are not quantized
     assert bias_dtype is not None

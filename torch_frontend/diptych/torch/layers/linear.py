@@ -17,7 +17,7 @@ from diptych.torch.layers.held import given_copies
 from diptych.torch.layers.node import LayerArguments, finished, kept_spec, result_proto, run, weight_gradient
 from diptych.torch.layers.options import Options, schedule
 from diptych.torch.layers.products import fprop, product
-from diptych.torch.layers.quantize import quantize_calls, record_late, rounded, scale_of
+from diptych.torch.layers.quantize import quantize_calls, record_late, requantized_result, scale_of
 from diptych.torch.primitives import gemm as gemm_ops
 from diptych.torch.primitives.checks import describe, require_device, require_high_precision
 from diptych.torch.state.autocast import recording
@@ -53,7 +53,7 @@ def _forward(a: _Arguments, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...],
     if "weight" in needs:
         if not (_keeps_x(s) or a.x_copy):
             pack(pick(s.x_kept, copies_x, a.x), saved)
-        saved += [scale_of(c, options, options.replay)[0].clone() for c in s.x_late if c.state]
+        saved += [scale_of(c, options, options.recomputed_scales)[0].clone() for c in s.x_late if c.state]
         record_late(a.x, s, options)
     a.pack_weight(0, s, copies_w, saved)
     return (finished(y, s, options, a.rng), *amaxes), saved
@@ -83,7 +83,7 @@ def _backward(a: _Arguments, needs: tuple[str, ...], saved: list[Tensor], grads:
     made: dict[str, Any] = {}
     if "x" in needs:
         dx = product("dgrad", dy if rowwise is None else rowwise, w, None, a.x.dtype, s.plan.fast_accum[1])
-        made["x"] = rounded(dx, s.results[1], options, a.rng).view(a.x.shape)
+        made["x"] = requantized_result(dx, s.results[1], options, a.rng).view(a.x.shape)
     if "weight" in needs:
         if s.x_late:
             x = pick(s.x_kept, quantize_calls(x, s.x_late, options, a.rng, scales), x)

@@ -27,7 +27,7 @@ from diptych.torch.layers.quantize import quantize_general
 from diptych.torch.layers.weight_gradients import accumulate, overwrites
 from diptych.torch.primitives.checks import TWO_LEVEL
 from diptych.torch.primitives.register import traced_local
-from diptych.torch.state.scales import ScaleStates, States
+from diptych.torch.state.scales import ScaleStates, StepScales
 from diptych.torch.state.update import log_amax, record_pending
 from diptych.torch.tensors.copies import Copies, Spec, pack, pick, unpack
 from diptych.torch.tensors.quantized import QuantizedTensor, QuantizedTensorBase, rotated
@@ -47,9 +47,9 @@ class _Buffer:
         accumulate(wgrad, self.buffer, self.how == "overwrite")
 
 
-def _state_slots(s: Schedule) -> tuple[str, ...]:
+def _state_names(s: Schedule) -> tuple[str, ...]:
     """Names of a plan's states, in its order."""
-    return tuple([slot.name for slot in s.plan.states])
+    return tuple([state.name for state in s.plan.states])
 
 
 def kept_spec(kept: str, plan: TensorPlan) -> Spec:
@@ -78,7 +78,7 @@ class LayerArguments:
 
     weights: ClassVar[tuple[str, ...]] = ("weight",)  # names of fields, by layer
     rngs: ClassVar[tuple[str, ...]] = ("rng",)
-    replays: ClassVar[bool] = True  # forwards do nothing but what `replay` sees or is told of
+    recordable: ClassVar[bool] = True  # a forward does only what a program records or is told that it cannot
 
     x: Tensor
     recipe: Recipe
@@ -175,9 +175,9 @@ class LayerArguments:
             module, name, original, record = self.layers[i][:4]
             states: Any = None
             if scales and s.plan.states:
-                slots = _state_slots(s)
-                own = _taken(cells, len(slots)) if record else [None] * len(slots)
-                states = States(slots, _taken(scales, len(slots)), own)
+                names = _state_names(s)
+                own = _taken(cells, len(names)) if record else [None] * len(names)
+                states = StepScales(names, _taken(scales, len(names)), own)
             made.append(Options(module, name, original, record, self.group, states, None, self._kept_copies(i)))
         return tuple(made), amaxes
 
@@ -192,9 +192,9 @@ class LayerArguments:
             module, name, original, record, _, how = layer
             states: Any = None
             if scales and s.plan.states:
-                slots = _state_slots(s)
-                amaxes = torch.zeros(len(slots), dtype=torch.float32, device=self.scales[0].device)
-                states = States(slots, _taken(scales, len(slots)), _cells([amaxes]))
+                names = _state_names(s)
+                amaxes = torch.zeros(len(names), dtype=torch.float32, device=self.scales[0].device)
+                states = StepScales(names, _taken(scales, len(names)), _cells([amaxes]))
                 if record:
                     self._recorded.append((amaxes, *_taken(logs, 2)))
             sink = _Buffer(buffers.pop(0), how) if how else None
@@ -321,11 +321,11 @@ def run(op: CustomOp, x: Tensor, recipe: Recipe, options: tuple[Any, ...], *oper
         state = given.state
         if state is not None:
             comptime(_prepared_while_tracing)
-            slots = _state_slots(schedule(recipe, given.module, given.name, False, False))
-            a.scales += [state.tensors(slot)[0] for slot in slots] if given.scales is None else [given.scales]
-            if given.record and len(slots) > 0:
+            names = _state_names(schedule(recipe, given.module, given.name, False, False))
+            a.scales += [state.tensors(name)[0] for name in names] if given.scales is None else [given.scales]
+            if given.record and len(names) > 0:
                 a.logs += [state._buffers["log"], state._buffers["written"]]
-                pending.append((state._buffers["pending"], len(slots)))
+                pending.append((state._buffers["pending"], len(names)))
         layers.append((given.module, given.name, given.save_original_input, given.record, specs, how))
     a.layers = tuple(layers)
     outputs = op(a)

@@ -10,7 +10,7 @@ from torch import Tensor
 from diptych.common.layers.plan import linear_plan, make_plan
 from diptych.common.layers.schedule import Schedule, make_schedule
 from diptych.common.recipes import Recipe
-from diptych.torch.state.scales import ScaleStates, States
+from diptych.torch.state.scales import ScaleStates, StepScales
 from diptych.torch.tensors.copies import Copies
 
 
@@ -22,8 +22,8 @@ class Options(NamedTuple):
     save_original_input: bool = False
     record: bool = True
     group: Any = None
-    state: ScaleStates | States | None = None
-    replay: dict[str, Tensor] | None = None
+    state: ScaleStates | StepScales | None = None
+    recomputed_scales: dict[str, Tensor] | None = None  # those of the forward that a checkpoint recomputes
     weight_copies: Copies | None = None
     weight_grad: Any = None
     scales: Tensor | None = None  # [n], those of `state` by the plan's order, as a graph's update gave them

@@ -26,7 +26,7 @@ from diptych.common.layers.schedule import Schedule
 from diptych.common.ops import shapes
 from diptych.torch.layers.held import given_copies, held_copies
 from diptych.torch.layers.options import Options
-from diptych.torch.layers.quantize import quantize_calls, rounded
+from diptych.torch.layers.quantize import quantize_calls, requantized_result
 from diptych.torch.primitives import gemm as gemm_ops
 from diptych.torch.tensors.copies import Copies, Operand, pick, values
 from diptych.torch.tensors.quantized import QuantizedTensor, high_precision
@@ -58,7 +58,7 @@ class WeightGradient(NamedTuple):
 
     def compute(self) -> Tensor:
         dw = product("wgrad", self.dy, self.x, None, self.dtype, self.schedule.plan.fast_accum[2])
-        return rounded(dw, self.schedule.results[2], self.options, self.rng)
+        return requantized_result(dw, self.schedule.results[2], self.options, self.rng)
 
     def accumulate(self, acc: Tensor) -> None:
         if self.schedule.results[2] is not None or isinstance(self.dy, Tensor) or isinstance(self.x, Tensor):
@@ -79,13 +79,13 @@ def fprop(
     if isinstance(x, QuantizedTensor):
         copies_x = given_copies(x, s)
     elif given is None:
-        copies_x = quantize_calls(x, s.x, options, rng, options.replay)
+        copies_x = quantize_calls(x, s.x, options, rng, options.recomputed_scales)
     copies_w = options.weight_copies
     if isinstance(weight, QuantizedTensor):
         name = f"{options.module}: the weight"
         copies_w = held_copies(weight, s.w, name, "run it by the recipe of its quantized_model_init")
     elif copies_w is None:
-        copies_w = quantize_calls(weight, s.w, options, rng, options.replay)
+        copies_w = quantize_calls(weight, s.w, options, rng, options.recomputed_scales)
     a = high_precision(options.module, x) if copies_x[0] is None else copies_x[0]
     b = pick("original", copies_w, weight) if s.plan.weight.rowwise is None else copies_w[0]
     y = product("fprop", a, b, bias, x.dtype, s.plan.fast_accum[0])

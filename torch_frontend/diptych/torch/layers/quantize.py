@@ -17,7 +17,7 @@ from diptych.torch.layers.options import Options
 from diptych.torch.primitives import grouped as grouped_ops
 from diptych.torch.primitives import quantize as quantize_ops
 from diptych.torch.state.checkpoint import aside, selective
-from diptych.torch.state.scales import ScaleStates, States, record_amax, rng_at
+from diptych.torch.state.scales import ScaleStates, StepScales, record_amax, rng_at
 from diptych.torch.tensors.copies import Copies
 from diptych.torch.tensors.quantized import QuantizedTensor
 
@@ -98,7 +98,7 @@ def scale_of(call: Call, options: Options, scales: dict[str, Tensor] | None) -> 
     same ops as its forward, and what they record is dropped."""
     if scales is not None:
         scale = scales[call.state]
-        same = scales is options.replay and options.record and selective()
+        same = scales is options.recomputed_scales and options.record and selective()
         return scale, aside(torch.zeros_like, scale) if same else None
     if options.state is None:
         raise ArgumentError(
@@ -157,7 +157,7 @@ class Encoded(NamedTuple):
     column_sum: Tensor | None = None
 
 
-def encode(
+def quantize_operand(
     t: Tensor | FusedInput,
     calls: tuple[Call, ...],
     options: Options,
@@ -194,7 +194,7 @@ def encode(
     return Encoded((rowwise, columnwise), found, total)
 
 
-def rounded(t: Tensor, call: Call | None, options: Options, rng: Tensor | None) -> Tensor:
+def requantized_result(t: Tensor, call: Call | None, options: Options, rng: Tensor | None) -> Tensor:
     """A result as its quantized copy stands for it."""
     if call is None:
         return t
@@ -206,10 +206,10 @@ def rounded(t: Tensor, call: Call | None, options: Options, rng: Tensor | None) 
 
 def record_late(t: Tensor | FusedInput, s: Schedule, options: Options) -> None:
     """Records a layer's input for the delayed states that only backward's quantizing reads."""
-    if options.state is not None and options.record and options.replay is None:
-        for slot in s.late_states():
-            aside(_record_late, slot, t, options.state)
+    if options.state is not None and options.record and options.recomputed_scales is None:
+        for name in s.late_states():
+            aside(_record_late, name, t, options.state)
 
 
-def _record_late(slot: str, t: Tensor | FusedInput, state: ScaleStates | States) -> None:
-    state.record(slot, quantize_ops.amax(t) if isinstance(t, Tensor) else sources.amax(t))
+def _record_late(name: str, t: Tensor | FusedInput, state: ScaleStates | StepScales) -> None:
+    state.record(name, quantize_ops.amax(t) if isinstance(t, Tensor) else sources.amax(t))

@@ -37,8 +37,8 @@ from diptych.torch.modules.weight_cache import WeightCache
 from diptych.torch.primitives import quantize as quantize_ops
 from diptych.torch.primitives.register import traced_local
 from diptych.torch.state.autocast import STATE, amax_group, make_step_counter, recognize_pipelines, recording
-from diptych.torch.state.checkpoint import aside, recorded, replayed
-from diptych.torch.state.scales import ScaleStates, States, keep_from_broadcast, rng_take
+from diptych.torch.state.checkpoint import aside, tape_call, taped_call
+from diptych.torch.state.scales import ScaleStates, StepScales, keep_from_broadcast, rng_take
 from diptych.torch.state.update import update_once
 from diptych.torch.tensors.quantized import QuantizedTensorBase, high_precision
 
@@ -204,16 +204,16 @@ class QuantizedModule(StatefulModule):
 
     def _states_for(
         self, plan: LinearPlan, layer: str, recipe: Recipe, device: torch.device, record: bool
-    ) -> tuple[ScaleStates | States | None, Tensor | None, dict[str, Tensor] | None, bool]:
+    ) -> tuple[ScaleStates | StepScales | None, Tensor | None, dict[str, Tensor] | None, bool]:
         """(states, snapshot of the random generator, scales to use instead of the states', whether to record) of one
         call; `record`: whether it records where it is no recomputation, which does what its forward did."""
         if not (plan.states or plan.needs_rng):
             if torch._C._current_graph_task_id() == -1:
                 aside(self._bound_states, plan, layer, recipe, device)  # drops what another recipe left
             return None, None, None, record
-        replaying = replayed(self, layer)
-        if replaying is not None:
-            return self._layer_states(layer), replaying.rng, replaying.scales, replaying.record
+        taped = taped_call(self, layer)
+        if taped is not None:
+            return self._layer_states(layer), taped.rng, taped.scales, taped.record
         if torch._C._current_graph_task_id() != -1:
             raise UnsupportedError(
                 f"{type(self).__name__} runs inside of a backward pass with a recipe that has state "
@@ -225,7 +225,7 @@ class QuantizedModule(StatefulModule):
 
     def _advance(
         self, plan: LinearPlan, layer: str, recipe: Recipe, device: torch.device, record: bool
-    ) -> tuple[ScaleStates | States | None, Tensor | None]:
+    ) -> tuple[ScaleStates | StepScales | None, Tensor | None]:
         """(states, snapshot of the random generator) of a call, on the tapes that are running."""
         states = self._bound_states(plan, layer, recipe, device)
         used: Any = states
@@ -234,11 +234,11 @@ class QuantizedModule(StatefulModule):
         rng = None
         if plan.needs_rng:
             rng = rng_take(self._rng(device, recipe), OFFSETS if record else 0)
-        recorded(self, layer, states, rng, record)
+        tape_call(self, layer, states, rng, record)
         return used, rng
 
     @staticmethod
-    def _enter_region(states: ScaleStates, recipe: Recipe, device: torch.device) -> States | ScaleStates:
+    def _enter_region(states: ScaleStates, recipe: Recipe, device: torch.device) -> StepScales | ScaleStates:
         """The states for this call. Updates the scales at their first use in a region. Where graphs may share the
         states, which they all may on a GPU, the device decides that too."""
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()

@@ -51,18 +51,18 @@ def _quantize(
 ) -> list[Tensor]:
     """`encoded`, `source`: the shape of what is encoded instead of x, and the core's arguments for it (`fused`)."""
     check_quantize(x, quantizer, amax, columnwise_amax, scale, rng, encoded=encoded)
-    slots: list[Tensor | None] = [None] * 6
+    places: list[Tensor | None] = [None] * 6
     out = []
-    for slot, shape, new in layout(x.shape if encoded is None else encoded, quantizer, x.device):
-        slots[slot] = t = new(*shape)
+    for place, shape, new in layout(x.shape if encoded is None else encoded, quantizer, x.device):
+        places[place] = t = new(*shape)
         out.append(t)
     mode = _COMPUTE
-    for slot, given in ((0, amax), (1, columnwise_amax)):
+    for place, given in ((0, amax), (1, columnwise_amax)):
         if given is not None:
-            mode, t = _GIVEN, slots[slot]
+            mode, t = _GIVEN, places[place]
             assert t is not None  # check_quantize
             t.copy_(given.reshape(t.shape))
-    out_amax, out_columnwise_amax, rowwise, rowwise_scale, columnwise, columnwise_scale = slots
+    out_amax, out_columnwise_amax, rowwise, rowwise_scale, columnwise, columnwise_scale = places
     rng = None if rng is None else rng.contiguous()
     _core.quantize(
         x.contiguous(), *quantizer.spec, mode, out_amax, out_columnwise_amax, scale, rng,
@@ -92,13 +92,13 @@ def _quantize_delayed(
     source: tuple[Any, ...] = (),
 ) -> list[Tensor]:
     check_delayed(x, quantizer, scale, history, encoded)
-    slots: list[Tensor | None] = [None] * 6
+    places: list[Tensor | None] = [None] * 6
     out = []
     buffers = layout(x.shape if encoded is None else encoded, quantizer, x.device)
-    for slot, shape, new in buffers[:-1]:  # the last is amax, which history holds
-        slots[slot] = t = new(*shape)
+    for place, shape, new in buffers[:-1]:  # the last is amax, which history holds
+        places[place] = t = new(*shape)
         out.append(t)
-    rowwise, rowwise_scale, columnwise, columnwise_scale = slots[2:]
+    rowwise, rowwise_scale, columnwise, columnwise_scale = places[2:]
     _core.quantize(
         x.contiguous(), *quantizer.spec, _ACCUMULATE, history.narrow(0, 0, 1), None, scale, None,
         rowwise, rowwise_scale, columnwise, columnwise_scale, *source,

@@ -22,7 +22,7 @@ _interpreter_stack = torch._C._functorch.peek_interpreter_stack  # type: ignore[
 
 
 # Where each buffer of `quantize` stands in the core's argument list.
-_SLOTS = {
+_PLACES = {
     "amax": 0,
     "columnwise_amax": 1,
     "rowwise_data": 2,
@@ -46,13 +46,13 @@ def allocator(dtype: str, device: torch.device) -> Callable[..., Tensor]:
 
 
 def layout(shape: tuple[int, ...], quantizer: Quantizer, device: torch.device) -> _Layout:
-    """(slot, shape, allocator) of each buffer."""
+    """(place, shape, allocator) of each buffer."""
     key = (shape, quantizer.spec, quantizer.rowwise, quantizer.columnwise, device)  # hashes faster than a quantizer
     found = _layouts.get(key)
     if found is None:
         shapes.check(shapes.quantize_constraints(shape, quantizer))
         found = tuple(
-            (_SLOTS[b.name], b.shape, allocator(b.dtype, device)) for b in shapes.quantize_buffers(shape, quantizer)
+            (_PLACES[b.name], b.shape, allocator(b.dtype, device)) for b in shapes.quantize_buffers(shape, quantizer)
         )
         if len(_layouts) >= 4096:
             _layouts.clear()

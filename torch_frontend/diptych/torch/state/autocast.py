@@ -86,11 +86,6 @@ def get_autocast_recipe() -> Recipe | None:
     return STATE.recipe
 
 
-def is_calibrating() -> bool:
-    """Whether this thread is inside a calibrating region."""
-    return STATE.calibrating is not None
-
-
 def amax_group(recipe: Recipe, groups: Mapping[str, Any], delayed: bool = False) -> Any:
     """The process group among a region's that a recipe names; None where it asks for none.
 

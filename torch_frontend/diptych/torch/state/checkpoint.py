@@ -41,7 +41,7 @@ class Entry(NamedTuple):
 
 class _Stack(threading.local):
     def __init__(self) -> None:
-        self.contexts: list[_Recording | _Replaying] = []
+        self.contexts: list[_Taping | _PlayingBack] = []
         self.saves = False  # whether the op that is traced into a graph is saved for its recomputation
 
 
@@ -70,7 +70,7 @@ class _Tape(list[Entry]):
         self.taped = recording()
 
 
-class _Recording(AbstractContextManager):  # type: ignore[type-arg]
+class _Taping(AbstractContextManager):  # type: ignore[type-arg]
     def __init__(self, tape: _Tape) -> None:
         self.tape = tape
 
@@ -86,7 +86,7 @@ class _Recording(AbstractContextManager):  # type: ignore[type-arg]
         STATE.taped = self.outer
 
 
-class _Replaying(AbstractContextManager):  # type: ignore[type-arg]
+class _PlayingBack(AbstractContextManager):  # type: ignore[type-arg]
     def __init__(self, tape: _Tape) -> None:
         self.tape, self.position = tape, 0
 
@@ -112,11 +112,11 @@ class _Replaying(AbstractContextManager):  # type: ignore[type-arg]
         return entry
 
 
-def replayed(module: nn.Module | None, layer: str) -> Entry | None:
-    """The entry that a module must use where it is recomputed from a tape; None where it is not."""
+def taped_call(module: nn.Module | None, layer: str) -> Entry | None:
+    """The entry of the call that a module makes, where a recomputation plays a tape back; None where none does."""
     recorders = []
     for context in reversed(_STACK.contexts):
-        if isinstance(context, _Replaying):
+        if isinstance(context, _PlayingBack):
             entry = context.next(module, layer)
             for recorder in recorders:
                 recorder.tape.append(entry)
@@ -125,12 +125,7 @@ def replayed(module: nn.Module | None, layer: str) -> Entry | None:
     return None
 
 
-def replaying() -> bool:
-    """Whether a tape is being played back."""
-    return any(isinstance(context, _Replaying) for context in _STACK.contexts)
-
-
-def recorded(
+def tape_call(
     module: nn.Module | None,
     layer: str,
     states: Any,
@@ -138,7 +133,7 @@ def recorded(
     record: bool = True,
     seen: Tensor | None = None,
 ) -> None:
-    """Puts a call on the tapes that are running. `states`: ScaleStates or None. `record`: whether it records."""
+    """Writes a call onto the tapes that are running. `states`: ScaleStates or None. `record`: whether it records."""
     if not _STACK.contexts:
         return
     scales = {} if states is None else {name: scale.clone() for name, scale in states.forward_scales()}
@@ -186,7 +181,7 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
     if detect_fake_mode() is not None:
         return _graph_contexts()
     tape = _Tape()
-    return _Recording(tape), _Replaying(tape)
+    return _Taping(tape), _PlayingBack(tape)
 
 
 # --- inside of a graph -----------------------------------------------------------------------------------------------

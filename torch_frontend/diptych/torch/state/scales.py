@@ -1,14 +1,14 @@
 """What delayed scaling and stochastic rounding carry from step to step, as buffers beside a module.
 
-    <module>.scale_states.<slot>.scale         float32 [1]   what the next quantize multiplies by
+    <module>.scale_states.<state>.scale        float32 [1]   what the next quantize multiplies by
                                 .amax_history  float32 [L]   pending amax, then earlier ones, the newest last
                                 .fp8_max       float32 [1]   largest value of the element that the scale is for
     <module>.rng_state                         int32 [4]     seed and offset, each low word first
 
-Slots are those of `LinearPlan.states`, with "_" for "."; a module of several linears has one more level, their names.
-The tensors are all there is: safetensors and `torch.load(weights_only=True)` take them. Invariants: scales stay float32
-whatever the module is cast to; a state that was loaded is checked against the first recipe that uses it; nothing is
-overwritten by a state that does not fit.
+States have the names of `LinearPlan.states`, with "_" for "."; a module of several linears has one more level, their
+names. The tensors are all there is: safetensors and `torch.load(weights_only=True)` take them. Invariants: scales stay
+float32 whatever the module is cast to; a state that was loaded is checked against the first recipe that uses it;
+nothing is overwritten by a state that does not fit.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from diptych.common.layers.plan import LinearPlan, StateSlot
 from diptych.common.quantizers import FP8_DTYPES, Float8Quantizer
 from diptych.torch.primitives.checks import describe
 from diptych.torch.primitives.register import define, direct, wrote
-from diptych.torch.state.checkpoint import SAVED, aside, recorded, replayed, require_saved
+from diptych.torch.state.checkpoint import SAVED, aside, require_saved, tape_call, taped_call
 from diptych.torch.state.update import LOG, collect, forget, fp8_max, log_buffers, update_all
 
 BUFFERS = ("scale", "amax_history", "fp8_max")
@@ -47,9 +47,9 @@ def warn_once(key: Any, message: str) -> None:
         warnings.warn(message, RecipeSwitchWarning, stacklevel=5)
 
 
-def key_of(slot: str) -> str:
-    """A slot's name in a state dict: "input.fprop" is "input_fprop"."""
-    return slot.replace(".", "_")
+def key_of(name: str) -> str:
+    """The key of a state name in a state dict: "input.fprop" is "input_fprop"."""
+    return name.replace(".", "_")
 
 
 def resize_history(history: Tensor, length: int) -> Tensor:
@@ -158,19 +158,19 @@ def has_values(*tensors: Tensor) -> bool:
     return not any([t.is_meta for t in tensors]) and detect_fake_mode(tensors) is None
 
 
-class States:
-    """The states of delayed scaling for one forward and its backward: a scale, and where its amax goes, by slot."""
+class StepScales:
+    """The states of delayed scaling for one forward and its backward: by name a scale, and where its amax goes."""
 
-    def __init__(self, slots: tuple[str, ...], scales: list[Tensor], histories: list[Any]) -> None:
-        self._tensors = dict(zip(slots, zip(scales, histories, strict=True), strict=True))
+    def __init__(self, names: tuple[str, ...], scales: list[Tensor], histories: list[Any]) -> None:
+        self._tensors = dict(zip(names, zip(scales, histories, strict=True), strict=True))
 
-    def tensors(self, slot: str) -> tuple[Tensor, Tensor]:
-        """(scale, history) of a slot."""
-        return self._tensors[slot]
+    def tensors(self, name: str) -> tuple[Tensor, Tensor]:
+        """(scale, history) of a state."""
+        return self._tensors[name]
 
-    def record(self, slot: str, amax: Tensor) -> None:
+    def record(self, name: str, amax: Tensor) -> None:
         """Enters an amax [1]."""
-        record_amax(self._tensors[slot][1], amax)
+        record_amax(self._tensors[name][1], amax)
 
 
 class ScaleStates(_Float32):
@@ -192,7 +192,7 @@ class ScaleStates(_Float32):
         self.register_buffer("seen", None, persistent=False)  # the same for graphs: `autocast.step_counter` then
         for name in LOG:  # what graphs record: update.py
             self.register_buffer(name, None, persistent=False)
-        self.view: tuple[States, list[int]] | None = None  # of this region, and versions of what it is a copy of
+        self.view: tuple[StepScales, list[int]] | None = None  # of this region, and versions of what it is a copy of
         self.wrapper: Any = None  # weak reference to the DistributedDataParallel that leaves these states alone
         self.device = device
         if plan is not None:
@@ -202,23 +202,23 @@ class ScaleStates(_Float32):
         return f"{type(self).__name__}({', '.join(self._modules)})"
 
     def slots(self) -> dict[str, ScaleSlot]:
-        """Slots by their keys."""
+        """The states by their keys."""
         return {k: m for k, m in self._modules.items() if isinstance(m, ScaleSlot)}
 
-    def tensors(self, slot: str) -> tuple[Tensor, Tensor]:
-        """(scale, amax_history) of a slot. **Raises** KeyError for one that there is not."""
-        buffers = self._modules[slot if "." not in slot else key_of(slot)]._buffers  # type: ignore[union-attr]
+    def tensors(self, name: str) -> tuple[Tensor, Tensor]:
+        """(scale, amax_history) of a state. **Raises** KeyError for a name that there is not."""
+        buffers = self._modules[name if "." not in name else key_of(name)]._buffers  # type: ignore[union-attr]
         return buffers["scale"], buffers["amax_history"]  # type: ignore[return-value]
 
     def forward_scales(self) -> list[tuple[str, Tensor]]:
-        """(slot, scale) of what a forward quantizes."""
-        slots = () if self.plan is None else self.plan.states
-        return [(s.name, self.tensors(s.name)[0]) for s in slots if not s.name.startswith("grad_output")]
+        """(state name, scale) of what a forward quantizes."""
+        states = () if self.plan is None else self.plan.states
+        return [(s.name, self.tensors(s.name)[0]) for s in states if not s.name.startswith("grad_output")]
 
     def bind(self, plan: LinearPlan, device: torch.device | str | None = None) -> list[str]:
         """Makes the states those of a plan: what fits is kept, the rest is made anew or dropped.
 
-        **Returns:** the names of slots whose state was lost. **Raises** CheckpointError if a loaded state belongs to
+        **Returns:** the keys of states that were lost. **Raises** CheckpointError if a loaded state belongs to
         another recipe; nothing changes then.
         """
         held, wanted = self.slots(), {key_of(s.name): s for s in plan.states}
@@ -256,18 +256,18 @@ class ScaleStates(_Float32):
                     f"another recipe; {said}"
                 )
 
-    def freeze(self, scales: Tensor) -> States:
+    def freeze(self, scales: Tensor) -> StepScales:
         """The states with a copy of the scales [n]: backward quantizes by those of its forward."""
         assert self.plan is not None
         names = tuple([slot.name for slot in self.plan.states])
-        return States(names, list(scales.split(1)), [self.tensors(name)[1] for name in names])
+        return StepScales(names, list(scales.split(1)), [self.tensors(name)[1] for name in names])
 
     def versions(self) -> list[int]:
         """Change when somebody writes to a scale."""
         scales = [slot.scale for slot in self.slots().values()]
         return [0 if t.is_inference() else t._version for t in scales]
 
-    def current(self) -> States | ScaleStates:
+    def current(self) -> StepScales | ScaleStates:
         """What `freeze` made in this region, unless the scales were written or replaced since."""
         return self if self.view is None or self.view[1] != self.versions() else self.view[0]
 
@@ -309,7 +309,7 @@ class ScaleStates(_Float32):
         self.graphed = True
 
     def make_graph_buffers(self) -> None:
-        """Makes what graphs of these states read and write beside the slots."""
+        """Makes what graphs read and write beside these states."""
         if not self.slots():
             return
         device = next(iter(self.slots().values())).scale.device
@@ -325,9 +325,9 @@ class ScaleStates(_Float32):
         slots = self._in_order()
         collect([s.amax_history for s in slots], [s.scale for s in slots], self.recorded())
 
-    def record(self, slot: str, amax: Tensor) -> None:
+    def record(self, name: str, amax: Tensor) -> None:
         """Enters the amax [1] of a tensor that is not quantized."""
-        record_amax(self.tensors(slot)[1], amax)
+        record_amax(self.tensors(name)[1], amax)
 
     def reset(self) -> None:
         """Forgets all states."""
@@ -468,7 +468,7 @@ def _rng_take(rng: Tensor, count: int) -> Tensor:
 
 def _rng_take_taped(rng: Tensor, count: int) -> Tensor:
     """`_rng_take` as compiled code runs it: a graph that an eager checkpoint recomputes takes from its tape."""
-    entry = replayed(None, "compiled")
+    entry = taped_call(None, "compiled")
     if entry is not None and entry.rng is not None:
         return entry.rng.clone()
     if torch._C._current_graph_task_id() != -1:
@@ -477,7 +477,7 @@ def _rng_take_taped(rng: Tensor, count: int) -> Tensor:
             "forward did; use diptych.torch.checkpoint"
         )
     taken = _rng_take(rng, count)
-    recorded(None, "compiled", None, taken)
+    tape_call(None, "compiled", None, taken)
     return taken
 
 

@@ -23,13 +23,13 @@ from diptych.common.quantizers import Float8Quantizer
 from diptych.core import _core
 from diptych.torch.functional import quantize as quantize_verbs
 from diptych.torch.graph import program
-from diptych.torch.graph.program import Replays
+from diptych.torch.graph.program import Programs
 from diptych.torch.primitives import constants
 from diptych.torch.primitives import scale_update as scale_update_ops
 from diptych.torch.primitives.checks import describe
 from diptych.torch.primitives.constants import Constants
 from diptych.torch.primitives.register import define, direct, wrote
-from diptych.torch.state.checkpoint import SAVED, recorded, replayed, require_saved
+from diptych.torch.state.checkpoint import SAVED, require_saved, tape_call, taped_call
 
 LOGGED = 1024  # backwards of a layer between two updates, at most
 
@@ -161,7 +161,7 @@ def _of(log: list[Tensor], i: int) -> tuple[Tensor | None, ...]:
     return pending.narrow(0, i, 1), amaxes[i], written, taken.narrow(0, i, 1)
 
 
-_replays = Replays()
+_programs = Programs()
 
 
 def _update_in_graph(
@@ -178,7 +178,7 @@ def _update_in_graph(
 ) -> Tensor:
     """The update as compiled code runs it. A graph that an eager checkpoint recomputes finds its forward's scales,
     for it cannot be given others. **Raises** where they are none of its forward's."""
-    entry = replayed(None, "compiled scales")
+    entry = taped_call(None, "compiled scales")
     if entry is not None and entry.seen is not None:
         same = seen == entry.seen
         said = (
@@ -198,12 +198,12 @@ def _update_in_graph(
     logs = [pending, log, written, taken]
     if group is None:
         tensors = [*histories, *scales, *logs, seen, step]
-        made = _replays(quantizers, tensors, update_all, histories, scales, logs, quantizers.items, None, seen, step)
+        made = _programs(quantizers, tensors, update_all, histories, scales, logs, quantizers.items, None, seen, step)
     else:
         made = update_all(histories, scales, logs, quantizers.items, constants.group_of(group), seen, step)
     wrote(*histories, *scales)
     seen.copy_(step)
-    recorded(None, "compiled scales", None, None, seen=seen)
+    tape_call(None, "compiled scales", None, None, seen=seen)
     return made[0]
 
 
@@ -225,18 +225,18 @@ if constants.AVAILABLE:
     SAVED.add(_update_op)
 
 
-def update_once(states: Any, slots: tuple[Any, ...], step: Tensor, group: Any) -> Tensor:
+def update_once(states: Any, planned: tuple[Any, ...], step: Tensor, group: Any) -> Tensor:
     """`ScaleStates.update` where `step` is another than at the last one, decided on the device: a graph runs this in
-    each forward. `slots`: those of the plan. **Returns** a copy of the scales, in the order of the slots."""
-    pairs = [states.tensors(slot.name) for slot in slots]
+    each forward. `planned`: the plan's states. **Returns** a copy of the scales, in their order."""
+    pairs = [states.tensors(one.name) for one in planned]
     histories, scales = [p[1] for p in pairs], [p[0] for p in pairs]
     buffers = states._buffers
     seen = buffers["seen"]
     if direct(seen, step, watched=True):
-        quantizers = tuple([slot.quantizer for slot in slots])
+        quantizers = tuple([one.quantizer for one in planned])
         made = update_all(histories, scales, states.recorded(), quantizers, group, seen, step)
         seen.copy_(step)
         return made[0]
     log = [buffers[name] for name in LOG]
-    quantizers = Constants(tuple([slot.quantizer for slot in slots]))
+    quantizers = Constants(tuple([one.quantizer for one in planned]))
     return _update_op(histories, scales, *log, seen, step, quantizers, constants.group_argument(group))
