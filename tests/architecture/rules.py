@@ -53,7 +53,6 @@ UNPAIRED = {
         "tensors/quantized_ops.py": "torch's operators on a tensor subclass; JAX's arrays are pytrees",
         "state/autocast.py": "a dynamically scoped recipe, which a jit cache would make stale",
         "state/checkpoint.py": "keeps states and random numbers to recompute with; JAX's remat repeats pure functions",
-        "layers/node.py": "linear layers inside of a graph's node; JAX has no nodes of its own",
     },
     "jax": {
         "primitives/ffi.py": "XLA calls the core through a handler library; torch calls the bindings",

@@ -90,6 +90,14 @@ class Quantizer(Value):
     rowwise: bool = True
     columnwise: bool = True
 
+    # Of a class, and not properties: an eager call reads both, and enters no function for it.
+    needs_scale: ClassVar[bool] = False  # whether a call must be given the scale to use (delayed scaling)
+    custom: ClassVar[bool] = False  # whether `quantize_impl` is overridden
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.custom = cls.quantize_impl is not Quantizer.quantize_impl
+
     def __post_init__(self) -> None:
         check_types(self)
         if not (self.rowwise or self.columnwise):
@@ -123,11 +131,6 @@ class Quantizer(Value):
         return tuple(names)
 
     @property
-    def needs_scale(self) -> bool:
-        """Whether a call must be given the scale to use (delayed scaling)."""
-        return False
-
-    @property
     def needs_rng(self) -> bool:
         """Whether a call must be given the state of a random generator (stochastic rounding)."""
         return bool(self.spec.flags & STOCHASTIC)
@@ -141,11 +144,6 @@ class Quantizer(Value):
         **Returns:** what `quantize` returned.
         """
         raise NotImplementedError(f"{type(self).__name__} must define `quantize_impl`")
-
-    @property
-    def custom(self) -> bool:
-        """Whether `quantize_impl` is overridden."""
-        return type(self).quantize_impl is not Quantizer.quantize_impl
 
     def implementation(self) -> Callable[..., Any] | None:
         """The plain function `quantize_impl` where it is overridden, else None.
@@ -207,6 +205,8 @@ class Float8Quantizer(_BuiltIn):
     amax_history_len: int = 1024
     amax_compute_algo: str | Callable[..., Any] = "max"
 
+    needs_scale = True
+
     def __post_init__(self) -> None:
         _check_fp8(self)
         super().__post_init__()
@@ -219,10 +219,6 @@ class Float8Quantizer(_BuiltIn):
                 f"{type(self).__name__}.amax_compute_algo must be 'max', 'most_recent' or a function "
                 f"(history [n, L], last [n]) -> amax [n], got {self.amax_compute_algo!r}"
             )
-
-    @property
-    def needs_scale(self) -> bool:
-        return True
 
     @functools.cached_property
     def format(self) -> FormatRow:

@@ -122,7 +122,8 @@ def quantize(
     require_tensor("quantize", "x", x)
     require_no_tangent("quantize", x, amax, columnwise_amax, scale)
     require_quantizer("quantize", quantizer)
-    implementation = quantizer.implementation()
+    asked = torch.compiler.is_compiling() or quantizer.custom  # of a graph's constant Dynamo can call methods alone
+    implementation = quantizer.implementation() if asked else None
     if implementation is not None:
         given = {"amax": amax, "columnwise_amax": columnwise_amax, "scale": scale, "rng": rng, "amax_group": amax_group}
         given = {name: value for name, value in given.items() if value is not None}

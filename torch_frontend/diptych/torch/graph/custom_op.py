@@ -156,13 +156,15 @@ class CustomOp:
         held = arguments.__dict__
         if forward_ad._current_level >= 0:
             self._refuse_tangents(held.values())
-        tensors = [held[n] for n in self.differentiable]
-        needs: tuple[str, ...] = ()
+        needs = []
         if torch.is_grad_enabled():
-            needs = tuple(
-                [n for n, t in zip(self.differentiable, tensors, strict=True) if t is not None and t.requires_grad]
-            )
-        return self._eager(arguments, needs, *tensors) if needs else self.forward(arguments, ())[0]
+            for name in self.differentiable:
+                t = held[name]
+                if t is not None and t.requires_grad:
+                    needs.append(name)
+        if not needs:
+            return self.forward(arguments, ())[0]
+        return self._eager(arguments, tuple(needs), *[held[name] for name in self.differentiable])
 
     def _refuse_tangents(self, values: Iterable[Any]) -> None:
         for value in values:

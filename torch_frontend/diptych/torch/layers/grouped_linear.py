@@ -31,8 +31,8 @@ from diptych.torch.functional.permute import RowMap, moe_permute, require_row_ma
 from diptych.torch.graph.custom_op import CustomOp
 from diptych.torch.graph.proto import TensorProto
 from diptych.torch.layers.held import given_copies, held_copies
-from diptych.torch.layers.node import LayerArguments, finished, kept_spec, result_proto, run
 from diptych.torch.layers.options import Options, schedule
+from diptych.torch.layers.products import LayerArguments, finished, kept_spec, result_proto, run
 from diptych.torch.layers.quantize import (
     quantize_calls,
     quantize_operand,

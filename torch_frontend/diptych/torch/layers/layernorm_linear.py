@@ -13,9 +13,16 @@ from diptych.torch.functional import source as sources
 from diptych.torch.graph.custom_op import CustomOp
 from diptych.torch.graph.proto import TensorProto
 from diptych.torch.layers.checks import input_fusable
-from diptych.torch.layers.node import LayerArguments, finished, kept_spec, result_proto, weight_gradient
 from diptych.torch.layers.options import Options
-from diptych.torch.layers.products import fprop, product
+from diptych.torch.layers.products import (
+    LayerArguments,
+    finished,
+    fprop,
+    kept_spec,
+    product,
+    result_proto,
+    weight_gradient,
+)
 from diptych.torch.layers.quantize import quantize_calls, quantize_operand, requantized_result
 from diptych.torch.primitives import gemm as gemm_ops
 from diptych.torch.primitives import norm as norm_ops

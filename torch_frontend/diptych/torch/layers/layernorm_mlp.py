@@ -16,9 +16,8 @@ from diptych.torch.graph.custom_op import CustomOp
 from diptych.torch.graph.proto import TensorProto
 from diptych.torch.layers.checks import fusable, input_fusable
 from diptych.torch.layers.layernorm_linear import NormedArguments, input_gradient, normed_fprop
-from diptych.torch.layers.node import finished, kept_spec, result_proto, weight_gradient
 from diptych.torch.layers.options import Options
-from diptych.torch.layers.products import fprop
+from diptych.torch.layers.products import finished, fprop, kept_spec, result_proto, weight_gradient
 from diptych.torch.layers.quantize import (
     has_one_amax,
     quantize_calls,

@@ -1,4 +1,4 @@
-"""`linear`: the linear layer as one differentiable op, eagerly and as two nodes of a graph (`node.py`)."""
+"""`linear`: the linear layer as one differentiable op, eagerly and as two nodes of a graph (`products.py`)."""
 
 from __future__ import annotations
 
@@ -14,9 +14,17 @@ from diptych.common.recipes import Recipe
 from diptych.torch.graph.custom_op import CustomOp
 from diptych.torch.graph.proto import TensorProto
 from diptych.torch.layers.held import given_copies
-from diptych.torch.layers.node import LayerArguments, finished, kept_spec, result_proto, run, weight_gradient
 from diptych.torch.layers.options import Options, schedule
-from diptych.torch.layers.products import fprop, product
+from diptych.torch.layers.products import (
+    LayerArguments,
+    finished,
+    fprop,
+    kept_spec,
+    product,
+    result_proto,
+    run,
+    weight_gradient,
+)
 from diptych.torch.layers.quantize import quantize_calls, record_late, requantized_result, scale_of
 from diptych.torch.primitives import gemm as gemm_ops
 from diptych.torch.primitives.checks import describe, require_device, require_high_precision
@@ -53,8 +61,9 @@ def _forward(a: _Arguments, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...],
     if "weight" in needs:
         if not (_keeps_x(s) or a.x_copy):
             pack(pick(s.x_kept, copies_x, a.x), saved)
-        saved += [scale_of(c, options, options.recomputed_scales)[0].clone() for c in s.x_late if c.state]
-        record_late(a.x, s, options)
+        if s.x_late:
+            saved += [scale_of(c, options, options.recomputed_scales)[0].clone() for c in s.x_late if c.state]
+            record_late(a.x, s, options)
     a.pack_weight(0, s, copies_w, saved)
     return (finished(y, s, options, a.rng), *amaxes), saved
 

@@ -15,7 +15,7 @@ from diptych.torch.tensors.copies import Copies
 
 
 class Options(NamedTuple):
-    """How one call of `linear` departs from the plain case. `node.py` takes them into graphs."""
+    """How one call of `linear` departs from the plain case. `products.py` takes them into graphs."""
 
     module: str = "linear"
     name: str = ""

@@ -78,6 +78,10 @@ class QuantizedModule(StatefulModule):
 
     # --- the recipe that holds ---
 
+    def _role_name(self, layer: str) -> str:
+        """The name that roles of a layer have."""
+        return f"{self.name}.{layer}" if self.name and layer else self.name or layer
+
     def _recomputed(self, region: Recipe | None) -> Recipe | None:
         """The region to run in: that of the last forward where a checkpoint recomputes it outside of any region."""
         if torch._C._current_graph_task_id() == -1:  # not inside a backward pass

@@ -26,7 +26,7 @@ from diptych.common.te_arguments import absorb, dtype_of, one_input
 from diptych.torch.functional import norm as norm_verbs
 from diptych.torch.layers.checks import input_for
 from diptych.torch.layers.layernorm_linear import layernorm_linear
-from diptych.torch.layers.node import run
+from diptych.torch.layers.products import run
 from diptych.torch.modules.base import QuantizedModule
 from diptych.torch.modules.fx import as_leaf
 from diptych.torch.modules.model_init import initial_weight, initialize

@@ -25,7 +25,7 @@ from diptych.torch.functional import activation as activation_verbs
 from diptych.torch.functional import norm as norm_verbs
 from diptych.torch.layers.checks import input_for
 from diptych.torch.layers.layernorm_mlp import layernorm_mlp
-from diptych.torch.layers.node import run
+from diptych.torch.layers.products import run
 from diptych.torch.modules.fx import as_leaf
 from diptych.torch.modules.layernorm_linear import NormedModule, require_sizes
 from diptych.torch.modules.model_init import initial_weight, initialize

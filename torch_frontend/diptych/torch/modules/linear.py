@@ -92,7 +92,7 @@ class Linear(QuantizedModule, nn.Linear):
         **Returns:** [..., N]; with `return_bias` (x @ weight.T, bias). Outside of regions `fp8_output` and `fp8_grad`
         change nothing, as in TransformerEngine.
         """
-        x = one_input("Linear", input, inp)
+        x = input if inp is None and input is not None else one_input("Linear", input, inp)
         if not isinstance(x, Tensor):
             return as_leaf(self, x, is_first_microbatch, skip_weight_update=skip_weight_update)
         y = self.quantized_linear(

@@ -37,11 +37,9 @@ class StatefulModule(nn.Module):
     layers: tuple[str, ...] = ("",)
     name: str = ""
     recipe: Recipe | None = None
+    _role_name: Callable[[str], str]
     _prepared_for: Recipe | None = None
     _caches: Any = None
-
-    def _role_name(self, layer: str) -> str:
-        return f"{self.name}.{layer}" if self.name and layer else self.name or layer
 
     # --- making ---
 

@@ -74,11 +74,14 @@ def require_out_dtype(op: str, dtype: torch.dtype) -> None:
 
 
 def require_no_grad(op: str, *tensors: Tensor | None) -> None:
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors):
-        raise UnsupportedError(
-            f"{op} has no derivative, and an argument requires grad: "
-            "use diptych.torch.Linear to train, or detach() it, or call under torch.no_grad()"
-        )
+    if not torch.is_grad_enabled():
+        return
+    for t in tensors:
+        if t is not None and t.requires_grad:
+            raise UnsupportedError(
+                f"{op} has no derivative, and an argument requires grad: "
+                "use diptych.torch.Linear to train, or detach() it, or call under torch.no_grad()"
+            )
 
 
 def require_no_tangent(op: str, *tensors: Any) -> None:
