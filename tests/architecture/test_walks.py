@@ -19,13 +19,16 @@ def test_a_walk_is_in_order_of_first_entry_and_of_our_files_alone():
         recipe_by_name("nvfp4")
 
     common = "common/diptych/common"
-    assert walk(call) == [f"{common}/recipes.py", f"{common}/formats.py"]
+    assert walk(call) == ([f"{common}/recipes.py", f"{common}/formats.py"], [])
     assert sys.getprofile() is None
 
 
 def test_the_page_shows_the_walks():
     sections = (ROOT / "docs/index.md").read_text().split("\n## ")
-    for name, files in in_a_fresh_process().items():
-        print(f"{name}: {len(files)} files", *files, sep="\n  ")
+    for name, found in in_a_fresh_process().items():
+        print(f"{name}: {len(found.files)} files", *found.files, sep="\n  ")
         (section,) = [s for s in sections if s.startswith(f"From `{name}`")]
-        assert re.findall(r"^\d+\. `([^`]+)`", section, re.M) == files, name
+        listed = re.findall(r"^\d+\. (\**)`([^`]+)`", section, re.M)
+        assert [file for _, file in listed] == found.files, name
+        assert [file for bold, file in listed if bold] == found.way, name
+        assert re.findall(r"^- `([^`]+)`", section, re.M) == found.preparation, name

@@ -1,7 +1,8 @@
 """The way of a call through the project's files: `python tests/architecture/walks.py` prints two of them.
 
-Each is a first call in a fresh process, because later calls find what they need in caches and enter fewer files.
-Python's part is what `sys.setprofile` sees. The core's part does not show there and is listed by hand.
+A walk is a second call, whose plan and buffers' forms are in caches: what a reader follows, and what a training step
+runs. What a first call enters besides, in a fresh process, is its preparation. Python's part is what `sys.setprofile`
+sees. The core's part does not show there and is listed by hand.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 FOLDERS = {"common": "common", "core": "core_cuda", "torch": "torch_frontend", "jax": "jax_frontend"}
 # From the binding to the table of kernels and the CPU kernel, for each op.
@@ -33,27 +34,58 @@ GEMM = [
     "core_cuda/cpu/gemm/product.cpp",
     "core_cuda/cpu/isa/simd_gemm.h",
 ]
+# Those of them that return before the kernel runs, or serve it: operands, checks, the table.
+RETURNED = ("operand.cpp", "contracts/quantize.cpp", "registry.cpp")
 
 
-def walk(fn: Callable[[], Any]) -> list[str]:
-    """Calls `fn`. **Returns** the project's Python files whose functions it entered, in order of first entry."""
+class Walk(NamedTuple):
+    """`files`: those that a second call enters, in order of first entry. `way`: those of them whose functions have not
+    returned when the first kernel runs. `preparation`: those that only the first call enters."""
+
+    files: list[str]
+    way: list[str]
+    preparation: list[str]
+
+
+def _file(frame: FrameType) -> str | None:
+    _, found, inside = frame.f_code.co_filename.rpartition("/diptych/")
+    package = inside.partition("/")[0]
+    return f"{FOLDERS[package]}/diptych/{inside}" if found and package in FOLDERS else None
+
+
+def walk(fn: Callable[[], Any]) -> tuple[list[str], list[str]]:
+    """Calls `fn`. **Returns** the project's Python files whose functions it entered, in order of first entry, and those
+    that it was in when it first called `quantize` of the core."""
     files: dict[str, None] = {}
+    way: dict[str, None] = {}
 
     def see(frame: FrameType, event: str, arg: Any) -> None:
-        _, found, inside = frame.f_code.co_filename.rpartition("/diptych/")
-        package = inside.partition("/")[0]
-        if event == "call" and found and package in FOLDERS:
-            files.setdefault(f"{FOLDERS[package]}/diptych/{inside}")
+        file = _file(frame)
+        if file is not None and event == "call":
+            files.setdefault(file)
+        if file is not None and event == "c_call" and arg.__name__ == "quantize" and not way:
+            at: FrameType | None = frame
+            while at is not None:
+                if (passed := _file(at)) is not None:
+                    way.setdefault(passed)
+                at = at.f_back
 
     sys.setprofile(see)
     try:
         fn()
     finally:
         sys.setprofile(None)
-    return list(files)
+    return list(files), list(way)
 
 
-def both() -> dict[str, list[str]]:
+def twice(fn: Callable[[], Any], core: list[str]) -> Walk:
+    """The walk of a call that was not made before; `core`: the files of the core that it enters."""
+    first, (files, way) = walk(fn)[0], walk(fn)
+    way = [f for f in files if f in way] + [f for f in QUANTIZE if not f.endswith(RETURNED)]
+    return Walk(files + core, way, [f for f in first if f not in files])
+
+
+def both() -> dict[str, Walk]:
     """The walks of `dt.quantize` and of `Linear.forward` in torch, on the CPU."""
     import torch
 
@@ -61,20 +93,20 @@ def both() -> dict[str, list[str]]:
     from diptych.common import Float8CurrentScaling, MXFP8Quantizer
 
     x, quantizer = torch.randn(32, 64), MXFP8Quantizer()
-    verb = walk(lambda: dt.quantize(x, quantizer))
+    verb = twice(lambda: dt.quantize(x, quantizer), QUANTIZE)
     layer = dt.Linear(64, 32)
     with dt.autocast(recipe=Float8CurrentScaling()):
-        forward = walk(lambda: layer(x))
-    return {"dt.quantize": verb + QUANTIZE, "Linear.forward": forward + QUANTIZE + GEMM}
+        forward = twice(lambda: layer(x), QUANTIZE + GEMM)
+    return {"dt.quantize": verb, "Linear.forward": forward}
 
 
 @functools.cache
-def in_a_fresh_process() -> dict[str, list[str]]:
+def in_a_fresh_process() -> dict[str, Walk]:
     """What `both` returns in a process in which nothing was called before."""
     done = subprocess.run([sys.executable, Path(__file__)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return {name: Walk(**found) for name, found in json.loads(done.stdout).items()}
 
 
 if __name__ == "__main__":
-    print(json.dumps(both(), indent=1))
+    print(json.dumps({name: found._asdict() for name, found in both().items()}, indent=1))
