@@ -29,7 +29,7 @@ from torch_frontend.grouped import K, N, layer, offsets_of, run
 from torch_frontend.layer_cases import NAMED, SEED, dtype_of, same_step, slow
 from torch_frontend.modules.test_grouped_linear import _noisy, _own
 from torch_frontend.modules.test_grouped_linear_compiled import compiled, graphs
-from torch_frontend.ranks import needs_gloo, results
+from torch_frontend.ranks import needs_gloo
 from torch_frontend.tools import RECIPE_NAMES, calls, normal, same
 
 G, R = 4, 96
@@ -246,11 +246,6 @@ def on_rank(rank, groups):
         fn = compiled(model) if i % 2 == rank else model
         made["compiled " + name] = rank_step(name, rank, fn, model, groups)
     return made
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    return results(tmp_path_factory, __name__)
 
 
 @needs_gloo

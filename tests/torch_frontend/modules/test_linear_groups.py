@@ -14,7 +14,7 @@ from diptych.common import (
     NVFP4BlockScaling,
 )
 from torch_frontend import layer_cases as layers
-from torch_frontend.ranks import needs_gloo, results
+from torch_frontend.ranks import needs_gloo
 from torch_frontend.tools import normal, same
 
 pytestmark = needs_gloo
@@ -101,11 +101,6 @@ def train_held(rank: int) -> list[dict[str, torch.Tensor]]:
             wrapped(normal(f"x {rank} {i}", (32, 96))).square().mean().backward()
         optimizer.step()
     return seen
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
-    return results(tmp_path_factory, __name__)
 
 
 @pytest.mark.parametrize("name", [n for n in RECIPES if "compiled" not in n])
