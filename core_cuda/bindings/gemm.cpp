@@ -7,7 +7,8 @@ namespace {
 
 void py_gemm(Operand a_data, Operand a_scale, MaybeOperand a_amax, int a_format, bool a_columnwise, Operand b_data,
              Operand b_scale, MaybeOperand b_amax, int b_format, bool b_columnwise, Operand d, MaybeOperand c,
-             MaybeOperand bias, MaybeOperand workspace, float alpha, float beta, bool fast_accum) {
+             MaybeOperand bias, MaybeOperand workspace, float alpha,
+             float beta DIPTYCH_GEMM_OPTIONS(DIPTYCH_PARAMETER, bool)) {
   Call call;
   GemmArgs g;
   g.a = operand(call, a_data, a_scale, a_amax, a_format, a_columnwise, "a");
@@ -18,7 +19,7 @@ void py_gemm(Operand a_data, Operand a_scale, MaybeOperand a_amax, int a_format,
   g.workspace = call.out(workspace, "workspace");
   g.alpha = alpha;
   g.beta = beta;
-  g.fast_accum = fast_accum;
+  g.options = {DIPTYCH_GEMM_OPTIONS(DIPTYCH_VALUE, bool)};
   run(gemm, g, call);
 }
 
@@ -37,7 +38,7 @@ void add_gemm(py::module_& m) {
   m.def("gemm", py_gemm, py::arg("a_data"), py::arg("a_scale_inv"), py::arg("a_amax"), py::arg("a_format"),
         py::arg("a_columnwise"), py::arg("b_data"), py::arg("b_scale_inv"), py::arg("b_amax"), py::arg("b_format"),
         py::arg("b_columnwise"), py::arg("d"), py::arg("c"), py::arg("bias"), py::arg("workspace"), py::arg("alpha"),
-        py::arg("beta"), py::arg("fast_accum"));
+        py::arg("beta") DIPTYCH_GEMM_OPTIONS(DIPTYCH_ARG, bool));
   m.def("bias_grad", py_bias_grad, py::arg("dy"), py::arg("out"), py::arg("workspace"));
   m.def("gemm_workspace_bytes", gemm_workspace_bytes, py::arg("m"), py::arg("n"), py::arg("k"), py::arg("epilogue"));
   m.def("bias_grad_workspace_bytes", bias_grad_workspace_bytes, py::arg("m"), py::arg("n"));

@@ -11,7 +11,7 @@ namespace {
 void py_grouped_gemm(Operand a_data, Operand a_scale, MaybeOperand a_amax, int a_format, bool a_columnwise,
                      Operand b_data, Operand b_scale, MaybeOperand b_amax, int b_format, bool b_columnwise,
                      Operand offsets, Operand d, MaybeOperand c, MaybeOperand bias, int kind, int align, bool rotated,
-                     float alpha, float beta, bool fast_accum) {
+                     float alpha, float beta DIPTYCH_GEMM_OPTIONS(DIPTYCH_PARAMETER, bool)) {
   Call call;
   GroupedGemmArgs g;
   g.a = operand(call, a_data, a_scale, a_amax, a_format, a_columnwise, "a");
@@ -25,7 +25,7 @@ void py_grouped_gemm(Operand a_data, Operand a_scale, MaybeOperand a_amax, int a
   g.rotated = rotated;
   g.alpha = alpha;
   g.beta = beta;
-  g.fast_accum = fast_accum;
+  g.options = {DIPTYCH_GEMM_OPTIONS(DIPTYCH_VALUE, bool)};
   run(grouped_gemm, g, call);
 }
 
@@ -52,8 +52,8 @@ void add_grouped(py::module_& m) {
   m.def("grouped_gemm", py_grouped_gemm, py::arg("a_data"), py::arg("a_scale_inv"), py::arg("a_amax"),
         py::arg("a_format"), py::arg("a_columnwise"), py::arg("b_data"), py::arg("b_scale_inv"), py::arg("b_amax"),
         py::arg("b_format"), py::arg("b_columnwise"), py::arg("offsets"), py::arg("d"), py::arg("c"), py::arg("bias"),
-        py::arg("kind"), py::arg("align"), py::arg("rotated"), py::arg("alpha"), py::arg("beta"), py::arg("fast_accum"),
-        "kind: a number of group_kinds().");
+        py::arg("kind"), py::arg("align"), py::arg("rotated"), py::arg("alpha"),
+        py::arg("beta") DIPTYCH_GEMM_OPTIONS(DIPTYCH_ARG, bool), "kind: a number of group_kinds().");
   m.def("grouped_bias_grad", py_grouped_bias_grad, py::arg("dy"), py::arg("offsets"), py::arg("out"),
         py::arg("workspace"));
   m.def("grouped_bias_grad_workspace_bytes", grouped_bias_grad_workspace_bytes, py::arg("rows"), py::arg("cols"),

@@ -63,6 +63,11 @@ T scalar(py::handle value, const char* arg) {
   return py::detail::cast_op<T>(caster);
 }
 
+// The options of products as an op's last parameters, as their values, and as their names in Python.
+#define DIPTYCH_PARAMETER(type, name) , type name
+#define DIPTYCH_VALUE(type, name) name,
+#define DIPTYCH_ARG(type, name) , py::arg(#name)
+
 // One copy of a quantized tensor that an op reads.
 QuantizedView operand(Call& call, py::handle data, py::handle scale, py::handle amax_buffer, int format,
                       bool columnwise, const char* arg);

@@ -70,12 +70,18 @@ struct DequantizeAttributes {
 #define DIPTYCH_GEMM_FIELDS(F) \
   F(int32_t, a_format) F(int32_t, a_columnwise) F(int32_t, a_has_amax) F(int32_t, b_format) \
   F(int32_t, b_columnwise) F(int32_t, b_has_amax) F(int32_t, has_bias) F(int32_t, has_c) F(float, alpha) \
-  F(float, beta) F(int32_t, fast_accum)
+  F(float, beta) DIPTYCH_GEMM_OPTIONS(F, int32_t)
 struct GemmAttributes {
   DIPTYCH_COMMON_FIELDS(DIPTYCH_FIELD)
   DIPTYCH_GEMM_FIELDS(DIPTYCH_FIELD)
   int batched_results() const { return 1; }
 };
+
+#define DIPTYCH_OPTION_OF(attributes, name) attributes.name != 0,
+template <typename Attributes>
+GemmOptions gemm_options(const Attributes& d) {
+  return {DIPTYCH_GEMM_OPTIONS(DIPTYCH_OPTION_OF, d)};
+}
 
 struct BiasGradAttributes {
   DIPTYCH_COMMON_FIELDS(DIPTYCH_FIELD)
@@ -178,7 +184,7 @@ struct QuantizeStackAttributes {
 #define DIPTYCH_GROUPED_GEMM_FIELDS(F) \
   F(int32_t, a_format) F(int32_t, a_columnwise) F(int32_t, a_has_amax) F(int32_t, b_format) \
   F(int32_t, b_columnwise) F(int32_t, b_has_amax) F(int32_t, has_bias) F(int32_t, has_c) F(int32_t, kind) \
-  F(int32_t, align) F(int32_t, rotated) F(float, alpha) F(int32_t, fast_accum)
+  F(int32_t, align) F(int32_t, rotated) F(float, alpha) DIPTYCH_GEMM_OPTIONS(F, int32_t)
 // `kind`: GroupKind. `has_c`: the product is added to it.
 struct GroupedGemmAttributes {
   static constexpr int kRank = 3;

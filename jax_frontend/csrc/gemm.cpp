@@ -22,7 +22,7 @@ Status run(Call& call, const GemmAttributes& d) {
     g.workspace = t.out();
     g.alpha = d.alpha;
     g.beta = d.beta;
-    g.fast_accum = d.fast_accum != 0;
+    g.options = gemm_options(d);
     return gemm(g, call.exec());
   });
 }

@@ -49,7 +49,7 @@ Status run(Call& call, const GroupedGemmAttributes& d) {
     g.rotated = d.rotated != 0;
     g.alpha = d.alpha;
     g.beta = d.has_c != 0 ? 1.0f : 0.0f;
-    g.fast_accum = d.fast_accum != 0;
+    g.options = gemm_options(d);
     return grouped_gemm(g, call.exec());
   });
 }

@@ -13,11 +13,11 @@ from architecture import rules, walks
 
 ROOT = Path(__file__).resolve().parents[2]
 # An option of products that every layer hands on: in how many files it stands says how often an op's arguments are
-# written. Kernels are not counted, since they must read it.
-ARGUMENT, KERNELS = "fast_accum", ("core_cuda/cpu", "core_cuda/cuda")
+# written. Kernels are not counted, since they must read it, and neither is what is generated.
+ARGUMENT, UNCOUNTED = "fast_accum", ("core_cuda/cpu", "core_cuda/cuda", "core_cuda/diptych/core/_core.pyi")
 ARGUMENT_FOLDERS = ("common", "core_cuda", "torch_frontend", "jax_frontend")
+ARGUMENT_FILES = 10
 # Bounds on the way down: they may only fall, whenever the figure does, until they are what is wanted.
-ARGUMENT_FILES = 34  # wanted: 10
 # Of each walk: files on its way to the kernel (wanted: 7 and 15), files that a second call and that the first enters.
 WALKS = {"dt.quantize": (6, 12, 15), "Linear.forward": (11, 26, 34)}
 
@@ -56,9 +56,9 @@ def lines(root: Path) -> list[int]:
 
 
 def argument_files(root: Path) -> list[str]:
-    """The files between the public faces and the kernels that write the argument's name."""
+    """The files that write the argument's name, but for kernels and what is generated."""
     paths = (p.relative_to(root).as_posix() for p in rules.sources(root) if ARGUMENT in p.read_text())
-    return [p for p in paths if p.startswith(ARGUMENT_FOLDERS) and not p.startswith(KERNELS)]
+    return [p for p in paths if p.startswith(ARGUMENT_FOLDERS) and not p.startswith(UNCOUNTED)]
 
 
 def figures(root: Path) -> list[Figure]:

@@ -42,7 +42,8 @@ extern "C" int simulate(const Call* call, char* message, int size) {
   args.a = {FormatId{call->a_format}, depth, view(call->a_data), view(call->a_scale_inv), {}};
   args.b = {FormatId{call->b_format}, depth, view(call->b_data), view(call->b_scale_inv), {}};
   args.offsets = view(call->offsets), args.d = view(call->d), args.c = view(call->c), args.bias = view(call->bias);
-  args.align = call->align, args.alpha = call->alpha, args.beta = call->beta, args.fast_accum = call->fast_accum != 0;
+  args.align = call->align, args.alpha = call->alpha, args.beta = call->beta,
+  args.options.fast_accum = call->fast_accum != 0;
   cuda::g_sm_count = call->sm_count;
   simulated::chance.seed(static_cast<unsigned>(call->seed));
   if (!cuda::grouped_gemm_native_fits(args, 90)) return -1;

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from diptych.common import te
 from diptych.common.errors import ArgumentError, UnsupportedError
 from diptych.common.formats import LARGEST
+from diptych.common.gemm_options import GemmOptions
 from diptych.common.quantizers import (
     Float8BlockQuantizer,
     Float8CurrentScalingQuantizer,
@@ -210,6 +211,10 @@ class Recipe(Value):
     def fast_accum(self, product: str) -> bool:
         """Whether `product` ("fprop", "dgrad" or "wgrad") may accumulate in reduced precision."""
         return not getattr(self, f"fp8_gemm_{product}").use_split_accumulator
+
+    def gemm_options(self, product: str) -> GemmOptions:
+        """The options of `product`."""
+        return GemmOptions(fast_accum=self.fast_accum(product))
 
 
 def _rotation(quantizer: Quantizer | None) -> Any:

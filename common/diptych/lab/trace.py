@@ -52,7 +52,7 @@ class Op:
 `shapes.quantize_buffers` |
     | scale_update | history, scale, [reduced], [amax] | fp8_max, margin, most_recent | history, scale |
     | gemm | a_data, a_scale_inv, [a_amax], b_data, b_scale_inv, [b_amax], [bias], [c] | a, b: (format name, \
-columnwise); alpha, beta, out_dtype, fast_accum | d |
+columnwise); alpha, beta, out_dtype, fields of `GemmOptions` | d |
     | dequantize | data, scale_inv, [amax] | format, columnwise, dtype | out |
     | amax | x | flags, columnwise | out, [columnwise_out] |
     | bias_grad | dy | dtype | out |

@@ -65,7 +65,7 @@ bool describe(const GemmArgs& args, int arch, Problem* p) {
   if (fa.per_tensor() != fb.per_tensor()) return false;
   p->block_scales = !fa.per_tensor();
   if (p->block_scales) {
-    if (arch != 90 || args.fast_accum || p->m % 4 != 0) return false;
+    if (arch != 90 || args.options.fast_accum || p->m % 4 != 0) return false;
     if (p->a_mode == ScaleMode::block128x128_32f && p->b_mode == ScaleMode::block128x128_32f) return false;
   } else if (arch < 89) {
     return false;
@@ -258,12 +258,8 @@ struct Route {
 Status find_route(const Api& api, const GemmArgs& args, const Problem& p, Route* r) {
   const int device = args.d.device.index;
   const bool bias = args.bias.given(), beta = args.beta != 0.0f;
-  r->key = {device,    device_info(device).sm_count,
-            p.m,       p.n,
-            p.k,       p.a_e5m2,
-            p.b_e5m2,  args.fast_accum,
-            false,     p.a_mode,
-            p.b_mode,  args.d.dtype,
+  r->key = {device,    device_info(device).sm_count, p.m,   p.n,      p.k,      p.a_e5m2,
+            p.b_e5m2,  args.options.fast_accum,      false, p.a_mode, p.b_mode, args.d.dtype,
             DType::f32};
   if (fused_bias(args, p)) {
     Key fused = r->key;

@@ -33,7 +33,7 @@ Shape shape_of(const GroupedGemmArgs& args) {
 }
 
 Promotion promotion_of(const GroupedGemmArgs& args) {
-  if (row(args.a.format).per_tensor()) return args.fast_accum ? Promotion::none : Promotion::plain;
+  if (row(args.a.format).per_tensor()) return args.options.fast_accum ? Promotion::none : Promotion::plain;
   return row(args.b.format).block_rows == 128 ? Promotion::columns : Promotion::full;
 }
 

@@ -5,6 +5,17 @@
 
 namespace diptych {
 
+// Options of a product that change its numbers; each is a switch. This struct, the Python module's arguments and XLA's
+// attributes are made of this list, each by an F(type, name) of its own.
+//   fast_accum: Hopper's reduced-precision accumulation; per-tensor formats only
+#define DIPTYCH_GEMM_OPTIONS(F, type) F(type, fast_accum)
+
+struct GemmOptions {
+#define DIPTYCH_OPTION(type, name) type name = false;
+  DIPTYCH_GEMM_OPTIONS(DIPTYCH_OPTION, bool)
+#undef DIPTYCH_OPTION
+};
+
 // D = alpha * op(A) @ op(B) + bias + beta * C, float32 accumulation, D [M, N].
 // An operand reduces over its columns in the rowwise copy and over its rows in the columnwise copy. Amaxes of two-level
 // operands enter alpha: ((alpha * amax_a) * amax_b) * float32(1 / (36 * 448 * 448)); of one alone: (alpha * amax) *
@@ -18,7 +29,7 @@ struct GemmArgs {
   TensorView workspace;  // uint8, at least gemm_workspace_bytes, 16-byte aligned; CUDA only
   float alpha = 1.0f;
   float beta = 0.0f;
-  bool fast_accum = false;  // Hopper's reduced-precision accumulation; per-tensor formats only
+  GemmOptions options;
 };
 
 // Calls f with each tensor of the arguments.

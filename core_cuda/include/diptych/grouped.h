@@ -12,6 +12,7 @@
 //           empty groups: +0 (+ beta * C)
 #pragma once
 
+#include "diptych/gemm.h"
 #include "diptych/stack.h"
 
 namespace diptych {
@@ -33,7 +34,7 @@ struct GroupedGemmArgs {
   bool rotated = false;  // depth: both copies are Hadamard-rotated in groups of 16 rows; needs align % 16 == 0
   float alpha = 1.0f;
   float beta = 0.0f;
-  bool fast_accum = false;  // Hopper's reduced-precision accumulation; per-tensor formats only
+  GemmOptions options;
 };
 
 // Calls f with each tensor of the arguments.

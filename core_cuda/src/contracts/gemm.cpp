@@ -22,8 +22,8 @@ Status contract::result(const char* op, const TensorView& d, const TensorView& c
   return c.data == d.data ? Status() : apart(op, "d", d, "c", c);
 }
 
-Status contract::fast(const char* op, const QuantizedView& a, const QuantizedView& b) {
-  if (row(a.format).per_tensor() && row(b.format).per_tensor()) return {};
+Status contract::options(const char* op, const GemmOptions& options, const QuantizedView& a, const QuantizedView& b) {
+  if (!options.fast_accum || (row(a.format).per_tensor() && row(b.format).per_tensor())) return {};
   return {Code::value, std::string(op) + ": fast_accum exists for per-tensor FP8 only, got " + row(a.format).name +
                            " x " + row(b.format).name};
 }
@@ -43,7 +43,7 @@ Status check(const GemmArgs& a, const Device& device) {
     DIPTYCH_TRY(high_precision(op, "bias", a.bias));
     DIPTYCH_TRY(of_numel(op, "bias", a.bias, eb.kept));
   }
-  if (a.fast_accum) DIPTYCH_TRY(fast(op, a.a, a.b));
+  DIPTYCH_TRY(options(op, a.options, a.a, a.b));
   DIPTYCH_TRY(workspace(
       op, a.workspace, gemm_workspace_bytes(ea.kept, eb.kept, ea.reduced, a.bias.given() || a.beta != 0.0f), device,
       {&a.d, &a.c, &a.bias, &a.a.data, &a.a.scale_inv, &a.a.amax, &a.b.data, &a.b.scale_inv, &a.b.amax}));

@@ -100,7 +100,7 @@ Status check(const GroupedGemmArgs& a, const Device& device) {
   }
   DIPTYCH_TRY(result(kOp, a.d, a.c, depth ? groups * ea.kept : ea.kept, eb.kept, a.alpha, a.beta, device));
   if (depth && a.c.given()) DIPTYCH_TRY(shaped("c", a.c, {groups, ea.kept, eb.kept}));
-  if (a.fast_accum) DIPTYCH_TRY(fast(kOp, a.a, a.b));
+  DIPTYCH_TRY(options(kOp, a.options, a.a, a.b));
   return all_apart(kOp, {&a.d},
                    {&a.a.data, &a.a.scale_inv, &a.a.amax, &a.b.data, &a.b.scale_inv, &a.b.amax, &a.offsets, &a.bias});
 }

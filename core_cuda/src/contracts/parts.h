@@ -31,7 +31,8 @@ Status lone_copy(const char* op, const char* arg, const QuantizedView&, const De
 // What a product writes, and what it adds to it.
 Status result(const char* op, const TensorView& d, const TensorView& c, int64_t rows, int64_t cols, float alpha,
               float beta, const Device&);
-Status fast(const char* op, const QuantizedView& a, const QuantizedView& b);  // formats that know fast_accum
+// Options of a product, which its formats must know.
+Status options(const char* op, const GemmOptions&, const QuantizedView& a, const QuantizedView& b);
 // Scratch memory: large enough, 16-byte aligned, and nobody else's.
 Status workspace(const char* op, const TensorView&, int64_t need, const Device&,
                  std::initializer_list<const TensorView*> others);

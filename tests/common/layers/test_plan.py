@@ -20,6 +20,7 @@ from diptych.common import (
     QuantizerRole,
     linear_plan,
 )
+from diptych.common.gemm_options import GemmOptions
 
 
 @pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -33,7 +34,7 @@ def test_built_in_recipes_quantize_each_tensor_once(recipe):
         assert [q for q, _ in tensor_plan.calls(False, True)] == [both.with_usage(rowwise=False)]
         assert tensor_plan.calls(False, False) == ()
     assert plan.quantized == (True, True, True) and plan.results == (None, None, None)
-    assert plan.fast_accum == tuple(recipe.fast_accum(p) for p in ("fprop", "dgrad", "wgrad"))
+    assert plan.options == tuple(GemmOptions(fast_accum=recipe.fast_accum(p)) for p in ("fprop", "dgrad", "wgrad"))
     assert plan.needs_rng == (type(recipe) is NVFP4BlockScaling)
     delayed = type(recipe) is DelayedScaling
     assert [s.name for s in plan.states] == (["input", "weight", "grad_output"] if delayed else [])

@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import cases
 from diptych.common import Float8Quantizer
+from diptych.common.gemm_options import DEFAULTS
 from diptych.common.ops import shapes
 from diptych.common.quantizers import RHT, ROW_AMAX
 from diptych.torch.primitives import gemm as gemm_ops
@@ -89,9 +90,9 @@ def test_fake_gemm_is_real(pair, device):
     for m, n, k in cases.GEMM_SHAPES[::2]:
         k = -(-k // cases.PACKED_BLOCK) * cases.PACKED_BLOCK if {*pair} & {*cases.PACKED_FORMATS} else k
         a, b = _copies(pair[0], device, m, n, k)[0], _copies(pair[1], device, m, n, k)[1]
-        real = gemm_ops.gemm(a, b, None, 1.0, torch.bfloat16, False)
+        real = gemm_ops.gemm(a, b, None, 1.0, torch.bfloat16, DEFAULTS)
         with FakeTensorMode() as mode:
-            fake = gemm_ops.gemm(_fake(mode, a), _fake(mode, b), None, 1.0, torch.bfloat16, False)
+            fake = gemm_ops.gemm(_fake(mode, a), _fake(mode, b), None, 1.0, torch.bfloat16, DEFAULTS)
         assert _layout([real]) == _layout([fake])
 
 
@@ -179,9 +180,9 @@ def test_both_ways_in_are_one(name, device):
         same(quantize_ops.dequantize(copy, torch.float32), ops.dequantize(*copy, torch.float32))
     a, b = _copies(name, device)
     d = ops.gemm(*a, *b, None, 1.0, torch.float16, False)
-    same(gemm_ops.gemm(a, b, None, 1.0, torch.float16, False), d)
+    same(gemm_ops.gemm(a, b, None, 1.0, torch.float16, DEFAULTS), d)
     acc, acc2 = poisoned(d.shape, device=device), poisoned(d.shape, device=device)
-    gemm_ops.gemm_into(acc, a, b, None, 2.0, 0.5, False)
+    gemm_ops.gemm_into(acc, a, b, None, 2.0, 0.5, DEFAULTS)
     ops.gemm_into(acc2, *a, *b, None, 2.0, 0.5, False)
     same(acc, acc2)
 
@@ -231,8 +232,8 @@ def test_a_missing_derivative_is_an_error():
         lambda: scale_update_ops.scale_update(history, scale.clone().requires_grad_(), None, None, 448.0, 0, False),
         lambda: quantize_ops.amax(x),
         lambda: ops.bias_grad(x, torch.float32),
-        lambda: gemm_ops.gemm(a, b, torch.zeros(5, requires_grad=True), 1.0, torch.float32, False),
-        lambda: gemm_ops.gemm_into(torch.zeros(6, 5, requires_grad=True), a, b, None, 1.0, 1.0, False),
+        lambda: gemm_ops.gemm(a, b, torch.zeros(5, requires_grad=True), 1.0, torch.float32, DEFAULTS),
+        lambda: gemm_ops.gemm_into(torch.zeros(6, 5, requires_grad=True), a, b, None, 1.0, 1.0, DEFAULTS),
     ):
         with pytest.raises(NotImplementedError, match="has no derivative, and an argument requires grad"):
             call()
@@ -246,10 +247,10 @@ def test_writes_count():
     """Autograd sees that a tensor was written, which it may have saved; inference tensors count nothing."""
     a, b = _copies("mxfp8_e4m3")
     x, quant = torch.ones(4, 64), Float8Quantizer()
-    for into in (gemm_ops.gemm_into, lambda acc, a, b, *rest: ops.gemm_into(acc, *a, *b, *rest)):
+    for into in (gemm_ops.gemm_into, lambda acc, a, b, *rest: ops.gemm_into(acc, *a, *b, *rest[:-1], *rest[-1])):
         acc = torch.zeros(6, 5)
         before = acc._version
-        into(acc, a, b, None, 1.0, 1.0, False)
+        into(acc, a, b, None, 1.0, 1.0, DEFAULTS)
         assert acc._version > before
     for quantizing, updating in ((quantize_ops, scale_update_ops), (ops, ops)):
         scale, history = delayed()
@@ -258,7 +259,7 @@ def test_writes_count():
         updating.scale_update(history, scale, None, None, 448.0, 0, False)
         assert history._version == 2 and scale._version == 1
     with torch.inference_mode():
-        into(torch.zeros(6, 5), a, b, None, 1.0, 1.0, False)
+        into(torch.zeros(6, 5), a, b, None, 1.0, 1.0, DEFAULTS)
         scale, history = delayed()
         quantize_ops.quantize_delayed(x, quant, scale, history)
 

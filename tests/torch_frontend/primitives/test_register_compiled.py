@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from diptych.common import Float8Quantizer
+from diptych.common.gemm_options import DEFAULTS
 from diptych.torch.primitives import gemm as gemm_ops
 from diptych.torch.primitives import quantize as quantize_ops
 from diptych.torch.primitives import scale_update as scale_update_ops
@@ -35,8 +36,8 @@ def test_ops_compile_with_dynamic_shapes(name):
     def step(x, w, acc):
         a, b = (quantize_ops.copies(quant, quantize_ops.quantize(t, quant, rng=rng)) for t in (x, w))
         acc = acc.clone()
-        gemm_ops.gemm_into(acc, a[0], b[0], None, 1.0, 1.0, False)
-        wgrad = gemm_ops.gemm(a[1], a[1], None, 1.0, torch.float32, False)
+        gemm_ops.gemm_into(acc, a[0], b[0], None, 1.0, 1.0, DEFAULTS)
+        wgrad = gemm_ops.gemm(a[1], a[1], None, 1.0, torch.float32, DEFAULTS)
         return acc, wgrad, *(quantize_ops.dequantize(copy, torch.float32) for copy in a)
 
     sizes = ((160, 144, 256), (144, 176, 144), (208, 160, 304)) if "nvfp4" in name else (
@@ -95,7 +96,7 @@ def test_unbacked_sizes(name):
     def step(x, keep):
         kept = x[torch.nonzero(keep).squeeze(1)]
         a, b = quantize_ops.copies(quant, quantize_ops.quantize(kept, quant, rng=rng))
-        wgrad = gemm_ops.gemm(b, b, None, 1.0, torch.float32, False)
+        wgrad = gemm_ops.gemm(b, b, None, 1.0, torch.float32, DEFAULTS)
         return wgrad, quantize_ops.dequantize(a, torch.float32), quantize_ops.dequantize(b, torch.float32)
 
     torch._dynamo.reset()

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from diptych.common.arguments import require_recipe
+from diptych.common.gemm_options import GemmOptions
 from diptych.common.quantizers import Float8CurrentScalingQuantizer, Float8Quantizer, Quantizer, QuantizerRole
 from diptych.common.recipes import Recipe
 
@@ -59,7 +60,7 @@ class StateSlot(NamedTuple):
 class LinearPlan:
     """The operands of a linear layer under a recipe; see the module's docstring.
 
-    `results`: quantizers of output, grad_input and grad_weight, or None. `fast_accum` and `quantized`: for fprop, dgrad
+    `results`: quantizers of output, grad_input and grad_weight, or None. `options` and `quantized`: for fprop, dgrad
     and wgrad, the latter whether both operands are quantized. `dequantized_backward`: dgrad and wgrad run in high
     precision on what the forward's copies stand for. `needs_rng`: whether any quantizer rounds stochastically.
     """
@@ -68,11 +69,18 @@ class LinearPlan:
     weight: TensorPlan
     grad_output: TensorPlan
     results: tuple[Quantizer | None, Quantizer | None, Quantizer | None]
-    fast_accum: tuple[bool, bool, bool]
+    options: tuple[GemmOptions, GemmOptions, GemmOptions]
     quantized: tuple[bool, bool, bool]
     dequantized_backward: bool
     states: tuple[StateSlot, ...]
     needs_rng: bool
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Earlier versions pickled a field for each option, with its values for fprop, dgrad and wgrad."""
+        if "options" not in state:
+            names = [name for name in GemmOptions._fields if name in state]
+            state["options"] = tuple(GemmOptions.named({name: state[name][i] for name in names}) for i in range(3))
+        self.__dict__.update(state)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -109,7 +117,7 @@ def make_plan(recipe: Recipe, module: str, name: str) -> LinearPlan:
     return LinearPlan(
         **tensors,
         results=results,  # type: ignore[arg-type]
-        fast_accum=tuple(recipe.fast_accum(g) for g in pairs),  # type: ignore[arg-type]
+        options=tuple(recipe.gemm_options(g) for g in pairs),  # type: ignore[arg-type]
         quantized=tuple(a is not None and b is not None for a, b in pairs.values()),  # type: ignore[arg-type]
         dequantized_backward=recipe.backward_override == "dequantized",
         states=tuple(states),

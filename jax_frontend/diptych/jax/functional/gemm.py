@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from diptych.common.errors import ShapeError
+from diptych.common.gemm_options import GemmOptions
 from diptych.common.ops import shapes
 from diptych.jax.primitives import gemm as gemm_ops
 from diptych.jax.primitives.checks import dtype_name, enforce, factor, to_array
@@ -26,7 +27,7 @@ def _gemm(
     alpha: Any,
     beta: Any,
     out_dtype: str | None,
-    fast_accum: bool,
+    options: GemmOptions,
 ) -> Array:
     a, b = require_quantized(op, "a", a), require_quantized(op, "b", b)
     a_side, b_side = shapes.gemm_copies(bool(trans_a), bool(trans_b))
@@ -44,7 +45,7 @@ def _gemm(
         alpha=factor(op, "alpha", alpha),
         beta=factor(op, "beta", beta),
         out_dtype=a.dtype if out_dtype is None else out_dtype,
-        fast_accum=bool(fast_accum),
+        options=options,
     ).reshape(shape)
 
 
@@ -72,7 +73,8 @@ def gemm(
     NotImplementedError for a pair of formats without a kernel.
     """
     name = dtype_name("gemm", out_dtype, getattr(a, "dtype", "float32"))
-    return _gemm("gemm", None, a, b, trans_a, trans_b, bias, alpha, 0.0, name, fast_accum)
+    options = GemmOptions(bool(fast_accum))
+    return _gemm("gemm", None, a, b, trans_a, trans_b, bias, alpha, 0.0, name, options)
 
 
 def gemm_into(
@@ -94,7 +96,8 @@ def gemm_into(
     **Returns:** the new `acc`.
     """
     acc = to_array("gemm_into", "acc", acc)
-    return _gemm("gemm_into", acc, a, b, trans_a, trans_b, bias, alpha, beta, acc.dtype.name, fast_accum)
+    options = GemmOptions(bool(fast_accum))
+    return _gemm("gemm_into", acc, a, b, trans_a, trans_b, bias, alpha, beta, acc.dtype.name, options)
 
 
 def bias_grad(dy: Array, dtype: Any = None) -> Array:

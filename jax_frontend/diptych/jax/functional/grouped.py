@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from diptych.common.errors import ArgumentError, ShapeError, UnsupportedError
+from diptych.common.gemm_options import GemmOptions
 from diptych.common.ops import grouped, shapes
 from diptych.common.quantizers import RHT, RHT_SIGNS, Quantizer
 from diptych.jax.functional.quantize import group_amaxes
@@ -153,7 +154,7 @@ def grouped_gemm(
         rotated=of_a != 0,
         alpha=factor(op, "alpha", alpha),
         out_dtype=dtype_name(op, out_dtype, a.dtype),
-        fast_accum=bool(fast_accum),
+        options=GemmOptions(bool(fast_accum)),
     )
     return d if trans_a else d.reshape(shapes.gemm_out_shape(a.shape, d.shape[0], d.shape[1], False))
 

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 
 from diptych.common.formats import format_by_name
+from diptych.common.gemm_options import GemmOptions
 from diptych.common.ops import shapes
 from diptych.jax.functional import quantize as quantize_verbs
 from diptych.jax.lab import gpt
@@ -248,7 +249,7 @@ def _op(kind: str, params: dict[str, Any], ins: list[Array], outs: list[Array]) 
         end = at + checks.copy_length(params["b"][0])
         inputs = _copy_bits("a_", params["a"][0], ins[:at]) | _copy_bits("b_", params["b"][0], ins[at:end])
         extra = [n for n, there in (("bias", params["has_bias"]), ("c", params["has_c"])) if there]
-        options = {k: params[k] for k in ("a", "b", "out_dtype", "fast_accum")}
+        options = {k: params[k] for k in ("a", "b", "out_dtype")} | params["options"]._asdict()
         options |= {k: float.fromhex(params[k]) for k in ("alpha", "beta")}
         return Op(kind, inputs | _named(extra, ins[end:]), options, {"d": _bits(outs[0])})
     if kind == "dequantize":
@@ -290,8 +291,8 @@ def _replayed(op: Op, x: dict[str, Array]) -> dict[str, Array]:
         return dict(zip(("history", "scale"), out, strict=True))
     if op.kind == "gemm":
         a, b = (_copy_of(x, f"{s}_", *o[s]) for s in "ab")
-        options = {k: o[k] for k in ("alpha", "beta", "out_dtype", "fast_accum")}
-        return {"d": gemm_ops.gemm(a, b, x.get("bias"), x.get("c"), **options)}
+        factors = {k: o[k] for k in ("alpha", "beta", "out_dtype")}
+        return {"d": gemm_ops.gemm(a, b, x.get("bias"), x.get("c"), **factors, options=GemmOptions.named(o))}
     if op.kind == "bias_grad":
         return {"out": gemm_ops.bias_grad(x["dy"], o["dtype"])}
     if op.kind == "dequantize":

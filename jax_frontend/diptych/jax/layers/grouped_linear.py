@@ -27,6 +27,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from diptych.common.arguments import require_recipe
 from diptych.common.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
+from diptych.common.gemm_options import GemmOptions
 from diptych.common.layers.groups import HIGH_PRECISION, rotates_rows
 from diptych.common.layers.schedule import Call, Schedule
 from diptych.common.ops import shapes
@@ -256,12 +257,12 @@ class Groups(Products):
     offsets: Array
     align: int
 
-    def product(self, gemm: str, a: Operand, b: Operand, bias: Array | None, dtype: Any, fast_accum: bool) -> Array:
+    def product(self, gemm: str, a: Operand, b: Operand, bias: Array | None, dtype: Any, options: GemmOptions) -> Array:
         depth, trans_b = gemm == "wgrad", gemm == "fprop"
         if not (isinstance(a, jax.Array) or isinstance(b, jax.Array)):
             return grouped.grouped_gemm(
                 a, b, self.offsets, trans_a=depth, trans_b=trans_b, bias=bias, out_dtype=dtype, align=self.align,
-                fast_accum=fast_accum,
+                **options._asdict(),
             )  # fmt: skip
         inner = a.dtype if isinstance(a, jax.Array) else b.dtype
         right = b.astype(inner) if isinstance(b, jax.Array) else b.dequantize(inner)
@@ -270,7 +271,7 @@ class Groups(Products):
         out = grouped_matmul(values(a, inner), right, self.offsets, bias, depth=depth, trans_b=trans_b).astype(dtype)
         return out if depth else out.reshape(*a.shape[:-1], out.shape[-1])
 
-    def accumulate(self, acc: Array, dy: Any, x: Any, fast_accum: bool) -> Array:
+    def accumulate(self, acc: Array, dy: Any, x: Any, options: GemmOptions) -> Array:
         op = "grouped_dense"
         return grouped_ops.grouped_gemm(
             dy.copy_of(True, op),
@@ -279,7 +280,7 @@ class Groups(Products):
             align=self.align,
             rotated=bool(dy.quantizer.spec.flags & RHT),
             out_dtype=acc.dtype.name,
-            fast_accum=fast_accum,
+            options=options,
             acc=acc,
         )
 

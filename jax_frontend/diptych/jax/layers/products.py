@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from diptych.common.errors import UnsupportedError
+from diptych.common.gemm_options import GemmOptions
 from diptych.common.layers.schedule import OFFSETS as OFFSETS
 from diptych.common.layers.schedule import Schedule
 from diptych.common.ops import shapes
@@ -50,13 +51,12 @@ Array = jax.Array
 class Products:
     """How a layer of one kernel makes products and the bias gradient; a pytree."""
 
-    def product(self, gemm: str, a: Operand, b: Operand, bias: Array | None, dtype: Any, fast_accum: bool) -> Array:
+    def product(self, gemm: str, a: Operand, b: Operand, bias: Array | None, dtype: Any, options: GemmOptions) -> Array:
         """op(a) @ op(b) + bias in `dtype`; fprop and dgrad with a's leading dimensions, wgrad as the kernel."""
         trans_a, trans_b = gemm == "wgrad", gemm == "fprop"
         if isinstance(a, QuantizedArray) and isinstance(b, QuantizedArray):
-            return gemm_verbs.gemm(
-                a, b, trans_a=trans_a, trans_b=trans_b, bias=bias, out_dtype=dtype, fast_accum=fast_accum
-            )
+            taken = {"trans_a": trans_a, "trans_b": trans_b, "bias": bias, "out_dtype": dtype}
+            return gemm_verbs.gemm(a, b, **taken, **options._asdict())
         inner = a.dtype if isinstance(a, jax.Array) else b.dtype
         left, right = values(a, inner), values(b, inner)
         out: Array = (left.T if trans_a else left) @ (right.T if trans_b else right)
@@ -64,9 +64,9 @@ class Products:
             out = out + jnp.broadcast_to(bias.astype(inner), out.shape)  # explicitly: rank promotion may be off
         return out.astype(dtype).reshape(shapes.gemm_out_shape(a.shape, out.shape[0], out.shape[1], trans_a))
 
-    def accumulate(self, acc: Array, dy: QuantizedArray, x: QuantizedArray, fast_accum: bool) -> Array:
+    def accumulate(self, acc: Array, dy: QuantizedArray, x: QuantizedArray, options: GemmOptions) -> Array:
         """acc + wgrad, in acc's memory where XLA may reuse it."""
-        return gemm_verbs.gemm_into(acc, dy, x, trans_a=True, trans_b=False, fast_accum=fast_accum)
+        return gemm_verbs.gemm_into(acc, dy, x, trans_a=True, trans_b=False, **options._asdict())
 
     def bias_grad(self, dy: Array, dtype: str) -> Array:
         return gemm_verbs.bias_grad(dy, dtype)
@@ -95,7 +95,7 @@ class WeightGradient:
     def compute(self, dtype: Any = None) -> Array:
         """The gradient, of the kernel's shape, in its dtype or another."""
         dtype = self.dtype if dtype is None else dtype
-        dw = self.products.product("wgrad", self.dy, self.x, None, dtype, self.schedule.plan.fast_accum[2])
+        dw = self.products.product("wgrad", self.dy, self.x, None, dtype, self.schedule.plan.options[2])
         return requantized_result(dw, self.schedule.results[2], self.options, self.rng, verb_of(dw))
 
     def accumulate(self, acc: Array) -> Array:
@@ -104,7 +104,7 @@ class WeightGradient:
         if not quantized or self.schedule.results[2] is not None:
             return acc + self.compute(acc.dtype)
         dy: Any = self.dy
-        return self.products.accumulate(acc, dy, self.x, self.schedule.plan.fast_accum[2])
+        return self.products.accumulate(acc, dy, self.x, self.schedule.plan.options[2])
 
 
 # --- forward ---
@@ -208,7 +208,7 @@ def fprop(
     copies_x, copies = named(copies_x), named(copies)
     a = x if copies_x[0] is None else copies_x[0]
     b = original if s.plan.weight.rowwise is None else _there(copies[0], "rowwise", "fprop", options.op)
-    y = products.product("fprop", a, b, bias, x.dtype, s.plan.fast_accum[0])
+    y = products.product("fprop", a, b, bias, x.dtype, s.plan.options[0])
     w = pick(s.w_kept, copies, original)
     w = _there(w, s.w_kept, "dgrad", options.op) if s.w_kept else w
     kept = (x if s.x_late else pick(s.x_kept, copies_x, x), w)
@@ -283,7 +283,7 @@ def bprop(saved: Saved, dy: Array | FusedInput) -> tuple[Array | None, WeightGra
     )
     if needs.dx:
         a = dy if rowwise is None else rowwise
-        dx = products.product("dgrad", a, saved.w, None, dy.dtype, s.plan.fast_accum[1])
+        dx = products.product("dgrad", a, saved.w, None, dy.dtype, s.plan.options[1])
         dx = requantized_result(dx, s.results[1], options, rng)
     if needs.dw:
         b = saved.x

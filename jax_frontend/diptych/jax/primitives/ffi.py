@@ -16,6 +16,7 @@ import jax
 import numpy as np
 from jaxlib.version import __version__ as JAXLIB
 
+from diptych.common.gemm_options import GemmOptions
 from diptych.common.quantizers import QuantSpec
 from diptych.core import _core
 
@@ -217,10 +218,10 @@ def gemm_attributes(
     has_c: bool,
     alpha: float,
     beta: float,
-    fast_accum: bool,
+    options: GemmOptions,
 ) -> dict[str, np.generic]:
     """`a`, `b`: format id, whether it is the columnwise copy, whether it comes with an amax."""
-    ints = _copies(a, b) | _ints(has_bias=has_bias, has_c=has_c, fast_accum=fast_accum)
+    ints = _copies(a, b) | _ints(has_bias=has_bias, has_c=has_c, **options._asdict())
     return _common(batch) | ints | {"alpha": np.float32(alpha), "beta": np.float32(beta)}
 
 
@@ -292,11 +293,11 @@ def grouped_gemm_attributes(
     align: int,
     rotated: bool,
     alpha: float,
-    fast_accum: bool,
+    options: GemmOptions,
 ) -> dict[str, np.generic]:
     """`a`, `b`: as of gemm_attributes. `kind`: "rows" or "depth"."""
     ints = _copies(a, b) | _ints(has_bias=has_bias, has_c=has_c, kind=_GROUP_KINDS[kind], align=align, rotated=rotated)
-    return _common(batch) | ints | _ints(fast_accum=fast_accum) | {"alpha": np.float32(alpha)}
+    return _common(batch) | ints | _ints(**options._asdict()) | {"alpha": np.float32(alpha)}
 
 
 def grouped_bias_grad_attributes(batch: Batch) -> dict[str, np.generic]:

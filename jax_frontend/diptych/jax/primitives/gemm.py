@@ -8,6 +8,7 @@ import jax
 
 from diptych.common.errors import UnsupportedError
 from diptych.common.formats import format_by_name
+from diptych.common.gemm_options import GemmOptions, check_gemm_options
 from diptych.common.ops import shapes
 from diptych.core import _core
 from diptych.jax.primitives import ffi
@@ -45,7 +46,7 @@ def _gemm_abstract(
     alpha: str,
     beta: str,
     out_dtype: str,
-    fast_accum: bool,
+    options: GemmOptions,
 ) -> Any:
     at = 0
     for side, (fmt, columnwise) in (("a", a), ("b", b)):
@@ -61,8 +62,7 @@ def _gemm_abstract(
         check_shape("gemm", "bias", own, (size.n,))
     if has_c:
         check_buffer("gemm", "c", avals[-1], batch.axes[-1], out_dtype, (size.m, size.n))
-    if fast_accum and not (format_by_name(a[0]).per_tensor and format_by_name(b[0]).per_tensor):
-        raise ValueError(f"gemm: fast_accum exists for per-tensor FP8 only, got {a[0]} x {b[0]}")
+    check_gemm_options("gemm", options, format_by_name(a[0]), format_by_name(b[0]))
     return [result(avals, (*batch_shape(avals, batch), size.m, size.n), out_dtype)]
 
 
@@ -76,12 +76,12 @@ def _gemm_attributes(
     alpha: str,
     beta: str,
     out_dtype: str,
-    fast_accum: bool,
+    options: GemmOptions,
 ) -> Any:
     rows = ((format_by_name(fmt), columnwise) for fmt, columnwise in (a, b))
     a_copy, b_copy = ((row.id, columnwise, row.two_level) for row, columnwise in rows)
     factors = float.fromhex(alpha), float.fromhex(beta)
-    return ffi.gemm_attributes(batch, a_copy, b_copy, has_bias, has_c, *factors, fast_accum)
+    return ffi.gemm_attributes(batch, a_copy, b_copy, has_bias, has_c, *factors, options)
 
 
 def _gemm_finish(ctx: Any, platform: str, batch: Batch, **params: Any) -> Any:
@@ -113,7 +113,7 @@ def gemm(
     alpha: float,
     beta: float,
     out_dtype: str,
-    fast_accum: bool,
+    options: GemmOptions,
 ) -> Array:
     """alpha * op(a) @ op(b) + bias + beta * c, [M, N]; in place of `c` where XLA may give its memory away."""
     operands = [*a.operands("gemm: a"), *b.operands("gemm: b"), *(x for x in (bias, c) if x is not None)]
@@ -128,7 +128,7 @@ def gemm(
         alpha=alpha.hex(),
         beta=beta.hex(),
         out_dtype=out_dtype,
-        fast_accum=fast_accum,
+        options=options,
     )[0]
 
 

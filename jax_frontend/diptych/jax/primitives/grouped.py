@@ -13,6 +13,7 @@ import jax
 
 from diptych.common.errors import ShapeError
 from diptych.common.formats import format_by_name
+from diptych.common.gemm_options import DEFAULTS, GemmOptions, check_gemm_options
 from diptych.common.ops import grouped, shapes
 from diptych.common.quantizers import Quantizer
 from diptych.core import _core
@@ -178,7 +179,7 @@ def _grouped_gemm_abstract(
     rotated: bool,
     alpha: str,
     out_dtype: str,
-    fast_accum: bool,
+    options: GemmOptions,
 ) -> Any:
     op, pair = "grouped_gemm", f"{a[0]} x {b[0]}"
     at = copy_length(a[0])
@@ -209,8 +210,7 @@ def _grouped_gemm_abstract(
             f"{op} ({pair}): Hadamard-rotated copies mix 16 rows, so that groups must begin at multiples of 16; align "
             f"must be 16, 32 or 128, got {align}"
         )
-    if fast_accum and not (format_by_name(a[0]).per_tensor and format_by_name(b[0]).per_tensor):
-        raise ValueError(f"{op}: fast_accum exists for per-tensor FP8 only, got {pair}")
+    check_gemm_options(op, options, format_by_name(a[0]), format_by_name(b[0]))
     return [result(avals, (*batch_shape(avals, batch), *size.out), out_dtype)]
 
 
@@ -242,7 +242,7 @@ def grouped_gemm(
     rotated: bool = False,
     alpha: float = 1.0,
     out_dtype: str,
-    fast_accum: bool = False,
+    options: GemmOptions = DEFAULTS,
     acc: Array | None = None,
 ) -> Array:
     """[R, N] of a rowwise a and a stack b, or [G, M, N] of columnwise copies, in out_dtype. `align`: of ALIGNS.
@@ -263,7 +263,7 @@ def grouped_gemm(
         rotated=rotated,
         alpha=alpha.hex(),  # as in gemm
         out_dtype=out_dtype,
-        fast_accum=fast_accum,
+        options=options,
     )[0]
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from diptych.common.errors import UnsupportedError
+from diptych.common.gemm_options import DEFAULTS, GemmOptions
 from diptych.common.ops import shapes
 from diptych.torch.graph.custom_op import IN_HIGH_PRECISION
 from diptych.torch.primitives import gemm as gemm_ops
@@ -52,10 +53,10 @@ def gemm(
     require_quantized("gemm", "b", b)
     require_no_tangent("gemm", a, b, bias)
     side_a, side_b = shapes.gemm_copies(trans_a, trans_b)
-    dtype = a.dtype if out_dtype is None else out_dtype
+    dtype, options = a.dtype if out_dtype is None else out_dtype, GemmOptions(fast_accum) if fast_accum else DEFAULTS
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad or (bias is not None and bias.requires_grad)):
-        return _Gemm.apply(a, b, bias, trans_a, trans_b, alpha, dtype, fast_accum)
-    d = gemm_ops.gemm(a.copy_of(side_a), b.copy_of(side_b), bias, alpha, dtype, fast_accum)
+        return _Gemm.apply(a, b, bias, trans_a, trans_b, alpha, dtype, options)
+    d = gemm_ops.gemm(a.copy_of(side_a), b.copy_of(side_b), bias, alpha, dtype, options)
     return d.view(shapes.gemm_out_shape(a.shape, d.shape[0], d.shape[1], trans_a))
 
 
@@ -81,7 +82,7 @@ class _Gemm(torch.autograd.Function):
         trans_b: bool,
         alpha: float,
         dtype: torch.dtype,
-        fast_accum: bool,
+        options: GemmOptions,
     ) -> Tensor:
         side_a, side_b = shapes.gemm_copies(trans_a, trans_b)
         saved: list[Tensor] = []
@@ -94,7 +95,7 @@ class _Gemm(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         ctx.specs, ctx.options = specs, (trans_a, trans_b, alpha)
         ctx.forms = ((a.shape, a.dtype), (b.shape, b.dtype), None if bias is None else bias.dtype)
-        d = gemm_ops.gemm(a.copy_of(side_a), b.copy_of(side_b), bias, alpha, dtype, fast_accum)
+        d = gemm_ops.gemm(a.copy_of(side_a), b.copy_of(side_b), bias, alpha, dtype, options)
         return d.view(shapes.gemm_out_shape(a.shape, d.shape[0], d.shape[1], trans_a))
 
     @staticmethod
@@ -150,7 +151,8 @@ def gemm_into(
     require_quantized("gemm_into", "b", b)
     require_no_grad("gemm_into", acc, a, b, bias)
     side_a, side_b = shapes.gemm_copies(trans_a, trans_b)
-    gemm_ops.gemm_into(acc, a.copy_of(side_a), b.copy_of(side_b), bias, alpha, beta, fast_accum)
+    options = GemmOptions(fast_accum) if fast_accum else DEFAULTS
+    gemm_ops.gemm_into(acc, a.copy_of(side_a), b.copy_of(side_b), bias, alpha, beta, options)
     return acc
 
 

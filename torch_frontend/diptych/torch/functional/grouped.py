@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from diptych.common.errors import ArgumentError, ShapeError
+from diptych.common.gemm_options import DEFAULTS, GemmOptions
 from diptych.common.ops import grouped, shapes
 from diptych.common.quantizers import RHT, RHT_SIGNS, Quantizer
 from diptych.torch.primitives import grouped as grouped_ops
@@ -97,8 +98,9 @@ def grouped_gemm(
     if of_a != of_b:
         raise ValueError(f"{op}: {a.quantizer} and {b.quantizer} do not rotate alike")
     dtype, promise = a.dtype if out_dtype is None else out_dtype, grouped.kernel_align(align)
+    options = GemmOptions(fast_accum) if fast_accum else DEFAULTS
     d = grouped_ops.grouped_gemm(
-        a.copy_of(side_a), b.copy_of(side_b), offsets, bias, promise, of_a != 0, alpha, dtype, fast_accum
+        a.copy_of(side_a), b.copy_of(side_b), offsets, bias, promise, of_a != 0, alpha, dtype, options
     )
     return d if trans_a else d.view(shapes.gemm_out_shape(a.shape, d.shape[0], d.shape[1], False))
 

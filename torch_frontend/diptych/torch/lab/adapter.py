@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from diptych.common.formats import FORMATS, format_by_name
+from diptych.common.gemm_options import GemmOptions
 from diptych.common.ops import shapes
 from diptych.lab.frontend import FrontendError, State
 from diptych.lab.job import Job, Weights
@@ -226,7 +227,7 @@ def _op(kind: str, given: dict[str, Any], inputs: dict[str, Bits], outs: list[An
         return Op(kind, inputs, options, {k: _bits(given[k]) for k in ("history", "scale")})
     if kind == "gemm":
         options = {s: (FORMATS[given[f"{s}_format"]].name, given[f"{s}_columnwise"]) for s in "ab"}
-        options |= {"alpha": given["alpha"], "beta": 0.0, "fast_accum": given["fast_accum"]}
+        options |= {"alpha": given["alpha"], "beta": 0.0, **GemmOptions.named(given)._asdict()}
         return Op(kind, inputs, options | {"out_dtype": _name(given["out_dtype"])}, {"d": _bits(outs[0])})
     if kind == "dequantize":
         options = {"format": FORMATS[given["format"]].name, "columnwise": given["columnwise"]}
@@ -263,11 +264,11 @@ def _replayed(op: Op, x: dict[str, Tensor]) -> dict[str, Tensor]:
         scale_update_ops.scale_update(x["history"], x["scale"], x.get("reduced"), x.get("amax"), **o)
         return x
     if op.kind == "gemm":
-        a, b = (_copy(x, f"{s}_", *o[s]) for s in "ab")
+        (a, b), options = (_copy(x, f"{s}_", *o[s]) for s in "ab"), GemmOptions.named(o)
         if "c" in x:
-            gemm_ops.gemm_into(x["c"], a, b, x.get("bias"), o["alpha"], o["beta"], o["fast_accum"])
+            gemm_ops.gemm_into(x["c"], a, b, x.get("bias"), o["alpha"], o["beta"], options)
             return {"d": x["c"]}
-        return {"d": gemm_ops.gemm(a, b, x.get("bias"), o["alpha"], getattr(torch, o["out_dtype"]), o["fast_accum"])}
+        return {"d": gemm_ops.gemm(a, b, x.get("bias"), o["alpha"], getattr(torch, o["out_dtype"]), options)}
     if op.kind == "bias_grad":
         return {"out": gemm_ops.bias_grad(x["dy"], getattr(torch, o["dtype"]))}
     if op.kind == "dequantize":

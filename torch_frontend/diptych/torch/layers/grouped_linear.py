@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from diptych.common.errors import ArgumentError, ShapeError
+from diptych.common.gemm_options import GemmOptions
 from diptych.common.layers.groups import rotates_rows
 from diptych.common.layers.schedule import Call, Schedule
 from diptych.common.ops import shapes
@@ -64,11 +65,11 @@ class _Groups(NamedTuple):
     align: int
 
     def product(
-        self, trans_b: bool, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, fast_accum: bool
+        self, trans_b: bool, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, options: GemmOptions
     ) -> Tensor:
         """a's rows times the stack b, [R, .] in dtype; in high precision where an operand is."""
         if not (isinstance(a, Tensor) or isinstance(b, Tensor)):
-            return grouped_ops.grouped_gemm(a, b, self.offsets, bias, self.align, False, 1.0, dtype, fast_accum)
+            return grouped_ops.grouped_gemm(a, b, self.offsets, bias, self.align, False, 1.0, dtype, options)
         inner = a.dtype if isinstance(a, Tensor) else b.dtype
         bias = None if bias is None else bias.to(inner)
         return grouped_matmul(values(a, inner), _stack(b, inner), self.offsets, bias, False, trans_b).to(dtype)
@@ -90,8 +91,8 @@ class GroupedWeightGradient(NamedTuple):
             inner = dy.dtype if isinstance(dy, Tensor) else x.dtype
             dw = grouped_matmul(values(dy, inner), values(x, inner), offsets, depth=True).to(self.dtype)
         else:
-            fast, rotated = self.schedule.plan.fast_accum[2], rotates_rows(self.schedule.plan)
-            dw = grouped_ops.grouped_gemm(dy, x, offsets, None, align, rotated, 1.0, self.dtype, fast)
+            rotated, gemm_options = rotates_rows(self.schedule.plan), self.schedule.plan.options[2]
+            dw = grouped_ops.grouped_gemm(dy, x, offsets, None, align, rotated, 1.0, self.dtype, gemm_options)
         call = self.schedule.results[2]
         if call is None:
             return dw
@@ -104,8 +105,8 @@ class GroupedWeightGradient(NamedTuple):
         if self.schedule.results[2] is not None or isinstance(self.dy, Tensor) or isinstance(self.x, Tensor):
             acc += self._replace(dtype=acc.dtype).compute()
         else:
-            fast, rotated = self.schedule.plan.fast_accum[2], rotates_rows(self.schedule.plan)
-            grouped_ops.grouped_gemm_into(acc, self.dy, self.x, *self.groups, rotated, fast)
+            rotated, gemm_options = rotates_rows(self.schedule.plan), self.schedule.plan.options[2]
+            grouped_ops.grouped_gemm_into(acc, self.dy, self.x, *self.groups, rotated, gemm_options)
 
 
 # --- the op ----------------------------------------------------------------------------------------------------------
@@ -167,7 +168,7 @@ def _forward(a: _Arguments, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...],
         copies_w = quantize_weight(a.weight, s.w, options, a.rng, options.recomputed_scales)
     left = high_precision("grouped_linear", x) if copies_x[0] is None else copies_x[0]
     right = pick("original", copies_w, a.weight) if s.plan.weight.rowwise is None else copies_w[0]
-    y = a.groups().product(True, left, right, a.bias, a.x.dtype, s.plan.fast_accum[0])
+    y = a.groups().product(True, left, right, a.bias, a.x.dtype, s.plan.options[0])
     if a.row_source is None:
         y = y.view(shapes.gemm_out_shape(a.x.shape, y.shape[0], y.shape[1], False))
     saved: list[Tensor] = []
@@ -204,7 +205,7 @@ def _backward(a: _Arguments, needs: tuple[str, ...], saved: list[Tensor], grads:
     made: dict[str, Any] = {}
     if "x" in needs:
         left = dy if rowwise is None else rowwise
-        dx = a.groups().product(False, left, w, None, a.x.dtype, s.plan.fast_accum[1])
+        dx = a.groups().product(False, left, w, None, a.x.dtype, s.plan.options[1])
         dx = requantized_result(dx, s.results[1], options, a.rng)
         made["x"] = (dx if a.row_id_map is None else unpermute(dx, a.row_id_map)[0]).view(a.x.shape)
     if "weight" in needs:

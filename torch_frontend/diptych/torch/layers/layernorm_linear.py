@@ -35,7 +35,7 @@ def input_gradient(
     dy: Operand, w: Operand, x: Tensor, s: Schedule, options: Options, rng: Tensor | None, width: int
 ) -> Tensor:
     """dgrad: [..., width] beside x's leading dimensions, in x's dtype."""
-    dx = product("dgrad", dy, w, None, x.dtype, s.plan.fast_accum[1])
+    dx = product("dgrad", dy, w, None, x.dtype, s.plan.options[1])
     return requantized_result(dx, s.results[1], options, rng).view(*x.shape[:-1], width)
 
 

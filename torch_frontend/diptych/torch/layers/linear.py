@@ -91,7 +91,7 @@ def _backward(a: _Arguments, needs: tuple[str, ...], saved: list[Tensor], grads:
     rowwise, columnwise = quantize_calls(dy, s.dy, options, a.rng)
     made: dict[str, Any] = {}
     if "x" in needs:
-        dx = product("dgrad", dy if rowwise is None else rowwise, w, None, a.x.dtype, s.plan.fast_accum[1])
+        dx = product("dgrad", dy if rowwise is None else rowwise, w, None, a.x.dtype, s.plan.options[1])
         made["x"] = requantized_result(dx, s.results[1], options, a.rng).view(a.x.shape)
     if "weight" in needs:
         if s.x_late:

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from diptych.common.errors import ArgumentError
+from diptych.common.gemm_options import GemmOptions
 from diptych.common.layers.plan import TensorPlan
 from diptych.common.layers.schedule import Schedule
 from diptych.common.ops import shapes
@@ -51,10 +52,10 @@ from diptych.torch.tensors.quantized import QuantizedTensor, QuantizedTensorBase
 # --- operands and products -------------------------------------------------------------------------------------------
 
 
-def product(gemm: str, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, fast_accum: bool) -> Tensor:
+def product(gemm: str, a: Operand, b: Operand, bias: Tensor | None, dtype: torch.dtype, options: GemmOptions) -> Tensor:
     """op(a) @ op(b) + bias, [rows, cols] in dtype."""
     if not (isinstance(a, Tensor) or isinstance(b, Tensor)):
-        return gemm_ops.gemm(a, b, bias, 1.0, dtype, fast_accum)
+        return gemm_ops.gemm(a, b, bias, 1.0, dtype, options)
     inner = a.dtype if isinstance(a, Tensor) else b.dtype
     left, right = values(a, inner), values(b, inner)
     with torch.amp.autocast(left.device.type, enabled=False):
@@ -74,15 +75,14 @@ class WeightGradient(NamedTuple):
     rng: Tensor | None
 
     def compute(self) -> Tensor:
-        dw = product("wgrad", self.dy, self.x, None, self.dtype, self.schedule.plan.fast_accum[2])
+        dw = product("wgrad", self.dy, self.x, None, self.dtype, self.schedule.plan.options[2])
         return requantized_result(dw, self.schedule.results[2], self.options, self.rng)
 
     def accumulate(self, acc: Tensor) -> None:
         if self.schedule.results[2] is not None or isinstance(self.dy, Tensor) or isinstance(self.x, Tensor):
             acc += self._replace(dtype=acc.dtype).compute().view(acc.shape)
         else:
-            fast = self.schedule.plan.fast_accum[2]
-            gemm_ops.gemm_into(acc, self.dy, self.x, None, 1.0, 1.0, fast)
+            gemm_ops.gemm_into(acc, self.dy, self.x, None, 1.0, 1.0, self.schedule.plan.options[2])
 
 
 # --- the layer -------------------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ def fprop(
         copies_w = quantize_calls(weight, s.w, options, rng, options.recomputed_scales)
     a = high_precision(options.module, x) if copies_x[0] is None else copies_x[0]
     b = pick("original", copies_w, weight) if s.plan.weight.rowwise is None else copies_w[0]
-    y = product("fprop", a, b, bias, x.dtype, s.plan.fast_accum[0])
+    y = product("fprop", a, b, bias, x.dtype, s.plan.options[0])
     if x.dim() != 2:
         y = y.view(shapes.gemm_out_shape(x.shape, y.shape[0], y.shape[1], False))
     return y, copies_x, copies_w

@@ -19,6 +19,7 @@ from torch.autograd import forward_ad
 
 from diptych.common.errors import ArgumentError, DeviceError, DTypeError, ShapeError, UnsupportedError
 from diptych.common.formats import FORMATS, FormatRow
+from diptych.common.gemm_options import GemmOptions, check_gemm_options
 from diptych.common.ops import shapes
 from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX, STOCHASTIC, Quantizer
 from diptych.core import _core
@@ -303,7 +304,9 @@ def _check_copy_amax(op: str, arg: str, copy: Copy, fmt: FormatRow, rows: Any) -
     _require_floats(op, f"{arg} amax", amax, copy[0], rows if each_row else 1)
 
 
-def check_gemm(a: Copy, b: Copy, bias: Tensor | None, alpha: float, beta: float, out: torch.dtype, fast: bool):
+def check_gemm(
+    a: Copy, b: Copy, bias: Tensor | None, alpha: float, beta: float, out: torch.dtype, options: GemmOptions
+):
     fmt_a, fmt_b = check_copy("gemm", "a", a), check_copy("gemm", "b", b)
     pair = f"{fmt_a.name} x {fmt_b.name}"
     m, n, k, constraints = shapes.gemm_shape(fmt_a, a[4], a[0].shape, fmt_b, b[4], b[0].shape)
@@ -316,8 +319,7 @@ def check_gemm(a: Copy, b: Copy, bias: Tensor | None, alpha: float, beta: float,
         _require_numel(f"gemm ({pair})", "bias", bias, n)
     if not (math.isfinite(alpha) and math.isfinite(beta)):
         raise ValueError(f"gemm: alpha and beta must be finite, got {alpha} and {beta}")
-    if fast and not (fmt_a.per_tensor and fmt_b.per_tensor):
-        raise ValueError(f"gemm: fast_accum exists for per-tensor FP8 only, got {pair}")
+    check_gemm_options("gemm", options, fmt_a, fmt_b)
     kind = a[0].device.type
     if kind in ("cpu", "cuda") and _static(m, n, k):
         _require_kernel(pair, a, b, (m, n, k), out, a[0].device)

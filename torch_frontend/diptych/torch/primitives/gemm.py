@@ -7,6 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
+from diptych.common.gemm_options import GemmOptions
 from diptych.common.ops import shapes
 from diptych.core import _core
 from diptych.torch.primitives.checks import (
@@ -37,36 +38,36 @@ def _run_gemm(
     mnk: tuple[int, int, int],
     alpha: float,
     beta: float,
-    fast_accum: bool,
+    options: tuple[bool, ...],
 ) -> None:
     epilogue = bias is not None or beta != 0.0
     scratch = workspace(_core.gemm_workspace_bytes(*mnk, epilogue), d.device) if d.is_cuda else None
     if bias is not None:
         bias = bias.contiguous()
     c = d if beta != 0.0 else None
-    _core.gemm(*contiguous(a), *contiguous(b), d, c, bias, scratch, alpha, beta, fast_accum)
+    _core.gemm(*contiguous(a), *contiguous(b), d, c, bias, scratch, alpha, beta, *options)
 
 
 def _gemm(
     a_data: Tensor, a_scale_inv: Tensor, a_amax: Tensor | None, a_format: int, a_columnwise: bool,
     b_data: Tensor, b_scale_inv: Tensor, b_amax: Tensor | None, b_format: int, b_columnwise: bool,
-    bias: Tensor | None, alpha: float, out_dtype: torch.dtype, fast_accum: bool,
+    bias: Tensor | None, alpha: float, out_dtype: torch.dtype, *options: bool,
 ) -> Tensor:  # fmt: skip
     require_out_dtype("gemm", out_dtype)
     mnk = _gemm_mnk(a_format, a_columnwise, a_data.shape, b_format, b_columnwise, b_data.shape)
     d = torch.empty(mnk[0], mnk[1], dtype=out_dtype, device=a_data.device)
     a, b = (a_data, a_scale_inv, a_amax, a_format, a_columnwise), (b_data, b_scale_inv, b_amax, b_format, b_columnwise)
-    _run_gemm(a, b, d, bias, mnk, alpha, 0.0, fast_accum)
+    _run_gemm(a, b, d, bias, mnk, alpha, 0.0, options)
     return d
 
 
 def _gemm_fake(
     a_data: Tensor, a_scale_inv: Tensor, a_amax: Tensor | None, a_format: int, a_columnwise: bool,
     b_data: Tensor, b_scale_inv: Tensor, b_amax: Tensor | None, b_format: int, b_columnwise: bool,
-    bias: Tensor | None, alpha: float, out_dtype: torch.dtype, fast_accum: bool,
+    bias: Tensor | None, alpha: float, out_dtype: torch.dtype, *options: bool,
 ) -> Tensor:  # fmt: skip
     a, b = (a_data, a_scale_inv, a_amax, a_format, a_columnwise), (b_data, b_scale_inv, b_amax, b_format, b_columnwise)
-    m, n = check_gemm(a, b, bias, alpha, 0.0, out_dtype, fast_accum)
+    m, n = check_gemm(a, b, bias, alpha, 0.0, out_dtype, GemmOptions(*options))
     return a_data.new_empty((m, n), dtype=out_dtype)
 
 
@@ -74,12 +75,12 @@ def _gemm_into(
     acc: Tensor,
     a_data: Tensor, a_scale_inv: Tensor, a_amax: Tensor | None, a_format: int, a_columnwise: bool,
     b_data: Tensor, b_scale_inv: Tensor, b_amax: Tensor | None, b_format: int, b_columnwise: bool,
-    bias: Tensor | None, alpha: float, beta: float, fast_accum: bool,
+    bias: Tensor | None, alpha: float, beta: float, *options: bool,
 ) -> None:  # fmt: skip
     mnk = _gemm_mnk(a_format, a_columnwise, a_data.shape, b_format, b_columnwise, b_data.shape)
     check_acc(acc, mnk[0], mnk[1])
     a, b = (a_data, a_scale_inv, a_amax, a_format, a_columnwise), (b_data, b_scale_inv, b_amax, b_format, b_columnwise)
-    _run_gemm(a, b, acc, bias, mnk, alpha, beta, fast_accum)
+    _run_gemm(a, b, acc, bias, mnk, alpha, beta, options)
     wrote(acc)
 
 
@@ -87,11 +88,11 @@ def _gemm_into_fake(
     acc: Tensor,
     a_data: Tensor, a_scale_inv: Tensor, a_amax: Tensor | None, a_format: int, a_columnwise: bool,
     b_data: Tensor, b_scale_inv: Tensor, b_amax: Tensor | None, b_format: int, b_columnwise: bool,
-    bias: Tensor | None, alpha: float, beta: float, fast_accum: bool,
+    bias: Tensor | None, alpha: float, beta: float, *options: bool,
 ) -> None:  # fmt: skip
     a, b = (a_data, a_scale_inv, a_amax, a_format, a_columnwise), (b_data, b_scale_inv, b_amax, b_format, b_columnwise)
     require_high_precision("gemm_into", "acc", acc)
-    m, n = check_gemm(a, b, bias, alpha, beta, acc.dtype, fast_accum)
+    m, n = check_gemm(a, b, bias, alpha, beta, acc.dtype, GemmOptions(*options))
     require_device("gemm_into", a_data, acc, "acc")
     check_acc(acc, m, n)
 
@@ -112,14 +113,16 @@ def _bias_grad_fake(dy: Tensor, dtype: torch.dtype) -> Tensor:
     return dy.new_empty(shapes.rows_cols(dy.shape)[1], dtype=dtype)
 
 
-_COPIES = ", ".join(
+# Two copies, and the options of products, as schemas name them
+COPIES = ", ".join(
     f"Tensor {s}_data, Tensor {s}_scale_inv, Tensor? {s}_amax, int {s}_format, bool {s}_columnwise" for s in "ab"
 )
+OPTIONS = ", ".join(f"bool {name}" for name in GemmOptions._fields)
 
 
 _gemm_op = define(
     "gemm",
-    f"({_COPIES}, Tensor? bias, float alpha, ScalarType out_dtype, bool fast_accum) -> Tensor",
+    f"({COPIES}, Tensor? bias, float alpha, ScalarType out_dtype, {OPTIONS}) -> Tensor",
     _gemm,
     _gemm_fake,
     recordable=True,
@@ -128,7 +131,7 @@ _gemm_op = define(
 
 _gemm_into_op = define(
     "gemm_into",
-    f"(Tensor(a!) acc, {_COPIES}, Tensor? bias, float alpha, float beta, bool fast_accum) -> ()",
+    f"(Tensor(a!) acc, {COPIES}, Tensor? bias, float alpha, float beta, {OPTIONS}) -> ()",
     _gemm_into,
     _gemm_into_fake,
 )
@@ -137,21 +140,23 @@ _gemm_into_op = define(
 _bias_grad_op = define("bias_grad", "(Tensor dy, ScalarType dtype) -> Tensor", _bias_grad, _bias_grad_fake)
 
 
-def gemm(a: Copy, b: Copy, bias: Tensor | None, alpha: float, out_dtype: torch.dtype, fast_accum: bool) -> Tensor:
+def gemm(a: Copy, b: Copy, bias: Tensor | None, alpha: float, out_dtype: torch.dtype, options: GemmOptions) -> Tensor:
     """alpha * op(a) @ op(b) + bias, [M, N] in out_dtype."""
     if direct(*a[:3], *b[:3], bias):
         require_no_grad("diptych::gemm", bias)
-        return _gemm(*a, *b, bias, alpha, out_dtype, fast_accum)
-    return _gemm_op(*a, *b, bias, alpha, out_dtype, fast_accum)
+        return _gemm(*a, *b, bias, alpha, out_dtype, *options)
+    return _gemm_op(*a, *b, bias, alpha, out_dtype, *options)
 
 
-def gemm_into(acc: Tensor, a: Copy, b: Copy, bias: Tensor | None, alpha: float, beta: float, fast_accum: bool) -> None:
+def gemm_into(
+    acc: Tensor, a: Copy, b: Copy, bias: Tensor | None, alpha: float, beta: float, options: GemmOptions
+) -> None:
     """acc [M, N] = alpha * op(a) @ op(b) + bias + beta * acc, in place."""
     if direct(acc, *a[:3], *b[:3], bias):
         require_no_grad("diptych::gemm_into", acc, bias)
-        _gemm_into(acc, *a, *b, bias, alpha, beta, fast_accum)
+        _gemm_into(acc, *a, *b, bias, alpha, beta, *options)
     else:
-        _gemm_into_op(acc, *a, *b, bias, alpha, beta, fast_accum)
+        _gemm_into_op(acc, *a, *b, bias, alpha, beta, *options)
 
 
 def bias_grad(dy: Tensor, dtype: torch.dtype) -> Tensor:

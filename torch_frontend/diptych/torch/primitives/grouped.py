@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from diptych.common.errors import ArgumentError, DTypeError, ShapeError
+from diptych.common.gemm_options import GemmOptions, check_gemm_options
 from diptych.common.ops import grouped, shapes
 from diptych.common.quantizers import RHT, ROW_AMAX, Float8Quantizer, Quantizer
 from diptych.core import _core
@@ -36,6 +37,7 @@ from diptych.torch.primitives.checks import (
     require_out_dtype,
     require_size,
 )
+from diptych.torch.primitives.gemm import COPIES, OPTIONS
 from diptych.torch.primitives.register import allocator, contiguous, define, direct, workspace, wrote
 
 _KINDS = _core.group_kinds()
@@ -72,7 +74,14 @@ def check_stack(x: Tensor, quantizer: Quantizer, *given: Tensor | None) -> None:
 
 
 def _check_grouped(
-    a: Copy, b: Copy, offsets: Tensor, bias: Tensor | None, align: int, rotated: bool, alpha: float, fast: bool
+    a: Copy,
+    b: Copy,
+    offsets: Tensor,
+    bias: Tensor | None,
+    align: int,
+    rotated: bool,
+    alpha: float,
+    options: GemmOptions,
 ) -> grouped.GroupedShape:
     """What the core asks of a product, but for the values of offsets."""
     op, depth, groups = "grouped_gemm", a[4], offsets.shape[0] - 1
@@ -109,8 +118,7 @@ def _check_grouped(
         )
     if not math.isfinite(alpha):
         raise ValueError(f"{op}: alpha must be finite, got {alpha}")
-    if fast and not (fmt_a.per_tensor and fmt_b.per_tensor):
-        raise ValueError(f"{op}: fast_accum exists for per-tensor FP8 only, got {pair}")
+    check_gemm_options(op, options, fmt_a, fmt_b)
     return shape
 
 
@@ -229,7 +237,7 @@ def _grouped_gemm(
     a_data: Tensor, a_scale_inv: Tensor, a_amax: Tensor | None, a_format: int, a_columnwise: bool,
     b_data: Tensor, b_scale_inv: Tensor, b_amax: Tensor | None, b_format: int, b_columnwise: bool,
     offsets: Tensor, bias: Tensor | None, align: int, rotated: bool, alpha: float, out_dtype: torch.dtype,
-    fast_accum: bool,
+    *options: bool,
 ) -> Tensor:  # fmt: skip
     require_out_dtype("grouped_gemm", out_dtype)
     a, b = (a_data, a_scale_inv, a_amax, a_format, a_columnwise), (b_data, b_scale_inv, b_amax, b_format, b_columnwise)
@@ -238,7 +246,7 @@ def _grouped_gemm(
     bias = None if bias is None else bias.contiguous()
     _core.grouped_gemm(
         *contiguous(a), *contiguous(b), offsets.contiguous(), d, None, bias, _KINDS[shape.kind], align, rotated, alpha,
-        0.0, fast_accum,
+        0.0, *options,
     )  # fmt: skip
     return d
 
@@ -247,11 +255,11 @@ def _grouped_gemm_fake(
     a_data: Tensor, a_scale_inv: Tensor, a_amax: Tensor | None, a_format: int, a_columnwise: bool,
     b_data: Tensor, b_scale_inv: Tensor, b_amax: Tensor | None, b_format: int, b_columnwise: bool,
     offsets: Tensor, bias: Tensor | None, align: int, rotated: bool, alpha: float, out_dtype: torch.dtype,
-    fast_accum: bool,
+    *options: bool,
 ) -> Tensor:  # fmt: skip
     require_out_dtype("grouped_gemm", out_dtype)
     a, b = (a_data, a_scale_inv, a_amax, a_format, a_columnwise), (b_data, b_scale_inv, b_amax, b_format, b_columnwise)
-    shape = _check_grouped(a, b, offsets, bias, align, rotated, alpha, fast_accum)
+    shape = _check_grouped(a, b, offsets, bias, align, rotated, alpha, GemmOptions(*options))
     return a_data.new_empty(shape.out, dtype=out_dtype)
 
 
@@ -269,14 +277,14 @@ def _grouped_gemm_into(
     acc: Tensor,
     a_data: Tensor, a_scale_inv: Tensor, a_amax: Tensor | None, a_format: int, a_columnwise: bool,
     b_data: Tensor, b_scale_inv: Tensor, b_amax: Tensor | None, b_format: int, b_columnwise: bool,
-    offsets: Tensor, align: int, rotated: bool, fast_accum: bool,
+    offsets: Tensor, align: int, rotated: bool, *options: bool,
 ) -> None:  # fmt: skip
     a, b = (a_data, a_scale_inv, a_amax, a_format, a_columnwise), (b_data, b_scale_inv, b_amax, b_format, b_columnwise)
     shape = _shape_of(a, b, offsets)
     _check_acc(acc, shape)
     _core.grouped_gemm(
         *contiguous(a), *contiguous(b), offsets.contiguous(), acc, acc, None, _KINDS[shape.kind], align, rotated, 1.0,
-        1.0, fast_accum,
+        1.0, *options,
     )  # fmt: skip
     wrote(acc)
 
@@ -285,10 +293,10 @@ def _grouped_gemm_into_fake(
     acc: Tensor,
     a_data: Tensor, a_scale_inv: Tensor, a_amax: Tensor | None, a_format: int, a_columnwise: bool,
     b_data: Tensor, b_scale_inv: Tensor, b_amax: Tensor | None, b_format: int, b_columnwise: bool,
-    offsets: Tensor, align: int, rotated: bool, fast_accum: bool,
+    offsets: Tensor, align: int, rotated: bool, *options: bool,
 ) -> None:  # fmt: skip
     a, b = (a_data, a_scale_inv, a_amax, a_format, a_columnwise), (b_data, b_scale_inv, b_amax, b_format, b_columnwise)
-    _check_acc(acc, _check_grouped(a, b, offsets, None, align, rotated, 1.0, fast_accum))
+    _check_acc(acc, _check_grouped(a, b, offsets, None, align, rotated, 1.0, GemmOptions(*options)))
 
 
 # --- sums ------------------------------------------------------------------------------------------------------------
@@ -319,21 +327,17 @@ def _grouped_bias_grad_fake(dy: Tensor, offsets: Tensor, dtype: torch.dtype) -> 
 
 # --- registration ----------------------------------------------------------------------------------------------------
 
-_COPIES = ", ".join(
-    f"Tensor {s}_data, Tensor {s}_scale_inv, Tensor? {s}_amax, int {s}_format, bool {s}_columnwise" for s in "ab"
-)
-
 _grouped_gemm_op = define(
     "grouped_gemm",
-    f"({_COPIES}, Tensor offsets, Tensor? bias, int align, bool rotated, float alpha, ScalarType out_dtype, "
-    "bool fast_accum) -> Tensor",
+    f"({COPIES}, Tensor offsets, Tensor? bias, int align, bool rotated, float alpha, ScalarType out_dtype, "
+    f"{OPTIONS}) -> Tensor",
     _grouped_gemm,
     _grouped_gemm_fake,
     recordable=True,
 )
 _grouped_gemm_into_op = define(
     "grouped_gemm_into",
-    f"(Tensor(a!) acc, {_COPIES}, Tensor offsets, int align, bool rotated, bool fast_accum) -> ()",
+    f"(Tensor(a!) acc, {COPIES}, Tensor offsets, int align, bool rotated, {OPTIONS}) -> ()",
     _grouped_gemm_into,
     _grouped_gemm_into_fake,
 )
@@ -402,24 +406,24 @@ def grouped_gemm(
     rotated: bool,
     alpha: float,
     out_dtype: torch.dtype,
-    fast_accum: bool,
+    options: GemmOptions,
 ) -> Tensor:
     """[R, N] of a rowwise a and a stack b, or [G, M, N] of columnwise copies, in out_dtype. `align`: of ALIGNS."""
     if direct(*a[:3], *b[:3], offsets, bias):
         require_no_grad("diptych::grouped_gemm", bias)
-        return _grouped_gemm(*a, *b, offsets, bias, align, rotated, alpha, out_dtype, fast_accum)
-    return _grouped_gemm_op(*a, *b, offsets, bias, align, rotated, alpha, out_dtype, fast_accum)
+        return _grouped_gemm(*a, *b, offsets, bias, align, rotated, alpha, out_dtype, *options)
+    return _grouped_gemm_op(*a, *b, offsets, bias, align, rotated, alpha, out_dtype, *options)
 
 
 def grouped_gemm_into(
-    acc: Tensor, a: Copy, b: Copy, offsets: Tensor, align: int, rotated: bool, fast_accum: bool
+    acc: Tensor, a: Copy, b: Copy, offsets: Tensor, align: int, rotated: bool, options: GemmOptions
 ) -> None:
     """acc [G, M, N] += the product over the rows of each group, in place."""
     if direct(acc, *a[:3], *b[:3], offsets):
         require_no_grad("diptych::grouped_gemm_into", acc)
-        _grouped_gemm_into(acc, *a, *b, offsets, align, rotated, fast_accum)
+        _grouped_gemm_into(acc, *a, *b, offsets, align, rotated, *options)
     else:
-        _grouped_gemm_into_op(acc, *a, *b, offsets, align, rotated, fast_accum)
+        _grouped_gemm_into_op(acc, *a, *b, offsets, align, rotated, *options)
 
 
 def grouped_bias_grad(dy: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
