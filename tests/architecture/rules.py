@@ -40,7 +40,7 @@ THIRD_PARTY = {
 # The same of common's rooms, which import from its single files too.
 COMMON_ROOMS = {
     "ops": {"errors", "formats", "quantizers", "value"},
-    "layers": {"arguments", "errors", "formats", "quantizers", "recipes", "value", "ops"},
+    "layers": {"arguments", "errors", "formats", "gemm_options", "quantizers", "recipes", "value", "ops"},
 }
 # Rooms and files that only one framework has; the reason stands beside.
 UNPAIRED_ROOMS = {

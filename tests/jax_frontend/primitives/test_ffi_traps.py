@@ -17,6 +17,7 @@ import cases
 import diptych.jax as dj
 import oracle
 from diptych.common import DTypeError, QuantSpec, ShapeError
+from diptych.common.gemm_options import DEFAULTS
 from diptych.jax.primitives import ffi
 from diptych.jax.primitives import quantize as quantize_ops
 from jax_frontend import tools
@@ -142,7 +143,7 @@ def test_6_attributes_are_typed_in_64_bit_mode_too():
         ffi.quantize_attributes(batch, QuantSpec(0, 1, 0.5), 0, rowwise=True, columnwise=True, has_scale=False),
         ffi.scale_update_attributes(batch, False, True, 448, 0, False),
         ffi.dequantize_attributes(batch, 0, False, True),
-        ffi.gemm_attributes(batch, (0, False, False), (0, True, True), False, False, 1.0, 0.0, False),
+        ffi.gemm_attributes(batch, (0, False, False), (0, True, True), False, False, 1.0, 0.0, DEFAULTS),
         ffi.bias_grad_attributes(batch),
     ):
         assert {type(v) for v in attributes.values()} <= {np.int32, np.int64, np.float32}
