@@ -20,6 +20,9 @@ elif "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.05")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
+# Dynamo collects garbage after each graph that it compiles: pytest_collection_finish says how seldom that is needed.
+os.environ.setdefault("TORCH_DYNAMO_RUN_GC_AFTER_COMPILE", "0")
+
 import sweeps
 
 import cases
@@ -61,4 +64,4 @@ def pytest_collection_finish():
     """Compiling makes many small objects that live: collecting seldom, and not what was imported, saves a tenth."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 10, 20)
+    gc.set_threshold(100_000, 20, 50)

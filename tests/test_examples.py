@@ -1,5 +1,6 @@
 """The examples and the code on pages run, and the examples learn."""
 
+import os
 import re
 import subprocess
 import sys
@@ -21,7 +22,11 @@ for path in sys.argv[1:]:
 
 def printed(*paths: Path) -> dict[str, str]:
     """What each program prints. One process runs them one after another, so that frameworks are imported once."""
-    done = subprocess.run([sys.executable, "-c", RUNNER, *paths], capture_output=True, text=True, timeout=600)
+    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"  # they compile longer than they run
+    done = subprocess.run(
+        [sys.executable, "-c", RUNNER, *paths],
+        env={**os.environ, "XLA_FLAGS": flags}, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     names, texts = zip(*(part.split("\n", 1) for part in done.stdout.split("== ")[1:]), strict=True)
     assert [*names] == [str(path) for path in paths]

@@ -3,6 +3,17 @@
 import pytest
 
 
+@pytest.fixture(scope="session", autouse=True)
+def guards_are_not_timed():
+    """Dynamo flushes the processor's caches and times the guards of each graph, for its debug log alone. That is a
+    thirtieth of compiling."""
+    from torch._dynamo import guards
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(guards, "profile_guard_manager", lambda *_: 0.0)
+        yield
+
+
 @pytest.fixture(scope="module")
 def ranks(request, tmp_path_factory):
     """Of each of two gloo processes: what `on_rank(rank, groups)` of the test's module returned there."""
