@@ -80,12 +80,12 @@ void Program::add(Status (*op)(const Args&, const Execution&), Args args, const 
     whole_ = false;
     return;
   }
-  fields(args, [&](TensorView& v) {
+  fields(args, [&](TensorView& v, Role = Role::input) {
     if (v.given()) v.data = place(v, call);
   });
   steps_.push_back([op, args](void* const* data, const Execution& exec) {
     Args filled = args;
-    fields(filled, [&](TensorView& v) {
+    fields(filled, [&](TensorView& v, Role = Role::input) {
       if (v.given()) v.data = data[reinterpret_cast<uintptr_t>(v.data) - 1];
     });
     return op(filled, exec);

@@ -46,12 +46,7 @@ Status check_stack(const QuantizeArgs& a, const Device& device) {
                                " as its first extent, one for each tensor of x " + describe(a.x) + ", got " +
                                describe(t)};
   }
-  const TensorView none;
-  const bool given = a.amax_mode == AmaxMode::given;  // the amaxes are read, and may be one tensor
-  return all_apart(kOp,
-                   {&a.rowwise.data, &a.rowwise.scale_inv, &a.columnwise.data, &a.columnwise.scale_inv,
-                    given ? &none : &a.amax, given ? &none : &a.columnwise_amax},
-                   {&a.x, &a.scale, &a.rng, given ? &a.amax : &none, given ? &a.columnwise_amax : &none});
+  return all_apart(kOp, operands(a));
 }
 
 }  // namespace

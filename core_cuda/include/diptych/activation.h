@@ -26,10 +26,10 @@ struct ActivationArgs {
   bool gated = false;
 };
 
-// Calls f with each tensor of the arguments.
+// Calls f with each tensor of the arguments and its role.
 template <typename F>
 void fields(ActivationArgs& a, F&& f) {
-  f(a.x), f(a.y);
+  f(a.x), f(a.y, Role::output);
 }
 
 // dx = dy * act'(x); gated: (dy * b * act'(a) | dy * act(a))
@@ -41,10 +41,10 @@ struct ActivationGradArgs {
   bool gated = false;
 };
 
-// Calls f with each tensor of the arguments.
+// Calls f with each tensor of the arguments and its role.
 template <typename F>
 void fields(ActivationGradArgs& a, F&& f) {
-  f(a.dy), f(a.x), f(a.dx);
+  f(a.dy), f(a.x), f(a.dx, Role::output);
 }
 
 Status activation(const ActivationArgs&, const Execution&);

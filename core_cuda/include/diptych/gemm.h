@@ -32,10 +32,11 @@ struct GemmArgs {
   GemmOptions options;
 };
 
-// Calls f with each tensor of the arguments.
+// Calls f with each tensor of the arguments and its role.
 template <typename F>
 void fields(GemmArgs& a, F&& f) {
-  fields(a.a, f), fields(a.b, f), f(a.d), f(a.c), f(a.bias), f(a.workspace);
+  fields(a.a, f), fields(a.b, f), f(a.d, Role::output), f(a.c, Role::in_place), f(a.bias),
+      f(a.workspace, Role::workspace);
 }
 
 struct BiasGradArgs {    // out[n] = sum over rows of dy[., n] in float32, in an order fixed by the shape
@@ -44,10 +45,10 @@ struct BiasGradArgs {    // out[n] = sum over rows of dy[., n] in float32, in an
   TensorView workspace;  // uint8, at least bias_grad_workspace_bytes, 16-byte aligned; CUDA only
 };
 
-// Calls f with each tensor of the arguments.
+// Calls f with each tensor of the arguments and its role.
 template <typename F>
 void fields(BiasGradArgs& a, F&& f) {
-  f(a.dy), f(a.out), f(a.workspace);
+  f(a.dy), f(a.out, Role::output), f(a.workspace, Role::workspace);
 }
 
 Status gemm(const GemmArgs&, const Execution&);

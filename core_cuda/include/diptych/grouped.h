@@ -37,10 +37,10 @@ struct GroupedGemmArgs {
   GemmOptions options;
 };
 
-// Calls f with each tensor of the arguments.
+// Calls f with each tensor of the arguments and its role.
 template <typename F>
 void fields(GroupedGemmArgs& a, F&& f) {
-  fields(a.a, f), fields(a.b, f), f(a.offsets), f(a.d), f(a.c), f(a.bias);
+  fields(a.a, f), fields(a.b, f), f(a.offsets), f(a.d, Role::output), f(a.c, Role::in_place), f(a.bias);
 }
 
 // The gradient of a bias [G, N]: out[g] = sum of dy's rows in group g. Each group's sum has the bits that bias_grad
@@ -52,10 +52,10 @@ struct GroupedBiasGradArgs {
   TensorView workspace;  // uint8, at least grouped_bias_grad_workspace_bytes, 16-byte aligned; CUDA only
 };
 
-// Calls f with each tensor of the arguments.
+// Calls f with each tensor of the arguments and its role.
 template <typename F>
 void fields(GroupedBiasGradArgs& a, F&& f) {
-  f(a.dy), f(a.offsets), f(a.out), f(a.workspace);
+  f(a.dy), f(a.offsets), f(a.out, Role::output), f(a.workspace, Role::workspace);
 }
 
 Status grouped_gemm(const GroupedGemmArgs&, const Execution&);

@@ -23,10 +23,10 @@ struct NormArgs {
   bool zero_centered_gamma = false;
 };
 
-// Calls f with each tensor of the arguments.
+// Calls f with each tensor of the arguments and its role.
 template <typename F>
 void fields(NormArgs& a, F&& f) {
-  f(a.x), f(a.gamma), f(a.beta), f(a.mu), f(a.rsigma), f(a.y);
+  f(a.x), f(a.gamma), f(a.beta), f(a.mu, Role::output), f(a.rsigma, Role::output), f(a.y, Role::output);
 }
 
 // xhat = (x - mu) * rsigma, h = g * dy:
@@ -46,10 +46,11 @@ struct NormGradArgs {
   bool zero_centered_gamma = false;
 };
 
-// Calls f with each tensor of the arguments.
+// Calls f with each tensor of the arguments and its role.
 template <typename F>
 void fields(NormGradArgs& a, F&& f) {
-  f(a.dy), f(a.x), f(a.gamma), f(a.mu), f(a.rsigma), f(a.dx), f(a.dgamma), f(a.dbeta), f(a.workspace);
+  f(a.dy), f(a.x), f(a.gamma), f(a.mu), f(a.rsigma), f(a.dx, Role::output), f(a.dgamma, Role::output),
+      f(a.dbeta, Role::output), f(a.workspace, Role::workspace);
 }
 
 Status norm(const NormArgs&, const Execution&);

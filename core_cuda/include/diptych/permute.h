@@ -32,10 +32,11 @@ struct PermuteMapArgs {
   TensorView workspace;          // uint8, at least permute_map_workspace_bytes, 16-byte aligned; CUDA only
 };
 
-// Calls f with each tensor of the arguments.
+// Calls f with each tensor of the arguments and its role.
 template <typename F>
 void fields(PermuteMapArgs& a, F&& f) {
-  f(a.routing), f(a.row_id_map), f(a.tokens_per_expert), f(a.expert_offsets), f(a.row_source), f(a.workspace);
+  f(a.routing), f(a.row_id_map, Role::output), f(a.tokens_per_expert, Role::output), f(a.expert_offsets, Role::output),
+      f(a.row_source, Role::output), f(a.workspace, Role::workspace);
 }
 
 // Whole chunks of consecutive rows in another order: chunk order[j] comes j-th. Sizes below 0 are 0, and what they hold
@@ -48,10 +49,10 @@ struct ChunkMapArgs {
   TensorView row_source;   // [T] int32
 };
 
-// Calls f with each tensor of the arguments.
+// Calls f with each tensor of the arguments and its role.
 template <typename F>
 void fields(ChunkMapArgs& a, F&& f) {
-  f(a.split_sizes), f(a.order), f(a.row_id_map), f(a.row_source);
+  f(a.split_sizes), f(a.order), f(a.row_id_map, Role::output), f(a.row_source, Role::output);
 }
 
 // What any map says of its destination. Entries outside of 0..rows-1 say nothing; of several that name a row the last
@@ -62,10 +63,10 @@ struct InvertMapArgs {
   TensorView kept;        // [T, slots] int32, optional: row_id_map, -1 for the entries that do not count
 };
 
-// Calls f with each tensor of the arguments.
+// Calls f with each tensor of the arguments and its role.
 template <typename F>
 void fields(InvertMapArgs& a, F&& f) {
-  f(a.row_id_map), f(a.row_source), f(a.kept);
+  f(a.row_id_map), f(a.row_source, Role::output), f(a.kept, Role::output);
 }
 
 // One tensor of rows, moved as bytes. Absent rows hold `fill`, four bytes that repeat along the row.
@@ -92,11 +93,11 @@ struct PermuteArgs {
   bool zero_prob_is_padding = false;  // with probs: a probability of exactly 0 makes its row an absent one
 };
 
-// Calls f with each tensor of the arguments.
+// Calls f with each tensor of the arguments and its role.
 template <typename F>
 void fields(PermuteArgs& a, F&& f) {
-  for (Plane& p : a.planes) f(p.in), f(p.out);
-  f(a.row_id_map), f(a.row_source), f(a.probs), f(a.permuted_probs);
+  for (Plane& p : a.planes) f(p.in), f(p.out, Role::output);
+  f(a.row_id_map), f(a.row_source), f(a.probs), f(a.permuted_probs, Role::output);
 }
 
 // out[h, r] = in[h, token of row_source[r]], absent rows 0: the columnwise copy of a tensor whose payload is
@@ -108,10 +109,10 @@ struct PermuteColumnsArgs {
   int64_t slots = 1;      // of the map that row_source belongs to
 };
 
-// Calls f with each tensor of the arguments.
+// Calls f with each tensor of the arguments and its role.
 template <typename F>
 void fields(PermuteColumnsArgs& a, F&& f) {
-  f(a.in), f(a.out), f(a.row_source);
+  f(a.in), f(a.out, Role::output), f(a.row_source);
 }
 
 // y[t] = sum over the token's rows in ascending order of p * x[row], in float32, each operation rounded, from +0; one
@@ -125,10 +126,10 @@ struct UnpermuteArgs {
   TensorView dprobs;           // [T, slots] of its dtype, with it: gathered; 0 where there is no row
 };
 
-// Calls f with each tensor of the arguments.
+// Calls f with each tensor of the arguments and its role.
 template <typename F>
 void fields(UnpermuteArgs& a, F&& f) {
-  f(a.x), f(a.row_id_map), f(a.probs), f(a.y), f(a.permuted_dprobs), f(a.dprobs);
+  f(a.x), f(a.row_id_map), f(a.probs), f(a.y, Role::output), f(a.permuted_dprobs), f(a.dprobs, Role::output);
 }
 
 // dx[row] = p * dy[t], absent rows 0; dprobs[t, s] = dot(x[row], dy[t]) in float32, in an order that the shape fixes, 0
@@ -143,10 +144,10 @@ struct UnpermuteGradArgs {
   TensorView dprobs;      // [T, slots] of probs' dtype, optional
 };
 
-// Calls f with each tensor of the arguments.
+// Calls f with each tensor of the arguments and its role.
 template <typename F>
 void fields(UnpermuteGradArgs& a, F&& f) {
-  f(a.dy), f(a.row_id_map), f(a.row_source), f(a.probs), f(a.dx), f(a.x), f(a.dprobs);
+  f(a.dy), f(a.row_id_map), f(a.row_source), f(a.probs), f(a.dx, Role::output), f(a.x), f(a.dprobs, Role::output);
 }
 
 Status permute_map(const PermuteMapArgs&, const Execution&);

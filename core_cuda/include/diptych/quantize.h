@@ -21,10 +21,10 @@ struct QuantizedView {
   bool given() const { return data.given(); }
 };
 
-// Calls f with each tensor of the arguments.
+// Calls f with each tensor of the arguments and its role.
 template <typename F>
-void fields(QuantizedView& a, F&& f) {
-  f(a.data), f(a.scale_inv), f(a.amax);
+void fields(QuantizedView& a, F&& f, Role role = Role::input) {
+  f(a.data, role), f(a.scale_inv, role), f(a.amax, role);
 }
 
 // Options of quantize, numbered as the frontends pass them.
@@ -53,10 +53,10 @@ struct AmaxArgs {             // max over finite |x|, 0 where there is none
   Source source;              // of what this computes from x
 };
 
-// Calls f with each tensor of the arguments.
+// Calls f with each tensor of the arguments and its role.
 template <typename F>
 void fields(AmaxArgs& a, F&& f) {
-  f(a.x), f(a.out), f(a.columnwise_out), fields(a.source, f);
+  f(a.x), f(a.out, Role::output), f(a.columnwise_out, Role::output), fields(a.source, f);
 }
 
 enum class AmaxMode : int32_t {
@@ -80,11 +80,13 @@ struct QuantizeArgs {
   TensorView workspace;   // uint8, with column_sum: at least column_sum_workspace_bytes, 16-byte aligned; CUDA only
 };
 
-// Calls f with each tensor of the arguments.
+// Calls f with each tensor of the arguments and its role.
 template <typename F>
 void fields(QuantizeArgs& a, F&& f) {
-  f(a.x), f(a.amax), f(a.columnwise_amax), f(a.scale), f(a.rng), f(a.column_sum), f(a.workspace);
-  fields(a.rowwise, f), fields(a.columnwise, f), fields(a.source, f);
+  const Role amax = a.amax_mode == AmaxMode::given ? Role::input : Role::output;
+  f(a.x), f(a.amax, amax), f(a.columnwise_amax, amax), f(a.scale), f(a.rng), fields(a.source, f);
+  fields(a.rowwise, f, Role::output), fields(a.columnwise, f, Role::output), f(a.column_sum, Role::output);
+  f(a.workspace, Role::workspace);
 }
 
 struct DequantizeArgs {
@@ -92,10 +94,10 @@ struct DequantizeArgs {
   TensorView out;  // [M, K] in the tensor's own orientation, also from a transposed copy
 };
 
-// Calls f with each tensor of the arguments.
+// Calls f with each tensor of the arguments and its role.
 template <typename F>
 void fields(DequantizeArgs& a, F&& f) {
-  fields(a.q, f), f(a.out);
+  fields(a.q, f), f(a.out, Role::output);
 }
 
 Status amax(const AmaxArgs&, const Execution&);

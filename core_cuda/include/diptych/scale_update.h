@@ -22,10 +22,10 @@ struct LogAmaxArgs {
   AmaxLog log;      // gets it as its next
 };
 
-// Calls f with each tensor of the arguments.
+// Calls f with each tensor of the arguments and its role.
 template <typename F>
 void fields(LogAmaxArgs& a, F&& f) {
-  f(a.amax), f(a.log.amaxes), f(a.log.written);
+  f(a.amax), f(a.log.amaxes, Role::output), f(a.log.written, Role::in_place);
 }
 
 // Delayed scaling's update of n tensors that share an element (NUMERICS 2). Outputs may be the inputs themselves.
@@ -51,11 +51,12 @@ struct ScaleUpdateArgs {
   bool most_recent = false;  // else the maximum of the history
 };
 
-// Calls f with each tensor of the arguments.
+// Calls f with each tensor of the arguments and its role.
 template <typename F>
 void fields(ScaleUpdateArgs& a, F&& f) {
-  f(a.history), f(a.scale), f(a.reduced), f(a.amax), f(a.new_history), f(a.new_scale), f(a.seen), f(a.step);
-  f(a.pending), f(a.log.amaxes), f(a.log.written), f(a.taken), f(a.scale_out);
+  f(a.history, Role::in_place), f(a.scale, Role::in_place), f(a.reduced), f(a.amax);
+  f(a.new_history, Role::output), f(a.new_scale, Role::output), f(a.scale_out, Role::output), f(a.seen), f(a.step);
+  f(a.pending, Role::in_place), f(a.log.amaxes), f(a.log.written), f(a.taken, Role::in_place);
 }
 
 Status log_amax(const LogAmaxArgs&, const Execution&);

@@ -36,7 +36,7 @@ inline Extent encoded_extent(const TensorView& x, const Source& s) {
           s.kind == SourceKind::activation && s.gated ? x.cols() / 2 : x.cols()};
 }
 
-// Calls f with each tensor of the arguments.
+// Calls f with each tensor of the arguments and its role.
 template <typename F>
 void fields(Source& a, F&& f) {
   f(a.gamma), f(a.beta), f(a.mu), f(a.rsigma), f(a.dy), f(a.row_id_map), f(a.row_source);

@@ -44,6 +44,10 @@ struct TensorView {
   }
 };
 
+// What an op does with a tensor. The `fields` of its arguments call f(tensor) with each tensor that it reads, and
+// f(tensor, role) with each other. in_place: also written, or one that an output may be itself.
+enum class Role : int32_t { input, output, in_place, workspace };
+
 // Where and in which order work runs. `stream` is a cudaStream_t on CUDA and unused on the CPU.
 struct Execution {
   Device device;

@@ -10,7 +10,7 @@ Status check(const ActivationArgs& a, const Device& device) {
   DIPTYCH_TRY(input(op, a.x, device));
   DIPTYCH_TRY(activation_kind(op, a.kind, a.x, a.gated));
   DIPTYCH_TRY(folded(op, "y", a.y, a.x.rows(), a.gated ? a.x.cols() / 2 : a.x.cols(), device));
-  return all_apart(op, {&a.y}, {&a.x});
+  return all_apart(op, operands(a));
 }
 
 Status check(const ActivationGradArgs& a, const Device& device) {
@@ -19,7 +19,7 @@ Status check(const ActivationGradArgs& a, const Device& device) {
   DIPTYCH_TRY(activation_kind(op, a.kind, a.x, a.gated));
   DIPTYCH_TRY(folded(op, "dy", a.dy, a.x.rows(), a.gated ? a.x.cols() / 2 : a.x.cols(), device));
   DIPTYCH_TRY(folded(op, "dx", a.dx, a.x.rows(), a.x.cols(), device));
-  return all_apart(op, {&a.dx}, {&a.dy, &a.x});
+  return all_apart(op, operands(a));
 }
 
 }  // namespace diptych

@@ -44,12 +44,10 @@ Status check(const GemmArgs& a, const Device& device) {
     DIPTYCH_TRY(of_numel(op, "bias", a.bias, eb.kept));
   }
   DIPTYCH_TRY(options(op, a.options, a.a, a.b));
-  DIPTYCH_TRY(workspace(
-      op, a.workspace, gemm_workspace_bytes(ea.kept, eb.kept, ea.reduced, a.bias.given() || a.beta != 0.0f), device,
-      {&a.d, &a.c, &a.bias, &a.a.data, &a.a.scale_inv, &a.a.amax, &a.b.data, &a.b.scale_inv, &a.b.amax}));
-  for (const TensorView* in : {&a.a.data, &a.a.scale_inv, &a.a.amax, &a.b.data, &a.b.scale_inv, &a.b.amax, &a.bias})
-    DIPTYCH_TRY(apart(op, "d", a.d, "another operand", *in));
-  return {};
+  DIPTYCH_TRY(workspace(op, a.workspace,
+                        gemm_workspace_bytes(ea.kept, eb.kept, ea.reduced, a.bias.given() || a.beta != 0.0f), device,
+                        operands(a)));
+  return all_apart(op, operands(a), "d", "another operand");
 }
 
 Status check(const BiasGradArgs& a, const Device& device) {
@@ -60,7 +58,7 @@ Status check(const BiasGradArgs& a, const Device& device) {
   DIPTYCH_TRY(present(op, "out", a.out, device));
   DIPTYCH_TRY(high_precision(op, "out", a.out));
   DIPTYCH_TRY(of_numel(op, "out", a.out, a.dy.cols()));
-  DIPTYCH_TRY(workspace(op, a.workspace, bias_grad_workspace_bytes(a.dy.rows(), a.dy.cols()), device, {&a.out, &a.dy}));
+  DIPTYCH_TRY(workspace(op, a.workspace, bias_grad_workspace_bytes(a.dy.rows(), a.dy.cols()), device, operands(a)));
   return apart(op, "out", a.out, "dy", a.dy);
 }
 

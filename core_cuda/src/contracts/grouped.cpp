@@ -101,8 +101,7 @@ Status check(const GroupedGemmArgs& a, const Device& device) {
   DIPTYCH_TRY(result(kOp, a.d, a.c, depth ? groups * ea.kept : ea.kept, eb.kept, a.alpha, a.beta, device));
   if (depth && a.c.given()) DIPTYCH_TRY(shaped("c", a.c, {groups, ea.kept, eb.kept}));
   DIPTYCH_TRY(options(kOp, a.options, a.a, a.b));
-  return all_apart(kOp, {&a.d},
-                   {&a.a.data, &a.a.scale_inv, &a.a.amax, &a.b.data, &a.b.scale_inv, &a.b.amax, &a.offsets, &a.bias});
+  return all_apart(kOp, operands(a));
 }
 
 Status check(const GroupedBiasGradArgs& a, const Device& device) {
@@ -122,8 +121,8 @@ Status check(const GroupedBiasGradArgs& a, const Device& device) {
   if (a.out.rank != 2) return refuse("out", "[groups, N]", a.out);
   DIPTYCH_TRY(of_shape(op, "out", a.out, groups, a.dy.cols()));
   const int64_t need = grouped_bias_grad_workspace_bytes(a.dy.rows(), a.dy.cols(), groups);
-  DIPTYCH_TRY(workspace(op, a.workspace, need, device, {&a.out, &a.dy, &a.offsets}));
-  return all_apart(op, {&a.out}, {&a.dy, &a.offsets});
+  DIPTYCH_TRY(workspace(op, a.workspace, need, device, operands(a)));
+  return all_apart(op, operands(a));
 }
 
 }  // namespace diptych

@@ -22,7 +22,7 @@ Status check(const NormArgs& a, const Device& device) {
     DIPTYCH_TRY(absent(op, "beta", a.beta, "without y, the statistics are all"));
     if (a.zero_centered_gamma) return {Code::value, std::string(op) + ": zero_centered_gamma without y and gamma"};
   }
-  return all_apart(op, {&a.y, &a.mu, &a.rsigma}, {&a.x, &a.gamma, &a.beta});
+  return all_apart(op, operands(a));
 }
 
 Status check(const NormGradArgs& a, const Device& device) {
@@ -40,9 +40,8 @@ Status check(const NormGradArgs& a, const Device& device) {
     DIPTYCH_TRY(vector(op, "dbeta", a.dbeta, k, device));
     DIPTYCH_TRY(of_dtype(op, "dbeta", a.dbeta, a.gamma.dtype));
   }
-  DIPTYCH_TRY(workspace(op, a.workspace, norm_grad_workspace_bytes(m, k), device,
-                        {&a.dy, &a.x, &a.gamma, &a.mu, &a.rsigma, &a.dx, &a.dgamma, &a.dbeta}));
-  return all_apart(op, {&a.dx, &a.dgamma, &a.dbeta}, {&a.dy, &a.x, &a.gamma, &a.mu, &a.rsigma});
+  DIPTYCH_TRY(workspace(op, a.workspace, norm_grad_workspace_bytes(m, k), device, operands(a)));
+  return all_apart(op, operands(a));
 }
 
 }  // namespace diptych

@@ -88,15 +88,15 @@ Status apart(const char* op, const char* out_name, const TensorView& out, const 
   return {Code::value, std::string(op) + ": " + out_name + " overlaps " + in_name + " in memory"};
 }
 
-Status workspace(const char* op, const TensorView& t, int64_t need, const Device& device,
-                 std::initializer_list<const TensorView*> others) {
+Status workspace(const char* op, const TensorView& t, int64_t need, const Device& device, const Operands& o) {
   if (device.backend == Backend::cpu || need == 0) return {};
   DIPTYCH_TRY(present(op, "workspace", t, device));
   DIPTYCH_TRY(of_dtype(op, "workspace", t, DType::u8));
   if (t.numel() < need || reinterpret_cast<uintptr_t>(t.data) % 16 != 0)
     return {Code::value, std::string(op) + ": workspace needs " + std::to_string(need) + " bytes, aligned to 16, got " +
                              describe(t)};
-  for (const TensorView* other : others) DIPTYCH_TRY(apart(op, "workspace", t, "another operand", *other));
+  for (int i = 0; i < o.count; ++i)
+    if (o.all[i].role != Role::workspace) DIPTYCH_TRY(apart(op, "workspace", t, "another operand", *o.all[i].tensor));
   return {};
 }
 
@@ -105,12 +105,14 @@ Status absent(const char* op, const char* arg, const TensorView& t, const char* 
   return {Code::value, std::string(op) + ": " + arg + " was given and is not read: " + why};
 }
 
-Status all_apart(const char* op, std::initializer_list<const TensorView*> outs,
-                 std::initializer_list<const TensorView*> ins) {
-  for (auto out = outs.begin(); out != outs.end(); ++out) {
-    for (const TensorView* in : ins) DIPTYCH_TRY(apart(op, "an output", **out, "an input", *in));
-    for (auto other = outs.begin(); other != out; ++other)
-      DIPTYCH_TRY(apart(op, "an output", **out, "another output", **other));
+Status all_apart(const char* op, const Operands& o, const char* output, const char* input) {
+  for (int i = 0; i < o.count; ++i) {
+    if (o.all[i].role != Role::output) continue;
+    for (int j = 0; j < o.count; ++j)
+      if (o.all[j].role == Role::input) DIPTYCH_TRY(apart(op, output, *o.all[i].tensor, input, *o.all[j].tensor));
+    for (int j = 0; j < i; ++j)
+      if (o.all[j].role == Role::output)
+        DIPTYCH_TRY(apart(op, output, *o.all[i].tensor, "another output", *o.all[j].tensor));
   }
   return {};
 }

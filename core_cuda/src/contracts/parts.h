@@ -21,8 +21,26 @@ Status ranked(const char* op, const char* arg, const TensorView&);
 Status holds(const char* op, const char* arg, const TensorView&, DType, int64_t n, const Device&);
 Status floats(const char* op, const char* arg, const TensorView&, int64_t n, const Device&);  // holds n float32
 Status apart(const char* op, const char* out_name, const TensorView& out, const char* in_name, const TensorView& in);
-Status all_apart(const char* op, std::initializer_list<const TensorView*> outs,
-                 std::initializer_list<const TensorView*> ins);
+// The tensors that were given, with their roles.
+struct Operands {
+  static constexpr int kMax = 24;
+  struct {
+    const TensorView* tensor;
+    Role role;
+  } all[kMax];
+  int count = 0;
+};
+template <typename Args>
+Operands operands(const Args& args) {
+  Operands o;
+  const auto add = [&](const TensorView& t, Role role = Role::input) {
+    if (t.given()) o.all[o.count++] = {&t, role};
+  };
+  fields(const_cast<Args&>(args), add);  // `fields` is for programs too, which rewrite their arguments
+  return o;
+}
+// Outputs share no memory with inputs or other outputs.
+Status all_apart(const char* op, const Operands&, const char* output = "an output", const char* input = "an input");
 Status row_map(const char* op, const TensorView&, const Device&);                    // [T, slots] int32
 Status row_source(const char* op, const TensorView&, const Device&);                 // [rows] int32
 Status absent(const char* op, const char* arg, const TensorView&, const char* why);  // not given
@@ -33,9 +51,8 @@ Status result(const char* op, const TensorView& d, const TensorView& c, int64_t 
               float beta, const Device&);
 // Options of a product, which its formats must know.
 Status options(const char* op, const GemmOptions&, const QuantizedView& a, const QuantizedView& b);
-// Scratch memory: large enough, 16-byte aligned, and nobody else's.
-Status workspace(const char* op, const TensorView&, int64_t need, const Device&,
-                 std::initializer_list<const TensorView*> others);
+// Scratch memory: large enough, 16-byte aligned, and no other operand's.
+Status workspace(const char* op, const TensorView&, int64_t need, const Device&, const Operands&);
 
 // What is encoded instead of x; `outs` are written and may not lie in what it reads.
 Status source(const char* op, const TensorView& x, const Source&, const Device&,

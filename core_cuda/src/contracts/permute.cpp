@@ -96,9 +96,8 @@ Status check(const PermuteMapArgs& a, const Device& device) {
   if (a.align < 1) return {Code::value, std::string(op) + ": align must be at least 1, got " + std::to_string(a.align)};
   DIPTYCH_TRY(counted(op, "rows with the alignment's padding", tokens * slots + experts * (int64_t{a.align} - 1)));
   const int64_t items = a.kind == RoutingMap::mask ? tokens : tokens * slots;
-  DIPTYCH_TRY(workspace(op, a.workspace, permute_map_workspace_bytes(a.kind, items, experts), device,
-                        {&a.routing, &a.row_id_map, &a.tokens_per_expert, &a.expert_offsets, &a.row_source}));
-  return all_apart(op, {&a.row_id_map, &a.tokens_per_expert, &a.expert_offsets, &a.row_source}, {&a.routing});
+  DIPTYCH_TRY(workspace(op, a.workspace, permute_map_workspace_bytes(a.kind, items, experts), device, operands(a)));
+  return all_apart(op, operands(a));
 }
 
 Status check(const ChunkMapArgs& a, const Device& device) {
@@ -111,7 +110,7 @@ Status check(const ChunkMapArgs& a, const Device& device) {
   if (a.row_id_map.cols() != 1)
     return {Code::value, std::string(op) + ": row_id_map must be [T, 1], got " + describe(a.row_id_map)};
   DIPTYCH_TRY(holds(op, "row_source", a.row_source, DType::i32, a.row_id_map.rows(), device));
-  return all_apart(op, {&a.row_id_map, &a.row_source}, {&a.split_sizes, &a.order});
+  return all_apart(op, operands(a));
 }
 
 Status check(const InvertMapArgs& a, const Device& device) {
@@ -122,7 +121,7 @@ Status check(const InvertMapArgs& a, const Device& device) {
     DIPTYCH_TRY(integers(op, "kept", a.kept, device));
     DIPTYCH_TRY(of_shape(op, "kept", a.kept, a.row_id_map.rows(), a.row_id_map.cols()));
   }
-  return all_apart(op, {&a.row_source, &a.kept}, {&a.row_id_map});
+  return all_apart(op, operands(a));
 }
 
 Status check(const PermuteArgs& a, const Device& device) {
@@ -158,10 +157,7 @@ Status check(const PermuteArgs& a, const Device& device) {
     DIPTYCH_TRY(absent(op, "permuted_probs", a.permuted_probs, "there are no probs"));
     if (a.zero_prob_is_padding) return {Code::value, std::string(op) + ": zero_prob_is_padding without probs"};
   }
-  const Plane* p = a.planes;
-  static_assert(kMaxPlanes == 4);
-  return all_apart(op, {&p[0].out, &p[1].out, &p[2].out, &p[3].out, &a.permuted_probs},
-                   {&p[0].in, &p[1].in, &p[2].in, &p[3].in, &a.probs, &a.row_id_map, &a.row_source});
+  return all_apart(op, operands(a));
 }
 
 Status check(const PermuteColumnsArgs& a, const Device& device) {
@@ -176,7 +172,7 @@ Status check(const PermuteColumnsArgs& a, const Device& device) {
   DIPTYCH_TRY(of_shape(op, "out", a.out, a.in.rows(), a.row_source.numel()));
   if (a.slots < 1) return {Code::value, std::string(op) + ": slots must be at least 1, got " + std::to_string(a.slots)};
   DIPTYCH_TRY(few(op, "slots of a token", a.slots));
-  return all_apart(op, {&a.out}, {&a.in, &a.row_source});
+  return all_apart(op, operands(a));
 }
 
 Status check(const UnpermuteArgs& a, const Device& device) {
@@ -200,7 +196,7 @@ Status check(const UnpermuteArgs& a, const Device& device) {
   } else {
     DIPTYCH_TRY(absent(op, "dprobs", a.dprobs, "there are no permuted_dprobs"));
   }
-  return all_apart(op, {&a.y, &a.dprobs}, {&a.x, &a.row_id_map, &a.probs, &a.permuted_dprobs});
+  return all_apart(op, operands(a));
 }
 
 Status check(const UnpermuteGradArgs& a, const Device& device) {
@@ -224,7 +220,7 @@ Status check(const UnpermuteGradArgs& a, const Device& device) {
   } else {
     DIPTYCH_TRY(absent(op, "x", a.x, "dprobs was not asked for"));
   }
-  return all_apart(op, {&a.dx, &a.dprobs}, {&a.dy, &a.row_id_map, &a.row_source, &a.probs, &a.x});
+  return all_apart(op, operands(a));
 }
 
 }  // namespace diptych

@@ -176,10 +176,7 @@ Status summing(const QuantizeArgs& a, int64_t m, int64_t k, const Device& device
   DIPTYCH_TRY(present(op, "column_sum", a.column_sum, device));
   DIPTYCH_TRY(high_precision(op, "column_sum", a.column_sum));
   DIPTYCH_TRY(of_numel(op, "column_sum", a.column_sum, k));
-  return workspace(op, a.workspace, column_sum_workspace_bytes(m, k), device,
-                   {&a.x, &a.amax, &a.columnwise_amax, &a.scale, &a.rng, &a.rowwise.data, &a.rowwise.scale_inv,
-                    &a.columnwise.data, &a.columnwise.scale_inv, &a.column_sum, &a.source.gamma, &a.source.beta,
-                    &a.source.mu, &a.source.rsigma, &a.source.dy, &a.source.row_id_map, &a.source.row_source});
+  return workspace(op, a.workspace, column_sum_workspace_bytes(m, k), device, operands(a));
 }
 
 }  // namespace

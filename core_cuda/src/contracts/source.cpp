@@ -38,9 +38,10 @@ Status contract::source(const char* op, const TensorView& x, const Source& s, co
       DIPTYCH_TRY(folded(op, "dy", s.dy, x.rows(), s.gated ? x.cols() / 2 : x.cols(), device));
     }
   }
+  const Operands read = operands(s);
   for (const TensorView* out : outs)
-    for (const TensorView* in : {&s.gamma, &s.beta, &s.mu, &s.rsigma, &s.dy, &s.row_id_map, &s.row_source})
-      DIPTYCH_TRY(apart(op, "an output", *out, "an operand of the source", *in));
+    for (int i = 0; i < read.count; ++i)
+      DIPTYCH_TRY(apart(op, "an output", *out, "an operand of the source", *read.all[i].tensor));
   return {};
 }
 
