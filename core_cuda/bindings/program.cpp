@@ -25,6 +25,12 @@ dl::Tensor borrow(const dl::ExchangeApi* api, py::handle object) {
   return t;
 }
 
+[[noreturn]] void raise(const char* error, const std::string& message) {
+  const py::object type = py::module_::import("diptych.common.errors").attr(error);
+  PyErr_SetString(type.ptr(), message.c_str());
+  throw py::error_already_set();
+}
+
 char* data_of(const dl::Tensor& t) { return static_cast<char*>(t.data) + t.byte_offset; }
 
 int64_t bytes_of(const dl::Tensor& t) {
@@ -48,11 +54,16 @@ void finish(const Status& s, const WarningCollector& warnings) {
       return;
     case Code::value:
       throw py::value_error(s.message());
+    case Code::shape:
+      raise("ShapeError", s.message());
+    case Code::device:
+      raise("DeviceError", s.message());
     case Code::type:
-      throw py::type_error(s.message());
+      raise("DTypeError", s.message());
+    case Code::argument:
+      raise("ArgumentError", s.message());
     case Code::unsupported:
-      PyErr_SetString(PyExc_NotImplementedError, s.message().c_str());
-      throw py::error_already_set();
+      raise("UnsupportedError", s.message());
     case Code::runtime:
       throw std::runtime_error(s.message());
   }

@@ -21,7 +21,7 @@ constexpr const char* kOp = "quantize_stack";
 Status check_stack(const QuantizeArgs& a, const Device& device) {
   DIPTYCH_TRY(present(kOp, "x", a.x, device));
   if (a.x.rank < 2)
-    return {Code::value, std::string(kOp) + ": x must be a stack of tensors [G, ..., K], got " + describe(a.x)};
+    return {Code::shape, std::string(kOp) + ": x must be a stack of tensors [G, ..., K], got " + describe(a.x)};
   DIPTYCH_TRY(absent(kOp, "column_sum", a.column_sum, "the tensors of a stack are not summed"));
   DIPTYCH_TRY(absent(kOp, "workspace", a.workspace, "the tensors of a stack are not summed"));
   if (a.source.kind != SourceKind::plain)
@@ -42,7 +42,7 @@ Status check_stack(const QuantizeArgs& a, const Device& device) {
     if (!t.given()) continue;
     DIPTYCH_TRY(present(kOp, arg, t, device));
     if (t.rank < 1 || t.shape[0] != a.x.shape[0])
-      return {Code::value, std::string(kOp) + ": " + arg + " must have " + std::to_string(a.x.shape[0]) +
+      return {Code::shape, std::string(kOp) + ": " + arg + " must have " + std::to_string(a.x.shape[0]) +
                                " as its first extent, one for each tensor of x " + describe(a.x) + ", got " +
                                describe(t)};
   }

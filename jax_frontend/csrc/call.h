@@ -67,7 +67,10 @@ inline ffi::Error to_error(const Status& status) {
     case Code::ok:
       return ffi::Error::Success();
     case Code::value:
+    case Code::shape:
+    case Code::device:
     case Code::type:
+    case Code::argument:
       return ffi::Error(ffi::ErrorCode::kInvalidArgument, status.message());
     case Code::unsupported:
       return ffi::Error(ffi::ErrorCode::kUnimplemented, status.message());

@@ -10,8 +10,10 @@ from typing import Any, Literal, overload
 import numpy as np
 
 from diptych.common.byte_order import check_byte_order
-from diptych.common.errors import ArgumentError, DTypeError, ShapeError
+from diptych.common.errors import ArgumentError, ShapeError
+from diptych.common.ops import quantize as rules
 from diptych.common.ops import shapes
+from diptych.common.ops.operand import Operand, require_dtype, require_high_precision, require_result_dtype
 from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX, Quantizer
 from diptych.core import _core
 
@@ -46,12 +48,9 @@ def _empty(shape: shapes.Shape, dtype: str) -> Array:
 
 
 def _high_precision(op: str, arg: str, x: Any) -> Array:
-    if not isinstance(x, np.ndarray):
-        raise ArgumentError(f"{op}: {arg} must be a NumPy array, got {type(x).__name__}")
-    if x.dtype.name not in shapes.HIGH_PRECISION:
-        raise DTypeError(f"{op}: {arg} must be float32, bfloat16 (ml_dtypes) or float16, got {x.dtype.name}{x.shape}")
-    check_byte_order(op, arg, x.dtype)
-    return np.ascontiguousarray(x).reshape(x.shape)
+    x = _array(op, arg, x)
+    require_high_precision(op, Operand(arg, x.dtype.name, x.shape))
+    return x
 
 
 def _out_dtype(op: str, dtype: Any) -> tuple[str, Any]:
@@ -61,8 +60,7 @@ def _out_dtype(op: str, dtype: Any) -> tuple[str, Any]:
 
         dtype = ml_dtypes.bfloat16
     dtype = np.dtype(dtype)
-    if dtype.name not in shapes.HIGH_PRECISION:
-        raise DTypeError(f"{op}: the result can be float32, bfloat16 or float16, not {dtype.name}")
+    require_result_dtype(op, dtype.name)
     check_byte_order(op, "the result's dtype", dtype)
     return dtype.name, dtype
 
@@ -99,13 +97,17 @@ class QuantizedArray(QuantizedCopies):
     """
 
 
-def _typed(op: str, arg: str, x: Any, dtype: str) -> Array:
+def _array(op: str, arg: str, x: Any) -> Array:
     if not isinstance(x, np.ndarray):
-        raise ArgumentError(f"{op}: {arg} must be a NumPy array of {dtype}, got {type(x).__name__}")
-    if x.dtype.name != dtype:
-        raise DTypeError(f"{op}: {arg} must be a NumPy array of {dtype}, got {x.dtype}")
+        raise ArgumentError(f"{op}: {arg} must be a NumPy array, got {type(x).__name__}")
     check_byte_order(op, arg, x.dtype)
     return np.ascontiguousarray(x).reshape(x.shape)
+
+
+def _typed(op: str, arg: str, x: Any, dtype: str) -> Array:
+    x = _array(op, arg, x)
+    require_dtype(op, Operand(arg, x.dtype.name, x.shape), dtype)
+    return x
 
 
 def _optional(x: Array | None, dtype: str) -> _Operand | None:
@@ -167,6 +169,7 @@ def quantize(
     **Raises:** TypeError for other dtypes or a missing `scale` or `rng`, ValueError for a scalar, extents that the
     format does not take, or an argument that it does not read.
     """
+    rules.require_quantizer("quantize", quantizer)
     if quantizer.custom:
         state = {"amax": amax, "columnwise_amax": columnwise_amax, "scale": scale, "rng": rng}
         return quantizer.quantize_impl(
@@ -191,25 +194,21 @@ def _quantized(
     rng: Array | None,
     stack: bool = False,
     source: tuple[Any, ...] | None = None,
+    shape: tuple[int, ...] | None = None,
 ) -> dict[str, Array]:
-    """Quantizes a tensor, a stack or a source: the core's results by the buffers' names."""
-    if quantizer.needs_scale and scale is None:
-        raise ArgumentError(f"{op}: {type(quantizer).__name__} takes its scale from the caller; pass scale=")
+    """Quantizes a tensor, a stack, or a source of `shape`: the core's results by the buffers' names."""
+    state = {"amax": amax, "columnwise_amax": columnwise_amax, "scale": scale, "rng": rng}
+    state = {name: _array(op, name, v) for name, v in state.items() if v is not None}
+    encoded = (shape or x.shape)[stack:]
+    named = {name: Operand(name, v.dtype.name, v.shape[stack:]) for name, v in state.items()}
+    shapes.check(rules.quantize(op, Operand("x", x.dtype.name, x.shape[stack:]), quantizer, **named, encoded=encoded))
     fmt = quantizer.format
     out = {b.name: _empty(b.shape, b.dtype) for b in buffers}
-    given = {
-        k: _typed(op, k, v, "float32")
-        for k, v in (("amax", amax), ("columnwise_amax", columnwise_amax))
-        if v is not None
-    }
-    for name, array in given.items():
-        if name not in out:
-            raise ValueError(f"{op}: {name} is not read by {quantizer} ({fmt.name})")
-        if array.shape != out[name].shape:
-            raise ShapeError(f"{op}: {name} must be {list(out[name].shape)}, got {list(array.shape)}")
-        out[name][:] = array
-    if missing := [k for k in ("amax", "columnwise_amax") if given and k in out and k not in given]:
-        raise ValueError(f"{op}: {quantizer} reads {missing[0]} too where {next(iter(given))} is given")
+    given = [name for name in ("amax", "columnwise_amax") if name in state]
+    for name in given:
+        if state[name].shape != out[name].shape:
+            raise ShapeError(f"{op}: {name} must be {list(out[name].shape)}, got {list(state[name].shape)}")
+        out[name][:] = state[name]
     dtypes = {"data": fmt.data, "scale_inv": fmt.scale, "amax": "float32"}
 
     def buffer(name: str) -> _Operand | None:
@@ -221,8 +220,8 @@ def _quantized(
         1 if given else 0,
         buffer("amax"),
         buffer("columnwise_amax"),
-        None if scale is None else _operand(_typed(op, "scale", scale, "float32"), "float32"),
-        None if rng is None else _operand(_typed(op, "rng", rng, "int32"), "int32"),
+        _optional(state.get("scale"), "float32"),
+        _optional(state.get("rng"), "int32"),
         buffer("rowwise_data"),
         buffer("rowwise_scale_inv"),
         buffer("columnwise_data"),
@@ -263,9 +262,7 @@ def scale_update(
     def tensor(name: str, x: Array | None, dtype: str = "float32") -> _Operand | None:
         return None if x is None else _operand(_typed("scale_update", name, x, dtype), dtype)
 
-    for name, x in (("history", history), ("scale", scale)):
-        if not isinstance(x, np.ndarray):
-            raise ArgumentError(f"scale_update: {name} must be a float32 array, got {type(x).__name__}")
+    history, scale = _array("scale_update", "history", history), _array("scale_update", "scale", scale)
     inputs = tensor("history", history), tensor("scale", scale), tensor("reduced", reduced), tensor("amax", amax)
     out = np.empty(history.shape, np.float32), np.empty(scale.shape, np.float32)
     results = _operand(out[0], "float32"), _operand(out[1], "float32")

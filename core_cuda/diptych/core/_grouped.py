@@ -8,12 +8,15 @@ import numpy as np
 
 from diptych.common.errors import ArgumentError, ShapeError
 from diptych.common.ops import grouped, shapes
+from diptych.common.ops.operand import Operand
+from diptych.common.ops.quantize import require_quantizer
 from diptych.common.quantizers import RHT, RHT_SIGNS, Quantizer
 from diptych.core import _core
 from diptych.core._arrays import (
     Array,
     QuantizedArray,
     QuantizedCopies,
+    _array,
     _copy_operands,
     _empty,
     _high_precision,
@@ -21,7 +24,6 @@ from diptych.core._arrays import (
     _optional,
     _out_dtype,
     _quantized,
-    _typed,
 )
 
 _KINDS: dict[str, int] = _core.group_kinds()
@@ -67,6 +69,7 @@ def quantize_stack(
     **Raises:** as `quantize`, TypeError also for a quantizer with a `quantize_impl` of its own.
     """
     op = "quantize_stack"
+    require_quantizer(op, quantizer)
     if quantizer.custom:
         raise ArgumentError(f"{op}: {type(quantizer).__name__} quantizes on its own; call quantize for each tensor")
     x = _high_precision(op, "x", x)
@@ -77,9 +80,8 @@ def quantize_stack(
 
 
 def _offsets(op: str, offsets: Array) -> Array:
-    offsets = _typed(op, "offsets", offsets, "int32")
-    if offsets.ndim != 1 or len(offsets) < 1:
-        raise ShapeError(f"{op}: offsets must be [G + 1], got {list(offsets.shape)}")
+    offsets = _array(op, "offsets", offsets)
+    shapes.check(grouped.offsets_of(op, Operand("offsets", offsets.dtype.name, offsets.shape))[1])
     return offsets
 
 

@@ -284,7 +284,7 @@ def permute_quantize(
     shapes.check(shapes.quantize_constraints(shape, quantizer))
     source = (_PERMUTED, _int32(row_map.row_id_map), _int32(row_map.row_source))
     buffers = shapes.quantize_buffers(shape, quantizer)
-    made = _quantized(op, x, quantizer, buffers, amax, columnwise_amax, scale, rng, source=source)
+    made = _quantized(op, x, quantizer, buffers, amax, columnwise_amax, scale, rng, source=source, shape=shape)
     return QuantizedArray(quantizer, shape, **made)
 
 

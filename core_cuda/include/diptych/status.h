@@ -6,8 +6,10 @@
 
 namespace diptych {
 
-// ValueError, TypeError, NotImplementedError, RuntimeError; interrupted: as who was asked whether to stop raised it
-enum class Code { ok, value, type, unsupported, runtime, interrupted };
+// The exceptions of diptych.common.errors that codes become: shape ShapeError, device DeviceError, type DTypeError,
+// argument ArgumentError, unsupported UnsupportedError. value is a plain ValueError, runtime a RuntimeError,
+// interrupted whatever the one who was asked whether to stop has raised.
+enum class Code { ok, value, shape, device, type, argument, unsupported, runtime, interrupted };
 
 class [[nodiscard]] Status {
  public:

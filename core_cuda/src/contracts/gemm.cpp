@@ -7,14 +7,27 @@ namespace diptych {
 
 using namespace contract;
 
+static Status finite(const char* op, const char* name, float value) {
+  if (std::isfinite(value)) return {};
+  return {Code::value, std::string(op) + ": " + name + " must be finite, got " + std::to_string(value)};
+}
+
+Status contract::same_depth(const char* op, const QuantizedView& a, const QuantizedView& b) {
+  const int64_t of_a = extents(a).reduced, of_b = extents(b).reduced;
+  if (of_a == of_b) return {};
+  return {Code::shape, std::string(op) + ": a (" + row(a.format).name + ") reduces over " + std::to_string(of_a) +
+                           " elements, b (" + row(b.format).name + ") over " + std::to_string(of_b) + "; a is " +
+                           describe(a.data) + ", b " + describe(b.data)};
+}
+
 Status contract::result(const char* op, const TensorView& d, const TensorView& c, int64_t rows, int64_t cols,
                         float alpha, float beta, const Device& device) {
   DIPTYCH_TRY(present(op, "d", d, device));
   DIPTYCH_TRY(high_precision(op, "d", d));
   DIPTYCH_TRY(of_shape(op, "d", d, rows, cols));
-  const std::string who = std::string(op) + ": ";
-  if (!std::isfinite(alpha) || !std::isfinite(beta)) return {Code::value, who + "alpha and beta must be finite"};
-  if (beta != 0.0f && !c.given()) return {Code::value, who + "beta is not 0 and no c was given"};
+  DIPTYCH_TRY(finite(op, "alpha", alpha));
+  DIPTYCH_TRY(finite(op, "beta", beta));
+  if (beta != 0.0f && !c.given()) return {Code::value, std::string(op) + ": beta is not 0 and no c was given"};
   if (!c.given()) return {};
   DIPTYCH_TRY(present(op, "c", c, device));
   DIPTYCH_TRY(of_dtype(op, "c", c, d.dtype));
@@ -33,10 +46,7 @@ Status check(const GemmArgs& a, const Device& device) {
   DIPTYCH_TRY(lone_copy(op, "a", a.a, device));
   DIPTYCH_TRY(lone_copy(op, "b", a.b, device));
   const Extents ea = extents(a.a), eb = extents(a.b);
-  const std::string pair = std::string(row(a.a.format).name) + " x " + row(a.b.format).name;
-  if (ea.reduced != eb.reduced)
-    return {Code::value, "gemm (" + pair + "): a reduces over " + std::to_string(ea.reduced) + " elements, b over " +
-                             std::to_string(eb.reduced) + "; a is " + describe(a.a.data) + ", b " + describe(a.b.data)};
+  DIPTYCH_TRY(same_depth(op, a.a, a.b));
   DIPTYCH_TRY(result(op, a.d, a.c, ea.kept, eb.kept, a.alpha, a.beta, device));
   if (a.bias.given()) {
     DIPTYCH_TRY(present(op, "bias", a.bias, device));

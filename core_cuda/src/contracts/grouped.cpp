@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <initializer_list>
 #include <string>
+#include <utility>
 
 #include "contracts/parts.h"
 
@@ -13,28 +14,29 @@ namespace {
 
 constexpr const char* kOp = "grouped_gemm";
 
-Status refuse(const std::string& why) { return {Code::value, std::string(kOp) + ": " + why}; }
+Status refuse(const std::string& why, Code code = Code::value) { return {code, std::string(kOp) + ": " + why}; }
 
 // Of exactly this shape: stacks do not fold.
 Status shaped(const char* arg, const TensorView& t, std::initializer_list<int64_t> shape) {
-  TensorView want = t;
-  want.rank = static_cast<int32_t>(shape.size());
-  std::copy(shape.begin(), shape.end(), want.shape);
-  if (t.rank == want.rank && std::equal(shape.begin(), shape.end(), t.shape)) return {};
-  return refuse(std::string(arg) + " must be " + describe(want) + ", got " + describe(t));
+  if (t.rank == static_cast<int32_t>(shape.size()) && std::equal(shape.begin(), shape.end(), t.shape)) return {};
+  return refuse(std::string(arg) + " must be " + shape_text(shape) + ", got " + describe(t), Code::shape);
 }
 
 // Each tensor of a stack of `groups`; where there is none, what each would be.
 Status stack(const QuantizedView& q, int64_t groups, QuantizedView* each, const Device& device) {
-  for (const TensorView* t : {&q.data, &q.scale_inv, &q.amax}) {
-    if (!t->given()) continue;  // each is asked for it
-    DIPTYCH_TRY(present(kOp, "b (a stack)", *t, device));
-    if (t->rank < 1 || t->shape[0] != groups)
-      return refuse("b is a stack of one tensor for each of " + std::to_string(groups) +
-                    " groups, which stand first in the shapes of data, scales and amaxes; got " + describe(*t));
-  }
+  DIPTYCH_TRY(known(kOp, q.format));
   if (q.data.given() && q.data.rank != 3)
-    return refuse("b's data must be [groups, rows, columns], got " + describe(q.data));
+    return refuse("b must be a stack of matrices, one for each group; its data is " + describe(q.data), Code::shape);
+  const std::pair<const char*, const TensorView*> parts[] = {
+      {"data", &q.data}, {"scale_inv", &q.scale_inv}, {"amax", &q.amax}};
+  for (const auto& [part, t] : parts) {
+    if (!t->given()) continue;  // each is asked for it
+    const std::string arg = std::string("b ") + part + " (" + row(q.format).name + ")";
+    DIPTYCH_TRY(present(kOp, arg.c_str(), *t, device));
+    if (t->rank < 1 || t->shape[0] != groups)
+      return refuse(arg + " must begin with the number of groups, " + std::to_string(groups) + ", got " + describe(*t),
+                    Code::shape);
+  }
   *each = slice(q, 0);
   if (groups > 0) return {};
   static const int64_t nothing = 0;  // aligned; nobody reads it
@@ -72,7 +74,7 @@ Status check(const GroupedGemmArgs& a, const Device& device) {
   DIPTYCH_TRY(present(kOp, "offsets", a.offsets, device));
   DIPTYCH_TRY(of_dtype(kOp, "offsets", a.offsets, DType::i32));
   if (a.offsets.rank != 1 || a.offsets.numel() < 1)
-    return refuse("offsets must be [groups + 1], got " + describe(a.offsets));
+    return refuse("offsets must be [groups + 1], got " + describe(a.offsets), Code::shape);
   const int64_t groups = a.offsets.numel() - 1;
   DIPTYCH_TRY(lone_copy(kOp, "a", a.a, device));
   QuantizedView b = a.b;
@@ -85,10 +87,7 @@ Status check(const GroupedGemmArgs& a, const Device& device) {
                   copies(a) + " (" + pair + ")");
   DIPTYCH_TRY(promises(a, pair));
   const Extents ea = extents(a.a), eb = extents(b);
-  if (ea.reduced != eb.reduced)
-    return {Code::value, std::string(kOp) + " (" + pair + "): a reduces over " + std::to_string(ea.reduced) +
-                             " elements, b over " + std::to_string(eb.reduced) + "; a is " + describe(a.a.data) +
-                             ", b " + describe(a.b.data)};
+  DIPTYCH_TRY(same_depth(kOp, a.a, b));
   DIPTYCH_TRY(present(kOp, "d", a.d, device));
   if (depth) {
     DIPTYCH_TRY(shaped("d", a.d, {groups, ea.kept, eb.kept}));
@@ -107,7 +106,7 @@ Status check(const GroupedGemmArgs& a, const Device& device) {
 Status check(const GroupedBiasGradArgs& a, const Device& device) {
   constexpr const char* op = "grouped_bias_grad";
   const auto refuse = [&](const char* arg, const char* form, const TensorView& t) {
-    return Status(Code::value, std::string(op) + ": " + arg + " must be " + form + ", got " + describe(t));
+    return Status(Code::shape, std::string(op) + ": " + arg + " must be " + form + ", got " + describe(t));
   };
   DIPTYCH_TRY(present(op, "dy", a.dy, device));
   DIPTYCH_TRY(high_precision(op, "dy", a.dy));

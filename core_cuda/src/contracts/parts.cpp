@@ -31,10 +31,10 @@ std::string shape_text(std::initializer_list<int64_t> shape) {
 
 Status present(const char* op, const char* arg, const TensorView& t, const Device& device) {
   const std::string who = std::string(op) + ": " + arg;
-  if (!t.given()) return {Code::type, who + " is missing"};
+  if (!t.given()) return {Code::argument, who + " is missing"};
   if (t.device != device)
-    return {Code::value, who + " is on " + device_text(t.device) + ", the other operands on " + device_text(device)};
-  if (!t.contiguous) return {Code::value, who + " " + describe(t) + " is not contiguous; pass a contiguous copy"};
+    return {Code::device, who + " is on " + device_text(t.device) + ", the other operands on " + device_text(device)};
+  if (!t.contiguous) return {Code::shape, who + " " + describe(t) + " is not contiguous; pass a contiguous copy"};
   if (t.numel() > 0 && t.data == nullptr) return {Code::value, who + " " + describe(t) + " has no memory"};
   if (reinterpret_cast<uintptr_t>(t.data) % bytes(t.dtype) != 0)
     return {Code::value, who + " " + describe(t) + " is not aligned to its element size"};
@@ -53,18 +53,17 @@ Status of_dtype(const char* op, const char* arg, const TensorView& t, DType dtyp
 
 Status of_numel(const char* op, const char* arg, const TensorView& t, int64_t n) {
   if (t.numel() == n) return {};
-  return {Code::value,
-          std::string(op) + ": " + arg + " must hold " + std::to_string(n) + " elements, got " + describe(t)};
+  return {Code::shape, std::string(op) + ": " + arg + " must be " + shape_text({n}) + ", got " + describe(t)};
 }
 
 Status of_shape(const char* op, const char* arg, const TensorView& t, int64_t rows, int64_t cols) {
   if (t.rank >= 1 && t.rows() == rows && t.cols() == cols) return {};
-  return {Code::value, std::string(op) + ": " + arg + " must be " + shape_text({rows, cols}) + ", got " + describe(t)};
+  return {Code::shape, std::string(op) + ": " + arg + " must be " + shape_text({rows, cols}) + ", got " + describe(t)};
 }
 
 Status ranked(const char* op, const char* arg, const TensorView& t) {
   if (t.rank >= 1) return {};
-  return {Code::value, std::string(op) + ": " + arg + " must have at least one dimension, got a scalar"};
+  return {Code::shape, std::string(op) + ": " + arg + " must have at least one dimension, got a scalar"};
 }
 
 Status holds(const char* op, const char* arg, const TensorView& t, DType dtype, int64_t n, const Device& device) {
@@ -151,7 +150,7 @@ Status activation_kind(const char* op, Activation kind, const TensorView& x, boo
   if (kind < Activation::gelu || kind >= Activation::count_)
     return {Code::value, std::string(op) + ": unknown activation " + std::to_string(static_cast<int32_t>(kind))};
   if (!gated || x.cols() % 2 == 0) return {};
-  return {Code::value, std::string(op) + ": a gated activation halves the last dimension of x, got " + describe(x)};
+  return {Code::shape, std::string(op) + ": a gated activation halves the last dimension of x, got " + describe(x)};
 }
 
 }  // namespace contract

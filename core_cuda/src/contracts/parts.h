@@ -44,8 +44,10 @@ Status all_apart(const char* op, const Operands&, const char* output = "an outpu
 Status row_map(const char* op, const TensorView&, const Device&);                    // [T, slots] int32
 Status row_source(const char* op, const TensorView&, const Device&);                 // [rows] int32
 Status absent(const char* op, const char* arg, const TensorView&, const char* why);  // not given
+Status known(const char* op, FormatId);
 // A copy that arrives alone: its tensor's extents follow from its own data, and what scales it comes with it.
 Status lone_copy(const char* op, const char* arg, const QuantizedView&, const Device&);
+Status same_depth(const char* op, const QuantizedView& a, const QuantizedView& b);  // both reduce over one length
 // What a product writes, and what it adds to it.
 Status result(const char* op, const TensorView& d, const TensorView& c, int64_t rows, int64_t cols, float alpha,
               float beta, const Device&);

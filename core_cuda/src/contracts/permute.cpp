@@ -14,7 +14,7 @@ constexpr int64_t kMaxCount = std::numeric_limits<int32_t>::max();  // of anythi
 // Row ids are int32, and so is every number that leads to one.
 Status counted(const char* op, const char* what, int64_t n) {
   if (n <= kMaxCount) return {};
-  return {Code::value, std::string(op) + ": " + what + " are " + std::to_string(n) +
+  return {Code::shape, std::string(op) + ": " + what + " are " + std::to_string(n) +
                            ", and a map numbers at most 2147483647; permute fewer tokens at a time"};
 }
 
@@ -27,7 +27,7 @@ Status few(const char* op, const char* what, int64_t n) {
 Status matrix(const char* op, const char* arg, const TensorView& t, const Device& device) {
   DIPTYCH_TRY(present(op, arg, t, device));
   if (t.rank == 2) return {};
-  return {Code::value, std::string(op) + ": " + arg + " must have two dimensions, got " + describe(t)};
+  return {Code::shape, std::string(op) + ": " + arg + " must have two dimensions, got " + describe(t)};
 }
 
 Status integers(const char* op, const char* arg, const TensorView& t, const Device& device) {
@@ -88,7 +88,7 @@ Status check(const PermuteMapArgs& a, const Device& device) {
   DIPTYCH_TRY(of_shape(op, "row_id_map", a.row_id_map, tokens, slots));
   DIPTYCH_TRY(integers(op, "tokens_per_expert", a.tokens_per_expert, device));
   const int64_t experts = a.tokens_per_expert.numel();
-  if (experts < 1) return {Code::value, std::string(op) + ": tokens_per_expert has no element; there is no expert"};
+  if (experts < 1) return {Code::shape, std::string(op) + ": tokens_per_expert has no element; there is no expert"};
   DIPTYCH_TRY(few(op, "experts", experts));
   if (a.kind == RoutingMap::mask) DIPTYCH_TRY(of_numel(op, "tokens_per_expert", a.tokens_per_expert, slots));
   DIPTYCH_TRY(holds(op, "expert_offsets", a.expert_offsets, DType::i32, experts + 1, device));
@@ -108,7 +108,7 @@ Status check(const ChunkMapArgs& a, const Device& device) {
   DIPTYCH_TRY(holds(op, "order", a.order, DType::i32, chunks, device));
   DIPTYCH_TRY(row_map(op, a.row_id_map, device));
   if (a.row_id_map.cols() != 1)
-    return {Code::value, std::string(op) + ": row_id_map must be [T, 1], got " + describe(a.row_id_map)};
+    return {Code::shape, std::string(op) + ": row_id_map must be [T, 1], got " + describe(a.row_id_map)};
   DIPTYCH_TRY(holds(op, "row_source", a.row_source, DType::i32, a.row_id_map.rows(), device));
   return all_apart(op, operands(a));
 }
@@ -140,11 +140,11 @@ Status check(const PermuteArgs& a, const Device& device) {
     DIPTYCH_TRY(ranked(op, in.c_str(), p.in));
     DIPTYCH_TRY(of_dtype(op, out.c_str(), p.out, p.in.dtype));
     if (plane_rows(p.in) != tokens)
-      return {Code::value, std::string(op) + ": " + in + " must have a row for each of the map's " +
+      return {Code::shape, std::string(op) + ": " + in + " must have a row for each of the map's " +
                                std::to_string(tokens) + " tokens, got " + describe(p.in)};
     if ((p.in.rank == 1) != (p.out.rank == 1) || plane_rows(p.out) != rows ||
         plane_row_bytes(p.out) != plane_row_bytes(p.in))
-      return {Code::value, std::string(op) + ": " + out + " must have " + std::to_string(rows) +
+      return {Code::shape, std::string(op) + ": " + out + " must have " + std::to_string(rows) +
                                " rows like those of " + describe(p.in) + ", got " + describe(p.out)};
     if (p.fill != 0 && plane_row_bytes(p.in) % 4 != 0)
       return {Code::value, std::string(op) + ": " + in + " is filled with four bytes that repeat, and rows of " +

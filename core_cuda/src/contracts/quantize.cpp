@@ -15,15 +15,10 @@ bool transposed(const QuantizedView& q) {
   return q.columnwise && row(q.format).columnwise == ColumnwiseLayout::transposed;
 }
 
-Status known(const char* op, FormatId id) {
-  if (valid(id)) return {};
-  return {Code::value, std::string(op) + ": unknown format id " + std::to_string(static_cast<int32_t>(id))};
-}
-
 // Formats without ragged blocks: k, and m where a block runs along it, hold whole ones.
 Status whole_blocks(const char* op, const FormatRow& f, int64_t m, int64_t k, bool along_m) {
   if (f.ragged() || (k % f.block_cols == 0 && (!along_m || m % f.block_cols == 0))) return {};
-  return {Code::value, std::string(op) + ": " + f.name + " needs a last dimension that is a multiple of " +
+  return {Code::shape, std::string(op) + ": " + f.name + " needs a last dimension that is a multiple of " +
                            std::to_string(f.block_cols) +
                            (along_m ? ", and as many rows for a columnwise copy or square blocks" : "") + ", got " +
                            shape_text({m, k})};
@@ -43,7 +38,7 @@ Status rotatable(const char* op, const TensorView& x, const Source& source) {
     return {Code::type, std::string(op) + ": the Hadamard transform takes bfloat16 alone, got " + describe(x)};
   const Extent e = encoded_extent(x, source);
   if (e.rows % kHadamard == 0) return {};
-  return {Code::value, std::string(op) + ": the Hadamard transform takes rows in multiples of " +
+  return {Code::shape, std::string(op) + ": the Hadamard transform takes rows in multiples of " +
                            std::to_string(kHadamard) + ", got " + shape_text({e.rows, e.cols})};
 }
 
@@ -65,6 +60,11 @@ Status copy(const char* op, const char* arg, const QuantizedView& q, int64_t m, 
 }
 
 }  // namespace
+
+Status contract::known(const char* op, FormatId id) {
+  if (valid(id)) return {};
+  return {Code::value, std::string(op) + ": unknown format id " + std::to_string(static_cast<int32_t>(id))};
+}
 
 Status contract::lone_copy(const char* op, const char* arg, const QuantizedView& q, const Device& device) {
   DIPTYCH_TRY(known(op, q.format));
@@ -161,7 +161,8 @@ Status scaling(const QuantizeArgs& a, const Device& device) {
                   a.spec.has(kRowAmax) ? encoded_extent(a.x, a.source).rows : 1));
   DIPTYCH_TRY(one("columnwise_amax", a.columnwise_amax, two_level && a.columnwise.given(), 1));
   if (!f.per_tensor() && !two_level && a.amax_mode != AmaxMode::compute)
-    return {Code::value, std::string(op) + ": amax is for per-tensor formats; " + f.name + " takes one per block"};
+    return {Code::value,
+            std::string(op) + ": amax is for per-tensor and two-level formats; " + f.name + " takes one per block"};
   if (a.scale.given()) DIPTYCH_TRY(floats(op, ("scale" + of).c_str(), a.scale, 1, device));
   if (!a.spec.has(kStochastic)) return {};
   return holds(op, ("rng" + of).c_str(), a.rng, DType::i32, 4, device);
@@ -192,8 +193,8 @@ Status check(const QuantizeArgs& a, const Device& device) {
     return {Code::value, std::string(op) + ": neither a rowwise nor a columnwise copy was asked for"};
   for (const QuantizedView* q : {&a.rowwise, &a.columnwise})
     if (!q->given() && q->scale_inv.given())
-      return {Code::type, std::string(op) + ": " + (q->columnwise ? "columnwise" : "rowwise") + " scale_inv (" +
-                              f.name + ") was given without its data"};
+      return {Code::argument, std::string(op) + ": " + (q->columnwise ? "columnwise" : "rowwise") + " scale_inv (" +
+                                  f.name + ") was given without its data"};
   DIPTYCH_TRY(options(a));
   DIPTYCH_TRY(source(op, a.x, a.source, device,
                      {&a.rowwise.data, &a.rowwise.scale_inv, &a.columnwise.data, &a.columnwise.scale_inv, &a.amax,

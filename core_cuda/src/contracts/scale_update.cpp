@@ -11,7 +11,7 @@ static Status log(const char* op, const AmaxLog& log, int64_t n, const Device& d
   DIPTYCH_TRY(present(op, "log", log.amaxes, device));
   DIPTYCH_TRY(of_dtype(op, "log", log.amaxes, DType::f32));
   DIPTYCH_TRY(ranked(op, "log", log.amaxes));
-  if (log.amaxes.cols() < 1) return {Code::value, std::string(op) + ": log " + describe(log.amaxes) + " has no column"};
+  if (log.amaxes.cols() < 1) return {Code::shape, std::string(op) + ": log " + describe(log.amaxes) + " has no column"};
   DIPTYCH_TRY(of_shape(op, "log", log.amaxes, n, log.amaxes.cols()));
   return holds(op, "written", log.written, DType::i64, 1, device);
 }
@@ -30,7 +30,8 @@ Status check(const ScaleUpdateArgs& a, const Device& device) {
   DIPTYCH_TRY(of_dtype(op, "history", a.history, DType::f32));
   DIPTYCH_TRY(ranked(op, "history", a.history));
   const int64_t n = a.history.rows(), length = a.history.cols();
-  if (length < 1) return {Code::value, std::string(op) + ": history " + describe(a.history) + " has no entry"};
+  if (length < 1)
+    return {Code::shape, std::string(op) + ": history must be [n, L] with L >= 1, got " + describe(a.history)};
   DIPTYCH_TRY(floats(op, "scale", a.scale, n, device));
   if (a.reduced.given()) DIPTYCH_TRY(floats(op, "reduced", a.reduced, n, device));
   if (a.amax.given()) DIPTYCH_TRY(floats(op, "amax", a.amax, n, device));

@@ -1,8 +1,12 @@
-"""Activations by the names that users know, checked once for both panels."""
+"""Activations by the names that users know, and what they ask of their operands."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+from diptych.common.ops import shapes
+from diptych.common.ops.operand import Operand, require_high_precision
+from diptych.common.ops.shapes import Constraint, Shape
 
 
 class ActivationOptions(NamedTuple):
@@ -28,3 +32,9 @@ def activation_options(op: str, name: str) -> ActivationOptions:
     if name not in ACTIVATIONS:
         raise ValueError(f"{op}: activation must be one of {', '.join(ACTIVATIONS)}, got {name!r}")
     return ACTIVATIONS[name]
+
+
+def activation(op: str, x: Operand, gated: bool) -> tuple[Shape, tuple[Constraint, ...]]:
+    """The shape of an activation of x, and what that asks of sizes."""
+    require_high_precision(op, x)
+    return shapes.activation_shape(op, x.shape, gated)

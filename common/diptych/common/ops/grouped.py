@@ -1,4 +1,4 @@
-"""Shape rules of stacks and of products of groups, beside those of `shapes`."""
+"""What stacks and products of groups ask of their operands, and the shapes that they make."""
 
 from __future__ import annotations
 
@@ -7,7 +7,17 @@ from typing import Literal, NamedTuple
 
 from diptych.common.errors import ShapeError
 from diptych.common.formats import FormatRow
+from diptych.common.gemm_options import GemmOptions, check_gemm_options
 from diptych.common.ops import shapes
+from diptych.common.ops.operand import (
+    Operand,
+    of_shape,
+    one_of,
+    require_dtype,
+    require_high_precision,
+    require_result_dtype,
+)
+from diptych.common.ops.quantize import CopyOperands, copy
 from diptych.common.ops.shapes import Buffer, Constraint, Shape, Size
 from diptych.common.quantizers import ROW_AMAX, Quantizer
 
@@ -61,20 +71,93 @@ def grouped_shape(
 
     **Raises** ShapeError for a B that is no stack then, or an A whose rows are reduced where B's are not.
     """
+    op = "grouped_gemm"
     m, k = shapes.operand_extents(a_format, a_columnwise, a_data)
     if a_columnwise and not b_columnwise:
-        raise ShapeError("grouped_gemm: the rows of a are reduced and those of b are not; pass trans_b=False")
+        raise ShapeError(f"{op}: the rows of a are reduced and those of b are not; pass trans_b=False")
     stack = not a_columnwise
     if stack and len(b_data) != 3:
-        raise ShapeError(f"grouped_gemm: b must be a stack of matrices, one for each group; its data is {list(b_data)}")
+        raise ShapeError(f"{op}: b must be a stack of matrices, one for each group; its data is {list(b_data)}")
     n, k_b = shapes.operand_extents(b_format, b_columnwise, b_data[stack:])
     names = f"a ({a_format.name}) reduces over {k} elements, b ({b_format.name}) over {k_b}"
-    constraints = [Constraint(k, k_b, f"grouped_gemm: {names}")]
+    constraints = [Constraint(k, k_b, f"{op}: {names}")]
     if stack:
-        message = f"grouped_gemm: offsets are those of {groups} groups, and b is a stack of {b_data[0]} tensors"
+        message = f"{op}: b is a stack of {b_data[0]} tensors, and offsets are those of {groups} groups"
         constraints.append(Constraint(groups, b_data[0], message))
     out = (m, n) if stack else (groups, m, n)
     return GroupedShape("rows" if stack else "depth", out, n, k, tuple(constraints))
+
+
+def offsets_of(op: str, offsets: Operand) -> tuple[Size, tuple[Constraint, ...]]:
+    """How many groups there are, and that the list of their offsets has an entry."""
+    require_dtype(op, offsets, "int32")
+    message = f"{op}: offsets must be [groups + 1], got {offsets}"
+    if len(offsets.shape) != 1:
+        raise ShapeError(message)
+    return offsets.shape[0] - 1, (Constraint(1, offsets.shape[0], message, "<="),)
+
+
+def grouped_gemm(
+    a: CopyOperands,
+    b: CopyOperands,
+    offsets: Operand,
+    bias: Operand | None,
+    dtype: str,
+    align: int,
+    rotated: bool,
+    options: GemmOptions,
+) -> GroupedShape:
+    """The product of groups in `dtype`, and what the operands' sizes must satisfy; the values of offsets are the
+    core's to check. `align`: what the offsets are multiples of. `rotated`: both copies are Hadamard-rotated."""
+    op, pair = "grouped_gemm", f"{a.format.name} x {b.format.name}"
+    require_result_dtype(op, dtype)
+    groups, constraints = offsets_of(op, offsets)
+    constraints += copy(op, "a", a)
+    data = a.data.shape, b.data.shape
+    shape = grouped_shape(groups, a.format, a.columnwise, data[0], b.format, b.columnwise, data[1])
+    constraints += shape.constraints
+    depth = shape.kind == "depth"
+    constraints += copy(op, "b", b) if depth else _stack(op, b, groups)
+    if bias is not None:
+        if depth:
+            raise ValueError(f"{op}: bias was given and is not read: weights' gradients have none")
+        require_high_precision(op, bias)
+        constraints += of_shape(op, bias, groups, shape.n)
+    if align not in ALIGNS:
+        raise ValueError(f"{op}: align must be {one_of(map(str, ALIGNS))}, got {align}")
+    if rotated and (not depth or align % 16):
+        raise ValueError(
+            f"{op}: Hadamard-rotated copies mix 16 rows, so that groups must begin at multiples of 16; align must be "
+            f"16, 32 or 128, got {align} ({pair})"
+        )
+    check_gemm_options(op, options, a.format, b.format)
+    return shape._replace(constraints=constraints)
+
+
+def _stack(op: str, b: CopyOperands, groups: Size) -> tuple[Constraint, ...]:
+    """A stack of `groups` tensors throughout, each as a copy of one tensor; its [1] are [groups] here."""
+    constraints: tuple[Constraint, ...] = ()
+    each = {}
+    for name in ("data", "scale_inv", "amax"):
+        x: Operand | None = getattr(b, name)
+        if x is None:
+            each[name] = None
+            continue
+        message = f"{op}: b {name} ({b.format.name}) must begin with the number of groups, {groups}, got {x}"
+        if not x.shape:
+            raise ShapeError(message)
+        constraints += (Constraint(x.shape[0], groups, message),)
+        each[name] = x._replace(shape=x.shape[1:])
+    return constraints + copy(op, "b", b._replace(**each))
+
+
+def grouped_bias_grad(dy: Operand, offsets: Operand) -> tuple[Size, tuple[Constraint, ...]]:
+    """How many groups there are, and what sizes must satisfy."""
+    op = "grouped_bias_grad"
+    require_high_precision(op, dy)
+    if not dy.shape:
+        raise ShapeError(f"{op}: dy must have at least one dimension, got a scalar")
+    return offsets_of(op, offsets)
 
 
 def align_of(numbers: Sequence[Size]) -> int:

@@ -1,4 +1,4 @@
-"""Norms and activations by the names that users know, checked once for both panels. The core's names are `which`."""
+"""Norms by the names that users know, and what they ask of their operands. The core's names are `which`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ import struct
 from typing import NamedTuple
 
 from diptych.common.errors import ArgumentError
+from diptych.common.ops import shapes
+from diptych.common.ops.operand import Operand, holds, require_high_precision, vector
+from diptych.common.ops.shapes import Constraint
+
+_LAYERNORM_ALONE = {"mu": "takes no mean", "beta": "has no beta"}
 
 NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 
@@ -33,3 +38,27 @@ def norm_options(op: str, normalization: str, eps: float, zero_centered_gamma: b
     if not (math.isfinite(eps) and 0 <= eps < 2.0**128):
         raise ValueError(f"{op}: eps must be finite and >= 0, got {eps}")
     return NormOptions(NORMS[normalization], struct.unpack("f", struct.pack("f", eps))[0], zero_centered_gamma)
+
+
+def norm(op: str, which: str, x: Operand, **operands: Operand | None) -> tuple[Constraint, ...]:
+    """`operands`: gamma and beta [K], mu and rsigma [M] against x, those that an op reads or writes."""
+    require_high_precision(op, x)
+    m, k = shapes.rows_cols(x.shape)
+    constraints: tuple[Constraint, ...] = ()
+    for name, t in operands.items():
+        if t is None:
+            if name in ("gamma", "rsigma") or (name == "mu" and which == "layernorm"):
+                raise ArgumentError(f"{op}: {name} is missing")
+        elif which == "rmsnorm" and name in _LAYERNORM_ALONE:
+            raise ValueError(f"{op}: {name} was given and is not read: rmsnorm {_LAYERNORM_ALONE[name]}")
+        elif name in ("mu", "rsigma"):
+            constraints += holds(op, t, "float32", m)
+        else:
+            constraints += vector(op, t, k)
+    return constraints
+
+
+def refuse_dbeta(op: str, wanted: bool) -> None:
+    """**Raises** ValueError where the gradient of rmsnorm's beta is `wanted`."""
+    if wanted:
+        raise ValueError(f"{op}: dbeta was given and is not read: rmsnorm {_LAYERNORM_ALONE['beta']}")

@@ -7,7 +7,7 @@ Rules use only `+`, `*` and `//` on sizes, so that they hold for symbolic ones, 
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from diptych.common.errors import ShapeError
 from diptych.common.formats import FormatRow
@@ -28,11 +28,16 @@ class Buffer(NamedTuple):
 
 
 class Constraint(NamedTuple):
-    """`lhs == rhs` must hold; `message` says what is wrong where it does not."""
+    """`lhs == rhs`, or `lhs <= rhs`, must hold; `message` says what is wrong where it does not, `error` how.
+
+    Sizes that a traced program will know only when it runs satisfy a "<=" until then: a limit makes no guard.
+    """
 
     lhs: Size
     rhs: Size
     message: str
+    relation: Literal["==", "<="] = "=="
+    error: type[Exception] = ShapeError
 
 
 class GemmShape(NamedTuple):
@@ -161,7 +166,7 @@ def gemm_out_shape(a_shape: Shape, m: Size, n: Size, trans_a: bool) -> Shape:
 
 
 def check(constraints: tuple[Constraint, ...]) -> None:
-    """Enforces constraints on concrete sizes. **Raises** ShapeError."""
+    """Enforces constraints on concrete sizes. **Raises** each one's error."""
     for c in constraints:
-        if c.lhs != c.rhs:
-            raise ShapeError(c.message)
+        if c.lhs > c.rhs or (c.lhs < c.rhs and c.relation == "=="):
+            raise c.error(c.message)

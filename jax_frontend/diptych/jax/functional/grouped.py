@@ -14,6 +14,7 @@ import numpy as np
 from diptych.common.errors import ArgumentError, ShapeError, UnsupportedError
 from diptych.common.gemm_options import GemmOptions
 from diptych.common.ops import grouped, shapes
+from diptych.common.ops.quantize import require_quantizer
 from diptych.common.quantizers import RHT, RHT_SIGNS, Quantizer
 from diptych.jax.functional.quantize import group_amaxes
 from diptych.jax.primitives import grouped as grouped_ops
@@ -43,11 +44,10 @@ def quantize_stack(
     **Raises:** as `quantize`; TypeError also for a quantizer with a `quantize_impl` of its own.
     """
     op = "quantize_stack"
-    if not isinstance(quantizer, Quantizer):
-        raise ArgumentError(f"{op}: quantizer must be a diptych Quantizer, got {type(quantizer).__name__}")
+    require_quantizer(op, quantizer)
     if quantizer.custom:
         raise ArgumentError(f"{op}: {type(quantizer).__name__} quantizes on its own; call quantize for each tensor")
-    x = to_array(f"{op} ({quantizer.format.name})", "x", x)
+    x = to_array(op, "x", x)
     leading = grouped.stack_shape(x.shape)[:-1]
     given = {"amax": amax, "columnwise_amax": columnwise_amax, "scale": scale, "rng": rng}
     operands: Any = {name: _operand(op, name, value) for name, value in given.items()}

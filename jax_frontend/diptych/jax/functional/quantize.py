@@ -15,6 +15,7 @@ import numpy as np
 
 from diptych.common.errors import ArgumentError
 from diptych.common.ops import shapes
+from diptych.common.ops.quantize import require_quantizer
 from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX, Quantizer
 from diptych.jax.primitives import quantize as quantize_ops
 from diptych.jax.primitives.checks import small_operand, to_array
@@ -111,8 +112,7 @@ def quantize(
     **Raises:** TypeError for other dtypes, or a missing `scale` or `rng`; ValueError for a scalar `x`, extents that the
     format does not take, or an argument that it does not read.
     """
-    if not isinstance(quantizer, Quantizer):
-        raise ArgumentError(f"quantize: quantizer must be a diptych Quantizer, got {type(quantizer).__name__}")
+    require_quantizer("quantize", quantizer)
     if quantizer.custom:
         options = {
             "amax": amax,
@@ -131,7 +131,7 @@ def quantize(
                 f"quantize: {kind}.quantize_impl must return a QuantizedArray, got {type(made).__name__}"
             )
         return made
-    x = to_array(f"quantize ({quantizer.format.name})", "x", x)
+    x = to_array("quantize", "x", x)
     shapes.rows_cols(x.shape)  # raises for a scalar
     given = {"amax": amax, "columnwise_amax": columnwise_amax}
     if amax_group is not None:

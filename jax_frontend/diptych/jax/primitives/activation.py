@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from diptych.jax.primitives import ffi
-from diptych.jax.primitives.checks import Aval, check_gated, check_high_precision, check_shape, own_shape
+from diptych.jax.primitives.checks import Aval, check_dy, check_gated, operand, own_shape
 from diptych.jax.primitives.ffi import Batch
 from diptych.jax.primitives.register import batch_shape, primitive, result
 
@@ -15,9 +15,8 @@ Array = jax.Array
 
 
 def _activation_abstract(x: Aval, *, batch: Batch, which: str, gated: bool) -> Any:
-    shape = own_shape(x, batch.axes[0])
-    check_high_precision("activation", "x", x.dtype, shape)
-    return [result((x,), (*batch_shape((x,), batch), *check_gated("activation", shape, gated)), x.dtype.name)]
+    shape = check_gated("activation", operand("x", x, batch.axes[0]), gated)
+    return [result((x,), (*batch_shape((x,), batch), *shape), x.dtype.name)]
 
 
 def _activation_attributes(_: Any, batch: Batch, which: str, gated: bool) -> Any:
@@ -34,9 +33,7 @@ def activation(x: Array, which: str, gated: bool) -> Array:
 
 def _activation_grad_abstract(dy: Aval, x: Aval, *, batch: Batch, which: str, gated: bool) -> Any:
     op, shape = "activation_grad", own_shape(x, batch.axes[1])
-    for name, aval, mask in zip(("dy", "x"), (dy, x), batch.axes, strict=True):
-        check_high_precision(op, name, aval.dtype, own_shape(aval, mask))
-    check_shape(op, "dy", own_shape(dy, batch.axes[0]), check_gated(op, shape, gated))
+    check_dy(op, dy, batch.axes[0], check_gated(op, operand("x", x, batch.axes[1]), gated))
     return [result((dy, x), (*batch_shape((dy, x), batch), *shape), x.dtype.name)]
 
 

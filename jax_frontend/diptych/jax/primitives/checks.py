@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -19,8 +19,11 @@ import numpy as np
 from diptych.common.byte_order import check_byte_order
 from diptych.common.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
 from diptych.common.formats import FormatRow, format_by_name
-from diptych.common.ops import shapes
-from diptych.common.quantizers import RHT, Quantizer
+from diptych.common.ops import activation, norm, quantize, shapes
+from diptych.common.ops import operand as operands
+from diptych.common.ops.operand import Operand
+from diptych.common.ops.quantize import CopyOperands
+from diptych.common.quantizers import Quantizer
 from diptych.jax.primitives import ffi
 from diptych.jax.primitives.ffi import Source
 
@@ -64,83 +67,51 @@ def check_native(op: str, arg: str, x: Any) -> None:
         check_byte_order(op, arg, x.dtype)
 
 
+def operand(name: str, aval: Aval, mask: int = 0) -> Operand:
+    """An operand behind its batch axes as the rules of `diptych.common.ops` see it."""
+    return Operand(name, aval.dtype.name, own_shape(aval, mask), raw=True)
+
+
 def check_high_precision(op: str, arg: str, dtype: Any, shape: Any) -> None:
     """**Raises** DTypeError unless `dtype` is float32, bfloat16 or float16."""
-    if np.dtype(dtype).name not in shapes.HIGH_PRECISION:
-        raise DTypeError(f"{op}: {arg} must be float32, bfloat16 or float16, got {np.dtype(dtype).name}{list(shape)}")
+    operands.require_high_precision(op, Operand(arg, np.dtype(dtype).name, tuple(shape)))
+
+
+def check_result(op: str, dtype: str) -> None:
+    """**Raises** DTypeError for a result that is not of high precision."""
+    operands.require_result_dtype(op, dtype)
 
 
 def check_dtype(op: str, arg: str, aval: Aval, name: str) -> None:
-    if aval.dtype.name != name and not (aval.dtype.name == "uint8" and dtype_of(name).itemsize == 1):
-        raise DTypeError(f"{op}: {arg} must be {name}, got {aval.dtype.name}{list(aval.shape)}")
+    operands.require_dtype(op, operand(arg, aval), name)
 
 
-def check_shape(op: str, arg: str, shape: shapes.Shape, want: shapes.Shape) -> None:
-    if tuple(shape) != tuple(want):
-        raise ShapeError(f"{op}: {arg} must have shape {list(want)}, got {list(shape)}")
+def check_shape(op: str, arg: str, aval: Aval, mask: int, want: shapes.Shape) -> None:
+    enforce(operands.of_shape(op, operand(arg, aval, mask), *want))
 
 
 def check_buffer(op: str, arg: str, aval: Aval, mask: int, dtype: str, want: shapes.Shape) -> None:
     """An operand of one dtype and one shape, behind its batch axes."""
-    check_dtype(op, arg, aval, dtype)
-    check_shape(op, arg, own_shape(aval, mask), want)
+    operands.require_dtype(op, operand(arg, aval, mask), dtype)
+    check_shape(op, arg, aval, mask, want)
 
 
 def enforce(constraints: Iterable[shapes.Constraint]) -> None:
-    """`shapes.check` for sizes that may be symbolic: those must hold for every value. **Raises** ShapeError."""
+    """`shapes.check` for sizes that may be symbolic: those must hold for every value. **Raises** each one's error."""
     for c in constraints:
-        if c.lhs == c.rhs:  # JAX says False of symbolic sizes that it cannot prove equal
-            continue
         if isinstance(c.lhs, int) and isinstance(c.rhs, int):
-            raise ShapeError(c.message)
-        raise ShapeError(
-            f"{c.message}; {c.lhs} == {c.rhs} does not hold for every symbolic size: say in symbolic_shape what does, "
-            "such as '16*k' for a multiple"
-        )
-
-
-def check_rotatable(op: str, x: Aval, shape: shapes.Shape) -> None:
-    """What the Hadamard transform of 16 consecutive rows asks of its input."""
-    if x.dtype.name != "bfloat16":
-        raise DTypeError(f"{op}: the Hadamard transform takes bfloat16 alone, got {x.dtype.name}{list(shape)}")
-    m, _ = shapes.rows_cols(shape)
-    message = f"{op}: the Hadamard transform takes rows in multiples of 16, got {list(shape)}"
-    enforce([shapes.Constraint(m // 16 * 16, m, message)])
-
-
-def check_options(
-    op: str, x: Aval, shape: shapes.Shape, quantizer: Quantizer, amax_given: bool, has_scale: bool, has_rng: bool
-) -> None:
-    """Which state quantizing x needs and which it must not be given."""
-    fmt, spec, kind = quantizer.format, quantizer.spec, type(quantizer).__name__
-    if amax_given and has_scale:
-        raise ValueError(f"{op}: scale and amax were both given; the scale alone decides")
-    if quantizer.needs_scale and not has_scale:
-        raise ArgumentError(f"{op}: {kind} takes its scale from the caller; pass scale=")
-    if has_scale and not fmt.per_tensor:
-        raise ValueError(f"{op}: scale is for per-tensor formats, not {fmt.name}")
-    if has_scale and (spec.flags or spec.eps):
-        raise ValueError(f"{op}: scale was given; the options of {quantizer} do not apply to it")
-    if quantizer.needs_rng and not has_rng:
-        raise ArgumentError(f"{op}: {kind} rounds stochastically; pass rng=, for instance rng_state(seed)")
-    if has_rng and not quantizer.needs_rng:
-        raise ValueError(f"{op}: rng is for stochastic rounding, which {quantizer} does not do")
-    if spec.flags & RHT:
-        check_rotatable(op, x, shape)
-
-
-def given_amaxes(op: str, quantizer: Quantizer, read: Collection[str], **amaxes: Array | None) -> dict[str, Array]:
-    """The amaxes that are given: all that `quantizer` reads, or none."""
-    given = {name: a for name, a in amaxes.items() if a is not None}
-    for name in given:
-        if not read:
-            raise ValueError(
-                f"{op}: {name} is for formats with an amax of the tensor; {quantizer.format.name} has one per block"
+            shapes.check((c,))
+        elif c.relation == "==" and c.lhs != c.rhs:  # JAX says so of symbolic sizes that it cannot prove equal
+            raise ShapeError(
+                f"{c.message}; {c.lhs} == {c.rhs} does not hold for every symbolic size: say in symbolic_shape what "
+                "does, such as '16*k' for a multiple"
             )
-        if name not in read:
-            raise ValueError(f"{op}: {quantizer} does not read {name}, only {' and '.join(read)}")
-    if given and (missing := set(read) - given.keys()):
-        raise ValueError(f"{op}: {missing.pop()} is missing; {quantizer} reads one for each copy that it makes")
+
+
+def given_amaxes(op: str, shape: shapes.Shape, quantizer: Quantizer, **amaxes: Array | None) -> dict[str, Array]:
+    """The amaxes that are given to quantize a tensor of `shape`: all that `quantizer` reads, or none."""
+    given = {name: a for name, a in amaxes.items() if a is not None}
+    enforce(quantize.given_amaxes(op, shape, quantizer, *[operand(name, a) for name, a in given.items()]))
     return given
 
 
@@ -149,20 +120,19 @@ def copy_length(format: str) -> int:
     return 3 if format_by_name(format).two_level else 2
 
 
+def copy_operands(avals: tuple[Aval, ...], masks: tuple[int, ...], format: str, columnwise: bool) -> CopyOperands:
+    """One copy's data, scales and amax, if there is one, as rules see it."""
+    parts = [operand(n, a, m) for n, a, m in zip(("data", "scale_inv", "amax"), avals, masks, strict=False)]
+    return CopyOperands(format_by_name(format), columnwise, parts[0], parts[1], parts[2] if len(parts) > 2 else None)
+
+
 def check_copy(
     op: str, arg: str, avals: tuple[Aval, ...], masks: tuple[int, ...], format: str, columnwise: bool
 ) -> FormatRow:
     """One copy's data, scales and amax against its format row."""
-    row = format_by_name(format)
-    data = own_shape(avals[0], masks[0])
-    m, k = shapes.copy_extents(row, columnwise, data)
-    check_dtype(op, f"{arg} data ({format})", avals[0], row.data)
-    want = shapes.scale_shape(row, columnwise, m, k)
-    check_buffer(op, f"{arg} scale_inv ({format})", avals[1], masks[1], row.scale, want)
-    if row.two_level:
-        each_row = not columnwise and own_shape(avals[2], masks[2]) == (m,)
-        check_buffer(op, f"{arg} amax ({format})", avals[2], masks[2], "float32", (m,) if each_row else (1,))
-    return row
+    copy = copy_operands(avals, masks, format, columnwise)
+    enforce(quantize.copy(op, arg, copy))
+    return copy.format
 
 
 # --- maps of rows ---
@@ -216,50 +186,48 @@ def check_tokens(op: str, arg: str, shape: shapes.Shape, tokens: Any, of: str) -
 # --- sources: what amax and quantize encode instead of x ---
 
 
-def check_gated(op: str, x: shapes.Shape, gated: bool) -> shapes.Shape:
+def check_gated(op: str, x: Operand, gated: bool) -> shapes.Shape:
     """Shape of an activation of x. **Raises** ShapeError for a scalar, or where x has no two halves."""
-    shape, constraints = shapes.activation_shape(op, x, gated)
+    shape, constraints = activation.activation(op, x, gated)
     enforce(constraints)
     return shape
 
 
 def check_norm(
-    op: str, which: str, x: shapes.Shape, names: Iterable[str], avals: Iterable[Aval], masks: Iterable[int]
+    op: str, which: str, x: Operand, names: Iterable[str], avals: Iterable[Aval], masks: Iterable[int]
 ) -> None:
     """A norm's operands by name: gamma, beta [K] and mu, rsigma [M], against x."""
-    m, k = shapes.rows_cols(x)
-    for name, aval, mask in zip(names, avals, masks, strict=True):
-        if which == "rmsnorm" and name in ("mu", "beta"):
-            raise ValueError(f"{op}: rmsnorm has no {name}")
-        if name in ("mu", "rsigma"):
-            check_buffer(op, name, aval, mask, "float32", (m,))
-        else:
-            own = own_shape(aval, mask)
-            check_high_precision(op, name, aval.dtype, own)
-            check_shape(op, name, own, (k,))
+    given = {name: operand(name, aval, mask) for name, aval, mask in zip(names, avals, masks, strict=True)}
+    enforce(norm.norm(op, which, x, **given))
+    for t in given.values():  # sums of gradients have their parameter's shape
+        if len(t.shape) != 1:
+            raise ShapeError(f"{op}: {t.name} must have one dimension, got {t}")
 
 
 def encoded(
-    op: str, source: Source | None, x: shapes.Shape, avals: tuple[Aval, ...], masks: tuple[int, ...]
+    op: str, source: Source | None, x: Operand, avals: tuple[Aval, ...], masks: tuple[int, ...]
 ) -> shapes.Shape:
     """Shape of what is encoded, after checks of the source's operands."""
     if source is None:
-        return x
+        return x.shape
     if source.kind == "norm":
         statistics = ["mu"] * (source.which == "layernorm") + ["rsigma"]
         check_norm(op, source.which, x, ["gamma", *["beta"] * source.has_beta, *statistics], avals, masks)
-        return x
+        return x.shape
     if source.kind == "permuted":
         tokens, _ = check_row_map(op, avals[0], masks[0])
-        check_tokens(op, "x", x, tokens, "the map's tokens")
-        return check_rows(op, avals[1], masks[1]), x[-1]
+        check_tokens(op, "x", x.shape, tokens, "the map's tokens")
+        return check_rows(op, avals[1], masks[1]), x.shape[-1]
     narrow = check_gated(op, x, source.option)
     if source.kind == "activation":
         return narrow
-    dy = own_shape(avals[0], masks[0])
-    check_high_precision(op, "dy", avals[0].dtype, dy)
-    check_shape(op, "dy", dy, narrow)
-    return x
+    check_dy(op, avals[0], masks[0], narrow)
+    return x.shape
+
+
+def check_dy(op: str, aval: Aval, mask: int, shape: shapes.Shape) -> None:
+    operands.require_high_precision(op, operand("dy", aval, mask))
+    check_shape(op, "dy", aval, mask, shape)
 
 
 def source_length(source: Source | None) -> int:
@@ -295,8 +263,7 @@ def dtype_name(op: str, dtype: Any, default: str) -> str:
         name = np.dtype(jnp.dtype(dtype)).name
     except TypeError:
         raise DTypeError(f"{op}: {dtype!r} is no dtype; choose float32, bfloat16 or float16") from None
-    if name not in shapes.HIGH_PRECISION:
-        raise DTypeError(f"{op}: the result can be float32, bfloat16 or float16, not {name}")
+    check_result(op, name)
     return name
 
 

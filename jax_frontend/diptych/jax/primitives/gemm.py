@@ -8,7 +8,8 @@ import jax
 
 from diptych.common.errors import UnsupportedError
 from diptych.common.formats import format_by_name
-from diptych.common.gemm_options import GemmOptions, check_gemm_options
+from diptych.common.gemm_options import GemmOptions
+from diptych.common.ops import gemm as rules
 from diptych.common.ops import shapes
 from diptych.core import _core
 from diptych.jax.primitives import ffi
@@ -16,12 +17,12 @@ from diptych.jax.primitives.checks import (
     Aval,
     Copy,
     check_buffer,
-    check_copy,
-    check_high_precision,
+    check_result,
     check_shape,
     copy_length,
-    dtype_of,
+    copy_operands,
     enforce,
+    operand,
     own_shape,
 )
 from diptych.jax.primitives.ffi import Batch
@@ -48,21 +49,16 @@ def _gemm_abstract(
     out_dtype: str,
     options: GemmOptions,
 ) -> Any:
-    at = 0
-    for side, (fmt, columnwise) in (("a", a), ("b", b)):
-        end = at + copy_length(fmt)
-        check_copy("gemm", side, avals[at:end], batch.axes[at:end], fmt, columnwise)
-        at = end
-    check_high_precision("gemm", "out_dtype", dtype_of(out_dtype), ())
-    size = _gemm_sizes(avals, batch, a, b)
+    at = copy_length(a[0])
+    end = at + copy_length(b[0])
+    copies = copy_operands(avals[:at], batch.axes[:at], *a), copy_operands(avals[at:end], batch.axes[at:end], *b)
+    bias = operand("bias", avals[end], batch.axes[end]) if has_bias else None
+    size = rules.gemm(*copies, bias, out_dtype, options)
     enforce(size.constraints)
-    if has_bias:
-        own = own_shape(avals[at], batch.axes[at])
-        check_high_precision("gemm", "bias", avals[at].dtype, own)
-        check_shape("gemm", "bias", own, (size.n,))
+    if bias is not None:  # its gradient has its shape
+        check_shape("gemm", "bias", avals[end], batch.axes[end], (size.n,))
     if has_c:
         check_buffer("gemm", "c", avals[-1], batch.axes[-1], out_dtype, (size.m, size.n))
-    check_gemm_options("gemm", options, format_by_name(a[0]), format_by_name(b[0]))
     return [result(avals, (*batch_shape(avals, batch), size.m, size.n), out_dtype)]
 
 
@@ -133,10 +129,9 @@ def gemm(
 
 
 def _bias_grad_abstract(dy: Aval, *, batch: Batch, dtype: str) -> Any:
-    shape = own_shape(dy, batch.axes[0])
-    check_high_precision("bias_grad", "dy", dy.dtype, shape)
-    check_high_precision("bias_grad", "the result", dtype_of(dtype), ())
-    return [result((dy,), (*batch_shape((dy,), batch), shapes.rows_cols(shape)[1]), dtype)]
+    rules.bias_grad(operand("dy", dy, batch.axes[0]))
+    check_result("bias_grad", dtype)
+    return [result((dy,), (*batch_shape((dy,), batch), own_shape(dy, batch.axes[0])[-1]), dtype)]
 
 
 def _bias_grad_finish(ctx: Any, platform: str, batch: Batch, dtype: str) -> Any:

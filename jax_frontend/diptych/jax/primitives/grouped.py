@@ -11,10 +11,11 @@ from typing import Any
 
 import jax
 
-from diptych.common.errors import ShapeError
 from diptych.common.formats import format_by_name
-from diptych.common.gemm_options import DEFAULTS, GemmOptions, check_gemm_options
+from diptych.common.gemm_options import DEFAULTS, GemmOptions
 from diptych.common.ops import grouped, shapes
+from diptych.common.ops import quantize as rules
+from diptych.common.ops.operand import Operand
 from diptych.common.quantizers import Quantizer
 from diptych.core import _core
 from diptych.jax.primitives import ffi
@@ -22,15 +23,12 @@ from diptych.jax.primitives.checks import (
     Aval,
     Copy,
     check_buffer,
-    check_copy,
-    check_dtype,
-    check_high_precision,
-    check_options,
-    check_shape,
+    check_result,
     copy_length,
+    copy_operands,
     dtype_of,
     enforce,
-    given_amaxes,
+    operand,
     own_shape,
 )
 from diptych.jax.primitives.ffi import Batch
@@ -46,13 +44,11 @@ _NO_DERIVATIVE = (
 _NO_DERIVATIVE_OF_SUMS = "it sums gradients. Wrap its input in jax.lax.stop_gradient"
 
 
-def _check_offsets(op: str, aval: Aval, mask: int) -> Any:
+def _groups(op: str, aval: Aval, mask: int) -> Any:
     """G"""
-    check_dtype(op, "offsets", aval, "int32")
-    shape = own_shape(aval, mask)
-    if len(shape) != 1 or (isinstance(shape[0], int) and shape[0] < 1):
-        raise ShapeError(f"{op}: offsets must be [G + 1], got {list(shape)}")
-    return shape[0] - 1
+    groups, constraints = grouped.offsets_of(op, operand("offsets", aval, mask))
+    enforce(constraints)
+    return groups
 
 
 # --- stacks ---
@@ -65,18 +61,18 @@ def _amaxes(shape: shapes.Shape, quantizer: Quantizer) -> dict[str, shapes.Buffe
 def _quantize_stack_abstract(
     *avals: Aval, batch: Batch, quantizer: Quantizer, mode: int, has_scale: bool, has_rng: bool, as_bytes: bool
 ) -> Any:
-    x, op = avals[0], f"quantize_stack ({quantizer.format.name})"
-    shape = own_shape(x, batch.axes[0])
-    check_high_precision(op, "x", x.dtype, shape)
+    op, x = "quantize_stack", avals[0]
+    named = operand("x", x, batch.axes[0])
+    shape = named.shape
     each, count = grouped.stack_shape(shape), shape[0]
-    check_options("quantize_stack", x, each, quantizer, mode == GIVEN, has_scale, has_rng)
-    enforce(shapes.quantize_constraints(each, quantizer))
     want = {name: (b.dtype, b.shape) for name, b in _amaxes(shape, quantizer).items()} if mode == GIVEN else {}
     want |= {"scale": ("float32", (count,))} if has_scale else {}
     want |= {"rng": ("int32", (count, 4))} if has_rng else {}
     given = dict(zip(want, avals[1:], strict=True))
     for name, mask in zip(want, batch.axes[1:], strict=True):
-        check_buffer("quantize_stack", name, given[name], mask, *want[name])
+        check_buffer(op, name, given[name], mask, *want[name])
+    state = {name: Operand(name, dtype, own[1:]) for name, (dtype, own) in want.items()}
+    enforce(rules.quantize(op, named._replace(shape=each), quantizer, **state))
     # What a result depends on is what it varies with, as in quantize.
     amaxes = [a for name, a in given.items() if name.endswith("amax")]
     fixed = [given["scale"]] if has_scale else amaxes if quantizer.format.per_tensor else []
@@ -124,8 +120,9 @@ def quantize_stack(
 
     `amax`, `columnwise_amax`, `scale`: float32 [G] (an amax per row: [G, M]). `rng`: int32 [G, 4].
     """
-    read = _amaxes(x.shape, quantizer)
-    amaxes = given_amaxes("quantize_stack", quantizer, read, amax=amax, columnwise_amax=columnwise_amax)
+    amaxes = {n: a for n, a in (("amax", amax), ("columnwise_amax", columnwise_amax)) if a is not None}
+    each = [Operand(name, a.dtype.name, a.shape[1:]) for name, a in amaxes.items()]
+    enforce(rules.given_amaxes("quantize_stack", grouped.stack_shape(x.shape), quantizer, *each))
     mode = GIVEN if amaxes else COMPUTE
     args = [x, *amaxes.values(), *(v for v in (scale, rng) if v is not None)]
     outs = quantize_stack_p.bind(
@@ -144,26 +141,10 @@ def quantize_stack(
 # --- products ---
 
 
-def _check_stack(
-    op: str, arg: str, avals: tuple[Aval, ...], masks: tuple[int, ...], format: str, columnwise: bool, count: Any
-) -> None:
-    """A stack's data, scales and amaxes against its format row; what `check_copy` asks of one tensor."""
-    row = format_by_name(format)
-    data = own_shape(avals[0], masks[0])
-    m, k = shapes.copy_extents(row, columnwise, data[1:])
-    check_dtype(op, f"{arg} data ({format})", avals[0], row.data)
-    scale = () if row.per_tensor else shapes.scale_shape(row, columnwise, m, k)
-    check_buffer(op, f"{arg} scale_inv ({format})", avals[1], masks[1], row.scale, (count, *scale))
-    if row.two_level:
-        each_row = not columnwise and len(own_shape(avals[2], masks[2])) == 2
-        want = (count, m) if each_row else (count,)
-        check_buffer(op, f"{arg} amax ({format})", avals[2], masks[2], "float32", want)
-
-
 def _sizes(avals: Any, batch: Batch, a: tuple[str, bool], b: tuple[str, bool]) -> grouped.GroupedShape:
     op, at = "grouped_gemm", copy_length(a[0])
     end = at + copy_length(b[0])
-    groups = _check_offsets(op, avals[end], batch.axes[end])
+    groups = _groups(op, avals[end], batch.axes[end])
     a_data, b_data = own_shape(avals[0], batch.axes[0]), own_shape(avals[at], batch.axes[at])
     return grouped.grouped_shape(groups, format_by_name(a[0]), a[1], a_data, format_by_name(b[0]), b[1], b_data)
 
@@ -184,33 +165,15 @@ def _grouped_gemm_abstract(
     op, pair = "grouped_gemm", f"{a[0]} x {b[0]}"
     at = copy_length(a[0])
     end = at + copy_length(b[0])
-    check_high_precision(op, "out_dtype", dtype_of(out_dtype), ())
-    check_copy(op, "a", avals[:at], batch.axes[:at], *a)
-    size = _sizes(avals, batch, a, b)
+    copies = copy_operands(avals[:at], batch.axes[:at], *a), copy_operands(avals[at:end], batch.axes[at:end], *b)
+    bias = operand("bias", avals[end + 1], batch.axes[end + 1]) if has_bias else None
+    offsets = operand("offsets", avals[end], batch.axes[end])
+    size = grouped.grouped_gemm(*copies, offsets, bias, out_dtype, align, rotated, options)
     enforce(size.constraints)
-    depth, groups = size.kind == "depth", own_shape(avals[end], batch.axes[end])[0] - 1
-    if depth:
-        check_copy(op, "b", avals[at:end], batch.axes[at:end], *b)
-    else:
-        _check_stack(op, "b", avals[at:end], batch.axes[at:end], *b, groups)
-    if has_bias:
-        if depth:
-            raise ValueError(f"{op} ({pair}): a product over rows has no bias")
-        own = own_shape(avals[end + 1], batch.axes[end + 1])
-        check_high_precision(op, "bias", avals[end + 1].dtype, own)
-        check_shape(op, "bias", own, (groups, size.n))
     if has_c:
         if has_bias:
             raise ValueError(f"{op} ({pair}): a bias and an acc exclude one another")
         check_buffer(op, "acc", avals[-1], batch.axes[-1], out_dtype, size.out)
-    if align not in grouped.ALIGNS:
-        raise ValueError(f"{op}: align must be one of {list(grouped.ALIGNS)}, got {align}")
-    if rotated and (not depth or align % 16):
-        raise ValueError(
-            f"{op} ({pair}): Hadamard-rotated copies mix 16 rows, so that groups must begin at multiples of 16; align "
-            f"must be 16, 32 or 128, got {align}"
-        )
-    check_gemm_options(op, options, format_by_name(a[0]), format_by_name(b[0]))
     return [result(avals, (*batch_shape(avals, batch), *size.out), out_dtype)]
 
 
@@ -271,12 +234,12 @@ def grouped_gemm(
 
 
 def _grouped_bias_grad_abstract(dy: Aval, offsets: Aval, *, batch: Batch, dtype: str) -> Any:
-    op, shape = "grouped_bias_grad", own_shape(dy, batch.axes[0])
-    check_high_precision(op, "dy", dy.dtype, shape)
-    check_high_precision(op, "the result", dtype_of(dtype), ())
-    groups = _check_offsets(op, offsets, batch.axes[1])
+    named = operand("dy", dy, batch.axes[0])
+    groups, constraints = grouped.grouped_bias_grad(named, operand("offsets", offsets, batch.axes[1]))
+    enforce(constraints)
+    check_result("grouped_bias_grad", dtype)
     operands = (dy, offsets)
-    return [result(operands, (*batch_shape(operands, batch), groups, shapes.rows_cols(shape)[1]), dtype)]
+    return [result(operands, (*batch_shape(operands, batch), groups, named.shape[-1]), dtype)]
 
 
 def _grouped_bias_grad_finish(ctx: Any, platform: str, batch: Batch, dtype: str) -> Any:

@@ -7,10 +7,10 @@ from typing import Any
 import jax
 
 from diptych.common.ops import shapes
-from diptych.common.ops.norm import NormOptions
+from diptych.common.ops.norm import NormOptions, refuse_dbeta
 from diptych.core import _core
 from diptych.jax.primitives import ffi
-from diptych.jax.primitives.checks import Aval, check_high_precision, check_norm, check_shape, own_shape
+from diptych.jax.primitives.checks import Aval, check_dy, check_norm, operand, own_shape
 from diptych.jax.primitives.ffi import Batch
 from diptych.jax.primitives.register import batch_shape, primitive, result, workspace_bytes
 
@@ -21,8 +21,8 @@ def _norm_abstract(
     x: Aval, *parameters: Aval, batch: Batch, which: str, eps: float, zero_centered_gamma: bool, dtype: str
 ) -> Any:
     shape = own_shape(x, batch.axes[0])
-    check_high_precision("norm", "x", x.dtype, shape)
-    check_norm("norm", which, shape, ("gamma", "beta")[: len(parameters)], parameters, batch.axes[1:])
+    names = ("gamma", "beta")[: len(parameters)]
+    check_norm("norm", which, operand("x", x, batch.axes[0]), names, parameters, batch.axes[1:])
     front, m = batch_shape((x, *parameters), batch), shapes.rows_cols(shape)[0]
     statistics = [result((x, *parameters), (*front, m), "float32")] * (1 + (which == "layernorm"))
     return [*statistics, *([result((x, *parameters), (*front, *shape), dtype)] if dtype else [])]
@@ -52,13 +52,10 @@ def _norm_grad_abstract(
     dy: Aval, x: Aval, gamma: Aval, *stats: Aval, batch: Batch, which: str, zero_centered_gamma: bool, has_dbeta: bool
 ) -> Any:
     avals, shape = (dy, x, gamma, *stats), own_shape(x, batch.axes[1])
-    for name, aval, mask in zip(("dy", "x"), (dy, x), batch.axes, strict=False):
-        check_high_precision("norm_grad", name, aval.dtype, own_shape(aval, mask))
-    check_shape("norm_grad", "dy", own_shape(dy, batch.axes[0]), shape)
+    check_dy("norm_grad", dy, batch.axes[0], shape)
     names = ("gamma", "mu", "rsigma") if which == "layernorm" else ("gamma", "rsigma")
-    check_norm("norm_grad", which, shape, names, (gamma, *stats), batch.axes[2:])
-    if has_dbeta and which == "rmsnorm":
-        raise ValueError("norm_grad: rmsnorm has no beta")
+    check_norm("norm_grad", which, operand("x", x, batch.axes[1]), names, (gamma, *stats), batch.axes[2:])
+    refuse_dbeta("norm_grad", has_dbeta and which == "rmsnorm")
     front = batch_shape(avals, batch)
     of_gamma = result(avals, (*front, shape[-1]), gamma.dtype.name)
     return [result(avals, (*front, *shape), x.dtype.name), *[of_gamma] * (1 + has_dbeta)]

@@ -58,7 +58,7 @@ def check_float(op: str, arg: str, dtype: Any, shape: Any, wide: bool = True) ->
 def _check_per_slot(op: str, arg: str, aval: Aval, mask: int, map_shape: shapes.Shape, wide: bool) -> None:
     own = own_shape(aval, mask)
     check_float(op, arg, aval.dtype, own, wide)
-    check_shape(op, arg, own, map_shape)
+    check_shape(op, arg, aval, mask, map_shape)
 
 
 def _refuse_wide(op: str, ctx: Any, platform: str) -> None:
@@ -267,7 +267,7 @@ def _unpermute_abstract(*avals: Aval, batch: Batch, has_probs: bool, has_permute
     if has_permuted_dprobs:
         grads = own_shape(avals[-1], batch.axes[-1])
         check_float(op, "permuted_dprobs", avals[-1].dtype, grads)
-        check_shape(op, "permuted_dprobs", grads, (own[0],))
+        check_shape(op, "permuted_dprobs", avals[-1], batch.axes[-1], (own[0],))
         outs.append(result(avals, (*front, *map_shape), avals[-1].dtype.name))
     return outs
 
@@ -307,7 +307,7 @@ def _unpermute_grad_abstract(
     check_float(op, "dy", dy.dtype, own)
     check_rank(op, "dy", own)
     map_shape = check_row_map(op, row_id_map, batch.axes[1])
-    check_shape(op, "dy", own, (map_shape[0], own[1]))
+    check_shape(op, "dy", dy, batch.axes[0], (map_shape[0], own[1]))
     rows = check_rows(op, row_source, batch.axes[2])
     _check_per_slot(op, "probs", probs, batch.axes[3], map_shape, dy.dtype.name == "float64")
     operands = (dy, row_id_map, row_source, probs, *x)

@@ -11,8 +11,9 @@ from typing import Any, Literal, overload
 import jax
 
 from diptych.common.formats import format_by_name
+from diptych.common.ops import quantize as rules
 from diptych.common.ops import shapes
-from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX, Quantizer
+from diptych.common.quantizers import ROW_AMAX, Quantizer
 from diptych.core import _core
 from diptych.jax.primitives import ffi
 from diptych.jax.primitives.checks import (
@@ -20,13 +21,12 @@ from diptych.jax.primitives.checks import (
     Copy,
     check_buffer,
     check_copy,
-    check_high_precision,
-    check_options,
-    check_rotatable,
+    check_result,
     dtype_of,
     encoded,
     enforce,
     given_amaxes,
+    operand,
     own_shape,
     source_length,
 )
@@ -44,15 +44,9 @@ COMPUTE, GIVEN, ACCUMULATE = 0, 1, 2
 
 
 def _amax_abstract(*avals: Aval, batch: Batch, flags: int, columnwise: bool, source: Source | None = None) -> Any:
-    x, shape = avals[0], own_shape(avals[0], batch.axes[0])
-    check_high_precision("amax", "x", x.dtype, shape)
-    shape = encoded("amax", source, shape, avals[1:], batch.axes[1:])
-    if flags & RHT_SIGNS and not flags & RHT:
-        raise ValueError("amax: random signs belong to the Hadamard transform, which was not asked for")
-    if flags & RHT:
-        check_rotatable("amax", x, shape)
-        if not columnwise:
-            raise ValueError("amax: the Hadamard transform is for the columnwise copy, which was not asked for")
+    x = operand("x", avals[0], batch.axes[0])
+    shape = encoded("amax", source, x, avals[1:], batch.axes[1:])
+    enforce(rules.amax(x, flags, columnwise, shape))
     count = shapes.rows_cols(shape)[0] if flags & ROW_AMAX else 1
     front = batch_shape(avals, batch)
     return [result(avals, (*front, n), "float32") for n in (count, 1)[: 1 + columnwise]]
@@ -97,20 +91,20 @@ def _quantize_abstract(
     source: Source | None,
     column_sum: str,
 ) -> Any:
-    x, fmt, op = avals[0], quantizer.format, f"quantize ({quantizer.format.name})"
-    shape = own_shape(x, batch.axes[0])
-    check_high_precision(op, "x", x.dtype, shape)
+    x, fmt = avals[0], quantizer.format
     own = len(avals) - source_length(source)
-    of_source = avals[own:]
-    shape = encoded(op, source, shape, of_source, batch.axes[own:])
-    check_options("quantize", x, shape, quantizer, mode == GIVEN, has_scale, has_rng)
-    enforce(shapes.quantize_constraints(shape, quantizer))
+    of_source, named = avals[own:], operand("x", x, batch.axes[0])
+    shape = encoded("quantize", source, named, of_source, batch.axes[own:])
     want = {name: (b.dtype, b.shape) for name, b in _amaxes(shape, quantizer).items()} if mode != COMPUTE else {}
     want |= {"scale": ("float32", (1,))} if has_scale else {}
     want |= {"rng": ("int32", (4,))} if has_rng else {}
     given = dict(zip(want, avals[1:own], strict=True))
+    state = {n: operand(n, given[n], mask) for n, mask in zip(want, batch.axes[1:own], strict=True)}
+    if mode == ACCUMULATE:  # the entry of the history that takes x's amax in is not one to use
+        state.pop("amax")
+    enforce(rules.quantize("quantize", named, quantizer, **state, encoded=shape))
     for name, mask in zip(want, batch.axes[1:own], strict=True):
-        check_buffer("quantize", name, given[name], mask, *want[name])
+        check_buffer("quantize", f"{name} ({fmt.name})", given[name], mask, *want[name])
     front = batch_shape(avals, batch)
     # What a result depends on is what it varies with: reduced over a mesh axis, an amax no longer varies there.
     amaxes = [a for name, a in given.items() if name.endswith("amax")]
@@ -124,14 +118,14 @@ def _quantize_abstract(
         dtype = "uint8" if as_bytes and dtype_of(buffer.dtype).itemsize == 1 else buffer.dtype
         outs.append(result(sources[buffer.name.rsplit("_", 1)[-1]], (*front, *buffer.shape), dtype))
     if column_sum:
-        check_high_precision(op, "the column sum", dtype_of(column_sum), ())
+        check_result("quantize", column_sum)
         outs.append(result(read, (*front, shape[-1]), column_sum))
     return outs
 
 
 def _encoded_shape(avals: Any, batch: Batch, source: Source | None) -> shapes.Shape:
     at = len(avals) - source_length(source)
-    return encoded("quantize", source, own_shape(avals[0], batch.axes[0]), avals[at:], batch.axes[at:])
+    return encoded("quantize", source, operand("x", avals[0], batch.axes[0]), avals[at:], batch.axes[at:])
 
 
 def _quantize_attributes(
@@ -223,7 +217,7 @@ def quantize(
     `source`, `operands`: what is encoded instead of x. `column_sum`: the dtype of one more result of that name, the sum
     over the rows of what is encoded, [K].
     """
-    given = given_amaxes("quantize", quantizer, _amaxes(x.shape, quantizer), amax=amax, columnwise_amax=columnwise_amax)
+    given = given_amaxes("quantize", x.shape, quantizer, amax=amax, columnwise_amax=columnwise_amax)
     mode = GIVEN if given else COMPUTE
     return _quantize(x, quantizer, mode, given, scale, rng, as_bytes, source, operands, column_sum)
 
@@ -244,7 +238,7 @@ def quantize_delayed(
 
 def _dequantize_abstract(*avals: Aval, batch: Batch, format: str, columnwise: bool, dtype: str) -> Any:
     row = check_copy("dequantize", "q", avals, batch.axes, format, columnwise)
-    check_high_precision("dequantize", "the result", dtype_of(dtype), avals[0].shape)
+    check_result("dequantize", dtype)
     shape = shapes.tensor_shape(row, columnwise, own_shape(avals[0], batch.axes[0]))
     return [result(avals, (*batch_shape(avals, batch), *shape), dtype)]
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import jax
 
-from diptych.common.errors import ShapeError
+from diptych.common.ops import scale_update as rules
 from diptych.common.ops import shapes
 from diptych.jax.primitives import ffi
 from diptych.jax.primitives.checks import (
     Aval,
-    check_buffer,
-    check_dtype,
+    enforce,
+    operand,
     own_shape,
 )
 from diptych.jax.primitives.ffi import Batch
@@ -32,15 +32,12 @@ def _scale_update_abstract(
     margin: int,
     most_recent: bool,
 ) -> Any:
-    check_dtype("scale_update", "history", history, "float32")
-    n, length = shapes.rows_cols(own_shape(history, batch.axes[0]))
-    if length == 0:
-        raise ShapeError(f"scale_update: history {list(history.shape)} has no entry")
-    names = ["scale", *["reduced"] * has_reduced, *["amax"] * has_amax]
-    for name, aval, mask in zip(names, (scale, *chosen), batch.axes[1:], strict=True):
-        check_buffer("scale_update", name, aval, mask, "float32", (n,))
-    if most_recent and has_amax:
-        raise ValueError("scale_update: amax was given; most_recent does not apply")
+    names = ["history", "scale", *["reduced"] * has_reduced, *["amax"] * has_amax]
+    given = {n: operand(n, a, m) for n, a, m in zip(names, (history, scale, *chosen), batch.axes, strict=True)}
+    factors = float.fromhex(fp8_max), margin, most_recent
+    pair = given.get("reduced"), given.get("amax")
+    enforce(rules.scale_update(given["history"], given["scale"], *pair, *factors))
+    n, _ = shapes.rows_cols(given["history"].shape)
     operands = (history, scale, *chosen)
     front = batch_shape(operands, batch)
     updated = (history, *chosen[:1]) if has_reduced else (history,)

@@ -9,7 +9,6 @@ tensor are refused, on CUDA each counts as at least the one before it and at mos
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -17,20 +16,24 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from diptych.common.errors import ArgumentError, DTypeError, ShapeError
-from diptych.common.gemm_options import GemmOptions, check_gemm_options
+from diptych.common.errors import ArgumentError, ShapeError
+from diptych.common.gemm_options import GemmOptions
 from diptych.common.ops import grouped, shapes
+from diptych.common.ops.gemm import require_factors
 from diptych.common.quantizers import RHT, ROW_AMAX, Float8Quantizer, Quantizer
 from diptych.core import _core
 from diptych.torch.primitives import constants
 from diptych.torch.primitives import quantize as quantize_ops
 from diptych.torch.primitives.checks import (
     Copy,
-    check_copy,
     check_quantize,
+    copy_operands,
     describe,
+    dtype_name,
     enforce,
     format_row,
+    operand,
+    operand_or_none,
     require_device,
     require_high_precision,
     require_no_grad,
@@ -47,10 +50,10 @@ _COMPUTE, _GIVEN = 0, 1  # AmaxMode in ops.h
 
 
 def require_offsets(op: str, first: Tensor, offsets: Tensor) -> None:
-    if offsets.dtype != torch.int32:
-        raise DTypeError(f"{op}: offsets must be int32, got {describe(offsets)}")
-    if offsets.dim() != 1 or offsets.shape[0] < 1:
-        raise ShapeError(f"{op}: offsets must be [G + 1], got {describe(offsets)}")
+    """Makes no message in vain, since this is on the way of each eager call."""
+    count = offsets.shape[0] if offsets.dim() == 1 else 0
+    if offsets.dtype != torch.int32 or type(count) is not int or count < 1:
+        enforce(grouped.offsets_of(op, operand("offsets", offsets))[1])
     require_device(op, first, offsets, "offsets")
 
 
@@ -68,9 +71,10 @@ def check_stack(x: Tensor, quantizer: Quantizer, *given: Tensor | None) -> None:
         message = f"{op}: {arg} must have one entry for each tensor of {describe(x)}, got {describe(t)}"
         require_size(t.shape[0], x.shape[0], lambda message=message: message)
     if x.shape[0] > 0:
-        check_quantize(x[0], quantizer, *[None if t is None else t[0] for t in given])
+        check_quantize(x[0], quantizer, *[None if t is None else t[0] for t in given], op=op)
     else:
-        check_quantize(x.new_empty(each), quantizer, *[None if t is None else t.new_empty(t.shape[1:]) for t in given])
+        first = [None if t is None else t.new_empty(t.shape[1:]) for t in given]
+        check_quantize(x.new_empty(each), quantizer, *first, op=op)
 
 
 def _check_grouped(
@@ -81,44 +85,18 @@ def _check_grouped(
     align: int,
     rotated: bool,
     alpha: float,
+    out_dtype: torch.dtype,
     options: GemmOptions,
 ) -> grouped.GroupedShape:
     """What the core asks of a product, but for the values of offsets."""
-    op, depth, groups = "grouped_gemm", a[4], offsets.shape[0] - 1
-    require_offsets(op, a[0], offsets)
-    fmt_a, fmt_b = check_copy(op, "a", a), format_row(op, b[3])
-    pair = f"{fmt_a.name} x {fmt_b.name}"
-    shape = grouped.grouped_shape(groups, fmt_a, a[4], a[0].shape, fmt_b, b[4], b[0].shape)
-    enforce(shape.constraints)
-    for t in b[:3]:
-        if t is not None and not depth:
-            message = f"{op} ({pair}): b must be a stack of {groups} tensors throughout, got {describe(t)}"
-            require_size(t.shape[0] if t.dim() > 0 else 0, groups, lambda message=message: message)
-    if depth:
-        check_copy(op, "b", b)
-    elif not (type(groups) is int and groups == 0):
-        check_copy(op, "b", _tensor_of(b, 0))
+    op = "grouped_gemm"
+    require_device(op, a[0], offsets, "offsets")
     require_device(op, a[0], b[0], "b")
     require_device(op, a[0], bias, "bias")
-    if bias is not None:
-        if depth:
-            raise ValueError(f"{op} ({pair}): a product over rows has no bias")
-        require_high_precision(op, "bias", bias)
-        if bias.dim() != 2:
-            raise ShapeError(f"{op} ({pair}): bias must be [{groups}, {shape.n}], got {describe(bias)}")
-        for found, wanted in zip(bias.shape, (groups, shape.n), strict=True):
-            message = f"{op} ({pair}): bias must be [{groups}, {shape.n}], got {describe(bias)}"
-            require_size(found, wanted, lambda message=message: message)
-    if align not in grouped.ALIGNS:
-        raise ValueError(f"{op}: align must be one of {list(grouped.ALIGNS)}, got {align}")
-    if rotated and (not depth or align % 16):
-        raise ValueError(
-            f"{op} ({pair}): Hadamard-rotated copies mix 16 rows, so that groups must begin at multiples of 16; align "
-            f"must be 16, 32 or 128, got {align}"
-        )
-    if not math.isfinite(alpha):
-        raise ValueError(f"{op}: alpha must be finite, got {alpha}")
-    check_gemm_options(op, options, fmt_a, fmt_b)
+    named = copy_operands(op, "a", a), copy_operands(op, "b", b), operand("offsets", offsets)
+    shape = grouped.grouped_gemm(*named, operand_or_none("bias", bias), dtype_name(out_dtype), align, rotated, options)
+    enforce(shape.constraints)
+    require_factors(op, alpha=alpha)
     return shape
 
 
@@ -257,9 +235,8 @@ def _grouped_gemm_fake(
     offsets: Tensor, bias: Tensor | None, align: int, rotated: bool, alpha: float, out_dtype: torch.dtype,
     *options: bool,
 ) -> Tensor:  # fmt: skip
-    require_out_dtype("grouped_gemm", out_dtype)
     a, b = (a_data, a_scale_inv, a_amax, a_format, a_columnwise), (b_data, b_scale_inv, b_amax, b_format, b_columnwise)
-    shape = _check_grouped(a, b, offsets, bias, align, rotated, alpha, GemmOptions(*options))
+    shape = _check_grouped(a, b, offsets, bias, align, rotated, alpha, out_dtype, GemmOptions(*options))
     return a_data.new_empty(shape.out, dtype=out_dtype)
 
 
@@ -296,7 +273,8 @@ def _grouped_gemm_into_fake(
     offsets: Tensor, align: int, rotated: bool, *options: bool,
 ) -> None:  # fmt: skip
     a, b = (a_data, a_scale_inv, a_amax, a_format, a_columnwise), (b_data, b_scale_inv, b_amax, b_format, b_columnwise)
-    _check_acc(acc, _check_grouped(a, b, offsets, None, align, rotated, 1.0, GemmOptions(*options)))
+    require_high_precision("grouped_gemm_into", "acc", acc)
+    _check_acc(acc, _check_grouped(a, b, offsets, None, align, rotated, 1.0, acc.dtype, GemmOptions(*options)))
 
 
 # --- sums ------------------------------------------------------------------------------------------------------------
@@ -320,8 +298,8 @@ def _grouped_bias_grad(dy: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tenso
 
 
 def _grouped_bias_grad_fake(dy: Tensor, offsets: Tensor, dtype: torch.dtype) -> Tensor:
-    check_rows("grouped_bias_grad", "dy", dy, offsets)
     require_out_dtype("grouped_bias_grad", dtype)
+    check_rows("grouped_bias_grad", "dy", dy, offsets)
     return dy.new_empty((offsets.shape[0] - 1, shapes.rows_cols(dy.shape)[1]), dtype=dtype)
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from diptych.common.ops import shapes
-from diptych.common.ops.norm import NormOptions
+from diptych.common.ops.norm import NormOptions, refuse_dbeta
 from diptych.core import _core
 from diptych.torch.primitives.checks import (
     LAYERNORM,
@@ -73,8 +73,7 @@ def _norm_grad_fake(
 ) -> list[Tensor]:
     which = RMSNORM if mu is None else LAYERNORM
     check_norm("norm_grad", x, which, gamma=gamma, mu=mu, rsigma=rsigma)
-    if has_beta and mu is None:
-        raise ValueError("norm_grad: RMSNorm has no beta, and its gradient was asked for")
+    refuse_dbeta("norm_grad", mu is None and has_beta)
     check_dy("norm_grad", dy, x, tuple(x.shape))
     return _norm_grad_results(x, gamma, has_beta)
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from diptych.common.ops import shapes
+from diptych.common.ops.quantize import require_state
 from diptych.common.quantizers import ROW_AMAX, Float8Quantizer, Quantizer
 from diptych.core import _core
 from diptych.torch.primitives import constants
@@ -50,7 +51,9 @@ def _quantize(
     source: tuple[Any, ...] = (),
 ) -> list[Tensor]:
     """`encoded`, `source`: the shape of what is encoded instead of x, and the core's arguments for it (`fused`)."""
-    check_quantize(x, quantizer, amax, columnwise_amax, scale, rng, encoded=encoded)
+    if amax is not None or columnwise_amax is not None:
+        check_quantize(x, quantizer, amax, columnwise_amax, scale, rng, encoded=encoded)
+    require_state("quantize", quantizer, scale, rng)
     places: list[Tensor | None] = [None] * 6
     out = []
     for place, shape, new in layout(x.shape if encoded is None else encoded, quantizer, x.device):
@@ -91,7 +94,8 @@ def _quantize_delayed(
     encoded: tuple[int, ...] | None = None,
     source: tuple[Any, ...] = (),
 ) -> list[Tensor]:
-    check_delayed(x, quantizer, scale, history, encoded)
+    if history.dim() != 1 or history.shape[0] < 1 or history.dtype != torch.float32:  # the core sees its first entry
+        check_delayed(x, quantizer, scale, history, encoded)
     places: list[Tensor | None] = [None] * 6
     out = []
     buffers = layout(x.shape if encoded is None else encoded, quantizer, x.device)

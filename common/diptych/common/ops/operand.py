@@ -1,0 +1,104 @@
+"""What a rule knows of an argument before anything runs, and the pieces that the rules of all ops are made of.
+
+A rule of an op raises at once for what is known while a program is traced (dtypes, ranks, options that exclude each
+other) and returns what must be true of sizes as `Constraint` data, which each panel enforces in its own way. The core
+asks the same of a plain call, in the same words (`core_cuda/src/contracts`); `tests/cases/misuse.py` holds them equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from diptych.common.errors import ArgumentError, DTypeError, ShapeError
+from diptych.common.ops import shapes
+from diptych.common.ops.shapes import HIGH_PRECISION, Constraint, Shape, Size
+
+
+class Operand(NamedTuple):
+    """An argument of an op: the dtype by its name, the shape without batch axes.
+
+    `place`: where it lies, for messages, such as " on cpu". `raw`: a uint8 array may hold the bytes of any dtype of one
+    byte.
+    """
+
+    name: str
+    dtype: str
+    shape: Shape
+    place: str = ""
+    raw: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.shape)}{self.place}"
+
+    @property
+    def numel(self) -> Size:
+        n: Any = 1
+        for size in self.shape:
+            n = n * size
+        return n
+
+
+def require_given(op: str, **operands: Operand | None) -> None:
+    """**Raises** ArgumentError for an operand that is missing."""
+    for name, x in operands.items():
+        if x is None:
+            raise ArgumentError(f"{op}: {name} is missing")
+
+
+def require_dtype(op: str, x: Operand, *dtypes: str) -> None:
+    """**Raises** DTypeError unless x has one of the dtypes."""
+    if x.dtype in dtypes or (x.raw and x.dtype == "uint8" and dtypes[0].startswith(("float8", "float4"))):
+        return
+    raise DTypeError(f"{op}: {x.name} must be {one_of(dtypes)}, got {x}")
+
+
+def one_of(names: Iterable[str]) -> str:
+    """Names as a sentence lists them: "a, b or c"."""
+    *first, last = names
+    return f"{', '.join(first)} or {last}" if first else last
+
+
+def require_high_precision(op: str, x: Operand) -> None:
+    """**Raises** DTypeError unless x is float32, bfloat16 or float16."""
+    require_dtype(op, x, *HIGH_PRECISION)
+
+
+def require_result_dtype(op: str, dtype: str) -> None:
+    """**Raises** DTypeError for a result that is not of high precision."""
+    if dtype not in HIGH_PRECISION:
+        raise DTypeError(f"{op}: the result can be float32, bfloat16 or float16, not {dtype}")
+
+
+def of_shape(op: str, x: Operand, *wanted: Size) -> tuple[Constraint, ...]:
+    """That x has this shape. **Raises** ShapeError for another rank."""
+    message = f"{op}: {x.name} must be {list(wanted)}, got {x}"
+    if len(x.shape) != len(wanted):
+        raise ShapeError(message)
+    return tuple(Constraint(n, want, message) for n, want in zip(x.shape, wanted, strict=True))
+
+
+def folded(op: str, x: Operand, rows: Size, cols: Size) -> tuple[Constraint, ...]:
+    """That x, its leading dimensions folded, is [rows, cols]. **Raises** ShapeError for a scalar."""
+    message = f"{op}: {x.name} must be {[rows, cols]}, got {x}"
+    if not x.shape:
+        raise ShapeError(message)
+    m, k = shapes.rows_cols(x.shape)
+    return Constraint(m, rows, message), Constraint(k, cols, message)
+
+
+def holds(op: str, x: Operand, dtype: str, n: Size) -> tuple[Constraint, ...]:
+    """That x holds n elements of a dtype, in any shape."""
+    require_dtype(op, x, dtype)
+    return (Constraint(x.numel, n, f"{op}: {x.name} must be [{n}], got {x}"),)
+
+
+def vector(op: str, x: Operand, n: Size) -> tuple[Constraint, ...]:
+    """That x holds n elements in high precision, in any shape."""
+    require_high_precision(op, x)
+    return (Constraint(x.numel, n, f"{op}: {x.name} must be [{n}], got {x}"),)
+
+
+def at_least(op: str, x: Operand, form: str, size: Size, least: int) -> tuple[Constraint, ...]:
+    """That a size of x, whose shape `form` describes, is not below `least`."""
+    return (Constraint(least, size, f"{op}: {x.name} must be {form} with at least {least}, got {x}", "<="),)

@@ -1,0 +1,250 @@
+"""Bad calls of verbs that several frontends have: each must refuse them with the same error in the same words.
+
+A call is written once, over a `Library`: what the core's NumPy face, torch and JAX have in common. The words are a
+regular expression, which the message must match from its beginning; "{x}" stands for a description of an operand.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+from diptych.common.errors import ArgumentError, DTypeError, ShapeError
+from diptych.common.quantizers import (
+    Float8BlockQuantizer,
+    Float8CurrentScalingQuantizer,
+    Float8Quantizer,
+    MXFP8Quantizer,
+    NVFP4Quantizer,
+)
+
+
+class Library(Protocol):
+    """A frontend's verbs, under their names, and a way to make operands."""
+
+    verbs: Any
+
+    def ones(self, *shape: int, dtype: str = "float32") -> Any:
+        """An array of ones."""
+        ...
+
+    def dtype(self, name: str) -> Any:
+        """A dtype by its name."""
+        ...
+
+    def offsets(self, *numbers: int) -> Any:
+        """An int32 array of these numbers."""
+        ...
+
+
+class Misuse(NamedTuple):
+    """A call, the error that it must raise, and how its message begins."""
+
+    name: str
+    call: Callable[[Library], Any]
+    error: type[Exception]
+    words: str
+
+    def pattern(self) -> re.Pattern[str]:
+        return re.compile(self.words.replace("{x}", r"\w+\[[\d, ]*\]"))
+
+
+TENSOR, BLOCK = Float8CurrentScalingQuantizer(), Float8BlockQuantizer()
+MX, NV, DELAYED = MXFP8Quantizer(), NVFP4Quantizer(), Float8Quantizer()
+ROTATED, NOISY = NVFP4Quantizer(with_rht=True), NVFP4Quantizer(stochastic_rounding=True)
+POW2 = Float8CurrentScalingQuantizer(force_pow_2_scales=True)
+PER_ROW = NVFP4Quantizer(row_scaled_nvfp4=True, columnwise=False)
+ROWWISE = Float8BlockQuantizer(columnwise=False)
+WGRAD = {"trans_a": True, "trans_b": False}
+OFFSETS = (0, 16, 32)
+
+
+def _quantize(
+    quantizer: Any, *shape: int, dtype: str = "float32", **given: tuple[Any, ...]
+) -> Callable[[Library], Any]:
+    """A call of quantize; `given`: (shape, dtype) of further operands."""
+
+    def call(lib: Library) -> Any:
+        operands = {name: lib.ones(*own, dtype=of) for name, (own, of) in given.items()}
+        return lib.verbs.quantize(lib.ones(*(shape or (16, 48)), dtype=dtype), quantizer, **operands)
+
+    return call
+
+
+def _stack(quantizer: Any, *shape: int, **given: tuple[Any, ...]) -> Callable[[Library], Any]:
+    def call(lib: Library) -> Any:
+        operands = {name: lib.ones(*own, dtype=of) for name, (own, of) in given.items()}
+        return lib.verbs.quantize_stack(lib.ones(*(shape or (2, 16, 48))), quantizer, **operands)
+
+    return call
+
+
+def _gemm(
+    a: Any = BLOCK, b: Any = BLOCK, of_a: tuple[int, ...] = (6, 40), of_b: tuple[int, ...] = (5, 40), **options: Any
+) -> Callable[[Library], Any]:
+    """A product of two tensors; `bias`: (shape, dtype)."""
+
+    def call(lib: Library) -> Any:
+        if "bias" in options:
+            shape, dtype = options["bias"]
+            options_of = {**options, "bias": lib.ones(*shape, dtype=dtype)}
+        else:
+            options_of = options
+        qa, qb = (lib.verbs.quantize(lib.ones(*s), q) for s, q in ((of_a, a), (of_b, b)))
+        return lib.verbs.gemm(qa, qb, **options_of)
+
+    return call
+
+
+def _grouped(
+    a: Any = MX, b: Any = MX, x: tuple[int, ...] = (32, 64), w: tuple[int, ...] = (2, 16, 64), offsets: Any = OFFSETS,
+    bias: Any = None, **options: Any,
+) -> Callable[[Library], Any]:  # fmt: skip
+    def call(lib: Library) -> Any:
+        wgrad = options.get("trans_a", False)
+        dtype = "bfloat16" if wgrad else "float32"
+        qa = lib.verbs.quantize(lib.ones(*x, dtype=dtype), a)
+        qb = (lib.verbs.quantize if wgrad else lib.verbs.quantize_stack)(lib.ones(*w, dtype=dtype), b)
+        ends = lib.offsets(*offsets) if isinstance(offsets, tuple) else lib.ones(3, dtype=offsets)
+        given = {} if bias is None else {"bias": lib.ones(*bias[0], dtype=bias[1])}
+        return lib.verbs.grouped_gemm(qa, qb, ends, **given, **options)
+
+    return call
+
+
+def _update(n: int = 2, length: int = 3, dtype: str = "float32", **options: Any) -> Callable[[Library], Any]:
+    """A call of scale_update; operands in `options` are (shape, dtype)."""
+
+    def call(lib: Library) -> Any:
+        given = {k: lib.ones(*v[0], dtype=v[1]) if isinstance(v, tuple) else v for k, v in options.items()}
+        scale = given.pop("scale", None)
+        scale = lib.ones(n) if scale is None else scale
+        return lib.verbs.scale_update(lib.ones(n, length, dtype=dtype), scale, **given)
+
+    return call
+
+
+F32, BF16, ONE = "float32", "bfloat16", ((1,), "float32")
+MISUSES = [
+    # quantize
+    Misuse("x of integers", _quantize(MX, dtype="int32"), DTypeError,
+           "quantize: x must be float32, bfloat16 or float16, got int32"),
+    Misuse("x a list", lambda lib: lib.verbs.quantize([1.0], MX), ArgumentError, "quantize: x must be a .* got list"),
+    Misuse("a scalar", lambda lib: lib.verbs.quantize(lib.ones(), MX), ShapeError, ".*at least one dimension"),
+    Misuse("no quantizer", lambda lib: lib.verbs.quantize(lib.ones(4, 32), "mxfp8"), ArgumentError,
+           "quantize: quantizer must be a .*Quantizer, got str"),
+    Misuse("an amax of blocks", _quantize(BLOCK, amax=ONE), ValueError,
+           "quantize: amax is for per-tensor and two-level formats; fp8_e4m3_1x128 takes one per block"),
+    Misuse("an amax's shape", _quantize(TENSOR, amax=((2,), F32)), ShapeError,
+           r"quantize: amax \(fp8_e4m3_tensor\) must be \[1\], got {x}"),
+    Misuse("an amax's dtype", _quantize(TENSOR, amax=((1,), "float16")), DTypeError,
+           r"quantize: amax \(fp8_e4m3_tensor\) must be float32, got float16\[1\]"),
+    Misuse("an amax of one copy alone", _quantize(NV, amax=ONE), ValueError,
+           r"quantize: columnwise_amax \(nvfp4\) is missing"),
+    Misuse("an amax that is not read", _quantize(TENSOR, columnwise_amax=ONE), ValueError,
+           r"quantize: columnwise_amax \(fp8_e4m3_tensor\) is not read: .* reads amax"),
+    Misuse("an amax for rows", _quantize(PER_ROW, amax=ONE), ShapeError,
+           r"quantize: amax \(nvfp4\) must be \[16\], got float32\[1\]"),
+    Misuse("whole blocks in a row", _quantize(NV, 16, 40), ShapeError,
+           r"quantize \(nvfp4\): the last extent of a \[16, 40\] tensor must be a multiple of 16"),
+    Misuse("whole blocks in a column", _quantize(NV, 8, 48), ShapeError,
+           r"quantize \(nvfp4\): the number of rows of a \[8, 48\] tensor must be a multiple of 16"),
+    Misuse("no scale", _quantize(DELAYED), ArgumentError,
+           "quantize: Float8Quantizer takes its scale from the caller; pass scale="),
+    Misuse("a scale of blocks", _quantize(BLOCK, scale=ONE), ValueError,
+           r"quantize \(fp8_e4m3_1x128\): a scale is for per-tensor formats"),
+    Misuse("a scale beside options", _quantize(POW2, scale=ONE), ValueError,
+           r"quantize \(fp8_e4m3_tensor\): scale was given; pow2 and eps do not apply"),
+    Misuse("a scale and an amax", _quantize(DELAYED, scale=ONE, amax=ONE), ValueError,
+           r"quantize \(fp8_e4m3_tensor\): scale and amax were both given; the scale alone decides"),
+    Misuse("a scale's shape", _quantize(DELAYED, scale=((2,), F32)), ShapeError,
+           r"quantize: scale \(fp8_e4m3_tensor\) must be \[1\], got {x}"),
+    Misuse("a scale's dtype", _quantize(DELAYED, scale=((1,), "float16")), DTypeError,
+           r"quantize: scale \(fp8_e4m3_tensor\) must be float32, got {x}"),
+    Misuse("no rng", _quantize(NOISY), ArgumentError, "quantize: NVFP4Quantizer rounds stochastically; pass rng="),
+    Misuse("an rng that is not read", _quantize(NV, rng=((4,), "int32")), ValueError,
+           r"quantize \(nvfp4\): rng is for stochastic rounding, which was not asked for"),
+    Misuse("an rng's shape", _quantize(NOISY, rng=((2,), "int32")), ShapeError,
+           r"quantize: rng \(nvfp4\) must be \[4\], got int32\[2\]"),
+    Misuse("an rng's dtype", _quantize(NOISY, rng=((4,), F32)), DTypeError,
+           r"quantize: rng \(nvfp4\) must be int32, got float32\[4\]"),
+    Misuse("a rotation of float32", _quantize(ROTATED), DTypeError,
+           r"quantize \(nvfp4\): the Hadamard transform takes bfloat16 alone, got float32\[16, 48\]"),
+    # amax, dequantize, sums
+    Misuse("amax of integers", lambda lib: lib.verbs.amax(lib.ones(3, dtype="int32")), DTypeError,
+           r"amax: x must be float32, bfloat16 or float16, got int32\[3\]"),
+    Misuse("signs without a rotation", lambda lib: lib.verbs.amax(lib.ones(16, 48, dtype=BF16), random_signs=True), ValueError,
+           "amax: random signs belong to the Hadamard transform, which was not asked for"),
+    Misuse("amax of rotated float32", lambda lib: lib.verbs.amax(lib.ones(16, 48), rht=True), DTypeError,
+           r"amax: the Hadamard transform takes bfloat16 alone, got float32\[16, 48\]"),
+    Misuse("amax of rotated rows", lambda lib: lib.verbs.amax(lib.ones(8, 48, dtype=BF16), rht=True), ShapeError,
+           r"amax: the Hadamard transform takes rows in multiples of 16, got \[8, 48\]"),
+    Misuse("values of integers", lambda lib: lib.verbs.dequantize(lib.verbs.quantize(lib.ones(4, 32), MX), lib.dtype("int32")),
+           DTypeError, "dequantize: the result can be float32, bfloat16 or float16, not int32"),
+    Misuse("a sum of integers", lambda lib: lib.verbs.bias_grad(lib.ones(3, 4, dtype="int32")), DTypeError,
+           r"bias_grad: dy must be float32, bfloat16 or float16, got int32\[3, 4\]"),
+    Misuse("a sum in integers", lambda lib: lib.verbs.bias_grad(lib.ones(3, 4), lib.dtype("int32")), DTypeError,
+           "bias_grad: the result can be float32, bfloat16 or float16, not int32"),
+    # gemm
+    Misuse("unequal depths", _gemm(of_b=(5, 41)), ShapeError,
+           r"gemm: a \(fp8_e4m3_1x128\) reduces over 40 elements, b \(fp8_e4m3_1x128\) over 41"),
+    Misuse("a copy that was not made", _gemm(a=ROWWISE, of_b=(6, 5), **WGRAD), ValueError, ".*columnwise copy"),
+    Misuse("a bias's shape", _gemm(bias=((4,), F32)), ShapeError, r"gemm: bias must be \[5\], got float32\[4\]"),
+    Misuse("a bias's dtype", _gemm(bias=((5,), "int8")), DTypeError,
+           r"gemm: bias must be float32, bfloat16 or float16, got int8\[5\]"),
+    Misuse("an infinite factor", _gemm(alpha=float("inf")), ValueError, "gemm: alpha must be finite"),
+    Misuse("fast accumulation of blocks", _gemm(fast_accum=True), ValueError,
+           "gemm: fast_accum exists for per-tensor FP8 only, got fp8_e4m3_1x128 x fp8_e4m3_1x128"),
+    # scale_update
+    Misuse("a history's dtype", _update(dtype=BF16), DTypeError, r"scale_update: history must be float32, got bfloat16"),
+    Misuse("a history a list", lambda lib: lib.verbs.scale_update([1.0], lib.ones(1)), ArgumentError,
+           "scale_update: history must be .* got list"),
+    Misuse("a history without entries", _update(length=0), ShapeError,
+           r"scale_update: history must be \[n, L\] with L >= 1, got float32\[2, 0\]"),
+    Misuse("the number of scales", _update(scale=ONE), ShapeError, r"scale_update: scale must be \[2\], got float32\[1\]"),
+    Misuse("the number of reduced amaxes", _update(reduced=ONE), ShapeError,
+           r"scale_update: reduced must be \[2\], got float32\[1\]"),
+    Misuse("an update's dtype", _update(amax=((2,), "float16")), DTypeError,
+           r"scale_update: amax must be float32, got float16\[2\]"),
+    Misuse("fp8_max of 0", _update(fp8_max=0.0), ValueError, "scale_update: fp8_max must be finite and > 0, got 0"),
+    Misuse("a margin", _update(margin=127), ValueError, r"scale_update: margin must lie in -126\.\.126, got 127"),
+    Misuse("two algorithms", _update(amax=((2,), F32), most_recent=True), ValueError,
+           "scale_update: amax was given; most_recent does not apply"),
+    # stacks and groups
+    Misuse("a stack of integers", lambda lib: lib.verbs.quantize_stack(lib.ones(2, 4, 32, dtype="int32"), MX), DTypeError,
+           r"quantize_stack: x must be float32, bfloat16 or float16, got int32\["),
+    Misuse("a stack of scalars", lambda lib: lib.verbs.quantize_stack(lib.ones(3), MX), ShapeError,
+           "a stack of tensors has at least two dimensions"),
+    Misuse("no scales", _stack(DELAYED), ArgumentError,
+           "quantize_stack: Float8Quantizer takes its scale from the caller; pass scale="),
+    Misuse("scales of blocks", _stack(MX, scale=((2,), F32)), ValueError,
+           r"quantize_stack \(mxfp8_e4m3\): a scale is for per-tensor formats"),
+    Misuse("scales and amaxes", _stack(DELAYED, scale=((2,), F32), amax=((2,), F32)), ValueError,
+           r"quantize_stack \(fp8_e4m3_tensor\): scale and amax were both given"),
+    Misuse("amaxes of blocks", _stack(MX, amax=((2,), F32)), ValueError,
+           "quantize_stack: amax is for per-tensor and two-level formats; mxfp8_e4m3 takes one per block"),
+    Misuse("amaxes of one copy alone", _stack(NV, amax=((2,), F32)), ValueError,
+           r"quantize_stack: columnwise_amax \(nvfp4\) is missing"),
+    Misuse("the number of groups", _grouped(offsets=(0, 8, 16, 32)), ShapeError,
+           "grouped_gemm: b is a stack of 2 tensors, and offsets are those of 3 groups"),
+    Misuse("offsets of a dtype", _grouped(offsets=F32), DTypeError, r"grouped_gemm: offsets must be .*int32, got float32"),
+    Misuse("unequal depths of groups", _grouped(w=(2, 16, 32)), ShapeError,
+           r"grouped_gemm: a \(mxfp8_e4m3\) reduces over 64 elements, b \(mxfp8_e4m3\) over 32"),
+    Misuse("a bias of groups", _grouped(bias=((2, 15), F32)), ShapeError,
+           r"grouped_gemm: bias must be \[2, 16\], got float32\[2, 15\]"),
+    Misuse("a bias of weights' gradients", _grouped(x=(32, 64), w=(32, 64), bias=((2, 64), F32), **WGRAD), ValueError,
+           "grouped_gemm: bias was given and is not read: weights' gradients have none"),
+    Misuse("one rotated copy", _grouped(a=ROTATED, b=NV, x=(32, 64), w=(32, 64), align=16, **WGRAD), ValueError,
+           "grouped_gemm: NVFP4Quantizer.* and NVFP4Quantizer.* do not rotate alike"),
+    Misuse("rotated copies of any rows", _grouped(a=ROTATED, b=ROTATED, x=(32, 64), w=(32, 64), **WGRAD), ValueError,
+           "grouped_gemm: Hadamard-rotated copies mix 16 rows, so that groups must begin at multiples of 16"),
+    Misuse("fast accumulation of groups", _grouped(fast_accum=True), ValueError,
+           "grouped_gemm: fast_accum exists for per-tensor FP8 only, got mxfp8_e4m3 x mxfp8_e4m3"),
+    Misuse("one operand's rows", _grouped(x=(32, 64), w=(32, 64), trans_a=True, trans_b=True), ShapeError,
+           "grouped_gemm: the rows of a are reduced and those of b are not; pass trans_b=False"),
+    Misuse("a scalar's groups", lambda lib: lib.verbs.grouped_bias_grad(lib.ones(), lib.offsets(0, 1)), ShapeError,
+           "grouped_bias_grad: dy must .*scalar"),
+    Misuse("groups without an end", lambda lib: lib.verbs.grouped_bias_grad(lib.ones(4, 8), lib.offsets()), ShapeError,
+           r"grouped_bias_grad: offsets must be \[groups \+ 1\], got int32\[0\]"),
+]  # fmt: skip
