@@ -18,18 +18,18 @@ from diptych.common.ops.shapes import HIGH_PRECISION, Constraint, Shape, Size
 class Operand(NamedTuple):
     """An argument of an op: the dtype by its name, the shape without batch axes.
 
-    `place`: where it lies, for messages, such as " on cpu". `raw`: a uint8 array may hold the bytes of any dtype of one
-    byte.
+    `place`: the device that it lies on, for messages; None where a frontend has none to name. `raw`: a uint8 array may
+    hold the bytes of any dtype of one byte.
     """
 
     name: str
     dtype: str
     shape: Shape
-    place: str = ""
+    place: Any = None
     raw: bool = False
 
     def __str__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}{self.place}"
+        return f"{self.dtype}{list(self.shape)}" + ("" if self.place is None else f" on {self.place}")
 
     @property
     def numel(self) -> Size:
@@ -72,17 +72,23 @@ def require_result_dtype(op: str, dtype: str) -> None:
 
 def of_shape(op: str, x: Operand, *wanted: Size) -> tuple[Constraint, ...]:
     """That x has this shape. **Raises** ShapeError for another rank."""
-    message = f"{op}: {x.name} must be {list(wanted)}, got {x}"
+
+    def message() -> str:
+        return f"{op}: {x.name} must be {list(wanted)}, got {x}"
+
     if len(x.shape) != len(wanted):
-        raise ShapeError(message)
-    return tuple(Constraint(n, want, message) for n, want in zip(x.shape, wanted, strict=True))
+        raise ShapeError(message())
+    return tuple([Constraint(n, want, message) for n, want in zip(x.shape, wanted, strict=True)])
 
 
 def folded(op: str, x: Operand, rows: Size, cols: Size) -> tuple[Constraint, ...]:
     """That x, its leading dimensions folded, is [rows, cols]. **Raises** ShapeError for a scalar."""
-    message = f"{op}: {x.name} must be {[rows, cols]}, got {x}"
+
+    def message() -> str:
+        return f"{op}: {x.name} must be {[rows, cols]}, got {x}"
+
     if not x.shape:
-        raise ShapeError(message)
+        raise ShapeError(message())
     m, k = shapes.rows_cols(x.shape)
     return Constraint(m, rows, message), Constraint(k, cols, message)
 
@@ -90,15 +96,10 @@ def folded(op: str, x: Operand, rows: Size, cols: Size) -> tuple[Constraint, ...
 def holds(op: str, x: Operand, dtype: str, n: Size) -> tuple[Constraint, ...]:
     """That x holds n elements of a dtype, in any shape."""
     require_dtype(op, x, dtype)
-    return (Constraint(x.numel, n, f"{op}: {x.name} must be [{n}], got {x}"),)
+    return (Constraint(x.numel, n, lambda: f"{op}: {x.name} must be [{n}], got {x}"),)
 
 
 def vector(op: str, x: Operand, n: Size) -> tuple[Constraint, ...]:
     """That x holds n elements in high precision, in any shape."""
     require_high_precision(op, x)
-    return (Constraint(x.numel, n, f"{op}: {x.name} must be [{n}], got {x}"),)
-
-
-def at_least(op: str, x: Operand, form: str, size: Size, least: int) -> tuple[Constraint, ...]:
-    """That a size of x, whose shape `form` describes, is not below `least`."""
-    return (Constraint(least, size, f"{op}: {x.name} must be {form} with at least {least}, got {x}", "<="),)
+    return (Constraint(x.numel, n, lambda: f"{op}: {x.name} must be [{n}], got {x}"),)

@@ -1,10 +1,24 @@
-"""Shape rules of the ops that move rows between token order and expert order, beside those of `shapes`."""
+"""What the ops that move rows between token order and expert order ask of their operands, and the shapes they make."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from typing import Any
 
-from diptych.common.ops.shapes import Buffer, Size
+from diptych.common.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
+from diptych.common.formats import FormatRow
+from diptych.common.ops import shapes
+from diptych.common.ops.operand import Operand, of_shape, one_of, require_dtype
+from diptych.common.ops.shapes import HIGH_PRECISION, Buffer, Constraint, Shape, Size
+
+MAX_SLOTS = 2048
+"""Slots of a token, experts and chunks that the kernels take."""
+_MAX_COUNT = 2**31 - 1  # of anything that a map numbers
+MASK_DTYPES = ("bool", "uint8", "int8", "int16", "int32", "int64")
+ID_DTYPES = ("int32", "int64")
+SUMMED = (*HIGH_PRECISION, "float64")
+"""Dtypes of rows that are summed; float64 on the CPU alone."""
 
 
 def padded_rows(entries: Size, experts: Size, align: int) -> Size:
@@ -41,3 +55,190 @@ def map_buffers(tokens: Size, slots: Size, experts: Size, rows: Size) -> tuple[B
         Buffer("expert_offsets", (experts + 1,), "int32"),
         Buffer("row_source", (rows,), "int32"),
     )
+
+
+# --- numbers ---
+
+
+def require_int(op: str, arg: str, value: Any, least: int, kinds: tuple[type, ...], remedy: str = "") -> None:
+    """**Raises** ArgumentError for what is no integer of these types, ValueError for one below `least`."""
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        raise ArgumentError(f"{op}: {arg} must be an int, got {type(value).__name__}{remedy}")
+    if isinstance(value, int) and value < least:
+        raise ValueError(f"{op}: {arg} must be at least {least}, got {value}")
+
+
+def few(op: str, what: str, n: Size) -> Constraint:
+    """No more slots, experts or chunks than the kernels take."""
+    return Constraint(
+        n, MAX_SLOTS, lambda: f"{op}: {n} {what}, and the kernels take at most {MAX_SLOTS}", "<=", UnsupportedError
+    )
+
+
+def counted(op: str, what: str, n: Size) -> Constraint:
+    """No more than an int32 numbers."""
+
+    def message() -> str:
+        return f"{op}: {what} are {n}, and a map numbers at most {_MAX_COUNT}; permute fewer tokens at a time"
+
+    return Constraint(n, _MAX_COUNT, message, "<=")
+
+
+def require_integers(op: str, x: Operand, form: str) -> None:
+    """A list of int32 or int64, whose shape `form` describes. **Raises** DTypeError, ShapeError."""
+    require_dtype(op, x, *ID_DTYPES)
+    require_rank(op, x, 1, form)
+
+
+def require_rank(op: str, x: Operand, rank: int, form: str) -> None:
+    if len(x.shape) != rank:
+        raise ShapeError(f"{op}: {x.name} must be {form}, got {x}")
+
+
+# --- maps ---
+
+
+def require_kind(op: str, map_type: Any) -> None:
+    if map_type not in ("mask", "index"):
+        raise ValueError(f"{op}: map_type must be 'mask' or 'index', got {map_type!r}")
+
+
+def refuse_beside_map(op: str, num_out_tokens: Any, num_experts: Any, map_type: Any) -> None:
+    """What a `RowMap` says already cannot be said again beside it. **Raises** ValueError."""
+    given = {"num_out_tokens": num_out_tokens, "num_experts": num_experts}
+    given["map_type"] = None if map_type == "mask" else map_type
+    for arg, value in given.items():
+        if value is not None:
+            raise ValueError(f"{op}: {arg} was given beside a RowMap, which says it already; pass it to moe_map")
+
+
+def routing(op: str, x: Operand, mask: bool, experts: Size, rows: Size, align: int) -> tuple[Constraint, ...]:
+    """A mask [T, E], or expert ids [T, k], and the numbers of the map that is made of it."""
+    kind = "a mask" if mask else "expert ids"
+    require_rank(op, x, 2, "[T, E]" if mask else "[T, k]")
+    require_dtype(op, x._replace(name=f"{x.name} ({kind})"), *(MASK_DTYPES if mask else ID_DTYPES))
+    tokens, slots = x.shape
+    constraints = []
+    if mask:
+        constraints.append(Constraint(slots, experts, lambda: f"{op}: {x.name} {x} has {slots} experts, not {experts}"))
+    return (
+        *constraints,
+        Constraint(1, experts, lambda: f"{op}: there must be at least one expert, got {experts}", "<="),
+        few(op, "slots of a token", slots),
+        few(op, "experts", experts),
+        counted(op, "rows", rows),
+        counted(op, "rows with the alignment's padding", tokens * slots + experts * (align - 1)),
+    )
+
+
+def row_map(op: str, x: Operand) -> tuple[Constraint, ...]:
+    """A row_id_map, [T, slots]."""
+    require_dtype(op, x, "int32")
+    require_rank(op, x, 2, "[T, slots]")
+    return few(op, "slots of a token", x.shape[1]), counted(op, "tokens * slots", x.shape[0] * x.shape[1])
+
+
+def row_source(op: str, x: Operand) -> tuple[Constraint, ...]:
+    """A row_source, [rows]."""
+    require_dtype(op, x, "int32")
+    require_rank(op, x, 1, "[rows]")
+    return (counted(op, "rows", x.shape[0]),)
+
+
+def chunks(op: str, split_sizes: Operand, sorted_index: Operand, tokens: Size) -> tuple[Constraint, ...]:
+    (sizes,), (named,) = split_sizes.shape, sorted_index.shape
+    differ = Constraint(named, sizes, lambda: f"{op}: split_sizes has {sizes} chunks, and sorted_index names {named}")
+    return differ, few(op, "chunks", sizes), counted(op, "tokens", tokens)
+
+
+def chunk_numbers(
+    op: str, sizes: Sequence[int] | None, order: Sequence[int] | None, tokens: Size
+) -> tuple[Constraint, ...]:
+    """Sizes that are numbers add up to the tokens; an order of numbers names each chunk once, else ValueError."""
+    if order is not None and sorted(order) != list(range(len(order))):
+        raise ValueError(f"{op}: sorted_index must name each of {len(order)} chunks once, got {list(order)}")
+    if sizes is None:
+        return ()
+    total = sum(sizes)
+    return (Constraint(total, tokens, lambda: f"{op}: split_sizes add up to {total}, and inp has {tokens} rows"),)
+
+
+# --- rows ---
+
+
+def require_movable(op: str, fmt: FormatRow, rowwise: bool, columnwise: bool) -> None:
+    """Rows of a quantized tensor with these copies can move without the others. **Raises** ValueError."""
+    if not rowwise:
+        raise ValueError(
+            f"{op}: rows are what moves, and inp has no rowwise copy; quantize it with_usage(rowwise=True)"
+        )
+    if fmt.block_rows > 1:
+        raise ValueError(f"{op}: blocks of inp's {fmt.name} span {fmt.block_rows} rows, which part when rows move")
+    if columnwise and not fmt.per_tensor:
+        raise ValueError(
+            f"{op}: blocks of inp's columnwise copy ({fmt.name}) run along {fmt.block_cols} tokens, which part when "
+            "rows move; quantize it with_usage(columnwise=False)"
+        )
+
+
+def require_floats(op: str, x: Operand, wide: bool = True) -> None:
+    """High precision or, where `wide`, float64. **Raises** DTypeError."""
+    if x.dtype in HIGH_PRECISION or (wide and x.dtype == "float64"):
+        return
+    allowed = one_of(SUMMED) if wide else f"{one_of(HIGH_PRECISION)} beside such rows"
+    raise DTypeError(f"{op}: {x.name} must be {allowed}, got {x}")
+
+
+def per_slot(op: str, x: Operand, map_shape: Shape, wide: bool) -> tuple[Constraint, ...]:
+    """A probability for each slot of a row_id_map."""
+    require_floats(op, x, wide)
+    return of_shape(op, x, *map_shape)
+
+
+def tokens_of(op: str, x: Operand, tokens: Size, of: str) -> tuple[Constraint, ...]:
+    """A row [..., H] for each token of a map."""
+    if len(x.shape) < 2:
+        raise ShapeError(f"{op}: {x.name} must be [..., H], got {x}")
+    rows = shapes.rows_cols(x.shape)[0]
+    return (Constraint(rows, tokens, lambda: f"{op}: {x.name} must have a row for each of {of}, {tokens}, got {x}"),)
+
+
+def row_probs(op: str, x: Operand, tokens: Size) -> tuple[Constraint, ...]:
+    """A probability for each row that chunks move, [T] or [T, 1]."""
+    require_floats(op, x)
+
+    def message() -> str:
+        return f"{op}: {x.name} must be [T] or [T, 1] with T = {tokens}, got {x}"
+
+    if len(x.shape) not in (1, 2) or (len(x.shape) == 2 and x.shape[1] != 1):
+        raise ShapeError(message())
+    return (Constraint(x.shape[0], tokens, message),)
+
+
+def require_rows(op: str, x: Operand) -> None:
+    """Rows [rows, H] that are summed. **Raises** ShapeError."""
+    if len(x.shape) < 2:
+        raise ShapeError(f"{op}: {x.name} must be [rows, H], got {x}")
+
+
+def merging_probs(op: str, merging: Any, deprecated: Any) -> Any:
+    """The one of two names' probabilities that is given. **Raises** ValueError for both."""
+    if deprecated is None:
+        return merging
+    if merging is not None:
+        raise ValueError(f"{op}: merging_probs and probs, its deprecated name, were both given")
+    return deprecated
+
+
+def refuse_pad_offsets(op: str, map_type: str) -> None:
+    if map_type == "index":
+        raise ValueError(f"{op}: pad_offsets belong to experts, and an index map's row_id_map does not name them")
+
+
+def restored(op: str, tokens: Size, cols: Size, shape: Sequence[Size]) -> tuple[Constraint, ...]:
+    """`shape` holds [tokens, cols], leading dimensions unfolded."""
+    wanted = list(shape)
+    if len(wanted) < 2:
+        raise ShapeError(f"{op}: restore_shape must be [..., H], got {wanted}")
+    message = f"{op}: restore_shape {wanted} does not hold the {[tokens, cols]} of the map and inp"
+    return Constraint(math.prod(wanted[:-1]), tokens, message), Constraint(wanted[-1], cols, message)

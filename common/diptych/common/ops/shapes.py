@@ -7,6 +7,7 @@ Rules use only `+`, `*` and `//` on sizes, so that they hold for symbolic ones, 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 from diptych.common.errors import ShapeError
@@ -28,16 +29,20 @@ class Buffer(NamedTuple):
 
 
 class Constraint(NamedTuple):
-    """`lhs == rhs`, or `lhs <= rhs`, must hold; `message` says what is wrong where it does not, `error` how.
+    """`lhs == rhs`, or `lhs <= rhs`, must hold; where it does not, `error` is raised with `message`.
 
-    Sizes that a traced program will know only when it runs satisfy a "<=" until then: a limit makes no guard.
+    A message that is a function is made in that case alone. Sizes that a traced program will know only when it runs
+    satisfy a "<=" until then: a limit makes no guard.
     """
 
     lhs: Size
     rhs: Size
-    message: str
+    message: str | Callable[[], str]
     relation: Literal["==", "<="] = "=="
     error: type[Exception] = ShapeError
+
+    def words(self) -> str:
+        return self.message if isinstance(self.message, str) else self.message()
 
 
 class GemmShape(NamedTuple):
@@ -169,4 +174,4 @@ def check(constraints: tuple[Constraint, ...]) -> None:
     """Enforces constraints on concrete sizes. **Raises** each one's error."""
     for c in constraints:
         if c.lhs > c.rhs or (c.lhs < c.rhs and c.relation == "=="):
-            raise c.error(c.message)
+            raise c.error(c.words())

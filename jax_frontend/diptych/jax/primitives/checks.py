@@ -103,7 +103,7 @@ def enforce(constraints: Iterable[shapes.Constraint]) -> None:
             shapes.check((c,))
         elif c.relation == "==" and c.lhs != c.rhs:  # JAX says so of symbolic sizes that it cannot prove equal
             raise ShapeError(
-                f"{c.message}; {c.lhs} == {c.rhs} does not hold for every symbolic size: say in symbolic_shape what "
+                f"{c.words()}; {c.lhs} == {c.rhs} does not hold for every symbolic size: say in symbolic_shape what "
                 "does, such as '16*k' for a multiple"
             )
 

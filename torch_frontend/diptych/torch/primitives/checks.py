@@ -51,7 +51,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def operand(name: str, t: Tensor) -> Operand:
     """A tensor as the rules of `diptych.common.ops` see it."""
-    return Operand(name, dtype_name(t.dtype), tuple(t.shape), f" on {t.device}")
+    return Operand(name, dtype_name(t.dtype), tuple(t.shape), t.device)
 
 
 def operand_or_none(name: str, t: Tensor | None) -> Operand | None:
@@ -123,11 +123,12 @@ def enforce(constraints: Iterable[shapes.Constraint]) -> None:
     """`shapes.check` for sizes that may be symbolic."""
     for c in constraints:
         if _static(c.lhs, c.rhs):
-            shapes.check((c,))
+            if c.lhs > c.rhs or (c.lhs < c.rhs and c.relation == "=="):
+                raise c.error(c.words())
         elif c.relation == "==":
-            torch._check(c.lhs == c.rhs, lambda c=c: c.message)
+            torch._check(c.lhs == c.rhs, lambda c=c: c.words())
         elif certain(c.lhs > c.rhs):
-            raise c.error(c.message)
+            raise c.error(c.words())
 
 
 def certain(comparison: Any) -> bool:
