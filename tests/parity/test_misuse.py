@@ -1,7 +1,7 @@
 """Bad calls: the core's NumPy face, torch and JAX refuse each with the same error in the same words.
 
-torch refuses it in a plain call, which leaves most to the core, and with fake tensors, as a graph's shapes are made; JAX
-in a plain call and while it traces.
+torch refuses it in a plain call, which leaves most to the core, and with fake tensors, as a graph's shapes are made.
+JAX refuses it in a plain call and while it traces.
 """
 
 from __future__ import annotations
@@ -82,10 +82,15 @@ class TracedJax(Jax):
 
 
 LIBRARIES = {"core": Core, "torch": Torch, "torch-fake": FakeTorch, "jax": Jax, "jax-traced": TracedJax}
+CALLS = [
+    pytest.param(case, library, id=f"{case.name.replace(' ', '-')}-{library}")
+    for case in MISUSES
+    for library in LIBRARIES
+    if library != "core" or not case.panels
+]
 
 
-@pytest.mark.parametrize("library", LIBRARIES)
-@pytest.mark.parametrize("case", MISUSES, ids=lambda case: case.name.replace(" ", "-"))
+@pytest.mark.parametrize("case, library", CALLS)
 def test_every_library_refuses_it_in_the_same_words(case, library):
     with pytest.raises(case.error) as caught:
         LIBRARIES[library]().run(case)

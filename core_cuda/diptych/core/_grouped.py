@@ -9,8 +9,7 @@ import numpy as np
 from diptych.common.errors import ArgumentError, ShapeError
 from diptych.common.ops import grouped, shapes
 from diptych.common.ops.operand import Operand
-from diptych.common.ops.quantize import require_quantizer
-from diptych.common.quantizers import RHT, RHT_SIGNS, Quantizer
+from diptych.common.quantizers import Quantizer
 from diptych.core import _core
 from diptych.core._arrays import (
     Array,
@@ -69,9 +68,7 @@ def quantize_stack(
     **Raises:** as `quantize`, TypeError also for a quantizer with a `quantize_impl` of its own.
     """
     op = "quantize_stack"
-    require_quantizer(op, quantizer)
-    if quantizer.custom:
-        raise ArgumentError(f"{op}: {type(quantizer).__name__} quantizes on its own; call quantize for each tensor")
+    grouped.require_stackable(op, quantizer)
     x = _high_precision(op, "x", x)
     shapes.check(shapes.quantize_constraints(grouped.stack_shape(x.shape), quantizer))
     buffers = grouped.stack_buffers(x.shape, quantizer)
@@ -127,9 +124,7 @@ def grouped_gemm(
             f"{op}: b must be a {'QuantizedArray' if trans_a else 'QuantizedStack'}, got {type(b).__name__}"
         )
     offsets = _offsets(op, offsets)
-    rotated = [q.quantizer.spec.flags & (RHT | RHT_SIGNS) for q in (a, b)] if trans_a else [0, 0]
-    if rotated[0] != rotated[1]:
-        raise ValueError(f"{op}: {a.quantizer} and {b.quantizer} do not rotate alike")
+    rotated = grouped.rotated_alike(op, a.quantizer, b.quantizer, trans_a)
     formats = a.quantizer.format, b.quantizer.format
     data_a, data_b = a.copy_of(side_a)[0].shape, b.copy_of(side_b)[0].shape
     shape = grouped.grouped_shape(len(offsets) - 1, formats[0], side_a, data_a, formats[1], side_b, data_b)
@@ -150,7 +145,7 @@ def grouped_gemm(
         None if bias is None else _operand(bias, bias.dtype.name),
         _KINDS[shape.kind],
         align,
-        rotated[0] != 0,
+        rotated,
         alpha,
         beta,
         fast_accum,
@@ -168,9 +163,9 @@ def grouped_bias_grad(dy: Array, offsets: Array, dtype: Any = None) -> Array:
     **Raises:** TypeError for dtypes, ValueError for shapes and offsets.
     """
     op = "grouped_bias_grad"
-    dy, offsets = _high_precision(op, "dy", dy), _offsets(op, offsets)
-    if dy.ndim == 0:
-        raise ShapeError(f"{op}: dy must have at least one dimension, got a scalar")
+    dy, offsets = _high_precision(op, "dy", dy), _array(op, "offsets", offsets)
+    named = [Operand(arg, x.dtype.name, x.shape) for arg, x in (("dy", dy), ("offsets", offsets))]
+    shapes.check(grouped.grouped_bias_grad(*named)[1])
     name, np_dtype = _out_dtype(op, dy.dtype if dtype is None else dtype)
     out = _empty((len(offsets) - 1, dy.shape[-1]), name)
     _core.grouped_bias_grad(_operand(dy, dy.dtype.name), _operand(offsets, "int32"), _operand(out, name), None)

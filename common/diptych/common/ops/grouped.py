@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from diptych.common.errors import ShapeError
+from diptych.common.errors import ArgumentError, ShapeError
 from diptych.common.formats import FormatRow
 from diptych.common.gemm_options import GemmOptions, check_gemm_options
 from diptych.common.ops import shapes
@@ -17,9 +17,9 @@ from diptych.common.ops.operand import (
     require_high_precision,
     require_result_dtype,
 )
-from diptych.common.ops.quantize import CopyOperands, copy
+from diptych.common.ops.quantize import CopyOperands, copy, require_quantizer
 from diptych.common.ops.shapes import Buffer, Constraint, Shape, Size
-from diptych.common.quantizers import ROW_AMAX, Quantizer
+from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX, Quantizer
 
 ALIGNS = (1, 16, 32, 128)  # what offsets may be promised to be multiples of
 
@@ -158,6 +158,21 @@ def grouped_bias_grad(dy: Operand, offsets: Operand) -> tuple[Size, tuple[Constr
     if not dy.shape:
         raise ShapeError(f"{op}: dy must have at least one dimension, got a scalar")
     return offsets_of(op, offsets)
+
+
+def require_stackable(op: str, quantizer: Any) -> None:
+    """**Raises** ArgumentError for what is no quantizer, or one that quantizes on its own."""
+    require_quantizer(op, quantizer)
+    if quantizer.implementation() is not None:
+        raise ArgumentError(f"{op}: {type(quantizer).__name__} quantizes on its own; call quantize for each tensor")
+
+
+def rotated_alike(op: str, a: Quantizer, b: Quantizer, reduces_rows: bool) -> bool:
+    """Whether both copies that a product over rows reads are Hadamard-rotated. **Raises** ValueError where one is."""
+    of_a, of_b = (q.spec.flags & (RHT | RHT_SIGNS) if reduces_rows else 0 for q in (a, b))
+    if of_a != of_b:
+        raise ValueError(f"{op}: {a} and {b} do not rotate alike")
+    return of_a != 0
 
 
 def align_of(numbers: Sequence[Size]) -> int:

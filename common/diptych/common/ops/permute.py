@@ -103,6 +103,12 @@ def require_kind(op: str, map_type: Any) -> None:
         raise ValueError(f"{op}: map_type must be 'mask' or 'index', got {map_type!r}")
 
 
+def require_experts(op: str, map_type: str, num_experts: Any) -> None:
+    """A map of expert ids must be told how many experts there are. **Raises** ValueError."""
+    if map_type == "index" and num_experts is None:
+        raise ValueError(f"{op}: expert ids need num_experts, how many there are")
+
+
 def refuse_beside_map(op: str, num_out_tokens: Any, num_experts: Any, map_type: Any) -> None:
     """What a `RowMap` says already cannot be said again beside it. **Raises** ValueError."""
     given = {"num_out_tokens": num_out_tokens, "num_experts": num_experts}
@@ -201,6 +207,18 @@ def tokens_of(op: str, x: Operand, tokens: Size, of: str) -> tuple[Constraint, .
         raise ShapeError(f"{op}: {x.name} must be [..., H], got {x}")
     rows = shapes.rows_cols(x.shape)[0]
     return (Constraint(rows, tokens, lambda: f"{op}: {x.name} must have a row for each of {of}, {tokens}, got {x}"),)
+
+
+def plane(op: str, x: Operand, tokens: Size) -> tuple[Constraint, ...]:
+    """A tensor that moves, [..., K] or [T], with a row for each token of the map."""
+    if len(x.shape) == 0:
+        raise ShapeError(f"{op}: {x.name} must have at least one dimension, got a scalar")
+    count = math.prod(x.shape[:-1] if len(x.shape) > 1 else x.shape)
+    return (
+        Constraint(
+            count, tokens, lambda: f"{op}: {x.name} must have a row for each of the map's {tokens} tokens, got {x}"
+        ),
+    )
 
 
 def row_probs(op: str, x: Operand, tokens: Size) -> tuple[Constraint, ...]:

@@ -14,8 +14,7 @@ import numpy as np
 from diptych.common.errors import ArgumentError, ShapeError, UnsupportedError
 from diptych.common.gemm_options import GemmOptions
 from diptych.common.ops import grouped, shapes
-from diptych.common.ops.quantize import require_quantizer
-from diptych.common.quantizers import RHT, RHT_SIGNS, Quantizer
+from diptych.common.quantizers import Quantizer
 from diptych.jax.functional.quantize import group_amaxes
 from diptych.jax.primitives import grouped as grouped_ops
 from diptych.jax.primitives.checks import dtype_name, factor, small_operand, to_array
@@ -44,9 +43,7 @@ def quantize_stack(
     **Raises:** as `quantize`; TypeError also for a quantizer with a `quantize_impl` of its own.
     """
     op = "quantize_stack"
-    require_quantizer(op, quantizer)
-    if quantizer.custom:
-        raise ArgumentError(f"{op}: {type(quantizer).__name__} quantizes on its own; call quantize for each tensor")
+    grouped.require_stackable(op, quantizer)
     x = to_array(op, "x", x)
     leading = grouped.stack_shape(x.shape)[:-1]
     given = {"amax": amax, "columnwise_amax": columnwise_amax, "scale": scale, "rng": rng}
@@ -142,16 +139,14 @@ def grouped_gemm(
     if not isinstance(b, QuantizedArray if trans_a else QuantizedStack):
         wanted = "QuantizedArray" if trans_a else "QuantizedStack, which quantize_stack() makes"
         raise ArgumentError(f"{op}: b must be a {wanted}, got {type(b).__name__}")
-    of_a, of_b = [q.quantizer.spec.flags & (RHT | RHT_SIGNS) if trans_a else 0 for q in (a, b)]
-    if of_a != of_b:
-        raise ValueError(f"{op}: {a.quantizer} and {b.quantizer} do not rotate alike")
+    rotated = grouped.rotated_alike(op, a.quantizer, b.quantizer, trans_a)
     d = grouped_ops.grouped_gemm(
         a.copy_of(side_a, f"{op}: a"),
         b.copy_of(side_b, f"{op}: b"),
         _offsets(op, offsets),
         None if bias is None else to_array(op, "bias", bias),
         align=grouped.kernel_align(align),
-        rotated=of_a != 0,
+        rotated=rotated,
         alpha=factor(op, "alpha", alpha),
         out_dtype=dtype_name(op, out_dtype, a.dtype),
         options=GemmOptions(bool(fast_accum)),
@@ -171,6 +166,4 @@ def grouped_bias_grad(dy: Array, offsets: Array, dtype: Any = None) -> Array:
     """
     op = "grouped_bias_grad"
     dy = to_array(op, "dy", dy)
-    if dy.ndim == 0:
-        raise ShapeError(f"{op}: dy must be [..., N], got a scalar")
     return grouped_ops.grouped_bias_grad(dy, _offsets(op, offsets), dtype_name(op, dtype, dy.dtype.name))

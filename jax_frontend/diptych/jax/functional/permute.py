@@ -16,7 +16,6 @@ TransformerEngine's names; what differs from it is listed in docs/moe.md. Invari
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
@@ -25,21 +24,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from diptych.common.errors import ArgumentError, DTypeError, ShapeError
-from diptych.common.ops import permute as moe
+from diptych.common.errors import ArgumentError, DTypeError
+from diptych.common.ops import permute as rules
 from diptych.common.ops import shapes
+from diptych.common.ops.operand import Operand, of_shape, require_dtype
 from diptych.jax.functional.permute_op import as_int32, padded_offsets, padding_before, permute, shifted, unpermute
 from diptych.jax.primitives import permute as permute_ops
-from diptych.jax.primitives.checks import (
-    MAX_SLOTS,
-    check_copy,
-    check_few,
-    check_native,
-    check_row_map,
-    check_rows,
-    check_tokens,
-    enforce,
-)
+from diptych.jax.primitives.checks import check_copy, check_native, check_row_map, check_rows, enforce, operand
 from diptych.jax.tensors.quantized import QuantizedArray
 
 Array = jax.Array
@@ -71,11 +62,9 @@ class RowMap(NamedTuple):
 # --- what the functions ask for ---
 
 
-def _array(op: str, arg: str, x: Any, *dims: int) -> Any:
+def _array(op: str, arg: str, x: Any) -> Any:
     if isinstance(x, QuantizedArray) or not isinstance(x, (jax.Array, np.ndarray)):
         raise ArgumentError(f"{op}: {arg} must be a JAX or NumPy array, got {type(x).__name__}")
-    if dims and x.ndim not in dims:
-        raise ShapeError(f"{op}: {arg} must have {' or '.join(map(str, dims))} dimension(s), got {list(x.shape)}")
     check_native(op, arg, x)
     return x
 
@@ -88,77 +77,51 @@ def _kept(op: str, arg: str, x: Any) -> Array:
 
 
 def _integer(op: str, arg: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)):
-        raise ArgumentError(
-            f"{op}: {arg} must be a Python integer, got {type(value).__name__}: sizes are static in JAX"
-        )
-    if value < least:
-        raise ValueError(f"{op}: {arg} must be at least {least}, got {value}")
+    rules.require_int(op, arg, value, least, (int, np.integer), ": sizes are static in JAX")
     return int(value)
 
 
-def _integers(op: str, arg: str, given: Integers, dims: str = "C") -> Any:
+def _integers(op: str, arg: str, given: Integers, form: str = "[C]") -> Any:
     """A JAX or NumPy array of int32 or int64, [C]; a sequence's numbers must not be below 0."""
     if isinstance(given, (list, tuple)):
         return np.array([_integer(op, f"each of {arg}", n, 0) for n in given], np.int64)
-    if (x := _array(op, arg, given)).dtype.name not in permute_ops.ID_DTYPES:
-        raise DTypeError(f"{op}: {arg} must be int32 or int64, got {x.dtype.name}{list(x.shape)}")
-    if x.ndim != 1:
-        raise ShapeError(f"{op}: {arg} must be [{dims}], got {list(x.shape)}")
+    x = _array(op, arg, given)
+    rules.require_integers(op, operand(arg, x), form)
     return x
 
 
-def _floats(op: str, arg: str, x: Any, wide: bool = True) -> Array:
-    permute_ops.check_float(op, arg, _array(op, arg, x).dtype, x.shape, wide)
-    return _kept(op, arg, x)
-
-
 def slot_probs(op: str, arg: str, probs: Any, map_shape: tuple[Any, ...], wide: bool = True) -> Array:
-    probs = _floats(op, arg, probs, wide)
-    if probs.shape != map_shape:
-        raise ShapeError(f"{op}: {arg} must be {list(map_shape)} as row_id_map is, got {list(probs.shape)}")
-    return probs
+    enforce(rules.per_slot(op, operand(arg, _array(op, arg, probs)), map_shape, wide))
+    return _kept(op, arg, probs)
 
 
 def _token_rows(op: str, x: Any, tokens: Any = None) -> Rows:
     """What can be moved, with a row for each token: [T, H], leading dimensions folded, or a quantized tensor."""
-    if not isinstance(x, QuantizedArray) and _array(op, "inp", x).dtype.name not in permute_ops.MOVED:
-        raise DTypeError(
-            f"{op}: inp must be one of {', '.join(sorted(permute_ops.MOVED))}, got {x.dtype.name}{list(x.shape)}"
-        )
-    if isinstance(x, QuantizedArray):
+    quantized = isinstance(x, QuantizedArray)
+    if quantized:
         _check_rows_alone(op, x)
-    if x.ndim < 2:
-        raise ShapeError(f"{op}: inp must be [..., H], got {list(x.shape)}")
-    rows, width = shapes.rows_cols(x.shape)
-    if tokens is not None:
-        check_tokens(op, "inp", x.shape, tokens, "routing_map's tokens")
-    return x if isinstance(x, QuantizedArray) else _kept(op, "inp", x).reshape(rows, width)
+        named = Operand("inp", x.format.name, x.shape)
+    else:
+        named = operand("inp", _array(op, "inp", x))
+        require_dtype(op, named, *permute_ops.MOVED)
+    rows, width = shapes.rows_cols(x.shape) if x.ndim else (0, 0)
+    enforce(rules.tokens_of(op, named, rows if tokens is None else tokens, "routing_map's tokens"))
+    return x if quantized else _kept(op, "inp", x).reshape(rows, width)
 
 
 def _check_rows_alone(op: str, q: QuantizedArray) -> None:
     """Whether rows of a quantized tensor can move without the others."""
     fmt = q.format
-    if q.rowwise_data is None:
-        raise ValueError(
-            f"{op}: rows are what moves, and inp has no rowwise copy; quantize it with_usage(rowwise=True)"
-        )
+    rules.require_movable(op, fmt, q.rowwise_data is not None, q.columnwise_data is not None)
     operands = q.copy_of(False, f"{op}: inp").operands(op)
     check_copy(op, "inp", operands, (0,) * len(operands), fmt.name, False)
-    if fmt.block_rows > 1:
-        raise ValueError(f"{op}: blocks of inp's {fmt.name} span {fmt.block_rows} rows, which part when rows move")
-    if q.columnwise_data is not None and not fmt.per_tensor:
-        raise ValueError(
-            f"{op}: blocks of inp's columnwise copy ({fmt.name}) run along {fmt.block_cols} tokens, which part when "
-            "rows move; quantize it with_usage(columnwise=False)"
-        )
 
 
 # --- maps ---
 
 
-def require_row_map(op: str, shape: tuple[Any, ...], row_map: Any, arg: str = "inp") -> tuple[Array, Array]:
-    """row_id_map and row_source of a `RowMap` whose tokens are the rows of `shape`.
+def require_row_map(op: str, x: Any, row_map: Any, arg: str = "inp") -> tuple[Array, Array]:
+    """row_id_map and row_source of a `RowMap` whose tokens are the rows of `x`.
 
     **Raises:** TypeError, ValueError.
     """
@@ -167,45 +130,30 @@ def require_row_map(op: str, shape: tuple[Any, ...], row_map: Any, arg: str = "i
     row_id_map, row_source = (_array(op, part, getattr(row_map, part)) for part in ("row_id_map", "row_source"))
     tokens, _ = check_row_map(op, row_id_map, 0)
     check_rows(op, row_source, 0)
-    check_tokens(op, arg, shape, tokens, "row_map's tokens")
+    enforce(rules.tokens_of(op, operand(arg, x), tokens, "row_map's tokens"))
     return jnp.asarray(row_id_map), jnp.asarray(row_source)
-
-
-def _check_kind(op: str, map_type: Any) -> None:
-    if map_type not in ("mask", "index"):
-        raise ValueError(f"{op}: map_type must be 'mask' or 'index', got {map_type!r}")
-
-
-def _routing(op: str, routing_map: Any, map_type: str) -> Array:
-    x = _array(op, "routing_map", routing_map, 2)
-    dtype = f"{x.dtype.name}{list(x.shape)}"
-    if map_type == "mask":
-        if x.dtype.kind not in "biu":
-            raise DTypeError(f"{op}: routing_map (a mask) must be bool or integers, got {dtype}")
-        return jnp.asarray(x if x.dtype.name in permute_ops.MASK_DTYPES else x != 0)
-    if x.dtype.name not in permute_ops.ID_DTYPES:
-        raise DTypeError(f"{op}: routing_map (expert ids) must be int32 or int64, got {dtype}")
-    return x if isinstance(x, jax.Array) else as_int32(x)
 
 
 def _made_map(
     op: str, routing_map: Any, num_experts: Any, map_type: str, num_out_tokens: Any, align: Any = 1
 ) -> RowMap:
-    _check_kind(op, map_type)
+    rules.require_kind(op, map_type)
     align = _integer(op, "align_size", align, 1)
-    routing = _routing(op, routing_map, map_type)
-    tokens, slots = routing.shape
+    mask, x = map_type == "mask", _array(op, "routing_map", routing_map)
+    rules.require_rank(op, operand("routing_map", x), 2, "[T, E]" if mask else "[T, k]")
+    tokens, slots = x.shape
     if num_experts is None:
-        num_experts = slots if map_type == "mask" else MAX_SLOTS
+        num_experts = slots if mask else rules.MAX_SLOTS
     else:
         num_experts = _integer(op, "num_experts", num_experts, 1)
-        if map_type == "mask":
-            message = f"{op}: routing_map {list(routing.shape)} has {slots} experts, not {num_experts}"
-            enforce([shapes.Constraint(slots, num_experts, message)])
-    rows = moe.padded_rows(tokens * slots, num_experts, align)
+    rows = rules.padded_rows(tokens * slots, num_experts, align)
     if num_out_tokens is not None and _integer(op, "num_out_tokens", num_out_tokens, -1) > 0:
         rows = int(num_out_tokens)
-    permute_ops.check_routing(op, routing.shape, num_experts, rows, align)
+    enforce(rules.routing(op, operand("routing_map", x), mask, num_experts, rows, align))
+    if mask:
+        routing = jnp.asarray(x if x.dtype.name in ("bool", "uint8") else x != 0)
+    else:
+        routing = x if isinstance(x, jax.Array) else as_int32(x)
     return RowMap(**permute_ops.permute_map(routing, map_type, num_experts, rows, align))
 
 
@@ -215,10 +163,7 @@ def _map_of(
     """The map that a function was given, or is to make."""
     if not isinstance(routing_map, RowMap):
         return _made_map(op, routing_map, num_experts, map_type, num_out_tokens)
-    given = {"num_out_tokens": num_out_tokens, "num_experts": num_experts}
-    given["map_type"] = None if map_type == "mask" else map_type
-    if wrong := [arg for arg, value in given.items() if value is not None]:
-        raise ValueError(f"{op}: {wrong[0]} was given beside a RowMap, which says it already; pass it to moe_map")
+    rules.refuse_beside_map(op, num_out_tokens, num_experts, map_type)
     return routing_map
 
 
@@ -244,9 +189,8 @@ def moe_map(
     `num_experts` or more than int32 numbers, NotImplementedError for more than 2048 experts.
     """
     op = "moe_map"
-    _check_kind(op, map_type)
-    if map_type == "index" and num_experts is None:
-        raise ValueError(f"{op}: expert ids need num_experts, how many there are")
+    rules.require_kind(op, map_type)
+    rules.require_experts(op, map_type, num_experts)
     return _made_map(op, routing_map, num_experts, map_type, num_out_tokens, align_size)
 
 
@@ -347,12 +291,11 @@ def _placed_by(
 ) -> RowMap:
     """The map whose regions lie as the padding of these counts says: in as many rows, or in those of host counts."""
     rows, shape = row_map.row_source.shape[0], row_map.tokens_per_expert.shape
-    counts = _integers(op, "tokens_per_expert", tokens_per_expert, "E")
-    if counts.shape != shape:
-        raise ShapeError(f"{op}: tokens_per_expert must be {list(shape)}, got {list(counts.shape)}")
+    counts = _integers(op, "tokens_per_expert", tokens_per_expert, "[E]")
+    enforce(of_shape(op, operand("tokens_per_expert", counts), *shape))
     if isinstance(counts, np.ndarray) and (num_out_tokens is None or num_out_tokens < 1):
-        rows = moe.counted_rows(counts.tolist(), align)
-        permute_ops.check_routing(op, routing_map.shape, len(counts), rows, align)
+        rows = rules.counted_rows(counts.tolist(), align)
+        enforce((rules.counted(op, "rows", rows),))
     plain = _made_map(op, routing_map, None, "mask", None)
     row_id_map = shifted(plain.row_id_map, padding_before(counts, align), rows)
     row_id_map, row_source = permute_ops.invert_map(row_id_map, rows)
@@ -386,32 +329,28 @@ def moe_unpermute(
     pad_offsets with an index map or both names of the probabilities, NotImplementedError for a second derivative.
     """
     op = "moe_unpermute"
-    _check_kind(op, map_type)
+    rules.require_kind(op, map_type)
+    merging_probs = rules.merging_probs(op, merging_probs, probs)
     if probs is not None:
-        if merging_probs is not None:
-            raise ValueError(f"{op}: merging_probs and probs, its deprecated name, were both given")
         warnings.warn(f"{op}: probs is deprecated, use merging_probs", stacklevel=2)
-        merging_probs = probs
     if isinstance(inp, QuantizedArray):
         raise ArgumentError(f"{op}: inp is quantized, and its rows are summed; dequantize() it first")
-    x = _floats(op, "inp", inp)
-    if x.ndim < 2:
-        raise ShapeError(f"{op}: inp must be [rows, H], got {list(x.shape)}")
+    named = operand("inp", _array(op, "inp", inp))
+    rules.require_rows(op, named)
+    rules.require_floats(op, named)
+    x = _kept(op, "inp", inp)
     x = x.reshape(shapes.rows_cols(x.shape))
     row_id_map, row_source = _map_beside(op, row_id_map, x.shape[0])
     whole = row_id_map.shape[0], x.shape[1]
     wanted = whole if restore_shape is None else tuple(restore_shape)
-    if len(wanted) < 2 or (math.prod(wanted[:-1]), wanted[-1]) != whole:
-        raise ShapeError(f"{op}: restore_shape {list(wanted)} does not hold the {list(whole)} of the map and inp")
+    enforce(rules.restored(op, *whole, wanted))
     if merging_probs is not None:
         wide = x.dtype.name == "float64"
         merging_probs = slot_probs(op, "merging_probs", merging_probs, row_id_map.shape, wide)
     if pad_offsets is not None:
-        if map_type == "index":
-            raise ValueError(f"{op}: pad_offsets belong to experts, and an index map's row_id_map does not name them")
-        offsets = _integers(op, "pad_offsets", pad_offsets, "E")
-        if offsets.shape != row_id_map.shape[1:]:
-            raise ShapeError(f"{op}: pad_offsets must be {list(row_id_map.shape[1:])}, got {list(offsets.shape)}")
+        rules.refuse_pad_offsets(op, map_type)
+        offsets = _integers(op, "pad_offsets", pad_offsets, "[E]")
+        enforce(of_shape(op, operand("pad_offsets", offsets), *row_id_map.shape[1:]))
         row_id_map, row_source = shifted(row_id_map, as_int32(offsets), x.shape[0]), None
     return unpermute(x, row_id_map, row_source, merging_probs).reshape(wanted)
 
@@ -419,10 +358,10 @@ def moe_unpermute(
 def _map_beside(op: str, given: Any, rows: Any) -> tuple[Array, Array | None]:
     """row_id_map and, of a RowMap, row_source."""
     row_id_map, row_source = (given.row_id_map, given.row_source) if isinstance(given, RowMap) else (given, None)
-    if _array(op, "row_id_map", row_id_map, 2).dtype.name != "int32":
-        raise DTypeError(f"{op}: row_id_map must be int32, got {row_id_map.dtype.name}{list(row_id_map.shape)}")
-    if row_source is not None and row_source.shape != (rows,):
-        raise ShapeError(f"{op}: row_id_map is a RowMap of {row_source.shape[0]} rows, and inp has {rows}")
+    enforce(rules.row_map(op, operand("row_id_map", _array(op, "row_id_map", row_id_map))))
+    if row_source is not None:
+        message = f"{op}: inp must have a row for each of the map's rows, {row_source.shape[0]}, got {rows}"
+        enforce([shapes.Constraint(rows, row_source.shape[0], message)])
     return jnp.asarray(row_id_map), row_source
 
 
@@ -455,23 +394,18 @@ def moe_sort_chunks_by_index_with_probs(
     **Raises:** as `moe_sort_chunks_by_index`.
     """
     op = "moe_sort_chunks_by_index_with_probs"
-    return _sorted(op, inp, split_sizes, sorted_index, _array(op, "probs", probs, 1, 2))
+    return _sorted(op, inp, split_sizes, sorted_index, _array(op, "probs", probs))
 
 
 def _sorted(op: str, inp: Any, split_sizes: Any, sorted_index: Any, probs: Any = None) -> tuple[Rows, Any]:
     x = _token_rows(op, inp)
     tokens, _ = shapes.rows_cols(x.shape)
     sizes, order = _integers(op, "split_sizes", split_sizes), _integers(op, "sorted_index", sorted_index)
-    if sizes.shape != order.shape:
-        raise ShapeError(f"{op}: sorted_index {list(order.shape)} and split_sizes {list(sizes.shape)} differ in length")
-    check_few(op, "chunks", sizes.shape[0])
-    if isinstance(split_sizes, (list, tuple)):
-        message = f"{op}: split_sizes add up to {sum(split_sizes)}, and inp has {tokens} rows"
-        enforce([shapes.Constraint(sum(split_sizes), tokens, message)])
-    if isinstance(sorted_index, (list, tuple)) and sorted(sorted_index) != list(range(len(sorted_index))):
-        raise ValueError(f"{op}: sorted_index must name each of {len(order)} chunks once, got {list(sorted_index)}")
+    named = operand("split_sizes", sizes), operand("sorted_index", order)
+    enforce(rules.chunks(op, *named, tokens))
+    numbers = [given if isinstance(given, (list, tuple)) else None for given in (split_sizes, sorted_index)]
+    enforce(rules.chunk_numbers(op, numbers[0], numbers[1], tokens))
     if probs is not None:
-        if probs.shape not in ((tokens,), (tokens, 1)):
-            raise ShapeError(f"{op}: probs must be [T] or [T, 1], T = {tokens}, got {list(probs.shape)}")
-        probs = _floats(op, "probs", probs).reshape(tokens, 1)
+        enforce(rules.row_probs(op, operand("probs", probs), tokens))
+        probs = _kept(op, "probs", probs).reshape(tokens, 1)
     return permute(x, *permute_ops.chunk_map(as_int32(sizes), as_int32(order), tokens), probs)

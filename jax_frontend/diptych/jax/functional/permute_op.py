@@ -16,6 +16,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from diptych.common.errors import UnsupportedError
+from diptych.common.ops.permute import SUMMED
 from diptych.core._permute import moved_parts
 from diptych.jax.primitives import permute as permute_ops
 from diptych.jax.primitives.checks import same_axes
@@ -112,7 +113,7 @@ def _permute_forward(
 ) -> tuple[Any, _Saved]:
     values = tuple(p.value for p in planes)
     dx = any(p.perturbed for p in planes)
-    if dx and values[0].dtype.name not in permute_ops.SUMMED:
+    if dx and values[0].dtype.name not in SUMMED:
         raise UnsupportedError(
             f"moe_permute: rows of {values[0].dtype.name} have no gradient, nor has a quantized tensor. Permute before "
             "it is quantized, or wrap it in jax.lax.stop_gradient"

@@ -10,6 +10,7 @@ from typing import Any, overload
 import jax
 
 from diptych.common.errors import ArgumentError
+from diptych.common.ops.quantize import require_quantizer
 from diptych.common.quantizers import Quantizer
 from diptych.jax.functional import quantize as quantize_verbs
 from diptych.jax.functional import source as sources
@@ -59,12 +60,11 @@ def moe_permute_and_quantize(
     for a derivative with respect to inp.
     """
     op = "moe_permute_and_quantize"
-    if not isinstance(quantizer, Quantizer):
-        raise ArgumentError(f"{op}: quantizer must be a diptych Quantizer, got {type(quantizer).__name__}")
+    require_quantizer(op, quantizer)
     if isinstance(inp, QuantizedArray):
         raise ArgumentError(f"{op}: inp is quantized; moe_permute moves it as it is")
     x = checks.to_array(op, "inp", inp)
-    maps = require_row_map(op, x.shape, row_map)
+    maps = require_row_map(op, x, row_map)
     if probs is not None:
         probs = slot_probs(op, "probs", probs, maps[0].shape)
     given: dict[str, Any] = {"amax": amax, "columnwise_amax": columnwise_amax, "scale": scale, "rng": rng}

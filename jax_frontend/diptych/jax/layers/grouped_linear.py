@@ -204,7 +204,7 @@ def _operands(
         raise ValueError(f"{op}: give the groups once, as offsets or by a row_map")
     maps = None
     if row_map is not None:
-        maps, offsets = Maps(*require_row_map(op, x.shape, row_map, "x")), row_map.expert_offsets
+        maps, offsets = Maps(*require_row_map(op, x, row_map, "x")), row_map.expert_offsets
         x = x.reshape(shapes.rows_cols(x.shape))
     if not isinstance(offsets, (jax.Array, np.ndarray)):
         raise ArgumentError(f"{op}: offsets must be a JAX or NumPy array, int32 [G + 1], got {type(offsets).__name__}")

@@ -17,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from diptych.common.byte_order import check_byte_order
-from diptych.common.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
+from diptych.common.errors import ArgumentError, DTypeError, ShapeError
 from diptych.common.formats import FormatRow, format_by_name
-from diptych.common.ops import activation, norm, quantize, shapes
+from diptych.common.ops import activation, norm, permute, quantize, shapes
 from diptych.common.ops import operand as operands
 from diptych.common.ops.operand import Operand
 from diptych.common.ops.quantize import CopyOperands
@@ -31,9 +31,6 @@ Array = jax.Array
 Aval = Any  # jax.core.ShapedArray
 
 ffi.load()
-
-MAX_SLOTS: int = ffi.MOE["max_slots"]
-_MAX_COUNT = 2**31 - 1  # of anything that a map numbers
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
@@ -138,49 +135,18 @@ def check_copy(
 # --- maps of rows ---
 
 
-def check_rank(op: str, arg: str, shape: shapes.Shape, rank: int = 2) -> None:
-    if len(shape) != rank:
-        raise ShapeError(f"{op}: {arg} must have {rank} dimension(s), got {list(shape)}")
-
-
-def check_few(op: str, what: str, n: Any) -> None:
-    """**Raises** UnsupportedError for more slots, experts or chunks than the kernels take."""
-    if isinstance(n, int) and n > MAX_SLOTS:
-        raise UnsupportedError(f"{op}: {n} {what}, and the kernels take at most {MAX_SLOTS}")
-
-
-def check_counted(op: str, what: str, n: Any) -> None:
-    if isinstance(n, int) and n > _MAX_COUNT:
-        raise ShapeError(
-            f"{op}: {what} are {n}, and a map numbers at most {_MAX_COUNT}; permute fewer tokens at a time"
-        )
-
-
 def check_row_map(op: str, aval: Aval, mask: int) -> shapes.Shape:
     """(T, slots)"""
-    check_dtype(op, "row_id_map", aval, "int32")
-    shape = own_shape(aval, mask)
-    check_rank(op, "row_id_map", shape)
-    check_few(op, "slots of a token", shape[1])
-    check_counted(op, "tokens * slots", shape[0] * shape[1])
-    return shape
+    x = operand("row_id_map", aval, mask)
+    enforce(permute.row_map(op, x))
+    return x.shape
 
 
 def check_rows(op: str, aval: Aval, mask: int) -> Any:
     """rows"""
-    check_dtype(op, "row_source", aval, "int32")
-    shape = own_shape(aval, mask)
-    check_rank(op, "row_source", shape, 1)
-    check_counted(op, "rows", shape[0])
-    return shape[0]
-
-
-def check_tokens(op: str, arg: str, shape: shapes.Shape, tokens: Any, of: str) -> None:
-    """Whether a tensor [..., H] has a row for each token. **Raises** ShapeError."""
-    if len(shape) < 2:
-        raise ShapeError(f"{op}: {arg} must be [..., H], got {list(shape)}")
-    message = f"{op}: {arg} must have a row for each of {of}, {tokens}, got {list(shape)}"
-    enforce([shapes.Constraint(shapes.rows_cols(shape)[0], tokens, message)])
+    x = operand("row_source", aval, mask)
+    enforce(permute.row_source(op, x))
+    return x.shape[0]
 
 
 # --- sources: what amax and quantize encode instead of x ---
@@ -216,7 +182,7 @@ def encoded(
         return x.shape
     if source.kind == "permuted":
         tokens, _ = check_row_map(op, avals[0], masks[0])
-        check_tokens(op, "x", x.shape, tokens, "the map's tokens")
+        enforce(permute.tokens_of(op, x, tokens, "the map's tokens"))
         return check_rows(op, avals[1], masks[1]), x.shape[-1]
     narrow = check_gated(op, x, source.option)
     if source.kind == "activation":

@@ -6,28 +6,25 @@ nothing is read or written out of bounds.
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any
 
 import jax
 
-from diptych.common.errors import DTypeError, ShapeError, UnsupportedError
-from diptych.common.ops import permute as moe
+from diptych.common.errors import DTypeError, UnsupportedError
+from diptych.common.ops import permute as rules
 from diptych.common.ops import shapes
+from diptych.common.ops.operand import of_shape, require_dtype
 from diptych.core import _core
 from diptych.jax.primitives import ffi
 from diptych.jax.primitives.checks import (
     Aval,
     check_buffer,
-    check_counted,
-    check_dtype,
-    check_few,
-    check_rank,
     check_row_map,
     check_rows,
     check_shape,
     enforce,
+    operand,
     own_shape,
 )
 from diptych.jax.primitives.ffi import Batch
@@ -35,10 +32,8 @@ from diptych.jax.primitives.register import batch_shape, primitive, result, work
 
 Array = jax.Array
 
-MASK_DTYPES, ID_DTYPES = ("bool", "uint8"), ("int32", "int64")
-SUMMED = (*shapes.HIGH_PRECISION, "float64")
-MOVED = frozenset(_core.dtype_table()) - {"float4_e2m1fn"}
-"""Names of the dtypes of rows that are summed, and of rows that are moved."""
+MOVED = tuple(sorted(set(_core.dtype_table()) - {"float4_e2m1fn"}))
+"""Names of the dtypes of rows that are moved."""
 _FIRST_ALONE = (
     "moe_permute, moe_unpermute and their neighbours define first derivatives in reverse mode alone, of tensors that "
     "are not quantized. Wrap what is not to be differentiated in jax.lax.stop_gradient"
@@ -48,17 +43,8 @@ _FIRST_ALONE = (
 # --- checks ---
 
 
-def check_float(op: str, arg: str, dtype: Any, shape: Any, wide: bool = True) -> None:
-    """**Raises** DTypeError unless `dtype` is float32, bfloat16, float16 or, where `wide`, float64."""
-    if dtype.name not in (SUMMED if wide else shapes.HIGH_PRECISION):
-        names = "float32, bfloat16, float16 or float64" if wide else "float32, bfloat16 or float16 beside such rows"
-        raise DTypeError(f"{op}: {arg} must be {names}, got {dtype.name}{list(shape)}")
-
-
 def _check_per_slot(op: str, arg: str, aval: Aval, mask: int, map_shape: shapes.Shape, wide: bool) -> None:
-    own = own_shape(aval, mask)
-    check_float(op, arg, aval.dtype, own, wide)
-    check_shape(op, arg, aval, mask, map_shape)
+    enforce(rules.per_slot(op, operand(arg, aval, mask), map_shape, wide))
 
 
 def _refuse_wide(op: str, ctx: Any, platform: str) -> None:
@@ -69,28 +55,12 @@ def _refuse_wide(op: str, ctx: Any, platform: str) -> None:
 # --- maps ---
 
 
-def check_routing(op: str, shape: shapes.Shape, experts: Any, rows: Any, align: int) -> None:
-    """A routing map's numbers against what int32 counts and the kernels take."""
-    if isinstance(experts, int) and experts < 1:
-        raise ShapeError(f"{op}: there must be at least one expert, got {experts}")
-    check_few(op, "slots of a token", shape[1])
-    check_few(op, "experts", experts)
-    check_counted(op, "rows", rows)
-    check_counted(op, "rows with the alignment's padding", shape[0] * shape[1] + experts * (align - 1))
-
-
 def _permute_map_abstract(routing: Aval, *, batch: Batch, kind: str, experts: Any, rows: Any, align: int) -> Any:
-    op, shape = "permute_map", own_shape(routing, batch.axes[0])
-    check_rank(op, "routing", shape)
-    dtypes = MASK_DTYPES if kind == "mask" else ID_DTYPES
-    if routing.dtype.name not in dtypes:
-        raise DTypeError(f"{op}: routing ({kind}) must be {' or '.join(dtypes)}, got {routing.dtype.name}{list(shape)}")
-    tokens, slots = shape
-    if kind == "mask":
-        enforce([shapes.Constraint(slots, experts, f"{op}: a mask of {list(shape)} has not {experts} experts")])
-    check_routing(op, shape, experts, rows, align)
+    x = operand("routing", routing, batch.axes[0])
+    enforce(rules.routing("permute_map", x, kind == "mask", experts, rows, align))
+    tokens, slots = x.shape
     front = batch_shape((routing,), batch)
-    buffers = moe.map_buffers(tokens, slots, experts, rows)
+    buffers = rules.map_buffers(tokens, slots, experts, rows)
     return [result((routing,), (*front, *b.shape), b.dtype) for b in buffers]
 
 
@@ -111,18 +81,18 @@ permute_map_p = primitive(
 
 
 def permute_map(routing: Array, kind: str, experts: Any, rows: Any, align: int) -> dict[str, Array]:
-    """The buffers of `moe.map_buffers` by name; `routing` [T, E] bool or uint8 (`kind` "mask"), else [T, k] ids."""
+    """The buffers of `rules.map_buffers` by name; `routing` [T, E] bool or uint8 (`kind` "mask"), else [T, k] ids."""
     outs = permute_map_p.bind(routing, batch=Batch.none(1), kind=kind, experts=experts, rows=rows, align=align)
     return dict(zip(("row_id_map", "tokens_per_expert", "expert_offsets", "row_source"), outs, strict=True))
 
 
 def _chunk_map_abstract(sizes: Aval, order: Aval, *, batch: Batch, tokens: Any) -> Any:
-    op, own = "chunk_map", own_shape(sizes, batch.axes[0])
-    check_dtype(op, "split_sizes", sizes, "int32")
-    check_rank(op, "split_sizes", own, 1)
-    check_few(op, "chunks", own[0])
-    check_buffer(op, "sorted_index", order, batch.axes[1], "int32", own)
-    check_counted(op, "tokens", tokens)
+    op = "chunk_map"
+    named = operand("split_sizes", sizes, batch.axes[0]), operand("sorted_index", order, batch.axes[1])
+    for x in named:
+        require_dtype(op, x, "int32")
+        rules.require_rank(op, x, 1, "[C]")
+    enforce(rules.chunks(op, *named, tokens))
     operands = (sizes, order)
     front = batch_shape(operands, batch)
     return [result(operands, (*front, *shape), "int32") for shape in ((tokens, 1), (tokens,))]
@@ -144,7 +114,7 @@ def chunk_map(sizes: Array, order: Array, tokens: Any) -> tuple[Array, Array]:
 
 def _invert_map_abstract(row_id_map: Aval, *, batch: Batch, rows: Any) -> Any:
     shape = check_row_map("invert_map", row_id_map, batch.axes[0])
-    check_counted("invert_map", "rows", rows)
+    enforce((rules.counted("invert_map", "rows", rows),))
     front = batch_shape((row_id_map,), batch)
     return [result((row_id_map,), (*front, *own), "int32") for own in ((rows,), shape)]
 
@@ -178,13 +148,8 @@ def _permute_abstract(
     outs = []
     for i, aval in enumerate(avals[2 : 2 + len(fills)]):
         own = own_shape(aval, batch.axes[2 + i])
-        if aval.dtype.name not in MOVED:
-            raise DTypeError(f"{op}: rows of {aval.dtype.name}{list(own)} are of no dtype that the core knows")
-        if not own:
-            raise ShapeError(f"{op}: what moves must have at least one dimension, got a scalar")
-        count = math.prod(own[:-1] or own)
-        message = f"{op}: {list(own)} must have a row for each token of row_id_map {list(map_shape)}"
-        enforce([shapes.Constraint(count, map_shape[0], message)])
+        require_dtype(op, operand("inp", aval, batch.axes[2 + i]), *MOVED)
+        enforce(rules.plane(op, operand("inp", aval, batch.axes[2 + i]), map_shape[0]))
         columns = own[-1:] if len(own) > 1 else ()
         outs.append(result(avals, (*front, rows, *columns), aval.dtype.name))
     if has_probs:
@@ -228,12 +193,11 @@ def permute(
 
 def _permute_columns_abstract(x: Aval, row_source: Aval, *, batch: Batch, slots: int) -> Any:
     op, own = "permute_columns", own_shape(x, batch.axes[0])
-    check_rank(op, "in", own)
+    rules.require_rank(op, operand("in", x, batch.axes[0]), 2, "[H, T]")
     if x.dtype.itemsize != 1:
         raise DTypeError(f"{op}: in must have elements of one byte, got {x.dtype.name}{list(own)}")
     rows = check_rows(op, row_source, batch.axes[1])
-    check_counted(op, "tokens", own[1])
-    check_few(op, "slots of a token", slots)
+    enforce((rules.counted(op, "tokens", own[1]), rules.few(op, "slots of a token", slots)))
     operands = (x, row_source)
     return [result(operands, (*batch_shape(operands, batch), own[0], rows), x.dtype.name)]
 
@@ -257,17 +221,17 @@ def permute_columns(x: Array, row_source: Array, slots: int) -> Array:
 def _unpermute_abstract(*avals: Aval, batch: Batch, has_probs: bool, has_permuted_dprobs: bool) -> Any:
     op, x = "unpermute", avals[0]
     own = own_shape(x, batch.axes[0])
-    check_float(op, "x", x.dtype, own)
-    check_rank(op, "x", own)
+    rules.require_floats(op, operand("x", x, batch.axes[0]))
+    rules.require_rank(op, operand("x", x, batch.axes[0]), 2, "[rows, H]")
     map_shape = check_row_map(op, avals[1], batch.axes[1])
     front = batch_shape(avals, batch)
     outs = [result(avals, (*front, map_shape[0], own[1]), x.dtype.name)]
     if has_probs:
         _check_per_slot(op, "probs", avals[2], batch.axes[2], map_shape, x.dtype.name == "float64")
     if has_permuted_dprobs:
-        grads = own_shape(avals[-1], batch.axes[-1])
-        check_float(op, "permuted_dprobs", avals[-1].dtype, grads)
-        check_shape(op, "permuted_dprobs", avals[-1], batch.axes[-1], (own[0],))
+        grads = operand("permuted_dprobs", avals[-1], batch.axes[-1])
+        rules.require_floats(op, grads)
+        enforce(of_shape(op, grads, own[0]))
         outs.append(result(avals, (*front, *map_shape), avals[-1].dtype.name))
     return outs
 
@@ -304,8 +268,8 @@ def _unpermute_grad_abstract(
     dy: Aval, row_id_map: Aval, row_source: Aval, probs: Aval, *x: Aval, batch: Batch, has_dprobs: bool
 ) -> Any:
     op, own = "unpermute_grad", own_shape(dy, batch.axes[0])
-    check_float(op, "dy", dy.dtype, own)
-    check_rank(op, "dy", own)
+    rules.require_floats(op, operand("dy", dy, batch.axes[0]))
+    rules.require_rank(op, operand("dy", dy, batch.axes[0]), 2, "[T, H]")
     map_shape = check_row_map(op, row_id_map, batch.axes[1])
     check_shape(op, "dy", dy, batch.axes[0], (map_shape[0], own[1]))
     rows = check_rows(op, row_source, batch.axes[2])

@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from diptych.common.errors import ArgumentError, ShapeError
+from diptych.common.errors import ArgumentError
 from diptych.common.gemm_options import DEFAULTS, GemmOptions
 from diptych.common.ops import grouped, shapes
-from diptych.common.quantizers import RHT, RHT_SIGNS, Quantizer
+from diptych.common.quantizers import Quantizer
 from diptych.torch.primitives import grouped as grouped_ops
 from diptych.torch.primitives.checks import (
-    describe,
+    operand,
     require_no_grad,
     require_quantizer,
     require_tensor,
@@ -94,13 +94,11 @@ def grouped_gemm(
         raise ArgumentError(f"{op}: b must be a {wanted}, got {type(b).__name__}")
     require_tensor(op, "offsets", offsets)
     require_no_grad(op, a, b, bias)
-    of_a, of_b = [q.quantizer.spec.flags & (RHT | RHT_SIGNS) if trans_a else 0 for q in (a, b)]
-    if of_a != of_b:
-        raise ValueError(f"{op}: {a.quantizer} and {b.quantizer} do not rotate alike")
+    rotated = grouped.rotated_alike(op, a.quantizer, b.quantizer, trans_a)
     dtype, promise = a.dtype if out_dtype is None else out_dtype, grouped.kernel_align(align)
     options = GemmOptions(fast_accum) if fast_accum else DEFAULTS
     d = grouped_ops.grouped_gemm(
-        a.copy_of(side_a), b.copy_of(side_b), offsets, bias, promise, of_a != 0, alpha, dtype, options
+        a.copy_of(side_a), b.copy_of(side_b), offsets, bias, promise, rotated, alpha, dtype, options
     )
     return d if trans_a else d.view(shapes.gemm_out_shape(a.shape, d.shape[0], d.shape[1], False))
 
@@ -119,7 +117,7 @@ def grouped_bias_grad(dy: Tensor, offsets: Tensor, dtype: torch.dtype | None = N
     require_tensor(op, "dy", dy)
     require_tensor(op, "offsets", offsets)
     if dy.dim() == 0:
-        raise ShapeError(f"{op}: dy must be [..., N], got {describe(dy)}")
+        grouped.grouped_bias_grad(operand("dy", dy), operand("offsets", offsets))
     return grouped_ops.grouped_bias_grad(dy, offsets, dy.dtype if dtype is None else dtype)
 
 

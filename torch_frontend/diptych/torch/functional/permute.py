@@ -10,7 +10,6 @@ no two arguments that could contradict each other, and what belongs to the map i
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -18,10 +17,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from diptych.common.errors import ArgumentError, ShapeError
+from diptych.common.errors import ArgumentError
 from diptych.common.formats import FORMATS
-from diptych.common.ops import permute as moe
+from diptych.common.ops import permute as rules
 from diptych.common.ops import shapes
+from diptych.common.ops.operand import Operand, of_shape, require_dtype
 from diptych.torch.functional.permute_op import (
     Permute,
     SortChunks,
@@ -34,24 +34,8 @@ from diptych.torch.functional.permute_op import (
     unpermute,
 )
 from diptych.torch.primitives import permute as permute_ops
-from diptych.torch.primitives.checks import describe, require_device, require_size, require_tensor
-from diptych.torch.primitives.permute import (
-    ID_DTYPES,
-    MAX_SLOTS,
-    MOVED_DTYPES,
-    check_chunks,
-    check_maps,
-    check_routing,
-    known,
-    require_counted,
-    require_dtype,
-    require_floats,
-    require_map,
-    require_per_slot,
-    require_rank,
-    require_rows,
-    require_tokens,
-)
+from diptych.torch.primitives.checks import enforce, operand, require_device, require_tensor
+from diptych.torch.primitives.permute import check_maps, check_probs, known, require_map, require_summed
 from diptych.torch.tensors.quantized import QuantizedTensor
 
 
@@ -81,31 +65,20 @@ class RowMap(NamedTuple):
 def _require_inp(op: str, inp: Any, tokens: Any, of: str) -> None:
     """Something with a row for each token that can be moved, and differentiated where it wants a gradient."""
     require_tensor(op, "inp", inp)
-    require_tokens(op, "inp", inp, tokens, of)
+    enforce(rules.tokens_of(op, operand("inp", inp), tokens, of))
     if not isinstance(inp, QuantizedTensor):
-        require_dtype(op, "inp", inp, MOVED_DTYPES)
+        require_dtype(op, operand("inp", inp), *permute_ops.MOVED)
         if inp.requires_grad and torch.is_grad_enabled():
-            require_rows(op, "inp, which requires grad,", inp)
+            require_summed(op, "inp, which requires grad,", inp)
         return
     fmt = FORMATS[inp.quantizer.spec.format_id]
-    if inp.rowwise_data is None:
-        raise ValueError(
-            f"{op}: rows are what moves, and inp has no rowwise copy; quantize it with_usage(rowwise=True)"
-        )
-    if fmt.block_rows > 1:
-        raise ValueError(f"{op}: blocks of inp's {fmt.name} span {fmt.block_rows} rows, which part when rows move")
-    if inp.columnwise_data is not None and not fmt.per_tensor:
-        raise ValueError(
-            f"{op}: blocks of inp's columnwise copy ({fmt.name}) run along {fmt.block_cols} tokens, which part when "
-            "rows move; quantize it with_usage(columnwise=False)"
-        )
+    rules.require_movable(op, fmt, inp.rowwise_data is not None, inp.columnwise_data is not None)
 
 
 def require_probs(op: str, arg: str, probs: Any, inp: Tensor, row_id_map: Tensor, beside: Tensor | None) -> None:
+    """A probability for each slot; `beside`: rows that they multiply, beside which float64 ones go in float64 alone."""
     require_tensor(op, arg, probs)
-    require_floats(op, arg, probs, beside)
-    require_device(op, inp, probs, arg)
-    require_per_slot(op, arg, probs, row_id_map)
+    check_probs(op, arg, probs, inp, row_id_map, beside is None or beside.dtype == torch.float64)
 
 
 def _integers(
@@ -113,8 +86,7 @@ def _integers(
 ) -> Tensor | tuple[int, ...]:
     """Integers as a tensor on the device, None is where they are, or as numbers."""
     if isinstance(given, Tensor):
-        require_dtype(op, arg, given, ID_DTYPES)
-        require_rank(op, arg, given, 1, form)
+        rules.require_integers(op, operand(arg, given), form)
         return given if device is None or given.device == device else given.to(device, non_blocking=True)
     if not isinstance(given, (list, tuple)):
         raise ArgumentError(f"{op}: {arg} must be a tensor or a sequence of ints, got {type(given).__name__}")
@@ -126,21 +98,13 @@ def _integers(
 def _per_expert(op: str, arg: str, given: Any, device: torch.device, experts: Any) -> Tensor:
     numbers = _integers(op, arg, given, device, "[E]")
     t = as_int32(numbers, device) if isinstance(numbers, tuple) else numbers
-    require_size(t.shape[0], experts, lambda: f"{op}: {arg} must be [{experts}], got {describe(t)}")
+    enforce(of_shape(op, operand(arg, t), experts))
     return t
 
 
-def _require_kind(op: str, map_type: Any) -> None:
-    if map_type not in ("mask", "index"):
-        raise ValueError(f"{op}: map_type must be 'mask' or 'index', got {map_type!r}")
-
-
 def _require_int(op: str, arg: str, value: Any, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, torch.SymInt)):
-        remedy = "; a count on the device would have to be waited for" if isinstance(value, Tensor) else ""
-        raise ArgumentError(f"{op}: {arg} must be an int, got {type(value).__name__}{remedy}")
-    if known(value < least):
-        raise ValueError(f"{op}: {arg} must be at least {least}, got {value}")
+    remedy = "; a count on the device would have to be waited for" if isinstance(value, Tensor) else ""
+    rules.require_int(op, arg, value, least, (int, torch.SymInt), remedy)
 
 
 def _row_count(op: str, num_out_tokens: Any, entries: Any, experts: Any, align: int) -> Any:
@@ -151,25 +115,23 @@ def _row_count(op: str, num_out_tokens: Any, entries: Any, experts: Any, align: 
             if torch.compiler.is_compiling():  # a count that only the running program knows has one meaning
                 torch._check(num_out_tokens > 0)
             return num_out_tokens
-    return moe.padded_rows(entries, experts, align)
+    return rules.padded_rows(entries, experts, align)
 
 
 def _made_map(op: str, routing_map: Any, num_experts: Any, map_type: str, num_out_tokens: Any, align: int) -> RowMap:
     require_tensor(op, "routing_map", routing_map)
-    _require_kind(op, map_type)
+    rules.require_kind(op, map_type)
     _require_int(op, "align_size", align, 1)
-    mask = map_type == "mask"
-    require_rank(op, "routing_map", routing_map, 2, "[T, E]" if mask else "[T, k]")
+    mask, named = map_type == "mask", operand("routing_map", routing_map)
+    rules.require_rank(op, named, 2, "[T, E]" if mask else "[T, k]")
     tokens, slots = routing_map.shape
     if num_experts is None:
-        num_experts = slots if mask else MAX_SLOTS
-    _require_int(op, "num_experts", num_experts, 1)
+        num_experts = slots if mask else rules.MAX_SLOTS
+    else:
+        _require_int(op, "num_experts", num_experts, 1)
     rows = _row_count(op, num_out_tokens, tokens * slots, num_experts, align)
-    check_routing(op, routing_map, mask, num_experts, rows, align)
-    row_id_map, tokens_per_expert, expert_offsets, row_source = permute_ops.permute_map(
-        routing_map, mask, num_experts, rows, align
-    )
-    return RowMap(row_id_map, tokens_per_expert, expert_offsets, row_source)
+    enforce(rules.routing(op, named, mask, num_experts, rows, align))
+    return RowMap(*permute_ops.permute_map(routing_map, mask, num_experts, rows, align))
 
 
 def _map_of(
@@ -178,14 +140,7 @@ def _map_of(
     """The map that a function was given, or is to make."""
     if not isinstance(routing_map, RowMap):
         return _made_map(op, routing_map, num_experts, map_type, num_out_tokens, 1)
-    given = (
-        ("num_out_tokens", num_out_tokens, None),
-        ("num_experts", num_experts, None),
-        ("map_type", map_type, "mask"),
-    )
-    for arg, value, default in given:
-        if value != default:
-            raise ValueError(f"{op}: {arg} was given beside a RowMap, which says it already; pass it to moe_map")
+    rules.refuse_beside_map(op, num_out_tokens, num_experts, map_type)
     return routing_map
 
 
@@ -204,7 +159,7 @@ def require_row_map(op: str, inp: Tensor, row_map: Any, arg: str = "inp") -> Non
     if not isinstance(row_map, RowMap):
         raise ArgumentError(f"{op}: row_map must be a RowMap, got {type(row_map).__name__}; moe_map() makes one")
     check_maps(op, inp, row_map.row_id_map, row_map.row_source)
-    require_tokens(op, arg, inp, row_map.row_id_map.shape[0], "row_map's tokens")
+    enforce(rules.tokens_of(op, operand(arg, inp), row_map.row_id_map.shape[0], "row_map's tokens"))
 
 
 # --- the functions ---------------------------------------------------------------------------------------------------
@@ -232,9 +187,8 @@ def moe_map(
     `num_experts` or more than int32 numbers, NotImplementedError for more than 2048 experts.
     """
     op = "moe_map"
-    _require_kind(op, map_type)
-    if map_type == "index" and num_experts is None:
-        raise ValueError(f"{op}: expert ids need num_experts, how many there are")
+    rules.require_kind(op, map_type)
+    rules.require_experts(op, map_type, num_experts)
     return _made_map(op, routing_map, num_experts, map_type, num_out_tokens, align_size)
 
 
@@ -335,9 +289,9 @@ def _placed_by(op: str, routing_map: Tensor, tokens_per_expert: Any, num_out_tok
     rows = _row_count(op, num_out_tokens, routing_map.numel(), experts, align)
     sizes = host_numbers(_integers(op, "tokens_per_expert", tokens_per_expert, None, "[E]"))
     if sizes is not None and (num_out_tokens is None or known(num_out_tokens < 1)):
-        rows = moe.counted_rows(sizes, align)
+        rows = rules.counted_rows(sizes, align)
         _require_room(op, sizes, plain.tokens_per_expert, align)
-    require_counted(op, "rows", rows)
+    enforce((rules.counted(op, "rows", rows),))
     counts = _per_expert(op, "tokens_per_expert", tokens_per_expert, routing_map.device, experts).to(torch.int64)
     pad = (-counts).remainder(align)
     row_id_map, row_source = permute_ops.invert_map(shifted(plain.row_id_map, pad.cumsum(0) - pad, rows), rows)
@@ -348,7 +302,7 @@ def _placed_by(op: str, routing_map: Tensor, tokens_per_expert: Any, num_out_tok
 def _require_room(op: str, sizes: tuple[int, ...], found: Tensor, align: int) -> None:
     """Checks that regions of these sizes have room for every routed token; counts on a device are not waited for."""
     there = host_numbers(found)
-    if there is not None and len(there) == len(sizes) and moe.overflow(sizes, there, align) > 0:
+    if there is not None and len(there) == len(sizes) and rules.overflow(sizes, there, align) > 0:
         raise ValueError(
             f"{op}: tokens_per_expert {list(sizes)} leaves no room for tokens of the routing_map, which names experts "
             f"{list(there)} times; give its own counts, None for which this counts itself, or num_out_tokens"
@@ -380,12 +334,10 @@ def moe_unpermute(
     derivative.
     """
     op = "moe_unpermute"
-    _require_kind(op, map_type)
+    rules.require_kind(op, map_type)
+    merging_probs = rules.merging_probs(op, merging_probs, probs)
     if probs is not None:
-        if merging_probs is not None:
-            raise ValueError(f"{op}: merging_probs and probs, its deprecated name, were both given")
         _warn_of_probs()
-        merging_probs = probs
     row_source = None
     if isinstance(row_id_map, RowMap):
         row_source, row_id_map = row_id_map.row_source, row_id_map.row_id_map
@@ -395,20 +347,19 @@ def moe_unpermute(
         raise ArgumentError(f"{op}: inp is quantized, and its rows are summed; dequantize() it first")
     require_map(op, row_id_map)
     require_device(op, inp, row_id_map, "row_id_map")
-    if inp.dim() < 2:
-        raise ShapeError(f"{op}: inp must be [rows, H], got {describe(inp)}")
-    require_rows(op, "inp", inp)
+    rules.require_rows(op, operand("inp", inp))
+    require_summed(op, "inp", inp)
     if row_source is not None:
-        require_tokens(op, "inp", inp, row_source.shape[0], "the map's rows")
+        enforce(rules.tokens_of(op, operand("inp", inp), row_source.shape[0], "the map's rows"))
     if merging_probs is not None:
         require_probs(op, "merging_probs", merging_probs, inp, row_id_map, inp)
     if pad_offsets is not None:
-        if map_type == "index":
-            raise ValueError(f"{op}: pad_offsets belong to experts, and an index map's row_id_map does not name them")
+        rules.refuse_pad_offsets(op, map_type)
         pad_offsets = _per_expert(op, "pad_offsets", pad_offsets, inp.device, row_id_map.shape[1])
-    wanted = None if restore_shape is None else _restored(op, row_id_map.shape[0], inp.shape[-1], restore_shape)
+    if restore_shape is not None:
+        enforce(rules.restored(op, row_id_map.shape[0], inp.shape[-1], restore_shape))
     y = unpermute(Unpermute(inp, merging_probs, row_id_map, row_source, pad_offsets))
-    return y if wanted is None else y.view(wanted)
+    return y if restore_shape is None else y.view(tuple(restore_shape))
 
 
 def _warn_of_probs(*_: Any) -> None:
@@ -418,19 +369,6 @@ def _warn_of_probs(*_: Any) -> None:
         comptime(_warn_of_probs)
     else:
         warnings.warn("moe_unpermute: probs is deprecated, use merging_probs", stacklevel=3)
-
-
-def _restored(op: str, tokens: Any, cols: Any, shape: Any) -> tuple[int, ...]:
-    wanted = tuple(shape)
-    if len(wanted) < 2:
-        raise ShapeError(f"{op}: restore_shape must be [..., H], got {list(wanted)}")
-
-    def message() -> str:
-        return f"{op}: restore_shape {list(wanted)} does not hold the {[tokens, cols]} of the map and inp"
-
-    require_size(math.prod(wanted[:-1]), tokens, message)
-    require_size(wanted[-1], cols, message)
-    return wanted
 
 
 def moe_sort_chunks_by_index(
@@ -472,21 +410,16 @@ def _sorted(op: str, inp: Any, probs: Tensor | None, split_sizes: Any, sorted_in
     tokens = shapes.rows_cols(inp.shape)[0]
     tensors: list[Tensor | None] = []
     numbers: list[Any] = []
+    named = []
     for arg, given in (("split_sizes", split_sizes), ("sorted_index", sorted_index)):
         t = _integers(op, arg, given, inp.device)
         tensors.append(t if isinstance(t, Tensor) else None)
         numbers.append(() if isinstance(t, Tensor) else t)
-    chunks, named = [len(n) if t is None else t.shape[0] for t, n in zip(tensors, numbers, strict=True)]
-    check_chunks(op, chunks, named, tokens)
-    if tensors[0] is None:
-        total = sum(numbers[0])
-        require_size(total, tokens, lambda: f"{op}: split_sizes add up to {total}, and inp has {tokens} rows")
-    if tensors[1] is None and sorted(numbers[1]) != list(range(len(numbers[1]))):
-        raise ValueError(f"{op}: sorted_index must name each of {len(numbers[1])} chunks once, got {list(numbers[1])}")
+        named.append(operand(arg, t) if isinstance(t, Tensor) else Operand(arg, "int32", (len(t),)))
+    enforce(rules.chunks(op, named[0], named[1], tokens))
+    sizes, order = [n if t is None else None for t, n in zip(tensors, numbers, strict=True)]
+    enforce(rules.chunk_numbers(op, sizes, order, tokens))
     if probs is not None:
-        require_floats(op, "probs", probs, None)
         require_device(op, inp, probs, "probs")
-        if probs.dim() not in (1, 2) or (probs.dim() == 2 and probs.shape[1] != 1):
-            raise ShapeError(f"{op}: probs must be [T] or [T, 1], got {describe(probs)}")
-        require_size(probs.shape[0], tokens, lambda: f"{op}: probs must be [{tokens}], got {describe(probs)}")
+        enforce(rules.row_probs(op, operand("probs", probs), tokens))
     return sort_chunks(SortChunks(inp, probs, tensors[0], tensors[1], numbers[0], numbers[1]))

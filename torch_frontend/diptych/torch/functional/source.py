@@ -21,6 +21,7 @@ from diptych.common.errors import ArgumentError
 from diptych.common.ops import shapes
 from diptych.common.ops.activation import ActivationOptions
 from diptych.common.ops.norm import NormOptions
+from diptych.common.ops.permute import tokens_of
 from diptych.common.quantizers import ROW_AMAX, Float8Quantizer, Quantizer
 from diptych.core import _core
 from diptych.torch.primitives import constants
@@ -37,10 +38,12 @@ from diptych.torch.primitives.checks import (
     check_dy,
     check_norm,
     check_quantize,
+    enforce,
     halved,
+    operand,
     require_out_dtype,
 )
-from diptych.torch.primitives.permute import check_maps, require_tokens
+from diptych.torch.primitives.permute import check_maps
 from diptych.torch.primitives.register import contiguous_or_none, define, empty_beside, fake_buffers, run, workspace
 
 # --- quantize with a source ------------------------------------------------------------------------------------------
@@ -78,7 +81,7 @@ def _encoded(op: str, f: FusedInput) -> tuple[Any, ...]:
         if f.row_id_map is None or f.row_source is None:
             raise ArgumentError(f"{op}: row_id_map and row_source belong together, and one is missing")
         check_maps(op, f.x, f.row_id_map, f.row_source)
-        require_tokens(op, "x", f.x, f.row_id_map.shape[0], "the map's tokens")
+        enforce(tokens_of(op, operand("x", f.x), f.row_id_map.shape[0], "the map's tokens"))
         return (f.row_source.shape[0], f.x.shape[-1])
     if f.kind not in (FROM_ACTIVATION, FROM_ACTIVATION_GRAD):
         raise ValueError(f"{op}: unknown source {f.kind}")

@@ -12,21 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diptych.common.errors import DTypeError, ShapeError, UnsupportedError
-from diptych.common.ops import permute as moe
+from diptych.common.errors import DTypeError
+from diptych.common.ops import permute as rules
 from diptych.common.ops import shapes
+from diptych.common.ops.operand import of_shape, one_of, require_dtype
+from diptych.common.ops.shapes import HIGH_PRECISION
 from diptych.core import _core
-from diptych.torch.primitives.checks import HIGH_PRECISION, describe, require_device, require_size
+from diptych.torch.primitives.checks import enforce, operand, require_device
 from diptych.torch.primitives.register import define, direct, workspace
 
-_TABLE = _core.moe_table()
-MAX_SLOTS = _TABLE["max_slots"]
-_KINDS = _TABLE["routing_map"]
-_MAX_COUNT = 2**31 - 1  # of anything that a map numbers
-MASK_DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-ID_DTYPES = (torch.int32, torch.int64)
-MOVED_DTYPES = frozenset(getattr(torch, name) for name in _core.dtype_table() if name != "float4_e2m1fn")
-"""What rows that are moved may be of."""
+_KINDS = _core.moe_table()["routing_map"]
+MOVED = tuple(sorted(set(_core.dtype_table()) - {"float4_e2m1fn"}))
+"""Names of the dtypes of rows that are moved."""
 
 # --- checks ----------------------------------------------------------------------------------------------------------
 
@@ -40,99 +37,25 @@ def known(comparison: Any) -> bool:
     return bool(comparison)
 
 
-def _certain(comparison: Any) -> bool:
-    """Whether it holds whatever the sizes are that a traced program is for: a limit makes no guard."""
-    if isinstance(comparison, torch.SymBool) or torch.compiler.is_compiling():
-        from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-        return statically_known_true(comparison)
-    return bool(comparison)
-
-
-def names_of(dtypes: Any) -> str:
-    names = sorted([str(d).removeprefix("torch.") for d in dtypes])
-    return " or ".join([", ".join(names[:-1]), names[-1]] if len(names) > 1 else names)
-
-
-def require_dtype(op: str, arg: str, t: Tensor, dtypes: Any) -> None:
-    if t.dtype not in dtypes:
-        raise DTypeError(f"{op}: {arg} must be {names_of(dtypes)}, got {describe(t)}")
-
-
-def require_rank(op: str, arg: str, t: Tensor, rank: int, form: str) -> None:
-    if t.dim() != rank:
-        raise ShapeError(f"{op}: {arg} must be {form}, got {describe(t)}")
-
-
-def require_few(op: str, what: str, n: Any) -> None:
-    """Refuses more slots, experts or chunks than the kernels take."""
-    if _certain(n > MAX_SLOTS):
-        raise UnsupportedError(f"{op}: {n} {what}, and the kernels take at most {MAX_SLOTS}")
-
-
-def require_counted(op: str, what: str, n: Any) -> None:
-    """Refuses more than an int32 numbers."""
-    if _certain(n > _MAX_COUNT):
-        raise ShapeError(
-            f"{op}: {what} are {n}, and a map numbers at most {_MAX_COUNT}; permute fewer tokens at a time"
-        )
-
-
-def require_floats(op: str, arg: str, t: Tensor, beside: Tensor | None) -> None:
-    """High precision; beside float64 rows, or where there are none to sum, also float64."""
-    wide = beside is None or beside.dtype == torch.float64
-    if t.dtype not in HIGH_PRECISION and not (wide and t.dtype == torch.float64):
-        allowed = "float32, bfloat16, float16 or float64" if wide else "float32, bfloat16 or float16 beside such rows"
-        raise DTypeError(f"{op}: {arg} must be {allowed}, got {describe(t)}")
-
-
-def require_rows(op: str, arg: str, t: Tensor) -> None:
-    """Rows that are summed, or have a gradient, which is a sum."""
-    if t.dtype in HIGH_PRECISION or (t.dtype == torch.float64 and t.device.type != "cuda"):
-        return
-    where = ", got " if t.dtype != torch.float64 else "; float64 rows are summed on the CPU alone: "
-    raise DTypeError(f"{op}: {arg} must be float32, bfloat16 or float16 to be summed{where}{describe(t)}")
+def require_summed(op: str, arg: str, t: Tensor) -> None:
+    """Rows that are summed, or have a gradient, which is a sum; of float64 on the CPU alone."""
+    x = operand(arg, t)
+    rules.require_floats(op, x)
+    if x.dtype == "float64" and t.device.type == "cuda":
+        raise DTypeError(f"{op}: {arg} must be {one_of(HIGH_PRECISION)}; float64 rows are summed on the CPU alone: {x}")
 
 
 def require_map(op: str, row_id_map: Tensor) -> None:
-    require_dtype(op, "row_id_map", row_id_map, (torch.int32,))
-    require_rank(op, "row_id_map", row_id_map, 2, "[T, slots]")
-    require_few(op, "slots of a token", row_id_map.shape[1])
-    require_counted(op, "tokens * slots", row_id_map.shape[0] * row_id_map.shape[1])
+    enforce(rules.row_map(op, operand("row_id_map", row_id_map)))
 
 
-def require_per_slot(op: str, arg: str, t: Tensor, row_id_map: Tensor) -> None:
-    shape = row_id_map.shape
-    require_rank(op, arg, t, 2, "[T, slots] as row_id_map is")
-    for found, wanted in zip(t.shape, shape, strict=True):
-        require_size(found, wanted, lambda: f"{op}: {arg} must be {list(shape)} as row_id_map is, got {describe(t)}")
-
-
-def require_tokens(op: str, arg: str, t: Tensor, tokens: Any, of: str) -> None:
-    if t.dim() < 2:
-        raise ShapeError(f"{op}: {arg} must be [..., H], got {describe(t)}")
-    rows = shapes.rows_cols(t.shape)[0]
-    require_size(rows, tokens, lambda: f"{op}: {arg} must have a row for each of {of}, {tokens}, got {describe(t)}")
+def check_probs(op: str, arg: str, probs: Tensor, first: Tensor, row_id_map: Tensor, wide: bool = True) -> None:
+    """A probability for each slot; `wide`: float64 ones too."""
+    enforce(rules.per_slot(op, operand(arg, probs), row_id_map.shape, wide))
+    require_device(op, first, probs, arg)
 
 
 # --- maps ------------------------------------------------------------------------------------------------------------
-
-
-def check_routing(op: str, routing: Tensor, mask: bool, experts: Any, rows: Any, align: int) -> None:
-    kind = "a mask" if mask else "expert ids"
-    require_rank(op, "routing_map", routing, 2, "[T, E]" if mask else "[T, k]")
-    if routing.dtype not in (MASK_DTYPES if mask else ID_DTYPES):
-        dtypes = names_of(MASK_DTYPES if mask else ID_DTYPES)
-        raise DTypeError(f"{op}: routing_map ({kind}) must be {dtypes}, got {describe(routing)}")
-    tokens, slots = routing.shape
-    if mask:
-        require_size(slots, experts, lambda: f"{op}: a mask {describe(routing)} has {slots} experts, not {experts}")
-    if _certain(experts < 1):
-        raise ShapeError(f"{op}: there must be at least one expert, got {experts}")
-    require_few(op, "slots of a token", slots)
-    require_few(op, "experts", experts)
-    require_counted(op, "rows", rows)
-    require_counted(op, "rows with the alignment's padding", tokens * slots + experts * (align - 1))
 
 
 def _permute_map(
@@ -144,7 +67,7 @@ def _permute_map(
         routing = (routing if byte else routing.ne(0)).contiguous().view(torch.uint8)
     new = torch.empty(0, dtype=torch.int32, device=routing.device).new_empty
     row_id_map, tokens_per_expert, expert_offsets, row_source = made = tuple(
-        [new(b.shape) for b in moe.map_buffers(tokens, slots, experts, rows)]
+        [new(b.shape) for b in rules.map_buffers(tokens, slots, experts, rows)]
     )
     kind, items = _KINDS["mask" if mask else "index"], tokens if mask else tokens * slots
     scratch = None
@@ -159,16 +82,9 @@ def _permute_map(
 def _permute_map_fake(
     routing: Tensor, mask: bool, experts: int, rows: int, align: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    check_routing("permute_map", routing, mask, experts, rows, align)
-    buffers = moe.map_buffers(routing.shape[0], routing.shape[1], experts, rows)
+    enforce(rules.routing("permute_map", operand("routing", routing), mask, experts, rows, align))
+    buffers = rules.map_buffers(routing.shape[0], routing.shape[1], experts, rows)
     return tuple([routing.new_empty(b.shape, dtype=torch.int32) for b in buffers])  # type: ignore[return-value]
-
-
-def check_chunks(op: str, chunks: Any, named: Any, tokens: Any) -> None:
-    """`chunks`, `named`: how many sizes and how many indices there are."""
-    require_size(named, chunks, lambda: f"{op}: split_sizes has {chunks} chunks, and sorted_index names {named}")
-    require_few(op, "chunks", chunks)
-    require_counted(op, "tokens", tokens)
 
 
 def _chunk_map(split_sizes: Tensor, sorted_index: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
@@ -179,16 +95,17 @@ def _chunk_map(split_sizes: Tensor, sorted_index: Tensor, tokens: int) -> tuple[
 
 def _chunk_map_fake(split_sizes: Tensor, sorted_index: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
     for arg, t in (("split_sizes", split_sizes), ("sorted_index", sorted_index)):
-        require_dtype("chunk_map", arg, t, (torch.int32,))
-        require_rank("chunk_map", arg, t, 1, "[C]")
+        require_dtype("chunk_map", operand(arg, t), "int32")
+        rules.require_rank("chunk_map", operand(arg, t), 1, "[C]")
         require_device("chunk_map", split_sizes, t, arg)
-    check_chunks("chunk_map", split_sizes.shape[0], sorted_index.shape[0], tokens)
+    named = operand("split_sizes", split_sizes), operand("sorted_index", sorted_index)
+    enforce(rules.chunks("chunk_map", *named, tokens))
     return split_sizes.new_empty((tokens, 1)), split_sizes.new_empty(tokens)
 
 
 def _invert_map_fake(row_id_map: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     require_map("invert_map", row_id_map)
-    require_counted("invert_map", "rows", rows)
+    enforce((rules.counted("invert_map", "rows", rows),))
     return row_id_map.new_empty(row_id_map.shape), row_id_map.new_empty(rows)
 
 
@@ -204,8 +121,7 @@ def _invert_map(row_id_map: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 def check_maps(op: str, first: Tensor, row_id_map: Tensor, row_source: Tensor) -> None:
     require_map(op, row_id_map)
-    require_dtype(op, "row_source", row_source, (torch.int32,))
-    require_rank(op, "row_source", row_source, 1, "[rows]")
+    enforce(rules.row_source(op, operand("row_source", row_source)))
     require_device(op, first, row_id_map, "row_id_map")
     require_device(op, first, row_source, "row_source")
 
@@ -222,20 +138,15 @@ def _permute_fake(
     check_maps(op, planes[0], row_id_map, row_source)
     made = []
     for t in planes:
-        require_dtype(op, "inp", t, MOVED_DTYPES)
+        require_dtype(op, operand("inp", t), *MOVED)
         require_device(op, row_id_map, t, "inp")
-        found = shapes.rows_cols(t.shape)[0] if t.dim() > 1 else t.shape[0]
-        require_size(
-            found, tokens, lambda t=t: f"{op}: inp {describe(t)} must have a row for each of the map's {tokens} tokens"
-        )
+        enforce(rules.plane(op, operand("inp", t), tokens))
         made.append(_moved(t, rows))
     if probs is None:
         if padding:
             raise ValueError(f"{op}: zero_prob_is_padding without probs")
         return made
-    require_floats(op, "probs", probs, None)
-    require_device(op, row_id_map, probs, "probs")
-    require_per_slot(op, "probs", probs, row_id_map)
+    check_probs(op, "probs", probs, row_id_map, row_id_map)
     return [*made, probs.new_empty(rows)]
 
 
@@ -254,7 +165,7 @@ def _permute(
 
 
 def _permute_columns_fake(x: Tensor, row_source: Tensor, slots: int) -> Tensor:
-    require_rank("permute_columns", "inp", x, 2, "[H, T]")
+    rules.require_rank("permute_columns", operand("inp", x), 2, "[H, T]")
     require_device("permute_columns", x, row_source, "row_source")
     return x.new_empty((x.shape[0], row_source.shape[0]))
 
@@ -269,22 +180,19 @@ def _unpermute_fake(
     x: Tensor, row_id_map: Tensor, probs: Tensor | None, permuted_dprobs: Tensor | None
 ) -> list[Tensor]:
     op = "unpermute"
-    require_rows(op, "inp", x)
+    require_summed(op, "inp", x)
     require_map(op, row_id_map)
     require_device(op, x, row_id_map, "row_id_map")
     rows, cols = shapes.rows_cols(x.shape)
-    require_counted(op, "rows", rows)
+    enforce((rules.counted(op, "rows", rows),))
     if probs is not None:
-        require_floats(op, "merging_probs", probs, x)
-        require_device(op, x, probs, "merging_probs")
-        require_per_slot(op, "merging_probs", probs, row_id_map)
+        check_probs(op, "merging_probs", probs, x, row_id_map, x.dtype == torch.float64)
     made = [x.new_empty((row_id_map.shape[0], cols))]
     if permuted_dprobs is not None:
-        require_floats(op, "permuted_dprobs", permuted_dprobs, None)
+        grads = operand("permuted_dprobs", permuted_dprobs)
+        rules.require_floats(op, grads)
         require_device(op, x, permuted_dprobs, "permuted_dprobs")
-        require_size(
-            permuted_dprobs.numel(), rows, lambda: f"{op}: permuted_dprobs must be [{rows}], got {describe(x)}"
-        )
+        enforce(of_shape(op, grads, rows))
         made.append(permuted_dprobs.new_empty(row_id_map.shape))
     return made
 
@@ -303,11 +211,10 @@ def _unpermute_grad_fake(
     dy: Tensor, row_id_map: Tensor, row_source: Tensor, probs: Tensor, x: Tensor | None
 ) -> list[Tensor]:
     op = "unpermute_grad"
-    require_rows(op, "dy", dy)
+    require_summed(op, "dy", dy)
     check_maps(op, dy, row_id_map, row_source)
-    require_tokens(op, "dy", dy, row_id_map.shape[0], "the map's tokens")
-    require_floats(op, "merging_probs", probs, dy)
-    require_per_slot(op, "merging_probs", probs, row_id_map)
+    enforce(rules.tokens_of(op, operand("dy", dy), row_id_map.shape[0], "the map's tokens"))
+    check_probs(op, "merging_probs", probs, dy, row_id_map, dy.dtype == torch.float64)
     dx = dy.new_empty((row_source.shape[0], dy.shape[-1]))
     return [dx] if x is None else [dx, probs.new_empty(probs.shape)]
 
@@ -370,7 +277,7 @@ _unpermute_grad_op = define(
 def permute_map(
     routing: Tensor, mask: bool, experts: int, rows: int, align: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The buffers of `moe.map_buffers` in its order; `routing`: [T, E] with `mask`, else ids [T, k]."""
+    """The buffers of `rules.map_buffers` in its order; `routing`: [T, E] with `mask`, else ids [T, k]."""
     return (_permute_map if direct(routing) else _permute_map_op)(routing, mask, experts, rows, align)
 
 
