@@ -326,7 +326,7 @@ MISUSES = [
 
 MISUSES += [case._replace(panels=True) for case in (
     Misuse("a float mask", _map(dtype=F32), DTypeError,
-           r"moe_map: routing_map \(a mask\) must be bool, uint8, .* or int64, got float32\[6, 3\]"),
+           r"moe_map: routing_map \(a mask\) must be bool, int8, .* or uint64, got float32\[6, 3\]"),
     Misuse("a mask of a line", _map(3), ShapeError, r"moe_map: routing_map must be \[T, E\], got bool\[3\]"),
     Misuse("a kind of map", _map(map_type="ids"), ValueError, "moe_map: map_type must be 'mask' or 'index', got 'ids'"),
     Misuse("ids of bools", _map(num_experts=3, map_type="index"), DTypeError,

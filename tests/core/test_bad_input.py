@@ -358,7 +358,7 @@ def test_numpy_face_errors():
         (ShapeError, rf"{NV}.*rows.*\[6, 48\].*16", lambda: core.quantize(PACKED_X[:6], nv)),
         (ShapeError, rf"{NV}.*\[16, 40\].*16", lambda: core.quantize(np.ones((16, 40), np.float32), nv)),
         (ValueError, "columnwise_amax", lambda: core.quantize(PACKED_X, nv, amax=one)),
-        (ShapeError, r"amax must be \[1\], got \[16\]", lambda: core.quantize(
+        (ShapeError, r"amax \(nvfp4\) must be \[1\], got float32\[16\]", lambda: core.quantize(
             PACKED_X, nv, amax=np.ones(16, np.float32), columnwise_amax=one)),
         (ArgumentError, "amax.*float32", lambda: core.quantize(PACKED_X, nv, amax=[1.0], columnwise_amax=one)),
         (ValueError, f"{NV}.*scale", lambda: core.quantize(PACKED_X, nv, scale=one)),

@@ -87,8 +87,8 @@ def test_bad_input():
     dy, good = np.ones((8, 4), np.float32), np.array([0, 3, 8], np.int32)
     for offsets, error, match in (
         (good.astype(np.int64), TypeError, "int32"),
-        (good[None], ValueError, r"\[G \+ 1\]"),
-        (good[:0], ValueError, r"\[G \+ 1\]"),
+        (good[None], ValueError, r"\[groups \+ 1\]"),
+        (good[:0], ValueError, r"\[groups \+ 1\]"),
         (np.array([0, 9], np.int32), ValueError, "outside of the tensor's 8 rows"),
         (np.array([0, 5, 3], np.int32), ValueError, "less than the one before"),
     ):

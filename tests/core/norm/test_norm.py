@@ -144,7 +144,7 @@ def test_refusals():
     call(TypeError, "mu is missing", mu=None)
     call(ValueError, "eps must be finite", eps=-1.0)
     call(ValueError, "eps must be finite", eps=float("nan"))
-    call(ValueError, "gamma must hold 8", gamma=g[:7])
+    call(ValueError, r"gamma must be \[8\]", gamma=g[:7])
     call(ValueError, "gamma was given", y=None)
     call(TypeError, "gamma is missing", gamma=None)
     call(ValueError, r"y must be \[4, 8\]", y=np.zeros((8, 4), np.float32))

@@ -304,7 +304,7 @@ def test_numpy_face_seen_and_step():
     assert one.tolist() == [1] and two.tolist() == [2]
     wrong = {ArgumentError: (1, [1]), DTypeError: (np.array([1], np.int32), arr(1))}
     for error, bad in [(error, bad) for error, given in wrong.items() for bad in given]:
-        with pytest.raises(error, match="scale_update: step must be a NumPy array of int64"):
+        with pytest.raises(error, match="scale_update: step must be "):
             core.scale_update(history, scale, seen=one, step=bad)
     with pytest.raises(ValueError, match="scale_update: seen and step come together"):
         core.scale_update(history, scale, seen=one)

@@ -63,17 +63,14 @@ def sums(dy=DY, offsets=OFFSETS, dtype=None):
 
 # name: call, error, message
 BAD = {
-    "stack list": (lambda: stack([[1.0]]), ArgumentError, r"quantize_stack \(mxfp8_e4m3\): x must be a JAX or NumPy"),
-    "stack dtype": (lambda: stack(STACK.astype(np.int32)), DTypeError, r"quantize_stack \(mxfp8_e4m3\): x .*int32"),
+    "stack list": (lambda: stack([[1.0]]), ArgumentError, "quantize_stack: x must be a JAX or NumPy"),
     "stack float64": (lambda: stack(STACK.astype(np.float64)), DTypeError, "quantize_stack .*x .*float64"),
-    "stack rank": (lambda: stack(X[0]), ShapeError, r"a stack of tensors has at least two dimensions.*\[32\]"),
     "stack quantizer": (lambda: stack(quantizer="mxfp8"), ArgumentError, "quantize_stack: quantizer must be .*got str"),
     "stack own": (lambda: stack(quantizer=Own()), ArgumentError, "quantize_stack: Own quantizes on its own"),
     "stack extents": (lambda: stack(STACK[:, :, :31], NV), ShapeError, "multiple of 16"),
-    "stack no scale": (lambda: stack(quantizer=Float8Quantizer()), TypeError, "quantize_stack: .*pass scale="),
     "stack scale": (
         lambda: stack(quantizer=Float8Quantizer(), scale=np.ones(1, np.float32)), ShapeError,
-        r"quantize_stack: scale must have shape \[3\], got \[1\]",
+        r"quantize_stack: scale must be \[3\], got float32\[1\]",
     ),
     "stack scale number": (
         lambda: stack(quantizer=Float8Quantizer(), scale=2.0), ArgumentError, "quantize_stack: scale must be a JAX",
@@ -86,38 +83,24 @@ BAD = {
         lambda: stack(quantizer=Float8Quantizer(), scale=np.ones(3, np.float16)), DTypeError,
         "quantize_stack: scale must be float32, got float16",
     ),
-    "stack scale of blocks": (
-        lambda: stack(scale=np.ones(3, np.float32)), ValueError, "quantize_stack: scale is for per-tensor formats",
-    ),
-    "stack scale and amax": (
-        lambda: stack(quantizer=TENSOR, scale=np.ones(3, np.float32), amax=np.ones(3, np.float32)), ValueError,
-        "quantize_stack: scale and amax were both given",
-    ),
     "stack amax": (
         lambda: stack(quantizer=TENSOR, amax=np.ones((3, 1), np.float32)), ShapeError,
-        r"quantize_stack: amax must have shape \[3\], got \[3, 1\]",
-    ),
-    "stack amax of blocks": (
-        lambda: stack(amax=np.ones(3, np.float32)), ValueError, "quantize_stack: amax is for formats with an amax",
-    ),
-    "stack amax alone": (
-        lambda: stack(quantizer=NV, amax=np.ones(3, np.float32)), ValueError, "quantize_stack: columnwise_amax is miss",
+        r"quantize_stack: amax must be \[3\], got float32\[3, 1\]",
     ),
     "stack amax not read": (
         lambda: stack(quantizer=TENSOR, columnwise_amax=np.ones(3, np.float32)), ValueError,
-        "quantize_stack: .*does not read columnwise_amax",
+        "quantize_stack: columnwise_amax .* is not read",
     ),
     "stack no rng": (
         lambda: stack(quantizer=NVFP4Quantizer(stochastic_rounding=True)), TypeError, "quantize_stack: .*pass rng=",
     ),
     "stack rng": (
         lambda: stack(quantizer=NVFP4Quantizer(stochastic_rounding=True), rng=dj.rng_state(1)), ShapeError,
-        r"quantize_stack: rng must have shape \[3, 4\], got \[4\]",
+        r"quantize_stack: rng must be \[3, 4\], got int32\[4\]",
     ),
     "stack rng not read": (
-        lambda: stack(rng=np.zeros((3, 4), np.int32)), ValueError, "quantize_stack: rng is for stochastic rounding",
+        lambda: stack(rng=np.zeros((3, 4), np.int32)), ValueError, "quantize_stack .*: rng is for stochastic rounding",
     ),
-    "stack rotated": (lambda: stack(quantizer=RHT), DTypeError, "quantize_stack: the Hadamard .*bfloat16 alone"),
     "a": (lambda: dj.grouped_gemm(X, stack(), OFFSETS), ArgumentError, "grouped_gemm: a must be a QuantizedArray, got"),
     "a stack": (lambda: dj.grouped_gemm(stack(), stack(), OFFSETS), ArgumentError, "a must be .*got QuantizedStack"),
     "b": (
@@ -134,7 +117,7 @@ BAD = {
         lambda: fprop(b=MX.with_usage(rowwise=False)), ValueError, "grouped_gemm: b needs the rowwise copy of .*Stack",
     ),
     "groups": (
-        lambda: fprop(OFFSETS[:3]), ShapeError, "grouped_gemm: offsets are those of 2 groups, and b is a stack of 3",
+        lambda: fprop(OFFSETS[:3]), ShapeError, "grouped_gemm: b is a stack of 3 tensors, and offsets are those of 2",
     ),
     "stack of more": (lambda: fprop(w=STACK[:, None]), ShapeError, r"grouped_gemm: b must be a stack of matrices"),
     "reduced": (lambda: fprop(x=X[:, :16]), ShapeError, "grouped_gemm: a .*reduces over 16 elements.*over 32"),
@@ -144,12 +127,12 @@ BAD = {
     "offsets dtype": (lambda: fprop(OFFSETS.astype(np.int16)), DTypeError, "offsets must be int32, got int16"),
     "offsets int64": (lambda: fprop(OFFSETS.astype(np.int64)), DTypeError, "grouped_gemm: offsets is int64.*cast it"),
     "offsets float": (lambda: fprop(X[0, :4]), DTypeError, "grouped_gemm: offsets must be int32, got float32"),
-    "offsets rank": (lambda: fprop(OFFSETS[None]), ShapeError, r"offsets must be \[G \+ 1\], got \[1, 4\]"),
-    "offsets of nothing": (lambda: fprop(OFFSETS[:0]), ShapeError, r"grouped_gemm: offsets must be \[G \+ 1\]"),
+    "offsets rank": (lambda: fprop(OFFSETS[None]), ShapeError, r"offsets must be \[groups \+ 1\], got int32\[1, 4\]"),
+    "offsets of nothing": (lambda: fprop(OFFSETS[:0]), ShapeError, r"grouped_gemm: offsets must be \[groups \+ 1\]"),
     "offsets scalar": (lambda: fprop(jnp.int32(3)), ShapeError, "grouped_gemm: offsets must have one entry for each"),
-    "bias shape": (lambda: fprop(bias=BIAS[0]), ShapeError, r"bias must have shape \[3, 16\], got \[16\]"),
+    "bias shape": (lambda: fprop(bias=BIAS[0]), ShapeError, r"bias must be \[3, 16\], got float32\[16\]"),
     "bias dtype": (lambda: fprop(bias=BIAS.astype(np.int32)), DTypeError, "grouped_gemm: bias must be .*int32"),
-    "bias of wgrad": (lambda: wgrad(bias=BIAS), ValueError, "grouped_gemm .*a product over rows has no bias"),
+    "bias of wgrad": (lambda: wgrad(bias=BIAS), ValueError, "grouped_gemm: bias was given and is not read"),
     "alpha": (lambda: fprop(alpha=float("inf")), ValueError, "grouped_gemm: alpha must be finite"),
     "alpha array": (lambda: fprop(alpha=jnp.ones(())), ArgumentError, "grouped_gemm: alpha must be a Python number"),
     "out_dtype": (lambda: fprop(out_dtype="int32"), DTypeError, "grouped_gemm: the result can be .*not int32"),
@@ -158,21 +141,21 @@ BAD = {
         lambda: fprop(fast_accum=True), ValueError, "grouped_gemm: fast_accum exists for per-tensor FP8 only, got mx",
     ),
     "rotated and not": (lambda: wgrad(a=RHT, b=NV, align=16), ValueError, "grouped_gemm: .*do not rotate alike"),
-    "rotated": (lambda: wgrad(a=RHT, b=RHT, align=8), ValueError, "grouped_gemm .*align must be 16, 32 or 128, got 1"),
+    "rotated": (lambda: wgrad(a=RHT, b=RHT, align=8), ValueError, "grouped_gemm: .*align must be 16, 32 or 128, got 1"),
     "primitive align": (
         lambda: grouped_ops.grouped_gemm(*[dj.quantize(X, MX).copy_of(True, "")] * 2, jnp.asarray(OFFSETS), align=3,
-                                        out_dtype="float32"), ValueError, "grouped_gemm: align must be one of .*got 3",
+                                        out_dtype="float32"), ValueError, "align must be 1, 16, 32 or 128, got 3",
     ),
     "stack's scales": (
         lambda: raw(lambda b: b._replace(scale_inv=b.scale_inv[:2])), ShapeError,
-        r"grouped_gemm: b scale_inv \(mxfp8_e4m3\) must have shape \[3, 16, 1\], got \[2, 16, 1\]",
+        r"grouped_gemm: b scale_inv \(mxfp8_e4m3\) must begin with the number of groups, 3, got .*\[2, 16, 1\]",
     ),
     "stack's dtype": (
         lambda: raw(lambda b: b._replace(data=b.data.astype(jnp.int8))), DTypeError, "grouped_gemm: b data .*int8",
     ),
     "stack's amax": (lambda: raw(lambda b: b._replace(amax=jnp.ones(3))), ValueError, "grouped_gemm: b: .*amax"),
     "acc": (
-        lambda: added(jnp.ones((96, 15))), ShapeError, r"grouped_gemm: acc must have shape \[96, 16\], got \[96, 15\]",
+        lambda: added(jnp.ones((96, 15))), ShapeError, r"grouped_gemm: acc must be \[96, 16\], got float32\[96, 15\]",
     ),
     "acc dtype": (
         lambda: added(jnp.ones((96, 16), jnp.bfloat16)), DTypeError, "grouped_gemm: acc must be float32, got bfloat16",
@@ -182,8 +165,8 @@ BAD = {
     ),
     "dy": (lambda: sums(DY.astype(np.float64)), DTypeError, "grouped_bias_grad: dy must be .*float64"),
     "dy list": (lambda: sums([1.0]), ArgumentError, "grouped_bias_grad: dy must be a JAX or NumPy array, got list"),
-    "dy scalar": (lambda: sums(jnp.ones(())), ShapeError, r"grouped_bias_grad: dy must be \[..., N\], got a scalar"),
-    "sum offsets": (lambda: sums(offsets=OFFSETS[None]), ShapeError, r"grouped_bias_grad: offsets must be \[G \+ 1\]"),
+    "dy scalar": (lambda: sums(jnp.ones(())), ShapeError, "grouped_bias_grad: dy must .*got a scalar"),
+    "sum offsets": (lambda: sums(offsets=OFFSETS[None]), ShapeError, r"offsets must be \[groups \+ 1\]"),
     "sum offsets dtype": (lambda: sums(offsets=BIAS[:, 0]), DTypeError, "grouped_bias_grad: offsets must be int32"),
     "sum offsets list": (lambda: sums(offsets=[0, 4]), ArgumentError, "grouped_bias_grad: offsets must be a JAX"),
     "sum dtype": (lambda: sums(dtype="int8"), DTypeError, "grouped_bias_grad: the result can be .*not int8"),

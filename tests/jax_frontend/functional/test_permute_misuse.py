@@ -10,7 +10,7 @@ from core.permute.test_permute_misuse import lie
 
 import cases
 import diptych.jax as dj
-from diptych.common import ArgumentError, DTypeError, ShapeError
+from diptych.common import ArgumentError, DTypeError
 from jax_frontend import tools
 from oracle import permute as oracle
 
@@ -35,99 +35,36 @@ def permute(*args, **options):
 # name: call, error, message
 BAD = {
     "map list": (lambda: dj.moe_map([[1]]), ArgumentError, "moe_map: routing_map must be a JAX or .* got list"),
-    "map float": (lambda: dj.moe_map(X), DTypeError, r"moe_map: routing_map \(a mask\) must be bool or int.*float32"),
-    "map rank": (lambda: dj.moe_map(MASK[0]), ShapeError, r"moe_map: routing_map must have 2 dimension.*\[3\]"),
-    "map kind": (lambda: dj.moe_map(MASK, map_type="ids"), ValueError, "map_type must be 'mask' or 'index', got 'ids'"),
     "map ids dtype": (lambda: dj.moe_map(IDS.astype(np.int16), 3, map_type="index"), DTypeError, "int64, got int16"),
-    "map ids bool": (lambda: dj.moe_map(MASK, 3, map_type="index"), DTypeError, "expert ids.*got bool"),
-    "map ids": (lambda: dj.moe_map(IDS, map_type="index"), ValueError, "expert ids need num_experts"),
-    "map experts": (lambda: dj.moe_map(MASK, 4), ShapeError, r"routing_map \[6, 3\] has 3 experts, not 4"),
-    "map experts 0": (lambda: dj.moe_map(IDS, 0, map_type="index"), ValueError, "num_experts must be at least 1"),
-    "map no experts": (lambda: dj.moe_map(MASK[:, :0]), ShapeError, "moe_map: there must be at least one expert"),
-    "map many": (lambda: dj.moe_map(np.ones((2, 2049), bool)), NotImplementedError, "moe_map: 2049 .*at most 2048"),
-    "map many ids": (
-        lambda: dj.moe_map(IDS, 2049, map_type="index"), NotImplementedError, "moe_map: 2049 experts.*at most 2048",
-    ),
-    "map align": (lambda: dj.moe_map(MASK, align_size=0), ValueError, "moe_map: align_size must be at least 1, got 0"),
-    "map align array": (lambda: dj.moe_map(MASK, align_size=jnp.ones(())), ArgumentError, "align_size must be a Py"),
-    "map align much": (lambda: dj.moe_map(MASK, 3, num_out_tokens=5, align_size=1 << 30), ShapeError, "padding are"),
-    "map rows": (lambda: dj.moe_map(MASK, num_out_tokens=-2), ValueError, "num_out_tokens must be at least -1, got -2"),
-    "map rows bool": (lambda: dj.moe_map(MASK, num_out_tokens=True), ArgumentError, "num_out_tokens .*got bool"),
+    "map align array": (lambda: dj.moe_map(MASK, align_size=jnp.ones(())), ArgumentError, "align_size .*sizes are static"),
     "map rows float": (lambda: dj.moe_map(MASK, num_out_tokens=4.0), ArgumentError, "num_out_tokens .*got float"),
     "map rows array": (
         lambda: dj.moe_map(MASK, num_out_tokens=jnp.int32(4)), ArgumentError, "num_out_tokens .*sizes are static",
     ),
-    "map rows many": (lambda: dj.moe_map(MASK, num_out_tokens=1 << 31), ShapeError, "moe_map: rows are 2147483648"),
     "permute list": (lambda: permute([[1.0]], MASK), ArgumentError, "moe_permute: inp must be a JAX or NumPy array"),
-    "permute complex": (lambda: permute(X.astype(np.complex64), MASK), DTypeError, "moe_permute: inp must .*complex64"),
     "permute float64": (lambda: permute(X.astype(np.float64), MASK), DTypeError, "inp is float64.*jax_enable_x64"),
-    "permute rank": (lambda: permute(X[:, 0], MASK), ShapeError, r"moe_permute: inp must be \[..., H\], got \[6\]"),
-    "permute tokens": (lambda: permute(X[:5], MASK), ShapeError, r"inp must have a row for .*tokens, 6, got \[5, 8\]"),
     "permute routing": (lambda: permute(X, X), DTypeError, "moe_permute: routing_map"),
     "permute kind": (lambda: permute(X, row_map(), map_type="?"), ValueError, "map_type"),
-    "permute twice": (lambda: permute(X, row_map(), 4), ValueError, "num_out_tokens was given beside a RowMap"),
-    "permute ids twice": (lambda: permute(X, row_map(), map_type="index"), ValueError, "map_type was given beside"),
-    "permute max": (lambda: permute(X, MASK, max_token_num=-2), ValueError, "max_token_num must be at least -1"),
     "permute max type": (lambda: permute(X, MASK, max_token_num=2.0), ArgumentError, "max_token_num .*float"),
-    "probs dtype": (
-        lambda: dj.moe_permute_with_probs(X, MASK, MASK), DTypeError, "moe_permute_with_probs: probs must .*got bool",
-    ),
     "probs none": (lambda: dj.moe_permute_with_probs(X, None, MASK), ArgumentError, "probs must be .*NoneType"),
-    "probs shape": (
-        lambda: dj.moe_permute_with_probs(X, PROBS[:, :2], MASK), ShapeError, r"probs must be \[6, 3\].*got \[6, 2\]",
-    ),
     "probs float64": (
         lambda: dj.moe_permute_with_probs(X, PROBS.astype(np.float64), MASK), DTypeError, "probs is float64",
     ),
     "pad map": (lambda: dj.moe_permute_and_pad_with_probs(X, PROBS, row_map()), ArgumentError, "routing_map .*got Row"),
-    "pad counts": (
-        lambda: dj.moe_permute_and_pad_with_probs(X, PROBS, MASK, [1, 2]), ShapeError, r"tokens_per_expert .*\[3\]",
-    ),
-    "pad counts dtype": (
-        lambda: dj.moe_permute_and_pad_with_probs(X, PROBS, MASK, X[0]), DTypeError, "tokens_per_expert must be int32",
-    ),
-    "pad counts below 0": (
-        lambda: dj.moe_permute_and_pad_with_probs(X, PROBS, MASK, [1, -1, 2]), ValueError, "each of tokens_per_expert",
-    ),
     "pad counts numbers": (
         lambda: dj.moe_permute_and_pad_with_probs(X, PROBS, MASK, 3), ArgumentError, "tokens_per_expert .*got int",
     ),
     "pad align": (lambda: dj.moe_permute_and_pad_with_probs(X, PROBS, MASK, None, 0), ValueError, "align_size"),
-    "sum dtype": (lambda: dj.moe_unpermute(TO, TO), DTypeError, "moe_unpermute: inp must be float32.*int32"),
     "sum float64": (lambda: dj.moe_unpermute(ROWS.astype(np.float64), TO), DTypeError, "inp is float64"),
     "sum quantized": (lambda: dj.moe_unpermute(quantized(), TO), ArgumentError, "inp is quantized.*dequantize"),
-    "sum rank": (lambda: dj.moe_unpermute(ROWS[0], TO), ShapeError, r"inp must be \[rows, H\]"),
-    "sum map": (lambda: dj.moe_unpermute(ROWS, TO.astype(np.int16)), DTypeError, "row_id_map must be int32, got int16"),
-    "sum map rank": (lambda: dj.moe_unpermute(ROWS, TO[0]), ShapeError, "row_id_map must have 2 dimension"),
-    "sum RowMap": (lambda: dj.moe_unpermute(ROWS, row_map()), ShapeError, "RowMap of 18 rows, and inp has 9"),
-    "sum probs": (lambda: dj.moe_unpermute(ROWS, TO, PROBS[:5]), ShapeError, r"merging_probs must be \[6, 3\]"),
     "sum probs dtype": (lambda: dj.moe_unpermute(ROWS, TO, MASK), DTypeError, "merging_probs must be .*got bool"),
     "sum probs float64": (
         lambda: dj.moe_unpermute(ROWS, TO, PROBS.astype(np.float64)), DTypeError, "merging_probs must be .*float64",
     ),
-    "sum both": (lambda: dj.moe_unpermute(ROWS, TO, PROBS, probs=PROBS), ValueError, "merging_probs and probs.*both"),
-    "sum shape": (lambda: dj.moe_unpermute(ROWS, TO, restore_shape=(5, H)), ShapeError, r"restore_shape \[5, 8\]"),
-    "sum shape rank": (lambda: dj.moe_unpermute(ROWS, TO, restore_shape=(T * H,)), ShapeError, "restore_shape"),
     "sum kind": (lambda: dj.moe_unpermute(ROWS, TO, map_type="x"), ValueError, "moe_unpermute: map_type"),
-    "sum pad ids": (
-        lambda: dj.moe_unpermute(ROWS, TO, map_type="index", pad_offsets=[0, 0, 0]), ValueError, "pad_offsets belong",
-    ),
-    "sum pad": (lambda: dj.moe_unpermute(ROWS, TO, pad_offsets=[0, 0]), ShapeError, r"pad_offsets must be \[3\]"),
     "sum pad dtype": (lambda: dj.moe_unpermute(ROWS, TO, pad_offsets=X[0]), DTypeError, "pad_offsets must be int32 or"),
-    "chunks dtype": (lambda: dj.moe_sort_chunks_by_index(X, X[0], ORDER), DTypeError, "split_sizes must be int32"),
-    "chunks rank": (lambda: dj.moe_sort_chunks_by_index(X, TO, ORDER), ShapeError, r"split_sizes must be \[C\]"),
-    "chunks length": (lambda: dj.moe_sort_chunks_by_index(X, SIZES, ORDER[:1]), ShapeError, r"sorted_index \[1\] and"),
-    "chunks sum": (lambda: dj.moe_sort_chunks_by_index(X, [2, 3], ORDER), ShapeError, "split_sizes add up to 5"),
-    "chunks order": (lambda: dj.moe_sort_chunks_by_index(X, SIZES, [1, 1]), ValueError, "name each of 2 chunks once"),
-    "chunks below 0": (lambda: dj.moe_sort_chunks_by_index(X, [-2, 8], ORDER), ValueError, "each of split_sizes"),
     "chunks many": (
         lambda: dj.moe_sort_chunks_by_index(X, *[np.zeros(2049, np.int32)] * 2), NotImplementedError, "2049 chunks",
-    ),
-    "chunks probs": (
-        lambda: dj.moe_sort_chunks_by_index_with_probs(X, PROBS, SIZES, ORDER), ShapeError, r"probs must be \[T\] or",
-    ),
-    "chunks probs dtype": (
-        lambda: dj.moe_sort_chunks_by_index_with_probs(X, TO[:, 0], SIZES, ORDER), DTypeError, "probs must be float32",
     ),
     "chunks no probs": (
         lambda: dj.moe_sort_chunks_by_index_with_probs(X, None, SIZES, ORDER), ArgumentError, "probs must .*NoneType",

@@ -15,7 +15,7 @@ from diptych.common.ops.shapes import HIGH_PRECISION, Buffer, Constraint, Shape,
 MAX_SLOTS = 2048
 """Slots of a token, experts and chunks that the kernels take."""
 _MAX_COUNT = 2**31 - 1  # of anything that a map numbers
-MASK_DTYPES = ("bool", "uint8", "int8", "int16", "int32", "int64")
+MASK_DTYPES = ("bool", *[f"{sign}int{bits}" for bits in (8, 16, 32, 64) for sign in ("", "u")])
 ID_DTYPES = ("int32", "int64")
 SUMMED = (*HIGH_PRECISION, "float64")
 """Dtypes of rows that are summed; float64 on the CPU alone."""
