@@ -36,7 +36,7 @@ def permute(*args, **options):
 BAD = {
     "map list": (lambda: dj.moe_map([[1]]), ArgumentError, "moe_map: routing_map must be a JAX or .* got list"),
     "map ids dtype": (lambda: dj.moe_map(IDS.astype(np.int16), 3, map_type="index"), DTypeError, "int64, got int16"),
-    "map align array": (lambda: dj.moe_map(MASK, align_size=jnp.ones(())), ArgumentError, "align_size .*sizes are static"),
+    "map align array": (lambda: dj.moe_map(MASK, align_size=jnp.ones(())), ArgumentError, "sizes are static"),
     "map rows float": (lambda: dj.moe_map(MASK, num_out_tokens=4.0), ArgumentError, "num_out_tokens .*got float"),
     "map rows array": (
         lambda: dj.moe_map(MASK, num_out_tokens=jnp.int32(4)), ArgumentError, "num_out_tokens .*sizes are static",
