@@ -83,6 +83,22 @@ class LinearPlan:
         self.__dict__.update(state)
 
 
+def fusable(tensor: TensorPlan) -> bool:
+    """Whether a tensor may stay unstored: every use of it reads a copy that the core makes."""
+    return all([q is not None and not q.custom for q in (tensor.rowwise, tensor.columnwise)])
+
+
+def input_fusable(plan: LinearPlan) -> bool:
+    """Whether forward may quantize the input of a linear layer from what is never stored.
+
+    What backward reads does not change forward's bits: where wgrad reads the input itself, that is stored beside.
+    """
+    forward, backward = plan.input.rowwise, plan.input.columnwise
+    if forward is None or forward.custom:
+        return False
+    return backward is None or plan.dequantized_backward or not backward.custom
+
+
 @functools.lru_cache(maxsize=1024)
 def linear_plan(recipe: Recipe, module: str = "linear", name: str = "") -> LinearPlan:
     """The plan of one module. **Raises** what `recipe.quantizer` raises; ValueError for operands that do not fit,

@@ -8,8 +8,6 @@ import jax
 import jax.numpy as jnp
 
 from diptych.common.errors import ArgumentError, DTypeError, ShapeError
-from diptych.common.layers.plan import TensorPlan
-from diptych.jax.layers.options import Options
 from diptych.jax.primitives import checks
 from diptych.jax.tensors.quantized import QuantizedArray, QuantizedCopies
 
@@ -60,18 +58,3 @@ def refuse_calibration(op: str, record: bool, **given: Any) -> None:
     if not record or any(v is not None for v in given.values()):
         names = ", ".join(given)
         raise ValueError(f"{op}: calibrate runs in high precision; {names} and record=False do not apply")
-
-
-def fusable(tensor: TensorPlan) -> bool:
-    """Whether a tensor may stay unstored: every use of it reads a copy that the core makes."""
-    return all(q is not None and not q.custom for q in (tensor.rowwise, tensor.columnwise))
-
-
-def input_fusable(options: Options) -> bool:
-    """Whether forward quantizes the input of a product from what is not stored. What backward reads does not change
-    forward's bits: where wgrad reads the input itself (`reads_input`), that is stored beside."""
-    plan = options.plan
-    forward, backward = plan.input.rowwise, plan.input.columnwise
-    if forward is None or forward.custom:
-        return False
-    return backward is None or plan.dequantized_backward or not backward.custom

@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 import jax
 
 from diptych.common.errors import ShapeError
+from diptych.common.layers.held import require_same
 from diptych.common.layers.plan import held_quantizer
-from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX, Quantizer
+from diptych.common.quantizers import Quantizer
 from diptych.common.recipes import Recipe
 from diptych.jax.layers import quantize
 from diptych.jax.layers.options import Options
@@ -35,19 +36,12 @@ def held_copies(kernel: Q, options: Options, copies: Any) -> tuple[Q | None, Q |
     op, held, plan = options.op, kernel.quantizer, options.plan.weight
     if copies is not None:
         raise ValueError(f"{op}: kernel is quantized already, and copies of one were given too")
-    for quantizer, copy, counts in (
-        (plan.rowwise, kernel.rowwise_data, ROW_AMAX),
-        (plan.columnwise, kernel.columnwise_data, RHT | RHT_SIGNS),
-    ):
-        if quantizer is None:
-            continue
-        other = quantizer.format is not held.format
-        if other or (copy is not None and (held.spec.flags ^ quantizer.spec.flags) & counts):
-            is_held, asked = (held.format.name, quantizer.format.name) if other else (held, quantizer)
-            raise ValueError(
-                f"{op}: the kernel is held as {is_held}, and {type(options.recipe).__name__} asks for {asked}: run it "
-                "by the recipe that it was quantized with"
-            )
+    remedy = "run it by the recipe that it was quantized with"
+    for quantizer, columnwise in ((plan.rowwise, False), (plan.columnwise, True)):
+        if quantizer is not None:
+            there = (kernel.columnwise_data if columnwise else kernel.rowwise_data) is not None
+            sides = there and not columnwise, there and columnwise
+            require_same(f"{op}: the kernel", held, quantizer, *sides, remedy)
     kernel = as_bytes(kernel)
     rowwise = None if kernel.rowwise_data is None else only(kernel, False, op)
     return rowwise, None if kernel.columnwise_data is None else only(kernel, True, op)

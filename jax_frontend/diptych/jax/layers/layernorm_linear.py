@@ -20,6 +20,7 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 
 from diptych.common.arguments import require_recipe
+from diptych.common.layers.plan import input_fusable
 from diptych.common.ops.norm import NormOptions, norm_options
 from diptych.common.recipes import Recipe
 from diptych.jax.functional import norm as norm_verbs
@@ -27,7 +28,7 @@ from diptych.jax.functional import source as sources
 from diptych.jax.functional.source import FusedInput
 from diptych.jax.layers import products
 from diptych.jax.layers.calibrate import calibrated, plain
-from diptych.jax.layers.checks import check_operands, input_fusable, refuse_calibration, refuse_without_recipe
+from diptych.jax.layers.checks import check_operands, refuse_calibration, refuse_without_recipe
 from diptych.jax.layers.linear import prepare
 from diptych.jax.layers.options import Options, States
 from diptych.jax.layers.products import DenseGradients, Needs, cotangents, primals
@@ -236,7 +237,7 @@ def norm_operand(
     options: NormedOptions, x: Array, gamma: Array, beta: Array | None, stored: bool
 ) -> tuple[Array | FusedInput, tuple[Array, ...], Array | None]:
     """The norm's output as an operand, fused where it may be; its statistics; the output if `stored`."""
-    norm, fuse = options.norm, input_fusable(options.linear)
+    norm, fuse = options.norm, input_fusable(options.linear.plan)
     stats, z = (norm_ops.statistics(x, norm), None) if fuse and not stored else norm_ops.norm(x, gamma, beta, norm)
     operand = sources.normalized(x, gamma, beta, stats, norm) if fuse or z is None else z
     return operand, stats, z if stored else None
@@ -266,7 +267,7 @@ def normed_backward(
     norm, of_linear = saved.options.norm, saved.linear
     if saved.again and not isinstance(dy, SymbolicZero):
         x, gamma, beta, stats = saved.norm
-        if input_fusable(saved.options.linear) and not reads_input(saved.options.linear, of_linear.needs):
+        if input_fusable(saved.options.linear.plan) and not reads_input(saved.options.linear, of_linear.needs):
             z: Any = dataclasses.replace(sources.normalized(x, gamma, beta, stats, norm), amax=saved.amax)
         else:
             z = norm_ops.norm(x, gamma, beta, norm)[1]

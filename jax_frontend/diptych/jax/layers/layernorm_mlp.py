@@ -25,6 +25,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from diptych.common.arguments import require_recipe
 from diptych.common.errors import ArgumentError, ShapeError
+from diptych.common.layers.plan import fusable, input_fusable
 from diptych.common.ops.activation import ActivationOptions, activation_options
 from diptych.common.ops.norm import norm_options
 from diptych.common.recipes import Recipe
@@ -36,8 +37,6 @@ from diptych.jax.layers import products
 from diptych.jax.layers.calibrate import calibrated, plain
 from diptych.jax.layers.checks import (
     check_operands,
-    fusable,
-    input_fusable,
     kernel_operand,
     refuse_calibration,
     refuse_without_recipe,
@@ -306,7 +305,7 @@ def _check_states(op: str, states: Any, recipe: Recipe, fc1: Options, fc2: Optio
 
 def _activation(options: MLPOptions, h: Array, amax: Array | None = None, stored: bool = False) -> Array | FusedInput:
     """The input of fc2: unstored where it may be, with its amax if known, or an array; always so if `stored`."""
-    if stored or not input_fusable(options.fc2):
+    if stored or not input_fusable(options.fc2.plan):
         return activation_ops.activation(h, *options.activation)
     return dataclasses.replace(sources.activated(h, *options.activation), amax=amax)
 

@@ -6,23 +6,8 @@ import torch
 from torch import Tensor
 
 from diptych.common.errors import DTypeError, ShapeError
-from diptych.common.layers.plan import LinearPlan, TensorPlan
 from diptych.torch.primitives.checks import describe, require_device, require_high_precision, require_tensor
 from diptych.torch.tensors.quantized import high_precision
-
-
-def fusable(tensor: TensorPlan) -> bool:
-    """Whether a tensor may stay unstored: every use of it reads a copy that the core makes."""
-    return all([q is not None and not q.custom for q in (tensor.rowwise, tensor.columnwise)])
-
-
-def input_fusable(plan: LinearPlan) -> bool:
-    """Whether forward quantizes the input of a linear layer from what is not stored. What backward reads does not
-    change forward's bits: where wgrad reads the input itself, that is stored beside."""
-    forward, backward = plan.input.rowwise, plan.input.columnwise
-    if forward is None or forward.custom:
-        return False
-    return backward is None or plan.dequantized_backward or not backward.custom
 
 
 def input_for(op: str, x: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from diptych.common.formats import FORMATS
+from diptych.common.layers.held import require_same
 from diptych.common.layers.schedule import Call, Schedule
-from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX
 from diptych.torch.tensors.copies import Copies
 from diptych.torch.tensors.quantized import QuantizedTensor, QuantizedTensorBase
 
@@ -24,14 +23,9 @@ def held_copies(q: QuantizedTensorBase, calls: tuple[Call, ...], what: str, reme
     rowwise = columnwise = None
     for call in calls:
         asked = call.quantizer
-        held_format, asked_format = FORMATS[q.quantizer.spec.format_id].name, FORMATS[asked.spec.format_id].name
-        if held_format != asked_format:
-            raise ValueError(f"{what} is held as {held_format}, and the recipe asks for {asked_format}; {remedy}")
+        require_same(what, q.quantizer, asked, asked.rowwise, asked.columnwise, remedy)
         rowwise = q.copy_of(False) if asked.rowwise else rowwise
         columnwise = q.copy_of(True) if asked.columnwise else columnwise
-        counts = ROW_AMAX * asked.rowwise | (RHT | RHT_SIGNS) * asked.columnwise
-        if (q.quantizer.spec.flags ^ asked.spec.flags) & counts:
-            raise ValueError(f"{what} is held by {q.quantizer}, and the recipe asks for {asked}; {remedy}")
     return rowwise, columnwise
 
 

@@ -7,12 +7,12 @@ from typing import Any
 
 from torch import Tensor
 
+from diptych.common.layers.plan import input_fusable
 from diptych.common.layers.schedule import Schedule
 from diptych.common.ops.norm import NORMS, NormOptions
 from diptych.torch.functional import source as sources
 from diptych.torch.graph.custom_op import CustomOp
 from diptych.torch.graph.proto import TensorProto
-from diptych.torch.layers.checks import input_fusable
 from diptych.torch.layers.options import Options
 from diptych.torch.layers.products import (
     LayerArguments,

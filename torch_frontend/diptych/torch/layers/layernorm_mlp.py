@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from diptych.common.layers.plan import fusable, input_fusable
 from diptych.common.layers.schedule import Schedule
 from diptych.common.ops.activation import ActivationOptions
 from diptych.torch.functional import source as sources
 from diptych.torch.functional.source import FusedInput
 from diptych.torch.graph.custom_op import CustomOp
 from diptych.torch.graph.proto import TensorProto
-from diptych.torch.layers.checks import fusable, input_fusable
 from diptych.torch.layers.layernorm_linear import NormedArguments, input_gradient, normed_fprop
 from diptych.torch.layers.options import Options
 from diptych.torch.layers.products import finished, fprop, kept_spec, result_proto, weight_gradient
