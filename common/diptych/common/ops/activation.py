@@ -35,6 +35,6 @@ def activation_options(op: str, name: str) -> ActivationOptions:
 
 
 def activation(op: str, x: Operand, gated: bool) -> tuple[Shape, tuple[Constraint, ...]]:
-    """The shape of an activation of x, and what that asks of sizes."""
+    """Returns the shape of an activation of x, and what sizes must satisfy."""
     require_high_precision(op, x)
     return shapes.activation_shape(op, x.shape, gated)

@@ -89,7 +89,7 @@ def grouped_shape(
 
 
 def offsets_of(op: str, offsets: Operand) -> tuple[Size, tuple[Constraint, ...]]:
-    """How many groups there are, and that the list of their offsets has an entry."""
+    """Returns the number of groups and what their list of offsets, int32 [groups + 1], must satisfy."""
     require_dtype(op, offsets, "int32")
     message = f"{op}: offsets must be [groups + 1], got {offsets}"
     if len(offsets.shape) != 1:
@@ -135,7 +135,7 @@ def grouped_gemm(
 
 
 def _stack(op: str, b: CopyOperands, groups: Size) -> tuple[Constraint, ...]:
-    """A stack of `groups` tensors throughout, each as a copy of one tensor; its [1] are [groups] here."""
+    """Demands a stack of `groups` tensors throughout, each as a copy of one tensor; what is [1] there is [groups]."""
     constraints: tuple[Constraint, ...] = ()
     each = {}
     for name in ("data", "scale_inv", "amax"):
@@ -152,7 +152,7 @@ def _stack(op: str, b: CopyOperands, groups: Size) -> tuple[Constraint, ...]:
 
 
 def grouped_bias_grad(dy: Operand, offsets: Operand) -> tuple[Size, tuple[Constraint, ...]]:
-    """How many groups there are, and what sizes must satisfy."""
+    """Returns the number of groups and what sizes must satisfy."""
     op = "grouped_bias_grad"
     require_high_precision(op, dy)
     if not dy.shape:
@@ -168,7 +168,8 @@ def require_stackable(op: str, quantizer: Any) -> None:
 
 
 def rotated_alike(op: str, a: Quantizer, b: Quantizer, reduces_rows: bool) -> bool:
-    """Whether both copies that a product over rows reads are Hadamard-rotated. **Raises** ValueError where one is."""
+    """Returns whether the copies that a product over rows reads are Hadamard-rotated. **Raises** ValueError where one
+    is and the other is not."""
     of_a, of_b = (q.spec.flags & (RHT | RHT_SIGNS) if reduces_rows else 0 for q in (a, b))
     if of_a != of_b:
         raise ValueError(f"{op}: {a} and {b} do not rotate alike")

@@ -41,7 +41,7 @@ def norm_options(op: str, normalization: str, eps: float, zero_centered_gamma: b
 
 
 def norm(op: str, which: str, x: Operand, **operands: Operand | None) -> tuple[Constraint, ...]:
-    """`operands`: gamma and beta [K], mu and rsigma [M] against x, those that an op reads or writes."""
+    """Demands that gamma and beta [K], mu and rsigma [M] fit x; `operands` are those that an op reads or writes."""
     require_high_precision(op, x)
     m, k = shapes.rows_cols(x.shape)
     constraints: tuple[Constraint, ...] = ()

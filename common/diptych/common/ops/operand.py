@@ -71,7 +71,7 @@ def require_result_dtype(op: str, dtype: str) -> None:
 
 
 def of_shape(op: str, x: Operand, *wanted: Size) -> tuple[Constraint, ...]:
-    """That x has this shape. **Raises** ShapeError for another rank."""
+    """Demands that x has this shape. **Raises** ShapeError for another rank."""
 
     def message() -> str:
         return f"{op}: {x.name} must be {list(wanted)}, got {x}"
@@ -82,7 +82,7 @@ def of_shape(op: str, x: Operand, *wanted: Size) -> tuple[Constraint, ...]:
 
 
 def folded(op: str, x: Operand, rows: Size, cols: Size) -> tuple[Constraint, ...]:
-    """That x, its leading dimensions folded, is [rows, cols]. **Raises** ShapeError for a scalar."""
+    """Demands that x is [rows, cols] once its leading dimensions are folded. **Raises** ShapeError for a scalar."""
 
     def message() -> str:
         return f"{op}: {x.name} must be {[rows, cols]}, got {x}"
@@ -94,12 +94,12 @@ def folded(op: str, x: Operand, rows: Size, cols: Size) -> tuple[Constraint, ...
 
 
 def holds(op: str, x: Operand, dtype: str, n: Size) -> tuple[Constraint, ...]:
-    """That x holds n elements of a dtype, in any shape."""
+    """Demands that x holds n elements of a dtype, in any shape. **Raises** DTypeError."""
     require_dtype(op, x, dtype)
     return (Constraint(x.numel, n, lambda: f"{op}: {x.name} must be [{n}], got {x}"),)
 
 
 def vector(op: str, x: Operand, n: Size) -> tuple[Constraint, ...]:
-    """That x holds n elements in high precision, in any shape."""
+    """Demands that x holds n elements in high precision, in any shape. **Raises** DTypeError."""
     require_high_precision(op, x)
     return (Constraint(x.numel, n, lambda: f"{op}: {x.name} must be [{n}], got {x}"),)

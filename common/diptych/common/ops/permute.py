@@ -69,14 +69,14 @@ def require_int(op: str, arg: str, value: Any, least: int, kinds: tuple[type, ..
 
 
 def few(op: str, what: str, n: Size) -> Constraint:
-    """No more slots, experts or chunks than the kernels take."""
+    """Demands no more slots, experts or chunks than the kernels take."""
     return Constraint(
         n, MAX_SLOTS, lambda: f"{op}: {n} {what}, and the kernels take at most {MAX_SLOTS}", "<=", UnsupportedError
     )
 
 
 def counted(op: str, what: str, n: Size) -> Constraint:
-    """No more than an int32 numbers."""
+    """Demands no more of something than int32 numbers count."""
 
     def message() -> str:
         return f"{op}: {what} are {n}, and a map numbers at most {_MAX_COUNT}; permute fewer tokens at a time"
@@ -85,12 +85,13 @@ def counted(op: str, what: str, n: Size) -> Constraint:
 
 
 def require_integers(op: str, x: Operand, form: str) -> None:
-    """A list of int32 or int64, whose shape `form` describes. **Raises** DTypeError, ShapeError."""
+    """**Raises** DTypeError, ShapeError unless x is a list of int32 or int64, whose shape `form` describes."""
     require_dtype(op, x, *ID_DTYPES)
     require_rank(op, x, 1, form)
 
 
 def require_rank(op: str, x: Operand, rank: int, form: str) -> None:
+    """**Raises** ShapeError unless x has this rank; `form` describes the shape in the message."""
     if len(x.shape) != rank:
         raise ShapeError(f"{op}: {x.name} must be {form}, got {x}")
 
@@ -99,6 +100,7 @@ def require_rank(op: str, x: Operand, rank: int, form: str) -> None:
 
 
 def require_kind(op: str, map_type: Any) -> None:
+    """**Raises** ValueError for a map_type of another name."""
     if map_type not in ("mask", "index"):
         raise ValueError(f"{op}: map_type must be 'mask' or 'index', got {map_type!r}")
 
@@ -110,7 +112,7 @@ def require_experts(op: str, map_type: str, num_experts: Any) -> None:
 
 
 def refuse_beside_map(op: str, num_out_tokens: Any, num_experts: Any, map_type: Any) -> None:
-    """What a `RowMap` says already cannot be said again beside it. **Raises** ValueError."""
+    """**Raises** ValueError for an argument beside a `RowMap` that the map says already."""
     given = {"num_out_tokens": num_out_tokens, "num_experts": num_experts}
     given["map_type"] = None if map_type == "mask" else map_type
     for arg, value in given.items():
@@ -119,7 +121,7 @@ def refuse_beside_map(op: str, num_out_tokens: Any, num_experts: Any, map_type: 
 
 
 def routing(op: str, x: Operand, mask: bool, experts: Size, rows: Size, align: int) -> tuple[Constraint, ...]:
-    """A mask [T, E], or expert ids [T, k], and the numbers of the map that is made of it."""
+    """Demands a mask [T, E] or expert ids [T, k], and that the map that is made of them can be numbered."""
     kind = "a mask" if mask else "expert ids"
     require_rank(op, x, 2, "[T, E]" if mask else "[T, k]")
     require_dtype(op, x._replace(name=f"{x.name} ({kind})"), *(MASK_DTYPES if mask else ID_DTYPES))
@@ -138,20 +140,21 @@ def routing(op: str, x: Operand, mask: bool, experts: Size, rows: Size, align: i
 
 
 def row_map(op: str, x: Operand) -> tuple[Constraint, ...]:
-    """A row_id_map, [T, slots]."""
+    """Demands a row_id_map: int32 [T, slots]."""
     require_dtype(op, x, "int32")
     require_rank(op, x, 2, "[T, slots]")
     return few(op, "slots of a token", x.shape[1]), counted(op, "tokens * slots", x.shape[0] * x.shape[1])
 
 
 def row_source(op: str, x: Operand) -> tuple[Constraint, ...]:
-    """A row_source, [rows]."""
+    """Demands a row_source: int32 [rows]."""
     require_dtype(op, x, "int32")
     require_rank(op, x, 1, "[rows]")
     return (counted(op, "rows", x.shape[0]),)
 
 
 def chunks(op: str, split_sizes: Operand, sorted_index: Operand, tokens: Size) -> tuple[Constraint, ...]:
+    """Demands as many sizes as indices [C], and numbers of chunks and tokens that a map can hold."""
     (sizes,), (named,) = split_sizes.shape, sorted_index.shape
     differ = Constraint(named, sizes, lambda: f"{op}: split_sizes has {sizes} chunks, and sorted_index names {named}")
     return differ, few(op, "chunks", sizes), counted(op, "tokens", tokens)
@@ -160,7 +163,10 @@ def chunks(op: str, split_sizes: Operand, sorted_index: Operand, tokens: Size) -
 def chunk_numbers(
     op: str, sizes: Sequence[int] | None, order: Sequence[int] | None, tokens: Size
 ) -> tuple[Constraint, ...]:
-    """Sizes that are numbers add up to the tokens; an order of numbers names each chunk once, else ValueError."""
+    """Demands of sizes that are numbers that they add up to the tokens.
+
+    **Raises** ValueError for an order of numbers that does not name each chunk once.
+    """
     if order is not None and sorted(order) != list(range(len(order))):
         raise ValueError(f"{op}: sorted_index must name each of {len(order)} chunks once, got {list(order)}")
     if sizes is None:
@@ -173,7 +179,7 @@ def chunk_numbers(
 
 
 def require_movable(op: str, fmt: FormatRow, rowwise: bool, columnwise: bool) -> None:
-    """Rows of a quantized tensor with these copies can move without the others. **Raises** ValueError."""
+    """**Raises** ValueError unless rows of a quantized tensor with these copies can move without its other rows."""
     if not rowwise:
         raise ValueError(
             f"{op}: rows are what moves, and inp has no rowwise copy; quantize it with_usage(rowwise=True)"
@@ -188,7 +194,7 @@ def require_movable(op: str, fmt: FormatRow, rowwise: bool, columnwise: bool) ->
 
 
 def require_floats(op: str, x: Operand, wide: bool = True) -> None:
-    """High precision or, where `wide`, float64. **Raises** DTypeError."""
+    """**Raises** DTypeError unless x is in high precision or, where `wide`, float64."""
     if x.dtype in HIGH_PRECISION or (wide and x.dtype == "float64"):
         return
     allowed = one_of(SUMMED) if wide else f"{one_of(HIGH_PRECISION)} beside such rows"
@@ -196,13 +202,13 @@ def require_floats(op: str, x: Operand, wide: bool = True) -> None:
 
 
 def per_slot(op: str, x: Operand, map_shape: Shape, wide: bool) -> tuple[Constraint, ...]:
-    """A probability for each slot of a row_id_map."""
+    """Demands a probability for each slot of a row_id_map."""
     require_floats(op, x, wide)
     return of_shape(op, x, *map_shape)
 
 
 def tokens_of(op: str, x: Operand, tokens: Size, of: str) -> tuple[Constraint, ...]:
-    """A row [..., H] for each token of a map."""
+    """Demands that x [..., H] has a row for each token; `of` names these in the message."""
     if len(x.shape) < 2:
         raise ShapeError(f"{op}: {x.name} must be [..., H], got {x}")
     rows = shapes.rows_cols(x.shape)[0]
@@ -210,7 +216,7 @@ def tokens_of(op: str, x: Operand, tokens: Size, of: str) -> tuple[Constraint, .
 
 
 def plane(op: str, x: Operand, tokens: Size) -> tuple[Constraint, ...]:
-    """A tensor that moves, [..., K] or [T], with a row for each token of the map."""
+    """Demands that a tensor that moves, [..., K] or [T], has a row for each token of the map."""
     if len(x.shape) == 0:
         raise ShapeError(f"{op}: {x.name} must have at least one dimension, got a scalar")
     count = math.prod(x.shape[:-1] if len(x.shape) > 1 else x.shape)
@@ -222,7 +228,7 @@ def plane(op: str, x: Operand, tokens: Size) -> tuple[Constraint, ...]:
 
 
 def row_probs(op: str, x: Operand, tokens: Size) -> tuple[Constraint, ...]:
-    """A probability for each row that chunks move, [T] or [T, 1]."""
+    """Demands a probability for each row that chunks move, [T] or [T, 1]."""
     require_floats(op, x)
 
     def message() -> str:
@@ -234,13 +240,13 @@ def row_probs(op: str, x: Operand, tokens: Size) -> tuple[Constraint, ...]:
 
 
 def require_rows(op: str, x: Operand) -> None:
-    """Rows [rows, H] that are summed. **Raises** ShapeError."""
+    """**Raises** ShapeError unless x is rows [rows, H]."""
     if len(x.shape) < 2:
         raise ShapeError(f"{op}: {x.name} must be [rows, H], got {x}")
 
 
 def merging_probs(op: str, merging: Any, deprecated: Any) -> Any:
-    """The one of two names' probabilities that is given. **Raises** ValueError for both."""
+    """Returns the probabilities that are given under one of two names. **Raises** ValueError for both."""
     if deprecated is None:
         return merging
     if merging is not None:
@@ -249,12 +255,13 @@ def merging_probs(op: str, merging: Any, deprecated: Any) -> Any:
 
 
 def refuse_pad_offsets(op: str, map_type: str) -> None:
+    """**Raises** ValueError for offsets of experts beside a map that does not name them."""
     if map_type == "index":
         raise ValueError(f"{op}: pad_offsets belong to experts, and an index map's row_id_map does not name them")
 
 
 def restored(op: str, tokens: Size, cols: Size, shape: Sequence[Size]) -> tuple[Constraint, ...]:
-    """`shape` holds [tokens, cols], leading dimensions unfolded."""
+    """Demands that `shape` is [tokens, cols] with leading dimensions unfolded."""
     wanted = list(shape)
     if len(wanted) < 2:
         raise ShapeError(f"{op}: restore_shape must be [..., H], got {wanted}")

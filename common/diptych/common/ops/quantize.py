@@ -29,8 +29,8 @@ def _rotatable(op: str, x: Operand, encoded: Shape) -> tuple[Constraint, ...]:
 
 
 def amax(x: Operand, flags: int, columnwise: bool, encoded: Shape | None = None) -> tuple[Constraint, ...]:
-    """`columnwise`: whether the amax of a columnwise copy is wanted too. `encoded`: the shape of what a source makes of
-    x, which is read instead."""
+    """Demands of x what amax reads. `columnwise`: the amax of a columnwise copy is wanted too. `encoded`: the shape of
+    what a source makes of x, which is read instead."""
     op = "amax"
     require_high_precision(op, x)
     if flags & RHT_SIGNS and not flags & RHT:
@@ -71,7 +71,10 @@ def quantize(
     rng: Operand | None = None,
     encoded: Shape | None = None,
 ) -> tuple[Constraint, ...]:
-    """`op`: "quantize" or "quantize_stack". `encoded`: as for `amax`."""
+    """Demands what quantizing x, or one tensor of a stack, asks of x and of the operands beside it.
+
+    `op`: "quantize" or "quantize_stack". `encoded`: the shape of what a source makes of x, which is quantized instead.
+    """
     fmt, flags = quantizer.format, quantizer.spec.flags
     shape = x.shape if encoded is None else encoded
     require_high_precision(op, x)
@@ -99,7 +102,7 @@ def _of(fmt: FormatRow, x: Operand) -> Operand:
 
 
 def given_amaxes(op: str, shape: Shape, quantizer: Quantizer, *given: Operand | None) -> tuple[Constraint, ...]:
-    """The amaxes to use, `given` by their names: none, or each that the quantizer reads for a tensor of `shape`."""
+    """Demands no amax to use, or each that the quantizer reads for a tensor of `shape`; `given` bear their names."""
     fmt = quantizer.format
     names = {x.name: x for x in given if x is not None}
     if not names:
@@ -121,7 +124,7 @@ def given_amaxes(op: str, shape: Shape, quantizer: Quantizer, *given: Operand | 
 def quantize_delayed(
     x: Operand, quantizer: Quantizer, scale: Operand, history: Operand, encoded: Shape | None = None
 ) -> tuple[Constraint, ...]:
-    """What quantize asks, and a history [L] whose first entry takes the amax in."""
+    """Demands what quantize asks, and a history [L] whose first entry takes the amax in."""
     op = "quantize_delayed"
     constraints = quantize("quantize", x, quantizer, scale=scale, encoded=encoded)
     require_dtype(op, history, "float32")
@@ -142,7 +145,7 @@ class CopyOperands(NamedTuple):
 
 
 def copy(op: str, arg: str, q: CopyOperands) -> tuple[Constraint, ...]:
-    """The copy of `arg` against the row of its format; its tensor's extents follow from its own data."""
+    """Demands that a copy of `arg` fits the row of its format; its tensor's extents follow from its own data."""
     fmt, columnwise = q.format, q.columnwise
     data, scale_inv = (x._replace(name=f"{arg} {x.name} ({fmt.name})") for x in (q.data, q.scale_inv))
     require_dtype(op, data, fmt.data)

@@ -21,6 +21,7 @@ def scale_update(
     margin: int,
     most_recent: bool,
 ) -> tuple[Constraint, ...]:
+    """Demands a history [n, L], and for each of its n rows a scale and what else is given."""
     op = "scale_update"
     require_dtype(op, history, "float32")
     message = f"{op}: history must be [n, L] with L >= 1, got {history}"

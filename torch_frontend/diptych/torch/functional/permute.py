@@ -34,7 +34,7 @@ from diptych.torch.functional.permute_op import (
     unpermute,
 )
 from diptych.torch.primitives import permute as permute_ops
-from diptych.torch.primitives.checks import enforce, operand, require_device, require_tensor
+from diptych.torch.primitives.checks import enforce, once, operand, require_device, require_tensor
 from diptych.torch.primitives.permute import check_maps, check_probs, known, require_map, require_summed
 from diptych.torch.tensors.quantized import QuantizedTensor
 
@@ -91,7 +91,8 @@ def _integers(
     if not isinstance(given, (list, tuple)):
         raise ArgumentError(f"{op}: {arg} must be a tensor or a sequence of ints, got {type(given).__name__}")
     for n in given:
-        _require_int(op, f"each of {arg}", n, 0)
+        if type(n) is not int or n < 0:  # makes no name in vain
+            _require_int(op, f"each of {arg}", n, 0)
     return tuple(given)
 
 
@@ -122,15 +123,17 @@ def _made_map(op: str, routing_map: Any, num_experts: Any, map_type: str, num_ou
     require_tensor(op, "routing_map", routing_map)
     rules.require_kind(op, map_type)
     _require_int(op, "align_size", align, 1)
-    mask, named = map_type == "mask", operand("routing_map", routing_map)
-    rules.require_rank(op, named, 2, "[T, E]" if mask else "[T, k]")
+    mask = map_type == "mask"
+    if routing_map.dim() != 2:
+        rules.require_rank(op, operand("routing_map", routing_map), 2, "[T, E]" if mask else "[T, k]")
     tokens, slots = routing_map.shape
     if num_experts is None:
         num_experts = slots if mask else rules.MAX_SLOTS
     else:
         _require_int(op, "num_experts", num_experts, 1)
     rows = _row_count(op, num_out_tokens, tokens * slots, num_experts, align)
-    enforce(rules.routing(op, named, mask, num_experts, rows, align))
+    numbers = mask, num_experts, rows, align
+    once(lambda: enforce(rules.routing(op, operand("routing_map", routing_map), *numbers)), op, routing_map, *numbers)
     return RowMap(*permute_ops.permute_map(routing_map, mask, num_experts, rows, align))
 
 
@@ -146,11 +149,17 @@ def _map_of(
 
 def _permuted(op: str, inp: Any, probs: Tensor | None, row_map: RowMap, zero_prob_is_padding: bool) -> Any:
     row_id_map, row_source = row_map.row_id_map, row_map.row_source
-    require_map(op, row_id_map)
-    _require_inp(op, inp, row_id_map.shape[0], "routing_map's tokens")
-    require_device(op, inp, row_id_map, "routing_map")
-    if probs is not None:
-        require_probs(op, "probs", probs, inp, row_id_map, None)
+
+    def check() -> None:
+        require_map(op, row_id_map)
+        _require_inp(op, inp, row_id_map.shape[0], "routing_map's tokens")
+        require_device(op, inp, row_id_map, "routing_map")
+        if probs is not None:
+            require_probs(op, "probs", probs, inp, row_id_map, None)
+
+    for arg, t in (("inp", inp), ("row_id_map", row_id_map)):
+        require_tensor(op, arg, t)
+    once(check, op, inp, probs, row_id_map)
     return permute(Permute(inp, probs, row_id_map, row_source, zero_prob_is_padding))
 
 
@@ -341,18 +350,25 @@ def moe_unpermute(
     row_source = None
     if isinstance(row_id_map, RowMap):
         row_source, row_id_map = row_id_map.row_source, row_id_map.row_id_map
+
     for arg, t in (("inp", inp), ("row_id_map", row_id_map)):
         require_tensor(op, arg, t)
-    if isinstance(inp, QuantizedTensor):
-        raise ArgumentError(f"{op}: inp is quantized, and its rows are summed; dequantize() it first")
-    require_map(op, row_id_map)
-    require_device(op, inp, row_id_map, "row_id_map")
-    rules.require_rows(op, operand("inp", inp))
-    require_summed(op, "inp", inp)
-    if row_source is not None:
-        enforce(rules.tokens_of(op, operand("inp", inp), row_source.shape[0], "the map's rows"))
+
+    def check() -> None:
+        if isinstance(inp, QuantizedTensor):
+            raise ArgumentError(f"{op}: inp is quantized, and its rows are summed; dequantize() it first")
+        require_map(op, row_id_map)
+        require_device(op, inp, row_id_map, "row_id_map")
+        rules.require_rows(op, operand("inp", inp))
+        require_summed(op, "inp", inp)
+        if row_source is not None:
+            enforce(rules.tokens_of(op, operand("inp", inp), row_source.shape[0], "the map's rows"))
+        if merging_probs is not None:
+            require_probs(op, "merging_probs", merging_probs, inp, row_id_map, inp)
+
     if merging_probs is not None:
-        require_probs(op, "merging_probs", merging_probs, inp, row_id_map, inp)
+        require_tensor(op, "merging_probs", merging_probs)
+    once(check, op, inp, row_id_map, row_source, merging_probs)
     if pad_offsets is not None:
         rules.refuse_pad_offsets(op, map_type)
         pad_offsets = _per_expert(op, "pad_offsets", pad_offsets, inp.device, row_id_map.shape[1])
@@ -406,20 +422,25 @@ def moe_sort_chunks_by_index_with_probs(
 
 def _sorted(op: str, inp: Any, probs: Tensor | None, split_sizes: Any, sorted_index: Any) -> tuple[Tensor, ...]:
     require_tensor(op, "inp", inp)
-    _require_inp(op, inp, shapes.rows_cols(inp.shape)[0] if inp.dim() > 1 else 0, "its own")
-    tokens = shapes.rows_cols(inp.shape)[0]
-    tensors: list[Tensor | None] = []
-    numbers: list[Any] = []
-    named = []
-    for arg, given in (("split_sizes", split_sizes), ("sorted_index", sorted_index)):
-        t = _integers(op, arg, given, inp.device)
-        tensors.append(t if isinstance(t, Tensor) else None)
-        numbers.append(() if isinstance(t, Tensor) else t)
-        named.append(operand(arg, t) if isinstance(t, Tensor) else Operand(arg, "int32", (len(t),)))
-    enforce(rules.chunks(op, named[0], named[1], tokens))
-    sizes, order = [n if t is None else None for t, n in zip(tensors, numbers, strict=True)]
-    enforce(rules.chunk_numbers(op, sizes, order, tokens))
-    if probs is not None:
-        require_device(op, inp, probs, "probs")
-        enforce(rules.row_probs(op, operand("probs", probs), tokens))
+    tokens = shapes.rows_cols(inp.shape)[0] if inp.dim() > 0 else 0
+    given = [
+        _integers(op, arg, v, inp.device) for arg, v in (("split_sizes", split_sizes), ("sorted_index", sorted_index))
+    ]
+    numbers: list[tuple[Any, ...]] = [() if isinstance(v, Tensor) else v for v in given]
+    tensors = [v if isinstance(v, Tensor) else None for v in given]
+
+    def check() -> None:
+        _require_inp(op, inp, tokens, "its own")
+        named = [
+            operand(arg, v) if isinstance(v, Tensor) else Operand(arg, "int32", (len(v),))
+            for arg, v in zip(("split_sizes", "sorted_index"), given, strict=True)
+        ]
+        enforce(rules.chunks(op, named[0], named[1], tokens))
+        sizes, order = [None if isinstance(v, Tensor) else v for v in given]
+        enforce(rules.chunk_numbers(op, sizes, order, tokens))
+        if probs is not None:
+            require_device(op, inp, probs, "probs")
+            enforce(rules.row_probs(op, operand("probs", probs), tokens))
+
+    once(check, op, inp, probs, *given)
     return sort_chunks(SortChunks(inp, probs, tensors[0], tensors[1], numbers[0], numbers[1]))

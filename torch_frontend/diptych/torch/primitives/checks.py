@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.nn import Parameter
 
 from diptych.common.errors import ArgumentError, DeviceError, ShapeError, UnsupportedError
 from diptych.common.formats import FORMATS, FormatRow
@@ -129,6 +130,34 @@ def enforce(constraints: Iterable[shapes.Constraint]) -> None:
             torch._check(c.lhs == c.rhs, lambda c=c: c.words())
         elif certain(c.lhs > c.rhs):
             raise c.error(c.words())
+
+
+_PLAIN = (Tensor, Parameter)
+_passed: set[Any] = set()
+
+
+def once(check: Callable[[], None], *arguments: Any) -> None:
+    """Runs a check unless it passed for such arguments before: hosts have no microseconds for what they know.
+
+    What is checked must depend on the arguments alone, and of tensors on shape, dtype, device and whether they require
+    grad. Quantized and fake tensors are checked each time, and so is all while a program is traced.
+    """
+    if torch.compiler.is_compiling():
+        return check()
+    form: list[Any] = [torch.is_grad_enabled()]
+    for a in arguments:
+        if isinstance(a, Tensor):
+            if type(a) not in _PLAIN:
+                return check()
+            form += (a.shape, a.dtype, a.device, a.requires_grad)
+        else:
+            form.append(a)
+    key = tuple(form)
+    if key not in _passed:
+        check()
+        if len(_passed) >= 4096:
+            _passed.clear()
+        _passed.add(key)
 
 
 def certain(comparison: Any) -> bool:

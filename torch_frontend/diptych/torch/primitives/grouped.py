@@ -32,6 +32,7 @@ from diptych.torch.primitives.checks import (
     dtype_name,
     enforce,
     format_row,
+    once,
     operand,
     operand_or_none,
     require_device,
@@ -133,7 +134,9 @@ def _quantize_stack(
     scale: Tensor | None = None,
     rng: Tensor | None = None,
 ) -> list[Tensor]:
-    check_stack(x, quantizer, amax, columnwise_amax, scale, rng)
+    given = amax, columnwise_amax, scale, rng
+    check = functools.partial(check_stack, x, quantizer, *given)
+    once(check, "quantize_stack", x, type(quantizer), quantizer.spec, quantizer.rowwise, quantizer.columnwise, *given)
     buffers: dict[str, Tensor | None] = dict(_NONE)
     out = []
     for name, shape, new in _layout(x, quantizer):

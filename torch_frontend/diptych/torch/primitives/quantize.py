@@ -11,6 +11,7 @@ Invariants of all files of this room:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, overload
 
@@ -30,6 +31,7 @@ from diptych.torch.primitives.checks import (
     check_delayed,
     check_quantize,
     format_row,
+    once,
     require_no_grad,
     require_out_dtype,
 )
@@ -52,7 +54,9 @@ def _quantize(
 ) -> list[Tensor]:
     """`encoded`, `source`: the shape of what is encoded instead of x, and the core's arguments for it (`fused`)."""
     if amax is not None or columnwise_amax is not None:
-        check_quantize(x, quantizer, amax, columnwise_amax, scale, rng, encoded=encoded)
+        given = amax, columnwise_amax, scale, rng
+        check = functools.partial(check_quantize, x, quantizer, *given, encoded=encoded)
+        once(check, x, type(quantizer), quantizer.spec, quantizer.rowwise, quantizer.columnwise, *given, encoded)
     require_state("quantize", quantizer, scale, rng)
     places: list[Tensor | None] = [None] * 6
     out = []
