@@ -39,7 +39,7 @@ THIRD_PARTY = {
 }
 # The same of common's rooms, which import from its single files too.
 COMMON_ROOMS = {
-    "ops": {"errors", "formats", "quantizers", "value"},
+    "ops": {"errors", "formats", "gemm_options", "quantizers", "value"},
     "layers": {"arguments", "errors", "formats", "gemm_options", "quantizers", "recipes", "value", "ops"},
 }
 # Rooms and files that only one framework has; the reason stands beside.

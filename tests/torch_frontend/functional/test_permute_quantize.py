@@ -273,7 +273,7 @@ def test_bad_calls():
         (lambda: verb(X, MAP, Float8Quantizer()), TypeError, "pass scale="),
         (lambda: verb(X, MAP, MX, rng=dt.rng_state(0)), ValueError, "rng is for stochastic rounding"),
         (lambda: verb(X, MAP, MX, amax=X[0, :1]), ValueError, "takes one per block"),
-        (lambda: verb(X, MAP, NVFP4Quantizer(), amax=X[0, :1]), ValueError, "columnwise_amax was not given"),
+        (lambda: verb(X, MAP, NVFP4Quantizer(), amax=X[0, :1]), ValueError, "columnwise_amax .* is missing"),
         (lambda: verb(X, MAP, rht), TypeError, "takes bfloat16 alone"),
         (lambda: verb(X.bfloat16(), odd, rht), ValueError, "rows in multiples of 16, got 37"),
         (lambda: verb(X[:, :40], MAP, NVFP4Quantizer()), ValueError, "16"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from diptych.common.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
@@ -60,11 +60,22 @@ def map_buffers(tokens: Size, slots: Size, experts: Size, rows: Size) -> tuple[B
 # --- numbers ---
 
 
-def require_int(op: str, arg: str, value: Any, least: int, kinds: tuple[type, ...], remedy: str = "") -> None:
-    """**Raises** ArgumentError for what is no integer of these types, ValueError for one below `least`."""
+def require_int(
+    op: str,
+    arg: str,
+    value: Any,
+    least: int,
+    kinds: tuple[type, ...],
+    remedy: str = "",
+    known: Callable[[Any], bool] = bool,
+) -> None:
+    """**Raises** ArgumentError for what is no integer of these types, ValueError for one below `least`.
+
+    `remedy`: the end of the first message. `known`: whether a comparison holds; a traced program may not know it yet.
+    """
     if isinstance(value, bool) or not isinstance(value, kinds):
         raise ArgumentError(f"{op}: {arg} must be an int, got {type(value).__name__}{remedy}")
-    if isinstance(value, int) and value < least:
+    if known(value < least):
         raise ValueError(f"{op}: {arg} must be at least {least}, got {value}")
 
 

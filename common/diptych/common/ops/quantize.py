@@ -79,9 +79,10 @@ def quantize(
     shape = x.shape if encoded is None else encoded
     require_high_precision(op, x)
     require_state(op, quantizer, scale, rng)
-    constraints = shapes.quantize_constraints(shape, quantizer)
+    constraints: tuple[Constraint, ...] = ()
     if flags & RHT:
         constraints += _rotatable(f"{op} ({fmt.name})", x, shape)
+    constraints += shapes.quantize_constraints(shape, quantizer)
     if scale is not None:
         if not fmt.per_tensor:
             raise ValueError(f"{op} ({fmt.name}): a scale is for per-tensor formats")
@@ -94,31 +95,32 @@ def quantize(
         if not flags & STOCHASTIC:
             raise ValueError(f"{op} ({fmt.name}): rng is for stochastic rounding, which was not asked for")
         constraints += holds(op, _of(fmt, rng), "int32", 4)
-    return constraints + given_amaxes(op, shape, quantizer, amax, columnwise_amax)
+    amaxes = [a for a in (amax, columnwise_amax) if a is not None]
+    require_amaxes(op, quantizer, *[a.name for a in amaxes])
+    for a in amaxes:
+        each_row = a.name == "amax" and flags & ROW_AMAX
+        constraints += holds(op, _of(fmt, a), "float32", shapes.rows_cols(shape)[0] if each_row else 1)
+    return constraints
 
 
 def _of(fmt: FormatRow, x: Operand) -> Operand:
     return x._replace(name=f"{x.name} ({fmt.name})")
 
 
-def given_amaxes(op: str, shape: Shape, quantizer: Quantizer, *given: Operand | None) -> tuple[Constraint, ...]:
-    """Demands no amax to use, or each that the quantizer reads for a tensor of `shape`; `given` bear their names."""
+def require_amaxes(op: str, quantizer: Quantizer, *given: str) -> None:
+    """**Raises** ValueError unless the amaxes that are `given`, by their names, are none or those that are read."""
     fmt = quantizer.format
-    names = {x.name: x for x in given if x is not None}
-    if not names:
-        return ()
+    if not given:
+        return
     if not (fmt.per_tensor or fmt.two_level):
         raise ValueError(f"{op}: amax is for per-tensor and two-level formats; {fmt.name} takes one per block")
-    read = {b.name: b.shape[0] for b in shapes.quantize_buffers(shape, quantizer) if b.name.endswith("amax")}
-    for name in names:
+    read = ["amax"] if fmt.per_tensor or quantizer.rowwise else []
+    read += ["columnwise_amax"] if fmt.two_level and quantizer.columnwise else []
+    for name in given:
         if name not in read:
             raise ValueError(f"{op}: {name} ({fmt.name}) is not read: {quantizer} reads {' and '.join(read)}")
-    if missing := [name for name in read if name not in names]:
+    if missing := [name for name in read if name not in given]:
         raise ValueError(f"{op}: {missing[0]} ({fmt.name}) is missing: each copy that is made reads its own")
-    constraints: tuple[Constraint, ...] = ()
-    for name, x in names.items():
-        constraints += holds(op, _of(fmt, x), "float32", read[name])
-    return constraints
 
 
 def quantize_delayed(

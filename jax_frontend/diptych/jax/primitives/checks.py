@@ -105,10 +105,10 @@ def enforce(constraints: Iterable[shapes.Constraint]) -> None:
             )
 
 
-def given_amaxes(op: str, shape: shapes.Shape, quantizer: Quantizer, **amaxes: Array | None) -> dict[str, Array]:
-    """The amaxes that are given to quantize a tensor of `shape`: all that `quantizer` reads, or none."""
+def given_amaxes(op: str, quantizer: Quantizer, **amaxes: Array | None) -> dict[str, Array]:
+    """The amaxes that are given: all that `quantizer` reads, or none."""
     given = {name: a for name, a in amaxes.items() if a is not None}
-    enforce(quantize.given_amaxes(op, shape, quantizer, *[operand(name, a) for name, a in given.items()]))
+    quantize.require_amaxes(op, quantizer, *given)
     return given
 
 

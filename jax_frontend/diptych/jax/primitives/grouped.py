@@ -28,6 +28,7 @@ from diptych.jax.primitives.checks import (
     copy_operands,
     dtype_of,
     enforce,
+    given_amaxes,
     operand,
     own_shape,
 )
@@ -120,9 +121,7 @@ def quantize_stack(
 
     `amax`, `columnwise_amax`, `scale`: float32 [G] (an amax per row: [G, M]). `rng`: int32 [G, 4].
     """
-    amaxes = {n: a for n, a in (("amax", amax), ("columnwise_amax", columnwise_amax)) if a is not None}
-    each = [Operand(name, a.dtype.name, a.shape[1:]) for name, a in amaxes.items()]
-    enforce(rules.given_amaxes("quantize_stack", grouped.stack_shape(x.shape), quantizer, *each))
+    amaxes = given_amaxes("quantize_stack", quantizer, amax=amax, columnwise_amax=columnwise_amax)
     mode = GIVEN if amaxes else COMPUTE
     args = [x, *amaxes.values(), *(v for v in (scale, rng) if v is not None)]
     outs = quantize_stack_p.bind(

@@ -217,7 +217,7 @@ def quantize(
     `source`, `operands`: what is encoded instead of x. `column_sum`: the dtype of one more result of that name, the sum
     over the rows of what is encoded, [K].
     """
-    given = given_amaxes("quantize", x.shape, quantizer, amax=amax, columnwise_amax=columnwise_amax)
+    given = given_amaxes("quantize", quantizer, amax=amax, columnwise_amax=columnwise_amax)
     mode = GIVEN if given else COMPUTE
     return _quantize(x, quantizer, mode, given, scale, rng, as_bytes, source, operands, column_sum)
 

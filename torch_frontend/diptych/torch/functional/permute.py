@@ -105,7 +105,7 @@ def _per_expert(op: str, arg: str, given: Any, device: torch.device, experts: An
 
 def _require_int(op: str, arg: str, value: Any, least: int) -> None:
     remedy = "; a count on the device would have to be waited for" if isinstance(value, Tensor) else ""
-    rules.require_int(op, arg, value, least, (int, torch.SymInt), remedy)
+    rules.require_int(op, arg, value, least, (int, torch.SymInt), remedy, known)
 
 
 def _row_count(op: str, num_out_tokens: Any, entries: Any, experts: Any, align: int) -> Any:

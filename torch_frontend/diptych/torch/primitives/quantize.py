@@ -20,7 +20,7 @@ from torch import Tensor
 
 from diptych.common.ops import shapes
 from diptych.common.ops.quantize import require_state
-from diptych.common.quantizers import ROW_AMAX, Float8Quantizer, Quantizer
+from diptych.common.quantizers import ROW_AMAX, STOCHASTIC, Float8Quantizer, Quantizer
 from diptych.core import _core
 from diptych.torch.primitives import constants
 from diptych.torch.primitives.checks import (
@@ -57,7 +57,8 @@ def _quantize(
         given = amax, columnwise_amax, scale, rng
         check = functools.partial(check_quantize, x, quantizer, *given, encoded=encoded)
         once(check, x, type(quantizer), quantizer.spec, quantizer.rowwise, quantizer.columnwise, *given, encoded)
-    require_state("quantize", quantizer, scale, rng)
+    if (scale is None and quantizer.needs_scale) or (rng is None and quantizer.spec.flags & STOCHASTIC):
+        require_state("quantize", quantizer, scale, rng)
     places: list[Tensor | None] = [None] * 6
     out = []
     for place, shape, new in layout(x.shape if encoded is None else encoded, quantizer, x.device):
