@@ -77,7 +77,8 @@ def refuse_second_derivative(name: str, remedy: str = "") -> None:
 
 def require_quantizer(op: str, quantizer: Any) -> None:
     # While Dynamo traces, torch 2.11 shows an opaque value's wrapper to isinstance.
-    if not (torch.compiler.is_compiling() and hasattr(quantizer, "implementation")):
+    compiling = torch.compiler.is_compiling()
+    if not (hasattr(quantizer, "implementation") if compiling else isinstance(quantizer, Quantizer)):
         quantize.require_quantizer(op, quantizer)
 
 
