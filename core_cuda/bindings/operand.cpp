@@ -60,12 +60,6 @@ bool foreign_order(char order) {  // of the struct module's codes
   return order == foreign || (order == '!' && foreign == '>');
 }
 
-[[noreturn]] void throw_dtype_error(const std::string& message) {
-  const py::object type = py::module_::import("diptych.common.errors").attr("DTypeError");
-  PyErr_SetString(type.ptr(), message.c_str());
-  throw py::error_already_set();
-}
-
 bool dense(const int64_t* shape, const int64_t* strides, int rank, int64_t unit) {
   int64_t expect = unit;
   for (int i = 0; i < rank; ++i)
@@ -88,6 +82,12 @@ Execution execution_on(const dl::ExchangeApi* api, dl::Device device) {
   return e;
 }
 
+void raise(const char* error, const std::string& message) {
+  const py::object type = py::module_::import("diptych.common.errors").attr(error);
+  PyErr_SetString(type.ptr(), message.c_str());
+  throw py::error_already_set();
+}
+
 Call::~Call() {
   for (int i = 0; i < held_; ++i) PyBuffer_Release(&buffers_[i]);
 }
@@ -107,8 +107,8 @@ TensorView Call::view(py::handle object, const char* arg, bool writable) {
     throw py::value_error(who(arg) + " is on a device of DLPack type " + std::to_string(t.device.type) +
                           "; there are backends for the CPU (1) and CUDA (2)");
   if (!find_dtype(t.dtype, &v.dtype))
-    throw py::type_error(who(arg) + " has a dtype that no op takes (DLPack code " + std::to_string(t.dtype.code) +
-                         ", " + std::to_string(t.dtype.bits) + " bits, " + std::to_string(t.dtype.lanes) + " lanes)");
+    raise("DTypeError", who(arg) + " has a dtype that no op takes (DLPack code " + std::to_string(t.dtype.code) + ", " +
+                            std::to_string(t.dtype.bits) + " bits, " + std::to_string(t.dtype.lanes) + " lanes)");
   v.data = static_cast<char*>(t.data) + t.byte_offset;
   v.rank = t.ndim;
   for (int i = 0; i < t.ndim; ++i) v.shape[i] = t.shape[i];
@@ -142,9 +142,9 @@ TensorView Call::from_buffer(py::handle pair, const char* arg, bool writable) {
     throw py::type_error(who(arg) + " has elements of " + std::to_string(b.itemsize) + " bytes, " + name(v.dtype) +
                          " has " + std::to_string(bytes(v.dtype)));
   if (b.format != nullptr && b.itemsize > 1 && foreign_order(b.format[0]))  // every NumPy array comes by here
-    throw_dtype_error(who(arg) + " is " + (b.format[0] == '<' ? "little" : "big") +
-                      "-endian, the other byte order than this machine's; use "
-                      "x.astype(x.dtype.newbyteorder('='))");
+    raise("DTypeError", who(arg) + " is " + (b.format[0] == '<' ? "little" : "big") +
+                            "-endian, the other byte order than this machine's; use "
+                            "x.astype(x.dtype.newbyteorder('='))");
   if (b.ndim > kMaxRank) throw py::value_error(who(arg) + " has more than 8 dimensions");
   v.data = b.buf;
   v.rank = b.ndim;

@@ -53,6 +53,9 @@ class Call {
   std::vector<std::pair<const void*, py::handle>> objects_;  // while a Program records
 };
 
+// Raises an exception of diptych.common.errors, by its name there.
+[[noreturn]] void raise(const char* error, const std::string& message);
+
 // A number or flag in a tuple: what it cannot hold is a TypeError, as it is where pybind11 takes arguments itself.
 template <class T>
 T scalar(py::handle value, const char* arg) {

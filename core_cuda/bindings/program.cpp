@@ -25,12 +25,6 @@ dl::Tensor borrow(const dl::ExchangeApi* api, py::handle object) {
   return t;
 }
 
-[[noreturn]] void raise(const char* error, const std::string& message) {
-  const py::object type = py::module_::import("diptych.common.errors").attr(error);
-  PyErr_SetString(type.ptr(), message.c_str());
-  throw py::error_already_set();
-}
-
 char* data_of(const dl::Tensor& t) { return static_cast<char*>(t.data) + t.byte_offset; }
 
 int64_t bytes_of(const dl::Tensor& t) {

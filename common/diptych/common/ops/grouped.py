@@ -147,7 +147,7 @@ def _stack(op: str, b: CopyOperands, groups: Size) -> tuple[Constraint, ...]:
         if not x.shape:
             raise ShapeError(message)
         constraints += (Constraint(x.shape[0], groups, message),)
-        each[name] = x._replace(shape=x.shape[1:])
+        each[name] = x._replace(shape=x.shape[1:] or (1,))
     return constraints + copy(op, "b", b._replace(**each))
 
 

@@ -117,17 +117,16 @@ def require_kind(op: str, map_type: Any) -> None:
 
 
 def require_experts(op: str, map_type: str, num_experts: Any) -> None:
-    """A map of expert ids must be told how many experts there are. **Raises** ValueError."""
+    """**Raises** ValueError for expert ids without the number of experts."""
     if map_type == "index" and num_experts is None:
         raise ValueError(f"{op}: expert ids need num_experts, how many there are")
 
 
 def refuse_beside_map(op: str, num_out_tokens: Any, num_experts: Any, map_type: Any) -> None:
     """**Raises** ValueError for an argument beside a `RowMap` that the map says already."""
-    given = {"num_out_tokens": num_out_tokens, "num_experts": num_experts}
-    given["map_type"] = None if map_type == "mask" else map_type
-    for arg, value in given.items():
-        if value is not None:
+    given = ("num_out_tokens", num_out_tokens, None), ("num_experts", num_experts, None), ("map_type", map_type, "mask")
+    for arg, value, default in given:
+        if value != default:
             raise ValueError(f"{op}: {arg} was given beside a RowMap, which says it already; pass it to moe_map")
 
 

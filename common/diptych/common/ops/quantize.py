@@ -9,8 +9,8 @@ from diptych.common.formats import FormatRow
 from diptych.common.ops import shapes
 from diptych.common.ops.operand import (
     Operand,
-    folded,
     holds,
+    of_shape,
     require_dtype,
     require_high_precision,
 )
@@ -154,11 +154,8 @@ def copy(op: str, arg: str, q: CopyOperands) -> tuple[Constraint, ...]:
     if not data.shape:
         raise ShapeError(f"{op}: {data.name} must have at least one dimension, got a scalar")
     m, k = shapes.copy_extents(fmt, columnwise, data.shape)
-    if fmt.per_tensor:
-        constraints = holds(op, scale_inv, fmt.scale, 1)
-    else:
-        require_dtype(op, scale_inv, fmt.scale)
-        constraints = folded(op, scale_inv, *shapes.scale_shape(fmt, columnwise, m, k))
+    require_dtype(op, scale_inv, fmt.scale)
+    constraints = of_shape(op, scale_inv, *shapes.scale_shape(fmt, columnwise, m, k))
     name = f"{arg} amax ({fmt.name})"
     if not fmt.two_level:
         if q.amax is not None:

@@ -57,6 +57,8 @@ def _refuse_wide(op: str, ctx: Any, platform: str) -> None:
 
 def _permute_map_abstract(routing: Aval, *, batch: Batch, kind: str, experts: Any, rows: Any, align: int) -> Any:
     x = operand("routing", routing, batch.axes[0])
+    if kind == "mask":  # of other integers, who calls this makes bools
+        require_dtype("permute_map", x, "bool", "uint8")
     enforce(rules.routing("permute_map", x, kind == "mask", experts, rows, align))
     tokens, slots = x.shape
     front = batch_shape((routing,), batch)

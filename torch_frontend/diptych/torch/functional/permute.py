@@ -91,7 +91,7 @@ def _integers(
     if not isinstance(given, (list, tuple)):
         raise ArgumentError(f"{op}: {arg} must be a tensor or a sequence of ints, got {type(given).__name__}")
     for n in given:
-        if type(n) is not int or n < 0:  # makes no name in vain
+        if type(n) is not int or n < 0:  # the argument's name is formatted for what is refused alone
             _require_int(op, f"each of {arg}", n, 0)
     return tuple(given)
 
@@ -372,10 +372,11 @@ def moe_unpermute(
     if pad_offsets is not None:
         rules.refuse_pad_offsets(op, map_type)
         pad_offsets = _per_expert(op, "pad_offsets", pad_offsets, inp.device, row_id_map.shape[1])
-    if restore_shape is not None:
-        enforce(rules.restored(op, row_id_map.shape[0], inp.shape[-1], restore_shape))
+    wanted = None if restore_shape is None else tuple(restore_shape)
+    if wanted is not None:
+        enforce(rules.restored(op, row_id_map.shape[0], inp.shape[-1], wanted))
     y = unpermute(Unpermute(inp, merging_probs, row_id_map, row_source, pad_offsets))
-    return y if restore_shape is None else y.view(tuple(restore_shape))
+    return y if wanted is None else y.view(wanted)
 
 
 def _warn_of_probs(*_: Any) -> None:
@@ -436,11 +437,11 @@ def _sorted(op: str, inp: Any, probs: Tensor | None, split_sizes: Any, sorted_in
             for arg, v in zip(("split_sizes", "sorted_index"), given, strict=True)
         ]
         enforce(rules.chunks(op, named[0], named[1], tokens))
-        sizes, order = [None if isinstance(v, Tensor) else v for v in given]
-        enforce(rules.chunk_numbers(op, sizes, order, tokens))
         if probs is not None:
             require_device(op, inp, probs, "probs")
             enforce(rules.row_probs(op, operand("probs", probs), tokens))
 
-    once(check, op, inp, probs, *given)
+    once(check, op, inp, probs, *[v if isinstance(v, Tensor) else len(v) for v in given])
+    sizes, order = [None if isinstance(v, Tensor) else v for v in given]
+    enforce(rules.chunk_numbers(op, sizes, order, tokens))
     return sort_chunks(SortChunks(inp, probs, tensors[0], tensors[1], numbers[0], numbers[1]))

@@ -6,7 +6,7 @@
 Backward keeps x, the norm's statistics and its quantized output, h, and the weights' copies. The activation is made
 again from h as it is quantized for w2's gradient, with forward's scale; its gradient is quantized as it is computed,
 and bias1's gradient is summed on the way. A tensor that a role leaves in high precision, or quantizes by a user's own
-code, is stored instead (`fusable` of a plan).
+code, is stored instead (`fusable` in `diptych.common.layers.plan`).
 """
 
 from __future__ import annotations

@@ -124,13 +124,14 @@ def _static(*sizes: Any) -> bool:
 def enforce(constraints: Iterable[shapes.Constraint]) -> None:
     """`shapes.check` for sizes that may be symbolic."""
     for c in constraints:
-        if _static(c.lhs, c.rhs):
-            if c.lhs > c.rhs or (c.lhs < c.rhs and c.relation == "=="):
+        if c.relation == "<=":  # Dynamo shows symbolic sizes as ints, of which a comparison would make a guard
+            if certain(c.lhs > c.rhs):
                 raise c.error(c.words())
-        elif c.relation == "==":
+        elif _static(c.lhs, c.rhs):
+            if c.lhs != c.rhs:
+                raise c.error(c.words())
+        else:
             torch._check(c.lhs == c.rhs, lambda c=c: c.words())
-        elif certain(c.lhs > c.rhs):
-            raise c.error(c.words())
 
 
 _PLAIN = (Tensor, Parameter)
@@ -138,7 +139,7 @@ _passed: set[Any] = set()
 
 
 def once(check: Callable[[], None], *arguments: Any) -> None:
-    """Runs a check unless it passed for such arguments before: hosts have no microseconds for what they know.
+    """Runs a check unless it passed for such arguments before, which costs a plain call a lookup instead of the check.
 
     What is checked must depend on the arguments alone, and of tensors on shape, dtype, device and whether they require
     grad. Quantized and fake tensors are checked each time, and so is all while a program is traced.

@@ -51,7 +51,7 @@ _COMPUTE, _GIVEN = 0, 1  # AmaxMode in ops.h
 
 
 def require_offsets(op: str, first: Tensor, offsets: Tensor) -> None:
-    """Makes no message in vain, since this is on the way of each eager call."""
+    """Formats a message only on failure, since each eager call comes this way."""
     count = offsets.shape[0] if offsets.dim() == 1 else 0
     if offsets.dtype != torch.int32 or type(count) is not int or count < 1:
         enforce(grouped.offsets_of(op, operand("offsets", offsets))[1])

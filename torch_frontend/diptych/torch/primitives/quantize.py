@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from diptych.common.ops import shapes
-from diptych.common.ops.quantize import require_state
 from diptych.common.quantizers import ROW_AMAX, STOCHASTIC, Float8Quantizer, Quantizer
 from diptych.core import _core
 from diptych.torch.primitives import constants
 from diptych.torch.primitives.checks import (
+    HIGH_PRECISION,
     TWO_LEVEL,
     Copy,
     check_amax,
@@ -53,12 +53,13 @@ def _quantize(
     source: tuple[Any, ...] = (),
 ) -> list[Tensor]:
     """`encoded`, `source`: the shape of what is encoded instead of x, and the core's arguments for it (`fused`)."""
-    if amax is not None or columnwise_amax is not None:
-        given = amax, columnwise_amax, scale, rng
+    given = amax, columnwise_amax, scale, rng
+    plain = amax is None and columnwise_amax is None and scale is None and rng is None
+    if (
+        not plain or quantizer.needs_scale or quantizer.spec.flags & STOCHASTIC or x.dtype not in HIGH_PRECISION
+    ):  # else the core asks what there is to ask
         check = functools.partial(check_quantize, x, quantizer, *given, encoded=encoded)
         once(check, x, type(quantizer), quantizer.spec, quantizer.rowwise, quantizer.columnwise, *given, encoded)
-    if (scale is None and quantizer.needs_scale) or (rng is None and quantizer.spec.flags & STOCHASTIC):
-        require_state("quantize", quantizer, scale, rng)
     places: list[Tensor | None] = [None] * 6
     out = []
     for place, shape, new in layout(x.shape if encoded is None else encoded, quantizer, x.device):
@@ -99,8 +100,8 @@ def _quantize_delayed(
     encoded: tuple[int, ...] | None = None,
     source: tuple[Any, ...] = (),
 ) -> list[Tensor]:
-    if history.dim() != 1 or history.shape[0] < 1 or history.dtype != torch.float32:  # the core sees its first entry
-        check_delayed(x, quantizer, scale, history, encoded)
+    check = functools.partial(check_delayed, x, quantizer, scale, history, encoded)
+    once(check, x, quantizer.spec, quantizer.rowwise, quantizer.columnwise, scale, history, encoded)
     places: list[Tensor | None] = [None] * 6
     out = []
     buffers = layout(x.shape if encoded is None else encoded, quantizer, x.device)
