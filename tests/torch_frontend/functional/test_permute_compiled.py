@@ -184,6 +184,24 @@ def test_a_count_that_is_an_argument():
             compiled(inputs.x, inputs.mask & False)
 
 
+def test_limits_make_no_guards():
+    """Sizes that only the running program knows stay below limits of the kernels without a question."""
+
+    def chunks(x, kept, sizes, order):
+        return dt.moe_sort_chunks_by_index(x[kept], sizes, order)
+
+    def mapped(mask, kept):
+        return dt.moe_map(mask[kept], num_out_tokens=32).row_id_map
+
+    x, mask = torch.randn(8, 4), torch.ones(8, 3, dtype=torch.bool)
+    kept = torch.tensor([True, False] * 4)
+    sizes, order = torch.tensor([1, 3]), torch.tensor([1, 0])
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        for call, arguments in ((chunks, (x, kept, sizes, order)), (mapped, (mask, kept))):
+            compiled = compile_anew(call, backend="aot_eager", dynamic=True)
+            assert torch.equal(compiled(*arguments), call(*arguments))
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_layer(backend, device):
     """Map, rows to experts, something of each expert's, and back: one graph; a RowMap leaves it whole."""

@@ -54,10 +54,10 @@ def _quantize(
 ) -> list[Tensor]:
     """`encoded`, `source`: the shape of what is encoded instead of x, and the core's arguments for it (`fused`)."""
     given = amax, columnwise_amax, scale, rng
-    plain = amax is None and columnwise_amax is None and scale is None and rng is None
-    if (
-        not plain or quantizer.needs_scale or quantizer.spec.flags & STOCHASTIC or x.dtype not in HIGH_PRECISION
-    ):  # else the core asks what there is to ask
+    alone = amax is None and columnwise_amax is None and scale is None and rng is None
+    if quantizer.needs_scale or quantizer.spec.flags & STOCHASTIC:
+        alone = False
+    if not alone or x.dtype not in HIGH_PRECISION:  # else the core asks what there is to ask
         check = functools.partial(check_quantize, x, quantizer, *given, encoded=encoded)
         once(check, x, type(quantizer), quantizer.spec, quantizer.rowwise, quantizer.columnwise, *given, encoded)
     places: list[Tensor | None] = [None] * 6
