@@ -31,16 +31,22 @@ from hardware import cuda_missing
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def device(request):
-    if request.param == "cuda" and (reason := cuda_missing()):
-        pytest.skip(reason)
+    if request.param == "cuda":
+        require_cuda()
     return request.param
 
 
 @pytest.fixture
 def cuda():
+    require_cuda()
+    return "cuda"
+
+
+def require_cuda():
+    """Skips where there is no GPU. CUDA graphs among the garbage are freed here, not in the middle of a later capture."""
     if reason := cuda_missing():
         pytest.skip(reason)
-    return "cuda"
+    gc.collect()
 
 
 def pytest_addoption(parser):

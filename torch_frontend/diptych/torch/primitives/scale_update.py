@@ -29,7 +29,6 @@ def _scale_update(
 ) -> None:
     """`seen`, `step`: int64 [1] on the same device; where they are equal, nothing changes. `recorded`: pending, log,
     written and taken of `log_buffers` in update.py, which history takes in. `scale_out`: gets a copy of the scale."""
-    check_scale_update(history, scale, reduced, amax, fp8_max, margin, most_recent)
     reduced = None if reduced is None else reduced.contiguous()
     amax = None if amax is None else amax.contiguous()
     recorded = recorded or (None,) * 4
