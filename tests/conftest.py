@@ -43,7 +43,7 @@ def cuda():
 
 
 def require_cuda():
-    """Skips where there is no GPU. CUDA graphs among the garbage are freed here, not in the middle of a later capture."""
+    """Skips where there is no GPU. Frees CUDA graphs among the garbage, which a collection might do in a capture."""
     if reason := cuda_missing():
         pytest.skip(reason)
     gc.collect()

@@ -1,5 +1,6 @@
-// The kernels that take stacks of tensors beside those that take each tensor alone, for test_quantize_stack_simulated.py: the
-// same bits, in fewer launches. And those that take plain tensors, called one by one.
+// The kernels that take stacks of tensors beside those that take each tensor alone, for
+// test_quantize_stack_simulated.py: the same bits, in fewer launches. And those that take plain tensors, called one by
+// one.
 #include <cstdio>
 
 #include "cuda/quantize/mxfp8.cuh"
