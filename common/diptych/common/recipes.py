@@ -213,7 +213,7 @@ class Recipe(Value):
         return not getattr(self, f"fp8_gemm_{product}").use_split_accumulator
 
     def gemm_options(self, product: str) -> GemmOptions:
-        """The options of `product`."""
+        """Returns the options of a product, "fprop", "dgrad" or "wgrad"."""
         return GemmOptions(fast_accum=self.fast_accum(product))
 
 

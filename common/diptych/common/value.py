@@ -95,7 +95,7 @@ class Value(metaclass=ValueMeta):
 
     @classmethod
     def _rebuild(cls, **fields: Any) -> Any:
-        """An object with these value fields. `__init__` does not run; `_init_derived` does."""
+        """Makes an object with these value fields. `__init__` does not run; `_init_derived` does."""
         self = object.__new__(cls)
         for name, value in fields.items():
             object.__setattr__(self, name, value)

@@ -56,7 +56,7 @@ class _Damage(Exception):
 
 
 def identity(job: Job, *, seed: int, batch: int, data: np.ndarray) -> dict[str, Any]:
-    """What must be equal for a resumed run to be the uninterrupted one."""
+    """Returns what must be equal for a resumed run to equal the uninterrupted one."""
     return {
         "model": dataclasses.asdict(job.model),
         "optimizer": dataclasses.asdict(job.optim),
@@ -252,7 +252,7 @@ def _digest(header: Mapping[str, Any], members: Mapping[str, Any]) -> str:
 
 
 def _member(array: np.ndarray) -> tuple[bytes, memoryview]:
-    """An array as the header and the data of a .npy file, version 1.0."""
+    """Returns an array as the header and the data of a .npy file, version 1.0."""
     array = np.asarray(array)
     array = np.ascontiguousarray(array, array.dtype.newbyteorder("<")).reshape(array.shape)
     text = f"{{'descr': '{array.dtype.str}', 'fortran_order': False, 'shape': {array.shape}, }}".encode()

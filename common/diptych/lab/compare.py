@@ -127,7 +127,7 @@ def compare(
 
 
 def _formats(recipe: Recipe) -> list[dict[str, str]]:
-    """What each operand of each product is quantized to: a row for each tensor and quantizer."""
+    """Returns what each operand of each product is quantized to: a row for each tensor and quantizer."""
     plan, rows = linear_plan(recipe), []
     uses = (("input", "fprop", "wgrad"), ("weight", "fprop", "dgrad"), ("grad_output", "dgrad", "wgrad"))
     for tensor, *products in uses:
@@ -242,7 +242,7 @@ _WHAT = {"input": "quantized input", "weight": "quantized weight", "grad_output"
 
 
 def _step_data(step: int, a: StepTrace, b: StepTrace, labelled: list[list[Labelled]]) -> dict[str, Any]:
-    """One step's table: for each kind of tensor, what of it differs between the trajectories and where first."""
+    """Returns one step's table: for each kind of tensor, what differs between the trajectories and where first."""
     ours, theirs = labelled
     by_key = {(item.linear, item.role): item.op for item in theirs}
     found: dict[str, list[tuple[str, Difference]]] = {}
@@ -345,7 +345,7 @@ def _run_data(name: str, run: train.RunResult, options: Options) -> dict[str, An
 
 
 def _losses_part(pair: tuple[Frontend, Frontend], runs: dict[str, train.RunResult], options: Options) -> list[Any]:
-    """For each precision the first step whose losses differ between the compiled runs, and by how many ULP."""
+    """Returns for each precision the first step whose losses differ between the compiled runs, and by how many ULP."""
     out = []
     for which in ("high precision", options.recipe_name):
         a, b = (runs[f"{f.name} {which}"].losses.astype(np.float32) for f in pair)

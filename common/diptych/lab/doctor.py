@@ -136,7 +136,7 @@ def _row(op: str, fmt: str, backend: str, arch: int) -> dict[str, Any]:
 
 
 def as_text(found: dict[str, Any]) -> str:
-    """`diagnose()`'s result for people."""
+    """Returns the result of `diagnose()` as text for people."""
     packages = ", ".join(f"{k} {v or 'not installed'}" for k, v in found["packages"].items())
     build = found["build"]
     lines = [

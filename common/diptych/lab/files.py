@@ -38,7 +38,7 @@ class BusyError(RuntimeError):
 
 
 def kind(path: pathlib.Path) -> str:
-    """What `path` names, in words: "a file", "a folder", "a named pipe", "a dangling link to x", "nothing", ..."""
+    """Says in words what `path` names: "a file", "a folder", "a named pipe", "a dangling link to x", "nothing", ..."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:

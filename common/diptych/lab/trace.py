@@ -145,7 +145,7 @@ class _Makers:
         return (op for i, op in reversed(self._by_digest.get(bits.digest, [])) if i < at)
 
     def before(self, at: int, bits: Bits) -> Op | None:
-        """The last of them."""
+        """Returns the last op of these bytes before place `at`, or None."""
         return next(self.all_before(at, bits), None)
 
 

@@ -77,7 +77,7 @@ def _given(x: Array) -> _Operand:
 
 
 def _like(x: Array, shape: tuple[int, ...]) -> Array:
-    """An output of x's dtype."""
+    """Returns uninitialized memory of x's dtype."""
     return _empty(shape, x.dtype.name).view(x.dtype)
 
 

@@ -6,7 +6,7 @@ from diptych.jax.tensors import quantized
 
 
 def keep_earlier_names() -> None:
-    """For `pickle`."""
+    """Lets `pickle` find classes under the module paths of earlier versions."""
     keep(
         {
             "diptych.jax.grouped.QuantizedStack": quantized.QuantizedStack,

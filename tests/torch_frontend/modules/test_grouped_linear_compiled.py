@@ -218,7 +218,7 @@ def test_verbs_refuse():
         (lambda: dt.quantize_stack(w[0, 0], q), ValueError, "stack"),
         (lambda: dt.quantize_stack(w, _role("fp8-delayed", "weight")), TypeError, "scale"),
         (lambda: dt.quantize_stack(w, _role("fp8-delayed", "weight"), scale=torch.ones(3)), ValueError, "each tensor"),
-        (lambda: dt.grouped_bias_grad(x[0, 0], offsets), ValueError, r"\[\.\.\., N\]"),
+        (lambda: dt.grouped_bias_grad(x[0, 0], offsets), ValueError, "at least one dimension"),
         (lambda: dt.grouped_bias_grad(x.double(), offsets), TypeError, "dy"),
         (lambda: qw[4], IndexError, "index 4"),
     )

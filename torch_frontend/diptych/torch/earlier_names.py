@@ -33,7 +33,7 @@ _OF_WEIGHTS = ("_parameter", "_TensorParameter", "_StackParameter", "QuantizedTe
 
 
 def keep_earlier_names() -> None:
-    """For `pickle` and for `torch.load(weights_only=True)`."""
+    """Lets `pickle` and `torch.load(weights_only=True)` find classes under the module paths of earlier versions."""
     names = {f"diptych.torch.{old}.{name}": getattr(now, name) for old, now, found in _PLACES for name in found}
     keep(names)
     safe: list[Any] = [(value, name) for name, value in names.items() if name.rpartition(".")[2] in _OF_WEIGHTS]

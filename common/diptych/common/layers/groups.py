@@ -30,7 +30,7 @@ _SHARED_ROWS = tuple(32 if row.per_tensor else row.block_cols for row in FORMATS
 
 
 def plan_align(plan: LinearPlan) -> int:
-    """`row_align` of a plan."""
+    """Returns what `row_align` returns for the recipe of this plan."""
     align = 1
     for quantizer in (plan.input.columnwise, plan.grad_output.columnwise):
         if quantizer is not None:

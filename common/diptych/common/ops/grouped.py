@@ -40,7 +40,7 @@ def stack_shape(shape: Shape) -> Shape:
 
 
 def stack_buffers(shape: Shape, quantizer: Quantizer) -> tuple[Buffer, ...]:
-    """What `quantize_stack` fills for [G, ..., K]: what `quantize` fills for each tensor, behind a leading G.
+    """Returns the buffers that `quantize_stack` fills for [G, ..., K]: those of `quantize`, each with a leading G.
 
     Scales and amaxes of a whole tensor, [1] there, are [G].
     """

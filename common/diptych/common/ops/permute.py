@@ -38,7 +38,7 @@ def counted_rows(counts: Sequence[Size], align: int) -> Size:
 
 
 def overflow(counts: Sequence[int], found: Sequence[int], align: int) -> int:
-    """Where regions are placed by `counts` and hold what was `found`: how many more rows than theirs they reach."""
+    """Returns by how many rows regions that are placed by `counts` and hold what was `found` overrun their room."""
     before = end = pad = 0
     for n, there in zip(counts, found, strict=True):
         before += there

@@ -97,7 +97,7 @@ def tensor_shape(fmt: FormatRow, columnwise: bool, data: Shape) -> Shape:
 
 
 def quantize_constraints(shape: Shape, quantizer: Quantizer) -> tuple[Constraint, ...]:
-    """What a tensor's extents must satisfy: packed formats take whole blocks only."""
+    """Returns what a tensor's extents must satisfy: packed formats take whole blocks only."""
     fmt = quantizer.format
     m, k = rows_cols(shape)
     if fmt.pack == 1:
@@ -111,7 +111,7 @@ def quantize_constraints(shape: Shape, quantizer: Quantizer) -> tuple[Constraint
 
 
 def quantize_buffers(shape: Shape, quantizer: Quantizer) -> tuple[Buffer, ...]:
-    """What `quantize` fills for a tensor of `shape`, in a fixed order: the wanted copies, then their amaxes.
+    """Returns the buffers that `quantize` fills for a tensor of `shape`, in this order: copies, then amaxes.
 
     Per-tensor formats have `amax` [1]; two-level ones `amax` ([1], or one per row) beside a rowwise copy and
     `columnwise_amax` [1] beside a columnwise one.

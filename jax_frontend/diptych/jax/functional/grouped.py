@@ -80,7 +80,7 @@ def largest(amaxes: Array) -> Array:
 
 
 def _operand(op: str, arg: str, value: Any) -> Array | None:
-    """An array of one entry for each tensor or group, and None where there is none."""
+    """Returns an array of one entry for each tensor or group as a JAX array; None stays None."""
     if value is None:
         return None
     if not isinstance(value, (jax.Array, np.ndarray)):

@@ -50,13 +50,14 @@ def _padding(counts: Any, align: int) -> Array:
 
 
 def padding_before(counts: Any, align: int) -> Array:
-    """What rounding each count up to a multiple of `align` puts before each expert's region: int32 [E]."""
+    """Returns the padding before each expert's region where each count is rounded up to `align`: int32 [E]."""
     pad = _padding(counts, align)
     return jnp.cumsum(pad, dtype=jnp.int32) - pad
 
 
 def padded_offsets(counts: Any, align: int, rows: Any) -> Array:
-    """Where regions of such rounded counts start, and where the last one ends, at most `rows`: int32 [E + 1]."""
+    """Returns where regions of counts that are rounded up to `align` start and the last one ends, at most `rows`:
+    int32 [E + 1]."""
     whole = jnp.clip(as_int32(counts), 0, rows)
     sizes = whole + jnp.minimum(_padding(counts, align), rows - whole)
 
@@ -172,7 +173,7 @@ def permute(
 
 
 def permute_probs(probs: Array, row_id_map: Array, row_source: Array) -> Array:
-    """Each row's own of probs [T, slots], 0 where it is absent: [rows]."""
+    """Returns each row's own of probs [T, slots], 0 where it is absent: [rows]."""
     carried = jnp.zeros(row_id_map.shape[:1], jnp.uint8)  # a call moves something besides
     carried, *maps, probs = same_axes(carried, row_id_map, row_source, probs)
     moved: Any = _permute((0,), False, (carried,), *maps, probs)

@@ -145,7 +145,7 @@ def quantize(
 
 
 def _words(value: int) -> np.ndarray[Any, Any]:
-    """Low and high word."""
+    """Returns the low and the high word of a number of 64 bits."""
     return np.array([value & 0xFFFFFFFF, value >> 32], np.uint32)
 
 

@@ -156,7 +156,7 @@ class Needs(NamedTuple):
 
     @staticmethod
     def every(kernel: Any, bias: Array | None, states: States) -> Needs:
-        """All gradients."""
+        """Returns the needs of a call whose gradients are all wanted."""
         return Needs(True, True, str(kernel.dtype), None if bias is None else bias.dtype.name, tuple(states))
 
 

@@ -65,7 +65,7 @@ def check_native(op: str, arg: str, x: Any) -> None:
 
 
 def operand(name: str, aval: Aval, mask: int = 0) -> Operand:
-    """An operand behind its batch axes as the rules of `diptych.common.ops` see it."""
+    """Returns an operand without its batch axes as the rules of `diptych.common.ops` see it."""
     return Operand(name, aval.dtype.name, own_shape(aval, mask), raw=True)
 
 
@@ -88,7 +88,7 @@ def check_shape(op: str, arg: str, aval: Aval, mask: int, want: shapes.Shape) ->
 
 
 def check_buffer(op: str, arg: str, aval: Aval, mask: int, dtype: str, want: shapes.Shape) -> None:
-    """An operand of one dtype and one shape, behind its batch axes."""
+    """Demands one dtype and one shape of an operand, its batch axes aside."""
     operands.require_dtype(op, operand(arg, aval, mask), dtype)
     check_shape(op, arg, aval, mask, want)
 
@@ -118,7 +118,7 @@ def copy_length(format: str) -> int:
 
 
 def copy_operands(avals: tuple[Aval, ...], masks: tuple[int, ...], format: str, columnwise: bool) -> CopyOperands:
-    """One copy's data, scales and amax, if there is one, as rules see it."""
+    """Returns one copy's data, scales and amax, if there is one, as the rules see it."""
     parts = [operand(n, a, m) for n, a, m in zip(("data", "scale_inv", "amax"), avals, masks, strict=False)]
     return CopyOperands(format_by_name(format), columnwise, parts[0], parts[1], parts[2] if len(parts) > 2 else None)
 
@@ -126,7 +126,7 @@ def copy_operands(avals: tuple[Aval, ...], masks: tuple[int, ...], format: str, 
 def check_copy(
     op: str, arg: str, avals: tuple[Aval, ...], masks: tuple[int, ...], format: str, columnwise: bool
 ) -> FormatRow:
-    """One copy's data, scales and amax against its format row."""
+    """Demands that one copy's data, scales and amax fit the row of its format."""
     copy = copy_operands(avals, masks, format, columnwise)
     enforce(quantize.copy(op, arg, copy))
     return copy.format
@@ -136,14 +136,14 @@ def check_copy(
 
 
 def check_row_map(op: str, aval: Aval, mask: int) -> shapes.Shape:
-    """(T, slots)"""
+    """Demands a row_id_map and returns its shape, (T, slots)."""
     x = operand("row_id_map", aval, mask)
     enforce(permute.row_map(op, x))
     return x.shape
 
 
 def check_rows(op: str, aval: Aval, mask: int) -> Any:
-    """rows"""
+    """Demands a row_source and returns its number of rows."""
     x = operand("row_source", aval, mask)
     enforce(permute.row_source(op, x))
     return x.shape[0]

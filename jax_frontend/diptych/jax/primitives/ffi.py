@@ -77,7 +77,7 @@ class Batch(NamedTuple):
         return cls(0, (0,) * operands)
 
     def outer(self, mapped: list[bool]) -> Batch:
-        """One more axis around these, which the operands marked in `mapped` carry."""
+        """Returns these axes within one more, which the operands marked in `mapped` carry."""
         if self.rank == MAX_BATCH_RANK:
             raise NotImplementedError(f"diptych's ops run under at most {MAX_BATCH_RANK} nested vmaps")
         bit = 1 << self.rank
@@ -278,7 +278,7 @@ def unpermute_grad_attributes(batch: Batch, has_dprobs: bool) -> dict[str, np.ge
 
 
 def quantize_stack_attributes(batch: Batch, spec: QuantSpec, amax_mode: int, **there: bool) -> dict[str, np.generic]:
-    """`there`: as of quantize_attributes."""
+    """Returns the attributes of a call that quantizes a stack. `there`: as of `quantize_attributes`."""
     ints = _ints(format=spec.format_id, flags=spec.flags, amax_mode=amax_mode, **there)
     return _common(batch) | ints | {"eps": np.float32(spec.eps)}
 

@@ -46,7 +46,7 @@ _NO_DERIVATIVE_OF_SUMS = "it sums gradients. Wrap its input in jax.lax.stop_grad
 
 
 def _groups(op: str, aval: Aval, mask: int) -> Any:
-    """G"""
+    """Demands offsets of groups and returns the number of groups."""
     groups, constraints = grouped.offsets_of(op, operand("offsets", aval, mask))
     enforce(constraints)
     return groups

@@ -23,7 +23,7 @@ TILE = 128  # rows
 
 
 def _tiles(offsets: Array, rows: Any) -> tuple[Array, Array, Array]:
-    """For each tile its group, first row and number of rows, which is 0 or negative once all groups are through."""
+    """Returns each tile's group, first row and number of rows, which is 0 or less once all groups are through."""
     at = lax.cummax(jnp.clip(offsets, 0, rows))
     counts = (at[1:] - at[:-1] + TILE - 1) // TILE
     ends, groups = jnp.cumsum(counts, dtype=jnp.int32), counts.shape[0]

@@ -158,7 +158,7 @@ def varying(x: Any) -> frozenset[Any]:
 
 
 def _fitted(amax: Array, axes: frozenset[Any]) -> Array:
-    """An amax that varies over `axes` at most: the largest over others. A state keeps its type in this way."""
+    """Returns an amax that varies over `axes` at most, the largest over others, so that a state keeps its type."""
     over = tuple(sorted(varying(amax) - axes, key=str))
     return quantize_verbs.max_over(amax, over) if over else amax
 
@@ -177,7 +177,7 @@ def _recorded(history: Array, check: Array, amaxes: list[Array]) -> tuple[Array,
 
 
 def gradient(state: ScaleState, amaxes: list[Array], later: ScaleState | None) -> ScaleState:
-    """What a use of a state hands back as its gradient: the state with all amaxes, of later uses too.
+    """Returns what a use of a state hands back as its gradient: the state with all amaxes, those of later uses too.
 
     `later`: the gradient of the state that the use returned, if any; its arrays may be symbolic zeros. A state or a
     gradient that was added up or averaged hands that on.

@@ -48,7 +48,7 @@ def pick(kept: str, copies: Copies, original: Operand) -> Operand:
 
 
 def values(operand: Operand, dtype: Any) -> Array:
-    """An operand in high precision, as a matrix."""
+    """Returns an operand in high precision, as a matrix."""
     x = operand.astype(dtype) if isinstance(operand, jax.Array) else operand.dequantize(dtype)
     return x.reshape(shapes.rows_cols(x.shape))
 

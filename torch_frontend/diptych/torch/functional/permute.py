@@ -109,7 +109,7 @@ def _require_int(op: str, arg: str, value: Any, least: int) -> None:
 
 
 def _row_count(op: str, num_out_tokens: Any, entries: Any, experts: Any, align: int) -> Any:
-    """Rows of the destination."""
+    """Returns the number of rows of the destination."""
     if num_out_tokens is not None:
         _require_int(op, "num_out_tokens", num_out_tokens, -1)
         if not known(num_out_tokens < 1):

@@ -248,15 +248,15 @@ def call(op: CustomOp, a: Any, *others: Tensor | None) -> tuple[Tensor, ...]:
 
 
 def permute(a: Permute) -> tuple[Tensor, ...]:
-    """(permuted,) or (permuted, permuted_probs)"""
+    """Moves rows by a map. Returns (permuted,), or (permuted, permuted_probs) where there are probabilities."""
     return call(_permute_op, a, a.probs, a.row_id_map, a.row_source)
 
 
 def sort_chunks(a: SortChunks) -> tuple[Tensor, ...]:
-    """(out,) or (out, permuted_probs)"""
+    """Reorders chunks of rows. Returns (out,), or (out, permuted_probs) where there are probabilities."""
     return call(_sort_chunks_op, a, a.probs, a.split_sizes, a.sorted_index)
 
 
 def unpermute(a: Unpermute) -> Tensor:
-    """[T, H]"""
+    """Sums each token's rows. Returns [T, H]."""
     return call(_unpermute_op, a, a.probs, a.row_id_map, a.row_source, a.pad_offsets)[0]

@@ -261,7 +261,7 @@ class CustomOp:
     # --- inside of the nodes ---
 
     def _real_forward(self, tensors: list[Tensor], sizes: list[int], *inputs: Any) -> list[Tensor]:
-        """Where the constants say all but what the tensors do, a call may run as a program."""
+        """Runs a node's forward; as a program where the node's constants say all that its tensors do not."""
         if self._programs is None or sizes or inputs[0] is not None:
             return self._run_forward((tensors, sizes, *inputs), False)
         return self._programs(inputs[-1], tensors, self._run_forward, (tensors, sizes, *inputs), False)

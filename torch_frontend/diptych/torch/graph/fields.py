@@ -115,7 +115,7 @@ def take_sizes(count: int | None, sizes: list[Any]) -> Any:
 
 
 def take_output(proto: TensorProto, made: list[Tensor]) -> Tensor:
-    """An output from the front of a node's results."""
+    """Takes an output from the front of a node's results."""
     if proto.quantizer is None:
         return made.pop(0)
     q = proto.quantizer

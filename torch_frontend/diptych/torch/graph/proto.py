@@ -43,7 +43,7 @@ class TensorProto(NamedTuple):
         return tuple([(n, tuple(getattr(held, n).shape), getattr(held, n).dtype) for n in names])
 
     def create_tensor(self, device: torch.device | str | None = None) -> Tensor:
-        """An uninitialized tensor of this form. `device`: another than the prototype's."""
+        """Makes an uninitialized tensor of this form. `device`: where it lies if not on the prototype's device."""
         place = self.device if device is None else device
         if self.quantizer is None:
             made = torch.empty(self.shape, dtype=self.dtype, device=place)

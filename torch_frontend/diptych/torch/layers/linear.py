@@ -169,7 +169,7 @@ def linear(
 def linear_with(
     x: Tensor, weight: Tensor, bias: Tensor | None, rng: Tensor | None, recipe: Recipe, options: Options
 ) -> Tensor:
-    """`linear`, its options gathered."""
+    """Runs `linear` with options that are gathered already."""
     device_type = x.device.type
     if not x.is_meta and torch.is_autocast_enabled(device_type):
         x = x.to(torch.get_autocast_dtype(device_type))

@@ -115,7 +115,7 @@ def fprop(
 
 
 class _Buffer:
-    """Where a node adds a weight's gradient. `how`: "add" or "overwrite"."""
+    """A buffer that a node adds a weight's gradient to. `how`: "add" or "overwrite"."""
 
     marks = False
 
@@ -168,7 +168,7 @@ class LayerArguments:
     main_grads: Written
 
     def wanted(self, needs: tuple[str, ...]) -> tuple[tuple[bool, bool], ...]:
-        """For each layer, whether the gradient of its input is needed, and whether that of its weight is."""
+        """Returns for each layer whether its input's gradient is needed, and whether its weight's is."""
         raise NotImplementedError
 
     def kept_operands(self, needs: tuple[str, ...], schedules: tuple[Schedule, ...]) -> tuple[str, ...]:
@@ -252,7 +252,7 @@ class LayerArguments:
         return tuple(made)
 
     def log_amaxes(self) -> None:
-        """Ends a backward."""
+        """Ends a backward: enters the amaxes that it recorded into the log that the next update reads."""
         if self.options is None:
             for amaxes, log, written in self._recorded:
                 log_amax(amaxes, log, written)

@@ -137,7 +137,7 @@ class QuantizedModule(StatefulModule):
         return linear_with(x, weight, bias, rng, recipe, options)
 
     def _plain_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """In high precision; the weight's gradient goes where the module's do."""
+        """Runs the layer in high precision; the weight's gradient goes where the module's gradients go."""
         if self._weight_gradients is None:
             return F.linear(x, dequantized_weight(weight), bias)
         options = Options(self.module_kind, weight_grad=self._weight_gradients.of(weight))
@@ -175,7 +175,7 @@ class QuantizedModule(StatefulModule):
         skip_weight_update: Tensor | None = None,
         save_original_input: bool = False,
     ) -> tuple[Options, Tensor | None]:
-        """What one layer's call runs with, and its snapshot of the random generator; the states go on by one call."""
+        """Returns one layer's options and a snapshot of its random generator, and moves its states on by a call."""
         compiling = torch.compiler.is_compiling()
         name = self._role_name(layer)
         s = schedule(recipe, self.module_kind, name, False, False)
@@ -340,7 +340,7 @@ class QuantizedModule(StatefulModule):
         return nn.Module.__repr__(shown)
 
     def _repr_recipe(self) -> str:
-        """What `print` says of the recipe, in few characters: with the fields that were given, if they fit."""
+        """Returns the recipe in few characters for `print`: with the fields that were given, if they fit."""
         recipe: Any = self.recipe
         if recipe is None:
             return ", recipe=autocast"

@@ -52,12 +52,12 @@ class ConversionReport:
 
     @property
     def converted(self) -> int:
-        """Numbers in the parameters of modules that quantize."""
+        """The count of numbers in the parameters of modules that quantize."""
         return sum([m.parameters for m in self.modules if m.converted])
 
     @property
     def left(self) -> int:
-        """Numbers in all others."""
+        """The count of numbers in the parameters of all other modules."""
         return sum([m.parameters for m in self.modules if not m.converted])
 
     def __str__(self) -> str:

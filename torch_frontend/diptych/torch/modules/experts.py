@@ -91,7 +91,7 @@ class RoutedExperts(QuantizedModule):
         return moe_unpermute(y, rows, weights).view(x.shape)
 
     def _product(self, layer: str, x: Tensor, rows: RowMap, align: int, recipe: Any, permutes: bool) -> Tensor:
-        """One layer's, of tokens that it permutes or of rows."""
+        """Runs one grouped layer, on tokens that it permutes or on rows."""
         weight, bias = getattr(self, f"{layer}_proj"), getattr(self, f"{layer}_proj_bias", None)
         weight = weight.transpose(1, 2) if self.transposed else weight
         if recipe is not None:

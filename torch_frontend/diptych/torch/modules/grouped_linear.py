@@ -203,7 +203,7 @@ def _stack(state_dict: Any, key: str, part: str, count: int) -> None:
 
 
 def _offsets_of(m_splits: Any, groups: int, inp: Tensor, align: int) -> Tensor:
-    """int32 [groups + 1]."""
+    """Returns where groups of these sizes begin and the last one ends: int32 [groups + 1]."""
     op = "GroupedLinear"
     if isinstance(m_splits, Tensor):
         if m_splits.dtype not in (torch.int32, torch.int64):

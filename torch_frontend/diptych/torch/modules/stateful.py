@@ -130,7 +130,7 @@ class StatefulModule(nn.Module):
     def _make(
         self, recipe: Recipe, layer: str, device: torch.device, in_forward: bool = False
     ) -> tuple[ScaleStates | None, Tensor | None]:
-        """One layer's states, with what graphs read and write beside them, and its random generator."""
+        """Makes one layer's states, the tensors that graphs read and write beside them, and its random generator."""
         plan = schedule(recipe, self.module_kind, self._role_name(layer), False, False).plan
         states = self._bound_states(plan, layer, recipe, device, in_forward)
         if states is not None:
@@ -149,7 +149,7 @@ class StatefulModule(nn.Module):
     # --- copying, saving, loading, moving ---
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a module is without its last step; kept weights and region are remade."""
+        """Returns a module's attributes without those of its last step; kept weights and region are made again."""
         return {k: v for k, v in self.__dict__.items() if k not in _OF_A_STEP and k != "_prepared_for"}
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Any:

@@ -90,7 +90,7 @@ def read(key: str, held: Any) -> dict[str, Any] | None:
 
 
 def layers_of(module: Any) -> list[str]:
-    """Where the states of each product of TransformerEngine's module lie here, below the module; one for all groups."""
+    """Returns the layers, below the module, whose states TransformerEngine's module keeps; one for all groups."""
     layers = [f"scale_states.{layer}." if layer else "scale_states." for layer in module.layers]
     return layers * getattr(module, "num_gemms", 1)
 

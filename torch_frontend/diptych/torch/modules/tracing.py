@@ -50,7 +50,7 @@ class _Ready:
         self.plans = self._plans(module)  # the very objects that states are bound to now
 
     def __call__(self, module: Any) -> bool:
-        """The guard."""
+        """Returns whether a graph that was traced under this guard may run."""
         if self._has_all(module):
             return True
         if type(module) is not self.kind or module.name != self.name or STATE.recipe != self.entered:

@@ -185,7 +185,7 @@ class _Bound:
                 torch._dynamo.mark_static_address(cache.valid, guard=False)
 
     def __call__(self, cache: Any) -> bool:
-        """The guard."""
+        """Returns whether a graph that was traced under this guard may run."""
         if isinstance(cache, WeightCache):
             if cache.key != self.key and cache.content == "kept":
                 return False
@@ -216,7 +216,7 @@ def _bound_while_tracing(context: Any) -> None:
 
 
 def _key(calls: tuple[Call, ...], shape: tuple[int, ...], device: torch.device) -> tuple[Any, ...]:
-    """What the copies depend on, in scalars: torch 2.11 keeps no constant of a graph beyond it."""
+    """Returns what the copies depend on, in scalars: torch 2.11 keeps no constant of a graph beyond it."""
     return (
         str(device),
         *shape,

@@ -240,7 +240,7 @@ def check_scale_update(
 
 
 def copy_operands(op: str, arg: str, copy: Copy) -> CopyOperands:
-    """One copy as rules see it, on one device."""
+    """Returns one copy as the rules see it. **Raises** DeviceError for parts on different devices."""
     data, scale_inv, amax, format_id, columnwise = copy
     require_device(op, data, scale_inv, f"{arg} scale_inv")
     require_device(op, data, amax, f"{arg} amax")

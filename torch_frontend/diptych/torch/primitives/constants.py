@@ -54,7 +54,7 @@ def by_value(cls: type[Value]) -> bool:
 
 
 def members(cls: type) -> dict[str, Any]:
-    """What Dynamo may touch of an instance: every public attribute and method, evaluated with the real object.
+    """Returns what Dynamo may touch of an instance: each public attribute and method, evaluated with the real object.
 
     Not so `quantize_impl`, which gets tensors: Dynamo traces into it. Nor `fingerprint`, since torch reads all of them
     beforehand, and an object with hidden state has none.

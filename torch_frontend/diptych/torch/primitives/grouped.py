@@ -89,7 +89,7 @@ def _check_grouped(
     out_dtype: torch.dtype,
     options: GemmOptions,
 ) -> grouped.GroupedShape:
-    """What the core asks of a product, but for the values of offsets."""
+    """Demands what the core asks of a product, except of the values of offsets."""
     op = "grouped_gemm"
     require_device(op, a[0], offsets, "offsets")
     require_device(op, a[0], b[0], "b")

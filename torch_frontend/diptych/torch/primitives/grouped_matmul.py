@@ -21,7 +21,7 @@ from diptych.torch.primitives.register import define, direct
 
 
 def _check_matmul(a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None, depth: bool, trans_b: bool) -> list[Any]:
-    """The result's shape."""
+    """Checks the operands and returns the result's shape."""
     op, groups = "grouped_matmul", offsets.shape[0] - 1
     for arg, t in (("a", a), ("b", b)):
         check_rows(op, arg, t, offsets)

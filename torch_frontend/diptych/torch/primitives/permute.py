@@ -133,7 +133,7 @@ def _moved(t: Tensor, rows: Any) -> Tensor:
 def _permute_fake(
     planes: list[Tensor], fills: list[int], row_id_map: Tensor, row_source: Tensor, probs: Tensor | None, padding: bool
 ) -> list[Tensor]:
-    """`padding`: zero_prob_is_padding."""
+    """Checks the operands and makes empty results. `padding`: `zero_prob_is_padding` of `permute`."""
     op, tokens, rows = "permute", row_id_map.shape[0], row_source.shape[0]
     check_maps(op, planes[0], row_id_map, row_source)
     made = []
@@ -292,7 +292,7 @@ def invert_map(row_id_map: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 
 def permute_probs(probs: Tensor, row_id_map: Tensor, row_source: Tensor) -> Tensor:
-    """Each row's own probability, [rows]; that of absent rows is 0."""
+    """Returns each row's own probability, [rows]; absent rows have 0."""
     carried = row_id_map.new_empty(row_id_map.shape[0], dtype=torch.uint8)  # a call moves something besides
     return permute([carried], [0], row_id_map, row_source, probs)[1]
 

@@ -169,7 +169,7 @@ class StepScales:
         return self._tensors[name]
 
     def record(self, name: str, amax: Tensor) -> None:
-        """Enters an amax [1]."""
+        """Enters an amax, float32 [1], into the state."""
         record_amax(self._tensors[name][1], amax)
 
 
@@ -268,7 +268,7 @@ class ScaleStates(_Float32):
         return [0 if t.is_inference() else t._version for t in scales]
 
     def current(self) -> StepScales | ScaleStates:
-        """What `freeze` made in this region, unless the scales were written or replaced since."""
+        """Returns what `freeze` made in this region, unless the scales were written or replaced since."""
         return self if self.view is None or self.view[1] != self.versions() else self.view[0]
 
     def update(self, group: Any = None) -> Tensor | None:

@@ -52,7 +52,7 @@ def log_buffers(n: int, device: torch.device | str | None) -> dict[str, Tensor]:
 
 
 def forget(log: list[Tensor]) -> None:
-    """Drops what `log_buffers` hold."""
+    """Drops the amaxes that `log_buffers` hold."""
     if log:
         pending, _, written, taken = log
         pending.zero_()

@@ -50,6 +50,6 @@ def with_scales(copy: Copy) -> Copy:
 
 
 def values(operand: Operand, dtype: torch.dtype) -> Tensor:
-    """An operand in high precision, as a matrix."""
+    """Returns an operand in high precision, as a matrix."""
     t = operand.to(dtype) if isinstance(operand, Tensor) else quantize_ops.dequantize(operand, dtype)
     return t.reshape(shapes.rows_cols(t.shape))

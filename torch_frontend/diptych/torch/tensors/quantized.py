@@ -110,7 +110,7 @@ class QuantizedTensorBase(Tensor):
         return self._values(dtype)
 
     def _values(self, dtype: torch.dtype) -> Tensor:
-        """What the rowwise copy stands for, or the only one."""
+        """Returns the values of the rowwise copy, or of the only one."""
         raise NotImplementedError
 
     def quantize_(self, src: Tensor) -> Self:
@@ -124,7 +124,7 @@ class QuantizedTensorBase(Tensor):
             return self.copy_(self._made_of(src).to(self.dtype))  # type: ignore[return-value]
 
     def _made_of(self, src: Tensor) -> Tensor:
-        """What this tensor's quantizer makes of a plain one."""
+        """Quantizes a plain tensor with this tensor's quantizer."""
         return QUANTIZE[self.kind](src.detach(), self.quantizer)
 
     def update_usage(self, rowwise_usage: bool | None = None, columnwise_usage: bool | None = None) -> None:
@@ -311,7 +311,7 @@ def _cotangent(t: Any) -> Any:
 
 
 def called(func: Any) -> str:
-    """An operator by the name that users call it by."""
+    """Returns the name under which users call an operator."""
     name = func.overloadpacket.__name__
     return name if func.namespace == "aten" else f"{func.namespace}.{name}"
 
