@@ -23,7 +23,7 @@ WALKS = {"dt.quantize": (6, 12, 15), "Linear.forward": (11, 26, 34)}
 
 
 class Figure(NamedTuple):
-    """What was counted. `bound`: what it must not exceed, or fall below where `least`."""
+    """A figure of the architecture. `bound`: what it must not exceed, or with `least` not fall below."""
 
     name: str
     value: float

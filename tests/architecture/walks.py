@@ -102,7 +102,7 @@ def both() -> dict[str, Walk]:
 
 @functools.cache
 def in_a_fresh_process() -> dict[str, Walk]:
-    """What `both` returns in a process in which nothing was called before."""
+    """Returns the result of `both` from a process in which nothing was called before."""
     done = subprocess.run([sys.executable, Path(__file__)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return {name: Walk(**found) for name, found in json.loads(done.stdout).items()}

@@ -16,7 +16,7 @@ def guards_are_not_timed():
 
 @pytest.fixture(scope="module")
 def ranks(request, tmp_path_factory):
-    """Of each of two gloo processes: what `on_rank(rank, groups)` of the test's module returned there."""
+    """The results of `on_rank(rank, groups)` of the test's module, one from each of two gloo processes."""
     from torch_frontend.ranks import results
 
     return results(request, tmp_path_factory)

@@ -15,6 +15,7 @@ from core import runner
 from core.permute.test_permute import FLOATS, draw, routings, rows_of, top_k
 from diptych import core
 from diptych.common.errors import ArgumentError, DTypeError, ShapeError
+from diptych.common.ops import permute as rules
 from diptych.core import _core
 from oracle import permute as oracle
 
@@ -367,3 +368,7 @@ def test_every_kernel_on_tiny_shapes(cuda):
         sizes, order = np.array([tokens, 0, 2], np.int32), np.array([2, 0, 1], np.int32)
         for g, w in zip(ops.chunk_map(be, sizes, order, tokens), oracle.chunk_map(sizes, order, tokens), strict=True):
             runner.same_bits(g, w, "chunks")
+
+
+def test_the_rules_know_the_kernels_limit():
+    assert _core.moe_table()["max_slots"] == rules.MAX_SLOTS

@@ -1,4 +1,4 @@
-"""What a tensor that is held quantized must be for a layer to multiply its copies."""
+"""The check that copies of a tensor that is held quantized are those that a recipe asks a layer to multiply."""
 
 from __future__ import annotations
 

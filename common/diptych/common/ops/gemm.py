@@ -1,4 +1,4 @@
-"""What products and the bias gradient ask of their operands."""
+"""Rules of products and of the bias gradient: what each asks of its operands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stacks and products of groups ask of their operands, and the shapes that they make."""
+"""Rules of stacks and of products of groups: what each op asks of its operands, and the shapes of its results."""
 
 from __future__ import annotations
 

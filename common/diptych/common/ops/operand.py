@@ -1,4 +1,4 @@
-"""What a rule knows of an argument before anything runs, and the pieces that the rules of all ops are made of.
+"""`Operand`, what a rule knows of an argument before anything runs, and the pieces that rules of ops are made of.
 
 A rule of an op raises at once for what is known while a program is traced (dtypes, ranks, options that exclude each
 other) and returns what must be true of sizes as `Constraint` data, which each panel enforces in its own way. The core
@@ -7,10 +7,11 @@ asks the same of a plain call, in the same words (`core_cuda/src/contracts`); `t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from diptych.common.errors import ArgumentError, DTypeError, ShapeError
+from diptych.common.errors import DTypeError, ShapeError
 from diptych.common.ops import shapes
 from diptych.common.ops.shapes import HIGH_PRECISION, Constraint, Shape, Size
 
@@ -33,17 +34,7 @@ class Operand(NamedTuple):
 
     @property
     def numel(self) -> Size:
-        n: Any = 1
-        for size in self.shape:
-            n = n * size
-        return n
-
-
-def require_given(op: str, **operands: Operand | None) -> None:
-    """**Raises** ArgumentError for an operand that is missing."""
-    for name, x in operands.items():
-        if x is None:
-            raise ArgumentError(f"{op}: {name} is missing")
+        return math.prod(self.shape)
 
 
 def require_dtype(op: str, x: Operand, *dtypes: str) -> None:
@@ -96,10 +87,14 @@ def folded(op: str, x: Operand, rows: Size, cols: Size) -> tuple[Constraint, ...
 def holds(op: str, x: Operand, dtype: str, n: Size) -> tuple[Constraint, ...]:
     """Demands that x holds n elements of a dtype, in any shape. **Raises** DTypeError."""
     require_dtype(op, x, dtype)
-    return (Constraint(x.numel, n, lambda: f"{op}: {x.name} must be [{n}], got {x}"),)
+    return _of_numel(op, x, n)
 
 
 def vector(op: str, x: Operand, n: Size) -> tuple[Constraint, ...]:
     """Demands that x holds n elements in high precision, in any shape. **Raises** DTypeError."""
     require_high_precision(op, x)
+    return _of_numel(op, x, n)
+
+
+def _of_numel(op: str, x: Operand, n: Size) -> tuple[Constraint, ...]:
     return (Constraint(x.numel, n, lambda: f"{op}: {x.name} must be [{n}], got {x}"),)

@@ -1,4 +1,4 @@
-"""What the ops that move rows between token order and expert order ask of their operands, and the shapes they make."""
+"""Rules of the ops that move rows between token and expert order: what each asks of its operands, and its shapes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What quantize, dequantize and amax ask of their operands."""
+"""Rules of quantize, dequantize and amax: what each asks of its operands."""
 
 from __future__ import annotations
 

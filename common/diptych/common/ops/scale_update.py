@@ -1,4 +1,4 @@
-"""What the update of delayed scales asks of its operands."""
+"""Rules of the update of delayed scales: what it asks of its operands."""
 
 from __future__ import annotations
 

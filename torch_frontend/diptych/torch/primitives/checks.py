@@ -128,8 +128,7 @@ def enforce(constraints: Iterable[shapes.Constraint]) -> None:
             if certain(c.lhs > c.rhs):
                 raise c.error(c.words())
         elif _static(c.lhs, c.rhs):
-            if c.lhs != c.rhs:
-                raise c.error(c.words())
+            shapes.check((c,))
         else:
             torch._check(c.lhs == c.rhs, lambda c=c: c.words())
 
