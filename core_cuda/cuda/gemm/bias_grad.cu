@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(kSumThreads)
 
 }  // namespace
 
-// ((m + 255) // 256) * n * 4
+// A row of n float32 sums for each chunk of 256 rows.
 int64_t bias_grad_workspace_bytes(int64_t m, int64_t n) { return ceil_div(m, kChunk) * n * 4; }
 
 Status bias_grad(const BiasGradArgs& args, const Execution& exec) {

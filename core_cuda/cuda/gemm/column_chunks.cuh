@@ -1,5 +1,6 @@
-// Column sums in float32 in an order that the number of rows alone fixes: chunks of 256 rows, in a chunk eight
-// interleaved runs, both joined in ascending order; then the chunks' sums the same way. No atomics.
+// Column sums in float32. The number of rows alone fixes the order of additions: each chunk of 256 rows is summed in
+// eight interleaved runs, whose sums are added in ascending order; then the chunks' sums are added the same way. No
+// atomics.
 #pragma once
 
 #include "cuda/base/launch.cuh"
@@ -9,8 +10,8 @@ namespace diptych::cuda {
 
 constexpr int kChunk = 256, kRuns = 8, kSumThreads = 32 * kRuns, kUnroll = 4;
 
-// partial[.] of one chunk, rows [row, end), for the columns of 32 vectors: a thread sums every eighth row for those of
-// one 16-byte vector.
+// Writes the column sums of one chunk, rows [row, end), to partial[.] for the columns of 32 vectors from col0 on. Each
+// thread sums every eighth row for the columns of one 16-byte vector.
 template <typename T>
 __device__ __forceinline__ void sum_chunk(const T* __restrict__ dy, int64_t row, int64_t end, int64_t n, int64_t col0,
                                           bool vec, float* __restrict__ partial) {
@@ -44,7 +45,7 @@ __device__ __forceinline__ void sum_chunk(const T* __restrict__ dy, int64_t row,
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
 #pragma unroll
-      for (int i = 0; i < kN; ++i) acc[i] = __fadd_rn(acc[i], v[u][i]);  // past the end: + 0
+      for (int i = 0; i < kN; ++i) acc[i] = __fadd_rn(acc[i], v[u][i]);  // vectors past the end are 0
     }
   }
 #pragma unroll
@@ -58,7 +59,7 @@ __device__ __forceinline__ void sum_chunk(const T* __restrict__ dy, int64_t row,
   }
 }
 
-// out[.] = the sum of partial[chunk, .] for 32 columns: eight interleaved runs of chunks.
+// out[.] = the sum of partial[chunk, .] over all chunks, for 32 columns from col0 on, in eight interleaved runs.
 template <typename T>
 __device__ __forceinline__ void join_chunks(const float* __restrict__ partial, int64_t chunks, int64_t n, int64_t col0,
                                             T* __restrict__ out) {

@@ -1,8 +1,8 @@
 // FP8 products on the tensor cores through cuBLASLt: per-tensor scales from sm_89, 1x128 and 128x128 blocks on sm_90.
 //
-// cuBLASLt is column-major, so it is asked for D.T = op(B) op(A).T: its A is our b, its B our a, both contracted over
-// their contiguous axis (the only form FP8 has before Blackwell). The algorithm is a function of the Key alone:
-// alignments and the workspace size are constants, and partial sums of a split stay in float32.
+// cuBLASLt is column-major, so it computes D.T = op(B) op(A).T: its A is our b and its B is our a. Both are reduced
+// over their contiguous axis, the only form that FP8 has before Blackwell. The algorithm depends on the Key alone:
+// alignments and the workspace size are constants. Split-K partial sums stay in float32.
 #include <compare>
 #include <map>
 #include <mutex>
@@ -19,8 +19,8 @@ namespace {
 using namespace cublaslt;  // NOLINT: the ABI's names
 
 constexpr int64_t kWorkspaceBytes = int64_t{32} << 20;  // what cuBLASLt may use, whatever the shape
-constexpr int64_t kAlign = 16, kBase = 256;             // of every matrix; of the workspace's parts
-constexpr size_t kBlockScalesSince = 120900;            // cuBLASLt 12.9
+constexpr int64_t kAlign = 16, kBase = 256;   // bytes: alignment of every matrix, of each part of the workspace
+constexpr size_t kBlockScalesSince = 120900;  // cuBLASLt 12.9
 
 // ---- the problem ----
 
@@ -48,7 +48,8 @@ bool scale_mode(const FormatRow& f, ScaleMode* mode) {
   return true;
 }
 
-// Whether cuBLASLt's documented rules allow these operands; its heuristic has the last word.
+// Returns whether cuBLASLt's documented rules allow these operands, and describes them in *p. Its heuristic may still
+// refuse them.
 bool describe(const GemmArgs& args, int arch, Problem* p) {
   const FormatRow &fa = row(args.a.format), &fb = row(args.b.format);
   if (!contraction_last(args.a) || !contraction_last(args.b)) return false;
@@ -99,13 +100,13 @@ struct Key {
   auto operator<=>(const Key&) const = default;
 };
 
-// Immutable once it is in the map, and never freed: layouts for both operands and D, and the algorithm.
+// The layouts of both operands and of D, and the algorithm. A plan is immutable once it is in the map, and never freed.
 struct Plan {
   MatrixLayout a, b, d;
   Algo algo;
 };
 
-std::mutex g_mutex;                          // guards all below; held for lookups and plan making, not for products
+std::mutex g_mutex;                          // guards both maps; held for lookups and to make plans, not for products
 std::map<int, Handle> g_handles;             // one per device
 std::map<Key, std::optional<Plan>> g_plans;  // nullopt: cuBLASLt has no algorithm
 
@@ -135,7 +136,7 @@ Status handle_of(const Api& api, int device, Handle* handle) {
   return {};
 }
 
-// The operation descriptor of one call; cheap enough to make each time, since it holds that call's pointers.
+// The operation descriptor of one call. Each call makes one, since it holds that call's pointers; that is cheap.
 class Desc {
  public:
   explicit Desc(const Api& api) : api_(api) {
@@ -165,9 +166,9 @@ class Desc {
 void fill(Desc& desc, const Key& key, const void* a_scale, const void* b_scale, const void* bias) {
   desc.set(DescAttr::trans_a, kOpT);
   desc.set(DescAttr::trans_b, kOpN);
-  desc.set(DescAttr::a_scale_pointer, b_scale);  // its A is our b
+  desc.set(DescAttr::a_scale_pointer, b_scale);  // cuBLASLt's A is our b
   desc.set(DescAttr::b_scale_pointer, a_scale);
-  if (key.a_mode != ScaleMode::scalar_32f) {  // scalar is the default, and older libraries know no modes
+  if (key.a_mode != ScaleMode::scalar_32f) {  // scalar is the default, and older libraries have no modes
     desc.set(DescAttr::a_scale_mode, static_cast<int32_t>(key.b_mode));
     desc.set(DescAttr::b_scale_mode, static_cast<int32_t>(key.a_mode));
   }
@@ -181,7 +182,7 @@ void fill(Desc& desc, const Key& key, const void* a_scale, const void* b_scale, 
 
 Status make_plan(const Api& api, Handle handle, const Key& key, std::optional<Plan>* out) {
   Desc desc(api);
-  // The query reads no memory but wants the pointers set: constants, so that no address can sway it.
+  // The heuristic reads no memory but needs pointers. They are constants, so that no address changes its answer.
   const void* somewhere = reinterpret_cast<const void*>(uintptr_t{1} << 20);
   fill(desc, key, somewhere, somewhere, somewhere);
   DIPTYCH_TRY(desc.status());
@@ -225,7 +226,7 @@ Status make_plan(const Api& api, Handle handle, const Key& key, std::optional<Pl
   return {};
 }
 
-// The cached plan of a key, null where cuBLASLt has no algorithm. The device must be current.
+// Finds the key's plan in the cache, or makes it; null where cuBLASLt has no algorithm. The device must be current.
 Status find_plan(const Api& api, const Key& key, const Plan** plan, Handle* handle) {
   const std::lock_guard lock(g_mutex);
   DIPTYCH_TRY(handle_of(api, key.device, handle));
@@ -240,19 +241,19 @@ Status find_plan(const Api& api, const Key& key, const Plan** plan, Handle* hand
   return {};
 }
 
-// Bias types that cuBLASLt's own epilogue takes, by its table for FP8 kernels.
+// Returns whether cuBLASLt's own epilogue can add this bias, by its table of types for FP8 kernels.
 bool fused_bias(const GemmArgs& args, const Problem& p) {
   if (!args.bias.given() || args.beta != 0.0f || p.block_scales) return false;
   return args.d.dtype == DType::f16 ? args.bias.dtype == DType::f16 : args.bias.dtype == DType::bf16;
 }
 
-// How one call runs: in one product where cuBLASLt can do all of it, else a float32 product and our own epilogue.
+// How one call runs: as one cuBLASLt call where that computes all of D, else as a float32 product and our own epilogue.
 struct Route {
   Key key;
   const Plan* plan = nullptr;
   Handle handle = nullptr;
   bool own_epilogue = false;
-  bool acc_in_d = false;  // the float32 product may lie in D itself
+  bool acc_in_d = false;  // the float32 product is written to D itself
 };
 
 Status find_route(const Api& api, const GemmArgs& args, const Problem& p, Route* r) {
@@ -285,8 +286,8 @@ int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
 }  // namespace
 
-// 32 MiB for cuBLASLt; both operands' block scales, at most one float per 128 k and outer index; D in float32 if an
-// epilogue of ours may have to follow; and 256 bytes for each part's alignment.
+// 32 MiB for cuBLASLt; both operands' block scales, at most one float per 128 k and outer index; D in float32 if our
+// own epilogue may have to follow; and 256 bytes for each part's alignment.
 int64_t gemm_workspace_bytes(int64_t m, int64_t n, int64_t k, bool epilogue) {
   return kWorkspaceBytes + ceil_div(k, 128) * (m + n) * 4 + (epilogue ? m * n * 4 : 0) + 4 * kBase;
 }

@@ -33,7 +33,7 @@ static_assert(sizeof(Algo) == 64 && sizeof(Heuristic) == 96);
 constexpr int kCompute32F = 68;                // cublasComputeType_t
 constexpr int32_t kOpN = 0, kOpT = 1;          // cublasOperation_t
 constexpr uint32_t kEpilogueBias = 4;          // cublasLtEpilogue_t
-constexpr uint32_t kReductionComputeType = 2;  // a bit of cublasLtReductionScheme_t; no reduction is bit-less
+constexpr uint32_t kReductionComputeType = 2;  // a bit of cublasLtReductionScheme_t, where no reduction is 0
 
 enum class DescAttr : int {  // cublasLtMatmulDescAttributes_t
   trans_a = 3,               // int32
@@ -50,7 +50,7 @@ enum class DescAttr : int {  // cublasLtMatmulDescAttributes_t
 enum class PrefAttr : int {   // cublasLtMatmulPreferenceAttributes_t
   max_workspace_bytes = 1,    // uint64
   reduction_scheme_mask = 3,  // uint32
-  min_alignment_a = 5,        // uint32, and so b, c, d
+  min_alignment_a = 5,        // uint32, as for b, c and d
   min_alignment_b = 6,
   min_alignment_c = 7,
   min_alignment_d = 8,

@@ -45,7 +45,7 @@ void* open_file(const char* name, int flags) {
   return library;
 }
 
-// Already in the process, then the path that was set, then the loader's search path.
+// Looks for a library that is loaded already, then at the path that was set, then along the loader's search path.
 void* find_library() {
   for (const char* name : kNames) {
     if (void* library = open_file(name, RTLD_NOW | RTLD_NOLOAD)) return library;

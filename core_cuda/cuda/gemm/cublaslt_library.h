@@ -1,4 +1,5 @@
-// cuBLASLt opened at run time: the library that the process already has, so that a framework's version is shared.
+// cuBLASLt, opened at run time. A library that the process has loaded already comes first, so that a framework's
+// version is shared.
 #pragma once
 
 #include <string>
@@ -8,11 +9,11 @@
 
 namespace diptych::cuda::cublaslt {
 
-// The entry points, or null with the reason in `why`. Opened once; a failure is tried again when a framework has
-// loaded the library since, or another path was set.
+// Returns the entry points, or null with the reason in `why`. The library is opened once; after a failure a call tries
+// again if a framework has loaded the library since, or if set_cublaslt_path was called.
 const Api* open(std::string* why);
 
-size_t version();  // 0 until it is open
+size_t version();  // major * 10000 + minor * 100 + patch; 0 if it cannot be opened
 
 Status check(Result, const char* what);
 

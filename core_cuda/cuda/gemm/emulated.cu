@@ -1,4 +1,4 @@
-// gemm of any pair of formats, any shape, any alignment: emulated.cuh's tiles, one for each thread block.
+// gemm for any pair of formats, any shape and any alignment. Each thread block computes one tile (emulated.cuh).
 #include "cuda/gemm/emulated.cuh"
 
 namespace diptych::cuda {

@@ -1,7 +1,9 @@
-// What the emulated kernels do: FP8 and E2M1 decoded to bfloat16 in shared memory, mma.sync, float32 sums.
+// The tile product of the emulated kernels: decodes FP8 and E2M1 to bfloat16 in shared memory, multiplies with mma.sync
+// and sums in float32.
 //
-// E8M0 and E4M3 scales enter the operands, float32 block scales the block's partial sum, per-tensor scales and amaxes
-// the epilogue (NUMERICS 6). One thread block owns 128 x 128 of D and walks all of k: no split, no atomics.
+// E8M0 and E4M3 scales are multiplied into the operands, float32 block scales into each block's partial sum, per-tensor
+// scales and amaxes in the epilogue (NUMERICS 6). One thread block owns 128 x 128 of D and walks all of k: no split, no
+// atomics.
 #pragma once
 
 #include <bit>
@@ -15,16 +17,16 @@
 namespace diptych::cuda {
 
 constexpr int kEmulatedShared = 2 * 2 * kTileBytes;        // two stages of A and B
-constexpr int kTileRowsTogether = 8;                       // that share B's tiles in L2
-constexpr int64_t kMostExtent = (int64_t{1} << 31) - 256;  // of any dimension, and of tiles
+constexpr int kTileRowsTogether = 8;                       // rows of tiles that share B's tiles in L2
+constexpr int64_t kMostExtent = (int64_t{1} << 31) - 256;  // limit of each dimension, and of tiles
 
 struct TileAt {
   int m0, n0;
   int k0, tiles_k;  // tiles of kTileK from k0 on; k0 begins a block of float32 scales
-  Reach reach;      // kConfined
+  Reach reach;      // with kConfined
 };
 
-// The tile of a thread block, in numbers of tiles along m and n.
+// Returns the tile of a thread block as its indices along m and n.
 __device__ __forceinline__ int2 tile_of_block(int block, int tiles_m, int tiles_n) {
   const int together = kTileRowsTogether * tiles_n, band = block / together, in_band = block % together;
   const int rows = min(tiles_m - band * kTileRowsTogether, kTileRowsTogether);
@@ -35,8 +37,8 @@ __device__ __forceinline__ int2 tile_of_block(int block, int tiles_m, int tiles_
 template <bool kBlockScales>
 struct TileShape {
   static constexpr int kThreads = kBlockScales ? 256 : 128;
-  static constexpr int kCols = kBlockScales ? 32 : 64;      // of D for a warp, beside 64 rows
-  static constexpr int kPerThread = kFragments / kThreads;  // of each operand's tile
+  static constexpr int kCols = kBlockScales ? 32 : 64;      // columns of D for a warp, which has 64 rows
+  static constexpr int kPerThread = kFragments / kThreads;  // fragments of each operand's tile
   using Sums = float[4][kCols / 8][4];                      // [m16][n8][registers of d]
 };
 
@@ -53,7 +55,7 @@ __device__ __forceinline__ void multiply(float (&sums)[4][kN8][4], const unsigne
       ptx::ldmatrix_x4(fa[i], a + swizzled(row + i * 16 + lane % 16, kk * 2 + lane / 16));
     }
 #pragma unroll
-    for (int j = 0; j < kN8; j += 2) {  // two n8 at a time: registers 0, 1 and 2, 3
+    for (int j = 0; j < kN8; j += 2) {  // fb[0] and fb[1] belong to j, fb[2] and fb[3] to j + 1
       uint32_t fb[4];
       ptx::ldmatrix_x4(fb, b + swizzled(col + j * 8 + lane % 8 + lane / 16 * 8, kk * 2 + lane / 8 % 2));
 #pragma unroll
@@ -65,8 +67,8 @@ __device__ __forceinline__ void multiply(float (&sums)[4][kN8][4], const unsigne
   }
 }
 
-// D's tile at `at`, of which rows and columns that exist are written.
-// kLean: addresses are computed anew in each step, where registers are too few to keep them.
+// Computes D's tile at `at` and writes those of its rows and columns that exist. kLean: computes addresses anew in each
+// step, where registers are too few to keep them.
 template <bool kBlockScales, Layout kA, Layout kB, bool kConfined, bool kLean>
 __device__ __forceinline__ void product_tile(const Operand& a, const Operand& b, const Epilogue& e, const TileAt& at,
                                              int period, unsigned char* shared) {
@@ -74,12 +76,12 @@ __device__ __forceinline__ void product_tile(const Operand& a, const Operand& b,
   constexpr int kN8 = S::kCols / 8;
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
   const int warp_row = warp / (kTileOuter / S::kCols) * 64, warp_col = warp % (kTileOuter / S::kCols) * S::kCols;
-  // This thread's corner of D; its registers lie 16, 8 (rows) and 8, 1 (columns) apart.
+  // This thread's first element of D: acc[i][j][r] is at row + i * 16 + r / 2 * 8 and col + j * 8 + r % 2.
   const int row = at.m0 + warp_row + lane / 4, col = at.n0 + warp_col + lane % 4 * 2;
 
   typename S::Sums acc = {};
-  typename S::Sums part = {};  // kBlockScales: the sums of the running block
-  float sa[8], sb[2 * kN8];    // kBlockScales: its scales for this thread's rows and columns
+  typename S::Sums part = {};  // kBlockScales: the current block's sums
+  float sa[8], sb[2 * kN8];    // kBlockScales: the current block's scales for this thread's rows and columns
 
   // Step t multiplies stage t and fills stage t + 1 from memory, whose latency the products hide.
   for (int t = -1; t < at.tiles_k; ++t) {
@@ -193,7 +195,7 @@ inline Status make_operand(const char* op, const QuantizedView& q, int64_t outer
   return {};
 }
 
-// k between two promotions of the partial sums, in tiles; 0: no operand has float32 block scales.
+// Returns how many k tiles lie between two promotions of the partial sums; 0 if no operand has float32 block scales.
 inline int promotion_period(const Operand& a, const Operand& b) {
   int k_shift = 62;
   for (const Operand* o : {&a, &b}) {

@@ -1,7 +1,8 @@
-// One operand of the emulated GEMM: 128 outer indices x 64 k of FP8 or E2M1 from memory to bfloat16 in shared memory.
+// One operand of the emulated GEMM: loads 128 outer indices x 64 k of FP8 or E2M1 and stores them as bfloat16 in shared
+// memory.
 //
 // Shared memory holds [outer][k], 128 bytes a row, whatever the layout in memory; chunk c (8 elements, 16 bytes) of
-// row r lies at c ^ (r % 8) ^ (r / 8 % 8): ldmatrix and both writers then meet no bank twice.
+// row r lies at c ^ (r % 8) ^ (r / 8 % 8), so that neither ldmatrix nor the writers have bank conflicts.
 #pragma once
 
 #include "cuda/base/e2m1.cuh"
@@ -12,11 +13,12 @@ namespace diptych::cuda {
 
 constexpr int kTileOuter = 128, kTileK = 64;
 constexpr int kTileBytes = kTileOuter * kTileK * 2;
-constexpr int kFragments = kTileOuter * kTileK / 32;  // of 32 elements each, dealt out to the threads
+constexpr int kFragments = kTileOuter * kTileK / 32;  // of 32 elements each, divided among the threads
 
-enum class ScaleKind : int { tensor, block, e8m0, e4m3 };  // applied in the epilogue, on partial sums, in the operand
+// Where a scale is applied: tensor in the epilogue, block on partial sums, e8m0 and e4m3 in the operand.
+enum class ScaleKind : int { tensor, block, e8m0, e4m3 };
 
-// What a kernel was compiled for: one layout with vector loads, or whatever the operand says.
+// The layout that a kernel is compiled for: one of two, with vector loads, or either one, as the operand's fields say.
 enum class Layout : int { outer_k, k_outer, either };
 
 struct Operand {
@@ -28,17 +30,17 @@ struct Operand {
   ScaleKind kind;
   DType element;
   bool k_major;
-  bool vec;  // a fragment's 16 k in one load (k_major: 8-byte loads of data and of scales)
+  bool vec;  // alignment permits one load of a fragment's 16 k (k_major: 8-byte loads of data and scales)
 };
 
 __device__ __forceinline__ int swizzled(int row, int chunk) {
   return row * 128 + ((chunk ^ (row & 7) ^ (row >> 3 & 7)) << 4);
 }
 
-// Fragment t of a tile, between its load and its store.
-// [outer, k]: 16 k of row t / 4 in w[0..3] and of row t / 4 + 64 in w[4..7]; a scale code for each. E2M1 fills the
-// first half of each.
-// [k, outer]: four k of eight outer indices, a k in each pair of words; a scale code for each outer index.
+// Fragment t of a tile, in registers between its load and its store. Layout [outer, k]: w[0..3] hold 16 k of row t / 4,
+// w[4..7] those of row t / 4 + 64, and `code` has a scale for each row. E2M1 fills only the first half of each four
+// words. Layout [k, outer]: four k of eight outer indices; each pair of words holds one k, and `code` has a byte for
+// each outer index.
 struct Fragment {
   uint32_t w[8];
   uint32_t code[2];
@@ -55,7 +57,7 @@ __device__ __forceinline__ uint32_t load_code(const Operand& o, int outer, int k
   return __ldg(static_cast<const uint8_t*>(o.scale) + scale_index(o, outer, k));
 }
 
-// kCount bytes at p, of which `valid` exist; the others are 0.
+// Loads kCount bytes at p into w, which holds zeros. Only the first `valid` bytes exist; the others stay 0.
 template <int kCount>
 __device__ __forceinline__ void load_bytes(uint32_t* w, const uint8_t* p, int valid) {
 #pragma unroll
@@ -69,13 +71,13 @@ __device__ __forceinline__ bool is_k_major(const Operand& o) {
   return kLayout == Layout::either ? o.k_major : kLayout == Layout::k_outer;
 }
 
-// Which k count where a product is confined to some; other elements are zeros, and scales that serve none are ones:
-// they may be NaN.
+// The range of k that a confined product sums over. Elements outside of it are replaced by zeros, and scales without an
+// element in it by ones, because they may be NaN.
 struct Reach {
   int begin, end;
 };
 
-// kConfined: fragments of [outer, k] are still to be confined.
+// Loads fragment t of the tile at outer0 and k0. With kConfined, fragments of layout [outer, k] still need `confine`.
 template <Layout kLayout, bool kConfined>
 __device__ __forceinline__ Fragment load_fragment(const Operand& o, int outer0, int k0, int t, const Reach& reach) {
   Fragment f = {};
@@ -135,17 +137,17 @@ __device__ __forceinline__ Fragment load_fragment(const Operand& o, int outer0, 
   return f;
 }
 
-// Bits of the elements begin .. end - 1 among a word's, which are kBits wide each.
+// Returns the mask of a word's elements begin .. end - 1, each of which is kBits wide.
 template <int kBits>
 __device__ __forceinline__ uint32_t elements(int begin, int end) {
   const auto below = [](int n) { return n >= 32 / kBits ? ~0u : n <= 0 ? 0u : (1u << n * kBits) - 1; };
   return below(end) & ~below(begin);
 }
 
-// What `reach` leaves of fragment t, of a tile that it cuts.
+// Clears the elements of fragment t outside of `reach`, in a tile that `reach` cuts.
 template <Layout kLayout>
 __device__ __forceinline__ void confine(const Operand& o, Fragment& f, int k0, int t, const Reach& reach) {
-  if (is_k_major<kLayout>(o)) return;  // it was when it was loaded
+  if (is_k_major<kLayout>(o)) return;  // load_fragment has done so
   const int lo = reach.begin - (k0 + t % 4 * 16), hi = reach.end - (k0 + t % 4 * 16);
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
@@ -162,7 +164,7 @@ __device__ __forceinline__ uint2 decode_bf16(uint32_t four, float scale) {
   return make_uint2(pack2<__nv_bfloat16>(lo.x * scale, lo.y * scale), pack2<__nv_bfloat16>(hi.x * scale, hi.y * scale));
 }
 
-// Two bfloat16 times two, both exact: E2M1 times an E4M3 scale has at most six significant bits.
+// Multiplies two pairs of bfloat16. Both products are exact: E2M1 times an E4M3 scale has at most six significant bits.
 __device__ __forceinline__ uint32_t scale_bf16x2(uint32_t pair, uint32_t factor) {
   __nv_bfloat162 x, y;
   memcpy(&x, &pair, sizeof(pair)), memcpy(&y, &factor, sizeof(factor));
@@ -171,7 +173,7 @@ __device__ __forceinline__ uint32_t scale_bf16x2(uint32_t pair, uint32_t factor)
   return pair;
 }
 
-// Eight E2M1 codes times the scale (twice in a word) -> bfloat16.
+// Eight E2M1 codes times a scale, which `scale` holds twice -> bfloat16.
 __device__ __forceinline__ uint4 decode_bf16_e2m1(uint32_t eight, uint32_t scale) {
   constexpr uint32_t kRaise = 0x7e807e80;  // 2^126
   uint32_t v[4];
@@ -223,7 +225,7 @@ __device__ __forceinline__ void decode_fragment(const Operand& o, Fragment& f, u
 
 template <Layout kLayout>
 __device__ __forceinline__ void store_fragment(const Operand& o, Fragment& f, unsigned char* tile, int t) {
-  if (kLayout != Layout::k_outer && o.element == DType::e2m1) {  // transposed copies: never [k, outer]
+  if (kLayout != Layout::k_outer && o.element == DType::e2m1) {  // E2M1 is never [k, outer]
     decode_fragment_e2m1(f, tile, t);
   } else if (o.element == DType::e5m2) {
     decode_fragment<kLayout, true>(o, f, tile, t);
@@ -232,7 +234,7 @@ __device__ __forceinline__ void store_fragment(const Operand& o, Fragment& f, un
   }
 }
 
-// The float32 scale that a partial sum of this operand takes at (outer, k).
+// Returns the float32 scale that a partial sum takes from this operand at (outer, k).
 __device__ __forceinline__ float partial_scale(const Operand& o, int outer, int k) {
   if (o.kind == ScaleKind::e8m0 || o.kind == ScaleKind::e4m3) return 1.0f;
   if (o.kind == ScaleKind::tensor) return __ldg(static_cast<const float*>(o.scale));

@@ -1,5 +1,6 @@
-// r = alpha * acc; r = r + bias; r = r + beta * C; one cast (NUMERICS 7). Each operation rounds: no contraction.
-// Amaxes of two-level operands enter alpha, which then differs from row to row or from column to column.
+// r = alpha * acc; r = r + bias; r = r + beta * C; one cast (NUMERICS 7). Each operation rounds; none is contracted to
+// a fused multiply-add. Amaxes of two-level operands enter alpha, which then differs from row to row or from column to
+// column.
 #pragma once
 
 #include "cuda/base/scale.cuh"
@@ -46,7 +47,9 @@ __device__ __forceinline__ float load_as_float(const void* p, DType type, int64_
   return to_float(static_cast<const __nv_bfloat16*>(p)[i]);
 }
 
-// alpha * amax_a of a row that exists, and that times amax_b of a column: ((alpha * amax_a) * amax_b) * a constant.
+// row_alpha returns alpha * amax_a of a row that exists; full_alpha takes that as `of_row` and multiplies by a column's
+// amax_b:
+// ((alpha * amax_a) * amax_b) * a constant.
 __device__ __forceinline__ float row_alpha(const Epilogue& e, int64_t row) {
   return e.a_amax.at ? __fmul_rn(e.alpha, __ldg(e.a_amax.at + row * e.a_amax.step)) : e.alpha;
 }
@@ -73,7 +76,8 @@ __device__ __forceinline__ void store_from_float(const Epilogue& e, float r, int
   }
 }
 
-// Columns col and col + 1 (col even) of one row; bias0, bias1 are theirs, of_row is row_alpha's.
+// Finishes and stores columns col and col + 1 (col even) of one row. bias0 and bias1 are those columns' biases, of_row
+// is the row's row_alpha.
 __device__ __forceinline__ void finish_pair(const Epilogue& e, int64_t row, int64_t col, float of_row, float acc0,
                                             float acc1, float bias0, float bias1) {
   if (row >= e.m || col >= e.n) return;

@@ -11,7 +11,7 @@ constexpr int kThreads = 256, kSquare = 32;
 
 struct LayoutArgs {
   ScaleLayoutJob job[2];
-  unsigned squares[2], squares_k[2];  // tiles of 32 x 32 in all, and along k
+  unsigned squares[2], squares_k[2];  // number of 32 x 32 tiles: all, and along k
 };
 
 __global__ void __launch_bounds__(kThreads) layout_kernel(const __grid_constant__ LayoutArgs p) {
@@ -69,7 +69,7 @@ Status lay_out_scales(const ScaleLayoutJob (&jobs)[2], const Execution& exec) {
 
 Status finish_gemm(const float* acc, const GemmArgs& args, const Execution& exec) {
   Epilogue e = make_epilogue(args);
-  e.alpha = 1.0f;  // exact: the product applied it
+  e.alpha = 1.0f;  // cuBLASLt has applied alpha; a factor of 1 is exact
   const int64_t quads = e.m * e.n / 4;
   return launch("gemm: epilogue", finish_kernel, ceil_div(quads, kThreads), kThreads, 0, exec.stream, e, acc, quads);
 }

@@ -1,4 +1,5 @@
-// What surrounds a cuBLASLt product: scales in its layout before, bias and beta * C after.
+// The steps around a cuBLASLt product: before it, scales are brought into its layout; after it, bias and beta * C are
+// added.
 #pragma once
 
 #include "diptych/ops.h"

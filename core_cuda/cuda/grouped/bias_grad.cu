@@ -1,5 +1,6 @@
-// out[g, n] = sum over the rows of group g of dy[., n] in float32: chunks begin anew with each group, so that its sum
-// has the bits that bias_grad gives for it alone. There are slots for as many chunks as any offsets make.
+// out[g, n] = sum over the rows of group g of dy[., n] in float32. Chunks start anew with each group, so that each
+// group's sum has the bits that bias_grad gives for its rows alone. The workspace has slots for the most chunks that
+// any offsets can make.
 #include "cuda/gemm/column_chunks.cuh"
 #include "cuda/grouped/walk.cuh"
 
@@ -7,11 +8,12 @@ namespace diptych::cuda {
 namespace {
 
 struct Chunks {
-  int first, count;  // of a group, among all
-  int row, row_end;  // the group's
+  int first, count;  // a group's first chunk among all chunks, and its number of chunks
+  int row, row_end;  // the group's rows
 };
 
-// Of the first group that `fits(group, its first chunk, their count)`; none: no chunks. By whole warps.
+// Returns the chunks of the first group for which fits(group, its first chunk, their count) holds, or no chunks if
+// there is none. All lanes of a warp call it.
 template <typename Fits>
 __device__ __forceinline__ Chunks find(const Groups& g, int lane, Fits fits) {
   int highest = 0, before = 0;

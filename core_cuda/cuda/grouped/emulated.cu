@@ -1,5 +1,6 @@
-// grouped_gemm of any pair of formats, any shape, any alignment: the tiles of gemm's emulated kernel, begun anew with
-// each group. Thread blocks are as many as any offsets may need; those that find no tile end.
+// grouped_gemm for any pair of formats, any shape and any alignment. It uses the tiles of gemm's emulated kernel, which
+// start anew with each group. The launch has as many thread blocks as any offsets can need; those without a tile
+// return.
 #include "cuda/gemm/emulated.cuh"
 #include "cuda/grouped/walk.cuh"
 
@@ -10,25 +11,26 @@ struct GroupedKernelArgs {
   Operand a, b;  // rows: b is group 0's; depth: k is R
   Epilogue e;    // depth: D and C are group 0's
   Groups groups;
-  int64_t b_data, b_scale, b_amax;  // rows: from one B to the next, in bytes, bytes and elements
-  int tiles_k, tiles_m, tiles_n;    // rows: tiles_m of all groups at most; depth: no tiles_k
+  int64_t b_data, b_scale, b_amax;  // rows: strides from one group's B to the next, in bytes, bytes and elements
+  int tiles_k, tiles_m, tiles_n;    // rows: tiles_m is the most that all groups can have; depth: tiles_k is 0
   int period;
 };
 
-// What a thread block multiplies. It lies in shared memory: registers are for sums.
+// What a thread block multiplies. It lies in shared memory, because the sums need the registers.
 struct Work {
   Operand a, b;
   Epilogue e;
   TileAt at;
 };
 
-// Rows of a tensor.
+// A range of rows of a tensor.
 struct Rows {
-  int span;  // as boundaries number them
+  int span;  // numbered as in walk.cuh
   int begin, end;
 };
 
-// The tile of that number among all spans' tiles, down to its span's end; no rows past the last. By one warp.
+// Returns the rows from tile `number`, counted over all spans, to the end of its span; no rows if there are fewer
+// tiles. One warp calls it.
 __device__ __forceinline__ Rows find_tile(const Groups& g, int number, int lane) {
   int highest = 0, before = 0;
   for (int base = 0; base < g.count + 2; base += 31) {  // 32 boundaries are 31 spans
@@ -46,7 +48,7 @@ __device__ __forceinline__ Rows find_tile(const Groups& g, int number, int lane)
   return {0, 0, 0};
 }
 
-// By one warp.
+// Returns the rows of a group. One warp calls it.
 __device__ __forceinline__ Rows find_group(const Groups& g, int group, int lane) {
   int highest = 0;
   for (int i = lane; i <= group; i += 32) highest = max(highest, min(__ldg(g.offsets + i), g.rows));
@@ -60,7 +62,8 @@ __device__ __forceinline__ void move_by(const void*& p, int64_t bytes) {
 
 __device__ __forceinline__ int element_bytes(DType d) { return d == DType::f32 ? 4 : 2; }
 
-// The kernel's arguments as those of one tile, whose k and rows are `here`'s.
+// Narrows the kernel's arguments to one tile in w. `here`: the tile's rows; depth: the rows of the group, its range of
+// k.
 template <bool kDepth>
 __device__ __forceinline__ void prepare(const GroupedKernelArgs& p, const Rows& here, int2 tile, int unit, Work& w) {
   const int64_t group = here.span - 1;
@@ -74,7 +77,7 @@ __device__ __forceinline__ void prepare(const GroupedKernelArgs& p, const Rows& 
     move_by(w.e.c, bytes);
   } else {
     w.at.m0 = here.begin;
-    w.a.outer = here.end;  // rows of a rowwise copy: the next group's are not read
+    w.a.outer = here.end;  // rows of the next group are not read
     w.e.m = here.end;
     if (here.span >= 1 && here.span <= p.groups.count) {
       w.b.data += group * p.b_data;
@@ -85,7 +88,7 @@ __device__ __forceinline__ void prepare(const GroupedKernelArgs& p, const Rows& 
       w.at.tiles_k = 0, w.e.bias = nullptr;
     }
   }
-  // Nothing to sum is +0, whatever alpha and amaxes are.
+  // An empty sum is +0, whatever alpha and the amaxes are.
   if (w.at.tiles_k == 0) w.e.alpha = 0.0f, w.e.a_amax.at = w.e.b_amax.at = nullptr;
 }
 
@@ -118,7 +121,8 @@ Status run(const GroupedKernelArgs& p, const Execution& exec) {
 template <bool kDepth>
 Status run(const GroupedKernelArgs& p, const Execution& exec) {
   if (p.period > 0) return run<kDepth, true, Layout::either, Layout::either>(p, exec);
-  // Rows of A are rows of a rowwise copy; columnwise copies of one product mostly lie alike.
+  // The common layouts have kernels of their own. rows: A is rowwise; depth: both copies are columnwise, mostly of one
+  // layout.
   if (p.a.vec && p.b.vec) {
     if (!p.a.k_major && !p.b.k_major) return run<kDepth, false, Layout::outer_k, Layout::outer_k>(p, exec);
     constexpr Layout kA = kDepth ? Layout::k_outer : Layout::outer_k;
@@ -133,7 +137,7 @@ Status grouped_gemm_emulated(const GroupedGemmArgs& args, const Execution& exec)
   constexpr const char* op = "grouped_gemm";
   const bool depth = args.kind == GroupKind::depth;
   const int64_t groups = args.offsets.numel() - 1;
-  GemmArgs first;  // of group 0
+  GemmArgs first;  // the product of group 0
   first.a = args.a, first.b = depth ? args.b : slice(args.b, 0);
   first.d = depth ? slice(args.d, 0) : args.d, first.c = args.c, first.bias = args.bias;
   first.alpha = args.alpha, first.beta = args.beta;

@@ -1,4 +1,4 @@
-// The host's side of the native grouped kernel: what it takes, and its arguments.
+// The host's side of the native grouped kernel: which operands it accepts, and how its arguments are made.
 #include "cuda/grouped/native.h"
 
 #include <algorithm>
@@ -12,9 +12,9 @@ namespace diptych::cuda {
 namespace {
 
 constexpr int64_t kAlign = 16;                             // of addresses and strides, in bytes
-constexpr int64_t kMostTiles = (int64_t{1} << 31) - 1024;  // they are counted in int32
+constexpr int64_t kMostTiles = (int64_t{1} << 31) - 1024;  // tiles are counted in int32
 
-// Elements and scales that the tensor cores and the promotion know.
+// Returns whether the kernel supports the format's elements and scales.
 bool suits(const FormatRow& f) {
   const bool fp8 = f.element == DType::e4m3 || f.element == DType::e5m2;
   const bool block = f.block_cols == kNativeTileK && (f.block_rows == 1 || f.block_rows == 128);
@@ -37,7 +37,7 @@ Promotion promotion_of(const GroupedGemmArgs& args) {
   return row(args.b.format).block_rows == 128 ? Promotion::columns : Promotion::full;
 }
 
-// Pairs of tiles along m, an odd one for itself, at most
+// Returns the most pairs of tiles along m that any offsets can make; an odd tile counts as a pair.
 int64_t most_pairs(const GroupedGemmArgs& args, const Shape& s) {
   constexpr int64_t kPair = 2 * kNativeTileM;
   return args.kind == GroupKind::depth ? ceil_div(s.m, kPair) * s.groups : s.rows / kPair + s.groups + 2;
@@ -53,7 +53,7 @@ bool grouped_gemm_native_fits(const GroupedGemmArgs& args, int arch) {
   const Shape s = shape_of(args);
   if (s.groups > kNativeMaxGroups || s.rows <= 0 || s.m <= 0 || s.n <= 0 || s.k <= 0) return false;
   if (s.k % kAlign != 0 || s.n % kAlign != 0) return false;
-  // Products take 32 k at a time, and block scales begin anew every 128.
+  // One product instruction takes 32 k, and each block scale covers 128 k.
   if (args.kind == GroupKind::depth && args.align % (fa.per_tensor() ? 32 : kNativeTileK) != 0) return false;
   const int64_t outer = args.kind == GroupKind::depth ? s.m : s.rows;
   const int64_t columns = ceil_div(s.n, native_tile_n(promotion_of(args)));
@@ -73,7 +73,7 @@ Status grouped_gemm_native(const GroupedGemmArgs& args, const Execution& exec) {
   const int32_t a_box[2] = {kNativeTileK, kNativeTileM / 2}, b_box[3] = {kNativeTileK, tile_n / 2, 1};
   const int64_t a_extents[2] = {s.k, s.m}, b_extents[3] = {s.k, s.n, depth ? 1 : s.groups};
   DIPTYCH_TRY(make_tensor_map(&p.a, args.a.data.data, 2, a_extents, a_box));
-  // A stack without groups is never read; the map still wants an extent.
+  // A stack without groups is never read, but the map needs an extent above 0.
   const int64_t no_groups[3] = {s.k, s.n, 1};
   const void* b = s.groups > 0 || depth ? args.b.data.data : args.a.data.data;
   DIPTYCH_TRY(make_tensor_map(&p.b, b, 3, s.groups > 0 || depth ? b_extents : no_groups, b_box));

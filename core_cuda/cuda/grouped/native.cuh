@@ -1,16 +1,15 @@
 // Grouped FP8 products on Hopper's tensor cores: D tiles of 128 rows and 192 or 256 columns, persistent thread blocks.
 //
-// Twelve warps. Two warpgroups multiply 64 rows each: one promotes partial sums while the other's products run. The
-// third warpgroup feeds them (native_feed.cuh): one warp asks the copy engine for 128 k of A's and B's rows, several
-// stages ahead; one gathers block scales, four k blocks at a time; one says which tiles come. Two thread blocks of a
-// cluster fetch half of the tile that they share each, for both.
+// A thread block has twelve warps. Two warpgroups multiply 64 rows each: one promotes partial sums while the other's
+// products run. The third warpgroup feeds them (native_feed.cuh): one warp makes the copy engine load 128 k of A's and
+// B's rows, several stages ahead; one loads block scales, four k blocks at a time; one announces the next tiles. The
+// two thread blocks of a cluster share a tile of A or B, and each loads half of it for both.
 //
-// Large products draw all the power that the chip may have, which then lowers its clock: what saves instructions and
-// traffic is what makes them faster. Wide products read A less often; 192 columns of partial sums and sums are what
-// registers hold.
+// Large products reach the chip's power limit, which lowers its clock, so fewer instructions and less traffic make them
+// faster. Wide tiles read A less often; registers hold sums and partial sums of up to 192 columns.
 //
-// A tile of A may reach past its group: those rows' sums are never stored. Rows past the tensor and k past its end
-// arrive as zeros.
+// A tile of A may reach past its group; the sums of the rows past it are never stored. Rows past the tensor and k past
+// its end arrive as zeros.
 #pragma once
 
 #include "cuda/base/launch.cuh"
@@ -19,8 +18,9 @@
 
 namespace diptych::cuda {
 
-// What partial sums of a k block are multiplied by: scales of this thread's two rows, times (columns) B's for each 64
-// columns of the tile; (full) `columns`: of this thread's columns, eight apart.
+// The factors of a k block's partial sums: A's scales of this thread's two rows (`row`) times B's scales. Mode columns:
+// `part` holds that product for each 64 columns of the tile. Mode full: `columns` points to the scales of this thread's
+// columns, which are eight apart.
 template <Promotion kMode>
 struct Factors {
   float row[2], part[3][2];
@@ -65,8 +65,9 @@ __device__ __forceinline__ void promote(float (&sums)[kSums], const float (&part
   }
 }
 
-// Up to 128 k of 64 rows, `left` of them in multiples of 32; `add`: to what d holds. What lies past them may be another
-// group's, so that zeros are multiplied there: no branch may part the products.
+// Multiplies the first `left` of 128 k, rounded up to a multiple of 32, of 64 rows into d. `add`: adds to what d holds.
+// Operands past `left` may belong to another group, so zeros are multiplied there instead; a branch between the
+// products is not allowed.
 template <bool kA5, bool kB5, int kSums>
 __device__ __forceinline__ void multiply_block(float (&d)[kSums], uint32_t a, uint32_t b, bool add, uint32_t zeros,
                                                int left) {
@@ -82,12 +83,12 @@ __device__ __forceinline__ void multiply_block(float (&d)[kSums], uint32_t a, ui
   ptx::products_touch(d);
 }
 
-// What a warpgroup of products keeps from tile to tile.
+// The state that a multiplying warpgroup keeps from tile to tile.
 template <int kStages>
 struct Worker {
   int group, lane;
-  int row;         // of this thread in a tile; another lies eight below
-  uint32_t empty;  // the barriers that this lane arrives at, if it does
+  int row;         // this thread's first row in a tile; its second is eight below
+  uint32_t empty;  // the `empty` barriers of a thread block of the cluster, one for each lane below kNativeCluster
   Turn<kStages> stage;
   Turn<2> scales;
 
@@ -96,7 +97,7 @@ struct Worker {
   }
 };
 
-// It lets go of what came.
+// Waits for a stage and releases it without using its operands.
 template <typename Shared>
 __device__ __forceinline__ void skip_stage(Shared& s, Worker<Shared::kStages>& w) {
   ptx::barrier_wait(&s.full[w.stage.slot], w.stage.parity);
@@ -117,7 +118,7 @@ __device__ __forceinline__ void skip_tile(Shared& s, Worker<Shared::kStages>& w,
   }
 }
 
-// Where stage 0's operands begin, for one warpgroup.
+// The addresses of stage 0's operands for one warpgroup.
 template <typename Shared>
 struct Operands {
   static constexpr uint32_t kStage = Shared::kStageBytes / 16;
@@ -129,7 +130,7 @@ struct Operands {
         zeros(ptx::matrix_address(s.zeros)) {}
 };
 
-// sums = A @ B.T over the tile's k, in the tensor cores alone.
+// sums = A @ B.T over the tile's k, summed in the tensor cores alone.
 template <bool kA5, bool kB5, int kSums, typename Shared>
 __device__ __forceinline__ void multiply_tile(const NativeArgs& p, Shared& s, Worker<Shared::kStages>& w, const Tile& t,
                                               float (&sums)[kSums]) {
@@ -150,18 +151,19 @@ __device__ __forceinline__ void multiply_tile(const NativeArgs& p, Shared& s, Wo
   if (blocks > 0) w.release(held);
 }
 
-// The same with partial sums of each 128 k. In whole rounds the compiler knows what lies where: one warpgroup's
-// instructions between its products must not take longer than the other's products do.
+// sums = A @ B.T over the tile's k, with partial sums of each 128 k. Whole rounds are unrolled, so that slots are
+// constants: one warpgroup's instructions between its products must not take longer than the other warpgroup's
+// products.
 template <Promotion kMode, bool kA5, bool kB5, int kSums, typename Shared>
 __device__ __forceinline__ void multiply_tile_in_parts(const NativeArgs& p, Shared& s, Worker<Shared::kStages>& w,
                                                        const Tile& t, float (&sums)[kSums]) {
   const Operands<Shared> at(s, w.group);
   const bool early = t.col % 128 != 0;
-  // Blocks of scales begin where groups do, and past the last group's end there are zeros in the tensor.
+  // With block scales a k block belongs to one group; past the tensor's last row there are zeros.
   const bool cut = !Shared::kScales && p.depth;
   int left = t.k_end - t.k;
   if (left <= 0) return;
-  bool there = false;  // the next stage's operands
+  bool there = false;  // whether the next stage's operands have arrived
   Factors<kMode> factors;
   const auto wait_for_scales = [&] {
     if (Shared::kScales) ptx::barrier_wait(&s.scales_full[w.scales.slot], w.scales.parity);
@@ -169,7 +171,7 @@ __device__ __forceinline__ void multiply_tile_in_parts(const NativeArgs& p, Shar
   const auto end_round = [&](int scales) {
     if (Shared::kScales) ptx::barrier_arrive(&s.scales_empty[scales]);
   };
-  // What the next block needs is asked for while this one's products run.
+  // The next block's factors are loaded while this block's products run.
   const auto multiply = [&](int slot, int k, bool more) {
     const int scales = w.scales.slot, next = (slot + 1) % kRound;
     float part[kSums];
@@ -287,7 +289,7 @@ __global__ void __launch_bounds__(kNativeThreads, 1) grouped_kernel(const __grid
     ptx::take_registers<232>();
     multiply_tiles<kMode, kA5, kB5>(p, s, warp);
   }
-  ptx::cluster_sync();  // a thread block stays while its neighbour may still signal to it
+  ptx::cluster_sync();  // a thread block must not exit while its neighbour may still signal to it
 #endif
 }
 

@@ -1,4 +1,4 @@
-// What the host tells the native grouped kernel, and its launches (native_*.cu).
+// The arguments of the native grouped kernel, and its launches (native_*.cu).
 #pragma once
 
 #include <cuda.h>
@@ -8,7 +8,7 @@
 
 namespace diptych::cuda {
 
-// When and by what partial sums are multiplied on their way from the tensor cores to float32.
+// When partial sums are promoted from the tensor cores to float32 sums, and by which scales they are multiplied.
 enum class Promotion : int {
   none,     // per-tensor, fast_accum: all of k in the tensor cores
   plain,    // per-tensor: every 128 k
@@ -20,7 +20,7 @@ constexpr int kNativeTileM = 128, kNativeTileK = 128;
 constexpr int kNativeCluster = 2;      // thread blocks that share a tile of A or of B
 constexpr int kNativeMaxGroups = 512;  // their boundaries lie in shared memory
 
-// The widest for which the sums, and partial ones where there are, fit into registers.
+// The widest tile whose sums, and partial sums where there are some, fit into registers.
 constexpr int native_tile_n(Promotion promotion) { return promotion == Promotion::none ? 256 : 192; }
 
 struct NativeArgs {
@@ -29,13 +29,13 @@ struct NativeArgs {
   const int32_t* offsets;
   int groups, rows;       // G, R
   bool depth;             // GroupKind
-  int m, n, k;            // depth: M, N and no k; rows: no m, N and K
+  int m, n, k;            // depth: M, N and 0; rows: 0, N and K
   int columns;            // tiles along N
   const float* a_scale;   // [outer >> a_shift, scale_k], or one
   const float* b_scale;   // [G, outer >> b_shift, scale_k], or [G]
   int a_shift, b_shift;   // log2 of a block's rows
   int scale_k;            // blocks along k
-  bool whole_scales;      // four neighbours lie at 16 bytes
+  bool whole_scales;      // each four neighbours are 16-byte aligned
   int64_t b_scale_stack;  // elements from one weight's scales to the next
   void* d;
   const void* c;     // null where beta is 0

@@ -1,4 +1,4 @@
-// Scales of 1 x 128 and 128 x 128 blocks: each 128 k join the float32 sums with them.
+// The native grouped kernel for 1 x 128 and 128 x 128 blocks: their scales multiply the partial sum of each 128 k.
 #include "cuda/grouped/native.cuh"
 
 namespace diptych::cuda {

@@ -6,13 +6,13 @@
 
 namespace diptych::cuda {
 
-constexpr int kRound = 4;  // k blocks whose scales come together; where partial sums are promoted, the stages too
+constexpr int kRound = 4;  // k blocks whose scales are loaded together; with promotion also the number of stages
 constexpr int kProducts = 2 * kGroupThreads, kNativeThreads = kProducts + 128;
-constexpr int kTiles = 2;           // of which the multiplying warps are told ahead
-constexpr int kMaxShared = 232448;  // bytes that a thread block of sm_90 may have
+constexpr int kTiles = 2;           // tiles that are announced ahead to the multiplying warps
+constexpr int kMaxShared = 232448;  // bytes of shared memory that a thread block of sm_90 may have
 
-// Scales of a round: four neighbours of each row of A together, a line of B's for each k block; columns: of the two
-// blocks that a tile may touch.
+// The scales of a round: each row of A has the scales of four k blocks side by side, and each k block has a line of
+// B's. Mode columns: a line holds the two blocks of B that a tile may touch.
 template <Promotion kMode>
 struct Scales {
   static constexpr bool kAny = kMode == Promotion::columns || kMode == Promotion::full;
@@ -44,7 +44,7 @@ struct alignas(1024) NativeShared {
   static constexpr int kRest = 2 * Out::kBytes + 1024 + 2 * sizeof(Scales<kMode>) + sizeof(Table) + 512;
   static constexpr int kMostStages = (kMaxShared - kRest) / kStageBytes;
   static constexpr int kStages = kRounds ? kRound : kMostStages;
-  static_assert(kStages >= 3 && kStages <= kMostStages, "too few to hide the way from memory, or too many");
+  static_assert(kStages >= 3 && kStages <= kMostStages, "too few stages to hide memory latency, or more than fit");
 
   unsigned char operands[kStages][kStageBytes];  // of A, then of B
   unsigned char out[2][Out::kBytes];
@@ -57,7 +57,7 @@ struct alignas(1024) NativeShared {
   Tile tiles[kTiles];
   Table table;
 
-  // A tile's stages: whole rounds, so that each tile begins with stage 0.
+  // The number of a tile's stages. With promotion they are whole rounds, so that each tile begins with stage 0.
   __device__ __forceinline__ static int stages(const Tile& t) {
     return kRounds ? (t.blocks() + kRound - 1) / kRound * kRound : t.blocks();
   }
@@ -77,7 +77,7 @@ __device__ __forceinline__ void fetch_operands(const NativeArgs& p, Shared& s, t
         unsigned char *a = s.operands[turn.slot], *b = a + Shared::kABytes;
         uint64_t* full = &s.full[turn.slot];
         ptx::barrier_wait(&s.empty[turn.slot], turn.parity ^ 1);
-        if (k >= t.k_end) {  // passed over
+        if (k >= t.k_end) {  // a stage that only fills the round
           ptx::barrier_arrive(full);
           continue;
         }
@@ -97,7 +97,7 @@ __device__ __forceinline__ void fetch_operands(const NativeArgs& p, Shared& s, t
   }
 }
 
-// Where the next tile lies takes hundreds of instructions, which the multiplying warps are spared.
+// Announces tiles to the multiplying warps. One warp does so, because finding a tile takes hundreds of instructions.
 template <typename Shared>
 __device__ __forceinline__ void announce_tiles(Shared& s, typename Shared::Walker walk) {
   const bool leader = threadIdx.x % 32 == 0;
@@ -115,8 +115,8 @@ __device__ __forceinline__ void announce_tiles(Shared& s, typename Shared::Walke
   }
 }
 
-// By one warp, which shares its issue slots with two of those that multiply, and they wait for each other: what does
-// not change within a tile is worked out before. Scales that do not exist arrive as zeros.
+// Loads block scales with one warp. It shares issue slots with two of the multiplying warps, and they wait for each
+// other, so what does not change within a tile is computed before the loop. Scales that do not exist arrive as zeros.
 template <typename Shared>
 __device__ __forceinline__ void fetch_scales(const NativeArgs& p, Shared& s, typename Shared::Walker walk) {
   constexpr int kA = kNativeTileM / 32;

@@ -1,4 +1,4 @@
-// The native kernel's end of a tile: sums in registers to D.
+// The end of a tile in the native kernel: sums go from registers to D.
 #pragma once
 
 #include "cuda/gemm/epilogue.cuh"
@@ -10,9 +10,9 @@
 
 namespace diptych::cuda {
 
-constexpr int kGroupThreads = 128;  // of a warpgroup
+constexpr int kGroupThreads = 128;  // threads of a warpgroup
 
-// One output tile's common part: r = alpha * (sum * factor); r = r + bias; r = r + beta * C (NUMERICS 7).
+// The parameters of one tile's epilogue: r = alpha * (sum * factor); r = r + bias; r = r + beta * C (NUMERICS 7).
 struct Finish {
   float alpha, factor, beta;
   const void* bias;  // of this group, or null
@@ -39,9 +39,9 @@ __device__ __forceinline__ uint32_t pack_pair(float2 r, bool half) {
   return half ? pack2<__half>(r.x, r.y) : pack2<__nv_bfloat16>(r.x, r.y);
 }
 
-// What a thread holds of columns `col` (even) and the next of D, finished; `c`: C there, where there is one. kFactor:
-// scales are multiplied here. kMore: there may be a bias or C; asked once for a tile, since branches cost more than
-// what they part.
+// Returns the finished elements of D in columns col (even) and col + 1. `c`: C's elements there, if there is a C.
+// kFactor: multiplies by the scales. kMore: there may be a bias or C; the caller tests that once for a tile, since
+// branches cost more than they save.
 template <bool kFactor, bool kMore>
 __device__ __forceinline__ float2 finish_pair(const NativeArgs& p, const Finish& f, const float* sum, int col,
                                               float2 c) {
@@ -56,16 +56,16 @@ __device__ __forceinline__ float2 finish_pair(const NativeArgs& p, const Finish&
   return r;
 }
 
-// Byte `at` of row `row` of rows of 128 bytes with the tensor maps' swizzle.
+// Returns where byte `at` of row `row` lies among rows of 128 bytes with the tensor maps' swizzle.
 __device__ __forceinline__ int swizzled(int row, int at) { return row * 128 + ((at / 16) ^ (row % 8)) * 16 + at % 16; }
 
-// The ends of tiles, used by all of a warpgroup, for 64 rows that begin `first` below the tile's: begin, before the
-// sums are known, then store.
+// Stores a warpgroup's 64 rows of a tile, which begin `first` rows below the tile's first. All threads of the warpgroup
+// call begin before the sums are computed, then store.
 template <bool kWide, bool kFactor, int kTileN>
 struct Out;
 
-// 16-bit elements: each warp turns 16 rows x 64 columns into whole lines, in shared memory of its own: all of the
-// tile's at once, unless stages of wide tiles want the memory.
+// 16-bit elements: each warp rearranges 16 rows x 64 columns into whole lines in its own shared memory. It takes all
+// columns of a tile at once, except in tiles of 256 columns, whose stages need the memory.
 template <bool kFactor, int kTileN>
 struct Out<false, kFactor, kTileN> {
   static constexpr int kSides = kTileN / 64, kAtOnce = kTileN == 256 ? 1 : kSides, kSideBytes = 16 * 128;
@@ -93,7 +93,7 @@ struct Out<false, kFactor, kTileN> {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % kGroupThreads / 32, q = lane % 4;
     const bool half = p.d_type == DType::f16;
     unsigned char* own = memory + warp * kAtOnce * kSideBytes;
-    const int row0 = t.row + first + warp * 16;  // of this warp's
+    const int row0 = t.row + first + warp * 16;  // the warp's first row
     uint16_t* d = static_cast<uint16_t*>(p.d) + (t.d_row + row0) * p.n + t.col;
     const uint16_t* c = static_cast<const uint16_t*>(p.c) + (t.d_row + row0) * p.n + t.col;
 #pragma unroll
@@ -113,7 +113,7 @@ struct Out<false, kFactor, kTileN> {
             w[m] =
                 pack_pair(finish_pair<kFactor, kMore>(p, f, sums + piece * 4 + m % 2 * 2, t.col + col, before), half);
           }
-          // Lane l names row l % 8 of matrix l / 8.
+          // Lane l gives the address of row l % 8 of matrix l / 8.
           ptx::stmatrix_x4(own + (side - first_side) * kSideBytes + swizzled(lane % 16, (j + lane / 16) * 16), w);
         }
       }
@@ -134,8 +134,8 @@ struct Out<false, kFactor, kTileN> {
   }
 };
 
-// float32: shared memory for half of the columns, in boxes of 32. The copy engine takes them from there, the second
-// half while the next tile is multiplied, and brings C, the first half before it is needed.
+// float32: shared memory holds half of the columns, in boxes of 32. The copy engine stores them to D, the second half
+// while the next tile is multiplied. It also loads C, the first half before it is needed.
 template <bool kFactor, int kTileN>
 struct Out<true, kFactor, kTileN> {
   static constexpr int kBoxBytes = 64 * 128, kBoxes = kTileN / 64, kBytes = kBoxes * kBoxBytes;
@@ -150,9 +150,10 @@ struct Out<true, kFactor, kTileN> {
 
   __device__ __forceinline__ void sync() const { ptx::named_sync(1 + group, kGroupThreads); }
   __device__ __forceinline__ static bool leads() { return threadIdx.x % kGroupThreads == 0; }
-  __device__ __forceinline__ void end() const { ptx::bulk_wait_read(); }  // shared memory stays until all has left it
+  // Waits until the copy engine has read shared memory, which ends with the thread block.
+  __device__ __forceinline__ void end() const { ptx::bulk_wait_read(); }
 
-  // After it, what was stored before has left.
+  // Waits until the copy engine has read what was stored before, so that the memory is free again.
   __device__ __forceinline__ void reclaim() const {
     if (leads()) ptx::bulk_wait_read();
     sync();

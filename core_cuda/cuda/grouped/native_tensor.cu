@@ -1,4 +1,4 @@
-// Per-tensor scales: they wait for the end of the tile.
+// The native grouped kernel for per-tensor scales, which are applied at the end of a tile.
 #include "cuda/grouped/native.cuh"
 
 namespace diptych::cuda {

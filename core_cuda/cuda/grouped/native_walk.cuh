@@ -1,5 +1,6 @@
-// The native kernel's tiles: persistent clusters of two thread blocks walk them in order. The two take tiles one below
-// the other and share B's, as long as a group has two; what is left of its rows they take side by side and share A's.
+// The order of the native kernel's tiles, which persistent clusters of two thread blocks walk. The two thread blocks
+// take tiles one below the other and share B's tile, as long as a group has two such tiles; in its last, odd row of
+// tiles they take tiles side by side and share A's.
 #pragma once
 
 #include "cuda/grouped/native.h"
@@ -9,26 +10,26 @@ namespace diptych::cuda {
 
 struct Table {
   int begin[kNativeMaxGroups + 3];  // boundaries of the spans
-  int first[kNativeMaxGroups + 3];  // rows: number of each span's first two tiles
+  int first[kNativeMaxGroups + 3];  // rows: the number of each span's first pair of tiles
 };
 
 constexpr int kSwath = 8;  // pairs along m that are walked before the next column
 
 __device__ __forceinline__ int tiles_of(int rows) { return (rows + kNativeTileM - 1) / kNativeTileM; }
-// How many times a cluster takes two tiles of so many rows
+// Returns how many pairs of tiles a cluster takes for so many rows.
 __device__ __forceinline__ int pairs_of(int rows, int columns) {
   const int tiles = tiles_of(rows);
   return tiles / 2 * columns + tiles % 2 * ((columns + 1) / 2);
 }
 
-// By one warp.
+// Fills the table. One warp calls it.
 __device__ __forceinline__ void fill_table(const NativeArgs& p, Table& table, int lane) {
   const Groups groups{p.offsets, p.groups, p.rows};
   int highest = 0;
   for (int base = 0; base < p.groups + 3; base += 32) {
     int v = boundary(groups, base, lane, highest);
-    // The copy engine faults on boxes that begin between 16 bytes, and products take 32 k. Only a broken promise of
-    // multiples is rounded here; past the last row there are zeros.
+    // The copy engine faults on boxes that do not begin at a multiple of 16 bytes, and one product instruction takes 32
+    // k. Rounding changes only offsets that break the promise of `align`; past the last row there are zeros.
     if (p.depth && v < p.rows) v &= ~31;
     if (base + lane < p.groups + 3) table.begin[base + lane] = v;
   }
@@ -48,17 +49,17 @@ __device__ __forceinline__ void fill_table(const NativeArgs& p, Table& table, in
 constexpr int kNoMoreTiles = -2;
 
 struct Tile {
-  int group;         // -1: none; kNoMoreTiles: past the last tile
+  int group;         // -1: rows in no group; kNoMoreTiles: past the last tile
   int row, row_end;  // of A's outer dimension
   int col;
   bool below;     // the cluster's tiles lie one below the other
   int k, k_end;   // of the reduced dimension
-  int64_t d_row;  // D's row of A's row 0
+  int64_t d_row;  // the row of D where A's row 0 goes
 
   __device__ __forceinline__ int blocks() const { return (k_end - k + kNativeTileK - 1) / kNativeTileK; }
 };
 
-// Used by whole warps; every warp walks by itself.
+// Finds a thread block's tiles, one after another. All lanes of a warp call it, and each warp walks by itself.
 template <int kTileN>
 class Walker {
  public:
@@ -77,7 +78,7 @@ class Walker {
       t.k = table_.begin[group + 1], t.k_end = table_.begin[group + 2];
       t.d_row = static_cast<int64_t>(group) * p_.m;
     } else {
-      for (;;) {  // past spans that end before this tile
+      for (;;) {  // skips spans that end before this tile
         const int at = span_ + 1 + lane_;
         const bool past = at < p_.groups + 3 && table_.first[at] <= now;
         const int passed = __popc(__ballot_sync(kAllLanes, past));

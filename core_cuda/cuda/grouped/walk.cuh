@@ -1,4 +1,4 @@
-// From a tile's number to its group: offsets are read and made safe on the device.
+// The groups' boundaries: offsets are read and made safe on the device.
 //
 // Boundary i of R rows is 0 for i = 0, offsets[i - 1] for 1 <= i <= G + 1, R for i = G + 2, each at least the one
 // before it and at most R. Span s lies between boundaries s and s + 1: span 0 and span G + 1 are rows in no group, span
@@ -17,7 +17,8 @@ struct Groups {
   int rows;   // R
 };
 
-// Boundary base + lane, in all lanes of a warp; `highest` carries the largest one so far from call to call, 0 at first.
+// Returns boundary base + lane in each lane of a warp. `highest` carries the largest boundary from call to call and is
+// 0 at first.
 __device__ __forceinline__ int boundary(const Groups& g, int base, int lane, int& highest) {
   const int i = base + lane;
   int v = i == 0 ? 0 : i <= g.count + 1 ? __ldg(g.offsets + i - 1) : g.rows;
@@ -32,7 +33,7 @@ __device__ __forceinline__ int boundary(const Groups& g, int base, int lane, int
   return v;
 }
 
-// Sum over this and the lower lanes.
+// Returns the sum of v over this lane and all lower ones.
 __device__ __forceinline__ int running_sum(int v, int lane) {
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {
