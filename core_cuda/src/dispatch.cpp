@@ -1,4 +1,4 @@
-// The public ops: check, look the kernel up, run it on the tensors' device.
+// The public ops: each checks its arguments, looks the kernel up and runs it on the tensors' device.
 #include <optional>
 #include <string>
 
@@ -24,7 +24,7 @@ namespace {
 template <typename Args>
 std::optional<Status> run_checked(Op op, const Args& args, const Execution& exec) {
 #ifdef DIPTYCH_WITH_CUDA
-  std::optional<cuda::DeviceScope> current;  // the tensors' device, whatever the caller's was
+  std::optional<cuda::DeviceScope> current;  // makes the tensors' device current, whichever was before
   if (exec.device.backend == Backend::cuda) DIPTYCH_TRY(current.emplace(exec.device.index).status());
 #endif
   return run_first(op, formats(args), &args, exec, [](const void* a) { return subject(*static_cast<const Args*>(a)); });

@@ -23,7 +23,7 @@ constexpr FormatSet formats_where(Pred pred) {
 
 constexpr FormatSet kAny = formats_where([](const FormatRow&) { return true; });
 constexpr FormatSet kTwoLevel = formats_where([](const FormatRow& f) { return f.rule == ScaleRule::two_level; });
-// The block shapes that gemm kernels know; a new one needs a kernel, not just a row.
+// The formats whose block shapes the gemm kernels support. A new block shape needs a kernel, not just a row.
 constexpr FormatSet kGemm = formats_where([](const FormatRow& f) {
   return f.per_tensor() || (f.block_cols == 128 && (f.block_rows == 1 || f.block_rows == 128)) ||
          (f.block_rows == 1 && (f.block_cols == 16 || f.block_cols == 32));
@@ -35,7 +35,7 @@ Status call(const void* args, const Execution& exec) {
 }
 
 #ifdef DIPTYCH_WITH_CUDA
-// What the CUDA kernels of quantize know; a new layout needs a kernel, not just a row.
+// The formats that the CUDA kernels of quantize support. A new layout needs a kernel, not just a row.
 constexpr FormatSet kTiles = formats_where([](const FormatRow& f) {
   const bool block = f.block_cols == 128 && (f.block_rows == 1 || f.block_rows == 128);
   return f.scale == DType::f32 && f.columnwise == ColumnwiseLayout::transposed && (f.per_tensor() || block);

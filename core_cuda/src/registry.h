@@ -1,4 +1,4 @@
-// The kernel table's row and its lookup. The rows themselves stand in registry.cpp, the only file that names kernels.
+// The kernel table's row and its lookup. The rows are in registry.cpp, the only file that names kernels.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ namespace diptych {
 enum class Op : int32_t {
 #define OP(name, ...) name,
 #include "diptych/ops.def"
-  quantize_stack  // quantize of a stack by one kernel: not an op of its own
+  quantize_stack  // one kernel for the quantize calls of a stack; not an op of ops.def
 };
 enum class Level : int32_t { native, emulated };
 
@@ -25,34 +25,36 @@ struct KernelRow {
   Op op;
   Backend backend;
   int min_arch;       // 80 for sm_80; 0 on the CPU
-  FormatSet formats;  // every quantized operand's format must be in here
+  FormatSet formats;  // the set must contain the format of every quantized operand
   Level level;
   const char* kernel;
-  const char* note;                          // what the row asks beyond formats
-  bool (*fits)(const void* args, int arch);  // null: nothing beyond formats
+  const char* note;                          // what the row requires beyond formats, in words
+  bool (*fits)(const void* args, int arch);  // null: requires nothing beyond formats
   Status (*run)(const void* args, const Execution&);
 };
 
-// One line of the table as `doctor` and tests read it.
+// A row of the table in the form that `doctor` and tests read.
 struct RowInfo {
   std::string op, backend, level, kernel, note;
-  bool conditional;  // on more than device and formats
+  bool conditional;  // whether the row has a `fits`
   int min_arch;
   std::vector<std::string> formats;
   uint64_t calls;
 };
 
-// The first row that fits, run and counted; nothing where no row fits. `subject` says with what, where it warns.
+// Runs the first row that fits and counts the call; nullopt if no row fits. `subject` describes the operands for
+// warnings.
 std::optional<Status> run_first(Op op, FormatSet formats, const void* args, const Execution& exec,
                                 std::string (*subject)(const void*));
 
-// The error where no row fits: names op, formats, subject and the nearest rows.
+// Returns the error for operands that no row fits. It names the op, the formats, the operands and all rows of the op.
 Status miss(Op op, FormatSet formats, const Execution& exec, const std::string& subject);
 
-// The row that would run: index into registry_table(), or -1.
+// Returns the index in registry_table() of the row that would run, or -1.
 int find_row(Op op, FormatSet formats, const void* args, const Device& device);
 
-// A stack that one kernel takes, of checked arguments (dispatch.cpp); nothing: no kernel does.
+// Quantizes a stack with one kernel; nullopt if no kernel takes it. The arguments must be checked already. Defined in
+// dispatch.cpp.
 std::optional<Status> quantize_together(const QuantizeArgs& stack, const Execution&);
 
 std::vector<RowInfo> registry_table();

@@ -1,5 +1,5 @@
-// quantize_stack: the tensors of a stack are quantized as if each had come alone: together where a kernel takes stacks,
-// else one after the other.
+// quantize_stack quantizes each tensor of a stack as quantize would: with one kernel where one takes stacks, else one
+// tensor after the other.
 #include "diptych/stack.h"
 
 #include <optional>
@@ -16,8 +16,8 @@ namespace {
 
 constexpr const char* kOp = "quantize_stack";
 
-// A leading extent that all share, and outputs apart from one another and from what any tensor of the stack reads. What
-// each must be, its own call says.
+// All tensors share the leading extent, and outputs overlap neither each other nor inputs. The checks of quantize cover
+// each tensor of the stack.
 Status check_stack(const QuantizeArgs& a, const Device& device) {
   DIPTYCH_TRY(present(kOp, "x", a.x, device));
   if (a.x.rank < 2)
@@ -57,7 +57,7 @@ Status quantize_stack(const QuantizeArgs& a, const Execution& exec) {
   if (count == 0) return {};
   if (const Status first = check(slice(a, 0), exec.device); !first.ok())
     return {first.code(), std::string(kOp) + ": for each tensor of x " + describe(a.x) + ": " + first.message()};
-  bool writes = false;  // else the number of tensors may be any
+  bool writes = false;  // if all outputs are empty, `count` may be huge: do not loop over it
   for (const TensorView* t : {&a.amax, &a.columnwise_amax, &a.rowwise.data, &a.rowwise.scale_inv, &a.columnwise.data,
                               &a.columnwise.scale_inv})
     writes |= t->given() && t->numel() > 0;

@@ -1,4 +1,4 @@
-// Element types: one row each, numbered as DLPack numbers them where it does.
+// Element types: one row each, with DLPack's code for the type.
 #pragma once
 
 #include <cstdint>
@@ -26,8 +26,8 @@ inline constexpr DTypeRow kDTypes[] = {
     {DType::u8,   "uint8",          1,  1, 0.0f},
     {DType::i32,  "int32",          4,  0, 0.0f},
     {DType::i64,  "int64",          8,  0, 0.0f},
-    {DType::e2m1, "float4_e2m1fn",  1, 17, 6.0f},  // an element only: tensors of it are uint8, two elements a byte
-    {DType::f64,  "float64",        8,  2, 0.0f},  // permutation alone: gradients are checked in it
+    {DType::e2m1, "float4_e2m1fn",  1, 17, 6.0f},  // an element only: its tensors are uint8, two elements a byte
+    {DType::f64,  "float64",        8,  2, 0.0f},  // only for permutations, whose gradients are checked in it
 };
 // clang-format on
 static_assert(sizeof(kDTypes) / sizeof(kDTypes[0]) == static_cast<int>(DType::count_));

@@ -1,4 +1,4 @@
-// The format table: everything a kernel may know about a format is a column here.
+// The format table: each property of a format that a kernel may use is a column here.
 #pragma once
 
 #include <cstdint>
@@ -7,16 +7,16 @@
 
 namespace diptych {
 
-// How a block's scale follows from its amax (NUMERICS 2-5).
+// How a block's scale is computed from its amax (NUMERICS 2-5).
 enum class ScaleRule : int32_t {
   divide,     // scale = max / amax in float32, stored as its reciprocal; optionally floored to a power of two
   e8m0_ceil,  // scale_inv = amax / max rounded up to a power of two, stored as E8M0
   two_level,  // E4M3 scale relative to an amax of the whole tensor (or of a row), which is kept beside it
 };
 
-// Where the columnwise copy of an [M, K] tensor lies.
+// How the columnwise copy of an [M, K] tensor is laid out.
 enum class ColumnwiseLayout : int32_t {
-  transposed,  // data [K, M]; its scales in that orientation
+  transposed,  // data [K, M]; scales in the same orientation
   row_major,   // data [M, K]; only the scales' blocks run along M
 };
 
@@ -39,7 +39,8 @@ struct FormatRow {
   constexpr bool per_tensor() const { return block_cols == 0; }
   constexpr int32_t pack() const { return element == DType::e2m1 ? 2 : 1; }              // elements in a byte
   constexpr DType data() const { return element == DType::e2m1 ? DType::u8 : element; }  // dtype of the payload
-  constexpr bool ragged() const { return pack() == 1; }  // packed formats take whole blocks only
+  // Whether a tensor may end inside a block: packed formats take whole blocks only.
+  constexpr bool ragged() const { return pack() == 1; }
 };
 
 // clang-format off
@@ -62,7 +63,7 @@ constexpr bool valid(FormatId id) { return static_cast<int32_t>(id) >= 0 && stat
 constexpr const FormatRow& row(FormatId id) { return kFormats[static_cast<int32_t>(id)]; }
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Shape of the scales of one copy of an [m, k] tensor, in the orientation of that copy's data.
+// The shape of the scales of one copy of an [m, k] tensor, in the orientation of that copy's data.
 struct ScaleShape {
   int64_t rows, cols;
 };

@@ -1,12 +1,12 @@
-// Products of quantized operands, and the bias gradient beside them.
+// Products of quantized operands, and the bias gradient.
 #pragma once
 
 #include "diptych/quantize.h"
 
 namespace diptych {
 
-// Options of a product that change its numbers; each is a switch. This struct, the Python module's arguments and XLA's
-// attributes are made of this list, each by an F(type, name) of its own.
+// The options of a product that change its numbers; each is a bool. GemmOptions, the Python module's arguments and
+// XLA's attributes expand this list, each with its own F(type, name).
 //   fast_accum: Hopper's reduced-precision accumulation; per-tensor formats only
 #define DIPTYCH_GEMM_OPTIONS(F, type) F(type, fast_accum)
 
@@ -18,8 +18,8 @@ struct GemmOptions {
 
 // D = alpha * op(A) @ op(B) + bias + beta * C, float32 accumulation, D [M, N].
 // An operand reduces over its columns in the rowwise copy and over its rows in the columnwise copy. Amaxes of two-level
-// operands enter alpha: ((alpha * amax_a) * amax_b) * float32(1 / (36 * 448 * 448)); of one alone: (alpha * amax) *
-// float32(1 / 2688).
+// operands are multiplied into alpha: ((alpha * amax_a) * amax_b) * float32(1 / (36 * 448 * 448)); if only one operand
+// is two-level: (alpha * amax) * float32(1 / 2688).
 struct GemmArgs {
   QuantizedView a;       // rowwise: [M, K]; columnwise: of a [K, M] tensor
   QuantizedView b;       // rowwise: [N, K]; columnwise: of a [K, N] tensor
@@ -54,8 +54,8 @@ void fields(BiasGradArgs& a, F&& f) {
 Status gemm(const GemmArgs&, const Execution&);
 Status bias_grad(const BiasGradArgs&, const Execution&);
 
-// CUDA workspace sizes. Functions of the shape alone, so that a tracer can ask.
-// `epilogue`: a bias is given or beta is not 0, so that the product may have to be held in float32.
+// CUDA workspace sizes in bytes. They depend on the shape alone, so that a tracer can compute them. `epilogue`: whether
+// a bias is given or beta is not 0; the workspace then has room for the product in float32.
 int64_t gemm_workspace_bytes(int64_t m, int64_t n, int64_t k, bool epilogue);
 int64_t bias_grad_workspace_bytes(int64_t m, int64_t n);
 

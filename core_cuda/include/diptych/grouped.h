@@ -1,9 +1,9 @@
-// Products of groups: one launch for all experts of a layer. Group sizes are read on the device, so that routing never
-// waits for the host.
+// Products of groups: one launch computes all experts of a layer. Kernels read group sizes on the device, so that
+// routing never waits for the host.
 //
-// Group g is the rows offsets[g] <= r < offsets[g + 1] of a tensor of R rows; rows before offsets[0] and from
-// offsets[G] on are in no group. Groups may be empty. The CPU refuses offsets that descend, leave the tensor or are no
-// multiples of `align`; CUDA reads them inside the kernel and takes each as at least the one before and at most R.
+// Group g is the rows offsets[g] <= r < offsets[g + 1] of a tensor of R rows; rows before offsets[0] and rows from
+// offsets[G] on are in no group. Groups may be empty. The CPU refuses offsets that descend, lie outside of 0..R or are
+// not multiples of `align`; CUDA reads them inside the kernel and clamps each to at least the one before and at most R.
 //
 //   rows    D[r] = alpha * op(A)[r] @ op(B[g]) + bias[g] + beta * C[r]     fprop and dgrad: R rows, one B for each
 //   group
@@ -20,8 +20,8 @@ namespace diptych {
 // Numbered as the frontends pass them.
 enum class GroupKind : int32_t { rows, depth, count_ };
 
-// Copies, scales and amaxes are those of GemmArgs. A stack of G tensors has a leading G everywhere: data [G, ...],
-// block scales [G, ...], per-tensor scales [G], amaxes of two-level formats [G].
+// Copies, scales and amaxes are as in GemmArgs. A stack of G tensors has a leading G everywhere: data [G, ...], block
+// scales [G, ...], per-tensor scales [G], amaxes of two-level formats [G].
 struct GroupedGemmArgs {
   QuantizedView a;     // rows: rowwise, [R, K]; depth: columnwise, of an [R, M] tensor
   QuantizedView b;     // rows: a stack, rowwise [G, N, K] or columnwise of [G, K, N]; depth: columnwise, of [R, N]
@@ -30,7 +30,7 @@ struct GroupedGemmArgs {
   TensorView c;        // d's shape and dtype, may be d itself; absent: beta must be 0
   TensorView bias;     // rows: [G, N] float32 | bfloat16 | float16, optional
   GroupKind kind = GroupKind::rows;
-  int32_t align = 1;     // 1, 16, 32 or 128: the caller's promise that every offset is a multiple; tensor cores need it
+  int32_t align = 1;     // 1, 16, 32 or 128: the caller promises that every offset is a multiple; tensor cores need it
   bool rotated = false;  // depth: both copies are Hadamard-rotated in groups of 16 rows; needs align % 16 == 0
   float alpha = 1.0f;
   float beta = 0.0f;
@@ -44,7 +44,7 @@ void fields(GroupedGemmArgs& a, F&& f) {
 }
 
 // The gradient of a bias [G, N]: out[g] = sum of dy's rows in group g. Each group's sum has the bits that bias_grad
-// gives for its rows alone; that of no rows is +0.
+// gives for its rows alone; a group without rows gives +0.
 struct GroupedBiasGradArgs {
   TensorView dy;         // [R, N] float32 | bfloat16 | float16
   TensorView offsets;    // [G + 1] int32

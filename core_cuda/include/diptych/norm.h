@@ -1,6 +1,6 @@
 // Norms. All arithmetic is float32, each operation rounded.
 //
-//   y = ((x - mu) * rsigma) * g + beta       g is gamma or 1 + gamma; rmsnorm: mu is 0, and there is no beta
+// y = ((x - mu) * rsigma) * g + beta       g is gamma, or 1 + gamma if zero-centered; rmsnorm: mu = 0, no beta
 #pragma once
 
 #include "diptych/status.h"
@@ -15,9 +15,9 @@ struct NormArgs {
   TensorView x;       // [..., K] float32 | bfloat16 | float16
   TensorView gamma;   // [K], with y only
   TensorView beta;    // [K], with y only; optional, layernorm only
-  TensorView mu;      // [M] float32, layernorm only: written
-  TensorView rsigma;  // [M] float32: written, 1 / sqrt(variance or mean square + eps)
-  TensorView y;       // [..., K] float32 | bfloat16 | float16, optional: absent, the statistics are all
+  TensorView mu;      // [M] float32, layernorm only: output
+  TensorView rsigma;  // [M] float32: output, 1 / sqrt(variance (rmsnorm: mean square) + eps)
+  TensorView y;       // [..., K] float32 | bfloat16 | float16, optional: without it only mu and rsigma are computed
   Norm norm = Norm::layernorm;
   float eps = 0.0f;
   bool zero_centered_gamma = false;

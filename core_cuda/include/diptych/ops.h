@@ -1,5 +1,5 @@
-// The ops. Each takes plain arguments, checks them before anything runs, and fills outputs that the caller allocated.
-// No op allocates device memory, synchronizes, or keeps state between calls.
+// The ops. Each takes a struct of arguments, checks it before any kernel runs, and fills outputs that the caller
+// allocated. No op allocates device memory, synchronizes, or keeps state between calls.
 #pragma once
 
 #include "diptych/activation.h"

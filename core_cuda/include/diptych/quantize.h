@@ -1,4 +1,4 @@
-// Quantization: of a tensor into the copies of a format, back, and the amaxes that scales are made of.
+// Quantization of a tensor into the copies of a format, dequantization, and the amaxes that scales are computed from.
 #pragma once
 
 #include "diptych/format.h"
@@ -16,7 +16,7 @@ struct QuantizedView {
   bool columnwise = false;
   TensorView data;
   TensorView scale_inv;
-  TensorView amax;  // ScaleRule::two_level: [1] float32, or one per row of the tensor in the rowwise copy
+  TensorView amax;  // ScaleRule::two_level: [1] float32; the rowwise copy may have one per row instead
 
   bool given() const { return data.given(); }
 };
@@ -32,8 +32,8 @@ enum QuantFlag : int32_t {
   kPow2 = 1,        // ScaleRule::divide: floor the scale to a power of two
   kSquare = 2,      // block_cols x block_cols elements share one amax, which both copies use (E8M0, two_level)
   kRowAmax = 4,     // two_level: the rowwise copy has one amax per row instead of one per tensor
-  kRht = 8,         // two_level: the columnwise copy is of the Hadamard-rotated tensor; bfloat16 input only
-  kRhtSigns = 16,   // with kRht: random signs
+  kRht = 8,         // two_level: the columnwise copy encodes the Hadamard-rotated tensor; bfloat16 input only
+  kRhtSigns = 16,   // with kRht: the transform uses random signs
   kStochastic = 32  // two_level: stochastic rounding, from `rng`
 };
 
@@ -45,12 +45,12 @@ struct QuantSpec {
   bool has(QuantFlag f) const { return (flags & f) != 0; }
 };
 
-struct AmaxArgs {             // max over finite |x|, 0 where there is none
+struct AmaxArgs {             // out = max over finite |x|, 0 if x has none
   TensorView x;               // [..., K] float32 | bfloat16 | float16
   TensorView out;             // [1] float32, or [M] with kRowAmax
-  TensorView columnwise_out;  // [1] float32, optional: of the Hadamard-rotated tensor with kRht, else of x
+  TensorView columnwise_out;  // [1] float32, optional: amax of the Hadamard-rotated tensor with kRht, else of x
   int32_t flags = 0;          // kRowAmax, kRht and kRhtSigns
-  Source source;              // of what this computes from x
+  Source source;              // the amaxes are of what it computes from x
 };
 
 // Calls f with each tensor of the arguments and its role.
@@ -60,9 +60,9 @@ void fields(AmaxArgs& a, F&& f) {
 }
 
 enum class AmaxMode : int32_t {
-  compute,     // of x, written
-  given,       // read
-  accumulate,  // the larger of what is there and x's, written; needs `scale`
+  compute,     // computes it from x and writes it
+  given,       // reads it
+  accumulate,  // writes the larger of x's and the tensor's content; needs `scale`
 };
 
 struct QuantizeArgs {
@@ -70,13 +70,13 @@ struct QuantizeArgs {
   QuantSpec spec;
   AmaxMode amax_mode = AmaxMode::compute;
   TensorView amax;  // [1] float32: per-tensor formats, and two_level where the rowwise copy is wanted (kRowAmax: [M])
-  TensorView columnwise_amax;  // [1] float32: two_level where the columnwise copy is wanted, of what that copy encodes
+  TensorView columnwise_amax;  // [1] float32: two_level where the columnwise copy is wanted: amax of what it encodes
   TensorView scale;            // [1] float32, optional, per-tensor formats: the scale to use (delayed scaling)
-  TensorView rng;         // [4] int32 with kStochastic: low and high words of seed and offset; a call uses two offsets
-  QuantizedView rowwise;  // either or both
+  TensorView rng;  // [4] int32 with kStochastic: low and high word of the seed, of the offset; a call uses two offsets
+  QuantizedView rowwise;  // at least one of the two copies is given
   QuantizedView columnwise;
-  Source source;          // encodes what this computes from x, unrounded; the Hadamard transform rounds it to bfloat16
-  TensorView column_sum;  // [K] float32 | bfloat16 | float16, optional: sum over rows of what is encoded (kSumChunk)
+  Source source;          // encodes its result, unrounded; the Hadamard transform rounds that to bfloat16
+  TensorView column_sum;  // [K] float32 | bfloat16 | float16, optional: sum over the encoded rows (kSumChunk)
   TensorView workspace;   // uint8, with column_sum: at least column_sum_workspace_bytes, 16-byte aligned; CUDA only
 };
 
@@ -91,7 +91,7 @@ void fields(QuantizeArgs& a, F&& f) {
 
 struct DequantizeArgs {
   QuantizedView q;
-  TensorView out;  // [M, K] in the tensor's own orientation, also from a transposed copy
+  TensorView out;  // [M, K], never transposed, even if the copy is
 };
 
 // Calls f with each tensor of the arguments and its role.

@@ -1,5 +1,4 @@
-// What quantize and amax read instead of their input x: a norm or an activation of it, or its rows in the order of a
-// map.
+// Sources: quantize and amax can read a norm or an activation of their input x, or x's rows in the order of a map.
 #pragma once
 
 #include "diptych/activation.h"
@@ -7,8 +6,8 @@
 
 namespace diptych {
 
-// What an op encodes instead of x: float32 values computed from it, never rounded to a narrower type; or x's rows in
-// the order of a map (permute.h), zeros where it has none.
+// What an op encodes. norm, activation, activation_grad: float32 values computed from x, never rounded to a narrower
+// type; permuted: x's rows in the order of a map (permute.h), zeros for absent rows; plain: x itself.
 enum class SourceKind : int32_t { plain, norm, activation, activation_grad, permuted, count_ };
 
 struct Source {
@@ -21,13 +20,13 @@ struct Source {
   TensorView beta;    // norm: [K], optional
   TensorView mu;      // norm: [M] float32, layernorm only
   TensorView rsigma;  // norm: [M] float32
-  TensorView dy;      // activation_grad: [M, F]; what is encoded has x's shape
-  // permuted: what is encoded is [rows, K]. Two maps that disagree leave open which rows are read, nothing more.
+  TensorView dy;      // activation_grad: [M, F]; the result has x's shape
+  // permuted: the result is [rows, K]. If the two maps disagree, the rows that are read are unspecified, but in bounds.
   TensorView row_id_map;  // [M, slots] int32: where x's rows go
   TensorView row_source;  // [rows] int32: where each row comes from
 };
 
-// Rows and columns of what is encoded.
+// The rows and columns of the encoded tensor.
 struct Extent {
   int64_t rows, cols;
 };
@@ -42,7 +41,8 @@ void fields(Source& a, F&& f) {
   f(a.gamma), f(a.beta), f(a.mu), f(a.rsigma), f(a.dy), f(a.row_id_map), f(a.row_source);
 }
 
-// Sums over rows are taken in chunks of so many rows: in a chunk in ascending row order, then over chunks ascending.
+// Sums over rows are computed in chunks of this many rows: within a chunk in ascending row order, then over the chunks
+// in ascending order.
 inline constexpr int64_t kSumChunk = 128;
 
 // CUDA workspace size, a function of the shape alone.

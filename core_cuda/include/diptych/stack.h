@@ -1,12 +1,12 @@
-// Stacks: G tensors of one shape in one buffer, such as the weights of a layer's experts. A leading G stands before
-// each tensor's own shape, also where that is [1] and otherwise not written.
+// Stacks: G tensors of one shape in one buffer, such as the weights of a layer's experts. A stack's shape is G followed
+// by the shape of one tensor; where that shape is [1], the stack's is [G].
 #pragma once
 
 #include "diptych/quantize.h"
 
 namespace diptych {
 
-// Tensor g of a stack.
+// Returns tensor g of a stack.
 inline TensorView slice(const TensorView& stack, int64_t g) {
   TensorView t = stack;
   if (!stack.given()) return t;
@@ -17,7 +17,7 @@ inline TensorView slice(const TensorView& stack, int64_t g) {
   return t;
 }
 
-// Tensors first .. first + count - 1 of a stack, as one.
+// Returns tensors first .. first + count - 1 of a stack, as a stack.
 inline TensorView slice(const TensorView& stack, int64_t first, int64_t count) {
   TensorView t = stack;
   if (!stack.given()) return t;
@@ -26,7 +26,7 @@ inline TensorView slice(const TensorView& stack, int64_t first, int64_t count) {
   return t;
 }
 
-// The same of all that a stack's arguments name; `at`: one or two numbers.
+// Returns the same slice of every tensor of a stack's arguments. `at`: g, or first and count.
 template <typename... At>
 QuantizedView slice(const QuantizedView& stack, At... at) {
   return {stack.format, stack.columnwise, slice(stack.data, at...), slice(stack.scale_inv, at...),
@@ -40,8 +40,8 @@ QuantizeArgs slice(const QuantizeArgs& stack, At... at) {
   return a;
 }
 
-// quantize for each tensor of a stack: x [G, ..., K], and a leading G in every other argument, outputs and `rng` too.
-// No source, no column_sum.
+// Quantizes each tensor of a stack x [G, ..., K]. Every other argument has a leading G too, including outputs and
+// `rng`. Takes no source and no column_sum.
 Status quantize_stack(const QuantizeArgs&, const Execution&);
 
 }  // namespace diptych

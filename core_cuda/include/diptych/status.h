@@ -6,9 +6,9 @@
 
 namespace diptych {
 
-// The exceptions of diptych.common.errors that codes become: shape ShapeError, device DeviceError, type DTypeError,
-// argument ArgumentError, unsupported UnsupportedError. value is a plain ValueError, runtime a RuntimeError,
-// interrupted whatever the one who was asked whether to stop has raised.
+// The Python exception that each code becomes: shape ShapeError, device DeviceError, type DTypeError, argument
+// ArgumentError and unsupported UnsupportedError, all of diptych.common.errors; value ValueError; runtime RuntimeError;
+// interrupted the exception that a signal handler raised.
 enum class Code { ok, value, shape, device, type, argument, unsupported, runtime, interrupted };
 
 class [[nodiscard]] Status {

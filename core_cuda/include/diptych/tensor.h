@@ -1,4 +1,4 @@
-// Views: what a kernel is given. A view owns nothing; the caller keeps the memory alive and allocates every output.
+// Views, which kernels get as operands. A view owns no memory; the caller keeps it alive and allocates every output.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ struct Device {
   friend bool operator==(const Device&, const Device&) = default;
 };
 
-// A dense row-major tensor. Leading dimensions fold into rows: every op sees [rows, cols].
+// A dense row-major tensor. Ops fold leading dimensions into rows and read it as [rows, cols].
 struct TensorView {
   void* data = nullptr;
   DType dtype = DType::f32;
@@ -44,8 +44,8 @@ struct TensorView {
   }
 };
 
-// What an op does with a tensor. The `fields` of its arguments call f(tensor) with each tensor that it reads, and
-// f(tensor, role) with each other. in_place: also written, or one that an output may be itself.
+// What an op does with a tensor. The `fields` functions of argument structs call f(tensor, role) for each tensor, or
+// f(tensor) for an input. in_place: the op also writes the tensor, or an output may be this tensor.
 enum class Role : int32_t { input, output, in_place, workspace };
 
 // Where and in which order work runs. `stream` is a cudaStream_t on CUDA and unused on the CPU.

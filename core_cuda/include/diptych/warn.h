@@ -1,4 +1,4 @@
-// Warnings: something ran differently from what was asked, and nobody may miss it.
+// Warnings that an op ran differently from what the caller may expect, such as emulated.
 #pragma once
 
 #include <string>
@@ -6,11 +6,11 @@
 
 namespace diptych {
 
-// Reports a message the first time that it is seen in this process: to the innermost collector of this thread, or to
-// stderr where there is none.
+// Reports a message the first time that it occurs in this process: to this thread's innermost collector, or to stderr
+// if there is none.
 void warn_once(const std::string& message);
 
-// Gathers this thread's warnings while it lives, for a caller with a better place for them.
+// Collects this thread's warnings while it lives, so that the caller can report them.
 class WarningCollector {
  public:
   WarningCollector();

@@ -1,4 +1,4 @@
-// What every op asks of its arguments before any kernel starts.
+// The checks of each op's arguments, which run before any kernel starts.
 #pragma once
 
 #include <string>
@@ -13,7 +13,7 @@ namespace diptych {
 
 std::string describe(const TensorView&);  // "float32[4, 8] on cpu"
 
-// Extents of a gemm operand: `kept` rows or columns of D, `reduced` along k.
+// The extents of a gemm operand: `kept` is M or N, `reduced` is K.
 struct Extents {
   int64_t kept, reduced;
 };

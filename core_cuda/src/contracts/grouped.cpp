@@ -1,4 +1,4 @@
-// Contract of grouped_gemm.
+// Contracts of grouped_gemm and grouped_bias_grad.
 #include <algorithm>
 #include <initializer_list>
 #include <string>
@@ -16,13 +16,13 @@ constexpr const char* kOp = "grouped_gemm";
 
 Status refuse(const std::string& why, Code code = Code::value) { return {code, std::string(kOp) + ": " + why}; }
 
-// Of exactly this shape: stacks do not fold.
+// The tensor has exactly this shape; unlike of_shape, leading dimensions do not fold.
 Status shaped(const char* arg, const TensorView& t, std::initializer_list<int64_t> shape) {
   if (t.rank == static_cast<int32_t>(shape.size()) && std::equal(shape.begin(), shape.end(), t.shape)) return {};
   return refuse(std::string(arg) + " must be " + shape_text(shape) + ", got " + describe(t), Code::shape);
 }
 
-// Each tensor of a stack of `groups`; where there is none, what each would be.
+// Checks a stack of `groups` tensors and sets `each` to the view of tensor 0, or of what it would be if there are none.
 Status stack(const QuantizedView& q, int64_t groups, QuantizedView* each, const Device& device) {
   DIPTYCH_TRY(known(kOp, q.format));
   if (q.data.given() && q.data.rank != 3)
@@ -30,7 +30,7 @@ Status stack(const QuantizedView& q, int64_t groups, QuantizedView* each, const 
   const std::pair<const char*, const TensorView*> parts[] = {
       {"data", &q.data}, {"scale_inv", &q.scale_inv}, {"amax", &q.amax}};
   for (const auto& [part, t] : parts) {
-    if (!t->given()) continue;  // each is asked for it
+    if (!t->given()) continue;  // lone_copy checks that it is given
     const std::string arg = std::string("b ") + part + " (" + row(q.format).name + ")";
     DIPTYCH_TRY(present(kOp, arg.c_str(), *t, device));
     if (t->rank < 1 || t->shape[0] != groups)
@@ -39,7 +39,7 @@ Status stack(const QuantizedView& q, int64_t groups, QuantizedView* each, const 
   }
   *each = slice(q, 0);
   if (groups > 0) return {};
-  static const int64_t nothing = 0;  // aligned; nobody reads it
+  static const int64_t nothing = 0;  // an aligned address, which is never read
   for (TensorView* t : {&each->data, &each->scale_inv, &each->amax}) t->data = const_cast<int64_t*>(&nothing);
   return {};
 }
@@ -54,8 +54,9 @@ Status promises(const GroupedGemmArgs& a, const std::string& pair) {
     return refuse("align must be 1, 16, 32 or 128, got " + std::to_string(a.align));
   if (!a.rotated) return {};
   if (a.kind != GroupKind::depth)
-    return refuse("only columnwise copies are Hadamard-rotated; of kind rows there is nothing to rotate (" + pair +
-                  ")");
+    return refuse(
+        "rotated is for kind depth: kind rows reads a rowwise copy, and only columnwise copies are Hadamard-rotated (" +
+        pair + ")");
   if (row(a.a.format).rule != ScaleRule::two_level || row(a.b.format).rule != ScaleRule::two_level)
     return refuse("no copies of " + pair + " are Hadamard-rotated; rotated is for two-level formats");
   if (a.align % 16 == 0) return {};

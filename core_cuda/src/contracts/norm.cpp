@@ -18,8 +18,8 @@ Status check(const NormArgs& a, const Device& device) {
     DIPTYCH_TRY(vector(op, "gamma", a.gamma, a.x.cols(), device));
     if (a.beta.given()) DIPTYCH_TRY(vector(op, "beta", a.beta, a.x.cols(), device));
   } else {
-    DIPTYCH_TRY(absent(op, "gamma", a.gamma, "without y, the statistics are all"));
-    DIPTYCH_TRY(absent(op, "beta", a.beta, "without y, the statistics are all"));
+    DIPTYCH_TRY(absent(op, "gamma", a.gamma, "without y only the statistics are computed"));
+    DIPTYCH_TRY(absent(op, "beta", a.beta, "without y only the statistics are computed"));
     if (a.zero_centered_gamma) return {Code::value, std::string(op) + ": zero_centered_gamma without y and gamma"};
   }
   return all_apart(op, operands(a));

@@ -116,7 +116,6 @@ Status all_apart(const char* op, const Operands& o, const char* output, const ch
   return {};
 }
 
-// A high-precision tensor of any rank that is [rows, cols] when folded
 Status folded(const char* op, const char* arg, const TensorView& t, int64_t rows, int64_t cols, const Device& device) {
   DIPTYCH_TRY(present(op, arg, t, device));
   DIPTYCH_TRY(high_precision(op, arg, t));
@@ -135,7 +134,6 @@ Status input(const char* op, const TensorView& x, const Device& device) {
   return ranked(op, "x", x);
 }
 
-// mu belongs to layernorm, and so does beta (or its gradient).
 Status statistics(const char* op, Norm norm, const TensorView& mu, const TensorView& rsigma, int64_t m,
                   const char* beta_name, const TensorView& beta, const Device& device) {
   if (norm < Norm::layernorm || norm >= Norm::count_)

@@ -9,9 +9,9 @@ using namespace contract;
 
 namespace {
 
-constexpr int64_t kMaxCount = std::numeric_limits<int32_t>::max();  // of anything that a map numbers
+constexpr int64_t kMaxCount = std::numeric_limits<int32_t>::max();  // limit of everything that a map numbers
 
-// Row ids are int32, and so is every number that leads to one.
+// Row ids and all numbers that they are computed from are int32.
 Status counted(const char* op, const char* what, int64_t n) {
   if (n <= kMaxCount) return {};
   return {Code::shape, std::string(op) + ": " + what + " are " + std::to_string(n) +
@@ -43,14 +43,14 @@ Status float_type(const char* op, const char* arg, const TensorView& t, bool wid
           std::string(op) + ": " + arg + " must be float32, bfloat16 or float16" + where + ", got " + describe(t)};
 }
 
-// Rows of numbers that a sum adds up
+// The operand of a sum: at least one dimension, and a floating-point dtype.
 Status numbers(const char* op, const char* arg, const TensorView& t, const Device& device) {
   DIPTYCH_TRY(present(op, arg, t, device));
   DIPTYCH_TRY(ranked(op, arg, t));
   return float_type(op, arg, t, true, " (or, on the CPU, float64)");
 }
 
-// One probability for each slot, float64 beside float64 rows alone
+// One number for each slot of the map. `wide`: float64 is allowed.
 Status per_slot(const char* op, const char* arg, const TensorView& t, const TensorView& map, bool wide,
                 const Device& device) {
   DIPTYCH_TRY(present(op, arg, t, device));
@@ -147,8 +147,8 @@ Status check(const PermuteArgs& a, const Device& device) {
       return {Code::shape, std::string(op) + ": " + out + " must have " + std::to_string(rows) +
                                " rows like those of " + describe(p.in) + ", got " + describe(p.out)};
     if (p.fill != 0 && plane_row_bytes(p.in) % 4 != 0)
-      return {Code::value, std::string(op) + ": " + in + " is filled with four bytes that repeat, and rows of " +
-                               describe(p.in) + " end within them"};
+      return {Code::value, std::string(op) + ": " + in + " is filled with four bytes that repeat, but a row of " +
+                               describe(p.in) + " is not a multiple of four bytes"};
   }
   if (a.probs.given()) {
     DIPTYCH_TRY(per_slot(op, "probs", a.probs, a.row_id_map, true, device));

@@ -9,13 +9,13 @@ using namespace contract;
 
 namespace {
 
-constexpr int64_t kHadamard = 16;  // rows that one transform mixes
+constexpr int64_t kHadamard = 16;  // rows of one transform
 
 bool transposed(const QuantizedView& q) {
   return q.columnwise && row(q.format).columnwise == ColumnwiseLayout::transposed;
 }
 
-// Formats without ragged blocks: k, and m where a block runs along it, hold whole ones.
+// If the format has no ragged blocks, k is a multiple of the block, and m too where blocks run along it.
 Status whole_blocks(const char* op, const FormatRow& f, int64_t m, int64_t k, bool along_m) {
   if (f.ragged() || (k % f.block_cols == 0 && (!along_m || m % f.block_cols == 0))) return {};
   return {Code::shape, std::string(op) + ": " + f.name + " needs a last dimension that is a multiple of " +
@@ -31,7 +31,7 @@ Status known_flags(const char* op, int32_t flags, int32_t known) {
   return {Code::value, std::string(op) + ": flags " + std::to_string(flags) + " hold an option that it does not know"};
 }
 
-// What the Hadamard transform of 16 consecutive rows asks of its input
+// The input suits the Hadamard transform: bfloat16, and rows in multiples of 16.
 Status rotatable(const char* op, const TensorView& x, const Source& source) {
   DIPTYCH_TRY(ranked(op, "x", x));
   if (x.dtype != DType::bf16)
@@ -42,7 +42,7 @@ Status rotatable(const char* op, const TensorView& x, const Source& source) {
                            std::to_string(kHadamard) + ", got " + shape_text({e.rows, e.cols})};
 }
 
-// One copy of an [m, k] tensor against its format row.
+// The data and scales of one copy of an [m, k] tensor have the dtypes and shapes of its format.
 Status copy(const char* op, const char* arg, const QuantizedView& q, int64_t m, int64_t k, const Device& device) {
   const FormatRow& f = row(q.format);
   const std::string data_name = std::string(arg) + " data (" + f.name + ")";
@@ -109,7 +109,7 @@ Status check(const AmaxArgs& a, const Device& device) {
 
 namespace {
 
-// Which options the format's rule knows, and which exclude each other.
+// The format's rule supports the options, and none excludes another.
 Status options(const QuantizeArgs& a) {
   const FormatRow& f = row(a.spec.format);
   const std::string who = std::string("quantize (") + f.name + ")";
@@ -124,7 +124,7 @@ Status options(const QuantizeArgs& a) {
     return refuse("the format has a scale rule of its own; pow2 and eps do not apply");
   if (divide && square) return refuse("the format has no square variant; a format of its own has 2-D blocks");
   if (!two_level && (a.spec.flags & (kRowAmax | kRht | kRhtSigns | kStochastic)))
-    return refuse("the format knows no amax per row, Hadamard transform or stochastic rounding");
+    return refuse("the format has no amax per row, Hadamard transform or stochastic rounding");
   if (square && (a.spec.flags & (kRowAmax | kRht | kStochastic)))
     return refuse(
         "square blocks make both copies alike; an amax per row, a Hadamard transform or stochastic rounding "
@@ -139,13 +139,13 @@ Status options(const QuantizeArgs& a) {
   if (given && !f.per_tensor()) return refuse("a scale is for per-tensor formats");
   if (given && (a.spec.has(kPow2) || a.spec.eps != 0.0f)) return refuse("scale was given; pow2 and eps do not apply");
   if (given && a.amax_mode == AmaxMode::given) return refuse("scale and amax were both given; the scale alone decides");
-  if (!given && a.amax_mode == AmaxMode::accumulate) return refuse("an amax accumulates beside a given scale only");
+  if (!given && a.amax_mode == AmaxMode::accumulate) return refuse("an amax accumulates only if a scale is given");
   if (a.rng.given() && !a.spec.has(kStochastic))
     return refuse("rng is for stochastic rounding, which was not asked for");
   return {};
 }
 
-// The small tensors beside x and its copies: each where the format and the options read or write it, and nowhere else.
+// amaxes, scale and rng: each is given exactly where the format and the options read or write it.
 Status scaling(const QuantizeArgs& a, const Device& device) {
   constexpr const char* op = "quantize";
   const FormatRow& f = row(a.spec.format);
@@ -225,7 +225,7 @@ Status check(const QuantizeArgs& a, const Device& device) {
   }
   for (const Named& out : amaxes)
     for (const Named& in : ins) DIPTYCH_TRY(apart(op, out.name, out.t, in.name, in.t));
-  if (a.amax_mode == AmaxMode::given) return {};  // both are read: one tensor may serve as both
+  if (a.amax_mode == AmaxMode::given) return {};  // both are only read, so they may be one tensor
   return apart(op, "columnwise_amax", a.columnwise_amax, "amax", a.amax);
 }
 

@@ -66,7 +66,7 @@ Status check(const ScaleUpdateArgs& a, const Device& device) {
     DIPTYCH_TRY(apart(op, "new_history", a.new_history, "another operand", *in));
   for (const TensorView* in : {&a.history, &a.reduced, &a.amax, &a.seen, &a.step, &a.new_history})
     DIPTYCH_TRY(apart(op, "new_scale", a.new_scale, "another operand", *in));
-  // In place is fine, partly in place is not.
+  // An output may be its input itself, but may not overlap it partly.
   if (a.new_history.data != a.history.data) DIPTYCH_TRY(apart(op, "new_history", a.new_history, "history", a.history));
   if (a.new_scale.data != a.scale.data) return apart(op, "new_scale", a.new_scale, "scale", a.scale);
   return {};
