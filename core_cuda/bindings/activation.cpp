@@ -1,4 +1,4 @@
-// Activations, as the Python module has them.
+// The Python module's activations.
 #include "families.h"
 #include "program.h"
 

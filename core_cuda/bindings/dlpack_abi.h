@@ -1,5 +1,5 @@
 // The part of DLPack's C ABI that the bindings read, written out from the published specification (version 1.x).
-// Only layouts count here; sizes and offsets are asserted, and a test compares them with those a framework ships.
+// Sizes and offsets are asserted, and a test compares them with the header that a framework ships.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// What each family of ops adds to the Python module.
+// Functions that add each family's ops to the Python module.
 #pragma once
 
 #include <pybind11/pybind11.h>

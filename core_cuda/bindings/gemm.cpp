@@ -1,4 +1,4 @@
-// Products, as the Python module has them.
+// The Python module's products and bias gradient.
 #include "families.h"
 #include "program.h"
 

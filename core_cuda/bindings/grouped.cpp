@@ -1,4 +1,4 @@
-// Products of groups, as the Python module has them.
+// The Python module's products of groups.
 #include "diptych/grouped.h"
 
 #include "families.h"
@@ -53,7 +53,7 @@ void add_grouped(py::module_& m) {
         py::arg("a_format"), py::arg("a_columnwise"), py::arg("b_data"), py::arg("b_scale_inv"), py::arg("b_amax"),
         py::arg("b_format"), py::arg("b_columnwise"), py::arg("offsets"), py::arg("d"), py::arg("c"), py::arg("bias"),
         py::arg("kind"), py::arg("align"), py::arg("rotated"), py::arg("alpha"),
-        py::arg("beta") DIPTYCH_GEMM_OPTIONS(DIPTYCH_ARG, bool), "kind: a number of group_kinds().");
+        py::arg("beta") DIPTYCH_GEMM_OPTIONS(DIPTYCH_ARG, bool), "kind is a number from group_kinds().");
   m.def("grouped_bias_grad", py_grouped_bias_grad, py::arg("dy"), py::arg("offsets"), py::arg("out"),
         py::arg("workspace"));
   m.def("grouped_bias_grad_workspace_bytes", grouped_bias_grad_workspace_bytes, py::arg("rows"), py::arg("cols"),

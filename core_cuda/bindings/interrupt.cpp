@@ -24,7 +24,7 @@ bool raised() {
 void find_main_thread() {
   main_thread = py::module_::import("threading").attr("main_thread")().attr("ident").cast<unsigned long>();
 #if defined(__unix__) || defined(__APPLE__)
-  pthread_atfork(nullptr, nullptr, [] { main_thread = PyThread_get_thread_ident(); });  // the child's only one
+  pthread_atfork(nullptr, nullptr, [] { main_thread = PyThread_get_thread_ident(); });  // the child's only thread
 #endif
 }
 

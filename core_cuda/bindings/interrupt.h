@@ -1,15 +1,15 @@
-// Ctrl-C during an op: the main thread asks Python now and then whether a signal's handler has raised.
+// Ctrl-C during an op: the main thread runs Python's signal handlers now and then and stops the op if one raises.
 #pragma once
 
 #include "cpu/base/interrupt.h"
 
 namespace diptych::bind {
 
-// Called once, with the GIL, while the module is imported.
+// Records which thread is the main one. Called once, with the GIL, while the module is imported.
 void find_main_thread();
 
-// What an op that this thread calls without the GIL should ask. Where it says stop, a Python exception is set. Null on
-// all threads but the main one, which alone runs signal handlers.
+// Returns the function that ops of this thread should call to learn whether to stop; they run without the GIL. When it
+// returns true, a Python exception is set. Null on every thread but the main one, since only that runs signal handlers.
 cpu::Interruptible::Ask signals_of_this_thread();
 
 }  // namespace diptych::bind

@@ -41,7 +41,7 @@ struct Record<CudaInfo> {
 
 namespace {
 
-CudaInfo cuda_info() {  // touches the driver, unlike importing
+CudaInfo cuda_info() {  // initializes the CUDA driver, which importing does not
   CudaInfo info;
 #ifdef DIPTYCH_WITH_CUDA
   for (int i = 0; i < cuda::device_count(); ++i) info.archs.push_back(cuda::arch(i));
@@ -50,7 +50,7 @@ CudaInfo cuda_info() {  // touches the driver, unlike importing
   return info;
 }
 
-Numbers dlpack_layout() {  // compared by a test with the header that torch ships
+Numbers dlpack_layout() {  // a test compares it with the header that torch ships
   Numbers d;
   d["sizeof_tensor"] = sizeof(dl::Tensor);
   d["sizeof_api"] = sizeof(dl::ExchangeApi);
@@ -64,7 +64,7 @@ Numbers dlpack_layout() {  // compared by a test with the header that torch ship
 PYBIND11_MODULE(_core, m) {
   find_main_thread();
   m.doc() =
-      "diptych's kernels over borrowed tensors. Outputs are allocated by the caller.\n\n"
+      "diptych's kernels on borrowed tensors. The caller allocates outputs.\n\n"
       "An Operand is a tensor: an object with a DLPack C exchange table, or a pair (buffer, dtype code).";
   m.attr("Operand") = py::module_::import("typing").attr("Any");
   add_record<BuildInfo>(m);
@@ -79,7 +79,7 @@ PYBIND11_MODULE(_core, m) {
   add_tables(m);
   py::class_<Program, std::shared_ptr<Program>>(
       m, "Program",
-      "Ops of the core that ran between start() and stop(), to run again on other tensors of the same forms.")
+      "Records the core's ops between start() and stop(), and runs them again on other tensors of the same forms.")
       .def(py::init<>())
       .def("start", &Program::start)
       .def("stop", &Program::stop)

@@ -1,4 +1,4 @@
-// Norms, as the Python module has them.
+// The Python module's norms.
 #include "families.h"
 #include "program.h"
 

@@ -8,7 +8,7 @@
 
 namespace diptych::bind {
 
-// Types seen so far, each with its table (null: it has none). Guarded by the GIL; types are kept alive.
+// A cache of the tables by type (null: the type has none). The GIL guards it, and it keeps the types alive.
 const dl::ExchangeApi* exchange_api(PyTypeObject* type) {
   static PyTypeObject* last_type = nullptr;
   static const dl::ExchangeApi* last_api = nullptr;
@@ -47,7 +47,7 @@ bool find_dtype(const dl::DataType& d, DType* out) {
 
 std::string who(const char* arg) { return std::string("argument '") + arg + "'"; }
 
-// Products of extents are taken in any order: those that are not 0 must have one.
+// Refuses extents whose product overflows. Extents of 0 are left out, since products may be computed in any order.
 void require_count(const TensorView& v, const char* arg) {
   int64_t bytes = diptych::bytes(v.dtype);
   for (int i = 0; i < v.rank; ++i)
@@ -55,7 +55,7 @@ void require_count(const TensorView& v, const char* arg) {
       throw py::value_error(who(arg) + " has extents whose product is no int64");
 }
 
-bool foreign_order(char order) {  // of the struct module's codes
+bool foreign_order(char order) {  // a byte order of the struct module
   const char foreign = std::endian::native == std::endian::little ? '>' : '<';
   return order == foreign || (order == '!' && foreign == '>');
 }
@@ -126,7 +126,7 @@ TensorView Call::view(py::handle object, const char* arg, bool writable) {
 
 TensorView Call::from_buffer(py::handle pair, const char* arg, bool writable) {
   if (PyTuple_GET_SIZE(pair.ptr()) != 2) throw py::type_error(who(arg) + " must be a (buffer, dtype code) pair");
-  int overflow = 0;  // an integer of any size may stand there
+  int overflow = 0;  // Python integers may be larger than a long
   const long code = PyLong_AsLongAndOverflow(PyTuple_GET_ITEM(pair.ptr(), 1), &overflow);
   if (code == -1 && PyErr_Occurred()) throw py::error_already_set();
   if (overflow != 0 || code < 0 || code >= static_cast<long>(DType::count_))
@@ -141,7 +141,7 @@ TensorView Call::from_buffer(py::handle pair, const char* arg, bool writable) {
   if (b.itemsize != bytes(v.dtype))
     throw py::type_error(who(arg) + " has elements of " + std::to_string(b.itemsize) + " bytes, " + name(v.dtype) +
                          " has " + std::to_string(bytes(v.dtype)));
-  if (b.format != nullptr && b.itemsize > 1 && foreign_order(b.format[0]))  // every NumPy array comes by here
+  if (b.format != nullptr && b.itemsize > 1 && foreign_order(b.format[0]))  // cheap: every NumPy array passes here
     raise("DTypeError", who(arg) + " is " + (b.format[0] == '<' ? "little" : "big") +
                             "-endian, the other byte order than this machine's; use "
                             "x.astype(x.dtype.newbyteorder('='))");
@@ -151,7 +151,7 @@ TensorView Call::from_buffer(py::handle pair, const char* arg, bool writable) {
   int64_t strides[kMaxRank] = {};
   for (int i = 0; i < b.ndim; ++i) {
     v.shape[i] = b.shape[i];
-    if (b.strides != nullptr) strides[i] = b.strides[i];  // ctypes arrays have none
+    if (b.strides != nullptr) strides[i] = b.strides[i];  // ctypes arrays have no strides
   }
   require_count(v, arg);
   v.contiguous = b.strides == nullptr || dense(v.shape, strides, v.rank, b.itemsize);

@@ -12,17 +12,17 @@
 
 namespace diptych::bind {
 
-// A tensor type's table, or null where it has none.
+// Returns the DLPack exchange table of a tensor type, or null if it has none.
 const dl::ExchangeApi* exchange_api(PyTypeObject* type);
 
 bool dense(const dl::Tensor& t);
 
-// A device, and the stream that a tensor type's framework works on there.
+// Returns a device with the stream on which the framework of `api` works there.
 Execution execution_on(const dl::ExchangeApi* api, dl::Device device);
 
 // The views of one call. Accepts, for each tensor argument:
 //   - an object whose type offers `__dlpack_c_exchange_api__` (torch tensors): borrowed through the C table;
-//   - a pair (buffer, dtype code) for NumPy memory, whose own dtypes do not reach FP8 or bfloat16;
+//   - a pair (buffer, dtype code) for NumPy memory, since NumPy has no FP8 or bfloat16 dtypes;
 //   - None, where the op allows it.
 class Call {
  public:
@@ -34,10 +34,10 @@ class Call {
   TensorView in(py::handle object, const char* arg) { return view(object, arg, false); }
   TensorView out(py::handle object, const char* arg) { return view(object, arg, true); }
 
-  // The first tensor's device, and the stream that its framework works on there.
+  // Returns the first tensor's device with the stream on which its framework works there.
   Execution execution();
 
-  // The tensor whose memory this is, while a Program records; null if there are several, or none.
+  // Returns the tensor whose memory starts at `data`; null if there are several or none. Only while a Program records.
   py::handle object_at(const void* data) const;
 
  private:
@@ -50,13 +50,13 @@ class Call {
   bool have_device_ = false;
   Device device_;
   const dl::ExchangeApi* api_ = nullptr;
-  std::vector<std::pair<const void*, py::handle>> objects_;  // while a Program records
+  std::vector<std::pair<const void*, py::handle>> objects_;  // filled only while a Program records
 };
 
 // Raises an exception of diptych.common.errors, by its name there.
 [[noreturn]] void raise(const char* error, const std::string& message);
 
-// A number or flag in a tuple: what it cannot hold is a TypeError, as it is where pybind11 takes arguments itself.
+// Converts a number or flag of a tuple. A value that T cannot hold is a TypeError, as for pybind11's own arguments.
 template <class T>
 T scalar(py::handle value, const char* arg) {
   py::detail::make_caster<T> caster;
@@ -66,12 +66,12 @@ T scalar(py::handle value, const char* arg) {
   return py::detail::cast_op<T>(caster);
 }
 
-// The options of products as an op's last parameters, as their values, and as their names in Python.
+// Expand the options of products to parameters of a function, to their values, and to Python arguments.
 #define DIPTYCH_PARAMETER(type, name) , type name
 #define DIPTYCH_VALUE(type, name) name,
 #define DIPTYCH_ARG(type, name) , py::arg(#name)
 
-// One copy of a quantized tensor that an op reads.
+// Returns the view of one copy of a quantized tensor that an op reads.
 QuantizedView operand(Call& call, py::handle data, py::handle scale, py::handle amax_buffer, int format,
                       bool columnwise, const char* arg);
 

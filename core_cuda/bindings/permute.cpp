@@ -1,4 +1,4 @@
-// The ops that move rows between token order and expert order, as the Python module has them.
+// The Python module's ops that move rows between token order and expert order.
 #include "diptych/permute.h"
 
 #include "families.h"
@@ -117,13 +117,13 @@ int64_t py_permute_map_workspace_bytes(int32_t kind, int64_t items, int64_t expe
 void add_permute(py::module_& m) {
   m.def("permute_map", py_permute_map, py::arg("routing"), py::arg("kind"), py::arg("align"), py::arg("row_id_map"),
         py::arg("tokens_per_expert"), py::arg("expert_offsets"), py::arg("row_source"), py::arg("workspace"),
-        "kind: a number of moe_table()['routing_map'].");
+        "kind is a number from moe_table()['routing_map'].");
   m.def("chunk_map", py_chunk_map, py::arg("split_sizes"), py::arg("order"), py::arg("row_id_map"),
         py::arg("row_source"));
   m.def("invert_map", py_invert_map, py::arg("row_id_map"), py::arg("row_source"), py::arg("kept") = py::none());
   m.def("permute", py_permute, py::arg("planes"), py::arg("row_id_map"), py::arg("row_source"),
         py::arg("probs") = py::none(), py::arg("permuted_probs") = py::none(), py::arg("zero_prob_is_padding") = false,
-        "planes: (input, output, four bytes that absent rows repeat) of each tensor.");
+        "planes holds (input, output, fill) for each tensor; absent rows repeat the four bytes of fill.");
   m.def("permute_columns", py_permute_columns, py::arg("x"), py::arg("out"), py::arg("row_source"), py::arg("slots"));
   m.def("unpermute", py_unpermute, py::arg("x"), py::arg("row_id_map"), py::arg("probs"), py::arg("y"),
         py::arg("permuted_dprobs") = py::none(), py::arg("dprobs") = py::none());

@@ -8,7 +8,7 @@
 namespace diptych::bind {
 namespace {
 
-constexpr int64_t kAlign = 256;  // of each tensor in the workspace
+constexpr int64_t kAlign = 256;  // bytes: alignment of each tensor in the workspace
 
 int find(const py::list& tensors, py::handle object) {
   for (size_t i = 0; i < tensors.size(); ++i)
@@ -36,7 +36,7 @@ int64_t bytes_of(const dl::Tensor& t) {
 }  // namespace
 
 void finish(const Status& s, const WarningCollector& warnings) {
-  // What a signal's handler raised comes first: the op may have failed in another thread meanwhile.
+  // An exception that a signal handler raised comes first, even if the op has failed for another reason.
   if (s.code() == Code::interrupted || PyErr_Occurred()) throw py::error_already_set();
   for (const std::string& message : warnings.messages()) {
     const py::object category = py::module_::import("diptych.common.errors").attr("EmulationWarning");
@@ -87,7 +87,7 @@ void* Program::place(const TensorView& view, const Call& call) {
   const py::handle object = call.object_at(view.data);
   size_t i = 0;
   while (i < places_.size() && places_[i].object.ptr() != object.ptr()) ++i;
-  // What is nothing's, two tensors' or empty has no place that another call could find.
+  // A view that belongs to no tensor or to two, or is empty, cannot be found again in another call.
   if (object.ptr() == nullptr || view.numel() == 0) whole_ = false;
   if (i == places_.size()) places_.push_back({py::reinterpret_borrow<py::object>(object)});
   return reinterpret_cast<void*>(i + 1);
@@ -96,11 +96,11 @@ void* Program::place(const TensorView& view, const Call& call) {
 bool Program::seal(Operands inputs, Operands outputs, Operands scratch, Views views, Makers makers,
                    MakeWorkspace make_workspace) {
   require(Stage::stopped, "seal", "start() and stop() it first, and seal it once");
-  stage_ = Stage::sealing;  // where it fails, it stays so
-  if (outputs.size() != makers.size()) throw py::value_error("Program.seal: each output has a maker");
+  stage_ = Stage::sealing;  // stays so if sealing fails
+  if (outputs.size() != makers.size()) throw py::value_error("Program.seal: give one maker for each output");
   for (const py::handle view : views)
     if (!PyTuple_CheckExact(view.ptr()) || PyTuple_GET_SIZE(view.ptr()) != 3)
-      throw py::type_error("Program.seal: views must hold tuples (tensor, the one that it lies in, bytes)");
+      throw py::type_error("Program.seal: views must hold tuples (tensor, the tensor that it lies in, byte offset)");
   std::vector<int64_t> in_workspace(scratch.size(), -1);
   for (Place& place : places_) {
     for (const py::handle view : views)
@@ -173,7 +173,7 @@ MaybeOperands Program::run(Operands inputs) {
     outputs[i] = std::move(made);
   }
   py::object workspace;
-  char* base = nullptr;  // of the workspace
+  char* base = nullptr;  // start of the workspace
   if (workspace_bytes_ > 0) {
     workspace = make_workspace_(workspace_bytes_);
     base = data_of(borrow(exchange_api(Py_TYPE(workspace.ptr())), workspace));

@@ -1,4 +1,4 @@
-// Ops that ran once, kept to run again on other tensors of the same forms: many ops, one call from Python.
+// Programs: ops that ran once are recorded and run again on other tensors of the same forms, in one call from Python.
 #pragma once
 
 #include <functional>
@@ -12,45 +12,46 @@
 
 namespace diptych::bind {
 
-// Raises the Python exception of a status's code, warnings given as EmulationWarnings before.
+// Issues the warnings as EmulationWarnings, then raises the Python exception of the status's code.
 void finish(const Status& status, const WarningCollector& warnings);
 
-// Between `start` and `stop` every op of this thread is added; `seal` says what the tensors are that they met. A
-// program that is deleted while it records stops recording. Called in another order, each of these raises ValueError.
+// Between `start` and `stop` every op of this thread is added. `seal` then assigns the tensors that the ops used to
+// inputs, outputs and scratch, and `run` runs the ops. A program that is deleted while it records stops recording. Each
+// method raises ValueError if it is called out of order.
 class Program : public std::enable_shared_from_this<Program> {
  public:
   void start();
   void stop();
-  // `inputs`: what `run` will be given; `outputs`: what it returns; `scratch`: what ops alone write and read; `views`:
-  // (tensor, the one of these in whose memory it lies, bytes from there); `makers`: (callable, arguments) that
-  // allocates each output; `make_workspace`: allocates that many bytes. False: these ops cannot run again, since one is
-  // of another kind or met another tensor.
+  // `inputs`: the tensors that `run` will be given; `outputs`: those that it returns; `scratch`: those that only the
+  // ops write and read; `views`: (tensor, one of these in whose memory it lies, byte offset there); `makers`:
+  // (callable, arguments) that allocates each output; `make_workspace`: a callable that allocates a number of bytes.
+  // Returns false if the ops cannot run again, because one is not recordable or used another tensor.
   bool seal(Operands inputs, Operands outputs, Operands scratch, Views views, Makers makers,
             MakeWorkspace make_workspace);
-  // The outputs, or None where the inputs are of other forms.
+  // Returns the outputs, or None if an input has another form (type, dtype, device or shape) than when recorded.
   MaybeOperands run(Operands inputs);
 
-  // That of this thread, or null
+  // Returns the program that records on this thread, or null.
   static std::shared_ptr<Program> recording() { return recording_.expired() ? nullptr : recording_.lock(); }
   template <typename Args>
   void add(Status (*op)(const Args&, const Execution&), Args args, const Call& call);
 
  private:
-  struct Form {  // of a dense input
+  struct Form {  // of an input, which is dense
     PyTypeObject* type;
     const dl::ExchangeApi* api;
     dl::DataType dtype;
     dl::Device device;
     std::vector<int64_t> shape;
   };
-  struct Place {        // of a tensor that ops met
-    py::object object;  // until sealed
-    int index = -1;     // among inputs and outputs; -1: in the workspace
+  struct Place {        // where a view of the ops lies
+    py::object object;  // its tensor, until the program is sealed
+    int index = -1;     // its tensor among inputs and outputs; -1: in the workspace
     int64_t offset = 0;
   };
   using Step = std::function<Status(void* const* data, const Execution& exec)>;
 
-  void* place(const TensorView& view, const Call& call);  // its number among places_, from 1
+  void* place(const TensorView& view, const Call& call);  // returns its number in places_, from 1
 
   enum class Stage { fresh, started, stopped, sealing, sealed };
   void require(Stage stage, const char* method, const char* remedy) const;
@@ -66,7 +67,7 @@ class Program : public std::enable_shared_from_this<Program> {
   int64_t workspace_bytes_ = 0;
 };
 
-// Whether a Program records an op that takes these arguments, as ops.def says.
+// Whether a Program records the op with these arguments, from ops.def.
 template <typename Args>
 inline constexpr bool kRecordable = false;
 #define OP(name, Args, formats, subject, recordable) \

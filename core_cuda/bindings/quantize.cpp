@@ -1,4 +1,4 @@
-// Quantization, as the Python module has it.
+// The Python module's quantization.
 #include "diptych/stack.h"
 #include "families.h"
 #include "program.h"
@@ -98,17 +98,17 @@ void py_dequantize(Operand data, Operand scale, MaybeOperand amax_buffer, int fo
 
 void add_quantize(py::module_& m) {
   m.def("amax", py_amax, py::arg("x"), py::arg("out"), py::arg("columnwise_out"), py::arg("flags"),
-        py::arg("source") = py::none(), "source: as in quantize.");
+        py::arg("source") = py::none(), "source is as in quantize.");
   m.def(
       "quantize", py_quantize, py::arg("x"), py::arg("format"), py::arg("flags"), py::arg("eps"), py::arg("amax_mode"),
       py::arg("amax"), py::arg("columnwise_amax"), py::arg("scale"), py::arg("rng"), py::arg("rowwise_data"),
       py::arg("rowwise_scale_inv"), py::arg("columnwise_data"), py::arg("columnwise_scale_inv"),
       py::arg("source") = py::none(), py::arg("column_sum") = py::none(), py::arg("workspace") = py::none(),
       py::arg("stack") = false,
-      "amax_mode: 0 computes amaxes, 1 reads them, 2 keeps the larger of what is there and x's.\n"
-      "source: (kind, norm or activation, zero_centered_gamma or gated, gamma, beta, mu, rsigma, dy), or of permuted\n"
-      "rows (kind, row_id_map, row_source); fused_table() has the numbers.\n"
-      "stack: x is a stack of tensors, and a leading extent stands in every other argument too.");
+      "amax_mode: 0 computes amaxes from x, 1 reads them, 2 writes the larger of x's and the buffer's content.\n"
+      "source: (kind, norm or activation, zero_centered_gamma or gated, gamma, beta, mu, rsigma, dy), or for permuted\n"
+      "rows (kind, row_id_map, row_source). fused_table() lists the numbers.\n"
+      "stack: x is a stack of G tensors, and every other tensor has a leading G too.");
   m.def("dequantize", py_dequantize, py::arg("data"), py::arg("scale_inv"), py::arg("amax"), py::arg("format"),
         py::arg("columnwise"), py::arg("out"));
   m.def("column_sum_workspace_bytes", column_sum_workspace_bytes, py::arg("m"), py::arg("k"));

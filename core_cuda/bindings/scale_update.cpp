@@ -1,4 +1,4 @@
-// Delayed scaling, as the Python module has it.
+// The Python module's delayed scaling.
 #include "families.h"
 #include "program.h"
 

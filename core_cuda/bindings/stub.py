@@ -12,7 +12,7 @@ from typing import Any, is_typeddict
 
 from diptych.core import _core
 
-# pybind11 names whatever converts; these are the types that callers are to pass.
+# pybind11 names every type that converts; callers should pass these.
 NUMBERS = {"typing.SupportsInt | typing.SupportsIndex": "int", "typing.SupportsFloat | typing.SupportsIndex": "float"}
 
 

@@ -34,7 +34,7 @@ struct Record<RowInfo> {
 
 namespace {
 
-// The numbers of the enumerations that ops take, by name
+// The numbers of the enumerators that ops take, by name.
 py::typing::Dict<py::str, Numbers> fused_table() {
   const auto numbered = [](std::initializer_list<const char*> names) {
     Numbers d;
@@ -119,7 +119,8 @@ void add_tables(py::module_& m) {
   m.def("gemm_row", gemm_row, py::arg("a_format"), py::arg("a_columnwise"), py::arg("b_format"),
         py::arg("b_columnwise"), py::arg("m"), py::arg("n"), py::arg("k"), py::arg("out_dtype"), py::arg("backend"),
         py::arg("device_index"),
-        "The row of kernel_table() that a product of these copies would run on, or -1. Reads no memory.");
+        "Returns the index in kernel_table() of the row that would run a product of these copies, or -1. Reads no "
+        "tensor.");
 }
 
 }  // namespace diptych::bind

@@ -1,5 +1,5 @@
-// The types of arguments and results that pybind11 cannot name by itself. Signatures, and the stub that stub.py makes
-// of them, use these names.
+// Types of arguments and results that pybind11 cannot name. Signatures use these names, and stub.py writes the stub
+// from signatures.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -12,25 +12,26 @@ namespace diptych::bind {
 
 namespace py = pybind11;
 
-// Tensor arguments as they came; operand.h says what they may be. Contracts refuse None where an op needs a tensor.
+// Tensor arguments as Python passes them; operand.h lists what they may be. Contracts refuse None if an op needs a
+// tensor.
 struct Operand : py::handle {};
 struct MaybeOperand : py::handle {};
 
-// What quantize encodes instead of x: None, (kind, norm or activation, zero_centered_gamma or gated, gamma, beta, mu,
-// rsigma, dy), or, of permuted rows, (kind, row_id_map, row_source).
+// The source of quantize and amax: None, (kind, norm or activation, zero_centered_gamma or gated, gamma, beta, mu,
+// rsigma, dy), or for permuted rows (kind, row_id_map, row_source).
 struct MaybeSource : py::handle {};
 
-// Tensors that permute moves: (input, output, four bytes that absent rows repeat).
+// The tensors that permute moves: (input, output, four bytes that absent rows repeat) for each.
 class Planes : public py::sequence {
   PYBIND11_OBJECT_DEFAULT(Planes, sequence, PySequence_Check)
 };
 
-// A program's results, or None.
+// The outputs of Program.run, or None.
 struct MaybeOperands : py::object {
   MaybeOperands(py::object results) : py::object(std::move(results)) {}
 };
 
-// What Program.seal takes.
+// Arguments of Program.seal.
 using Operands = py::typing::List<Operand>;
 using Views = py::typing::List<py::typing::Tuple<Operand, Operand, int>>;
 using Makers = py::typing::List<
@@ -39,7 +40,7 @@ using MakeWorkspace = py::typing::Callable<Operand(int)>;
 
 using Numbers = py::typing::Dict<py::str, int>;
 
-// A struct T that Python sees as a dict, and the stub as a TypedDict: Record<T> has the type's `name` as a
+// Record<T> makes a struct T a dict in Python and a TypedDict in the stub. It has `name`, the type's name as a
 // pybind11::detail::descr, and `entries(const T&, f)`, which calls f with the key and the value of each entry.
 template <typename T>
 struct Record;
@@ -63,7 +64,7 @@ py::object python_type(const T&) {
     return py::type::of(py::list())[python_type(typename T::value_type())];
 }
 
-// The TypedDict of a record, as an attribute of the module.
+// Adds the TypedDict of a record to the module.
 template <IsRecord T>
 void add_record(py::module_& m) {
   py::dict types;

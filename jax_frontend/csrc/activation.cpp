@@ -1,4 +1,4 @@
-// The handlers of activations.
+// The XLA handlers of activations.
 #include <string>
 
 #include "handler.h"

@@ -1,5 +1,5 @@
-// The attribute struct of each op, field for field what diptych/jax/ffi.py builds. XLA decodes them strictly by name,
-// number and type; `version` says that both sides mean the same by them.
+// The attribute struct of each op, with the fields that diptych/jax/primitives/ffi.py builds. XLA decodes fields
+// strictly by name, number and type; `version` ensures that both sides give them the same meaning.
 #pragma once
 
 #include <cstdint>
@@ -27,10 +27,10 @@ inline constexpr int32_t kAttributesVersion = 5;
 #define DIPTYCH_AMAX_FIELDS(F) \
   F(int32_t, flags) F(int32_t, columnwise) F(int32_t, source) F(int32_t, kind) F(int32_t, option) \
   F(int32_t, has_beta)
-// `batch_rank` axes of vmap lie in front of every result, the outermost first. `axes` holds 8 bits per operand, in
-// operand order: bit 0 says that the operand has the innermost axis, bit 1 the next one. It has those axes in front.
-// Results past `batched_results()` are workspaces, which all batch elements share. `source`, `kind`, `option`: what is
-// encoded instead of x: SourceKind, Norm or Activation, zero_centered_gamma or gated; of permuted rows the first alone.
+// `batch_rank` axes of vmap lie in front of every result, the outermost first. `axes` holds 8 bits for each operand, in
+// operand order: bit 0 is set if the operand has the innermost axis, bit 1 for the next one. An operand's batch axes
+// are its first. Results past `batched_results()` are workspaces, which all batch elements share. `source`: SourceKind;
+// `kind`: its Norm or Activation; `option`: zero_centered_gamma or gated. Permuted rows use `source` alone.
 struct AmaxAttributes {
   DIPTYCH_COMMON_FIELDS(DIPTYCH_FIELD)
   DIPTYCH_AMAX_FIELDS(DIPTYCH_FIELD)
@@ -42,7 +42,7 @@ struct AmaxAttributes {
   F(int32_t, has_columnwise_amax) F(int32_t, has_scale) F(int32_t, has_rng) F(int32_t, rowwise) \
   F(int32_t, columnwise) F(int32_t, source) F(int32_t, kind) F(int32_t, option) F(int32_t, has_beta) \
   F(int32_t, column_sum)
-// `has_amax`, `has_columnwise_amax`: the tensor is there, as an operand where `amax_mode` is given, else as a result.
+// `has_amax`, `has_columnwise_amax`: the tensor exists, as an operand if `amax_mode` is given, else as a result.
 struct QuantizeAttributes {
   DIPTYCH_COMMON_FIELDS(DIPTYCH_FIELD)
   DIPTYCH_QUANTIZE_FIELDS(DIPTYCH_FIELD)
@@ -138,7 +138,7 @@ struct InvertMapAttributes {
 #define DIPTYCH_PERMUTE_FIELDS(F) \
   F(int32_t, planes) F(int32_t, fill0) F(int32_t, fill1) F(int32_t, fill2) F(int32_t, fill3) F(int32_t, has_probs) \
   F(int32_t, zero_prob_is_padding)
-// `fill0`...: what absent rows of each plane hold.
+// `fill0`...: the four bytes that absent rows of each plane repeat.
 struct PermuteAttributes {
   DIPTYCH_COMMON_FIELDS(DIPTYCH_FIELD)
   DIPTYCH_PERMUTE_FIELDS(DIPTYCH_FIELD)
@@ -170,7 +170,7 @@ struct UnpermuteGradAttributes {
   F(int32_t, format) F(int32_t, flags) F(float, eps) F(int32_t, amax_mode) F(int32_t, has_amax) \
   F(int32_t, has_columnwise_amax) F(int32_t, has_scale) F(int32_t, has_rng) F(int32_t, rowwise) \
   F(int32_t, columnwise)
-// Of ops on stacks, whose buffers keep their first extent apart.
+// kRank 3: buffers of stacks do not fold their first dimension, G.
 struct QuantizeStackAttributes {
   static constexpr int kRank = 3;
   DIPTYCH_COMMON_FIELDS(DIPTYCH_FIELD)
@@ -185,7 +185,7 @@ struct QuantizeStackAttributes {
   F(int32_t, a_format) F(int32_t, a_columnwise) F(int32_t, a_has_amax) F(int32_t, b_format) \
   F(int32_t, b_columnwise) F(int32_t, b_has_amax) F(int32_t, has_bias) F(int32_t, has_c) F(int32_t, kind) \
   F(int32_t, align) F(int32_t, rotated) F(float, alpha) DIPTYCH_GEMM_OPTIONS(F, int32_t)
-// `kind`: GroupKind. `has_c`: the product is added to it.
+// `kind`: GroupKind. `has_c`: the product is added to an operand c (beta is 1).
 struct GroupedGemmAttributes {
   static constexpr int kRank = 3;
   DIPTYCH_COMMON_FIELDS(DIPTYCH_FIELD)

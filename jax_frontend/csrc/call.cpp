@@ -61,7 +61,7 @@ Status Call::open(int32_t version, int32_t batch_rank, int64_t axes, int batched
   batch_rank_ = batch_rank;
   operands_ = static_cast<int>(args.size());
   results_ = static_cast<int>(rets.size());
-  // Every result but a workspace carries every axis; the first one says how long they are.
+  // Every result but a workspace has all batch axes, so the first result gives their lengths.
   auto first = rets.get<ffi::AnyBuffer>(0);
   if (!first.has_value()) return {Code::runtime, first.error().message()};
   const auto dims = (*first)->dimensions();
@@ -97,7 +97,7 @@ Status Call::read(const ffi::AnyBuffer& buffer, const char* kind, int i, int64_t
     out->step[a] = 1;  // marks the axis as present, until the element's size is known
     ++taken;
   }
-  // Leading dimensions fold into rows, those of a stack behind its first.
+  // Leading dimensions fold into rows; a stack keeps its first one.
   const int rank = static_cast<int>(dims.size()) - taken;
   v.rank = std::min(rank, max_rank_);
   for (int d = 0; d < v.rank; ++d) v.shape[d] = 1;

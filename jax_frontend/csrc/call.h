@@ -8,10 +8,10 @@ namespace diptych::xla_ffi {
 
 namespace ffi = ::xla::ffi;
 
-inline constexpr int kMaxBatchRank = 8;  // bits per operand in `axes`
+inline constexpr int kMaxBatchRank = 8;  // `axes` has this many bits for each operand
 inline constexpr int kMaxBuffers = 8;
 
-// A buffer's view at batch element 0, and how many bytes each batch axis (outermost first) moves it.
+// A buffer's view at batch element 0, and the stride in bytes of each batch axis (outermost first).
 struct Operand {
   TensorView view;
   int64_t step[kMaxBatchRank] = {};
@@ -29,7 +29,7 @@ class Call {
   }
 
   const Execution& exec() const { return exec_; }
-  // Views at the current batch element; absent ones beyond the end, which the core's checks then name.
+  // Views at the current batch element; beyond the last buffer absent ones, which the core's checks refuse.
   TensorView in(int i) const { return i < operands_ ? at(in_[i]) : TensorView{}; }
   TensorView out(int i) const { return i < results_ ? at(out_[i]) : TensorView{}; }
 

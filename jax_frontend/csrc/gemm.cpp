@@ -1,4 +1,4 @@
-// The handlers of products and of the bias gradient.
+// The XLA handlers of products and of the bias gradient.
 #include <string>
 
 #include "handler.h"

@@ -1,4 +1,4 @@
-// The handlers of the ops on stacks and on groups of rows.
+// The XLA handlers of the ops on stacks and on groups of rows.
 #include "diptych/grouped.h"
 
 #include "handler.h"

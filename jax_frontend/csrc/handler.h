@@ -1,13 +1,13 @@
-// What makes an op's XLA FFI handlers, one per platform: each is a thin reading of its buffers and attributes into the
-// core's argument struct, by an overload of `run(Call&, const Attributes&)` beside them. Nothing in them allocates,
-// synchronizes or computes; scale arithmetic and its float mode are the core's.
+// Defines the XLA FFI handlers of an op, one for each platform. A handler reads its buffers and attributes into the
+// core's argument struct, in an overload of `run(Call&, const Attributes&)` in the op's file, and calls the op. It
+// allocates nothing, does not synchronize and computes nothing itself.
 #pragma once
 
 #include "call.h"
 
 namespace diptych::xla_ffi {
 
-// Operands or results in turn; an absent one takes no place.
+// Returns operands and results one after the other. An absent one returns an absent view and uses no buffer.
 class Buffers {
  public:
   explicit Buffers(Call& call) : call_(call) {}
@@ -19,7 +19,7 @@ class Buffers {
   int in_ = 0, out_ = 0;
 };
 
-// A payload or scale of one byte may come as the byte that it is.
+// XLA may pass a payload or scale of one byte as uint8; it then gets its own dtype.
 inline TensorView typed(TensorView v, DType dtype) {
   if (v.dtype == DType::u8 && bytes(dtype) == 1) v.dtype = dtype;
   return v;
@@ -28,7 +28,7 @@ inline TensorView typed(TensorView v, DType dtype) {
 inline QuantizedView copy(int32_t format, bool columnwise, const TensorView& data, const TensorView& scale_inv,
                           const TensorView& amax = {}) {
   const auto id = static_cast<FormatId>(format);
-  if (!valid(id)) return {id, columnwise, data, scale_inv, amax};  // the core names it
+  if (!valid(id)) return {id, columnwise, data, scale_inv, amax};  // the core refuses it by name
   return {id, columnwise, typed(data, row(id).data()), typed(scale_inv, row(id).scale), amax};
 }
 

@@ -1,4 +1,4 @@
-// What this library was compiled with; read before anything is registered.
+// The versions that this library was compiled with. Python reads them before it registers handlers.
 #include "attributes.h"
 
 extern "C" const char* diptych_jax_headers() { return DIPTYCH_JAXLIB_VERSION; }

@@ -1,4 +1,4 @@
-// The handlers of norms.
+// The XLA handlers of norms.
 #include <string>
 
 #include "handler.h"

@@ -1,4 +1,4 @@
-// The handlers of the ops that move rows between token order and expert order.
+// The XLA handlers of the ops that move rows between token order and expert order.
 #include "diptych/permute.h"
 
 #include <algorithm>

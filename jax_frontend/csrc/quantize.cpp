@@ -1,4 +1,4 @@
-// The handlers of quantization.
+// The XLA handlers of quantization.
 #include <string>
 
 #include "handler.h"
@@ -6,7 +6,7 @@
 namespace diptych::xla_ffi {
 namespace {
 
-// What is encoded instead of x, from the operands that come last:
+// Reads the source from the attributes and from the operands that come last:
 //   norm: gamma, [beta], [mu: layernorm], rsigma       activation_grad: dy       permuted: row_id_map, row_source
 template <typename Attributes>
 Source source(const Attributes& d, Buffers& t) {
@@ -31,7 +31,7 @@ Source source(const Attributes& d, Buffers& t) {
       s.row_id_map = t.in();
       s.row_source = t.in();
       break;
-    default:  // plain, or one that the core names
+    default:  // plain, or an unknown kind, which the core refuses
       break;
   }
   return s;
@@ -53,8 +53,8 @@ Status run(Call& call, const AmaxAttributes& d) {
   });
 }
 
-// x, [amax, columnwise_amax: where given; amax: where accumulated], [scale], [rng], [source]
-//   -> [rowwise data, scale_inv], [columnwise data, scale_inv], [amax, columnwise_amax: where not given], [column sum],
+// x, [amax, columnwise_amax: mode given; amax: mode accumulate], [scale], [rng], [source]
+//   -> [rowwise data, scale_inv], [columnwise data, scale_inv], [amax, columnwise_amax: not mode given], [column sum],
 //      [workspace: CUDA, with a column sum]
 Status run(Call& call, const QuantizeAttributes& d) {
   return call.each([&]() -> Status {
@@ -81,7 +81,7 @@ Status run(Call& call, const QuantizeAttributes& d) {
       case AmaxMode::accumulate:
         a.amax = t.out(d.has_amax);
         if (t.in(d.has_amax).data != a.amax.data)
-          return {Code::runtime, "quantize: XLA gave an amax that accumulates other memory than its operand"};
+          return {Code::runtime, "quantize: XLA did not place the amax that accumulates in the memory of its operand"};
         break;
       default:
         return {Code::value, "quantize: unknown amax mode " + std::to_string(d.amax_mode)};

@@ -1,4 +1,4 @@
-// The handler of delayed scaling.
+// The XLA handler of delayed scaling.
 #include <string>
 
 #include "handler.h"

@@ -10,7 +10,7 @@ namespace diptych::cpu {
 namespace {
 
 Status round_into(const Input& in, const TensorView& out) {
-  if (in.m == 0 || in.k == 0) return {};  // the other extent may be any
+  if (in.m == 0 || in.k == 0) return {};  // the other extent may be huge
   constexpr int64_t kPart = 2048;
   const Kernels& simd = kernels();
   const int64_t across = ceil_div(in.k, kPart),

@@ -10,7 +10,7 @@ namespace {
 constexpr long long kEvery = 50'000'000;  // ns
 
 thread_local Interruptible::Ask ask = nullptr;
-thread_local long long next = 0;  // when to ask; 0: the clock has not been read yet
+thread_local long long next = 0;  // when to ask again; 0: the clock has not been read yet
 thread_local const std::atomic<bool>* failed_elsewhere = nullptr;
 
 long long now() {
@@ -18,7 +18,7 @@ long long now() {
       .count();
 }
 
-// Who is asked may call ops: they get other working memory, and do not stop because this one does.
+// While `ask` runs it may call ops itself. They use other scratch memory, and do not stop because this op does.
 class Aside {
  public:
   Aside() : ask_(ask), failed_(failed_elsewhere) {

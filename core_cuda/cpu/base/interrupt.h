@@ -1,4 +1,5 @@
-// Long ops stop where their caller asks them to. The core knows no signals: who calls an op says whom to ask.
+// Long ops can be interrupted. The core does not handle signals: the caller of an op sets a function that tells whether
+// to stop.
 #pragma once
 
 #include <atomic>
@@ -7,8 +8,8 @@ namespace diptych::cpu {
 
 struct Interrupted {};  // thrown out of an op that was asked to stop
 
-// While it lives, ops that this thread calls ask `ask`, on this thread, about every 50 ms whether to stop; it may call
-// other ops itself. Null: nobody is asked.
+// While it lives, ops that this thread calls run `ask` on this thread about every 50 ms and stop if it returns true.
+// `ask` may call other ops. Null: ops are not interrupted.
 class Interruptible {
  public:
   using Ask = bool (*)();
@@ -22,7 +23,8 @@ class Interruptible {
   long long outer_next_;
 };
 
-// While it lives, this thread works on something of which another thread may say that it has failed.
+// While it lives, this thread works on a job that other threads work on too; `failed` tells that one of them has
+// failed.
 class Shared {
  public:
   explicit Shared(const std::atomic<bool>& failed);
@@ -34,7 +36,8 @@ class Shared {
   const std::atomic<bool>* outer_;
 };
 
-// Called between parts of an op's work, none of which takes much longer than a millisecond or so. Throws Interrupted.
+// Ops call it between parts of their work, each of about a millisecond at most. Throws Interrupted if the op should
+// stop.
 void poll();
 
 }  // namespace diptych::cpu

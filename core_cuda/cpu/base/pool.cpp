@@ -25,11 +25,11 @@
 namespace diptych::cpu {
 namespace {
 
-constexpr int kSpins = 2000;  // tens of microseconds: back-to-back ops find the workers awake
+constexpr int kSpins = 2000;  // tens of microseconds, so that back-to-back ops find the workers awake
 
 #if defined(__x86_64__) || defined(__i386__)
 constexpr uint64_t kIeee = 0x1F80;  // all exceptions masked, round to nearest, no FTZ, no DAZ
-constexpr uint64_t kSticky = 0x3F;  // exception flags say nothing about how numbers are computed
+constexpr uint64_t kSticky = 0x3F;  // exception flags, which do not affect results
 uint64_t float_control() { return _mm_getcsr(); }
 void set_float_control(uint64_t v) { _mm_setcsr(static_cast<unsigned>(v)); }
 void relax() { _mm_pause(); }
@@ -57,7 +57,7 @@ struct Job {
   std::atomic<bool> failed{false};
   std::exception_ptr error = nullptr;
 
-  void fail() {  // in a handler: this exception counts if it is the first
+  void fail() {  // call it in a catch block; the first exception of a job is kept
     if (!failed.exchange(true)) error = std::current_exception();
     cursor.store(count, std::memory_order_relaxed);
   }
@@ -102,10 +102,10 @@ class Pool {
       *at = job.next;
     }
     for (int i = 0; i < kSpins && job.helpers.load(std::memory_order_acquire) != 0; ++i) relax();
-    std::unique_lock lock(mutex_);  // also: the last helper has let go of the job
+    std::unique_lock lock(mutex_);  // with the lock, the last helper has released the job
     const auto done = [&] { return job.helpers.load(std::memory_order_acquire) == 0; };
     while (!done_.wait_for(lock, std::chrono::milliseconds(50), done)) {
-      if (job.failed.load(std::memory_order_relaxed)) continue;  // who was asked is not asked again
+      if (job.failed.load(std::memory_order_relaxed)) continue;  // after a failure `ask` is not called again
       lock.unlock();
       try {
         poll();
@@ -116,7 +116,7 @@ class Pool {
     }
   }
 
-  // Wakes who sleeps, so that workers that are too many see it.
+  // Wakes sleeping workers, so that surplus ones end.
   void shrink() {
     const std::lock_guard lock(mutex_);
     wake_.notify_all();
@@ -155,7 +155,7 @@ class Pool {
       {
         std::unique_lock lock(mutex_);
         while (!(job = join())) {
-          if (workers_ >= num_threads()) {  // its caller is one of them
+          if (workers_ >= num_threads()) {  // num_threads counts the caller too
             --workers_;
             return;
           }

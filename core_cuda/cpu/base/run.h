@@ -1,4 +1,4 @@
-// What every CPU op does around its work: float environment, errors, and whether waking threads pays.
+// What every CPU op needs around its work: the float environment, error handling, and the choice of using threads.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 
 namespace diptych::cpu {
 
-// Under IEEE float rules; no exception leaves the core.
+// Runs fn under IEEE float rules and turns exceptions into a Status, so that none leaves the core.
 template <class Fn>
 Status guarded(const char* op, Fn fn) {
   try {
@@ -28,7 +28,7 @@ Status guarded(const char* op, Fn fn) {
   }
 }
 
-// Task i of `count`, here or on the pool. How work is cut never changes its bits, so neither does the choice.
+// Runs fn(i) for all i < count, on this thread or on the pool. Results do not depend on which.
 template <class Fn>
 void for_tasks(int64_t count, bool threaded, const Fn& fn) {
   if (threaded && count > 1) {
@@ -41,9 +41,9 @@ void for_tasks(int64_t count, bool threaded, const Fn& fn) {
   }
 }
 
-// Adds rows of x [rows, cols], of `ld` elements from one to the next, to acc in ascending order.
+// Adds the rows of x [rows, cols] to acc in ascending order; rows are `ld` elements apart.
 inline void sum_rows_into(float* acc, DType dtype, const char* x, int64_t ld, int64_t rows, int64_t cols) {
-  constexpr int64_t kRows = 1 << 14;  // a millisecond's
+  constexpr int64_t kRows = 1 << 14;  // about a millisecond of work
   for (int64_t r = 0; r < rows; r += kRows) {
     if (r > 0) poll();
     kernels().column_sum(dtype, x + r * ld * bytes(dtype), ld, std::min(kRows, rows - r), cols, acc);

@@ -1,4 +1,4 @@
-// Per-thread working memory that grows, is reused by the next call, and is given back when it was unusually large.
+// Per-thread scratch memory. It grows, is reused by the next call, and is freed if it was unusually large.
 #pragma once
 
 #include <array>
@@ -18,7 +18,7 @@ class Scratch {
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
 
-  // At least n elements of T, 64-byte aligned, of undefined value. Whatever the slot held before is gone.
+  // Returns at least n elements of T, 64-byte aligned and uninitialized. The slot's earlier content is lost.
   template <typename T>
   T* get(size_t n) {
     const size_t want = (n * sizeof(T) + 127) / 64 * 64;
@@ -56,7 +56,7 @@ inline ScratchSlots& scratch_slots() {
 
 inline Scratch& scratch(Slot slot) { return scratch_slots()[static_cast<size_t>(slot)]; }
 
-// Gives this thread other working memory, and its own back.
+// Swaps this thread's scratch memory with `other`.
 inline void exchange_scratch(ScratchSlots& other) {
   for (size_t i = 0; i < other.size(); ++i) scratch_slots()[i].swap(other[i]);
 }

@@ -1,4 +1,4 @@
-// An operand of gemm as [outer, k], whichever copy it is, and its decoding into panels.
+// An operand of gemm as [outer, k], from either copy, and its decoding into panels.
 #pragma once
 
 #include <algorithm>
@@ -15,7 +15,7 @@ struct Operand {
   DType element, scale_dtype;
   bool k_major;  // data is [k, outer]
   int64_t outer, k;
-  int64_t block_outer, block_k;  // block_k 0: one scale for all
+  int64_t block_outer, block_k;  // block_k 0: one scale for the whole operand
   int64_t step_outer, step_k;    // the scale of (outer block i, k block j) lies at i * step_outer + j * step_k
   const uint8_t* data;
   const void* scale_inv;
@@ -48,16 +48,16 @@ inline Operand operand(const QuantizedView& q) {
   return o;
 }
 
-// Part of the reduced axis
+// A range of the reduced axis.
 struct Part {
   int64_t begin, length;
 };
 
-// Rows first .. first + n of an operand, at most a panel's width, decoded: [k.length, width], columns past n zero
+// Decodes rows first .. first + n - 1 of an operand to a panel [k.length, width]; n <= width, columns past n are zero.
 inline void pack_panel(const Kernels& simd, const Operand& o, int64_t first, int64_t n, Part k, int width,
                        float* panel) {
   if (o.element == DType::e2m1) {
-    // Whole bytes: one odd element may lie before the part, one behind it.
+    // Bytes are unpacked whole, so one extra element may lie before the part and one after it.
     const bool whole = k.length == o.k;
     const int64_t odd = k.begin % 2, ld = whole ? o.k : ceil_div(odd + k.length, 2) * 2;
     uint8_t* codes = scratch(Slot::bytes).get<uint8_t>(n * ld);
@@ -70,7 +70,7 @@ inline void pack_panel(const Kernels& simd, const Operand& o, int64_t first, int
   }
 }
 
-// Their scales [blocks, width], one for each row and block of `block` along k, from block `begin` on
+// Writes those rows' scales [blocks, width], one for each row and each block of `block` k, from block `begin` on.
 inline void pack_scales(const Operand& o, int64_t first, int64_t n, int width, int64_t block, int64_t begin,
                         int64_t blocks, float* out) {
   for (int64_t b = begin; b < begin + blocks; ++b, out += width) {

@@ -1,7 +1,7 @@
-// D = alpha * A @ B.T + bias + beta * C on the CPU, bit by bit as NUMERICS 7 asks.
+// D = alpha * A @ B.T + bias + beta * C on the CPU, with the bits that NUMERICS 7 defines.
 //
-// Payloads are decoded to float32 panels once; register tiles then run over k, and every output element sees the same
-// sequence of operations however the work is cut.
+// Payloads are decoded to float32 panels once; register tiles then run over k, and every output element has the same
+// sequence of operations however the work is divided.
 #include "cpu/gemm/product.h"
 
 #include <algorithm>
@@ -20,7 +20,7 @@ constexpr int64_t kTaskCols = 256;         // columns of a task
 constexpr int64_t kDepth = 256;            // k per pass over a task: its panels stay in the second-level cache
 constexpr int64_t kPanelFloats = 1 << 22;  // bound of one operand's decoded chunk, unless K alone exceeds it
 
-// A product with what follows from it
+// A product with values that are derived from it.
 struct Job : Product {
   explicit Job(const Product& p)
       : Product(p),
@@ -30,7 +30,7 @@ struct Job : Product {
 
   const Kernels& simd = kernels();
   int64_t block0, blocks;  // along k
-  int64_t head;            // elements of a first block that begins before k does
+  int64_t head;            // elements in the first block, if that begins before k.begin
   const float* biases = nullptr;
 };
 
@@ -63,7 +63,7 @@ void finish_tile(const Job& p, const Chunk& c, int64_t i0, int64_t rows, int64_t
   e.beta = p.beta;
   e.dtype = p.d_type;
   if (p.biases) e.bias = p.biases + c.n0 + j0;
-  if (p.whole && p.k.length > 0) e.sb = c.b.scales + j0;  // a panel has nr scales, as it has columns
+  if (p.whole && p.k.length > 0) e.sb = c.b.scales + j0;  // a panel has nr scales, one for each column
   for (int64_t i = 0; i < rows; ++i, acc += p.simd.nr) {
     const int64_t row = p.m0 + c.m0 + i0 + i, at = (row * p.n + c.n0 + j0) * size;
     set_alpha(p, row, c.n0 + j0, e);
@@ -74,7 +74,7 @@ void finish_tile(const Job& p, const Chunk& c, int64_t i0, int64_t rows, int64_t
   }
 }
 
-// A block of D: `tiles` micro-tiles down, `panels` across, over all of k.
+// Computes a block of D, `tiles` micro-tiles down and `panels` across, over all of k.
 void run_task(const Job& p, const Chunk& c, int64_t i0, int64_t rows, int64_t j0, int64_t cols) {
   const int mr = p.simd.mr, nr = p.simd.nr, a_width = p.simd.a_width;
   const int64_t tiles = ceil_div(rows, mr), panels = ceil_div(cols, nr), tile_size = mr * nr;
@@ -108,7 +108,7 @@ void run_task(const Job& p, const Chunk& c, int64_t i0, int64_t rows, int64_t j0
                   std::min<int64_t>(nr, cols - j * nr), acc + (j * tiles + i) * tile_size);
 }
 
-// Panel i, of `step` rows, of the n rows of an operand from row `first` on
+// Packs panel i of the operand's n rows from `first` on; a panel has `step` rows.
 void pack(const Job& p, const Operand& o, int64_t first, int64_t n, int64_t i, int step, int width, const Packed& to) {
   const int64_t row = i * step, rows = std::min<int64_t>(step, n - row);
   pack_panel(p.simd, o, first + row, rows, p.k, width, to.panels + i * width * p.k.length);

@@ -1,5 +1,5 @@
-// One product of two operands on the CPU, bit by bit as NUMERICS 7 asks: what gemm does once and grouped_gemm for each
-// group.
+// One product of two operands on the CPU, with the bits that NUMERICS 7 defines. gemm computes one, grouped_gemm one
+// for each group.
 #pragma once
 
 #include <algorithm>
@@ -9,13 +9,13 @@
 
 namespace diptych::cpu {
 
-// D [m, n] = alpha * A @ B.T + bias + beta * C. A is `m` rows of a larger operand, and D and C are as many of their
-// own: row i of all three is the i-th from `m0` on. Blocks of scales lie where they do in the whole operand.
+// D [m, n] = alpha * A @ B.T + bias + beta * C. The product takes rows m0 .. m0 + m - 1 of A, D and C, which may have
+// more. Blocks of scales are placed as in the whole operand.
 struct Product {
   Operand a, b;
   int64_t m0, m, n;
   Part k;
-  bool whole;     // one block: the scale waits for the epilogue
+  bool whole;     // one block: its scale is applied in the epilogue
   int64_t block;  // along k
   void* d;
   const void* c;     // read where beta is not 0
@@ -26,9 +26,10 @@ struct Product {
   int64_t work() const { return std::max<int64_t>(k.length, 1) * n * (m + 16); }
 };
 
-inline constexpr int64_t kThreadedWork = 1 << 21;  // of one product, or of several: from here on threads pay
+inline constexpr int64_t kThreadedWork = 1 << 21;  // for one product or several: from here on threads are worth waking
 
-// The operands, with their whole reduced axis, and how its blocks nest. An error names `op`.
+// Sets p's operands, reduced axis and blocks. Returns an error that names `op` if the blocks do not nest or an element
+// is not supported.
 Status plan(const char* op, const QuantizedView& a, const QuantizedView& b, Product& p);
 
 void multiply(const Product& p, bool threaded);

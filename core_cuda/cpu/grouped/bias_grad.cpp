@@ -1,4 +1,4 @@
-// grouped_bias_grad: the column sums of each group, every column in ascending row order, as bias_grad's.
+// grouped_bias_grad: the column sums of each group, each in ascending row order, as in bias_grad.
 #include <algorithm>
 #include <cstring>
 

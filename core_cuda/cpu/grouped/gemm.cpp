@@ -1,4 +1,4 @@
-// grouped_gemm: a product for each group. What is summed, and in which order, is what gemm does with the group alone.
+// grouped_gemm: a product for each group, with the same sums in the same order as gemm on the group alone.
 #include <vector>
 
 #include "cpu/base/run.h"
@@ -20,11 +20,11 @@ Status run(const GroupedGemmArgs& args) {
   all.d = args.d.data, all.c = args.c.data, all.d_type = args.d.dtype, all.bias_type = args.bias.dtype;
   all.alpha = args.alpha, all.beta = args.beta;
 
-  std::vector<Product> small;  // one thread each
+  std::vector<Product> small;  // products that one thread computes each
   int64_t work = 0;
   const auto add = [&](Product p) {
     if (p.m == 0 || p.n == 0) return;
-    if (p.k.length == 0) {  // +0, whatever alpha and amaxes are
+    if (p.k.length == 0) {  // an empty sum is +0, whatever alpha and the amaxes are
       p.alpha = 0.0f;
       p.a.amax = p.b.amax = nullptr;
       p.a.amax_each = p.b.amax_each = false;

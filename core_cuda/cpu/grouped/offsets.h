@@ -1,4 +1,4 @@
-// What the CPU asks of groups of rows, whose offsets it can read.
+// The CPU's check of group offsets, whose values it can read.
 #pragma once
 
 #include <string>

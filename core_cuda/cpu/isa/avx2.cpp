@@ -1,5 +1,5 @@
-// AVX2 with FMA and F16C; everything below the region's start is compiled for it, and run only where the processor has
-// it.
+// The kernels for AVX2 with FMA and F16C. All code between DIPTYCH_TARGET_BEGIN and DIPTYCH_TARGET_END is compiled for
+// them, and runs only on processors that have them.
 #include "cpu/isa/isa.h"
 
 #if defined(__x86_64__)

@@ -1,4 +1,4 @@
-// Any processor: four lanes, which GCC and Clang map onto SSE2 or NEON.
+// The kernels for any processor: four lanes, which GCC and Clang map to SSE2 or NEON.
 #define DIPTYCH_ISA generic
 #define DIPTYCH_LANES 4
 #include "cpu/isa/simd_gemm.h"

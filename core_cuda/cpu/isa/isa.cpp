@@ -1,4 +1,4 @@
-// Chooses the instruction set once, by asking the processor.
+// Chooses the best instruction set that the processor has, once.
 #include "cpu/isa/isa.h"
 
 #include <atomic>

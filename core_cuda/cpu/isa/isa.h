@@ -1,5 +1,5 @@
 // What an instruction set provides: the inner loops, all with identical bits, behind one table of functions.
-// They run inside an IeeeScope, know nothing of tensors, and never allocate.
+// They run inside an IeeeScope, take plain pointers, and never allocate.
 #pragma once
 
 #include <cstdint>
@@ -17,24 +17,24 @@ struct ScaleParams {
   float value_for_inf;  // NUMERICS 2
 };
 
-// Two-level formats: a block's scale is its amax times `up`, its values are divided by that times `down` (NUMERICS 5).
+// Two-level formats: a block's scale is its amax times `up`; its values are divided by scale times `down` (NUMERICS 5).
 struct Level {
   float up, down;
 };
 
-// Where stochastic rounding's bytes come from; block i of a run draws from counter first + i * step.
+// The random bytes of stochastic rounding: block i of a run draws from counter first + i * step.
 struct Draws {
   uint32_t key[2];
   uint64_t offset, first, step;
 };
 
-// One strip of an output row: r = alpha * acc + bias + beta * c, every operation rounded, one cast.
+// Finishes one strip of an output row: r = alpha * acc + bias + beta * c, every operation rounded, one cast.
 struct Epilogue {
   float alpha, beta;
   const float* amax;  // null: none; else column j's alpha is (alpha * amax[j]) * unit
   float unit;
   const float* bias;  // null: none
-  const float* sb;    // not null: acc is a partial sum over all of K and still takes its scale sa * sb
+  const float* sb;    // not null: acc covers all of K and is first multiplied by sa * sb
   float sa;
   const void* c;  // null: none
   void* d;
@@ -44,26 +44,27 @@ struct Epilogue {
 struct Kernels {
   const char* name;
 
-  // max over finite |x|, here and below; 0 where there is none
+  // max over finite |x|, 0 if there is none; so also in column_amax and segment_amax
   float (*amax)(DType, const void* x, int64_t n);
   void (*load)(DType, const void* x, int64_t n, float* out);
   // out[c] = max over rows of |x[., c]|
   void (*column_amax)(DType, const void* x, int64_t ld, int64_t rows, int64_t cols, float* out);
   // out[j] = max over x[j * segment ...] of |x|, the last segment ragged
   void (*segment_amax)(DType, const void* x, int64_t n, int64_t segment, float* out);
-  // one block's amax -> what its values are multiplied by, and what is stored: inv (divide) or code (e8m0_ceil)
+  // each block's amax -> the multiplier of its values, and the stored scale: inv (divide) or code (e8m0_ceil)
   void (*scales)(const ScaleParams&, const float* amax, int64_t n, float* multiplier, float* inv, uint8_t* code);
-  // element i goes with multiplier[i / width], scale_inv[i / width]. `bounded`: multipliers follow from the amaxes of
-  // what they multiply; else they are one, for all n, and anything
+  // element i is multiplied by multiplier[i / width] or scale_inv[i / width]. `bounded`: each multiplier was computed
+  // from the amax of its values; else there is one multiplier for all n, of any value
   void (*encode)(DType element, DType, const void* x, const float* multiplier, bool bounded, int64_t width, int64_t n,
                  uint8_t* out);
   void (*decode)(DType element, const uint8_t* q, const float* scale_inv, int64_t width, int64_t n, DType, void* out);
-  // two-level formats, in blocks of 16: each block's largest magnitude along a row of n, or down 16 rows; infinite or
-  // NaN if it has such an element
+  // two-level formats, in blocks of 16: the largest magnitude of each block, along a row of n or down 16 rows; infinite
+  // or NaN if the block has such an element
   void (*row_peaks)(DType, const void* x, int64_t n, float* out);
   void (*column_peaks)(DType, const void* x, int64_t ld, int64_t cols, float* out);
   void (*two_level_scales)(const Level&, const float* peaks, int64_t n, float* multiplier, uint8_t* code);
-  // one multiplier per block; draws null: round to nearest. Down 16 rows: column c's 16 elements to out[c * ld_out]
+  // one multiplier per block; draws null: rounds to nearest. encode_columns: the 16 elements of column c go to out[c *
+  // ld_out]
   void (*encode_rows)(DType, const void* x, const float* multiplier, int64_t n, const Draws*, uint8_t* out);
   void (*encode_columns)(DType, const void* x, int64_t ld, int64_t cols, const float* multiplier, const Draws*,
                          uint64_t* out, int64_t ld_out);
@@ -71,7 +72,7 @@ struct Kernels {
   void (*rotate)(const void* x, int64_t ld, int64_t cols, bool signs, float* out, int64_t ld_out);
   // n packed E2M1 elements -> E4M3 codes of the same values
   void (*unpack)(const uint8_t* src, int64_t n, uint8_t* dst);
-  // dst [rows, ld_dst] = src [rows, ld_src], asking for source rows before their turn
+  // dst [rows, ld_dst] = src [rows, ld_src], with prefetches of source rows
   void (*gather)(const char* src, int64_t ld_src, int64_t rows, int64_t bytes, char* dst, int64_t ld_dst);
   // dst [cols, rows] = src [rows, cols].T
   void (*transpose)(const uint8_t* src, int64_t ld_src, int64_t rows, int64_t cols, uint8_t* dst, int64_t ld_dst);
@@ -95,9 +96,9 @@ struct Kernels {
   void (*epilogue)(const Epilogue&, const float* acc, int64_t n);
 };
 
-const Kernels& kernels();  // of the set in use
+const Kernels& kernels();  // those of the instruction set in use
 
-const Kernels* avx512_kernels();  // null where the compiler cannot make them
+const Kernels* avx512_kernels();  // null on other processors than x86-64
 const Kernels* avx2_kernels();
 const Kernels* generic_kernels();
 

@@ -1,5 +1,5 @@
-// Vectors of DIPTYCH_LANES float32, written with the compiler's vector types; intrinsics only where those fall short.
-// Included by the isa_*.cpp files alone, inside their target region.
+// Vectors of DIPTYCH_LANES float32, written with the compiler's vector types, and with intrinsics only where those are
+// not enough. Included only by avx2.cpp, avx512.cpp and generic.cpp, inside their target region.
 #pragma once
 
 #include <utility>
@@ -18,11 +18,11 @@ using VI = int32_t __attribute__((vector_size(4 * kLanes)));
 using VH = uint16_t __attribute__((vector_size(2 * kLanes)));
 using VB = uint8_t __attribute__((vector_size(kLanes)));
 
-struct AllLanes {  // the count of a full vector, known when compiled
+struct AllLanes {  // the lane count of a full vector, a compile-time constant
   constexpr operator int64_t() const { return kLanes; }
 };
 
-// body(first, lanes) over [0, n): full vectors, then one partial one
+// Calls body(first, lanes) over [0, n): for full vectors, then for a partial one.
 template <class Body>
 DIPTYCH_INLINE void sweep(int64_t n, Body body) {
   int64_t i = 0;
@@ -37,10 +37,10 @@ DIPTYCH_INLINE V load_as(const void* p) {
   return v;
 }
 
-DIPTYCH_INLINE VF splat(float v) { return v - VF{}; }  // not + : -0 stays -0
+DIPTYCH_INLINE VF splat(float v) { return v - VF{}; }  // - and not +, so that -0 stays -0
 DIPTYCH_INLINE VF abs(VF x) { return bits_as<VF>(bits_as<VI>(x) & 0x7FFFFFFF); }
 
-// The even (odd) lanes of a, then those of b
+// Returns the even (odd) lanes of a, then those of b.
 template <int odd>
 DIPTYCH_INLINE VF every_other(VF a, VF b) {
   return [&]<int... i>(std::integer_sequence<int, i...>) DIPTYCH_LAMBDA {
@@ -117,12 +117,12 @@ DIPTYCH_INLINE float max_of_lanes(VF v) {
 }
 #endif
 
-// y, but NaN where x is infinite or NaN; -0 keeps its sign where y is x or its product with a factor (NUMERICS 1).
+// Returns y, but NaN where x is infinite or NaN. A y of -0 keeps its sign if y is x or x times a factor (NUMERICS 1).
 DIPTYCH_INLINE VF unless_infinite(VF x, VF y) { return fma(x, VF{}, y); }
-// The larger of |x| and m; an x that is infinite or NaN leaves m.
+// Returns the larger of |x| and m, or m where x is infinite or NaN.
 DIPTYCH_INLINE VF max_finite(VF x, VF m) { return max_abs_skip_nan(unless_infinite(x, x), m); }
 
-// Elements i .. i + lanes - 1 of an array of D as float32; absent lanes are zero.
+// Returns elements i .. i + lanes - 1 of an array of D as float32; the other lanes are zero.
 template <DType D>
 DIPTYCH_INLINE VF load(const void* base, int64_t i, AllLanes) {
   const char* p = static_cast<const char*>(base) + i * bytes(D);
@@ -158,7 +158,7 @@ DIPTYCH_INLINE VI load_bytes(const uint8_t* p, int64_t lanes) {
   return load_bytes(part, AllLanes{});
 }
 
-// f.template operator()<D>() for the one D among the high-precision types
+// Calls f.template operator()<D>() for the high-precision dtype D == d.
 template <class Fn>
 DIPTYCH_INLINE void with_dtype(DType d, Fn f) {
   if (d == DType::f32) {

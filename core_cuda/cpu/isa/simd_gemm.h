@@ -11,7 +11,7 @@
 namespace diptych::cpu {
 inline namespace DIPTYCH_ISA {
 
-// Accumulators must fit the registers beside one row of B and a broadcast of A.
+// The accumulators, one row of B and a broadcast element of A must fit the registers.
 constexpr int kRows = kLanes == 16 ? 12 : kLanes == 8 ? 6 : 4;
 constexpr int kVectors = 2;
 constexpr int kCols = kVectors * kLanes;
@@ -19,7 +19,7 @@ constexpr int kWidthA = (kRows + kLanes - 1) / kLanes * kLanes;
 
 inline void pack(DType element, const uint8_t* src, int64_t ld, bool k_major, int64_t outer, int64_t k, int width,
                  float* dst) {
-  constexpr int kMost = 32;  // of any panel's width
+  constexpr int kMost = 32;  // limit of a panel's width
   static_assert(kCols <= kMost && kWidthA <= kMost);
   with_element(element, [&]<class E>() DIPTYCH_LAMBDA {
     if (k_major) {
@@ -116,7 +116,7 @@ inline void tile_in_blocks(const float* a, const float* b, int64_t k, int64_t k_
   }
 }
 
-// f.template operator()<R>() for the smallest compiled R >= rows; rows past the operand are zeros
+// Calls f.template operator()<R>() for the smallest compiled R >= rows; rows past the operand are zeros.
 template <class Fn>
 DIPTYCH_INLINE void with_rows(int rows, Fn f) {
   if (rows <= 1) {

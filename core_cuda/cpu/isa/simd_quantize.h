@@ -38,7 +38,7 @@ DIPTYCH_INLINE VF max_of_each(VF (&m)[N]) {
   }
 }
 
-// As many segments at a time as a vector has lanes. Returns how many elements are done.
+// Takes as many segments at a time as a vector has lanes. Returns how many elements are done.
 template <DType D>
 DIPTYCH_INLINE int64_t whole_segments(const void* x, int64_t n, int64_t segment, float*& out) {
   int64_t i = 0;
@@ -61,7 +61,7 @@ DIPTYCH_INLINE void segment_amax_of(const void* x, int64_t n, int64_t segment, f
                  DIPTYCH_LAMBDA { store<DType::f32>(out, at, max_finite(load<D>(x, at, lanes), VF{}), lanes); });
     return;
   }
-  if (segment == 32) {  // a length known when compiled needs no loop
+  if (segment == 32) {  // a compile-time length needs no loop
     i = whole_segments<D>(x, n, 32, out);
   } else if (segment % kLanes == 0) {
     i = whole_segments<D>(x, n, segment, out);
@@ -131,8 +131,8 @@ inline void scales(const ScaleParams& p, const float* amax, int64_t n, float* mu
   }
 }
 
-// out = x * by, encoded, and NaN where x is infinite; `by` is one value or one per element. `bounded`: no product of a
-// finite x is infinite, so that the product tells.
+// out = encode(x * by), and NaN where x is infinite; `by` is one value or one per element. `bounded`: no product of a
+// finite x is infinite, so an infinite product implies an infinite x.
 template <class E, DType D, bool bounded, class By>
 DIPTYCH_INLINE void encode_run(const void* x, int64_t first, int64_t n, By by, uint8_t* out) {
   const auto encoded = [&](int64_t at, auto lanes) DIPTYCH_LAMBDA {
@@ -157,7 +157,7 @@ DIPTYCH_INLINE void decode_run(const uint8_t* q, int64_t first, int64_t n, By by
   });
 }
 
-// run(first, count, by) over [0, n), where element i goes with factor[i / width]
+// Calls run(first, count, by) over [0, n); `by` gives factor[i / width] for element i.
 template <class Run>
 DIPTYCH_INLINE void with_factors(const float* factor, int64_t width, int64_t n, Run run) {
   if (width >= 4 * kLanes) {
@@ -167,7 +167,8 @@ DIPTYCH_INLINE void with_factors(const float* factor, int64_t width, int64_t n, 
     }
     return;
   }
-  constexpr int64_t kPart = 1024;  // short blocks: one factor per element, a part of the row at a time
+  // Short blocks: factors are expanded to one per element, for a part of the row at a time.
+  constexpr int64_t kPart = 1024;
   alignas(64) float each[kPart + 4 * kLanes];
   const int64_t part = width == 1 ? n : kPart / width * width;
   for (int64_t i = 0; i < n; i += part) {
@@ -191,7 +192,7 @@ inline void encode_row(DType element, DType dtype, const void* x, const float* m
         with_factors(multiplier, width, n, [&](int64_t first, int64_t count, auto by) DIPTYCH_LAMBDA {
           encode_run<E, D, true>(x, first, count, by, out);
         });
-      } else {  // one factor for all, which somebody gave
+      } else {  // one factor for all elements, given by the caller
         const VF by = splat(*multiplier);
         encode_run<E, D, false>(x, 0, n, [&](int64_t, auto) DIPTYCH_LAMBDA { return by; }, out);
       }
@@ -242,7 +243,7 @@ inline void sum_rows(DType dtype, const void* const* rows, const float* by, int6
   });
 }
 
-// Rows that lie far apart give the hardware's prefetcher no stream to follow.
+// Copies rows with prefetches, because rows far apart give the hardware prefetcher no stream to follow.
 inline void gather(const char* src, int64_t ld_src, int64_t rows, int64_t bytes, char* dst, int64_t ld_dst) {
   constexpr int64_t kAhead = 4096;
   const int64_t ahead = (kAhead / bytes + 1) * ld_src;
@@ -287,7 +288,7 @@ DIPTYCH_INLINE void transpose_16(const uint8_t* src, int64_t ld_src, int64_t row
   for (int i = 0; i < 16; ++i) __builtin_memcpy(dst + i * ld_dst, &r[i], 16);
 }
 
-// 64 aligned bytes that go to memory without being read into a cache first; ordered by stream_end
+// Stores 64 aligned bytes to memory without reading them into a cache; stream_end orders the stores.
 DIPTYCH_INLINE void stream_line(uint8_t* dst, const uint8_t* src) {
 #if DIPTYCH_LANES == 16 && defined(__x86_64__)
   _mm512_stream_si512((__m512i*)dst, load_as<__m512i>(src));
@@ -303,11 +304,11 @@ DIPTYCH_INLINE void stream_end() {
 #endif
 }
 
-// Gathers long runs of each destination row before writing it: destination rows may all compete for the same few lines
-// of the cache, and are asked for early.
+// Gathers long runs of each destination row before writing it, because destination rows may all map to the same few
+// cache lines; prefetches destination rows early.
 inline void transpose(const uint8_t* src, int64_t ld_src, int64_t rows, int64_t cols, uint8_t* dst, int64_t ld_dst) {
   constexpr int64_t kRun = 256;
-  constexpr int64_t kFar = 4096;  // bytes between the rows of a matrix too large to be still in a cache when read
+  constexpr int64_t kFar = 4096;  // row pitch in bytes of a matrix that is too large to be in a cache when it is read
   const bool stream = ld_dst >= kFar && rows < ld_dst && (reinterpret_cast<uintptr_t>(dst) | ld_dst) % 64 == 0;
   alignas(64) uint8_t run[16][kRun];
   for (int64_t r = 0; r < rows; r += kRun) {

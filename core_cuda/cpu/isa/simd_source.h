@@ -1,6 +1,6 @@
 // The inner loops of norms and activations for one instruction set. No fused multiply-add: every operation rounds, so
 // that all sets agree.
-// Included by the isa_*.cpp files alone, inside their target region.
+// Included only by avx2.cpp, avx512.cpp and generic.cpp, inside their target region.
 #pragma once
 
 #include "cpu/isa/simd.h"
@@ -9,7 +9,7 @@
 namespace diptych::cpu {
 inline namespace DIPTYCH_ISA {
 
-// Element i of a sum goes to partial sum i % kSums; those meet pairwise.
+// Element i of a sum is added to partial sum i % kSums; the partial sums are added pairwise.
 constexpr int kSums = 32;
 
 DIPTYCH_INLINE VF first_lanes(VF v, AllLanes) { return v; }
@@ -19,7 +19,7 @@ DIPTYCH_INLINE VF first_lanes(VF v, int64_t lanes) {
   return out;
 }
 
-// Sum of term(i, lanes) over [0, n)
+// Returns the sum of term(i, lanes) over [0, n).
 template <class Term>
 DIPTYCH_INLINE float sum_of(int64_t n, Term term) {
   constexpr int kVectors = kSums / kLanes;
@@ -91,7 +91,7 @@ inline void norm_grad(const NormRow& row, bool centered, const float* dy, const 
 DIPTYCH_INLINE VF exp_of_negative(VF v) {
   constexpr float kLeast = -104.0f;  // its exponential is less than half the smallest subnormal
   constexpr float kLog2e = 0x1.715476p+0f, kLn2High = 0x1.63p-1f, kLn2Low = -0x1.bd0106p-13f;
-  constexpr float kWhole = 0x1.8p+23f;  // added, it rounds to integers
+  constexpr float kWhole = 0x1.8p+23f;  // adding it rounds to integers
   v = v < kLeast ? splat(kLeast) : v;
   const VF shifted = v * kLog2e + kWhole, n = shifted - kWhole;
   const VF r = (v - n * kLn2High) - n * kLn2Low;  // the first product and difference are exact
@@ -114,12 +114,12 @@ DIPTYCH_INLINE Sigmoid sigmoid(VF z) {
   return {up ? large : small, up ? small : large};
 }
 
-// value and slope of each activation; a NaN stays one
+// The value and slope (derivative) of each activation; NaN gives NaN.
 struct Gelu {
   static constexpr float kLine = 0x1.988454p+0f, kCube = 0x1.2444f2p-4f;  // 2 sqrt(2 / pi), and 0.044715 times that
   DIPTYCH_INLINE static VF value(VF x) { return x * sigmoid(x * (x * x * kCube + kLine)).s; }
   DIPTYCH_INLINE static VF slope(VF x) {
-    constexpr float kFlat = 256.0f;  // of x^2: from there on, s or 1 - s is 0; bounded, that times it is 0 too
+    constexpr float kFlat = 256.0f;  // bound of x^2: beyond it s or 1 - s is 0, and so is its product with the bound
     const VF square = x * x;
     const Sigmoid g = sigmoid(x * (square * kCube + kLine));
     const VF near = square > kFlat ? splat(kFlat) : square;

@@ -10,7 +10,7 @@ inline namespace DIPTYCH_ISA {
 
 constexpr int kBlock = 16, kBlockVectors = kBlock / kLanes;
 
-// Magnitudes compare as integers, where infinity and NaN are larger than any number: a peak shows them.
+// Magnitudes are compared as integers, in which infinity and NaN are larger than any number, so a peak shows them.
 DIPTYCH_INLINE VI larger(VI a, VI b) { return a > b ? a : b; }
 template <DType D>
 DIPTYCH_INLINE VI magnitude(const void* x, int64_t i, auto lanes) {
@@ -144,7 +144,7 @@ DIPTYCH_INLINE void encode_down(const void* x, int64_t ld, int64_t cols, const f
     const VF by = load<DType::f32>(multiplier, c, AllLanes{});
     VU random[4];
     if constexpr (drawn) draw(*draws, draws->first + c * draws->step, random);
-    VI word[2] = {};  // of each column: eight codes
+    VI word[2] = {};  // eight codes of each column
     for (int r = 0; r < kBlock; ++r) {
       const VF v = load<D>(x, r * ld + c, AllLanes{}) * by;
       VI code;

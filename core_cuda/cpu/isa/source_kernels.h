@@ -1,5 +1,5 @@
-// What an instruction set provides for norms and activations: loops over float32 rows, all with identical bits.
-// Outputs may be inputs. They run inside an IeeeScope and never allocate.
+// What an instruction set provides for norms and activations: loops over float32 rows, all with identical bits. An
+// output may be one of the inputs. They run inside an IeeeScope and never allocate.
 #pragma once
 
 #include <cstdint>
@@ -15,16 +15,16 @@ struct NormRow {
 };
 
 struct FusedKernels {
-  // sums in an order that n alone decides: of x, of (x - mu)^2
+  // sums of x and of (x - mu)^2, in an order that n alone fixes
   float (*sum)(const float* x, int64_t n);
   float (*squares)(const float* x, float mu, int64_t n);
   // g[i] = 1 + g[i]
   void (*add_one)(float* g, int64_t n);
   void (*normalize)(const NormRow&, const float* x, int64_t n, float* y);
-  // `centered`: less mean(h). Then dgamma[i] += dy * xhat, and dbeta[i] += dy where it is not null.
+  // dx; `centered`: subtracts mean(h). Also dgamma[i] += dy * xhat, and dbeta[i] += dy if dbeta is not null.
   void (*norm_grad)(const NormRow&, bool centered, const float* dy, const float* x, int64_t n, float* dx, float* dgamma,
                     float* dbeta);
-  // b null: not gated
+  // b: the gate, or null
   void (*activation)(Activation, const float* a, const float* b, int64_t n, float* y);
   void (*activation_grad)(Activation, const float* dy, const float* a, const float* b, int64_t n, float* da, float* db);
 };

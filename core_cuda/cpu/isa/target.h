@@ -1,5 +1,5 @@
-// A region compiled for more than the baseline instruction set. Standard headers are included before it: their inline
-// functions must not be compiled for a processor that may be absent.
+// A region that is compiled for more than the baseline instruction set. Include standard headers before it: their
+// inline functions must not be compiled for instructions that the processor may lack.
 #pragma once
 
 #define DIPTYCH_PRAGMA(x) _Pragma(#x)

@@ -19,7 +19,7 @@ Status run(const NormArgs& a) {
   const int64_t m = a.x.rows(), k = a.x.cols();
   const std::vector<float> g = gamma_of(simd, a.gamma, a.zero_centered_gamma), beta = as_floats(simd, a.beta);
   const float count = static_cast<float>(std::max<int64_t>(k, 1));
-  const int64_t rows = std::max<int64_t>(1, kThreadedElements / 4 / std::max<int64_t>(k, 1));  // of a task
+  const int64_t rows = std::max<int64_t>(1, kThreadedElements / 4 / std::max<int64_t>(k, 1));  // rows of a task
   for_tasks(ceil_div(m, rows), m * k >= kThreadedElements, [&](int64_t task) {
     float* x = scratch(Slot::tile).get<float>(k);
     for (int64_t r = task * rows; r < std::min(m, (task + 1) * rows); ++r) {
@@ -36,7 +36,7 @@ Status run(const NormArgs& a) {
   return {};
 }
 
-// A task takes a chunk of rows, which is also what is summed before chunks meet.
+// A task takes a chunk of rows (kSumChunk) and sums it; then the chunks' sums are added.
 Status run(const NormGradArgs& a) {
   const Kernels& simd = kernels();
   const int64_t m = a.x.rows(), k = a.x.cols(), chunks = ceil_div(m, kSumChunk);

@@ -1,4 +1,4 @@
-// What a map says of its destination: the last slot that names each row.
+// invert_map: finds for each row the last entry of the map that holds it.
 #include <algorithm>
 #include <atomic>
 

@@ -1,4 +1,4 @@
-// The maps between token order and expert order: a stable counting sort, chunk by chunk.
+// permute_map and chunk_map. permute_map is a stable counting sort, chunk by chunk.
 #include <algorithm>
 #include <cstring>
 #include <vector>
@@ -9,13 +9,13 @@
 namespace diptych::cpu {
 namespace {
 
-// Calls put(item, slot within a mask's row or 0, expert) for each entry of items [first, last) that names an expert.
+// Calls put(entry, expert) for each entry of the mask's rows [first, last) that is not 0.
 template <typename Put>
 void each_mask_entry(const uint8_t* mask, int64_t experts, int64_t first, int64_t last, Put put) {
   for (int64_t t = first; t < last; ++t) {
     const uint8_t* line = mask + t * experts;
     for (int64_t e = 0; e < experts; e += 8) {
-      uint64_t eight = 0;  // most are empty
+      uint64_t eight = 0;  // eight entries at a time, most of which are all 0
       const int64_t n = std::min<int64_t>(8, experts - e);
       std::memcpy(&eight, line + e, n);
       if (eight == 0) continue;
@@ -54,7 +54,7 @@ Status permute_map(const PermuteMapArgs& a, const Execution&) {
     constexpr int64_t kChunk = 1 << 12;
     const int64_t chunks = ceil_div(items, kChunk);
     const bool threaded = entries >= kThreadedElements;
-    std::vector<int32_t> next(chunks * experts);  // of each chunk: how many go to an expert, then where the first goes
+    std::vector<int32_t> next(chunks * experts);  // of each chunk and expert: how many rows, then the first one's row
     for_tasks(chunks, threaded, [&](int64_t c) {
       int32_t* count = &next[c * experts];
       each_entry(a, experts, c * kChunk, std::min(items, (c + 1) * kChunk), [&](int64_t, int64_t e) { ++count[e]; });

@@ -1,4 +1,4 @@
-// Rows moved as bytes by a map: each token's row is read once and written to its destinations.
+// permute and permute_columns: moves rows as bytes. Each token's row is read once and written to its destinations.
 #include "cpu/permute/permute.h"
 
 #include <algorithm>
@@ -14,11 +14,11 @@
 namespace diptych::cpu {
 namespace {
 
-constexpr int64_t kTaskBytes = 1 << 18;      // written by one task
-constexpr int64_t kStreamedBytes = 8 << 20;  // a result of more does not stay in a cache until it is read
+constexpr int64_t kTaskBytes = 1 << 18;      // bytes that one task writes
+constexpr int64_t kStreamedBytes = 8 << 20;  // a larger result does not stay in a cache until it is read
 constexpr int64_t kStreamedRow = 256;
 
-// Past the caches, which would else read what is about to be overwritten
+// Stores past the caches, which would otherwise read the memory that is about to be overwritten.
 void stream(char* to, const char* from, int64_t n) {
 #if defined(__x86_64__)
   const int64_t head = std::min<int64_t>(n, -reinterpret_cast<uintptr_t>(to) % 16);
@@ -33,7 +33,7 @@ void stream(char* to, const char* from, int64_t n) {
 #endif
 }
 
-// What was streamed is in memory before another thread is told that it is there.
+// Makes streamed stores visible before another thread is told that they are done.
 void stream_end() {
 #if defined(__x86_64__)
   _mm_sfence();
@@ -54,11 +54,11 @@ struct Rows {
   const char* in;
   char* out;
   int64_t bytes;
-  std::vector<char> absent;  // such a row
+  std::vector<char> absent;  // the bytes of an absent row
   bool streamed;
 };
 
-// Probability i, of `size` bytes, is +0 or -0.
+// Returns whether probability i, of `size` bytes, is +0 or -0.
 bool is_zero(const char* probs, int64_t i, int64_t size) {
   uint64_t bits = 0;
   std::memcpy(&bits, probs + i * size, size);
@@ -100,7 +100,7 @@ Status permute(const PermuteArgs& a, const Execution&) {
     const int64_t row_step = std::max<int64_t>(64, kTaskBytes / std::max<int64_t>(1, row_bytes));
     for_tasks(ceil_div(rows, row_step), threaded, [&](int64_t task) {
       for (int64_t r = task * row_step, last = std::min(rows, r + row_step); r < last; ++r) {
-        const int64_t entry = row_source[r];  // an entry that the map does not confirm leaves its row absent
+        const int64_t entry = row_source[r];  // if the map has another row at this entry, the row is absent
         if (entry >= 0 && entry < tokens * slots && map[entry] == r) continue;
         for (const Rows& p : planes) p.put(r, p.absent.data());
         if (prob_size) std::memset(permuted_probs + r * prob_size, 0, prob_size);
@@ -114,7 +114,7 @@ Status permute(const PermuteArgs& a, const Execution&) {
 Status permute_columns(const PermuteColumnsArgs& a, const Execution&) {
   return guarded("permute_columns", [&] {
     const int64_t height = a.in.rows(), tokens = a.in.cols(), rows = a.row_source.numel();
-    if (height == 0 || rows == 0) return Status();  // the other extent may be any
+    if (height == 0 || rows == 0) return Status();  // the other extent may be huge
     std::vector<int32_t> from(rows);
     for (int64_t r = 0; r < rows; ++r) {
       const int32_t entry = a.row_source.as<const int32_t>()[r];

@@ -1,4 +1,4 @@
-// What permute's kernels share: the destinations of one token.
+// The destinations of one token, for permute's kernels.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@ struct Destination {
   int32_t row, slot;
 };
 
-// The rows that exist among a token's slots, ascending.
+// Lists the rows of a token's slots in ascending order.
 inline void destinations(const int32_t* map, int64_t slots, int64_t rows, std::vector<Destination>& out) {
   out.clear();
   for (int64_t s = 0; s < slots; ++s)

@@ -1,4 +1,5 @@
-// Sums over a token's rows, and their gradients. float64 rows are summed in float64, all others in float32.
+// unpermute and unpermute_grad: sums over a token's rows, and their gradients. float64 rows are summed in float64, all
+// others in float32.
 #include <algorithm>
 #include <cstring>
 #include <type_traits>
@@ -15,11 +16,11 @@ namespace {
 constexpr int64_t kStrip = 1024;  // elements; sums and a row's part stay in the first-level cache
 constexpr int kLanes = 16;        // interleaved sums of a dot product
 
-// Numbers of one tensor as A, float or double
+// Reads the numbers of a tensor as A, float or double.
 template <typename A>
 struct Reader {
   explicit Reader(const TensorView& t) : data(t.as<const char>()), dtype(t.dtype), size(bytes(t.dtype)) {}
-  // n of them from i on: where they lie, or read into `to`
+  // Returns n numbers from i on: in place if they are A, else converted into `to`.
   const A* operator()(int64_t i, int64_t n, A* to) const {
     const char* from = data + i * size;
     if constexpr (std::is_same_v<A, float>) {
@@ -59,16 +60,16 @@ void write(const TensorView& t, int64_t i, int64_t n, const A* from) {
   }
 }
 
-// Calls body(first token, last token) in tasks
+// Calls body(first token, end token) in tasks.
 template <typename Body>
 void for_tokens(int64_t tokens, int64_t work, Body body) {
-  if (work == 0) return;  // nothing is written, however many tokens there are
+  if (work == 0) return;  // nothing is written, however many tokens there are: do not loop over them
   const int64_t step = std::max<int64_t>(1, (kThreadedElements * tokens) / std::max<int64_t>(1, work));
   for_tasks(ceil_div(tokens, step), work >= kThreadedElements,
             [&](int64_t task) { body(task * step, std::min(tokens, (task + 1) * step)); });
 }
 
-// y[t], of so many rows and their factors
+// Computes y[t] from a token's rows and their factors.
 void sum_rows(const UnpermuteArgs& a, int64_t t, const std::vector<const void*>& rows, const std::vector<float>& by) {
   const int64_t width = a.x.cols();
   kernels().sum_rows(a.x.dtype, rows.data(), by.data(), static_cast<int64_t>(rows.size()), width,

@@ -1,4 +1,4 @@
-// Amaxes of a tensor, of its rows and of the rotated tensor.
+// Amaxes of a tensor, of its rows and of the Hadamard-rotated tensor.
 #include "cpu/quantize/amax.h"
 
 #include <algorithm>
@@ -26,7 +26,7 @@ float amax_of(const TensorView& x) {
   return *std::max_element(part.begin(), part.end());
 }
 
-// Of the rows that are used; each is read once, however often it is.
+// Returns the amax of the rows that are used. Each row is read once, however often it is used.
 float amax_of_rows(const TensorView& x, const std::vector<char>& used) {
   const Kernels& simd = kernels();
   const int64_t rows = x.rows(), k = x.cols(), step = std::max<int64_t>(1, kThreadedElements / std::max<int64_t>(1, k));
@@ -97,7 +97,7 @@ void banded_amaxes(const Input& in, int32_t flags, float* out, float* columnwise
 }  // namespace
 
 void amaxes_of(const Input& in, int32_t flags, float* out, float* columnwise_out) {
-  if (in.m == 0 || in.k == 0) {  // the other extent may be any
+  if (in.m == 0 || in.k == 0) {  // the other extent may be huge
     if (out) std::fill_n(out, flags & kRowAmax ? in.m : 1, 0.0f);
     if (columnwise_out) *columnwise_out = 0.0f;
     return;

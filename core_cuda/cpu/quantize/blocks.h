@@ -1,5 +1,5 @@
-// One copy of a quantized [m, k] tensor as quantize and dequantize see it: a grid of blocks over the tensor itself,
-// whatever the orientation of the copy's storage. All of it follows from the format's row.
+// One copy of a quantized [m, k] tensor as a grid of blocks over the tensor, whichever orientation the copy is stored
+// in. The format's row determines all of it.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 namespace diptych::cpu {
 
 struct BlockedCopy {
-  int64_t rows, cols;      // block size in the tensor's orientation; the whole tensor where the scale is one
+  int64_t rows, cols;      // block size in the tensor's orientation; per tensor: the whole tensor
   bool transposed;         // data is [k, m]
   int64_t step_i, step_j;  // the scale of block (i, j) lies at i * step_i + j * step_j
   uint8_t* data;
@@ -35,14 +35,14 @@ inline BlockedCopy blocked_copy(const FormatRow& f, const QuantizedView& q, int6
   return c;
 }
 
-// Element `at` of stored block scales
+// Returns element `at` of the stored block scales as float32.
 inline float block_scale(DType dtype, const void* scale_inv, int64_t at) {
   if (dtype == DType::f32) return static_cast<const float*>(scale_inv)[at];
   const uint8_t code = static_cast<const uint8_t*>(scale_inv)[at];
   return dtype == DType::e4m3 ? decode<E4M3, float>(int32_t{code}) : from_e8m0(code);
 }
 
-// What the tensor amaxes of so many two-level operands are multiplied by: 2688 is E4M3's maximum times E2M1's
+// kAmaxUnit[n]: the factor of the amaxes of n two-level operands; 2688 is E4M3's maximum times E2M1's.
 inline constexpr float kAmaxUnit[] = {1.0f, static_cast<float>(1.0 / 2688), static_cast<float>(1.0 / (2688 * 2688))};
 
 }  // namespace diptych::cpu

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-// Every instruction set compiles its own copy of what follows, so that the linker cannot swap one set's for another's.
+// Every instruction set compiles its own copy of this file, so that the linker cannot use one set's code for another.
 #ifndef DIPTYCH_ISA
 #define DIPTYCH_ISA baseline
 #define DIPTYCH_LANES 1
@@ -47,7 +47,8 @@ struct E2M1 {  // no NaN, no inf
   static constexpr int32_t kMaxBits = 0x40C00000;  // 6
 };
 
-// The low `bits` of code below the sign of u; all of them set, and no sign, where |u| is above `largest`, as bits
+// Returns the low `bits` of code with the sign of u above them. Where |u| is above `largest` (both as bits), returns
+// all `bits` set and no sign.
 template <int bits, int32_t largest, class I>
 DIPTYCH_INLINE I finish_code(I code, I u, I magnitude) {
   constexpr int kLow = (1 << bits) - 1;

@@ -1,5 +1,5 @@
-// dequantize: float32(q) * scale_inv, rounded once, then one cast, in the tensor's own orientation from either copy.
-// A two-level scale_inv is (float32(s8) * amax) * float32(1 / 2688).
+// dequantize: float32(q) * scale_inv, rounded once, then one cast, in the tensor's orientation from either copy. A
+// two-level scale_inv is (float32(s8) * amax) * float32(1 / 2688).
 #include <algorithm>
 #include <string>
 
@@ -28,7 +28,7 @@ Status run(const DequantizeArgs& args) {
   if (m == 0 || k == 0) return Status();
   const BlockedCopy copy = blocked_copy(f, args.q, m, k);
   const float* amax = two_level ? args.q.amax.as<const float>() : nullptr;
-  const int64_t amax_step = two_level && args.q.amax.numel() != 1;  // 1: one amax for each row
+  const int64_t amax_step = two_level && args.q.amax.numel() != 1;  // 1: there is one amax for each row
 
   // Tiles start where blocks start.
   const int64_t wide = std::max<int64_t>(copy.cols, (copy.transposed ? 256 : 4096) / copy.cols * copy.cols);

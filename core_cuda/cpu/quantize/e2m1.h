@@ -1,5 +1,5 @@
 // Reading E2M1. Every E2M1 value is an E4M3 value too, so that unpacked payloads go through the kernels of E4M3.
-// Included by the isa_*.cpp files alone, inside their target region.
+// Included only by avx2.cpp, avx512.cpp and generic.cpp, inside their target region.
 #pragma once
 
 #include "cpu/isa/simd.h"
@@ -16,7 +16,7 @@ DIPTYCH_INLINE NibbleBytes e4m3_of_e2m1(NibbleBytes code) {
   return (a > 1 ? (a << 2) + 0x30 : half) | ((code & 8) << 4);
 }
 
-// Elements 0 .. n - 1, two a byte and the even one in the low nibble, as E4M3 codes; n is even
+// Unpacks elements 0 .. n - 1, two in a byte with the even one in the low nibble, to E4M3 codes; n is even.
 inline void unpack(const uint8_t* src, int64_t n, uint8_t* dst) {
   const auto run = [&](int64_t count) DIPTYCH_LAMBDA {
     NibbleBytes packed{};

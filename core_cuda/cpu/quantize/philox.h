@@ -1,5 +1,5 @@
 // Philox4x32-10 over lanes: the random bytes of stochastic rounding (NUMERICS 5).
-// Included by the isa_*.cpp files alone, inside their target region.
+// Included only by avx2.cpp, avx512.cpp and generic.cpp, inside their target region.
 #pragma once
 
 #include "cpu/isa/isa.h"
@@ -11,7 +11,7 @@ inline namespace DIPTYCH_ISA {
 using VU = uint32_t __attribute__((vector_size(4 * kLanes)));
 using VL = uint64_t __attribute__((vector_size(4 * kLanes)));
 
-// The low halves of a, times b
+// Returns the low 32 bits of each 64-bit lane of a, times b.
 DIPTYCH_INLINE VL multiply_even(VL a, uint32_t b) {
 #if DIPTYCH_LANES == 16 && defined(__x86_64__)
   return (VL)_mm512_mul_epu32((__m512i)a, _mm512_set1_epi64(b));
@@ -28,7 +28,7 @@ DIPTYCH_INLINE void multiply(VU a, uint32_t b, VU& high, VU& low) {
   low = (VU)((even & 0xFFFFFFFF) | (odd << 32));
 }
 
-// Lane i of w[0..3]: the four words of block first + i * step
+// Draws the four words of block first + i * step into lane i of w[0..3].
 DIPTYCH_INLINE void draw(const Draws& d, uint64_t first, VU (&w)[4]) {
   VU c0, c1;
   for (int i = 0; i < kLanes; ++i, first += d.step) {
@@ -52,7 +52,7 @@ DIPTYCH_INLINE void draw(const Draws& d, uint64_t first, VU (&w)[4]) {
   w[3] = c3;
 }
 
-// One half of a and b interleaved
+// Returns the lower (upper) halves of a and b interleaved.
 template <int upper>
 DIPTYCH_INLINE VU zip(VU a, VU b) {
   return [&]<int... i>(std::integer_sequence<int, i...>) DIPTYCH_LAMBDA {
@@ -60,7 +60,7 @@ DIPTYCH_INLINE VU zip(VU a, VU b) {
   }(std::make_integer_sequence<int, kLanes>{});
 }
 
-// The same as bytes in the order of their elements: 16 for each of kLanes blocks
+// Draws bytes in the order of the elements that they round: 16 for each of kLanes blocks.
 DIPTYCH_INLINE void draw_bytes(const Draws& d, uint64_t first, uint8_t* out) {
   VU w[4];
   draw(d, first, w);

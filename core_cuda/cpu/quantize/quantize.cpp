@@ -1,7 +1,7 @@
-// quantize: any row of the format table, either or both copies (NUMERICS 2-4).
+// quantize for all formats but two-level ones, either or both copies (NUMERICS 2-4).
 //
-// The tensor is cut into tiles that hold whole blocks of every copy and stay in cache between the pass that takes each
-// block's amax and the pass that writes its payload: memory is read once.
+// The tensor is divided into tiles that hold whole blocks of every copy. A tile stays in cache between the pass that
+// computes each block's amax and the pass that writes its payload, so that memory is read once.
 #include <algorithm>
 #include <cstring>
 #include <initializer_list>
@@ -19,12 +19,12 @@
 namespace diptych::cpu {
 namespace {
 
-constexpr int64_t kTileElements = 1 << 17;  // of the second-level cache
-constexpr int64_t kNearElements = 1 << 12;  // of the first-level cache
+constexpr int64_t kTileElements = 1 << 17;  // a tile stays in the second-level cache
+constexpr int64_t kNearElements = 1 << 12;  // they stay in the first-level cache
 
-// A copy whose scales may each be stored in several places: those of square blocks repeat along one axis.
+// A copy whose scales may be stored in several places each: the scale of a square block repeats along one axis.
 struct Copy : BlockedCopy {
-  int64_t repeat_i = 1, repeat_j = 1;  // block (i, j) begins at scale (i * repeat_i, j * repeat_j)
+  int64_t repeat_i = 1, repeat_j = 1;  // block (i, j) has its first scale at (i * repeat_i, j * repeat_j)
 
   int64_t scale_at(int64_t i, int64_t j) const { return i * repeat_i * step_i + j * repeat_j * step_j; }
 };
@@ -44,12 +44,12 @@ struct Plan {
 
 struct Tile {
   int64_t r0, c0, rows, cols;
-  const char* x;  // its first element, where the passes over it read: the tensor or a copy in cache
+  const char* x;  // the tile's first element, in the tensor or in a staged copy
   int64_t ld;
-  float* amax;  // raised to the tile's on the way; null: not wanted
+  float* amax;  // raised to the tile's amax; null: not wanted
 };
 
-// The scale of block (i, j), wherever it is stored
+// Stores the scale of block (i, j) in all of its places.
 template <class T>
 void put_scale(const Plan& p, const Copy& c, int64_t i, int64_t j, T value) {
   const int64_t down = c.repeat_i > 1 ? std::min(c.repeat_i, p.m - i * c.rows) : 1;
@@ -59,7 +59,7 @@ void put_scale(const Plan& p, const Copy& c, int64_t i, int64_t j, T value) {
     for (int64_t b = 0; b < across; ++b) out[a * c.step_i + b * c.step_j] = value;
 }
 
-// Rows of blocks from block (i, j) on
+// Stores the scales of rows of blocks from block (i, j) on.
 template <class T>
 void put_scales(const Plan& p, const Copy& c, int64_t i, int64_t j, int64_t blocks, const T* values, int64_t total) {
   const bool spread = c.repeat_i * c.repeat_j > 1;
@@ -70,7 +70,7 @@ void put_scales(const Plan& p, const Copy& c, int64_t i, int64_t j, int64_t bloc
   }
 }
 
-// Scales of `count` rows of blocks from row r of the tile on: stored, and returned as one multiplier per block.
+// Computes and stores the scales of `count` rows of blocks from row r of the tile on; returns one multiplier per block.
 const float* block_scales(const Plan& p, const Copy& copy, const Tile& t, int64_t r, int64_t count) {
   const int64_t blocks = ceil_div(t.cols, copy.cols), total = count * blocks;
   const int64_t room = ceil_div(std::max(total, t.cols), 16) * 16;
@@ -93,12 +93,12 @@ const float* block_scales(const Plan& p, const Copy& copy, const Tile& t, int64_
   return by;
 }
 
-// Short runs of far apart rows are no stream that the hardware's prefetcher could follow.
+// Prefetches for writing, because short runs in rows far apart are no stream that the hardware prefetcher follows.
 void prefetch_write(const uint8_t* p, int64_t bytes) {
   for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(p + b, 1, 2);
 }
 
-// Payload of the tile in the tensor's orientation; scales on the way.
+// Writes the payload of the tile in the tensor's orientation, and the scales.
 void encode_tile(const Plan& p, const Copy& copy, const Tile& t, uint8_t* out, int64_t ld) {
   const int64_t size = bytes(p.in.dtype);
   const bool strided = ld == p.k && t.cols < p.k;
@@ -124,7 +124,7 @@ void encode_tile(const Plan& p, const Copy& copy, const Tile& t, uint8_t* out, i
   }
 }
 
-// The scales of a copy whose blocks cover the same elements as those of a copy that is already written.
+// Copies the tile's scales from a copy that is already written to one whose blocks cover the same elements.
 void copy_scales(const Plan& p, const Copy& from, const Copy& to, const Tile& t) {
   if (p.format.per_tensor()) return;
   for (int64_t i = t.r0 / from.rows; i < ceil_div(t.r0 + t.rows, from.rows); ++i)
@@ -135,10 +135,10 @@ void copy_scales(const Plan& p, const Copy& from, const Copy& to, const Tile& t)
     }
 }
 
-// Bytes from one row of a staged tile to the next: an odd number of cache lines, so that columns use every set.
+// Returns the row pitch of a staged tile in bytes: an odd number of cache lines, so that columns use every cache set.
 int64_t padded(int64_t bytes) { return (ceil_div(bytes, 64) | 1) * 64; }
 
-// A copy of the tile's input without the gaps of its rows, which can map a whole tile onto a few cache lines.
+// Copies the tile's input to scratch, because the gaps between its rows can map a whole tile to a few cache sets.
 void stage_input(const Plan& p, Tile& t) {
   const int64_t size = bytes(p.in.dtype), ld = padded(t.cols * size) / size;
   char* to = scratch(Slot::tile).get<char>(t.rows * ld * size);
@@ -209,7 +209,7 @@ Copy copy_of(const FormatRow& f, const QuantizedView& q, int64_t m, int64_t k, b
   return c;
 }
 
-// The scale of all elements, given or from their amax; returns what is stored for every copy.
+// Sets the scale of a per-tensor format, given or computed from the amax, and stores it for every copy.
 void tensor_scale(const QuantizeArgs& args, Plan& p, std::initializer_list<const Copy*> copies) {
   float inv;
   uint8_t code = 0;
@@ -256,12 +256,12 @@ Status run(const QuantizeArgs& args) {
   if (f.per_tensor()) {
     tensor_scale(args, p, {rowwise, columnwise});
     p.bounded = !args.scale.given() && args.amax_mode == AmaxMode::compute;
-    if (!p.any_transposed && !in.staged) {  // rows mean nothing: one long one has no ragged ends
+    if (!p.any_transposed && !in.staged) {  // rows do not matter here, and one long row has no ragged ends
       p.k *= p.m;
       p.m = 1;
     }
   }
-  // Beside a given scale, the amax is taken on the way: nothing waits for it.
+  // With a given scale, the amax is computed while tiles are encoded, since the scale does not depend on it.
   float* amax = args.scale.given() ? args.amax.as<float>() : nullptr;
   if (amax && args.amax_mode == AmaxMode::compute) *amax = 0.0f;
   if (p.m == 0 || p.k == 0) return Status();
@@ -270,7 +270,7 @@ Status run(const QuantizeArgs& args) {
   const int64_t across = ceil_div(p.k, p.tile_cols), down = ceil_div(p.m, p.tile_rows), tiles = across * down;
   const auto tile = [&](int64_t i) {
     if (f.per_tensor()) i = tiles - 1 - i;  // backwards: what the amax pass read last is still in cache
-    // Down the columns where a transposed copy is written: its rows grow from tile to tile, cache lines unbroken.
+    // With a transposed copy, tiles run down the columns, so that the copy's rows are written in whole cache lines.
     const int64_t r0 = (p.any_transposed ? i % down : i / across) * p.tile_rows;
     const int64_t c0 = (p.any_transposed ? i / down : i % across) * p.tile_cols;
     return Tile{r0,

@@ -1,8 +1,8 @@
 // quantize for two-level formats: 4-bit elements, an E4M3 scale for 16 of them, an amax for the tensor (NUMERICS 5).
 //
-// A rowwise copy alone is one long row. Otherwise tiles are worked off in bands of 16 rows, which hold whole blocks of
-// either copy and whole Hadamard transforms; the columnwise payload of a tile gathers in cache until its rows are long
-// enough to be written.
+// A rowwise copy alone is encoded as one long row. Otherwise tiles are encoded in bands of 16 rows, which hold whole
+// blocks of either copy and whole Hadamard transforms; the columnwise payload of a tile is collected in cache until its
+// rows are long enough to be written.
 #include <algorithm>
 #include <cstring>
 #include <string>
@@ -18,7 +18,7 @@ namespace {
 
 constexpr int64_t kBlock = 16;
 constexpr int64_t kTile = 256;              // rows and columns of a tile
-constexpr int64_t kNearElements = 1 << 12;  // of the first-level cache
+constexpr int64_t kNearElements = 1 << 12;  // they stay in the first-level cache
 
 Level level_of(float amax) {
   constexpr float kMax = row(DType::f32).max;
@@ -28,7 +28,7 @@ Level level_of(float amax) {
   return {scale * (1.0f / row(DType::e2m1).max), 1.0f / scale};
 }
 
-// What one copy needs beside x.
+// The arguments of one copy.
 struct Copy {
   const QuantizedView* q = nullptr;  // null: not wanted
   const float* amax = nullptr;
@@ -60,7 +60,7 @@ Draws from(const Draws& draws, int64_t first, int64_t step) {
   return d;
 }
 
-// n elements of the rowwise copy from element `at` on, all of one row of it
+// Encodes n elements of the rowwise copy from element `at` on, all of one row.
 void encode_run(const Plan& p, const Level& level, int64_t at, int64_t n) {
   const Copy& c = p.rowwise;
   const TensorView& from_x = p.in.x;
@@ -77,7 +77,7 @@ void encode_run(const Plan& p, const Level& level, int64_t at, int64_t n) {
 }
 
 void quantize_rows(const Plan& p) {
-  // An amax for the whole tensor leaves rows without a meaning: one long one has no short ends.
+  // With one amax for the whole tensor rows do not matter, and one long row has no short ends.
   const int64_t m = p.row_amax ? p.m : 1, k = p.row_amax ? p.k : p.m * p.k;
   const int64_t tile_cols = std::min(k, kThreadedElements),
                 tile_rows = std::max<int64_t>(1, kThreadedElements / tile_cols);
@@ -90,7 +90,7 @@ void quantize_rows(const Plan& p) {
   });
 }
 
-// Rows of a tile, in cache: 16, or fewer where the rowwise copy is all
+// Rows of a tile in cache: 16, or fewer if only the rowwise copy is wanted.
 struct Band {
   DType dtype;
   const char* x;
@@ -140,7 +140,7 @@ void encode_band_columns(const Plan& p, const Band& band, uint64_t* payload, uin
                         ld);
 }
 
-// Rows of the columnwise copy, from where they gathered
+// Writes rows of the columnwise copy from the payload and scales that were collected.
 void write_columns(const Plan& p, int64_t r0, int64_t bands, int64_t c0, int64_t cols, const uint64_t* payload,
                    const uint8_t* scale, int64_t ld) {
   constexpr int64_t kAhead = 32;
@@ -154,7 +154,7 @@ void write_columns(const Plan& p, int64_t r0, int64_t bands, int64_t c0, int64_t
 }
 
 void quantize_tile(const Plan& p, int64_t r0, int64_t rows, int64_t c0, int64_t cols) {
-  constexpr int64_t kBands = kTile / kBlock, kLd = kTile + 16;  // an odd number of cache lines: columns use every set
+  constexpr int64_t kBands = kTile / kBlock, kLd = kTile + 16;  // odd in cache lines, so that columns use every set
   char* staged = scratch(Slot::tile).get<char>(kBlock * kLd * 3 * sizeof(float));
   float* rotated = reinterpret_cast<float*>(staged + kBlock * kLd * sizeof(float));
   char* rounded = staged + kBlock * kLd * 2 * sizeof(float);
@@ -217,7 +217,7 @@ Status run(const QuantizeArgs& args) {
     return Status();
   }
 
-  // Down the columns: the rows of the columnwise copy grow from tile to tile, cache lines unbroken.
+  // Tiles run down the columns, so that the columnwise copy's rows are written in whole cache lines.
   const int64_t down = ceil_div(p.m, kTile), tiles = down * ceil_div(p.k, kTile);
   const int64_t run = std::clamp<int64_t>(tiles / 32, 1, 8);  // tiles of a task
   for_tasks(ceil_div(tiles, run), p.m * p.k >= kThreadedElements, [&](int64_t task) {

@@ -1,4 +1,5 @@
-// Delayed scaling's update of a history of amaxes and of the scale that follows from it (NUMERICS 2).
+// log_amax and scale_update: delayed scaling's update of histories of amaxes and of the scales that follow (NUMERICS
+// 2).
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -16,7 +17,7 @@ float next_scale(float amax, float top, float old) {
   return std::min(top / amax, std::numeric_limits<float>::max());
 }
 
-// One tensor. `to` may be `from`; element i is read before anything lands on it.
+// Updates one tensor. `to` may be `from`: each element is read before it is overwritten.
 void update(const ScaleUpdateArgs& a, int64_t t, int64_t length, float top) {
   const float* from = a.history.as<const float>() + t * length;
   float* to = a.new_history.as<float>() + t * length;
@@ -32,20 +33,21 @@ void update(const ScaleUpdateArgs& a, int64_t t, int64_t length, float top) {
   if (a.amax.given()) {
     amax = a.amax.as<const float>()[t];
   } else if (!a.most_recent) {
-    for (int64_t i = 1; i < length; ++i) amax = std::fmax(amax, from[i]);  // passes NaN over
+    for (int64_t i = 1; i < length; ++i) amax = std::fmax(amax, from[i]);  // fmax ignores NaN
   }
   std::memmove(to, from + 1, (length - 1) * sizeof(float));
   to[length - 1] = last;
-  to[0] = 0.0f;  // in a history of one entry, this is the entry
+  to[0] = 0.0f;  // in a history of one entry, this overwrites `last`
   a.new_scale.as<float>()[t] = next_scale(amax, top, old);
 }
 
-// Outputs as the inputs are; where they are the inputs, nothing is written.
+// Copies an input to its output, unless they are the same memory.
 void keep(const TensorView& from, const TensorView& to) {
   if (to.data != from.data && from.numel() > 0) std::memcpy(to.data, from.data, from.numel() * sizeof(float));
 }
 
-// Numbers that index a log are read from memory that anybody may have written: no step is taken before all are checked.
+// Checks a counter of a log. Counters come from memory that anybody may have written, so all are checked before any is
+// used.
 Status countable(const char* op, const char* arg, int64_t number, int64_t most) {
   if (number >= 0 && number <= most) return {};
   return {Code::value, std::string(op) + ": " + arg + " is " + std::to_string(number) +
@@ -66,7 +68,7 @@ Status takable(const AmaxLog& log, const TensorView& taken, int64_t n) {
   return {};
 }
 
-// What was recorded elsewhere goes into history[., 0].
+// Raises history[., 0] to the amaxes in pending and log.
 Status take(const ScaleUpdateArgs& a) {
   const int64_t n = a.history.rows(), length = a.history.cols();
   if (a.log.given()) DIPTYCH_TRY(takable(a.log, a.taken, n));

@@ -57,7 +57,8 @@ void Input::stage(int64_t r0, int64_t rows, int64_t c0, int64_t cols, char* to, 
   const int64_t size = bytes(dtype);
   if (!staged) return simd_.gather(element(x, r0 * k + c0), k * size, rows, cols * size, to, ld * size);
   if (source_.kind == SourceKind::permuted) {
-    constexpr int64_t kAhead = 2, kHead = 1024;  // rows; bytes of one, before the hardware has noticed the stream
+    constexpr int64_t kAhead = 2, kHead = 1024;  // rows to prefetch ahead; first bytes of a row, before the hardware
+                                                 // prefetcher detects the stream
     for (int64_t r = r0; r < r0 + rows; ++r, to += ld * size) {
       const int64_t from = origin(r), next = r + kAhead < m ? origin(r + kAhead) : -1;
       for (int64_t b = 0; b < std::min(cols * size, kHead) && next >= 0; b += 64)
@@ -75,7 +76,7 @@ void Input::stage(int64_t r0, int64_t rows, int64_t c0, int64_t cols, char* to, 
 
 void Input::compute(int64_t r, int64_t c0, int64_t cols, float* to) const {
   const Source& s = source_;
-  const int64_t f = s.gated ? x.cols() / 2 : k;  // where b starts
+  const int64_t f = s.gated ? x.cols() / 2 : k;  // the column where b, the gate, starts
   alignas(64) float dy[kPart], a[kPart], b[kPart];
   const auto load = [&](const TensorView& t, int64_t at, int64_t n, float* out) {
     simd_.load(t.dtype, element(t, at), n, out);
@@ -92,7 +93,7 @@ void Input::compute(int64_t r, int64_t c0, int64_t cols, float* to) const {
       load(x, at, n, a);
       simd_.fused.activation(s.activation, a, s.gated ? load(x, at + f, n, b) : nullptr, n, to);
     } else {
-      // The gradient of a, then that of b; a part lies in one of them.
+      // The gradient of a comes first, then that of b; a part lies in only one of them.
       const bool second = c >= f;
       if (!second) n = std::min(n, f - c);
       const int64_t col = second ? c - f : c;
@@ -107,7 +108,7 @@ void Input::compute(int64_t r, int64_t c0, int64_t cols, float* to) const {
   }
 }
 
-// Threads split columns and chunks; what a chunk sums does not depend on either.
+// Tasks divide columns and chunks; the sum of a chunk does not depend on the division.
 void column_sums(const Input& in, const TensorView& out) {
   constexpr int64_t kStrip = 512, kRows = 16;
   const Kernels& simd = kernels();

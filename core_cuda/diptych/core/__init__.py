@@ -1,14 +1,13 @@
-"""The kernels on NumPy arrays: `quantize`, `dequantize`, `gemm`, `amax`, `bias_grad`, `scale_update`, those that move
-rows between tokens and experts and multiply groups of them, and the tables behind them.
+"""The core's verbs on NumPy arrays: `quantize`, `dequantize`, `gemm`, `amax`, `bias_grad`, `scale_update`, the verbs
+that permute rows between tokens and experts and multiply groups of rows, and the tables of formats and kernels.
 
 The same verbs as `diptych.torch` and `diptych.jax`, with the same bits. FP8 and E8M0 payloads are `uint8` arrays here,
-because NumPy has no such dtypes; view them as `ml_dtypes` where wanted. E2M1 payloads are bytes of two elements. Arrays
-of the byte order that is not this machine's raise DTypeError (a TypeError).
+because NumPy has no such dtypes; view them as `ml_dtypes` if needed. E2M1 payloads hold two elements in a byte. Arrays
+in another byte order than this machine's raise DTypeError (a TypeError).
 
-Work on the CPU runs on `get_num_threads()` threads, by default as many as there are processors. `set_num_threads(n)`
-takes 1 to 1024 (else ValueError), and threads that are then too many end. A call of the main thread runs the handlers
-of signals that come meanwhile; what one raises, such as KeyboardInterrupt, ends the call, whose outputs are then
-undefined.
+The CPU kernels run on `get_num_threads()` threads, by default as many as there are processors. `set_num_threads(n)`
+takes 1 to 1024 (else ValueError) and ends surplus threads. During a call, the main thread runs the handlers of signals
+that arrive; an exception that one raises, such as KeyboardInterrupt, ends the call and leaves its outputs undefined.
 """
 
 from diptych.core import _core

@@ -1,4 +1,4 @@
-"""NumPy's face of the core. Allocates outputs by the shared shape rules and lets the core fill them."""
+"""The core's verbs on NumPy arrays: each allocates its outputs by the shared shape rules and calls the core."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from diptych.core import _core
 Array = np.ndarray[Any, Any]
 
 _CODES = _core.dtype_table()
-# What NumPy memory holds an element: its own dtype where it has one, else raw bits.
+# The NumPy dtypes of elements that NumPy has no dtype for: raw bits.
 _BITS = {"bfloat16": np.uint16, "float8_e4m3fn": np.uint8, "float8_e5m2": np.uint8, "float8_e8m0fnu": np.uint8}
 
 
-_Operand = tuple[Array, int]  # as the core takes NumPy memory: a buffer and its dtype's code
+_Operand = tuple[Array, int]  # how the core takes NumPy memory: a buffer and the code of its dtype
 
 
 def _operand(x: Array, dtype: str) -> _Operand:
-    if dtype in _BITS:  # a view of bits would hide the order from the core, which checks all others again
+    if dtype in _BITS:  # a view of bits would hide the byte order from the core's own check
         check_byte_order("core", f"an array of {dtype}", x.dtype)
     return (x.view(_BITS[dtype]) if dtype in _BITS else x, _CODES[dtype])
 
@@ -37,7 +37,7 @@ _LINE, _LARGE = 64, 1 << 16  # bytes
 
 
 def _empty(shape: shapes.Shape, dtype: str) -> Array:
-    """Uninitialized memory. NumPy aligns large arrays to 16 bytes only; on whole cache lines, kernels write faster."""
+    """Returns uninitialized memory. Large arrays are aligned to cache lines, not to 16 bytes: kernels write faster."""
     kind = np.dtype(_BITS.get(dtype, dtype))
     nbytes = math.prod(shape) * kind.itemsize
     if nbytes < _LARGE:
@@ -54,9 +54,9 @@ def _high_precision(op: str, arg: str, x: Any) -> Array:
 
 
 def _out_dtype(op: str, dtype: Any) -> tuple[str, Any]:
-    """Name and NumPy dtype of a high-precision result; bfloat16 asks for ml_dtypes."""
+    """Returns the name and the NumPy dtype of a high-precision result."""
     if dtype == "bfloat16":
-        import ml_dtypes  # only who asks for bfloat16 needs it
+        import ml_dtypes  # needed for bfloat16 only
 
         dtype = ml_dtypes.bfloat16
     dtype = np.dtype(dtype)
@@ -67,7 +67,7 @@ def _out_dtype(op: str, dtype: Any) -> tuple[str, Any]:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class QuantizedCopies:
-    """What `quantize` makes of a tensor, or `quantize_stack` of several, of logical `shape`."""
+    """The copies that `quantize` makes of a tensor, or `quantize_stack` of several tensors, of logical `shape`."""
 
     quantizer: Quantizer
     shape: tuple[int, ...]
@@ -79,7 +79,7 @@ class QuantizedCopies:
     columnwise_amax: Array | None = None
 
     def copy_of(self, columnwise: bool) -> tuple[Array, Array]:
-        """(data, scale_inv) of one copy. **Raises** ValueError if it was not made."""
+        """Returns (data, scale_inv) of one copy. **Raises** ValueError if the copy was not made."""
         side = "columnwise" if columnwise else "rowwise"
         data, scale = getattr(self, f"{side}_data"), getattr(self, f"{side}_scale_inv")
         if data is None or scale is None:
@@ -90,10 +90,11 @@ class QuantizedCopies:
 class QuantizedArray(QuantizedCopies):
     """A quantized tensor of logical `shape` in NumPy memory.
 
-    `rowwise_data` has the tensor's shape, `columnwise_data` [K, M] where the format transposes; E2M1 payloads hold two
-    elements a byte, which halves the last extent. Payloads, E8M0 and E4M3 scales are uint8, float32 scales and amaxes
-    float32. Scales are logical row-major; a copy that was not made is None. `amax` is per-tensor formats' or the one
-    that a two-level rowwise copy refers to ([1], or [M]: one per row), `columnwise_amax` [1] the columnwise copy's.
+    `rowwise_data` has the tensor's shape; `columnwise_data` is [K, M] if the format transposes it. E2M1 payloads hold
+    two elements in a byte, which halves the last extent. Payloads, E8M0 scales and E4M3 scales are uint8; float32
+    scales and amaxes are float32. Scales are row-major. The arrays of a copy that was not made are None. `amax` is the
+    amax of a per-tensor format or of a two-level rowwise copy: [1], or [M] with one per row. `columnwise_amax` [1] is
+    the amax of a two-level columnwise copy.
     """
 
 
@@ -115,7 +116,7 @@ def _optional(x: Array | None, dtype: str) -> _Operand | None:
 
 
 def _copy_operands(q: QuantizedCopies, columnwise: bool) -> tuple[_Operand, _Operand, _Operand | None, int, bool]:
-    """data, scale_inv, amax, format and columnwise of one copy, as the core takes them."""
+    """Returns data, scale_inv, amax, format and columnwise of one copy, as the core takes them."""
     fmt, (data, scale) = q.quantizer.format, q.copy_of(columnwise)
     amax = (q.columnwise_amax if columnwise else q.amax) if fmt.two_level else None
     return _operand(data, fmt.data), _operand(scale, fmt.scale), _optional(amax, "float32"), fmt.id, columnwise
@@ -130,15 +131,16 @@ def amax(x: Array, *, per_row: bool = False, rht: Literal[True], random_signs: b
 def amax(
     x: Array, *, per_row: bool = False, rht: bool = False, random_signs: bool = False
 ) -> Array | tuple[Array, Array]:
-    """Largest finite magnitude of `x`; 0 where there is none.
+    """Returns the largest finite magnitude of `x`, or 0 if `x` has no finite element.
 
-    **Arguments:** `x`: float32, bfloat16 (ml_dtypes) or float16. `per_row`: one per row of [..., K]. `rht`: also that
-    of the Hadamard-rotated tensor (bfloat16 only, rows in multiples of 16), with `random_signs` or without.
+    **Arguments:** `x`: float32, bfloat16 (ml_dtypes) or float16. `per_row`: one amax for each row of [..., K]. `rht`:
+    also computes the amax of the Hadamard-rotated tensor (bfloat16 only, rows in multiples of 16). `random_signs`: the
+    transform uses random signs.
 
-    **Returns:** float32 [1], or [M] `per_row`; with `rht` a pair, whose second is the rotated tensor's [1].
+    **Returns:** float32 [1], or [M] with `per_row`; with `rht` a pair of that and the rotated tensor's amax [1].
 
-    **Raises:** TypeError for other dtypes, ValueError for rows that the transform does not divide, or random signs
-    without it.
+    **Raises:** TypeError for other dtypes; ValueError for `rht` with a number of rows that is not a multiple of 16, or
+    `random_signs` without `rht`.
     """
     x = _high_precision("amax", "x", x)
     out = np.empty(math.prod(x.shape[:-1]) if per_row else 1, np.float32)
@@ -157,17 +159,17 @@ def quantize(
     scale: Array | None = None,
     rng: Array | None = None,
 ) -> QuantizedArray:
-    """Quantizes `x` as `quantizer` says. An infinite element becomes NaN, as one that is NaN.
+    """Quantizes `x` by `quantizer`. Infinite elements become NaN, and NaN stays NaN.
 
-    **Arguments:** `x`: [..., K] float32, bfloat16 (ml_dtypes) or float16. `amax`, `columnwise_amax`: float32 to use
-    instead of the tensor's own (per-tensor formats: `amax`; NVFP4: one for each copy that is made). `scale`: float32
-    [1] to use (delayed scaling); the result's `amax` is still the tensor's own. `rng`: int32 [4], low and high words of
-    seed and offset (stochastic rounding); a call uses two offsets and leaves `rng` as it is.
+    **Arguments:** `x`: [..., K] float32, bfloat16 (ml_dtypes) or float16. `amax`, `columnwise_amax`: float32,
+    used instead of the tensor's own amax (per-tensor formats: `amax`; NVFP4: one for each copy that is made). `scale`:
+    float32 [1], used as the scale (delayed scaling); the result's `amax` is still the tensor's own. `rng`: int32 [4],
+    low and high words of seed and offset for stochastic rounding; a call uses two offsets and does not change `rng`.
 
     **Returns:** a `QuantizedArray`.
 
-    **Raises:** TypeError for other dtypes or a missing `scale` or `rng`, ValueError for a scalar, extents that the
-    format does not take, or an argument that it does not read.
+    **Raises:** TypeError for other dtypes or a missing `scale` or `rng`; ValueError for a scalar, extents that the
+    format does not support, or an argument that the quantizer does not use.
     """
     rules.require_quantizer("quantize", quantizer)
     if quantizer.custom:
@@ -196,7 +198,7 @@ def _quantized(
     source: tuple[Any, ...] | None = None,
     shape: tuple[int, ...] | None = None,
 ) -> dict[str, Array]:
-    """Quantizes a tensor, a stack, or a source of `shape`: the core's results by the buffers' names."""
+    """Quantizes a tensor, a stack, or a source of `shape`; returns the results by the names of `buffers`."""
     state = {"amax": amax, "columnwise_amax": columnwise_amax, "scale": scale, "rng": rng}
     state = {name: _array(op, name, v) for name, v in state.items() if v is not None}
     encoded = (shape or x.shape)[stack:]
@@ -244,15 +246,15 @@ def scale_update(
     seen: Array | None = None,
     step: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Delayed scaling's update (NUMERICS 2) of n tensors that share an element.
+    """Updates histories and scales of n tensors that share an element, for delayed scaling (NUMERICS 2).
 
     **Arguments:** `history`: float32 [n, L], L >= 1; entry 0 holds the amax since the last update. `scale`: float32
-    [n]. `reduced`: [n] amaxes after a reduction over a group, used instead of entry 0 where not 0. `amax`: [n] chosen
-    by an algorithm of the caller's own, used where there was an amax at all. `fp8_max`: the element's largest value.
-    `margin`: the scale is divided by 2^margin. `most_recent`: take the latest amax, not the largest of the history.
-    `seen`, `step`: int64 [1]; where they are equal there is no update, and neither is written.
+    [n]. `reduced`: [n] amaxes after a reduction over a process group, used instead of entry 0 where not 0. `amax`: [n]
+    amaxes that the caller's own algorithm chose, used where the latest amax is not 0. `fp8_max`: the element's largest
+    value. `margin`: the scale is divided by 2^margin. `most_recent`: uses the latest amax, not the largest of the
+    history. `seen`, `step`: int64 [1]; if they are equal nothing is updated. Neither is written.
 
-    **Returns:** (history, scale), new arrays, with the old content where `seen` equals `step`. A history of one entry
+    **Returns:** (history, scale) as new arrays, with the old content if `seen` equals `step`. A history of one entry
     holds 0 after each update.
 
     **Raises:** TypeError for other dtypes, ValueError for other shapes, `most_recent` with `amax`, or one of `seen` and
@@ -272,9 +274,10 @@ def scale_update(
 
 
 def dequantize(q: QuantizedArray, dtype: Any = np.float32) -> Array:
-    """The values of `q`, [..., K] in `dtype`, from its rowwise copy if it has one, else from its columnwise copy.
+    """Returns the values of `q`, [..., K] in `dtype`, from its rowwise copy if there is one, else the columnwise copy.
 
-    A columnwise copy after a Hadamard transform gives the rotated tensor.
+    If the columnwise copy is Hadamard-rotated, the result is the rotated tensor. **Raises** TypeError for a `dtype`
+    other than float32, bfloat16 and float16.
     """
     name, np_dtype = _out_dtype("dequantize", dtype)
     out = _empty(q.shape, name)
@@ -295,15 +298,17 @@ def gemm(
     out_dtype: Any = np.float32,
     fast_accum: bool = False,
 ) -> Array:
-    """alpha * op(a) @ op(b) + bias + beta * c in float32 accumulation (NUMERICS 7).
+    """Returns alpha * op(a) @ op(b) + bias + beta * c, accumulated in float32 (NUMERICS 7).
 
-    **Arguments:** `a`, `b`: quantized tensors; op transposes their [rows, cols] form. An operand whose rows are reduced
-    is read from its columnwise copy. `bias`: [N]. `c`: [M, N] of `out_dtype`, needed if `beta` is not 0.
+    **Arguments:** `a`, `b`: quantized tensors; `trans_a` and `trans_b` transpose their [rows, cols] form. An operand
+    that is reduced over its rows is read from its columnwise copy. `bias`: [N] in high precision. `c`: [M, N] of
+    `out_dtype`, needed if `beta` is not 0. `fast_accum`: Hopper's reduced-precision accumulation; per-tensor formats
+    only.
 
     **Returns:** [M, N] of `out_dtype`, with a's leading dimensions unfolded.
 
-    **Raises:** ValueError for missing copies or unequal reduced lengths, NotImplementedError for a pair of
-    formats without a kernel.
+    **Raises:** TypeError for dtypes; ValueError for missing copies, unequal reduced lengths or other shapes;
+    NotImplementedError for a pair of formats without a kernel.
     """
     name, np_dtype = _out_dtype("gemm", out_dtype)
     side_a, side_b = shapes.gemm_copies(trans_a, trans_b)
@@ -333,7 +338,10 @@ def gemm(
 
 
 def bias_grad(dy: Array, dtype: Any = None) -> Array:
-    """Sum of `dy` [..., N] over all leading dimensions, [N], accumulated in float32 in ascending row order."""
+    """Returns the sum of `dy` [..., N] over all leading dimensions, [N], accumulated in float32 in ascending row order.
+
+    `dtype`: dtype of the result; None: dy's. **Raises** TypeError for dtypes, ValueError for a scalar.
+    """
     dy = _high_precision("bias_grad", "dy", dy)
     if dy.ndim == 0:
         raise ShapeError("bias_grad: dy must have at least one dimension, got a scalar")

@@ -1,6 +1,6 @@
 # Written by `make stub`.
 
-"""diptych's kernels over borrowed tensors. Outputs are allocated by the caller.
+"""diptych's kernels on borrowed tensors. The caller allocates outputs.
 
 An Operand is a tensor: an object with a DLPack C exchange table, or a pair (buffer, dtype code)."""
 
@@ -29,7 +29,7 @@ def amax(
     | tuple[int, Operand, Operand]
     | None = None,
 ) -> None:
-    """source: as in quantize."""
+    """source is as in quantize."""
 
 def quantize(
     x: Operand,
@@ -52,10 +52,10 @@ def quantize(
     workspace: Operand | None = None,
     stack: bool = False,
 ) -> None:
-    """amax_mode: 0 computes amaxes, 1 reads them, 2 keeps the larger of what is there and x's.
-    source: (kind, norm or activation, zero_centered_gamma or gated, gamma, beta, mu, rsigma, dy), or of permuted
-    rows (kind, row_id_map, row_source); fused_table() has the numbers.
-    stack: x is a stack of tensors, and a leading extent stands in every other argument too."""
+    """amax_mode: 0 computes amaxes from x, 1 reads them, 2 writes the larger of x's and the buffer's content.
+    source: (kind, norm or activation, zero_centered_gamma or gated, gamma, beta, mu, rsigma, dy), or for permuted
+    rows (kind, row_id_map, row_source). fused_table() lists the numbers.
+    stack: x is a stack of G tensors, and every other tensor has a leading G too."""
 
 def dequantize(
     data: Operand, scale_inv: Operand, amax: Operand | None, format: int, columnwise: bool, out: Operand
@@ -139,7 +139,7 @@ def permute_map(
     row_source: Operand,
     workspace: Operand | None,
 ) -> None:
-    """kind: a number of moe_table()['routing_map']."""
+    """kind is a number from moe_table()['routing_map']."""
 
 def chunk_map(split_sizes: Operand, order: Operand, row_id_map: Operand, row_source: Operand) -> None: ...
 def invert_map(row_id_map: Operand, row_source: Operand, kept: Operand | None = None) -> None: ...
@@ -151,7 +151,7 @@ def permute(
     permuted_probs: Operand | None = None,
     zero_prob_is_padding: bool = False,
 ) -> None:
-    """planes: (input, output, four bytes that absent rows repeat) of each tensor."""
+    """planes holds (input, output, fill) for each tensor; absent rows repeat the four bytes of fill."""
 
 def permute_columns(x: Operand, out: Operand, row_source: Operand, slots: int) -> None: ...
 def unpermute(
@@ -201,7 +201,7 @@ def grouped_gemm(
     beta: float,
     fast_accum: bool,
 ) -> None:
-    """kind: a number of group_kinds()."""
+    """kind is a number from group_kinds()."""
 
 def grouped_bias_grad(dy: Operand, offsets: Operand, out: Operand, workspace: Operand | None) -> None: ...
 def grouped_bias_grad_workspace_bytes(rows: int, cols: int, groups: int) -> int: ...
@@ -247,10 +247,10 @@ def gemm_row(
     backend: str,
     device_index: int,
 ) -> int:
-    """The row of kernel_table() that a product of these copies would run on, or -1. Reads no memory."""
+    """Returns the index in kernel_table() of the row that would run a product of these copies, or -1. Reads no tensor."""
 
 class Program:
-    """Ops of the core that ran between start() and stop(), to run again on other tensors of the same forms."""
+    """Records the core's ops between start() and stop(), and runs them again on other tensors of the same forms."""
 
     def start(self) -> None: ...
     def stop(self) -> None: ...

@@ -1,4 +1,4 @@
-"""NumPy's face of stacks and of products of groups (the experts of a layer)."""
+"""Stacks and products of groups (the experts of a layer) on NumPy arrays."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ _KINDS: dict[str, int] = _core.group_kinds()
 class QuantizedStack(QuantizedCopies):
     """G quantized tensors of one shape; `shape` is [G, ..., K].
 
-    Each array is that of a `QuantizedArray` behind a leading G, and what is [1] there is [G] here: scales of a whole
-    tensor and amaxes. The tensors share nothing but their quantizer.
+    Each array has the shape that it has in a `QuantizedArray`, with a leading G; per-tensor scales and amaxes, which
+    are [1] there, are [G] here. Each tensor has scales of its own.
     """
 
     def __len__(self) -> int:
         return self.shape[0]
 
     def __getitem__(self, g: int) -> QuantizedArray:
-        """Tensor g, a view. **Raises** IndexError past the last."""
+        """Returns tensor g as a view. **Raises** IndexError if there is no tensor g."""
         if not -len(self) <= g < len(self):
             raise IndexError(f"tensor {g} of a stack of {len(self)}")
         g %= len(self)
@@ -59,13 +59,13 @@ def quantize_stack(
     scale: Array | None = None,
     rng: Array | None = None,
 ) -> QuantizedStack:
-    """Quantizes each tensor of `x` [G, ..., K] as `quantize` would it alone, in one call.
+    """Quantizes each tensor of `x` [G, ..., K] in one call, with the bits that `quantize` gives for it alone.
 
     **Arguments:** those of `quantize`, with a leading G: `amax`, `columnwise_amax`, `scale` [G], `rng` [G, 4].
 
     **Returns:** a `QuantizedStack`.
 
-    **Raises:** as `quantize`, TypeError also for a quantizer with a `quantize_impl` of its own.
+    **Raises:** the errors of `quantize`, and TypeError for a quantizer with its own `quantize_impl`.
     """
     op = "quantize_stack"
     grouped.require_stackable(op, quantizer)
@@ -97,24 +97,24 @@ def grouped_gemm(
     align: int = 1,
     fast_accum: bool = False,
 ) -> Array:
-    """A product for each group of consecutive rows; group g is rows offsets[g] <= r < offsets[g + 1] of R.
+    """Multiplies each group of consecutive rows; group g is the rows offsets[g] <= r < offsets[g + 1] of R.
 
         fprop   grouped_gemm(x, w, offsets)                                 x [R, K], w [G, N, K] -> [R, N]
         dgrad   grouped_gemm(dy, w, offsets, trans_b=False)                 dy [R, N] -> [R, K]
         wgrad   grouped_gemm(dy, x, offsets, trans_a=True, trans_b=False)   over the rows of a group -> [G, N, K]
 
-    Each group's product has the bits that `gemm` gives for it alone, its blocks of scales lying where they do in the
-    whole tensor. Rows in no group, and products over groups without rows, are +0, plus beta * c.
+    Each group's product has the bits that `gemm` gives for it alone, with blocks of scales placed as in the whole
+    tensor. Rows in no group, and products over groups without rows, are +0, plus beta * c.
 
     **Arguments:** `a`: [..., K] with R rows. `b`: a stack of G tensors; for wgrad a tensor with as many rows as `a`.
     `offsets`: int32 [G + 1], ascending, within 0..R. `bias`: [G, N], not for wgrad. `c`: of the result's shape and
-    `out_dtype`, needed if `beta` is not 0. `align`: 1, 16, 32 or 128; every offset is a multiple of it. Copies that are
-    Hadamard-rotated need 16 or more.
+    `out_dtype`, needed if `beta` is not 0. `align`: 1, 16, 32 or 128; every offset must be a multiple of
+    it. Hadamard-rotated copies need 16 or more. `alpha`, `fast_accum`: as in `gemm`.
 
-    **Returns:** the result in `out_dtype`, with a's leading dimensions unfolded where its rows survive.
+    **Returns:** the result in `out_dtype`; for fprop and dgrad with a's leading dimensions unfolded.
 
-    **Raises:** TypeError for dtypes; ValueError for missing copies, shapes, offsets, an operand that was rotated where
-    the other was not, or arguments that do not apply; NotImplementedError for a pair of formats without a kernel.
+    **Raises:** TypeError for dtypes; ValueError for missing copies, shapes, offsets, only one Hadamard-rotated operand,
+    or arguments that do not apply; NotImplementedError for a pair of formats without a kernel.
     """
     op = "grouped_gemm"
     name, np_dtype = _out_dtype(op, out_dtype)
@@ -154,11 +154,11 @@ def grouped_gemm(
 
 
 def grouped_bias_grad(dy: Array, offsets: Array, dtype: Any = None) -> Array:
-    """Sums of consecutive rows of `dy` [..., N], [G, N]: group g is rows offsets[g] <= r < offsets[g + 1] of R.
+    """Returns the sums [G, N] of groups of `dy` [..., N]; group g is the rows offsets[g] <= r < offsets[g + 1] of R.
 
-    Each group's sum has the bits that `bias_grad` gives for its rows alone; that of no rows is +0.
+    Each group's sum has the bits that `bias_grad` gives for its rows alone; a group without rows gives +0.
 
-    **Arguments:** `offsets`: int32 [G + 1], ascending, within 0..R. `dtype`: of the result; None is dy's.
+    **Arguments:** `offsets`: int32 [G + 1], ascending, within 0..R. `dtype`: dtype of the result; None: dy's.
 
     **Raises:** TypeError for dtypes, ValueError for shapes and offsets.
     """

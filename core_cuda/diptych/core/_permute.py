@@ -1,4 +1,4 @@
-"""NumPy's face of the ops that move rows between token order and expert order (NUMERICS 8)."""
+"""Ops that move rows between token order and expert order (NUMERICS 8), on NumPy arrays."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ _PERMUTED: int = _core.fused_table()["source"]["permuted"]
 class RowMap:
     """Where each token's row goes, and where each destination row comes from.
 
-    `row_id_map`: int32 [T, slots], the row that a slot has among the destination's, or -1. `row_source`: int32 [rows],
-    t * slots + slot of each row, or -1 where it is padding. Of a map to experts also `tokens_per_expert`: int32 [E],
-    rows that exist, and `expert_offsets`: int32 [E + 1], where each region starts and the last one ends.
+    `row_id_map`: int32 [T, slots], the destination row of each slot, or -1. `row_source`: int32 [rows], t * slots +
+    slot of each row, or -1 for an absent row. A map to experts also has `tokens_per_expert`: int32 [E], the rows of
+    each expert without padding, and `expert_offsets`: int32 [E + 1], where each region starts and the last one ends.
     """
 
     row_id_map: Array
@@ -86,12 +86,12 @@ def _int32(x: Array) -> _Operand:
 
 
 def permute_map(routing: Array, *, experts: int | None = None, rows: int | None = None, align: int = 1) -> RowMap:
-    """The map of tokens to experts that a routing says: expert-major, token order inside an expert.
+    """Returns the map of tokens to experts for a routing: rows ordered by expert, within an expert by token.
 
     **Arguments:** `routing`: bool or uint8 [T, E], where a token goes to every expert whose entry is not 0; or int32 or
-    int64 [T, k] expert ids, of which those outside of 0..E-1 name none. `experts`: E, with ids. `rows`: how many rows
-    the destination has, later ones are dropped; with ids by default as many as any routing needs. `align`: each
-    expert's region starts at a multiple of this.
+    int64 [T, k] expert ids, where ids outside of 0..E-1 are ignored. `experts`: E, needed with ids. `rows`: how many
+    rows the destination has, later rows are dropped; needed with a mask, with ids by default as many as any routing
+    needs. `align`: each expert's region starts at a multiple of it.
 
     **Returns:** a `RowMap`.
 
@@ -127,12 +127,12 @@ def permute_map(routing: Array, *, experts: int | None = None, rows: int | None 
 
 
 def chunk_map(split_sizes: Array, order: Array, tokens: int) -> RowMap:
-    """The map of whole chunks of rows into another order: chunk `order[j]` comes j-th.
+    """Returns the map that reorders whole chunks of rows: chunk `order[j]` comes j-th.
 
     **Arguments:** `split_sizes`, `order`: int32 [C]. `tokens`: rows of the source and of the destination.
 
-    **Returns:** a `RowMap` of one slot. Where the sizes do not add up to `tokens`, or `order` does not name every chunk
-    once, rows of no named chunk have no destination, and the first mention of a chunk counts.
+    **Returns:** a `RowMap` of one slot. Rows of chunks that `order` does not list, and rows past the sum of the sizes,
+    have no destination; if `order` lists a chunk twice, the first place counts.
 
     **Raises:** TypeError for other dtypes, ValueError for unequal lengths.
     """
@@ -144,11 +144,11 @@ def chunk_map(split_sizes: Array, order: Array, tokens: int) -> RowMap:
 
 
 def invert_map(row_id_map: Array, rows: int) -> RowMap:
-    """The `RowMap` of a row_id_map that stands alone, [T, slots] int32.
+    """Returns the `RowMap` of a row_id_map [T, slots] int32 whose row_source is not known.
 
-    Entries outside of 0..rows-1 become -1, and so do those of several that name one row, all but the last.
+    Entries outside of 0..rows-1 become -1. If several entries hold the same row, all but the last become -1.
 
-    **Raises:** TypeError for another dtype, ValueError for another shape or more than int32 counts.
+    **Raises:** TypeError for another dtype, ValueError for another shape or more than 2^31 - 1 entries.
     """
     row_id_map = _array("invert_map", "row_id_map", row_id_map, ("int32",))
     row_source, kept = np.empty(rows, np.int32), np.empty(row_id_map.shape, np.int32)
@@ -158,7 +158,7 @@ def invert_map(row_id_map: Array, rows: int) -> RowMap:
 
 @functools.lru_cache
 def absent_scale(quantizer: Quantizer) -> int:
-    """Four bytes of block scales as `quantizer` gives them to a row of zeros."""
+    """Returns, as an integer, the first four bytes of the block scales that `quantizer` gives a row of zeros."""
     fmt = quantizer.format
     zeros = np.zeros((fmt.block_cols, 4 * fmt.block_cols), np.float32)
     plain = quantizer.with_usage(rowwise=True, columnwise=False)
@@ -169,13 +169,13 @@ def absent_scale(quantizer: Quantizer) -> int:
 
 
 def moved_parts(quantizer: Quantizer) -> dict[str, int]:
-    """The parts of a quantized tensor whose rows are its rows, each with the four bytes that absent rows repeat.
+    """Returns the parts of a quantized tensor that move with its rows, and the four bytes that absent rows repeat.
 
-    **Raises** ValueError where a block spans several rows, or there is no rowwise copy.
+    **Raises** ValueError if a block spans several rows, or `quantizer` makes no rowwise copy.
     """
     fmt = quantizer.format
     if not quantizer.rowwise:
-        raise ValueError(f"permute: {quantizer} makes no rowwise copy, and rows are what is moved")
+        raise ValueError(f"permute: {quantizer} makes no rowwise copy, which is what moves")
     if fmt.block_rows > 1:
         raise ValueError(f"permute: blocks of {fmt.name} span {fmt.block_rows} rows, which part when rows move")
     parts = {"rowwise_data": 0}
@@ -232,13 +232,13 @@ def permute(
 def permute(
     x: Array | QuantizedArray, row_map: RowMap, *, probs: Array | None = None, zero_prob_is_padding: bool = False
 ) -> Any:
-    """Rows of `x` where `row_map` sends them; rows that nobody fills are zeros.
+    """Moves the rows of `x` to where `row_map` sends them; absent rows are zeros.
 
-    **Arguments:** `x`: [..., K] with T rows, or [T], of any dtype that the core knows; or a quantized tensor, whose
-    rowwise copy moves as bytes, scales included, per-tensor formats' columnwise copy too. `probs`: [T, slots] float32,
-    bfloat16, float16 or float64. `zero_prob_is_padding`: a probability of exactly 0 makes its row one of zeros.
+    **Arguments:** `x`: [..., K] with T rows, or [T], of any dtype of the core; or a quantized tensor, whose rowwise
+    copy moves as bytes, with its scales (for per-tensor formats the columnwise copy too). `probs`: [T, slots] float32,
+    bfloat16, float16 or float64. `zero_prob_is_padding`: a probability of exactly 0 makes its row absent.
 
-    **Returns:** [rows, K]; with `probs` a pair, whose second is each row's own probability, [rows].
+    **Returns:** [rows, K], or [rows]; with `probs` a pair of that and each row's probability, [rows].
 
     **Raises:** TypeError for dtypes, ValueError for shapes, a format whose blocks span rows, or
     `zero_prob_is_padding` without `probs`.
@@ -265,15 +265,15 @@ def permute_quantize(
     scale: Array | None = None,
     rng: Array | None = None,
 ) -> QuantizedArray:
-    """`quantize(permute(x, row_map), quantizer)` in one pass: the permuted rows are never stored but quantized.
+    """Returns `quantize(permute(x, row_map), quantizer)`, computed in one pass that never stores the permuted tensor.
 
-    **Arguments:** `x`: [..., K] with T rows, float32, bfloat16 (ml_dtypes) or float16. `row_map`: one whose
-    `row_id_map` and `row_source` agree. The others are those of `quantize`.
+    **Arguments:** `x`: [..., K] with T rows, float32, bfloat16 (ml_dtypes) or float16. `row_map`: a map whose
+    `row_id_map` and `row_source` agree. The other arguments are those of `quantize`.
 
-    **Returns:** a `QuantizedArray` of shape [rows, K], each copy of which is the permuted rows': blocks of the
-    columnwise copy run along permuted rows, and rows that nobody fills are quantized zeros.
+    **Returns:** a `QuantizedArray` of shape [rows, K]. Each copy encodes the permuted rows: blocks of the columnwise
+    copy run along permuted rows, and absent rows are quantized zeros.
 
-    **Raises:** as `quantize`, and ValueError where `x` has not T rows.
+    **Raises:** the errors of `quantize`, and ValueError if `x` does not have T rows.
     """
     if quantizer.custom:
         state = {"amax": amax, "columnwise_amax": columnwise_amax, "scale": scale, "rng": rng}
@@ -299,13 +299,13 @@ def unpermute(
 def unpermute(
     x: Array, row_map: RowMap, *, probs: Array | None = None, permuted_dprobs: Array | None = None
 ) -> Array | tuple[Array, Array]:
-    """The sum of each token's rows, in ascending order, in float32 (float64 rows: float64), rounded once.
+    """Sums each token's rows in ascending order, in float32 (float64 for float64 rows), and rounds once.
 
-    **Arguments:** `x`: [rows, H] float32, bfloat16, float16 or float64. `probs`: [T, slots], each row's factor; float64
-    beside such rows only. `permuted_dprobs`: [rows], the gradient of `permute`'s probabilities.
+    **Arguments:** `x`: [rows, H] float32, bfloat16, float16 or float64. `probs`: [T, slots], the factor of each row;
+    float64 only if `x` is. `permuted_dprobs`: [rows], the gradient of the probabilities that `permute` returned.
 
-    **Returns:** [T, H] of x's dtype; with `permuted_dprobs` a pair, whose second is [T, slots]; 0 where there is no
-    row.
+    **Returns:** [T, H] of x's dtype; with `permuted_dprobs` a pair of that and the gradient of `permute`'s `probs`,
+    [T, slots], which is 0 for slots without a row.
 
     **Raises:** TypeError for other dtypes, ValueError for other shapes.
     """
@@ -324,11 +324,11 @@ def unpermute(
 
 
 def unpermute_grad(dy: Array, row_map: RowMap, probs: Array, x: Array) -> tuple[Array, Array]:
-    """The gradients of `unpermute` with probabilities: of its rows, p * dy, and of its probabilities, dot(x, dy).
+    """Returns the gradients of `unpermute` with probabilities: p * dy for its rows, dot(x, dy) for its probabilities.
 
-    **Arguments:** `dy`: [T, H]. `probs`: [T, slots]. `x`: [rows, H] of dy's dtype, what was unpermuted.
+    **Arguments:** `dy`: [T, H]. `probs`: [T, slots]. `x`: [rows, H] of dy's dtype, the input of `unpermute`.
 
-    **Returns:** (dx [rows, H], dprobs [T, slots]); where there is no row, or no token, 0.
+    **Returns:** (dx [rows, H], dprobs [T, slots]); dx is 0 for absent rows, dprobs for slots without a row.
 
     **Raises:** TypeError for other dtypes, ValueError for other shapes.
     """

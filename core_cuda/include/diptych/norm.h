@@ -1,6 +1,6 @@
 // Norms. All arithmetic is float32, each operation rounded.
 //
-// y = ((x - mu) * rsigma) * g + beta       g is gamma, or 1 + gamma if zero-centered; rmsnorm: mu = 0, no beta
+//   y = ((x - mu) * rsigma) * g + beta       g is gamma, or 1 + gamma if zero-centered; rmsnorm: mu = 0, no beta
 #pragma once
 
 #include "diptych/status.h"
