@@ -9,21 +9,21 @@
 
 namespace diptych::cuda {
 
-// All but quantize, gemm and grouped_gemm, of which there are several.
+// A kernel for each op. quantize, gemm and grouped_gemm have several kernels instead, declared below.
 #define OP(name, Args, ...) Status name(const Args&, const Execution&);
 #include "diptych/ops.def"
 
-// Quantize: a kernel each, for the formats that the table names. `prepared` adds what all of them want to have before:
-// column sums, and a whole tensor's amax.
-bool quantize_permuted_rows_fits(const QuantizeArgs&);  // permuted rows, a rowwise copy alone, no blocks that span rows
+// The kernels of quantize; the kernel table names the formats of each. `prepared` first computes what all of them need:
+// column sums, and the amax of the whole tensor.
+bool quantize_permuted_rows_fits(const QuantizeArgs&);  // permuted rows, only a rowwise copy, blocks of one row
 Status quantize_permuted_rows(const QuantizeArgs&, const Execution&);
 bool quantize_permuted_both_fits(const QuantizeArgs&);  // both copies of permuted rows in one gather
 Status quantize_permuted_both(const QuantizeArgs&, const Execution&);
-bool quantize_permuted_split_fits(const QuantizeArgs&);  // both copies, by a kernel each
+bool quantize_permuted_split_fits(const QuantizeArgs&);  // both copies, with one kernel for each
 Status quantize_permuted_split(const QuantizeArgs&, const Execution&);
 Status quantize_mxfp8(const QuantizeArgs&, const Execution&);  // 1x32 with E8M0 scales
 Status quantize_nvfp4(const QuantizeArgs&, const Execution&);  // E2M1 1x16 with E4M3 scales
-bool quantize_stream_fits(const QuantizeArgs&);                // a rowwise copy of x alone
+bool quantize_stream_fits(const QuantizeArgs&);                // only a rowwise copy, of plain x
 Status quantize_stream(const QuantizeArgs&, const Execution&);
 Status quantize_tiles(const QuantizeArgs&, const Execution&);  // float32 scales: per-tensor, 1x128, 128x128
 Status prepare_quantize(const QuantizeArgs&, const Execution&);
@@ -35,23 +35,23 @@ Status prepared(const QuantizeArgs& args, const Execution& exec) {
 bool quantize_stack_fits(const QuantizeArgs&);
 Status quantize_stack(const QuantizeArgs&, const Execution&);
 
-// Native FP8 tensor cores through cuBLASLt, opened at run time. `fits` says whether the operands suit it and the
-// library has an algorithm for them; where it has none, or cannot be opened, it says why on stderr, once.
+// Native FP8 tensor cores through cuBLASLt, which is opened at run time. `fits` returns whether the operands suit
+// cuBLASLt and it has an algorithm for them. If it has none or cannot be opened, `fits` warns once with the reason.
 bool gemm_cublaslt_fits(const GemmArgs&, int arch);
 Status gemm_cublaslt(const GemmArgs&, const Execution&);
 
 // Any pair of formats: decodes to bfloat16 in shared memory and accumulates in float32.
 Status gemm_emulated(const GemmArgs&, const Execution&);
 
-// Rows in slices of the tokens that fill all SMs at one time, where there is much to move.
+// Permutes rows in slices of tokens, each of which fills all SMs at once; `fits` if there is much to move.
 bool permute_slices_fits(const PermuteArgs&, int arch);
 Status permute_slices(const PermuteArgs&, const Execution&);
 
-// Products of groups on Hopper's FP8 tensor cores.
+// grouped_gemm on Hopper's FP8 tensor cores.
 bool grouped_gemm_native_fits(const GroupedGemmArgs&, int arch);
 Status grouped_gemm_native(const GroupedGemmArgs&, const Execution&);
 
-// The same for any pair of formats, as gemm_emulated.
+// grouped_gemm for any pair of formats, emulated as in gemm_emulated.
 Status grouped_gemm_emulated(const GroupedGemmArgs&, const Execution&);
 
 int64_t gemm_workspace_bytes(int64_t m, int64_t n, int64_t k, bool epilogue);
@@ -63,9 +63,9 @@ int64_t grouped_bias_grad_workspace_bytes(int64_t rows, int64_t cols, int64_t gr
 
 int device_count();                        // 0 without a driver; never throws, loads libcuda on the first call
 int arch(int device_index);                // 90 for sm_90
-std::string cublaslt_version();            // "" until it can be opened
+std::string cublaslt_version();            // "" if it cannot be opened
 void set_cublaslt_path(const char* path);  // a file to try where no framework has loaded the library; null: none
 Status prepare(int device_index);  // opens cuBLASLt and makes its handle: call it before the first stream capture
-Status use_device(int device_index, int* previous);  // makes it current; restore with the returned previous
+Status use_device(int device_index, int* previous);  // makes the device current; restore with *previous
 
 }  // namespace diptych::cuda

@@ -6,7 +6,7 @@
 namespace diptych::cuda {
 namespace {
 
-constexpr int kRows = 4;  // of a thread
+constexpr int kRows = 4;  // rows of a thread
 
 struct StoreArgs {
   SourceArgs in;
@@ -53,7 +53,7 @@ Status round_into(const char* op, const TensorView& x, const Source& s, const Te
   return with_any_source(p.in, [&](auto type) {
     using In = decltype(type);
     if constexpr (kTypedNorm<In>) {
-      return Status(Code::unsupported, std::string(op) + ": norms are stored by the norm kernels");  // never asked for
+      return Status(Code::unsupported, std::string(op) + ": norms are stored by the norm kernels");  // never reached
     } else {
       p.lanes = lanes_of<In>(p.in, kRows, 0);
       return launch(op, store_kernel<In>, p.lanes.blocks, kLaneThreads, 0, exec.stream, p);

@@ -1,5 +1,5 @@
-// Activations and their slopes in float32, one rounding for each operation, as the CPU kernels compute them: the same
-// bits. Several values at a time, so that the kind is asked about once for all of them.
+// Activations and their slopes in float32, one rounding for each operation, with the same bits as the CPU kernels. Each
+// function takes several values, so that it branches on the kind once for all of them.
 #pragma once
 
 #include "cuda/base/codec.cuh"
@@ -8,7 +8,7 @@
 
 namespace diptych::cuda {
 
-// a * b + c where a * b is exact: one rounding either way.
+// Returns a * b + c where a * b is exact, so that there is one rounding with an fma and without.
 DIPTYCH_HD float add_exact_product(float a, float b, float c) {
 #ifdef __CUDA_ARCH__
   return __fmaf_rn(a, b, c);
@@ -17,7 +17,7 @@ DIPTYCH_HD float add_exact_product(float a, float b, float c) {
 #endif
 }
 
-// 1 / x for 1 <= x <= 2: the steps of __frcp_rn, whose test for extremes is not needed here.
+// Returns 1 / x for 1 <= x <= 2: the steps of __frcp_rn without its test for extremes.
 DIPTYCH_HD float reciprocal_near_one(float x) {
 #ifdef __CUDA_ARCH__
   float y;
@@ -32,15 +32,15 @@ DIPTYCH_HD float reciprocal_near_one(float x) {
 DIPTYCH_HD float exp_of_negative(float v) {
   constexpr float kLeast = -104.0f;  // its exponential is less than half the smallest subnormal
   constexpr float kLog2e = 0x1.715476p+0f, kLn2High = 0x1.63p-1f, kLn2Low = -0x1.bd0106p-13f;
-  constexpr float kWhole = 0x1.8p+23f + 64.0f;  // added, it rounds to integers
+  constexpr float kWhole = 0x1.8p+23f + 64.0f;  // adding it rounds to integers
   v = fmaxf(v, kLeast);
   const float shifted = v * kLog2e + kWhole, n = shifted - kWhole;
-  const float r = add_exact_product(n, -kLn2High, v) - n * kLn2Low;  // that sum is exact too
+  const float r = add_exact_product(n, -kLn2High, v) - n * kLn2Low;  // the sum in parentheses is exact too
   // (exp(r) - 1 - r) / r^2 on |r| <= 0.3475
   const float p = (((0x1.6d44b6p-10f * r + 0x1.120cbep-7f) * r + 0x1.5554e8p-5f) * r + 0x1.5554dcp-3f) * r + 0.5f;
   const float e = 1.0f + (r + (r * r) * p);
-  // Times 2^n in two steps: 2^(n + 64), the lowest bits of `shifted`, joins the exponent; the second may round to a
-  // subnormal.
+  // Multiplies by 2^n in two steps: n + 64, the lowest bits of `shifted`, is added to the exponent; the product with
+  // 2^-64 may round to a subnormal.
   return float_of((bits_of(shifted) << 23) + bits_of(e)) * 0x1p-64f;
 }
 
@@ -48,7 +48,7 @@ struct Sigmoid {
   float s, product;  // product = s * (1 - s), as accurate as s
 };
 
-// Of NaN: anything. What becomes of it is multiplied by its NaN.
+// For NaN the result is arbitrary; callers multiply it by the NaN.
 DIPTYCH_HD Sigmoid sigmoid(float z) {
   const float t = exp_of_negative(-fabsf(z));
   const float large = reciprocal_near_one(1.0f + t), small = t * large;
@@ -61,7 +61,7 @@ constexpr float kQuick = 1.702f;
 DIPTYCH_HD bool has_sigmoid(Activation kind) { return kind != Activation::relu && kind != Activation::srelu; }
 DIPTYCH_HD float positive_part(float x) { return x < 0.0f ? 0.0f : x; }
 
-// What `acts` and `slopes` of x are made of; nothing where the kind has no sigmoid.
+// Computes the sigmoids that `acts` and `slopes` take; does nothing if the kind has no sigmoid.
 template <int kN>
 DIPTYCH_HD void sigmoids(Activation kind, const float (&x)[kN], Sigmoid (&g)[kN]) {
   if (!has_sigmoid(kind)) return;
@@ -112,7 +112,7 @@ DIPTYCH_HD void slopes(Activation kind, const float (&x)[kN], const Sigmoid (&g)
   if (kind == Activation::gelu) {
 #pragma unroll
     for (int j = 0; j < kN; ++j) {
-      constexpr float kFlat = 256.0f;  // of x^2: from there on, s or 1 - s is 0; bounded, that times it is 0 too
+      constexpr float kFlat = 256.0f;  // bound of x^2: beyond it s or 1 - s is 0, and so is its product with the bound
       const float square = x[j] * x[j], near = square > kFlat ? kFlat : square;
       y[j] = y[j] * (near * (3.0f * kGeluCube) + kGeluLine);
     }
@@ -124,8 +124,9 @@ DIPTYCH_HD void slopes(Activation kind, const float (&x)[kN], const Sigmoid (&g)
   for (int j = 0; j < kN; ++j) y[j] = g[j].s + y[j];
 }
 
-// Bounds that cost no exponential, for maxima: |act(x)| <= max(x, kLeastBound) and |act'(x)| <= kSteepest, of every
-// float32 that is not NaN and every kind but srelu. Rounding keeps order, so they hold after each rounded product too.
+// Bounds that need no exponential, for computing maxima: |act(x)| <= max(x, kLeastBound) and |act'(x)| <= kSteepest,
+// for every float32 but NaN and every kind but srelu. Rounding is monotonic, so they hold after each rounded product
+// too.
 constexpr float kLeastBound = 0.2785f, kSteepest = 1.13f;
 DIPTYCH_HD bool bounded(Activation kind) { return kind != Activation::srelu; }
 

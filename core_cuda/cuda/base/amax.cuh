@@ -1,12 +1,12 @@
-// How maxima of one launch meet.
+// Joins the maxima of a launch's thread blocks.
 #pragma once
 
 #include "cuda/base/vector.cuh"
 
 namespace diptych::cuda {
 
-// The largest of a thread block's m >= 0, joined into *cell. A maximum does not depend on its order, so that blocks may
-// meet in an atomic; non-negative floats order as their bits do. `scratch`: a float for each warp, free to overwrite.
+// Raises *cell to the largest m >= 0 of a thread block. A maximum does not depend on order, so blocks may use an
+// atomic; non-negative floats order as their bits do. `scratch`: a float for each warp, which is overwritten.
 template <int kThreads>
 __device__ __forceinline__ void join_amax(float m, float* scratch, float* cell) {
 #pragma unroll
@@ -16,7 +16,7 @@ __device__ __forceinline__ void join_amax(float m, float* scratch, float* cell) 
   if (threadIdx.x != 0) return;
 #pragma unroll
   for (int w = 1; w < kThreads / 32; ++w) m = fmaxf(m, scratch[w]);
-  // The cell only grows: whoever is not above an old value of it need not queue for it.
+  // The cell only grows: an m that is not above an old value of it needs no atomic.
   if (m > *static_cast<const volatile float*>(cell))
     atomicMax(reinterpret_cast<int*>(cell), static_cast<int>(bits_of(m)));
 }

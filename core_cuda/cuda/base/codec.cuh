@@ -43,7 +43,7 @@ DIPTYCH_HD uint32_t encode_soft(float x) {
   return sign | (a < F::kMax ? a : F::kMax);
 }
 
-// Any NaN byte of the four becomes 0x7F: hardware keeps no promise about a NaN's sign.
+// Turns each NaN byte of the four into 0x7F, because hardware does not specify a NaN's sign.
 template <bool kE5M2>
 DIPTYCH_HD uint32_t canonical_nan4(uint32_t v) {
   const uint32_t nan = ((v & 0x7f7f7f7f) + (0x80 - Fp8<kE5M2>::kFirstNaN) * 0x01010101u) & 0x80808080;
@@ -86,7 +86,7 @@ DIPTYCH_HD float e8m0_to_float(uint32_t code) {
   return float_of(code == 0 ? 0x00400000u : code == 255 ? 0x7fc00000u : code << 23);
 }
 
-// The smallest E8M0 code whose value is at least v (v >= 0, not NaN); inf and what lies above 2^127 give 254.
+// The smallest E8M0 code whose value is at least v (v >= 0, not NaN); inf and values above 2^127 give 254.
 DIPTYCH_HD uint32_t e8m0_round_up(float v) {
   const uint32_t u = bits_of(v), e = u >> 23 & 0xff, m = u & 0x7fffff;
   if (e == 255) return 254;

@@ -1,4 +1,4 @@
-// Host helpers of the CUDA backend: CUDA errors as Status, and what is known of each device.
+// Host helpers of the CUDA backend: CUDA errors as Status, and properties of each device.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -11,7 +11,7 @@
 
 namespace diptych::cuda {
 
-Status cuda_status(cudaError_t error, const char* what);  // names the call or kernel that failed
+Status cuda_status(cudaError_t error, const char* what);  // `what` names the call or kernel that failed
 
 struct DeviceInfo {
   int arch = 0;  // 90 for sm_90; 0 where the device cannot be read

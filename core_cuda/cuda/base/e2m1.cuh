@@ -8,7 +8,7 @@ namespace diptych::cuda {
 
 constexpr float kE2M1Max = 6.0f;
 
-// a * factor + whole, rounded to nearest even or downwards; |whole| is so large that the last bit counts ones.
+// Returns a * factor + whole, rounded to nearest even or downwards; |whole| is so large that the last bit is worth 1.
 template <bool kDown>
 DIPTYCH_HD float whole_sum(float a, float factor, float whole) {
 #ifdef __CUDA_ARCH__
@@ -19,11 +19,11 @@ DIPTYCH_HD float whole_sum(float a, float factor, float whole) {
 #endif
 }
 
-// 2^23 + the code of a, for 0 <= a < 7, as the bits of a float: the nearest value, ties to even codes, or the largest
-// value that is not above a.
+// Returns the bits of the float 2^23 + code, for 0 <= a < 7. The code is that of the value nearest to a, ties to even
+// codes, or with kDown of the largest value that is not above a.
 //
-// Measured in codes, the grid is the lowest of three lines, 2a, a + 2 and a / 2 + 4; rounding to whole codes commutes
-// with taking the lowest, and adding 2^23 rounds.
+// The code as a function of a is the minimum of three lines, 2a, a + 2 and a / 2 + 4. Rounding commutes with taking the
+// minimum, and adding 2^23 rounds.
 template <bool kDown>
 DIPTYCH_HD uint32_t e2m1_code(float a) {
   constexpr float kWhole = 8388608.0f;
@@ -34,18 +34,19 @@ DIPTYCH_HD uint32_t e2m1_code(float a) {
   return lower < coarse ? lower : coarse;
 }
 
-// What e2m1_code rounds down to round `a` stochastically by a random byte, given as the bits of the float 2^23 + byte:
-// a + (byte + .5) / 256 * the step at a, at most 6.
+// Returns the value that e2m1_code must round down to round `a` stochastically: a + (byte + .5) / 256 * the step at a,
+// at most 6. The random byte is given as the bits of the float 2^23 + byte.
 DIPTYCH_HD float e2m1_dithered(float a, uint32_t byte_bits) {
   const float half_u = (float_of(byte_bits) - 8388607.5f) * (1.0f / 512.0f);  // exact
-  const float two_steps = float_of(bits_of(fmaxf(a, 1.0f)) & 0x7f800000);     // from 8 on any will do
+  const float two_steps = float_of(bits_of(fmaxf(a, 1.0f)) & 0x7f800000);     // from 8 on any step will do
   return fminf(a + half_u * two_steps, kE2M1Max);                             // the product is exact
 }
 
-// Codes of eight elements to a word: code(j) is e2m1_code's, `signs` holds the sign bits in place.
+// Packs the codes of eight elements into a word: code(j) is the result of e2m1_code, `signs` holds the sign bits in
+// place.
 template <typename Code>
 DIPTYCH_HD uint32_t e2m1_pack8(uint32_t signs, Code&& code) {
-  constexpr uint32_t kWholes = 0xfb000000u;  // what the 2^23 of the two lowest leave in the word
+  constexpr uint32_t kWholes = 0xfb000000u;  // what the 2^23 of the two lowest codes leave in the word
   uint32_t w = code(7);
 #pragma unroll
   for (int j = 6; j >= 0; --j) w = w * 16 + code(j);
@@ -53,10 +54,10 @@ DIPTYCH_HD uint32_t e2m1_pack8(uint32_t signs, Code&& code) {
 }
 
 DIPTYCH_HD float e2m1_decode(uint32_t code) {
-  return float_of((code & 7) << 22 | (code & 8) << 28) * 0x1p126f;  // as a float's bits it is 2^-126 times too small
+  return float_of((code & 7) << 22 | (code & 8) << 28) * 0x1p126f;  // the bits are those of the value times 2^-126
 }
 
-// Two codes (the second in bits 4..7) -> two bfloat16, 2^-126 times the values: the lower half is the first.
+// Two codes (the second in bits 4..7) -> two bfloat16 of 2^-126 times the values, the first in the lower half.
 DIPTYCH_HD uint32_t e2m1_pair_bits(uint32_t two) {
   return ((two << 6 | two << 18) & 0x01c001c0u) | ((two << 12 | two << 24) & 0x80008000u);
 }

@@ -1,4 +1,5 @@
-// The one place where kernels are launched: a grid along x only (y and z end at 65535), every launch checked.
+// All kernels are launched here: with a grid along x only (y and z are limited to 65535), and with every launch
+// checked.
 #pragma once
 
 #include <atomic>
@@ -22,9 +23,9 @@ Status launch(const char* name, void (*kernel)(Params...), int64_t blocks, int t
   return cuda_status(cudaGetLastError(), name);
 }
 
-// Whether a device starts kernels before the stream's last one has ended: only those compiled for sm_90 or later know
-// how to wait, and captures know of that since CUDA 12.3. All kernels are compiled alike, so that the first answers for
-// all.
+// Returns whether a device may start kernels before the stream's last one has ended. Only kernels compiled for sm_90 or
+// later can wait for it, and stream captures support that since CUDA 12.3. All kernels are compiled alike, so the first
+// one tested answers for all.
 inline bool grids_overlap(const void* kernel, int device) {
   static std::atomic<uint64_t> asked{0}, yes{0};
   const uint64_t bit = device < 64 ? uint64_t{1} << device : 0;
@@ -38,7 +39,7 @@ inline bool grids_overlap(const void* kernel, int device) {
   return overlap;
 }
 
-// `attribute`: what the launch asks for beyond its grid, null: nothing.
+// `attribute`: an additional launch attribute, or null.
 template <typename... Params>
 Status launch_with(const char* name, cudaLaunchAttribute* attribute, void (*kernel)(Params...), int64_t blocks,
                    int threads, size_t shared_bytes, void* stream, const std::type_identity_t<Params>&... args) {
@@ -52,19 +53,19 @@ Status launch_with(const char* name, cudaLaunchAttribute* attribute, void (*kern
   return cuda_status(cudaLaunchKernelEx(&config, kernel, args...), name);
 }
 
-// For a kernel that may start while the stream's last one runs, so that its launch costs no time (ptx/grid.cuh):
+// Launches a kernel that may start while the stream's last one runs, so that its launch costs no time (ptx/grid.cuh):
 //  - It calls wait_for_grid_before before it touches anything that an earlier kernel may have written or may still
-//    read: its inputs, and its outputs too. The wait is for the grid before it alone, whosever that is; therefore
-//  - every thread block of such a kernel waits, so that its end implies the end of all that came before, and
-//  - only a kernel of ours calls let_next_grid_start. One that was launched the ordinary way may always call it.
-//  - Ahead of the wait a kernel may read what was there before the last ordinary launch of ours, if the same function
-//    made both launches one after the other, and write what that launch does not touch: the second kernel of
-//    permute_map reads the routing, and writes -1 to row_id_map.
+//    read: its inputs, and its outputs too. The wait covers only the grid before it, whoever launched that; therefore
+//  - every thread block of such a kernel waits, so that its end implies the end of all earlier grids, and
+//  - only our own kernels call let_next_grid_start. A kernel that was launched the ordinary way may always call it.
+//  - Before the wait a kernel may read data that existed before our last ordinary launch, if the same function made
+//    both launches one after the other, and write memory that that launch does not touch: the second kernel of
+//    permute_map reads the routing and writes -1 to row_id_map.
 //  - permute's slices follow each other in one function, and so do quantize's strips. The first lets the next one start
-//    after its own wait, so that they may all touch what that waited for; each of them still waits before it ends.
-//  - Prefetches into L2 may come ahead of the wait: L2 sees what is written after them.
-//  - What an earlier grid has written is read by ordinary loads. __ldg promises data that nobody writes while the
-//    kernel runs, and the compiler may move it ahead of the wait.
+//    after its own wait, so that all may touch what the first one waited for; each still waits before it ends.
+//  - Prefetches into L2 may come before the wait, because L2 sees later writes.
+//  - Data that an earlier grid has written is read by ordinary loads. __ldg promises that nobody writes the data while
+//    the kernel runs, so the compiler may move it before the wait.
 template <typename... Params>
 Status launch_after(const char* name, void (*kernel)(Params...), int64_t blocks, int threads, size_t shared_bytes,
                     const Execution& exec, const std::type_identity_t<Params>&... args) {
@@ -75,7 +76,7 @@ Status launch_after(const char* name, void (*kernel)(Params...), int64_t blocks,
   return launch_with(name, may ? &overlap : nullptr, kernel, blocks, threads, shared_bytes, exec.stream, args...);
 }
 
-// In clusters of `cluster` thread blocks, which share their memory (sm_90 and later).
+// Launches clusters of `cluster` thread blocks, which can access each other's shared memory (sm_90 and later).
 template <typename... Params>
 Status launch_clusters(const char* name, void (*kernel)(Params...), int64_t blocks, int cluster, int threads,
                        size_t shared_bytes, void* stream, const std::type_identity_t<Params>&... args) {
@@ -85,9 +86,9 @@ Status launch_clusters(const char* name, void (*kernel)(Params...), int64_t bloc
   return launch_with(name, &size, kernel, blocks, threads, shared_bytes, stream, args...);
 }
 
-// More than 48 KiB of shared memory is granted for each kernel and device; asking twice is harmless. `carveout`:
-// percent of an SM's L1 that the kernel would have as shared memory. Kernels overlap on an SM only where they agree on
-// that; -1 leaves it to the driver.
+// Permits a kernel more than 48 KiB of shared memory, once for each device; repeating it is harmless. `carveout`:
+// percent of an SM's L1 to use as shared memory. Kernels overlap on an SM only if they agree on it; -1 leaves it to the
+// driver.
 class SharedGrant {
  public:
   template <typename Kernel>

@@ -21,7 +21,7 @@ Encode find_encode() {
   const cudaError_t error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &entry, cudaEnableDefault, &found);
 #endif
   if (error == cudaSuccess && found == cudaDriverEntryPointSuccess) return reinterpret_cast<Encode>(entry);
-  (void)cudaGetLastError();  // reported as a driver without tensor maps
+  (void)cudaGetLastError();  // tensor_maps_available() is then false
   return nullptr;
 }
 
@@ -45,7 +45,7 @@ Status make_tensor_map(CUtensorMap* map, const void* base, int rank, const int64
     boxes[i] = static_cast<cuuint32_t>(box[i]);
     steps[i] = 1;
     stride *= dims[i];
-    strides[i] = stride;  // of dimension i + 1
+    strides[i] = stride;  // the stride of dimension i + 1
   }
   const CUresult result =
       make(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, static_cast<cuuint32_t>(rank), const_cast<void*>(base), dims, strides,

@@ -1,5 +1,5 @@
-// Tensor maps: what Hopper's copy engine has to know of a tensor. Made on the host by the driver, which is asked for at
-// run time: nothing links against libcuda.
+// Tensor maps, which describe a tensor to Hopper's copy engine. The driver makes them on the host; its entry point is
+// looked up at run time, so that nothing links against libcuda.
 #pragma once
 
 #include <cuda.h>
@@ -10,11 +10,12 @@
 
 namespace diptych::cuda {
 
-// Whether the driver makes tensor maps.
+// Returns whether the driver can make tensor maps.
 bool tensor_maps_available();
 
-// A byte tensor of `rank` dimensions, the innermost (contiguous) one first, read in boxes; rows of a box lie in shared
-// memory with the 128-byte swizzle, so that box[0] is 128. The base and the strides are multiples of 16 bytes.
+// Makes the map of a byte tensor of `rank` dimensions, the innermost (contiguous) one first, that is copied in boxes.
+// Rows of a box lie in shared memory with the 128-byte swizzle, so box[0] must be 128. The base and the strides must be
+// multiples of 16 bytes.
 Status make_tensor_map(CUtensorMap* map, const void* base, int rank, const int64_t* extents, const int32_t* box);
 
 }  // namespace diptych::cuda

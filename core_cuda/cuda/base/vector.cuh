@@ -1,4 +1,4 @@
-// Eight neighbouring elements of a row in registers, and an 8 x 8 patch of them: what the quantize kernels share.
+// Eight neighbouring elements of a row in registers, and 8 x 8 patches of elements, for the quantize kernels.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -16,7 +16,7 @@ namespace diptych::cuda {
 
 constexpr unsigned kAllLanes = 0xffffffff;
 
-// One C++ type for each high-precision dtype: f(float{}), f(__half{}) or f(__nv_bfloat16{}).
+// Calls f with a value of the C++ type of a high-precision dtype: f(float{}), f(__half{}) or f(__nv_bfloat16{}).
 template <typename F>
 Status with_float_type(DType d, const char* op, F&& f) {
   switch (d) {
@@ -31,7 +31,7 @@ Status with_float_type(DType d, const char* op, F&& f) {
   }
 }
 
-// f(std::bool_constant<is E5M2>{}).
+// Calls f(std::bool_constant<is E5M2>{}).
 template <typename F>
 Status with_element(DType d, const char* op, F&& f) {
   if (d == DType::e4m3) return f(std::false_type{});
@@ -43,7 +43,7 @@ __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(__half x) { return __half2float(x); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
 
-// One IEEE rounding; overflow gives inf.
+// Rounds once, by IEEE rules; overflow gives inf.
 template <typename T>
 __device__ __forceinline__ T from_float(float x) {
   if constexpr (std::is_same_v<T, float>) {
@@ -55,7 +55,7 @@ __device__ __forceinline__ T from_float(float x) {
   }
 }
 
-// Two values, the first in the lower half.
+// Packs two values into a word, the first in the lower half.
 template <typename T>
 __device__ __forceinline__ uint32_t pack2(float a, float b) {
   uint32_t u;
@@ -104,7 +104,8 @@ struct Row8 {
   __device__ __forceinline__ float operator[](int i) const { return v[i / Vec<T>::kCount][i % Vec<T>::kCount]; }
 };
 
-// Row `row`, columns col .. col + 7 of x [rows, cols]; what lies outside is 0. `vec`: aligned, and cols % 8 == 0.
+// Loads columns col .. col + 7 of row `row` of x [rows, cols], 0 outside of x. `vec`: x is aligned to 16 bytes, and
+// cols % 8 == 0.
 template <typename T>
 __device__ __forceinline__ Row8<T> load_row8(const T* x, int64_t rows, int64_t cols, int64_t row, int64_t col,
                                              bool vec) {
@@ -126,11 +127,12 @@ __device__ __forceinline__ Row8<T> load_row8(const T* x, int64_t rows, int64_t c
       r.v[j / kN].w[j % kN / 2] |= static_cast<uint32_t>(__builtin_bit_cast(unsigned short, p[j])) << (j % 2 * 16);
     }
   }
-  asm volatile("" ::: "memory");  // one row's single loads at a time: 64 in flight would cost the fast path registers
+  // Holds back the single loads of other rows: 64 of them in flight would take registers from the fast path.
+  asm volatile("" ::: "memory");
   return r;
 }
 
-// without_inf of a pair of 16 bits.
+// without_inf for a pair of 16-bit elements.
 template <typename T>
 __device__ __forceinline__ uint32_t without_inf2(uint32_t two) {
 #ifdef __CUDA_ARCH__
@@ -174,7 +176,7 @@ __device__ __forceinline__ void drop_inf(Row8<T> (&x)[8]) {
   for (Row8<T>& r : x) r = without_inf(r);
 }
 
-// The larger magnitudes of two pairs, under any signs; a NaN gives way to a number, as in max_abs.
+// Returns the larger magnitudes of two pairs, with arbitrary signs; a NaN loses to a number, as in max_abs.
 template <typename T>
 __device__ __forceinline__ uint32_t max_abs2(uint32_t a, uint32_t b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
@@ -221,10 +223,11 @@ __device__ __forceinline__ float max_abs(float m, const Row8<T>& r) {
   return m;
 }
 
-// Maxima are nearly always finite: what they say of infinities costs less than doing without these beforehand.
+// Marks a condition as unlikely. Maxima are nearly always finite: testing them costs less than removing infinities
+// first.
 __device__ __forceinline__ bool rarely(bool x) { return __builtin_expect(x, false); }
 
-// The largest finite |x|.
+// Returns the largest finite |x|.
 template <typename T>
 __device__ __forceinline__ float max_finite(const Row8<T>& r) {
   if constexpr (sizeof(T) == 4) return max_abs(0.0f, without_inf(r));
@@ -254,7 +257,8 @@ __device__ __forceinline__ void column_max_abs(const Row8<T> (&x)[8], float (&v)
   }
 }
 
-// Eight bytes to columns col .. col + 7 of q [rows, cols], those that exist. `vec`: aligned, and cols % 8 == 0.
+// Stores eight bytes to those of columns col .. col + 7 of q [rows, cols] that exist. `vec`: q is aligned to 8 bytes,
+// and cols % 8 == 0.
 __device__ __forceinline__ void store_row8(uint8_t* q, int64_t rows, int64_t cols, int64_t row, int64_t col, bool vec,
                                            uint2 bytes) {
   if (row >= rows || col >= cols) return;
@@ -269,7 +273,7 @@ __device__ __forceinline__ void store_row8(uint8_t* q, int64_t rows, int64_t col
   }
 }
 
-// Eight elements of a row, each times its own scale.
+// Encodes eight elements of a row, each times its own scale.
 template <bool kE5M2, bool kNaN = true, typename T, typename Scale>
 __device__ __forceinline__ uint2 encode_row8(const Row8<T>& r, Scale&& scale) {
   float y[8];
@@ -278,7 +282,7 @@ __device__ __forceinline__ uint2 encode_row8(const Row8<T>& r, Scale&& scale) {
   return {encode4<kE5M2, kNaN>(y[0], y[1], y[2], y[3]), encode4<kE5M2, kNaN>(y[4], y[5], y[6], y[7])};
 }
 
-// Bytes [4][4], a row in each word, transposed in place.
+// Transposes bytes [4][4] in place, a row in each word.
 __device__ __forceinline__ void transpose4x4(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d) {
   const uint32_t ab_lo = __byte_perm(a, b, 0x5140), ab_hi = __byte_perm(a, b, 0x7362);
   const uint32_t cd_lo = __byte_perm(c, d, 0x5140), cd_hi = __byte_perm(c, d, 0x7362);
@@ -286,7 +290,7 @@ __device__ __forceinline__ void transpose4x4(uint32_t& a, uint32_t& b, uint32_t&
   c = __byte_perm(ab_hi, cd_hi, 0x5410), d = __byte_perm(ab_hi, cd_hi, 0x7632);
 }
 
-// Bytes [8][8], a row in each pair of words, transposed in place.
+// Transposes bytes [8][8] in place, a row in each pair of words.
 __device__ __forceinline__ void transpose8x8(uint2 (&q)[8]) {
   transpose4x4(q[0].x, q[1].x, q[2].x, q[3].x);
   transpose4x4(q[0].y, q[1].y, q[2].y, q[3].y);
@@ -299,8 +303,8 @@ __device__ __forceinline__ void transpose8x8(uint2 (&q)[8]) {
   }
 }
 
-// One step of a reduction that also deals out its values: of v[0 .. 2N) this lane keeps the half that its bit `mask`
-// names, joined with the partner's. After log2 steps each lane holds the maximum of its own value.
+// One step of a reduction that also distributes its values over lanes: of v[0 .. 2 kKeep) this lane keeps the half that
+// its bit `mask` selects, as maxima with the partner lane's. After log2 steps each lane holds the maximum of one value.
 template <int kKeep>
 __device__ __forceinline__ void max_and_halve(float* v, int lane, int mask) {
   const bool upper = lane & mask;

@@ -41,7 +41,7 @@ Status gemm_emulated(const GemmArgs& args, const Execution& exec) {
   const int64_t tiles_m = ceil_div(m, kTileOuter), tiles_n = ceil_div(n, kTileOuter), limit = kMostExtent;
   if (m > limit || n > limit || k > limit || tiles_m * tiles_n > limit) {
     return {Code::unsupported, "gemm: no CUDA kernel for D of [" + std::to_string(m) + ", " + std::to_string(n) +
-                                   "] and K = " + std::to_string(k) + ": sizes end at 2^31 - 256"};
+                                   "] and K = " + std::to_string(k) + ": sizes must be at most 2^31 - 256"};
   }
   DIPTYCH_TRY(make_operand("gemm", args.a, m, k, &p.a));
   DIPTYCH_TRY(make_operand("gemm", args.b, n, k, &p.b));

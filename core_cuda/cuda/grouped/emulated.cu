@@ -152,7 +152,7 @@ Status grouped_gemm_emulated(const GroupedGemmArgs& args, const Execution& exec)
       tiles_m > kMostExtent / tiles_n || tiles_m * tiles_n > kMostExtent / stacked) {
     return {Code::unsupported, std::string(op) + ": no CUDA kernel for products of [" + std::to_string(m) + ", " +
                                    std::to_string(n) + "] and K = " + std::to_string(k) + " in " +
-                                   std::to_string(groups) + " groups: sizes and tiles end at 2^31 - 256"};
+                                   std::to_string(groups) + " groups: sizes and tiles must be at most 2^31 - 256"};
   }
   GroupedKernelArgs p{};
   DIPTYCH_TRY(make_operand(op, first.a, m, k, &p.a));

@@ -1,6 +1,5 @@
-// layernorm and rmsnorm. A row belongs to a warp or, where it is long, to a thread block; which one follows from K
-// alone, and so does the order of every sum. Rows of the usual type are read once and kept in registers, where they
-// fit.
+// layernorm and rmsnorm. A warp computes a row or, if the row is long, a thread block does. K alone decides which, and
+// the order of every sum. Rows of the usual types are read once and kept in registers if they fit.
 #include "cuda/base/launch.cuh"
 #include "cuda/kernels.h"
 #include "cuda/source/column_sum.cuh"
@@ -15,7 +14,7 @@ constexpr int64_t kLongRow = 2048;
 struct RowsArgs {
   int64_t m, k;
   Elements x, gamma, beta, dy;
-  Elements out;  // y or dx; null: statistics alone
+  Elements out;  // y or dx; null: only the statistics are wanted
   float *mu, *rsigma;
   float eps;
   bool centered;  // layernorm
@@ -23,7 +22,7 @@ struct RowsArgs {
   bool vec;  // every operand is aligned to 16 bytes, and k % 8 == 0
 };
 
-// The sum over the kLanes threads of a row, for all of them. `scratch`: a float for each warp.
+// Returns the sum of v over the kLanes threads of a row to all of them. `scratch`: a float for each warp.
 template <int kLanes>
 __device__ __forceinline__ float row_sum(float v, float* scratch) {
 #pragma unroll
@@ -43,8 +42,8 @@ __device__ __forceinline__ float sum8(const Floats8& f) {
   return ((f.v[0] + f.v[1]) + (f.v[2] + f.v[3])) + ((f.v[4] + f.v[5]) + (f.v[6] + f.v[7]));
 }
 
-// body(group, column, how many of eight exist) for this thread's groups of eight columns; kGroups of them at most, or,
-// if 0, any number.
+// Calls body(group, column, how many of the eight columns exist) for this thread's groups of eight columns. There are
+// at most kGroups, or any number if kGroups is 0.
 template <int kLanes, int kGroups, typename Body>
 __device__ __forceinline__ void each_group(int64_t k, Body&& body) {
   const int64_t first = static_cast<int64_t>(threadIdx.x % kLanes) * 8;
@@ -58,7 +57,7 @@ __device__ __forceinline__ void each_group(int64_t k, Body&& body) {
   }
 }
 
-// This thread's part of a row of a tensor: kept, or read each time.
+// This thread's part of a row of a tensor, kept in registers or read each time.
 template <int kLanes, int kGroups, typename T>
 class RowPart {
  public:
@@ -83,7 +82,7 @@ template <int kLanes, int kGroups, typename T>
 __global__ void __launch_bounds__(kThreads) norm_kernel(const __grid_constant__ RowsArgs p) {
   __shared__ float scratch[kThreads / kWarp];
   const int64_t row = static_cast<int64_t>(blockIdx.x) * (kThreads / kLanes) + threadIdx.x / kLanes;
-  if (row >= p.m) return;  // all threads of a row
+  if (row >= p.m) return;  // as do all threads of this row
   const int64_t at = row * p.k;
   const float count = static_cast<float>(p.k > 0 ? p.k : 1);
   const RowPart<kLanes, kGroups, T> x(p.x, at, p.k, p.vec);
@@ -132,7 +131,7 @@ __global__ void __launch_bounds__(kThreads) norm_grad_kernel(const __grid_consta
   const float count = static_cast<float>(p.k > 0 ? p.k : 1);
   const float mu = p.centered ? p.mu[row] : 0.0f, rsigma = p.rsigma[row];
   const RowPart<kLanes, kGroups, T> x(p.x, at, p.k, p.vec), dy(p.dy, at, p.k, p.vec);
-  // h = g * dy and xhat of eight columns; zeros where there are none
+  // h = g * dy and xhat of eight columns; zeros for columns that do not exist
   const auto slopes = [&](int i, int64_t col, int n, Floats8& h, Floats8& xhat) {
     h = dy.get(i, col, n), xhat = x.get(i, col, n);
     const Floats8 g = load8(p.gamma, col, n, p.vec);
@@ -162,7 +161,7 @@ __global__ void __launch_bounds__(kThreads) norm_grad_kernel(const __grid_consta
   });
 }
 
-// Sums of a chunk of rows: dy * xhat and, with kSums == 2, dy.
+// Sums dy * xhat over a chunk of rows and, with kSums == 2, dy.
 template <int kSums, typename T>
 __global__ void __launch_bounds__(kSumThreads)
     parameter_kernel(const __grid_constant__ RowsArgs p, unsigned strips, float* part, int64_t stride) {
@@ -198,7 +197,8 @@ bool all_aligned(const RowsArgs& p) {
   return vec;
 }
 
-// f(T{}) where x and, if given, dy are T and the rows aligned, or f() where the type matters to loads alone.
+// Calls f with the type of x and dy if that is one of the usual types and rows are aligned; else with void: the type is
+// then found at run time in each load.
 template <typename F>
 Status with_rows(const RowsArgs& p, F&& f) {
   const bool one = p.vec && (!p.dy.data || p.dy.type == p.x.type);
@@ -207,7 +207,7 @@ Status with_rows(const RowsArgs& p, F&& f) {
   return f(std::type_identity<void>());
 }
 
-// f(type, lanes of a row, groups of a thread that are kept); the type matters where some are.
+// Calls f(type, lanes of a row, groups that a thread keeps in registers); the type is void if it keeps none.
 template <int kLanes, typename T, typename F>
 Status with_groups(std::type_identity<T> type, int64_t k, F&& f) {
   constexpr std::integral_constant<int, kLanes> lanes;
@@ -222,7 +222,7 @@ Status with_groups(std::type_identity<T> type, int64_t k, F&& f) {
   return f(std::type_identity<void>(), lanes, std::integral_constant<int, 0>());
 }
 
-// f(type, lanes, groups, blocks)
+// Calls f(type, lanes, groups, thread blocks).
 template <typename F>
 Status launch_rows(const RowsArgs& p, F&& f) {
   if (p.m == 0) return {};
@@ -237,7 +237,7 @@ Status launch_rows(const RowsArgs& p, F&& f) {
 
 }  // namespace
 
-// Two sums for each chunk and column.
+// Two float32 sums for each chunk and column.
 int64_t norm_grad_workspace_bytes(int64_t m, int64_t k) { return 2 * column_sum_workspace_bytes(m, k); }
 
 Status norm(const NormArgs& args, const Execution& exec) {
@@ -253,7 +253,7 @@ Status norm(const NormArgs& args, const Execution& exec) {
 }
 
 Status norm_grad(const NormGradArgs& args, const Execution& exec) {
-  if (args.x.cols() == 0) return {};  // however many rows
+  if (args.x.cols() == 0) return {};  // rows may be any number then
   RowsArgs p{};
   p.m = args.x.rows(), p.k = args.x.cols(), p.centered = args.norm == Norm::layernorm;
   p.zero_centered_gamma = args.zero_centered_gamma;

@@ -1,4 +1,5 @@
-// The map of whole chunks into another order. Each block works out where all chunks start, and searches for its rows'.
+// chunk_map: the map of whole chunks into another order. Each thread block computes where all chunks start, and finds
+// the chunks of its rows by binary search.
 #include "cuda/base/launch.cuh"
 #include "cuda/permute/scan.cuh"
 #include "diptych/format.h"
@@ -13,9 +14,9 @@ __global__ void __launch_bounds__(kThreads)
     chunk_map_kernel(const int* __restrict__ sizes, const int* __restrict__ order, int chunks, int tokens,
                      int* __restrict__ row_id_map, int* __restrict__ row_source) {
   DIPTYCH_DYNAMIC_SHARED(raw);
-  int* start = reinterpret_cast<int*>(raw);  // [chunks + 1] first row among the source's; last: where the last one ends
-  int* place = start + chunks + 1;           // [chunks] where in the order a chunk is first named
-  int* to = place + chunks;                  // [chunks] of each place: first row among the destination's
+  int* start = reinterpret_cast<int*>(raw);  // [chunks + 1] first source row of each chunk; then the last one's end
+  int* place = start + chunks + 1;           // [chunks] first place of each chunk in the order
+  int* to = place + chunks;                  // [chunks] first destination row of each place
   for (int c = threadIdx.x; c < chunks; c += kThreads) {
     place[c] = kUnnamed;
     start[c] = max(0, min(tokens, sizes[c]));
@@ -43,7 +44,7 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t t = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; t < tokens; t += step) {
     int row = -1;
     if (t < static_cast<int64_t>(end)) {
-      int c = 0, past = chunks;  // the last chunk that starts at t or before it is one of these
+      int c = 0, past = chunks;  // c .. past - 1 contain the last chunk that starts at or before t
       while (past - c > 1) {
         const int middle = (c + past) / 2;
         (start[middle] <= t ? c : past) = middle;

@@ -1,5 +1,6 @@
-// out[h, r] = in[h, token of r], one byte an element. A block holds four rows h in shared memory, a word for each token
-// with one byte of each row, so that one look-up serves four results; rows too long for that are read from memory.
+// permute_columns: out[h, r] = in[h, token of r], with elements of one byte. A thread block holds four rows h in shared
+// memory, as a word for each token with one byte of each row, so that one look-up gives four results. Rows that are too
+// long for shared memory are read from device memory.
 #include "cuda/base/launch.cuh"
 #include "cuda/permute/origin.cuh"
 #include "cuda/permute/rows.cuh"
@@ -10,7 +11,7 @@ namespace {
 constexpr int kThreads = 512;
 constexpr int kHeight = 4;
 constexpr int kMaxShared = 160 << 10;     // sm_80 has 163 KiB
-constexpr int64_t kRowsAtOnce = 1 << 15;  // of the result, by one block of the kernel that reads from memory
+constexpr int64_t kRowsAtOnce = 1 << 15;  // result rows r of one block of the kernel that reads from device memory
 
 struct ColumnParams {
   const uint8_t* in;  // [height, tokens]

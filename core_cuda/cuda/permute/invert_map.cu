@@ -1,4 +1,4 @@
-// What a map says of its destination: the last slot that names each row. Maxima alone are taken in no fixed order.
+// invert_map: finds for each row the last entry of the map that holds it, as a maximum, which does not depend on order.
 #include "cuda/base/launch.cuh"
 #include "diptych/format.h"
 

@@ -1,4 +1,4 @@
-// The map of tokens to experts: how tokens are dealt out to blocks, and what each of them leaves where.
+// permute_map: how tokens are divided into chunks for thread blocks, and the layout of the workspace.
 #include "cuda/permute/map.cuh"
 
 namespace diptych::cuda {
@@ -10,7 +10,7 @@ int64_t stride_of(int64_t experts) { return round_up(experts, 8); }
 struct Chunking {
   int64_t size, count;
 
-  // One page of chunks, until they would hold more than 16 bits count
+  // One page of chunks, unless a chunk would then have more items than 16 bits can count.
   Chunking(int64_t items, bool mask) {
     const int64_t unit = mask ? 32 : 64, even = round_up(ceil_div(items, kPage), unit);
     size = even < unit ? unit : even > 32768 ? 32768 : even;

@@ -1,6 +1,6 @@
-// What both kinds of map share: a stable counting sort in two launches that overlap. The first counts what each chunk
-// of the routing sends to each expert; in the second each block adds those counts up itself, which costs less than a
-// launch between them, and numbers its chunk's rows. Integer sums alone are taken in no fixed order.
+// permute_map for both kinds of map: a stable counting sort in two launches that overlap. The first counts the rows
+// that each chunk of the routing sends to each expert. In the second each block adds up these counts itself, which
+// costs less than another launch, and numbers its chunk's rows. Only integer sums have no fixed order.
 #pragma once
 
 #include "cuda/base/launch.cuh"
@@ -10,12 +10,12 @@
 
 namespace diptych::cuda {
 
-constexpr int kTile = 256;            // experts whose counts are kept together, and that a block of a mask handles
-constexpr int kPage = 128;            // chunks whose counts lie side by side
-constexpr int kPlaceThreads = 1024;   // of the second kernel
-constexpr int kMapShared = 64 << 10;  // of one block, at most; with 2048 experts
+constexpr int kTile = 256;           // experts whose counts are stored together, and which one block handles for a mask
+constexpr int kPage = 128;           // chunks whose counts lie side by side
+constexpr int kPlaceThreads = 1024;  // threads of the second kernel
+constexpr int kMapShared = 64 << 10;  // bytes: limit for one block, reached with 2048 experts
 
-// Checked: whatever is counted here, and every entry's number, fits an int.
+// The contract has checked that all counts and entry numbers fit an int.
 struct MapParams {
   const void* routing;
   uint32_t* bits;    // mask: [chunks, chunk / 32, stride], a bit for each token
@@ -24,11 +24,11 @@ struct MapParams {
   int* tokens_per_expert;
   int* expert_offsets;
   int* row_source;
-  unsigned items, chunk;  // tokens of a mask or ids, and how many make a chunk
+  unsigned items, chunk;  // number of tokens (mask) or ids (index), and of those in a chunk
   int chunks, experts, stride, align, rows, tiles;
 };
 
-// A chunk's items.
+// The range of items of chunk i.
 struct Chunk {
   unsigned first, last;
 
@@ -36,13 +36,13 @@ struct Chunk {
       : first(static_cast<unsigned>(i) * p.chunk), last(min(p.items, first + p.chunk)) {}
 };
 
-// Where a page's counts of expert e are.
+// Returns the address of a page's counts for expert e.
 __device__ __forceinline__ uint16_t* counts_of(const MapParams& p, int page, int e) {
   return p.counts + (page * p.tiles * kTile + e) * kPage;
 }
 
-// The first kernel's part of `row_source`: -1, since the second one may have nothing to put there. 32-bit numbers and
-// no unrolling: what comes before the first store is time that somebody waits for.
+// Fills `row_source` with -1 in the first kernel, since the second may not write every row. It uses 32-bit numbers and
+// no unrolling, because the time before the first store is not hidden.
 __device__ __forceinline__ void fill_source(const MapParams& p) {
   const unsigned step = gridDim.x * blockDim.x, first = blockIdx.x * blockDim.x + threadIdx.x, n = p.rows;
   unsigned done = 0;
@@ -55,14 +55,15 @@ __device__ __forceinline__ void fill_source(const MapParams& p) {
   for (unsigned i = done + first; i < n; i += step) p.row_source[i] = -1;
 }
 
-// One for eight experts, and more, so that whole vectors of four lie before what follows.
+// Returns the size of Experts::groups: one for eight experts, padded so that what follows it is aligned to vectors of
+// four.
 __host__ __device__ constexpr int group_places(int stride) { return (stride / 8 + 8) / 4 * 4; }
 
-// What a block of the second kernel knows of all experts.
+// What a block of the second kernel computes for all experts, in shared memory.
 struct Experts {
-  int* total;   // [stride] entries that name the expert
+  int* total;   // [stride] number of entries for the expert
   int* next;    // [stride] row of the first such entry in this block's chunk
-  int* offset;  // [stride + 8] where its region starts; [experts]: where the last one ends
+  int* offset;  // [stride + 8] start of the expert's region; at [experts]: end of the last region
   int* groups;  // [group_places] rows of eight experts' regions
 
   __device__ __forceinline__ Experts(void* shared, int stride)
@@ -75,12 +76,12 @@ inline size_t experts_bytes(int stride) {
   return (3 * static_cast<size_t>(stride) + 8 + group_places(stride)) * sizeof(int);
 }
 
-// 1 in each of the first n bytes, n cut to 0..4.
+// Returns a word with 1 in each of the first n bytes, n clamped to 0..4.
 __device__ __forceinline__ unsigned ones(int n) { return __funnelshift_rc(0x01010101, 0, 32 - 8 * min(max(n, 0), 4)); }
 
-// Fills `x`; block 0 writes the outputs by expert. A warp for eight experts: an expert's counts lie side by side, and
-// their sums need neither shared memory nor atomics. What lies past the end of experts or chunks is read and not
-// counted: a branch between the loads would have each wait for the last.
+// Fills `x`; block 0 also writes the outputs by expert. A warp takes eight experts: an expert's counts lie side by
+// side, and their sums need neither shared memory nor atomics. Counts past the end of experts or chunks are read but
+// not added, because a branch between the loads would serialize them.
 template <int kThreads>
 __device__ __forceinline__ void place_experts(const MapParams& p, int chunk, const Experts& x) {
   constexpr int kBatch = 8, kWarps = kThreads / 32;  // a warp's experts at once
@@ -98,14 +99,14 @@ __device__ __forceinline__ void place_experts(const MapParams& p, int chunk, con
       for (int b = 0; b < kBatch; ++b)
         asm volatile("ld.global.v2.u32 {%0, %1}, [%2];" : "=r"(v[b].x), "=r"(v[b].y) : "l"(at + b * kPage) : "memory");
       const unsigned exist = ones(p.chunks - r0), earlier = ones(chunk - r0);
-      __syncwarp();  // orders nothing: without it the compiler uses each load before it asks for the next
+      __syncwarp();  // only for the compiler, which would otherwise use each load before it issues the next
 #pragma unroll
       for (int b = 0; b < kBatch; ++b) {
         all[b] = __dp2a_hi(v[b].y, exist, __dp2a_lo(v[b].x, exist, all[b]));
         before[b] = __dp2a_hi(v[b].y, earlier, __dp2a_lo(v[b].x, earlier, before[b]));
       }
     } while (++page * kPage < p.chunks);
-    int total = 0, next = 0;  // of the expert that this lane stands for
+    int total = 0, next = 0;  // values of this lane's expert
 #pragma unroll
     for (int b = 0; b < kBatch; ++b) {
       const int t = __reduce_add_sync(0xffffffff, all[b]), n = __reduce_add_sync(0xffffffff, before[b]);
@@ -144,7 +145,7 @@ __device__ __forceinline__ void place_experts(const MapParams& p, int chunk, con
 
 enum class Order { first, second };
 
-// All of an SM's shared memory, so that both kernels want the same division of it.
+// Both kernels prefer all of an SM's L1 as shared memory, so that they agree on its division and can overlap.
 template <auto kKernel, Order kOrder>
 Status launch_map(int64_t blocks, int threads, size_t shared, const MapParams& p, const Execution& exec) {
   static SharedGrant grant;

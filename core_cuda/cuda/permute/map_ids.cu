@@ -1,14 +1,14 @@
-// The map of tokens whose experts are named by their numbers.
+// permute_map for a routing of expert ids.
 #include "cuda/permute/map.cuh"
 
 namespace diptych::cuda {
 namespace {
 
 constexpr int kCountThreads = 512;
-constexpr int kManyExperts = 512;  // more than these: fewer threads, so that each warp's counts fit
+constexpr int kManyExperts = 512;  // with more, blocks have fewer threads, so that all warps' counts fit
 constexpr int kFewThreads = 256;
 
-// The expert that id i names, or -1.
+// Returns the expert of id i, or -1.
 template <typename Id>
 __device__ __forceinline__ int load_expert(const MapParams& p, unsigned i) {
   const Id id = __ldg(static_cast<const Id*>(p.routing) + i);
@@ -41,14 +41,14 @@ __global__ void __launch_bounds__(kCountThreads) count_ids_kernel(const __grid_c
       if (e[b] >= 0) atomicAdd(&sums[e[b]], 1);
     }
   }
-  if (chunk.first >= chunk.last) return;  // no ids, hence no counts
+  if (chunk.first >= chunk.last) return;  // without ids there are no counts
   __syncthreads();
   for (int i = threadIdx.x; i < p.experts; i += kCountThreads)
     counts_of(p, blockIdx.x / kPage, i)[blockIdx.x % kPage] = static_cast<uint16_t>(sums[i]);
 }
 
-// A thread for each id. Lanes that name one expert find each other; what the warps before them saw of it comes from a
-// table. That needs no other chunk's counts and is done before the first kernel has ended.
+// One thread takes one id. Lanes with the same expert find each other; a table gives the number of its ids in earlier
+// warps. This needs no other chunk's counts and is done before the first kernel has ended.
 template <typename Id, int kThreads>
 __global__ void __launch_bounds__(kThreads, 1) place_ids_kernel(const __grid_constant__ MapParams p) {
   DIPTYCH_DYNAMIC_SHARED(raw);
@@ -57,12 +57,12 @@ __global__ void __launch_bounds__(kThreads, 1) place_ids_kernel(const __grid_con
   const Experts experts(raw, p.stride);
   const int pairs = p.stride / 2;
   unsigned* table =
-      experts.rest(p.stride);  // [kWarps, pairs] 16 bits an expert: seen by this warp; then by those before
-  unsigned* sums = table + kWarps * pairs;  // [pairs] by all of them
+      experts.rest(p.stride);  // [kWarps, pairs] 16 bits an expert: its ids in this warp, then in earlier warps
+  unsigned* sums = table + kWarps * pairs;  // [pairs] its ids in all warps
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   uint16_t* mine = reinterpret_cast<uint16_t*>(table + warp * pairs);
   const Chunk chunk(p, blockIdx.x);
-  int e, rank;  // rank: how many ids before this one, of those that are taken at once, name expert e
+  int e, rank;  // rank: how many of the ids before this one, among those taken at once, are expert e
   auto rank_ids = [&](unsigned i0) {
     e = i0 + threadIdx.x < chunk.last ? load_expert<Id>(p, i0 + threadIdx.x) : -1;
     for (int c = threadIdx.x; c < kWarps * pairs / 4; c += kThreads)

@@ -1,18 +1,18 @@
-// The map of tokens whose experts a mask names.
+// permute_map for a routing mask.
 #include "cuda/permute/map.cuh"
 #include "cuda/ptx/copy.cuh"
 
 namespace diptych::cuda {
 namespace {
 
-constexpr int kWords = 4;  // of 32 tokens: what a block takes at once
-constexpr int kLine = 16;  // experts that a thread of the first kernel takes, of eight tokens at once
+constexpr int kWords = 4;  // words of 32 tokens that a block takes at once
+constexpr int kLine = 16;  // experts that a thread of the first kernel takes at once, for eight tokens
 constexpr int kCountThreads = kTile / kLine * kWords * 4;
 constexpr int kPiece = 8192;  // bytes that the copy engine writes at once
 static_assert(kWords * kTile == kPlaceThreads && 32 % kWords == 0);
 
-// What a token's line of the mask says of 16 experts, a byte each; `there`: how many of them exist. kVec: bytes of the
-// loads that lines are whole numbers of.
+// Loads the mask's bytes of 16 experts of a token; `there`: how many of them exist. kVec: bytes of a load; mask rows
+// are multiples of it.
 template <int kVec>
 __device__ __forceinline__ void load_mask(const uint8_t* line, int there, uint32_t (&w)[4]) {
   if constexpr (kVec == 16) {
@@ -34,7 +34,7 @@ __device__ __forceinline__ void load_mask(const uint8_t* line, int there, uint32
   }
 }
 
-// Each of four lanes gives four words and gets the words of its number from all of them.
+// Transposes words among four lanes: each passes four words and gets the words at its own index from all four.
 __device__ __forceinline__ void transpose_words(uint32_t (&w)[4], int lane) {
 #pragma unroll
   for (int d = 1; d < 4; d *= 2) {
@@ -47,7 +47,7 @@ __device__ __forceinline__ void transpose_words(uint32_t (&w)[4], int lane) {
     }
   }
 }
-// The same with bytes of one thread's words.
+// Transposes the bytes of one thread's four words.
 __device__ __forceinline__ void transpose_bytes(uint32_t (&w)[4]) {
   const uint32_t a = __byte_perm(w[0], w[1], 0x5140), b = __byte_perm(w[2], w[3], 0x5140);
   const uint32_t c = __byte_perm(w[0], w[1], 0x7362), d = __byte_perm(w[2], w[3], 0x7362);
@@ -55,8 +55,9 @@ __device__ __forceinline__ void transpose_bytes(uint32_t (&w)[4]) {
   w[2] = __byte_perm(c, d, 0x5410), w[3] = __byte_perm(c, d, 0x7632);
 }
 
-// Turns a chunk's part of the mask on its side, 32 tokens of one expert a word, and counts them. A thread has eight
-// tokens and 16 experts, four neighbours a word's tokens; they then have four experts each.
+// Transposes a chunk's part of the mask to bits, with 32 tokens of one expert in a word, and counts them. A thread
+// loads eight tokens and 16 experts, and four neighbours together a word's tokens; afterwards each of them has four
+// experts.
 template <int kVec>
 __global__ void __launch_bounds__(kCountThreads, 1) count_mask_kernel(const __grid_constant__ MapParams p) {
   __shared__ int sums[kTile];
@@ -79,13 +80,13 @@ __global__ void __launch_bounds__(kCountThreads, 1) count_mask_kernel(const __gr
         load_mask<kVec>(static_cast<const uint8_t*>(p.routing) + static_cast<size_t>(token + i) * p.experts + expert,
                         there, w[i]);
     }
-    if (word == 0) {  // while the loads are on their way
+    if (word == 0) {  // while the loads are in flight
       fill_source(p);
       __syncthreads();
     }
     uint32_t own[4];
 #pragma unroll
-    for (int q = 0; q < 4; ++q) {  // a byte's bit i: token i's is not 0
+    for (int q = 0; q < 4; ++q) {  // bit i of a byte: whether token i's entry is not 0
       uint32_t flags = 0;
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
@@ -104,13 +105,13 @@ __global__ void __launch_bounds__(kCountThreads, 1) count_mask_kernel(const __gr
     }
   }
   __syncthreads();
-  if (chunk.first >= chunk.last) return;  // no tokens, hence no counts
+  if (chunk.first >= chunk.last) return;  // without tokens there are no counts
   for (int e = threadIdx.x; e < min(kTile, p.experts - first_expert); e += kCountThreads)
     counts_of(p, index / kPage, first_expert + e)[index % kPage] = static_cast<uint16_t>(sums[e]);
 }
 
-// -1 in all entries of a chunk and a tile's experts. Nobody waits for the copy engine's stores until end_lines: they
-// are made while counts arrive and are added up. `absent`: kPiece bytes of shared memory.
+// Stores -1 to all entries of a chunk for a tile's experts. The copy engine's stores run until end_lines, while counts
+// are loaded and added. `absent`: kPiece bytes of shared memory.
 __device__ __forceinline__ void begin_lines(const MapParams& p, const Chunk& chunk, int first_expert, int4* absent) {
   const int tokens = static_cast<int>(chunk.last - chunk.first), width = min(kTile, p.experts - first_expert);
   int* lines = p.row_id_map + static_cast<size_t>(chunk.first) * p.experts + first_expert;
@@ -120,7 +121,7 @@ __device__ __forceinline__ void begin_lines(const MapParams& p, const Chunk& chu
       ptx::bulk_sees_stores();
       __syncthreads();
       if (threadIdx.x >= 32) return;
-      // Of a tile that has all experts the lines lie side by side.
+      // If a tile has all experts, its lines are contiguous.
       const int run = p.tiles == 1 ? kPiece / 4 : width, step = p.tiles == 1 ? run : p.experts;
       const int n = tokens * p.experts, pieces = (n + step - 1) / step;
       for (int i = threadIdx.x; i < pieces; i += 32) {
@@ -135,7 +136,7 @@ __device__ __forceinline__ void begin_lines(const MapParams& p, const Chunk& chu
     for (int c = threadIdx.x % 32; c < width; c += 32) lines[static_cast<size_t>(t) * p.experts + c] = -1;
   }
 }
-// All threads come here; what they write afterwards stays.
+// Waits for the stores of begin_lines, so that later stores are not overwritten. All threads of the block call it.
 __device__ __forceinline__ void end_lines() {
   if constexpr (ptx::kBulk) {
     if (threadIdx.x < 32) ptx::bulk_wait();
@@ -143,7 +144,8 @@ __device__ __forceinline__ void end_lines() {
   __syncthreads();
 }
 
-// A thread for each expert and 32 tokens walks through the bits that are set; neighbours have an expert's next tokens.
+// A thread takes one expert and 32 tokens and visits the bits that are set; neighbours have the same expert's next
+// tokens.
 __global__ void __launch_bounds__(kPlaceThreads, 1) place_mask_kernel(const __grid_constant__ MapParams p) {
   DIPTYCH_DYNAMIC_SHARED(raw);
   __shared__ __align__(16) int4 absent[kPiece / 16];
@@ -154,7 +156,7 @@ __global__ void __launch_bounds__(kPlaceThreads, 1) place_mask_kernel(const __gr
   const unsigned words = p.chunk / 32, used = (chunk.last - chunk.first + 31) / 32;
   const uint32_t* bits = p.bits + (index * words + q) * p.stride + e;
   const Experts experts(raw, p.stride);
-  begin_lines(p, chunk, first_expert, absent);  // nobody else had that memory since the first kernel's launch
+  begin_lines(p, chunk, first_expert, absent);  // nothing else uses that memory since the first kernel's launch
   ptx::wait_for_grid_before();
 
   auto load = [&](unsigned w0) { return e < p.experts && w0 + q < used ? bits[w0 * p.stride] : 0; };

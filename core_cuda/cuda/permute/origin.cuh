@@ -1,4 +1,4 @@
-// Where the rows of a destination come from (permute.h's `row_source`): entries t * slots + slot.
+// The tokens that destination rows come from: `row_source` of permute.h holds entries t * slots + slot.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,12 +9,12 @@
 
 namespace diptych::cuda {
 
-// n / d for n < 2^31: one multiplication.
+// Computes n / d for n < 2^31 with one multiplication.
 struct Divider {
   uint32_t factor = 0;
   int shift = 0;
 
-  Divider() = default;  // by 1
+  Divider() = default;  // divides by 1
   explicit Divider(uint32_t d) {
     if (d <= 1) return;
     int bits = 1;
@@ -30,14 +30,14 @@ struct Divider {
 struct Origins {
   const int* row_source = nullptr;
   Divider slots;
-  uint32_t none = 0;  // as many as there are tokens
+  uint32_t none = 0;  // the number of tokens, returned for absent rows
 
   Origins() = default;
   Origins(const TensorView& rows, int64_t slots_of_a_token, int64_t tokens)
       : row_source(rows.as<const int>()),
         slots(static_cast<uint32_t>(slots_of_a_token)),
         none(static_cast<uint32_t>(tokens)) {}
-  // The token of an entry, or `none`.
+  // Returns the token of an entry, or `none`.
   __device__ __forceinline__ uint32_t of(int entry) const {
     return entry < 0 ? none : min(slots(static_cast<uint32_t>(entry)), none);
   }

@@ -1,6 +1,6 @@
-// Rows moved as bytes: each warp reads a part of a token's row once and writes it to all of the token's destinations.
-// The same launch fills the rows that nobody writes. Stores are ordinary ones: L2 then gathers what goes to k places,
-// and that is faster than streaming it. Where there is much to move rows go another way (slices.cu).
+// permute: rows are moved as bytes. Each warp reads a part of a token's row once and writes it to all of the token's
+// destinations. The same launch fills absent rows. Stores are ordinary, not streaming: L2 then gathers the writes to k
+// places, which is faster. slices.cu has the kernel for large tensors.
 #include "cuda/base/launch.cuh"
 #include "cuda/permute/rows.cuh"
 #include "cuda/ptx/grid.cuh"
@@ -10,28 +10,29 @@ namespace {
 
 constexpr int kWarps = kBlock / 32;
 
-// Elements of a row that a thread holds: of 16 bytes one, since many short stores near each other are faster than few
-// long ones; of fewer bytes several, or each warp would look through the map for next to nothing.
+// Elements of a row that a thread holds: one of 16 bytes, since many short stores near each other are faster than few
+// long ones; several smaller ones, because each warp reads the map and should move enough for it.
 template <bool kWide>
 constexpr int kHeld = kWide ? 1 : 4;
 
 struct PermuteParams {
   RowBytes planes[kMaxPlanes];
-  int64_t ends[kMaxPlanes];  // parts of a token's row in this plane and those before it
-  int64_t parts;             // in all, at least 1
+  int64_t ends[kMaxPlanes];  // number of parts of a token's row in this plane and all earlier ones
+  int64_t parts;             // number of parts in all planes, at least 1
   int plane_count;
   const int* row_id_map;
   AbsentRows absent;
   const void* probs;
   void* permuted_probs;
   int prob_bytes;             // 0: none
-  bool zero_prob_is_padding;  // there are probs
+  bool zero_prob_is_padding;  // implies that there are probs
   int64_t tokens;
   int slots;
 };
 
 // Moves part `part` of the token's row in plane `r`; `moves_probs`: this warp moves the token's probabilities too. They
-// are asked for before the rows are stored, and stored after them: nobody waits for them. kMapRegs * 32 slots at once.
+// are loaded before the rows are stored, and stored after them, which hides their latency. It takes kMapRegs * 32 slots
+// at once.
 template <typename V, bool kWide, int kMapRegs>
 __device__ __forceinline__ void move_part(const PermuteParams& p, const RowBytes& r, int64_t token, int64_t part,
                                           bool moves_probs) {
@@ -73,7 +74,7 @@ __device__ __forceinline__ void move_part(const PermuteParams& p, const RowBytes
         if (padding >> from & 1) {
 #pragma unroll
           for (int u = 0; u < kElements; ++u) {
-            if (u * 32 < left) out[u * 32] = fill_of<V>(r.fill, lane);  // as for first + u * 32
+            if (u * 32 < left) out[u * 32] = fill_of<V>(r.fill, lane);  // the same as for element first + u * 32
           }
         } else {
 #pragma unroll
@@ -111,7 +112,7 @@ __global__ void __launch_bounds__(kBlock) permute_kernel(const __grid_constant__
       with_unit(r, [&](auto v) { move_part<decltype(v), false, kMapRegs>(p, r, token, part, moves_probs); });
     }
   }
-  asm volatile("" : "+r"(asked));  // looked at here, or the rows would wait for it
+  asm volatile("" : "+r"(asked));  // keeps the compiler from using it earlier, where the rows would wait for it
   for (unsigned rest = p.absent.mask(asked); rest != 0; rest &= rest - 1) {
     const int64_t row = p.absent.row(__ffs(rest) - 1);
     for (int i = 0; i < p.plane_count; ++i) fill_row(p.planes[i], row);
@@ -128,7 +129,7 @@ Status permute(const PermuteArgs& args, const Execution& exec) {
     p.planes[i] = row_bytes(args.planes[i]);
     wide = wide && p.planes[i].unit == 16;
   }
-  const int part = 32 * (wide ? kHeld<true> : kHeld<false>);  // elements of a warp
+  const int part = 32 * (wide ? kHeld<true> : kHeld<false>);  // elements of a row that a warp takes
   for (int i = 0; i < args.plane_count; ++i) {
     p.parts += ceil_div(p.planes[i].bytes, part * p.planes[i].unit);
     p.ends[i] = p.parts;
@@ -142,7 +143,7 @@ Status permute(const PermuteArgs& args, const Execution& exec) {
   p.prob_bytes = args.probs.given() ? bytes(args.probs.dtype) : 0;
   p.probs = args.probs.data, p.permuted_probs = args.permuted_probs.data;
   p.zero_prob_is_padding = args.zero_prob_is_padding && p.prob_bytes != 0;
-  const int64_t tokens = p.slots > 0 ? p.tokens : 0;  // without slots there may be any number
+  const int64_t tokens = p.slots > 0 ? p.tokens : 0;  // without slots, tokens may be any number
   const int64_t blocks = blocks_for(tokens * p.parts, rows, kWarps, &p.absent.each);
   if (blocks == 0) return {};
   auto run = [&](auto kernel) { return launch_after("permute", kernel, blocks, kBlock, 0, exec, p); };

@@ -1,4 +1,4 @@
-// What the kernels share that move or sum rows: a group of threads for each token, its destinations, and absent rows.
+// Helpers of the kernels that move or sum rows: a group of threads for each token, its destinations, and absent rows.
 #pragma once
 
 #include "cuda/base/vector.cuh"
@@ -8,9 +8,9 @@
 namespace diptych::cuda {
 
 constexpr int kBlock = 128;         // threads
-constexpr int kAbsentRows = 32;     // that one block fills, at most: a bit of a word each
-constexpr int64_t kLongRow = 2048;  // bytes; a whole block works on a token whose row is as long, else a warp
-constexpr int kWarpSlots = 256;     // of a token that a warp alone works on, at most
+constexpr int kAbsentRows = 32;     // most absent rows that one block fills: one bit of a word each
+constexpr int64_t kLongRow = 2048;  // bytes: a block works on a token whose rows are this long or longer, else a warp
+constexpr int kWarpSlots = 256;     // most slots of a token that one warp works on
 
 struct Destination {
   int row, slot;
@@ -24,7 +24,7 @@ struct TokenGroup {
 
   __device__ __forceinline__ static int lane() { return threadIdx.x % kGroup; }
   __device__ __forceinline__ static int warp() { return threadIdx.x % kGroup / 32; }
-  __device__ __forceinline__ static int index() { return threadIdx.x / kGroup; }  // among the block's groups
+  __device__ __forceinline__ static int index() { return threadIdx.x / kGroup; }  // this group's index in the block
   __device__ __forceinline__ static int64_t token() { return static_cast<int64_t>(blockIdx.x) * kTokens + index(); }
   __device__ __forceinline__ static void sync() {
     if constexpr (kGroup == 32) {
@@ -33,11 +33,11 @@ struct TokenGroup {
       __syncthreads();
     }
   }
-  // Slots that each warp looks through
+  // Returns the number of slots that each warp reads.
   __device__ __forceinline__ static int span(int slots) { return (slots + kWarps * 32 - 1) / (kWarps * 32) * 32; }
 
-  // keep(position, slot, row) for each of the token's slots that has a row, rest(slot) for the others. Positions
-  // ascend with the slots from warp() * span(slots) on; returns how many this warp keeps.
+  // Calls keep(position, slot, row) for each of the token's slots that has a row, and rest(slot) for the others.
+  // Positions ascend with the slots from warp() * span(slots) on. Returns how many slots this warp keeps.
   template <typename Keep, typename Rest>
   __device__ __forceinline__ static int collect(const int* map, int slots, int rows, Keep&& keep, Rest&& rest) {
     const int first = warp() * span(slots), last = min(slots, first + span(slots)), bit = threadIdx.x % 32;
@@ -57,7 +57,7 @@ struct TokenGroup {
   }
 };
 
-// Probabilities of whatever dtype.
+// Probabilities of a dtype that is known at run time.
 struct Probs {
   void* data;
   DType dtype;
@@ -79,7 +79,8 @@ struct Probs {
   }
 };
 
-// A value of `size` bytes, 2, 4 or 8, moved as it is. An ordinary load: permute waits for an earlier grid's.
+// Loads a value of `size` bytes (2, 4 or 8) as bits. It is an ordinary load, not __ldg, since permute may wait for an
+// earlier grid that writes it.
 __device__ __forceinline__ uint64_t load_bits(const void* p, int64_t i, int size) {
   if (size == 2) return static_cast<const unsigned short*>(p)[i];
   if (size == 4) return static_cast<const unsigned*>(p)[i];
@@ -95,7 +96,7 @@ __device__ __forceinline__ void store_bits(void* p, int64_t i, int size, uint64_
   }
 }
 
-// Rows of bytes. `unit`: 16, 4 or 1, which divides addresses and row lengths.
+// Rows of bytes. `unit`: the largest of 16, 4 and 1 that divides both addresses and the row length.
 struct RowBytes {
   const uint8_t* in;
   uint8_t* out;
@@ -114,7 +115,7 @@ inline RowBytes row_bytes(const void* in, void* out, int64_t bytes, uint32_t fil
 
 inline RowBytes row_bytes(const Plane& p) { return row_bytes(p.in.data, p.out.data, plane_row_bytes(p.in), p.fill); }
 
-// f(V{}) with the widest type that a row is whole numbers of.
+// Calls f(V{}) with a type V of `unit` bytes.
 template <typename F>
 __device__ __forceinline__ void with_unit(const RowBytes& r, F&& f) {
   if (r.unit == 16) {
@@ -126,7 +127,7 @@ __device__ __forceinline__ void with_unit(const RowBytes& r, F&& f) {
   }
 }
 
-// Element i of an absent row.
+// Returns element i of an absent row.
 template <typename V>
 __device__ __forceinline__ V fill_of(uint32_t fill, int64_t i) {
   if constexpr (sizeof(V) == 16) {
@@ -138,16 +139,16 @@ __device__ __forceinline__ V fill_of(uint32_t fill, int64_t i) {
   }
 }
 
-// Rows of a destination without a source are dealt out to all blocks in turn, `each` to a block: they lie together, at
-// the end of each expert's, and a block that had them all would be late.
+// Absent rows are distributed over all blocks in turn, `each` rows of the destination to a block: they lie together at
+// the end of each expert's region, and one block would take too long to fill them.
 struct AbsentRows {
   const int* row_source;
   int rows, each;
 
-  // The row that bit i of a mask stands for.
+  // Returns the row of bit i of a mask.
   __device__ __forceinline__ int64_t row(int i) const { return static_cast<int64_t>(i) * gridDim.x + blockIdx.x; }
-  // What `row_source` says of the row that this lane looks at, and from all lanes the rows that are absent, a bit each.
-  // Asked for before the work that hides the wait; an ordinary load, as in load_bits.
+  // ask() loads `row_source` for this lane's row; mask() gathers from all lanes a bit for each absent row. Call ask()
+  // before work that hides its latency. It is an ordinary load, as in load_bits.
   __device__ __forceinline__ int ask() const {
     const int bit = threadIdx.x % 32;
     const int64_t at = row(bit);
@@ -157,12 +158,12 @@ struct AbsentRows {
   __device__ __forceinline__ unsigned mask() const { return mask(ask()); }
 };
 
-// The same, dealt out to warps. Made before the work that hides the wait for the first rows' sources.
+// Absent rows, distributed over warps. Construct it before work that hides the latency of its first load.
 class AbsentOfWarp {
  public:
   __device__ __forceinline__ AbsentOfWarp(const int* row_source, uint32_t rows, uint32_t warp, uint32_t warps)
       : row_source_(row_source), rows_(rows), warp_(warp), warps_(warps), asked_(ask(warp)) {}
-  template <typename F>  // f(row) by whole warps
+  template <typename F>  // calls f(row) with all lanes of the warp
   __device__ __forceinline__ void each(F&& f) {
     for (uint32_t base = warp_; base < rows_; base += warps_ * 32) {
       if (base != warp_) asked_ = ask(base);
@@ -181,7 +182,7 @@ class AbsentOfWarp {
   int asked_;
 };
 
-// Blocks for so many tokens and rows, and how many rows each looks after.
+// Returns the number of blocks for so many tokens and rows, and sets *each to the number of rows that a block checks.
 inline int64_t blocks_for(int64_t tokens, int64_t rows, int tokens_a_block, int* each) {
   const int64_t for_tokens = ceil_div(tokens, tokens_a_block), for_rows = ceil_div(rows, kAbsentRows);
   const int64_t blocks = for_tokens > for_rows ? for_tokens : for_rows;

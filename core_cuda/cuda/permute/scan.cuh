@@ -1,11 +1,11 @@
-// Sums before each element, over one block.
+// Prefix sums over one thread block.
 #pragma once
 
 #include <cuda_runtime.h>
 
 namespace diptych::cuda {
 
-// Of its lane and those before it in the warp; sums at most `limit`.
+// Returns the sum over this lane and the lanes before it in the warp, at most `limit`.
 __device__ __forceinline__ unsigned warp_scan(unsigned sum, unsigned limit) {
 #pragma unroll
   for (int d = 1; d < 32; d *= 2) {
@@ -15,8 +15,8 @@ __device__ __forceinline__ unsigned warp_scan(unsigned sum, unsigned limit) {
   return sum;
 }
 
-// put(i, value(0) + ... + value(i - 1)) for i < n, sums and values at most `limit` < 2^31; returns the whole sum. Every
-// thread comes here, and afterwards sees what the others put. value(i) may be what put(i) overwrites.
+// Calls put(i, value(0) + ... + value(i - 1)) for i < n; sums and values are at most `limit` < 2^31. Returns the whole
+// sum. All threads of the block call it, and afterwards see what the others have put. put(i) may overwrite value(i).
 template <typename Value, typename Put>
 __device__ __forceinline__ unsigned block_scan(int n, unsigned limit, Value&& value, Put&& put) {
   __shared__ unsigned warp_sums[32];
@@ -25,7 +25,7 @@ __device__ __forceinline__ unsigned block_scan(int n, unsigned limit, Value&& va
   for (int i0 = 0; i0 < n; i0 += blockDim.x) {
     const int i = i0 + threadIdx.x;
     const unsigned upto = warp_scan(i < n ? value(i) : 0, limit);
-    if (i0 != 0) __syncthreads();  // the last sums have been read
+    if (i0 != 0) __syncthreads();  // all threads have read the last sums
     if (lane == 31) warp_sums[warp] = upto;
     __syncthreads();
     const unsigned sums = warp_scan(lane < warps ? warp_sums[lane] : 0, limit);

@@ -1,8 +1,8 @@
-// Reads that come now and then between writes cost DRAM more time than they take: it turns around for each few of them.
-// Here every SM fills its shared memory and registers with tokens, and then writes them out to all of their rows. A
-// launch is a slice of the tokens that fits all SMs. Its blocks come as those of the slice before leave, fill absent
-// rows until all of these have written, and then read at one time. The copy engine writes from shared memory alone:
-// what registers keep goes there as soon as the tokens that came first have left it.
+// permute for large tensors. DRAM loses time whenever it switches between reads and writes, so few reads between many
+// writes are expensive. Here every SM fills its shared memory and registers with tokens, and then writes them to all of
+// their rows. A launch takes a slice of the tokens that fits all SMs. Its blocks start as those of the slice before
+// end, fill absent rows until all of those have written, and then read at the same time. The copy engine writes only
+// from shared memory: tokens in registers are moved there as soon as the first tokens have left it.
 #include <algorithm>
 
 #include "cuda/base/launch.cuh"
@@ -17,37 +17,38 @@ namespace diptych::cuda {
 namespace {
 
 constexpr int kThreads = 512;
-constexpr int kEntries = 16;           // of the map that a thread looks at together
-constexpr int kVectors = 16;           // of 16 bytes that a thread keeps in registers
-constexpr int kProbs = 2;              // that a thread moves together
-constexpr int kShared = 226 << 10;     // bytes of tokens and fillings: an SM has room for one block
+constexpr int kEntries = 16;           // entries of the map that a thread reads at once
+constexpr int kVectors = 16;           // vectors of 16 bytes that a thread keeps in registers
+constexpr int kProbs = 2;              // probabilities that a thread moves at once
+constexpr int kShared = 226 << 10;     // bytes of tokens and fillings; an SM has room for one block
 constexpr int kFilling = 2 << 10;      // bytes of an absent row that are stored at once
 constexpr int64_t kLeastToken = 128;   // bytes
-constexpr int64_t kLeastLong = 2048;   // bytes of a token in several planes or with many slots
-constexpr int64_t kLeastMoved = 16e6;  // bytes written; fewer are not worth a launch with so much shared memory
-constexpr int kDramPiece = 64;         // bytes that DRAM reads for one
-constexpr int kManyRows = 4;           // of each token in several planes: each is written by itself
-constexpr int kManySlots = 64;         // the other kernel looks through them for every 512 bytes: half as many rows do
+constexpr int64_t kLeastLong = 2048;   // the same for a token in several planes or with many slots
+constexpr int64_t kLeastMoved = 16e6;  // bytes written; for fewer a launch with so much shared memory does not pay
+constexpr int kDramPiece = 64;         // bytes that DRAM reads for one probability
+constexpr int kManyRows = 4;           // least rows per token with several planes, which are written separately
+constexpr int kManySlots = 64;  // from here half as many rows suffice: the other kernel reads them for every 512 bytes
 
 struct SliceParams {
   RowBytes planes[kMaxPlanes];
   int plane_count;
-  int token_bytes;  // in all planes
+  int token_bytes;  // bytes of a token in all planes
   const int* row_id_map;
   const int* row_source;
   const void* probs;
   void* permuted_probs;
   int prob_bytes;   // 0: none
-  int probs_ahead;  // bytes of probabilities that a block of the first slice has brought to L2, or 0
+  int probs_ahead;  // bytes of probabilities that a block of the first slice prefetches to L2, or 0
   int tokens, slots, rows;
   Divider by_slots;
-  int each, held;     // tokens of a block; rows of the first plane that shared memory has room for
+  int each, held;     // tokens of a block; rows of the first plane that fit shared memory
   int first;          // the slice's first token
-  int block, blocks;  // the slice's first block among all slices', and how many they have
-  bool waits;         // and reads when the slice before it has written
+  int block, blocks;  // the slice's first block among all slices' blocks, and their number
+  bool waits;         // whether it reads only after the slice before it has written
 };
 
-// A probability alone costs DRAM as much as 64 bytes. Ahead of the wait, as prefetches may be: L2 is coherent.
+// Prefetches probabilities, because reading a single one costs DRAM as much as 64 bytes. Prefetches may come before the
+// wait, since L2 is coherent.
 __device__ __forceinline__ void prefetch_probs(const SliceParams& p) {
   const int64_t all = static_cast<int64_t>(p.tokens) * p.slots * p.prob_bytes, at = int64_t{p.probs_ahead} * blockIdx.x;
   if (all - at < 16) return;
@@ -56,7 +57,7 @@ __device__ __forceinline__ void prefetch_probs(const SliceParams& p) {
                      static_cast<int>(min(all - at, int64_t{p.probs_ahead}) / 16 * 16));
 }
 
-// By rows: what each token wrote here and there would be pieces of sectors, every one at its own time.
+// Moves probabilities in order of destination rows: in order of tokens, writes would be scattered parts of sectors.
 __device__ __forceinline__ void move_probs(const SliceParams& p) {
   const unsigned entries = static_cast<unsigned>(p.tokens) * static_cast<unsigned>(p.slots);
   const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
@@ -75,7 +76,7 @@ __device__ __forceinline__ void move_probs(const SliceParams& p) {
   }
 }
 
-template <int kPlanes>  // at most
+template <int kPlanes>  // most planes
 __global__ void __launch_bounds__(kThreads, 1) permute_slice_kernel(const __grid_constant__ SliceParams p) {
   DIPTYCH_DYNAMIC_SHARED_ALIGNED(shared, 128);
   __shared__ __align__(8) uint64_t landed;
@@ -83,7 +84,7 @@ __global__ void __launch_bounds__(kThreads, 1) permute_slice_kernel(const __grid
     const bool is_first = p.block == 0, is_last = p.block + static_cast<int>(gridDim.x) == p.blocks;
     const int token = p.first + static_cast<int>(blockIdx.x) * p.each, n = max(0, min(p.each, p.tokens - token));
     const int held = min(n, p.held);
-    // f(plane, bytes of a row, the block's rows in shared memory, behind them a piece of an absent row)
+    // Calls f(index, plane, bytes of a row, the block's rows in shared memory, a piece of an absent row behind them).
     auto for_planes = [&](auto&& f) {
       uint8_t* at = shared;
       for (int i = 0; i < (kPlanes == 1 ? 1 : p.plane_count); ++i) {
@@ -92,7 +93,7 @@ __global__ void __launch_bounds__(kThreads, 1) permute_slice_kernel(const __grid
         at += rows * bytes + kFilling;
       }
     };
-    // Rows of the first plane that registers keep: f(vector, its place from `at` on)
+    // Calls f(vector, its place from `at` on) for the rows of the first plane that are kept in registers.
     const int kept_vectors = (n - held) * static_cast<int>(p.planes[0].bytes) / 16;
     uint4 kept[kVectors];
     auto for_kept = [&](auto* at, auto&& f) {
@@ -139,7 +140,7 @@ __global__ void __launch_bounds__(kThreads, 1) permute_slice_kernel(const __grid
     }
     if (!p.waits) ask_tokens();
     if (is_first && p.prob_bytes != 0) move_probs(p);
-    if (!is_last) ptx::let_next_grid_start();  // what the first slice waited for is there for all
+    if (!is_last) ptx::let_next_grid_start();  // the first slice has waited for the data of all slices
     for (int64_t to = p.block + static_cast<int>(blockIdx.x) + static_cast<int64_t>(threadIdx.x) * p.blocks;
          to < p.rows; to += static_cast<int64_t>(kThreads) * p.blocks) {
       if (p.row_source[to] >= 0) continue;
@@ -154,7 +155,7 @@ __global__ void __launch_bounds__(kThreads, 1) permute_slice_kernel(const __grid
     if (p.waits) ask_tokens();
     __syncthreads();
     ptx::barrier_wait(&landed, 0);
-    const int first = n - held;  // tokens that make room for those in registers
+    const int first = n - held;  // tokens that are written first, to make room for those in registers
     int looked = 0;
 #pragma unroll 1
     for (int from = 0, to = 0; from < n; from = to) {
@@ -224,7 +225,8 @@ Status permute_slices(const PermuteArgs& args, const Execution& exec) {
   const int64_t grid = device_info(exec.device.index).sm_count;
   const int64_t all_probs = args.row_id_map.numel() * p.prob_bytes;  // bytes
   p.probs_ahead = int64_t{p.rows} * kDramPiece < all_probs ? 0 : static_cast<int>(ceil_div(all_probs, grid * 16) * 16);
-  // The first plane's rows are kept in registers, of no more tokens than leave shared memory before those come there
+  // Registers keep rows of the first plane, at most of as many tokens as shared memory holds before these rows move
+  // there.
   const int64_t row = p.planes[0].bytes, token = p.token_bytes, room = kShared - p.plane_count * kFilling;
   const int64_t most =
       std::min((room + int64_t{kVectors} * kThreads * 16 / row * row) / token, room / (2 * token - row) * 2);
@@ -234,7 +236,7 @@ Status permute_slices(const PermuteArgs& args, const Execution& exec) {
     p.block = static_cast<int>(grid * s), p.first = static_cast<int>(p.block * most);
     p.each = static_cast<int>(std::min(most, ceil_div(p.tokens - p.first, grid)));
     p.held = static_cast<int>(std::min(int64_t{p.each}, (room - p.each * (token - row)) / row));
-    p.waits = s > 0 && p.each * 4 > most;  // few tokens may be read while others are written
+    p.waits = s > 0 && p.each * 4 > most;  // a slice of few tokens may read while others write
     DIPTYCH_TRY(launch_after("permute", kernel, grid, kThreads, kShared, exec, p));
   }
   return {};

@@ -1,4 +1,4 @@
-// A token's rows in ascending order, each with its factor, in shared memory.
+// Lists a token's rows in ascending order in shared memory, each with its factor.
 #pragma once
 
 #include "cuda/permute/rows.cuh"
@@ -10,14 +10,14 @@ struct Summand {
   float prob;
 };
 
-// Shared memory of a block whose tokens have so many slots.
+// Returns the bytes of shared memory of a block whose tokens have so many slots.
 template <int kGroup>
 size_t summand_bytes(int slots) {
   return TokenGroup<kGroup>::kTokens * static_cast<size_t>(slots) * (sizeof(Summand) + sizeof(Destination));
 }
 
-// Lists the token's summands; returns how many, and where in *out. Rows that equal each other keep their slots' order.
-// keep(slot, row) and rest(slot) as in TokenGroup::collect. Every thread of the block comes here.
+// Lists the token's summands in *out and returns their number. Equal rows keep the order of their slots. keep(slot,
+// row) and rest(slot) are called as in TokenGroup::collect. All threads of the block call it.
 template <int kGroup, typename Keep, typename Rest>
 __device__ __forceinline__ int list_summands(unsigned char* shared, const int* row_id_map, int64_t tokens, int slots,
                                              int rows, const Probs& probs, const Summand** out, Keep&& keep,
@@ -66,7 +66,7 @@ __device__ __forceinline__ int list_summands(unsigned char* shared, const int* r
   return total;
 }
 
-// kCount elements to 16 aligned bytes.
+// Packs kCount elements into 16 bytes.
 template <typename T>
 __device__ __forceinline__ uint4 pack_vec(const float (&v)[Vec<T>::kCount]) {
   if constexpr (sizeof(T) == 4) {

@@ -5,7 +5,7 @@
 namespace diptych::cuda {
 namespace {
 
-constexpr int kBatch = 8;  // rows under way at once
+constexpr int kBatch = 8;  // rows whose loads are in flight at once
 
 struct UnpermuteParams {
   const void* x;
@@ -20,7 +20,7 @@ struct UnpermuteParams {
   bool vec;
 };
 
-// Elements c .. c + kN - 1 of the sum; kN is 1 or a whole vector.
+// Computes elements c .. c + kN - 1 of the sum; kN is 1 or a whole vector.
 template <typename T, int kN>
 __device__ __forceinline__ void sum_rows(const T* x, int64_t width, int64_t c, const Summand* rows, int count,
                                          float (&acc)[kN]) {

@@ -1,5 +1,6 @@
-// dx[row] = p * dy[t], and dprobs[t, s] = dot(x[row], dy[t]). A token's dy is read once for eight of its rows. The
-// order of a dot's sum follows from the shape: eight neighbours to a thread, then lanes, then warps.
+// dx[row] = p * dy[t], and dprobs[t, s] = dot(x[row], dy[t]). A token's dy is read once for each eight of its rows. The
+// shape fixes the order of a dot product's sum: a thread sums groups of eight neighbours, then lanes are added, then
+// warps.
 #include "cuda/base/launch.cuh"
 #include "cuda/permute/summands.cuh"
 
@@ -14,13 +15,13 @@ struct UnpermuteGradParams {
   const int* row_id_map;
   AbsentRows absent;
   Probs probs, dprobs;
-  RowBytes dx;  // out alone
+  RowBytes dx;  // only `out` is used
   int64_t tokens, width;
   int slots;
   bool vec;
 };
 
-// prob times eight neighbours of a row to columns c .. c + 7.
+// Stores prob times eight neighbours to columns c .. c + 7 of a row.
 template <typename T>
 __device__ __forceinline__ void store_scaled(T* row, int64_t width, int64_t c, bool vec, float prob, const Row8<T>& g) {
   constexpr int kN = Vec<T>::kCount;
@@ -61,7 +62,7 @@ __global__ void __launch_bounds__(kBlock) unpermute_grad_kernel(const __grid_con
       });
   const T *dy = static_cast<const T*>(p.dy), *x = static_cast<const T*>(p.x);
   T* dx = reinterpret_cast<T*>(p.dx.out);
-  for (int i = 0; i < count; i += kBatch) {  // no token: count is 0
+  for (int i = 0; i < count; i += kBatch) {  // without a token count is 0
     float dot[kBatch] = {};
     for (int64_t c = Group::lane() * 8; c < p.width; c += kGroup * 8) {
       const Row8<T> g = load_row8(dy, p.tokens, p.width, token, c, p.vec);
@@ -78,7 +79,7 @@ __global__ void __launch_bounds__(kBlock) unpermute_grad_kernel(const __grid_con
         store_scaled(dx + rows[i + u].row * p.width, p.width, c, p.vec, rows[i + u].prob, g);
         if (x == nullptr) continue;
 #pragma unroll
-        for (int j = 0; j < 8; ++j) dot[u] = __fadd_rn(dot[u], __fmul_rn(held[u][j], g[j]));  // past the end: + 0
+        for (int j = 0; j < 8; ++j) dot[u] = __fadd_rn(dot[u], __fmul_rn(held[u][j], g[j]));  // 0 past the end
       }
     }
     if (x == nullptr) continue;
@@ -104,7 +105,7 @@ __global__ void __launch_bounds__(kBlock) unpermute_grad_kernel(const __grid_con
 
 template <typename T, int kGroup>
 Status run(UnpermuteGradParams& p, const Execution& exec) {
-  const int64_t tokens = p.slots > 0 ? p.tokens : 0;  // without slots there may be any number
+  const int64_t tokens = p.slots > 0 ? p.tokens : 0;  // without slots, tokens may be any number
   const int64_t blocks = blocks_for(tokens, p.absent.rows, TokenGroup<kGroup>::kTokens, &p.absent.each);
   if (blocks == 0) return {};
   return launch("unpermute_grad", unpermute_grad_kernel<T, kGroup>, blocks, kBlock, summand_bytes<kGroup>(p.slots),

@@ -6,19 +6,19 @@
 
 namespace diptych::cuda::ptx {
 
-// ---- mbarrier: a phase ends when `count` arrivals and all announced bytes have come ----
+// ---- mbarrier: a phase ends after `count` arrivals and all announced bytes ----
 
 __device__ __forceinline__ void barrier_init(uint64_t* barrier, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(count) : "memory");
 }
 
-// Makes initialized barriers known to the cluster and to the copy engine.
+// Makes initialized barriers visible to the cluster and to the copy engine.
 __device__ __forceinline__ void barrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Whether the phase with this parity has ended; it may wait a little for that. A fresh barrier is in phase 0: parity 1
-// passes at once.
+// Returns whether the phase with this parity has ended, possibly after a short wait. A fresh barrier is in phase 0, so
+// that parity 1 passes at once.
 __device__ __forceinline__ bool barrier_try(uint64_t* barrier, uint32_t parity) {
   uint32_t done;
   asm volatile(
@@ -38,7 +38,7 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
   }
 }
 
-// One arrival that also announces bytes which the copy engine will count off.
+// One arrival that also announces bytes, which the copy engine counts as they arrive.
 __device__ __forceinline__ void barrier_arrive_expect(uint64_t* barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)), "r"(bytes)
                : "memory");
@@ -48,20 +48,21 @@ __device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// The same barrier of thread block `rank` of the cluster; the next lies eight further.
+// Returns the address of the same barrier in thread block `rank` of the cluster; the next barrier is eight bytes
+// further.
 __device__ __forceinline__ uint32_t remote_barrier(uint64_t* barrier, int rank) {
   uint32_t at;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(at) : "r"(shared_address(barrier)), "r"(rank));
   return at;
 }
 
-// One arrival there. It orders no ordinary accesses beyond this thread block's own: it may say that products have read
-// shared memory, not that stores were made.
+// One arrival at a remote barrier. It orders ordinary accesses of this thread block only: it may signal that products
+// have read shared memory, not that stores were made.
 __device__ __forceinline__ void remote_barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// This thread's arrival, once all of its copy_async so far have landed.
+// This thread arrives once all of its copy_async so far have completed.
 __device__ __forceinline__ void barrier_arrive_after_copies(uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier)) : "memory");
 }

@@ -5,8 +5,8 @@
 
 namespace diptych::cuda::ptx {
 
-// Four 8 x 8 matrices of 16-bit elements. Lane l names row l % 8 of matrix l / 8 (16 bytes, 16-byte aligned);
-// register i gets elements (l / 4, 2 (l % 4)) and the next one of matrix i.
+// Loads four 8 x 8 matrices of 16-bit elements. Lane l gives the address of row l % 8 of matrix l / 8 (16 bytes,
+// 16-byte aligned); register i gets elements (l / 4, 2 (l % 4)) and the next one of matrix i.
 __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void* shared_row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -14,7 +14,8 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t (&r)[4], const void* shared
                : "memory");
 }
 
-// The way back, on sm_90 and later: element (l / 4, 2 (l % 4)) and the next one of matrix i are in register i.
+// Stores four such matrices, on sm_90 and later: register i holds elements (l / 4, 2 (l % 4)) and the next one of
+// matrix i.
 __device__ __forceinline__ void stmatrix_x4(void* shared_row, const uint32_t (&r)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared_address(shared_row)),
                "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])

@@ -1,4 +1,4 @@
-// Where shared memory lies for instructions that take it as 32 bits.
+// 32-bit addresses of shared memory, which many instructions take.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,6 +1,6 @@
 // Copies of boxes of a tensor between device and shared memory by the copy engine, described by a tensor map (sm_90 and
-// later). PTX ISA: "cp.async.bulk.tensor", "prefetch.tensormap". What lies outside of the tensor arrives as zeros, and
-// the whole box's bytes are counted at the barrier either way; nothing is stored there.
+// later). PTX ISA: "cp.async.bulk.tensor", "prefetch.tensormap". Elements outside of the tensor are loaded as zeros,
+// and the barrier always counts the bytes of the whole box; stores outside of the tensor are dropped.
 #pragma once
 
 #include <cuda.h>
@@ -30,14 +30,15 @@ __device__ __forceinline__ void copy_box(void* shared, const CUtensorMap* map, u
       : "memory");
 }
 
-// From shared memory, in this thread's group of copies (copy.cuh).
+// Stores a box from shared memory, as part of this thread's group of copies (copy.cuh).
 __device__ __forceinline__ void store_box(const CUtensorMap* map, const void* shared, int x, int y, int z) {
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
                "r"(shared_address(shared)), "r"(x), "r"(y), "r"(z)
                : "memory");
 }
 
-// To the same place, and counted at the same barrier, in every thread block of the cluster that `ranks` names by a bit.
+// Copies a box to the same address in every thread block of the cluster whose bit is set in `ranks`; the same barrier
+// of each counts its bytes.
 __device__ __forceinline__ void copy_box_to(uint32_t ranks, void* shared, const CUtensorMap* map, uint64_t* barrier,
                                             int x, int y, int z) {
   asm volatile(

@@ -13,8 +13,8 @@
 namespace diptych::cuda::ptx {
 
 // Rows of 128 bytes, eight of them in 1024 bytes, 16-byte chunk c of row r at c ^ (r % 8): what a tensor map with the
-// 128-byte swizzle writes. `at`, an address in units of 16 bytes, lies in the first row of such eight; 2 further are
-// the next 32 k.
+// 128-byte swizzle writes. `at`, an address in units of 16 bytes, is in the first of eight rows; the next 32 k are at
+// `at` + 2.
 __device__ __forceinline__ uint64_t matrix(uint32_t at) {
   // The upper half is the same for all, so that only the lower one needs computing.
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kEightRows = uint64_t{1024 / 16} << 32;
@@ -23,10 +23,10 @@ __device__ __forceinline__ uint64_t matrix(uint32_t at) {
 }
 __device__ __forceinline__ uint32_t matrix_address(const void* shared) { return shared_address(shared) / 16; }
 
-// 1024 bytes that stand for every eight rows.
+// A matrix whose every eight rows are the same 1024 bytes.
 __device__ __forceinline__ uint64_t repeated_matrix(uint32_t at) { return matrix(at) & ~(uint64_t{0x3fff} << 32); }
 
-// Registers that products will use have been written; before the first product, and after each access to them.
+// Orders register accesses before products: call it before the first product, and after each access to their registers.
 __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 // Closes a batch; products_wait<n> returns when all but the last n batches are done.
 __device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }

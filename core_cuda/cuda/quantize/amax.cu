@@ -13,7 +13,8 @@ namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32, kUnroll = 4;
 
-// What block `block` of `blocks` sees of x: `head` elements up to a 16-byte boundary, then vectors, then a tail.
+// Returns the maximum of the part of x that block `block` of `blocks` reads: `head` elements up to a 16-byte boundary,
+// then vectors, then a tail.
 template <typename T>
 __device__ __forceinline__ float flat_max(const T* __restrict__ x, int64_t n, int head, unsigned block,
                                           unsigned blocks) {
@@ -40,7 +41,7 @@ __device__ __forceinline__ float flat_max(const T* __restrict__ x, int64_t n, in
   return m;
 }
 
-// `also`: a second place for the result, or null.
+// `also`: a second output for the same result, or null.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     flat_kernel(const T* __restrict__ x, int64_t n, int head, float* out, float* also) {
@@ -50,14 +51,14 @@ __global__ void __launch_bounds__(kThreads)
   if (also) join_amax<kThreads>(m, scratch[1], also);
 }
 
-// Elements up to a 16-byte boundary.
+// Returns the number of elements up to a 16-byte boundary.
 template <typename T>
 __host__ __device__ __forceinline__ int head_of(const T* x, int64_t n) {
   const int past = static_cast<int>(reinterpret_cast<uintptr_t>(x) % 16), head = (16 - past) % 16 / int{sizeof(T)};
   return n < head ? static_cast<int>(n) : head;
 }
 
-// Of each tensor of a stack, by `each` blocks.
+// The maximum of each tensor of a stack; `each` blocks read one tensor.
 template <typename T>
 __global__ void __launch_bounds__(kThreads)
     flat_stack_kernel(const T* __restrict__ stack, int64_t n, unsigned each, float* out) {
@@ -76,8 +77,8 @@ __device__ __forceinline__ Row8<__nv_bfloat16> as_bf16(const Row8<float>& x) {
   return r;
 }
 
-// Of the transforms of eight columns, each value rounded: the largest that is finite. Called so rarely that it may read
-// all again.
+// Returns the largest finite value of the transforms of eight columns after each value is rounded. It is called rarely,
+// so it may read its input again.
 template <typename In>
 __device__ __noinline__ float largest_rounded(const SourceArgs& p, int64_t row, int64_t col, bool signs) {
   const Reader<In> source(p, row, col);
@@ -102,13 +103,13 @@ struct StripArgs {
   unsigned strips_m, strips_k;
   float* rows;        // [m], or null
   float* tensor;      // [1], or null
-  float* columnwise;  // [1], kRht: of the transform; or null
+  float* columnwise;  // [1], with kRht the transform's; or null
   bool rht_signs;
 };
 
-// A thread owns 16 rows x 8 columns, a warp 256 columns, so that whole transforms lie in a thread. What is held for
-// them is what they take: bfloat16. A block's warps lie side by side, but those that gather one below the other: then
-// the grid walks down all rows in columns so few that a token's other rows find them in L2.
+// A thread owns 16 rows x 8 columns, a warp 256 columns, so that a thread holds whole transforms; it keeps their input
+// as bfloat16. A block's warps lie side by side. For Gathered input they lie one below the other, and the grid walks
+// down all rows in so few columns that a token's other rows find its elements in L2.
 template <typename In, bool kRht>
 __global__ void __launch_bounds__(kThreads, kComputed<In> ? 2 : 0) strip_kernel(const __grid_constant__ StripArgs p) {
   const int lane = threadIdx.x % 32;
@@ -148,8 +149,8 @@ __global__ void __launch_bounds__(kThreads, kComputed<In> ? 2 : 0) strip_kernel(
 #pragma unroll
       for (int i = 0; i < kHadamard; ++i) m = max_abs(m, z[i]);
     }
-    // Rounding keeps the order: the largest of the rounded values is the largest, rounded. Where that is infinite, and
-    // does not count, each value has to be rounded.
+    // Rounding is monotonic: the largest rounded value is the largest value, rounded. If that is infinite, it does not
+    // count, and each value has to be rounded.
     m = through_bf16(m);
     if (rarely(m == INFINITY)) m = largest_rounded<In>(p.in, row, col, p.rht_signs);
     join_amax<kThreads>(m, scratch[1], p.columnwise);
@@ -172,7 +173,7 @@ Status run_strips(const AmaxArgs& args, const Execution& exec) {
     const int64_t strips_m = ceil_div(p.in.m, kDown ? kHadamard * kWarps : kHadamard);
     const int64_t strips_k = ceil_div(p.in.k, kDown ? 32 * 8 : kThreads * 8), strips = strips_m * strips_k;
     p.strips_m = static_cast<unsigned>(strips_m), p.strips_k = static_cast<unsigned>(strips_k);
-    // The transform takes bfloat16: what else is plain does not reach it.
+    // The transform takes bfloat16; amax() refuses other plain inputs before.
     if constexpr (kRht && !kComputed<In> && !std::is_same_v<Held<In>, __nv_bfloat16>) {
       return Status(Code::type, "amax: the Hadamard transform takes bfloat16 alone");
     } else {
@@ -208,7 +209,7 @@ Status clear_amax(const TensorView& amax, const Execution& exec) {
   return {};
 }
 
-// Either output may be missing: quantize asks for those of the copies that it writes.
+// Either output may be missing: quantize passes only those of the copies that it writes.
 Status amax(const AmaxArgs& args, const Execution& exec) {
   for (const TensorView* out : {&args.out, &args.columnwise_out}) {
     if (!out->given() || out->numel() == 0) continue;

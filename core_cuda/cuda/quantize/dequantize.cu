@@ -1,8 +1,8 @@
-// float32(q) * scale_inv, one rounding, one cast; the output has the tensor's own orientation. Of NVFP4 the scale is
-// (float32(scale_inv) * amax) * float32(1 / 2688).
+// dequantize: float32(q) * scale_inv, rounded once, then one cast; the output has the tensor's orientation. For NVFP4
+// the scale is (float32(scale_inv) * amax) * float32(1 / 2688).
 //
-// A thread owns an 8 x 8 patch of the stored data. A warp's 32 patches lie 4 x 8 over it where the output has the
-// data's orientation and 8 x 4 where it is the transpose, so that either way both sides move whole sectors.
+// A thread owns an 8 x 8 patch of the stored data. A warp's 32 patches are arranged 4 x 8 if the output has the data's
+// orientation and 8 x 4 if it is the transpose, so that loads and stores move whole sectors.
 #include "cuda/base/e2m1.cuh"
 #include "cuda/base/launch.cuh"
 #include "cuda/base/vector.cuh"
@@ -21,14 +21,14 @@ struct DequantizeKernelArgs {
   int64_t rows, cols, scale_cols;
   int64_t block_rows, block_cols;
   unsigned tiles, tiles_c;                        // warp tiles, and how many of them along the columns
-  bool e8m0, by_row, transposed, vec_q, vec_out;  // by_row: a patch row has one scale, else a patch column has
+  bool e8m0, by_row, transposed, vec_q, vec_out;  // by_row: each row of a patch has one scale; else each column
 };
 
 template <DType kElement>
 __device__ __forceinline__ float load_scale(const DequantizeKernelArgs& p, int64_t row, int64_t col) {
   if (row >= p.rows || col >= p.cols) return 0.0f;
   const int64_t i = row / p.block_rows * p.scale_cols + col / p.block_cols;
-  if constexpr (kElement == DType::e2m1) {  // E4M3 under an amax
+  if constexpr (kElement == DType::e2m1) {  // E4M3 scale times the amax
     const float code = decode2<false>(static_cast<const uint8_t*>(p.scale)[i]).x;
     return multiply_rn(multiply_rn(code, p.amax[row * p.amax_step]), kPerAmax);
   } else {
@@ -36,7 +36,7 @@ __device__ __forceinline__ float load_scale(const DequantizeKernelArgs& p, int64
   }
 }
 
-// Elements col .. col + 7 of a stored row, a byte each, those that exist.
+// Returns elements col .. col + 7 of a stored row, a byte each; those that do not exist are 0.
 template <DType kElement>
 __device__ __forceinline__ uint2 load_codes(const DequantizeKernelArgs& p, int64_t row, int64_t col) {
   uint2 q = make_uint2(0, 0);
@@ -64,7 +64,7 @@ __device__ __forceinline__ uint2 load_codes(const DequantizeKernelArgs& p, int64
   return q;
 }
 
-// The two codes in the low bytes of `two`.
+// Decodes the two codes in the low bytes of `two`.
 template <DType kElement>
 __device__ __forceinline__ float2 decode_codes(uint32_t two) {
   if constexpr (kElement == DType::e2m1) {
@@ -74,7 +74,7 @@ __device__ __forceinline__ float2 decode_codes(uint32_t two) {
   }
 }
 
-// y[0..7] to out [rows, cols] at (row, col), those that exist.
+// Stores y[0..7] to out [rows, cols] at (row, col), where columns exist.
 template <typename T>
 __device__ __forceinline__ void store_floats(T* out, int64_t rows, int64_t cols, int64_t row, int64_t col, bool vec,
                                              const float (&y)[8]) {
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(DequantizeKernelAr
   uint2 q[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) q[i] = load_codes<kElement>(p, row + i, col);
-  float scale[8];  // of the stored rows or of the stored columns
+  float scale[8];  // scales of the patch's stored rows or stored columns
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     scale[i] = p.by_row ? load_scale<kElement>(p, row + i, col) : load_scale<kElement>(p, row, col + i);
@@ -134,7 +134,7 @@ __global__ void __launch_bounds__(kThreads) dequantize_kernel(DequantizeKernelAr
   }
 }
 
-// f(std::integral_constant of the element type).
+// Calls f with a std::integral_constant of the element type.
 template <typename F>
 Status with_code_type(DType d, F&& f) {
   if (d == DType::e2m1) return f(std::integral_constant<DType, DType::e2m1>{});
@@ -162,7 +162,7 @@ Status dequantize(const DequantizeArgs& args, const Execution& exec) {
   }
   p.e8m0 = f.scale == DType::e8m0;
   if (two_level) p.amax = args.q.amax.as<const float>(), p.amax_step = args.q.amax.numel() == 1 ? 0 : 1;
-  const bool turned = columnwise && !p.transposed;  // blocks along the tensor's rows
+  const bool turned = columnwise && !p.transposed;  // blocks run down the tensor's rows
   p.block_rows = f.per_tensor() ? p.rows : turned ? f.block_cols : f.block_rows;
   p.block_cols = f.per_tensor() ? p.cols : turned ? f.block_rows : f.block_cols;
   p.scale_cols = ceil_div(p.cols, p.block_cols);

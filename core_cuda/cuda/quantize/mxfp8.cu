@@ -1,5 +1,5 @@
-// MXFP8: 1x32 blocks rowwise, 32x1 columnwise, E8M0 scales, both copies row-major and from one read of the input.
-// Square blocks: 32x32 elements share an amax, whose code stands in every place where the 1-D blocks have theirs.
+// MXFP8: 1x32 blocks rowwise, 32x1 blocks columnwise, E8M0 scales; both copies are row-major and made from one read of
+// the input. Square blocks: 32x32 elements share an amax, and its code is stored wherever the 1-D blocks store theirs.
 //
 // Geometry: mxfp8.cuh.
 #include "cuda/base/launch.cuh"
@@ -8,7 +8,7 @@
 namespace diptych::cuda {
 namespace {
 
-// The largest of a 32 x 32 square whose sixteen lanes hold the maxima of two rows or columns each.
+// Returns the maximum of a 32 x 32 square; each of its sixteen lanes passes the maxima of two rows or columns.
 __device__ __forceinline__ float square_max(float a, float b) {
   float m = fmaxf(a, b);
 #pragma unroll

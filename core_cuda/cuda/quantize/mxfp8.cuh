@@ -1,5 +1,5 @@
-// Tiles of 32 x 64 elements with E8M0 scales. A warp owns one, a thread an 8 x 8 patch of it: patch column lane % 8,
-// patch row lane / 8. Every block lies inside one warp, so no shared memory and no barrier.
+// Tiles of 32 x 64 elements with E8M0 scales. A warp owns a tile, a thread an 8 x 8 patch of it: patch column lane % 8,
+// patch row lane / 8. Every block lies inside one warp, so there is no shared memory and no barrier.
 #pragma once
 
 #include "cuda/base/vector.cuh"
@@ -19,11 +19,11 @@ struct MxArgs {
   uint8_t *col, *col_scale;  // [m, k] and [ceil(m/32), k], or null
   float max_reciprocal;      // float32(1 / the element's largest value)
   bool square;
-  bool vec_row, vec_col;  // aligned to 8 bytes, and so are their rows
+  bool vec_row, vec_col;  // the copy and its rows are aligned to 8 bytes
 };
 
-// Whether permuted_mxfp8 takes these, and what it does: the columnwise copy alone, of permuted rows of 16 bits an
-// element, not in squares.
+// permuted_mxfp8 makes only the columnwise copy of permuted rows of 16-bit elements, without square blocks. `fits`
+// returns whether it takes the arguments.
 bool permuted_mxfp8_fits(const MxArgs&);
 Status permuted_mxfp8(const MxArgs&, DType element, const Execution&);
 

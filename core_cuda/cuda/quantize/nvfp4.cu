@@ -1,9 +1,9 @@
-// NVFP4: E2M1 in blocks of 16 with E4M3 scales under an amax of the tensor; rowwise and transposed copies from one
-// read.
+// NVFP4: E2M1 in blocks of 16 with E4M3 scales relative to an amax of the tensor; makes rowwise and transposed copies
+// from one read.
 //
-// A thread block holds a tile of 128 columns in shared memory, in bands of 16 rows. A thread takes whole blocks: 16
-// neighbours of a row, or 16 rows of two columns. Lanes whose bytes are neighbours in an output lie side by side in a
-// warp, so outputs go straight to memory.
+// A thread block holds a tile of 128 columns in shared memory, in bands of 16 rows. A thread encodes whole blocks: 16
+// neighbours of a row, or 16 rows of two columns. Lanes whose output bytes are neighbours are neighbours in a warp, so
+// outputs are stored directly.
 #include "cuda/base/e2m1.cuh"
 #include "cuda/base/hadamard.cuh"
 #include "cuda/base/launch.cuh"
@@ -22,10 +22,10 @@ constexpr int kBlock = 16, kCols = 128, kBlocks = kCols / kBlock;
 struct Nvfp4Args {
   const void* x;  // [m, k]
   int64_t m, k;
-  SourceArgs in;             // what is encoded where x is not
+  SourceArgs in;             // the source, if it is not plain x
   bool gathered;             // permuted rows in whole vectors: they are copied as x is
-  Strips strips;             // gathered: how the grid walks
-  unsigned tiles_k;          // else it walks k first
+  Strips strips;             // gathered: the order of tiles
+  unsigned tiles_k;          // else tiles run along k first
   const float* row_amax;     // [1], or [m] if each_row
   const float* col_amax;     // [1]
   const uint32_t* rng;       // [4]
@@ -37,7 +37,7 @@ struct Nvfp4Args {
 
 // ---- a block ----
 
-// Its sixteen elements. 16-bit types: two to a word, the first lower.
+// The sixteen elements of a block. 16-bit types: two in a word, the first in the lower half.
 template <typename T>
 struct Block {
   static constexpr int kWords = kBlock * sizeof(T) / 4;
@@ -55,7 +55,8 @@ __device__ __forceinline__ float2 pair_floats(uint32_t w) {
   }
 }
 
-// Larger of two magnitudes, NaN above all: as floats, which order as their bits do, and as pairs of 16 bits.
+// Return the larger of two magnitudes, where NaN is the largest: of floats, which order as their bits do, and of pairs
+// of 16-bit elements.
 __device__ __forceinline__ float max_nan(float a, float b) {
   const uint32_t u = bits_of(a), v = bits_of(b);
   return float_of(u > v ? u : v);
@@ -69,7 +70,7 @@ __device__ __forceinline__ uint32_t max_nan2(uint32_t a, uint32_t b) {
   return a;
 }
 
-// The largest magnitude, or NaN where there is a NaN or an infinity.
+// Returns the largest magnitude, or NaN if an element is NaN or infinite.
 template <typename T>
 __device__ __forceinline__ float amax_of(const Block<T>& x) {
   if constexpr (sizeof(T) == 4) {
@@ -99,10 +100,10 @@ __device__ __forceinline__ void to_floats(const Block<T>& x, float (&v)[kBlock])
   }
 }
 
-// Sign bits of eight elements where e2m1_pack8 wants them.
+// Returns the sign bits of eight elements at the places that e2m1_pack8 expects.
 template <typename T>
 __device__ __forceinline__ uint32_t sign_word(const uint32_t* w) {
-  uint32_t even, odd;  // a byte of each element, its sign uppermost
+  uint32_t even, odd;  // one byte of each element, with the sign as its top bit
   if constexpr (sizeof(T) == 4) {
     even = __byte_perm(__byte_perm(w[0], w[2], 0x73), __byte_perm(w[4], w[6], 0x73), 0x5410);
     odd = __byte_perm(__byte_perm(w[1], w[3], 0x73), __byte_perm(w[5], w[7], 0x73), 0x5410);
@@ -113,14 +114,16 @@ __device__ __forceinline__ uint32_t sign_word(const uint32_t* w) {
   return ((even >> 4) & 0x08080808) | (odd & 0x80808080);
 }
 
-// Payload of a block: eight bytes. `amax` is that of the block or of one that contains it; NaN makes all codes 7.
+// Returns the payload of a block, eight bytes. `amax` is the amax of the block or of a square that contains it; NaN
+// makes all codes 7.
 template <typename T, bool kStochastic>
 __device__ __forceinline__ uint2 encode_block(Block<T> x, float amax, float factor, const Words4& noise) {
   float v[kBlock];
   to_floats(x, v);
-  // Rare: NaN, or more than e2m1_code takes, which a scale of 0, 448 or too small an amax of the tensor lets through.
+  // Rare: NaN, or values above the range of e2m1_code, which occur if the scale is 0 or 448 or the tensor's amax is too
+  // small.
   if (!(multiply_rn(amax, factor) < 7.0f)) {
-    const float most = fminf(divide_rn(6.5f, factor), FLT_MAX);  // becomes a 6, dithered or not
+    const float most = fminf(divide_rn(6.5f, factor), FLT_MAX);  // encodes as 6, dithered or not
 #pragma unroll
     for (int i = 0; i < kBlock; ++i) v[i] = amax == amax ? fminf(fabsf(v[i]), most) : most;
 #pragma unroll
@@ -172,15 +175,15 @@ __device__ __forceinline__ void store8(uint8_t* p, uint2 v, bool vec) {
 
 // ---- a tile ----
 
-// 16 bytes are a chunk. Chunks of a row change places within groups of eight, by band and by group, so that neither
-// lanes that walk along a row nor lanes that walk down the bands meet in a bank.
+// A chunk is 16 bytes. Chunks of a row are permuted within groups of eight, by band and by group, so that neither lanes
+// along a row nor lanes down the bands have bank conflicts.
 template <typename T>
 struct Tile {
   static constexpr int kRows = sizeof(T) == 4 ? 64 : 128;
   static constexpr int kBands = kRows / kBlock, kWarps = 4, kThreads = 32 * kWarps;
-  static constexpr int kOwn = kBands / kWarps;  // bands of a warp, while it walks along the rows
+  static constexpr int kOwn = kBands / kWarps;  // bands of a warp in the rowwise pass
   static constexpr int kPerChunk = 16 / sizeof(T), kChunks = kCols / kPerChunk;
-  static constexpr int kPairs = 32 / kBands;  // pairs of columns that a warp walks down at once, in every band
+  static constexpr int kPairs = 32 / kBands;  // pairs of columns that a warp encodes at once in every band
   static constexpr int kPitch = kCols * sizeof(T);
 
   __device__ __forceinline__ static unsigned offset(unsigned band, unsigned row, unsigned chunk) {
@@ -216,7 +219,7 @@ __device__ __forceinline__ void load_tile(const Nvfp4Args& p, uint8_t* tile, int
   }
 }
 
-// The same of permuted rows.
+// Starts the copy of a tile of permuted rows.
 template <typename T>
 __device__ __forceinline__ void gather_tile(const Nvfp4Args& p, uint8_t* tile, int64_t row0, int64_t col0) {
   using S = Tile<T>;
@@ -237,7 +240,7 @@ __device__ __forceinline__ void gather_tile(const Nvfp4Args& p, uint8_t* tile, i
   }
 }
 
-// The same of values that are computed on the way: eight of a row at a time.
+// Fills a tile with computed values, eight of a row at a time.
 template <typename In>
 __device__ __forceinline__ void compute_tile(const SourceArgs& in, uint8_t* tile, int64_t row0, int64_t col0) {
   using S = Tile<float>;
@@ -259,7 +262,7 @@ __device__ __forceinline__ void compute_tile(const SourceArgs& in, uint8_t* tile
   }
 }
 
-// Block b of a row of a band.
+// Returns block b of row r of a band.
 template <typename T>
 __device__ __forceinline__ Block<T> row_block(const uint8_t* tile, unsigned band, unsigned r, unsigned b) {
   constexpr int kPer = kBlock / Tile<T>::kPerChunk;
@@ -272,7 +275,7 @@ __device__ __forceinline__ Block<T> row_block(const uint8_t* tile, unsigned band
   return x;
 }
 
-// The blocks of columns col and col + 1 (col even) in a band.
+// Loads the blocks of columns col and col + 1 (col even) in a band.
 template <typename T>
 __device__ __forceinline__ void column_blocks(const uint8_t* tile, unsigned band, unsigned col, Block<T> (&x)[2]) {
   using S = Tile<T>;
@@ -293,7 +296,7 @@ __device__ __forceinline__ void column_blocks(const uint8_t* tile, unsigned band
   }
 }
 
-// One block's scale and payload, at its place in a copy: block `at`, row-major.
+// Writes the scale and payload of block `at` (row-major) of a copy.
 template <typename T, bool kStochastic>
 __device__ __forceinline__ void write_block(const Nvfp4Args& p, bool columnwise, int64_t at, const Block<T>& x,
                                             float amax, const TwoLevel& level) {
@@ -309,13 +312,13 @@ template <typename In, bool kStochastic, typename T = Held<In>>
 __global__ void __launch_bounds__(Tile<T>::kThreads, 6) nvfp4_kernel(const __grid_constant__ Nvfp4Args p) {
   using S = Tile<T>;
   __shared__ __align__(16) uint8_t tile[S::kRows * S::kPitch];
-  __shared__ float square[S::kBands][kBlocks];  // amaxes of 16 x 16, p.square
+  __shared__ float square[S::kBands][kBlocks];  // p.square: amaxes of 16 x 16 squares
   __shared__ TwoLevel level[2];                 // of the rowwise and of the columnwise copy
   const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   uint32_t tile_m, tile_k;
   if (p.gathered) {
     p.strips.place(blockIdx.x, &tile_m, &tile_k);
-  } else {  // Last tiles first: the end of x is what an amax pass has just left in L2
+  } else {  // Last tiles first: an amax pass has just left the end of x in L2.
     const unsigned index = gridDim.x - 1 - blockIdx.x;
     tile_m = index / p.tiles_k, tile_k = paired_tile<In>(p.in, index % p.tiles_k, p.tiles_k, kCols);
   }

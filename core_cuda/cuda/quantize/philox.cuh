@@ -1,4 +1,5 @@
-// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) and how rounding draws from it.
+// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) and how stochastic rounding
+// draws from it.
 #pragma once
 
 #include "cuda/base/codec.cuh"

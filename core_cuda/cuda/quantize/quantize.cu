@@ -1,4 +1,4 @@
-// What the quantize kernels share, and the rows of the kernel table that are made of several.
+// Helpers of the quantize kernels, and the rows of the kernel table that run several kernels.
 #include <algorithm>
 #include <limits>
 
@@ -27,7 +27,7 @@ TensorScale tensor_scale(const QuantizeArgs& args) {
 
 namespace {
 
-// Leaves in `amax` what tensor_scale's kernel expects there.
+// Sets `amax` to what the kernels expect: the tensor's amax, or 0 if they join it while they encode.
 Status prepare_amax(const QuantizeArgs& args, const Execution& exec) {
   if (args.amax_mode != AmaxMode::compute) return {};
   if (!args.scale.given()) {
@@ -64,13 +64,13 @@ Status quantize_permuted_split(const QuantizeArgs& args, const Execution& exec) 
   DIPTYCH_TRY(quantize_permuted_rows(rows_of(args), exec));
   QuantizeArgs columns = args;
   columns.rowwise = {}, columns.column_sum = {}, columns.workspace = {};
-  return diptych::quantize(columns, exec);  // by the row of the table that fits
+  return diptych::quantize(columns, exec);  // with the first row of the kernel table that fits
 }
 
 bool quantize_stack_fits(const QuantizeArgs& args) { return args.x.numel() > 0; }  // an empty tensor's scale is 1
 
 Status quantize_stack(const QuantizeArgs& args, const Execution& exec) {
-  constexpr int64_t kStaysInL2 = 32 << 20;  // bytes of x that a second pass finds there
+  constexpr int64_t kStaysInL2 = 32 << 20;  // bytes of x that a second pass still finds in L2
   const int64_t count = args.x.shape[0];
   const bool computes = row(args.spec.format).per_tensor() && args.amax_mode == AmaxMode::compute;
   if (!computes || args.scale.given()) {

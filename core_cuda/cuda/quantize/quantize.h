@@ -1,4 +1,4 @@
-// What the quantize kernels share. Which of them runs, the kernel table says (src/registry.cpp).
+// Helpers of the quantize kernels. The kernel table (src/registry.cpp) decides which kernel runs.
 #pragma once
 
 #include "cuda/base/scale.cuh"
@@ -9,8 +9,8 @@ namespace diptych::cuda {
 
 DivideRule divide_rule(const QuantizeArgs&);
 
-// Where per-tensor kernels take their scale: from `scale` where it is given (x's amax then joins *join), else from
-// `amax`.
+// The scale of per-tensor kernels: `scale` if it is given (the kernel then raises *join to x's amax), else computed
+// from `amax`.
 struct TensorScale {
   const float* amax = nullptr;
   const float* scale = nullptr;
@@ -20,10 +20,10 @@ TensorScale tensor_scale(const QuantizeArgs&);
 
 Status quantize_tile_stack(const QuantizeArgs&, const Execution&);  // plain tensors with float32 scales
 
-// amax of a source, of the whole tensor; the outputs that are given hold 0 before.
+// source_amax and permuted_amax: the amax of a whole source; the given outputs must hold 0.
 Status source_amax(const AmaxArgs&, const Execution&);
 Status permuted_amax(const AmaxArgs&, const Execution&);
 Status clear_amax(const TensorView& amax, const Execution&);
-Status amax_stack(const TensorView& x, const TensorView& out, const Execution&);  // of each plain tensor
+Status amax_stack(const TensorView& x, const TensorView& out, const Execution&);  // of each tensor of a stack
 
 }  // namespace diptych::cuda

@@ -1,5 +1,5 @@
-// The maximum of what a source computes. Nearly all of it need not be computed: where a bound that costs no exponential
-// is not above what has been found already, the values are not either.
+// The amax of a source's values. Nearly all values need not be computed: if a bound that needs no exponential is not
+// above the maximum found so far, neither are the values.
 #include <algorithm>
 
 #include "cuda/base/amax.cuh"
@@ -13,7 +13,7 @@ namespace {
 struct SourceAmaxArgs {
   SourceArgs in;
   Lanes lanes;
-  float *out, *also;  // either may be null; 0 before
+  float *out, *also;  // either may be null; they must hold 0
 };
 
 template <typename In>
@@ -30,7 +30,7 @@ __device__ __forceinline__ float row_amax(const SourceArgs& p, const Reader<In, 
   }
 }
 
-// Rows under way at once
+// Rows that are loaded at once.
 template <typename In>
 constexpr int kUnroll = 1;
 template <SourceKind kKind, typename T>
@@ -45,7 +45,7 @@ __global__ void __launch_bounds__(kLaneThreads, kTyped<In> ? 3 : 1)
   const int64_t row0 = p.lanes.first_row(), left = p.in.m - row0, rows = left < p.lanes.rows ? left : p.lanes.rows;
   const int down = p.lanes.down();
   const Source source(p.in, p.lanes.row(), p.lanes.col(), down);
-  for (int i = 0; static_cast<int64_t>(i) * down < rows; i += kUnroll<In>) {  // as often in all threads
+  for (int i = 0; static_cast<int64_t>(i) * down < rows; i += kUnroll<In>) {  // the same number of times in all threads
     typename Source::Raw raw[kUnroll<In>];
 #pragma unroll
     for (int u = 0; u < kUnroll<In>; ++u) raw[u] = source.load(i + u);
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kLaneThreads, kTyped<In> ? 3 : 1)
       if (!__any_sync(kAllLanes, bound > m)) continue;
 #pragma unroll 1
       for (int u = 0; u < kUnroll<In>; ++u) m = fmaxf(m, row_amax<In>(p.in, source, i + u, source.load(i + u)));
-      // What one has found spares all others work.
+      // Sharing the maximum found so far saves other threads work.
 #pragma unroll
       for (int mask = 16; mask > 0; mask /= 2) m = fmaxf(m, __shfl_xor_sync(kAllLanes, m, mask));
       float *cell = p.out ? p.out : p.also, known = 0.0f;

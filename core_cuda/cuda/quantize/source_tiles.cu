@@ -1,5 +1,5 @@
-// What a source computes, under one scale: each row of a patch becomes bytes as soon as it is known, so that no floats
-// are held. The two halves of a gate's gradient come from one read and one sigmoid.
+// Quantizes a source's values with one scale. Each row of a patch is encoded as soon as it is computed, so that no
+// floats are held. The two halves of a gate's gradient are computed from one read and one sigmoid.
 #include "cuda/base/launch.cuh"
 #include "cuda/quantize/tiles.cuh"
 
@@ -17,8 +17,8 @@ __global__ void __launch_bounds__(kThreads, In::kKind == SourceKind::activation 
 
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
   const int halves = kTypedGrad<In> && p.in.gated ? 2 : 1;
-  const int64_t end = halves == 2 ? p.in.f : p.k;     // of a half's columns
-  const unsigned index = gridDim.x - 1 - blockIdx.x;  // last tiles first, which the amax pass has left in L2
+  const int64_t end = halves == 2 ? p.in.f : p.k;     // end of a half's columns
+  const unsigned index = gridDim.x - 1 - blockIdx.x;  // last tiles first: the amax pass has left them in L2
   const int64_t row0 = static_cast<int64_t>(index / p.tiles_k) * kTile;
   const int64_t col0 = static_cast<int64_t>(index % p.tiles_k) * kTile;
   const int patch_row = warp * 2 + lane / 16, patch_col = lane % 16;
@@ -107,7 +107,7 @@ Status stream_tiles(const TileArgs& args, DType element, const Execution& exec) 
       if constexpr (kTyped<In>) {
         return launch("quantize", stream_tile_kernel<In, e5m2.value>, tiles, kThreads, 0, exec.stream, p);
       } else {
-        return Status(Code::unsupported, "quantize: not a source of one type");  // `streams` says so
+        return Status(Code::unsupported, "quantize: not a source of one type");  // `streams` excludes it
       }
     });
   });

@@ -1,4 +1,4 @@
-// The simplest quantize: per-tensor scaling of a rowwise copy, a stream of elements.
+// The simplest quantize kernel: a rowwise copy with one scale, encoded as a stream of elements.
 #include "cuda/base/amax.cuh"
 #include "cuda/base/launch.cuh"
 #include "cuda/base/vector.cuh"
@@ -9,7 +9,8 @@ namespace {
 
 constexpr int kThreads = 256, kUnroll = 4;
 
-// q[i] = cast(x[i] * scale), NaN where x[i] is infinite. `vec`: x is 16-byte aligned and q as its vectors' bytes are.
+// q[i] = cast(x[i] * scale), NaN where x[i] is infinite. `vec`: x is aligned to 16 bytes, and q to the number of
+// elements in 16 bytes of x.
 template <typename T, bool kE5M2>
 __global__ void __launch_bounds__(kThreads)
     stream_kernel(const T* __restrict__ x, int64_t n, TensorScale from, uint8_t* __restrict__ q,
@@ -20,7 +21,7 @@ __global__ void __launch_bounds__(kThreads)
   float m = 0.0f;
   if (blockIdx.x == 0 && threadIdx.x == 0) *scale_inv = reciprocal_rn(scale);
 
-  // Last blocks first: the end of x is what the amax pass has just left in L2.
+  // Last blocks first: the amax pass has just left the end of x in L2.
   const int64_t begin = static_cast<int64_t>(gridDim.x - 1 - blockIdx.x) * kPerBlock;
   if (vec && begin + kPerBlock <= n) {
     const int64_t first = begin + static_cast<int64_t>(threadIdx.x) * kN;
@@ -69,7 +70,7 @@ Status quantize_stream(const QuantizeArgs& args, const Execution& exec) {
       uint8_t* q = args.rowwise.data.as<uint8_t>();
       const int64_t n = args.x.numel();
       const int64_t blocks = ceil_div(n, static_cast<int64_t>(kThreads) * kUnroll * kN);
-      // One block at least: an empty tensor has a scale too.
+      // At least one block, because an empty tensor has a scale too.
       return launch("quantize", stream_kernel<T, e5m2.value>, blocks > 0 ? blocks : 1, kThreads, 0, exec.stream, x, n,
                     tensor_scale(args), q, args.rowwise.scale_inv.as<float>(), divide_rule(args),
                     aligned(x, 16) && aligned(q, kN));

@@ -1,4 +1,5 @@
-// Float32 scales, rowwise and transposed copies from one read of the input: per tensor, 1x128 and 128x128 blocks.
+// Formats with float32 scales: per tensor, 1x128 and 128x128 blocks. Makes rowwise and transposed copies from one read
+// of the input.
 //
 // Geometry: tiles.cuh.
 #include "cuda/base/launch.cuh"
@@ -7,7 +8,7 @@
 namespace diptych::cuda {
 namespace {
 
-// The work of block `block` of the `blocks` that one tensor takes.
+// The work of block `block` of the `blocks` thread blocks of one tensor.
 template <typename In, bool kE5M2, Scaling kScaling>
 __device__ __forceinline__ void encode_tile(const TileArgs& p, unsigned block, unsigned blocks) {
   __shared__ __align__(16) uint8_t tile[kTile * kTile];
@@ -15,7 +16,7 @@ __device__ __forceinline__ void encode_tile(const TileArgs& p, unsigned block, u
   __shared__ __align__(16) float column_scale[kScaling == Scaling::vector ? kTile : 1];
 
   const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
-  // Per tensor: last tiles first, which the amax pass has left in L2.
+  // Per tensor: last tiles first, because the amax pass has left them in L2.
   const unsigned index = kScaling == Scaling::tensor ? blocks - 1 - block : block;
   const int64_t tile_m = index / p.tiles_k, tile_k = paired_tile<In>(p.in, index % p.tiles_k, p.tiles_k, kTile);
   const int64_t row0 = tile_m * kTile, col0 = tile_k * kTile;
@@ -28,7 +29,7 @@ __device__ __forceinline__ void encode_tile(const TileArgs& p, unsigned block, u
   uint2 q[8];
   if constexpr (kScaling == Scaling::vector) {
     if (p.row) {
-      const auto row_amax = [&] {  // of row `row + lane % 8`
+      const auto row_amax = [&] {  // returns the amax of row `row + lane % 8`
         float v[8];
 #pragma unroll
         for (int i = 0; i < 8; ++i) v[i] = max_abs(0.0f, x[i]);
@@ -110,7 +111,7 @@ __device__ __forceinline__ void encode_tile(const TileArgs& p, unsigned block, u
       if (p.row) store_row8(p.row, p.m, p.k, row + i, col, p.vec_row, q[i]);
     }
     if (!p.col) return;
-    transpose8x8(q);  // one scale for both copies: the same bytes, turned
+    transpose8x8(q);  // one scale for both copies, so the columnwise bytes are the transposed rowwise bytes
   }
 
 #pragma unroll
@@ -119,8 +120,7 @@ __device__ __forceinline__ void encode_tile(const TileArgs& p, unsigned block, u
   store_columns(p, tile, row0, col0, p.k);
 }
 
-// Thread blocks that a multiprocessor is to hold; 0: as many as there are registers for. Encoding in software takes
-// more of them.
+// Thread blocks that an SM should hold; 0: as many as registers permit. Encoding in software takes more registers.
 template <typename In, Scaling kScaling>
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
 constexpr int kResident = kComputed<In> ? 2 : 0;
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kThreads, kResident<In, kScaling>) tile_kernel
   encode_tile<In, kE5M2, kScaling>(p, blockIdx.x, gridDim.x);
 }
 
-// From one tensor of a stack to the next.
+// The strides from one tensor of a stack to the next.
 struct StackSteps {
   int64_t x_bytes, elements, row_scales, col_scales;
   unsigned blocks;  // for each tensor
@@ -149,7 +149,7 @@ __device__ __forceinline__ T* stepped(T* p, int64_t n) {
 template <typename T, bool kE5M2, Scaling kScaling>
 __global__ void __launch_bounds__(kThreads, kResident<T, kScaling>)
     stack_kernel(const __grid_constant__ TileArgs stack, const __grid_constant__ StackSteps step) {
-  // Per tensor: last tensors first, as their tiles.
+  // Per tensor: last tensors first, like their tiles.
   const unsigned index = kScaling == Scaling::tensor ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
   const unsigned g = index / step.blocks, inside = index - g * step.blocks;
   TileArgs p = stack;
@@ -165,7 +165,7 @@ Status run(const TileArgs& p, Scaling scaling, int64_t tiles, void* stream) {
   if (scaling == Scaling::vector) {
     return launch("quantize", tile_kernel<In, kE5M2, Scaling::vector>, tiles, kThreads, 0, stream, p);
   }
-  if constexpr (kTyped<In>) {  // one scale: stream_tiles has it; squares are for weights
+  if constexpr (kTyped<In>) {  // one scale: stream_tiles runs instead; square blocks are for weights
     return run<Computed, kE5M2>(p, scaling, tiles, stream);
   } else if (scaling == Scaling::tensor) {
     return launch("quantize", tile_kernel<In, kE5M2, Scaling::tensor>, tiles, kThreads, 0, stream, p);

@@ -1,6 +1,6 @@
-// Tiles of 128 x 128 elements with float32 scales. A thread block owns one, a thread an 8 x 8 patch of it: patch column
-// lane % 16, patch row 2 * warp + lane / 16. Rowwise bytes go straight out; transposed bytes meet in shared memory
-// first.
+// Tiles of 128 x 128 elements with float32 scales. A thread block owns a tile, a thread an 8 x 8 patch of it: patch
+// column lane % 16, patch row 2 * warp + lane / 16. Rowwise bytes are stored directly, transposed bytes through shared
+// memory.
 #pragma once
 
 #include "cuda/base/amax.cuh"
@@ -17,17 +17,17 @@ enum class Scaling { tensor, vector, square };  // one scale, 1x128, 128x128
 struct TileArgs {
   SourceArgs in;
   int64_t m, k;
-  unsigned tiles_m, tiles_k;  // the grid walks k first
+  unsigned tiles_m, tiles_k;  // thread blocks run along k first
   TensorScale from;           // Scaling::tensor
   uint8_t* row;               // [m, k], or null
-  float* row_scale;           // of the blocks of `row`, row-major
+  float* row_scale;           // scales of the blocks of `row`, row-major
   uint8_t* col;               // [k, m], or null
-  float* col_scale;           // of the blocks of `col`, row-major
+  float* col_scale;           // scales of the blocks of `col`, row-major
   DivideRule rule;
-  bool vec_row, vec_col;  // aligned to 8 and 16 bytes, and so are their rows
+  bool vec_row, vec_col;  // the copies and their rows are aligned to 8 and 16 bytes
 };
 
-// The largest of the whole block's values, for every thread. `scratch`: a float for each warp.
+// Returns the largest m of the thread block to every thread. `scratch`: a float for each warp.
 __device__ __forceinline__ float block_max(float m, float* scratch) {
 #pragma unroll
   for (int mask = 16; mask > 0; mask /= 2) m = fmaxf(m, __shfl_xor_sync(kAllLanes, m, mask));
@@ -39,12 +39,13 @@ __device__ __forceinline__ float block_max(float m, float* scratch) {
 }
 
 // The transposed tile in shared memory: 128 columns of 128 bytes. Eight bytes (one patch row) are a unit; unit u of
-// column c lies at u ^ (c / 8), so that neither the writers (16 columns apart by 8) nor the readers collide in a bank.
+// column c lies at u ^ (c / 8), so that neither writers (16 columns that are 8 apart) nor readers have bank conflicts.
 __device__ __forceinline__ unsigned unit_offset(unsigned column, unsigned unit) {
   return column * kTile + ((unit ^ (column / 8)) * 8);
 }
 
-// A tile in shared memory to columns col0 and on of p.col, those before `end`. kStream: nobody reads them soon.
+// Stores a tile from shared memory to the columns of p.col from col0 on that lie before `end`. kStream: they are not
+// read soon.
 template <bool kStream = false>
 __device__ __forceinline__ void store_columns(const TileArgs& p, const uint8_t* tile, int64_t row0, int64_t col0,
                                               int64_t end) {
@@ -78,16 +79,17 @@ __device__ __forceinline__ void store_columns(const TileArgs& p, const uint8_t* 
   }
 }
 
-// Whether stream_tiles takes these, and what it does: one scale, of a Typed source.
+// stream_tiles quantizes a Typed source with one scale. streams returns whether it takes the arguments.
 bool streams(const TileArgs&);
 Status stream_tiles(const TileArgs&, DType element, const Execution&);
 
-// Whether permuted_tiles takes these, and what it does: permuted rows of 16 bits an element. Per tensor: a columnwise
-// copy with or without a rowwise one; 1x128: the columnwise copy alone; 128x128: any.
+// permuted_tiles quantizes permuted rows of 16-bit elements. Per tensor: a columnwise copy with or without a rowwise
+// one; 1x128: only the columnwise copy; 128x128: any copies. permuted_tiles_fit returns whether it takes the arguments.
 bool permuted_tiles_fit(const TileArgs&, Scaling);
 Status permuted_tiles(const TileArgs&, Scaling, DType element, const Execution&);
 
-// Whether permuted_strips takes 128x128 blocks in less time than permuted_tiles, and what it does.
+// permuted_strips quantizes 128x128 blocks of permuted rows. permuted_strips_pay returns whether it is faster than
+// permuted_tiles.
 bool permuted_strips_pay(const TileArgs&, Scaling, const TensorView& row_id_map, const Execution&);
 Status permuted_strips(const TileArgs&, const TensorView& row_id_map, DType element, const Execution&);
 

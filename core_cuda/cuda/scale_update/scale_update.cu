@@ -1,4 +1,5 @@
-// Delayed scaling's update of histories and scales, a thread block for each tensor. Outputs may be the inputs.
+// log_amax and scale_update: delayed scaling's update of histories and scales, with a thread block for each tensor.
+// Outputs may be the inputs.
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -42,13 +43,13 @@ __device__ void write_scale(const UpdateArgs& p, int64_t tensor, float scale) {
   if (p.scale_out) p.scale_out[tensor] = scale;
 }
 
-// What was recorded elsewhere goes into history[., 0]. One warp.
+// Raises history[., 0] to the amaxes in pending and log. One warp calls it.
 __device__ void take(const UpdateArgs& p, int64_t tensor) {
   float m = p.new_history[tensor * p.length];
   if (p.pending) m = fmaxf(m, p.pending[tensor]);
   if (p.log) {
     const int64_t written = *p.written, taken = p.taken[tensor];
-    if (taken < 0 || written < taken) {  // else the next difference may wrap around
+    if (taken < 0 || written < taken) {  // otherwise the next difference could overflow
       if (threadIdx.x == 0)
         printf("diptych: scale_update: taken is %lld and written %lld; counts of logged amaxes lie in 0..written\n",
                static_cast<long long>(taken), static_cast<long long>(written));
@@ -77,7 +78,7 @@ __global__ void __launch_bounds__(kThreads) update_kernel(const __grid_constant_
     if (threadIdx.x < 32) take(p, tensor);
     __syncthreads();
   }
-  if (p.seen && *p.seen == *p.step) {  // updated in this step already; the same for every block
+  if (p.seen && *p.seen == *p.step) {  // already updated in this step; all blocks agree on that
     if (to != from)
       for (int64_t i = threadIdx.x; i < p.length; i += kThreads) to[i] = from[i];
     if (threadIdx.x == 0) write_scale(p, tensor, p.scale[tensor]);
@@ -93,10 +94,10 @@ __global__ void __launch_bounds__(kThreads) update_kernel(const __grid_constant_
     float v = 0.0f;
     if (i < p.length) {
       v = !rolls ? from[i] : i + 1 < p.length ? from[i + 1] : last;
-      m = fmaxf(m, v);  // passes NaN over; without a roll it is not used
+      m = fmaxf(m, v);  // fmaxf ignores NaN; m is not used without a roll
       if (rolls && i == 0) v = 0.0f;
     }
-    __syncthreads();  // in place: all have read what this step overwrites, and from[0]
+    __syncthreads();  // in place: all threads have read what this step overwrites, and from[0]
     if (i < p.length) to[i] = v;
   }
 

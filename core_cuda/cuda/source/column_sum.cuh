@@ -1,5 +1,5 @@
-// Sums over rows in an order that the shape fixes: chunks of kSumChunk rows in ascending row order, then the chunks in
-// ascending order. The CPU sums in that order too.
+// Sums over rows in an order that the shape fixes: each chunk of kSumChunk rows in ascending row order, then the chunks
+// in ascending order. The CPU uses the same order.
 #pragma once
 
 #include "cuda/base/launch.cuh"
@@ -10,7 +10,8 @@ namespace diptych::cuda {
 
 constexpr int kSumThreads = 256, kSumCols = 256, kSumWarps = kSumThreads / 32;
 
-// Of one chunk and 256 columns: the row and column at which this thread's part of eight rows starts.
+// A thread block's chunk and 256 columns; row() and col() are the first row and column of this thread's part of eight
+// rows.
 struct ChunkPlace {
   int64_t chunk, row0, col0;
 
@@ -22,9 +23,9 @@ struct ChunkPlace {
   __device__ __forceinline__ int64_t col() const { return col0 + threadIdx.x % 32 * 8; }
 };
 
-// part[s * stride + chunk * k + c] for one chunk and 256 columns. Eight rows at a time, one for each warp: load(i)
-// brings what row place.row() + 8 i holds in columns place.col() .. + 7, values(i, raw, v) gives what that adds to each
-// of the kSums sums, zeros outside. The next rows are under way while some are added.
+// Writes part[s * stride + chunk * k + c] for one chunk and 256 columns. It takes eight rows at a time, one for each
+// warp: load(i) loads columns place.col() .. + 7 of row place.row() + 8 i, and values(i, raw, v) computes from them the
+// summands of each of the kSums sums, zeros outside. The next rows are loaded while some are added.
 template <int kSums, typename Load, typename Values>
 __device__ __forceinline__ void sum_chunk(const ChunkPlace& place, int64_t m, int64_t k, float* part, int64_t stride,
                                           Load&& load, Values&& values) {
@@ -46,7 +47,8 @@ __device__ __forceinline__ void sum_chunk(const ChunkPlace& place, int64_t m, in
       to[0] = make_float4(v[s].v[0], v[s].v[1], v[s].v[2], v[s].v[3]);
       to[1] = make_float4(v[s].v[4], v[s].v[5], v[s].v[6], v[s].v[7]);
     }
-    __syncthreads();  // the other side is free by then: whoever reads it has not passed this barrier
+    // All threads have read the other side before this barrier, so that the next iteration may overwrite it.
+    __syncthreads();
 #pragma unroll
     for (int s = 0; s < kSums; ++s) {
 #pragma unroll
@@ -67,7 +69,7 @@ inline int64_t sum_strips(int64_t k) { return ceil_div(k, kSumCols); }
 Status join_chunks(const char* op, const float* part, int64_t chunks, int64_t k, const TensorView& out,
                    const Execution& exec);
 
-// out[c] = sum over rows of what is encoded; `workspace`: column_sum_workspace_bytes
+// out[c] = sum over the encoded rows; `workspace` has column_sum_workspace_bytes
 Status column_sums(const TensorView& x, const Source& source, const TensorView& out, const TensorView& workspace,
                    const Execution& exec);
 

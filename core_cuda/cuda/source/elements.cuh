@@ -1,4 +1,5 @@
-// Eight neighbours of any high-precision type as floats. The type is an argument: all threads of a kernel agree on it.
+// Eight neighbouring elements of any high-precision type as floats. The type is a run-time argument, the same for all
+// threads of a kernel.
 #pragma once
 
 #include "cuda/base/vector.cuh"
@@ -67,7 +68,8 @@ __device__ __forceinline__ Row8<T> load_vectors(const void* base, int64_t at) {
   return r;
 }
 
-// Elements at .. at + count - 1 (count <= 8; past them: 0). `vec`: eight of them, aligned to 16 bytes.
+// Loads elements at .. at + count - 1 (count <= 8); the others are 0. `vec`: count is 8, and they are aligned to 16
+// bytes.
 __device__ __forceinline__ Floats8 load8(const Elements& t, int64_t at, int count, bool vec) {
   if (vec) {
     if (t.type == DType::f32) return as_floats(load_vectors<float>(t.data, at));
@@ -80,11 +82,11 @@ __device__ __forceinline__ Floats8 load8(const Elements& t, int64_t at, int coun
   return f;
 }
 
-// Eight elements before they are floats, where their type T is known when the kernel is compiled (void: it is not).
+// Eight elements before conversion to float, if their type T is known at compile time; floats if T is void.
 template <typename T>
 using Raw8 = std::conditional_t<std::is_void_v<T>, Floats8, Row8<std::conditional_t<std::is_void_v<T>, float, T>>>;
 
-// load8; of a known type, all eight or (count 0) none.
+// Loads like load8; with a known type, all eight elements or (count 0) none.
 template <typename T>
 __device__ __forceinline__ Raw8<T> load_raw8(const Elements& t, int64_t at, int count, bool vec) {
   if constexpr (std::is_void_v<T>) {

@@ -1,5 +1,5 @@
-// How thread blocks cover a tensor that is walked through once: threads lie along groups of eight columns and, what is
-// left of them, down the rows.
+// How thread blocks cover a tensor that is read once: threads are arranged along groups of eight columns, and the
+// remaining ones down the rows.
 #pragma once
 
 #include "cuda/source/source.cuh"
@@ -9,13 +9,14 @@ namespace diptych::cuda {
 constexpr int kLaneThreads = 256;
 
 struct Lanes {
-  int64_t cols = 0;     // that are walked along
+  int64_t cols = 0;     // columns that threads run along
   int log_wide = 0;     // 2^log_wide threads along the columns
   unsigned strips = 0;  // blocks along the columns
-  int64_t rows = 0;     // of a block
+  int64_t rows = 0;     // rows of a thread block
   int64_t blocks = 0;
 
-  __device__ __forceinline__ int down() const { return kLaneThreads >> log_wide; }  // rows at once
+  // Returns how many rows a thread block takes at once.
+  __device__ __forceinline__ int down() const { return kLaneThreads >> log_wide; }
   __device__ __forceinline__ int64_t col() const {
     const int wide = 1 << log_wide;
     return (static_cast<int64_t>(blockIdx.x % strips) * wide + threadIdx.x % wide) * 8;
@@ -24,8 +25,9 @@ struct Lanes {
   __device__ __forceinline__ int64_t row() const { return first_row() + (threadIdx.x >> log_wide); }
 };
 
-// Of what In reads; a typed gradient of a gate is walked along one half, for both. A block takes whole multiples of
-// `unit` rows for each of its threads: one, or, where `wanted` is not 0, as many as leave about that many blocks.
+// Returns the arrangement for a source that In reads; a typed gradient of a gate runs along one half for both. Each
+// thread takes `unit` rows, or if `wanted` is not 0, the multiple of `unit` rows that gives about `wanted` thread
+// blocks.
 template <typename In>
 Lanes lanes_of(const SourceArgs& p, int unit, int64_t wanted) {
   Lanes l;
@@ -45,7 +47,7 @@ Lanes lanes_of(const SourceArgs& p, int unit, int64_t wanted) {
   return l;
 }
 
-// with_source of any type.
+// Calls with_source with the type of x.
 template <typename F>
 Status with_any_source(const SourceArgs& p, F&& f) {
   if (p.x.type == DType::f32) return with_source<float>(p, f);

@@ -1,8 +1,8 @@
-// What an op encodes instead of its input (`Source`), eight neighbours at a time, in float32. Permuted rows are read
-// here where no kernel of their own takes them.
+// The values that an op encodes instead of its input (`Source`), eight neighbours at a time, in float32. Permuted rows
+// are read here if no kernel of their own takes them.
 //
-// Kernels read through a `Reader`, whose loads and arithmetic are apart. `Typed` sources, the usual ones, are inlined
-// with several rows' loads under way; `Computed` stands for all others, one call for each row.
+// Kernels read through a `Reader`, which separates loads from arithmetic. `Typed` sources, the usual ones, are inlined
+// with the loads of several rows in flight; `Computed` stands for all others, with a function call for each row.
 #pragma once
 
 #include "cuda/activation/activation.cuh"
@@ -18,8 +18,8 @@ struct SourceArgs {
   Activation activation = Activation::gelu;
   bool gated = false, zero_centered_gamma = false;
   bool vec = false;         // every operand is aligned to 16 bytes and its rows hold whole groups of eight
-  int64_t m = 0, k = 0;     // of what is encoded
-  int64_t cols = 0, f = 0;  // of x; where b starts (gated)
+  int64_t m = 0, k = 0;     // extents of the encoded tensor
+  int64_t cols = 0, f = 0;  // columns of x; the column where b, the gate, starts
   Elements x, gamma, beta, dy;
   const float *mu = nullptr, *rsigma = nullptr;  // [m]; mu null: rmsnorm
   Origins from;                                  // permuted
@@ -44,8 +44,8 @@ __device__ __forceinline__ float normalized(float x, float mu, float rsigma, flo
   return (x - mu) * rsigma * gain;
 }
 
-// Columns col .. col + count - 1 (count <= 8) of a row, all in one half where the gradient of a gate is encoded; the
-// source is not plain.
+// Returns columns col .. col + count - 1 (count <= 8) of a row. For the gradient of a gate they must all lie in one
+// half. The source must not be plain.
 __device__ __forceinline__ Floats8 source_part(const SourceArgs& p, int64_t row, int64_t col, int count) {
   const int64_t at = row * p.cols + col;
   if (p.kind == SourceKind::permuted) {
@@ -68,7 +68,7 @@ __device__ __forceinline__ Floats8 source_part(const SourceArgs& p, int64_t row,
   const bool grad = p.kind == SourceKind::activation_grad, second = grad && col >= p.f;
   const int64_t c = second ? col - p.f : col;
   const Floats8 a = load8(p.x, row * p.cols + c, count, p.vec);
-  Floats8 factor, y;  // of the activation or its slope
+  Floats8 factor, y;  // factor: multiplies the activation or its slope
 #pragma unroll
   for (int j = 0; j < 8; ++j) factor.v[j] = 1.0f;
   if (grad) factor = load8(p.dy, row * p.f + c, count, p.vec);
@@ -89,7 +89,8 @@ __device__ __forceinline__ Floats8 source_part(const SourceArgs& p, int64_t row,
   return y;
 }
 
-// Row `row`, columns col .. col + 7 of what is encoded; what lies outside is 0. A call, not inlined: the code is long.
+// Returns columns col .. col + 7 of row `row` of the encoded tensor, 0 outside. It is not inlined, because the code is
+// long.
 static __device__ __noinline__ Floats8 source8(const SourceArgs& p, int64_t row, int64_t col) {
   Floats8 y{};
   if (row >= p.m || col >= p.k) return y;
@@ -101,7 +102,7 @@ static __device__ __noinline__ Floats8 source8(const SourceArgs& p, int64_t row,
     for (int j = 0; j < 8; ++j) y.v[j] = j < count ? y.v[j] : 0.0f;
     return y;
   }
-  // Eight columns across the halves: no vector path, one at a time.
+  // Eight columns that span both halves are computed one at a time.
   for (int j = 0; j < count; ++j) {
     const float v = source_part(p, row, col + j, 1).v[0];
 #pragma unroll
@@ -110,9 +111,10 @@ static __device__ __noinline__ Floats8 source8(const SourceArgs& p, int64_t row,
   return y;
 }
 
-// Stand for an element type: float32 values of a source, computed on the way in.
+// Computed, Gathered and Typed take the place of an element type. Computed: float32 values of a source, computed while
+// they are read.
 struct Computed {};
-struct Gathered {};  // not computed: bfloat16 of permuted rows, and SourceArgs::vec holds
+struct Gathered {};  // permuted rows of bfloat16, not computed; SourceArgs::vec holds
 template <SourceKind kSource, typename T>
 struct Typed {  // x and dy are T, and SourceArgs::vec holds
   static constexpr SourceKind kKind = kSource;
@@ -136,7 +138,7 @@ inline constexpr bool kComputed = kTyped<T> || std::is_same_v<T, Computed>;
 template <typename T>
 using Held = std::conditional_t<kComputed<T>, float, std::conditional_t<std::is_same_v<T, Gathered>, __nv_bfloat16, T>>;
 
-// f(Typed<kind, T>{}) where x and dy are T and all rows whole vectors, else f(Computed{}).
+// Calls f(Typed<kind, T>{}) if x and dy are T and all rows are whole vectors, else f(Computed{}).
 template <typename T, typename F>
 Status with_source(const SourceArgs& p, F&& f) {
   constexpr DType kType = std::is_same_v<T, float> ? DType::f32 : std::is_same_v<T, __half> ? DType::f16 : DType::bf16;
@@ -150,13 +152,13 @@ Status with_source(const SourceArgs& p, F&& f) {
   return f(Computed{});
 }
 
-// with_float_type, or with_source of the usual type.
+// Calls with_float_type for plain x, else with_source for bfloat16, the usual type.
 template <typename F>
 Status with_input_type(const SourceArgs& p, const char* op, F&& f) {
   return p.kind == SourceKind::plain ? with_float_type(p.x.type, op, f) : with_source<__nv_bfloat16>(p, f);
 }
 
-// To bfloat16 and back
+// Rounds to bfloat16 and converts back.
 __device__ __forceinline__ float through_bf16(float x) { return to_float(from_float<__nv_bfloat16>(x)); }
 
 __device__ __forceinline__ Row8<float> as_row(const Floats8& f) {
@@ -166,8 +168,9 @@ __device__ __forceinline__ Row8<float> as_row(const Floats8& f) {
   return r;
 }
 
-// Columns col .. col + 7 of rows row0 + i * step: `load` brings what row i is made of, `row` makes it. Rows and columns
-// outside are 0. kPair: both halves of a gate's gradient at once, of columns in the first (`both`).
+// Reads columns col .. col + 7 of rows row0 + i * step: `load` loads the operands of row i, `row` and `values` compute
+// it. Rows and columns outside are 0. kPair: `both` computes both halves of a gate's gradient at once, for columns of
+// the first half.
 template <typename In, bool kPair = false>
 class Reader {
  public:
@@ -251,7 +254,7 @@ class Reader<Typed<kKind, T>, kPair> {
     return r;
   }
 
-  // Of operands that are 0, an activation and its gradient are 0; a norm has to be told.
+  // With operands of 0 an activation and its gradient are 0, but a norm needs a test.
   __device__ __forceinline__ Floats8 values(int i, const Raw& r) const {
     const Floats8 a = as_floats(r.a);
     Floats8 y{};
@@ -281,7 +284,7 @@ class Reader<Typed<kKind, T>, kPair> {
   }
   __device__ __forceinline__ Row8<float> row(int i, const Raw& r) const { return as_row(values(i, r)); }
 
-  // An activation's gradient in both halves; y[1] means nothing where there is no gate.
+  // Computes an activation's gradient in both halves; y[1] is undefined without a gate.
   __device__ __forceinline__ void both(const Raw& r, Floats8 (&y)[2]) const {
     static_assert(kGrad && kPair);
     const Floats8 a = as_floats(r.a);
@@ -292,7 +295,7 @@ class Reader<Typed<kKind, T>, kPair> {
     multiply(y[0], gated(r.d, r)), multiply(y[1], as_floats(r.d));
   }
 
-  // No |value| of the row that is not NaN is larger; an activation's gradient: of both halves.
+  // Returns an upper bound of the row's |values| that are not NaN; for an activation's gradient, of both halves.
   __device__ __forceinline__ float bound(const Raw& r) const {
     float m = 0.0f;
     if (!bounded(p_.activation)) return INFINITY;
@@ -322,7 +325,7 @@ class Reader<Typed<kKind, T>, kPair> {
 #pragma unroll
     for (int j = 0; j < 8; ++j) y.v[j] *= by.v[j];
   }
-  // y times the gate, where there is one
+  // Returns y times the gate, or y without a gate.
   __device__ __forceinline__ Floats8 gated(Floats8 y, const Raw& r) const {
     if (p_.gated && !second_) multiply(y, as_floats(r.b));
     return y;
@@ -356,8 +359,8 @@ class Reader<Gathered, false> {
   int64_t row0_, col_;
 };
 
-// body(i, what row i is made of) for rows 0 .. kRows - 1, with the loads of the next kAhead under way; after every
-// kUnroll rows, between(the first of them). Code is there for kUnroll rows.
+// Calls body(i, operands of row i) for rows 0 .. kRows - 1, with the loads of the next kAhead rows in flight, and after
+// every kUnroll rows between(the first of them). The loop is unrolled for kUnroll rows.
 template <int kRows, int kUnroll, typename Source, typename Body, typename Between>
 __device__ __forceinline__ void each_row(const Source& source, Body&& body, Between&& between) {
   constexpr int kAhead = Source::kAhead < kUnroll ? Source::kAhead : kUnroll;
@@ -381,15 +384,15 @@ __device__ __forceinline__ void each_row(const Source& source, Body&& body) {
   each_row<kRows, kRows>(source, body, [](int) {});
 }
 
-// kRows rows of eight columns of what is encoded.
+// Fetches kRows rows of eight columns of the encoded tensor.
 template <typename In, int kRows>
 __device__ __forceinline__ void fetch_rows(const SourceArgs& p, int64_t row, int64_t col, Row8<Held<In>> (&x)[kRows]) {
   const Reader<In> source(p, row, col);
   each_row<kRows>(source, [&](int i, const auto& raw) { x[i] = source.row(i, raw); });
 }
 
-// The place of tile `index` along k, of `tiles` that are `width` columns wide. The two halves of a gate's gradient have
-// their operands in common: their tiles take turns, so that the second finds them in a cache.
+// Returns the place along k of tile `index` of `tiles` that are `width` columns wide. The two halves of a gate's
+// gradient share operands, so their tiles alternate and the second finds them in a cache.
 template <typename In>
 __device__ __forceinline__ unsigned paired_tile(const SourceArgs& p, unsigned index, unsigned tiles, int width) {
   if constexpr (kTypedGrad<In>) {

@@ -1,8 +1,8 @@
-// Both copies of permuted rows, scaled in blocks, from one gather: tiles of 128 x 128 elements (geometry: tiles.cuh),
-// or of 64 x 256 where blocks are short, a thread block each, a thread an 8 x 8 patch.
+// Both copies of permuted rows in block formats, from one gather. A thread block takes a tile of 128 x 128 elements
+// (geometry: tiles.cuh), or of 64 x 256 for short blocks, and a thread an 8 x 8 patch.
 //
-// All bytes pass L2, and that is what limits this: a tile's own scales, 4 of every 32 bytes where they belong, would
-// cost as much as whole sectors. A tile leaves them in runs instead (scale_runs.cuh).
+// The kernel is limited by L2 traffic: a tile's scales fill only 4 of every 32 bytes of their final memory, and writing
+// them there would cost as much as whole sectors. A tile writes them in runs instead (scale_runs.cuh).
 #include "cuda/base/launch.cuh"
 #include "cuda/quantize/mxfp8.cuh"
 #include "cuda/quantize/permuted/patch.cuh"
@@ -16,23 +16,23 @@ struct BothArgs {
   SourceArgs in;
   Strips strips;
   uint8_t *row, *col;              // [m, k] and [k, m], E8M0: [m, k]
-  ScaleRuns row_scale, col_scale;  // E8M0: no columns
+  ScaleRuns row_scale, col_scale;  // E8M0: col_scale is unused
   DivideRule rule;
-  uint8_t* col_codes;    // E8M0: [ceil(m / 32), k], where they belong
+  uint8_t* col_codes;    // E8M0: [ceil(m / 32), k], the final codes
   float max_reciprocal;  // E8M0
 };
 
-// Where a thread stands: in which tile, and at which patch of it. Rows and columns are below 2^31: counted in 32 bits,
-// they leave registers to a kernel that lacks them.
+// A thread's tile and its patch of that. Rows and columns are below 2^31; 32-bit indices save registers in a kernel
+// that is short of them.
 template <int kTileRows, int kTileCols, typename Index>
 struct Spot {
   static constexpr int kRows = kTileRows, kCols = kTileCols;
   static_assert(kRows * kCols == kThreads * 64);
-  static constexpr unsigned kAcross = kCols / 8, kDown = 32 / kAcross;  // patches of the tile, and of a warp
+  static constexpr unsigned kAcross = kCols / 8, kDown = 32 / kAcross;  // patches across the tile; a warp's patch rows
   unsigned lane, warp, patch_row, patch_col;
   uint32_t tile_m, tile_k;
   Index row0, col0, row, col;
-  int rows, cols;  // of the tile
+  int rows, cols;  // those of the tile that exist
 
   __device__ __forceinline__ explicit Spot(const BothArgs& p)
       : lane(threadIdx.x % 32),
@@ -49,7 +49,7 @@ struct Spot {
 using SquareSpot = Spot<kTile, kTile, uint32_t>;
 using WideSpot = Spot<kTile / 2, kTile * 2, int64_t>;
 
-// Gathers the patch; whether all elements of the warp exist.
+// Gathers the patch; returns whether all elements of the warp exist.
 template <typename T, typename At>
 __device__ __forceinline__ bool gather(const BothArgs& p, const At& at, Patch<T>& patch) {
   const WarpTokens<At::kDown> tokens(p.in, at.row0 + at.warp * At::kDown * 8, p.in.m);
@@ -62,7 +62,7 @@ __device__ __forceinline__ bool gather(const BothArgs& p, const At& at, Patch<T>
   return whole;
 }
 
-// Eight bytes of row i to `out` [m, k], if they exist.
+// Stores eight bytes of row i to `out` [m, k], if the elements exist.
 template <bool kWhole, typename At>
 __device__ __forceinline__ void store_row(const BothArgs& p, const At& at, uint8_t* out, int i, uint2 bytes) {
   uint8_t* first = out + int64_t{at.row} * p.in.k + at.col;
@@ -76,7 +76,7 @@ __global__ void __launch_bounds__(kThreads, kPatchBlocks) permuted_both_kernel(c
   __shared__ __align__(16) uint8_t tile[kTile * kTile];
   __shared__ __align__(16) uint32_t column_max[kWarps * kTile / 2];  // two columns to a word
   __shared__ __align__(16) uint32_t row_max[kTile / 2];
-  __shared__ __align__(16) float scales[2 * kTile];  // of columns, of rows
+  __shared__ __align__(16) float scales[2 * kTile];  // scales of the columns, then of the rows
   const SquareSpot at(p);
   Patch<T> patch;
   const bool whole = gather(p, at, patch);
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kThreads, kPatchBlocks) permuted_both_kernel(c
   const bool nan = patch.column_maxima(w);
 #pragma unroll
   for (int j = 0; j < 4; ++j) w[j] = max_abs2<T>(w[j], __shfl_xor_sync(kAllLanes, w[j], 16));
-  if (at.lane < 16) {  // of the warp's 16 rows
+  if (at.lane < 16) {  // maxima over the warp's 16 rows
     *reinterpret_cast<uint4*>(column_max + at.warp * kTile / 2 + at.patch_col * 4) = make_uint4(w[0], w[1], w[2], w[3]);
   }
   patch.row_maxima(nan, w);
@@ -138,8 +138,8 @@ __global__ void __launch_bounds__(kThreads, kPatchBlocks) permuted_both_kernel(c
   store_columns<true>(columns, tile, at.row0, at.col0, p.in.k);
 }
 
-// E8M0: blocks of 32. A warp holds 8 whole rows of its tile, which it writes in pieces of 256 bytes; columns stay where
-// they are, and four warps hold 32 rows. A fifth block on an SM would spill.
+// E8M0 with blocks of 32. A warp holds 8 whole rows of its tile, which it writes in pieces of 256 bytes. The columnwise
+// copy is not transposed, and four warps hold its blocks of 32 rows. With five blocks on an SM registers would spill.
 template <typename T, bool kE5M2>
 __global__ void __launch_bounds__(kThreads, 4) permuted_both_mx_kernel(const __grid_constant__ BothArgs p) {
   constexpr int kRows = WideSpot::kRows, kCols = WideSpot::kCols;
@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(kThreads, 4) permuted_both_mx_kernel(const __g
   __syncthreads();
   if (threadIdx.x < 2 * kRows) {
     const int side = threadIdx.x / kRows, r = threadIdx.x % kRows;
-    const int64_t first = at.row0 / kTile * kTile;  // of the rows that share runs
+    const int64_t first = at.row0 / kTile * kTile;  // first of the 128 rows that share runs
     const int count = static_cast<int>(min(p.in.m - first, int64_t{kTile}));
     if (r < at.rows && side * kTile < at.cols) {
       *p.row_scale.waiting(first, count, at.tile_k * 2 + side, static_cast<int>(at.row0 - first) + r) =

@@ -1,4 +1,4 @@
-// Tiles of permuted rows with E8M0 scales: the columnwise copy. Geometry: mxfp8.cuh.
+// The columnwise copy of permuted rows with E8M0 scales. Geometry of tiles: mxfp8.cuh.
 #include "cuda/base/launch.cuh"
 #include "cuda/quantize/mxfp8.cuh"
 #include "cuda/quantize/permuted/patch.cuh"
@@ -10,7 +10,7 @@ constexpr unsigned kAlong = 2, kDown = kMxThreads / 32 / kAlong;  // tiles of a 
 
 struct PermutedMxArgs {
   MxArgs mx;
-  Strips strips;  // of thread blocks
+  Strips strips;  // the order of thread blocks
 };
 
 template <typename T, bool kE5M2>
@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kMxThreads, 4) permuted_mxfp8_kernel(const __g
   patch.gather(p.in, col, WarpTokens<4>(p.in, row0, p.m));
   uint32_t m[4];
   const bool nan = patch.column_maxima(m);
-  max_and_halve2<T, 2>(m, lane, 16), max_and_halve2<T, 1>(m, lane, 8);  // of a block's 32 rows
+  max_and_halve2<T, 2>(m, lane, 16), max_and_halve2<T, 1>(m, lane, 8);  // maxima over a block's 32 rows
   const Codes<T> mine(m[0], p.max_reciprocal);
   const int64_t first = col + lane / 8 * 2;
   if (col < p.k) {

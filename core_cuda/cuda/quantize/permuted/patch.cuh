@@ -1,5 +1,5 @@
-// What the kernels share that encode tiles of permuted rows: patches of 8 x 8 elements of 16 bits, which a thread
-// gathers, and whose maxima it takes two at a time.
+// Helpers of the kernels that encode tiles of permuted rows: patches of 8 x 8 elements of 16 bits, which a thread
+// gathers, and whose maxima it computes in pairs.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 namespace diptych::cuda {
 
-// The larger magnitudes of two pairs, under any signs; a NaN wins over a number.
+// Returns the larger magnitudes of two pairs, with arbitrary signs; a NaN wins over a number.
 template <typename T>
 __device__ __forceinline__ uint32_t max_abs_nan2(uint32_t a, uint32_t b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 860
@@ -36,13 +36,13 @@ __device__ __forceinline__ float upper(uint32_t two) {
   return float_of(two & 0xffff0000);
 }
 
-// Whether both halves are finite.
+// Returns whether both halves are finite.
 template <typename T>
 __device__ __forceinline__ bool finite2(uint32_t two) {
   return fabsf(lower<T>(two)) < INFINITY && fabsf(upper<T>(two)) < INFINITY;
 }
 
-// base + row * pitch, in one instruction.
+// Returns base + row * pitch, computed in one instruction.
 template <typename P>
 __device__ __forceinline__ P* row_at(P* base, uint32_t row, uint32_t pitch) {
 #ifdef __CUDA_ARCH__
@@ -54,13 +54,14 @@ __device__ __forceinline__ P* row_at(P* base, uint32_t row, uint32_t pitch) {
 #endif
 }
 
-// That what is read stays in L2 rather than what is written: a token is read once for each of its destinations.
+// Returns the cache policy for loads that should stay in L2, rather than what is written: a token is read once for each
+// of its destinations.
 __device__ __forceinline__ uint64_t keep_in_l2() {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
-// That it leaves L2 first: nobody reads it again.
+// Returns the cache policy for loads that should leave L2 first, because they are not read again.
 __device__ __forceinline__ uint64_t leave_l2() {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
@@ -75,12 +76,12 @@ __device__ __forceinline__ Vec<T> load_kept(const void* from, uint64_t policy) {
   return v;
 }
 
-// The halves of a word as lower and upper have them, by instructions that nothing else is made with: the compiler would
-// hold what one copy's encoding has converted for the other's, out of registers that are not there.
+// Returns a half of a word as `lower` and `upper` do, but with instructions that are used nowhere else. Otherwise the
+// compiler would keep the values converted for one copy until it encodes the other, and registers would spill.
 template <typename T>
 __device__ __forceinline__ float apart(uint32_t two, bool second) {
   if constexpr (std::is_same_v<T, __half>) {
-    two ^= gridDim.y - 1;  // grids run along x alone: 0
+    two ^= gridDim.y - 1;  // grids have only x, so this is 0
     return second ? upper<T>(two) : lower<T>(two);
   }
   uint32_t bits;
@@ -92,15 +93,15 @@ __device__ __forceinline__ float apart(uint32_t two, bool second) {
   return float_of(bits);
 }
 
-// Thread blocks that a multiprocessor is to hold. Encoding in software takes more registers.
+// Thread blocks that an SM should hold. Encoding in software takes more registers.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
 constexpr int kPatchBlocks = 4;
 #else
 constexpr int kPatchBlocks = 5;
 #endif
 
-// The tokens of a warp's rows, `kDown` patches of them below each other from row `first` on; those from `end` on do not
-// exist. A lane holds one, and gets the others by a shuffle: warps do not wait for each other before they load.
+// The tokens of a warp's rows: `kDown` patches below each other from row `first` on; rows from `end` on do not exist.
+// Each lane holds one token and gets others by a shuffle, so warps need not wait for each other before they load.
 template <unsigned kDown>
 class WarpTokens {
  public:
@@ -109,7 +110,7 @@ class WarpTokens {
     mine_ = row < end ? p.from.at(row) : p.from.none;
   }
   __device__ __forceinline__ bool all(const SourceArgs& p) const { return __all_sync(kAllLanes, mine_ != p.from.none); }
-  // That of row i of the patch in this lane, whose warp comes here whole.
+  // Returns the token of row i of this lane's patch. All lanes of the warp call it.
   __device__ __forceinline__ uint32_t operator()(int i) const {
     return __shfl_sync(kAllLanes, mine_, threadIdx.x % 32 / (32 / kDown) * 8 + i);
   }
@@ -123,7 +124,8 @@ struct Patch {
   static_assert(sizeof(T) == 2);
   Row8<T> x[8];
 
-  // Row i is columns col .. col + 7 of the token that origin(i) names, zeros where it names none. kAll: all exist.
+  // Loads columns col .. col + 7 of token origin(i) into row i, or zeros if that is p.from.none. kAll: all elements
+  // exist.
   template <bool kAll = false, typename Origin>
   __device__ __forceinline__ void gather(const SourceArgs& p, int64_t col, Origin&& origin) {
     const char* base = static_cast<const char*>(p.x.data) + col * sizeof(T);
@@ -138,8 +140,8 @@ struct Patch {
     }
   }
 
-  // Maxima of columns 2 j (lower half) and 2 j + 1, without regard to NaN and infinity. Whether a lane of the warp
-  // holds one.
+  // Computes the finite maxima of columns 2 j (lower half) and 2 j + 1. Returns whether a lane of the warp holds a NaN
+  // or an infinity.
   __device__ __forceinline__ bool column_maxima(uint32_t (&m)[4]) const {
     columns<false>([](uint32_t a, uint32_t b) { return max_abs_nan2<T>(a, b); }, m);
     const uint32_t all = max_abs_nan2<T>(max_abs_nan2<T>(m[0], m[1]), max_abs_nan2<T>(m[2], m[3]));
@@ -148,7 +150,7 @@ struct Patch {
     return nan;
   }
 
-  // Maxima of rows 2 i (lower half) and 2 i + 1, likewise; `nan`: what column_maxima said.
+  // Computes the finite maxima of rows 2 i (lower half) and 2 i + 1; `nan` is the result of column_maxima.
   __device__ __forceinline__ void row_maxima(bool nan, uint32_t (&m)[4]) const {
     if (nan) {
       rows<true>(m);
@@ -157,7 +159,7 @@ struct Patch {
     }
   }
 
-  // Eight bytes of column j. kNaN: there may be a NaN or an infinity.
+  // Returns the eight encoded bytes of column j. kNaN: there may be a NaN or an infinity.
   template <bool kE5M2, bool kNaN>
   __device__ __forceinline__ uint2 encode_column(int j, float scale) const {
     float y[8];
@@ -196,7 +198,7 @@ struct Patch {
   }
 };
 
-// max_and_halve of pairs.
+// max_and_halve for pairs of 16-bit elements.
 template <typename T, int kKeep>
 __device__ __forceinline__ void max_and_halve2(uint32_t* v, int lane, int mask) {
   const bool second = lane & mask;
@@ -207,7 +209,7 @@ __device__ __forceinline__ void max_and_halve2(uint32_t* v, int lane, int mask) 
   }
 }
 
-// Codes of two blocks whose maxima are the halves of `two`, and what their elements are multiplied by.
+// The scale codes of two blocks whose maxima are the halves of `two`, and the multipliers of their elements.
 template <typename T>
 struct Codes {
   uint32_t code[2];
@@ -219,15 +221,15 @@ struct Codes {
         inverse{e8m0_reciprocal(code[0]), e8m0_reciprocal(code[1])} {}
 };
 
-// The grid walks strips of `across` tile columns one after the other, each from its first row to its last: all that the
-// tiles of a strip read of x lies in L2, where every further destination of a token finds it. Two at most: wider ones
-// leave more of what is written unfinished in L2.
+// The grid takes strips of `across` tile columns one after the other, each from its first row to its last. The part of
+// x that a strip reads stays in L2, where every further destination of a token finds it. Strips are at most two tiles
+// wide: wider ones leave more partly written lines in L2.
 constexpr int64_t kStripBytes = 8 << 20, kMostAcross = 2;
 
 class Strips {
  public:
   Strips() = default;
-  // Of tiles that are `width` columns wide, so many down and along the rows.
+  // Strips of tiles that are `width` columns wide; `down` tiles down the rows and `along` tiles along them.
   Strips(const SourceArgs& p, int64_t width, int64_t down, int64_t along) {
     const int64_t bytes_of_one = std::max<int64_t>(1, static_cast<int64_t>(p.from.none) * width * 2);
     across_ = static_cast<uint32_t>(std::clamp<int64_t>(kStripBytes / bytes_of_one, 1, std::min(along, kMostAcross)));
@@ -246,7 +248,7 @@ class Strips {
     *tile_m = whole ? by_across_(inside) : by_rest_(inside);
     *tile_k = strip * across_ + inside - *tile_m * (whole ? across_ : rest_);
   }
-  // Has L2 fetch what the next strip reads of x, if that is worth it: a share by each thread block.
+  // Prefetches the part of x that the next strip reads into L2, if that pays; each thread block fetches a share.
   __device__ __forceinline__ void fetch_next(const SourceArgs& p) const {
     if (threadIdx.x >= asks_) return;
     const uint32_t strip = by_size_(blockIdx.x), line = (blockIdx.x - strip * size_) * asks_ + threadIdx.x;
@@ -258,32 +260,33 @@ class Strips {
   }
 
  private:
-  static constexpr uint32_t kLine = 64;                   // columns that L2 fetches at one time
-  static constexpr int64_t kFetchRows = 3;                // for each token; of fewer, L2 has more use for its time
-  uint32_t across_ = 1, last_ = 0, rest_ = 0, size_ = 1;  // rest_: width of what is left after `last_` strips
-  uint32_t cols_ = 0, asks_ = 0;                          // of a strip; of its lines, that a thread block asks for
+  static constexpr uint32_t kLine = 64;                   // columns of one prefetch
+  static constexpr int64_t kFetchRows = 3;                // least rows for each token for which prefetching pays
+  uint32_t across_ = 1, last_ = 0, rest_ = 0, size_ = 1;  // rest_: tiles left after `last_` strips
+  uint32_t cols_ = 0, asks_ = 0;                          // columns of a strip; prefetches of a thread block
   Divider by_size_, by_across_, by_rest_, by_lines_;
 };
 
-// Patches are made of permuted rows of bfloat16 or float16, in whole vectors, not too long for a pitch of 32 bits.
+// Returns whether kernels with patches take the source: permuted rows of bfloat16 or float16, in whole vectors, with a
+// row pitch that fits 32 bits.
 inline bool patched(const SourceArgs& p) {
   return p.kind == SourceKind::permuted && p.vec && p.x.type != DType::f32 && p.k < 0x40000000;
 }
 
-// f of their type.
+// Calls f with the type of x.
 template <typename F>
 Status with_patch_type(const SourceArgs& p, F&& f) {
   return p.x.type == DType::f16 ? f(__half{}) : f(__nv_bfloat16{});
 }
 
-// Eight elements of a row, each times its own scale. kNaN: there may be a NaN or an infinity.
+// Encodes eight elements of a row, each times its own scale. kNaN: there may be a NaN or an infinity.
 template <bool kE5M2, bool kNaN, typename T, typename Scale>
 __device__ __forceinline__ uint2 encode_patch_row(const Row8<T>& r, Scale&& scale) {
   if constexpr (kNaN) return encode_row8<kE5M2>(without_inf(r), scale);
   return encode_row8<kE5M2, false>(r, scale);
 }
 
-// Rowwise bytes of the patch at (row, col), multiplied by `scale`, to q and to `out` [m, k], null: nowhere.
+// Encodes the patch at (row, col) times `scale` to q, and stores its rows to `out` [m, k] unless that is null.
 template <bool kE5M2, bool kNaN, typename T>
 __device__ __forceinline__ void encode_rows(const Patch<T>& patch, uint8_t* out, int64_t m, int64_t k, int64_t row,
                                             int64_t col, uint2 (&q)[8], float scale) {

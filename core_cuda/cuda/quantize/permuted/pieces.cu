@@ -1,6 +1,6 @@
-// Rowwise copies of permuted rows, scaled in blocks: a warp encodes a piece of a token's row once and writes it to each
-// destination, sixteen bytes a lane. No barrier: all that a warp needs of its token it looks up itself. Rows without a
-// token are dealt out to all warps.
+// Rowwise copies of permuted rows in block formats. A warp encodes a piece of a token's row once and writes it to each
+// destination, sixteen bytes a lane. There is no barrier, because each warp looks up its token's destinations itself.
+// Absent rows are distributed over all warps.
 #include <algorithm>
 
 #include "cuda/base/launch.cuh"
@@ -13,12 +13,12 @@ constexpr int kRounds = 4, kRound = 32 * 16, kPiece = kRounds * kRound;  // colu
 
 struct PieceArgs {
   RowParams row;
-  uint32_t k, rows, pieces, items, blocks;  // pieces of a row, of all rows; blocks of a row
+  uint32_t k, rows, pieces, items, blocks;  // pieces of a row, of all tokens; blocks of a row
   Divider by_pieces;
 };
 
-// Scales of the piece as they are stored, a word for each of sixteen lanes: `made` has those of a round, blocks in the
-// lanes' order.
+// Returns the piece's scales as they are stored, a word in each of sixteen lanes. made[r] is this lane's block's scale
+// in round r.
 template <Blocks kBlocks>
 __device__ __forceinline__ uint32_t scale_word(const uint32_t (&made)[kRounds]) {
   const unsigned lane = threadIdx.x % 32;
@@ -36,7 +36,7 @@ __device__ __forceinline__ uint32_t scale_word(const uint32_t (&made)[kRounds]) 
   return word;
 }
 
-// Lane l's word of scales to a row's blocks from `first` on.
+// Stores the lanes' words of scales to a row's blocks from `first` on.
 template <Blocks kBlocks>
 __device__ __forceinline__ void store_word(const PieceArgs& p, uint64_t row, uint32_t first, uint32_t word) {
   const unsigned lane = threadIdx.x % 32;
@@ -81,7 +81,7 @@ __global__ void __launch_bounds__(kBlock, 8) permuted_pieces_kernel(const __grid
     int row = static_cast<int>(lane) < slots ? __ldg(map + lane) : -1;
 
     uint4 bytes[kRounds];
-    uint32_t made[kRounds];  // what is stored of a block
+    uint32_t made[kRounds];  // the stored scale of this lane's block
 #pragma unroll
     for (int r = 0; r < kRounds; ++r) {
       x[r][0] = without_inf(x[r][0]), x[r][1] = without_inf(x[r][1]);
@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(kBlock, 8) permuted_pieces_kernel(const __grid
 }  // namespace
 
 bool row_pieces_fit(const RowParams& p) {
-  constexpr int64_t kMost = int64_t{1} << 30;  // so that 32 bits count all warps' pieces and rows
+  constexpr int64_t kMost = int64_t{1} << 30;  // so that 32 bits can count all warps' pieces and rows
   return p.x.type != DType::f32 && p.vec_x && p.vec_out && p.k < kMost && p.absent.rows < kMost &&
          p.tokens * ceil_div(p.k, kPiece) < kMost;
 }
@@ -156,7 +156,7 @@ Status quantize_row_pieces(const RowParams& row, Blocks blocks, DType element, c
   p.pieces = static_cast<uint32_t>(ceil_div(row.k, kPiece)), p.items = static_cast<uint32_t>(row.tokens) * p.pieces;
   p.blocks = static_cast<uint32_t>(row.blocks), p.by_pieces = Divider(p.pieces);
   constexpr int kWarps = kBlock / 32;
-  // Few tokens may leave many rows without one.
+  // With few tokens there may still be many absent rows.
   const int64_t grid = std::max(ceil_div(p.items, kWarps), std::min<int64_t>(ceil_div(p.rows, kWarps), 1024));
   const auto run = [&](auto type, auto e5m2) {
     using T = decltype(type);

@@ -1,5 +1,5 @@
-// Rows that are encoded and moved in one pass: each token's row is read and encoded once, and written, scales and all,
-// to its destinations. The same launch writes the rows that nobody fills. Blocks of usual rows: permuted_pieces.cu.
+// Rowwise copies of permuted rows in one pass: each token's row is read and encoded once, and written with its scales
+// to its destinations. The same launch writes absent rows. For block formats of the usual types pieces.cu is used.
 #include <algorithm>
 
 #include "cuda/base/amax.cuh"
@@ -12,8 +12,8 @@ namespace {
 
 constexpr int kUnroll = 4;  // groups of eight elements that a thread holds at once
 
-// Blocks that a multiprocessor is to hold: as many as registers allow without spilling. Chips that encode in software
-// need more of them.
+// Thread blocks that an SM should hold: as many as registers allow without spilling. Chips that encode in software need
+// more registers.
 template <typename In>
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
 constexpr int kResident = 3;
@@ -21,7 +21,7 @@ constexpr int kResident = 3;
 constexpr int kResident = std::is_void_v<In> ? 5 : 8;
 #endif
 
-// Of a token's row: eight elements at `col`, zeros outside.
+// Loads eight elements of a token's row at `col`, zeros outside.
 template <typename In>
 __device__ __forceinline__ Raw8<In> load_part(const RowParams& p, int64_t token, int64_t col) {
   const int64_t left = p.k - col;
@@ -47,7 +47,7 @@ __device__ __forceinline__ uint2 encode8(const Raw& v, float scale) {
   return {encode4<kE5M2>(y[0], y[1], y[2], y[3]), encode4<kE5M2>(y[4], y[5], y[6], y[7])};
 }
 
-// What eight neighbours are multiplied by; `scale`: where the lane that stands for their block leaves what is stored.
+// Returns the multiplier of eight neighbours. The first lane of their block writes the stored scale to *scale.
 template <Blocks kBlocks, typename Raw, typename Stored>
 __device__ __forceinline__ float block_scale(const RowParams& p, const Raw& v, Stored* scale) {
   constexpr int kLanes = kWidth<kBlocks> / 8;
@@ -66,7 +66,7 @@ __device__ __forceinline__ float block_scale(const RowParams& p, const Raw& v, S
   }
 }
 
-// Scales of `count` blocks from `first` on to a row, by one warp.
+// Stores the scales of `count` blocks from `first` on to a row. One warp calls it.
 template <typename Stored>
 __device__ __forceinline__ void store_scales(const RowParams& p, int64_t row, int64_t first, int count,
                                              const Stored* from) {
@@ -89,13 +89,13 @@ __global__ void __launch_bounds__(kBlock, kResident<In>) permuted_rows_kernel(co
   constexpr int kStep = kGroup * 8, kPiece = kStep * kUnroll, kScales = kPiece / kWidth<kBlocks>;
   DIPTYCH_DYNAMIC_SHARED(raw);
   __shared__ int counts[kBlock / 32];
-  // Two pieces' scales in turns, so that one barrier stands between those who write and those who read them.
+  // Scales of two pieces in turn, so that one barrier separates writing from reading them.
   __shared__ __align__(16) Stored scales[kBlocks == Blocks::tensor ? 1 : Group::kTokens * 2 * kScales];
   const int64_t token = Group::token();
   const int lane = Group::lane();
   const unsigned absent = p.absent.mask();
   const bool there = token < p.tokens;
-  Piece<In> piece;  // on its way while the destinations are listed
+  Piece<In> piece;  // loads while the destinations are listed
   if (there) piece.load(p, token, lane * 8, kStep);
 
   float tensor_scale = 1.0f, m = 0.0f;
@@ -116,7 +116,7 @@ __global__ void __launch_bounds__(kBlock, kResident<In>) permuted_rows_kernel(co
   int rows = 0;
 #pragma unroll
   for (int w = 0; w < Group::kWarps; ++w) rows += count[w];
-  // f(number, row) for each destination
+  // Calls f(number, row) for each destination.
   const auto each = [&](auto&& f) {
     int number = 0;
 #pragma unroll
@@ -185,7 +185,7 @@ __global__ void __launch_bounds__(kBlock, kResident<In>) permuted_rows_kernel(co
   }
 }
 
-// The largest magnitude of the rows that have a destination; each is read once. A warp walks along a token's row.
+// Computes the largest magnitude of the rows that have a destination; each is read once. A warp takes a token's row.
 template <typename In>
 __global__ void __launch_bounds__(kBlock, 6) permuted_amax_kernel(const __grid_constant__ RowParams p) {
   constexpr int kStep = 32 * 8, kWarps = kBlock / 32;
@@ -221,7 +221,8 @@ RowParams row_params(const TensorView& x, const Source& s) {
   return p;
 }
 
-// f of the type where rows are whole vectors of 16 bits an element, else of void: whatever type, found at run time.
+// Calls f with the type if rows are whole vectors of 16-bit elements, else with void: the type is then found at run
+// time.
 template <typename F>
 Status with_usual_type(const RowParams& p, bool whole, F&& f) {
   if (p.vec_x && whole && p.x.type == DType::bf16) return f(std::type_identity<__nv_bfloat16>{});
@@ -232,7 +233,7 @@ Status with_usual_type(const RowParams& p, bool whole, F&& f) {
 template <typename In, bool kE5M2, Blocks kBlocks, int kGroup>
 Status run_group(RowParams& p, const Execution& exec) {
   constexpr int kTokens = TokenGroup<kGroup>::kTokens;
-  const int64_t tokens = p.slots > 0 && p.k > 0 ? p.tokens : 0;  // with nothing to move there may be any number
+  const int64_t tokens = p.slots > 0 && p.k > 0 ? p.tokens : 0;  // with nothing to move, tokens may be any number
   const int64_t blocks = std::max<int64_t>(1, blocks_for(tokens, p.absent.rows, kTokens, &p.absent.each));
   return launch("quantize", permuted_rows_kernel<In, kE5M2, kBlocks, kGroup>, blocks, kBlock,
                 static_cast<size_t>(kTokens) * p.slots * sizeof(int), exec.stream, p);
@@ -240,7 +241,7 @@ Status run_group(RowParams& p, const Execution& exec) {
 
 template <Blocks kBlocks>
 Status run(RowParams& p, DType element, const Execution& exec) {
-  const bool whole = p.k * 2 >= kLongRow || p.slots > kWarpSlots;  // a block for each token, else a warp
+  const bool whole = p.k * 2 >= kLongRow || p.slots > kWarpSlots;  // whether a block takes a token, else a warp
   const auto of_type = [&](auto in) {
     return with_element(element, "quantize", [&](auto e5m2) {
       using In = typename decltype(in)::type;
@@ -284,7 +285,7 @@ Status quantize_permuted_rows(const QuantizeArgs& args, const Execution& exec) {
   return f.rule == ScaleRule::divide ? run<Blocks::vector>(p, f.element, exec) : run<Blocks::mx>(p, f.element, exec);
 }
 
-// The outputs that are given hold 0 before.
+// The given outputs must hold 0.
 Status permuted_amax(const AmaxArgs& args, const Execution& exec) {
   RowParams p = row_params(args.x, args.source);
   p.amax = args.out.as<float>(), p.also = args.columnwise_out.as<float>();

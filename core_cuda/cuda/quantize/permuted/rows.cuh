@@ -1,4 +1,4 @@
-// Rowwise copies of permuted rows: what their kernels share.
+// The parameters of the kernels for rowwise copies of permuted rows.
 #pragma once
 
 #include "cuda/permute/origin.cuh"
@@ -19,17 +19,17 @@ struct RowParams {
   int slots;
   AbsentRows absent;
   uint8_t* out;
-  RowBytes zeros;    // the same, of rows without a token
+  RowBytes zeros;    // out as rows of zeros, for absent rows
   void* scale;       // [1], or [rows, blocks]
-  int64_t blocks;    // of a row
+  int64_t blocks;    // blocks of a row
   TensorScale from;  // Blocks::tensor
   DivideRule rule;
   float max_reciprocal;                    // Blocks::mx
-  bool vec_x, vec_out, vec_out16, words;   // aligned to 16, 8, 16 and (scales) 4 bytes, and so are their rows
-  float *amax = nullptr, *also = nullptr;  // amax_kernel: either may be null
+  bool vec_x, vec_out, vec_out16, words;   // x, out, out and scales, with rows, are aligned to 16, 8, 16 and 4 bytes
+  float *amax = nullptr, *also = nullptr;  // permuted_amax_kernel: either may be null
 };
 
-// Whether rows can be taken in pieces, a warp each: 16 bits an element, in whole vectors. Scales of their own alone.
+// Returns whether warps can take rows in pieces: 16-bit elements, in whole vectors. Only for block formats.
 bool row_pieces_fit(const RowParams&);
 Status quantize_row_pieces(const RowParams&, Blocks, DType element, const Execution&);
 

@@ -7,14 +7,15 @@
 
 namespace diptych::cuda {
 
-// Reads all of a group's memory, then writes it, in whole lines: what L2 counts is requests.
+// Reads all of a group's memory, then writes it in order. It moves whole lines, because requests are what costs L2
+// time.
 __device__ __forceinline__ void ScaleRuns::order(uint32_t block, uint32_t* held) const {
   const uint32_t rows_index = by_groups_(block), lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t row0 = static_cast<int64_t>(rows_index) * kTile;
   const uint32_t count = static_cast<uint32_t>(min(rows_ - row0, int64_t{kTile}));
   const Group g(*this, row0, block - rows_index * groups_);
   if (count == kTile && g.width % 4 == 0 && tiles_ % 4 == 0 && reinterpret_cast<uintptr_t>(data_) % 16 == 0) {
-    // Vectors of a run change places by the vector that the run will be in, so that readers do not meet in a bank
+    // Vectors of a run are permuted by the vector that the run will be in, so that readers have no bank conflicts.
     constexpr uint32_t kVectors = kTile / 4, kEach = kMost * kVectors / kThreads;
     const auto vector_of = [&](uint32_t run, uint32_t i) { return held + run * kTile + (i ^ run / 4 % 8) * 4; };
     const uint32_t vectors = g.width * kVectors;

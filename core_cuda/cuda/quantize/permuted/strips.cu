@@ -1,8 +1,8 @@
-// 128x128 blocks of permuted rows, a rowwise copy alone, of tokens with many rows each. permuted_tiles reads a token
-// once for each of its rows, which is more than L2 delivers. Here it is read twice: for the maxima, which meet where
-// the scales will be, and to be written to all of its rows. That goes by strips of columns, so narrow that L2 still
-// holds what is read again. A launch writes a strip and then reads the next one: mixed, DRAM would turn around for each
-// few reads.
+// 128x128 blocks of permuted rows: only a rowwise copy, of tokens with many rows each. permuted_tiles reads a token
+// once for each of its rows, which exceeds L2's bandwidth. Here a token is read twice: first for the maxima, which are
+// joined where the scales will be stored, then to be written to all of its rows. The kernels take strips of columns
+// that are so narrow that L2 still holds what is read again. A launch first writes a strip and then reads the next one,
+// because DRAM loses time when it switches between reads and writes.
 #include <algorithm>
 
 #include "cuda/base/launch.cuh"
@@ -14,31 +14,31 @@
 namespace diptych::cuda {
 namespace {
 
-constexpr uint32_t kPiece = 512;          // columns that a warp takes of a token: sixteen a lane, a block eight lanes
-constexpr int kTogether = 2;              // pieces that a warp reads at one time for their maxima
-constexpr int64_t kStripOfX = 24 << 20;   // bytes that are read twice, or as many as a piece of all tokens has
-constexpr int64_t kLeastWritten = 256e6;  // bytes; what launches cost is less than what L2 gains
+constexpr uint32_t kPiece = 512;  // columns of a token that a warp takes: sixteen a lane, so a block has eight lanes
+constexpr int kTogether = 2;      // pieces that a warp reads at once for their maxima
+constexpr int64_t kStripOfX = 24 << 20;   // bytes of a strip of x, or as many as one piece of all tokens has
+constexpr int64_t kLeastWritten = 256e6;  // bytes; with fewer the launches cost more than L2 gains
 constexpr int64_t kLeastRows = 5;         // for each token
-constexpr int64_t kMostSlots = 8;         // of a token: as many as lanes have a block
+constexpr int64_t kMostSlots = 8;         // slots of a token: as many as a block has lanes
 
 struct StripArgs {
   const void* x;
   const int* row_id_map;
   const int* row_source;
   uint8_t* row;  // [rows, k]
-  float* scale;  // [tiles_m, tiles_k]; a strip's are amaxes until it is written
+  float* scale;  // [tiles_m, tiles_k]; amaxes until their strip is written
   DivideRule rule;
   uint32_t k, tokens, slots, rows, tiles_m, tiles_k;
-  uint32_t cols, pieces, items;  // of a strip: columns, pieces of one token and of all
+  uint32_t cols, pieces, items;  // a strip's columns, its pieces of one token and of all tokens
   Divider by_pieces;
   uint32_t strips, writers;  // the first thread blocks write, the others take maxima
-  uint32_t turn;             // of strip `turn`, when turn - 1 is written; strip turn - 2 gets its scales
+  uint32_t turn;  // maxima are taken of strip `turn`, strip turn - 1 is written, scales of strip turn - 2 are inverted
 };
 
 // Four neighbouring blocks of one token.
 struct TokenPiece {
   uint32_t token, col;        // this lane's first column
-  bool exists, block_exists;  // this lane's columns; some of its block's
+  bool exists, block_exists;  // whether this lane's columns exist; whether some of its block do
 
   __device__ __forceinline__ TokenPiece(const StripArgs& p, uint32_t strip, uint32_t item)
       : token(p.by_pieces(item)),
@@ -58,13 +58,13 @@ struct TokenPiece {
                    : "l"(from + h * 8), "l"(policy));
     }
   }
-  // Of the slot that this lane looks at, one of a block's eight. No row: p.rows or more.
+  // Returns the row of this lane's slot, one of eight in the lanes of a block; p.rows or more if there is none.
   __device__ __forceinline__ uint32_t row(const StripArgs& p) const {
     const uint32_t slot = threadIdx.x % 8;
     if (!block_exists || slot >= p.slots) return ~0u;
     return static_cast<uint32_t>(p.row_id_map[static_cast<uint64_t>(token) * p.slots + slot]);
   }
-  // Of the block that holds this lane's columns of that row.
+  // Returns the scale of the block that holds this lane's columns of that row.
   __device__ __forceinline__ float* scale(const StripArgs& p, uint32_t row) const {
     return p.scale + static_cast<uint64_t>(row / kTile) * p.tiles_k + col / kTile;
   }
@@ -102,7 +102,7 @@ __device__ __forceinline__ void take_maxima(const StripArgs& p, uint32_t first_i
   }
 }
 
-// Waits for the grid before, when it has asked for what that does not write.
+// Loads what the grid before does not write, then waits for that grid.
 template <typename T, bool kE5M2>
 __device__ __forceinline__ void write_rows(const StripArgs& p, uint32_t item) {
   const unsigned lane = threadIdx.x % 32;
@@ -114,7 +114,7 @@ __device__ __forceinline__ void write_rows(const StripArgs& p, uint32_t item) {
   const float own = row < p.rows ? scale_from_amax(p.rule, __ldcg(piece.scale(p, row))) : 1.0f;
   const uint32_t two = max_of(x, [](uint32_t a, uint32_t b) { return max_abs_nan2<T>(a, b); });
   const auto encode = [&](auto with_nan) {
-    unsigned there = __ballot_sync(kAllLanes, row < p.rows) & 0xff;  // the first block exists, if any does
+    unsigned there = __ballot_sync(kAllLanes, row < p.rows) & 0xff;  // if any block exists, the first one does
     for (; there != 0; there &= there - 1) {
       const int slot = __ffs(there) - 1;
       const uint32_t to = __shfl_sync(kAllLanes, row, slot);
@@ -144,7 +144,7 @@ __device__ __forceinline__ void invert_scales(const StripArgs& p, uint32_t strip
 template <typename T, bool kE5M2>
 __global__ void __launch_bounds__(kThreads, 6) permuted_strip_kernel(const __grid_constant__ StripArgs p) {
   if (p.turn == 0) ptx::wait_for_grid_before();
-  if (p.turn <= p.strips) ptx::let_next_grid_start();  // what the first waited for is there for all
+  if (p.turn <= p.strips) ptx::let_next_grid_start();  // the first launch has waited for the data of all
   if (blockIdx.x < p.writers) {
     write_rows<T, kE5M2>(p, blockIdx.x * kWarps + threadIdx.x / 32);
     if (p.turn > 1) invert_scales(p, p.turn - 2);

@@ -1,5 +1,5 @@
-// Tiles of permuted rows with float32 scales: 1x128, the columnwise copy; per tensor and 128x128, both copies, whose
-// bytes are the same. Geometry: tiles.cuh.
+// Tiles of permuted rows with float32 scales. 1x128: the columnwise copy; per tensor and 128x128: both copies, which
+// have the same bytes. Geometry: tiles.cuh.
 #include "cuda/base/launch.cuh"
 #include "cuda/quantize/permuted/patch.cuh"
 #include "cuda/quantize/tiles.cuh"
@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(kThreads, kPatchBlocks)
   constexpr bool kVector = kScaling == Scaling::vector;
   const TileArgs& p = args.tile;
   __shared__ __align__(16) uint8_t tile[kTurned ? kTile * kTile : 16];
-  __shared__ __align__(16) uint32_t maxima[kVector ? kWarps * kTile / 2 : 1];  // of columns, two to a word
+  __shared__ __align__(16) uint32_t maxima[kVector ? kWarps * kTile / 2 : 1];  // maxima of columns, two in a word
   __shared__ __align__(16) float scratch[kVector ? kTile : kWarps];
 
   const unsigned tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
@@ -31,10 +31,10 @@ __global__ void __launch_bounds__(kThreads, kPatchBlocks)
 
   Patch<T> patch;
   patch.gather(p.in, col, WarpTokens<2>(p.in, row0 + warp * 16, p.m));
-  if constexpr (kVector || !kTurned) args.strips.fetch_next(p.in);  // writing both keeps L2 busy enough
+  if constexpr (kVector || !kTurned) args.strips.fetch_next(p.in);  // with both copies, writing keeps L2 busy enough
   uint32_t m[4];
   bool nan = patch.column_maxima(m);
-  uint8_t* turned = tile + patch_col * 8 * kTile + ((patch_row ^ patch_col) * 8);  // unit_offset of the first column
+  uint8_t* turned = tile + patch_col * 8 * kTile + ((patch_row ^ patch_col) * 8);  // unit_offset of its first column
 
   if constexpr (kVector) {
 #pragma unroll
@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kThreads, kPatchBlocks)
       }
     } else {
       scale = p.from.scale ? *p.from.scale : scale_from_amax(p.rule, *p.from.amax);
-      nan |= !(fabsf(scale) > 0.0f && fabsf(scale) < INFINITY);  // 0 times inf
+      nan |= !(fabsf(scale) > 0.0f && fabsf(scale) < INFINITY);  // 0 times inf is NaN
       if (blockIdx.x == 0 && tid == 0) {
         const float inverse = reciprocal_rn(scale);
         if (p.row_scale) *p.row_scale = inverse;
@@ -92,7 +92,7 @@ __global__ void __launch_bounds__(kThreads, kPatchBlocks)
       encode_rows<kE5M2, false>(patch, p.row, p.m, p.k, row, col, q, scale);
     }
     if constexpr (!kTurned) return;
-    transpose8x8(q);  // one scale for both copies: the same bytes, turned
+    transpose8x8(q);  // one scale for both copies, so the columnwise bytes are the transposed rowwise bytes
 #pragma unroll
     for (int j = 0; j < 8; ++j) *reinterpret_cast<uint2*>(turned + j * kTile) = q[j];
   }
