@@ -119,8 +119,7 @@ void add_tables(py::module_& m) {
   m.def("gemm_row", gemm_row, py::arg("a_format"), py::arg("a_columnwise"), py::arg("b_format"),
         py::arg("b_columnwise"), py::arg("m"), py::arg("n"), py::arg("k"), py::arg("out_dtype"), py::arg("backend"),
         py::arg("device_index"),
-        "Returns the index in kernel_table() of the row that would run a product of these copies, or -1. Reads no "
-        "tensor.");
+        "Returns the index in kernel_table() of the row that would run this product, or -1. Reads no tensor.");
 }
 
 }  // namespace diptych::bind

@@ -247,7 +247,7 @@ def gemm_row(
     backend: str,
     device_index: int,
 ) -> int:
-    """Returns the index in kernel_table() of the row that would run a product of these copies, or -1. Reads no tensor."""
+    """Returns the index in kernel_table() of the row that would run this product, or -1. Reads no tensor."""
 
 class Program:
     """Records the core's ops between start() and stop(), and runs them again on other tensors of the same forms."""
