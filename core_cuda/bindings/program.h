@@ -67,7 +67,7 @@ class Program : public std::enable_shared_from_this<Program> {
   int64_t workspace_bytes_ = 0;
 };
 
-// Whether a Program records the op with these arguments, from ops.def.
+// Whether a Program can record the op with these arguments; ops.def lists it.
 template <typename Args>
 inline constexpr bool kRecordable = false;
 #define OP(name, Args, formats, subject, recordable) \

@@ -11,7 +11,7 @@
 
 namespace diptych::xla_ffi {
 
-// clang-format off: it breaks lists of fields where nobody would
+// clang-format off: it breaks the lists of fields at odd places
 // Each struct's fields are listed once, by a macro that declares them and tells XLA their names and types.
 #define DIPTYCH_FIELD(type, name) type name;
 #define DIPTYCH_MEMBER(type, name) , StructMember<type>(#name)

@@ -6,7 +6,7 @@
 
 namespace diptych::cpu {
 
-struct Interrupted {};  // thrown out of an op that was asked to stop
+struct Interrupted {};  // thrown by an op that is interrupted
 
 // While it lives, ops that this thread calls run `ask` on this thread about every 50 ms and stop if it returns true.
 // `ask` may call other ops. Null: ops are not interrupted.

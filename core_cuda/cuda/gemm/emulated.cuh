@@ -143,7 +143,7 @@ __device__ __forceinline__ void product_tile(const Operand& a, const Operand& b,
 
   float factor = 1.0f;
   if (!kBlockScales && at.tiles_k > 0) factor = __fmul_rn(partial_scale(a, 0, 0), partial_scale(b, 0, 0));
-  float alpha[8];  // of this thread's rows
+  float alpha[8];  // alpha of this thread's rows
 #pragma unroll
   for (int i = 0; i < 8; ++i) alpha[i] = row + i * 8 < e.m ? row_alpha(e, row + i * 8) : 0.0f;
 #pragma unroll

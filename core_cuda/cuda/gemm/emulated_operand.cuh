@@ -13,12 +13,12 @@ namespace diptych::cuda {
 
 constexpr int kTileOuter = 128, kTileK = 64;
 constexpr int kTileBytes = kTileOuter * kTileK * 2;
-constexpr int kFragments = kTileOuter * kTileK / 32;  // of 32 elements each, divided among the threads
+constexpr int kFragments = kTileOuter * kTileK / 32;  // fragments of 32 elements, divided among the threads
 
 // Where a scale is applied: tensor in the epilogue, block on partial sums, e8m0 and e4m3 in the operand.
 enum class ScaleKind : int { tensor, block, e8m0, e4m3 };
 
-// The layout that a kernel is compiled for: one of two, with vector loads, or either one, as the operand's fields say.
+// The layout that a kernel is compiled for. either: the operand's fields decide at run time; else loads are vectors.
 enum class Layout : int { outer_k, k_outer, either };
 
 struct Operand {
@@ -52,7 +52,7 @@ __device__ __forceinline__ int64_t scale_index(const Operand& o, int outer, int 
 
 __device__ __forceinline__ uint32_t load_code(const Operand& o, int outer, int k) {
   if (o.kind == ScaleKind::tensor || o.kind == ScaleKind::block || outer >= o.outer || k >= o.k) {
-    return o.kind == ScaleKind::e4m3 ? 0x38 : 127;  // one
+    return o.kind == ScaleKind::e4m3 ? 0x38 : 127;  // the code of 1
   }
   return __ldg(static_cast<const uint8_t*>(o.scale) + scale_index(o, outer, k));
 }

@@ -11,7 +11,7 @@
 namespace diptych::cuda {
 namespace {
 
-constexpr int64_t kAlign = 16;                             // of addresses and strides, in bytes
+constexpr int64_t kAlign = 16;                             // bytes: alignment of addresses and strides
 constexpr int64_t kMostTiles = (int64_t{1} << 31) - 1024;  // tiles are counted in int32
 
 // Returns whether the kernel supports the format's elements and scales.

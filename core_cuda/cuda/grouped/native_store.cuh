@@ -15,7 +15,7 @@ constexpr int kGroupThreads = 128;  // threads of a warpgroup
 // The parameters of one tile's epilogue: r = alpha * (sum * factor); r = r + bias; r = r + beta * C (NUMERICS 7).
 struct Finish {
   float alpha, factor, beta;
-  const void* bias;  // of this group, or null
+  const void* bias;  // the group's bias, or null
   DType bias_type;
 };
 

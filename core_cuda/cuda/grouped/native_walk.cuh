@@ -50,10 +50,10 @@ constexpr int kNoMoreTiles = -2;
 
 struct Tile {
   int group;         // -1: rows in no group; kNoMoreTiles: past the last tile
-  int row, row_end;  // of A's outer dimension
+  int row, row_end;  // range of A's outer dimension
   int col;
   bool below;     // the cluster's tiles lie one below the other
-  int k, k_end;   // of the reduced dimension
+  int k, k_end;   // range of the reduced dimension
   int64_t d_row;  // the row of D where A's row 0 goes
 
   __device__ __forceinline__ int blocks() const { return (k_end - k + kNativeTileK - 1) / kNativeTileK; }

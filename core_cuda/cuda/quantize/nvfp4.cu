@@ -313,7 +313,7 @@ __global__ void __launch_bounds__(Tile<T>::kThreads, 6) nvfp4_kernel(const __gri
   using S = Tile<T>;
   __shared__ __align__(16) uint8_t tile[S::kRows * S::kPitch];
   __shared__ float square[S::kBands][kBlocks];  // p.square: amaxes of 16 x 16 squares
-  __shared__ TwoLevel level[2];                 // of the rowwise and of the columnwise copy
+  __shared__ TwoLevel level[2];                 // factors of the rowwise and of the columnwise copy
   const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   uint32_t tile_m, tile_k;
   if (p.gathered) {
@@ -348,7 +348,7 @@ __global__ void __launch_bounds__(Tile<T>::kThreads, 6) nvfp4_kernel(const __gri
     __syncthreads();
   }
   if (p.row && col0 + b * kBlock < p.k) {
-    const int64_t blocks = p.k / kBlock;  // of a row
+    const int64_t blocks = p.k / kBlock;  // blocks of a row
 #pragma unroll 1
     for (unsigned band = warp * S::kOwn; band < (warp + 1) * S::kOwn; ++band) {
       const int64_t row = row0 + band * kBlock + first, at = row * blocks + col0 / kBlock + b, left = p.m - row;
@@ -365,7 +365,7 @@ __global__ void __launch_bounds__(Tile<T>::kThreads, 6) nvfp4_kernel(const __gri
   }
   const unsigned band = lane / S::kPairs;
   if (!p.col || row0 + band * kBlock >= p.m) return;
-  const int64_t blocks = p.m / kBlock;  // of a column
+  const int64_t blocks = p.m / kBlock;  // blocks of a column
 #pragma unroll 1
   for (unsigned col = (warp * S::kPairs + lane % S::kPairs) * 2; col < kCols; col += S::kWarps * S::kPairs * 2) {
     if (col0 + col >= p.k) return;

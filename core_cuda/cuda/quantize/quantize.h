@@ -24,6 +24,6 @@ Status quantize_tile_stack(const QuantizeArgs&, const Execution&);  // plain ten
 Status source_amax(const AmaxArgs&, const Execution&);
 Status permuted_amax(const AmaxArgs&, const Execution&);
 Status clear_amax(const TensorView& amax, const Execution&);
-Status amax_stack(const TensorView& x, const TensorView& out, const Execution&);  // of each tensor of a stack
+Status amax_stack(const TensorView& x, const TensorView& out, const Execution&);  // amax of each tensor of a stack
 
 }  // namespace diptych::cuda

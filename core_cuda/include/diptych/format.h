@@ -11,7 +11,7 @@ namespace diptych {
 enum class ScaleRule : int32_t {
   divide,     // scale = max / amax in float32, stored as its reciprocal; optionally floored to a power of two
   e8m0_ceil,  // scale_inv = amax / max rounded up to a power of two, stored as E8M0
-  two_level,  // E4M3 scale relative to an amax of the whole tensor (or of a row), which is kept beside it
+  two_level,  // E4M3 scale relative to an amax of the whole tensor (or of a row), which is stored with the copy
 };
 
 // How the columnwise copy of an [M, K] tensor is laid out.

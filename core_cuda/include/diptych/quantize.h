@@ -48,9 +48,9 @@ struct QuantSpec {
 struct AmaxArgs {             // out = max over finite |x|, 0 if x has none
   TensorView x;               // [..., K] float32 | bfloat16 | float16
   TensorView out;             // [1] float32, or [M] with kRowAmax
-  TensorView columnwise_out;  // [1] float32, optional: amax of the Hadamard-rotated tensor with kRht, else of x
+  TensorView columnwise_out;  // [1] float32, optional: the Hadamard-rotated tensor's amax with kRht, else x's
   int32_t flags = 0;          // kRowAmax, kRht and kRhtSigns
-  Source source;              // the amaxes are of what it computes from x
+  Source source;              // the amaxes are those of the encoded tensor
 };
 
 // Calls f with each tensor of the arguments and its role.

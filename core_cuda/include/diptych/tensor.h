@@ -48,7 +48,7 @@ struct TensorView {
 // f(tensor) for an input. in_place: the op also writes the tensor, or an output may be this tensor.
 enum class Role : int32_t { input, output, in_place, workspace };
 
-// Where and in which order work runs. `stream` is a cudaStream_t on CUDA and unused on the CPU.
+// The device and the stream that an op runs on. `stream` is a cudaStream_t on CUDA and unused on the CPU.
 struct Execution {
   Device device;
   void* stream = nullptr;
