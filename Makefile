@@ -2,7 +2,7 @@
 # ones. All start from a fresh clone.
 PYTHON ?= python3
 VENV ?= .venv
-# CUDA kernels take minutes to compile: by default they are where a GPU is and nvcc. on: always; auto: where nvcc is.
+# CUDA kernels take minutes to compile: by default only if there is a GPU and nvcc. on: always; auto: if there is nvcc.
 DIPTYCH_CUDA ?= $(if $(wildcard /dev/nvidia[0-9]*),auto,off)
 SECONDS_EACH ?= 20
 BIN := $(VENV)/bin
@@ -17,21 +17,21 @@ demo: setup
 	@echo "== one recipe in both frameworks, on the CPU; the report will be runs/demo"
 	$(BIN)/diptych compare --recipe fp8-current --out runs/demo
 
-# Each worker begins with half of the tests, in order: files share what they compiled, and one of them seldom needs JAX.
+# Each worker begins with half of the tests, in order, so that neighbouring files reuse compiled code in one process.
 PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal -q --durations=20
 
 test: setup
 	$(PYTEST)
 
-# A quarter of the slow tests, another one for another commit; QUARTER=0 to 3 chooses. The four quarters are all of them.
+# A quarter of the slow tests, chosen by the commit's hash, or by QUARTER=0 to 3. The four quarters cover all slow tests.
 QUARTER ?= $(shell git rev-parse HEAD | $(PYTHON) -c 'print(int(input()[:8], 16) % 4)')
 
 sweeps: setup
 	@echo "quarter $(QUARTER) of the slow tests, of 0 to 3"
 	$(PYTEST) -m slow --quarter $(QUARTER)
 
-# What moves rows by maps of anyone's, on the CPU, under AddressSanitizer and UBSan. Both libraries come first, or the
-# sanitizer does not find what it wraps.
+# CPU tests of ops that read maps and groups, under AddressSanitizer and UBSan. Both libraries are preloaded, since the
+# sanitizer otherwise does not find the functions that it wraps.
 ASAN_PYTHON = LD_PRELOAD="$$(g++ -print-file-name=libasan.so) $$(g++ -print-file-name=libstdc++.so)" \
   ASAN_OPTIONS=detect_leaks=0 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 $(ASAN)/bin/python
 
@@ -45,8 +45,8 @@ asan: asan-build
 	$(ASAN_PYTHON) -m pytest -n 2 -q tests/core/permute/test_permute.py tests/core/permute/test_permute_misuse.py \
 	  tests/core/grouped/test_grouped_gemm.py tests/core/grouped/test_grouped_bias_grad.py
 
-# Random calls and files: tests/fuzz. SEED=N repeats a run, SECONDS_EACH=N is the time of each target, TARGETS="raw verbs
-# files" chooses.
+# Random calls and files (tests/fuzz). SEED=N repeats a run, SECONDS_EACH=N sets the time of each target, and TARGETS
+# selects some of "raw verbs files".
 FUZZ = PYTHONPATH=tests
 FUZZ_OPTIONS = --seconds $(SECONDS_EACH) $(if $(SEED),--seed $(SEED)) $(if $(TARGETS),--target $(TARGETS))
 
@@ -56,11 +56,11 @@ fuzz: setup
 fuzz-asan: asan-build
 	$(FUZZ) $(ASAN_PYTHON) -m fuzz --target raw verbs $(FUZZ_OPTIONS)
 
-# The source of CUDA kernels on the CPU, where CUDA's headers are.
+# Run the source of CUDA kernels on the CPU; needs CUDA's headers.
 simulate: setup
 	$(PYTEST) -m simulated tests/core
 
-# Cores with invented formats, which must work, and cores that are a little wrong, which the tests must catch.
+# Build cores with invented formats, which must work, and cores with a small fault, which the tests must detect.
 variants: setup
 	$(PYTEST) -m "variants and not slow" tests/architecture
 
@@ -70,7 +70,7 @@ lint: setup
 	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.h' '*.cpp' '*.cu' '*.cuh')
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
-# The stub of the core's Python module, whose signatures the built module has.
+# Write the stub of the core's Python module from the signatures of the built module.
 stub: setup
 	$(BIN)/python core_cuda/bindings/stub.py >build/_core.pyi
 	mv build/_core.pyi core_cuda/diptych/core/_core.pyi
@@ -79,10 +79,10 @@ stub: setup
 bench: setup
 	$(BIN)/python -m benchmarks.cpu
 
-# New Python files need `touch pyproject.toml` first: an editable install maps the files that it saw.
+# New Python files need `touch pyproject.toml` first: an editable install only finds files that existed when it was made.
 setup: $(VENV)/.installed
 
-# The build's own requirements go into the environment, so that jaxlib is fetched once.
+# The build's requirements are installed into the environment, so that jaxlib is downloaded once.
 $(VENV)/.requirements: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "diptych needs Python 3.11 or newer; set PYTHON="'
 	@echo "== packages: torch, jax and tools, into $(VENV)"
