@@ -1,7 +1,8 @@
 """Bad calls of verbs that several frontends have: each must refuse them with the same error in the same words.
 
 A call is written once, over a `Library`: what the core's NumPy face, torch and JAX have in common. The words are a
-regular expression, which the message must match from its beginning; "{x}" stands for a description of an operand.
+regular expression, which the message must match from its beginning; names in braces are keys of `NAMES`. Bad calls of
+layers are in `layer_misuse.py`.
 """
 
 from __future__ import annotations
@@ -37,6 +38,14 @@ class Library(Protocol):
         """An int32 array of these numbers."""
         ...
 
+    def linear(self, x: Any, weight: Any, bias: Any, recipe: Any) -> Any:
+        """The panel's linear layer."""
+        ...
+
+    def grouped(self, x: Any, weight: Any, bias: Any, offsets: Any, recipe: Any, **options: Any) -> Any:
+        """The panel's linear layer of groups."""
+        ...
+
 
 class Misuse(NamedTuple):
     """A call, the error that it must raise, and how its message begins."""
@@ -48,8 +57,20 @@ class Misuse(NamedTuple):
     panels: bool = False  # a verb that torch and JAX have alone
 
     def pattern(self) -> re.Pattern[str]:
-        return re.compile(self.words.replace("{x}", r"\w+\[[\d, ]*\]"))
+        words = self.words
+        for name, panels in NAMES.items():
+            words = words.replace(f"{{{name}}}", panels)
+        return re.compile(words)
 
+
+NAMES = {
+    "x": r"\w+\[[\d, ]*\]",
+    "linear": "(linear|dense)",
+    "grouped": "grouped_(linear|dense)",
+    "input": "(input|x)",
+    "weight": "(weight|kernel)",
+}
+"""What stands for a description of an operand, and for the names that both panels' layers and their operands have."""
 
 TENSOR, BLOCK = Float8CurrentScalingQuantizer(), Float8BlockQuantizer()
 MX, NV, DELAYED = MXFP8Quantizer(), NVFP4Quantizer(), Float8Quantizer()

@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import cases
 import diptych.jax as dj
 import diptych.torch as dt
+from cases.layer_misuse import LAYERS
 from cases.misuse import MISUSES, Misuse
 from diptych import core
 
@@ -34,6 +35,12 @@ class Core:
     def offsets(self, *numbers: int) -> Any:
         return np.array(numbers, np.int32)
 
+    def linear(self, x: Any, weight: Any, bias: Any, recipe: Any) -> Any:
+        raise NotImplementedError
+
+    def grouped(self, x: Any, weight: Any, bias: Any, offsets: Any, recipe: Any, **options: Any) -> Any:
+        raise NotImplementedError
+
     def run(self, case: Misuse) -> None:
         case.call(self)
 
@@ -49,6 +56,12 @@ class Torch:
 
     def offsets(self, *numbers: int) -> Any:
         return torch.tensor(numbers, dtype=torch.int32)
+
+    def linear(self, x: Any, weight: Any, bias: Any, recipe: Any) -> Any:
+        return dt.linear(x, weight, bias, recipe)
+
+    def grouped(self, x: Any, weight: Any, bias: Any, offsets: Any, recipe: Any, **options: Any) -> Any:
+        return dt.grouped_linear(x, weight, bias, offsets, recipe, **options)
 
     def run(self, case: Misuse) -> None:
         case.call(self)
@@ -72,6 +85,12 @@ class Jax:
     def offsets(self, *numbers: int) -> Any:
         return jnp.array(numbers, jnp.int32)
 
+    def linear(self, x: Any, weight: Any, bias: Any, recipe: Any) -> Any:
+        return dj.dense(x, weight, bias, recipe=recipe)
+
+    def grouped(self, x: Any, weight: Any, bias: Any, offsets: Any, recipe: Any, **options: Any) -> Any:
+        return dj.grouped_dense(x, weight, bias, offsets, recipe=recipe, **options)
+
     def run(self, case: Misuse) -> None:
         case.call(self)
 
@@ -84,7 +103,7 @@ class TracedJax(Jax):
 LIBRARIES = {"core": Core, "torch": Torch, "torch-fake": FakeTorch, "jax": Jax, "jax-traced": TracedJax}
 CALLS = [
     pytest.param(case, library, id=f"{case.name.replace(' ', '-')}-{library}")
-    for case in MISUSES
+    for case in (*MISUSES, *LAYERS)
     for library in LIBRARIES
     if library != "core" or not case.panels
 ]
@@ -99,5 +118,5 @@ def test_every_library_refuses_it_in_the_same_words(case, library):
 
 
 def test_names_are_unique():
-    names = [case.name for case in MISUSES]
+    names = [case.name for case in (*MISUSES, *LAYERS)]
     assert len(set(names)) == len(names)

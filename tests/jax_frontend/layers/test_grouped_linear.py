@@ -372,7 +372,7 @@ UNDER_A_RECIPE: dict[str, tuple[Callable[[], dict[str, Any]], type[Exception], s
     "no stack": (
         lambda: {"kernel": dj.quantize(KERNEL, MXFP8Quantizer())},
         ArgumentError,
-        "grouped_dense: kernel must be an array or a QuantizedStack, got a QuantizedArray",
+        "grouped_dense: a kernel that is held quantized must be a QuantizedStack, got a QuantizedArray",
     ),
 }
 

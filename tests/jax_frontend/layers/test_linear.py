@@ -188,9 +188,9 @@ def test_recipe_is_a_static_argument_with_one_cache_entry_per_value():
 
 BAD = {
     "recipe": (((4, 8), (3, 8), (3,)), "mxfp8", ArgumentError, r"recipe must be .*got str"),
-    "kernel rank": (((4, 8), (3, 8, 1), (3,)), ..., ShapeError, r"kernel must be \[N, K\], got \[3, 8, 1\]"),
-    "k": (((4, 8), (3, 9), (3,)), ..., ShapeError, r"x \[4, 8\] and kernel \[3, 9\]"),
-    "scalar": (((), (3, 8), (3,)), ..., ShapeError, r"x \[\]"),
+    "kernel rank": (((4, 8), (3, 8, 1), (3,)), ..., ShapeError, r"do not fit: \[4, 8\] and \[3, 8, 1\]"),
+    "k": (((4, 8), (3, 9), (3,)), ..., ShapeError, r"do not fit: \[4, 8\] and \[3, 9\]"),
+    "scalar": (((), (3, 8), (3,)), ..., ShapeError, r"do not fit: \[\] and"),
     "bias": (((4, 8), (3, 8), (4,)), ..., ShapeError, r"bias must be \[3\].*got \[4\]"),
     "bias rank": (((4, 8), (3, 8), (1, 3)), ..., ShapeError, r"got \[1, 3\]"),
 }

@@ -109,7 +109,7 @@ def test_what_a_stack_is_not():
         (lambda: dt.dequantize(q), TypeError, "must be a QuantizedTensor, got QuantizedStack"),
         (lambda: dt.linear(x, q, None, MX), ValueError, "do not fit"),
         (lambda: dt.grouped_gemm(one, folded, offsets), TypeError, "b must be a QuantizedStack"),
-        (lambda: dt.grouped_linear(x, folded, None, offsets, MX), TypeError, "is a QuantizedStack, got a"),
+        (lambda: dt.grouped_linear(x, folded, None, offsets, MX), TypeError, "must be a QuantizedStack, got a"),
         (lambda: q.clone().copy_(folded), TypeError, "into a QuantizedStack takes another"),
         (lambda: folded.clone().copy_(q), TypeError, "into a QuantizedTensor takes another"),
         (lambda: torch.empty(3, 32, 48).copy_(q), TypeError, "out of a QuantizedStack takes another"),

@@ -7,11 +7,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from diptych.common.errors import ArgumentError, DTypeError, ShapeError
+from diptych.common.errors import DTypeError
+from diptych.common.layers.checks import Names, other_kind, require_fit
 from diptych.jax.primitives import checks
 from diptych.jax.tensors.quantized import QuantizedArray, QuantizedCopies
 
 Array = jax.Array
+
+DENSE, STACK = Names("dense", "x", "kernel"), Names("grouped_dense", "x", "kernel")
 
 
 def refuse_without_recipe(op: str, **given: Any) -> None:
@@ -30,27 +33,20 @@ def check_rng(op: str, rng: Any) -> Array | None:
 
 def check_operands(x: Any, kernel: Any, bias: Any, rng: Any) -> tuple[Array, Any, Array | None, Array | None]:
     """The operands as arrays; kernel as it is where it is quantized. **Raises** TypeError, ValueError."""
-    x, kernel = checks.to_array("dense", "x", x), kernel_operand("dense", "kernel", kernel, QuantizedArray)
+    x, kernel = checks.to_array("dense", "x", x), kernel_operand(DENSE, kernel, QuantizedArray)
     bias = None if bias is None else checks.to_array("dense", "bias", bias)
     rng = check_rng("dense", rng)
-    if kernel.ndim != 2:
-        raise ShapeError(f"dense: kernel must be [N, K], got {list(kernel.shape)}")
-    if x.ndim == 0 or x.shape[-1] != kernel.shape[1]:
-        raise ShapeError(f"dense: x {list(x.shape)} and kernel {list(kernel.shape)} must share their last dimension")
-    if bias is not None and bias.shape != kernel.shape[:1]:
-        raise ShapeError(
-            f"dense: bias must be [{kernel.shape[0]}] for kernel {list(kernel.shape)}, got {list(bias.shape)}"
-        )
+    require_fit(DENSE, 2, x, kernel, bias)
     return x, kernel, bias, rng
 
 
-def kernel_operand(op: str, arg: str, kernel: Any, held: type[QuantizedCopies]) -> Any:
+def kernel_operand(names: Names, kernel: Any, held: type[QuantizedCopies]) -> Any:
     """A kernel as an array; as it is where it is `held`. **Raises** TypeError."""
     if isinstance(kernel, held):
         return kernel
     if isinstance(kernel, QuantizedCopies):
-        raise ArgumentError(f"{op}: {arg} must be an array or a {held.__name__}, got a {type(kernel).__name__}")
-    return checks.to_array(op, arg, kernel)
+        raise other_kind(names, kernel, held)
+    return checks.to_array(names.op, names.weight, kernel)
 
 
 def refuse_calibration(op: str, record: bool, **given: Any) -> None:

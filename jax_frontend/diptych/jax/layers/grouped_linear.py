@@ -26,9 +26,17 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from diptych.common.arguments import require_recipe
-from diptych.common.errors import ArgumentError, DTypeError, ShapeError, UnsupportedError
+from diptych.common.errors import ArgumentError, DTypeError
 from diptych.common.gemm_options import GemmOptions
-from diptych.common.layers.groups import HIGH_PRECISION, rotates_rows
+from diptych.common.layers.checks import (
+    require_align,
+    require_fit,
+    require_groups_once,
+    require_offset_count,
+    require_stackable,
+    require_whole_rotations,
+)
+from diptych.common.layers.groups import HIGH_PRECISION
 from diptych.common.layers.schedule import Call, Schedule
 from diptych.common.ops import shapes
 from diptych.common.ops.grouped import align_of, kernel_align
@@ -40,7 +48,7 @@ from diptych.jax.functional.permute import RowMap, moe_permute, require_row_map
 from diptych.jax.functional.source import FusedInput
 from diptych.jax.layers import products
 from diptych.jax.layers.calibrate import observed
-from diptych.jax.layers.checks import check_rng, kernel_operand, refuse_calibration, refuse_without_recipe
+from diptych.jax.layers.checks import STACK, check_rng, kernel_operand, refuse_calibration, refuse_without_recipe
 from diptych.jax.layers.held import high_precision
 from diptych.jax.layers.linear import prepare
 from diptych.jax.layers.options import Options, States
@@ -198,10 +206,9 @@ def _operands(
 ) -> tuple[Array, Any, Array | None, Array, Maps | None, Array | None]:
     """The operands as arrays, tokens as [T, K]; kernel as it is where it is quantized. **Raises** TypeError,
     ValueError, NotImplementedError."""
-    x, kernel = to_array(op, "x", x), kernel_operand(op, "kernel", kernel, QuantizedStack)
+    x, kernel = to_array(op, "x", x), kernel_operand(STACK._replace(op=op), kernel, QuantizedStack)
     bias = None if bias is None else to_array(op, "bias", bias)
-    if (offsets is None) == (row_map is None):
-        raise ValueError(f"{op}: give the groups once, as offsets or by a row_map")
+    require_groups_once(op, offsets, row_map)
     maps = None
     if row_map is not None:
         maps, offsets = Maps(*require_row_map(op, x, row_map, "x")), row_map.expert_offsets
@@ -210,20 +217,15 @@ def _operands(
         raise ArgumentError(f"{op}: offsets must be a JAX or NumPy array, int32 [G + 1], got {type(offsets).__name__}")
     if offsets.dtype != jnp.int32:
         raise DTypeError(f"{op}: offsets must be int32, got {offsets.dtype}{list(offsets.shape)}")
-    if x.ndim == 0 or kernel.ndim != 3 or x.shape[-1] != kernel.shape[2]:
-        raise ShapeError(f"{op}: x [..., K] and kernel [G, N, K] do not fit: {list(x.shape)} and {list(kernel.shape)}")
-    groups, n, _ = kernel.shape
-    if offsets.shape != (groups + 1,):
-        raise ShapeError(f"{op}: offsets must be [{groups + 1}], one more than kernels, got {list(offsets.shape)}")
-    if bias is not None and bias.shape != (groups, n):
-        raise ShapeError(f"{op}: bias must be [{groups}, {n}] for kernel {list(kernel.shape)}, got {list(bias.shape)}")
+    names = STACK._replace(op=op)
+    require_fit(names, 3, x, kernel, bias)
+    require_offset_count(names, offsets, kernel.shape[0])
     return x, kernel, bias, jnp.asarray(offsets), maps, check_rng(op, rng)
 
 
 def _promise(op: str, align: Any, offsets: Any) -> int:
     """The alignment that kernels know: as promised, or better where offsets are the host's, a NumPy array."""
-    if not isinstance(align, int):
-        raise ArgumentError(f"{op}: align must be an int, got {type(align).__name__}")
+    require_align(op, align)
     promise = kernel_align(align)
     return max(promise, align_of(offsets.tolist())) if isinstance(offsets, np.ndarray) else promise
 
@@ -231,19 +233,10 @@ def _promise(op: str, align: Any, offsets: Any) -> int:
 def _require_supported(options: Options, align: int, held: bool, need_dx: bool, need_dw: bool) -> None:
     """**Raises** NotImplementedError for what a stack of kernels has no kernel or rule for; ValueError where wgrad's
     operands are rotated, which they are both or not at all, across groups."""
-    op, s = options.op, options.schedule(need_dx, need_dw)
-    for call in (*(() if held else s.w), s.results[2]):
-        if call is None:
-            continue
-        if call.quantizer.custom:
-            raise UnsupportedError(f"{op}: a quantizer of the user's own for the kernel, {call.quantizer}")
-        if call.needs_rng:
-            raise UnsupportedError(f"{op}: kernels rounded stochastically, by {call.quantizer}")
-    if need_dw and rotates_rows(s.plan) and align % 16 != 0:
-        raise ValueError(
-            f"{op}: {type(options.recipe).__name__} rotates 16 rows at a time for the kernels' gradients, so "
-            f"that groups must begin at multiples of 16; promise it with align=16 (or 32, 128), got align={align}"
-        )
+    names, s = STACK._replace(op=options.op), options.schedule(need_dx, need_dw)
+    require_stackable(names, (*(() if held else s.w), s.results[2]))
+    if need_dw:
+        require_whole_rotations(names, options.recipe, s.plan, align, align)
 
 
 # --- products ---

@@ -25,6 +25,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from diptych.common.arguments import require_recipe
 from diptych.common.errors import ArgumentError, ShapeError
+from diptych.common.layers.checks import Names
 from diptych.common.layers.plan import fusable, input_fusable
 from diptych.common.ops.activation import ActivationOptions, activation_options
 from diptych.common.ops.norm import norm_options
@@ -266,7 +267,7 @@ def _check_second(
     op: str, x: Array, kernel1: Any, kernel2: Any, bias2: Any, act: ActivationOptions
 ) -> tuple[Any, Array | None]:
     """kernel2 and bias2 as arrays that take what the activation gives. **Raises** TypeError, ValueError."""
-    kernel2 = kernel_operand(op, "kernel2", kernel2, QuantizedArray)
+    kernel2 = kernel_operand(Names(op, "x", "kernel2"), kernel2, QuantizedArray)
     bias2 = None if bias2 is None else checks.to_array(op, "bias2", bias2)
     rows = kernel1.shape[0]
     if act.gated and rows % 2:

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from diptych.common.errors import ArgumentError
+from diptych.common.layers.checks import missing_rng
 from diptych.common.layers.schedule import OFFSETS as OFFSETS
 from diptych.common.layers.schedule import Call
 from diptych.jax.functional import quantize as quantize_verbs
@@ -71,9 +71,7 @@ def quantize_operand(
             given["scale"] = states[call.state].scale
         if call.needs_rng:
             if rng is None:
-                raise ArgumentError(
-                    f"{options.op}: {call.quantizer} rounds stochastically and needs rng=; rng_state(seed) makes one"
-                )
+                raise missing_rng(options.op, call.quantizer)
             given["rng"] = rng_at(rng, 2 * call.number) if call.number else rng
         if options.group and call.reducible:
             given["amax_group"] = options.group

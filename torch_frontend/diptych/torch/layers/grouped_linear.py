@@ -20,8 +20,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from diptych.common.errors import ArgumentError, ShapeError
 from diptych.common.gemm_options import GemmOptions
+from diptych.common.layers.checks import (
+    other_kind,
+    require_align,
+    require_fit,
+    require_groups_once,
+    require_offset_count,
+    require_stackable,
+    require_whole_rotations,
+)
 from diptych.common.layers.groups import rotates_rows
 from diptych.common.layers.schedule import Call, Schedule
 from diptych.common.ops import shapes
@@ -35,16 +43,16 @@ from diptych.torch.layers.held import given_copies, held_copies
 from diptych.torch.layers.options import Options, schedule
 from diptych.torch.layers.products import LayerArguments, finished, kept_spec, result_proto, run
 from diptych.torch.layers.quantize import (
+    STACK,
     quantize_calls,
     quantize_operand,
     quantize_weight,
     record_late,
     requantized_result,
-    require_stackable,
     scale_of,
 )
 from diptych.torch.primitives import grouped as grouped_ops
-from diptych.torch.primitives.checks import describe, require_device, require_high_precision, require_tensor
+from diptych.torch.primitives.checks import require_device, require_high_precision, require_tensor
 from diptych.torch.primitives.grouped_matmul import grouped_matmul
 from diptych.torch.primitives.permute import permute, unpermute
 from diptych.torch.state.autocast import recording
@@ -236,21 +244,15 @@ def _require_fit(x: Tensor, weight: Tensor, bias: Tensor | None, offsets: Tensor
     op = "grouped_linear"
     require_tensor(op, "weight", weight)
     if isinstance(weight, QuantizedTensor):
-        raise ArgumentError(f"{op}: a weight that is held quantized is a QuantizedStack, got a QuantizedTensor")
+        raise other_kind(STACK, weight, QuantizedStack)
     require_high_precision(op, "input", x)
     require_high_precision(op, "weight", weight)
     require_tensor(op, "offsets", offsets)
     grouped_ops.require_offsets(op, x, offsets)
-    if x.dim() == 0 or weight.dim() != 3 or x.size(-1) != weight.size(2):
-        raise ShapeError(f"{op}: input [..., K] and weight [G, N, K] do not fit: {describe(x)}, {describe(weight)}")
-    if offsets.size(0) != weight.size(0) + 1:
-        raise ShapeError(
-            f"{op}: offsets must be [{weight.size(0) + 1}], one more than weights, got {describe(offsets)}"
-        )
     if bias is not None:
         require_high_precision(op, "bias", bias)
-        if bias.dim() != 2 or bias.size(0) != weight.size(0) or bias.size(1) != weight.size(1):
-            raise ShapeError(f"{op}: bias [G, N] and weight [G, N, K] do not fit: {describe(bias)}, {describe(weight)}")
+    require_fit(STACK, 3, x, weight, bias)
+    require_offset_count(STACK, offsets, weight.shape[0])
     require_device(op, x, weight, "weight")
     require_device(op, x, bias, "bias")
 
@@ -314,15 +316,13 @@ def grouped_linear_with(
     device_type = x.device.type
     if not x.is_meta and torch.is_autocast_enabled(device_type):
         x = x.to(torch.get_autocast_dtype(device_type))
-    if (offsets is None) == (row_map is None):
-        raise ValueError("grouped_linear: give the groups once, as offsets or by a row_map")
+    require_groups_once("grouped_linear", offsets, row_map)
     if row_map is not None:
         require_row_map("grouped_linear", x, row_map, "input")
         offsets = row_map.expert_offsets
     assert offsets is not None
     _require_fit(x, weight, bias, offsets)
-    if not isinstance(align, int):
-        raise ArgumentError(f"grouped_linear: align must be an int, got {type(align).__name__}")
+    require_align("grouped_linear", align)
     promise, train = kernel_align(align), torch.is_grad_enabled() and weight.requires_grad
     promise = promise if sizes is None else max(promise, align_of(sizes))
     quantized = isinstance(x, QuantizedTensor)
@@ -331,14 +331,9 @@ def grouped_linear_with(
     if quantized:
         options = options._replace(save_original_input=False)  # there is nothing to quantize again
     s = schedule(recipe, options.module, options.name, False, train, options.save_original_input)
-    require_stackable((*(() if isinstance(weight, QuantizedStack) else s.w), s.results[2]))
-    if train and rotates_rows(s.plan) and promise % 16 != 0:
-        raise ValueError(
-            f"grouped_linear: {type(recipe).__name__} rotates 16 rows at a time for the weights' gradients, so that "
-            "groups must begin at multiples of 16; "
-            + (f"promise it with align=16 (or 32, 128), got align={align}" if sizes is None else "")
-            + ("" if sizes is None else f"pad each (moe_permute_and_pad_with_probs), got m_splits {list(sizes)}")
-        )
+    require_stackable(STACK, (*(() if isinstance(weight, QuantizedStack) else s.w), s.results[2]))
+    if train:
+        require_whole_rotations(STACK, recipe, s.plan, promise, align, sizes)
     x_copy: list[Tensor] = []
     if quantized:
         copies = given_copies(x, s, "grouped_linear")  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diptych.common.errors import ShapeError
+from diptych.common.layers.checks import Names, require_fit
 from diptych.common.layers.schedule import Schedule
 from diptych.common.recipes import Recipe
 from diptych.torch.graph.custom_op import CustomOp
@@ -27,7 +27,7 @@ from diptych.torch.layers.products import (
 )
 from diptych.torch.layers.quantize import quantize_calls, record_late, requantized_result, scale_of
 from diptych.torch.primitives import gemm as gemm_ops
-from diptych.torch.primitives.checks import describe, require_device, require_high_precision
+from diptych.torch.primitives.checks import require_device, require_high_precision
 from diptych.torch.state.autocast import recording
 from diptych.torch.state.scales import ScaleStates
 from diptych.torch.tensors.copies import pack, pick, unpack
@@ -113,17 +113,19 @@ _linear = CustomOp(
 
 # --- as users call it ---
 
+NAMES = Names("linear", "input", "weight")
+
 
 def _require_fit(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Everything that the three products ask for, before the first kernel."""
+    """Checks what the three products need of their operands; formats a message only on failure, since each eager call
+    comes this way."""
     require_high_precision("linear", "input", x)
     require_high_precision("linear", "weight", weight)
-    if x.dim() == 0 or weight.dim() != 2 or x.size(-1) != weight.size(1):
-        raise ShapeError(f"linear: input [..., K] and weight [N, K] do not fit: {describe(x)}, {describe(weight)}")
     if bias is not None:
         require_high_precision("linear", "bias", bias)
-        if bias.dim() != 1 or bias.size(0) != weight.size(0):
-            raise ShapeError(f"linear: bias [N] and weight [N, K] do not fit: {describe(bias)}, {describe(weight)}")
+    of_weight = weight.shape
+    if len(of_weight) != 2 or x.shape[-1:] != of_weight[1:] or (bias is not None and bias.shape != of_weight[:1]):
+        require_fit(NAMES, 2, x, weight, bias)
     require_device("linear", x, weight, "weight")
     require_device("linear", x, bias, "bias")
 

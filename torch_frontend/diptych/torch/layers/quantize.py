@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from diptych.common.errors import ArgumentError, UnsupportedError
+from diptych.common.errors import ArgumentError
+from diptych.common.layers.checks import Names, missing_rng, require_stackable
 from diptych.common.layers.schedule import Call, Schedule
 from diptych.torch.functional import quantize as quantize_verbs
 from diptych.torch.functional import source as sources
@@ -20,6 +21,8 @@ from diptych.torch.state.checkpoint import aside, selective
 from diptych.torch.state.scales import ScaleStates, StepScales, record_amax, rng_at
 from diptych.torch.tensors.copies import Copies
 from diptych.torch.tensors.quantized import QuantizedTensor
+
+STACK = Names("grouped_linear", "input", "weight")
 
 
 def quantize_calls(
@@ -44,15 +47,6 @@ def quantize_calls(
     return rowwise, columnwise
 
 
-def require_stackable(calls: tuple[Call | None, ...]) -> None:
-    """**Raises** NotImplementedError for what a stack of weights has no kernel or rule for."""
-    for call in calls:
-        if call is not None and call.quantizer.implementation() is not None:
-            raise UnsupportedError(f"grouped_linear: a quantizer of the user's own for the weight, {call.quantizer}")
-        if call is not None and call.needs_rng:
-            raise UnsupportedError(f"grouped_linear: weights rounded stochastically, by {call.quantizer}")
-
-
 def quantize_weight(
     weight: Tensor,
     calls: tuple[Call, ...],
@@ -64,7 +58,7 @@ def quantize_weight(
     all share a delayed scale, which gets the largest amax."""
     if weight.dim() != 3:
         return quantize_calls(weight, calls, options, rng, scales)
-    require_stackable(calls)
+    require_stackable(STACK, calls)
     rowwise = columnwise = None
     for call in calls:
         each = history = None
@@ -86,10 +80,7 @@ def rng_of(call: Call, options: Options, rng: Tensor | None) -> Tensor | None:
     if not call.needs_rng:
         return None
     if rng is None:
-        raise ArgumentError(
-            f"{options.module}: {call.quantizer} rounds stochastically and needs rng=, an int32 [4] tensor; "
-            "diptych.torch.rng_state(seed) makes one"
-        )
+        raise missing_rng(options.module, call.quantizer)
     return rng_at(rng, 2 * call.number)
 
 
