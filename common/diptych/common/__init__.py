@@ -1,4 +1,4 @@
-"""What both panels share, on nothing but the standard library: formats, quantizers, recipes, shape rules, errors."""
+"""Code that both panels share, using only the standard library: formats, quantizers, recipes, shape rules, errors."""
 
 from diptych.common.earlier_names import keep
 from diptych.common.errors import (
@@ -94,7 +94,7 @@ __all__ = [
     "row_align",
 ]
 
-# Modules that earlier versions had, for pickled files and for code that imports from them.
+# Module paths of earlier versions, so that pickled files load and old imports work.
 keep(
     {
         "diptych.common.fused.ActivationOptions": _ActivationOptions,

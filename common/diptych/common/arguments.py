@@ -1,4 +1,4 @@
-"""Checks of arguments that most public functions of both panels have, with one wording for both."""
+"""Checks of arguments that most public functions of both panels share, with the same messages in both."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from diptych.common.recipes import Recipe
 
 
 def require_recipe(op: str, recipe: Any, optional: bool = True) -> None:
-    """**Raises** ArgumentError for what is no recipe, nor None where that is allowed."""
+    """**Raises** ArgumentError if `recipe` is neither a recipe nor, where `optional`, None."""
     if isinstance(recipe, Recipe) or (recipe is None and optional):
         return
     also = " or None" if optional else ""
@@ -24,7 +24,7 @@ def require_recipe(op: str, recipe: Any, optional: bool = True) -> None:
 
 
 def require_switches(op: str, **switches: Any) -> None:
-    """**Raises** ArgumentError for what is no bool; a recipe in the place of one is told its name."""
+    """**Raises** ArgumentError if a switch is not a bool; for a recipe the message says to pass it as `recipe=`."""
     for name, value in switches.items():
         if isinstance(value, bool):
             continue

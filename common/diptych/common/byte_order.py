@@ -1,4 +1,4 @@
-"""NumPy names a dtype alike in either byte order: whatever reads the name has to ask for the order too."""
+"""A check of byte order: NumPy gives a dtype the same name in both orders, so checking the name is not enough."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from diptych.common.errors import DTypeError
 
 
 def check_byte_order(op: str, arg: str, dtype: Any) -> None:
-    """**Raises** DTypeError for a NumPy dtype of the byte order that is not this machine's."""
+    """**Raises** DTypeError for a NumPy dtype whose byte order is not this machine's."""
     if not dtype.isnative:
         order = "big" if dtype.str.startswith(">") else "little"
         raise DTypeError(

@@ -8,9 +8,9 @@ from typing import Any
 
 
 def keep(names: dict[str, Any]) -> None:
-    """Lets `pickle` find objects by the full dotted names that they had: {"package.module.name": object}.
+    """Lets `pickle` find objects by their earlier full dotted names: {"package.module.name": object}.
 
-    A module that no longer exists becomes one that holds these names alone.
+    A module that no longer exists is created, with only these names.
     """
     for full, value in names.items():
         module, _, name = full.rpartition(".")

@@ -1,4 +1,4 @@
-"""Error and warning types. Each is also the built-in that a caller would expect to catch."""
+"""Error and warning types. Each derives from the built-in class that a caller would expect to catch."""
 
 
 class ShapeError(ValueError):
@@ -14,7 +14,7 @@ class ArgumentError(TypeError):
 
 
 class DeviceError(ValueError):
-    """Operands on different devices, or on a device that no backend serves."""
+    """Operands on different devices, or on a device without a backend."""
 
 
 class UnsupportedError(NotImplementedError):
@@ -26,24 +26,24 @@ class CheckpointError(ValueError):
 
 
 class EmulationWarning(UserWarning):
-    """A quantized product ran on decoded operands because the hardware's own units do not take it."""
+    """A quantized product ran on decoded operands because the hardware has no units for it."""
 
 
 class RecipeSwitchWarning(UserWarning):
-    """A module changed to a recipe that cannot use what it held, such as delayed scales, and starts anew."""
+    """A module changed to a recipe that cannot use the module's states, such as delayed scales; they were reset."""
 
 
 class LostUpdateWarning(UserWarning):
-    """A weight that is held quantized was updated without a master in float32, so small updates round away."""
+    """A weight that is held quantized was updated without a float32 master, so small updates are lost in rounding."""
 
 
 class CheckpointWarning(UserWarning):
-    """A checkpoint whose weights were loaded in another form than it has them."""
+    """A checkpoint's weights were converted while loading: quantized again, or dequantized."""
 
 
 class IgnoredArgumentWarning(UserWarning):
-    """An argument of TransformerEngine's that has no effect here was given."""
+    """A TransformerEngine argument was given that has no effect in diptych."""
 
 
 class LateStateWarning(UserWarning):
-    """A forward made a module's states after a copy, a saved state dict or a wrapper of it, which lack them."""
+    """A forward made states of a module after it was copied, saved or wrapped; the copy or file lacks these states."""

@@ -1,7 +1,7 @@
-"""The format table, twin of the core's `format.h`: everything the panels may know about a format is a field here.
+"""The format table, twin of the core's `format.h`. The panels read all properties of a format from its fields here.
 
-Invariants: a row's position is its id in every binding; a test holds this table equal to `diptych.core.format_table()`.
-Adding a format is one row here, one in `format.h`, its codec if the element is new, registry rows and a recipe.
+Invariants: a row's position is its id in every binding; a test compares this table with `diptych.core.format_table()`.
+A new format needs a row here, a row in `format.h`, a codec if the element is new, registry rows and a recipe.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ import dataclasses
 class FormatRow:
     """One format.
 
-    `element` and `scale` are dtype names as torch, jax and ml_dtypes spell them. A rowwise block is
-    `block_rows x block_cols` elements, (0, 0) the whole tensor. `rule` says how a scale follows from its amax:
-    "divide" (float32 division), "e8m0_ceil" (power of two, rounded up) or "two_level" (E4M3, relative to an amax of
-    the tensor or row, which is kept beside it). `columnwise` says where the columnwise copy of an [M, K] tensor lies:
-    "transposed" ([K, M]) or "row_major" ([M, K]). `tolerance` is the relative error of one round trip of a normal
-    value: half an ulp of the element.
+    `element` and `scale` are dtype names as in torch, jax and ml_dtypes. A rowwise block has `block_rows x block_cols`
+    elements; (0, 0) means the whole tensor. `rule` is how a scale follows from its amax: "divide" (float32 division),
+    "e8m0_ceil" (power of two, rounded up) or "two_level" (E4M3, relative to an amax of the tensor or row, which is
+    stored with the copy). `columnwise` is the layout of the columnwise copy of an [M, K] tensor: "transposed" ([K, M])
+    or "row_major" ([M, K]). `tolerance` is the relative error of one round trip of a normal value: half an ulp of the
+    element.
     """
 
     name: str
@@ -46,12 +46,12 @@ class FormatRow:
 
     @property
     def data(self) -> str:
-        """Dtype of the payload: the element's, or uint8 where it is packed, the even element in the low bits."""
+        """Dtype of the payload: the element's, or uint8 if packed, with the even element in the low bits."""
         return "uint8" if self.pack == 2 else self.element
 
     @property
     def id(self) -> int:
-        """Position in the table, which is the number that the core knows the format by."""
+        """Position in the table, which is also the format's number in the core."""
         return _IDS[self.name]
 
 

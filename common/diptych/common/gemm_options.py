@@ -1,5 +1,5 @@
-"""The options of products. Layers, ops and traces hand them on whole, so that a new option is written here, in the
-core's `gemm.h` and in the verbs that take it."""
+"""The options of products. Layers, ops and traces pass them as one value, so a new option changes only this file, the
+core's `gemm.h` and the verbs that take it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from diptych.common.formats import FormatRow
 
 
 class GemmOptions(NamedTuple):
-    """Options of a product that change its numbers; each is a switch.
+    """Options of a product that change its result; each is a bool.
 
     `fast_accum`: Hopper's reduced-precision accumulation; per-tensor formats only.
     """
@@ -19,7 +19,7 @@ class GemmOptions(NamedTuple):
 
     @classmethod
     def named(cls, values: Mapping[str, Any]) -> GemmOptions:
-        """The options among `values`, by their names; one that is not there has its default."""
+        """Returns the options that `values` names; an option that it does not name has its default."""
         return cls(**{name: values[name] for name in cls._fields if name in values})
 
 

@@ -1,10 +1,10 @@
 """Quantizers: how one tensor is quantized, as a value.
 
-A quantizer names a format row, the options of its scale rule, and which copies are wanted. It is **not** a kernel and
-holds no state: what delayed scaling and stochastic rounding need beside it is passed to each call.
+A quantizer names a format row, the options of its scale rule, and the copies to make. It is **not** a kernel and
+holds no state: scales of delayed scaling and random states of stochastic rounding are arguments of each call.
 `diptych.torch.quantize`, `diptych.jax.quantize` and `diptych.core.quantize` all take the same object.
 
-A quantizer of your own derives from `Quantizer`, or from one of the classes below, and overrides `quantize_impl`.
+A custom quantizer derives from `Quantizer`, or from one of the classes below, and overrides `quantize_impl`.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ class QuantSpec(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class QuantizerRole(Value):
-    """The use that a quantizer is asked for.
+    """The use of a tensor for which a recipe chooses a quantizer.
 
     **Arguments:** `module`: the kind of module, such as "linear". `tensor`: "input", "weight" or "grad_output", the
-    operands of its products; "output", "grad_input" or "grad_weight", their results. `gemm`: the product that the
-    operand enters, "fprop", "dgrad" or "wgrad"; empty: any. `name`: the module's own name, where it has one.
+    operands of its products; "output", "grad_input" or "grad_weight", their results. `gemm`: the product that reads or
+    makes the tensor, "fprop", "dgrad" or "wgrad"; empty: any. `name`: the module's own name, if it has one.
 
-    **Raises** ValueError for an unknown tensor or product, or a product that the tensor does not enter.
+    **Raises** ValueError for an unknown tensor or product, or a product without that tensor.
     """
 
     module: str = ""
@@ -80,8 +80,8 @@ class QuantizerRole(Value):
 class Quantizer(Value):
     """Base of all quantizers.
 
-    A class of your own is compared by identity unless it overrides `_value_fields`; only then can torch.compile and
-    jax.jit treat equal ones as one, and rebuild them.
+    Quantizers of a custom class are compared by identity unless the class overrides `_value_fields`; only then can
+    torch.compile and jax.jit treat equal objects as the same, and rebuild them.
 
     **Arguments:** `rowwise`, `columnwise`: which copies to make; at least one. The rowwise copy serves products that
     reduce over the last axis, the columnwise copy those that reduce over the rows.
@@ -90,7 +90,7 @@ class Quantizer(Value):
     rowwise: bool = True
     columnwise: bool = True
 
-    # Of a class, and not properties: an eager call reads both, and enters no function for it.
+    # Class attributes, not properties, because each eager call reads them and should not pay for a function call.
     needs_scale: ClassVar[bool] = False  # whether a call must be given the scale to use (delayed scaling)
     custom: ClassVar[bool] = False  # whether `quantize_impl` is overridden
 
@@ -109,18 +109,18 @@ class Quantizer(Value):
 
     @functools.cached_property
     def format(self) -> FormatRow:
-        """The row of the format table that results are in. Subclasses say which."""
+        """The format's row of the format table. Subclasses define it."""
         raise NotImplementedError(f"{type(self).__name__} must define `format`")
 
     @functools.cached_property
     def spec(self) -> QuantSpec:
-        """(format id, flags, eps): what the core is told."""
+        """(format id, flags, eps), as the core takes them."""
         return QuantSpec(self.format.id, 0, 0.0)
 
     def buffer_names(self) -> tuple[str, ...]:
         """Names of the buffers that a quantized tensor of this quantizer has, in the order of `quantize_buffers`.
 
-        A method: Dynamo calls one on a constant, and cannot read a property of it.
+        This is a method, because Dynamo can call a method of a constant but cannot read its properties.
         """
         sides = [side for side, wanted in (("rowwise", self.rowwise), ("columnwise", self.columnwise)) if wanted]
         names = [f"{side}_{part}" for side in sides for part in ("data", "scale_inv")]
@@ -136,24 +136,25 @@ class Quantizer(Value):
         return bool(self.spec.flags & STOCHASTIC)
 
     def quantize_impl(self, x: Any, quantize: Callable[..., Any]) -> Any:
-        """How a quantizer of your own quantizes; not called for the classes of this module.
+        """Quantizes x; custom quantizers override it. It is not called for the classes of this module.
 
-        **Arguments:** `x`: a tensor of the calling framework. `quantize`: that framework's `quantize`, to be called
-        with a built-in quantizer that makes the copies `self` wants, on whatever your code made of x.
+        **Arguments:** `x`: a tensor of the calling framework. `quantize`: that framework's `quantize`. Call it on a
+        tensor computed from x, with a built-in quantizer whose copies (rowwise, columnwise) are those of `self`.
 
-        **Returns:** what `quantize` returned.
+        **Returns:** the result of `quantize`.
         """
         raise NotImplementedError(f"{type(self).__name__} must define `quantize_impl`")
 
     def implementation(self) -> Callable[..., Any] | None:
-        """The plain function `quantize_impl` where it is overridden, else None.
+        """Returns the plain function `quantize_impl` if it is overridden, else None.
 
-        A method, because Dynamo evaluates methods of a graph's constants in every version, and not all properties.
+        This is a method, because Dynamo evaluates methods of a graph's constants in every version, but not all
+        properties.
         """
         return type(self).quantize_impl if self.custom else None
 
     def with_usage(self, *, rowwise: bool | None = None, columnwise: bool | None = None) -> Quantizer:
-        """A quantizer that makes these copies instead; None keeps what is. Nothing is mutated.
+        """Returns a quantizer that makes these copies instead; None keeps `self`'s choice. `self` does not change.
 
         **Raises** ValueError if neither copy is wanted.
         """
@@ -168,9 +169,9 @@ class Quantizer(Value):
 
 
 class _BuiltIn(Quantizer):
-    """What the quantizers of this module share: their dataclass fields are their value.
+    """Base of the quantizers of this module, whose value is that of their dataclass fields.
 
-    A subclass with attributes beside its dataclass fields is compared by identity until it says what its value is.
+    A subclass with further attributes is compared by identity unless it overrides `_value_fields`.
     """
 
     def _value_fields(self) -> tuple[str, ...] | None:
@@ -194,10 +195,10 @@ def _check_eps(owner: Any) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Float8Quantizer(_BuiltIn):
-    """FP8 with one float32 scale per tensor that the call is given: delayed scaling (NUMERICS 2).
+    """Delayed scaling: FP8 with one float32 scale per tensor, which is an argument of the call (NUMERICS 2).
 
-    **Arguments:** `fp8_dtype`: "float8_e4m3fn" or "float8_e5m2". `margin`, `amax_history_len`, `amax_compute_algo`: how
-    the scale follows from earlier amaxes, see `DelayedScaling`; quantizing itself does not read them.
+    **Arguments:** `fp8_dtype`: "float8_e4m3fn" or "float8_e5m2". `margin`, `amax_history_len`, `amax_compute_algo`:
+    options of the update of scales, see `DelayedScaling`; quantizing itself does not read them.
     """
 
     fp8_dtype: str = "float8_e4m3fn"

@@ -1,6 +1,6 @@
 """Recipes: which quantizer each tensor of a layer gets and how its three products accumulate, as values.
 
-Names, fields and defaults are TransformerEngine's where the thing is the same. No field is read from the environment.
+Names, fields and defaults are TransformerEngine's if the meaning is the same. No field is read from the environment.
 
 | recipe | input, weight | grad_output | scales |
 |---|---|---|---|
@@ -39,7 +39,7 @@ GEMMS = tuple(QuantizerRole.GEMMS)
 
 
 class Elements(NamedTuple):
-    """A format's elements by their dtype names, of forward and of backward tensors."""
+    """The dtype names of a format's elements, for forward and for backward tensors."""
 
     forward: str
     backward: str
@@ -56,7 +56,7 @@ class Elements(NamedTuple):
 
 
 class Format(enum.Enum):
-    """Element of the forward and of the backward tensors. E2M1 is NVFP4's; the FP8 recipes refuse it."""
+    """The elements of forward and backward tensors. E2M1 is the element of NVFP4; the FP8 recipes refuse it."""
 
     E4M3 = Elements("float8_e4m3fn", "float8_e4m3fn")
     E5M2 = Elements("float8_e5m2", "float8_e5m2")
@@ -69,9 +69,10 @@ class Format(enum.Enum):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class QParams(Value):
-    """How a tensor is quantized: its scale floored to a power of two, the lower bound of its amax, and NVFP4's options.
+    """Options of quantizing one kind of tensor.
 
-    **Arguments:** `random_hadamard_transform`, `stochastic_rounding`, `fp4_2d_quantization`: for `NVFP4BlockScaling`.
+    **Arguments:** `power_2_scale`: floor scales to powers of two. `amax_epsilon`: lower bound of the amax.
+    `random_hadamard_transform`, `stochastic_rounding`, `fp4_2d_quantization`: options of `NVFP4BlockScaling` only.
     """
 
     power_2_scale: bool = False
@@ -81,7 +82,7 @@ class QParams(Value):
     fp4_2d_quantization: bool = False
 
     def _value_fields(self) -> tuple[str, ...]:
-        # Options of NVFP4 that are off are left out: fingerprints of the other recipes do not know them.
+        # NVFP4's options are left out if they are off, so that fingerprints of other recipes do not contain them.
         held = vars(self)
         return ("power_2_scale", "amax_epsilon", *(n for n in _NVFP4_OPTIONS if held.get(n, False)))
 
@@ -108,16 +109,16 @@ _TE = {"fp8_dpa": _NO_ATTENTION, "fp8_mha": _NO_ATTENTION, "backward_override": 
 class Recipe(Value):
     """Base of all recipes.
 
-    The recipes of this module take TransformerEngine's arguments too. What they mean here they set: `use_f32_scales`,
+    The recipes of this module take TransformerEngine's arguments too. These set equivalent fields: `use_f32_scales`,
     `use_power_2_scales`, `fp4_quant_fwd_inp`, `fp4_quant_fwd_weight`, `fp4_quant_bwd_grad`, `backward_override=None`.
-    What has one value here is refused with another: `fp8_dpa`, `fp8_mha`, `reduce_amax`,
-    `scaling_factor_compute_algo`, `margin` of MXFP8, `fp4_format` and `fp8_format` of NVFP4.
+    These are accepted with one value only: `fp8_dpa`, `fp8_mha`, `reduce_amax`, `scaling_factor_compute_algo`, `margin`
+    of MXFP8, `fp4_format` and `fp8_format` of NVFP4.
 
     **Arguments:** `fp8_gemm_fprop`, `fp8_gemm_dgrad`, `fp8_gemm_wgrad`: accumulation of the three products.
-    `backward_override`: "high_precision" computes dgrad and wgrad on the original tensors, "dequantized" on what the
-    forward's quantized copies stand for, both without quantizing the gradient; empty: quantized, as the roles say.
-    `amax_group`: name of the group of ranks whose tensor amaxes are reduced by max: a mesh axis in JAX (several with
-    commas), a process group given to `autocast(amax_groups={name: group})` in torch; empty: each rank its own.
+    `backward_override`: "high_precision" computes dgrad and wgrad on the original tensors, "dequantized" on the
+    dequantized copies of forward, both without quantizing the gradient; empty: on operands quantized by role.
+    `amax_group`: name of the group of ranks whose tensor amaxes are reduced by max: a mesh axis in JAX (several
+    separated by commas), a process group given to `autocast(amax_groups={name: group})` in torch; empty: no reduction.
     """
 
     fp8_gemm_fprop: MMParams = MMParams()
@@ -137,13 +138,13 @@ class Recipe(Value):
             self.operands(gemm)
 
     def quantizer(self, role: QuantizerRole) -> Quantizer | None:
-        """The quantizer of one tensor of a module, making both copies; None: the tensor stays in high precision."""
+        """Returns the quantizer of one tensor of a module, which makes both copies; None: high precision."""
         raise NotImplementedError(f"{type(self).__name__} must define `quantizer`")
 
     def operands(self, gemm: str, module: str = "linear", name: str = "") -> tuple[Quantizer | None, Quantizer | None]:
-        """The quantizers of the two operands of "fprop", "dgrad" or "wgrad".
+        """Returns the quantizers of the two operands of "fprop", "dgrad" or "wgrad".
 
-        **Raises** ValueError where they cannot be multiplied, or `fast_accum` is asked of formats without it.
+        **Raises** ValueError if their results cannot be multiplied, or `fast_accum` is set for formats without it.
         """
         a, b = (
             self.quantizer(QuantizerRole(module=module, tensor=t, gemm=gemm, name=name))
@@ -162,8 +163,8 @@ class Recipe(Value):
         return a, b
 
     def with_results(self, output: bool, grad_input: bool) -> Recipe:
-        """This recipe, quantizing modules' outputs or their inputs' gradients too (TransformerEngine's `fp8_output` and
-        `fp8_grad`), by its quantizers for inputs and for gradients. Each is made once for a recipe object.
+        """Returns a recipe that also quantizes modules' outputs or their inputs' gradients (TransformerEngine's
+        `fp8_output` and `fp8_grad`), with this recipe's quantizers of inputs and of gradients. The result is cached.
 
         **Raises** NotImplementedError for delayed scaling.
         """
@@ -226,7 +227,7 @@ def _quantized_by(params: QParams) -> dict[str, Any]:
 
 
 def _nvfp4_flags(**flags: str) -> te.Translation:
-    """The translation of one tensor's QParams to the flags that switch its options off."""
+    """Returns a translation of one tensor's QParams to the recipe's flags that disable options."""
 
     def translate(argument: str, params: Any) -> dict[str, Any]:
         if not isinstance(params, QParams):
@@ -251,7 +252,7 @@ def _nvfp4_flags(**flags: str) -> te.Translation:
 class DelayedScaling(Recipe):
     """Per-tensor FP8 with scales from the amaxes of earlier steps. Default element HYBRID.
 
-    **Arguments:** `margin`: the scale leaves 2^margin of headroom. `amax_history_len`: steps remembered.
+    **Arguments:** `margin`: the scale leaves 2^margin of headroom. `amax_history_len`: steps in the history.
     `amax_compute_algo`: "max" of the history, "most_recent", or a function (history [n, L], last [n]) -> amax [n] of
     the calling framework's arrays, compared by identity.
     """
@@ -361,7 +362,7 @@ class NVFP4BlockScaling(Recipe):
 
     The transform takes bfloat16 inputs and gradients only.
 
-    **Arguments:** `disable_rht`, `disable_stochastic_rounding`, `disable_2d_quantization`: switch each off.
+    **Arguments:** `disable_rht`, `disable_stochastic_rounding`, `disable_2d_quantization`: switch that option off.
     `row_scaled_activation`: one amax per row of an input, instead of one per tensor. `rht_random_signs`: False for the
     plain Hadamard transform.
     """
@@ -391,13 +392,13 @@ class NVFP4BlockScaling(Recipe):
 class CustomRecipe(Recipe):
     """Any quantizer for any role.
 
-    **Arguments:** `qfactory`: called with a `QuantizerRole`, returns a `Quantizer`, or None for a tensor that stays in
+    **Arguments:** `qfactory`: called with a `QuantizerRole`; returns a `Quantizer`, or None for a tensor that stays in
     high precision. A module-level function or an instance of a frozen dataclass with `__call__` is compared by value; a
-    lambda or a local function by identity, so that building one anew each step is a new recipe each step. It must be
-    a pure function of the role: what it returns is kept. `quantize_results`: ask it about the results of the products
-    too ("output", "grad_input", "grad_weight"), which are then quantized.
+    lambda or a local function by identity, so a new one in each step makes a new recipe in each step. It must be a pure
+    function of the role, since its results are cached. `quantize_results`: call it for the results of the products too
+    ("output", "grad_input", "grad_weight"); those for which it returns a quantizer are quantized.
 
-    A product with one unquantized operand runs in high precision on what the other's quantized copy stands for.
+    A product with one unquantized operand runs in high precision, on the dequantized values of the other.
 
     **Raises** TypeError if `qfactory` returns anything else.
     """
@@ -434,7 +435,7 @@ def _params(recipe: Float8CurrentScaling | Float8BlockScaling, role: QuantizerRo
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class _WithResults(Recipe):
-    """A recipe that quantizes a module's output as inputs are quantized, or its input's gradient as gradients are."""
+    """A recipe that also quantizes a module's output like an input, or its input's gradient like a gradient."""
 
     base: Recipe
     output: bool
@@ -464,11 +465,11 @@ RECIPES: dict[str, Recipe] = {
     "mxfp8-2d": MXFP8BlockScaling(enable_2d_quantization=True),
     "nvfp4": NVFP4BlockScaling(),
 }
-"""The recipes with their default fields by the names that commands use."""
+"""The recipes with default fields, by their names in commands."""
 
 
 def recipe_by_name(name: str) -> Recipe:
-    """One of `RECIPES`. **Raises** ValueError with the known names."""
+    """Returns one of `RECIPES`. **Raises** ValueError with the known names for an unknown one."""
     if name not in RECIPES:
         raise ValueError(f"unknown recipe {name!r}; known: {', '.join(RECIPES)}")
     return RECIPES[name]

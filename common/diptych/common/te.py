@@ -1,6 +1,6 @@
-"""Arguments that recipes have in TransformerEngine and not here: each is translated, or refused by name.
+"""Arguments that recipes have in TransformerEngine but not in diptych: each is translated, or refused by name.
 
-A recipe keeps no field for them, so that its value and its fingerprint are those of the recipe it is translated to.
+A recipe has no field for them, so its value and fingerprint are those of the equivalent diptych arguments.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ Translation = Callable[[str, Any], dict[str, Any]]
 
 
 def takes(**translations: Translation) -> Callable[[T], T]:
-    """Class decorator: the constructor takes further keyword arguments, each with the function that translates it.
+    """Returns a class decorator by which the constructor takes more keyword arguments, each with its translation.
 
-    A translation is called with the argument's full name and the value that was given; it returns arguments of the
-    constructor, or raises.
+    A translation is a function of the argument's full name and its value; it returns arguments of the constructor, or
+    raises.
     """
 
     def decorate(cls: T) -> T:
@@ -42,7 +42,7 @@ def takes(**translations: Translation) -> Callable[[T], T]:
 
 
 def only(accepted: Any, instead: str) -> Translation:
-    """A translation of an argument that changes nothing where it has the accepted value.
+    """Returns a translation that accepts one value of an argument, which then has no effect.
 
     The translation **raises** NotImplementedError for another value; `instead` ends the message.
     """

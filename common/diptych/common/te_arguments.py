@@ -1,7 +1,7 @@
-"""Arguments that modules and functions have in TransformerEngine: those that ask for nothing are taken.
+"""Arguments that modules and functions have in TransformerEngine but not in diptych.
 
-What they mean and diptych has goes by the same name through the modules themselves: `params_dtype`, `init_method`,
-`return_bias`. What has no effect here says so once in a process.
+An argument is accepted with the value that turns its feature off. Arguments that diptych has too (`params_dtype`,
+`init_method`, `return_bias`) are parameters of the modules themselves. Arguments without effect warn once per process.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from diptych.common.errors import IgnoredArgumentWarning, UnsupportedError
 
-# Each argument with the value that asks for nothing, and why another one is refused.
+# Each argument with the one accepted value, which turns its feature off, and why other values are refused.
 _PARALLEL = "diptych's modules are not parallel themselves"
 _REFUSED: dict[str, tuple[Any, str]] = {
     "sequence_parallel": (False, _PARALLEL),
@@ -50,9 +50,9 @@ _said: set[str] = set()
 
 
 def absorb(op: str, given: Mapping[str, Any]) -> None:
-    """Takes arguments of TransformerEngine's that a module or function of diptych does not have.
+    """Checks arguments of TransformerEngine that a module or function of diptych does not have.
 
-    **Raises** NotImplementedError for one that asks for what diptych does not do, TypeError for one that neither has.
+    **Raises** NotImplementedError for a value whose feature diptych lacks, TypeError for an argument that neither has.
     """
     for name, value in given.items():
         if name in _WITHOUT_EFFECT:
@@ -72,14 +72,18 @@ def absorb(op: str, given: Mapping[str, Any]) -> None:
 
 
 def dtype_of(op: str, dtype: Any, params_dtype: Any) -> Any:
-    """The dtype of a module's parameters, given by either name, or None. **Raises** ValueError for two that differ."""
+    """Returns the dtype of a module's parameters, given under either name, or None. **Raises** ValueError if both are
+    given and differ."""
     if dtype is not None and params_dtype is not None and dtype != params_dtype:
         raise ValueError(f"{op}: dtype={dtype} and params_dtype={params_dtype} name the same thing; give one of them")
     return params_dtype if dtype is None else dtype
 
 
 def one_input(op: str, input: Any, inp: Any) -> Any:
-    """The input of a module, given by torch's name or by TransformerEngine's. **Raises** TypeError unless it is one."""
+    """Returns a module's input, given under torch's name or TransformerEngine's.
+
+    **Raises** TypeError unless exactly one is given.
+    """
     if (input is None) == (inp is None):
         raise TypeError(f"{op}: give the input once, as the first argument, as `input` or as `inp`")
     return inp if input is None else input

@@ -1,11 +1,11 @@
 """Value objects: frozen, compared by content, and rebuilt from plain scalars.
 
 One object serves as `torch.compile`'s opaque constant (`__fx_repr__`), `jax.jit`'s static argument (hash and equality)
-and the core's argument struct. A value object is **not** a place for tensors, process groups or anything that lives: a
-process group found anywhere in it raises on every path that reads the value.
+and the core's argument struct. A value object must **not** hold tensors, process groups or other mutable state: a
+process group anywhere in it raises on every path that reads the value.
 
-Value identity is opt-in through `_value_fields`. A class that returns None there is compared by identity, which is
-right for one that holds live state.
+Comparison by value is opt-in through `_value_fields`. A class that returns None there is compared by identity, which is
+right for classes that hold mutable state.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _PLAIN = (*_SCALARS, enum.Enum, type, types.ModuleType)
 class ValueMeta(type):
     """Metaclass of all value classes.
 
-    A class can only change its metaclass if that was not plain `type`, and torch 2.11 asks a metaclass of its own from
-    opaque types. Every class gets `Value`'s equality in its own namespace, so that no dataclass decorator generates one
-    that would pass over the check for process groups.
+    It exists because torch 2.11 replaces the metaclass of opaque types, which Python does not allow for plain `type`.
+    Every class gets `Value`'s equality in its own namespace, so that no dataclass decorator generates one without the
+    check for process groups.
     """
 
     _cached: frozenset[str]  # names of the class's cached properties, which follow from an object's value
@@ -70,7 +70,7 @@ class Value(metaclass=ValueMeta):
         return field_names(type(self)) if dataclasses.is_dataclass(self) else None
 
     def _init_derived(self) -> None:
-        """Rebuilds what follows from the value fields; called on an object that was made without `__init__`."""
+        """Sets attributes that are derived from the value fields; called on an object made without `__init__`."""
 
     def _value_key(self) -> tuple[Any, ...] | None:
         """The key that equality and hash compare. **Raises** TypeError if the object holds a process group anywhere."""
@@ -82,9 +82,9 @@ class Value(metaclass=ValueMeta):
         return tuple([_key(held[name]) for name in names])
 
     def __fx_repr__(self) -> tuple[str, dict[str, type]]:
-        """Expression that rebuilds the object, and the names that it uses (the form that torch.fx asks for).
+        """Returns an expression that rebuilds the object, and the names in it (the form that torch.fx requires).
 
-        Generated code evaluates it in each call, so it looks up an object that was made before: always the same one.
+        Generated code evaluates the expression in each call, so it looks up an existing object, always the same one.
 
         **Raises** TypeError for an object that is compared by identity, or holds a process group.
         """
@@ -110,7 +110,7 @@ class Value(metaclass=ValueMeta):
     def fingerprint(self) -> str:
         """Twelve hex digits, equal for equal values in every process and framework.
 
-        A lambda or local function among the fields is known by identity, and makes a fingerprint of this process only.
+        With a lambda or local function among the fields, the fingerprint is valid in this process only.
         """
         return hashlib.sha256(_expression(self, None).encode()).hexdigest()[:12]
 
@@ -122,7 +122,7 @@ def field_names(cls: type) -> tuple[str, ...]:
 
 
 def check_types(value: Any) -> None:
-    """Holds the scalar fields of a dataclass to their annotations. **Raises** TypeError naming the field."""
+    """Checks the scalar fields of a dataclass against their annotations. **Raises** ArgumentError with the field."""
     accepted = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}
     for field in dataclasses.fields(value):
         kinds = accepted.get(str(field.type))
@@ -132,7 +132,7 @@ def check_types(value: Any) -> None:
 
 
 def _key(value: Any) -> Any:
-    """One key for what is spelled differently and equal: -0.0 and 0.0; unequal ones for True and 1."""
+    """Returns a key for comparison: equal keys for -0.0 and 0.0, different keys for True and 1."""
     kind = type(value)
     if kind is bool:
         return "yes" if value else "no"
@@ -174,7 +174,7 @@ def _holds_group(value: Any, seen: set[int]) -> bool:
 
 
 def _expression(value: Any, names: dict[str, Any] | None) -> str:
-    """Python source of a value. `names` collects the objects that it mentions; None: full names, for a fingerprint."""
+    """Returns Python source of a value. `names` collects the objects in it; None: full names, for a fingerprint."""
     if isinstance(value, enum.Enum):
         return f"{_name(type(value), names)}.{value.name}"
     if isinstance(value, Value) or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
@@ -206,7 +206,7 @@ _MADE: dict[Any, Any] = {}
 
 
 def value_of(expression: str, /, **names: Any) -> Any:
-    """The value object that an expression of `__fx_repr__` stands for; one object for each expression."""
+    """Returns the value object of an expression of `__fx_repr__`; equal expressions give the same object."""
     key = (expression, *names.values())
     made = _MADE.get(key)
     if made is None:
@@ -221,7 +221,7 @@ _TOKENS: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
 
 
 def _token(thing: Any) -> str:
-    """A name for what has none that another module could import: no other object, in any process, has the same."""
+    """Returns a name for an object that cannot be imported by name; no other object in any process has this name."""
     if thing not in _TOKENS:
         _TOKENS[thing] = secrets.token_hex(8)
         _HELD[_TOKENS[thing]] = thing
@@ -229,7 +229,7 @@ def _token(thing: Any) -> str:
 
 
 def held(token: str) -> Any:
-    """A lambda or local function that an expression of this process mentions. **Raises** KeyError for another's."""
+    """Returns the lambda or local function of a token. **Raises** KeyError for a token of another process."""
     return _HELD[token]
 
 

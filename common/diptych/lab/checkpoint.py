@@ -1,8 +1,8 @@
 """Checkpoints: an uncompressed npz of plain NumPy arrays and a JSON header, written atomically, checked before use.
 
-A checkpoint is a zip archive whose members are stored as they are. Each is one array in NumPy's file format; `header`
-holds JSON text as bytes. The digest in the header covers the other fields of the header, and names and bytes of every
-other member, the arrays' own headers included. `np.load` reads such a file too.
+A checkpoint is a zip archive whose members are not compressed. Each member is one array in NumPy's file format;
+`header` holds JSON text as bytes. The digest in the header covers the header's other fields, and the names and bytes of
+all other members, including the arrays' own headers. `np.load` reads such a file too.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _ARRAY_HEADER = re.compile(
 
 @dataclasses.dataclass
 class Checkpoint:
-    """State after `state.step` updates, the losses that led to it, and what it belongs to."""
+    """The state after `state.step` updates, the losses up to it, and the settings of its run."""
 
     state: State
     losses: np.ndarray
@@ -56,7 +56,7 @@ class _Damage(Exception):
 
 
 def identity(job: Job, *, seed: int, batch: int, data: np.ndarray) -> dict[str, Any]:
-    """Returns what must be equal for a resumed run to equal the uninterrupted one."""
+    """Returns the settings that must be equal for a resumed run to equal the uninterrupted one."""
     return {
         "model": dataclasses.asdict(job.model),
         "optimizer": dataclasses.asdict(job.optim),
@@ -68,9 +68,9 @@ def identity(job: Job, *, seed: int, batch: int, data: np.ndarray) -> dict[str, 
 
 
 def save(path: pathlib.Path, checkpoint: Checkpoint) -> None:
-    """Writes beside `path` and renames: a crash or a full disk leaves the old file or the new one, never half of one.
+    """Writes a new file and renames it to `path`, so a crash or a full disk leaves a complete file, old or new.
 
-    **Raises** OSError that names the path and says why it cannot be written.
+    **Raises** OSError with the path and the reason if it cannot be written.
     """
     arrays = {f"{s}/{k}": v for s in _SECTIONS for k, v in getattr(checkpoint.state, s).items()}
     arrays["losses"] = np.asarray(checkpoint.losses, np.float64)
@@ -94,9 +94,9 @@ def save(path: pathlib.Path, checkpoint: Checkpoint) -> None:
 def load(path: pathlib.Path) -> Checkpoint:
     """Reads and verifies a checkpoint; `path` may be the folder that holds it.
 
-    No more memory is taken than the file has bytes, whatever it says about itself.
+    It never allocates more memory than the file has bytes, even if the file is damaged.
 
-    **Raises** CheckpointError naming the file and saying what is wrong with it. Nothing is written.
+    **Raises** CheckpointError with the file and the error in it. Nothing is written.
     """
     path = path / FILE_NAME if path.is_dir() else path
     if files.kind(path) == "nothing":
@@ -111,7 +111,7 @@ def load(path: pathlib.Path) -> Checkpoint:
 
 
 def check(checkpoint: Checkpoint, job: Job, expected: dict[str, Any], path: pathlib.Path) -> None:
-    """**Raises** CheckpointError naming every setting in which the checkpoint and this run differ, or a wrong array."""
+    """**Raises** CheckpointError with every setting in which the checkpoint and this run differ, or a wrong array."""
     wrong = []
     for key, want in expected.items():
         have = checkpoint.identity.get(key)
@@ -141,7 +141,7 @@ def _same_names(path: pathlib.Path, section: str, found: set[str], expected: set
 
 
 def _quantizing_names(job: Job) -> set[str]:
-    """What the linears' quantizers keep from the first step on; see `State`."""
+    """The quantizers' states of all linear layers; see `State`."""
     if job.recipe is None:
         return set()
     plan = linear_plan(job.recipe)
@@ -182,7 +182,7 @@ def _read(f: BinaryIO) -> Checkpoint:
 
 
 def _members(f: BinaryIO, size: int) -> dict[str, np.ndarray]:
-    """The bytes of each member by its name without ".npy"; they are those of the file, uint8."""
+    """Returns each member's bytes, uint8, by its name without ".npy"."""
     members: dict[str, np.ndarray] = {}
     left = size
     try:
@@ -239,7 +239,7 @@ def _header(raw: np.ndarray) -> dict[str, Any]:
 
 
 def _digest(header: Mapping[str, Any], members: Mapping[str, Any]) -> str:
-    """SHA-256 of the header's fields but the digest, and of the names and bytes of all members, as buffers in a row."""
+    """Returns the SHA-256 of the header's fields except the digest, and of the names and bytes of all members."""
     h = hashlib.sha256(json.dumps(header, sort_keys=True).encode())
     for name in sorted(members):
         h.update(json.dumps([name, sum(len(part) for part in members[name])]).encode())
@@ -264,7 +264,7 @@ def _member(array: np.ndarray) -> tuple[bytes, memoryview]:
 
 
 def _array(name: str, raw: np.ndarray) -> np.ndarray:
-    """The array of a member, in its memory."""
+    """Returns the array of a member, without a copy."""
     start = len(_MAGIC) + 2
     text = raw[start : start + int.from_bytes(raw[start - 2 : start].tobytes(), "little")].tobytes()
     found = _ARRAY_HEADER.fullmatch(text)

@@ -30,7 +30,7 @@ FRAMEWORKS = ("torch", "jax")
 
 
 class InputError(ValueError):
-    """Arguments that cannot be served; the message says which and why."""
+    """Invalid arguments; the message says which and why."""
 
 
 _REFUSALS = (
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     ctrl_c = Interrupt(args.command)
     try:
-        with ctrl_c if argv is None else contextlib.nullcontext():  # who calls this keeps a handler of its own
+        with ctrl_c if argv is None else contextlib.nullcontext():  # a caller keeps its own handler
             args.interrupt = ctrl_c
             try:
                 return args.run(args, arguments)
@@ -266,7 +266,7 @@ def _frontend(name: str, device: str) -> Any:
 
 @contextlib.contextmanager
 def _writing(folder: pathlib.Path, *names: str) -> Iterator[None]:
-    """Keeps other runs out of the folder of results, and refuses at once what would stop them from being written."""
+    """Locks the folder of results, and refuses at once a path at which results could not be written later."""
     if (found := files.kind(folder)) not in ("a folder", "nothing"):
         raise InputError(f"--out {folder}: is not a folder but {found}")
     for name in names:
@@ -345,7 +345,7 @@ def _train_in(
 
 
 def _kept(target: pathlib.Path) -> str:
-    """Says which checkpoint, if any, an interrupted run has left behind."""
+    """Returns a sentence on the checkpoint, if any, that an interrupted run has written."""
     from diptych.lab import checkpoint
 
     if not target.exists():

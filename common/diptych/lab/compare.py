@@ -1,8 +1,8 @@
 """The comparison of two frameworks: the same model, weights and batches, in high precision and by a recipe.
 
-Two parts. The first steps are traced: every diptych op of the first framework is replayed in the second on the
-recorded inputs, and both trajectories are compared in bits. Then four runs train to the end and are judged by their
-losses and by the kernel registry's counts. Everything found goes into one plain dictionary, which the report shows.
+First, some steps are traced: every diptych op of the first framework is replayed in the second on the recorded inputs,
+and both trajectories are compared in bits. Then four runs train to the end, and their losses and kernel counts are
+checked. All results go into one plain dictionary, which the report shows.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from diptych.lab.trace import (
 
 ENTROPY_FACTOR = 0.8
 OPS = ("quantize", "gemm", "bias_grad", "scale_update")
-"""What training calls, and how often the kernel registry has to say so."""
+"""Ops that training calls, whose counts in the kernel table are checked."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What to compare. `corrupt`: name of the framework whose low-precision run gets `corruption`."""
+    """Options of a comparison. `corrupt`: name of the framework whose low-precision run gets `corruption`."""
 
     recipe_name: str
     recipe: Recipe
@@ -69,7 +69,7 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One verdict; all of them together decide the exit status."""
+    """One check's result; if any check fails, so does the command."""
 
     name: str
     passed: bool
@@ -127,7 +127,7 @@ def compare(
 
 
 def _formats(recipe: Recipe) -> list[dict[str, str]]:
-    """Returns what each operand of each product is quantized to: a row for each tensor and quantizer."""
+    """Returns the quantizers of the operands of each product: a row for each tensor and quantizer."""
     plan, rows = linear_plan(recipe), []
     uses = (("input", "fprop", "wgrad"), ("weight", "fprop", "dgrad"), ("grad_output", "dgrad", "wgrad"))
     for tensor, *products in uses:
@@ -199,7 +199,7 @@ def _counts(parts: list[Difference]) -> dict[str, Any]:
 
 
 def _isolated(other: Frontend, trace: StepTrace, weights: Any, batch: np.ndarray, model: ModelConfig) -> Any:
-    """(kind, Difference) of each framework op, computed by `other` on the inputs that `trace` recorded."""
+    """Returns (kind, Difference) for each framework op, computed by `other` on the inputs in `trace`."""
     known = {**weights, **trace.activations, "tokens": batch[:, :-1], "targets": batch[:, 1:]}
     for op in framework_ops(model):
         out = other.apply(op.kind, [np.ascontiguousarray(known[name]) for name in op.inputs], model.heads)
@@ -207,7 +207,7 @@ def _isolated(other: Frontend, trace: StepTrace, weights: Any, batch: np.ndarray
 
 
 def _activations(a: StepTrace, b: StepTrace, model: ModelConfig) -> dict[str, Any]:
-    """Every activation of the two trajectories in forward order: how far apart they are."""
+    """Returns the difference of every activation between the two trajectories, in forward order."""
     rows = []
     for name, kind in activation_order(model):
         x, y = a.activations[name], b.activations[name]
@@ -226,7 +226,7 @@ def _relative(x: np.ndarray, y: np.ndarray) -> float:
 
 
 def _parting(drift: list[dict[str, Any]]) -> dict[str, Any]:
-    """The first activation that differs, over all steps, and for each kind of op its own first."""
+    """Returns the first activation that differs over all steps, and the first one for each kind of op."""
     first, by_kind = None, {}
     for step, trace in enumerate(drift):
         for row in trace["activations"]:
@@ -242,7 +242,7 @@ _WHAT = {"input": "quantized input", "weight": "quantized weight", "grad_output"
 
 
 def _step_data(step: int, a: StepTrace, b: StepTrace, labelled: list[list[Labelled]]) -> dict[str, Any]:
-    """Returns one step's table: for each kind of tensor, what differs between the trajectories and where first."""
+    """Returns one step's table: for each kind of tensor, how many elements differ and where the first one is."""
     ours, theirs = labelled
     by_key = {(item.linear, item.role): item.op for item in theirs}
     found: dict[str, list[tuple[str, Difference]]] = {}

@@ -1,4 +1,4 @@
-"""Bytes to train on: the standard library's source, or the user's files, split and batched by rules alone."""
+"""Bytes to train on: the standard library's source or the user's files, split and batched deterministically."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class ByteData:
 
     @property
     def unigram_entropy(self) -> float:
-        """Entropy of single bytes in nats over both splits: what a model without context can reach at best."""
+        """Entropy of single bytes in nats over both splits: the lowest loss of a model without context."""
         counts = np.bincount(self.train, minlength=256) + np.bincount(self.valid, minlength=256)
         p = counts[counts > 0] / counts.sum()
         return float(-(p * np.log(p)).sum())
 
     def batch(self, seed: int, step: int, batch: int, seq: int) -> np.ndarray:
-        """Training windows of one step, int32 [batch, seq + 1]: a function of (seed, step), whatever ran before."""
+        """Training windows of one step, int32 [batch, seq + 1]: a function of (seed, step) only."""
         starts = np.random.default_rng([seed, step]).integers(0, len(self.train) - seq, size=batch)
         return self.train[starts[:, None] + np.arange(seq + 1)].astype(np.int32)
 
@@ -50,7 +50,7 @@ class ByteData:
         return list(windows.reshape(count, batch, seq + 1))
 
     def check(self, seq: int) -> None:
-        """**Raises** DataError where a split does not hold a window."""
+        """**Raises** DataError if a split is shorter than a window."""
         for name, split in (("training", self.train), ("validation", self.valid)):
             if len(split) < seq + 2:
                 raise DataError(
@@ -62,10 +62,10 @@ class ByteData:
 def load(path: str | os.PathLike[str] | None = None, *, cap: int = DEFAULT_CAP) -> ByteData:
     """Reads bytes and splits them.
 
-    **Arguments:** `path`: a file or a directory, None for the source of Python's standard library. `cap`: bytes read at
-    most, files in sorted order.
+    **Arguments:** `path`: a file or a directory; None: the source of Python's standard library. `cap`: the most bytes to
+    read; files are read in sorted order.
 
-    **Returns:** `ByteData`. Of several files every tenth goes to validation, of a single one its last tenth.
+    **Returns:** `ByteData`. Every tenth file is for validation, or the last tenth of a single file.
 
     **Raises:** DataError for a path that is missing, unreadable or holds nothing.
     """
@@ -95,7 +95,7 @@ def _python_version() -> str:
 
 
 def _walk(root: pathlib.Path, suffix: str) -> list[pathlib.Path]:
-    """Files below `root` in sorted order, without what installations vary in: hidden files, packages and tests."""
+    """Files below `root` in sorted order, without hidden files, packages and tests, which differ by installation."""
 
     def unreadable(e: OSError) -> None:
         raise DataError(f"{e.filename}: cannot be read: {e.strerror}") from e

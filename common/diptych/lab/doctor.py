@@ -1,4 +1,4 @@
-"""What this machine runs natively, emulated or not at all, and why; and the versions of everything concerned."""
+"""Reports what this machine runs natively, emulated or not at all, and why, and the versions of all libraries."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _version(package: str) -> str | None:
 
 
 def _cuda() -> tuple[dict[str, Any], str | None]:
-    """The core's view of the GPUs, and why there is none."""
+    """The GPUs that the core finds, or why it finds none."""
     try:
         info = dict(core.cuda_info())
     except RuntimeError as e:
@@ -66,7 +66,7 @@ def _cuda() -> tuple[dict[str, Any], str | None]:
 
 
 def _driver() -> str | None:
-    """The CUDA version that the installed driver serves, None where there is no driver."""
+    """The CUDA version that the installed driver supports, None if there is no driver."""
     try:
         version = ctypes.c_int()
         failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
@@ -106,7 +106,7 @@ def _product(
     backend: str,
     index: int,
 ) -> dict[str, Any]:
-    """The kernel of one product, or why there is none."""
+    """The kernel of one product, or the reason why there is none."""
     a, b = operands
     if a is None or b is None:
         return {"level": "high precision", "kernel": "", "note": "the framework's own product"}
@@ -120,7 +120,7 @@ def _product(
 
 
 def _row(op: str, fmt: str, backend: str, arch: int) -> dict[str, Any]:
-    """The kernels of another op in the core's order: those for special operands, and the one for all others."""
+    """The kernels of an op in the kernel table's order: those for special operands, then the one for all others."""
     special: list[str] = []
     for row in core.kernel_table():
         serves = (row["op"], row["backend"]) == (op, backend) and row["min_arch"] <= arch

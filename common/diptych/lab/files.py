@@ -1,4 +1,4 @@
-"""Files of the lab: regular ones are read, whole ones replace old ones, and one run at a time writes in a folder."""
+"""Files of the lab: only regular files are read, writes are atomic, and one run at a time writes in a folder."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _KINDS = (
 
 
 class FileError(OSError):
-    """A file that cannot be read or written; the message names it and says why."""
+    """A file that cannot be read or written; the message has its path and the reason."""
 
     def __str__(self) -> str:
         return str(self.strerror)
@@ -38,7 +38,7 @@ class BusyError(RuntimeError):
 
 
 def kind(path: pathlib.Path) -> str:
-    """Says in words what `path` names: "a file", "a folder", "a named pipe", "a dangling link to x", "nothing", ..."""
+    """Returns what `path` names: "a file", "a folder", "a named pipe", "a dangling link to x", "nothing", ..."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
@@ -50,9 +50,9 @@ def kind(path: pathlib.Path) -> str:
 
 @contextlib.contextmanager
 def reading(path: pathlib.Path) -> Iterator[BinaryIO]:
-    """Opens a regular file, through links, and never waits for a pipe's or a device's other end.
+    """Opens a regular file, following links; it never blocks on a pipe or a device.
 
-    **Raises** FileError, for errors while it is read too.
+    **Raises** FileError, also for errors while the file is read.
     """
     try:
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -70,10 +70,10 @@ def reading(path: pathlib.Path) -> Iterator[BinaryIO]:
 
 @contextlib.contextmanager
 def replacing(path: pathlib.Path) -> Iterator[BinaryIO]:
-    """Opens a new file that takes the place of `path` when the block ends well, with all bytes on the disk.
+    """Opens a new file that replaces `path` when the block ends without an exception, with all bytes synced to disk.
 
     Its temporary name, in the same folder, is unique and follows no link. If the block raises or is interrupted, the
-    new file goes and what stood at `path` stays. A link at `path` is itself replaced, not what it points to.
+    new file is removed and `path` does not change. If `path` is a link, the link is replaced, not its target.
 
     **Raises** FileError.
     """
@@ -97,23 +97,23 @@ def replacing(path: pathlib.Path) -> Iterator[BinaryIO]:
         raise FileError(e.errno, f"{path}: cannot be written: {e.strerror or e}; {what}") from e
     finally:
         if made:
-            with contextlib.suppress(OSError):  # the error on its way says more
+            with contextlib.suppress(OSError):  # the exception being raised has the reason
                 os.unlink(temporary)
 
 
 def write_text(path: pathlib.Path, text: str) -> None:
-    """Replaces `path` by a file of this text. **Raises** FileError; then the old file is still there."""
+    """Replaces `path` by a file with this text. **Raises** FileError; the old file is then unchanged."""
     with replacing(path) as f:
         f.write(text.encode())
 
 
 @contextlib.contextmanager
 def only_run(folder: pathlib.Path) -> Iterator[None]:
-    """Makes `folder`, and keeps other runs out of it until the block ends or the process dies.
+    """Makes `folder`, and locks it against other runs until the block ends or the process dies.
 
-    Partial files of runs that were killed are removed. Where the file system has no locks, a warning on stderr says so.
+    Partial files of killed runs are removed. If the file system has no locks, a warning is printed on stderr.
 
-    **Raises** BusyError naming the process that writes there, FileError where the folder cannot be written.
+    **Raises** BusyError with the process that holds the lock, FileError if the folder cannot be written.
     """
     path = folder / LOCK_NAME
     try:
@@ -133,7 +133,7 @@ def only_run(folder: pathlib.Path) -> Iterator[None]:
 
 
 def _lock(path: pathlib.Path) -> int:
-    """The descriptor of a locked file at `path`, which holds the number of this process."""
+    """Returns the descriptor of a locked file at `path`, which contains this process's id."""
     while True:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:
@@ -159,7 +159,7 @@ def _lock(path: pathlib.Path) -> int:
 
 
 def _sync_folder(folder: pathlib.Path) -> None:
-    """Puts a rename on the disk, where the file system can."""
+    """Syncs a rename to disk, if the file system supports it."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

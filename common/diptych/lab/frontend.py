@@ -1,4 +1,4 @@
-"""The border between the lab and a framework: NumPy arrays and value objects in, NumPy arrays out.
+"""The interface between the lab and a framework: NumPy arrays and value objects in, NumPy arrays out.
 
 A frontend registers an object under the entry-point group `diptych.frontends`. The lab imports neither torch nor jax.
 """
@@ -18,20 +18,21 @@ GROUP = "diptych.frontends"
 
 
 class FrontendError(RuntimeError):
-    """A framework that is not installed, or cannot do what was asked on this machine."""
+    """A framework is not installed, or cannot run what was requested on this machine."""
 
 
 class TrainingError(RuntimeError):
-    """A run that went wrong in itself, such as a loss that is not finite."""
+    """A run failed, for example because a loss is not finite."""
 
 
 @dataclasses.dataclass
 class State:
-    """All that training carries from step to step, under one set of names in both frameworks.
+    """The complete state of a training run, with the same names in both frameworks.
 
     `first`, `second`: AdamW's running means of the gradient and of its square. `step`: updates made so far.
-    `quantizing`: what the linears' quantizers keep, as a torch state dict names it: <linear>.scale_states.<slot>.scale,
-    .amax_history and .fp8_max (float32), <linear>.rng_state (int32 [4]); empty for recipes without state.
+    `quantizing`: the quantizers' states of all linear layers, with the names of a torch state dict:
+    <linear>.scale_states.<slot>.scale, .amax_history and .fp8_max (float32), <linear>.rng_state (int32 [4]); empty for
+    recipes without state.
     """
 
     step: int
@@ -45,19 +46,19 @@ class Trainer(Protocol):
     """A model, its optimizer and its state in one framework."""
 
     def step(self, batch: np.ndarray) -> float:
-        """One update on int32 [batch, seq + 1] tokens; returns the loss before it, in nats per byte."""
+        """Makes one update on int32 [batch, seq + 1] tokens. Returns the loss before it, in nats per byte."""
         ...
 
     def traced_step(self, batch: np.ndarray) -> StepTrace:
-        """One update, as `step` makes it, with every diptych op and the named activations recorded."""
+        """Makes one update like `step`, and records every diptych op and the named activations."""
         ...
 
     def evaluate(self, batch: np.ndarray) -> float:
-        """Loss without an update; quantizers keep what they kept."""
+        """Returns the loss without an update; the quantizers' states do not change."""
         ...
 
     def scales(self) -> dict[str, float]:
-        """The delayed scales as they are, by linear and slot joined with a dot; empty for recipes without them."""
+        """Returns the current delayed scales by "<linear>.<slot>"; empty for recipes without delayed scales."""
         ...
 
     def state(self) -> State:
@@ -87,7 +88,7 @@ class Frontend(Protocol):
         ...
 
     def replay(self, op: Op, device: str) -> dict[str, Bits]:
-        """Outputs of a recorded diptych op, computed anew by this framework's raw ops."""
+        """Returns the outputs of a recorded diptych op, recomputed by this framework's raw ops."""
         ...
 
     def apply(self, kind: str, inputs: list[np.ndarray], heads: int) -> np.ndarray:
@@ -96,20 +97,20 @@ class Frontend(Protocol):
 
 
 def discover() -> dict[str, Frontend | Exception]:
-    """Every registered frontend by name: itself, or why it could not be loaded."""
+    """Returns every registered frontend by name: the frontend, or the reason why it could not be loaded."""
     found: dict[str, Frontend | Exception] = {}
     for entry in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda e: e.name):
         try:
             found[entry.name] = entry.load()
         except Exception as e:
-            found[entry.name] = e  # reported by whoever needs it: a broken framework must not hide the other
+            found[entry.name] = e  # `require` reports it: a broken framework must not hide the other
     return found
 
 
 def require(name: str, device: str) -> Frontend:
-    """The frontend called `name`, able to use `device`.
+    """Returns the frontend called `name` if it can use `device`.
 
-    **Raises** FrontendError saying what is missing.
+    **Raises** FrontendError with the reason if it cannot.
     """
     entries = [e for e in importlib.metadata.entry_points(group=GROUP) if e.name == name]
     if not entries:

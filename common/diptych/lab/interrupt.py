@@ -1,4 +1,4 @@
-"""Ctrl-C in a command: between two steps where there are steps, at once where there are none, soon in any case."""
+"""Ctrl-C in a command: a run ends after its current step, or at once before the first one, and in any case soon."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ GRACE = 5.0
 
 
 class Interrupt:
-    """While it is entered in the main thread of a command, SIGINT ends the command in an orderly way.
+    """A context of a command's main thread in which SIGINT ends the command in a defined way.
 
-    Frameworks lose a KeyboardInterrupt that comes inside of their callbacks, and crash when one comes while they
-    compile. So before the first step it is raised, and the process is gone `GRACE` seconds later if nobody saw it; from
-    then on it waits for the end of the step, or for a second Ctrl-C.
+    Frameworks lose a KeyboardInterrupt that is raised inside their callbacks, and crash if one is raised while they
+    compile. So before the first step KeyboardInterrupt is raised, and if it is lost the process ends `GRACE` seconds
+    later. After the first step the interrupt waits for the end of the current step, or for a second Ctrl-C.
 
-    `left`: says what the run leaves behind, for the message.
+    `left`: returns a sentence on the files that the run has written, for the message.
     """
 
     def __init__(self, command: str) -> None:
@@ -43,7 +43,7 @@ class Interrupt:
             self._timer.cancel()
 
     def stepped(self, *_: object) -> None:
-        """A step has ended: from now on interrupts wait for `requested`."""
+        """Marks the end of a step: from now on an interrupt only sets `requested`."""
         self._stepping = True
 
     def requested(self) -> bool:
@@ -55,7 +55,7 @@ class Interrupt:
         return f"diptych {self._command}: error: interrupted{'; ' * bool(left)}{left}"
 
     def end(self) -> None:
-        """Says so and ends the process as it stands: what frameworks do on their way out can crash now."""
+        """Prints the message and ends the process without cleanup, since frameworks' exit handlers could crash now."""
         sys.stdout.flush()
         os.write(2, f"{self.message()}\n".encode())
         os._exit(STATUS)

@@ -1,4 +1,4 @@
-"""What is to be trained, as values: model, optimizer, recipe, device; and the initial weights, made once in NumPy."""
+"""A training job as a value: model, optimizer, recipe, device; and the initial weights, made once in NumPy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from diptych.common.value import field_names
 
 Weights = dict[str, np.ndarray]
 LINEARS = ("qkv", "proj", "up", "down")
-"""The linears of a block, in forward order: all of them quantized. Embedding and head stay in high precision."""
+"""The linear layers of a block in forward order, all quantized. Embedding and head stay in high precision."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,23 +87,23 @@ class OptimConfig(Value):
 
 @dataclasses.dataclass(frozen=True)
 class Corruption(Value):
-    """The self-test's fault: the scales of one linear's weight times `factor` in every forward product.
+    """The self-test's fault: the scales of one layer's weight are multiplied by `factor` in every forward product.
 
-    A power of two, so that E8M0 scales can hold it; and in the first attention, whose softmax it saturates: most other
-    linears can be trained around a wrong factor, because norms undo it.
+    `factor` is a power of two, so that E8M0 scales can hold it. The layer is in the first attention, whose softmax the
+    fault saturates; most other layers would train around a wrong factor, because norms undo it.
     """
 
     layer: str
     factor: float = 65536.0
 
     def recipe(self, recipe: Recipe, spoil: Spoil) -> CustomRecipe:
-        """The recipe of the linear at fault; `spoil` multiplies the scales of a copy in the panel's own arrays."""
+        """Returns the recipe of the faulty layer; `spoil` multiplies the scales of a copy in the panel's own arrays."""
         options = {f"fp8_gemm_{g}": getattr(recipe, f"fp8_gemm_{g}") for g in ("fprop", "dgrad", "wgrad")}
         return CustomRecipe(_AtFault(recipe, self.factor, spoil), **options)
 
 
 Spoil = Callable[[Any, float], Any]
-"""(quantized tensor, factor) -> the same with the scales of its rowwise copy times the factor."""
+"""A function of (quantized tensor, factor): returns the tensor with its rowwise copy's scales times the factor."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -122,7 +122,7 @@ class _AtFault(Value):
 
 @functools.cache
 def _spoiled(kind: type[Quantizer], factor: float, spoil: Spoil) -> type[Quantizer]:
-    """A class of quantizers like `kind`'s, whose rowwise copies have spoiled scales."""
+    """Returns a subclass of the quantizer class `kind` whose rowwise copies have wrong scales."""
 
     class Spoiled(kind):  # type: ignore[misc,valid-type]
         def quantize_impl(self, x: Any, quantize: Callable[..., Any]) -> Any:
@@ -137,8 +137,8 @@ def _spoiled(kind: type[Quantizer], factor: float, spoil: Spoil) -> type[Quantiz
 class Job(Value):
     """One training run.
 
-    `recipe` None is high precision; `compile` False spares torch.compile; JAX always jits; `seed` is that of stochastic
-    rounding, in which each linear has a stream of its own (`streams`).
+    `recipe`: None is high precision. `compile`: False runs torch eagerly; JAX is always jitted. `seed`: of stochastic
+    rounding, in which each linear layer has its own random stream (`streams`).
     """
 
     model: ModelConfig = ModelConfig()
@@ -158,18 +158,18 @@ class Job(Value):
 
     @property
     def linear_dtype(self) -> str:
-        """Dtype that the blocks' linears compute in; everything around them is float32."""
+        """Dtype in which the blocks' linear layers compute; all other ops compute in float32."""
         return linear_dtype(self.recipe)
 
     def streams(self) -> dict[str, int]:
-        """First offset of each linear's random numbers; empty where nothing is rounded stochastically."""
+        """First offset of each linear layer's random numbers; empty if nothing is rounded stochastically."""
         if self.recipe is None or not linear_plan(self.recipe).needs_rng:
             return {}
         return {name: i << 32 for i, name in enumerate(self.model.linears)}
 
 
 LOSS_TOLERANCE = {1: 0.02, 2: 0.04}
-"""How far the final loss may be from high precision's, by elements in a byte of the payload."""
+"""Allowed relative distance of the final loss from high precision's, by payload elements per byte."""
 
 
 def _quantizers(recipe: Recipe) -> list[Quantizer]:
@@ -179,13 +179,13 @@ def _quantizers(recipe: Recipe) -> list[Quantizer]:
 
 
 def linear_dtype(recipe: Recipe | None) -> str:
-    """The input dtype that a recipe asks for: bfloat16 for a Hadamard transform, else float32."""
+    """The input dtype that a recipe requires: bfloat16 for a Hadamard transform, else float32."""
     rotates = recipe is not None and any(q.spec.flags & RHT for q in _quantizers(recipe))
     return "bfloat16" if rotates else "float32"
 
 
 def loss_tolerance(recipe: Recipe) -> float:
-    """The relative distance from high precision's final loss that a recipe's may have."""
+    """The allowed relative distance of a recipe's final loss from high precision's."""
     return LOSS_TOLERANCE[max((q.format.pack for q in _quantizers(recipe)), default=1)]
 
 

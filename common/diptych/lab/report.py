@@ -38,9 +38,9 @@ _STYLE: Any = {
 def render(results: Results, commands: list[str]) -> str:
     """The report of `compare.compare`'s results.
 
-    **Arguments:** `commands`: what to type to get the same again.
+    **Arguments:** `commands`: the commands that repeat the results.
 
-    **Returns:** an HTML document without outside references.
+    **Returns:** an HTML document without external references.
     """
     with plt.rc_context(_STYLE):
         plots = {"losses": _losses(results), "differences": _differences(results), "drift": _drift(results)}
@@ -208,7 +208,7 @@ def _drift(r: Results) -> str:
 
 
 def _scales(r: Results) -> str:
-    """Delayed scales over the run: for each kind of tensor the median over all linears, and their range. Or nothing."""
+    """A plot of delayed scales over the run: median and range over all layers for each kind of tensor. Without: ""."""
     runs = [(framework, run["scales"]) for framework, run in _pair(r, True) if run["scales"]]
     if not runs:
         return ""

@@ -1,7 +1,7 @@
-"""What a traced step leaves behind, which linear an op belongs to, and how far apart two recordings are in bits.
+"""Traces of training steps: their data, the linear layer of each op, and the distance of two recordings in bits.
 
-A frontend records every diptych op of a step with its raw operands, and named activations. Both are NumPy here, so that
-one framework's recording can be replayed in the other. Nothing here knows a framework.
+A frontend records every diptych op of a step with its raw operands, and named activations. Both are NumPy arrays here,
+so that one framework's recording can be replayed in the other. This module imports no framework.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ _UINT = {1: np.uint8, 2: np.uint16, 4: np.uint32}
 
 
 class Bits(NamedTuple):
-    """A tensor's memory: `dtype` is the name of the format table, `data` an unsigned integer array of its width."""
+    """A tensor's bits. `dtype`: its name in the format table. `data`: an unsigned integer array of the same width."""
 
     dtype: str
     data: np.ndarray
 
     @staticmethod
     def of(x: np.ndarray, dtype: str | None = None) -> Bits:
-        """Bits of `x`; `dtype` where NumPy's own does not say it."""
+        """Returns the bits of `x`. `dtype`: the tensor's dtype if NumPy has no such dtype."""
         x = np.ascontiguousarray(x).reshape(x.shape)
         return Bits(dtype or x.dtype.name, x.view(_UINT[x.dtype.itemsize]))
 
@@ -57,7 +57,7 @@ columnwise); alpha, beta, out_dtype, fields of `GemmOptions` | d |
     | amax | x | flags, columnwise | out, [columnwise_out] |
     | bias_grad | dy | dtype | out |
 
-    `pending`: an amax [1] that the one put out is joined with (delayed scaling). Brackets: where the call has it.
+    `pending`: an amax [1]; the amax in the outputs is its maximum with x's (delayed scaling). Brackets: optional.
     """
 
     kind: str
@@ -67,7 +67,7 @@ columnwise); alpha, beta, out_dtype, fields of `GemmOptions` | d |
 
     @property
     def product(self) -> str:
-        """Which training product a gemm is: "fprop", "dgrad" or "wgrad"."""
+        """The training product that a gemm computes: "fprop", "dgrad" or "wgrad"."""
         sides = (self.options["a"][1], self.options["b"][1])
         return {(False, False): "fprop", (False, True): "dgrad", (True, True): "wgrad"}.get(sides, "gemm")
 
@@ -92,12 +92,12 @@ ROLES = ("input", "weight", "fprop", "grad_output", "dgrad", "wgrad", "bias_grad
 
 
 def label(ops: list[Op], model: ModelConfig) -> list[Labelled]:
-    """Says which linear and role each op has, by following payload bytes from quantize into the three products.
+    """Returns the linear layer and role of each op, by following payload bytes from quantize into the three products.
 
-    The forward products come in the order of the model's linears; everything else hangs on them by its bytes. The order
-    of a backward pass matters only where bytes repeat (gradients may underflow to zeros, two inputs may be equal): what
-    was made last before its use is meant, and in backward the last linear that has not had this product yet. Ops that
-    belong to no linear are left out.
+    The forward products come in the order of the model's linear layers; all other ops are matched to them by their
+    bytes. If bytes repeat (gradients may underflow to zeros, inputs may be equal), the match is the op that ran last
+    before the use, and in backward the last layer that does not have this product yet. Ops that belong to no linear
+    layer are left out.
     """
     quantized = [(i, op) for i, op in enumerate(ops) if op.kind == "quantize"]
     makers = _Makers((bits.digest, i, op) for i, op in quantized for bits in _payloads(op))
@@ -154,7 +154,7 @@ def _payloads(op: Op) -> list[Bits]:
 
 
 def missing_products(labelled: list[Labelled], model: ModelConfig) -> list[str]:
-    """Products of the model's linears that no quantized gemm of the step computed."""
+    """Products of the model's linear layers that no quantized gemm of the step computed."""
     seen = {(item.linear, item.role) for item in labelled}
     return [f"{name} {p}" for name in model.linears for p in ("fprop", "dgrad", "wgrad") if (name, p) not in seen]
 
@@ -164,7 +164,7 @@ def missing_products(labelled: list[Labelled], model: ModelConfig) -> list[str]:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """How two bit patterns differ: elements, how many differ, the largest distance in ULP, where the first one is."""
+    """How two bit patterns differ: elements, how many differ, the largest distance in ULP, the first difference."""
 
     elements: int
     differing: int
@@ -180,7 +180,7 @@ _SIGNED_FLOATS = {"float32": np.float32, "float16": np.float16}
 
 
 def _ordered(bits: Bits) -> np.ndarray:
-    """Integers whose difference counts the representable values between two floats; ±0 are one apart from nothing."""
+    """Maps floats to integers whose differences count the representable values between them."""
     data = bits.data.astype(np.int64)
     if bits.dtype == "float8_e8m0fnu":
         return data
@@ -199,7 +199,7 @@ def _nan(bits: Bits) -> np.ndarray:
 def difference(a: Bits, b: Bits) -> Difference:
     """Compares two recordings of one tensor; high-precision NaNs count as equal, -0 and +0 do not.
 
-    **Raises** ValueError where dtype or shape differ, which is a fault of the recording, not of a kernel.
+    **Raises** ValueError if dtype or shape differ, which is a fault of the recording, not of a kernel.
     """
     if a.dtype != b.dtype or a.data.shape != b.data.shape:
         raise ValueError(f"cannot compare {a.dtype}{list(a.data.shape)} with {b.dtype}{list(b.data.shape)}")

@@ -18,12 +18,12 @@ from diptych.lab.frontend import Frontend, TrainingError
 from diptych.lab.job import Job, initial_weights
 
 SCALE_SAMPLES = 100
-"""Times in a run at which delayed scales are noted."""
+"""Number of times in a run at which delayed scales are recorded."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How a run is fed and watched. Every `eval_every` steps and at the end, the validation loss is taken."""
+    """Settings of a run's data and evaluation. The validation loss is computed every `eval_every` steps and last."""
 
     seed: int = 0
     batch: int = 8
@@ -32,7 +32,7 @@ class Settings:
     checkpoint_every: int = 0
 
     def evaluations(self, steps: int) -> list[int]:
-        """Numbers of updates after which the validation loss is taken."""
+        """Numbers of updates after which the validation loss is computed."""
         return sorted({steps, *range(self.eval_every, steps + 1, self.eval_every)}) if self.eval_every else [steps]
 
 
@@ -78,14 +78,14 @@ def run(
     stop: Callable[[], bool] | None = None,
     progress: bool = True,
 ) -> RunResult:
-    """Trains one job from its seed, or on from a checkpoint.
+    """Trains one job from its seed, or continues from a checkpoint.
 
-    **Arguments:** `checkpoint`: where to write one, every `settings.checkpoint_every` steps and at the end. `resume`: a
-    checkpoint to continue. `stop_after`: end after this many updates in all, short of `job.optim.steps`. `on_step`: is
-    told (updates so far, loss, validation loss where one was taken). `stop`: asked after every step; where it says
-    True, the checkpoint is written and KeyboardInterrupt raised.
+    **Arguments:** `checkpoint`: path of the checkpoint, written every `settings.checkpoint_every` steps and at the end.
+    `resume`: a checkpoint to continue. `stop_after`: end after this many updates in all, before `job.optim.steps`.
+    `on_step`: called with (updates so far, loss, validation loss or None). `stop`: called after every step; if it
+    returns True, the checkpoint is written and KeyboardInterrupt raised.
 
-    **Returns:** a `RunResult`, with the losses from before a resume in front.
+    **Returns:** a `RunResult`, whose losses include those before a resume.
 
     **Raises:** CheckpointError, before anything runs; TrainingError for a loss that is not finite.
     """

@@ -1,1 +1,1 @@
-"""Rules about sizes and options of ops, one copy for both panels."""
+"""Rules for the options and sizes of ops, shared by both panels."""

@@ -1,4 +1,4 @@
-"""Activations by the names that users know, and what they ask of their operands."""
+"""Activations by their public names, and the checks of their operands."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from diptych.common.ops.shapes import Constraint, Shape
 
 
 class ActivationOptions(NamedTuple):
-    """Which activation; `gated`: of (a | b), act(a) * b."""
+    """An activation. `which`: its name in the core. `gated`: x is (a | b), and the result is act(a) * b."""
 
     which: str
     gated: bool
@@ -28,13 +28,13 @@ ACTIVATIONS = {name: ActivationOptions(name, False) for name in _PLAIN} | {
 
 
 def activation_options(op: str, name: str) -> ActivationOptions:
-    """**Raises** ValueError for an unknown activation."""
+    """Returns the options of an activation by its name. **Raises** ValueError for an unknown one."""
     if name not in ACTIVATIONS:
         raise ValueError(f"{op}: activation must be one of {', '.join(ACTIVATIONS)}, got {name!r}")
     return ACTIVATIONS[name]
 
 
 def activation(op: str, x: Operand, gated: bool) -> tuple[Shape, tuple[Constraint, ...]]:
-    """Returns the shape of an activation of x, and what sizes must satisfy."""
+    """Returns the shape of an activation of x, and constraints on its size."""
     require_high_precision(op, x)
     return shapes.activation_shape(op, x.shape, gated)

@@ -1,4 +1,4 @@
-"""Rules of products and of the bias gradient: what each asks of its operands."""
+"""Rules of products and of the bias gradient: the checks of their operands."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def require_factors(op: str, **factors: float) -> None:
 
 
 def gemm(a: CopyOperands, b: CopyOperands, bias: Operand | None, dtype: str, options: GemmOptions) -> GemmShape:
-    """The extents of op(a) @ op(b) in `dtype`, and what the operands' sizes must satisfy."""
+    """Returns the extents of op(a) @ op(b) in `dtype`, and constraints on the operands' sizes."""
     op = "gemm"
     constraints = copy(op, "a", a) + copy(op, "b", b)
     size = shapes.gemm_shape(a.format, a.columnwise, a.data.shape, b.format, b.columnwise, b.data.shape)

@@ -1,4 +1,4 @@
-"""Rules of stacks and of products of groups: what each op asks of its operands, and the shapes of its results."""
+"""Rules of stacks and of products of groups: the checks of operands, and the shapes of results."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class GroupedShape(NamedTuple):
 
 
 def stack_shape(shape: Shape) -> Shape:
-    """Shape of each tensor of a stack. **Raises** ShapeError for what has no tensors of a dimension or more."""
+    """Returns the shape of each tensor of a stack. **Raises** ShapeError for fewer than two dimensions."""
     if len(shape) < 2:
         raise ShapeError(f"a stack of tensors has at least two dimensions [G, ..., K]; got {list(shape)}")
     return shape[1:]
@@ -42,7 +42,7 @@ def stack_shape(shape: Shape) -> Shape:
 def stack_buffers(shape: Shape, quantizer: Quantizer) -> tuple[Buffer, ...]:
     """Returns the buffers that `quantize_stack` fills for [G, ..., K]: those of `quantize`, each with a leading G.
 
-    Scales and amaxes of a whole tensor, [1] there, are [G].
+    Scales and amaxes of a whole tensor, [1] in `quantize`, are [G].
     """
     each_row = quantizer.spec.flags & ROW_AMAX
 
@@ -64,12 +64,13 @@ def grouped_shape(
     b_columnwise: bool,
     b_data: Shape,
 ) -> GroupedShape:
-    """The product of groups that two copies make: over rows where A's is columnwise, else for each row.
+    """Returns the shape of a product of groups of two copies. It reduces over each group's rows if A's copy is
+    columnwise; otherwise it keeps A's rows.
 
-    **Arguments:** `groups`: G. `a_data`, `b_data`: shapes of payloads; that of B begins with G where there is a product
-    for each row.
+    **Arguments:** `groups`: G. `a_data`, `b_data`: shapes of payloads. If A's rows are kept, B is a stack and the shape
+    of its payload begins with G.
 
-    **Raises** ShapeError for a B that is no stack then, or an A whose rows are reduced where B's are not.
+    **Raises** ShapeError if B must be a stack and is not, or if A's rows are reduced and B's are not.
     """
     op = "grouped_gemm"
     m, k = shapes.operand_extents(a_format, a_columnwise, a_data)
@@ -89,7 +90,7 @@ def grouped_shape(
 
 
 def offsets_of(op: str, offsets: Operand) -> tuple[Size, tuple[Constraint, ...]]:
-    """Returns the number of groups and what their list of offsets, int32 [groups + 1], must satisfy."""
+    """Returns the number of groups of the offsets, int32 [groups + 1], and constraints on their number."""
     require_dtype(op, offsets, "int32")
     message = f"{op}: offsets must be [groups + 1], got {offsets}"
     if len(offsets.shape) != 1:
@@ -107,8 +108,8 @@ def grouped_gemm(
     rotated: bool,
     options: GemmOptions,
 ) -> GroupedShape:
-    """The product of groups in `dtype`, and what the operands' sizes must satisfy; the values of offsets are the
-    core's to check. `align`: what the offsets are multiples of. `rotated`: both copies are Hadamard-rotated."""
+    """Returns the shape of a product of groups in `dtype`, and constraints on sizes. The core checks the values of
+    offsets. `align`: a common divisor of the offsets. `rotated`: both copies are Hadamard-rotated."""
     op, pair = "grouped_gemm", f"{a.format.name} x {b.format.name}"
     require_result_dtype(op, dtype)
     groups, constraints = offsets_of(op, offsets)
@@ -135,7 +136,7 @@ def grouped_gemm(
 
 
 def _stack(op: str, b: CopyOperands, groups: Size) -> tuple[Constraint, ...]:
-    """Demands a stack of `groups` tensors throughout, each as a copy of one tensor; what is [1] there is [groups]."""
+    """Demands that a copy's arrays are those of a stack of `groups` tensors; [1] of one tensor is [groups] here."""
     constraints: tuple[Constraint, ...] = ()
     each = {}
     for name in ("data", "scale_inv", "amax"):
@@ -152,7 +153,7 @@ def _stack(op: str, b: CopyOperands, groups: Size) -> tuple[Constraint, ...]:
 
 
 def grouped_bias_grad(dy: Operand, offsets: Operand) -> tuple[Size, tuple[Constraint, ...]]:
-    """Returns the number of groups and what sizes must satisfy."""
+    """Returns the number of groups, and constraints on sizes."""
     op = "grouped_bias_grad"
     require_high_precision(op, dy)
     if not dy.shape:
@@ -161,7 +162,7 @@ def grouped_bias_grad(dy: Operand, offsets: Operand) -> tuple[Size, tuple[Constr
 
 
 def require_stackable(op: str, quantizer: Any) -> None:
-    """**Raises** ArgumentError for what is no quantizer, or one that quantizes on its own."""
+    """**Raises** ArgumentError unless `quantizer` is a quantizer without its own `quantize_impl`."""
     require_quantizer(op, quantizer)
     if quantizer.implementation() is not None:
         raise ArgumentError(f"{op}: {type(quantizer).__name__} quantizes on its own; call quantize for each tensor")
@@ -177,7 +178,7 @@ def rotated_alike(op: str, a: Quantizer, b: Quantizer, reduces_rows: bool) -> bo
 
 
 def align_of(numbers: Sequence[Size]) -> int:
-    """The largest of `ALIGNS` that all of these sizes, or offsets, are multiples of."""
+    """Returns the largest of `ALIGNS` that divides all of these sizes or offsets."""
     for align in reversed(ALIGNS):
         if all([n % align == 0 for n in numbers]):
             return align
@@ -185,7 +186,7 @@ def align_of(numbers: Sequence[Size]) -> int:
 
 
 def kernel_align(align: int) -> int:
-    """The largest of `ALIGNS` that a promise holds for. **Raises** ValueError for one below 1."""
+    """Returns the largest of `ALIGNS` that divides the promised `align`. **Raises** ValueError if it is below 1."""
     if align < 1:
         raise ValueError(f"align must be at least 1, got {align}")
     held = 1

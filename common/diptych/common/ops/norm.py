@@ -1,4 +1,4 @@
-"""Norms by the names that users know, and what they ask of their operands. The core's names are `which`."""
+"""Norms by their public names, and the checks of their operands. `which` is a norm's name in the core."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NORMS = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
 
 
 class NormOptions(NamedTuple):
-    """How a norm computes."""
+    """The options of a norm."""
 
     which: str
     eps: float
@@ -25,9 +25,10 @@ class NormOptions(NamedTuple):
 
 
 def norm_options(op: str, normalization: str, eps: float, zero_centered_gamma: bool) -> NormOptions:
-    """A norm's options, eps as float32 holds it.
+    """Returns a norm's options, with eps rounded to float32.
 
-    **Raises** ValueError for an unknown norm or an eps that is not finite and >= 0; TypeError for no number or no bool.
+    **Raises** ValueError for an unknown norm or an eps that is not finite and >= 0; ArgumentError if eps is no number or
+    zero_centered_gamma no bool.
     """
     if normalization not in NORMS:
         raise ValueError(f"{op}: normalization must be one of {', '.join(NORMS)}, got {normalization!r}")
@@ -41,7 +42,7 @@ def norm_options(op: str, normalization: str, eps: float, zero_centered_gamma: b
 
 
 def norm(op: str, which: str, x: Operand, **operands: Operand | None) -> tuple[Constraint, ...]:
-    """Demands that gamma and beta [K], mu and rsigma [M] fit x; `operands` are those that an op reads or writes."""
+    """Demands that gamma and beta [K], mu and rsigma [M] fit x. `operands`: those that the op reads or writes."""
     require_high_precision(op, x)
     m, k = shapes.rows_cols(x.shape)
     constraints: tuple[Constraint, ...] = ()
@@ -59,6 +60,6 @@ def norm(op: str, which: str, x: Operand, **operands: Operand | None) -> tuple[C
 
 
 def refuse_dbeta(op: str, wanted: bool) -> None:
-    """**Raises** ValueError where the gradient of rmsnorm's beta is `wanted`."""
+    """**Raises** ValueError if the gradient of beta is `wanted` from rmsnorm, which has none."""
     if wanted:
         raise ValueError(f"{op}: dbeta was given and is not read: rmsnorm {_LAYERNORM_ALONE['beta']}")

@@ -1,8 +1,9 @@
-"""`Operand`, what a rule knows of an argument before anything runs, and the pieces that rules of ops are made of.
+"""`Operand`, the properties of an argument that are known before anything runs, and checks that several ops share.
 
-A rule of an op raises at once for what is known while a program is traced (dtypes, ranks, options that exclude each
-other) and returns what must be true of sizes as `Constraint` data, which each panel enforces in its own way. The core
-asks the same of a plain call, in the same words (`core_cuda/src/contracts`); `tests/cases/misuse.py` holds them equal.
+A rule of an op raises at once for errors that are known while a program is traced (dtypes, ranks, options that exclude
+each other). It returns conditions on sizes as `Constraint` data, which each panel enforces in its own way. In an eager
+call the core makes the same checks with the same messages (`core_cuda/src/contracts`); `tests/cases/misuse.py` compares
+both.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from diptych.common.ops.shapes import HIGH_PRECISION, Constraint, Shape, Size
 
 
 class Operand(NamedTuple):
-    """An argument of an op: the dtype by its name, the shape without batch axes.
+    """An argument of an op: its dtype's name and its shape without batch axes.
 
-    `place`: the device that it lies on, for messages; None where a frontend has none to name. `raw`: a uint8 array may
+    `place`: the argument's device, for messages; None if the frontend does not know it. `raw`: whether a uint8 array may
     hold the bytes of any dtype of one byte.
     """
 
@@ -45,7 +46,7 @@ def require_dtype(op: str, x: Operand, *dtypes: str) -> None:
 
 
 def one_of(names: Iterable[str]) -> str:
-    """Names as a sentence lists them: "a, b or c"."""
+    """Returns names joined as in a sentence: "a, b or c"."""
     *first, last = names
     return f"{', '.join(first)} or {last}" if first else last
 
@@ -56,7 +57,7 @@ def require_high_precision(op: str, x: Operand) -> None:
 
 
 def require_result_dtype(op: str, dtype: str) -> None:
-    """**Raises** DTypeError for a result that is not of high precision."""
+    """**Raises** DTypeError if the dtype of a result is not of high precision."""
     if dtype not in HIGH_PRECISION:
         raise DTypeError(f"{op}: the result can be float32, bfloat16 or float16, not {dtype}")
 

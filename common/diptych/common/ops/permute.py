@@ -1,4 +1,4 @@
-"""Rules of the ops that move rows between token and expert order: what each asks of its operands, and its shapes."""
+"""Rules of the ops that move rows between token and expert order: the checks of operands, and the shapes of results."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from diptych.common.ops.operand import Operand, of_shape, one_of, require_dtype
 from diptych.common.ops.shapes import HIGH_PRECISION, Buffer, Constraint, Shape, Size
 
 MAX_SLOTS = 2048
-"""Slots of a token, experts and chunks that the kernels take."""
-_MAX_COUNT = 2**31 - 1  # of anything that a map numbers
+"""The largest number of slots of a token, of experts or of chunks that the kernels take."""
+_MAX_COUNT = 2**31 - 1  # the largest number of rows or tokens * slots of a map
 MASK_DTYPES = ("bool", *[f"{sign}int{bits}" for bits in (8, 16, 32, 64) for sign in ("", "u")])
 ID_DTYPES = ("int32", "int64")
 SUMMED = (*HIGH_PRECISION, "float64")
-"""Dtypes of rows that are summed; float64 on the CPU alone."""
+"""Dtypes of rows that unpermute sums; float64 on the CPU only."""
 
 
 def padded_rows(entries: Size, experts: Size, align: int) -> Size:
-    """Rows that hold `entries` (token, expert) pairs whatever the routing, each expert's region rounded up to `align`.
+    """Returns a number of rows that suffices for `entries` (token, expert) pairs under any routing, with each expert's
+    region rounded up to a multiple of `align`.
 
-    An index map of [T, k] has at most T * k entries; of a mask the caller knows how many choices a token makes.
+    An index map [T, k] has at most T * k entries; for a mask the caller knows how many experts a token chooses.
     """
     return (entries + experts * (align - 1)) // align * align
 
 
 def counted_rows(counts: Sequence[Size], align: int) -> Size:
-    """Rows of regions for these counts, each rounded up to a multiple of `align`."""
+    """Returns the total rows of regions with these counts, each rounded up to a multiple of `align`."""
     rows: Size = 0
     for n in counts:
         rows += (n + align - 1) // align * align
@@ -38,7 +39,7 @@ def counted_rows(counts: Sequence[Size], align: int) -> Size:
 
 
 def overflow(counts: Sequence[int], found: Sequence[int], align: int) -> int:
-    """Returns by how many rows regions that are placed by `counts` and hold what was `found` overrun their room."""
+    """Returns by how many rows regions overrun their space if they are placed by `counts` and hold `found` rows."""
     before = end = pad = 0
     for n, there in zip(counts, found, strict=True):
         before += there
@@ -69,9 +70,10 @@ def require_int(
     remedy: str = "",
     known: Callable[[Any], bool] = bool,
 ) -> None:
-    """**Raises** ArgumentError for what is no integer of these types, ValueError for one below `least`.
+    """**Raises** ArgumentError unless `value` is an integer of one of these types, ValueError if it is below `least`.
 
-    `remedy`: the end of the first message. `known`: whether a comparison holds; a traced program may not know it yet.
+    `remedy`: the end of the first message. `known`: returns whether a comparison is known to be true; a traced program
+    may not know it yet.
     """
     if isinstance(value, bool) or not isinstance(value, kinds):
         raise ArgumentError(f"{op}: {arg} must be an int, got {type(value).__name__}{remedy}")
@@ -80,14 +82,14 @@ def require_int(
 
 
 def few(op: str, what: str, n: Size) -> Constraint:
-    """Demands no more slots, experts or chunks than the kernels take."""
+    """Demands that n slots, experts or chunks are not more than the kernels take."""
     return Constraint(
         n, MAX_SLOTS, lambda: f"{op}: {n} {what}, and the kernels take at most {MAX_SLOTS}", "<=", UnsupportedError
     )
 
 
 def counted(op: str, what: str, n: Size) -> Constraint:
-    """Demands no more of something than int32 numbers count."""
+    """Demands that n fits int32."""
 
     def message() -> str:
         return f"{op}: {what} are {n}, and a map numbers at most {_MAX_COUNT}; permute fewer tokens at a time"
@@ -96,7 +98,7 @@ def counted(op: str, what: str, n: Size) -> Constraint:
 
 
 def require_integers(op: str, x: Operand, form: str) -> None:
-    """**Raises** DTypeError, ShapeError unless x is a list of int32 or int64, whose shape `form` describes."""
+    """**Raises** DTypeError or ShapeError unless x is 1-D and int32 or int64; `form`: the shape for the message."""
     require_dtype(op, x, *ID_DTYPES)
     require_rank(op, x, 1, form)
 
@@ -111,7 +113,7 @@ def require_rank(op: str, x: Operand, rank: int, form: str) -> None:
 
 
 def require_kind(op: str, map_type: Any) -> None:
-    """**Raises** ValueError for a map_type of another name."""
+    """**Raises** ValueError for an unknown map_type."""
     if map_type not in ("mask", "index"):
         raise ValueError(f"{op}: map_type must be 'mask' or 'index', got {map_type!r}")
 
@@ -123,7 +125,7 @@ def require_experts(op: str, map_type: str, num_experts: Any) -> None:
 
 
 def refuse_beside_map(op: str, num_out_tokens: Any, num_experts: Any, map_type: Any) -> None:
-    """**Raises** ValueError for an argument beside a `RowMap` that the map says already."""
+    """**Raises** ValueError if an argument is given together with a `RowMap` that already determines it."""
     given = ("num_out_tokens", num_out_tokens, None), ("num_experts", num_experts, None), ("map_type", map_type, "mask")
     for arg, value, default in given:
         if value != default:
@@ -131,7 +133,7 @@ def refuse_beside_map(op: str, num_out_tokens: Any, num_experts: Any, map_type: 
 
 
 def routing(op: str, x: Operand, mask: bool, experts: Size, rows: Size, align: int) -> tuple[Constraint, ...]:
-    """Demands a mask [T, E] or expert ids [T, k], and that the map that is made of them can be numbered."""
+    """Demands a mask [T, E] or expert ids [T, k], and that the rows of the map made from it fit int32."""
     kind = "a mask" if mask else "expert ids"
     require_rank(op, x, 2, "[T, E]" if mask else "[T, k]")
     require_dtype(op, x._replace(name=f"{x.name} ({kind})"), *(MASK_DTYPES if mask else ID_DTYPES))
@@ -164,7 +166,7 @@ def row_source(op: str, x: Operand) -> tuple[Constraint, ...]:
 
 
 def chunks(op: str, split_sizes: Operand, sorted_index: Operand, tokens: Size) -> tuple[Constraint, ...]:
-    """Demands as many sizes as indices [C], and numbers of chunks and tokens that a map can hold."""
+    """Demands as many sizes as indices [C], and no more chunks and tokens than a map can hold."""
     (sizes,), (named,) = split_sizes.shape, sorted_index.shape
     differ = Constraint(named, sizes, lambda: f"{op}: split_sizes has {sizes} chunks, and sorted_index names {named}")
     return differ, few(op, "chunks", sizes), counted(op, "tokens", tokens)
@@ -173,9 +175,9 @@ def chunks(op: str, split_sizes: Operand, sorted_index: Operand, tokens: Size) -
 def chunk_numbers(
     op: str, sizes: Sequence[int] | None, order: Sequence[int] | None, tokens: Size
 ) -> tuple[Constraint, ...]:
-    """Demands of sizes that are numbers that they add up to the tokens.
+    """Demands that `sizes`, if known on the host, add up to `tokens`.
 
-    **Raises** ValueError for an order of numbers that does not name each chunk once.
+    **Raises** ValueError if `order`, if known on the host, does not name each chunk once.
     """
     if order is not None and sorted(order) != list(range(len(order))):
         raise ValueError(f"{op}: sorted_index must name each of {len(order)} chunks once, got {list(order)}")
@@ -218,7 +220,7 @@ def per_slot(op: str, x: Operand, map_shape: Shape, wide: bool) -> tuple[Constra
 
 
 def tokens_of(op: str, x: Operand, tokens: Size, of: str) -> tuple[Constraint, ...]:
-    """Demands that x [..., H] has a row for each token; `of` names these in the message."""
+    """Demands that x [..., H] has a row for each token; `of` names the tokens in the message."""
     if len(x.shape) < 2:
         raise ShapeError(f"{op}: {x.name} must be [..., H], got {x}")
     rows = shapes.rows_cols(x.shape)[0]
@@ -226,7 +228,7 @@ def tokens_of(op: str, x: Operand, tokens: Size, of: str) -> tuple[Constraint, .
 
 
 def plane(op: str, x: Operand, tokens: Size) -> tuple[Constraint, ...]:
-    """Demands that a tensor that moves, [..., K] or [T], has a row for each token of the map."""
+    """Demands that a tensor to permute, [..., K] or [T], has a row for each token of the map."""
     if len(x.shape) == 0:
         raise ShapeError(f"{op}: {x.name} must have at least one dimension, got a scalar")
     count = math.prod(x.shape[:-1] if len(x.shape) > 1 else x.shape)
@@ -238,7 +240,7 @@ def plane(op: str, x: Operand, tokens: Size) -> tuple[Constraint, ...]:
 
 
 def row_probs(op: str, x: Operand, tokens: Size) -> tuple[Constraint, ...]:
-    """Demands a probability for each row that chunks move, [T] or [T, 1]."""
+    """Demands that x has a probability for each row of the chunks, [T] or [T, 1]."""
     require_floats(op, x)
 
     def message() -> str:
@@ -256,7 +258,7 @@ def require_rows(op: str, x: Operand) -> None:
 
 
 def merging_probs(op: str, merging: Any, deprecated: Any) -> Any:
-    """Returns the probabilities that are given under one of two names. **Raises** ValueError for both."""
+    """Returns the probabilities given under either of two names. **Raises** ValueError if both are given."""
     if deprecated is None:
         return merging
     if merging is not None:
@@ -265,13 +267,13 @@ def merging_probs(op: str, merging: Any, deprecated: Any) -> Any:
 
 
 def refuse_pad_offsets(op: str, map_type: str) -> None:
-    """**Raises** ValueError for offsets of experts beside a map that does not name them."""
+    """**Raises** ValueError if pad_offsets are given with an index map, whose row_id_map does not name experts."""
     if map_type == "index":
         raise ValueError(f"{op}: pad_offsets belong to experts, and an index map's row_id_map does not name them")
 
 
 def restored(op: str, tokens: Size, cols: Size, shape: Sequence[Size]) -> tuple[Constraint, ...]:
-    """Demands that `shape` is [tokens, cols] with leading dimensions unfolded."""
+    """Demands that `shape` is [..., cols] with as many rows as `tokens`."""
     wanted = list(shape)
     if len(wanted) < 2:
         raise ShapeError(f"{op}: restore_shape must be [..., H], got {wanted}")

@@ -1,4 +1,4 @@
-"""Rules of quantize, dequantize and amax: what each asks of its operands."""
+"""Rules of quantize, dequantize and amax: the checks of their operands."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def _rotatable(op: str, x: Operand, encoded: Shape) -> tuple[Constraint, ...]:
 
 
 def amax(x: Operand, flags: int, columnwise: bool, encoded: Shape | None = None) -> tuple[Constraint, ...]:
-    """Demands of x what amax reads. `columnwise`: the amax of a columnwise copy is wanted too. `encoded`: the shape of
-    what a source makes of x, which is read instead."""
+    """Checks the operand of amax. `columnwise`: the amax of a columnwise copy is requested too. `encoded`: the shape of
+    the source's output if amax reads a source computed from x."""
     op = "amax"
     require_high_precision(op, x)
     if flags & RHT_SIGNS and not flags & RHT:
@@ -45,7 +45,7 @@ def amax(x: Operand, flags: int, columnwise: bool, encoded: Shape | None = None)
 
 
 def require_quantizer(op: str, quantizer: object) -> None:
-    """**Raises** ArgumentError for what is no quantizer."""
+    """**Raises** ArgumentError unless `quantizer` is a quantizer."""
     if not isinstance(quantizer, Quantizer):
         raise ArgumentError(
             f"{op}: quantizer must be a diptych.common.Quantizer, got {type(quantizer).__name__}; "
@@ -54,7 +54,7 @@ def require_quantizer(op: str, quantizer: object) -> None:
 
 
 def require_state(op: str, quantizer: Quantizer, scale: object, rng: object) -> None:
-    """**Raises** ArgumentError where a quantizer reads a scale or an rng and the call has none."""
+    """**Raises** ArgumentError if the quantizer reads a scale or an rng and the call passes none."""
     if scale is None and quantizer.needs_scale:
         raise ArgumentError(f"{op}: {type(quantizer).__name__} takes its scale from the caller; pass scale=")
     if rng is None and quantizer.spec.flags & STOCHASTIC:
@@ -71,9 +71,10 @@ def quantize(
     rng: Operand | None = None,
     encoded: Shape | None = None,
 ) -> tuple[Constraint, ...]:
-    """Demands what quantizing x, or one tensor of a stack, asks of x and of the operands beside it.
+    """Checks the operands of quantizing x, or one tensor of a stack.
 
-    `op`: "quantize" or "quantize_stack". `encoded`: the shape of what a source makes of x, which is quantized instead.
+    `op`: "quantize" or "quantize_stack". `encoded`: the shape of the source's output if a source computed from x is
+    quantized.
     """
     fmt, flags = quantizer.format, quantizer.spec.flags
     shape = x.shape if encoded is None else encoded
@@ -108,7 +109,7 @@ def _of(fmt: FormatRow, x: Operand) -> Operand:
 
 
 def require_amaxes(op: str, quantizer: Quantizer, *given: str) -> None:
-    """**Raises** ValueError unless the amaxes that are `given`, by their names, are none or those that are read."""
+    """**Raises** ValueError unless `given` names no amax, or exactly the amaxes that the quantizer reads."""
     fmt = quantizer.format
     if not given:
         return
@@ -126,7 +127,7 @@ def require_amaxes(op: str, quantizer: Quantizer, *given: str) -> None:
 def quantize_delayed(
     x: Operand, quantizer: Quantizer, scale: Operand, history: Operand, encoded: Shape | None = None
 ) -> tuple[Constraint, ...]:
-    """Demands what quantize asks, and a history [L] whose first entry takes the amax in."""
+    """Makes the checks of quantize, and demands a history [L], whose first entry records the amax."""
     op = "quantize_delayed"
     constraints = quantize("quantize", x, quantizer, scale=scale, encoded=encoded)
     require_dtype(op, history, "float32")
@@ -137,7 +138,7 @@ def quantize_delayed(
 
 
 class CopyOperands(NamedTuple):
-    """One copy of a quantized tensor, or of a stack of them, as rules see it."""
+    """The operands of one copy of a quantized tensor or stack."""
 
     format: FormatRow
     columnwise: bool
@@ -147,7 +148,7 @@ class CopyOperands(NamedTuple):
 
 
 def copy(op: str, arg: str, q: CopyOperands) -> tuple[Constraint, ...]:
-    """Demands that a copy of `arg` fits the row of its format; its tensor's extents follow from its own data."""
+    """Demands that a copy of `arg` fits its format; the tensor's extents are computed from the copy's data."""
     fmt, columnwise = q.format, q.columnwise
     data, scale_inv = (x._replace(name=f"{arg} {x.name} ({fmt.name})") for x in (q.data, q.scale_inv))
     require_dtype(op, data, fmt.data)

@@ -1,4 +1,4 @@
-"""Rules of the update of delayed scales: what it asks of its operands."""
+"""Rules of the update of delayed scales: the checks of its operands."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def scale_update(
     margin: int,
     most_recent: bool,
 ) -> tuple[Constraint, ...]:
-    """Demands a history [n, L], and for each of its n rows a scale and what else is given."""
+    """Demands a history [n, L], and n elements in `scale` and in each optional operand that is given."""
     op = "scale_update"
     require_dtype(op, history, "float32")
     message = f"{op}: history must be [n, L] with L >= 1, got {history}"

@@ -1,7 +1,7 @@
 """One shape rule per op. torch fake implementations, JAX abstract evaluation and the eager allocators all call these.
 
-Rules use only `+`, `*` and `//` on sizes, so that they hold for symbolic ones, and return what must be true of sizes as
-`Constraint` data, which each panel enforces in its own way. They never branch on a size.
+Rules use only `+`, `*` and `//` on sizes, so that they also work for symbolic sizes, and never branch on a size. They
+return conditions on sizes as `Constraint` data, which each panel enforces in its own way.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HIGH_PRECISION = ("float32", "bfloat16", "float16")
 
 
 class Buffer(NamedTuple):
-    """An output to allocate: `name` is the attribute of a quantized tensor that it becomes."""
+    """An output to allocate. `name`: the attribute of the quantized tensor that will hold it."""
 
     name: str
     shape: Shape
@@ -29,10 +29,10 @@ class Buffer(NamedTuple):
 
 
 class Constraint(NamedTuple):
-    """`lhs == rhs`, or `lhs <= rhs`, must hold; where it does not, `error` is raised with `message`.
+    """A condition `lhs == rhs` or `lhs <= rhs`; if it is false, `error` is raised with `message`.
 
-    A message that is a function is made in that case alone. Sizes that a traced program will know only when it runs
-    satisfy a "<=" until then: a limit makes no guard.
+    If `message` is a function, it is called only in that case. A "<=" counts as true for sizes that a traced program
+    knows only when it runs, so limits make no guards.
     """
 
     lhs: Size
@@ -57,7 +57,7 @@ def ceil_div(a: Size, b: int) -> Size:
 
 
 def rows_cols(shape: Shape) -> tuple[Size, Size]:
-    """Leading dimensions fold into rows. **Raises** ShapeError for a scalar."""
+    """Returns (rows, columns), with leading dimensions folded into rows. **Raises** ShapeError for a scalar."""
     if len(shape) == 0:
         raise ShapeError("a quantized tensor has at least one dimension; got a scalar, reshape it to [1]")
     return math.prod(shape[:-1]), shape[-1]
@@ -97,7 +97,7 @@ def tensor_shape(fmt: FormatRow, columnwise: bool, data: Shape) -> Shape:
 
 
 def quantize_constraints(shape: Shape, quantizer: Quantizer) -> tuple[Constraint, ...]:
-    """Returns what a tensor's extents must satisfy: packed formats take whole blocks only."""
+    """Returns constraints on a tensor's extents: packed formats take whole blocks only."""
     fmt = quantizer.format
     m, k = rows_cols(shape)
     if fmt.pack == 1:
@@ -113,8 +113,8 @@ def quantize_constraints(shape: Shape, quantizer: Quantizer) -> tuple[Constraint
 def quantize_buffers(shape: Shape, quantizer: Quantizer) -> tuple[Buffer, ...]:
     """Returns the buffers that `quantize` fills for a tensor of `shape`, in this order: copies, then amaxes.
 
-    Per-tensor formats have `amax` [1]; two-level ones `amax` ([1], or one per row) beside a rowwise copy and
-    `columnwise_amax` [1] beside a columnwise one.
+    Per-tensor formats have `amax` [1]; two-level formats have `amax` ([1], or one per row) with a rowwise copy and
+    `columnwise_amax` [1] with a columnwise copy.
     """
     fmt = quantizer.format
     m, k = rows_cols(shape)
@@ -134,7 +134,7 @@ def quantize_buffers(shape: Shape, quantizer: Quantizer) -> tuple[Buffer, ...]:
 
 
 def activation_shape(op: str, shape: Shape, gated: bool) -> tuple[Shape, tuple[Constraint, ...]]:
-    """Shape of an activation of a tensor: its own, or, gated, with half of the last dimension; and what that asks."""
+    """Returns the shape of an activation's result, whose last dimension is halved if gated, and constraints on it."""
     rows_cols(shape)  # raises for a scalar
     if not gated:
         return shape, ()
@@ -151,14 +151,14 @@ def operand_extents(fmt: FormatRow, columnwise: bool, data: Shape) -> tuple[Size
 
 
 def gemm_copies(trans_a: bool, trans_b: bool) -> tuple[bool, bool]:
-    """Whether op(a) @ op(b) needs a's and b's columnwise copy: it does where an operand's rows are reduced."""
+    """Returns whether op(a) @ op(b) reads the columnwise copy of a, and of b; it does if it reduces that one's rows."""
     return trans_a, not trans_b
 
 
 def gemm_shape(
     a_format: FormatRow, a_columnwise: bool, a_data: Shape, b_format: FormatRow, b_columnwise: bool, b_data: Shape
 ) -> GemmShape:
-    """Extents of the product of two copies, and that both reduce over the same length."""
+    """Returns the extents of the product of two copies, with the constraint that both reduce over the same length."""
     m, k = operand_extents(a_format, a_columnwise, a_data)
     n, k_b = operand_extents(b_format, b_columnwise, b_data)
     same = Constraint(k, k_b, f"gemm: a ({a_format.name}) reduces over {k} elements, b ({b_format.name}) over {k_b}")
@@ -166,7 +166,7 @@ def gemm_shape(
 
 
 def gemm_out_shape(a_shape: Shape, m: Size, n: Size, trans_a: bool) -> Shape:
-    """Shape of the product as users see it: a's leading dimensions survive where its rows do."""
+    """Returns the shape of the product; it keeps a's leading dimensions unless a's rows are reduced."""
     return (m, n) if trans_a else (*a_shape[:-1], n)
 
 
