@@ -62,8 +62,8 @@ class ByteData:
 def load(path: str | os.PathLike[str] | None = None, *, cap: int = DEFAULT_CAP) -> ByteData:
     """Reads bytes and splits them.
 
-    **Arguments:** `path`: a file or a directory; None: the source of Python's standard library. `cap`: the most bytes to
-    read; files are read in sorted order.
+    **Arguments:** `path`: a file or a directory; None: the source of Python's standard library. `cap`: the most bytes
+    to read; files are read in sorted order.
 
     **Returns:** `ByteData`. Every tenth file is for validation, or the last tenth of a single file.
 

@@ -27,8 +27,8 @@ class NormOptions(NamedTuple):
 def norm_options(op: str, normalization: str, eps: float, zero_centered_gamma: bool) -> NormOptions:
     """Returns a norm's options, with eps rounded to float32.
 
-    **Raises** ValueError for an unknown norm or an eps that is not finite and >= 0; ArgumentError if eps is no number or
-    zero_centered_gamma no bool.
+    **Raises** ValueError for an unknown norm or an eps that is not finite and >= 0, ArgumentError if eps is no number
+    or zero_centered_gamma no bool.
     """
     if normalization not in NORMS:
         raise ValueError(f"{op}: normalization must be one of {', '.join(NORMS)}, got {normalization!r}")

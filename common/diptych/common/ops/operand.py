@@ -20,8 +20,8 @@ from diptych.common.ops.shapes import HIGH_PRECISION, Constraint, Shape, Size
 class Operand(NamedTuple):
     """An argument of an op: its dtype's name and its shape without batch axes.
 
-    `place`: the argument's device, for messages; None if the frontend does not know it. `raw`: whether a uint8 array may
-    hold the bytes of any dtype of one byte.
+    `place`: the argument's device, for messages; None if the frontend does not know it. `raw`: a uint8 array may hold
+    the bytes of any dtype of one byte.
     """
 
     name: str
