@@ -1,7 +1,7 @@
 """Low-precision training in JAX: pure functions over XLA FFI, with the bits of `diptych.torch` and `diptych.core`.
 
-Works under jit, grad, vmap, scan, remat, donation and inside shard_map. Recipes and quantizers are frozen, hashable
-values: close over them or pass them as static arguments.
+All functions work under jit, grad, vmap, scan, remat, donation and inside shard_map. Recipes and quantizers are frozen,
+hashable values: close over them or pass them as static arguments.
 """
 
 from diptych.common import (

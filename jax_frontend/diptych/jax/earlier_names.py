@@ -1,4 +1,4 @@
-"""Where earlier versions kept the classes that pickled parameters and states name."""
+"""Module paths of earlier versions, which pickled parameters and states refer to."""
 
 from diptych.common.earlier_names import keep
 from diptych.jax.state import scales

@@ -91,7 +91,7 @@ def gemm_into(
 ) -> Array:
     """alpha * op(a) @ op(b) + bias + beta * acc, in the memory of `acc` where XLA may reuse it (a donated argument).
 
-    **Arguments:** as `gemm`; `acc`: [..., N], its dtype is the result's. JAX arrays do not change: use the result.
+    **Arguments:** as `gemm`; `acc`: [..., N] in the result's dtype. It does not change unless donated: use the result.
 
     **Returns:** the new `acc`.
     """

@@ -1,6 +1,6 @@
 """The verbs on stacks and on groups of rows: `quantize_stack`, `grouped_gemm`, `grouped_bias_grad`.
 
-They have no derivative; `diptych.jax.grouped_dense` is differentiable. None of them waits for the device.
+These verbs have no derivative; `diptych.jax.grouped_dense` is differentiable. None of them waits for the device.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def quantize_stack(
     rng: Array | None = None,
     as_bytes: bool = False,
 ) -> QuantizedStack:
-    """Quantizes each tensor of `x` [G, ..., K] as `quantize` would it alone, in one call.
+    """Quantizes each tensor of `x` [G, ..., K] in one call, with the bits of `quantize` on that tensor alone.
 
-    **Arguments:** those of `quantize` but numbers and `amax_group`, with a leading G: `amax`, `columnwise_amax`,
-    `scale` [G], `rng` [G, 4].
+    **Arguments:** as `quantize`, but with a leading G: `amax`, `columnwise_amax`, `scale` [G], `rng` [G, 4]. They may
+    not be numbers, and there is no `amax_group`.
 
     **Returns:** a `QuantizedStack`.
 
@@ -61,8 +61,8 @@ def quantize_each(
     rng: Array | None = None,
     amax_group: Any = None,
 ) -> QuantizedStack:
-    """A stack as layers of groups quantize their kernels. `scale`: [1], for all. `amax_group`: mesh axes over which the
-    amax of each is reduced. **Raises** NotImplementedError for an `rng`."""
+    """Quantizes a grouped layer's kernels as a stack. `scale`: [1], for all kernels. `amax_group`: mesh axes over which
+    each kernel's amax is reduced. **Raises** NotImplementedError for an `rng`."""
     if rng is not None:
         raise UnsupportedError(f"quantize_stack: kernels rounded stochastically, by {quantizer}")
     each = None if scale is None else jnp.broadcast_to(scale, x.shape[:1])
@@ -74,7 +74,7 @@ def quantize_each(
 
 
 def largest(amaxes: Array) -> Array:
-    """The largest of amaxes, [1], subnormals included, as `scales.larger` compares two."""
+    """Returns the largest of several amaxes, [1]; like `scales.larger`, it does not flush subnormals."""
     bits = jax.lax.bitcast_convert_type(amaxes, jnp.int32)
     return jax.lax.bitcast_convert_type(jnp.max(bits, keepdims=True, initial=0), jnp.float32)
 
@@ -117,19 +117,19 @@ def grouped_gemm(
         wgrad   grouped_gemm(dy, x, offsets, trans_a=True, trans_b=False)   over the rows of a group -> [G, N, K]
 
     Rows in no group, and products over groups without rows, are +0. On the CPU each group has the bits that `gemm`
-    gives for it alone, its blocks of scales lying where they do in the whole tensor.
+    gives for its rows alone, with the blocks of scales of the whole tensor.
 
     **Arguments:** `a`: [..., K] with R rows. `b`: a stack of G tensors; for wgrad a tensor with as many rows as `a`.
-    `offsets`: int32 [G + 1], ascending, within 0..R: the CPU refuses others when it runs, CUDA takes each as at least
-    the one before it and at most R. `bias`: [G, N], not for wgrad. `out_dtype`: by default the dtype that `a` was
+    `offsets`: int32 [G + 1], ascending, within 0..R: the CPU refuses others when it runs, CUDA clamps each to between
+    the one before it and R. `bias`: [G, N], not for wgrad. `out_dtype`: by default the dtype that `a` was
     quantized from. `align`: a promise that every offset is a multiple of it, which tensor cores need in wgrad: at least
     32, and 128 where scales stand for 128 rows. Hadamard-rotated copies need a multiple of 16. `alpha`, `fast_accum`:
     as `gemm`.
 
-    **Returns:** the result in `out_dtype`, with a's leading dimensions unfolded where its rows survive.
+    **Returns:** the result in `out_dtype`; fprop and dgrad keep a's leading dimensions.
 
-    **Raises:** TypeError for dtypes; ValueError for missing copies, shapes, an operand that was rotated where the other
-    was not, or arguments that do not apply; NotImplementedError where derivatives are asked for.
+    **Raises:** TypeError for dtypes; ValueError for missing copies, shapes, only one Hadamard-rotated operand, or
+    arguments that do not apply; NotImplementedError if a derivative is requested.
     """
     op = "grouped_gemm"
     trans_a = bool(trans_a)

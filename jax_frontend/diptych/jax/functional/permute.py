@@ -3,15 +3,15 @@
     permuted, row_id_map = moe_permute(x, mask)                  [T, H] -> [rows, H], experts in ascending order
     y = moe_unpermute(f(permuted), row_id_map, probs)            [rows, H] -> [T, H], each token's rows summed
 
-TransformerEngine's names; what differs from it is listed in docs/moe.md. Invariants:
+Names are TransformerEngine's; docs/moe.md lists the differences. Invariants:
 
-- Shapes are static and nothing waits for the device: a result has `num_out_tokens` rows, without it as many as any
-  routing needs. Rows that nobody fills are zeros, of a quantized tensor what a row of zeros quantizes to. Rows past the
-  result's end are dropped, and `moe_unpermute` treats them as absent.
-- Gradients are those of reverse mode, once: of tokens and of probabilities, and none of maps or of quantized tensors.
-- A `RowMap` stands where a routing map or a row_id_map does: `moe_map` makes it once, and it is passed on. So there are
-  no two arguments that could contradict each other, and what belongs to the map is said in one place.
-- Inside shard_map all of it is this shard's.
+- Shapes are static and nothing waits for the device: a result has `num_out_tokens` rows, by default as many as any
+  routing needs. Absent rows are zeros, in a quantized tensor quantized zeros. Rows past the result's end are dropped,
+  and `moe_unpermute` treats them as absent.
+- Tokens and probabilities have first derivatives in reverse mode; maps and quantized tensors have none.
+- A `RowMap` may be passed in place of a routing map or a row_id_map: `moe_map` makes it once for all functions. So no
+  two arguments can contradict each other.
+- Inside shard_map all arguments and results are those of one shard.
 """
 
 from __future__ import annotations
@@ -40,12 +40,11 @@ Integers = Any  # an array of int32 or int64, or a sequence of ints
 
 
 class RowMap(NamedTuple):
-    """Where each token's rows go, and where each destination row comes from; made by `moe_map`, all int32.
+    """The rows of each token, and the token of each row, as int32 arrays; made by `moe_map`.
 
-    `row_id_map`: [T, slots], the row that a slot has among the destination's, or -1; a slot is an expert of a mask, a
-    choice of an index map. `tokens_per_expert`: [E], rows that exist. `expert_offsets`: [E + 1], where each expert's
-    region starts, and where the last one ends. `row_source`: [rows], t * slots + slot of each row, -1 where it is
-    absent.
+    `row_id_map`: [T, slots], the row of each slot, or -1; a slot is an expert of a mask, or a choice of an index map.
+    `tokens_per_expert`: [E], number of existing rows. `expert_offsets`: [E + 1], the first row of each expert's region,
+    and the end of the last one. `row_source`: [rows], t * slots + slot of each row, -1 if the row is absent.
     """
 
     row_id_map: Array
@@ -59,7 +58,7 @@ class RowMap(NamedTuple):
         return self.row_source
 
 
-# --- what the functions ask for ---
+# --- checks of arguments ---
 
 
 def _array(op: str, arg: str, x: Any) -> Any:
@@ -70,7 +69,7 @@ def _array(op: str, arg: str, x: Any) -> Any:
 
 
 def _kept(op: str, arg: str, x: Any) -> Array:
-    """A JAX array. NumPy's 64-bit numbers are refused before JAX would round them."""
+    """Returns x as a JAX array. NumPy's 64-bit dtypes are refused, because JAX would round them."""
     if jax.dtypes.canonicalize_dtype(x.dtype) != x.dtype:
         raise DTypeError(f"{op}: {arg} is {x.dtype.name}, which JAX would round: set jax_enable_x64, or cast it first")
     return jnp.asarray(x)
@@ -82,7 +81,7 @@ def _integer(op: str, arg: str, value: Any, least: int) -> int:
 
 
 def _integers(op: str, arg: str, given: Integers, form: str = "[C]") -> Any:
-    """A JAX or NumPy array of int32 or int64, [C]; a sequence's numbers must not be below 0."""
+    """Checks a list [C]: an int32 or int64 array of JAX or NumPy, or a sequence of ints that are not below 0."""
     if isinstance(given, (list, tuple)):
         return np.array([_integer(op, f"each of {arg}", n, 0) for n in given], np.int64)
     x = _array(op, arg, given)
@@ -96,7 +95,7 @@ def slot_probs(op: str, arg: str, probs: Any, map_shape: tuple[Any, ...], wide: 
 
 
 def _token_rows(op: str, x: Any, tokens: Any = None) -> Rows:
-    """What can be moved, with a row for each token: [T, H], leading dimensions folded, or a quantized tensor."""
+    """Returns `inp` as rows to permute: [T, H] with leading dimensions folded, or a quantized tensor."""
     quantized = isinstance(x, QuantizedArray)
     if quantized:
         _check_rows_alone(op, x)
@@ -110,7 +109,7 @@ def _token_rows(op: str, x: Any, tokens: Any = None) -> Rows:
 
 
 def _check_rows_alone(op: str, q: QuantizedArray) -> None:
-    """Whether rows of a quantized tensor can move without the others."""
+    """Checks that rows of a quantized tensor can be permuted, because no block spans several rows."""
     fmt = q.format
     rules.require_movable(op, fmt, q.rowwise_data is not None, q.columnwise_data is not None)
     operands = q.copy_of(False, f"{op}: inp").operands(op)
@@ -121,7 +120,7 @@ def _check_rows_alone(op: str, q: QuantizedArray) -> None:
 
 
 def require_row_map(op: str, x: Any, row_map: Any, arg: str = "inp") -> tuple[Array, Array]:
-    """row_id_map and row_source of a `RowMap` whose tokens are the rows of `x`.
+    """Returns row_id_map and row_source of a `RowMap` whose tokens are the rows of `x`.
 
     **Raises:** TypeError, ValueError.
     """
@@ -160,7 +159,7 @@ def _made_map(
 def _map_of(
     op: str, routing_map: Any, num_out_tokens: Any = None, num_experts: Any = None, map_type: str = "mask"
 ) -> RowMap:
-    """The map that a function was given, or is to make."""
+    """Returns the map that was passed, or makes one from a routing map."""
     if not isinstance(routing_map, RowMap):
         return _made_map(op, routing_map, num_experts, map_type, num_out_tokens)
     rules.refuse_beside_map(op, num_out_tokens, num_experts, map_type)
@@ -175,18 +174,18 @@ def moe_map(
     num_out_tokens: int | None = None,
     align_size: int = 1,
 ) -> RowMap:
-    """The map of tokens to experts that a routing says: expert-major, token order inside an expert.
+    """Returns the map of tokens to experts for a routing. Rows are ordered by expert, within an expert by token.
 
     **Arguments:** `routing_map`: a mask [T, E], bool or integers, where a token goes to every expert whose entry is not
-    0; or with map_type "index" expert ids [T, k], int32 or int64, of which those outside of 0..num_experts-1 name none.
-    `num_experts`: E, with ids. `num_out_tokens`: rows of the destination, padding included; later ones are dropped, and
-    those that nobody fills are absent. None, -1 and 0: as many as any routing needs. `align_size`: each expert's region
-    starts at a multiple of this.
+    0; or with map_type "index" expert ids [T, k], int32 or int64; ids outside of 0..num_experts-1 name no expert.
+    `num_experts`: E, with ids. `num_out_tokens`: rows of the result, padding included; later rows are dropped, unused
+    ones are absent. None, -1 and 0: as many as any routing needs. `align_size`: each expert's region starts at a
+    multiple of this.
 
     **Returns:** a `RowMap`, for the functions below in place of a routing map or row_id_map, and for grouped products.
 
-    **Raises:** TypeError for other dtypes, ValueError for other shapes, a map_type of another name, ids without
-    `num_experts` or more than int32 numbers, NotImplementedError for more than 2048 experts.
+    **Raises:** TypeError for other dtypes; ValueError for other shapes, an unknown map_type, ids without `num_experts`,
+    or more rows than int32 can number; NotImplementedError for more than 2048 experts.
     """
     op = "moe_map"
     rules.require_kind(op, map_type)
@@ -206,18 +205,18 @@ def moe_permute(
     *,
     num_experts: int | None = None,
 ) -> tuple[Rows, Array]:
-    """Each token's row to each of its experts: expert-major, token order inside an expert.
+    """Copies each token's row to each of its experts. Rows are ordered by expert, within an expert by token.
 
     **Arguments:** `inp`: [..., H] with T rows, or a `QuantizedArray`, whose data and scales move together.
     `routing_map`, `num_out_tokens`, `map_type`, `num_experts`: as `moe_map`; ids without `num_experts` may name 2048
-    experts. Or a `RowMap`, which says all of them. `max_token_num`: TransformerEngine sizes a workspace by it; there is
-    none here, and it changes nothing.
+    experts. `routing_map` may be a `RowMap`, which determines the others. `max_token_num`: no effect;
+    TransformerEngine sizes a workspace by it.
 
     **Returns:** (permuted [rows, H], row_id_map int32 [T, slots]). The gradient of inp, an array of float32, bfloat16,
     float16 or (on the CPU, with x64) float64, is each token's sum over its rows.
 
-    **Raises:** as `moe_map`; TypeError for rows that cannot be moved, ValueError for unequal tokens or a quantized inp
-    whose blocks span tokens, NotImplementedError for a gradient of other rows, or a second derivative.
+    **Raises:** as `moe_map`; TypeError for dtypes that cannot be moved; ValueError for unequal numbers of tokens or a
+    quantized inp whose blocks span tokens; NotImplementedError for a gradient in another dtype, or a second derivative.
     """
     op = "moe_permute"
     _integer(op, "max_token_num", max_token_num, -1)
@@ -240,11 +239,11 @@ def moe_permute_with_probs(
     *,
     zero_prob_is_padding: bool = False,
 ) -> tuple[Rows, Array, Array]:
-    """`moe_permute` by a mask, and each row's own probability beside it.
+    """`moe_permute` by a mask, together with each row's probability.
 
     **Arguments:** `probs`: float32, bfloat16, float16 or float64, [T, E], or [T, slots] of a `RowMap`.
-    `zero_prob_is_padding`: a probability of exactly 0 makes its row one of zeros, as TransformerEngine does; by default
-    a routed token moves whatever its probability.
+    `zero_prob_is_padding`: a row with a probability of exactly 0 becomes zeros, as in TransformerEngine; by default
+    it holds its token.
 
     **Returns:** (permuted [rows, H], permuted_probs [rows], row_id_map [T, slots]); absent rows' probability is 0.
 
@@ -267,14 +266,14 @@ def moe_permute_and_pad_with_probs(
 ) -> tuple[Rows, Array, Array, None, Array]:
     """`moe_permute_with_probs`, each expert's region padded to a multiple of `align_size`.
 
-    **Arguments:** `tokens_per_expert`: integers [E], whose padding places the regions. None, which is faster: the
-    routing's own counts. `num_out_tokens`: rows of the destination, padding included; as `moe_map`, but that counts on
-    the host (a list, a tuple, a NumPy array) make exactly the rows that they say; a token for which these leave no room
-    is dropped.
+    **Arguments:** `tokens_per_expert`: integers [E], whose padded counts place the regions. None, which is faster: the
+    routing's own counts. `num_out_tokens`: as `moe_map`, padding included. If `tokens_per_expert` is on the host (a
+    list, a tuple, a NumPy array), the result has exactly the rows of its padded counts; tokens that do not fit are
+    dropped.
 
     **Returns:** (permuted, permuted_probs, row_id_map, pad_offsets, target_tokens_per_expert int32 [E]). The row_id_map
-    holds padded rows, so that pad_offsets is None: there is nothing left to add, and `moe_unpermute` takes it as it is.
-    Targets are what there is of each padded region.
+    refers to padded rows, so pad_offsets is None; pass both to `moe_unpermute`. target_tokens_per_expert is the size of
+    each padded region within the result.
 
     **Raises:** as `moe_permute_with_probs`.
     """
@@ -289,7 +288,7 @@ def moe_permute_and_pad_with_probs(
 def _placed_by(
     op: str, row_map: RowMap, routing_map: Any, tokens_per_expert: Any, align: int, num_out_tokens: int | None
 ) -> RowMap:
-    """The map whose regions lie as the padding of these counts says: in as many rows, or in those of host counts."""
+    """Returns the map with regions placed by these padded counts. Counts on the host also set its number of rows."""
     rows, shape = row_map.row_source.shape[0], row_map.tokens_per_expert.shape
     counts = _integers(op, "tokens_per_expert", tokens_per_expert, "[E]")
     enforce(of_shape(op, operand("tokens_per_expert", counts), *shape))
@@ -317,16 +316,16 @@ def moe_unpermute(
     """The sum of each token's rows, in ascending order, in float32 (float64 rows: float64), rounded once.
 
     **Arguments:** `inp`: [rows, H] float32, bfloat16, float16 or, on the CPU with x64, float64. `row_id_map`: of a
-    permute, int32 [T, slots], or a `RowMap`, which spares backward work. Entries outside of 0..rows-1 are absent. A row
-    has one slot: where more than one names it, the gradients come from the last. `merging_probs`: [T, slots], each
-    row's factor. `restore_shape`: of the result; None is [T, H]. `map_type`: what the map was made of. `probs`:
-    merging_probs' deprecated name. `pad_offsets`: integers [E], added to the rows of each expert of a mask's map first;
-    None, as `moe_permute_and_pad_with_probs` returns, where the map holds padded rows.
+    permute, int32 [T, slots], or a `RowMap`, which saves work in backward. Entries outside of 0..rows-1 are absent. If
+    several slots name a row, its gradient comes from the last. `merging_probs`: [T, slots], each row's factor.
+    `restore_shape`: of the result; None is [T, H]. `map_type`: the kind of routing that the map was made from. `probs`:
+    the deprecated name of merging_probs. `pad_offsets`: integers [E], first added to the rows of each expert of a
+    mask's map; None if the map refers to padded rows, as that of `moe_permute_and_pad_with_probs` does.
 
     **Returns:** [T, H] of inp's dtype, in `restore_shape`.
 
-    **Raises:** TypeError for other dtypes or a quantized inp, ValueError for other shapes, a map_type of another name,
-    pad_offsets with an index map or both names of the probabilities, NotImplementedError for a second derivative.
+    **Raises:** TypeError for other dtypes or a quantized inp; ValueError for other shapes, an unknown map_type,
+    pad_offsets with an index map, or both names of the probabilities; NotImplementedError for a second derivative.
     """
     op = "moe_unpermute"
     rules.require_kind(op, map_type)
@@ -356,7 +355,7 @@ def moe_unpermute(
 
 
 def _map_beside(op: str, given: Any, rows: Any) -> tuple[Array, Array | None]:
-    """row_id_map and, of a RowMap, row_source."""
+    """Returns a map's row_id_map, and its row_source if it is a RowMap."""
     row_id_map, row_source = (given.row_id_map, given.row_source) if isinstance(given, RowMap) else (given, None)
     enforce(rules.row_map(op, operand("row_id_map", _array(op, "row_id_map", row_id_map))))
     if row_source is not None:
@@ -369,13 +368,14 @@ def _map_beside(op: str, given: Any, rows: Any) -> tuple[Array, Array | None]:
 
 
 def moe_sort_chunks_by_index(inp: Rows, split_sizes: Integers, sorted_index: Integers) -> Rows:
-    """Chunks of consecutive rows in another order: chunk `sorted_index[j]` comes j-th.
+    """Reorders chunks of consecutive rows: chunk `sorted_index[j]` comes j-th.
 
     **Arguments:** `inp`: [..., H] with T rows, or a `QuantizedArray`, as `moe_permute`. `split_sizes`, `sorted_index`:
-    int32 or int64 arrays [C], or sequences of ints. A sequence must add up to T, or name each chunk once. What an array
-    holds is not looked at: rows of no named chunk are dropped, and the first mention of a chunk counts.
+    int32 or int64 arrays [C], or sequences of ints. A sequence of sizes must add up to T, a sequence of indices must
+    name each chunk once. Values of arrays are not checked: rows of a chunk that is not named are dropped, and the first
+    mention of a chunk counts.
 
-    **Returns:** [T, H], quantized where inp is; rows that nobody fills are zeros.
+    **Returns:** [T, H], quantized if inp is; absent rows are zeros.
 
     **Raises:** as `moe_permute`; NotImplementedError for more than 2048 chunks.
     """
@@ -385,7 +385,7 @@ def moe_sort_chunks_by_index(inp: Rows, split_sizes: Integers, sorted_index: Int
 def moe_sort_chunks_by_index_with_probs(
     inp: Rows, probs: Array, split_sizes: Integers, sorted_index: Integers
 ) -> tuple[Rows, Array]:
-    """`moe_sort_chunks_by_index`, and each row's probability beside it.
+    """`moe_sort_chunks_by_index`, together with each row's probability.
 
     **Arguments:** `probs`: [T] or [T, 1] float32, bfloat16, float16 or float64.
 

@@ -1,7 +1,7 @@
-"""What `permutation` is made of: the maps' arithmetic, and permute and unpermute with their derivatives.
+"""Parts of the permutation verbs: arithmetic on maps, and permute and unpermute with their derivatives.
 
-Residuals are the map and, of `unpermute`, the probabilities; its input only where they are differentiated. None of them
-is quantized, so that no remat policy rounds one (see the verb `quantize`).
+Residuals are the map and, for `unpermute`, the probabilities, and its input only if these are differentiated. None of
+them is quantized, so that no remat policy rounds one (see the verb `quantize`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _INT32 = np.iinfo(np.int32)
 
 
 def as_int32(x: Any) -> Array:
-    """Integers of any width; what int32 does not hold becomes its largest or smallest number."""
+    """Converts integers of any width to int32, clamped to its range."""
     if x.dtype == np.int32:
         return jnp.asarray(x)
     xp = np if isinstance(x, np.ndarray) else jnp  # before JAX would wrap NumPy's int64
@@ -39,13 +39,13 @@ def as_int32(x: Any) -> Array:
 
 
 def shifted(row_id_map: Array, pad_offsets: Array, rows: Any) -> Array:
-    """Rows further down by their expert's offset; -1 where there is none, or it leaves 0..rows-1."""
+    """Returns rows plus their expert's offset; -1 for an absent row, or if the sum is outside of 0..rows-1."""
     there = (row_id_map >= 0) & (pad_offsets >= -row_id_map) & (pad_offsets < rows - row_id_map)
     return jnp.where(there, row_id_map + jnp.where(there, pad_offsets, 0), -1)
 
 
 def _padding(counts: Any, align: int) -> Array:
-    """The number that each count, an integer of any width, lacks to a multiple of `align`."""
+    """Returns the padding that rounds each count, an integer of any width, up to a multiple of `align`."""
     return as_int32(-(counts % align) % align)
 
 
@@ -56,8 +56,8 @@ def padding_before(counts: Any, align: int) -> Array:
 
 
 def padded_offsets(counts: Any, align: int, rows: Any) -> Array:
-    """Returns where regions of counts that are rounded up to `align` start and the last one ends, at most `rows`:
-    int32 [E + 1]."""
+    """Returns the starts of regions whose counts are rounded up to `align`, and the end of the last one, int32 [E + 1];
+    each is at most `rows`."""
     whole = jnp.clip(as_int32(counts), 0, rows)
     sizes = whole + jnp.minimum(_padding(counts, align), rows - whole)
 
@@ -148,7 +148,7 @@ def permute(
     probs: Array | None = None,
     zero_prob_is_padding: bool = False,
 ) -> tuple[Any, Array | None]:
-    """x [T, H], or quantized, where the map sends it, and each row's own of probs [T, slots]."""
+    """Permutes x, [T, H] or quantized, by the map; also returns each row's probability of probs [T, slots]."""
     if not isinstance(x, QuantizedArray):
         x, *maps, probs = same_axes(x, row_id_map, row_source, probs)
         moved: Any = _permute((0,), zero_prob_is_padding, (x,), *maps, probs)
@@ -173,7 +173,7 @@ def permute(
 
 
 def permute_probs(probs: Array, row_id_map: Array, row_source: Array) -> Array:
-    """Returns each row's own of probs [T, slots], 0 where it is absent: [rows]."""
+    """Returns each row's probability of probs [T, slots], 0 for an absent row: [rows]."""
     carried = jnp.zeros(row_id_map.shape[:1], jnp.uint8)  # a call moves something besides
     carried, *maps, probs = same_axes(carried, row_id_map, row_source, probs)
     moved: Any = _permute((0,), False, (carried,), *maps, probs)
@@ -212,5 +212,5 @@ defvjp(_unpermute, _unpermute_forward, _unpermute_backward)
 
 
 def unpermute(x: Array, row_id_map: Array, row_source: Array | None, probs: Array | None) -> Array:
-    """The sum of each token's rows of `x` [rows, H], [T, H]. `row_source`: of the map, where it is known."""
+    """Returns the sum of each token's rows of `x` [rows, H], [T, H]. `row_source`: of the map, or None if unknown."""
     return _unpermute(*same_axes(x, row_id_map, row_source, probs))

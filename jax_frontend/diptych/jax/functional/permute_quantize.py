@@ -1,6 +1,6 @@
-"""Rows to their experts, quantized as they move: `moe_permute_and_quantize`.
+"""`moe_permute_and_quantize`: permutes rows and quantizes them in one op.
 
-One kernel reads each token once and writes its rows' copies, those that run along permuted rows included.
+One kernel reads each token once and writes both copies of its rows, also those whose blocks span permuted rows.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ def moe_permute_and_quantize(
     scale: Any = None,
     rng: Array | None = None,
 ) -> Any:
-    """`quantize(moe_permute(inp, row_map)[0], quantizer)` in one pass: permuted rows are never stored but quantized.
+    """`quantize(moe_permute(inp, row_map)[0], quantizer)` in one pass, without storing permuted rows in high precision.
 
-    **Arguments:** `inp`: [T, H] (or [..., H]) float32, bfloat16 or float16. `row_map`: one whose row_id_map and
-    row_source agree, as those of `moe_map` do. `quantizer`, `amax`, `columnwise_amax`, `scale`, `rng`: as `quantize`,
-    of the permuted rows. `probs`: as `moe_permute_with_probs`.
+    **Arguments:** `inp`: [T, H] (or [..., H]) float32, bfloat16 or float16. `row_map`: a `RowMap` whose row_id_map and
+    row_source agree, as those of `moe_map` do. `quantizer`, `amax`, `columnwise_amax`, `scale`, `rng`: as `quantize`
+    for the permuted rows. `probs`: as `moe_permute_with_probs`.
 
-    **Returns:** a `QuantizedArray` [rows, H], of which blocks of a columnwise copy run along permuted rows and absent
-    rows are quantized zeros; with `probs` a pair, whose second is permuted_probs [rows]. Of probs there is a first
-    derivative, of inp none, as of `quantize`; `grouped_dense(row_map=)` defines what it is in training.
+    **Returns:** a `QuantizedArray` [rows, H], where blocks of a columnwise copy span permuted rows and absent rows are
+    quantized zeros; with `probs` a pair, whose second is permuted_probs [rows]. It is differentiable once in probs, and
+    not in inp, like `quantize`; use `grouped_dense(row_map=)` to train.
 
-    **Raises:** as `quantize`; TypeError also for what is no RowMap, ValueError for unequal tokens, NotImplementedError
-    for a derivative with respect to inp.
+    **Raises:** as `quantize`; TypeError also if `row_map` is no RowMap, ValueError for unequal numbers of tokens,
+    NotImplementedError for a derivative with respect to inp.
     """
     op = "moe_permute_and_quantize"
     require_quantizer(op, quantizer)

@@ -1,7 +1,7 @@
-"""The verbs `quantize`, `dequantize`, `amax` and `rng_state`; `gemm` and `scale_update` stand in files beside this one.
+"""The verbs `quantize`, `dequantize`, `amax` and `rng_state`.
 
-Pure functions with the names and keywords of the torch panel and its bits. Bad arguments raise ValueError or TypeError
-while tracing. None of them is differentiable; `diptych.jax.dense` is.
+They are pure functions with the names, keywords and bits of the torch panel. Bad arguments raise ValueError or
+TypeError while tracing. None of them is differentiable; `diptych.jax.dense` is.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ def amax(x: Array, *, per_row: bool = False, rht: Literal[True], random_signs: b
 def amax(
     x: Array, *, per_row: bool = False, rht: bool = False, random_signs: bool = False
 ) -> Array | tuple[Array, Array]:
-    """Largest finite magnitude in `x`; 0 where there is none.
+    """Returns the largest finite magnitude in `x`, or 0 if there is none.
 
-    **Arguments:** `x`: any shape, float32, bfloat16 or float16. `per_row`: one per row of [..., K]. `rht`: also that of
-    the Hadamard-rotated tensor (bfloat16 only, rows in multiples of 16), with `random_signs` or without.
+    **Arguments:** `x`: any shape, float32, bfloat16 or float16. `per_row`: one amax per row of [..., K]. `rht`: also
+    the amax of the Hadamard-rotated tensor (bfloat16 only, rows in multiples of 16), with `random_signs` or without.
 
-    **Returns:** float32 [1], or [M] `per_row`; 0 where there is none. With `rht` a pair, whose second is the rotated
-    tensor's [1]. Inside shard_map they are this shard's: see `amax_group` of `quantize` for one scale over a mesh axis.
+    **Returns:** float32 [1], or [M] with `per_row`. With `rht` a pair, whose second is the rotated tensor's amax [1].
+    Inside shard_map the amax is that of one shard; for one scale over a mesh axis see `amax_group` of `quantize`.
 
-    **Raises:** TypeError for other dtypes, ValueError for rows that the transform does not divide, or random signs
-    without it.
+    **Raises:** TypeError for other dtypes, ValueError if the number of rows is no multiple of 16 with `rht`, or for
+    random signs without `rht`.
     """
     flags = ROW_AMAX * bool(per_row) + RHT * bool(rht) + RHT_SIGNS * bool(random_signs)
     x = to_array("amax", "x", x)
@@ -53,7 +53,7 @@ def amax(
 def group_amaxes(
     x: Array, quantizer: Quantizer, group: Any, source: Source | None = None, operands: tuple[Array, ...] = ()
 ) -> dict[str, Array]:
-    """The amaxes that quantizing `x`, or what `source` makes of it, needs: the largest over the mesh axes `group`."""
+    """Returns the amaxes for quantizing `x`, or a source computed from it, as maxima over the mesh axes `group`."""
     spec, fmt = quantizer.spec, quantizer.format
     if quantizer.needs_scale:
         raise ValueError(
@@ -74,9 +74,10 @@ def group_amaxes(
 
 
 def max_over(amax: Array, group: Any) -> Array:
-    """The largest over mesh axes.
+    """Returns the maximum over mesh axes.
 
-    As integers: amaxes are never negative or NaN, so their bits are ordered as they are, and XLA flushes no subnormal.
+    It compares bits as integers: amaxes are never negative or NaN, so their bits have the same order, and XLA flushes
+    no subnormal.
     """
     reduced = jax.lax.pmax(jax.lax.bitcast_convert_type(amax, jnp.int32), group)
     return jax.lax.bitcast_convert_type(reduced, jnp.float32)
@@ -93,19 +94,19 @@ def quantize(
     amax_group: Any = None,
     as_bytes: bool = False,
 ) -> QuantizedArray:
-    """Quantizes `x` as `quantizer` says (NUMERICS 2-5). An infinite element becomes NaN, as one that is NaN.
+    """Quantizes `x` by `quantizer` (NUMERICS 2-5). Infinite and NaN elements become NaN.
 
-    **Arguments:** `x`: [..., K] float32, bfloat16 or float16; leading dimensions fold into rows. `quantizer`: which
-    format, with which options, and which copies; one of your own is asked through its `quantize_impl`.
+    **Arguments:** `x`: [..., K] float32, bfloat16 or float16; leading dimensions fold into rows. `quantizer`: the
+    format, its options, and the copies to make; a custom quantizer's `quantize_impl` is called.
     `amax`, `columnwise_amax`: float32 [1] or a number, used instead of the tensor's own: `amax` of per-tensor formats;
     of NVFP4 one for each copy that is made, [M] for an amax per row. `scale`: float32 [1] or a number, the scale of a
     per-tensor format (delayed scaling); the result's `amax` is still the tensor's own. `rng`: int32 [4] from
-    `rng_state` (stochastic rounding). A call uses two of its offsets, and you pass other ones to the next call. As with
+    `rng_state` (stochastic rounding). A call uses two offsets; pass an `rng` with later ones to the next call. As with
     `jax.random`, an `rng` that a `vmap` does not map gives each example the same random bits: map it too.
     `amax_group`: the name of a mesh axis, or several, over which amaxes of the tensor are reduced before quantizing
-    (inside shard_map, or a `vmap` with an axis name); those per row stay. `as_bytes`: payloads and one-byte scales come
-    as uint8 (JAX only). Residuals of a function of your own under `jax.checkpoint` need it: what JAX saves there and
-    also uses, it rounds with `lax.reduce_precision`, which turns large E4M3 values and all E8M0 scales into NaN.
+    (inside shard_map, or a `vmap` with an axis name); amaxes per row are not reduced. `as_bytes`: payloads and one-byte
+    scales are returned as uint8 (JAX only). Residuals of your own functions under `jax.checkpoint` need it: JAX applies
+    `lax.reduce_precision` to saved floats, which turns large E4M3 values and all E8M0 scales into NaN.
 
     **Returns:** a `QuantizedArray`.
 
@@ -150,14 +151,14 @@ def _words(value: int) -> np.ndarray[Any, Any]:
 
 
 def rng_state(seed: Any, offset: Any = 0) -> Array:
-    """What stochastic rounding draws from: a seed and a position behind it.
+    """Returns the random state of stochastic rounding: a seed and an offset in its stream.
 
     **Arguments:** `seed`: a Python integer in 0..2^64-1, or a JAX PRNG key, of which 64 bits are drawn (split it before
     if it serves elsewhere). `offset`: a Python integer in 0..2^64-1, or an integer scalar array such as a step counter
     (the bits of a 32-bit one are the low word). A call of `quantize` uses two offsets.
 
-    **Returns:** int32 [4]: low and high words of seed and offset. With other ones for each tensor, layer, step and
-    device, their errors are independent.
+    **Returns:** int32 [4]: low and high words of seed and offset. Use a different one for each tensor, layer, step and
+    device, so that rounding errors are independent.
 
     **Raises:** ValueError for a number outside of that range, TypeError for anything else.
     """

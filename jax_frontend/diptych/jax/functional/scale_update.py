@@ -28,12 +28,12 @@ def scale_update(
     """Delayed scaling's update (NUMERICS 2) of n tensors that share an element.
 
     **Arguments:** `history`: float32 [n, L], or [L] where n is 1; L >= 1. Entry 0 holds the amax since the last update.
-    `scale`: float32 [n]. `reduced`: [n] amaxes after a reduction over a group, used instead of entry 0 where not 0.
-    `amax`: [n] chosen by an algorithm of the caller's own, used where there was an amax at all. `fp8_max`: the
-    element's largest value. `margin`: the scale is divided by 2^margin. `most_recent`: take the latest amax, not the
-    largest of the history.
+    `scale`: float32 [n]. `reduced`: [n] amaxes after a reduction over a group, each used instead of entry 0 if not 0.
+    `amax`: [n] amaxes from the caller's own algorithm, each used if an amax was recorded. `fp8_max`: the element's
+    largest value. `margin`: the scale is divided by 2^margin. `most_recent`: use the latest amax, not the largest of
+    the history.
 
-    **Returns:** (history, scale), new arrays, in the memory of the old ones where they are donated. A history of one
+    **Returns:** (history, scale), new arrays, in the memory of the old ones if these are donated. A history of one
     entry holds 0 after each update.
 
     **Raises:** TypeError for other dtypes, ValueError for other shapes, an `fp8_max` or `margin` out of range, or

@@ -27,15 +27,15 @@ from diptych.jax.tensors.quantized import QuantizedArray, from_buffers
 Array = jax.Array
 
 
-# --- quantizing what a source makes of x ---
+# --- quantizing a source computed from x ---
 
 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("x", "operands", "amax"), meta_fields=("source",))
 @dataclasses.dataclass(frozen=True, eq=False)
 class FusedInput:
-    """A tensor to quantize that is never stored: what `source` makes of x, in float32, unrounded, or x's rows permuted.
+    """A source of quantize that is never stored: a norm or activation of x in float32, unrounded, or x's rows permuted.
 
-    `amax`: float32 [1], where it is known; used instead of computing it, by per-tensor formats without a scale.
+    `amax`: float32 [1] if it is known; per-tensor formats without a scale then use it instead of computing it.
     """
 
     x: Array
@@ -45,7 +45,7 @@ class FusedInput:
 
     @property
     def dtype(self) -> Any:
-        """The dtype of its unfused form."""
+        """The dtype that the result would have if it was stored."""
         return self.x.dtype
 
     @property
@@ -56,7 +56,7 @@ class FusedInput:
         return (*self.x.shape[:-1], self.x.shape[-1] // 2) if halved else self.x.shape
 
     def with_amax(self, group: Any) -> FusedInput:
-        """This, with its amax computed; over the mesh axes `group`, if any."""
+        """Returns this source with its amax computed, reduced over the mesh axes `group`, if any."""
         amax = quantize_ops.amax(self.x, 0, self.source, self.operands, columnwise=True)[0]
         return dataclasses.replace(self, amax=quantize_verbs.max_over(amax, group) if group else amax)
 
@@ -70,7 +70,7 @@ class FusedInput:
         as_bytes: bool = False,
         column_sum: str = "",
     ) -> tuple[QuantizedArray, Array | None]:
-        """Quantizes like the verb `quantize`, and sums over rows in dtype `column_sum` where one is named."""
+        """Quantizes like the verb `quantize`, and also sums over rows in the dtype `column_sum` if one is given."""
         given: dict[str, Array | None] = {"scale": scale, "rng": rng}
         if self.amax is not None and scale is None and quantizer.format.per_tensor:
             given["amax"] = self.amax
@@ -92,7 +92,7 @@ class FusedInput:
 def normalized(
     x: Array, gamma: Array, beta: Array | None, stats: tuple[Array, ...], options: NormOptions
 ) -> FusedInput:
-    """The output of a norm of x, computed from given statistics."""
+    """Returns the output of a norm of x as a source, computed from given statistics."""
     source = Source("norm", options.which, options.zero_centered_gamma, beta is not None)
     return FusedInput(x, (gamma, *([] if beta is None else [beta]), *stats), source)
 
@@ -106,5 +106,5 @@ def activated_grad(dy: Array, x: Array, which: str, gated: bool) -> FusedInput:
 
 
 def permuted(x: Array, row_id_map: Array, row_source: Array) -> FusedInput:
-    """Rows of x where a map sends them."""
+    """Returns the rows of x, permuted by a map, as a source."""
     return FusedInput(x, (row_id_map, row_source), Source("permuted"))

@@ -1,4 +1,4 @@
-"""Quantized copies as products pick them and as checkpoints name them."""
+"""Functions that select the quantized copies for products and name them for remat policies."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ keeps those that the backward pass needs; other policies quantize a second time,
 
 
 def only(q: Q, columnwise: bool, op: str = "dense") -> Q:
-    """A tensor, or a stack of them, with one of its copies. **Raises** ValueError if that was not made."""
+    """Returns a quantized tensor or stack with only one of its copies. **Raises** ValueError if it lacks that copy."""
     copy = q.copy_of(columnwise, op)
     side = "columnwise" if columnwise else "rowwise"
     fields: dict[str, Any] = dict.fromkeys(BUFFERS) | {f"{side}_data": copy.data, f"{side}_scale_inv": copy.scale_inv}
@@ -36,12 +36,12 @@ def only(q: Q, columnwise: bool, op: str = "dense") -> Q:
 
 
 def named(copies: Copies) -> Copies:
-    """Copies with the name that remat policies know."""
+    """Returns copies marked with the name `diptych_q` for remat policies."""
     return tuple(None if q is None else checkpoint_name(q, CHECKPOINT_NAME) for q in copies)  # type: ignore[return-value]
 
 
 def pick(kept: str, copies: Copies, original: Operand) -> Operand:
-    """The copy of a tensor that backward reads, or its original."""
+    """Returns the copy of a tensor that backward reads, or its original."""
     if kept in ("", "original"):
         return original if kept else None
     return copies[kept == "columnwise"]
@@ -54,7 +54,7 @@ def values(operand: Operand, dtype: Any) -> Array:
 
 
 def as_bytes(q: Q) -> Q:
-    """Payloads and one-byte scales as uint8; see the verb `quantize`."""
+    """Returns payloads and one-byte scales as uint8; see the verb `quantize`."""
 
     def convert(x: Array) -> Array:
         return jax.lax.bitcast_convert_type(x, jnp.uint8) if x.dtype.itemsize == 1 and x.dtype != jnp.uint8 else x

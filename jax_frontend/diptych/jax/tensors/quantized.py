@@ -1,8 +1,8 @@
-"""QuantizedArray: what `quantize` returns, as a pytree.
+"""QuantizedArray, the result of `quantize`, and QuantizedStack, as pytrees.
 
-Its arrays are leaves; the quantizer and the logical dtype are metadata. It is **not** an array: no operator works on
-it, nothing is promoted, and nothing is dequantized unless asked. Transformations add axes to the leaves: under `vmap`
-and `scan` every leaf gets the mapped axis in front, and `shape` follows, because it is read from the leaves.
+Their arrays are leaves; the quantizer and the logical dtype are metadata. A QuantizedArray is **not** an array: it has
+no operators, is not promoted, and is dequantized only by `dequantize`. Under `vmap` and `scan` every leaf gets the mapped
+axis in front, and so does `shape`, which is computed from the leaves.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ BUFFERS = (
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class QuantizedCopies:
-    """The copies of one tensor, or of a stack of them; `leading` and `dtype` are those of a tensor that was quantized,
-    without axes that transformations added."""
+    """The copies of one tensor, or of a stack. `leading` and `dtype`: leading dimensions and dtype of a tensor that was
+    quantized, without axes that transformations added."""
 
     quantizer: Quantizer
     leading: tuple[Any, ...]
@@ -73,9 +73,9 @@ class QuantizedCopies:
         return len(self.shape)
 
     def copy_of(self, columnwise: bool, op: str) -> Copy:
-        """One copy, as the primitives take it.
+        """Returns one copy in the form that primitives take.
 
-        **Raises** ValueError if it was not made, ShapeError if its leaves carry axes of a `vmap` or `scan` around it.
+        **Raises** ValueError if the copy was not made, ShapeError if its leaves have axes added by a `vmap` or `scan`.
         """
         side = "columnwise" if columnwise else "rowwise"
         data, scale = getattr(self, f"{side}_data"), getattr(self, f"{side}_scale_inv")
@@ -134,8 +134,8 @@ def from_buffers(buffers: dict[str, Array], quantizer: Quantizer, shape: shapes.
 class QuantizedStack(QuantizedCopies):
     """G quantized tensors of one shape [*leading, K], made by `quantize_stack`; `shape` is [G, *leading, K].
 
-    Its arrays are those of a `QuantizedArray` behind a leading G, and what is [1] there is [G] here: scales of a whole
-    tensor, amaxes. The tensors share nothing but their quantizer. A pytree, as a `QuantizedArray` is.
+    Its arrays are those of a `QuantizedArray` with a leading G; scales and amaxes of a whole tensor, [1] there, are
+    [G]. The tensors share only their quantizer. Like `QuantizedArray`, it is a pytree.
     """
 
     scale_rank: ClassVar[int] = 3
@@ -157,14 +157,14 @@ class QuantizedStack(QuantizedCopies):
         return QuantizedArray(self.quantizer, self.leading, self.dtype, **parts)
 
     def dequantize(self, dtype: Any = None) -> Array:
-        """The values that the stack stands for, as `diptych.jax.dequantize` gives them for each tensor."""
+        """Returns the dequantized stack, with the values of `diptych.jax.dequantize` for each tensor."""
         op = "dequantize"
         copy = self.copy_of(self.rowwise_data is None, op)
         return stack_values(copy, dtype_name(op, dtype, self.dtype)).reshape(self.shape)
 
 
 def stack_values(stack: Copy, dtype: str) -> Array:
-    """The values of one copy of a stack, behind a leading G those of each tensor."""
+    """Returns the dequantized values of one copy of a stack, with a leading G."""
 
     def each(data: Array, scale_inv: Array, *amax: Array) -> Array:
         return dequantize(Copy(data, scale_inv, amax[0] if amax else None, stack.format, stack.columnwise), dtype)
