@@ -18,8 +18,8 @@ Eagerly a call runs the functions as they stand, without the dispatcher. What is
 fake tensors) runs them on fake tensors inside of the node: real and fake results are those of the same code.
 Invariants:
 
-- A node's results are new memory: forward must not return an argument, nor the same tensor twice. What backward reads
-  of the arguments it names in `keeps`; the others it gets as `TensorProto`s.
+- A node's results are new memory: forward must not return an argument, nor the same tensor twice. `keeps` names the
+  arguments that backward reads; it gets the others as `TensorProto`s.
 - What backward allocates besides its results is gone when the node returns.
 """
 
@@ -51,7 +51,7 @@ from diptych.torch.tensors.quantized import TAKES_COTANGENTS, QuantizedStack, Qu
 # --- the op ----------------------------------------------------------------------------------------------------------
 
 
-_OF_THEIR_OWN = ("dtype", "group")  # kinds of fields that are an input of a node of their own
+_OF_THEIR_OWN = ("dtype", "group")  # kinds of fields that are an input of their own in a node's schema
 IN_HIGH_PRECISION = "; run this part in high precision, for instance under autocast(enabled=False)"
 
 
@@ -90,7 +90,7 @@ class CustomOp:
         self._keeps, self._gradients, self.remedy = keeps, gradients, remedy
         recordable = getattr(arguments, "recordable", False) and [f.kind for f in self.fields if f.schema] == ["group"]
         self._programs = Programs() if recordable else None
-        self._form = ";".join([f"{f.name}:{f.kind}" for f in self.fields])  # one guard of a graph, and not many
+        self._form = ";".join([f"{f.name}:{f.kind}" for f in self.fields])  # a string: one guard of a graph
         self.differentiable = tuple([f.name for f in self.fields if f.kind in ("tensor", "quantizable")])
         self._lists = tuple([f.name for f in self.fields if f.kind in ("tensors", "quantizables")])
         self._has_written = any(f.kind == "written" for f in self.fields)
@@ -152,7 +152,7 @@ class CustomOp:
         return self._eager(arguments, needs, *[getattr(arguments, n) for n in self.differentiable])
 
     def eager(self, arguments: Any) -> tuple[Tensor, ...]:
-        """Runs the op for a caller who knows that nothing traces: it adds no node, whatever the tensors are."""
+        """Runs the op without making a node, for a caller that has checked that nothing traces."""
         held = arguments.__dict__
         if forward_ad._current_level >= 0:
             self._refuse_tangents(held.values())
@@ -261,7 +261,7 @@ class CustomOp:
     # --- inside of the nodes ---
 
     def _real_forward(self, tensors: list[Tensor], sizes: list[int], *inputs: Any) -> list[Tensor]:
-        """Runs a node's forward; as a program where the node's constants say all that its tensors do not."""
+        """Runs a node's forward; as a program if constants and the forms of tensors alone decide what it does."""
         if self._programs is None or sizes or inputs[0] is not None:
             return self._run_forward((tensors, sizes, *inputs), False)
         return self._programs(inputs[-1], tensors, self._run_forward, (tensors, sizes, *inputs), False)
@@ -299,7 +299,7 @@ class CustomOp:
         return made
 
     def _check(self, outputs: tuple[Tensor, ...], protos: tuple[TensorProto, ...]) -> None:
-        """Holds outputs to their layout. **Raises** NotImplementedError."""
+        """**Raises** NotImplementedError if outputs differ from their layout."""
         forms = [[(t.dtype, t.dim(), getattr(t, "quantizer", None), isinstance(t, QuantizedStack)) for t in outputs]]
         forms.append([(p.dtype, len(p.shape), p.quantizer, p.stack) for p in protos])
         if forms[0] != forms[1]:
@@ -370,7 +370,7 @@ def _fixed(real: Callable[..., list[Tensor]]) -> Callable[..., Any]:
 
 
 def _new_memory(name: str, made: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
-    """The results, none of which may be an argument or another result. **Raises** NotImplementedError."""
+    """Returns the results. **Raises** NotImplementedError if one is an argument or is there twice."""
     seen = [id(t) for t in inputs]
     for i, t in enumerate(made):
         if id(t) in seen:
@@ -388,7 +388,7 @@ _KEPT = object()  # in the place of a tensor that autograd keeps
 
 
 def _mark(ctx: Any, op: CustomOp, arguments: Any, needs: tuple[str, ...], outputs: tuple[Tensor, ...]) -> None:
-    if len(outputs) > 1:  # the only one is what the derivative is of
+    if len(outputs) > 1:  # a single output is always differentiable
         plain = [t for t, p in zip(outputs, op.layout(arguments, needs), strict=True) if not p.requires_grad]
         ctx.mark_non_differentiable(*plain)
 
@@ -446,7 +446,7 @@ def _eager_function(op: CustomOp) -> Callable[..., Any]:
 
 
 def _traced_function(op: CustomOp) -> Callable[..., Any]:
-    """Runs both nodes. What it keeps between them are plain tensors, sizes and constants."""
+    """Runs both nodes, and keeps plain tensors, sizes and constants between them."""
 
     class Traced(torch.autograd.Function):
         @staticmethod

@@ -1,5 +1,5 @@
-"""What no graph can hold. It runs eagerly between graphs, and a warning says so once, by name, with the remedy; under
-`fullgraph=True` Dynamo's error says the same."""
+"""Calls that cannot be compiled. They run eagerly between graphs, and a warning names each once, with its remedy; under
+`fullgraph=True` Dynamo's error has the same words."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ CALIBRATING = EagerOnly(
 
 
 def prepare() -> None:
-    """To be called while Dynamo traces, before it looks at any of these: torch._dynamo takes a second to import."""
+    """Sets `run` of each. Called while Dynamo traces, before it reads them: importing torch._dynamo takes a second."""
     for part in (DELAYED_WGRAD, MARKED_WGRAD, CALIBRATING):
         if not hasattr(part, "run"):
             part.run = torch.compiler.disable(part.outside, reason=part.reason)

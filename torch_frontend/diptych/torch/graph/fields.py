@@ -1,7 +1,8 @@
-"""What a dataclass of arguments is to a graph: the inputs of an op's schema, and tensors taken apart and put together.
+"""How a dataclass of arguments crosses into a graph: the op's schema, and tensors taken apart and rebuilt.
 
-A spec says how to take a tensor off a list: "" none, "plain", or of a quantized one (quantizer, dtype, names, stack or
-not, rank); of one that is known by its form alone ("proto", quantizer, dtype, device, requires_grad, stack, rank).
+A spec tells `take` how to rebuild a tensor from the front of a list: "" stands for None, "plain" for a plain tensor,
+(quantizer, dtype, names, stack or not, rank) for a quantized one, and ("proto", quantizer, dtype, device,
+requires_grad, stack, rank) for a `TensorProto`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ _QUANTIZABLE = {Tensor, QuantizedTensor, QuantizedStack}
 class Field(typing.NamedTuple):
     name: str
     kind: str  # tensor, tensors, quantizable, quantizables, size, sizes, dtype, group, written, plain
-    schema: str  # of its argument where it has one of its own
+    schema: str  # the argument's schema, empty where it shares one
 
 
 def _alternatives(hint: Any) -> set[Any]:
@@ -102,7 +103,7 @@ def take(spec: Any, tensors: list[Tensor], sizes: list[Any]) -> Any:
 
 
 def put_sizes(value: Any, sizes: list[Any]) -> int | None:
-    """A size, or sizes: how many there are, None for one alone."""
+    """Appends a size, or several. Returns how many there are, None for a single one."""
     if not isinstance(value, (tuple, list)):
         sizes.append(value)
         return None

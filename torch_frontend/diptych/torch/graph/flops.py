@@ -1,8 +1,8 @@
-"""How many floating-point operations our products are, for `torch.utils.flop_counter` and what estimates by it.
+"""Counts of floating-point operations of diptych's products, for `torch.utils.flop_counter` and its users.
 
 A product of an [M, K] and a [K, N] matrix is 2 M N K operations, as torch counts its own; quantizing and the other ops
 count as none, as torch's pointwise ones do. A grouped product counts all of its rows, also those in no group, because
-where groups end is known on the device alone.
+only the device has the offsets.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ def _without_memory(t: Tensor) -> Tensor:
 
 
 def register_node(node: torch._ops.OpOverload, run: Callable[..., Any]) -> None:
-    """Counts a node of a graph, whose overloads are all there, by what `run` does, which implements it, to tensors
-    without memory."""
+    """Registers the count of a node, all of whose overloads must be defined: its implementation `run` is run on meta
+    tensors, and its products are counted."""
 
     def formula(*args: Any, out_val: Any = None) -> int:
         with _Count() as count:

@@ -1,4 +1,4 @@
-"""What Dynamo knows of traced code, and guards of ours that run before each run of a graph."""
+"""Access to Dynamo's variables, and diptych's own guards, which run before each run of a graph."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ def variable(context: Any, local: str) -> Any:
 def before_each_call(
     context: Any, local: str, fits: Callable[[Any], bool], runs: Callable[[], None] | None = None
 ) -> None:
-    """Has the graph that is traced call `fits` on the object that this local stands for, before each of its runs: True
-    means that it may run. Dynamo looks at the object's attributes afterwards. `runs`: called when all guards hold, so
-    that the graph runs next."""
+    """Adds a guard to the graph that is being traced: before each run it calls `fits` on the object of this local, and
+    the graph may run if that returns True. Dynamo's own guards on the object's attributes follow. `runs`: called when
+    all guards hold, so that the graph runs next."""
     source = variable(context, local).source
     if source is None:  # made by the traced code itself
         return

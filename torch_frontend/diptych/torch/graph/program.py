@@ -1,12 +1,12 @@
-"""Calls on tensors that run again: the core's ops of one call, kept as a program that repeats them by one call.
+"""Programs: the core's ops of one call, recorded so that one call from Python repeats them on other tensors.
 
 A node of a graph is called again and again with the same constants and tensors of the same forms, which decide all that
-it does. One call is recorded: it runs as always, and what it does to tensors is seen. Invariants:
+it does. One such call is recorded while it runs as always. Invariants:
 
 - A program runs for tensors of the recorded types, dtypes, shapes and devices alone, all dense.
-- It is the recorded ops of the core, in their order. A call that did to a tensor anything else than to make or to view
-  it has none, nor has one that ran a user's own function (`refuse`).
-- What is called once is not recorded: constants must come again, as the same object.
+- A program consists of the core's ops in their recorded order. A call gets no program if it runs another op that does
+  more than allocate or view a tensor, or a user's own function (`refuse`).
+- A call is recorded only when its constants come for the second time, as the same object.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _same_memory(view: Tensor, base: Tensor) -> bool:
 
 
 class _Recorder(TorchDispatchMode):
-    """Sees a call: the tensors that it makes, and whether it does what a program can."""
+    """Observes a call: the tensors that it makes, and whether a program can repeat it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,14 +66,14 @@ class _Recorder(TorchDispatchMode):
 
 
 def refuse() -> None:
-    """Called by what Python must run each time: the call that is being recorded, if any, gets no program."""
+    """Called by code that Python must run in each call: the call that is being recorded, if any, gets no program."""
     recorder = _get_current_dispatch_mode()
     if isinstance(recorder, _Recorder):
         recorder.whole = False
 
 
 def record(call: Callable[[], list[Tensor]], inputs: list[Tensor]) -> tuple[list[Tensor], Run | None]:
-    """The results of a call that reads these tensors, and what repeats it for others, or None."""
+    """Returns the results of a call that reads `inputs`, and the program that repeats it on others, or None."""
     program, recorder = _core.Program(), _Recorder()
     program.start()
     try:
@@ -110,7 +110,7 @@ class _Known:
 
 
 class Programs:
-    """The programs of one function. A call runs one of them where one fits, and else the function, recording it."""
+    """The programs of one function. A call runs the program that fits, or else the function, which it records."""
 
     def __init__(self) -> None:
         self._known: dict[int, _Known] = {}
@@ -118,7 +118,7 @@ class Programs:
     def __call__(
         self, constants: Any, inputs: list[Tensor], call: Callable[..., list[Tensor]], *args: Any
     ) -> list[Tensor]:
-        """call(*args): it touches the tensors `inputs` alone, and their forms and `constants` decide what it does."""
+        """Returns call(*args), which must read `inputs` alone and depend on their forms and `constants` alone."""
         known = self._known.get(id(constants))
         if known is None or torch._C._len_torch_dispatch_stack():
             if known is None:

@@ -5,8 +5,8 @@
     dw[g] = quantize(dy)[of g].T @ quantize(x)[of g]          wgrad  over the rows of group g
     db[g] = the sum of dy's rows in group g
 
-x and dy are quantized whole, as a linear layer's are; w is quantized as G tensors, but that delayed scaling has one
-scale for all of them, and one amax over all. Rows in no group are zeros in y and dx, and are not summed.
+x and dy are quantized whole, as a linear layer's are; w is quantized as G tensors; only delayed scaling has one scale
+and one amax for all of them. Rows in no group are zeros in y and dx, and are not summed.
 
 With a map of rows, x is in token order: its rows are quantized as they move to their experts, and dx is each token's
 sum. The bits are those of permuting first.
@@ -122,8 +122,8 @@ class GroupedWeightGradient(NamedTuple):
 
 @dataclasses.dataclass
 class _Arguments(LayerArguments):
-    """One call. `x_copy`: the tensors of the copy of a quantized x that backward reads. `align`: of `ALIGNS`.
-    `row_id_map`, `row_source`: of the map that x's rows, tokens then, are permuted by, if they are."""
+    """One call. `x_copy`: the tensors of the copy of a quantized x that backward reads. `align`: one of `ALIGNS`.
+    `row_id_map`, `row_source`: from the row map by which x's rows, then tokens, are permuted, or None."""
 
     x: Tensor | QuantizedTensor
     weight: Tensor | QuantizedStack
@@ -146,8 +146,8 @@ class _Arguments(LayerArguments):
         return _Groups(self.offsets, self.align)
 
     def rows(self, calls: tuple[Call, ...]) -> Any:
-        """x as its groups lie. Permuted rows are not stored where nothing but these calls, all of the core, reads them;
-        without a call something else does."""
+        """Returns x in the order of its groups. Permuted rows are not stored if `calls`, all of which run in the core,
+        are their only readers; without calls, other code reads them."""
         if self.row_id_map is None or self.row_source is None:
             return self.x
         if calls and not any([call.quantizer.custom for call in calls]):
@@ -311,7 +311,8 @@ def grouped_linear_with(
     row_map: RowMap | None = None,
     sizes: tuple[Any, ...] | None = None,
 ) -> Tensor:
-    """`grouped_linear`, its options gathered. `sizes`: of the groups, from row 0 on, where the host knows them."""
+    """Runs `grouped_linear` with options that are gathered already. `sizes`: each group's rows, if the host has
+    them."""
     require_tensor("grouped_linear", "input", x)
     device_type = x.device.type
     if not x.is_meta and torch.is_autocast_enabled(device_type):

@@ -1,4 +1,4 @@
-"""Operands that are quantized already: weights that are held so, and inputs of another module's."""
+"""Operands that come quantized: held weights, and inputs that another module quantized."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from diptych.torch.tensors.quantized import QuantizedTensor, QuantizedTensorBase
 
 
 def dequantized_weight(weight: Tensor) -> Tensor:
-    """A weight for a product in high precision; its gradient is the parameter's."""
+    """Returns a weight in high precision; gradients pass through to the parameter."""
     return weight.dequantize() if isinstance(weight, QuantizedTensorBase) else weight
 
 
 def held_copies(q: QuantizedTensorBase, calls: tuple[Call, ...], what: str, remedy: str) -> Copies:
-    """The copies that calls would make, of what is quantized already; `what` and `remedy` are for what it raises.
+    """Returns the copies of a quantized tensor that `calls` would make. `what`, `remedy`: parts of the error message.
 
     **Raises** ValueError for a copy that was not made, or of another format or transform.
     """
@@ -30,5 +30,5 @@ def held_copies(q: QuantizedTensorBase, calls: tuple[Call, ...], what: str, reme
 
 
 def given_copies(x: QuantizedTensor, s: Schedule, op: str = "linear") -> Copies:
-    """The copies that forward would make of an input that comes quantized."""
+    """Returns the copies of an input that comes quantized, as forward would make them."""
     return held_copies(x, s.x, f"{op}: the input", "quantize it by recipe.quantizer(QuantizerRole(module, 'input'))")

@@ -34,7 +34,7 @@ from diptych.torch.tensors.quantized import QuantizedTensor
 def input_gradient(
     dy: Operand, w: Operand, x: Tensor, s: Schedule, options: Options, rng: Tensor | None, width: int
 ) -> Tensor:
-    """dgrad: [..., width] beside x's leading dimensions, in x's dtype."""
+    """Computes dgrad, [..., width] with x's leading dimensions, in x's dtype."""
     dx = product("dgrad", dy, w, None, x.dtype, s.plan.options[1])
     return requantized_result(dx, s.results[1], options, rng).view(*x.shape[:-1], width)
 
@@ -43,7 +43,7 @@ def normed_fprop(
     x: Tensor, gamma: Tensor, beta: Tensor | None, weight: Tensor, bias: Tensor | None, rng: Tensor | None,
     s: Schedule, options: Options, norm: NormOptions, with_z: bool,
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, Tensor], Copies, Copies]:  # fmt: skip
-    """y, z where it is stored, (mu, rsigma), and the copies of z and of the weight."""
+    """Returns y, the norm's output z if it is stored, (mu, rsigma), and the copies of z and of the weight."""
     fuse = input_fusable(s.plan)
     needs_z = with_z or not fuse or s.x_kept == "original"
     mu, rsigma, z = norm_ops.norm(x, gamma if needs_z else None, beta if needs_z else None, norm)

@@ -34,7 +34,8 @@ from diptych.torch.tensors.quantized import QuantizedTensor
 
 @dataclasses.dataclass
 class _Arguments(NormedArguments):
-    """`activation`: `ActivationOptions` as scalars. Layers are fc1 and fc2, which makes its input's copy again."""
+    """`activation`: `ActivationOptions` as scalars. The layers are fc1 and fc2; backward quantizes fc2's input
+    again."""
 
     weights: ClassVar[tuple[str, ...]] = ("weight1", "weight2")
     rngs: ClassVar[tuple[str, ...]] = ("rng1", "rng2")
@@ -56,7 +57,7 @@ class _Arguments(NormedArguments):
 
 
 def _activated(h: Tensor, activation: ActivationOptions, s2: Schedule, reads: str = "") -> Tensor | FusedInput:
-    """The input of fc2, unstored where it may be. `reads`: what wgrad does of it."""
+    """Returns the input of fc2, unstored if possible. `reads`: the operand that wgrad reads, as `Schedule.x_kept`."""
     unstored = input_fusable(s2.plan) and reads != "original"
     return sources.activated(h, activation) if unstored else activation_ops.activation(h, activation)
 

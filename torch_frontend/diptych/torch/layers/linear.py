@@ -148,12 +148,12 @@ def linear(
 
     **Arguments:** `x`: [..., K]; under `torch.amp.autocast` it is cast to its dtype first. Or a QuantizedTensor of the
     input role's format: fprop reads its rowwise copy, wgrad its columnwise one, and a product that the recipe leaves in
-    high precision what it stands for; delayed scaling records nothing of it. `weight`: [N, K], quantized
+    high precision reads its dequantized values; delayed scaling records no amax of it. `weight`: [N, K], quantized
     from its own dtype, or a QuantizedTensor with the copies that are needed. `bias`: [N]. All float32, bfloat16 or
     float16, in any mixture. `module`, `name`: the roles that the recipe is asked about. `state`: scales of delayed
     scaling, whose histories record the amaxes, those of gradients too, if the call is made in grad mode, outside of
     `dry_run` and not with `record=False`. `rng`: int32 [4], state of the random generator
-    of stochastic rounding (`rng_state`); 18 offsets are used from there on, and advancing it is the caller's.
+    of stochastic rounding (`rng_state`); the call uses 18 offsets from there on, and the caller advances it.
     `amax_group`: process group over which amaxes are reduced. `save_original_input`: backward keeps x and quantizes
     it again, instead of keeping a copy.
 

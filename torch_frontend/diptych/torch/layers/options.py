@@ -15,7 +15,7 @@ from diptych.torch.tensors.copies import Copies
 
 
 class Options(NamedTuple):
-    """How one call of `linear` departs from the plain case. `products.py` takes them into graphs."""
+    """The options of one call of a linear layer. `products.py` passes them into graphs."""
 
     module: str = "linear"
     name: str = ""
@@ -23,10 +23,10 @@ class Options(NamedTuple):
     record: bool = True
     group: Any = None
     state: ScaleStates | StepScales | None = None
-    recomputed_scales: dict[str, Tensor] | None = None  # those of the forward that a checkpoint recomputes
+    recomputed_scales: dict[str, Tensor] | None = None  # scales of the forward that a checkpoint recomputes
     weight_copies: Copies | None = None
     weight_grad: Any = None
-    scales: Tensor | None = None  # [n], those of `state` by the plan's order, as a graph's update gave them
+    scales: Tensor | None = None  # [n], the scales of `state` in the plan's order, from a graph's update
 
 
 _schedules: dict[tuple[Any, ...], Schedule] = {}
@@ -36,9 +36,10 @@ _recent: dict[tuple[Any, ...], tuple[Recipe, Schedule]] = {}  # by identity: has
 
 
 def schedule(recipe: Recipe, module: str, name: str, need_dx: bool, need_dw: bool, original: bool = False) -> Schedule:
-    """What one call does; kept outside of graphs, by the recipe's value. `original`: keep the input, not its copy.
+    """Returns the schedule of one call, cached by the recipe's value outside of graphs. `original`: keep x, not its
+    copy.
 
-    What runs for real while a graph is made, such as code that prepares its states, gets what later calls get.
+    Code that runs eagerly while a graph is traced, such as preparing its states, gets the objects that later calls get.
     """
     if torch.compiler.is_dynamo_compiling():
         return make_schedule(make_plan(recipe, module, name), need_dx, need_dw, original)

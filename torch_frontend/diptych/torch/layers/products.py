@@ -7,16 +7,16 @@
 
 Invariants:
 
-- `linear_plan` of `common.layers.plan` says which operand is quantized how, and a `Schedule` which of these copies one
-  call needs: a columnwise copy of x only where the weight is trained, one of w only where x needs a gradient. A call
-  makes its schedules once, in its forward; its backward finds them in its arguments.
+- `linear_plan` of `common.layers.plan` decides how each operand is quantized, and a `Schedule` which of these copies
+  one call needs: a columnwise copy of x only where the weight is trained, one of w only where x needs a gradient. A
+  call makes its schedules once, in its forward; its backward finds them in its arguments.
 - Forward saves what backward reads through `save_for_backward`, as plain tensors, and nothing else.
 - An operand is a `Copy`, or a tensor in high precision. Two copies multiply in the core; a product with any other
   operand runs in high precision on what a copy stands for.
-- Eagerly a layer's op gets the `Options` of each layer. Where a call is traced they cross as tensors and constants, and
-  are put together again inside. The states of delayed scaling are the caller's: eagerly quantizing reads and writes
-  them as it goes; a forward node is pure, gets the scales and returns the amaxes of what it quantized, which the graph
-  records; a backward node declares that it writes to the log of amaxes, and to the `main_grad`s (`state/update.py`).
+- Eagerly a layer's op gets the `Options` of each layer. In a traced call they cross into the node as tensors and
+  constants, and the node rebuilds them. The states of delayed scaling belong to the caller. Eagerly, quantizing reads
+  and writes them; a forward node is pure: it gets the scales and returns the amaxes, which the graph records; a
+  backward node declares that it writes to the log of amaxes (`state/update.py`) and to the `main_grad`s.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class WeightGradient(NamedTuple):
 def fprop(
     x: Tensor, weight: Tensor, bias: Tensor | None, rng: Tensor | None, s: Schedule, options: Options, given: Any = None
 ) -> tuple[Tensor, Copies, Copies]:
-    """y, and the copies of x and w. `given`: the input's copies, where x alone is not what is multiplied."""
+    """Returns y and the copies of x and w. `given`: the input's copies, if the caller has made them from a source."""
     copies_x = given
     if isinstance(x, QuantizedTensor):
         copies_x = given_copies(x, s)
@@ -132,7 +132,7 @@ def _state_names(s: Schedule) -> tuple[str, ...]:
 
 
 def kept_spec(kept: str, plan: TensorPlan) -> Spec:
-    """How `pack` put the copy that backward reads."""
+    """Returns the spec by which `unpack` rebuilds the copy that backward reads."""
     if kept == "original":
         return None
     quantizer = plan.rowwise if kept == "rowwise" else plan.columnwise
@@ -146,7 +146,8 @@ def kept_spec(kept: str, plan: TensorPlan) -> Spec:
 
 @dataclasses.dataclass
 class LayerArguments:
-    """The fields that all ops of linear layers begin with. Where `options` is None, what follows it says the same.
+    """The fields that the ops of all linear layers share. In a traced call `options` is None, and the fields after it
+    carry the same content.
 
     `layers`: (module, name, save_original_input, record, specs of kept copies, how a main_grad is written or "") of
     each; the lists are those of all layers, one after the other.
@@ -155,7 +156,7 @@ class LayerArguments:
     weights: ClassVar[tuple[str, ...]] = ("weight",)  # names of fields, by layer
     rngs: ClassVar[tuple[str, ...]] = ("rng",)
     _schedules = None  # type: tuple[Schedule, ...] | None  # of this call
-    recordable: ClassVar[bool] = True  # a forward does only what a program records or is told that it cannot
+    recordable: ClassVar[bool] = True  # forward runs only ops that a program can record, or calls `refuse`
 
     x: Tensor
     recipe: Recipe
@@ -172,13 +173,13 @@ class LayerArguments:
         raise NotImplementedError
 
     def kept_operands(self, needs: tuple[str, ...], schedules: tuple[Schedule, ...]) -> tuple[str, ...]:
-        """The fields besides weights and what this class has that backward reads."""
+        """Returns the fields that backward reads, other than the weights and those of this class."""
         raise NotImplementedError
 
     # --- what to do ---
 
     def schedules(self, needs: tuple[str, ...]) -> tuple[Schedule, ...]:
-        """The schedule of each layer, which the first who asks makes for the whole call, its backward included."""
+        """Returns the schedule of each layer. The first use makes them for the whole call, its backward included."""
         if self._schedules is not None:
             return self._schedules
         made = []
@@ -203,7 +204,7 @@ class LayerArguments:
         return tuple(found)
 
     def gradients(self, needs: tuple[str, ...]) -> tuple[str, ...]:
-        """`needs` but for the weights whose gradients go elsewhere."""
+        """Returns `needs` without the weights of which autograd gets no gradient."""
         elsewhere = []
         for i, name in enumerate(self.weights):
             gone = self.layers[i][5] if self.options is None else _leaves(self.options[i])
@@ -214,8 +215,8 @@ class LayerArguments:
     # --- the options ---
 
     def forward_options(self, needs: tuple[str, ...]) -> tuple[tuple[Options, ...], list[Tensor]]:
-        """The options of each layer's forward, and one tensor for the amaxes that the node returns: quantizing by these
-        options fills it in."""
+        """Returns the options of each layer's forward, and the tensor of amaxes that the node returns, in a list that
+        is empty without one. Quantizing by these options fills it in."""
         if self.options is not None:
             return self.options, []
         amaxes = [torch.zeros(p.shape, dtype=p.dtype, device=p.device) for p in self.amax_protos(needs)]
@@ -293,7 +294,7 @@ class LayerArguments:
         return self.layers[i][4] if self.options is None else ()
 
     def _kept_copies(self, i: int) -> Copies | None:
-        """The copies of layer i's weight that were given."""
+        """Returns the copies of layer i's weight that the caller passed, or None."""
         if not self._specs(i):
             return None
         tensors, found = list(self.copies), None
@@ -325,7 +326,8 @@ def _taken(tensors: list[Tensor], count: int) -> list[Tensor]:
 def finished(y: Tensor, s: Schedule, options: Options, rng: Tensor | None) -> Tensor:
     """The result of a forward, quantized where the recipe has a quantizer for it.
 
-    What a quantizer of the user's own made of it by another bears its name. **Raises** TypeError for another format.
+    If a user's own quantizer returns what another quantizer made, the result still carries the user's quantizer.
+    **Raises** TypeError for another format.
     """
     call = s.results[0]
     if call is None:
@@ -345,7 +347,7 @@ def result_proto(x: Any, width: Any, s: Schedule) -> TensorProto:
 
 
 def weight_gradient(dy: Any, x: Any, dtype: torch.dtype, s: Schedule, options: Options, rng: Tensor | None) -> Any:
-    """wgrad; None where the options take it elsewhere."""
+    """Computes wgrad, or passes it to the sink in `options`. Returns what autograd gets, None for no gradient."""
     wgrad = WeightGradient(dy, x, dtype, s, options, rng)
     return wgrad.compute() if options.weight_grad is None else options.weight_grad.accept(wgrad)
 
@@ -389,13 +391,13 @@ def run(op: CustomOp, x: Tensor, recipe: Recipe, options: tuple[Any, ...], *oper
 
 
 def _prepared_while_tracing(context: Any) -> None:
-    """Runs where Dynamo traces `run`, on the real objects: states that a user holds may have met no graph before."""
+    """Runs where Dynamo traces `run`, on the real objects: states that a user holds may lack the buffers of graphs."""
     state_fits(traced_local(context, "state"))
     before_each_call(context, "state", state_fits)
 
 
 def state_fits(states: Any) -> bool:
-    """The guard of `ScaleStates` that a user holds: what graphs record in lies beside them afterwards."""
+    """Guard on `ScaleStates` that a user holds: makes the buffers in which graphs record, if they are missing."""
     if isinstance(states, ScaleStates) and not states.ready_for_graphs():
         with torch.inference_mode(False):
             states.prepare_for_graphs()

@@ -28,7 +28,7 @@ STACK = Names("grouped_linear", "input", "weight")
 def quantize_calls(
     t: Tensor, calls: tuple[Call, ...], options: Options, rng: Tensor | None, scales: dict[str, Tensor] | None = None
 ) -> Copies:
-    """The copies of one tensor. `scales`: use these delayed scales and record nothing."""
+    """Returns the copies of one tensor. `scales`: delayed scales to use, recording nothing; None takes the states'."""
     rowwise = columnwise = None
     for call in calls:
         if call.plain and (options.group is None or not call.reducible):
@@ -54,8 +54,8 @@ def quantize_weight(
     rng: Tensor | None,
     scales: dict[str, Tensor] | None = None,
 ) -> Copies:
-    """`quantize_calls` of a weight, or of a stack of them [G, N, K]: each has scales and amaxes of its own, but that
-    all share a delayed scale, which gets the largest amax."""
+    """Returns the copies of a weight, or of a stack [G, N, K]. Each weight of a stack has its own scales and amaxes;
+    under delayed scaling all share one scale, whose history gets the largest amax."""
     if weight.dim() != 3:
         return quantize_calls(weight, calls, options, rng, scales)
     require_stackable(STACK, calls)
@@ -110,7 +110,7 @@ def _quantize_delayed(t: Tensor, call: Call, options: Options, scales: dict[str,
 def quantize_general(
     t: Tensor, call: Call, options: Options, rng: Tensor | None, scales: dict[str, Tensor] | None
 ) -> QuantizedTensor:
-    """Through `quantize`: a quantizer of the user's own, or an amax that is reduced over a group."""
+    """Quantizes by the verb `quantize`, for a user's own quantizer or an amax that is reduced over a process group."""
     if call.quantizer.custom:
         program.refuse()
     given: dict[str, Any] = {}
@@ -141,7 +141,8 @@ def has_one_amax(call: Call) -> bool:
 
 
 class Encoded(NamedTuple):
-    """The copies of a tensor; its amax [1] where one was computed for a format of one scale; its sum over the rows."""
+    """The copies of a tensor, its amax [1] if a tensorwise format has computed one, and its sum over the rows if
+    requested."""
 
     copies: Copies
     amax: Tensor | None = None
@@ -158,8 +159,8 @@ def quantize_operand(
     amax: Tensor | None = None,
     sum_dtype: torch.dtype | None = None,
 ) -> Encoded:
-    """`quantize_calls` of a tensor or a FusedInput; of the latter `amax` is used where a format has one for the tensor,
-    and `sum_dtype` asks for the column sum."""
+    """Returns the copies of a tensor or a FusedInput. For a FusedInput, tensorwise formats use `amax` instead of
+    computing one, and `sum_dtype` requests the sum over the rows in that dtype."""
     if isinstance(t, Tensor):
         return Encoded(quantize_calls(t, calls, options, rng, scales))
     rowwise = columnwise = found = total = None
@@ -186,7 +187,7 @@ def quantize_operand(
 
 
 def requantized_result(t: Tensor, call: Call | None, options: Options, rng: Tensor | None) -> Tensor:
-    """A result as its quantized copy stands for it."""
+    """Returns a result quantized and dequantized by `call`; with None, the result itself."""
     if call is None:
         return t
     single = call._replace(quantizer=call.quantizer.with_usage(rowwise=True, columnwise=False))

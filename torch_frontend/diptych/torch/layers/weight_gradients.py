@@ -1,4 +1,4 @@
-"""Weight gradients that go elsewhere than into `weight.grad`: into `weight.main_grad`, and when `backward_dw` asks.
+"""Weight gradients that backward adds to `weight.main_grad` or leaves to `backward_dw`.
 
 A weight may carry attributes, as TransformerEngine and Megatron-LM name them, which are read in each backward:
 
@@ -27,7 +27,8 @@ def accumulate(wgrad: Any, acc: Tensor, overwrite: bool) -> None:
 
 
 class WeightGradients:
-    """Where a module's weight gradients go: into `weight.main_grad`, and at once or when `backward_dw` asks."""
+    """The destination of a module's weight gradients: `weight.main_grad` (`fuse`), in backward or in `backward_dw`
+    (`delay`)."""
 
     def __init__(self, fuse: bool, delay: bool) -> None:
         self.fuse, self.delay = fuse, delay
@@ -38,15 +39,15 @@ class WeightGradients:
 
     def of(self, weight: Tensor) -> Sink:
         if self.fuse and weight.requires_grad and torch.is_grad_enabled():
-            main_grad(weight)  # what is missing is said before the forward
+            main_grad(weight)  # raises before the forward, not in backward
         return Sink(self, weight)
 
     def marks(self, weight: Tensor) -> bool:
-        """Whether the weight wants to be told that its gradient was added."""
+        """Whether backward sets the weight's `grad_added_to_main_grad`."""
         return self.fuse and getattr(weight, "grad_added_to_main_grad", None) is not None
 
     def run(self) -> None:
-        """Computes what is waiting, oldest first."""
+        """Computes the gradients that wait, oldest first."""
         queue, self.queue = self.queue, []
         with torch.no_grad():
             for weight, wgrad in queue:
@@ -69,7 +70,7 @@ class Sink:
         return [main_grad(self.weight)] if self.owner.fuse else []
 
     def accept(self, wgrad: Any) -> Tensor | None:
-        """Computes it or keeps it; returns what autograd gets."""
+        """Computes the gradient or keeps it for `backward_dw`; returns what autograd gets."""
         if self.owner.delay:
             self.owner.queue.append((self.weight, wgrad))
         else:
