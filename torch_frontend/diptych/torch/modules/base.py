@@ -1,11 +1,11 @@
 """`QuantizedModule`: the base of modules that run linear layers by a recipe; `Linear` and a user's own alike.
 
-It says which recipe holds for a call, keeps the states of delayed scaling and of the random generator as buffers, made
-by `prepare`, by `load_state_dict` or on first use, and updates scales once in each `autocast` region. Invariants:
+It decides which recipe applies to a call, keeps the states of delayed scaling and of the random generator as buffers,
+made by `prepare`, by `load_state_dict` or on first use, and updates scales once in each `autocast` region. Invariants:
 
-- What is recomputed under activation checkpointing runs by the recipe of its forward, updates nothing and records
-  nothing; with states it takes `diptych.torch.checkpoint` to find them.
-- Outside of regions a module is plain, and its state dict holds nothing of this until a recipe needs it.
+- A recomputation under activation checkpointing runs by the recipe of its forward, updates nothing and records nothing;
+  with a recipe that has state it needs `diptych.torch.checkpoint`.
+- Outside of regions a module runs in high precision; its state dict has no states until a recipe needs them.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ class QuantizedModule(StatefulModule):
     asked about roles of `module_kind` and, as name, the module's `name` and the layer's joined by a dot. Delayed scales
     are the layer's own (`scale_states.fc1.*`); the random generator is the module's.
 
-    **Arguments:** `fuse_wgrad_accumulation`: backward adds the weights' gradients to their `weight.main_grad`, and
-    leaves `weight.grad` alone, inside of regions and outside; see `weight_gradients` for the attributes of weights that
-    it reads. `delay_wgrad_compute`: backward leaves them to `backward_dw()`. Others go to the next class's `__init__`.
+    **Arguments:** `fuse_wgrad_accumulation`: backward adds the weights' gradients to `weight.main_grad` and does not
+    touch `weight.grad`, inside of regions and outside; see `weight_gradients` for the attributes of weights that it
+    reads. `delay_wgrad_compute`: backward leaves them to `backward_dw()`. Others go to the next class's `__init__`.
 
     Attributes: `recipe`: used instead of the region's wherever a region is enabled; None takes the region's. `layers`:
     names of the layers that `forward` runs, whose states `prepare` makes.
     """
 
-    # Defaults stand in the class: a converted nn.Linear, or a module pickled before they existed, has them too.
+    # Class attributes, so that a converted nn.Linear, or a module pickled before they existed, has the defaults too.
     init_method: Callable[[Tensor], Any] | None = None
     return_bias = False
 
@@ -76,14 +76,15 @@ class QuantizedModule(StatefulModule):
         if fuse_wgrad_accumulation or delay_wgrad_compute:
             self._weight_gradients = WeightGradients(fuse_wgrad_accumulation, delay_wgrad_compute)
 
-    # --- the recipe that holds ---
+    # --- the recipe that applies ---
 
     def _role_name(self, layer: str) -> str:
-        """The name that roles of a layer have."""
+        """Returns the name in the roles of a layer."""
         return f"{self.name}.{layer}" if self.name and layer else self.name or layer
 
     def _recomputed(self, region: Recipe | None) -> Recipe | None:
-        """The region to run in: that of the last forward where a checkpoint recomputes it outside of any region."""
+        """Returns the recipe to run by: that of the last forward if a checkpoint recomputes it outside of any
+        region."""
         if torch._C._current_graph_task_id() == -1:  # not inside a backward pass
             if region is not self._last_region:
                 self._last_region = region
@@ -151,7 +152,7 @@ class QuantizedModule(StatefulModule):
         return recipe if recipe is None or self.recipe is None else self.recipe
 
     def _eager_only(self, *weights: Tensor) -> EagerOnly | None:
-        """While tracing: what keeps a call with these weights out of the graph."""
+        """Called while tracing. Returns the reason that keeps a call with these weights out of the graph, or None."""
         from torch._dynamo.comptime import comptime  # importing it takes a second
 
         recipe = self._active_recipe()
@@ -210,7 +211,7 @@ class QuantizedModule(StatefulModule):
         self, plan: LinearPlan, layer: str, recipe: Recipe, device: torch.device, record: bool
     ) -> tuple[ScaleStates | StepScales | None, Tensor | None, dict[str, Tensor] | None, bool]:
         """(states, snapshot of the random generator, scales to use instead of the states', whether to record) of one
-        call; `record`: whether it records where it is no recomputation, which does what its forward did."""
+        call; `record`: whether the call records; a recomputation does what its forward did instead."""
         if not (plan.states or plan.needs_rng):
             if torch._C._current_graph_task_id() == -1:
                 aside(self._bound_states, plan, layer, recipe, device)  # drops what another recipe left
@@ -230,7 +231,7 @@ class QuantizedModule(StatefulModule):
     def _advance(
         self, plan: LinearPlan, layer: str, recipe: Recipe, device: torch.device, record: bool
     ) -> tuple[ScaleStates | StepScales | None, Tensor | None]:
-        """(states, snapshot of the random generator) of a call, on the tapes that are running."""
+        """Returns (states, snapshot of the random generator) of a call, and writes the call onto the running tapes."""
         states = self._bound_states(plan, layer, recipe, device)
         used: Any = states
         if states is not None:
@@ -243,8 +244,8 @@ class QuantizedModule(StatefulModule):
 
     @staticmethod
     def _enter_region(states: ScaleStates, recipe: Recipe, device: torch.device) -> StepScales | ScaleStates:
-        """The states for this call. Updates the scales at their first use in a region. Where graphs may share the
-        states, which they all may on a GPU, the device decides that too."""
+        """Returns the states for this call, and updates the scales at their first use in a region. Where graphs may
+        share the states, always so on a GPU, the device decides whether it is the first."""
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if states.region == STATE.region and not capturing:
             return states.current()
@@ -268,7 +269,8 @@ class QuantizedModule(StatefulModule):
     def _compiled_states(
         self, plan: LinearPlan, layer: str, recipe: Recipe, device: torch.device, record: bool
     ) -> tuple[ScaleStates | None, Tensor | None, Tensor | None]:
-        """`_states_for` of a call that is traced: made or bound while tracing, read and written by the graph."""
+        """Does what `_states_for` does, for a traced call: states are made while tracing; the graph reads and writes
+        them."""
         from torch._dynamo.comptime import comptime  # importing it takes a second
 
         comptime(make_states)
@@ -285,11 +287,12 @@ class QuantizedModule(StatefulModule):
             group = amax_group(recipe, STATE.amax_groups, delayed=True)
             scales = update_once(states, plan.states, STATE.steps[str(device)], group)
         if states is not None and scales is None and torch.is_grad_enabled():
-            scales = torch.cat([states.tensors(slot.name)[0] for slot in plan.states])  # those of now, in backward too
+            # Backward, too, uses the scales as they are now.
+            scales = torch.cat([states.tensors(slot.name)[0] for slot in plan.states])
         return states, None if rng is None else rng_take(rng, OFFSETS if record else 0), scales
 
     def _prepare(self, recipe: Recipe, layer: str, device: torch.device) -> None:
-        """Makes what a graph of this layer reads and writes."""
+        """Makes the states and buffers that a graph of this layer reads and writes."""
         states, rng = self._make(recipe, layer, device, in_forward=True)
         made: list[Tensor] = [] if rng is None else [rng]
         if states is not None:
@@ -303,7 +306,7 @@ class QuantizedModule(StatefulModule):
     def _calibrate(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: str, recipe: Recipe, product: Any = None
     ) -> Tensor:
-        """High precision, with the amaxes recorded that `recipe` asks for."""
+        """Runs the layer in high precision, and records the amaxes for the delayed scales of `recipe`."""
         recipe = recipe if self.recipe is None else self.recipe
         s = schedule(recipe, self.module_kind, self._role_name(layer), False, False)
         y = (product or self._plain_linear)(x, weight, bias)
@@ -320,7 +323,7 @@ class QuantizedModule(StatefulModule):
     def _calibrate_operands(
         self, plan: LinearPlan, layer: str, recipe: Recipe, x: Tensor, weight: Tensor
     ) -> ScaleStates:
-        """Records the amaxes of what a forward would quantize, in the states that it returns."""
+        """Records the amaxes of the operands that a forward would quantize. Returns the states."""
         states = self._bound_states(plan, layer, recipe, x.device)
         assert states is not None
         self._enter_region(states, recipe, x.device)
@@ -334,7 +337,7 @@ class QuantizedModule(StatefulModule):
     # --- weights ---
 
     def __repr__(self) -> str:
-        """One line for a layer: its states are not shown, which `named_buffers` names."""
+        """Shows a layer in one line, without its states, which `named_buffers` lists."""
         shown = object.__new__(type(self))
         shown.__dict__.update(self.__dict__, _modules={k: m for k, m in self._modules.items() if k != "scale_states"})
         return nn.Module.__repr__(shown)

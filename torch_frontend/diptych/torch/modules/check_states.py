@@ -1,4 +1,4 @@
-"""`check_states`: what is wrong with the delayed scales of a model, as far as their histories tell."""
+"""`check_states`: finds delayed scales of a model that serve their tensors badly, judged by their histories."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class StatesReport:
 
     @property
     def frozen(self) -> tuple[StateRow, ...]:
-        """Scales that stay while others of their layer are updated."""
+        """Scales that were not updated while others of their layer were."""
         return self._found("frozen")
 
     @property
@@ -53,7 +53,7 @@ class StatesReport:
 
     @property
     def unused(self) -> tuple[StateRow, ...]:
-        """Scales that were made, and of which nothing was recorded."""
+        """Scales for which nothing has been recorded."""
         return self._found("unused")
 
     def __str__(self) -> str:

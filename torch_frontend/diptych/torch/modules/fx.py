@@ -1,7 +1,7 @@
 """Modules under `torch.fx.symbolic_trace`: one node of the graph each, which runs the module itself.
 
-A tracer that looked inside would write down the products of the region that it runs in, none as a rule, and keep high
-precision for ever. `torch.compile` and `torch.export` do not come this way.
+A tracer that entered a module would record the ops of the region that tracing runs in, which is none as a rule, so that
+the graph would always run in high precision. `torch.compile` and `torch.export` do not use this file.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from diptych.common.errors import ArgumentError, UnsupportedError
 
 
 def as_leaf(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """A call with something else than tensors: where torch.fx traces it, a `call_module` node.
+    """Handles a call whose input is no tensor: where torch.fx traces it, makes a `call_module` node.
 
     **Raises** TypeError for other arguments; NotImplementedError where the traced root does not hold the module.
     """
@@ -34,8 +34,8 @@ def as_leaf(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def require_traceable(kind: str, x: Any) -> None:
-    """Inside of a module's forward. **Raises** NotImplementedError for a tracer that looks into it, TypeError for
-    what else is no tensor."""
+    """Called inside of a module's forward, on an x that is no tensor. **Raises** NotImplementedError for a proxy of a
+    tracer that entered the module, TypeError for anything else."""
     if not isinstance(x, torch.fx.Proxy):
         raise ArgumentError(f"{kind}: x must be a torch.Tensor, got {type(x).__name__}")
     _refuse(kind)

@@ -27,9 +27,9 @@ def make_graphed_callables(
 ) -> Any:
     """torch.cuda.make_graphed_callables, warmed up and captured inside `autocast(enabled, recipe, amax_groups)`.
 
-    What the warm-up would leave behind is undone: delayed scales, their histories, random generators and `main_grad`s
-    are those of before. The graphs update scales as eager modules do, once in each outermost `autocast` region: enter
-    one around each step. Weights kept across microbatches go by `skip_weight_update`, a tensor.
+    Effects of the warm-up are undone: delayed scales, their histories, random generators and `main_grad`s have the
+    values from before the call. The graphs update scales as eager modules do, once in each outermost `autocast` region:
+    enter one around each step. To keep weights across microbatches, pass the tensor `skip_weight_update`.
 
     **Arguments, returns:** as torch's; `enabled`, `recipe`, `amax_groups` as `autocast`'s. Weights whose gradients go
     to `main_grad` count as unused inputs, which are allowed then.
@@ -62,14 +62,14 @@ def _kept(models: list[nn.Module]) -> dict[Tensor, tuple[int, float]]:
         elif isinstance(module, QuantizedModule):
             rng = module._buffers.get("rng_state")
             if rng is not None:
-                found[rng] = (2, 0.0)  # the seed stays, the offset goes
+                found[rng] = (2, 0.0)  # the seed stays, the offset becomes 0
             grads = [getattr(p, "main_grad", None) for p in module.parameters()]
             found |= {g: (0, 0.0) for g in grads if isinstance(g, Tensor)}
     return found
 
 
 def _forget(models: list[nn.Module], before: dict[Tensor, Tensor]) -> None:
-    """Gives what was there its values back, and what the warm-up made those of a first step."""
+    """Restores the tensors that existed before, and sets those that the warm-up made to their initial values."""
     for t, (first, start) in _kept(models).items():
         if t in before:
             t.copy_(before[t])

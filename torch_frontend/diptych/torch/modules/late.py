@@ -1,7 +1,7 @@
-"""States that come late: a forward makes them after somebody took stock of a module, whose copy or keys then lack them.
+"""Late states: a forward makes them after the module was copied, wrapped or saved, so that the copy or keys lack them.
 
-A state dict, a deep copy and a DistributedDataParallel each leave a `Sighting` on the modules that they meet; modules
-met by one call share it, so that each root is reported once.
+`state_dict`, a deep copy and DistributedDataParallel each leave a `Sighting` on the modules that they visit. The
+modules of one call share it, so that each root is reported once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from diptych.common.errors import LateStateWarning
 
 
 class Sighting:
-    """One call that took stock of modules. `after`: what it was, as a warning says it."""
+    """One call that copied, wrapped or saved modules. `after`: the call, in the words of the warning."""
 
     def __init__(self, after: str) -> None:
         self.after, self.warned = after, False
@@ -53,7 +53,7 @@ def see(module: nn.Module, sighting: Sighting) -> None:
 
 
 def forget(module: nn.Module) -> None:
-    """Drops the sighting of a module whose owner starts its states anew."""
+    """Drops the sighting of a module whose states were reset."""
     _seen.pop(module, None)
 
 
@@ -66,7 +66,7 @@ def _by_wrapper() -> Sighting | None:
 
 
 def announce(module: nn.Module, states: str, recipe: Any) -> None:
-    """Warns of states that a forward made, once for each sighting; nothing where nobody has seen the module."""
+    """Warns of states that a forward made, once for each sighting; does nothing for a module without one."""
     sighting = _seen.get(module) or _by_wrapper()
     if sighting is None or sighting.warned:
         return

@@ -1,4 +1,4 @@
-"""What a user does to the states of a whole model: make them, seed them."""
+"""Functions on the states of a whole model: `prepare` makes them, `seed_rng` seeds its random generators."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def prepare(model: nn.Module, recipe: Recipe | None = None) -> nn.Module:
 
     Without it a module makes its states in its first forward. By then a copy of the model, a state dict that is loaded
     by its keys (torch.distributed.checkpoint) or a wrapper may exist that lacks them: prepare the model before. States
-    are ordinary tensors on the device of a module's parameters, in inference mode too. Those of a model on meta lie on
-    meta, and begin as they should when `to_empty` moves them to a device. States that fit are kept.
+    are ordinary tensors on the device of a module's parameters, in inference mode too. States of a model on meta lie on
+    meta, and get their initial values when `to_empty` moves them to a device. States that fit are kept.
 
     **Arguments:** `model`: changed in place; every `QuantizedModule` in it gets the states of all its `layers`.
     `recipe`: for modules without a recipe of their own; None prepares only modules that have one.
@@ -38,8 +38,9 @@ def prepare(model: nn.Module, recipe: Recipe | None = None) -> nn.Module:
 def seed_rng(model: nn.Module, seed: int) -> None:
     """Gives every module of a model that can round stochastically its own stretch of one random stream.
 
-    The modules' places in the model alone decide: the i-th gets offsets from i * 2^40 on. Ranks of a data-parallel
-    group should pass different seeds, and DistributedDataParallel `broadcast_buffers=False`, which would undo that.
+    The stretch depends on a module's place in the model alone: the i-th module gets offsets from i * 2^40 on. Ranks of
+    a data-parallel group should pass different seeds, and DistributedDataParallel `broadcast_buffers=False`, which
+    would undo that.
 
     **Raises** ValueError for a seed outside of 0..2^64-1.
     """

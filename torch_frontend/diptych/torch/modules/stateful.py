@@ -1,11 +1,11 @@
-"""`StatefulModule`: what a module of linear layers keeps from step to step, as buffers: how it is made, copied, saved,
-loaded and moved.
+"""`StatefulModule`: the buffers that a module of linear layers keeps from step to step, and how they are made, copied,
+saved, loaded and moved.
 
-    scale_states    `ScaleStates`, those of delayed scaling, by layer where there are several
+    scale_states    `ScaleStates`, for delayed scaling; one for each layer where there are several
     rng_state       int32 [4], the random generator of stochastic rounding
 
-Invariants: states are ordinary tensors, wherever they are made; they are all there before somebody takes stock of a
-module whose recipe is known, and a forward that makes them later says so (`late`).
+Invariants: states are ordinary tensors, even if made in inference mode; if the recipe is known, all exist before the
+module is copied or saved, and a forward that makes them later warns (`late`).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class StatefulModule(nn.Module):
         return made
 
     def reset_scale_states(self) -> None:
-        """Forgets the states of delayed scaling; the next region starts them anew."""
+        """Drops the states of delayed scaling; the next region makes new ones."""
         self._modules.pop("scale_states", None)
         late.forget(self)
         self._make_missing()
@@ -98,7 +98,7 @@ class StatefulModule(nn.Module):
 
     def prepare_states(self, recipe: Recipe | None = None) -> None:
         """Makes the states of all `layers` by the module's own recipe, or by `recipe` where it has none; see `prepare`.
-        None of both: nothing to do."""
+        Without either it does nothing."""
         own = self.recipe if self.recipe is not None else recipe
         if own is None:
             return
@@ -108,8 +108,8 @@ class StatefulModule(nn.Module):
             self._make(own, layer, device)
 
     def _make_missing(self) -> None:
-        """Makes the states that the recipe it was prepared for, or its own, needs and that are not there: before others
-        take stock of the module."""
+        """Makes the missing states for the module's own recipe, or the one that it was prepared for. Called before the
+        module is copied or saved."""
         recipe = self.recipe if self.recipe is not None else self._prepared_for
         if recipe is None:
             return
@@ -121,7 +121,8 @@ class StatefulModule(nn.Module):
                 self._make(recipe, layer, self._device())
 
     def _make_initial_states(self) -> None:
-        """Ends a constructor: the states of the module's own recipe, or of `quantized_model_init`'s."""
+        """Called at the end of constructors: makes the states for the module's own recipe or
+        `quantized_model_init`'s."""
         self.prepare_states(initial_recipe())
 
     def _device(self) -> torch.device:
@@ -153,7 +154,7 @@ class StatefulModule(nn.Module):
         return {k: v for k, v in self.__dict__.items() if k not in _OF_A_STEP and k != "_prepared_for"}
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> Any:
-        """A copy by `__getstate__`, with the states that a recipe which is known already will need."""
+        """Copies by `__getstate__`, after making the states that an already known recipe needs."""
         self._make_missing()
         late.see(self, late.by_deepcopy(memo))
         copied = memo[id(self)] = type(self).__new__(type(self))
@@ -174,7 +175,7 @@ class StatefulModule(nn.Module):
         super()._apply(fn, recurse)
         moved = self._buffers.get("rng_state")
         if rng is not None and moved is not None and rng.is_meta and not moved.is_meta:
-            moved.copy_(_drawn_rng(moved.device))  # the model left meta; it holds whatever lay in memory
+            moved.copy_(_drawn_rng(moved.device))  # the model left meta, and the buffer is uninitialized
         return self
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
@@ -196,7 +197,7 @@ class StatefulModule(nn.Module):
             with torch.inference_mode(False):
                 self.register_buffer("rng_state", torch.zeros(4, dtype=torch.int32, device=device))
         elif rng is None and "rng_state" in self._buffers:
-            del self._buffers["rng_state"]  # the state that the dict is of had none yet
+            del self._buffers["rng_state"]  # the saved module had no random generator
         self._caches = None
         super()._load_from_state_dict(read_weights(self, state_dict, prefix, args[0]), prefix, *args)
 
@@ -205,13 +206,14 @@ _OF_A_STEP = ("_last_region", "_last_groups", "_caches")
 
 
 def _drawn_rng(device: torch.device) -> Tensor:
-    """A random generator whose seed torch's CPU generator draws."""
+    """Makes a random state, int32 [4], whose seed torch's CPU generator draws."""
     words = torch.randint(-(2**31), 2**31, (2,), dtype=torch.int64, device="cpu")
     return torch.cat([words, torch.zeros(2, dtype=torch.int64, device="cpu")]).to(torch.int32).to(device)
 
 
 def require_no_capture(device: torch.device) -> None:
-    """Before a state is made. **Raises** NotImplementedError where a CUDA graph would begin it anew each time."""
+    """Called before a state is made. **Raises** NotImplementedError where a CUDA graph would reset it in each
+    replay."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise UnsupportedError(
             "a module's first call with a recipe that has state makes that state, which must lie outside of CUDA "

@@ -1,8 +1,8 @@
-"""What a graph reads and writes beside its inputs, made before it is traced and before it runs.
+"""Makes the states and buffers that a graph reads and writes, before it is traced and before it runs.
 
-A graph makes no buffers. Where Dynamo traces a module's call, `comptime` runs code of ours on the real module and makes
-what is missing. A guard does the same for each other module that runs the graph later, so that equal modules share one
-graph, wherever their states come from. Invariants:
+A graph makes no buffers. Where Dynamo traces a module's call, `comptime` runs diptych's code on the real module, which
+makes the missing ones. A guard does the same for each other module that runs the graph later, so that equal modules
+share one graph, wherever their states come from. Invariants:
 
 - A guard changes no state that exists unless the call that it checks would: where another recipe's states would be
   lost and the recipe of the call is not known yet, the module does not fit the graph.
@@ -40,21 +40,21 @@ class _Ready:
         return {each: schedule(recipe, kind, module._role_name(each), False, False).plan for each in self.layers}
 
     def make(self, module: Any) -> None:
-        """Makes what is missing, in place of another recipe's."""
+        """Makes the missing states, and replaces those of another recipe."""
         unseeded = self.needs_rng and "rng_state" not in module._buffers
         with torch.inference_mode(False), torch.no_grad():
             for layer in self.layers:
                 module._prepare(self.recipe, layer, self.device)
             if unseeded:
                 _keep_apart(module._buffers["rng_state"])
-        self.plans = self._plans(module)  # the very objects that states are bound to now
+        self.plans = self._plans(module)  # the plans by identity, as the states are bound to them now
 
     def __call__(self, module: Any) -> bool:
         """Returns whether a graph that was traced under this guard may run."""
         if self._has_all(module):
             return True
         if type(module) is not self.kind or module.name != self.name or STATE.recipe != self.entered:
-            return True  # guards of these will say so
+            return True  # Dynamo's own guards refuse it
         if module.recipe != self.own or any(p.device != self.device for p in module.parameters(recurse=False)):
             return True
         known = self.recipe is self.own or self.recipe == self.entered
@@ -89,8 +89,8 @@ def make_states(context: Any) -> None:
 
 
 def begin_again(_: Any) -> None:
-    """Runs where traced code does not find states that exist: Dynamo looked at their place before they did, and is to
-    trace the whole function once more."""
+    """Runs where traced code does not find states that exist, because Dynamo read their dict before they were made.
+    Makes Dynamo trace the whole function again."""
     from torch._dynamo.exc import RestartAnalysis
 
     raise RestartAnalysis(restart_reason="diptych made states of a module that was looked at before")
@@ -106,8 +106,8 @@ def _names(module: nn.Module) -> list[tuple[int, int, int]]:
 
 
 def _forget(context: Any, module: nn.Module) -> None:
-    """Has Dynamo look anew at dicts that it has looked at, and which have states now: it keeps their items otherwise.
-    One that the traced code has changed stays as it is (`begin_again`)."""
+    """Makes Dynamo read dicts again that have got states since it read them. A dict that the traced code has changed
+    stays as it is (`begin_again`)."""
     output = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
     effects = output.side_effects
     for holder in _holders(module):
@@ -122,8 +122,8 @@ _last_drawn: list[Any] = [None, 0]
 
 
 def _keep_apart(rng: Tensor) -> None:
-    """Gives a module a stretch of its own of a stream that was drawn before: torch undoes draws that happen while it
-    compiles, so that the next module draws the same seed."""
+    """Moves a module's random state to an own part of its stream if the last module drew the same seed: torch undoes
+    draws that happen while it compiles."""
     words = rng[:2].tolist()
     _last_drawn[:] = [words, _last_drawn[1] + 1 if words == _last_drawn[0] else 0]
     rng.view(torch.int64)[1] += _last_drawn[1] << 40

@@ -1,4 +1,4 @@
-"""Quantized copies of weights, kept across microbatches. Weights that are held quantized: `quantized_parameter.py`."""
+"""Quantized copies of weights, kept across microbatches. Held weights are in `quantized_parameter.py`."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ class WeightCache:
     """The quantized copies of one weight, or of a stack of them, from the first microbatch of a step to its last.
 
     Graphs write them in place, into buffers that are made while Dynamo traces: a captured graph's own memory is
-    overwritten when it runs again. There E8M0 scales lie as bytes, which Inductor's backends all can store.
+    overwritten when it runs again. In these buffers E8M0 scales are stored as bytes, which all of Inductor's backends
+    support.
     """
 
     def __init__(self) -> None:
         self.key: tuple[Any, ...] = ()
         self.copies: Any = None  # Copies, or the buffers that graphs write
         self.bound = False  # whether graphs know the buffers
-        self.content = "none"  # "stale": of another key; "kept"
-        self.valid: Tensor | None = None  # the same for graphs, which skip on the device: a boolean [1]
+        self.content = "none"  # "none", "stale" (made for another key) or "kept"
+        self.valid: Tensor | None = None  # whether content is kept, for graphs that skip on the device: a boolean [1]
 
     def get(
         self,
@@ -89,7 +90,7 @@ class WeightCache:
         else:
             self.copies, self.bound, self.key = made, False, key
         if not compiling:
-            self.content = "kept"  # else from tracing on: a graph has no side effects
+            self.content = "kept"  # compiled code sets it while tracing: a graph has no side effects
         return made
 
     def bind(self, calls: tuple[Call, ...], shape: tuple[int, ...], device: torch.device) -> None:
@@ -123,7 +124,7 @@ class WeightCache:
     def _select(
         self, weight: Tensor, calls: tuple[Call, ...], options: Options, rng: Tensor | None, skip: Tensor
     ) -> Copies:
-        """New content for the kept copies where `skip` is 0, without asking the device."""
+        """Overwrites the kept copies where `skip` is 0, which the device decides without a synchronization."""
         keep = skip.reshape(1) != 0
         if self.valid is not None:
             keep = keep & self.valid
@@ -142,7 +143,7 @@ class WeightCache:
 
 
 def _pairs(into: Any, made: Copies) -> list[tuple[Tensor, Tensor]]:
-    """The tensors of kept copies, each with that of the new ones."""
+    """Returns each tensor of the kept copies with its counterpart in the new ones."""
     found = []
     for old, new in zip(into, made, strict=True):
         for a, b in zip((old or ())[:3], (new or ())[:3], strict=True):
@@ -152,7 +153,7 @@ def _pairs(into: Any, made: Copies) -> list[tuple[Tensor, Tensor]]:
 
 
 def _storable(t: Tensor) -> Tensor:
-    """A copy's tensor as its buffer holds it."""
+    """Returns a tensor of a copy in the dtype of its buffer: E8M0 scales as bytes."""
     if t.dtype != torch.float8_e8m0fnu:
         return t
     return _bytes_op(t) if torch.compiler.is_compiling() else t.view(torch.uint8)
@@ -167,9 +168,9 @@ _bytes_op = define(
 
 
 class _Bound:
-    """Gives a cache the buffers that a graph reads, or writes: the guard of each cache that runs it.
+    """A graph's guard on the cache that it runs with: gives the cache the buffers that the graph reads or writes.
 
-    A cache that keeps a weight for other calls does not fit: which of them is next, the guard cannot know.
+    A cache that keeps a weight for other calls does not fit, because the guard cannot tell which call comes next.
     """
 
     def __init__(self, calls: tuple[Call, ...], shape: tuple[int, ...], device: torch.device, skips: bool) -> None:
@@ -195,7 +196,7 @@ class _Bound:
         return True
 
     def runs(self) -> None:
-        """The graph that was checked runs: it keeps the weight, and has no side effects to say so."""
+        """Called when the checked graph runs: marks the weight as kept, because a graph has no side effects."""
         self.checked.cache().content = "kept"
 
 
@@ -216,7 +217,7 @@ def _bound_while_tracing(context: Any) -> None:
 
 
 def _key(calls: tuple[Call, ...], shape: tuple[int, ...], device: torch.device) -> tuple[Any, ...]:
-    """Returns what the copies depend on, in scalars: torch 2.11 keeps no constant of a graph beyond it."""
+    """Returns the key of copies, made of scalars: torch 2.11 keeps no constant of a graph beyond the graph."""
     return (
         str(device),
         *shape,

@@ -34,11 +34,11 @@ class _State(threading.local):
         self.calibrating: Recipe | None = None
         self.amax_groups: Mapping[str, Any] = {}
         self.dry = False  # inside of `dry_run`
-        self.taped = False  # inside of a checkpoint that was entered where calls record; the reentrant kind's forward
-        # runs without grad mode
+        # Inside of a checkpoint that was entered where calls record: the reentrant kind runs its forward without grad.
+        self.taped = False
         self.depth = 0  # of regions that quantize or calibrate
-        # Delayed scales are updated once in each outermost region. Eager code knows it by its number; graphs, which
-        # cannot guard on what each step changes, by a counter that lies beside the states, int64 [1] by device.
+        # Delayed scales are updated once in each outermost region. Eager code compares the region's number; graphs,
+        # which cannot guard on a value that each step changes, compare a counter, int64 [1] on each device.
         self.region = 0
         self.steps: dict[str, Tensor] = {}
 
@@ -57,7 +57,8 @@ def make_step_counter(device: torch.device) -> Tensor:
 
 
 def _count_step() -> None:
-    """Counts a region on each device. A transform of torch.func is no party to it: the counters are not its tensors."""
+    """Counts a region on each device. Transforms of torch.func are disabled for it: the counters are not their
+    tensors."""
     if torch.compiler.is_compiling() or peek_interpreter_stack() is None:
         for step in STATE.steps.values():
             step.add_(1)
@@ -87,7 +88,7 @@ def get_autocast_recipe() -> Recipe | None:
 
 
 def amax_group(recipe: Recipe, groups: Mapping[str, Any], delayed: bool = False) -> Any:
-    """The process group among a region's that a recipe names; None where it asks for none.
+    """Returns the process group of a region that a recipe names; None if the recipe names none.
 
     `delayed`: the amaxes are those of delayed scaling, which the region may reduce though the recipe names no group.
 
@@ -153,7 +154,7 @@ class autocast:
         if not torch.compiler.is_compiling() and _STAGES in sys.modules:
             recognize_pipelines()
         counted = self.enabled or self.calibrating
-        # An exported program counts nobody's steps. (Torch 2.11 traces `is_exporting()` as True.)
+        # An exported program counts no steps. (Torch 2.11 traces `is_exporting()` as True.)
         if counted and STATE.depth == 0 and not torch.compiler._is_exporting_flag:
             if torch.compiler.is_compiling():
                 from torch._dynamo.comptime import comptime  # importing it takes a second
@@ -162,7 +163,7 @@ class autocast:
             _count_step()
             if not torch.compiler.is_compiling():
                 STATE.region = next(_regions)
-        # The state comes last: nobody leaves a region whose entry raised, be it by Ctrl-C.
+        # The state is set last: if the entry raises, even by Ctrl-C, `__exit__` does not run.
         if self.amax_groups is not None:
             self._outer_groups.append(STATE.amax_groups)
         self._outer.append((STATE.recipe, STATE.calibrating))
@@ -193,7 +194,7 @@ class autocast:
 
         @functools.wraps(fn)
         def wrapped(*args: Any, **kwargs: Any) -> Any:
-            # A region of its own for each call: calls may recurse and run in threads.
+            # Each call enters its own region: calls may recurse and run in threads.
             with autocast(enabled, calibrating, recipe, amax_groups=groups):
                 return fn(*args, **kwargs)
 
@@ -214,9 +215,9 @@ class dry_run:
 
     Modules quantize as they would, by the scales as they are. They record no amax, update no scale, count as no step
     and use up no offset of a random generator; nor do their backwards, wherever these run. Without it the same holds
-    for calls in evaluation or without grad mode. Use it for training-mode calls on data that is none: shape inference,
-    warm-ups, profiling. The shape inference of torch.distributed.pipelining is a dry run by itself. In a calibrating
-    region nothing is collected either.
+    for calls in evaluation or without grad mode. Use it for training-mode calls on data that is not trained on: shape
+    inference, warm-ups, profiling. The shape inference of torch.distributed.pipelining is a dry run by itself. In a
+    calibrating region nothing is collected either.
     """
 
     def __init__(self) -> None:
@@ -255,8 +256,8 @@ _recognized: dict[str, Any] = {}
 def recognize_pipelines() -> None:
     """Makes the shape inference of torch.distributed.pipelining, if that is imported, a dry run.
 
-    It may run in grad mode on uninitialised memory, where nothing that a module sees, nor a graph's guards, tells it
-    from training.
+    It may run in grad mode on uninitialised memory, where neither a module nor a graph's guards can tell it from
+    training.
     """
     stage: Any = getattr(sys.modules.get(_STAGES), "PipelineStage", None)
     for name in _INFER:

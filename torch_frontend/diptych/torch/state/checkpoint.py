@@ -36,7 +36,7 @@ class Entry(NamedTuple):
     scales: dict[str, Tensor]
     rng: Tensor | None
     record: bool = True
-    seen: Tensor | None = None  # of a graph: which update its scales were of
+    seen: Tensor | None = None  # in a graph: the step of the update that made its scales
 
 
 class _Stack(threading.local):
@@ -48,7 +48,7 @@ class _Stack(threading.local):
 _STACK = _Stack()
 
 
-_REGION = ("recipe", "calibrating", "amax_groups", "depth", "steps", "dry", "taped")  # of STATE, what a call sees
+_REGION = ("recipe", "calibrating", "amax_groups", "depth", "steps", "dry", "taped")  # what a call reads of STATE
 
 
 def _region() -> list[Any]:
@@ -61,7 +61,8 @@ def _enter_region(region: list[Any]) -> None:
 
 
 class _Tape(list[Entry]):
-    """Made where a checkpoint is entered, in the grad mode that says whether its calls record."""
+    """The entries of one checkpoint. It is made where the checkpoint is entered, whose grad mode decides whether its
+    calls record."""
 
     region: list[Any]
 
@@ -143,8 +144,8 @@ def tape_call(
 
 # --- selective checkpoints, outside of graphs ------------------------------------------------------------------------
 #
-# torch's modes pair the ops of a recomputation with those of its forward, by their order. What happens to states alone
-# happens once, in the forward; the modes do not see it.
+# torch's modes pair the ops of a recomputation with those of its forward, by their order. Ops that touch states alone
+# run once, in the forward; the modes do not see them.
 
 _SELECTIVE = (
     torch.utils.checkpoint._CachingTorchDispatchMode,
@@ -160,7 +161,7 @@ def selective() -> bool:
 
 
 def aside(fn: Callable[..., T], *args: Any) -> T:
-    """fn(*args), unseen by selective checkpoints."""
+    """Runs fn(*args) hidden from selective checkpoints."""
     if not selective():
         return fn(*args)
     modes: list[Any] = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())][::-1]
@@ -186,8 +187,8 @@ def checkpoint_contexts() -> tuple[AbstractContextManager[Any], AbstractContextM
 
 # --- inside of a graph -----------------------------------------------------------------------------------------------
 #
-# The partitioner recomputes in the backward graph what lies in a checkpoint, as if nothing had been written meanwhile.
-# What the ops on states give is saved instead: scales as updated, random states as taken.
+# The partitioner recomputes the ops of a checkpoint in the backward graph, as if nothing had been written meanwhile.
+# The results of ops on states are saved instead: updated scales and the random states that were taken.
 
 
 class _Saving(torch.utils.checkpoint._CachingTorchDispatchMode):
@@ -212,7 +213,7 @@ class _Saving(torch.utils.checkpoint._CachingTorchDispatchMode):
 
 
 SAVED: set[Any] = set()
-"""Ops on states: a graph's checkpoints save what these give."""
+"""The ops on states, whose results a graph's checkpoints save."""
 
 
 def _graph_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -249,7 +250,7 @@ class _Taped:
 
 
 class _Tracked:
-    """A function whose recomputation finds a tracker's random states as its first call found them."""
+    """A function whose recomputation runs with the random states that the tracker had at its first call."""
 
     def __init__(self, function: Callable[..., Any], get_tracker: Callable[[], Any]) -> None:
         self.function, self.get_tracker = function, get_tracker
@@ -280,13 +281,13 @@ def checkpoint(
     """torch.utils.checkpoint.checkpoint for modules with state: their recomputation gives the forward's bits.
 
     **Arguments:** as torch's; `context_fn` of your own is wrapped around. Both kinds, `use_reentrant` False and True.
-    Outside of compiled code a selective checkpoint's policy sees our ops by name (`torch.ops.diptych.gemm.default`),
-    and nothing of what happens to states alone. Inside of compiled code the graph recomputes and the kinds are one; a
-    `context_fn` of your own stands alone there, and only recipes without state go with it. Around compiled code the
-    region may lie outside of the checkpoint.
+    Outside of compiled code a selective checkpoint's policy sees diptych's ops by name
+    (`torch.ops.diptych.gemm.default`), but no op that touches states alone. Inside of compiled code the graph
+    recomputes, and both kinds are the same; a `context_fn` of your own replaces diptych's there, which works for
+    recipes without state only. Around compiled code the region may lie outside of the checkpoint.
     `get_rng_state_tracker`: returns an object with `get_states` and `set_states`, such as Megatron's tracker of CUDA
-    random states, which the recomputation finds as the forward did; not inside of compiled code.
-    `distribute_saved_activations`: False. `tp_group`: taken and not needed without it.
+    random states, which is set for the recomputation as it was in the forward; not inside of compiled code.
+    `distribute_saved_activations`: must be False. `tp_group`: accepted and ignored, as only that option reads it.
 
     **Returns:** what `function` returns.
 

@@ -6,9 +6,9 @@
     <module>.rng_state                         int32 [4]     seed and offset, each low word first
 
 States have the names of `LinearPlan.states`, with "_" for "."; a module of several linears has one more level, their
-names. The tensors are all there is: safetensors and `torch.load(weights_only=True)` take them. Invariants: scales stay
-float32 whatever the module is cast to; a state that was loaded is checked against the first recipe that uses it;
-nothing is overwritten by a state that does not fit.
+names. States consist of these tensors alone, which safetensors and `torch.load(weights_only=True)` take. Invariants:
+scales stay float32 whatever the module is cast to; a state that was loaded is checked against the first recipe that
+uses it; nothing is overwritten by a state that does not fit.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from diptych.torch.state.update import LOG, collect, forget, fp8_max, log_buffer
 
 BUFFERS = ("scale", "amax_history", "fp8_max")
 _LARGEST = tuple(torch.finfo(getattr(torch, dtype)).max for dtype in FP8_DTYPES)
-_ROUNDED = 1e-4  # how far averages of fp8_max may have been rounded off it
+_ROUNDED = 1e-4  # the relative rounding error of fp8_max in averaged checkpoints
 
 
 _warned: set[Any] = set()
 
 
 def warn_once(key: Any, message: str) -> None:
-    """RecipeSwitchWarning, once in a process for each key."""
+    """Emits a RecipeSwitchWarning once in a process for each key."""
     if key not in _warned:
         _warned.add(key)
         warnings.warn(message, RecipeSwitchWarning, stacklevel=5)
@@ -53,7 +53,7 @@ def key_of(name: str) -> str:
 
 
 def resize_history(history: Tensor, length: int) -> Tensor:
-    """A history of another length: the pending cell stays first and the newest amaxes last; zeros between."""
+    """Returns a history of another length: the pending amax stays first, the newest ones last, with zeros between."""
     if history.numel() == length:
         return history
     kept = min(length, history.numel()) - 1
@@ -65,7 +65,7 @@ def resize_history(history: Tensor, length: int) -> Tensor:
 
 
 def record_amax(history: Tensor, amax: Tensor) -> None:
-    """history[0] = max(history[0], amax), what quantizing by a delayed scale does itself."""
+    """Sets history[0] = max(history[0], amax), as quantizing by a delayed scale does."""
     aside(_record_amax, history, amax)
 
 
@@ -75,14 +75,14 @@ def _record_amax(history: Tensor, amax: Tensor) -> None:
 
 
 class _Float32(nn.Module):
-    """A module whose floating buffers no cast of the model changes, and which begin anew when they leave meta."""
+    """A module whose float buffers stay float32 when the model is cast, and start anew when they leave meta."""
 
     def start(self, name: str) -> float:
-        """The value that a buffer begins with."""
+        """Returns the initial value of a buffer."""
         return 0.0
 
     def reset_parameters(self) -> None:
-        """Every buffer as it begins."""
+        """Sets every buffer to its initial value."""
         self._restart(list(self._buffers))
 
     def _restart(self, names: list[str]) -> None:
@@ -128,7 +128,7 @@ class ScaleSlot(_Float32):
         return {"scale": 1.0, "amax_history": 0.0, "fp8_max": self.largest}[name]
 
     def adopt(self, quantizer: Float8Quantizer) -> None:
-        """Serves a quantizer of the same element, with its length of history."""
+        """Binds the state to a quantizer of the same element, and resizes the history to its length."""
         self.quantizer, self.largest = quantizer, fp8_max(quantizer)
         if self.amax_history.numel() != quantizer.amax_history_len:
             with torch.inference_mode(False):
@@ -154,12 +154,12 @@ class ScaleSlot(_Float32):
 
 
 def has_values(*tensors: Tensor) -> bool:
-    """Whether tensors can be looked into: none is on meta or fake."""
+    """Whether the tensors have values that can be read: none is on meta or fake."""
     return not any([t.is_meta for t in tensors]) and detect_fake_mode(tensors) is None
 
 
 class StepScales:
-    """The states of delayed scaling for one forward and its backward: by name a scale, and where its amax goes."""
+    """The delayed scales of one forward and its backward, by name, each with the history that its amax enters."""
 
     def __init__(self, names: tuple[str, ...], scales: list[Tensor], histories: list[Any]) -> None:
         self._tensors = dict(zip(names, zip(scales, histories, strict=True), strict=True))
@@ -183,16 +183,16 @@ class ScaleStates(_Float32):
 
     seen: Tensor | None
     pending: Tensor
-    graphed = False  # whether graphs record here: what they record in may lie ready before
+    graphed = False  # whether graphs record here; their buffers may exist before that
 
     def __init__(self, plan: LinearPlan | None = None, device: torch.device | str | None = None) -> None:
         super().__init__()
         self.plan: LinearPlan | None = None
-        self.region = 0  # of the last update
-        self.register_buffer("seen", None, persistent=False)  # the same for graphs: `autocast.step_counter` then
-        for name in LOG:  # what graphs record: update.py
+        self.region = 0  # the region of the last update
+        self.register_buffer("seen", None, persistent=False)  # the same for graphs: the step counter then
+        for name in LOG:  # the buffers in which graphs record: update.py
             self.register_buffer(name, None, persistent=False)
-        self.view: tuple[StepScales, list[int]] | None = None  # of this region, and versions of what it is a copy of
+        self.view: tuple[StepScales, list[int]] | None = None  # of this region, with the versions of its scales
         self.wrapper: Any = None  # weak reference to the DistributedDataParallel that leaves these states alone
         self.device = device
         if plan is not None:
@@ -206,12 +206,12 @@ class ScaleStates(_Float32):
         return {k: m for k, m in self._modules.items() if isinstance(m, ScaleSlot)}
 
     def tensors(self, name: str) -> tuple[Tensor, Tensor]:
-        """(scale, amax_history) of a state. **Raises** KeyError for a name that there is not."""
+        """(scale, amax_history) of a state. **Raises** KeyError for an unknown name."""
         buffers = self._modules[name if "." not in name else key_of(name)]._buffers  # type: ignore[union-attr]
         return buffers["scale"], buffers["amax_history"]  # type: ignore[return-value]
 
     def forward_scales(self) -> list[tuple[str, Tensor]]:
-        """(state name, scale) of what a forward quantizes."""
+        """Returns (state name, scale) for each tensor that a forward quantizes."""
         states = () if self.plan is None else self.plan.states
         return [(s.name, self.tensors(s.name)[0]) for s in states if not s.name.startswith("grad_output")]
 
@@ -257,13 +257,13 @@ class ScaleStates(_Float32):
                 )
 
     def freeze(self, scales: Tensor) -> StepScales:
-        """The states with a copy of the scales [n]: backward quantizes by those of its forward."""
+        """Returns the states with a copy of the scales [n], so that backward quantizes by the scales of its forward."""
         assert self.plan is not None
         names = tuple([slot.name for slot in self.plan.states])
         return StepScales(names, list(scales.split(1)), [self.tensors(name)[1] for name in names])
 
     def versions(self) -> list[int]:
-        """Change when somebody writes to a scale."""
+        """Returns the scales' version counters, which change when a scale is written."""
         scales = [slot.scale for slot in self.slots().values()]
         return [0 if t.is_inference() else t._version for t in scales]
 
@@ -272,7 +272,7 @@ class ScaleStates(_Float32):
         return self if self.view is None or self.view[1] != self.versions() else self.view[0]
 
     def update(self, group: Any = None) -> Tensor | None:
-        """The scales for the next step, of which it returns a copy [n]; None where there are none.
+        """Updates the scales for the next step and returns a copy of them, [n]; None without states.
 
         `group`: process group over which the pending amaxes are reduced first.
         """
@@ -304,12 +304,12 @@ class ScaleStates(_Float32):
         return self.graphed and self._buffers["pending"] is not None
 
     def prepare_for_graphs(self) -> None:
-        """Before a graph of these states is traced."""
+        """Called before a graph that uses these states is traced."""
         self.make_graph_buffers()
         self.graphed = True
 
     def make_graph_buffers(self) -> None:
-        """Makes what graphs read and write beside these states."""
+        """Makes the buffers that graphs read and write beside these states."""
         if not self.slots():
             return
         device = next(iter(self.slots().values())).scale.device
@@ -367,8 +367,8 @@ def keep_from_broadcast(states: ScaleStates) -> None:
     """Takes states out of the buffers that DistributedDataParallel sends from rank 0 before each forward: a rank's
     pending amaxes are its own until they are reduced.
 
-    It finds buffers anew each time, but for names in `parameters_to_ignore`; so it is told, in the first forward that
-    uses the states. One broadcast precedes that: the states start as rank 0's, like all that it wraps.
+    The wrapper lists the buffers anew in each forward, without the names in `parameters_to_ignore`; the first forward
+    that uses the states adds theirs. One broadcast comes before that, so all ranks start with the states of rank 0.
     """
     wrapper = nn.parallel.DistributedDataParallel._active_ddp_module
     if wrapper is None or (states.wrapper is not None and states.wrapper() is wrapper):
@@ -386,7 +386,7 @@ def _fits(slot: ScaleSlot, want: StateSlot) -> bool:
 
 
 def keys_below(state_dict: Any, prefix: str) -> dict[str, set[str]]:
-    """The names under a prefix, and what stands below each."""
+    """Returns the names under a prefix, each with the rest of its keys."""
     tree: dict[str, set[str]] = {}
     for key in state_dict:
         if key.startswith(prefix):
@@ -396,7 +396,7 @@ def keys_below(state_dict: Any, prefix: str) -> dict[str, set[str]]:
 
 
 def check_tree(tree: dict[str, set[str]], state_dict: Any, prefix: str, states: ScaleStates | None) -> None:
-    """Holds what is about to be loaded to its form, and to the states that it would replace.
+    """Checks the form of states that are about to be loaded, and that they fit the states that they replace.
 
     **Raises** CheckpointError naming the key; nothing has been loaded then.
     """
@@ -452,7 +452,7 @@ def _check_values(name: str, scale: Tensor, amax_history: Tensor, fp8_max: Tenso
 
 
 def rng_at(rng: Tensor, offset: int) -> Tensor:
-    """The state `offset` draws later: a new int32 [4], the offset added in 64 bits."""
+    """Returns the random state `offset` draws later, int32 [4]; the offset is added in 64 bits."""
     if offset == 0:
         return rng
     seed, count = rng.view(torch.int64).split(1)
@@ -494,5 +494,5 @@ SAVED.add(_rng_take_op)
 
 
 def rng_take(rng: Tensor, count: int) -> Tensor:
-    """A copy of the state as it is, and the state itself advanced in place by `count` offsets."""
+    """Returns a copy of the state, and advances the state itself in place by `count` offsets."""
     return _rng_take(rng, count) if direct(rng, watched=True) else _rng_take_op(rng, count)

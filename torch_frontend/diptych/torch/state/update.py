@@ -31,7 +31,7 @@ from diptych.torch.primitives.constants import Constants
 from diptych.torch.primitives.register import define, direct, wrote
 from diptych.torch.state.checkpoint import SAVED, require_saved, tape_call, taped_call
 
-LOGGED = 1024  # backwards of a layer between two updates, at most
+LOGGED = 1024  # the most backwards of a layer between two updates
 
 LOG = ("pending", "log", "written", "taken")
 
@@ -60,7 +60,7 @@ def forget(log: list[Tensor]) -> None:
 
 
 def record_pending(pending: Tensor, amaxes: Tensor) -> None:
-    """Enters the amaxes of a forward, those of a recomputation once more: it is the same step's."""
+    """Enters the amaxes of a forward. A recomputation enters the same amaxes again, which changes nothing."""
     pending.copy_(torch.maximum(pending, amaxes))
 
 
@@ -87,7 +87,8 @@ def log_amax(amax: Tensor, log: Tensor, written: Tensor) -> None:
 
 
 def _chosen(quantizer: Float8Quantizer, history: Tensor, reduced: Tensor | None) -> Tensor | None:
-    """The amax that a recipe's own function picks; None where the core's do. It works on copies: its result counts."""
+    """Returns the amax that a recipe's own function picks from copies of the history; None if the core is to pick
+    it."""
     algo = quantizer.amax_compute_algo
     if not callable(algo):
         return None
@@ -115,7 +116,7 @@ def update_all(
     seen: Tensor | None = None,
     step: Tensor | None = None,
 ) -> list[Tensor]:
-    """The scales from the amaxes so far (NUMERICS 2, "Delayed"), in place, and a copy of them, [n].
+    """Updates the scales in place from the amaxes so far (docs/numerics.md, "Delayed scaling"); returns a copy, [n].
 
     `log`: nothing, or `log_buffers`. `group`: process group over which pending amaxes are reduced first. Where `seen`
     equals `step` (int64 [1]), no scale changes.
@@ -128,14 +129,14 @@ def update_all(
         if group is not None:
             pending = torch.cat([history[:1] for history in histories])
             reduced = list(quantize_verbs.max_over(pending, group).split(1))
-        # A user's code, which may raise: before anything changes.
+        # The user's code may raise, so it runs before anything changes.
         chosen = [_chosen(*one) for one in zip(quantizers, histories, reduced, strict=True)]
     copy = scales[0].new_empty(len(scales))
     for i, (history, scale, amax, pick, q) in enumerate(
         zip(histories, scales, reduced, chosen, quantizers, strict=True)
     ):
         latest = q.amax_compute_algo == "most_recent"
-        if seen is None and not log:  # as who looks at ops sees it
+        if seen is None and not log:  # calls the op, which modes and traces see
             scale_update_ops.scale_update(history, scale, amax, pick, fp8_max(q), q.margin, latest)
             continue
         out = copy.narrow(0, i, 1)
@@ -154,7 +155,7 @@ def collect(histories: list[Tensor], scales: list[Tensor], log: list[Tensor]) ->
 
 
 def _of(log: list[Tensor], i: int) -> tuple[Tensor | None, ...]:
-    """A state's part of `log_buffers`."""
+    """Returns the part of `log_buffers` that belongs to state i."""
     if not log:
         return (None, None, None, None)
     pending, amaxes, written, taken = log
@@ -176,8 +177,8 @@ def _update_in_graph(
     quantizers: Constants,
     group: Any,
 ) -> Tensor:
-    """The update as compiled code runs it. A graph that an eager checkpoint recomputes finds its forward's scales,
-    for it cannot be given others. **Raises** where they are none of its forward's."""
+    """The update as compiled code runs it. In a graph that an eager checkpoint recomputes, the scales stay those of the
+    forward. **Raises** if they have been updated since that forward, because the graph cannot be given the old ones."""
     entry = taped_call(None, "compiled scales")
     if entry is not None and entry.seen is not None:
         same = seen == entry.seen
@@ -226,8 +227,8 @@ if constants.AVAILABLE:
 
 
 def update_once(states: Any, planned: tuple[Any, ...], step: Tensor, group: Any) -> Tensor:
-    """`ScaleStates.update` where `step` is another than at the last one, decided on the device: a graph runs this in
-    each forward. `planned`: the plan's states. **Returns** a copy of the scales, in their order."""
+    """Runs `ScaleStates.update` if `step` has changed since the last update, which the device decides: a graph runs
+    this in each forward. `planned`: the plan's states. **Returns** a copy of the scales, in their order."""
     pairs = [states.tensors(one.name) for one in planned]
     histories, scales = [p[1] for p in pairs], [p[0] for p in pairs]
     buffers = states._buffers
