@@ -1,11 +1,11 @@
 """Rows from token order into expert order and back (NUMERICS 8), under TransformerEngine's names.
 
 Each function is differentiable once, eagerly and as one node of a graph forward and one backward, and never waits for
-the device: sizes of results follow from the shapes and from `num_out_tokens`. What differs from TransformerEngine is
-listed in docs/moe.md.
+the device: sizes of results follow from the shapes and from `num_out_tokens`. docs/moe.md lists the differences from
+TransformerEngine.
 
-A `RowMap` stands where a routing map or a row_id_map does: `moe_map` makes it once, and it is passed on. So there are
-no two arguments that could contradict each other, and what belongs to the map is said in one place.
+A `RowMap`, which `moe_map` makes once, can replace a routing map and a row_id_map. It carries all properties of the
+map, so that no two arguments can contradict each other.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ class RowMap(NamedTuple):
         return self.row_source
 
 
-# --- what the functions ask for --------------------------------------------------------------------------------------
+# --- checks of arguments ---------------------------------------------------------------------------------------------
 
 
 def _require_inp(op: str, inp: Any, tokens: Any, of: str) -> None:
-    """Something with a row for each token that can be moved, and differentiated where it wants a gradient."""
+    """Checks that inp has a row for each token, which can be moved, and summed where inp requires grad."""
     require_tensor(op, "inp", inp)
     enforce(rules.tokens_of(op, operand("inp", inp), tokens, of))
     if not isinstance(inp, QuantizedTensor):
@@ -76,7 +76,8 @@ def _require_inp(op: str, inp: Any, tokens: Any, of: str) -> None:
 
 
 def require_probs(op: str, arg: str, probs: Any, inp: Tensor, row_id_map: Tensor, beside: Tensor | None) -> None:
-    """A probability for each slot; `beside`: rows that they multiply, beside which float64 ones go in float64 alone."""
+    """Checks a probability for each slot. `beside`: rows that they multiply; float64 probabilities need float64
+    rows."""
     require_tensor(op, arg, probs)
     check_probs(op, arg, probs, inp, row_id_map, beside is None or beside.dtype == torch.float64)
 
@@ -84,14 +85,14 @@ def require_probs(op: str, arg: str, probs: Any, inp: Tensor, row_id_map: Tensor
 def _integers(
     op: str, arg: str, given: Any, device: torch.device | None, form: str = "[C]"
 ) -> Tensor | tuple[int, ...]:
-    """Integers as a tensor on the device, None is where they are, or as numbers."""
+    """Returns integers as a tensor on `device` (None leaves a tensor where it is), or as a tuple of numbers."""
     if isinstance(given, Tensor):
         rules.require_integers(op, operand(arg, given), form)
         return given if device is None or given.device == device else given.to(device, non_blocking=True)
     if not isinstance(given, (list, tuple)):
         raise ArgumentError(f"{op}: {arg} must be a tensor or a sequence of ints, got {type(given).__name__}")
     for n in given:
-        if type(n) is not int or n < 0:  # the argument's name is formatted for what is refused alone
+        if type(n) is not int or n < 0:  # the argument's name is formatted on failure only
             _require_int(op, f"each of {arg}", n, 0)
     return tuple(given)
 
@@ -113,7 +114,7 @@ def _row_count(op: str, num_out_tokens: Any, entries: Any, experts: Any, align: 
     if num_out_tokens is not None:
         _require_int(op, "num_out_tokens", num_out_tokens, -1)
         if not known(num_out_tokens < 1):
-            if torch.compiler.is_compiling():  # a count that only the running program knows has one meaning
+            if torch.compiler.is_compiling():  # a count whose value only the running program has must be above 0
                 torch._check(num_out_tokens > 0)
             return num_out_tokens
     return rules.padded_rows(entries, experts, align)
@@ -140,7 +141,7 @@ def _made_map(op: str, routing_map: Any, num_experts: Any, map_type: str, num_ou
 def _map_of(
     op: str, routing_map: Any, num_experts: Any = None, map_type: str = "mask", num_out_tokens: Any = None
 ) -> RowMap:
-    """The map that a function was given, or is to make."""
+    """Returns the `RowMap` that was given, or makes one from a routing map."""
     if not isinstance(routing_map, RowMap):
         return _made_map(op, routing_map, num_experts, map_type, num_out_tokens, 1)
     rules.refuse_beside_map(op, num_out_tokens, num_experts, map_type)
@@ -164,7 +165,7 @@ def _permuted(op: str, inp: Any, probs: Tensor | None, row_map: RowMap, zero_pro
 
 
 def require_row_map(op: str, inp: Tensor, row_map: Any, arg: str = "inp") -> None:
-    """A `RowMap` of the rows of `inp`, what it holds aside."""
+    """Checks that `row_map` is a `RowMap` whose form fits the rows of `inp`; its values are not read."""
     if not isinstance(row_map, RowMap):
         raise ArgumentError(f"{op}: row_map must be a RowMap, got {type(row_map).__name__}; moe_map() makes one")
     check_maps(op, inp, row_map.row_id_map, row_map.row_source)
@@ -182,13 +183,13 @@ def moe_map(
     num_out_tokens: int | None = None,
     align_size: int = 1,
 ) -> RowMap:
-    """The map of tokens to experts that a routing says: expert-major, token order inside an expert.
+    """Makes the map of tokens to experts from a routing: expert-major, in token order inside of an expert.
 
     **Arguments:** `routing_map`: a mask [T, E], bool or integers, where a token goes to every expert whose entry is not
     0; or with map_type "index" expert ids [T, k], int32 or int64, of which those outside of 0..num_experts-1 name none.
-    `num_experts`: E, with ids. `num_out_tokens`: rows of the destination, padding included; later ones are dropped, and
-    those that nobody fills are absent. None, -1 and 0: as many as any routing needs. `align_size`: each expert's region
-    starts at a multiple of this.
+    `num_experts`: E, with ids. `num_out_tokens`: rows of the destination, padding included; rows beyond them are
+    dropped, and unfilled ones are absent. None, -1 and 0: as many as any routing needs. `align_size`: each expert's
+    region starts at a multiple of this.
 
     **Returns:** a `RowMap`, for the functions below in place of a routing map or row_id_map, and for grouped products.
 
@@ -210,15 +211,15 @@ def moe_permute(
     *,
     num_experts: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Each token's row to each of its experts: expert-major, token order inside an expert.
+    """Copies each token's row to each of its experts: expert-major, in token order inside of an expert.
 
     **Arguments:** `inp`: [T, H] (or [..., H]), or a QuantizedTensor, whose data and scales move together.
     `routing_map`, `num_out_tokens`, `map_type`, `num_experts`: as `moe_map`; ids without `num_experts` may name 2048
-    experts. Or a `RowMap`, which says all of them. `max_token_num`: TransformerEngine sizes a workspace by it; there is
-    none here, and it changes nothing.
+    experts. Or a `RowMap`, which replaces these arguments. `max_token_num`: has no effect; TransformerEngine sizes a
+    workspace by it.
 
-    **Returns:** (permuted [rows, H], row_id_map [T, slots] int32). Absent rows are zeros; of a quantized tensor, what
-    a row of zeros quantizes to. The gradient of inp, a plain tensor, is each token's sum over its rows.
+    **Returns:** (permuted [rows, H], row_id_map [T, slots] int32). Absent rows are zeros; in a quantized tensor,
+    quantized zeros. The gradient of inp, a plain tensor, is each token's sum over its rows.
 
     **Raises:** as `moe_map`; TypeError for rows that cannot be moved or, where inp requires grad, summed, ValueError
     for unequal tokens, mixed devices, or a quantized inp whose blocks span tokens, NotImplementedError for a second
@@ -238,7 +239,7 @@ def moe_permute_with_probs(
     *,
     zero_prob_is_padding: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`moe_permute` by a mask, and each row's own probability beside it.
+    """Runs `moe_permute` by a mask, and also returns each row's own probability.
 
     **Arguments:** `probs`: float32, bfloat16, float16 or float64, [T, E], or [T, slots] of a `RowMap`.
     `zero_prob_is_padding`: a probability of exactly 0 makes its row one of zeros, as TransformerEngine does; by default
@@ -267,16 +268,17 @@ def moe_permute_and_pad_with_probs(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor]:
     """`moe_permute_with_probs`, each expert's region padded to a multiple of `align_size`.
 
-    **Arguments:** `tokens_per_expert`: integers [E], whose padding places the regions. None, which is faster: the
-    routing's own counts. `num_out_tokens`: rows of the destination, padding included; as `moe_map`, but that counts on
-    the host (a list, a tuple, a CPU tensor outside of compiled code) make exactly the rows that they say.
+    **Arguments:** `tokens_per_expert`: integers [E]; the regions are as large as these counts, padded. None, which is
+    faster, counts the routing. `num_out_tokens`: rows of the destination, padding included; as `moe_map`, except that
+    without it counts on the host (a list, a tuple, a CPU tensor outside of compiled code) give exactly their padded
+    sum.
 
     **Returns:** (permuted, permuted_probs, row_id_map, pad_offsets, target_tokens_per_expert [E] int64). The row_id_map
     holds padded rows, so that pad_offsets is None: there is nothing left to add, and `moe_unpermute` takes it as it is.
-    Targets are what there is of each padded region, on the device.
+    The target counts are the sizes of the padded regions, on the device.
 
-    **Raises:** as `moe_permute_with_probs`; ValueError on the CPU for counts that leave no room for a token. On a
-    device, which nobody waits for, such a token is dropped.
+    **Raises:** as `moe_permute_with_probs`; ValueError on the CPU for counts that leave no room for a token. On a GPU,
+    where the host does not wait for the counts, such a token is dropped.
     """
     op = "moe_permute_and_pad_with_probs"
     require_tensor(op, "routing_map", routing_map)  # moe_map aligns a RowMap
@@ -291,7 +293,7 @@ def moe_permute_and_pad_with_probs(
 
 
 def _placed_by(op: str, routing_map: Tensor, tokens_per_expert: Any, num_out_tokens: Any, align: int) -> RowMap:
-    """The map whose regions lie as the padding of these counts says: row + pad_offsets[expert]."""
+    """Returns the map whose regions are placed by these counts, padded: row + pad_offsets[expert]."""
     plain = _made_map(op, routing_map, None, "mask", None, 1)
     _require_int(op, "align_size", align, 1)
     experts = routing_map.shape[1]
@@ -330,8 +332,8 @@ def moe_unpermute(
     """The sum of each token's rows, in ascending order, in float32 (float64 rows: float64), rounded once.
 
     **Arguments:** `inp`: [rows, H] float32, bfloat16, float16 or, on the CPU, float64. `row_id_map`: of a permute,
-    int32 [T, slots], or a `RowMap`, which spares backward work. Entries outside of 0..rows-1 are absent. A row has one
-    slot: where more than one names it, the gradients come from the last. `merging_probs`: [T, slots], each row's
+    int32 [T, slots], or a `RowMap`, which saves work in backward. Entries outside of 0..rows-1 are absent. A row has
+    one slot: where more than one names it, the gradients come from the last. `merging_probs`: [T, slots], each row's
     factor. `restore_shape`: of the result; None is [T, H]. `map_type`: what the map was made of. `probs`: the old name
     of merging_probs. `pad_offsets`: integers [E], added to the rows of each expert of a mask's map first; None, as
     `moe_permute_and_pad_with_probs` returns, where the map holds padded rows.
@@ -391,13 +393,13 @@ def _warn_of_probs(*_: Any) -> None:
 def moe_sort_chunks_by_index(
     inp: Tensor, split_sizes: Tensor | Sequence[int], sorted_index: Tensor | Sequence[int]
 ) -> Tensor:
-    """Chunks of consecutive rows in another order: chunk `sorted_index[j]` comes j-th.
+    """Reorders chunks of consecutive rows: chunk `sorted_index[j]` comes j-th.
 
     **Arguments:** `inp`: [T, H] (or [..., H]), or a QuantizedTensor, as `moe_permute`. `split_sizes`, `sorted_index`:
-    integers [C], on any device, or sequences of ints. A sequence must add up to T, or name each chunk once. What a
-    tensor holds is not looked at: rows of no named chunk are dropped, and the first mention of a chunk counts.
+    integers [C], on any device, or sequences of ints. A sequence must add up to T, or name each chunk once. Values in a
+    tensor are not checked: rows of chunks that it does not name are dropped, and the first mention of a chunk counts.
 
-    **Returns:** [T, H], quantized where inp is; rows that nobody fills are zeros.
+    **Returns:** [T, H], quantized where inp is; unfilled rows are zeros.
 
     **Raises:** as `moe_permute`; NotImplementedError for more than 2048 chunks.
     """
@@ -407,7 +409,7 @@ def moe_sort_chunks_by_index(
 def moe_sort_chunks_by_index_with_probs(
     inp: Tensor, probs: Tensor, split_sizes: Tensor | Sequence[int], sorted_index: Tensor | Sequence[int]
 ) -> tuple[Tensor, Tensor]:
-    """`moe_sort_chunks_by_index`, and each row's probability beside it.
+    """Runs `moe_sort_chunks_by_index`, and also returns each row's probability.
 
     **Arguments:** `probs`: [T] or [T, 1] float32, bfloat16, float16 or float64.
 

@@ -1,7 +1,7 @@
 """The permutations as differentiable ops: eagerly functions, in a graph one node forward and one backward.
 
-Backward keeps what came in, maps first of all, and makes again what costs less than memory: a graph that is retained
-under torch.compile must not have given away what it saved.
+Backward keeps arguments, above all maps, and recomputes what costs less than its memory: a graph that is retained under
+torch.compile must still hold all that it saved.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def _move(
     probs: Tensor | None,
     zero_prob_is_padding: bool,
 ) -> tuple[Tensor, ...]:
-    """x where the map sends it, and where given probs [rows]."""
+    """Returns x's rows in the order of the map, and with `probs` each row's probability, [rows]."""
     if not isinstance(x, QuantizedTensor):
         return tuple(permute_ops.permute([x], [0], row_id_map, row_source, probs, zero_prob_is_padding))
     parts = moved_parts(x.quantizer)
@@ -102,7 +102,7 @@ def _permute_backward(
     a: Permute, needs: tuple[str, ...], saved: list[Tensor], grads: list[Tensor | None]
 ) -> list[Tensor]:
     x_map = a.row_id_map
-    if a.zero_prob_is_padding:  # such rows are zeros, whatever x is
+    if a.zero_prob_is_padding:  # such rows are zeros whatever x is, and give it no gradient
         assert a.probs is not None
         x_map = torch.where(a.probs == 0, -1, a.row_id_map)
     return move_back(a, needs, grads, a.row_id_map, x_map)
@@ -120,7 +120,8 @@ _permute_op = CustomOp(
 
 @dataclasses.dataclass
 class SortChunks:
-    """The chunks as tensors, or as numbers. Backward makes the map again, which costs less than keeping it."""
+    """Sizes and order of chunks, as tensors or as numbers. Backward makes the map again, which is cheaper than keeping
+    it."""
 
     x: Tensor | QuantizedTensor
     probs: Tensor | None
@@ -138,7 +139,7 @@ class SortChunks:
 
 
 def host_numbers(given: Any) -> tuple[Any, ...] | None:
-    """Integers that the host knows without waiting, as numbers; None for those of a device or of a traced program."""
+    """Returns integers as numbers if the host has them without waiting; None for a GPU's and for traced ones."""
     if not isinstance(given, Tensor):
         return tuple(given)
     if torch.compiler.is_compiling() or not given.is_cpu or not direct(given, watched=True):
@@ -147,13 +148,13 @@ def host_numbers(given: Any) -> tuple[Any, ...] | None:
 
 
 def as_int32(numbers: Any, device: torch.device) -> Tensor:
-    """Sizes or indices where the kernel wants them, without waiting for the device."""
+    """Returns sizes or indices as an int32 tensor on the device, without waiting for it."""
     most = 2**31 - 1
     if isinstance(numbers, Tensor):
         return numbers if numbers.dtype == torch.int32 else numbers.clamp(-1, most).to(torch.int32)
     if not all(type(n) is int for n in numbers):  # traced: no values
         return torch.empty(len(numbers), dtype=torch.int32, device=device)
-    # A captured copy would read host memory that is gone by then. Dynamo does not know how to ask for a capture.
+    # A captured copy would read host memory that is freed by then. Dynamo cannot trace the question for a capture.
     if device.type == "cuda" and (torch.compiler.is_compiling() or torch.cuda.is_current_stream_capturing()):
         each = [torch.full((1,), min(n, most), dtype=torch.int32, device=device) for n in numbers]
         return torch.cat(each) if each else torch.empty(0, dtype=torch.int32, device=device)
@@ -185,7 +186,7 @@ _sort_chunks_op = CustomOp(
 
 @dataclasses.dataclass
 class Unpermute:
-    """`row_source`: of the map, where it is known. `pad_offsets`: what to add to each expert's rows first."""
+    """`row_source`: that of the map, if known. `pad_offsets`: numbers that are added to each expert's rows first."""
 
     x: Tensor
     probs: Tensor | None
@@ -201,7 +202,8 @@ class Unpermute:
 
 
 def shifted(row_id_map: Tensor, pad_offsets: Tensor, rows: Any) -> Tensor:
-    """Rows further down by their expert's offset; -1 where there is none, or it leaves 0..rows-1."""
+    """Returns a map whose rows are moved by their expert's offset; -1 for absent rows and those outside of
+    0..rows-1."""
     to = row_id_map + pad_offsets.to(torch.int64)
     return torch.where((row_id_map >= 0) & (to >= 0) & (to < rows), to, -1).to(torch.int32)
 

@@ -1,7 +1,7 @@
-"""Rows to their experts, quantized as they move: `moe_permute_and_quantize`.
+"""`moe_permute_and_quantize`: quantizes rows while it moves them to their experts.
 
-One kernel reads each token once and writes its rows' copies, those that run along permuted rows included. Eagerly a
-function, in a graph one node forward and one backward, as the permutations are.
+One kernel reads each token once and writes both copies of its rows. As the other permutations, it is a function
+eagerly, and in a graph one node forward and one backward.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from diptych.torch.tensors.quantized import QuantizedTensor, from_buffers
 
 @dataclasses.dataclass
 class PermuteQuantize:
-    """Rows of a plain x, quantized as they move; what follows the quantizer is as for `quantize`."""
+    """The arguments of one call. The fields after `quantizer` are those of `quantize`."""
 
     x: Tensor
     probs: Tensor | None
@@ -88,7 +88,7 @@ def moe_permute_and_quantize(
     scale: Tensor | None = None,
     rng: Tensor | None = None,
 ) -> Any:
-    """`quantize(moe_permute(inp, row_map)[0], quantizer)` in one pass: permuted rows are never stored but quantized.
+    """`quantize(moe_permute(inp, row_map)[0], quantizer)` in one pass: permuted rows are stored quantized only.
 
     **Arguments:** `inp`: [T, H] (or [..., H]) float32, bfloat16 or float16. `row_map`: one whose row_id_map and
     row_source agree, as those of `moe_map` do. `quantizer`, `amax`, `columnwise_amax`, `scale`, `rng`: as `quantize`,
@@ -98,8 +98,8 @@ def moe_permute_and_quantize(
     rows are quantized zeros; with `probs` a pair, whose second is permuted_probs [rows]. The gradient of inp is each
     token's sum over the plain gradient's rows.
 
-    **Raises:** as `quantize`; TypeError also for what is no RowMap, ValueError for unequal tokens, NotImplementedError
-    for a second derivative.
+    **Raises:** as `quantize`; TypeError also for a row_map that is no RowMap, ValueError for unequal tokens,
+    NotImplementedError for a second derivative.
     """
     op = "moe_permute_and_quantize"
     require_tensor(op, "inp", inp)

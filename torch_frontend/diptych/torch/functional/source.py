@@ -1,5 +1,5 @@
-"""`FusedInput`: what quantize and amax read instead of a tensor: a norm or an activation of it, or its rows in a map's
-order.
+"""`FusedInput`: a source that quantize and amax read in place of a tensor: a norm or an activation of x, or x's rows in
+a map's order.
 
     y = ((x - mu) * rsigma) * g + beta      g is gamma, or 1 + gamma; RMSNorm: mu is 0, and there is no beta
     y = act(a)  or  act(a) * b              gated: x = (a | b)
@@ -50,10 +50,10 @@ from diptych.torch.primitives.register import contiguous_or_none, define, empty_
 
 
 class FusedInput(NamedTuple):
-    """A tensor to quantize that is never stored: what a source makes of x, in float32, unrounded, or x's rows permuted.
+    """A tensor to quantize that is never stored: a norm or activation of x in unrounded float32, or x's permuted rows.
 
-    Fields after x are the core's source: its kind, norm or activation, zero_centered_gamma or gated, and its operands,
-    of which `row_id_map` and `row_source` are a map's.
+    The fields after x are the core's source: its kind, its norm or activation (`which`), zero_centered_gamma or gated
+    (`flag`), and its operands; `row_id_map` and `row_source` belong to a row map.
     """
 
     x: Tensor
@@ -73,7 +73,7 @@ _FIELDS = len(FusedInput._fields) - 1  # after x
 
 
 def _encoded(op: str, f: FusedInput) -> tuple[Any, ...]:
-    """Shape of what is encoded, after checks of the source's operands."""
+    """Returns the shape to quantize, after checks of the source's operands."""
     if f.kind == FROM_NORM:
         check_norm(op, f.x, f.which, gamma=f.gamma, beta=f.beta, mu=f.mu, rsigma=f.rsigma)
         return tuple(f.x.shape)
@@ -108,7 +108,7 @@ def _sum_results(f: FusedInput, shape: tuple[Any, ...], dtype: torch.dtype | Non
 
 
 def _core_source(f: FusedInput, shape: tuple[int, ...], total: list[Tensor]) -> tuple[Any, ...]:
-    """The core's arguments after the buffers: source, column_sum, workspace."""
+    """Returns the core's arguments after the buffers: source, column_sum, workspace."""
     if not total:
         return _source(f), None, None
     nbytes = _core.column_sum_workspace_bytes(*shapes.rows_cols(shape)) if f.x.is_cuda else 0
@@ -155,7 +155,7 @@ def _quantize_delayed_fake(
 
 
 def _five(x: Tensor, quantizer: Quantizer, made: list[Tensor], total: list[Tensor]) -> tuple[Tensor, ...]:
-    """The buffers of two copies and the sum, with an empty tensor for each that is not made."""
+    """Returns the buffers of two copies and the sum, an empty tensor standing for each that is not made."""
     empty = [x.new_empty(0) for _ in range(4 - len(made))]
     return *(made + empty if quantizer.rowwise else empty + made), *(total or [x.new_empty(0)])
 
@@ -220,7 +220,8 @@ def quantize(
     rng: Tensor | None = None,
     sum_dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
-    """The op `quantize` of a FusedInput; with `sum_dtype`, last, the sum over the rows of what is encoded."""
+    """The op `quantize` of a FusedInput; with `sum_dtype`, the last result is the sum over the rows before
+    quantizing."""
     rest = (*f[1:], amax, columnwise_amax, scale, rng, sum_dtype)
     return run("quantize_fused", _quantize, _quantize_op, f.x, quantizer, *rest)
 
@@ -228,7 +229,7 @@ def quantize(
 def quantize_delayed(
     f: FusedInput, quantizer: Quantizer, scale: Tensor, history: Tensor, sum_dtype: torch.dtype | None = None
 ) -> list[Tensor]:
-    """The op `quantize_delayed` of a FusedInput; with `sum_dtype`, last, the sum over the rows."""
+    """The op `quantize_delayed` of a FusedInput; with `sum_dtype`, the last result is the sum over the rows."""
     args = (f.x, quantizer, scale, history, *f[1:], sum_dtype)
     made = run("quantize_fused_delayed", _quantize_delayed, _quantize_delayed_op, *args)
     total = [made[4]] if sum_dtype is not None else []
@@ -247,7 +248,7 @@ def activated(x: Tensor, options: ActivationOptions) -> FusedInput:
 
 
 def permuted(x: Tensor, row_id_map: Tensor, row_source: Tensor) -> FusedInput:
-    """Rows of x [..., K] where a map sends them, [rows, K]; absent ones are zeros."""
+    """The rows of x [..., K] in the order of a map, [rows, K]; absent rows are zeros."""
     return FusedInput(x, FROM_ROWS, 0, False, row_id_map=row_id_map, row_source=row_source)
 
 

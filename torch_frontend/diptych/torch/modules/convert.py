@@ -1,4 +1,4 @@
-"""`convert`: makes the linear layers of a model that is already built quantized ones, and says what it left."""
+"""`convert`: makes the linear layers of an existing model quantize, and reports those that it left."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _HARMLESS = {
 
 
 class ConvertWarning(UserWarning):
-    """A layer of the model that `convert` left as it is, though it multiplies by matrices as those that it takes do."""
+    """Warns of a layer that `convert` left as it is, though it multiplies by matrices as convertible layers do."""
 
 
 # --- the report ------------------------------------------------------------------------------------------------------
@@ -34,8 +34,9 @@ class ConvertWarning(UserWarning):
 
 @dataclasses.dataclass(frozen=True)
 class ConvertedModule:
-    """One module with parameters of its own. `kind`: its class before. `parameters`: numbers in them, those of a tied
-    one at its first module. `converted`: whether it quantizes now. `why`: it does not; else empty."""
+    """One module with parameters of its own. `kind`: its class before. `parameters`: the count of their elements; a
+    tied parameter counts at its first module. `converted`: whether the module quantizes now. `why`: the reason if it
+    does not, else empty."""
 
     name: str
     kind: str
@@ -99,7 +100,7 @@ def convert(
     verbose: bool = True,
     return_report: bool = False,
 ) -> Any:
-    """Makes each linear layer of a model one that quantizes inside `autocast` and is what it was outside.
+    """Makes each linear layer of a model quantize inside `autocast`; outside it computes what it did before.
 
     nn.Linear becomes `Linear`; a Conv1D as Hugging Face's GPT-2 has it, and experts in stacks as transformers' mixtures
     have them (`gate_up_proj`, `down_proj`), become layers of `experts`, which permute tokens and multiply groups. The
@@ -162,7 +163,8 @@ def _said(name: str, module: nn.Module, departs: str) -> str:
 
 
 def _offer(module: nn.Module, uncalled: set[int]) -> tuple[Callable[[Any], str] | None, str]:
-    """The function that converts a module, or the reason why it cannot be; neither for other kinds of modules."""
+    """Returns the function that converts a module, or why it cannot be converted; neither for other kinds of
+    modules."""
     if isinstance(module, QuantizedModule):
         return None, ""
     if isinstance(module, nn.Linear):
@@ -184,7 +186,7 @@ def _wanted(filter: _Filter, module: nn.Module, name: str) -> bool:
 
 
 def _departs(module: nn.Linear) -> str:
-    """How a module departs from nn.Linear; empty where it does not."""
+    """Returns how a module departs from nn.Linear; empty if it does not."""
     if "forward" in vars(module):
         return "has a forward of its own"
     bases = type(module).__mro__
@@ -206,7 +208,8 @@ def _become_transposed(module: Any) -> str:
 
 
 def _report(named: list[tuple[str, nn.Module]], kinds: dict[int, str], why: dict[int, str]) -> ConversionReport:
-    """What is held by each module, tied parameters once: where they are quantized, if they are."""
+    """Returns the parameter count of each module; tied parameters count once, at a module that quantizes if there is
+    one."""
     owners: dict[int, int] = {}
     for quantizes in (True, False):
         for _, module in named:
@@ -225,12 +228,12 @@ def _report(named: list[tuple[str, nn.Module]], kinds: dict[int, str], why: dict
 
 
 def _own(module: nn.Module) -> list[nn.Parameter]:
-    """The parameters that a module holds itself, but for those that have no shape yet."""
+    """Returns the parameters that a module itself holds, without those that have no shape yet."""
     return [p for p in module.parameters(recurse=False) if not isinstance(p, UninitializedParameter)]
 
 
 def _reason(module: nn.Module, why: dict[int, str]) -> str:
-    """Why a module was left."""
+    """Returns why a module was left as it is."""
     if id(module) in why:
         return why[id(module)]
     if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):

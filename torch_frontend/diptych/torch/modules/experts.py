@@ -1,6 +1,6 @@
 """Layers of other libraries that `convert` makes quantized, in place: their parameters, and their names, stay.
 
-- `TransposedLinear`: a linear layer whose weight lies as [in, out], as Hugging Face's Conv1D (GPT-2) keeps it.
+- `TransposedLinear`: a linear layer whose weight is stored as [in, out], as in Hugging Face's Conv1D (GPT-2).
 - `RoutedExperts`: gated experts that lie in two stacks and route tokens in their forward, as transformers keeps those
   of Mixtral, Qwen, DeepSeek, gpt-oss and others.
 
@@ -30,7 +30,7 @@ from diptych.torch.state.autocast import STATE, autocast
 class TransposedLinear(QuantizedModule):
     """x @ weight + bias with a weight [in, out], quantized inside `autocast` as a `Linear` of its transpose is.
 
-    What `convert` makes of a Conv1D; `weight` and `bias` are those that it had.
+    `convert` makes it from a Conv1D, whose `weight` and `bias` it keeps.
     """
 
     weight: nn.Parameter
@@ -44,7 +44,7 @@ class TransposedLinear(QuantizedModule):
 
 
 def is_transposed_linear(module: nn.Module) -> bool:
-    """Whether a module is a Conv1D as Hugging Face has it."""
+    """Whether a module is a Conv1D of Hugging Face's form."""
     if type(module).__name__ != "Conv1D" or "forward" in vars(module):
         return False
     held = {n: tuple(p.shape) for n, p in module.named_parameters(recurse=False)}
@@ -58,9 +58,9 @@ def is_transposed_linear(module: nn.Module) -> bool:
 class RoutedExperts(QuantizedModule):
     """Experts of a gated MLP, act(gate) * up, whose two products are grouped ones and quantize inside `autocast`.
 
-    What `convert` makes of a module with `gate_up_proj` and `down_proj`; it is called as that was: (hidden [T, H],
-    expert ids [T, k], weights [T, k]) -> [T, H], the sum of each token's experts, in float32, by their weights. Ids
-    outside of 0..E-1 name no expert. Module kind and layers of roles: "grouped_linear", "gate_up" and "down".
+    `convert` makes it from a module with `gate_up_proj` and `down_proj`, and it is called in the same way:
+    (hidden [T, H], expert ids [T, k], weights [T, k]) -> [T, H], each token's weighted sum of its experts in float32.
+    Ids outside of 0..E-1 name no expert. Module kind and layers of roles: "grouped_linear", "gate_up" and "down".
     """
 
     module_kind = "grouped_linear"
@@ -106,7 +106,7 @@ class RoutedExperts(QuantizedModule):
 
     @property
     def transposed(self) -> bool:
-        """Whether the stacks lie as [E, in, out]."""
+        """Whether the stacks are stored as [E, in, out]."""
         return self.gate_up_proj.shape[1] == self.down_proj.shape[2]
 
     def extra_repr(self) -> str:
@@ -134,7 +134,7 @@ _WANTED = {
 
 
 def departs_from_experts(module: nn.Module) -> str:
-    """Why a module that holds stacks of matrices is no `RoutedExperts`; empty where it is one."""
+    """Returns why a module that holds stacks of matrices cannot become `RoutedExperts`; empty if it can."""
     held = {n: tuple(p.shape) for n, p in module.named_parameters(recurse=False)}
     biases = {"gate_up_proj_bias", "down_proj_bias"} & held.keys()
     if held.keys() - biases != {"gate_up_proj", "down_proj"} or len(biases) == 1:

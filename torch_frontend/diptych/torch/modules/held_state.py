@@ -1,11 +1,11 @@
-"""Held weights in checkpoints: `plain_state_dict`, and what a module reads of its weights' entries when it loads.
+"""Held weights in checkpoints: `plain_state_dict`, and how a module loads the entries of its weights.
 
 A weight `w` that is held quantized is written as plain tensors, in the names of published FP8 checkpoints:
 
     w                        payload of the rowwise copy [N, K]; E2M1 as bytes [N, K / 2]
     w_scale_inv              its scales, which the payload is multiplied by, in the format's layout
     w_amax                   where the format has one
-    w_columnwise_data, w_columnwise_scale_inv, w_columnwise_amax    only where the rowwise copy does not determine them
+    w_columnwise_data, w_columnwise_scale_inv, w_columnwise_amax    only if the rowwise copy does not determine them
 
 With 128x128 blocks these are the names, dtypes and shapes of checkpoints such as DeepSeek-V3's. Modules load them, and
 those with one scale a tensor or a row, or named `w_scale`, into weights held quantized and in high precision alike.
@@ -41,8 +41,8 @@ _BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 
 def plain_state_dict(model: nn.Module | Mapping[str, Any]) -> dict[str, Any]:
     """A state dict without quantized tensors, such as safetensors and other tools take; this module's docstring has the
-    names. `model.load_state_dict` of a model that holds its weights alike gives the same bits, and of one in high
-    precision the values.
+    names. Loaded into a model that holds its weights by the same quantizers it gives the same bits; into one in high
+    precision, the dequantized values.
 
     **Arguments:** `model`: a module, or its state dict. **Returns:** tensors that share memory with the model's.
 
@@ -93,7 +93,7 @@ def read_weights(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, 
 
 
 def _like(key: str, p: QuantizedTensorBase, values: Tensor) -> Any:
-    """A tensor that holds `values` in the form in which `p` holds its own."""
+    """Returns a tensor that holds `values` quantized as `p` is."""
     _require_shape(key, p, values.shape)
     made: Any = torch.empty_like(p.detach(), device=values.device)
     return made.quantize_(values)
@@ -110,7 +110,7 @@ def _from_quantized(key: str, p: Tensor, given: QuantizedTensorBase, assign: boo
         made.update_usage(rowwise_usage=p.quantizer.rowwise, columnwise_usage=p.quantizer.columnwise)
         return made.to(p.dtype)
     if p.shape != given.shape:
-        return given  # refused for its shape where all tensors' are
+        return given  # load_state_dict refuses its shape
     _warn(f"{key} is not quantized in the checkpoint as by {p.quantizer}: its values are quantized again, by that")
     values = given.detach().dequantize()
     return _like(key, p, values)
@@ -132,7 +132,7 @@ def _from_parts(key: str, p: Tensor, parts: dict[str, Tensor]) -> Any:
 
 
 def _buffers(p: QuantizedTensorBase, parts: dict[str, Tensor]) -> dict[str, Tensor] | None:
-    """The buffers of p as the checkpoint has them or determines them; None where it does not."""
+    """Returns the buffers of p that the checkpoint holds or determines; None if one is missing."""
     found: dict[str, Tensor] = {}
     for name, held in parts_of(p).items():
         if name in parts:
@@ -151,7 +151,7 @@ def _buffers(p: QuantizedTensorBase, parts: dict[str, Tensor]) -> dict[str, Tens
 
 
 def _cast(t: Tensor, held: Tensor) -> Tensor | None:
-    """A part as the buffer has it, if that changes no value."""
+    """Returns a part in the dtype and shape of the buffer; None if that would change a value."""
     if t.dtype == torch.uint8 and held.dtype == torch.float8_e8m0fnu:
         t = t.view(torch.float8_e8m0fnu)
     if held.dtype == torch.float32 and t.dtype in (torch.bfloat16, torch.float16, torch.float8_e8m0fnu):
@@ -163,7 +163,7 @@ def _cast(t: Tensor, held: Tensor) -> Tensor | None:
 
 
 def _decoded(key: str, p: Tensor, parts: dict[str, Tensor]) -> Tensor:
-    """The values, float32. **Raises** CheckpointError for parts that are no FP8 payload and its scales."""
+    """Returns the values in float32. **Raises** CheckpointError unless the parts are an FP8 payload and its scales."""
     data, scale = parts.get("rowwise_data"), parts.get("rowwise_scale_inv")
     if data is None or scale is None or data.dtype not in _FP8:
         said = ", ".join(f"{key}{_NAMES[name]} {describe(t)}" for name, t in parts.items())
@@ -211,14 +211,14 @@ def _warn(message: str) -> None:
 
 
 def _one_copy_tells(quantizer: Quantizer) -> bool:
-    """Whether both copies hold the same values: of one scale, or of square blocks. Others are made of the tensor."""
+    """Whether both copies hold the same values, as with one scale or square blocks. Others need the original."""
     fmt = quantizer.format
     square = fmt.block_rows == fmt.block_cols or bool(quantizer.spec.flags & SQUARE)
     return fmt.per_tensor or square
 
 
 def _columnwise(row: dict[str, Tensor], p: QuantizedTensorBase) -> dict[str, Tensor]:
-    """The columnwise buffers that belong to rowwise ones."""
+    """Returns the columnwise buffers that the rowwise ones determine."""
     fmt, data, scale = p.quantizer.format, row["rowwise_data"], row["rowwise_scale_inv"]
     if fmt.per_tensor:
         return {"columnwise_data": _transposed(data), "columnwise_scale_inv": scale.clone()}

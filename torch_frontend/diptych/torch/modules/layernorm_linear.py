@@ -1,4 +1,4 @@
-"""`LayerNormLinear`: a norm and the linear layer behind it, whose input is quantized without ever lying in memory.
+"""`LayerNormLinear`: a norm and the linear layer behind it, whose high-precision input is never stored.
 
     y = quantize(norm(x)) @ quantize(w).T + bias       the norm in float32, unrounded until it is quantized
 
@@ -36,7 +36,7 @@ from diptych.torch.primitives.constants import Constants
 
 
 def require_sizes(op: str, **sizes: Any) -> None:
-    """**Raises** TypeError or ValueError for what is no positive int."""
+    """**Raises** TypeError or ValueError for sizes that are not positive ints."""
     for name, size in sizes.items():
         if isinstance(size, bool) or not isinstance(size, int):
             raise ArgumentError(f"{op}: {name} must be an int, got {type(size).__name__}")
@@ -45,7 +45,7 @@ def require_sizes(op: str, **sizes: Any) -> None:
 
 
 class NormedModule(QuantizedModule):
-    """A module that begins with a norm: its parameters, and how they start."""
+    """A module that begins with a norm: the norm's parameters and their initial values."""
 
     layer_norm_weight: nn.Parameter
     layer_norm_bias: nn.Parameter | None
@@ -65,7 +65,7 @@ class NormedModule(QuantizedModule):
             nn.init.zeros_(self.layer_norm_bias)
 
     def _repr_norm(self) -> str:
-        """The norm where it is another than by default, and the recipe."""
+        """Returns the norm's options that differ from the defaults, and the recipe."""
         _, eps, centered = self.norm
         given = "" if f"{eps:g}" == "1e-05" else f", eps={eps:g}"
         return f", {self.normalization}{given}{', zero-centered' if centered else ''}{self._repr_recipe()}"
@@ -171,7 +171,7 @@ class LayerNormLinear(NormedModule):
         return self._returned(*made[: 1 + with_z])
 
     def _returned(self, y: Tensor, z: Tensor | None = None) -> Any:
-        """The results of a call, as its options ask for them. `z`: the norm's output."""
+        """Returns the results that the module's options request. `z`: the norm's output."""
         parts = (y, *((self.bias,) if self.return_bias else ()), *((z,) if self.return_layernorm_output else ()))
         return parts if len(parts) > 1 else y
 

@@ -1,4 +1,5 @@
-"""How modules' parameters begin; `quantized_model_init`: the region in which new modules hold weights quantized."""
+"""The initial values of modules' parameters, and `quantized_model_init`, the region in which new modules hold their
+weights quantized."""
 
 from __future__ import annotations
 
@@ -35,15 +36,15 @@ class quantized_model_init:
     """Region in which new modules hold their weights quantized, and in no other precision.
 
     Under `torch.no_grad()` or `torch.inference_mode()` a weight has its rowwise copy alone: about one byte an element
-    in FP8, for inference. A layer whose input needs a gradient then raises ValueError. On the meta device a weight
-    knows its quantizer; `to_empty`, then `reset_parameters` or `load_state_dict`, and `load_state_dict(assign=True)`
-    fill it, inside of the region or outside.
+    in FP8, for inference. A layer whose input needs a gradient then raises ValueError. On the meta device a weight has
+    its quantizer and no data; `to_empty`, then `reset_parameters` or `load_state_dict`, and
+    `load_state_dict(assign=True)` fill it, inside of the region or outside.
 
     **Arguments:** `enabled`: False makes plain weights, also inside an enabled region. `recipe`: which decides on the
     weights' format; None is `DEFAULT_RECIPE`. Under delayed scaling a weight's scale comes from the weight itself.
-    `preserve_high_precision_init_val`: each weight keeps what it was initialized with on the CPU, for an optimizer to
-    take its master weights from: `weight.get_high_precision_init_val()`, `weight.clear_high_precision_init_val()`. A
-    weight made on meta keeps what it is first filled with.
+    `preserve_high_precision_init_val`: each weight keeps its initial values on the CPU, from which an optimizer can
+    take its master weights: `weight.get_high_precision_init_val()`, `weight.clear_high_precision_init_val()`. A weight
+    made on meta keeps the first values that fill it.
 
     **Raises:** TypeError if `recipe` is not a recipe; ValueError from a module whose weight the recipe quantizes in two
     ways, or stochastically.
@@ -76,7 +77,7 @@ def initial_recipe() -> Recipe | None:
 
 
 def initial_weight(weight: Tensor, recipe: Recipe | None, module: str, name: str) -> Any:
-    """A module's new weight, quantized where a `quantized_model_init` region says so; [G, N, K] becomes a stack."""
+    """Returns a module's new weight, quantized inside of a `quantized_model_init` region; [G, N, K] becomes a stack."""
     if _INIT.recipe is None:
         return weight
     quantizer = held_quantizer("quantized_model_init", _INIT.recipe if recipe is None else recipe, module, name)

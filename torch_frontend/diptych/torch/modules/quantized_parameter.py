@@ -1,14 +1,14 @@
-"""`QuantizedParameter`: a weight that is held quantized, and in no other precision; and its arithmetic.
+"""`QuantizedParameter`: a held weight, which exists quantized and in no other precision, and its arithmetic.
 
-Below autograd each operator that meets one falls into one of these kinds:
+Below autograd each operator on such a weight is of one of these kinds:
 
-- **whole**: what `quantized_ops` has (detach, clone, to, copy_, ...) keeps it quantized.
-- **read**: pointwise operators, reductions and the like work on the values that it stands for. So does what makes
-  plain tensors of its shape (zeros_like, ...), such as an optimizer's state.
-- **write**: an operator in place gets the values in high precision, and what it leaves is quantized into the same
-  buffers by the weight's quantizer. With a master, `weight.main_param`, reads and writes are the master's, and the
-  weight is quantized from it.
-- **view**: of the whole it is the weight itself; any other is a copy of values, which refuses to be written.
+- **whole**: the operators in `quantized_ops` (detach, clone, to, copy_, ...) keep it quantized.
+- **read**: pointwise operators, reductions and the like read its dequantized values. So do those that make plain
+  tensors of its shape (zeros_like, ...), such as an optimizer's state.
+- **write**: an operator in place gets the values in high precision, and its result is quantized into the same buffers
+  by the weight's quantizer. With a master, `weight.main_param`, reads and writes are the master's, and the weight is
+  quantized from it.
+- **view**: a view of the whole weight is the weight itself; any other view is a copy of values that refuses writes.
 - All else is refused by name, products above all: they run in high precision after `dequantize()` alone.
 """
 
@@ -70,7 +70,7 @@ class QuantizedParameter(QuantizedTensorBase):
 
     main_param: Tensor | None = None
     _high_precision_init_val: Tensor | None = None
-    _awaits_init: bool = False  # made on meta: what it is first filled with is to be preserved
+    _awaits_init: bool = False  # made on meta: the first values that fill it are preserved
 
     def get_high_precision_init_val(self) -> Tensor | None:
         """The values that the parameter was initialized with, on the CPU; None if not preserved, or cleared."""
@@ -110,7 +110,8 @@ class QuantizedParameter(QuantizedTensorBase):
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Pickled in state dicts as what it is beside a parameter, which `copy_` takes back."""
+        """Pickles a parameter with its master and initial value; in a state dict, as the quantized tensor that `copy_`
+        takes."""
         if not isinstance(self, nn.Parameter):
             return super().__reduce_ex__(protocol)
         kept = {
@@ -142,8 +143,8 @@ torch.serialization.add_safe_globals([_TensorParameter, _StackParameter, _parame
 
 
 class _Values(Tensor):
-    """The values of a weight as an operator viewed them. They read as any tensor, and writes, which would not reach the
-    weight, are refused. Collectives alone may write them: DistributedDataParallel copies back what it has received."""
+    """A copy of a weight's values that stands for a view of it. Reads work as for any tensor. Writes, which would not
+    reach the weight, are refused, except by collectives: DistributedDataParallel copies the received values back."""
 
     plain: Tensor
 
@@ -213,7 +214,7 @@ def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _keeps(func: Any, args: Any) -> bool:
-    """Whether what a handler gives is quantized: a part of a weight is one where the weight is a stack."""
+    """Whether a handler's result stays quantized: a part of a weight does only if the weight is a stack."""
     return func not in (aten.select.int, aten.unbind.int) or (
         isinstance(args[0], QuantizedStack) and (args[1] if len(args) > 1 else 0) == 0
     )
@@ -248,7 +249,7 @@ def _carried(func: Any, out: Any, args: Any) -> Any:
         vars(made).update(beside)  # module.to() swaps a weight for this one, and users' attributes must not get lost
     made._high_precision_init_val, made._awaits_init = weight._high_precision_init_val, weight._awaits_init
     if weight.main_param is not None and func not in (aten.clone.default, aten.empty_like.default):
-        made.main_param = weight.main_param.to(made.device)  # itself, unless the weight moves
+        made.main_param = weight.main_param.to(made.device)  # the master itself, unless the weight moves
     return made
 
 
@@ -319,7 +320,7 @@ def _overwritten(q: QuantizedParameter, src: Any, non_blocking: bool = False) ->
 
 
 def fits(q: QuantizedTensorBase, src: QuantizedTensorBase) -> bool:
-    """Whether src has the very copies that q has."""
+    """Whether src has all copies of q, made by the same quantizer."""
     return (
         isinstance(src, q.kind)
         and src.quantizer.with_usage(rowwise=q.quantizer.rowwise, columnwise=q.quantizer.columnwise) == q.quantizer
@@ -396,14 +397,14 @@ def _write(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     back = {}
     for q, values in written.values():
         _store(q, values)
-        if name.startswith("_foreach_"):  # whose lists torch does not look into
+        if name.startswith("_foreach_"):  # torch does not increment versions of tensors in lists
             torch.autograd.graph.increment_version(q)
         back[id(values)] = q
     return tree_map(lambda t: back.get(id(t), t), out)
 
 
 def _written_values(q: QuantizedParameter, name: str) -> Tensor:
-    """The values that an operator is to write in place."""
+    """Returns the tensor that an operator in place writes to, before it is quantized."""
     master = _master(q)
     if master is not None:
         return master

@@ -1,4 +1,4 @@
-"""TransformerEngine's names: functions as it calls them, and state dicts as its modules have them."""
+"""Functions under TransformerEngine's names, and state dicts in the form of its modules."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def fp8_model_init(
 
 @functools.cache
 def _reason(recipe: Recipe, device: str, index: int) -> str:
-    """Why a linear layer's products do not all run natively by a recipe; empty where they do."""
+    """Returns why not all products of a linear layer run natively under a recipe; empty if they do."""
     levels = {}
     for gemm in ("fprop", "dgrad", "wgrad"):
         a, b = recipe.operands(gemm)
@@ -77,9 +77,9 @@ def _available(recipe: Recipe, return_reason: bool) -> bool | tuple[bool, str]:
 
 def is_fp8_available(return_reason: bool = False) -> bool | tuple[bool, str]:
     """Whether per-tensor FP8 products run natively on the current device: the current GPU, or the CPU where there is
-    none. What is not native runs all the same, decoded to bfloat16, with an `EmulationWarning`.
+    none. Other products run too, decoded to bfloat16, with an `EmulationWarning`.
 
-    **Returns:** a bool; with `return_reason` that and the reason, empty where it is True.
+    **Returns:** a bool; with `return_reason` a pair of it and the reason, which is empty if it is True.
     """
     return _available(Float8CurrentScaling(), return_reason)
 
@@ -134,7 +134,7 @@ def _pickled(state: dict[str, Any]) -> Tensor:
 
 
 def _extra_of(module: QuantizedModule, states: dict[str, Tensor]) -> Tensor:
-    """The `_extra_state` of a module with these states, by their names below the module."""
+    """Returns the `_extra_state` of a module from its states, given by their names below the module."""
     own = layers_of(module)
     made: dict[str, Any] = {}
     extra: dict[str, Any] = {"num_gemms": len(own)}

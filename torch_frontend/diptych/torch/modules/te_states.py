@@ -34,7 +34,7 @@ _LARGEST = {"fwd": LARGEST["float8_e4m3fn"], "bwd": LARGEST["float8_e5m2"]}
 
 
 class _StandIn:
-    """An object of a class of TransformerEngine's, of which nothing is needed."""
+    """Stands for an object of a TransformerEngine class whose content is not read."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> _StandIn:
         return object.__new__(cls)
@@ -68,9 +68,9 @@ class _Unpickler(pickle.Unpickler):
 
 
 def read(key: str, held: Any) -> dict[str, Any] | None:
-    """The dict in an `_extra_state`; None where it is empty, as without FP8.
+    """Returns the dict in an `_extra_state`; None where it is empty, as without FP8.
 
-    **Raises** CheckpointError, naming the key, for what is none of TransformerEngine's.
+    **Raises** CheckpointError, naming the key, for anything that TransformerEngine does not write.
     """
     if held is None or (isinstance(held, Tensor) and held.numel() == 0):
         return None
@@ -96,10 +96,10 @@ def layers_of(module: Any) -> list[str]:
 
 
 def take_extra_state(module: Any, state_dict: Any, prefix: str) -> None:
-    """Exchanges a module's `_extra_state` in a state dict for the delayed scales that it holds, by their names here.
+    """Replaces a module's `_extra_state` in a state dict by the delayed scales that it holds, under diptych's names.
 
-    `GroupedLinear` has one state for the inputs, weights and gradients of all its groups: the largest amaxes and the
-    smallest scale of theirs. States of this library's own in the same dict are left alone.
+    `GroupedLinear` has one state for all of its groups' inputs, one for weights and one for gradients: each gets the
+    largest amaxes and the smallest scale of the groups. Diptych's own states in the same dict are left alone.
 
     **Raises** CheckpointError for an `_extra_state` that cannot be read, or has scales for other products.
     """

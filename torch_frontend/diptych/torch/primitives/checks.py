@@ -29,7 +29,8 @@ from diptych.core import _core
 
 Copy = tuple[Tensor, Tensor, Tensor | None, int, bool]
 
-# A column of the format table by id. Dynamo cannot hold a quantizer's `format` without a source, but its id it can.
+# A column of the format table by id. Dynamo cannot trace a quantizer's `format`, which has no source for it, but it can
+# trace the format's id.
 TWO_LEVEL = tuple(row.two_level for row in FORMATS)
 HIGH_PRECISION = frozenset(getattr(torch, name) for name in shapes.HIGH_PRECISION)
 
@@ -100,7 +101,7 @@ def require_no_grad(op: str, *tensors: Tensor | None) -> None:
 
 def require_no_tangent(op: str, *tensors: Any) -> None:
     """**Raises** NotImplementedError where an argument carries the tangent of forward-mode differentiation: an op would
-    drop it, and a derivative of 0 would follow."""
+    drop it, so that the derivative would be 0."""
     if forward_ad._current_level < 0 or torch.compiler.is_compiling():
         return
     for t in tensors:
@@ -124,7 +125,7 @@ def _static(*sizes: Any) -> bool:
 def enforce(constraints: Iterable[shapes.Constraint]) -> None:
     """`shapes.check` for sizes that may be symbolic."""
     for c in constraints:
-        if c.relation == "<=":  # Dynamo shows symbolic sizes as ints, of which a comparison would make a guard
+        if c.relation == "<=":  # Dynamo shows symbolic sizes as ints, and comparing them would make a guard
             if certain(c.lhs > c.rhs):
                 raise c.error(c.words())
         elif _static(c.lhs, c.rhs):
@@ -162,7 +163,7 @@ def once(check: Callable[[], None], *arguments: Any) -> None:
 
 
 def certain(comparison: Any) -> bool:
-    """Whether it holds whatever the sizes are that a traced program is for: a limit makes no guard."""
+    """Whether a constraint holds for all sizes of a traced program; asking makes no guard."""
     if isinstance(comparison, torch.SymBool) or torch.compiler.is_compiling():
         from torch.fx.experimental.symbolic_shapes import statically_known_true  # importing it takes a while
 
@@ -171,7 +172,7 @@ def certain(comparison: Any) -> bool:
 
 
 def require_size(found: Any, wanted: Any, message: Callable[[], str]) -> None:
-    """Enforces a size; makes no message in vain, since this is on the way of each eager call."""
+    """Enforces a size; formats a message only on failure, since each eager call comes this way."""
     if not _static(found, wanted) or found != wanted:
         enforce((shapes.Constraint(found, wanted, message()),))
 
@@ -269,7 +270,7 @@ def check_gemm(
 
 
 def _require_kernel(pair: str, a: Copy, b: Copy, mnk: tuple[int, int, int], out: torch.dtype, device) -> None:
-    """Asks the kernel table at trace time. A GPU that is only pretended (fake tensors) has none to ask."""
+    """Asks the kernel table at trace time. Skipped for fake tensors of a GPU that this machine lacks."""
     if device.type == "cuda" and not torch.cuda.is_available():
         return
     if _core.gemm_row(a[3], a[4], b[3], b[4], *mnk, dtype_name(out), device.type, device.index or 0) < 0:
@@ -318,7 +319,7 @@ def check_dy(op: str, dy: Tensor, x: Tensor, shape: tuple[Any, ...]) -> None:
 
 
 def halved(op: str, x: Tensor, gated: bool) -> tuple[Any, ...]:
-    """Shape of an activation of x."""
+    """Returns the shape of an activation of x."""
     shape, constraints = activation.activation(op, operand("x", x), gated)
     enforce(constraints)
     return shape

@@ -3,9 +3,9 @@
 Torch calls them opaque value types: an op may take one as an argument, Dynamo guards on its equality, reads its
 attributes and calls its methods while tracing, and the graph rebuilds it from `__fx_repr__`. Invariants:
 
-- Registered is every class whose objects are compared by value: quantizers, recipes and their parts, and what a user
-  derives from them, also after this import (`__init_subclass__`). A dataclass derived from `Value` itself asks for
-  `register(cls)`: Python announces it before it has fields.
+- Every class whose objects are compared by value is registered: quantizers, recipes and their parts, and classes that a
+  user derives from them, also after this import (`__init_subclass__`). A dataclass derived from `Value` itself needs
+  `register(cls)`: Python calls `__init_subclass__` before it has fields.
 - A quantizer of the user's own is compared by identity unless it says otherwise (`_value_fields`), and is no opaque
   type: Dynamo traces into it as into any object.
 - The API is private to torch. Where it is missing, `AVAILABLE` is False: everything still runs eagerly, and quantizing
@@ -56,11 +56,11 @@ def by_value(cls: type[Value]) -> bool:
 def members(cls: type) -> dict[str, Any]:
     """Returns what Dynamo may touch of an instance: each public attribute and method, evaluated with the real object.
 
-    Not so `quantize_impl`, which gets tensors: Dynamo traces into it. Nor `fingerprint`, since torch reads all of them
-    beforehand, and an object with hidden state has none.
+    `quantize_impl` is left out, because it gets tensors and Dynamo must trace into it; so is `fingerprint`, because
+    torch reads all members beforehand, and an object with hidden state has none.
     """
     names = {n for n in dir(cls) if not n.startswith("_")} - {"quantize_impl", "fingerprint"}
-    names.add("__eq__")  # torch 2.11 asks for it where two constants are compared
+    names.add("__eq__")  # torch 2.11 needs it to compare two constants
     for base in cls.__mro__:  # a field without a default is no attribute of the class
         for name, kind in inspect.get_annotations(base).items():
             if not name.startswith("_") and not isinstance(kind, dataclasses.InitVar) and "InitVar" not in str(kind):
@@ -112,7 +112,7 @@ def schema_type(cls: type[Value]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Constants(Value):
-    """What a node of a graph knows beside its tensors: nested tuples of scalars and values."""
+    """The constants of a graph's node: nested tuples of scalars and values."""
 
     items: tuple[Any, ...]
 
@@ -122,7 +122,7 @@ class Group:
 
 
 def _group_type() -> str:
-    """How a schema names a process group. Where torch has no such type (2.11), the group travels by its name."""
+    """Returns the type of a process group in schemas. Where torch has none (2.11), a group is passed by its name."""
     if not (AVAILABLE and torch.distributed.is_available()):
         return "str"
     try:
@@ -137,12 +137,12 @@ GROUP_TYPE = _group_type()
 
 
 def group_argument(group: Any) -> Any:
-    """A process group as an op takes it."""
+    """Returns a process group in the form in which ops take it."""
     return group.group_name if group is not None and GROUP_TYPE == "str" else group
 
 
 def group_of(argument: Any) -> Any:
-    """The process group that an op was given."""
+    """Returns the process group from an op's argument."""
     if not isinstance(argument, str):
         return argument
     return torch.distributed.distributed_c10d._resolve_process_group(argument)  # type: ignore

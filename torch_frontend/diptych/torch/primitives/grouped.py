@@ -89,7 +89,7 @@ def _check_grouped(
     out_dtype: torch.dtype,
     options: GemmOptions,
 ) -> grouped.GroupedShape:
-    """Demands what the core asks of a product, except of the values of offsets."""
+    """Makes the core's checks of a product, except those of the offsets' values."""
     op = "grouped_gemm"
     require_device(op, a[0], offsets, "offsets")
     require_device(op, a[0], b[0], "b")
@@ -173,7 +173,7 @@ def _quantize_stack_fake(
 
 
 def _tensor_of(stack: Copy, g: int) -> Copy:
-    """Tensor g of a stack's copy."""
+    """Returns the copy of tensor g from a stack's copy."""
     data, scale_inv, amax, format_id, columnwise = stack
     scale = scale_inv[g]
     return (
@@ -186,7 +186,7 @@ def _tensor_of(stack: Copy, g: int) -> Copy:
 
 
 def tensors_of(stack: Copy) -> list[Copy]:
-    """The copies that a stack's copy is made of, views."""
+    """Returns the copies of a stack's tensors, as views."""
     return [_tensor_of(stack, g) for g in range(stack[0].shape[0])]
 
 
@@ -369,11 +369,11 @@ def empty_stack(shape: tuple[int, ...], quantizer: Quantizer, device: torch.devi
 
 def amaxes(x: Tensor, flags: int = 0, *, columnwise: Literal[True]) -> tuple[Tensor, Tensor]:
     """The op `amax` of each tensor of a stack [G, ..., K]: two of [G, 1], with ROW_AMAX the first is [G, M]."""
-    if flags & RHT and x.shape[0] > 0:  # of rotated tensors the core has no amaxes of parts
+    if flags & RHT and x.shape[0] > 0:  # the core has no amaxes of parts of a rotated tensor
         each = [quantize_ops.amax(t, flags, columnwise=columnwise) for t in x.unbind()]
         return torch.stack([a for a, _ in each]), torch.stack([c for _, c in each])
     rows = quantize_ops.amax(x, ROW_AMAX).view(x.shape[:-1]).flatten(1)
-    bits = F.pad(rows.view(torch.int32), (1, 0))  # as `max_over`; there may be no row
+    bits = F.pad(rows.view(torch.int32), (1, 0))  # as `max_over` does; padded because there may be no row
     whole = bits.amax(1, keepdim=True).view(torch.float32)
     return rows if flags & ROW_AMAX else whole, whole
 

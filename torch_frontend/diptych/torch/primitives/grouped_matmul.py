@@ -53,7 +53,7 @@ def _grouped_matmul(a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None, 
 def _matmul_on_host(
     a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None, depth: bool, trans_b: bool, out: Tensor
 ) -> Tensor:
-    """Group by group, where offsets can be read."""
+    """Multiplies group by group, where the host can read offsets."""
     op, at, rows = "grouped_matmul", offsets.tolist(), a.shape[0]
     for i, (first, last) in enumerate(itertools.pairwise(at)):
         if not 0 <= first <= last <= rows:
@@ -69,12 +69,13 @@ def _matmul_on_host(
 
 
 def _matmul_on_device(a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None, depth: bool, trans_b: bool) -> Tensor:
-    """Without waiting: torch's grouped product where it has one that does not, else a masked one for each group."""
+    """Multiplies without waiting for the device: by torch's grouped product if that does not wait, else by a masked
+    product for each group."""
     rows, groups = a.shape[0], offsets.shape[0] - 1
     at = offsets.clamp(0, rows).cummax(0).values
     group = torch.searchsorted(at, torch.arange(rows, dtype=torch.int32, device=a.device), right=True) - 1
-    group = torch.where(group < groups, group, -1)[:, None]  # -1: in none
-    if _native(a, b, depth):  # what lies before at[0] belongs to its first group
+    group = torch.where(group < groups, group, -1)[:, None]  # -1: in no group
+    if _native(a, b, depth):  # torch counts the rows before at[0] in its first group
         if depth:
             made = F.grouped_mm(torch.where(group >= 0, a, 0).t(), torch.where(group >= 0, b, 0), offs=at[1:])
             return torch.where((at.diff() > 0)[:, None, None], made, 0)
@@ -93,7 +94,7 @@ def _matmul_on_device(a: Tensor, b: Tensor, offsets: Tensor, bias: Tensor | None
 
 
 def _native(a: Tensor, b: Tensor, depth: bool) -> bool:
-    """Whether torch's own grouped product takes these without asking the device for offsets."""
+    """Whether torch's own grouped product takes these operands without waiting for the offsets."""
     if not hasattr(F, "grouped_mm") or a.dtype != torch.bfloat16 or 0 in (*a.shape, *b.shape):
         return False
     whole = all([t.is_contiguous() and t.shape[-1] % 8 == 0 and t.data_ptr() % 16 == 0 for t in (a, b)])

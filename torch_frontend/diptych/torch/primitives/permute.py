@@ -29,7 +29,7 @@ MOVED = tuple(sorted(set(_core.dtype_table()) - {"float4_e2m1fn"}))
 
 
 def known(comparison: Any) -> bool:
-    """Whether a comparison of numbers holds; no, where a traced program will know it only when it runs."""
+    """Whether a comparison of numbers holds; False if a traced program can decide it only when it runs."""
     if isinstance(comparison, torch.SymBool) or torch.compiler.is_compiling():
         from torch.fx.experimental.symbolic_shapes import guard_or_false  # importing it takes a while
 
@@ -38,7 +38,7 @@ def known(comparison: Any) -> bool:
 
 
 def require_summed(op: str, arg: str, t: Tensor) -> None:
-    """Rows that are summed, or have a gradient, which is a sum; of float64 on the CPU alone."""
+    """Checks rows that are summed, or whose gradient is a sum; float64 is allowed on the CPU only."""
     x = operand(arg, t)
     rules.require_floats(op, x)
     if x.dtype == "float64" and t.device.type == "cuda":
@@ -50,7 +50,7 @@ def require_map(op: str, row_id_map: Tensor) -> None:
 
 
 def check_probs(op: str, arg: str, probs: Tensor, first: Tensor, row_id_map: Tensor, wide: bool = True) -> None:
-    """A probability for each slot; `wide`: float64 ones too."""
+    """Checks a probability for each slot. `wide`: float64 is allowed too."""
     enforce(rules.per_slot(op, operand(arg, probs), row_id_map.shape, wide))
     require_device(op, first, probs, arg)
 
@@ -282,7 +282,8 @@ def permute_map(
 
 
 def chunk_map(split_sizes: Tensor, sorted_index: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """(row_id_map [tokens, 1], row_source [tokens]) of chunk `sorted_index[j]` coming j-th; both int32 [C]."""
+    """Returns (row_id_map [tokens, 1], row_source [tokens]) for chunk `sorted_index[j]` coming j-th; arguments int32
+    [C]."""
     return (_chunk_map if direct(split_sizes, sorted_index) else _chunk_map_op)(split_sizes, sorted_index, tokens)
 
 
@@ -293,7 +294,7 @@ def invert_map(row_id_map: Tensor, rows: int) -> tuple[Tensor, Tensor]:
 
 def permute_probs(probs: Tensor, row_id_map: Tensor, row_source: Tensor) -> Tensor:
     """Returns each row's own probability, [rows]; absent rows have 0."""
-    carried = row_id_map.new_empty(row_id_map.shape[0], dtype=torch.uint8)  # a call moves something besides
+    carried = row_id_map.new_empty(row_id_map.shape[0], dtype=torch.uint8)  # permute must move a plane too
     return permute([carried], [0], row_id_map, row_source, probs)[1]
 
 
@@ -305,7 +306,7 @@ def permute(
     probs: Tensor | None = None,
     zero_prob_is_padding: bool = False,
 ) -> list[Tensor]:
-    """Rows of each plane ([..., K] with T rows, or [T]) where the map sends them, and where given probs [rows].
+    """Returns the rows of each plane ([..., K] with T rows, or [T]) in the map's order, and with `probs` those of rows.
 
     `fills`: the four bytes that absent rows of each plane repeat.
     """
@@ -314,14 +315,16 @@ def permute(
 
 
 def permute_columns(x: Tensor, row_source: Tensor, slots: int) -> Tensor:
-    """Columns of `x` [H, T], one byte an element, where `row_source` finds them: [H, rows], absent ones 0."""
+    """Returns the columns of `x` [H, T], one byte an element, in the order of `row_source`: [H, rows], absent ones
+    0."""
     return (_permute_columns if direct(x, row_source) else _permute_columns_op)(x, row_source, slots)
 
 
 def unpermute(
     x: Tensor, row_id_map: Tensor, probs: Tensor | None = None, permuted_dprobs: Tensor | None = None
 ) -> list[Tensor]:
-    """The sum of each token's rows of `x` [rows, H], [T, H], and where given permuted_dprobs [rows] as [T, slots]."""
+    """Returns the sum of each token's rows of `x` [rows, H], [T, H], and permuted_dprobs [rows], if given, as [T,
+    slots]."""
     call = _unpermute if direct(x, row_id_map, probs, permuted_dprobs) else _unpermute_op
     return call(x, row_id_map, probs, permuted_dprobs)
 

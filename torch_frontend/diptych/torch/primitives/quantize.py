@@ -105,7 +105,7 @@ def _quantize_delayed(
     places: list[Tensor | None] = [None] * 6
     out = []
     buffers = layout(x.shape if encoded is None else encoded, quantizer, x.device)
-    for place, shape, new in buffers[:-1]:  # the last is amax, which history holds
+    for place, shape, new in buffers[:-1]:  # the last is the amax, which goes to the history
         places[place] = t = new(*shape)
         out.append(t)
     rowwise, rowwise_scale, columnwise, columnwise_scale = places[2:]
@@ -123,7 +123,7 @@ def _quantize_delayed_fake(x: Tensor, quantizer: Quantizer, scale: Tensor, histo
 
 
 def _both(implementation: Callable[..., list[Tensor]]) -> Callable[..., tuple[Tensor, ...]]:
-    """Always both copies, an empty tensor for each buffer of one that is not made.
+    """Wraps an op so that it returns both copies always, with empty tensors for the buffers of a copy that is not made.
 
     An op that writes to an operand cannot return a list: torch functionalizes fixed results only.
     """
@@ -198,7 +198,7 @@ _quantize_op: Callable[..., list[Tensor]]
 _quantize_delayed_op: Callable[..., tuple[Tensor, ...]]
 _empty_op: Callable[..., list[Tensor]]
 if constants.AVAILABLE:
-    _QUANTIZER = constants.schema_type(Float8Quantizer)  # torch looks at the name only, and takes every value class
+    _QUANTIZER = constants.schema_type(Float8Quantizer)  # torch checks the name only, and takes every value class
     _quantize_op = define(
         "quantize",
         f"(Tensor x, {_QUANTIZER} quantizer, Tensor? amax=None, Tensor? columnwise_amax=None, Tensor? scale=None, "
@@ -214,7 +214,7 @@ if constants.AVAILABLE:
         _both(_quantize_delayed_fake),
         recordable=True,
     )
-    # No tensor says which backend this is for.
+    # No tensor argument tells the dispatcher the backend.
     _EVERY = ("CompositeExplicitAutograd",)
     _empty_op = define(
         "empty", f"(SymInt[] shape, {_QUANTIZER} quantizer, Device device) -> Tensor[]", _empty, _empty, _EVERY
@@ -294,7 +294,7 @@ def copies(quantizer: Quantizer, buffers: list[Tensor]) -> tuple[Copy | None, Co
 
 
 def dequantize(q: Copy, dtype: torch.dtype) -> Tensor:
-    """The values of one copy: the tensor's shape, or [M, K] where data is transposed."""
+    """Returns the values of one copy, in the tensor's shape, or [M, K] if its data is transposed."""
     if direct(q[0], q[1], q[2]):
         return _dequantize(*q, dtype)
     return _dequantize_op(*q, dtype)

@@ -1,4 +1,4 @@
-"""How an op of the core becomes a torch op: its buffers, its registration, and when a call passes the dispatcher by."""
+"""How an op of the core becomes a torch op: its buffers, its registration, and when a call bypasses the dispatcher."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from diptych.common.ops import shapes
 from diptych.common.quantizers import Quantizer
 from diptych.torch.primitives.checks import Copy, enforce, require_no_grad, require_no_tangent
 
-_profiler = torch.autograd.profiler  # its flag is that of all threads: a backward may run in one of its own
+_profiler = torch.autograd.profiler  # its flag covers all threads: a backward may run in another one
 
 
 _interpreter_stack = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
@@ -40,8 +40,8 @@ _layouts: dict[Any, _Layout] = {}
 
 @functools.cache
 def allocator(dtype: str, device: torch.device) -> Callable[..., Tensor]:
-    """An empty tensor's new_empty, the fastest allocator from Python. One serves all shapes: a tensor kept for each
-    would lie between large buffers in the C heap, whose pages can then neither merge nor go back to the system."""
+    """Returns the new_empty of an empty tensor, the fastest allocator from Python. One serves all shapes: a tensor kept
+    for each shape would lie between large buffers in the C heap, whose pages could not be merged or freed."""
     return torch.empty(0, dtype=getattr(torch, dtype), device=device).new_empty
 
 
@@ -122,10 +122,11 @@ def define(
 
 
 def direct(*tensors: Tensor | None, unnamed: bool = False, watched: bool = False) -> bool:
-    """Whether a call may pass the dispatcher by: plain dense tensors, and nothing traces, interposes or looks on.
+    """Whether a call may bypass the dispatcher: its tensors are plain and dense, and nothing traces, intercepts or
+    profiles.
 
-    `unnamed`: what the call runs bears names of its own, which are enough for a profiler. `watched`: likewise, and
-    modes that see what it runs see enough.
+    `unnamed`: a profiler does not prevent it, because the ops that the call runs have names of their own. `watched`:
+    dispatch modes do not prevent it either, because seeing those ops is enough for them.
     """
     if torch.compiler.is_compiling() or _interpreter_stack() is not None:
         return False
@@ -146,12 +147,12 @@ def direct(*tensors: Tensor | None, unnamed: bool = False, watched: bool = False
 
 
 def wrote(*tensors: Tensor) -> None:
-    """Lets autograd notice if a tensor that was written had been saved for a backward."""
+    """Increments version counters, so that autograd notices a write to a tensor that was saved for backward."""
     torch._C._increment_version([t for t in tensors if not t.is_inference()])
 
 
 def traced_local(context: Any, name: str) -> Any:
-    """The object that a local of traced code stands for, for what runs through `comptime`."""
+    """Returns the real object of a local of traced code, for code that runs through `comptime`."""
     tracked = context.get_local(name)._i_will_not_complain_if_bc_breaks_VariableTracker()
     return tracked.value if hasattr(tracked, "value") else tracked.as_python_constant()
 

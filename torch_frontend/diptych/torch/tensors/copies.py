@@ -1,4 +1,4 @@
-"""Operands of products, taken apart into the tensors that autograd saves, and put together again."""
+"""Operands of products: taken apart into the tensors that autograd saves, and rebuilt from them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def pick(kept: str, copies: Copies, original: Tensor) -> Operand:
 
 
 def pack(operand: Operand, tensors: list[Tensor]) -> Spec:
-    """Appends an operand's tensors, for `save_for_backward`."""
+    """Appends an operand's tensors to a list, for `save_for_backward`. Returns the spec by which `unpack` rebuilds
+    it."""
     if isinstance(operand, Tensor):
         tensors.append(operand)
         return None
@@ -35,7 +36,7 @@ def pack(operand: Operand, tensors: list[Tensor]) -> Spec:
 
 
 def unpack(spec: Spec, tensors: list[Tensor]) -> Operand:
-    """Takes an operand's tensors off the front."""
+    """Rebuilds an operand from the front of a list, whose tensors it removes."""
     if spec is None:
         return tensors.pop(0)
     format_id, columnwise, has_amax = spec
@@ -44,7 +45,7 @@ def unpack(spec: Spec, tensors: list[Tensor]) -> Operand:
 
 
 def with_scales(copy: Copy) -> Copy:
-    """A copy whose E8M0 scales may lie as bytes."""
+    """Returns a copy with E8M0 scales that may be stored as bytes viewed as E8M0."""
     scale_inv = copy[1].view(torch.float8_e8m0fnu) if copy[1].dtype == torch.uint8 else copy[1]
     return copy[0], scale_inv, *copy[2:]
 

@@ -1,13 +1,13 @@
 """`QuantizedTensor`: one or two quantized copies of a tensor, and the quantizer that made them. `QuantizedStack`: the
-same of several tensors.
+same for several tensors of one shape.
 
 Traceable wrapper subclasses: torch.compile sees their buffers, and they have the shape, dtype and device of the tensor
-they stand for. They are **not** number types. What moves or copies one whole works (detach, clone, to(device or dtype),
-empty_like, copy_, `.data =`, save, pickle, deepcopy); every other operation raises NotImplementedError instead of
-dequantizing behind your back. A `QuantizedParameter` of the modules is one whose arithmetic is defined.
+they stand for. They are **not** number types. Operators that move or copy one whole work (detach, clone, to(device or
+dtype), empty_like, copy_, `.data =`, save, pickle, deepcopy); every other operation raises NotImplementedError instead
+of dequantizing behind your back. Arithmetic is defined on a `QuantizedParameter` of the modules only.
 
-One that requires grad is the result of `quantize`, or of a module or an op of this package, or a `QuantizedParameter`.
-Its gradient is a plain tensor of its shape and logical dtype, also where it enters or leaves a compiled region.
+Those that require grad are results of `quantize` or of this package's modules and ops, and `QuantizedParameter`s. The
+gradient is a plain tensor of the same shape and logical dtype, also where it enters or leaves a compiled region.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ BUFFERS = (
 
 
 class QuantizedTensorBase(Tensor):
-    """What a `QuantizedTensor` and a `QuantizedStack` have in common: all but what their buffers' shapes mean."""
+    """The common base of `QuantizedTensor` and `QuantizedStack`, which differ in what the shapes of buffers mean."""
 
-    kind: type[QuantizedTensorBase]  # which of the two, whatever else a class is
+    kind: type[QuantizedTensorBase]  # QuantizedTensor or QuantizedStack, also in classes derived from them
     rowwise_data: Tensor | None
     rowwise_scale_inv: Tensor | None
     columnwise_data: Tensor | None
@@ -151,8 +151,8 @@ class QuantizedTensorBase(Tensor):
     def data(self) -> Tensor:  # type: ignore[override]
         """This tensor without its history, sharing its buffers.
 
-        What is assigned must have its shape. A plain tensor is quantized into the buffers by this tensor's quantizer;
-        of a quantized one its buffers become this one's, with their quantizer, logical dtype and device.
+        A tensor that is assigned must have this one's shape. A plain one is quantized into the buffers by this tensor's
+        quantizer; from a quantized one this tensor takes the buffers, quantizer, logical dtype and device.
         """
         return Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
@@ -205,7 +205,7 @@ class QuantizedTensorBase(Tensor):
     def __coerce_tangent_metadata__(self) -> Tensor:
         """The gradient that AOTAutograd plans for where one leaves a compiled region: a plain tensor.
 
-        AOTAutograd, which expects another wrapper, takes that apart once; it has no parts.
+        AOTAutograd, which expects a wrapper here, calls `__tensor_flatten__` on it once; it has no parts.
         """
         data = self.rowwise_data if self.columnwise_data is None else self.columnwise_data
         tangent: Any = data.new_empty(self.shape, dtype=self.dtype)  # type: ignore[union-attr]
@@ -218,10 +218,10 @@ class QuantizedTensorBase(Tensor):
         return tangent
 
     def _stable_hash_for_caching(self) -> str:
-        """The key that torch's compile caches know this kind of tensor by: layout and quantizer, no content."""
+        """Returns the key of this kind of tensor in torch's compile caches: layout and quantizer, no content."""
         buffers = [(n, str(t.dtype), str(t.shape)) for n in BUFFERS if (t := getattr(self, n)) is not None]
         q = self.quantizer
-        # One that is compared by identity has no name that another process, or a later object, could not have too.
+        # A quantizer compared by identity gets a random key: no name of its own is unique across processes and objects.
         quantizer = secrets.token_hex() if q._value_fields() is None else f"{type(q).__module__}.{q.fingerprint}"
         key = (self.kind.__name__, str(self.shape), str(self.dtype), str(self.device), quantizer, buffers)
         return hashlib.sha256(repr(key).encode()).hexdigest()
@@ -236,7 +236,7 @@ class QuantizedTensorBase(Tensor):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         q = self.quantizer
         names = q._value_fields()
-        # One that is compared by identity pickles itself; torch.load(weights_only=True) then asks for its class.
+        # A quantizer compared by identity is pickled itself; torch.load(weights_only=True) then needs its class.
         made_of = (q, None) if names is None else (type(q), {name: getattr(q, name) for name in names})
         # As bytes: torch's legacy pickle format does not know FP8 storage.
         buffers = {name: t.view(torch.uint8) for name in BUFFERS if (t := getattr(self, name)) is not None}
@@ -267,9 +267,9 @@ class QuantizedTensor(QuantizedTensorBase):
 
     `rowwise_data` has the tensor's shape, `columnwise_data` too or, where the format transposes, [K, M] with leading
     dimensions folded into M. Payloads of E2M1 are uint8, two elements a byte (the even one in the low bits), which
-    halves the last extent. Scales are logical row-major, in the orientation of their data. `amax` is float32 [1]:
-    the tensor's in per-tensor formats; in two-level ones what the rowwise copy refers to (with row scales [M]), and
-    `columnwise_amax` [1] what the columnwise copy does. A buffer that was not made is None.
+    halves the last extent. Scales are logical row-major, in the orientation of their data. `amax` is float32 [1]: in
+    per-tensor formats the tensor's amax, in two-level ones that of the rowwise copy ([M] with row scales);
+    `columnwise_amax` [1] is that of the columnwise copy. A buffer that was not made is None.
     """
 
     def _values(self, dtype: torch.dtype) -> Tensor:
@@ -279,9 +279,9 @@ class QuantizedTensor(QuantizedTensorBase):
 class QuantizedStack(QuantizedTensorBase):
     """G quantized tensors of one shape, made by `quantize_stack`; `shape` is [G, ..., K], `dtype` the logical one.
 
-    Its buffers are those of a `QuantizedTensor` behind a leading G, and what is [1] there is [G] here: scales of a
-    whole tensor, amaxes. The tensors share nothing but their quantizer. `stack[g]` is tensor g, a view, and iterating
-    gives them all.
+    Its buffers are those of a `QuantizedTensor` with a leading dimension G; scales of a whole tensor and amaxes are [G]
+    instead of [1]. The tensors share nothing but their quantizer. `stack[g]` is a view of tensor g, and iterating gives
+    all tensors.
     """
 
     def _values(self, dtype: torch.dtype) -> Tensor:
@@ -292,10 +292,10 @@ QuantizedTensor.kind, QuantizedStack.kind = QuantizedTensor, QuantizedStack
 
 
 QUANTIZE: dict[type, Callable[..., Any]] = {}
-"""The verb that makes tensors of each kind, which the verbs' own files fill in."""
+"""The verb that makes tensors of each kind; the files of the verbs enter themselves."""
 
 HANDLERS: dict[Any, Callable[..., Any]] = {}
-"""The operators that quantized tensors have, which `quantized_ops` fills in."""
+"""The operators that are defined on quantized tensors; `quantized_ops` enters them."""
 
 TAKES_COTANGENTS: set[Any] = set()
 """Ops that get gradients of quantized tensors. While Dynamo traces, a cotangent has the type of its output; the one
@@ -317,22 +317,24 @@ def called(func: Any) -> str:
 
 
 def in_parts(func: Any, args: Any, kwargs: Any) -> Any:
-    """Runs an operator that is made of others, which inference mode does not take apart itself; else NotImplemented."""
+    """Runs a composite operator as its parts, which inference mode does not do itself; returns NotImplemented for
+    others."""
     return func.decompose(*args, **(kwargs or {})) if func._can_decompose() else NotImplemented
 
 
 def outside_inference() -> Any:
-    """Context for making one of another. Inference tensors have no version counter, which detaching passes on."""
+    """Context for making one quantized tensor from another: inference tensors lack the version counter that detach
+    copies."""
     return torch.inference_mode(False) if torch.is_inference_mode_enabled() else contextlib.nullcontext()
 
 
 def parts_of(q: QuantizedTensorBase) -> dict[str, Tensor]:
-    """The buffers that there are."""
+    """Returns the buffers that are not None, by name."""
     return {name: t for name in BUFFERS if (t := getattr(q, name)) is not None}
 
 
 class _Dequantize(torch.autograd.Function):
-    """Passes the gradient on."""
+    """Dequantizes; the gradient passes through, cast to the logical dtype."""
 
     @staticmethod
     def forward(ctx: Any, q: QuantizedTensorBase, dtype: torch.dtype) -> Tensor:
@@ -347,12 +349,12 @@ class _Dequantize(torch.autograd.Function):
 
 
 def rotated(quantizer: Quantizer) -> bool:
-    """Whether columnwise copies are of the Hadamard-rotated tensor."""
+    """Whether a quantizer's columnwise copies are Hadamard-rotated."""
     return bool(quantizer.spec.flags & RHT)
 
 
 def high_precision(op: str, t: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """What a tensor that may be quantized stands for, differentiable; a plain one as it is. `dtype`: of the result.
+    """Returns a quantized tensor dequantized to `dtype`, differentiable; a plain tensor as it is.
 
     **Raises** ValueError where the only copy is of the Hadamard-rotated tensor.
     """
@@ -369,7 +371,8 @@ def high_precision(op: str, t: Tensor, dtype: torch.dtype | None = None) -> Tens
 def from_buffers(
     x: Tensor, quantizer: Quantizer, buffers: list[Tensor], encoded: tuple[Any, ...] | None = None
 ) -> QuantizedTensor:
-    """Wraps what the op `quantize` or `quantize_delayed` made of x. `encoded`: the shape of it, None is x's."""
+    """Wraps the buffers that `quantize` or `quantize_delayed` made from x. `encoded`: the shape that they encode; None
+    takes x's."""
     named: dict[str, Tensor] = {}
     copies = quantize_ops.copies(quantizer, buffers)
     for side, copy in zip(("rowwise", "columnwise"), copies, strict=True):

@@ -1,4 +1,4 @@
-"""The operators of quantized tensors: what moves, copies or compares one whole, and the tensors of a stack."""
+"""The operators that move, copy or compare quantized tensors whole, or select the tensors of a stack."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _no_memory_format(func: Any, memory_format: torch.memory_format | None) -> N
 
 
 def _to(func: Any, q: QuantizedTensorBase, *, memory_format: Any = None, **kwargs: Any) -> QuantizedTensorBase:
-    """To another device, or another logical dtype, which changes no copy; also to what is uninitialized."""
+    """Moves to another device or logical dtype, which changes no copy. It serves empty_like too."""
     _no_memory_format(func, memory_format)
     dtype = kwargs.pop("dtype", None)
     if dtype is not None and dtype not in HIGH_PRECISION:
