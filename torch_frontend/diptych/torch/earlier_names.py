@@ -1,4 +1,4 @@
-"""Where earlier versions kept the classes and functions that pickled weights and modules name."""
+"""Module paths of earlier versions for the classes and functions that pickled weights and modules name."""
 
 from typing import Any
 

@@ -61,7 +61,8 @@ def gemm(
 
 
 def _copy_for_gradient(arg: str, q: QuantizedTensor, columnwise: bool) -> Copy:
-    """The copy of one operand that the other's gradient is a product with: the one that was multiplied."""
+    """Returns the copy of one operand that the other's gradient multiplies: the one that the product read, or the
+    rowwise copy where that is Hadamard-rotated."""
     if columnwise and rotated(q.quantizer):
         if q.rowwise_data is None:
             raise UnsupportedError(f"gemm: the derivative needs the rowwise copy of {arg}, whose columns are rotated")

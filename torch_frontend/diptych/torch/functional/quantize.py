@@ -1,8 +1,8 @@
-"""The verbs `quantize`, `dequantize`, `amax` and `rng_state`; `gemm` and `scale_update` stand in files beside this one.
+"""The verbs `quantize`, `dequantize`, `amax` and `rng_state`; `gemm` and `scale_update` have files of their own.
 
-`quantize`, `dequantize` and `gemm` are differentiable, straight through: the gradient of a quantized tensor is a plain
-tensor of its logical dtype, and that of the tensor that was quantized. The other verbs have no derivative; an argument
-of theirs that requires grad is refused while grad mode is on. No op has a forward-mode derivative, and a
+`quantize`, `dequantize` and `gemm` are differentiable, straight through: a quantized tensor's gradient is a plain
+tensor of its logical dtype, and is passed unchanged to the tensor that was quantized. The other verbs have no
+derivative and refuse arguments that require grad while grad mode is on. No op has a forward-mode derivative, and a
 tangent is refused (NotImplementedError). All of them trace under `torch.compile(fullgraph=True)`, with static and
 dynamic shapes.
 """
@@ -57,13 +57,13 @@ def amax(
 def group_amaxes(
     x: Any, quantizer: Quantizer, group: Any, amaxes: Any = quantize_ops.amax
 ) -> tuple[Tensor | None, Tensor | None]:
-    """The `amax` and `columnwise_amax` that quantizing x needs, the largest over a group; a row's amax is its own.
+    """Returns the `amax` and `columnwise_amax` that quantizing x needs, reduced over a process group, except amaxes of
+    rows.
 
-    `amaxes`: the op that takes them: `source.amax` of a FusedInput, `amaxes` of a stack, whose
-    tensors each have theirs.
+    `amaxes`: the op that computes them: `source.amax` for a FusedInput, `grouped.amaxes` for each tensor of a stack.
     """
     fmt, flags = FORMATS[quantizer.spec.format_id], quantizer.spec.flags
-    if not torch.compiler.is_compiling() and quantizer.needs_scale:  # else the op asks for the scale
+    if not torch.compiler.is_compiling() and quantizer.needs_scale:  # while compiling, the op refuses the missing scale
         raise ValueError(
             "quantize: amax_group does not apply to delayed scaling, whose scale is given; reduce the amax of the "
             "history and pass it to scale_update(reduced=...)"
@@ -84,7 +84,8 @@ def group_amaxes(
 def max_over(amax: Tensor, group: Any) -> Tensor:
     """The elementwise maximum of amaxes over a process group.
 
-    As integers: amaxes are never negative or NaN, so their bits are ordered as they are, and no flush-to-zero counts.
+    It compares integers: amaxes are never negative or NaN, so their bits have the same order, and no subnormal is
+    flushed to zero.
     """
     from torch.distributed import _functional_collectives as collectives  # a torch may be built without distributed
 
@@ -104,7 +105,7 @@ def quantize(
     rng: Tensor | None = None,
     amax_group: Any = None,
 ) -> QuantizedTensor:
-    """Quantizes a tensor as `quantizer` says (NUMERICS 1-5). An infinite element becomes NaN, as one that is NaN.
+    """Quantizes a tensor by `quantizer` (NUMERICS 1-5). Infinite elements become NaN; NaN stays NaN.
 
     **Arguments:** `x`: [..., K] float32, bfloat16 or float16. `quantizer`: from `recipe.quantizer(role)` or your own.
     `amax`, `columnwise_amax`: float32 to use instead of x's own: `amax` [1] in per-tensor formats; in NVFP4 one for
@@ -122,7 +123,7 @@ def quantize(
     require_tensor("quantize", "x", x)
     require_no_tangent("quantize", x, amax, columnwise_amax, scale)
     require_quantizer("quantize", quantizer)
-    asked = torch.compiler.is_compiling() or quantizer.custom  # of a graph's constant Dynamo can call methods alone
+    asked = torch.compiler.is_compiling() or quantizer.custom  # Dynamo can only call methods of a graph's constant
     implementation = quantizer.implementation() if asked else None
     if implementation is not None:
         given = {"amax": amax, "columnwise_amax": columnwise_amax, "scale": scale, "rng": rng, "amax_group": amax_group}
@@ -175,7 +176,7 @@ def rng_state(seed: int, offset: int = 0, device: torch.device | str | int | Non
 
 
 def dequantize(q: QuantizedTensor, dtype: torch.dtype | None = None) -> Tensor:
-    """The values that a quantized tensor stands for: payload times scale in float32, rounded once to `dtype`.
+    """Returns the values of a quantized tensor: payload times scale in float32, rounded once to `dtype`.
 
     **Arguments:** `dtype`: float32, bfloat16 or float16; None is q's logical dtype.
 

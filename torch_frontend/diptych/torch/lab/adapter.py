@@ -151,7 +151,7 @@ def _spoil(q: QuantizedTensor, factor: float) -> QuantizedTensor:
 
 
 class Recorder(TorchDispatchMode):
-    """While it is entered, every diptych op that reaches the dispatcher is kept, forward and backward."""
+    """Context that records every diptych op that reaches the dispatcher, forward and backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _op(kind: str, given: dict[str, Any], inputs: dict[str, Bits], outs: list[Any]) -> Op:
-    """A recorded call in the lab's terms."""
+    """Returns a recorded call in the lab's form."""
     if kind == "quantize_delayed":  # copies that are not made are empty tensors
         quantizer, history = given["quantizer"], inputs.pop("history")
         inputs["pending"] = Bits(history.dtype, history.data[:1])
@@ -250,7 +250,7 @@ def _quantize_op(given: dict[str, Any], inputs: dict[str, Bits], outs: list[Tens
 
 
 def _replayed(op: Op, x: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Outputs of a recorded op on these inputs."""
+    """Returns the outputs of a recorded op on these inputs."""
     o = op.options
     if op.kind == "quantize":
         quantizer = o["quantizer"]

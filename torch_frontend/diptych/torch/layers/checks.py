@@ -1,4 +1,4 @@
-"""Checks of recipes and inputs that layers make before they run."""
+"""The check of inputs that layers beginning with a norm make before they run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from diptych.torch.tensors.quantized import high_precision
 
 
 def input_for(op: str, x: Tensor, gamma: Tensor, beta: Tensor | None) -> Tensor:
-    """x in high precision and the dtype of `torch.amp.autocast`, checked beside the parameters of its norm."""
+    """Returns x in high precision and in the dtype of `torch.amp.autocast`, after checks against the norm's
+    parameters."""
     require_tensor(op, "input", x)
     dtype = x.dtype
     if not x.is_meta and torch.is_autocast_enabled(x.device.type):

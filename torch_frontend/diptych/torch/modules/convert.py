@@ -105,10 +105,10 @@ def convert(
     nn.Linear becomes `Linear`; a Conv1D as Hugging Face's GPT-2 has it, and experts in stacks as transformers' mixtures
     have them (`gate_up_proj`, `down_proj`), become layers of `experts`, which permute tokens and multiply groups. The
     modules stay the same objects, with their parameters, tied ones too, hooks, mode and names in state dicts; only
-    their class changes. Each is told its place in the model as `name`, which roles carry. What multiplies by matrices
-    and is none of these is left, with a `ConvertWarning` that names it: a subclass of nn.Linear or an instance with a
-    `forward` or other methods of its own, the output projection of nn.MultiheadAttention, whose forward is never
-    called, and stacks of matrices that another kind of module holds. Converted ones and the modules of this package
+    their class changes. Each gets its place in the model as `name`, for its roles. Other modules that multiply by
+    matrices are left, with a `ConvertWarning` that names them: a subclass of nn.Linear or an instance with a `forward`
+    or other methods of its own, the output projection of nn.MultiheadAttention, whose forward is never called, and
+    stacks of matrices that another kind of module holds. Modules that are converted already and those of this package
     are left as they are.
 
     nn.TransformerEncoderLayer evaluates without its linear layers' forward where torch's fast path is on:

@@ -161,7 +161,7 @@ def _arguments(module: nn.Module) -> tuple[str, ...]:
 
 
 def become_experts(module: Any) -> str:
-    """Makes a module whose form fits `RoutedExperts` one, if both compute the same. **Returns** why not, or ""."""
+    """Turns a module of fitting form into `RoutedExperts`, if both compute the same. **Returns** why not, or ""."""
     before, kept = type(module), dict(vars(module))
     gate, names = getattr(before, "_apply_gate", _default_gate), _arguments(module)
     sample = _sample(module)
@@ -169,7 +169,7 @@ def become_experts(module: Any) -> str:
     module.__class__ = RoutedExperts
     module.apply_gate, module.argument_names = gate, names
     why = ""
-    if sample is None:  # what transformers decorates says what it computes
+    if sample is None:  # the attribute that transformers' decorator sets tells what it computes
         why = "" if hasattr(module, "is_transposed") else "lies on meta, where what it computes cannot be tried"
     elif isinstance(want, Exception):
         why = f"raises {want!r} for {_TRIED} tokens"
@@ -183,7 +183,7 @@ def become_experts(module: Any) -> str:
 
 
 def _sample(module: Any) -> tuple[Tensor, Tensor, Tensor] | None:
-    """A few tokens, their experts and weights; None on meta."""
+    """Returns a few tokens with experts and weights, to compare both forms on; None for a module on meta."""
     w = module.gate_up_proj
     if w.is_meta:
         return None

@@ -1,4 +1,5 @@
-"""`GroupedLinear`: a linear layer for each group of rows, such as the experts of a layer; `grouped_layer` says how."""
+"""`GroupedLinear`: a linear layer for each group of rows, such as the experts of a layer; `layers/grouped_linear.py`
+has the layer."""
 
 from __future__ import annotations
 
@@ -113,15 +114,15 @@ class GroupedLinear(QuantizedModule):
         """inp[r] @ weight[g].T + bias[g] for the rows r of each group g, by the region's recipe.
 
         **Arguments:** `inp`: [..., K] with R rows. `m_splits`: rows of each group, which follow one another from row 0
-        on: int32 or int64 [G], on the device, whose values nobody waits for; or ints, which are moved there, and which
-        compiled code is specialized to; ints, and an eager CPU tensor's, tell by themselves what they are multiples of.
-        Or instead `offsets`: int32 [G + 1], group g being rows offsets[g] <= r <
-        offsets[g + 1], such as `RowMap.expert_offsets`. Or instead `row_map`: of `moe_map`. `inp` is then in token
-        order, [T, K] (or [..., K]), its rows are quantized as they move to their experts, which are the groups, and
-        its gradient is each token's sum; the bits are those of `moe_permute` before this layer. `align`: a promise that
-        every group begins at a multiple of it; see `grouped_linear`, also for what becomes of rows in no group.
-        `is_first_microbatch`: as `Linear`: True quantizes the weights and keeps the copies, False uses those kept, None
-        quantizes and keeps nothing. `out`, `dgrad_out`: None; results are new tensors.
+        on: int32 or int64 [G] on the device, which the host does not wait for; or ints, which are moved there, and on
+        which compiled code is specialized. Ints and an eager CPU tensor need no `align`: their multiples are read from
+        them. Or instead `offsets`: int32 [G + 1], group g being rows offsets[g] <= r < offsets[g + 1], such as
+        `RowMap.expert_offsets`. Or instead `row_map`: of `moe_map`. `inp` is then in token order, [T, K] (or [..., K]),
+        its rows are quantized as they move to their experts, which are the groups, and its gradient is each token's
+        sum; the bits are those of `moe_permute` before this layer. `align`: a promise that every group begins at a
+        multiple of it; see `grouped_linear`, also for rows in no group. `is_first_microbatch`: as
+        `Linear`: True quantizes the weights and keeps the copies, False uses those kept, None quantizes and keeps
+        nothing. `out`, `dgrad_out`: None; results are new tensors.
 
         **Returns:** [..., N], with a `row_map` [rows, N] by expert; rows in no group are zeros. With `return_bias`
         that without the bias, and the bias [G, N].
@@ -175,7 +176,7 @@ class GroupedLinear(QuantizedModule):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         for name, p in (("weight", self.weight), ("bias", self.bias)):
-            for part in ("", "_scale_inv", "_scale"):  # those that published FP8 checkpoints have
+            for part in ("", "_scale_inv", "_scale"):  # the suffixes in published FP8 checkpoints
                 _stack(state_dict, prefix + name, part, self.num_gemms if p is not None else 0)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -203,7 +204,7 @@ def _stack(state_dict: Any, key: str, part: str, count: int) -> None:
 
 
 def _offsets_of(m_splits: Any, groups: int, inp: Tensor, align: int) -> Tensor:
-    """Returns where groups of these sizes begin and the last one ends: int32 [groups + 1]."""
+    """Returns the offsets of groups of these sizes, int32 [groups + 1]: where each begins and the last one ends."""
     op = "GroupedLinear"
     if isinstance(m_splits, Tensor):
         if m_splits.dtype not in (torch.int32, torch.int64):

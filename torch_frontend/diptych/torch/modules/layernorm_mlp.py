@@ -1,12 +1,12 @@
-"""`LayerNormMLP`: norm, linear layer, activation, linear layer, with as little stored between as their gradients allow.
+"""`LayerNormMLP`: norm, linear layer, activation, linear layer, storing between them only what the gradients need.
 
     h = quantize(norm(x)) @ quantize(w1).T + bias1
     y = quantize(act(h)) @ quantize(w2).T + bias2
 
-Backward keeps x, the norm's statistics and its quantized output, h, and the weights' copies. The activation is made
-again from h as it is quantized for w2's gradient, with forward's scale; its gradient is quantized as it is computed,
-and bias1's gradient is summed on the way. A tensor that a role leaves in high precision, or quantizes by a user's own
-code, is stored instead (`fusable` in `diptych.common.layers.plan`).
+Backward keeps x, the norm's statistics and its quantized output, h, and the weights' copies. For w2's gradient the
+activation is recomputed from h and quantized in one pass, by forward's scale; its gradient is quantized in the pass
+that computes it, which also sums bias1's gradient. A tensor that a role leaves in high precision, or quantizes by a
+user's own code, is stored instead (`fusable` in `diptych.common.layers.plan`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`Linear`: nn.Linear whose three products run quantized inside `autocast`; `layers/linear.py` says how."""
+"""`Linear`: nn.Linear whose three products run quantized inside `autocast`; `layers/linear.py` has the layer."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from diptych.torch.modules.model_init import initial_weight, initialize
 class Linear(QuantizedModule, nn.Linear):
     """nn.Linear that quantizes inside `autocast`, and is nn.Linear itself outside.
 
-    **Arguments:** as nn.Linear, with the same initialization, attributes and state_dict; `bias` by its name alone.
-    `recipe`: used instead of the region's wherever a region is enabled; None takes the region's. `name`: what roles
-    call the module. `params_dtype`: another name of `dtype`. `init_method`: called with the weight to fill it, instead
-    of nn.Linear's initialization; the bias is then zero. `return_bias`: the call returns (x @ weight.T, bias), nothing
+    **Arguments:** as nn.Linear, with the same initialization, attributes and state_dict; `bias` is keyword-only.
+    `recipe`: used instead of the region's wherever a region is enabled; None takes the region's. `name`: the module's
+    name in roles. `params_dtype`: another name of `dtype`. `init_method`: called with the weight to fill it, instead of
+    nn.Linear's initialization; the bias is then zero. `return_bias`: the call returns (x @ weight.T, bias), nothing
     added. `fuse_wgrad_accumulation`, `delay_wgrad_compute`: as `QuantizedModule`. `save_original_input`: backward keeps
-    the input and quantizes it again, which costs a pass and saves a copy where the input is kept anyway. Arguments of
-    TransformerEngine's about parallelism are taken with the value that asks for none.
+    the input and quantizes it again, which costs a pass and saves a copy where the input is kept anyway.
+    TransformerEngine's arguments about parallelism are accepted only with the values that request none.
 
     The input may be a QuantizedTensor, such as another module's output under a recipe that quantizes outputs; see
     `linear`. Outside of regions it is dequantized.

@@ -1,10 +1,10 @@
 """The checks of ops' operands. Invariants:
 
 - Checks read no memory, and enforce symbolic sizes with `torch._check`: they hold while tracing as they do eagerly.
-- Ops are pure but for what their schema declares. None has a derivative: a tensor that requires grad is refused while
-  grad mode is on, so that no gradient is silently missing.
+- Ops write to nothing but what their schema declares. None has a derivative: a tensor that requires grad is refused
+  while grad mode is on, so that no gradient is silently missing.
 
-One copy of a quantized operand travels as `Copy`: (data, scale_inv, amax or None, format id, columnwise).
+One copy of a quantized operand is passed as a `Copy`: (data, scale_inv, amax or None, format id, columnwise).
 """
 
 from __future__ import annotations

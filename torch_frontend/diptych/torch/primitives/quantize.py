@@ -2,7 +2,7 @@
 
 Invariants of all files of this room:
 
-- Shapes come from `diptych.common.shapes`, in the real and in the fake implementation alike; checks from `checks`.
+- Shapes come from `diptych.common.ops.shapes` and checks from `checks`, in the real and in the fake implementation.
 - Ops are pure, except `gemm_into`, `quantize_delayed` and `scale_update`, which declare what they mutate.
 - A plain eager call goes straight to the implementation (`register.direct`); everything else (tracing, fake and meta
   tensors, modes, subclasses) goes through the dispatcher to the same one.
