@@ -1,7 +1,7 @@
-"""Checks of a layer's operands that both panels make before the first kernel, with one wording for both.
+"""Checks of a layer's operands that both panels make before the first kernel, with the same messages.
 
-The functions read shapes alone, so that torch's tensors and JAX's arrays both serve; `tests/cases/misuse.py` holds the
-words equal.
+The functions read only shapes, so they take torch's tensors and JAX's arrays; `tests/cases/layer_misuse.py` compares
+the messages.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from diptych.common.recipes import Recipe
 
 
 class Names(NamedTuple):
-    """How a panel's layer names itself, its input and its weight in messages."""
+    """Names of a panel's layer, its input and its weight in messages."""
 
     op: str
     x: str
@@ -61,7 +61,7 @@ def require_align(op: str, align: Any) -> None:
 
 
 def other_kind(names: Names, weight: Any, wanted: type) -> ArgumentError:
-    """The error for a held weight of another class than the layer multiplies."""
+    """Returns the error for a held weight of a class that the layer does not take."""
     return ArgumentError(
         f"{names.op}: a {names.weight} that is held quantized must be a {wanted.__name__}, got a "
         f"{type(weight).__name__}"
@@ -69,7 +69,7 @@ def other_kind(names: Names, weight: Any, wanted: type) -> ArgumentError:
 
 
 def require_stackable(names: Names, calls: tuple[Call | None, ...]) -> None:
-    """**Raises** UnsupportedError for quantize calls that have no kernel or rule for a stack of weights."""
+    """**Raises** UnsupportedError for quantize calls that a stack of weights does not support."""
     for call in calls:
         if call is not None and call.quantizer.implementation() is not None:
             raise UnsupportedError(
@@ -82,10 +82,10 @@ def require_stackable(names: Names, calls: tuple[Call | None, ...]) -> None:
 def require_whole_rotations(
     names: Names, recipe: Recipe, plan: LinearPlan, promise: int, align: int, sizes: tuple[Any, ...] | None = None
 ) -> None:
-    """**Raises** ValueError where wgrad's operands are Hadamard-rotated and a group may begin inside of 16 rows.
+    """**Raises** ValueError if wgrad's operands are Hadamard-rotated and a group may not begin at a multiple of 16.
 
-    `promise`: what the groups' first rows are multiples of. `align`, `sizes`: what the caller promised, and the groups'
-    sizes if the host has them; for the message.
+    `promise`: a common divisor of the groups' first rows. `align`, `sizes`: the caller's `align`, and the groups' sizes
+    if they are on the host; both are for the message.
     """
     if not rotates_rows(plan) or promise % 16 == 0:
         return
@@ -99,7 +99,7 @@ def require_whole_rotations(
 
 
 def missing_rng(op: str, quantizer: Quantizer) -> ArgumentError:
-    """The error for a call without the random state that its quantizer draws from."""
+    """Returns the error for a call without the random state that its quantizer needs."""
     return ArgumentError(
         f"{op}: {quantizer} rounds stochastically and needs rng=, int32 [4]; rng_state(seed) makes one"
     )

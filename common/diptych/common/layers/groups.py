@@ -1,4 +1,4 @@
-"""Groups of a grouped layer under a recipe: how they must be aligned, and the plan of one in high precision."""
+"""Groups of a grouped layer under a recipe: their alignment, and the plan of a layer in high precision."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from diptych.common.recipes import CustomRecipe, Recipe
 
 
 def _nothing(role: Any) -> None:
-    """No quantizer for any role."""
+    """Returns no quantizer for any role."""
 
 
 HIGH_PRECISION = CustomRecipe(_nothing)
-"""Under which a layer of groups is that in high precision."""
+"""The plan of a grouped layer in high precision."""
 
 
 def row_align(recipe: Recipe, module: str = "grouped_linear", name: str = "") -> int:
-    """The number of rows at whose multiples groups should begin: those that share a scale where rows are summed.
+    """Returns the number of rows at whose multiples groups should begin under a recipe.
 
-    32, a step of tensor cores, where that is all of them; 1 where nothing is quantized there.
+    It is the number of rows that share a scale in wgrad, which sums over rows; 32, a step of tensor cores, if all rows
+    share one; 1 if wgrad is not quantized.
     """
     return plan_align(linear_plan(recipe, module, name))
 
@@ -30,7 +31,7 @@ _SHARED_ROWS = tuple(32 if row.per_tensor else row.block_cols for row in FORMATS
 
 
 def plan_align(plan: LinearPlan) -> int:
-    """Returns what `row_align` returns for the recipe of this plan."""
+    """Returns `row_align` for the recipe of this plan."""
     align = 1
     for quantizer in (plan.input.columnwise, plan.grad_output.columnwise):
         if quantizer is not None:
@@ -39,6 +40,6 @@ def plan_align(plan: LinearPlan) -> int:
 
 
 def rotates_rows(plan: LinearPlan) -> bool:
-    """Whether wgrad's operands are Hadamard-rotated, which they are both or not at all."""
+    """Returns whether wgrad's operands are Hadamard-rotated; either both are or none is."""
     quantizer = plan.input.columnwise
     return quantizer is not None and bool(quantizer.spec.flags & RHT) and not plan.dequantized_backward

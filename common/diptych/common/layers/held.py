@@ -1,4 +1,4 @@
-"""The check that copies of a tensor that is held quantized are those that a recipe asks a layer to multiply."""
+"""The check that the copies of a held tensor are those that a recipe requires."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX, Quantizer
 
 
 def require_same(what: str, held: Quantizer, asked: Quantizer, rowwise: bool, columnwise: bool, remedy: str) -> None:
-    """**Raises** ValueError where copies that are held are of another format than those that a recipe asks for, or of
-    another kind of amax (of a rowwise copy) or Hadamard transform (of a columnwise one).
+    """**Raises** ValueError if held copies and the copies that a recipe requires differ in their format, the rowwise
+    copies in their kind of amax, or the columnwise copies in their Hadamard transform.
 
     `what`, `remedy`: the beginning and the end of the message.
     """
-    # By ids: Dynamo knows a quantizer's spec, and not its format.
+    # Formats are compared by id: Dynamo can read a quantizer's spec, but not its format.
     is_held, wanted = FORMATS[held.spec.format_id].name, FORMATS[asked.spec.format_id].name
     if is_held != wanted:
         raise ValueError(f"{what} is held as {is_held}, and the recipe asks for {wanted}; {remedy}")

@@ -1,6 +1,6 @@
-"""What a recipe means for one module: which copies of its tensors to quantize, and with which state.
+"""Plans: the quantizers and states of one module's tensors under a recipe.
 
-`linear_plan` turns a recipe into the operands of the three products of a linear layer; both panels' modules follow it.
+`linear_plan` turns a recipe into the operands of the three products of a linear layer, for the modules of both panels.
 
     fprop  input       @ weight.T      rowwise copies
     dgrad  grad_output @ weight        rowwise, columnwise
@@ -23,9 +23,9 @@ from diptych.common.recipes import Recipe
 
 
 class TensorPlan(NamedTuple):
-    """How one tensor is quantized: for the product that reads it rowwise, and for the one that reads it columnwise.
+    """The quantizers of one tensor: for the product that reads it rowwise, and for the one that reads it columnwise.
 
-    None: that product runs in high precision. `states` are the names of their delayed-scaling states, or empty.
+    None: that product runs in high precision. `states`: names of the two quantizers' delayed-scaling states, or "".
     """
 
     rowwise: Quantizer | None
@@ -34,11 +34,11 @@ class TensorPlan(NamedTuple):
 
     @property
     def shared(self) -> bool:
-        """Whether one quantizer makes both copies."""
+        """Returns whether one quantizer makes both copies."""
         return self.rowwise is not None and self.rowwise == self.columnwise
 
     def calls(self, rowwise: bool, columnwise: bool) -> tuple[tuple[Quantizer, str], ...]:
-        """(quantizer, state name) of each call that makes the wanted copies."""
+        """Returns (quantizer, state name) of each call that makes the requested copies."""
         if self.shared and self.rowwise is not None and (rowwise or columnwise):
             return ((self.rowwise.with_usage(rowwise=rowwise, columnwise=columnwise), self.states[0]),)
         calls = []
@@ -60,9 +60,9 @@ class StateSlot(NamedTuple):
 class LinearPlan:
     """The operands of a linear layer under a recipe; see the module's docstring.
 
-    `results`: quantizers of output, grad_input and grad_weight, or None. `options` and `quantized`: for fprop, dgrad
-    and wgrad, the latter whether both operands are quantized. `dequantized_backward`: dgrad and wgrad run in high
-    precision on what the forward's copies stand for. `needs_rng`: whether any quantizer rounds stochastically.
+    `results`: quantizers of output, grad_input and grad_weight, or None. `options`: of fprop, dgrad and wgrad.
+    `quantized`: whether both operands of fprop, dgrad and wgrad are quantized. `dequantized_backward`: dgrad and wgrad
+    run in high precision on forward's dequantized copies. `needs_rng`: whether any quantizer rounds stochastically.
     """
 
     input: TensorPlan
@@ -76,7 +76,7 @@ class LinearPlan:
     needs_rng: bool
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Earlier versions pickled a field for each option, with its values for fprop, dgrad and wgrad."""
+        """Restores plans of earlier versions too, which had a field for each option of fprop, dgrad and wgrad."""
         if "options" not in state:
             names = [name for name in GemmOptions._fields if name in state]
             state["options"] = tuple(GemmOptions.named({name: state[name][i] for name in names}) for i in range(3))
@@ -84,14 +84,14 @@ class LinearPlan:
 
 
 def fusable(tensor: TensorPlan) -> bool:
-    """Whether a tensor may stay unstored: every use of it reads a copy that the core makes."""
+    """Returns whether a tensor need not be stored, because every use of it reads a copy that the core makes."""
     return all([q is not None and not q.custom for q in (tensor.rowwise, tensor.columnwise)])
 
 
 def input_fusable(plan: LinearPlan) -> bool:
-    """Whether forward may quantize the input of a linear layer from what is never stored.
+    """Returns whether forward may quantize a linear layer's input from a source that is never stored.
 
-    What backward reads does not change forward's bits: where wgrad reads the input itself, that is stored beside.
+    Backward's needs do not change forward's bits: if wgrad reads the input itself, it is stored additionally.
     """
     forward, backward = plan.input.rowwise, plan.input.columnwise
     if forward is None or forward.custom:
@@ -101,14 +101,14 @@ def input_fusable(plan: LinearPlan) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def linear_plan(recipe: Recipe, module: str = "linear", name: str = "") -> LinearPlan:
-    """The plan of one module. **Raises** what `recipe.quantizer` raises; ValueError for operands that do not fit,
-    ArgumentError for what is no recipe."""
+    """Returns the plan of one module. **Raises** the errors of `recipe.quantizer`, ValueError for operands that cannot
+    be multiplied, ArgumentError if `recipe` is not a recipe."""
     require_recipe(module, recipe, optional=False)
     return make_plan(recipe, module, name)
 
 
 def make_plan(recipe: Recipe, module: str, name: str) -> LinearPlan:
-    """`linear_plan`, made anew and without a look at what the recipe is: torch traces this into its graphs."""
+    """`linear_plan` without its cache and its check of the recipe's type; torch traces this into its graphs."""
     x_f, w_f = recipe.operands("fprop", module, name)
     dy_d, w_d = dy_w, x_w = (None, None)
     if not recipe.backward_override:
@@ -146,10 +146,10 @@ def _delayed(quantizer: Quantizer | None) -> bool:
 
 
 def held_quantizer(op: str, recipe: Recipe, module: str, name: str, tensor: str = "weight") -> Quantizer | None:
-    """The quantizer of a weight that is held quantized; None: it stays in high precision.
+    """Returns the quantizer of a weight that is held quantized; None: it stays in high precision.
 
-    Under delayed scaling its scale comes from the weight itself. **Raises** ValueError, in the words of `op` and
-    `tensor`, for a recipe that quantizes the weight in two ways, or stochastically.
+    Under delayed scaling the scale is computed from the weight itself. **Raises** ValueError for a recipe that
+    quantizes the weight in two ways, or stochastically; `op` and `tensor` are names for the message.
     """
     plan = linear_plan(recipe, module, name).weight
     if plan.rowwise is None and plan.columnwise is None:

@@ -1,7 +1,7 @@
-"""A plan cut down to one call of a linear layer: which copies are made, by which quantize call, with which random draw.
+"""Schedules: a plan reduced to one call of a linear layer, with its quantize calls, their copies and random draws.
 
-Both panels follow it, so that the calls have the same numbers, and with them the same random bits, in both. torch
-traces it into its graphs: no comprehension over generators, no property of a quantizer but its spec.
+Both panels use it, so that quantize calls have the same numbers, and with them the same random bits. torch traces this
+code into its graphs, so it uses no comprehension over generators, and no property of a quantizer except `spec`.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from diptych.common.layers.plan import LinearPlan, TensorPlan
 from diptych.common.quantizers import STOCHASTIC, Quantizer
 
 OFFSETS = 18
-"""Offsets of the random generator that one forward and backward of a linear layer use: nine calls of two."""
+"""Number of random offsets that one forward and backward of a linear layer use: nine calls with two each."""
 
 
 class Call(NamedTuple):
-    """One quantize call: with which quantizer, scale state and number of random draw, and what else it wants."""
+    """One quantize call: its quantizer, the name of its scale state, and the number of its random draw."""
 
     quantizer: Quantizer
     state: str
@@ -28,10 +28,10 @@ class Call(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """The calls of one forward and backward.
+    """The quantize calls of one forward and backward.
 
-    `x_late`: the calls on the original x that backward makes. `x_kept`, `w_kept`: which operand backward reads,
-    "columnwise", "rowwise", or "original"; empty: none. `backward_rng`: whether backward draws.
+    `x_late`: calls on the original x that backward makes. `x_kept`, `w_kept`: the operand that backward reads,
+    "columnwise", "rowwise", or "original"; empty: none. `backward_rng`: whether backward uses random bits.
     """
 
     plan: LinearPlan
@@ -45,13 +45,13 @@ class Schedule(NamedTuple):
     backward_rng: bool
 
     def late_states(self) -> list[str]:
-        """The delayed states that only backward's calls on x read, and that forward therefore has to record."""
+        """Returns the delayed states that only backward's calls on x read; forward must record their amaxes."""
         known = [c.state for c in self.x]
         return [c.state for c in self.x_late if c.state and c.state not in known]
 
 
 def make_schedule(plan: LinearPlan, need_dx: bool, need_dw: bool, original: bool) -> Schedule:
-    """The schedule of one call. `original`: keep the input, not its copy."""
+    """Returns the schedule of one call. `original`: backward keeps the original input, not a copy of it."""
     kept = []
     for tensor, needed in ((plan.input, need_dw), (plan.weight, need_dx)):
         side, held = "columnwise", tensor.columnwise

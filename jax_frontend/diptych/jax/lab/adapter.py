@@ -66,7 +66,7 @@ class JaxTrainer:
         self._traced: Callable[..., Any] | None = None
 
     def _gradients(self, params: gpt.Params, kept: Any, batch: Array) -> Any:
-        """Loss, gradients, and what the quantizers keep for the next step."""
+        """Returns loss, gradients, and the quantizers' states for the next step."""
         scales, rngs = update_state(kept[0], self._job.recipe), kept[1]
 
         def loss_fn(params: gpt.Params, scales: gpt.States) -> Array:
@@ -135,7 +135,7 @@ def _activation_names(job: Job) -> list[str]:
 
 
 def _recipe(job: Job, linear: str) -> Any:
-    """The recipe of one linear: the job's, but for the self-test's fault."""
+    """Returns the recipe of one linear layer: the job's, or for the self-test's faulty layer a wrong one."""
     if job.corruption is not None and job.recipe is not None and linear == job.corruption.layer:
         return job.corruption.recipe(job.recipe, _spoil)
     return job.recipe
@@ -164,7 +164,7 @@ def _spoil(q: QuantizedArray, factor: float) -> QuantizedArray:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("activations", "values"), meta_fields=("calls",))
 @dataclasses.dataclass
 class Log:
-    """What an evaluation recorded: arrays are leaves, the ops' names and parameters are metadata."""
+    """The record of an evaluation: arrays are leaves, the ops' names and parameters are metadata."""
 
     activations: dict[str, Array] = dataclasses.field(default_factory=dict)
     values: list[tuple[list[Array], list[Array]]] = dataclasses.field(default_factory=list)
@@ -176,9 +176,9 @@ class Log:
 
 
 def recorded(fun: Callable[..., Any], names: frozenset[str]) -> Callable[..., Any]:
-    """`fun` returning (its result, Log) of every diptych primitive and every activation called one of `names`.
+    """Returns `fun` with the result (its own result, Log of all diptych primitives and of the activations in `names`).
 
-    It evaluates fun's jaxpr equation by equation, so that the model needs no taps; jit the result.
+    It evaluates fun's jaxpr equation by equation, so the model needs no changes; jit the result.
     """
 
     def evaluate(*args: Any) -> Any:
@@ -215,7 +215,7 @@ def _evaluate(jaxpr: Any, consts: Any, args: Any, names: frozenset[str], log: Lo
 
 
 def _records(jaxpr: Any, names: frozenset[str]) -> bool:
-    """Whether something inside is to be recorded."""
+    """Returns whether a jaxpr contains an equation to record."""
     body = getattr(jaxpr, "jaxpr", jaxpr)
     for eqn in body.eqns:
         if eqn.primitive.name.startswith("diptych_") or eqn.params.get("name") in names:
@@ -231,7 +231,7 @@ def _bits(x: Array, dtype: str | None = None) -> Bits:
 
 
 def _op(kind: str, params: dict[str, Any], ins: list[Array], outs: list[Array]) -> Op:
-    """A recorded primitive in the lab's terms. Dtypes are the format's: here, payloads may travel as uint8."""
+    """Returns a recorded primitive as the lab's `Op`, with the format's dtypes where payloads are passed as uint8."""
     if kind == "quantize":
         quantizer, mode = params["quantizer"], params["mode"]
         buffers = shapes.quantize_buffers(ins[0].shape, quantizer)
@@ -277,7 +277,7 @@ def _named(names: list[str], arrays: list[Array]) -> dict[str, Bits]:
 
 
 def _replayed(op: Op, x: dict[str, Array]) -> dict[str, Array]:
-    """Outputs of a recorded op on these inputs."""
+    """Returns the outputs of a recorded op on these inputs."""
     o = op.options
     if op.kind == "quantize":
         quantizer = o["quantizer"]

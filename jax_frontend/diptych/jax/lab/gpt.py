@@ -1,8 +1,8 @@
 """The demo model as a JAX user writes it: a byte-level GPT of pure functions over a dictionary of parameters.
 
-Every linear of a block goes through an injected `linear(name, x, weight, bias, kept)`, usually `diptych.jax.dense` with
-one recipe; `kept` is what its quantizers keep from step to step. Embedding and head stay in high precision, as is
-usual. `diptych/torch/gpt.py` is the same model in torch.
+Every linear layer of a block calls an injected `linear(name, x, weight, bias, kept)`, usually `diptych.jax.dense` with
+one recipe; `kept` holds the states of its quantizers. Embedding and head stay in high precision, as is usual.
+`diptych/torch/lab/gpt.py` is the same model in torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ States = dict[str, dict[str, ScaleState]]
 
 
 class Kept(NamedTuple):
-    """What quantizers keep, by linear: delayed scales and random states, both empty where a recipe has none.
+    """The quantizers' states by linear layer: delayed scales and random states, each empty if the recipe has none.
 
     `record`: whether amaxes are recorded, as the gradients of `scales`.
     """
@@ -41,7 +41,7 @@ Linear = Callable[[str, Array, Array, Array, Kept], Array]
 
 
 def quantized_linear(recipe: Recipe | None, dtype: Any = jnp.float32) -> Linear:
-    """`dense` with `recipe` for every linear, computed in `dtype` between activations of another."""
+    """Returns a linear function that runs `dense` with `recipe` in `dtype`, between activations of another dtype."""
 
     def linear(name: str, x: Array, weight: Array, bias: Array, kept: Kept) -> Array:
         state, rng = kept.scales.get(name), kept.rngs.get(name)
@@ -94,7 +94,7 @@ def cross_entropy(logits: Array, targets: Array) -> Array:
 
 
 def block(p: Params, prefix: str, x: Array, heads: int, linear: Linear, kept: Kept) -> Array:
-    """One pre-norm transformer block. Its activations have names, for remat policies and for whoever looks at them."""
+    """One pre-norm transformer block. Its activations have names, for remat policies and for traces."""
 
     def name(suffix: str, value: Array) -> Array:
         return checkpoint_name(value, prefix + suffix)

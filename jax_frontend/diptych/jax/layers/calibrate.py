@@ -19,19 +19,19 @@ Array = jax.Array
 
 
 def plain(x: Array, kernel: Any, bias: Array | None) -> Array:
-    """The product in x's dtype."""
+    """Returns the layer's product in x's dtype."""
     y = x @ high_precision(kernel, x.dtype).astype(x.dtype).T
     return y if bias is None else y + jnp.broadcast_to(bias.astype(x.dtype), y.shape)
 
 
 def calibrated(options: Options, x: Array, kernel: Any, bias: Any, states: States) -> tuple[Array, States]:
-    """The plain product, with amaxes recorded under the names of its operands."""
+    """Returns the product in x's dtype, with the operands' amaxes recorded in the states of their names."""
     kernel = high_precision(kernel, x.dtype)
     return observed(options, plain(x, kernel, bias), x, kernel, states)
 
 
 def observed(options: Options, y: Array, x: Array, kernel: Array, states: States) -> tuple[Array, States]:
-    """A result in high precision, with amaxes recorded under the names of its operands."""
+    """Returns a high-precision result, with the operands' amaxes recorded in the states of their names."""
     amaxes: Amaxes = {}
     for name in states:
         tensor = {"input": x, "weight": kernel}.get(name.partition(".")[0])

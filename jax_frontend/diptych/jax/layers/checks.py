@@ -24,7 +24,7 @@ def refuse_without_recipe(op: str, **given: Any) -> None:
 
 
 def check_rng(op: str, rng: Any) -> Array | None:
-    """The state of the random generator as an array. **Raises** TypeError for what is none."""
+    """Returns the state of the random generator as an array. **Raises** TypeError for any other argument."""
     rng = checks.small_operand(op, "rng", rng)
     if rng is not None and (rng.dtype != jnp.int32 or rng.shape != (4,)):
         raise DTypeError(f"{op}: rng must be int32 [4], as rng_state makes it, got {rng.dtype}{list(rng.shape)}")
@@ -32,7 +32,7 @@ def check_rng(op: str, rng: Any) -> Array | None:
 
 
 def check_operands(x: Any, kernel: Any, bias: Any, rng: Any) -> tuple[Array, Any, Array | None, Array | None]:
-    """The operands as arrays; kernel as it is where it is quantized. **Raises** TypeError, ValueError."""
+    """Returns the operands as arrays; a quantized kernel is returned unchanged. **Raises** TypeError, ValueError."""
     x, kernel = checks.to_array("dense", "x", x), kernel_operand(DENSE, kernel, QuantizedArray)
     bias = None if bias is None else checks.to_array("dense", "bias", bias)
     rng = check_rng("dense", rng)
@@ -41,7 +41,7 @@ def check_operands(x: Any, kernel: Any, bias: Any, rng: Any) -> tuple[Array, Any
 
 
 def kernel_operand(names: Names, kernel: Any, held: type[QuantizedCopies]) -> Any:
-    """A kernel as an array; as it is where it is `held`. **Raises** TypeError."""
+    """Returns a kernel as an array; one of class `held` is returned unchanged. **Raises** TypeError."""
     if isinstance(kernel, held):
         return kernel
     if isinstance(kernel, QuantizedCopies):

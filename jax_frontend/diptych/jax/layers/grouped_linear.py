@@ -5,9 +5,9 @@
     dw[g] = quantize(dy)[of g].T @ quantize(x)[of g]          wgrad  over the rows of group g
     db[g] = the sum of dy's rows in group g
 
-x and dy are quantized whole, as a linear layer's are; w is quantized as G tensors, but that delayed scaling has one
-scale for all of them, and one amax over all. Rows in no group are zeros in y and dx, and are not summed. Forward and
-backward are those of `products.py`.
+x and dy are quantized as one tensor each, as in a linear layer. w is quantized as G tensors, except that delayed
+scaling has one scale, and one amax, for all of them. Rows in no group are zeros in y and dx, and are not summed. `products.py`
+has forward and backward.
 
 With a map of rows, x is in token order: its rows are quantized as they move to their experts, and dx is each token's
 sum. The bits are those of permuting first.
@@ -98,23 +98,23 @@ def grouped_dense(
       a `QuantizedStack` with the copies that the recipe needs; its gradient then goes to `main_grad`.
     - `offsets`: int32 [G + 1], such as `RowMap.expert_offsets`; group g is rows offsets[g] <= r < offsets[g + 1]. Under
       a recipe the CPU refuses offsets that descend or leave 0..R, when it runs. CUDA, and products in high precision,
-      take each as at least the one before it and at most R.
+      clamp each to between the one before it and R.
     - `row_map`: of `moe_map`, instead of offsets, which are then its expert_offsets. x is in token order, [T, K] (or
-      [..., K]), and its rows go where the map sends them: results, gradients and states have the bits of `moe_permute`
-      before this, but permuted rows are not stored where they are quantized, and backward keeps x itself with
-      `save_original_input` or for products in high precision.
+      [..., K]), and the layer permutes its rows: results, gradients and states have the bits of `moe_permute` before
+      this layer, but rows that are quantized are not stored in high precision. With `save_original_input`, or for
+      products in high precision, forward saves x itself.
     - `recipe`: None gives products in high precision, in x's dtype, and the same bias gradient.
     - `align`: a Python int, a promise that every offset is a multiple of it: tensor cores need at least 32 in wgrad,
       128 where scales stand for 128 rows, and other groups take a slower kernel; a Hadamard transform needs a multiple
-      of 16. `diptych.common.row_align` says what a recipe wants.
+      of 16. `diptych.common.row_align` returns the alignment for a recipe.
     - `copies`: of the kernel, from `quantize_kernel(kernel, recipe, module="grouped_linear")`, to be used instead of
       quantizing it.
     - `main_grad`: float32 [G, N, K], an array or a reference, as in `dense`.
     - `module`, `name`, `state`, `return_state`, `record`, `rng`, `save_original_input`, `calibrate`: as in `dense`;
       states are those of `init_state(recipe, module="grouped_linear")`.
 
-    **Returns:** [..., N] of x's dtype, with a `row_map` [rows, N] by expert; rows in no group +0; or (that, state) with
-    `return_state`.
+    **Returns:** y, [..., N] of x's dtype, or with a `row_map` [rows, N] in expert order; rows in no group are +0. With
+    `return_state`: (y, state).
 
     **Raises:** as `dense`; ValueError also for groups given twice or not at all, a map that does not fit, a
     Hadamard transform without its promise where the kernel is differentiated; NotImplementedError for kernels that are
@@ -164,7 +164,7 @@ def grouped_dense_vjp(
     copies: Copies | None = None,
     save_original_input: bool = False,
 ) -> tuple[Array, Pullback]:
-    """`grouped_dense` and its backward pass taken apart, as `dense_vjp` does with `dense`.
+    """Runs `grouped_dense` and returns its pullback, which leaves the kernels' gradients for later; see `dense_vjp`.
 
     **Arguments, raises:** as `grouped_dense`. States are arrays.
 
@@ -195,7 +195,7 @@ def _plain(x: Array, kernel: Any, bias: Array | None, offsets: Array) -> Array:
 
 
 class Maps(NamedTuple):
-    """Where x's rows, tokens then, go: of a `RowMap`. `row_source`: None where nobody permutes again."""
+    """The arrays of a `RowMap` by which the layer permutes x, whose rows are tokens. `row_source`: None if unused."""
 
     row_id_map: Array
     row_source: Array | None
@@ -204,7 +204,7 @@ class Maps(NamedTuple):
 def _operands(
     op: str, x: Any, kernel: Any, bias: Any, offsets: Any, row_map: Any, rng: Any
 ) -> tuple[Array, Any, Array | None, Array, Maps | None, Array | None]:
-    """The operands as arrays, tokens as [T, K]; kernel as it is where it is quantized. **Raises** TypeError,
+    """Returns the operands as arrays, tokens as [T, K]; a quantized kernel is returned unchanged. **Raises** TypeError,
     ValueError, NotImplementedError."""
     x, kernel = to_array(op, "x", x), kernel_operand(STACK._replace(op=op), kernel, QuantizedStack)
     bias = None if bias is None else to_array(op, "bias", bias)
@@ -224,15 +224,15 @@ def _operands(
 
 
 def _promise(op: str, align: Any, offsets: Any) -> int:
-    """The alignment that kernels know: as promised, or better where offsets are the host's, a NumPy array."""
+    """Returns the alignment to pass to kernels: `align`, or a larger one if NumPy offsets on the host show it."""
     require_align(op, align)
     promise = kernel_align(align)
     return max(promise, align_of(offsets.tolist())) if isinstance(offsets, np.ndarray) else promise
 
 
 def _require_supported(options: Options, align: int, held: bool, need_dx: bool, need_dw: bool) -> None:
-    """**Raises** NotImplementedError for what a stack of kernels has no kernel or rule for; ValueError where wgrad's
-    operands are rotated, which they are both or not at all, across groups."""
+    """**Raises** NotImplementedError for quantizers that a stack of kernels does not support, ValueError if wgrad's
+    operands are Hadamard-rotated and a rotation would cross groups."""
     names, s = STACK._replace(op=options.op), options.schedule(need_dx, need_dw)
     require_stackable(names, (*(() if held else s.w), s.results[2]))
     if need_dw:
@@ -245,7 +245,7 @@ def _require_supported(options: Options, align: int, held: bool, need_dx: bool, 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("offsets",), meta_fields=("align",))
 @dataclasses.dataclass(frozen=True, eq=False)
 class Groups(Products):
-    """The products of a stack of kernels, one for each group of rows. `align`: one of `ALIGNS`."""
+    """Computes the products of a stack of kernels, one for each group of rows. `align`: one of `ALIGNS`."""
 
     offsets: Array
     align: int
@@ -287,15 +287,15 @@ class Groups(Products):
 @functools.partial(jax.tree_util.register_dataclass, data_fields=("layer", "maps"), meta_fields=())
 @dataclasses.dataclass(frozen=True)
 class _Saved:
-    """The residuals of the backward pass. An x that is to be permuted again is an array, the tokens."""
+    """The residuals of the backward pass. If backward permutes x again, x is the array of tokens."""
 
     layer: products.Saved
     maps: Maps | None
 
 
 def _rows(x: Array, maps: Maps | None, calls: tuple[Call, ...]) -> Array | FusedInput:
-    """x as its groups lie. Permuted rows are not stored where nothing but these calls, all of the core, reads them;
-    without a call something else does."""
+    """Returns x in the order of groups. Permuted rows are not stored if only `calls` read them and all are the core's;
+    if there are no calls, they are stored."""
     if maps is None or maps.row_source is None:
         return x
     if calls and not any(call.quantizer.custom for call in calls):

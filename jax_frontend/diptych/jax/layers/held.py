@@ -1,4 +1,4 @@
-"""Kernels that are quantized before a call: held so, or kept from the microbatch before."""
+"""Kernels that are quantized before a call: held quantized, or kept from an earlier microbatch."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ Array = jax.Array
 
 
 def high_precision(kernel: Any, dtype: Any) -> Array:
-    """A kernel as an array, in `dtype` if it is held quantized."""
+    """Returns a kernel as an array, in `dtype` if it is held quantized."""
     return kernel if isinstance(kernel, jax.Array) else kernel.dequantize(dtype)
 
 
 def held_copies(kernel: Q, options: Options, copies: Any) -> tuple[Q | None, Q | None]:
-    """The two copies of a quantized kernel, None for one that it lacks. **Raises** ValueError for those of another
-    format, rotation or kind of amax."""
+    """Returns the two copies of a quantized kernel, None for one that it lacks. **Raises** ValueError for copies of
+    another format, rotation or kind of amax."""
     op, held, plan = options.op, kernel.quantizer, options.plan.weight
     if copies is not None:
         raise ValueError(f"{op}: kernel is quantized already, and copies of one were given too")
@@ -57,18 +57,17 @@ def quantize_kernel(
     return_state: bool = False,
     rng: Array | None = None,
 ) -> Any:
-    """The copies of a kernel that `dense(x, kernel, copies=...)` uses in every microbatch of a step; of a stack
-    [G, N, K] with `module="grouped_linear"`, those that `grouped_dense` uses.
+    """Quantizes a kernel once for all microbatches of a step: `dense(x, kernel, copies=...)` uses the copies. For a
+    stack [G, N, K], pass `module="grouped_linear"`, and the copies to `grouped_dense`.
 
-    They follow the kernel's value now; quantize again when it changes. No derivative goes through them: the kernel's
-    gradient is that of `dense`.
+    Quantize again when the kernel changes. The copies have no derivative: the kernel's gradient is that of `dense`.
 
-    **Arguments:** as `dense`; `rng` is the one that `dense` would get, so that both round alike.
+    **Arguments:** as `dense`; pass the `rng` that `dense` gets, so that both round alike.
 
-    **Returns:** (rowwise, columnwise) copies, or (those, state) with `return_state`: the kernel's amax is recorded
-    here, and not by `dense`.
+    **Returns:** (rowwise, columnwise) copies, or ((rowwise, columnwise), state) with `return_state`: the kernel's amax
+    is recorded here, and not by `dense`.
 
-    **Raises:** as `dense`; ValueError where the amax would be lost.
+    **Raises:** as `dense`; ValueError if the amax would be lost.
     """
     options = Options(recipe, module, name, group=group_axes(recipe))
     kernel = jax.lax.stop_gradient(checks.to_array("quantize_kernel", "kernel", kernel))
@@ -84,10 +83,10 @@ def quantize_kernel(
 
 
 def kernel_quantizer(recipe: Recipe, module: str = "linear", name: str = "") -> Quantizer | None:
-    """The quantizer of a kernel that is held quantized; None: it stays in high precision.
+    """Returns the quantizer of a kernel that is held quantized; None: it stays in high precision.
 
-    Under delayed scaling its scale comes from the kernel itself. **Raises** ValueError for a recipe that quantizes the
-    kernel in two ways, or stochastically.
+    Under delayed scaling the scale is computed from the kernel itself. **Raises** ValueError for a recipe that
+    quantizes the kernel in two ways, or stochastically.
     """
     return held_quantizer("quantize_params", recipe, module, name, "kernel")
 
@@ -100,19 +99,19 @@ def quantize_params(
     module: str = "linear",
     name: str | Callable[[str], str] = "",
 ) -> Tree:
-    """A tree of parameters whose kernels are held quantized, and in no other precision.
+    """Returns a tree of parameters whose kernels are held quantized, and in no other precision.
 
     `dense` takes such a kernel, and `grouped_dense` such a stack; its gradient comes through `main_grad`, for an
     optimizer that steps a master copy.
 
-    **Arguments:** `where(path, leaf)`: which leaves are kernels [N, K], or with `module="grouped_linear"` stacks
+    **Arguments:** `where(path, leaf)`: whether a leaf is a kernel [N, K], or with `module="grouped_linear"` a stack
     [G, N, K]; paths are joined by dots. `name`: the roles' name, or a function of the path.
 
-    **Returns:** the tree, with bytes for each kernel that the recipe quantizes: a `QuantizedArray`, or for a stack a
-    `QuantizedStack`, whose scales are each kernel's own.
+    **Returns:** the tree, with a `QuantizedArray` of bytes for each kernel that the recipe quantizes, or for a stack a
+    `QuantizedStack`, in which each kernel has its own scales.
 
-    **Raises:** ValueError where `where` picks nothing, or a leaf that is neither a matrix nor a stack of them;
-    TypeError for a stack by a quantizer with a `quantize_impl` of its own.
+    **Raises:** ValueError if `where` selects nothing, or a leaf that is neither a matrix nor a stack of them;
+    TypeError for a stack if the quantizer has its own `quantize_impl`.
     """
     picked = 0
 

@@ -1,9 +1,9 @@
-"""`dot_general`: what makes an unmodified flax model low-precision.
+"""`dot_general`: runs the products of unmodified flax models in low precision.
 
     nn.Dense(64, dot_general=dj.dot_general(recipe))          # linen
     nnx.Linear(32, 64, dot_general=dj.dot_general(recipe), rngs=rngs)
 
-JAX only: torch has no such seam, and swaps modules instead.
+This exists in JAX only: torch has no such argument, and `convert` replaces modules instead.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ Array = jax.Array
 
 
 def dot_general(recipe: Recipe | None, *, module: str = "linear", name: str = "") -> Callable[..., Array]:
-    """A function to be used instead of `jax.lax.dot_general`, whose products run as those of `dense`.
+    """Returns a replacement of `jax.lax.dot_general` whose products run like those of `dense`.
 
     `lhs` is the input and `rhs` the kernel. Contracted axes may lie anywhere: they are moved last, which for flax's [K,
     N] kernels is one transposition; y, dx and dkernel have the bits of `dense(x, kernel.T)`.
 
-    **Arguments:** `recipe`: one without state; None gives `jax.lax.dot_general` itself. `module`, `name`: the roles
-    that it is asked about.
+    **Arguments:** `recipe`: a recipe without state; None gives `jax.lax.dot_general` itself. `module`, `name`: the
+    roles by which it chooses quantizers.
 
-    **Returns:** a function (lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None, *,
-    out_sharding=None), a `DotGeneral`: those of equal recipes are equal, so that models which hold them share compiled
-    code, and it pickles where its recipe does. It **raises** NotImplementedError for batch dimensions, as products of
-    two activations have, or a result of another dtype or with a sharding; ValueError for a precision; TypeError for
-    operands of two dtypes.
+    **Returns:** a `DotGeneral`, a function (lhs, rhs, dimension_numbers, precision=None, preferred_element_type=None,
+    *, out_sharding=None). Those of equal recipes are equal, so that models which hold them share compiled code, and it
+    can be pickled if its recipe can. It **raises** NotImplementedError for batch dimensions (as in products of two
+    activations), or a result of another dtype or with a sharding; ValueError for a precision; TypeError for operands of
+    two dtypes.
 
-    **Raises:** ValueError for a recipe with delayed scaling or stochastic rounding, which has something to carry from
-    step to step that no layer of flax would: call `dense`.
+    **Raises:** ValueError for a recipe with delayed scaling or stochastic rounding, whose state flax's layers do not
+    carry from step to step: call `dense`.
     """
     return jax.lax.dot_general if recipe is None else DotGeneral(recipe, module, name)
 
 
 @dataclasses.dataclass(frozen=True)
 class DotGeneral:
-    """The product of one recipe, as a value. `dot_general` makes it and says what it takes."""
+    """The product of one recipe, as a value; see `dot_general`, which makes it, for its arguments."""
 
     recipe: Recipe
     module: str = "linear"
@@ -104,6 +104,6 @@ class DotGeneral:
 
 
 def _last(x: Array, axes: tuple[int, ...]) -> Array:
-    """x with its contracted axes behind the others, in the order in which they are contracted."""
+    """Returns x with its contracted axes moved last, in the order in which they are contracted."""
     axes = tuple(a % x.ndim for a in axes)
     return x.transpose(*(a for a in range(x.ndim) if a not in axes), *axes)

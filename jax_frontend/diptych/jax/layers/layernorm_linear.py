@@ -1,12 +1,12 @@
-"""`layernorm_dense`: a norm and a linear layer, whose input is quantized out of the norm's own arithmetic.
+"""`layernorm_dense`: a norm and a linear layer, whose input is quantized from the norm's unrounded float32 output.
 
     z  = norm(x), quantized in one pass and never stored in high precision
     y  = quantize(z) @ quantize(kernel).T + bias        `products.py`
     dz = quantize(dy) @ quantize(kernel);  dx, dgamma, dbeta = norm_grad(dz)
 
-Kept for backward: x, the statistics of its rows, and the columnwise copies; with `save_original_input` not that of z,
-which is made again. Where the recipe leaves a use of the input unquantized, or has a quantizer of a user's own, z is
-made in x's dtype and quantized, or not, as by `dense`.
+Forward saves x, the statistics of its rows, and the columnwise copies; with `save_original_input` the copy of z is not
+saved but made again in backward. If the recipe leaves a use of the input unquantized, or has a custom quantizer for it,
+z is computed in x's dtype and passed on as in `dense`.
 """
 
 from __future__ import annotations
@@ -80,12 +80,12 @@ def layernorm_dense(
       `zero_centered_gamma`: multiply by 1 + gamma.
     - `module`, `name`, `state`, `return_state`, `record`, `rng`, `copies`, `main_grad`, `calibrate`: as in `dense`;
       states are those of `init_state(recipe, module=module, name=name)`.
-    - `save_original_input`: of the norm, backward keeps x and its statistics alone, and makes and quantizes the output
-      again, to the same bits, instead of keeping a copy of it.
+    - `save_original_input`: forward saves only x and its statistics; backward computes and quantizes the norm's output
+      again, with the same bits.
     - `return_layernorm_output`: return the norm's output too, in x's dtype; it is then stored.
 
-    **Returns:** y, [..., N] of x's dtype; or (y, norm's output), (y, state), (y, norm's output, state). Gradients have
-    the dtypes of what they belong to.
+    **Returns:** y, [..., N] of x's dtype; or (y, norm's output), (y, state), (y, norm's output, state). Each gradient
+    has the dtype of its argument.
 
     **Raises:** as `dense`; ValueError for an unknown normalization, a beta with RMSNorm, or parameters
     that do not fit x.
@@ -119,13 +119,13 @@ def layernorm_dense(
 
 
 def _results(y: Any, *more: Any) -> Any:
-    """A tuple of `y` and those of `more` that are not None; `y` alone where all are None."""
+    """Returns a tuple of `y` and those of `more` that are not None, or `y` alone if all are None."""
     there = tuple(r for r in more if r is not None)
     return (y, *there) if there else y
 
 
 class LayerNormDenseGradients(NamedTuple):
-    """What the pullback of `layernorm_dense_vjp` returns; `kernel` has not run yet, as in `DenseGradients`."""
+    """The result of the pullback of `layernorm_dense_vjp`; `kernel` is not computed yet, as in `DenseGradients`."""
 
     x: Array
     gamma: Array
@@ -153,7 +153,7 @@ def layernorm_dense_vjp(
     copies: Copies | None = None,
     save_original_input: bool = False,
 ) -> tuple[Array, Pullback]:
-    """`layernorm_dense` and its backward pass taken apart, as `dense_vjp` does with `dense`.
+    """Runs `layernorm_dense` and returns its pullback, which leaves the kernel's gradient for later; see `dense_vjp`.
 
     **Arguments, raises:** as `layernorm_dense`. States are arrays.
 
@@ -179,7 +179,7 @@ def _gradients(saved: Any, dy: Array) -> LayerNormDenseGradients:
     return LayerNormDenseGradients(*of_norm, made.kernel, made.bias, made.state)
 
 
-# --- what may stay unstored ---
+# --- inputs that are not stored ---
 
 
 def reads_input(options: Options, needs: Needs) -> bool:
@@ -188,7 +188,7 @@ def reads_input(options: Options, needs: Needs) -> bool:
 
 
 def with_amax(operand: Array | FusedInput, options: Options) -> Array | FusedInput:
-    """An input that backward quantizes again, with its amax where one serves forward and backward."""
+    """Returns an input that backward quantizes again, with its amax if forward and backward can share one."""
     if not isinstance(operand, FusedInput):
         return operand
     uses = (options.plan.input.rowwise, options.plan.input.columnwise)
@@ -197,7 +197,7 @@ def with_amax(operand: Array | FusedInput, options: Options) -> Array | FusedInp
 
 
 def remade(saved: products.Saved) -> tuple[products.Saved, bool, Array | None]:
-    """(The residuals of a product, without an input that is kept as it is; whether it is; its amax if known.)"""
+    """Returns (a product's residuals without an original input, whether there was one, its amax if known)."""
     x = saved.x
     again = saved.options.save_original_input and isinstance(x, (jax.Array, FusedInput))
     return dataclasses.replace(saved, x=None) if again else saved, again, x.amax if isinstance(x, FusedInput) else None
@@ -223,7 +223,7 @@ class NormedOptions(NamedTuple):
 class Saved:
     """The residuals of the backward pass. `norm`: x, gamma, beta and the statistics, or None. `linear`: the product's.
 
-    `again`: the product's input is made again from x; `amax`: its amax, where that is known.
+    `again`: whether backward computes the product's input again from x; `amax`: the input's amax, if known.
     """
 
     norm: Any
@@ -236,7 +236,7 @@ class Saved:
 def norm_operand(
     options: NormedOptions, x: Array, gamma: Array, beta: Array | None, stored: bool
 ) -> tuple[Array | FusedInput, tuple[Array, ...], Array | None]:
-    """The norm's output as an operand, fused where it may be; its statistics; the output if `stored`."""
+    """Returns the norm's output as an operand, fused if possible; its statistics; the output itself if `stored`."""
     norm, fuse = options.norm, input_fusable(options.linear.plan)
     stats, z = (norm_ops.statistics(x, norm), None) if fuse and not stored else norm_ops.norm(x, gamma, beta, norm)
     operand = sources.normalized(x, gamma, beta, stats, norm) if fuse or z is None else z
@@ -246,7 +246,7 @@ def norm_operand(
 def normed_forward(
     options: NormedOptions, needs: Needs, x: Array, gamma: Array, beta: Array | None, *rest: Any
 ) -> tuple[tuple[tuple[Array, States], Array | None], Saved]:
-    """((y, new states), z if asked for), and what backward needs. `rest`: as of `products.forward`."""
+    """Returns ((y, new states), z if requested), and the residuals. `rest`: arguments of `products.forward`."""
     again = options.linear.save_original_input
     kept = reads_input(options.linear, needs) and not again
     operand, stats, z = norm_operand(options, x, gamma, beta, options.with_z or kept)
@@ -263,7 +263,7 @@ def normed_forward(
 def normed_backward(
     saved: Saved, dy: Any, later: States | None = None, dz: Any = None
 ) -> tuple[tuple[Any, Any, Any], DenseGradients]:
-    """(dx, dgamma, dbeta), and the product's gradients. `dz`: the gradient of z where it was returned."""
+    """Returns (dx, dgamma, dbeta), and the product's gradients. `dz`: the gradient of z if z was returned."""
     norm, of_linear = saved.options.norm, saved.linear
     if saved.again and not isinstance(dy, SymbolicZero):
         x, gamma, beta, stats = saved.norm

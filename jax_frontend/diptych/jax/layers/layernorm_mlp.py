@@ -1,4 +1,4 @@
-"""`layernorm_mlp`: norm, linear, activation and linear, with nothing between the products stored twice.
+"""`layernorm_mlp`: norm, linear layer, activation and linear layer, storing no tensor between the products twice.
 
     z  = norm(x)                   quantized in one pass, as by `layernorm_dense`
     h  = quantize(z) @ quantize(kernel1).T + bias1           in x's dtype, kept
@@ -8,9 +8,9 @@
     dh = da * act'(h)              quantized in one pass, with its sum over rows: dbias1
     dz = dgrad 1;  wgrad 1;  dx, dgamma, dbeta = norm_grad(dz)
 
-Kept for backward: x, its statistics, the columnwise copies of z and of the kernels, and h; with `save_original_input`
-not that of z. A tensor of which a use is unquantized, or has a quantizer of a user's own, is made in x's dtype instead,
-each of z, a and dh for itself.
+Forward saves x, its statistics, the columnwise copies of z and of the kernels, and h; with `save_original_input` not
+the copy of z. Each of z, a and dh is computed in x's dtype instead if one of its uses is unquantized or has a custom
+quantizer.
 """
 
 from __future__ import annotations
@@ -73,11 +73,11 @@ States = dict[str, dict[str, ScaleState]]
 PARTS = ("fc1", "fc2")
 _NOTHING = SymbolicZero(None)  # type: ignore[arg-type]  # no gradient; that it is one is all that is read
 MLP_OFFSETS = 2 * OFFSETS
-"""Offsets of the random generator that one forward and backward of an MLP use: first those of fc1."""
+"""Number of random offsets that one forward and backward of an MLP use; those of fc1 come first."""
 
 
 class MLPOptions(NamedTuple):
-    """How one call runs, hashable. `fc2` keeps its original input, for the activation is quantized again."""
+    """Options of one call, hashable. `fc2` keeps its original input, since backward quantizes the activation again."""
 
     fc1: NormedOptions
     fc2: Options
@@ -118,20 +118,20 @@ def layernorm_mlp(
     - `x`: [..., K]. `gamma`, `beta`: [K], of one dtype; `beta` may be None, and is for RMSNorm. `kernel1`: [F, K], or
       [2F, K] for a gated activation, whose first half is activated. `bias1`: its rows, or None. `kernel2`: [N, F].
       `bias2`: [N] or None. All float32, bfloat16 or float16.
-    - `recipe`: None gives everything in x's dtype, with the same norm and activation. It is asked for two linear
-      layers, named `name` and ".fc1" or ".fc2".
+    - `recipe`: None runs everything in x's dtype, with the same norm and activation. Its roles have the names of two
+      linear layers, `name` with ".fc1" and ".fc2".
     - `activation`: "gelu" (the tanh form), "relu", "silu", "srelu", "qgelu", or gated "geglu", "reglu", "swiglu",
       "sreglu", "qgeglu".
     - `eps`, `normalization`, `zero_centered_gamma`: as in `layernorm_dense`.
     - `state`: from `init_layernorm_mlp_state`. `return_state`, `record`: as in `dense`.
     - `rng`: as in `dense`; one call uses `MLP_OFFSETS` offsets.
     - `copies`, `main_grads`: of both kernels, each as in `dense`. `calibrate`: as in `dense`.
-    - `save_original_input`: as in `layernorm_dense`, of the norm. The activation's output is never kept.
+    - `save_original_input`: as in `layernorm_dense`, for the norm. The activation's output is never saved.
 
-    **Returns:** [..., N] of x's dtype, or (that, state) with `return_state`. Gradients have the dtypes of what they
-    belong to.
+    **Returns:** y, [..., N] of x's dtype, or (y, state) with `return_state`. Each gradient has the dtype of its
+    argument.
 
-    **Raises:** as `layernorm_dense`; ValueError for an unknown activation, or kernels that do not follow each other.
+    **Raises:** as `layernorm_dense`; ValueError for an unknown activation, or if kernel2 does not fit kernel1.
     """
     op = "layernorm_mlp"
     require_recipe(op, recipe)
@@ -170,7 +170,7 @@ def layernorm_mlp(
 
 
 class LayerNormMLPGradients(NamedTuple):
-    """What the pullback of `layernorm_mlp_vjp` returns; `kernel1`, `kernel2` have not run yet, as in
+    """The result of the pullback of `layernorm_mlp_vjp`; `kernel1` and `kernel2` are not computed yet, as in
     `DenseGradients`."""
 
     x: Array
@@ -204,7 +204,7 @@ def layernorm_mlp_vjp(
     copies: tuple[Copies | None, Copies | None] = (None, None),
     save_original_input: bool = False,
 ) -> tuple[Array, Pullback]:
-    """`layernorm_mlp` and its backward pass taken apart, as `dense_vjp` does with `dense`.
+    """Runs `layernorm_mlp` and returns its pullback, which leaves the kernels' gradients for later; see `dense_vjp`.
 
     **Arguments, raises:** as `layernorm_mlp`. States are arrays.
 
@@ -238,7 +238,7 @@ def _gradients(saved: _Saved, dy: Array) -> LayerNormMLPGradients:
 def _parts(
     recipe: Recipe, module: str, name: str, original: bool, record: bool, returns: bool
 ) -> tuple[Options, Options]:
-    """The options of both layers."""
+    """Returns the options of both linear layers."""
     group = group_axes(recipe)
     fc1, fc2 = (Options(recipe, module, part_name(name, part), True, record, returns, group) for part in PARTS)
     return fc1._replace(save_original_input=original), fc2
@@ -252,10 +252,10 @@ def part_name(name: str, part: str) -> str:
 def init_layernorm_mlp_state(
     recipe: Recipe, *, module: str = "layernorm_mlp", name: str = ""
 ) -> dict[str, dict[str, ScaleState]]:
-    """The states that one `layernorm_mlp` needs, {"fc1": {state name: ScaleState}, "fc2": ...}, both empty where no
+    """Makes the states of one `layernorm_mlp`, {"fc1": {state name: ScaleState}, "fc2": ...}; both are empty if no
     tensor has delayed scales.
 
-    **Arguments:** `module`, `name`: as `layernorm_mlp` gets them.
+    **Arguments:** `module`, `name`: the same as in the call of `layernorm_mlp`.
     """
     return {part: init_state(recipe, module=module, name=part_name(name, part)) for part in PARTS}
 
@@ -266,7 +266,7 @@ def init_layernorm_mlp_state(
 def _check_second(
     op: str, x: Array, kernel1: Any, kernel2: Any, bias2: Any, act: ActivationOptions
 ) -> tuple[Any, Array | None]:
-    """kernel2 and bias2 as arrays that take what the activation gives. **Raises** TypeError, ValueError."""
+    """Returns kernel2 and bias2 as arrays that fit the activation's output. **Raises** TypeError, ValueError."""
     kernel2 = kernel_operand(Names(op, "x", "kernel2"), kernel2, QuantizedArray)
     bias2 = None if bias2 is None else checks.to_array(op, "bias2", bias2)
     rows = kernel1.shape[0]
@@ -284,7 +284,7 @@ def _check_second(
 
 
 def _check_states(op: str, states: Any, recipe: Recipe, fc1: Options, fc2: Options) -> States:
-    """The states of both layers. **Raises** TypeError, ValueError."""
+    """Returns the states of both layers, checked. **Raises** TypeError, ValueError."""
     if states is None:
         states = {}
     if not isinstance(states, Mapping) or not all(isinstance(of_part, Mapping) for of_part in states.values()):
@@ -305,7 +305,7 @@ def _check_states(op: str, states: Any, recipe: Recipe, fc1: Options, fc2: Optio
 
 
 def _activation(options: MLPOptions, h: Array, amax: Array | None = None, stored: bool = False) -> Array | FusedInput:
-    """The input of fc2: unstored where it may be, with its amax if known, or an array; always so if `stored`."""
+    """Returns the input of fc2: a source with its amax if known, or an array if it must be, or is to be, `stored`."""
     if stored or not input_fusable(options.fc2.plan):
         return activation_ops.activation(h, *options.activation)
     return dataclasses.replace(sources.activated(h, *options.activation), amax=amax)
@@ -334,9 +334,10 @@ def _mlp(
 )
 @dataclasses.dataclass(frozen=True)
 class _Saved:
-    """`fc1`: of norm and fc1. `h`: the activation's input, None if neither its gradient nor `again` needs it.
+    """The residuals. `fc1`: of norm and fc1. `h`: the activation's input, None if neither its gradient nor `again`
+    needs it.
 
-    `again`: fc2's input is made again from h; `amax`: its amax, where that is known.
+    `again`: whether backward computes fc2's input again from h; `amax`: the input's amax, if known.
     """
 
     fc1: NormedSaved
@@ -351,7 +352,7 @@ def _run(
     options: MLPOptions, needs1: Needs, needs2: Needs, x: Any, gamma: Any, beta: Any, kernel1: Any, bias1: Any,
     kernel2: Any, bias2: Any, copies1: Any, copies2: Any, states: Any, rng: Any,
 ) -> tuple[tuple[Array, States], _Saved]:  # fmt: skip
-    """(y, new states), and what backward needs."""
+    """Returns (y, new states), and the residuals."""
     args1 = (x, gamma, beta, kernel1, bias1, states["fc1"], rng, copies1)
     ((h, news1), _), saved1 = normed_forward(options.fc1, needs1, *args1)
     a = with_amax(_activation(options, h), options.fc2)
@@ -363,7 +364,7 @@ def _run(
 
 
 def _gradients_of(saved: _Saved, dy: Any, later: Any = None) -> tuple[Any, Any, Any, Array | None]:
-    """(dx, dgamma, dbeta), fc1's and fc2's gradients, and dbias1."""
+    """Returns (dx, dgamma, dbeta), fc1's and fc2's gradients, and dbias1."""
     options, of_fc1, fc2, h = saved.options, saved.fc1, saved.fc2, saved.h
     later1, later2 = (None, None) if later is None else (later["fc1"], later["fc2"])
     if saved.again and not isinstance(dy, SymbolicZero):
@@ -381,7 +382,7 @@ def _gradients_of(saved: _Saved, dy: Any, later: Any = None) -> tuple[Any, Any, 
 
 
 def _dh(options: MLPOptions, da: Array, h: Array) -> Array | FusedInput:
-    """The gradient of fc1's output: unstored where both products read a copy of it that the core makes."""
+    """Returns the gradient of fc1's output: a source if both products read copies of it that the core makes."""
     if fusable(options.fc1.linear.plan.grad_output):
         return sources.activated_grad(da, h, *options.activation)
     return activation_ops.activation_grad(da, h, *options.activation)

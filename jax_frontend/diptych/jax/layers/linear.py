@@ -1,4 +1,4 @@
-"""`dense`: a linear layer whose three products run on quantized operands; `products.py` says how."""
+"""`dense`: a linear layer whose three products run on quantized operands; `products.py` defines them."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def dense(
 
     Forward and backward compute, bit for bit, what `diptych.torch.Linear` does: y from the rowwise copies of x and
     kernel, dx from dy and the kernel's columnwise copy, dkernel from the columnwise copies of dy and x, dbias from dy
-    itself. A product that nobody differentiates is not computed, and its copies are not made. A product with an operand
-    that the recipe leaves unquantized runs by XLA, in that operand's dtype and at `jax_default_matmul_precision`.
+    itself. Products and copies of gradients that are not needed are not made. A product with an operand that the recipe
+    leaves unquantized is computed by XLA, in that operand's dtype and at `jax_default_matmul_precision`.
 
     The recipe is an argument, not a context: `jax.jit` caches by argument, so a function that was traced under one
     global recipe would go on running it, silently, after a switch. Recipes are frozen and hashable; close over one or
@@ -62,25 +62,25 @@ def dense(
       and the kernel is quantized from its own. A kernel may be a `QuantizedArray` with the copies that the recipe
       needs; its gradient then goes to `main_grad`.
     - `recipe`: None gives the plain product in x's dtype.
-    - `module`, `name`: the roles that the recipe is asked about.
-    - `state`: scales of delayed scaling, from `init_state`; `state/carry.py` says how their amaxes come back.
-      `return_state`: return the state too, with the forward's amaxes. `record=False`: the scales are used as they are,
-      and no amax is recorded.
-    - `rng`: int32 [4] from `rng_state`, read where the recipe rounds stochastically. One call uses `OFFSETS` offsets;
-      the next gets `rng_at(rng, OFFSETS)`, or an `rng` of its own.
+    - `module`, `name`: of the roles by which the recipe chooses quantizers.
+    - `state`: scales of delayed scaling, from `init_state`; `state/carry.py` explains how their amaxes are returned.
+      `return_state`: return the state too, with the forward's amaxes. `record=False`: use the scales and record no
+      amax.
+    - `rng`: int32 [4] from `rng_state`, read if the recipe rounds stochastically. One call uses `OFFSETS` offsets;
+      pass `rng_at(rng, OFFSETS)`, or another `rng`, to the next call.
     - `copies`: of the kernel, from `quantize_kernel`, to be used instead of quantizing it.
-    - `main_grad`: float32 [N, K], where the kernel's gradient goes to, in float32, instead of to the kernel. An array:
-      as the gradient with respect to it. A reference (`jax.new_ref`): it is added there, by the backward pass.
-    - `save_original_input`: backward keeps x and quantizes it again, to the same bits, instead of keeping a copy.
-    - `calibrate`: run in high precision, and record the amaxes that the recipe's delayed scales will come from.
+    - `main_grad`: float32 [N, K], which receives the kernel's gradient, in float32, instead of the kernel. An array
+      receives it as its own gradient. To a reference (`jax.new_ref`) backward adds it.
+    - `save_original_input`: save x for backward, which quantizes it again with the same bits, instead of a copy.
+    - `calibrate`: run in high precision, and record amaxes for the recipe's delayed scales.
 
-    **Returns:** [..., N] of x's dtype, or (that, state) with `return_state`. Where the recipe quantizes the output, the
-    values that it stands for. Gradients have the dtypes of what they belong to. Inside shard_map they are summed over
-    the mesh axes that an argument does not vary over, as JAX does for its own operations; scales are each shard's own,
-    unless the recipe's `amax_group` names mesh axes.
+    **Returns:** y, [..., N] of x's dtype, or (y, state) with `return_state`. If the recipe quantizes the output, y
+    holds the dequantized values. Each gradient has the dtype of its argument. Inside shard_map gradients are summed over
+    the mesh axes that an argument does not vary over, as JAX does for its own operations; scales are those of one
+    shard, unless the recipe's `amax_group` names mesh axes.
 
-    **Raises:** TypeError for other dtypes, a recipe that is none, or a missing `state` or `rng`; ValueError for shapes
-    that do not fit, a state of another recipe, or amaxes that would be lost; all while tracing.
+    **Raises:** TypeError for other dtypes, a `recipe` that is not a recipe, or a missing `state` or `rng`; ValueError
+    for shapes that do not fit, a state of another recipe, or amaxes that would be lost; all while tracing.
     """
     require_recipe("dense", recipe)
     x, kernel, bias, rng = check_operands(x, kernel, bias, rng)
@@ -103,11 +103,11 @@ def dense(
     return (y, news) if return_state else y
 
 
-# --- kernels that are quantized already, and gradients that go elsewhere ---
+# --- quantized kernels, and main_grad ---
 
 
 def prepare(kernel: Any, options: Options, copies: Any, main_grad: Any) -> tuple[Array | None, Copies | None, Any]:
-    """A kernel, None if it is quantized, with its copies and the array that its gradient goes to."""
+    """Returns a kernel (None if it is quantized), its copies, and the array whose gradient is the kernel's."""
     shape = kernel.shape
     if isinstance(kernel, QuantizedCopies):
         copies, kernel = held_copies(kernel, options, copies), None
@@ -115,7 +115,7 @@ def prepare(kernel: Any, options: Options, copies: Any, main_grad: Any) -> tuple
 
 
 def _main_grad(op: str, main_grad: Any, kernel: Array | None, shape: tuple[int, ...]) -> Array | None:
-    """The array whose gradient is the kernel's; for a reference one that adds its gradient there."""
+    """Returns the array whose gradient is the kernel's; for a reference, an array that adds its gradient to it."""
     if main_grad is None:
         return None
     reference = isinstance(main_grad, jax.Ref)

@@ -17,7 +17,7 @@ Array = jax.Array
 
 
 class Options(NamedTuple):
-    """How one call of `dense` runs, hashable: the static argument of its custom_vjp."""
+    """Options of one call of `dense`, hashable: the static argument of its custom_vjp."""
 
     recipe: Recipe
     module: str = "linear"

@@ -7,14 +7,14 @@
 
 Invariants:
 
-- `linear_plan` of `common.layers.plan` says which operand is quantized how; a `Schedule` is that plan cut down to what
-  one call needs: a columnwise copy of x only where the kernel is differentiated, one of the kernel only where x is.
+- `linear_plan` of `common.layers.plan` gives each operand's quantizer. A `Schedule` is that plan reduced to one call: a
+  columnwise copy of x only if the kernel is differentiated, one of the kernel only if x is.
 - An operand is a `QuantizedArray` that holds the one copy its product reads, or an array in high precision. Two
-  quantized ones multiply in the core; a product with any other runs in high precision on what a copy stands for.
+  quantized operands multiply in the core; any other product runs in high precision on dequantized values.
 - Copies are made as bytes, so that no remat policy rounds them; see the verb `quantize`.
-- Products and the bias gradient are in a `Products`; layers of groups have another, and their kernel is a stack.
-- `forward` and `backward` are of arrays. A custom_vjp's arguments, leaves that know whether they are perturbed, become
-  arrays and `Needs`; with them, a backward pass may also be asked for by hand (`weight_gradients.dense_vjp`).
+- A `Products` computes products and the bias gradient; grouped layers have their own, and their kernel is a stack.
+- `forward` and `backward` take arrays. A custom_vjp's arguments, whose leaves have a flag `perturbed`, are converted to
+  arrays and `Needs`; so a backward pass can also be called directly (`weight_gradients.dense_vjp`).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Array = jax.Array
 @functools.partial(jax.tree_util.register_dataclass, data_fields=(), meta_fields=())
 @dataclasses.dataclass(frozen=True, eq=False)
 class Products:
-    """How a layer of one kernel makes products and the bias gradient; a pytree."""
+    """Computes the products and the bias gradient of a layer with one kernel; a pytree."""
 
     def product(self, gemm: str, a: Operand, b: Operand, bias: Array | None, dtype: Any, options: GemmOptions) -> Array:
         """op(a) @ op(b) + bias in `dtype`; fprop and dgrad with a's leading dimensions, wgrad as the kernel."""
@@ -65,7 +65,7 @@ class Products:
         return out.astype(dtype).reshape(shapes.gemm_out_shape(a.shape, out.shape[0], out.shape[1], trans_a))
 
     def accumulate(self, acc: Array, dy: QuantizedArray, x: QuantizedArray, options: GemmOptions) -> Array:
-        """acc + wgrad, in acc's memory where XLA may reuse it."""
+        """Returns acc + wgrad, in acc's memory if XLA may reuse it."""
         return gemm_verbs.gemm_into(acc, dy, x, trans_a=True, trans_b=False, **options._asdict())
 
     def bias_grad(self, dy: Array, dtype: str) -> Array:
@@ -82,7 +82,7 @@ LINEAR = Products()
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class WeightGradient:
-    """wgrad, ready to run: a pytree of its operands, which may wait, or leave a compiled function."""
+    """A wgrad that is not computed yet: a pytree of its operands, which may be returned by a compiled function."""
 
     dy: Operand
     x: Operand
@@ -93,13 +93,13 @@ class WeightGradient:
     products: Products = LINEAR
 
     def compute(self, dtype: Any = None) -> Array:
-        """The gradient, of the kernel's shape, in its dtype or another."""
+        """Returns the gradient, of the kernel's shape, in its dtype or another."""
         dtype = self.dtype if dtype is None else dtype
         dw = self.products.product("wgrad", self.dy, self.x, None, dtype, self.schedule.plan.options[2])
         return requantized_result(dw, self.schedule.results[2], self.options, self.rng, verb_of(dw))
 
     def accumulate(self, acc: Array) -> Array:
-        """acc + the gradient, in acc's memory where XLA may reuse it; `acc`: as the kernel, usually float32."""
+        """Returns acc + the gradient, in acc's memory if XLA may reuse it; `acc`: as the kernel, usually float32."""
         quantized = isinstance(self.dy, QuantizedArray) and isinstance(self.x, QuantizedArray)
         if not quantized or self.schedule.results[2] is not None:
             return acc + self.compute(acc.dtype)
@@ -111,20 +111,20 @@ class WeightGradient:
 
 
 def perturbed(tree: Any) -> bool:
-    """Whether a gradient is wanted of any leaf of a custom_vjp's arguments."""
+    """Returns whether any leaf of a custom_vjp's arguments needs a gradient."""
     return any(p.perturbed for p in jax.tree.leaves(tree))
 
 
 def primals(tree: Any) -> Any:
-    """The arrays of a custom_vjp's arguments, without the marks that say which gradients are wanted."""
+    """Returns the arrays of a custom_vjp's arguments, without their flags `perturbed`."""
     return jax.tree.map(lambda p: p.value, tree)
 
 
 class Needs(NamedTuple):
-    """Which gradients of a call are wanted, in which dtypes.
+    """The gradients that a call needs, and their dtypes.
 
-    `kernel_dtype`: of dkernel. `bias_dtype`: None if no gradient is wanted. `states`: names of states whose gradient is
-    wanted, which thereby take the amaxes. `to_main_grad`: dkernel is the gradient of main_grad.
+    `kernel_dtype`: of dkernel. `bias_dtype`: None if no gradient is needed. `states`: names of states whose gradient is
+    needed, which records the amaxes. `to_main_grad`: dkernel is the gradient of main_grad.
     """
 
     dx: bool
@@ -136,9 +136,9 @@ class Needs(NamedTuple):
 
     @staticmethod
     def of(x: Any, kernel: Any, bias: Any, states: Any, copies: Any, main_grad: Any, op: str = "dense") -> Needs:
-        """The needs that a custom_vjp's arguments tell. `x`: all that the input depends on.
+        """Returns the needs of a custom_vjp's arguments. `x`: all arguments that the input depends on.
 
-        **Raises** UnsupportedError where a gradient of `copies` is wanted.
+        **Raises** UnsupportedError if a gradient of `copies` is needed.
         """
         if perturbed(copies):
             raise UnsupportedError(
@@ -195,7 +195,7 @@ def fprop(
     copies: Copies | None,
     products: Products = LINEAR,
 ) -> tuple[Array, Operand, Operand, Amaxes]:
-    """y, the operands that backward reads of x and kernel, and the amaxes to record."""
+    """Returns y, the operands of x and kernel that backward reads, and the amaxes to record."""
     s = options.schedule(need_dx, need_dw)
     copies_x, amaxes = quantize_calls(x, s.x, options, states, rng)
     original = kernel
@@ -222,7 +222,7 @@ def _there(copy: Operand, side: str, gemm: str, op: str) -> Operand:
 
 
 def recorded(states: States, amaxes: Amaxes, options: Options) -> States:
-    """The states with a call's amaxes."""
+    """Returns the states with a call's amaxes recorded."""
     if not options.record:
         return states
     return {name: record(s, *amaxes[name]) if name in amaxes else s for name, s in states.items()}
@@ -239,7 +239,7 @@ def forward(
     copies: Copies | None,
     products: Products = LINEAR,
 ) -> tuple[tuple[Array, States], Saved]:
-    """(y, new states), and what backward needs. **Raises** ValueError where amaxes would be lost."""
+    """Returns (y, new states), and the residuals. **Raises** ValueError if amaxes would be lost."""
     y, kept_x, kept_w, amaxes = fprop(options, needs.dx, needs.dw, x, kernel, bias, states, rng, copies, products)
     s = options.schedule(needs.dx, needs.dw)
     check_transport(options, needs.states, amaxes, [c.state for c in (*s.dy, *s.x_late) if c.state])
@@ -248,7 +248,7 @@ def forward(
 
 
 def check_transport(options: Options, wanted: tuple[str, ...], forward: Any, backward: list[str]) -> None:
-    """Refuses to lose amaxes of a forward or backward pass that is differentiated. **Raises** ValueError."""
+    """**Raises** ValueError if amaxes of a differentiated forward or backward pass would be lost."""
     lost = [*backward, *(() if options.returns else forward)] if options.record else []
     if missing := [name for name in lost if name not in wanted]:
         raise ValueError(
@@ -264,8 +264,8 @@ def check_transport(options: Options, wanted: tuple[str, ...], forward: Any, bac
 class DenseGradients(NamedTuple):
     """The gradients of a linear layer.
 
-    `kernel` has not run yet: `compute()` makes the gradient, `accumulate(acc)` adds it. `state`: the states with the
-    amaxes of forward and backward; None for those whose gradient is not wanted.
+    `kernel` is not computed yet: `compute()` returns the gradient, `accumulate(acc)` adds it. `state`: the states with
+    the amaxes of forward and backward; None for those whose gradient is not needed.
     """
 
     x: Any
@@ -275,7 +275,7 @@ class DenseGradients(NamedTuple):
 
 
 def bprop(saved: Saved, dy: Array | FusedInput) -> tuple[Array | None, WeightGradient | None, Array | None, Amaxes]:
-    """dx, wgrad that has not run yet, dbias, and the amaxes to record."""
+    """Returns dx, a wgrad that is not computed yet, dbias, and the amaxes to record."""
     options, needs, rng, products, dx, wgrad = saved.options, saved.needs, saved.rng, saved.products, None, None
     s = options.schedule(needs.dx, needs.dw)
     (rowwise, columnwise), amaxes, dbias = quantize_operand(
@@ -299,7 +299,7 @@ def bprop(saved: Saved, dy: Array | FusedInput) -> tuple[Array | None, WeightGra
 
 
 def state_gradients(saved: Saved, amaxes: Amaxes, later: States | None) -> dict[str, ScaleState | None]:
-    """Gradients of the states: themselves, with all amaxes. `later`: those of the states that the call returned."""
+    """Returns the gradients of the states: the states with all amaxes. `later`: gradients of the returned states."""
     out: dict[str, ScaleState | None] = {}
     for name, state in saved.states.items():
         found = [*saved.amaxes.get(name, ()), *amaxes.get(name, ())] if saved.options.record else []
@@ -309,7 +309,7 @@ def state_gradients(saved: Saved, amaxes: Amaxes, later: States | None) -> dict[
 
 
 def backward(saved: Saved, dy: Any, later: States | None = None) -> DenseGradients:
-    """The gradients, those that are not wanted None. `dy`, and the leaves of `later`, may be symbolic zeros."""
+    """Returns the gradients; None for those not needed. `dy` and the leaves of `later` may be symbolic zeros."""
     dx = wgrad = dbias = None
     amaxes: Amaxes = {}
     if not isinstance(dy, SymbolicZero):
@@ -318,7 +318,7 @@ def backward(saved: Saved, dy: Any, later: States | None = None) -> DenseGradien
 
 
 def cotangents(saved: Saved, made: DenseGradients) -> tuple[Any, ...]:
-    """The cotangents of a custom_vjp's kernel, bias, states, rng, copies and main_grad. Runs wgrad."""
+    """Returns the cotangents of a custom_vjp's kernel, bias, states, rng, copies and main_grad; computes wgrad."""
     dw = None if made.kernel is None else made.kernel.compute()
     dkernel, dmain = (None, dw) if saved.needs.to_main_grad else (dw, None)
     return dkernel, made.bias, made.state, None, None, dmain

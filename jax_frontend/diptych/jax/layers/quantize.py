@@ -1,4 +1,4 @@
-"""How a layer quantizes its input, its kernel and its gradient."""
+"""Functions that quantize a layer's input, kernel and gradient."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Array = jax.Array
 
 
 def rng_at(rng: Array, offset: int) -> Array:
-    """The state of the random generator `offset` draws later: int32 [4], the offset added in 64 bits."""
+    """Returns the random state `offset` offsets later: int32 [4], added in 64 bits."""
     words = jax.lax.bitcast_convert_type(rng, jnp.uint32)
     low = words[2] + jnp.uint32(offset & 0xFFFFFFFF)
     high = words[3] + jnp.uint32(offset >> 32 & 0xFFFFFFFF) + (low < words[2]).astype(jnp.uint32)
@@ -36,20 +36,20 @@ def quantize_calls(
     rng: Array | None,
     quantize: Callable[..., Any] = quantize_verbs.quantize,
 ) -> tuple[Copies, Amaxes]:
-    """The copies of one tensor, and the amaxes that its delayed-scaling states are to record. `quantize`: the verb."""
+    """Returns the copies of one tensor, and the amaxes for its delayed-scaling states. `quantize`: the verb."""
     return quantize_operand(x, calls, options, states, rng, "", quantize)[:2]
 
 
 def quantize_weight(
     kernel: Array, calls: tuple[Call, ...], options: Options, states: States, rng: Array | None
 ) -> tuple[Copies, Amaxes]:
-    """`quantize_calls` of a kernel [N, K], or of each of a stack's [G, N, K], where a state's amax is over all."""
+    """`quantize_calls` for a kernel [N, K], or for a stack [G, N, K], whose states record the amax over all kernels."""
     copies, amaxes = quantize_calls(kernel, calls, options, states, rng, verb_of(kernel))
     return copies, {name: [a if kernel.ndim == 2 else largest(a) for a in found] for name, found in amaxes.items()}
 
 
 def verb_of(kernel: Array) -> Callable[..., Any]:
-    """The function that quantizes a kernel, or a stack of kernels."""
+    """Returns the verb that quantizes a kernel, or a stack of kernels."""
     return quantize_verbs.quantize if kernel.ndim == 2 else quantize_each
 
 
@@ -62,7 +62,7 @@ def quantize_operand(
     dtype: str,
     quantize: Callable[..., Any] = quantize_verbs.quantize,
 ) -> tuple[Copies, Amaxes, Array | None]:
-    """`quantize_calls`, and of a FusedInput the sum over rows in `dtype`, if one is named; of an array None."""
+    """`quantize_calls`, and for a FusedInput the sum over rows in `dtype`, if one is given; None for an array."""
     rowwise = columnwise = total = None
     amaxes: Amaxes = {}
     for call in calls:
@@ -94,7 +94,7 @@ def requantized_result(
     rng: Array | None,
     quantize: Callable[..., Any] = quantize_verbs.quantize,
 ) -> Array:
-    """A result as its quantized copy stands for it."""
+    """Returns a result quantized and dequantized again."""
     if call is None:
         return x
     single = call._replace(quantizer=call.quantizer.with_usage(rowwise=True, columnwise=False))

@@ -1,4 +1,4 @@
-"""Gradients of kernels that are computed later, or added to buffers: what `dense_vjp` returns."""
+"""`dense_vjp`: gradients of kernels that are computed later, or added to buffers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Array = jax.Array
 )
 @dataclasses.dataclass(frozen=True, eq=False)
 class Pullback:
-    """A backward pass: a pytree of what the forward saved, to be called with dy of y's `shape` and `dtype`."""
+    """A backward pass: a pytree of the residuals, called with dy of y's `shape` and `dtype`."""
 
     op: str
     run: Callable[[Any, Array], Any]
@@ -52,7 +52,7 @@ class Pullback:
 
 
 def refuse_references(op: str, states: Mapping[str, ScaleState]) -> None:
-    """**Raises** ValueError for states that a pullback could not hand back."""
+    """**Raises** ValueError for states in references, which a pullback cannot return."""
     if any(has_ref(s) for s in states.values()):
         raise ValueError(f"{op}: the state comes back in the gradients; pass arrays, not references")
 
@@ -70,7 +70,7 @@ def dense_vjp(
     copies: Copies | None = None,
     save_original_input: bool = False,
 ) -> tuple[Array, Pullback]:
-    """`dense` and its backward pass taken apart, for schedules that compute the kernel's gradient later.
+    """Runs `dense` and returns its pullback, for schedules that compute the kernel's gradient later.
 
         y, pullback = dense_vjp(x, kernel, bias, recipe=recipe)
         grads = pullback(dy)                                   # grads.x is there

@@ -1,1 +1,1 @@
-"""Ops of the core as JAX primitives: what they take, what they return, and how XLA calls them."""
+"""Ops of the core as JAX primitives: their operands and results, and how XLA calls them."""

@@ -1,8 +1,8 @@
 """The checks of primitives' operands. Invariants of all primitives:
 
-- A vmapped axis never copies an operand: the handlers walk it, and stand still on operands that lack it.
-- A result varies over the mesh axes that its operands vary over, so that shard_map notices a forgotten `pmax`.
-- A payload or scale of one byte may also be a uint8 array of its bytes, which nothing in JAX takes for numbers.
+- A vmapped axis never copies an operand: the handlers loop over it, and reuse operands that lack it.
+- A result varies over the mesh axes that its operands vary over, so that shard_map detects a forgotten `pmax`.
+- A payload or scale of one byte may also be a uint8 array of its bytes, which JAX does not round or promote.
 - A primitive is **not** differentiable; `diptych.jax.dense` defines what a derivative means here.
 """
 
@@ -48,7 +48,7 @@ class Copy(NamedTuple):
     columnwise: bool
 
     def operands(self, op: str) -> tuple[Array, ...]:
-        """The arrays that the op reads. **Raises** ValueError where `amax` is missing, or there and not read."""
+        """The arrays that the op reads. **Raises** ValueError if `amax` is missing, or given and not read."""
         if (self.amax is not None) != format_by_name(self.format).two_level:
             what = "needs" if self.amax is None else "does not read"
             raise ValueError(f"{op}: a copy in {self.format} {what} an amax")
@@ -59,13 +59,13 @@ class Copy(NamedTuple):
 
 
 def check_native(op: str, arg: str, x: Any) -> None:
-    """**Raises** DTypeError for a NumPy array of the other byte order, before JAX refuses it in words of its own."""
+    """**Raises** DTypeError for a NumPy array of the other byte order, before JAX raises its own error."""
     if isinstance(x, (np.ndarray, np.generic)):
         check_byte_order(op, arg, x.dtype)
 
 
 def operand(name: str, aval: Aval, mask: int = 0) -> Operand:
-    """Returns an operand without its batch axes as the rules of `diptych.common.ops` see it."""
+    """Returns an operand, without its batch axes, as an `Operand` of the rules in `diptych.common.ops`."""
     return Operand(name, aval.dtype.name, own_shape(aval, mask), raw=True)
 
 
@@ -75,7 +75,7 @@ def check_high_precision(op: str, arg: str, dtype: Any, shape: Any) -> None:
 
 
 def check_result(op: str, dtype: str) -> None:
-    """**Raises** DTypeError for a result that is not of high precision."""
+    """**Raises** DTypeError if the dtype of a result is not of high precision."""
     operands.require_result_dtype(op, dtype)
 
 
@@ -88,7 +88,7 @@ def check_shape(op: str, arg: str, aval: Aval, mask: int, want: shapes.Shape) ->
 
 
 def check_buffer(op: str, arg: str, aval: Aval, mask: int, dtype: str, want: shapes.Shape) -> None:
-    """Demands one dtype and one shape of an operand, its batch axes aside."""
+    """Demands that an operand, without its batch axes, has this dtype and shape."""
     operands.require_dtype(op, operand(arg, aval, mask), dtype)
     check_shape(op, arg, aval, mask, want)
 
@@ -106,19 +106,19 @@ def enforce(constraints: Iterable[shapes.Constraint]) -> None:
 
 
 def given_amaxes(op: str, quantizer: Quantizer, **amaxes: Array | None) -> dict[str, Array]:
-    """The amaxes that are given: all that `quantizer` reads, or none."""
+    """Returns the amaxes that the caller passed, which must be all that `quantizer` reads, or none."""
     given = {name: a for name, a in amaxes.items() if a is not None}
     quantize.require_amaxes(op, quantizer, *given)
     return given
 
 
 def copy_length(format: str) -> int:
-    """Operands that one copy takes."""
+    """Returns the number of operands of one copy."""
     return 3 if format_by_name(format).two_level else 2
 
 
 def copy_operands(avals: tuple[Aval, ...], masks: tuple[int, ...], format: str, columnwise: bool) -> CopyOperands:
-    """Returns one copy's data, scales and amax, if there is one, as the rules see it."""
+    """Returns one copy's data, scales and amax, if it has one, as the operands of rules."""
     parts = [operand(n, a, m) for n, a, m in zip(("data", "scale_inv", "amax"), avals, masks, strict=False)]
     return CopyOperands(format_by_name(format), columnwise, parts[0], parts[1], parts[2] if len(parts) > 2 else None)
 
@@ -149,11 +149,11 @@ def check_rows(op: str, aval: Aval, mask: int) -> Any:
     return x.shape[0]
 
 
-# --- sources: what amax and quantize encode instead of x ---
+# --- sources: computed inputs of amax and quantize ---
 
 
 def check_gated(op: str, x: Operand, gated: bool) -> shapes.Shape:
-    """Shape of an activation of x. **Raises** ShapeError for a scalar, or where x has no two halves."""
+    """Shape of an activation of x. **Raises** ShapeError for a scalar, or if gated and x cannot be halved."""
     shape, constraints = activation.activation(op, x, gated)
     enforce(constraints)
     return shape
@@ -162,7 +162,7 @@ def check_gated(op: str, x: Operand, gated: bool) -> shapes.Shape:
 def check_norm(
     op: str, which: str, x: Operand, names: Iterable[str], avals: Iterable[Aval], masks: Iterable[int]
 ) -> None:
-    """A norm's operands by name: gamma, beta [K] and mu, rsigma [M], against x."""
+    """Checks a norm's operands, given by name, against x: gamma, beta [K] and mu, rsigma [M]."""
     given = {name: operand(name, aval, mask) for name, aval, mask in zip(names, avals, masks, strict=True)}
     enforce(norm.norm(op, which, x, **given))
     for t in given.values():  # sums of gradients have their parameter's shape
@@ -173,7 +173,7 @@ def check_norm(
 def encoded(
     op: str, source: Source | None, x: Operand, avals: tuple[Aval, ...], masks: tuple[int, ...]
 ) -> shapes.Shape:
-    """Shape of what is encoded, after checks of the source's operands."""
+    """Checks the source's operands and returns the shape of the tensor that is quantized."""
     if source is None:
         return x.shape
     if source.kind == "norm":
@@ -197,7 +197,7 @@ def check_dy(op: str, aval: Aval, mask: int, shape: shapes.Shape) -> None:
 
 
 def source_length(source: Source | None) -> int:
-    """Operands that a source takes."""
+    """Returns the number of operands of a source."""
     if source is None or source.kind == "activation":
         return 0
     if source.kind == "permuted":
@@ -205,7 +205,7 @@ def source_length(source: Source | None) -> int:
     return 1 if source.kind == "activation_grad" else 2 + source.has_beta + (source.which == "layernorm")
 
 
-# --- batching: what lies in front of each operand's own shape ---
+# --- conversion of arguments ---
 
 
 def own_shape(aval: Aval, mask: int) -> shapes.Shape:
@@ -213,7 +213,7 @@ def own_shape(aval: Aval, mask: int) -> shapes.Shape:
 
 
 def to_array(op: str, arg: str, x: Any) -> Array:
-    """A JAX array of a high-precision dtype. NumPy's float64 is refused before JAX would round it to float32."""
+    """Returns x as a JAX array of a high-precision dtype. NumPy's float64 is refused: JAX would round it."""
     if not isinstance(x, (jax.Array, np.ndarray)):
         raise ArgumentError(f"{op}: {arg} must be a JAX or NumPy array, got {type(x).__name__}")
     check_high_precision(op, arg, x.dtype, x.shape)
@@ -247,7 +247,7 @@ def factor(op: str, arg: str, value: Any) -> float:
 
 
 def small_operand(op: str, arg: str, value: Any) -> Array | None:
-    """A small operand: numbers become float32 [1], arrays stay what they are and are checked while tracing."""
+    """Returns a small operand as an array: numbers become float32 [1]; arrays are checked later, while tracing."""
     if value is None or isinstance(value, jax.Array):
         out = value
     elif isinstance(value, (int, float)):
@@ -263,8 +263,7 @@ def small_operand(op: str, arg: str, value: Any) -> Array | None:
 
 
 def same_axes(*operands: Any) -> list[Any]:
-    """Lets all operands, pytrees, vary over the same mesh axes; the transpose sums the gradient of those that did
-    not."""
+    """Makes all operands, pytrees, vary over the same mesh axes; the transpose sums gradients over the added axes."""
     arrays, tree = jax.tree.flatten(operands)
     axes = [jax.typeof(x).manual_axis_type.varying for x in arrays]
     union = frozenset().union(*axes)

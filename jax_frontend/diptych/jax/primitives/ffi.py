@@ -1,7 +1,7 @@
-"""The door to the XLA FFI handlers: finds and loads their library, registers them, and builds their attributes.
+"""Loads the library of XLA FFI handlers, registers the handlers, and builds the attributes of their calls.
 
-Every attribute struct is built here and nowhere else, from NumPy scalars of fixed width: XLA decodes them by exact
-name, number and type, and a Python float would become float64 as soon as 64-bit mode is on.
+All attributes are built in this file, from NumPy scalars of fixed width: XLA decodes them by exact name, number and
+type, and a Python float would become float64 in 64-bit mode.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _REBUILD = "pip install --no-build-isolation --force-reinstall --no-deps with DI
 
 
 class Headers(NamedTuple):
-    """What the handlers were compiled with: jaxlib's version, and (major, minor) of the XLA FFI."""
+    """Versions of the headers that the handlers were compiled with: jaxlib's, and (major, minor) of the XLA FFI."""
 
     jaxlib: str
     ffi: tuple[int, int]
@@ -41,11 +41,11 @@ class Headers(NamedTuple):
 
 
 class Source(NamedTuple):
-    """What amax and quantize encode instead of x: values computed from it, unrounded, or its rows permuted.
+    """An input of amax and quantize that is computed from x: unrounded values, or rows of x permuted.
 
     `kind`: "norm", "activation", "activation_grad" or "permuted". `which`: the norm's or activation's name. `option`:
-    zero_centered_gamma of a norm, gated of an activation. Its operands come after all others: gamma, [beta], [mu:
-    layernorm] and rsigma; none; dy; row_id_map and source.
+    zero_centered_gamma of a norm, gated of an activation. The source's operands come after all others. They are, in
+    the order of kinds: gamma, [beta], [mu: layernorm] and rsigma; none; dy; row_id_map and row_source.
     """
 
     kind: str
@@ -90,14 +90,15 @@ def target(op: str) -> str:
 
 
 def library_path() -> pathlib.Path:
-    """Where the handlers lie: beside the compiled core, which in an editable install is not beside this file."""
+    """Path of the handlers' library: in the compiled core's folder, which an editable install puts elsewhere."""
     return pathlib.Path(_core.__file__).parent.parent / "jax" / "libdiptych_jax.so"
 
 
 def runtime_ffi_version() -> tuple[int, int]:
     """(major, minor) of the running jaxlib's XLA FFI, from the header that it ships.
 
-    Registering a newer handler does not fail: it breaks the whole backend when that starts, so it must be known before.
+    Registering a handler built against newer headers does not fail, but breaks the whole backend when it starts, so the
+    version must be checked before.
     """
     header = pathlib.Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h")
     try:
@@ -111,7 +112,7 @@ def runtime_ffi_version() -> tuple[int, int]:
 def load() -> Headers:
     """Loads the handlers and registers them for CPU and CUDA. Starts no backend and loads no CUDA library.
 
-    **Raises** ImportError saying what to do if the library was not built, or if this jaxlib is older than its headers.
+    **Raises** ImportError with a remedy if the library was not built, or if this jaxlib is older than its headers.
     """
     path = library_path()
     if not path.exists():
@@ -149,7 +150,7 @@ def header_version() -> str:
 
 
 def export_safety_checks() -> list[Any]:
-    """What `jax.export.export(..., disabled_checks=...)` needs for programs that hold diptych's custom calls."""
+    """Returns `disabled_checks` of `jax.export.export` for programs with diptych's custom calls."""
     from jax import export  # not part of `import jax`
 
     return [export.DisabledSafetyCheck.custom_call(target(op)) for op in OPS]
@@ -182,7 +183,8 @@ def amax_attributes(batch: Batch, flags: int, columnwise: bool, source: Source |
 def quantize_attributes(
     batch: Batch, spec: QuantSpec, amax_mode: int, source: Source | None = None, column_sum: bool = False, **there: bool
 ) -> dict[str, np.generic]:
-    """`there`: has_amax, has_columnwise_amax, has_scale, has_rng, rowwise and columnwise, all of them."""
+    """Returns quantize's attributes. `there`: all of has_amax, has_columnwise_amax, has_scale, has_rng, rowwise,
+    columnwise."""
     return (
         _common(batch)
         | _of_source(source)
@@ -220,7 +222,7 @@ def gemm_attributes(
     beta: float,
     options: GemmOptions,
 ) -> dict[str, np.generic]:
-    """`a`, `b`: format id, whether it is the columnwise copy, whether it comes with an amax."""
+    """Returns gemm's attributes. `a`, `b`: (format id, whether the copy is columnwise, whether it has an amax)."""
     ints = _copies(a, b) | _ints(has_bias=has_bias, has_c=has_c, **options._asdict())
     return _common(batch) | ints | {"alpha": np.float32(alpha), "beta": np.float32(beta)}
 
@@ -258,7 +260,7 @@ def row_map_attributes(batch: Batch) -> dict[str, np.generic]:
 def permute_attributes(
     batch: Batch, fills: tuple[int, ...], has_probs: bool, zero_prob_is_padding: bool
 ) -> dict[str, np.generic]:
-    """`fills`: one for each tensor, four bytes as an unsigned integer."""
+    """Returns permute's attributes. `fills`: for each tensor, four bytes of absent rows as an unsigned integer."""
     all_fills = (*fills, *[0] * (MOE["max_planes"] - len(fills)))
     bits = {f"fill{i}": np.uint32(fill).view(np.int32) for i, fill in enumerate(all_fills)}
     ints = _ints(planes=len(fills), has_probs=has_probs, zero_prob_is_padding=zero_prob_is_padding)
@@ -278,7 +280,7 @@ def unpermute_grad_attributes(batch: Batch, has_dprobs: bool) -> dict[str, np.ge
 
 
 def quantize_stack_attributes(batch: Batch, spec: QuantSpec, amax_mode: int, **there: bool) -> dict[str, np.generic]:
-    """Returns the attributes of a call that quantizes a stack. `there`: as of `quantize_attributes`."""
+    """Returns quantize_stack's attributes. `there`: as in `quantize_attributes`."""
     ints = _ints(format=spec.format_id, flags=spec.flags, amax_mode=amax_mode, **there)
     return _common(batch) | ints | {"eps": np.float32(spec.eps)}
 
@@ -295,7 +297,7 @@ def grouped_gemm_attributes(
     alpha: float,
     options: GemmOptions,
 ) -> dict[str, np.generic]:
-    """`a`, `b`: as of gemm_attributes. `kind`: "rows" or "depth"."""
+    """Returns grouped_gemm's attributes. `a`, `b`: as in `gemm_attributes`. `kind`: "rows" or "depth"."""
     ints = _copies(a, b) | _ints(has_bias=has_bias, has_c=has_c, kind=_GROUP_KINDS[kind], align=align, rotated=rotated)
     return _common(batch) | ints | _ints(**options._asdict()) | {"alpha": np.float32(alpha)}
 

@@ -84,7 +84,7 @@ def _gemm_finish(ctx: Any, platform: str, batch: Batch, **params: Any) -> Any:
     a, b, out_dtype = params["a"], params["b"], params["out_dtype"]
     m, n, k = sizes = _gemm_sizes(ctx.avals_in, batch, a, b)[:3]
     (a_id, a_copy), (b_id, b_copy) = ((format_by_name(fmt).id, columnwise) for fmt, columnwise in (a, b))
-    # The CPU's rows depend on nothing but the formats; a GPU's are chosen where the tensors are, when they are.
+    # The CPU's rows depend on formats only, so they can be checked here; a GPU's are chosen when the call runs.
     if platform == "cpu" and _core.gemm_row(a_id, a_copy, b_id, b_copy, 16, 16, 16, out_dtype, "cpu", 0) < 0:
         rows = "; ".join(
             f"{r['kernel']}: {', '.join(r['formats'])}"
@@ -111,7 +111,7 @@ def gemm(
     out_dtype: str,
     options: GemmOptions,
 ) -> Array:
-    """alpha * op(a) @ op(b) + bias + beta * c, [M, N]; in place of `c` where XLA may give its memory away."""
+    """alpha * op(a) @ op(b) + bias + beta * c, [M, N]; in the memory of `c` if XLA may reuse it."""
     operands = [*a.operands("gemm: a"), *b.operands("gemm: b"), *(x for x in (bias, c) if x is not None)]
     return gemm_p.bind(
         *operands,
@@ -120,7 +120,7 @@ def gemm(
         b=(b.format, b.columnwise),
         has_bias=bias is not None,
         has_c=c is not None,
-        # Hexadecimal text, because 0.0 and -0.0 are equal keys of a compilation cache and not equal factors.
+        # As hexadecimal text, because 0.0 and -0.0 are equal keys of a compilation cache but different factors.
         alpha=alpha.hex(),
         beta=beta.hex(),
         out_dtype=out_dtype,

@@ -1,8 +1,8 @@
-"""The ops on stacks and on groups of rows, on raw buffers, beside `primitives`.
+"""The ops on stacks and on groups of rows, on raw buffers, as JAX primitives.
 
-A copy of a stack of G tensors is a `Copy` whose arrays have a leading G; what is [1] for a tensor is [G] there. Group g
-is the rows offsets[g] <= r < offsets[g + 1]. No op waits for the device: on the CPU offsets that descend or leave the
-tensor are refused, on CUDA each counts as at least the one before it and at most R. None has a derivative.
+A copy of a stack of G tensors is a `Copy` whose arrays have a leading G; [1] of a tensor is [G] of a stack. Group g has
+the rows offsets[g] <= r < offsets[g + 1]. No op waits for the device: the CPU refuses offsets that descend or leave the
+tensor, CUDA clamps each to between the one before it and R. The ops have no derivative.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _quantize_stack_abstract(
         check_buffer(op, name, given[name], mask, *want[name])
     state = {name: Operand(name, dtype, own[1:]) for name, (dtype, own) in want.items()}
     enforce(rules.quantize(op, named._replace(shape=each), quantizer, **state))
-    # What a result depends on is what it varies with, as in quantize.
+    # A result varies over the mesh axes of the operands that it depends on, as in quantize.
     amaxes = [a for name, a in given.items() if name.endswith("amax")]
     fixed = [given["scale"]] if has_scale else amaxes if quantizer.format.per_tensor else []
     sources = {"data": avals, "inv": tuple(fixed or [x, *amaxes]), "amax": (x, *amaxes)}
@@ -117,7 +117,7 @@ def quantize_stack(
     rng: Array | None = None,
     as_bytes: bool = False,
 ) -> dict[str, Array]:
-    """The buffers of `grouped.stack_buffers` by name, for x [G, ..., K]; amaxes that are given come back as they are.
+    """Returns the buffers of `grouped.stack_buffers` by name, for x [G, ..., K]; amaxes that are passed are returned.
 
     `amax`, `columnwise_amax`, `scale`: float32 [G] (an amax per row: [G, M]). `rng`: int32 [G, 4].
     """
@@ -209,8 +209,8 @@ def grouped_gemm(
 ) -> Array:
     """[R, N] of a rowwise a and a stack b, or [G, M, N] of columnwise copies, in out_dtype. `align`: of ALIGNS.
 
-    `acc`: of the result's shape and dtype, without a bias; the product is added to it, in its memory where XLA may give
-    that away.
+    `acc`: of the result's shape and dtype, and only without a bias; the product is added to it, in its memory if XLA
+    may reuse it.
     """
     copies = (*a.operands("grouped_gemm: a"), *b.operands("grouped_gemm: b"))
     operands = [*copies, offsets, *(x for x in (bias, acc) if x is not None)]

@@ -1,8 +1,8 @@
 """Products of groups of rows in high precision: for layers without a recipe, and operands that are not quantized.
 
-A loop over tiles, each the next rows of one group: as many as any offsets can need, so that its length is known and
-nothing waits for the device. The work is that of one product of all rows, and of a tile for each group. With
-jax.lax.ragged_dot as XLA expands it, every group multiplies all rows, and an inf among one group's weights is a NaN in
+A loop runs over tiles; each tile has the next rows of one group. The number of tiles suffices for any offsets, so it is
+static and nothing waits for the device. The work is that of one product of all rows plus one tile per group. With
+XLA's expansion of jax.lax.ragged_dot every group multiplies all rows, and an inf in one group's weights becomes NaN in
 the rows of the others.
 """
 
@@ -40,8 +40,8 @@ def grouped_matmul(
     """Grouped products of arrays of one dtype: a [R, K] @ b [G, N, K].T (or [G, K, N]) + bias [G, N]; `depth`:
     a [R, M].T @ b [R, N], [G, M, N]. Rows in no group and products over none are 0.
 
-    Accumulated in float32. Group g is the rows offsets[g] <= r < offsets[g + 1]; an offset counts as at least the one
-    before it and at most R. **Raises** ShapeError for what does not fit. Differentiated by nobody: `grouped_dense` is.
+    It accumulates in float32. Group g has the rows offsets[g] <= r < offsets[g + 1]; each offset is clamped to between
+    the one before it and R. **Raises** ShapeError for shapes that do not fit. For gradients use `grouped_dense`.
     """
     groups, rows = offsets.shape[0] - 1, a.shape[0]
     wide = b.shape[1 if depth or trans_b else 2]

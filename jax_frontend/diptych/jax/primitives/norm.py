@@ -36,13 +36,13 @@ norm_p = primitive("norm", _norm_abstract, _norm_attributes)
 
 
 def statistics(x: Array, options: NormOptions) -> tuple[Array, ...]:
-    """([mu: layernorm], rsigma), float32 [M] for x [..., K]."""
+    """Returns a norm's statistics ([mu: layernorm], rsigma), float32 [M] for x [..., K]."""
     which, eps, _ = options
     return tuple(norm_p.bind(x, batch=Batch.none(1), which=which, eps=eps, zero_centered_gamma=False, dtype=""))
 
 
 def norm(x: Array, gamma: Array, beta: Array | None, options: NormOptions) -> tuple[tuple[Array, ...], Array]:
-    """(statistics, y in x's dtype)."""
+    """Returns (statistics, y in x's dtype)."""
     args = [x, gamma, *([] if beta is None else [beta])]
     outs = norm_p.bind(*args, batch=Batch.none(len(args)), **options._asdict(), dtype=x.dtype.name)
     return tuple(outs[:-1]), outs[-1]
@@ -77,7 +77,7 @@ norm_grad_p = primitive(
 def norm_grad(
     dy: Array, x: Array, gamma: Array, stats: tuple[Array, ...], options: NormOptions, has_dbeta: bool
 ) -> tuple[Array, Array, Array | None]:
-    """dx in x's dtype, dgamma and dbeta in gamma's."""
+    """Returns dx in x's dtype, dgamma and dbeta in gamma's dtype."""
     args = [dy, x, gamma, *stats]
     outs = norm_grad_p.bind(
         *args,

@@ -1,6 +1,6 @@
-"""The ops that move rows between token order and expert order, on raw buffers (NUMERICS 8), beside `primitives`.
+"""The ops that move rows between token order and expert order, on raw buffers (NUMERICS 8), as JAX primitives.
 
-No op waits for a count: sizes of results are the caller's, and counts stay on the device. Whatever stands in a map,
+No op waits for a count: the caller sets the sizes of results, and counts stay on the device. For any values in a map,
 nothing is read or written out of bounds.
 """
 
@@ -109,7 +109,10 @@ chunk_map_p = primitive(
 
 
 def chunk_map(sizes: Array, order: Array, tokens: Any) -> tuple[Array, Array]:
-    """(row_id_map [tokens, 1], row_source [tokens]) of chunk `order[j]` coming j-th; both int32 [C]."""
+    """Returns (row_id_map [tokens, 1], row_source [tokens]) of the order in which chunk `order[j]` comes j-th.
+
+    The sizes and `order` are int32 [C].
+    """
     row_id_map, row_source = chunk_map_p.bind(sizes, order, batch=Batch.none(2), tokens=tokens)
     return row_id_map, row_source
 
@@ -130,7 +133,8 @@ invert_map_p = primitive(
 
 
 def invert_map(row_id_map: Array, rows: Any) -> tuple[Array, Array]:
-    """(row_id_map with -1 for what lies outside of 0..rows-1 and for all but the last that name a row, row_source)."""
+    """Returns (row_id_map, row_source). Entries outside of 0..rows-1 become -1, and so do all but the last that name a
+    row."""
     row_source, kept = invert_map_p.bind(row_id_map, batch=Batch.none(1), rows=rows)
     return kept, row_source
 
@@ -178,7 +182,7 @@ def permute(
     fills: tuple[int, ...] | None = None,
     zero_prob_is_padding: bool = False,
 ) -> tuple[tuple[Array, ...], Array | None]:
-    """Rows of each plane ([..., K] with T rows, or [T]) where the map sends them, and where given probs [rows].
+    """Returns each plane ([..., K] with T rows, or [T]) with its rows permuted, and probs [rows] if they are given.
 
     `fills`: the four bytes that absent rows of each plane repeat; by default 0.
     """
@@ -213,7 +217,7 @@ permute_columns_p = primitive(
 
 
 def permute_columns(x: Array, row_source: Array, slots: int) -> Array:
-    """Columns of `x` [H, T], one byte an element, where `row_source` finds them: [H, rows], absent ones 0."""
+    """Returns the columns of `x` [H, T], one byte an element, that `row_source` names: [H, rows], absent ones 0."""
     return permute_columns_p.bind(x, row_source, batch=Batch.none(2), slots=slots)[0]
 
 
@@ -255,7 +259,7 @@ unpermute_p = primitive(
 def unpermute(
     x: Array, row_id_map: Array, probs: Array | None = None, permuted_dprobs: Array | None = None
 ) -> tuple[Array, Array | None]:
-    """The sum of each token's rows of `x` [rows, H], [T, H], and `permuted_dprobs` [rows] gathered, [T, slots]."""
+    """Returns each token's sum of its rows of `x` [rows, H], [T, H]; and `permuted_dprobs` [rows] as [T, slots]."""
     operands = [x, row_id_map, *(p for p in (probs, permuted_dprobs) if p is not None)]
     outs = unpermute_p.bind(
         *operands,
@@ -302,7 +306,7 @@ unpermute_grad_p = primitive(
 def unpermute_grad(
     dy: Array, row_id_map: Array, row_source: Array, probs: Array, x: Array | None = None
 ) -> tuple[Array, Array | None]:
-    """dx [rows, H] = p * dy [T, H], and with `x` [rows, H] also dprobs [T, slots], the products of both."""
+    """Returns dx [rows, H] = p * dy [T, H], and with `x` [rows, H] also dprobs [T, slots], the products of x and dy."""
     operands = [dy, row_id_map, row_source, probs, *([] if x is None else [x])]
     outs = unpermute_grad_p.bind(*operands, batch=Batch.none(len(operands)), has_dprobs=x is not None)
     return outs[0], None if x is None else outs[1]

@@ -1,7 +1,7 @@
 """quantize, dequantize and amax on raw buffers, as JAX primitives over the XLA FFI handlers. Users call `functional`.
 
 Sizes and dtypes are checked while tracing, by the rules of `diptych.common.shapes`; nothing here branches on a size.
-`register.py` says what a primitive is, and what it does under transformations.
+`register.py` defines primitives and their behaviour under transformations.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Array = jax.Array
 Operands = tuple[Array, ...]  # of a source, behind all others
 
 COMPUTE, GIVEN, ACCUMULATE = 0, 1, 2
-"""How quantize treats its amaxes, as `AmaxMode` in ops.h numbers it: x's own, used, joined with x's own."""
+"""Modes of quantize's amax operand, numbered as `AmaxMode` in ops.h: x's own amax, a given one, the maximum of both."""
 
 
 # --- amax ---
@@ -66,8 +66,8 @@ def amax(
 def amax(
     x: Array, flags: int = 0, source: Source | None = None, operands: Operands = (), *, columnwise: bool = False
 ) -> Array | tuple[Array, Array]:
-    """Largest finite magnitude of `x`, float32 [1] ([M] with ROW_AMAX); `columnwise`: and that of what a columnwise
-    copy encodes, [1]. `source`, `operands`: of what a source makes of x."""
+    """Largest finite magnitude of `x`, float32 [1] ([M] with ROW_AMAX); with `columnwise` also that of the columnwise
+    copy, [1]. `source`, `operands`: a source computed from x, which is read instead."""
     batch = Batch.none(1 + len(operands))
     outs = amax_p.bind(x, *operands, batch=batch, flags=flags, columnwise=columnwise, source=source)
     return (outs[0], outs[1]) if columnwise else outs[0]
@@ -100,13 +100,13 @@ def _quantize_abstract(
     want |= {"rng": ("int32", (4,))} if has_rng else {}
     given = dict(zip(want, avals[1:own], strict=True))
     state = {n: operand(n, given[n], mask) for n, mask in zip(want, batch.axes[1:own], strict=True)}
-    if mode == ACCUMULATE:  # the entry of the history that takes x's amax in is not one to use
+    if mode == ACCUMULATE:  # records x's amax, and is not used to quantize
         state.pop("amax")
     enforce(rules.quantize("quantize", named, quantizer, **state, encoded=shape))
     for name, mask in zip(want, batch.axes[1:own], strict=True):
         check_buffer("quantize", f"{name} ({fmt.name})", given[name], mask, *want[name])
     front = batch_shape(avals, batch)
-    # What a result depends on is what it varies with: reduced over a mesh axis, an amax no longer varies there.
+    # A result varies over the mesh axes of operands it depends on; an amax reduced over an axis no longer varies there.
     amaxes = [a for name, a in given.items() if name.endswith("amax")]
     fixed = [given["scale"]] if has_scale else amaxes if mode == GIVEN and fmt.per_tensor else []
     read = (x, *of_source)
@@ -212,10 +212,10 @@ def quantize(
     operands: Operands = (),
     column_sum: str = "",
 ) -> dict[str, Array]:
-    """The buffers of `shapes.quantize_buffers` by name; amaxes that are given come back as they are.
+    """Returns the buffers of `shapes.quantize_buffers` by name; amaxes that are passed are returned.
 
-    `source`, `operands`: what is encoded instead of x. `column_sum`: the dtype of one more result of that name, the sum
-    over the rows of what is encoded, [K].
+    `source`, `operands`: a source computed from x, which is quantized instead. `column_sum`: the dtype of one more
+    result of that name, the sum over the rows of the quantized tensor's unquantized values, [K].
     """
     given = given_amaxes("quantize", quantizer, amax=amax, columnwise_amax=columnwise_amax)
     mode = GIVEN if given else COMPUTE

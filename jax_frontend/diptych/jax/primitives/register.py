@@ -33,7 +33,7 @@ def batch_shape(avals: tuple[Aval, ...], batch: Batch) -> shapes.Shape:
 
 
 def result(operands: tuple[Aval, ...], shape: shapes.Shape, dtype: str) -> Aval:
-    """A result's type: varies over every manual mesh axis that one of `operands` varies over, sharded over none."""
+    """Returns a result's type, which varies over every manual mesh axis of `operands` and is sharded over none."""
     like = next((o for o in operands if not o.sharding.mesh.empty), operands[0])
     varying = frozenset().union(*(o.manual_axis_type.varying for o in operands))
     return like.update(
@@ -64,12 +64,12 @@ def primitive(
     updated: Any = None,
     no_derivative: str = _NO_DERIVATIVE,
 ) -> Primitive:
-    """A primitive with every rule that JAX asks for.
+    """Returns a primitive with all rules that JAX requires.
 
     **Arguments:** `abstract_eval(*avals, batch, **params)` returns the results' types; `attributes(avals, batch,
-    **params)` the handler's attributes; `finish(ctx, platform, batch, **params)` what else the lowering needs:
-    (aliases {operand: result}, bytes of a workspace or None); `updated(**params)` the operands that the handler updates
-    in place, so that they get every batch axis. `no_derivative`: why there is none, and what to do.
+    **params)` the handler's attributes; `finish(ctx, platform, batch, **params)` (aliases {operand: result}, bytes of a
+    workspace or None) for the lowering; `updated(**params)` the operands that the handler updates in place, which
+    therefore get every batch axis. `no_derivative`: why there is no derivative, and what to do.
     """
     name = ffi.target(op)
     prim = Primitive(name)
@@ -84,7 +84,7 @@ def primitive(
         frozen = tuple(sorted(params.items()))
         if not jax.config.jax_disable_jit:  # type: ignore[attr-defined]
             return run(*args, params=frozen)
-        # A kernel is compiled even then, as JAX's own primitives are: without jit, `run` would call this again.
+        # As JAX's own primitives do, compile the kernel even then: without jit, `run` would call this function again.
         with jax.disable_jit(False):
             return run(*args, params=frozen)
 
@@ -123,7 +123,7 @@ def primitive(
 
 
 def workspace_bytes(op: str, platform: str, sizes: tuple[Any, ...], rule: Any) -> int | None:
-    """Bytes of the extra result that CUDA's lowering asks XLA for; None on the CPU, which needs none."""
+    """Returns the bytes of the workspace that CUDA's lowering requests as an extra result; None on the CPU."""
     if platform != "cuda":
         return None
     if not all(isinstance(s, int) for s in sizes):
@@ -133,11 +133,11 @@ def workspace_bytes(op: str, platform: str, sizes: tuple[Any, ...], rule: Any) -
     return rule(*sizes)
 
 
-# A custom_vjp with symbolic zeros may save less where less is differentiated. JAX (0.10.2) keeps one description of
-# what was saved for each *traced* call, though. A compiled function that is called twice (a layer under `jax.jit` or
-# flax's `nn.jit`, first on data and then on activations) is traced once and differentiated twice: backward of the first
-# call would read what it saved as the second call's. So each call saves as many arrays, some of them empty, and the
-# last one says by its shape, (0, number), which structure they have.
+# A custom_vjp with symbolic zeros may save fewer residuals if fewer gradients are needed. JAX (0.10.2), however, keeps
+# one description of the residuals for each *traced* call. A compiled function that is called twice (a layer under
+# `jax.jit` or flax's `nn.jit`, first on data and then on activations) is traced once and differentiated twice, so
+# backward of the first call would unpack its residuals with the second call's structure. So every call saves the same
+# number of arrays, some of them empty, and the shape of the last one, (0, number), names their structure.
 _EMPTY = np.zeros(0, np.uint8)
 
 
@@ -148,7 +148,7 @@ _STRUCTURES: list[Any] = []
 
 
 def defvjp(f: Any, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
-    """`f.defvjp(forward, backward, symbolic_zeros=True)` for rules that may save anything."""
+    """`f.defvjp(forward, backward, symbolic_zeros=True)` for rules whose residuals may be any pytree."""
 
     @functools.wraps(forward)
     def forward_rule(*args: Any) -> Any:

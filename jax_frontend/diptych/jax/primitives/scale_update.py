@@ -68,7 +68,7 @@ def scale_update(
     margin: int,
     most_recent: bool,
 ) -> tuple[Array, Array]:
-    """The new history [n, L] or [L] and scale [n], in place of the old ones where XLA may give their memory away."""
+    """Returns the new history [n, L] or [L] and scale [n], in the memory of the old ones if XLA may reuse it."""
     args = [history, scale, *(x for x in (reduced, amax) if x is not None)]
     outs = scale_update_p.bind(
         *args,

@@ -1,1 +1,1 @@
-"""Delayed scales as values that training steps pass on, and the ways in which they travel through gradients."""
+"""States of delayed scaling as values that training steps pass on, and how they are returned through gradients."""

@@ -1,17 +1,17 @@
-"""Numbers beside a state's amaxes which tell that states were averaged, or changed by an optimizer.
+"""Check numbers of a state, which detect that states were averaged, or changed by an optimizer.
 
     check = [p0, p1, p2, p3, p0^2, p1^2, p2^2, p3^2]      float32, integers
 
 The parts p are the bytes of a word made of the amaxes, each plus 2. Invariants:
 
-- Other amaxes have other parts, and an average of different numbers' squares is larger than the square of their
-  average: no average of states with different amaxes has valid numbers. One of equal states has, and is right.
-- Sums of up to 254 such numbers are exact in float32, so that rounding hides nothing.
-- A square grows with its root: an elementwise maximum of states, as of `jax.lax.pmax` or over a stack, stays valid.
-- 0 and 1, which are their own squares, are no parts: gradients that were zeroed, clipped to 1 or replaced by their
-  sign are not valid.
+- Different amaxes have different parts, and an average of different numbers' squares is larger than the square of their
+  average: an average of states with different amaxes has invalid check numbers. An average of equal states is valid.
+- Sums of up to 254 check numbers are exact in float32, so that rounding hides no difference.
+- A square grows with its root: an elementwise maximum of states, as by `jax.lax.pmax` or over a stack, stays valid.
+- 0 and 1, which are their own squares, are not used as parts: gradients that were zeroed, clipped to 1 or replaced by
+  their sign are invalid.
 
-What multiplies or adds states up shows in their `count` instead.
+Sums and multiples of states are detected by their `count` instead.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SHIFTS = np.arange(0, 32, 8, dtype=np.uint32)
 
 @functools.partial(jax.jit, inline=True)
 def check_of(history: Array) -> Array:
-    """The numbers [..., 8] of a history [..., L]: of its pending and its newest amax."""
+    """Returns the check numbers [..., 8] of a history [..., L], from its pending and its newest amax."""
     bits = jax.lax.bitcast_convert_type(history, jnp.uint32)
     word = bits[..., :1] * _ODD[0]
     if history.shape[-1] > 1:
@@ -49,7 +49,7 @@ def check_of(history: Array) -> Array:
 
 @functools.partial(jax.jit, inline=True)
 def is_valid(check: Array) -> Array:
-    """Whether numbers [..., 8] are those of some history, bool [..., 1]."""
+    """Returns whether numbers [..., 8] are the check numbers of any history, bool [..., 1]."""
     parts, squares = check[..., :4], check[..., 4:]
     whole = (parts == jnp.floor(parts)) & (parts >= _LEAST) & (parts <= _LEAST + 255)
     return (whole & (squares == parts * parts)).all(-1, keepdims=True)
@@ -57,22 +57,22 @@ def is_valid(check: Array) -> Array:
 
 @functools.partial(jax.jit, inline=True)
 def following(check: Array, history: Array) -> Array:
-    """The numbers of a state's next history; those that are not valid stay so."""
+    """Returns the check numbers of a state's next history; invalid numbers stay invalid."""
     return jnp.where(jnp.broadcast_to(is_valid(check), check.shape), check_of(history), check)
 
 
-# --- states that are none: marked or refused ---
+# --- invalid states: marked or refused ---
 
 
 @functools.partial(jax.jit, inline=True)
 def is_sound(state: Any) -> Array:
-    """Whether a state is one, not a sum or average of several and not marked: bool [1]."""
+    """Returns whether a state is valid, neither a sum or average of several nor marked: bool [1]."""
     return (state.count == 1) & is_valid(state.check) & ~jnp.isnan(state.scale)
 
 
 @functools.partial(jax.jit, inline=True)
 def marked(state: State, sound: Array) -> State:
-    """The state, with a scale of NaN where it is not sound."""
+    """Returns the state, with a scale of NaN if it is not sound."""
     return dataclasses.replace(state, scale=jnp.where(sound, state.scale, jnp.nan))
 
 
@@ -83,8 +83,8 @@ _WAYS = (
 
 
 def checked(op: str, state: State, unused: bool = False) -> State:
-    """A state that is one, with a count of 1; otherwise ValueError, or under jit a scale of NaN, which no training
-    survives. `unused`: a gradient that nothing contributed to may be one."""
+    """Returns a valid state with a count of 1. For an invalid one it raises ValueError, or under jit sets the scale to
+    NaN, which makes all results NaN. `unused`: also accept a gradient that nothing contributed to."""
     if any(isinstance(x, Tracer) for x in jax.tree.leaves(state)):
         sound = is_sound(state)
         sound = sound | (state.count == 0) if unused else sound
@@ -111,5 +111,5 @@ def checked(op: str, state: State, unused: bool = False) -> State:
 
 
 def marked_by(history: Array, scale: Array) -> Array:
-    """The scale, NaN where the pending amax is: a reference keeps no count, and this is its mark."""
+    """Returns the scale, or NaN if the pending amax is NaN, which marks an invalid reference (it has no count)."""
     return jnp.where(jnp.isnan(history[:1]), jnp.nan, scale)

@@ -1,20 +1,20 @@
-"""How delayed scaling's amaxes travel: from where they arise, in forward and backward, to the next step's state.
+"""Transports of delayed scaling's amaxes from forward and backward, where they are computed, to the next step's state.
 
-Three ways, which may be mixed. In all of them several uses of a state combine by max.
+There are three transports, which may be mixed. In all of them several uses of a state combine by max.
 
-1. Returned: `y, state = dense(..., state=state, return_state=True)`, and the returned state goes to the next use,
-   through a scan's carry for instance. It holds forward amaxes. The gradient with respect to the first state,
-   `jax.grad(..., argnums=...)`, is the complete new state, with the amaxes of gradients: uses hand it back along the
-   same chain.
+1. Returned: `y, state = dense(..., state=state, return_state=True)`; the returned state goes to the next use, for
+   example through a scan's carry. It holds forward amaxes. The gradient with respect to the first state,
+   `jax.grad(..., argnums=...)`, is the complete new state, with the amaxes of gradients, which pass back through the
+   same chain of uses.
 2. Overwrite with gradient: the gradient with respect to a state *is* the new state, for flax's collection
-   `_overwrite_with_gradient` and for `overwrite_states`. JAX adds gradients of several uses up; a state that is used
-   more than once goes through `share_states` first. What was added up all the same, or averaged, is refused by
-   `update_state`, or under jit marked by a scale of NaN that stays.
+   `_overwrite_with_gradient` and for `overwrite_states`. JAX sums the gradients of several uses, so a state that is
+   used more than once must go through `share_states` first. `update_state` refuses a state that was summed or averaged,
+   or under jit marks it by a scale of NaN that stays.
 3. References: `refs = state_refs(states)` are mutated by `dense`, forward and backward, under jit, scan and remat.
 
-`value_and_grad_with_state` is 2 made ready. JAX cannot differentiate references in a branch or a shard_map from outside
-of it; `lend_states` makes arrays of them for one use there. Under `vmap` a state that is not mapped is used once for
-each example: `share_states` and references raise there; map the state, and take
+`value_and_grad_with_state` implements 2. JAX cannot differentiate references in a branch or a shard_map from outside of
+it; `lend_states` makes arrays of them for one use there. Under `vmap` a state that is not mapped is used once for each
+example, and `share_states` and references raise; map the state, and combine the results by
 `jax.tree.map(lambda x: x.max(0), states)`.
 """
 
@@ -38,8 +38,8 @@ Tree = TypeVar("Tree")
 
 # --- references ---
 
-# JAX differentiates what it has traced of these by rules that know no references, and fails with errors of its own
-# (jax 0.10.2): where the rules are, what their functions are called, and what users call it.
+# JAX (0.10.2) differentiates these constructs, once traced, by rules that do not support references, and fails with
+# unclear errors. Each entry: the module of the rule, its function, and the construct's public name.
 _RULES = (
     ("jax._src.lax.control_flow.conditionals", "_cond_", "a branch of jax.lax.cond or switch"),
     ("jax._src.lax.control_flow.loops", "_while_", "jax.lax.while_loop, which has no reverse mode"),
@@ -49,8 +49,10 @@ _RULE_KINDS = ("linearize", "jvp", "partial_eval", "transpose")
 
 
 def refuse_differentiated(what: str, instead: str) -> None:
-    """Called by the forward rule of something that holds a reference. **Raises** UnsupportedError where a branch, a
-    while loop or a shard_map around it is being differentiated."""
+    """Refuses to differentiate a call that holds a reference; its forward rule calls this function.
+
+    **Raises** UnsupportedError if a branch, a while loop or a shard_map around the call is being differentiated.
+    """
     frame = sys._getframe(1)
     while frame is not None:
         module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
@@ -79,7 +81,7 @@ def state_refs(states: Tree) -> Tree:
 
 
 def read_states(refs: Tree) -> Tree:
-    """The states that references hold now, as arrays."""
+    """Returns the current values of states in references, as arrays."""
     return map_states(lambda s: read_ref(s) if has_ref(s) else s, refs)
 
 
@@ -91,7 +93,7 @@ def _record(ref: Any, history: Array) -> None:
     ref[:1] = larger(ref[:1], history[:1])
 
 
-# A write that stands bare in a scan's body breaks the scan's transpose (jax 0.10.2); inside of a custom_vjp it works.
+# A write directly in a scan's body breaks the scan's transpose (jax 0.10.2); inside of a custom_vjp it works.
 @jax.custom_vjp
 def _commit(ref: Any, history: Array) -> None:
     _record(ref, history)
@@ -100,9 +102,9 @@ def _commit(ref: Any, history: Array) -> None:
 _commit.defvjp(lambda ref, history: (_commit(ref, history), None), lambda _, grad: (None, None))
 
 
-# A reference cannot enter dense's own custom_vjp, whose symbolic zeros do not go together with references (jax 0.10.2).
-# It is read here, before, and the gradient of what was read is the new state. The operands' presence alone matters: it
-# makes the result one that is differentiated where they are.
+# A reference cannot enter dense's own custom_vjp, since JAX (0.10.2) does not support it with symbolic zeros. So it is
+# read here first, and the gradient of the array that was read is the new state. The operands are arguments only so that
+# the result is differentiated whenever they are.
 @jax.custom_vjp
 def _view(history: Any, count: Array | None, operands: Any) -> tuple[Array, Array, Array]:
     read = history[...]
@@ -117,7 +119,7 @@ def _view_forward(history: Any, count: Array | None, operands: Any) -> Any:
 def _view_backward(saved: Any, grads: Any) -> Any:
     history, count = saved
     amaxes, uses, check = grads
-    # One use alone hands back a gradient that is a state. A sum or an average of several is marked, and none is zero.
+    # Only a single use returns a gradient that is a state. A sum or average of several is marked; no use gives zeros.
     sound = (uses == 0) | ((uses == 1) & is_valid(check))
     _record(history, jnp.where(sound, amaxes[:1], jnp.nan))
     return None, None if count is None else jnp.zeros_like(count), None
@@ -127,7 +129,7 @@ _view.defvjp(_view_forward, _view_backward)
 
 
 def viewed(states: dict[str, ScaleState], operands: Any) -> dict[str, ScaleState]:
-    """States as arrays: those of references are read, and record what their gradients bring."""
+    """Returns states as arrays: references are read, and record the amaxes that come back as gradients."""
 
     def view(state: ScaleState) -> ScaleState:
         if not has_ref(state):
@@ -142,23 +144,23 @@ def viewed(states: dict[str, ScaleState], operands: Any) -> dict[str, ScaleState
 def lend_states(states: Tree, like: Any = None) -> Tree:
     """States of references as arrays for **one** use each, such as inside of a branch or a shard_map.
 
-    JAX cannot differentiate references in `jax.lax.cond`, `switch` or `shard_map`. Call this in front of them and use
-    what it returns inside; amaxes come back as the gradient of the arrays, and the reference takes them in:
+    JAX cannot differentiate references in `jax.lax.cond`, `switch` or `shard_map`. Call this function before them and
+    use its results inside; amaxes come back as the gradient of these arrays and are recorded in the reference:
 
         lent = lend_states(states)
         y = jax.lax.cond(p, lambda x: dense(x, kernel, recipe=recipe, state=lent), lambda x: x, x)
 
-    **Arguments:** `states`: any pytree with `ScaleState`s; those of arrays and other leaves stay. `like`: for the
-    references of `state_refs`, any arrays that are differentiated, such as the parameters.
+    **Arguments:** `states`: any pytree with `ScaleState`s; states of arrays and other leaves are returned unchanged.
+    `like`: for the references of `state_refs`, any arrays that are differentiated, such as the parameters.
 
-    An array that is used more than once brings a sum of amaxes back, which marks the state by a scale of NaN; so does a
-    shard_map with `check_vma=False`, which adds up what its devices bring.
+    An array that is used more than once returns a sum of amaxes, which marks the state by a scale of NaN; so does a
+    shard_map with `check_vma=False`, which sums over its devices.
     """
     return map_states(lambda s: viewed({"": s}, like)[""], states)
 
 
 def returned(states: dict[str, ScaleState], news: dict[str, ScaleState]) -> dict[str, ScaleState]:
-    """The states after a call: references record what it returned, and stay references."""
+    """Returns the states after a call; references record the returned amaxes and stay references."""
     for name, state in states.items():
         if has_ref(state):
             _commit(state.amax_history, news[name].amax_history)
@@ -179,7 +181,7 @@ def _link_forward(state: ScaleState, history: Any) -> Any:
 
 
 def _link_backward(saved: ScaleState, _: Array) -> Any:
-    # All uses have recorded: they come after this in forward, and before it in backward.
+    # All uses have recorded by now: they come after this point in forward, and so before it in backward.
     history = saved.amax_history[...]
     scale, check = marked_by(history, saved.scale), following(saved.check, history)
     return ScaleState(saved.quantizer, scale, history, saved.count, check), None
@@ -189,20 +191,20 @@ _link.defvjp(_link_forward, _link_backward)
 
 
 def share_states(states: Tree) -> Tree:
-    """States that may be used any number of times, and whose gradients combine by max.
+    """Returns states that may be used any number of times, and whose gradients combine by max.
 
-    Call it inside of what is differentiated and outside of `jax.jit`, `jax.checkpoint` and loops in there. A state that
-    a scan slices, one for each layer, needs none of this: each slice is used once. For `jax.lax.cond`, `switch` and
-    `shard_map` in there, take arrays by `lend_states`.
+    Call it inside the differentiated function, but outside of `jax.jit`, `jax.checkpoint` and loops in it. A state that
+    a scan slices, one for each layer, does not need it: each slice is used once. For `jax.lax.cond`, `switch` and
+    `shard_map`, pass the results through `lend_states`.
 
-    **Arguments:** `states`: any pytree with `ScaleState`s; other leaves stay.
+    **Arguments:** `states`: any pytree with `ScaleState`s; other leaves are returned unchanged.
     """
 
     def share(state: ScaleState) -> ScaleState:
         if has_ref(state):
             return state
         history = jax.new_ref(jax.lax.stop_gradient(state.amax_history))
-        scale = jax.lax.stop_gradient(state.scale)  # the link alone hands the state back
+        scale = jax.lax.stop_gradient(state.scale)  # only _link returns the state's gradient
         return ScaleState(state.quantizer, scale, history, _link(state, history))
 
     return map_states(share, states)
@@ -211,11 +213,11 @@ def share_states(states: Tree) -> Tree:
 def value_and_grad_with_state(f: Callable[..., Any], has_aux: bool = False) -> Callable[..., Any]:
     """`jax.value_and_grad` of `f(params, states, ...)` with respect to params, and the states after it.
 
-    **Returns:** a function of the same arguments: (value, gradients, new states); scales are the old ones, histories
-    hold the amaxes of forward and backward. `update_state` makes those of the next step. Microbatches: pass the states
-    on, or combine them by `merge_states`. `has_aux`: value is (value, aux), as in JAX.
+    **Returns:** a function of the same arguments that returns (value, gradients, new states). The new states have the
+    old scales, and histories with the amaxes of forward and backward; `update_state` makes the next step's states.
+    Microbatches: pass the states on, or combine them by `merge_states`. `has_aux`: value is (value, aux), as in JAX.
 
-    **Raises:** NotImplementedError where `f` uses states in a branch or a shard_map without `lend_states`.
+    **Raises:** NotImplementedError if `f` uses states in a branch or a shard_map without `lend_states`.
     """
 
     def run(params: Any, states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:
@@ -228,11 +230,11 @@ def value_and_grad_with_state(f: Callable[..., Any], has_aux: bool = False) -> C
     return run
 
 
-# --- beside an optimizer ---
+# --- separating states from an optimizer's parameters ---
 
 
 def partition_states(tree: Tree) -> tuple[Tree, Tree]:
-    """A tree of parameters and states, or of their gradients, as two: one for the optimizer, one of states.
+    """Splits a tree of parameters and states, or of their gradients, into one for the optimizer and one of states.
 
     Each has None in place of the other's leaves. With optax:
 
@@ -246,7 +248,7 @@ def partition_states(tree: Tree) -> tuple[Tree, Tree]:
 
 
 def combine_states(rest: Tree, states: Tree) -> Tree:
-    """The one tree that `partition_states` took apart. **Raises** ValueError where both have a leaf."""
+    """Joins the two trees of `partition_states`. **Raises** ValueError if both have a leaf at one place."""
 
     def pick(a: Any, b: Any) -> Any:
         if a is not None and b is not None:

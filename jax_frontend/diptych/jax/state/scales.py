@@ -1,17 +1,16 @@
-"""What delayed scaling carries from step to step: `ScaleState`, a pytree beside the parameters.
+"""`ScaleState`, the state of delayed scaling, which training steps pass on as a pytree.
 
     init_state      the states of one module under a recipe, {state name: ScaleState}
     dense           reads the scales, and puts max(history[0], amax) into the histories that it returns
     update_state    once a step: the next scales from the amaxes so far (NUMERICS 2, "Delayed")
 
-How amaxes get from where they arise to the next step is in `carry.py`. Invariants:
+`carry.py` defines how amaxes reach the next step's state. Invariants:
 
-- Amaxes of several uses combine by max, and JAX combines gradients by sum. Each state has a `count` of 1, so that one
-  which was made by a sum, or by a gradient that nothing contributed to, is known; its `check` tells averages
-  (`amax_check.py`). They are refused. Where values are not known, under jit, the scale becomes NaN, and no update
-  makes another of a NaN.
-- A state serves the quantizer that it was made for. `switch_state` is the way from one recipe to another.
-- Amaxes are compared as integers: they are never negative, and XLA would flush subnormal ones.
+- Amaxes of several uses combine by max, but JAX combines gradients by sum. Each state has a `count` of 1, which detects
+  sums and gradients that nothing contributed to; its `check` detects averages (`amax_check.py`). Such states are
+  refused. Under jit, where values are unknown, the scale becomes NaN instead, and updates keep a NaN.
+- A state serves the quantizer that it was made for. `switch_state` converts states from one recipe to another.
+- Amaxes are compared as integers: they are never negative, and XLA would flush subnormal floats.
 """
 
 from __future__ import annotations
@@ -51,10 +50,10 @@ BUFFERS = ("scale", "amax_history", "fp8_max")  # of one state in a state dict
 class ScaleState:
     """The delayed-scaling state of one tensor.
 
-    `scale`: float32 [1], what the next quantize multiplies by. `amax_history`: float32 [L], the pending amax and then
-    earlier ones, the newest last. `count`: float32 [1], 1; as a gradient, how many states were summed. `check`: float32
-    [8], made of the amaxes if it is not given; not valid once states were averaged. Both are None in states of
-    references (`state_refs`). `quantizer`: which it serves, with both copies.
+    `scale`: float32 [1], the next quantize's factor. `amax_history`: float32 [L], the pending amax and then earlier
+    ones, the newest last. `count`: float32 [1], 1; in a gradient, the number of states that were summed. `check`:
+    float32 [8], computed from the amaxes if not given; an average of states makes it invalid. `count` and `check` are
+    None in states of references (`state_refs`). `quantizer`: the one that the state serves, with both copies.
     """
 
     quantizer: Float8Quantizer
@@ -84,7 +83,7 @@ def is_state(x: Any) -> bool:
 
 
 def map_states(f: Any, tree: Tree, *rest: Any) -> Tree:
-    """`jax.tree.map` over the ScaleStates of trees; other leaves stay as the first tree has them."""
+    """`jax.tree.map` over the ScaleStates of trees; other leaves are those of the first tree."""
     return jax.tree.map(lambda x, *xs: f(x, *xs) if is_state(x) else x, tree, *rest, is_leaf=is_state)
 
 
@@ -94,25 +93,25 @@ def fp8_max(quantizer: Float8Quantizer) -> float:
 
 
 def new_state(quantizer: Float8Quantizer) -> ScaleState:
-    """A state that has seen nothing: scale 1, history 0."""
+    """Returns an initial state: scale 1, history 0."""
     one = np.ones(1, np.float32)
     history = jnp.zeros(quantizer.amax_history_len, jnp.float32)
     return ScaleState(quantizer, jnp.asarray(one), history, jnp.asarray(one))
 
 
 def init_state(recipe: Recipe, *, module: str = "linear", name: str = "") -> dict[str, ScaleState]:
-    """The states that one module needs under a recipe.
+    """Makes the states that one module needs under a recipe.
 
-    **Arguments:** `module`, `name`: as `dense` gets them.
+    **Arguments:** `module`, `name`: the same as in the call of `dense`.
 
-    **Returns:** {state name: ScaleState}, the names being "input", "weight" and "grad_output" for `DelayedScaling`;
-    empty where no tensor of the module has delayed scales.
+    **Returns:** {state name: ScaleState}; for `DelayedScaling` the names are "input", "weight" and "grad_output". It is
+    empty if no tensor of the module has delayed scales.
     """
     return {slot.name: new_state(slot.quantizer) for slot in linear_plan(recipe, module, name).states}
 
 
 def check_states(op: str, states: Any, plan: LinearPlan, recipe: Recipe) -> dict[str, ScaleState]:
-    """The states of a call, which must be those of its recipe. **Raises** TypeError, or ValueError for others."""
+    """Returns a call's states if they are those of its recipe. **Raises** TypeError or ValueError otherwise."""
     if states is None:
         states = {}
     if not isinstance(states, Mapping) or not all(is_state(s) for s in states.values()):
@@ -146,7 +145,7 @@ def check_states(op: str, states: Any, plan: LinearPlan, recipe: Recipe) -> dict
 
 
 def larger(*amaxes: Array) -> Array:
-    """The largest of amaxes, elementwise and subnormals included."""
+    """Returns the elementwise maximum of amaxes, without flushing subnormals."""
     bits = [jax.lax.bitcast_convert_type(a, jnp.int32) for a in amaxes]
     return jax.lax.bitcast_convert_type(functools.reduce(jnp.maximum, bits), jnp.float32)
 
@@ -158,7 +157,7 @@ def varying(x: Any) -> frozenset[Any]:
 
 
 def _fitted(amax: Array, axes: frozenset[Any]) -> Array:
-    """Returns an amax that varies over `axes` at most, the largest over others, so that a state keeps its type."""
+    """Returns an amax that varies over `axes` only, as the maximum over other axes, so that a state keeps its type."""
     over = tuple(sorted(varying(amax) - axes, key=str))
     return quantize_verbs.max_over(amax, over) if over else amax
 
@@ -177,10 +176,10 @@ def _recorded(history: Array, check: Array, amaxes: list[Array]) -> tuple[Array,
 
 
 def gradient(state: ScaleState, amaxes: list[Array], later: ScaleState | None) -> ScaleState:
-    """Returns what a use of a state hands back as its gradient: the state with all amaxes, those of later uses too.
+    """Returns the gradient of a state for one use: the state with all amaxes, including those of later uses.
 
-    `later`: the gradient of the state that the use returned, if any; its arrays may be symbolic zeros. A state or a
-    gradient that was added up or averaged hands that on.
+    `later`: the gradient of the state that the use returned, if any; its arrays may be symbolic zeros. The result is
+    invalid if the state or `later` was summed or averaged.
     """
     arrays = [] if later is None else [later.amax_history, later.count, later.check]
     known = [isinstance(a, jax.Array) for a in arrays]
@@ -190,14 +189,14 @@ def gradient(state: ScaleState, amaxes: list[Array], later: ScaleState | None) -
         out = _combined(record(state, *amaxes, first[:1]), *rest)
     else:
         out = record(state, *amaxes)
-    # Under vmap JAX sums what differs between examples and nothing else: a count goes along with its amax.
+    # Under vmap JAX sums only gradients that differ between examples, so the count must depend on the amax.
     count = jnp.where(out.amax_history[:1] >= 0, out.count, out.count)
     return dataclasses.replace(marked(out, is_sound(state)), count=count)
 
 
 @functools.partial(jax.jit, inline=True)
 def _combined(state: ScaleState, count: Array, check: Array) -> ScaleState:
-    """A gradient with the count and the check of a later one: what is wrong with either stays."""
+    """Returns a gradient combined with the count and check of a later one; it is invalid if either is."""
     used = jnp.where(count == 0, state.count, jnp.where(state.count == 1, count, state.count))
     wrong = jnp.broadcast_to((count != 0) & ~is_valid(check), state.check.shape)
     return dataclasses.replace(state, count=used, check=jnp.where(wrong, jnp.nan, state.check))
@@ -222,19 +221,19 @@ def group_axes(recipe: Recipe) -> tuple[str, ...]:
 
 
 def read_ref(state: ScaleState) -> ScaleState:
-    """A state of references as one of arrays."""
+    """Returns a state in references as a state of arrays."""
     scale, history = state.scale[...], state.amax_history[...]
     return ScaleState(state.quantizer, marked_by(history, scale), history, jnp.ones_like(scale))
 
 
 def merge_states(first: Tree, *others: Tree) -> Tree:
-    """One tree of states from several of one step, such as those of microbatches: amaxes by max.
+    """Combines several trees of states of one step, such as those of microbatches, by the maximum of amaxes.
 
-    **Arguments:** pytrees of one structure with `ScaleState`s, whose other leaves are the first one's. States may be
-    gradients; those that nothing contributed to do not count.
+    **Arguments:** pytrees of one structure with `ScaleState`s; other leaves are those of the first tree. States may be
+    gradients; gradients that nothing contributed to are ignored.
 
-    **Raises:** ValueError for different quantizers, states that were added up, averaged or scaled, or scales that
-    differ, which are those of different steps (where values decide, under jit the scale becomes NaN instead).
+    **Raises:** ValueError for different quantizers, states that were summed, averaged or scaled, or scales that differ,
+    which belong to different steps. Under jit, where values are unknown, the scale becomes NaN instead.
     """
 
     def merge(state: ScaleState, *rest: ScaleState) -> ScaleState:
@@ -256,9 +255,9 @@ def merge_states(first: Tree, *others: Tree) -> Tree:
 
 
 def overwrite_states(states: Tree, grads: Tree) -> Tree:
-    """The new states from their gradients: the gradient is the state, except where nothing contributed to it.
+    """Returns the new states from gradients: the gradient itself, or the old state if nothing contributed to it.
 
-    **Raises:** ValueError for gradients that were added up, averaged or scaled; under jit the scale becomes NaN.
+    **Raises:** ValueError for gradients that were summed, averaged or scaled; under jit the scale becomes NaN.
     """
 
     def pick(old: ScaleState, new: ScaleState) -> ScaleState:
@@ -275,7 +274,7 @@ _warned: set[Any] = set()
 
 
 def resize_history(history: Array, length: int) -> Array:
-    """A history of another length: the pending cell stays first and the newest amaxes last; zeros between."""
+    """Returns a history with another length: the pending amax first and the newest amaxes last, with zeros between."""
     held = history.shape[0]
     if held == length:
         return history
@@ -284,9 +283,9 @@ def resize_history(history: Array, length: int) -> Array:
 
 
 def switch_state(states: States, recipe: Recipe, *, module: str = "linear", name: str = "") -> dict[str, ScaleState]:
-    """The states for another recipe: scales of the same element are kept, and histories as far as they reach.
+    """Returns the states for another recipe: scales of the same element are kept, and histories as far as they fit.
 
-    What does not fit is made anew, with a RecipeSwitchWarning, once for each kind of switch.
+    Other states are new, with a RecipeSwitchWarning, once for each kind of switch.
     """
     plan = linear_plan(recipe, module, name)
     out, lost = {}, sorted(states.keys() - {s.name for s in plan.states})
@@ -314,7 +313,7 @@ def switch_state(states: States, recipe: Recipe, *, module: str = "linear", name
 
 
 def key_of(name: str) -> str:
-    """The key of a state name in a state dict: "input.fprop" is "input_fprop"."""
+    """Returns a state name's key in a state dict: "input.fprop" becomes "input_fprop"."""
     return name.replace(".", "_")
 
 
@@ -329,12 +328,12 @@ def _by_key(states: Mapping[str, Any], prefix: str) -> dict[str, ScaleState]:
 
 
 def state_dict(states: Mapping[str, Any], prefix: str = "", rng: Array | None = None) -> dict[str, Array]:
-    """States as a flat dictionary of arrays, with the keys of the torch panel's modules: what safetensors takes.
+    """Returns states as a flat dictionary of arrays, as safetensors takes, with the keys of the torch panel's modules.
 
         <prefix>scale_states.<state>.scale | amax_history | fp8_max        <prefix>rng_state
 
     **Arguments:** `states`: of one module, {state name: ScaleState}, or {layer: {state name: ...}} for a module of
-    several linears. `prefix`: the module's name and a dot. `rng`: int32 [4], where the module rounds stochastically.
+    several linear layers. `prefix`: the module's name and a dot. `rng`: int32 [4] if the module rounds stochastically.
     """
     out = {}
     for name, state in _by_key(states, f"{prefix}scale_states.").items():
@@ -345,14 +344,14 @@ def state_dict(states: Mapping[str, Any], prefix: str = "", rng: Array | None = 
 
 
 def load_state_dict(flat: Mapping[str, Any], like: Tree, prefix: str = "") -> tuple[Tree, Array | None]:
-    """States from such a dictionary, whichever framework wrote it.
+    """Reads states from a dictionary as `state_dict` makes it, written by either framework.
 
-    **Arguments:** `flat`: NumPy or JAX arrays; keys outside of the prefix are not looked at. `like`: the recipe's own
-    states, from `init_state`; their values do not matter. Histories of another length are adapted.
+    **Arguments:** `flat`: NumPy or JAX arrays; keys without the prefix are ignored. `like`: the recipe's states, from
+    `init_state`; their values do not matter. Histories of another length are resized.
 
     **Returns:** (states, rng_state or None).
 
-    **Raises:** CheckpointError naming the key for what is missing, of another shape, or another recipe's.
+    **Raises:** CheckpointError with the key of an array that is missing, has another shape or is of another recipe.
     """
     below, wanted = f"{prefix}scale_states.", _by_key(like, f"{prefix}scale_states.")  # type: ignore[arg-type]
     found = {key.rpartition(".")[0] for key in flat if key.startswith(below)}

@@ -20,19 +20,20 @@ Tree = TypeVar("Tree")
 
 
 def update_state(states: Tree, recipe: Recipe | None = None, axis_name: Any = None) -> Tree:
-    """The states for the next step: scales from the amaxes so far, histories rolled (NUMERICS 2, "Delayed").
+    """Returns the states for the next step: scales from the recorded amaxes, histories rolled (NUMERICS 2, "Delayed").
 
-    Call it once a step, before the forward or after the backward pass. Margin, length and algorithm are those of each
+    Call it once per step, before the forward or after the backward pass. Margin, length and algorithm are those of each
     state's quantizer.
 
-    **Arguments:** `states`: any pytree with `ScaleState`s; other leaves stay. `recipe`: its `amax_group` names the mesh
-    axes over which pending amaxes are reduced first (inside shard_map); `axis_name` does so too.
+    **Arguments:** `states`: any pytree with `ScaleState`s; other leaves are returned unchanged. `recipe`: its
+    `amax_group` names the mesh axes over which pending amaxes are reduced first (inside shard_map); `axis_name` does so
+    too.
 
-    **Returns:** the new states. Those of references are changed in place, and returned as they are.
+    **Returns:** the new states. References are changed in place and returned.
 
-    **Raises:** ValueError for a state that was made by adding states up, averaging or scaling them, or that is a
-    gradient nothing contributed to; under jit its scale becomes NaN, and stays so in later updates. TypeError or
-    ValueError where `amax_compute_algo` returns anything but float32 [1].
+    **Raises:** ValueError for a state that was summed, averaged or scaled, or a gradient that nothing contributed to;
+    under jit its scale becomes NaN and stays NaN in later updates. TypeError or ValueError if `amax_compute_algo`
+    returns anything but float32 [1].
     """
     require_recipe("update_state", recipe)
     axes = update_axes(recipe, axis_name)
@@ -54,7 +55,7 @@ def _updated(state: ScaleState, axes: tuple[Any, ...]) -> ScaleState:
     reduced, algo, chosen = None, quantizer.amax_compute_algo, None
     if axes:
         over = tuple(sorted(varying(history) & set(axes), key=str))
-        if over:  # what earlier updates left is equal everywhere, and becomes so for the type
+        if over:  # earlier entries are equal on all devices; the maximum makes their type say so
             history, scale = quantize_verbs.max_over(history, over), quantize_verbs.max_over(scale, over)
         reduced = history[:1] if over else quantize_verbs.max_over(history[:1], axes)
     if callable(algo):
@@ -69,7 +70,7 @@ def _updated(state: ScaleState, axes: tuple[Any, ...]) -> ScaleState:
         margin=quantizer.margin,
         most_recent=algo == "most_recent",
     )
-    # A new scale would follow from the amaxes, whatever the old one was: a mark must stay.
+    # The new scale follows from the amaxes alone, so the mark of an invalid state, a NaN, is kept explicitly.
     scale = jnp.where(jnp.isnan(scale), scale, fresh)
     return ScaleState(quantizer, scale, history, jnp.ones_like(scale))
 

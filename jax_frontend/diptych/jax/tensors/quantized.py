@@ -1,8 +1,8 @@
 """QuantizedArray, the result of `quantize`, and QuantizedStack, as pytrees.
 
 Their arrays are leaves; the quantizer and the logical dtype are metadata. A QuantizedArray is **not** an array: it has
-no operators, is not promoted, and is dequantized only by `dequantize`. Under `vmap` and `scan` every leaf gets the mapped
-axis in front, and so does `shape`, which is computed from the leaves.
+no operators, is not promoted, and is dequantized only by `dequantize`. Under `vmap` and `scan` every leaf gets the
+mapped axis in front, and so does `shape`, which is computed from the leaves.
 """
 
 from __future__ import annotations
