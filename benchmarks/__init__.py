@@ -1,1 +1,1 @@
-"""Benchmarks: project and peer side by side in one run; results as JSON under benchmarks/results/<device>/."""
+"""Benchmarks of the project and of peers in one run, with results as JSON under benchmarks/results/<device>/."""

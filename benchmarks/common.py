@@ -1,4 +1,4 @@
-"""What every benchmark needs: the quantize cases, medians, where it ran, and a file to put it in."""
+"""Functions that all benchmarks share: quantize cases, medians, the machine's description, result files."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 class QuantizeCase(NamedTuple):
-    """A quantizer to measure. `name`: its format's, and what departs from the plain call."""
+    """A quantizer to measure. `name`: its format's name, and the options that differ from the default call."""
 
     name: str
     quantizer: Quantizer
@@ -44,7 +44,7 @@ class QuantizeCase(NamedTuple):
 
     @property
     def reads(self) -> int:
-        """Passes over the input that the scale rule asks for: an amax of the whole tensor comes first."""
+        """Number of passes over the input: two if the scale rule needs the amax of the whole tensor first."""
         fmt = self.quantizer.format
         return 2 if fmt.two_level or (fmt.per_tensor and not self.quantizer.needs_scale) else 1
 
@@ -53,9 +53,9 @@ class QuantizeCase(NamedTuple):
         return QuantizeCase(self.name, self.quantizer.with_usage(**usage))
 
     def arguments(self, made: Any, operand: Callable[[Any, str], Any], scale: Any, rng: Any) -> list[Any]:
-        """What follows the input in `_core.quantize`, to write over the buffers that `made` holds.
+        """Returns the arguments after the input of a `_core.quantize` that overwrites the buffers of `made`.
 
-        **Arguments:** `operand`: (tensor, dtype name) -> what the core takes. `scale`, `rng`: tensors, where needed.
+        **Arguments:** `operand`: maps (tensor, dtype name) to the core's operand. `scale`, `rng`: tensors, if needed.
         """
         q = self.quantizer
         parts = [
@@ -74,7 +74,7 @@ class QuantizeCase(NamedTuple):
 
 
 def quantize_cases() -> list[QuantizeCase]:
-    """Each row of the format table by its plain quantizer, and the options that cost something else."""
+    """The default quantizer of each row of the format table, and quantizers with options that change the cost."""
     rows: list[Quantizer] = []
     for fp8 in FP8_DTYPES:
         rows += [
@@ -109,14 +109,14 @@ def seconds(fn: Callable[[], object], *, repeat: int = 15, calls: int = 1) -> fl
 
 
 def usages() -> tuple[tuple[str, ...], ...]:
-    """The copies that a call may make."""
+    """The sets of copies that a call may make."""
     return ("rowwise",), ("columnwise",), ("rowwise", "columnwise")
 
 
 def paired(
     ours: Callable[[], object], peer: Callable[[], object], *, rounds: int = 15, calls: int = 1
 ) -> tuple[float, float]:
-    """Median seconds of both, measured in turn, so that a drifting machine slows both alike."""
+    """Median seconds of both calls, measured in turns, so that changes of the machine's speed affect both alike."""
     ours(), peer()
     a, b = [], []
     for _ in range(rounds):
@@ -126,7 +126,7 @@ def paired(
 
 
 def environment() -> dict[str, Any]:
-    """Commit (of the checkout, or DIPTYCH_COMMIT where there is no git), versions and machine of this run."""
+    """Commit (of the checkout, or DIPTYCH_COMMIT if there is no git), versions and machine of this run."""
     from diptych import core
 
     def version(package: str) -> str:

@@ -1,8 +1,8 @@
-"""A small compiled Linear beside compiled nn.Linear on a GPU, forward and backward, in one run and the same mode:
+"""A small compiled Linear against compiled nn.Linear on a GPU, forward and backward, in one run and the same mode:
 `python -m benchmarks.compiled [--modes MODE ...] [--recipes NAME ...] [--out FILE]`.
 
-128 rows, 256 by 256, bfloat16: what a step costs where the GPU's work is negligible. Wall time, medians of rounds in
-turns; gradients stay allocated between steps, as captured graphs ask for.
+128 rows, 256 by 256, bfloat16: the GPU's work is negligible, so this measures the host. Wall time, medians of rounds in
+turns; gradients stay allocated between steps, as captured graphs require.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """CPU speed against NumPy and torch, two threads: `python -m benchmarks.cpu [--check] [--out FILE]`.
 
-`--check` fails where a ratio is worse than its goal by more than the slack that a shared machine needs. What misses is
-measured again before it counts: slow code misses every time, a busy neighbour does not stay.
+`--check` fails if a ratio is worse than its goal by more than the margin for a shared machine. A row that misses its
+goal is measured again before it counts: slow code misses every time, load from other processes is temporary.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ Measure = Callable[[], Row]
 
 
 def quantize_rows(size: int = 4096) -> Iterator[Measure]:
-    """quantize of [size, size] against a copy of as many bytes: what the scale rule must read, and what it writes.
+    """quantize of [size, size] against a copy of as many bytes as quantize must read and write.
 
-    Hadamard transforms and random numbers cost more than memory does: they have no goal.
+    Hadamard transforms and random numbers cost more than the memory traffic, so they have no goal.
     """
     x = np.random.default_rng(0).standard_normal((size, size), np.float32)
 
@@ -56,7 +56,7 @@ def quantize_rows(size: int = 4096) -> Iterator[Measure]:
 
 
 def core_call(case: QuantizeCase, x: np.ndarray) -> tuple[Callable[[], None], int]:
-    """A quantize into outputs that exist, as np.copyto has them; and how many bytes it writes."""
+    """Returns a quantize call into existing outputs, like np.copyto, and the number of bytes that it writes."""
     from diptych.core import _arrays, _core
 
     scale, rng = np.full(1, 64, np.float32), np.zeros(4, np.int32)
@@ -88,7 +88,7 @@ def gemm_rows(size: int = 1024) -> Iterator[Measure]:
 
 
 def permute_rows() -> Iterator[Measure]:
-    """permute of bfloat16 rows by an index map that exists, against numpy.take of the same rows."""
+    """permute of bfloat16 rows by an existing index map, against numpy.take of the same rows."""
     from diptych.core import _arrays, _core
 
     def measure(tokens: int, width: int, experts: int, k: int) -> Row:
@@ -111,25 +111,25 @@ def permute_rows() -> Iterator[Measure]:
 
 
 def packed(name: str) -> bool:
-    """Whether a recipe packs elements, draws random numbers then and takes two levels of scales."""
+    """Returns whether a recipe packs elements; such recipes also draw random numbers and have two levels of scales."""
     quantizer = RECIPES[name].operands("fprop")[0]
     return quantizer is not None and quantizer.format.pack > 1
 
 
 def tiny_seconds() -> float:
-    """What TINY is on this machine."""
+    """Measures TINY on this machine, in seconds."""
     layer, x = torch.nn.Linear(16, 16), torch.randn(16, 16)
     return common.paired(lambda: layer(x), lambda: layer(x), rounds=21, calls=200)[0]
 
 
 def slowness(tiny: float) -> float:
-    """How many times as long as there small calls take on a machine of this TINY, at least 1."""
+    """Returns the time of small calls on a machine with this TINY relative to the reference machine, at least 1."""
     return max(1.0, tiny / TINY)
 
 
 def linear_rows() -> Iterator[Measure]:
-    """Eager Linear forward against nn.Linear: of 60 us more when tiny, or more on a slower machine, where a busy
-    neighbour counts most; the ratio of times when not."""
+    """Eager Linear forward against nn.Linear. Small shapes: a limit of 60 us, or more on a slower machine, over the
+    time beyond nn.Linear's. Large shapes: nn.Linear's time over half of Linear's."""
 
     def measure(name: str, m: int, k: int, n: int) -> Row:
         ours, peer = dt.Linear(k, n), torch.nn.Linear(k, n)
@@ -145,7 +145,7 @@ def linear_rows() -> Iterator[Measure]:
 
 
 def compiled_rows() -> Iterator[Measure]:
-    """Compiled Linear forward, in training and in inference, against compiled nn.Linear: what it adds.
+    """Compiled Linear forward, in training and in inference: time beyond compiled nn.Linear's.
 
     One row by 16x16, packed formats 16 rows.
     """
@@ -178,7 +178,7 @@ def misses(row: Row) -> bool:
 
 
 def settled(measure: Measure, row: Row) -> Row:
-    """The row, or where it misses its goal the first later one that does not, or the last."""
+    """Returns the row, or if it misses its goal the first later measurement that does not, or the last one."""
     for pause in PAUSES:
         if not misses(row):
             break

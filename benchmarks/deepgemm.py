@@ -1,8 +1,8 @@
-"""Products of groups with block scales on an H100 or H200, beside DeepGEMM's kernel and torch's FP8 by row:
-`python -m benchmarks.deepgemm --source DEEPGEMM --cutlass CUTLASS [--out FILE]`, each a checkout. Needs nvcc.
+"""Products of groups with block scales on an H100 or H200, against DeepGEMM's kernel and torch's FP8 by row:
+`python -m benchmarks.deepgemm --source DEEPGEMM --cutlass CUTLASS [--out FILE]`, both paths of checkouts. Needs nvcc.
 
 The kernel is compiled as DeepGEMM compiles it, for these shapes, with tiles of 128 x 192 whose B two thread blocks
-share: of its tiles the fastest here. Both give the same bits, which is checked; all take turns.
+share, which are its fastest tiles here. The benchmark checks that both give the same bits, and runs all in turns.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Operands(ctypes.Structure):
 
 
 def compiled(nvcc: str, source: Path, cutlass: Path, folder: Path) -> Path:
-    """The library of deepgemm.cu.
+    """Compiles deepgemm.cu and loads the library.
 
-    Raises RuntimeError with the compiler's words."""
+    **Raises** RuntimeError with the compiler's output."""
     library = folder / "deepgemm.so"
     shapes = " ".join(f"SHAPE({groups}, {n}, {k})" for groups, _, n, k in SHAPES)
     (folder / "shapes.h").write_text(f"#define SHAPES {shapes}\n")

@@ -1,4 +1,4 @@
-"""GPU speed beside its ceilings and peers, in one run: `python -m benchmarks.gpu [--out FILE] [--only PART]`.
+"""GPU speed against ceilings and peers, in one run: `python -m benchmarks.gpu [--out FILE] [--only PART]`.
 
 Ceilings: a device copy (read + write) and bfloat16 `torch.mm`. Peers: `torch._scaled_mm` (per-tensor FP8) and
 `nn.Linear` in bfloat16. Random data, medians of CUDA-event timings over inputs larger than L2 where the shape allows.
@@ -35,7 +35,7 @@ LINEAR_SHAPES = ((128, 256, 256), (16384, 4096, 4096), (8192, 8192, 8192))
 def device_seconds_of_each(fns: Sequence[Callable[[], object]], repeat: int = 20) -> list[float]:
     """Median seconds of one call of each between CUDA events, with L2 flushed before it. They take turns, in an order
     drawn anew for every round: large products heat the chip, which then lowers its clock for whoever comes next."""
-    # The GPU takes 0.13 ms for it, by when the host has launched what is timed: a host that was late would be, too.
+    # The flush takes the GPU 0.13 ms, in which the host launches the timed call, so host time is not measured.
     flush = torch.empty(512 << 20, dtype=torch.uint8, device="cuda")
     times: list[list[float]] = [[] for _ in fns]
     order = random.Random(0)
@@ -55,7 +55,7 @@ def device_seconds_of_each(fns: Sequence[Callable[[], object]], repeat: int = 20
 
 
 def device_seconds(fn: Callable[[], object], repeat: int = 20) -> float:
-    """That of one alone."""
+    """Median seconds of one call alone."""
     return device_seconds_of_each([fn], repeat)[0]
 
 
@@ -67,7 +67,7 @@ def copy_rows() -> list[dict[str, Any]]:
 
 
 def quantize_rows(ceiling: float) -> list[dict[str, Any]]:
-    """Into outputs that exist; what the scale rule must read counts as moved."""
+    """quantize into existing outputs; all bytes that the scale rule must read are counted."""
     rows = []
     scale = torch.full((1,), 64.0, device="cuda")
     rng = dt.rng_state(0, device="cuda")
@@ -89,17 +89,17 @@ def quantize_rows(ceiling: float) -> list[dict[str, Any]]:
 
 
 def state_of(quantizer: Quantizer, scale: torch.Tensor, rng: torch.Tensor) -> dict[str, Any]:
-    """What the quantizer needs beside its input."""
+    """Returns the scale or random state that the quantizer needs."""
     return {"scale": scale} if quantizer.needs_scale else {"rng": rng} if quantizer.needs_rng else {}
 
 
 def quantized(x: torch.Tensor, quantizer: Quantizer, scale: torch.Tensor, rng: torch.Tensor) -> dt.QuantizedTensor:
-    """With the state that the quantizer needs."""
+    """Quantizes with the scale or random state that the quantizer needs."""
     return dt.quantize(x, quantizer, **state_of(quantizer, scale, rng))
 
 
 def gemm_rows() -> list[dict[str, Any]]:
-    """fprop of each recipe that multiplies other formats than those before it."""
+    """fprop of each recipe whose formats differ from those of earlier recipes."""
     rows = []
     scale = torch.full((1,), 64.0, device="cuda")
     rng = dt.rng_state(0, device="cuda")
@@ -149,7 +149,7 @@ def gemm_rows() -> list[dict[str, Any]]:
 
 
 def fused_cases(gemm: str) -> dict[str, Quantizer]:
-    """The quantizer of the first operand of a product in each recipe, both copies; no two alike."""
+    """The different quantizers of the recipes' first operands, making both copies."""
     cases: dict[str, Quantizer] = {}
     for name, recipe in RECIPES.items():
         quantizer = recipe.operands(gemm)[0]
@@ -184,7 +184,7 @@ def fused_rows(ceiling: float) -> list[dict[str, Any]]:
         )
 
     def sources(what: str, source: fused.FusedInput, gemm: str, before: Callable[[], Any], read_before: int) -> None:
-        """`before` runs ahead of each quantize and reads so many bytes."""
+        """Returns the sources to quantize. `before` runs ahead of each quantize and reads that many bytes."""
         read = size(source)
         measure(f"amax of {what}", lambda: fused.amax(source), read)
         for name, q in fused_cases(gemm).items():

@@ -1,9 +1,9 @@
-"""Products of groups on a GPU, beside torch's in bfloat16 and FP8: `python -m benchmarks.grouped [--out FILE]`.
+"""Products of groups on a GPU, against torch's in bfloat16 and FP8: `python -m benchmarks.grouped [--out FILE]`.
 
-Each of our results is compared with the product of what was quantized, by torch in bfloat16, before its time counts.
-Peers: `torch.nn.functional.grouped_mm` and, where rows survive, `torch._scaled_grouped_mm` with a scale for each row.
-They take turns with ours. Groups are equal, or cut at random multiples of 128. A layer's step is forward and
-backward, quantizing included.
+Before it is timed, each of diptych's results is compared with torch's bfloat16 product of the dequantized operands.
+Peers: `torch.nn.functional.grouped_mm` and, for fprop and dgrad, `torch._scaled_grouped_mm` with a scale for each row.
+All run in turns. Groups are equal, or cut at random multiples of 128. A layer's step is forward and backward, including
+quantizing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def normal(*shape: int) -> torch.Tensor:
 
 
 def sizes_of(groups: int, rows: int) -> dict[str, torch.Tensor]:
-    """Offsets int32 [groups + 1] by the way in which rows are cut."""
+    """Offsets int32 [groups + 1] for a way of cutting rows into groups."""
     cuts = torch.randint(0, groups * rows // ALIGN + 1, (groups - 1,), device="cuda").sort().values * ALIGN
     ends = torch.tensor([0, groups * rows], device="cuda")
     equal = torch.arange(groups + 1, device="cuda") * rows
@@ -49,7 +49,7 @@ def sizes_of(groups: int, rows: int) -> dict[str, torch.Tensor]:
 
 
 def tensors(product: str, groups: int, rows: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both operands as a layer has them: rows and a stack, or rows and rows."""
+    """Both operands of a layer's product: rows and a stack, or rows and rows."""
     total = groups * rows
     if product == "fprop":
         return normal(total, k), normal(groups, n, k)
@@ -62,14 +62,14 @@ def stack_of(w: torch.Tensor, quantizer: Quantizer, scale: torch.Tensor, rng: to
 
 
 def plain(product: str, a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """By torch, in the tensors' dtype."""
+    """torch's product in the tensors' dtype."""
     if product == "wgrad":
         return F.grouped_mm(a.t(), b, offs=ends)
     return F.grouped_mm(a, b.transpose(1, 2) if product == "fprop" else b, offs=ends)
 
 
 def scaled(product: str, a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -> Callable[[], torch.Tensor] | None:
-    """torch's FP8 product with a scale for each row of a and each column of b; None where rows are summed."""
+    """torch's FP8 product with a scale for each row of a and each column of b; None for wgrad, which sums rows."""
     if product == "wgrad":
         return None
     b = b if product == "fprop" else b.transpose(1, 2)  # [G, out, reduced]
@@ -81,7 +81,7 @@ def scaled(product: str, a: torch.Tensor, b: torch.Tensor, ends: torch.Tensor) -
 
 
 def grouped(product: str, recipe: Recipe, a: torch.Tensor, b: torch.Tensor) -> tuple[tuple[Any, ...], Any, Any] | None:
-    """What distinguishes this recipe's product from another's, and its operands; None where one is not quantized."""
+    """Returns a key of the recipe's product, and its operands; None if an operand is not quantized."""
     qa, qb = recipe.operands(product, "grouped_linear")
     if qa is None or qb is None:
         return None
@@ -96,7 +96,7 @@ def grouped(product: str, recipe: Recipe, a: torch.Tensor, b: torch.Tensor) -> t
 
 
 def product_rows(product: str, shape: tuple[int, int, int, int]) -> Iterator[dict[str, Any]]:
-    """A product of each recipe that multiplies other formats than those before it."""
+    """A product of each recipe whose formats differ from those of earlier recipes."""
     groups, rows, n, k = shape
     flops = 2 * groups * rows * n * k / 1e12
     a, b = tensors(product, *shape)
@@ -129,7 +129,7 @@ def product_rows(product: str, shape: tuple[int, int, int, int]) -> Iterator[dic
             if kernel["level"] == "emulated" and (shape != SHAPES[0] or cut != "equal"):
                 continue  # one shape says enough
             runs[name], kernels[name] = run, kernel
-        # What is emulated takes so long that it would cool the chip for the others.
+        # Emulated products take so long that the chip would cool down, to the others' advantage.
         alone = [name for name, kernel in kernels.items() if kernel["level"] == "emulated"]
         beside = [name for name in runs if name not in alone]
         speeds = dict(zip(beside, device_seconds_of_each([runs[name] for name in beside], repeat=21), strict=True))
@@ -144,8 +144,8 @@ def product_rows(product: str, shape: tuple[int, int, int, int]) -> Iterator[dic
 
 
 def layer_rows(shape: tuple[int, int, int, int]) -> Iterator[dict[str, Any]]:
-    """GroupedLinear's step beside the same by torch in bfloat16; rows in expert order. Weights kept: quantized by an
-    earlier microbatch of the same step."""
+    """GroupedLinear's step against torch's in bfloat16, with rows in expert order. "Weights kept": an earlier
+    microbatch of the same step quantized the weights."""
     groups, rows, n, k = shape
     offsets = sizes_of(groups, rows)["random"]
     x, dy = normal(groups * rows, k).requires_grad_(), normal(groups * rows, n)

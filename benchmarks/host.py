@@ -1,4 +1,4 @@
-"""Host time of eager torch calls, which small tensors make visible.
+"""Host time of eager torch calls, measured on small tensors.
 
     python -m benchmarks.host [--device cuda] [--against SITE] [--turns 5] [--out FILE]
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def _least(call: Callable[[], Any], done: Callable[[], Any], seconds: float = 0.3) -> float:
-    """Microseconds of one call: the least of batches that begin on an idle device and do not fill its queue."""
+    """Microseconds of one call: the minimum over batches that start on an idle device and do not fill its queue."""
     for _ in range(20):
         call()
     done()

@@ -1,8 +1,8 @@
-"""A stack of Llama-3-8B-shaped blocks, compiled, forward and backward: tokens a second and memory beside bfloat16 and
+"""A stack of Llama-3-8B-shaped blocks, compiled, forward and backward: tokens/s and memory against bfloat16 and
 torchao's float8, in one run: `python -m benchmarks.llama [--small] [--recipes NAME ...] [--mode MODE] [--out FILE]`.
 
-No embedding and no head. `fused`: LayerNormLinear and LayerNormMLP; `linears`: the peer's own model with its linears
-exchanged (`diptych.torch.convert`). Each is one graph, or the run fails.
+There is no embedding and no head. `fused`: LayerNormLinear and LayerNormMLP; `linears`: the peer's own model with its
+linear layers converted (`diptych.torch.convert`). Each model must compile into one graph, or the run fails.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SIZES = {
 
 
 class Attention(nn.Module):
-    """Rotary, grouped-query, causal; between its two linears."""
+    """Causal grouped-query attention with rotary embeddings, between its two linear layers."""
 
     def __init__(self, width: int, heads: int, kv_heads: int, length: int) -> None:
         super().__init__()

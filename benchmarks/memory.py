@@ -1,11 +1,11 @@
-"""Memory of eager training on the CPU where each batch has another length: `dt.Linear` beside `nn.Linear`.
+"""Memory of eager training on the CPU on batches of changing length: `dt.Linear` against `nn.Linear`.
 
     python -m benchmarks.memory [--steps 5000] [--recipe mxfp8] [--peak 4000]
 
-Each layer is Linear(256, 256) in a process of its own, trained on the same batches of random length 1 to --peak. Prints
-the resident set (RSS) of each process after the last step and the highest at any step, in MiB, and their ratio. Exits
-with 1 where the quantized layer ends with, or ever held, more than 1.3 times as much: then something of ours that
-lives long lies between buffers of changing sizes, whose memory the C library cannot join and give back.
+Each layer is Linear(256, 256) in its own process, trained on the same batches of random length 1 to --peak. Prints the
+resident set (RSS) of each process after the last step and the highest at any step, in MiB, and their ratio. Exits with
+1 if the quantized layer ends with, or ever held, more than 1.3 times as much. Then diptych keeps long-lived allocations
+between buffers of changing sizes, whose memory the C library cannot merge and return.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def train(layer: str, steps: int, recipe: str, peak: int) -> dict[str, int]:
 
 
 def measure(layer: str, steps: int, recipe: str, peak: int) -> dict[str, int]:
-    """`train` in a process of its own."""
+    """Runs `train` in its own process."""
     command = [sys.executable, "-m", "benchmarks.memory", "--layer", layer, "--recipe", recipe]
     command += ["--steps", str(steps), "--peak", str(peak)]
     done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)

@@ -1,9 +1,9 @@
-"""Rows between token order and expert order on a GPU, beside a copy of as many bytes:
+"""Permuting rows between token order and expert order on a GPU, against a copy of as many bytes:
 `python -m benchmarks.permute [--out FILE]`.
 
-Each result is compared with torch's own indexing before its time counts, that of a permuted quantize with the two ops
-that it stands for. A permute is timed together with the building of its map. bfloat16 rows unless said otherwise;
-(1 + k) * T rows are what must move, padding comes on top.
+Before it is timed, each result is compared with torch's own indexing, and a fused permute and quantize with the two
+separate ops. A permute is timed together with building its map. Rows are bfloat16 unless stated otherwise; at least
+(1 + k) * T rows must be read and written, and padding in addition.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class RowMap(NamedTuple):
 
 
 def expected_source(kind: str, ids: torch.Tensor, experts: int, rows: int, align: int) -> torch.Tensor:
-    """Of each row: the token that it comes from, or -1; by torch's stable sort."""
+    """Returns each row's token, or -1, computed by torch's stable sort."""
     tokens, k = ids.shape
     token = torch.arange(tokens, device="cuda").repeat_interleave(k)
     expert = ids.reshape(-1).long()
@@ -108,7 +108,7 @@ def summed(x: torch.Tensor, to: torch.Tensor, probs: torch.Tensor | None) -> tor
 
 
 def copy_speed(nbytes: int) -> float:
-    """GB/s of a copy that reads half of so many bytes and writes the other half."""
+    """Returns GB/s of a copy that reads half of this number of bytes and writes the other half."""
     origin = torch.randint(0, 255, (nbytes // 2,), dtype=torch.uint8, device="cuda")
     target = torch.empty_like(origin)
     return nbytes / device_seconds(lambda: target.copy_(origin)) / 1e9
@@ -232,7 +232,7 @@ def quantized_rows(shape: tuple[int, int, int, int], ids: torch.Tensor, copy: fl
 
 
 def distinct_cases() -> list[common.QuantizeCase]:
-    """One for each way to scale, and each way to come by the scale: what else differs costs nothing here."""
+    """Returns a case for each scale rule and each origin of the scale; other options do not change the cost here."""
     kept: dict[tuple[Any, ...], common.QuantizeCase] = {}
     for case in common.quantize_cases():
         fmt, state = case.quantizer.format, (case.quantizer.needs_scale, case.quantizer.spec.flags)
@@ -243,8 +243,8 @@ def distinct_cases() -> list[common.QuantizeCase]:
 def permuted_quantize_rows(
     shape: tuple[int, int, int, int], ids: torch.Tensor, x: torch.Tensor
 ) -> list[dict[str, Any]]:
-    """quantize of permuted rows, beside permute and quantize. What must move: x, as often as the scale rule reads it,
-    and what is written."""
+    """The fused quantize of permuted rows, against permute and then quantize. Bytes: x, as often as the scale rule
+    reads it, and the outputs."""
     tokens, width, experts, k = shape
     m = RowMap.new("index", ids, experts, tokens * k)
     m.build()

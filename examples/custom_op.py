@@ -1,4 +1,4 @@
-"""An op of your own, one node of the graph forward and one backward: `python examples/custom_op.py`."""
+"""A custom op, which is one graph node forward and one backward: `python examples/custom_op.py`."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""A recipe of your own in JAX, with delayed scaling: `python examples/jax_custom_recipe.py`."""
+"""A custom recipe in JAX, with delayed scaling: `python examples/jax_custom_recipe.py`."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ from diptych.common import CustomRecipe, Float8Quantizer, MXFP8Quantizer, Quanti
 
 
 def quantizers(role: QuantizerRole) -> Quantizer | None:
-    """The last layer in high precision; elsewhere delayed FP8 forward, and MXFP8 in the products of gradients."""
+    """Keeps the last layer in high precision; other layers use delayed FP8 forward and MXFP8 in dgrad and wgrad."""
     if role.name == "last":
         return None
     if role.gemm == "fprop":

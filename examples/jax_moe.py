@@ -1,7 +1,7 @@
 """The same mixture of experts in JAX: `python examples/jax_moe.py --recipe mxfp8`.
 
-Parameters are a dictionary under the names of the torch model's state dict. `moe_map` says which row of which expert
-each token becomes, on the device: shapes are those that any routing needs, so that one compiled step serves them all.
+Parameters are a dictionary with the names of the torch model's state dict. `moe_map` computes the rows of each token,
+in expert order, on the device. Shapes suffice for any routing, so one compiled step serves all routings.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Params = dict[str, Array]
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """`align`: what each expert's rows begin at multiples of; `row_align(recipe)` is what its products want."""
+    """`align`: each expert's rows begin at a multiple of it; `row_align(recipe)` returns the value for a recipe."""
 
     width: int = 64
     hidden: int = 128  # of an expert
@@ -56,7 +56,7 @@ class Config:
 
 
 class Kept(NamedTuple):
-    """What quantizers keep, by layer: delayed scales, and where stochastic rounding draws from."""
+    """The quantizers' states by layer: delayed scales, and random states of stochastic rounding."""
 
     states: dict[str, dict[str, dj.ScaleState]]
     rngs: dict[str, Array]
@@ -97,7 +97,7 @@ def swiglu(x: Array) -> Array:
 
 
 def router(config: Config, gate: Array, x: Array) -> tuple[Array, Array, Array]:
-    """Each token's experts [T, k], their probabilities [T, k], and how unevenly the experts are used."""
+    """Returns each token's experts [T, k], their probabilities [T, k], and the load-balancing loss."""
     probs = jax.nn.softmax(x.astype(jnp.float32) @ gate.T)
     top, experts = jax.lax.top_k(probs, config.top_k)
     used = (experts[..., None] == jnp.arange(config.experts)).mean((0, 1))
@@ -150,7 +150,7 @@ class Model(NamedTuple):
 
 
 def loss_of(params: Params, states: Any, rngs: Any, tokens: Array, config: Config, recipe: Recipe | None) -> Any:
-    """What is differentiated, and the cross entropy of each next byte, which is that without the balance."""
+    """Returns the training loss, and the cross entropy per byte, which does not contain the load-balancing loss."""
     logits, balance = Model(config, recipe, params, Kept(states, rngs)).logits(tokens[:, :-1])
     loss = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
     return loss + config.balance * balance, loss
@@ -170,7 +170,7 @@ def train_step(params: Params, kept: Kept, opt_state: Any, tokens: Array, *, con
 
 
 def batches(config: Config, batch: int, path: Path = Path(__file__)) -> Iterator[np.ndarray]:
-    """Stretches of a file's bytes, drawn at random, without end."""
+    """Yields random batches of a file's bytes, without end."""
     text, rng = np.frombuffer(path.read_bytes(), np.uint8).astype(np.int32), np.random.default_rng(1)
     while True:
         starts = rng.integers(len(text) - config.seq - 1, size=(batch, 1))
@@ -187,7 +187,7 @@ def train(
     params: Mapping[str, Any] | None = None,
     path: Path = Path(__file__),
 ) -> list[float]:
-    """The loss of each step. `recipe`: None is high precision. `params`: to begin with; None draws some."""
+    """Returns the loss of each step. `recipe`: None is high precision. `params`: initial ones; None draws them."""
     if config is None:
         config = Config(dtype=jnp.float32) if recipe is None else Config(align=row_align(recipe))
     losses: list[float] = []

@@ -1,4 +1,4 @@
-"""A quantized layer of your own, from `quantize` and `gemm`, trained compiled: `python examples/quantized_layer.py`."""
+"""A custom quantized layer of `quantize` and `gemm`, trained compiled: `python examples/quantized_layer.py`."""
 
 import torch
 
@@ -7,7 +7,7 @@ from diptych.common import MXFP8Quantizer
 
 
 class TiedLinear(torch.nn.Module):
-    """x @ W.T @ W: both products read one quantized weight, and autograd does the rest."""
+    """x @ W.T @ W: both products read one quantized weight, and autograd computes the gradients."""
 
     def __init__(self, features: int, hidden: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A recipe of your own in PyTorch, with delayed scaling: `python examples/torch_custom_recipe.py`."""
+"""A custom recipe in PyTorch, with delayed scaling: `python examples/torch_custom_recipe.py`."""
 
 import torch
 
@@ -7,7 +7,7 @@ from diptych.common import CustomRecipe, Float8Quantizer, MXFP8Quantizer, Quanti
 
 
 def quantizers(role: QuantizerRole) -> Quantizer | None:
-    """The last layer in high precision; elsewhere delayed FP8 forward, and MXFP8 in the products of gradients."""
+    """Keeps the last layer in high precision; other layers use delayed FP8 forward and MXFP8 in dgrad and wgrad."""
     if role.name == "last":
         return None
     if role.gemm == "fprop":

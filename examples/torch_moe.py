@@ -1,9 +1,9 @@
 """A mixture of experts in PyTorch, in low precision: `python examples/torch_moe.py --recipe mxfp8`.
 
-A byte-level language model of two blocks learns this file. Tokens go to the experts of their two largest probabilities:
-`moe_map` says which row of which expert each becomes, on the device, and the first product quantizes rows as they move
-there; nothing waits for counts, and shapes are those that any routing needs. So a step compiles into one graph, and a
-CUDA graph of it replays with other routings.
+A byte-level language model of two blocks learns this file. Tokens go to the experts of their two largest probabilities.
+`moe_map` computes the rows of each token, in expert order, on the device, and the first product quantizes rows as they
+move there. Nothing waits for counts, and shapes suffice for any routing. So a step compiles into one graph, and a CUDA
+graph of it replays with other routings.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from diptych.common import RECIPES, Recipe, row_align
 
 @dataclasses.dataclass
 class Config:
-    """`align`: what each expert's rows begin at multiples of; `row_align(recipe)` is what its products want."""
+    """`align`: each expert's rows begin at a multiple of it; `row_align(recipe)` returns the value for a recipe."""
 
     width: int = 64
     hidden: int = 128  # of an expert
@@ -44,7 +44,7 @@ def swiglu(x: Tensor) -> Tensor:
 
 
 class Router(nn.Module):
-    """Each token's experts [T, k], their probabilities [T, k], and how unevenly the experts are used."""
+    """Returns each token's experts [T, k], their probabilities [T, k], and the load-balancing loss."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class MoE(nn.Module):
         self.shared_down = dt.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[T, width] -> the same, and the load-balancing loss."""
+        """Maps x [T, width] to y [T, width] and the load-balancing loss."""
         config = self.config
         experts, probs, balance = self.router(x)
         rows = dt.moe_map(experts, config.experts, map_type="index", align_size=config.align)
@@ -125,14 +125,14 @@ class MoELanguageModel(nn.Module):
 
 
 def loss_of(model: nn.Module, tokens: Tensor, config: Config) -> tuple[Tensor, Tensor]:
-    """The cross entropy of each next byte, and what is differentiated: the same with the load-balancing loss."""
+    """Returns the cross entropy per byte, and the training loss, which also contains the load-balancing loss."""
     logits, balance = model(tokens[:, :-1])
     loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten())
     return loss, loss + config.balance * balance
 
 
 def batches(config: Config, batch: int, path: Path = Path(__file__)) -> Iterator[np.ndarray]:
-    """Stretches of a file's bytes, drawn at random, without end."""
+    """Yields random batches of a file's bytes, without end."""
     text, rng = np.frombuffer(path.read_bytes(), np.uint8).astype(np.int64), np.random.default_rng(1)
     while True:
         starts = rng.integers(len(text) - config.seq - 1, size=(batch, 1))
@@ -149,7 +149,7 @@ def train(
     config: Config | None = None,
     path: Path = Path(__file__),
 ) -> list[float]:
-    """The loss of each step. `recipe`: None is high precision. `backend`: of torch.compile; None runs eagerly."""
+    """Returns the loss of each step. `recipe`: None is high precision. `backend`: of torch.compile; None is eager."""
     torch.manual_seed(0)
     if config is None:
         config = Config(dtype=torch.float32) if recipe is None else Config(align=row_align(recipe))

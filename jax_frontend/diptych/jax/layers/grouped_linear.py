@@ -6,8 +6,8 @@
     db[g] = the sum of dy's rows in group g
 
 x and dy are quantized as one tensor each, as in a linear layer. w is quantized as G tensors, except that delayed
-scaling has one scale, and one amax, for all of them. Rows in no group are zeros in y and dx, and are not summed. `products.py`
-has forward and backward.
+scaling has one scale, and one amax, for all of them. Rows in no group are zeros in y and dx, and are not summed.
+`products.py` has forward and backward.
 
 With a map of rows, x is in token order: its rows are quantized as they move to their experts, and dx is each token's
 sum. The bits are those of permuting first.

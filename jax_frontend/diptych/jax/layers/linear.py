@@ -75,8 +75,8 @@ def dense(
     - `calibrate`: run in high precision, and record amaxes for the recipe's delayed scales.
 
     **Returns:** y, [..., N] of x's dtype, or (y, state) with `return_state`. If the recipe quantizes the output, y
-    holds the dequantized values. Each gradient has the dtype of its argument. Inside shard_map gradients are summed over
-    the mesh axes that an argument does not vary over, as JAX does for its own operations; scales are those of one
+    holds the dequantized values. Each gradient has the dtype of its argument. Inside shard_map gradients are summed
+    over the mesh axes that an argument does not vary over, as JAX does for its own operations; scales are those of one
     shard, unless the recipe's `amax_group` names mesh axes.
 
     **Raises:** TypeError for other dtypes, a `recipe` that is not a recipe, or a missing `state` or `rng`; ValueError
