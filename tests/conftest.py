@@ -1,4 +1,4 @@
-"""Fixtures that all tests share. Every CUDA case carries the `cuda` marker and says why where it cannot run."""
+"""Fixtures that all tests share. Every CUDA case has the `cuda` marker and is skipped with a reason without a GPU."""
 
 import atexit
 import gc
@@ -43,7 +43,7 @@ def cuda():
 
 
 def require_cuda():
-    """Skips where there is no GPU. Frees CUDA graphs among the garbage, which a collection might do in a capture."""
+    """Skips without a GPU. Collects garbage, because a collection during a capture might free another CUDA graph."""
     if reason := cuda_missing():
         pytest.skip(reason)
     gc.collect()
@@ -67,7 +67,7 @@ def pytest_report_header(config):
 
 
 def pytest_collection_finish():
-    """Compiling makes many small objects that live: collecting seldom, and not what was imported, saves a tenth."""
+    """Makes garbage collection rare and exempts imported objects: compiling makes many long-lived objects."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 50)

@@ -1,10 +1,10 @@
-"""What the machine that runs the tests lacks."""
+"""Checks of the hardware that tests need."""
 
 from __future__ import annotations
 
 
 def cuda_missing() -> str:
-    """Why CUDA cases cannot run here, or an empty string."""
+    """Returns why CUDA cases cannot run here, or an empty string."""
     from diptych import core
 
     if not core.build_info()["cuda"]:

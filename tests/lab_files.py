@@ -1,4 +1,4 @@
-"""Files that the lab's readers meet: checkpoints, forged ones, and what is no file at all."""
+"""Files for tests of the lab's readers: checkpoints, forged checkpoints, and paths that are no regular files."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def said_to_be(shape: str, descr: str = "<f4", data: bytes = b"") -> bytes:
 
 
 def make(path: pathlib.Path, what: str) -> pathlib.Path:
-    """Something at `path` that is no regular file."""
+    """Makes something at `path` that is no regular file."""
     match what:
         case "a folder":
             path.mkdir()

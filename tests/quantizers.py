@@ -1,4 +1,4 @@
-"""From a row of the format table to its quantizer, and from a quantizer to the oracle's arguments."""
+"""Maps rows of the format table to quantizers, and quantizers to the oracle's arguments."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def quantizer(
     stochastic: bool = False,
     **usage: bool,
 ) -> Quantizer:
-    """As a recipe would make it; each option is for formats whose scale rule takes it."""
+    """Returns a format's quantizer as recipes make it; each option is for formats whose scale rule takes it."""
     row = format_by_name(fmt)
     if row.rule == "two_level":
         return NVFP4Quantizer(
@@ -48,14 +48,14 @@ def quantizer(
 
 
 def of_case(case: cases.QuantizeCase, **usage: bool) -> Quantizer:
-    """The quantizer of a case; its `rng` is an argument of the call."""
+    """Returns the quantizer of a case; the case's `rng` is an argument of the call."""
     if not cases.has_columnwise(case.format, case.shape):
         usage = {"columnwise": False, **usage}
     return quantizer(case.format, case.pow2, case.eps, **dict.fromkeys(case.variant, True), **usage)
 
 
 def oracle_options(quant: Quantizer) -> dict[str, Any]:
-    """Keyword arguments of `oracle.quantize`; `rng`, `scale` and given amaxes are the caller's."""
+    """Returns keyword arguments of `oracle.quantize`; the caller adds `rng`, `scale` and given amaxes."""
     _, flags, eps = quant.spec
     named = {"pow2": POW2, "square": SQUARE, "row_amax": ROW_AMAX, "rht": RHT, "rht_signs": RHT_SIGNS}
     options: dict[str, Any] = {name: True for name, flag in named.items() if flags & flag}

@@ -1,4 +1,4 @@
-"""Which cases of a sweep run each time; the others wait for the slow marker."""
+"""Functions that choose which cases of a sweep always run; the others get the slow marker."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ import pytest
 
 
 def others_slow(each: Iterable[str], now: Collection[str]) -> list[Any]:
-    """Each name as a parameter, slow but for those of `now`."""
+    """Returns each name as a parameter, marked slow except those in `now`."""
     return [name if name in now else pytest.param(name, marks=pytest.mark.slow) for name in each]
 
 
 def named(each: Mapping[str, Any], now: Collection[str]) -> list[Any]:
-    """Each value as a parameter under its name, slow but for those of `now`."""
+    """Returns each value as a parameter under its name, marked slow except those in `now`."""
     return [pytest.param(v, id=name, marks=() if name in now else pytest.mark.slow) for name, v in each.items()]
 
 
 def one_in(n: int, each: Iterable[Any]) -> list[Any]:
-    """Each value as a parameter, slow but for each n-th."""
+    """Returns each value as a parameter, marked slow except every n-th."""
     return [v if i % n == 0 else pytest.param(v, marks=pytest.mark.slow) for i, v in enumerate(each)]
 
 
 def in_turn(each: Iterable[tuple[Any, ...]], parts: int) -> list[Any]:
-    """Each case with each number of a part appended, one part of each case, in turn, not slow."""
+    """Returns each case with each part's number appended, marked slow except one part of each case, in turn."""
     return [
         pytest.param(*case, part, marks=() if part == i % parts else pytest.mark.slow)
         for i, case in enumerate(each)
@@ -34,5 +34,5 @@ def in_turn(each: Iterable[tuple[Any, ...]], parts: int) -> list[Any]:
 
 
 def quarter(nodeid: str) -> int:
-    """The quarter that a slow test belongs to, 0 to 3: the same in every run, and for its cases by chance."""
+    """Returns a slow test's quarter, 0 to 3: a checksum of its id, so it is the same in every run."""
     return zlib.crc32(nodeid.encode()) % 4

@@ -1,4 +1,4 @@
-"""The pages agree with each other and with the files: links, file names, the index of decisions, the words."""
+"""The pages agree with each other and with the files: links, file names, the index of decisions, the glossary."""
 
 from __future__ import annotations
 

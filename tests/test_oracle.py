@@ -1,4 +1,4 @@
-"""The oracle against numbers computed by hand, and the case tables against what they promise."""
+"""Compares the oracle with numbers computed by hand, and the case tables with their descriptions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How large the project is to a reader, in figures with bounds: `python tests/architecture/counts.py` prints them."""
+"""Counts that measure how much a reader must read, with bounds: `python tests/architecture/counts.py` prints them."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ if __name__ == "__main__":
 from architecture import rules, walks
 
 ROOT = Path(__file__).resolve().parents[2]
-# An option of products that every layer hands on: in how many files it stands says how often an op's arguments are
-# written. Kernels are not counted, since they must read it, and neither is what is generated.
+# An option of products that every layer passes on: the number of files that contain it shows how often an op's
+# arguments are written. Kernels, which must read it, and generated files are not counted.
 ARGUMENT, UNCOUNTED = "fast_accum", ("core_cuda/cpu", "core_cuda/cuda", "core_cuda/diptych/core/_core.pyi")
 ARGUMENT_FOLDERS = ("common", "core_cuda", "torch_frontend", "jax_frontend")
 ARGUMENT_FILES = 10
-# Bounds on the way down: they may only fall, whenever the figure does, until they are what is wanted.
-# Of each walk: files on its way to the kernel (wanted: 7 and 15), files that a second call and that the first enters.
+# Bounds are lowered whenever the figure falls, until they reach the goal, and never raised.
+# For each walk: files on the path to the kernel (goals: 7 and 15), files of a second call, files of a first call.
 WALKS = {"dt.quantize": (6, 12, 15), "Linear.forward": (11, 26, 34)}
 
 
 class Figure(NamedTuple):
-    """A figure of the architecture. `bound`: what it must not exceed, or with `least` not fall below."""
+    """A figure of the architecture. `bound`: its upper bound, or with `least` its lower bound."""
 
     name: str
     value: float
@@ -40,7 +40,8 @@ class Figure(NamedTuple):
 
 
 def shared_basenames(root: Path) -> float:
-    """How many percent of the files in rooms that both panels have have a twin, in the panel where the fewer do."""
+    """Returns the percentage of files, in rooms that both panels have, with a twin in the other panel; the lower of
+    both panels' percentages."""
     torch, jax = ({f for f in rules.panel_files(root, panel) if _in_shared_room(f)} for panel in rules.ROOMS)
     return round(100 * len(torch & jax) / max(len(torch), len(jax), 1), 1)
 
@@ -51,12 +52,12 @@ def _in_shared_room(file: str) -> bool:
 
 
 def lines(root: Path) -> list[int]:
-    """The lengths of all sources that are not empty, tests included, in ascending order."""
+    """Returns the lengths in lines of all non-empty sources, including tests, in ascending order."""
     return sorted(n for path in rules.sources(root) if (n := len(path.read_text().splitlines())))
 
 
 def argument_files(root: Path) -> list[str]:
-    """The files that write the argument's name, but for kernels and what is generated."""
+    """Returns the files that contain the argument's name, except kernels and generated files."""
     paths = (p.relative_to(root).as_posix() for p in rules.sources(root) if ARGUMENT in p.read_text())
     return [p for p in paths if p.startswith(ARGUMENT_FOLDERS) and not p.startswith(UNCOUNTED)]
 

@@ -24,7 +24,7 @@ ARROWS = {
     "torch": {"common", "core"},
     "jax": {"common", "core"},
 }
-# A panel's rooms: a file imports from its own room and from those before it. The lab's adapter alone knows the lab.
+# A panel's rooms: a file imports from its own room and from those before it. Only the lab's adapter imports the lab.
 ROOMS = {
     "torch": ("primitives", "tensors", "graph", "functional", "state", "layers", "modules", "lab"),
     "jax": ("primitives", "tensors", "functional", "state", "layers", "lab"),
@@ -37,12 +37,12 @@ THIRD_PARTY = {
     "torch": {"torch", "numpy", "ml_dtypes"},
     "jax": {"jax", "jaxlib", "numpy", "ml_dtypes", "optax"},
 }
-# The same of common's rooms, which import from its single files too.
+# The same for common's rooms, which also import from its single files.
 COMMON_ROOMS = {
     "ops": {"errors", "formats", "gemm_options", "quantizers", "value"},
     "layers": {"arguments", "errors", "formats", "gemm_options", "quantizers", "recipes", "value", "ops"},
 }
-# Rooms and files that only one framework has; the reason stands beside.
+# Rooms and files that only one framework has, with the reason.
 UNPAIRED_ROOMS = {
     "graph": "torch.compile traces layers and verbs as nodes; JAX traces them as they stand",
     "modules": "torch's modules hold parameters and buffers; JAX's layers are functions of them",
@@ -62,7 +62,7 @@ UNPAIRED = {
         "layers/inject.py": "a dot_general for unmodified models; torch swaps modules (modules/convert.py)",
     },
 }
-# Where each panel's tests lie: in the rooms of its sources, under their basenames. Those of the whole panel lie above.
+# Folders of each panel's tests: the rooms of its sources, with their base names. Tests of a whole panel are above them.
 TESTS = {"torch": "tests/torch_frontend", "jax": "tests/jax_frontend"}
 WHOLE_PANEL = {
     "torch": {
@@ -102,7 +102,7 @@ def sources(root: Path, *suffixes: str) -> list[Path]:
 
 @functools.cache  # most rules read most files
 def _import_statements(text: str) -> list[ast.Import | ast.ImportFrom]:
-    """The import statements of a Python file."""
+    """Returns the import statements of a Python file."""
     return [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import | ast.ImportFrom)]
 
 
@@ -122,7 +122,7 @@ def _imports(path: Path) -> set[str]:
 
 
 def python_arrows(root: Path) -> list[str]:
-    """Imports that go against the arrows."""
+    """Returns imports between packages that are not allowed."""
     broken = []
     for package, folder in PACKAGES.items():
         for path in sorted((root / folder).rglob("*.py")):
@@ -141,12 +141,12 @@ def python_arrows(root: Path) -> list[str]:
 
 
 def namespace(root: Path) -> list[str]:
-    """`diptych` is a namespace package: no folder of that name may hold an __init__.py."""
+    """Returns each __init__.py in a folder `diptych`, which must be a namespace package."""
     return [str(p.relative_to(root)) for p in root.glob("*/diptych/__init__.py")]
 
 
 def cpp_arrows(root: Path) -> list[str]:
-    """Includes that go against the arrows inside the core."""
+    """Returns includes inside the core that are not allowed."""
     broken = []
     core = root / "core_cuda"
     for path in sources(root, ".h", ".cpp", ".cu", ".cuh"):
@@ -170,7 +170,7 @@ def file_sizes(root: Path) -> list[str]:
 
 
 def format_names(root: Path) -> list[str]:
-    """A format's name written anywhere but in the two tables, and as the name of a recipe."""
+    """Returns places, other than the two format tables, where a format's name is written and does not name a recipe."""
     names = re.findall(r'FormatRow\("([^"]+)"', (root / "common/diptych/common/formats.py").read_text())
     assert names, "the format table was not found"
     pattern = re.compile(r"\b(" + "|".join(names) + r")\b")
@@ -188,7 +188,7 @@ def format_names(root: Path) -> list[str]:
 
 
 def kernels_named_once(root: Path) -> list[str]:
-    """A kernel's entry point mentioned in src outside of the registry."""
+    """Returns places in src, outside of the registry, that mention a kernel's entry point."""
     broken = []
     for path in sorted((root / "core_cuda/src").glob("*.cpp")):
         if path.name == "registry.cpp":
@@ -204,7 +204,7 @@ def panel_files(root: Path, panel: str) -> set[str]:
 
 
 def mirrored(root: Path) -> list[str]:
-    """Files that one panel has and the other does not, beyond the listed exceptions."""
+    """Returns files that only one panel has and that are not listed as exceptions."""
     files = {panel: panel_files(root, panel) for panel in ROOMS}
     broken = []
     for one, other in (("torch", "jax"), ("jax", "torch")):
@@ -215,7 +215,7 @@ def mirrored(root: Path) -> list[str]:
 
 
 def tests_mirrored(root: Path) -> list[str]:
-    """Tests of a panel outside of its rooms, or in a room under a name that begins with no file of that room."""
+    """Returns tests of a panel that are in no room, or whose name does not begin with that of a file of the room."""
     broken = []
     for panel, folder in TESTS.items():
         sources = panel_files(root, panel)
@@ -236,7 +236,7 @@ def _names_in(files: set[str], room: str) -> set[str]:
 
 
 def _file_imports(root: Path) -> dict[str, set[str]]:
-    """Which of the project's files each file imports, by names below `diptych`: {"torch.layers.linear": {...}}."""
+    """Returns the project's files that each file imports, by names below `diptych`: {"torch.layers.linear": {...}}."""
     files = {}
     for package, folder in PACKAGES.items():
         for path in sorted([*(root / folder).rglob("*.py"), *(root / folder).rglob("*.pyi")]):
@@ -256,12 +256,12 @@ def _file_imports(root: Path) -> dict[str, set[str]]:
 
 
 def import_circles(root: Path) -> list[str]:
-    """Files that import each other in a circle, be it while a function runs."""
+    """Returns cycles of imports between files, including imports inside of functions."""
     return [" imports ".join(circle) for circle in _circles(_file_imports(root))]
 
 
 def room_arrows(root: Path) -> list[str]:
-    """Imports inside of a panel that go to a later room or through the panel's own face."""
+    """Returns imports inside a panel from a later room or from the panel's own `__init__.py`."""
     broken, edges = [], _file_imports(root)
     for panel, rooms in ROOMS.items():
         for file, found in edges.items():
@@ -277,7 +277,7 @@ def room_arrows(root: Path) -> list[str]:
 
 
 def common_arrows(root: Path) -> list[str]:
-    """Imports inside of `common` that go from a room to what it may not know, or from a single file to a room."""
+    """Returns imports inside `common` of a room from a later room, or of a single file from a room."""
     broken = []
     for file, found in _file_imports(root).items():
         package, _, inside = file.partition(".")
@@ -292,7 +292,7 @@ def common_arrows(root: Path) -> list[str]:
 
 
 def _circles(edges: dict[str, set[str]]) -> list[list[str]]:
-    """One circle for each edge that closes one."""
+    """Returns one cycle for each edge that closes one."""
     found, done = [], set()
 
     def visit(file: str, trail: list[str]) -> None:

@@ -1,4 +1,4 @@
-"""Prints the project's figures (`pytest -s`), and holds them to their bounds."""
+"""Prints the project's figures (`pytest -s`), and compares them with their bounds."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""--quarter N keeps a quarter of the slow tests, which the four quarters divide among them."""
+"""--quarter N runs a quarter of the slow tests; each slow test is in exactly one quarter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Holds the project to its architecture, and the rules to planted violations."""
+"""Checks the project by the rules of its architecture, and that the rules find planted violations."""
 
 import shutil
 from pathlib import Path
@@ -45,7 +45,7 @@ VIOLATIONS = [
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    """The project's files, into which each test plants one and takes it out again."""
+    """A copy of the project's files, to which each test adds one and removes it again."""
     root = tmp_path_factory.mktemp("project")
     for folder in rules.CODE_FOLDERS:
         if (ROOT / folder).exists():

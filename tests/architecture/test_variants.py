@@ -1,4 +1,4 @@
-"""A format that is nothing but its table rows works; a core that is a little wrong is caught."""
+"""A format that consists only of its table rows works; the tests detect cores with a small fault."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ ROWS = (
 
 @pytest.fixture(scope="module")
 def builder(tmp_path_factory):
-    """Every variant has all invented formats, so that one build serves them all."""
+    """A builder whose variants all have all invented formats, so that one build serves all tests."""
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     return variants.Builder(shared / "variants", *variant_format.rows(*ROWS), *variant_format.PATCHES)
 
 
 def test_invented_formats_need_only_their_rows(builder):
-    """Quantized and dequantized right on the CPU by every instruction set; refused by gemm with the nearest rows."""
+    """Every instruction set quantizes and dequantizes them correctly; gemm refuses them and names the nearest rows."""
     result = variants.run(builder.base(), "invented")
     report = result.pop("report")
     assert len(result) == 4 * len(ROWS), result
@@ -42,7 +42,7 @@ def test_invented_formats_need_only_their_rows(builder):
 
 
 def test_a_format_of_known_blocks_trains(builder):
-    """Rows, a quantizer and a recipe in five files: bits as the oracle's, and a torch layer that learns with them."""
+    """With rows, a quantizer and a recipe in five files, a format has the oracle's bits and a torch layer trains."""
     files, lines = variant_format.size()
     assert len(files) <= 5 and lines <= 100, (files, lines)
     result = variants.run(builder.base(), "trained", variant_format.FORMAT, variant_format.RECIPE)

@@ -1,4 +1,4 @@
-"""Prints the way of two calls through the project's files (`pytest -s`), and holds the page on it to the truth."""
+"""Prints the files that two calls enter (`pytest -s`), and compares docs/index.md with them."""
 
 import re
 import sys

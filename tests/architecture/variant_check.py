@@ -1,7 +1,7 @@
-"""The oracle's checks in short, run against whatever `diptych.core` comes first: `variant_check.py PACKAGE CHECK`.
+"""A short form of the oracle's checks, run against the core in PACKAGE: `variant_check.py PACKAGE CHECK`.
 
-Prints one line of JSON: how many cases each part has, how many differ, and the first that does. Parts named after the
-check must differ: they alone are checked, each until it does.
+Prints one line of JSON: for each part, how many cases it has, how many differ, and the first that does. Parts named
+after the check must differ: then only these are checked, each until a case differs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from diptych.common.recipes import recipe_by_name
 SHAPES = ((33, 65), (130, 257))
 VALUES = ("normal", "subnormal_input", "subnormal_result", "tiny", "huge", "inf_nan_mix", "all_nan", "ties_e4m3",
           "ties_e5m2", "powers_of_two", "scale_edges")  # fmt: skip
-# A row that no kernel knows by name, and what the oracle has to compute for it.
+# Invented rows, whose names no kernel contains, and the oracle's description of each.
 INVENTED = {
     "invented_4x16": oracle.Fmt("e5m2", "float32", 4, 16, "divide", True),
     "invented_mx_8x16": oracle.Fmt("e4m3", "e8m0", 8, 16, "e8m0_ceil", False),
@@ -40,7 +40,7 @@ class Tally:
         self.must_differ = must_differ
 
     def wants(self, *parts: str) -> bool:
-        """Whether a case of one of these parts could still tell anything."""
+        """Returns whether cases of one of these parts must still be checked."""
         return not self.must_differ or any(
             p in self.must_differ and not self.parts.get(p, {}).get("differ") for p in parts
         )
@@ -96,7 +96,7 @@ def oracle_checks(*must_differ: str) -> Tally:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class InventedQuantizer(Quantizer):
-    """What a user writes to quantize with a row that has no quantizer of its own."""
+    """A quantizer as a user would write it, for a row that no built-in quantizer serves."""
 
     name: str
 
@@ -106,7 +106,7 @@ class InventedQuantizer(Quantizer):
 
 
 def invented_checks() -> Tally:
-    """Quantize and dequantize follow from the row; gemm has no kernel, and says so."""
+    """Checks that quantize and dequantize work from the row alone, and that gemm raises because it has no kernel."""
     tally, be = Tally(), runner.Numpy()
     for name, fmt in INVENTED.items():
         for turn, (shape, dtype) in enumerate((s, d) for s in cases.SHAPES for d in cases.INPUT_DTYPES):
@@ -133,7 +133,7 @@ def invented_checks() -> Tally:
 
 
 def trained_checks(name: str, recipe: str) -> Tally:
-    """The ops give the oracle's bits; a torch layer learns with the recipe, eagerly and compiled."""
+    """Checks that ops give the oracle's bits, and that a torch layer trains with the recipe, eagerly and compiled."""
     import torch  # no other check needs it
 
     import diptych.torch as dt

@@ -1,7 +1,7 @@
-"""All that one more block format takes: its rows, its quantizer, its recipe and their public names, as patches.
+"""Everything that a new block format needs, as patches: its rows, its quantizer, its recipe and their public names.
 
-The format is E4M3 in blocks of 1x128 with E8M0 scales: kernels know its blocks, its element and its scale rule, of
-other formats each. Layers, frontends and kernels need no change.
+The format is E4M3 in blocks of 1x128 with E8M0 scales. Kernels already support its block, its element and its scale
+rule in other formats, so layers, frontends and kernels need no change.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ NAMES_PY = {"e5m2": "_E5M2", "e4m3": "_E4M3", "f32": "_F32", "e8m0": "_E8M0"}
 
 
 def rows(*formats: tuple[str, str, str, int, int, str, str, str]) -> tuple[Patch, Patch]:
-    """The patches that append formats to both tables: name, element, scale, block, rule, columnwise, tolerance."""
+    """Returns patches that append formats to both tables: name, element, scale, block, rule, columnwise, tolerance."""
     in_h = "".join(ROW_H % row for row in formats)
     in_py = "".join(ROW_PY % (n, NAMES_PY[e], NAMES_PY[s], *rest) for n, e, s, *rest in formats)
     return Patch(H, H_END, in_h + H_END), Patch(PY, PY_END, in_py + PY_END)
@@ -63,6 +63,6 @@ PATCHES = (
 
 
 def size() -> tuple[set[str], int]:
-    """The files that the patches change, and how many lines."""
+    """Returns the files that the patches change, and the number of changed lines."""
     pairs = [(p.old.splitlines(), p.new.splitlines()) for p in PATCHES]
     return {p.path for p in PATCHES}, sum(line[0] in "+-" for old, new in pairs for line in difflib.ndiff(old, new))

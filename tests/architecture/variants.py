@@ -1,7 +1,7 @@
-"""Builds the core from patched copies of the sources, CPU only, and runs checks against them in processes of their own.
+"""Builds the core from patched copies of the sources, CPU only, and runs checks against them in separate processes.
 
-One copy, to whose format table rows are added, is configured and built once per test run with the project's own CMake
-file. A mutant recompiles only the source it names, with the command that CMake wrote down, and is linked to the rest.
+One copy, with added rows in its format table, is configured and built once per test run with the project's own CMake
+file. A mutant recompiles only the source it names, with the command that CMake recorded, and is linked to the rest.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ target_compile_options(_core PRIVATE -O0)
 
 @dataclasses.dataclass(frozen=True)
 class Patch:
-    """One textual change. `old` must stand in the file exactly once, or the test that uses it is out of date."""
+    """One textual change. `old` must occur in the file exactly once, or the test that uses it is out of date."""
 
     path: str
     old: str
@@ -52,7 +52,7 @@ class Patch:
 
 
 def missing() -> str:
-    """Why variants cannot be built here, or an empty string."""
+    """Returns why variants cannot be built here, or an empty string."""
     for tool in ("cmake", "ninja"):
         if _tool(tool) is None:
             return f"variants of the core need {tool}"
@@ -72,7 +72,7 @@ def _run(command: list[str], cwd: Path) -> None:
 
 
 class Builder:
-    """Variants below one folder, which xdist workers share; `patches` are part of every one."""
+    """Builds variants below one folder, which xdist workers share; `patches` are part of every variant."""
 
     def __init__(self, folder: Path, *patches: Patch):
         self.folder, self.patches = folder, patches
@@ -80,7 +80,7 @@ class Builder:
 
     @contextlib.contextmanager
     def _once(self, name: str):
-        """Yields the variant's folder, or None where it stands already; one worker at a time."""
+        """Yields the variant's folder, or None if it was built already; one worker at a time."""
         target = self.folder / name
         with (self.folder / f"{name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -88,7 +88,7 @@ class Builder:
             (target / "ready").touch()
 
     def base(self) -> Path:
-        """The package that has the builder's patches alone."""
+        """Returns the package with only the builder's patches."""
         with self._once("base") as target:
             if target:
                 self._copy_sources(target)
@@ -104,7 +104,7 @@ class Builder:
         return self.folder / "base/package"
 
     def mutant(self, name: str, source: str, patch: Patch) -> Path:
-        """A variant of which one translation unit differs from the base."""
+        """Returns a variant in which one translation unit differs from the base."""
         base = self.base().parent
         with self._once(name) as target:
             if target:

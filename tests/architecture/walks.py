@@ -1,8 +1,8 @@
-"""The way of a call through the project's files: `python tests/architecture/walks.py` prints two of them.
+"""Walks: the project's files that a call enters. `python tests/architecture/walks.py` prints two walks.
 
-A walk is a second call, whose plan and buffers' forms are in caches: what a reader follows, and what a training step
-runs. What a first call enters besides, in a fresh process, is its preparation. Python's part is what `sys.setprofile`
-sees. The core's part does not show there and is listed by hand.
+A walk is that of a second call, whose plan and buffer shapes are cached, as in training. Files that only the first call
+of a fresh process enters are its preparation. `sys.setprofile` finds the Python files. It does not see the core's
+files, which are listed by hand.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 FOLDERS = {"common": "common", "core": "core_cuda", "torch": "torch_frontend", "jax": "jax_frontend"}
-# From the binding to the table of kernels and the CPU kernel, for each op.
+# The core's files for each op, from the binding to the kernel table and the CPU kernel.
 QUANTIZE = [
     "core_cuda/bindings/quantize.cpp",
     "core_cuda/bindings/operand.cpp",
@@ -34,13 +34,13 @@ GEMM = [
     "core_cuda/cpu/gemm/product.cpp",
     "core_cuda/cpu/isa/simd_gemm.h",
 ]
-# Those of them that return before the kernel runs, or serve it: operands, checks, the table.
+# The files among them whose functions are not on the call stack when the kernel runs: operands, checks, the table.
 RETURNED = ("operand.cpp", "contracts/quantize.cpp", "registry.cpp")
 
 
 class Walk(NamedTuple):
-    """`files`: those that a second call enters, in order of first entry. `way`: those of them whose functions have not
-    returned when the first kernel runs. `preparation`: those that only the first call enters."""
+    """`files`: those that a second call enters, in order of first entry. `way`: those of them that are on the call
+    stack when the first kernel runs. `preparation`: those that only the first call enters."""
 
     files: list[str]
     way: list[str]
@@ -55,7 +55,7 @@ def _file(frame: FrameType) -> str | None:
 
 def walk(fn: Callable[[], Any]) -> tuple[list[str], list[str]]:
     """Calls `fn`. **Returns** the project's Python files whose functions it entered, in order of first entry, and those
-    that it was in when it first called `quantize` of the core."""
+    on the call stack when it first called `quantize` of the core."""
     files: dict[str, None] = {}
     way: dict[str, None] = {}
 
@@ -79,14 +79,14 @@ def walk(fn: Callable[[], Any]) -> tuple[list[str], list[str]]:
 
 
 def twice(fn: Callable[[], Any], core: list[str]) -> Walk:
-    """The walk of a call that was not made before; `core`: the files of the core that it enters."""
+    """Returns the walk of a call that was not made before; `core`: the files of the core that it enters."""
     first, (files, way) = walk(fn)[0], walk(fn)
     way = [f for f in files if f in way] + [f for f in QUANTIZE if not f.endswith(RETURNED)]
     return Walk(files + core, way, [f for f in first if f not in files])
 
 
 def both() -> dict[str, Walk]:
-    """The walks of `dt.quantize` and of `Linear.forward` in torch, on the CPU."""
+    """Returns the walks of `dt.quantize` and of `Linear.forward` in torch, on the CPU."""
     import torch
 
     import diptych.torch as dt

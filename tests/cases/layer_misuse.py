@@ -1,4 +1,4 @@
-"""Bad calls of layers that both panels have, as `misuse.py` has those of verbs."""
+"""Bad calls of layers that both panels have; `misuse.py` has those of verbs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ F32 = "float32"
 
 
 class _Own(NVFP4Quantizer):
-    """A quantizer whose quantize is the user's."""
+    """A custom quantizer, with its own `quantize_impl`."""
 
     def quantize_impl(self, x: Any, **given: Any) -> Any:
         raise NotImplementedError
@@ -49,7 +49,7 @@ def _grouped(
 
 
 def _held(lib: Library) -> Any:
-    """A layer of groups with a weight that is held as one tensor."""
+    """A grouped layer with a weight that is held as one tensor."""
     weight = lib.verbs.quantize(lib.ones(96, 64), MXFP8Quantizer())
     return lib.grouped(lib.ones(32, 64), weight, None, lib.offsets(0, 16, 32), MX)
 

@@ -1,7 +1,7 @@
-"""Bad calls of verbs that several frontends have: each must refuse them with the same error in the same words.
+"""Bad calls of verbs that several frontends have: each must raise the same error with the same message.
 
-A call is written once, over a `Library`: what the core's NumPy face, torch and JAX have in common. The words are a
-regular expression, which the message must match from its beginning; names in braces are keys of `NAMES`. Bad calls of
+A call is written once, over a `Library`, the common interface of the core's NumPy verbs, torch and JAX. The expected
+message is a regular expression that matches from its beginning; names in braces are keys of `NAMES`. Bad calls of
 layers are in `layer_misuse.py`.
 """
 
@@ -43,12 +43,12 @@ class Library(Protocol):
         ...
 
     def grouped(self, x: Any, weight: Any, bias: Any, offsets: Any, recipe: Any, **options: Any) -> Any:
-        """The panel's linear layer of groups."""
+        """The panel's grouped linear layer."""
         ...
 
 
 class Misuse(NamedTuple):
-    """A call, the error that it must raise, and how its message begins."""
+    """A call, the error that it must raise, and the beginning of its message."""
 
     name: str
     call: Callable[[Library], Any]

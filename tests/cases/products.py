@@ -1,4 +1,4 @@
-"""What a product may be asked for, and the cases made of it."""
+"""Operands and options of products, and the test cases made of them."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class GemmCase:
         return f"{self.id} (DIPTYCH_TEST_SEED={SEED})"
 
     def make(self) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]:
-        """Tensors A, B (as they are before quantizing), bias `[N]` and C `[M, N]`; the latter two may be None."""
+        """Returns the unquantized tensors A and B, bias `[N]` and C `[M, N]`; the latter two may be None."""
         m, n, k = self.mnk
         a = draw(f"{self.id}-a", self.values, (k, m) if self.a_columnwise else (m, k), "float32")
         b = draw(f"{self.id}-b", self.values, (k, n) if self.b_columnwise else (n, k), "float32")

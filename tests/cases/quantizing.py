@@ -1,4 +1,4 @@
-"""What a quantize call may be asked for: formats, shapes and options, and the cases made of them."""
+"""Formats, shapes and options of quantize calls, and the test cases made of them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ PACKED_SHAPES: tuple[tuple[int, ...], ...] = (
 # (pow2, eps) of the divide rule; the others have neither. A large eps lifts whole blocks; the last is subnormal.
 OPTIONS = ((False, 0.0), (True, 0.0), (False, 2.0**-10), (True, 1e-12), (False, 1e-40))
 
-# What the other rules may be asked for.
+# Options of the other rules.
 VARIANTS: dict[str, tuple[frozenset[str], ...]] = {
     "divide": (frozenset(),),
     "e8m0_ceil": (frozenset(), frozenset({"square"})),
@@ -99,12 +99,12 @@ def rule_of(fmt: str) -> str:
 
 
 def has_columnwise(fmt: str, shape: tuple[int, ...]) -> bool:
-    """Whether the rows of that shape allow a columnwise copy, square blocks and a Hadamard transform."""
+    """Returns whether the rows of this shape allow a columnwise copy, square blocks and a Hadamard transform."""
     return fmt not in PACKED_FORMATS or math.prod(shape[:-1]) % PACKED_BLOCK == 0
 
 
 def whole(fmt: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """That shape; for a packed format its last two extents rounded up to whole blocks."""
+    """Returns the shape; for a packed format with its last two extents rounded up to whole blocks."""
     if fmt not in PACKED_FORMATS:
         return shape
     return (*shape[:-2], *(-(-extent // PACKED_BLOCK) * PACKED_BLOCK for extent in shape[-2:]))
@@ -118,7 +118,7 @@ def shapes_of(fmt: str, columnwise: bool = True) -> tuple[tuple[int, ...], ...]:
 
 @dataclass(frozen=True)
 class QuantizeCase:
-    """One quantize call: what goes in, and with which options."""
+    """One quantize call: its input and options."""
 
     format: str
     dtype: str
@@ -156,7 +156,7 @@ class QuantizeCase:
 
 
 def _variants(fmt: str, dtype: str, shape: tuple[int, ...]) -> list[frozenset[str]]:
-    """Those that an input of that dtype and shape may be asked for."""
+    """Returns the variants that an input of this dtype and shape allows."""
     rows = has_columnwise(fmt, shape)
     return [
         v

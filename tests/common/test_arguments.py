@@ -1,4 +1,4 @@
-"""Recipes and switches: a class, a name or a recipe in the place of a switch is refused in our words."""
+"""Recipes and switches: a class, a name, or a recipe in place of a switch is refused with diptych's message."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The format table is the core's, field by field, and looks up what it holds."""
+"""The format table equals the core's, field by field, and look-ups find its rows."""
 
 from __future__ import annotations
 

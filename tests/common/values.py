@@ -1,4 +1,4 @@
-"""What every value object must do: checks that quantizers and recipes share."""
+"""Checks of value objects that the tests of quantizers and recipes share."""
 
 from __future__ import annotations
 

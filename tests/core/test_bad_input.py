@@ -1,4 +1,4 @@
-"""Bad calls: the right error with op, format and shapes in it, before anything is written."""
+"""Bad calls raise the right error, with op, format and shapes in its message, before anything is written."""
 
 from __future__ import annotations
 

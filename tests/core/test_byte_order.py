@@ -1,4 +1,4 @@
-"""NumPy names a dtype alike in either byte order; the core computes in this machine's alone and refuses the other."""
+"""NumPy gives a dtype one name in both byte orders; the core takes only this machine's and refuses the other."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Matrices with an empty extent take no time, whatever the other extent is, and what they do write is written."""
+"""Matrices with an empty extent take no time for any other extent, and their outputs are written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A signal's handler runs while an op of the main thread does, and what it raises ends the op soon."""
+"""A signal's handler runs during an op of the main thread, and an exception that it raises ends the op soon."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operands that share memory: refused before anything is written, but for updates in place."""
+"""Operands that share memory: refused before anything is written, except updates in place."""
 
 from __future__ import annotations
 

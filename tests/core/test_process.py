@@ -1,4 +1,4 @@
-"""What surrounds a call: forks, many Python threads, side streams."""
+"""Calls in forks, in many Python threads, and on side streams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`_core.Program` called in any order and deleted at any time: it says what is wrong, and no memory of it is used."""
+"""`_core.Program` called in any order and deleted at any time: it raises errors and uses no freed memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files and command lines that are damaged at random: each is refused in words, or means what it meant before."""
+"""Randomly damaged files and command lines: each is refused with a message, or has its original meaning."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls of the raw binding, good ones and what random changes make of them, between inaccessible pages.
+"""Calls of the raw binding, valid and randomly changed, on memory between inaccessible pages.
 
 A call succeeds with every byte of its outputs written and no other, or it raises one of four errors with no byte
 written. Anything else is a finding; an access outside of an operand, or a write to an input, ends the process.

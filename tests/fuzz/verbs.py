@@ -1,4 +1,4 @@
-"""Verbs against the oracle, and public verbs with whatever a user may pass by mistake."""
+"""Verbs against the oracle, and public verbs with arguments that a user may pass by mistake."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two CPU devices for the sharding tests, asked for before any backend starts, and the CPU as default device."""
+"""Two CPU devices for the sharding tests, requested before any backend starts, and the CPU as default device."""
 
 import os
 
@@ -11,7 +11,7 @@ if FLAG not in os.environ.get("XLA_FLAGS", ""):
 
 @pytest.fixture(autouse=True)
 def default_device(request):
-    """Runs a test on the CPU, or on the GPU where it takes the `device` fixture with "cuda"."""
+    """Runs a test on the CPU, or on the GPU if its `device` fixture is "cuda"."""
     import jax
 
     from jax_frontend import tools

@@ -1,4 +1,4 @@
-"""What tests of `grouped_dense` share: groups, operands, a step, and the step by the oracle's pieces alone."""
+"""Helpers for tests of `grouped_dense`: groups, operands, a step, and the same step by the oracle."""
 
 from __future__ import annotations
 

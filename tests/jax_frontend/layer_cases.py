@@ -1,4 +1,4 @@
-"""A linear layer under any recipe, composed from NumPy's face of the core: what `dense` must equal, bit for bit."""
+"""A linear layer under any recipe, composed from the core's NumPy verbs, which `dense` must equal bit for bit."""
 
 from __future__ import annotations
 

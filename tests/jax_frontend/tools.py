@@ -1,4 +1,4 @@
-"""What the JAX tests share: quantizers by format name, bit comparison, readers of HLO and of the call counts."""
+"""Helpers of the JAX tests: quantizers by format name, bit comparison, readers of HLO and of the call counts."""
 
 from __future__ import annotations
 

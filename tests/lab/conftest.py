@@ -1,4 +1,4 @@
-"""Each frontend in turn, and small data that a tiny model learns at once."""
+"""Fixtures: each frontend in turn, and small data that a tiny model learns in few steps."""
 
 import os
 import pathlib
@@ -11,7 +11,7 @@ from diptych.lab import data, frontend
 
 @pytest.fixture(scope="module")
 def compiled_once(tmp_path_factory):
-    """JAX keeps on disk what it compiles: every run of a job makes the same step anew, in either worker."""
+    """Enables JAX's compilation cache on disk, since every run of a job compiles the same step, in either worker."""
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 
@@ -31,13 +31,13 @@ def compiled_once(tmp_path_factory):
 
 @pytest.fixture(params=["torch", "jax"])
 def frontend_(request):
-    """Each frontend in turn; not there means failed, not skipped: both are part of the test environment."""
+    """Each frontend in turn. A missing one fails the test: both are part of the test environment."""
     return frontend.require(request.param, "cpu")
 
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory) -> pathlib.Path:
-    """A Markov chain over 16 bytes: unigram entropy ln 16, of which ln 2 a byte remain with context."""
+    """A Markov chain over 16 bytes: its unigram entropy is ln 16 per byte, and ln 2 with context."""
     path = tmp_path_factory.mktemp("data") / "chain.bin"
     state, chain = 0, bytearray()
     for bit in np.random.default_rng(0).integers(0, 2, 40_000):

@@ -1,4 +1,4 @@
-"""Checkpoint files: what was written comes back, and whatever else is refused in words, at no cost in memory."""
+"""Checkpoint files: written data is read back; other files are refused with a message and without allocations."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""Files that are read and written: what they are, what a failed write leaves, and who else writes there."""
+"""Reading and writing files: kinds of files, failed writes, and locks of folders."""
 
 import errno
 import os

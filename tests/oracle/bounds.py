@@ -1,4 +1,4 @@
-"""Modules in float64, each value with a bound on what quantizing its way there may have made of it.
+"""Modules in float64, each value with a bound on the error that quantizing may have caused.
 
 A `Near` is an exact value and an elementwise bound on |computed - exact|. The bounds start at a format's row and hold
 for every input, not on average:

@@ -1,4 +1,4 @@
-"""Formats, elements, and what a quantized tensor is made of."""
+"""Formats, elements, and the parts of a quantized tensor."""
 
 from __future__ import annotations
 

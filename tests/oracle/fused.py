@@ -1,4 +1,4 @@
-"""Norms and activations in float64, each result with a bound on what float32 arithmetic may make of it.
+"""Norms and activations in float64, each result with a bound on the error of float32 arithmetic.
 
 The bounds are first order in u = 2^-24, half a float32 ulp: every operation adds u of its result, a sum of n terms
 (depth + 1) u of the sum of their magnitudes. `depth` is how many additions one term may pass through: kernels keep at

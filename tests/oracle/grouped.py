@@ -1,4 +1,4 @@
-"""Products of groups by the oracle of plain ones: each group's operands are cut out, the product is the oracle's.
+"""Products of groups: each group's operands are cut out and multiplied by the oracle of plain products.
 
 A group's blocks of scales lie where they do in the whole tensor. What is cut out are the blocks that its rows touch;
 elements of other rows in them are zeros.

@@ -1,4 +1,4 @@
-"""What the ops that move rows between token order and expert order must give (NUMERICS 8), in plain NumPy loops."""
+"""The ops that move rows between token order and expert order (NUMERICS 8), in plain NumPy loops."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both frameworks in one process: JAX must leave GPU memory for torch. Set before JAX makes its first client."""
+"""Settings for both frameworks in one process: JAX leaves GPU memory for torch, set before its first client exists."""
 
 import os
 
@@ -9,7 +9,7 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 @pytest.fixture
 def cuda():
-    """Skips with the reason where CUDA cannot run."""
+    """Skips with the reason if CUDA cannot run."""
     from hardware import cuda_missing
 
     if reason := cuda_missing():

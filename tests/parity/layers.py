@@ -1,4 +1,4 @@
-"""A linear layer over several steps in each panel and in the oracle: results and the states that they leave."""
+"""Runs a linear layer over several steps in each panel and in the oracle, and returns results and final states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bits in, bits out of both panels: NumPy arrays to tensors and back, without a cast on the way."""
+"""Converts NumPy arrays to both panels' tensors and back, bit for bit, without a cast."""
 
 from __future__ import annotations
 

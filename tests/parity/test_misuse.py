@@ -1,4 +1,4 @@
-"""Bad calls: the core's NumPy face, torch and JAX refuse each with the same error in the same words.
+"""Bad calls: the core's NumPy verbs, torch and JAX refuse each with the same error and message.
 
 torch refuses it in a plain call, which leaves most to the core, and with fake tensors, as a graph's shapes are made.
 JAX refuses it in a plain call and while it traces.

@@ -1,4 +1,4 @@
-"""Permutation: torch bits == JAX bits on one device, forward and backward, and of quantized tensors every plane."""
+"""Permutation: torch bits == JAX bits on one device, forward and backward, and for every plane of quantized tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Saves what users keep on disk, with the diptych that is installed: `python tests/saved/make.py FOLDER`.
+"""Saves objects that users keep on disk, with the installed diptych: `python tests/saved/make.py FOLDER`.
 
 The files beside this one are of commit ff111d3; test_saved.py loads them with the code as it is now.
 """

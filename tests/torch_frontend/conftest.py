@@ -5,8 +5,8 @@ import pytest
 
 @pytest.fixture(scope="session", autouse=True)
 def guards_are_not_timed():
-    """Dynamo flushes the processor's caches and times the guards of each graph, for its debug log alone. That is a
-    thirtieth of compiling."""
+    """Disables Dynamo's timing of each graph's guards, which flushes the processor's caches for a debug log only and
+    takes a thirtieth of compile time."""
     from torch._dynamo import guards
 
     with pytest.MonkeyPatch.context() as patch:
@@ -16,7 +16,7 @@ def guards_are_not_timed():
 
 @pytest.fixture(scope="module")
 def ranks(request, tmp_path_factory):
-    """The results of `on_rank(rank, groups)` of the test's module, one from each of two gloo processes."""
+    """The results of `on_rank(rank, groups)` of the test's module from two gloo processes."""
     from torch_frontend.ranks import results
 
     return results(request, tmp_path_factory)

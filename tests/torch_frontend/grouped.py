@@ -1,4 +1,4 @@
-"""What tests of grouped layers share: a seeded layer, sizes of groups, and a step from products of single groups."""
+"""Helpers for tests of grouped layers: a seeded layer, sizes of groups, and a step from products of single groups."""
 
 from __future__ import annotations
 

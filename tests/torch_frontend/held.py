@@ -1,4 +1,4 @@
-"""What the tests of held weights share: layers that hold one, and what its buffers must be."""
+"""Helpers for tests of held weights: layers with a held weight, and the expected buffers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of layers share: a seeded layer, one step of it, and the oracle's step."""
+"""Helpers for tests of layers: a seeded layer, one step of it, and the oracle's step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.export, AOTInductor and torch's compile caches: what holds, and in which words the rest fails."""
+"""torch.export, AOTInductor and torch's compile caches: what works, and the errors of what does not."""
 
 from __future__ import annotations
 

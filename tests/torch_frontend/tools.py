@@ -1,4 +1,4 @@
-"""What the torch tests share: quantizers by format name, NumPy to torch and back, bit comparison, call counts."""
+"""Helpers of the torch tests: quantizers by format name, NumPy to torch and back, bit comparison, call counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a recipe means for the three products of a linear layer."""
+"""Plans of the three products of a linear layer under recipes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The map of a destination's rows from one that anybody made: the last slot that names a row counts."""
+"""invert_map of hand-made maps: the last slot that names a row counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Permutation where callers lie, err, or call at once: nothing out of bounds, the right errors, the same bits."""
+"""Permutation with wrong maps, wrong arguments or concurrent calls: nothing out of bounds, errors, the same bits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""quantize against the oracle, bit for bit, however it is called."""
+"""quantize against the oracle, bit for bit, with all kinds of arguments."""
 
 from __future__ import annotations
 

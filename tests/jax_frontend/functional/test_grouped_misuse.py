@@ -1,4 +1,4 @@
-"""What the verbs on stacks and groups say to bad input, the same eagerly and while tracing, and to offsets that lie."""
+"""Errors of the verbs on stacks and groups, the same eagerly and while tracing, and results for wrong offsets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verbs on stacks and groups of rows under vmap, scan, checkpoint, shard_map and export: what they give without."""
+"""The verbs on stacks and groups give the same results as plain calls under vmap, scan, checkpoint, shard_map, export."""
 
 from __future__ import annotations
 

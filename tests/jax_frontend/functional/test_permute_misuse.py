@@ -1,4 +1,4 @@
-"""What the functions that permute say to bad input, the same eagerly and while tracing, and to maps that lie."""
+"""Errors of the permutation functions, the same eagerly and while tracing, and results for wrong maps."""
 
 from __future__ import annotations
 

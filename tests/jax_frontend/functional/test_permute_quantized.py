@@ -1,4 +1,4 @@
-"""Quantized tensors move as they are: every plane of theirs, and for absent rows what zeros quantize to."""
+"""Permuting quantized tensors moves all their planes unchanged; absent rows are quantized zeros."""
 
 from __future__ import annotations
 

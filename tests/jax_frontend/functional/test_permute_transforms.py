@@ -1,4 +1,4 @@
-"""Permutation under vmap, scan, checkpoint, shard_map and export: what it gives without them."""
+"""Permutation gives the same results under vmap, scan, checkpoint, shard_map and export as without them."""
 
 from __future__ import annotations
 

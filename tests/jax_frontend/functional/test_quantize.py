@@ -1,4 +1,4 @@
-"""Every verb against the oracle, eager and compiled, and what it says to bad input."""
+"""Every verb against the oracle, eager and compiled, and its errors for bad input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the verbs say to bad input: the same error eagerly and while tracing, and no kernel has run."""
+"""Errors of the verbs for bad input: the same eagerly and while tracing, and no kernel runs."""
 
 from __future__ import annotations
 

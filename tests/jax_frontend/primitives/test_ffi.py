@@ -1,4 +1,4 @@
-"""Loading and registration: what is found, what is refused, and that nothing starts by importing."""
+"""Loading and registration of handlers, refused versions, and imports that start no backend."""
 
 from __future__ import annotations
 

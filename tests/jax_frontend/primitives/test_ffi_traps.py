@@ -1,4 +1,4 @@
-"""One test per way in which a kernel under XLA goes wrong, silently for the most part."""
+"""One test for each way in which a kernel under XLA can go wrong, mostly without an error."""
 
 from __future__ import annotations
 

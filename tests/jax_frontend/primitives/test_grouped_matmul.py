@@ -1,4 +1,4 @@
-"""Products of groups in high precision: wherever groups lie, whatever offsets say, and whatever is in no group."""
+"""Products of groups in high precision, for any position of groups, any offsets, and any values in no group."""
 
 from __future__ import annotations
 

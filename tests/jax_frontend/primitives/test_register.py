@@ -1,4 +1,4 @@
-"""What JAX asks of a primitive: batching, export with symbolic sizes, lowering for each platform, no derivative."""
+"""Rules of JAX primitives: batching, export with symbolic sizes, lowering for each platform, no derivative."""
 
 from __future__ import annotations
 

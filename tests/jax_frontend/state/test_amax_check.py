@@ -1,4 +1,4 @@
-"""Nothing that is linear in amaxes passes: sums, averages, scaled and optimized states, however they come about."""
+"""States that are sums, averages, multiples or optimizer steps of states are refused, however they were made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FLOP counters and profilers see our products by name, and find them as large as torch's own."""
+"""FLOP counters and profilers see diptych's products by name, and count them like torch's own."""
 
 import pytest
 import torch

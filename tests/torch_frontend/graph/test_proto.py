@@ -1,4 +1,4 @@
-"""TensorProto: the form of what an op makes, before it does, with known and with symbolic sizes."""
+"""TensorProto: the shape and dtype of an op's result before it exists, with known and with symbolic sizes."""
 
 from __future__ import annotations
 

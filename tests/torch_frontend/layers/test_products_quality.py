@@ -1,4 +1,4 @@
-"""What graphs hold and what they do not: nothing is quantized twice, and no copy that nobody reads."""
+"""The contents of graphs: nothing is quantized twice, and no copy is made that is not read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What check_states finds, and what it leaves alone."""
+"""The states that check_states reports, and those that it does not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which calls leave a trace in states: the rule of grad mode and training, dry runs, checkpoints, pipelines."""
+"""Which calls record in states: the rule of grad mode and training, dry runs, checkpoints, pipelines."""
 
 from __future__ import annotations
 
