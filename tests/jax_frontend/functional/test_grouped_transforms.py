@@ -1,4 +1,4 @@
-"""The verbs on stacks and groups give the same results as plain calls under vmap, scan, checkpoint, export."""
+"""The verbs on stacks and groups under vmap, scan, checkpoint, shard_map and export: the results of plain calls."""
 
 from __future__ import annotations
 
