@@ -23,6 +23,10 @@ void py_gemm(Operand a_data, Operand a_scale, MaybeOperand a_amax, int a_format,
   run(gemm, g, call);
 }
 
+int64_t py_gemm_workspace_bytes(int a_format, int b_format, int64_t m, int64_t n, int64_t k, bool epilogue) {
+  return gemm_workspace_bytes(known(a_format), known(b_format), m, n, k, epilogue);
+}
+
 void py_bias_grad(Operand dy, Operand out, MaybeOperand workspace) {
   Call call;
   BiasGradArgs a;
@@ -40,7 +44,8 @@ void add_gemm(py::module_& m) {
         py::arg("b_columnwise"), py::arg("d"), py::arg("c"), py::arg("bias"), py::arg("workspace"), py::arg("alpha"),
         py::arg("beta") DIPTYCH_GEMM_OPTIONS(DIPTYCH_ARG, bool));
   m.def("bias_grad", py_bias_grad, py::arg("dy"), py::arg("out"), py::arg("workspace"));
-  m.def("gemm_workspace_bytes", gemm_workspace_bytes, py::arg("m"), py::arg("n"), py::arg("k"), py::arg("epilogue"));
+  m.def("gemm_workspace_bytes", py_gemm_workspace_bytes, py::arg("a_format"), py::arg("b_format"), py::arg("m"),
+        py::arg("n"), py::arg("k"), py::arg("epilogue"));
   m.def("bias_grad_workspace_bytes", bias_grad_workspace_bytes, py::arg("m"), py::arg("n"));
 }
 

@@ -71,6 +71,12 @@ T scalar(py::handle value, const char* arg) {
 #define DIPTYCH_VALUE(type, name) name,
 #define DIPTYCH_ARG(type, name) , py::arg(#name)
 
+// Throws where no format has that number.
+inline FormatId known(int format) {
+  if (valid(static_cast<FormatId>(format))) return static_cast<FormatId>(format);
+  throw py::value_error("unknown format id " + std::to_string(format));
+}
+
 // Returns the view of one copy of a quantized tensor that an op reads.
 QuantizedView operand(Call& call, py::handle data, py::handle scale, py::handle amax_buffer, int format,
                       bool columnwise, const char* arg);

@@ -40,6 +40,12 @@ Status quantize_stack(const QuantizeArgs&, const Execution&);
 bool gemm_cublaslt_fits(const GemmArgs&, int arch);
 Status gemm_cublaslt(const GemmArgs&, const Execution&);
 
+// MXFP8 and NVFP4 on Hopper: decoded to bfloat16 in the workspace, multiplied by its tensor cores.
+bool gemm_decoded_fits(const GemmArgs&, int arch);
+Status gemm_decoded(const GemmArgs&, const Execution&);
+bool grouped_gemm_decoded_fits(const GroupedGemmArgs&, int arch);
+Status grouped_gemm_decoded(const GroupedGemmArgs&, const Execution&);
+
 // Any pair of formats: decodes to bfloat16 in shared memory and accumulates in float32.
 Status gemm_emulated(const GemmArgs&, const Execution&);
 
@@ -54,7 +60,8 @@ Status grouped_gemm_native(const GroupedGemmArgs&, const Execution&);
 // grouped_gemm for any pair of formats, emulated as in gemm_emulated.
 Status grouped_gemm_emulated(const GroupedGemmArgs&, const Execution&);
 
-int64_t gemm_workspace_bytes(int64_t m, int64_t n, int64_t k, bool epilogue);
+int64_t gemm_workspace_bytes(FormatId a, FormatId b, int64_t m, int64_t n, int64_t k, bool epilogue);
+int64_t decoded_workspace_bytes(FormatId a, FormatId b, int64_t m, int64_t n, int64_t k, int64_t count);
 int64_t bias_grad_workspace_bytes(int64_t m, int64_t n);
 int64_t norm_grad_workspace_bytes(int64_t m, int64_t k);
 int64_t column_sum_workspace_bytes(int64_t m, int64_t k);

@@ -49,9 +49,17 @@ constexpr FormatSet kNvfp4 = kTwoLevel & formats_where([](const FormatRow& f) {
                                return f.element == DType::e2m1 && f.scale == DType::e4m3 && f.block_rows == 1 &&
                                       f.block_cols == 16 && f.columnwise == ColumnwiseLayout::transposed;
                              });
+// Formats that bfloat16 holds exactly, and per-tensor ones beside them
+constexpr FormatSet kDecoded = kMxfp8 | kNvfp4 | kPerTensor;
 constexpr FormatSet kCublasLt = formats_where([](const FormatRow& f) { return f.rule == ScaleRule::divide; });
 bool cublaslt_fits(const void* args, int arch) {
   return cuda::gemm_cublaslt_fits(*static_cast<const GemmArgs*>(args), arch);
+}
+bool gemm_decoded_fits(const void* args, int arch) {
+  return cuda::gemm_decoded_fits(*static_cast<const GemmArgs*>(args), arch);
+}
+bool grouped_decoded_fits(const void* args, int arch) {
+  return cuda::grouped_gemm_decoded_fits(*static_cast<const GroupedGemmArgs*>(args), arch);
 }
 bool grouped_native_fits(const void* args, int arch) {
   return cuda::grouped_gemm_native_fits(*static_cast<const GroupedGemmArgs*>(args), arch);
@@ -110,6 +118,7 @@ static const KernelRow kKernels[] = {
     {Op::scale_update, Backend::cuda, 80, kAny,    Level::native,   "cuda.scale_update", "", nullptr, call<ScaleUpdateArgs, cuda::scale_update>},
     {Op::dequantize, Backend::cuda, 80, kAny,      Level::native,   "cuda.dequantize", "", nullptr, call<DequantizeArgs, cuda::dequantize>},
     {Op::gemm,       Backend::cuda, 90, kCublasLt, Level::native,   "cuda.cublaslt",   "FP8 tensor cores; N and K in multiples of 16 (block scales: M of 4), operands 16-byte aligned, not E5M2 x E5M2, not 128x128 x 128x128", cublaslt_fits, call<GemmArgs, cuda::gemm_cublaslt>},
+    {Op::gemm,       Backend::cuda, 90, kDecoded,  Level::native,   "cuda.decoded",    "sm_90, one operand or both of MXFP8 or NVFP4: decoded to bfloat16 in memory, bfloat16 tensor cores", gemm_decoded_fits, call<GemmArgs, cuda::gemm_decoded>},
     {Op::gemm,       Backend::cuda, 80, kGemm,     Level::emulated, "cuda.emulated",   "decoded to bfloat16, float32 accumulation; any extents", nullptr, call<GemmArgs, cuda::gemm_emulated>},
     {Op::bias_grad,  Backend::cuda, 80, kAny,      Level::native,   "cuda.bias_grad",  "", nullptr, call<BiasGradArgs, cuda::bias_grad>},
     {Op::norm, Backend::cuda, 80, kAny, Level::native, "cuda.norm", "", nullptr, call<NormArgs, cuda::norm>},
@@ -125,6 +134,7 @@ static const KernelRow kKernels[] = {
     {Op::unpermute, Backend::cuda, 80, kAny, Level::native, "cuda.unpermute", "not float64", not_float64<UnpermuteArgs>, call<UnpermuteArgs, cuda::unpermute>},
     {Op::unpermute_grad, Backend::cuda, 80, kAny, Level::native, "cuda.unpermute_grad", "not float64", not_float64<UnpermuteGradArgs>, call<UnpermuteGradArgs, cuda::unpermute_grad>},
     {Op::grouped_gemm, Backend::cuda, 90, kCublasLt, Level::native, "cuda.grouped_native", "FP8 tensor cores of Hopper; N and K in multiples of 16 (depth: N and rows, groups in multiples of 32, with block scales of 128), operands 16-byte aligned, both per-tensor or both of blocks, at most 512 groups", grouped_native_fits, call<GroupedGemmArgs, cuda::grouped_gemm_native>},
+    {Op::grouped_gemm, Backend::cuda, 90, kDecoded, Level::native, "cuda.grouped_decoded", "sm_90, one operand or both of MXFP8 or NVFP4: decoded to bfloat16 in memory, bfloat16 tensor cores; depth: groups in multiples of 16; at most 512 groups", grouped_decoded_fits, call<GroupedGemmArgs, cuda::grouped_gemm_decoded>},
     {Op::grouped_gemm, Backend::cuda, 80, kGemm, Level::emulated, "cuda.grouped_emulated", "decoded to bfloat16, float32 accumulation; any extents and groups", nullptr, call<GroupedGemmArgs, cuda::grouped_gemm_emulated>},
     {Op::grouped_bias_grad, Backend::cuda, 80, kAny, Level::native, "cuda.grouped_bias_grad", "", nullptr, call<GroupedBiasGradArgs, cuda::grouped_bias_grad>},
     {Op::quantize_stack, Backend::cuda, 80, kTiles, Level::native, "cuda.quantize_stack", "tensors that are not empty; what it does not take goes through quantize one by one", quantize_fits<cuda::quantize_stack_fits>, call<QuantizeArgs, cuda::quantize_stack>},
@@ -234,8 +244,12 @@ bool cuda_built() {
 }
 
 #ifdef DIPTYCH_WITH_CUDA
-int64_t gemm_workspace_bytes(int64_t m, int64_t n, int64_t k, bool epilogue) {
-  return cuda::gemm_workspace_bytes(m, n, k, epilogue);
+int64_t gemm_workspace_bytes(FormatId a, FormatId b, int64_t m, int64_t n, int64_t k, bool epilogue) {
+  return cuda::gemm_workspace_bytes(a, b, m, n, k, epilogue);
+}
+int64_t grouped_gemm_workspace_bytes(FormatId a, FormatId b, GroupKind kind, int64_t m, int64_t n, int64_t k,
+                                     int64_t groups) {
+  return cuda::decoded_workspace_bytes(a, b, m, n, k, kind == GroupKind::depth ? 1 : groups);
 }
 int64_t bias_grad_workspace_bytes(int64_t m, int64_t n) { return cuda::bias_grad_workspace_bytes(m, n); }
 int64_t norm_grad_workspace_bytes(int64_t m, int64_t k) { return cuda::norm_grad_workspace_bytes(m, k); }
@@ -247,7 +261,8 @@ int64_t grouped_bias_grad_workspace_bytes(int64_t rows, int64_t cols, int64_t gr
   return cuda::grouped_bias_grad_workspace_bytes(rows, cols, groups);
 }
 #else
-int64_t gemm_workspace_bytes(int64_t, int64_t, int64_t, bool) { return 0; }
+int64_t gemm_workspace_bytes(FormatId, FormatId, int64_t, int64_t, int64_t, bool) { return 0; }
+int64_t grouped_gemm_workspace_bytes(FormatId, FormatId, GroupKind, int64_t, int64_t, int64_t, int64_t) { return 0; }
 int64_t bias_grad_workspace_bytes(int64_t, int64_t) { return 0; }
 int64_t norm_grad_workspace_bytes(int64_t, int64_t) { return 0; }
 int64_t column_sum_workspace_bytes(int64_t, int64_t) { return 0; }

@@ -29,7 +29,8 @@ Status run(Call& call, const QuantizeStackAttributes& d) {
   });
 }
 
-// a data, a scale_inv, [a amax], b data, b scale_inv, [b amax], offsets, [bias], [c] -> d
+// a data, a scale_inv, [a amax], b data, b scale_inv, [b amax], offsets, [bias], [c] -> d, [workspace: CUDA, some
+// formats]
 Status run(Call& call, const GroupedGemmAttributes& d) {
   return call.each([&] {
     Buffers t(call);
@@ -44,6 +45,7 @@ Status run(Call& call, const GroupedGemmAttributes& d) {
     g.bias = t.in(d.has_bias);
     g.c = t.in(d.has_c);
     g.d = t.out();
+    g.workspace = t.out();
     g.kind = static_cast<GroupKind>(d.kind);
     g.align = d.align;
     g.rotated = d.rotated != 0;

@@ -130,6 +130,12 @@ def _stack(be: Any, copies: list[oracle.Copy], like: oracle.Copy, fmt: str, offs
     return data, scale, amax, runner.IDS[fmt], like.columnwise
 
 
+def _workspace_bytes(p: Problem, formats: tuple[str, str]) -> int:
+    ids = (runner.IDS[f] for f in formats)
+    kind = KINDS["depth" if p.depth else "rows"]
+    return _core.grouped_gemm_workspace_bytes(*ids, kind, *p.shape[-2:], p.a.shape[0 if p.depth else 1], len(p.offsets) - 1)
+
+
 def arguments(be: Any, p: Problem, formats: tuple[str, str], out: runner.Outputs, offset: int = 0) -> dict[str, Any]:
     """Of `_core.grouped_gemm`."""
     names = ("data", "scale_inv", "amax", "format", "columnwise")
@@ -145,6 +151,7 @@ def arguments(be: Any, p: Problem, formats: tuple[str, str], out: runner.Outputs
         "offsets": be.put(np.array(p.offsets, np.int32), "int32"),
         "d": out.new("d", p.shape, np.dtype(p.out_dtype).name),
         **more,
+        "workspace": out.workspace(_workspace_bytes(p, formats)),
         "kind": KINDS["depth" if p.depth else "rows"],
         "align": 1,
         "rotated": False,

@@ -258,14 +258,16 @@ def gemm(
     be: Any, a: oracle.Copy, a_fmt: str, b: oracle.Copy, b_fmt: str, mnk: tuple[int, int, int], *,
     alpha=1.0, beta=0.0, bias=None, c=None, out_dtype="float32", fast_accum=False, offset=0, poison=POISON,
 ) -> np.ndarray:  # fmt: skip
-    out = Outputs(be, poison, offset)
+    out, epilogue = Outputs(be, poison, offset), bias is not None or beta != 0
     _core.gemm(
         *copy_operands(be, a, a_fmt, offset),
         *copy_operands(be, b, b_fmt, offset),
         d=out.new("d", mnk[:2], out_dtype),
         c=None if c is None else be.put(c, c.dtype.name),
         bias=None if bias is None else be.put(bias, bias.dtype.name),
-        workspace=out.workspace(_core.gemm_workspace_bytes(*mnk, bias is not None or beta != 0)),
+        workspace=out.workspace(
+            _core.gemm_workspace_bytes(IDS[a_fmt], IDS[b_fmt], *mnk, epilogue)
+        ),
         alpha=alpha,
         beta=beta,
         fast_accum=fast_accum,

@@ -66,7 +66,8 @@ class Good:
         args: dict[str, Any] = {"d": self.buffer((m, n), "float32"), "c": None, "bias": None}
         for name, q in zip("ab", qs, strict=True):
             args |= {f"{name}_{part}": value for part, value in self.operand(q).items()}
-        args |= {"workspace": self.out.workspace(_core.gemm_workspace_bytes(m, n, k, True)), "alpha": 1.0, "beta": 0.0}
+        need = _core.gemm_workspace_bytes(runner.IDS[self.fmt], runner.IDS[self.fmt], m, n, k, True)
+        args |= {"workspace": self.out.workspace(need), "alpha": 1.0, "beta": 0.0}
         _core.gemm(**{**args, "fast_accum": False, **changes})
 
     def amax(self, **changes):
@@ -334,7 +335,9 @@ def test_mixed_devices_are_refused(cuda):
             getattr(good, op)(**changes)
     for op in ("gemm", "bias_grad"):
         plain = op == "bias_grad"
-        need = _core.bias_grad_workspace_bytes(M, K) if plain else _core.gemm_workspace_bytes(M, N, K, False)
+        ident = runner.IDS[good.fmt]
+        sized = _core.bias_grad_workspace_bytes, _core.gemm_workspace_bytes
+        need = sized[0](M, K) if plain else sized[1](ident, ident, M, N, K, False)
         if need:
             with pytest.raises((ValueError, TypeError), match=f"{op}: workspace"):
                 getattr(good, op)(workspace=good.be.poisoned(need - 1, 0))

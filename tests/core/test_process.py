@@ -136,11 +136,14 @@ def test_side_stream(cuda):
     scale = torch.zeros(want.rowwise_scale_inv.shape, device="cuda")
     back, sums, top = torch.zeros_like(real), torch.zeros(384, device="cuda"), torch.zeros(1, device="cuda")
     product = torch.zeros((256, 256), device="cuda")
+    ident = runner.IDS["fp8_e4m3_1x128"]
     space = [
         torch.empty(n, dtype=torch.uint8, device="cuda")
-        for n in (_core.gemm_workspace_bytes(256, 256, 384, False), _core.bias_grad_workspace_bytes(256, 384))
+        for n in (
+            _core.gemm_workspace_bytes(ident, ident, 256, 256, 384, False),
+            _core.bias_grad_workspace_bytes(256, 384),
+        )
     ]
-    ident = runner.IDS["fp8_e4m3_1x128"]
     operand = (data, scale, None, ident, False)
     rolled, other = torch.zeros((1, 384), device="cuda"), torch.zeros_like(top)
 

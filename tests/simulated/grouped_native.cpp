@@ -22,13 +22,20 @@ Status make_tensor_map(CUtensorMap* map, const void* base, int rank, const int64
 }
 }  // namespace diptych::cuda
 
+#include "cuda/grouped/decoded.cpp"
 #include "cuda/grouped/native.cpp"
+#include "cuda/grouped/native_bf16.cu"
 #include "cuda/grouped/native_block.cu"
 #include "cuda/grouped/native_tensor.cu"
 
+extern "C" cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaStream_t) {
+  std::memset(to, value, bytes);
+  return cudaSuccess;
+}
+
 struct Call {
-  simulated::Tensor a_data, a_scale_inv, b_data, b_scale_inv, offsets, d, c, bias;
-  int32_t a_format, b_format, kind, align, fast_accum, sm_count, seed;
+  simulated::Tensor a_data, a_scale_inv, a_amax, b_data, b_scale_inv, b_amax, offsets, d, c, bias;
+  int32_t a_format, a_columnwise, b_format, b_columnwise, kind, align, fast_accum, sm_count, seed;
   float alpha, beta;
 };
 
@@ -39,15 +46,24 @@ extern "C" int simulate(const Call* call, char* message, int size) {
   GroupedGemmArgs args;
   args.kind = static_cast<GroupKind>(call->kind);
   const bool depth = args.kind == GroupKind::depth;
-  args.a = {FormatId{call->a_format}, depth, view(call->a_data), view(call->a_scale_inv), {}};
-  args.b = {FormatId{call->b_format}, depth, view(call->b_data), view(call->b_scale_inv), {}};
+  args.a = {FormatId{call->a_format}, call->a_columnwise != 0, view(call->a_data), view(call->a_scale_inv),
+            view(call->a_amax)};
+  args.b = {FormatId{call->b_format}, call->b_columnwise != 0, view(call->b_data), view(call->b_scale_inv),
+            view(call->b_amax)};
   args.offsets = view(call->offsets), args.d = view(call->d), args.c = view(call->c), args.bias = view(call->bias);
   args.align = call->align, args.alpha = call->alpha, args.beta = call->beta,
   args.options.fast_accum = call->fast_accum != 0;
   cuda::g_sm_count = call->sm_count;
   simulated::chance.seed(static_cast<unsigned>(call->seed));
-  if (!cuda::grouped_gemm_native_fits(args, 90)) return -1;
-  const Status status = cuda::grouped_gemm_native(args, {{Backend::cuda, 0}, nullptr});
+  const cuda::NativeShape s = cuda::native_shape(args);
+  std::vector<unsigned char> workspace(static_cast<size_t>(cuda::decoded_workspace_bytes(
+                                           args.a.format, args.b.format, s.m, s.n, s.k, depth ? 1 : s.groups)),
+                                       0xee);
+  args.workspace.data = workspace.data();
+  const bool decoded = cuda::grouped_gemm_decoded_fits(args, 90);
+  if (!decoded && !cuda::grouped_gemm_native_fits(args, 90)) return -1;
+  const Execution exec{{Backend::cuda, 0}, nullptr};
+  const Status status = decoded ? cuda::grouped_gemm_decoded(args, exec) : cuda::grouped_gemm_native(args, exec);
   std::snprintf(message, static_cast<size_t>(size), "%s", status.message().c_str());
   return status.ok() ? 0 : 1;
 }

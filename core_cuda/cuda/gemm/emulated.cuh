@@ -6,9 +6,6 @@
 // atomics.
 #pragma once
 
-#include <bit>
-#include <string>
-
 #include "cuda/base/launch.cuh"
 #include "cuda/gemm/emulated_operand.cuh"
 #include "cuda/gemm/epilogue.cuh"
@@ -16,9 +13,8 @@
 
 namespace diptych::cuda {
 
-constexpr int kEmulatedShared = 2 * 2 * kTileBytes;        // two stages of A and B
-constexpr int kTileRowsTogether = 8;                       // rows of tiles that share B's tiles in L2
-constexpr int64_t kMostExtent = (int64_t{1} << 31) - 256;  // limit of each dimension, and of tiles
+constexpr int kEmulatedShared = 2 * 2 * kTileBytes;  // two stages of A and B
+constexpr int kTileRowsTogether = 8;                 // rows of tiles that share B's tiles in L2
 
 struct TileAt {
   int m0, n0;
@@ -160,39 +156,6 @@ __device__ __forceinline__ void product_tile(const Operand& a, const Operand& b,
       finish_pair(e, row + i * 8, c, alpha[i], __fmul_rn(r[0], factor), __fmul_rn(r[1], factor), bias[0], bias[1]);
     }
   }
-}
-
-inline Status make_operand(const char* op, const QuantizedView& q, int64_t outer, int64_t k, Operand* o) {
-  const FormatRow& f = row(q.format);
-  const auto unsupported = [&](const char* what) {
-    return Status(Code::unsupported, std::string(op) + ": no CUDA kernel for " + what + " of format " + f.name);
-  };
-  const bool e2m1 = f.element == DType::e2m1;
-  if (f.element != DType::e4m3 && f.element != DType::e5m2 && !e2m1) return unsupported("the elements");
-  // Only E2M1 times E4M3 is exact in bfloat16.
-  const bool known = e2m1 ? f.scale == DType::e4m3 : f.scale == DType::f32 || f.scale == DType::e8m0;
-  if (!known) return unsupported("the scales");
-  *o = {};
-  o->data = q.data.as<const uint8_t>(), o->scale = q.scale_inv.data, o->outer = static_cast<int>(outer),
-  o->k = static_cast<int>(k);
-  o->element = f.element;
-  o->k_major = q.columnwise && f.columnwise == ColumnwiseLayout::row_major;
-  o->kind = f.scale == DType::e8m0   ? ScaleKind::e8m0
-            : f.scale == DType::e4m3 ? ScaleKind::e4m3
-            : f.per_tensor()         ? ScaleKind::tensor
-                                     : ScaleKind::block;
-  const unsigned block_outer = f.per_tensor() ? 1 : f.block_rows, block_k = f.per_tensor() ? 1 : f.block_cols;
-  // A fragment (16 k, or 8 outer x 4 k) and a tile of 64 k must not straddle the blocks whose scale they take.
-  const bool fits = f.per_tensor() || (std::has_single_bit(block_outer) && std::has_single_bit(block_k) &&
-                                       block_k % (o->kind == ScaleKind::block ? kTileK : 16) == 0);
-  if (!fits || (f.per_tensor() && o->kind != ScaleKind::tensor)) return unsupported("the blocks");
-  if (e2m1 && (o->k_major || k % 16 != 0)) return unsupported("the layout");
-  o->outer_shift = std::countr_zero(block_outer), o->k_shift = std::countr_zero(block_k);
-  o->scale_stride_outer = o->k_major ? 1 : ceil_div(k, block_k);
-  o->scale_stride_k = o->k_major ? ceil_div(outer, block_outer) : 1;
-  o->vec = o->k_major ? outer % 8 == 0 && aligned(o->data, 8) && aligned(o->scale, 8) && block_outer == 1
-                      : k % 16 == 0 && aligned(o->data, 16 / f.pack());
-  return {};
 }
 
 // Returns how many k tiles lie between two promotions of the partial sums; 0 if no operand has float32 block scales.

@@ -7,31 +7,12 @@
 
 #include "cuda/base/e2m1.cuh"
 #include "cuda/base/vector.cuh"
-#include "diptych/ops.h"
+#include "cuda/gemm/operand.h"
 
 namespace diptych::cuda {
 
-constexpr int kTileOuter = 128, kTileK = 64;
 constexpr int kTileBytes = kTileOuter * kTileK * 2;
 constexpr int kFragments = kTileOuter * kTileK / 32;  // fragments of 32 elements, divided among the threads
-
-// Where a scale is applied: tensor in the epilogue, block on partial sums, e8m0 and e4m3 in the operand.
-enum class ScaleKind : int { tensor, block, e8m0, e4m3 };
-
-// The layout that a kernel is compiled for. either: the operand's fields decide at run time; else loads are vectors.
-enum class Layout : int { outer_k, k_outer, either };
-
-struct Operand {
-  const uint8_t* data;  // [outer, k], or [k, outer] if k_major; E2M1: [outer, k / 2]
-  const void* scale;
-  int outer, k;
-  int64_t scale_stride_outer, scale_stride_k;  // elements between neighbouring blocks
-  int outer_shift, k_shift;                    // log2 of the block's extents
-  ScaleKind kind;
-  DType element;
-  bool k_major;
-  bool vec;  // alignment permits one load of a fragment's 16 k (k_major: 8-byte loads of data and scales)
-};
 
 __device__ __forceinline__ int swizzled(int row, int chunk) {
   return row * 128 + ((chunk ^ (row & 7) ^ (row >> 3 & 7)) << 4);

@@ -1,4 +1,5 @@
-// Grouped FP8 products on Hopper's tensor cores: D tiles of 128 rows and 192 or 256 columns, persistent thread blocks.
+// Products on Hopper's tensor cores, of FP8 or bfloat16, in groups or of one group: D tiles of 128 rows and 192 or 256
+// columns, persistent thread blocks.
 //
 // A thread block has twelve warps. Two warpgroups multiply 64 rows each: one promotes partial sums while the other's
 // products run. The third warpgroup feeds them (native_feed.cuh): one warp makes the copy engine load 128 k of A's and
@@ -68,7 +69,7 @@ __device__ __forceinline__ void promote(float (&sums)[kSums], const float (&part
 // Multiplies the first `left` of 128 k, rounded up to a multiple of 32, of 64 rows into d. `add`: adds to what d holds.
 // Operands past `left` may belong to another group, so zeros are multiplied there instead; a branch between the
 // products is not allowed.
-template <bool kA5, bool kB5, int kSums>
+template <ptx::Element kA, ptx::Element kB, int kSums>
 __device__ __forceinline__ void multiply_block(float (&d)[kSums], uint32_t a, uint32_t b, bool add, uint32_t zeros,
                                                int left) {
   ptx::products_touch(d);
@@ -76,8 +77,8 @@ __device__ __forceinline__ void multiply_block(float (&d)[kSums], uint32_t a, ui
 #pragma unroll
   for (int i = 0; i < kNativeTileK / 32; ++i) {
     const bool inside = i * 32 < left;
-    ptx::product<kA5, kB5>(d, inside ? ptx::matrix(a + i * 2) : ptx::repeated_matrix(zeros),
-                           inside ? ptx::matrix(b + i * 2) : ptx::repeated_matrix(zeros), add || i > 0);
+    ptx::product<kA, kB>(d, inside ? ptx::matrix(a + i * 2) : ptx::repeated_matrix(zeros),
+                         inside ? ptx::matrix(b + i * 2) : ptx::repeated_matrix(zeros), add || i > 0);
   }
   ptx::products_commit();
   ptx::products_touch(d);
@@ -131,7 +132,7 @@ struct Operands {
 };
 
 // sums = A @ B.T over the tile's k, summed in the tensor cores alone.
-template <bool kA5, bool kB5, int kSums, typename Shared>
+template <ptx::Element kA, ptx::Element kB, int kSums, typename Shared>
 __device__ __forceinline__ void multiply_tile(const NativeArgs& p, Shared& s, Worker<Shared::kStages>& w, const Tile& t,
                                               float (&sums)[kSums]) {
   const Operands<Shared> at(s, w.group);
@@ -140,7 +141,7 @@ __device__ __forceinline__ void multiply_tile(const NativeArgs& p, Shared& s, Wo
   for (int block = 0; block < blocks; ++block) {
     const int slot = w.stage.slot, left = p.depth ? t.k_end - t.k - block * kNativeTileK : kNativeTileK;
     ptx::barrier_wait(&s.full[slot], w.stage.parity);
-    multiply_block<kA5, kB5>(sums, at.a + slot * at.kStage, at.b + slot * at.kStage, true, at.zeros, left);
+    multiply_block<kA, kB>(sums, at.a + slot * at.kStage, at.b + slot * at.kStage, true, at.zeros, left);
     ptx::products_wait<1>();
     if (block > 0) w.release(held);
     held = slot;
@@ -154,7 +155,7 @@ __device__ __forceinline__ void multiply_tile(const NativeArgs& p, Shared& s, Wo
 // sums = A @ B.T over the tile's k, with partial sums of each 128 k. Whole rounds are unrolled, so that slots are
 // constants: one warpgroup's instructions between its products must not take longer than the other warpgroup's
 // products.
-template <Promotion kMode, bool kA5, bool kB5, int kSums, typename Shared>
+template <Promotion kMode, ptx::Element kA, ptx::Element kB, int kSums, typename Shared>
 __device__ __forceinline__ void multiply_tile_in_parts(const NativeArgs& p, Shared& s, Worker<Shared::kStages>& w,
                                                        const Tile& t, float (&sums)[kSums]) {
   const Operands<Shared> at(s, w.group);
@@ -176,7 +177,7 @@ __device__ __forceinline__ void multiply_tile_in_parts(const NativeArgs& p, Shar
     const int scales = w.scales.slot, next = (slot + 1) % kRound;
     float part[kSums];
     if (!there) ptx::barrier_wait(&s.full[slot], w.stage.parity);
-    multiply_block<kA5, kB5>(part, at.a + slot * at.kStage, at.b + slot * at.kStage, false, at.zeros, k);
+    multiply_block<kA, kB>(part, at.a + slot * at.kStage, at.b + slot * at.kStage, false, at.zeros, k);
     if (next == 0) w.stage.parity ^= 1, w.scales.advance();
     Factors<kMode> after;
     if (more) {
@@ -210,8 +211,9 @@ __device__ __forceinline__ void multiply_tile_in_parts(const NativeArgs& p, Shar
   }
 }
 
-template <Promotion kMode, bool kA5, bool kB5, typename Shared>
+template <Promotion kMode, ptx::Element kA, ptx::Element kB, typename Shared>
 __device__ __forceinline__ void multiply_tiles(const NativeArgs& p, Shared& s, int warp) {
+  constexpr bool kDecoded = Shared::kDecodes;
   const int lane = threadIdx.x % 32, group = warp / 4, first = group * 64;
   const uint32_t empty = ptx::remote_barrier(s.empty, lane % kNativeCluster);
   Worker<Shared::kStages> w{group, lane, first + warp % 4 * 16 + lane / 4, empty, {}, {}};
@@ -227,30 +229,53 @@ __device__ __forceinline__ void multiply_tiles(const NativeArgs& p, Shared& s, i
       continue;
     }
     float sums[Shared::kTileN / 2] = {};
-    out.begin(p, t, first);
+    if (!kDecoded) out.begin(p, t, first);
     if constexpr (kMode == Promotion::none) {
-      multiply_tile<kA5, kB5>(p, s, w, t, sums);
+      multiply_tile<kA, kB>(p, s, w, t, sums);
     } else {
-      multiply_tile_in_parts<kMode, kA5, kB5>(p, s, w, t, sums);
+      multiply_tile_in_parts<kMode, kA, kB>(p, s, w, t, sums);
     }
     float factor = 1.0f;
     if (!Shared::kScales && t.k < t.k_end) {
-      factor = __fmul_rn(__ldg(p.a_scale), __ldg(p.b_scale + (p.depth ? 0 : t.group)));
+      if (!kDecoded || p.a_scale) factor = __ldg(p.a_scale);
+      if (!kDecoded || p.b_scale) factor = __fmul_rn(factor, __ldg(p.b_scale + (p.depth ? 0 : t.group)));
     }
-    out.store(p, make_finish(p, t, factor), sums, t, first);
+    Finish finish = make_finish(p, t, factor);
+    if constexpr (kDecoded) {
+      const Epilogue e = make_epilogue(p, t, finish);
+      if (p.pieces) {
+        store_pieces(e, t, factor, sums, first);
+        continue;
+      }
+      finish.alpha = full_alpha(e, row_alpha(e, 0), 0);
+      if (p.d_type == DType::f32) {
+        if (finish.bias || p.c) {
+          store_floats<true>(p, t, finish, sums, first);
+        } else {
+          store_floats<false>(p, t, finish, sums, first);
+        }
+        continue;
+      }
+    }
+    out.store(p, finish, sums, t, first);
   }
   out.end();
 }
 
-template <Promotion kMode, bool kA5, bool kB5, bool kWide>
+template <Promotion kMode, ptx::Element kA, ptx::Element kB, bool kWide>
 __global__ void __launch_bounds__(kNativeThreads, 1) grouped_kernel(const __grid_constant__ NativeArgs p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   DIPTYCH_DYNAMIC_SHARED_ALIGNED(memory, 1024);
-  using Shared = NativeShared<kMode, kWide>;
+  constexpr bool kDecodes = kA == ptx::Element::bf16;
+  using Shared = NativeShared<kMode, kWide, kDecodes>;
   Shared& s = *reinterpret_cast<Shared*>(memory);
   const int warp = __shfl_sync(kAllLanes, threadIdx.x / 32, 0);
   const int rank = ptx::cluster_rank();
-  if (warp == 0) fill_table(p, s.table, threadIdx.x);
+  if (warp == 0) {
+    fill_table(p, s.table, threadIdx.x);
+    __syncwarp();
+    if (kDecodes) fill_units(p, s.table, threadIdx.x);
+  }
   if (warp == 2) {
     *reinterpret_cast<uint4*>(s.zeros + threadIdx.x % 32 * 32) = make_uint4(0, 0, 0, 0);
     *reinterpret_cast<uint4*>(s.zeros + threadIdx.x % 32 * 32 + 16) = make_uint4(0, 0, 0, 0);
@@ -276,7 +301,7 @@ __global__ void __launch_bounds__(kNativeThreads, 1) grouped_kernel(const __grid
   }
   ptx::cluster_sync();
   if (warp >= kProducts / 32) {
-    ptx::give_registers<40>();
+    ptx::give_registers<kDecodes ? 88 : 40>();
     const typename Shared::Walker walk(p, s.table, rank);
     if (warp == kProducts / 32) {
       fetch_operands(p, s, walk, rank);
@@ -285,35 +310,49 @@ __global__ void __launch_bounds__(kNativeThreads, 1) grouped_kernel(const __grid
     } else if (Shared::kScales && warp == kProducts / 32 + 2) {
       fetch_scales(p, s, walk);
     }
+    if constexpr (kDecodes) {
+      if (warp >= (kNativeThreads - kDecoders) / 32) {
+        const int thread = threadIdx.x % kDecoders;
+        decode_units(p, s.table, INT_MAX,
+                     Team<kDecoders>{thread, kDecodeBarrier + 2, s.decode.tile, s.decode.ticket[2]});
+      }
+    }
   } else {
-    ptx::take_registers<232>();
-    multiply_tiles<kMode, kA5, kB5>(p, s, warp);
+    if constexpr (kDecodes) {
+      const int group = warp / 4;
+      static_assert(sizeof(s.out[0]) >= kTransposeBytes);
+      decode_units(p, s.table, p.units_ahead,
+                   Team<kGroupThreads>{static_cast<int>(threadIdx.x % kGroupThreads), kDecodeBarrier + group,
+                                       s.out[group], s.decode.ticket[group]});
+    }
+    ptx::take_registers<kDecodes ? 208 : 232>();
+    multiply_tiles<kMode, kA, kB>(p, s, warp);
   }
   ptx::cluster_sync();  // a thread block must not exit while its neighbour may still signal to it
 #endif
 }
 
-template <Promotion kMode, bool kA5, bool kB5, bool kWide>
+template <Promotion kMode, ptx::Element kA, ptx::Element kB, bool kWide>
 Status launch_native(const NativeArgs& p, const NativeLaunch& l, const Execution& exec) {
   static SharedGrant grant;
-  constexpr int kBytes = sizeof(NativeShared<kMode, kWide>);
+  constexpr int kBytes = sizeof(NativeShared<kMode, kWide, kA == ptx::Element::bf16>);
   static_assert(kBytes <= kMaxShared);
-  DIPTYCH_TRY(grant.raise(grouped_kernel<kMode, kA5, kB5, kWide>, exec.device.index, kBytes));
-  return launch_clusters("grouped_gemm", grouped_kernel<kMode, kA5, kB5, kWide>, l.blocks, kNativeCluster,
-                         kNativeThreads, kBytes, exec.stream, p);
+  DIPTYCH_TRY(grant.raise(grouped_kernel<kMode, kA, kB, kWide>, exec.device.index, kBytes));
+  return launch_clusters("grouped_gemm", grouped_kernel<kMode, kA, kB, kWide>, l.blocks, kNativeCluster, kNativeThreads,
+                         kBytes, exec.stream, p);
 }
 
-template <Promotion kMode, bool kA5, bool kB5>
+template <Promotion kMode, ptx::Element kA, ptx::Element kB>
 Status launch_native(const NativeArgs& p, const NativeLaunch& l, const Execution& exec) {
-  return p.d_type == DType::f32 ? launch_native<kMode, kA5, kB5, true>(p, l, exec)
-                                : launch_native<kMode, kA5, kB5, false>(p, l, exec);
+  return p.d_type == DType::f32 ? launch_native<kMode, kA, kB, true>(p, l, exec)
+                                : launch_native<kMode, kA, kB, false>(p, l, exec);
 }
 
 template <Promotion kMode>
 Status launch_native(const NativeArgs& p, const NativeLaunch& l, const Execution& exec) {
-  if (l.a_e5m2)
-    return l.b_e5m2 ? launch_native<kMode, true, true>(p, l, exec) : launch_native<kMode, true, false>(p, l, exec);
-  return l.b_e5m2 ? launch_native<kMode, false, true>(p, l, exec) : launch_native<kMode, false, false>(p, l, exec);
+  constexpr auto k4 = ptx::Element::e4m3, k5 = ptx::Element::e5m2;
+  if (l.a_e5m2) return l.b_e5m2 ? launch_native<kMode, k5, k5>(p, l, exec) : launch_native<kMode, k5, k4>(p, l, exec);
+  return l.b_e5m2 ? launch_native<kMode, k4, k5>(p, l, exec) : launch_native<kMode, k4, k4>(p, l, exec);
 }
 
 }  // namespace diptych::cuda

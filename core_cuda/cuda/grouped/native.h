@@ -1,8 +1,9 @@
-// The arguments of the native grouped kernel, and its launches (native_*.cu).
+// The arguments of the kernels on Hopper's tensor cores, and their launches (native_*.cu).
 #pragma once
 
 #include <cuda.h>
 
+#include "cuda/gemm/operand.h"
 #include "cuda/kernels.h"
 #include "diptych/grouped.h"
 
@@ -10,39 +11,81 @@ namespace diptych::cuda {
 
 // When partial sums are promoted from the tensor cores to float32 sums, and by which scales they are multiplied.
 enum class Promotion : int {
-  none,     // per-tensor, fast_accum: all of k in the tensor cores
+  none,     // per-tensor with fast_accum, and bfloat16: all of k in the tensor cores
   plain,    // per-tensor: every 128 k
   columns,  // every 128 k: a scale for each row of A, one for each 128 rows of B
   full,     // every 128 k: a scale for each row of A and of B
 };
 
-constexpr int kNativeTileM = 128, kNativeTileK = 128;
+constexpr int kNativeTileM = 128;
+constexpr int kNativeTileK = 128;      // bytes; all k below is counted in bytes
 constexpr int kNativeCluster = 2;      // thread blocks that share a tile of A or of B
 constexpr int kNativeMaxGroups = 512;  // their boundaries lie in shared memory
 
 // The widest tile whose sums, and partial sums where there are some, fit into registers.
 constexpr int native_tile_n(Promotion promotion) { return promotion == Promotion::none ? 256 : 192; }
 
+// An operand of MXFP8 or NVFP4, or a stack of them, and where its decoded form goes.
+struct DecodedOperand {
+  Operand each;                   // the first of the stack
+  uint16_t* to;                   // bfloat16 [outer, pitch] each
+  int64_t data_step, scale_step;  // bytes from one tensor of the stack to the next
+  int pitch;                      // k, rounded up to whole 16 bytes; the elements past k are zeros
+  int panels;                     // of kDecodedOuter outer indices, in one tensor
+};
+constexpr int kDecodedOuter = 128, kDecodedK = 128;  // elements that are decoded together, a unit
+
 struct NativeArgs {
-  CUtensorMap a, b;          // A [outer, k] or [outer, R]; B [G, N, k] or [1, N, R]; boxes of half a tile
+  CUtensorMap a, b;          // bytes: A [outer, k] or [outer, R]; B [G, N, k] or [1, N, R]; boxes of half a tile
   CUtensorMap d_map, c_map;  // float32: [1, R, N] or [G, M, N], boxes of 64 rows x 32 columns
-  const int32_t* offsets;
-  int groups, rows;       // G, R
-  bool depth;             // GroupKind
-  int m, n, k;            // depth: M, N and 0; rows: 0, N and K
-  int columns;            // tiles along N
-  const float* a_scale;   // [outer >> a_shift, scale_k], or one
-  const float* b_scale;   // [G, outer >> b_shift, scale_k], or [G]
-  int a_shift, b_shift;   // log2 of a block's rows
-  int scale_k;            // blocks along k
-  bool whole_scales;      // each four neighbours are 16-byte aligned
-  int64_t b_scale_stack;  // elements from one weight's scales to the next
+  const int32_t* offsets;    // null: one group of all rows
+  int groups, rows;          // G, R
+  bool depth;                // GroupKind
+  int element_bytes;         // of A and B
+  int m, n, k;               // depth: M, N and 0; rows: 0, N and bytes of K
+  int columns;               // tiles along N
+  const float* a_scale;      // [outer >> a_shift, scale_k], or one, or null
+  const float* b_scale;      // [G, outer >> b_shift, scale_k], or [G], or null
+  int a_shift, b_shift;      // log2 of a block's rows
+  int scale_k;               // blocks along k
+  bool whole_scales;         // each four neighbours are 16-byte aligned
+  int64_t b_scale_stack;     // elements from one weight's scales to the next
   void* d;
   const void* c;     // null where beta is 0
   const void* bias;  // [G, N], or null
   DType d_type, bias_type;
   float alpha, beta;
+  // bfloat16 only: amaxes of two-level operands, null for other formats, from one outer index (or group) to the next
+  const float *a_amax, *b_amax;
+  int64_t a_amax_step, b_amax_step, b_amax_stack;
+  bool
+      pieces;  // bfloat16 only: D is stored by pairs of elements: float32, or its rows are not aligned, or alpha varies
+  DecodedOperand decoded[2];  // bfloat16 only: A and B
+  int units_k;                // and units along k
+  int units_ahead;            // that each multiplying warpgroup decodes before it multiplies
+  // and zeros: the number of units that were taken, then a flag for each unit that is ready, [panels of A, units_k],
+  // [stack of B, panels, units_k]
+  uint32_t* units;
 };
+
+// The sizes of a product, K in elements.
+struct NativeShape {
+  int64_t groups, rows, m, n, k;  // rows: m is R; depth: k is R
+};
+NativeShape native_shape(const GroupedGemmArgs&);  // no offsets: one group of all rows
+
+// Whether the kernel can count so many groups, bytes and tiles, and the driver makes tensor maps.
+bool native_counts(const GroupedGemmArgs&, const NativeShape&, int element_bytes, int tile_n);
+
+struct NativeOperands {
+  const void *a, *b;  // as NativeArgs says
+  int64_t pitch;      // bytes from one row to the next, a multiple of 16
+  int element_bytes;
+};
+
+// Sets all arguments but scales and amaxes, and the number of thread blocks. `pieces` is set before.
+Status make_native_args(const GroupedGemmArgs&, const NativeShape&, const NativeOperands&, int tile_n, int device,
+                        NativeArgs*, int64_t* blocks);
 
 struct NativeLaunch {
   Promotion promotion;
@@ -52,5 +95,6 @@ struct NativeLaunch {
 
 Status launch_native_tensor(const NativeArgs&, const NativeLaunch&, const Execution&);
 Status launch_native_block(const NativeArgs&, const NativeLaunch&, const Execution&);
+Status launch_native_bf16(const NativeArgs&, const NativeLaunch&, const Execution&);
 
 }  // namespace diptych::cuda

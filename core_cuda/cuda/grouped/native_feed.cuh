@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cuda/base/device.h"
+#include "cuda/grouped/native_decode.cuh"
 #include "cuda/grouped/native_store.cuh"
 
 namespace diptych::cuda {
@@ -32,8 +33,9 @@ struct Turn {
   }
 };
 
-template <Promotion kMode_, bool kWide>
+template <Promotion kMode_, bool kWide, bool kDecodes_>
 struct alignas(1024) NativeShared {
+  static constexpr bool kDecodes = kDecodes_;  // operands are decoded to bfloat16 first
   static constexpr Promotion kMode = kMode_;
   static constexpr int kTileN = native_tile_n(kMode);
   static constexpr bool kRounds = kMode != Promotion::none, kScales = Scales<kMode>::kAny;
@@ -41,7 +43,8 @@ struct alignas(1024) NativeShared {
   static constexpr int kStageBytes = kABytes + kBBytes;
   using Out = cuda::Out<kWide, !kScales, kTileN>;
   using Walker = cuda::Walker<kTileN>;
-  static constexpr int kRest = 2 * Out::kBytes + 1024 + 2 * sizeof(Scales<kMode>) + sizeof(Table) + 512;
+  static constexpr int kRest =
+      2 * Out::kBytes + 1024 + 2 * sizeof(Scales<kMode>) + sizeof(Table) + 512 + (kDecodes ? sizeof(DecodeShared) : 0);
   static constexpr int kMostStages = (kMaxShared - kRest) / kStageBytes;
   static constexpr int kStages = kRounds ? kRound : kMostStages;
   static_assert(kStages >= 3 && kStages <= kMostStages, "too few stages to hide memory latency, or more than fit");
@@ -56,6 +59,7 @@ struct alignas(1024) NativeShared {
   uint64_t tiles_full[kTiles], tiles_empty[kTiles];
   Tile tiles[kTiles];
   Table table;
+  std::conditional_t<kDecodes, DecodeShared, char> decode;
 
   // The number of a tile's stages. With promotion they are whole rounds, so that each tile begins with stage 0.
   __device__ __forceinline__ static int stages(const Tile& t) {
@@ -70,10 +74,13 @@ __device__ __forceinline__ void fetch_operands(const NativeArgs& p, Shared& s, t
   constexpr int kHalfM = kNativeTileM / 2, kHalfN = Shared::kTileN / 2;
   const bool leader = threadIdx.x % 32 == 0;
   Turn<Shared::kStages> turn;
+  bool all_ready = false;
   for (Tile t; walk.next(t);) {
-    if (leader) {
-      const int stack = p.depth ? 0 : t.group, end = t.k + Shared::stages(t) * kNativeTileK;
-      for (int k = t.k; k < end; k += kNativeTileK, turn.advance()) {
+    const int stack = p.depth ? 0 : t.group, end = t.k + Shared::stages(t) * kNativeTileK;
+    for (int k = t.k, until = end; k < end; k = until) {
+      if (Shared::kDecodes) until = min(end, wait_for_units(p, s.table, t, k, rank, all_ready));
+      if (!leader) continue;
+      for (; k < until; k += kNativeTileK, turn.advance()) {
         unsigned char *a = s.operands[turn.slot], *b = a + Shared::kABytes;
         uint64_t* full = &s.full[turn.slot];
         ptx::barrier_wait(&s.empty[turn.slot], turn.parity ^ 1);

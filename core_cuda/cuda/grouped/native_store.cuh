@@ -28,6 +28,44 @@ __device__ __forceinline__ Finish make_finish(const NativeArgs& p, const Tile& t
   return f;
 }
 
+// The tile's epilogue with amaxes, in the form that emulated products use.
+__device__ __forceinline__ Epilogue make_epilogue(const NativeArgs& p, const Tile& t, const Finish& f) {
+  const bool sums = t.blocks() > 0;  // nothing to sum is +0, whatever the amaxes are
+  Epilogue e{};
+  e.d = p.d, e.c = p.c, e.bias = f.bias;
+  e.m = t.d_row + t.row_end, e.n = p.n, e.alpha = f.alpha, e.beta = p.c ? p.beta : 0.0f;
+  if (sums && p.a_amax) e.a_amax = {p.a_amax - t.d_row * p.a_amax_step, p.a_amax_step};
+  if (sums && p.b_amax) e.b_amax = {p.b_amax + (p.depth ? 0 : t.group * p.b_amax_stack), p.b_amax_step};
+  e.d_type = p.d_type, e.bias_type = p.bias_type;
+  return e;
+}
+
+// Stores a warpgroup's 64 rows, which begin `first` below the tile's, by single elements.
+template <int kSums>
+__device__ __forceinline__ void store_pieces(const Epilogue& e, const Tile& t, float factor, const float (&sums)[kSums],
+                                             int first) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x % kGroupThreads / 32;
+  const int64_t row = t.d_row + t.row + first + warp * 16 + lane / 4;
+  float of_row[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) of_row[h] = row + h * 8 < e.m ? row_alpha(e, row + h * 8) : 0.0f;
+#pragma unroll
+  for (int j = 0; j < kSums / 4; ++j) {
+    const int64_t col = t.col + j * 8 + lane % 4 * 2;
+    float bias[2] = {0.0f, 0.0f};
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (e.bias && col + i < e.n) bias[i] = load_as_float(e.bias, e.bias_type, col + i);
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const float* sum = sums + j * 4 + h * 2;
+      finish_pair(e, row + h * 8, col, of_row[h], __fmul_rn(sum[0], factor), __fmul_rn(sum[1], factor), bias[0],
+                  bias[1]);
+    }
+  }
+}
+
 // Two 16-bit elements of either type.
 __device__ __forceinline__ float2 unpack_pair(uint32_t u, bool half) {
   if (!half) return make_float2(float_of(u << 16), float_of(u & 0xffff0000));
@@ -56,8 +94,32 @@ __device__ __forceinline__ float2 finish_pair(const NativeArgs& p, const Finish&
   return r;
 }
 
+// Stores a warpgroup's 64 rows of float32, which begin `first` below the tile's, by pairs.
+template <bool kMore, int kSums>
+__device__ __forceinline__ void store_floats(const NativeArgs& p, const Tile& t, const Finish& f,
+                                             const float (&sums)[kSums], int first) {
+  const int lane = threadIdx.x % 32, warp = threadIdx.x % kGroupThreads / 32;
+  const int row = t.row + first + warp * 16 + lane / 4, col0 = t.col + lane % 4 * 2;
+  float* d = static_cast<float*>(p.d) + (t.d_row + row) * p.n + col0;
+  const float* c = static_cast<const float*>(p.c) + (t.d_row + row) * p.n + col0;
+#pragma unroll
+  for (int j = 0; j < kSums / 4; ++j) {
+    if (col0 + j * 8 >= p.n) break;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      if (row + h * 8 >= t.row_end) break;
+      const int64_t at = h * 8 * static_cast<int64_t>(p.n) + j * 8;
+      float2 before = make_float2(0.0f, 0.0f);
+      if (kMore && p.c) before = *reinterpret_cast<const float2*>(c + at);
+      *reinterpret_cast<float2*>(d + at) = finish_pair<true, kMore>(p, f, sums + j * 4 + h * 2, col0 + j * 8, before);
+    }
+  }
+}
+
 // Returns where byte `at` of row `row` lies among rows of 128 bytes with the tensor maps' swizzle.
-__device__ __forceinline__ int swizzled(int row, int at) { return row * 128 + ((at / 16) ^ (row % 8)) * 16 + at % 16; }
+__device__ __forceinline__ int swizzled_byte(int row, int at) {
+  return row * 128 + ((at / 16) ^ (row % 8)) * 16 + at % 16;
+}
 
 // Stores a warpgroup's 64 rows of a tile, which begin `first` rows below the tile's first. All threads of the warpgroup
 // call begin before the sums are computed, then store.
@@ -114,7 +176,7 @@ struct Out<false, kFactor, kTileN> {
                 pack_pair(finish_pair<kFactor, kMore>(p, f, sums + piece * 4 + m % 2 * 2, t.col + col, before), half);
           }
           // Lane l gives the address of row l % 8 of matrix l / 8.
-          ptx::stmatrix_x4(own + (side - first_side) * kSideBytes + swizzled(lane % 16, (j + lane / 16) * 16), w);
+          ptx::stmatrix_x4(own + (side - first_side) * kSideBytes + swizzled_byte(lane % 16, (j + lane / 16) * 16), w);
         }
       }
       __syncwarp();
@@ -125,7 +187,7 @@ struct Out<false, kFactor, kTileN> {
         uint16_t* line = d + static_cast<int64_t>(r) * p.n + col;
 #pragma unroll
         for (int side = 0; side < kAtOnce; ++side) {
-          const uint4 v = *reinterpret_cast<const uint4*>(own + side * kSideBytes + swizzled(r, lane % 8 * 16));
+          const uint4 v = *reinterpret_cast<const uint4*>(own + side * kSideBytes + swizzled_byte(r, lane % 8 * 16));
           if (t.col + col + side * 64 < p.n) *reinterpret_cast<uint4*>(line + side * 64) = v;
         }
       }
@@ -213,7 +275,7 @@ struct Out<true, kFactor, kTileN> {
       const int r = i / (kColumns / 4), col = i % (kColumns / 4) * 4;
       if (y + r < end && first_col + col < p.n) {
         *reinterpret_cast<uint4*>(d + static_cast<int64_t>(r) * p.n + col) =
-            *reinterpret_cast<const uint4*>(memory + col / 32 * kBoxBytes + swizzled(r, col % 32 * 4));
+            *reinterpret_cast<const uint4*>(memory + col / 32 * kBoxBytes + swizzled_byte(r, col % 32 * 4));
       }
     }
   }
@@ -226,7 +288,8 @@ struct Out<true, kFactor, kTileN> {
     for (int j = 0; j < kColumns / 8; ++j) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        float2* to = reinterpret_cast<float2*>(memory + j / 4 * kBoxBytes + swizzled(row + h * 8, j % 4 * 32 + q * 8));
+        float2* to =
+            reinterpret_cast<float2*>(memory + j / 4 * kBoxBytes + swizzled_byte(row + h * 8, j % 4 * 32 + q * 8));
         const float2 before = kMore && p.c ? *to : make_float2(0.0f, 0.0f);
         *to = finish_pair<kFactor, kMore>(p, f, sums + j * 4 + h * 2, first_col + j * 8 + 2 * q, before);
       }

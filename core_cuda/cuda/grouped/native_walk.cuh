@@ -9,6 +9,7 @@
 namespace diptych::cuda {
 
 struct Table {
+  int units[kNativeMaxGroups + 1];  // rows, decoded: the number of each group's first unit; the last is their count
   int begin[kNativeMaxGroups + 3];  // boundaries of the spans
   int first[kNativeMaxGroups + 3];  // rows: the number of each span's first pair of tiles
 };
@@ -29,8 +30,8 @@ __device__ __forceinline__ void fill_table(const NativeArgs& p, Table& table, in
   for (int base = 0; base < p.groups + 3; base += 32) {
     int v = boundary(groups, base, lane, highest);
     // The copy engine faults on boxes that do not begin at a multiple of 16 bytes, and one product instruction takes 32
-    // k. Rounding changes only offsets that break the promise of `align`; past the last row there are zeros.
-    if (p.depth && v < p.rows) v &= ~31;
+    // bytes of k. Rounding changes only offsets that break the promise of `align`; past the last row there are zeros.
+    if (p.depth) v = v < p.rows ? v * p.element_bytes & ~31 : v * p.element_bytes;
     if (base + lane < p.groups + 3) table.begin[base + lane] = v;
   }
   __syncwarp();
@@ -53,7 +54,7 @@ struct Tile {
   int row, row_end;  // range of A's outer dimension
   int col;
   bool below;     // the cluster's tiles lie one below the other
-  int k, k_end;   // range of the reduced dimension
+  int k, k_end;   // range of the reduced dimension, in bytes
   int64_t d_row;  // the row of D where A's row 0 goes
 
   __device__ __forceinline__ int blocks() const { return (k_end - k + kNativeTileK - 1) / kNativeTileK; }

@@ -12,16 +12,16 @@
 namespace diptych::cuda {
 
 struct Groups {
-  const int32_t* offsets;
-  int count;  // G
-  int rows;   // R
+  const int32_t* offsets;  // null: one group of all rows
+  int count;               // G
+  int rows;                // R
 };
 
 // Returns boundary base + lane in each lane of a warp. `highest` carries the largest boundary from call to call and is
 // 0 at first.
 __device__ __forceinline__ int boundary(const Groups& g, int base, int lane, int& highest) {
   const int i = base + lane;
-  int v = i == 0 ? 0 : i <= g.count + 1 ? __ldg(g.offsets + i - 1) : g.rows;
+  int v = i == 0 ? 0 : i <= g.count + 1 ? g.offsets ? __ldg(g.offsets + i - 1) : i > 1 ? g.rows : 0 : g.rows;
   v = min(v, g.rows);
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {

@@ -1,9 +1,10 @@
-// The FP8 instruction of Hopper's warpgroups (sm_90a). PTX ISA: "Asynchronous Warpgroup Level Matrix
-// Multiply-Accumulate Instructions", there "Matrix Fragments for wgmma.mma_async.m64nNk32" and "Shared Memory Matrix
-// Layout".
+// The FP8 and bfloat16 instructions of Hopper's warpgroups (sm_90a). PTX ISA: "Asynchronous Warpgroup Level Matrix
+// Multiply-Accumulate Instructions", there "Matrix Fragments for wgmma.mma_async.m64nNk32" and ".m64nNk16" and "Shared
+// Memory Matrix Layout".
 //
-// D [64, N] += A [64, 32] @ B [N, 32].T, A and B in shared memory, D over the 128 threads of a warpgroup: thread t of
-// warp w holds in d[4 j + r] row 16 w + t / 4 + 8 (r / 2) and column 8 j + 2 (t % 4) + r % 2.
+// D [64, N] += A [64, k] @ B [N, k].T, where k is 32 FP8 or 16 bfloat16 elements, A and B in shared memory, D over the
+// 128 threads of a warpgroup: thread t of warp w holds in d[4 j + r] row 16 w + t / 4 + 8 (r / 2) and column 8 j + 2 (t
+// % 4) + r % 2.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +13,10 @@
 
 namespace diptych::cuda::ptx {
 
+enum class Element { e4m3, e5m2, bf16 };
+
 // Rows of 128 bytes, eight of them in 1024 bytes, 16-byte chunk c of row r at c ^ (r % 8): what a tensor map with the
-// 128-byte swizzle writes. `at`, an address in units of 16 bytes, is in the first of eight rows; the next 32 k are at
+// 128-byte swizzle writes. `at`, an address in units of 16 bytes, is in the first of eight rows; the next 32 bytes of k are at
 // `at` + 2.
 __device__ __forceinline__ uint64_t matrix(uint32_t at) {
   // The upper half is the same for all, so that only the lower one needs computing.
@@ -60,32 +63,36 @@ __device__ __forceinline__ void products_touch(float (&d)[kSums]) {
 #define DIPTYCH_D32(i) DIPTYCH_D8(i), DIPTYCH_D8(i + 8), DIPTYCH_D8(i + 16), DIPTYCH_D8(i + 24)
 #define DIPTYCH_D96 DIPTYCH_D32(0), DIPTYCH_D32(32), DIPTYCH_D32(64)
 #define DIPTYCH_D128 DIPTYCH_D96, DIPTYCH_D32(96)
-// The operands after the sums are numbered by hand: A's matrix, B's, and whether to add.
-#define DIPTYCH_PRODUCT(N, NAMES, SUMS, MATRICES, ADD, A, B)                                                        \
-  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " ADD                                                          \
-               ", 0;\n\t"                                                                                           \
-               "wgmma.mma_async.sync.aligned.m64n" N "k32.f32." A "." B " {" NAMES "}, " MATRICES ", p, 1, 1;\n\t}" \
-               : SUMS                                                                                               \
+// The operands after the sums are numbered by hand: A's matrix, B's, and whether to add. TYPES: of k, A and B; MORE:
+// further immediate operands.
+#define DIPTYCH_PRODUCT(N, NAMES, SUMS, MATRICES, ADD, TYPES, MORE)                                            \
+  asm volatile("{\n\t.reg .pred p;\n\tsetp.ne.b32 p, " ADD                                                     \
+               ", 0;\n\t"                                                                                      \
+               "wgmma.mma_async.sync.aligned.m64n" N TYPES " {" NAMES "}, " MATRICES ", p, 1, 1" MORE ";\n\t}" \
+               : SUMS                                                                                          \
                : "l"(a), "l"(b), "r"(static_cast<int>(add)))
-#define DIPTYCH_PRODUCTS(A, B)                                                           \
-  if constexpr (kSums == 96) {                                                           \
-    DIPTYCH_PRODUCT("192", DIPTYCH_NAMES_96, DIPTYCH_D96, "%96, %97", "%98", A, B);      \
-  } else {                                                                               \
-    static_assert(kSums == 128);                                                         \
-    DIPTYCH_PRODUCT("256", DIPTYCH_NAMES_128, DIPTYCH_D128, "%128, %129", "%130", A, B); \
+#define DIPTYCH_PRODUCTS(TYPES, MORE)                                                           \
+  if constexpr (kSums == 96) {                                                                  \
+    DIPTYCH_PRODUCT("192", DIPTYCH_NAMES_96, DIPTYCH_D96, "%96, %97", "%98", TYPES, MORE);      \
+  } else {                                                                                      \
+    static_assert(kSums == 128);                                                                \
+    DIPTYCH_PRODUCT("256", DIPTYCH_NAMES_128, DIPTYCH_D128, "%128, %129", "%130", TYPES, MORE); \
   }
 
-// d = a @ b.T, or d + that if `add`, over 2 kSums columns.
-template <bool kA5, bool kB5, int kSums>
+// d = a @ b.T, or d + that if `add`, over 2 kSums columns and 32 bytes of k.
+template <Element kA, Element kB, int kSums>
 __device__ __forceinline__ void product(float (&d)[kSums], uint64_t a, uint64_t b, bool add) {
-  if constexpr (kA5 && kB5) {
-    DIPTYCH_PRODUCTS("e5m2", "e5m2");
-  } else if constexpr (kA5) {
-    DIPTYCH_PRODUCTS("e5m2", "e4m3");
-  } else if constexpr (kB5) {
-    DIPTYCH_PRODUCTS("e4m3", "e5m2");
+  if constexpr (kA == Element::bf16) {
+    static_assert(kB == Element::bf16);
+    DIPTYCH_PRODUCTS("k16.f32.bf16.bf16", ", 0, 0");  // neither operand is transposed
+  } else if constexpr (kA == Element::e5m2 && kB == Element::e5m2) {
+    DIPTYCH_PRODUCTS("k32.f32.e5m2.e5m2", "");
+  } else if constexpr (kA == Element::e5m2) {
+    DIPTYCH_PRODUCTS("k32.f32.e5m2.e4m3", "");
+  } else if constexpr (kB == Element::e5m2) {
+    DIPTYCH_PRODUCTS("k32.f32.e4m3.e5m2", "");
   } else {
-    DIPTYCH_PRODUCTS("e4m3", "e4m3");
+    DIPTYCH_PRODUCTS("k32.f32.e4m3.e4m3", "");
   }
 }
 

@@ -143,6 +143,7 @@ def grouped_gemm(
         _operand(out, name),
         _optional(c, name),
         None if bias is None else _operand(bias, bias.dtype.name),
+        None,
         _KINDS[shape.kind],
         align,
         rotated,

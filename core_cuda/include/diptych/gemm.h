@@ -54,9 +54,9 @@ void fields(BiasGradArgs& a, F&& f) {
 Status gemm(const GemmArgs&, const Execution&);
 Status bias_grad(const BiasGradArgs&, const Execution&);
 
-// CUDA workspace sizes in bytes. They depend on the shape alone, so that a tracer can compute them. `epilogue`: whether
-// a bias is given or beta is not 0; the workspace then has room for the product in float32.
-int64_t gemm_workspace_bytes(int64_t m, int64_t n, int64_t k, bool epilogue);
+// CUDA workspace sizes in bytes. They depend on formats and shape alone, so that a tracer can compute them. `epilogue`:
+// whether a bias is given or beta is not 0; the workspace may then need room for the product in float32.
+int64_t gemm_workspace_bytes(FormatId a, FormatId b, int64_t m, int64_t n, int64_t k, bool epilogue);
 int64_t bias_grad_workspace_bytes(int64_t m, int64_t n);
 
 }  // namespace diptych

@@ -23,12 +23,13 @@ enum class GroupKind : int32_t { rows, depth, count_ };
 // Copies, scales and amaxes are as in GemmArgs. A stack of G tensors has a leading G everywhere: data [G, ...], block
 // scales [G, ...], per-tensor scales [G], amaxes of two-level formats [G].
 struct GroupedGemmArgs {
-  QuantizedView a;     // rows: rowwise, [R, K]; depth: columnwise, of an [R, M] tensor
-  QuantizedView b;     // rows: a stack, rowwise [G, N, K] or columnwise of [G, K, N]; depth: columnwise, of [R, N]
-  TensorView offsets;  // [G + 1] int32
-  TensorView d;        // rows: [R, N]; depth: [G, M, N]; float32 | bfloat16 | float16
-  TensorView c;        // d's shape and dtype, may be d itself; absent: beta must be 0
-  TensorView bias;     // rows: [G, N] float32 | bfloat16 | float16, optional
+  QuantizedView a;       // rows: rowwise, [R, K]; depth: columnwise, of an [R, M] tensor
+  QuantizedView b;       // rows: a stack, rowwise [G, N, K] or columnwise of [G, K, N]; depth: columnwise, of [R, N]
+  TensorView offsets;    // [G + 1] int32
+  TensorView d;          // rows: [R, N]; depth: [G, M, N]; float32 | bfloat16 | float16
+  TensorView c;          // d's shape and dtype, may be d itself; absent: beta must be 0
+  TensorView bias;       // rows: [G, N] float32 | bfloat16 | float16, optional
+  TensorView workspace;  // uint8, at least grouped_gemm_workspace_bytes, 16-byte aligned; CUDA only
   GroupKind kind = GroupKind::rows;
   int32_t align = 1;     // 1, 16, 32 or 128: the caller promises that every offset is a multiple; tensor cores need it
   bool rotated = false;  // depth: both copies are Hadamard-rotated in groups of 16 rows; needs align % 16 == 0
@@ -40,7 +41,8 @@ struct GroupedGemmArgs {
 // Calls f with each tensor of the arguments and its role.
 template <typename F>
 void fields(GroupedGemmArgs& a, F&& f) {
-  fields(a.a, f), fields(a.b, f), f(a.offsets), f(a.d, Role::output), f(a.c, Role::in_place), f(a.bias);
+  fields(a.a, f), fields(a.b, f), f(a.offsets), f(a.d, Role::output), f(a.c, Role::in_place), f(a.bias),
+      f(a.workspace, Role::workspace);
 }
 
 // The gradient of a bias [G, N]: out[g] = sum of dy's rows in group g. Each group's sum has the bits that bias_grad
@@ -61,7 +63,10 @@ void fields(GroupedBiasGradArgs& a, F&& f) {
 Status grouped_gemm(const GroupedGemmArgs&, const Execution&);
 Status grouped_bias_grad(const GroupedBiasGradArgs&, const Execution&);
 
-// CUDA workspace size, a function of the shapes alone.
+// CUDA workspace sizes, functions of the formats and shapes alone.
+// `m`, `n`: of each D for kind depth, of the whole D for kind rows; `k`: the whole reduced dimension.
+int64_t grouped_gemm_workspace_bytes(FormatId a, FormatId b, GroupKind kind, int64_t m, int64_t n, int64_t k,
+                                     int64_t groups);
 int64_t grouped_bias_grad_workspace_bytes(int64_t rows, int64_t cols, int64_t groups);
 
 }  // namespace diptych

@@ -54,9 +54,10 @@ Status check(const GemmArgs& a, const Device& device) {
     DIPTYCH_TRY(of_numel(op, "bias", a.bias, eb.kept));
   }
   DIPTYCH_TRY(options(op, a.options, a.a, a.b));
-  DIPTYCH_TRY(workspace(op, a.workspace,
-                        gemm_workspace_bytes(ea.kept, eb.kept, ea.reduced, a.bias.given() || a.beta != 0.0f), device,
-                        operands(a)));
+  DIPTYCH_TRY(workspace(
+      op, a.workspace,
+      gemm_workspace_bytes(a.a.format, a.b.format, ea.kept, eb.kept, ea.reduced, a.bias.given() || a.beta != 0.0f),
+      device, operands(a)));
   return all_apart(op, operands(a), "d", "another operand");
 }
 

@@ -101,6 +101,9 @@ Status check(const GroupedGemmArgs& a, const Device& device) {
   DIPTYCH_TRY(result(kOp, a.d, a.c, depth ? groups * ea.kept : ea.kept, eb.kept, a.alpha, a.beta, device));
   if (depth && a.c.given()) DIPTYCH_TRY(shaped("c", a.c, {groups, ea.kept, eb.kept}));
   DIPTYCH_TRY(options(kOp, a.options, a.a, a.b));
+  const int64_t need =
+      grouped_gemm_workspace_bytes(a.a.format, a.b.format, a.kind, ea.kept, eb.kept, ea.reduced, groups);
+  DIPTYCH_TRY(workspace(kOp, a.workspace, need, device, operands(a)));
   return all_apart(kOp, operands(a));
 }
 

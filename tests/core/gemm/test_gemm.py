@@ -172,7 +172,7 @@ def test_c_may_be_d(device):
             (d[0] if device == "cpu" else d)[...] = filled[0] if device == "cpu" else filled
             _core.gemm(
                 *runner.copy_operands(be, qa, pair[0]), *runner.copy_operands(be, qb, pair[1]),
-                d, d, None, out.workspace(_core.gemm_workspace_bytes(*mnk, True)), 1.0, 1.0, False,
+                d, d, None, out.workspace(_core.gemm_workspace_bytes(*(runner.IDS[f] for f in pair), *mnk, True)), 1.0, 1.0, False,
             )  # fmt: skip
             runner.same_bits(out.read()["d"], apart, f"{pair} {mnk}: c is d")
 

@@ -30,8 +30,12 @@ EXTENTS = ((400, 272), (16, 1024), (592, 64), (208, 144))  # columns that tiles 
 SIMULATED_SMS = 4
 
 
-TENSORS = ("a_data", "a_scale_inv", "b_data", "b_scale_inv", "offsets", "d", "c", "bias")
-INTEGERS = ("a_format", "b_format", "kind", "align", "fast_accum", "sm_count", "seed")
+TENSORS = (
+    "a_data", "a_scale_inv", "a_amax", "b_data", "b_scale_inv", "b_amax", "offsets", "d", "c", "bias"
+)  # fmt: skip
+INTEGERS = (
+    "a_format", "a_columnwise", "b_format", "b_columnwise", "kind", "align", "fast_accum", "sm_count", "seed",
+)  # fmt: skip
 FLOATS = ("alpha", "beta")
 
 
@@ -74,11 +78,17 @@ def check(library: ctypes.CDLL, case: Case, **options: Any) -> None:
 def taken(pair: tuple[str, str]) -> list[Case]:
     """The cases that the kernel takes."""
     drawn = [case for product in PRODUCTS for case in grouped_cases([pair], GROUPS, EXTENTS, products=[product])]
-    unit = 32 if pair[0] in cases.TENSOR_FORMATS else 128
+    unit = 16 if pair in DECODED else 32 if pair[0] in cases.TENSOR_FORMATS else 128
     return [case for case in drawn if case.product != "wgrad" or case.align >= unit]
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+DECODED = [
+    ("mxfp8_e4m3", "mxfp8_e4m3"), ("mxfp8_e5m2", "mxfp8_e4m3"), ("nvfp4", "nvfp4"), ("mxfp8_e4m3", "nvfp4"),
+    ("fp8_e4m3_tensor", "mxfp8_e5m2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("pair", [*PAIRS, *DECODED], ids="-".join)
 def test_products(pair, library):
     for case in taken(pair):
         check(library, case)

@@ -203,7 +203,7 @@ def test_11_no_host_callback_and_no_hidden_memory(recipe, monkeypatch):
     assert set(re.findall(r'custom_call_target="([^"]*)"', text)) == set(tools.custom_calls(text))
     assert not re.search(r"\b(infeed|outfeed|send|recv)\(", text)
     # CUDA alone takes a workspace, as one more result, sized by the shape.
-    monkeypatch.setattr(quantize_ops._core, "gemm_workspace_bytes", lambda m, n, k, epilogue: m * n * k + epilogue)
+    monkeypatch.setattr(quantize_ops._core, "gemm_workspace_bytes", lambda a, b, m, n, k, more: m * n * k + more)
     monkeypatch.setattr(quantize_ops._core, "bias_grad_workspace_bytes", lambda m, n: m + n)
     lowered = {
         platform: jax.jit(functools.partial(train, recipe)).trace(*args).lower(lowering_platforms=(platform,)).as_text()

@@ -58,7 +58,7 @@ FUSED = _core.fused_table()
 """Numbers of norms, activations and sources, by name."""
 MOE = _core.moe_table()
 """Numbers of the kinds of routing maps, by name, and the limits of the ops that move rows."""
-_GROUP_KINDS = _core.group_kinds()
+GROUP_KINDS = _core.group_kinds()
 _COPY = ("format", "columnwise", "has_amax")
 
 
@@ -298,7 +298,7 @@ def grouped_gemm_attributes(
     options: GemmOptions,
 ) -> dict[str, np.generic]:
     """Returns grouped_gemm's attributes. `a`, `b`: as in `gemm_attributes`. `kind`: "rows" or "depth"."""
-    ints = _copies(a, b) | _ints(has_bias=has_bias, has_c=has_c, kind=_GROUP_KINDS[kind], align=align, rotated=rotated)
+    ints = _copies(a, b) | _ints(has_bias=has_bias, has_c=has_c, kind=GROUP_KINDS[kind], align=align, rotated=rotated)
     return _common(batch) | ints | _ints(**options._asdict()) | {"alpha": np.float32(alpha)}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -94,7 +95,8 @@ def _gemm_finish(ctx: Any, platform: str, batch: Batch, **params: Any) -> Any:
         raise UnsupportedError(f"gemm: no CPU kernel for {a[0]} x {b[0]} [{m}, {n}, {k}]; nearest: {rows}")
     epilogue = params["has_bias"] or float.fromhex(params["beta"]) != 0.0
     aliases = in_place(batch, {len(ctx.avals_in) - 1: 0}) if params["has_c"] else {}
-    return aliases, workspace_bytes("gemm", platform, (*sizes, epilogue), _core.gemm_workspace_bytes)
+    rule = functools.partial(_core.gemm_workspace_bytes, a_id, b_id)
+    return aliases, workspace_bytes("gemm", platform, (*sizes, epilogue), rule)
 
 
 gemm_p = primitive("gemm", _gemm_abstract, _gemm_attributes, _gemm_finish)

@@ -7,6 +7,7 @@ tensor, CUDA clamps each to between the one before it and R. The ops have no der
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -185,8 +186,17 @@ def _grouped_gemm_attributes(
     return ffi.grouped_gemm_attributes(batch, a_copy, b_copy, kind=kind, alpha=float.fromhex(alpha), **params)
 
 
-def _grouped_gemm_finish(ctx: Any, platform: str, batch: Batch, has_c: bool, **_: Any) -> Any:
-    return (in_place(batch, {len(ctx.avals_in) - 1: 0}) if has_c else {}), None
+def _grouped_gemm_finish(
+    ctx: Any, platform: str, batch: Batch, a: tuple[str, bool], b: tuple[str, bool], has_c: bool, **_: Any
+) -> Any:
+    aliases = in_place(batch, {len(ctx.avals_in) - 1: 0}) if has_c else {}
+    ids = (format_by_name(fmt).id for fmt, _ in (a, b))
+    shape = _sizes(ctx.avals_in, batch, a, b)
+    rule = functools.partial(_core.grouped_gemm_workspace_bytes, *ids, ffi.GROUP_KINDS[shape.kind])
+    at = copy_length(a[0]) + copy_length(b[0])
+    groups = _groups("grouped_gemm", ctx.avals_in[at], batch.axes[at])
+    sizes = (shape.out[-2], shape.n, shape.k, groups)
+    return aliases, workspace_bytes("grouped_gemm", platform, sizes, rule) or None
 
 
 grouped_gemm_p = primitive(

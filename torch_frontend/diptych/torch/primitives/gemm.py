@@ -41,7 +41,7 @@ def _run_gemm(
     options: tuple[bool, ...],
 ) -> None:
     epilogue = bias is not None or beta != 0.0
-    scratch = workspace(_core.gemm_workspace_bytes(*mnk, epilogue), d.device) if d.is_cuda else None
+    scratch = workspace(_core.gemm_workspace_bytes(a[3], b[3], *mnk, epilogue), d.device) if d.is_cuda else None
     if bias is not None:
         bias = bias.contiguous()
     c = d if beta != 0.0 else None

@@ -214,6 +214,32 @@ def _shape_of(a: Copy, b: Copy, offsets: Tensor) -> grouped.GroupedShape:
     return _shape(offsets.shape[0] - 1, a[3], a[4], a[0].shape, b[3], b[4], b[0].shape)
 
 
+def _product(
+    a: Copy,
+    b: Copy,
+    offsets: Tensor,
+    d: Tensor,
+    bias: Tensor | None,
+    shape: grouped.GroupedShape,
+    align: int,
+    rotated: bool,
+    alpha: float,
+    beta: float,
+    options: tuple[bool, ...],
+) -> None:
+    """d = alpha * the product + bias + beta * d."""
+    kind, scratch = _KINDS[shape.kind], None
+    if d.is_cuda:
+        sizes = shape.out[-2], shape.n, shape.k, offsets.shape[0] - 1
+        scratch = workspace(_core.grouped_gemm_workspace_bytes(a[3], b[3], kind, *sizes), d.device)
+    bias = None if bias is None else bias.contiguous()
+    c = d if beta != 0.0 else None
+    _core.grouped_gemm(
+        *contiguous(a), *contiguous(b), offsets.contiguous(), d, c, bias, scratch, kind, align, rotated, alpha, beta,
+        *options,
+    )  # fmt: skip
+
+
 def _grouped_gemm(
     a_data: Tensor, a_scale_inv: Tensor, a_amax: Tensor | None, a_format: int, a_columnwise: bool,
     b_data: Tensor, b_scale_inv: Tensor, b_amax: Tensor | None, b_format: int, b_columnwise: bool,
@@ -224,11 +250,7 @@ def _grouped_gemm(
     a, b = (a_data, a_scale_inv, a_amax, a_format, a_columnwise), (b_data, b_scale_inv, b_amax, b_format, b_columnwise)
     shape = _shape_of(a, b, offsets)
     d = torch.empty(shape.out, dtype=out_dtype, device=a_data.device)
-    bias = None if bias is None else bias.contiguous()
-    _core.grouped_gemm(
-        *contiguous(a), *contiguous(b), offsets.contiguous(), d, None, bias, _KINDS[shape.kind], align, rotated, alpha,
-        0.0, *options,
-    )  # fmt: skip
+    _product(a, b, offsets, d, bias, shape, align, rotated, alpha, 0.0, options)
     return d
 
 
@@ -262,10 +284,7 @@ def _grouped_gemm_into(
     a, b = (a_data, a_scale_inv, a_amax, a_format, a_columnwise), (b_data, b_scale_inv, b_amax, b_format, b_columnwise)
     shape = _shape_of(a, b, offsets)
     _check_acc(acc, shape)
-    _core.grouped_gemm(
-        *contiguous(a), *contiguous(b), offsets.contiguous(), acc, acc, None, _KINDS[shape.kind], align, rotated, 1.0,
-        1.0, *options,
-    )  # fmt: skip
+    _product(a, b, offsets, acc, None, shape, align, rotated, 1.0, 1.0, options)
     wrote(acc)
 
 
