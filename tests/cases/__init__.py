@@ -1,6 +1,7 @@
 """The case tables that every test loops over: formats, dtypes, shapes, value sets, options."""
 
 from cases.products import (
+    DECODED_PAIRS,
     GEMM_EPILOGUES,
     GEMM_PAIRS,
     GEMM_SHAPES,
@@ -30,6 +31,7 @@ from cases.quantizing import (
 from cases.values import GRIDS, INPUT_DTYPES, SEED, VALUE_SETS, draw, report_header, rng_for
 
 __all__ = [
+    "DECODED_PAIRS",
     "DIVIDE_FORMATS",
     "FORMATS",
     "GEMM_EPILOGUES",

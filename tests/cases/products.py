@@ -35,6 +35,11 @@ GEMM_PAIRS = tuple(
     for family in (("tensor",), ("1x128", "128x128"), ("mxfp8",), ("nvfp4",))
     for a, b in itertools.product([f for f in FORMATS if any(word in f.split("_") for word in family)], repeat=2)
 )
+# Products that Hopper decodes to bfloat16 for its tensor cores
+_BFLOAT16 = [f for f in FORMATS if "1x128" not in f and "128x128" not in f]
+DECODED_PAIRS = {
+    (a, b) for a, b in itertools.product(_BFLOAT16, repeat=2) if not a.endswith("tensor") or not b.endswith("tensor")
+}
 # All others: the CPU and the emulated kernel take any two formats.
 MIXED_PAIRS = tuple(pair for pair in itertools.product(FORMATS, repeat=2) if pair not in GEMM_PAIRS)
 # (alpha, beta, bias dtype, out dtype), taking turns

@@ -133,7 +133,9 @@ def _stack(be: Any, copies: list[oracle.Copy], like: oracle.Copy, fmt: str, offs
 def _workspace_bytes(p: Problem, formats: tuple[str, str]) -> int:
     ids = (runner.IDS[f] for f in formats)
     kind = KINDS["depth" if p.depth else "rows"]
-    return _core.grouped_gemm_workspace_bytes(*ids, kind, *p.shape[-2:], p.a.shape[0 if p.depth else 1], len(p.offsets) - 1)
+    return _core.grouped_gemm_workspace_bytes(
+        *ids, kind, *p.shape[-2:], p.a.shape[0 if p.depth else 1], len(p.offsets) - 1
+    )
 
 
 def arguments(be: Any, p: Problem, formats: tuple[str, str], out: runner.Outputs, offset: int = 0) -> dict[str, Any]:

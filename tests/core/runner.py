@@ -265,9 +265,7 @@ def gemm(
         d=out.new("d", mnk[:2], out_dtype),
         c=None if c is None else be.put(c, c.dtype.name),
         bias=None if bias is None else be.put(bias, bias.dtype.name),
-        workspace=out.workspace(
-            _core.gemm_workspace_bytes(IDS[a_fmt], IDS[b_fmt], *mnk, epilogue)
-        ),
+        workspace=out.workspace(_core.gemm_workspace_bytes(IDS[a_fmt], IDS[b_fmt], *mnk, epilogue)),
         alpha=alpha,
         beta=beta,
         fast_accum=fast_accum,

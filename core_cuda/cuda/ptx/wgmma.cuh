@@ -16,8 +16,8 @@ namespace diptych::cuda::ptx {
 enum class Element { e4m3, e5m2, bf16 };
 
 // Rows of 128 bytes, eight of them in 1024 bytes, 16-byte chunk c of row r at c ^ (r % 8): what a tensor map with the
-// 128-byte swizzle writes. `at`, an address in units of 16 bytes, is in the first of eight rows; the next 32 bytes of k are at
-// `at` + 2.
+// 128-byte swizzle writes. `at`, an address in units of 16 bytes, is in the first of eight rows; the next 32 bytes of k
+// are at `at` + 2.
 __device__ __forceinline__ uint64_t matrix(uint32_t at) {
   // The upper half is the same for all, so that only the lower one needs computing.
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62, kEightRows = uint64_t{1024 / 16} << 32;

@@ -100,7 +100,7 @@ def gemm(
     fast_accum: bool,
 ) -> None: ...
 def bias_grad(dy: Operand, out: Operand, workspace: Operand | None) -> None: ...
-def gemm_workspace_bytes(m: int, n: int, k: int, epilogue: bool) -> int: ...
+def gemm_workspace_bytes(a_format: int, b_format: int, m: int, n: int, k: int, epilogue: bool) -> int: ...
 def bias_grad_workspace_bytes(m: int, n: int) -> int: ...
 def norm(
     x: Operand,
@@ -194,6 +194,7 @@ def grouped_gemm(
     d: Operand,
     c: Operand | None,
     bias: Operand | None,
+    workspace: Operand | None,
     kind: int,
     align: int,
     rotated: bool,
@@ -201,6 +202,9 @@ def grouped_gemm(
     beta: float,
     fast_accum: bool,
 ) -> None:
+    """kind is a number from group_kinds()."""
+
+def grouped_gemm_workspace_bytes(a_format: int, b_format: int, kind: int, m: int, n: int, k: int, groups: int) -> int:
     """kind is a number from group_kinds()."""
 
 def grouped_bias_grad(dy: Operand, offsets: Operand, out: Operand, workspace: Operand | None) -> None: ...

@@ -26,7 +26,8 @@ from diptych.core import _core
 
 ISAS = runner.isas()
 TENSOR, BLOCK, MX, NV = "fp8_e4m3_tensor", "fp8_e4m3_1x128", "mxfp8_e4m3", "nvfp4"
-CPU, NATIVE, EMULATED = "cpu.grouped_gemm", "cuda.grouped_native", "cuda.grouped_emulated"
+CPU, NATIVE = "cpu.grouped_gemm", "cuda.grouped_native"
+DECODED, EMULATED = "cuda.grouped_decoded", "cuda.grouped_emulated"
 FAMILIES = (
     ("fp8_e4m3_tensor", "fp8_e5m2_tensor"),
     ("fp8_e5m2_1x128", "fp8_e4m3_128x128"),
@@ -254,18 +255,27 @@ def suits_native(case: Case, align: int) -> bool:
     return divide and whole and (case.product != "wgrad" or align % (32 if a.per_tensor else 128) == 0)
 
 
+def suits_decoded(case: Case, align: int) -> bool:
+    """Whether Hopper's bfloat16 tensor cores have to take a product."""
+    whole = min(case.rows, case.n, case.inner) > 0 and (case.product != "wgrad" or align % 16 == 0)
+    return formats(case) in cases.DECODED_PAIRS and whole
+
+
 def check_cuda(case: Case, ran: set[str], **changes: Any) -> None:
     be, problem = runner.Torch(), case.make()
     arch = _core.cuda_info()["archs"][0]
     native = arch == 90 and not changes.get("offset") and suits_native(case, changes.get("align", 1))
-    kernel = NATIVE if native else EMULATED
+    decoded = arch == 90 and suits_decoded(case, changes.get("align", 1))
+    kernel = NATIVE if native else DECODED if decoded else EMULATED
     before = runner.want_calls(kernel)
     got = grouped_gemm(be, problem, formats(case), **changes)
     empty = case.rows == 0 and case.product != "wgrad"
     assert runner.want_calls(kernel) == before + 1 or empty, f"{case}: {kernel} did not run"
     ran.add(kernel)
     fast = {"accumulator_bits": 14}
-    accumulate = {EMULATED: {}, NATIVE: fast if changes.get("fast_accum") else fast | {"promote_every": 128}}[kernel]
+    accumulate = {}
+    if kernel == NATIVE:
+        accumulate = fast if changes.get("fast_accum") else fast | {"promote_every": 128}
     exact, allowed = problem.float64(), problem.tolerance(**accumulate)
     error = np.abs(got.astype(np.float64) - exact)
     assert (error <= allowed).all(), f"{case}: {(error / allowed).max():.2f} x the tolerance on {kernel}"
@@ -287,7 +297,7 @@ def test_tolerance_on_cuda(pair, cuda):
         for case in grouped_cases([pair], [*groups, *partial], ALIGNED, products=[product]):
             check_cuda(case, ran, align=case.align)
     native = _core.cuda_info()["archs"][0] == 90 and all(oracle.FORMATS[f].rule == "divide" for f in pair)
-    assert ran >= ({EMULATED, NATIVE} if native else {EMULATED})
+    assert ran >= ({EMULATED, NATIVE} if native else set()) and ran & {DECODED, EMULATED}
 
 
 @pytest.mark.cuda
