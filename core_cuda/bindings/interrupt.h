@@ -8,8 +8,8 @@ namespace diptych::bind {
 // Records which thread is the main one. Called once, with the GIL, while the module is imported.
 void find_main_thread();
 
-// Returns the function that ops of this thread should call to learn whether to stop; they run without the GIL. When it
-// returns true, a Python exception is set. Null on every thread but the main one, since only that runs signal handlers.
+// Returns the function that ops of this thread call, without the GIL, to check whether to stop. If it returns true, a
+// Python exception is set. Null on every thread but the main one, since only the main thread runs signal handlers.
 cpu::Interruptible::Ask signals_of_this_thread();
 
 }  // namespace diptych::bind

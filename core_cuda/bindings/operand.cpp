@@ -52,7 +52,7 @@ void require_count(const TensorView& v, const char* arg) {
   int64_t bytes = diptych::bytes(v.dtype);
   for (int i = 0; i < v.rank; ++i)
     if (v.shape[i] < 0 || (v.shape[i] > 0 && __builtin_mul_overflow(bytes, v.shape[i], &bytes)))
-      throw py::value_error(who(arg) + " has extents whose product is no int64");
+      throw py::value_error(who(arg) + " has extents whose product does not fit int64");
 }
 
 bool foreign_order(char order) {  // a byte order of the struct module

@@ -37,16 +37,16 @@ class Program : public std::enable_shared_from_this<Program> {
   void add(Status (*op)(const Args&, const Execution&), Args args, const Call& call);
 
  private:
-  struct Form {  // of an input, which is dense
+  struct Form {  // the form of an input; inputs are dense
     PyTypeObject* type;
     const dl::ExchangeApi* api;
     dl::DataType dtype;
     dl::Device device;
     std::vector<int64_t> shape;
   };
-  struct Place {        // where a view of the ops lies
-    py::object object;  // its tensor, until the program is sealed
-    int index = -1;     // its tensor among inputs and outputs; -1: in the workspace
+  struct Place {        // where a view that an op uses lies
+    py::object object;  // the tensor that the view belongs to, until the program is sealed
+    int index = -1;     // index of that tensor among inputs and outputs; -1: in the workspace
     int64_t offset = 0;
   };
   using Step = std::function<Status(void* const* data, const Execution& exec)>;

@@ -1,5 +1,5 @@
-// quantize_stack quantizes each tensor of a stack as quantize would: with one kernel where one takes stacks, else one
-// tensor after the other.
+// quantize_stack quantizes each tensor of a stack as quantize would: with a single kernel if one supports the stack,
+// else tensor by tensor.
 #include "diptych/stack.h"
 
 #include <optional>

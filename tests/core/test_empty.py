@@ -154,5 +154,5 @@ def test_an_empty_extent_takes_no_time(call):
 
 def test_extents_that_no_int64_counts():
     x = (ctypes.c_float * 0 * (1 << 40) * (1 << 40))()
-    with pytest.raises(ValueError, match="argument 'x' has extents whose product is no int64"):
+    with pytest.raises(ValueError, match="argument 'x' has extents whose product does not fit int64"):
         _core.amax((x, F32), f32(1), None, 0)

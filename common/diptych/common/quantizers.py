@@ -325,7 +325,7 @@ class NVFP4Quantizer(_BuiltIn):
         for name in ("row_scaled_nvfp4", "with_rht", "stochastic_rounding"):
             if self.with_2d_quantization and getattr(self, name):
                 raise ValueError(
-                    f"NVFP4Quantizer: with_2d_quantization makes both copies alike; {name} would part them"
+                    f"NVFP4Quantizer: with_2d_quantization makes both copies alike; {name} would make them differ"
                 )
 
     @functools.cached_property

@@ -20,9 +20,9 @@ Status guarded(const char* op, Fn fn) {
     IeeeScope ieee;
     return fn();
   } catch (const Interrupted&) {
-    return Status(Code::interrupted, std::string(op) + ": interrupted; what it was writing is undefined");
+    return Status(Code::interrupted, std::string(op) + ": interrupted; its outputs are undefined");
   } catch (const std::bad_alloc&) {
-    return Status(Code::runtime, std::string(op) + ": not enough memory for its working space");
+    return Status(Code::runtime, std::string(op) + ": not enough memory for its scratch space");
   } catch (const std::exception& e) {
     return Status(Code::runtime, std::string(op) + ": " + e.what());
   }

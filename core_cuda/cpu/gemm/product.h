@@ -26,7 +26,8 @@ struct Product {
   int64_t work() const { return std::max<int64_t>(k.length, 1) * n * (m + 16); }
 };
 
-inline constexpr int64_t kThreadedWork = 1 << 21;  // for one product or several: from here on threads are worth waking
+// The least work, of one product or of several together, for which waking threads pays.
+inline constexpr int64_t kThreadedWork = 1 << 21;
 
 // Sets p's operands, reduced axis and blocks. Returns an error that names `op` if the blocks do not nest or an element
 // is not supported.

@@ -20,7 +20,7 @@ Status run(const GroupedGemmArgs& args) {
   all.d = args.d.data, all.c = args.c.data, all.d_type = args.d.dtype, all.bias_type = args.bias.dtype;
   all.alpha = args.alpha, all.beta = args.beta;
 
-  std::vector<Product> small;  // products that one thread computes each
+  std::vector<Product> small;  // products that are too small to be divided among threads
   int64_t work = 0;
   const auto add = [&](Product p) {
     if (p.m == 0 || p.n == 0) return;

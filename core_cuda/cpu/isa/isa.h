@@ -44,7 +44,7 @@ struct Epilogue {
 struct Kernels {
   const char* name;
 
-  // max over finite |x|, 0 if there is none; so also in column_amax and segment_amax
+  // max over finite |x|, or 0 if no element is finite; column_amax and segment_amax do the same
   float (*amax)(DType, const void* x, int64_t n);
   void (*load)(DType, const void* x, int64_t n, float* out);
   // out[c] = max over rows of |x[., c]|
@@ -96,7 +96,7 @@ struct Kernels {
   void (*epilogue)(const Epilogue&, const float* acc, int64_t n);
 };
 
-const Kernels& kernels();  // those of the instruction set in use
+const Kernels& kernels();  // the kernels of the instruction set in use
 
 const Kernels* avx512_kernels();  // null on other processors than x86-64
 const Kernels* avx2_kernels();

@@ -98,7 +98,7 @@ DIPTYCH_INLINE VF exp_of_negative(VF v) {
   // (exp(r) - 1 - r) / r^2 on |r| <= 0.3475
   const VF p = (((0x1.6d44b6p-10f * r + 0x1.120cbep-7f) * r + 0x1.5554e8p-5f) * r + 0x1.5554dcp-3f) * r + 0.5f;
   const VF e = 1.0f + (r + (r * r) * p);
-  // Times 2^n in two steps, of which the first is exact and the second may round to a subnormal.
+  // Multiplies by 2^n in two steps: the first is exact, and the second may round to a subnormal.
   const VI power = (bits_as<VI>(shifted) - bits_as<int32_t>(kWhole) + (127 + 64)) << 23;
   return e * bits_as<VF>(power) * 0x1p-64f;
 }

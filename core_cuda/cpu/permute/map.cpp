@@ -54,7 +54,8 @@ Status permute_map(const PermuteMapArgs& a, const Execution&) {
     constexpr int64_t kChunk = 1 << 12;
     const int64_t chunks = ceil_div(items, kChunk);
     const bool threaded = entries >= kThreadedElements;
-    std::vector<int32_t> next(chunks * experts);  // of each chunk and expert: how many rows, then the first one's row
+    // For each chunk and expert: first the number of rows, later the chunk's next row in the expert's region.
+    std::vector<int32_t> next(chunks * experts);
     for_tasks(chunks, threaded, [&](int64_t c) {
       int32_t* count = &next[c * experts];
       each_entry(a, experts, c * kChunk, std::min(items, (c + 1) * kChunk), [&](int64_t, int64_t e) { ++count[e]; });

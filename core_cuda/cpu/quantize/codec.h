@@ -65,10 +65,10 @@ DIPTYCH_INLINE I finish_code(I code, I u, I magnitude) {
 // float32 -> code of a small element, round to nearest even, saturating; any NaN -> all bits but the sign, and with
 // `inf_is_nan` infinity too
 //
-// Adding 2^d times the power of two below a (no less than the smallest normal), d the bits to drop, leaves a float
-// whose last bits count steps of the element's grid, correctly rounded, subnormals included. Its exponent, shifted down
-// beside them, completes the code; kAlign, an even number of steps added on the way, makes the two biases cancel in the
-// low 7 bits.
+// Let p be the largest power of two that is at most a, but at least the element's smallest normal. In the float sum
+// a + 2^kDrop * p, one unit in the last place is one step of the element's grid at a, so the addition rounds a to that
+// grid, subnormals included. The sum's last bits are the code's mantissa, and its exponent, shifted down and added, is
+// the code's exponent. kAlign, an even number of steps, is added too, so that the two biases cancel in the low 7 bits.
 template <class E, class I, bool inf_is_nan = false, class F>
 DIPTYCH_INLINE I encode(F x) {
   constexpr int kDrop = 23 - E::kMantissa;

@@ -28,7 +28,7 @@ DIPTYCH_HD float reciprocal_near_one(float x) {
 #endif
 }
 
-// exp(v) for v <= 0, within 1 ulp; -inf gives 0, NaN gives anything.
+// exp(v) for v <= 0, within 1 ulp; -inf gives 0. For NaN the result is arbitrary.
 DIPTYCH_HD float exp_of_negative(float v) {
   constexpr float kLeast = -104.0f;  // its exponential is less than half the smallest subnormal
   constexpr float kLog2e = 0x1.715476p+0f, kLn2High = 0x1.63p-1f, kLn2Low = -0x1.bd0106p-13f;

@@ -25,7 +25,7 @@ DIPTYCH_HD Words4 philox(uint64_t key, uint64_t counter_lo, uint64_t counter_hi)
 }
 
 // Random bytes of stochastic rounding (NUMERICS 5): block b holds elements 16 b .. 16 b + 15 of the copy that is
-// written. `rng` is low and high words of seed and offset; the columnwise copy draws at the next offset.
+// written. `rng` holds the low and high words of seed and offset; the columnwise copy draws at the next offset.
 DIPTYCH_HD Words4 rounding_bytes(const uint32_t* rng, bool columnwise, uint64_t b) {
   const uint64_t seed = rng[0] | static_cast<uint64_t>(rng[1]) << 32;
   const uint64_t offset = (rng[2] | static_cast<uint64_t>(rng[3]) << 32) + (columnwise ? 1 : 0);

@@ -25,9 +25,9 @@ struct Lanes {
   __device__ __forceinline__ int64_t row() const { return first_row() + (threadIdx.x >> log_wide); }
 };
 
-// Returns the arrangement for a source that In reads; a typed gradient of a gate runs along one half for both. Each
-// thread takes `unit` rows, or if `wanted` is not 0, the multiple of `unit` rows that gives about `wanted` thread
-// blocks.
+// Returns the arrangement for a source that In reads. For the typed gradient of a gated activation, threads run along
+// the columns of one half and compute both halves. Each thread takes `unit` rows, or if `wanted` is not 0, the multiple
+// of `unit` rows that gives about `wanted` thread blocks.
 template <typename In>
 Lanes lanes_of(const SourceArgs& p, int unit, int64_t wanted) {
   Lanes l;

@@ -46,8 +46,8 @@ void fields(PermuteMapArgs& a, F&& f) {
 struct ChunkMapArgs {
   TensorView split_sizes;  // [C] int32
   TensorView order;        // [C] int32
-  TensorView row_id_map;   // [T, 1] int32: as above
-  TensorView row_source;   // [T] int32
+  TensorView row_id_map;   // [T, 1] int32: the destination of each row, or -1
+  TensorView row_source;   // [T] int32: the row that each destination row comes from, or -1
 };
 
 // Calls f with each tensor of the arguments and its role.
@@ -138,7 +138,7 @@ struct UnpermuteGradArgs {
   TensorView dy;          // [T, H] float32 | bfloat16 | float16, on the CPU also float64
   TensorView row_id_map;  // [T, slots] int32
   TensorView row_source;  // [rows] int32
-  TensorView probs;       // [T, slots], as above
+  TensorView probs;       // [T, slots], as in UnpermuteArgs
   TensorView dx;          // [rows, H] of dy's dtype
   TensorView x;           // [rows, H] of dy's dtype, with dprobs
   TensorView dprobs;      // [T, slots] of probs' dtype, optional

@@ -35,7 +35,7 @@ void fields(LogAmaxArgs& a, F&& f) {
 struct ScaleUpdateArgs {
   TensorView history;  // [n, L] float32
   TensorView scale;    // [n] float32
-  TensorView reduced;  // [n] float32, optional: amaxes after reduction over a group
+  TensorView reduced;  // [n] float32, optional: amaxes after reduction over a process group
   TensorView amax;     // [n] float32, optional: chosen by a caller's own algorithm, used where the latest amax is not 0
   TensorView new_history;  // [n, L] float32
   TensorView new_scale;    // [n] float32

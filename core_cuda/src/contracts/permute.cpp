@@ -54,7 +54,7 @@ Status numbers(const char* op, const char* arg, const TensorView& t, const Devic
 Status per_slot(const char* op, const char* arg, const TensorView& t, const TensorView& map, bool wide,
                 const Device& device) {
   DIPTYCH_TRY(present(op, arg, t, device));
-  DIPTYCH_TRY(float_type(op, arg, t, wide, wide ? " or float64" : " beside such rows"));
+  DIPTYCH_TRY(float_type(op, arg, t, wide, wide ? " or float64" : " unless the rows are float64"));
   return of_shape(op, arg, t, map.rows(), map.cols());
 }
 
@@ -88,7 +88,8 @@ Status check(const PermuteMapArgs& a, const Device& device) {
   DIPTYCH_TRY(of_shape(op, "row_id_map", a.row_id_map, tokens, slots));
   DIPTYCH_TRY(integers(op, "tokens_per_expert", a.tokens_per_expert, device));
   const int64_t experts = a.tokens_per_expert.numel();
-  if (experts < 1) return {Code::shape, std::string(op) + ": tokens_per_expert has no element; there is no expert"};
+  if (experts < 1)
+    return {Code::shape, std::string(op) + ": tokens_per_expert is empty; there must be at least one expert"};
   DIPTYCH_TRY(few(op, "experts", experts));
   if (a.kind == RoutingMap::mask) DIPTYCH_TRY(of_numel(op, "tokens_per_expert", a.tokens_per_expert, slots));
   DIPTYCH_TRY(holds(op, "expert_offsets", a.expert_offsets, DType::i32, experts + 1, device));

@@ -28,7 +28,7 @@ Status known_flags(const char* op, int32_t flags, int32_t known) {
   if ((flags & kRhtSigns) && !(flags & kRht))
     return {Code::value, std::string(op) + ": random signs belong to the Hadamard transform, which was not asked for"};
   if ((flags & ~known) == 0) return {};
-  return {Code::value, std::string(op) + ": flags " + std::to_string(flags) + " hold an option that it does not know"};
+  return {Code::value, std::string(op) + ": flags " + std::to_string(flags) + " hold an unknown option"};
 }
 
 // The input suits the Hadamard transform: bfloat16, and rows in multiples of 16.
@@ -128,7 +128,7 @@ Status options(const QuantizeArgs& a) {
   if (square && (a.spec.flags & (kRowAmax | kRht | kStochastic)))
     return refuse(
         "square blocks make both copies alike; an amax per row, a Hadamard transform or stochastic rounding "
-        "would part them");
+        "would make them differ");
   if (a.spec.has(kRowAmax) && !a.rowwise.given())
     return refuse("an amax per row is for the rowwise copy, which was not asked for");
   if (a.spec.has(kRht)) {

@@ -152,7 +152,7 @@ BAD: list[tuple[str, Callable[[Good], dict[str, Any]], type[Exception], list[str
     ("permute_map", lambda g: {"align": 2**31 - 1}, ValueError, ["padding", "2147483647"]),
     ("permute_map", lambda g: {"row_id_map": g.buffer(T, 4)}, ValueError, ["row_id_map", "[40, 3]", "[40, 4]"]),
     ("permute_map", lambda g: {"row_id_map": g.ones(T, SLOTS)}, TypeError, ["row_id_map", "int32"]),
-    ("permute_map", lambda g: {"tokens_per_expert": g.buffer(0)}, ValueError, ["no expert"]),
+    ("permute_map", lambda g: {"tokens_per_expert": g.buffer(0)}, ValueError, ["at least one expert"]),
     ("permute_map", lambda g: {"tokens_per_expert": g.buffer(2049), "expert_offsets": g.buffer(2050)},
      NotImplementedError, ["2049 experts", "2048"]),
     ("permute_map", lambda g: {"expert_offsets": g.buffer(4)}, ValueError, ["expert_offsets", "[5]"]),

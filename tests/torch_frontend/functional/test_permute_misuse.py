@@ -57,7 +57,7 @@ CASES: list[Case] = [
     (_unpermute(None, IDS), TypeError, "moe_unpermute: inp must be a torch.Tensor, got NoneType"),
     (_unpermute(ROWS, IDS.long()), TypeError, "moe_unpermute: row_id_map must be int32, got int64"),
     (_unpermute(ROWS.to("meta"), IDS), ValueError, "moe_unpermute: row_id_map is on cpu"),
-    (_unpermute(ROWS, IDS, PROBS.double()), TypeError, "merging_probs must be .* beside such rows, got float64"),
+    (_unpermute(ROWS, IDS, PROBS.double()), TypeError, "merging_probs must be .* unless the rows are float64"),
     (_unpermute(ROWS, IDS, pad_offsets=PROBS[0]), TypeError, "moe_unpermute: pad_offsets must be int32 or int64"),
     (_sort(X[0], [3, 3], [0, 1]), ValueError, "moe_sort_chunks_by_index: inp must be"),
     (_sort(X, NUMBERS, [0]), ValueError, "split_sizes has 5 chunks, and sorted_index names 1"),

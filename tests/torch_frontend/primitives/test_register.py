@@ -327,7 +327,7 @@ def _bad_calls():
             (history, scale),
             "margin must lie in -126..126",
         ),
-        "amax flags": (lambda t: ops.amax(t, 1, False)[0], (x,), "an option that it does not know"),
+        "amax flags": (lambda t: ops.amax(t, 1, False)[0], (x,), "an unknown option"),
         "amax rotation": (lambda t: ops.amax(t, RHT, False)[0], (x.bfloat16().repeat(4, 1),), "was not asked for"),
         "format id": (lambda d, s: ops.dequantize(d, s, None, 99, False, torch.float32), a[:2], "format id 99"),
         "payload": (lambda d, s: ops.dequantize(d, s, None, 1, False, torch.float32), a[:2], "float8_e5m2"),

@@ -209,7 +209,7 @@ def require_floats(op: str, x: Operand, wide: bool = True) -> None:
     """**Raises** DTypeError unless x is in high precision or, where `wide`, float64."""
     if x.dtype in HIGH_PRECISION or (wide and x.dtype == "float64"):
         return
-    allowed = one_of(SUMMED) if wide else f"{one_of(HIGH_PRECISION)} beside such rows"
+    allowed = one_of(SUMMED) if wide else f"{one_of(HIGH_PRECISION)} unless the rows are float64"
     raise DTypeError(f"{op}: {x.name} must be {allowed}, got {x}")
 
 

@@ -36,7 +36,7 @@ def amax(x: Operand, flags: int, columnwise: bool, encoded: Shape | None = None)
     if flags & RHT_SIGNS and not flags & RHT:
         raise ValueError(f"{op}: random signs belong to the Hadamard transform, which was not asked for")
     if flags & ~(ROW_AMAX | RHT | RHT_SIGNS):
-        raise ValueError(f"{op}: flags {flags} hold an option that it does not know")
+        raise ValueError(f"{op}: flags {flags} hold an unknown option")
     if not flags & RHT:
         return ()
     if not columnwise:

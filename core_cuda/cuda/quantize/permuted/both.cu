@@ -22,8 +22,8 @@ struct BothArgs {
   float max_reciprocal;  // E8M0
 };
 
-// A thread's tile and its patch of that. Rows and columns are below 2^31; 32-bit indices save registers in a kernel
-// that is short of them.
+// A thread's tile and the thread's patch in it. Rows and columns are below 2^31; 32-bit indices save registers in a
+// kernel that is short of them.
 template <int kTileRows, int kTileCols, typename Index>
 struct Spot {
   static constexpr int kRows = kTileRows, kCols = kTileCols;
@@ -32,7 +32,7 @@ struct Spot {
   unsigned lane, warp, patch_row, patch_col;
   uint32_t tile_m, tile_k;
   Index row0, col0, row, col;
-  int rows, cols;  // those of the tile that exist
+  int rows, cols;  // number of the tile's rows and columns that exist
 
   __device__ __forceinline__ explicit Spot(const BothArgs& p)
       : lane(threadIdx.x % 32),

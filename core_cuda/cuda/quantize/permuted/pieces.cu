@@ -13,7 +13,7 @@ constexpr int kRounds = 4, kRound = 32 * 16, kPiece = kRounds * kRound;  // colu
 
 struct PieceArgs {
   RowParams row;
-  uint32_t k, rows, pieces, items, blocks;  // pieces of a row, of all tokens; blocks of a row
+  uint32_t k, rows, pieces, items, blocks;  // pieces: of one row; items: pieces of all tokens; blocks: of one row
   Divider by_pieces;
 };
 

@@ -16,9 +16,9 @@ namespace {
 
 constexpr uint32_t kPiece = 512;  // columns of a token that a warp takes: sixteen a lane, so a block has eight lanes
 constexpr int kTogether = 2;      // pieces that a warp reads at once for their maxima
-constexpr int64_t kStripOfX = 24 << 20;   // bytes of a strip of x, or as many as one piece of all tokens has
+constexpr int64_t kStripOfX = 24 << 20;   // bytes of a strip of x; more if one piece of every token has more
 constexpr int64_t kLeastWritten = 256e6;  // bytes; with fewer the launches cost more than L2 gains
-constexpr int64_t kLeastRows = 5;         // for each token
+constexpr int64_t kLeastRows = 5;         // least rows for each token
 constexpr int64_t kMostSlots = 8;         // slots of a token: as many as a block has lanes
 
 struct StripArgs {
@@ -29,7 +29,7 @@ struct StripArgs {
   float* scale;  // [tiles_m, tiles_k]; amaxes until their strip is written
   DivideRule rule;
   uint32_t k, tokens, slots, rows, tiles_m, tiles_k;
-  uint32_t cols, pieces, items;  // a strip's columns, its pieces of one token and of all tokens
+  uint32_t cols, pieces, items;  // a strip's columns; its pieces of one token; its pieces of all tokens
   Divider by_pieces;
   uint32_t strips, writers;  // the first thread blocks write, the others take maxima
   uint32_t turn;  // maxima are taken of strip `turn`, strip turn - 1 is written, scales of strip turn - 2 are inverted
