@@ -71,7 +71,7 @@ T scalar(py::handle value, const char* arg) {
 #define DIPTYCH_VALUE(type, name) name,
 #define DIPTYCH_ARG(type, name) , py::arg(#name)
 
-// Throws where no format has that number.
+// Returns the id of a format. Throws ValueError if no format has that number.
 inline FormatId known(int format) {
   if (valid(static_cast<FormatId>(format))) return static_cast<FormatId>(format);
   throw py::value_error("unknown format id " + std::to_string(format));

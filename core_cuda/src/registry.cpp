@@ -49,7 +49,7 @@ constexpr FormatSet kNvfp4 = kTwoLevel & formats_where([](const FormatRow& f) {
                                return f.element == DType::e2m1 && f.scale == DType::e4m3 && f.block_rows == 1 &&
                                       f.block_cols == 16 && f.columnwise == ColumnwiseLayout::transposed;
                              });
-// Formats that bfloat16 holds exactly, and per-tensor ones beside them
+// Formats whose scaled elements bfloat16 can hold, and per-tensor formats, which may be the other operand.
 constexpr FormatSet kDecoded = kMxfp8 | kNvfp4 | kPerTensor;
 constexpr FormatSet kCublasLt = formats_where([](const FormatRow& f) { return f.rule == ScaleRule::divide; });
 bool cublaslt_fits(const void* args, int arch) {

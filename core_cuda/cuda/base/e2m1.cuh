@@ -59,7 +59,7 @@ DIPTYCH_HD float e2m1_decode(uint32_t code) {
 
 // Two codes (the second in bits 4..7) -> two bfloat16 of 2^-126 times the values, the first in the lower half.
 DIPTYCH_HD uint32_t e2m1_pair_bits(uint32_t two) {
-  // Each product is two shifts: its parts do not overlap.
+  // Each multiplication shifts by two amounts at once; the shifted parts do not overlap.
   return (two * 0x00040040u & 0x01c001c0u) | (two * 0x01001000u & 0x80008000u);
 }
 

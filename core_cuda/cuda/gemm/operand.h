@@ -1,4 +1,4 @@
-// One operand of the products that decode to bfloat16: how a copy lies in memory, and where its scales are applied.
+// One operand of the products that decode to bfloat16: the layout of its copy, and where its scales are applied.
 #pragma once
 
 #include <bit>
@@ -9,7 +9,7 @@
 
 namespace diptych::cuda {
 
-constexpr int kTileOuter = 128, kTileK = 64;               // of emulated products
+constexpr int kTileOuter = 128, kTileK = 64;               // tile of emulated products
 constexpr int64_t kMostExtent = (int64_t{1} << 31) - 256;  // limit of each dimension, and of tiles
 
 // Where a scale is applied: tensor in the epilogue, block on partial sums, e8m0 and e4m3 in the operand.
@@ -30,7 +30,7 @@ struct Operand {
   bool vec;  // alignment permits one load of a fragment's 16 k (k_major: 8-byte loads of data and scales)
 };
 
-// Describes a copy that stands for [outer, k]. Refuses formats that bfloat16 does not hold.
+// Describes a copy as the operand [outer, k]. Returns an error for formats that bfloat16 cannot hold.
 inline Status make_operand(const char* op, const QuantizedView& q, int64_t outer, int64_t k, Operand* o) {
   const FormatRow& f = row(q.format);
   const auto unsupported = [&](const char* what) {

@@ -1,5 +1,5 @@
-// Products of MXFP8 and NVFP4 on Hopper, which has no tensor cores for them: the kernel of grouped products decodes
-// both operands to bfloat16 (NUMERICS 6) in the workspace, just ahead of the products that read them.
+// Products of MXFP8 and NVFP4 on Hopper, whose tensor cores do not take these formats: the kernel of grouped products
+// decodes both operands to bfloat16 (NUMERICS 6) in the workspace, just before the products that read them.
 #include <algorithm>
 
 #include "cuda/base/device.h"
@@ -13,8 +13,8 @@ constexpr int kTileN = native_tile_n(Promotion::none);
 
 int64_t whole(int64_t bytes) { return ceil_div(bytes, kPart) * kPart; }
 
-// Formats whose elements and scales bfloat16 holds together (NUMERICS 6), and per-tensor ones, whose scale the epilogue
-// multiplies.
+// Returns whether bfloat16 can hold the format's elements times their block scales (NUMERICS 6). For per-tensor formats
+// it holds the elements, and the epilogue applies the scale.
 bool decodes(const FormatRow& f) {
   if (f.element == DType::e2m1) return f.scale == DType::e4m3 && f.columnwise == ColumnwiseLayout::transposed;
   const bool fp8 = f.element == DType::e4m3 || f.element == DType::e5m2;
@@ -25,10 +25,10 @@ bool suits(const FormatRow& a, const FormatRow& b) {
   return decodes(a) && decodes(b) && !(a.per_tensor() && b.per_tensor());
 }
 
-// The workspace: units, A, B, each at a multiple of kPart.
+// The layout of the workspace: NativeArgs::units, decoded A, decoded B, each at a multiple of kPart.
 struct Workspace {
-  int64_t pitch, units_k, units;  // elements, units along k, and all of them
-  int64_t a, b, bytes;            // where the decoded operands begin, and where all ends
+  int64_t pitch, units_k, units;  // elements from row to row; units along k; number of all units
+  int64_t a, b, bytes;            // offsets of decoded A and B; bytes of the whole workspace
 
   Workspace(int64_t m, int64_t n, int64_t k, int64_t count)
       : pitch(ceil_div(k, 8) * 8),
@@ -51,16 +51,16 @@ Status describe(const char* op, const QuantizedView& each, int64_t outer, int64_
   return {};
 }
 
-// How many units each multiplying warpgroup decodes before it multiplies. The warps that only decode fall behind the
-// first tiles, the more so the longer k is and the more operands are transposed; measured (docs/performance.md).
+// Returns how many units each multiplying warpgroup decodes before it multiplies. Without this help the first tiles
+// wait for the decoding warps, longer for a longer k and for transposed operands; measured (docs/performance.md).
 int units_ahead(int64_t units_k, int transposed) {
   return static_cast<int>(std::clamp<int64_t>(units_k * (1 + transposed) / 16, 1, 16));
 }
 
-// Elements from one outer index's amax of a two-level operand to the next; 0 where one amax is for all.
+// Returns the step from one outer index's amax of a two-level operand to the next; 0 if all share one amax.
 int64_t amax_step(const TensorView& amax, int64_t count) { return amax.numel() == count ? 0 : 1; }
 
-// D is stored in whole lines where its rows are aligned and one alpha is for all of a tile.
+// Returns whether D must be stored in pieces, because its rows are not aligned or alpha varies within a tile.
 bool in_pieces(const GroupedGemmArgs& args, const NativeShape& s, const NativeArgs& p) {
   const int64_t unit = args.d.dtype == DType::f32 ? 8 : 16;  // bytes that one thread stores
   const bool lines =
@@ -101,7 +101,7 @@ Status multiply(const char* op, const GroupedGemmArgs& args, const TensorView& w
   return launch_native_bf16(p, l, exec);
 }
 
-// Whether tiles and units are few enough to be counted in int32.
+// Returns whether tiles and units are few enough to be counted in int32.
 bool counts(const GroupedGemmArgs& args) {
   const NativeShape s = native_shape(args);
   if (!native_counts(args, s, 2, kTileN)) return false;
@@ -119,7 +119,7 @@ GroupedGemmArgs one_group(const GemmArgs& args) {
 
 }  // namespace
 
-// The decoded forms of [m, k] and of `count` times [n, k]; 0 where no such product is.
+// Returns the bytes for decoded A [m, k] and `count` decoded B [n, k]; 0 if this file has no product of the formats.
 int64_t decoded_workspace_bytes(FormatId a, FormatId b, int64_t m, int64_t n, int64_t k, int64_t count) {
   if (!suits(row(a), row(b))) return 0;
   return Workspace(m, n, k, count).bytes;

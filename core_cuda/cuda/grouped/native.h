@@ -27,13 +27,13 @@ constexpr int native_tile_n(Promotion promotion) { return promotion == Promotion
 
 // An operand of MXFP8 or NVFP4, or a stack of them, and where its decoded form goes.
 struct DecodedOperand {
-  Operand each;                   // the first of the stack
-  uint16_t* to;                   // bfloat16 [outer, pitch] each
+  Operand each;                   // the stack's first tensor
+  uint16_t* to;                   // bfloat16 [outer, pitch] for each tensor
   int64_t data_step, scale_step;  // bytes from one tensor of the stack to the next
   int pitch;                      // k, rounded up to whole 16 bytes; the elements past k are zeros
-  int panels;                     // of kDecodedOuter outer indices, in one tensor
+  int panels;                     // panels of kDecodedOuter outer indices in one tensor
 };
-constexpr int kDecodedOuter = 128, kDecodedK = 128;  // elements that are decoded together, a unit
+constexpr int kDecodedOuter = 128, kDecodedK = 128;  // extents of a unit: elements that are decoded together
 
 struct NativeArgs {
   CUtensorMap a, b;          // bytes: A [outer, k] or [outer, R]; B [G, N, k] or [1, N, R]; boxes of half a tile
@@ -41,7 +41,7 @@ struct NativeArgs {
   const int32_t* offsets;    // null: one group of all rows
   int groups, rows;          // G, R
   bool depth;                // GroupKind
-  int element_bytes;         // of A and B
+  int element_bytes;         // bytes of an element of A and B
   int m, n, k;               // depth: M, N and 0; rows: 0, N and bytes of K
   int columns;               // tiles along N
   const float* a_scale;      // [outer >> a_shift, scale_k], or one, or null
@@ -55,16 +55,16 @@ struct NativeArgs {
   const void* bias;  // [G, N], or null
   DType d_type, bias_type;
   float alpha, beta;
-  // bfloat16 only: amaxes of two-level operands, null for other formats, from one outer index (or group) to the next
+  // bfloat16 only: amaxes of two-level operands (null for other formats), and the steps between those of neighbouring
+  // outer indices and groups
   const float *a_amax, *b_amax;
   int64_t a_amax_step, b_amax_step, b_amax_stack;
-  bool
-      pieces;  // bfloat16 only: D is stored by pairs of elements: float32, or its rows are not aligned, or alpha varies
+  bool pieces;  // bfloat16 only: stores D by single elements, as its rows are not aligned or alpha varies in a tile
   DecodedOperand decoded[2];  // bfloat16 only: A and B
-  int units_k;                // and units along k
-  int units_ahead;            // that each multiplying warpgroup decodes before it multiplies
-  // and zeros: the number of units that were taken, then a flag for each unit that is ready, [panels of A, units_k],
-  // [stack of B, panels, units_k]
+  int units_k;                // bfloat16 only: units along k
+  int units_ahead;            // bfloat16 only: units that each multiplying warpgroup decodes before it multiplies
+  // bfloat16 only, zeros at the start: the number of units that were taken, the number that are ready, and a flag for
+  // each unit that is ready: [panels of A, units_k], then [stack of B, panels, units_k]
   uint32_t* units;
 };
 
@@ -74,16 +74,16 @@ struct NativeShape {
 };
 NativeShape native_shape(const GroupedGemmArgs&);  // no offsets: one group of all rows
 
-// Whether the kernel can count so many groups, bytes and tiles, and the driver makes tensor maps.
+// Returns whether the kernel's integers can count the groups, bytes and tiles, and the driver can make tensor maps.
 bool native_counts(const GroupedGemmArgs&, const NativeShape&, int element_bytes, int tile_n);
 
 struct NativeOperands {
-  const void *a, *b;  // as NativeArgs says
+  const void *a, *b;  // in the layouts of NativeArgs::a and b
   int64_t pitch;      // bytes from one row to the next, a multiple of 16
   int element_bytes;
 };
 
-// Sets all arguments but scales and amaxes, and the number of thread blocks. `pieces` is set before.
+// Sets the number of thread blocks and all arguments but scales and amaxes. `pieces` must be set before.
 Status make_native_args(const GroupedGemmArgs&, const NativeShape&, const NativeOperands&, int tile_n, int device,
                         NativeArgs*, int64_t* blocks);
 

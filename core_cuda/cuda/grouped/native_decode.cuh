@@ -1,7 +1,7 @@
-// Decoding of MXFP8 and NVFP4 beside the products that read it. Each thread block has two warps for it; units of
-// 128 x 128 elements are dealt out to all of them by a ticket, in about the order in which the tiles need them. A
-// unit's decoded form goes to device memory, from where the copy engine fetches it once its flag is set. Who decodes
-// never waits, so that every unit comes, whatever thread blocks run at one time.
+// Decodes MXFP8 and NVFP4 to bfloat16 while the same kernel multiplies. Two warps of each thread block decode. They
+// take units of 128 x 128 elements by a global counter, in about the order in which the tiles need them. A decoded unit
+// is stored to device memory, and the copy engine fetches it once the unit's flag is set. Warps that decode never wait
+// for others, so every unit gets decoded, whichever thread blocks run at the same time.
 #pragma once
 
 #include "cuda/gemm/emulated_operand.cuh"
@@ -11,18 +11,18 @@
 
 namespace diptych::cuda {
 
-constexpr int kDecoders = 64;                // threads that decode
-constexpr int kDecodeBarrier = 3;            // their named barrier; 1 and 2 are the storing warpgroups'
-constexpr int kQuarter = kDecodedOuter / 2;  // outer indices, and k, that are transposed together
+constexpr int kDecoders = 64;      // threads that decode
+constexpr int kDecodeBarrier = 3;  // the first named barrier of those who decode; storing warpgroups use 1 and 2
+constexpr int kQuarter = kDecodedOuter / 2;  // extent along outer and k of the square that is transposed at once
 
 constexpr int kTransposeBytes = kQuarter * kQuarter * 2;
 
 struct DecodeShared {
   alignas(128) unsigned char tile[kTransposeBytes];
-  uint32_t ticket[3][2];  // of the two multiplying warpgroups, which help at first, and of the warps that decode
+  uint32_t ticket[3][2];  // two each for both multiplying warpgroups, which help at first, and for the decoding warps
 };
 
-// The panels of A that group `g` is the first to reach into.
+// The panels of A that contain rows of group `g` and none of an earlier group.
 struct Panels {
   int begin, end;
 };
@@ -32,7 +32,7 @@ __device__ __forceinline__ Panels panels_of(const Table& table, int g) {
   return {first ? begin / kDecodedOuter : (begin + kDecodedOuter - 1) / kDecodedOuter, end};
 }
 
-// Fills the table's numbers of units. One warp calls it.
+// Fills Table::units. One warp calls it.
 __device__ __forceinline__ void fill_units(const NativeArgs& p, Table& table, int lane) {
   int total = 0;
   if (lane == 0) table.units[0] = 0;
@@ -49,14 +49,14 @@ __device__ __forceinline__ void fill_units(const NativeArgs& p, Table& table, in
   }
 }
 
-constexpr int kTilePanels = native_tile_n(Promotion::none) / kDecodedOuter;  // of B in a tile
+constexpr int kTilePanels = native_tile_n(Promotion::none) / kDecodedOuter;  // panels of B in a tile
 
 struct Unit {
   bool of_b;
   int stack, panel, k;  // k counts units
 };
 
-// Returns how many units there are. Of kind depth they are those that groups' rows lie in.
+// Returns the number of units. For kind depth only units that contain rows of a group count.
 __device__ __forceinline__ int units_of(const NativeArgs& p, const Table& table) {
   if (!p.depth) return table.units[p.groups];
   const int unit = kDecodedK * p.element_bytes;
@@ -64,7 +64,7 @@ __device__ __forceinline__ int units_of(const NativeArgs& p, const Table& table)
   return (end - first) * (p.decoded[0].panels + p.decoded[1].panels);
 }
 
-// Returns unit `number` in the order of decoding, or false past the last one.
+// Sets `u` to unit `number` in the order of decoding; returns false past the last unit.
 __device__ __forceinline__ bool find_unit(const NativeArgs& p, const Table& table, uint32_t number, Unit& u) {
   if (number >= static_cast<uint32_t>(units_of(p, table))) return false;
   if (p.depth) {
@@ -81,8 +81,8 @@ __device__ __forceinline__ bool find_unit(const NativeArgs& p, const Table& tabl
   }
   const Panels a = panels_of(table, g);
   const int local = static_cast<int>(number) - table.units[g], all_a = a.end - a.begin, all_b = p.decoded[1].panels;
-  // The first tiles lie in a band of kSwath pairs: what they need comes first, k after k; then the other columns, then
-  // the other rows, each with all of its k.
+  // The first tiles lie in a band of kSwath pairs, so the panels that they read come first, in ascending k. The other
+  // panels of B follow, then those of A, each panel with all of its k.
   const int first_a = min(all_a, 2 * kSwath), pairs = max(first_a / 2, 1);
   const int clusters = gridDim.x / kNativeCluster;
   const int first_b = min(all_b, (clusters + pairs - 1) / pairs * kTilePanels);
@@ -110,27 +110,28 @@ __device__ __forceinline__ uint32_t* flag_of(const NativeArgs& p, bool of_b, int
 template <int kThreads_>
 struct Team {
   static constexpr int kThreads = kThreads_;
-  int thread, barrier;  // a named barrier of theirs
+  int thread, barrier;  // barrier: a named barrier that only this team uses
   unsigned char* tile;  // kTransposeBytes of shared memory
-  uint32_t* ticket;     // two of them there
+  uint32_t* ticket;     // two words in shared memory
 
   __device__ __forceinline__ void sync() const { ptx::named_sync(barrier, kThreads); }
 };
 
-// Whether bfloat16 arithmetic may decode FP8 with this scale: its product with a scale that makes up for the exponents'
-// biases has no more to do than that, so that factor and result must be normal.
+// Returns whether decode_plain is exact with this E8M0 code: its factor, the scale times the ratio of the exponents'
+// biases, and all of its results but 0 must be normal bfloat16.
 template <bool kE5M2>
 __device__ __forceinline__ bool plain_scale(uint32_t code) {
   return kE5M2 ? code >= 17 && code <= 142 : code >= 10 && code <= 134;
 }
-// Bits in place of each byte's sign if the byte is NaN or inf.
+// Returns a word whose bytes have the top bit set where the byte of `four` is NaN or infinite.
 template <bool kE5M2>
 __device__ __forceinline__ uint32_t special_bytes(uint32_t four) {
   return (four & 0x7f7f7f7fu) + (kE5M2 ? 0x04040404u : 0x01010101u);
 }
 
-// Four FP8 bytes without NaN or inf times a scale that `plain_scale` knows. A byte's exponent and mantissa are those of
-// a tiny bfloat16; `factor` is the scale times 2^120 (E5M2: 2^112), twice.
+// decode_plain multiplies four finite FP8 bytes by a scale that plain_scale accepts. It uses a byte's exponent and
+// mantissa as those of a tiny bfloat16 and multiplies by plain_factor: the scale times 2^120 (E5M2: 2^112), in both
+// halves of a word.
 template <bool kE5M2>
 __device__ __forceinline__ uint32_t plain_factor(uint32_t code) {
   return (code + (kE5M2 ? 112 : 120)) * 0x00800080u;
@@ -144,7 +145,7 @@ __device__ __forceinline__ uint2 decode_plain(uint32_t four, uint32_t factor) {
   return make_uint2(scale_bf16x2(a, factor), scale_bf16x2(b, factor));
 }
 
-// Whether `decode_plain` may decode 16 elements.
+// Returns whether decode_plain may decode these 16 elements.
 template <bool kE5M2>
 __device__ __forceinline__ bool plain(const uint4& w, uint32_t code) {
   const uint32_t special =
@@ -152,7 +153,7 @@ __device__ __forceinline__ bool plain(const uint4& w, uint32_t code) {
   return (special & 0x80808080u) == 0 && plain_scale<kE5M2>(code);
 }
 
-// Decodes 16 elements that lie side by side along k, of which `w` holds the bytes.
+// Decodes the bytes `w` of 16 neighbours along k. `second`: also stores the last eight.
 template <DType kElement, bool kPlain>
 __device__ __forceinline__ void decode16(const uint4& w, uint32_t code, uint4* to, bool second) {
   uint4 first, last;
@@ -174,9 +175,9 @@ __device__ __forceinline__ void decode16(const uint4& w, uint32_t code, uint4* t
   if (second) to[1] = last;
 }
 
-// k innermost: eight threads decode a row. Whole units of scaled elements that vector loads may read: pointers advance
-// from row to row, and one question is asked about NaN for several rows, because few warps decode and the length of
-// their instruction stream decides how fast.
+// Decodes a whole unit with k innermost and block scales, by vector loads; eight threads take a row. The number of
+// instructions limits the few warps that decode, so pointers advance from row to row, and several rows share one test
+// for NaN.
 template <DType kElement, typename Team>
 __device__ __forceinline__ void decode_whole_rows(const DecodedOperand& d, const Operand& o, int outer0, int k0,
                                                   Team team) {
@@ -222,7 +223,7 @@ __device__ __forceinline__ void decode_whole_rows(const DecodedOperand& d, const
   }
 }
 
-// The same for all other units: of any alignment, at the end of rows, with a scale per tensor.
+// Decodes any unit with k innermost: of any alignment, cut by the operand's end, or with a scale per tensor.
 template <DType kElement, typename Team>
 __device__ __forceinline__ void decode_any_rows(const DecodedOperand& d, const Operand& o, int outer0, int k0,
                                                 Team team) {
@@ -253,7 +254,7 @@ __device__ __forceinline__ void decode_rows(const DecodedOperand& d, const Opera
   }
 }
 
-// Stores a fragment of layout [k, outer] transposed.
+// Decodes a fragment of layout [k, outer] and stores it transposed.
 template <bool kE5M2>
 __device__ __forceinline__ void store_transposed(Fragment& f, unsigned char* tile, int t) {
   transpose4x4(f.w[0], f.w[2], f.w[4], f.w[6]);  // outer 0..3: four k of one outer index in each word
@@ -268,7 +269,7 @@ __device__ __forceinline__ void store_transposed(Fragment& f, unsigned char* til
   }
 }
 
-// Outer indices innermost: a quarter after the other is transposed in shared memory.
+// Decodes a unit with outer indices innermost. It transposes one quarter after the other in shared memory.
 template <Layout kLayout, typename Team>
 __device__ __forceinline__ void decode_columns(const DecodedOperand& d, const Operand& o, int outer0, int k0,
                                                Team team) {
@@ -285,7 +286,7 @@ __device__ __forceinline__ void decode_columns(const DecodedOperand& d, const Op
 #pragma unroll 1
   for (int quarter = 0; quarter < 4; ++quarter) {
     const int outer = outer0 + quarter % 2 * kQuarter, k = k0 + quarter / 2 * kQuarter;
-    team.sync();  // the quarter before has been read
+    team.sync();  // all threads have read the previous quarter
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
       if (o.element == DType::e5m2) {
@@ -326,7 +327,7 @@ __device__ __forceinline__ void decode_unit(const DecodedOperand& all, const Uni
   }
 }
 
-// Decodes so many units, or fewer if none is left.
+// Decodes `count` units, or fewer if none is left.
 template <typename Team>
 __device__ __forceinline__ void decode_units(const NativeArgs& p, const Table& table, int count, Team team) {
   if (count == 0) return;
@@ -351,9 +352,9 @@ __device__ __forceinline__ void decode_units(const NativeArgs& p, const Table& t
 
 // ---- the warp that fetches operands waits for units ----
 
-// Returns up to which byte of k the tile's operands may be fetched from `k` on, at least one stage further, INT_MAX:
-// all. All lanes of a warp call it: each asks for one unit of the next eight along k and of the four panels that a
-// thread block reads.
+// Waits until the tile's operands are decoded for at least one stage from byte `k` on. Returns the byte of k up to
+// which they may be fetched; INT_MAX: all. All lanes of a warp call it; each checks the flag of one unit: one of the
+// next eight along k, in one of the four panels that a thread block reads.
 __device__ __forceinline__ int wait_for_units(const NativeArgs& p, const Table& table, const Tile& t, int k, int rank,
                                               bool& all_ready) {
   if (all_ready) return INT_MAX;
@@ -367,7 +368,7 @@ __device__ __forceinline__ int wait_for_units(const NativeArgs& p, const Table& 
   const int row = t.row + (t.below ? 0 : rank * rows), col = t.col + (t.below ? rank * kDecodedOuter : 0);
   const bool of_b = operand >= 2;
   int panel = of_b ? col / kDecodedOuter + operand % 2 : (row + (operand % 2 ? rows - 1 : 0)) / kDecodedOuter;
-  if (of_b && t.below) panel = col / kDecodedOuter;  // one alone
+  if (of_b && t.below) panel = col / kDecodedOuter;  // both lanes' panels are the same one
   if (!of_b) panel = min(panel, (t.row_end - 1) / kDecodedOuter);
   const bool needed = at * unit < t.k_end && panel < p.decoded[of_b].panels;
   const uint32_t* flag = flag_of(p, of_b, p.depth ? 0 : t.group, panel, at);

@@ -28,9 +28,9 @@ __device__ __forceinline__ Finish make_finish(const NativeArgs& p, const Tile& t
   return f;
 }
 
-// The tile's epilogue with amaxes, in the form that emulated products use.
+// Returns the tile's epilogue with amaxes, in the form that emulated products use.
 __device__ __forceinline__ Epilogue make_epilogue(const NativeArgs& p, const Tile& t, const Finish& f) {
-  const bool sums = t.blocks() > 0;  // nothing to sum is +0, whatever the amaxes are
+  const bool sums = t.blocks() > 0;  // an empty sum is +0, whatever the amaxes are
   Epilogue e{};
   e.d = p.d, e.c = p.c, e.bias = f.bias;
   e.m = t.d_row + t.row_end, e.n = p.n, e.alpha = f.alpha, e.beta = p.c ? p.beta : 0.0f;

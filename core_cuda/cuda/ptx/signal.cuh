@@ -6,22 +6,22 @@
 
 namespace diptych::cuda::ptx {
 
-// Numbers 0, 1, 2, ... are dealt out, each once.
+// Returns the next of the numbers 0, 1, 2, ...; each is returned once.
 __device__ __forceinline__ uint32_t next_ticket(uint32_t* counter) { return atomicAdd(counter, 1u); }
 
-// Sets a flag after all that this thread has stored, or has seen stored through barriers.
+// Sets a flag. Whoever sees it set also sees all stores that this thread made, or that barriers made visible to it.
 __device__ __forceinline__ void publish(uint32_t* flag) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(flag), "r"(1) : "memory");
 }
 
-// Whether a flag is set; what was stored before it is then seen.
+// Returns whether a flag is set; if so, the stores before `publish` are visible.
 __device__ __forceinline__ bool published(const uint32_t* flag) {
   uint32_t v;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(flag) : "memory");
   return v != 0;
 }
 
-// Adds one after all that this thread has stored, or has seen stored through barriers.
+// Adds one to a counter that `counted` reads, with the same guarantee as `publish`.
 __device__ __forceinline__ void count_up(uint32_t* counter) {
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(counter) : "memory");
 }
@@ -31,8 +31,8 @@ __device__ __forceinline__ uint32_t counted(const uint32_t* counter) {
   return v;
 }
 
-// Orders accesses to device memory with those of the copy engine: between this thread's stores and its signal, and
-// between a signal that was seen and the copies that it permits.
+// Orders this thread's accesses to device memory with those of the copy engine. Call it between stores and the signal
+// for them, and between a signal that was seen and the copies that depend on it.
 __device__ __forceinline__ void engine_sees_memory() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 }  // namespace diptych::cuda::ptx
