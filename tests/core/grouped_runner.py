@@ -91,6 +91,25 @@ class Case:
         return replace(p, bias=bias, c=c)
 
 
+def formats(case: Case) -> tuple[str, str]:
+    return case.a_format, case.b_format
+
+
+def suits_native(case: Case, align: int) -> bool:
+    """Whether Hopper's FP8 tensor cores have to take a product."""
+    a, b = (oracle.FORMATS[f] for f in formats(case))
+    divide = a.rule == b.rule == "divide" and a.per_tensor == b.per_tensor
+    reduced = case.rows if case.product == "wgrad" else case.inner
+    whole = case.n % 16 == 0 and reduced % 16 == 0 and min(case.rows, case.n, case.inner) > 0
+    return divide and whole and (case.product != "wgrad" or align % (32 if a.per_tensor else 128) == 0)
+
+
+def suits_decoded(case: Case, align: int) -> bool:
+    """Whether Hopper's bfloat16 tensor cores have to take a product."""
+    whole = min(case.rows, case.n, case.inner) > 0 and (case.product != "wgrad" or align % 16 == 0)
+    return formats(case) in cases.DECODED_PAIRS and whole
+
+
 def grouped_cases(
     pairs: Sequence[tuple[str, str]],
     groups: Sequence[tuple[int, tuple[int, ...]]] = GROUPS,

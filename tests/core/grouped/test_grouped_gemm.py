@@ -14,7 +14,19 @@ import pytest
 import cases
 import oracle
 from core import runner
-from core.grouped_runner import ALIGNED, EXTENTS, GROUPS, PRODUCTS, Case, arguments, grouped_cases, grouped_gemm
+from core.grouped_runner import (
+    ALIGNED,
+    EXTENTS,
+    GROUPS,
+    PRODUCTS,
+    Case,
+    arguments,
+    formats,
+    grouped_cases,
+    grouped_gemm,
+    suits_decoded,
+    suits_native,
+)  # fmt: skip
 from diptych import core
 from diptych.common.quantizers import (
     Float8BlockQuantizer,
@@ -37,10 +49,6 @@ FAMILIES = (
     ("fp8_e4m3_tensor", "fp8_e4m3_1x128"),
 )
 ADVERSARIAL = ("inf_nan_mix", "subnormal_input", "huge", "outlier", "zero_blocks")
-
-
-def formats(case: Case) -> tuple[str, str]:
-    return case.a_format, case.b_format
 
 
 def check_cpu(case: Case, settings) -> None:
@@ -244,21 +252,6 @@ def test_bad_offsets_raise_on_the_cpu(pair):
 def clamped(offsets: tuple[int, ...], rows: int) -> tuple[int, ...]:
     """What a GPU takes offsets for."""
     return tuple(np.maximum.accumulate(np.clip(offsets, 0, rows)).tolist())
-
-
-def suits_native(case: Case, align: int) -> bool:
-    """Whether Hopper's FP8 tensor cores have to take a product."""
-    a, b = (oracle.FORMATS[f] for f in formats(case))
-    divide = a.rule == b.rule == "divide" and a.per_tensor == b.per_tensor
-    reduced = case.rows if case.product == "wgrad" else case.inner
-    whole = case.n % 16 == 0 and reduced % 16 == 0 and min(case.rows, case.n, case.inner) > 0
-    return divide and whole and (case.product != "wgrad" or align % (32 if a.per_tensor else 128) == 0)
-
-
-def suits_decoded(case: Case, align: int) -> bool:
-    """Whether Hopper's bfloat16 tensor cores have to take a product."""
-    whole = min(case.rows, case.n, case.inner) > 0 and (case.product != "wgrad" or align % 16 == 0)
-    return formats(case) in cases.DECODED_PAIRS and whole
 
 
 def check_cuda(case: Case, ran: set[str], **changes: Any) -> None:
