@@ -16,6 +16,7 @@ from diptych.core import _core
 from oracle.grouped import Problem
 
 KINDS = _core.group_kinds()
+NATIVE, DECODED, EMULATED = "cuda.grouped_native", "cuda.grouped_decoded", "cuda.grouped_emulated"
 PRODUCTS = ("fprop", "dgrad", "wgrad")
 
 # (rows, offsets): no rows, no groups, one of either, ragged, gaps before and after, empty groups, huge ones, aligned
@@ -108,6 +109,14 @@ def suits_decoded(case: Case, align: int) -> bool:
     """Whether Hopper's bfloat16 tensor cores have to take a product."""
     whole = min(case.rows, case.n, case.inner) > 0 and (case.product != "wgrad" or align % 16 == 0)
     return formats(case) in cases.DECODED_PAIRS and whole
+
+
+def expected_kernel(case: Case, *, aligned: bool, align: int) -> str:
+    """Returns the kernel that has to run on the first GPU; `aligned`: whether the tensors are."""
+    arch = _core.cuda_info()["archs"][0]
+    if arch == 90 and aligned and suits_native(case, align):
+        return NATIVE
+    return DECODED if arch == 90 and suits_decoded(case, align) else EMULATED
 
 
 def grouped_cases(

@@ -16,16 +16,18 @@ import oracle
 from core import runner
 from core.grouped_runner import (
     ALIGNED,
+    DECODED,
+    EMULATED,
     EXTENTS,
     GROUPS,
+    NATIVE,
     PRODUCTS,
     Case,
     arguments,
+    expected_kernel,
     formats,
     grouped_cases,
     grouped_gemm,
-    suits_decoded,
-    suits_native,
 )  # fmt: skip
 from diptych import core
 from diptych.common.quantizers import (
@@ -38,8 +40,7 @@ from diptych.core import _core
 
 ISAS = runner.isas()
 TENSOR, BLOCK, MX, NV = "fp8_e4m3_tensor", "fp8_e4m3_1x128", "mxfp8_e4m3", "nvfp4"
-CPU, NATIVE = "cpu.grouped_gemm", "cuda.grouped_native"
-DECODED, EMULATED = "cuda.grouped_decoded", "cuda.grouped_emulated"
+CPU = "cpu.grouped_gemm"
 FAMILIES = (
     ("fp8_e4m3_tensor", "fp8_e5m2_tensor"),
     ("fp8_e5m2_1x128", "fp8_e4m3_128x128"),
@@ -256,19 +257,14 @@ def clamped(offsets: tuple[int, ...], rows: int) -> tuple[int, ...]:
 
 def check_cuda(case: Case, ran: set[str], **changes: Any) -> None:
     be, problem = runner.Torch(), case.make()
-    arch = _core.cuda_info()["archs"][0]
-    native = arch == 90 and not changes.get("offset") and suits_native(case, changes.get("align", 1))
-    decoded = arch == 90 and suits_decoded(case, changes.get("align", 1))
-    kernel = NATIVE if native else DECODED if decoded else EMULATED
+    kernel = expected_kernel(case, aligned=not changes.get("offset"), align=changes.get("align", 1))
     before = runner.want_calls(kernel)
     got = grouped_gemm(be, problem, formats(case), **changes)
     empty = case.rows == 0 and case.product != "wgrad"
     assert runner.want_calls(kernel) == before + 1 or empty, f"{case}: {kernel} did not run"
     ran.add(kernel)
     fast = {"accumulator_bits": 14}
-    accumulate = {}
-    if kernel == NATIVE:
-        accumulate = fast if changes.get("fast_accum") else fast | {"promote_every": 128}
+    accumulate = {} if kernel != NATIVE else fast if changes.get("fast_accum") else fast | {"promote_every": 128}
     exact, allowed = problem.float64(), problem.tolerance(**accumulate)
     error = np.abs(got.astype(np.float64) - exact)
     assert (error <= allowed).all(), f"{case}: {(error / allowed).max():.2f} x the tolerance on {kernel}"
