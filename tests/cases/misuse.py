@@ -160,7 +160,7 @@ def _map(*shape: int, dtype: str = "bool", **options: Any) -> Callable[[Library]
 
 
 def _permute(*shape: int, dtype: str = "float32", rows: Any = None, **options: Any) -> Callable[[Library], Any]:
-    """moe_permute by a mask, or by the map of one where `rows` is "map"."""
+    """A call of moe_permute by a mask or, if `rows` is "map", by the map that moe_map makes of a mask."""
 
     def call(lib: Library) -> Any:
         routing = lib.verbs.moe_map(_mask(lib)) if rows == "map" else _mask(lib)
@@ -174,7 +174,7 @@ def _probs(shape: tuple[int, ...] = (T, E), dtype: str = "float32") -> Callable[
 
 
 def _pad(counts: Any, **options: Any) -> Callable[[Library], Any]:
-    """`counts`: numbers, or (shape, dtype)."""
+    """A call of moe_permute_and_pad_with_probs. `counts`: a list of numbers, or (shape, dtype)."""
 
     def call(lib: Library) -> Any:
         given = lib.ones(*counts[0], dtype=counts[1]) if isinstance(counts, tuple) else counts
@@ -186,7 +186,7 @@ def _pad(counts: Any, **options: Any) -> Callable[[Library], Any]:
 def _unpermute(
     *shape: int, dtype: str = "float32", to: Any = ((T, E), "int32"), **options: Any
 ) -> Callable[[Library], Any]:
-    """`to`: of row_id_map, or "map"; operands among `options` are (shape, dtype)."""
+    """`to`: (shape, dtype) of row_id_map, or "map" for a real map; operands among `options` are (shape, dtype)."""
 
     def call(lib: Library) -> Any:
         ids = lib.verbs.moe_map(_mask(lib)) if to == "map" else lib.ones(*to[0], dtype=to[1])
@@ -201,7 +201,7 @@ def _described(value: Any) -> bool:
 
 
 def _chunks(sizes: Any, order: Any, probs: Any = None) -> Callable[[Library], Any]:
-    """Sizes and order are numbers, or (shape, dtype)."""
+    """A call that sorts chunks. `sizes`, `order`: a list of numbers, or (shape, dtype)."""
 
     def call(lib: Library) -> Any:
         given = [lib.ones(*v[0], dtype=v[1]) if _described(v) else v for v in (sizes, order)]

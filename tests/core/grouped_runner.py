@@ -64,7 +64,7 @@ class Case:
 
     @property
     def align(self) -> int:
-        """The most that the offsets allow to promise."""
+        """Returns the largest alignment that divides all offsets."""
         return next(a for a in (128, 32, 16, 1) if all(at % a == 0 for at in self.offsets))
 
     def make(self) -> Problem:
@@ -167,7 +167,7 @@ def _workspace_bytes(p: Problem, formats: tuple[str, str]) -> int:
 
 
 def arguments(be: Any, p: Problem, formats: tuple[str, str], out: runner.Outputs, offset: int = 0) -> dict[str, Any]:
-    """Of `_core.grouped_gemm`."""
+    """Returns the arguments of `_core.grouped_gemm`."""
     names = ("data", "scale_inv", "amax", "format", "columnwise")
     a = runner.copy_operands(be, p.a, formats[0], offset)
     if isinstance(p.b, list):
@@ -203,7 +203,7 @@ def quantize_stack(
     be: Any, x: np.ndarray, like: oracle.Quantized, fmt: str, *, offset: int = 0, poison: int = runner.POISON,
     accumulate: np.ndarray | None = None, **options: Any,
 ) -> dict[str, np.ndarray]:  # fmt: skip
-    """`_core.quantize` of a stack; `like`: what one of its tensors gives. Other arguments are stacks too."""
+    """`_core.quantize` of a stack. `like`: the result for one of its tensors. Other arguments are stacks too."""
     out, row, groups = runner.Outputs(be, poison, offset), runner.ROWS[fmt], len(x)
     dtypes = {"data": runner.payload(fmt), "scale_inv": row["scale"]}
     whole = {"scale_inv"} if row["block_cols"] == 0 else set()

@@ -50,7 +50,7 @@ def permute(
     zero_prob_is_padding: bool = False, offset: int = 0, probs_offset: int | None = None,
     poison: int = runner.POISON,
 ) -> tuple[list[np.ndarray], np.ndarray | None]:  # fmt: skip
-    """`planes`: (rows, four bytes that absent rows repeat)."""
+    """Permutes each plane. `planes`: pairs of its rows and the four bytes that fill absent rows."""
     out, given = runner.Outputs(be, poison, offset), []
     for i, (x, fill) in enumerate(planes):
         given.append((put(be, x, offset), out.new(str(i), (m.rows, *x.shape[1:]), x.dtype.name), fill))

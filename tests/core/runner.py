@@ -55,7 +55,7 @@ def isas() -> list[str]:
 
 @contextlib.contextmanager
 def setting(isa: str | None = None, threads: int | None = None):
-    """Another instruction set or thread count for a while."""
+    """Sets the instruction set or thread count until the block ends."""
     before = _core.build_info()["isa"], _core.get_num_threads()
     try:
         if isa:

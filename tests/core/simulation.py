@@ -18,7 +18,7 @@ CUDA = ROOT / "core_cuda"
 
 
 class Tensor(ctypes.Structure):
-    """As tests/simulated/tensor.h has it."""
+    """The struct `Tensor` of tests/simulated/tensor.h."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -36,7 +36,7 @@ class Tensor(ctypes.Structure):
 
 
 def toolkit() -> Path | None:
-    """Where CUDA's headers are."""
+    """Returns the path of CUDA's cuda_bf16.h, or None if it is not found."""
     nvcc = shutil.which("nvcc")
     roots = ["/usr/local/cuda", *([Path(nvcc).resolve().parents[1]] if nvcc else [])]
     return next((p for root in roots if (p := Path(root) / "include" / "cuda_bf16.h").exists()), None)

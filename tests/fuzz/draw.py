@@ -43,6 +43,6 @@ class Draw(random.Random):
         return self.choice(list(cases.INPUT_DTYPES))
 
     def scalar(self) -> Any:
-        """What a number's argument may get."""
+        """Returns a value for an argument that should be a number."""
         return self.choice((0, 1, 2, -1, 3, 7, 12, True, False, 0.5, -1.5, 1e300, float("nan"), float("inf"), 2**31,
                             -(2**31), 2**63, -(2**63), 2**70, None, "x", self.randrange(256)))  # fmt: skip

@@ -28,7 +28,7 @@ _GOOD: dict[int, tuple[bytes, Any]] = {}
 
 
 def _place() -> pathlib.Path:
-    """A path at which nothing is."""
+    """Returns a path that does not exist."""
     path = _FOLDER / checkpoint.FILE_NAME
     with contextlib.suppress(FileNotFoundError):
         if path.is_dir() and not path.is_symlink():

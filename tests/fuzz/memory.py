@@ -83,7 +83,7 @@ class Output:
             self.bytes[:] = kept
 
     def stray(self, byte: int) -> bool:
-        """Whether something was written beside it."""
+        """Returns whether bytes outside the region's writable part changed."""
         raw, end = self.region.writable, self.start + self.nbytes
         return bool((raw[: self.start] != byte).any() or (raw[end:] != byte).any())
 

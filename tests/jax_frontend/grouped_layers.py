@@ -34,7 +34,7 @@ PARTS = ("y", "dx", "dkernel", "dbias")
 
 
 def recipe_for(name: str, align: int = 16) -> Recipe:
-    """By its name, without a Hadamard transform where groups begin anywhere."""
+    """Returns the recipe called `name`, without a Hadamard transform if `align` is not a multiple of 16."""
     recipe = EVERY[name]
     return recipe.replace(disable_rht=True) if rotates(recipe) and align % 16 else recipe
 
@@ -56,7 +56,7 @@ def operands(where: str = "even", dtypes: tuple[str, str, str] | str = "float32"
 
 
 def given(recipe: Recipe | None, states: Any = None) -> dict[str, Any]:
-    """What a recipe needs beside the operands."""
+    """Returns the keyword arguments that a recipe needs: random state and scales."""
     if recipe is None:
         return {}
     plan = linear_plan(recipe, "grouped_linear")
@@ -85,8 +85,8 @@ def compiled(recipe: Recipe | None, *args: Any, **options: Any) -> dict[str, Any
 def reference(
     recipe: Recipe, x: Any, kernel: Any, bias: Any, dy: Any, offsets: Any, scales: Any = None, held: Any = None
 ) -> dict[str, np.ndarray]:
-    """The same step on the CPU. `scales`: of delayed scaling, by tensor; 1 where there is none. `held`: the quantizer
-    of kernels that are held quantized."""
+    """The oracle's results of the same step. `scales`: delayed scales by tensor, 1 if absent. `held`: the quantizer of
+    kernels that are held quantized."""
     x, kernel, dy = (np.asarray(v) for v in (x, kernel, dy))
     at = tuple(int(o) for o in np.asarray(offsets))
 
@@ -118,14 +118,14 @@ def reference(
 
 
 def same(got: dict[str, Any], want: dict[str, Any], label: Any = "") -> None:
-    """The parts of a step that `want` has, and no more but states."""
+    """Asserts that both steps have the same parts with equal bits; states are not compared."""
     assert got.keys() - {"state"} == want.keys() - {"state"}, label
     for name in want.keys() - {"state"}:
         tools.same(got[name], want[name], f"{label} {name}")
 
 
 def dtypes_for(recipe: Recipe, turn: int) -> tuple[str, str, str]:
-    """Of x, kernel and bias."""
+    """Returns the dtypes of x, kernel and bias that case number `turn` uses."""
     every = [*((d,) * 3 for d in cases.INPUT_DTYPES), ("bfloat16", "float32", "float16")]
     fit = [d for d in every if d[0] == "bfloat16"] if rotates(recipe) else every
     return fit[turn % len(fit)]

@@ -89,7 +89,7 @@ class Layer:
         return core.dequantize(q, x.dtype)
 
     def run(self, x, kernel, bias, dy) -> dict[str, np.ndarray]:
-        """y, dx, dkernel, dbias."""
+        """Returns y, dx, dkernel and dbias."""
         x, kernel, dy = (np.asarray(v) for v in (x, kernel, dy))
         bias = None if bias is None else np.asarray(bias)
         y = self.rounded("output", self.product("fprop", x, kernel, bias, x.dtype).reshape(dy.shape))

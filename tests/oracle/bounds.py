@@ -71,7 +71,7 @@ class Near:
         return Near(self.value * other.value, error + U * self.largest * other.largest)
 
     def sum(self) -> Near:
-        """Over the rows."""
+        """The sum over the rows."""
         return Near(self.value.sum(0), self.error.sum(0) + len(self.value) * U * self.largest.sum(0))
 
 

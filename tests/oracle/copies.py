@@ -152,7 +152,7 @@ def _refuse(reasons: dict[str, Any]) -> None:
 
 
 def _factor(fmt: Fmt, x: np.ndarray, block_amax: np.ndarray, own: bool, pow2: bool, eps: float, scale: Any):
-    """What the `divide` rule multiplies elements by."""
+    """Returns the factor by which the `divide` rule multiplies elements."""
     if scale is not None:
         return np.asarray(scale, np.float32).reshape(1, 1)
     # A block's scale may not leave the input's own dtype; a tensor's may.

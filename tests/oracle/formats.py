@@ -76,7 +76,7 @@ class Copy:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the tensor, in its own orientation."""
+        """The shape of the tensor in its own orientation."""
         rows, cols = self.data.shape[0], self.data.shape[1] * self.fmt.pack
         return (cols, rows) if self.transposed else (rows, cols)
 

@@ -75,7 +75,7 @@ class Problem:
         return (self.groups, inner, n) if self.depth else (rows, n)
 
     def parts(self) -> Iterator[tuple[Any, oracle.Copy, oracle.Copy, Any, dict[str, Any]]]:
-        """Of each group that sums something: where it lies in D, its operands, which rows of theirs, the epilogue."""
+        """Yields for each non-empty group: its place in D, both operands, the rows of theirs to keep, the epilogue."""
         for g, (begin, end) in enumerate(zip(self.offsets, self.offsets[1:], strict=False)):
             if begin == end:
                 continue
@@ -96,7 +96,7 @@ class Problem:
                 yield where, a, b, slice(None), more
 
     def result(self, product: Callable[..., np.ndarray], nothing: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
-        """D made of `product`s of parts, and of `nothing`, given beta * c in float32, elsewhere."""
+        """Returns D: `product` of each part, and elsewhere `nothing` of beta * c in float32."""
         c = np.zeros(self.shape, np.float32)
         if self.beta != 0:
             with np.errstate(all="ignore"):

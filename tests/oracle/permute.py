@@ -19,7 +19,7 @@ class Map(NamedTuple):
 
 
 def row_map(routing: np.ndarray, experts: int, rows: int, align: int = 1) -> Map:
-    """Of a mask (bool or uint8 [T, E]) or of expert ids (int [T, k])."""
+    """Returns the map of a mask (bool or uint8 [T, E]) or of expert ids (int [T, k])."""
     tokens, slots = routing.shape
     ids = routing.dtype.kind == "i"
     to = np.full(tokens * slots, -1, np.int64)
@@ -39,7 +39,7 @@ def row_map(routing: np.ndarray, experts: int, rows: int, align: int = 1) -> Map
 
 
 def rows_needed(routing: np.ndarray, experts: int, align: int = 1) -> int:
-    """With so many rows, none is dropped."""
+    """Returns the smallest number of rows with which no row is dropped."""
     counts = [int(((routing == e) if routing.dtype.kind == "i" else routing[:, e]).astype(bool).sum())
               for e in range(experts)]  # fmt: skip
     return sum(-(-c // align) * align for c in counts)

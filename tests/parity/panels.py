@@ -36,7 +36,7 @@ def to_jax(x: np.ndarray | None, device: str = "cpu") -> Any:
 
 
 def values(t: Any) -> Any:
-    """What a tensor that may be quantized stands for; JAX's modules give that."""
+    """Returns a tensor dequantized if it is quantized, as JAX's modules return it."""
     return t.dequantize() if isinstance(t, dt.QuantizedTensor) else t
 
 

@@ -77,7 +77,7 @@ def mlp(k: int = 64, f: int = 96, **options: Any) -> dt.LayerNormMLP:
 
 
 def input_for(recipe: Recipe, shape: tuple[int, ...] = (2, 16, 96), device: str = "cpu") -> torch.Tensor:
-    """Of the dtype that a recipe takes."""
+    """Returns values of the dtype that a recipe takes."""
     return normal("fused-x", shape, dtype_of(recipe), device)
 
 

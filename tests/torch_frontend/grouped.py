@@ -25,13 +25,13 @@ GROUPS: dict[str, tuple[int, tuple[int, ...], int]] = {
 
 
 def recipe_for(name: str, align: int = 16) -> Recipe:
-    """By its name, without a Hadamard transform where groups begin anywhere."""
+    """Returns the recipe of a name, without a Hadamard transform if `align` is not a multiple of 16."""
     recipe = NAMED[name]
     return recipe.replace(disable_rht=True) if isinstance(recipe, NVFP4BlockScaling) and align % 16 else recipe
 
 
 def layer(k: int = K, n: int = N, groups: int = 4, *, device: str = "cpu", **kw: Any) -> dt.GroupedLinear:
-    """Its parameters and random state are fixed by its sizes."""
+    """Returns a layer whose parameters and random state are fixed by its sizes."""
     made = dt.GroupedLinear(groups, k, n, device=device, **kw)
     with torch.no_grad():
         for key, p in made.named_parameters():  # experts that differ in magnitude

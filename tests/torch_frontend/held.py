@@ -17,7 +17,7 @@ KINDS = {"tensor": (64, 96), "stack": (3, 64, 96)}
 
 
 def layer(kind: str = "tensor", recipe: Any = MX, **kw: Any) -> Any:
-    """One that holds its weight, whose values are fresh."""
+    """Returns a layer that holds its weight quantized."""
     with dt.quantized_model_init(recipe=recipe, **kw):
         return dt.GroupedLinear(3, 96, 64, bias=False) if kind == "stack" else dt.Linear(96, 64, bias=False)
 
@@ -27,7 +27,7 @@ def weight(kind: str = "tensor", name: str = "mxfp8") -> Any:
 
 
 def requantized(q: Any, values: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The buffers that values have by the quantizer of q."""
+    """Returns the buffers that the quantizer of q makes of these values."""
     made: Any = (dt.quantize_stack if q.dim() == 3 else dt.quantize)(values.detach(), q.quantizer)
     return buffers(made)
 

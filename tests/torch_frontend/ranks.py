@@ -54,7 +54,7 @@ def pair(folder: Path, *calls: str, device: str = "cpu") -> None:
 
 
 def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """Of each rank: what `on_rank(rank, groups)` of the test's module returned there."""
+    """Returns for each rank the result of `on_rank(rank, groups)` of the test's module."""
     run = tmp_path_factory.getbasetemp()
     folder = (run.parent if "PYTEST_XDIST_WORKER" in os.environ else run) / "ranks"
     made = [folder / f"{request.module.__name__}.{rank}.pt" for rank in range(2)]

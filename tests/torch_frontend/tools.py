@@ -74,7 +74,7 @@ def same_quantized(q: QuantizedTensor, want: oracle.Quantized, label: Any = "") 
 
 
 def values(t: torch.Tensor) -> torch.Tensor:
-    """What a tensor that may be quantized stands for."""
+    """Returns the dequantized values of a quantized tensor, and any other tensor itself."""
     return t.dequantize() if isinstance(t, QuantizedTensor) else t
 
 
