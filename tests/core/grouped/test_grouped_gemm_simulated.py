@@ -101,6 +101,7 @@ def test_fast_accumulation(library):
 
 
 PRODUCTS_OF, FEED = "cuda/grouped/native.cuh", "cuda/grouped/native_feed.cuh"
+DECODE = "cuda/grouped/native_decode.cuh"
 BROKEN = {
     "operands released before they are read": (
         PRODUCTS_OF,
@@ -124,6 +125,14 @@ BROKEN = {
         "after.load(s.scales[w.scales.slot ^ 1], next,",
     ),
     "the wrong half of B": (FEED, "t.col + rank * kHalfN, stack", "t.col + (1 - rank) * kHalfN, stack"),
+    "units that are published before all threads have stored them": (
+        DECODE,
+        """    decode_unit(p.decoded[u.of_b], u, team);
+    team.sync();
+""",
+        """    decode_unit(p.decoded[u.of_b], u, team);
+""",
+    ),
     "rounds that are cut short": (FEED, "(t.blocks() + kRound - 1) / kRound * kRound", "t.blocks()"),
 }
 
@@ -131,7 +140,8 @@ BROKEN = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_faults_are_found(name):
     broken = simulation.built(SOURCE, patch=BROKEN[name])
-    (case,) = grouped_cases([("fp8_e4m3_1x128", "fp8_e4m3_1x128")], GROUPS[3:], [(208, 1040)], products=["fprop"])
+    fmt = "mxfp8_e4m3" if BROKEN[name][0] == DECODE else "fp8_e4m3_1x128"
+    (case,) = grouped_cases([(fmt, fmt)], GROUPS[3:], [(208, 1040)], products=["fprop"])
     with pytest.raises(AssertionError, match=r"tolerance|deadlock|another order"):
         for _ in range(5):
             check(broken, case)
