@@ -186,15 +186,15 @@ def test_export_with_symbolic_sizes(kind):
         tools.same_tree(exported.call(x, w, offsets_of(at_)), run(x, w, offsets_of(at_)))
     with pytest.raises(ShapeError, match=r"grouped_gemm: .*offsets are those of .* groups.*every symbolic size"):
         exporting(platforms=["cpu"])(*args[:2], jax.ShapeDtypeStruct((odd,), jnp.int32))
-    with pytest.raises(UnsupportedError, match="grouped_bias_grad: symbolic sizes"):
+    with pytest.raises(UnsupportedError, match=r"grouped_(bias_grad|gemm): symbolic sizes"):
         exporting(platforms=["cuda"])(*args)
 
 
 def test_the_workspace_is_a_result_for_cuda_alone(monkeypatch):
-    """XLA gives the memory; a product needs none."""
-    monkeypatch.setattr(
-        grouped_ops._core, "grouped_bias_grad_workspace_bytes", lambda rows, cols, groups: rows + groups
-    )
+    """XLA gives the memory; a product needs some where its formats are decoded."""
+    core = grouped_ops._core
+    monkeypatch.setattr(core, "grouped_bias_grad_workspace_bytes", lambda rows, cols, groups: rows + groups)
+    monkeypatch.setattr(core, "grouped_gemm_workspace_bytes", lambda *formats_kind_sizes: 7)
     run = jax.jit(lambda *v: step(*v, tools.quantizer("mxfp8_e4m3")))
     args = tools.normal("x", (48, 32)), tools.normal("w", (2, 16, 32)), offsets_of((0, 16, 48))
 
@@ -204,5 +204,9 @@ def test_the_workspace_is_a_result_for_cuda_alone(monkeypatch):
 
     assert results("cpu", "grouped_bias_grad") == {"tensor<2x16xf32>"}
     assert results("cuda", "grouped_bias_grad") == {"(tensor<2x16xf32>, tensor<50xui8>)"}
-    for op in ("grouped_gemm", "quantize_stack"):
-        assert results("cpu", op) == results("cuda", op) and results("cuda", op)
+    assert results("cpu", "quantize_stack") == results("cuda", "quantize_stack") != set()
+    products = results("cpu", "grouped_gemm")
+    assert results("cuda", "grouped_gemm") == {f"({t}, tensor<7xui8>)" for t in products} != set()
+    monkeypatch.setattr(core, "grouped_gemm_workspace_bytes", lambda *formats_kind_sizes: 0)
+    jax.clear_caches()
+    assert results("cuda", "grouped_gemm") == products

@@ -193,10 +193,12 @@ def _grouped_gemm_finish(
     ids = (format_by_name(fmt).id for fmt, _ in (a, b))
     shape = _sizes(ctx.avals_in, batch, a, b)
     rule = functools.partial(_core.grouped_gemm_workspace_bytes, *ids, ffi.GROUP_KINDS[shape.kind])
+    if not rule(1, 1, 1, 1):  # then sizes may be symbolic
+        return aliases, None
     at = copy_length(a[0]) + copy_length(b[0])
     groups = _groups("grouped_gemm", ctx.avals_in[at], batch.axes[at])
     sizes = (shape.out[-2], shape.n, shape.k, groups)
-    return aliases, workspace_bytes("grouped_gemm", platform, sizes, rule) or None
+    return aliases, workspace_bytes("grouped_gemm", platform, sizes, rule)
 
 
 grouped_gemm_p = primitive(
