@@ -54,6 +54,12 @@ def _held(lib: Library) -> Any:
     return lib.grouped(lib.ones(32, 64), weight, None, lib.offsets(0, 16, 32), MX)
 
 
+def _held_stack(lib: Library) -> Any:
+    """A layer with a weight that is held as a stack."""
+    weight = lib.verbs.quantize_stack(lib.ones(2, 48, 64), MXFP8Quantizer())
+    return lib.linear(lib.ones(32, 64), weight, None, MX)
+
+
 LAYERS = [case._replace(panels=True) for case in (
     Misuse("a layer's recipe", _linear(recipe="mxfp8"), ArgumentError,
            "{linear}: recipe must be a diptych Recipe( or None)?, got str"),
@@ -75,6 +81,8 @@ LAYERS = [case._replace(panels=True) for case in (
            r"{linear}: bias must be \[48\] for {weight} \[48, 64\], got \[1, 48\]$"),
     Misuse("a layer's rng", _linear(recipe=NOISY), ArgumentError,
            r"{linear}: NVFP4Quantizer\(.*\) rounds stochastically and needs rng=, int32 \[4\]; rng_state\(seed\) "),
+    Misuse("a layer's held stack", _held_stack, ArgumentError,
+           r"{linear}: a {weight} that is held quantized must be a Quantized(Tensor|Array), got a QuantizedStack$"),
     Misuse("groups' recipe", _grouped(recipe="mxfp8"), ArgumentError,
            "{grouped}: recipe must be a diptych Recipe( or None)?, got str"),
     Misuse("groups' K", _grouped((32, 60)), ShapeError,

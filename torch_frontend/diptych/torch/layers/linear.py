@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diptych.common.layers.checks import Names, require_fit
+from diptych.common.layers.checks import Names, other_kind, require_fit
 from diptych.common.layers.schedule import Schedule
 from diptych.common.recipes import Recipe
 from diptych.torch.graph.custom_op import CustomOp
@@ -31,7 +31,7 @@ from diptych.torch.primitives.checks import require_device, require_high_precisi
 from diptych.torch.state.autocast import recording
 from diptych.torch.state.scales import ScaleStates
 from diptych.torch.tensors.copies import pack, pick, unpack
-from diptych.torch.tensors.quantized import QuantizedTensor, high_precision
+from diptych.torch.tensors.quantized import QuantizedStack, QuantizedTensor, high_precision
 
 # --- the op ----------------------------------------------------------------------------------------------------------
 
@@ -125,6 +125,8 @@ def _require_fit(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
         require_high_precision("linear", "bias", bias)
     of_weight = weight.shape
     if len(of_weight) != 2 or x.shape[-1:] != of_weight[1:] or (bias is not None and bias.shape != of_weight[:1]):
+        if isinstance(weight, QuantizedStack):
+            raise other_kind(NAMES, weight, QuantizedTensor)
         require_fit(NAMES, 2, x, weight, bias)
     require_device("linear", x, weight, "weight")
     require_device("linear", x, bias, "bias")
