@@ -107,7 +107,7 @@ def test_what_a_stack_is_not():
         (lambda: dt.quantize(q, MXFP8Quantizer()), NotImplementedError, "not defined on a QuantizedStack"),
         (lambda: dt.gemm(one, q), TypeError, "must be a QuantizedTensor, got QuantizedStack"),
         (lambda: dt.dequantize(q), TypeError, "must be a QuantizedTensor, got QuantizedStack"),
-        (lambda: dt.linear(x, q, None, MX), ValueError, "do not fit"),
+        (lambda: dt.linear(x, q, None, MX), TypeError, "must be a QuantizedTensor, got a"),
         (lambda: dt.grouped_gemm(one, folded, offsets), TypeError, "b must be a QuantizedStack"),
         (lambda: dt.grouped_linear(x, folded, None, offsets, MX), TypeError, "must be a QuantizedStack, got a"),
         (lambda: q.clone().copy_(folded), TypeError, "into a QuantizedStack takes another"),

@@ -42,8 +42,7 @@ def schedule(recipe: Recipe, module: str, name: str, need_dx: bool, need_dw: boo
     Code that runs eagerly while a graph is traced, such as preparing its states, gets the objects that later calls get.
     """
     if torch.compiler.is_dynamo_compiling():
-        known = _evaluated((recipe, module, name, need_dx, need_dw, original))
-        return known or make_schedule(make_plan(recipe, module, name), need_dx, need_dw, original)
+        return make_schedule(make_plan(recipe, module, name), need_dx, need_dw, original)
     key = (id(recipe), module, name, need_dx, need_dw, original)
     known = _recent.get(key)
     if known is None:
@@ -56,18 +55,3 @@ def schedule(recipe: Recipe, module: str, name: str, need_dx: bool, need_dw: boo
             del _recent[next(iter(_recent))]
         known = _recent[key] = (recipe, _schedules[by_value])
     return known[1]  # the entry keeps its recipe alive, so that the id stays its own
-
-
-def _evaluated(call: tuple[Any, ...]) -> Schedule | None:
-    """Returns the schedule of a call that is being traced, or None if that raises: traced code then raises it again.
-
-    Dynamo runs this function instead of tracing it, because tracing schedules takes about half of a layer's trace. An
-    argument that is an object would be guarded by its identity. In a tuple a recipe keeps its own guard, by value.
-    """
-    try:
-        return schedule(*call)
-    except Exception:
-        return None
-
-
-_evaluated._dynamo_marked_constant = True  # type: ignore[attr-defined] # torch.compiler's own function imports Dynamo
