@@ -8,19 +8,16 @@ the decoded values (of the inputs, where copies are rotated); `benchmarks.groupe
 
 from __future__ import annotations
 
-import argparse
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import diptych.torch as dt
-from benchmarks import common
-from benchmarks.gpu import device_seconds_of_each, quantized
-from benchmarks.grouped import ALIGN, grouped, normal, plain, tensors
+from benchmarks.gpu import device_seconds_of_each, quantized, run_parts
+from benchmarks.grouped import ALIGN, PRODUCTS, grouped, normal, plain, tensors
 from diptych import core
 from diptych.common import RECIPES, Recipe
 
@@ -33,7 +30,6 @@ DENSE = (
     (4096, 24576, 1536),
 )
 GROUPED = ((8, 4096, 4096, 7168), (64, 512, 2816, 2048))  # groups, rows of each, N, K
-PRODUCTS = ("fprop", "dgrad", "wgrad")
 CHECKED = 256  # rows
 
 
@@ -110,22 +106,7 @@ def speeds(case: str, flops: float, runs: dict[str, Callable[[], object]]) -> It
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.decoded", description=__doc__)
-    parser.add_argument("--out", type=Path, help="write the rows as JSON")
-    args = parser.parse_args(argv)
-    if not (core.build_info()["cuda"] and torch.cuda.is_available()):
-        print("benchmarks.decoded: needs a GPU and a build with CUDA; see `diptych doctor`", file=sys.stderr)
-        return 1
-    rows: list[dict[str, Any]] = []
-    for part, shapes in ((dense_rows, DENSE), (grouped_rows, GROUPED)):
-        for shape in shapes:
-            fresh = list(part(shape))  # type: ignore[arg-type]
-            print(common.table(fresh), end="\n\n", flush=True)
-            rows += fresh
-            torch.cuda.empty_cache()
-    if args.out:
-        common.save(args.out, rows, gpu=torch.cuda.get_device_name(0), cuda=dict(core.cuda_info()))
-    return 0
+    return run_parts("benchmarks.decoded", __doc__, [(dense_rows, DENSE), (grouped_rows, GROUPED)], argv)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import argparse
 import random
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +250,34 @@ def linear_rows() -> list[dict[str, Any]]:
                  "speedup": base / t}
             )  # fmt: skip
     return rows
+
+
+def run_parts(
+    name: str,
+    doc: str | None,
+    parts: Sequence[tuple[Callable[..., Iterable[dict[str, Any]]], Sequence[Any]]],
+    argv: list[str] | None,
+) -> int:
+    """Runs a benchmark whose parts give rows for each of their shapes, and returns its exit status.
+
+    **Arguments:** `name`: the benchmark's module. `parts`: (function of a shape, shapes), in order.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m {name}", description=doc)
+    parser.add_argument("--out", type=Path, help="write the rows as JSON")
+    args = parser.parse_args(argv)
+    if not (core.build_info()["cuda"] and torch.cuda.is_available()):
+        print(f"{name}: needs a GPU and a build with CUDA; see `diptych doctor`", file=sys.stderr)
+        return 1
+    rows: list[dict[str, Any]] = []
+    for part, shapes in parts:
+        for shape in shapes:
+            fresh = list(part(shape))
+            print(common.table(fresh), end="\n\n", flush=True)
+            rows += fresh
+            torch.cuda.empty_cache()
+    if args.out:
+        common.save(args.out, rows, gpu=torch.cuda.get_device_name(0), cuda=dict(core.cuda_info()))
+    return 0
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -8,19 +8,16 @@ quantizing.
 
 from __future__ import annotations
 
-import argparse
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 import diptych.torch as dt
-from benchmarks import common
-from benchmarks.gpu import device_seconds, device_seconds_of_each, quantized, state_of
+from benchmarks.gpu import device_seconds, device_seconds_of_each, quantized, run_parts, state_of
 from diptych import core
 from diptych.common import RECIPES, Quantizer, Recipe
 
@@ -49,7 +46,7 @@ def sizes_of(groups: int, rows: int) -> dict[str, torch.Tensor]:
 
 
 def tensors(product: str, groups: int, rows: int, n: int, k: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both operands of a layer's product: rows and a stack, or rows and rows."""
+    """Returns both operands of a product: for wgrad two tensors of rows, else rows and a stack of weights."""
     total = groups * rows
     if product == "fprop":
         return normal(total, k), normal(groups, n, k)
@@ -173,22 +170,8 @@ def layer_rows(shape: tuple[int, int, int, int]) -> Iterator[dict[str, Any]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.grouped", description=__doc__)
-    parser.add_argument("--out", type=Path, help="write the rows as JSON")
-    args = parser.parse_args(argv)
-    if not (core.build_info()["cuda"] and torch.cuda.is_available()):
-        print("benchmarks.grouped: needs a GPU and a build with CUDA; see `diptych doctor`", file=sys.stderr)
-        return 1
-    rows: list[dict[str, Any]] = []
-    for part in (*[functools.partial(product_rows, product) for product in PRODUCTS], layer_rows):
-        for shape in SHAPES:
-            fresh = list(part(shape))
-            print(common.table(fresh), end="\n\n", flush=True)
-            rows += fresh
-            torch.cuda.empty_cache()
-    if args.out:
-        common.save(args.out, rows, gpu=torch.cuda.get_device_name(0), cuda=dict(core.cuda_info()))
-    return 0
+    parts = [(functools.partial(product_rows, product), SHAPES) for product in PRODUCTS]
+    return run_parts("benchmarks.grouped", __doc__, [*parts, (layer_rows, SHAPES)], argv)
 
 
 if __name__ == "__main__":

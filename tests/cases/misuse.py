@@ -70,7 +70,8 @@ NAMES = {
     "input": "(input|x)",
     "weight": "(weight|kernel)",
 }
-"""What stands for a description of an operand, and for the names that both panels' layers and their operands have."""
+"""Patterns for the {placeholders} of messages: an operand's description, and the names of layers and their operands in
+either panel."""
 
 TENSOR, BLOCK = Float8CurrentScalingQuantizer(), Float8BlockQuantizer()
 MX, NV, DELAYED = MXFP8Quantizer(), NVFP4Quantizer(), Float8Quantizer()

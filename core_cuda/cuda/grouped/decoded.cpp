@@ -63,8 +63,8 @@ int64_t amax_step(const TensorView& amax, int64_t count) { return amax.numel() =
 // Returns whether D must be stored in pieces, because its rows are not aligned or alpha varies within a tile.
 bool in_pieces(const GroupedGemmArgs& args, const NativeShape& s, const NativeArgs& p) {
   const int64_t unit = args.d.dtype == DType::f32 ? 8 : 16;  // bytes that one thread stores
-  const bool lines =
-      s.n * bytes(args.d.dtype) % unit == 0 && aligned(args.d.data, unit) && (!p.c || aligned(p.c, unit));
+  const bool lines = s.n * bytes(args.d.dtype) % unit == 0 && aligned(args.d.data, unit) &&
+                     (args.beta == 0.0f || aligned(args.c.data, unit));
   return !lines || p.a_amax_step != 0 || p.b_amax_step != 0;
 }
 
@@ -91,7 +91,6 @@ Status multiply(const char* op, const GroupedGemmArgs& args, const TensorView& w
     p.b_amax = args.b.amax.as<const float>(), p.b_amax_step = amax_step(args.b.amax, count);
     p.b_amax_stack = p.b_amax_step == 0 ? 1 : s.n;
   }
-  p.c = args.beta != 0.0f ? args.c.data : nullptr;
   p.pieces = in_pieces(args, s, p);
   NativeLaunch l{Promotion::none, false, false, 0};
   const NativeOperands from{base + at.a, base + at.b, at.pitch * 2, 2};

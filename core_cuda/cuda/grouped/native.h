@@ -83,7 +83,7 @@ struct NativeOperands {
   int element_bytes;
 };
 
-// Sets the number of thread blocks and all arguments but scales and amaxes. `pieces` must be set before.
+// Sets the number of thread blocks and all arguments but scales and amaxes.
 Status make_native_args(const GroupedGemmArgs&, const NativeShape&, const NativeOperands&, int tile_n, int device,
                         NativeArgs*, int64_t* blocks);
 
