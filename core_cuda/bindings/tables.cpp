@@ -3,6 +3,7 @@
 #include <pybind11/stl.h>
 
 #include "families.h"
+#include "operand.h"
 #include "src/registry.h"
 #include "types.h"
 
@@ -69,7 +70,8 @@ Numbers flag_table() {
 }
 
 int gemm_row(int a_format, bool a_columnwise, int b_format, bool b_columnwise, int64_t m, int64_t n, int64_t k,
-             const std::string& out_dtype, const std::string& backend, int device_index) {
+             const std::string& out_dtype, const std::string& backend,
+             int device_index DIPTYCH_GEMM_OPTIONS(DIPTYCH_PARAMETER, bool)) {
   if (!valid(static_cast<FormatId>(a_format)) || !valid(static_cast<FormatId>(b_format)))
     throw py::value_error("gemm_row: unknown format id");
   if (backend != "cpu" && backend != "cuda") throw py::value_error("gemm_row: backend must be cpu or cuda");
@@ -102,7 +104,12 @@ int gemm_row(int a_format, bool a_columnwise, int b_format, bool b_columnwise, i
   for (const DTypeRow& r : kDTypes)
     if (out_dtype == r.name) g.d = matrix(r.id, m, n);
   if (!g.d.given()) throw py::value_error("gemm_row: unknown dtype " + out_dtype);
+  g.options = {DIPTYCH_GEMM_OPTIONS(DIPTYCH_VALUE, bool)};
   return find_row(Op::gemm, only(g.a.format) | only(g.b.format), &g, device);
+}
+
+void switch_kernel_named(const std::string& kernel, bool on) {
+  if (!switch_kernel(kernel, on)) throw py::value_error("switch_kernel: no kernel is named " + kernel);
 }
 
 }  // namespace
@@ -116,9 +123,12 @@ void add_tables(py::module_& m) {
   m.def("flag_table", flag_table);
   m.def("kernel_table", registry_table);
   m.def("reset_calls", reset_calls);
+  m.def(
+      "switch_kernel", switch_kernel_named, py::arg("kernel"), py::arg("on"),
+      "Lets no call of this process run a kernel, or lets calls run it again. Raises ValueError for an unknown name.");
   m.def("gemm_row", gemm_row, py::arg("a_format"), py::arg("a_columnwise"), py::arg("b_format"),
         py::arg("b_columnwise"), py::arg("m"), py::arg("n"), py::arg("k"), py::arg("out_dtype"), py::arg("backend"),
-        py::arg("device_index"),
+        py::arg("device_index") DIPTYCH_GEMM_OPTIONS(DIPTYCH_ARG, bool),
         "Returns the index in kernel_table() of the row that would run this product, or -1. Reads no tensor.");
 }
 

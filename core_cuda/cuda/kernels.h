@@ -40,6 +40,12 @@ Status quantize_stack(const QuantizeArgs&, const Execution&);
 bool gemm_cublaslt_fits(const GemmArgs&, int arch);
 Status gemm_cublaslt(const GemmArgs&, const Execution&);
 
+// Native FP8 tensor cores of Hopper, as one group of grouped_gemm_native. `pays`: faster than cuBLASLt, by a rule of
+// shape, formats, options and the number of SMs alone.
+bool gemm_native_pays(const GemmArgs&, int arch);
+bool gemm_native_fits(const GemmArgs&, int arch);
+Status gemm_native(const GemmArgs&, const Execution&);
+
 // MXFP8 and NVFP4 on Hopper: decoded to bfloat16 in the workspace, multiplied by its tensor cores.
 bool gemm_decoded_fits(const GemmArgs&, int arch);
 Status gemm_decoded(const GemmArgs&, const Execution&);

@@ -52,11 +52,9 @@ constexpr FormatSet kNvfp4 = kTwoLevel & formats_where([](const FormatRow& f) {
 // Formats whose scaled elements bfloat16 can hold, and per-tensor formats, which may be the other operand.
 constexpr FormatSet kDecoded = kMxfp8 | kNvfp4 | kPerTensor;
 constexpr FormatSet kCublasLt = formats_where([](const FormatRow& f) { return f.rule == ScaleRule::divide; });
-bool cublaslt_fits(const void* args, int arch) {
-  return cuda::gemm_cublaslt_fits(*static_cast<const GemmArgs*>(args), arch);
-}
-bool gemm_decoded_fits(const void* args, int arch) {
-  return cuda::gemm_decoded_fits(*static_cast<const GemmArgs*>(args), arch);
+template <bool (*fn)(const GemmArgs&, int)>
+bool gemm_fits(const void* args, int arch) {
+  return fn(*static_cast<const GemmArgs*>(args), arch);
 }
 bool grouped_decoded_fits(const void* args, int arch) {
   return cuda::grouped_gemm_decoded_fits(*static_cast<const GroupedGemmArgs*>(args), arch);
@@ -117,8 +115,10 @@ static const KernelRow kKernels[] = {
     {Op::log_amax, Backend::cuda, 80, kAny,    Level::native,   "cuda.log_amax", "", nullptr, call<LogAmaxArgs, cuda::log_amax>},
     {Op::scale_update, Backend::cuda, 80, kAny,    Level::native,   "cuda.scale_update", "", nullptr, call<ScaleUpdateArgs, cuda::scale_update>},
     {Op::dequantize, Backend::cuda, 80, kAny,      Level::native,   "cuda.dequantize", "", nullptr, call<DequantizeArgs, cuda::dequantize>},
-    {Op::gemm,       Backend::cuda, 90, kCublasLt, Level::native,   "cuda.cublaslt",   "FP8 tensor cores; N and K in multiples of 16 (block scales: M of 4), operands 16-byte aligned, not E5M2 x E5M2, not 128x128 x 128x128", cublaslt_fits, call<GemmArgs, cuda::gemm_cublaslt>},
-    {Op::gemm,       Backend::cuda, 90, kDecoded,  Level::emulated, "cuda.decoded",    "sm_90, one operand or both of MXFP8 or NVFP4: decoded to bfloat16 in memory, bfloat16 tensor cores", gemm_decoded_fits, call<GemmArgs, cuda::gemm_decoded>},
+    {Op::gemm,       Backend::cuda, 90, kCublasLt, Level::native,   "cuda.native",     "FP8 tensor cores of Hopper where they are faster than cuBLASLt: large products without fast accumulation", gemm_fits<cuda::gemm_native_pays>, call<GemmArgs, cuda::gemm_native>},
+    {Op::gemm,       Backend::cuda, 90, kCublasLt, Level::native,   "cuda.cublaslt",   "FP8 tensor cores; N and K in multiples of 16 (block scales: M of 4), operands 16-byte aligned, not E5M2 x E5M2, not 128x128 x 128x128", gemm_fits<cuda::gemm_cublaslt_fits>, call<GemmArgs, cuda::gemm_cublaslt>},
+    {Op::gemm,       Backend::cuda, 90, kCublasLt, Level::native,   "cuda.native_rest", "FP8 tensor cores of Hopper, what cuBLASLt does not take; K in multiples of 16, operands 16-byte aligned, both per-tensor or both of blocks", gemm_fits<cuda::gemm_native_fits>, call<GemmArgs, cuda::gemm_native>},
+    {Op::gemm,       Backend::cuda, 90, kDecoded,  Level::emulated, "cuda.decoded",    "sm_90, one operand or both of MXFP8 or NVFP4: decoded to bfloat16 in memory, bfloat16 tensor cores", gemm_fits<cuda::gemm_decoded_fits>, call<GemmArgs, cuda::gemm_decoded>},
     {Op::gemm,       Backend::cuda, 80, kGemm,     Level::emulated, "cuda.emulated",   "decoded to bfloat16, float32 accumulation; any extents", nullptr, call<GemmArgs, cuda::gemm_emulated>},
     {Op::bias_grad,  Backend::cuda, 80, kAny,      Level::native,   "cuda.bias_grad",  "", nullptr, call<BiasGradArgs, cuda::bias_grad>},
     {Op::norm, Backend::cuda, 80, kAny, Level::native, "cuda.norm", "", nullptr, call<NormArgs, cuda::norm>},
@@ -133,7 +133,7 @@ static const KernelRow kKernels[] = {
     {Op::permute_columns, Backend::cuda, 80, kAny, Level::native, "cuda.permute_columns", "", nullptr, call<PermuteColumnsArgs, cuda::permute_columns>},
     {Op::unpermute, Backend::cuda, 80, kAny, Level::native, "cuda.unpermute", "not float64", not_float64<UnpermuteArgs>, call<UnpermuteArgs, cuda::unpermute>},
     {Op::unpermute_grad, Backend::cuda, 80, kAny, Level::native, "cuda.unpermute_grad", "not float64", not_float64<UnpermuteGradArgs>, call<UnpermuteGradArgs, cuda::unpermute_grad>},
-    {Op::grouped_gemm, Backend::cuda, 90, kCublasLt, Level::native, "cuda.grouped_native", "FP8 tensor cores of Hopper; N and K in multiples of 16 (depth: N and rows, groups in multiples of 32, with block scales of 128), operands 16-byte aligned, both per-tensor or both of blocks, at most 512 groups", grouped_native_fits, call<GroupedGemmArgs, cuda::grouped_gemm_native>},
+    {Op::grouped_gemm, Backend::cuda, 90, kCublasLt, Level::native, "cuda.grouped_native", "FP8 tensor cores of Hopper; K in multiples of 16 (depth: rows, groups in multiples of 32, with block scales of 128), rows of D in multiples of 16 bytes, operands 16-byte aligned, both per-tensor or both of blocks, at most 512 groups", grouped_native_fits, call<GroupedGemmArgs, cuda::grouped_gemm_native>},
     {Op::grouped_gemm, Backend::cuda, 90, kDecoded, Level::emulated, "cuda.grouped_decoded", "sm_90, one operand or both of MXFP8 or NVFP4: decoded to bfloat16 in memory, bfloat16 tensor cores; depth: groups in multiples of 16; at most 512 groups", grouped_decoded_fits, call<GroupedGemmArgs, cuda::grouped_gemm_decoded>},
     {Op::grouped_gemm, Backend::cuda, 80, kGemm, Level::emulated, "cuda.grouped_emulated", "decoded to bfloat16, float32 accumulation; any extents and groups", nullptr, call<GroupedGemmArgs, cuda::grouped_gemm_emulated>},
     {Op::grouped_bias_grad, Backend::cuda, 80, kAny, Level::native, "cuda.grouped_bias_grad", "", nullptr, call<GroupedBiasGradArgs, cuda::grouped_bias_grad>},
@@ -146,6 +146,7 @@ namespace {
 
 constexpr int kKernelCount = sizeof(kKernels) / sizeof(kKernels[0]);
 std::array<std::atomic<uint64_t>, kKernelCount> calls;
+std::array<std::atomic<bool>, kKernelCount> off;          // rows that find_row skips
 std::array<std::atomic<FormatSet>, kKernelCount> warned;  // formats whose emulation was reported
 
 const char* name(Op op) {
@@ -200,7 +201,7 @@ int find_row(Op op, FormatSet formats, const void* args, const Device& device) {
   const int arch = arch_of(device);
   for (int i = 0; i < kKernelCount; ++i) {
     const KernelRow& r = kKernels[i];
-    if (r.op == op && r.backend == device.backend && r.min_arch <= arch && (formats & ~r.formats) == 0 &&
+    if (r.op == op && r.backend == device.backend && !off[i].load(std::memory_order_relaxed) && r.min_arch <= arch && (formats & ~r.formats) == 0 &&
         (r.fits == nullptr || r.fits(args, arch)))
       return i;
   }
@@ -229,6 +230,14 @@ std::vector<RowInfo> registry_table() {
                    r.fits != nullptr, r.min_arch, names(r.formats), calls[i].load(std::memory_order_relaxed)});
   }
   return out;
+}
+
+bool switch_kernel(const std::string& kernel, bool on) {
+  bool found = false;
+  for (int i = 0; i < kKernelCount; ++i) {
+    if (kernel == kKernels[i].kernel) off[i].store(!on, std::memory_order_relaxed), found = true;
+  }
+  return found;
 }
 
 void reset_calls() {

@@ -58,6 +58,10 @@ int find_row(Op op, FormatSet formats, const void* args, const Device& device);
 std::optional<Status> quantize_together(const QuantizeArgs& stack, const Execution&);
 
 std::vector<RowInfo> registry_table();
+
+// Makes find_row skip the rows of a kernel, or no longer; returns false for a name that no row has. For comparing
+// kernels only: which kernel runs decides the bits of a product, for the whole process.
+bool switch_kernel(const std::string& kernel, bool on);
 void reset_calls();
 bool cuda_built();
 

@@ -49,6 +49,8 @@ GEMM_EPILOGUES = (
     (0.7, 0.0, "float32", "float16"),
     (-1.5, 1.0, None, "float32"),
     (1.0, 0.5, "float16", "bfloat16"),
+    (1.0, 0.0, None, "bfloat16"),
+    (0.7, 0.0, None, "float16"),
 )
 
 

@@ -101,7 +101,8 @@ def suits_native(case: Case, align: int) -> bool:
     a, b = (oracle.FORMATS[f] for f in formats(case))
     divide = a.rule == b.rule == "divide" and a.per_tensor == b.per_tensor
     reduced = case.rows if case.product == "wgrad" else case.inner
-    whole = case.n % 16 == 0 and reduced % 16 == 0 and min(case.rows, case.n, case.inner) > 0
+    lines = case.n * np.dtype(cases.INPUT_DTYPES[case.out_dtype]).itemsize % 16 == 0
+    whole = lines and reduced % 16 == 0 and min(case.rows, case.n, case.inner) > 0
     return divide and whole and (case.product != "wgrad" or align % (32 if a.per_tensor else 128) == 0)
 
 

@@ -156,6 +156,19 @@ def test_calls_are_counted():
     assert not any(row["calls"] for row in core.kernel_table())
 
 
+def test_kernels_can_be_switched_off():
+    index = (runner.IDS["mxfp8_e4m3"], False, runner.IDS["mxfp8_e4m3"], False, 16, 16, 32, "float32", "cpu", 0)
+    assert core.kernel_table()[_core.gemm_row(*index)]["kernel"] == "cpu.gemm"
+    _core.switch_kernel("cpu.gemm", False)
+    try:
+        assert _core.gemm_row(*index) == -1
+    finally:
+        _core.switch_kernel("cpu.gemm", True)
+    assert core.kernel_table()[_core.gemm_row(*index)]["kernel"] == "cpu.gemm"
+    with pytest.raises(ValueError, match=r"switch_kernel: no kernel is named cpu\.gem$"):
+        _core.switch_kernel("cpu.gem", False)
+
+
 def test_gemm_row_names_the_row_that_runs():
     rows = core.kernel_table()
     for a, b in cases.GEMM_PAIRS:

@@ -35,7 +35,7 @@ extern "C" cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaSt
 
 struct Call {
   simulated::Tensor a_data, a_scale_inv, a_amax, b_data, b_scale_inv, b_amax, offsets, d, c, bias;
-  int32_t a_format, a_columnwise, b_format, b_columnwise, kind, align, fast_accum, sm_count, seed;
+  int32_t a_format, a_columnwise, b_format, b_columnwise, kind, align, fast_accum, tall, sm_count, seed;
   float alpha, beta;
 };
 
@@ -63,7 +63,8 @@ extern "C" int simulate(const Call* call, char* message, int size) {
   const bool decoded = cuda::grouped_gemm_decoded_fits(args, 90);
   if (!decoded && !cuda::grouped_gemm_native_fits(args, 90)) return -1;
   const Execution exec{{Backend::cuda, 0}, nullptr};
-  const Status status = decoded ? cuda::grouped_gemm_decoded(args, exec) : cuda::grouped_gemm_native(args, exec);
+  const Status status =
+      decoded ? cuda::grouped_gemm_decoded(args, exec) : cuda::multiply_native(args, call->tall != 0, exec);
   std::snprintf(message, static_cast<size_t>(size), "%s", status.message().c_str());
   return status.ok() ? 0 : 1;
 }

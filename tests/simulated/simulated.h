@@ -76,6 +76,7 @@ inline ucontext_t scheduler;
 inline std::vector<std::unique_ptr<Block>> blocks;  // of the cluster
 inline std::vector<std::unique_ptr<Thread>> threads;
 inline std::vector<Task> engine;  // what the copy engine has not done yet
+inline std::vector<Task> late;    // what it does as late as it may: half of its stores
 inline std::mt19937 chance;
 inline uint64_t progress = 0;
 inline int grid = 0;
@@ -154,11 +155,11 @@ inline void count_bytes(Barrier& b, int64_t n) {
 
 // ---- running ----
 
-inline void step_engine() {
-  if (engine.empty()) return;
-  std::swap(engine[chance() % engine.size()], engine.back());
-  Task task = std::move(engine.back());
-  engine.pop_back();
+inline void step_engine(std::vector<Task>& tasks) {
+  if (tasks.empty()) return;
+  std::swap(tasks[chance() % tasks.size()], tasks.back());
+  Task task = std::move(tasks.back());
+  tasks.pop_back();
   task();
   ++progress;
 }
@@ -171,7 +172,7 @@ inline void enter() {
 
 inline void start_cluster(int first, int size, int block_threads, size_t shared_bytes) {
   constexpr size_t kStack = 256 << 10;
-  blocks.clear(), threads.clear(), engine.clear();
+  blocks.clear(), threads.clear(), engine.clear(), late.clear();
   cluster = {};
   for (int rank = 0; rank < size; ++rank) {
     auto& b = blocks.emplace_back(std::make_unique<Block>());
@@ -208,9 +209,9 @@ inline void run_cluster() {
         t->copies.front()();
         t->copies.pop_front(), ++progress;
       }
-      if (chance() % 64 == 0) step_engine();
+      if (chance() % 64 == 0) step_engine(engine);
     }
-    if (progress == before) step_engine();
+    if (progress == before) step_engine(engine.empty() ? late : engine);
     idle = progress == before ? idle + 1 : 0;
     if (idle > 100) fail("a deadlock");
   }

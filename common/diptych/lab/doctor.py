@@ -9,6 +9,7 @@ from typing import Any
 
 from diptych import core
 from diptych.common import FORMATS, RECIPES, Quantizer, Recipe
+from diptych.common.gemm_options import GemmOptions
 from diptych.common.ops import shapes
 from diptych.core import _core
 from diptych.lab.frontend import discover
@@ -90,7 +91,7 @@ def _recipe(name: str, recipe: Recipe, device: tuple[str, int, str]) -> dict[str
                 ops |= {("scale_update", quantizer.format.name)} if quantizer.needs_scale else set()
         for kind, mnk in SHAPES.items():
             products.setdefault(product, {})[kind] = {
-                **_product(operands, sides, mnk, dtype, backend, index),
+                **_product(operands, sides, mnk, dtype, backend, index, recipe.gemm_options(product)),
                 "mnk": list(mnk),
             }
     others = [{"op": op, "format": fmt, **_row(op, fmt, backend, arch)} for op, fmt in sorted(ops)]
@@ -105,6 +106,7 @@ def _product(
     dtype: str,
     backend: str,
     index: int,
+    options: GemmOptions,
 ) -> dict[str, Any]:
     """The kernel of one product, or the reason why there is none."""
     a, b = operands
@@ -113,7 +115,7 @@ def _product(
     block = max(q.format.block_cols for q in (a, b)) if max(a.format.pack, b.format.pack) > 1 else 1
     if any(extent % block for extent in mnk):
         return {"level": "refused", "kernel": "", "note": f"extents must be multiples of {block}"}
-    row = _core.gemm_row(a.format.id, sides[0], b.format.id, sides[1], *mnk, dtype, backend, index)
+    row = _core.gemm_row(a.format.id, sides[0], b.format.id, sides[1], *mnk, dtype, backend, index, *options)
     if row < 0:
         return {"level": "missing", "kernel": "", "note": f"no kernel for {a.format.name} x {b.format.name}"}
     return {k: core.kernel_table()[row][k] for k in ("level", "kernel", "note")}

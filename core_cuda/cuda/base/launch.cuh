@@ -39,17 +39,26 @@ inline bool grids_overlap(const void* kernel, int device) {
   return overlap;
 }
 
-// `attribute`: an additional launch attribute, or null.
+// Returns the attribute that lets a kernel start while the stream's last one runs.
+inline cudaLaunchAttribute overlaps() {
+  cudaLaunchAttribute overlap = {};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  return overlap;
+}
+
+// `attributes`: `count` additional launch attributes.
 template <typename... Params>
-Status launch_with(const char* name, cudaLaunchAttribute* attribute, void (*kernel)(Params...), int64_t blocks,
-                   int threads, size_t shared_bytes, void* stream, const std::type_identity_t<Params>&... args) {
+Status launch_with(const char* name, cudaLaunchAttribute* attributes, unsigned count, void (*kernel)(Params...),
+                   int64_t blocks, int threads, size_t shared_bytes, void* stream,
+                   const std::type_identity_t<Params>&... args) {
   DIPTYCH_TRY(fits_grid(name, blocks));
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = shared_bytes;
   config.stream = static_cast<cudaStream_t>(stream);
-  config.attrs = attribute, config.numAttrs = attribute ? 1 : 0;
+  config.attrs = attributes, config.numAttrs = count;
   return cuda_status(cudaLaunchKernelEx(&config, kernel, args...), name);
 }
 
@@ -69,21 +78,23 @@ Status launch_with(const char* name, cudaLaunchAttribute* attribute, void (*kern
 template <typename... Params>
 Status launch_after(const char* name, void (*kernel)(Params...), int64_t blocks, int threads, size_t shared_bytes,
                     const Execution& exec, const std::type_identity_t<Params>&... args) {
-  cudaLaunchAttribute overlap = {};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  const bool may = grids_overlap(reinterpret_cast<const void*>(kernel), exec.device.index);
-  return launch_with(name, may ? &overlap : nullptr, kernel, blocks, threads, shared_bytes, exec.stream, args...);
+  cudaLaunchAttribute overlap = overlaps();
+  const unsigned count = grids_overlap(reinterpret_cast<const void*>(kernel), exec.device.index) ? 1 : 0;
+  return launch_with(name, &overlap, count, kernel, blocks, threads, shared_bytes, exec.stream, args...);
 }
 
 // Launches clusters of `cluster` thread blocks, which can access each other's shared memory (sm_90 and later).
+// `after`: the kernel obeys the rules of launch_after.
 template <typename... Params>
 Status launch_clusters(const char* name, void (*kernel)(Params...), int64_t blocks, int cluster, int threads,
-                       size_t shared_bytes, void* stream, const std::type_identity_t<Params>&... args) {
-  cudaLaunchAttribute size = {};
-  size.id = cudaLaunchAttributeClusterDimension;
-  size.val.clusterDim.x = static_cast<unsigned>(cluster), size.val.clusterDim.y = size.val.clusterDim.z = 1;
-  return launch_with(name, &size, kernel, blocks, threads, shared_bytes, stream, args...);
+                       size_t shared_bytes, const Execution& exec, bool after,
+                       const std::type_identity_t<Params>&... args) {
+  cudaLaunchAttribute attributes[2] = {{}, overlaps()};
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim.x = static_cast<unsigned>(cluster);
+  attributes[0].val.clusterDim.y = attributes[0].val.clusterDim.z = 1;
+  const bool may = after && grids_overlap(reinterpret_cast<const void*>(kernel), exec.device.index);
+  return launch_with(name, attributes, may ? 2 : 1, kernel, blocks, threads, shared_bytes, exec.stream, args...);
 }
 
 // Permits a kernel more than 48 KiB of shared memory, once for each device; repeating it is harmless. `carveout`:

@@ -299,11 +299,11 @@ bool gemm_cublaslt_fits(const GemmArgs& args, int arch) {
   std::string why;
   const Api* api = open(&why);
   if (!api) {
-    warn_once("cuBLASLt cannot be opened, so FP8 products run in the slower emulated kernel: " + why);
+    warn_once("cuBLASLt cannot be opened, so FP8 products run on other kernels, which may be slower: " + why);
     return false;
   }
   if (p.block_scales && api->GetVersion() < kBlockScalesSince) {
-    warn_once("cuBLASLt " + cublaslt_version() + " has no block scales (12.9 has); the emulated kernel runs instead");
+    warn_once("cuBLASLt " + cublaslt_version() + " has no block scales (12.9 has); another kernel runs instead");
     return false;
   }
   const DeviceScope scope(args.d.device.index);
@@ -311,7 +311,7 @@ bool gemm_cublaslt_fits(const GemmArgs& args, int arch) {
   const Status status = scope.status().ok() ? find_route(*api, args, p, &route) : scope.status();
   if (status.ok() && route.plan) return true;
   warn_once("cuBLASLt " + cublaslt_version() + " has no algorithm for " + shape_text(args, p) +
-            (status.ok() ? "" : " (" + status.message() + ")") + "; the emulated kernel runs instead");
+            (status.ok() ? "" : " (" + status.message() + ")") + "; another kernel runs instead");
   return false;
 }
 

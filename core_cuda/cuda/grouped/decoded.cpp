@@ -9,7 +9,7 @@ namespace diptych::cuda {
 namespace {
 
 constexpr int64_t kPart = 256;  // bytes: parts of the workspace begin at multiples of it
-constexpr int kTileN = native_tile_n(Promotion::none);
+constexpr TileShape kTile = tile_shape(Promotion::none, false);
 
 int64_t whole(int64_t bytes) { return ceil_div(bytes, kPart) * kPart; }
 
@@ -92,9 +92,9 @@ Status multiply(const char* op, const GroupedGemmArgs& args, const TensorView& w
     p.b_amax_stack = p.b_amax_step == 0 ? 1 : s.n;
   }
   p.pieces = in_pieces(args, s, p);
-  NativeLaunch l{Promotion::none, false, false, 0};
+  NativeLaunch l{Promotion::none, false, false, false, 0};
   const NativeOperands from{base + at.a, base + at.b, at.pitch * 2, 2};
-  DIPTYCH_TRY(make_native_args(args, s, from, kTileN, exec.device.index, &p, &l.blocks));
+  DIPTYCH_TRY(make_native_args(args, s, from, kTile, exec.device.index, &p, &l.blocks));
   if (l.blocks == 0) return {};
   DIPTYCH_CUDA_TRY(cudaMemsetAsync(base, 0, 4 * (at.units + 2), static_cast<cudaStream_t>(exec.stream)));
   return launch_native_bf16(p, l, exec);
@@ -103,17 +103,10 @@ Status multiply(const char* op, const GroupedGemmArgs& args, const TensorView& w
 // Returns whether tiles and units are few enough to be counted in int32.
 bool counts(const GroupedGemmArgs& args) {
   const NativeShape s = native_shape(args);
-  if (!native_counts(args, s, 2, kTileN)) return false;
+  if (!native_counts(args, s, 2, kTile)) return false;
   const int64_t count = args.kind == GroupKind::depth ? 1 : s.groups;
   const int64_t panels = ceil_div(s.m, kDecodedOuter) + count * ceil_div(s.n, kDecodedOuter);
   return panels <= kMostExtent / (ceil_div(s.k, kDecodedK) + 1);
-}
-
-GroupedGemmArgs one_group(const GemmArgs& args) {
-  GroupedGemmArgs g;
-  g.a = args.a, g.b = args.b, g.d = args.d, g.c = args.c, g.bias = args.bias;
-  g.alpha = args.alpha, g.beta = args.beta;
-  return g;
 }
 
 }  // namespace

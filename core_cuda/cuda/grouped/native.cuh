@@ -1,8 +1,8 @@
 // Products on Hopper's tensor cores, of FP8 or bfloat16, in groups or of one group: D tiles of 128 rows and 192 or 256
-// columns, persistent thread blocks.
+// columns, or of 192 rows and 128 columns; persistent thread blocks.
 //
-// A thread block has twelve warps. Two warpgroups multiply 64 rows each: one promotes partial sums while the other's
-// products run. The third warpgroup feeds them (native_feed.cuh): one warp makes the copy engine load 128 k of A's and
+// Two or three warpgroups of a thread block multiply 64 rows each: while the products of one run, the others promote
+// partial sums. The last warpgroup feeds them (native_feed.cuh): one warp makes the copy engine load 128 k of A's and
 // B's rows, several stages ahead; one loads block scales, four k blocks at a time; one announces the next tiles. The
 // two thread blocks of a cluster share a tile of A or B, and each loads half of it for both.
 //
@@ -15,6 +15,7 @@
 
 #include "cuda/base/launch.cuh"
 #include "cuda/grouped/native_feed.cuh"
+#include "cuda/ptx/grid.cuh"
 #include "cuda/ptx/wgmma.cuh"
 
 namespace diptych::cuda {
@@ -22,14 +23,15 @@ namespace diptych::cuda {
 // The factors of a k block's partial sums: A's scales of this thread's two rows (`row`) times B's scales. Mode columns:
 // `part` holds that product for each 64 columns of the tile. Mode full: `columns` points to the scales of this thread's
 // columns, which are eight apart.
-template <Promotion kMode>
+template <typename Scales, Promotion kMode>
 struct Factors {
-  float row[2], part[3][2];
+  static constexpr int kParts = Scales::kTile.n == 128 ? 1 : 3;  // of a tile's columns
+  float row[2], part[kParts][2];
   const float* columns;
 
   // `early`: the second of B's two blocks begins after 64 columns, else after 128.
-  __device__ __forceinline__ void load(const Scales<kMode>& s, int block, int at_row, int lane, bool early) {
-    if constexpr (Scales<kMode>::kAny) {
+  __device__ __forceinline__ void load(const Scales& s, int block, int at_row, int lane, bool early) {
+    if constexpr (Scales::kAny) {
       const float* a = &s.a[at_row].x + block;
       row[0] = a[0], row[1] = a[8 * kRound];
       columns = &s.b[block][kMode == Promotion::full ? lane % 4 * 2 : 0];
@@ -38,16 +40,19 @@ struct Factors {
       const float2 both = *reinterpret_cast<const float2*>(columns);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        part[0][h] = __fmul_rn(row[h], both.x), part[2][h] = __fmul_rn(row[h], both.y);
-        part[1][h] = early ? part[2][h] : part[0][h];
+        part[0][h] = __fmul_rn(row[h], both.x);
+        if constexpr (kParts > 1) {
+          part[2][h] = __fmul_rn(row[h], both.y);
+          part[1][h] = early ? part[2][h] : part[0][h];
+        }
       }
     }
   }
 };
 
 // sums = sums + part * factors.
-template <Promotion kMode, int kSums>
-__device__ __forceinline__ void promote(float (&sums)[kSums], const float (&part)[kSums], const Factors<kMode>& f) {
+template <Promotion kMode, int kSums, typename Factors>
+__device__ __forceinline__ void promote(float (&sums)[kSums], const float (&part)[kSums], const Factors& f) {
 #pragma unroll
   for (int j = 0; j < kSums / 4; ++j) {
     float2 col;
@@ -58,7 +63,7 @@ __device__ __forceinline__ void promote(float (&sums)[kSums], const float (&part
       if constexpr (kMode == Promotion::full) {
         sums[i] = __fmaf_rn(part[i], __fmul_rn(f.row[r / 2], r % 2 ? col.y : col.x), sums[i]);
       } else if constexpr (kMode == Promotion::columns) {
-        sums[i] = __fmaf_rn(part[i], f.part[j / 8][r / 2], sums[i]);
+        sums[i] = __fmaf_rn(part[i], f.part[j * Factors::kParts / (kSums / 4)][r / 2], sums[i]);
       } else {
         sums[i] = __fadd_rn(sums[i], part[i]);
       }
@@ -126,7 +131,7 @@ struct Operands {
   uint32_t a, b, zeros;
 
   __device__ __forceinline__ Operands(const Shared& s, int group)
-      : a(ptx::matrix_address(s.operands[0]) + group * (Shared::kABytes / 32)),
+      : a(ptx::matrix_address(s.operands[0]) + group * (64 * kNativeTileK / 16)),
         b(ptx::matrix_address(s.operands[0]) + Shared::kABytes / 16),
         zeros(ptx::matrix_address(s.zeros)) {}
 };
@@ -165,7 +170,7 @@ __device__ __forceinline__ void multiply_tile_in_parts(const NativeArgs& p, Shar
   int left = t.k_end - t.k;
   if (left <= 0) return;
   bool there = false;  // whether the next stage's operands have arrived
-  Factors<kMode> factors;
+  Factors<typename Shared::Scales, kMode> factors;
   const auto wait_for_scales = [&] {
     if (Shared::kScales) ptx::barrier_wait(&s.scales_full[w.scales.slot], w.scales.parity);
   };
@@ -179,7 +184,7 @@ __device__ __forceinline__ void multiply_tile_in_parts(const NativeArgs& p, Shar
     if (!there) ptx::barrier_wait(&s.full[slot], w.stage.parity);
     multiply_block<kA, kB>(part, at.a + slot * at.kStage, at.b + slot * at.kStage, false, at.zeros, k);
     if (next == 0) w.stage.parity ^= 1, w.scales.advance();
-    Factors<kMode> after;
+    Factors<typename Shared::Scales, kMode> after;
     if (more) {
       if (next == 0) wait_for_scales();
       after.load(s.scales[w.scales.slot], next, w.row, w.lane, early);
@@ -229,7 +234,8 @@ __device__ __forceinline__ void multiply_tiles(const NativeArgs& p, Shared& s, i
       continue;
     }
     float sums[Shared::kTileN / 2] = {};
-    if (!kDecoded) out.begin(p, t, first);
+    const bool pieces = Shared::kPieces && p.pieces;
+    if (!kDecoded && !pieces) out.begin(p, t, first);
     if constexpr (kMode == Promotion::none) {
       multiply_tile<kA, kB>(p, s, w, t, sums);
     } else {
@@ -237,16 +243,16 @@ __device__ __forceinline__ void multiply_tiles(const NativeArgs& p, Shared& s, i
     }
     float factor = 1.0f;
     if (!Shared::kScales && t.k < t.k_end) {
-      if (!kDecoded || p.a_scale) factor = __ldg(p.a_scale);
-      if (!kDecoded || p.b_scale) factor = __fmul_rn(factor, __ldg(p.b_scale + (p.depth ? 0 : t.group)));
+      if (!kDecoded || p.a_scale) factor = *p.a_scale;
+      if (!kDecoded || p.b_scale) factor = __fmul_rn(factor, p.b_scale[p.depth ? 0 : t.group]);
     }
     Finish finish = make_finish(p, t, factor);
+    if (pieces) {
+      store_pieces(make_epilogue(p, t, finish), t, factor, sums, first);
+      continue;
+    }
     if constexpr (kDecoded) {
       const Epilogue e = make_epilogue(p, t, finish);
-      if (p.pieces) {
-        store_pieces(e, t, factor, sums, first);
-        continue;
-      }
       finish.alpha = full_alpha(e, row_alpha(e, 0), 0);
       if (p.d_type == DType::f32) {
         if (finish.bias || p.c) {
@@ -262,20 +268,17 @@ __device__ __forceinline__ void multiply_tiles(const NativeArgs& p, Shared& s, i
   out.end();
 }
 
-template <Promotion kMode, ptx::Element kA, ptx::Element kB, bool kWide>
-__global__ void __launch_bounds__(kNativeThreads, 1) grouped_kernel(const __grid_constant__ NativeArgs p) {
+template <Promotion kMode, bool kTall, ptx::Element kA, ptx::Element kB, bool kWide>
+__global__ void __launch_bounds__(NativeShared<kMode, kTall, kWide, kA == ptx::Element::bf16>::kThreads, 1)
+    grouped_kernel(const __grid_constant__ NativeArgs p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   DIPTYCH_DYNAMIC_SHARED_ALIGNED(memory, 1024);
   constexpr bool kDecodes = kA == ptx::Element::bf16;
-  using Shared = NativeShared<kMode, kWide, kDecodes>;
+  using Shared = NativeShared<kMode, kTall, kWide, kDecodes>;
+  constexpr int kProducts = Shared::kProducts;
   Shared& s = *reinterpret_cast<Shared*>(memory);
   const int warp = __shfl_sync(kAllLanes, threadIdx.x / 32, 0);
   const int rank = ptx::cluster_rank();
-  if (warp == 0) {
-    fill_table(p, s.table, threadIdx.x);
-    __syncwarp();
-    if (kDecodes) fill_units(p, s.table, threadIdx.x);
-  }
   if (warp == 2) {
     *reinterpret_cast<uint4*>(s.zeros + threadIdx.x % 32 * 32) = make_uint4(0, 0, 0, 0);
     *reinterpret_cast<uint4*>(s.zeros + threadIdx.x % 32 * 32 + 16) = make_uint4(0, 0, 0, 0);
@@ -292,16 +295,25 @@ __global__ void __launch_bounds__(kNativeThreads, 1) grouped_kernel(const __grid
       ptx::barrier_init(&s.scales_full[i], 32);
       ptx::barrier_init(&s.scales_empty[i], kProducts);
     }
-    for (int i = 0; i < 2; ++i) ptx::barrier_init(&s.c_there[i], 1);
+    for (int i = 0; i < Shared::kWarpgroups; ++i) ptx::barrier_init(&s.c_there[i], 1);
     for (int i = 0; i < kTiles; ++i) {
       ptx::barrier_init(&s.tiles_full[i], 1);
       ptx::barrier_init(&s.tiles_empty[i], kProducts / 32);
     }
     ptx::barrier_init_fence();
   }
+  if constexpr (!kDecodes) {
+    ptx::wait_for_grid_before();
+    ptx::let_next_grid_start();
+  }
+  if (warp == 0) {
+    fill_table<Shared::kTile>(p, s.table, threadIdx.x);
+    __syncwarp();
+    if (kDecodes) fill_units(p, s.table, threadIdx.x);
+  }
   ptx::cluster_sync();
   if (warp >= kProducts / 32) {
-    ptx::give_registers<kDecodes ? 88 : 40>();
+    ptx::give_registers<kDecodes ? 88 : kTall ? 32 : 40>();
     const typename Shared::Walker walk(p, s.table, rank);
     if (warp == kProducts / 32) {
       fetch_operands(p, s, walk, rank);
@@ -311,7 +323,7 @@ __global__ void __launch_bounds__(kNativeThreads, 1) grouped_kernel(const __grid
       fetch_scales(p, s, walk);
     }
     if constexpr (kDecodes) {
-      if (warp >= (kNativeThreads - kDecoders) / 32) {
+      if (warp >= (Shared::kThreads - kDecoders) / 32) {
         const int thread = threadIdx.x % kDecoders;
         decode_units(p, s.table, INT_MAX,
                      Team<kDecoders>{thread, kDecodeBarrier + 2, s.decode.tile, s.decode.ticket[2]});
@@ -325,27 +337,34 @@ __global__ void __launch_bounds__(kNativeThreads, 1) grouped_kernel(const __grid
                    Team<kGroupThreads>{static_cast<int>(threadIdx.x % kGroupThreads), kDecodeBarrier + group,
                                        s.out[group], s.decode.ticket[group]});
     }
-    ptx::take_registers<kDecodes ? 208 : 232>();
+    ptx::take_registers<kDecodes ? 208 : kTall ? 160 : 232>();
     multiply_tiles<kMode, kA, kB>(p, s, warp);
   }
   ptx::cluster_sync();  // a thread block must not exit while its neighbour may still signal to it
 #endif
 }
 
-template <Promotion kMode, ptx::Element kA, ptx::Element kB, bool kWide>
+template <Promotion kMode, bool kTall, ptx::Element kA, ptx::Element kB, bool kWide>
 Status launch_native(const NativeArgs& p, const NativeLaunch& l, const Execution& exec) {
   static SharedGrant grant;
-  constexpr int kBytes = sizeof(NativeShared<kMode, kWide, kA == ptx::Element::bf16>);
+  constexpr int kBytes = sizeof(NativeShared<kMode, kTall, kWide, kA == ptx::Element::bf16>);
   static_assert(kBytes <= kMaxShared);
-  DIPTYCH_TRY(grant.raise(grouped_kernel<kMode, kA, kB, kWide>, exec.device.index, kBytes));
-  return launch_clusters("grouped_gemm", grouped_kernel<kMode, kA, kB, kWide>, l.blocks, kNativeCluster, kNativeThreads,
-                         kBytes, exec.stream, p);
+  constexpr int kThreads = NativeShared<kMode, kTall, kWide, kA == ptx::Element::bf16>::kThreads;
+  DIPTYCH_TRY(grant.raise(grouped_kernel<kMode, kTall, kA, kB, kWide>, exec.device.index, kBytes));
+  return launch_clusters("grouped_gemm", grouped_kernel<kMode, kTall, kA, kB, kWide>, l.blocks, kNativeCluster,
+                         kThreads, kBytes, exec, kA != ptx::Element::bf16, p);
 }
 
 template <Promotion kMode, ptx::Element kA, ptx::Element kB>
 Status launch_native(const NativeArgs& p, const NativeLaunch& l, const Execution& exec) {
-  return p.d_type == DType::f32 ? launch_native<kMode, kA, kB, true>(p, l, exec)
-                                : launch_native<kMode, kA, kB, false>(p, l, exec);
+  if constexpr (kMode != Promotion::none) {
+    if (l.tall) {
+      return p.d_type == DType::f32 ? launch_native<kMode, true, kA, kB, true>(p, l, exec)
+                                    : launch_native<kMode, true, kA, kB, false>(p, l, exec);
+    }
+  }
+  return p.d_type == DType::f32 ? launch_native<kMode, false, kA, kB, true>(p, l, exec)
+                                : launch_native<kMode, false, kA, kB, false>(p, l, exec);
 }
 
 template <Promotion kMode>

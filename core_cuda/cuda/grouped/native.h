@@ -17,13 +17,24 @@ enum class Promotion : int {
   full,     // every 128 k: a scale for each row of A and of B
 };
 
-constexpr int kNativeTileM = 128;
 constexpr int kNativeTileK = 128;      // bytes; all k below is counted in bytes
 constexpr int kNativeCluster = 2;      // thread blocks that share a tile of A or of B
 constexpr int kNativeMaxGroups = 512;  // their boundaries lie in shared memory
 
-// The widest tile whose sums, and partial sums where there are some, fit into registers.
-constexpr int native_tile_n(Promotion promotion) { return promotion == Promotion::none ? 256 : 192; }
+// The tile of D that a thread block computes at a time. Each multiplying warpgroup computes 64 of its rows.
+struct TileShape {
+  int m, n;
+
+  // The two thread blocks of a cluster share the longer operand: A of tiles side by side, or B of tiles one below the
+  // other.
+  constexpr bool beside() const { return m > n; }
+};
+// tall: three warpgroups multiply, so that two can add partial sums while the third one's products run. Else two
+// multiply, and a tile has as many columns as registers can hold sums, and partial sums where there are some.
+constexpr TileShape tile_shape(Promotion promotion, bool tall) {
+  if (tall) return {192, 128};
+  return {128, promotion == Promotion::none ? 256 : 192};
+}
 
 // An operand of MXFP8 or NVFP4, or a stack of them, and where its decoded form goes.
 struct DecodedOperand {
@@ -36,30 +47,31 @@ struct DecodedOperand {
 constexpr int kDecodedOuter = 128, kDecodedK = 128;  // extents of a unit: elements that are decoded together
 
 struct NativeArgs {
-  CUtensorMap a, b;          // bytes: A [outer, k] or [outer, R]; B [G, N, k] or [1, N, R]; boxes of half a tile
-  CUtensorMap d_map, c_map;  // float32: [1, R, N] or [G, M, N], boxes of 64 rows x 32 columns
-  const int32_t* offsets;    // null: one group of all rows
-  int groups, rows;          // G, R
-  bool depth;                // GroupKind
-  int element_bytes;         // bytes of an element of A and B
-  int m, n, k;               // depth: M, N and 0; rows: 0, N and bytes of K
-  int columns;               // tiles along N
-  const float* a_scale;      // [outer >> a_shift, scale_k], or one, or null
-  const float* b_scale;      // [G, outer >> b_shift, scale_k], or [G], or null
-  int a_shift, b_shift;      // log2 of a block's rows
-  int scale_k;               // blocks along k
-  bool whole_scales;         // each four neighbours are 16-byte aligned
-  int64_t b_scale_stack;     // elements from one weight's scales to the next
+  CUtensorMap a, b;  // bytes: A [outer, k] or [outer, R]; B [G, N, k] or [1, N, R]; boxes of half a tile
+  // FP8 only: [1, R, N] or [G, M, N]; boxes of 128 bytes x 64 rows; c_map: float32 only
+  CUtensorMap d_map, c_map;
+  const int32_t* offsets;  // null: one group of all rows
+  int groups, rows;        // G, R
+  bool depth;              // GroupKind
+  int element_bytes;       // bytes of an element of A and B
+  int m, n, k;             // depth: M, N and 0; rows: 0, N and bytes of K
+  int columns;             // tiles along N
+  const float* a_scale;    // [outer >> a_shift, scale_k], or one, or null
+  const float* b_scale;    // [G, outer >> b_shift, scale_k], or [G], or null
+  int a_shift, b_shift;    // log2 of a block's rows
+  int scale_k;             // blocks along k
+  bool whole_scales;       // each four neighbours are 16-byte aligned
+  int64_t b_scale_stack;   // elements from one weight's scales to the next
   void* d;
   const void* c;     // null where beta is 0
   const void* bias;  // [G, N], or null
   DType d_type, bias_type;
   float alpha, beta;
+  bool pieces;  // stores D by single elements, because its rows are not aligned or alpha varies in a tile
   // bfloat16 only: amaxes of two-level operands (null for other formats), and the steps between those of neighbouring
   // outer indices and groups
   const float *a_amax, *b_amax;
   int64_t a_amax_step, b_amax_step, b_amax_stack;
-  bool pieces;  // bfloat16 only: stores D by single elements, as its rows are not aligned or alpha varies in a tile
   DecodedOperand decoded[2];  // bfloat16 only: A and B
   int units_k;                // bfloat16 only: units along k
   int units_ahead;            // bfloat16 only: units that each multiplying warpgroup decodes before it multiplies
@@ -72,10 +84,11 @@ struct NativeArgs {
 struct NativeShape {
   int64_t groups, rows, m, n, k;  // rows: m is R; depth: k is R
 };
+GroupedGemmArgs one_group(const GemmArgs&);
 NativeShape native_shape(const GroupedGemmArgs&);  // no offsets: one group of all rows
 
 // Returns whether the kernel's integers can count the groups, bytes and tiles, and the driver can make tensor maps.
-bool native_counts(const GroupedGemmArgs&, const NativeShape&, int element_bytes, int tile_n);
+bool native_counts(const GroupedGemmArgs&, const NativeShape&, int element_bytes, TileShape);
 
 struct NativeOperands {
   const void *a, *b;  // in the layouts of NativeArgs::a and b
@@ -83,12 +96,16 @@ struct NativeOperands {
   int element_bytes;
 };
 
-// Sets the number of thread blocks and all arguments but scales and amaxes.
-Status make_native_args(const GroupedGemmArgs&, const NativeShape&, const NativeOperands&, int tile_n, int device,
+// Sets the number of thread blocks and all arguments but scales and amaxes. `pieces` must be set before.
+Status make_native_args(const GroupedGemmArgs&, const NativeShape&, const NativeOperands&, TileShape, int device,
                         NativeArgs*, int64_t* blocks);
+
+// Runs the kernel on FP8 operands. `tall`: see TileShape; only where partial sums are promoted.
+Status multiply_native(const GroupedGemmArgs&, bool tall, const Execution&);
 
 struct NativeLaunch {
   Promotion promotion;
+  bool tall;  // TileShape
   bool a_e5m2, b_e5m2;
   int64_t blocks;
 };

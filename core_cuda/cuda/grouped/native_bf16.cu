@@ -5,7 +5,7 @@ namespace diptych::cuda {
 
 Status launch_native_bf16(const NativeArgs& p, const NativeLaunch& l, const Execution& exec) {
   // float32 results are stored in pieces, which leaves shared memory to operands.
-  return launch_native<Promotion::none, ptx::Element::bf16, ptx::Element::bf16, false>(p, l, exec);
+  return launch_native<Promotion::none, false, ptx::Element::bf16, ptx::Element::bf16, false>(p, l, exec);
 }
 
 }  // namespace diptych::cuda

@@ -12,7 +12,7 @@
 namespace diptych::cuda {
 
 constexpr int kDecoders = 64;      // threads that decode
-constexpr int kDecodeBarrier = 3;  // the first named barrier of those who decode; storing warpgroups use 1 and 2
+constexpr int kDecodeBarrier = 4;  // the first named barrier of those who decode; storing warpgroups use 1 to 3
 constexpr int kQuarter = kDecodedOuter / 2;  // extent along outer and k of the square that is transposed at once
 
 constexpr int kTransposeBytes = kQuarter * kQuarter * 2;
@@ -49,7 +49,8 @@ __device__ __forceinline__ void fill_units(const NativeArgs& p, Table& table, in
   }
 }
 
-constexpr int kTilePanels = native_tile_n(Promotion::none) / kDecodedOuter;  // panels of B in a tile
+constexpr TileShape kDecodedTile = tile_shape(Promotion::none, false);
+constexpr int kTilePanels = kDecodedTile.n / kDecodedOuter;  // panels of B in a tile
 
 struct Unit {
   bool of_b;
@@ -364,7 +365,7 @@ __device__ __forceinline__ int wait_for_units(const NativeArgs& p, const Table& 
     return INT_MAX;
   }
   const int unit = kDecodedK * p.element_bytes, lane = threadIdx.x % 32, operand = lane / 8;
-  const int at = k / unit + lane % 8, rows = t.below ? kNativeTileM : kNativeTileM / 2;
+  const int at = k / unit + lane % 8, rows = t.below ? kDecodedTile.m : kDecodedTile.m / 2;
   const int row = t.row + (t.below ? 0 : rank * rows), col = t.col + (t.below ? rank * kDecodedOuter : 0);
   const bool of_b = operand >= 2;
   int panel = of_b ? col / kDecodedOuter + operand % 2 : (row + (operand % 2 ? rows - 1 : 0)) / kDecodedOuter;

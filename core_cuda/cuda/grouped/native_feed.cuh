@@ -8,17 +8,17 @@
 namespace diptych::cuda {
 
 constexpr int kRound = 4;  // k blocks whose scales are loaded together; with promotion also the number of stages
-constexpr int kProducts = 2 * kGroupThreads, kNativeThreads = kProducts + 128;
-constexpr int kTiles = 2;           // tiles that are announced ahead to the multiplying warps
+constexpr int kTiles = 2;  // tiles that are announced ahead to the multiplying warps
 constexpr int kMaxShared = 232448;  // bytes of shared memory that a thread block of sm_90 may have
 
 // The scales of a round: each row of A has the scales of four k blocks side by side, and each k block has a line of
 // B's. Mode columns: a line holds the two blocks of B that a tile may touch.
-template <Promotion kMode>
+template <Promotion kMode, bool kTall>
 struct Scales {
+  static constexpr TileShape kTile = tile_shape(kMode, kTall);
   static constexpr bool kAny = kMode == Promotion::columns || kMode == Promotion::full;
-  static constexpr int kB = kMode == Promotion::full ? native_tile_n(kMode) : 2;
-  float4 a[kAny ? kNativeTileM : 1];
+  static constexpr int kB = kMode == Promotion::full ? kTile.n : 2;
+  float4 a[kAny ? kTile.m : 1];
   float b[kRound][kB];
 };
 
@@ -33,29 +33,35 @@ struct Turn {
   }
 };
 
-template <Promotion kMode_, bool kWide, bool kDecodes_>
+template <Promotion kMode_, bool kTall, bool kWide, bool kDecodes_>
 struct alignas(1024) NativeShared {
   static constexpr bool kDecodes = kDecodes_;  // operands are decoded to bfloat16 first
   static constexpr Promotion kMode = kMode_;
-  static constexpr int kTileN = native_tile_n(kMode);
-  static constexpr bool kRounds = kMode != Promotion::none, kScales = Scales<kMode>::kAny;
-  static constexpr int kABytes = kNativeTileM * kNativeTileK, kBBytes = kTileN * kNativeTileK;
+  static constexpr TileShape kTile = tile_shape(kMode, kTall);
+  static constexpr int kTileM = kTile.m, kTileN = kTile.n;
+  static constexpr int kWarpgroups = kTileM / 64;  // that multiply
+  static constexpr int kProducts = kWarpgroups * kGroupThreads, kThreads = kProducts + kGroupThreads;
+  using Scales = cuda::Scales<kMode, kTall>;
+  // Storing by single elements takes registers that wide tiles with partial sums do not have.
+  static constexpr bool kPieces = kTall || kMode == Promotion::none;
+  static constexpr bool kRounds = kMode != Promotion::none, kScales = Scales::kAny;
+  static constexpr int kABytes = kTileM * kNativeTileK, kBBytes = kTileN * kNativeTileK;
   static constexpr int kStageBytes = kABytes + kBBytes;
   using Out = cuda::Out<kWide, !kScales, kTileN>;
-  using Walker = cuda::Walker<kTileN>;
-  static constexpr int kRest =
-      2 * Out::kBytes + 1024 + 2 * sizeof(Scales<kMode>) + sizeof(Table) + 512 + (kDecodes ? sizeof(DecodeShared) : 0);
+  using Walker = cuda::Walker<kTile>;
+  static constexpr int kRest = kWarpgroups * Out::kBytes + 1024 + 2 * sizeof(Scales) + sizeof(Table) + 512 +
+                               (kDecodes ? sizeof(DecodeShared) : 0);
   static constexpr int kMostStages = (kMaxShared - kRest) / kStageBytes;
   static constexpr int kStages = kRounds ? kRound : kMostStages;
   static_assert(kStages >= 3 && kStages <= kMostStages, "too few stages to hide memory latency, or more than fit");
 
   unsigned char operands[kStages][kStageBytes];  // of A, then of B
-  unsigned char out[2][Out::kBytes];
+  unsigned char out[kWarpgroups][Out::kBytes];
   unsigned char zeros[1024];
-  Scales<kMode> scales[2];
+  Scales scales[2];
   uint64_t full[kStages], empty[kStages];
   uint64_t scales_full[2], scales_empty[2];
-  uint64_t c_there[2];
+  uint64_t c_there[kWarpgroups];
   uint64_t tiles_full[kTiles], tiles_empty[kTiles];
   Tile tiles[kTiles];
   Table table;
@@ -71,7 +77,7 @@ template <typename Shared>
 __device__ __forceinline__ void fetch_operands(const NativeArgs& p, Shared& s, typename Shared::Walker walk, int rank) {
   constexpr uint32_t kBoth = 3;
   constexpr int kHalfA = Shared::kABytes / 2, kHalfB = Shared::kBBytes / 2;
-  constexpr int kHalfM = kNativeTileM / 2, kHalfN = Shared::kTileN / 2;
+  constexpr int kHalfM = Shared::kTileM / 2, kHalfN = Shared::kTileN / 2;
   const bool leader = threadIdx.x % 32 == 0;
   Turn<Shared::kStages> turn;
   bool all_ready = false;
@@ -126,8 +132,8 @@ __device__ __forceinline__ void announce_tiles(Shared& s, typename Shared::Walke
 // other, so what does not change within a tile is computed before the loop. Scales that do not exist arrive as zeros.
 template <typename Shared>
 __device__ __forceinline__ void fetch_scales(const NativeArgs& p, Shared& s, typename Shared::Walker walk) {
-  constexpr int kA = kNativeTileM / 32;
-  constexpr int kB = Scales<Shared::kMode>::kB * kRound, kStep = 32 / kRound;  // B's: a lane's columns are kStep apart
+  constexpr int kA = Shared::kTileM / 32;
+  constexpr int kB = Shared::Scales::kB * kRound, kStep = 32 / kRound;  // B's: a lane's columns are kStep apart
   const int outer = p.depth ? p.m : p.rows, lane = threadIdx.x % 32, b_col = lane / kRound, b_k = lane % kRound;
   const int64_t step = static_cast<int64_t>(kStep) * p.scale_k;
   Turn<2> turn;
@@ -145,7 +151,7 @@ __device__ __forceinline__ void fetch_scales(const NativeArgs& p, Shared& s, typ
     const bool aligned = p.whole_scales && first % kRound == 0;
     for (int block = 0; block < blocks; block += kRound, turn.advance()) {
       const int left = blocks - block;
-      Scales<Shared::kMode>& to = s.scales[turn.slot];
+      typename Shared::Scales& to = s.scales[turn.slot];
       ptx::barrier_wait(&s.scales_empty[turn.slot], turn.parity ^ 1);
       if (aligned && left >= kRound) {
 #pragma unroll

@@ -77,15 +77,19 @@ __device__ __forceinline__ uint32_t pack_pair(float2 r, bool half) {
   return half ? pack2<__half>(r.x, r.y) : pack2<__nv_bfloat16>(r.x, r.y);
 }
 
+// The steps of an epilogue that a tile needs; the caller tests that once for a tile, since branches cost more than they
+// save. plain: alpha is 1. more: there may be a bias or C.
+enum class Steps { plain, alpha, more };
+
 // Returns the finished elements of D in columns col (even) and col + 1. `c`: C's elements there, if there is a C.
-// kFactor: multiplies by the scales. kMore: there may be a bias or C; the caller tests that once for a tile, since
-// branches cost more than they save.
-template <bool kFactor, bool kMore>
+// kFactor: multiplies by the scales.
+template <bool kFactor, Steps kSteps>
 __device__ __forceinline__ float2 finish_pair(const NativeArgs& p, const Finish& f, const float* sum, int col,
                                               float2 c) {
+  constexpr bool kMore = kSteps == Steps::more;
   float2 r = make_float2(sum[0], sum[1]);
   if (kFactor) r = make_float2(__fmul_rn(r.x, f.factor), __fmul_rn(r.y, f.factor));
-  r = make_float2(__fmul_rn(f.alpha, r.x), __fmul_rn(f.alpha, r.y));
+  if (kSteps != Steps::plain) r = make_float2(__fmul_rn(f.alpha, r.x), __fmul_rn(f.alpha, r.y));
   if (kMore && f.bias && col < p.n) {
     r.x = __fadd_rn(r.x, load_as_float(f.bias, f.bias_type, col));
     r.y = __fadd_rn(r.y, load_as_float(f.bias, f.bias_type, col + 1));
@@ -111,7 +115,8 @@ __device__ __forceinline__ void store_floats(const NativeArgs& p, const Tile& t,
       const int64_t at = h * 8 * static_cast<int64_t>(p.n) + j * 8;
       float2 before = make_float2(0.0f, 0.0f);
       if (kMore && p.c) before = *reinterpret_cast<const float2*>(c + at);
-      *reinterpret_cast<float2*>(d + at) = finish_pair<true, kMore>(p, f, sums + j * 4 + h * 2, col0 + j * 8, before);
+      *reinterpret_cast<float2*>(d + at) =
+          finish_pair<true, kMore ? Steps::more : Steps::alpha>(p, f, sums + j * 4 + h * 2, col0 + j * 8, before);
     }
   }
 }
@@ -126,72 +131,108 @@ __device__ __forceinline__ int swizzled_byte(int row, int at) {
 template <bool kWide, bool kFactor, int kTileN>
 struct Out;
 
-// 16-bit elements: each warp rearranges 16 rows x 64 columns into whole lines in its own shared memory. It takes all
-// columns of a tile at once, except in tiles of 256 columns, whose stages need the memory.
+// 16-bit elements: a warpgroup lays out its 64 rows in shared memory, in boxes of 64 columns. The copy engine stores
+// them to D while the next tile is multiplied; where rows of another group follow among the 64, each warp stores its 16
+// rows. Tiles of 256 columns leave memory for one box alone, which the warps store.
 template <bool kFactor, int kTileN>
 struct Out<false, kFactor, kTileN> {
-  static constexpr int kSides = kTileN / 64, kAtOnce = kTileN == 256 ? 1 : kSides, kSideBytes = 16 * 128;
-  static constexpr int kBytes = 4 * kAtOnce * kSideBytes;
+  static constexpr int kBoxes = kTileN / 64, kBoxBytes = 64 * 128, kWarpBytes = kBoxBytes / 4;
+  static constexpr bool kEngine = kTileN < 256;
+  static constexpr int kAtOnce = kEngine ? kBoxes : 1, kBytes = kAtOnce * kBoxBytes;
 
   unsigned char* memory;
+  int group;
 
-  __device__ __forceinline__ Out(unsigned char* memory_, uint64_t*, int) : memory(memory_) {}
+  __device__ __forceinline__ Out(unsigned char* memory_, uint64_t*, int group_) : memory(memory_), group(group_) {}
   __device__ __forceinline__ void begin(const NativeArgs&, const Tile&, int) const {}
-  __device__ __forceinline__ void end() const {}
+  // Waits until the copy engine has read shared memory, which ends with the thread block.
+  __device__ __forceinline__ void end() const { ptx::bulk_wait_read(); }
 
   __device__ __forceinline__ void store(const NativeArgs& p, const Finish& f, const float (&sums)[kTileN / 2],
                                         const Tile& t, int first) {
     if (f.bias || p.c) {
-      turn<true>(p, f, sums, t, first);
+      turn<Steps::more, false>(p, f, sums, t, first);
+    } else if (f.alpha == 1.0f && p.d_type == DType::bf16) {
+      turn<Steps::plain, true>(p, f, sums, t, first);
     } else {
-      turn<false>(p, f, sums, t, first);
+      turn<Steps::alpha, false>(p, f, sums, t, first);
     }
   }
 
  private:
-  template <bool kMore>
+  __device__ __forceinline__ void sync() const { ptx::named_sync(1 + group, kGroupThreads); }
+
+  // kBfloat16: D's type is known, which saves instructions.
+  template <Steps kSteps, bool kBfloat16>
   __device__ __forceinline__ void turn(const NativeArgs& p, const Finish& f, const float (&sums)[kTileN / 2],
                                        const Tile& t, int first) {
+    const bool half = !kBfloat16 && p.d_type == DType::f16, leads = threadIdx.x % kGroupThreads == 0;
+    const bool whole = kEngine && (p.depth || t.row + first + 64 <= t.row_end);
+    if constexpr (kEngine) {
+      if (leads) ptx::bulk_wait_read();
+      sync();
+    }
+#pragma unroll
+    for (int box = 0; box < kBoxes; box += kAtOnce) {
+      lay_out<kSteps>(p, f, sums, t, first, box, half);
+      if (whole) {
+        ptx::bulk_sees_stores();
+        sync();
+        if (!leads) continue;
+#pragma unroll
+        for (int i = 0; i < kAtOnce; ++i) {
+          ptx::store_box(&p.d_map, memory + i * kBoxBytes, (t.col + i * 64) * 2, t.row + first, p.depth ? t.group : 0);
+        }
+        ptx::bulk_commit();
+      } else {
+        __syncwarp();
+        store_lines(p, t, first, box);
+        __syncwarp();
+      }
+    }
+  }
+
+  // Writes the boxes from `box` on to shared memory.
+  template <Steps kSteps>
+  __device__ __forceinline__ void lay_out(const NativeArgs& p, const Finish& f, const float (&sums)[kTileN / 2],
+                                          const Tile& t, int first, int box, bool half) const {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % kGroupThreads / 32, q = lane % 4;
-    const bool half = p.d_type == DType::f16;
-    unsigned char* own = memory + warp * kAtOnce * kSideBytes;
     const int row0 = t.row + first + warp * 16;  // the warp's first row
-    uint16_t* d = static_cast<uint16_t*>(p.d) + (t.d_row + row0) * p.n + t.col;
     const uint16_t* c = static_cast<const uint16_t*>(p.c) + (t.d_row + row0) * p.n + t.col;
 #pragma unroll
-    for (int first_side = 0; first_side < kSides; first_side += kAtOnce) {
+    for (int j = box * 8; j < (box + kAtOnce) * 8; j += 2) {
+      uint32_t w[4];  // rows 0 .. 7 and 8 .. 15 of one piece of 8 columns, and of the next
 #pragma unroll
-      for (int side = first_side; side < first_side + kAtOnce; ++side) {
-#pragma unroll
-        for (int j = 0; j < 8; j += 2) {
-          uint32_t w[4];  // rows 0 .. 7 and 8 .. 15 of one piece of 8 columns, and of the next
-#pragma unroll
-          for (int m = 0; m < 4; ++m) {
-            const int piece = side * 8 + j + m / 2, col = piece * 8 + 2 * q, r = lane / 4 + m % 2 * 8;
-            float2 before = make_float2(0.0f, 0.0f);
-            if (kMore && p.c && row0 + r < t.row_end && t.col + col < p.n) {
-              before = unpack_pair(*reinterpret_cast<const uint32_t*>(c + static_cast<int64_t>(r) * p.n + col), half);
-            }
-            w[m] =
-                pack_pair(finish_pair<kFactor, kMore>(p, f, sums + piece * 4 + m % 2 * 2, t.col + col, before), half);
-          }
-          // Lane l gives the address of row l % 8 of matrix l / 8.
-          ptx::stmatrix_x4(own + (side - first_side) * kSideBytes + swizzled_byte(lane % 16, (j + lane / 16) * 16), w);
+      for (int m = 0; m < 4; ++m) {
+        const int piece = j + m / 2, col = piece * 8 + 2 * q, r = lane / 4 + m % 2 * 8;
+        float2 before = make_float2(0.0f, 0.0f);
+        if (kSteps == Steps::more && p.c && row0 + r < t.row_end && t.col + col < p.n) {
+          before = unpack_pair(*reinterpret_cast<const uint32_t*>(c + static_cast<int64_t>(r) * p.n + col), half);
         }
+        w[m] = pack_pair(finish_pair<kFactor, kSteps>(p, f, sums + piece * 4 + m % 2 * 2, t.col + col, before), half);
       }
-      __syncwarp();
+      // Lane l gives the address of row l % 8 of matrix l / 8.
+      ptx::stmatrix_x4(
+          memory + (j / 8 - box) * kBoxBytes + warp * kWarpBytes + swizzled_byte(lane % 16, (j % 8 + lane / 16) * 16),
+          w);
+    }
+  }
+
+  __device__ __forceinline__ void store_lines(const NativeArgs& p, const Tile& t, int first, int box) const {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x % kGroupThreads / 32;
+    const int row0 = t.row + first + warp * 16;
+    uint16_t* d = static_cast<uint16_t*>(p.d) + (t.d_row + row0) * p.n + t.col;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int r = i * 4 + lane / 8, col = first_side * 64 + lane % 8 * 8;
-        if (row0 + r >= t.row_end) break;
-        uint16_t* line = d + static_cast<int64_t>(r) * p.n + col;
+    for (int i = 0; i < 4; ++i) {
+      const int r = i * 4 + lane / 8, col = box * 64 + lane % 8 * 8;
+      if (row0 + r >= t.row_end) break;
+      uint16_t* line = d + static_cast<int64_t>(r) * p.n + col;
 #pragma unroll
-        for (int side = 0; side < kAtOnce; ++side) {
-          const uint4 v = *reinterpret_cast<const uint4*>(own + side * kSideBytes + swizzled_byte(r, lane % 8 * 16));
-          if (t.col + col + side * 64 < p.n) *reinterpret_cast<uint4*>(line + side * 64) = v;
-        }
+      for (int side = 0; side < kAtOnce; ++side) {
+        const uint4 v = *reinterpret_cast<const uint4*>(memory + side * kBoxBytes + warp * kWarpBytes +
+                                                        swizzled_byte(r, lane % 8 * 16));
+        if (t.col + col + side * 64 < p.n) *reinterpret_cast<uint4*>(line + side * 64) = v;
       }
-      __syncwarp();
     }
   }
 };
@@ -248,9 +289,9 @@ struct Out<true, kFactor, kTileN> {
         c_parity ^= 1;
       }
       if (f.bias || p.c) {
-        lay_out<true>(p, f, sums + half * (kColumns / 2), col);
+        lay_out<Steps::more>(p, f, sums + half * (kColumns / 2), col);
       } else {
-        lay_out<false>(p, f, sums + half * (kColumns / 2), col);
+        lay_out<Steps::alpha>(p, f, sums + half * (kColumns / 2), col);
       }
       ptx::bulk_sees_stores();
       sync();
@@ -280,7 +321,7 @@ struct Out<true, kFactor, kTileN> {
     }
   }
 
-  template <bool kMore>
+  template <Steps kSteps>
   __device__ __forceinline__ void lay_out(const NativeArgs& p, const Finish& f, const float* sums,
                                           int first_col) const {
     const int lane = threadIdx.x % 32, row = threadIdx.x % kGroupThreads / 32 * 16 + lane / 4, q = lane % 4;
@@ -290,8 +331,8 @@ struct Out<true, kFactor, kTileN> {
       for (int h = 0; h < 2; ++h) {
         float2* to =
             reinterpret_cast<float2*>(memory + j / 4 * kBoxBytes + swizzled_byte(row + h * 8, j % 4 * 32 + q * 8));
-        const float2 before = kMore && p.c ? *to : make_float2(0.0f, 0.0f);
-        *to = finish_pair<kFactor, kMore>(p, f, sums + j * 4 + h * 2, first_col + j * 8 + 2 * q, before);
+        const float2 before = kSteps == Steps::more && p.c ? *to : make_float2(0.0f, 0.0f);
+        *to = finish_pair<kFactor, kSteps>(p, f, sums + j * 4 + h * 2, first_col + j * 8 + 2 * q, before);
       }
     }
   }

@@ -1,6 +1,6 @@
 // The order of the native kernel's tiles, which persistent clusters of two thread blocks walk. The two thread blocks
 // take tiles one below the other and share B's tile, as long as a group has two such tiles; in its last, odd row of
-// tiles they take tiles side by side and share A's.
+// tiles they take tiles side by side and share A's. Tall tiles all lie side by side.
 #pragma once
 
 #include "cuda/grouped/native.h"
@@ -16,14 +16,24 @@ struct Table {
 
 constexpr int kSwath = 8;  // pairs along m that are walked before the next column
 
-__device__ __forceinline__ int tiles_of(int rows) { return (rows + kNativeTileM - 1) / kNativeTileM; }
-// Returns how many pairs of tiles a cluster takes for so many rows.
+// nvcc refuses to call a member function of a constant in device code.
+template <TileShape kTile>
+constexpr bool kBeside = kTile.beside();
+
+template <TileShape kTile>
+__device__ __forceinline__ int tiles_of(int rows) {
+  return (rows + kTile.m - 1) / kTile.m;
+}
+// Returns how many pairs of tiles the clusters take for so many rows.
+template <TileShape kTile>
 __device__ __forceinline__ int pairs_of(int rows, int columns) {
-  const int tiles = tiles_of(rows);
+  const int tiles = tiles_of<kTile>(rows);
+  if constexpr (kBeside<kTile>) return tiles * ((columns + 1) / 2);
   return tiles / 2 * columns + tiles % 2 * ((columns + 1) / 2);
 }
 
 // Fills the table. One warp calls it.
+template <TileShape kTile>
 __device__ __forceinline__ void fill_table(const NativeArgs& p, Table& table, int lane) {
   const Groups groups{p.offsets, p.groups, p.rows};
   int highest = 0;
@@ -40,7 +50,7 @@ __device__ __forceinline__ void fill_table(const NativeArgs& p, Table& table, in
   int total = 0;
   for (int base = 0; base < p.groups + 2; base += 32) {
     const int s = base + lane;
-    const int count = s < p.groups + 2 ? pairs_of(table.begin[s + 1] - table.begin[s], p.columns) : 0;
+    const int count = s < p.groups + 2 ? pairs_of<kTile>(table.begin[s + 1] - table.begin[s], p.columns) : 0;
     const int sum = total + running_sum(count, lane);
     if (s < p.groups + 2) table.first[s + 1] = sum;
     total = __shfl_sync(kAllLanes, sum, 31);
@@ -61,7 +71,7 @@ struct Tile {
 };
 
 // Finds a thread block's tiles, one after another. All lanes of a warp call it, and each warp walks by itself.
-template <int kTileN>
+template <TileShape kTile>
 class Walker {
  public:
   __device__ __forceinline__ Walker(const NativeArgs& p, const Table& table, int rank)
@@ -72,7 +82,7 @@ class Walker {
     next_ += gridDim.x / kNativeCluster;
     int local;
     if (p_.depth) {
-      const int in_group = pairs_of(p_.m, p_.columns), group = now / in_group;
+      const int in_group = pairs_of<kTile>(p_.m, p_.columns), group = now / in_group;
       if (group >= p_.groups) return false;
       local = now - group * in_group;
       t.group = group, t.row = 0, t.row_end = p_.m;
@@ -94,16 +104,26 @@ class Walker {
       t.k = 0, t.k_end = routed ? p_.k : 0;
       t.d_row = 0;
     }
-    const int pairs = tiles_of(t.row_end - t.row) / 2;
+    const int tiles = tiles_of<kTile>(t.row_end - t.row);
+    if constexpr (kBeside<kTile>) {
+      const int columns = (p_.columns + 1) / 2, band = local / (kSwath * columns);
+      const int in_band = local - band * kSwath * columns, height = min(kSwath, tiles - band * kSwath);
+      const int column = in_band / height;
+      t.below = false;
+      t.row += (band * kSwath + in_band - column * height) * kTile.m;
+      t.col = (column * 2 + rank_) * kTile.n;  // may lie past N
+      return true;
+    }
+    const int pairs = tiles / 2;
     t.below = local < pairs * p_.columns;
     if (t.below) {
       const int band = local / (kSwath * p_.columns), in_band = local - band * kSwath * p_.columns;
       const int height = min(kSwath, pairs - band * kSwath), column = in_band / height;
-      t.row += ((band * kSwath + in_band - column * height) * 2 + rank_) * kNativeTileM;
-      t.col = column * kTileN;
+      t.row += ((band * kSwath + in_band - column * height) * 2 + rank_) * kTile.m;
+      t.col = column * kTile.n;
     } else {
-      t.row += pairs * 2 * kNativeTileM;
-      t.col = ((local - pairs * p_.columns) * 2 + rank_) * kTileN;  // may lie past N
+      t.row += pairs * 2 * kTile.m;
+      t.col = ((local - pairs * p_.columns) * 2 + rank_) * kTile.n;  // may lie past N
     }
     return true;
   }

@@ -18,10 +18,10 @@ struct Groups {
 };
 
 // Returns boundary base + lane in each lane of a warp. `highest` carries the largest boundary from call to call and is
-// 0 at first.
+// 0 at first. The grid before may have written the offsets, so they are read by ordinary loads (launch.cuh).
 __device__ __forceinline__ int boundary(const Groups& g, int base, int lane, int& highest) {
   const int i = base + lane;
-  int v = i == 0 ? 0 : i <= g.count + 1 ? g.offsets ? __ldg(g.offsets + i - 1) : i > 1 ? g.rows : 0 : g.rows;
+  int v = i == 0 ? 0 : i <= g.count + 1 ? g.offsets ? g.offsets[i - 1] : i > 1 ? g.rows : 0 : g.rows;
   v = min(v, g.rows);
 #pragma unroll
   for (int step = 1; step < 32; step *= 2) {

@@ -45,11 +45,14 @@ __device__ __forceinline__ void products_touch(float (&d)[kSums]) {
   for (int i = 0; i < kSums; ++i) asm volatile("" : "+f"(d[i])::"memory");
 }
 
-#define DIPTYCH_NAMES_96                                                             \
+#define DIPTYCH_NAMES_64                                                             \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
   "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
-  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define DIPTYCH_NAMES_96                                                             \
+  DIPTYCH_NAMES_64                                                                   \
+  ", "                                                                               \
   "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, " \
   "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define DIPTYCH_NAMES_128                                                                        \
@@ -61,7 +64,8 @@ __device__ __forceinline__ void products_touch(float (&d)[kSums]) {
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), \
       "+f"(d[i + 7])
 #define DIPTYCH_D32(i) DIPTYCH_D8(i), DIPTYCH_D8(i + 8), DIPTYCH_D8(i + 16), DIPTYCH_D8(i + 24)
-#define DIPTYCH_D96 DIPTYCH_D32(0), DIPTYCH_D32(32), DIPTYCH_D32(64)
+#define DIPTYCH_D64 DIPTYCH_D32(0), DIPTYCH_D32(32)
+#define DIPTYCH_D96 DIPTYCH_D64, DIPTYCH_D32(64)
 #define DIPTYCH_D128 DIPTYCH_D96, DIPTYCH_D32(96)
 // The operands after the sums are numbered by hand: A's matrix, B's, and whether to add. TYPES: of k, A and B; MORE:
 // further immediate operands.
@@ -72,7 +76,9 @@ __device__ __forceinline__ void products_touch(float (&d)[kSums]) {
                : SUMS                                                                                          \
                : "l"(a), "l"(b), "r"(static_cast<int>(add)))
 #define DIPTYCH_PRODUCTS(TYPES, MORE)                                                           \
-  if constexpr (kSums == 96) {                                                                  \
+  if constexpr (kSums == 64) {                                                                  \
+    DIPTYCH_PRODUCT("128", DIPTYCH_NAMES_64, DIPTYCH_D64, "%64, %65", "%66", TYPES, MORE);      \
+  } else if constexpr (kSums == 96) {                                                           \
     DIPTYCH_PRODUCT("192", DIPTYCH_NAMES_96, DIPTYCH_D96, "%96, %97", "%98", TYPES, MORE);      \
   } else {                                                                                      \
     static_assert(kSums == 128);                                                                \
@@ -100,9 +106,11 @@ __device__ __forceinline__ void product(float (&d)[kSums], uint64_t a, uint64_t 
 #undef DIPTYCH_PRODUCT
 #undef DIPTYCH_D128
 #undef DIPTYCH_D96
+#undef DIPTYCH_D64
 #undef DIPTYCH_D32
 #undef DIPTYCH_D8
 #undef DIPTYCH_NAMES_128
 #undef DIPTYCH_NAMES_96
+#undef DIPTYCH_NAMES_64
 
 }  // namespace diptych::cuda::ptx

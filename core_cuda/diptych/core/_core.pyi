@@ -239,6 +239,9 @@ def dtype_table() -> dict[str, int]: ...
 def flag_table() -> dict[str, int]: ...
 def kernel_table() -> list[KernelTableRow]: ...
 def reset_calls() -> None: ...
+def switch_kernel(kernel: str, on: bool) -> None:
+    """Lets no call of this process run a kernel, or lets calls run it again. Raises ValueError for an unknown name."""
+
 def gemm_row(
     a_format: int,
     a_columnwise: bool,
@@ -250,6 +253,7 @@ def gemm_row(
     out_dtype: str,
     backend: str,
     device_index: int,
+    fast_accum: bool,
 ) -> int:
     """Returns the index in kernel_table() of the row that would run this product, or -1. Reads no tensor."""
 

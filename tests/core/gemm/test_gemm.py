@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -22,7 +23,8 @@ from diptych.core import _core
 from quantizers import oracle_options
 
 ISAS = runner.isas()
-NATIVE, DECODED, EMULATED = "cuda.cublaslt", "cuda.decoded", "cuda.emulated"
+NATIVE, CUBLASLT, REST = "cuda.native", "cuda.cublaslt", "cuda.native_rest"
+DECODED, EMULATED = "cuda.decoded", "cuda.emulated"
 # A few value sets beyond normal ones; NaN and inf travel through products and epilogues.
 ADVERSARIAL = ("inf_nan_mix", "subnormal_input", "huge", "outlier", "zero_blocks")
 
@@ -178,18 +180,22 @@ def test_c_may_be_d(device):
             runner.same_bits(out.read()["d"], apart, f"{pair} {mnk}: c is d")
 
 
-def native(case: cases.GemmCase) -> bool | None:
-    """Whether FP8 tensor cores have to take a product; None where their library may say either."""
-    formats = (case.a_format, case.b_format)
-    row = next(r for r in core.kernel_table() if r["kernel"] == NATIVE)
-    fmts = [oracle.FORMATS[f] for f in formats]
-    suits = all(f in row["formats"] for f in formats) and case.mnk[0] > 0 and formats in cases.GEMM_PAIRS
-    suits = suits and not all(f.element == "e5m2" for f in fmts) and not all(f.block_rows == 128 for f in fmts)
-    if not suits or any(v == 0 or v % 16 for v in case.mnk[1:]):
-        return False
-    return None if case.mnk[0] % 16 else True
+def kernels_of(case: cases.GemmCase) -> set[str]:
+    """Returns the kernels of which one has to run on Hopper."""
+    a, b = (oracle.FORMATS[f] for f in (case.a_format, case.b_format))
+    m, n, k = case.mnk
+    if min(case.mnk) > 0 and (case.a_format, case.b_format) in cases.DECODED_PAIRS:
+        return {DECODED}
+    if not (a.rule == b.rule == "divide" and a.per_tensor == b.per_tensor and min(case.mnk) > 0 and k % 16 == 0):
+        return {EMULATED}
+    if case.mnk in LARGE_SHAPES:
+        return {NATIVE}
+    refused = a.element == b.element == "e5m2" or a.block_rows == b.block_rows == 128 or n % 16
+    return {REST} if refused else {CUBLASLT} if m % 16 == 0 else {CUBLASLT, REST}
 
 
+# What fills one wave of the tiles of 132 SMs, with rows of D in whole 16 bytes and without
+LARGE_SHAPES = ((2112, 1536, 272), (2100, 1531, 144))
 # The small aligned shapes meet every pair of copies.
 CUDA_SHAPES = (*cases.GEMM_SHAPES, *cases.GEMM_SHAPES_ALIGNED[:2] * 4, *cases.GEMM_SHAPES_ALIGNED[2:], (33, 32, 64))
 MIXED_CUDA_SHAPES = ((4, 8, 0), (7, 5, 33), (64, 48, 256), (130, 20, 257))
@@ -199,21 +205,26 @@ MIXED_CUDA_SHAPES = ((4, 8, 0), (7, 5, 33), (64, 48, 256), (130, 20, 257))
 @pytest.mark.parametrize("pair", cases.GEMM_PAIRS + cases.MIXED_PAIRS, ids="-".join)
 def test_tolerance_on_cuda(pair, cuda):
     """Every shape, the row that the registry names, within the tolerance of that row; twice the same bits."""
-    arch = _core.cuda_info()["archs"][0]
+    properties = pytest.importorskip("torch").cuda.get_device_properties(0)
+    hopper = (properties.major, properties.minor, properties.multi_processor_count) == (9, 0, 132)
     be, ran = runner.Torch(), set()
-    for case in cases.gemm_cases([pair], CUDA_SHAPES if pair in cases.GEMM_PAIRS else MIXED_CUDA_SHAPES):
+    fp8 = all(oracle.FORMATS[f].rule == "divide" for f in pair)
+    shapes = CUDA_SHAPES if pair in cases.GEMM_PAIRS else MIXED_CUDA_SHAPES
+    drawn = [*cases.gemm_cases([pair], shapes)]
+    for case in cases.gemm_cases([pair], LARGE_SHAPES if fp8 else ()):
+        drawn += [replace(case, beta=0.0, bias_dtype=None, out_dtype=out) for out in ("bfloat16", "float16")] + [case]
+    for case in drawn:
         ids = (runner.IDS[pair[0]], case.a_columnwise, runner.IDS[pair[1]], case.b_columnwise)
         row = core.kernel_table()[_core.gemm_row(*ids, *case.mnk, case.out_dtype, "cuda", 0)]
-        expected = native(case) if arch == 90 else None
-        if expected is not None:
-            ours = DECODED if pair in cases.DECODED_PAIRS and min(case.mnk) > 0 else EMULATED
-            assert row["kernel"] == (NATIVE if expected else ours), f"{case}: {row['kernel']}"
+        if hopper:
+            assert row["kernel"] in kernels_of(case), f"{case}: {row['kernel']}"
         qa, qb, epilogue = operands(case)
         before = runner.want_calls(row["kernel"])
         got = run(be, case, qa, qb, epilogue)
         assert runner.want_calls(row["kernel"]) == before + 1, f"{case}: {row['kernel']} did not run"
         ran.add(row["kernel"])
-        accumulate = {"accumulator_bits": 14, "promote_every": 128} if row["kernel"] == NATIVE else {}
+        tensor_cores = row["kernel"] in (NATIVE, CUBLASLT, REST)
+        accumulate = {"accumulator_bits": 14, "promote_every": 128} if tensor_cores else {}
         dtype = cases.INPUT_DTYPES[case.out_dtype]
         exact = oracle.gemm_float64(qa, qb, **epilogue)
         allowed = oracle.gemm_tolerance(qa, qb, out_dtype=dtype, worst_case=False, **accumulate, **epilogue)

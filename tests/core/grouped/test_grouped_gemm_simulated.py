@@ -7,7 +7,7 @@ What the instructions do is as the PTX ISA has it; that they do so on a chip, an
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -34,7 +34,7 @@ TENSORS = (
     "a_data", "a_scale_inv", "a_amax", "b_data", "b_scale_inv", "b_amax", "offsets", "d", "c", "bias"
 )  # fmt: skip
 INTEGERS = (
-    "a_format", "a_columnwise", "b_format", "b_columnwise", "kind", "align", "fast_accum", "sm_count", "seed",
+    "a_format", "a_columnwise", "b_format", "b_columnwise", "kind", "align", "fast_accum", "tall", "sm_count", "seed",
 )  # fmt: skip
 FLOATS = ("alpha", "beta")
 
@@ -52,11 +52,16 @@ def library():
     return simulation.built(SOURCE)
 
 
-def simulated(library: ctypes.CDLL, case: Case, seed: int, *, fast_accum: bool = False) -> np.ndarray:
+def simulated(
+    library: ctypes.CDLL, case: Case, seed: int, *, fast_accum: bool = False, tall: bool = False, dense: bool = False
+) -> np.ndarray:
+    """Returns D; `dense`: calls the kernel without offsets, which makes one group of all rows."""
     be, problem = runner.Numpy(), case.make()
     out = runner.Outputs(be)
     given = arguments(be, problem, (case.a_format, case.b_format), out)
-    given |= {"align": case.align, "fast_accum": fast_accum, "sm_count": SIMULATED_SMS, "seed": seed}
+    given |= {"align": case.align, "fast_accum": fast_accum, "tall": tall, "sm_count": SIMULATED_SMS, "seed": seed}
+    if dense:
+        given["offsets"] = None
     call = Call(**{n: Tensor.of(given[n]) for n in TENSORS}, **{n: given[n] for n in (*INTEGERS, *FLOATS)})
     message = ctypes.create_string_buffer(256)
     result = library.simulate(ctypes.byref(call), message, len(message))
@@ -64,11 +69,14 @@ def simulated(library: ctypes.CDLL, case: Case, seed: int, *, fast_accum: bool =
     return out.read()["d"]
 
 
-def check(library: ctypes.CDLL, case: Case, **options: Any) -> None:
+def check(
+    library: ctypes.CDLL, case: Case, *, fast_accum: bool = False, tall: bool = False, dense: bool = False
+) -> None:
     problem, seed = case.make(), int(cases.rng_for(f"{case}-seed").integers(1 << 30))
+    options = {"fast_accum": fast_accum, "tall": tall, "dense": dense}
     got = simulated(library, case, seed, **options)
     error = np.abs(got.astype(np.float64) - problem.float64())
-    allowed = problem.tolerance() if options else problem.tolerance(promote_every=128)
+    allowed = problem.tolerance() if fast_accum else problem.tolerance(promote_every=128)
     assert (error <= allowed).all(), f"{case} seed {seed}: {(error / allowed).max():.2f} x the tolerance"
     nothing = ~problem.summed()
     runner.same_bits(got[nothing], problem.cpu()[nothing], f"{case}: nothing to sum")
@@ -94,6 +102,29 @@ def test_products(pair, library):
         check(library, case)
 
 
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_tall_tiles(pair, library):
+    for case in taken(pair):
+        check(library, case, tall=True)
+
+
+DENSE = [(211, 272), (130, 400), (264, 1040), (1, 16), (129, 272)]  # N, K
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids="-".join)
+def test_dense_products(pair, library):
+    """A product without groups, of any N: rows of D that are not whole 16 bytes are stored by single elements."""
+    groups = [(rows, (0, rows)) for rows in (300, 1, 193, 64, 300)]
+    for case in grouped_cases([pair], groups, DENSE, products=["fprop"]):
+        check(library, case, tall=True, dense=True)
+
+
+@pytest.mark.parametrize("pair", PAIRS[:1], ids="-".join)
+def test_dense_fast_accumulation(pair, library):
+    for case in grouped_cases([pair], [(300, (0, 300))] * 2, [(211, 272), (130, 400)], products=["fprop"]):
+        check(library, case, fast_accum=True, dense=True)
+
+
 def test_fast_accumulation(library):
     for product in PRODUCTS:
         (case,) = grouped_cases([PAIRS[0]], GROUPS[3:], EXTENTS[:1], products=[product])
@@ -101,7 +132,7 @@ def test_fast_accumulation(library):
 
 
 PRODUCTS_OF, FEED = "cuda/grouped/native.cuh", "cuda/grouped/native_feed.cuh"
-DECODE = "cuda/grouped/native_decode.cuh"
+DECODE, STORE = "cuda/grouped/native_decode.cuh", "cuda/grouped/native_store.cuh"
 BROKEN = {
     "operands released before they are read": (
         PRODUCTS_OF,
@@ -133,6 +164,12 @@ BROKEN = {
         """    decode_unit(p.decoded[u.of_b], u, team);
 """,
     ),
+    "shared memory that is overwritten before the copy engine has stored it": (
+        STORE,
+        """      if (leads) ptx::bulk_wait_read();
+""",
+        "",
+    ),
     "rounds that are cut short": (FEED, "(t.blocks() + kRound - 1) / kRound * kRound", "t.blocks()"),
 }
 
@@ -141,7 +178,9 @@ BROKEN = {
 def test_faults_are_found(name):
     broken = simulation.built(SOURCE, patch=BROKEN[name])
     fmt = "mxfp8_e4m3" if BROKEN[name][0] == DECODE else "fp8_e4m3_1x128"
-    (case,) = grouped_cases([(fmt, fmt)], GROUPS[3:], [(208, 1040)], products=["fprop"])
+    groups, extents = (((1536, (0, 1536)),), (208, 144)) if BROKEN[name][0] == STORE else (GROUPS[3:], (208, 1040))
+    (case,) = grouped_cases([(fmt, fmt)], groups, [extents], products=["fprop"])
+    case = replace(case, out_dtype="bfloat16") if BROKEN[name][0] == STORE else case
     with pytest.raises(AssertionError, match=r"tolerance|deadlock|another order"):
         for _ in range(5):
             check(broken, case)

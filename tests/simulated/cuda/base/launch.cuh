@@ -31,7 +31,7 @@ Status launch_after(const char* name, void (*kernel)(Params...), int64_t blocks,
 
 template <typename... Params>
 Status launch_clusters(const char*, void (*kernel)(Params...), int64_t blocks, int cluster, int threads,
-                       size_t shared_bytes, void*, const std::type_identity_t<Params>&... args) {
+                       size_t shared_bytes, const Execution&, bool, const std::type_identity_t<Params>&... args) {
   return ended(simulated::run(static_cast<int>(blocks), cluster, threads, shared_bytes, [&] { kernel(args...); }));
 }
 

@@ -44,7 +44,7 @@ inline void bulk_commit() {
   int& left = t->stores.emplace_back(0);
   for (auto& store : t->open_stores) {
     ++left;
-    simulated::engine.push_back([&left, store = std::move(store)] {
+    (simulated::chance() % 2 ? simulated::engine : simulated::late).push_back([&left, store = std::move(store)] {
       store();
       --left;
     });

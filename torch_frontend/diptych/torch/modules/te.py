@@ -62,8 +62,9 @@ def _reason(recipe: Recipe, device: str, index: int) -> str:
         assert a is not None and b is not None
         sides = gemm_copies(gemm == "wgrad", gemm == "fprop")
         row = _core.gemm_row(
-            a.format.id, sides[0], b.format.id, sides[1], _EXTENT, _EXTENT, _EXTENT, "bfloat16", device, index
-        )
+            a.format.id, sides[0], b.format.id, sides[1], _EXTENT, _EXTENT, _EXTENT, "bfloat16", device, index,
+            *recipe.gemm_options(gemm),
+        )  # fmt: skip
         levels[gemm] = "missing" if row < 0 else core.kernel_table()[row]["level"]
     lacking = [f"{gemm} is {level}" for gemm, level in levels.items() if level != "native"]
     return f"{type(recipe).__name__} on {device}: {', '.join(lacking)}" if lacking else ""
