@@ -1,19 +1,19 @@
 """Programs: the core's ops of one call, recorded so that one call from Python repeats them on other tensors.
 
-A node of a graph is called again and again with the same constants and tensors of the same forms, which decide all that
-it does. One such call is recorded while it runs as always. Invariants:
+A node of a graph, and a layer in eager mode, is called again and again with the same constants and tensors of the same
+forms, which decide all that it does. One such call is recorded while it runs as always. Invariants:
 
 - A program runs for tensors of the recorded types, dtypes, shapes and devices alone, all dense.
 - A program consists of the core's ops in their recorded order. A call gets no program if it runs another op that does
   more than allocate or view a tensor, or a user's own function (`refuse`).
-- A call is recorded only when its constants come for the second time, as the same object.
+- A call is recorded only when its constants come for the second time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -100,11 +100,24 @@ def record(call: Callable[[], list[Tensor]], inputs: list[Tensor]) -> tuple[list
     return results, program.run if program.seal(inputs, origins, scratch, views, makers, workspace) else None
 
 
+class Replay(NamedTuple):
+    """What identifies a call in eager mode whose ops a program can repeat.
+
+    `key`: hashable, decides together with the tensors' forms what the call does; `held`: an object whose id is in the
+    key. `inputs`: the tensors that the call reads or writes. `written`: those of them that it writes.
+    """
+
+    key: Any
+    held: Any
+    inputs: list[Tensor]
+    written: list[Tensor]
+
+
 class _Known:
     """The programs of calls with the same constants, one for each set of forms."""
 
     def __init__(self, constants: Any) -> None:
-        self.constants = constants  # their id is their own as long as this lives
+        self.constants = constants  # an id in the key is their own as long as this lives
         self.runs: list[Run] = []
         self.left = 4  # to record
 
@@ -113,18 +126,24 @@ class Programs:
     """The programs of one function. A call runs the program that fits, or else the function, which it records."""
 
     def __init__(self) -> None:
-        self._known: dict[int, _Known] = {}
+        self._known: dict[Any, _Known] = {}
 
     def __call__(
         self, constants: Any, inputs: list[Tensor], call: Callable[..., list[Tensor]], *args: Any
     ) -> list[Tensor]:
         """Returns call(*args), which must read `inputs` alone and depend on their forms and `constants` alone."""
-        known = self._known.get(id(constants))
+        return self.run(id(constants), constants, inputs, call, *args)
+
+    def run(
+        self, key: Any, constants: Any, inputs: list[Tensor], call: Callable[..., list[Tensor]], *args: Any
+    ) -> list[Tensor]:
+        """Returns call(*args), as above, with a key that equal constants share. It may hold the id of `constants`."""
+        known = self._known.get(key)
         if known is None or torch._C._len_torch_dispatch_stack():
             if known is None:
                 if len(self._known) >= 1024:
                     del self._known[next(iter(self._known))]
-                self._known[id(constants)] = _Known(constants)
+                self._known[key] = _Known(constants)
             return call(*args)
         for run in known.runs:
             made = run(inputs)

@@ -12,6 +12,7 @@ from diptych.common.layers.checks import Names, other_kind, require_fit
 from diptych.common.layers.schedule import Schedule
 from diptych.common.recipes import Recipe
 from diptych.torch.graph.custom_op import CustomOp
+from diptych.torch.graph.program import Replay
 from diptych.torch.graph.proto import TensorProto
 from diptych.torch.layers.held import given_copies
 from diptych.torch.layers.options import Options, schedule
@@ -21,6 +22,7 @@ from diptych.torch.layers.products import (
     fprop,
     kept_spec,
     product,
+    replay,
     result_proto,
     run,
     weight_gradient,
@@ -31,7 +33,7 @@ from diptych.torch.primitives.checks import require_device, require_high_precisi
 from diptych.torch.state.autocast import recording
 from diptych.torch.state.scales import ScaleStates
 from diptych.torch.tensors.copies import pack, pick, unpack
-from diptych.torch.tensors.quantized import QuantizedStack, QuantizedTensor, high_precision
+from diptych.torch.tensors.quantized import QuantizedStack, QuantizedTensor, QuantizedTensorBase, high_precision
 
 # --- the op ----------------------------------------------------------------------------------------------------------
 
@@ -105,9 +107,38 @@ def _backward(a: _Arguments, needs: tuple[str, ...], saved: list[Tensor], grads:
     return [made[name] for name in a.gradients(needs)]
 
 
+def _forward_replay(a: _Arguments, needs: tuple[str, ...]) -> Replay | None:
+    if a.options is None or isinstance(a.x, QuantizedTensor) or isinstance(a.weight, QuantizedTensor):
+        return None
+    s = a.schedules(needs)[0]
+    if s.results[0] is not None or s.x_late:
+        return None
+    inputs = [a.x, a.weight] if a.bias is None else [a.x, a.weight, a.bias]
+    return replay(("weight" in needs,), s, a.options[0], s.x + s.w, inputs)
+
+
+def _backward_replay(
+    a: _Arguments, needs: tuple[str, ...], saved: list[Tensor], grads: list[Tensor | None]
+) -> Replay | None:
+    """Makes dy contiguous, which the products need anyway."""
+    if a.options is None or a.options[0].weight_grad is not None or a.x_copy:
+        return None
+    s = a.schedules(needs)[0]
+    dy = grads[0]
+    if s.x_late or s.results[1] is not None or s.results[2] is not None or dy is None:
+        return None
+    dy = grads[0] = dy.contiguous()
+    kept = [t for t in (a.x, a.weight) if isinstance(t, Tensor)]
+    if any([isinstance(t, QuantizedTensorBase) for t in kept]):
+        return None
+    dtypes = a.x.dtype, a.weight.dtype, None if a.bias is None else a.bias.dtype
+    return replay((needs, *dtypes), s, a.options[0], s.dy, [dy, *kept, *saved])
+
+
 _linear = CustomOp(
     "diptych::linear", _Arguments, _forward, _layout, _backward,
     keeps=_Arguments.keeps, gradients=_Arguments.gradients,
+    forward_replay=_forward_replay, backward_replay=_backward_replay,
 )  # fmt: skip
 
 

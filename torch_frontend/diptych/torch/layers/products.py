@@ -31,11 +31,12 @@ from torch.nn import functional as F
 from diptych.common.errors import ArgumentError
 from diptych.common.gemm_options import GemmOptions
 from diptych.common.layers.plan import TensorPlan
-from diptych.common.layers.schedule import Schedule
+from diptych.common.layers.schedule import Call, Schedule
 from diptych.common.ops import shapes
 from diptych.common.recipes import Recipe
 from diptych.torch.graph.custom_op import CustomOp, Group, Written
 from diptych.torch.graph.guards import before_each_call
+from diptych.torch.graph.program import Replay
 from diptych.torch.graph.proto import TensorProto
 from diptych.torch.layers.held import given_copies, held_copies
 from diptych.torch.layers.options import Options, schedule
@@ -43,7 +44,7 @@ from diptych.torch.layers.quantize import quantize_calls, quantize_general, requ
 from diptych.torch.layers.weight_gradients import accumulate, overwrites
 from diptych.torch.primitives import gemm as gemm_ops
 from diptych.torch.primitives.checks import TWO_LEVEL
-from diptych.torch.primitives.register import traced_local
+from diptych.torch.primitives.register import direct, traced_local
 from diptych.torch.state.scales import ScaleStates, StepScales
 from diptych.torch.state.update import log_amax, record_pending
 from diptych.torch.tensors.copies import Copies, Operand, Spec, pack, pick, unpack, values
@@ -350,6 +351,38 @@ def weight_gradient(dy: Any, x: Any, dtype: torch.dtype, s: Schedule, options: O
     """Computes wgrad, or passes it to the sink in `options`. Returns what autograd gets, None for no gradient."""
     wgrad = WeightGradient(dy, x, dtype, s, options, rng)
     return wgrad.compute() if options.weight_grad is None else options.weight_grad.accept(wgrad)
+
+
+def replay(
+    key: tuple[Any, ...],
+    s: Schedule,
+    options: Options,
+    calls: tuple[Call, ...],
+    inputs: list[Tensor],
+) -> Replay | None:
+    """Returns the `Replay` of an eager call of one layer, or None if a program cannot repeat it.
+
+    **Arguments:** `key`: what decides about the call beside the schedule and its options. `calls`: those of quantize
+    that the call makes. `inputs`: its tensors, without those of the states.
+    """
+    if options.group is not None or options.recomputed_scales is not None or options.weight_copies is not None:
+        return None
+    written = []
+    for call in calls:
+        if call.needs_rng or (call.state and options.state is None):
+            return None
+        if call.state:
+            scale, history = options.state.tensors(call.state)  # type: ignore[union-attr]
+            inputs.append(scale)
+            if options.record:
+                inputs.append(history)
+                written.append(history)
+    for t in inputs:
+        if not t.is_contiguous():
+            return None
+    if not direct(*inputs):
+        return None
+    return Replay((id(s), options.record, *key), s, inputs, written)
 
 
 def run(op: CustomOp, x: Tensor, recipe: Recipe, options: tuple[Any, ...], *operands: Any) -> tuple[Tensor, ...]:

@@ -263,7 +263,8 @@ class QuantizedModule(StatefulModule):
         assert scales is not None
         view = states.freeze(scales)
         if not capturing:  # memory of a captured graph serves that graph alone
-            states.region, states.view = STATE.region, (view, states.versions())
+            # nn.Module's own way of setting attributes costs microseconds.
+            states.__dict__.update(region=STATE.region, view=(view, states.versions()))
         return view
 
     def _compiled_states(

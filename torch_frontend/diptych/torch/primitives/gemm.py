@@ -137,7 +137,9 @@ _gemm_into_op = define(
 )
 
 
-_bias_grad_op = define("bias_grad", "(Tensor dy, ScalarType dtype) -> Tensor", _bias_grad, _bias_grad_fake)
+_bias_grad_op = define(
+    "bias_grad", "(Tensor dy, ScalarType dtype) -> Tensor", _bias_grad, _bias_grad_fake, recordable=True
+)
 
 
 def gemm(a: Copy, b: Copy, bias: Tensor | None, alpha: float, out_dtype: torch.dtype, options: GemmOptions) -> Tensor:

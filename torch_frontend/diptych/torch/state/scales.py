@@ -30,7 +30,7 @@ from diptych.common.quantizers import FP8_DTYPES, Float8Quantizer
 from diptych.torch.primitives.checks import describe
 from diptych.torch.primitives.register import define, direct, wrote
 from diptych.torch.state.checkpoint import SAVED, aside, require_saved, tape_call, taped_call
-from diptych.torch.state.update import LOG, collect, forget, fp8_max, log_buffers, update_all
+from diptych.torch.state.update import LOG, collect, forget, fp8_max, log_buffers, update_all, update_eagerly
 
 BUFFERS = ("scale", "amax_history", "fp8_max")
 _LARGEST = tuple(torch.finfo(getattr(torch, dtype)).max for dtype in FP8_DTYPES)
@@ -260,7 +260,7 @@ class ScaleStates(_Float32):
         """Returns the states with a copy of the scales [n], so that backward quantizes by the scales of its forward."""
         assert self.plan is not None
         names = tuple([slot.name for slot in self.plan.states])
-        return StepScales(names, list(scales.split(1)), [self.tensors(name)[1] for name in names])
+        return StepScales(names, list(scales.view(-1, 1).unbind()), [self.tensors(name)[1] for name in names])
 
     def versions(self) -> list[int]:
         """Returns the scales' version counters, which change when a scale is written."""
@@ -283,7 +283,9 @@ class ScaleStates(_Float32):
         if None in quantizers:
             raise RuntimeError("ScaleStates.update: no recipe has used this state yet")
         histories, scales = [s.amax_history for s in slots], [s.scale for s in slots]
-        return update_all(histories, scales, self.recorded(), quantizers, group)[0]
+        if self.plan is None:
+            return update_all(histories, scales, self.recorded(), quantizers, group)[0]
+        return update_eagerly(self.plan.states, histories, scales, self.recorded(), group)
 
     def _in_order(self) -> list[ScaleSlot]:
         names = self.slots() if self.plan is None else [key_of(s.name) for s in self.plan.states]

@@ -115,11 +115,12 @@ def update_all(
     group: Any = None,
     seen: Tensor | None = None,
     step: Tensor | None = None,
+    shown: bool = False,
 ) -> list[Tensor]:
     """Updates the scales in place from the amaxes so far (docs/numerics.md, "Delayed scaling"); returns a copy, [n].
 
     `log`: nothing, or `log_buffers`. `group`: process group over which pending amaxes are reduced first. Where `seen`
-    equals `step` (int64 [1]), no scale changes.
+    equals `step` (int64 [1]), no scale changes. `shown`: runs the op that modes and traces see, without both of these.
     """
     reduced: list[Tensor | None] = [None] * len(histories)
     chosen = list(reduced)
@@ -136,14 +137,35 @@ def update_all(
         zip(histories, scales, reduced, chosen, quantizers, strict=True)
     ):
         latest = q.amax_compute_algo == "most_recent"
-        if seen is None and not log:  # calls the op, which modes and traces see
+        if shown and seen is None and not log:
             scale_update_ops.scale_update(history, scale, amax, pick, fp8_max(q), q.margin, latest)
             continue
         out = copy.narrow(0, i, 1)
         scale_update_ops._scale_update(
             history, scale, amax, pick, fp8_max(q), q.margin, latest, seen, step, *_of(log, i), scale_out=out
         )
-    return [torch.cat(scales) if seen is None and not log else copy]
+    return [torch.cat(scales) if shown and seen is None and not log else copy]
+
+
+def update_eagerly(
+    planned: tuple[Any, ...],
+    histories: list[Tensor],
+    scales: list[Tensor],
+    log: list[Tensor],
+    group: Any,
+    seen: Tensor | None = None,
+    step: Tensor | None = None,
+) -> Tensor:
+    """Runs `update_all` outside of graphs, by a program where one can repeat it. `planned`: the plan's states."""
+    quantizers = tuple([one.quantizer for one in planned])
+    times = [] if seen is None or step is None else [seen, step]
+    tensors = [*histories, *scales, *log, *times]
+    if group is not None or not direct(*tensors):
+        return update_all(histories, scales, log, quantizers, group, seen, step, shown=True)[0]
+    key = id(planned), bool(log), seen is None
+    made = _programs.run(key, planned, tensors, update_all, histories, scales, log, quantizers, None, seen, step)
+    wrote(*histories, *scales)
+    return made[0]
 
 
 def collect(histories: list[Tensor], scales: list[Tensor], log: list[Tensor]) -> None:
@@ -234,10 +256,9 @@ def update_once(states: Any, planned: tuple[Any, ...], step: Tensor, group: Any)
     buffers = states._buffers
     seen = buffers["seen"]
     if direct(seen, step, watched=True):
-        quantizers = tuple([one.quantizer for one in planned])
-        made = update_all(histories, scales, states.recorded(), quantizers, group, seen, step)
+        made = update_eagerly(planned, histories, scales, states.recorded(), group, seen, step)
         seen.copy_(step)
-        return made[0]
+        return made
     log = [buffers[name] for name in LOG]
     quantizers = Constants(tuple([one.quantizer for one in planned]))
     return _update_op(histories, scales, *log, seen, step, quantizers, constants.group_argument(group))
