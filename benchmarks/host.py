@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+NN_LINEAR = "nn.Linear"
 
 
 def _least(call: Callable[[], Any], done: Callable[[], Any], seconds: float = 0.3) -> float:
@@ -41,7 +42,7 @@ def _cases(device: str) -> dict[str, Callable[[], Any]]:
     import torch
 
     import diptych.torch as dt
-    from diptych.common import DelayedScaling, Float8BlockScaling, Float8CurrentScaling, MXFP8BlockScaling
+    from diptych.common import RECIPES, DelayedScaling, Float8CurrentScaling, MXFP8BlockScaling
     from diptych.common import QuantizerRole as Role
 
     role = Role(module="linear", tensor="input")
@@ -69,15 +70,13 @@ def _cases(device: str) -> dict[str, Callable[[], Any]]:
         "moe_unpermute": lambda: dt.moe_unpermute(rows, row_map, probs),
         "moe_sort_chunks": lambda: dt.moe_sort_chunks_by_index(tokens, [4, 4], [1, 0]),
     }
-    for name, recipe in (
-        ("current", Float8CurrentScaling()),
-        ("delayed", DelayedScaling()),
-        ("block", Float8BlockScaling()),
-    ):
-        layer = dt.Linear(256, 256, device=device)
-        inputs = torch.randn(128, 256, device=device)
+    inputs = torch.randn(128, 256, device=device, dtype=torch.bfloat16)
+    for name, recipe in ((NN_LINEAR, None), *RECIPES.items()):
+        layer = (torch.nn.Linear if recipe is None else dt.Linear)(256, 256, device=device, dtype=torch.bfloat16)
 
-        def forward(layer: Any = layer, inputs: Any = inputs, recipe: Any = recipe) -> Any:
+        def forward(layer: Any = layer, recipe: Any = recipe) -> Any:
+            if recipe is None:
+                return layer(inputs)
             with dt.autocast(recipe=recipe):
                 return layer(inputs)
 
@@ -121,9 +120,13 @@ def main() -> None:
                 for case, figure in _in_a_process(args.device, site).items():
                     least.setdefault(case, {})[build] = min(figure, least.get(case, {}).get(build, figure))
     rows = [{"case": case, **{k: round(v, 2) for k, v in figures.items()}} for case, figures in least.items()]
+    plain = {row["case"].rpartition(", ")[2]: row["now"] for row in rows if NN_LINEAR in row["case"]}
     for row in rows:
         ratio = f"  {row['now'] / row['before']:.3f}" if "before" in row else ""
-        print(f"{row['case']:52}" + "".join(f"{row[k]:10.2f}" for k in ("now", "before") if k in row) + ratio)
+        if (passes := row["case"].rpartition(", ")[2]) in plain and row["case"].startswith("Linear"):
+            row[f"of {NN_LINEAR}"] = round(row["now"] / plain[passes], 2)
+            ratio += f"  {row[f'of {NN_LINEAR}']:.2f} of {NN_LINEAR}"
+        print(f"{row['case']:58}" + "".join(f"{row[k]:10.2f}" for k in ("now", "before") if k in row) + ratio)
     if args.out:
         args.out.write_text(
             json.dumps({"device": args.device, "turns": args.turns, "unit": "us", "rows": rows}, indent=1)

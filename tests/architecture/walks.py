@@ -1,8 +1,8 @@
 """Walks: the project's files that a call enters. `python tests/architecture/walks.py` prints two walks.
 
-A walk is that of a second call, whose plan and buffer shapes are cached, as in training. Files that only the first call
-of a fresh process enters are its preparation. `sys.setprofile` finds the Python files. It does not see the core's
-files, which are listed by hand.
+A walk is that of a third call, whose plan, buffer shapes and program are cached, as in training. Files that only
+earlier calls of a fresh process enter are its preparation. `sys.setprofile` finds the Python files. It does not see the
+core's files, which are listed by hand.
 """
 
 from __future__ import annotations
@@ -34,13 +34,14 @@ GEMM = [
     "core_cuda/cpu/gemm/product.cpp",
     "core_cuda/cpu/isa/simd_gemm.h",
 ]
+PROGRAM = ["core_cuda/bindings/program.cpp", *QUANTIZE[1:], *GEMM[1:]]
 # The files among them whose functions are not on the call stack when the kernel runs: operands, checks, the table.
 RETURNED = ("operand.cpp", "contracts/quantize.cpp", "registry.cpp")
 
 
 class Walk(NamedTuple):
-    """`files`: those that a second call enters, in order of first entry. `way`: those of them that are on the call
-    stack when the first kernel runs. `preparation`: those that only the first call enters."""
+    """`files`: those that a third call enters, in order of first entry. `way`: those of them that are on the call
+    stack when the first kernel runs. `preparation`: those that only the first two calls enter."""
 
     files: list[str]
     way: list[str]
@@ -55,7 +56,7 @@ def _file(frame: FrameType) -> str | None:
 
 def walk(fn: Callable[[], Any]) -> tuple[list[str], list[str]]:
     """Calls `fn`. **Returns** the project's Python files whose functions it entered, in order of first entry, and those
-    on the call stack when it first called `quantize` of the core."""
+    on the call stack when it first called the core."""
     files: dict[str, None] = {}
     way: dict[str, None] = {}
 
@@ -63,7 +64,8 @@ def walk(fn: Callable[[], Any]) -> tuple[list[str], list[str]]:
         file = _file(frame)
         if file is not None and event == "call":
             files.setdefault(file)
-        if file is not None and event == "c_call" and arg.__name__ == "quantize" and not way:
+        core = event == "c_call" and getattr(arg, "__module__", None) == "diptych.core._core"
+        if file is not None and core and arg.__name__ in ("quantize", "run") and not way:
             at: FrameType | None = frame
             while at is not None:
                 if (passed := _file(at)) is not None:
@@ -78,11 +80,13 @@ def walk(fn: Callable[[], Any]) -> tuple[list[str], list[str]]:
     return list(files), list(way)
 
 
-def twice(fn: Callable[[], Any], core: list[str]) -> Walk:
+def thrice(fn: Callable[[], Any], core: list[str]) -> Walk:
     """Returns the walk of a call that was not made before; `core`: the files of the core that it enters."""
-    first, (files, way) = walk(fn)[0], walk(fn)
-    way = [f for f in files if f in way] + [f for f in QUANTIZE if not f.endswith(RETURNED)]
-    return Walk(files + core, way, [f for f in first if f not in files])
+    earlier = [*walk(fn)[0], *walk(fn)[0]]
+    files, way = walk(fn)
+    to_kernel = [f for f in core if f not in GEMM and not f.endswith(RETURNED)]
+    prepared = dict.fromkeys(f for f in earlier if f not in files)
+    return Walk(files + core, [f for f in files if f in way] + to_kernel, list(prepared))
 
 
 def both() -> dict[str, Walk]:
@@ -93,10 +97,10 @@ def both() -> dict[str, Walk]:
     from diptych.common import Float8CurrentScaling, MXFP8Quantizer
 
     x, quantizer = torch.randn(32, 64), MXFP8Quantizer()
-    verb = twice(lambda: dt.quantize(x, quantizer), QUANTIZE)
+    verb = thrice(lambda: dt.quantize(x, quantizer), QUANTIZE)
     layer = dt.Linear(64, 32)
     with dt.autocast(recipe=Float8CurrentScaling()):
-        forward = twice(lambda: layer(x), QUANTIZE + GEMM)
+        forward = thrice(lambda: layer(x), PROGRAM)
     return {"dt.quantize": verb, "Linear.forward": forward}
 
 

@@ -39,13 +39,13 @@ from diptych.torch.graph import flops
 from diptych.torch.graph.fields import Size as Size
 from diptych.torch.graph.fields import Written as Written
 from diptych.torch.graph.fields import field_of, put, put_proto, put_sizes, take, take_output, take_sizes
-from diptych.torch.graph.program import Programs, Replay
+from diptych.torch.graph.program import EagerBackward, EagerForward, MakeReplay, Programs
 from diptych.torch.graph.proto import TensorProto, proto_of
 from diptych.torch.primitives import constants as opaque
 from diptych.torch.primitives.checks import refuse_second_derivative, require_no_tangent
 from diptych.torch.primitives.constants import Constants
 from diptych.torch.primitives.constants import Group as Group
-from diptych.torch.primitives.register import direct, wrote
+from diptych.torch.primitives.register import direct
 from diptych.torch.tensors.quantized import TAKES_COTANGENTS, QuantizedStack, QuantizedTensorBase
 
 # --- the op ----------------------------------------------------------------------------------------------------------
@@ -65,8 +65,7 @@ class CustomOp:
     (arguments, needs, saved, grads) -> a gradient for each field in `gradients`, in its order. `keeps`: (arguments,
     needs) -> names of the fields that backward reads; None: none. `gradients`: (arguments, needs) -> names of the
     fields that get a gradient, all of `needs` where None. `remedy`: what the refusal of a second derivative ends with.
-    `forward_replay`: (arguments, needs), and `backward_replay`: (arguments, needs, saved, grads) -> the `Replay` of an
-    eager call, or None for one that no program can repeat; a forward with a Replay has one output.
+    `forward_replay`, `backward_replay`: what forward and backward get -> the `Replay` of an eager call; see `program`.
 
     **Raises:** TypeError for a dataclass with a field that cannot cross.
     """
@@ -82,8 +81,8 @@ class CustomOp:
         keeps: Callable[..., tuple[str, ...]] | None = None,
         gradients: Callable[..., tuple[str, ...]] | None = None,
         remedy: str = IN_HIGH_PRECISION,
-        forward_replay: Callable[..., Replay | None] | None = None,
-        backward_replay: Callable[..., Replay | None] | None = None,
+        forward_replay: MakeReplay | None = None,
+        backward_replay: MakeReplay | None = None,
     ) -> None:
         if not dataclasses.is_dataclass(arguments):
             raise ArgumentError(f"CustomOp {name}: arguments must be a dataclass, got {arguments!r}")
@@ -94,8 +93,8 @@ class CustomOp:
         self._keeps, self._gradients, self.remedy = keeps, gradients, remedy
         recordable = getattr(arguments, "recordable", False) and [f.kind for f in self.fields if f.schema] == ["group"]
         self._programs = Programs() if recordable else None
-        self._forward_replay, self._backward_replay = forward_replay, backward_replay
-        self._eager_forwards, self._eager_backwards = Programs(), Programs()
+        self.eager_forward = EagerForward(forward, forward_replay)
+        self.eager_backward = EagerBackward(backward, backward_replay)
         self._form = ";".join([f"{f.name}:{f.kind}" for f in self.fields])  # a string: one guard of a graph
         self.differentiable = tuple([f.name for f in self.fields if f.kind in ("tensor", "quantizable")])
         self._lists = tuple([f.name for f in self.fields if f.kind in ("tensors", "quantizables")])
@@ -169,36 +168,8 @@ class CustomOp:
                 if t is not None and t.requires_grad:
                     needs.append(name)
         if not needs:
-            return self.replay_forward(arguments, ())[0]
+            return self.eager_forward(arguments, ())[0]
         return self._eager(arguments, tuple(needs), *[held[name] for name in self.differentiable])
-
-    def replay_forward(self, arguments: Any, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
-        """Returns forward(arguments, needs), run by a program where one can repeat it."""
-        replay = None if self._forward_replay is None else self._forward_replay(arguments, needs)
-        if replay is None:
-            return self.forward(arguments, needs)
-        made = self._eager_forwards.run(replay.key, replay.held, replay.inputs, self._all_made, arguments, needs)
-        if replay.written:
-            wrote(*replay.written)
-        return (made[0],), made[1:]
-
-    def _all_made(self, arguments: Any, needs: tuple[str, ...]) -> list[Tensor]:
-        outputs, saved = self.forward(arguments, needs)
-        return [*outputs, *saved]
-
-    def replay_backward(
-        self, arguments: Any, needs: tuple[str, ...], saved: list[Tensor], grads: list[Tensor | None]
-    ) -> Sequence[Tensor]:
-        """Returns backward(arguments, needs, saved, grads), run by a program where one can repeat it."""
-        assert self.backward is not None
-        replay = None if self._backward_replay is None else self._backward_replay(arguments, needs, saved, grads)
-        if replay is None:
-            return self.backward(arguments, needs, saved, grads)
-        programs, given = self._eager_backwards, (arguments, needs, saved, grads)
-        made = programs.run(replay.key, replay.held, replay.inputs, self.backward, *given)  # type: ignore[arg-type]
-        if replay.written:
-            wrote(*replay.written)
-        return made
 
     def _refuse_tangents(self, values: Iterable[Any]) -> None:
         for value in values:
@@ -433,7 +404,7 @@ def _eager_function(op: CustomOp) -> Callable[..., Any]:
     class Calls:
         @staticmethod
         def forward(ctx: Any, arguments: Any, needs: tuple[str, ...], *tensors: Any) -> tuple[Tensor, ...]:
-            outputs, saved = op.replay_forward(arguments, needs)
+            outputs, saved = op.eager_forward(arguments, needs)
             keeps = op.keeps(arguments, needs)
             held = dict(arguments.__dict__)
             kept: list[Tensor] = []
@@ -470,7 +441,7 @@ def _eager_function(op: CustomOp) -> Callable[..., Any]:
             for name, length in zip(op._lists, lengths, strict=True):
                 if length:
                     held[name], saved = saved[:length], saved[length:]
-            made = op.replay_backward(arguments, needs, saved, list(grads))
+            made = op.eager_backward(arguments, needs, saved, list(grads))
             by_name = dict(zip(names, made, strict=True))
             return None, None, *[by_name.get(name) for name in op.differentiable]
 

@@ -11,7 +11,7 @@ forms, which decide all that it does. One such call is recorded while it runs as
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from diptych.core import _core
-from diptych.torch.primitives.register import RECORDABLE, direct
+from diptych.torch.primitives.register import RECORDABLE, direct, wrote
 
 aten = torch.ops.aten
 
@@ -156,3 +156,49 @@ class Programs:
         if learned is not None:
             known.runs.append(learned)
         return results
+
+
+# --- eager calls -----------------------------------------------------------------------------------------------------
+
+# Gets a call's arguments. Returns None for a call that no program can repeat.
+MakeReplay = Callable[..., "Replay | None"]
+
+
+class EagerForward:
+    """The eager forward of an op, (arguments, needs) -> (outputs, saved), as a program where one can repeat it.
+
+    Such a call has one output, a plain tensor.
+    """
+
+    def __init__(self, forward: Callable[..., Any], replay: MakeReplay | None) -> None:
+        self._forward, self._replay, self._programs = forward, replay, Programs()
+
+    def __call__(self, arguments: Any, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        replay = None if self._replay is None else self._replay(arguments, needs)
+        if replay is None:
+            return self._forward(arguments, needs)
+        made = self._programs.run(replay.key, replay.held, replay.inputs, self._flat, arguments, needs)
+        if replay.written:
+            wrote(*replay.written)
+        return (made[0],), made[1:]
+
+    def _flat(self, arguments: Any, needs: tuple[str, ...]) -> list[Tensor]:
+        outputs, saved = self._forward(arguments, needs)
+        return [*outputs, *saved]
+
+
+class EagerBackward:
+    """The eager backward of an op, (arguments, needs, saved, grads) -> gradients, likewise."""
+
+    def __init__(self, backward: Callable[..., Any] | None, replay: MakeReplay | None) -> None:
+        self._backward, self._replay, self._programs = backward, replay, Programs()
+
+    def __call__(self, *call: Any) -> Sequence[Tensor]:
+        assert self._backward is not None
+        replay = None if self._replay is None else self._replay(*call)
+        if replay is None:
+            return self._backward(*call)
+        made = self._programs.run(replay.key, replay.held, replay.inputs, self._backward, *call)
+        if replay.written:
+            wrote(*replay.written)
+        return made

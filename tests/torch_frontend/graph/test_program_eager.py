@@ -1,0 +1,118 @@
+"""Programs of eager layers: a call that runs as a program gives the bits, kernels and states of the call it repeats."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import diptych.torch as dt
+from diptych.common import RECIPES
+from diptych.torch.graph import program
+from diptych.torch.layers.linear import _linear
+from torch_frontend.graph.test_program import counted
+
+
+def runs(programs: program.Programs) -> int:
+    return sum(len(known.runs) for known in programs._known.values())
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs of no other test."""
+    for call in (_linear.eager_forward, _linear.eager_backward):
+        monkeypatch.setattr(call, "_programs", program.Programs())
+
+
+def twins(bias: bool = True, device: str = "cpu") -> tuple[dt.Linear, dt.Linear]:
+    torch.manual_seed(0)
+    one, other = dt.Linear(32, 48, bias=bias, device=device), dt.Linear(32, 48, bias=bias, device=device)
+    other.load_state_dict(one.state_dict())
+    for layer in (one, other):
+        dt.seed_rng(layer, 1)
+    return one, other
+
+
+def step(layer: dt.Linear, x: torch.Tensor, recipe: Any, wanted: tuple[bool, bool], grad: torch.Tensor) -> list[Any]:
+    """Returns y, and the gradients of x, weight and bias. `wanted`: whether x and the weight need theirs."""
+    x = x.detach().requires_grad_(wanted[0])
+    layer.weight.requires_grad_(wanted[1])
+    layer.zero_grad()
+    with dt.autocast(recipe=recipe):
+        y = layer(x)
+    if y.requires_grad:
+        y.backward(grad.expand(y.shape))
+    return [y.detach(), x.grad, layer.weight.grad, None if layer.bias is None else layer.bias.grad]
+
+
+@pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("name", RECIPES)
+def test_programs_give_the_bits_of_single_ops(
+    name: str, wanted: tuple[bool, bool], device: str, fresh: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Changing values and shapes, a transposed input, and gradients that are dense or one value for all rows."""
+    one, other = twins(bias=wanted[0], device=device)
+    dtype = torch.bfloat16 if name == "nvfp4" else torch.float32
+    for i in range(9):
+        x = torch.randn((16, 32) if i % 4 < 2 else (2, 16, 32), dtype=dtype, device=device)
+        x = x.t().contiguous().t() if i == 8 else x
+        grad = torch.randn((16, 48) if i % 2 else (48,), dtype=dtype, device=device)
+        got, kernels = counted(lambda x=x, grad=grad: step(one, x, RECIPES[name], wanted, grad))
+        with monkeypatch.context() as m:
+            m.setattr(_linear.eager_forward, "_replay", None)
+            m.setattr(_linear.eager_backward, "_replay", None)
+            want, single = counted(lambda x=x, grad=grad: step(other, x, RECIPES[name], wanted, grad))
+        assert kernels == single, i
+        for a, b in zip(got, want, strict=True):
+            assert (a is None) == (b is None) and (a is None or torch.equal(a, b)), i
+        for (key, a), b in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
+            assert torch.equal(a, b), (i, key)
+    assert runs(_linear.eager_forward._programs) > 0
+    stochastic = name == "nvfp4"  # backward advances random bits in torch
+    expected = any(wanted) or one.bias is not None
+    assert (runs(_linear.eager_backward._programs) > 0) == (expected and not stochastic)
+
+
+def test_histories_that_a_program_writes_count_as_written(fresh: None) -> None:
+    layer, x = dt.Linear(32, 48), torch.randn(16, 32)
+    for _ in range(4):
+        with dt.autocast(recipe=RECIPES["fp8-delayed"]):
+            y = layer(x)
+        history = next(iter(layer.scale_states.slots().values())).amax_history
+        before = history._version
+    assert runs(_linear.eager_forward._programs) > 0
+    with dt.autocast(recipe=RECIPES["fp8-delayed"]):
+        y = layer(x)
+    assert history._version > before and y.isfinite().all()
+
+
+def test_modes_see_single_ops(fresh: None) -> None:
+    """A dispatch mode sees the ops of a call that has a program."""
+    layer, x, recipe = dt.Linear(32, 48), torch.randn(16, 32), RECIPES["fp8-current"]
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    for _ in range(3):
+        with dt.autocast(recipe=recipe):
+            want = layer(x)
+    assert runs(_linear.eager_forward._programs) == 1
+    seen: list[str] = []
+    with Names(), dt.autocast(recipe=recipe):
+        got = layer(x)
+    assert torch.equal(got, want) and seen.count("diptych.quantize.default") == 2 and "diptych.gemm.default" in seen
+
+
+def test_calls_whose_forms_keep_changing_run_op_by_op(fresh: None) -> None:
+    """Only few programs are recorded for one schedule; other forms give the same bits without."""
+    layer = dt.Linear(32, 48)
+    for rows in (16, 32, 48, 64, 80, 96, 16, 96):
+        x = torch.randn(rows, 32)
+        with dt.autocast(recipe=RECIPES["mxfp8"]):
+            many, alone = layer(x), torch.cat([layer(part) for part in x.split(16)])
+        assert torch.equal(many, alone), rows
+    assert 0 < runs(_linear.eager_forward._programs) <= 4
