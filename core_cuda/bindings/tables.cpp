@@ -114,6 +114,9 @@ void switch_kernel_named(const std::string& kernel, bool on) {
 
 }  // namespace
 
+#define DIPTYCH_OFF(type, name) \
+  , py::arg(#name) = type {}
+
 void add_tables(py::module_& m) {
   add_record<FormatRow>(m);
   add_record<RowInfo>(m);
@@ -128,7 +131,7 @@ void add_tables(py::module_& m) {
       "Lets no call of this process run a kernel, or lets calls run it again. Raises ValueError for an unknown name.");
   m.def("gemm_row", gemm_row, py::arg("a_format"), py::arg("a_columnwise"), py::arg("b_format"),
         py::arg("b_columnwise"), py::arg("m"), py::arg("n"), py::arg("k"), py::arg("out_dtype"), py::arg("backend"),
-        py::arg("device_index") DIPTYCH_GEMM_OPTIONS(DIPTYCH_ARG, bool),
+        py::arg("device_index") DIPTYCH_GEMM_OPTIONS(DIPTYCH_OFF, bool),
         "Returns the index in kernel_table() of the row that would run this product, or -1. Reads no tensor.");
 }
 

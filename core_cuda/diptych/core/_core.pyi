@@ -253,7 +253,7 @@ def gemm_row(
     out_dtype: str,
     backend: str,
     device_index: int,
-    fast_accum: bool,
+    fast_accum: bool = False,
 ) -> int:
     """Returns the index in kernel_table() of the row that would run this product, or -1. Reads no tensor."""
 
