@@ -131,7 +131,7 @@ def layer_rows(shape: tuple[int, int, int]) -> Iterator[dict[str, Any]]:
         runs["bf16"] = functools.partial(torch.matmul, a, b)
         times = dict(zip(runs, device_seconds_of_each(list(runs.values()), repeat=15), strict=True))
         flops = 2 * m * n * k / 1e12
-        speeds = {name: flops / t for name, t in times.items()}
+        speeds = {name: flops / times[name] if name in times else "–" for name in (*CHOICES, "bf16")}
         yield {"op": "gemm", "case": f"{kind} {m}x{n}x{k}", "kernel": kernels["chosen"], **speeds,
                "of bf16": times["bf16"] / times["chosen"]}  # fmt: skip
 

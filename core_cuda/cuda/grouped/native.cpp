@@ -164,7 +164,8 @@ bool gemm_native_pays(const GemmArgs& args, int arch) {
   const NativeShape s = native_shape(g);
   const int64_t at_once = device_info(args.d.device.index).sm_count / kNativeCluster * kNativeCluster;
   const int64_t waves = ceil_div(ceil_div(s.m, tile.m) * ceil_div(s.n, 2 * tile.n) * 2, at_once);
-  const double least = promotion == Promotion::columns ? 0.80 : 0.92;
+  // Where C is added, cuBLASLt's product is finished by another kernel.
+  const double least = args.beta != 0.0f ? 0.70 : promotion == Promotion::columns ? 0.80 : 0.92;
   return static_cast<double>(s.m) * s.n >= least * waves * at_once * tile.m * tile.n;
 }
 
