@@ -31,35 +31,14 @@ import torch
 
 import diptych.torch as dt
 from benchmarks import common
+from benchmarks.dense import SHAPES as DENSE
 from benchmarks.gpu import device_seconds_of_each
 from benchmarks.grouped import ALIGN, SHAPES, grouped, normal, scaled, sizes_of, tensors
 from diptych import core
 from diptych.common import RECIPES
 
 RECIPE = "fp8-block"
-# M, N, K
-DENSE = (
-    (4096, 4096, 4096),
-    (8192, 8192, 8192),
-    (4096, 7168, 2048),
-    (4096, 4096, 7168),
-    (4096, 7168, 16384),
-    (4096, 24576, 1536),
-    (8192, 28672, 4096),
-    (8192, 4096, 14336),
-    (16384, 8192, 8192),
-)
-WGRAD = (
-    (4096, 4096, 4096),
-    (8192, 8192, 8192),
-    (7168, 2048, 4096),
-    (4096, 7168, 4096),
-    (7168, 16384, 4096),
-    (24576, 1536, 4096),
-    (28672, 4096, 8192),
-    (4096, 14336, 8192),
-    (8192, 8192, 16384),
-)
+WGRAD = tuple((n, k, m) for m, n, k in DENSE)  # M, N, K of the weight gradients of fprops of M, N, K
 WGRAD_BOUND, BOUND = 1e-5, 4e-3  # relative errors; BOUND is for kernels that sum in another order
 KERNELS = ("deepgemm_1d2d", "deepgemm_1d1d")  # functions of the library
 ERRORS = {-1: "the driver has no tensor maps", -2: "the library was compiled for other shapes"}
