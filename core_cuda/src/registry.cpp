@@ -201,8 +201,8 @@ int find_row(Op op, FormatSet formats, const void* args, const Device& device) {
   const int arch = arch_of(device);
   for (int i = 0; i < kKernelCount; ++i) {
     const KernelRow& r = kKernels[i];
-    if (r.op == op && r.backend == device.backend && !off[i].load(std::memory_order_relaxed) && r.min_arch <= arch && (formats & ~r.formats) == 0 &&
-        (r.fits == nullptr || r.fits(args, arch)))
+    if (r.op == op && r.backend == device.backend && !off[i].load(std::memory_order_relaxed) && r.min_arch <= arch &&
+        (formats & ~r.formats) == 0 && (r.fits == nullptr || r.fits(args, arch)))
       return i;
   }
   return -1;
