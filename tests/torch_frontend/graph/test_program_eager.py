@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -107,12 +108,60 @@ def test_modes_see_single_ops(fresh: None) -> None:
     assert torch.equal(got, want) and seen.count("diptych.quantize.default") == 2 and "diptych.gemm.default" in seen
 
 
-def test_calls_whose_forms_keep_changing_run_op_by_op(fresh: None) -> None:
-    """Only few programs are recorded for one schedule; other forms give the same bits without."""
+def test_every_form_gets_a_program(fresh: None) -> None:
+    """Many layers of one recipe share a schedule, and batches differ in length."""
+    layers = [dt.Linear(32, n) for n in range(8, 136, 16)]
+    for _ in range(3):
+        for layer in layers:
+            for rows in (16, 32):
+                x = torch.randn(rows, 32)
+                with dt.autocast(recipe=RECIPES["mxfp8"]):
+                    many, alone = layer(x), torch.cat([layer(part) for part in x.split(16)])
+                assert torch.equal(many, alone)
+    assert runs(_linear.eager_forward._programs) == 2 * len(layers)
+
+
+def test_an_empty_batch_gets_no_program_and_costs_others_none(fresh: None) -> None:
+    layer, x = dt.Linear(32, 48), torch.randn(16, 32)
+    for rows in (16, 0, 0, 16, 16):
+        with dt.autocast(recipe=RECIPES["fp8-current"]):
+            assert layer(x[:rows]).shape == (rows, 48)
+    assert runs(_linear.eager_forward._programs) == 1
+
+
+def test_a_tensor_that_is_given_twice(fresh: None) -> None:
+    """A call with the same tensor as input and weight must not decide what later calls read."""
+    recipe, a, b = RECIPES["fp8-current"], torch.randn(32, 32), torch.randn(32, 32)
+    for _ in range(3):
+        twice = dt.linear(a, a, None, recipe)
+    got = dt.linear(a, b, None, recipe)
+    assert not torch.equal(got, twice) and torch.equal(got, dt.linear(a, b.clone(), None, recipe))
+    for _ in range(3):
+        dt.linear(a, b, None, recipe)
+    assert runs(_linear.eager_forward._programs) == 1 and torch.equal(dt.linear(a, a, None, recipe), twice)
+
+
+def test_results_can_be_changed_in_place_in_every_call(fresh: None) -> None:
     layer = dt.Linear(32, 48)
-    for rows in (16, 32, 48, 64, 80, 96, 16, 96):
-        x = torch.randn(rows, 32)
-        with dt.autocast(recipe=RECIPES["mxfp8"]):
-            many, alone = layer(x), torch.cat([layer(part) for part in x.split(16)])
-        assert torch.equal(many, alone), rows
-    assert 0 < runs(_linear.eager_forward._programs) <= 4
+    for _ in range(4):
+        with dt.autocast(recipe=RECIPES["fp8-current"]):
+            y = layer(torch.randn(2, 16, 32, requires_grad=True))
+        y.add_(1).sum().backward()
+
+
+def test_products_in_high_precision_take_any_strides(fresh: None) -> None:
+    """A transposed gradient is not copied for products that read it as it is."""
+    recipe = dataclasses.replace(RECIPES["fp8-current"], backward_override="high_precision")
+    x, w = torch.randn(16, 32, requires_grad=True), torch.randn(48, 32, requires_grad=True)
+    copies = []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            copies.append(str(func)) if "clone" in str(func) else None
+            return func(*args, **(kwargs or {}))
+
+    for _ in range(3):
+        y = dt.linear(x, w, None, recipe)
+        with Copies():
+            y.backward(torch.randn(48, 16).t())
+    assert not copies

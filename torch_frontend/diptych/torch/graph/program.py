@@ -6,7 +6,7 @@ forms, which decide all that it does. One such call is recorded while it runs as
 - A program runs for tensors of the recorded types, dtypes, shapes and devices alone, all dense.
 - A program consists of the core's ops in their recorded order. A call gets no program if it runs another op that does
   more than allocate or view a tensor, or a user's own function (`refuse`).
-- A call is recorded only when its constants come for the second time.
+- A call is recorded only when its constants come for the second time, and if no tensor is given twice.
 """
 
 from __future__ import annotations
@@ -30,8 +30,10 @@ _ZEROS = {aten.zeros.default, aten.new_zeros.default}
 Run = Callable[[list[Tensor]], "list[Tensor] | None"]
 
 
-def _same_memory(view: Tensor, base: Tensor) -> bool:
-    """Whether a tensor lies in one piece in another."""
+def _is_view(view: Any, base: Tensor) -> bool:
+    """Whether a result is a tensor that lies in one piece in another."""
+    if not isinstance(view, Tensor):
+        return False
     one = view.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
     return one and view.is_contiguous() and base.is_contiguous()
 
@@ -53,7 +55,7 @@ class _Recorder(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func in _UNSET or func in _ZEROS:
             self.made[id(out)] = out, func in _ZEROS
-        elif func.is_view and isinstance(out, Tensor) and _same_memory(out, args[0]):
+        elif (func.is_view or func is aten._unsafe_view.default) and _is_view(out, args[0]):
             self.views.append((out, args[0]))
         else:
             self.whole = False
@@ -103,8 +105,8 @@ def record(call: Callable[[], list[Tensor]], inputs: list[Tensor]) -> tuple[list
 class Replay(NamedTuple):
     """What identifies a call in eager mode whose ops a program can repeat.
 
-    `key`: hashable, decides together with the tensors' forms what the call does; `held`: an object whose id is in the
-    key. `inputs`: the tensors that the call reads or writes. `written`: those of them that it writes.
+    `key`: hashable, decides together with the tensors' types, dtypes and devices what the call does. `held`: an object
+    whose id is in the key. `inputs`: the tensors that the call reads or writes. `written`: those that it writes.
     """
 
     key: Any
@@ -141,7 +143,7 @@ class Programs:
         known = self._known.get(key)
         if known is None or torch._C._len_torch_dispatch_stack():
             if known is None:
-                if len(self._known) >= 1024:
+                if len(self._known) >= 8192:
                     del self._known[next(iter(self._known))]
                 self._known[key] = _Known(constants)
             return call(*args)
@@ -149,7 +151,9 @@ class Programs:
             made = run(inputs)
             if made is not None:
                 return made
-        if not known.left or not direct(*inputs, unnamed=True):
+        # A program knows its inputs apart by the objects that were there when it was recorded.
+        apart = len({id(t) for t in inputs}) == len(inputs)
+        if not known.left or not apart or not direct(*inputs, unnamed=True):
             return call(*args)
         results, learned = record(partial(call, *args), inputs)
         known.left = 0 if learned is None else known.left - 1

@@ -120,14 +120,16 @@ def _forward_replay(a: _Arguments, needs: tuple[str, ...]) -> Replay | None:
 def _backward_replay(
     a: _Arguments, needs: tuple[str, ...], saved: list[Tensor], grads: list[Tensor | None]
 ) -> Replay | None:
-    """Makes dy contiguous, which the products need anyway."""
+    """Makes dy contiguous, as quantizing it does."""
     if a.options is None or a.options[0].weight_grad is not None or a.x_copy:
         return None
     s = a.schedules(needs)[0]
     dy = grads[0]
-    if s.x_late or s.results[1] is not None or s.results[2] is not None or dy is None:
+    high = not s.dy or "original" in (s.x_kept, s.w_kept) or s.plan.dequantized_backward
+    if high or s.x_late or s.results[1] is not None or s.results[2] is not None or dy is None:
         return None
-    dy = grads[0] = dy.contiguous()
+    if dy.layout is torch.strided:
+        dy = grads[0] = dy.contiguous()
     kept = [t for t in (a.x, a.weight) if isinstance(t, Tensor)]
     if any([isinstance(t, QuantizedTensorBase) for t in kept]):
         return None

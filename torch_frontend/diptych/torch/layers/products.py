@@ -108,7 +108,8 @@ def fprop(
     b = pick("original", copies_w, weight) if s.plan.weight.rowwise is None else copies_w[0]
     y = product("fprop", a, b, bias, x.dtype, s.plan.options[0])
     if x.dim() != 2:
-        y = y.view(shapes.gemm_out_shape(x.shape, y.shape[0], y.shape[1], False))
+        # Autograd would refuse to change a view that an op returns in place.
+        y = torch.ops.aten._unsafe_view(y, shapes.gemm_out_shape(x.shape, y.shape[0], y.shape[1], False))
     return y, copies_x, copies_w
 
 
@@ -377,12 +378,14 @@ def replay(
             if options.record:
                 inputs.append(history)
                 written.append(history)
+    if not direct(*inputs):
+        return None
+    forms = []
     for t in inputs:
         if not t.is_contiguous():
             return None
-    if not direct(*inputs):
-        return None
-    return Replay((id(s), options.record, *key), s, inputs, written)
+        forms.append(t.shape)
+    return Replay((id(s), options.record, *key, *forms), s, inputs, written)
 
 
 def run(op: CustomOp, x: Tensor, recipe: Recipe, options: tuple[Any, ...], *operands: Any) -> tuple[Tensor, ...]:

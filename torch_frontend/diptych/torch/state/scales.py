@@ -284,7 +284,7 @@ class ScaleStates(_Float32):
             raise RuntimeError("ScaleStates.update: no recipe has used this state yet")
         histories, scales = [s.amax_history for s in slots], [s.scale for s in slots]
         if self.plan is None:
-            return update_all(histories, scales, self.recorded(), quantizers, group)[0]
+            return update_all(histories, scales, self.recorded(), quantizers, group, shown=True)[0]
         return update_eagerly(self.plan.states, histories, scales, self.recorded(), group)
 
     def _in_order(self) -> list[ScaleSlot]:
