@@ -29,7 +29,7 @@ def counted(call: Any) -> tuple[Any, dict[str, int]]:
 
 def programs() -> int:
     assert _linear._programs is not None
-    return sum(len(known.runs) for known in _linear._programs._known.values())
+    return sum(len(runs) for known in _linear._programs._known.values() for runs in known.runs.values())
 
 
 CELLS = [pytest.param(name, graded, marks=() if i % 2 == graded else pytest.mark.slow)

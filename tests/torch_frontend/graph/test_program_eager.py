@@ -17,7 +17,7 @@ from torch_frontend.graph.test_program import counted
 
 
 def runs(programs: program.Programs) -> int:
-    return sum(len(known.runs) for known in programs._known.values())
+    return sum(len(runs) for known in programs._known.values() for runs in known.runs.values())
 
 
 @pytest.fixture
@@ -108,8 +108,8 @@ def test_modes_see_single_ops(fresh: None) -> None:
     assert torch.equal(got, want) and seen.count("diptych.quantize.default") == 2 and "diptych.gemm.default" in seen
 
 
-def test_every_form_gets_a_program(fresh: None) -> None:
-    """Many layers of one recipe share a schedule, and batches differ in length."""
+def test_layers_of_many_shapes_get_programs(fresh: None) -> None:
+    """They share a schedule where they have one recipe; batches differ in length."""
     layers = [dt.Linear(32, n) for n in range(8, 136, 16)]
     for _ in range(3):
         for layer in layers:
@@ -119,6 +119,17 @@ def test_every_form_gets_a_program(fresh: None) -> None:
                     many, alone = layer(x), torch.cat([layer(part) for part in x.split(16)])
                 assert torch.equal(many, alone)
     assert runs(_linear.eager_forward._programs) == 2 * len(layers)
+
+
+def test_batches_whose_length_keeps_changing_run_op_by_op(fresh: None) -> None:
+    """Only few programs are recorded for a layer; other lengths give the same bits without."""
+    layer = dt.Linear(32, 48)
+    for rows in 2 * list(range(16, 16 * 13, 16)):
+        x = torch.randn(rows, 32)
+        with dt.autocast(recipe=RECIPES["mxfp8"]):
+            many, alone = layer(x), torch.cat([layer(part) for part in x.split(16)])
+        assert torch.equal(many, alone), rows
+    assert 0 < runs(_linear.eager_forward._programs) <= 8
 
 
 def test_an_empty_batch_gets_no_program_and_costs_others_none(fresh: None) -> None:

@@ -105,8 +105,8 @@ def record(call: Callable[[], list[Tensor]], inputs: list[Tensor]) -> tuple[list
 class Replay(NamedTuple):
     """What identifies a call in eager mode whose ops a program can repeat.
 
-    `key`: hashable, decides together with the tensors' types, dtypes and devices what the call does. `held`: an object
-    whose id is in the key. `inputs`: the tensors that the call reads or writes. `written`: those that it writes.
+    `key`: hashable, decides together with the tensors' forms what the call does. `held`: an object whose id is in the
+    key. `inputs`: the tensors that the call reads or writes. `written`: those that it writes.
     """
 
     key: Any
@@ -116,12 +116,12 @@ class Replay(NamedTuple):
 
 
 class _Known:
-    """The programs of calls with the same constants, one for each set of forms."""
+    """The programs of calls with the same constants, one for each set of forms, by the shape of the first input."""
 
     def __init__(self, constants: Any) -> None:
         self.constants = constants  # an id in the key is their own as long as this lives
-        self.runs: list[Run] = []
-        self.left = 4  # to record
+        self.runs: dict[torch.Size, list[Run]] = {}
+        self.left = 8  # to record: batches may change their length in every call
 
 
 class Programs:
@@ -143,11 +143,11 @@ class Programs:
         known = self._known.get(key)
         if known is None or torch._C._len_torch_dispatch_stack():
             if known is None:
-                if len(self._known) >= 8192:
+                if len(self._known) >= 4096:
                     del self._known[next(iter(self._known))]
                 self._known[key] = _Known(constants)
             return call(*args)
-        for run in known.runs:
+        for run in known.runs.get(inputs[0].shape, ()):
             made = run(inputs)
             if made is not None:
                 return made
@@ -158,7 +158,7 @@ class Programs:
         results, learned = record(partial(call, *args), inputs)
         known.left = 0 if learned is None else known.left - 1
         if learned is not None:
-            known.runs.append(learned)
+            known.runs.setdefault(inputs[0].shape, []).append(learned)
         return results
 
 

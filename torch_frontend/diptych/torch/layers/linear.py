@@ -114,7 +114,7 @@ def _forward_replay(a: _Arguments, needs: tuple[str, ...]) -> Replay | None:
     if s.results[0] is not None or s.x_late:
         return None
     inputs = [a.x, a.weight] if a.bias is None else [a.x, a.weight, a.bias]
-    return replay(("weight" in needs,), s, a.options[0], s.x + s.w, inputs)
+    return replay(("weight" in needs, a.weight.shape), s, a.options[0], s.x + s.w, inputs)
 
 
 def _backward_replay(
@@ -134,7 +134,7 @@ def _backward_replay(
     if any([isinstance(t, QuantizedTensorBase) for t in kept]):
         return None
     dtypes = a.x.dtype, a.weight.dtype, None if a.bias is None else a.bias.dtype
-    return replay((needs, *dtypes), s, a.options[0], s.dy, [dy, *kept, *saved])
+    return replay((needs, a.weight.shape, *dtypes), s, a.options[0], s.dy, [dy, *kept, *saved])
 
 
 _linear = CustomOp(

@@ -363,7 +363,8 @@ def replay(
 ) -> Replay | None:
     """Returns the `Replay` of an eager call of one layer, or None if a program cannot repeat it.
 
-    **Arguments:** `key`: what decides about the call beside the schedule and its options. `calls`: those of quantize
+    **Arguments:** `key`: what decides about the call beside the schedule and its options. It holds the weight's shape,
+    since layers of many shapes share a schedule and few programs are recorded for each key. `calls`: those of quantize
     that the call makes. `inputs`: its tensors, without those of the states.
     """
     if options.group is not None or options.recomputed_scales is not None or options.weight_copies is not None:
@@ -380,12 +381,10 @@ def replay(
                 written.append(history)
     if not direct(*inputs):
         return None
-    forms = []
     for t in inputs:
-        if not t.is_contiguous():
+        if not t.is_contiguous() or t.numel() == 0:
             return None
-        forms.append(t.shape)
-    return Replay((id(s), options.record, *key, *forms), s, inputs, written)
+    return Replay((id(s), options.record, *key), s, inputs, written)
 
 
 def run(op: CustomOp, x: Tensor, recipe: Recipe, options: tuple[Any, ...], *operands: Any) -> tuple[Tensor, ...]:
