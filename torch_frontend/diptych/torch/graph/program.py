@@ -76,13 +76,15 @@ def refuse() -> None:
 
 def record(call: Callable[[], list[Tensor]], inputs: list[Tensor]) -> tuple[list[Tensor], Run | None]:
     """Returns the results of a call that reads `inputs`, and the program that repeats it on others, or None."""
-    program, recorder = _core.Program(), _Recorder()
+    program, recorder, modes = _core.Program(), _Recorder(), torch._C._len_torch_dispatch_stack()
     program.start()
     try:
         with recorder:
             results = call()
     finally:
         program.stop()
+        while torch._C._len_torch_dispatch_stack() > modes:  # an interrupt may have ended the recorder's own end
+            torch._C._pop_torch_dispatch_stack(None)
     origins = [recorder.origin(t) for t in results]
     whole = recorder.whole and len({id(t) for t in origins}) == len(origins)
     for t, origin in zip(results, origins, strict=True):
