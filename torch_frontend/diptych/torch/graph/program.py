@@ -105,7 +105,7 @@ def record(call: Callable[[], list[Tensor]], inputs: list[Tensor]) -> tuple[list
 
 
 class Replay(NamedTuple):
-    """What identifies a call in eager mode whose ops a program can repeat.
+    """Identifies an eager call whose ops a program can repeat.
 
     `key`: hashable, decides together with the tensors' forms what the call does. `held`: an object whose id is in the
     key. `inputs`: the tensors that the call reads or writes. `written`: those that it writes.
@@ -163,6 +163,13 @@ class Programs:
             known.runs.setdefault(inputs[0].shape, []).append(learned)
         return results
 
+    def repeat(self, replay: Replay, call: Callable[..., list[Tensor]], *args: Any) -> list[Tensor]:
+        """Returns call(*args), an eager call, and counts its writes, which no program counts."""
+        made = self.run(replay.key, replay.held, replay.inputs, call, *args)
+        if replay.written:
+            wrote(*replay.written)
+        return made
+
 
 # --- eager calls -----------------------------------------------------------------------------------------------------
 
@@ -183,9 +190,7 @@ class EagerForward:
         replay = None if self._replay is None else self._replay(arguments, needs)
         if replay is None:
             return self._forward(arguments, needs)
-        made = self._programs.run(replay.key, replay.held, replay.inputs, self._flat, arguments, needs)
-        if replay.written:
-            wrote(*replay.written)
+        made = self._programs.repeat(replay, self._flat, arguments, needs)
         return (made[0],), made[1:]
 
     def _flat(self, arguments: Any, needs: tuple[str, ...]) -> list[Tensor]:
@@ -204,7 +209,4 @@ class EagerBackward:
         replay = None if self._replay is None else self._replay(*call)
         if replay is None:
             return self._backward(*call)
-        made = self._programs.run(replay.key, replay.held, replay.inputs, self._backward, *call)
-        if replay.written:
-            wrote(*replay.written)
-        return made
+        return self._programs.repeat(replay, self._backward, *call)

@@ -23,7 +23,7 @@ from diptych.common.quantizers import Float8Quantizer
 from diptych.core import _core
 from diptych.torch.functional import quantize as quantize_verbs
 from diptych.torch.graph import program
-from diptych.torch.graph.program import Programs
+from diptych.torch.graph.program import Programs, Replay
 from diptych.torch.primitives import constants
 from diptych.torch.primitives import scale_update as scale_update_ops
 from diptych.torch.primitives.checks import describe
@@ -162,10 +162,8 @@ def update_eagerly(
     tensors = [*histories, *scales, *log, *times]
     if group is not None or not direct(*tensors):
         return update_all(histories, scales, log, quantizers, group, seen, step, shown=True)[0]
-    key = id(planned), bool(log), seen is None
-    made = _programs.run(key, planned, tensors, update_all, histories, scales, log, quantizers, None, seen, step)
-    wrote(*histories, *scales)
-    return made[0]
+    replay = Replay((id(planned), bool(log), seen is None), planned, tensors, [*histories, *scales])
+    return _programs.repeat(replay, update_all, histories, scales, log, quantizers, None, seen, step)[0]
 
 
 def collect(histories: list[Tensor], scales: list[Tensor], log: list[Tensor]) -> None:
