@@ -66,6 +66,13 @@ T scalar(py::handle value, const char* arg) {
   return py::detail::cast_op<T>(caster);
 }
 
+// Returns one call of an op on many tensors. Throws TypeError unless it is a tuple of `count` entries.
+inline py::tuple call_of(py::handle one, Py_ssize_t count, const char* op) {
+  if (!PyTuple_Check(one.ptr()) || PyTuple_GET_SIZE(one.ptr()) != count)
+    throw py::type_error(std::string(op) + ": each call must be a tuple of " + std::to_string(count) + " entries");
+  return py::reinterpret_borrow<py::tuple>(one);
+}
+
 // Expand the options of products to parameters of a function, to their values, and to Python arguments.
 #define DIPTYCH_PARAMETER(type, name) , type name
 #define DIPTYCH_VALUE(type, name) name,

@@ -59,13 +59,17 @@ void py_amax(Operand x, Operand out, MaybeOperand columnwise_out, int flags, May
   run(amax, a, call);
 }
 
+void require_mode(const char* op, int amax_mode) {
+  if (amax_mode < 0 || amax_mode > static_cast<int>(AmaxMode::accumulate))
+    throw py::value_error(std::string(op) + ": amax_mode must be 0 (compute), 1 (given) or 2 (accumulate), got " +
+                          std::to_string(amax_mode));
+}
+
 void py_quantize(Operand x, int format, int flags, float eps, int amax_mode, MaybeOperand amax_buffer,
                  MaybeOperand columnwise_amax, MaybeOperand scale, MaybeOperand rng, MaybeOperand rowwise_data,
                  MaybeOperand rowwise_scale, MaybeOperand columnwise_data, MaybeOperand columnwise_scale,
                  MaybeSource source, MaybeOperand column_sum, MaybeOperand workspace, bool stack) {
-  if (amax_mode < 0 || amax_mode > static_cast<int>(AmaxMode::accumulate))
-    throw py::value_error("quantize: amax_mode must be 0 (compute), 1 (given) or 2 (accumulate), got " +
-                          std::to_string(amax_mode));
+  require_mode("quantize", amax_mode);
   Call call;
   QuantizeArgs a;
   a.amax_mode = static_cast<AmaxMode>(amax_mode);
@@ -84,6 +88,28 @@ void py_quantize(Operand x, int format, int flags, float eps, int amax_mode, May
   a.column_sum = call.out(column_sum, "column_sum");
   a.workspace = call.out(workspace, "workspace");
   run(stack ? quantize_stack : quantize, a, call);
+}
+
+void py_quantize_many(Calls calls, int format, int flags, float eps, int amax_mode) {
+  require_mode("quantize_many", amax_mode);
+  Call call;
+  QuantizeManyArgs many;
+  for (const py::handle one : calls) {
+    const py::tuple t = call_of(one, 9, "quantize_many");
+    QuantizeArgs a;
+    a.amax_mode = static_cast<AmaxMode>(amax_mode);
+    const bool given = a.amax_mode == AmaxMode::given;
+    a.x = call.in(t[0], "x");
+    a.spec = {static_cast<FormatId>(format), flags, eps};
+    a.amax = given ? call.in(t[1], "amax") : call.out(t[1], "amax");
+    a.columnwise_amax = given ? call.in(t[2], "columnwise_amax") : call.out(t[2], "columnwise_amax");
+    a.scale = call.in(t[3], "scale");
+    a.rng = call.in(t[4], "rng");
+    a.rowwise = result(call, t[5], t[6], format, false, "rowwise");
+    a.columnwise = result(call, t[7], t[8], format, true, "columnwise");
+    many.each.push_back(a);
+  }
+  run(quantize_many, many, call);
 }
 
 void py_dequantize(Operand data, Operand scale, MaybeOperand amax_buffer, int format, bool columnwise, Operand out) {
@@ -109,6 +135,10 @@ void add_quantize(py::module_& m) {
       "source: (kind, norm or activation, zero_centered_gamma or gated, gamma, beta, mu, rsigma, dy), or for permuted\n"
       "rows (kind, row_id_map, row_source). fused_table() lists the numbers.\n"
       "stack: x is a stack of G tensors, and every other tensor has a leading G too.");
+  m.def("quantize_many", py_quantize_many, py::arg("calls"), py::arg("format"), py::arg("flags"), py::arg("eps"),
+        py::arg("amax_mode"),
+        "Quantizes many tensors of one dtype. A call: (x, amax, columnwise_amax, scale, rng, rowwise_data,\n"
+        "rowwise_scale, columnwise_data, columnwise_scale), as for quantize.");
   m.def("dequantize", py_dequantize, py::arg("data"), py::arg("scale_inv"), py::arg("amax"), py::arg("format"),
         py::arg("columnwise"), py::arg("out"));
   m.def("column_sum_workspace_bytes", column_sum_workspace_bytes, py::arg("m"), py::arg("k"));

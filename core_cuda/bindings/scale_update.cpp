@@ -34,6 +34,30 @@ void py_scale_update(Operand history, Operand scale, MaybeOperand reduced, Maybe
   run(scale_update, a, call);
 }
 
+void py_scale_update_many(Calls calls) {
+  Call call;
+  ScaleUpdateManyArgs many;
+  for (const py::handle one : calls) {
+    const py::tuple t = call_of(one, 14, "scale_update_many");
+    ScaleUpdateArgs a;
+    a.history = a.new_history = call.out(t[0], "history");
+    a.scale = a.new_scale = call.out(t[1], "scale");
+    a.reduced = call.in(t[2], "reduced");
+    a.amax = call.in(t[3], "amax");
+    a.fp8_max = scalar<float>(t[4], "fp8_max");
+    a.margin = scalar<int>(t[5], "margin");
+    a.most_recent = scalar<bool>(t[6], "most_recent");
+    a.seen = call.in(t[7], "seen");
+    a.step = call.in(t[8], "step");
+    a.pending = call.out(t[9], "pending");
+    a.log = {call.in(t[10], "log"), call.in(t[11], "written")};
+    a.taken = call.out(t[12], "taken");
+    a.scale_out = call.out(t[13], "scale_out");
+    many.each.push_back(a);
+  }
+  run(scale_update_many, many, call);
+}
+
 }  // namespace
 
 void add_scale_update(py::module_& m) {
@@ -42,6 +66,9 @@ void add_scale_update(py::module_& m) {
         py::arg("seen") = py::none(), py::arg("step") = py::none(), py::arg("pending") = py::none(),
         py::arg("log") = py::none(), py::arg("written") = py::none(), py::arg("taken") = py::none(),
         py::arg("scale_out") = py::none());
+  m.def("scale_update_many", py_scale_update_many, py::arg("calls"),
+        "Updates many histories and scales in place. A call: (history, scale, reduced, amax, fp8_max, margin,\n"
+        "most_recent, seen, step, pending, log, written, taken, scale_out), as for scale_update.");
   m.def("log_amax", py_log_amax, py::arg("amax"), py::arg("log"), py::arg("written"));
 }
 

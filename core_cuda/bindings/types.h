@@ -26,6 +26,11 @@ class Planes : public py::sequence {
   PYBIND11_OBJECT_DEFAULT(Planes, sequence, PySequence_Check)
 };
 
+// The calls of an op on many tensors: for each a tuple of the operands.
+class Calls : public py::sequence {
+  PYBIND11_OBJECT_DEFAULT(Calls, sequence, PySequence_Check)
+};
+
 // The outputs of Program.run, or None.
 struct MaybeOperands : py::object {
   MaybeOperands(py::object results) : py::object(std::move(results)) {}
@@ -95,6 +100,10 @@ DIPTYCH_ARGUMENT(diptych::bind::MaybeSource,
 template <>
 struct handle_type_name<diptych::bind::Planes> {
   static constexpr auto name = const_name("collections.abc.Sequence[tuple[Operand, Operand, int]]");
+};
+template <>
+struct handle_type_name<diptych::bind::Calls> {
+  static constexpr auto name = const_name("collections.abc.Sequence[tuple[typing.Any, ...]]");
 };
 template <>
 struct handle_type_name<diptych::bind::MaybeOperands> {

@@ -34,6 +34,7 @@ Status prepared(const QuantizeArgs& args, const Execution& exec) {
 }
 bool quantize_stack_fits(const QuantizeArgs&);
 Status quantize_stack(const QuantizeArgs&, const Execution&);
+bool quantize_many_fits(const QuantizeManyArgs&);
 
 // Native FP8 tensor cores through cuBLASLt, which is opened at run time. `fits` returns whether the operands suit
 // cuBLASLt and it has an algorithm for them. If it has none or cannot be opened, `fits` warns once with the reason.

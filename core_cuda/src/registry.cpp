@@ -66,6 +66,9 @@ template <bool (*fn)(const QuantizeArgs&)>
 bool quantize_fits(const void* args, int) {
   return fn(*static_cast<const QuantizeArgs*>(args));
 }
+bool quantize_many_fits(const void* args, int) {
+  return cuda::quantize_many_fits(*static_cast<const QuantizeManyArgs*>(args));
+}
 bool permute_slices_fits(const void* args, int arch) {
   return cuda::permute_slices_fits(*static_cast<const PermuteArgs*>(args), arch);
 }
@@ -87,6 +90,8 @@ static const KernelRow kKernels[] = {
     {Op::quantize,   Backend::cpu,   0, kTwoLevel, Level::native,   "cpu.quantize_two_level", "", nullptr, call<QuantizeArgs, cpu::quantize_two_level>},
     {Op::log_amax, Backend::cpu, 0, kAny,      Level::native,   "cpu.log_amax", "", nullptr, call<LogAmaxArgs, cpu::log_amax>},
     {Op::scale_update, Backend::cpu, 0, kAny,      Level::native,   "cpu.scale_update", "", nullptr, call<ScaleUpdateArgs, cpu::scale_update>},
+    {Op::quantize_many, Backend::cpu, 0, kAny, Level::native, "cpu.quantize_many", "by quantize one by one", nullptr, call<QuantizeManyArgs, quantize_each>},
+    {Op::scale_update_many, Backend::cpu, 0, kAny, Level::native, "cpu.scale_update_many", "", nullptr, call<ScaleUpdateManyArgs, cpu::scale_update_many>},
     {Op::dequantize, Backend::cpu,   0, kAny,      Level::native,   "cpu.dequantize",  "", nullptr, call<DequantizeArgs, cpu::dequantize>},
     {Op::gemm,       Backend::cpu,   0, kGemm,     Level::native,   "cpu.gemm",        "float32 fma in increasing k", nullptr, call<GemmArgs, cpu::gemm>},
     {Op::bias_grad,  Backend::cpu,   0, kAny,      Level::native,   "cpu.bias_grad",   "", nullptr, call<BiasGradArgs, cpu::bias_grad>},
@@ -114,6 +119,9 @@ static const KernelRow kKernels[] = {
     {Op::quantize,   Backend::cuda, 80, kTiles, Level::native, "cuda.quantize_tiles", "", nullptr, call<QuantizeArgs, cuda::prepared<cuda::quantize_tiles>>},
     {Op::log_amax, Backend::cuda, 80, kAny,    Level::native,   "cuda.log_amax", "", nullptr, call<LogAmaxArgs, cuda::log_amax>},
     {Op::scale_update, Backend::cuda, 80, kAny,    Level::native,   "cuda.scale_update", "", nullptr, call<ScaleUpdateArgs, cuda::scale_update>},
+    {Op::quantize_many, Backend::cuda, 80, kTiles | kMxfp8, Level::native, "cuda.quantize_many", "tensors that are not empty", quantize_many_fits, call<QuantizeManyArgs, cuda::quantize_many>},
+    {Op::quantize_many, Backend::cuda, 80, kAny, Level::native, "cuda.quantize_each", "by quantize one by one", nullptr, call<QuantizeManyArgs, quantize_each>},
+    {Op::scale_update_many, Backend::cuda, 80, kAny, Level::native, "cuda.scale_update_many", "", nullptr, call<ScaleUpdateManyArgs, cuda::scale_update_many>},
     {Op::dequantize, Backend::cuda, 80, kAny,      Level::native,   "cuda.dequantize", "", nullptr, call<DequantizeArgs, cuda::dequantize>},
     {Op::gemm,       Backend::cuda, 90, kCublasLt, Level::native,   "cuda.native",     "FP8 tensor cores of Hopper where they are faster than cuBLASLt: large products without fast accumulation", gemm_fits<cuda::gemm_native_pays>, call<GemmArgs, cuda::gemm_native>},
     {Op::gemm,       Backend::cuda, 90, kCublasLt, Level::native,   "cuda.cublaslt",   "FP8 tensor cores; N and K in multiples of 16 (block scales: M of 4), operands 16-byte aligned, not E5M2 x E5M2, not 128x128 x 128x128", gemm_fits<cuda::gemm_cublaslt_fits>, call<GemmArgs, cuda::gemm_cublaslt>},

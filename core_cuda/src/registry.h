@@ -57,6 +57,9 @@ int find_row(Op op, FormatSet formats, const void* args, const Device& device);
 // dispatch.cpp.
 std::optional<Status> quantize_together(const QuantizeArgs& stack, const Execution&);
 
+// Quantizes many tensors one by one, where no kernel takes them together. Defined in many.cpp.
+Status quantize_each(const QuantizeManyArgs&, const Execution&);
+
 std::vector<RowInfo> registry_table();
 
 // Makes find_row skip the rows of a kernel, or no longer; returns false for a name that no row has. For comparing

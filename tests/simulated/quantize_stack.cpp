@@ -1,8 +1,9 @@
-// The kernels that take stacks of tensors beside those that take each tensor alone, for
+// The kernels that take stacks of tensors, or many tensors, beside those that take each tensor alone, for
 // test_quantize_stack_simulated.py: the same bits, in fewer launches. And those that take plain tensors, called one by
 // one.
 #include <cstdio>
 
+#include "cuda/quantize/many.cuh"
 #include "cuda/quantize/mxfp8.cuh"
 #include "cuda/quantize/tiles.cuh"
 #include "cuda/source/column_sum.cuh"
@@ -146,7 +147,7 @@ std::string compare(const Case& c, std::mt19937& chance) {
   }
   std::vector<float> scale(c.count);
   for (float& s : scale) s = static_cast<float>(chance() % 100 + 1) / 1000.0f;
-  Outputs together(c, data, scale.data()), alone(c, data, scale.data());
+  Outputs together(c, data, scale.data()), listed(c, data, scale.data()), alone(c, data, scale.data());
   const Execution exec{{Backend::cuda, 0}, nullptr};
   if (!cuda::quantize_stack_fits(together.args)) return "no kernel takes " + c.describe();
   const int before = simulated::runs;
@@ -155,7 +156,14 @@ std::string compare(const Case& c, std::mt19937& chance) {
   for (int64_t g = 0; g < c.count && status.ok(); ++g) status = cuda::quantize(slice(alone.args, g), exec);
   if (!status.ok()) return status.message() + ": " + c.describe();
   if (launches > 2) return std::to_string(launches) + " launches of " + c.describe();
-  return together == alone ? "" : "other bytes than each alone: " + c.describe();
+  if (!(together == alone)) return "other bytes than each alone: " + c.describe();
+  QuantizeManyArgs many;
+  for (int64_t g = 0; g < c.count; ++g) many.each.push_back(slice(listed.args, g));
+  const int first = simulated::runs;
+  if (!cuda::quantize_many_fits(many)) return "quantize_many takes no " + c.describe();
+  if (status = cuda::quantize_many(many, exec); !status.ok()) return status.message() + ": " + c.describe();
+  if (simulated::runs - first > 3) return std::to_string(simulated::runs - first) + " launches of many " + c.describe();
+  return listed == alone ? "" : "quantize_many wrote other bytes than each alone: " + c.describe();
 }
 
 }  // namespace

@@ -121,4 +121,9 @@ Status scale_update(const ScaleUpdateArgs& args, const Execution&) {
   });
 }
 
+Status scale_update_many(const ScaleUpdateManyArgs& args, const Execution& exec) {
+  for (const ScaleUpdateArgs& one : args.each) DIPTYCH_TRY(cpu::scale_update(one, exec));
+  return {};
+}
+
 }  // namespace diptych::cpu

@@ -5,6 +5,7 @@
 #include "cuda/base/hadamard.cuh"
 #include "cuda/base/launch.cuh"
 #include "cuda/base/vector.cuh"
+#include "cuda/quantize/many.cuh"
 #include "cuda/quantize/quantize.h"
 #include "cuda/source/source.cuh"
 
@@ -67,6 +68,28 @@ __global__ void __launch_bounds__(kThreads)
   const float m = flat_max(x, n, head_of(x, n), blockIdx.x - g * each, each);
   __shared__ float scratch[kWarps];
   join_amax<kThreads>(m, scratch, out + g);
+}
+
+// One of many tensors: `blocks` thread blocks read it.
+struct ManyFlat {
+  const void* x;
+  int64_t n;
+  float* out;
+  unsigned blocks;
+};
+
+template <typename T>
+__global__ void __launch_bounds__(kThreads) flat_many_kernel(const __grid_constant__ Table<ManyFlat> many) {
+  const int which = tensor_of(many, blockIdx.x);
+  const ManyFlat& one = many.of[which];
+  const T* x = static_cast<const T*>(one.x);
+  const float m = flat_max(x, one.n, head_of(x, one.n), blockIdx.x - many.first[which], one.blocks);
+  __shared__ float scratch[kWarps];
+  join_amax<kThreads>(m, scratch, one.out);
+}
+
+__global__ void clear_kernel(const __grid_constant__ Table<float*> many) {
+  if (threadIdx.x == 0) *many.of[blockIdx.x] = 0.0f;
 }
 
 __device__ __forceinline__ Row8<__nv_bfloat16> as_bf16(const Row8<__nv_bfloat16>& x) { return x; }
@@ -235,6 +258,30 @@ Status amax_stack(const TensorView& x, const TensorView& out, const Execution& e
     const int64_t each = std::min(flat_blocks<T>(n), std::max<int64_t>(1, most_blocks(exec) / count));
     return launch("quantize_stack", flat_stack_kernel<T>, count * each, kThreads, 0, exec.stream, x.as<const T>(), n,
                   static_cast<unsigned>(each), out.as<float>());
+  });
+}
+
+Status clear_amaxes(std::span<const QuantizeArgs> calls, const Execution& exec) {
+  return launch_many(
+      "quantize_many", clear_kernel, calls, 32, exec, [](const QuantizeArgs& one) { return one.amax.as<float>(); },
+      [](float*) { return int64_t{1}; });
+}
+
+Status amax_many(std::span<const QuantizeArgs> calls, const Execution& exec) {
+  DIPTYCH_TRY(clear_amaxes(calls, exec));
+  int64_t total = 0;
+  for (const QuantizeArgs& one : calls) total += one.x.numel();
+  return with_float_type(calls.front().x.dtype, "quantize_many", [&](auto type) {
+    using T = decltype(type);
+    // Each tensor gets thread blocks by its share of the elements.
+    const auto describe = [&](const QuantizeArgs& one) {
+      const int64_t n = one.x.numel();
+      const double share = static_cast<double>(most_blocks(exec)) * static_cast<double>(n) / static_cast<double>(total);
+      const int64_t blocks = std::clamp<int64_t>(static_cast<int64_t>(share), 1, flat_blocks<T>(n));
+      return ManyFlat{one.x.data, n, one.amax.as<float>(), static_cast<unsigned>(blocks)};
+    };
+    return launch_many("quantize_many", flat_many_kernel<T>, calls, kThreads, exec, describe,
+                       [](const ManyFlat& one) { return int64_t{one.blocks}; });
   });
 }
 

@@ -3,6 +3,7 @@
 //
 // Geometry: mxfp8.cuh.
 #include "cuda/base/launch.cuh"
+#include "cuda/quantize/many.cuh"
 #include "cuda/quantize/mxfp8.cuh"
 
 namespace diptych::cuda {
@@ -18,10 +19,11 @@ __device__ __forceinline__ float square_max(float a, float b) {
   return m;
 }
 
+// The work of thread block `thread_block` of one tensor.
 template <typename In, bool kE5M2>
-__global__ void __launch_bounds__(kMxThreads, kComputed<In> ? 2 : 0) mxfp8_kernel(const __grid_constant__ MxArgs p) {
+__device__ __forceinline__ void encode_mxfp8(const MxArgs& p, unsigned thread_block) {
   const int lane = threadIdx.x % 32;
-  const unsigned tile = blockIdx.x * (kMxThreads / 32) + threadIdx.x / 32;
+  const unsigned tile = thread_block * (kMxThreads / 32) + threadIdx.x / 32;
   if (tile >= p.tiles) return;  // whole warps
   const int64_t row0 = static_cast<int64_t>(tile / p.tiles_k) * kMxRows, row = row0 + lane / 8 * 8;
   const unsigned tile_k = paired_tile<In>(p.in, tile % p.tiles_k, p.tiles_k, kMxCols);
@@ -84,18 +86,41 @@ __global__ void __launch_bounds__(kMxThreads, kComputed<In> ? 2 : 0) mxfp8_kerne
   }
 }
 
-}  // namespace
+template <typename In, bool kE5M2>
+__global__ void __launch_bounds__(kMxThreads, kComputed<In> ? 2 : 0) mxfp8_kernel(const __grid_constant__ MxArgs p) {
+  encode_mxfp8<In, kE5M2>(p, blockIdx.x);
+}
 
-Status quantize_mxfp8(const QuantizeArgs& args, const Execution& exec) {
-  const FormatRow& f = row(args.spec.format);
+// One of many tensors, without what they share.
+struct ManyMx {
+  void* x;
+  uint8_t *row, *row_scale, *col, *col_scale;
+  int64_t m, k;
+  unsigned tiles;
+  bool vec, vec_row, vec_col;
+};
+
+template <typename T, bool kE5M2>
+__global__ void __launch_bounds__(kMxThreads)
+    mxfp8_many_kernel(const __grid_constant__ Table<ManyMx> many, const float max_reciprocal, const bool square) {
+  const int which = tensor_of(many, blockIdx.x);
+  const ManyMx& one = many.of[which];
   MxArgs p{};
+  p.in.x.data = one.x, p.in.m = p.m = one.m, p.in.k = p.k = one.k, p.in.vec = one.vec;
+  p.tiles = one.tiles, p.tiles_k = static_cast<unsigned>((one.k + kMxCols - 1) / kMxCols);
+  p.blocks_k = (one.k + kMxBlock - 1) / kMxBlock, p.max_reciprocal = max_reciprocal, p.square = square;
+  p.row = one.row, p.row_scale = one.row_scale, p.vec_row = one.vec_row;
+  p.col = one.col, p.col_scale = one.col_scale, p.vec_col = one.vec_col;
+  encode_mxfp8<T, kE5M2>(p, blockIdx.x - many.first[which]);
+}
+
+Status mx_args(const QuantizeArgs& args, MxArgs& p) {
   p.in = source_args(args.x, args.source), p.m = p.in.m, p.k = p.in.k;
   const int64_t tiles_k = ceil_div(p.k, kMxCols), tiles = ceil_div(p.m, kMxRows) * tiles_k;
-  if (tiles == 0) return {};
   if (tiles > 0x7fffffff) return {Code::unsupported, "quantize: the tensor has more than 2^31 tiles of 32 x 64"};
   p.tiles = static_cast<unsigned>(tiles), p.tiles_k = static_cast<unsigned>(tiles_k),
   p.blocks_k = ceil_div(p.k, kMxBlock);
-  p.max_reciprocal = 1.0f / row(f.element).max, p.square = args.spec.has(kSquare);
+  p.max_reciprocal = 1.0f / row(row(args.spec.format).element).max, p.square = args.spec.has(kSquare);
   if (args.rowwise.given()) {
     p.row = args.rowwise.data.as<uint8_t>(), p.row_scale = args.rowwise.scale_inv.as<uint8_t>();
     p.vec_row = aligned(p.row, 8) && p.k % 8 == 0;
@@ -104,11 +129,40 @@ Status quantize_mxfp8(const QuantizeArgs& args, const Execution& exec) {
     p.col = args.columnwise.data.as<uint8_t>(), p.col_scale = args.columnwise.scale_inv.as<uint8_t>();
     p.vec_col = aligned(p.col, 8) && p.k % 8 == 0;
   }
+  return {};
+}
+
+}  // namespace
+
+Status quantize_mxfp8(const QuantizeArgs& args, const Execution& exec) {
+  const FormatRow& f = row(args.spec.format);
+  MxArgs p{};
+  DIPTYCH_TRY(mx_args(args, p));
+  if (p.tiles == 0) return {};
   if (permuted_mxfp8_fits(p)) return permuted_mxfp8(p, f.element, exec);
   return with_input_type(p.in, "quantize", [&](auto type) {
     return with_element(f.element, "quantize", [&](auto e5m2) {
-      return launch("quantize", mxfp8_kernel<decltype(type), e5m2.value>, ceil_div(tiles, kMxThreads / 32), kMxThreads,
-                    0, exec.stream, p);
+      return launch("quantize", mxfp8_kernel<decltype(type), e5m2.value>, ceil_div(int64_t{p.tiles}, kMxThreads / 32),
+                    kMxThreads, 0, exec.stream, p);
+    });
+  });
+}
+
+Status mxfp8_many(std::span<const QuantizeArgs> calls, const Execution& exec) {
+  MxArgs shared{};
+  for (const QuantizeArgs& one : calls) DIPTYCH_TRY(mx_args(one, shared));  // refuses tensors that are too large
+  const auto describe = [](const QuantizeArgs& one) {
+    MxArgs p{};
+    (void)mx_args(one, p);
+    return ManyMx{p.in.x.data, p.row,   p.row_scale, p.col,     p.col_scale, p.m,
+                  p.k,         p.tiles, p.in.vec,    p.vec_row, p.vec_col};
+  };
+  return with_float_type(calls.front().x.dtype, "quantize_many", [&](auto type) {
+    return with_element(row(calls.front().spec.format).element, "quantize_many", [&](auto e5m2) {
+      return launch_many(
+          "quantize_many", mxfp8_many_kernel<decltype(type), e5m2.value>, calls, kMxThreads, exec, describe,
+          [](const ManyMx& one) { return ceil_div(int64_t{one.tiles}, kMxThreads / 32); }, shared.max_reciprocal,
+          shared.square);
     });
   });
 }

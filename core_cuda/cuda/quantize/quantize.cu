@@ -5,6 +5,7 @@
 #include "cuda/base/amax.cuh"
 #include "cuda/base/launch.cuh"
 #include "cuda/base/vector.cuh"
+#include "cuda/quantize/many.cuh"
 #include "cuda/quantize/quantize.h"
 #include "cuda/source/column_sum.cuh"
 
@@ -69,8 +70,9 @@ Status quantize_permuted_split(const QuantizeArgs& args, const Execution& exec) 
 
 bool quantize_stack_fits(const QuantizeArgs& args) { return args.x.numel() > 0; }  // an empty tensor's scale is 1
 
+constexpr int64_t kStaysInL2 = 32 << 20;  // bytes of x that a second pass still finds in L2
+
 Status quantize_stack(const QuantizeArgs& args, const Execution& exec) {
-  constexpr int64_t kStaysInL2 = 32 << 20;  // bytes of x that a second pass still finds in L2
   const int64_t count = args.x.shape[0];
   const bool computes = row(args.spec.format).per_tensor() && args.amax_mode == AmaxMode::compute;
   if (!computes || args.scale.given()) {
@@ -83,6 +85,30 @@ Status quantize_stack(const QuantizeArgs& args, const Execution& exec) {
     const QuantizeArgs some = slice(args, g, std::min(together, count - g));
     DIPTYCH_TRY(amax_stack(some.x, some.amax, exec));
     DIPTYCH_TRY(quantize_tile_stack(some, exec));
+  }
+  return {};
+}
+
+bool quantize_many_fits(const QuantizeManyArgs& args) {
+  return std::all_of(args.each.begin(), args.each.end(), [](const QuantizeArgs& one) { return one.x.numel() > 0; });
+}
+
+Status quantize_many(const QuantizeManyArgs& args, const Execution& exec) {
+  const std::span<const QuantizeArgs> calls = args.each;
+  const FormatRow& f = row(calls.front().spec.format);
+  if (f.rule == ScaleRule::e8m0_ceil) return mxfp8_many(calls, exec);
+  const bool computes = f.per_tensor() && calls.front().amax_mode == AmaxMode::compute;
+  if (!computes || calls.front().scale.given()) {
+    if (computes) DIPTYCH_TRY(clear_amaxes(calls, exec));
+    return tile_many(calls, exec);
+  }
+  for (size_t begin = 0, end = 0; begin < calls.size(); begin = end) {
+    int64_t read = 0;
+    do {
+      read += calls[end].x.numel() * bytes(calls[end].x.dtype);
+    } while (++end < calls.size() && read + calls[end].x.numel() * bytes(calls[end].x.dtype) <= kStaysInL2);
+    DIPTYCH_TRY(amax_many(calls.subspan(begin, end - begin), exec));
+    DIPTYCH_TRY(tile_many(calls.subspan(begin, end - begin), exec));
   }
   return {};
 }

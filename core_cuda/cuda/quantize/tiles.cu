@@ -3,6 +3,7 @@
 //
 // Geometry: tiles.cuh.
 #include "cuda/base/launch.cuh"
+#include "cuda/quantize/many.cuh"
 #include "cuda/quantize/tiles.cuh"
 
 namespace diptych::cuda {
@@ -160,6 +161,37 @@ __global__ void __launch_bounds__(kThreads, kResident<T, kScaling>)
   encode_tile<T, kE5M2, kScaling>(p, kScaling == Scaling::tensor ? step.blocks - 1 - inside : inside, step.blocks);
 }
 
+// One of many tensors, without what they share.
+struct ManyTile {
+  void* x;
+  uint8_t *row, *col;
+  float *row_scale, *col_scale;
+  TensorScale from;
+  int64_t m, k;
+  bool vec, vec_row, vec_col;
+
+  __host__ __device__ unsigned tiles(int64_t extent) const {
+    return static_cast<unsigned>((extent + kTile - 1) / kTile);
+  }
+  __host__ __device__ unsigned blocks() const { return tiles(m) * tiles(k); }
+};
+
+template <typename T, bool kE5M2, Scaling kScaling>
+__global__ void __launch_bounds__(kThreads, kResident<T, kScaling>)
+    many_kernel(const __grid_constant__ Table<ManyTile> many, const DivideRule rule) {
+  // Per tensor: last tensors first, like their tiles.
+  const unsigned index = kScaling == Scaling::tensor ? gridDim.x - 1 - blockIdx.x : blockIdx.x;
+  const int which = tensor_of(many, index);
+  const ManyTile& one = many.of[which];
+  const unsigned inside = index - many.first[which], blocks = many.first[which + 1] - many.first[which];
+  TileArgs p{};
+  p.in.x.data = one.x, p.in.m = p.m = one.m, p.in.k = p.k = one.k, p.in.vec = one.vec;
+  p.tiles_m = one.tiles(one.m), p.tiles_k = one.tiles(one.k), p.from = one.from, p.rule = rule;
+  p.row = one.row, p.row_scale = one.row_scale, p.vec_row = one.vec_row;
+  p.col = one.col, p.col_scale = one.col_scale, p.vec_col = one.vec_col;
+  encode_tile<T, kE5M2, kScaling>(p, kScaling == Scaling::tensor ? blocks - 1 - inside : inside, blocks);
+}
+
 template <typename In, bool kE5M2>
 Status run(const TileArgs& p, Scaling scaling, int64_t tiles, void* stream) {
   if (scaling == Scaling::vector) {
@@ -234,6 +266,30 @@ Status quantize_tile_stack(const QuantizeArgs& stack, const Execution& exec) {
       if (scaling == Scaling::tensor) return launch_one(stack_kernel<T, e5m2.value, Scaling::tensor>);
       return scaling == Scaling::vector ? launch_one(stack_kernel<T, e5m2.value, Scaling::vector>)
                                         : launch_one(stack_kernel<T, e5m2.value, Scaling::square>);
+    });
+  });
+}
+
+Status tile_many(std::span<const QuantizeArgs> calls, const Execution& exec) {
+  const QuantizeArgs& first = calls.front();
+  const FormatRow& f = row(first.spec.format);
+  const Scaling scaling = scaling_of(f);
+  const auto describe = [](const QuantizeArgs& one) {
+    const TileArgs p = tile_args(one);
+    return ManyTile{p.in.x.data, p.row, p.col,    p.row_scale, p.col_scale, p.from,
+                    p.m,         p.k,   p.in.vec, p.vec_row,   p.vec_col};
+  };
+  const auto run_one = [&](auto kernel) {
+    return launch_many(
+        "quantize_many", kernel, calls, kThreads, exec, describe,
+        [](const ManyTile& one) { return int64_t{one.blocks()}; }, divide_rule(first));
+  };
+  return with_float_type(first.x.dtype, "quantize_many", [&](auto type) {
+    return with_element(f.element, "quantize_many", [&](auto e5m2) {
+      using T = decltype(type);
+      if (scaling == Scaling::tensor) return run_one(many_kernel<T, e5m2.value, Scaling::tensor>);
+      return scaling == Scaling::vector ? run_one(many_kernel<T, e5m2.value, Scaling::vector>)
+                                        : run_one(many_kernel<T, e5m2.value, Scaling::square>);
     });
   });
 }

@@ -1,8 +1,12 @@
 // log_amax and scale_update: delayed scaling's update of histories and scales, with a thread block for each tensor.
 // Outputs may be the inputs.
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
+#include <tuple>
+#include <utility>
+#include <vector>
 
 #include "cuda/base/launch.cuh"
 #include "cuda/base/vector.cuh"
@@ -70,8 +74,8 @@ __device__ void take(const UpdateArgs& p, int64_t tensor) {
   p.new_history[tensor * p.length] = m;
 }
 
-__global__ void __launch_bounds__(kThreads) update_kernel(const __grid_constant__ UpdateArgs p) {
-  const int64_t tensor = blockIdx.x;
+// The work of one thread block: updates one tensor.
+__device__ __forceinline__ void update(const UpdateArgs& p, int64_t tensor) {
   const float* from = p.history + tensor * p.length;
   float* to = p.new_history + tensor * p.length;
   if (p.pending || p.log) {
@@ -113,6 +117,22 @@ __global__ void __launch_bounds__(kThreads) update_kernel(const __grid_constant_
   write_scale(p, tensor, rolls ? next_scale(amax, p.top, old) : old);
 }
 
+__global__ void __launch_bounds__(kThreads) update_kernel(const __grid_constant__ UpdateArgs p) {
+  update(p, blockIdx.x);
+}
+
+// Updates of several calls, one for each thread block.
+template <int kMost>
+struct Updates {
+  UpdateArgs of[kMost];
+  int64_t tensor[kMost];
+};
+
+template <int kMost>
+__global__ void __launch_bounds__(kThreads) update_many_kernel(const __grid_constant__ Updates<kMost> many) {
+  update(many.of[blockIdx.x], many.tensor[blockIdx.x]);
+}
+
 __global__ void log_kernel(const float* amax, int n, float* log, int64_t columns, int64_t* written) {
   const int64_t number = *written;
   if (number < 0 || number == INT64_MAX) {
@@ -126,17 +146,7 @@ __global__ void log_kernel(const float* amax, int n, float* log, int64_t columns
   if (threadIdx.x == 0) *written = number + 1;
 }
 
-}  // namespace
-
-Status log_amax(const LogAmaxArgs& args, const Execution& exec) {
-  return launch("log_amax", log_kernel, 1, 32, 0, exec.stream, args.amax.as<const float>(),
-                static_cast<int>(args.amax.numel()), args.log.amaxes.as<float>(), args.log.amaxes.cols(),
-                args.log.written.as<int64_t>());
-}
-
-Status scale_update(const ScaleUpdateArgs& args, const Execution& exec) {
-  const int64_t n = args.history.rows();
-  if (n == 0) return {};
+UpdateArgs update_args(const ScaleUpdateArgs& args) {
   UpdateArgs p{};
   p.history = args.history.as<const float>(), p.scale = args.scale.as<const float>();
   if (args.reduced.given()) p.reduced = args.reduced.as<const float>();
@@ -151,7 +161,45 @@ Status scale_update(const ScaleUpdateArgs& args, const Execution& exec) {
   p.new_history = args.new_history.as<float>(), p.new_scale = args.new_scale.as<float>();
   p.length = args.history.cols(), p.most_recent = args.most_recent;
   p.top = args.fp8_max * std::ldexp(1.0f, -args.margin);
-  return launch("scale_update", update_kernel, n, kThreads, 0, exec.stream, p);
+  return p;
+}
+
+}  // namespace
+
+Status log_amax(const LogAmaxArgs& args, const Execution& exec) {
+  return launch("log_amax", log_kernel, 1, 32, 0, exec.stream, args.amax.as<const float>(),
+                static_cast<int>(args.amax.numel()), args.log.amaxes.as<float>(), args.log.amaxes.cols(),
+                args.log.written.as<int64_t>());
+}
+
+Status scale_update(const ScaleUpdateArgs& args, const Execution& exec) {
+  const int64_t n = args.history.rows();
+  if (n == 0) return {};
+  return launch("scale_update", update_kernel, n, kThreads, 0, exec.stream, update_args(args));
+}
+
+Status scale_update_many(const ScaleUpdateManyArgs& args, const Execution& exec) {
+  std::vector<std::pair<UpdateArgs, int64_t>> updates;
+  for (const ScaleUpdateArgs& one : args.each)
+    for (int64_t tensor = 0; tensor < one.history.rows(); ++tensor) updates.emplace_back(update_args(one), tensor);
+  // Drivers since CUDA 12.1 take 32764 bytes of arguments, older ones 4096.
+  constexpr int kFew = 28, kAll = 220;
+  int driver = 0;
+  DIPTYCH_CUDA_TRY(cudaDriverGetVersion(&driver));
+  const auto launch_some = [&]<int kMost>(std::integral_constant<int, kMost>) -> Status {
+    for (size_t begin = 0; begin < updates.size(); begin += kMost) {
+      Updates<kMost> some{};
+      const size_t count = std::min<size_t>(kMost, updates.size() - begin);
+      for (size_t i = 0; i < count; ++i) std::tie(some.of[i], some.tensor[i]) = updates[begin + i];
+      DIPTYCH_TRY(launch("scale_update_many", update_many_kernel<kMost>, static_cast<int64_t>(count), kThreads, 0,
+                         exec.stream, some));
+    }
+    return {};
+  };
+#if CUDART_VERSION >= 12010
+  if (updates.size() > kFew && driver >= 12010) return launch_some(std::integral_constant<int, kAll>());
+#endif
+  return launch_some(std::integral_constant<int, kFew>());
 }
 
 }  // namespace diptych::cuda

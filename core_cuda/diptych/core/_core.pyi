@@ -57,6 +57,12 @@ def quantize(
     rows (kind, row_id_map, row_source). fused_table() lists the numbers.
     stack: x is a stack of G tensors, and every other tensor has a leading G too."""
 
+def quantize_many(
+    calls: collections.abc.Sequence[tuple[typing.Any, ...]], format: int, flags: int, eps: float, amax_mode: int
+) -> None:
+    """Quantizes many tensors of one dtype. A call: (x, amax, columnwise_amax, scale, rng, rowwise_data,
+    rowwise_scale, columnwise_data, columnwise_scale), as for quantize."""
+
 def dequantize(
     data: Operand, scale_inv: Operand, amax: Operand | None, format: int, columnwise: bool, out: Operand
 ) -> None: ...
@@ -79,6 +85,10 @@ def scale_update(
     taken: Operand | None = None,
     scale_out: Operand | None = None,
 ) -> None: ...
+def scale_update_many(calls: collections.abc.Sequence[tuple[typing.Any, ...]]) -> None:
+    """Updates many histories and scales in place. A call: (history, scale, reduced, amax, fp8_max, margin,
+    most_recent, seen, step, pending, log, written, taken, scale_out), as for scale_update."""
+
 def log_amax(amax: Operand, log: Operand, written: Operand) -> None: ...
 def gemm(
     a_data: Operand,

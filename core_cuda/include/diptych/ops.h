@@ -5,6 +5,7 @@
 #include "diptych/activation.h"
 #include "diptych/gemm.h"
 #include "diptych/grouped.h"
+#include "diptych/many.h"
 #include "diptych/norm.h"
 #include "diptych/permute.h"
 #include "diptych/quantize.h"

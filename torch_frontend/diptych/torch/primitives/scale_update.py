@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -14,6 +14,35 @@ from diptych.torch.primitives.checks import (
 from diptych.torch.primitives.register import define, direct, wrote
 
 
+class Update(NamedTuple):
+    """One update of `scale_update_many`: the operands of `scale_update`, and what its calls in graphs need.
+
+    `seen`, `step`: int64 [1] on the same device; where they are equal, nothing changes. `pending`, `log`, `written`,
+    `taken`: those of `log_buffers` in update.py, which history takes in. `scale_out`: gets a copy of the scale.
+    """
+
+    history: Tensor
+    scale: Tensor
+    reduced: Tensor | None
+    amax: Tensor | None
+    fp8_max: float
+    margin: int
+    most_recent: bool
+    seen: Tensor | None = None
+    step: Tensor | None = None
+    pending: Tensor | None = None
+    log: Tensor | None = None
+    written: Tensor | None = None
+    taken: Tensor | None = None
+    scale_out: Tensor | None = None
+
+
+def scale_update_many(updates: list[Update]) -> None:
+    """Runs independent updates in one call of the core, which is one launch on a GPU."""
+    _core.scale_update_many(updates)
+    wrote(*[t for one in updates for t in (one.history, one.scale)])
+
+
 def _scale_update(
     history: Tensor,
     scale: Tensor,
@@ -22,18 +51,10 @@ def _scale_update(
     fp8_max: float,
     margin: int,
     most_recent: bool,
-    seen: Tensor | None = None,
-    step: Tensor | None = None,
-    *recorded: Tensor | None,
-    scale_out: Tensor | None = None,
 ) -> None:
-    """`seen`, `step`: int64 [1] on the same device; where they are equal, nothing changes. `recorded`: pending, log,
-    written and taken of `log_buffers` in update.py, which history takes in. `scale_out`: gets a copy of the scale."""
     reduced = None if reduced is None else reduced.contiguous()
     amax = None if amax is None else amax.contiguous()
-    recorded = recorded or (None,) * 4
-    given: Any = (fp8_max, margin, most_recent, seen, step, *recorded, scale_out)
-    _core.scale_update(history, scale, reduced, amax, history, scale, *given)
+    _core.scale_update(history, scale, reduced, amax, history, scale, fp8_max, margin, most_recent)
     wrote(history, scale)
 
 

@@ -29,6 +29,7 @@ from diptych.torch.primitives import scale_update as scale_update_ops
 from diptych.torch.primitives.checks import describe
 from diptych.torch.primitives.constants import Constants
 from diptych.torch.primitives.register import define, direct, wrote
+from diptych.torch.primitives.scale_update import Update
 from diptych.torch.state.checkpoint import SAVED, require_saved, tape_call, taped_call
 
 LOGGED = 1024  # the most backwards of a layer between two updates
@@ -104,7 +105,7 @@ def _chosen(quantizer: Float8Quantizer, history: Tensor, reduced: Tensor | None)
         )
     if amax.dtype != torch.float32 or tuple(amax.shape) != (1,) or amax.device != history.device:
         raise ValueError(f"amax_compute_algo must return float32[1] on {history.device}, got {describe(amax)}")
-    return amax.detach()
+    return amax.detach().contiguous()
 
 
 def update_all(
@@ -132,19 +133,19 @@ def update_all(
             reduced = list(quantize_verbs.max_over(pending, group).split(1))
         # The user's code may raise, so it runs before anything changes.
         chosen = [_chosen(*one) for one in zip(quantizers, histories, reduced, strict=True)]
+    rows = list(zip(quantizers, reduced, chosen, strict=True))
+    options = [(r, c, fp8_max(q), q.margin, q.amax_compute_algo == "most_recent") for q, r, c in rows]
+    if shown and seen is None and not log:
+        for history, scale, given in zip(histories, scales, options, strict=True):
+            scale_update_ops.scale_update(history, scale, *given)
+        return [torch.cat(scales)]
     copy = scales[0].new_empty(len(scales))
-    for i, (history, scale, amax, pick, q) in enumerate(
-        zip(histories, scales, reduced, chosen, quantizers, strict=True)
-    ):
-        latest = q.amax_compute_algo == "most_recent"
-        if shown and seen is None and not log:
-            scale_update_ops.scale_update(history, scale, amax, pick, fp8_max(q), q.margin, latest)
-            continue
-        out = copy.narrow(0, i, 1)
-        scale_update_ops._scale_update(
-            history, scale, amax, pick, fp8_max(q), q.margin, latest, seen, step, *_of(log, i), scale_out=out
-        )
-    return [torch.cat(scales) if shown and seen is None and not log else copy]
+    updates = [
+        Update(history, scale, *given, seen, step, *_of(log, i), copy.narrow(0, i, 1))
+        for i, (history, scale, given) in enumerate(zip(histories, scales, options, strict=True))
+    ]
+    scale_update_ops.scale_update_many(updates)
+    return [copy]
 
 
 def update_eagerly(
@@ -170,11 +171,15 @@ def collect(histories: list[Tensor], scales: list[Tensor], log: list[Tensor]) ->
     """Moves what graphs have recorded into the histories. `log`: nothing, or `log_buffers`."""
     if log:
         never = torch.zeros_like(log[2])
-        for i, (history, scale) in enumerate(zip(histories, scales, strict=True)):
-            scale_update_ops._scale_update(history, scale, None, None, 1.0, 0, False, never, never, *_of(log, i))
+        scale_update_ops.scale_update_many(
+            [
+                Update(history, scale, None, None, 1.0, 0, False, never, never, *_of(log, i))
+                for i, (history, scale) in enumerate(zip(histories, scales, strict=True))
+            ]
+        )
 
 
-def _of(log: list[Tensor], i: int) -> tuple[Tensor | None, ...]:
+def _of(log: list[Tensor], i: int) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """Returns the part of `log_buffers` that belongs to state i."""
     if not log:
         return (None, None, None, None)
