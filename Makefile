@@ -77,7 +77,7 @@ stub: setup
 	$(BIN)/ruff format core_cuda/diptych/core/_core.pyi
 
 bench: setup
-	$(BIN)/python -m benchmarks.cpu
+	$(BIN)/python -m benchmarks --device cpu --only cpu --out build/benchmarks
 
 # New Python files need `touch pyproject.toml` first: an editable install only finds files that existed when it was made.
 setup: $(VENV)/.installed

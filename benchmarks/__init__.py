@@ -1,1 +1,6 @@
-"""Benchmarks of the project and of peers in one run, with results as JSON under benchmarks/results/<device>/."""
+"""Benchmarks of the project beside ceilings and peers: `python -m benchmarks --help`. README of the parts:
+
+- `cases.py`: everything that is measured, and the goals; `sources.py`: which sources a section's rows depend on.
+- `room.py`: how GPU calls are timed and checked; `sections/`: one file for each section; `peers/`: one for each peer.
+- `results.py`: the JSON; `render.py`, `plots.py`, `page.md`: docs/performance.md from it.
+"""

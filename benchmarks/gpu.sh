@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, in one go: benchmarks/gpu.sh OUT_DIR [build] [test] [sanitize] [bench] [compiled] [train] [compare]
+# Everything that needs a GPU, in one go: benchmarks/gpu.sh OUT_DIR [build] [test] [sanitize] [bench] [train] [compare]
 # Uses the python3 on PATH, whose torch and jax are taken as they are. RECIPES: which to train and compare; all without it.
 # TESTS: further arguments of pytest, such as "-m slow" for the long sweeps.
 set -uo pipefail
 cd "$(dirname "$0")/.."
-out=${1:?usage: benchmarks/gpu.sh OUT_DIR [build] [test] [sanitize] [bench] [compiled] [train] [compare]}
+out=${1:?usage: benchmarks/gpu.sh OUT_DIR [build] [test] [sanitize] [bench] [train] [compare]}
 shift
-phases=${*:-build test sanitize bench compiled train compare}
+phases=${*:-build test sanitize bench train compare}
 recipes=${RECIPES:-fp8-delayed fp8-current fp8-block mxfp8 mxfp8-2d nvfp4}
 mkdir -p "$out"
 # One thread to compile with: the test workers are many.
@@ -43,14 +43,8 @@ for phase in $phases; do
         python3 -m pytest -q -m "sanitize and cuda" -k "not theirs" -p no:cacheprovider tests/core
       ;;
     bench)
-      TAIL=120 step bench 300 python3 -m benchmarks.gpu --out "$out/bench.json"
-      TAIL=150 step permute 120 python3 -m benchmarks.permute --out "$out/permute.json"
-      TAIL=120 step grouped 200 python3 -m benchmarks.grouped --out "$out/grouped.json"
-      ;;
-    compiled) # torchao stands beside ours where it is installed
-      export TORCHINDUCTOR_COMPILE_THREADS=8
-      TAIL=30 step compiled 200 python3 -m benchmarks.compiled --out "$out/compiled.json"
-      TAIL=20 step llama 400 python3 -m benchmarks.llama --out "$out/llama.json"
+      # Writes suite.json; BENCH holds further arguments, such as --quick, --only SECTION or --library FILE.
+      TORCHINDUCTOR_COMPILE_THREADS=8 TAIL=200 step bench "${SECONDS_OF_BENCH:-1200}" python3 -m benchmarks --out "$out" ${BENCH:-}
       ;;
     train) # all at once: what is asked is the loss, not the time
       for framework in torch jax; do

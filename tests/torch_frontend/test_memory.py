@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import diptych.torch as dt
-from benchmarks import memory
+from benchmarks.sections import memory
 from diptych.common import MXFP8BlockScaling, Recipe
 from diptych.torch.primitives import grouped as grouped_ops
 from diptych.torch.primitives import register

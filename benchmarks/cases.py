@@ -1,0 +1,210 @@
+"""The case table: sections, what each measures, and the goals. It imports neither framework."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import NamedTuple
+
+
+class Section(NamedTuple):
+    """A part of the suite, measured by the module of its name in `benchmarks.sections`.
+
+    `sources`: patterns of files whose code decides the figures; C++ files bring the files that they include.
+    `ops`: the ops whose rows of the kernel table decide which kernel runs.
+    `seconds`: the time after which the section starts no further case.
+    """
+
+    name: str
+    device: str
+    sources: tuple[str, ...]
+    ops: tuple[str, ...] = ()
+    seconds: int = 60
+    default: bool = True
+
+
+class Case(NamedTuple):
+    """Calls that are measured in turns. `names`: the project's own; peers join them. `quick`: --quick runs it too."""
+
+    section: str
+    what: str
+    shape: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
+    quick: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.what} {'x'.join(map(str, self.shape))}".strip()
+
+
+CUDA = "core_cuda/cuda"
+PRODUCTS = (f"{CUDA}/gemm/*", f"{CUDA}/grouped/*")
+QUANTIZE = (f"{CUDA}/quantize/*",)
+TORCH = ("torch_frontend/**/*.py", "common/diptych/common/**/*.py", "core_cuda/bindings/*", "core_cuda/src/**/*")
+LAYER = (*PRODUCTS, *QUANTIZE, f"{CUDA}/norm/*", f"{CUDA}/activation/*", f"{CUDA}/source/*", f"{CUDA}/scale_update/*")
+LAYER_OPS = ("gemm", "quantize", "amax", "norm", "norm_grad", "activation", "activation_grad", "scale_update")
+JAX = ("jax_frontend/**/*", "common/diptych/common/**/*.py")
+
+SECTIONS = {
+    s.name: s
+    for s in (
+        Section("quantize", "cuda", QUANTIZE, ("quantize", "amax"), 30),
+        Section("gemm", "cuda", PRODUCTS, ("gemm",), 60),
+        Section("grouped", "cuda", PRODUCTS, ("grouped_gemm",), 40),
+        Section("fused", "cuda", LAYER[2:6], ("quantize", "amax", *LAYER_OPS[3:7]), 20),
+        Section("linear", "cuda", (*LAYER, *TORCH), (*LAYER_OPS, "grouped_gemm", "quantize_stack"), 40),
+        Section("host", "cuda", (*LAYER, *TORCH), seconds=30),
+        Section(
+            "permute",
+            "cuda",
+            (f"{CUDA}/permute/*", *QUANTIZE, f"{CUDA}/quantize/permuted/*"),
+            ("permute", "permute_map", "unpermute", "unpermute_grad", "quantize"),
+            30,
+        ),
+        Section("compiled", "cuda", (*LAYER, *TORCH), seconds=60),
+        Section("llama", "cuda", (*LAYER, *TORCH), LAYER_OPS, 150),
+        Section("jax", "cuda", (*LAYER, *JAX), LAYER_OPS, 120),
+        Section("rule", "cuda", PRODUCTS, ("gemm",), 600, default=False),
+        Section("cpu", "cpu", ("core_cuda/cpu/**/*", *TORCH), seconds=600),
+        Section("memory", "cpu", ("core_cuda/cpu/**/*", *TORCH), seconds=600),
+    )
+}
+
+ISSUE = ((4096, 4096, 4096), (8192, 8192, 8192), (4096, 7168, 16384), (8192, 28672, 4096), (16384, 4096, 4096),
+         (4096, 24576, 1536))  # fmt: skip
+NINE = (*ISSUE[:4], (4096, 24576, 1536), (4096, 7168, 2048), (4096, 4096, 7168), (8192, 4096, 14336),
+        (16384, 8192, 8192))  # DeepGEMM's own  # fmt: skip
+DENSE = tuple(dict.fromkeys((*ISSUE, *NINE)))
+WGRAD = tuple((n, k, m) for m, n, k in NINE)  # of the same layers
+SMALL = ((1, 4096, 4096), (16, 4096, 7168), (64, 7168, 2048), (128, 4096, 4096), (1001, 1531, 1024), (4097, 4097, 4096))
+GROUPS = ((8, 4096, 4096, 7168), (64, 512, 2816, 2048), (4, 8192, 7168, 2048), (32, 1024, 4096, 7168),
+          (128, 256, 1536, 4096))  # groups, rows of each, N, K  # fmt: skip
+QUANTIZED = ((8192, 8192), (16384, 7168), (4096, 4096))
+NORM, SWIGLU = (16384, 4096), (16384, 28672)
+LINEARS = ((16384, 4096, 4096), (8192, 8192, 8192))
+TINY = (128, 256, 256)
+ROUTED = ((16384, 4096, 64, 4), (16384, 7168, 256, 8), (8192, 2048, 128, 8))  # tokens, width, experts, choices
+
+FP8 = ("fp8-current", "fp8-block")
+DECODED = ("mxfp8", "nvfp4")
+TRAINED = ("fp8-current", "fp8-block", "fp8-delayed", "mxfp8", "nvfp4")
+STACKS = ("fp8-current fused", "fp8-block fused", "fp8-current linears", "mxfp8 fused", "fp8-delayed fused",
+          "fp8-block linears", "nvfp4 fused")  # fmt: skip
+SPECIAL = ("fp8_e4m3_tensor delayed", "mxfp8_e4m3 2d", "nvfp4 2d", "nvfp4 rht", "nvfp4 rht stochastic")
+E4M3 = ("fp8_e4m3_tensor", "fp8_e4m3_1x128", "fp8_e4m3_128x128", "mxfp8_e4m3", "nvfp4", *SPECIAL)
+E5M2 = ("fp8_e5m2_tensor", "fp8_e5m2_1x128", "fp8_e5m2_128x128", "mxfp8_e5m2")
+
+
+def _cases() -> Iterable[Case]:
+    for shape, what in itertools.product(QUANTIZED, ("both", "rowwise")):
+        yield Case("quantize", what, shape, E4M3)
+        yield Case("quantize", what, shape, E5M2, quick=False)
+    for shape in DENSE:
+        for what in ("fprop", "dgrad", "wgrad"):
+            yield Case("gemm", what, shape, FP8 + DECODED)
+    for shape in dict.fromkeys((*WGRAD, *ISSUE)):
+        yield Case("gemm", "wgrad float32", shape, FP8 + DECODED)
+        yield Case("gemm", "wgrad added", shape, FP8, quick=shape in WGRAD[:4])
+    for shape in SMALL:
+        yield Case("gemm", "fprop", shape, FP8 + DECODED)
+    for shape, cut in itertools.product(GROUPS, ("", " random")):
+        for what in ("fprop", "dgrad", "wgrad"):
+            yield Case("grouped", what + cut, shape, ("fp8-delayed", "fp8-block", *DECODED), quick=not cut)
+    for what, shape in itertools.product(("norm", "gradient of norm"), (NORM,)):
+        yield Case("fused", what, shape, TRAINED)
+    for what in ("swiglu", "gradient of swiglu"):
+        yield Case("fused", what, SWIGLU, TRAINED)
+    for shape in LINEARS:
+        yield Case("linear", "Linear", shape, TRAINED)
+    for shape in GROUPS:
+        yield Case("linear", "GroupedLinear", shape, TRAINED, quick=shape in GROUPS[:2])
+    for what in ("forward", "forward and backward"):
+        yield Case("host", what, TINY, TRAINED)
+    yield Case("host", "verbs", (16, 32))
+    for shape in ROUTED:
+        for what in ("mask", "index"):
+            yield Case("permute", what, shape)
+        yield Case("permute", "FP8 planes", shape, quick=False)
+        for what in ("quantize rowwise", "quantize both"):
+            yield Case("permute", what, shape, E4M3[:5] + SPECIAL[:1])
+    for mode, names in (("default", TRAINED), ("reduce-overhead", TRAINED[:3])):
+        yield Case("compiled", mode, TINY, names)
+    yield Case("llama", "torch", (4, 4096, 4096), STACKS)
+    yield Case("jax", "fprop", (8192, 8192, 8192), ("fp8-current", "fp8-block"))
+    yield Case("jax", "stack", (4, 4096, 4096), FP8)
+    for recipe, what in itertools.product(FP8, ("fprop", "dgrad", "wgrad", "wgrad float32")):
+        yield Case("rule", what, names=(recipe,))
+    for what in ("quantize", "gemm", "permute", "linear", "compiled"):
+        yield Case("cpu", what)
+    yield Case("memory", "batches of changing length", names=("mxfp8",))
+
+
+CASES = tuple(_cases())
+
+
+class Goal(NamedTuple):
+    """A bound on `name` as a multiple of `of` in the cases of these shapes (all, if none are given): of its speed, or
+    with `less` of its time or memory. `mean`: the geometric mean over the cases counts, otherwise the worst case."""
+
+    title: str
+    section: str
+    what: tuple[str, ...]
+    name: str
+    of: str
+    must: float
+    aim: float
+    shapes: tuple[tuple[int, ...], ...] = ()
+    less: str = ""
+    mean: bool = False
+
+
+def _goals() -> Iterable[Goal]:
+    for name, must in zip(DECODED, (0.90, 0.88), strict=True):
+        yield Goal(f"{name} dense, fprop, of bfloat16", "gemm", ("fprop",), name, "bf16", must, 0.97, ISSUE[1:])
+        yield Goal(f"{name} dense 4096³, fprop, of bfloat16", "gemm", ("fprop",), name, "bf16", 0.85, 0.97, ISSUE[:1])
+        yield Goal(f"{name} grouped, fprop, of bfloat16", "grouped", ("fprop",), name, "bf16", 0.85, 0.95, GROUPS[:2])
+        yield Goal(
+            f"Llama stack in torch, {name}, of bfloat16", "llama", ("torch",), f"{name} fused", "bf16", 0.85, 0.95
+        )
+    dense = ("gemm", ("fprop", "dgrad"), "fp8-block")
+    yield Goal("dense blocks, fprop and dgrad, of DeepGEMM", *dense, "DeepGEMM", 0.97, 1.03, NINE, mean=True)
+    yield Goal("dense blocks, fprop and dgrad, of cuBLASLt", *dense, "fp8-block cuBLASLt", 1.08, 1.08, NINE, mean=True)
+    yield Goal("dense blocks, wgrad added in float32, of DeepGEMM", "gemm", ("wgrad added",), "fp8-block", "DeepGEMM",
+               1.12, 1.25, WGRAD, mean=True)  # fmt: skip
+    for name, must, aim in (("fp8-current", 1.40, 1.47), ("fp8-block", 1.35, 1.42)):
+        yield Goal(f"Linear step, {name}, of bfloat16", "linear", ("Linear",), name, "bf16", must, aim, LINEARS[:1])
+    for name, must, aim in (("fp8-current", 1.55, 1.60), ("fp8-block", 1.42, 1.50)):
+        yield Goal(
+            f"Llama stack in torch, {name}, of bfloat16", "llama", ("torch",), f"{name} fused", "bf16", must, aim
+        )
+    for name, must, aim in (("fp8-current", 1.48, 1.53), ("fp8-block", 1.32, 1.42)):
+        yield Goal(f"Llama stack in JAX, {name}, of bfloat16", "jax", ("stack",), name, "bf16", must, aim)
+    yield Goal("its memory in torch, of torchao tensorwise", "llama", ("torch",), "fp8-current fused",
+               "torchao tensorwise", 1.05, 0.95, less="GiB")  # fmt: skip
+    for name in TRAINED:
+        loose = name in ("fp8-delayed", "nvfp4")
+        for what, must, aim in (("forward", 4.5 if loose else 3.5, 2.5),
+                                ("forward and backward", 4.0 if loose else 3.0, 2.3)):  # fmt: skip
+            yield Goal(f"host time, {name}, {what}, of nn.Linear", "host", (what,), name, "nn.Linear", must, aim,
+                       less="us")  # fmt: skip
+        yield Goal(f"the same compiled, {name}", "compiled", ("default",), name, "nn.Linear", 1.6, 1.3, less="us")
+    for name in (*E4M3[:4], SPECIAL[0]):
+        yield Goal(f"quantize, both copies, {name}, of copy", "quantize", ("both",), name, "copy", 0.82, 0.92,
+                   QUANTIZED[:2])  # fmt: skip
+    yield Goal("quantize, both copies, nvfp4 rht stochastic, of copy", "quantize", ("both",), SPECIAL[-1], "copy", 0.50,
+               0.70, QUANTIZED[:2])  # fmt: skip
+    for name in TRAINED[:4]:
+        yield Goal(f"SwiGLU or norm and quantize, {name}, of copy", "fused", ("norm", "swiglu", "gradient of swiglu"),
+                   name, "copy", 0.75, 0.88)  # fmt: skip
+
+
+GOALS = tuple(_goals())
+
+
+def chosen(device: str, only: Iterable[str] = ()) -> tuple[Section, ...]:
+    """Returns the device's sections: those named, or all that run by default."""
+    names = tuple(only)
+    return tuple(s for s in SECTIONS.values() if s.device == device and (s.name in names if names else s.default))
+
+
+def cases_of(section: str, quick: bool = False) -> tuple[Case, ...]:
+    return tuple(c for c in CASES if c.section == section and (c.quick or not quick))

@@ -1,0 +1,28 @@
+"""XLA's own FP8 product on a GPU: a dot of FP8 arrays with a scale for each, which XLA gives to cuBLASLt."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from benchmarks.peers import Absent
+
+
+def load(_: Any) -> Callable[[Any, Any, Any, Any], Any]:
+    """Returns a compiled function of a [M, K] and b [N, K] in FP8 and their scales, with a result in bfloat16."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    try:
+        import jax
+        import jax.numpy as jnp
+    except ImportError as error:
+        raise Absent(str(error)) from error
+    if jax.default_backend() != "gpu":
+        raise Absent(f"jax runs on {jax.default_backend()}")
+
+    @jax.jit
+    def dot(a: Any, b: Any, a_scale: Any, b_scale: Any) -> Any:
+        x, y = (t.astype(jnp.bfloat16) * s.astype(jnp.bfloat16) for t, s in ((a, a_scale), (b, b_scale)))
+        return jax.lax.dot_general(x, y, (((1,), (1,)), ((), ())))
+
+    return dot

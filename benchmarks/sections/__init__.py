@@ -1,0 +1,1 @@
+"""One file for each section: `rows(case, peers)` yields a row for each call that the case compares."""
