@@ -1,10 +1,12 @@
-"""The case table: sections, what each measures, and the goals. It imports neither framework."""
+"""The case table: sections, what each measures, and the goals. It imports no framework."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
 from typing import NamedTuple
+
+from diptych.common import FORMATS, RECIPES
 
 
 class Section(NamedTuple):
@@ -84,19 +86,21 @@ LINEARS = ((16384, 4096, 4096), (8192, 8192, 8192))
 TINY = (128, 256, 256)
 ROUTED = ((16384, 4096, 64, 4), (16384, 7168, 256, 8), (8192, 2048, 128, 8))  # tokens, width, experts, choices
 
+PACKED = next(name for name, r in RECIPES.items() if (q := r.operands("fprop")[0]) and q.format.pack > 1)
 FP8 = ("fp8-current", "fp8-block")
-DECODED = ("mxfp8", "nvfp4")
-TRAINED = ("fp8-current", "fp8-block", "fp8-delayed", "mxfp8", "nvfp4")
+DECODED = ("mxfp8", PACKED)
+TRAINED = (*FP8, "fp8-delayed", *DECODED)
 STACKS = ("fp8-current fused", "fp8-block fused", "fp8-current linears", "mxfp8 fused", "fp8-delayed fused",
-          "fp8-block linears", "nvfp4 fused")  # fmt: skip
-SPECIAL = ("fp8_e4m3_tensor delayed", "mxfp8_e4m3 2d", "nvfp4 2d", "nvfp4 rht", "nvfp4 rht stochastic")
-E4M3 = ("fp8_e4m3_tensor", "fp8_e4m3_1x128", "fp8_e4m3_128x128", "mxfp8_e4m3", "nvfp4", *SPECIAL)
-E5M2 = ("fp8_e5m2_tensor", "fp8_e5m2_1x128", "fp8_e5m2_128x128", "mxfp8_e5m2")
+          "fp8-block linears", f"{PACKED} fused")  # fmt: skip
+E5M2 = tuple(f.name for f in FORMATS if f.element == "float8_e5m2")
+PLAIN = tuple(f.name for f in FORMATS if f.name not in E5M2)  # per tensor, 1x128, 128x128, MXFP8, NVFP4
+DELAYED = f"{PLAIN[0]} delayed"
+SPECIAL = (f"{PLAIN[3]} 2d", *(f"{PLAIN[4]} {options}" for options in ("2d", "rht", "rht stochastic")))
 
 
 def _cases() -> Iterable[Case]:
     for shape, what in itertools.product(QUANTIZED, ("both", "rowwise")):
-        yield Case("quantize", what, shape, E4M3)
+        yield Case("quantize", what, shape, (*PLAIN, DELAYED, *SPECIAL))
         yield Case("quantize", what, shape, E5M2, quick=False)
     for shape in DENSE:
         for what in ("fprop", "dgrad", "wgrad"):
@@ -125,7 +129,7 @@ def _cases() -> Iterable[Case]:
             yield Case("permute", what, shape)
         yield Case("permute", "FP8 planes", shape, quick=False)
         for what in ("quantize rowwise", "quantize both"):
-            yield Case("permute", what, shape, E4M3[:5] + SPECIAL[:1])
+            yield Case("permute", what, shape, (*PLAIN, DELAYED))
     for mode, names in (("default", TRAINED), ("reduce-overhead", TRAINED[:3])):
         yield Case("compiled", mode, TINY, names)
     yield Case("llama", "torch", (4, 4096, 4096), STACKS)
@@ -181,16 +185,16 @@ def _goals() -> Iterable[Goal]:
     yield Goal("its memory in torch, of torchao tensorwise", "llama", ("torch",), "fp8-current fused",
                "torchao tensorwise", 1.05, 0.95, less="GiB")  # fmt: skip
     for name in TRAINED:
-        loose = name in ("fp8-delayed", "nvfp4")
+        loose = name in ("fp8-delayed", PACKED)
         for what, must, aim in (("forward", 4.5 if loose else 3.5, 2.5),
                                 ("forward and backward", 4.0 if loose else 3.0, 2.3)):  # fmt: skip
             yield Goal(f"host time, {name}, {what}, of nn.Linear", "host", (what,), name, "nn.Linear", must, aim,
                        less="us")  # fmt: skip
         yield Goal(f"the same compiled, {name}", "compiled", ("default",), name, "nn.Linear", 1.6, 1.3, less="us")
-    for name in (*E4M3[:4], SPECIAL[0]):
+    for name in (*PLAIN[:4], DELAYED):
         yield Goal(f"quantize, both copies, {name}, of copy", "quantize", ("both",), name, "copy", 0.82, 0.92,
                    QUANTIZED[:2])  # fmt: skip
-    yield Goal("quantize, both copies, nvfp4 rht stochastic, of copy", "quantize", ("both",), SPECIAL[-1], "copy", 0.50,
+    yield Goal(f"quantize, both copies, {SPECIAL[-1]}, of copy", "quantize", ("both",), SPECIAL[-1], "copy", 0.50,
                0.70, QUANTIZED[:2])  # fmt: skip
     for name in TRAINED[:4]:
         yield Goal(f"SwiGLU or norm and quantize, {name}, of copy", "fused", ("norm", "swiglu", "gradient of swiglu"),
@@ -198,6 +202,11 @@ def _goals() -> Iterable[Goal]:
 
 
 GOALS = tuple(_goals())
+
+
+def width(name: str) -> float:
+    """Returns the bytes of an element of a product's operands, with its scales."""
+    return 2.0 if name == "bf16" else 0.56 if name == PACKED else 1.03 if name == DECODED[0] else 1.0
 
 
 def chosen(device: str, only: Iterable[str] = ()) -> tuple[Section, ...]:

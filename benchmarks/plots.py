@@ -9,10 +9,11 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
+from benchmarks.cases import PACKED
 from benchmarks.results import Row
 
 MARKS = {"bf16": ("o", "#777777"), "fp8-current": ("^", "#d62728"), "fp8-delayed": ("v", "#d62728"),
-         "fp8-block": ("s", "#1f77b4"), "mxfp8": ("D", "#2ca02c"), "nvfp4": ("P", "#9467bd"),
+         "fp8-block": ("s", "#1f77b4"), "mxfp8": ("D", "#2ca02c"), PACKED: ("P", "#9467bd"),
          "DeepGEMM": ("x", "#ff7f0e"), "torch tensorwise": ("+", "#8c564b"),
          "torch FP8 by row": ("+", "#8c564b")}  # fmt: skip
 
@@ -21,7 +22,7 @@ def roofline(path: Path, rows: list[Row], copy: float | None, title: str) -> Non
     """Draws rates over FLOP per byte, below the roof of a copy's GB/s and of the fastest product of bfloat16."""
     matplotlib.rcParams.update({"svg.hashsalt": "diptych", "svg.fonttype": "none", "font.size": 9})
     figure, axes = plt.subplots(figsize=(7.2, 4.2), layout="constrained")
-    axes.set(xscale="log", yscale="log", xlabel="FLOP per necessary byte", ylabel="TFLOP/s", title=title)
+    axes.set(xscale="log", xlabel="FLOP per necessary byte", ylabel="TFLOP/s", title=title)
     known = [r for r in rows if r["name"] in MARKS]
     for name, (mark, color) in MARKS.items():
         found = [r for r in known if r["name"] == name]
@@ -32,13 +33,13 @@ def roofline(path: Path, rows: list[Row], copy: float | None, title: str) -> Non
     if copy is not None:
         flat = max(r["rate"] for r in known)
         knee = min(max(flat * 1e3 / copy, low), high)
-        axes.plot(
-            [low, knee], [low * copy / 1e3, knee * copy / 1e3], color="black", lw=0.9, label=f"copy, {copy:.0f} GB/s"
-        )
+        x = [low * (knee / low) ** (i / 40) for i in range(41)]
+        axes.plot(x, [v * copy / 1e3 for v in x], color="black", lw=0.9, label=f"copy, {copy:.0f} GB/s")
     if plain := [r["rate"] for r in known if r["name"] == "bf16"]:
         axes.axhline(max(plain), color="#777777", lw=0.9, ls="--", label="fastest bfloat16 product")
     axes.grid(True, which="both", lw=0.3, alpha=0.5)
-    axes.legend(fontsize=8, loc="lower right")
+    axes.set_ylim(bottom=0)
+    axes.legend(fontsize=8, loc="upper left")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, metadata={"Date": None})
     plt.close(figure)

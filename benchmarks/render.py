@@ -179,10 +179,12 @@ class Page:
         return grid(["goal", "must", "aim", "measured", ""], body)
 
     def plot(self, section: str, title: str) -> str:
-        """Draws the roofline of a section's products, and returns the line that shows it."""
+        """Draws the roofline of a section's products of a forward pass, and returns the line that shows it."""
         from benchmarks import plots
 
-        rows = [r for r in self.shown.rows.get(section, ()) if r.get("unit") == "TFLOP/s"]
+        rows = [
+            r for r in self.shown.rows.get(section, ()) if r.get("unit") == "TFLOP/s" and r["case"].startswith("fprop")
+        ]
         copies = [r["rate"] for s in ("quantize", "fused", "permute") for r in self.shown.rows.get(s, ())
                   if r["name"] == "copy" and "rate" in r]  # fmt: skip
         if not rows:

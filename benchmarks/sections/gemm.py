@@ -10,7 +10,7 @@ import torch
 
 import diptych.torch as dt
 from benchmarks import room
-from benchmarks.cases import Case
+from benchmarks.cases import Case, width
 from benchmarks.results import Row
 from benchmarks.room import Call, Run, difference, measured, normal
 from benchmarks.sections.quantize import quantized
@@ -144,7 +144,6 @@ def rows(case: Case, peers: dict[str, Any]) -> Iterator[Row]:
     runs = {}
     for name, make in contestants(case, peers):
         if (run := make()) is not None:
-            width = 2 if name == "bf16" else 0.53 if name == "nvfp4" else 1
-            run.flops, run.bytes = 2.0 * m * n * k, width * (m + n) * k + out * m * n
+            run.flops, run.bytes = 2.0 * m * n * k, width(name) * (m + n) * k + out * m * n
             runs[name] = run
     yield from measured(case, runs)

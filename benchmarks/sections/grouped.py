@@ -11,7 +11,7 @@ import torch
 
 import diptych.torch as dt
 from benchmarks import room
-from benchmarks.cases import Case
+from benchmarks.cases import Case, width
 from benchmarks.quantizers import Named
 from benchmarks.results import Row
 from benchmarks.room import Run, difference, measured, normal
@@ -109,7 +109,6 @@ def rows(case: Case, peers: dict[str, Any]) -> Iterator[Row]:
     if product == "fprop" and "deepgemm" in peers:
         runs["DeepGEMM"] = deepgemm(peers["deepgemm"], a, b, offsets)
     for name, run in runs.items():
-        width = 2 if name == "bf16" else 0.53 if name == "nvfp4" else 1
         run.flops = 2.0 * groups * size * n * k
-        run.bytes = width * (a.numel() + b.numel()) + 2 * run.flops / (2 * (k if product != "dgrad" else n))
+        run.bytes = width(name) * (a.numel() + b.numel()) + 2 * run.flops / (2 * (k if product != "dgrad" else n))
     yield from measured(case, runs)
