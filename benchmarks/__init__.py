@@ -1,4 +1,4 @@
-"""Benchmarks of the project beside ceilings and peers: `python -m benchmarks --help`. README of the parts:
+"""Benchmarks of the project beside ceilings and peers: `python -m benchmarks --help`. Its parts:
 
 - `cases.py`: everything that is measured, and the goals; `sources.py`: which sources a section's rows depend on.
 - `room.py`: how GPU calls are timed and checked; `sections/`: one file for each section; `peers/`: one for each peer.

@@ -101,7 +101,7 @@ SPECIAL = (f"{PLAIN[3]} 2d", *(f"{PLAIN[4]} {options}" for options in ("2d", "rh
 def _cases() -> Iterable[Case]:
     for shape, what in itertools.product(QUANTIZED, ("both", "rowwise")):
         yield Case("quantize", what, shape, (*PLAIN, DELAYED, *SPECIAL))
-        yield Case("quantize", what, shape, E5M2, quick=False)
+        yield Case("quantize", f"{what} e5m2", shape, E5M2, quick=False)
     for shape in DENSE:
         for what in ("fprop", "dgrad", "wgrad"):
             yield Case("gemm", what, shape, FP8 + DECODED)

@@ -128,11 +128,15 @@ class Page:
                 lines.append([f"{case.what}, {shape}" if len(whats) > 1 else shape or case.what, *cells])
         return grid(["", *((heads or {}).get(name, name) for name in names)], lines) if lines else "(no rows)"
 
-    def lines(self, section: str, case: str, fields: dict[str, str]) -> str:
-        """Returns a table with a line for each name of one case. `fields`: from a head to a field of the row."""
+    def lines(self, section: str, case: str, fields: dict[str, str], of: str = "") -> str:
+        """Returns a table with a line for each name of one case. `fields`: from a head to a field of the row. `of`:
+        adds the speed as a multiple of this name's."""
         rows = self.shown.find(section, case)
         body = [[name, *(number(r[f]) if f in r else "–" for f in fields.values())] for name, r in rows.items()]
-        return grid(["", *fields], body)
+        if of in rows:
+            for line in body:
+                line.append(number(rows[of]["us"] / rows[line[0]]["us"]))
+        return grid(["", *fields, *([f"of {of}"] if of in rows else [])], body)
 
     def multiples(self, section: str, whats: list[str], of: str, unit: str = "us") -> str:
         """Returns a table with a line for each name: the field `unit` of each case, and its multiple of `of`'s."""

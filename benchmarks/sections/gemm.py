@@ -10,7 +10,7 @@ import torch
 
 import diptych.torch as dt
 from benchmarks import room
-from benchmarks.cases import Case, width
+from benchmarks.cases import DENSE, WGRAD, Case, width
 from benchmarks.results import Row
 from benchmarks.room import Call, Run, difference, measured, normal
 from benchmarks.sections.quantize import quantized
@@ -18,6 +18,7 @@ from diptych.common import RECIPES
 from diptych.core import _core
 
 CHECKED = 256  # rows of a result
+DEEPGEMM = ("fprop", "dgrad", "wgrad added")
 OWN = ("cuda.native", "cuda.native_rest")  # kernels that are switched off to measure cuBLASLt
 BOUND, ROTATED, FLOAT32, OTHER_ORDER = 4e-3, 0.2, 1e-3, 4e-3  # bfloat16 rounds to 2e-3; rotations cancel in the product
 
@@ -134,7 +135,7 @@ def contestants(case: Case, peers: dict[str, Any]) -> Iterator[tuple[str, Call]]
         yield f"{recipe} cuBLASLt", lambda made=made: on_cublaslt(made)
     if case.what == "fprop" and "scaled_mm" in peers and not any(e % 16 for e in case.shape[1:]):
         yield "torch tensorwise", lambda: tensorwise(peers["scaled_mm"], operands)
-    if "deepgemm" in peers and case.what != "wgrad" and case.what != "wgrad float32" and case.shape[0] >= 4096:
+    if "deepgemm" in peers and case.what in DEEPGEMM and case.shape in DENSE + WGRAD:
         yield "DeepGEMM", lambda: deepgemm(peers["deepgemm"], operands, case.what)
 
 

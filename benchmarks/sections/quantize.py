@@ -52,7 +52,7 @@ def rows(case: Case, _: Any) -> Iterator[Row]:
     x = normal(*case.shape)
     runs = {"copy": copy_run(COPY)}
     for name in case.names:
-        named = quantizers()[name].with_copies(case.what)
+        named = quantizers()[name].with_copies(case.what.split()[0])
         made, arguments, outputs = prepared(x, named)
 
         def call(arguments: list[Any] = arguments) -> None:
