@@ -33,6 +33,7 @@ from diptych.torch.modules.layernorm_mlp import LayerNormMLP
 from diptych.torch.modules.linear import Linear, linear
 from diptych.torch.modules.model_init import quantized_model_init
 from diptych.torch.modules.prepare import prepare, seed_rng
+from diptych.torch.modules.prepared_weights import PreparedWeights, prepare_weights
 from diptych.torch.modules.quantized_parameter import QuantizedParameter
 from diptych.torch.modules.te import (
     fp8_autocast,
@@ -66,6 +67,7 @@ __all__ = [
     "LayerNormLinear",
     "LayerNormMLP",
     "Linear",
+    "PreparedWeights",
     "QuantizedModule",
     "QuantizedParameter",
     "QuantizedStack",
@@ -113,6 +115,7 @@ __all__ = [
     "moe_unpermute",
     "plain_state_dict",
     "prepare",
+    "prepare_weights",
     "quantize",
     "quantize_stack",
     "quantized_model_init",

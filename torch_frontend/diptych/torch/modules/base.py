@@ -67,6 +67,7 @@ class QuantizedModule(StatefulModule):
     _last_groups: Any = None
     _caches: dict[str, WeightCache] | None = None
     _weight_gradients: WeightGradients | None = None
+    _prepared: Any = None  # PreparedLayers, while prepare_weights serves the module
 
     def __init__(
         self, *args: Any, fuse_wgrad_accumulation: bool = False, delay_wgrad_compute: bool = False, **kwargs: Any
@@ -203,6 +204,11 @@ class QuantizedModule(StatefulModule):
                 weight, recipe, options, rng, columnwise, is_first_microbatch, skip_weight_update
             )
             options = options._replace(weight_copies=copies)
+        elif not compiling and self._prepared is not None and group is None:
+            grad = torch.is_grad_enabled()
+            calls = schedule(recipe, self.module_kind, name, True, False).w if grad else s.w
+            made = self._prepared.get(layer, weight, calls, s.w)
+            options = options if made is None else options._replace(weight_copies=made)
         return options, rng
 
     # --- states ---
@@ -388,6 +394,8 @@ def _before_tracing(context: Any) -> None:
     region, which would differentiate in high precision."""
     prepare()
     module = traced_local(context, "self")
+    if module._prepared is not None:
+        module._prepared.warn_of_graphs()
     if traced_local(context, "recipe") is not None:
         _traced_in_regions.add(module)
     elif torch._C._current_graph_task_id() != -1 and module in _traced_in_regions:

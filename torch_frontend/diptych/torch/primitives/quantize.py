@@ -271,6 +271,25 @@ def quantize(
     return _quantize_op(x, quantizer, amax, columnwise_amax, scale, rng)
 
 
+def quantize_many(xs: list[Tensor], quantizer: Quantizer) -> list[list[Tensor]]:
+    """`quantize` of each of many tensors of one dtype and device, by one call of the core."""
+    if not direct(*xs):
+        return [quantize(x, quantizer) for x in xs]
+    require_no_grad("diptych::quantize_many", *xs)
+    calls, made = [], []
+    for x in xs:
+        check_quantize(x, quantizer, None, None, None, None)
+        places: list[Tensor | None] = [None] * 6
+        out = []
+        for place, shape, new in layout(x.shape, quantizer, x.device):
+            places[place] = t = new(*shape)
+            out.append(t)
+        calls.append((x.contiguous(), *places[:2], None, None, *places[2:]))
+        made.append(out)
+    _core.quantize_many(calls, *quantizer.spec, _COMPUTE)
+    return made
+
+
 def quantize_delayed(x: Tensor, quantizer: Quantizer, scale: Tensor, history: Tensor) -> list[Tensor]:
     """The copies' buffers for x [..., K] under `scale`, without an amax: history[0] = max(history[0], amax(x))."""
     if direct(x, scale, history):
