@@ -182,7 +182,7 @@ def _goals() -> Iterable[Goal]:
         )
     for name, must, aim in (("fp8-current", 1.48, 1.53), ("fp8-block", 1.32, 1.42)):
         yield Goal(f"Llama stack in JAX, {name}, of bfloat16", "jax", ("stack",), name, "bf16", must, aim)
-    yield Goal("its memory in torch, of torchao tensorwise", "llama", ("torch",), "fp8-current fused",
+    yield Goal("memory of the Llama stack, of torchao tensorwise", "llama", ("torch",), "fp8-current fused",
                "torchao tensorwise", 1.05, 0.95, less="GiB")  # fmt: skip
     for name in TRAINED:
         loose = name in ("fp8-delayed", PACKED)
@@ -190,7 +190,9 @@ def _goals() -> Iterable[Goal]:
                                 ("forward and backward", 4.0 if loose else 3.0, 2.3)):  # fmt: skip
             yield Goal(f"host time, {name}, {what}, of nn.Linear", "host", (what,), name, "nn.Linear", must, aim,
                        less="us")  # fmt: skip
-        yield Goal(f"the same compiled, {name}", "compiled", ("default",), name, "nn.Linear", 1.6, 1.3, less="us")
+        yield Goal(
+            f"compiled step, {name}, of nn.Linear", "compiled", ("default",), name, "nn.Linear", 1.6, 1.3, less="us"
+        )
     for name in (*PLAIN[:4], DELAYED):
         yield Goal(f"quantize, both copies, {name}, of copy", "quantize", ("both",), name, "copy", 0.82, 0.92,
                    QUANTIZED[:2])  # fmt: skip

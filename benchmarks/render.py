@@ -45,7 +45,7 @@ class Shown:
 def number(value: float) -> str:
     """Returns three digits, without an exponent."""
     if abs(value) >= 100:
-        return f"{value:.3g}" if abs(value) < 1000 else str(int(float(f"{value:.3g}")))
+        return str(int(float(f"{value:.3g}")))
     return f"{value:.2f}" if abs(value) < 10 else f"{value:.1f}"
 
 
