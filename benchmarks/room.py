@@ -24,13 +24,15 @@ Call = Callable[[], Any]
 
 @dataclasses.dataclass
 class Run:
-    """A call to measure. `check`: maps its result to its relative difference from a reference, which `bound` limits."""
+    """A call to measure. `check`: maps its result to its relative difference from a reference, which `bound` limits.
+    `reset`: prepares what a call adds to, which is not poisoned."""
 
     call: Call
     flops: float = 0.0
     bytes: float = 0.0
     check: Callable[[Any], float] | None = None
     bound: float = 0.0
+    reset: Call | None = None
     more: Row = dataclasses.field(default_factory=dict)
 
 
@@ -82,7 +84,9 @@ def checked(case: Case, name: str, run: Run) -> Row:
     row: Row = {"case": str(case), "name": name}
     try:
         if run.check is not None:
-            row["difference"] = run.check(poisoned(run.call))
+            if run.reset is not None:
+                run.reset()
+            row["difference"] = run.check(run.call() if run.reset else poisoned(run.call))
             if not row["difference"] <= run.bound:
                 return failed(case, name, f"differs by {row['difference']:.3g} from its reference, at most {run.bound}")
         if kernels := kernels_of(run.call):

@@ -17,7 +17,7 @@ def load(_: Any) -> Callable[[Any, Any, Any, Any], Any]:
         import jax.numpy as jnp
     except ImportError as error:
         raise Absent(str(error)) from error
-    if jax.default_backend() != "gpu":
+    if jax.default_backend() not in ("gpu", "cuda"):
         raise Absent(f"jax runs on {jax.default_backend()}")
 
     @jax.jit

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -65,12 +66,7 @@ def ours(operands: Operands, recipe: str, what: str) -> Run:
     if what == "wgrad added":
         d = torch.zeros(x.shape[1], y.shape[1], device=room.DEVICE)
         run = functools.partial(dt.gemm_into, d, x, y, beta=1.0, **trans, **options)
-
-        def check_once(_: Any) -> float:
-            d.zero_()
-            return check(run())
-
-        return Run(run, check=check_once, bound=bound)
+        return Run(run, check=check, bound=bound, reset=d.zero_)
     out_dtype = torch.float32 if what == "wgrad float32" else torch.bfloat16
     bound = FLOAT32 if out_dtype == torch.float32 and not rotated else bound
     return Run(functools.partial(dt.gemm, x, y, out_dtype=out_dtype, **trans, **options), check=check, bound=bound)
@@ -96,7 +92,7 @@ def on_cublaslt(run: Run) -> Run | None:
     call = switched(OWN, run.call)
     if "cuda.cublaslt" not in room.kernels_of(call):
         return None
-    return Run(call, run.flops, run.bytes, run.check, max(run.bound, OTHER_ORDER))
+    return dataclasses.replace(run, call=call, bound=max(run.bound, OTHER_ORDER))
 
 
 def tensorwise(peer: Any, operands: Operands) -> Run:
@@ -116,12 +112,7 @@ def deepgemm(peer: Any, operands: Operands, what: str) -> Run:
     if what == "wgrad added":
         d = torch.zeros(len(a), len(b), device=room.DEVICE)
         added = peer.call("deepgemm_1d1d", a, a_scale, b, b_scale.t().contiguous(), d)
-
-        def check_once(_: Any) -> float:
-            d.zero_()
-            return check(added())
-
-        return Run(added, check=check_once, bound=FLOAT32)
+        return Run(added, check=check, bound=FLOAT32, reset=d.zero_)
     d = torch.empty(len(a), len(b), dtype=torch.bfloat16, device=room.DEVICE)
     return Run(peer.call("deepgemm_1d2d", a, a_scale, b, b_scale, d), check=check, bound=BOUND)
 
@@ -142,7 +133,7 @@ def contestants(case: Case, peers: dict[str, Any]) -> Iterator[tuple[str, Call]]
 
 def rows(case: Case, peers: dict[str, Any]) -> Iterator[Row]:
     m, n, k = case.shape
-    out = 4 if "wgrad " in case.what else 2
+    out = {"wgrad float32": 4, "wgrad added": 8}.get(case.what, 2)
     runs = {}
     for name, make in contestants(case, peers):
         if (run := make()) is not None:
