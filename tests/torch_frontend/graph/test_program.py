@@ -96,7 +96,7 @@ def test_a_program() -> None:
 )
 def test_no_program(call: Any) -> None:
     x = torch.ones(4)
-    results, run = program.record(lambda: call(x), [x])
+    results, run, _ = program.record(lambda: call(x), [x])
     assert run is None and len(results) in (1, 2)
 
 

@@ -28,7 +28,7 @@ from __future__ import annotations
 import dataclasses
 import typing
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,7 +39,7 @@ from diptych.torch.graph import flops
 from diptych.torch.graph.fields import Size as Size
 from diptych.torch.graph.fields import Written as Written
 from diptych.torch.graph.fields import field_of, put, put_proto, put_sizes, take, take_output, take_sizes
-from diptych.torch.graph.program import EagerBackward, EagerForward, MakeReplay, Programs
+from diptych.torch.graph.program import EagerBackward, EagerForward, Layout, MakeReplay, Programs
 from diptych.torch.graph.proto import TensorProto, proto_of
 from diptych.torch.primitives import constants as opaque
 from diptych.torch.primitives.checks import refuse_second_derivative, require_no_tangent
@@ -99,7 +99,8 @@ class CustomOp:
         self.differentiable = tuple([f.name for f in self.fields if f.kind in ("tensor", "quantizable")])
         self._lists = tuple([f.name for f in self.fields if f.kind in ("tensors", "quantizables")])
         self._has_written = any(f.kind == "written" for f in self.fields)
-        self._eager, self._traced = _eager_function(self), _traced_function(self)
+        self._eager, self._plain = _eager_function(self)
+        self._traced = _traced_function(self)
         if not opaque.AVAILABLE:  # pragma: no cover - no supported torch
             return
         namespace, _, short = name.partition("::")
@@ -169,7 +170,8 @@ class CustomOp:
                     needs.append(name)
         if not needs:
             return self.eager_forward(arguments, ())[0]
-        return self._eager(arguments, tuple(needs), *[held[name] for name in self.differentiable])
+        apply = self._eager if torch._C._are_functorch_transforms_active() else self._plain
+        return apply(arguments, tuple(needs), *[held[name] for name in self.differentiable])
 
     def _refuse_tangents(self, values: Iterable[Any]) -> None:
         for value in values:
@@ -387,8 +389,6 @@ def _new_memory(name: str, made: list[Tensor], inputs: list[Tensor]) -> list[Ten
     return made
 
 
-_KEPT = object()  # in the place of a tensor that autograd keeps
-
 # --- autograd --------------------------------------------------------------------------------------------------------
 
 
@@ -398,55 +398,76 @@ def _mark(ctx: Any, op: CustomOp, arguments: Any, needs: tuple[str, ...], output
         ctx.mark_non_differentiable(*plain)
 
 
-def _eager_function(op: CustomOp) -> Callable[..., Any]:
-    """Runs the functions as they stand."""
+class _Memo(NamedTuple):
+    """What an eager backward gets of its forward's arguments.
+
+    `tensors`, `lists`: the names of those that autograd keeps. `instead`: what stands for the others. `gradients`: the
+    names of those that get a gradient. `layout`: that of the saved tensors, if they lie in one block.
+    """
+
+    tensors: tuple[str, ...]
+    lists: tuple[str, ...]
+    instead: dict[str, Any]
+    gradients: tuple[str, ...]
+    layout: Layout = ()
+
+
+def _memo(op: CustomOp, arguments: Any, needs: tuple[str, ...]) -> _Memo:
+    keeps = op.keeps(arguments, needs)
+    kept, instead = [], {}
+    for name in op.differentiable:
+        t = getattr(arguments, name)
+        if t is not None:
+            kept += [name] if name in keeps else []
+            instead[name] = None if name in keeps else proto_of(t)
+    instead.update({name: [] for name in op._lists})
+    lists = [name for name in op._lists if name in keeps and getattr(arguments, name)]
+    return _Memo(tuple(kept), tuple(lists), instead, op.gradients(arguments, needs))
+
+
+def _eager_function(op: CustomOp) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Runs the functions as they stand. Returns torch's `apply`, and the part of it without the microseconds that it
+    spends on transforms of torch.func."""
 
     class Calls:
         @staticmethod
         def forward(ctx: Any, arguments: Any, needs: tuple[str, ...], *tensors: Any) -> tuple[Tensor, ...]:
-            outputs, saved = op.eager_forward(arguments, needs)
-            keeps = op.keeps(arguments, needs)
-            held = dict(arguments.__dict__)
-            kept: list[Tensor] = []
+            outputs, saved, learned = op.eager_forward(arguments, needs)
+            memo: _Memo = None if learned is None else learned.memo  # type: ignore[assignment]
+            if memo is None:
+                memo = _memo(op, arguments, needs)
+                _mark(ctx, op, arguments, needs, outputs)
+                if learned is not None:
+                    memo = learned.memo = memo._replace(layout=learned.layout)
+            given = arguments.__dict__
+            kept = [given[name] for name in memo.tensors]
             lengths = []
-            for name in op.differentiable:
-                t = held[name]
-                if t is not None:
-                    if name in keeps:
-                        kept.append(t)
-                        held[name] = _KEPT
-                    else:
-                        held[name] = proto_of(t)
-            for name in op._lists:
-                ts = held[name] if name in keeps else []
-                kept += ts
-                lengths.append(len(ts))
-                held[name] = []
+            for name in memo.lists:
+                kept += given[name]
+                lengths.append(len(given[name]))
             ctx.save_for_backward(*kept, *saved)
-            ctx.call = (held, needs, op.gradients(arguments, needs), lengths)
-            _mark(ctx, op, arguments, needs, outputs)
+            ctx.call = ({**given, **memo.instead}, needs, memo, lengths)
             return outputs
 
         @staticmethod
         def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
             refuse_second_derivative(op.name, op.remedy)
-            bare, needs, names, lengths = ctx.call
+            bare, needs, memo, lengths = ctx.call
             saved = list(ctx.saved_tensors)
             arguments = object.__new__(op.arguments)
             held = arguments.__dict__
             held.update(bare)
-            for name in op.differentiable:
-                if held[name] is _KEPT:
-                    held[name] = saved.pop(0)
-            for name, length in zip(op._lists, lengths, strict=True):
-                if length:
-                    held[name], saved = saved[:length], saved[length:]
-            made = op.eager_backward(arguments, needs, saved, list(grads))
-            by_name = dict(zip(names, made, strict=True))
+            for name in memo.tensors:
+                held[name] = saved.pop(0)
+            for name, length in zip(memo.lists, lengths, strict=True):
+                held[name], saved = saved[:length], saved[length:]
+            made = op.eager_backward(arguments, needs, saved, list(grads), memo.layout)
+            by_name = dict(zip(memo.gradients, made, strict=True))
             return None, None, *[by_name.get(name) for name in op.differentiable]
 
     # The name is what profilers show: of forward this, of backward "...Backward".
-    return type(op.name, (Calls, torch.autograd.Function), {}).apply
+    function = type(op.name, (Calls, torch.autograd.Function), {})
+    return function.apply, super(torch.autograd.Function, function).apply
 
 
 def _traced_function(op: CustomOp) -> Callable[..., Any]:

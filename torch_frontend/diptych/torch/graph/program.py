@@ -24,6 +24,8 @@ from diptych.torch.primitives.register import RECORDABLE, direct, wrote
 
 aten = torch.ops.aten
 
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
+
 _UNSET = {aten.empty.memory_format, aten.new_empty.default}
 _ZEROS = {aten.zeros.default, aten.new_zeros.default}
 
@@ -74,8 +76,34 @@ def refuse() -> None:
         recorder.whole = False
 
 
-def record(call: Callable[[], list[Tensor]], inputs: list[Tensor]) -> tuple[list[Tensor], Run | None]:
-    """Returns the results of a call that reads `inputs`, and the program that repeats it on others, or None."""
+_ALIGN = 256  # bytes: of each tensor in a block
+
+# (offset, bytes, dtype, shape) of each tensor that lies in a block of bytes.
+Layout = tuple[tuple[int, int, torch.dtype, tuple[int, ...]], ...]
+
+
+def _layout(tensors: list[Tensor]) -> tuple[int, Layout]:
+    """Returns the bytes of a block that holds such tensors, and where each one lies."""
+    size, places = 0, []
+    for t in tensors:
+        places.append((size, t.nbytes, t.dtype, tuple(t.shape)))
+        size += -(-t.nbytes // _ALIGN) * _ALIGN
+    return size, tuple(places)
+
+
+def split(block: Tensor, layout: Layout) -> list[Tensor]:
+    """Returns the tensors that lie in a block."""
+    return [block.narrow(0, at, size).view(dtype).view(shape) for at, size, dtype, shape in layout]
+
+
+def record(
+    call: Callable[[], list[Tensor]], inputs: list[Tensor], alone: int | None = None
+) -> tuple[list[Tensor], Run | None, Layout]:
+    """Returns the results of a call that reads `inputs`, and the program that repeats it on others, or None.
+
+    `alone`: the program allocates so many of the results one by one, and all others together, in a block of the
+    returned layout, which it returns instead of them. None: all one by one; the layout is then empty.
+    """
     program, recorder, modes = _core.Program(), _Recorder(), torch._C._len_torch_dispatch_stack()
     program.start()
     try:
@@ -90,18 +118,30 @@ def record(call: Callable[[], list[Tensor]], inputs: list[Tensor]) -> tuple[list
     for t, origin in zip(results, origins, strict=True):
         whole = whole and id(origin) in recorder.made and t.nbytes == origin.nbytes
     if not whole:
-        return results, None
+        return results, None, ()
+    together = results[alone:] if alone is not None and len(results) > alone + 1 else []
+    if any([recorder.made[id(origin)][1] for origin in origins[len(results) - len(together) :]]):
+        together = []  # one of them starts as zeros
+    first = len(results) - len(together)
     makers = []
-    for t, origin in zip(results, origins, strict=True):
+    for t, origin in zip(results[:first], origins[:first], strict=True):
         like = torch.empty(0, dtype=t.dtype, device=t.device)
         makers.append((like.new_zeros if recorder.made[id(origin)][1] else like.new_empty, tuple(t.shape)))
-    views = []
+    size, layout = _layout(together)
+    bytewise = torch.empty(0, dtype=torch.uint8, device=inputs[0].device)
+    in_block = {id(origin): place[0] for origin, place in zip(origins[first:], layout, strict=True)}
+    if together:
+        makers.append((bytewise.new_empty, (size,)))
+    views = [(origin, bytewise, in_block[id(origin)]) for origin in origins[first:]]
     for view, _ in recorder.views:
         origin = recorder.origin(view)
-        views.append((view, origin, view.data_ptr() - origin.data_ptr()))
+        at = view.data_ptr() - origin.data_ptr()
+        inside = in_block.get(id(origin))
+        views.append((view, origin, at) if inside is None else (view, bytewise, inside + at))
     scratch = [t for t, zeros in recorder.made.values() if not zeros]
-    workspace = torch.empty(0, dtype=torch.uint8, device=inputs[0].device).new_empty
-    return results, program.run if program.seal(inputs, origins, scratch, views, makers, workspace) else None
+    outputs = [*origins[:first], bytewise] if together else origins
+    sealed = program.seal(inputs, outputs, scratch, views, makers, bytewise.new_empty)
+    return results, program.run if sealed else None, layout
 
 
 class Replay(NamedTuple):
@@ -117,12 +157,21 @@ class Replay(NamedTuple):
     written: list[Tensor]
 
 
+class Learned:
+    """One program, the layout of its block, and what its caller derives from the first call that it repeats."""
+
+    __slots__ = ("layout", "memo", "run")
+
+    def __init__(self, run: Run, layout: Layout) -> None:
+        self.run, self.layout, self.memo = run, layout, None  # type: Run, Layout, Any
+
+
 class _Known:
     """The programs of calls with the same constants, one for each set of forms, by the shape of the first input."""
 
     def __init__(self, constants: Any) -> None:
         self.constants = constants  # an id in the key is their own as long as this lives
-        self.runs: dict[torch.Size, list[Run]] = {}
+        self.runs: dict[torch.Size, list[Learned]] = {}
         self.left = 8  # to record: batches may change their length in every call
 
 
@@ -136,39 +185,57 @@ class Programs:
         self, constants: Any, inputs: list[Tensor], call: Callable[..., list[Tensor]], *args: Any
     ) -> list[Tensor]:
         """Returns call(*args), which must read `inputs` alone and depend on their forms and `constants` alone."""
-        return self.run(id(constants), constants, inputs, call, *args)
+        return self.run(id(constants), constants, inputs, None, call, *args)[0]
 
     def run(
-        self, key: Any, constants: Any, inputs: list[Tensor], call: Callable[..., list[Tensor]], *args: Any
-    ) -> list[Tensor]:
-        """Returns call(*args), as above, with a key that equal constants share. It may hold the id of `constants`."""
+        self,
+        key: Any,
+        constants: Any,
+        inputs: list[Tensor],
+        alone: int | None,
+        call: Callable[..., list[Tensor]],
+        *args: Any,
+    ) -> tuple[list[Tensor], Learned | None]:
+        """Returns call(*args), as above, with a key that equal constants share, and the program that ran if one did: it
+        returns a block where it has a layout. The key may hold the id of `constants`. `alone`: as for `record`."""
         known = self._known.get(key)
         if known is None or torch._C._len_torch_dispatch_stack():
             if known is None:
                 if len(self._known) >= 4096:
                     del self._known[next(iter(self._known))]
                 self._known[key] = _Known(constants)
-            return call(*args)
-        for run in known.runs.get(inputs[0].shape, ()):
-            made = run(inputs)
+            return call(*args), None
+        for learned in known.runs.get(inputs[0].shape, ()):
+            made = learned.run(inputs)
             if made is not None:
-                return made
+                return made, learned
         # A program knows its inputs apart by the objects that were there when it was recorded.
         apart = len({id(t) for t in inputs}) == len(inputs)
-        if not known.left or not apart or not direct(*inputs, unnamed=True):
-            return call(*args)
-        results, learned = record(partial(call, *args), inputs)
-        known.left = 0 if learned is None else known.left - 1
-        if learned is not None:
-            known.runs.setdefault(inputs[0].shape, []).append(learned)
-        return results
+        if not known.left or not apart or not direct(*inputs, unnamed=True) or not _repeatable(inputs):
+            return call(*args), None
+        results, run, layout = record(partial(call, *args), inputs, alone)
+        known.left = 0 if run is None else known.left - 1
+        if run is not None:
+            known.runs.setdefault(inputs[0].shape, []).append(Learned(run, layout))
+        return results, None
 
-    def repeat(self, replay: Replay, call: Callable[..., list[Tensor]], *args: Any) -> list[Tensor]:
-        """Returns call(*args), an eager call, and counts its writes, which no program counts."""
-        made = self.run(replay.key, replay.held, replay.inputs, call, *args)
+    def repeat(
+        self, replay: Replay, alone: int | None, call: Callable[..., list[Tensor]], *args: Any
+    ) -> tuple[list[Tensor], Learned | None]:
+        """Returns call(*args), an eager call, and the program that ran. Counts the call's writes, which no program
+        counts."""
+        done = self.run((replay.key, alone), replay.held, replay.inputs, alone, call, *args)
         if replay.written:
             wrote(*replay.written)
-        return made
+        return done
+
+
+def _repeatable(inputs: list[Tensor]) -> bool:
+    """Whether a program can take such tensors. Those that it was recorded with are compared with in each run."""
+    for t in inputs:
+        if not t.is_contiguous() or t.numel() == 0:
+            return False
+    return True
 
 
 # --- eager calls -----------------------------------------------------------------------------------------------------
@@ -178,20 +245,25 @@ MakeReplay = Callable[..., "Replay | None"]
 
 
 class EagerForward:
-    """The eager forward of an op, (arguments, needs) -> (outputs, saved), as a program where one can repeat it.
+    """The eager forward of an op, (arguments, needs) -> (outputs, saved, the program that ran or None).
 
-    Such a call has one output, a plain tensor.
+    A call that a program repeats has one output, a plain tensor, and no list of tensors among its arguments. What it
+    saves lies in one block, which the layout of the program describes; under hooks on saved tensors it saves the single
+    tensors, since a checkpoint refuses a recomputation that saves others than its forward.
     """
 
     def __init__(self, forward: Callable[..., Any], replay: MakeReplay | None) -> None:
         self._forward, self._replay, self._programs = forward, replay, Programs()
 
-    def __call__(self, arguments: Any, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+    def __call__(
+        self, arguments: Any, needs: tuple[str, ...]
+    ) -> tuple[tuple[Tensor, ...], list[Tensor], Learned | None]:
         replay = None if self._replay is None else self._replay(arguments, needs)
         if replay is None:
-            return self._forward(arguments, needs)
-        made = self._programs.repeat(replay, self._flat, arguments, needs)
-        return (made[0],), made[1:]
+            return *self._forward(arguments, needs), None
+        alone = 1 if needs and _top_hooks(True) is None else None
+        made, learned = self._programs.repeat(replay, alone, self._flat, arguments, needs)
+        return (made[0],), made[1:], learned
 
     def _flat(self, arguments: Any, needs: tuple[str, ...]) -> list[Tensor]:
         outputs, saved = self._forward(arguments, needs)
@@ -199,14 +271,30 @@ class EagerForward:
 
 
 class EagerBackward:
-    """The eager backward of an op, (arguments, needs, saved, grads) -> gradients, likewise."""
+    """The eager backward of an op, (arguments, needs, saved, grads) -> gradients, likewise.
+
+    It is called with the layout of what forward saved, if that is a block.
+    """
 
     def __init__(self, backward: Callable[..., Any] | None, replay: MakeReplay | None) -> None:
         self._backward, self._replay, self._programs = backward, replay, Programs()
 
-    def __call__(self, *call: Any) -> Sequence[Tensor]:
-        assert self._backward is not None
-        replay = None if self._replay is None else self._replay(*call)
+    def __call__(
+        self,
+        arguments: Any,
+        needs: tuple[str, ...],
+        saved: list[Tensor],
+        grads: list[Tensor | None],
+        layout: Layout = (),
+    ) -> Sequence[Tensor]:
+        replay = None if self._replay is None else self._replay(arguments, needs, saved, grads)
+        call = (arguments, needs, saved, grads, layout)
         if replay is None:
-            return self._backward(*call)
-        return self._programs.repeat(replay, self._backward, *call)
+            return self._split(*call)
+        # With the rest of the key and the forms of the tensors, it decides about the layout.
+        replay = replay._replace(key=(replay.key, bool(layout)))
+        return self._programs.repeat(replay, None, self._split, *call)[0]
+
+    def _split(self, arguments: Any, needs: Any, saved: list[Tensor], grads: Any, layout: Layout) -> Sequence[Tensor]:
+        assert self._backward is not None
+        return self._backward(arguments, needs, split(saved[0], layout) if layout else saved, grads)

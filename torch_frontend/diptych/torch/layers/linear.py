@@ -56,6 +56,8 @@ class _Arguments(LayerArguments):
 
 
 def _forward(a: _Arguments, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+    if a.options is not None:  # a program runs for tensors of forms that were checked when it was recorded
+        _require_fit(a.x, a.weight, a.bias)
     s = a.schedules(needs)[0]
     (options,), amaxes = a.forward_options(needs)
     y, copies_x, copies_w = fprop(a.x, a.weight, a.bias, a.rng, s, options)
@@ -114,7 +116,8 @@ def _forward_replay(a: _Arguments, needs: tuple[str, ...]) -> Replay | None:
     if s.results[0] is not None or s.x_late:
         return None
     inputs = [a.x, a.weight] if a.bias is None else [a.x, a.weight, a.bias]
-    return replay(("weight" in needs, a.weight.shape), s, a.options[0], s.x + s.w, inputs)
+    leaves = a.options[0].weight_grad is not None and not a.options[0].weight_grad.marks
+    return replay((needs, a.weight.shape, leaves, a.rng is None), s, a.options[0], (s.x, s.w), inputs)
 
 
 def _backward_replay(
@@ -134,7 +137,7 @@ def _backward_replay(
     if any([isinstance(t, QuantizedTensorBase) for t in kept]):
         return None
     dtypes = a.x.dtype, a.weight.dtype, None if a.bias is None else a.bias.dtype
-    return replay((needs, a.weight.shape, *dtypes), s, a.options[0], s.dy, [dy, *kept, *saved])
+    return replay((needs, a.weight.shape, *dtypes), s, a.options[0], (s.dy,), [dy, *kept, *saved])
 
 
 _linear = CustomOp(
@@ -150,8 +153,7 @@ NAMES = Names("linear", "input", "weight")
 
 
 def _require_fit(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Checks what the three products need of their operands; formats a message only on failure, since each eager call
-    comes this way."""
+    """Checks what the three products need of their operands."""
     require_high_precision("linear", "input", x)
     require_high_precision("linear", "weight", weight)
     if bias is not None:
@@ -207,12 +209,15 @@ def linear_with(
     x: Tensor, weight: Tensor, bias: Tensor | None, rng: Tensor | None, recipe: Recipe, options: Options
 ) -> Tensor:
     """Runs `linear` with options that are gathered already."""
-    device_type = x.device.type
-    if not x.is_meta and torch.is_autocast_enabled(device_type):
-        x = x.to(torch.get_autocast_dtype(device_type))
-    _require_fit(x, weight, bias)
+    if torch.compiler.is_compiling() or torch._C._is_any_autocast_enabled():
+        device_type = x.device.type
+        if not x.is_meta and torch.is_autocast_enabled(device_type):
+            x = x.to(torch.get_autocast_dtype(device_type))
+    quantized = isinstance(x, QuantizedTensor)
+    if quantized or torch.compiler.is_compiling():
+        _require_fit(x, weight, bias)
     x_copy: list[Tensor] = []
-    if isinstance(x, QuantizedTensor):
+    if quantized:
         options = options._replace(save_original_input=False)  # there is nothing to quantize again
         s = schedule(recipe, options.module, options.name, False, torch.is_grad_enabled() and weight.requires_grad)
         copies = given_copies(x, s)

@@ -55,3 +55,19 @@ def schedule(recipe: Recipe, module: str, name: str, need_dx: bool, need_dw: boo
             del _recent[next(iter(_recent))]
         known = _recent[key] = (recipe, _schedules[by_value])
     return known[1]  # the entry keeps its recipe alive, so that the id stays its own
+
+
+_plain: dict[tuple[Any, ...], tuple[Recipe, Options | None]] = {}
+
+
+def plain_options(recipe: Recipe, module: str, name: str, original: bool, record: bool) -> Options | None:
+    """Returns the options of an eager call whose recipe needs no states, random bits or process group, else None."""
+    key = (id(recipe), module, name, original, record)
+    known = _plain.get(key)
+    if known is None:
+        plan = schedule(recipe, module, name, False, False).plan
+        bare = not (plan.states or plan.needs_rng or recipe.amax_group)
+        if len(_plain) >= 1024:
+            del _plain[next(iter(_plain))]
+        known = _plain[key] = (recipe, Options(module, name, original, record) if bare else None)
+    return known[1]

@@ -358,33 +358,31 @@ def replay(
     key: tuple[Any, ...],
     s: Schedule,
     options: Options,
-    calls: tuple[Call, ...],
+    calls: tuple[tuple[Call, ...], ...],
     inputs: list[Tensor],
 ) -> Replay | None:
     """Returns the `Replay` of an eager call of one layer, or None if a program cannot repeat it.
 
     **Arguments:** `key`: what decides about the call beside the schedule and its options. It holds the weight's shape,
     since layers of many shapes share a schedule and few programs are recorded for each key. `calls`: those of quantize
-    that the call makes. `inputs`: its tensors, without those of the states.
+    that the call makes, by operand. `inputs`: its tensors, without those of the states.
     """
     if options.group is not None or options.recomputed_scales is not None or options.weight_copies is not None:
         return None
     written = []
-    for call in calls:
-        if call.needs_rng or (call.state and options.state is None):
-            return None
-        if call.state:
-            scale, history = options.state.tensors(call.state)  # type: ignore[union-attr]
-            inputs.append(scale)
-            if options.record:
-                inputs.append(history)
-                written.append(history)
+    for operand in calls:
+        for call in operand:
+            if call.needs_rng or (call.state and options.state is None):
+                return None
+            if call.state:
+                scale, history = options.state.tensors(call.state)  # type: ignore[union-attr]
+                inputs.append(scale)
+                if options.record:
+                    inputs.append(history)
+                    written.append(history)
     if not direct(*inputs):
         return None
-    for t in inputs:
-        if not t.is_contiguous() or t.numel() == 0:
-            return None
-    return Replay((id(s), options.record, *key), s, inputs, written)
+    return Replay((id(s), options.record, key), s, inputs, written)
 
 
 def run(op: CustomOp, x: Tensor, recipe: Recipe, options: tuple[Any, ...], *operands: Any) -> tuple[Tensor, ...]:

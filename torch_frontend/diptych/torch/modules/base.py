@@ -28,7 +28,7 @@ from diptych.torch.graph.eager_only import CALIBRATING, DELAYED_WGRAD, MARKED_WG
 from diptych.torch.graph.guards import before_each_call
 from diptych.torch.layers.held import dequantized_weight
 from diptych.torch.layers.linear import linear_with
-from diptych.torch.layers.options import Options, schedule
+from diptych.torch.layers.options import Options, plain_options, schedule
 from diptych.torch.layers.weight_gradients import WeightGradients
 from diptych.torch.modules.fx import require_traceable
 from diptych.torch.modules.stateful import StatefulModule, require_no_capture
@@ -180,8 +180,13 @@ class QuantizedModule(StatefulModule):
         """Returns one layer's options and a snapshot of its random generator, and moves its states on by a call."""
         compiling = torch.compiler.is_compiling()
         name = self._role_name(layer)
-        s = schedule(recipe, self.module_kind, name, False, False)
         record = self.training and recording()
+        cached = is_first_microbatch is not None or skip_weight_update is not None
+        if not (compiling or cached or self._weight_gradients is not None or "scale_states" in self._modules):
+            plain = plain_options(recipe, self.module_kind, name, save_original_input, record)
+            if plain is not None:
+                return plain, None
+        s = schedule(recipe, self.module_kind, name, False, False)
         states, rng, scales, updated = None, None, None, None
         if s.plan.states or s.plan.needs_rng or "scale_states" in self._modules:
             if compiling:
@@ -197,7 +202,6 @@ class QuantizedModule(StatefulModule):
             self.module_kind, name, save_original_input, record, group, states, scales, None,
             None if gradients is None else gradients.of(weight), updated,
         )  # fmt: skip
-        cached = is_first_microbatch is not None or skip_weight_update is not None
         if cached and not isinstance(weight, QuantizedTensorBase):
             columnwise = self.training or x.requires_grad
             copies = self._cache(layer).get(

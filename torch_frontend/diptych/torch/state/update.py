@@ -164,7 +164,7 @@ def update_eagerly(
     if group is not None or not direct(*tensors):
         return update_all(histories, scales, log, quantizers, group, seen, step, shown=True)[0]
     replay = Replay((id(planned), bool(log), seen is None), planned, tensors, [*histories, *scales])
-    return _programs.repeat(replay, update_all, histories, scales, log, quantizers, None, seen, step)[0]
+    return _programs.repeat(replay, None, update_all, histories, scales, log, quantizers, None, seen, step)[0][0]
 
 
 def collect(histories: list[Tensor], scales: list[Tensor], log: list[Tensor]) -> None:
