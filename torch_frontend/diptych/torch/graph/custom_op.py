@@ -466,8 +466,8 @@ def _eager_function(op: CustomOp) -> tuple[Callable[..., Any], Callable[..., Any
             return None, None, *[by_name.get(name) for name in op.differentiable]
 
     # The name is what profilers show: of forward this, of backward "...Backward".
-    function = type(op.name, (Calls, torch.autograd.Function), {})
-    return function.apply, super(torch.autograd.Function, function).apply
+    function: Any = type(op.name, (Calls, torch.autograd.Function), {})
+    return function.apply, super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
 def _traced_function(op: CustomOp) -> Callable[..., Any]:

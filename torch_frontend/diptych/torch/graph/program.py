@@ -163,7 +163,8 @@ class Learned:
     __slots__ = ("layout", "memo", "run")
 
     def __init__(self, run: Run, layout: Layout) -> None:
-        self.run, self.layout, self.memo = run, layout, None  # type: Run, Layout, Any
+        self.run, self.layout = run, layout
+        self.memo: Any = None
 
 
 class _Known:
@@ -232,10 +233,7 @@ class Programs:
 
 def _repeatable(inputs: list[Tensor]) -> bool:
     """Whether a program can take such tensors. Those that it was recorded with are compared with in each run."""
-    for t in inputs:
-        if not t.is_contiguous() or t.numel() == 0:
-            return False
-    return True
+    return all([t.is_contiguous() and t.numel() > 0 for t in inputs])
 
 
 # --- eager calls -----------------------------------------------------------------------------------------------------
@@ -295,6 +293,6 @@ class EagerBackward:
         replay = replay._replace(key=(replay.key, bool(layout)))
         return self._programs.repeat(replay, None, self._split, *call)[0]
 
-    def _split(self, arguments: Any, needs: Any, saved: list[Tensor], grads: Any, layout: Layout) -> Sequence[Tensor]:
+    def _split(self, arguments: Any, needs: Any, saved: list[Tensor], grads: Any, layout: Layout) -> list[Tensor]:
         assert self._backward is not None
         return self._backward(arguments, needs, split(saved[0], layout) if layout else saved, grads)
