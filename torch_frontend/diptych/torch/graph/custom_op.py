@@ -38,9 +38,10 @@ from diptych.common.errors import ArgumentError, UnsupportedError
 from diptych.torch.graph import flops
 from diptych.torch.graph.fields import Size as Size
 from diptych.torch.graph.fields import Written as Written
-from diptych.torch.graph.fields import field_of, put, put_proto, put_sizes, take, take_output, take_sizes
+from diptych.torch.graph.fields import field_of, put, put_sizes, take, take_output, take_sizes
 from diptych.torch.graph.program import EagerBackward, EagerForward, Layout, MakeReplay, Programs
 from diptych.torch.graph.proto import TensorProto, proto_of
+from diptych.torch.graph.traced import mark, traced_function
 from diptych.torch.primitives import constants as opaque
 from diptych.torch.primitives.checks import refuse_second_derivative, require_no_tangent
 from diptych.torch.primitives.constants import Constants
@@ -100,7 +101,7 @@ class CustomOp:
         self._lists = tuple([f.name for f in self.fields if f.kind in ("tensors", "quantizables")])
         self._has_written = any(f.kind == "written" for f in self.fields)
         self._eager, self._plain = _eager_function(self)
-        self._traced = _traced_function(self)
+        self._traced = traced_function(self)
         if not opaque.AVAILABLE:  # pragma: no cover - no supported torch
             return
         namespace, _, short = name.partition("::")
@@ -392,12 +393,6 @@ def _new_memory(name: str, made: list[Tensor], inputs: list[Tensor]) -> list[Ten
 # --- autograd --------------------------------------------------------------------------------------------------------
 
 
-def _mark(ctx: Any, op: CustomOp, arguments: Any, needs: tuple[str, ...], outputs: tuple[Tensor, ...]) -> None:
-    if len(outputs) > 1:  # a single output is always differentiable
-        plain = [t for t, p in zip(outputs, op.layout(arguments, needs), strict=True) if not p.requires_grad]
-        ctx.mark_non_differentiable(*plain)
-
-
 class _Memo(NamedTuple):
     """What an eager backward gets of its forward's arguments.
 
@@ -436,7 +431,8 @@ def _eager_function(op: CustomOp) -> tuple[Callable[..., Any], Callable[..., Any
             memo: _Memo = None if learned is None else learned.memo  # type: ignore[assignment]
             if memo is None:
                 memo = _memo(op, arguments, needs)
-                _mark(ctx, op, arguments, needs, outputs)
+                if len(outputs) > 1:  # a single output is always differentiable
+                    mark(ctx, op, arguments, needs, outputs)
                 if learned is not None:
                     memo = learned.memo = memo._replace(layout=learned.layout)
             given = arguments.__dict__
@@ -468,48 +464,3 @@ def _eager_function(op: CustomOp) -> tuple[Callable[..., Any], Callable[..., Any
     # The name is what profilers show: of forward this, of backward "...Backward".
     function: Any = type(op.name, (Calls, torch.autograd.Function), {})
     return function.apply, super(torch.autograd.Function, function).apply  # type: ignore[misc]
-
-
-def _traced_function(op: CustomOp) -> Callable[..., Any]:
-    """Runs both nodes, and keeps plain tensors, sizes and constants between them."""
-
-    class Traced(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, needs: tuple[str, ...], *values: Any) -> tuple[Tensor, ...]:
-            arguments = op.arguments(*values)
-            outputs, saved = op.run(arguments, needs)
-            keeps = op.keeps(arguments, needs)
-            tensors: list[Tensor] = []
-            sizes: list[Any] = []
-            held: list[Any] = []  # by field: spec of a tensor, or the value itself
-            for (name, kind), value in zip(op._kinds(), values, strict=True):
-                if kind in ("tensor", "quantizable"):
-                    kept = value is None or name in keeps
-                    held.append(put(value, tensors, sizes) if kept else put_proto(value, sizes))  # type: ignore[arg-type]
-                elif kind == "tensors":
-                    kept_list = value if name in keeps else []
-                    held.append(len(kept_list))
-                    tensors += kept_list
-                elif kind == "quantizables":
-                    held.append(tuple([put(t, tensors, sizes) for t in (value if name in keeps else [])]))
-                elif kind in ("size", "sizes"):
-                    held.append(put_sizes(value, sizes))
-                else:
-                    held.append(value)
-            count = len(tensors)
-            ctx.save_for_backward(*tensors, *saved)
-            ctx.call = (needs, held, sizes, count, len(op.gradients(arguments, needs)))
-            ctx.names = op.gradients(arguments, needs)
-            _mark(ctx, op, arguments, needs, outputs)
-            return outputs
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
-            refuse_second_derivative(op.name, op.remedy)
-            needs, held, sizes, count, results = ctx.call
-            tensors, saved = list(ctx.saved_tensors[:count]), list(ctx.saved_tensors[count:])
-            made = op.run_backward(held, tensors, list(sizes), needs, saved, list(grads), results)
-            by_name = dict(zip(ctx.names, made, strict=True))
-            return None, *[by_name.get(name) for name, _ in op._kinds()]
-
-    return Traced.apply

@@ -1,0 +1,64 @@
+"""The autograd function of a traced `CustomOp`: forward and backward are a node each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diptych.torch.graph.fields import put, put_proto, put_sizes
+from diptych.torch.primitives.checks import refuse_second_derivative
+
+
+def mark(ctx: Any, op: Any, arguments: Any, needs: tuple[str, ...], outputs: tuple[Tensor, ...]) -> None:
+    """Tells autograd which outputs have no derivative."""
+    plain = [t for t, p in zip(outputs, op.layout(arguments, needs), strict=True) if not p.requires_grad]
+    ctx.mark_non_differentiable(*plain)
+
+
+def traced_function(op: Any) -> Callable[..., Any]:
+    """Runs both nodes of a `CustomOp`, and keeps plain tensors, sizes and constants between them."""
+
+    class Traced(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, needs: tuple[str, ...], *values: Any) -> tuple[Tensor, ...]:
+            arguments = op.arguments(*values)
+            outputs, saved = op.run(arguments, needs)
+            keeps = op.keeps(arguments, needs)
+            tensors: list[Tensor] = []
+            sizes: list[Any] = []
+            held: list[Any] = []  # by field: spec of a tensor, or the value itself
+            for (name, kind), value in zip(op._kinds(), values, strict=True):
+                if kind in ("tensor", "quantizable"):
+                    kept = value is None or name in keeps
+                    held.append(put(value, tensors, sizes) if kept else put_proto(value, sizes))  # type: ignore[arg-type]
+                elif kind == "tensors":
+                    kept_list = value if name in keeps else []
+                    held.append(len(kept_list))
+                    tensors += kept_list
+                elif kind == "quantizables":
+                    held.append(tuple([put(t, tensors, sizes) for t in (value if name in keeps else [])]))
+                elif kind in ("size", "sizes"):
+                    held.append(put_sizes(value, sizes))
+                else:
+                    held.append(value)
+            count = len(tensors)
+            ctx.save_for_backward(*tensors, *saved)
+            ctx.call = (needs, held, sizes, count, len(op.gradients(arguments, needs)))
+            ctx.names = op.gradients(arguments, needs)
+            if len(outputs) > 1:  # a single output is always differentiable
+                mark(ctx, op, arguments, needs, outputs)
+            return outputs
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
+            refuse_second_derivative(op.name, op.remedy)
+            needs, held, sizes, count, results = ctx.call
+            tensors, saved = list(ctx.saved_tensors[:count]), list(ctx.saved_tensors[count:])
+            made = op.run_backward(held, tensors, list(sizes), needs, saved, list(grads), results)
+            by_name = dict(zip(ctx.names, made, strict=True))
+            return None, *[by_name.get(name) for name, _ in op._kinds()]
+
+    return Traced.apply
