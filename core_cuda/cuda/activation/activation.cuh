@@ -8,15 +8,6 @@
 
 namespace diptych::cuda {
 
-// Returns a * b + c where a * b is exact, so that there is one rounding with an fma and without.
-DIPTYCH_HD float add_exact_product(float a, float b, float c) {
-#ifdef __CUDA_ARCH__
-  return __fmaf_rn(a, b, c);
-#else
-  return a * b + c;
-#endif
-}
-
 // Returns 1 / x for 1 <= x <= 2: the steps of __frcp_rn without its test for extremes.
 DIPTYCH_HD float reciprocal_near_one(float x) {
 #ifdef __CUDA_ARCH__

@@ -6,40 +6,32 @@
 
 namespace diptych::cuda {
 
-constexpr float kE2M1Max = 6.0f;
-
-// Returns a * factor + whole, rounded to nearest even or downwards; |whole| is so large that the last bit is worth 1.
-template <bool kDown>
+// Returns a * factor + whole, rounded to nearest even; |whole| is so large that the last bit is worth 1.
 DIPTYCH_HD float whole_sum(float a, float factor, float whole) {
 #ifdef __CUDA_ARCH__
-  return kDown ? __fmaf_rd(a, factor, whole) : __fmaf_rn(a, factor, whole);
+  return __fmaf_rn(a, factor, whole);
 #else
-  const double exact = static_cast<double>(a) * factor + whole;  // 29 bits behind the point: enough to tell a tie
-  return static_cast<float>(kDown ? floor(exact) : nearbyint(exact));
+  return static_cast<float>(static_cast<double>(a) * factor + whole);  // 29 bits behind the point: enough to tell a tie
 #endif
 }
 
-// Returns the bits of the float 2^23 + code, for 0 <= a < 7. The code is that of the value nearest to a, ties to even
-// codes, or with kDown of the largest value that is not above a.
+// Returns the bits of the float 2^23 + the code of the value nearest to a, ties to even codes, for 0 <= a < 7.
 //
 // The code as a function of a is the minimum of three lines, 2a, a + 2 and a / 2 + 4. Rounding commutes with taking the
 // minimum, and adding 2^23 rounds.
-template <bool kDown>
 DIPTYCH_HD uint32_t e2m1_code(float a) {
   constexpr float kWhole = 8388608.0f;
-  const uint32_t fine = bits_of(whole_sum<kDown>(a, 2.0f, kWhole));
-  const uint32_t middle = bits_of(whole_sum<kDown>(a, 1.0f, kWhole + 2.0f));
-  const uint32_t coarse = bits_of(whole_sum<kDown>(a, 0.5f, kWhole + 4.0f));
+  const uint32_t fine = bits_of(whole_sum(a, 2.0f, kWhole));
+  const uint32_t middle = bits_of(whole_sum(a, 1.0f, kWhole + 2.0f));
+  const uint32_t coarse = bits_of(whole_sum(a, 0.5f, kWhole + 4.0f));
   const uint32_t lower = fine < middle ? fine : middle;  // positive floats order as their bits do
   return lower < coarse ? lower : coarse;
 }
 
-// Returns the value that e2m1_code must round down to round `a` stochastically: a + (byte + .5) / 256 * the step at a,
-// at most 6. The random byte is given as the bits of the float 2^23 + byte.
-DIPTYCH_HD float e2m1_dithered(float a, uint32_t byte_bits) {
-  const float half_u = (float_of(byte_bits) - 8388607.5f) * (1.0f / 512.0f);  // exact
-  const float two_steps = float_of(bits_of(fmaxf(a, 1.0f)) & 0x7f800000);     // from 8 on any step will do
-  return fminf(a + half_u * two_steps, kE2M1Max);                             // the product is exact
+// Returns a word of eight nibbles: the upper halves of the bytes of `even` in places 0, 2, 4, 6, those of `odd` in 1,
+// 3, 5, 7.
+DIPTYCH_HD uint32_t packed_nibbles(uint32_t even, uint32_t odd) {
+  return (even >> 4 & 0x0f0f0f0f) | (odd & 0xf0f0f0f0);
 }
 
 // Packs the codes of eight elements into a word: code(j) is the result of e2m1_code, `signs` holds the sign bits in

@@ -25,6 +25,15 @@ DIPTYCH_HD float multiply_rn(float a, float b) {
 #endif
 }
 
+// Returns a * b + c where a * b is exact, so that there is one rounding with an fma and without.
+DIPTYCH_HD float add_exact_product(float a, float b, float c) {
+#ifdef __CUDA_ARCH__
+  return __fmaf_rn(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
 DIPTYCH_HD float reciprocal_rn(float x) {
 #ifdef __CUDA_ARCH__
   return __frcp_rn(x);

@@ -9,8 +9,8 @@
 #include "cuda/base/launch.cuh"
 #include "cuda/base/vector.cuh"
 #include "cuda/ptx/copy.cuh"
+#include "cuda/quantize/dither.cuh"
 #include "cuda/quantize/permuted/patch.cuh"
-#include "cuda/quantize/philox.cuh"
 #include "cuda/quantize/quantize.h"
 #include "cuda/source/source.cuh"
 
@@ -55,19 +55,10 @@ __device__ __forceinline__ float2 pair_floats(uint32_t w) {
   }
 }
 
-// Return the larger of two magnitudes, where NaN is the largest: of floats, which order as their bits do, and of pairs
-// of 16-bit elements.
+// Returns the larger of two magnitudes, where NaN is the largest: they order as their bits do.
 __device__ __forceinline__ float max_nan(float a, float b) {
   const uint32_t u = bits_of(a), v = bits_of(b);
   return float_of(u > v ? u : v);
-}
-template <typename T>
-__device__ __forceinline__ uint32_t max_nan2(uint32_t a, uint32_t b) {
-  std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162> x, y;
-  memcpy(&x, &a, sizeof(a)), memcpy(&y, &b, sizeof(b));
-  x = __hmax2_nan(x, y);
-  memcpy(&a, &x, sizeof(a));
-  return a;
 }
 
 // Returns the largest magnitude, or NaN if an element is NaN or infinite.
@@ -79,10 +70,10 @@ __device__ __forceinline__ float amax_of(const Block<T>& x) {
     for (int i = 0; i < kBlock; ++i) m = max_nan(m, float_of(x.w[i] & 0x7fffffff));
     return without_inf(m);
   } else {
-    uint32_t m = x.w[0] & 0x7fff7fff;
+    uint32_t m = x.w[0];
 #pragma unroll
-    for (int i = 1; i < Block<T>::kWords; ++i) m = max_nan2<T>(m, x.w[i] & 0x7fff7fff);
-    const float2 f = pair_floats<T>(m);
+    for (int i = 1; i < Block<T>::kWords; ++i) m = max_abs_nan2<T>(m, x.w[i]);
+    const float2 f = pair_floats<T>(m & 0x7fff7fff);
     return without_inf(max_nan(f.x, f.y));
   }
 }
@@ -100,10 +91,10 @@ __device__ __forceinline__ void to_floats(const Block<T>& x, float (&v)[kBlock])
   }
 }
 
-// Returns the sign bits of eight elements at the places that e2m1_pack8 expects.
+// Returns the bytes with the signs of elements 0, 2, 4, 6 and of 1, 3, 5, 7; a sign is its byte's top bit.
 template <typename T>
-__device__ __forceinline__ uint32_t sign_word(const uint32_t* w) {
-  uint32_t even, odd;  // one byte of each element, with the sign as its top bit
+__device__ __forceinline__ uint2 sign_bytes(const uint32_t* w) {
+  uint32_t even, odd;
   if constexpr (sizeof(T) == 4) {
     even = __byte_perm(__byte_perm(w[0], w[2], 0x73), __byte_perm(w[4], w[6], 0x73), 0x5410);
     odd = __byte_perm(__byte_perm(w[1], w[3], 0x73), __byte_perm(w[5], w[7], 0x73), 0x5410);
@@ -111,42 +102,34 @@ __device__ __forceinline__ uint32_t sign_word(const uint32_t* w) {
     const uint32_t first = __byte_perm(w[0], w[1], 0x7351), second = __byte_perm(w[2], w[3], 0x7351);
     even = __byte_perm(first, second, 0x5410), odd = __byte_perm(first, second, 0x7632);
   }
-  return ((even >> 4) & 0x08080808) | (odd & 0x80808080);
+  return {even, odd};
 }
 
 // Returns the payload of a block, eight bytes. `amax` is the amax of the block or of a square that contains it; NaN
-// makes all codes 7.
+// makes all codes 7. `r`: the block's random bytes, with kStochastic.
 template <typename T, bool kStochastic>
-__device__ __forceinline__ uint2 encode_block(Block<T> x, float amax, float factor, const Words4& noise) {
+__device__ __forceinline__ uint2 encode_block(const Block<T>& x, float amax, float factor, const uint32_t (&r)[4]) {
   float v[kBlock];
   to_floats(x, v);
-  // Rare: NaN, or values above the range of e2m1_code, which occur if the scale is 0 or 448 or the tensor's amax is too
-  // small.
-  if (!(multiply_rn(amax, factor) < 7.0f)) {
-    const float most = fminf(divide_rn(6.5f, factor), FLT_MAX);  // encodes as 6, dithered or not
-#pragma unroll
-    for (int i = 0; i < kBlock; ++i) v[i] = amax == amax ? fminf(fabsf(v[i]), most) : most;
-#pragma unroll
-    for (int i = 0; i < Block<T>::kWords; ++i) x.w[i] = amax == amax ? x.w[i] : 0;
-  }
   const auto half = [&](int h) {
-    return e2m1_pack8(sign_word<T>(x.w + h * Block<T>::kWords / 2), [&](int j) {
-      const float y = multiply_rn(fabsf(v[h * 8 + j]), factor);
-      if constexpr (kStochastic) {
-        const uint32_t byte_bits = __byte_perm(noise.w[h * 2 + j / 4], 0x4b000000, 0x7540 | j % 4);
-        return e2m1_code<true>(e2m1_dithered(y, byte_bits));
-      } else {
-        return e2m1_code<false>(y);
-      }
-    });
+    const uint2 signs = sign_bytes<T>(x.w + h * Block<T>::kWords / 2);
+    const auto magnitude = [&](int j) { return multiply_rn(fabsf(v[h * 8 + j]), factor); };
+    if constexpr (kStochastic) {
+      return e2m1_dithered8(signs, r[h * 2], r[h * 2 + 1], magnitude);
+    } else {
+      // Values of 7 and more, which encode as 6, occur if the scale is 0 or 448 or the tensor's amax is too small.
+      return e2m1_pack8(packed_nibbles(signs.x, signs.y) & 0x88888888,
+                        [&](int j) { return e2m1_code(fminf(magnitude(j), 6.5f)); });
+    }
   };
-  return make_uint2(half(0), half(1));
+  const uint2 q = make_uint2(half(0), half(1));
+  constexpr uint32_t kSixes = 0x77777777;
+  return amax == amax ? q : make_uint2(kSixes, kSixes);
 }
 
+// Returns the block that encodes the Hadamard transform of z.
 template <typename T>
-__device__ __forceinline__ Block<T> rotated(const Block<T>& x, bool signs) {
-  float z[kHadamard];
-  to_floats(x, z);
+__device__ __forceinline__ Block<T> rotated(float (&z)[kHadamard], bool signs) {
   if constexpr (sizeof(T) == 4) {
 #pragma unroll
     for (int i = 0; i < kBlock; ++i) z[i] = through_bf16(z[i]);
@@ -275,41 +258,67 @@ __device__ __forceinline__ Block<T> row_block(const uint8_t* tile, unsigned band
   return x;
 }
 
-// Loads the blocks of columns col and col + 1 (col even) in a band.
+// Loads the blocks of columns col and col + 1 (col even) in a band; `rotate`: their Hadamard transforms.
 template <typename T>
-__device__ __forceinline__ void column_blocks(const uint8_t* tile, unsigned band, unsigned col, Block<T> (&x)[2]) {
+__device__ __forceinline__ void column_blocks(const uint8_t* tile, unsigned band, unsigned col, bool rotate, bool signs,
+                                              Block<T> (&x)[2]) {
   using S = Tile<T>;
+  using Pair = std::conditional_t<sizeof(T) == 4, uint2, uint32_t>;
   const uint8_t* p = tile + S::offset(band, 0, col / S::kPerChunk) + col % S::kPerChunk * sizeof(T);
-  if constexpr (sizeof(T) == 4) {
+  Pair row[kBlock];
+#pragma unroll
+  for (int i = 0; i < kBlock; ++i) row[i] = *reinterpret_cast<const Pair*>(p + i * S::kPitch);
+  if (rotate) {
+    float z[2][kHadamard];
 #pragma unroll
     for (int i = 0; i < kBlock; ++i) {
-      const uint2 u = *reinterpret_cast<const uint2*>(p + i * S::kPitch);
-      x[0].w[i] = u.x, x[1].w[i] = u.y;
+      if constexpr (sizeof(T) == 4) {
+        z[0][i] = float_of(row[i].x), z[1][i] = float_of(row[i].y);
+      } else {
+        const float2 both = pair_floats<T>(row[i]);
+        z[0][i] = both.x, z[1][i] = both.y;
+      }
     }
-  } else {
+    x[0] = rotated<T>(z[0], signs), x[1] = rotated<T>(z[1], signs);
+    return;
+  }
 #pragma unroll
-    for (int i = 0; i < kBlock / 2; ++i) {
-      const uint32_t a = *reinterpret_cast<const uint32_t*>(p + 2 * i * S::kPitch);
-      const uint32_t b = *reinterpret_cast<const uint32_t*>(p + (2 * i + 1) * S::kPitch);
-      x[0].w[i] = __byte_perm(a, b, 0x5410), x[1].w[i] = __byte_perm(a, b, 0x7632);
+  for (int i = 0; i < Block<T>::kWords; ++i) {
+    if constexpr (sizeof(T) == 4) {
+      x[0].w[i] = row[i].x, x[1].w[i] = row[i].y;
+    } else {
+      x[0].w[i] = __byte_perm(row[2 * i], row[2 * i + 1], 0x5410);
+      x[1].w[i] = __byte_perm(row[2 * i], row[2 * i + 1], 0x7632);
     }
   }
 }
 
-// Writes the scale and payload of block `at` (row-major) of a copy.
+// Writes the scales and payloads of two blocks of a copy, those of block i at `at[i]` (row-major) if there[i].
 template <typename T, bool kStochastic>
-__device__ __forceinline__ void write_block(const Nvfp4Args& p, bool columnwise, int64_t at, const Block<T>& x,
-                                            float amax, const TwoLevel& level) {
-  const uint32_t code = block_code(level, amax);
-  Words4 noise{};
-  if constexpr (kStochastic) noise = rounding_bytes(p.rng, columnwise, at);
-  const uint2 q = encode_block<T, kStochastic>(x, amax, block_factor(level, code), noise);
-  (columnwise ? p.col_scale : p.row_scale)[at] = static_cast<uint8_t>(code);
-  store8((columnwise ? p.col : p.row) + at * (kBlock / 2), q, columnwise ? p.vec_col : p.vec_row);
+__device__ __forceinline__ void write_blocks(const Nvfp4Args& p, bool columnwise, const RandomBytes& random,
+                                             const int64_t (&at)[2], const bool (&there)[2], const Block<T> (&x)[2],
+                                             const float (&amax)[2], const TwoLevel (&level)[2]) {
+  uint32_t r[2][4] = {};
+  if constexpr (kStochastic) random.of_blocks(at, r);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t code = block_code(level[i], amax[i]);
+    const uint2 q = encode_block<T, kStochastic>(x[i], amax[i], block_factor(level[i], code), r[i]);
+    if (!there[i]) continue;
+    (columnwise ? p.col_scale : p.row_scale)[at[i]] = static_cast<uint8_t>(code);
+    store8((columnwise ? p.col : p.row) + at[i] * (kBlock / 2), q, columnwise ? p.vec_col : p.vec_row);
+  }
 }
 
+// Thread blocks for which an SM has shared memory.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int kResident = 4;
+#else
+constexpr int kResident = 6;
+#endif
+
 template <typename In, bool kStochastic, typename T = Held<In>>
-__global__ void __launch_bounds__(Tile<T>::kThreads, 6) nvfp4_kernel(const __grid_constant__ Nvfp4Args p) {
+__global__ void __launch_bounds__(Tile<T>::kThreads, kResident) nvfp4_kernel(const __grid_constant__ Nvfp4Args p) {
   using S = Tile<T>;
   __shared__ __align__(16) uint8_t tile[S::kRows * S::kPitch];
   __shared__ float square[S::kBands][kBlocks];  // p.square: amaxes of 16 x 16 squares
@@ -347,22 +356,25 @@ __global__ void __launch_bounds__(Tile<T>::kThreads, 6) nvfp4_kernel(const __gri
     }
     __syncthreads();
   }
+  RandomBytes random[2] = {};
+  if constexpr (kStochastic) random[0] = random_bytes(p.rng, false), random[1] = random_bytes(p.rng, true);
   if (p.row && col0 + b * kBlock < p.k) {
     const int64_t blocks = p.k / kBlock;  // blocks of a row
 #pragma unroll 1
-    for (unsigned band = warp * S::kOwn; band < (warp + 1) * S::kOwn; ++band) {
-      const int64_t row = row0 + band * kBlock + first, at = row * blocks + col0 / kBlock + b, left = p.m - row;
-      const int rows = left < kBlock ? static_cast<int>(left) : kBlock;
-#pragma unroll 2
-      for (int r = 0; r < kBlock; r += 4) {
-        if (r >= rows) break;
-        const Block<T> x = row_block<T>(tile, band, first + r, b);
-        const float amax = p.square ? square[band][b] : amax_of(x);
-        const TwoLevel own = p.each_row ? two_level(p.row_amax[row + r]) : level[0];
-        write_block<T, kStochastic>(p, false, at + r * blocks, x, amax, own);
-      }
+    for (unsigned half = warp * S::kOwn * 2; half < (warp + 1) * S::kOwn * 2; ++half) {
+      const unsigned band = half / 2, r0 = half % 2 * 8 + first;
+      const int64_t row = row0 + band * kBlock + r0, at = row * blocks + col0 / kBlock + b;
+      if (row >= p.m) break;
+      const Block<T> x[2] = {row_block<T>(tile, band, r0, b), row_block<T>(tile, band, r0 + 4, b)};
+      const bool second = row + 4 < p.m;
+      float amax[2] = {square[band][b], square[band][b]};
+      TwoLevel own[2] = {level[0], level[0]};
+      if (!p.square) amax[0] = amax_of(x[0]), amax[1] = amax_of(x[1]);
+      if (p.each_row) own[0] = two_level(p.row_amax[row]), own[1] = two_level(p.row_amax[second ? row + 4 : row]);
+      write_blocks<T, kStochastic>(p, false, random[0], {at, at + 4 * blocks}, {true, second}, x, amax, own);
     }
   }
+  constexpr bool kRotates = std::is_same_v<In, __nv_bfloat16> || kComputed<In>;
   const unsigned band = lane / S::kPairs;
   if (!p.col || row0 + band * kBlock >= p.m) return;
   const int64_t blocks = p.m / kBlock;  // blocks of a column
@@ -370,15 +382,11 @@ __global__ void __launch_bounds__(Tile<T>::kThreads, 6) nvfp4_kernel(const __gri
   for (unsigned col = (warp * S::kPairs + lane % S::kPairs) * 2; col < kCols; col += S::kWarps * S::kPairs * 2) {
     if (col0 + col >= p.k) return;
     Block<T> x[2];
-    column_blocks<T>(tile, band, col, x);
-#pragma unroll
-    for (unsigned i = 0; i < 2; ++i) {
-      if constexpr (std::is_same_v<In, __nv_bfloat16> || kComputed<In>) {
-        if (p.rht) x[i] = rotated<T>(x[i], p.rht_signs);
-      }
-      const float amax = p.square ? square[band][col / kBlock] : amax_of(x[i]);
-      write_block<T, kStochastic>(p, true, (col0 + col + i) * blocks + row0 / kBlock + band, x[i], amax, level[1]);
-    }
+    column_blocks<T>(tile, band, col, kRotates && p.rht, p.rht_signs, x);
+    float amax[2] = {square[band][col / kBlock], square[band][col / kBlock]};
+    if (!p.square) amax[0] = amax_of(x[0]), amax[1] = amax_of(x[1]);
+    const int64_t at = (col0 + col) * blocks + row0 / kBlock + band;
+    write_blocks<T, kStochastic>(p, true, random[1], {at, at + blocks}, {true, true}, x, amax, {level[1], level[1]});
   }
 }
 

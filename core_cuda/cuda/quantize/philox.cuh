@@ -6,30 +6,49 @@
 
 namespace diptych::cuda {
 
-struct Words4 {
-  uint32_t w[4];
+struct PhiloxKey {
+  uint32_t k0, k1;
 };
 
-DIPTYCH_HD Words4 philox(uint64_t key, uint64_t counter_lo, uint64_t counter_hi) {
-  uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
-  uint32_t c0 = static_cast<uint32_t>(counter_lo), c1 = static_cast<uint32_t>(counter_lo >> 32);
-  uint32_t c2 = static_cast<uint32_t>(counter_hi), c3 = static_cast<uint32_t>(counter_hi >> 32);
+// Replaces each of kN counters by its random words. They share the key schedule.
+template <int kN>
+DIPTYCH_HD void philox(PhiloxKey key, uint32_t (&c)[kN][4]) {
 #pragma unroll
   for (int round = 0; round < 10; ++round) {
-    const uint64_t a = static_cast<uint64_t>(0xD2511F53u) * c0, b = static_cast<uint64_t>(0xCD9E8D57u) * c2;
-    c0 = static_cast<uint32_t>(b >> 32) ^ c1 ^ k0, c1 = static_cast<uint32_t>(b);
-    c2 = static_cast<uint32_t>(a >> 32) ^ c3 ^ k1, c3 = static_cast<uint32_t>(a);
-    k0 += 0x9E3779B9u, k1 += 0xBB67AE85u;
+#pragma unroll
+    for (int i = 0; i < kN; ++i) {
+      const uint64_t a = static_cast<uint64_t>(0xD2511F53u) * c[i][0], b = static_cast<uint64_t>(0xCD9E8D57u) * c[i][2];
+      c[i][0] = static_cast<uint32_t>(b >> 32) ^ c[i][1] ^ key.k0, c[i][1] = static_cast<uint32_t>(b);
+      c[i][2] = static_cast<uint32_t>(a >> 32) ^ c[i][3] ^ key.k1, c[i][3] = static_cast<uint32_t>(a);
+    }
+    key.k0 += 0x9E3779B9u, key.k1 += 0xBB67AE85u;
   }
-  return {{c0, c1, c2, c3}};
 }
 
-// Random bytes of stochastic rounding (NUMERICS 5): block b holds elements 16 b .. 16 b + 15 of the copy that is
-// written. `rng` holds the low and high words of seed and offset; the columnwise copy draws at the next offset.
-DIPTYCH_HD Words4 rounding_bytes(const uint32_t* rng, bool columnwise, uint64_t b) {
-  const uint64_t seed = rng[0] | static_cast<uint64_t>(rng[1]) << 32;
-  const uint64_t offset = (rng[2] | static_cast<uint64_t>(rng[3]) << 32) + (columnwise ? 1 : 0);
-  return philox(seed, b, offset);
+// The seed and the offset of a copy's random bytes (NUMERICS 5).
+struct RandomBytes {
+  PhiloxKey key;
+  uint32_t offset_lo, offset_hi;
+
+  // Sets r[i] to the bytes of block b[i]: of elements 16 b .. 16 b + 15 of the copy that is written.
+  template <int kN>
+  DIPTYCH_HD void of_blocks(const int64_t (&b)[kN], uint32_t (&r)[kN][4]) const {
+#pragma unroll
+    for (int i = 0; i < kN; ++i) {
+      r[i][0] = static_cast<uint32_t>(b[i]), r[i][1] = static_cast<uint32_t>(b[i] >> 32);
+      r[i][2] = offset_lo, r[i][3] = offset_hi;
+    }
+    philox(key, r);
+  }
+};
+
+// `rng` holds the low and high words of seed and offset; the columnwise copy draws at the next offset. All threads of a
+// warp must call this: a reduction puts the words into uniform registers, in which the key schedule takes no time of
+// the vector units.
+__device__ __forceinline__ RandomBytes random_bytes(const uint32_t* rng, bool columnwise) {
+  const auto word = [&](int i) { return __reduce_or_sync(0xffffffff, rng[i]); };
+  const uint32_t lo = word(2) + columnwise;
+  return {{word(0), word(1)}, lo, word(3) + (columnwise && lo == 0)};
 }
 
 }  // namespace diptych::cuda
