@@ -13,6 +13,7 @@ namespace diptych::cuda {
 namespace {
 
 constexpr int kThreads = 256, kWarps = kThreads / 32, kUnroll = 4;
+constexpr int kStripThreads = 128, kStripWarps = kStripThreads / 32;
 
 // Returns the maximum of the part of x that block `block` of `blocks` reads: `head` elements up to a 16-byte boundary,
 // then vectors, then a tail.
@@ -134,13 +135,15 @@ struct StripArgs {
 // as bfloat16. A block's warps lie side by side. For Gathered input they lie one below the other, and the grid walks
 // down all rows in so few columns that a token's other rows find its elements in L2.
 template <typename In, bool kRht>
-__global__ void __launch_bounds__(kThreads, kComputed<In> ? 2 : 0) strip_kernel(const __grid_constant__ StripArgs p) {
+__global__ void __launch_bounds__(kStripThreads, kComputed<In> ? 512 / kStripThreads : 0)
+    strip_kernel(const __grid_constant__ StripArgs p) {
   const int lane = threadIdx.x % 32;
   constexpr bool kDown = std::is_same_v<In, Gathered>;
   const unsigned at_k = kDown ? blockIdx.x / p.strips_m : blockIdx.x % p.strips_k;
-  const unsigned at_m = kDown ? (blockIdx.x - at_k * p.strips_m) * kWarps + threadIdx.x / 32 : blockIdx.x / p.strips_k;
+  const unsigned at_m =
+      kDown ? (blockIdx.x - at_k * p.strips_m) * kStripWarps + threadIdx.x / 32 : blockIdx.x / p.strips_k;
   const int64_t row = static_cast<int64_t>(at_m) * kHadamard;
-  const int64_t col = (static_cast<int64_t>(at_k) * (kDown ? 32 : kThreads) + (kDown ? lane : threadIdx.x)) * 8;
+  const int64_t col = (static_cast<int64_t>(at_k) * (kDown ? 32 : kStripThreads) + (kDown ? lane : threadIdx.x)) * 8;
   Row8<__nv_bfloat16> held[kHadamard];
   float of_row[kHadamard], all = 0.0f;
   const Reader<In> source(p.in, row, col);
@@ -160,7 +163,7 @@ __global__ void __launch_bounds__(kThreads, kComputed<In> ? 2 : 0) strip_kernel(
       atomicMax(reinterpret_cast<int*>(p.rows + mine), static_cast<int>(bits_of(m)));
     }
   }
-  __shared__ float scratch[2][kWarps];
+  __shared__ float scratch[2][kStripWarps];
   if constexpr (kRht) {
     float m = 0.0f;
 #pragma unroll
@@ -176,11 +179,11 @@ __global__ void __launch_bounds__(kThreads, kComputed<In> ? 2 : 0) strip_kernel(
     // count, and each value has to be rounded.
     m = through_bf16(m);
     if (rarely(m == INFINITY)) m = largest_rounded<In>(p.in, row, col, p.rht_signs);
-    join_amax<kThreads>(m, scratch[1], p.columnwise);
+    join_amax<kStripThreads>(m, scratch[1], p.columnwise);
   } else if (p.columnwise) {
-    join_amax<kThreads>(all, scratch[1], p.columnwise);
+    join_amax<kStripThreads>(all, scratch[1], p.columnwise);
   }
-  if (p.tensor) join_amax<kThreads>(all, scratch[0], p.tensor);
+  if (p.tensor) join_amax<kStripThreads>(all, scratch[0], p.tensor);
 }
 
 template <bool kRht>
@@ -193,14 +196,14 @@ Status run_strips(const AmaxArgs& args, const Execution& exec) {
   const auto run = [&](auto type) {
     using In = decltype(type);
     constexpr bool kDown = std::is_same_v<In, Gathered>;
-    const int64_t strips_m = ceil_div(p.in.m, kDown ? kHadamard * kWarps : kHadamard);
-    const int64_t strips_k = ceil_div(p.in.k, kDown ? 32 * 8 : kThreads * 8), strips = strips_m * strips_k;
+    const int64_t strips_m = ceil_div(p.in.m, kDown ? kHadamard * kStripWarps : kHadamard);
+    const int64_t strips_k = ceil_div(p.in.k, kDown ? 32 * 8 : kStripThreads * 8), strips = strips_m * strips_k;
     p.strips_m = static_cast<unsigned>(strips_m), p.strips_k = static_cast<unsigned>(strips_k);
     // The transform takes bfloat16; amax() refuses other plain inputs before.
     if constexpr (kRht && !kComputed<In> && !std::is_same_v<Held<In>, __nv_bfloat16>) {
       return Status(Code::type, "amax: the Hadamard transform takes bfloat16 alone");
     } else {
-      return launch("amax", strip_kernel<In, kRht>, strips, kThreads, 0, exec.stream, p);
+      return launch("amax", strip_kernel<In, kRht>, strips, kStripThreads, 0, exec.stream, p);
     }
   };
   const bool gathered = p.in.kind == SourceKind::permuted && p.in.vec && p.in.x.type == DType::bf16;
