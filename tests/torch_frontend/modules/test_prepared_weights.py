@@ -280,6 +280,75 @@ def test_compiled_graphs_quantize_themselves_and_say_so():
         same([p.detach() for p in m.parameters()], [p.detach() for p in plain.parameters()])
 
 
+def updates() -> int:
+    return calls("scale_update_many") + calls("scale_update")
+
+
+def test_one_update_of_scales_after_a_step():
+    m = model()
+    opt = optimizer(m)
+    dt.prepare_weights(m, opt, max_bytes=MUCH)
+    x, counts = torch.ones(32, 64, dtype=torch.bfloat16), []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(3):
+            for _ in range(2):
+                before = updates()
+                with dt.autocast(recipe=RECIPES["delayed"]):
+                    m(x).float().sum().backward()
+                counts.append(updates() - before)
+            opt.step()
+    assert counts == [5, 5, 1, 5, 1, 5]
+
+
+def most_of(history: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
+    return history.amax(1) * 0 + amax
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["skipped", "loaded", "recipe", "evaluated", "own", "copied", "compiled", "saved"])
+def test_joint_updates_have_the_same_bits(device, kind):
+    """Where layers skip a region, states are loaded or copied, recipes change, graphs share the states."""
+
+    def run(prepare: bool) -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        m = model(device)
+        opt = optimizer(m)
+        if prepare:
+            dt.prepare_weights(m, opt, max_bytes=MUCH)
+        compiled = torch.compile(m[2], backend="aot_eager")
+        seen, recipes = [], [DelayedScaling(), DelayedScaling(margin=2), Float8CurrentScaling()]
+        for step in range(6):
+            torch.manual_seed(step)
+            x = torch.randn(32, 64, dtype=torch.bfloat16).to(device).requires_grad_()
+            recipe = recipes[step // 2] if kind == "recipe" else recipes[0]
+            if kind == "own":
+                recipe = DelayedScaling(amax_compute_algo=most_of)
+            if kind == "loaded" and step % 2:
+                m.load_state_dict({k: v * 2 if k.endswith("scale") else v for k, v in m.state_dict().items()})
+            if kind == "evaluated":
+                with dt.autocast(recipe=recipe), torch.no_grad():
+                    seen.append(m.eval()(x))
+                m.train()
+            with dt.autocast(recipe=recipe):
+                y = m[1](m[0](x))
+                if not (kind == "skipped" and step in (1, 2, 4)):
+                    y = m[3]((compiled if kind == "compiled" and step % 3 == 1 else m[2])(y))
+            y.float().square().sum().backward()
+            opt.step()
+            opt.zero_grad()
+            if kind == "copied" and step == 2:
+                m = copy.deepcopy(m)
+                opt = optimizer(m)
+                if prepare:
+                    dt.prepare_weights(m, opt, max_bytes=MUCH)
+            seen += [y.detach(), x.grad]
+            seen += [t.detach().clone() for _, t in sorted(m.state_dict().items())] if kind == "saved" else []
+        return [*seen, *[t.detach() for _, t in sorted(m.state_dict().items())]]
+
+    same(run(True), run(False))
+
+
 def test_unsupported_recipes_warn_once():
     m = model()
     opt = optimizer(m)

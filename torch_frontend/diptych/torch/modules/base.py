@@ -182,7 +182,8 @@ class QuantizedModule(StatefulModule):
         name = self._role_name(layer)
         record = self.training and recording()
         cached = is_first_microbatch is not None or skip_weight_update is not None
-        if not (compiling or cached or self._weight_gradients is not None or "scale_states" in self._modules):
+        shared = compiling or cached or self._prepared is not None or self._weight_gradients is not None
+        if not (shared or "scale_states" in self._modules):
             plain = plain_options(recipe, self.module_kind, name, save_original_input, record)
             if plain is not None:
                 return plain, None
@@ -265,11 +266,17 @@ class QuantizedModule(StatefulModule):
             require_no_capture(device)
             with torch.inference_mode(False):
                 states.seen = torch.zeros(1, dtype=torch.int64, device=device)
-        if not states.graphed and device.type != "cuda":
-            scales = states.update(group)
-        else:
-            assert states.plan is not None
-            scales = update_once(states, states.plan.states, make_step_counter(device), group)
+        joint, scales = states.joint, None
+        if joint is not None:
+            if group is None and not capturing:
+                scales = joint.scales(states, STATE.recipe, STATE.region, make_step_counter(device))
+            states.__dict__["joint"] = None
+        if scales is None:
+            if not states.graphed and device.type != "cuda":
+                scales = states.update(group)
+            else:
+                assert states.plan is not None
+                scales = update_once(states, states.plan.states, make_step_counter(device), group)
         assert scales is not None
         view = states.freeze(scales)
         if not capturing:  # memory of a captured graph serves that graph alone

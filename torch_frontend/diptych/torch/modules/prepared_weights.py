@@ -1,4 +1,5 @@
-"""`prepare_weights`: an option that quantizes all weights of a model right after the optimizer's step, in few launches.
+"""`prepare_weights`: an option that quantizes all weights of a model right after the optimizer's step, in few launches,
+and updates delayed scales of all layers in one.
 
 Invariant: a forward uses a prepared copy only if it would make the same bits itself: the weight is the same tensor in
 the same memory, its version counter has not moved since, and the layer runs by the quantizers that made the copy.
@@ -23,6 +24,8 @@ from diptych.torch.layers.options import Options
 from diptych.torch.layers.quantize import quantize_weight
 from diptych.torch.modules.base import QuantizedModule
 from diptych.torch.primitives import quantize as quantize_ops
+from diptych.torch.state.scales import ScaleStates
+from diptych.torch.state.update import update_jointly
 from diptych.torch.tensors.copies import Copies
 
 
@@ -115,6 +118,7 @@ class PreparedWeights:
         self.nbytes = 0
         if torch.cuda.is_available() and torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             return
+        self._update_jointly()
         single: list[tuple[Tensor, PreparedLayer]] = []
         for weight, one in self._layers():
             size = 0 if any([not c.plain for c in one.calls]) else _nbytes(weight, one.calls)
@@ -129,6 +133,20 @@ class PreparedWeights:
         for (weight, one), copies in zip(single, _quantized_together(single), strict=True):
             one.hold(weight, copies)
 
+    def _update_jointly(self) -> None:
+        """The delayed scales of all layers are updated together where the first of them enters the next region."""
+        recipe: Any = None
+        states: list[ScaleStates] = []
+        for module in self._modules:
+            scaled = module._modules.get("scale_states")
+            if scaled is None or module._last_region is None or module._last_groups:
+                continue
+            recipe = module._last_region if recipe is None else recipe
+            if module._last_region == recipe:
+                states += [part for part in scaled.modules() if isinstance(part, ScaleStates)]
+        if states:
+            update_jointly(states, recipe)
+
     def _warn(self, calls: tuple[Call, ...]) -> None:
         if calls not in self._warned:
             self._warned.add(calls)
@@ -141,12 +159,14 @@ class PreparedWeights:
 
 def prepare_weights(model: nn.Module, optimizer: torch.optim.Optimizer, *, max_bytes: int) -> PreparedWeights:
     """After each `optimizer.step()`, quantizes the weights of a model's layers in few launches, for the forwards until
-    the next step.
+    the next step. In the first autocast region after a step, delayed scales of all layers are updated in one launch.
 
-    Results have the same bits as without it. Each layer's weight is quantized by the recipe that the layer ran by last
-    in grad mode. A forward finds a stale copy by the weight's version counter, which every in-place operation of torch
-    moves, and then quantizes the weight itself. A write that moves no counter, such as one through `weight.data` or by
-    another library's kernel, must not happen between the optimizer's step and a forward.
+    Results have the same bits as without it. (Only an amax that the backward of an earlier region records after the
+    first layer has entered a region may reach a layer's scale one region later.) Each layer's weight is quantized by
+    the recipe that the layer ran by last in grad mode. A forward finds a stale copy by the weight's version counter,
+    which every in-place operation of torch moves, and then quantizes the weight itself. A write that moves no counter,
+    such as one through `weight.data` or by another library's kernel, must not happen between the optimizer's step and a
+    forward.
 
     Compiled graphs quantize their weights themselves, with a warning, and so do layers whose weights need delayed
     scales (DelayedScaling), random bits or a quantizer of the user's own. Without a warning, so do calls while a CUDA

@@ -184,6 +184,7 @@ class ScaleStates(_Float32):
     seen: Tensor | None
     pending: Tensor
     graphed = False  # whether graphs record here; their buffers may exist before that
+    joint: Any = None  # JointUpdate that the next update is part of
 
     def __init__(self, plan: LinearPlan | None = None, device: torch.device | str | None = None) -> None:
         super().__init__()
@@ -298,8 +299,7 @@ class ScaleStates(_Float32):
 
     def recorded(self) -> list[Tensor]:
         """Buffers that graphs record in; none before there are graphs."""
-        buffers = self._buffers
-        return [buffers[name] for name in LOG] if self.ready_for_graphs() else []  # type: ignore[misc]
+        return [self._buffers[name] for name in LOG] if self.ready_for_graphs() else []  # type: ignore[misc]
 
     def ready_for_graphs(self) -> bool:
         """Whether graphs can record here."""
@@ -338,7 +338,7 @@ class ScaleStates(_Float32):
         self.plan = self.view = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"region": 0, "view": None, "wrapper": None}
+        return self.__dict__ | {"region": 0, "view": None, "wrapper": None, "joint": None}
 
     # --- saving and loading ---
 

@@ -167,6 +167,85 @@ def update_eagerly(
     return _programs.repeat(replay, None, update_all, histories, scales, log, quantizers, None, seen, step)[0][0]
 
 
+class JointUpdate:
+    """The updates of many layers' scales, which run in one call of the core where the first of the layers enters a new
+    region.
+
+    An update to which no amax was recorded changes nothing. So a layer that enters later finds its scales as its own
+    update would leave them, and skips that update unless its state was written in between. A region of another recipe
+    than `recipe` has no joint update, since the recipe decides how scales follow from amaxes.
+    """
+
+    def __init__(self, states: list[Any], recipe: Any) -> None:
+        self._states, self._recipe, self._region = states, recipe, 0
+        self._made: dict[int, tuple[Tensor, list[Any]]] = {}  # by id: copies of the scales, and what they belong to
+        for one in states:
+            one.__dict__["joint"] = self
+
+    def scales(self, states: Any, recipe: Any, region: int, step: Tensor) -> Tensor | None:
+        """Returns a copy of a layer's scales, [n], updated for this region; None if the layer has to update them
+        itself. `recipe`, `region`, `step`: the region's recipe and number, and the count of regions on the device."""
+        if recipe != self._recipe:
+            return None
+        if not self._region:
+            self._region = region
+            self._run(step)
+        made = self._made.pop(id(states), None)
+        if made is None or made[1] != _written(states):
+            return None
+        if self._region != region and states._buffers["seen"] is not None:
+            states._buffers["seen"].copy_(step)
+        return made[0]
+
+    def _run(self, step: Tensor) -> None:
+        states = [
+            one
+            for one in self._states
+            if one.joint is self and not one.graphed and one._in_order()[0].scale.device == step.device
+        ]
+        slots = [slot for one in states for slot in one._in_order()]
+        tensors = [t for slot in slots for t in (slot.amax_history, slot.scale)]
+        if not states or not direct(*tensors):
+            return
+        copy, updates = step.new_empty(len(slots), dtype=torch.float32), []
+        for i, slot in enumerate(slots):
+            q = slot.quantizer
+            options = fp8_max(q), q.margin, q.amax_compute_algo == "most_recent"
+            updates.append(Update(slot.amax_history, slot.scale, None, None, *options, scale_out=copy.narrow(0, i, 1)))
+        scale_update_ops.scale_update_many(updates)
+        seen = [one._buffers["seen"] for one in states if one._buffers["seen"] is not None]
+        if seen:
+            torch._foreach_copy_(seen, [step] * len(seen))  # type: ignore[attr-defined]
+        first = 0
+        for one in states:
+            count = len(one._in_order())
+            self._made[id(one)] = copy.narrow(0, first, count), _written(one)
+            first += count
+
+
+def _written(states: Any) -> list[Any]:
+    """Returns a state's tensors with their version counters."""
+    tensors = [t for slot in states._in_order() for t in (slot.amax_history, slot.scale)]
+    return [(id(t), 0 if t.is_inference() else t._version) for t in tensors]
+
+
+def update_jointly(states: list[Any], recipe: Any) -> None:
+    """Makes the updates of many `ScaleStates` in the next region one joint update, if the region is of this recipe.
+
+    Layers that did not run, or that graphs use, keep an update of their own, and so do recipes with a function of the
+    user's own."""
+    for one in states:
+        one.__dict__["joint"] = None
+    found = [
+        one
+        for one in states
+        if one.plan is not None and one.view is not None and not one.graphed and one.plan.states
+        if not any([callable(slot.quantizer.amax_compute_algo) for slot in one._in_order()])
+    ]
+    if found:
+        JointUpdate(found, recipe)
+
+
 def collect(histories: list[Tensor], scales: list[Tensor], log: list[Tensor]) -> None:
     """Moves what graphs have recorded into the histories. `log`: nothing, or `log_buffers`."""
     if log:
