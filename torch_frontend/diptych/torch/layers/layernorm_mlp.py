@@ -122,17 +122,22 @@ def _backward(a: _Arguments, needs: tuple[str, ...], saved: list[Tensor], grads:
         x2 = pick(s2.x_kept, copies_a, h if isinstance(act, FusedInput) else act)
         operand = dy if columnwise is None else columnwise
         made["weight2"] = weight_gradient(operand, x2, a.weight2.dtype, s2, fc2, a.rng2)
-        del act, copies_a, x2
+        del act, copies_a, x2, operand
+    columnwise = None
     if "bias2" in needs:
         assert a.bias2 is not None
         made["bias2"] = gemm_ops.bias_grad(dy, a.bias2.dtype)
     if s2.w_kept:
         width = h.shape[-1] // 2 if activation.gated else h.shape[-1]
-        da = input_gradient(dy if rowwise is None else rowwise, w2, h, s2, fc2, a.rng2, width)
         of_bias = a.bias1.dtype if a.bias1 is not None and "bias1" in needs else None
+        # The largest tensors of backward live from here on: each is dropped where it is read for the last time.
+        da = input_gradient(dy if rowwise is None else rowwise, w2, h, s2, fc2, a.rng2, width)
+        del rowwise, w2
         rowwise, columnwise, dh, made["bias1"] = _activation_gradient(da, h, activation, s1, fc1, a.rng1, of_bias)
+        del da
         if s1.w_kept:
             dz = input_gradient(dh if rowwise is None else rowwise, w1, a.x, s1, fc1, a.rng1, a.x.shape[-1])
+            del rowwise, w1
             made |= a.norm_gradients(dz, saved)
         if s1.x_kept:
             operand = dh if columnwise is None else columnwise
