@@ -71,7 +71,8 @@ class FusedBlock(nn.Module):
         super().__init__()
         self.attention = Attention(width, length)
         self.qkv = dt.LayerNormLinear(width, sum(self.attention.widths), bias=False, normalization="RMSNorm")
-        self.proj = dt.Linear(width, width, bias=False)
+        # Its input is kept anyway, as attention's output.
+        self.proj = dt.Linear(width, width, bias=False, save_original_input=True, save_original_weight=True)
         self.mlp = dt.LayerNormMLP(width, int(FFN * width), bias=False, normalization="RMSNorm", activation="swiglu")
 
     def forward(self, x: Tensor) -> Tensor:

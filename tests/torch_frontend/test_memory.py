@@ -21,11 +21,12 @@ from torch_frontend.tools import RECIPE_NAMES, normal
 
 M = 48
 MODULES = {
-    "linear": lambda: layers.layer(96, 64),
-    "layernorm_linear": lambda: composed.linear(96, 64),
-    "layernorm_mlp": lambda: composed.mlp(96, 64),
-    "layernorm_mlp swiglu": lambda: composed.mlp(96, 64, activation="swiglu"),
+    "linear": lambda **kw: layers.layer(96, 64, **kw),
+    "layernorm_linear": lambda **kw: composed.linear(96, 64, **kw),
+    "layernorm_mlp": lambda **kw: composed.mlp(96, 64, **kw),
+    "layernorm_mlp swiglu": lambda **kw: composed.mlp(96, 64, activation="swiglu", **kw),
 }
+OPTIONS = ("save_original_weight", "save_original_input")
 
 
 def kept(module: torch.nn.Module, recipe: Recipe, **call: bool) -> list[torch.Tensor]:
@@ -63,23 +64,39 @@ def without_scalars(found: Counter[tuple[torch.dtype, int]]) -> Counter[tuple[to
     return Counter({key: n for key, n in found.items() if key[1] > 1})
 
 
+@pytest.mark.parametrize("originals", [(), *[(n,) for n in OPTIONS], OPTIONS], ids=" ".join)
 @pytest.mark.parametrize("kind", MODULES)
 @pytest.mark.parametrize("name", RECIPE_NAMES)
-def test_one_copy_of_each_weight_and_input(name, kind):
-    """No rowwise copy, no second payload, no weight in high precision but the parameter itself, which is not saved.
+def test_one_copy_or_the_original_of_each_weight_and_input(name, kind, originals):
+    """No rowwise copy, no second payload, and no copy of what is kept in high precision.
 
-    What is in high precision beside scales: x, statistics and gamma where a norm is, h where an activation is.
+    In high precision beside scales: the originals that an option names, x, statistics and norm parameters where a norm
+    is, h where an activation is. Parameters take no memory of their own.
     """
-    recipe, module = NAMED[name], MODULES[kind]()
-    saved = Counter((t.dtype, t.numel()) for t in kept(module, recipe))
-    want = copies(recipe, module) + copy_of(recipe, "input", (M, 96))
-    wide = getattr(torch, layers.dtype_of(recipe))
+    recipe, module = NAMED[name], MODULES[kind](**{n: n in originals for n in OPTIONS})
+    owned = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    saved = Counter((t.dtype, t.numel()) for t in kept(module, recipe) if t.untyped_storage().data_ptr() not in owned)
+    wide, want = getattr(torch, layers.dtype_of(recipe)), Counter()
+    if OPTIONS[0] not in originals:
+        want += copies(recipe, module)
+    if OPTIONS[1] not in originals:
+        want += copy_of(recipe, "input", (M, 96))
+    if OPTIONS[1] in originals or kind != "linear":
+        want += Counter({(wide, M * 96): 1})
     if kind != "linear":
-        want += Counter({(wide, M * 96): 1, (torch.float32, 96): 1, (torch.float32, M): 2})
+        want += Counter({(torch.float32, M): 2})
     if isinstance(module, dt.LayerNormMLP):
         want += Counter({(wide, M * module.fc1_weight.shape[0]): 1})
     saved = Counter({key: n for key, n in saved.items() if key[0] != torch.int32})  # random states
     assert without_scalars(saved) == without_scalars(want)
+
+
+@pytest.mark.parametrize("name", RECIPE_NAMES)
+def test_defaults(name):
+    """Fused modules keep originals, and so nothing in low precision but what belongs to no tensor here."""
+    for kind in MODULES:
+        quantized = [t for t in kept(MODULES[kind](), NAMED[name]) if t.dtype.itemsize == 1]
+        assert bool(quantized) == (kind == "linear")
 
 
 @pytest.mark.parametrize("kind", MODULES)

@@ -142,15 +142,17 @@ def test_the_norms_output_too(name):
     assert y.shape == (2, 16, 64)
 
 
-def test_backward_keeps_x_and_quantized_copies():
-    module, x = linear(), normal("x", (2, 16, 96)).requires_grad_()
-    saved = []
+@pytest.mark.parametrize("originals", [True, False])
+def test_backward_keeps_x_and_originals_or_quantized_copies(originals):
+    module = linear(save_original_input=originals, save_original_weight=originals)
+    x, saved = normal("x", (2, 16, 96)).requires_grad_(), []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t), dt.autocast(recipe=MX):
         module(x)
-    floats = [t for t in saved if t.dtype == torch.float32]
-    assert sum(t.numel() for t in floats) == x.numel() + 96 + 2 * 32  # x, gamma, mu, rsigma
+    floats = sum(t.numel() for t in saved if t.dtype == torch.float32)
     payloads = sum(t.numel() for t in saved if t.dtype == torch.float8_e4m3fn)
-    assert payloads == x.numel() + module.weight.numel()
+    parameters, copies = module.weight.numel(), x.numel() + module.weight.numel()
+    norm = x.numel() + 96 + 2 * 32  # x, gamma, mu, rsigma
+    assert (floats, payloads) == ((norm + 96 + parameters, 0) if originals else (norm, copies))  # 96: beta
 
 
 @pytest.mark.parametrize("name", STATELESS)

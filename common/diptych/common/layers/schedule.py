@@ -30,8 +30,8 @@ class Call(NamedTuple):
 class Schedule(NamedTuple):
     """The quantize calls of one forward and backward.
 
-    `x_late`: calls on the original x that backward makes. `x_kept`, `w_kept`: the operand that backward reads,
-    "columnwise", "rowwise", or "original"; empty: none. `backward_rng`: whether backward uses random bits.
+    `x_late`, `w_late`: calls on the original x and w that backward makes. `x_kept`, `w_kept`: the operand that backward
+    reads, "columnwise", "rowwise", or "original"; empty: none. `backward_rng`: whether backward uses random bits.
     """
 
     plan: LinearPlan
@@ -39,19 +39,24 @@ class Schedule(NamedTuple):
     w: tuple[Call, ...]
     dy: tuple[Call, ...]
     x_late: tuple[Call, ...]
+    w_late: tuple[Call, ...]
     x_kept: str
     w_kept: str
     results: tuple[Call | None, Call | None, Call | None]
     backward_rng: bool
 
-    def late_states(self) -> list[str]:
-        """Returns the delayed states that only backward's calls on x read; forward must record their amaxes."""
-        known = [c.state for c in self.x]
-        return [c.state for c in self.x_late if c.state and c.state not in known]
+
+def late_states(calls: tuple[Call, ...], late: tuple[Call, ...]) -> list[str]:
+    """Returns the delayed states of one tensor that only backward's calls read; forward must record their amaxes."""
+    known = [c.state for c in calls]
+    return [c.state for c in late if c.state and c.state not in known]
 
 
-def make_schedule(plan: LinearPlan, need_dx: bool, need_dw: bool, original: bool) -> Schedule:
-    """Returns the schedule of one call. `original`: backward keeps the original input, not a copy of it."""
+def make_schedule(
+    plan: LinearPlan, need_dx: bool, need_dw: bool, original: bool, original_weight: bool = False
+) -> Schedule:
+    """Returns the schedule of one call. `original`, `original_weight`: backward keeps the original input or weight, not
+    a copy of it. A weight's copies that the user's own code makes are kept."""
     kept = []
     for tensor, needed in ((plan.input, need_dw), (plan.weight, need_dx)):
         side, held = "columnwise", tensor.columnwise
@@ -59,16 +64,22 @@ def make_schedule(plan: LinearPlan, need_dx: bool, need_dw: bool, original: bool
             side, held = "rowwise", tensor.rowwise
         kept.append("" if not needed else "original" if held is None else side)
     x_late: tuple[Call, ...] = ()
+    w_late: tuple[Call, ...] = ()
     if original and kept[0] not in ("", "original"):
         x_late = _calls(plan.input, 0, kept[0] == "rowwise", kept[0] == "columnwise")
+    if original_weight and kept[1] not in ("", "original"):
+        w_late = _calls(plan.weight, 2, kept[1] == "rowwise", kept[1] == "columnwise")
+        w_late = () if w_late[0].quantizer.implementation() is not None else w_late
     x = _calls(plan.input, 0, True, kept[0] == "columnwise" and not x_late)
-    w = _calls(plan.weight, 2, True, kept[1] == "columnwise")
+    w = _calls(plan.weight, 2, True, kept[1] == "columnwise" and not w_late)
     dy = _calls(plan.grad_output, 4, need_dx, need_dw)
     results = [None if q is None else _call(q, "", 6 + i) for i, q in enumerate(plan.results)]
     backward_rng = False
-    for call in (*dy, *x_late, results[1], results[2]):
+    for call in (*dy, *x_late, *w_late, results[1], results[2]):
         backward_rng = backward_rng or (call is not None and call.needs_rng)
-    return Schedule(plan, x, w, dy, x_late, kept[0], kept[1], (results[0], results[1], results[2]), backward_rng)
+    return Schedule(
+        plan, x, w, dy, x_late, w_late, kept[0], kept[1], (results[0], results[1], results[2]), backward_rng
+    )
 
 
 def _call(quantizer: Quantizer, state: str, number: int) -> Call:

@@ -39,17 +39,18 @@ from diptych.torch.functional import source as sources
 from diptych.torch.functional.permute import RowMap, moe_permute, require_row_map
 from diptych.torch.graph.custom_op import CustomOp
 from diptych.torch.graph.proto import TensorProto
-from diptych.torch.layers.held import given_copies, held_copies
+from diptych.torch.layers.held import given_copies
 from diptych.torch.layers.options import Options, schedule
-from diptych.torch.layers.products import LayerArguments, finished, kept_spec, result_proto, run
+from diptych.torch.layers.products import LayerArguments, finished, fprop_weight, kept_spec, result_proto, run
 from diptych.torch.layers.quantize import (
     STACK,
+    Encoded,
     quantize_calls,
     quantize_operand,
     quantize_weight,
-    record_late,
     requantized_result,
-    scale_of,
+    save_for_late,
+    saved_for_late,
 )
 from diptych.torch.primitives import grouped as grouped_ops
 from diptych.torch.primitives.checks import require_device, require_high_precision, require_tensor
@@ -105,7 +106,7 @@ class GroupedWeightGradient(NamedTuple):
         if call is None:
             return dw
         single = call._replace(quantizer=call.quantizer.with_usage(rowwise=True, columnwise=False))
-        copy = quantize_weight(dw, (single,), self.options, None)[0]
+        copy = quantize_weight(dw, (single,), self.options, None).copies[0]
         assert copy is not None
         return grouped_ops.stack_values(copy, dw.dtype)
 
@@ -164,28 +165,22 @@ def _forward(a: _Arguments, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...],
     (options,), amaxes = a.forward_options(needs)
     x = a.rows(() if s.plan.input.rowwise is None else s.x)
     if isinstance(x, QuantizedTensor):
-        copies_x = given_copies(x, s, "grouped_linear")
+        encoded_x = Encoded(given_copies(x, s, "grouped_linear"))
     else:
-        copies_x = quantize_operand(x, s.x, options, a.rng, options.recomputed_scales).copies
-    copies_w = options.weight_copies
-    if isinstance(a.weight, QuantizedStack):
-        copies_w = held_copies(
-            a.weight, s.w, "grouped_linear: the weight", "run it by the recipe of its quantized_model_init"
-        )
-    elif copies_w is None:
-        copies_w = quantize_weight(a.weight, s.w, options, a.rng, options.recomputed_scales)
+        encoded_x = quantize_operand(x, s.x, options, a.rng, options.recomputed_scales)
+    encoded_w = fprop_weight(a.weight, a.rng, s, options)
+    copies_x, copies_w = encoded_x.copies, encoded_w.copies
     left = high_precision("grouped_linear", x) if copies_x[0] is None else copies_x[0]
     right = pick("original", copies_w, a.weight) if s.plan.weight.rowwise is None else copies_w[0]
     y = a.groups().product(True, left, right, a.bias, a.x.dtype, s.plan.options[0])
     if a.row_source is None:
         y = y.view(shapes.gemm_out_shape(a.x.shape, y.shape[0], y.shape[1], False))
     saved: list[Tensor] = []
-    if "weight" in needs:
-        if not (_keeps_x(s) or a.x_copy):
-            pack(pick(s.x_kept, copies_x, a.x), saved)
-        saved += [scale_of(c, options, options.recomputed_scales)[0].clone() for c in s.x_late if c.state]
-        record_late(x, s, options)
-    a.pack_weight(0, s, copies_w, saved)
+    a.pack_weight(0, s, options, encoded_w, saved)
+    if s.x_late:
+        save_for_late(x, s.x, s.x_late, options, encoded_x.amax, saved)
+    elif "weight" in needs and not (_keeps_x(s) or a.x_copy):
+        pack(pick(s.x_kept, copies_x, a.x), saved)
     return (finished(y, s, options, a.rng), *amaxes), saved
 
 
@@ -199,26 +194,23 @@ def _layout(a: _Arguments, needs: tuple[str, ...]) -> tuple[TensorProto, ...]:
 def _backward(a: _Arguments, needs: tuple[str, ...], saved: list[Tensor], grads: list[Tensor | None]) -> list[Tensor]:
     s, options, dy = a.schedules(needs)[0], a.backward_options(needs)[0], grads[0]
     assert dy is not None
-    x: Any = None
-    scales = {}
-    if "weight" in needs:
-        if isinstance(a.x, Tensor):
-            x = a.rows(s.x_late)
-            x = high_precision("grouped_linear", x) if isinstance(x, Tensor) else x
-        else:
-            x = unpack(kept_spec(s.x_kept, s.plan.input), list(a.x_copy) or saved)
-        scales = {c.state: saved.pop(0) for c in s.x_late if c.state}
-    w = a.kept_weight(0, s, saved) if "x" in needs else None
     rowwise, columnwise = quantize_calls(dy, s.dy, options, a.rng)
     made: dict[str, Any] = {}
     if "x" in needs:
+        w = a.kept_weight(0, s, options, saved)
         left = dy if rowwise is None else rowwise
         dx = a.groups().product(False, left, w, None, a.x.dtype, s.plan.options[1])
         dx = requantized_result(dx, s.results[1], options, a.rng)
         made["x"] = (dx if a.row_id_map is None else unpermute(dx, a.row_id_map)[0]).view(a.x.shape)
     if "weight" in needs:
+        if isinstance(a.x, Tensor):
+            x: Any = a.rows(s.x_late)
+            x = high_precision("grouped_linear", x) if isinstance(x, Tensor) else x
+        else:
+            x = unpack(kept_spec(s.x_kept, s.plan.input), list(a.x_copy) or saved)
         if s.x_late:
-            x = pick(s.x_kept, quantize_operand(x, s.x_late, options, a.rng, scales).copies, x)
+            scales, amax = saved_for_late(s.x, s.x_late, options, saved)
+            x = pick(s.x_kept, quantize_operand(x, s.x_late, options, a.rng, scales, amax=amax).copies, x)
         operand = dy if columnwise is None else columnwise
         wgrad = GroupedWeightGradient(operand, x, a.groups(), a.weight.dtype, s, options)
         sink = options.weight_grad
@@ -273,6 +265,7 @@ def grouped_linear(
     amax_group: Any = None,
     record: bool = True,
     save_original_input: bool = False,
+    save_original_weight: bool = False,
 ) -> Tensor:
     """x[r] @ weight[g].T + bias[g] for the rows r of each group g, quantized as a recipe says, differentiable once.
 
@@ -296,6 +289,7 @@ def grouped_linear(
     promise, NotImplementedError for weights that are rounded stochastically or quantized by the user's own code.
     """
     options = Options(module, name, save_original_input, record and recording(), amax_group, state)
+    options = options._replace(save_original_weight=save_original_weight)
     return grouped_linear_with(x, weight, bias, offsets, align, rng, recipe, options, row_map)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -11,6 +11,7 @@ from diptych.common.layers.plan import input_fusable
 from diptych.common.layers.schedule import Schedule
 from diptych.common.ops.norm import NORMS, NormOptions
 from diptych.torch.functional import source as sources
+from diptych.torch.functional.source import FusedInput
 from diptych.torch.graph.custom_op import CustomOp
 from diptych.torch.graph.proto import TensorProto
 from diptych.torch.layers.options import Options
@@ -23,11 +24,18 @@ from diptych.torch.layers.products import (
     result_proto,
     weight_gradient,
 )
-from diptych.torch.layers.quantize import quantize_calls, quantize_operand, requantized_result
+from diptych.torch.layers.quantize import (
+    Encoded,
+    quantize_calls,
+    quantize_operand,
+    requantized_result,
+    save_for_late,
+    saved_for_late,
+)
 from diptych.torch.primitives import gemm as gemm_ops
 from diptych.torch.primitives import norm as norm_ops
 from diptych.torch.primitives.constants import Constants
-from diptych.torch.tensors.copies import Copies, Operand, pack, pick, unpack
+from diptych.torch.tensors.copies import Operand, pack, pick, unpack
 from diptych.torch.tensors.quantized import QuantizedTensor
 
 
@@ -39,19 +47,31 @@ def input_gradient(
     return requantized_result(dx, s.results[1], options, rng).view(*x.shape[:-1], width)
 
 
+class Normed(NamedTuple):
+    """The results of a norm and a linear layer. `z`: the norm's output where it is stored; `operand`: what is quantized
+    of it."""
+
+    y: Tensor
+    z: Tensor | None
+    stats: list[Tensor]
+    operand: Tensor | FusedInput
+    encoded_z: Encoded
+    encoded_w: Encoded
+
+
 def normed_fprop(
     x: Tensor, gamma: Tensor, beta: Tensor | None, weight: Tensor, bias: Tensor | None, rng: Tensor | None,
     s: Schedule, options: Options, norm: NormOptions, with_z: bool,
-) -> tuple[Tensor, Tensor | None, tuple[Tensor | None, Tensor], Copies, Copies]:  # fmt: skip
-    """Returns y, the norm's output z if it is stored, (mu, rsigma), and the copies of z and of the weight."""
+) -> Normed:  # fmt: skip
     fuse = input_fusable(s.plan)
-    needs_z = with_z or not fuse or s.x_kept == "original"
+    needs_z = with_z or not fuse or (s.x_kept == "original" and not options.save_original_input)
     mu, rsigma, z = norm_ops.norm(x, gamma if needs_z else None, beta if needs_z else None, norm)
     operand = sources.normalized(x, gamma, beta, mu, rsigma, norm) if fuse else z
     assert operand is not None
-    copies_z = quantize_operand(operand, s.x, options, rng, options.recomputed_scales).copies
-    y, _, copies_w = fprop(x if fuse or z is None else z, weight, bias, rng, s, options, copies_z)
-    return y, z, (mu, rsigma), copies_z, copies_w
+    encoded_z = quantize_operand(operand, s.x, options, rng, options.recomputed_scales)
+    y, _, encoded_w = fprop(x if fuse or z is None else z, weight, bias, rng, s, options, encoded_z)
+    stats = [rsigma] if mu is None else [mu, rsigma]
+    return Normed(y, z, stats, operand, encoded_z, encoded_w)
 
 
 @dataclasses.dataclass
@@ -68,17 +88,56 @@ class NormedArguments(LayerArguments):
         return "x" in needs or "gamma" in needs or "beta" in needs
 
     def kept_operands(self, needs: tuple[str, ...], schedules: tuple[Schedule, ...]) -> tuple[str, ...]:
-        return ("x", "gamma") if self.wants_dz(needs) else ()
+        again = self._normed_again(schedules[0])
+        return ("x", "gamma", "beta") if again else ("x", "gamma") if self.wants_dz(needs) else ()
+
+    def _normed_again(self, s: Schedule) -> bool:
+        """Whether backward computes the norm's output again for wgrad."""
+        original = self.layers[0][2] if self.options is None else self.options[0].save_original_input
+        return s.x_kept != "" and original
 
     def norm_options(self) -> NormOptions:
         held = self.norm.items  # a graph rebuilds it as a plain tuple
         return held if isinstance(held, NormOptions) else NormOptions(*held)
 
-    def norm_gradients(self, dz: Tensor, saved: list[Tensor]) -> dict[str, Any]:
-        """The gradients of the norm's operands. Removes the norm's statistics from the front of `saved`."""
-        options = self.norm_options()
-        mu = saved.pop(0) if options.which == NORMS["LayerNorm"] else None
-        made = norm_ops.norm_grad(dz, self.x, self.gamma, mu, saved.pop(0), options, self.beta is not None)
+    def pack_normed(
+        self, made: Normed, s: Schedule, options: Options, saved: list[Tensor], returns_z: bool = False
+    ) -> None:
+        """Saves what `kept_stats` and `kept_normed` take."""
+        again = self._normed_again(s)
+        if s.w_kept or again:
+            saved += made.stats
+        if s.x_late:
+            save_for_late(made.operand, s.x, s.x_late, options, made.encoded_z.amax, saved)
+        elif s.x_kept and not again:
+            operand = pick(s.x_kept, made.encoded_z.copies, self.x if made.z is None else made.z)
+            result = returns_z and operand is made.z and self.options is None  # a node returns no tensor twice
+            pack(operand.clone() if result else operand, saved)
+
+    def kept_stats(self, s: Schedule, saved: list[Tensor]) -> tuple[Tensor | None, Tensor | None]:
+        """Takes (mu, rsigma) from the front of `saved`, None where backward does not read them."""
+        if not (s.w_kept or self._normed_again(s)):
+            return None, None
+        mu = saved.pop(0) if self.norm_options().which == NORMS["LayerNorm"] else None
+        return mu, saved.pop(0)
+
+    def kept_normed(
+        self, s: Schedule, options: Options, rng: Tensor | None, stats: tuple[Any, Any], saved: list[Tensor]
+    ) -> Operand:
+        """Returns the operand that wgrad reads for the norm's output; makes it where x alone is kept."""
+        if not self._normed_again(s):
+            return unpack(kept_spec(s.x_kept, s.plan.input), saved)
+        norm = self.norm_options()
+        if input_fusable(s.plan) and s.x_late:
+            z: Any = sources.normalized(self.x, self.gamma, self.beta, *stats, norm)
+        else:
+            z = norm_ops.norm(self.x, self.gamma, self.beta, norm)[2]
+        scales, amax = saved_for_late(s.x, s.x_late, options, saved)
+        return pick(s.x_kept, quantize_operand(z, s.x_late, options, rng, scales, amax=amax).copies, z)
+
+    def norm_gradients(self, dz: Tensor, stats: tuple[Any, Any]) -> dict[str, Any]:
+        """The gradients of the norm's operands."""
+        made = norm_ops.norm_grad(dz, self.x, self.gamma, *stats, self.norm_options(), self.beta is not None)
         return {"x": made[0], "gamma": made[1], "beta": made[2]}
 
 
@@ -96,17 +155,11 @@ class _Arguments(NormedArguments):
 def _forward(a: _Arguments, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
     s = a.schedules(needs)[0]
     (options,), amaxes = a.forward_options(needs)
-    y, z, stats, copies_z, copies_w = normed_fprop(
-        a.x, a.gamma, a.beta, a.weight, a.bias, a.rng, s, options, a.norm_options(), a.with_z
-    )
+    normed = normed_fprop(a.x, a.gamma, a.beta, a.weight, a.bias, a.rng, s, options, a.norm_options(), a.with_z)
     saved: list[Tensor] = []
-    if s.x_kept:
-        operand = pick(s.x_kept, copies_z, a.x if z is None else z)
-        pack(operand.clone() if operand is z and a.with_z and a.options is None else operand, saved)
-    a.pack_weight(0, s, copies_w, saved)
-    if s.w_kept:
-        saved += [t for t in stats if t is not None]
-    y = finished(y, s, options, a.rng)
+    a.pack_weight(0, s, options, normed.encoded_w, saved)
+    a.pack_normed(normed, s, options, saved, a.with_z)
+    y, z = finished(normed.y, s, options, a.rng), normed.z
     return (y, z, *amaxes) if a.with_z and z is not None else (y, *amaxes), saved
 
 
@@ -119,15 +172,19 @@ def _layout(a: _Arguments, needs: tuple[str, ...]) -> tuple[TensorProto, ...]:
 def _backward(a: _Arguments, needs: tuple[str, ...], saved: list[Tensor], grads: list[Tensor | None]) -> list[Tensor]:
     s, options, dy = a.schedules(needs)[0], a.backward_options(needs)[0], grads[0]
     assert dy is not None
-    z = unpack(kept_spec(s.x_kept, s.plan.input), saved) if s.x_kept else None
-    w = a.kept_weight(0, s, saved) if s.w_kept else None
     rowwise, columnwise = quantize_calls(dy, s.dy, options, a.rng)
     made: dict[str, Any] = {}
+    dz = None
     if s.w_kept:
+        w = a.kept_weight(0, s, options, saved)
         dz = input_gradient(dy if rowwise is None else rowwise, w, a.x, s, options, a.rng, a.x.shape[-1])
+        del w
+    stats = a.kept_stats(s, saved)
+    if dz is not None:
         dz_out = grads[1] if a.with_z else None
-        made |= a.norm_gradients(dz if dz_out is None else dz + dz_out, saved)
+        made |= a.norm_gradients(dz if dz_out is None else dz + dz_out, stats)
     if "weight" in needs:
+        z = a.kept_normed(s, options, a.rng, stats, saved)
         operand = dy if columnwise is None else columnwise
         made["weight"] = weight_gradient(operand, z, a.weight.dtype, s, options, a.rng)
     if "bias" in needs:

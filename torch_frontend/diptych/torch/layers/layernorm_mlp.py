@@ -17,18 +17,17 @@ from diptych.torch.graph.custom_op import CustomOp
 from diptych.torch.graph.proto import TensorProto
 from diptych.torch.layers.layernorm_linear import NormedArguments, input_gradient, normed_fprop
 from diptych.torch.layers.options import Options
-from diptych.torch.layers.products import finished, fprop, kept_spec, result_proto, weight_gradient
+from diptych.torch.layers.products import finished, fprop, result_proto, weight_gradient
 from diptych.torch.layers.quantize import (
-    has_one_amax,
     quantize_calls,
     quantize_operand,
-    record_late,
     requantized_result,
-    scale_of,
+    save_for_late,
+    saved_for_late,
 )
 from diptych.torch.primitives import activation as activation_ops
 from diptych.torch.primitives import gemm as gemm_ops
-from diptych.torch.tensors.copies import pack, pick, unpack
+from diptych.torch.tensors.copies import pick
 from diptych.torch.tensors.quantized import QuantizedTensor
 
 
@@ -62,40 +61,22 @@ def _activated(h: Tensor, activation: ActivationOptions, s2: Schedule, reads: st
     return sources.activated(h, activation) if unstored else activation_ops.activation(h, activation)
 
 
-def _keeps_amax(s2: Schedule) -> bool:
-    """Whether quantizing the activation computes an amax that backward, which quantizes it again, needs too."""
-    if not (s2.x_late and input_fusable(s2.plan)):
-        return False
-    return bool([c for c in s2.x if has_one_amax(c)])
-
-
 def _forward(a: _Arguments, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
     s1, s2 = a.schedules(needs)
     (fc1, fc2), amaxes = a.forward_options(needs)
-    h, z, stats, copies_z, copies_w1 = normed_fprop(
-        a.x, a.gamma, a.beta, a.weight1, a.bias1, a.rng1, s1, fc1, a.norm_options(), False
-    )
-    h = requantized_result(h, s1.results[0], fc1, a.rng1)
+    normed = normed_fprop(a.x, a.gamma, a.beta, a.weight1, a.bias1, a.rng1, s1, fc1, a.norm_options(), False)
+    h = requantized_result(normed.y, s1.results[0], fc1, a.rng1)
     act = _activated(h, ActivationOptions(*a.activation), s2)
     encoded = quantize_operand(act, s2.x, fc2, a.rng2, fc2.recomputed_scales)
-    y, _, copies_w2 = fprop(
-        h if isinstance(act, FusedInput) else act, a.weight2, a.bias2, a.rng2, s2, fc2, encoded.copies
-    )
-    saved: list[Tensor] = []
-    if s1.x_kept:
-        pack(pick(s1.x_kept, copies_z, a.x if z is None else z), saved)
-    a.pack_weight(0, s1, copies_w1, saved)
-    a.pack_weight(1, s2, copies_w2, saved)
+    y, _, encoded_w2 = fprop(h if isinstance(act, FusedInput) else act, a.weight2, a.bias2, a.rng2, s2, fc2, encoded)
+    saved: list[Tensor] = []  # in the order in which backward reads
     if s2.w_kept or s2.x_kept:
         saved.append(h)
     if s2.x_kept:
-        saved += [scale_of(c, fc2, fc2.recomputed_scales)[0].clone() for c in s2.x_late if c.state]
-        record_late(act, s2, fc2)
-        if _keeps_amax(s2):
-            assert encoded.amax is not None
-            saved.append(encoded.amax)
-    if s1.w_kept:
-        saved += [t for t in stats if t is not None]
+        save_for_late(act, s2.x, s2.x_late, fc2, encoded.amax, saved)
+    a.pack_weight(1, s2, fc2, encoded_w2, saved)
+    a.pack_weight(0, s1, fc1, normed.encoded_w, saved)
+    a.pack_normed(normed, s1, fc1, saved)
     return (finished(y, s2, fc2, a.rng2), *amaxes), saved
 
 
@@ -108,16 +89,12 @@ def _backward(a: _Arguments, needs: tuple[str, ...], saved: list[Tensor], grads:
     fc1, fc2 = a.backward_options(needs)
     dy, activation = grads[0], ActivationOptions(*a.activation)
     assert dy is not None
-    z = unpack(kept_spec(s1.x_kept, s1.plan.input), saved) if s1.x_kept else None
-    w1 = a.kept_weight(0, s1, saved) if s1.w_kept else None
-    w2 = a.kept_weight(1, s2, saved) if s2.w_kept else None
     h: Any = saved.pop(0) if s2.w_kept or s2.x_kept else None
     rowwise, columnwise = quantize_calls(dy, s2.dy, fc2, a.rng2)
     made: dict[str, Any] = {}
     if s2.x_kept:
-        scales = {c.state: saved.pop(0) for c in s2.x_late if c.state}
         act = _activated(h, activation, s2, s2.x_kept)
-        amax = saved.pop(0) if _keeps_amax(s2) else None
+        scales, amax = saved_for_late(s2.x, s2.x_late, fc2, saved)
         copies_a = quantize_operand(act, s2.x_late, fc2, a.rng2, scales, amax=amax).copies
         x2 = pick(s2.x_kept, copies_a, h if isinstance(act, FusedInput) else act)
         operand = dy if columnwise is None else columnwise
@@ -131,15 +108,22 @@ def _backward(a: _Arguments, needs: tuple[str, ...], saved: list[Tensor], grads:
         width = h.shape[-1] // 2 if activation.gated else h.shape[-1]
         of_bias = a.bias1.dtype if a.bias1 is not None and "bias1" in needs else None
         # The largest tensors of backward live from here on: each is dropped where it is read for the last time.
+        w2 = a.kept_weight(1, s2, fc2, saved)
         da = input_gradient(dy if rowwise is None else rowwise, w2, h, s2, fc2, a.rng2, width)
         del rowwise, w2
         rowwise, columnwise, dh, made["bias1"] = _activation_gradient(da, h, activation, s1, fc1, a.rng1, of_bias)
         del da
+        dz = None
         if s1.w_kept:
+            w1 = a.kept_weight(0, s1, fc1, saved)
             dz = input_gradient(dh if rowwise is None else rowwise, w1, a.x, s1, fc1, a.rng1, a.x.shape[-1])
-            del rowwise, w1
-            made |= a.norm_gradients(dz, saved)
+            del w1
+        del rowwise
+        stats = a.kept_stats(s1, saved)
+        if dz is not None:
+            made |= a.norm_gradients(dz, stats)
         if s1.x_kept:
+            z = a.kept_normed(s1, fc1, a.rng1, stats, saved)
             operand = dh if columnwise is None else columnwise
             made["weight1"] = weight_gradient(operand, z, a.weight1.dtype, s1, fc1, a.rng1)
     a.log_amaxes()

@@ -27,7 +27,14 @@ from diptych.torch.layers.products import (
     run,
     weight_gradient,
 )
-from diptych.torch.layers.quantize import quantize_calls, record_late, requantized_result, scale_of
+from diptych.torch.layers.quantize import (
+    encode,
+    late_scales,
+    quantize_calls,
+    requantized_result,
+    save_for_late,
+    saved_for_late,
+)
 from diptych.torch.primitives import gemm as gemm_ops
 from diptych.torch.primitives.checks import require_device, require_high_precision
 from diptych.torch.state.autocast import recording
@@ -60,15 +67,13 @@ def _forward(a: _Arguments, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...],
         _require_fit(a.x, a.weight, a.bias)
     s = a.schedules(needs)[0]
     (options,), amaxes = a.forward_options(needs)
-    y, copies_x, copies_w = fprop(a.x, a.weight, a.bias, a.rng, s, options)
+    y, encoded_x, encoded_w = fprop(a.x, a.weight, a.bias, a.rng, s, options)
     saved: list[Tensor] = []
-    if "weight" in needs:
-        if not (_keeps_x(s) or a.x_copy):
-            pack(pick(s.x_kept, copies_x, a.x), saved)
-        if s.x_late:
-            saved += [scale_of(c, options, options.recomputed_scales)[0].clone() for c in s.x_late if c.state]
-            record_late(a.x, s, options)
-    a.pack_weight(0, s, copies_w, saved)
+    a.pack_weight(0, s, options, encoded_w, saved)
+    if s.x_late:
+        save_for_late(a.x, s.x, s.x_late, options, encoded_x.amax, saved)
+    elif "weight" in needs and not (_keeps_x(s) or a.x_copy):
+        pack(pick(s.x_kept, encoded_x.copies, a.x), saved)
     return (finished(y, s, options, a.rng), *amaxes), saved
 
 
@@ -83,23 +88,20 @@ def _keeps_x(s: Schedule) -> bool:
 def _backward(a: _Arguments, needs: tuple[str, ...], saved: list[Tensor], grads: list[Tensor | None]) -> list[Tensor]:
     s, options, dy = a.schedules(needs)[0], a.backward_options(needs)[0], grads[0]
     assert dy is not None
-    x: Any = None
-    scales = {}
-    if "weight" in needs:
-        if isinstance(a.x, Tensor):
-            x = high_precision("linear", a.x)
-        else:
-            x = unpack(kept_spec(s.x_kept, s.plan.input), list(a.x_copy) or saved)
-        scales = {c.state: saved.pop(0) for c in s.x_late if c.state}
-    w = a.kept_weight(0, s, saved) if "x" in needs else None
     rowwise, columnwise = quantize_calls(dy, s.dy, options, a.rng)
     made: dict[str, Any] = {}
     if "x" in needs:
+        w = a.kept_weight(0, s, options, saved)
         dx = product("dgrad", dy if rowwise is None else rowwise, w, None, a.x.dtype, s.plan.options[1])
         made["x"] = requantized_result(dx, s.results[1], options, a.rng).view(a.x.shape)
     if "weight" in needs:
+        if isinstance(a.x, Tensor):
+            x: Any = high_precision("linear", a.x)
+        else:
+            x = unpack(kept_spec(s.x_kept, s.plan.input), list(a.x_copy) or saved)
         if s.x_late:
-            x = pick(s.x_kept, quantize_calls(x, s.x_late, options, a.rng, scales), x)
+            scales, amax = saved_for_late(s.x, s.x_late, options, saved)
+            x = pick(s.x_kept, encode(x, s.x_late, options, a.rng, scales, amax).copies, x)
         operand = dy if columnwise is None else columnwise
         made["weight"] = weight_gradient(operand, x, a.weight.dtype, s, options, a.rng)
     if "bias" in needs:
@@ -113,7 +115,7 @@ def _forward_replay(a: _Arguments, needs: tuple[str, ...]) -> Replay | None:
     if a.options is None or isinstance(a.x, QuantizedTensor) or isinstance(a.weight, QuantizedTensor):
         return None
     s = a.schedules(needs)[0]
-    if s.results[0] is not None or s.x_late:
+    if s.results[0] is not None:
         return None
     inputs = [a.x, a.weight] if a.bias is None else [a.x, a.weight, a.bias]
     leaves = a.options[0].weight_grad is not None and not a.options[0].weight_grad.marks
@@ -129,7 +131,7 @@ def _backward_replay(
     s = a.schedules(needs)[0]
     dy = grads[0]
     high = not s.dy or "original" in (s.x_kept, s.w_kept) or s.plan.dequantized_backward
-    if high or s.x_late or s.results[1] is not None or s.results[2] is not None or dy is None:
+    if high or s.results[1] is not None or s.results[2] is not None or dy is None:
         return None
     if dy.layout is torch.strided:
         dy = grads[0] = dy.contiguous()
@@ -137,7 +139,10 @@ def _backward_replay(
     if any([isinstance(t, QuantizedTensorBase) for t in kept]):
         return None
     dtypes = a.x.dtype, a.weight.dtype, None if a.bias is None else a.bias.dtype
-    return replay((needs, a.weight.shape, *dtypes), s, a.options[0], (s.dy,), [dy, *kept, *saved])
+    inputs = [dy, *kept, *saved]
+    if s.w_late or s.x_late:
+        inputs += late_scales((*s.w_late, *s.x_late), a.options[0])
+    return replay((needs, a.weight.shape, *dtypes), s, a.options[0], (s.dy,), inputs)
 
 
 _linear = CustomOp(
@@ -180,6 +185,7 @@ def linear(
     amax_group: Any = None,
     record: bool = True,
     save_original_input: bool = False,
+    save_original_weight: bool = False,
 ) -> Tensor:
     """x @ weight.T + bias with operands quantized as a recipe says, differentiable once.
 
@@ -191,8 +197,9 @@ def linear(
     scaling, whose histories record the amaxes, those of gradients too, if the call is made in grad mode, outside of
     `dry_run` and not with `record=False`. `rng`: int32 [4], state of the random generator
     of stochastic rounding (`rng_state`); the call uses 18 offsets from there on, and the caller advances it.
-    `amax_group`: process group over which amaxes are reduced. `save_original_input`: backward keeps x and quantizes
-    it again, instead of keeping a copy.
+    `amax_group`: process group over which amaxes are reduced. `save_original_input`, `save_original_weight`: backward
+    keeps x, or the weight, and makes the copy that it reads again with the same bits, instead of keeping that copy. A
+    QuantizedTensor's copies are kept as they are, and so are those of a weight that the user's own code quantizes.
 
     **Returns:** [..., N] in x's (or autocast's) dtype; a QuantizedTensor where the recipe quantizes the output. Its
     gradient, and that of a quantized x, is a plain tensor.
@@ -202,6 +209,7 @@ def linear(
     second derivative, or a quantized x of another dtype than autocast's.
     """
     options = Options(module, name, save_original_input, record and recording(), amax_group, state)
+    options = options._replace(save_original_weight=save_original_weight) if save_original_weight else options
     return linear_with(x, weight, bias, rng, recipe, options)
 
 

@@ -27,6 +27,7 @@ class Options(NamedTuple):
     weight_copies: Copies | None = None
     weight_grad: Any = None
     scales: Tensor | None = None  # [n], the scales of `state` in the plan's order, from a graph's update
+    save_original_weight: bool = False
 
 
 _schedules: dict[tuple[Any, ...], Schedule] = {}
@@ -35,22 +36,31 @@ _schedules: dict[tuple[Any, ...], Schedule] = {}
 _recent: dict[tuple[Any, ...], tuple[Recipe, Schedule]] = {}  # by identity: hashing a recipe costs microseconds
 
 
-def schedule(recipe: Recipe, module: str, name: str, need_dx: bool, need_dw: bool, original: bool = False) -> Schedule:
-    """Returns the schedule of one call, cached by the recipe's value outside of graphs. `original`: keep x, not its
-    copy.
+def schedule(
+    recipe: Recipe,
+    module: str,
+    name: str,
+    need_dx: bool,
+    need_dw: bool,
+    original: bool = False,
+    original_weight: bool = False,
+) -> Schedule:
+    """Returns the schedule of one call, cached by the recipe's value outside of graphs. `original`, `original_weight`:
+    backward keeps x or the weight, not its copy.
 
     Code that runs eagerly while a graph is traced, such as preparing its states, gets the objects that later calls get.
     """
     if torch.compiler.is_dynamo_compiling():
-        return make_schedule(make_plan(recipe, module, name), need_dx, need_dw, original)
-    key = (id(recipe), module, name, need_dx, need_dw, original)
+        return make_schedule(make_plan(recipe, module, name), need_dx, need_dw, original, original_weight)
+    key = (id(recipe), module, name, need_dx, need_dw, original, original_weight)
     known = _recent.get(key)
     if known is None:
         by_value = (recipe, *key[1:])
         if by_value not in _schedules:
             if len(_schedules) >= 4096:
                 _schedules.clear()
-            _schedules[by_value] = make_schedule(linear_plan(recipe, module, name), need_dx, need_dw, original)
+            plan = linear_plan(recipe, module, name)
+            _schedules[by_value] = make_schedule(plan, need_dx, need_dw, original, original_weight)
         if len(_recent) >= 1024:
             del _recent[next(iter(_recent))]
         known = _recent[key] = (recipe, _schedules[by_value])
@@ -60,14 +70,17 @@ def schedule(recipe: Recipe, module: str, name: str, need_dx: bool, need_dw: boo
 _plain: dict[tuple[Any, ...], tuple[Recipe, Options | None]] = {}
 
 
-def plain_options(recipe: Recipe, module: str, name: str, original: bool, record: bool) -> Options | None:
+def plain_options(
+    recipe: Recipe, module: str, name: str, original: bool, original_weight: bool, record: bool
+) -> Options | None:
     """Returns the options of an eager call whose recipe needs no states, random bits or process group, else None."""
-    key = (id(recipe), module, name, original, record)
+    key = (id(recipe), module, name, original, original_weight, record)
     known = _plain.get(key)
     if known is None:
         plan = schedule(recipe, module, name, False, False).plan
         bare = not (plan.states or plan.needs_rng or recipe.amax_group)
         if len(_plain) >= 1024:
             del _plain[next(iter(_plain))]
-        known = _plain[key] = (recipe, Options(module, name, original, record) if bare else None)
+        made = Options(module, name, original, record, save_original_weight=original_weight)
+        known = _plain[key] = (recipe, made if bare else None)
     return known[1]

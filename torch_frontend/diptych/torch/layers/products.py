@@ -40,7 +40,15 @@ from diptych.torch.graph.program import Replay
 from diptych.torch.graph.proto import TensorProto
 from diptych.torch.layers.held import given_copies, held_copies
 from diptych.torch.layers.options import Options, schedule
-from diptych.torch.layers.quantize import quantize_calls, quantize_general, requantized_result
+from diptych.torch.layers.quantize import (
+    Encoded,
+    encode,
+    quantize_general,
+    quantize_weight,
+    requantized_result,
+    save_for_late,
+    saved_for_late,
+)
 from diptych.torch.layers.weight_gradients import accumulate, overwrites
 from diptych.torch.primitives import gemm as gemm_ops
 from diptych.torch.primitives.checks import TWO_LEVEL
@@ -91,26 +99,33 @@ class WeightGradient(NamedTuple):
 
 def fprop(
     x: Tensor, weight: Tensor, bias: Tensor | None, rng: Tensor | None, s: Schedule, options: Options, given: Any = None
-) -> tuple[Tensor, Copies, Copies]:
-    """Returns y and the copies of x and w. `given`: the input's copies, if the caller has made them from a source."""
-    copies_x = given
+) -> tuple[Tensor, Encoded, Encoded]:
+    """Returns y, x encoded, and w encoded. `given`: the encoded input, if the caller has made it from a source."""
+    encoded_x = given
     if isinstance(x, QuantizedTensor):
-        copies_x = given_copies(x, s)
+        encoded_x = Encoded(given_copies(x, s))
     elif given is None:
-        copies_x = quantize_calls(x, s.x, options, rng, options.recomputed_scales)
-    copies_w = options.weight_copies
-    if isinstance(weight, QuantizedTensor):
-        name = f"{options.module}: the weight"
-        copies_w = held_copies(weight, s.w, name, "run it by the recipe of its quantized_model_init")
-    elif copies_w is None:
-        copies_w = quantize_calls(weight, s.w, options, rng, options.recomputed_scales)
+        encoded_x = encode(x, s.x, options, rng, options.recomputed_scales)
+    encoded_w = fprop_weight(weight, rng, s, options)
+    copies_x, copies_w = encoded_x.copies, encoded_w.copies
     a = high_precision(options.module, x) if copies_x[0] is None else copies_x[0]
     b = pick("original", copies_w, weight) if s.plan.weight.rowwise is None else copies_w[0]
     y = product("fprop", a, b, bias, x.dtype, s.plan.options[0])
     if x.dim() != 2:
         # Autograd would refuse to change a view that an op returns in place.
         y = torch.ops.aten._unsafe_view(y, shapes.gemm_out_shape(x.shape, y.shape[0], y.shape[1], False))
-    return y, copies_x, copies_w
+    return y, encoded_x, encoded_w
+
+
+def fprop_weight(weight: Any, rng: Tensor | None, s: Schedule, options: Options) -> Encoded:
+    """Returns the encoded weight, or stack of weights, made from the original or taken from where it is held or
+    kept."""
+    if isinstance(weight, QuantizedTensorBase):
+        name = f"{options.module}: the weight"
+        return Encoded(held_copies(weight, s.w, name, "run it by the recipe of its quantized_model_init"))
+    if options.weight_copies is not None:
+        return Encoded(options.weight_copies)
+    return quantize_weight(weight, s.w, options, rng, options.recomputed_scales)
 
 
 # --- states and copies -----------------------------------------------------------------------------------------------
@@ -151,8 +166,8 @@ class LayerArguments:
     """The fields that the ops of all linear layers share. In a traced call `options` is None, and the fields after it
     carry the same content.
 
-    `layers`: (module, name, save_original_input, record, specs of kept copies, how a main_grad is written or "") of
-    each; the lists are those of all layers, one after the other.
+    `layers`: (module, name, save_original_input, record, specs of kept copies, how a main_grad is written or "",
+    whether backward keeps the original weight) of each; the lists are those of all layers, one after the other.
     """
 
     weights: ClassVar[tuple[str, ...]] = ("weight",)  # names of fields, by layer
@@ -186,8 +201,10 @@ class LayerArguments:
             return self._schedules
         made = []
         layers: Any = self.layers if self.options is None else self.options
-        for layer, (need_dx, need_dw) in zip(layers, self.wanted(needs), strict=True):
-            made.append(schedule(self.recipe, layer[0], layer[1], need_dx, need_dw, layer[2]))
+        for i, (need_dx, need_dw) in enumerate(self.wanted(needs)):
+            layer = layers[i]
+            late = layer[6] if self.options is None else _keeps_original(layer, getattr(self, self.weights[i]))
+            made.append(schedule(self.recipe, layer[0], layer[1], need_dx, need_dw, layer[2], late))
         if not torch.compiler.is_compiling():
             self._schedules = tuple(made)
         return tuple(made)
@@ -242,7 +259,7 @@ class LayerArguments:
         self._recorded = []
         made = []
         for layer, s in zip(self.layers, self.schedules(needs), strict=True):
-            module, name, original, record, _, how = layer
+            module, name, original, record, _, how, _ = layer
             states: Any = None
             if scales and s.plan.states:
                 names = _state_names(s)
@@ -271,14 +288,20 @@ class LayerArguments:
 
     # --- the operands of dgrad ---
 
-    def pack_weight(self, i: int, s: Schedule, copies: Copies, saved: list[Tensor]) -> None:
-        """Saves the copy of layer i's weight that dgrad reads, where no argument holds it."""
-        if s.w_kept and not self._specs(i) and not self._reads_weight(i, s):
-            pack(pick(s.w_kept, copies, getattr(self, self.weights[i])), saved)
+    def pack_weight(self, i: int, s: Schedule, options: Options, encoded: Encoded, saved: list[Tensor]) -> None:
+        """Saves what dgrad reads of layer i's weight, except what an argument holds."""
+        if s.w_late:
+            save_for_late(getattr(self, self.weights[i]), s.w, s.w_late, options, encoded.amax, saved)
+        elif s.w_kept and not self._specs(i) and not self._reads_weight(i, s):
+            pack(pick(s.w_kept, encoded.copies, getattr(self, self.weights[i])), saved)
 
-    def kept_weight(self, i: int, s: Schedule, saved: list[Tensor]) -> Any:
-        """The operand that dgrad reads for layer i's weight."""
+    def kept_weight(self, i: int, s: Schedule, options: Options, saved: list[Tensor]) -> Any:
+        """Returns the operand that dgrad reads for layer i's weight; makes it where the original is kept."""
         weight = getattr(self, self.weights[i])
+        if s.w_late:
+            scales, amax = saved_for_late(s.w, s.w_late, options, saved)
+            rng = getattr(self, self.rngs[i]) if s.backward_rng else None
+            return pick(s.w_kept, quantize_weight(weight, s.w_late, options, rng, scales, amax).copies, weight)
         if isinstance(weight, QuantizedTensorBase):
             columnwise = weight.rowwise_data is None if s.w_kept == "original" else s.w_kept == "columnwise"
             return weight.copy_of(columnwise)
@@ -290,7 +313,7 @@ class LayerArguments:
 
     def _reads_weight(self, i: int, s: Schedule) -> bool:
         held = isinstance(getattr(self, self.weights[i]), QuantizedTensorBase)
-        return s.w_kept == "original" or (s.w_kept != "" and held)
+        return s.w_kept == "original" or bool(s.w_late) or (s.w_kept != "" and held)
 
     def _specs(self, i: int) -> tuple[Spec, ...]:
         return self.layers[i][4] if self.options is None else ()
@@ -303,6 +326,13 @@ class LayerArguments:
         for j in range(i + 1):
             found = tuple([None if spec is None else unpack(spec, tensors) for spec in self._specs(j)])
         return found  # type: ignore[return-value]
+
+
+def _keeps_original(options: Options, weight: Any) -> bool:
+    """Whether backward makes a weight's copies again: not those that exist anyway."""
+    if not options.save_original_weight or options.weight_copies is not None:
+        return False
+    return not isinstance(weight, QuantizedTensorBase)
 
 
 def _leaves(options: Options) -> bool:
@@ -411,7 +441,8 @@ def run(op: CustomOp, x: Tensor, recipe: Recipe, options: tuple[Any, ...], *oper
             if given.record and len(names) > 0:
                 a.logs += [state._buffers["log"], state._buffers["written"]]
                 pending.append((state._buffers["pending"], len(names)))
-        layers.append((given.module, given.name, given.save_original_input, given.record, specs, how))
+        late = _keeps_original(given, weight)
+        layers.append((given.module, given.name, given.save_original_input, given.record, specs, how, late))
     a.layers = tuple(layers)
     outputs = op(a)
     if len(pending) == 0:

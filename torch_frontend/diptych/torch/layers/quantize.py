@@ -9,7 +9,7 @@ from torch import Tensor
 
 from diptych.common.errors import ArgumentError
 from diptych.common.layers.checks import Names, missing_rng, require_stackable
-from diptych.common.layers.schedule import Call, Schedule
+from diptych.common.layers.schedule import Call, late_states
 from diptych.torch.functional import quantize as quantize_verbs
 from diptych.torch.functional import source as sources
 from diptych.torch.functional.source import FusedInput
@@ -25,26 +25,54 @@ from diptych.torch.tensors.quantized import QuantizedTensor
 STACK = Names("grouped_linear", "input", "weight")
 
 
+class Encoded(NamedTuple):
+    """The copies of a tensor, its amax ([1], of a stack [G]) if a tensorwise format has computed one, and its sum over
+    the rows if requested."""
+
+    copies: Copies
+    amax: Tensor | None = None
+    column_sum: Tensor | None = None
+
+
 def quantize_calls(
     t: Tensor, calls: tuple[Call, ...], options: Options, rng: Tensor | None, scales: dict[str, Tensor] | None = None
 ) -> Copies:
     """Returns the copies of one tensor. `scales`: delayed scales to use, recording nothing; None takes the states'."""
-    rowwise = columnwise = None
+    return encode(t, calls, options, rng, scales).copies
+
+
+def encode(
+    t: Tensor,
+    calls: tuple[Call, ...],
+    options: Options,
+    rng: Tensor | None,
+    scales: dict[str, Tensor] | None = None,
+    amax: Tensor | None = None,
+) -> Encoded:
+    """Returns the copies of one tensor and its amax. `scales`: as above. `amax`: tensorwise formats use it instead of
+    computing one."""
+    rowwise = columnwise = found = None
     for call in calls:
-        if call.plain and (options.group is None or not call.reducible):
+        if call.plain and amax is not None and has_one_amax(call):
+            buffers = quantize_ops.quantize_again(t, call.quantizer, amax)
+        elif call.plain and (options.group is None or not call.reducible):
             buffers = quantize_ops.quantize(t, call.quantizer)
+            found = buffers[-1] if has_one_amax(call) else found
         elif call.state and not call.quantizer.custom:
             buffers = _quantize_delayed(t, call, options, scales)
         elif call.quantizer.custom or options.group is not None:
             q = quantize_general(t, call, options, rng, scales)
             rowwise = q.copy_of(False) if q.rowwise_data is not None else rowwise
             columnwise = q.copy_of(True) if q.columnwise_data is not None else columnwise
+            found = q.amax if has_one_amax(call) else found
             continue
         else:
-            buffers = quantize_ops.quantize(t, call.quantizer, rng=rng_of(call, options, rng))
+            given = amax if has_one_amax(call) else None
+            buffers = quantize_ops.quantize(t, call.quantizer, given, rng=rng_of(call, options, rng))
+            found = buffers[-1] if has_one_amax(call) else found
         r, c = quantize_ops.copies(call.quantizer, buffers)
         rowwise, columnwise = rowwise if r is None else r, columnwise if c is None else c
-    return rowwise, columnwise
+    return Encoded((rowwise, columnwise), found)
 
 
 def quantize_weight(
@@ -53,27 +81,29 @@ def quantize_weight(
     options: Options,
     rng: Tensor | None,
     scales: dict[str, Tensor] | None = None,
-) -> Copies:
-    """Returns the copies of a weight, or of a stack [G, N, K]. Each weight of a stack has its own scales and amaxes;
-    under delayed scaling all share one scale, whose history gets the largest amax."""
+    amax: Tensor | None = None,
+) -> Encoded:
+    """Encodes a weight, or a stack [G, N, K]; `scales`, `amax`: as for `encode`. Each weight of a stack has its own
+    scales and amaxes; under delayed scaling all share one scale, whose history gets the largest amax."""
     if weight.dim() != 3:
-        return quantize_calls(weight, calls, options, rng, scales)
+        return encode(weight, calls, options, rng, scales, amax)
     require_stackable(STACK, calls)
-    rowwise = columnwise = None
+    rowwise = columnwise = found = None
     for call in calls:
         each = history = None
-        given: tuple[Tensor | None, Tensor | None] = (None, None)
+        given: tuple[Tensor | None, Tensor | None] = (amax if has_one_amax(call) else None, None)
         if call.state:
             scale, history = scale_of(call, options, scales)
             each = scale.expand(weight.shape[0]).contiguous()
-        elif options.group is not None and call.reducible:
+        elif options.group is not None and call.reducible and given[0] is None:
             given = quantize_verbs.group_amaxes(weight, call.quantizer, options.group, grouped_ops.amaxes)
         buffers = grouped_ops.quantize_stack(weight, call.quantizer, *given, each)
         if history is not None:
             record_amax(history, buffers[-1].amax(0, keepdim=True))
+        found = buffers[-1] if has_one_amax(call) else found
         r, c = quantize_ops.copies(call.quantizer, buffers)
         rowwise, columnwise = rowwise if r is None else r, columnwise if c is None else c
-    return rowwise, columnwise
+    return Encoded((rowwise, columnwise), found)
 
 
 def rng_of(call: Call, options: Options, rng: Tensor | None) -> Tensor | None:
@@ -136,17 +166,8 @@ def quantize_general(
 
 
 def has_one_amax(call: Call) -> bool:
-    """Whether quantizing computes an amax of the whole tensor, and no other."""
-    return call.reducible and not quantize_ops.TWO_LEVEL[call.quantizer.spec.format_id]
-
-
-class Encoded(NamedTuple):
-    """The copies of a tensor, its amax [1] if a tensorwise format has computed one, and its sum over the rows if
-    requested."""
-
-    copies: Copies
-    amax: Tensor | None = None
-    column_sum: Tensor | None = None
+    """Whether quantizing by the core computes an amax of the whole tensor, and no other."""
+    return call.reducible and not (quantize_ops.TWO_LEVEL[call.quantizer.spec.format_id] or call.quantizer.custom)
 
 
 def quantize_operand(
@@ -159,10 +180,10 @@ def quantize_operand(
     amax: Tensor | None = None,
     sum_dtype: torch.dtype | None = None,
 ) -> Encoded:
-    """Returns the copies of a tensor or a FusedInput. For a FusedInput, tensorwise formats use `amax` instead of
-    computing one, and `sum_dtype` requests the sum over the rows in that dtype."""
+    """Returns the copies of a tensor or a FusedInput; `scales`, `amax`: as for `encode`. For a FusedInput, `sum_dtype`
+    requests the sum over the rows in that dtype."""
     if isinstance(t, Tensor):
-        return Encoded(quantize_calls(t, calls, options, rng, scales))
+        return encode(t, calls, options, rng, scales, amax)
     rowwise = columnwise = found = total = None
     for call in calls:
         one_amax = has_one_amax(call)
@@ -196,11 +217,50 @@ def requantized_result(t: Tensor, call: Call | None, options: Options, rng: Tens
     return quantize_ops.dequantize(copy, t.dtype).reshape(t.shape)
 
 
-def record_late(t: Tensor | FusedInput, s: Schedule, options: Options) -> None:
-    """Records a layer's input for the delayed states that only backward's quantizing reads."""
+# --- copies that backward makes ---
+
+
+def save_for_late(
+    t: Tensor | FusedInput, calls: tuple[Call, ...], late: tuple[Call, ...], options: Options, amax: Tensor | None,
+    saved: list[Tensor],
+) -> None:  # fmt: skip
+    """Saves what backward needs beside the original to make the copies of `late` with the bits that forward, which made
+    those of `calls` and found `amax`, would give them. Records t for the states that only `late` reads."""
+    if not _keeps_scales(options):
+        saved += [scale_of(c, options, options.recomputed_scales)[0].clone() for c in late if c.state]
+    if _share_amax(calls, late):
+        assert amax is not None
+        saved.append(amax)
     if options.state is not None and options.record and options.recomputed_scales is None:
-        for name in s.late_states():
+        for name in late_states(calls, late):
             aside(_record_late, name, t, options.state)
+
+
+def saved_for_late(
+    calls: tuple[Call, ...], late: tuple[Call, ...], options: Options, saved: list[Tensor]
+) -> tuple[dict[str, Tensor], Tensor | None]:
+    """Takes the scales and the amax of `save_for_late` from the front of `saved`."""
+    stated = [c for c in late if c.state]
+    found = late_scales(late, options) if _keeps_scales(options) else [saved.pop(0) for _ in stated]
+    scales = {c.state: scale for c, scale in zip(stated, found, strict=True)}
+    return scales, saved.pop(0) if _share_amax(calls, late) else None
+
+
+def late_scales(late: tuple[Call, ...], options: Options) -> list[Tensor]:
+    """Returns the delayed scales of `late` that the options keep for backward."""
+    if not _keeps_scales(options):
+        return []
+    given = options.recomputed_scales
+    return [scale_of(c, options, given if given is None else dict(given))[0] for c in late if c.state]
+
+
+def _keeps_scales(options: Options) -> bool:
+    """Whether the options keep forward's delayed scales for backward, where no update overwrites them."""
+    return isinstance(options.state, StepScales)
+
+
+def _share_amax(calls: tuple[Call, ...], late: tuple[Call, ...]) -> bool:
+    return any([has_one_amax(c) for c in calls]) and any([has_one_amax(c) for c in late])
 
 
 def _record_late(name: str, t: Tensor | FusedInput, state: ScaleStates | StepScales) -> None:

@@ -61,6 +61,8 @@ class QuantizedModule(StatefulModule):
     # Class attributes, so that a converted nn.Linear, or a module pickled before they existed, has the defaults too.
     init_method: Callable[[Tensor], Any] | None = None
     return_bias = False
+    save_original_input = False
+    save_original_weight = False
 
     has_rng_state = True
     _last_region: Recipe | None = None
@@ -105,6 +107,7 @@ class QuantizedModule(StatefulModule):
         is_first_microbatch: bool | None = None,
         skip_weight_update: Tensor | None = None,
         save_original_input: bool = False,
+        save_original_weight: bool = False,
         quantize_output: bool = False,
         quantize_grad_input: bool = False,
     ) -> Tensor:
@@ -113,9 +116,10 @@ class QuantizedModule(StatefulModule):
         **Arguments:** `x`, `weight`, `bias`: as for `linear`. `layer`: its name in this module. `is_first_microbatch`:
         True quantizes the weight and keeps the copies, False uses those kept, None quantizes and keeps nothing.
         `skip_weight_update`: a boolean or float32 tensor of one element; where it is not zero the kept copies stay as
-        they are, decided on the device (for captured graphs; `is_first_microbatch` must be None). `quantize_output`,
-        `quantize_grad_input`: inside of regions the result, or the input's gradient, is quantized too, as the recipe
-        quantizes inputs and gradients; no delayed scaling.
+        they are, decided on the device (for captured graphs; `is_first_microbatch` must be None).
+        `save_original_input`, `save_original_weight`: as for `linear`; kept copies serve backward too.
+        `quantize_output`, `quantize_grad_input`: inside of regions the result, or the input's gradient, is quantized
+        too, as the recipe quantizes inputs and gradients; no delayed scaling.
 
         **Raises:** what `linear` raises; CheckpointError if loaded states are another recipe's.
         """
@@ -125,7 +129,8 @@ class QuantizedModule(StatefulModule):
             return outside.run(
                 self.quantized_linear, x, weight, bias, layer, is_first_microbatch=is_first_microbatch,
                 skip_weight_update=skip_weight_update, save_original_input=save_original_input,
-                quantize_output=quantize_output, quantize_grad_input=quantize_grad_input,
+                save_original_weight=save_original_weight, quantize_output=quantize_output,
+                quantize_grad_input=quantize_grad_input,
             )  # fmt: skip
         recipe = self._active_recipe()
         if recipe is None:
@@ -134,7 +139,7 @@ class QuantizedModule(StatefulModule):
             return self._plain_linear(high_precision("linear", x), weight, bias)
         if quantize_output or quantize_grad_input:
             recipe = recipe.with_results(quantize_output, quantize_grad_input)
-        given = (is_first_microbatch, skip_weight_update, save_original_input)
+        given = (is_first_microbatch, skip_weight_update, save_original_input, save_original_weight)
         options, rng = self._options_for(recipe, x, weight, layer, *given)
         return linear_with(x, weight, bias, rng, recipe, options)
 
@@ -176,6 +181,7 @@ class QuantizedModule(StatefulModule):
         is_first_microbatch: bool | None = None,
         skip_weight_update: Tensor | None = None,
         save_original_input: bool = False,
+        save_original_weight: bool = False,
     ) -> tuple[Options, Tensor | None]:
         """Returns one layer's options and a snapshot of its random generator, and moves its states on by a call."""
         compiling = torch.compiler.is_compiling()
@@ -184,7 +190,7 @@ class QuantizedModule(StatefulModule):
         cached = is_first_microbatch is not None or skip_weight_update is not None
         shared = compiling or cached or self._prepared is not None or self._weight_gradients is not None
         if not (shared or "scale_states" in self._modules):
-            plain = plain_options(recipe, self.module_kind, name, save_original_input, record)
+            plain = plain_options(recipe, self.module_kind, name, save_original_input, save_original_weight, record)
             if plain is not None:
                 return plain, None
         s = schedule(recipe, self.module_kind, name, False, False)
@@ -201,7 +207,7 @@ class QuantizedModule(StatefulModule):
         gradients = self._weight_gradients
         options = Options(
             self.module_kind, name, save_original_input, record, group, states, scales, None,
-            None if gradients is None else gradients.of(weight), updated,
+            None if gradients is None else gradients.of(weight), updated, save_original_weight,
         )  # fmt: skip
         if cached and not isinstance(weight, QuantizedTensorBase):
             columnwise = self.training or x.requires_grad
@@ -229,7 +235,9 @@ class QuantizedModule(StatefulModule):
             return None, None, None, record
         taped = taped_call(self, layer)
         if taped is not None:
-            return self._layer_states(layer), taped.rng, taped.scales, taped.record
+            states = self._layer_states(layer)
+            used = None if states is None else states.current()
+            return used, taped.rng, taped.scales, taped.record
         if torch._C._current_graph_task_id() != -1:
             raise UnsupportedError(
                 f"{type(self).__name__} runs inside of a backward pass with a recipe that has state "

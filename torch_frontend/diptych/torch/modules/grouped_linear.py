@@ -34,8 +34,9 @@ class GroupedLinear(QuantizedModule):
     """`num_gemms` linear layers, one for each group of consecutive rows; they quantize inside `autocast`.
 
     **Arguments:** `num_gemms`: groups, G. `in_features`, `out_features`, `bias`, `device`, `dtype`, `recipe`, `name`,
-    `fuse_wgrad_accumulation`, `delay_wgrad_compute`, `save_original_input`, `params_dtype`, `init_method`,
-    `return_bias`, arguments about parallelism: as `Linear`; `init_method` is called with each weight [N, K].
+    `fuse_wgrad_accumulation`, `delay_wgrad_compute`, `save_original_input`, `save_original_weight`, `params_dtype`,
+    `init_method`, `return_bias`, arguments about parallelism: as `Linear`; `init_method` is called with each weight,
+    [N, K].
 
     Parameters: `weight` [G, N, K], each of G initialized as nn.Linear's, and `bias` [G, N] or None. A state dict that
     has `weight0`, `bias0`, ... as TransformerEngine's GroupedLinear has them is loaded too: they are stacked. The
@@ -64,6 +65,7 @@ class GroupedLinear(QuantizedModule):
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
+        save_original_weight: bool = False,
         params_dtype: torch.dtype | None = None,
         init_method: Callable[[Tensor], Any] | None = None,
         return_bias: bool = False,
@@ -77,7 +79,8 @@ class GroupedLinear(QuantizedModule):
         super().__init__(fuse_wgrad_accumulation=fuse_wgrad_accumulation, delay_wgrad_compute=delay_wgrad_compute)
         self.num_gemms, self.in_features, self.out_features = num_gemms, in_features, out_features
         self.recipe, self.name = recipe, name or ""
-        self.save_original_input, self.return_bias, self.init_method = save_original_input, return_bias, init_method
+        self.save_original_input, self.save_original_weight = save_original_input, save_original_weight
+        self.return_bias, self.init_method = return_bias, init_method
         placed: dict[str, Any] = {"device": device, "dtype": dtype_of("GroupedLinear", dtype, params_dtype)}
         self.weight = nn.Parameter(torch.empty(num_gemms, out_features, in_features, **placed))
         if bias:
@@ -170,7 +173,7 @@ class GroupedLinear(QuantizedModule):
             if STATE.calibrating is not None:
                 return self._calibrate(x, self.weight, bias, "", STATE.calibrating, plain)
             return plain(x, self.weight, bias)
-        given = (is_first_microbatch, None, self.save_original_input)
+        given = (is_first_microbatch, None, self.save_original_input, self.save_original_weight)
         options, rng = self._options_for(recipe, inp, self.weight, "", *given)
         return grouped_linear_with(inp, self.weight, bias, offsets, align, rng, recipe, options, row_map, sizes)
 

@@ -6,7 +6,8 @@ Invariants:
 
 - The products are those of `layers/products.py`; an operand is a tensor or a `FusedInput`, and which of them
   follows from the plan alone (`input_fusable`), so that training, evaluation and both panels give the same bits.
-- Backward keeps x, the statistics and the copies that it multiplies, not the norm's output.
+- Backward keeps x and the statistics, from which it makes the copy of the norm's output again, with forward's bits;
+  likewise the weight's. With `save_original_input` or `save_original_weight` False it keeps these copies.
 - Outside of regions the norm is the core's too, rounded to x's dtype, and the product is torch's.
 """
 
@@ -47,6 +48,8 @@ def require_sizes(op: str, **sizes: Any) -> None:
 class NormedModule(QuantizedModule):
     """A module that begins with a norm: the norm's parameters and their initial values."""
 
+    save_original_input = True  # what a module pickled before these options existed does
+    save_original_weight = True
     layer_norm_weight: nn.Parameter
     layer_norm_bias: nn.Parameter | None
     norm: NormOptions
@@ -82,7 +85,9 @@ class LayerNormLinear(NormedModule):
     layer_norm_weight holds gamma - 1, and starts at 0. `return_layernorm_output`: the call returns (y, norm's output).
     `fuse_wgrad_accumulation`, `delay_wgrad_compute`: as `QuantizedModule`. `params_dtype`, `init_method`,
     `return_bias`, arguments about parallelism: as `Linear`; with `return_bias` the call returns (y, bias) or
-    (y, bias, norm's output).
+    (y, bias, norm's output). `save_original_input`: backward keeps x alone and computes and quantizes the norm's output
+    again, instead of keeping a copy of that. `save_original_weight`: as `Linear`, but True by default: backward reads
+    the weight once more.
 
     Parameters: `layer_norm_weight`, `layer_norm_bias` (None for RMSNorm), `weight`, `bias`. The module kind of roles is
     "layernorm_linear". Under `torch.amp.autocast` the input is cast to its dtype first.
@@ -112,6 +117,8 @@ class LayerNormLinear(NormedModule):
         params_dtype: torch.dtype | None = None,
         init_method: Callable[[Tensor], Any] | None = None,
         return_bias: bool = False,
+        save_original_input: bool = True,
+        save_original_weight: bool = True,
         **others: Any,
     ) -> None:
         absorb("LayerNormLinear", others)
@@ -122,6 +129,7 @@ class LayerNormLinear(NormedModule):
         self.in_features, self.out_features = in_features, out_features
         self.recipe, self.name, self.return_layernorm_output = recipe, name or "", return_layernorm_output
         self.init_method, self.return_bias = init_method, return_bias
+        self.save_original_input, self.save_original_weight = save_original_input, save_original_weight
         self._make_norm(normalization, in_features, eps, zero_centered_gamma, **placed)
         self.weight = nn.Parameter(torch.empty(out_features, in_features, **placed))
         self.bias = nn.Parameter(torch.empty(out_features, **placed)) if bias else None
@@ -164,7 +172,8 @@ class LayerNormLinear(NormedModule):
             return self._returned(self.quantized_linear(z, weight, bias), z)
         if fp8_output:
             recipe = recipe.with_results(True, False)
-        options, rng = self._options_for(recipe, x, weight, "", is_first_microbatch, skip_weight_update)
+        given = (is_first_microbatch, skip_weight_update, self.save_original_input, self.save_original_weight)
+        options, rng = self._options_for(recipe, x, weight, "", *given)
         with_z = self.return_layernorm_output
         operands = (gamma, beta, self.norm_constants, weight, bias, rng, with_z)
         made = run(layernorm_linear, x, recipe, (options,), *operands)

@@ -3,10 +3,12 @@
     h = quantize(norm(x)) @ quantize(w1).T + bias1
     y = quantize(act(h)) @ quantize(w2).T + bias2
 
-Backward keeps x, the norm's statistics and its quantized output, h, and the weights' copies. For w2's gradient the
-activation is recomputed from h and quantized in one pass, by forward's scale; its gradient is quantized in the pass
-that computes it, which also sums bias1's gradient. A tensor that a role leaves in high precision, or quantizes by a
-user's own code, is stored instead (`fusable` in `diptych.common.layers.plan`).
+Backward keeps x, the norm's statistics and h. For the weights' gradients the norm's output is recomputed from x and the
+activation from h, each quantized in the same pass, by forward's scale; the weights' columnwise copies are made from the
+parameters. `save_original_input` or `save_original_weight` False keeps forward's copies of the norm's output or of the
+weights instead. The activation's gradient is quantized in the pass that computes it, which also sums bias1's gradient.
+A tensor that a role leaves in high precision, or quantizes by a user's own code, is stored instead (`fusable` in
+`diptych.common.layers.plan`).
 """
 
 from __future__ import annotations
@@ -39,10 +41,11 @@ class LayerNormMLP(NormedModule):
     fc1 twice as wide. `bias`: of both layers. `activation`: "gelu" (the tanh form), "relu", "silu", "srelu" (relu
     squared), "qgelu" (x sigmoid(1.702 x)), or act(a) * b as "geglu", "reglu", "swiglu", "sreglu", "qgeglu", with a the
     first half of fc1's output. `eps`, `normalization`, `zero_centered_gamma`, `device`, `dtype`, `recipe`, `name`,
-    `fuse_wgrad_accumulation`, `delay_wgrad_compute`: as `LayerNormLinear`. `params_dtype`, arguments about
-    parallelism: as `Linear`. `init_method`, `output_layer_init_method`: called with fc1's and with fc2's weight to fill
-    it (None: as nn.Linear). `return_bias`: the call returns (y, fc2_bias), and y has none added. `checkpoint`: backward
-    recomputes the module (`diptych.torch.checkpoint`).
+    `fuse_wgrad_accumulation`, `delay_wgrad_compute`, `save_original_input`, `save_original_weight`: as
+    `LayerNormLinear`. `params_dtype`, arguments about parallelism: as `Linear`. `init_method`,
+    `output_layer_init_method`: called with fc1's and with fc2's weight to fill it (None: as nn.Linear). `return_bias`:
+    the call returns (y, fc2_bias), and y has none added. `checkpoint`: backward recomputes the module
+    (`diptych.torch.checkpoint`).
 
     Parameters: `layer_norm_weight`, `layer_norm_bias` (None for RMSNorm), `fc1_weight` [F or 2F, K], `fc1_bias`,
     `fc2_weight` [K, F], `fc2_bias`. The module kind of roles is "layernorm_mlp", names end in "fc1" and "fc2".
@@ -77,6 +80,8 @@ class LayerNormMLP(NormedModule):
         output_layer_init_method: Callable[[Tensor], Any] | None = None,
         return_bias: bool = False,
         checkpoint: bool = False,
+        save_original_input: bool = True,
+        save_original_weight: bool = True,
         **others: Any,
     ) -> None:
         absorb("LayerNormMLP", others)
@@ -87,6 +92,7 @@ class LayerNormMLP(NormedModule):
         self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
         self.recipe, self.name, self.return_bias, self.checkpoint = recipe, name or "", return_bias, checkpoint
         self.init_method, self.output_layer_init_method = init_method, output_layer_init_method
+        self.save_original_input, self.save_original_weight = save_original_input, save_original_weight
         self.activation, self.activation_options = activation, activation_options("LayerNormMLP", activation)
         self._make_norm(normalization, hidden_size, eps, zero_centered_gamma, **placed)
         wide = ffn_hidden_size * (2 if self.activation_options.gated else 1)
@@ -138,8 +144,9 @@ class LayerNormMLP(NormedModule):
             h = self.quantized_linear(norm_verbs.layernorm(x, gamma, beta, self.norm), w1, b1, "fc1")
             return self.quantized_linear(activation_verbs.activate(h, act), w2, b2, "fc2")
         given = (is_first_microbatch, skip_weight_update)
-        fc1, rng1 = self._options_for(recipe, x, w1, "fc1", *given)
-        fc2, rng2 = self._options_for(recipe, x, w2, "fc2", *given, save_original_input=True)
+        late = self.save_original_weight
+        fc1, rng1 = self._options_for(recipe, x, w1, "fc1", *given, self.save_original_input, late)
+        fc2, rng2 = self._options_for(recipe, x, w2, "fc2", *given, True, late)
         operands = (gamma, beta, self.norm_constants, w1, b1, w2, b2, rng1, rng2, tuple(act))
         return run(layernorm_mlp, x, recipe, (fc1, fc2), *operands)[0]
 

@@ -26,6 +26,8 @@ class Linear(QuantizedModule, nn.Linear):
     nn.Linear's initialization; the bias is then zero. `return_bias`: the call returns (x @ weight.T, bias), nothing
     added. `fuse_wgrad_accumulation`, `delay_wgrad_compute`: as `QuantizedModule`. `save_original_input`: backward keeps
     the input and quantizes it again, which costs a pass and saves a copy where the input is kept anyway.
+    `save_original_weight`: likewise for the weight, which exists anyway; copies kept across microbatches are read as
+    they are, and a change of the weight between forward and backward is an error, as for nn.Linear.
     TransformerEngine's arguments about parallelism are accepted only with the values that request none.
 
     The input may be a QuantizedTensor, such as another module's output under a recipe that quantizes outputs; see
@@ -48,6 +50,7 @@ class Linear(QuantizedModule, nn.Linear):
         fuse_wgrad_accumulation: bool = False,
         delay_wgrad_compute: bool = False,
         save_original_input: bool = False,
+        save_original_weight: bool = False,
         params_dtype: torch.dtype | None = None,
         init_method: Callable[[Tensor], Any] | None = None,
         return_bias: bool = False,
@@ -63,6 +66,7 @@ class Linear(QuantizedModule, nn.Linear):
         )  # fmt: skip
         self.recipe, self.name = recipe, name or ""
         self.save_original_input, self.return_bias = save_original_input, return_bias
+        self.save_original_weight = save_original_weight
         self.weight = initial_weight(self.weight, recipe, self.module_kind, self.name)
         self._make_initial_states()
 
@@ -102,6 +106,7 @@ class Linear(QuantizedModule, nn.Linear):
             is_first_microbatch=is_first_microbatch,
             skip_weight_update=skip_weight_update,
             save_original_input=self.save_original_input,
+            save_original_weight=self.save_original_weight,
             quantize_output=fp8_output,
             quantize_grad_input=fp8_grad,
         )

@@ -127,7 +127,7 @@ class PreparedWeights:
             elif self.nbytes + size <= self.max_bytes:
                 self.nbytes += size
                 if weight.dim() == 3:
-                    one.hold(weight, quantize_weight(weight.detach(), one.calls, Options(), None))
+                    one.hold(weight, quantize_weight(weight.detach(), one.calls, Options(), None).copies)
                 else:
                     single.append((weight, one))
         for (weight, one), copies in zip(single, _quantized_together(single), strict=True):

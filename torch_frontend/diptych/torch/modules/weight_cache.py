@@ -81,7 +81,7 @@ class WeightCache:
                 (self.key, key, name),
                 f"{type(recipe).__name__} cannot use the weight kept from the first microbatch; it is quantized anew",
             )
-        made = quantize_weight(weight, calls, options, rng, options.recomputed_scales)
+        made = quantize_weight(weight, calls, options, rng, options.recomputed_scales).copies
         if self.bound and self.key == key:
             for old, t in _pairs(self.copies, made):
                 old.copy_(_storable(t))
@@ -130,7 +130,7 @@ class WeightCache:
             keep = keep & self.valid
             self.valid.fill_(True)
         scales = {c.state: options.state.tensors(c.state)[0] for c in calls if c.state and options.state is not None}
-        new = quantize_weight(weight, calls, options, rng, options.recomputed_scales or scales)
+        new = quantize_weight(weight, calls, options, rng, options.recomputed_scales or scales).copies
         for old, t in _pairs(self.copies, new):
             bits = old.view(torch.uint8)
             bits.copy_(torch.where(keep, bits, _storable(t).view(torch.uint8)))

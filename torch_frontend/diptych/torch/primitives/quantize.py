@@ -122,6 +122,27 @@ def _quantize_delayed_fake(x: Tensor, quantizer: Quantizer, scale: Tensor, histo
     return fake_buffers(x, quantizer)[:-1]
 
 
+def _quantize_again(x: Tensor, quantizer: Quantizer, amax: Tensor) -> list[Tensor]:
+    check = functools.partial(check_quantize, x, quantizer, amax, None, None, None)
+    once(check, x, quantizer.spec, quantizer.rowwise, quantizer.columnwise, amax)
+    places: list[Tensor | None] = [None] * 6
+    out = []
+    for place, shape, new in layout(x.shape, quantizer, x.device)[:-1]:  # the last is the amax
+        places[place] = t = new(*shape)
+        out.append(t)
+    rowwise, rowwise_scale, columnwise, columnwise_scale = places[2:]
+    _core.quantize(
+        x.contiguous(), *quantizer.spec, _GIVEN, amax.contiguous(), None, None, None,
+        rowwise, rowwise_scale, columnwise, columnwise_scale,
+    )  # fmt: skip
+    return out
+
+
+def _quantize_again_fake(x: Tensor, quantizer: Quantizer, amax: Tensor) -> list[Tensor]:
+    check_quantize(x, quantizer, amax, None, None, None)
+    return fake_buffers(x, quantizer)[:-1]
+
+
 def _both(implementation: Callable[..., list[Tensor]]) -> Callable[..., tuple[Tensor, ...]]:
     """Wraps an op so that it returns both copies always, with empty tensors for the buffers of a copy that is not made.
 
@@ -196,6 +217,7 @@ _dequantize_op = define(
 )
 _quantize_op: Callable[..., list[Tensor]]
 _quantize_delayed_op: Callable[..., tuple[Tensor, ...]]
+_quantize_again_op: Callable[..., list[Tensor]]
 _empty_op: Callable[..., list[Tensor]]
 if constants.AVAILABLE:
     _QUANTIZER = constants.schema_type(Float8Quantizer)  # torch checks the name only, and takes every value class
@@ -205,6 +227,13 @@ if constants.AVAILABLE:
         "Tensor? rng=None) -> Tensor[]",
         _quantize,
         _quantize_fake,
+        recordable=True,
+    )
+    _quantize_again_op = define(
+        "quantize_again",
+        f"(Tensor x, {_QUANTIZER} quantizer, Tensor amax) -> Tensor[]",
+        _quantize_again,
+        _quantize_again_fake,
         recordable=True,
     )
     _quantize_delayed_op = define(
@@ -222,6 +251,7 @@ if constants.AVAILABLE:
 else:  # pragma: no cover - no supported torch
     _empty_op = torch._disable_dynamo(_empty)  # type: ignore[attr-defined]
     _quantize_op = torch._disable_dynamo(_quantize)  # type: ignore[attr-defined]
+    _quantize_again_op = torch._disable_dynamo(_quantize_again)  # type: ignore[attr-defined]
     _quantize_delayed_op = torch._disable_dynamo(_both(_quantize_delayed))  # type: ignore[attr-defined]
 
 
@@ -288,6 +318,14 @@ def quantize_many(xs: list[Tensor], quantizer: Quantizer) -> list[list[Tensor]]:
         made.append(out)
     _core.quantize_many(calls, *quantizer.spec, _COMPUTE)
     return made
+
+
+def quantize_again(x: Tensor, quantizer: Quantizer, amax: Tensor) -> list[Tensor]:
+    """The copies' buffers for x [..., K] in a per-tensor format by an amax that is known, which is read alone."""
+    if direct(x, amax):
+        require_no_grad("diptych::quantize_again", x, amax)
+        return _quantize_again(x, quantizer, amax)
+    return _quantize_again_op(x, quantizer, amax)
 
 
 def quantize_delayed(x: Tensor, quantizer: Quantizer, scale: Tensor, history: Tensor) -> list[Tensor]:
