@@ -128,7 +128,7 @@ Status multiply_native(const GroupedGemmArgs& args, bool tall, const Execution& 
   if (p.pieces && !tall && promotion != Promotion::none)
     return {Code::unsupported,
             "grouped_gemm: wide tiles with partial sums cannot store rows of D that are not aligned"};
-  NativeLaunch l{promotion, tall, fa.element == DType::e5m2, fb.element == DType::e5m2, 0};
+  NativeLaunch l{promotion, tall, fa.element == DType::e5m2, fb.element == DType::e5m2, false, 0};
   const NativeOperands from{args.a.data.data, args.b.data.data, s.k, 1};
   DIPTYCH_TRY(make_native_args(args, s, from, tile_shape(l.promotion, l.tall), exec.device.index, &p, &l.blocks));
   p.a_scale = args.a.scale_inv.as<const float>(), p.b_scale = args.b.scale_inv.as<const float>();

@@ -73,17 +73,22 @@ __device__ __forceinline__ void promote(float (&sums)[kSums], const float (&part
 
 // Multiplies the first `left` of 128 k, rounded up to a multiple of 32, of 64 rows into d. `add`: adds to what d holds.
 // Operands past `left` may belong to another group, so zeros are multiplied there instead; a branch between the
-// products is not allowed.
-template <ptx::Element kA, ptx::Element kB, int kSums>
+// products is not allowed. kAtOnce: the sums of one instruction.
+template <ptx::Element kA, ptx::Element kB, int kAtOnce, int kSums>
 __device__ __forceinline__ void multiply_block(float (&d)[kSums], uint32_t a, uint32_t b, bool add, uint32_t zeros,
                                                int left) {
+  constexpr int kColumns = 2 * kAtOnce;
   ptx::products_touch(d);
   ptx::products_begin();
 #pragma unroll
   for (int i = 0; i < kNativeTileK / 32; ++i) {
     const bool inside = i * 32 < left;
-    ptx::product<kA, kB>(d, inside ? ptx::matrix(a + i * 2) : ptx::repeated_matrix(zeros),
-                         inside ? ptx::matrix(b + i * 2) : ptx::repeated_matrix(zeros), add || i > 0);
+#pragma unroll
+    for (int j = 0; j < kSums / kAtOnce; ++j) {
+      const uint32_t at = b + j * (kColumns * kNativeTileK / 16) + i * 2;
+      ptx::product<kA, kB, kAtOnce>(d + j * kAtOnce, inside ? ptx::matrix(a + i * 2) : ptx::repeated_matrix(zeros),
+                                    inside ? ptx::matrix(at) : ptx::repeated_matrix(zeros), add || i > 0);
+    }
   }
   ptx::products_commit();
   ptx::products_touch(d);
@@ -146,7 +151,7 @@ __device__ __forceinline__ void multiply_tile(const NativeArgs& p, Shared& s, Wo
   for (int block = 0; block < blocks; ++block) {
     const int slot = w.stage.slot, left = p.depth ? t.k_end - t.k - block * kNativeTileK : kNativeTileK;
     ptx::barrier_wait(&s.full[slot], w.stage.parity);
-    multiply_block<kA, kB>(sums, at.a + slot * at.kStage, at.b + slot * at.kStage, true, at.zeros, left);
+    multiply_block<kA, kB, Shared::kSums>(sums, at.a + slot * at.kStage, at.b + slot * at.kStage, true, at.zeros, left);
     ptx::products_wait<1>();
     if (block > 0) w.release(held);
     held = slot;
@@ -182,7 +187,7 @@ __device__ __forceinline__ void multiply_tile_in_parts(const NativeArgs& p, Shar
     const int scales = w.scales.slot, next = (slot + 1) % kRound;
     float part[kSums];
     if (!there) ptx::barrier_wait(&s.full[slot], w.stage.parity);
-    multiply_block<kA, kB>(part, at.a + slot * at.kStage, at.b + slot * at.kStage, false, at.zeros, k);
+    multiply_block<kA, kB, Shared::kSums>(part, at.a + slot * at.kStage, at.b + slot * at.kStage, false, at.zeros, k);
     if (next == 0) w.stage.parity ^= 1, w.scales.advance();
     Factors<typename Shared::Scales, kMode> after;
     if (more) {
@@ -268,13 +273,13 @@ __device__ __forceinline__ void multiply_tiles(const NativeArgs& p, Shared& s, i
   out.end();
 }
 
-template <Promotion kMode, bool kTall, ptx::Element kA, ptx::Element kB, bool kWide>
-__global__ void __launch_bounds__(NativeShared<kMode, kTall, kWide, kA == ptx::Element::bf16>::kThreads, 1)
+template <Promotion kMode, bool kTall, ptx::Element kA, ptx::Element kB, bool kWide, int kDecoders>
+__global__ void __launch_bounds__(NativeShared<kMode, kTall, kWide, kDecoders>::kThreads, 1)
     grouped_kernel(const __grid_constant__ NativeArgs p) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   DIPTYCH_DYNAMIC_SHARED_ALIGNED(memory, 1024);
-  constexpr bool kDecodes = kA == ptx::Element::bf16;
-  using Shared = NativeShared<kMode, kTall, kWide, kDecodes>;
+  using Shared = NativeShared<kMode, kTall, kWide, kDecoders>;
+  constexpr bool kDecodes = Shared::kDecodes;
   constexpr int kProducts = Shared::kProducts;
   Shared& s = *reinterpret_cast<Shared*>(memory);
   const int warp = __shfl_sync(kAllLanes, threadIdx.x / 32, 0);
@@ -313,7 +318,7 @@ __global__ void __launch_bounds__(NativeShared<kMode, kTall, kWide, kA == ptx::E
   }
   ptx::cluster_sync();
   if (warp >= kProducts / 32) {
-    ptx::give_registers<kDecodes ? 88 : kTall ? 32 : 40>();
+    ptx::give_registers<Shared::kMany ? 96 : kDecodes ? 88 : kTall ? 32 : 40>();
     const typename Shared::Walker walk(p, s.table, rank);
     if (warp == kProducts / 32) {
       fetch_operands(p, s, walk, rank);
@@ -324,35 +329,35 @@ __global__ void __launch_bounds__(NativeShared<kMode, kTall, kWide, kA == ptx::E
     }
     if constexpr (kDecodes) {
       if (warp >= (Shared::kThreads - kDecoders) / 32) {
-        const int thread = threadIdx.x % kDecoders;
+        constexpr int kTeam = Shared::kMany ? 32 : kDecoders;
+        const int team = 2 + (threadIdx.x - (Shared::kThreads - kDecoders)) / kTeam;
         decode_units(p, s.table, INT_MAX,
-                     Team<kDecoders>{thread, kDecodeBarrier + 2, s.decode.tile, s.decode.ticket[2]});
+                     Team<kTeam>{static_cast<int>(threadIdx.x % kTeam), kDecodeBarrier + team, s.decode.ticket[team]});
       }
     }
   } else {
     if constexpr (kDecodes) {
       const int group = warp / 4;
-      static_assert(sizeof(s.out[0]) >= kTransposeBytes);
       decode_units(p, s.table, p.units_ahead,
                    Team<kGroupThreads>{static_cast<int>(threadIdx.x % kGroupThreads), kDecodeBarrier + group,
-                                       s.out[group], s.decode.ticket[group]});
+                                       s.decode.ticket[group]});
     }
-    ptx::take_registers<kDecodes ? 208 : kTall ? 160 : 232>();
+    ptx::take_registers<Shared::kMany || kTall ? 160 : kDecodes ? 208 : 232>();
     multiply_tiles<kMode, kA, kB>(p, s, warp);
   }
   ptx::cluster_sync();  // a thread block must not exit while its neighbour may still signal to it
 #endif
 }
 
-template <Promotion kMode, bool kTall, ptx::Element kA, ptx::Element kB, bool kWide>
+template <Promotion kMode, bool kTall, ptx::Element kA, ptx::Element kB, bool kWide, int kDecoders = 0>
 Status launch_native(const NativeArgs& p, const NativeLaunch& l, const Execution& exec) {
   static SharedGrant grant;
-  constexpr int kBytes = sizeof(NativeShared<kMode, kTall, kWide, kA == ptx::Element::bf16>);
-  static_assert(kBytes <= kMaxShared);
-  constexpr int kThreads = NativeShared<kMode, kTall, kWide, kA == ptx::Element::bf16>::kThreads;
-  DIPTYCH_TRY(grant.raise(grouped_kernel<kMode, kTall, kA, kB, kWide>, exec.device.index, kBytes));
-  return launch_clusters("grouped_gemm", grouped_kernel<kMode, kTall, kA, kB, kWide>, l.blocks, kNativeCluster,
-                         kThreads, kBytes, exec, kA != ptx::Element::bf16, p);
+  using Shared = NativeShared<kMode, kTall, kWide, kDecoders>;
+  static_assert(sizeof(Shared) <= kMaxShared);
+  const auto kernel = grouped_kernel<kMode, kTall, kA, kB, kWide, kDecoders>;
+  DIPTYCH_TRY(grant.raise(kernel, exec.device.index, sizeof(Shared)));
+  return launch_clusters("grouped_gemm", kernel, l.blocks, kNativeCluster, Shared::kThreads, sizeof(Shared), exec,
+                         !Shared::kDecodes, p);
 }
 
 template <Promotion kMode, ptx::Element kA, ptx::Element kB>

@@ -107,6 +107,7 @@ struct NativeLaunch {
   Promotion promotion;
   bool tall;  // TileShape
   bool a_e5m2, b_e5m2;
+  bool many;  // bfloat16 only: many warps decode
   int64_t blocks;
 };
 

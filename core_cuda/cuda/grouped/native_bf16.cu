@@ -5,7 +5,9 @@ namespace diptych::cuda {
 
 Status launch_native_bf16(const NativeArgs& p, const NativeLaunch& l, const Execution& exec) {
   // float32 results are stored in pieces, which leaves shared memory to operands.
-  return launch_native<Promotion::none, false, ptx::Element::bf16, ptx::Element::bf16, false>(p, l, exec);
+  constexpr auto kBF16 = ptx::Element::bf16;
+  return l.many ? launch_native<Promotion::none, false, kBF16, kBF16, false, kManyDecoders>(p, l, exec)
+                : launch_native<Promotion::none, false, kBF16, kBF16, false, kFewDecoders>(p, l, exec);
 }
 
 }  // namespace diptych::cuda

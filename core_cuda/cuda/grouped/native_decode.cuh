@@ -1,7 +1,8 @@
-// Decodes MXFP8 and NVFP4 to bfloat16 while the same kernel multiplies. Two warps of each thread block decode. They
-// take units of 128 x 128 elements by a global counter, in about the order in which the tiles need them. A decoded unit
-// is stored to device memory, and the copy engine fetches it once the unit's flag is set. Warps that decode never wait
-// for others, so every unit gets decoded, whichever thread blocks run at the same time.
+// Decodes MXFP8 and NVFP4 to bfloat16 while the same kernel multiplies. Two warps of each thread block decode as one
+// team, or six by themselves. Teams take units of 128 x 128 elements by a global counter, in about the order in which
+// the tiles need them. A decoded unit is stored to device memory, and the copy engine fetches it once the unit's flag
+// is set. Warps that decode never wait for others, so every unit gets decoded, whichever thread blocks run at the same
+// time.
 #pragma once
 
 #include "cuda/gemm/emulated_operand.cuh"
@@ -11,15 +12,12 @@
 
 namespace diptych::cuda {
 
-constexpr int kDecoders = 64;      // threads that decode
+constexpr int kFewDecoders = 64, kManyDecoders = 192;  // threads that decode
 constexpr int kDecodeBarrier = 4;  // the first named barrier of those who decode; storing warpgroups use 1 to 3
-constexpr int kQuarter = kDecodedOuter / 2;  // extent along outer and k of the square that is transposed at once
-
-constexpr int kTransposeBytes = kQuarter * kQuarter * 2;
 
 struct DecodeShared {
-  alignas(128) unsigned char tile[kTransposeBytes];
-  uint32_t ticket[3][2];  // two each for both multiplying warpgroups, which help at first, and for the decoding warps
+  // Two each for both multiplying warpgroups, which help at first, and for each team that only decodes.
+  uint32_t ticket[2 + kManyDecoders / 32][2];
 };
 
 // The panels of A that contain rows of group `g` and none of an earlier group.
@@ -112,10 +110,15 @@ template <int kThreads_>
 struct Team {
   static constexpr int kThreads = kThreads_;
   int thread, barrier;  // barrier: a named barrier that only this team uses
-  unsigned char* tile;  // kTransposeBytes of shared memory
   uint32_t* ticket;     // two words in shared memory
 
-  __device__ __forceinline__ void sync() const { ptx::named_sync(barrier, kThreads); }
+  __device__ __forceinline__ void sync() const {
+    if constexpr (kThreads == 32) {
+      __syncwarp();
+    } else {
+      ptx::named_sync(barrier, kThreads);
+    }
+  }
 };
 
 // Returns whether decode_plain is exact with this E8M0 code: its factor, the scale times the ratio of the exponents'
@@ -255,58 +258,49 @@ __device__ __forceinline__ void decode_rows(const DecodedOperand& d, const Opera
   }
 }
 
-// Decodes a fragment of layout [k, outer] and stores it transposed.
+// Decodes four k of outer index j of a fragment of layout [k, outer] whose words are transposed.
 template <bool kE5M2>
-__device__ __forceinline__ void store_transposed(Fragment& f, unsigned char* tile, int t) {
-  transpose4x4(f.w[0], f.w[2], f.w[4], f.w[6]);  // outer 0..3: four k of one outer index in each word
-  transpose4x4(f.w[1], f.w[3], f.w[5], f.w[7]);  // outer 4..7
-  const int outer = t % 8 * 8, group = t / 8;
+__device__ __forceinline__ uint2 decode_column(const Fragment& f, int j) {
+  const uint32_t word = f.w[j % 4 * 2 + j / 4], code = f.code[j / 4] >> (j % 4 * 8) & 0xff;
+  const bool plain = (special_bytes<kE5M2>(word) & 0x80808080u) == 0 && plain_scale<kE5M2>(code);
+  return plain ? decode_plain<kE5M2>(word, plain_factor<kE5M2>(code)) : decode_bf16<kE5M2>(word, e8m0_to_float(code));
+}
+
+// Decodes a unit with outer indices innermost. A thread transposes eight k of eight outer indices in its registers.
+// Eight neighbours take 64 k, so that each line is stored by one instruction.
+template <Layout kLayout, bool kE5M2, typename Team>
+__device__ __forceinline__ void decode_columns(const DecodedOperand& d, const Operand& o, int outer0, int k0,
+                                               Team team) {
+  const int at = team.thread / 8, first = team.thread % 8 * 8;
+#pragma unroll 1
+  for (int pass = 0; pass < kDecodedOuter * kDecodedK / 64; pass += Team::kThreads) {
+    const int outer = outer0 + pass % kDecodedOuter, k = k0 + pass / kDecodedOuter * 64;
+    Fragment f[2];
 #pragma unroll
-  for (int j = 0; j < 8; ++j) {
-    const uint32_t word = f.w[j % 4 * 2 + j / 4], code = f.code[j / 4] >> (j % 4 * 8) & 0xff;
-    const bool plain = (special_bytes<kE5M2>(word) & 0x80808080u) == 0 && plain_scale<kE5M2>(code);
-    *reinterpret_cast<uint2*>(tile + swizzled(outer + j, group / 2) + group % 2 * 8) =
-        plain ? decode_plain<kE5M2>(word, plain_factor<kE5M2>(code)) : decode_bf16<kE5M2>(word, e8m0_to_float(code));
+    for (int i = 0; i < 2; ++i) {
+      f[i] = load_fragment<kLayout, false>(o, outer, k, at % 8 + at / 8 * 128 + (first / 4 + i) * 8, {});
+    }
+#pragma unroll
+    for (Fragment& each : f) {
+      transpose4x4(each.w[0], each.w[2], each.w[4], each.w[6]);  // outer 0..3: four k of one outer index in each word
+      transpose4x4(each.w[1], each.w[3], each.w[5], each.w[7]);  // outer 4..7
+    }
+    if (k + first >= d.pitch) continue;
+    uint16_t* to = d.to + static_cast<int64_t>(outer + at * 8) * d.pitch + k + first;
+#pragma unroll
+    for (int j = 0; j < 8; ++j, to += d.pitch) {
+      if (outer + at * 8 + j >= o.outer) break;
+      const uint2 lo = decode_column<kE5M2>(f[0], j), hi = decode_column<kE5M2>(f[1], j);
+      *reinterpret_cast<uint4*>(to) = make_uint4(lo.x, lo.y, hi.x, hi.y);
+    }
   }
 }
 
-// Decodes a unit with outer indices innermost. It transposes one quarter after the other in shared memory.
-template <Layout kLayout, typename Team>
+template <bool kE5M2, typename Team>
 __device__ __forceinline__ void decode_columns(const DecodedOperand& d, const Operand& o, int outer0, int k0,
                                                Team team) {
-  constexpr int kThreads = Team::kThreads, kEach = kQuarter * kQuarter / 32 / kThreads;  // fragments for a thread
-  Fragment f[kEach];
-  const auto load = [&](int quarter) {
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      f[i] = load_fragment<kLayout, false>(o, outer0 + quarter % 2 * kQuarter, k0 + quarter / 2 * kQuarter,
-                                           team.thread + i * kThreads, {});
-    }
-  };
-  load(0);
-#pragma unroll 1
-  for (int quarter = 0; quarter < 4; ++quarter) {
-    const int outer = outer0 + quarter % 2 * kQuarter, k = k0 + quarter / 2 * kQuarter;
-    team.sync();  // all threads have read the previous quarter
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      if (o.element == DType::e5m2) {
-        store_transposed<true>(f[i], team.tile, team.thread + i * kThreads);
-      } else {
-        store_transposed<false>(f[i], team.tile, team.thread + i * kThreads);
-      }
-    }
-    if (quarter < 3) load(quarter + 1);
-    team.sync();
-#pragma unroll
-    for (int i = 0; i < kQuarter * 8 / kThreads; ++i) {
-      const int row = i * (kThreads / 8) + team.thread / 8, piece = team.thread % 8;
-      if (outer + row < o.outer && k + piece * 8 < d.pitch) {
-        *reinterpret_cast<uint4*>(d.to + static_cast<int64_t>(outer + row) * d.pitch + k + piece * 8) =
-            *reinterpret_cast<const uint4*>(team.tile + swizzled(row, piece));
-      }
-    }
-  }
+  o.vec ? decode_columns<Layout::k_outer, kE5M2>(d, o, outer0, k0, team)
+        : decode_columns<Layout::either, kE5M2>(d, o, outer0, k0, team);
 }
 
 template <typename Team>
@@ -317,8 +311,8 @@ __device__ __forceinline__ void decode_unit(const DecodedOperand& all, const Uni
   d.to += static_cast<int64_t>(u.stack) * o.outer * d.pitch;
   const int outer0 = u.panel * kDecodedOuter, k0 = u.k * kDecodedK;
   if (o.k_major) {
-    o.vec ? decode_columns<Layout::k_outer>(d, o, outer0, k0, team)
-          : decode_columns<Layout::either>(d, o, outer0, k0, team);
+    o.element == DType::e5m2 ? decode_columns<true>(d, o, outer0, k0, team)
+                             : decode_columns<false>(d, o, outer0, k0, team);
   } else if (o.element == DType::e2m1) {
     decode_rows<DType::e2m1>(d, o, outer0, k0, team);
   } else if (o.element == DType::e5m2) {

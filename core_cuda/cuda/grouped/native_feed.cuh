@@ -33,14 +33,18 @@ struct Turn {
   }
 };
 
-template <Promotion kMode_, bool kTall, bool kWide, bool kDecodes_>
+template <Promotion kMode_, bool kTall, bool kWide, int kDecoders_>
 struct alignas(1024) NativeShared {
-  static constexpr bool kDecodes = kDecodes_;  // operands are decoded to bfloat16 first
+  static constexpr int kDecoders = kDecoders_;  // threads that decode operands to bfloat16, or 0
+  static constexpr bool kDecodes = kDecoders > 0, kMany = kDecoders > kFewDecoders;
   static constexpr Promotion kMode = kMode_;
   static constexpr TileShape kTile = tile_shape(kMode, kTall);
   static constexpr int kTileM = kTile.m, kTileN = kTile.n;
   static constexpr int kWarpgroups = kTileM / 64;  // that multiply
-  static constexpr int kProducts = kWarpgroups * kGroupThreads, kThreads = kProducts + kGroupThreads;
+  static constexpr int kProducts = kWarpgroups * kGroupThreads;
+  static constexpr int kThreads = kProducts + (kMany ? 2 : 1) * kGroupThreads;
+  // Sums of one product instruction. Four warpgroups have too few registers for those of 128 sums.
+  static constexpr int kSums = kMany ? 64 : kTileN / 2;
   using Scales = cuda::Scales<kMode, kTall>;
   // Storing by single elements takes registers that wide tiles with partial sums do not have.
   static constexpr bool kPieces = kTall || kMode == Promotion::none;

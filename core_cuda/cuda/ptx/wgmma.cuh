@@ -85,9 +85,10 @@ __device__ __forceinline__ void products_touch(float (&d)[kSums]) {
     DIPTYCH_PRODUCT("256", DIPTYCH_NAMES_128, DIPTYCH_D128, "%128, %129", "%130", TYPES, MORE); \
   }
 
-// d = a @ b.T, or d + that if `add`, over 2 kSums columns and 32 bytes of k.
+// d[0 .. kSums - 1] = a @ b.T, or d + that if `add`, over 2 kSums columns and 32 bytes of k. A kernel needs about 26
+// more registers for each thread, by its launch bounds, than one of its products has sums.
 template <Element kA, Element kB, int kSums>
-__device__ __forceinline__ void product(float (&d)[kSums], uint64_t a, uint64_t b, bool add) {
+__device__ __forceinline__ void product(float* d, uint64_t a, uint64_t b, bool add) {
   if constexpr (kA == Element::bf16) {
     static_assert(kB == Element::bf16);
     DIPTYCH_PRODUCTS("k16.f32.bf16.bf16", ", 0, 0");  // neither operand is transposed

@@ -54,8 +54,8 @@ int read_row(float (&to)[32], simulated::Block* block, uint64_t matrix, int row)
 }
 
 template <Element kA, Element kB, int kSums>
-void product(float (&d)[kSums], uint64_t a, uint64_t b, bool add) {
-  simulated::self->open_products.push_back([&d, a, b, add, t = simulated::self] {
+void product(float* d, uint64_t a, uint64_t b, bool add) {
+  simulated::self->open_products.push_back([d, a, b, add, t = simulated::self] {
     const int first = t->index % 128 / 32 * 16 + t->index % 32 / 4, q = t->index % 4 * 2;
     float rows[2][32], column[32];
     for (int half = 0; half < 2; ++half) read_row<kA>(rows[half], t->block, a, first + half * 8);
