@@ -92,6 +92,8 @@ DECODED = ("mxfp8", PACKED)
 TRAINED = (*FP8, "fp8-delayed", *DECODED)
 STACKS = ("fp8-current fused", "fp8-block fused", "fp8-current linears", "mxfp8 fused", "fp8-delayed fused",
           "fp8-block linears", f"{PACKED} fused")  # fmt: skip
+MOVES = ("permute", "permute, map built before", "permute, padded, probs", "unpermute", "gradient of permute",
+         "gradient of unpermute")  # fmt: skip
 E5M2 = tuple(f.name for f in FORMATS if f.element == "float8_e5m2")
 PLAIN = tuple(f.name for f in FORMATS if f.name not in E5M2)  # per tensor, 1x128, 128x128, MXFP8, NVFP4
 DELAYED = f"{PLAIN[0]} delayed"
@@ -126,7 +128,7 @@ def _cases() -> Iterable[Case]:
     yield Case("host", "verbs", (16, 32))
     for shape in ROUTED:
         for what in ("mask", "index"):
-            yield Case("permute", what, shape)
+            yield Case("permute", what, shape, MOVES)
         yield Case("permute", "FP8 planes", shape, quick=False)
         for what in ("quantize rowwise", "quantize both"):
             yield Case("permute", what, shape, (*PLAIN, DELAYED))
@@ -198,6 +200,18 @@ def _goals() -> Iterable[Goal]:
                    QUANTIZED[:2])  # fmt: skip
     yield Goal(f"quantize, both copies, {SPECIAL[-1]}, of copy", "quantize", ("both",), SPECIAL[-1], "copy", 0.50,
                0.70, QUANTIZED[:2])  # fmt: skip
+    for what in ("mask", "index"):
+        for shapes, must in ((ROUTED[:2], 0.85), (ROUTED[2:], 0.75)):
+            for name in ("permute", "unpermute"):
+                title = f"{name} by {what}, {shapes[0][1]} elements{' or more' * (must > 0.8)}, of copy"
+                yield Goal(title, "permute", (what,), name, "copy", must, must, shapes)
+        yield Goal(f"permute by {what}, padded, probabilities, of copy", "permute", (what,), MOVES[2], "copy", 0.8, 0.8)
+    for name in (*PLAIN[:4], DELAYED):
+        yield Goal(f"permute and quantize, {name}, of copy", "permute", ("quantize rowwise", "quantize both"), name,
+                   "copy", 0.75, 0.75)  # fmt: skip
+    for name in TRAINED[:3]:
+        yield Goal(f"compiled step, captured, {name}, of nn.Linear", "compiled", ("reduce-overhead",), name,
+                   "nn.Linear", 1.3, 1.3, less="us")  # fmt: skip
     for name in TRAINED[:4]:
         yield Goal(f"SwiGLU or norm and quantize, {name}, of copy", "fused", ("norm", "swiglu", "gradient of swiglu"),
                    name, "copy", 0.75, 0.88)  # fmt: skip

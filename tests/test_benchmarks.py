@@ -12,7 +12,7 @@ import torch
 
 from benchmarks import __main__ as suite
 from benchmarks import peers, plots, render, results, room, sources
-from benchmarks.cases import CASES, FP8, GOALS, SECTIONS, Case, cases_of
+from benchmarks.cases import CASES, FP8, GOALS, MOVES, SECTIONS, Case, cases_of
 from benchmarks.quantizers import quantizers
 from diptych.common import RECIPES
 
@@ -57,7 +57,7 @@ def test_the_case_table_is_consistent():
         assert cases_of(section.name, quick=True), section.name
         assert sources.files(section), section.name
         importlib.import_module(f"benchmarks.sections.{section.name}")
-    known = {*RECIPES, *quantizers(), *(f"{r} {kind}" for r in RECIPES for kind in ("fused", "linears"))}
+    known = {*MOVES, *RECIPES, *quantizers(), *(f"{r} {kind}" for r in RECIPES for kind in ("fused", "linears"))}
     assert {name for c in CASES for name in c.names} <= known
 
 
