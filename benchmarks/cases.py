@@ -110,8 +110,8 @@ def _cases() -> Iterable[Case]:
     for shape in dict.fromkeys((*WGRAD, *ISSUE)):
         yield Case("gemm", "wgrad float32", shape, FP8 + DECODED)
         yield Case("gemm", "wgrad added", shape, FP8, quick=shape in WGRAD[:4])
-    for shape in SMALL:
-        yield Case("gemm", "fprop", shape, FP8 + DECODED)
+    for shape in SMALL:  # NVFP4 weights have whole blocks of 16 rows
+        yield Case("gemm", "fprop", shape, FP8 + DECODED[: 1 if shape[1] % 16 else 2])
     for shape, cut in itertools.product(GROUPS, ("", " random")):
         for what in ("fprop", "dgrad", "wgrad"):
             yield Case("grouped", what + cut, shape, ("fp8-delayed", "fp8-block", *DECODED), quick=not cut)

@@ -96,7 +96,7 @@ def checked(case: Case, name: str, run: Run) -> Row:
     return row | run.more
 
 
-def measured(case: Case, runs: Mapping[str, Run], rounds: int = 11) -> Iterator[Row]:
+def measured(case: Case, runs: Mapping[str, Run], rounds: int = 21) -> Iterator[Row]:
     """Checks every call, and yields a row for each: medians of the device's time in turns, or why there is none."""
     rows = {name: checked(case, name, run) for name, run in runs.items()}
     good = {name: runs[name].call for name, row in rows.items() if "failed" not in row}

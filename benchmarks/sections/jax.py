@@ -1,7 +1,7 @@
 """JAX: XLA's own FP8 product beside the project's, and the same stack of Llama-shaped blocks as in torch.
 
 Times are of the wall: calls follow each other without waiting, and each keeps the GPU busy for longer than the host
-needs to launch it. "XLA FP8" is current scaling written in jnp, whose products XLA gives to cuBLASLt.
+needs to launch it. "XLA FP8" is current scaling written in jnp, whose products are left to XLA.
 """
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ def scaled(x: Array, dtype: Any) -> tuple[Array, Array]:
 
 
 def product(a: tuple[Array, Array], b: tuple[Array, Array], axes: tuple[int, int]) -> Array:
-    x, y = (q.astype(jnp.bfloat16) * s.astype(jnp.bfloat16) for q, s in (a, b))
-    return jax.lax.dot_general(x, y, (((axes[0],), (axes[1],)), ((), ())))
+    """Returns a dot of two FP8 arrays in bfloat16. XLA would remove FP8 that is converted back before the dot."""
+    (x, sx), (y, sy) = a, b
+    d = jax.lax.dot_general(x, y, (((axes[0],), (axes[1],)), ((), ())), preferred_element_type=jnp.bfloat16)
+    return (d.astype(jnp.float32) * (sx * sy)).astype(jnp.bfloat16)
 
 
 @jax.custom_vjp
