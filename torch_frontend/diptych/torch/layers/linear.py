@@ -119,7 +119,10 @@ def _forward_replay(a: _Arguments, needs: tuple[str, ...]) -> Replay | None:
         return None
     inputs = [a.x, a.weight] if a.bias is None else [a.x, a.weight, a.bias]
     leaves = a.options[0].weight_grad is not None and not a.options[0].weight_grad.marks
-    return replay((needs, a.weight.shape, leaves, a.rng is None), s, a.options[0], (s.x, s.w), inputs)
+    key = (needs, a.weight.shape, leaves, a.rng is None)
+    if a.copies:
+        return replay((*key, a.copy_specs(0)), s, a.options[0], (s.x,), inputs + a.copies)
+    return replay(key, s, a.options[0], (s.x, s.w), inputs)
 
 
 def _backward_replay(
@@ -139,10 +142,10 @@ def _backward_replay(
     if any([isinstance(t, QuantizedTensorBase) for t in kept]):
         return None
     dtypes = a.x.dtype, a.weight.dtype, None if a.bias is None else a.bias.dtype
-    inputs = [dy, *kept, *saved]
+    inputs = [dy, *kept, *a.copies, *saved]
     if s.w_late or s.x_late:
         inputs += late_scales((*s.w_late, *s.x_late), a.options[0])
-    return replay((needs, a.weight.shape, *dtypes), s, a.options[0], (s.dy,), inputs)
+    return replay((needs, a.weight.shape, a.copy_specs(0), *dtypes), s, a.options[0], (s.dy,), inputs)
 
 
 _linear = CustomOp(

@@ -55,7 +55,7 @@ from diptych.torch.primitives.checks import TWO_LEVEL
 from diptych.torch.primitives.register import direct, traced_local
 from diptych.torch.state.scales import ScaleStates, StepScales
 from diptych.torch.state.update import log_amax, record_pending
-from diptych.torch.tensors.copies import Copies, Operand, Spec, pack, pick, unpack, values
+from diptych.torch.tensors.copies import Copies, Operand, Spec, pack, pick, spec_of, unpack, values
 from diptych.torch.tensors.quantized import QuantizedTensor, QuantizedTensorBase, high_precision, rotated
 
 # --- operands and products -------------------------------------------------------------------------------------------
@@ -164,7 +164,7 @@ def kept_spec(kept: str, plan: TensorPlan) -> Spec:
 @dataclasses.dataclass
 class LayerArguments:
     """The fields that the ops of all linear layers share. In a traced call `options` is None, and the fields after it
-    carry the same content.
+    carry the same content; `copies` does in both: those of the weights that the caller passed.
 
     `layers`: (module, name, save_original_input, record, specs of kept copies, how a main_grad is written or "",
     whether backward keeps the original weight) of each; the lists are those of all layers, one after the other.
@@ -218,7 +218,7 @@ class LayerArguments:
                 found.append(self.rngs[i])
             if s.w_kept and self._reads_weight(i, s):
                 found.append(self.weights[i])
-            elif s.w_kept and self._specs(i):
+            elif s.w_kept and self.copy_specs(i):
                 found.append("copies")
         return tuple(found)
 
@@ -292,7 +292,7 @@ class LayerArguments:
         """Saves what dgrad reads of layer i's weight, except what an argument holds."""
         if s.w_late:
             save_for_late(getattr(self, self.weights[i]), s.w, s.w_late, options, encoded.amax, saved)
-        elif s.w_kept and not self._specs(i) and not self._reads_weight(i, s):
+        elif s.w_kept and not self.copy_specs(i) and not self._reads_weight(i, s):
             pack(pick(s.w_kept, encoded.copies, getattr(self, self.weights[i])), saved)
 
     def kept_weight(self, i: int, s: Schedule, options: Options, saved: list[Tensor]) -> Any:
@@ -307,7 +307,7 @@ class LayerArguments:
             return weight.copy_of(columnwise)
         if isinstance(weight, Tensor):
             return weight
-        if self._specs(i):
+        if self.copy_specs(i):
             return pick(s.w_kept, self._kept_copies(i), weight)  # type: ignore[arg-type]
         return unpack(kept_spec(s.w_kept, s.plan.weight), saved)
 
@@ -315,16 +315,20 @@ class LayerArguments:
         held = isinstance(getattr(self, self.weights[i]), QuantizedTensorBase)
         return s.w_kept == "original" or bool(s.w_late) or (s.w_kept != "" and held)
 
-    def _specs(self, i: int) -> tuple[Spec, ...]:
-        return self.layers[i][4] if self.options is None else ()
+    def copy_specs(self, i: int) -> tuple[Spec, ...]:
+        """The specs of the copies of layer i's weight that the caller passed."""
+        if self.options is None:
+            return self.layers[i][4]
+        given = self.options[i].weight_copies
+        return () if given is None else tuple([None if copy is None else spec_of(copy) for copy in given])
 
     def _kept_copies(self, i: int) -> Copies | None:
         """Returns the copies of layer i's weight that the caller passed, or None."""
-        if not self._specs(i):
+        if not self.copy_specs(i):
             return None
         tensors, found = list(self.copies), None
         for j in range(i + 1):
-            found = tuple([None if spec is None else unpack(spec, tensors) for spec in self._specs(j)])
+            found = tuple([None if spec is None else unpack(spec, tensors) for spec in self.copy_specs(j)])
         return found  # type: ignore[return-value]
 
 
@@ -397,7 +401,7 @@ def replay(
     since layers of many shapes share a schedule and few programs are recorded for each key. `calls`: those of quantize
     that the call makes, by operand. `inputs`: its tensors, without those of the states.
     """
-    if options.group is not None or options.recomputed_scales is not None or options.weight_copies is not None:
+    if options.group is not None or options.recomputed_scales is not None:
         return None
     written = []
     for operand in calls:
@@ -419,7 +423,12 @@ def run(op: CustomOp, x: Tensor, recipe: Recipe, options: tuple[Any, ...], *oper
     """The outputs of an op whose arguments derive from `LayerArguments`; `operands`: its other fields."""
     make: Any = op.arguments
     if not torch.compiler.is_compiling():
-        return op.eager(make(x, recipe, options, (), None, [], [], [], [], *operands))
+        copies: list[Tensor] = []
+        for layer in options:
+            for copy in layer.weight_copies or ():
+                if copy is not None:
+                    pack(copy, copies)
+        return op.eager(make(x, recipe, options, (), None, copies, [], [], [], *operands))
     from torch._dynamo.comptime import comptime  # importing it takes a second
 
     a = make(x, recipe, None, (), options[0].group, [], [], [], [], *operands)

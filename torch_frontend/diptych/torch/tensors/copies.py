@@ -30,9 +30,14 @@ def pack(operand: Operand, tensors: list[Tensor]) -> Spec:
     if isinstance(operand, Tensor):
         tensors.append(operand)
         return None
-    data, scale_inv, amax, format_id, columnwise = operand
+    data, scale_inv, amax = operand[:3]
     tensors += (data, scale_inv) if amax is None else (data, scale_inv, amax)
-    return format_id, columnwise, amax is not None
+    return spec_of(operand)
+
+
+def spec_of(copy: Copy) -> Spec:
+    """Returns the spec that `pack` returns."""
+    return copy[3], copy[4], copy[2] is not None
 
 
 def unpack(spec: Spec, tensors: list[Tensor]) -> Operand:
