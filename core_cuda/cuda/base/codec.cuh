@@ -43,21 +43,22 @@ DIPTYCH_HD uint32_t encode_soft(float x) {
   return sign | (a < F::kMax ? a : F::kMax);
 }
 
-// Turns each NaN byte of the four into 0x7F, because hardware does not specify a NaN's sign.
+// Turns each NaN byte of the four into 0x7F.
 template <bool kE5M2>
 DIPTYCH_HD uint32_t canonical_nan4(uint32_t v) {
   const uint32_t nan = ((v & 0x7f7f7f7f) + (0x80 - Fp8<kE5M2>::kFirstNaN) * 0x01010101u) & 0x80808080;
   return (v | (nan - (nan >> 7))) & ~nan;
 }
 
-// Four float32 -> four FP8 bytes, the first in the lowest byte. kNaN false: there is no NaN among them.
+// Four float32 -> four FP8 bytes, the first in the lowest byte. kNaN false: there is no NaN among them. Saturating
+// conversions are specified to give a positive NaN; E4M3 has only one, 0x7F.
 template <bool kE5M2, bool kNaN = true>
 DIPTYCH_HD uint32_t encode4(float a, float b, float c, float d) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
   constexpr auto kind = kE5M2 ? __NV_E5M2 : __NV_E4M3;
   const uint32_t lo = __nv_cvt_float2_to_fp8x2(make_float2(a, b), __NV_SATFINITE, kind);
   const uint32_t hi = __nv_cvt_float2_to_fp8x2(make_float2(c, d), __NV_SATFINITE, kind);
-  return kNaN ? canonical_nan4<kE5M2>(lo | hi << 16) : lo | hi << 16;
+  return kNaN && kE5M2 ? canonical_nan4<kE5M2>(lo | hi << 16) : lo | hi << 16;
 #else
   return encode_soft<kE5M2>(a) | encode_soft<kE5M2>(b) << 8 | encode_soft<kE5M2>(c) << 16 | encode_soft<kE5M2>(d) << 24;
 #endif

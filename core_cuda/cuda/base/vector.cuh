@@ -273,6 +273,21 @@ __device__ __forceinline__ void store_row8(uint8_t* q, int64_t rows, int64_t col
   }
 }
 
+// Stores eight bytes of each of rows row .. row + kRows - 1: those that bytes(i) returns for row row + i. `whole`: they
+// are all aligned and inside q.
+template <int kRows, typename Bytes>
+__device__ __forceinline__ void store_rows8(uint8_t* q, int64_t rows, int64_t cols, int64_t row, int64_t col, bool vec,
+                                            bool whole, Bytes&& bytes) {
+  if (whole) {
+    uint8_t* p = q + row * cols + col;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i, p += cols) *reinterpret_cast<uint2*>(p) = bytes(i);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) store_row8(q, rows, cols, row + i, col, vec, bytes(i));
+}
+
 // Encodes eight elements of a row, each times its own scale.
 template <bool kE5M2, bool kNaN = true, typename T, typename Scale>
 __device__ __forceinline__ uint2 encode_row8(const Row8<T>& r, Scale&& scale) {

@@ -29,6 +29,7 @@ __device__ __forceinline__ void encode_mxfp8(const MxArgs& p, unsigned thread_bl
   const unsigned tile_k = paired_tile<In>(p.in, tile % p.tiles_k, p.tiles_k, kMxCols);
   const int64_t col = static_cast<int64_t>(tile_k) * kMxCols + lane % 8 * 8;
 
+  const bool whole = kTyped<In> && row0 + kMxRows <= p.m && (tile_k + int64_t{1}) * kMxCols <= p.k;
   Row8<Held<In>> x[8];
   fetch_rows<In>(p.in, row, col, x);
 
@@ -51,11 +52,10 @@ __device__ __forceinline__ void encode_mxfp8(const MxArgs& p, unsigned thread_bl
         p.row_scale[(mine + h) * p.blocks_k + block] = static_cast<uint8_t>(code[h]);
       }
     }
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
+    store_rows8<8>(p.row, p.m, p.k, row, col, p.vec_row, whole && p.vec_row, [&](int i) {
       const float s = e8m0_reciprocal(__shfl_sync(kAllLanes, code[i % 2], (lane & ~3) | i / 2));
-      store_row8(p.row, p.m, p.k, row + i, col, p.vec_row, encode_row8<kE5M2>(x[i], [&](int) { return s; }));
-    }
+      return encode_row8<kE5M2>(x[i], [&](int) { return s; });
+    });
   }
   if (p.col) {
     float v[8];
@@ -79,10 +79,8 @@ __device__ __forceinline__ void encode_mxfp8(const MxArgs& p, unsigned thread_bl
     for (int j = 0; j < 8; ++j) {
       s[j] = e8m0_reciprocal(__shfl_sync(kAllLanes, code[j % 2], (lane & 7) | j / 2 * 8));
     }
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      store_row8(p.col, p.m, p.k, row + i, col, p.vec_col, encode_row8<kE5M2>(x[i], [&](int j) { return s[j]; }));
-    }
+    store_rows8<8>(p.col, p.m, p.k, row, col, p.vec_col, whole && p.vec_col,
+                   [&](int i) { return encode_row8<kE5M2>(x[i], [&](int j) { return s[j]; }); });
   }
 }
 

@@ -43,11 +43,11 @@ __device__ __forceinline__ void encode_tile(const TileArgs& p, unsigned block, u
       if (lane % 16 < 8 && row + lane % 8 < p.m) {
         p.row_scale[(row + lane % 8) * p.tiles_k + tile_k] = reciprocal_rn(scale);
       }
-#pragma unroll
-      for (int i = 0; i < 8; ++i) {
+      const bool whole = p.vec_row && row0 + kTile <= p.m && col0 + kTile <= p.k;
+      store_rows8<8>(p.row, p.m, p.k, row, col, p.vec_row, whole, [&](int i) {
         const float s = __shfl_sync(kAllLanes, scale, (lane & 16) | i);
-        store_row8(p.row, p.m, p.k, row + i, col, p.vec_row, encode_row8<kE5M2>(x[i], [&](int) { return s; }));
-      }
+        return encode_row8<kE5M2>(x[i], [&](int) { return s; });
+      });
     }
     if (!p.col) return;
     float v[8], most = 0.0f;
@@ -127,7 +127,7 @@ template <typename In, Scaling kScaling>
 constexpr int kResident = kComputed<In> ? 2 : 0;
 #else
 constexpr int kResident = kComputed<In>                                    ? 2
-                          : kScaling == Scaling::tensor && sizeof(In) == 2 ? 4
+                          : kScaling != Scaling::square && sizeof(In) == 2 ? 4
                                                                            : 0;
 #endif
 

@@ -138,6 +138,12 @@ inline constexpr bool kComputed = kTyped<T> || std::is_same_v<T, Computed>;
 template <typename T>
 using Held = std::conditional_t<kComputed<T>, float, std::conditional_t<std::is_same_v<T, Gathered>, __nv_bfloat16, T>>;
 
+// Returns whether the source is a norm or SwiGLU. Kernels have a branch for these, so that the compiler knows it there.
+template <typename In>
+__device__ __forceinline__ bool usual(const SourceArgs& p) {
+  return kTypedNorm<In> || (kTyped<In> && p.gated && p.activation == Activation::silu);
+}
+
 // Calls f(Typed<kind, T>{}) if x and dy are T and all rows are whole vectors, else f(Computed{}).
 template <typename T, typename F>
 Status with_source(const SourceArgs& p, F&& f) {
@@ -170,8 +176,8 @@ __device__ __forceinline__ Row8<float> as_row(const Floats8& f) {
 
 // Reads columns col .. col + 7 of rows row0 + i * step: `load` loads the operands of row i, `row` and `values` compute
 // it. Rows and columns outside are 0. kPair: `both` computes both halves of a gate's gradient at once, for columns of
-// the first half.
-template <typename In, bool kPair = false>
+// the first half. kUsual: the source is `usual`, and no row or column is outside.
+template <typename In, bool kPair = false, bool kUsual = false>
 class Reader {
  public:
   static constexpr int kAhead = 16;
@@ -192,7 +198,7 @@ class Reader {
 };
 
 template <bool kPair>
-class Reader<Computed, kPair> {
+class Reader<Computed, kPair, false> {
  public:
   static constexpr int kAhead = 1;
   static constexpr bool kBounds = false;
@@ -210,8 +216,8 @@ class Reader<Computed, kPair> {
   int step_;
 };
 
-template <SourceKind kKind, typename T, bool kPair>
-class Reader<Typed<kKind, T>, kPair> {
+template <SourceKind kKind, typename T, bool kPair, bool kUsual>
+class Reader<Typed<kKind, T>, kPair, kUsual> {
   static constexpr bool kNorm = kKind == SourceKind::norm, kGrad = kKind == SourceKind::activation_grad;
 
  public:
@@ -223,7 +229,7 @@ class Reader<Typed<kKind, T>, kPair> {
   };
 
   __device__ __forceinline__ Reader(const SourceArgs& p, int64_t row0, int64_t col, int step = 1)
-      : p_(p), row0_(row0), step_(step), second_(kGrad && !kPair && p.gated && col >= p.f) {
+      : p_(p), row0_(row0), step_(step), second_(kGrad && !kPair && has_gate() && col >= p.f) {
     const int64_t left = col < (kGrad && kPair ? p.f : p.k) && row0 < p.m ? p.m - row0 : 0;
     left_ = left < 0x7fffffff ? static_cast<int>(left) : 0x7fffffff;
     constexpr int64_t kSize = sizeof(T);
@@ -231,7 +237,7 @@ class Reader<Typed<kKind, T>, kPair> {
     x_ = static_cast<const char*>(p.x.data) + (row0 * p.cols + c) * kSize, x_step_ = p.cols * step * kSize;
     if constexpr (kGrad)
       dy_ = static_cast<const char*>(p.dy.data) + (row0 * p.f + c) * kSize, dy_step_ = p.f * step * kSize;
-    if (kNorm && left_ > 0) {
+    if (kNorm && !outside(0)) {
       gain_ = load8(p.gamma, col, 8, true);
 #pragma unroll
       for (int j = 0; j < 8; ++j) gain_.v[j] = gain(gain_.v[j], p.zero_centered_gamma);
@@ -241,13 +247,13 @@ class Reader<Typed<kKind, T>, kPair> {
 
   __device__ __forceinline__ Raw load(int i) const {
     Raw r{};
-    if (i * step_ >= left_) return r;
+    if (outside(i)) return r;
     const char* x = x_ + i * x_step_;
     r.a = load_vectors<T>(x, 0);
     if constexpr (kNorm) {
       const int64_t row = row0_ + i * step_;
       r.mu = p_.mu ? __ldg(p_.mu + row) : 0.0f, r.rsigma = __ldg(p_.rsigma + row);
-    } else if (p_.gated && !second_) {
+    } else if (has_gate() && !second_) {
       r.b = load_vectors<T>(x, p_.f);
     }
     if constexpr (kGrad) r.d = load_vectors<T>(dy_ + i * dy_step_, 0);
@@ -259,7 +265,7 @@ class Reader<Typed<kKind, T>, kPair> {
     const Floats8 a = as_floats(r.a);
     Floats8 y{};
     if constexpr (kNorm) {
-      if (i * step_ >= left_) return y;
+      if (outside(i)) return y;
 #pragma unroll
       for (int j = 0; j < 8; ++j) y.v[j] = normalized(a.v[j], r.mu, r.rsigma, gain_.v[j]);
       if (p_.beta.data) {
@@ -269,11 +275,11 @@ class Reader<Typed<kKind, T>, kPair> {
       return y;
     }
     Sigmoid g[8];
-    sigmoids(p_.activation, a.v, g);
+    sigmoids(activation(), a.v, g);
     if (kGrad && !second_) {
-      slopes(p_.activation, a.v, g, y.v);
+      slopes(activation(), a.v, g, y.v);
     } else {
-      acts(p_.activation, a.v, g, y.v);
+      acts(activation(), a.v, g, y.v);
     }
     if constexpr (kGrad) {
       multiply(y, gated(r.d, r));
@@ -289,23 +295,23 @@ class Reader<Typed<kKind, T>, kPair> {
     static_assert(kGrad && kPair);
     const Floats8 a = as_floats(r.a);
     Sigmoid g[8];
-    sigmoids(p_.activation, a.v, g);
-    slopes(p_.activation, a.v, g, y[0].v);
-    acts(p_.activation, a.v, g, y[1].v);
+    sigmoids(activation(), a.v, g);
+    slopes(activation(), a.v, g, y[0].v);
+    acts(activation(), a.v, g, y[1].v);
     multiply(y[0], gated(r.d, r)), multiply(y[1], as_floats(r.d));
   }
 
   // Returns an upper bound of the row's |values| that are not NaN; for an activation's gradient, of both halves.
   __device__ __forceinline__ float bound(const Raw& r) const {
     float m = 0.0f;
-    if (!bounded(p_.activation)) return INFINITY;
+    if (!bounded(activation())) return INFINITY;
     const Floats8 a = as_floats(r.a), d = as_floats(r.d);
     if constexpr (kGrad) {
       const Floats8 whole = gated(r.d, r);
 #pragma unroll
       for (int j = 0; j < 8; ++j) m = max_abs(m, whole.v[j]);
       m *= kSteepest;
-      if (!p_.gated) return m;
+      if (!has_gate()) return m;
     }
     Floats8 most;
 #pragma unroll
@@ -321,13 +327,16 @@ class Reader<Typed<kKind, T>, kPair> {
   }
 
  private:
+  __device__ __forceinline__ bool has_gate() const { return kUsual ? !kNorm : p_.gated; }
+  __device__ __forceinline__ Activation activation() const { return kUsual ? Activation::silu : p_.activation; }
+  __device__ __forceinline__ bool outside(int i) const { return !kUsual && i * step_ >= left_; }
   __device__ __forceinline__ static void multiply(Floats8& y, const Floats8& by) {
 #pragma unroll
     for (int j = 0; j < 8; ++j) y.v[j] *= by.v[j];
   }
   // Returns y times the gate, or y without a gate.
   __device__ __forceinline__ Floats8 gated(Floats8 y, const Raw& r) const {
-    if (p_.gated && !second_) multiply(y, as_floats(r.b));
+    if (has_gate() && !second_) multiply(y, as_floats(r.b));
     return y;
   }
   __device__ __forceinline__ Floats8 gated(const Row8<T>& y, const Raw& r) const { return gated(as_floats(y), r); }
@@ -342,7 +351,7 @@ class Reader<Typed<kKind, T>, kPair> {
 };
 
 template <>
-class Reader<Gathered, false> {
+class Reader<Gathered, false, false> {
  public:
   static constexpr int kAhead = 16;
   using Raw = Row8<__nv_bfloat16>;
@@ -360,15 +369,15 @@ class Reader<Gathered, false> {
 };
 
 // Calls body(i, operands of row i) for rows 0 .. kRows - 1, with the loads of the next kAhead rows in flight, and after
-// every kUnroll rows between(the first of them). The loop is unrolled for kUnroll rows.
-template <int kRows, int kUnroll, typename Source, typename Body, typename Between>
+// every kUnroll rows between(the first of them). The loop is unrolled for kUnroll rows, or with kAll for all of them.
+template <int kRows, int kUnroll, bool kAll = false, typename Source, typename Body, typename Between>
 __device__ __forceinline__ void each_row(const Source& source, Body&& body, Between&& between) {
   constexpr int kAhead = Source::kAhead < kUnroll ? Source::kAhead : kUnroll;
   static_assert(kRows % kUnroll == 0 && kUnroll % kAhead == 0);
   typename Source::Raw raw[kAhead];
 #pragma unroll
   for (int u = 0; u < kAhead; ++u) raw[u] = source.load(u);
-#pragma unroll 1
+#pragma unroll(kAll ? kRows / kUnroll : 1)
   for (int first = 0; first < kRows; first += kUnroll) {
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
@@ -387,8 +396,13 @@ __device__ __forceinline__ void each_row(const Source& source, Body&& body) {
 // Fetches kRows rows of eight columns of the encoded tensor.
 template <typename In, int kRows>
 __device__ __forceinline__ void fetch_rows(const SourceArgs& p, int64_t row, int64_t col, Row8<Held<In>> (&x)[kRows]) {
-  const Reader<In> source(p, row, col);
-  each_row<kRows>(source, [&](int i, const auto& raw) { x[i] = source.row(i, raw); });
+  const auto fetch = [&](const auto& source) {
+    each_row<kRows>(source, [&](int i, const auto& raw) { x[i] = source.row(i, raw); });
+  };
+  if constexpr (kTyped<In>) {
+    if (usual<In>(p) && row + kRows <= p.m && col + 8 <= p.k) return fetch(Reader<In, false, true>(p, row, col));
+  }
+  fetch(Reader<In>(p, row, col));
 }
 
 // Returns the place along k of tile `index` of `tiles` that are `width` columns wide. The two halves of a gate's
