@@ -18,13 +18,13 @@ from torch.nn import functional as F
 
 import diptych.torch as dt
 from benchmarks import room
-from benchmarks.cases import Case
+from benchmarks.cases import PACKED, Case
 from benchmarks.results import Row, failed
 from benchmarks.room import device_seconds, difference
 from diptych.common import RECIPES
 
 BLOCKS, HEADS, KV_HEADS, FFN = 4, 32, 8, 3.5  # FFN: of the width
-BOUND = 0.25  # of the output of four blocks
+BOUND, PACKED_BOUND = 0.15, 0.4  # of what four blocks add: FP8 differs by 0.07 to 0.09, NVFP4 by 0.25
 
 
 class Attention(nn.Module):
@@ -176,8 +176,9 @@ def rows(case: Case, peers: dict[str, Any]) -> Iterator[Row]:
             continue
         want = made if want is None else want
         apart = difference(made, want)
-        if not apart <= BOUND:
-            found[name] = failed(case, name, f"differs by {apart:.3g} from bfloat16, at most {BOUND}")
+        bound = PACKED_BOUND if name.startswith(PACKED) else BOUND
+        if not apart <= bound:
+            found[name] = failed(case, name, f"differs by {apart:.3g} from bfloat16, at most {bound}")
             continue
         steps[name] = step
         found[name] = {"case": str(case), "name": name, "difference": apart, **more}

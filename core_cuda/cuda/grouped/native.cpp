@@ -155,7 +155,7 @@ bool gemm_native_fits(const GemmArgs& args, int arch) { return grouped_gemm_nati
 
 // Returns true if D fills at least this part of the tiles that all SMs compute in the waves that the product takes: its
 // tiles have one size, while cuBLASLt chooses among several and may divide k. The bounds come from the times of both
-// kernels on a grid of shapes (`python -m benchmarks.dense`; docs/performance.md).
+// kernels on a grid of shapes (`python -m benchmarks --only rule`; docs/performance.md).
 bool gemm_native_pays(const GemmArgs& args, int arch) {
   const GroupedGemmArgs g = one_group(args);
   const Promotion promotion = promotion_of(g);
