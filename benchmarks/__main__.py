@@ -72,9 +72,7 @@ def arguments(argv: list[str]) -> tuple[argparse.ArgumentParser, argparse.Namesp
     parser.add_argument("--only", nargs="+", choices=list(SECTIONS), metavar="SECTION", help=", ".join(SECTIONS))
     parser.add_argument("--device", choices=("cuda", "cpu"), help="by default cuda, where there is a GPU")
     parser.add_argument("--out", type=Path, help="folder for suite.json, by default benchmarks/results/MACHINE")
-    parser.add_argument(
-        "--quick", action="store_true", help="fewer cases: on a GPU about five minutes for all sections"
-    )
+    parser.add_argument("--quick", action="store_true", help="fewer cases, in three fifths of the time")
     parser.add_argument("--library", type=Path, help="DeepGEMM's kernels (python -m benchmarks.peers.deepgemm)")
     parser.add_argument(
         "--check", action="store_true", help="exit 1 for a cpu row below its goal, or a page not rendered"
