@@ -65,15 +65,15 @@ def test_programs_give_the_bits_of_single_ops(
             m.setattr(_linear.eager_forward, "_replay", None)
             m.setattr(_linear.eager_backward, "_replay", None)
             want, single = counted(lambda x=x, grad=grad: step(other, x, RECIPES[name], wanted, grad))
-        assert kernels == single, i
+        if device == "cpu":  # on a GPU a program quantizes small tensors together
+            assert kernels == single, i
         for a, b in zip(got, want, strict=True):
             assert (a is None) == (b is None) and (a is None or torch.equal(a, b)), i
         for (key, a), b in zip(one.state_dict().items(), other.state_dict().values(), strict=True):
             assert torch.equal(a, b), (i, key)
     assert runs(_linear.eager_forward._programs) > 0
-    stochastic = name == "nvfp4"  # backward advances random bits in torch
     expected = any(wanted) or one.bias is not None
-    assert (runs(_linear.eager_backward._programs) > 0) == (expected and not stochastic)
+    assert (runs(_linear.eager_backward._programs) > 0) == expected
 
 
 def test_histories_that_a_program_writes_count_as_written(fresh: None) -> None:

@@ -412,7 +412,9 @@ def _plain(role):
 def test_offsets_carry_into_the_high_word():
     rng = dt.rng_state(7, 2**32 - 4)
     taken = rng_take(rng, 18)
-    same(taken, dt.rng_state(7, 2**32 - 4))
+    assert taken.shape == (9, 4)
+    for call in range(9):
+        same(taken[call], dt.rng_state(7, 2**32 - 4 + 2 * call))
     same(rng, dt.rng_state(7, 2**32 + 14))
     same(rng_at(rng, 2**33), dt.rng_state(7, 2**32 + 14 + 2**33))
 

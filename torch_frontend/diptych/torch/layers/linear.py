@@ -121,8 +121,8 @@ def _forward_replay(a: _Arguments, needs: tuple[str, ...]) -> Replay | None:
     leaves = a.options[0].weight_grad is not None and not a.options[0].weight_grad.marks
     key = (needs, a.weight.shape, leaves, a.rng is None)
     if a.copies:
-        return replay((*key, a.copy_specs(0)), s, a.options[0], (s.x,), inputs + a.copies)
-    return replay(key, s, a.options[0], (s.x, s.w), inputs)
+        return replay((*key, a.copy_specs(0)), s, a.options[0], (s.x,), a.rng, inputs + a.copies)
+    return replay(key, s, a.options[0], (s.x, s.w), a.rng, inputs)
 
 
 def _backward_replay(
@@ -145,7 +145,7 @@ def _backward_replay(
     inputs = [dy, *kept, *a.copies, *saved]
     if s.w_late or s.x_late:
         inputs += late_scales((*s.w_late, *s.x_late), a.options[0])
-    return replay((needs, a.weight.shape, a.copy_specs(0), *dtypes), s, a.options[0], (s.dy,), inputs)
+    return replay((needs, a.weight.shape, a.copy_specs(0), *dtypes), s, a.options[0], (s.dy,), a.rng, inputs)
 
 
 _linear = CustomOp(

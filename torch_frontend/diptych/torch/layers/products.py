@@ -393,6 +393,7 @@ def replay(
     s: Schedule,
     options: Options,
     calls: tuple[tuple[Call, ...], ...],
+    rng: Tensor | None,
     inputs: list[Tensor],
 ) -> Replay | None:
     """Returns the `Replay` of an eager call of one layer, or None if a program cannot repeat it.
@@ -406,8 +407,13 @@ def replay(
     written = []
     for operand in calls:
         for call in operand:
-            if call.needs_rng or (call.state and options.state is None):
+            if call.state and options.state is None:
                 return None
+            if call.needs_rng:  # a program cannot compute the states of the calls from that of the layer
+                if rng is None or rng.dim() != 2:
+                    return None
+                if not any([t is rng for t in inputs]):
+                    inputs.append(rng)
             if call.state:
                 scale, history = options.state.tensors(call.state)  # type: ignore[union-attr]
                 inputs.append(scale)

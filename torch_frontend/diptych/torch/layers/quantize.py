@@ -107,11 +107,12 @@ def quantize_weight(
 
 
 def rng_of(call: Call, options: Options, rng: Tensor | None) -> Tensor | None:
+    """Returns the random state that a call draws from. `rng`: the layer's state, [4], or those of all calls."""
     if not call.needs_rng:
         return None
     if rng is None:
         raise missing_rng(options.module, call.quantizer)
-    return rng_at(rng, 2 * call.number)
+    return rng[call.number] if rng.dim() == 2 else rng_at(rng, 2 * call.number)
 
 
 def scale_of(call: Call, options: Options, scales: dict[str, Tensor] | None) -> tuple[Tensor, Tensor | None]:

@@ -26,6 +26,7 @@ from torch._guards import detect_fake_mode
 
 from diptych.common.errors import CheckpointError, RecipeSwitchWarning, UnsupportedError
 from diptych.common.layers.plan import LinearPlan, StateSlot
+from diptych.common.layers.schedule import OFFSETS
 from diptych.common.quantizers import FP8_DTYPES, Float8Quantizer
 from diptych.torch.primitives.checks import describe
 from diptych.torch.primitives.register import define, direct, wrote
@@ -461,11 +462,34 @@ def rng_at(rng: Tensor, offset: int) -> Tensor:
     return torch.cat([seed, count + offset]).view(torch.int32)
 
 
+def _offsets_of_calls(device: torch.device) -> Tensor:
+    """Returns what seed and offset increase by for each quantize call of a layer, int64 [calls, 2]."""
+    found = _OFFSETS_OF_CALLS.get(device)
+    if found is None:
+        with torch.inference_mode(False):
+            offsets = torch.arange(0, OFFSETS, 2, dtype=torch.int64, device=device)
+            found = torch.stack([torch.zeros_like(offsets), offsets], 1)
+        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():  # else it is the captured graph's own
+            _OFFSETS_OF_CALLS[device] = found
+    return found
+
+
+_OFFSETS_OF_CALLS: dict[torch.device, Tensor] = {}
+
+
 def _rng_take(rng: Tensor, count: int) -> Tensor:
     taken = rng.clone()
     rng.view(torch.int64).narrow(0, 1, 1).add_(count)
     wrote(rng)
     return taken
+
+
+def _rng_take_of_calls(rng: Tensor, count: int) -> Tensor:
+    words = rng.view(torch.int64)
+    taken = words + _offsets_of_calls(rng.device)
+    words.narrow(0, 1, 1).add_(count)
+    wrote(rng)
+    return taken.view(torch.int32)
 
 
 def _rng_take_taped(rng: Tensor, count: int) -> Tensor:
@@ -496,5 +520,6 @@ SAVED.add(_rng_take_op)
 
 
 def rng_take(rng: Tensor, count: int) -> Tensor:
-    """Returns a copy of the state, and advances the state itself in place by `count` offsets."""
-    return _rng_take(rng, count) if direct(rng, watched=True) else _rng_take_op(rng, count)
+    """Returns a copy of the state, and advances the state itself in place by `count` offsets. Eagerly the copy is that
+    of each quantize call of a layer, int32 [calls, 4], by the numbers of the calls, so that programs need not add."""
+    return _rng_take_of_calls(rng, count) if direct(rng, watched=True) else _rng_take_op(rng, count)
