@@ -93,6 +93,17 @@ void* Program::place(const TensorView& view, const Call& call) {
   return reinterpret_cast<void*>(i + 1);
 }
 
+void Program::add_quantize(const QuantizeArgs& args, const QuantizeArgs& placed) {
+  last_.each.push_back(args);
+  if (last_.each.size() > 1 && together(last_, args.x.device)) {
+    last_placed_.each.push_back(placed);
+    steps_.back() = step(quantize_many, last_placed_);
+    return;
+  }
+  last_.each = {args}, last_placed_.each = {placed};
+  steps_.push_back(step(quantize, placed));
+}
+
 bool Program::seal(Operands inputs, Operands outputs, Operands scratch, Views views, Makers makers,
                    MakeWorkspace make_workspace) {
   require(Stage::stopped, "seal", "start() and stop() it first, and seal it once");
@@ -138,6 +149,7 @@ bool Program::seal(Operands inputs, Operands outputs, Operands scratch, Views vi
     makers_.emplace_back(pair[0], pair[1].cast<py::tuple>());
   }
   make_workspace_ = std::move(make_workspace);
+  last_.each.clear(), last_placed_.each.clear();
   if (!whole_ || steps_.empty() || forms_.empty()) return false;
   stage_ = Stage::sealed;
   return true;

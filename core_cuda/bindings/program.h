@@ -3,6 +3,8 @@
 
 #include <functional>
 #include <memory>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "diptych/ops.h"
@@ -34,7 +36,7 @@ class Program : public std::enable_shared_from_this<Program> {
   // Returns the program that records on this thread, or null.
   static std::shared_ptr<Program> recording() { return recording_.expired() ? nullptr : recording_.lock(); }
   template <typename Args>
-  void add(Status (*op)(const Args&, const Execution&), Args args, const Call& call);
+  void add(Status (*op)(const Args&, const Execution&), const Args& args, const Call& call);
 
  private:
   struct Form {  // the form of an input; inputs are dense
@@ -52,6 +54,11 @@ class Program : public std::enable_shared_from_this<Program> {
   using Step = std::function<Status(void* const* data, const Execution& exec)>;
 
   void* place(const TensorView& view, const Call& call);  // returns its number in places_, from 1
+  // Adds a call of quantize, to the step before if that is one too and both can run together. `placed`: the arguments
+  // with numbers in places_ for addresses.
+  void add_quantize(const QuantizeArgs& args, const QuantizeArgs& placed);
+  template <typename Args>
+  static Step step(Status (*op)(const Args&, const Execution&), Args placed);
 
   enum class Stage { fresh, started, stopped, sealing, sealed };
   void require(Stage stage, const char* method, const char* remedy) const;
@@ -60,6 +67,7 @@ class Program : public std::enable_shared_from_this<Program> {
   Stage stage_ = Stage::fresh;
   bool whole_ = true;
   std::vector<Step> steps_;
+  QuantizeManyArgs last_, last_placed_;  // of the last step, if it quantizes
   std::vector<Place> places_;
   std::vector<Form> forms_;
   std::vector<std::pair<py::object, py::tuple>> makers_;
@@ -76,21 +84,31 @@ inline constexpr bool kRecordable = false;
 #include "diptych/ops.def"
 
 template <typename Args>
-void Program::add(Status (*op)(const Args&, const Execution&), Args args, const Call& call) {
+void Program::add(Status (*op)(const Args&, const Execution&), const Args& args, const Call& call) {
   if constexpr (!kRecordable<Args>) {
     whole_ = false;
     return;
   }
-  fields(args, [&](TensorView& v, Role = Role::input) {
+  Args placed = args;
+  fields(placed, [&](TensorView& v, Role = Role::input) {
     if (v.given()) v.data = place(v, call);
   });
-  steps_.push_back([op, args](void* const* data, const Execution& exec) {
-    Args filled = args;
+  if constexpr (std::is_same_v<Args, QuantizeArgs>) {
+    if (op == &quantize) return add_quantize(args, placed);
+  }
+  last_.each.clear();
+  steps_.push_back(step(op, std::move(placed)));
+}
+
+template <typename Args>
+Program::Step Program::step(Status (*op)(const Args&, const Execution&), Args placed) {
+  return [op, placed = std::move(placed)](void* const* data, const Execution& exec) {
+    Args filled = placed;
     fields(filled, [&](TensorView& v, Role = Role::input) {
       if (v.given()) v.data = data[reinterpret_cast<uintptr_t>(v.data) - 1];
     });
     return op(filled, exec);
-  });
+  };
 }
 
 // Runs one op without the GIL.

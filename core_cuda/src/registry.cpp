@@ -230,6 +230,11 @@ std::optional<Status> run_first(Op op, FormatSet formats, const void* args, cons
   return kKernels[i].run(args, exec);
 }
 
+bool runs_together(const QuantizeManyArgs& a, const Device& device) {
+  const int i = find_row(Op::quantize_many, only(a.each.front().spec.format), &a, device);
+  return i >= 0 && kKernels[i].run != call<QuantizeManyArgs, quantize_each>;
+}
+
 std::vector<RowInfo> registry_table() {
   std::vector<RowInfo> out;
   for (int i = 0; i < kKernelCount; ++i) {

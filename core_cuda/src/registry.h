@@ -60,6 +60,9 @@ std::optional<Status> quantize_together(const QuantizeArgs& stack, const Executi
 // Quantizes many tensors one by one, where no kernel takes them together. Defined in many.cpp.
 Status quantize_each(const QuantizeManyArgs&, const Execution&);
 
+// Returns whether one kernel would run the calls; if not, they would run one by one.
+bool runs_together(const QuantizeManyArgs&, const Device&);
+
 std::vector<RowInfo> registry_table();
 
 // Makes find_row skip the rows of a kernel, or no longer; returns false for a name that no row has. For comparing

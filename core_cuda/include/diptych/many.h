@@ -24,6 +24,10 @@ using QuantizeManyArgs = Many<QuantizeArgs>;  // plain inputs of one dtype with 
 using ScaleUpdateManyArgs = Many<ScaleUpdateArgs>;
 
 Status quantize_many(const QuantizeManyArgs&, const Execution&);
+
+// Whether quantize_many takes these calls, has a kernel that runs them together, and saves time by that: the tensors
+// are so small that launches cost more than the work.
+bool together(const QuantizeManyArgs&, const Device&);
 Status scale_update_many(const ScaleUpdateManyArgs&, const Execution&);
 
 }  // namespace diptych
