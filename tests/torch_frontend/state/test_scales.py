@@ -25,8 +25,9 @@ from diptych.common import (
     RecipeSwitchWarning,
     linear_plan,
 )
+from diptych.torch.layers.quantize import rng_at, rng_take
 from diptych.torch.state import scales as state
-from diptych.torch.state.scales import ScaleSlot, resize_history, rng_at, rng_take
+from diptych.torch.state.scales import ScaleSlot, resize_history
 from torch_frontend import layer_cases as layers
 from torch_frontend.tools import normal, same
 

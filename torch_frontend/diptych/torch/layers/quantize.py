@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from diptych.common.errors import ArgumentError
+from diptych.common.errors import ArgumentError, UnsupportedError
 from diptych.common.layers.checks import Names, missing_rng, require_stackable
-from diptych.common.layers.schedule import Call, late_states
+from diptych.common.layers.schedule import OFFSETS, Call, late_states
 from diptych.torch.functional import quantize as quantize_verbs
 from diptych.torch.functional import source as sources
 from diptych.torch.functional.source import FusedInput
@@ -17,8 +17,9 @@ from diptych.torch.graph import program
 from diptych.torch.layers.options import Options
 from diptych.torch.primitives import grouped as grouped_ops
 from diptych.torch.primitives import quantize as quantize_ops
-from diptych.torch.state.checkpoint import aside, selective
-from diptych.torch.state.scales import ScaleStates, StepScales, record_amax, rng_at
+from diptych.torch.primitives.register import define, direct, wrote
+from diptych.torch.state.checkpoint import SAVED, aside, require_saved, selective, tape_call, taped_call
+from diptych.torch.state.scales import ScaleStates, StepScales, record_amax
 from diptych.torch.tensors.copies import Copies
 from diptych.torch.tensors.quantized import QuantizedTensor
 
@@ -266,3 +267,77 @@ def _share_amax(calls: tuple[Call, ...], late: tuple[Call, ...]) -> bool:
 
 def _record_late(name: str, t: Tensor | FusedInput, state: ScaleStates | StepScales) -> None:
     state.record(name, quantize_ops.amax(t) if isinstance(t, Tensor) else sources.amax(t))
+
+
+# --- random state ----------------------------------------------------------------------------------------------------
+
+
+def rng_at(rng: Tensor, offset: int) -> Tensor:
+    """Returns the random state `offset` draws later, int32 [4]; the offset is added in 64 bits."""
+    if offset == 0:
+        return rng
+    seed, count = rng.view(torch.int64).split(1)
+    return torch.cat([seed, count + offset]).view(torch.int32)
+
+
+def _offsets_of_calls(device: torch.device) -> Tensor:
+    """Returns what seed and offset increase by for each quantize call of a layer, int64 [calls, 2]."""
+    found = _OFFSETS_OF_CALLS.get(device)
+    if found is None:
+        with torch.inference_mode(False):
+            offsets = torch.arange(0, OFFSETS, 2, dtype=torch.int64, device=device)
+            found = torch.stack([torch.zeros_like(offsets), offsets], 1)
+        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():  # else it is the captured graph's own
+            _OFFSETS_OF_CALLS[device] = found
+    return found
+
+
+_OFFSETS_OF_CALLS: dict[torch.device, Tensor] = {}
+
+
+def _rng_take(rng: Tensor, count: int) -> Tensor:
+    taken = rng.clone()
+    rng.view(torch.int64).narrow(0, 1, 1).add_(count)
+    wrote(rng)
+    return taken
+
+
+def _rng_take_of_calls(rng: Tensor, count: int) -> Tensor:
+    words = rng.view(torch.int64)
+    taken = words + _offsets_of_calls(rng.device)
+    words.narrow(0, 1, 1).add_(count)
+    wrote(rng)
+    return taken.view(torch.int32)
+
+
+def _rng_take_taped(rng: Tensor, count: int) -> Tensor:
+    """`_rng_take` as compiled code runs it: a graph that an eager checkpoint recomputes takes from its tape."""
+    entry = taped_call(None, "compiled")
+    if entry is not None and entry.rng is not None:
+        return entry.rng.clone()
+    if torch._C._current_graph_task_id() != -1:
+        raise UnsupportedError(
+            "stochastic rounding in compiled code that a checkpoint recomputes: it would draw other bits than the "
+            "forward did; use diptych.torch.checkpoint"
+        )
+    taken = _rng_take(rng, count)
+    tape_call(None, "compiled", None, taken)
+    return taken
+
+
+def _rng_take_fake(rng: Tensor, count: int) -> Tensor:
+    require_saved("stochastic rounding")
+    return torch.empty_like(rng)
+
+
+# An op of its own: a plain clone would be recomputed in a compiled backward, from a state that has moved on by then.
+_rng_take_op = define(
+    "rng_take", "(Tensor(a!) rng, int count) -> Tensor", _rng_take_taped, _rng_take_fake, buffers=True
+)
+SAVED.add(_rng_take_op)
+
+
+def rng_take(rng: Tensor, count: int) -> Tensor:
+    """Returns a copy of the state, and advances the state itself in place by `count` offsets. Eagerly the copy is that
+    of each quantize call of a layer, int32 [calls, 4], by the numbers of the calls, so that programs need not add."""
+    return _rng_take_of_calls(rng, count) if direct(rng, watched=True) else _rng_take_op(rng, count)

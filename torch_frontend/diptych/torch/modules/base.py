@@ -29,6 +29,7 @@ from diptych.torch.graph.guards import before_each_call
 from diptych.torch.layers.held import dequantized_weight
 from diptych.torch.layers.linear import linear_with
 from diptych.torch.layers.options import Options, plain_options, schedule
+from diptych.torch.layers.quantize import rng_take
 from diptych.torch.layers.weight_gradients import WeightGradients
 from diptych.torch.modules.fx import require_traceable
 from diptych.torch.modules.stateful import StatefulModule, require_no_capture
@@ -38,7 +39,7 @@ from diptych.torch.primitives import quantize as quantize_ops
 from diptych.torch.primitives.register import traced_local
 from diptych.torch.state.autocast import STATE, amax_group, make_step_counter, recognize_pipelines, recording
 from diptych.torch.state.checkpoint import aside, tape_call, taped_call
-from diptych.torch.state.scales import ScaleStates, StepScales, keep_from_broadcast, rng_take
+from diptych.torch.state.scales import ScaleStates, StepScales, keep_from_broadcast
 from diptych.torch.state.update import update_once
 from diptych.torch.tensors.quantized import QuantizedTensorBase, high_precision
 

@@ -24,13 +24,11 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
-from diptych.common.errors import CheckpointError, RecipeSwitchWarning, UnsupportedError
+from diptych.common.errors import CheckpointError, RecipeSwitchWarning
 from diptych.common.layers.plan import LinearPlan, StateSlot
-from diptych.common.layers.schedule import OFFSETS
 from diptych.common.quantizers import FP8_DTYPES, Float8Quantizer
 from diptych.torch.primitives.checks import describe
-from diptych.torch.primitives.register import define, direct, wrote
-from diptych.torch.state.checkpoint import SAVED, aside, require_saved, tape_call, taped_call
+from diptych.torch.state.checkpoint import aside
 from diptych.torch.state.update import LOG, collect, forget, fp8_max, log_buffers, update_all, update_eagerly
 
 BUFFERS = ("scale", "amax_history", "fp8_max")
@@ -449,77 +447,3 @@ def _check_values(name: str, scale: Tensor, amax_history: Tensor, fp8_max: Tenso
     largest = fp8_max.item()
     if not any([math.isclose(largest, known, rel_tol=_ROUNDED) for known in _LARGEST]):
         raise CheckpointError(f"{name}.fp8_max must be the largest value of an FP8 element, got {largest:g}")
-
-
-# --- random state ----------------------------------------------------------------------------------------------------
-
-
-def rng_at(rng: Tensor, offset: int) -> Tensor:
-    """Returns the random state `offset` draws later, int32 [4]; the offset is added in 64 bits."""
-    if offset == 0:
-        return rng
-    seed, count = rng.view(torch.int64).split(1)
-    return torch.cat([seed, count + offset]).view(torch.int32)
-
-
-def _offsets_of_calls(device: torch.device) -> Tensor:
-    """Returns what seed and offset increase by for each quantize call of a layer, int64 [calls, 2]."""
-    found = _OFFSETS_OF_CALLS.get(device)
-    if found is None:
-        with torch.inference_mode(False):
-            offsets = torch.arange(0, OFFSETS, 2, dtype=torch.int64, device=device)
-            found = torch.stack([torch.zeros_like(offsets), offsets], 1)
-        if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():  # else it is the captured graph's own
-            _OFFSETS_OF_CALLS[device] = found
-    return found
-
-
-_OFFSETS_OF_CALLS: dict[torch.device, Tensor] = {}
-
-
-def _rng_take(rng: Tensor, count: int) -> Tensor:
-    taken = rng.clone()
-    rng.view(torch.int64).narrow(0, 1, 1).add_(count)
-    wrote(rng)
-    return taken
-
-
-def _rng_take_of_calls(rng: Tensor, count: int) -> Tensor:
-    words = rng.view(torch.int64)
-    taken = words + _offsets_of_calls(rng.device)
-    words.narrow(0, 1, 1).add_(count)
-    wrote(rng)
-    return taken.view(torch.int32)
-
-
-def _rng_take_taped(rng: Tensor, count: int) -> Tensor:
-    """`_rng_take` as compiled code runs it: a graph that an eager checkpoint recomputes takes from its tape."""
-    entry = taped_call(None, "compiled")
-    if entry is not None and entry.rng is not None:
-        return entry.rng.clone()
-    if torch._C._current_graph_task_id() != -1:
-        raise UnsupportedError(
-            "stochastic rounding in compiled code that a checkpoint recomputes: it would draw other bits than the "
-            "forward did; use diptych.torch.checkpoint"
-        )
-    taken = _rng_take(rng, count)
-    tape_call(None, "compiled", None, taken)
-    return taken
-
-
-def _rng_take_fake(rng: Tensor, count: int) -> Tensor:
-    require_saved("stochastic rounding")
-    return torch.empty_like(rng)
-
-
-# An op of its own: a plain clone would be recomputed in a compiled backward, from a state that has moved on by then.
-_rng_take_op = define(
-    "rng_take", "(Tensor(a!) rng, int count) -> Tensor", _rng_take_taped, _rng_take_fake, buffers=True
-)
-SAVED.add(_rng_take_op)
-
-
-def rng_take(rng: Tensor, count: int) -> Tensor:
-    """Returns a copy of the state, and advances the state itself in place by `count` offsets. Eagerly the copy is that
-    of each quantize call of a layer, int32 [calls, 4], by the numbers of the calls, so that programs need not add."""
-    return _rng_take_of_calls(rng, count) if direct(rng, watched=True) else _rng_take_op(rng, count)
