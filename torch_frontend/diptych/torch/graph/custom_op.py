@@ -94,6 +94,9 @@ class CustomOp:
         self._keeps, self._gradients, self.remedy = keeps, gradients, remedy
         recordable = getattr(arguments, "recordable", False) and [f.kind for f in self.fields if f.schema] == ["group"]
         self._programs = Programs() if recordable else None
+        self._backward_programs = (
+            Programs() if recordable and getattr(arguments, "recordable_backward", False) else None
+        )
         self.eager_forward = EagerForward(forward, forward_replay)
         self.eager_backward = EagerBackward(backward, backward_replay)
         self._form = ";".join([f"{f.name}:{f.kind}" for f in self.fields])  # a string: one guard of a graph
@@ -131,7 +134,8 @@ class CustomOp:
         """The pure node, and those that write, by their number of results."""
         inputs = [f.schema for f in self.fields if f.schema]
         inputs = ["Tensor[] kept", "SymInt[] sizes", "Tensor[] saved", "Tensor[] grads", *inputs, constants]
-        nodes = [self._define(short, f"({', '.join(inputs)}) -> Tensor[]", self._pure_backward)]
+        signature = f"({', '.join(inputs)}) -> Tensor[]"
+        nodes = [self._define(short, signature, self._real_backward, self._pure_backward)]
         if self._has_written:
             # An op that writes to an operand cannot return a list: torch functionalizes fixed results only.
             for count in range(len(self.differentiable) + 1):
@@ -318,6 +322,14 @@ class CustomOp:
 
     def _pure_backward(self, *inputs: Any) -> list[Tensor]:
         return self._run_backward([], *inputs)
+
+    def _real_backward(self, kept: list[Tensor], sizes: list[int], saved: Any, grads: Any, *given: Any) -> list[Tensor]:
+        """Runs a node's backward that writes to nothing, as `_real_forward` runs its forward."""
+        inputs = (kept, sizes, saved, grads, *given)
+        if self._backward_programs is None or given[0] is not None or not grads:
+            return self._pure_backward(*inputs)
+        key, tensors = (id(given[-1]), *sizes), [*grads, *kept, *saved]
+        return self._backward_programs.run(key, given[-1], tensors, None, self._pure_backward, *inputs)[0]
 
     def _run_backward(self, written: list[Tensor], *inputs: Any) -> list[Tensor]:
         kept, sizes, saved, grads, *given = [list(s) if isinstance(s, (list, tuple)) else s for s in inputs[:-1]]

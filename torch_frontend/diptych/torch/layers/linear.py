@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -48,6 +48,8 @@ from diptych.torch.tensors.quantized import QuantizedStack, QuantizedTensor, Qua
 @dataclasses.dataclass
 class _Arguments(LayerArguments):
     """One call of a linear layer. `x_copy`: the tensors of the copy of a quantized x that backward reads."""
+
+    recordable_backward: ClassVar[bool] = True  # as `recordable`, of a backward that writes to no buffer
 
     x: Tensor | QuantizedTensor
     weight: Tensor | QuantizedTensor
