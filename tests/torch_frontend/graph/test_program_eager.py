@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import diptych.torch as dt
 from diptych.common import RECIPES
+from diptych.common.layers.plan import linear_plan
 from diptych.torch.graph import program
 from diptych.torch.layers.linear import _linear
 from torch_frontend.graph.test_program import counted
@@ -176,3 +177,24 @@ def test_products_in_high_precision_take_any_strides(fresh: None) -> None:
         with Copies():
             y.backward(torch.randn(48, 16).t())
     assert not copies
+
+
+@pytest.mark.parametrize("kept", ["save_original_input", "save_original_weight"])
+def test_states_of_the_user_share_no_program_with_those_of_a_module(kept: str, fresh: None) -> None:
+    """An update overwrites the scales of states that a user holds, so forward saves them; a module's have a copy."""
+    recipe: Any = RECIPES["fp8-delayed"]
+    layer, x = dt.Linear(32, 48, bias=False, **{kept: True}), torch.randn(16, 32, requires_grad=True)
+    for _ in range(3):
+        with dt.autocast(recipe=recipe):
+            layer(x).sum().backward()
+    assert runs(_linear.eager_forward._programs) == 1
+    gradients = []
+    for late in (True, False):
+        states, x.grad, layer.weight.grad = dt.ScaleStates(linear_plan(recipe, "linear", "")), None, None
+        for _ in range(3):
+            y = dt.linear(x, layer.weight, None, recipe, state=states, **{kept: late})
+            states.update()
+            y.sum().backward()
+        gradients.append((x.grad, layer.weight.grad))
+    for a, b in zip(*gradients, strict=True):
+        assert torch.equal(a, b)

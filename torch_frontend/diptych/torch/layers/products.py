@@ -422,7 +422,8 @@ def replay(
                     written.append(history)
     if not direct(*inputs):
         return None
-    return Replay((id(s), options.record, key), s, inputs, written)
+    # What forward saves differs between states that keep its scales and those that updates overwrite.
+    return Replay((id(s), options.record, type(options.state), key), s, inputs, written)
 
 
 def run(op: CustomOp, x: Tensor, recipe: Recipe, options: tuple[Any, ...], *operands: Any) -> tuple[Tensor, ...]:
