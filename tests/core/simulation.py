@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from diptych.core import _core
+
 ROOT = Path(__file__).resolve().parents[2]
 OWN = ROOT / "tests" / "simulated"
 CUDA = ROOT / "core_cuda"
@@ -31,6 +33,11 @@ class Tensor(ctypes.Structure):
     def of(cls, operand: Any) -> Tensor:
         if operand is None:
             return cls()
+        if not isinstance(operand, tuple):  # a torch tensor on the CPU
+            code = _core.dtype_table()[str(operand.dtype).removeprefix("torch.")]
+            # The data_ptr() of an empty tensor is null, which stands for no tensor here.
+            start = operand.untyped_storage().data_ptr() + operand.storage_offset() * operand.element_size()
+            return cls(start, code, operand.ndim, (ctypes.c_int64 * 3)(*operand.shape))
         array, dtype = operand
         return cls(array.ctypes.data, dtype, array.ndim, (ctypes.c_int64 * 3)(*array.shape))
 

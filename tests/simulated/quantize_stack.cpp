@@ -182,20 +182,32 @@ extern "C" int compare_stacks(int seed, int count, char* message, int size) {
 
 struct QuantizeCall {
   simulated::Tensor x, row, row_scale, col, col_scale, amax, scale;
-  int32_t format, flags;
+  int32_t format, flags, amax_mode;
+  float eps;
 };
 
-// Both copies of a plain tensor. 0, or 1 and a message.
-extern "C" int quantize(const QuantizeCall* call, char* message, int size) {
+static QuantizeArgs args_of(const QuantizeCall& call) {
   using simulated::view;
   QuantizeArgs args;
-  args.x = view(call->x), args.spec.format = FormatId{call->format}, args.spec.flags = call->flags;
-  args.rowwise = {args.spec.format, false, view(call->row), view(call->row_scale), {}};
-  args.columnwise = {args.spec.format, true, view(call->col), view(call->col_scale), {}};
-  args.amax = view(call->amax), args.scale = view(call->scale);
-  const Status status = cuda::quantize(args, {{Backend::cuda, 0}, nullptr});
+  args.x = view(call.x), args.spec = {FormatId{call.format}, call.flags, call.eps};
+  args.rowwise = {args.spec.format, false, view(call.row), view(call.row_scale), {}};
+  args.columnwise = {args.spec.format, true, view(call.col), view(call.col_scale), {}};
+  args.amax_mode = AmaxMode{call.amax_mode}, args.amax = view(call.amax), args.scale = view(call.scale);
+  return args;
+}
+
+// Plain tensors: `count` calls by quantize_many, or one call by quantize if `count` is 0. Returns the number of
+// launches, or -1 and a message.
+extern "C" int quantize(const QuantizeCall* calls, int count, char* message, int size) {
+  const Execution exec{{Backend::cuda, 0}, nullptr};
+  const int before = simulated::runs;
+  QuantizeManyArgs many;
+  for (int i = 0; i < std::max(count, 1); ++i) many.each.push_back(args_of(calls[i]));
+  const bool together = count > 0 && cuda::quantize_many_fits(many);
+  Status status = together ? cuda::quantize_many(many, exec) : Status();
+  for (size_t i = 0; !together && i < many.each.size() && status.ok(); ++i) status = cuda::quantize(many.each[i], exec);
   std::snprintf(message, static_cast<size_t>(size), "%s", status.message().c_str());
-  return status.ok() ? 0 : 1;
+  return status.ok() ? simulated::runs - before : -1;
 }
 
 // Of its rows, and of its Hadamard transform.

@@ -322,6 +322,7 @@ inline unsigned __ballot_sync(unsigned, bool yes) {
   return r;
 }
 inline bool __any_sync(unsigned lanes, bool yes) { return __ballot_sync(lanes, yes) != 0; }
+inline void __trap() { simulated::fail("a trap"); }
 inline void __syncwarp() { simulated::exchange(0); }
 inline void __syncthreads() {
   simulated::meet(simulated::self->block->named[0], static_cast<int>(simulated::threads.size()));
