@@ -8,6 +8,7 @@ import threading
 import pytest
 import torch
 
+from core import runner
 from diptych.core import _core
 
 
@@ -109,3 +110,41 @@ def test_a_program_that_is_given_no_tensors():
     assert program.seal([x], [out], [], [], [(lambda n: object(), (1,))], torch.empty)
     with pytest.raises(TypeError, match="object has no DLPack exchange table"):
         program.run([x])
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dependent", [False, True])
+def test_small_tensors_are_quantized_together(cuda, dependent: bool) -> None:
+    """Unless one call reads what the other one writes: here the second takes the first one's inverse scale as scale."""
+    check_joined("cuda", dependent)
+
+
+def check_joined(device: str, dependent: bool) -> None:
+    def quantized(xs: list[torch.Tensor]) -> list[torch.Tensor]:
+        made: list[torch.Tensor] = []
+        for x, scale in ((xs[0], xs[2]), (xs[1], xs[2])):
+            amax, inverse = (torch.full((1,), 7.0, device=device) for _ in range(2))
+            data = torch.empty(x.shape, dtype=torch.float8_e4m3fn, device=device)
+            scale = made[1] if made and dependent else scale
+            more = {name: None for name in ("columnwise_amax", "rng", "columnwise_data", "columnwise_scale_inv")}
+            of_amax = {"amax": amax, "scale": scale, "rowwise_data": data, "rowwise_scale_inv": inverse}
+            _core.quantize(x, runner.IDS["fp8_e4m3_tensor"], 0, 0.0, runner.COMPUTE, **of_amax, **more)
+            made += [amax, inverse, data]
+        return made
+
+    def inputs(factor: float) -> list[torch.Tensor]:
+        shapes = (16, 72), (130, 40)
+        return [*(torch.randn(s, device=device) * factor for s in shapes), torch.full((1,), factor, device=device)]
+
+    program, xs = _core.Program(), inputs(1.0)
+    program.start()
+    outputs = quantized(xs)
+    program.stop()
+    makers = [(torch.empty(0, dtype=t.dtype, device=device).new_empty, tuple(t.shape)) for t in outputs]
+    assert program.seal(xs, outputs, [], [], makers, torch.empty(0).new_empty)
+    xs = inputs(3.0)
+    before = runner.want_calls(f"{device}.quantize_many")
+    got = program.run(xs)
+    assert runner.want_calls(f"{device}.quantize_many") == before + (not dependent)
+    for a, b in zip(got, quantized(xs), strict=True):
+        assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
