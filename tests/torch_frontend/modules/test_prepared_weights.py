@@ -14,6 +14,7 @@ from torch import nn
 
 import diptych.torch as dt
 from diptych import core
+from diptych.common import CustomRecipe, Float8CurrentScalingQuantizer, MXFP8Quantizer
 from diptych.common.errors import ArgumentError
 from diptych.common.recipes import (
     DelayedScaling,
@@ -188,6 +189,21 @@ def test_other_recipes_and_modes_between_steps(device):
     same(run(True), run(False))
 
 
+def test_a_recipe_with_another_copy_for_backward_alone():
+    """The next step makes the copies that the new recipe reads."""
+
+    def other(role: Any) -> Any:
+        return Float8CurrentScalingQuantizer() if role.gemm == "dgrad" else MXFP8Quantizer()
+
+    m = model()
+    opt = optimizer(m)
+    dt.prepare_weights(m, opt, max_bytes=MUCH)
+    train(m, opt, RECIPES["mxfp8"])
+    train(m, opt, CustomRecipe(other), 1)
+    for one in layers(m):
+        assert any([isinstance(call.quantizer, Float8CurrentScalingQuantizer) for call in one.calls])
+
+
 def test_checkpointing(device):
     def run(prepare: bool, reentrant: bool) -> list[torch.Tensor]:
         m = model(device)
@@ -305,10 +321,14 @@ def most_of(history: torch.Tensor, amax: torch.Tensor) -> torch.Tensor:
     return history.amax(1) * 0 + amax
 
 
+KINDS = ["skipped", "loaded", "recipe", "evaluated", "own", "copied", "compiled", "saved", "given", "frozen"]
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("kind", ["skipped", "loaded", "recipe", "evaluated", "own", "copied", "compiled", "saved"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_joint_updates_have_the_same_bits(device, kind):
-    """Where layers skip a region, states are loaded or copied, recipes change, graphs share the states."""
+    """Where layers skip a region, states are loaded or copied, recipes change or are given to a module, graphs share
+    the states, a module is frozen in evaluation mode."""
 
     def run(prepare: bool) -> list[torch.Tensor]:
         torch._dynamo.reset()
@@ -326,6 +346,10 @@ def test_joint_updates_have_the_same_bits(device, kind):
                 recipe = DelayedScaling(amax_compute_algo=most_of)
             if kind == "loaded" and step % 2:
                 m.load_state_dict({k: v * 2 if k.endswith("scale") else v for k, v in m.state_dict().items()})
+            if kind == "given" and step == 3:
+                m[1].recipe = DelayedScaling(amax_compute_algo="most_recent", margin=1)
+            if kind == "frozen":
+                m[1].train(step != 3)
             if kind == "evaluated":
                 with dt.autocast(recipe=recipe), torch.no_grad():
                     seen.append(m.eval()(x))
@@ -343,7 +367,8 @@ def test_joint_updates_have_the_same_bits(device, kind):
                 if prepare:
                     dt.prepare_weights(m, opt, max_bytes=MUCH)
             seen += [y.detach(), x.grad]
-            seen += [t.detach().clone() for _, t in sorted(m.state_dict().items())] if kind == "saved" else []
+            if kind in ("saved", "frozen"):
+                seen += [t.detach().clone() for _, t in sorted(m.state_dict().items())]
         return [*seen, *[t.detach() for _, t in sorted(m.state_dict().items())]]
 
     same(run(True), run(False))

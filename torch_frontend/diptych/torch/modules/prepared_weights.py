@@ -56,7 +56,7 @@ class PreparedLayers:
         """The copies that a forward may use in place of those that `calls` make, or None. In grad mode it remembers the
         calls for the next step."""
         one = self.by_layer.get(layer)
-        if one is None or one.weight() is not weight or one.alone != alone:
+        if one is None or one.weight() is not weight or calls not in (one.calls, one.alone):
             if torch.is_grad_enabled() and type(weight) is nn.Parameter and not weight.is_inference():
                 self.by_layer[layer] = PreparedLayer(weight, calls, alone)
             return None
@@ -64,9 +64,7 @@ class PreparedLayers:
             return None
         if weight.is_cuda and torch.cuda.is_current_stream_capturing():
             return None  # a replay would read memory that the next step frees
-        if calls == one.calls:
-            return one.copies
-        return (one.copies[0], None) if calls == alone else None
+        return one.copies if calls == one.calls else (one.copies[0], None)
 
     def warn_of_graphs(self) -> None:
         """Called when a graph of the module is traced."""
@@ -136,16 +134,16 @@ class PreparedWeights:
     def _update_jointly(self) -> None:
         """The delayed scales of all layers are updated together where the first of them enters the next region."""
         recipe: Any = None
-        states: list[ScaleStates] = []
+        layers: list[tuple[QuantizedModule, ScaleStates]] = []
         for module in self._modules:
             scaled = module._modules.get("scale_states")
             if scaled is None or module._last_region is None or module._last_groups:
                 continue
             recipe = module._last_region if recipe is None else recipe
             if module._last_region == recipe:
-                states += [part for part in scaled.modules() if isinstance(part, ScaleStates)]
-        if states:
-            update_jointly(states, recipe)
+                layers += [(module, part) for part in scaled.modules() if isinstance(part, ScaleStates)]
+        if layers:
+            update_jointly(layers, recipe)
 
     def _warn(self, calls: tuple[Call, ...]) -> None:
         if calls not in self._warned:
@@ -161,8 +159,9 @@ def prepare_weights(model: nn.Module, optimizer: torch.optim.Optimizer, *, max_b
     """After each `optimizer.step()`, quantizes the weights of a model's layers in few launches, for the forwards until
     the next step. In the first autocast region after a step, delayed scales of all layers are updated in one launch.
 
-    Results have the same bits as without it. (Only an amax that the backward of an earlier region records after the
-    first layer has entered a region may reach a layer's scale one region later.) Each layer's weight is quantized by
+    Results have the same bits as without it. (There are two exceptions after the first layer has entered a region: an
+    amax that the backward of an earlier region then records may reach a layer's scale one region later, and a `recipe`
+    that a module is then given does not take part in this update of its scales.) Each layer's weight is quantized by
     the recipe that the layer ran by last in grad mode. A forward finds a stale copy by the weight's version counter,
     which every in-place operation of torch moves, and then quantizes the weight itself. A write that moves no counter,
     such as one through `weight.data` or by another library's kernel, must not happen between the optimizer's step and a

@@ -173,13 +173,15 @@ class JointUpdate:
 
     An update to which no amax was recorded changes nothing. So a layer that enters later finds its scales as its own
     update would leave them, and skips that update unless its state was written in between. A region of another recipe
-    than `recipe` has no joint update, since the recipe decides how scales follow from amaxes.
+    than `recipe` has no joint update, since the recipe decides how scales follow from amaxes; a module that was given
+    a recipe of its own since then, or is in evaluation mode, takes no part.
     """
 
-    def __init__(self, states: list[Any], recipe: Any) -> None:
-        self._states, self._recipe, self._region = states, recipe, 0
+    def __init__(self, layers: list[tuple[Any, Any]], recipe: Any) -> None:
+        self._layers = [(states, module, module.recipe) for module, states in layers]
+        self._recipe, self._region = recipe, 0
         self._made: dict[int, tuple[Tensor, list[Any]]] = {}  # by id: copies of the scales, and what they belong to
-        for one in states:
+        for _, one in layers:
             one.__dict__["joint"] = self
 
     def scales(self, states: Any, recipe: Any, region: int, step: Tensor) -> Tensor | None:
@@ -200,8 +202,9 @@ class JointUpdate:
     def _run(self, step: Tensor) -> None:
         states = [
             one
-            for one in self._states
-            if one.joint is self and not one.graphed and one._in_order()[0].scale.device == step.device
+            for one, module, own in self._layers
+            if one.joint is self and not one.graphed and module.training and module.recipe == own
+            if one._in_order()[0].scale.device == step.device
         ]
         slots = [slot for one in states for slot in one._in_order()]
         tensors = [t for slot in slots for t in (slot.amax_history, slot.scale)]
@@ -229,16 +232,17 @@ def _written(states: Any) -> list[Any]:
     return [(id(t), 0 if t.is_inference() else t._version) for t in tensors]
 
 
-def update_jointly(states: list[Any], recipe: Any) -> None:
-    """Makes the updates of many `ScaleStates` in the next region one joint update, if the region is of this recipe.
+def update_jointly(layers: list[tuple[Any, Any]], recipe: Any) -> None:
+    """Makes the updates of many layers' (module, `ScaleStates`) in the next region one joint update, if the region is
+    of this recipe.
 
     Layers that did not run, or that graphs use, keep an update of their own, and so do recipes with a function of the
     user's own."""
-    for one in states:
+    for _, one in layers:
         one.__dict__["joint"] = None
     found = [
-        one
-        for one in states
+        (module, one)
+        for module, one in layers
         if one.plan is not None and one.view is not None and not one.graphed and one.plan.states
         if not any([callable(slot.quantizer.amax_compute_algo) for slot in one._in_order()])
     ]
