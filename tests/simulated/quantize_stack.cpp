@@ -123,7 +123,8 @@ struct Outputs {
     if (c.columnwise) {
       args.columnwise = {FormatId{c.format}, true, make(f.element, {c.count, c.k, c.m}), scales(c.k, c.m), {}};
     }
-    if (f.per_tensor()) args.amax = make(DType::f32, {c.count}, 0x3F);
+    // A large amax that is not cleared would remain; a small one grows.
+    if (f.per_tensor()) args.amax = make(DType::f32, {c.count}, c.accumulate ? 0x3F : 0x7E);
     if (c.scaled) args.scale = view(scale, DType::f32, {c.count});
     if (c.accumulate) args.amax_mode = AmaxMode::accumulate;
   }
