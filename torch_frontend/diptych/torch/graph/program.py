@@ -203,7 +203,7 @@ class Programs:
         if known is None or torch._C._len_torch_dispatch_stack():
             if known is None:
                 if len(self._known) >= 4096:
-                    del self._known[next(iter(self._known))]
+                    self._known.pop(next(iter(self._known)), None)  # another thread may have removed it
                 self._known[key] = _Known(constants)
             return call(*args), None
         for learned in known.runs.get(inputs[0].shape, ()):

@@ -62,7 +62,7 @@ def schedule(
             plan = linear_plan(recipe, module, name)
             _schedules[by_value] = make_schedule(plan, need_dx, need_dw, original, original_weight)
         if len(_recent) >= 1024:
-            del _recent[next(iter(_recent))]
+            _recent.pop(next(iter(_recent)), None)  # another thread may have removed it
         known = _recent[key] = (recipe, _schedules[by_value])
     return known[1]  # the entry keeps its recipe alive, so that the id stays its own
 
@@ -80,7 +80,7 @@ def plain_options(
         plan = schedule(recipe, module, name, False, False).plan
         bare = not (plan.states or plan.needs_rng or recipe.amax_group)
         if len(_plain) >= 1024:
-            del _plain[next(iter(_plain))]
+            _plain.pop(next(iter(_plain)), None)  # another thread may have removed it
         made = Options(module, name, original, record, save_original_weight=original_weight)
         known = _plain[key] = (recipe, made if bare else None)
     return known[1]
