@@ -35,6 +35,7 @@ from diptych.lab.trace import (
 
 ENTROPY_FACTOR = 0.8
 OPS = ("quantize", "gemm", "bias_grad", "scale_update")
+JOINED = "scale_update_many"  # runs in place of scale_update where Frontend.updates_together
 """Ops that training calls, whose counts in the kernel table are checked."""
 
 
@@ -99,11 +100,12 @@ def compare(
             job = options.job(frontend.name, low)
             runs[name] = train.run(frontend, job, data, options.settings, name=name, progress=progress)
     checks = _checks(pair, runs, traced, data.unigram_entropy, options)
+    shown = {name: _run_data(pair, name, r, options) for name, r in runs.items()}
     return {
         "checks": [dataclasses.asdict(c) for c in checks],
         "passed": all(c.passed for c in checks),
-        "runs": {name: _run_data(name, r, options) for name, r in runs.items()},
-        "counted": [op for op in OPS if calls_per_linear(options.recipe)[0][op]],
+        "runs": shown,
+        "counted": [op for op in (*OPS, JOINED) if any(run["expected"][op] for run in shown.values())],
         "losses_part": _losses_part(pair, runs, options),
         "entropy": data.unigram_entropy,
         "frameworks": [f.name for f in pair],
@@ -291,11 +293,15 @@ def calls_per_linear(recipe: Recipe | None) -> tuple[dict[str, int], dict[str, i
     return step, {**dict.fromkeys(OPS, 0), **forward}
 
 
-def expected_calls(options: Options, run: train.RunResult, low: bool) -> dict[str, int]:
+def expected_calls(options: Options, frontend: Frontend, run: train.RunResult, low: bool) -> dict[str, int]:
     """Kernel calls that training must make, by op."""
     step, evaluated = calls_per_linear(options.recipe if low else None)
     linears = len(options.model.linears)
-    return {op: linears * (step[op] * run.steps_run + evaluated[op] * run.evaluations_run) for op in step}
+    calls = {op: linears * (step[op] * run.steps_run + evaluated[op] * run.evaluations_run) for op in step}
+    calls[JOINED] = 0
+    if frontend.updates_together:
+        calls["scale_update"], calls[JOINED] = 0, linears * min(step["scale_update"], 1) * run.steps_run
+    return calls
 
 
 def _checks(
@@ -315,7 +321,7 @@ def _checks(
         checks.append(Check(name, bool(abs(off) <= tolerance), detail))
     for frontend in pair:
         run = runs[f"{frontend.name} {options.recipe_name}"]
-        want, got = expected_calls(options, run, True)["gemm"], run.calls["gemm"]
+        want, got = expected_calls(options, frontend, run, True)["gemm"], run.calls["gemm"]
         gaps = [m for m in traced["_missing"] if m.startswith(frontend.name + " ")]
         step, evaluated = (calls["gemm"] for calls in calls_per_linear(options.recipe))
         detail = f"{got} quantized GEMMs ran, {want} = {len(options.model.linears)} linears x "
@@ -329,8 +335,9 @@ def _checks(
     return [*checks, Check(name, replayed.equal and traced["_tensors"] > 0, detail)]
 
 
-def _run_data(name: str, run: train.RunResult, options: Options) -> dict[str, Any]:
+def _run_data(pair: tuple[Frontend, Frontend], name: str, run: train.RunResult, options: Options) -> dict[str, Any]:
     low = not name.endswith("high precision")
+    (frontend,) = [f for f in pair if f.name == name.split()[0]]
     return {
         "losses": run.losses.tolist(),
         "validation": {str(k): v for k, v in run.validation.items()},
@@ -338,7 +345,7 @@ def _run_data(name: str, run: train.RunResult, options: Options) -> dict[str, An
         "seconds": run.seconds,
         "seconds_per_step": run.step_seconds,
         "calls": run.calls,
-        "expected": expected_calls(options, run, low),
+        "expected": expected_calls(options, frontend, run, low),
         "scales": {str(k): v for k, v in run.scales.items()},
         "low": low,
     }

@@ -74,6 +74,8 @@ class Frontend(Protocol):
     """One framework's adapter. Importing its module imports the framework."""
 
     name: str
+    updates_together: bool
+    """Whether the delayed scales of a linear are updated by one call of scale_update_many, not by a call for each."""
 
     def versions(self) -> dict[str, str]:
         """Versions of the framework and of what it loaded."""

@@ -311,6 +311,7 @@ class JaxFrontend:
     """JAX's adapter; see `diptych.lab.frontend.Frontend`."""
 
     name = "jax"
+    updates_together = False
 
     def versions(self) -> dict[str, str]:
         found = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "optax")}

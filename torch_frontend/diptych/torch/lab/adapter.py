@@ -289,6 +289,7 @@ class TorchFrontend:
     """torch's adapter; see `diptych.lab.frontend.Frontend`."""
 
     name = "torch"
+    updates_together = True
 
     def versions(self) -> dict[str, str]:
         found = {"torch": importlib.metadata.version("torch")}
