@@ -35,7 +35,7 @@ from diptych.torch.primitives.checks import (
     require_no_grad,
     require_out_dtype,
 )
-from diptych.torch.primitives.register import define, direct, fake_buffers, layout, wrote
+from diptych.torch.primitives.register import define, direct, fake_buffers, layout, new_buffers, wrote
 
 _COMPUTE, _GIVEN, _ACCUMULATE = 0, 1, 2  # AmaxMode in ops.h
 
@@ -60,11 +60,7 @@ def _quantize(
     if not alone or x.dtype not in HIGH_PRECISION:  # else the core asks what there is to ask
         check = functools.partial(check_quantize, x, quantizer, *given, encoded=encoded)
         once(check, x, type(quantizer), quantizer.spec, quantizer.rowwise, quantizer.columnwise, *given, encoded)
-    places: list[Tensor | None] = [None] * 6
-    out = []
-    for place, shape, new in layout(x.shape if encoded is None else encoded, quantizer, x.device):
-        places[place] = t = new(*shape)
-        out.append(t)
+    places, out = new_buffers(layout(x.shape if encoded is None else encoded, quantizer, x.device))
     mode = _COMPUTE
     for place, given in ((0, amax), (1, columnwise_amax)):
         if given is not None:
@@ -102,12 +98,8 @@ def _quantize_delayed(
 ) -> list[Tensor]:
     check = functools.partial(check_delayed, x, quantizer, scale, history, encoded)
     once(check, x, quantizer.spec, quantizer.rowwise, quantizer.columnwise, scale, history, encoded)
-    places: list[Tensor | None] = [None] * 6
-    out = []
     buffers = layout(x.shape if encoded is None else encoded, quantizer, x.device)
-    for place, shape, new in buffers[:-1]:  # the last is the amax, which goes to the history
-        places[place] = t = new(*shape)
-        out.append(t)
+    places, out = new_buffers(buffers[:-1])  # the last is the amax, which goes to the history
     rowwise, rowwise_scale, columnwise, columnwise_scale = places[2:]
     _core.quantize(
         x.contiguous(), *quantizer.spec, _ACCUMULATE, history.narrow(0, 0, 1), None, scale, None,
@@ -125,11 +117,7 @@ def _quantize_delayed_fake(x: Tensor, quantizer: Quantizer, scale: Tensor, histo
 def _quantize_again(x: Tensor, quantizer: Quantizer, amax: Tensor) -> list[Tensor]:
     check = functools.partial(check_quantize, x, quantizer, amax, None, None, None)
     once(check, x, quantizer.spec, quantizer.rowwise, quantizer.columnwise, amax)
-    places: list[Tensor | None] = [None] * 6
-    out = []
-    for place, shape, new in layout(x.shape, quantizer, x.device)[:-1]:  # the last is the amax
-        places[place] = t = new(*shape)
-        out.append(t)
+    places, out = new_buffers(layout(x.shape, quantizer, x.device)[:-1])  # the last is the amax
     rowwise, rowwise_scale, columnwise, columnwise_scale = places[2:]
     _core.quantize(
         x.contiguous(), *quantizer.spec, _GIVEN, amax.contiguous(), None, None, None,
@@ -309,11 +297,7 @@ def quantize_many(xs: list[Tensor], quantizer: Quantizer) -> list[list[Tensor]]:
     calls, made = [], []
     for x in xs:
         check_quantize(x, quantizer, None, None, None, None)
-        places: list[Tensor | None] = [None] * 6
-        out = []
-        for place, shape, new in layout(x.shape, quantizer, x.device):
-            places[place] = t = new(*shape)
-            out.append(t)
+        places, out = new_buffers(layout(x.shape, quantizer, x.device))
         calls.append((x.contiguous(), *places[:2], None, None, *places[2:]))
         made.append(out)
     _core.quantize_many(calls, *quantizer.spec, _COMPUTE)

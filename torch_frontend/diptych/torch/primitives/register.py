@@ -60,6 +60,16 @@ def layout(shape: tuple[int, ...], quantizer: Quantizer, device: torch.device) -
     return found
 
 
+def new_buffers(buffers: _Layout) -> tuple[list[Tensor | None], list[Tensor]]:
+    """Returns new buffers by place, with None where there is none, and in the order of `buffers`."""
+    places: list[Tensor | None] = [None] * len(_PLACES)
+    made = []
+    for place, shape, new in buffers:
+        places[place] = t = new(*shape)
+        made.append(t)
+    return places, made
+
+
 def fake_buffers(x: Tensor, quantizer: Quantizer) -> list[Tensor]:
     """The buffers that `quantize` makes of x, unfilled; they are fake where x is."""
     shape = tuple(x.shape)
