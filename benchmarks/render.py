@@ -56,7 +56,7 @@ def grid(heads: Iterable[str], lines: Iterable[Iterable[str]]) -> str:
 
 
 class Page:
-    """What `page.md` calls."""
+    """The functions that the template `page.md` calls to show rows."""
 
     def __init__(self, shown: Shown) -> None:
         self.shown = shown

@@ -26,7 +26,7 @@ BOUND, ROTATED, FLOAT32, OTHER_ORDER = 4e-3, 0.2, 1e-3, 4e-3  # bfloat16 rounds 
 
 
 class Operands:
-    """Both operands of a product D [m, n] of reduced length k: in bfloat16, and quantized by recipes."""
+    """Holds A and B of a product D [m, n] with reduced length k, in bfloat16 and as copies that recipes quantize."""
 
     def __init__(self, product: str, shape: tuple[int, ...]) -> None:
         m, n, self.k = shape

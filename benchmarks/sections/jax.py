@@ -101,7 +101,7 @@ def composed(linear: Callable[[Array, Array], Array], p: Params, x: Array, batch
 
 
 def fused(recipe: Any, p: Params, x: Array, batch: int) -> Array:
-    """The same block of the project's layers."""
+    """Returns the output of one transformer block made of the project's fused layers."""
     norm: dict[str, Any] = {"recipe": recipe, "normalization": "RMSNorm"}
     qkv = dj.layernorm_dense(x, p["norm1"], None, p["qkv"], **norm)
     x = x + dj.dense(attention(qkv, batch), p["proj"], recipe=recipe)

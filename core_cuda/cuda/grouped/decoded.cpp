@@ -8,9 +8,8 @@
 namespace diptych::cuda {
 namespace {
 
-constexpr int64_t kPart = 256;  // bytes: parts of the workspace begin at multiples of it
-constexpr int64_t kManyRows =
-    1024;  // many warps decode for groups of fewer rows on average, where values are read seldom
+constexpr int64_t kPart = 256;      // bytes: parts of the workspace begin at multiples of it
+constexpr int64_t kFewRows = 1024;  // groups of fewer rows on average read each value seldom: many warps decode
 constexpr TileShape kTile = tile_shape(Promotion::none, false);
 
 int64_t whole(int64_t bytes) { return ceil_div(bytes, kPart) * kPart; }
@@ -94,7 +93,7 @@ Status multiply(const char* op, const GroupedGemmArgs& args, const TensorView& w
     p.b_amax_stack = p.b_amax_step == 0 ? 1 : s.n;
   }
   p.pieces = in_pieces(args, s, p);
-  NativeLaunch l{Promotion::none, false, false, false, !depth && s.groups > 1 && s.m / s.groups < kManyRows, 0};
+  NativeLaunch l{Promotion::none, false, false, false, !depth && s.groups > 1 && s.m / s.groups < kFewRows, 0};
   const NativeOperands from{base + at.a, base + at.b, at.pitch * 2, 2};
   DIPTYCH_TRY(make_native_args(args, s, from, kTile, exec.device.index, &p, &l.blocks));
   if (l.blocks == 0) return {};

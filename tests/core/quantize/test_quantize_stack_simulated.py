@@ -106,7 +106,7 @@ def quantize_many(library, monkeypatch):
 
 @pytest.mark.parametrize("fmt", UNPACKED)
 def test_many_tensors(quantize_many, fmt):
-    """Of any shapes and alignments, with every option."""
+    """`quantize_many` of tensors of any shapes and alignments, with every option, has the bits of single calls."""
     many.test_bits("cpu", fmt)
     many.test_options("cpu", fmt)
     if fmt in cases.TENSOR_FORMATS:

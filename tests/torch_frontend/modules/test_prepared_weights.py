@@ -36,7 +36,7 @@ MUCH = 1 << 30
 
 
 def model(device: str = "cpu", dtype: torch.dtype = torch.bfloat16) -> Any:
-    """Of several kinds of modules, with weights of several shapes."""
+    """Returns a model of several kinds of modules, with weights of several shapes."""
     torch.manual_seed(3)
     layers = [
         dt.Linear(64, 96),
