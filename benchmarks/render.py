@@ -174,7 +174,8 @@ class Page:
         for goal in GOALS:
             found = measured(self.shown, goal)
             if goal.section in sections and found is not None:
-                better = found <= goal.must if goal.less else found >= goal.must
+                shown = round(found, 2)  # as printed
+                better = shown <= goal.must if goal.less else shown >= goal.must
                 bound = "≤" if goal.less else "≥"
                 body.append([goal.title, f"{bound} {number(goal.must)}", f"{bound} {number(goal.aim)}", number(found),
                              "" if better else "short"])  # fmt: skip
