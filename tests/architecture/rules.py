@@ -26,7 +26,7 @@ ARROWS = {
 }
 # A panel's rooms: a file imports from its own room and from those before it. Only the lab's adapter imports the lab.
 ROOMS = {
-    "torch": ("primitives", "tensors", "graph", "functional", "state", "layers", "modules", "lab"),
+    "torch": ("primitives", "tensors", "graph", "functional", "state", "layers", "modules", "distributed", "lab"),
     "jax": ("primitives", "tensors", "functional", "state", "layers", "lab"),
 }
 # What each package may import from outside, beyond the standard library.
@@ -45,10 +45,12 @@ COMMON_ROOMS = {
 # Rooms and files that only one framework has, with the reason.
 UNPAIRED_ROOMS = {
     "graph": "torch.compile traces layers and verbs as nodes; JAX traces them as they stand",
+    "distributed": "torch shards modules, and gathers their parameters; JAX shards arrays under jit",
     "modules": "torch's modules hold parameters and buffers; JAX's layers are functions of them",
 }
 UNPAIRED = {
     "torch": {
+        "parallel.py": "the public face of `distributed`",
         "primitives/constants.py": "recipes as constants of torch.compile; JAX takes any hashable as a static argument",
         "tensors/quantized_ops.py": "torch's operators on a tensor subclass; JAX's arrays are pytrees",
         "state/autocast.py": "a dynamically scoped recipe, which a jit cache would make stale",

@@ -3,6 +3,7 @@
 Recipes, quantizers and roles are those of `diptych.common`.
 """
 
+from diptych.torch import parallel
 from diptych.torch.earlier_names import keep_earlier_names
 from diptych.torch.functional.gemm import bias_grad, gemm, gemm_into
 from diptych.torch.functional.grouped import QuantizedStack, grouped_bias_grad, grouped_gemm, quantize_stack
@@ -113,6 +114,7 @@ __all__ = [
     "moe_sort_chunks_by_index",
     "moe_sort_chunks_by_index_with_probs",
     "moe_unpermute",
+    "parallel",
     "plain_state_dict",
     "prepare",
     "prepare_weights",

@@ -36,6 +36,13 @@ def _same(func: Any, q: QuantizedTensorBase, memory_format: torch.memory_format 
     return mapped(func, q)
 
 
+def _strided_whole(func: Any, q: QuantizedTensorBase, size: Any, stride: Any, offset: int = 0) -> QuantizedTensorBase:
+    """A view of the whole tensor as it lies, which is how FSDP2 makes a gathered tensor a parameter."""
+    if tuple(size) != tuple(q.shape) or tuple(stride) != tuple(q.stride()) or offset:
+        raise UnsupportedError(f"{called(func)}: the buffers of a quantized tensor have no strides of its own shape")
+    return mapped(aten.alias.default, q)
+
+
 def _no_memory_format(func: Any, memory_format: torch.memory_format | None) -> None:
     if memory_format not in (None, torch.contiguous_format, torch.preserve_format):
         raise UnsupportedError(f"{called(func)} of a quantized tensor: its buffers are row-major, not {memory_format}")
@@ -110,6 +117,7 @@ HANDLERS.update(
     {
         aten.detach.default: _same,
         aten.alias.default: _same,
+        aten.as_strided.default: _strided_whole,
         aten.clone.default: _same,
         aten._to_copy.default: _to,
         aten.empty_like.default: _to,

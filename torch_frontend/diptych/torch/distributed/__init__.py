@@ -1,0 +1,2 @@
+"""Training on several GPUs, on torch.distributed: weights that FSDP2 gathers quantized. `diptych.torch.parallel` is its
+public face."""

@@ -1,0 +1,124 @@
+"""`prepare`: makes FSDP2 gather the weights of a model quantized, after checking that each weight can be cut so."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from diptych.common.arguments import require_recipe
+from diptych.common.errors import ArgumentError, ShapeError, UnsupportedError
+from diptych.common.layers.plan import held_quantizer
+from diptych.common.quantizers import RHT, ROW_AMAX, Quantizer
+from diptych.common.recipes import Recipe
+from diptych.torch.distributed.amaxes import WholeAmaxes
+from diptych.torch.distributed.sharded_weight import Gather, ShardedWeight
+from diptych.torch.modules.base import QuantizedModule
+from diptych.torch.tensors.quantized import QuantizedTensorBase
+
+
+def prepare(model: nn.Module, mesh: Any, recipe: Recipe) -> None:
+    """Makes FSDP2 gather the weights of a model's quantized layers in a recipe's format: bytes and scales.
+
+    Call it after `fully_shard`, before the first forward, on every rank; it communicates nothing. Weights stay sharded
+    in high precision, and optimizers, clipping and checkpoints see them so. Forward and backward read a gathered weight
+    as one that is held quantized (`quantized_model_init`): the amaxes of per-tensor formats and of NVFP4 are those of
+    the whole weights, reduced over the ranks in one call for all weights when a step has changed them, and delayed
+    scaling scales weights by their current amax. Outside of `autocast` regions layers read dequantized weights. Weights
+    that the recipe leaves in high precision are gathered so.
+
+    **Arguments:** `model`: the root module that `fully_shard` was applied to. `mesh`: the DeviceMesh that it shards
+    over, of one dimension (with a dimension of replicas before it: HSDP). `recipe`: the recipe that the layers will run
+    by; a module's own `recipe` has precedence.
+
+    **Raises**, naming the weight, before anything is sent: ArgumentError for a model that is not sharded by
+    `fully_shard`, ShapeError for a weight that ranks would cut inside of a block or unevenly, ValueError for a recipe
+    that quantizes a weight in two ways or stochastically, UnsupportedError for a user's own quantizer, for amaxes of
+    rows, Hadamard transforms of weights, stacks of weights, and weights sharded over another mesh or dimension.
+    """
+    from torch.distributed.fsdp import FSDPModule  # a torch may be built without distributed
+
+    require_recipe("parallel.prepare", recipe, optional=False)
+    if not isinstance(model, FSDPModule):
+        raise ArgumentError(
+            f"parallel.prepare: {type(model).__name__} is not sharded; "
+            "call torch.distributed.fsdp.fully_shard on it first"
+        )
+    found = []
+    for name, module, attribute, quantizer in _weights(model, recipe):
+        parameter = module._parameters[attribute]
+        _require_cuttable(name, parameter, quantizer, mesh)
+        found.append((name, module, attribute, quantizer))
+    amaxes = WholeAmaxes()
+    gathered = []
+    for name, module, attribute, quantizer in found:
+        of_whole = amaxes if quantizer.format.per_tensor or quantizer.format.two_level else None
+        gather = Gather(name, quantizer, of_whole, 0 if of_whole is None else amaxes.place())
+        gathered.append((weakref.ref(module), attribute, gather))
+    _attach(gathered)
+
+    def before_forward(*_: Any) -> None:
+        _attach(gathered)
+        amaxes.forget()
+
+    model.register_forward_pre_hook(before_forward, prepend=True)
+
+
+def _weights(model: nn.Module, recipe: Recipe) -> Iterator[tuple[str, QuantizedModule, str, Quantizer]]:
+    """The weights that the recipe quantizes: (full name, module, attribute, quantizer)."""
+    for prefix, module in model.named_modules():
+        if not isinstance(module, QuantizedModule):
+            continue
+        for layer in module.layers:
+            attribute = f"{layer}_weight" if layer else "weight"
+            name = f"{prefix}.{attribute}" if prefix else attribute
+            chosen = recipe if module.recipe is None else module.recipe
+            quantizer = held_quantizer("parallel.prepare", chosen, module.module_kind, module._role_name(layer), name)
+            if quantizer is not None and attribute in module._parameters:
+                yield name, module, attribute, quantizer
+
+
+def _require_cuttable(name: str, parameter: Any, quantizer: Quantizer, mesh: Any) -> None:
+    from torch.distributed.tensor import DTensor, Shard
+
+    op = f"parallel.prepare: {name}"
+    if isinstance(parameter, QuantizedTensorBase) or not isinstance(parameter, DTensor):
+        raise UnsupportedError(f"{op} is {type(parameter).__name__}, not a DTensor that fully_shard made")
+    if parameter.dim() != 2:
+        raise UnsupportedError(
+            f"{op} {list(parameter.shape)} is a stack of weights; only matrices are gathered quantized"
+        )
+    of_parameter = parameter.device_mesh
+    if of_parameter != mesh or parameter.placements[-1] != Shard(0) or of_parameter.ndim > 2:
+        raise UnsupportedError(
+            f"{op} is placed {parameter.placements} on {of_parameter}; it must be cut along dimension 0 over {mesh}"
+        )
+    if quantizer.custom:
+        raise UnsupportedError(f"{op}: {quantizer} is the user's own and may read the whole weight; it cannot be cut")
+    if quantizer.spec.flags & (ROW_AMAX | RHT):
+        raise UnsupportedError(
+            f"{op}: {quantizer} has amaxes of rows or of a transform, which are not reduced over ranks"
+        )
+    rows, ranks = parameter.shape[0], of_parameter.size(of_parameter.ndim - 1)
+    fmt = quantizer.format
+    block = 1 if fmt.per_tensor else max(fmt.block_rows, fmt.block_cols if quantizer.columnwise else 1)
+    if rows % (ranks * block):
+        raise ShapeError(
+            f"{op} has {rows} rows, and {ranks} ranks with blocks of {block} rows ({fmt.name}) need a multiple of "
+            f"{ranks * block}: pad out_features, or use a format with smaller blocks"
+        )
+
+
+def _attach(gathered: list[tuple[weakref.ref[QuantizedModule], str, Gather]]) -> None:
+    """Makes local tensors `ShardedWeight`s where loading, moving or materializing has put plain ones in their place."""
+    for reference, attribute, gather in gathered:
+        module = reference()
+        parameter: Any = None if module is None else module._parameters.get(attribute)
+        part = getattr(parameter, "_local_tensor", None)
+        if part is None or isinstance(part, ShardedWeight):  # None: the weight is gathered now
+            continue
+        parameter._local_tensor = ShardedWeight.of(part, gather)
+        if gather.amaxes is not None:
+            gather.amaxes.set(gather.number, parameter)
