@@ -68,7 +68,8 @@ Status grouped_gemm_native(const GroupedGemmArgs&, const Execution&);
 Status grouped_gemm_emulated(const GroupedGemmArgs&, const Execution&);
 
 int64_t gemm_workspace_bytes(FormatId a, FormatId b, int64_t m, int64_t n, int64_t k, bool epilogue);
-int64_t decoded_workspace_bytes(FormatId a, FormatId b, int64_t m, int64_t n, int64_t k, int64_t count);
+int64_t decoded_workspace_bytes(FormatId a, FormatId b, int64_t m, int64_t n, int64_t k, int64_t groups,
+                                bool by_groups);
 int64_t bias_grad_workspace_bytes(int64_t m, int64_t n);
 int64_t norm_grad_workspace_bytes(int64_t m, int64_t k);
 int64_t column_sum_workspace_bytes(int64_t m, int64_t k);

@@ -271,7 +271,7 @@ int64_t gemm_workspace_bytes(FormatId a, FormatId b, int64_t m, int64_t n, int64
 }
 int64_t grouped_gemm_workspace_bytes(FormatId a, FormatId b, GroupKind kind, int64_t m, int64_t n, int64_t k,
                                      int64_t groups) {
-  return cuda::decoded_workspace_bytes(a, b, m, n, k, kind == GroupKind::depth ? 1 : groups);
+  return cuda::decoded_workspace_bytes(a, b, m, n, k, groups, kind == GroupKind::rows);
 }
 int64_t bias_grad_workspace_bytes(int64_t m, int64_t n) { return cuda::bias_grad_workspace_bytes(m, n); }
 int64_t norm_grad_workspace_bytes(int64_t m, int64_t k) { return cuda::norm_grad_workspace_bytes(m, k); }

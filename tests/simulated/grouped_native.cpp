@@ -45,7 +45,6 @@ extern "C" int simulate(const Call* call, char* message, int size) {
   using simulated::view;
   GroupedGemmArgs args;
   args.kind = static_cast<GroupKind>(call->kind);
-  const bool depth = args.kind == GroupKind::depth;
   args.a = {FormatId{call->a_format}, call->a_columnwise != 0, view(call->a_data), view(call->a_scale_inv),
             view(call->a_amax)};
   args.b = {FormatId{call->b_format}, call->b_columnwise != 0, view(call->b_data), view(call->b_scale_inv),
@@ -56,9 +55,10 @@ extern "C" int simulate(const Call* call, char* message, int size) {
   cuda::g_sm_count = call->sm_count;
   simulated::chance.seed(static_cast<unsigned>(call->seed));
   const cuda::NativeShape s = cuda::native_shape(args);
-  std::vector<unsigned char> workspace(static_cast<size_t>(cuda::decoded_workspace_bytes(
-                                           args.a.format, args.b.format, s.m, s.n, s.k, depth ? 1 : s.groups)),
-                                       0xee);
+  std::vector<unsigned char> workspace(
+      static_cast<size_t>(cuda::decoded_workspace_bytes(args.a.format, args.b.format, s.m, s.n, s.k, s.groups,
+                                                        args.kind == GroupKind::rows && args.offsets.given())),
+      0xee);
   args.workspace.data = workspace.data();
   const bool decoded = cuda::grouped_gemm_decoded_fits(args, 90);
   if (!decoded && !cuda::grouped_gemm_native_fits(args, 90)) return -1;

@@ -289,7 +289,7 @@ int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 // 32 MiB for cuBLASLt; both operands' block scales, at most one float per 128 k and outer index; D in float32 if our
 // own epilogue may have to follow; and 256 bytes for each part's alignment.
 int64_t gemm_workspace_bytes(FormatId a, FormatId b, int64_t m, int64_t n, int64_t k, bool epilogue) {
-  if (const int64_t decoded = decoded_workspace_bytes(a, b, m, n, k, 1)) return decoded;
+  if (const int64_t decoded = decoded_workspace_bytes(a, b, m, n, k, 1, false)) return decoded;
   return kWorkspaceBytes + ceil_div(k, 128) * (m + n) * 4 + (epilogue ? m * n * 4 : 0) + 4 * kBase;
 }
 

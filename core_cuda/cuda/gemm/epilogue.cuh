@@ -21,10 +21,10 @@ inline Amax operand_amax(const QuantizedView& q) {
 }
 
 struct Epilogue {
-  void* d;           // [m, n]
-  const void* c;     // [m, n] of d's dtype, may be d itself; read only where beta != 0
-  const void* bias;  // [n], or null
-  int64_t m, n;
+  void* d;              // [m, n]
+  const void* c;        // [m, n] of d's dtype, may be d itself; read only where beta != 0
+  const void* bias;     // [n], or null
+  int64_t m, n, pitch;  // pitch: elements from one row of d and c to the next
   float alpha, beta;
   Amax a_amax, b_amax;
   DType d_type, bias_type;
@@ -34,7 +34,7 @@ struct Epilogue {
 inline Epilogue make_epilogue(const GemmArgs& args) {
   Epilogue e{};
   e.d = args.d.data, e.c = args.c.data, e.bias = args.bias.given() ? args.bias.data : nullptr;
-  e.m = args.d.rows(), e.n = args.d.cols(), e.alpha = args.alpha, e.beta = args.beta;
+  e.m = args.d.rows(), e.n = e.pitch = args.d.cols(), e.alpha = args.alpha, e.beta = args.beta;
   e.a_amax = operand_amax(args.a), e.b_amax = operand_amax(args.b);
   e.d_type = args.d.dtype, e.bias_type = args.bias.dtype;
   e.vec = e.n % 2 == 0 && reinterpret_cast<uintptr_t>(e.d) % (2 * bytes(e.d_type)) == 0;
@@ -81,7 +81,7 @@ __device__ __forceinline__ void store_from_float(const Epilogue& e, float r, int
 __device__ __forceinline__ void finish_pair(const Epilogue& e, int64_t row, int64_t col, float of_row, float acc0,
                                             float acc1, float bias0, float bias1) {
   if (row >= e.m || col >= e.n) return;
-  const int64_t at = row * e.n + col;
+  const int64_t at = row * e.pitch + col;
   const float r0 = finish(e, full_alpha(e, of_row, col), acc0, bias0, at);
   if (!e.vec) {
     store_from_float(e, r0, at);

@@ -26,13 +26,41 @@ bool suits(const FormatRow& a, const FormatRow& b) {
   return decodes(a) && decodes(b) && !(a.per_tensor() && b.per_tensor());
 }
 
+// Bytes of decoded operands that a product is cut for. Its pieces are whole launches, one after the other, and each
+// decodes what it reads.
+constexpr int64_t kMost = int64_t{1} << 30;
+constexpr int64_t kCut = 256;  // pieces of M and N begin at multiples of it: whole tiles and panels
+
+int64_t pitch_of(int64_t k) { return ceil_div(k, 8) * 8; }  // elements
+
+// The extents of a product's largest piece. Groups of rows are cut between groups, since the host knows no other
+// boundary of theirs, so that decoded A stays whole. Other products are cut along M and N.
+struct Cut {
+  int64_t m, n, groups;
+
+  Cut(int64_t m_, int64_t n_, int64_t k, int64_t groups_, bool by_groups) : m(m_), n(n_), groups(groups_) {
+    const int64_t line = std::max<int64_t>(1, 2 * pitch_of(k));
+    if (by_groups) {
+      groups = std::clamp<int64_t>(kMost / std::max<int64_t>(1, n * line), 1, std::max<int64_t>(1, groups_));
+      return;
+    }
+    groups = 1;
+    const int64_t lines = kMost / line, half = std::max(kCut, lines / 2 / kCut * kCut);
+    if (m + n <= lines) return;
+    const int64_t both[2] = {std::min(m, half), std::min(n, half)};
+    m = std::min(m, std::max(half, (lines - both[1]) / kCut * kCut));
+    n = std::min(n, std::max(half, (lines - both[0]) / kCut * kCut));
+    if (m > half && n > half) m = half;  // both are longer than half
+  }
+};
+
 // The layout of the workspace: NativeArgs::units, decoded A, decoded B, each at a multiple of kPart.
 struct Workspace {
   int64_t pitch, units_k, units;  // elements from row to row; units along k; number of all units
   int64_t a, b, bytes;            // offsets of decoded A and B; bytes of the whole workspace
 
   Workspace(int64_t m, int64_t n, int64_t k, int64_t count)
-      : pitch(ceil_div(k, 8) * 8),
+      : pitch(pitch_of(k)),
         units_k(ceil_div(k, kDecodedK)),
         units((ceil_div(m, kDecodedOuter) + count * ceil_div(n, kDecodedOuter)) * units_k),
         a(whole(4 * (units + 2))),
@@ -40,15 +68,21 @@ struct Workspace {
         bytes(b + whole(count * n * pitch * 2) + kPart) {}
 };
 
-Status describe(const char* op, const QuantizedView& each, int64_t outer, int64_t k, unsigned char* to, int64_t pitch,
-                DecodedOperand* d) {
+// A piece of a product: ranges of D's rows and columns, or of groups.
+struct Piece {
+  int64_t m0, m, n0, n, g0, groups;
+};
+
+Status describe(const char* op, const QuantizedView& each, int64_t outer, int64_t k, int64_t first, int64_t rows,
+                unsigned char* to, int64_t pitch, DecodedOperand* d) {
   DIPTYCH_TRY(make_operand(op, each, outer, k, &d->each));
   const bool scaled = d->each.kind == ScaleKind::e8m0 || d->each.kind == ScaleKind::e4m3;
-  d->to = reinterpret_cast<uint16_t*>(to);
+  d->to = reinterpret_cast<uint16_t*>(reinterpret_cast<uintptr_t>(to) - first * pitch * 2);
+  d->pitch = static_cast<int>(pitch);
   d->data_step = each.data.numel() * bytes(each.data.dtype);
   d->scale_step = scaled ? each.scale_inv.numel() * bytes(each.scale_inv.dtype) : 0;
-  d->pitch = static_cast<int>(pitch);
-  d->panels = static_cast<int>(ceil_div(outer, kDecodedOuter));
+  d->first = static_cast<int>(first), d->rows = static_cast<int>(rows);
+  d->panels = static_cast<int>(ceil_div(rows, kDecodedOuter));
   return {};
 }
 
@@ -61,45 +95,73 @@ int units_ahead(int64_t units_k, int transposed) {
 // Returns the step from one outer index's amax of a two-level operand to the next; 0 if all share one amax.
 int64_t amax_step(const TensorView& amax, int64_t count) { return amax.numel() == count ? 0 : 1; }
 
-// Returns whether D must be stored in pieces, because its rows are not aligned or alpha varies within a tile.
-bool in_pieces(const GroupedGemmArgs& args, const NativeShape& s, const NativeArgs& p) {
+// Returns whether D must be stored by single elements, because its rows are not aligned or alpha varies within a tile.
+bool in_pieces(const GroupedGemmArgs& args, const NativeArgs& p) {
   const int64_t unit = args.d.dtype == DType::f32 ? 8 : 16;  // bytes that one thread stores
-  const bool lines = s.n * bytes(args.d.dtype) % unit == 0 && aligned(args.d.data, unit) &&
+  const bool lines = args.d.cols() * bytes(args.d.dtype) % unit == 0 && aligned(args.d.data, unit) &&
                      (args.beta == 0.0f || aligned(args.c.data, unit));
   return !lines || p.a_amax_step != 0 || p.b_amax_step != 0;
 }
 
-Status multiply(const char* op, const GroupedGemmArgs& args, const TensorView& workspace, const Execution& exec) {
-  const NativeShape s = native_shape(args);
-  const bool depth = args.kind == GroupKind::depth;
-  const int64_t count = depth || !args.offsets.given() ? 1 : s.groups;
-  const Workspace at(s.m, s.n, s.k, count);
-  unsigned char* base = workspace.as<unsigned char>();
+void move_by(TensorView& t, int64_t elements) {
+  if (t.data) t.data = static_cast<char*>(t.data) + elements * bytes(t.dtype);
+}
+
+Status multiply_piece(const char* op, GroupedGemmArgs args, const NativeShape& whole, const Piece& cut,
+                      const Execution& exec) {
+  const bool depth = args.kind == GroupKind::depth, grouped = args.offsets.given() && !depth;
+  const int64_t stack = grouped ? whole.groups : 1, count = grouped ? cut.groups : 1;  // weights; those of the piece
+  const Workspace at(cut.m, cut.n, whole.k, count);
+  unsigned char* base = args.workspace.as<unsigned char>();
   base += -reinterpret_cast<uintptr_t>(base) & (kPart - 1);
   NativeArgs p{};
-  const QuantizedView b = args.offsets.given() && !depth ? slice(args.b, 0) : args.b;
-  DIPTYCH_TRY(describe(op, args.a, s.m, s.k, base + at.a, at.pitch, &p.decoded[0]));
-  DIPTYCH_TRY(describe(op, b, s.n, s.k, base + at.b, at.pitch, &p.decoded[1]));
+  const QuantizedView b = grouped ? slice(args.b, cut.g0) : args.b;
+  DIPTYCH_TRY(describe(op, args.a, whole.m, whole.k, cut.m0, cut.m, base + at.a, at.pitch, &p.decoded[0]));
+  DIPTYCH_TRY(describe(op, b, whole.n, whole.k, cut.n0, cut.n, base + at.b, at.pitch, &p.decoded[1]));
   p.units_ahead = units_ahead(at.units_k, p.decoded[0].each.k_major + p.decoded[1].each.k_major);
   p.units_k = static_cast<int>(at.units_k), p.units = reinterpret_cast<uint32_t*>(base);
   const FormatRow &fa = row(args.a.format), &fb = row(args.b.format);
   if (fa.per_tensor()) p.a_scale = args.a.scale_inv.as<const float>();
-  if (fb.per_tensor()) p.b_scale = args.b.scale_inv.as<const float>();
+  if (fb.per_tensor()) p.b_scale = b.scale_inv.as<const float>();
   if (fa.rule == ScaleRule::two_level) {
-    p.a_amax = args.a.amax.as<const float>(), p.a_amax_step = amax_step(args.a.amax, 1);
+    p.a_amax_step = amax_step(args.a.amax, 1);
+    p.a_amax = args.a.amax.as<const float>() + cut.m0 * p.a_amax_step;
   }
   if (fb.rule == ScaleRule::two_level) {
-    p.b_amax = args.b.amax.as<const float>(), p.b_amax_step = amax_step(args.b.amax, count);
-    p.b_amax_stack = p.b_amax_step == 0 ? 1 : s.n;
+    p.b_amax_step = amax_step(args.b.amax, stack);
+    p.b_amax = b.amax.as<const float>() + cut.n0 * p.b_amax_step;
+    p.b_amax_stack = p.b_amax_step == 0 ? 1 : whole.n;
   }
-  p.pieces = in_pieces(args, s, p);
-  NativeLaunch l{Promotion::none, false, false, false, !depth && s.groups > 1 && s.m / s.groups < kFewRows, 0};
+  p.pieces = in_pieces(args, p);
+  const bool many = !depth && whole.groups > 1 && whole.m / whole.groups < kFewRows;
+  NativeLaunch l{Promotion::none, false, false, false, many, 0};
   const NativeOperands from{base + at.a, base + at.b, at.pitch * 2, 2};
+  for (TensorView* t : {&args.d, &args.c}) move_by(*t, cut.m0 * whole.n + cut.n0);
+  move_by(args.bias, cut.g0 * whole.n + cut.n0), move_by(args.offsets, cut.g0);
+  const NativeShape s{depth ? whole.groups : cut.groups, depth ? whole.rows : cut.m, cut.m, cut.n, whole.k};
   DIPTYCH_TRY(make_native_args(args, s, from, kTile, exec.device.index, &p, &l.blocks));
   if (l.blocks == 0) return {};
+  p.head = cut.g0 == 0, p.tail = cut.g0 + cut.groups >= whole.groups;
   if (l.many) p.units_ahead = 0;
   DIPTYCH_CUDA_TRY(cudaMemsetAsync(base, 0, 4 * (at.units + 2), static_cast<cudaStream_t>(exec.stream)));
   return launch_native_bf16(p, l, exec);
+}
+
+Status multiply(const char* op, const GroupedGemmArgs& args, const Execution& exec) {
+  const NativeShape s = native_shape(args);
+  const bool grouped = args.kind == GroupKind::rows && args.offsets.given();
+  const Cut cut(s.m, s.n, s.k, s.groups, grouped);
+  const int64_t groups = grouped ? s.groups : 1;
+  for (int64_t g = 0; g == 0 || g < groups; g += cut.groups) {  // without a group, too, rows of D become zeros
+    for (int64_t m = 0; m < s.m; m += cut.m) {
+      for (int64_t n = 0; n < s.n; n += cut.n) {
+        const Piece piece{m, std::min(cut.m, s.m - m),        n, std::min(cut.n, s.n - n),
+                          g, std::min(cut.groups, groups - g)};
+        DIPTYCH_TRY(multiply_piece(op, args, s, piece, exec));
+      }
+    }
+  }
+  return {};
 }
 
 // Returns whether tiles and units are few enough to be counted in int32.
@@ -113,10 +175,13 @@ bool counts(const GroupedGemmArgs& args) {
 
 }  // namespace
 
-// Returns the bytes for decoded A [m, k] and `count` decoded B [n, k]; 0 if this file has no product of the formats.
-int64_t decoded_workspace_bytes(FormatId a, FormatId b, int64_t m, int64_t n, int64_t k, int64_t count) {
+// Returns the bytes for the decoded operands of the largest piece of A [m, k] times B [n, k], or times a stack of
+// `groups` B by groups of rows; 0 if this file has no product of the formats.
+int64_t decoded_workspace_bytes(FormatId a, FormatId b, int64_t m, int64_t n, int64_t k, int64_t groups,
+                                bool by_groups) {
   if (!suits(row(a), row(b))) return 0;
-  return Workspace(m, n, k, count).bytes;
+  const Cut cut(m, n, k, groups, by_groups);
+  return Workspace(cut.m, cut.n, k, cut.groups).bytes;
 }
 
 bool gemm_decoded_fits(const GemmArgs& args, int arch) {
@@ -125,7 +190,9 @@ bool gemm_decoded_fits(const GemmArgs& args, int arch) {
 }
 
 Status gemm_decoded(const GemmArgs& args, const Execution& exec) {
-  return multiply("gemm", one_group(args), args.workspace, exec);
+  GroupedGemmArgs g = one_group(args);
+  g.workspace = args.workspace;
+  return multiply("gemm", g, exec);
 }
 
 bool grouped_gemm_decoded_fits(const GroupedGemmArgs& args, int arch) {
@@ -136,7 +203,7 @@ bool grouped_gemm_decoded_fits(const GroupedGemmArgs& args, int arch) {
 }
 
 Status grouped_gemm_decoded(const GroupedGemmArgs& args, const Execution& exec) {
-  return multiply("grouped_gemm", args, args.workspace, exec);
+  return multiply("grouped_gemm", args, exec);
 }
 
 }  // namespace diptych::cuda

@@ -38,11 +38,12 @@ constexpr TileShape tile_shape(Promotion promotion, bool tall) {
 
 // An operand of MXFP8 or NVFP4, or a stack of them, and where its decoded form goes.
 struct DecodedOperand {
-  Operand each;                   // the stack's first tensor
-  uint16_t* to;                   // bfloat16 [outer, pitch] for each tensor
+  Operand each;     // the stack's first tensor
+  int first, rows;  // the outer indices that are decoded: the first, a multiple of kDecodedOuter; how many
+  uint16_t* to;     // bfloat16 [rows, pitch] for each tensor, moved back by `first` rows
   int64_t data_step, scale_step;  // bytes from one tensor of the stack to the next
   int pitch;                      // k, rounded up to whole 16 bytes; the elements past k are zeros
-  int panels;                     // panels of kDecodedOuter outer indices in one tensor
+  int panels;                     // panels of kDecodedOuter outer indices in `rows`
 };
 constexpr int kDecodedOuter = 128, kDecodedK = 128;  // extents of a unit: elements that are decoded together
 
@@ -53,8 +54,10 @@ struct NativeArgs {
   const int32_t* offsets;  // null: one group of all rows
   int groups, rows;        // G, R
   bool depth;              // GroupKind
+  bool head, tail;         // rows: whether rows before the first group, and past the last, become zeros
   int element_bytes;       // bytes of an element of A and B
   int m, n, k;             // depth: M, N and 0; rows: 0, N and bytes of K
+  int d_rows, d_pitch;     // M and N, also where only a part of D is computed; steps of D, C and the bias
   int columns;             // tiles along N
   const float* a_scale;    // [outer >> a_shift, scale_k], or one, or null
   const float* b_scale;    // [G, outer >> b_shift, scale_k], or [G], or null
@@ -96,7 +99,8 @@ struct NativeOperands {
   int element_bytes;
 };
 
-// Sets the number of thread blocks and all arguments but scales and amaxes. `pieces` must be set before.
+// Sets the number of thread blocks and all arguments but scales and amaxes. `pieces` must be set before. The shape is
+// that of the part of D that begins at args.d.
 Status make_native_args(const GroupedGemmArgs&, const NativeShape&, const NativeOperands&, TileShape, int device,
                         NativeArgs*, int64_t* blocks);
 

@@ -308,8 +308,8 @@ __device__ __forceinline__ void decode_unit(const DecodedOperand& all, const Uni
   DecodedOperand d = all;
   Operand& o = d.each;
   o.data += u.stack * d.data_step, o.scale = static_cast<const uint8_t*>(o.scale) + u.stack * d.scale_step;
-  d.to += static_cast<int64_t>(u.stack) * o.outer * d.pitch;
-  const int outer0 = u.panel * kDecodedOuter, k0 = u.k * kDecodedK;
+  d.to += static_cast<int64_t>(u.stack) * d.rows * d.pitch;
+  const int outer0 = d.first + u.panel * kDecodedOuter, k0 = u.k * kDecodedK;
   if (o.k_major) {
     o.element == DType::e5m2 ? decode_columns<true>(d, o, outer0, k0, team)
                              : decode_columns<false>(d, o, outer0, k0, team);

@@ -22,8 +22,8 @@ struct Finish {
 __device__ __forceinline__ Finish make_finish(const NativeArgs& p, const Tile& t, float factor) {
   Finish f{t.blocks() ? p.alpha : 0.0f, factor, p.beta, nullptr, p.bias_type};
   if (p.bias && t.group >= 0) {
-    f.bias =
-        static_cast<const char*>(p.bias) + static_cast<int64_t>(t.group) * p.n * (p.bias_type == DType::f32 ? 4 : 2);
+    f.bias = static_cast<const char*>(p.bias) +
+             static_cast<int64_t>(t.group) * p.d_pitch * (p.bias_type == DType::f32 ? 4 : 2);
   }
   return f;
 }
@@ -33,7 +33,7 @@ __device__ __forceinline__ Epilogue make_epilogue(const NativeArgs& p, const Til
   const bool sums = t.blocks() > 0;  // an empty sum is +0, whatever the amaxes are
   Epilogue e{};
   e.d = p.d, e.c = p.c, e.bias = f.bias;
-  e.m = t.d_row + t.row_end, e.n = p.n, e.alpha = f.alpha, e.beta = p.c ? p.beta : 0.0f;
+  e.m = t.d_row + t.row_end, e.n = p.n, e.pitch = p.d_pitch, e.alpha = f.alpha, e.beta = p.c ? p.beta : 0.0f;
   if (sums && p.a_amax) e.a_amax = {p.a_amax - t.d_row * p.a_amax_step, p.a_amax_step};
   if (sums && p.b_amax) e.b_amax = {p.b_amax + (p.depth ? 0 : t.group * p.b_amax_stack), p.b_amax_step};
   e.d_type = p.d_type, e.bias_type = p.bias_type;
@@ -104,15 +104,15 @@ __device__ __forceinline__ void store_floats(const NativeArgs& p, const Tile& t,
                                              const float (&sums)[kSums], int first) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x % kGroupThreads / 32;
   const int row = t.row + first + warp * 16 + lane / 4, col0 = t.col + lane % 4 * 2;
-  float* d = static_cast<float*>(p.d) + (t.d_row + row) * p.n + col0;
-  const float* c = static_cast<const float*>(p.c) + (t.d_row + row) * p.n + col0;
+  float* d = static_cast<float*>(p.d) + (t.d_row + row) * p.d_pitch + col0;
+  const float* c = static_cast<const float*>(p.c) + (t.d_row + row) * p.d_pitch + col0;
 #pragma unroll
   for (int j = 0; j < kSums / 4; ++j) {
     if (col0 + j * 8 >= p.n) break;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       if (row + h * 8 >= t.row_end) break;
-      const int64_t at = h * 8 * static_cast<int64_t>(p.n) + j * 8;
+      const int64_t at = h * 8 * static_cast<int64_t>(p.d_pitch) + j * 8;
       float2 before = make_float2(0.0f, 0.0f);
       if (kMore && p.c) before = *reinterpret_cast<const float2*>(c + at);
       *reinterpret_cast<float2*>(d + at) =
@@ -198,7 +198,7 @@ struct Out<false, kFactor, kTileN> {
                                           const Tile& t, int first, int box, bool half) const {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % kGroupThreads / 32, q = lane % 4;
     const int row0 = t.row + first + warp * 16;  // the warp's first row
-    const uint16_t* c = static_cast<const uint16_t*>(p.c) + (t.d_row + row0) * p.n + t.col;
+    const uint16_t* c = static_cast<const uint16_t*>(p.c) + (t.d_row + row0) * p.d_pitch + t.col;
 #pragma unroll
     for (int j = box * 8; j < (box + kAtOnce) * 8; j += 2) {
       uint32_t w[4];  // rows 0 .. 7 and 8 .. 15 of one piece of 8 columns, and of the next
@@ -207,7 +207,7 @@ struct Out<false, kFactor, kTileN> {
         const int piece = j + m / 2, col = piece * 8 + 2 * q, r = lane / 4 + m % 2 * 8;
         float2 before = make_float2(0.0f, 0.0f);
         if (kSteps == Steps::more && p.c && row0 + r < t.row_end && t.col + col < p.n) {
-          before = unpack_pair(*reinterpret_cast<const uint32_t*>(c + static_cast<int64_t>(r) * p.n + col), half);
+          before = unpack_pair(*reinterpret_cast<const uint32_t*>(c + static_cast<int64_t>(r) * p.d_pitch + col), half);
         }
         w[m] = pack_pair(finish_pair<kFactor, kSteps>(p, f, sums + piece * 4 + m % 2 * 2, t.col + col, before), half);
       }
@@ -221,12 +221,12 @@ struct Out<false, kFactor, kTileN> {
   __device__ __forceinline__ void store_lines(const NativeArgs& p, const Tile& t, int first, int box) const {
     const int lane = threadIdx.x % 32, warp = threadIdx.x % kGroupThreads / 32;
     const int row0 = t.row + first + warp * 16;
-    uint16_t* d = static_cast<uint16_t*>(p.d) + (t.d_row + row0) * p.n + t.col;
+    uint16_t* d = static_cast<uint16_t*>(p.d) + (t.d_row + row0) * p.d_pitch + t.col;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int r = i * 4 + lane / 8, col = box * 64 + lane % 8 * 8;
       if (row0 + r >= t.row_end) break;
-      uint16_t* line = d + static_cast<int64_t>(r) * p.n + col;
+      uint16_t* line = d + static_cast<int64_t>(r) * p.d_pitch + col;
 #pragma unroll
       for (int side = 0; side < kAtOnce; ++side) {
         const uint4 v = *reinterpret_cast<const uint4*>(memory + side * kBoxBytes + warp * kWarpBytes +
@@ -311,11 +311,11 @@ struct Out<true, kFactor, kTileN> {
   static constexpr int kColumns = kTileN / 2;
 
   __device__ __forceinline__ void copy_rows(const NativeArgs& p, int first_col, int y, int end) const {
-    float* d = static_cast<float*>(p.d) + static_cast<int64_t>(y) * p.n + first_col;
+    float* d = static_cast<float*>(p.d) + static_cast<int64_t>(y) * p.d_pitch + first_col;
     for (int i = threadIdx.x % kGroupThreads; i < 64 * kColumns / 4; i += kGroupThreads) {
       const int r = i / (kColumns / 4), col = i % (kColumns / 4) * 4;
       if (y + r < end && first_col + col < p.n) {
-        *reinterpret_cast<uint4*>(d + static_cast<int64_t>(r) * p.n + col) =
+        *reinterpret_cast<uint4*>(d + static_cast<int64_t>(r) * p.d_pitch + col) =
             *reinterpret_cast<const uint4*>(memory + col / 32 * kBoxBytes + swizzled_byte(r, col % 32 * 4));
       }
     }

@@ -46,7 +46,12 @@ __device__ __forceinline__ void fill_table(const NativeArgs& p, Table& table, in
   }
   __syncwarp();
   if (p.depth) return;
-  if (lane == 0) table.first[0] = 0;
+  if (lane == 0) {
+    table.first[0] = 0;
+    if (!p.head) table.begin[0] = table.begin[1];
+    if (!p.tail) table.begin[p.groups + 2] = table.begin[p.groups + 1];
+  }
+  __syncwarp();
   int total = 0;
   for (int base = 0; base < p.groups + 2; base += 32) {
     const int s = base + lane;
@@ -87,7 +92,7 @@ class Walker {
       local = now - group * in_group;
       t.group = group, t.row = 0, t.row_end = p_.m;
       t.k = table_.begin[group + 1], t.k_end = table_.begin[group + 2];
-      t.d_row = static_cast<int64_t>(group) * p_.m;
+      t.d_row = static_cast<int64_t>(group) * p_.d_rows;
     } else {
       for (;;) {  // skips spans that end before this tile
         const int at = span_ + 1 + lane_;

@@ -125,6 +125,26 @@ def test_dense_fast_accumulation(pair, library):
         check(library, case, fast_accum=True, dense=True)
 
 
+@pytest.fixture(scope="module")
+def cutting():
+    """The library with so small a bound of the workspace that products are cut into pieces of 256 rows and columns, or
+    of one group."""
+    return simulation.built(SOURCE, patch=("cuda/grouped/decoded.cpp", "int64_t{1} << 30", "300000"))
+
+
+@pytest.mark.parametrize("pair", DECODED, ids="-".join)
+def test_pieces_have_the_bits_of_the_whole(pair, library, cutting):
+    for case in taken(pair):
+        seed = int(cases.rng_for(f"{case}-pieces").integers(1 << 30))
+        runner.same_bits(simulated(cutting, case, seed), simulated(library, case, seed), f"{case}")
+    groups = [(rows, (0, rows)) for rows in (300, 1, 520, 64)]
+    for case in grouped_cases([pair], groups, [(400, 272), (593, 144), (264, 1040), (600, 272)]):
+        if case.product != "wgrad":
+            seed = int(cases.rng_for(f"{case}-dense pieces").integers(1 << 30))
+            cut = simulated(cutting, case, seed, dense=True)
+            runner.same_bits(cut, simulated(library, case, seed, dense=True), f"{case}, dense")
+
+
 def test_fast_accumulation(library):
     for product in PRODUCTS:
         (case,) = grouped_cases([PAIRS[0]], GROUPS[3:], EXTENTS[:1], products=[product])
