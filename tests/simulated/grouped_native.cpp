@@ -10,6 +10,7 @@
 namespace diptych::cuda {
 namespace {
 int g_sm_count = 0;
+int64_t g_most = 0;  // kMost of decoded.cpp, where a test lets it be a variable
 }
 DeviceInfo device_info(int) { return {90, g_sm_count}; }
 Status cuda_status(cudaError_t, const char*) { return {}; }
@@ -35,9 +36,14 @@ extern "C" cudaError_t cudaMemsetAsync(void* to, int value, size_t bytes, cudaSt
 
 struct Call {
   simulated::Tensor a_data, a_scale_inv, a_amax, b_data, b_scale_inv, b_amax, offsets, d, c, bias;
-  int32_t a_format, a_columnwise, b_format, b_columnwise, kind, align, fast_accum, tall, sm_count, seed;
+  int32_t a_format, a_columnwise, b_format, b_columnwise, kind, align, fast_accum, tall, sm_count, seed, most;
   float alpha, beta;
 };
+
+extern "C" int64_t workspace_bytes(int a, int b, int64_t m, int64_t n, int64_t k, int64_t groups, int by_groups) {
+  return diptych::cuda::decoded_workspace_bytes(diptych::FormatId{a}, diptych::FormatId{b}, m, n, k, groups,
+                                                by_groups != 0);
+}
 
 // 0, or 1 and a message, or -1 where the kernel does not take such a product.
 extern "C" int simulate(const Call* call, char* message, int size) {
@@ -52,7 +58,7 @@ extern "C" int simulate(const Call* call, char* message, int size) {
   args.offsets = view(call->offsets), args.d = view(call->d), args.c = view(call->c), args.bias = view(call->bias);
   args.align = call->align, args.alpha = call->alpha, args.beta = call->beta,
   args.options.fast_accum = call->fast_accum != 0;
-  cuda::g_sm_count = call->sm_count;
+  cuda::g_sm_count = call->sm_count, cuda::g_most = call->most;
   simulated::chance.seed(static_cast<unsigned>(call->seed));
   const cuda::NativeShape s = cuda::native_shape(args);
   std::vector<unsigned char> workspace(

@@ -26,10 +26,11 @@ bool suits(const FormatRow& a, const FormatRow& b) {
   return decodes(a) && decodes(b) && !(a.per_tensor() && b.per_tensor());
 }
 
-// Bytes of decoded operands that a product is cut for. Its pieces are whole launches, one after the other, and each
-// decodes what it reads.
-constexpr int64_t kMost = int64_t{1} << 30;
-constexpr int64_t kCut = 256;  // pieces of M and N begin at multiples of it: whole tiles and panels
+// A product whose decoded operands take more than kMost bytes is cut into pieces: whole launches, one after the other,
+// each of which decodes what it reads. Pieces begin at multiples of kCut along M and N: kCut x kCut are 128 tiles,
+// about one for each SM, and fewer leave SMs idle all along K. At a long K pieces have kLeast rows and columns
+// together, whatever bytes these take: of fewer, each value is read too seldom, and tiles wait for the decoding warps.
+constexpr int64_t kMost = int64_t{3} << 29, kCut = 2048, kLeast = 8192;
 
 int64_t pitch_of(int64_t k) { return ceil_div(k, 8) * 8; }  // elements
 
@@ -41,16 +42,17 @@ struct Cut {
   Cut(int64_t m_, int64_t n_, int64_t k, int64_t groups_, bool by_groups) : m(m_), n(n_), groups(groups_) {
     const int64_t line = std::max<int64_t>(1, 2 * pitch_of(k));
     if (by_groups) {
-      groups = std::clamp<int64_t>(kMost / std::max<int64_t>(1, n * line), 1, std::max<int64_t>(1, groups_));
+      const int64_t most = std::max<int64_t>(1, kMost / std::max<int64_t>(1, n * line));
+      const int64_t all = std::max<int64_t>(1, groups_);
+      groups = ceil_div(all, ceil_div(all, most));  // pieces of about one size
       return;
     }
     groups = 1;
-    const int64_t lines = kMost / line, half = std::max(kCut, lines / 2 / kCut * kCut);
+    const int64_t lines = std::max(kMost / line, kLeast), half = lines / 2 / kCut * kCut;
     if (m + n <= lines) return;
-    const int64_t both[2] = {std::min(m, half), std::min(n, half)};
-    m = std::min(m, std::max(half, (lines - both[1]) / kCut * kCut));
-    n = std::min(n, std::max(half, (lines - both[0]) / kCut * kCut));
-    if (m > half && n > half) m = half;  // both are longer than half
+    const auto beside = [&](int64_t other) { return (lines - std::min(other, half)) / kCut * kCut; };
+    m = n_ > half ? std::min(m_, half) : std::min(m_, beside(n_));
+    n = std::min(n_, beside(m_));
   }
 };
 
@@ -137,11 +139,11 @@ Status multiply_piece(const char* op, GroupedGemmArgs args, const NativeShape& w
   NativeLaunch l{Promotion::none, false, false, false, many, 0};
   const NativeOperands from{base + at.a, base + at.b, at.pitch * 2, 2};
   for (TensorView* t : {&args.d, &args.c}) move_by(*t, cut.m0 * whole.n + cut.n0);
-  move_by(args.bias, cut.g0 * whole.n + cut.n0), move_by(args.offsets, cut.g0);
+  move_by(args.bias, cut.g0 * whole.n + cut.n0);
   const NativeShape s{depth ? whole.groups : cut.groups, depth ? whole.rows : cut.m, cut.m, cut.n, whole.k};
   DIPTYCH_TRY(make_native_args(args, s, from, kTile, exec.device.index, &p, &l.blocks));
   if (l.blocks == 0) return {};
-  p.head = cut.g0 == 0, p.tail = cut.g0 + cut.groups >= whole.groups;
+  p.before = static_cast<int>(cut.g0), p.last = cut.g0 + cut.groups >= whole.groups;
   if (l.many) p.units_ahead = 0;
   DIPTYCH_CUDA_TRY(cudaMemsetAsync(base, 0, 4 * (at.units + 2), static_cast<cudaStream_t>(exec.stream)));
   return launch_native_bf16(p, l, exec);

@@ -92,7 +92,7 @@ Status make_native_args(const GroupedGemmArgs& args, const NativeShape& s, const
   p->m = depth ? static_cast<int>(s.m) : 0, p->n = static_cast<int>(s.n);
   p->k = depth ? 0 : static_cast<int>(s.k * from.element_bytes);
   p->d_rows = depth ? static_cast<int>(args.d.shape[1]) : 0, p->d_pitch = static_cast<int>(args.d.cols());
-  p->head = p->tail = true;
+  p->before = 0, p->last = true;
   p->columns = static_cast<int>(ceil_div(s.n, tile.n));
   p->d = args.d.data, p->c = args.beta != 0.0f ? args.c.data : nullptr;
   p->bias = args.bias.given() ? args.bias.data : nullptr;

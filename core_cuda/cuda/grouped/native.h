@@ -53,8 +53,9 @@ struct NativeArgs {
   CUtensorMap d_map, c_map;
   const int32_t* offsets;  // null: one group of all rows
   int groups, rows;        // G, R
+  int before;              // groups that come before these G in `offsets`
+  bool last;               // no group comes after these
   bool depth;              // GroupKind
-  bool head, tail;         // rows: whether rows before the first group, and past the last, become zeros
   int element_bytes;       // bytes of an element of A and B
   int m, n, k;             // depth: M, N and 0; rows: 0, N and bytes of K
   int d_rows, d_pitch;     // M and N, also where only a part of D is computed; steps of D, C and the bias

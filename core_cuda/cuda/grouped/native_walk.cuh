@@ -35,21 +35,22 @@ __device__ __forceinline__ int pairs_of(int rows, int columns) {
 // Fills the table. One warp calls it.
 template <TileShape kTile>
 __device__ __forceinline__ void fill_table(const NativeArgs& p, Table& table, int lane) {
-  const Groups groups{p.offsets, p.groups, p.rows};
+  const Groups groups{p.offsets, p.before + p.groups, p.rows};
   int highest = 0;
-  for (int base = 0; base < p.groups + 3; base += 32) {
+  for (int base = 0; base < p.before + p.groups + 3; base += 32) {
     int v = boundary(groups, base, lane, highest);
     // The copy engine faults on boxes that do not begin at a multiple of 16 bytes, and one product instruction takes 32
     // bytes of k. Rounding changes only offsets that break the promise of `align`; past the last row there are zeros.
     if (p.depth) v = v < p.rows ? v * p.element_bytes & ~31 : v * p.element_bytes;
-    if (base + lane < p.groups + 3) table.begin[base + lane] = v;
+    const int at = base + lane - p.before;
+    if (at >= 0 && at < p.groups + 3) table.begin[at] = v;
   }
   __syncwarp();
   if (p.depth) return;
   if (lane == 0) {
     table.first[0] = 0;
-    if (!p.head) table.begin[0] = table.begin[1];
-    if (!p.tail) table.begin[p.groups + 2] = table.begin[p.groups + 1];
+    if (p.before > 0) table.begin[0] = table.begin[1];
+    if (!p.last) table.begin[p.groups + 2] = table.begin[p.groups + 1];
   }
   __syncwarp();
   int total = 0;

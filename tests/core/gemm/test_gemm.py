@@ -180,6 +180,21 @@ def test_c_may_be_d(device):
             runner.same_bits(out.read()["d"], apart, f"{pair} {mnk}: c is d")
 
 
+@pytest.mark.cuda
+def test_the_workspace_of_decoded_operands_is_bounded(cuda):
+    fmt, most, flags = runner.IDS["mxfp8_e4m3"], 3 << 29, 1 << 20
+    dense, grouped = _core.gemm_workspace_bytes, _core.grouped_gemm_workspace_bytes
+    rows, depth = (_core.group_kinds()[kind] for kind in ("rows", "depth"))
+    assert 0 <= dense(fmt, fmt, 4096, 4096, 4096, True) - 2 * 8192 * 4096 <= flags
+    for m, n, k in ((1 << 20, 1 << 17, 8192), (16384, 128256, 4096), (300, 1 << 21, 512), (1 << 14, 1 << 14, 1 << 17)):
+        bound = max(most, 16384 * k)
+        for size in (dense(fmt, fmt, m, n, k, False), grouped(fmt, fmt, depth, m, n, k, 8)):
+            assert bound // 2 < size <= bound + flags, (m, n, k)
+    for m, n, k, groups in ((32768, 4096, 7168, 32), (4096, 1 << 18, 4096, 3)):
+        bound = 2 * m * k + max(most, 2 * n * k)
+        assert bound // 2 < grouped(fmt, fmt, rows, m, n, k, groups) <= bound + flags, (m, n, k, groups)
+
+
 def kernels_of(case: cases.GemmCase) -> set[str]:
     """Returns the kernels of which one has to run on Hopper."""
     a, b = (oracle.FORMATS[f] for f in (case.a_format, case.b_format))

@@ -14,7 +14,7 @@ import pytest
 
 import cases
 from core import runner, simulation
-from core.grouped_runner import PRODUCTS, Case, arguments, grouped_cases
+from core.grouped_runner import KINDS, PRODUCTS, Case, arguments, grouped_cases
 from core.simulation import Tensor
 
 pytestmark = pytest.mark.simulated
@@ -35,6 +35,7 @@ TENSORS = (
 )  # fmt: skip
 INTEGERS = (
     "a_format", "a_columnwise", "b_format", "b_columnwise", "kind", "align", "fast_accum", "tall", "sm_count", "seed",
+    "most",
 )  # fmt: skip
 FLOATS = ("alpha", "beta")
 
@@ -53,15 +54,29 @@ def library():
 
 
 def simulated(
-    library: ctypes.CDLL, case: Case, seed: int, *, fast_accum: bool = False, tall: bool = False, dense: bool = False
+    library: ctypes.CDLL,
+    case: Case,
+    seed: int,
+    *,
+    fast_accum: bool = False,
+    tall: bool = False,
+    dense: bool = False,
+    most: int = 0,
 ) -> np.ndarray:
-    """Returns D; `dense`: calls the kernel without offsets, which makes one group of all rows."""
+    """Returns D; `dense`: the kernel gets no offsets, which makes one group of all rows; `most`: see `cutting`."""
     be, problem = runner.Numpy(), case.make()
     out = runner.Outputs(be)
     given = arguments(be, problem, (case.a_format, case.b_format), out)
-    given |= {"align": case.align, "fast_accum": fast_accum, "tall": tall, "sm_count": SIMULATED_SMS, "seed": seed}
+    given |= {
+        "align": case.align,
+        "fast_accum": fast_accum,
+        "tall": tall,
+        "sm_count": SIMULATED_SMS,
+        "seed": seed,
+        "most": most,
+    }
     if dense:
-        given["offsets"] = None
+        given |= {"offsets": None, "kind": KINDS["rows"]}
     call = Call(**{n: Tensor.of(given[n]) for n in TENSORS}, **{n: given[n] for n in (*INTEGERS, *FLOATS)})
     message = ctypes.create_string_buffer(256)
     result = library.simulate(ctypes.byref(call), message, len(message))
@@ -125,24 +140,75 @@ def test_dense_fast_accumulation(pair, library):
         check(library, case, fast_accum=True, dense=True)
 
 
+MOST, LEAST = 3 << 29, 8192  # bytes; rows and columns: the bounds of decoded.cpp
+
+
+def pitch(k: int) -> int:
+    """Returns the elements from one decoded row to the next."""
+    return -(-k // 8) * 8
+
+
 @pytest.fixture(scope="module")
 def cutting():
-    """The library with so small a bound of the workspace that products are cut into pieces of 256 rows and columns, or
-    of one group."""
-    return simulation.built(SOURCE, patch=("cuda/grouped/decoded.cpp", "int64_t{1} << 30", "300000"))
+    """The library in which decoded operands are bounded by `most` bytes, and pieces may be small."""
+    old = f"constexpr int64_t kMost = int64_t{{3}} << {(MOST // 3).bit_length() - 1}, kCut = 2048, kLeast = {LEAST};"
+    new = "const int64_t &kMost = g_most, kCut = 256, kLeast = 512;"
+    return simulation.built(SOURCE, patch=("cuda/grouped/decoded.cpp", old, new))
+
+
+def same_in_pieces(library: ctypes.CDLL, cutting: ctypes.CDLL, case: Case, *, dense: bool = False) -> None:
+    """A bound drawn at random cuts groups of rows after any number of them, M and N after multiples of 256."""
+    rng, line = cases.rng_for(f"{case}-pieces-{dense}"), 2 * pitch(case.rows if case.product == "wgrad" else case.inner)
+    by_groups = case.product != "wgrad" and not dense
+    seed, most = int(rng.integers(1 << 30)), int(rng.integers(1, 1500))
+    if by_groups:
+        most = int(rng.integers(1, max(2, len(case.offsets) - 1))) * case.n
+    cut = simulated(cutting, case, seed, dense=dense, most=most * line)
+    runner.same_bits(cut, simulated(library, case, seed, dense=dense), f"{case}, {most} lines")
+
+
+# Groups that begin and end inside of panels of 128 rows, empty ones, rows in none, more groups than lanes
+RAGGED = ((700, (3, 131, 131, 140, 500, 500, 690)), (256, (0, 0, 255, 256)), (150, tuple(range(5, 140, 3))))
+DESCENDING = (300, (280, 40, 90, 130, 200, 260, 290))  # 280 counts for what follows it, in later pieces too
 
 
 @pytest.mark.parametrize("pair", DECODED, ids="-".join)
 def test_pieces_have_the_bits_of_the_whole(pair, library, cutting):
-    for case in taken(pair):
-        seed = int(cases.rng_for(f"{case}-pieces").integers(1 << 30))
-        runner.same_bits(simulated(cutting, case, seed), simulated(library, case, seed), f"{case}")
-    groups = [(rows, (0, rows)) for rows in (300, 1, 520, 64)]
-    for case in grouped_cases([pair], groups, [(400, 272), (593, 144), (264, 1040), (600, 272)]):
-        if case.product != "wgrad":
-            seed = int(cases.rng_for(f"{case}-dense pieces").integers(1 << 30))
-            cut = simulated(cutting, case, seed, dense=True)
-            runner.same_bits(cut, simulated(library, case, seed, dense=True), f"{case}, dense")
+    rows = [(unit, at) for unit, at in (*RAGGED, DESCENDING) for _ in PRODUCTS]
+    drawn = [*taken(pair), *(c for c in grouped_cases([pair], rows, EXTENTS[:1]) if c.product != "wgrad")]
+    for case in drawn:
+        same_in_pieces(library, cutting, case)
+    groups = [(rows, (0, rows)) for rows in (300, 1, 520, 272, 700, 144)]
+    for case in grouped_cases([pair], groups, [(400, 272), (593, 144), (264, 1040), (700, 300)]):
+        same_in_pieces(library, cutting, case, dense=True)
+
+
+def test_the_workspace_is_bounded(library):
+    """Decoded operands take 2 * (M + groups * N) * K bytes. Beyond 1.5 GiB, or 8192 rows of K if these take more,
+    dense products and wgrads are cut; groups of rows keep all of A beside 1.5 GiB of weights."""
+    size, rng = library.workspace_bytes, cases.rng_for("workspace")
+    size.restype, size.argtypes = ctypes.c_int64, (ctypes.c_int,) * 2 + (ctypes.c_int64,) * 4 + (ctypes.c_int,)
+    ids = runner.IDS["mxfp8_e4m3"], runner.IDS["nvfp4"]
+    beyond = 0
+    for _ in range(3000):
+        m, n, k = (int(2 ** rng.uniform(0, 22)) for _ in range(3))
+        groups, by_groups = int(rng.integers(1, 300)), bool(rng.integers(2))
+        line, units_k = 2 * pitch(k), -(-k // 128)
+        a, b = m * line, (groups if by_groups else 1) * n * line
+        got = size(*ids, m, n, k, groups, by_groups)
+        bound = a + max(MOST, n * line) if by_groups else max(MOST, LEAST * line)
+        whole = a + b <= bound
+        decoded = min(a + b, bound)
+        panels = decoded // line // 128 + 1 + (groups if by_groups else 1)
+        assert got <= decoded + 4 * panels * units_k + 1024 + 4 * 256, (m, n, k, groups, by_groups)
+        if whole:
+            assert got >= a + b, (m, n, k, groups, by_groups)
+            assert got <= size(*ids, m + 7, n, k, groups, by_groups) or a + b + 7 * line > bound
+        elif not by_groups:
+            assert got > decoded - LEAST // 2 * line, (m, n, k)
+        beyond += not whole
+    assert 500 < beyond < 2500
+    assert size(runner.IDS["fp8_e4m3_1x128"], ids[0], 128, 128, 128, 1, False) == 0
 
 
 def test_fast_accumulation(library):

@@ -7,10 +7,8 @@ import torch
 
 import diptych.torch as dt
 from diptych.common import MXFP8Quantizer, NVFP4Quantizer
-from diptych.core import _core
 
 pytestmark = pytest.mark.cuda
-MOST = 1 << 30  # bytes of decoded operands
 
 
 def operand(rows: int, k: int, quantizer) -> dt.QuantizedTensor:
@@ -26,13 +24,13 @@ def part(q: dt.QuantizedTensor, first: int, end: int) -> dt.QuantizedTensor:
 
 
 def bounds(extent: int) -> list[tuple[int, int]]:
-    return [(first, min(first + 256, extent)) for first in range(0, extent, 256)]
+    return [(first, min(first + 1536, extent)) for first in range(0, extent, 1536)]
 
 
 @pytest.mark.parametrize("quantizer", [MXFP8Quantizer(), NVFP4Quantizer()], ids=lambda q: type(q).__name__)
 def test_pieces_have_the_bits_of_the_whole(quantizer, cuda):
-    """2^20 k of 784 rows and columns need 1.6 GB when decoded; the pieces have 256 of each, or what is left."""
-    m, n, k = 384, 400, 1 << 20
+    """2^16 k of 12408 rows and columns are more than 1.5 GiB when decoded; those of the smaller products are not."""
+    m, n, k = 6200, 6208, 1 << 16
     a, b = operand(m, k, quantizer), operand(n, k, quantizer)
     bias = torch.randn(n, dtype=torch.bfloat16, device="cuda")
     whole = dt.gemm(a, b, bias=bias)
@@ -40,12 +38,3 @@ def test_pieces_have_the_bits_of_the_whole(quantizer, cuda):
         for columns in bounds(n):
             piece = dt.gemm(part(a, *rows), part(b, *columns), bias=bias[slice(*columns)].contiguous())
             assert torch.equal(whole[slice(*rows), slice(*columns)], piece), (rows, columns)
-
-
-def test_the_workspace_is_bounded(cuda):
-    fmt = MXFP8Quantizer().spec.format_id
-    small = _core.gemm_workspace_bytes(fmt, fmt, 4096, 4096, 4096, False)
-    assert small >= 2 * 8192 * 4096
-    flags = 1 << 24
-    for m, n, k in ((1 << 20, 1 << 17, 8192), (16384, 128256, 4096), (1 << 20, 256, 8192), (300, 1 << 22, 512)):
-        assert _core.gemm_workspace_bytes(fmt, fmt, m, n, k, False) <= MOST + flags, (m, n, k)
