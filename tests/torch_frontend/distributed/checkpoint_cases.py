@@ -53,12 +53,12 @@ def sharded(name: str, rank: int, seed: int = 0, gathered: bool = True) -> tuple
     return net, optimizer_of(net)
 
 
-def train(net: nn.Module, optimizer: Any, steps: range, name: str = "delayed", rank: int = 0, group: Any = None) -> None:
+def train(net: nn.Module, optimizer: Any, steps: range, name: str = "delayed", rank: int = 0) -> None:
     for step in steps:
         x = torch.randn(32, D, generator=torch.Generator().manual_seed(1000 * rank + step)) * (1 + step % 3)
         for g in optimizer.param_groups:
             g["lr"] = 1e-2 / (1 + step)
-        with dt.autocast(recipe=TRAINED[name], amax_reduction_group=group):
+        with dt.autocast(recipe=TRAINED[name]):
             y = net(x.to(next(net.parameters()).dtype))
         y.float().square().mean().backward()
         optimizer.step()

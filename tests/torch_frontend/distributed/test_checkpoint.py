@@ -1,4 +1,4 @@
-"""Checkpoints: a resumed run has the bits of an uninterrupted one, on as many ranks or others; errors change nothing."""
+"""Checkpoints: a resumed run has the bits of an uninterrupted one, other ranks get the same, errors change nothing."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_steps_that_are_kept(tmp_path):
 
 
 def test_unfinished_folders_are_removed_and_never_loaded(tmp_path):
-    net, optimizer = trained()
+    net, _ = trained()
     left = [tmp_path / ".step-000007.writing", tmp_path / f".latest.{'0' * 16}.partial"]
     left[0].mkdir()
     left[1].write_text("step")
@@ -128,6 +128,8 @@ def _other(kind: str) -> tuple[nn.Module, Any]:
         net[2] = nn.Linear(64, 32)
     if kind == "dtype":
         net[2].bfloat16()
+    if kind == "meta":
+        net[2].to("meta")
     if kind == "recipe":
         dt.prepare(net, TRAINED["nvfp4"])
     if kind == "group":
@@ -144,6 +146,7 @@ def _other(kind: str) -> tuple[nn.Module, Any]:
         ("fewer", "it holds model.2.bias, model.2.weight, which is not here"),
         ("shape", r"model.2.weight is torch.float32\[64, 64\] there, torch.float32\[32, 64\] here"),
         ("dtype", r"model.2.bias is torch.float32\[64\] there, torch.bfloat16\[64\] here"),
+        ("meta", "model.2.bias, model.2.weight here lie on meta: call to_empty"),
         ("recipe", "lacks .*rng_state, which this model was prepared with"),
         ("group", "the optimizer's weights differ: its groups have other weights"),
         ("stranger", r"the optimizer steps a tensor \[3\] that is no weight of the model"),
@@ -153,18 +156,18 @@ def _other(kind: str) -> tuple[nn.Module, Any]:
 def test_nothing_is_loaded_where_names_or_forms_differ(kind, message, tmp_path):
     dt.parallel.save(tmp_path, *trained(), step=2)
     net, optimizer = _other(kind)
-    before = content(net)
+    before = content(net[:2])
     with pytest.raises(CheckpointError, match=message) as caught:
         dt.parallel.load(tmp_path, net, optimizer)
     assert str(tmp_path / "step-000002") in str(caught.value)
-    assert differing(content(net), before) == [] and not optimizer.state
+    assert differing(content(net[:2]), before) == [] and not optimizer.state
 
 
 def test_missing_and_damaged_files(tmp_path):
     net, optimizer = trained()
     with pytest.raises(CheckpointError, match="no such folder of checkpoints, it is nothing"):
         dt.parallel.load(tmp_path / "none", net)
-    with pytest.raises(CheckpointError, match="cannot be written|File exists|Not a directory"):
+    with pytest.raises(CheckpointError, match=r"File exists"):
         (tmp_path / "file").write_text("")
         dt.parallel.save(tmp_path / "file", net, step=1)
     dt.parallel.save(tmp_path, net, step=2)
@@ -274,6 +277,10 @@ def on_rank(rank: int, groups: Any) -> dict[str, Any]:
     both, again = sharded("delayed", rank, seed=1)
     dt.parallel.load(folder / "alone", both, again)
     made["1 to 2"] = differing(content(both, again), content(net, optimizer))
+    wrapped = model(seed=1)
+    again = optimizer_of(wrapped)
+    dt.parallel.load(folder / "alone", nn.parallel.DistributedDataParallel(wrapped), again)
+    made["1 to 2"] += differing(content(wrapped, again), content(net, optimizer))
     made["errors"] = errors(rank, alone, folder / "errors", net, both)
     return made
 

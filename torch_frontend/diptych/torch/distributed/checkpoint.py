@@ -223,6 +223,8 @@ class _Plan:
     def _checked(self, tensors: dict[str, Any]) -> dict[str, Any]:
         if said := differences(tensors, [name for name in self.saved if not name.startswith(OPTIMIZER)]):
             raise CheckpointError(said)
+        if meta := [name for name, t in tensors.items() if isinstance(t, Tensor) and t.is_meta]:
+            raise CheckpointError(f"{listed(meta)} here lie on meta: call to_empty of the model before")
         wrong = [
             f"{name} is {found} there, {here} here"
             for name, t in tensors.items()

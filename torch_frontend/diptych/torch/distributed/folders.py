@@ -22,14 +22,14 @@ from diptych.common.files import kind, replacing, sync_folder
 HEADER = "header.pt"
 _LATEST = "latest"
 _COMPLETE = re.compile(r"step-(\d{6,})(?:-(\d+))?")
-_LEFT = re.compile(r"\.step-\d{6,}(?:-\d+)?\.writing|\.latest\.[0-9a-f]{16}\.partial")
+UNFINISHED = re.compile(r"\.step-\d{6,}(?:-\d+)?\.writing|\.latest\.[0-9a-f]{16}\.partial")
 
 
 def begin(root: Path, step: int) -> str:
     """Removes what unfinished saves have left. Returns the name that the checkpoint will have, and makes its folder."""
     root.mkdir(parents=True, exist_ok=True)
     for path in root.iterdir():
-        if _LEFT.fullmatch(path.name):
+        if UNFINISHED.fullmatch(path.name):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     taken = [int(found[2] or 0) for path in root.iterdir() if (found := _named(path)) and int(found[1]) == step]
     name = f"step-{step:06}" + (f"-{max(taken) + 1}" if taken else "")
