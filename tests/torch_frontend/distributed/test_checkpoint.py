@@ -83,6 +83,34 @@ def test_gradients_and_states_in_the_way(tmp_path):
     assert differing(content(net, optimizer), before) == []
 
 
+class Summing(torch.optim.Optimizer):
+    """Keeps a number and a float32 sum for each weight, and its rate as a tensor."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": torch.tensor(lr)})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            kept = self.state[p] or {"count": 0, "sum": torch.zeros(p.shape, dtype=torch.float32)}
+            self.state[p] = {"count": kept["count"] + 1, "sum": kept["sum"] + p.grad.float()}
+            p -= self.state[p]["sum"] * self.param_groups[0]["lr"]
+
+
+def test_an_optimizer_with_states_of_its_own_kinds(tmp_path):
+    net, again = model("nvfp4"), model("nvfp4", seed=1)
+    optimizer, other = Summing(net.parameters(), 0.01), Summing(again.parameters(), 1.0)
+    for _ in range(2):
+        net(torch.ones(32, 64, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+    dt.parallel.save(tmp_path, net, optimizer, step=1)
+    dt.parallel.load(tmp_path, again, other)
+    for p, q in zip(net.parameters(), again.parameters(), strict=True):
+        assert torch.equal(p, q) and other.state[q]["count"] == 2 and other.state[q]["sum"].dtype == torch.float32
+        assert torch.equal(optimizer.state[p]["sum"], other.state[q]["sum"])
+    assert other.param_groups[0]["lr"].item() == pytest.approx(0.01)
+
+
 def test_steps_that_are_kept(tmp_path):
     net, optimizer = trained()
     for step in (1, 2, 3):

@@ -292,8 +292,9 @@ def _values(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-def _whole(t: Tensor) -> Tensor:
-    return t.full_tensor() if is_sharded(t) else t  # type: ignore[attr-defined]
+def _whole(t: Any) -> Tensor:
+    """Gathers a tensor, where its ranks communicate: parts that are offloaded lie on the CPU."""
+    return t.to(t.device_mesh.device_type).full_tensor() if is_sharded(t) else t
 
 
 def _require_count(name: str, value: Any, least: int) -> None:
