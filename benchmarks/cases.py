@@ -41,7 +41,13 @@ class Case(NamedTuple):
 CUDA = "core_cuda/cuda"
 PRODUCTS = (f"{CUDA}/gemm/*", f"{CUDA}/grouped/*")
 QUANTIZE = (f"{CUDA}/quantize/*",)
-TORCH = ("torch_frontend/**/*.py", "common/diptych/common/**/*.py", "core_cuda/bindings/*", "core_cuda/src/**/*")
+ROOMS = ("primitives", "tensors", "graph", "functional", "state", "layers", "modules")  # those that a step runs
+TORCH = (
+    *(f"torch_frontend/diptych/torch/{room}/*.py" for room in ROOMS),
+    "common/diptych/common/**/*.py",
+    "core_cuda/bindings/*",
+    "core_cuda/src/**/*",
+)
 LAYER = (*PRODUCTS, *QUANTIZE, f"{CUDA}/norm/*", f"{CUDA}/activation/*", f"{CUDA}/source/*", f"{CUDA}/scale_update/*")
 LAYER_OPS = ("gemm", "quantize", "amax", "norm", "norm_grad", "activation", "activation_grad", "scale_update")
 JAX = ("jax_frontend/**/*", "common/diptych/common/**/*.py")

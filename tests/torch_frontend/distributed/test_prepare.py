@@ -119,6 +119,7 @@ def on_rank(rank: int, groups: Any) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (RANKS,))
     made: dict[str, Any] = {case: train_sharded(mesh, rank, name, **given) for case, (name, given) in CASES.items()}
     made["errors"] = errors(mesh)
+    made["made on meta"] = made_on_meta(mesh)
     return made
 
 
@@ -190,6 +191,38 @@ def flat(nested: Any) -> list[torch.Tensor]:
     return [t for part in nested for t in (part if isinstance(part, list) else [part])]
 
 
+def made_on_meta(mesh: Any) -> dict[str, Any]:
+    """Prepared on the meta device, then filled: the local tensors are other ones than at `prepare`."""
+    from torch.distributed.fsdp import fully_shard
+
+    from diptych.torch import parallel
+
+    recipe = RECIPES["fp8-current"]
+    net = nn.Sequential(dt.Linear(D, D, bias=False, device="meta"))
+    fully_shard(net, mesh=mesh, reshard_after_forward=True)
+    parallel.prepare(net, mesh, recipe)
+    net.to_empty(device="cpu")
+    full = normal("meta", (D, D))
+    net[0].weight.data.copy_(torch.distributed.tensor.distribute_tensor(full, mesh))
+    with dt.autocast(recipe=recipe):
+        y = net(normal("x", (64, D)))
+    net[0].weight.data.mul_(2.0)  # a write that no version counter shows
+    with dt.autocast(recipe=recipe):
+        doubled = net(normal("x", (64, D)))
+    return {"y": y.detach(), "doubled": doubled.detach(), "type": type(net[0].weight._local_tensor).__name__}
+
+
+def test_made_on_meta_and_written_through_data(ranks):
+    layer = dt.Linear(D, D, bias=False)
+    for factor, key in ((1.0, "y"), (2.0, "doubled")):
+        layer.weight.data.copy_(normal("meta", (D, D)) * factor)
+        with dt.autocast(recipe=RECIPES["fp8-current"]):
+            want = layer(normal("x", (64, D)))
+        for made in ranks:
+            assert torch.equal(made["made on meta"][key], want)
+            assert made["made on meta"]["type"] == "ShardedWeight"
+
+
 # --- bad input ---
 
 
@@ -216,6 +249,10 @@ def errors(mesh: Any) -> dict[str, str]:
     tried("stack", nn.Sequential(dt.GroupedLinear(4, 64, 64)), current)
     tried("mesh", nn.Sequential(dt.Linear(64, 64)), current, to=None)
     tried("recipe", nn.Sequential(dt.Linear(64, 64)), "fp8")
+    twice = nn.Sequential(dt.Linear(64, 64))
+    fully_shard(twice, mesh=mesh)
+    parallel.prepare(twice, mesh, current)
+    tried("twice", twice, current, shard=False)
     tried("rht", nn.Sequential(dt.Linear(64, 64)), TransformedWeights())
     return said
 
@@ -235,6 +272,7 @@ SAID = {
     "stack": (UnsupportedError, "0.weight [4, 64, 64] is a stack"),
     "mesh": (UnsupportedError, "it must be cut along dimension 0 over None"),
     "recipe": (ArgumentError, "recipe"),
+    "twice": (ArgumentError, "0.weight is prepared already"),
     "rht": (UnsupportedError, "amaxes of rows or of a transform"),
 }
 

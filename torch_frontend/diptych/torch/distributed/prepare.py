@@ -34,9 +34,10 @@ def prepare(model: nn.Module, mesh: Any, recipe: Recipe) -> None:
     by; a module's own `recipe` has precedence.
 
     **Raises**, naming the weight, before anything is sent: ArgumentError for a model that is not sharded by
-    `fully_shard`, ShapeError for a weight that ranks would cut inside of a block or unevenly, ValueError for a recipe
-    that quantizes a weight in two ways or stochastically, UnsupportedError for a user's own quantizer, for amaxes of
-    rows, Hadamard transforms of weights, stacks of weights, and weights sharded over another mesh or dimension.
+    `fully_shard` or is prepared already, ShapeError for a weight that ranks would cut inside of a block or unevenly,
+    ValueError for a recipe that quantizes a weight in two ways or stochastically, UnsupportedError for a user's own
+    quantizer, for amaxes of rows, Hadamard transforms of weights, stacks of weights, weights offloaded to the CPU, and
+    weights sharded over another mesh or dimension.
     """
     from torch.distributed.fsdp import FSDPModule  # a torch may be built without distributed
 
@@ -95,6 +96,11 @@ def _require_cuttable(name: str, parameter: Any, quantizer: Quantizer, mesh: Any
         raise UnsupportedError(
             f"{op} is placed {parameter.placements} on {of_parameter}; it must be cut along dimension 0 over {mesh}"
         )
+    part = parameter._local_tensor
+    if isinstance(part, ShardedWeight):
+        raise ArgumentError(f"{op} is prepared already, to be gathered by {part.gather.quantizer}")
+    if part.device.type not in (of_parameter.device_type, "meta"):
+        raise UnsupportedError(f"{op} is kept on {part.device} and gathered on {of_parameter.device_type} (offloading)")
     if quantizer.custom:
         raise UnsupportedError(f"{op}: {quantizer} is the user's own and may read the whole weight; it cannot be cut")
     if quantizer.spec.flags & (ROW_AMAX | RHT):
