@@ -2,6 +2,7 @@
 
 import errno
 import os
+import secrets
 import signal
 import stat
 import subprocess
@@ -42,7 +43,7 @@ def test_a_new_file_has_the_rights_that_the_umask_leaves(tmp_path):
 
 
 def test_a_temporary_name_that_is_taken_is_not_followed(tmp_path, monkeypatch):
-    monkeypatch.setattr(files.secrets, "token_hex", lambda n: "0" * 2 * n)
+    monkeypatch.setattr(secrets, "token_hex", lambda n: "0" * 2 * n)
     (tmp_path / f".x.{'0' * 16}.partial").symlink_to("elsewhere")
     with pytest.raises(files.FileError, match="x: cannot be written: File exists; nothing is there"):
         files.write_text(tmp_path / "x", "new")

@@ -8,44 +8,19 @@ import fcntl
 import os
 import pathlib
 import re
-import secrets
 import stat
 import sys
 from collections.abc import Iterator
 from typing import BinaryIO
 
+from diptych.common.files import FileError, kind, replacing
+
 LOCK_NAME = ".diptych.lock"
 _PARTIAL = re.compile(r"\..+\.[0-9a-f]{16}\.partial")
-_KINDS = (
-    (stat.S_ISREG, "a file"),
-    (stat.S_ISDIR, "a folder"),
-    (stat.S_ISFIFO, "a named pipe"),
-    (stat.S_ISSOCK, "a socket"),
-    (stat.S_ISCHR, "a character device"),
-    (stat.S_ISBLK, "a block device"),
-)
-
-
-class FileError(OSError):
-    """A file that cannot be read or written; the message has its path and the reason."""
-
-    def __str__(self) -> str:
-        return str(self.strerror)
 
 
 class BusyError(RuntimeError):
     """A folder in which another run writes."""
-
-
-def kind(path: pathlib.Path) -> str:
-    """Returns what `path` names: "a file", "a folder", "a named pipe", "a dangling link to x", "nothing", ..."""
-    try:
-        mode = path.stat().st_mode
-    except FileNotFoundError:
-        return f"a dangling link to {os.readlink(path)}" if path.is_symlink() else "nothing"
-    except OSError as e:
-        return "a link that leads back to itself" if e.errno == errno.ELOOP else f"not accessible ({e.strerror})"
-    return next(word for test, word in _KINDS if test(mode))
 
 
 @contextlib.contextmanager
@@ -66,39 +41,6 @@ def reading(path: pathlib.Path) -> Iterator[BinaryIO]:
         found = kind(path)
         why = e.strerror or str(e) if found in ("a file", "nothing") else f"it is {found}"
         raise FileError(e.errno, f"{path}: cannot be read: {why}") from e
-
-
-@contextlib.contextmanager
-def replacing(path: pathlib.Path) -> Iterator[BinaryIO]:
-    """Opens a new file that replaces `path` when the block ends without an exception, with all bytes synced to disk.
-
-    Its temporary name, in the same folder, is unique and follows no link. If the block raises or is interrupted, the
-    new file is removed and `path` does not change. If `path` is a link, the link is replaced, not its target.
-
-    **Raises** FileError.
-    """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
-    made = False
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-        made = True
-        with open(fd, "wb") as f:
-            yield f
-            f.flush()
-            os.fsync(fd)
-        os.replace(temporary, path)
-        made = False
-        _sync_folder(path.parent)
-    except FileError:
-        raise
-    except OSError as e:
-        what = "the file there is as it was" if path.exists() else "nothing is there"
-        raise FileError(e.errno, f"{path}: cannot be written: {e.strerror or e}; {what}") from e
-    finally:
-        if made:
-            with contextlib.suppress(OSError):  # the exception being raised has the reason
-                os.unlink(temporary)
 
 
 def write_text(path: pathlib.Path, text: str) -> None:
@@ -156,15 +98,3 @@ def _lock(path: pathlib.Path) -> int:
             os.write(fd, f"{os.getpid()}\n".encode())
             return fd
         os.close(fd)  # whoever held it has removed it meanwhile
-
-
-def _sync_folder(folder: pathlib.Path) -> None:
-    """Syncs a rename to disk, if the file system supports it."""
-    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    except OSError as e:
-        if e.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(fd)

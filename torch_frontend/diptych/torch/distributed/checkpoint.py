@@ -1,0 +1,304 @@
+"""Checkpoints of a model on any number of ranks, by torch.distributed.checkpoint (DCP): `save`, `load`, `export`.
+
+A checkpoint is a folder with DCP's files (`.metadata`, `*.distcp`), `rank-00000.pt` for each rank and `header.pt`; see
+`contents` for what they hold, and `folders` for where they stand and how a killed process leaves them. All functions
+are collective: every rank of the group calls them, and an error on one rank is raised on all. All ranks write into and
+read from the same file system.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from diptych.common.errors import CheckpointError
+from diptych.common.files import replacing
+from diptych.torch.distributed import folders, safetensors
+from diptych.torch.distributed.contents import (
+    OPTIMIZER,
+    ModelState,
+    OptimizerState,
+    combined,
+    differences,
+    is_sharded,
+    listed,
+    name_of,
+    unwrapped,
+)
+from diptych.torch.distributed.together import agree, each, members, once, place
+from diptych.torch.tensors.quantized import QuantizedTensorBase
+
+VERSION = 1
+
+
+class Loaded(NamedTuple):
+    """What `load` returns: the step of the checkpoint, and what was saved as `extra`."""
+
+    step: int
+    extra: Any
+
+
+def save(
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int,
+    extra: Any = None,
+    keep: int | None = None,
+    group: Any = None,
+) -> Path:
+    """Writes a checkpoint, which exists under its name only once it is complete and on disk.
+
+    **Arguments:** `folder`: of all checkpoints of a run; one run at a time writes there. `model`: plain, sharded by
+    FSDP2, or in DistributedDataParallel. `extra`: what `load` shall return, of the first rank; numbers, strings,
+    tensors, lists and dicts of them. `keep`: so many checkpoints stay; None keeps all. `group`: the process group of
+    the ranks that call this; None for all.
+
+    **Returns:** the checkpoint's own folder.
+
+    **Raises:** CheckpointError on every rank if one cannot write, if ranks differ in `step` or `keep`, or if an
+    optimizer's state cannot be read by other ranks; TypeError and ValueError for wrong arguments.
+    """
+    _require_count("step", step, 0)
+    if keep is not None:
+        _require_count("keep", keep, 1)
+    rank, size = place(group)
+    root = Path(folder)
+    agree("folder, step, keep or optimizer", (str(root), step, keep, optimizer is not None), group)
+    tensors, own = each(lambda: _contents(model, optimizer, group), group)
+    name = once(lambda: folders.begin(root, step), group)
+    path = folders.unfinished(root, name)
+    each(lambda: _write(path / _rank_file(rank), own), group)
+    _dcp("written", path, lambda dcp, how: dcp.save(tensors, storage_writer=dcp.FileSystemWriter(path), **how), group)
+
+    def complete() -> None:
+        _write(path / folders.HEADER, {"version": VERSION, "step": step, "ranks": size, "extra": extra})
+        folders.finish(root, name, keep)
+
+    once(complete, group)
+    return root / name
+
+
+def load(
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int | None = None,
+    group: Any = None,
+) -> Loaded:
+    """Loads the latest complete checkpoint, or that of a step, into a model and its optimizer.
+
+    The number of ranks may be another one than that which saved, and the model may be sharded in another way. States of
+    quantizing are each rank's own, as they were saved; for another number of ranks see `contents.combined`. A model
+    needs no `prepare` before. Without `optimizer` the optimizer's state is left out.
+
+    **Raises:** CheckpointError on every rank if the folder holds no complete checkpoint, or if keys, shapes or dtypes
+    of the checkpoint and of the model on any rank differ; nothing has been loaded then.
+    """
+    root = Path(folder)
+    path = root / once(lambda: folders.find(root, step), group)
+    plan = each(lambda: _Plan(path, model, optimizer, group), group)
+    read = plan.tensors
+    _dcp("read", path, lambda dcp, how: dcp.load(read, storage_reader=dcp.FileSystemReader(path), **how), group)
+    each(plan.finish, group)
+    return Loaded(plan.header["step"], plan.header["extra"])
+
+
+def export(path: str | Path, model: nn.Module, *, group: Any = None) -> None:
+    """Writes a model to one safetensors file: every tensor of its state dict whole, in high precision and by its name,
+    without quantizing's states.
+
+    Sharded tensors are gathered one after the other; the group's first rank writes, and needs memory for one tensor.
+
+    **Raises:** CheckpointError on every rank if the file cannot be written, or for a dtype that such files do not hold.
+    """
+    rank, _ = place(group)
+    tensors = each(lambda: safetensors.in_order(_values(unwrapped(model))), group)
+
+    def work() -> None:
+        whole = (_whole(t) for t in tensors.values())
+        try:
+            if rank == 0:
+                safetensors.write(Path(path), tensors, whole)
+        finally:
+            for _ in whole:  # the other ranks take part in the rest of the gathers, whatever has happened here
+                pass
+
+    each(work, group)
+
+
+# --- saving ----------------------------------------------------------------------------------------------------------
+
+
+def _contents(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, group: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns what DCP writes, and what a rank writes for itself."""
+    model = unwrapped(model)
+    state = ModelState(model)
+    own: dict[str, Any] = {"states": {name: t.cpu() for name, t in state.states.items()}}
+    tensors = state.tensors
+    if optimizer is not None:
+        of_optimizer = OptimizerState(model, optimizer)
+        tensors = tensors | of_optimizer.tensors
+        own |= {"kind": type(optimizer).__name__, "groups": of_optimizer.groups, "values": of_optimizer.values}
+    _require_within(tensors, group)
+    return tensors, own
+
+
+def _require_within(tensors: Mapping[str, Any], group: Any) -> None:
+    """**Raises** CheckpointError for a tensor of which a part is on a rank outside of the group."""
+    ranks = members(group)
+    for name, t in tensors.items():
+        if is_sharded(t) and not (over := set(t.device_mesh.mesh.flatten().tolist())) <= ranks:
+            raise CheckpointError(f"{name} is sharded over the ranks {sorted(over)}, the group has {sorted(ranks)}")
+
+
+def _write(path: Path, content: Any) -> None:
+    with replacing(path) as f:
+        torch.save(content, f)
+    _read(path)  # what cannot be read again, as objects of users' classes, is found now
+
+
+def _rank_file(rank: int) -> str:
+    return f"rank-{rank:05}.pt"
+
+
+def _dcp(what: str, path: Path, call: Callable[[Any, dict[str, Any]], Any], group: Any) -> None:
+    """Runs one of DCP's functions. DCP raises on all ranks what went wrong on one."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    how = {"process_group": group, "no_dist": place(group)[1] == 1}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized")
+        try:
+            call(dcp, how)
+        except CheckpointException as e:
+            said = "; ".join(f"{error} (rank {rank})" for rank, (error, _) in e.failures.items())
+            raise CheckpointError(f"{path}: cannot be {what}: {said}") from e
+
+
+# --- loading ---------------------------------------------------------------------------------------------------------
+
+
+class _Plan:
+    """What is read into where, after all checks. Nothing of the model has changed when it is made."""
+
+    def __init__(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, group: Any) -> None:
+        from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+        model = unwrapped(model)
+        rank, size = place(group)
+        self.path = path
+        self.header = _read(path / folders.HEADER)
+        if self.header["version"] != VERSION:
+            raise CheckpointError(f"{path}: written in format {self.header['version']}, this diptych reads {VERSION}")
+        ranks = self.header["ranks"]
+        self.own = _read(path / _rank_file(rank % ranks))
+        self.states = self.own["states"]
+        if ranks != size:
+            self.states = combined([_read(path / _rank_file(r))["states"] for r in range(ranks)], rank)
+        metadata = FileSystemReader(path).read_metadata()
+        _check_files(path, metadata)
+        self.saved: dict[str, Any] = metadata.state_dict_metadata
+        try:
+            self.model = ModelState(model)
+            self.tensors = self._checked(self.model.tensors)
+            self.model.check(self.states)
+            self.optimizer = None if optimizer is None else OptimizerState(model, optimizer)
+            if self.optimizer is not None:
+                self.tensors |= self._room(self.optimizer)
+            _require_within(self.tensors, group)
+        except CheckpointError as e:
+            raise CheckpointError(f"{path}: {e}") from e
+
+    def _checked(self, tensors: dict[str, Any]) -> dict[str, Any]:
+        if said := differences(tensors, [name for name in self.saved if not name.startswith(OPTIMIZER)]):
+            raise CheckpointError(said)
+        if meta := [name for name, t in tensors.items() if isinstance(t, Tensor) and t.is_meta]:
+            raise CheckpointError(f"{listed(meta)} here lie on meta: call to_empty of the model before")
+        wrong = [
+            f"{name} is {found} there, {here} here"
+            for name, t in tensors.items()
+            if isinstance(t, Tensor) and (found := _form(self.saved[name])) != (here := f"{t.dtype}{list(t.shape)}")
+        ]
+        if wrong:
+            raise CheckpointError(listed(wrong))
+        return dict(tensors)
+
+    def _room(self, optimizer: OptimizerState) -> dict[str, Any]:
+        if "groups" not in self.own:
+            raise CheckpointError("it was saved without an optimizer")
+        if self.own["kind"] != (kind := type(optimizer.optimizer).__name__):
+            raise CheckpointError(f"the optimizer was {self.own['kind']}, here it is {kind}")
+        optimizer.check(self.own["groups"])
+        return {
+            name: optimizer.room(name, tuple(form.size), form.properties.dtype)
+            for name, form in self.saved.items()
+            if name.startswith(OPTIMIZER)
+        }
+
+    def finish(self) -> None:
+        """Gives what was read to the model and the optimizer."""
+        self.model.load(self.tensors, self.states)
+        if self.optimizer is not None:
+            state = {name: t for name, t in self.tensors.items() if name.startswith(OPTIMIZER)}
+            self.optimizer.load(state, self.own["values"], self.own["groups"])
+
+
+def _read(path: Path) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as e:  # torch's reader raises errors of many kinds for damaged files
+        raise CheckpointError(f"{path}: cannot be read: {e}") from e
+
+
+def _check_files(path: Path, metadata: Any) -> None:
+    """**Raises** CheckpointError if a file of DCP's is shorter than what it holds, before anything is overwritten."""
+    ends: dict[str, int] = {}
+    for info in metadata.storage_data.values():
+        ends[info.relative_path] = max(ends.get(info.relative_path, 0), info.offset + info.length)
+    for name, end in ends.items():
+        size = (path / name).stat().st_size
+        if size < end:
+            raise CheckpointError(f"{path / name}: damaged: it has {size} bytes, {end} were written")
+
+
+def _form(saved: Any) -> str:
+    properties = getattr(saved, "properties", None)
+    return "no tensor" if properties is None else f"{properties.dtype}{list(saved.size)}"
+
+
+# --- exporting -------------------------------------------------------------------------------------------------------
+
+
+def _values(model: nn.Module) -> dict[str, Tensor]:
+    """A model's tensors by name; weights that are held quantized in high precision."""
+    state = ModelState(model)
+    tensors = {}
+    for key, t in model.state_dict().items():
+        if isinstance(t, Tensor) and state.owner(name_of(key)) is None:
+            master = getattr(t, "main_param", None)
+            held = isinstance(t, QuantizedTensorBase)
+            tensors[name_of(key)] = master if master is not None else t.dequantize() if held else t
+    return tensors
+
+
+def _whole(t: Any) -> Tensor:
+    """Gathers a tensor, where its ranks communicate: parts that are offloaded lie on the CPU."""
+    return t.to(t.device_mesh.device_type).full_tensor() if is_sharded(t) else t
+
+
+def _require_count(name: str, value: Any, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int, got {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{name} must be {least} or more, got {value}")

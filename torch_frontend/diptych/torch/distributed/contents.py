@@ -1,0 +1,217 @@
+"""What a checkpoint holds of a model and its optimizer, by names that no wrapper changes.
+
+For torch.distributed.checkpoint (DCP), whose tensors any number of ranks can read:
+
+    model.<name>                    the state dict, as `plain_state_dict` makes it, but for quantizing's states
+    masters.<name>                  `main_param` of a weight that is held quantized
+    optimizer.state.<name>.<key>    tensors of the optimizer's state, by the weight's name
+
+In a file for each rank: `states` (delayed scales and random generators, which differ from rank to rank), `groups` (the
+optimizer's options, with the weights' names) and `values` (what its state holds beside tensors).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from diptych.common.errors import CheckpointError
+from diptych.torch.modules.held_state import plain_state_dict
+from diptych.torch.modules.quantized_parameter import QuantizedParameter
+from diptych.torch.modules.stateful import StatefulModule
+from diptych.torch.state.scales import check_tree, keys_below
+
+MODEL, MASTERS, OPTIMIZER = "model.", "masters.", "optimizer.state."
+_WRAPPERS = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module)\.")
+_STATE = re.compile(r"(?:(?P<owner>.*)\.)?(?:rng_state|scale_states\..+)")
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The module below DistributedDataParallel and torch.compile."""
+    while True:
+        inner = model.module if isinstance(model, DistributedDataParallel) else model._modules.get("_orig_mod")
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def name_of(key: str) -> str:
+    """A key without what torch.compile and activation checkpointing add to it."""
+    return _WRAPPERS.sub("", key)
+
+
+class ModelState:
+    """A model's state dict, cut into `tensors` that DCP takes and `states` of this rank, both by names."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+        self.keys: dict[str, str] = {}
+        self.tensors: dict[str, Any] = {}
+        self.states: dict[str, Tensor] = {}
+        self.owners = {
+            name_of(f"{key}.")[:-1]: key
+            for key, module in model.named_modules(remove_duplicate=False)
+            if isinstance(module, StatefulModule)
+        }
+        for key, t in plain_state_dict(model).items():
+            name = name_of(key)
+            if self.owner(name) is None:
+                self.keys[name] = key
+                self.tensors[MODEL + name] = t
+            else:
+                self.states[name] = t
+        self.masters = {
+            MASTERS + name_of(key): p.main_param.detach()
+            for key, p in model.named_parameters()
+            if isinstance(p, QuantizedParameter) and p.main_param is not None
+        }
+        self.tensors |= self.masters
+
+    def owner(self, name: str) -> str | None:
+        """The name of the module that a quantizing state belongs to; None if it is no such state."""
+        found = _STATE.fullmatch(name)
+        owner = (found["owner"] or "") if found else None
+        return owner if owner in self.owners else None
+
+    def check(self, states: Mapping[str, Tensor]) -> None:
+        """**Raises** CheckpointError for states that the model cannot take."""
+        if unknown := [name for name in states if self.owner(name) is None]:
+            raise CheckpointError(f"states of no module of this model: {listed(unknown)}")
+        if lacking := self.states.keys() - states.keys():
+            raise CheckpointError(f"it lacks {listed(lacking)}, which this model was prepared with")
+        for name, module in self.owners.items():
+            below = f"{name}.scale_states." if name else "scale_states."
+            held = self.model.get_submodule(module)._modules.get("scale_states")
+            check_tree(keys_below(states, below), states, below, held)  # type: ignore[arg-type]
+
+    def load(self, tensors: Mapping[str, Any], states: Mapping[str, Tensor]) -> None:
+        """Gives the model a state dict, masters last, since a weight that is loaded sets its own."""
+        masters = {name: tensors[name].clone() for name in self.masters}
+        state = {key: tensors[MODEL + name] for name, key in self.keys.items()}
+        for name, t in states.items():
+            owner = self.owner(name) or ""
+            state[f"{self.owners[owner]}.{name[len(owner) :].removeprefix('.')}".removeprefix(".")] = t
+        self.model.load_state_dict(state)
+        for name, t in self.masters.items():
+            t.copy_(masters[name])
+
+
+def combined(ranks: list[Mapping[str, Tensor]], rank: int) -> dict[str, Tensor]:
+    """The states for a rank, of those of another number of ranks.
+
+    Scales are those of the largest amaxes, as a reduction over all ranks would have made them. Random generators that
+    all ranks share stay; else a rank continues one of them, by another seed where a rank before it does so too.
+    """
+    out: dict[str, Tensor] = {}
+    for name in ranks[0]:
+        all_ = [states[name] for states in ranks if name in states]
+        if name.rpartition(".")[2] == "rng_state":
+            out[name] = all_[rank % len(all_)].clone()
+            if any(not torch.equal(t, all_[0]) for t in all_):
+                out[name][1] ^= rank // len(all_)  # the high word of the seed
+        else:
+            stack = torch.stack(all_)
+            out[name] = stack.amin(0) if name.endswith(".scale") else stack.amax(0)
+    return out
+
+
+class OptimizerState:
+    """An optimizer's state by the names of weights: `tensors` for DCP, `groups` and `values` of this rank."""
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+        names: dict[Tensor, str] = {p: name_of(key) for key, p in model.named_parameters()}
+        self.params: dict[str, Any] = {}
+        for p in (p for group in optimizer.param_groups for p in group["params"]):
+            if p not in names:
+                raise CheckpointError(f"the optimizer steps a tensor {list(p.shape)} that is no weight of the model")
+            self.params[names[p]] = p
+        self.groups: list[dict[str, Any]] = [
+            {**group, "params": [names[p] for p in group["params"]]} for group in optimizer.param_groups
+        ]
+        self.tensors: dict[str, Tensor] = {}
+        self.values: dict[str, dict[str, Any]] = {}
+        for p, state in optimizer.state.items():
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    self.tensors[f"{OPTIMIZER}{names[p]}.{key}"] = value
+                    if is_sharded(p) and not is_sharded(value) and value.numel() > 1:
+                        raise CheckpointError(
+                            f"the optimizer's {key} of {names[p]} is a plain tensor {list(value.shape)} on each rank, "
+                            "and the weight is a DTensor: other ranks could not read it"
+                        )
+                else:
+                    self.values.setdefault(names[p], {})[key] = value
+
+    def check(self, groups: list[dict[str, Any]]) -> None:
+        """**Raises** CheckpointError unless saved groups have the same weights."""
+        here, there = ([sorted(group["params"]) for group in some] for some in (self.groups, groups))
+        if here != there:
+            one, other = ({name for group in some for name in group} for some in (here, there))
+            said = differences(one, other) or "its groups have other weights"
+            raise CheckpointError(f"the optimizer's weights differ: {said}")
+
+    def room(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A tensor to load a state into: the present one, or a new one, sharded as the weight if it has its shape."""
+        held = self.tensors.get(name)
+        if held is not None and (tuple(held.shape), held.dtype) == (shape, dtype):
+            return held
+        p = self.params[name.removeprefix(OPTIMIZER).rpartition(".")[0]]
+        if not is_sharded(p) or tuple(p.shape) != shape:
+            # Counters lie on the CPU, and loading moves them where the optimizer wants them.
+            return torch.empty(shape, dtype=dtype, device=p.device if shape else "cpu")
+        from torch.distributed.tensor import DTensor
+
+        part = torch.empty(p.to_local().shape, dtype=dtype, device=p.device)
+        return DTensor.from_local(part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+
+    def load(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
+        """Gives the optimizer its options and its state."""
+        packed = self.optimizer.state_dict()
+        state: dict[str, dict[str, Any]] = {name: dict(kept) for name, kept in values.items()}
+        for key, t in tensors.items():
+            name, _, kind = key.removeprefix(OPTIMIZER).rpartition(".")
+            state.setdefault(name, {})[kind] = t
+        numbers: dict[str, int] = {}
+        for names, group in zip(self.groups, packed["param_groups"], strict=True):
+            numbers |= dict(zip(names["params"], group["params"], strict=True))
+        options = []
+        for held, saved in zip(self.groups, groups, strict=True):
+            moved = {k: _moved(v, held.get(k)) for k, v in saved.items()}
+            options.append({**moved, "params": [numbers[name] for name in held["params"]]})
+        self.optimizer.load_state_dict({
+            **packed, "state": {numbers[name]: kept for name, kept in state.items()}, "param_groups": options,
+        })  # fmt: skip
+        for name, kept in state.items():
+            p = self.params[name]
+            for key, t in kept.items():  # torch casts a state to its weight's dtype, which loses digits
+                if isinstance(t, Tensor) and self.optimizer.state[p][key].dtype != t.dtype:
+                    self.optimizer.state[p][key] = t.to(p.device)
+
+
+def _moved(value: Any, held: Any) -> Any:
+    return value.to(held.device) if isinstance(value, Tensor) and isinstance(held, Tensor) else value
+
+
+def is_sharded(t: Tensor) -> bool:
+    """Whether a tensor is a DTensor."""
+    return hasattr(t, "placements")
+
+
+def differences(here: Iterable[str], there: Iterable[str]) -> str:
+    """What names a checkpoint lacks and has too many, "" if none."""
+    here, there = set(here), set(there)
+    said = [f"it lacks {listed(here - there)}"] if here - there else []
+    said += [f"it holds {listed(there - here)}, which is not here"] if there - here else []
+    return "; ".join(said)
+
+
+def listed(names: Iterable[str]) -> str:
+    """Some names, for an error message."""
+    names = sorted(names)
+    return ", ".join(names[:6]) + (f" and {len(names) - 6} more" if len(names) > 6 else "")
