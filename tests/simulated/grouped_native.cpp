@@ -11,7 +11,7 @@ namespace diptych::cuda {
 namespace {
 int g_sm_count = 0;
 int64_t g_most = 0;  // kMost of decoded.cpp, where a test lets it be a variable
-}
+}  // namespace
 DeviceInfo device_info(int) { return {90, g_sm_count}; }
 Status cuda_status(cudaError_t, const char*) { return {}; }
 bool tensor_maps_available() { return true; }
