@@ -36,4 +36,5 @@ def ranks(request, pool):
     try:
         return pool.once(request.module, getattr(request, "param", 2))
     except RankError as error:
-        pytest.fail(str(error), pytrace=False)
+        said = str(error)
+    pytest.fail(said, pytrace=False)
