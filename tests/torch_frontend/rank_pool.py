@@ -16,7 +16,7 @@ import time
 import traceback
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import Any
@@ -144,11 +144,11 @@ def serve(folder: Path, tests: int) -> None:
 
     signal.signal(signal.SIGALRM, look)
     signal.setitimer(signal.ITIMER_REAL, 1, 1)
-    listener = Listener(family="AF_UNIX", backlog=64)
-    print(listener.address, flush=True)
-    for module in ("diptych.torch", "torch._dynamo", "torch.distributed.tensor", "pytest"):
-        importlib.import_module(module)
     try:
+        listener = Listener(family="AF_UNIX", backlog=64)
+        print(listener.address, flush=True)
+        for module in ("diptych.torch", "torch._dynamo", "torch.distributed.tensor", "pytest"):
+            importlib.import_module(module)
         while True:
             asked = listener.accept()
             try:
@@ -165,8 +165,9 @@ def serve(folder: Path, tests: int) -> None:
             finally:
                 asked.close()
     finally:
-        for world in worlds.values():
-            world.end()
+        signal.setitimer(signal.ITIMER_REAL, 0)  # else an alarm might end this program before its ranks are
+        for job in active_children():  # of a world that is starting, too
+            job.kill()
 
 
 if __name__ == "__main__":
