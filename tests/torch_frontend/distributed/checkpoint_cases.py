@@ -37,7 +37,7 @@ def optimizer_of(net: nn.Module) -> torch.optim.Optimizer:
 
 
 def sharded(name: str, rank: int, seed: int = 0, gathered: bool = True) -> tuple[nn.Module, Any]:
-    """The same on this job's ranks, each with random generators of its own."""
+    """Returns (model, optimizer) with the model sharded over all ranks; each rank has random generators of its own."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

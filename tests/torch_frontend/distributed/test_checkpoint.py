@@ -314,7 +314,7 @@ def on_rank(rank: int, groups: Any) -> dict[str, Any]:
 
 
 def errors(rank: int, alone: Any, folder: Path, net: nn.Module, both: nn.Module) -> dict[str, str]:
-    """What each rank says of calls that go wrong on one of them."""
+    """Returns each rank's error message for calls of save and load that go wrong on one rank alone."""
     found = {"step": said(lambda: dt.parallel.save(folder, net, step=rank))}
     extra = {"step": 1, "extra": Other() if rank == 0 else None}
     found["extra"] = said(lambda: dt.parallel.save(folder, net, **extra))

@@ -227,7 +227,7 @@ def test_made_on_meta_and_written_through_data(ranks):
 
 
 def errors(mesh: Any) -> dict[str, str]:
-    """What `prepare` says of models that it cannot gather, and that it says so without communicating."""
+    """Returns the error messages of `prepare` for models whose weights it cannot gather, by case."""
     from torch.distributed.fsdp import fully_shard
 
     from diptych.torch import parallel

@@ -37,7 +37,7 @@ VERSION = 1
 
 
 class Loaded(NamedTuple):
-    """What `load` returns: the step of the checkpoint, and what was saved as `extra`."""
+    """The result of `load`: the step of the checkpoint, and the object that `save` was given as `extra`."""
 
     step: int
     extra: Any
@@ -190,7 +190,7 @@ def _dcp(what: str, path: Path, call: Callable[[Any, dict[str, Any]], Any], grou
 
 
 class _Plan:
-    """What is read into where, after all checks. Nothing of the model has changed when it is made."""
+    """A checked load: which tensors of a checkpoint go where. Making a plan changes nothing in the model."""
 
     def __init__(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None, group: Any) -> None:
         from torch.distributed.checkpoint.filesystem import FileSystemReader

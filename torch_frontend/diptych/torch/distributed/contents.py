@@ -1,4 +1,4 @@
-"""What a checkpoint holds of a model and its optimizer, by names that no wrapper changes.
+"""The entries of a checkpoint for a model and its optimizer, by names that no wrapper changes.
 
 For torch.distributed.checkpoint (DCP), whose tensors any number of ranks can read:
 
@@ -204,7 +204,7 @@ def is_sharded(t: Tensor) -> bool:
 
 
 def differences(here: Iterable[str], there: Iterable[str]) -> str:
-    """What names a checkpoint lacks and has too many, "" if none."""
+    """Returns a message of the names that a checkpoint lacks or has too many, "" if there are none."""
     here, there = set(here), set(there)
     said = [f"it lacks {listed(here - there)}"] if here - there else []
     said += [f"it holds {listed(there - here)}, which is not here"] if there - here else []

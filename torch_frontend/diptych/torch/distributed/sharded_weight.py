@@ -46,7 +46,7 @@ class Gather:
 
 
 class Received(NamedTuple):
-    """What a rank knows of a gathered weight beside the bytes: buffers that are the same on all ranks."""
+    """The facts about a gathered weight that a rank has without receiving them, such as a scale of the whole weight."""
 
     same: dict[str, Tensor]
     dtypes: dict[str, torch.dtype]

@@ -1,4 +1,4 @@
-"""What the ranks of a process group do together, so that an error on one of them is raised on all and none waits for a
+"""Calls that the ranks of a process group make together: an error on one rank is raised on all, and none waits for a
 rank that has left. Without torch.distributed there is one rank."""
 
 from __future__ import annotations
