@@ -21,7 +21,7 @@ Status quantize(const QuantizeArgs&, const Execution&) { std::abort(); }
 
 namespace diptych::cuda {
 
-DeviceInfo device_info(int) { return {90, 4}; }
+DeviceInfo device_info(int) { return {90, 4, 228}; }
 Status cuda_status(cudaError_t, const char*) { return {}; }
 
 // What plain tensors do not reach.

@@ -7,7 +7,7 @@ namespace diptych::cuda {
 namespace {
 
 constexpr int kCachedDevices = 64;
-std::array<std::atomic<int64_t>, kCachedDevices> g_info{};  // arch << 32 | sm_count; 0: not read yet
+std::array<std::atomic<int64_t>, kCachedDevices> g_info{};  // shared_kib << 48 | arch << 32 | sm_count; 0: not read yet
 
 int attribute(cudaDeviceAttr attr, int device_index) {
   int value = 0;
@@ -37,10 +37,12 @@ DeviceInfo device_info(int device_index) {
   if (packed == 0) {
     const int64_t arch = attribute(cudaDevAttrComputeCapabilityMajor, device_index) * 10 +
                          attribute(cudaDevAttrComputeCapabilityMinor, device_index);
-    packed = arch << 32 | attribute(cudaDevAttrMultiProcessorCount, device_index);
+    const int64_t shared_kib = attribute(cudaDevAttrMaxSharedMemoryPerMultiprocessor, device_index) / 1024;
+    packed = shared_kib << 48 | arch << 32 | attribute(cudaDevAttrMultiProcessorCount, device_index);
     if (cached) g_info[device_index].store(packed, std::memory_order_relaxed);  // every thread stores the same
   }
-  return {static_cast<int>(packed >> 32), static_cast<int>(packed & 0xffffffff)};
+  return {static_cast<int>(packed >> 32 & 0xffff), static_cast<int>(packed & 0xffffffff),
+          static_cast<int>(packed >> 48)};
 }
 
 int arch(int device_index) { return device_info(device_index).arch; }

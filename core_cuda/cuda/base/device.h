@@ -16,6 +16,7 @@ Status cuda_status(cudaError_t error, const char* what);  // `what` names the ca
 struct DeviceInfo {
   int arch = 0;  // 90 for sm_90; 0 where the device cannot be read
   int sm_count = 0;
+  int shared_kib = 0;  // shared memory of an SM
 };
 DeviceInfo device_info(int device_index);  // cached per device
 

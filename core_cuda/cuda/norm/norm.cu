@@ -22,20 +22,36 @@ struct RowsArgs {
   bool vec;  // every operand is aligned to 16 bytes, and k % 8 == 0
 };
 
-// Returns the sum of v over the kLanes threads of a row to all of them. `scratch`: a float for each warp.
+// Replaces each v by its sum over the kLanes threads of a row. `scratch`: kN floats for each warp.
+template <int kLanes, int kN>
+__device__ __forceinline__ void row_sums(float (&v)[kN], float* scratch) {
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2) {
+#pragma unroll
+    for (int i = 0; i < kN; ++i) v[i] += __shfl_xor_sync(kAllLanes, v[i], mask);
+  }
+  if constexpr (kLanes > kWarp) {
+    constexpr int kWarps = kLanes / kWarp;
+    __syncthreads();  // the last sums have been read
+#pragma unroll
+    for (int i = 0; i < kN; ++i) {
+      if (threadIdx.x % kWarp == 0) scratch[i * kWarps + threadIdx.x / kWarp] = v[i];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kN; ++i) {
+      v[i] = scratch[i * kWarps];
+#pragma unroll
+      for (int w = 1; w < kWarps; ++w) v[i] += scratch[i * kWarps + w];
+    }
+  }
+}
+
 template <int kLanes>
 __device__ __forceinline__ float row_sum(float v, float* scratch) {
-#pragma unroll
-  for (int mask = 16; mask > 0; mask /= 2) v += __shfl_xor_sync(kAllLanes, v, mask);
-  if constexpr (kLanes > kWarp) {
-    __syncthreads();  // the last sum has been read
-    if (threadIdx.x % kWarp == 0) scratch[threadIdx.x / kWarp] = v;
-    __syncthreads();
-    v = scratch[0];
-#pragma unroll
-    for (int w = 1; w < kLanes / kWarp; ++w) v += scratch[w];
-  }
-  return v;
+  float one[1] = {v};
+  row_sums<kLanes>(one, scratch);
+  return one[0];
 }
 
 __device__ __forceinline__ float sum8(const Floats8& f) {
@@ -122,6 +138,43 @@ __global__ void __launch_bounds__(kThreads) norm_kernel(const __grid_constant__ 
   });
 }
 
+// Of eight columns of a row.
+struct Slopes {
+  Floats8 h, xhat;  // h = gain * dy
+
+  __device__ __forceinline__ float product() const {
+    Floats8 f;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) f.v[j] = h.v[j] * xhat.v[j];
+    return sum8(f);
+  }
+  __device__ __forceinline__ Floats8 gradient(float mean, float slope, float rsigma) const {
+    Floats8 f;
+#pragma unroll
+    for (int j = 0; j < 8; ++j) f.v[j] = ((h.v[j] - mean) - xhat.v[j] * slope) * rsigma;
+    return f;
+  }
+};
+
+__device__ __forceinline__ Floats8 gains(const RowsArgs& p, int64_t col, int n) {
+  Floats8 g = load8(p.gamma, col, n, p.vec);
+#pragma unroll
+  for (int j = 0; j < 8; ++j) g.v[j] = gain(g.v[j], p.zero_centered_gamma);
+  return g;
+}
+
+// Only n columns exist; those that do not are zeros.
+__device__ __forceinline__ Slopes slopes(const Floats8& x, const Floats8& dy, const Floats8& gains, float mu,
+                                         float rsigma, int n) {
+  Slopes s;
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    s.h.v[j] = j < n ? gains.v[j] * dy.v[j] : 0.0f;
+    s.xhat.v[j] = j < n ? (x.v[j] - mu) * rsigma : 0.0f;
+  }
+  return s;
+}
+
 template <int kLanes, int kGroups, typename T>
 __global__ void __launch_bounds__(kThreads) norm_grad_kernel(const __grid_constant__ RowsArgs p) {
   __shared__ float scratch[kThreads / kWarp];
@@ -131,33 +184,18 @@ __global__ void __launch_bounds__(kThreads) norm_grad_kernel(const __grid_consta
   const float count = static_cast<float>(p.k > 0 ? p.k : 1);
   const float mu = p.centered ? p.mu[row] : 0.0f, rsigma = p.rsigma[row];
   const RowPart<kLanes, kGroups, T> x(p.x, at, p.k, p.vec), dy(p.dy, at, p.k, p.vec);
-  // h = g * dy and xhat of eight columns; zeros for columns that do not exist
-  const auto slopes = [&](int i, int64_t col, int n, Floats8& h, Floats8& xhat) {
-    h = dy.get(i, col, n), xhat = x.get(i, col, n);
-    const Floats8 g = load8(p.gamma, col, n, p.vec);
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      h.v[j] = j < n ? gain(g.v[j], p.zero_centered_gamma) * h.v[j] : 0.0f;
-      xhat.v[j] = j < n ? (xhat.v[j] - mu) * rsigma : 0.0f;
-    }
+  const auto at_group = [&](int i, int64_t col, int n) {
+    return slopes(x.get(i, col, n), dy.get(i, col, n), gains(p, col, n), mu, rsigma, n);
   };
   float of_h = 0.0f, of_product = 0.0f;
   each_group<kLanes, kGroups>(p.k, [&](int i, int64_t col, int n) {
-    Floats8 h, xhat;
-    slopes(i, col, n, h, xhat);
-    of_h += sum8(h);
-#pragma unroll
-    for (int j = 0; j < 8; ++j) h.v[j] *= xhat.v[j];
-    of_product += sum8(h);
+    const Slopes s = at_group(i, col, n);
+    of_h += sum8(s.h), of_product += s.product();
   });
   const float mean = p.centered ? divide_rn(row_sum<kLanes>(of_h, scratch), count) : 0.0f;
   const float slope = divide_rn(row_sum<kLanes>(of_product, scratch), count);
   each_group<kLanes, kGroups>(p.k, [&](int i, int64_t col, int n) {
-    Floats8 h, xhat;
-    slopes(i, col, n, h, xhat);
-#pragma unroll
-    for (int j = 0; j < 8; ++j) h.v[j] = ((h.v[j] - mean) - xhat.v[j] * slope) * rsigma;
-    store8(p.out, at + col, n, p.vec, h);
+    store8(p.out, at + col, n, p.vec, at_group(i, col, n).gradient(mean, slope, rsigma));
   });
 }
 
@@ -189,6 +227,82 @@ __global__ void __launch_bounds__(kSumThreads)
         for (int j = 0; j < 8; ++j) v[0].v[j] = j < n ? d.v[j] * ((x.v[j] - r.mu) * r.rsigma) : 0.0f;
         if constexpr (kSums == 2) v[1] = d;
       });
+}
+
+// dx, and the sums of parameter_kernel, from one read of long rows: a thread block takes a chunk of rows, kBatch of
+// them between two barriers while the next ones are loaded. kCentered: layernorm, with both sums.
+template <bool kCentered, int kGroups, typename T>
+__global__ void __launch_bounds__(kThreads, 1)
+    chunk_grad_kernel(const __grid_constant__ RowsArgs p, float* part, int64_t stride) {
+  constexpr int kBatch = 16 / (kGroups * int{sizeof(T)}), kSums = kCentered ? 2 : 1;
+  struct Row {
+    Raw8<T> x[kGroups], dy[kGroups];
+    float mu = 0.0f, rsigma = 0.0f;
+  };
+  __shared__ __align__(16) float scratch[kSums * kBatch * (kThreads / kWarp)];
+  const auto each = [&](auto&& body) { each_group<kThreads, kGroups>(p.k, body); };
+  const int64_t row0 = blockIdx.x * kSumChunk;
+  const int rows = static_cast<int>(min(p.m - row0, kSumChunk));
+  const float count = static_cast<float>(p.k);
+  Floats8 g[kGroups], of_product[kGroups] = {}, of_dy[kGroups] = {};
+  each([&](int i, int64_t col, int) { g[i] = gains(p, col, 8); });
+  Row now[kBatch], next[kBatch];
+  const auto load = [&](int first) {
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      if (first + b >= rows) return;
+      const int64_t row = row0 + first + b;
+      if (kCentered) next[b].mu = p.mu[row];
+      next[b].rsigma = p.rsigma[row];
+      each([&](int i, int64_t col, int) {
+        next[b].x[i] = load_vectors<T>(p.x.data, row * p.k + col);
+        next[b].dy[i] = load_vectors<T>(p.dy.data, row * p.k + col);
+      });
+    }
+  };
+  const auto slopes_of = [&](const Row& r, int i) {
+    return slopes(as_floats(r.x[i]), as_floats(r.dy[i]), g[i], r.mu, r.rsigma, 8);
+  };
+  load(0);
+#pragma unroll 2
+  for (int first = 0; first < rows; first += kBatch) {
+    float sums[kSums * kBatch] = {};  // of the products, then of h
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) now[b] = next[b];
+    load(first + kBatch);
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      each([&](int i, int64_t, int) {
+        const Slopes s = slopes_of(now[b], i);
+        sums[b] += s.product();
+        if constexpr (kCentered) sums[kBatch + b] += sum8(s.h);
+      });
+    }
+    row_sums<kThreads>(sums, scratch);
+#pragma unroll
+    for (int b = 0; b < kBatch; ++b) {
+      if (first + b >= rows) break;
+      const float slope = divide_rn(sums[b], count);
+      float mean = 0.0f;
+      if constexpr (kCentered) mean = divide_rn(sums[kBatch + b], count);
+      each([&](int i, int64_t col, int) {
+        const Slopes s = slopes_of(now[b], i);
+        store8(p.out, (row0 + first + b) * p.k + col, 8, true, s.gradient(mean, slope, now[b].rsigma));
+        const Floats8 dy = as_floats(now[b].dy[i]);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          of_product[i].v[j] += dy.v[j] * s.xhat.v[j];
+          if (kCentered) of_dy[i].v[j] += dy.v[j];
+        }
+      });
+    }
+  }
+  each([&](int i, int64_t col, int) {
+    Elements sums;  // float32
+    sums.data = part + blockIdx.x * p.k + col;
+    store8(sums, 0, 8, true, of_product[i]);
+    if (kCentered) store8(sums, stride, 8, true, of_dy[i]);
+  });
 }
 
 bool all_aligned(const RowsArgs& p) {
@@ -235,6 +349,9 @@ Status launch_rows(const RowsArgs& p, F&& f) {
   });
 }
 
+// Returns whether `blocks` thread blocks, one on an SM, keep at least two thirds of the SMs busy.
+bool fills(int64_t blocks, int sms) { return sms > 0 && blocks * 3 >= ceil_div(blocks, sms) * sms * 2; }
+
 }  // namespace
 
 // Two float32 sums for each chunk and column.
@@ -259,22 +376,28 @@ Status norm_grad(const NormGradArgs& args, const Execution& exec) {
   p.zero_centered_gamma = args.zero_centered_gamma;
   p.x = Elements(args.x), p.gamma = Elements(args.gamma), p.dy = Elements(args.dy), p.out = Elements(args.dx);
   p.mu = args.mu.as<float>(), p.rsigma = args.rsigma.as<float>(), p.vec = all_aligned(p);
-  DIPTYCH_TRY(launch_rows(p, [&](auto type, auto lanes, auto groups, int64_t blocks) {
-    using T = typename decltype(type)::type;
-    return launch("norm_grad", norm_grad_kernel<lanes, groups, T>, blocks, kThreads, 0, exec.stream, p);
-  }));
-
   const int64_t chunks = ceil_div(p.m, kSumChunk), strips = sum_strips(p.k), stride = chunks * p.k;
   float* part = args.workspace.as<float>();
-  if (stride > 0) {
+  bool summed = chunks == 0;
+  DIPTYCH_TRY(launch_rows(p, [&](auto type, auto lanes, auto groups, int64_t blocks) {
+    using T = typename decltype(type)::type;
+    if constexpr (lanes == kThreads && groups > 0 && groups <= 4) {
+      if (fills(chunks, device_info(exec.device.index).sm_count)) {
+        summed = true;
+        const auto kernel = p.centered ? chunk_grad_kernel<true, groups, T> : chunk_grad_kernel<false, groups, T>;
+        return launch("norm_grad", kernel, chunks, kThreads, 0, exec.stream, p, part, stride);
+      }
+    }
+    return launch("norm_grad", norm_grad_kernel<lanes, groups, T>, blocks, kThreads, 0, exec.stream, p);
+  }));
+  if (!summed) {
     DIPTYCH_TRY(with_rows(p, [&](auto type) {
       using T = typename decltype(type)::type;
       return launch("norm_grad", args.dbeta.given() ? parameter_kernel<2, T> : parameter_kernel<1, T>, chunks * strips,
                     kSumThreads, 0, exec.stream, p, static_cast<unsigned>(strips), part, stride);
     }));
   }
-  DIPTYCH_TRY(join_chunks("norm_grad", part, chunks, p.k, args.dgamma, exec));
-  return args.dbeta.given() ? join_chunks("norm_grad", part + stride, chunks, p.k, args.dbeta, exec) : Status();
+  return join_chunks("norm_grad", part, chunks, p.k, args.dgamma, args.dbeta, exec);
 }
 
 }  // namespace diptych::cuda

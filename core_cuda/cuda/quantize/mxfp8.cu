@@ -5,6 +5,7 @@
 #include "cuda/base/launch.cuh"
 #include "cuda/quantize/many.cuh"
 #include "cuda/quantize/mxfp8.cuh"
+#include "cuda/source/staged.cuh"
 
 namespace diptych::cuda {
 namespace {
@@ -19,20 +20,26 @@ __device__ __forceinline__ float square_max(float a, float b) {
   return m;
 }
 
-// The work of thread block `thread_block` of one tensor.
-template <typename In, bool kE5M2>
-__device__ __forceinline__ void encode_mxfp8(const MxArgs& p, unsigned thread_block) {
+constexpr int kMxWarps = kMxThreads / 32;
+
+// A thread's patch of a warp's tile.
+struct MxPatch {
+  int64_t row0, col0, row, col;
+
+  __device__ __forceinline__ MxPatch(int64_t tile_m, int64_t tile_k) : row0(tile_m * kMxRows), col0(tile_k * kMxCols) {
+    row = row0 + threadIdx.x % 32 / 8 * 8, col = col0 + threadIdx.x % 8 * 8;
+  }
+  // Returns whether the tile lies inside the tensor.
+  __device__ __forceinline__ bool inside(const MxArgs& p) const {
+    return row0 + kMxRows <= p.m && col0 + kMxCols <= p.k;
+  }
+};
+
+// Encodes a patch x. `whole`: its tile lies inside the tensor; without it stores are tested one by one.
+template <bool kE5M2, typename T>
+__device__ __forceinline__ void encode_patch(const MxArgs& p, const MxPatch& at, bool whole, Row8<T> (&x)[8]) {
   const int lane = threadIdx.x % 32;
-  const unsigned tile = thread_block * (kMxThreads / 32) + threadIdx.x / 32;
-  if (tile >= p.tiles) return;  // whole warps
-  const int64_t row0 = static_cast<int64_t>(tile / p.tiles_k) * kMxRows, row = row0 + lane / 8 * 8;
-  const unsigned tile_k = paired_tile<In>(p.in, tile % p.tiles_k, p.tiles_k, kMxCols);
-  const int64_t col = static_cast<int64_t>(tile_k) * kMxCols + lane % 8 * 8;
-
-  const bool whole = kTyped<In> && row0 + kMxRows <= p.m && (tile_k + int64_t{1}) * kMxCols <= p.k;
-  Row8<Held<In>> x[8];
-  fetch_rows<In>(p.in, row, col, x);
-
+  const auto [row0, col0, row, col] = at;
   if (p.row) {
     float v[8];
     const auto maxima = [&] {
@@ -82,6 +89,37 @@ __device__ __forceinline__ void encode_mxfp8(const MxArgs& p, unsigned thread_bl
     store_rows8<8>(p.col, p.m, p.k, row, col, p.vec_col, whole && p.vec_col,
                    [&](int i) { return encode_row8<kE5M2>(x[i], [&](int j) { return s[j]; }); });
   }
+}
+
+// The work of thread block `thread_block` of one tensor.
+template <typename In, bool kE5M2>
+__device__ __forceinline__ void encode_mxfp8(const MxArgs& p, unsigned thread_block) {
+  const unsigned tile = thread_block * kMxWarps + threadIdx.x / 32;
+  if (tile >= p.tiles) return;  // whole warps
+  const MxPatch at(tile / p.tiles_k, paired_tile<In>(p.in, tile % p.tiles_k, p.tiles_k, kMxCols));
+  Row8<Held<In>> x[8];
+  fetch_rows<In>(p.in, at.row, at.col, x);
+  encode_patch<kE5M2>(p, at, kTyped<In> && at.inside(p), x);
+}
+
+// An activation or its gradient: of that, a warp has a tile in each half.
+template <typename In, bool kE5M2>
+__global__ void __launch_bounds__(kMxThreads, 2)
+    staged_kernel(const __grid_constant__ MxArgs p, const __grid_constant__ Shares shares) {
+  DIPTYCH_DYNAMIC_SHARED(memory);
+  const unsigned wide = kTypedGrad<In> ? p.tiles_k / 2 : p.tiles_k, warp = threadIdx.x / 32;
+  each_staged<In, kMxThreads>(
+      p.in, memory, shares,
+      [&](unsigned block, auto&& f) {
+        const unsigned tile = block * kMxWarps + warp;
+        const MxPatch at(tile / wide, tile % wide);
+        f(at.row, at.col);
+      },
+      [&](unsigned block, unsigned half, auto& x) {
+        const unsigned tile = block * kMxWarps + warp;
+        const MxPatch at(tile / wide, tile % wide + half * wide);
+        if (at.row0 < p.m) encode_patch<kE5M2>(p, at, at.inside(p), x);
+      });
 }
 
 template <typename In, bool kE5M2>
@@ -140,8 +178,15 @@ Status quantize_mxfp8(const QuantizeArgs& args, const Execution& exec) {
   if (permuted_mxfp8_fits(p)) return permuted_mxfp8(p, f.element, exec);
   return with_input_type(p.in, "quantize", [&](auto type) {
     return with_element(f.element, "quantize", [&](auto e5m2) {
-      return launch("quantize", mxfp8_kernel<decltype(type), e5m2.value>, ceil_div(int64_t{p.tiles}, kMxThreads / 32),
-                    kMxThreads, 0, exec.stream, p);
+      using In = decltype(type);
+      if constexpr (kTyped<In> && !kTypedNorm<In>) {
+        if (stages<In>(p.in, kMxCols, exec)) {
+          return launch_staged<In, staged_kernel<In, e5m2.value>, kMxThreads>(
+              "quantize", ceil_div(int64_t{kTypedGrad<In> ? p.tiles / 2 : p.tiles}, kMxWarps), exec, p);
+        }
+      }
+      return launch("quantize", mxfp8_kernel<In, e5m2.value>, ceil_div(int64_t{p.tiles}, kMxWarps), kMxThreads, 0,
+                    exec.stream, p);
     });
   });
 }

@@ -5,27 +5,39 @@
 #include "cuda/base/launch.cuh"
 #include "cuda/quantize/many.cuh"
 #include "cuda/quantize/tiles.cuh"
+#include "cuda/source/staged.cuh"
 
 namespace diptych::cuda {
 namespace {
 
-// The work of block `block` of the `blocks` thread blocks of one tensor.
-template <typename In, bool kE5M2, Scaling kScaling>
-__device__ __forceinline__ void encode_tile(const TileArgs& p, unsigned block, unsigned blocks) {
+// A thread's patch of the tile that is tile_m-th along m and tile_k-th along k.
+struct Patch {
+  int64_t tile_m, tile_k, row0, col0, row, col;
+  int lane, warp, patch_row, patch_col;
+
+  __device__ __forceinline__ Patch(int64_t tile_m, int64_t tile_k)
+      : tile_m(tile_m),
+        tile_k(tile_k),
+        row0(tile_m * kTile),
+        col0(tile_k * kTile),
+        lane(threadIdx.x % 32),
+        warp(threadIdx.x / 32),
+        patch_row(warp * 2 + lane / 16),
+        patch_col(lane % 16) {
+    row = row0 + patch_row * 8, col = col0 + patch_col * 8;
+  }
+};
+
+// Encodes a patch x. `first`: of the tensor's first thread block.
+template <bool kE5M2, Scaling kScaling, typename T>
+__device__ __forceinline__ void encode_patch(const TileArgs& p, const Patch& at, Row8<T> (&x)[8], bool first) {
   __shared__ __align__(16) uint8_t tile[kTile * kTile];
-  __shared__ __align__(16) float scratch[kScaling == Scaling::vector ? kWarps * kTile : kWarps];
+  __shared__ __align__(16) float amaxes[kScaling == Scaling::vector ? 1 : kWarps];
+  // 1x128: the tile's memory is free until column scales are known.
+  float* const scratch = kScaling == Scaling::vector ? reinterpret_cast<float*>(tile) : amaxes;
   __shared__ __align__(16) float column_scale[kScaling == Scaling::vector ? kTile : 1];
-
-  const int tid = threadIdx.x, lane = tid % 32, warp = tid / 32;
-  // Per tensor: last tiles first, because the amax pass has left them in L2.
-  const unsigned index = kScaling == Scaling::tensor ? blocks - 1 - block : block;
-  const int64_t tile_m = index / p.tiles_k, tile_k = paired_tile<In>(p.in, index % p.tiles_k, p.tiles_k, kTile);
-  const int64_t row0 = tile_m * kTile, col0 = tile_k * kTile;
-  const int patch_row = warp * 2 + lane / 16, patch_col = lane % 16;
-  const int64_t row = row0 + patch_row * 8, col = col0 + patch_col * 8;
-
-  Row8<Held<In>> x[8];
-  fetch_rows<In>(p.in, row, col, x);
+  const auto [tile_m, tile_k, row0, col0, row, col, lane, warp, patch_row, patch_col] = at;
+  const int tid = threadIdx.x;
 
   uint2 q[8];
   if constexpr (kScaling == Scaling::vector) {
@@ -90,7 +102,7 @@ __device__ __forceinline__ void encode_tile(const TileArgs& p, unsigned block, u
     if constexpr (kScaling == Scaling::tensor) {
       drop_inf(x);
       scale = p.from.scale ? *p.from.scale : scale_from_amax(p.rule, *p.from.amax);
-      if (block == 0 && tid == 0) {
+      if (first && tid == 0) {
         const float inverse = reciprocal_rn(scale);
         if (p.row_scale) *p.row_scale = inverse;  // an empty tensor may have no data, but has a scale
         if (p.col_scale) *p.col_scale = inverse;
@@ -121,6 +133,17 @@ __device__ __forceinline__ void encode_tile(const TileArgs& p, unsigned block, u
   store_columns(p, tile, row0, col0, p.k);
 }
 
+// The work of block `block` of the `blocks` thread blocks of one tensor.
+template <typename In, bool kE5M2, Scaling kScaling>
+__device__ __forceinline__ void encode_tile(const TileArgs& p, unsigned block, unsigned blocks) {
+  // Per tensor: last tiles first, because the amax pass has left them in L2.
+  const unsigned index = kScaling == Scaling::tensor ? blocks - 1 - block : block;
+  const Patch at(index / p.tiles_k, paired_tile<In>(p.in, index % p.tiles_k, p.tiles_k, kTile));
+  Row8<Held<In>> x[8];
+  fetch_rows<In>(p.in, at.row, at.col, x);
+  encode_patch<kE5M2, kScaling>(p, at, x, block == 0);
+}
+
 // Thread blocks that an SM should hold; 0: as many as registers permit. Encoding in software takes more registers.
 template <typename In, Scaling kScaling>
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 890
@@ -134,6 +157,23 @@ constexpr int kResident = kComputed<In>                                    ? 2
 template <typename In, bool kE5M2, Scaling kScaling>
 __global__ void __launch_bounds__(kThreads, kResident<In, kScaling>) tile_kernel(const __grid_constant__ TileArgs p) {
   encode_tile<In, kE5M2, kScaling>(p, blockIdx.x, gridDim.x);
+}
+
+// 1x128 blocks of an activation or its gradient: of that, a tile in each half.
+template <typename In, bool kE5M2>
+__global__ void __launch_bounds__(kThreads, 2)
+    staged_kernel(const __grid_constant__ TileArgs p, const __grid_constant__ Shares shares) {
+  DIPTYCH_DYNAMIC_SHARED(memory);
+  const unsigned wide = kTypedGrad<In> ? p.tiles_k / 2 : p.tiles_k;
+  each_staged<In, kThreads>(
+      p.in, memory, shares,
+      [&](unsigned tile, auto&& f) {
+        const Patch at(tile / wide, tile % wide);
+        f(at.row, at.col);
+      },
+      [&](unsigned tile, unsigned half, auto& x) {
+        encode_patch<kE5M2, Scaling::vector>(p, Patch(tile / wide, tile % wide + half * wide), x, false);
+      });
 }
 
 // The strides from one tensor of a stack to the next.
@@ -193,12 +233,19 @@ __global__ void __launch_bounds__(kThreads, kResident<T, kScaling>)
 }
 
 template <typename In, bool kE5M2>
-Status run(const TileArgs& p, Scaling scaling, int64_t tiles, void* stream) {
+Status run(const TileArgs& p, Scaling scaling, int64_t tiles, const Execution& exec) {
+  void* stream = exec.stream;
+  if constexpr (kTyped<In> && !kTypedNorm<In>) {
+    if (scaling == Scaling::vector && stages<In>(p.in, kTile, exec)) {
+      return launch_staged<In, staged_kernel<In, kE5M2>, kThreads>("quantize", kTypedGrad<In> ? tiles / 2 : tiles, exec,
+                                                                   p);
+    }
+  }
   if (scaling == Scaling::vector) {
     return launch("quantize", tile_kernel<In, kE5M2, Scaling::vector>, tiles, kThreads, 0, stream, p);
   }
   if constexpr (kTyped<In>) {  // one scale: stream_tiles runs instead; square blocks are for weights
-    return run<Computed, kE5M2>(p, scaling, tiles, stream);
+    return run<Computed, kE5M2>(p, scaling, tiles, exec);
   } else if (scaling == Scaling::tensor) {
     return launch("quantize", tile_kernel<In, kE5M2, Scaling::tensor>, tiles, kThreads, 0, stream, p);
   } else {
@@ -243,7 +290,7 @@ Status quantize_tiles(const QuantizeArgs& args, const Execution& exec) {
   if (permuted_tiles_fit(p, scaling)) return permuted_tiles(p, scaling, f.element, exec);
   return with_input_type(p.in, "quantize", [&](auto type) {
     return with_element(f.element, "quantize", [&](auto e5m2) {
-      return run<decltype(type), e5m2.value>(p, scaling, int64_t{p.tiles_m} * p.tiles_k, exec.stream);
+      return run<decltype(type), e5m2.value>(p, scaling, int64_t{p.tiles_m} * p.tiles_k, exec);
     });
   });
 }

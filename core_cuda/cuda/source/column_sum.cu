@@ -15,9 +15,12 @@ __global__ void __launch_bounds__(kSumThreads)
 }
 
 __global__ void __launch_bounds__(kSumThreads)
-    join_kernel(const float* __restrict__ part, int64_t chunks, int64_t k, Elements out) {
-  const int64_t c = static_cast<int64_t>(blockIdx.x) * kSumThreads + threadIdx.x;
-  if (c >= k) return;
+    join_kernel(const float* __restrict__ part, int64_t chunks, int64_t k, Elements out, Elements second) {
+  int64_t c = static_cast<int64_t>(blockIdx.x) * kSumThreads + threadIdx.x;
+  if (c >= k) {
+    c -= k, part += chunks * k, out = second;
+    if (c >= k || !out.data) return;
+  }
   float s = 0.0f;
 #pragma unroll 8
   for (int64_t i = 0; i < chunks; ++i) s += part[i * k + c];
@@ -29,9 +32,11 @@ __global__ void __launch_bounds__(kSumThreads)
 int64_t column_sum_workspace_bytes(int64_t m, int64_t k) { return ceil_div(m, kSumChunk) * k * 4; }
 
 Status join_chunks(const char* op, const float* part, int64_t chunks, int64_t k, const TensorView& out,
-                   const Execution& exec) {
+                   const TensorView& second, const Execution& exec) {
   if (k == 0) return {};
-  return launch(op, join_kernel, ceil_div(k, kSumThreads), kSumThreads, 0, exec.stream, part, chunks, k, Elements(out));
+  const int64_t columns = second.given() ? 2 * k : k;
+  return launch(op, join_kernel, ceil_div(columns, kSumThreads), kSumThreads, 0, exec.stream, part, chunks, k,
+                Elements(out), Elements(second));
 }
 
 Status column_sums(const TensorView& x, const Source& source, const TensorView& out, const TensorView& workspace,
@@ -45,7 +50,7 @@ Status column_sums(const TensorView& x, const Source& source, const TensorView& 
                     static_cast<unsigned>(strips), part);
     }));
   }
-  return join_chunks("column_sum", part, chunks, p.k, out, exec);
+  return join_chunks("column_sum", part, chunks, p.k, out, {}, exec);
 }
 
 }  // namespace diptych::cuda

@@ -65,9 +65,9 @@ __device__ __forceinline__ void sum_chunk(const ChunkPlace& place, int64_t m, in
 
 inline int64_t sum_strips(int64_t k) { return ceil_div(k, kSumCols); }
 
-// out[c] = sum over chunks of part[chunk][c]
+// out[c] = sum over chunks of part[chunk][c], and if `second` is given, the same for it and the chunks after those
 Status join_chunks(const char* op, const float* part, int64_t chunks, int64_t k, const TensorView& out,
-                   const Execution& exec);
+                   const TensorView& second, const Execution& exec);
 
 // out[c] = sum over the encoded rows; `workspace` has column_sum_workspace_bytes
 Status column_sums(const TensorView& x, const Source& source, const TensorView& out, const TensorView& workspace,

@@ -81,6 +81,23 @@ def test_bound(dtype, kind, zero_centered, device):
             near(array, bounds[name], f"{label} {name}")
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradient_of_many_long_rows(dtype, kind, cuda):
+    """CUDA computes these in one kernel if operands are aligned, else in two."""
+    shape, label = (16 * 1024 - 3, 2056), f"long rows {kind} {dtype}"
+    x, dy = (drawn(f"{label}-{name}", shape, dtype) for name in ("x", "dy"))
+    gamma = drawn(f"{label}-g", shape[1:], dtype)
+    got = fused_runner.norm(runner.Torch(), x, gamma, None, kind=kind)
+    mu, rsigma = got.get("mu"), got["rsigma"]
+    grads = every_call("cuda", x.size, lambda be, **more: fused_runner.norm_grad(be, dy, x, gamma, mu, rsigma, **more),
+                       label)  # fmt: skip
+    bounds = fused.norm_grad(dy, x, gamma, mu, rsigma, zero_centered=False)
+    for name, array in grads.items():
+        near(array, bounds[name], f"{label} {name}")
+
+
 def test_gradient_is_that_of_the_norm(device):
     """The formulas themselves, against differences of the norm in float64."""
     x, gamma = drawn("slope-x", (3, 40), "float32"), drawn("slope-g", (40,), "float32")

@@ -94,6 +94,15 @@ def check(be: Any, fmt: str, name: str, turn: int, shape: tuple[int, ...], dtype
             runner.same_bits(got[part], array, f"{label} {part}")
 
 
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ["gated", "gated_grad"])
+@pytest.mark.parametrize("fmt", ["fp8_e4m3_1x128", "mxfp8_e5m2"])
+def test_more_tiles_than_run_at_once(fmt, name, cuda):
+    """Thread blocks take several tiles of bfloat16, one after the other."""
+    for turn, rows in ((37, 3000), (40, 3072)):  # SwiGLU with infinities, GeGLU
+        check(runner.Torch(), fmt, name, turn, (rows, 6144), "bfloat16")
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("fmt", cases.FORMATS)
 def test_bytes_of_the_unfused_values(fmt, name, device):

@@ -5,6 +5,7 @@
 #include "simulated.h"
 
 #define DIPTYCH_DYNAMIC_SHARED_ALIGNED(name, bytes) unsigned char* name = simulated::self->block->shared.get()
+#define DIPTYCH_DYNAMIC_SHARED(name) DIPTYCH_DYNAMIC_SHARED_ALIGNED(name, 16)
 
 namespace diptych::cuda {
 

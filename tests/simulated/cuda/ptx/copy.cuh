@@ -18,6 +18,9 @@ inline void copy_async(void* shared, const void* from, bool inside, int bytes) {
   });
 }
 inline void copy_async16(void* shared, const void* from, bool inside) { copy_async(shared, from, inside, 16); }
+inline void copy_async_wait() {
+  simulated::wait_until([&copies = simulated::self->copies] { return copies.empty(); });
+}
 inline void copy_async4(void* shared, const void* from, bool inside) { copy_async(shared, from, inside, 4); }
 
 constexpr bool kBulk = true;
