@@ -14,9 +14,27 @@ def guards_are_not_timed():
         yield
 
 
-@pytest.fixture(scope="module")
-def ranks(request, tmp_path_factory):
-    """The results of `on_rank(rank, groups)` of the test's module from two gloo processes."""
-    from torch_frontend.ranks import results
+@pytest.fixture(scope="session")
+def pool(tmp_path_factory):
+    """Processes that compute together: see `Pool.run`."""
+    from torch_frontend.ranks import pool_of_run
 
-    return results(request, tmp_path_factory)
+    return pool_of_run(tmp_path_factory)
+
+
+def pytest_generate_tests(metafunc):
+    """`ranks` is tried in each world that the module names, else in one of two."""
+    if "ranks" in metafunc.fixturenames and hasattr(metafunc.module, "WORLD_SIZES"):
+        metafunc.parametrize("ranks", metafunc.module.WORLD_SIZES, indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module")
+def ranks(request, pool):
+    """The results of `on_rank(rank, groups)` of the test's module, by rank."""
+    from torch_frontend.ranks import RankError
+
+    try:
+        return pool.once(request.module, getattr(request, "param", 2))
+    except RankError as error:
+        said = str(error)
+    pytest.fail(said, pytrace=False)

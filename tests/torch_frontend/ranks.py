@@ -1,12 +1,14 @@
-"""What two processes compute together. What the CPU's tests ask of a pair is computed by one pair for each run of the
-tests: it imports and compiles once for all files, and the workers of a run share its results."""
+"""What several processes compute together. One pool of them serves all files and workers of a run of the tests: its
+processes start, import and compile once for each size of world."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+from multiprocessing.connection import Client, Connection
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -14,52 +16,85 @@ import torch
 import torch.distributed as dist
 from filelock import FileLock  # torch's own requirement
 
+from torch_frontend.rank_pool import SECONDS, Call
+
 needs_gloo = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="torch has no gloo")
 
-WORKER = """
-import importlib, sys, torch, torch.distributed as dist
-rank, device, folder, *calls = int(sys.argv[1]), *sys.argv[2:]
-torch.set_num_threads(1)
-if device == "cuda":
-    torch.cuda.set_device(rank)
-dist.init_process_group(
-    "nccl" if device == "cuda" else "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2,
-    device_id=torch.device("cuda", rank) if device == "cuda" else None,
-)
-for call in calls:
-    module, function, *given = call.split(":")
-    made = getattr(importlib.import_module(module), function)(rank, {"data": dist.group.WORLD}, *given)
-    torch.save(made, f"{folder}/{module}.{rank}.pt")
-dist.destroy_process_group()
-"""
+
+class RankError(Exception):
+    """What went wrong on ranks: a traceback, or where a rank was when its time ended."""
 
 
-def pair(folder: Path, *calls: str, device: str = "cpu") -> None:
-    """Runs each call "module:function:argument:..." on two ranks, with (rank, groups) before its arguments. What it
-    returned is saved in `folder`, by module and rank."""
-    folder.mkdir(exist_ok=True)
-    jobs = [
-        subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(rank), device, str(folder), *calls],
-            cwd=Path(__file__).parent.parent, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        said = [job.communicate(timeout=300)[1] for job in jobs]
-    finally:
-        for job in jobs:
-            job.kill()
-    assert [job.returncode for job in jobs] == [0, 0], "\n".join(said)
+class Pool:
+    """The tests' side of the pool. `folder`: one for all workers of a run; `tests`: the process that it ends with."""
+
+    def __init__(self, folder: Path, tests: int):
+        folder.mkdir(exist_ok=True)
+        self.folder, self.tests = folder, tests
+        self.job: subprocess.Popen | None = None  # here, so that it is not reported as forgotten
+
+    def run(
+        self, function: str, *given: Any, into: Path, size: int = 2, device: str = "cpu", seconds: float = SECONDS
+    ) -> list[Any]:
+        """Calls `function` ("module:name") on each rank with (rank, groups, *given).
+
+        **Returns** its results by rank; they are saved at `into` with the world's size and the rank in the name.
+
+        **Raises** RankError with each failed rank's traceback, or where it was after `seconds`.
+        """
+        call = Call(function, given, size, device, seconds, str(into))
+        with self._connect() as pool:
+            pool.send(call)
+            try:
+                wrong = pool.recv()
+            except EOFError:
+                raise RankError(f"the pool ended\n{self._log.read_text(errors='replace')[-8000:]}") from None
+        if wrong:
+            raise RankError("\n".join(f"rank {rank} of {size}: {text}" for rank, text in sorted(wrong.items())))
+        return self._results(call)
+
+    def once(self, module: ModuleType, size: int) -> list[Any]:
+        """Returns by rank what `on_rank(rank, groups)` of a module returns, which one worker of a run computes."""
+        call = Call(f"{module.__name__}:on_rank", (), size, "cpu", SECONDS, str(self.folder / module.__name__))
+        failed = Path(f"{call.into}.{size}.failed")
+        with FileLock(f"{call.into}.{size}.lock"):
+            if failed.exists():
+                raise RankError(failed.read_text())
+            if all(call.result(rank).exists() for rank in range(size)):
+                return self._results(call)
+            try:
+                return self.run(call.function, into=Path(call.into), size=size)
+            except RankError as error:
+                failed.write_text(str(error))
+                raise
+
+    @staticmethod
+    def _results(call: Call) -> list[Any]:
+        return [torch.load(call.result(rank), weights_only=True) for rank in range(call.size)]
+
+    @property
+    def _log(self) -> Path:
+        return self.folder / "pool.log"
+
+    def _connect(self) -> Connection:
+        """Returns a connection to the run's pool, which it starts where there is none."""
+        address = self.folder / "address"
+        with FileLock(f"{address}.lock"):
+            try:
+                return Client(address.read_text())
+            except OSError:
+                self.job = subprocess.Popen(
+                    [sys.executable, "-m", "torch_frontend.rank_pool", str(self.folder), str(self.tests)],
+                    cwd=Path(__file__).parent.parent, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                    stderr=self._log.open("a"), text=True, start_new_session=True,
+                )  # fmt: skip
+                assert self.job.stdout is not None
+                address.write_text(self.job.stdout.readline().strip())
+                return Client(address.read_text())
 
 
-def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """Returns for each rank the result of `on_rank(rank, groups)` of the test's module."""
+def pool_of_run(tmp_path_factory: pytest.TempPathFactory) -> Pool:
     run = tmp_path_factory.getbasetemp()
-    folder = (run.parent if "PYTEST_XDIST_WORKER" in os.environ else run) / "ranks"
-    made = [folder / f"{request.module.__name__}.{rank}.pt" for rank in range(2)]
-    with FileLock(f"{folder}.lock"):
-        if not all(path.exists() for path in made):
-            modules = {item.module.__name__ for item in request.session.items if hasattr(item.module, "on_rank")}
-            pair(folder, *(f"{module}:on_rank" for module in sorted(modules)))
-    return [torch.load(path, weights_only=True) for path in made]
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        return Pool(run.parent / "ranks", os.getppid())
+    return Pool(run / "ranks", os.getpid())

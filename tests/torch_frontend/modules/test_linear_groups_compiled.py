@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import diptych.torch as dt
 from diptych.common import DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling
-from torch_frontend.ranks import needs_gloo, pair
+from torch_frontend.ranks import Pool, needs_gloo
 
 RECIPES = (
     Float8CurrentScaling(amax_group="data"),
@@ -73,15 +73,12 @@ def test_two_processes(ranks: list[int]) -> None:
 @needs_gloo
 @pytest.mark.slow
 @pytest.mark.parametrize(("backend", "every"), [("aot_eager", "every module"), ("inductor", "")])
-def test_two_processes_of_their_own(backend: str, every: str, tmp_path: Path) -> None:
-    pair(tmp_path, f"{__name__}:on_rank:{backend}:cpu:{every}")
+def test_two_processes_of_their_own(backend: str, every: str, pool: Pool, tmp_path: Path) -> None:
+    pool.run(f"{__name__}:on_rank", backend, "cpu", every, into=tmp_path / "made")
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL takes two GPUs")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_two_gpus(backend: str, tmp_path: Path) -> None:
-    pair(
-        tmp_path,
-        f"{__name__}:on_rank:{backend}:cuda:{'every module' if backend == 'aot_eager' else ''}",
-        device="cuda",
-    )
+def test_two_gpus(backend: str, pool: Pool, tmp_path: Path) -> None:
+    every = "every module" if backend == "aot_eager" else ""
+    pool.run(f"{__name__}:on_rank", backend, "cuda", every, into=tmp_path / "made", device="cuda")
