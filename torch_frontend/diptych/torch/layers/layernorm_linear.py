@@ -19,8 +19,8 @@ from diptych.torch.layers.products import (
     LayerArguments,
     finished,
     fprop,
+    input_gradient,
     kept_spec,
-    product,
     result_proto,
     weight_gradient,
 )
@@ -28,23 +28,22 @@ from diptych.torch.layers.quantize import (
     Encoded,
     quantize_calls,
     quantize_operand,
-    requantized_result,
     save_for_late,
     saved_for_late,
+)
+from diptych.torch.layers.tensor_parallel import (
+    COLUMN,
+    ROW,
+    require_whole_blocks,
+    sum_over_tokens,
+    whole_gradient,
+    whole_input,
 )
 from diptych.torch.primitives import gemm as gemm_ops
 from diptych.torch.primitives import norm as norm_ops
 from diptych.torch.primitives.constants import Constants
 from diptych.torch.tensors.copies import Operand, pack, pick, unpack
 from diptych.torch.tensors.quantized import QuantizedTensor
-
-
-def input_gradient(
-    dy: Operand, w: Operand, x: Tensor, s: Schedule, options: Options, rng: Tensor | None, width: int
-) -> Tensor:
-    """Computes dgrad, [..., width] with x's leading dimensions, in x's dtype."""
-    dx = product("dgrad", dy, w, None, x.dtype, s.plan.options[1])
-    return requantized_result(dx, s.results[1], options, rng).view(*x.shape[:-1], width)
 
 
 class Normed(NamedTuple):
@@ -135,10 +134,11 @@ class NormedArguments(LayerArguments):
         scales, amax = saved_for_late(s.x, s.x_late, options, saved)
         return pick(s.x_kept, quantize_operand(z, s.x_late, options, rng, scales, amax=amax).copies, z)
 
-    def norm_gradients(self, dz: Tensor, stats: tuple[Any, Any]) -> dict[str, Any]:
-        """The gradients of the norm's operands."""
-        made = norm_ops.norm_grad(dz, self.x, self.gamma, *stats, self.norm_options(), self.beta is not None)
-        return {"x": made[0], "gamma": made[1], "beta": made[2]}
+    def norm_gradients(self, dz: Tensor, stats: tuple[Any, Any], options: Options) -> dict[str, Any]:
+        """The gradients of the norm's operands. `options`: those of the layer behind the norm."""
+        dx, *of_norm = norm_ops.norm_grad(dz, self.x, self.gamma, *stats, self.norm_options(), self.beta is not None)
+        summed = [None if t is None else sum_over_tokens(t, options.cut, options.group, COLUMN) for t in of_norm]
+        return dict(zip(("x", "gamma", "beta"), (dx, *summed), strict=True))
 
 
 @dataclasses.dataclass
@@ -155,6 +155,8 @@ class _Arguments(NormedArguments):
 def _forward(a: _Arguments, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
     s = a.schedules(needs)[0]
     (options,), amaxes = a.forward_options(needs)
+    if options.cut is not None:
+        require_whole_blocks(options.module, s, options.cut, tuple(a.x.shape[:-1]), a.weight)
     normed = normed_fprop(a.x, a.gamma, a.beta, a.weight, a.bias, a.rng, s, options, a.norm_options(), a.with_z)
     saved: list[Tensor] = []
     a.pack_weight(0, s, options, normed.encoded_w, saved)
@@ -164,7 +166,7 @@ def _forward(a: _Arguments, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...],
 
 
 def _layout(a: _Arguments, needs: tuple[str, ...]) -> tuple[TensorProto, ...]:
-    y = result_proto(a.x, a.weight.shape[0], a.schedules(needs)[0])
+    y = result_proto(a.x, a.weight.shape[0], a.schedules(needs)[0], a.cut(0))
     z = TensorProto(a.x.shape, a.x.dtype, None, a.x.device, True)
     return (y, z, *a.amax_protos(needs)) if a.with_z else (y, *a.amax_protos(needs))
 
@@ -177,19 +179,20 @@ def _backward(a: _Arguments, needs: tuple[str, ...], saved: list[Tensor], grads:
     dz = None
     if s.w_kept:
         w = a.kept_weight(0, s, options, saved)
-        dz = input_gradient(dy if rowwise is None else rowwise, w, a.x, s, options, a.rng, a.x.shape[-1])
+        operand = whole_gradient(dy if rowwise is None else rowwise, options.cut, options.group)
+        dz = input_gradient(operand, w, a.x, s, options, a.rng, a.x.shape[-1])
         del w
     stats = a.kept_stats(s, saved)
     if dz is not None:
         dz_out = grads[1] if a.with_z else None
-        made |= a.norm_gradients(dz if dz_out is None else dz + dz_out, stats)
+        made |= a.norm_gradients(dz if dz_out is None else dz + dz_out, stats, options)
     if "weight" in needs:
-        z = a.kept_normed(s, options, a.rng, stats, saved)
-        operand = dy if columnwise is None else columnwise
+        z = whole_input(a.kept_normed(s, options, a.rng, stats, saved), options.cut, options.group)
+        operand = whole_gradient(dy if columnwise is None else columnwise, options.cut, options.group)
         made["weight"] = weight_gradient(operand, z, a.weight.dtype, s, options, a.rng)
     if "bias" in needs:
         assert a.bias is not None
-        made["bias"] = gemm_ops.bias_grad(dy, a.bias.dtype)
+        made["bias"] = sum_over_tokens(gemm_ops.bias_grad(dy, a.bias.dtype), options.cut, options.group, ROW)
     a.log_amaxes()
     return [made[name] for name in a.gradients(needs)]
 

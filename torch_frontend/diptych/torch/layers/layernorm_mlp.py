@@ -15,9 +15,9 @@ from diptych.torch.functional import source as sources
 from diptych.torch.functional.source import FusedInput
 from diptych.torch.graph.custom_op import CustomOp
 from diptych.torch.graph.proto import TensorProto
-from diptych.torch.layers.layernorm_linear import NormedArguments, input_gradient, normed_fprop
+from diptych.torch.layers.layernorm_linear import NormedArguments, normed_fprop
 from diptych.torch.layers.options import Options
-from diptych.torch.layers.products import finished, fprop, result_proto, weight_gradient
+from diptych.torch.layers.products import finished, fprop, input_gradient, result_proto, weight_gradient
 from diptych.torch.layers.quantize import (
     quantize_calls,
     quantize_operand,
@@ -25,6 +25,7 @@ from diptych.torch.layers.quantize import (
     save_for_late,
     saved_for_late,
 )
+from diptych.torch.layers.tensor_parallel import ROW, require_whole_blocks, sum_over_tokens, whole_gradient, whole_input
 from diptych.torch.primitives import activation as activation_ops
 from diptych.torch.primitives import gemm as gemm_ops
 from diptych.torch.tensors.copies import pick
@@ -64,6 +65,11 @@ def _activated(h: Tensor, activation: ActivationOptions, s2: Schedule, reads: st
 def _forward(a: _Arguments, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
     s1, s2 = a.schedules(needs)
     (fc1, fc2), amaxes = a.forward_options(needs)
+    if fc1.cut is not None and fc2.cut is not None:
+        tokens = tuple(a.x.shape[:-1])
+        require_whole_blocks(f"{fc1.module} fc1", s1, fc1.cut, tokens, a.weight1)
+        of_fc2 = (fc1.cut.out_rows(tokens[0]), *tokens[1:]) if tokens else tokens
+        require_whole_blocks(f"{fc2.module} fc2", s2, fc2.cut, of_fc2, a.weight2)
     normed = normed_fprop(a.x, a.gamma, a.beta, a.weight1, a.bias1, a.rng1, s1, fc1, a.norm_options(), False)
     h = requantized_result(normed.y, s1.results[0], fc1, a.rng1)
     act = _activated(h, ActivationOptions(*a.activation), s2)
@@ -81,12 +87,14 @@ def _forward(a: _Arguments, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...],
 
 
 def _layout(a: _Arguments, needs: tuple[str, ...]) -> tuple[TensorProto, ...]:
-    return (result_proto(a.x, a.weight2.shape[0], a.schedules(needs)[1]), *a.amax_protos(needs))
+    y = result_proto(a.x, a.weight2.shape[0], a.schedules(needs)[1], a.cut(1), a.cut(0))
+    return (y, *a.amax_protos(needs))
 
 
 def _backward(a: _Arguments, needs: tuple[str, ...], saved: list[Tensor], grads: list[Tensor | None]) -> list[Tensor]:
     s1, s2 = a.schedules(needs)
     fc1, fc2 = a.backward_options(needs)
+    cut1, cut2, group = fc1.cut, fc2.cut, fc2.group
     dy, activation = grads[0], ActivationOptions(*a.activation)
     assert dy is not None
     h: Any = saved.pop(0) if s2.w_kept or s2.x_kept else None
@@ -97,20 +105,21 @@ def _backward(a: _Arguments, needs: tuple[str, ...], saved: list[Tensor], grads:
         scales, amax = saved_for_late(s2.x, s2.x_late, fc2, saved)
         copies_a = quantize_operand(act, s2.x_late, fc2, a.rng2, scales, amax=amax).copies
         x2 = pick(s2.x_kept, copies_a, h if isinstance(act, FusedInput) else act)
-        operand = dy if columnwise is None else columnwise
+        operand = whole_gradient(dy if columnwise is None else columnwise, cut2, group)
         made["weight2"] = weight_gradient(operand, x2, a.weight2.dtype, s2, fc2, a.rng2)
         del act, copies_a, x2, operand
     columnwise = None
     if "bias2" in needs:
         assert a.bias2 is not None
-        made["bias2"] = gemm_ops.bias_grad(dy, a.bias2.dtype)
+        made["bias2"] = sum_over_tokens(gemm_ops.bias_grad(dy, a.bias2.dtype), cut2, group, ROW)
     if s2.w_kept:
         width = h.shape[-1] // 2 if activation.gated else h.shape[-1]
         of_bias = a.bias1.dtype if a.bias1 is not None and "bias1" in needs else None
         # The largest tensors of backward live from here on: each is dropped where it is read for the last time.
         w2 = a.kept_weight(1, s2, fc2, saved)
-        da = input_gradient(dy if rowwise is None else rowwise, w2, h, s2, fc2, a.rng2, width)
-        del rowwise, w2
+        operand = whole_gradient(dy if rowwise is None else rowwise, cut2, group)
+        da = input_gradient(operand, w2, h, s2, fc2, a.rng2, width)
+        del rowwise, operand, w2
         rowwise, columnwise, dh, made["bias1"] = _activation_gradient(da, h, activation, s1, fc1, a.rng1, of_bias)
         del da
         dz = None
@@ -121,9 +130,9 @@ def _backward(a: _Arguments, needs: tuple[str, ...], saved: list[Tensor], grads:
         del rowwise
         stats = a.kept_stats(s1, saved)
         if dz is not None:
-            made |= a.norm_gradients(dz, stats)
+            made |= a.norm_gradients(dz, stats, fc1)
         if s1.x_kept:
-            z = a.kept_normed(s1, fc1, a.rng1, stats, saved)
+            z = whole_input(a.kept_normed(s1, fc1, a.rng1, stats, saved), cut1, group)
             operand = dh if columnwise is None else columnwise
             made["weight1"] = weight_gradient(operand, z, a.weight1.dtype, s1, fc1, a.rng1)
     a.log_amaxes()

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from diptych.common.errors import UnsupportedError
 from diptych.common.layers.checks import Names, other_kind, require_fit
 from diptych.common.layers.schedule import Schedule
 from diptych.common.recipes import Recipe
@@ -20,8 +21,8 @@ from diptych.torch.layers.products import (
     LayerArguments,
     finished,
     fprop,
+    input_gradient,
     kept_spec,
-    product,
     replay,
     result_proto,
     run,
@@ -31,10 +32,10 @@ from diptych.torch.layers.quantize import (
     encode,
     late_scales,
     quantize_calls,
-    requantized_result,
     save_for_late,
     saved_for_late,
 )
+from diptych.torch.layers.tensor_parallel import ROW, require_whole_blocks, sum_over_tokens, whole_gradient, whole_input
 from diptych.torch.primitives import gemm as gemm_ops
 from diptych.torch.primitives.checks import require_device, require_high_precision
 from diptych.torch.state.autocast import recording
@@ -69,6 +70,10 @@ def _forward(a: _Arguments, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...],
         _require_fit(a.x, a.weight, a.bias)
     s = a.schedules(needs)[0]
     (options,), amaxes = a.forward_options(needs)
+    if options.cut is not None:
+        if isinstance(a.x, QuantizedTensor):
+            raise UnsupportedError(f"{options.module}: a layer that is cut over ranks takes no quantized input")
+        require_whole_blocks(options.module, s, options.cut, tuple(a.x.shape[:-1]), a.weight)
     y, encoded_x, encoded_w = fprop(a.x, a.weight, a.bias, a.rng, s, options)
     saved: list[Tensor] = []
     a.pack_weight(0, s, options, encoded_w, saved)
@@ -80,7 +85,7 @@ def _forward(a: _Arguments, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...],
 
 
 def _layout(a: _Arguments, needs: tuple[str, ...]) -> tuple[TensorProto, ...]:
-    return (result_proto(a.x, a.weight.shape[0], a.schedules(needs)[0]), *a.amax_protos(needs))
+    return (result_proto(a.x, a.weight.shape[0], a.schedules(needs)[0], a.cut(0)), *a.amax_protos(needs))
 
 
 def _keeps_x(s: Schedule) -> bool:
@@ -90,12 +95,13 @@ def _keeps_x(s: Schedule) -> bool:
 def _backward(a: _Arguments, needs: tuple[str, ...], saved: list[Tensor], grads: list[Tensor | None]) -> list[Tensor]:
     s, options, dy = a.schedules(needs)[0], a.backward_options(needs)[0], grads[0]
     assert dy is not None
+    cut, group = options.cut, options.group
     rowwise, columnwise = quantize_calls(dy, s.dy, options, a.rng)
     made: dict[str, Any] = {}
     if "x" in needs:
         w = a.kept_weight(0, s, options, saved)
-        dx = product("dgrad", dy if rowwise is None else rowwise, w, None, a.x.dtype, s.plan.options[1])
-        made["x"] = requantized_result(dx, s.results[1], options, a.rng).view(a.x.shape)
+        operand = whole_gradient(dy if rowwise is None else rowwise, cut, group)
+        made["x"] = input_gradient(operand, w, a.x, s, options, a.rng, a.x.shape[-1])
     if "weight" in needs:
         if isinstance(a.x, Tensor):
             x: Any = high_precision("linear", a.x)
@@ -104,11 +110,11 @@ def _backward(a: _Arguments, needs: tuple[str, ...], saved: list[Tensor], grads:
         if s.x_late:
             scales, amax = saved_for_late(s.x, s.x_late, options, saved)
             x = pick(s.x_kept, encode(x, s.x_late, options, a.rng, scales, amax).copies, x)
-        operand = dy if columnwise is None else columnwise
-        made["weight"] = weight_gradient(operand, x, a.weight.dtype, s, options, a.rng)
+        operand = whole_gradient(dy if columnwise is None else columnwise, cut, group)
+        made["weight"] = weight_gradient(operand, whole_input(x, cut, group), a.weight.dtype, s, options, a.rng)
     if "bias" in needs:
         assert a.bias is not None
-        made["bias"] = gemm_ops.bias_grad(dy, a.bias.dtype)
+        made["bias"] = sum_over_tokens(gemm_ops.bias_grad(dy, a.bias.dtype), cut, group, ROW)
     a.log_amaxes()
     return [made[name] for name in a.gradients(needs)]
 

@@ -10,12 +10,14 @@ from torch import Tensor
 from diptych.common.layers.plan import linear_plan, make_plan
 from diptych.common.layers.schedule import Schedule, make_schedule
 from diptych.common.recipes import Recipe
+from diptych.torch.layers.tensor_parallel import Cut
 from diptych.torch.state.scales import ScaleStates, StepScales
 from diptych.torch.tensors.copies import Copies
 
 
 class Options(NamedTuple):
-    """The options of one call of a linear layer. `products.py` passes them into graphs."""
+    """The options of one call of a linear layer. `products.py` passes them into graphs. `group`: the process group that
+    amaxes are reduced over, which is the tensor-parallel group where `cut` says that the layer is cut."""
 
     module: str = "linear"
     name: str = ""
@@ -28,6 +30,7 @@ class Options(NamedTuple):
     weight_grad: Any = None
     scales: Tensor | None = None  # [n], the scales of `state` in the plan's order, from a graph's update
     save_original_weight: bool = False
+    cut: Cut | None = None
 
 
 _schedules: dict[tuple[Any, ...], Schedule] = {}

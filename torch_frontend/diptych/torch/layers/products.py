@@ -32,7 +32,6 @@ from diptych.common.errors import ArgumentError
 from diptych.common.gemm_options import GemmOptions
 from diptych.common.layers.plan import TensorPlan
 from diptych.common.layers.schedule import Call, Schedule
-from diptych.common.ops import shapes
 from diptych.common.recipes import Recipe
 from diptych.torch.graph.custom_op import CustomOp, Group, Written
 from diptych.torch.graph.guards import before_each_call
@@ -49,7 +48,8 @@ from diptych.torch.layers.quantize import (
     save_for_late,
     saved_for_late,
 )
-from diptych.torch.layers.weight_gradients import accumulate, overwrites
+from diptych.torch.layers.tensor_parallel import Cut, bias_in_product, whole_input, whole_input_gradient, whole_output
+from diptych.torch.layers.weight_gradients import Buffer, overwrites
 from diptych.torch.primitives import gemm as gemm_ops
 from diptych.torch.primitives.checks import TWO_LEVEL
 from diptych.torch.primitives.register import direct, traced_local
@@ -110,11 +110,24 @@ def fprop(
     copies_x, copies_w = encoded_x.copies, encoded_w.copies
     a = high_precision(options.module, x) if copies_x[0] is None else copies_x[0]
     b = pick("original", copies_w, weight) if s.plan.weight.rowwise is None else copies_w[0]
-    y = product("fprop", a, b, bias, x.dtype, s.plan.options[0])
+    cut, leading = options.cut, x.shape[:-1]
+    y = product("fprop", whole_input(a, cut, options.group), b, bias_in_product(bias, cut), x.dtype, s.plan.options[0])
+    if cut is not None:
+        y = whole_output(y, bias, cut, options.group)
+        leading = (cut.out_rows(x.shape[0]), *x.shape[1:-1])
     if x.dim() != 2:
         # Autograd would refuse to change a view that an op returns in place.
-        y = torch.ops.aten._unsafe_view(y, shapes.gemm_out_shape(x.shape, y.shape[0], y.shape[1], False))
+        y = torch.ops.aten._unsafe_view(y, (*leading, y.shape[1]))
     return y, encoded_x, encoded_w
+
+
+def input_gradient(
+    dy: Operand, w: Operand, x: Tensor, s: Schedule, options: Options, rng: Tensor | None, width: Any
+) -> Tensor:
+    """Computes dgrad, [..., width] with x's leading dimensions, in x's dtype."""
+    dx = product("dgrad", dy, w, None, x.dtype, s.plan.options[1])
+    dx = whole_input_gradient(dx, options.cut, options.group)
+    return requantized_result(dx, s.results[1], options, rng).view(*x.shape[:-1], width)
 
 
 def fprop_weight(weight: Any, rng: Tensor | None, s: Schedule, options: Options) -> Encoded:
@@ -129,18 +142,6 @@ def fprop_weight(weight: Any, rng: Tensor | None, s: Schedule, options: Options)
 
 
 # --- states and copies -----------------------------------------------------------------------------------------------
-
-
-class _Buffer:
-    """A buffer that a node adds a weight's gradient to. `how`: "add" or "overwrite"."""
-
-    marks = False
-
-    def __init__(self, buffer: Tensor, how: str) -> None:
-        self.buffer, self.how = buffer, how
-
-    def accept(self, wgrad: Any) -> None:
-        accumulate(wgrad, self.buffer, self.how == "overwrite")
 
 
 def _state_names(s: Schedule) -> tuple[str, ...]:
@@ -167,7 +168,8 @@ class LayerArguments:
     carry the same content; `copies` does in both: those of the weights that the caller passed.
 
     `layers`: (module, name, save_original_input, record, specs of kept copies, how a main_grad is written or "",
-    whether backward keeps the original weight) of each; the lists are those of all layers, one after the other.
+    whether backward keeps the original weight, the fields of its `Cut` or ()) of each; the lists are those of all
+    layers, one after the other.
     """
 
     weights: ClassVar[tuple[str, ...]] = ("weight",)  # names of fields, by layer
@@ -233,6 +235,13 @@ class LayerArguments:
 
     # --- the options ---
 
+    def cut(self, i: int) -> Cut | None:
+        """How layer i is cut over a tensor-parallel group."""
+        if self.options is not None:
+            return self.options[i].cut
+        fields = self.layers[i][7]
+        return Cut(*fields) if fields else None
+
     def forward_options(self, needs: tuple[str, ...]) -> tuple[tuple[Options, ...], list[Tensor]]:
         """Returns the options of each layer's forward, and the tensor of amaxes that the node returns, in a list that
         is empty without one. Quantizing by these options fills it in."""
@@ -248,7 +257,8 @@ class LayerArguments:
                 names = _state_names(s)
                 own = _taken(cells, len(names)) if record else [None] * len(names)
                 states = StepScales(names, _taken(scales, len(names)), own)
-            made.append(Options(module, name, original, record, self.group, states, None, self._kept_copies(i)))
+            held = self._kept_copies(i)
+            made.append(Options(module, name, original, record, self.group, states, None, held, cut=self.cut(i)))
         return tuple(made), amaxes
 
     def backward_options(self, needs: tuple[str, ...]) -> tuple[Options, ...]:
@@ -258,8 +268,8 @@ class LayerArguments:
         scales, logs, buffers = _cells(self.scales), list(self.logs), list(self.main_grads)  # type: ignore[call-overload]
         self._recorded = []
         made = []
-        for layer, s in zip(self.layers, self.schedules(needs), strict=True):
-            module, name, original, record, _, how, _ = layer
+        for i, s in enumerate(self.schedules(needs)):
+            module, name, original, record, _, how = self.layers[i][:6]
             states: Any = None
             if scales and s.plan.states:
                 names = _state_names(s)
@@ -267,8 +277,8 @@ class LayerArguments:
                 states = StepScales(names, _taken(scales, len(names)), _cells([amaxes]))
                 if record:
                     self._recorded.append((amaxes, *_taken(logs, 2)))
-            sink = _Buffer(buffers.pop(0), how) if how else None
-            made.append(Options(module, name, original, record, self.group, states, None, None, sink))
+            sink = Buffer(buffers.pop(0), how) if how else None
+            made.append(Options(module, name, original, record, self.group, states, None, None, sink, cut=self.cut(i)))
         return tuple(made)
 
     def log_amaxes(self) -> None:
@@ -376,10 +386,14 @@ def finished(y: Tensor, s: Schedule, options: Options, rng: Tensor | None) -> Te
     return QuantizedTensor(declared, q.shape, q.dtype, **{n: getattr(q, n) for n in declared.buffer_names()})
 
 
-def result_proto(x: Any, width: Any, s: Schedule) -> TensorProto:
-    """The layout of a layer's result, quantized where the recipe has a quantizer for it."""
+def result_proto(x: Any, width: Any, s: Schedule, cut: Cut | None = None, first: Cut | None = None) -> TensorProto:
+    """The layout of a layer's result, quantized where the recipe has a quantizer for it. `first`: the cut of a layer
+    between x and this one."""
     quantizer = None if s.results[0] is None else s.results[0].quantizer
-    return TensorProto((*x.shape[:-1], width), x.dtype, quantizer, x.device, True)
+    leading = x.shape[:-1]
+    for each in (first, cut):
+        leading = leading if each is None else (each.out_rows(leading[0]), *leading[1:])
+    return TensorProto((*leading, width), x.dtype, quantizer, x.device, True)
 
 
 def weight_gradient(dy: Any, x: Any, dtype: torch.dtype, s: Schedule, options: Options, rng: Tensor | None) -> Any:
@@ -458,7 +472,8 @@ def run(op: CustomOp, x: Tensor, recipe: Recipe, options: tuple[Any, ...], *oper
                 a.logs += [state._buffers["log"], state._buffers["written"]]
                 pending.append((state._buffers["pending"], len(names)))
         late = _keeps_original(given, weight)
-        layers.append((given.module, given.name, given.save_original_input, given.record, specs, how, late))
+        cut = () if given.cut is None else tuple(given.cut)
+        layers.append((given.module, given.name, given.save_original_input, given.record, specs, how, late, cut))
     a.layers = tuple(layers)
     outputs = op(a)
     if len(pending) == 0:

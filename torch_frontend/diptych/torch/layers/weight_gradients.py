@@ -102,3 +102,15 @@ def main_grad(weight: Tensor) -> Tensor:
     if not acc.is_contiguous():
         raise ShapeError("weight.main_grad must be contiguous: it is written in place")
     return acc
+
+
+class Buffer:
+    """A buffer that a node adds a weight's gradient to. `how`: "add" or "overwrite"."""
+
+    marks = False
+
+    def __init__(self, buffer: Tensor, how: str) -> None:
+        self.buffer, self.how = buffer, how
+
+    def accept(self, wgrad: Any) -> None:
+        accumulate(wgrad, self.buffer, self.how == "overwrite")

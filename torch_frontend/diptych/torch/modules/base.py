@@ -33,18 +33,19 @@ from diptych.torch.layers.quantize import rng_take
 from diptych.torch.layers.weight_gradients import WeightGradients
 from diptych.torch.modules.fx import require_traceable
 from diptych.torch.modules.stateful import StatefulModule, require_no_capture
+from diptych.torch.modules.tensor_parallel import TensorParallelModule
 from diptych.torch.modules.tracing import begin_again, make_states
 from diptych.torch.modules.weight_cache import WeightCache
 from diptych.torch.primitives import quantize as quantize_ops
 from diptych.torch.primitives.register import traced_local
-from diptych.torch.state.autocast import STATE, amax_group, make_step_counter, recognize_pipelines, recording
+from diptych.torch.state.autocast import STATE, make_step_counter, recognize_pipelines, recording
 from diptych.torch.state.checkpoint import aside, tape_call, taped_call
 from diptych.torch.state.scales import ScaleStates, StepScales, keep_from_broadcast
 from diptych.torch.state.update import update_once
 from diptych.torch.tensors.quantized import QuantizedTensorBase, high_precision
 
 
-class QuantizedModule(StatefulModule):
+class QuantizedModule(TensorParallelModule, StatefulModule):
     """A module whose linear layers follow the `autocast` region around it.
 
     Derive from it, and call `self.quantized_linear(x, weight, bias, "fc1")` for each layer in `forward`. The recipe is
@@ -137,19 +138,33 @@ class QuantizedModule(StatefulModule):
         if recipe is None:
             if STATE.calibrating is not None:
                 return self._calibrate(high_precision("linear", x), weight, bias, layer, STATE.calibrating)
-            return self._plain_linear(high_precision("linear", x), weight, bias)
+            return self._plain_linear(high_precision("linear", x), weight, bias, layer)
         if quantize_output or quantize_grad_input:
             recipe = recipe.with_results(quantize_output, quantize_grad_input)
         given = (is_first_microbatch, skip_weight_update, save_original_input, save_original_weight)
         options, rng = self._options_for(recipe, x, weight, layer, *given)
         return linear_with(x, weight, bias, rng, recipe, options)
 
-    def _plain_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def _plain_linear(self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: str = "") -> Tensor:
         """Runs the layer in high precision; the weight's gradient goes where the module's gradients go."""
-        if self._weight_gradients is None:
+        if self._weight_gradients is None and self.tp_size == 1:
             return F.linear(x, dequantized_weight(weight), bias)
-        options = Options(self.module_kind, weight_grad=self._weight_gradients.of(weight))
-        return linear_with(x, weight, bias, None, HIGH_PRECISION, options)
+        return linear_with(x, weight, bias, None, HIGH_PRECISION, self._plain_options(weight, layer))
+
+    def _plain_options(self, weight: Tensor, layer: str) -> Options:
+        """The options of a layer that runs in high precision."""
+        elsewhere = self._weight_gradients
+        sink = None if elsewhere is None else elsewhere.of(weight)
+        return Options(self.module_kind, group=self.tp_group, weight_grad=sink, cut=self._cut(layer))
+
+    def _plain_run(self, weight: Tensor, layer: str = "") -> tuple[Recipe, Options]:
+        """The recipe and options by which the op of a norm and a cut layer runs in high precision: it sums the norm's
+        gradients over ranks, which torch's own functions would not."""
+        if STATE.calibrating is not None:
+            raise UnsupportedError(
+                f"{type(self).__name__}: a norm and layers that are cut over a tensor-parallel group are not calibrated"
+            )
+        return HIGH_PRECISION, self._plain_options(weight, layer)
 
     def _active_recipe(self) -> Recipe | None:
         """The recipe of a call that begins here; None: it runs in high precision."""
@@ -190,6 +205,7 @@ class QuantizedModule(StatefulModule):
         record = self.training and recording()
         cached = is_first_microbatch is not None or skip_weight_update is not None
         shared = compiling or cached or self._prepared is not None or self._weight_gradients is not None
+        shared = shared or self.tp_size > 1
         if not (shared or "scale_states" in self._modules):
             plain = plain_options(recipe, self.module_kind, name, save_original_input, save_original_weight, record)
             if plain is not None:
@@ -202,13 +218,13 @@ class QuantizedModule(StatefulModule):
             else:
                 states, rng, scales, record = self._states_for(s.plan, layer, recipe, x.device, record)
         group = None
-        if recipe.amax_group:
+        if recipe.amax_group or self.tp_size > 1:
             backward = not compiling and torch._C._current_graph_task_id() != -1  # maybe in a thread of its own
-            group = amax_group(recipe, self._last_groups if backward else STATE.amax_groups)
+            group = self._amax_group(recipe, self._last_groups if backward else STATE.amax_groups)
         gradients = self._weight_gradients
         options = Options(
             self.module_kind, name, save_original_input, record, group, states, scales, None,
-            None if gradients is None else gradients.of(weight), updated, save_original_weight,
+            None if gradients is None else gradients.of(weight), updated, save_original_weight, self._cut(layer),
         )  # fmt: skip
         if cached and not isinstance(weight, QuantizedTensorBase):
             columnwise = self.training or x.requires_grad
@@ -262,15 +278,14 @@ class QuantizedModule(StatefulModule):
         tape_call(self, layer, states, rng, record)
         return used, rng
 
-    @staticmethod
-    def _enter_region(states: ScaleStates, recipe: Recipe, device: torch.device) -> StepScales | ScaleStates:
+    def _enter_region(self, states: ScaleStates, recipe: Recipe, device: torch.device) -> StepScales | ScaleStates:
         """Returns the states for this call, and updates the scales at their first use in a region. Where graphs may
         share the states, always so on a GPU, the device decides whether it is the first."""
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
         if states.region == STATE.region and not capturing:
             return states.current()
         keep_from_broadcast(states)
-        group = amax_group(recipe, STATE.amax_groups, delayed=True)
+        group = self._amax_group(recipe, STATE.amax_groups, delayed=True)
         if states._buffers["seen"] is None and device.type == "cuda":
             require_no_capture(device)
             with torch.inference_mode(False):
@@ -311,7 +326,7 @@ class QuantizedModule(StatefulModule):
             )
         scales = None
         if states is not None and record:
-            group = amax_group(recipe, STATE.amax_groups, delayed=True)
+            group = self._amax_group(recipe, STATE.amax_groups, delayed=True)
             scales = update_once(states, plan.states, STATE.steps[str(device)], group)
         if states is not None and scales is None and torch.is_grad_enabled():
             # Backward, too, uses the scales as they are now.
@@ -336,7 +351,7 @@ class QuantizedModule(StatefulModule):
         """Runs the layer in high precision, and records the amaxes for the delayed scales of `recipe`."""
         recipe = recipe if self.recipe is None else self.recipe
         s = schedule(recipe, self.module_kind, self._role_name(layer), False, False)
-        y = (product or self._plain_linear)(x, weight, bias)
+        y = product(x, weight, bias) if product else self._plain_linear(x, weight, bias, layer)
         if not s.plan.states or STATE.dry or torch._C._current_graph_task_id() != -1:
             return y
         states = aside(self._calibrate_operands, s.plan, layer, recipe, x, weight)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from diptych.common.arguments import require_recipe
-from diptych.common.errors import ArgumentError
+from diptych.common.errors import ArgumentError, UnsupportedError
 from diptych.common.ops.norm import NormOptions, norm_options
 from diptych.common.recipes import Recipe
 from diptych.common.te_arguments import absorb, dtype_of, one_input
@@ -28,9 +28,10 @@ from diptych.torch.functional import norm as norm_verbs
 from diptych.torch.layers.checks import input_for
 from diptych.torch.layers.layernorm_linear import layernorm_linear
 from diptych.torch.layers.products import run
+from diptych.torch.layers.tensor_parallel import ROW
 from diptych.torch.modules.base import QuantizedModule
 from diptych.torch.modules.fx import as_leaf
-from diptych.torch.modules.model_init import initial_weight, initialize
+from diptych.torch.modules.model_init import initial_weight
 from diptych.torch.primitives.constants import Constants
 
 # --- what the fused modules share ------------------------------------------------------------------------------------
@@ -84,7 +85,8 @@ class LayerNormLinear(NormedModule):
     to the variance, or to RMSNorm's mean square. `normalization`: "LayerNorm" or "RMSNorm". `zero_centered_gamma`:
     layer_norm_weight holds gamma - 1, and starts at 0. `return_layernorm_output`: the call returns (y, norm's output).
     `fuse_wgrad_accumulation`, `delay_wgrad_compute`: as `QuantizedModule`. `params_dtype`, `init_method`,
-    `return_bias`, arguments about parallelism: as `Linear`; with `return_bias` the call returns (y, bias) or
+    `return_bias`, `tp_group`, `tp_size`, `sequence_parallel`: as `Linear`, whose
+    `parallel_mode` "column" is the only one here; with `return_bias` the call returns (y, bias) or
     (y, bias, norm's output). `save_original_input`: backward keeps x alone and computes and quantizes the norm's output
     again, instead of keeping a copy of that. `save_original_weight`: as `Linear`, but True by default: backward reads
     the weight once more.
@@ -119,12 +121,23 @@ class LayerNormLinear(NormedModule):
         return_bias: bool = False,
         save_original_input: bool = True,
         save_original_weight: bool = True,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        sequence_parallel: bool = False,
+        parallel_mode: str | None = None,
         **others: Any,
     ) -> None:
         absorb("LayerNormLinear", others)
         require_recipe("LayerNormLinear", recipe)
         require_sizes("LayerNormLinear", in_features=in_features, out_features=out_features)
         super().__init__(fuse_wgrad_accumulation=fuse_wgrad_accumulation, delay_wgrad_compute=delay_wgrad_compute)
+        if parallel_mode == ROW:
+            raise UnsupportedError(
+                "LayerNormLinear: parallel_mode='row' would cut the features that the norm reads whole"
+            )
+        modes = {"": parallel_mode}
+        self._make_cut(tp_group, tp_size, sequence_parallel, modes, out_features=out_features)
+        out_features //= self.tp_size
         placed = {"device": device, "dtype": dtype_of("LayerNormLinear", dtype, params_dtype)}
         self.in_features, self.out_features = in_features, out_features
         self.recipe, self.name, self.return_layernorm_output = recipe, name or "", return_layernorm_output
@@ -140,7 +153,7 @@ class LayerNormLinear(NormedModule):
     def reset_parameters(self) -> None:
         """Makes the norm the identity, and the rest anew as `Linear` does."""
         self._reset_norm()
-        initialize(self.weight, self.bias, self.init_method)
+        self._draw(self.weight, self.bias, self._modes.get(""), self.init_method)
 
     def forward(
         self,
@@ -167,13 +180,15 @@ class LayerNormLinear(NormedModule):
                 self.forward, given_x, is_first_microbatch, fp8_output, skip_weight_update=skip_weight_update
             )
         recipe = self._active_recipe()
-        if recipe is None:
+        if recipe is None and not self.tp_size > 1:
             z = norm_verbs.layernorm(x, gamma, beta, self.norm)
             return self._returned(self.quantized_linear(z, weight, bias), z)
-        if fp8_output:
-            recipe = recipe.with_results(True, False)
-        given = (is_first_microbatch, skip_weight_update, self.save_original_input, self.save_original_weight)
-        options, rng = self._options_for(recipe, x, weight, "", *given)
+        if recipe is None:
+            recipe, options, rng = *self._plain_run(weight), None
+        else:
+            recipe = recipe.with_results(True, False) if fp8_output else recipe
+            given = (is_first_microbatch, skip_weight_update, self.save_original_input, self.save_original_weight)
+            options, rng = self._options_for(recipe, x, weight, "", *given)
         with_z = self.return_layernorm_output
         operands = (gamma, beta, self.norm_constants, weight, bias, rng, with_z)
         made = run(layernorm_linear, x, recipe, (options,), *operands)
@@ -186,4 +201,4 @@ class LayerNormLinear(NormedModule):
 
     def extra_repr(self) -> str:
         sizes = f"{self.in_features}, {self.out_features}, bias={self.bias is not None}"
-        return f"{sizes}{self._repr_norm()}"
+        return f"{sizes}{self._repr_cut()}{self._repr_norm()}"

@@ -28,9 +28,10 @@ from diptych.torch.functional import norm as norm_verbs
 from diptych.torch.layers.checks import input_for
 from diptych.torch.layers.layernorm_mlp import layernorm_mlp
 from diptych.torch.layers.products import run
+from diptych.torch.layers.tensor_parallel import COLUMN, ROW
 from diptych.torch.modules.fx import as_leaf
 from diptych.torch.modules.layernorm_linear import NormedModule, require_sizes
-from diptych.torch.modules.model_init import initial_weight, initialize
+from diptych.torch.modules.model_init import initial_weight
 from diptych.torch.state.checkpoint import checkpoint
 
 
@@ -82,12 +83,19 @@ class LayerNormMLP(NormedModule):
         checkpoint: bool = False,
         save_original_input: bool = True,
         save_original_weight: bool = True,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        sequence_parallel: bool = False,
+        set_parallel_mode: bool = False,
         **others: Any,
     ) -> None:
         absorb("LayerNormMLP", others)
         require_recipe("LayerNormMLP", recipe)
         require_sizes("LayerNormMLP", hidden_size=hidden_size, ffn_hidden_size=ffn_hidden_size)
         super().__init__(fuse_wgrad_accumulation=fuse_wgrad_accumulation, delay_wgrad_compute=delay_wgrad_compute)
+        modes = {"fc1": COLUMN, "fc2": ROW} if set_parallel_mode else {}
+        self._make_cut(tp_group, tp_size, sequence_parallel, modes, ffn_hidden_size=ffn_hidden_size)
+        ffn_hidden_size //= self.tp_size
         placed: dict[str, Any] = {"device": device, "dtype": dtype_of("LayerNormMLP", dtype, params_dtype)}
         self.hidden_size, self.ffn_hidden_size = hidden_size, ffn_hidden_size
         self.recipe, self.name, self.return_bias, self.checkpoint = recipe, name or "", return_bias, checkpoint
@@ -108,8 +116,9 @@ class LayerNormMLP(NormedModule):
     def reset_parameters(self) -> None:
         """Makes the norm the identity, and the rest anew as `Linear` does."""
         self._reset_norm()
-        initialize(self.fc1_weight, self.fc1_bias, self.init_method)
-        initialize(self.fc2_weight, self.fc2_bias, self.output_layer_init_method)
+        stacked = 2 if self.activation_options.gated else 1
+        self._draw(self.fc1_weight, self.fc1_bias, self._modes.get("fc1"), self.init_method, stacked)
+        self._draw(self.fc2_weight, self.fc2_bias, self._modes.get("fc2"), self.output_layer_init_method)
 
     def forward(
         self,
@@ -140,16 +149,19 @@ class LayerNormMLP(NormedModule):
         if torch.compiler.is_compiling() and (outside := self._eager_only(w1, w2)) is not None:
             return outside.run(self._run, input, is_first_microbatch, skip_weight_update)
         recipe = self._active_recipe()
-        if recipe is None:
+        if recipe is None and not self.tp_size > 1:
             h = self.quantized_linear(norm_verbs.layernorm(x, gamma, beta, self.norm), w1, b1, "fc1")
             return self.quantized_linear(activation_verbs.activate(h, act), w2, b2, "fc2")
         given = (is_first_microbatch, skip_weight_update)
         late = self.save_original_weight
-        fc1, rng1 = self._options_for(recipe, x, w1, "fc1", *given, self.save_original_input, late)
-        fc2, rng2 = self._options_for(recipe, x, w2, "fc2", *given, True, late)
+        if recipe is None:
+            recipe, fc1, fc2, rng1, rng2 = *self._plain_run(w1, "fc1"), self._plain_run(w2, "fc2")[1], None, None
+        else:
+            fc1, rng1 = self._options_for(recipe, x, w1, "fc1", *given, self.save_original_input, late)
+            fc2, rng2 = self._options_for(recipe, x, w2, "fc2", *given, True, late)
         operands = (gamma, beta, self.norm_constants, w1, b1, w2, b2, rng1, rng2, tuple(act))
         return run(layernorm_mlp, x, recipe, (fc1, fc2), *operands)[0]
 
     def extra_repr(self) -> str:
         sizes = f"{self.hidden_size}, {self.ffn_hidden_size}, bias={self.fc1_bias is not None}"
-        return f"{sizes}, {self.activation}{self._repr_norm()}"
+        return f"{sizes}, {self.activation}{self._repr_cut()}{self._repr_norm()}"

@@ -12,9 +12,10 @@ from diptych.common.arguments import require_recipe
 from diptych.common.recipes import Recipe
 from diptych.common.te_arguments import absorb, dtype_of, one_input
 from diptych.torch.layers.linear import linear as linear
+from diptych.torch.layers.tensor_parallel import COLUMN, ROW
 from diptych.torch.modules.base import QuantizedModule
 from diptych.torch.modules.fx import as_leaf
-from diptych.torch.modules.model_init import initial_weight, initialize
+from diptych.torch.modules.model_init import initial_weight
 
 
 class Linear(QuantizedModule, nn.Linear):
@@ -28,13 +29,19 @@ class Linear(QuantizedModule, nn.Linear):
     the input and quantizes it again, which costs a pass and saves a copy where the input is kept anyway.
     `save_original_weight`: likewise for the weight, which exists anyway; copies kept across microbatches are read as
     they are, and a change of the weight between forward and backward is an error, as for nn.Linear.
-    TransformerEngine's arguments about parallelism are accepted only with the values that request none.
+    `parallel_mode`, `tp_group`, `tp_size`: "column" or "row" cuts the weight's out_features or in_features, which are
+    those of the whole layer, over the ranks of a process group; with `tp_size` alone `set_tensor_parallel_group` names
+    the group later. A column-parallel layer returns this rank's features, and a row-parallel one takes them and returns
+    the sum over ranks. `sequence_parallel`: activations outside of such a pair of layers hold this rank's tokens, cut
+    along dimension 0. TransformerEngine's other arguments about parallelism are accepted only with the values that
+    request none.
 
     The input may be a QuantizedTensor, such as another module's output under a recipe that quantizes outputs; see
     `linear`. Outside of regions it is dequantized.
 
-    **Raises:** TypeError if `recipe` is not a recipe or an argument is unknown, NotImplementedError for an argument of
-    TransformerEngine's that asks for what diptych does not do; see `quantized_linear` for the forward.
+    **Raises:** TypeError if `recipe` is not a recipe or an argument is unknown, ShapeError for features that ranks
+    cannot share, NotImplementedError for an argument of TransformerEngine's that asks for what diptych does not do; see
+    `quantized_linear` for the forward.
     """
 
     def __init__(
@@ -54,14 +61,22 @@ class Linear(QuantizedModule, nn.Linear):
         params_dtype: torch.dtype | None = None,
         init_method: Callable[[Tensor], Any] | None = None,
         return_bias: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        sequence_parallel: bool = False,
+        parallel_mode: str | None = None,
         **others: Any,
     ) -> None:
         absorb("Linear", others)
         require_recipe("Linear", recipe)
         dtype = dtype_of("Linear", dtype, params_dtype)
         self.init_method = init_method  # before nn.Linear's __init__, which calls reset_parameters
+        extents = {"out_features": out_features} if parallel_mode == COLUMN else {"in_features": in_features}
+        self._make_cut(tp_group, tp_size, sequence_parallel, {"": parallel_mode}, **extents)
+        mode = self._modes.get("")
         super().__init__(
-            in_features, out_features, bias=bias, device=device, dtype=dtype,
+            in_features // self.tp_size if mode == ROW else in_features,
+            out_features // self.tp_size if mode == COLUMN else out_features, bias=bias, device=device, dtype=dtype,
             fuse_wgrad_accumulation=fuse_wgrad_accumulation, delay_wgrad_compute=delay_wgrad_compute,
         )  # fmt: skip
         self.recipe, self.name = recipe, name or ""
@@ -72,10 +87,10 @@ class Linear(QuantizedModule, nn.Linear):
 
     def reset_parameters(self) -> None:
         """Makes the parameters anew: as nn.Linear, or by the `init_method`, which leaves the bias at zero."""
-        if self.init_method is None:
+        if self.init_method is None and self.tp_size == 1:
             super().reset_parameters()
         else:
-            initialize(self.weight, self.bias, self.init_method)
+            self._draw(self.weight, self.bias, self._modes.get(""), self.init_method)
 
     def forward(
         self,
@@ -113,4 +128,4 @@ class Linear(QuantizedModule, nn.Linear):
         return (y, self.bias) if self.return_bias else y
 
     def extra_repr(self) -> str:
-        return super().extra_repr() + self._repr_recipe()
+        return super().extra_repr() + self._repr_cut() + self._repr_recipe()

@@ -1,0 +1,166 @@
+"""`TensorParallelModule`: the part of modules that says how their linear layers are cut over a tensor-parallel group.
+
+`layers/tensor_parallel.py` has what a cut layer computes. Arguments and attributes are named as in Megatron-LM and
+TransformerEngine: sizes that a constructor takes are those of the whole layer, and the module holds this rank's part.
+Parameters are drawn whole, with torch's generator, and cut: ranks that seed it alike hold the parts of one layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from diptych.common.errors import ArgumentError, ShapeError, UnsupportedError
+from diptych.common.recipes import Recipe
+from diptych.torch.layers.tensor_parallel import COLUMN, ROW, Cut
+from diptych.torch.modules.model_init import initial_recipe, initialize
+from diptych.torch.state.autocast import amax_group
+
+
+class _Held:
+    """A process group, which a copy of a module shares and a pickled module does not have."""
+
+    def __init__(self, group: Any = None) -> None:
+        self.group = group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Held:
+        return self
+
+    def __reduce__(self) -> Any:
+        return _Held, ()
+
+
+class TensorParallelModule(nn.Module):
+    """A module whose layers may be cut. Attributes: `tp_size`, `sequence_parallel`, `tp_group`; 1, False and None where
+    nothing is cut."""
+
+    tp_size = 1
+    sequence_parallel = False
+    _tp_group = _Held()
+    _modes: Mapping[str, str] = {}  # COLUMN or ROW, by layer
+
+    @property
+    def tp_group(self) -> Any:
+        return self._tp_group.group
+
+    def _make_cut(
+        self, tp_group: Any, tp_size: int, sequence_parallel: bool, modes: Mapping[str, str | None], **extents: int
+    ) -> None:
+        """Takes a constructor's arguments, before the parameters exist. `extents`: those that are cut, by their names.
+
+        **Raises** ArgumentError, ValueError, ShapeError and UnsupportedError for arguments that do not fit.
+        """
+        op = type(self).__name__
+        if isinstance(tp_size, bool) or not isinstance(tp_size, int) or tp_size < 1:
+            raise ArgumentError(f"{op}: tp_size must be a positive int, got {tp_size!r}")
+        if not isinstance(sequence_parallel, bool):
+            raise ArgumentError(f"{op}: sequence_parallel must be a bool, got {sequence_parallel!r}")
+        for mode in modes.values():
+            if mode not in (None, COLUMN, ROW):
+                raise ValueError(f"{op}: parallel_mode must be 'column', 'row' or None, got {mode!r}")
+        size = tp_size if tp_group is None else torch.distributed.get_world_size(tp_group)
+        if tp_group is not None and tp_size not in (1, size):
+            raise ValueError(f"{op}: tp_size={tp_size}, and tp_group has {size} ranks")
+        if size == 1:
+            return
+        cut = {layer: mode for layer, mode in modes.items() if mode is not None}
+        if not cut:
+            raise ArgumentError(
+                f"{op}: {size} tensor-parallel ranks need a parallel_mode (LayerNormMLP: set_parallel_mode)"
+            )
+        if initial_recipe() is not None:
+            raise UnsupportedError(f"{op}: quantized_model_init holds no weights that are cut over {size} ranks")
+        for name, extent in extents.items():
+            if extent % size:
+                raise ShapeError(f"{op}: {name}={extent} is no multiple of the {size} tensor-parallel ranks")
+        self.tp_size, self.sequence_parallel, self._modes = size, sequence_parallel, cut
+        if tp_group is not None:
+            self.set_tensor_parallel_group(tp_group)
+
+    def set_tensor_parallel_group(self, tp_group: Any) -> None:
+        """Names the process group that a module with `tp_size` > 1 is cut over. **Raises** ValueError for a group of
+        another size, UnsupportedError for a module that was made whole."""
+        size = 1 if tp_group is None else torch.distributed.get_world_size(tp_group)
+        if size != self.tp_size:
+            if self.tp_size == 1:
+                raise UnsupportedError(
+                    f"{type(self).__name__} is whole; make it with tp_size={size} and a parallel_mode"
+                )
+            raise ValueError(f"{type(self).__name__}: the group has {size} ranks, and tp_size is {self.tp_size}")
+        self._tp_group = _Held(tp_group)
+
+    def _cut(self, layer: str) -> Cut | None:
+        """How a layer of this module is cut. **Raises** ArgumentError before there is a group."""
+        mode = self._modes.get(layer)
+        if mode is None:
+            return None
+        if self._tp_group.group is None:
+            raise ArgumentError(
+                f"{type(self).__name__}: tp_size is {self.tp_size}, and there is no group; "
+                "call set_tensor_parallel_group or give tp_group"
+            )
+        return Cut(mode, self.sequence_parallel, self.tp_size)
+
+    def _amax_group(self, recipe: Recipe, groups: Mapping[str, Any], delayed: bool = False) -> Any:
+        """Returns the process group that amaxes of a call, or of delayed scales, are reduced over, or None.
+
+        **Raises** ValueError for a group that leaves out ranks of a cut layer: every amax must be the whole tensor's.
+        """
+        group = amax_group(recipe, groups, delayed)
+        if self.tp_size == 1:
+            return group
+        cut_over = self._tp_group.group
+        if group is None or group is cut_over:
+            return cut_over
+        ranks_of = torch.distributed.get_process_group_ranks
+        if not delayed or any([rank not in ranks_of(group) for rank in ranks_of(cut_over)]):
+            raise ValueError(
+                f"{type(self).__name__} is cut over a tensor-parallel group, over which its amaxes are reduced: "
+                "its recipe names no other amax_group, and an amax_reduction_group holds all ranks of it"
+            )
+        return group
+
+    # --- parameters ---
+
+    def _draw(
+        self, weight: Tensor, bias: Tensor | None, mode: str | None, init_method: Any = None, parts: int = 1
+    ) -> None:
+        """Fills this rank's part of a weight and bias with its part of what `initialize` draws for the whole.
+        `parts`: of a column-parallel weight that stacks several, such as gate and value; each is cut."""
+        if self.tp_size == 1 or mode is None:
+            initialize(weight, bias, init_method)
+            return
+        for t, dim in ((weight, 0 if mode == COLUMN else 1), (bias, 0 if mode == COLUMN else None)):
+            if t is not None:
+                t.tensor_model_parallel, t.partition_dim, t.partition_stride = dim is not None, dim, parts  # type: ignore[attr-defined]
+        if weight.is_meta:
+            return
+        n, k = weight.shape
+        whole = torch.empty(
+            (n * self.tp_size, k) if mode == COLUMN else (n, k * self.tp_size), dtype=weight.dtype, device=weight.device
+        )
+        of_bias = None if bias is None else torch.empty(whole.shape[0], dtype=bias.dtype, device=bias.device)
+        with torch.no_grad():
+            initialize(whole, of_bias, init_method)
+            weight.copy_(self._part(whole, 0 if mode == COLUMN else 1, parts))
+            if bias is not None and of_bias is not None:
+                bias.copy_(self._part(of_bias, 0, parts) if mode == COLUMN else of_bias)
+
+    def _part(self, whole: Tensor, dim: int, parts: int = 1) -> Tensor:
+        """This rank's part of a whole parameter that is cut along `dim`."""
+        if self._tp_group.group is None:
+            raise ArgumentError(
+                f"{type(self).__name__}: parameters of a layer that is cut need to know the rank; give tp_group"
+            )
+        rank = torch.distributed.get_rank(self._tp_group.group)
+        return torch.cat([part.chunk(self.tp_size, dim)[rank] for part in whole.chunk(parts, dim)], dim)
+
+    def _repr_cut(self) -> str:
+        """Returns how a layer is cut, for `print`."""
+        if self.tp_size == 1:
+            return ""
+        modes = "+".join(self._modes.values())
+        return f", {modes}-parallel over {self.tp_size}{', sequence_parallel' if self.sequence_parallel else ''}"
