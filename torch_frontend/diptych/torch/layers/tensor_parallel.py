@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.nn import functional as F
 
 from diptych.common.errors import ShapeError, UnsupportedError
@@ -96,6 +97,7 @@ def bias_in_product(bias: Tensor | None, cut: Cut | None) -> Tensor | None:
 
 
 # --- transport -------------------------------------------------------------------------------------------------------
+# A graph's layouts come from running this code on fake tensors, of which nothing is sent.
 
 
 def gathered(operand: Operand, ranks: int, group: Any) -> Operand:
@@ -116,7 +118,8 @@ def summed(partial: Tensor, ranks: int, group: Any, scatter: bool, bias: Tensor 
     rows = partial.shape[0]
     padded = partial if rows % ranks == 0 else F.pad(partial, (0, 0, 0, -rows % ranks))
     received = torch.empty_like(padded, memory_format=torch.contiguous_format)
-    torch.distributed.all_to_all_single(received, padded.contiguous(), group=group)
+    if not is_fake(received):
+        torch.distributed.all_to_all_single(received, padded.contiguous(), group=group)
     parts = received.view(ranks, -1, *padded.shape[1:])
     total = parts[0].to(torch.float32, copy=True)
     for part in parts[1:]:
@@ -132,7 +135,8 @@ def _gathered_rows(t: Tensor, ranks: int, group: Any) -> Tensor:
     if sent.element_size() == 1:
         sent = sent.view(torch.uint8)  # gloo refuses FP8, and NCCL E8M0 and E2M1
     made = torch.empty((ranks * sent.shape[0], *sent.shape[1:]), dtype=sent.dtype, device=sent.device)
-    _all_gather()(made, sent, group=group)
+    if not is_fake(made):
+        _all_gather()(made, sent, group=group)
     return made.view(t.dtype)
 
 
