@@ -53,6 +53,7 @@ UNPAIRED = {
         "parallel.py": "the public face of `distributed`",
         "primitives/constants.py": "recipes as constants of torch.compile; JAX takes any hashable as a static argument",
         "tensors/quantized_ops.py": "torch's operators on a tensor subclass; JAX's arrays are pytrees",
+        "layers/tensor_parallel.py": "torch's layers call collectives themselves; XLA partitions JAX's",
         "state/autocast.py": "a dynamically scoped recipe, which a jit cache would make stale",
         "state/checkpoint.py": "keeps states and random numbers to recompute with; JAX's remat repeats pure functions",
     },

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from diptych.common.errors import CheckpointError
+from diptych.common.errors import CheckpointError, UnsupportedError
 from diptych.torch.modules.held_state import plain_state_dict
 from diptych.torch.modules.quantized_parameter import QuantizedParameter
 from diptych.torch.modules.stateful import StatefulModule
+from diptych.torch.modules.tensor_parallel import TensorParallelModule
 from diptych.torch.state.scales import check_tree, keys_below
 
 MODEL, MASTERS, OPTIMIZER = "model.", "masters.", "optimizer.state."
@@ -45,10 +46,22 @@ def name_of(key: str) -> str:
     return _WRAPPERS.sub("", key)
 
 
+def require_whole_parameters(op: str, model: nn.Module) -> None:
+    """**Raises** UnsupportedError for parameters that are one rank's part, and do not say so as DTensors do."""
+    for key, module in model.named_modules():
+        if isinstance(module, TensorParallelModule) and module.tp_size > 1:
+            raise UnsupportedError(
+                f"{op}: {key or type(module).__name__} is cut over a tensor-parallel group of {module.tp_size} ranks, and "
+                "its parameters are plain tensors, of which one rank's would stand for all; save each rank's "
+                "model.state_dict() in a file of its own"
+            )
+
+
 class ModelState:
     """A model's state dict, cut into `tensors` that DCP takes and `states` of this rank, both by names."""
 
     def __init__(self, model: nn.Module) -> None:
+        require_whole_parameters("parallel", model)
         self.model = model
         self.keys: dict[str, str] = {}
         self.tensors: dict[str, Any] = {}

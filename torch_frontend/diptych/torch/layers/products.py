@@ -48,7 +48,7 @@ from diptych.torch.layers.quantize import (
     save_for_late,
     saved_for_late,
 )
-from diptych.torch.layers.tensor_parallel import Cut, bias_in_product, whole_input, whole_input_gradient, whole_output
+from diptych.torch.layers.tensor_parallel import ROW, Cut, whole_input, whole_input_gradient, whole_output
 from diptych.torch.layers.weight_gradients import Buffer, overwrites
 from diptych.torch.primitives import gemm as gemm_ops
 from diptych.torch.primitives.checks import TWO_LEVEL
@@ -111,10 +111,12 @@ def fprop(
     a = high_precision(options.module, x) if copies_x[0] is None else copies_x[0]
     b = pick("original", copies_w, weight) if s.plan.weight.rowwise is None else copies_w[0]
     cut, leading = options.cut, x.shape[:-1]
-    y = product("fprop", whole_input(a, cut, options.group), b, bias_in_product(bias, cut), x.dtype, s.plan.options[0])
-    if cut is not None:
+    if cut is None:
+        y = product("fprop", a, b, bias, x.dtype, s.plan.options[0])
+    else:
+        leading, added = (cut.out_rows(x.shape[0]), *x.shape[1:-1]), None if cut.mode == ROW else bias
+        y = product("fprop", whole_input(a, cut, options.group), b, added, x.dtype, s.plan.options[0])
         y = whole_output(y, bias, cut, options.group)
-        leading = (cut.out_rows(x.shape[0]), *x.shape[1:-1])
     if x.dim() != 2:
         # Autograd would refuse to change a view that an op returns in place.
         y = torch.ops.aten._unsafe_view(y, (*leading, y.shape[1]))
@@ -387,8 +389,7 @@ def finished(y: Tensor, s: Schedule, options: Options, rng: Tensor | None) -> Te
 
 
 def result_proto(x: Any, width: Any, s: Schedule, cut: Cut | None = None, first: Cut | None = None) -> TensorProto:
-    """The layout of a layer's result, quantized where the recipe has a quantizer for it. `first`: the cut of a layer
-    between x and this one."""
+    """The layout of a layer's result, quantized where the recipe says so. `first`: how a layer in front is cut."""
     quantizer = None if s.results[0] is None else s.results[0].quantizer
     leading = x.shape[:-1]
     for each in (first, cut):

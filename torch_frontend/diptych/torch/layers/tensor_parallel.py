@@ -91,11 +91,6 @@ def sum_over_tokens(grad: Tensor, cut: Cut | None, group: Any, mode: str) -> Ten
     return summed(grad.unsqueeze(1), cut.ranks, group, False).squeeze(1)
 
 
-def bias_in_product(bias: Tensor | None, cut: Cut | None) -> Tensor | None:
-    """The bias that fprop's product adds: none where it follows the sum over ranks."""
-    return None if cut is not None and cut.mode == ROW else bias
-
-
 # --- transport -------------------------------------------------------------------------------------------------------
 # A graph's layouts come from running this code on fake tensors, of which nothing is sent.
 

@@ -155,7 +155,8 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
         """The options of a layer that runs in high precision."""
         elsewhere = self._weight_gradients
         sink = None if elsewhere is None else elsewhere.of(weight)
-        return Options(self.module_kind, group=self.tp_group, weight_grad=sink, cut=self._cut(layer))
+        cut = self._cut(layer) if self.tp_size > 1 else None
+        return Options(self.module_kind, group=self.tp_group, weight_grad=sink, cut=cut)
 
     def _plain_run(self, weight: Tensor, layer: str = "") -> tuple[Recipe, Options]:
         """The recipe and options by which the op of a norm and a cut layer runs in high precision: it sums the norm's
@@ -218,13 +219,14 @@ class QuantizedModule(TensorParallelModule, StatefulModule):
             else:
                 states, rng, scales, record = self._states_for(s.plan, layer, recipe, x.device, record)
         group = None
-        if recipe.amax_group or self.tp_size > 1:
+        cut = self._cut(layer) if self.tp_size > 1 else None
+        if recipe.amax_group or cut is not None:
             backward = not compiling and torch._C._current_graph_task_id() != -1  # maybe in a thread of its own
             group = self._amax_group(recipe, self._last_groups if backward else STATE.amax_groups)
         gradients = self._weight_gradients
         options = Options(
             self.module_kind, name, save_original_input, record, group, states, scales, None,
-            None if gradients is None else gradients.of(weight), updated, save_original_weight, self._cut(layer),
+            None if gradients is None else gradients.of(weight), updated, save_original_weight, cut,
         )  # fmt: skip
         if cached and not isinstance(weight, QuantizedTensorBase):
             columnwise = self.training or x.requires_grad

@@ -45,6 +45,17 @@ def describe(t: Tensor) -> str:
 def require_tensor(op: str, arg: str, t: Any) -> None:
     if not isinstance(t, Tensor):
         raise ArgumentError(f"{op}: {arg} must be a torch.Tensor, got {type(t).__name__}")
+    require_local(op, arg, t)
+
+
+def require_local(op: str, arg: str, t: Any) -> None:
+    """**Raises** NotImplementedError for a DTensor: run on its shards, an op would quantize each by its own amax."""
+    if type(t).__name__ == "DTensor":  # importing the class takes long
+        raise UnsupportedError(
+            f"{op}: {arg} is a DTensor, and this runs on local tensors: call it inside of "
+            "torch.distributed.tensor.experimental.local_map, with an amax_group where the tensor is cut, or cut "
+            "modules by their parallel_mode and tp_group"
+        )
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -61,6 +72,7 @@ def operand_or_none(name: str, t: Tensor | None) -> Operand | None:
 
 
 def require_high_precision(op: str, arg: str, t: Tensor) -> None:
+    require_local(op, arg, t)
     if t.dtype not in HIGH_PRECISION:
         operands.require_high_precision(op, operand(arg, t))
 
