@@ -54,6 +54,8 @@ def work(rank: int, size: int, device: str, folder: Path, pipe: Connection, pare
     torch.set_num_threads(1)
     gpu = torch.device("cuda", rank) if device == "cuda" else None
     if gpu:
+        # A program that ends badly while it uses multicast can put all GPUs of its host out of use.
+        os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
         torch.cuda.set_device(gpu)
     dist.init_process_group(
         "nccl" if gpu else "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size,

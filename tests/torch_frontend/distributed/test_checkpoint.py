@@ -23,7 +23,9 @@ from torch_frontend.distributed.checkpoint_cases import (
     sharded,
     train,
 )
-from torch_frontend.ranks import needs_gloo
+from torch_frontend.ranks import here, needs_gloo
+
+DEVICES = ("cpu", "cuda")  # of ranks
 
 
 def trained(name: str = "delayed", steps: int = 2, **options: Any) -> tuple[nn.Module, Any]:
@@ -305,7 +307,7 @@ def on_rank(rank: int, groups: Any) -> dict[str, Any]:
     both, again = sharded("delayed", rank, seed=1)
     dt.parallel.load(folder / "alone", both, again)
     made["1 to 2"] = differing(content(both, again), content(net, optimizer))
-    wrapped = model(seed=1)
+    wrapped = model(seed=1).to(here())
     again = optimizer_of(wrapped)
     dt.parallel.load(folder / "alone", nn.parallel.DistributedDataParallel(wrapped), again)
     made["1 to 2"] += differing(content(wrapped, again), content(net, optimizer))
