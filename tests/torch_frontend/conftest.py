@@ -26,10 +26,12 @@ def pool(tmp_path_factory):
     return pool_of_run(tmp_path_factory)
 
 
-@pytest.fixture
-def two_gpus():
-    if reason := hardware.cuda_missing(2):
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def on(request):
+    """The type of the devices on which two ranks compute."""
+    if request.param == "cuda" and (reason := hardware.cuda_missing(2)):
         pytest.skip(reason)
+    return request.param
 
 
 def pytest_generate_tests(metafunc):
@@ -38,8 +40,8 @@ def pytest_generate_tests(metafunc):
         module = metafunc.module
         worlds = itertools.product(getattr(module, "WORLD_SIZES", (2,)), getattr(module, "DEVICES", ("cpu",)))
         params = [
-            pytest.param((size, on), id=f"{size} on {on}", marks=[pytest.mark.cuda] if on == "cuda" else [])
-            for size, on in worlds
+            pytest.param(world, id=f"{world[0]} on {world[1]}", marks=[pytest.mark.cuda] if "cuda" in world else [])
+            for world in worlds
         ]
         metafunc.parametrize("ranks", params, indirect=True, scope="module")
 

@@ -8,6 +8,7 @@ starts it anew. Ranks on the CPU are forks of this program, so that all of them 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import os
 import signal
@@ -151,6 +152,9 @@ def serve(folder: Path, tests: int) -> None:
         print(listener.address, flush=True)
         for module in ("diptych.torch", "torch._dynamo", "torch.distributed.tensor", "pytest"):
             importlib.import_module(module)
+        gc.collect()
+        gc.freeze()  # forks collect little garbage, and share what was imported
+        gc.set_threshold(100_000, 20, 50)
         while True:
             asked = listener.accept()
             try:
