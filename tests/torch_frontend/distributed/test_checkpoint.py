@@ -372,3 +372,26 @@ def test_an_error_on_one_rank_is_named_on_both(ranks):
     assert other["group"] == "ValueError: rank 1 is not in the process group that it was given"
     assert "cannot be written" in one["export"] and "(rank 0)" in one["export"]
     assert os.listdir(Path(ranks[0]["folder"]) / "errors") != []
+
+
+def moved(rank: int, groups: Any, folder: str, before: int) -> dict[str, Any]:
+    """Goes on from the checkpoint of another number of ranks, and saves."""
+    net, optimizer = sharded("delayed", rank, seed=1)
+    dt.parallel.load(f"{folder}/{before}", net, optimizer)
+    loaded = content(net, optimizer)
+    train(net, optimizer, range(before, before + 2), rank=rank)
+    dt.parallel.save(f"{folder}/{dist.get_world_size()}", net, optimizer, step=before + 2)
+    return {"loaded": loaded, "saved": content(net, optimizer)}
+
+
+@needs_gloo
+def test_four_ranks_take_the_checkpoint_of_one_and_two_that_of_four(pool, tmp_path):
+    net, optimizer = trained()
+    dt.parallel.save(tmp_path / "1", net, optimizer, step=2)
+    saved = content(net, optimizer)
+    for before, ranks in ((1, 4), (4, 2)):
+        made = pool.run(f"{__name__}:moved", str(tmp_path), before, size=ranks, into=tmp_path / "made")
+        for of_rank in made:
+            unlike = differing(of_rank["loaded"], saved)
+            assert all("scale_states" in name for name in unlike) and (before > 1 or not unlike), unlike
+        saved = made[0]["saved"]
