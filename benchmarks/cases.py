@@ -76,7 +76,7 @@ SECTIONS = {
         Section("compiled", "cuda", (*LAYER, *TORCH), seconds=60),
         Section("llama", "cuda", (*LAYER, *TORCH), LAYER_OPS, 150),
         Section("jax", "cuda", (*LAYER, *JAX), LAYER_OPS, 120),
-        Section("several", "gpus", (*LAYER, *TORCH, *GATHERS), LAYER_OPS, 200),
+        Section("several", "gpus", (*LAYER, *TORCH, *GATHERS), LAYER_OPS, 170),
         Section("rule", "cuda", PRODUCTS, ("gemm",), 600, default=False),
         Section("cpu", "cpu", ("core_cuda/cpu/**/*", *TORCH), seconds=600),
         Section("memory", "cpu", ("core_cuda/cpu/**/*", *TORCH), seconds=600),
