@@ -1,10 +1,11 @@
 """Measures the project beside ceilings and peers, and writes docs/performance.md.
 
-    python -m benchmarks [--only SECTION ...] [--device cuda] [--out DIR] [--quick] [--library FILE] [--check]
+    python -m benchmarks [--only SECTION ...] [--device cuda|gpus|cpu] [--out DIR] [--quick] [--library FILE] [--check]
     python -m benchmarks render [--check]
 
 A case that fails becomes a row that says why, the others go on, and the exit status is 1. DIR/suite.json is written
-after each section; render shows the files of benchmarks/results. `rule` runs only where --only names it.
+after each section; render shows the files of benchmarks/results. `rule` runs only where --only names it. `gpus` are two
+GPUs of one host.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import render, results
-from benchmarks.cases import SECTIONS, Section, cases_of, chosen
+from benchmarks.cases import RANKS, SECTIONS, Section, cases_of, chosen
 from benchmarks.sources import ROOT, code, digest
 
 QUICK = 0.6  # of a section's time
@@ -44,7 +45,7 @@ def measure(section: Section, quick: bool, peers: dict[str, Any]) -> list[result
             fresh.append(results.failed(case, "", error))
         rows += fresh
         print(f"{results.table(fresh)}\n{time.perf_counter() - start:.1f} s\n", flush=True)
-        if section.device == "cuda":
+        if section.device != "cpu":
             import torch
 
             torch.cuda.empty_cache()
@@ -70,7 +71,11 @@ def arguments(argv: list[str]) -> tuple[argparse.ArgumentParser, argparse.Namesp
     )
     parser.add_argument("command", nargs="?", choices=("run", "render"), default="run")
     parser.add_argument("--only", nargs="+", choices=list(SECTIONS), metavar="SECTION", help=", ".join(SECTIONS))
-    parser.add_argument("--device", choices=("cuda", "cpu"), help="by default cuda, where there is a GPU")
+    parser.add_argument(
+        "--device",
+        choices=("cuda", "gpus", "cpu"),
+        help="by default cuda, where there is a GPU, or that of the sections named",
+    )
     parser.add_argument("--out", type=Path, help="folder for suite.json, by default benchmarks/results/MACHINE")
     parser.add_argument("--quick", action="store_true", help="fewer cases, in three fifths of the time")
     parser.add_argument("--library", type=Path, help="DeepGEMM's kernels (python -m benchmarks.peers.deepgemm)")
@@ -84,8 +89,9 @@ def arguments(argv: list[str]) -> tuple[argparse.ArgumentParser, argparse.Namesp
         return parser, args
     if args.library and not args.library.is_file():
         parser.error(f"--library: {args.library} is no file")
-    if args.device is None and args.only and {SECTIONS[s].device for s in args.only} == {"cpu"}:
-        args.device = "cpu"
+    devices = {SECTIONS[s].device for s in args.only or ()}
+    if args.device is None and len(devices) == 1:
+        args.device = devices.pop()
     return parser, args
 
 
@@ -103,8 +109,11 @@ def main(argv: list[str] | None = None) -> int:
     device = args.device or ("cuda" if able else "cpu")
     if other := [s for s in args.only or () if SECTIONS[s].device != device]:
         parser.error(f"--only: {', '.join(other)} is not measured on {device}; see --device")
-    if device == "cuda" and not able:
+    if device != "cpu" and not able:
         print("benchmarks: needs a GPU and a build with CUDA; see `diptych doctor`", file=sys.stderr)
+        return 1
+    if device == "gpus" and torch.cuda.device_count() < RANKS:
+        print(f"benchmarks: needs {RANKS} GPUs", file=sys.stderr)
         return 1
     if differing := foreign():
         print(f"benchmarks: the installed diptych is not this checkout's: {', '.join(differing[:3])}", file=sys.stderr)

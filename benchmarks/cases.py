@@ -12,6 +12,7 @@ from diptych.common import FORMATS, RECIPES
 class Section(NamedTuple):
     """A part of the suite, measured by the module of its name in `benchmarks.sections`.
 
+    `device`: "cuda", "gpus" (two GPUs of one host) or "cpu".
     `sources`: patterns of files whose code decides the figures; C++ files bring the files that they include.
     `ops`: the ops whose rows of the kernel table decide which kernel runs.
     `seconds`: the time after which the section starts no further case.
@@ -50,6 +51,10 @@ TORCH = (
 )
 LAYER = (*PRODUCTS, *QUANTIZE, f"{CUDA}/norm/*", f"{CUDA}/activation/*", f"{CUDA}/source/*", f"{CUDA}/scale_update/*")
 LAYER_OPS = ("gemm", "quantize", "amax", "norm", "norm_grad", "activation", "activation_grad", "scale_update")
+GATHERS = tuple(
+    f"torch_frontend/diptych/torch/distributed/{name}.py"
+    for name in ("amaxes", "columnwise", "prepare", "sharded_weight")
+)
 JAX = ("jax_frontend/**/*", "common/diptych/common/**/*.py")
 
 SECTIONS = {
@@ -71,6 +76,7 @@ SECTIONS = {
         Section("compiled", "cuda", (*LAYER, *TORCH), seconds=60),
         Section("llama", "cuda", (*LAYER, *TORCH), LAYER_OPS, 150),
         Section("jax", "cuda", (*LAYER, *JAX), LAYER_OPS, 120),
+        Section("several", "gpus", (*LAYER, *TORCH, *GATHERS), LAYER_OPS, 170),
         Section("rule", "cuda", PRODUCTS, ("gemm",), 600, default=False),
         Section("cpu", "cpu", ("core_cuda/cpu/**/*", *TORCH), seconds=600),
         Section("memory", "cpu", ("core_cuda/cpu/**/*", *TORCH), seconds=600),
@@ -98,6 +104,8 @@ DECODED = ("mxfp8", PACKED)
 TRAINED = (*FP8, "fp8-delayed", *DECODED)
 STACKS = ("fp8-current fused", "fp8-block fused", "fp8-current linears", "mxfp8 fused", "fp8-delayed fused",
           "fp8-block linears", f"{PACKED} fused")  # fmt: skip
+RANKS = 2  # of the section `several`
+ALONE, PLAIN_GATHER = "one GPU", "bf16 gather"
 MOVES = ("permute", "permute, map built before", "permute, padded, probs", "unpermute", "gradient of permute",
          "gradient of unpermute")  # fmt: skip
 E5M2 = tuple(f.name for f in FORMATS if f.element == "float8_e5m2")
@@ -141,6 +149,9 @@ def _cases() -> Iterable[Case]:
     for mode, names in (("default", TRAINED), ("reduce-overhead", TRAINED[:3])):
         yield Case("compiled", mode, TINY, names)
     yield Case("llama", "torch", (4, 4096, 4096), STACKS)
+    yield Case("several", "gathers", (1, 1024, 4096), (*FP8, DECODED[0]))
+    yield Case("several", "reductions", (1, 1024, 4096))
+    yield Case("several", "weak scaling", (4, 4096, 4096), ("bf16", *FP8, DECODED[0]), quick=False)
     yield Case("jax", "fprop", (8192, 8192, 8192), ("fp8-current", "fp8-block"))
     yield Case("jax", "stack", (4, 4096, 4096), FP8)
     for recipe, what in itertools.product(FP8, ("fprop", "dgrad", "wgrad", "wgrad float32")):
@@ -218,6 +229,11 @@ def _goals() -> Iterable[Goal]:
     for name in TRAINED[:3]:
         yield Goal(f"compiled step, captured, {name}, of nn.Linear", "compiled", ("reduce-overhead",), name,
                    "nn.Linear", 1.3, 1.3, less="us")  # fmt: skip
+    for name in ("bf16", *FP8, DECODED[0]):
+        yield Goal(f"two GPUs, {name}, of {ALONE}", "several", ("weak scaling",), name, f"{name} {ALONE}", 0.95, 0.95)
+    for name in (*FP8, DECODED[0]):
+        yield Goal(f"two GPUs, few tokens, {name}, of a {PLAIN_GATHER}", "several", ("gathers",), name,
+                   f"{name} {PLAIN_GATHER}", 1.05, 1.05)  # fmt: skip
     for name in TRAINED[:4]:
         yield Goal(f"SwiGLU or norm and quantize, {name}, of copy", "fused", ("norm", "swiglu", "gradient of swiglu"),
                    name, "copy", 0.75, 0.88)  # fmt: skip

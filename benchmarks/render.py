@@ -19,7 +19,7 @@ from benchmarks.sources import ROOT, digest
 
 DOCS = ROOT / "docs"
 PAGE, TEXT = DOCS / "performance.md", Path(__file__).parent / "page.md"
-FOLDERS = {"cuda": "h200", "cpu": "cpu"}  # of results
+FOLDERS = {"cuda": "h200", "gpus": "h100-x2", "cpu": "cpu"}  # of results
 
 
 class Shown:
@@ -65,14 +65,14 @@ class Page:
         return section in self.shown.rows
 
     def missing(self, section: str) -> str:
-        device = "" if SECTIONS[section].device == "cuda" else " --device cpu"
+        device = " --device cpu" if SECTIONS[section].device == "cpu" else ""
         return f"Nothing here was measured with the present sources: `python -m benchmarks{device} --only {section}`."
 
     def source(self, section: str) -> str:
         """Says how and where a section was measured, and what failed."""
         held = self.shown.runs[section]
         env = held["environment"]
-        device = "" if SECTIONS[section].device == "cuda" else " --device cpu"
+        device = " --device cpu" if SECTIONS[section].device == "cpu" else ""
         said = f"`python -m benchmarks{device} --only {section}` at {env['commit']}"
         failed = [r for r in self.shown.rows[section] if "failed" in r]
         if failed:
@@ -88,7 +88,9 @@ class Page:
             if SECTIONS[name].device == device:
                 env = held["environment"]
                 versions = ", ".join(f"{k} {v}" for k, v in env["versions"].items() if k != "diptych")
-                where = env.get("gpu", env["machine"]) + (f", CUDA {env['cuda']}" if "cuda" in env else "")
+                where = f"{env.get('gpus', '')} {env.get('gpu', env['machine'])}".strip() + (
+                    f", CUDA {env['cuda']}" if "cuda" in env else ""
+                )
                 lt = f", cuBLASLt {env['cublaslt']}" if env.get("cublaslt") else ""
                 found[f"{where}{lt}, Python {env['python']}, {versions}"] = None
         return "; ".join(found) or "nothing was measured with the present sources"

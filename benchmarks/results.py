@@ -11,7 +11,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from benchmarks.cases import Case
+from benchmarks.cases import RANKS, Case
 
 FOLDER = Path(__file__).parent / "results"
 FILE = "suite.json"
@@ -40,18 +40,20 @@ def environment(device: str) -> dict[str, Any]:
         "build": dict(core.build_info()),
         "threads": core.get_num_threads(),
     }
-    if device == "cuda":
+    if device != "cpu":
         import torch
 
         found |= {"gpu": torch.cuda.get_device_name(0), "cuda": torch.version.cuda, **dict(core.cuda_info())}
+        found |= {"gpus": RANKS} if device == "gpus" else {}
     return found
 
 
 def machine(env: dict[str, Any]) -> str:
-    """Returns the name of the folder of results, such as h200."""
-    return (
-        re.sub(r"[^a-z0-9]+", "-", env["gpu"].lower().removeprefix("nvidia ")).split("-")[0] if "gpu" in env else "cpu"
-    )
+    """Returns the name of the folder of results, such as h200, or h100-x2 for two of them."""
+    if "gpu" not in env:
+        return "cpu"
+    name = re.sub(r"[^a-z0-9]+", "-", env["gpu"].lower().removeprefix("nvidia ")).split("-")[0]
+    return f"{name}-x{env['gpus']}" if "gpus" in env else name
 
 
 def load(folder: Path) -> dict[str, Any]:

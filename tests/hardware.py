@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 
-def cuda_missing() -> str:
-    """Returns why CUDA cases cannot run here, or an empty string."""
+def cuda_missing(gpus: int = 1) -> str:
+    """Returns why CUDA cases that need so many GPUs cannot run here, or an empty string."""
     from diptych import core
 
     if not core.build_info()["cuda"]:
         return "this build has no CUDA backend"
-    if not core.cuda_info()["archs"]:
+    found = len(core.cuda_info()["archs"])
+    if not found:
         return "this machine has no GPU"
-    return ""
+    return f"{gpus} GPUs are needed, this machine has {found}" if found < gpus else ""

@@ -25,6 +25,9 @@ SMALL = (
     Case("fused", "gradient of norm", (128, 256)),
     Case("linear", "Linear", (128, 128, 256), ("fp8-current",)),
     Case("linear", "GroupedLinear", (4, 128, 128, 256), ("mxfp8",)),
+    Case("several", "gathers", (1, 32, 512), ("fp8-current",)),
+    Case("several", "reductions", (1, 32, 512)),
+    Case("several", "weak scaling", (1, 32, 512), ("mxfp8",)),
     Case("permute", "index", (128, 256, 8, 2)),
     Case("permute", "quantize both", (128, 256, 8, 2), ("mxfp8_e4m3",)),
 )
@@ -46,6 +49,7 @@ def suite_of(section: str, stamp: str) -> dict:
 @pytest.fixture
 def on_the_cpu(monkeypatch):
     monkeypatch.setattr(room, "DEVICE", "cpu")
+    monkeypatch.setattr(importlib.import_module("benchmarks.sections.several"), "BACKEND", "aot_eager")
     for name in ("quantize", "fused"):
         monkeypatch.setattr(importlib.import_module(f"benchmarks.sections.{name}"), "COPY", 1 << 12)
 
@@ -57,7 +61,13 @@ def test_the_case_table_is_consistent():
         assert cases_of(section.name, quick=True), section.name
         assert sources.files(section), section.name
         importlib.import_module(f"benchmarks.sections.{section.name}")
-    known = {*MOVES, *RECIPES, *quantizers(), *(f"{r} {kind}" for r in RECIPES for kind in ("fused", "linears"))}
+    known = {
+        "bf16",
+        *MOVES,
+        *RECIPES,
+        *quantizers(),
+        *(f"{r} {kind}" for r in RECIPES for kind in ("fused", "linears")),
+    }
     assert {name for c in CASES for name in c.names} <= known
 
 

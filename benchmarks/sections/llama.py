@@ -94,6 +94,13 @@ def stack(block: type[nn.Module], case: Case) -> nn.Sequential:
         return nn.Sequential(*[block(width, length) for _ in range(BLOCKS)]).to(torch.bfloat16)
 
 
+def fused(case: Case) -> nn.Sequential:
+    made = stack(FusedBlock, case)
+    for own, its in zip(made, stack(PlainBlock, case), strict=True):
+        own.load(its)
+    return made
+
+
 def contestants(case: Case, peers: dict[str, Any]) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yields (name, a function that returns the model and its recipe), what matters most first."""
     yield "bf16", lambda: (stack(PlainBlock, case), None)
@@ -106,13 +113,9 @@ def contestants(case: Case, peers: dict[str, Any]) -> Iterator[tuple[str, Callab
         recipe = copy.deepcopy(RECIPES[recipe_name])
 
         def make() -> Any:
-            plain = stack(PlainBlock, case)
             if kind == "linears":
-                return dt.convert(plain, recipe), recipe
-            made = stack(FusedBlock, case)
-            for own, its in zip(made, plain, strict=True):
-                own.load(its)
-            return made, recipe
+                return dt.convert(stack(PlainBlock, case), recipe), recipe
+            return fused(case), recipe
 
         return make
 

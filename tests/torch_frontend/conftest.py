@@ -1,6 +1,10 @@
 """Fixtures of torch's tests."""
 
+import itertools
+
 import pytest
+
+import hardware
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -22,10 +26,24 @@ def pool(tmp_path_factory):
     return pool_of_run(tmp_path_factory)
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def on(request):
+    """The type of the devices on which two ranks compute."""
+    if request.param == "cuda" and (reason := hardware.cuda_missing(2)):
+        pytest.skip(reason)
+    return request.param
+
+
 def pytest_generate_tests(metafunc):
-    """`ranks` is tried in each world that the module names, else in one of two."""
-    if "ranks" in metafunc.fixturenames and hasattr(metafunc.module, "WORLD_SIZES"):
-        metafunc.parametrize("ranks", metafunc.module.WORLD_SIZES, indirect=True, scope="module")
+    """`ranks` is tried in each world of the module's WORLD_SIZES and DEVICES, else in one of two on the CPU."""
+    if "ranks" in metafunc.fixturenames:
+        module = metafunc.module
+        worlds = itertools.product(getattr(module, "WORLD_SIZES", (2,)), getattr(module, "DEVICES", ("cpu",)))
+        params = [
+            pytest.param(world, id=f"{world[0]} on {world[1]}", marks=[pytest.mark.cuda] if "cuda" in world else [])
+            for world in worlds
+        ]
+        metafunc.parametrize("ranks", params, indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module")
@@ -33,8 +51,11 @@ def ranks(request, pool):
     """The results of `on_rank(rank, groups)` of the test's module, by rank."""
     from torch_frontend.ranks import RankError
 
+    size, device = request.param
+    if device == "cuda" and (reason := hardware.cuda_missing(size)):
+        pytest.skip(reason)
     try:
-        return pool.once(request.module, getattr(request, "param", 2))
+        return pool.once(request.module, size, device)
     except RankError as error:
         said = str(error)
     pytest.fail(said, pytrace=False)

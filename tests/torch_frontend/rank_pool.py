@@ -8,6 +8,7 @@ starts it anew. Ranks on the CPU are forks of this program, so that all of them 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import importlib
 import os
 import signal
@@ -54,6 +55,8 @@ def work(rank: int, size: int, device: str, folder: Path, pipe: Connection, pare
     torch.set_num_threads(1)
     gpu = torch.device("cuda", rank) if device == "cuda" else None
     if gpu:
+        # A program that ends badly while it uses multicast can put all GPUs of its host out of use.
+        os.environ |= {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
         torch.cuda.set_device(gpu)
     dist.init_process_group(
         "nccl" if gpu else "gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=size,
@@ -149,6 +152,9 @@ def serve(folder: Path, tests: int) -> None:
         print(listener.address, flush=True)
         for module in ("diptych.torch", "torch._dynamo", "torch.distributed.tensor", "pytest"):
             importlib.import_module(module)
+        gc.collect()
+        gc.freeze()  # forks collect little garbage, and share what was imported
+        gc.set_threshold(100_000, 20, 50)
         while True:
             asked = listener.accept()
             try:

@@ -21,6 +21,11 @@ from torch_frontend.rank_pool import SECONDS, Call
 needs_gloo = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="torch has no gloo")
 
 
+def here() -> str:
+    """Returns the type of the device that ranks compute on, on one of them."""
+    return "cuda" if dist.get_backend() == "nccl" else "cpu"
+
+
 class RankError(Exception):
     """What went wrong on ranks: a traceback, or where a rank was when its time ended."""
 
@@ -38,7 +43,8 @@ class Pool:
     ) -> list[Any]:
         """Calls `function` ("module:name") on each rank with (rank, groups, *given).
 
-        **Returns** its results by rank; they are saved at `into` with the world's size and the rank in the name.
+        **Returns** its results by rank, with tensors on the CPU; they are saved at `into` with the world's size and the
+        rank in the name.
 
         **Raises** RankError with each failed rank's traceback, or where it was after `seconds`.
         """
@@ -53,9 +59,10 @@ class Pool:
             raise RankError("\n".join(f"rank {rank} of {size}: {text}" for rank, text in sorted(wrong.items())))
         return self._results(call)
 
-    def once(self, module: ModuleType, size: int) -> list[Any]:
+    def once(self, module: ModuleType, size: int, device: str = "cpu") -> list[Any]:
         """Returns by rank what `on_rank(rank, groups)` of a module returns, which one worker of a run computes."""
-        call = Call(f"{module.__name__}:on_rank", (), size, "cpu", SECONDS, str(self.folder / module.__name__))
+        into = str(self.folder / f"{module.__name__}.{device}")
+        call = Call(f"{module.__name__}:on_rank", (), size, device, SECONDS, into)
         failed = Path(f"{call.into}.{size}.failed")
         with FileLock(f"{call.into}.{size}.lock"):
             if failed.exists():
@@ -63,14 +70,14 @@ class Pool:
             if all(call.result(rank).exists() for rank in range(size)):
                 return self._results(call)
             try:
-                return self.run(call.function, into=Path(call.into), size=size)
+                return self.run(call.function, into=Path(call.into), size=size, device=device)
             except RankError as error:
                 failed.write_text(str(error))
                 raise
 
     @staticmethod
     def _results(call: Call) -> list[Any]:
-        return [torch.load(call.result(rank), weights_only=True) for rank in range(call.size)]
+        return [torch.load(call.result(rank), "cpu", weights_only=True) for rank in range(call.size)]
 
     @property
     def _log(self) -> Path:

@@ -10,6 +10,7 @@ from torch import nn
 
 import diptych.torch as dt
 from diptych.common import RECIPES, DelayedScaling, NVFP4BlockScaling
+from torch_frontend.ranks import here
 
 D = 64
 TRAINED = {
@@ -41,8 +42,8 @@ def sharded(name: str, rank: int, seed: int = 0, gathered: bool = True) -> tuple
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    net = dt.prepare(model(name, seed), TRAINED[name])
+    mesh = init_device_mesh(here(), (dist.get_world_size(),))
+    net = dt.prepare(model(name, seed).to(here()), TRAINED[name])
     if name == "nvfp4":
         dt.seed_rng(net, 10 * seed + rank)
     for block in net.children():
@@ -54,19 +55,20 @@ def sharded(name: str, rank: int, seed: int = 0, gathered: bool = True) -> tuple
 
 
 def train(net: nn.Module, optimizer: Any, steps: range, name: str = "delayed", rank: int = 0) -> None:
+    weight = next(net.parameters())
     for step in steps:
         x = torch.randn(32, D, generator=torch.Generator().manual_seed(1000 * rank + step)) * (1 + step % 3)
         for g in optimizer.param_groups:
             g["lr"] = 1e-2 / (1 + step)
         with dt.autocast(recipe=TRAINED[name]):
-            y = net(x.to(next(net.parameters()).dtype))
+            y = net(x.to(weight.device, weight.dtype))
         y.float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
 def content(net: nn.Module, optimizer: Any = None) -> dict[str, torch.Tensor]:
-    """All that a run depends on, each tensor whole."""
+    """All that a run depends on, each tensor whole, on the CPU."""
     state: dict[str, Any] = dict(dt.plain_state_dict(net))
     names = {p: name for name, p in net.named_parameters()}
     for p, kept in () if optimizer is None else optimizer.state.items():
@@ -76,7 +78,7 @@ def content(net: nn.Module, optimizer: Any = None) -> dict[str, torch.Tensor]:
     for name, p in net.named_parameters():
         if getattr(p, "main_param", None) is not None:
             state[f"{name}.main"] = p.main_param
-    return {k: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().clone() for k, t in state.items()}
+    return {k: (t.full_tensor() if hasattr(t, "full_tensor") else t).detach().cpu().clone() for k, t in state.items()}
 
 
 def differing(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:

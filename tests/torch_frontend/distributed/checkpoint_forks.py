@@ -3,7 +3,6 @@ cannot be one of the tests' own, and one that imports anew takes seconds.
 
     python -m torch_frontend.distributed.checkpoint_forks kill <folder> <ranks> <times> <seed>
     python -m torch_frontend.distributed.checkpoint_forks points <folder>
-    python -m torch_frontend.distributed.checkpoint_forks reshard <folder>
 """
 
 from __future__ import annotations
@@ -57,16 +56,16 @@ def joined(pids: list[int]) -> list[int]:
     return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
 
 
-def made(ranks: int, rank: int, seed: int = 0) -> tuple[nn.Module, Any]:
+def made(ranks: int, rank: int) -> tuple[nn.Module, Any]:
     if ranks > 1:
-        return sharded("delayed", rank, seed)
-    net = model("delayed", seed)
+        return sharded("delayed", rank)
+    net = model("delayed")
     return net, optimizer_of(net)
 
 
 def run(folder: Path, ranks: int, rank: int, until: int, saves: bool = True, keep: int = 2) -> None:
     """Trains from the last complete checkpoint on, and saves after each step. A run without saves writes its end."""
-    net, optimizer = made(ranks, rank, seed=0)
+    net, optimizer = made(ranks, rank)
     begin = 0
     if saves:
         try:
@@ -173,31 +172,8 @@ def points(folder: Path) -> str:
     return f"killed before each of {count} calls"
 
 
-def reshard(folder: Path) -> str:
-    """1 -> 4 -> 2 -> 1 ranks: each takes the checkpoint of those before."""
-
-    def moved(rank: int, before: int, ranks: int) -> None:
-        net, optimizer = made(ranks, rank, seed=1)
-        if before:
-            dt.parallel.load(folder / str(before), net, optimizer)
-            torch.save(content(net, optimizer), folder / f"{before} to {ranks}.{rank}.pt")
-        train(net, optimizer, range(before, before + 2), rank=rank)
-        dt.parallel.save(folder / str(ranks), net, optimizer, step=ranks)
-        torch.save(content(net, optimizer), folder / f"{ranks}.{rank}.pt")
-
-    steps = ((0, 1), (1, 4), (4, 2))
-    for before, ranks in steps:
-        assert joined(forked(folder, ranks, lambda rank: moved(rank, before, ranks))) == [0] * ranks  # noqa: B023
-    for before, ranks in steps[1:]:
-        there = torch.load(folder / f"{before}.0.pt")
-        for rank in range(ranks):
-            unlike = differing(torch.load(folder / f"{before} to {ranks}.{rank}.pt"), there)
-            assert all("scale_states" in name for name in unlike) and (before > 1 or not unlike), unlike
-    return "1 to 4 to 2"
-
-
 if __name__ == "__main__":
     torch.set_num_threads(1)
     made(1, 0)  # the first optimizer imports what torch imports late
     what, where, *numbers = sys.argv[1:]
-    print({"kill": kill, "points": points, "reshard": reshard}[what](Path(where), *map(int, numbers)))
+    print({"kill": kill, "points": points}[what](Path(where), *map(int, numbers)))

@@ -23,7 +23,9 @@ from torch_frontend.distributed.checkpoint_cases import (
     sharded,
     train,
 )
-from torch_frontend.ranks import needs_gloo
+from torch_frontend.ranks import here, needs_gloo
+
+DEVICES = ("cpu", "cuda")  # of ranks
 
 
 def trained(name: str = "delayed", steps: int = 2, **options: Any) -> tuple[nn.Module, Any]:
@@ -305,7 +307,7 @@ def on_rank(rank: int, groups: Any) -> dict[str, Any]:
     both, again = sharded("delayed", rank, seed=1)
     dt.parallel.load(folder / "alone", both, again)
     made["1 to 2"] = differing(content(both, again), content(net, optimizer))
-    wrapped = model(seed=1)
+    wrapped = model(seed=1).to(here())
     again = optimizer_of(wrapped)
     dt.parallel.load(folder / "alone", nn.parallel.DistributedDataParallel(wrapped), again)
     made["1 to 2"] += differing(content(wrapped, again), content(net, optimizer))
@@ -370,3 +372,26 @@ def test_an_error_on_one_rank_is_named_on_both(ranks):
     assert other["group"] == "ValueError: rank 1 is not in the process group that it was given"
     assert "cannot be written" in one["export"] and "(rank 0)" in one["export"]
     assert os.listdir(Path(ranks[0]["folder"]) / "errors") != []
+
+
+def moved(rank: int, groups: Any, folder: str, before: int) -> dict[str, Any]:
+    """Goes on from the checkpoint of another number of ranks, and saves."""
+    net, optimizer = sharded("delayed", rank, seed=1)
+    dt.parallel.load(f"{folder}/{before}", net, optimizer)
+    loaded = content(net, optimizer)
+    train(net, optimizer, range(before, before + 2), rank=rank)
+    dt.parallel.save(f"{folder}/{dist.get_world_size()}", net, optimizer, step=before + 2)
+    return {"loaded": loaded, "saved": content(net, optimizer)}
+
+
+@needs_gloo
+def test_four_ranks_take_the_checkpoint_of_one_and_two_that_of_four(pool, tmp_path):
+    net, optimizer = trained()
+    dt.parallel.save(tmp_path / "1", net, optimizer, step=2)
+    saved = content(net, optimizer)
+    for before, ranks in ((1, 4), (4, 2)):
+        made = pool.run(f"{__name__}:moved", str(tmp_path), before, size=ranks, into=tmp_path / "made")
+        for of_rank in made:
+            unlike = differing(of_rank["loaded"], saved)
+            assert all("scale_states" in name for name in unlike) and (before > 1 or not unlike), unlike
+        saved = made[0]["saved"]

@@ -34,8 +34,3 @@ def test_two_ranks_killed_at_twenty_moments(tmp_path):
 @pytest.mark.slow
 def test_killed_before_each_call_that_changes_files(tmp_path):
     assert "killed before each of" in forks("points", tmp_path)
-
-
-@needs_gloo
-def test_four_ranks_take_the_checkpoint_of_one_and_two_that_of_four(tmp_path):
-    assert "1 to 4 to 2" in forks("reshard", tmp_path)

@@ -77,8 +77,8 @@ def test_two_processes_of_their_own(backend: str, every: str, pool: Pool, tmp_pa
     pool.run(f"{__name__}:on_rank", backend, "cpu", every, into=tmp_path / "made")
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="NCCL takes two GPUs")
+@pytest.mark.parametrize("on", [pytest.param("cuda", marks=pytest.mark.cuda)], indirect=True)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_two_gpus(backend: str, pool: Pool, tmp_path: Path) -> None:
+def test_two_gpus(on: str, backend: str, pool: Pool, tmp_path: Path) -> None:
     every = "every module" if backend == "aot_eager" else ""
-    pool.run(f"{__name__}:on_rank", backend, "cuda", every, into=tmp_path / "made", device="cuda")
+    pool.run(f"{__name__}:on_rank", backend, on, every, into=tmp_path / "made", device=on)
