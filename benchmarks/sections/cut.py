@@ -1,7 +1,7 @@
 """Two GPUs of one host: the blocks of `llama` cut over a tensor-parallel group of two, forward and backward.
 
-- A recipe's name alone: sequence parallelism; a GPU has half of the sequences between the cut pairs of layers, and gathers
-  carry bytes and scales in the recipe's format.
+- A recipe's name alone: sequence parallelism; a GPU has half of the sequences between the cut pairs of layers, and
+  gathers carry bytes and scales in the recipe's format.
 - "tensor parallel": every GPU has all tokens there, and bfloat16 travels alone.
 - "half, one GPU": the same modules and tokens with half of the heads and of the width, and nothing exchanged.
 
