@@ -1,7 +1,8 @@
 """Arguments that modules and functions have in TransformerEngine but not in diptych.
 
 An argument is accepted with the value that turns its feature off. Arguments that diptych has too (`params_dtype`,
-`init_method`, `return_bias`; `tp_group` and the like of dense layers) are parameters of the modules themselves. Arguments without effect warn once per process.
+`init_method`, `return_bias`; of dense layers `tp_group` and the like) are parameters of the modules themselves.
+Arguments without effect warn once per process.
 """
 
 from __future__ import annotations

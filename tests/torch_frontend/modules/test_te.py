@@ -80,7 +80,7 @@ def test_constructors_refuse(name, argument, error, words):
 def test_modules_without_tensor_parallelism_refuse_it():
     cls, sizes, _ = MODULES["GroupedLinear"]
     for argument in ({"tp_size": 2}, {"sequence_parallel": True}):
-        with pytest.raises(UnsupportedError, match="GroupedLinear: .* must be .*not cut over a tensor-parallel group"):
+        with pytest.raises(UnsupportedError, match=r"GroupedLinear: .* must be .*not cut over a tensor-parallel group"):
             cls(*sizes, **argument)
 
 
