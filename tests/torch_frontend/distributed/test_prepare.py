@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -12,183 +11,37 @@ from torch import nn
 import diptych.torch as dt
 from diptych.common import RECIPES, Float8CurrentScaling, NVFP4BlockScaling, NVFP4Quantizer, QuantizerRole
 from diptych.common.errors import ArgumentError, ShapeError, UnsupportedError
-from diptych.common.layers.plan import held_quantizer
-from diptych.torch.modules.quantized_parameter import QuantizedParameter
+from torch_frontend.distributed.prepare_cases import Case, check, train_sharded
 from torch_frontend.ranks import needs_gloo
 from torch_frontend.tools import normal
 
 pytestmark = needs_gloo
-RANKS, STEPS, D = 2, 3, 256
+D = 256
 CASES = {
-    **{f"{name}, resharded": (name, {}) for name in RECIPES},
-    **{f"{name}, kept": (name, {"reshard": False}) for name in ("fp8-current", "mxfp8", "nvfp4")},
-    **{f"{name}, float32 masters": (name, {"mixed": True}) for name in ("fp8-current", "mxfp8", "fp8-block")},
-    "fp8-current, two microbatches": ("fp8-current", {"microbatches": 2}),
-    "mxfp8, two microbatches, resharded": ("mxfp8", {"microbatches": 2, "reshard": True}),
-    "fp8-current, compiled": ("fp8-current", {"compiled": True}),
-    "mxfp8, compiled": ("mxfp8", {"compiled": True}),
-    "fp8-block, compiled, kept": ("fp8-block", {"compiled": True, "reshard": False}),
+    **{f"{name}, resharded": Case(name) for name in RECIPES},
+    **{f"{name}, kept": Case(name, reshard=False) for name in ("fp8-current", "mxfp8", "nvfp4")},
+    **{f"{name}, float32 masters": Case(name, mixed=True) for name in ("fp8-current", "mxfp8", "fp8-block")},
+    "fp8-current, two microbatches": Case("fp8-current", microbatches=2),
+    "mxfp8, two microbatches": Case("mxfp8", microbatches=2),
+    "fp8-current, compiled": Case("fp8-current", compiled=True),
+    "mxfp8, compiled": Case("mxfp8", compiled=True),
+    "fp8-block, compiled, kept": Case("fp8-block", compiled=True, reshard=False),
 }
-
-
-class Block(nn.Module):
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.project = dt.LayerNormLinear(D, D, dtype=dtype)
-        self.mlp = dt.LayerNormMLP(D, 2 * D, activation="swiglu", bias=False, dtype=dtype)
-        self.out = dt.Linear(D, D, dtype=dtype)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.out(self.mlp(self.project(x)))
-
-
-def model(mixed: bool = False) -> nn.Sequential:
-    torch.manual_seed(0)
-    net = nn.Sequential(*[Block(torch.float32 if mixed else torch.bfloat16) for _ in range(2)])
-    with torch.no_grad():  # the ranks' parts of a weight have unlike amaxes
-        for p in net.parameters():
-            p[: len(p) // RANKS].mul_(0.75)
-    return net
-
-
-def batch(step: int, rank: int, microbatch: int) -> torch.Tensor:
-    return normal(f"x {step} {rank} {microbatch}", (64, D), "bfloat16")
-
-
-def seeded(net: nn.Module, rank: int) -> None:
-    for i, module in enumerate(m for m in net.modules() if isinstance(m, dt.QuantizedModule)):
-        dt.seed_rng(module, 100 * rank + i)
-
-
-def backward(net: nn.Module, fn: Any, recipe: Any, step: int, rank: int, microbatch: int) -> torch.Tensor:
-    with dt.autocast(recipe=recipe):
-        y = fn(batch(step, rank, microbatch))
-    y.float().square().mean().backward()
-    return y.detach()
-
-
-def sharded(net: nn.Module, recipe: Any, mesh: Any, reshard: bool = True, mixed: bool = False, compiled: bool = False):
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-    from diptych.torch import parallel
-
-    policy = (
-        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        if mixed
-        else MixedPrecisionPolicy()
-    )
-    for i, block in enumerate(net):
-        if compiled:
-            net[i] = block = torch.compile(block, fullgraph=True, backend="aot_eager")
-        fully_shard(block, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy)
-    fully_shard(net, mesh=mesh, mp_policy=policy)
-    parallel.prepare(net, mesh, recipe)
-    return net
-
-
-def optimizer_of(net: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(net.parameters(), lr=1e-2)
-
-
-def train_sharded(mesh: Any, rank: int, name: str, microbatches: int = 1, **options: Any) -> dict[str, Any]:
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    recipe = copy.deepcopy(RECIPES[name])
-    net = model(options.get("mixed", False))
-    dt.prepare(net, recipe)
-    seeded(net, rank)
-    net = sharded(net, recipe, mesh, **options)
-    optimizer = optimizer_of(net)
-    outs, grads, graphs = [], [], []
-    for step in range(STEPS):
-        for i in range(microbatches):
-            net.set_requires_gradient_sync(i == microbatches - 1)
-            outs.append(backward(net, net, recipe, step, rank, i))
-        grads.append([p.grad.full_tensor() for p in net.parameters()])
-        optimizer.step()
-        optimizer.zero_grad()
-        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-    types = sorted({type(p._local_tensor).__name__ for p in net.parameters()})
-    return {"outs": outs, "grads": grads, "ends": [p.full_tensor() for p in net.parameters()], "graphs": graphs,
-            "types": types}  # fmt: skip
 
 
 def on_rank(rank: int, groups: Any) -> dict[str, Any]:
     from torch.distributed.device_mesh import init_device_mesh
 
-    mesh = init_device_mesh("cpu", (RANKS,))
-    made: dict[str, Any] = {case: train_sharded(mesh, rank, name, **given) for case, (name, given) in CASES.items()}
+    mesh = init_device_mesh("cpu", (2,))
+    made: dict[str, Any] = {name: train_sharded(mesh, rank, case) for name, case in CASES.items()}
     made["errors"] = errors(mesh)
     made["made on meta"] = made_on_meta(mesh)
     return made
 
 
-# --- the reference: one process ---
-
-
-def hold(net: nn.Module, recipe: Any, dtype: torch.dtype) -> None:
-    """Replaces the quantized layers' weights by held ones, of the plain parameters that `masters` keeps."""
-    for module in net.modules():
-        if isinstance(module, dt.QuantizedModule):
-            for layer in module.layers:
-                name = f"{layer}_weight" if layer else "weight"
-                quantizer = held_quantizer("test", recipe, module.module_kind, module._role_name(layer))
-                weight = module._parameters[name]
-                q = QuantizedParameter.of(dt.quantize(weight.detach().to(dtype), quantizer))
-                module._parameters[name] = nn.Parameter(q)
-
-
-def reference(name: str, microbatches: int = 1, **options: Any) -> dict[str, Any]:
-    """Each rank is a model of its own, with its states; they share the weights. A step sums their gradients."""
-    recipe = copy.deepcopy(RECIPES[name])
-    mixed = options.get("mixed", False)
-    masters = model(mixed)
-    nets = [copy.deepcopy(masters) for _ in range(RANKS)]
-    for rank, net in enumerate(nets):
-        net.to(torch.bfloat16)
-        dt.prepare(net, recipe)
-        seeded(net, rank)
-    optimizer = optimizer_of(masters)
-    outs: list[list[torch.Tensor]] = [[] for _ in nets]
-    grads = []
-    for step in range(STEPS):
-        sums = []
-        for rank, net in enumerate(nets):
-            plain = {key: p.detach() for key, p in masters.named_parameters()}
-            for key, p in plain.items():
-                owner, _, attribute = key.rpartition(".")
-                net.get_submodule(owner)._parameters[attribute] = nn.Parameter(p.to(torch.bfloat16))
-            hold(net, recipe, torch.bfloat16)
-            for i in range(microbatches):
-                outs[rank].append(backward(net, net, recipe, step, rank, i))
-            sums.append([p.grad for p in net.parameters()])
-        dtype = torch.float32 if mixed else torch.bfloat16
-        total = [sum(g.to(dtype) for g in of_ranks) / RANKS for of_ranks in zip(*sums, strict=True)]
-        grads.append(total)
-        for p, g in zip(masters.parameters(), total, strict=True):
-            p.grad = g
-        optimizer.step()
-        optimizer.zero_grad()
-    return {"outs": outs, "grads": grads, "ends": [p.detach() for p in masters.parameters()]}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_same_bits_as_one_process(ranks, case):
-    name, options = CASES[case]
-    want = reference(name, **options)
-    for rank, made in enumerate(ranks):
-        got = made[case]
-        assert got["types"] == ["ShardedWeight", "Tensor"]
-        for what in ("outs", "grads", "ends"):
-            expected = want[what][rank] if what == "outs" else want[what]
-            for i, (g, w) in enumerate(zip(flat(got[what]), flat(expected), strict=True)):
-                assert torch.equal(g, w), f"rank {rank}, {what} {i}: {(g.float() - w.float()).abs().max()}"
-        if options.get("compiled"):
-            assert got["graphs"][1:] == [got["graphs"][1]] * (STEPS - 1), "compiled again after the second step"
-
-
-def flat(nested: Any) -> list[torch.Tensor]:
-    return [t for part in nested for t in (part if isinstance(part, list) else [part])]
+@pytest.mark.parametrize("name", CASES)
+def test_same_bits_as_one_process(ranks, name):
+    check(CASES[name], [made[name] for made in ranks])
 
 
 def made_on_meta(mesh: Any) -> dict[str, Any]:

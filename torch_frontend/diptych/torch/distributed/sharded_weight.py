@@ -83,8 +83,8 @@ class ShardedWeight(Tensor):
         if gather.amaxes is not None:  # rounding keeps the order of values, so the cast weight's amax is the amax cast
             whole = gather.amaxes.of(gather.number, mesh.get_group()).to(dtype).to(torch.float32)
             amaxes = [whole, whole] if gather.quantizer.format.two_level and gather.quantizer.columnwise else [whole]
-        sent = dict(gather.sent)
-        making = gather.quantizer.with_usage(columnwise="columnwise_data" in sent)
+        sent = dict(gather.sent if mesh.size() > 1 else gather.sent[:1])  # FSDP takes one tensor of a single rank
+        making = gather.quantizer.with_usage(columnwise="columnwise_data" in dict(gather.sent))
         if making.format.two_level and not making.columnwise:
             amaxes = amaxes[:1]
         made = dict(zip(making.buffer_names(), quantize_ops.quantize(part.to(dtype), making, *amaxes), strict=True))
@@ -101,12 +101,12 @@ class ShardedWeight(Tensor):
         gather, quantizer = self.gather, self.gather.quantizer
         parts: dict[str, Tensor] = dict(received.same)
         views = set()
-        for (name, cut), t in zip(gather.sent, outputs, strict=True):
-            joined = t.view(received.dtypes[name])
-            if cut == _ROWS:
+        for (name, dtype), t in zip(received.dtypes.items(), outputs, strict=True):
+            joined = t.view(dtype)
+            if dict(gather.sent)[name] == _ROWS:
                 views.add(name)
             else:  # [ranks * K, N / ranks] to [K, N]
-                joined = t.view(received.ranks, -1, *t.shape[1:]).transpose(0, 1).flatten(1).view(received.dtypes[name])
+                joined = t.view(received.ranks, -1, *t.shape[1:]).transpose(0, 1).flatten(1).view(dtype)
             parts[name] = joined
         if quantizer.columnwise and "columnwise_data" not in parts:
             turned = transposed(quantizer, parts["rowwise_data"], parts["rowwise_scale_inv"])
@@ -124,5 +124,5 @@ class ShardedWeight(Tensor):
             name: t if name in views else t.clone(memory_format=torch.contiguous_format) for name, t in parts.items()
         }
         whole = QuantizedTensor(quantizer, received.shape, received.dtype, **parts)
-        owned = [t for name, t in parts.items() if name not in views and name not in received.same and t.numel() > 1]
+        owned = [t for name, t in parts.items() if name not in views and t.numel() > 1]
         return QuantizedParameter.of(whole), tuple(owned)

@@ -1,0 +1,203 @@
+"""A model that FSDP2 trains with quantized gathers, and its reference: one process that runs each rank's microbatches
+and adds their gradients."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+import diptych.torch as dt
+from diptych.common import RECIPES
+from diptych.common.layers.plan import held_quantizer
+from diptych.torch.modules.quantized_parameter import QuantizedParameter
+from torch_frontend.tools import normal
+
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """`parts`: how many ranks hold a part of a weight. `mixed`: float32 where weights are sharded, bfloat16 gathered."""
+
+    recipe: str
+    parts: int = 2
+    reshard: bool = True
+    mixed: bool = False
+    compiled: bool = False
+    microbatches: int = 1
+
+    @property
+    def width(self) -> int:
+        return 128 * self.parts  # a part has whole blocks of every format
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if self.mixed else torch.bfloat16
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.project = dt.LayerNormLinear(width, width, dtype=dtype)
+        self.mlp = dt.LayerNormMLP(width, 2 * width, activation="swiglu", bias=False, dtype=dtype)
+        self.out = dt.Linear(width, width, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.out(self.mlp(self.project(x)))
+
+
+def model(case: Case) -> nn.Sequential:
+    torch.manual_seed(0)
+    net = nn.Sequential(*[Block(case.width, case.dtype) for _ in range(2)])
+    with torch.no_grad():
+        for p in net.parameters():
+            for i, part in enumerate(p.chunk(case.parts)):
+                part.mul_(1 - 0.5 * i / case.parts)  # the parts have unlike amaxes
+    return net
+
+
+def seeded(net: nn.Module, rank: int) -> None:
+    for i, module in enumerate(m for m in net.modules() if isinstance(m, dt.QuantizedModule)):
+        dt.seed_rng(module, 100 * rank + i)
+
+
+def optimizer_of(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr=1e-2)
+
+
+def backward(net: nn.Module, case: Case, recipe: Any, step: int, rank: int, microbatch: int) -> torch.Tensor:
+    x = normal(f"x {step} {rank} {microbatch}", (64, case.width), "bfloat16")
+    with dt.autocast(recipe=recipe):
+        y = net(x)
+    y.float().square().mean().backward()
+    return y.detach()
+
+
+# --- the ranks ---
+
+
+def sharded(net: nn.Sequential, recipe: Any, mesh: Any, case: Case) -> nn.Sequential:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    from diptych.torch import parallel
+
+    given: dict[str, Any] = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32) if case.mixed else {}
+    policy = MixedPrecisionPolicy(**given)
+    for i, block in enumerate(net):
+        if case.compiled:
+            net[i] = block = torch.compile(block, fullgraph=True, backend="aot_eager")
+        fully_shard(block, mesh=mesh, reshard_after_forward=case.reshard, mp_policy=policy)
+    fully_shard(net, mesh=mesh, mp_policy=policy)
+    parallel.prepare(net, mesh, recipe)
+    return net
+
+
+def train_sharded(mesh: Any, rank: int, case: Case) -> dict[str, Any]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    recipe = copy.deepcopy(RECIPES[case.recipe])
+    net = model(case)
+    dt.prepare(net, recipe)
+    seeded(net, rank)
+    net = sharded(net, recipe, mesh, case)
+    optimizer = optimizer_of(net)
+    outs, grads, graphs = [], [], []
+    for step in range(STEPS):
+        for i in range(case.microbatches):
+            net.set_requires_gradient_sync(i == case.microbatches - 1)  # type: ignore[operator]
+            outs.append(backward(net, case, recipe, step, rank, i))
+        grads.append([p.grad.full_tensor() for p in net.parameters()])  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    types = sorted({type(p._local_tensor).__name__ for p in net.parameters()})  # type: ignore[attr-defined]
+    ends = [p.full_tensor() for p in net.parameters()]  # type: ignore[attr-defined]
+    return {"outs": outs, "grads": grads, "ends": ends, "graphs": graphs, "types": types}
+
+
+# --- the reference: one process ---
+
+
+def hold(net: nn.Module, recipe: Any, dtype: torch.dtype) -> None:
+    """Replaces the quantized layers' weights by held ones."""
+    for module in net.modules():
+        if isinstance(module, dt.QuantizedModule):
+            for layer in module.layers:
+                name = f"{layer}_weight" if layer else "weight"
+                quantizer = held_quantizer("test", recipe, module.module_kind, module._role_name(layer))
+                weight = module._parameters[name]
+                q = QuantizedParameter.of(dt.quantize(weight.detach().to(dtype), quantizer))
+                module._parameters[name] = nn.Parameter(q)
+
+
+def reference(case: Case, made: list[dict[str, Any]]) -> dict[str, Any]:
+    """Each rank is a model of its own, with its states; they share the weights. A step takes the sum of their gradients
+    at 2 ranks. Further ranks may add in any order, and a step takes the sums that they `made`, which differ from the
+    reference's by `excess`: the largest ratio of a difference to its bound."""
+    recipe = copy.deepcopy(RECIPES[case.recipe])
+    masters = model(case)
+    nets = [copy.deepcopy(masters) for _ in made]
+    for rank, net in enumerate(nets):
+        net.to(torch.bfloat16)
+        dt.prepare(net, recipe)
+        seeded(net, rank)
+    optimizer = optimizer_of(masters)
+    outs: list[list[torch.Tensor]] = [[] for _ in nets]
+    grads, excess = [], 0.0
+    for step in range(STEPS):
+        each = []
+        for rank, net in enumerate(nets):
+            plain = {key: p.detach() for key, p in masters.named_parameters()}
+            for key, p in plain.items():
+                owner, _, attribute = key.rpartition(".")
+                net.get_submodule(owner)._parameters[attribute] = nn.Parameter(p.to(torch.bfloat16))
+            hold(net, recipe, torch.bfloat16)
+            added: list[Any] = [0] * len(plain)
+            for i in range(case.microbatches):
+                outs[rank].append(backward(net, case, recipe, step, rank, i))
+                added = [a + p.grad.to(case.dtype) for a, p in zip(added, net.parameters(), strict=True)]  # type: ignore[union-attr]
+                net.zero_grad()
+            each.append(added)
+        total = []
+        for k, of_ranks in enumerate(zip(*each, strict=True)):
+            if len(made) > 2:
+                total.append(made[0]["grads"][step][k])
+                excess = max(excess, excess_of(total[-1], of_ranks, case.dtype))
+            else:
+                total.append(sum(of_ranks) / len(made))
+        grads.append(total)
+        for p, g in zip(masters.parameters(), total, strict=True):
+            p.grad = g
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"outs": outs, "grads": grads, "ends": [p.detach() for p in masters.parameters()], "excess": excess}
+
+
+def excess_of(got: torch.Tensor, of_ranks: Any, dtype: torch.dtype) -> float:
+    """Returns the largest ratio of an error of a mean to its bound: n - 1 additions and 2 divisions round in `dtype`."""
+    exact = torch.stack([g.double() for g in of_ranks])
+    n, u = len(of_ranks) + 1, torch.finfo(dtype).eps / 2
+    bound = n * u / (1 - n * u) * exact.abs().mean(0) + torch.finfo(dtype).smallest_normal
+    return ((got.double() - exact.mean(0)).abs() / bound).max().item()
+
+
+def check(case: Case, made: list[dict[str, Any]]) -> None:
+    """Compares what the ranks made with one process."""
+    want = reference(case, made)
+    for rank, got in enumerate(made):
+        assert got["types"] == ["ShardedWeight", "Tensor"]
+        for what in ("outs", "grads", "ends"):
+            expected = want[what][rank] if what == "outs" else want[what]
+            for i, (g, w) in enumerate(zip(flat(got[what]), flat(expected), strict=True)):
+                assert torch.equal(g, w), f"rank {rank}, {what} {i}: {(g.float() - w.float()).abs().max()}"
+        if case.compiled:
+            assert got["graphs"][1:] == [got["graphs"][1]] * (STEPS - 1), "compiled again after the second step"
+    assert want["excess"] <= 1
+
+
+def flat(nested: Any) -> list[torch.Tensor]:
+    return [t for part in nested for t in (part if isinstance(part, list) else [part])]
