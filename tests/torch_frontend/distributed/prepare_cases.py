@@ -21,7 +21,8 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Case:
-    """`parts`: how many ranks hold a part of a weight. `mixed`: float32 where weights are sharded, bfloat16 gathered."""
+    """`parts`: how many ranks hold a part of a weight. `mixed`: float32 where weights are sharded, bfloat16 gathered.
+    `held`: weights are held quantized before they are sharded: "values", or by a "master" and in float32."""
 
     recipe: str
     parts: int = 2
@@ -29,6 +30,7 @@ class Case:
     mixed: bool = False
     compiled: bool = False
     microbatches: int = 1
+    held: str = ""
 
     @property
     def width(self) -> int:
@@ -36,7 +38,11 @@ class Case:
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.float32 if self.mixed else torch.bfloat16
+        return torch.float32 if self.mixed or self.held == "master" else torch.bfloat16
+
+    @property
+    def gathered(self) -> torch.dtype:
+        return torch.bfloat16 if self.mixed else self.dtype
 
 
 class Block(nn.Module):
@@ -50,7 +56,7 @@ class Block(nn.Module):
         return x + self.out(self.mlp(self.project(x)))
 
 
-def model(case: Case) -> nn.Sequential:
+def plain_model(case: Case) -> nn.Sequential:
     torch.manual_seed(0)
     net = nn.Sequential(*[Block(case.width, case.dtype) for _ in range(2)])
     with torch.no_grad():
@@ -58,6 +64,19 @@ def model(case: Case) -> nn.Sequential:
             for i, part in enumerate(p.chunk(case.parts)):
                 part.mul_(1 - 0.5 * i / case.parts)  # the parts have unlike amaxes
     return net
+
+
+def model(case: Case) -> nn.Sequential:
+    net = plain_model(case)
+    if not case.held:
+        return net
+    with dt.quantized_model_init(recipe=RECIPES[case.recipe]):
+        held = nn.Sequential(*[Block(case.width, case.dtype) for _ in range(2)])
+    for p in held.parameters():
+        if case.held == "master" and isinstance(p, QuantizedParameter):
+            p.main_param = torch.empty(p.shape)
+    held.load_state_dict(net.state_dict())
+    return held
 
 
 def seeded(net: nn.Module, rank: int) -> None:
@@ -70,7 +89,7 @@ def optimizer_of(net: nn.Module) -> torch.optim.Optimizer:
 
 
 def backward(net: nn.Module, case: Case, recipe: Any, step: int, rank: int, microbatch: int) -> torch.Tensor:
-    x = normal(f"x {step} {rank} {microbatch}", (64, case.width), "bfloat16")
+    x = normal(f"x {step} {rank} {microbatch}", (64, case.width), str(case.gathered).removeprefix("torch."))
     with dt.autocast(recipe=recipe):
         y = net(x)
     y.float().square().mean().backward()
@@ -122,7 +141,7 @@ def train_sharded(mesh: Any, rank: int, case: Case) -> dict[str, Any]:
 # --- the reference: one process ---
 
 
-def hold(net: nn.Module, recipe: Any, dtype: torch.dtype) -> None:
+def hold(net: nn.Module, recipe: Any) -> None:
     """Replaces the quantized layers' weights by held ones."""
     for module in net.modules():
         if isinstance(module, dt.QuantizedModule):
@@ -130,7 +149,7 @@ def hold(net: nn.Module, recipe: Any, dtype: torch.dtype) -> None:
                 name = f"{layer}_weight" if layer else "weight"
                 quantizer = held_quantizer("test", recipe, module.module_kind, module._role_name(layer))
                 weight = module._parameters[name]
-                q = QuantizedParameter.of(dt.quantize(weight.detach().to(dtype), quantizer))
+                q = QuantizedParameter.of(dt.quantize(weight.detach(), quantizer))
                 module._parameters[name] = nn.Parameter(q)
 
 
@@ -140,9 +159,14 @@ def reference(case: Case, made: list[dict[str, Any]]) -> dict[str, Any]:
     reference's by `excess`: the largest ratio of a difference to its bound."""
     recipe = copy.deepcopy(RECIPES[case.recipe])
     masters = model(case)
+    if case.held == "values":
+        for module in masters.modules():
+            for name, p in module._parameters.items():
+                if isinstance(p, QuantizedParameter):
+                    module._parameters[name] = nn.Parameter(p.dequantize().detach())
     nets = [copy.deepcopy(masters) for _ in made]
     for rank, net in enumerate(nets):
-        net.to(torch.bfloat16)
+        net.to(case.gathered)
         dt.prepare(net, recipe)
         seeded(net, rank)
     optimizer = optimizer_of(masters)
@@ -151,12 +175,12 @@ def reference(case: Case, made: list[dict[str, Any]]) -> dict[str, Any]:
     for step in range(STEPS):
         each = []
         for rank, net in enumerate(nets):
-            plain = {key: p.detach() for key, p in masters.named_parameters()}
-            for key, p in plain.items():
+            for key, p in masters.named_parameters():
                 owner, _, attribute = key.rpartition(".")
-                net.get_submodule(owner)._parameters[attribute] = nn.Parameter(p.to(torch.bfloat16))
-            hold(net, recipe, torch.bfloat16)
-            added: list[Any] = [0] * len(plain)
+                net.get_submodule(owner)._parameters[attribute] = nn.Parameter(p.detach().to(case.gathered))
+            if case.held != "master":
+                hold(net, recipe)
+            added: list[Any] = [0] * len(list(net.parameters()))
             for i in range(case.microbatches):
                 outs[rank].append(backward(net, case, recipe, step, rank, i))
                 added = [a + p.grad.to(case.dtype) for a, p in zip(added, net.parameters(), strict=True)]  # type: ignore[union-attr]
@@ -174,11 +198,15 @@ def reference(case: Case, made: list[dict[str, Any]]) -> dict[str, Any]:
             p.grad = g
         optimizer.step()
         optimizer.zero_grad()
-    return {"outs": outs, "grads": grads, "ends": [p.detach() for p in masters.parameters()], "excess": excess}
+    return {"outs": outs, "grads": grads, "ends": [values(p) for p in masters.parameters()], "excess": excess}
+
+
+def values(p: Any) -> torch.Tensor:
+    return p.main_param if isinstance(p, QuantizedParameter) else p.detach()
 
 
 def excess_of(got: torch.Tensor, of_ranks: Any, dtype: torch.dtype) -> float:
-    """Returns the largest ratio of an error of a mean to its bound: n - 1 additions and 2 divisions round in `dtype`."""
+    """Returns the largest ratio of a mean's error to its bound: n - 1 additions and 2 divisions round in `dtype`."""
     exact = torch.stack([g.double() for g in of_ranks])
     n, u = len(of_ranks) + 1, torch.finfo(dtype).eps / 2
     bound = n * u / (1 - n * u) * exact.abs().mean(0) + torch.finfo(dtype).smallest_normal

@@ -26,6 +26,9 @@ CASES = {
     "fp8-current, compiled": Case("fp8-current", compiled=True),
     "mxfp8, compiled": Case("mxfp8", compiled=True),
     "fp8-block, compiled, kept": Case("fp8-block", compiled=True, reshard=False),
+    **{f"{name}, held with masters": Case(name, held="master") for name in ("fp8-delayed", "fp8-block", "mxfp8")},
+    "fp8-current, held with masters, compiled": Case("fp8-current", held="master", compiled=True),
+    **{f"{name}, held": Case(name, held="values") for name in ("fp8-current", "nvfp4")},
 }
 
 
@@ -35,7 +38,7 @@ def on_rank(rank: int, groups: Any) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2,))
     made: dict[str, Any] = {name: train_sharded(mesh, rank, case) for name, case in CASES.items()}
     made["errors"] = errors(mesh)
-    made["made on meta"] = made_on_meta(mesh)
+    made["made on meta"], made["held on meta"] = made_on_meta(mesh, False), made_on_meta(mesh, True)
     return made
 
 
@@ -44,14 +47,15 @@ def test_same_bits_as_one_process(ranks, name):
     check(CASES[name], [made[name] for made in ranks])
 
 
-def made_on_meta(mesh: Any) -> dict[str, Any]:
+def made_on_meta(mesh: Any, held: bool) -> dict[str, Any]:
     """Prepared on the meta device, then filled: the local tensors are other ones than at `prepare`."""
     from torch.distributed.fsdp import fully_shard
 
     from diptych.torch import parallel
 
     recipe = RECIPES["fp8-current"]
-    net = nn.Sequential(dt.Linear(D, D, bias=False, device="meta"))
+    with dt.quantized_model_init(held, recipe):
+        net = nn.Sequential(dt.Linear(D, D, bias=False, device="meta"))
     fully_shard(net, mesh=mesh, reshard_after_forward=True)
     parallel.prepare(net, mesh, recipe)
     net.to_empty(device="cpu")
@@ -65,15 +69,16 @@ def made_on_meta(mesh: Any) -> dict[str, Any]:
     return {"y": y.detach(), "doubled": doubled.detach(), "type": type(net[0].weight._local_tensor).__name__}
 
 
-def test_made_on_meta_and_written_through_data(ranks):
+@pytest.mark.parametrize("made_on", ["made on meta", "held on meta"])
+def test_made_on_meta_and_written_through_data(ranks, made_on):
     layer = dt.Linear(D, D, bias=False)
     for factor, key in ((1.0, "y"), (2.0, "doubled")):
         layer.weight.data.copy_(normal("meta", (D, D)) * factor)
         with dt.autocast(recipe=RECIPES["fp8-current"]):
             want = layer(normal("x", (64, D)))
         for made in ranks:
-            assert torch.equal(made["made on meta"][key], want)
-            assert made["made on meta"]["type"] == "ShardedWeight"
+            assert torch.equal(made[made_on][key], want)
+            assert made[made_on]["type"] == "ShardedWeight"
 
 
 # --- bad input ---
@@ -88,9 +93,9 @@ def errors(mesh: Any) -> dict[str, str]:
     said = {}
 
     def tried(name: str, net: nn.Module, recipe: Any, shard: bool = True, to: Any = mesh) -> None:
-        if shard:
-            fully_shard(net, mesh=mesh)
         try:
+            if shard:
+                fully_shard(net, mesh=mesh)
             parallel.prepare(net, to, recipe)
         except Exception as error:
             said[name] = f"{type(error).__name__}: {error}"
@@ -106,6 +111,10 @@ def errors(mesh: Any) -> dict[str, str]:
     fully_shard(twice, mesh=mesh)
     parallel.prepare(twice, mesh, current)
     tried("twice", twice, current, shard=False)
+    with dt.quantized_model_init(recipe=current):
+        held = nn.Sequential(dt.Linear(64, 64, dtype=torch.bfloat16))
+    held[0].weight.main_param = torch.zeros(64, 64)
+    tried("rounded master", held, current)
     tried("rht", nn.Sequential(dt.Linear(64, 64)), TransformedWeights())
     return said
 
@@ -126,6 +135,7 @@ SAID = {
     "mesh": (UnsupportedError, "it must be cut along dimension 0 over None"),
     "recipe": (ArgumentError, "recipe"),
     "twice": (ArgumentError, "0.weight is prepared already"),
+    "rounded master": (UnsupportedError, "stands for torch.bfloat16 and has a float32 master"),
     "rht": (UnsupportedError, "amaxes of rows or of a transform"),
 }
 

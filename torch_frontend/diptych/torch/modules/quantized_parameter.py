@@ -345,6 +345,12 @@ def _view(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         seen = func(whole, *args[1:], **kwargs)
         if isinstance(seen, Tensor) and (seen.shape, seen.stride()) == (whole.shape, whole.stride()):
             return aten.alias.default(args[0])
+        if func is aten.split.Tensor and args[0].main_param is not None and args[0].dtype != torch.float32:
+            raise UnsupportedError(
+                f"split of a weight that stands for {args[0].dtype} and has a float32 master: parts of it, such as "
+                "fully_shard makes, would be the master's values rounded; make the module in float32 (FSDP's "
+                "MixedPrecisionPolicy casts what is gathered), or split weight.main_param"
+            )
         if _traced(args[0]):
             raise UnsupportedError(
                 f"{called(func)} of a weight that is held quantized, in compiled code: its values have no views there; "
