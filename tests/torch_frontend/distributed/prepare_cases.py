@@ -11,18 +11,25 @@ import torch
 from torch import nn
 
 import diptych.torch as dt
-from diptych.common import RECIPES
+from diptych.common import recipes
 from diptych.common.layers.plan import held_quantizer
 from diptych.torch.modules.quantized_parameter import QuantizedParameter
 from torch_frontend.tools import normal
 
 STEPS = 3
+RECIPES = {
+    **recipes.RECIPES,
+    "fp8-block-1d": recipes.Float8BlockScaling(w_block_scaling_dim=1),
+    "nvfp4-1d": recipes.NVFP4BlockScaling(disable_2d_quantization=True),
+}
 
 
 @dataclass(frozen=True)
 class Case:
     """`parts`: how many ranks hold a part of a weight. `mixed`: float32 where weights are sharded, bfloat16 gathered.
-    `held`: weights are held quantized before they are sharded: "values", or by a "master" and in float32."""
+    `held`: weights are held quantized before they are sharded: "values", or by a "master" and in float32. `how`: blocks
+    run again in backward ("checkpoint"), are gathered by hand before each forward ("unshard"), or stay gathered from
+    backward to the next microbatch's forward ("keep")."""
 
     recipe: str
     parts: int = 2
@@ -31,6 +38,7 @@ class Case:
     compiled: bool = False
     microbatches: int = 1
     held: str = ""
+    how: str = ""
 
     @property
     def width(self) -> int:
@@ -46,19 +54,23 @@ class Case:
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, dtype: torch.dtype) -> None:
+    def __init__(self, width: int, dtype: torch.dtype, checkpointed: bool = False) -> None:
         super().__init__()
+        self.checkpointed = checkpointed
         self.project = dt.LayerNormLinear(width, width, dtype=dtype)
         self.mlp = dt.LayerNormMLP(width, 2 * width, activation="swiglu", bias=False, dtype=dtype)
         self.out = dt.Linear(width, width, dtype=dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return dt.checkpoint(self.run, x) if self.checkpointed else self.run(x)
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.out(self.mlp(self.project(x)))
 
 
 def plain_model(case: Case) -> nn.Sequential:
     torch.manual_seed(0)
-    net = nn.Sequential(*[Block(case.width, case.dtype) for _ in range(2)])
+    net = nn.Sequential(*[Block(case.width, case.dtype, case.how == "checkpoint") for _ in range(2)])
     with torch.no_grad():
         for p in net.parameters():
             for i, part in enumerate(p.chunk(case.parts)):
@@ -111,7 +123,7 @@ def sharded(net: nn.Sequential, recipe: Any, mesh: Any, case: Case) -> nn.Sequen
             net[i] = block = torch.compile(block, fullgraph=True, backend="aot_eager")
         fully_shard(block, mesh=mesh, reshard_after_forward=case.reshard, mp_policy=policy)
     fully_shard(net, mesh=mesh, mp_policy=policy)
-    parallel.prepare(net, mesh, recipe)
+    parallel.prepare(net, mesh, recipe, recompute=case.how == "checkpoint")
     return net
 
 
@@ -127,7 +139,12 @@ def train_sharded(mesh: Any, rank: int, case: Case) -> dict[str, Any]:
     outs, grads, graphs = [], [], []
     for step in range(STEPS):
         for i in range(case.microbatches):
-            net.set_requires_gradient_sync(i == case.microbatches - 1)  # type: ignore[operator]
+            last = i == case.microbatches - 1
+            net.set_requires_gradient_sync(last)  # type: ignore[operator]
+            if case.how == "keep":
+                net.set_reshard_after_backward(last)  # type: ignore[operator]
+            for block in net if case.how == "unshard" else ():
+                block.unshard()  # type: ignore[operator]
             outs.append(backward(net, case, recipe, step, rank, i))
         grads.append([p.grad.full_tensor() for p in net.parameters()])  # type: ignore[union-attr]
         optimizer.step()

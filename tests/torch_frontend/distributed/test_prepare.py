@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,9 +10,9 @@ import torch
 from torch import nn
 
 import diptych.torch as dt
-from diptych.common import RECIPES, Float8CurrentScaling, NVFP4BlockScaling, NVFP4Quantizer, QuantizerRole
+from diptych.common import Float8CurrentScaling, NVFP4BlockScaling, NVFP4Quantizer, QuantizerRole
 from diptych.common.errors import ArgumentError, ShapeError, UnsupportedError
-from torch_frontend.distributed.prepare_cases import Case, check, train_sharded
+from torch_frontend.distributed.prepare_cases import RECIPES, Case, backward, check, model, sharded, train_sharded
 from torch_frontend.ranks import needs_gloo
 from torch_frontend.tools import normal
 
@@ -19,12 +20,20 @@ pytestmark = needs_gloo
 D = 256
 CASES = {
     **{f"{name}, resharded": Case(name) for name in RECIPES},
-    **{f"{name}, kept": Case(name, reshard=False) for name in ("fp8-current", "mxfp8", "nvfp4")},
+    **{f"{name}, kept": Case(name, reshard=False) for name in ("fp8-current", "mxfp8", "nvfp4-1d")},
     **{f"{name}, float32 masters": Case(name, mixed=True) for name in ("fp8-current", "mxfp8", "fp8-block")},
     "fp8-current, two microbatches": Case("fp8-current", microbatches=2),
     "mxfp8, two microbatches": Case("mxfp8", microbatches=2),
     "fp8-current, compiled": Case("fp8-current", compiled=True),
     "mxfp8, compiled": Case("mxfp8", compiled=True),
+    "fp8-block-1d, compiled": Case("fp8-block-1d", compiled=True),
+    "nvfp4-1d, compiled": Case("nvfp4-1d", compiled=True),
+    "fp8-delayed, checkpointed": Case("fp8-delayed", how="checkpoint"),
+    "mxfp8, checkpointed": Case("mxfp8", how="checkpoint"),
+    "mxfp8, gathered by hand": Case("mxfp8", how="unshard"),
+    "fp8-current, gathered by hand": Case("fp8-current", how="unshard"),
+    "mxfp8, kept after backward": Case("mxfp8", how="keep", microbatches=2),
+    "fp8-block, kept after backward": Case("fp8-block", how="keep", microbatches=2),
     "fp8-block, compiled, kept": Case("fp8-block", compiled=True, reshard=False),
     **{f"{name}, held with masters": Case(name, held="master") for name in ("fp8-delayed", "fp8-block", "mxfp8")},
     "fp8-current, held with masters, compiled": Case("fp8-current", held="master", compiled=True),
@@ -37,7 +46,7 @@ def on_rank(rank: int, groups: Any) -> dict[str, Any]:
 
     mesh = init_device_mesh("cpu", (2,))
     made: dict[str, Any] = {name: train_sharded(mesh, rank, case) for name, case in CASES.items()}
-    made["errors"] = errors(mesh)
+    made["errors"], made["bytes"] = errors(mesh), gathered_bytes(mesh)
     made["made on meta"], made["held on meta"] = made_on_meta(mesh, False), made_on_meta(mesh, True)
     return made
 
@@ -81,6 +90,54 @@ def test_made_on_meta_and_written_through_data(ranks, made_on):
             assert made[made_on]["type"] == "ShardedWeight"
 
 
+# --- bytes ---
+
+# Of an element, by recipe: in the gather for forward and in that for backward.
+BYTES = {
+    "fp8-current": (1, 1),
+    "fp8-block": (1 + 4 / 128**2, 1 + 4 / 128**2),
+    "fp8-block-1d": (1 + 4 / 128, 1 + 4 / 128),
+    "mxfp8": (1 + 1 / 32, 1 + 1 / 32),
+    "mxfp8-2d": (1 + 1 / 32, 1 + 1 / 32),
+    "nvfp4": (1 / 2 + 1 / 16, 1 / 2 + 1 / 16),
+    "nvfp4-1d": (1 / 2 + 1 / 16, 1 / 2 + 1 / 16),
+    "mxfp8, kept": (2 + 2 / 32,),
+    "mxfp8, checkpointed": (1 + 1 / 32, 2 + 2 / 32),
+}
+
+
+def gathered_bytes(mesh: Any) -> dict[str, tuple[float, ...]]:
+    """Returns what one step receives for each element of a weight, in each gather."""
+    from torch.distributed.fsdp import fully_shard
+
+    made = {}
+    for case in BYTES:
+        name, _, how = case.partition(", ")
+        net = nn.Sequential(dt.Linear(D, D, bias=False, dtype=torch.bfloat16))
+        fully_shard(net, mesh=mesh, reshard_after_forward=how != "kept")
+        dt.parallel.prepare(net, mesh, RECIPES[name], recompute=how == "checkpointed")
+        of_param = net[0].weight._local_tensor.gather.param
+        sizes = []
+        unshard = of_param.init_unsharded_param
+
+        def counted(of_param: Any = of_param, sizes: list[float] = sizes, unshard: Any = unshard) -> None:
+            sizes.append(sum(t.numel() for t in of_param.all_gather_outputs) / D**2)
+            unshard()
+
+        of_param.init_unsharded_param = counted
+        with dt.autocast(recipe=RECIPES[name]):
+            y = net(normal("x", (64, D), "bfloat16").requires_grad_())
+        y.sum().backward()
+        made[case] = tuple(sizes)
+    return made
+
+
+@pytest.mark.parametrize("case", BYTES)
+def test_bytes_gathered(ranks, case):
+    for made in ranks:
+        assert made["bytes"][case] == BYTES[case]
+
+
 # --- bad input ---
 
 
@@ -116,6 +173,13 @@ def errors(mesh: Any) -> dict[str, str]:
     held[0].weight.main_param = torch.zeros(64, 64)
     tried("rounded master", held, current)
     tried("rht", nn.Sequential(dt.Linear(64, 64)), TransformedWeights())
+    for name, compiled in (("recomputed", False), ("recomputed, compiled", True)):
+        case = Case("mxfp8", how="checkpoint", compiled=compiled)
+        net = sharded(model(case), RECIPES["mxfp8"], mesh, replace(case, how=""))
+        try:
+            backward(net, case, RECIPES["mxfp8"], 0, 0, 0)
+        except Exception as error:
+            said[name] = f"{type(error).__name__}: {error}"
     return said
 
 
@@ -136,6 +200,8 @@ SAID = {
     "recipe": (ArgumentError, "recipe"),
     "twice": (ArgumentError, "0.weight is prepared already"),
     "rounded master": (UnsupportedError, "stands for torch.bfloat16 and has a float32 master"),
+    "recomputed": (UnsupportedError, "call parallel.prepare with recompute=True"),
+    "recomputed, compiled": (ValueError, "has no memory"),
     "rht": (UnsupportedError, "amaxes of rows or of a transform"),
 }
 

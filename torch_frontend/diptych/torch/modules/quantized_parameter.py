@@ -88,7 +88,14 @@ class QuantizedParameter(QuantizedTensorBase):
                 "the gradient of a layer's input needs the columnwise copy of its weight, which is held without: "
                 "quantized_model_init makes that copy outside of torch.no_grad() and torch.inference_mode() alone"
             )
-        return super().copy_of(columnwise)
+        copy = super().copy_of(columnwise)
+        gathered = columnwise or torch.compiler.is_compiling() or copy[0].untyped_storage().nbytes() >= copy[0].nbytes
+        if not gathered:  # the columnwise copy may be saved in forward and gathered in backward
+            raise UnsupportedError(
+                "the rowwise copy of a sharded weight is read in backward, which gathered the columnwise one: where "
+                "layers run again in backward (activation checkpointing), call parallel.prepare with recompute=True"
+            )
+        return copy
 
     @staticmethod
     def of(q: QuantizedTensorBase) -> Any:
