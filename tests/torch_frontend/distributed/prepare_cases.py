@@ -17,6 +17,7 @@ from diptych.torch.modules.quantized_parameter import QuantizedParameter
 from torch_frontend.tools import normal
 
 STEPS = 3
+SPLITS = [128, 0, 256, 128]  # rows of each expert, which have whole blocks of every format
 RECIPES = {
     **recipes.RECIPES,
     "fp8-block-1d": recipes.Float8BlockScaling(w_block_scaling_dim=1),
@@ -29,7 +30,7 @@ class Case:
     """`parts`: how many ranks hold a part of a weight. `mixed`: float32 where weights are sharded, bfloat16 gathered.
     `held`: weights are held quantized before they are sharded: "values", or by a "master" and in float32. `how`: blocks
     run again in backward ("checkpoint"), are gathered by hand before each forward ("unshard"), or stay gathered from
-    backward to the next microbatch's forward ("keep")."""
+    backward to the next microbatch's forward ("keep"). `experts`: blocks have a stack of weights."""
 
     recipe: str
     parts: int = 2
@@ -39,6 +40,7 @@ class Case:
     microbatches: int = 1
     held: str = ""
     how: str = ""
+    experts: bool = False
 
     @property
     def width(self) -> int:
@@ -54,9 +56,11 @@ class Case:
 
 
 class Block(nn.Module):
-    def __init__(self, width: int, dtype: torch.dtype, checkpointed: bool = False) -> None:
+    def __init__(self, case: Case) -> None:
         super().__init__()
-        self.checkpointed = checkpointed
+        width, dtype = case.width, case.dtype
+        self.checkpointed = case.how == "checkpoint"
+        self.experts = dt.GroupedLinear(4, width, width, bias=False, dtype=dtype) if case.experts else None
         self.project = dt.LayerNormLinear(width, width, dtype=dtype)
         self.mlp = dt.LayerNormMLP(width, 2 * width, activation="swiglu", bias=False, dtype=dtype)
         self.out = dt.Linear(width, width, dtype=dtype)
@@ -65,12 +69,13 @@ class Block(nn.Module):
         return dt.checkpoint(self.run, x) if self.checkpointed else self.run(x)
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.out(self.mlp(self.project(x)))
+        y = x + self.out(self.mlp(self.project(x)))
+        return y if self.experts is None else y + self.experts(y, SPLITS)
 
 
 def plain_model(case: Case) -> nn.Sequential:
     torch.manual_seed(0)
-    net = nn.Sequential(*[Block(case.width, case.dtype, case.how == "checkpoint") for _ in range(2)])
+    net = nn.Sequential(*[Block(case) for _ in range(2)])
     with torch.no_grad():
         for p in net.parameters():
             for i, part in enumerate(p.chunk(case.parts)):
@@ -83,7 +88,7 @@ def model(case: Case) -> nn.Sequential:
     if not case.held:
         return net
     with dt.quantized_model_init(recipe=RECIPES[case.recipe]):
-        held = nn.Sequential(*[Block(case.width, case.dtype) for _ in range(2)])
+        held = nn.Sequential(*[Block(case) for _ in range(2)])
     for p in held.parameters():
         if case.held == "master" and isinstance(p, QuantizedParameter):
             p.main_param = torch.empty(p.shape)
@@ -101,7 +106,11 @@ def optimizer_of(net: nn.Module) -> torch.optim.Optimizer:
 
 
 def backward(net: nn.Module, case: Case, recipe: Any, step: int, rank: int, microbatch: int) -> torch.Tensor:
-    x = normal(f"x {step} {rank} {microbatch}", (64, case.width), str(case.gathered).removeprefix("torch."))
+    x = normal(
+        f"x {step} {rank} {microbatch}",
+        (sum(SPLITS) if case.experts else 64, case.width),
+        str(case.gathered).removeprefix("torch."),
+    )
     with dt.autocast(recipe=recipe):
         y = net(x)
     y.float().square().mean().backward()
@@ -165,8 +174,9 @@ def hold(net: nn.Module, recipe: Any) -> None:
             for layer in module.layers:
                 name = f"{layer}_weight" if layer else "weight"
                 quantizer = held_quantizer("test", recipe, module.module_kind, module._role_name(layer))
-                weight = module._parameters[name]
-                q = QuantizedParameter.of(dt.quantize(weight.detach(), quantizer))
+                weight: Any = module._parameters[name]
+                quantize = dt.quantize_stack if weight.dim() == 3 else dt.quantize
+                q = QuantizedParameter.of(quantize(weight.detach(), quantizer))
                 module._parameters[name] = nn.Parameter(q)
 
 

@@ -161,7 +161,7 @@ def errors(mesh: Any) -> dict[str, str]:
     tried("not sharded", nn.Sequential(dt.Linear(64, 64)), current, shard=False)
     tried("rows", nn.Sequential(dt.Linear(64, 96)), RECIPES["fp8-block"])
     tried("odd", nn.Sequential(dt.Linear(64, 63)), current)
-    tried("stack", nn.Sequential(dt.GroupedLinear(4, 64, 64)), current)
+    tried("stack", nn.Sequential(dt.GroupedLinear(3, 64, 64)), current)
     tried("mesh", nn.Sequential(dt.Linear(64, 64)), current, to=None)
     tried("recipe", nn.Sequential(dt.Linear(64, 64)), "fp8")
     twice = nn.Sequential(dt.Linear(64, 64))
@@ -195,7 +195,7 @@ SAID = {
         "0.weight has 96 rows, and 2 ranks with blocks of 128 rows (fp8_e4m3_128x128) need a multiple of 256",
     ),
     "odd": (ShapeError, "0.weight has 63 rows"),
-    "stack": (UnsupportedError, "0.weight [4, 64, 64] is a stack"),
+    "stack": (ShapeError, "0.weight [3, 64, 64] stacks 3 weights, and 2 ranks hold whole ones"),
     "mesh": (UnsupportedError, "it must be cut along dimension 0 over None"),
     "recipe": (ArgumentError, "recipe"),
     "twice": (ArgumentError, "0.weight is prepared already"),

@@ -19,7 +19,7 @@ CASES = {
     "two replicas, delayed": Case("fp8-delayed"),
     "two replicas, fp8-current": Case("fp8-current", mixed=True, microbatches=2),
     "two replicas, nvfp4": Case("nvfp4", compiled=True),
-    "four replicas, fp8-block": Case("fp8-block", parts=1),
+    "four replicas, fp8-block": Case("fp8-block", parts=1, experts=True),
 }
 
 

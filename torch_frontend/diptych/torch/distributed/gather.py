@@ -19,6 +19,7 @@ from torch import Tensor
 from diptych.common.quantizers import Quantizer
 from diptych.torch.distributed.amaxes import WholeAmaxes
 from diptych.torch.distributed.columnwise import transposable, transposed
+from diptych.torch.primitives import grouped as grouped_ops
 from diptych.torch.primitives import quantize as quantize_ops
 
 ROWWISE, COLUMNWISE = "rowwise", "columnwise"
@@ -28,13 +29,15 @@ ROWWISE, COLUMNWISE = "rowwise", "columnwise"
 class Gather:
     """How one weight is gathered.
 
-    `param`, `group`: FSDP2's own objects for the weight and for those that are gathered with it. `recompute`: whether
-    backward reads the rowwise copy too. `amaxes`: None for formats whose blocks are never cut; `number` is the weight's
-    place in them. `whole`: the gathered weight's buffers by name, once they are made.
+    `stack`: whether it is a stack of weights [G, N, K], of which each rank holds some whole ones. `param`, `group`:
+    FSDP2's own objects for the weight and for those that are gathered with it. `recompute`: whether backward reads the
+    rowwise copy too. `amaxes`: None where no block is cut; `number` is the weight's place in them. `whole`: the
+    gathered weight's buffers by name, once they are made.
     """
 
     name: str
     quantizer: Quantizer
+    stack: bool
     param: Any
     group: Any
     recompute: bool
@@ -57,19 +60,28 @@ class Gather:
         """The copies that ranks send, for those that are read."""
         return (ROWWISE,) if transposable(self.quantizer) else read
 
-    def sent(self, travelling: tuple[str, ...]) -> tuple[str, ...]:
-        """The buffers that ranks send. Scales of whole tensors, and amaxes, are known to all."""
-        parts = ("data",) if self.quantizer.format.per_tensor else ("data", "scale_inv")
-        return tuple([f"{side}_{part}" for side in travelling for part in parts])
+    def sent(self, making: Quantizer) -> tuple[str, ...]:
+        """The buffers that ranks send of those that are made. Scales of whole tensors, and amaxes, are known to all;
+        those of a stack's weights to one rank each."""
+        scales = () if self.quantizer.format.per_tensor else ("scale_inv",)
+        return tuple([name for name in making.buffer_names() if self.stack or name.endswith(("data", *scales))])
 
     def cut_by_columns(self, name: str) -> bool:
         """Whether ranks hold columns of a buffer, which are not received as they lie."""
-        return name.startswith(COLUMNWISE) and self.quantizer.format.columnwise == "transposed"
+        return not self.stack and name.startswith(COLUMNWISE) and self.quantizer.format.columnwise == "transposed"
+
+    def quantize(self, part: Tensor, making: Quantizer, amax: Tensor | None) -> dict[str, Tensor]:
+        """Returns the buffers of a part by name. `amax`: the whole weight's; None: the part's blocks are whole."""
+        of_rows = amax if making.rowwise else None
+        of_columns = amax if making.columnwise and making.format.two_level else None
+        quantize = grouped_ops.quantize_stack if self.stack else quantize_ops.quantize
+        return dict(zip(making.buffer_names(), quantize(part, making, of_rows, of_columns), strict=True))
 
     def receive(self, read: tuple[str, ...], sent: tuple[str, ...], shape: tuple[int, ...], like: Tensor) -> None:
         """Makes FSDP receive into the whole weight's buffers, and allocate and free the others that are read."""
         if not self.whole:
-            buffers = quantize_ops.empty(shape, self.quantizer, like.device)
+            empty = grouped_ops.empty_stack if self.stack else quantize_ops.empty
+            buffers = empty(shape, self.quantizer, like.device)
             self.whole = dict(zip(self.quantizer.buffer_names(), buffers, strict=True))
             for t in self.whole.values():
                 if t.numel() > 1:
@@ -78,6 +90,7 @@ class Gather:
         for name in sent:
             if self.cut_by_columns(name):
                 outputs[name] = torch.empty_like(outputs[name])
+                outputs[name].untyped_storage().resize_(0)  # FSDP allocates on the stream that reads it
         self.param.all_gather_outputs = list(outputs.values())
         self.param._unsharded_inner_tensors = [
             t
@@ -98,8 +111,17 @@ class Gather:
 
     def fill_columnwise(self) -> None:
         """Makes the columnwise copy of the rowwise one that was received."""
-        turned = transposed(self.quantizer, self.whole["rowwise_data"], self.whole["rowwise_scale_inv"])
+        rowwise = self.whole["rowwise_data"], self.whole["rowwise_scale_inv"]
+        if self.stack:
+            each = [transposed(self.quantizer, data, scale_inv) for data, scale_inv in zip(*rowwise, strict=True)]
+            turned = tuple([_stacked(parts) for parts in zip(*each, strict=True)])
+        else:
+            turned = transposed(self.quantizer, *rowwise)
         for part, t in zip(("data", "scale_inv"), turned, strict=True):
             self.fill(f"{COLUMNWISE}_{part}", t)
         if self.quantizer.format.two_level:
             self.fill("columnwise_amax", self.whole["amax"])
+
+
+def _stacked(parts: tuple[Tensor, ...]) -> Tensor:
+    return torch.stack([t.view(torch.uint8) if t.itemsize == 1 else t for t in parts]).view(parts[0].dtype)

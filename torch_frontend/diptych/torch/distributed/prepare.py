@@ -38,7 +38,7 @@ def prepare(model: nn.Module, mesh: Any, recipe: Recipe, *, recompute: bool = Fa
     **Raises**, naming the weight, before anything is sent: ArgumentError for a model that is not sharded by
     `fully_shard` or is prepared already, ShapeError for a weight that ranks would cut inside of a block or unevenly,
     ValueError for a recipe that quantizes a weight in two ways or stochastically, UnsupportedError for a user's own
-    quantizer, for amaxes of rows, Hadamard transforms of weights, stacks of weights, weights offloaded to the CPU, and
+    quantizer, for amaxes of rows, Hadamard transforms of weights, weights offloaded to the CPU, and
     weights sharded over another mesh or dimension.
     """
     from torch.distributed.fsdp import FSDPModule  # a torch may be built without distributed
@@ -58,8 +58,10 @@ def prepare(model: nn.Module, mesh: Any, recipe: Recipe, *, recompute: bool = Fa
     amaxes, managed = WholeAmaxes(), _managed(model)
     gathered = []
     for name, module, attribute, quantizer in found:
-        gather = Gather(name, quantizer, *managed[id(module._parameters[attribute])], recompute)
-        if quantizer.format.per_tensor or quantizer.format.two_level:
+        parameter: Any = module._parameters[attribute]
+        gather = Gather(name, quantizer, parameter.dim() == 3, *managed[id(parameter)], recompute)
+        # Blocks are never cut, and neither are a stack's weights.
+        if not gather.stack and (quantizer.format.per_tensor or quantizer.format.two_level):
             gather.amaxes, gather.number = amaxes, amaxes.place()
         gathered.append((weakref.ref(module), attribute, gather))
     _attach(gathered)
@@ -105,10 +107,6 @@ def _require_cuttable(name: str, parameter: Any, quantizer: Quantizer, mesh: Any
     op = f"parallel.prepare: {name}"
     if isinstance(parameter, QuantizedTensorBase) or not isinstance(parameter, DTensor):
         raise UnsupportedError(f"{op} is {type(parameter).__name__}, not a DTensor that fully_shard made")
-    if parameter.dim() != 2:
-        raise UnsupportedError(
-            f"{op} {list(parameter.shape)} is a stack of weights; only matrices are gathered quantized"
-        )
     of_parameter = parameter.device_mesh
     if of_parameter != mesh or parameter.placements[-1] != Shard(0) or of_parameter.ndim > 2:
         raise UnsupportedError(
@@ -127,6 +125,10 @@ def _require_cuttable(name: str, parameter: Any, quantizer: Quantizer, mesh: Any
         )
     rows, ranks = parameter.shape[0], of_parameter.size(of_parameter.ndim - 1)
     fmt = quantizer.format
+    if parameter.dim() == 3:
+        if rows % ranks:
+            raise ShapeError(f"{op} {list(parameter.shape)} stacks {rows} weights, and {ranks} ranks hold whole ones")
+        return
     block = 1 if fmt.per_tensor else max(fmt.block_rows, fmt.block_cols if quantizer.columnwise else 1)
     if rows % (ranks * block):
         raise ShapeError(

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from diptych.torch.distributed.gather import COLUMNWISE, ROWWISE, Gather
 from diptych.torch.modules.quantized_parameter import QuantizedParameter
-from diptych.torch.primitives import quantize as quantize_ops
-from diptych.torch.tensors.quantized import QuantizedTensor
+from diptych.torch.tensors.quantized import QuantizedStack, QuantizedTensor
 
 
 class Received(NamedTuple):
@@ -32,7 +31,8 @@ class Received(NamedTuple):
 
 
 class ShardedWeight(Tensor):
-    """A weight's part [N / ranks, K] in high precision. `prepare` makes it of FSDP2's local tensor, in place."""
+    """A weight's part [N / ranks, K], or a stack's [G / ranks, N, K], in high precision. `prepare` makes it of FSDP2's
+    local tensor, in place."""
 
     gather: Gather
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -58,13 +58,11 @@ class ShardedWeight(Tensor):
         read = gather.read()
         travelling = gather.travelling(read)
         making = quantizer.with_usage(rowwise=ROWWISE in travelling, columnwise=COLUMNWISE in travelling)
-        amaxes: list[Tensor | None] = []
+        amax = None
         if gather.amaxes is not None:  # rounding keeps the order of values, so the cast weight's amax is the amax cast
-            whole = gather.amaxes.of(gather.number, mesh.get_group()).to(dtype).to(torch.float32)
-            of_columns = quantizer.format.two_level and making.columnwise
-            amaxes = [whole if making.rowwise else None, whole if of_columns else None]
-        made = dict(zip(making.buffer_names(), quantize_ops.quantize(part.to(dtype), making, *amaxes), strict=True))
-        sent = gather.sent(travelling)[: None if mesh.size() > 1 else 1]  # FSDP takes one tensor of a single rank
+            amax = gather.amaxes.of(gather.number, mesh.get_group()).to(dtype).to(torch.float32)
+        made = gather.quantize(part.to(dtype), making, amax)
+        sent = gather.sent(making)[: None if mesh.size() > 1 else 1]  # FSDP takes one tensor of a single rank
         gather.receive(read, sent, tuple(outer_size), part)
         same = {name: t for name, t in made.items() if name not in sent}
         received = Received(read, sent, same, tuple(outer_size), dtype, mesh.size())
@@ -88,5 +86,6 @@ class ShardedWeight(Tensor):
             gather.fill_columnwise()
         if out is not None:
             return None
-        whole = QuantizedTensor(gather.quantizer, received.shape, received.dtype, **gather.whole)
+        kind = QuantizedStack if gather.stack else QuantizedTensor
+        whole = kind(gather.quantizer, received.shape, received.dtype, **gather.whole)
         return QuantizedParameter.of(whole), gather.param._unsharded_inner_tensors
