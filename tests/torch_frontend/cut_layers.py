@@ -151,18 +151,22 @@ def steps(rank: int, groups: Any, case: Case) -> list[dict[str, torch.Tensor]]:
     return made
 
 
+NOT_SENT = ("wait_tensor", "wrap_tensor_autograd")
+
+
 class Collectives(TorchDispatchMode):
-    """Notes each collective and the bytes that this rank gives it."""
+    """Notes each collective and the bytes that this rank gives it; `allgather_base` and the like are c10d's names."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[tuple[str, str, int]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.__name__:
-            given = [t for t in _tensors(args[1] if "base_" in func.__name__ else args[0])]
+        name = func.__name__.partition(".")[0].strip("_")
+        if func.namespace in ("c10d", "_c10d_functional") and name not in NOT_SENT:
+            given = list(_tensors(args[1] if "base_" in func.__name__ else args[0]))
             size = sum(t.numel() * t.element_size() for t in given)
-            self.seen.append((func.__name__.partition(".")[0].strip("_"), str(given[0].dtype), size))
+            self.seen.append((name, str(given[0].dtype), size))
         return func(*args, **(kwargs or {}))
 
 
@@ -237,3 +241,14 @@ def expected(case: Case, reference: Reference, number: int) -> list[dict[str, np
         lead = {"y": case.part("dy", dy, rank).shape, "dx": case.part("x", x, rank).shape}
         made[rank] = {k: v.reshape(lead.get(k, v.shape)) for k, v in parts.items()}
     return made
+
+
+def error_of(call: Any, recipe: Any = None, **region: Any) -> tuple[str, str, list[Any]]:
+    """What a call in a region raises: its classes and text, and the collectives that ran before."""
+    with collectives() as seen:
+        try:
+            with dt.autocast(recipe=recipe, enabled=recipe is not None, **region):
+                call()
+        except Exception as error:
+            return " ".join(c.__name__ for c in type(error).__mro__), str(error), seen
+    return "", "no error", seen
