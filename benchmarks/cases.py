@@ -76,7 +76,7 @@ SECTIONS = {
         Section("compiled", "cuda", (*LAYER, *TORCH), seconds=60),
         Section("llama", "cuda", (*LAYER, *TORCH), LAYER_OPS, 150),
         Section("jax", "cuda", (*LAYER, *JAX), LAYER_OPS, 120),
-        Section("several", "gpus", (*LAYER, *TORCH, *GATHERS), LAYER_OPS, 170),
+        Section("several", "gpus", (*LAYER, *TORCH, *GATHERS), LAYER_OPS, 260),
         Section("rule", "cuda", PRODUCTS, ("gemm",), 600, default=False),
         Section("cpu", "cpu", ("core_cuda/cpu/**/*", *TORCH), seconds=600),
         Section("memory", "cpu", ("core_cuda/cpu/**/*", *TORCH), seconds=600),
@@ -106,6 +106,7 @@ STACKS = ("fp8-current fused", "fp8-block fused", "fp8-current linears", "mxfp8 
           "fp8-block linears", f"{PACKED} fused")  # fmt: skip
 RANKS = 2  # of the section `several`
 ALONE, PLAIN_GATHER = "one GPU", "bf16 gather"
+CUT, SEQUENCE, HALF = "tensor parallel", "sequence parallel", "half, one GPU"
 MOVES = ("permute", "permute, map built before", "permute, padded, probs", "unpermute", "gradient of permute",
          "gradient of unpermute")  # fmt: skip
 E5M2 = tuple(f.name for f in FORMATS if f.element == "float8_e5m2")
@@ -152,6 +153,7 @@ def _cases() -> Iterable[Case]:
     yield Case("several", "gathers", (1, 1024, 4096), (*FP8, DECODED[0]))
     yield Case("several", "reductions", (1, 1024, 4096))
     yield Case("several", "weak scaling", (4, 4096, 4096), ("bf16", *FP8, DECODED[0]), quick=False)
+    yield Case("several", "tensor parallel", (4, 4096, 4096), (*FP8, DECODED[0]), quick=False)
     yield Case("jax", "fprop", (8192, 8192, 8192), ("fp8-current", "fp8-block"))
     yield Case("jax", "stack", (4, 4096, 4096), FP8)
     for recipe, what in itertools.product(FP8, ("fprop", "dgrad", "wgrad", "wgrad float32")):

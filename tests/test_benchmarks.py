@@ -28,6 +28,7 @@ SMALL = (
     Case("several", "gathers", (1, 32, 512), ("fp8-current",)),
     Case("several", "reductions", (1, 32, 512)),
     Case("several", "weak scaling", (1, 32, 512), ("mxfp8",)),
+    Case("several", "tensor parallel", (2, 32, 512), ("fp8-current",)),
     Case("permute", "index", (128, 256, 8, 2)),
     Case("permute", "quantize both", (128, 256, 8, 2), ("mxfp8_e4m3",)),
 )

@@ -3,6 +3,7 @@
 - "weak scaling": the tokens of `llama` on each GPU. A recipe's name alone: weights are sharded, and gathered in its
   format (`dt.parallel.prepare`). "one GPU": the same blocks and tokens without FSDP, on both GPUs at the same time.
 - "gathers": so few tokens that gathering binds. "bf16 gather": the same recipe by FSDP2 without `prepare`.
+- "tensor parallel": see `cut.py`.
 - "reductions": of the amaxes of all weights, once in each forward, and of one float.
 
 A rank has tokens of its own. Its outputs and gradients are compared with those of the other variant.
@@ -25,6 +26,7 @@ import diptych.torch as dt
 from benchmarks import ranks, room
 from benchmarks.cases import ALONE, PLAIN_GATHER, RANKS, Case
 from benchmarks.results import Row, failed
+from benchmarks.sections import cut
 from benchmarks.sections.llama import BOUND, PlainBlock, fused, stack
 from diptych.common import RECIPES
 from diptych.torch.functional.quantize import max_over
@@ -46,6 +48,8 @@ def rows(case: Case, _: Any) -> Iterator[Row]:
 
 def on_rank(case: Case, rank: int, backend: str) -> Iterator[Row]:
     torch._dynamo.config.recompile_limit = 64  # one function, compiled for each variant
+    if case.what == "tensor parallel":
+        return cut.rows(case, rank, backend)
     return reductions(case) if case.what == "reductions" else steps(case, rank, backend)
 
 

@@ -51,8 +51,8 @@ def require_whole_parameters(op: str, model: nn.Module) -> None:
     for key, module in model.named_modules():
         if isinstance(module, TensorParallelModule) and module.tp_size > 1:
             raise UnsupportedError(
-                f"{op}: {key or type(module).__name__} is cut over a tensor-parallel group of {module.tp_size} ranks, and "
-                "its parameters are plain tensors, of which one rank's would stand for all; save each rank's "
+                f"{op}: {key or type(module).__name__} is cut over a tensor-parallel group of {module.tp_size} ranks, "
+                "and its parameters are plain tensors, of which one rank's would stand for all; save each rank's "
                 "model.state_dict() in a file of its own"
             )
 
