@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -150,6 +150,121 @@ def steps(rank: int, groups: Any, case: Case) -> list[dict[str, torch.Tensor]]:
         made.append(step(case, layer, rank, i))
     return made
 
+
+# --- modules ---
+
+MODULES: dict[str, dict[str, Any]] = {
+    "linear": {},
+    "linear rms": {"normalization": "RMSNorm", "zero_centered_gamma": True, "save_original_input": False},
+    "mlp gelu": {"activation": "gelu", "zero_centered_gamma": True},
+    "mlp swiglu": {"activation": "swiglu", "normalization": "RMSNorm", "save_original_weight": False},
+}
+
+
+@dataclass(frozen=True)
+class Fused:
+    """A module with a norm and some steps of it: K features, of which it makes F that are cut."""
+
+    module: str
+    recipe: str
+    sequence: bool
+    dtypes: tuple[str, str]
+    size: int = 2
+    steps: int = 2
+    options: dict[str, Any] = field(default_factory=dict)
+    quantized: bool = True
+
+    def __str__(self) -> str:
+        sequence = "sequence-" if self.sequence else ""
+        return f"{self.module}-{self.recipe}-{sequence}{'-'.join(self.dtypes)}-{self.size}"
+
+    @property
+    def of(self) -> Case:
+        return Case(self.recipe, "column", self.sequence, self.dtypes, size=self.size)
+
+    @property
+    def gated(self) -> bool:
+        return "glu" in self.module
+
+    def make(self, **cut: Any) -> Any:
+        """The module, whole or a rank's part of it."""
+        f, k = self.of.nk
+        given = {"dtype": getattr(torch, self.dtypes[1]), **MODULES[self.module], **self.options, **cut}
+        return (dt.LayerNormMLP if "mlp" in self.module else dt.LayerNormLinear)(k, f, **given)
+
+    def cut(self, group: Any) -> Any:
+        how = {"set_parallel_mode": True} if "mlp" in self.module else {"parallel_mode": "column"}
+        return self.make(tp_group=group, sequence_parallel=self.sequence, **how)
+
+    def fill(self, module: Any, step: int, rank: int | None = None) -> None:
+        """Draws whole parameters, and gives the module these or a rank's parts. The names and shapes are those of a
+        module that is whole."""
+        shapes = {n: tuple(p.shape) for n, p in self.make(device="meta").named_parameters()}
+        with torch.no_grad():
+            for name, p in module.named_parameters():
+                t = to_torch(self.of.draw(f"{self} {name}", 0, shapes[name], self.dtypes[1], "normal")) * (1 + step)
+                p.copy_(t if rank is None else self.part(name, t, rank))
+
+    def part(self, name: str, t: Any, rank: int) -> Any:
+        """A rank's part of a parameter or its gradient, of the input or of a result."""
+        if name in ("y", "dy", "x", "dx"):
+            if name in ("y", "dy") and "mlp" not in self.module:
+                return t.chunk(self.size, -1)[rank]
+            return t.chunk(self.size, 0)[rank] if self.sequence else t
+        if name.startswith("layer_norm") or name == "fc2_bias":
+            return t
+        if name == "fc2_weight":
+            return t.chunk(self.size, 1)[rank]
+        return torch.cat([half.chunk(self.size, 0)[rank] for half in t.chunk(1 + self.gated, 0)])
+
+    def data(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The whole input and the gradient of the result."""
+        f, k = self.of.nk
+        x = self.of.draw(f"{self} x", step, (*self.of.lead, k), self.dtypes[0])
+        dy = self.of.draw(f"{self} dy", step, (*self.of.lead, k if "mlp" in self.module else f), self.dtypes[0])
+        return to_torch(x), to_torch(dy)
+
+    def run(self, module: Any, step: int, rank: int | None = None, fn: Any = None) -> dict[str, torch.Tensor]:
+        self.fill(module, step, rank)
+        module.zero_grad(set_to_none=True)
+        x, dy = self.data(step)
+        if rank is not None:
+            x, dy = self.part("x", x, rank).contiguous(), self.part("dy", dy, rank).contiguous()
+        x.requires_grad_()
+        with dt.autocast(enabled=self.quantized, recipe=RECIPES[self.recipe]):
+            y = (fn or module)(x)
+        y.backward(dy)
+        return {"y": y.detach(), "dx": x.grad} | {n: p.grad for n, p in module.named_parameters()}
+
+
+class Plain(Fused):
+    """The same of a Linear; `module`: its mode."""
+
+    @property
+    def of(self) -> Case:
+        return Case(self.recipe, self.module, self.sequence, self.dtypes, size=self.size)
+
+    def make(self, **cut: Any) -> Any:
+        n, k = self.of.nk
+        return dt.Linear(k, n, **{"dtype": getattr(torch, self.dtypes[1]), **self.options, **cut})
+
+    def cut(self, group: Any) -> Any:
+        return self.make(tp_group=group, sequence_parallel=self.sequence, parallel_mode=self.module)
+
+    def part(self, name: str, t: Any, rank: int) -> Any:
+        return self.of.part({"weight": "w", "bias": "b"}.get(name, name), t, rank)
+
+    def data(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        made = self.of.tensors(step)
+        return to_torch(made["x"]), to_torch(made["dy"])
+
+
+def module_steps(rank: int, groups: Any, case: Fused) -> list[dict[str, torch.Tensor]]:
+    module = case.cut(groups["data"])
+    return [case.run(module, i, rank) for i in range(case.steps)]
+
+
+# --- what is sent ---
 
 NOT_SENT = ("wait_tensor", "wrap_tensor_autograd")
 
