@@ -92,6 +92,11 @@ def _weights(model: nn.Module, recipe: Recipe) -> Iterator[tuple[str, QuantizedM
     for prefix, module in model.named_modules():
         if not isinstance(module, QuantizedModule):
             continue
+        if module.tp_size > 1:
+            raise UnsupportedError(
+                f"parallel.prepare: {prefix or type(module).__name__} is cut over a tensor-parallel group of "
+                f"{module.tp_size} ranks, and FSDP2 gathers its parts unquantized only; leave `prepare` out"
+            )
         for layer in module.layers:
             attribute = f"{layer}_weight" if layer else "weight"
             name = f"{prefix}.{attribute}" if prefix else attribute
