@@ -38,8 +38,8 @@ def prepare(model: nn.Module, mesh: Any, recipe: Recipe, *, recompute: bool = Fa
     **Raises**, naming the weight, before anything is sent: ArgumentError for a model that is not sharded by
     `fully_shard` or is prepared already, ShapeError for a weight that ranks would cut inside of a block or unevenly,
     ValueError for a recipe that quantizes a weight in two ways or stochastically, UnsupportedError for a user's own
-    quantizer, for amaxes of rows, Hadamard transforms of weights, weights offloaded to the CPU, and
-    weights sharded over another mesh or dimension.
+    quantizer, for amaxes of rows, Hadamard transforms of weights, weights offloaded to the CPU, weights sharded over
+    another mesh or dimension, and modules that are cut over a tensor-parallel group.
     """
     from torch.distributed.fsdp import FSDPModule  # a torch may be built without distributed
 
