@@ -84,6 +84,8 @@ def rows(case: Case, rank: int, backend: str) -> Iterator[Row]:
             name = recipe_name if kind == SEQUENCE else f"{recipe_name} {kind}"
             start, error, row = time.perf_counter(), "", {}
             try:
+                if any(ranks.of_all(start > room.deadline)):  # together, or one rank would wait for the other
+                    raise TimeoutError("not measured: the section's time was over")
                 net = fused(case) if kind == ALONE else made(case, rank, kind)
                 own = (x.chunk(RANKS)[rank] if kind == SEQUENCE else x).clone().requires_grad_()
                 grad = dy.chunk(RANKS)[rank] if kind == SEQUENCE else dy
@@ -116,6 +118,7 @@ def rows(case: Case, rank: int, backend: str) -> Iterator[Row]:
             errors = [e for e in ranks.of_all(error) if e]
             if errors:
                 calls.pop(name, None)
+                whole = None if kind == ALONE else whole  # of the other rank
             if kind != ALONE or errors:
                 found.append(
                     (name, failed(case, name, errors[0]) if errors else {"case": str(case), "name": name, **row})
