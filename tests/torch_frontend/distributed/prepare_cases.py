@@ -32,7 +32,7 @@ class Case:
     """`parts`: how many ranks hold a part of a weight. `mixed`: float32 where weights are sharded, bfloat16 gathered.
     `held`: weights are held quantized before they are sharded: "values", or by a "master" and in float32. `how`: blocks
     run again in backward ("checkpoint"), are gathered by hand before each forward ("unshard"), or stay gathered from
-    backward to the next microbatch's forward ("keep"). `experts`: blocks have a stack of weights."""
+    backward to the next microbatch's forward ("keep"). `experts`: blocks end with a stack of weights."""
 
     recipe: str
     parts: int = 2
@@ -62,8 +62,10 @@ class Block(nn.Module):
         super().__init__()
         width, dtype = case.width, case.dtype
         self.checkpointed = case.how == "checkpoint"
-        self.experts = dt.GroupedLinear(4, width, width, bias=False, dtype=dtype) if case.experts else None
         self.project = dt.LayerNormLinear(width, width, dtype=dtype)
+        if case.experts:
+            self.out = dt.GroupedLinear(4, width, width, bias=False, dtype=dtype)
+            return
         self.mlp = dt.LayerNormMLP(width, 2 * width, activation="swiglu", bias=False, dtype=dtype)
         self.out = dt.Linear(width, width, dtype=dtype)
 
@@ -71,8 +73,8 @@ class Block(nn.Module):
         return dt.checkpoint(self.run, x) if self.checkpointed else self.run(x)
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
-        y = x + self.out(self.mlp(self.project(x)))
-        return y if self.experts is None else y + self.experts(y, SPLITS)
+        y = self.project(x)
+        return x + (self.out(self.mlp(y)) if isinstance(self.out, dt.Linear) else self.out(y, SPLITS))
 
 
 def plain_model(case: Case, device: str) -> nn.Sequential:

@@ -57,7 +57,8 @@ def test_same_bits_as_one_process(name, on, pool, tmp_path):
 
 
 def made_on_meta(mesh: Any, held: bool) -> dict[str, Any]:
-    """Prepared on the meta device, then filled: the local tensors are other ones than at `prepare`."""
+    """Made on the meta device, and filled after `prepare`, or before it where weights are held: `to_empty` replaces the
+    local tensors and the parameters."""
     from torch.distributed.fsdp import fully_shard
 
     from diptych.torch import parallel
@@ -66,8 +67,11 @@ def made_on_meta(mesh: Any, held: bool) -> dict[str, Any]:
     with dt.quantized_model_init(held, recipe):
         net = nn.Sequential(dt.Linear(D, D, bias=False, device="meta"))
     fully_shard(net, mesh=mesh, reshard_after_forward=True)
+    if held:
+        net.to_empty(device=here())
     parallel.prepare(net, mesh, recipe)
-    net.to_empty(device=here())
+    if not held:
+        net.to_empty(device=here())
     full = normal("meta", (D, D), device=here())
     net[0].weight.data.copy_(torch.distributed.tensor.distribute_tensor(full, mesh))
     with dt.autocast(recipe=recipe):

@@ -59,7 +59,7 @@ def prepare(model: nn.Module, mesh: Any, recipe: Recipe, *, recompute: bool = Fa
     gathered = []
     for name, module, attribute, quantizer in found:
         parameter: Any = module._parameters[attribute]
-        gather = Gather(name, quantizer, parameter.dim() == 3, *managed[id(parameter)], recompute)
+        gather = Gather(name, quantizer, parameter.dim() == 3, *managed[id(module), attribute], recompute)
         # Blocks are never cut, and neither are a stack's weights.
         if not gather.stack and (quantizer.format.per_tensor or quantizer.format.two_level):
             gather.amaxes, gather.number = amaxes, amaxes.place()
@@ -73,8 +73,8 @@ def prepare(model: nn.Module, mesh: Any, recipe: Recipe, *, recompute: bool = Fa
     model.register_forward_pre_hook(before_forward, prepend=True)
 
 
-def _managed(model: nn.Module) -> dict[int, tuple[Any, Any]]:
-    """FSDP2's objects (of the parameter, of its group) by the id of the sharded parameter."""
+def _managed(model: nn.Module) -> dict[tuple[int, str], tuple[Any, Any]]:
+    """FSDP2's objects (of the parameter, of its group) by the module's id and the parameter's name in it."""
     from torch.distributed.fsdp import FSDPModule
 
     made = {}
@@ -83,7 +83,9 @@ def _managed(model: nn.Module) -> dict[int, tuple[Any, Any]]:
         groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one group for each module
         for group in [getattr(state, "_fsdp_param_group", None)] if groups is None else groups:
             for param in () if group is None else group.fsdp_params:
-                made[id(param.sharded_param)] = (param, group)
+                at = param._module_info
+                modules = zip([at.module, *at.shared_modules], [at.param_name, *at.shared_param_names], strict=True)
+                made |= {(id(owner), name): (param, group) for owner, name in modules}
     return made
 
 
