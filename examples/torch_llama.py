@@ -71,7 +71,7 @@ def arguments() -> argparse.Namespace:
     add("--save-every", type=positive, default=100, help="steps; there is one at the end, too")
     add("--keep", type=positive, help="so many checkpoints; default: all")
     add("--resume", action="store_true", help="continue from the latest checkpoint in --save")
-    add("--log", type=Path, help="file for a JSON line a step")
+    add("--metrics", type=Path, help="file for a JSON line a step")  # torchrun takes --log for its own
     add("--peak-tflops", type=float, help="of the device, for MFU; default: by its name, in bfloat16")
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
     return parser.parse_args()
@@ -207,12 +207,11 @@ def train(args: argparse.Namespace, model: Llama, recipe: Any, tokens: texts.Byt
     run = {"seed": args.seed, "batch": args.batch, "seq": args.seq, "tokens": len(tokens.train)}
     first = resumed(args, model, optimizer, run) if args.resume else 0
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    report = Report(args.log, first) if rank == 0 else None
+    report = Report(args.metrics, first) if rank == 0 else None
     if report is not None:
         count = sum(p.numel() for p in model.parameters())
-        print(
-            f"{count:,} parameters, {args.recipe}, {ranks} x {device.type}; {len(tokens.train):,} tokens: {tokens.source}"
-        )
+        print(f"{count:,} parameters, {args.recipe}, {ranks} x {device.type}")
+        print(f"{len(tokens.train):,} tokens of {tokens.source}")
     peak = args.peak_tflops or peak_tflops(device)
     for step in range(first, args.steps):
         begin = time.perf_counter()

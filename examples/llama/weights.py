@@ -38,11 +38,10 @@ def parts(name: str, config: Config) -> dict[str, int]:
     found = re.fullmatch(r"blocks\.(\d+)\.(.+)", name)
     assert found is not None, name
     width, wide = config.hidden_size, config.intermediate_size
+    qkv = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
     inner = {
         "qkv.layer_norm_weight": {"input_layernorm": width},
-        "qkv.weight": dict(
-            zip(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), config.qkv_rows, strict=True)
-        ),
+        "qkv.weight": dict(zip(qkv, config.qkv_rows, strict=True)),
         "proj.weight": {"self_attn.o_proj": width},
         "mlp.layer_norm_weight": {"post_attention_layernorm": width},
         "mlp.fc1_weight": {"mlp.gate_proj": wide, "mlp.up_proj": wide},

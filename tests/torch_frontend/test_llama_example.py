@@ -97,12 +97,12 @@ def test_flops_are_six_for_each_multiplied_weight():
 def test_two_ranks_learn_and_resume_bit_for_bit(tmp_path):
     """A run killed after its checkpoint of step 4 and resumed ends where one that was not killed ends."""
     common = ("--recipe", "fp8-delayed", "--steps", 8, "--save-every", 4)
-    trained(*common, "--save", tmp_path / "a", "--log", tmp_path / "a.jsonl", "--out", tmp_path / "whole", ranks=2)
+    trained(*common, "--save", tmp_path / "a", "--metrics", tmp_path / "a.jsonl", "--out", tmp_path / "whole", ranks=2)
     whole = rows(tmp_path / "a.jsonl")
     assert [row["step"] for row in whole] == [*range(8)] and whole[-1]["loss"] < whole[0]["loss"] - 0.5
     assert all(row["mfu"] is None and row["tokens_per_s"] > 0 and row["memory_gib"] > 0 for row in whole)
     (tmp_path / "a/latest").write_text("step-000004")  # as a kill after step 4 leaves it
-    trained(*common, "--save", tmp_path / "a", "--resume", "--log", tmp_path / "a.jsonl", "--out", tmp_path / "again",
+    trained(*common, "--save", tmp_path / "a", "--resume", "--metrics", tmp_path / "a.jsonl", "--out", tmp_path / "again",
             ranks=2)  # fmt: skip
     again = rows(tmp_path / "a.jsonl")
     assert [(r["step"], r["loss"]) for r in again] == [(r["step"], r["loss"]) for r in whole]
@@ -110,7 +110,7 @@ def test_two_ranks_learn_and_resume_bit_for_bit(tmp_path):
     assert one.keys() == two.keys() and all(torch.equal(one[n], two[n]) for n in one)
     # One rank goes on with the same global batches: the losses are near, though sums differ.
     (tmp_path / "a/latest").write_text("step-000004")
-    trained(*common, "--save", tmp_path / "a", "--resume", "--log", tmp_path / "one.jsonl")
+    trained(*common, "--save", tmp_path / "a", "--resume", "--metrics", tmp_path / "one.jsonl")
     for row, want in zip(rows(tmp_path / "one.jsonl"), whole[4:], strict=True):
         assert row["step"] == want["step"] and abs(row["loss"] - want["loss"]) < 0.02
     wrong = call(*common, "--save", tmp_path / "a", "--resume", "--seq", 64)
@@ -132,7 +132,7 @@ def test_what_is_written_can_be_read(tmp_path):
 @pytest.mark.parametrize("recipe", ("bf16", "fp8-current", "fp8-block", "mxfp8", "mxfp8-2d", "nvfp4"))
 def test_every_recipe_compiled_and_recomputed(recipe, tmp_path):
     log = tmp_path / "log.jsonl"
-    trained("--recipe", recipe, "--compile", "--checkpoint-activations", "--accumulate", 2, "--log", log, ranks=2)
+    trained("--recipe", recipe, "--compile", "--checkpoint-activations", "--accumulate", 2, "--metrics", log, ranks=2)
     assert rows(log)[-1]["loss"] < rows(log)[0]["loss"] - 0.5
 
 
