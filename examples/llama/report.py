@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shutil
 import sys
 from pathlib import Path
 
@@ -53,6 +54,8 @@ class Report:
             f"grad {row['grad_norm']:8.3g}  lr {row['lr']:.2e}"
         )
         self.pending = self.live and row["step"] % 10 != 0
+        if self.pending:
+            text = text[: shutil.get_terminal_size().columns - 1]  # a wrapped line would not be replaced
         print(f"\r\x1b[K{text}" if self.live else text, end="" if self.pending else "\n", flush=True)
 
     def close(self) -> None:

@@ -102,8 +102,8 @@ def test_two_ranks_learn_and_resume_bit_for_bit(tmp_path):
     assert [row["step"] for row in whole] == [*range(8)] and whole[-1]["loss"] < whole[0]["loss"] - 0.5
     assert all(row["mfu"] is None and row["tokens_per_s"] > 0 and row["memory_gib"] > 0 for row in whole)
     (tmp_path / "a/latest").write_text("step-000004")  # as a kill after step 4 leaves it
-    trained(*common, "--save", tmp_path / "a", "--resume", "--metrics", tmp_path / "a.jsonl", "--out", tmp_path / "again",
-            ranks=2)  # fmt: skip
+    resume = (*common, "--save", tmp_path / "a", "--resume")
+    trained(*resume, "--metrics", tmp_path / "a.jsonl", "--out", tmp_path / "again", ranks=2)
     again = rows(tmp_path / "a.jsonl")
     assert [(r["step"], r["loss"]) for r in again] == [(r["step"], r["loss"]) for r in whole]
     one, two = tensors(tmp_path / "whole"), tensors(tmp_path / "again")
