@@ -141,7 +141,7 @@ WRONG = {
     "--tp 2 is not supported": ("--tp", 2),
     "--resume needs --save": ("--resume",),
     "/nowhere: no such file": ("--data", "/nowhere"),
-    "vocab_size missing": ("--config", "{empty}"),
+    "num_attention_heads missing": ("--config", "{empty}"),
     "model.safetensors: no such file": ("--weights", "{folder}"),
     "cannot be read": ("--weights", "{empty}"),
     "no complete checkpoint": ("--save", "{folder}", "--resume"),
