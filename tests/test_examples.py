@@ -11,8 +11,9 @@ import pytest
 ROOT = Path(__file__).parents[1]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 RUNNER = """
-import runpy, sys
+import os, runpy, sys
 for path in sys.argv[1:]:
+    sys.path[0] = os.path.dirname(path)  # as python itself does
     print("==", path, flush=True)
     print(path, file=sys.stderr)
     sys.argv = [path]

@@ -1,7 +1,8 @@
 """Arguments that modules and functions have in TransformerEngine but not in diptych.
 
 An argument is accepted with the value that turns its feature off. Arguments that diptych has too (`params_dtype`,
-`init_method`, `return_bias`) are parameters of the modules themselves. Arguments without effect warn once per process.
+`init_method`, `return_bias`; of dense layers `tp_group` and the like) are parameters of the modules themselves.
+Arguments without effect warn once per process.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 from diptych.common.errors import IgnoredArgumentWarning, UnsupportedError
 
 # Each argument with the one accepted value, which turns its feature off, and why other values are refused.
-_PARALLEL = "diptych's modules are not parallel themselves"
+_PARALLEL = "this module is not cut over a tensor-parallel group"
 _REFUSED: dict[str, tuple[Any, str]] = {
     "sequence_parallel": (False, _PARALLEL),
     "tp_group": (None, _PARALLEL),

@@ -64,8 +64,6 @@ def test_constructor_arguments(name):
 @pytest.mark.parametrize(
     "argument, error, words",
     [
-        ({"tp_size": 2}, UnsupportedError, "tp_size must be 1, got 2: .*not parallel"),
-        ({"sequence_parallel": True}, UnsupportedError, "sequence_parallel must be False"),
         ({"parameters_split": ("q", "k")}, UnsupportedError, "a weight is one parameter"),
         ({"get_rng_state_tracker": print}, UnsupportedError, "use init_method"),
         ({"ub_overlap_ag": True}, UnsupportedError, "does not overlap"),
@@ -77,6 +75,13 @@ def test_constructors_refuse(name, argument, error, words):
     cls, sizes, _ = MODULES[name]
     with pytest.raises(error, match=f"{name}.*{words}"):
         cls(*sizes, **argument)
+
+
+def test_modules_without_tensor_parallelism_refuse_it():
+    cls, sizes, _ = MODULES["GroupedLinear"]
+    for argument in ({"tp_size": 2}, {"sequence_parallel": True}):
+        with pytest.raises(UnsupportedError, match=r"GroupedLinear: .* must be .*not cut over a tensor-parallel group"):
+            cls(*sizes, **argument)
 
 
 @each_module

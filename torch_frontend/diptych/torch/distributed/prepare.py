@@ -8,18 +8,19 @@ from typing import Any
 
 from torch import nn
 
-from diptych.common.arguments import require_recipe
+from diptych.common.arguments import require_recipe, require_switches
 from diptych.common.errors import ArgumentError, ShapeError, UnsupportedError
 from diptych.common.layers.plan import held_quantizer
 from diptych.common.quantizers import RHT, ROW_AMAX, Quantizer
 from diptych.common.recipes import Recipe
 from diptych.torch.distributed.amaxes import WholeAmaxes
-from diptych.torch.distributed.sharded_weight import Gather, ShardedWeight
+from diptych.torch.distributed.gather import Gather
+from diptych.torch.distributed.sharded_weight import ShardedWeight
 from diptych.torch.modules.base import QuantizedModule
 from diptych.torch.tensors.quantized import QuantizedTensorBase
 
 
-def prepare(model: nn.Module, mesh: Any, recipe: Recipe) -> None:
+def prepare(model: nn.Module, mesh: Any, recipe: Recipe, *, recompute: bool = False) -> None:
     """Makes FSDP2 gather the weights of a model's quantized layers in a recipe's format: bytes and scales.
 
     Call it after `fully_shard`, before the first forward, on every rank; it communicates nothing. Weights stay sharded
@@ -31,17 +32,19 @@ def prepare(model: nn.Module, mesh: Any, recipe: Recipe) -> None:
 
     **Arguments:** `model`: the root module that `fully_shard` was applied to. `mesh`: the DeviceMesh that it shards
     over, of one dimension (with a dimension of replicas before it: HSDP). `recipe`: the recipe that the layers will run
-    by; a module's own `recipe` has precedence.
+    by; a module's own `recipe` has precedence. `recompute`: whether layers run again in backward, as under activation
+    checkpointing; backward then gathers the rowwise copy too of formats with one-dimensional blocks.
 
     **Raises**, naming the weight, before anything is sent: ArgumentError for a model that is not sharded by
     `fully_shard` or is prepared already, ShapeError for a weight that ranks would cut inside of a block or unevenly,
     ValueError for a recipe that quantizes a weight in two ways or stochastically, UnsupportedError for a user's own
-    quantizer, for amaxes of rows, Hadamard transforms of weights, stacks of weights, weights offloaded to the CPU, and
-    weights sharded over another mesh or dimension.
+    quantizer, for amaxes of rows, Hadamard transforms of weights, weights offloaded to the CPU, weights sharded over
+    another mesh or dimension, and modules that are cut over a tensor-parallel group.
     """
     from torch.distributed.fsdp import FSDPModule  # a torch may be built without distributed
 
     require_recipe("parallel.prepare", recipe, optional=False)
+    require_switches("parallel.prepare", recompute=recompute)
     if not isinstance(model, FSDPModule):
         raise ArgumentError(
             f"parallel.prepare: {type(model).__name__} is not sharded; "
@@ -52,11 +55,14 @@ def prepare(model: nn.Module, mesh: Any, recipe: Recipe) -> None:
         parameter = module._parameters[attribute]
         _require_cuttable(name, parameter, quantizer, mesh)
         found.append((name, module, attribute, quantizer))
-    amaxes = WholeAmaxes()
+    amaxes, managed = WholeAmaxes(), _managed(model)
     gathered = []
     for name, module, attribute, quantizer in found:
-        of_whole = amaxes if quantizer.format.per_tensor or quantizer.format.two_level else None
-        gather = Gather(name, quantizer, of_whole, 0 if of_whole is None else amaxes.place())
+        parameter: Any = module._parameters[attribute]
+        gather = Gather(name, quantizer, parameter.dim() == 3, *managed[id(module), attribute], recompute)
+        # Blocks are never cut, and neither are a stack's weights.
+        if not gather.stack and (quantizer.format.per_tensor or quantizer.format.two_level):
+            gather.amaxes, gather.number = amaxes, amaxes.place()
         gathered.append((weakref.ref(module), attribute, gather))
     _attach(gathered)
 
@@ -67,11 +73,32 @@ def prepare(model: nn.Module, mesh: Any, recipe: Recipe) -> None:
     model.register_forward_pre_hook(before_forward, prepend=True)
 
 
+def _managed(model: nn.Module) -> dict[tuple[int, str], tuple[Any, Any]]:
+    """FSDP2's objects (of the parameter, of its group) by the module's id and the parameter's name in it."""
+    from torch.distributed.fsdp import FSDPModule
+
+    made = {}
+    for module in model.modules():
+        state: Any = module._get_fsdp_state() if isinstance(module, FSDPModule) else None
+        groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one group for each module
+        for group in [getattr(state, "_fsdp_param_group", None)] if groups is None else groups:
+            for param in () if group is None else group.fsdp_params:
+                at = param._module_info
+                modules = zip([at.module, *at.shared_modules], [at.param_name, *at.shared_param_names], strict=True)
+                made |= {(id(owner), name): (param, group) for owner, name in modules}
+    return made
+
+
 def _weights(model: nn.Module, recipe: Recipe) -> Iterator[tuple[str, QuantizedModule, str, Quantizer]]:
     """The weights that the recipe quantizes: (full name, module, attribute, quantizer)."""
     for prefix, module in model.named_modules():
         if not isinstance(module, QuantizedModule):
             continue
+        if module.tp_size > 1:
+            raise UnsupportedError(
+                f"parallel.prepare: {prefix or type(module).__name__} is cut over a tensor-parallel group of "
+                f"{module.tp_size} ranks, and FSDP2 gathers its parts unquantized only; leave `prepare` out"
+            )
         for layer in module.layers:
             attribute = f"{layer}_weight" if layer else "weight"
             name = f"{prefix}.{attribute}" if prefix else attribute
@@ -87,10 +114,6 @@ def _require_cuttable(name: str, parameter: Any, quantizer: Quantizer, mesh: Any
     op = f"parallel.prepare: {name}"
     if isinstance(parameter, QuantizedTensorBase) or not isinstance(parameter, DTensor):
         raise UnsupportedError(f"{op} is {type(parameter).__name__}, not a DTensor that fully_shard made")
-    if parameter.dim() != 2:
-        raise UnsupportedError(
-            f"{op} {list(parameter.shape)} is a stack of weights; only matrices are gathered quantized"
-        )
     of_parameter = parameter.device_mesh
     if of_parameter != mesh or parameter.placements[-1] != Shard(0) or of_parameter.ndim > 2:
         raise UnsupportedError(
@@ -109,6 +132,10 @@ def _require_cuttable(name: str, parameter: Any, quantizer: Quantizer, mesh: Any
         )
     rows, ranks = parameter.shape[0], of_parameter.size(of_parameter.ndim - 1)
     fmt = quantizer.format
+    if parameter.dim() == 3:
+        if rows % ranks:
+            raise ShapeError(f"{op} {list(parameter.shape)} stacks {rows} weights, and {ranks} ranks hold whole ones")
+        return
     block = 1 if fmt.per_tensor else max(fmt.block_rows, fmt.block_cols if quantizer.columnwise else 1)
     if rows % (ranks * block):
         raise ShapeError(

@@ -8,55 +8,31 @@ and E2M1. The layer's weight is then a `QuantizedParameter`, whose gradient is p
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from diptych.common.quantizers import Quantizer
-from diptych.torch.distributed.amaxes import WholeAmaxes
-from diptych.torch.distributed.columnwise import transposable, transposed
+from diptych.torch.distributed.gather import COLUMNWISE, ROWWISE, Gather
 from diptych.torch.modules.quantized_parameter import QuantizedParameter
-from diptych.torch.primitives import quantize as quantize_ops
-from diptych.torch.tensors.quantized import QuantizedTensor
-
-_ROWS, _COLUMNS = "rows", "columns"  # the dimension along which a buffer is cut
-
-
-@dataclasses.dataclass
-class Gather:
-    """How one weight is gathered. `number`: the weight's place in `amaxes`, which are None for formats whose blocks are
-    never cut."""
-
-    name: str
-    quantizer: Quantizer
-    amaxes: WholeAmaxes | None
-    number: int = 0
-
-    @property
-    def sent(self) -> tuple[tuple[str, str], ...]:
-        """(buffer, the dimension along which it is cut) of what ranks send."""
-        fmt = self.quantizer.format
-        names = [("rowwise_data", _ROWS)] + [("rowwise_scale_inv", _ROWS)] * (not fmt.per_tensor)
-        if self.quantizer.columnwise and not transposable(self.quantizer):
-            cut = _COLUMNS if fmt.columnwise == "transposed" else _ROWS
-            names += [("columnwise_data", cut), ("columnwise_scale_inv", cut)]
-        return tuple(names)
+from diptych.torch.tensors.quantized import QuantizedStack, QuantizedTensor
 
 
 class Received(NamedTuple):
-    """The facts about a gathered weight that a rank has without receiving them, such as a scale of the whole weight."""
+    """What a rank knows of a gathered weight without receiving it. `read`: the copies that are made; `sent`: names of
+    the buffers that are received; `same`: other buffers, such as the scale of the whole weight."""
 
+    read: tuple[str, ...]
+    sent: tuple[str, ...]
     same: dict[str, Tensor]
-    dtypes: dict[str, torch.dtype]
     shape: tuple[int, ...]
     dtype: torch.dtype
     ranks: int
 
 
 class ShardedWeight(Tensor):
-    """A weight's part [N / ranks, K] in high precision. `prepare` makes it of FSDP2's local tensor, in place."""
+    """A weight's part [N / ranks, K], or a stack's [G / ranks, N, K], in high precision. `prepare` makes it of FSDP2's
+    local tensor, in place."""
 
     gather: Gather
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -76,53 +52,40 @@ class ShardedWeight(Tensor):
         self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Received]:
         """Quantizes the part by the whole weight's amax. Returns (bytes to send, what `fsdp_post_all_gather` needs)."""
-        gather = self.gather
+        gather, quantizer = self.gather, self.gather.quantizer
         part = self.detach().as_subclass(Tensor)
         dtype = part.dtype if mp_policy.param_dtype is None else mp_policy.param_dtype
-        amaxes: list[Tensor] = []
+        read = gather.read()
+        travelling = gather.travelling(read)
+        making = quantizer.with_usage(rowwise=ROWWISE in travelling, columnwise=COLUMNWISE in travelling)
+        amax = None
         if gather.amaxes is not None:  # rounding keeps the order of values, so the cast weight's amax is the amax cast
-            whole = gather.amaxes.of(gather.number, mesh.get_group()).to(dtype).to(torch.float32)
-            amaxes = [whole, whole] if gather.quantizer.format.two_level and gather.quantizer.columnwise else [whole]
-        sent = dict(gather.sent)
-        making = gather.quantizer.with_usage(columnwise="columnwise_data" in sent)
-        if making.format.two_level and not making.columnwise:
-            amaxes = amaxes[:1]
-        made = dict(zip(making.buffer_names(), quantize_ops.quantize(part.to(dtype), making, *amaxes), strict=True))
+            amax = gather.amaxes.of(gather.number, mesh.get_group()).to(dtype).to(torch.float32)
+        made = gather.quantize(part.to(dtype), making, amax)
+        sent = gather.sent(making)[: None if mesh.size() > 1 else 1]  # FSDP takes one tensor of a single rank
+        gather.receive(read, sent, tuple(outer_size), part)
         same = {name: t for name, t in made.items() if name not in sent}
-        dtypes = {name: made[name].dtype for name in sent}
-        received = Received(same, dtypes, tuple(outer_size), dtype, mesh.size())
+        received = Received(read, sent, same, tuple(outer_size), dtype, mesh.size())
         return tuple([made[name].view(torch.uint8) for name in sent]), received
 
     @torch.no_grad()
     def fsdp_post_all_gather(
         self, outputs: tuple[Tensor, ...], received: Received, param_dtype: torch.dtype, *, out: Tensor | None = None
     ) -> Any:
-        """Makes the whole weight of the bytes received: (weight, tensors that FSDP frees with it), or into `out`."""
-        gather, quantizer = self.gather, self.gather.quantizer
-        parts: dict[str, Tensor] = dict(received.same)
-        views = set()
-        for (name, cut), t in zip(gather.sent, outputs, strict=True):
-            joined = t.view(received.dtypes[name])
-            if cut == _ROWS:
-                views.add(name)
-            else:  # [ranks * K, N / ranks] to [K, N]
-                joined = t.view(received.ranks, -1, *t.shape[1:]).transpose(0, 1).flatten(1).view(received.dtypes[name])
-            parts[name] = joined
-        if quantizer.columnwise and "columnwise_data" not in parts:
-            turned = transposed(quantizer, parts["rowwise_data"], parts["rowwise_scale_inv"])
-            parts["columnwise_data"], parts["columnwise_scale_inv"] = turned
-            if quantizer.format.two_level:
-                parts["columnwise_amax"] = parts["amax"]
+        """Fills the whole weight's buffers. Returns (weight, tensors that FSDP frees with it) where there is no `out`,
+        which has these buffers."""
+        gather = self.gather
+        for name, t in received.same.items():
+            gather.fill(name, t)
+        for name, t in zip(received.sent, outputs, strict=True):
+            if gather.cut_by_columns(name):  # [ranks * K, N / ranks] to [K, N]
+                joined = t.view(received.ranks, -1, *t.shape[1:]).transpose(0, 1).flatten(1)
+                gather.fill(name, joined.view(gather.whole[name].dtype))
+                t.untyped_storage().resize_(0)
+        if COLUMNWISE in received.read and COLUMNWISE not in gather.travelling(received.read):
+            gather.fill_columnwise()
         if out is not None:
-            for name, t in parts.items():
-                if name not in views:
-                    held = getattr(out, name)
-                    with torch.autograd._unsafe_preserve_version_counter(held):  # pyright: ignore[reportPrivateImportUsage]
-                        held.copy_(t)
             return None
-        parts = {
-            name: t if name in views else t.clone(memory_format=torch.contiguous_format) for name, t in parts.items()
-        }
-        whole = QuantizedTensor(quantizer, received.shape, received.dtype, **parts)
-        owned = [t for name, t in parts.items() if name not in views and name not in received.same and t.numel() > 1]
-        return QuantizedParameter.of(whole), tuple(owned)
+        kind = QuantizedStack if gather.stack else QuantizedTensor
+        whole = kind(gather.quantizer, received.shape, received.dtype, **gather.whole)
+        return QuantizedParameter.of(whole), gather.param._unsharded_inner_tensors

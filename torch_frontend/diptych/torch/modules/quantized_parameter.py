@@ -88,7 +88,14 @@ class QuantizedParameter(QuantizedTensorBase):
                 "the gradient of a layer's input needs the columnwise copy of its weight, which is held without: "
                 "quantized_model_init makes that copy outside of torch.no_grad() and torch.inference_mode() alone"
             )
-        return super().copy_of(columnwise)
+        copy = super().copy_of(columnwise)
+        gathered = columnwise or torch.compiler.is_compiling() or copy[0].untyped_storage().nbytes() >= copy[0].nbytes
+        if not gathered:  # the columnwise copy may be saved in forward and gathered in backward
+            raise UnsupportedError(
+                "the rowwise copy of a sharded weight is read in backward, which gathered the columnwise one: where "
+                "layers run again in backward (activation checkpointing), call parallel.prepare with recompute=True"
+            )
+        return copy
 
     @staticmethod
     def of(q: QuantizedTensorBase) -> Any:
@@ -345,6 +352,12 @@ def _view(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         seen = func(whole, *args[1:], **kwargs)
         if isinstance(seen, Tensor) and (seen.shape, seen.stride()) == (whole.shape, whole.stride()):
             return aten.alias.default(args[0])
+        if func is aten.split.Tensor and args[0].main_param is not None and args[0].dtype != torch.float32:
+            raise UnsupportedError(
+                f"split of a weight that stands for {args[0].dtype} and has a float32 master: parts of it, such as "
+                "fully_shard makes, would be the master's values rounded; make the module in float32 (FSDP's "
+                "MixedPrecisionPolicy casts what is gathered), or split weight.main_param"
+            )
         if _traced(args[0]):
             raise UnsupportedError(
                 f"{called(func)} of a weight that is held quantized, in compiled code: its values have no views there; "

@@ -1,0 +1,178 @@
+"""Llama of diptych's fused modules, described by a Hugging Face `config.json`.
+
+Embedding and head are not quantized, as is usual: few of the products are theirs, and the loss depends on them most.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import diptych.torch as dt
+
+
+class ConfigError(ValueError):
+    """A config.json that cannot be read, or describes a model that this one is not."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The fields of Hugging Face's LlamaConfig that the model reads, by their names there."""
+
+    vocab_size: int = 256
+    hidden_size: int = 256
+    intermediate_size: int = 512
+    num_hidden_layers: int = 2
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 2
+    head_dim: int = 64
+    rms_norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+    rope_scaling: dict[str, Any] | None = None
+    tie_word_embeddings: bool = False
+    initializer_range: float = 0.02
+    max_position_embeddings: int = 2048
+
+    @classmethod
+    def read(cls, path: Path) -> Config:
+        """**Raises** ConfigError, naming the field."""
+        try:
+            given = json.loads(path.read_text())
+        except (OSError, ValueError) as e:
+            raise ConfigError(f"{path}: cannot be read: {e}") from e
+        if not isinstance(given, dict):
+            raise ConfigError(f"{path}: is no JSON object")
+        try:
+            return cls.of(given)
+        except ConfigError as e:
+            raise ConfigError(f"{path}: {e}") from e
+
+    @classmethod
+    def of(cls, given: dict[str, Any]) -> Config:
+        for name, supported in (("model_type", "llama"), ("hidden_act", "silu")):
+            if given.get(name, supported) != supported:
+                raise ConfigError(f"{name}={given[name]!r} is not supported, only {supported!r}")
+        for name in ("attention_bias", "mlp_bias", "attention_dropout", "quantization_config"):
+            if given.get(name):
+                raise ConfigError(f"{name}={given[name]!r} is not supported")
+        fields = {f.name: given[f.name] for f in dataclasses.fields(cls) if given.get(f.name) is not None}
+        needed = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+        if missing := [name for name in needed if name not in fields]:
+            raise ConfigError(f"{', '.join(missing)} missing")
+        sizes = (*needed, "num_key_value_heads", "head_dim", "max_position_embeddings")
+        for name in sizes:
+            if name in fields and (type(fields[name]) is not int or fields[name] < 1):
+                raise ConfigError(f"{name}={fields[name]!r} is not a positive integer")
+        heads = fields["num_attention_heads"]
+        if "head_dim" not in fields and fields["hidden_size"] % heads:
+            raise ConfigError(f"hidden_size={fields['hidden_size']} is no multiple of num_attention_heads={heads}")
+        fields.setdefault("head_dim", fields["hidden_size"] // heads)
+        fields.setdefault("num_key_value_heads", heads)
+        fields.setdefault("rms_norm_eps", 1e-6)  # transformers' default
+        if fields["head_dim"] % 2:
+            raise ConfigError(f"head_dim={fields['head_dim']} is odd")
+        if heads % fields["num_key_value_heads"]:
+            raise ConfigError(f"num_attention_heads={heads} is no multiple of num_key_value_heads")
+        # transformers 5 puts both into rope_parameters
+        rope = dict(given.get("rope_parameters") or given.get("rope_scaling") or {})
+        fields["rope_theta"] = float(rope.pop("rope_theta", fields.get("rope_theta", 10000.0)))
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind not in ("default", "llama3"):
+            raise ConfigError(f"rope_scaling of type {kind!r} is not supported, only 'llama3'")
+        if kind == "llama3":
+            parts = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+            if missing := [name for name in parts if name not in rope]:
+                raise ConfigError(f"rope_scaling lacks {', '.join(missing)}")
+        fields["rope_scaling"] = rope if kind == "llama3" else None
+        return cls(**fields)
+
+    def to_hf(self) -> dict[str, Any]:
+        """What goes into config.json."""
+        return {
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
+            "attention_bias": False, "mlp_bias": False, "torch_dtype": "float32", **dataclasses.asdict(self),
+        }  # fmt: skip
+
+    @property
+    def qkv_rows(self) -> tuple[int, int, int]:
+        kv = self.num_key_value_heads * self.head_dim
+        return self.num_attention_heads * self.head_dim, kv, kv
+
+    def frequencies(self) -> Tensor:
+        """Of the rotary embedding, one for each pair of a head's features."""
+        freq = self.rope_theta ** -(torch.arange(0, self.head_dim, 2, device="cpu").float() / self.head_dim)
+        if (s := self.rope_scaling) is None:
+            return freq
+        # Slow frequencies are divided by the factor, fast ones stay, those between are mixed.
+        turns = s["original_max_position_embeddings"] * freq / (2 * math.pi)
+        kept = ((turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])).clamp(0, 1)
+        return kept * freq + (1 - kept) * freq / s["factor"]
+
+    def flops_per_token(self, seq: int) -> float:
+        """Of forward and backward, by the usual formula: 6 for each multiplied weight, 12 T for each feature of the
+        heads in attention, whose causal half is not taken off. Recomputation does not count."""
+        wide = self.num_attention_heads * self.head_dim
+        block = self.hidden_size * (sum(self.qkv_rows) + wide + 3 * self.intermediate_size)
+        weights = self.num_hidden_layers * block + self.vocab_size * self.hidden_size
+        return 6 * weights + 12 * self.num_hidden_layers * wide * seq
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """[B, H, T, D], by angles [T, D / 2]."""
+    a, b = x.float().chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
+
+
+class Block(nn.Module):
+    """`recompute`: backward computes the block again instead of keeping its activations."""
+
+    def __init__(self, config: Config, recompute: bool = False) -> None:
+        super().__init__()
+        self.config, self.recompute = config, recompute
+        width, rows = config.hidden_size, config.qkv_rows
+        made = {"eps": config.rms_norm_eps, "bias": False, "normalization": "RMSNorm"}
+        self.qkv = dt.LayerNormLinear(width, sum(rows), **made)
+        # Attention keeps its output anyway, so the layer behind need not keep a copy of it.
+        self.proj = dt.Linear(rows[0], width, bias=False, save_original_input=True)
+        self.mlp = dt.LayerNormMLP(width, config.intermediate_size, activation="swiglu", **made)
+
+    def attention(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        parts = qkv.split(self.config.qkv_rows, -1)
+        q, k, v = (t.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2) for t in parts)
+        q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2)
+
+    def run(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.proj(self.attention(self.qkv(x), cos, sin))
+        return x + self.mlp(x)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return dt.checkpoint(self.run, x, cos, sin) if self.recompute else self.run(x, cos, sin)
+
+
+class Llama(nn.Module):
+    """Logits [B, T, vocab] of tokens [B, T]."""
+
+    def __init__(self, config: Config, recompute: bool = False) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.blocks = nn.ModuleList(Block(config, recompute) for _ in range(config.num_hidden_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.head = None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.register_buffer("frequencies", config.frequencies(), persistent=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        angles = torch.outer(torch.arange(tokens.shape[1], device=tokens.device), self.frequencies)
+        cos, sin = angles.cos(), angles.sin()
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        return F.linear(self.norm(x), self.embed.weight if self.head is None else self.head.weight)

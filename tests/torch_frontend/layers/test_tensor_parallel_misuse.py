@@ -1,0 +1,113 @@
+"""What cannot be cut over ranks is an error on each of them, before anything is sent."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import diptych.torch as dt
+from diptych.common import CustomRecipe, Float8CurrentScaling, MXFP8Quantizer, NVFP4BlockScaling, QuantizerRole
+from torch_frontend.cut_layers import RECIPES, error_of
+from torch_frontend.ranks import needs_gloo
+from torch_frontend.tools import normal
+
+pytestmark = needs_gloo
+
+
+class Own(MXFP8Quantizer):
+    def quantize_impl(self, x: Any, quantize: Any) -> Any:
+        return quantize(x, MXFP8Quantizer(rowwise=self.rowwise, columnwise=self.columnwise))
+
+
+def own(role: Any) -> Any:
+    return Own() if role.tensor == "input" else MXFP8Quantizer()
+
+
+class Layer(NamedTuple):
+    """A layer of `nk`, and a rank's input of the shape `x`; what the error says."""
+
+    recipe: Any
+    mode: str
+    sequence: bool
+    x: tuple[int, ...]
+    nk: tuple[int, int]
+    says: str
+    error: str = "ValueError"
+
+
+MX, MX2D, BLOCK = (RECIPES[n] for n in ("mxfp8", "mxfp8 2d", "block"))
+NV, NV1D, NV2D = (RECIPES[n] for n in ("nvfp4", "nvfp4 1d", "nvfp4 2d"))
+CURRENT, DELAYED = RECIPES["current"], RECIPES["delayed"]
+BY_ROW = NVFP4BlockScaling(row_scaled_activation=True, disable_stochastic_rounding=True)
+OTHER = Float8CurrentScaling(amax_group="other")
+COL, ROW = "column", "row"
+REFUSED = {
+    "a weight's rows": Layer(MX, COL, False, (32, 64), (96, 64), "48 .* of 32"),
+    "a weight's columns": Layer(MX, ROW, False, (32, 48), (64, 96), "48 columns.* of 32"),
+    "32x32": Layer(MX2D, COL, False, (32, 64), (96, 64), "48 .* of 32"),
+    "128x128": Layer(BLOCK, COL, False, (8, 128), (384, 128), "192 .* of 128"),
+    "128 columns": Layer(BLOCK, ROW, False, (8, 192), (128, 384), "192 columns.* of 128"),
+    "16x16": Layer(NV, COL, False, (16, 64), (48, 64), "24 .* of 16"),
+    "16 columns": Layer(NV, ROW, False, (16, 24), (48, 48), "24 columns.* of 16"),
+    "32 tokens": Layer(MX, COL, True, (24, 64), (64, 64), "24 rows.* of 32"),
+    "128 tokens": Layer(BLOCK, COL, True, (64, 128), (256, 128), "64 rows.* of 128"),
+    "16 tokens": Layer(NV1D, COL, True, (8, 64), (64, 64), "8 rows.* of 16"),
+    "rotated tokens": Layer(NV, COL, True, (8, 64), (64, 64), "8 rows.* of 16"),
+    "32 tokens of a gradient": Layer(MX, ROW, True, (2, 24, 32), (64, 64), "24 rows.* of 32"),
+    "16 tokens of a gradient": Layer(NV2D, ROW, True, (16, 32), (64, 64), "8 rows.* of 16"),
+    "tokens that ranks cannot share": Layer(CURRENT, ROW, True, (5, 32), (64, 64), "5, is no multiple"),
+    "one token without a dimension": Layer(CURRENT, COL, True, (64,), (64, 64), "got one row"),
+    "an input that is whole": Layer(CURRENT, ROW, False, (4, 64), (64, 64), "64"),
+    "a quantizer of one's own": Layer(CustomRecipe(own), COL, False, (32, 64), (64, 64), "own", "NotImplementedError"),
+    "amaxes of rows": Layer(BY_ROW, ROW, False, (32, 32), (64, 64), "amaxes of rows", "NotImplementedError"),
+    "another amax_group": Layer(OTHER, ROW, False, (4, 32), (64, 64), "amax_group"),
+    "a reduction that leaves out ranks": Layer(DELAYED, COL, False, (4, 64), (64, 64), "all ranks"),
+}
+
+
+def region_of(what: str) -> dict[str, Any]:
+    if what not in ("another amax_group", "a reduction that leaves out ranks"):
+        return {}
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return {"amax_groups": {"other": alone}} if what.startswith("another") else {"amax_reduction_group": alone}
+
+
+def refused(rank: int, groups: Any, what: str) -> tuple[str, str, list[Any]]:
+    case = REFUSED[what]
+    n, k = case.nk
+    cut = {"parallel_mode": case.mode, "tp_group": groups["data"], "sequence_parallel": case.sequence}
+    layer = dt.Linear(k, n, dtype=torch.bfloat16, **cut)
+    x = torch.ones(case.x, dtype=torch.bfloat16, requires_grad=True)
+    return error_of(lambda: layer(x), case.recipe, **region_of(what))
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_operands(what, pool, tmp_path):
+    case = REFUSED[what]
+    for classes, text, seen in pool.run(f"{__name__}:refused", what, into=tmp_path / "made"):
+        assert case.error in classes.split() and not seen, (classes, text, seen)
+        with pytest.raises(ValueError, match=case.says):
+            raise ValueError(text)
+
+
+HELD = {"input": "takes no quantized input", "weight": "held quantized cannot be cut"}
+
+
+def held(rank: int, groups: Any, what: str) -> tuple[str, str, list[Any]]:
+    layer: Any = dt.Linear(64, 64, bias=False, parallel_mode="column", tp_group=groups["data"])
+    x: Any = normal("x", (32, 64))
+    quantizer: Any = MX.quantizer(QuantizerRole(tensor=what))
+    if what == "input":
+        x = dt.quantize(x, quantizer)
+    else:
+        layer.weight = torch.nn.Parameter(dt.quantize(layer.weight.detach(), quantizer))
+    return error_of(lambda: layer(x), MX)
+
+
+@pytest.mark.parametrize("what", HELD)
+def test_operands_that_are_quantized_already(what, pool, tmp_path):
+    for classes, text, seen in pool.run(f"{__name__}:held", what, into=tmp_path / "made"):
+        assert "NotImplementedError" in classes.split() and HELD[what] in text and not seen, (classes, text)

@@ -1,0 +1,127 @@
+"""`Gather`: how one weight of FSDP2 is gathered quantized: the copies that travel, and the memory that receives them.
+
+FSDP2 gathers a weight for forward, and again for backward unless it stays gathered in between. Forward reads the
+rowwise copy and backward the columnwise one, so a gather receives what is read until the weight is resharded: copies in
+one-dimensional blocks travel when they are read, others travel rowwise and are transposed when backward reads them.
+
+Invariant: the whole weight's buffers are the same tensors for good, since graphs and autograd save in forward what they
+read in backward. A buffer that is not gathered has no memory, and the core refuses to read it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from diptych.common.quantizers import Quantizer
+from diptych.torch.distributed.amaxes import WholeAmaxes
+from diptych.torch.distributed.columnwise import transposable, transposed
+from diptych.torch.primitives import grouped as grouped_ops
+from diptych.torch.primitives import quantize as quantize_ops
+
+ROWWISE, COLUMNWISE = "rowwise", "columnwise"
+
+
+@dataclasses.dataclass
+class Gather:
+    """How one weight is gathered.
+
+    `stack`: whether it is a stack of weights [G, N, K], of which each rank holds some whole ones. `param`, `group`:
+    FSDP2's own objects for the weight and for those that are gathered with it. `recompute`: whether backward reads the
+    rowwise copy too. `amaxes`: None where no block is cut; `number` is the weight's place in them. `whole`: the
+    gathered weight's buffers by name, once they are made.
+    """
+
+    name: str
+    quantizer: Quantizer
+    stack: bool
+    param: Any
+    group: Any
+    recompute: bool
+    amaxes: WholeAmaxes | None = None
+    number: int = 0
+    whole: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+
+    def read(self) -> tuple[str, ...]:
+        """The copies that are read from the gather that begins now until the weight is resharded."""
+        state, in_backward = self.group._training_state.name, torch._C._current_graph_task_id() != -1
+        if not self.quantizer.columnwise:
+            return (ROWWISE,)
+        if state == "FORWARD" and self.group._reshard_after_forward and not in_backward:
+            return (ROWWISE,)
+        if state == "PRE_BACKWARD" and self.group.reshard_after_backward and not self.recompute:
+            return (COLUMNWISE,)
+        return ROWWISE, COLUMNWISE  # the weight stays gathered, or a user's own call gathers it
+
+    def travelling(self, read: tuple[str, ...]) -> tuple[str, ...]:
+        """The copies that ranks send, for those that are read."""
+        return (ROWWISE,) if transposable(self.quantizer) else read
+
+    def sent(self, making: Quantizer) -> tuple[str, ...]:
+        """The buffers that ranks send of those that are made. Scales of whole tensors, and amaxes, are known to all;
+        those of a stack's weights to one rank each."""
+        scales = () if self.quantizer.format.per_tensor else ("scale_inv",)
+        return tuple([name for name in making.buffer_names() if self.stack or name.endswith(("data", *scales))])
+
+    def cut_by_columns(self, name: str) -> bool:
+        """Whether ranks hold columns of a buffer, which are not received as they lie."""
+        return not self.stack and name.startswith(COLUMNWISE) and self.quantizer.format.columnwise == "transposed"
+
+    def quantize(self, part: Tensor, making: Quantizer, amax: Tensor | None) -> dict[str, Tensor]:
+        """Returns the buffers of a part by name. `amax`: the whole weight's; None: the part's blocks are whole."""
+        of_rows = amax if making.rowwise else None
+        of_columns = amax if making.columnwise and making.format.two_level else None
+        quantize = grouped_ops.quantize_stack if self.stack else quantize_ops.quantize
+        return dict(zip(making.buffer_names(), quantize(part, making, of_rows, of_columns), strict=True))
+
+    def receive(self, read: tuple[str, ...], sent: tuple[str, ...], shape: tuple[int, ...], like: Tensor) -> None:
+        """Makes FSDP receive into the whole weight's buffers, and allocate and free the others that are read."""
+        if not self.whole:
+            empty = grouped_ops.empty_stack if self.stack else quantize_ops.empty
+            buffers = empty(shape, self.quantizer, like.device)
+            self.whole = dict(zip(self.quantizer.buffer_names(), buffers, strict=True))
+            for t in self.whole.values():
+                if t.numel() > 1:
+                    t.untyped_storage().resize_(0)
+        outputs = {name: self.whole[name].view(-1).view(torch.uint8) for name in sent}
+        for name in sent:
+            if self.cut_by_columns(name):
+                outputs[name] = torch.empty_like(outputs[name])
+                outputs[name].untyped_storage().resize_(0)  # FSDP allocates on the stream that reads it
+        self.param.all_gather_outputs = list(outputs.values())
+        self.param._unsharded_inner_tensors = [
+            t
+            for name, t in self.whole.items()
+            if t.numel() > 1 and name.startswith(read) and (name not in sent or self.cut_by_columns(name))
+        ]
+
+    def fill(self, name: str, t: Tensor) -> None:
+        """Copies a buffer that was not received as it lies."""
+        held = self.whole[name]
+        storage = held.untyped_storage()
+        if storage.nbytes() < held.nbytes:
+            storage.resize_(held.nbytes)
+        if t.is_cuda:  # FSDP makes small tensors on a stream of its own
+            t.record_stream(torch.cuda.current_stream(t.device))
+        with torch.autograd._unsafe_preserve_version_counter(held):  # pyright: ignore[reportPrivateImportUsage]
+            held.copy_(t)
+
+    def fill_columnwise(self) -> None:
+        """Makes the columnwise copy of the rowwise one that was received."""
+        rowwise = self.whole["rowwise_data"], self.whole["rowwise_scale_inv"]
+        if self.stack:
+            each = [transposed(self.quantizer, data, scale_inv) for data, scale_inv in zip(*rowwise, strict=True)]
+            turned = tuple([_stacked(parts) for parts in zip(*each, strict=True)])
+        else:
+            turned = transposed(self.quantizer, *rowwise)
+        for part, t in zip(("data", "scale_inv"), turned, strict=True):
+            self.fill(f"{COLUMNWISE}_{part}", t)
+        if self.quantizer.format.two_level:
+            self.fill("columnwise_amax", self.whole["amax"])
+
+
+def _stacked(parts: tuple[Tensor, ...]) -> Tensor:
+    return torch.stack([t.view(torch.uint8) if t.itemsize == 1 else t for t in parts]).view(parts[0].dtype)
