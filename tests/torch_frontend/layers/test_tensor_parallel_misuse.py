@@ -86,7 +86,7 @@ def region_of(what: str) -> dict[str, Any]:
 def refused(rank: int, groups: Any, what: str) -> tuple[str, str, list[Any]]:
     case = REFUSED[what]
     n, k = case.nk
-    cut = {"parallel_mode": case.mode, "tp_group": groups["data"], "sequence_parallel": case.sequence}
+    cut: dict[str, Any] = {"parallel_mode": case.mode, "tp_group": groups["data"], "sequence_parallel": case.sequence}
     layer = dt.Linear(k, n, dtype=torch.bfloat16, **cut)
     x = torch.ones(case.x, dtype=torch.bfloat16, requires_grad=True)
     return error_of(lambda: layer(x), case.recipe, **region_of(what))
@@ -145,7 +145,9 @@ def output(rank: int, groups: Any, recipe: str) -> tuple[str, str, list[Any]]:
     """Results whose blocks ranks share: 24 tokens on each, or 64 columns of 128."""
     columns = recipe == "custom"
     made = CustomRecipe(output_in_blocks, quantize_results=True) if columns else RECIPES[recipe]
-    cut = {"parallel_mode": "column"} if columns else {"parallel_mode": "row", "sequence_parallel": True}
+    cut: dict[str, Any] = (
+        {"parallel_mode": "column"} if columns else {"parallel_mode": "row", "sequence_parallel": True}
+    )
     layer = dt.Linear(256, 128, tp_group=groups["data"], **cut)
     x = torch.ones(48, 256 if columns else 128)
     with torch.no_grad():
