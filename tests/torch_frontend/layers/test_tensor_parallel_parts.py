@@ -117,7 +117,7 @@ def require_one_process(case: Fused, recipe: str, trained: tuple[str, ...], pool
             want = case.part({"z": "x", "the bias": "bias"}.get(name, name), t, rank)
             if is_summed(case, name):
                 off = (made[name].float() - want.float()).norm() / want.float().norm()
-                assert off < (0.05 if recipe == "results" else 0.01), (name, off)
+                assert off < (0.1 if recipe == "results" else 0.03), (name, off)
             else:
                 same(made[name], want, f"{case} {recipe}, rank {rank}: {name}")
     return ranks
