@@ -142,7 +142,7 @@ def test_copies(name, pool, tmp_path):
 
 def pairs(rank: int, groups: Any, recipe: str) -> list[Any]:
     """Two groups of two ranks, whose data differ: their results, and scales of all four where amaxes are reduced so."""
-    both = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    both: list[Any] = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     case = Plain("row", recipe, True, F32)
     made = []
     for region in ({}, {"amax_reduction_group": groups["data"]}):

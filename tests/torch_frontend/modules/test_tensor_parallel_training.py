@@ -229,16 +229,9 @@ class HighPrecision:
     def expected(self) -> list[dict[str, torch.Tensor]]:
         case, size = self.case, self.case.size
         x, dy = case.data(0)
-        shape = x.shape
-        flat, dy2 = x.flatten(0, -2), dy.flatten(0, -2)
-        norm = "layer_norm_weight" in self.p
-        z = (
-            norm_verbs.layernorm(
-                x, *(self.p.get(f"layer_norm_{n}") for n in ("weight", "bias")), self.whole.norm
-            ).flatten(0, -2)
-            if norm
-            else flat
-        )
+        dy2, norm = dy.flatten(0, -2), "layer_norm_weight" in self.p
+        affine = [self.p.get(f"layer_norm_{name}") for name in ("weight", "bias")]
+        z = (norm_verbs.layernorm(x, *affine, self.whole.norm) if norm else x).flatten(0, -2)
         out: list[dict[str, torch.Tensor]] = [{} for _ in range(size)]
         if case.module == "row":
             self.row(z, dy2, "weight", "bias", out, [c.contiguous() for c in z.chunk(size, 1)])
@@ -257,18 +250,13 @@ class HighPrecision:
                 out[r]["y"] = F.linear(z, w, b)
             dz = self.column(z, dys, "weight", "bias", out)
         if dz is not None and norm:
-            self.norm(x, dz.view(shape), out)
+            self.norm(x, dz.view(x.shape), out)
         elif dz is not None:
             for r in range(size):
-                out[r]["dx"] = case.part("dx", dz.view(shape), r)
+                out[r]["dx"] = case.part("dx", dz.view(x.shape), r)
         for r in range(size):
-            y = case.part("dy", dy, r)
-            whole = out[r]["y"]
-            out[r]["y"] = (
-                whole.view(*dy.shape[:-1], -1)
-                if whole.shape[0] * whole.shape[1] == y.numel()
-                else case.part("y", whole.view(dy.shape), r)
-            )
+            y = out[r]["y"].view(*dy.shape[:-1], -1)
+            out[r]["y"] = y if y.shape != dy.shape else case.part("y", y, r)
             out[r]["dx"] = out[r]["dx"].reshape(case.part("x", x, r).shape)
         return out
 
@@ -293,7 +281,7 @@ class HighPrecision:
     def norm(self, x: torch.Tensor, dz: torch.Tensor, out: list[Any]) -> None:
         case, names = self.case, ("layer_norm_weight", "layer_norm_bias")
         for r in range(case.size):
-            leaves = [case.part("x", x, r), self.p[names[0]], self.p.get(names[1])]
+            leaves: list[Any] = [case.part("x", x, r), self.p[names[0]], self.p.get(names[1])]
             leaves = [None if t is None else t.detach().clone().requires_grad_() for t in leaves]
             norm_verbs.layernorm(*leaves, self.whole.norm).backward(case.part("dx", dz, r))
             out[r]["dx"] = leaves[0].grad
