@@ -67,7 +67,9 @@ def _forward(a: _Arguments, needs: tuple[str, ...]) -> tuple[tuple[Tensor, ...],
     (fc1, fc2), amaxes = a.forward_options(needs)
     if fc1.cut is not None and fc2.cut is not None:
         tokens = tuple(a.x.shape[:-1])
-        require_whole_blocks(f"{fc1.module} fc1", s1, fc1.cut, tokens, a.weight1)
+        require_whole_blocks(
+            f"{fc1.module} fc1", s1, fc1.cut, tokens, a.weight1, 1 + ActivationOptions(*a.activation).gated
+        )
         of_fc2 = (fc1.cut.out_rows(tokens[0]), *tokens[1:]) if tokens else tokens
         require_whole_blocks(f"{fc2.module} fc2", s2, fc2.cut, of_fc2, a.weight2)
     normed = normed_fprop(a.x, a.gamma, a.beta, a.weight1, a.bias1, a.rng1, s1, fc1, a.norm_options(), False)

@@ -152,8 +152,13 @@ def _gathered_columns(t: Tensor, ranks: int, group: Any) -> Tensor:
 # --- what can be cut -------------------------------------------------------------------------------------------------
 
 
-def require_whole_blocks(op: str, s: Schedule, cut: Cut, leading: tuple[int, ...], weight: Any) -> None:
-    """Checks a layer's operands before its ranks exchange anything. `leading`: the input's leading dimensions.
+def require_whole_blocks(
+    op: str, s: Schedule, cut: Cut, leading: tuple[int, ...], weight: Any, stacked: int = 1
+) -> None:
+    """Checks a layer's operands and results before its ranks exchange anything.
+
+    **Arguments:** `leading`: the input's leading dimensions. `stacked`: the weights that lie one below the other in
+    `weight`, each of which is cut.
 
     **Raises** ShapeError for tokens that ranks would not share evenly and for blocks that a cut would divide,
     UnsupportedError for a weight that is held quantized, a user's own quantizer, and amaxes of rows.
@@ -167,13 +172,18 @@ def require_whole_blocks(op: str, s: Schedule, cut: Cut, leading: tuple[int, ...
             raise ShapeError(f"{op}: dimension 0 of the input, {leading[0]}, is no multiple of the {cut.ranks} ranks")
     tokens = math.prod(leading)
     shared = tokens if cut.gathers_input or not cut.sequence else tokens // cut.ranks
-    n, k = weight.shape
+    n, k = weight.shape[0] // stacked, weight.shape[1]
     # Each operand's calls, with the extent that a rank has along the cut, or None where the operand is whole.
     inputs = (shared if cut.gathers_input else None, k if cut.mode == ROW else None)
     gradients = (shared if cut.gathers_gradient else None, n if cut.mode == COLUMN else None)
     weights = (n, None) if cut.mode == COLUMN else (None, k)
+    output, *of_gradients = [() if call is None else (call,) for call in s.results]
+    dx, dw = [
+        [call._replace(quantizer=call.quantizer.with_usage(columnwise=False)) for call in of] for of in of_gradients
+    ]
     for what, calls, (rows, cols) in (
         ("input", (*s.x, *s.x_late), inputs), ("weight", (*s.w, *s.w_late), weights), ("gradient", s.dy, gradients),
+        ("result", output, gradients), ("input's gradient", dx, inputs), ("weight's gradient", dw, weights),
     ):  # fmt: skip
         for call in calls:
             _require_whole(f"{op}: the {what}", call, rows, cols)
@@ -181,6 +191,8 @@ def require_whole_blocks(op: str, s: Schedule, cut: Cut, leading: tuple[int, ...
 
 def _require_whole(what: str, call: Call, rows: int | None, cols: int | None) -> None:
     quantizer = call.quantizer
+    if rows is None and cols is None:
+        return
     if quantizer.custom:
         raise UnsupportedError(
             f"{what}'s {quantizer} is the user's own and may read the whole tensor; it cannot be cut"
