@@ -17,6 +17,7 @@ import dataclasses
 import math
 import os
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -165,7 +166,7 @@ def shard(
     model.frequencies.copy_(model.config.frequencies())
     weights.fill(model, whole)
     if recipe is not None:
-        dt.parallel.prepare(model, mesh, recipe)
+        dt.parallel.prepare(model, mesh, recipe, recompute=args.checkpoint_activations)
     dt.seed_rng(model, (args.seed << 20) + dist.get_rank())  # of stochastic rounding, another on each rank
 
 
@@ -205,6 +206,7 @@ def train(args: argparse.Namespace, model: Llama, recipe: Any, tokens: texts.Byt
     config = model.config
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay)
     run = {"seed": args.seed, "batch": args.batch, "seq": args.seq, "tokens": len(tokens.train)}
+    run["checksum of the tokens"] = zlib.crc32(np.ascontiguousarray(tokens.train))
     first = resumed(args, model, optimizer, run) if args.resume else 0
     rank, ranks = dist.get_rank(), dist.get_world_size()
     report = Report(args.metrics, first) if rank == 0 else None

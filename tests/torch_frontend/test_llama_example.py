@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +33,33 @@ LLAMA3 = {
 }  # fmt: skip
 
 
-def call(*args: Any, ranks: int = 0) -> subprocess.CompletedProcess:
-    """Runs the program; `ranks`: 0 is without torchrun."""
+ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+ENVIRONMENT["OMP_NUM_THREADS"] = "1"
+
+
+def command(*args: Any, ranks: int = 0) -> list[str]:
+    """The program's command; `ranks`: 0 is without torchrun."""
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [*(run if ranks else [sys.executable]), PROGRAM, *map(str, args), "--device", "cpu"]
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return subprocess.run(command, env=env | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300)
+    return [*(run if ranks else [sys.executable]), PROGRAM, *map(str, args), "--device", "cpu"]
+
+
+def call(*args: Any, ranks: int = 0) -> subprocess.CompletedProcess:
+    return subprocess.run(command(*args, ranks=ranks), env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
+
+
+def killed(log: Path, lines: int, *args: Any) -> None:
+    """Runs two ranks, and kills all processes when `log` has so many lines."""
+    with subprocess.Popen(
+        command(*args, "--metrics", log, ranks=2), env=ENVIRONMENT, stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL, start_new_session=True,
+    ) as job:  # fmt: skip
+        until = time.monotonic() + 300
+        while not (log.exists() and log.read_text().count("\n") >= lines):
+            assert job.poll() is None and time.monotonic() < until, "the run ended before it was killed"
+            time.sleep(0.01)
+        ranks = [int(p) for p in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()]
+        for process in (job.pid, *ranks):  # torchrun's workers have sessions of their own
+            os.kill(process, signal.SIGKILL)
 
 
 def trained(*args: Any, ranks: int = 0) -> subprocess.CompletedProcess:
@@ -95,16 +118,17 @@ def test_flops_are_six_for_each_multiplied_weight():
 
 @needs_gloo
 def test_two_ranks_learn_and_resume_bit_for_bit(tmp_path):
-    """A run killed after its checkpoint of step 4 and resumed ends where one that was not killed ends."""
+    """A run that is killed after its checkpoint of step 4, and resumed, ends where one that was not killed ends."""
     common = ("--recipe", "fp8-delayed", "--steps", 8, "--save-every", 4)
     trained(*common, "--save", tmp_path / "a", "--metrics", tmp_path / "a.jsonl", "--out", tmp_path / "whole", ranks=2)
     whole = rows(tmp_path / "a.jsonl")
     assert [row["step"] for row in whole] == [*range(8)] and whole[-1]["loss"] < whole[0]["loss"] - 0.5
     assert all(row["mfu"] is None and row["tokens_per_s"] > 0 and row["memory_gib"] > 0 for row in whole)
-    (tmp_path / "a/latest").write_text("step-000004")  # as a kill after step 4 leaves it
-    resume = (*common, "--save", tmp_path / "a", "--resume")
-    trained(*resume, "--metrics", tmp_path / "a.jsonl", "--out", tmp_path / "again", ranks=2)
-    again = rows(tmp_path / "a.jsonl")
+    killed(tmp_path / "b.jsonl", 6, *common, "--save", tmp_path / "b")
+    assert (tmp_path / "b/latest").read_text().strip() == "step-000004"
+    resume = (*common, "--save", tmp_path / "b", "--resume")
+    trained(*resume, "--metrics", tmp_path / "b.jsonl", "--out", tmp_path / "again", ranks=2)
+    again = rows(tmp_path / "b.jsonl")
     assert [(r["step"], r["loss"]) for r in again] == [(r["step"], r["loss"]) for r in whole]
     one, two = tensors(tmp_path / "whole"), tensors(tmp_path / "again")
     assert one.keys() == two.keys() and all(torch.equal(one[n], two[n]) for n in one)
