@@ -30,11 +30,11 @@ class Linear(QuantizedModule, nn.Linear):
     `save_original_weight`: likewise for the weight, which exists anyway; copies kept across microbatches are read as
     they are, and a change of the weight between forward and backward is an error, as for nn.Linear.
     `parallel_mode`, `tp_group`, `tp_size`: "column" or "row" cuts the weight's out_features or in_features, which are
-    those of the whole layer, over the ranks of a process group; with `tp_size` alone `set_tensor_parallel_group` names
-    the group later. A column-parallel layer returns this rank's features, and a row-parallel one takes them and returns
-    the sum over ranks. `sequence_parallel`: activations outside of such a pair of layers hold this rank's tokens, cut
-    along dimension 0. TransformerEngine's other arguments about parallelism are accepted only with the values that
-    request none.
+    those of the whole layer, over the ranks of a process group. With `tp_size` alone the module is made on the meta
+    device, and `set_tensor_parallel_group` names the group later. A column-parallel layer returns this rank's features,
+    and a row-parallel one takes them and returns the sum over ranks. `sequence_parallel`: activations outside of such a
+    pair of layers hold this rank's tokens, cut along dimension 0; every rank has the same number of them.
+    TransformerEngine's other arguments about parallelism are accepted only with the values that request none.
 
     The input may be a QuantizedTensor, such as another module's output under a recipe that quantizes outputs; see
     `linear`. Outside of regions it is dequantized.

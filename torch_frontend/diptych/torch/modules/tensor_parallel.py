@@ -153,7 +153,8 @@ class TensorParallelModule(nn.Module):
         """This rank's part of a whole parameter that is cut along `dim`."""
         if self._tp_group.group is None:
             raise ArgumentError(
-                f"{type(self).__name__}: parameters of a layer that is cut need to know the rank; give tp_group"
+                f"{type(self).__name__}: which part of a weight is this rank's is not known; give tp_group, or make "
+                "the module on the meta device and call set_tensor_parallel_group before its parameters are filled"
             )
         rank = torch.distributed.get_rank(self._tp_group.group)
         return torch.cat([part.chunk(self.tp_size, dim)[rank] for part in whole.chunk(parts, dim)], dim)
