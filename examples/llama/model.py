@@ -94,7 +94,7 @@ class Config:
         return cls(**fields)
 
     def to_hf(self) -> dict[str, Any]:
-        """What goes into config.json."""
+        """Returns the fields of a Hugging Face config.json for this model."""
         return {
             "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
             "attention_bias": False, "mlp_bias": False, "torch_dtype": "float32", **dataclasses.asdict(self),
@@ -106,7 +106,7 @@ class Config:
         return self.num_attention_heads * self.head_dim, kv, kv
 
     def frequencies(self) -> Tensor:
-        """Of the rotary embedding, one for each pair of a head's features."""
+        """Returns the frequencies of the rotary embedding, float32 [head_dim / 2]."""
         freq = self.rope_theta ** -(torch.arange(0, self.head_dim, 2, device="cpu").float() / self.head_dim)
         if (s := self.rope_scaling) is None:
             return freq
@@ -116,8 +116,11 @@ class Config:
         return kept * freq + (1 - kept) * freq / s["factor"]
 
     def flops_per_token(self, seq: int) -> float:
-        """Of forward and backward, by the usual formula: 6 for each multiplied weight, 12 T for each feature of the
-        heads in attention, whose causal half is not taken off. Recomputation does not count."""
+        """Returns the floating-point operations of forward and backward for one token of a sequence.
+
+        The usual formula: 6 for each weight that a token is multiplied with, and in attention 12 times the sequence's
+        length for each feature of the heads; its causal half is not taken off. Recomputation does not count.
+        """
         wide = self.num_attention_heads * self.head_dim
         block = self.hidden_size * (sum(self.qkv_rows) + wide + 3 * self.intermediate_size)
         weights = self.num_hidden_layers * block + self.vocab_size * self.hidden_size

@@ -1,4 +1,4 @@
-"""What a run says: one line a step on the terminal, and JSON lines."""
+"""The report of a training run: one line a step on the terminal, and JSON lines in a file."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def peak_gib(device: torch.device) -> float:
 
 
 class Report:
-    """Of the first rank. On a terminal a step's line replaces the one before, and each tenth stays."""
+    """Writes the report on the first rank. On a terminal a step's line replaces the one before; each tenth stays."""
 
     def __init__(self, log: Path | None, resumed_at: int) -> None:
         self.live, self.pending, self.log = sys.stdout.isatty(), False, None

@@ -1,4 +1,4 @@
-"""What ranks compute together, by one process (NUMERICS 9).
+"""The results of ranks that compute together, computed by one process (NUMERICS 9).
 
 A tensor that is cut over ranks is quantized as a whole and its copies are cut: bytes and scales of a rank are a part of
 the whole's, and joined along the same axis they are the whole again. Where the parts lie:
@@ -125,7 +125,7 @@ def sum_partials(partials: Sequence[np.ndarray], bias: np.ndarray | None = None)
 
 
 def sum_gradients(gradients: Sequence[np.ndarray], *, average: bool = True) -> np.ndarray:
-    """What FSDP leaves of the gradients of each rank's microbatch: their sum in rank order, in their own dtype, each
+    """Returns the gradient that FSDP makes of each rank's gradients: their sum in rank order, in their own dtype, each
     addition rounded; the average is that times 1 / size, exact where the size is a power of two."""
     check_ieee()
     total = gradients[0].astype(np.float32)

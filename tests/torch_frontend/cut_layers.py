@@ -238,7 +238,7 @@ class Fused:
 
 
 class Plain(Fused):
-    """The same of a Linear; `module`: its mode."""
+    """A case of dt.Linear. `module`: its parallel_mode."""
 
     @property
     def of(self) -> Case:
@@ -359,7 +359,7 @@ def expected(case: Case, reference: Reference, number: int) -> list[dict[str, np
 
 
 def error_of(call: Any, recipe: Any = None, **region: Any) -> tuple[str, str, list[Any]]:
-    """What a call in a region raises: its classes and text, and the collectives that ran before."""
+    """Returns the classes and the text of the error that a call in a region raises, and the collectives before it."""
     with collectives() as seen:
         try:
             with dt.autocast(recipe=recipe, enabled=recipe is not None, **region):

@@ -1,4 +1,4 @@
-"""What cannot be cut over ranks is an error on each of them, before anything is sent."""
+"""Layers and inputs that cannot be cut over ranks raise an error on each rank, before anything is sent."""
 
 from __future__ import annotations
 
