@@ -28,7 +28,7 @@ from diptych.torch.functional import norm as norm_verbs
 from diptych.torch.layers.checks import input_for
 from diptych.torch.layers.layernorm_linear import layernorm_linear
 from diptych.torch.layers.products import run
-from diptych.torch.layers.tensor_parallel import ROW
+from diptych.torch.layers.tensor_parallel import COLUMN, ROW
 from diptych.torch.modules.base import QuantizedModule
 from diptych.torch.modules.fx import as_leaf
 from diptych.torch.modules.model_init import initial_weight
@@ -99,6 +99,7 @@ class LayerNormLinear(NormedModule):
     """
 
     module_kind = "layernorm_linear"
+    _cut_extents = {COLUMN: "out_features"}
 
     def __init__(
         self,
@@ -153,7 +154,7 @@ class LayerNormLinear(NormedModule):
     def reset_parameters(self) -> None:
         """Makes the norm the identity, and the rest anew as `Linear` does."""
         self._reset_norm()
-        self._draw(self.weight, self.bias, self._modes.get(""), self.init_method)
+        self._draw("", self.init_method)
 
     def forward(
         self,
@@ -168,7 +169,8 @@ class LayerNormLinear(NormedModule):
 
         **Arguments:** as `Linear`'s forward. **Returns:** [..., N], or a tuple that begins with it: see the class.
         """
-        gamma, beta, weight, bias = self.layer_norm_weight, self.layer_norm_bias, self.weight, self.bias
+        parameters = (self.layer_norm_weight, self.layer_norm_bias, self.weight, self.bias)
+        gamma, beta, weight, bias = [self._local(p) for p in parameters]
         if self.return_bias:
             bias = None
         given_x = one_input("LayerNormLinear", input, inp)
@@ -180,7 +182,7 @@ class LayerNormLinear(NormedModule):
                 self.forward, given_x, is_first_microbatch, fp8_output, skip_weight_update=skip_weight_update
             )
         recipe = self._active_recipe()
-        if recipe is None and not self.tp_size > 1:
+        if recipe is None and self.tp_size == 1:
             z = norm_verbs.layernorm(x, gamma, beta, self.norm)
             return self._returned(self.quantized_linear(z, weight, bias), z)
         if recipe is None:
@@ -196,7 +198,8 @@ class LayerNormLinear(NormedModule):
 
     def _returned(self, y: Tensor, z: Tensor | None = None) -> Any:
         """Returns the results that the module's options request. `z`: the norm's output."""
-        parts = (y, *((self.bias,) if self.return_bias else ()), *((z,) if self.return_layernorm_output else ()))
+        bias = (self._local(self.bias),) if self.return_bias else ()
+        parts = (y, *bias, *((z,) if self.return_layernorm_output else ()))
         return parts if len(parts) > 1 else y
 
     def extra_repr(self) -> str:

@@ -56,6 +56,7 @@ class LayerNormMLP(NormedModule):
     """
 
     module_kind = "layernorm_mlp"
+    _cut_extents = {COLUMN: "ffn_hidden_size"}
     layers = ("fc1", "fc2")
     output_layer_init_method: Callable[[Tensor], Any] | None = None
     checkpoint = False
@@ -116,9 +117,11 @@ class LayerNormMLP(NormedModule):
     def reset_parameters(self) -> None:
         """Makes the norm the identity, and the rest anew as `Linear` does."""
         self._reset_norm()
-        stacked = 2 if self.activation_options.gated else 1
-        self._draw(self.fc1_weight, self.fc1_bias, self._modes.get("fc1"), self.init_method, stacked)
-        self._draw(self.fc2_weight, self.fc2_bias, self._modes.get("fc2"), self.output_layer_init_method)
+        self._draw("fc1", self.init_method)
+        self._draw("fc2", self.output_layer_init_method)
+
+    def _stacked(self, layer: str) -> int:
+        return 2 if layer == "fc1" and self.activation_options.gated else 1
 
     def forward(
         self,
@@ -138,18 +141,19 @@ class LayerNormMLP(NormedModule):
             return as_leaf(self, x, is_first_microbatch, skip_weight_update=skip_weight_update)
         given = (x, is_first_microbatch, skip_weight_update)
         y = checkpoint(self._run, *given) if self.checkpoint and torch.is_grad_enabled() else self._run(*given)
-        return (y, self.fc2_bias) if self.return_bias else y
+        return (y, self._local(self.fc2_bias)) if self.return_bias else y
 
     def _run(self, input: Tensor, is_first_microbatch: bool | None, skip_weight_update: Tensor | None) -> Tensor:
-        gamma, beta, act = self.layer_norm_weight, self.layer_norm_bias, self.activation_options
-        w1, b1, w2, b2 = self.fc1_weight, self.fc1_bias, self.fc2_weight, self.fc2_bias
+        norm, act = (self.layer_norm_weight, self.layer_norm_bias), self.activation_options
+        parameters = (*norm, self.fc1_weight, self.fc1_bias, self.fc2_weight, self.fc2_bias)
+        gamma, beta, w1, b1, w2, b2 = [self._local(p) for p in parameters]
         if self.return_bias:
             b2 = None
         x = input_for("LayerNormMLP", input, gamma, beta)
         if torch.compiler.is_compiling() and (outside := self._eager_only(w1, w2)) is not None:
             return outside.run(self._run, input, is_first_microbatch, skip_weight_update)
         recipe = self._active_recipe()
-        if recipe is None and not self.tp_size > 1:
+        if recipe is None and self.tp_size == 1:
             h = self.quantized_linear(norm_verbs.layernorm(x, gamma, beta, self.norm), w1, b1, "fc1")
             return self.quantized_linear(activation_verbs.activate(h, act), w2, b2, "fc2")
         given = (is_first_microbatch, skip_weight_update)

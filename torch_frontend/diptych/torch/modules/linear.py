@@ -44,6 +44,8 @@ class Linear(QuantizedModule, nn.Linear):
     `quantized_linear` for the forward.
     """
 
+    _cut_extents = {COLUMN: "out_features", ROW: "in_features"}
+
     def __init__(
         self,
         in_features: int,
@@ -90,7 +92,7 @@ class Linear(QuantizedModule, nn.Linear):
         if self.init_method is None and self.tp_size == 1:
             super().reset_parameters()
         else:
-            self._draw(self.weight, self.bias, self._modes.get(""), self.init_method)
+            self._draw("", self.init_method)
 
     def forward(
         self,
@@ -114,10 +116,11 @@ class Linear(QuantizedModule, nn.Linear):
         x = input if inp is None and input is not None else one_input("Linear", input, inp)
         if not isinstance(x, Tensor):
             return as_leaf(self, x, is_first_microbatch, skip_weight_update=skip_weight_update)
+        weight, bias = self._local(self.weight), self._local(self.bias)
         y = self.quantized_linear(
             x,
-            self.weight,
-            None if self.return_bias else self.bias,
+            weight,
+            None if self.return_bias else bias,
             is_first_microbatch=is_first_microbatch,
             skip_weight_update=skip_weight_update,
             save_original_input=self.save_original_input,
@@ -125,7 +128,7 @@ class Linear(QuantizedModule, nn.Linear):
             quantize_output=fp8_output,
             quantize_grad_input=fp8_grad,
         )
-        return (y, self.bias) if self.return_bias else y
+        return (y, bias) if self.return_bias else y
 
     def extra_repr(self) -> str:
         return super().extra_repr() + self._repr_cut() + self._repr_recipe()

@@ -1,14 +1,16 @@
 """`TensorParallelModule`: the part of modules that says how their linear layers are cut over a tensor-parallel group.
 
-`layers/tensor_parallel.py` has what a cut layer computes. Arguments and attributes are named as in Megatron-LM and
-TransformerEngine: sizes that a constructor takes are those of the whole layer, and the module holds this rank's part.
-Parameters are drawn whole, with torch's generator, and cut: ranks that seed it alike hold the parts of one layer.
+`layers/tensor_parallel.py` has what a cut layer computes. A module is cut by its constructor's arguments, or later by a
+`ParallelStyle` (`distributed/styles.py`), which makes its parameters DTensors. Arguments and attributes are named as in
+Megatron-LM and TransformerEngine: sizes that a constructor takes are those of the whole layer, and the module holds this
+rank's part. Parameters are drawn whole, with torch's generator, and cut: ranks that seed it alike hold the parts of one
+layer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +35,25 @@ class _Held:
         return _Held, ()
 
 
+class CutParameter(NamedTuple):
+    """How a parameter of a cut layer is cut. `dim`: along which dimension; None: each rank has all of it. `parts`: the
+    parameters that it stacks along dimension 0, such as gate and value; each of them is cut."""
+
+    dim: int | None
+    parts: int = 1
+
+
+def _dimensions(t: Any) -> list[tuple[Any, int, int, int | None]]:
+    """(process group, its size, this rank's place, the dimension that it cuts or None) of each mesh dimension of a
+    DTensor; none of other tensors."""
+    mesh: Any = getattr(t, "device_mesh", None)
+    placements = () if mesh is None else t.placements
+    return [
+        (mesh.get_group(i), mesh.size(i), mesh.get_local_rank(i), getattr(placement, "dim", None))
+        for i, placement in enumerate(placements)
+    ]
+
+
 class TensorParallelModule(nn.Module):
     """A module whose layers may be cut. Attributes: `tp_size`, `sequence_parallel`, `tp_group`; 1, False and None where
     nothing is cut."""
@@ -41,6 +62,8 @@ class TensorParallelModule(nn.Module):
     sequence_parallel = False
     _tp_group = _Held()
     _modes: Mapping[str, str] = {}  # COLUMN or ROW, by layer
+    _cut_extents: Mapping[str, str] = {}  # attributes of the extents that are cut, by the first layer's mode
+    _styled = False  # whether a ParallelStyle has made the parameters DTensors
 
     @property
     def tp_group(self) -> Any:
@@ -79,6 +102,36 @@ class TensorParallelModule(nn.Module):
         self.tp_size, self.sequence_parallel, self._modes = size, sequence_parallel, cut
         if tp_group is not None:
             self.set_tensor_parallel_group(tp_group)
+
+    def cut_over(self, tp_group: Any, sequence_parallel: bool, modes: Mapping[str, str]) -> None:
+        """Makes a whole module one that is cut over a group; its caller cuts the parameters as `cut_parameters` says.
+        **Raises** what a constructor does, before anything is changed."""
+        extent = self._cut_extents[next(iter(modes.values()))]
+        self._make_cut(tp_group, 1, sequence_parallel, modes, **{extent: getattr(self, extent)})
+        setattr(self, extent, getattr(self, extent) // self.tp_size)
+        self._styled = True
+
+    def cut_parameters(self) -> dict[str, CutParameter]:
+        """How the parameters of cut layers are cut, by their names in the module; none for a whole module."""
+        made = {}
+        for layer, mode in self._modes.items():
+            prefix, parts = f"{layer}_" if layer else "", self._stacked(layer)
+            made[f"{prefix}weight"] = CutParameter(0, parts) if mode == COLUMN else CutParameter(1)
+            made[f"{prefix}bias"] = CutParameter(0, parts) if mode == COLUMN else CutParameter(None)
+        return {name: cut for name, cut in made.items() if self._parameters.get(name) is not None}
+
+    def _stacked(self, layer: str) -> int:
+        """The weights that a layer's weight stacks."""
+        return 1
+
+    def _local(self, t: Any) -> Any:
+        """A parameter as this rank's layers read it: the local part of a DTensor that a style has made. Its gradient is
+        placed as the parameter is, since cut layers sum the gradients of what every rank has."""
+        if not self._styled or t is None:
+            return t
+        if t.device_mesh.ndim > 1:
+            raise ArgumentError(f"{type(self).__name__}: a parameter is sharded by FSDP2; call the module that is wrapped")
+        return t.to_local(grad_placements=t.placements)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
         """Names the process group that a module with `tp_size` > 1 is cut over. **Raises** ValueError for a group of
@@ -125,39 +178,44 @@ class TensorParallelModule(nn.Module):
 
     # --- parameters ---
 
-    def _draw(
-        self, weight: Tensor, bias: Tensor | None, mode: str | None, init_method: Any = None, parts: int = 1
-    ) -> None:
-        """Fills this rank's part of a weight and bias with its part of what `initialize` draws for the whole.
-        `parts`: of a column-parallel weight that stacks several, such as gate and value; each is cut."""
-        if self.tp_size == 1 or mode is None:
-            initialize(weight, bias, init_method)
+    def _draw(self, layer: str, init_method: Any = None) -> None:
+        """Fills a layer's weight and bias with what `initialize` draws for the whole layer, or with this rank's part."""
+        prefix = f"{layer}_" if layer else ""
+        names = [name for name in (f"{prefix}weight", f"{prefix}bias") if getattr(self, name) is not None]
+        cuts = self.cut_parameters()
+        held: list[Any] = [getattr(self, name) for name in names]
+        if names[0] not in cuts:
+            initialize(held[0], held[1] if len(held) > 1 else None, init_method)
             return
-        for t, dim in ((weight, 0 if mode == COLUMN else 1), (bias, 0 if mode == COLUMN else None)):
-            if t is not None:
-                t.tensor_model_parallel, t.partition_dim, t.partition_stride = dim is not None, dim, parts  # type: ignore[attr-defined]
-        if weight.is_meta:
+        whole = []
+        for name, t in zip(names, held, strict=True):
+            dim, parts = cuts[name]
+            t.tensor_model_parallel, t.partition_dim, t.partition_stride = dim is not None, dim, parts
+            is_whole = any([group is self.tp_group for group, *_ in _dimensions(t)])  # a style's DTensor has its shape
+            shape = [n * self.tp_size if i == dim and not is_whole else n for i, n in enumerate(t.shape)]
+            whole.append(t if t.is_meta else torch.empty(shape, dtype=t.dtype, device=t.device))
+        if held[0].is_meta:
             return
-        n, k = weight.shape
-        whole = torch.empty(
-            (n * self.tp_size, k) if mode == COLUMN else (n, k * self.tp_size), dtype=weight.dtype, device=weight.device
-        )
-        of_bias = None if bias is None else torch.empty(whole.shape[0], dtype=bias.dtype, device=bias.device)
         with torch.no_grad():
-            initialize(whole, of_bias, init_method)
-            weight.copy_(self._part(whole, 0 if mode == COLUMN else 1, parts))
-            if bias is not None and of_bias is not None:
-                bias.copy_(self._part(of_bias, 0, parts) if mode == COLUMN else of_bias)
+            initialize(whole[0], whole[1] if len(whole) > 1 else None, init_method)
+            for name, t, drawn in zip(names, held, whole, strict=True):
+                part = self.part_of(drawn, cuts[name])
+                for group, ranks, rank, dim in _dimensions(t):  # FSDP2 cuts the part
+                    if dim is not None and group is not self.tp_group:
+                        part = [*part.chunk(ranks, dim), *[part.narrow(dim, 0, 0)] * ranks][rank]
+                (t.to_local() if hasattr(t, "to_local") else t).copy_(part)
 
-    def _part(self, whole: Tensor, dim: int, parts: int = 1) -> Tensor:
-        """This rank's part of a whole parameter that is cut along `dim`."""
+    def part_of(self, whole: Tensor, cut: CutParameter) -> Tensor:
+        """This rank's part of a whole parameter."""
+        if cut.dim is None:
+            return whole
         if self._tp_group.group is None:
             raise ArgumentError(
                 f"{type(self).__name__}: which part of a weight is this rank's is not known; give tp_group, or make "
                 "the module on the meta device and call set_tensor_parallel_group before its parameters are filled"
             )
         rank = torch.distributed.get_rank(self._tp_group.group)
-        return torch.cat([part.chunk(self.tp_size, dim)[rank] for part in whole.chunk(parts, dim)], dim)
+        return torch.cat([t.chunk(self.tp_size, cut.dim)[rank] for t in whole.chunk(cut.parts)], cut.dim)
 
     def _repr_cut(self) -> str:
         """Returns how a layer is cut, for `print`."""
