@@ -5,12 +5,10 @@ from __future__ import annotations
 import copy
 import dataclasses
 import itertools
-import warnings
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import diptych.torch as dt
@@ -50,9 +48,9 @@ def styled(case: Fused, groups: Any, dim: int | None, module: Any = None, **opti
     from torch.distributed.tensor.parallel import parallelize_module
 
     if module is None:
-        module = case.make()
+        module = case.make(device=here())
         case.fill(module, 0)
-    return parallelize_module(module.to(here()), mesh_of(groups), style_of(case, dim, **options))
+    return parallelize_module(module, mesh_of(groups), style_of(case, dim, **options))
 
 
 class Locals:
@@ -124,3 +122,325 @@ def test_compiled(kind, recipe, dim, pool, tmp_path):
     """One graph for each module, with eager's bits."""
     case = case_of(kind, recipe, DIMS[dim], steps=3)
     assert pool.run(f"{__name__}:as_arguments", case, dim, "aot_eager", into=tmp_path / "made") == [1, 1]
+
+
+# --- parameters ---
+
+
+def parameters(rank: int, groups: Any, kind: str) -> dict[str, torch.Tensor]:
+    """What each way to a styled module gives its parameters, whole: ranks that drew others have the first rank's."""
+    case, made = case_of(kind, "current", True), {}
+    torch.manual_seed(3 + rank)
+    module = styled(case, groups, 0, case.make(device=here()))
+    made["other ranks"] = {n: p.full_tensor() for n, p in module.named_parameters()}
+    with collectives() as seen:
+        late = styled(case, groups, 0, case.make(device="meta"))
+    assert not seen and all(p.is_meta for p in late.parameters())
+    late.to_empty(device=here())
+    torch.manual_seed(3)
+    late.reset_parameters()
+    made["late"] = {n: p.full_tensor() for n, p in late.named_parameters()}
+    again = copy.deepcopy(module)
+    again.reset_parameters()
+    again.load_state_dict(module.state_dict())
+    made["loaded"] = {n: p.full_tensor() for n, p in again.named_parameters()}
+    assert again.tp_group is groups["data"] and repr(again) == repr(case.cut(groups["data"]))
+    x = case.part("x", case.data(0)[0], rank).contiguous().to(here())
+    with dt.autocast(recipe=RECIPES[case.recipe]):
+        same(again(x), module(x), "a copy")
+    return {f"{way} {n}": t.detach() for way, held in made.items() for n, t in held.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_parameters_are_parts_of_whole_ones(kind, pool, tmp_path):
+    torch.manual_seed(3)
+    whole = dict(case_of(kind, "current", True).make().named_parameters())
+    for made in pool.run(f"{__name__}:parameters", kind, into=tmp_path / "made"):
+        for key, t in made.items():
+            same(t, whole[key.rpartition(" ")[2]].detach(), key)
+
+
+# --- a model and its optimizer ---
+
+
+def model(**cut: Any) -> nn.Sequential:
+    """A norm of torch's, and a pair of layers of each kind."""
+    column, row, both = {}, {}, {}
+    if cut:
+        column, row, both = {"parallel_mode": "column"}, {"parallel_mode": "row"}, {"set_parallel_mode": True}
+    return nn.Sequential(
+        dt.LayerNormLinear(64, 128, **column, **cut),
+        dt.Linear(128, 64, **row, **cut),
+        dt.LayerNormMLP(64, 128, activation="swiglu", normalization="RMSNorm", **both, **cut),
+    )
+
+
+def plan(dim: int | None, **options: Any) -> dict[str, Any]:
+    from torch.distributed.tensor import Replicate, Shard
+
+    outside = Replicate() if dim is None else Shard(dim)
+    return {
+        "0": dt.parallel.ColwiseParallel(input_layouts=outside, **options),
+        "1": dt.parallel.RowwiseParallel(output_layouts=outside, **options),
+        "2": dt.parallel.PairwiseParallel(layouts=outside, **options),
+    }
+
+
+def trained(rank: int, model: Any, recipe: str, steps: int = 3) -> list[torch.Tensor]:
+    """Steps of AdamW on this rank's tokens. Returns results and gradients."""
+    optimizer, made = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True), []
+    for i in range(steps):
+        x = torch.randn(128, 2, 64, generator=torch.Generator().manual_seed(i)).chunk(2)[rank].to(here())
+        with dt.autocast(recipe=RECIPES[recipe]):
+            y = model(x)
+        y.square().mean().backward()
+        made += [y.detach(), *[getattr(p.grad, "_local_tensor", p.grad).clone() for p in model.parameters()]]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*made, *[getattr(p, "_local_tensor", p).detach() for p in model.parameters()]]
+
+
+def optimized(rank: int, groups: Any, recipe: str) -> bool:
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    torch.manual_seed(0)
+    arguments = model(tp_group=groups["data"], sequence_parallel=True, device=here())
+    torch.manual_seed(0)
+    styles = parallelize_module(model(device=here()), mesh_of(groups), plan(0))
+    want, got = trained(rank, arguments, recipe), trained(rank, styles, recipe)
+    for i, (a, b) in enumerate(zip(got, want, strict=True)):
+        same(a, b, f"{recipe}: {i}")
+    styles(torch.ones(64, 2, 64, device=here())).square().mean().backward()
+    norm: Any = torch.nn.utils.clip_grad_norm_(styles.parameters(), 1e9)
+    grads: list[Any] = [p.grad for p in styles.parameters()]
+    whole = torch.stack([g.full_tensor().norm() for g in grads]).norm()
+    torch.testing.assert_close(norm.full_tensor(), whole)
+    return True
+
+
+@pytest.mark.parametrize("recipe", [r if r == "delayed" else slow(r) for r in ("delayed", "current", "mxfp8", "nvfp4")])
+def test_a_model_trains_as_one_made_with_a_group(recipe, pool, tmp_path):
+    """Results, gradients and weights after steps of AdamW; the norm of all gradients is that of the whole ones."""
+    assert pool.run(f"{__name__}:optimized", recipe, into=tmp_path / "made") == [True, True]
+
+
+# --- activations ---
+
+
+def boundaries(rank: int, groups: Any) -> bool:
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    mesh, recipe = mesh_of(groups), RECIPES["current"]
+    torch.manual_seed(0)
+    local = parallelize_module(model(device=here()), mesh, plan(0))
+    torch.manual_seed(0)
+    placed = parallelize_module(model(device=here()), mesh, plan(0, use_local_output=False))
+    torch.manual_seed(1)
+    x = torch.randn(128, 2, 64, device=here())
+    part = x.chunk(2)[rank].clone().requires_grad_()
+    whole = DTensor.from_local(x.chunk(2)[rank].clone(), mesh, [Shard(0)]).requires_grad_()
+    with dt.autocast(recipe=recipe):
+        y, z = local(part), placed(whole)
+    assert isinstance(z, DTensor) and z.placements == (Shard(0),) and z.shape == x.shape
+    same(z.to_local(), y, "result")
+    y.square().sum().backward()
+    z.to_local().square().sum().backward()
+    assert isinstance(whole.grad, DTensor) and whole.grad.placements == (Shard(0),)
+    same(whole.grad.to_local(), part.grad, "gradient")
+    for given, says in (
+        (DTensor.from_local(x, mesh, [Replicate()]), "is placed (Replicate(),)"),
+        (DTensor.from_local(x[:, :1], mesh, [Shard(1)]), "is placed (Shard(dim=1),)"),
+    ):
+        classes, text, seen = error_of(lambda: local(given), recipe)  # noqa: B023
+        assert "TypeError" in classes and says in text and not seen, (classes, text, seen)
+    named = parallelize_module(dt.Linear(64, 64, return_bias=True, device=here()), mesh, plan(1)["0"])
+    with dt.autocast(recipe=recipe):
+        y, bias = named(inp=x.chunk(2, 1)[rank])
+    assert y.shape == (128, 2, 32) and not isinstance(bias, DTensor) and bias.shape == (32,)
+    return True
+
+
+def test_tensors_and_dtensors_at_the_boundary(pool, tmp_path):
+    assert pool.run(f"{__name__}:boundaries", into=tmp_path / "made") == [True, True]
+
+
+def norms(rank: int, groups: Any) -> dict[str, torch.Tensor]:
+    """A norm of torch's on this rank's tokens, in front of a layer that gathers them."""
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    made = {}
+    for name, make in (("layer", nn.LayerNorm), ("rms", nn.RMSNorm)):
+        torch.manual_seed(rank)
+        block: Any = nn.Sequential(make(64, device=here()), dt.Linear(64, 64, device=here()))
+        with torch.no_grad():
+            block[0].weight.uniform_(1, 2)
+        sequence = dt.parallel.SequenceParallel(sequence_dim=0)
+        parallelize_module(block, mesh_of(groups), {"0": sequence, "1": plan(0)["0"]})
+        torch.manual_seed(7)
+        x = torch.randn(8, 2, 64).chunk(2)[rank].to(here())
+        y = block(x)
+        y.square().sum().backward()
+        made |= {f"{name} y": y.detach(), f"{name} weight": block[0].weight.full_tensor().detach()}
+        made[f"{name} grad"] = block[0].weight.grad.full_tensor()
+    return made
+
+
+def test_norms_of_torchs_on_each_ranks_tokens(pool, tmp_path):
+    ranks = pool.run(f"{__name__}:norms", into=tmp_path / "made")
+    for name, make in (("layer", nn.LayerNorm), ("rms", nn.RMSNorm)):
+        torch.manual_seed(0)
+        block: Any = nn.Sequential(make(64), nn.Linear(64, 64))
+        with torch.no_grad():
+            block[0].weight.uniform_(1, 2)
+        torch.manual_seed(7)
+        y = block(torch.randn(8, 2, 64))
+        y.square().sum().backward()
+        torch.testing.assert_close(torch.cat([r[f"{name} y"] for r in ranks], -1), y.detach())
+        for made in ranks:
+            same(made[f"{name} weight"], block[0].weight.detach(), name)
+            torch.testing.assert_close(made[f"{name} grad"], block[0].weight.grad)
+
+
+# --- what does not fit ---
+
+
+def _apply(style: Any, module: Any, mesh: Any) -> Any:
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    return parallelize_module(module, mesh, style)
+
+
+def _held() -> Any:
+    with dt.quantized_model_init(recipe=RECIPES["mxfp8"]):
+        return dt.Linear(64, 64)
+
+
+def _torchs_style(groups: Any) -> Any:
+    from torch.distributed.tensor.parallel import ColwiseParallel
+
+    return _apply(ColwiseParallel(), dt.Linear(64, 64), mesh_of(groups))(torch.ones(32, 64))
+
+
+def _grid(groups: Any) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (2, 1), mesh_dim_names=("a", "b"))
+
+
+P = dt.parallel
+MISUSE: dict[str, tuple[Any, str, str]] = {
+    "torch's linear": (
+        lambda g: _apply(P.ColwiseParallel(), nn.Linear(4, 4), mesh_of(g)), "TypeError", "torch's own styles",
+    ),
+    "experts": (lambda g: _apply(P.ColwiseParallel(), dt.GroupedLinear(2, 64, 64), mesh_of(g)), "TypeError", "cuts"),
+    "an mlp by column": (
+        lambda g: _apply(P.ColwiseParallel(), dt.LayerNormMLP(64, 64), mesh_of(g)), "TypeError", "got LayerNormMLP",
+    ),
+    "a norm by row": (
+        lambda g: _apply(P.RowwiseParallel(), dt.LayerNormLinear(64, 64), mesh_of(g)), "TypeError", "LayerNormLinear",
+    ),
+    "a linear as a pair": (
+        lambda g: _apply(P.PairwiseParallel(), dt.Linear(64, 64), mesh_of(g)), "TypeError", "cuts LayerNormMLP",
+    ),
+    "twice": (
+        lambda g: _apply(P.RowwiseParallel(), _apply(P.RowwiseParallel(), dt.Linear(64, 64), mesh_of(g)), mesh_of(g)),
+        "TypeError", "cut already",
+    ),
+    "with a group": (
+        lambda g: _apply(P.RowwiseParallel(), dt.Linear(64, 64, tp_group=g["data"], parallel_mode="row"), mesh_of(g)),
+        "TypeError", "cut already",
+    ),
+    "two dimensions": (
+        lambda g: P.RowwiseParallel()._apply(dt.Linear(64, 64), _grid(g)), "TypeError", "2 dimensions",
+    ),
+    "held": (lambda g: _apply(P.RowwiseParallel(), _held(), mesh_of(g)), "NotImplementedError", "held quantized"),
+    "fused gradients": (
+        lambda g: _apply(P.RowwiseParallel(), dt.Linear(64, 64, fuse_wgrad_accumulation=True), mesh_of(g)),
+        "NotImplementedError", "fuse_wgrad_accumulation",
+    ),
+    "extents": (lambda g: _apply(P.RowwiseParallel(), dt.Linear(65, 64), mesh_of(g)), "ValueError", "in_features=65"),
+    "extents of an mlp": (
+        lambda g: _apply(P.PairwiseParallel(), dt.LayerNormMLP(64, 65), mesh_of(g)), "ValueError", "ffn_hidden_size=65",
+    ),
+    "norms with layers": (
+        lambda g: _apply(P.SequenceParallel(), nn.Sequential(dt.Linear(4, 4)), mesh_of(g)), "TypeError", "layouts",
+    ),
+    "an input's layout": (lambda g: P.ColwiseParallel(input_layouts=_shard(2)), "ValueError", "input_layouts"),
+    "an output's layout": (lambda g: P.ColwiseParallel(output_layouts=_shard(0)), "ValueError", "output_layouts"),
+    "a row's input": (lambda g: P.RowwiseParallel(input_layouts=_shard(0)), "ValueError", "input_layouts"),
+    "a row's output": (lambda g: P.RowwiseParallel(output_layouts=_shard(-1)), "ValueError", "output_layouts"),
+    "a pair's layout": (lambda g: P.PairwiseParallel(layouts=_shard(-1)), "ValueError", "layouts"),
+    "a matrix cut along its columns": (
+        lambda g: _apply(P.ColwiseParallel(input_layouts=_shard(1)), dt.Linear(64, 64), mesh_of(g))(torch.ones(32, 64)),
+        "ValueError", "[batch, tokens, features]",
+    ),
+    "torch's style": (_torchs_style, "NotImplementedError", "DTensor"),
+}  # fmt: skip
+
+
+def _shard(dim: int) -> Any:
+    from torch.distributed.tensor import Shard
+
+    return Shard(dim)
+
+
+def refused(rank: int, groups: Any) -> dict[str, tuple[str, str]]:
+    made = {}
+    for what, (call, _, _) in MISUSE.items():
+        made[what] = error_of(lambda: call(groups), RECIPES["current"])[:2]  # noqa: B023
+    return made
+
+
+def test_misuse(pool, tmp_path):
+    for made in pool.run(f"{__name__}:refused", into=tmp_path / "made"):
+        for what, (_, error, says) in MISUSE.items():
+            classes, text = made[what]
+            assert error in classes.split() and says in text, (what, classes, text)
+
+
+def unchanged(rank: int, groups: Any) -> bool:
+    """A refused module is as it was."""
+    module = dt.LayerNormMLP(64, 65)
+    with pytest.raises(ValueError, match="ffn_hidden_size=65"):
+        _apply(P.PairwiseParallel(), module, mesh_of(groups))
+    assert module.tp_size == 1 and module.ffn_hidden_size == 65 and not module._forward_pre_hooks
+    assert all(type(p) is nn.Parameter for p in module.parameters())
+    return True
+
+
+def test_a_refused_module_is_unchanged(pool, tmp_path):
+    assert pool.run(f"{__name__}:unchanged", into=tmp_path / "made") == [True, True]
+
+
+# --- with FSDP2 ---
+
+
+def grid(rank: int, groups: Any, recipe: str) -> bool:
+    """Styles on one dimension of a mesh and FSDP2 on the other, against modules made with the group."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    mesh = init_device_mesh(here(), (2, 2), mesh_dim_names=("dp", "tp"))
+    group, runs = mesh["tp"].get_group(), []
+    for way in ("arguments", "styles"):
+        torch.manual_seed(0)
+        made: Any
+        if way == "arguments":
+            made = model(tp_group=group, sequence_parallel=True, device=here())
+        else:
+            with pytest.warns(UserWarning, match="stacks gate and value"):
+                made = parallelize_module(model(device=here()), mesh["tp"], plan(0))
+        for block in made:
+            fully_shard(block, mesh=mesh["dp"])
+        fully_shard(made, mesh=mesh["dp"])
+        runs.append(trained(mesh["tp"].get_local_rank(), made, recipe))
+    for i, (a, b) in enumerate(zip(*runs, strict=True)):
+        same(a, b, f"{recipe}: {i}")
+    return True
+
+
+@pytest.mark.parametrize("recipe", ["current", slow("delayed"), slow("mxfp8")])
+def test_with_fsdp(recipe, pool, tmp_path):
+    assert pool.run(f"{__name__}:grid", recipe, size=4, into=tmp_path / "made") == [True] * 4

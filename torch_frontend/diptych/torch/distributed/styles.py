@@ -11,7 +11,6 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -57,7 +56,8 @@ class _Style(ParallelStyle):
         _require_plain(op, module)
         if device_mesh.size() == 1:
             return module
-        sequence = [layout.dim for layout in (self.inputs, self.outputs) if isinstance(layout, Shard) and layout.dim >= 0]
+        cuts = [layout.dim for layout in (self.inputs, self.outputs) if isinstance(layout, Shard)]
+        sequence = [dim for dim in cuts if dim >= 0]
         module.cut_over(device_mesh.get_group(), bool(sequence), self.modes)
         cuts = module.cut_parameters()
         for name, p in list(module._parameters.items()):
@@ -88,7 +88,7 @@ class ColwiseParallel(_Style):
     """
 
     kinds = (Linear, LayerNormLinear)
-    modes = {"": COLUMN}
+    modes: Mapping[str, str] = {"": COLUMN}
 
     def __init__(
         self,
@@ -113,7 +113,7 @@ class RowwiseParallel(_Style):
     """
 
     kinds = (Linear,)
-    modes = {"": ROW}
+    modes: Mapping[str, str] = {"": ROW}
 
     def __init__(
         self,
@@ -131,13 +131,14 @@ class PairwiseParallel(_Style):
     """Cuts a `LayerNormMLP`, fc1 by columns and fc2 by rows: as its `set_parallel_mode=True`.
 
     **Arguments:** `layouts`: `Replicate()`, the default: each rank gives the whole input and gets the whole result;
-    `Shard(0)` or `Shard(1)`: both hold its tokens, cut along this dimension. `use_local_output`: False returns a DTensor.
+    `Shard(0)` or `Shard(1)`: both hold its tokens, cut along this dimension. `use_local_output`: False returns a
+    DTensor.
 
     **Raises** as `ColwiseParallel`.
     """
 
     kinds = (LayerNormMLP,)
-    modes = {"fc1": COLUMN, "fc2": ROW}
+    modes: Mapping[str, str] = {"fc1": COLUMN, "fc2": ROW}
 
     def __init__(self, *, layouts: Placement | None = None, use_local_output: bool = True) -> None:
         outside = _outside("PairwiseParallel", "layouts", layouts)
@@ -153,7 +154,8 @@ class SequenceParallel(_SequenceParallel):
     torch's style of this name does the work: parameters become replicated DTensors, and their gradients are summed over
     the ranks. Unlike torch's it gives every rank the parameters of the first one, and returns a plain tensor.
 
-    **Arguments:** `sequence_dim`: the dimension along which tokens are cut. `use_local_output`: False returns a DTensor.
+    **Arguments:** `sequence_dim`: the dimension along which tokens are cut. `use_local_output`: False returns a
+    DTensor.
 
     **Raises** ArgumentError where it is applied to a quantized module: `ColwiseParallel`, `RowwiseParallel` and
     `PairwiseParallel` have layouts for tokens that are cut.

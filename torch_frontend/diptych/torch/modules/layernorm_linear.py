@@ -13,7 +13,7 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -99,7 +99,7 @@ class LayerNormLinear(NormedModule):
     """
 
     module_kind = "layernorm_linear"
-    _cut_extents = {COLUMN: "out_features"}
+    _cut_extents: Mapping[str, str] = {COLUMN: "out_features"}
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ A tensor that a role leaves in high precision, or quantizes by a user's own code
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ class LayerNormMLP(NormedModule):
     """
 
     module_kind = "layernorm_mlp"
-    _cut_extents = {COLUMN: "ffn_hidden_size"}
+    _cut_extents: Mapping[str, str] = {COLUMN: "ffn_hidden_size"}
     layers = ("fc1", "fc2")
     output_layer_init_method: Callable[[Tensor], Any] | None = None
     checkpoint = False

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ class Linear(QuantizedModule, nn.Linear):
     `quantized_linear` for the forward.
     """
 
-    _cut_extents = {COLUMN: "out_features", ROW: "in_features"}
+    _cut_extents: Mapping[str, str] = {COLUMN: "out_features", ROW: "in_features"}
 
     def __init__(
         self,

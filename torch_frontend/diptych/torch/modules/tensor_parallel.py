@@ -2,9 +2,9 @@
 
 `layers/tensor_parallel.py` has what a cut layer computes. A module is cut by its constructor's arguments, or later by a
 `ParallelStyle` (`distributed/styles.py`), which makes its parameters DTensors. Arguments and attributes are named as in
-Megatron-LM and TransformerEngine: sizes that a constructor takes are those of the whole layer, and the module holds this
-rank's part. Parameters are drawn whole, with torch's generator, and cut: ranks that seed it alike hold the parts of one
-layer.
+Megatron-LM and TransformerEngine: sizes that a constructor takes are those of the whole layer, and the module holds
+this rank's part. Parameters are drawn whole, with torch's generator, and cut: ranks that seed it alike hold the parts
+of one layer.
 """
 
 from __future__ import annotations
@@ -47,10 +47,11 @@ def _dimensions(t: Any) -> list[tuple[Any, int, int, int | None]]:
     """(process group, its size, this rank's place, the dimension that it cuts or None) of each mesh dimension of a
     DTensor; none of other tensors."""
     mesh: Any = getattr(t, "device_mesh", None)
-    placements = () if mesh is None else t.placements
+    if mesh is None:
+        return []
     return [
         (mesh.get_group(i), mesh.size(i), mesh.get_local_rank(i), getattr(placement, "dim", None))
-        for i, placement in enumerate(placements)
+        for i, placement in enumerate(t.placements)
     ]
 
 
@@ -130,7 +131,7 @@ class TensorParallelModule(nn.Module):
         if not self._styled or t is None:
             return t
         if t.device_mesh.ndim > 1:
-            raise ArgumentError(f"{type(self).__name__}: a parameter is sharded by FSDP2; call the module that is wrapped")
+            raise ArgumentError(f"{type(self).__name__}: FSDP2 has not gathered a parameter; call the module itself")
         return t.to_local(grad_placements=t.placements)
 
     def set_tensor_parallel_group(self, tp_group: Any) -> None:
@@ -179,7 +180,7 @@ class TensorParallelModule(nn.Module):
     # --- parameters ---
 
     def _draw(self, layer: str, init_method: Any = None) -> None:
-        """Fills a layer's weight and bias with what `initialize` draws for the whole layer, or with this rank's part."""
+        """Fills a layer's weight and bias with what `initialize` draws, or with this rank's part of it."""
         prefix = f"{layer}_" if layer else ""
         names = [name for name in (f"{prefix}weight", f"{prefix}bias") if getattr(self, name) is not None]
         cuts = self.cut_parameters()

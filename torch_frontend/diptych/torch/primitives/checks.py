@@ -54,7 +54,7 @@ def require_local(op: str, arg: str, t: Any) -> None:
         raise UnsupportedError(
             f"{op}: {arg} is a DTensor, and this runs on local tensors: call it inside of "
             "torch.distributed.tensor.experimental.local_map, with an amax_group where the tensor is cut, or cut "
-            "modules by their parallel_mode and tp_group"
+            "modules by diptych.torch.parallel's styles or their tp_group"
         )
 
 
