@@ -116,7 +116,9 @@ class Linear(QuantizedModule, nn.Linear):
         x = input if inp is None and input is not None else one_input("Linear", input, inp)
         if not isinstance(x, Tensor):
             return as_leaf(self, x, is_first_microbatch, skip_weight_update=skip_weight_update)
-        weight, bias = self._local(self.weight), self._local(self.bias)
+        weight, bias = self.weight, self.bias
+        if self._styled:
+            weight, bias = self._local(weight), self._local(bias)
         y = self.quantized_linear(
             x,
             weight,
