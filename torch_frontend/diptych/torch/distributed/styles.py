@@ -24,7 +24,7 @@ from diptych.torch.modules.base import QuantizedModule
 from diptych.torch.modules.layernorm_linear import LayerNormLinear
 from diptych.torch.modules.layernorm_mlp import LayerNormMLP
 from diptych.torch.modules.linear import Linear
-from diptych.torch.modules.tensor_parallel import CutParameter, TensorParallelModule
+from diptych.torch.modules.tensor_parallel import ParameterCut, TensorParallelModule
 from diptych.torch.tensors.quantized import QuantizedTensorBase
 
 FEATURES = Shard(-1)
@@ -59,13 +59,13 @@ class _Style(ParallelStyle):
         cuts = [layout.dim for layout in (self.inputs, self.outputs) if isinstance(layout, Shard)]
         sequence = [dim for dim in cuts if dim >= 0]
         module.cut_over(device_mesh.get_group(), bool(sequence), self.modes)
-        cuts = module.cut_parameters()
+        cuts = module.cuts()
         for name, p in list(module._parameters.items()):
             if p is not None:
-                cut = cuts.get(name, CutParameter(None))
+                cut = cuts.get(name)
                 placed = _distributed(p.detach(), device_mesh, cut, self.src_data_rank)
                 module.register_parameter(name, nn.Parameter(placed, p.requires_grad))
-                if cut.parts > 1:
+                if cut is not None and cut.parts > 1:
                     _warn_of_strides(op, name, device_mesh)
         swaps = bool(sequence) and sequence[0] == 1
         module.register_forward_pre_hook(_Before(self.inputs, device_mesh, swaps), with_kwargs=True)
@@ -182,10 +182,10 @@ class SequenceParallel(_SequenceParallel):
 # --- parameters ------------------------------------------------------------------------------------------------------
 
 
-def _distributed(whole: Tensor, mesh: DeviceMesh, cut: CutParameter, source: int | None) -> DTensor:
+def _distributed(whole: Tensor, mesh: DeviceMesh, cut: ParameterCut | None, source: int | None) -> DTensor:
     """The DTensor of a whole parameter. `source`: the rank of the mesh whose values all take; None: each its own."""
-    if cut.parts == 1:
-        placement = Replicate() if cut.dim is None else Shard(cut.dim)
+    if cut is None or cut.parts == 1:
+        placement = Replicate() if cut is None else Shard(cut.dim)
         return distribute_tensor(whole, mesh, [placement], src_data_rank=source)
     stacked = whole.unflatten(0, (cut.parts, -1))
     part = distribute_tensor(stacked, mesh, [Shard(1)], src_data_rank=source).to_local().flatten(0, 1)

@@ -35,12 +35,11 @@ class _Held:
         return _Held, ()
 
 
-class CutParameter(NamedTuple):
-    """How a parameter of a cut layer is cut. `dim`: along which dimension; None: each rank has all of it. `parts`: the
-    parameters that it stacks along dimension 0, such as gate and value; each of them is cut."""
+class ParameterCut(NamedTuple):
+    """A parameter's dimension that is cut, and how many parts it stacks there, each of which is cut."""
 
-    dim: int | None
-    parts: int = 1
+    dim: int
+    parts: int
 
 
 def _dimensions(t: Any) -> list[tuple[Any, int, int, int | None]]:
@@ -105,25 +104,12 @@ class TensorParallelModule(nn.Module):
             self.set_tensor_parallel_group(tp_group)
 
     def cut_over(self, tp_group: Any, sequence_parallel: bool, modes: Mapping[str, str]) -> None:
-        """Makes a whole module one that is cut over a group; its caller cuts the parameters as `cut_parameters` says.
+        """Makes a whole module one that is cut over a group; its caller cuts the parameters as `cuts` says.
         **Raises** what a constructor does, before anything is changed."""
         extent = self._cut_extents[next(iter(modes.values()))]
         self._make_cut(tp_group, 1, sequence_parallel, modes, **{extent: getattr(self, extent)})
         setattr(self, extent, getattr(self, extent) // self.tp_size)
         self._styled = True
-
-    def cut_parameters(self) -> dict[str, CutParameter]:
-        """How the parameters of cut layers are cut, by their names in the module; none for a whole module."""
-        made = {}
-        for layer, mode in self._modes.items():
-            prefix, parts = f"{layer}_" if layer else "", self._stacked(layer)
-            made[f"{prefix}weight"] = CutParameter(0, parts) if mode == COLUMN else CutParameter(1)
-            made[f"{prefix}bias"] = CutParameter(0, parts) if mode == COLUMN else CutParameter(None)
-        return {name: cut for name, cut in made.items() if self._parameters.get(name) is not None}
-
-    def _stacked(self, layer: str) -> int:
-        """The weights that a layer's weight stacks."""
-        return 1
 
     def _local(self, t: Any) -> Any:
         """A parameter as this rank's layers read it: the local part of a DTensor that a style has made. Its gradient is
@@ -151,12 +137,17 @@ class TensorParallelModule(nn.Module):
         mode = self._modes.get(layer)
         if mode is None:
             return None
+        self._require_group()
+        return Cut(mode, self.sequence_parallel, self.tp_size)
+
+    def _require_group(self) -> Any:
+        """The process group of a module that is cut. **Raises** ArgumentError before there is one."""
         if self._tp_group.group is None:
             raise ArgumentError(
                 f"{type(self).__name__}: tp_size is {self.tp_size}, and there is no group; "
                 "call set_tensor_parallel_group or give tp_group"
             )
-        return Cut(mode, self.sequence_parallel, self.tp_size)
+        return self._tp_group.group
 
     def _amax_group(self, recipe: Recipe, groups: Mapping[str, Any], delayed: bool = False) -> Any:
         """Returns the process group that amaxes of a call, or of delayed scales, are reduced over, or None.
@@ -179,44 +170,55 @@ class TensorParallelModule(nn.Module):
 
     # --- parameters ---
 
+    def cuts(self) -> dict[str, ParameterCut]:
+        """How parameters of this module are cut, by their names; others are whole on every rank."""
+        made = {}
+        for layer, mode in self._modes.items():
+            weight, bias = _names(layer)
+            made[weight] = ParameterCut(0 if mode == COLUMN else 1, self._stacked(layer))
+            if mode == COLUMN and getattr(self, bias) is not None:
+                made[bias] = made[weight]
+        return made
+
+    def _stacked(self, layer: str) -> int:
+        """The number of weights that a layer's parameters stack, such as gate and value; each is cut."""
+        return 1
+
     def _draw(self, layer: str, init_method: Any = None) -> None:
         """Fills a layer's weight and bias with what `initialize` draws, or with this rank's part of it."""
-        prefix = f"{layer}_" if layer else ""
-        names = [name for name in (f"{prefix}weight", f"{prefix}bias") if getattr(self, name) is not None]
-        cuts = self.cut_parameters()
-        held: list[Any] = [getattr(self, name) for name in names]
-        if names[0] not in cuts:
-            initialize(held[0], held[1] if len(held) > 1 else None, init_method)
+        (weight, bias), cuts = _names(layer), self.cuts()
+        held: dict[str, Any] = {name: p for name in (weight, bias) if (p := getattr(self, name)) is not None}
+        if weight not in cuts:
+            initialize(held[weight], held.get(bias), init_method)
             return
-        whole = []
-        for name, t in zip(names, held, strict=True):
-            dim, parts = cuts[name]
-            t.tensor_model_parallel, t.partition_dim, t.partition_stride = dim is not None, dim, parts
-            is_whole = any([group is self.tp_group for group, *_ in _dimensions(t)])  # a style's DTensor has its shape
-            shape = [n * self.tp_size if i == dim and not is_whole else n for i, n in enumerate(t.shape)]
-            whole.append(t if t.is_meta else torch.empty(shape, dtype=t.dtype, device=t.device))
-        if held[0].is_meta:
+        whole = {}
+        for name, p in held.items():
+            cut, shape = cuts.get(name), list(p.shape)
+            p.tensor_model_parallel, p.partition_dim = cut is not None, None if cut is None else cut.dim
+            p.partition_stride = self._stacked(layer)
+            if cut is not None and not any([group is self.tp_group for group, *_ in _dimensions(p)]):
+                shape[cut.dim] *= self.tp_size  # a DTensor that a style made has the whole shape
+            whole[name] = torch.empty(shape, dtype=p.dtype, device=p.device)
+        if whole[weight].is_meta:
             return
         with torch.no_grad():
-            initialize(whole[0], whole[1] if len(whole) > 1 else None, init_method)
-            for name, t, drawn in zip(names, held, whole, strict=True):
-                part = self.part_of(drawn, cuts[name])
-                for group, ranks, rank, dim in _dimensions(t):  # FSDP2 cuts the part
+            initialize(whole[weight], whole.get(bias), init_method)
+            for name, p in held.items():
+                part = self._part(whole[name], cuts[name]) if name in cuts else whole[name]
+                for group, ranks, rank, dim in _dimensions(p):  # FSDP2 cuts the part
                     if dim is not None and group is not self.tp_group:
                         part = [*part.chunk(ranks, dim), *[part.narrow(dim, 0, 0)] * ranks][rank]
-                (t.to_local() if hasattr(t, "to_local") else t).copy_(part)
+                (p.to_local() if hasattr(p, "to_local") else p).copy_(part)
 
-    def part_of(self, whole: Tensor, cut: CutParameter) -> Tensor:
+    def _part(self, whole: Tensor, cut: ParameterCut) -> Tensor:
         """This rank's part of a whole parameter."""
-        if cut.dim is None:
-            return whole
         if self._tp_group.group is None:
             raise ArgumentError(
                 f"{type(self).__name__}: which part of a weight is this rank's is not known; give tp_group, or make "
                 "the module on the meta device and call set_tensor_parallel_group before its parameters are filled"
             )
-        rank = torch.distributed.get_rank(self._tp_group.group)
-        return torch.cat([t.chunk(self.tp_size, cut.dim)[rank] for t in whole.chunk(cut.parts)], cut.dim)
+        rank, (dim, parts) = torch.distributed.get_rank(self._tp_group.group), cut
+        return torch.cat([part.chunk(self.tp_size, dim)[rank] for part in whole.chunk(parts, dim)], dim)
 
     def _repr_cut(self) -> str:
         """Returns how a layer is cut, for `print`."""
@@ -224,3 +226,8 @@ class TensorParallelModule(nn.Module):
             return ""
         modes = "+".join(self._modes.values())
         return f", {modes}-parallel over {self.tp_size}{', sequence_parallel' if self.sequence_parallel else ''}"
+
+
+def _names(layer: str) -> tuple[str, str]:
+    """The names of a layer's weight and bias."""
+    return (f"{layer}_weight", f"{layer}_bias") if layer else ("weight", "bias")
