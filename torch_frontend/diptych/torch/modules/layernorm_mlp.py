@@ -103,7 +103,7 @@ class LayerNormMLP(NormedModule):
         self.save_original_input, self.save_original_weight = save_original_input, save_original_weight
         self.activation, self.activation_options = activation, activation_options("LayerNormMLP", activation)
         self._make_norm(normalization, hidden_size, eps, zero_centered_gamma, **placed)
-        wide = ffn_hidden_size * (2 if self.activation_options.gated else 1)
+        wide = ffn_hidden_size * self._stacked("fc1")
         self.fc1_weight = nn.Parameter(torch.empty(wide, hidden_size, **placed))
         self.fc1_bias = nn.Parameter(torch.empty(wide, **placed)) if bias else None
         self.fc2_weight = nn.Parameter(torch.empty(hidden_size, ffn_hidden_size, **placed))
@@ -116,9 +116,11 @@ class LayerNormMLP(NormedModule):
     def reset_parameters(self) -> None:
         """Makes the norm the identity, and the rest anew as `Linear` does."""
         self._reset_norm()
-        stacked = 2 if self.activation_options.gated else 1
-        self._draw(self.fc1_weight, self.fc1_bias, self._modes.get("fc1"), self.init_method, stacked)
+        self._draw(self.fc1_weight, self.fc1_bias, self._modes.get("fc1"), self.init_method, self._stacked("fc1"))
         self._draw(self.fc2_weight, self.fc2_bias, self._modes.get("fc2"), self.output_layer_init_method)
+
+    def _stacked(self, layer: str) -> int:
+        return 2 if layer == "fc1" and self.activation_options.gated else 1
 
     def forward(
         self,

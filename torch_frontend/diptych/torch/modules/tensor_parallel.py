@@ -41,6 +41,7 @@ class TensorParallelModule(nn.Module):
     sequence_parallel = False
     _tp_group = _Held()
     _modes: Mapping[str, str] = {}  # COLUMN or ROW, by layer
+    _gathered: tuple[str, ...] = ()  # layers whose weights come quantized by the whole weight's amax (parallel.prepare)
 
     @property
     def tp_group(self) -> Any:
@@ -102,7 +103,11 @@ class TensorParallelModule(nn.Module):
                 f"{type(self).__name__}: tp_size is {self.tp_size}, and there is no group; "
                 "call set_tensor_parallel_group or give tp_group"
             )
-        return Cut(mode, self.sequence_parallel, self.tp_size)
+        return Cut(mode, self.sequence_parallel, self.tp_size, layer in self._gathered)
+
+    def _stacked(self, layer: str) -> int:
+        """How many weights lie one below the other in a layer's weight, such as gate and value; each is cut."""
+        return 1
 
     def _amax_group(self, recipe: Recipe, groups: Mapping[str, Any], delayed: bool = False) -> Any:
         """Returns the process group that amaxes of a call, or of delayed scales, are reduced over, or None.
