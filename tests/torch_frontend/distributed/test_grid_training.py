@@ -4,6 +4,7 @@ the same cut models without FSDP2, whose gradients are added in the order of the
 from __future__ import annotations
 
 import copy
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +25,8 @@ WIDTH, TOKENS, STEPS = 256, 256, 2  # parts of weights, and shares of tokens, ha
 
 @dataclass(frozen=True)
 class Case:
-    """`mixed`: float32 where weights are sharded, bfloat16 gathered. `replicas`: each has all parts (HSDP).
-    `checkpointed`: blocks run again in backward."""
+    """`mixed`: float32 where weights are sharded, bfloat16 gathered. `checkpointed`: blocks run again in backward.
+    `over`: (replicas, parts of each); two replicas are HSDP."""
 
     recipe: str
     sequence: bool = False
@@ -34,7 +35,7 @@ class Case:
     compiled: bool = False
     microbatches: int = 1
     checkpointed: bool = False
-    replicas: int = 1
+    over: tuple[int, int] = (1, 2)
 
 
 CASES = {
@@ -49,7 +50,8 @@ CASES = {
     "mxfp8-2d, compiled": Case("mxfp8-2d", True, compiled=True),
     "nvfp4, two microbatches": Case("nvfp4", True, microbatches=2),
     "nvfp4-1d, kept": Case("nvfp4-1d", reshard=False),
-    "fp8-current, two replicas": Case("fp8-current", replicas=2),
+    "fp8-current, two replicas": Case("fp8-current", over=(2, 1)),
+    "nvfp4-1d, two replicas of two parts": Case("nvfp4-1d", True, over=(2, 2)),
 }
 
 
@@ -127,8 +129,8 @@ def train_sharded(net: nn.Sequential, case: Case, recipe: Any, mesh: Any) -> dic
     return {"outs": outs, "grads": grads, "ends": [p.full_tensor() for p in net.parameters()]}  # type: ignore[attr-defined]
 
 
-def train_without(masters: nn.Sequential, case: Case, recipe: Any, mesh: Any, group: Any) -> dict[str, Any]:
-    """`group`: the ranks over which gradients are averaged."""
+def train_without(masters: nn.Sequential, case: Case, recipe: Any, mesh: Any) -> dict[str, Any]:
+    """Adds gradients over the parts, and then over the replicas, as FSDP2 does."""
     net, dtype = copy.deepcopy(masters).bfloat16(), masters[0].out.weight.dtype
     optimizer, outs, grads = optimizer_of(masters), [], []
     for step in range(STEPS):
@@ -142,9 +144,12 @@ def train_without(masters: nn.Sequential, case: Case, recipe: Any, mesh: Any, gr
             added = [a + grad.to(dtype) for a, grad in zip(added, made, strict=True)]
             net.zero_grad()
         for p, grad in zip(masters.parameters(), added, strict=True):
-            each = [torch.empty_like(grad) for _ in range(2)]
-            dist.all_gather(each, grad, group=group)
-            p.grad = (each[0] + each[1]) / 2
+            total = grad
+            for dimension, size in (("dp", case.over[1]), ("replicate", case.over[0])):
+                each = [torch.empty_like(grad) for _ in range(size)]
+                dist.all_gather(each, total, group=mesh[dimension].get_group())
+                total = sum(each)
+            p.grad = total / math.prod(case.over)
         grads.append([p.grad for p in masters.parameters()])
         optimizer.step()
         optimizer.zero_grad()
@@ -156,16 +161,15 @@ def train(rank: int, groups: Any, case: Case) -> list[dict[str, Any]]:
     from torch.distributed.device_mesh import init_device_mesh
 
     torch._dynamo.reset()
-    mesh = init_device_mesh(here(), (case.replicas, 2 // case.replicas, 2), mesh_dim_names=("replicate", "dp", "tp"))
-    over = mesh["dp"] if case.replicas == 1 else mesh["replicate", "dp"]
+    mesh = init_device_mesh(here(), (*case.over, 2), mesh_dim_names=("replicate", "dp", "tp"))
+    over = mesh["dp"] if case.over[0] == 1 else mesh["replicate", "dp"]
     made = []
     for recipe in (RECIPES[case.recipe], CurrentWeights() if case.recipe == "fp8-delayed" else RECIPES[case.recipe]):
         net = model(case, mesh)
         dt.prepare(net, recipe)
         seeded(net, rank)
         if made:
-            group = mesh["dp" if case.replicas == 1 else "replicate"].get_group()
-            made.append(train_without(net, case, recipe, mesh, group))
+            made.append(train_without(net, case, recipe, mesh))
         else:
             made.append(train_sharded(sharded(net, case, recipe, over), case, recipe, mesh))
     return made
@@ -176,7 +180,9 @@ RUN = ("fp8-current, kept, float32 masters", "fp8-delayed, two microbatches", "m
 
 @pytest.mark.parametrize("name", [n if n in RUN else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
 def test_same_bits_as_without_fsdp(name, pool, tmp_path):
-    for rank, (made, want) in enumerate(pool.run(f"{__name__}:train", CASES[name], size=4, into=tmp_path / "made")):
+    case = CASES[name]
+    size = 2 * math.prod(case.over)
+    for rank, (made, want) in enumerate(pool.run(f"{__name__}:train", case, size=size, into=tmp_path / "made")):
         for what in ("outs", "grads", "ends"):
             pairs = zip(flat(made[what]), flat(want[what]), strict=True)
             wrong = [i for i, (got, expected) in enumerate(pairs) if not torch.equal(got, expected)]
