@@ -64,6 +64,7 @@ class TensorParallelModule(nn.Module):
     _modes: Mapping[str, str] = {}  # COLUMN or ROW, by layer
     _cut_extents: Mapping[str, str] = {}  # attributes of the extents that are cut, by the first layer's mode
     _styled = False  # whether a ParallelStyle has made the parameters DTensors
+    _gathered: tuple[str, ...] = ()  # layers whose weights come quantized by the whole weight's amax (parallel.prepare)
 
     @property
     def tp_group(self) -> Any:
@@ -138,7 +139,7 @@ class TensorParallelModule(nn.Module):
         if mode is None:
             return None
         self._require_group()
-        return Cut(mode, self.sequence_parallel, self.tp_size)
+        return Cut(mode, self.sequence_parallel, self.tp_size, layer in self._gathered)
 
     def _require_group(self) -> Any:
         """The process group of a module that is cut. **Raises** ArgumentError before there is one."""
