@@ -163,15 +163,15 @@ def test_parameters_are_parts_of_whole_ones(kind, pool, tmp_path):
 # --- a model and its optimizer ---
 
 
-def model(**cut: Any) -> nn.Sequential:
-    """A norm of torch's, and a pair of layers of each kind."""
+def model(width: int = 64, **cut: Any) -> nn.Sequential:
+    """A pair of layers of each kind."""
     column, row, both = {}, {}, {}
     if cut:
         column, row, both = {"parallel_mode": "column"}, {"parallel_mode": "row"}, {"set_parallel_mode": True}
     return nn.Sequential(
-        dt.LayerNormLinear(64, 128, **column, **cut),
-        dt.Linear(128, 64, **row, **cut),
-        dt.LayerNormMLP(64, 128, activation="swiglu", normalization="RMSNorm", **both, **cut),
+        dt.LayerNormLinear(width, 2 * width, **column, **cut),
+        dt.Linear(2 * width, width, **row, **cut),
+        dt.LayerNormMLP(width, 2 * width, activation="swiglu", normalization="RMSNorm", **both, **cut),
     )
 
 
@@ -186,11 +186,11 @@ def plan(dim: int | None, **options: Any) -> dict[str, Any]:
     }
 
 
-def trained(rank: int, model: Any, recipe: str, steps: int = 3) -> list[torch.Tensor]:
+def trained(rank: int, model: Any, recipe: str, width: int = 64, steps: int = 3) -> list[torch.Tensor]:
     """Steps of AdamW on this rank's tokens. Returns results and gradients."""
     optimizer, made = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True), []
     for i in range(steps):
-        x = torch.randn(128, 2, 64, generator=torch.Generator().manual_seed(i)).chunk(2)[rank].to(here())
+        x = torch.randn(128, 2, width, generator=torch.Generator().manual_seed(i)).chunk(2)[rank].to(here())
         with dt.autocast(recipe=RECIPES[recipe]):
             y = model(x)
         y.square().mean().backward()
@@ -416,31 +416,45 @@ def test_a_refused_module_is_unchanged(pool, tmp_path):
 # --- with FSDP2 ---
 
 
-def grid(rank: int, groups: Any, recipe: str) -> bool:
-    """Styles on one dimension of a mesh and FSDP2 on the other, against modules made with the group."""
+def grid(rank: int, groups: Any, recipe: str, quantized: bool, compiled: bool) -> bool:
+    """Styles on one dimension of a mesh and FSDP2 on the other, against modules made with the group. `quantized`: the
+    weights are gathered in the recipe's format."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import parallelize_module
 
     mesh = init_device_mesh(here(), (2, 2), mesh_dim_names=("dp", "tp"))
-    group, runs = mesh["tp"].get_group(), []
+    group, runs, width = mesh["tp"].get_group(), [], 256 if recipe == "block" else 64
     for way in ("arguments", "styles"):
         torch.manual_seed(0)
         made: Any
         if way == "arguments":
-            made = model(tp_group=group, sequence_parallel=True, device=here())
+            made = model(width, tp_group=group, sequence_parallel=True, device=here())
         else:
             with pytest.warns(UserWarning, match="stacks gate and value"):
-                made = parallelize_module(model(device=here()), mesh["tp"], plan(0))
-        for block in made:
-            fully_shard(block, mesh=mesh["dp"])
+                made = parallelize_module(model(width, device=here()), mesh["tp"], plan(0))
+        for i, block in enumerate(made):
+            if compiled:
+                made[i] = torch.compile(nn.Sequential(block), fullgraph=True, backend="aot_eager")
+            fully_shard(made[i], mesh=mesh["dp"])
         fully_shard(made, mesh=mesh["dp"])
-        runs.append(trained(mesh["tp"].get_local_rank(), made, recipe))
+        if quantized:
+            dt.parallel.prepare(made, mesh["dp"], RECIPES[recipe])
+            weights: list[Any] = [p for n, p in made.named_parameters() if n.endswith("weight") and "norm" not in n]
+            assert {type(p._local_tensor).__name__ for p in weights} == {"ShardedWeight"}
+        runs.append(trained(mesh["tp"].get_local_rank(), made, recipe, width))
     for i, (a, b) in enumerate(zip(*runs, strict=True)):
         same(a, b, f"{recipe}: {i}")
     return True
 
 
-@pytest.mark.parametrize("recipe", ["current", slow("delayed"), slow("mxfp8")])
-def test_with_fsdp(recipe, pool, tmp_path):
-    assert pool.run(f"{__name__}:grid", recipe, size=4, into=tmp_path / "made") == [True] * 4
+@pytest.mark.parametrize(
+    ("recipe", "quantized", "compiled"),
+    [
+        cell if cell in (("mxfp8", False, False), ("current", True, False)) else slow(*cell)
+        for cell in itertools.product(("current", "delayed", "block", "mxfp8", "nvfp4"), (False, True), (False, True))
+    ],
+)
+def test_with_fsdp(recipe, quantized, compiled, pool, tmp_path):
+    given = recipe, quantized, compiled
+    assert pool.run(f"{__name__}:grid", *given, size=4, into=tmp_path / "made") == [True] * 4

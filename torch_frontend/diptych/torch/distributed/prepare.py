@@ -56,10 +56,9 @@ def prepare(model: nn.Module, mesh: Any, recipe: Recipe, *, recompute: bool = Fa
         )
     found = []
     for name, module, layer, attribute, quantizer in _weights(model, recipe):
-        parameter = module._parameters[attribute]
-        _require_cuttable(name, parameter, quantizer, mesh)
+        _require_cuttable(name, module, attribute, quantizer, mesh)
         if layer in module._modes:
-            _require_whole_parts(name, module, layer, parameter, quantizer, mesh)
+            _require_whole_parts(name, module, layer, attribute, quantizer, mesh)
         found.append((name, module, layer, attribute, quantizer))
     amaxes, managed = WholeAmaxes(), _managed(model)
     gathered = []
@@ -110,16 +109,27 @@ def _weights(model: nn.Module, recipe: Recipe) -> Iterator[tuple[str, QuantizedM
                 yield name, module, layer, attribute, quantizer
 
 
-def _require_cuttable(name: str, parameter: Any, quantizer: Quantizer, mesh: Any) -> None:
-    from torch.distributed.tensor import DTensor, Shard
+def _shape_of_part(module: QuantizedModule, attribute: str) -> list[int]:
+    """The shape of what FSDP2 shards: the parameter, or this rank's part where a style has made it a DTensor."""
+    shape = list(module._parameters[attribute].shape)  # type: ignore[union-attr]
+    if module._styled and attribute in (cuts := module.cuts()):
+        shape[cuts[attribute].dim] //= module.tp_size
+    return shape
 
-    op = f"parallel.prepare: {name}"
+
+def _require_cuttable(name: str, module: QuantizedModule, attribute: str, quantizer: Quantizer, mesh: Any) -> None:
+    from torch.distributed.tensor import DTensor
+
+    op, parameter = f"parallel.prepare: {name}", module._parameters[attribute]
     if isinstance(parameter, QuantizedTensorBase) or not isinstance(parameter, DTensor):
         raise UnsupportedError(f"{op} is {type(parameter).__name__}, not a DTensor that fully_shard made")
-    of_parameter = parameter.device_mesh
-    if of_parameter != mesh or parameter.placements[-1] != Shard(0) or of_parameter.ndim > 2:
+    of_parameter: Any = parameter.device_mesh
+    placements = parameter.placements
+    if module._styled and of_parameter.ndim > 1:  # FSDP2's dimensions, and then the tensor-parallel one
+        of_parameter, placements = of_parameter[of_parameter.mesh_dim_names[:-1]], placements[:-1]
+    if of_parameter != mesh or getattr(placements[-1], "dim", None) != 0 or of_parameter.ndim > 2:
         raise UnsupportedError(
-            f"{op} is placed {parameter.placements} on {of_parameter}; it must be cut along dimension 0 over {mesh}"
+            f"{op} is placed {placements} on {of_parameter}; it must be cut along dimension 0 over {mesh}"
         )
     part = parameter._local_tensor
     if isinstance(part, ShardedWeight):
@@ -132,7 +142,7 @@ def _require_cuttable(name: str, parameter: Any, quantizer: Quantizer, mesh: Any
         raise UnsupportedError(
             f"{op}: {quantizer} has amaxes of rows or of a transform, which are not reduced over ranks"
         )
-    rows, ranks = parameter.shape[0], of_parameter.size(of_parameter.ndim - 1)
+    rows, ranks = _shape_of_part(module, attribute)[0], of_parameter.size(of_parameter.ndim - 1)
     fmt = quantizer.format
     if parameter.dim() == 3:
         if rows % ranks:
@@ -147,7 +157,7 @@ def _require_cuttable(name: str, parameter: Any, quantizer: Quantizer, mesh: Any
 
 
 def _require_whole_parts(
-    name: str, module: QuantizedModule, layer: str, parameter: Any, quantizer: Quantizer, mesh: Any
+    name: str, module: QuantizedModule, layer: str, attribute: str, quantizer: Quantizer, mesh: Any
 ) -> None:
     """Checks the tensor-parallel cut of a weight, of which ranks of `mesh` hold parts of this rank's part."""
     op, cut = f"parallel.prepare: {name}", module._cut(layer)
@@ -158,7 +168,7 @@ def _require_whole_parts(
             f"{op} is cut over a tensor-parallel group and sharded over {mesh}, which share the ranks "
             f"{sorted(shared)}; shard over a dimension of the mesh that the group does not lie along"
         )
-    n, k = parameter.shape
+    n, k = _shape_of_part(module, attribute)
     rows, cols = (n // module._stacked(layer), None) if cut.mode == COLUMN else (None, k)
     require_whole(op, quantizer, rows, cols)
 

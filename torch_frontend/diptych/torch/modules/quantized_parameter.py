@@ -221,7 +221,10 @@ def _dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def _keeps(func: Any, args: Any) -> bool:
-    """Whether a handler's result stays quantized: a part of a weight does only if the weight is a stack."""
+    """Whether a handler's result stays quantized: a part of a weight does only if the weight is a stack, and a view
+    only if it is of the weight's own shape."""
+    if func is aten.view.default:
+        return tuple(args[1]) == tuple(args[0].shape)
     return func not in (aten.select.int, aten.unbind.int) or (
         isinstance(args[0], QuantizedStack) and (args[1] if len(args) > 1 else 0) == 0
     )

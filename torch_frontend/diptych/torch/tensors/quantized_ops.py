@@ -43,6 +43,13 @@ def _strided_whole(func: Any, q: QuantizedTensorBase, size: Any, stride: Any, of
     return mapped(aten.alias.default, q)
 
 
+def _viewed_whole(func: Any, q: QuantizedTensorBase, size: Any) -> QuantizedTensorBase:
+    """A view of the whole tensor, which is what DTensor's `to_local` makes of a rank's part."""
+    if tuple(size) != tuple(q.shape):
+        raise UnsupportedError(f"{called(func)}: the buffers of a quantized tensor have no views of other shapes")
+    return mapped(aten.alias.default, q)
+
+
 def _no_memory_format(func: Any, memory_format: torch.memory_format | None) -> None:
     if memory_format not in (None, torch.contiguous_format, torch.preserve_format):
         raise UnsupportedError(f"{called(func)} of a quantized tensor: its buffers are row-major, not {memory_format}")
@@ -118,6 +125,7 @@ HANDLERS.update(
         aten.detach.default: _same,
         aten.alias.default: _same,
         aten.as_strided.default: _strided_whole,
+        aten.view.default: _viewed_whole,
         aten.clone.default: _same,
         aten._to_copy.default: _to,
         aten.empty_like.default: _to,
