@@ -94,11 +94,16 @@ def errors(rank: int, of_first: Any, folder: Path) -> dict[str, str]:
     unnamed = dt.Linear(8, 8, tp_size=2, parallel_mode="row", device="meta")
     found["unnamed"] = said(lambda: dt.parallel.save(folder / "errors", unnamed, step=1))
     found["parametrized"] = said(lambda: dt.parallel.save(folder / "errors", parametrized(group), step=1))
-    optimizer = optimizer_of(net)
-    for p in net.parameters():
-        optimizer.state[p] = {"row": torch.ones(3, device=p.device)}
+    optimizer, whole = optimizer_of(net), cut_model("delayed").to(here())
+    of_whole = optimizer_of(whole)
+    for p, kept in [(p, of.state) for of in (optimizer, of_whole) for g in of.param_groups for p in g["params"]]:
+        kept[p] = {"row": torch.ones(3, device=p.device)}
     found["state"] = said(lambda: dt.parallel.save(folder / "errors", net, optimizer, step=1))
     found["nothing"] = str((folder / "errors").exists())
+    if rank == 0:
+        dt.parallel.save(folder / "rows", whole, of_whole, step=1, group=of_first)
+    dist.barrier()
+    found["room"] = said(lambda: dt.parallel.load(folder / "rows", net, optimizer_of(net)))
     return found
 
 
@@ -161,6 +166,7 @@ def test_errors_are_named_on_all_ranks(ranks):
     assert "is cut over 2 ranks, and its weight is no parameter of its own (parametrized)" in one["parametrized"]
     assert "the optimizer's row of 0.weight is a plain tensor [3] on each rank" in one["state"]
     assert one["nothing"] == "False"
+    assert "optimizer.state.0.weight.row is [3] there, and 0.weight [64, 64] is cut over ranks" in one["room"]
 
 
 # --- four ranks ---
@@ -198,6 +204,14 @@ def resumed_and_styled(rank: int, groups: Any, folder: str, name: str) -> dict[s
     return made
 
 
+def tied(net: nn.Module) -> nn.Module:
+    """A model whose first weight has two names, with a block that is compiled."""
+    net.add_module("tied", nn.Module())
+    net.tied.weight = net[0].weight
+    net[2] = torch.compile(net[2])
+    return net
+
+
 def styled(name: str, folder: Path) -> None:
     """Saves and loads parameters that are DTensors over the tensor-parallel ranks, and then sharded by FSDP2."""
     from torch.distributed.fsdp import fully_shard
@@ -220,6 +234,7 @@ def styled(name: str, folder: Path) -> None:
             fully_shard(block, mesh=layout.mesh["dp"])
         return net
 
+    dt.parallel.save(folder / "copies", tied(cut_model(name, layout.group).to(here())), step=1)
     dt.parallel.save(folder, sharded(0), step=1)
     net = sharded(1)
     dt.parallel.load(folder, net)
@@ -242,6 +257,9 @@ def test_four_ranks_resume_and_take_dtensors_of_both_meshes(pool, tmp_path):
         net = cut_model(name, seed=1)
         dt.parallel.load(tmp_path / "styled", net, step=step)
         assert differing(net.state_dict(), whole) == []
+    net, same = (tied(cut_model(name, seed=seed)) for seed in (1, 0))
+    dt.parallel.load(tmp_path / "styled" / "copies", net)  # of two ranks, which have them twice
+    assert differing(net.state_dict(), same.state_dict()) == []
 
 
 @needs_gloo

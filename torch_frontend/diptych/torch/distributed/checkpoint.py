@@ -57,9 +57,9 @@ def save(
     """Writes a checkpoint, which exists under its name only once it is complete and on disk.
 
     **Arguments:** `folder`: of all checkpoints of a run; one run at a time writes there. `model`: plain, sharded by
-    FSDP2, or in DistributedDataParallel. `extra`: what `load` shall return, of the first rank; numbers, strings,
-    tensors, lists and dicts of them. `keep`: so many checkpoints stay; None keeps all. `group`: the process group of
-    the ranks that call this; None for all.
+    FSDP2, cut over tensor-parallel groups, or in DistributedDataParallel. `extra`: what `load` shall return, of the
+    first rank; numbers, strings, tensors, lists and dicts of them. `keep`: so many checkpoints stay; None keeps all.
+    `group`: the process group of the ranks that call this; None for all.
 
     **Returns:** the checkpoint's own folder.
 
@@ -96,9 +96,10 @@ def load(
 ) -> Loaded:
     """Loads the latest complete checkpoint, or that of a step, into a model and its optimizer.
 
-    The number of ranks may be another one than that which saved, and the model may be sharded in another way. States of
-    quantizing are each rank's own, as they were saved; for another number of ranks see `contents.combined`. A model
-    needs no `prepare` before. Without `optimizer` the optimizer's state is left out.
+    The number of ranks may be another one than that which saved, and the model may be sharded or cut in another way.
+    States of quantizing are each rank's own, as they were saved; `contents.combined` makes those for another number of
+    ranks, and for modules that are cut over other ranks. A model needs no `prepare` before. Without `optimizer` the
+    optimizer's state is left out.
 
     **Raises:** CheckpointError on every rank if the folder holds no complete checkpoint, or if keys, shapes or dtypes
     of the checkpoint and of the model on any rank differ; nothing has been loaded then.
@@ -116,7 +117,7 @@ def export(path: str | Path, model: nn.Module, *, group: Any = None) -> None:
     """Writes a model to one safetensors file: every tensor of its state dict whole, in high precision and by its name,
     without quantizing's states.
 
-    Sharded tensors are gathered one after the other; the group's first rank writes, and needs memory for one tensor.
+    Sharded and cut tensors are gathered one after the other, on every rank; the group's first rank writes.
 
     **Raises:** CheckpointError on every rank if the file cannot be written, or for a dtype that such files do not hold.
     """
@@ -206,7 +207,7 @@ class _Plan:
         ranks = self.header["ranks"]
         self.own = _read(path / _rank_file(rank % ranks))
         self.states = self.own["states"]
-        if ranks != size or self.own["cut_over"] != cut_over(model):
+        if ranks != size or self.own.get("cut_over", {}) != cut_over(model):
             self.states = combined([_read(path / _rank_file(r))["states"] for r in range(ranks)], rank)
         metadata = FileSystemReader(path).read_metadata()
         _check_files(path, metadata)

@@ -7,7 +7,8 @@ For torch.distributed.checkpoint (DCP), whose tensors any number of ranks can re
     optimizer.state.<name>.<key>    tensors of the optimizer's state, by the weight's name
 
 In a file for each rank: `states` (delayed scales and random generators, which differ from rank to rank), `groups` (the
-optimizer's options, with the weights' names) and `values` (what its state holds beside tensors).
+optimizer's options, with the weights' names), `values` (what its state holds beside tensors) and `cut_over` (the ranks
+that modules are cut over).
 """
 
 from __future__ import annotations
@@ -137,10 +138,11 @@ class ModelState:
 
 
 def combined(ranks: list[Mapping[str, Tensor]], rank: int) -> dict[str, Tensor]:
-    """The states for a rank, of those of another number of ranks.
+    """The states for a rank, of those of other ranks: of another number, or of as many that shared other layers.
 
-    Scales are those of the largest amaxes, as a reduction over all ranks would have made them. Random generators that
-    all ranks share stay; else a rank continues one of them, by another seed where a rank before it does so too.
+    Scales are those of the largest amaxes, as a reduction over all ranks would have made them, so that ranks that share
+    a layer agree. Random generators that all ranks share stay; else a rank continues one of them, by another seed where
+    a rank before it does so too.
     """
     out: dict[str, Tensor] = {}
     for name in ranks[0]:

@@ -124,11 +124,12 @@ def described(name: str, t: Any, cut: ModuleCut | None) -> Any:
 
 def _placements(t: Any) -> list[tuple[ParameterCut, int, list[int]]]:
     """The cuts of a DTensor in the order in which its placements mean them: (how, this rank in it, ranks of it)."""
-    mesh: Any = t.device_mesh
-    at: Any = mesh.get_coordinate()
+    mesh, at = t.device_mesh, t.device_mesh.get_coordinate()
+    if at is None:  # a rank outside of the mesh, which holds nothing
+        return []
     return [
         (ParameterCut(p.dim, getattr(p, "split_factor", 1)), at[i], dist.get_process_group_ranks(mesh.get_group(i)))
-        for i, p in enumerate(() if at is None else t.placements)
+        for i, p in enumerate(t.placements)
         if hasattr(p, "dim")
     ]
 
