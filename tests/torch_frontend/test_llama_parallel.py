@@ -116,7 +116,6 @@ def test_a_resumed_run_has_the_bits_of_one_that_was_not_stopped(common, pool, tm
 WRONG: dict[str, tuple[Any, ...]] = {
     "no complete checkpoint": ("--save", "{folder}", "--resume"),
     "a block is never cut": ("--recipe", "mxfp8", "--seq", 10, "--batch", 1),
-    "num_key_value_heads=2": ("--tp", 4),
 }
 
 
