@@ -19,16 +19,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from diptych.common.files import replacing
 from llama.model import Config
-from llama.parallel import Cut
+from llama.parallel import Cut, plain_name
 
 
 class WeightsError(ValueError):
     """Weights that are missing, cannot be read, or are not the config's."""
-
-
-def plain_name(name: str) -> str:
-    """A parameter's name without what torch.compile adds."""
-    return name.replace("_orig_mod.", "")
 
 
 def parts(name: str, config: Config) -> dict[str, int]:
