@@ -173,10 +173,10 @@ def sharded(
     cut = parallel.cuts(model)
     # Float32 weights are stepped, bfloat16 ones computed with; the angles of rotary embeddings stay in float32.
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-    for i, block in enumerate(model.blocks):
-        if args.compile:
-            model.blocks[i] = torch.compile(block, fullgraph=True)  # before fully_shard, whose hooks do not trace
-        fully_shard(model.blocks[i], mesh=mesh["dp"], mp_policy=policy)
+    for block in model.blocks:
+        if args.compile:  # the inner part: hooks of fully_shard and checkpoints stay outside of graphs
+            block.run = torch.compile(block.run, fullgraph=True)
+        fully_shard(block, mesh=mesh["dp"], mp_policy=policy)
     fully_shard(model, mesh=mesh["dp"], mp_policy=policy)
     model.to_empty(device=mesh.device_type)
     model.frequencies.copy_(config.frequencies())

@@ -16,11 +16,6 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 
-def plain_name(name: str) -> str:
-    """A parameter's name without what torch.compile adds."""
-    return name.replace("_orig_mod.", "")
-
-
 def gathered(part: Tensor, group: Any, dim: int = 0) -> Tensor:
     """Joins the parts of all ranks along `dim`, in rank order."""
     parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size(group))]
@@ -87,7 +82,7 @@ def clip(model: nn.Module, cut: dict[str, Cut], mesh: Any, largest: float) -> Te
     grads: dict[bool, list[Tensor]] = {True: [], False: []}
     for name, p in model.named_parameters():
         if p.grad is not None:
-            grads[plain_name(name) in cut].append(p.grad.to_local())  # type: ignore[attr-defined]
+            grads[name in cut].append(p.grad.to_local())  # type: ignore[attr-defined]
     squares = [get_total_norm(grads[kind]).square() for kind in (True, False)]
     total = torch.stack([t.to(mesh.device_type) for t in squares])
     dist.all_reduce(total, group=mesh.get_group("dp"))

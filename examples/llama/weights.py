@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from diptych.common.files import replacing
 from llama.model import Config
-from llama.parallel import Cut, plain_name
+from llama.parallel import Cut
 
 
 class WeightsError(ValueError):
@@ -133,8 +133,7 @@ def drawn(config: Config, seed: int, shapes: dict[str, torch.Size]) -> Callable[
 def fill(model: Any, whole: Callable[[str], Tensor], cut: dict[str, Cut]) -> None:
     """Copies to each rank its part of every weight. Nothing is sent, and one whole weight is in memory at a time.
     `cut`: the weights that the model's `group` shares."""
-    for key, p in model.named_parameters():
-        name = plain_name(key)
+    for name, p in model.named_parameters():
         value = cut[name].part(whole(name), model.group) if name in cut else whole(name)
         value = value.to(p.device, p.dtype)
         if isinstance(p, DTensor):
@@ -147,8 +146,7 @@ def write(folder: Path, model: Any, cut: dict[str, Cut]) -> None:
     """Writes model.safetensors and config.json, which transformers' `from_pretrained` reads. Every rank calls it; the
     first one holds the whole model on the CPU."""
     first, tensors = dist.get_rank() == 0, {}
-    for key, p in model.named_parameters():
-        name = plain_name(key)
+    for name, p in model.named_parameters():
         value = p.full_tensor() if isinstance(p, DTensor) else p
         value = cut[name].whole(value, model.group) if name in cut else value
         if first:

@@ -76,6 +76,14 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return weights.safetensors().torch.load_file(folder / "model.safetensors")
 
 
+def near(log: Path, reference: Path, bound: float) -> None:
+    """Checks losses and norms of a run against those of another."""
+    got, want = rows(log), rows(reference)
+    assert [row["step"] for row in got] == [row["step"] for row in want]
+    for a, b in zip(got, want, strict=True):
+        assert abs(a["loss"] - b["loss"]) < bound and abs(a["grad_norm"] / b["grad_norm"] - 1) < 5 * bound, (a, b)
+
+
 def here(*args: Any, ranks: int = 1) -> str:
     """Runs the program in this process. Returns what it refused with, or ""."""
     with mock.patch.dict(os.environ, WORLD_SIZE=str(ranks)):

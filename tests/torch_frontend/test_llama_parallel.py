@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from torch_frontend.llama_runs import TINY, call, here, rows, tensors, weights
+from torch_frontend.llama_runs import TINY, call, here, near, rows, tensors, weights
 from torch_frontend.ranks import needs_gloo
 
 from llama import parallel  # isort: skip  # llama_runs makes it found
@@ -68,13 +68,6 @@ def test_gradients_are_those_of_the_whole_model(way, pool, tmp_path):
 def common(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     return ("--config", tmp_path / "config.json", "--batch", 4, "--seq", 64, "--save-every", 2, "--lr", 4e-3)
-
-
-def near(log: Any, reference: Any, bound: float) -> None:
-    got, want = rows(log), rows(reference)
-    assert [row["step"] for row in got] == [row["step"] for row in want]
-    for a, b in zip(got, want, strict=True):
-        assert abs(a["loss"] - b["loss"]) < bound and abs(a["grad_norm"] / b["grad_norm"] - 1) < 5 * bound, (a, b)
 
 
 def test_two_ranks_share_each_layer(common, pool, tmp_path):
