@@ -24,12 +24,13 @@ from diptych.torch.distributed.contents import (
     ModelState,
     OptimizerState,
     combined,
+    cut_over,
     differences,
-    is_sharded,
     listed,
     name_of,
     unwrapped,
 )
+from diptych.torch.distributed.pieces import Pieces, described, is_sharded
 from diptych.torch.distributed.together import agree, each, members, once, place
 from diptych.torch.tensors.quantized import QuantizedTensorBase
 
@@ -56,9 +57,9 @@ def save(
     """Writes a checkpoint, which exists under its name only once it is complete and on disk.
 
     **Arguments:** `folder`: of all checkpoints of a run; one run at a time writes there. `model`: plain, sharded by
-    FSDP2, or in DistributedDataParallel. `extra`: what `load` shall return, of the first rank; numbers, strings,
-    tensors, lists and dicts of them. `keep`: so many checkpoints stay; None keeps all. `group`: the process group of
-    the ranks that call this; None for all.
+    FSDP2, cut over tensor-parallel groups, or in DistributedDataParallel. `extra`: what `load` shall return, of the
+    first rank; numbers, strings, tensors, lists and dicts of them. `keep`: so many checkpoints stay; None keeps all.
+    `group`: the process group of the ranks that call this; None for all.
 
     **Returns:** the checkpoint's own folder.
 
@@ -95,9 +96,10 @@ def load(
 ) -> Loaded:
     """Loads the latest complete checkpoint, or that of a step, into a model and its optimizer.
 
-    The number of ranks may be another one than that which saved, and the model may be sharded in another way. States of
-    quantizing are each rank's own, as they were saved; for another number of ranks see `contents.combined`. A model
-    needs no `prepare` before. Without `optimizer` the optimizer's state is left out.
+    The number of ranks may be another one than that which saved, and the model may be sharded or cut in another way.
+    States of quantizing are each rank's own, as they were saved; `contents.combined` makes those for another number of
+    ranks, and for modules that are cut over other ranks. A model needs no `prepare` before. Without `optimizer` the
+    optimizer's state is left out.
 
     **Raises:** CheckpointError on every rank if the folder holds no complete checkpoint, or if keys, shapes or dtypes
     of the checkpoint and of the model on any rank differ; nothing has been loaded then.
@@ -115,15 +117,15 @@ def export(path: str | Path, model: nn.Module, *, group: Any = None) -> None:
     """Writes a model to one safetensors file: every tensor of its state dict whole, in high precision and by its name,
     without quantizing's states.
 
-    Sharded tensors are gathered one after the other; the group's first rank writes, and needs memory for one tensor.
+    Sharded and cut tensors are gathered one after the other, on every rank; the group's first rank writes.
 
     **Raises:** CheckpointError on every rank if the file cannot be written, or for a dtype that such files do not hold.
     """
     rank, _ = place(group)
-    tensors = each(lambda: safetensors.in_order(_values(unwrapped(model))), group)
+    tensors = each(lambda: safetensors.in_order(_values(unwrapped(model), group)), group)
 
     def work() -> None:
-        whole = (_whole(t) for t in tensors.values())
+        whole = (_whole(t, group) for t in tensors.values())
         try:
             if rank == 0:
                 safetensors.write(Path(path), tensors, whole)
@@ -143,7 +145,7 @@ def _contents(
     """Returns what DCP writes, and what a rank writes for itself."""
     model = unwrapped(model)
     state = ModelState(model)
-    own: dict[str, Any] = {"states": {name: t.cpu() for name, t in state.states.items()}}
+    own: dict[str, Any] = {"states": {name: t.cpu() for name, t in state.states.items()}, "cut_over": cut_over(model)}
     tensors = state.tensors
     if optimizer is not None:
         of_optimizer = OptimizerState(model, optimizer)
@@ -157,7 +159,8 @@ def _require_within(tensors: Mapping[str, Any], group: Any) -> None:
     """**Raises** CheckpointError for a tensor of which a part is on a rank outside of the group."""
     ranks = members(group)
     for name, t in tensors.items():
-        if is_sharded(t) and not (over := set(t.device_mesh.mesh.flatten().tolist())) <= ranks:
+        over = t.over if isinstance(t, Pieces) else t.device_mesh.mesh.flatten().tolist() if is_sharded(t) else ()
+        if not ranks.issuperset(over):
             raise CheckpointError(f"{name} is sharded over the ranks {sorted(over)}, the group has {sorted(ranks)}")
 
 
@@ -204,7 +207,7 @@ class _Plan:
         ranks = self.header["ranks"]
         self.own = _read(path / _rank_file(rank % ranks))
         self.states = self.own["states"]
-        if ranks != size:
+        if ranks != size or self.own.get("cut_over", {}) != cut_over(model):
             self.states = combined([_read(path / _rank_file(r))["states"] for r in range(ranks)], rank)
         metadata = FileSystemReader(path).read_metadata()
         _check_files(path, metadata)
@@ -280,7 +283,7 @@ def _form(saved: Any) -> str:
 # --- exporting -------------------------------------------------------------------------------------------------------
 
 
-def _values(model: nn.Module) -> dict[str, Tensor]:
+def _values(model: nn.Module, group: Any) -> dict[str, Tensor]:
     """A model's tensors by name; weights that are held quantized in high precision."""
     state = ModelState(model)
     tensors = {}
@@ -288,12 +291,16 @@ def _values(model: nn.Module) -> dict[str, Tensor]:
         if isinstance(t, Tensor) and state.owner(name_of(key)) is None:
             master = getattr(t, "main_param", None)
             held = isinstance(t, QuantizedTensorBase)
-            tensors[name_of(key)] = master if master is not None else t.dequantize() if held else t
+            value = master if master is not None else t.dequantize() if held else t
+            tensors[name_of(key)] = described(name_of(key), value, state.cuts.get(name_of(key)))
+    _require_within({name: t for name, t in tensors.items() if isinstance(t, Pieces)}, group)
     return tensors
 
 
-def _whole(t: Any) -> Tensor:
+def _whole(t: Any, group: Any) -> Tensor:
     """Gathers a tensor, where its ranks communicate: parts that are offloaded lie on the CPU."""
+    if isinstance(t, Pieces):
+        return t.gathered(group)
     return t.to(t.device_mesh.device_type).full_tensor() if is_sharded(t) else t
 
 

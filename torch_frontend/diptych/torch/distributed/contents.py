@@ -7,11 +7,13 @@ For torch.distributed.checkpoint (DCP), whose tensors any number of ranks can re
     optimizer.state.<name>.<key>    tensors of the optimizer's state, by the weight's name
 
 In a file for each rank: `states` (delayed scales and random generators, which differ from rank to rank), `groups` (the
-optimizer's options, with the weights' names) and `values` (what its state holds beside tensors).
+optimizer's options, with the weights' names), `values` (what its state holds beside tensors) and `cut_over` (the ranks
+that modules are cut over).
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from diptych.common.errors import CheckpointError, UnsupportedError
+from diptych.torch.distributed.pieces import ModuleCut, described, is_sharded, part_of
 from diptych.torch.modules.held_state import plain_state_dict
 from diptych.torch.modules.quantized_parameter import QuantizedParameter
 from diptych.torch.modules.stateful import StatefulModule
@@ -46,22 +49,40 @@ def name_of(key: str) -> str:
     return _WRAPPERS.sub("", key)
 
 
-def require_whole_parameters(op: str, model: nn.Module) -> None:
-    """**Raises** UnsupportedError for parameters that are one rank's part, and do not say so as DTensors do."""
+def module_cuts(model: nn.Module) -> dict[str, ModuleCut]:
+    """How modules cut their parameters over tensor-parallel groups, by the parameters' names.
+
+    **Raises** UnsupportedError for a parameter that a cut module holds in another form.
+    """
+    found: dict[Tensor, ModuleCut] = {}
     for key, module in model.named_modules():
-        if isinstance(module, TensorParallelModule) and module.tp_size > 1:
-            raise UnsupportedError(
-                f"{op}: {key or type(module).__name__} is cut over a tensor-parallel group of {module.tp_size} ranks, "
-                "and its parameters are plain tensors, of which one rank's would stand for all; save each rank's "
-                "model.state_dict() in a file of its own"
-            )
+        if not isinstance(module, TensorParallelModule):
+            continue
+        for name, how in module.cuts().items():
+            if name not in module._parameters:
+                raise UnsupportedError(
+                    f"{key or type(module).__name__} is cut over {module.tp_size} ranks, and its {name} is no "
+                    "parameter of its own (parametrized), so that this rank's part of it is not known"
+                )
+            if (p := module._parameters[name]) is not None:
+                found[p] = ModuleCut(how, module._require_group())
+    named = model.named_parameters(remove_duplicate=False)  # another module may have the same parameter
+    return {name_of(key): found[p] for key, p in named if p in found}
+
+
+def cut_over(model: nn.Module) -> dict[str, list[int]]:
+    """The ranks that modules are cut over, by the modules' names."""
+    return {
+        name_of(f"{key}.")[:-1]: sorted(torch.distributed.get_process_group_ranks(module._require_group()))
+        for key, module in model.named_modules()
+        if isinstance(module, TensorParallelModule) and module.tp_size > 1
+    }
 
 
 class ModelState:
     """A model's state dict, cut into `tensors` that DCP takes and `states` of this rank, both by names."""
 
     def __init__(self, model: nn.Module) -> None:
-        require_whole_parameters("parallel", model)
         self.model = model
         self.keys: dict[str, str] = {}
         self.tensors: dict[str, Any] = {}
@@ -71,11 +92,13 @@ class ModelState:
             for key, module in model.named_modules(remove_duplicate=False)
             if isinstance(module, StatefulModule)
         }
-        for key, t in plain_state_dict(model).items():
+        entries = plain_state_dict(model)  # FSDP2 shards its parameters before it
+        self.cuts = module_cuts(model)
+        for key, t in entries.items():
             name = name_of(key)
             if self.owner(name) is None:
                 self.keys[name] = key
-                self.tensors[MODEL + name] = t
+                self.tensors[MODEL + name] = described(name, t, self.cuts.get(name))
             else:
                 self.states[name] = t
         self.masters = {
@@ -105,7 +128,7 @@ class ModelState:
     def load(self, tensors: Mapping[str, Any], states: Mapping[str, Tensor]) -> None:
         """Gives the model a state dict, masters last, since a weight that is loaded sets its own."""
         masters = {name: tensors[name].clone() for name in self.masters}
-        state = {key: tensors[MODEL + name] for name, key in self.keys.items()}
+        state = {key: part_of(tensors[MODEL + name]) for name, key in self.keys.items()}
         for name, t in states.items():
             owner = self.owner(name) or ""
             state[f"{self.owners[owner]}.{name[len(owner) :].removeprefix('.')}".removeprefix(".")] = t
@@ -115,10 +138,11 @@ class ModelState:
 
 
 def combined(ranks: list[Mapping[str, Tensor]], rank: int) -> dict[str, Tensor]:
-    """The states for a rank, of those of another number of ranks.
+    """The states for a rank, of those of other ranks: of another number, or of as many that shared other layers.
 
-    Scales are those of the largest amaxes, as a reduction over all ranks would have made them. Random generators that
-    all ranks share stay; else a rank continues one of them, by another seed where a rank before it does so too.
+    Scales are those of the largest amaxes, as a reduction over all ranks would have made them, so that ranks that share
+    a layer agree. Random generators that all ranks share stay; else a rank continues one of them, by another seed where
+    a rank before it does so too.
     """
     out: dict[str, Tensor] = {}
     for name in ranks[0]:
@@ -139,6 +163,7 @@ class OptimizerState:
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
         names: dict[Tensor, str] = {p: name_of(key) for key, p in model.named_parameters()}
+        self.cuts = module_cuts(model)
         self.params: dict[str, Any] = {}
         for p in (p for group in optimizer.param_groups for p in group["params"]):
             if p not in names:
@@ -151,15 +176,18 @@ class OptimizerState:
         self.values: dict[str, dict[str, Any]] = {}
         for p, state in optimizer.state.items():
             for key, value in state.items():
-                if isinstance(value, Tensor):
-                    self.tensors[f"{OPTIMIZER}{names[p]}.{key}"] = value
-                    if is_sharded(p) and not is_sharded(value) and value.numel() > 1:
-                        raise CheckpointError(
-                            f"the optimizer's {key} of {names[p]} is a plain tensor {list(value.shape)} on each rank, "
-                            "and the weight is a DTensor: other ranks could not read it"
-                        )
-                else:
+                if not isinstance(value, Tensor):
                     self.values.setdefault(names[p], {})[key] = value
+                    continue
+                name, cut = f"{OPTIMIZER}{names[p]}.{key}", self.cuts.get(names[p])
+                alike = value.shape == p.shape and value.dim() > 0
+                kind, wanted = (("a DTensor" if is_sharded(t) else "a plain tensor") for t in (value, p))
+                if value.numel() > 1 and ((is_sharded(p) and kind != wanted) or (cut is not None and not alike)):
+                    raise CheckpointError(
+                        f"the optimizer's {key} of {names[p]} is {kind} {list(value.shape)} on each rank, and the "
+                        f"weight is {wanted} {list(p.shape)}, cut over ranks: other ranks could not read it"
+                    )
+                self.tensors[name] = described(name, value, cut if alike else None)
 
     def check(self, groups: list[dict[str, Any]]) -> None:
         """**Raises** CheckpointError unless saved groups have the same weights."""
@@ -170,18 +198,22 @@ class OptimizerState:
             raise CheckpointError(f"the optimizer's weights differ: {said}")
 
     def room(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """A tensor to load a state into: the present one, or a new one, sharded as the weight if it has its shape."""
+        """A tensor to load a state into: the present one, or a new one, sharded as the weight if it has its shape.
+
+        **Raises** CheckpointError for a state of another shape whose weight a module cuts.
+        """
         held = self.tensors.get(name)
         if held is not None and (tuple(held.shape), held.dtype) == (shape, dtype):
             return held
-        p = self.params[name.removeprefix(OPTIMIZER).rpartition(".")[0]]
-        if not is_sharded(p) or tuple(p.shape) != shape:
+        weight = name.removeprefix(OPTIMIZER).rpartition(".")[0]
+        p, cut = self.params[weight], self.cuts.get(weight)
+        whole = tuple(described(weight, p, cut).shape)
+        if shape != whole or not shape:
+            if cut is not None and math.prod(shape) > 1:
+                raise CheckpointError(f"{name} is {list(shape)} there, and {weight} {list(whole)} is cut over ranks")
             # Counters lie on the CPU, and loading moves them where the optimizer wants them.
             return torch.empty(shape, dtype=dtype, device=p.device if shape else "cpu")
-        from torch.distributed.tensor import DTensor
-
-        part = torch.empty(p.to_local().shape, dtype=dtype, device=p.device)
-        return DTensor.from_local(part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+        return described(name, _empty_like(p, dtype), cut)
 
     def load(self, tensors: Mapping[str, Tensor], values: Mapping[str, Any], groups: list[dict[str, Any]]) -> None:
         """Gives the optimizer its options and its state."""
@@ -189,7 +221,7 @@ class OptimizerState:
         state: dict[str, dict[str, Any]] = {name: dict(kept) for name, kept in values.items()}
         for key, t in tensors.items():
             name, _, kind = key.removeprefix(OPTIMIZER).rpartition(".")
-            state.setdefault(name, {})[kind] = t
+            state.setdefault(name, {})[kind] = part_of(t)
         numbers: dict[str, int] = {}
         for names, group in zip(self.groups, packed["param_groups"], strict=True):
             numbers |= dict(zip(names["params"], group["params"], strict=True))
@@ -207,13 +239,18 @@ class OptimizerState:
                     self.optimizer.state[p][key] = t.to(p.device)
 
 
+def _empty_like(p: Any, dtype: torch.dtype) -> Any:
+    """A new tensor that lies as a weight does."""
+    if not is_sharded(p):
+        return torch.empty(p.shape, dtype=dtype, device=p.device)
+    from torch.distributed.tensor import DTensor
+
+    part = torch.empty(p.to_local().shape, dtype=dtype, device=p.device)
+    return DTensor.from_local(part, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+
+
 def _moved(value: Any, held: Any) -> Any:
     return value.to(held.device) if isinstance(value, Tensor) and isinstance(held, Tensor) else value
-
-
-def is_sharded(t: Tensor) -> bool:
-    """Whether a tensor is a DTensor."""
-    return hasattr(t, "placements")
 
 
 def differences(here: Iterable[str], there: Iterable[str]) -> str:

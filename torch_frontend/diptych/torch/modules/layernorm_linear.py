@@ -153,7 +153,7 @@ class LayerNormLinear(NormedModule):
     def reset_parameters(self) -> None:
         """Makes the norm the identity, and the rest anew as `Linear` does."""
         self._reset_norm()
-        self._draw(self.weight, self.bias, self._modes.get(""), self.init_method)
+        self._draw("", self.init_method)
 
     def forward(
         self,

@@ -116,9 +116,11 @@ class LayerNormMLP(NormedModule):
     def reset_parameters(self) -> None:
         """Makes the norm the identity, and the rest anew as `Linear` does."""
         self._reset_norm()
-        stacked = 2 if self.activation_options.gated else 1
-        self._draw(self.fc1_weight, self.fc1_bias, self._modes.get("fc1"), self.init_method, stacked)
-        self._draw(self.fc2_weight, self.fc2_bias, self._modes.get("fc2"), self.output_layer_init_method)
+        self._draw("fc1", self.init_method)
+        self._draw("fc2", self.output_layer_init_method)
+
+    def _stacked(self, layer: str) -> int:
+        return 2 if layer == "fc1" and self.activation_options.gated else 1
 
     def forward(
         self,

@@ -90,7 +90,7 @@ class Linear(QuantizedModule, nn.Linear):
         if self.init_method is None and self.tp_size == 1:
             super().reset_parameters()
         else:
-            self._draw(self.weight, self.bias, self._modes.get(""), self.init_method)
+            self._draw("", self.init_method)
 
     def forward(
         self,

@@ -8,7 +8,7 @@ Parameters are drawn whole, with torch's generator, and cut: ranks that seed it 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,13 @@ class _Held:
 
     def __reduce__(self) -> Any:
         return _Held, ()
+
+
+class ParameterCut(NamedTuple):
+    """A parameter's dimension that is cut, and how many parts it stacks there, each of which is cut."""
+
+    dim: int
+    parts: int
 
 
 class TensorParallelModule(nn.Module):
@@ -97,12 +104,17 @@ class TensorParallelModule(nn.Module):
         mode = self._modes.get(layer)
         if mode is None:
             return None
+        self._require_group()
+        return Cut(mode, self.sequence_parallel, self.tp_size)
+
+    def _require_group(self) -> Any:
+        """The process group of a module that is cut. **Raises** ArgumentError before there is one."""
         if self._tp_group.group is None:
             raise ArgumentError(
                 f"{type(self).__name__}: tp_size is {self.tp_size}, and there is no group; "
                 "call set_tensor_parallel_group or give tp_group"
             )
-        return Cut(mode, self.sequence_parallel, self.tp_size)
+        return self._tp_group.group
 
     def _amax_group(self, recipe: Recipe, groups: Mapping[str, Any], delayed: bool = False) -> Any:
         """Returns the process group that amaxes of a call, or of delayed scales, are reduced over, or None.
@@ -125,38 +137,51 @@ class TensorParallelModule(nn.Module):
 
     # --- parameters ---
 
-    def _draw(
-        self, weight: Tensor, bias: Tensor | None, mode: str | None, init_method: Any = None, parts: int = 1
-    ) -> None:
-        """Fills this rank's part of a weight and bias with its part of what `initialize` draws for the whole.
-        `parts`: of a column-parallel weight that stacks several, such as gate and value; each is cut."""
-        if self.tp_size == 1 or mode is None:
-            initialize(weight, bias, init_method)
-            return
-        for t, dim in ((weight, 0 if mode == COLUMN else 1), (bias, 0 if mode == COLUMN else None)):
-            if t is not None:
-                t.tensor_model_parallel, t.partition_dim, t.partition_stride = dim is not None, dim, parts  # type: ignore[attr-defined]
-        if weight.is_meta:
-            return
-        n, k = weight.shape
-        whole = torch.empty(
-            (n * self.tp_size, k) if mode == COLUMN else (n, k * self.tp_size), dtype=weight.dtype, device=weight.device
-        )
-        of_bias = None if bias is None else torch.empty(whole.shape[0], dtype=bias.dtype, device=bias.device)
-        with torch.no_grad():
-            initialize(whole, of_bias, init_method)
-            weight.copy_(self._part(whole, 0 if mode == COLUMN else 1, parts))
-            if bias is not None and of_bias is not None:
-                bias.copy_(self._part(of_bias, 0, parts) if mode == COLUMN else of_bias)
+    def cuts(self) -> dict[str, ParameterCut]:
+        """How parameters of this module are cut, by their names; others are whole on every rank."""
+        made = {}
+        for layer, mode in self._modes.items():
+            weight, bias = _names(layer)
+            made[weight] = ParameterCut(0 if mode == COLUMN else 1, self._stacked(layer))
+            if mode == COLUMN:
+                made[bias] = made[weight]
+        return made
 
-    def _part(self, whole: Tensor, dim: int, parts: int = 1) -> Tensor:
-        """This rank's part of a whole parameter that is cut along `dim`."""
+    def _stacked(self, layer: str) -> int:
+        """The number of weights that a layer's parameters stack, such as gate and value; each is cut."""
+        return 1
+
+    def _draw(self, layer: str, init_method: Any = None) -> None:
+        """Fills this rank's part of a layer's weight and bias with its part of what `initialize` draws for the
+        whole."""
+        (weight, bias), cuts = _names(layer), self.cuts()
+        held: dict[str, Any] = {name: p for name in (weight, bias) if (p := self._parameters[name]) is not None}
+        if weight not in cuts:
+            initialize(held[weight], held.get(bias), init_method)
+            return
+        whole = {}
+        for name, p in held.items():
+            cut, shape = cuts.get(name), list(p.shape)
+            p.tensor_model_parallel, p.partition_dim = cut is not None, None if cut is None else cut.dim
+            p.partition_stride = self._stacked(layer)
+            if cut is not None:
+                shape[cut.dim] *= self.tp_size
+            whole[name] = torch.empty(shape, dtype=p.dtype, device=p.device)
+        if whole[weight].is_meta:
+            return
+        with torch.no_grad():
+            initialize(whole[weight], whole.get(bias), init_method)
+            for name, p in held.items():
+                p.copy_(self._part(whole[name], cuts[name]) if name in cuts else whole[name])
+
+    def _part(self, whole: Tensor, cut: ParameterCut) -> Tensor:
+        """This rank's part of a whole parameter."""
         if self._tp_group.group is None:
             raise ArgumentError(
                 f"{type(self).__name__}: which part of a weight is this rank's is not known; give tp_group, or make "
                 "the module on the meta device and call set_tensor_parallel_group before its parameters are filled"
             )
-        rank = torch.distributed.get_rank(self._tp_group.group)
+        rank, (dim, parts) = torch.distributed.get_rank(self._tp_group.group), cut
         return torch.cat([part.chunk(self.tp_size, dim)[rank] for part in whole.chunk(parts, dim)], dim)
 
     def _repr_cut(self) -> str:
@@ -165,3 +190,8 @@ class TensorParallelModule(nn.Module):
             return ""
         modes = "+".join(self._modes.values())
         return f", {modes}-parallel over {self.tp_size}{', sequence_parallel' if self.sequence_parallel else ''}"
+
+
+def _names(layer: str) -> tuple[str, str]:
+    """The names of a layer's weight and bias."""
+    return (f"{layer}_weight", f"{layer}_bias") if layer else ("weight", "bias")
