@@ -181,7 +181,7 @@ def sharded(
     model.to_empty(device=mesh.device_type)
     model.frequencies.copy_(config.frequencies())
     weights.fill(model, whole, cut)
-    if recipe is not None and args.tp == 1:
+    if recipe is not None:
         dt.parallel.prepare(model, mesh["dp"], recipe, recompute=args.checkpoint_activations)
     dt.seed_rng(model, (args.seed << 20) + dist.get_rank())  # of stochastic rounding, another on each rank
     return model, cut

@@ -40,6 +40,13 @@ def test_same_bytes_as_quantizing_makes(quantizer, shape):
         )
 
 
+@pytest.mark.parametrize("quantizer", SQUARE[:4], ids=repr)
+def test_blocks_that_reach_beyond_the_columns(quantizer):
+    q = dt.quantize(normal("ragged columns", (256, 140)), quantizer)
+    for name, t in zip(("columnwise_data", "columnwise_scale_inv"), made(q), strict=True):
+        assert torch.equal(t.contiguous().view(torch.uint8), getattr(q, name).view(torch.uint8)), name
+
+
 def made(q):
     return transposed(q.quantizer, q.rowwise_data, q.rowwise_scale_inv)
 

@@ -38,7 +38,7 @@ def transposed(quantizer: Quantizer, data: Tensor, scale_inv: Tensor) -> tuple[T
     once = scale_inv.view(torch.uint8)[::each]
     spread = once.t() if fmt.columnwise == "transposed" else once
     dim = 0 if fmt.columnwise == "transposed" else 1
-    return turned, spread.repeat_interleave(each, dim).view(scale_inv.dtype)
+    return turned, spread.repeat_interleave(each, dim).narrow(dim, 0, turned.shape[dim]).view(scale_inv.dtype)
 
 
 def _transposed_nibbles(data: Tensor) -> Tensor:

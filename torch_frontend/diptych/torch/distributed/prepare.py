@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import nn
 
 from diptych.common.arguments import require_recipe, require_switches
@@ -16,6 +17,7 @@ from diptych.common.recipes import Recipe
 from diptych.torch.distributed.amaxes import WholeAmaxes
 from diptych.torch.distributed.gather import Gather
 from diptych.torch.distributed.sharded_weight import ShardedWeight
+from diptych.torch.layers.tensor_parallel import COLUMN, require_whole
 from diptych.torch.modules.base import QuantizedModule
 from diptych.torch.tensors.quantized import QuantizedTensorBase
 
@@ -27,19 +29,21 @@ def prepare(model: nn.Module, mesh: Any, recipe: Recipe, *, recompute: bool = Fa
     in high precision, and optimizers, clipping and checkpoints see them so. Forward and backward read a gathered weight
     as one that is held quantized (`quantized_model_init`): the amaxes of per-tensor formats and of NVFP4 are those of
     the whole weights, reduced over the ranks in one call for all weights when a step has changed them, and delayed
-    scaling scales weights by their current amax. Outside of `autocast` regions layers read dequantized weights. Weights
-    that the recipe leaves in high precision are gathered so.
+    scaling scales weights by their current amax. Of a module that is cut over a tensor-parallel group FSDP2 gathers
+    this rank's part, by the amax of the whole weight: amaxes are reduced over that group, too. Outside of `autocast`
+    regions layers read dequantized weights. Weights that the recipe leaves in high precision are gathered so.
 
     **Arguments:** `model`: the root module that `fully_shard` was applied to. `mesh`: the DeviceMesh that it shards
-    over, of one dimension (with a dimension of replicas before it: HSDP). `recipe`: the recipe that the layers will run
+    over, of one dimension (with a dimension of replicas before it: HSDP); beside tensor parallelism the part of the
+    job's mesh that has these dimensions, as `mesh["dp"]`. `recipe`: the recipe that the layers will run
     by; a module's own `recipe` has precedence. `recompute`: whether layers run again in backward, as under activation
     checkpointing; backward then gathers the rowwise copy too of formats with one-dimensional blocks.
 
     **Raises**, naming the weight, before anything is sent: ArgumentError for a model that is not sharded by
-    `fully_shard` or is prepared already, ShapeError for a weight that ranks would cut inside of a block or unevenly,
-    ValueError for a recipe that quantizes a weight in two ways or stochastically, UnsupportedError for a user's own
-    quantizer, for amaxes of rows, Hadamard transforms of weights, weights offloaded to the CPU, weights sharded over
-    another mesh or dimension, and modules that are cut over a tensor-parallel group.
+    `fully_shard` or is prepared already, or that has a cut module without its group or with one that `mesh` shares
+    ranks with; ShapeError for a weight that ranks would cut inside of a block or unevenly; ValueError for a recipe that
+    quantizes a weight in two ways or stochastically; UnsupportedError for a user's own quantizer, for amaxes of rows,
+    Hadamard transforms of weights, weights offloaded to the CPU, and weights sharded over another mesh or dimension.
     """
     from torch.distributed.fsdp import FSDPModule  # a torch may be built without distributed
 
@@ -51,18 +55,21 @@ def prepare(model: nn.Module, mesh: Any, recipe: Recipe, *, recompute: bool = Fa
             "call torch.distributed.fsdp.fully_shard on it first"
         )
     found = []
-    for name, module, attribute, quantizer in _weights(model, recipe):
+    for name, module, layer, attribute, quantizer in _weights(model, recipe):
         parameter = module._parameters[attribute]
         _require_cuttable(name, parameter, quantizer, mesh)
-        found.append((name, module, attribute, quantizer))
+        if layer in module._modes:
+            _require_whole_parts(name, module, layer, parameter, quantizer, mesh)
+        found.append((name, module, layer, attribute, quantizer))
     amaxes, managed = WholeAmaxes(), _managed(model)
     gathered = []
-    for name, module, attribute, quantizer in found:
+    for name, module, layer, attribute, quantizer in found:
         parameter: Any = module._parameters[attribute]
         gather = Gather(name, quantizer, parameter.dim() == 3, *managed[id(module), attribute], recompute)
         # Blocks are never cut, and neither are a stack's weights.
         if not gather.stack and (quantizer.format.per_tensor or quantizer.format.two_level):
-            gather.amaxes, gather.number = amaxes, amaxes.place()
+            gather.amaxes, gather.number = amaxes, amaxes.place(module.tp_group if layer in module._modes else None)
+        module._gathered = (*module._gathered, layer)
         gathered.append((weakref.ref(module), attribute, gather))
     _attach(gathered)
 
@@ -89,23 +96,18 @@ def _managed(model: nn.Module) -> dict[tuple[int, str], tuple[Any, Any]]:
     return made
 
 
-def _weights(model: nn.Module, recipe: Recipe) -> Iterator[tuple[str, QuantizedModule, str, Quantizer]]:
-    """The weights that the recipe quantizes: (full name, module, attribute, quantizer)."""
+def _weights(model: nn.Module, recipe: Recipe) -> Iterator[tuple[str, QuantizedModule, str, str, Quantizer]]:
+    """The weights that the recipe quantizes: (full name, module, layer, attribute, quantizer)."""
     for prefix, module in model.named_modules():
         if not isinstance(module, QuantizedModule):
             continue
-        if module.tp_size > 1:
-            raise UnsupportedError(
-                f"parallel.prepare: {prefix or type(module).__name__} is cut over a tensor-parallel group of "
-                f"{module.tp_size} ranks, and FSDP2 gathers its parts unquantized only; leave `prepare` out"
-            )
         for layer in module.layers:
             attribute = f"{layer}_weight" if layer else "weight"
             name = f"{prefix}.{attribute}" if prefix else attribute
             chosen = recipe if module.recipe is None else module.recipe
             quantizer = held_quantizer("parallel.prepare", chosen, module.module_kind, module._role_name(layer), name)
             if quantizer is not None and attribute in module._parameters:
-                yield name, module, attribute, quantizer
+                yield name, module, layer, attribute, quantizer
 
 
 def _require_cuttable(name: str, parameter: Any, quantizer: Quantizer, mesh: Any) -> None:
@@ -142,6 +144,23 @@ def _require_cuttable(name: str, parameter: Any, quantizer: Quantizer, mesh: Any
             f"{op} has {rows} rows, and {ranks} ranks with blocks of {block} rows ({fmt.name}) need a multiple of "
             f"{ranks * block}: pad out_features, or use a format with smaller blocks"
         )
+
+
+def _require_whole_parts(
+    name: str, module: QuantizedModule, layer: str, parameter: Any, quantizer: Quantizer, mesh: Any
+) -> None:
+    """Checks the tensor-parallel cut of a weight, of which ranks of `mesh` hold parts of this rank's part."""
+    op, cut = f"parallel.prepare: {name}", module._cut(layer)
+    assert cut is not None
+    shared = set(torch.distributed.get_process_group_ranks(module.tp_group)) & set(mesh.mesh.flatten().tolist())
+    if len(shared) > 1:
+        raise ArgumentError(
+            f"{op} is cut over a tensor-parallel group and sharded over {mesh}, which share the ranks "
+            f"{sorted(shared)}; shard over a dimension of the mesh that the group does not lie along"
+        )
+    n, k = parameter.shape
+    rows, cols = (n // module._stacked(layer), None) if cut.mode == COLUMN else (None, k)
+    require_whole(op, quantizer, rows, cols)
 
 
 def _attach(gathered: list[tuple[weakref.ref[QuantizedModule], str, Gather]]) -> None:

@@ -16,11 +16,12 @@ from diptych.common.quantizers import Quantizer
 from diptych.torch.primitives import grouped as grouped_ops
 from diptych.torch.primitives.checks import (
     operand,
+    require_local,
     require_no_grad,
     require_quantizer,
     require_tensor,
 )
-from diptych.torch.tensors.quantized import QUANTIZE, QuantizedTensor
+from diptych.torch.tensors.quantized import QUANTIZE, QuantizedTensor, require_quantized
 from diptych.torch.tensors.quantized import QuantizedStack as QuantizedStack
 
 
@@ -87,8 +88,8 @@ def grouped_gemm(
     """
     op = "grouped_gemm"
     side_a, side_b = shapes.gemm_copies(trans_a, trans_b)
-    if not isinstance(a, QuantizedTensor):
-        raise ArgumentError(f"{op}: a must be a QuantizedTensor, got {type(a).__name__}; quantize() makes one")
+    require_quantized(op, "a", a)
+    require_local(op, "b", b)
     if not isinstance(b, QuantizedTensor if trans_a else QuantizedStack):
         wanted = "QuantizedTensor" if trans_a else "QuantizedStack, which quantize_stack() makes"
         raise ArgumentError(f"{op}: b must be a {wanted}, got {type(b).__name__}")

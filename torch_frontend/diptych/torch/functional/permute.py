@@ -34,7 +34,7 @@ from diptych.torch.functional.permute_op import (
     unpermute,
 )
 from diptych.torch.primitives import permute as permute_ops
-from diptych.torch.primitives.checks import enforce, once, operand, require_device, require_tensor
+from diptych.torch.primitives.checks import enforce, once, operand, require_device, require_local, require_tensor
 from diptych.torch.primitives.permute import check_maps, check_probs, known, require_map, require_summed
 from diptych.torch.tensors.quantized import QuantizedTensor
 
@@ -87,6 +87,7 @@ def _integers(
 ) -> Tensor | tuple[int, ...]:
     """Returns integers as a tensor on `device` (None leaves a tensor where it is), or as a tuple of numbers."""
     if isinstance(given, Tensor):
+        require_local(op, arg, given)
         rules.require_integers(op, operand(arg, given), form)
         return given if device is None or given.device == device else given.to(device, non_blocking=True)
     if not isinstance(given, (list, tuple)):

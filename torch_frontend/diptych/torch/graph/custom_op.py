@@ -43,7 +43,7 @@ from diptych.torch.graph.program import EagerBackward, EagerForward, Layout, Mak
 from diptych.torch.graph.proto import TensorProto, proto_of
 from diptych.torch.graph.traced import mark, traced_function
 from diptych.torch.primitives import constants as opaque
-from diptych.torch.primitives.checks import refuse_second_derivative, require_no_tangent
+from diptych.torch.primitives.checks import refuse_second_derivative, require_local, require_no_tangent
 from diptych.torch.primitives.constants import Constants
 from diptych.torch.primitives.constants import Group as Group
 from diptych.torch.primitives.register import direct
@@ -216,6 +216,8 @@ class CustomOp:
         values = [getattr(arguments, name) for name, _ in kinds]
         if not self.traced(values):
             return self.forward(arguments, needs)
+        for (name, _), value in zip(kinds, values, strict=True):
+            require_local(self.name, name, value)
         protos = self.layout(arguments, needs)
         tensors: list[Tensor] = []
         sizes: list[Any] = []

@@ -53,7 +53,7 @@ from diptych.torch.layers.quantize import (
     saved_for_late,
 )
 from diptych.torch.primitives import grouped as grouped_ops
-from diptych.torch.primitives.checks import require_device, require_high_precision, require_tensor
+from diptych.torch.primitives.checks import require_device, require_high_precision, require_local, require_tensor
 from diptych.torch.primitives.grouped_matmul import grouped_matmul
 from diptych.torch.primitives.permute import permute, unpermute
 from diptych.torch.state.autocast import recording
@@ -288,6 +288,7 @@ def grouped_linear(
     **Raises:** as `linear`; ValueError also for offsets, a map that does not fit, and a Hadamard transform without its
     promise, NotImplementedError for weights that are rounded stochastically or quantized by the user's own code.
     """
+    require_local("grouped_linear", "rng", rng)
     options = Options(module, name, save_original_input, record and recording(), amax_group, state)
     options = options._replace(save_original_weight=save_original_weight)
     return grouped_linear_with(x, weight, bias, offsets, align, rng, recipe, options, row_map)

@@ -37,7 +37,7 @@ from diptych.torch.layers.quantize import (
 )
 from diptych.torch.layers.tensor_parallel import ROW, require_whole_blocks, sum_over_tokens, whole_gradient, whole_input
 from diptych.torch.primitives import gemm as gemm_ops
-from diptych.torch.primitives.checks import require_device, require_high_precision
+from diptych.torch.primitives.checks import require_device, require_high_precision, require_local
 from diptych.torch.state.autocast import recording
 from diptych.torch.state.scales import ScaleStates
 from diptych.torch.tensors.copies import pack, pick, unpack
@@ -219,6 +219,7 @@ def linear(
     whose operands do not fit, or an x that is quantized in another format or lacks a copy, NotImplementedError for a
     second derivative, or a quantized x of another dtype than autocast's.
     """
+    require_local("linear", "rng", rng)
     options = Options(module, name, save_original_input, record and recording(), amax_group, state)
     options = options._replace(save_original_weight=save_original_weight) if save_original_weight else options
     return linear_with(x, weight, bias, rng, recipe, options)

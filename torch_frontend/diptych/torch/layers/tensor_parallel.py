@@ -29,8 +29,8 @@ from torch.nn import functional as F
 
 from diptych.common.errors import ShapeError, UnsupportedError
 from diptych.common.formats import FORMATS
-from diptych.common.layers.schedule import Call, Schedule
-from diptych.common.quantizers import ROW_AMAX, SQUARE
+from diptych.common.layers.schedule import Schedule
+from diptych.common.quantizers import ROW_AMAX, SQUARE, Quantizer
 from diptych.torch.tensors.copies import Operand
 from diptych.torch.tensors.quantized import QuantizedTensorBase
 
@@ -39,11 +39,12 @@ COLUMN, ROW = "column", "row"
 
 class Cut(NamedTuple):
     """How a layer is cut. `mode`: COLUMN or ROW. `sequence`: the activations outside of the layer's pair are cut along
-    tokens. `ranks`: the size of the group."""
+    tokens. `ranks`: the size of the group. `gathered`: the weight comes quantized, by the whole weight's amax."""
 
     mode: str
     sequence: bool
     ranks: int
+    gathered: bool = False
 
     @property
     def gathers_input(self) -> bool:
@@ -161,9 +162,10 @@ def require_whole_blocks(
     `weight`, each of which is cut.
 
     **Raises** ShapeError for tokens that ranks would not share evenly and for blocks that a cut would divide,
-    UnsupportedError for a weight that is held quantized, a user's own quantizer, and amaxes of rows.
+    UnsupportedError for a weight that is held quantized, whose amax may be the part's, a user's own quantizer, and
+    amaxes of rows.
     """
-    if isinstance(weight, QuantizedTensorBase):
+    if isinstance(weight, QuantizedTensorBase) and not cut.gathered:
         raise UnsupportedError(f"{op}: a weight that is held quantized cannot be cut over a tensor-parallel group")
     if cut.sequence:
         if not leading:
@@ -186,11 +188,12 @@ def require_whole_blocks(
         ("result", output, gradients), ("input's gradient", dx, inputs), ("weight's gradient", dw, weights),
     ):  # fmt: skip
         for call in calls:
-            _require_whole(f"{op}: the {what}", call, rows, cols)
+            require_whole(f"{op}: the {what}", call.quantizer, rows, cols)
 
 
-def _require_whole(what: str, call: Call, rows: int | None, cols: int | None) -> None:
-    quantizer = call.quantizer
+def require_whole(what: str, quantizer: Quantizer, rows: int | None, cols: int | None) -> None:
+    """Checks one operand. `rows`, `cols`: the extents that a rank has along a cut, else None. `what`: the operand's
+    name. **Raises** as `require_whole_blocks`."""
     if rows is None and cols is None:
         return
     if quantizer.custom:

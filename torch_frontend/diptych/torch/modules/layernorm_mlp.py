@@ -103,7 +103,7 @@ class LayerNormMLP(NormedModule):
         self.save_original_input, self.save_original_weight = save_original_input, save_original_weight
         self.activation, self.activation_options = activation, activation_options("LayerNormMLP", activation)
         self._make_norm(normalization, hidden_size, eps, zero_centered_gamma, **placed)
-        wide = ffn_hidden_size * (2 if self.activation_options.gated else 1)
+        wide = ffn_hidden_size * self._stacked("fc1")
         self.fc1_weight = nn.Parameter(torch.empty(wide, hidden_size, **placed))
         self.fc1_bias = nn.Parameter(torch.empty(wide, **placed)) if bias else None
         self.fc2_weight = nn.Parameter(torch.empty(hidden_size, ffn_hidden_size, **placed))

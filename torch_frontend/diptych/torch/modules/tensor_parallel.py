@@ -48,6 +48,7 @@ class TensorParallelModule(nn.Module):
     sequence_parallel = False
     _tp_group = _Held()
     _modes: Mapping[str, str] = {}  # COLUMN or ROW, by layer
+    _gathered: tuple[str, ...] = ()  # layers whose weights come quantized by the whole weight's amax (parallel.prepare)
 
     @property
     def tp_group(self) -> Any:
@@ -105,7 +106,7 @@ class TensorParallelModule(nn.Module):
         if mode is None:
             return None
         self._require_group()
-        return Cut(mode, self.sequence_parallel, self.tp_size)
+        return Cut(mode, self.sequence_parallel, self.tp_size, layer in self._gathered)
 
     def _require_group(self) -> Any:
         """The process group of a module that is cut. **Raises** ArgumentError before there is one."""
@@ -143,7 +144,7 @@ class TensorParallelModule(nn.Module):
         for layer, mode in self._modes.items():
             weight, bias = _names(layer)
             made[weight] = ParameterCut(0 if mode == COLUMN else 1, self._stacked(layer))
-            if mode == COLUMN:
+            if mode == COLUMN and getattr(self, bias) is not None:
                 made[bias] = made[weight]
         return made
 
@@ -155,7 +156,7 @@ class TensorParallelModule(nn.Module):
         """Fills this rank's part of a layer's weight and bias with its part of what `initialize` draws for the
         whole."""
         (weight, bias), cuts = _names(layer), self.cuts()
-        held: dict[str, Any] = {name: p for name in (weight, bias) if (p := self._parameters[name]) is not None}
+        held: dict[str, Any] = {name: p for name in (weight, bias) if (p := self._parameters.get(name)) is not None}
         if weight not in cuts:
             initialize(held[weight], held.get(bias), init_method)
             return

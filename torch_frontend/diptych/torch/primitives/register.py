@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from diptych.common.ops import shapes
 from diptych.common.quantizers import Quantizer
-from diptych.torch.primitives.checks import Copy, enforce, require_no_grad, require_no_tangent
+from diptych.torch.primitives.checks import Copy, enforce, require_local, require_no_grad, require_no_tangent
 
 _profiler = torch.autograd.profiler  # its flag covers all threads: a backward may run in another one
 
@@ -120,6 +120,8 @@ def define(
 
     def below_autograd(*args: Any, **kwargs: Any) -> Any:
         given = (*args, *kwargs.values())
+        for argument, t in zip(overload._schema.arguments, args, strict=False):
+            require_local(f"diptych::{name}", argument.name, t)
         require_no_grad(f"diptych::{name}", *(t for t in given if isinstance(t, Tensor)))
         require_no_tangent(
             f"diptych::{name}", *(t for a in given for t in (a if isinstance(a, (list, tuple)) else (a,)))

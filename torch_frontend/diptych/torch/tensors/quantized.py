@@ -31,6 +31,7 @@ from diptych.torch.primitives.checks import (
     TWO_LEVEL,
     Copy,
     describe,
+    require_local,
     require_no_tangent,
 )
 
@@ -404,5 +405,6 @@ torch.serialization.add_safe_globals([_rebuild, QuantizedTensor, QuantizedStack]
 
 
 def require_quantized(op: str, arg: str, q: Any) -> None:
+    require_local(op, arg, q)
     if not isinstance(q, QuantizedTensor):
         raise ArgumentError(f"{op}: {arg} must be a QuantizedTensor, got {type(q).__name__}; quantize() makes one")
