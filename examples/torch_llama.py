@@ -209,8 +209,9 @@ def loss_of(args: argparse.Namespace, model: Any, recipe: Any, batch: torch.Tens
 
 def resumed(args: argparse.Namespace, model: Llama, optimizer: Any, run: dict[str, Any]) -> int:
     """Returns the step to go on with. `run`: what a resumed run must have in common with the one before."""
-    step, before = dt.parallel.load(args.save, model, optimizer)
-    if changed := [f"{k} was {before[k]}, is {v}" for k, v in run.items() if before[k] != v]:
+    step, extra = dt.parallel.load(args.save, model, optimizer)
+    before = extra if isinstance(extra, dict) else {}  # another program's
+    if changed := [f"{k} was {before.get(k)}, is {v}" for k, v in run.items() if before.get(k) != v]:
         refuse(f"--resume: {'; '.join(changed)}")
     if step > args.steps:
         refuse(f"--resume: the checkpoint is of step {step}, and --steps is {args.steps}")
@@ -268,10 +269,10 @@ def main(given: list[str] | None = None) -> None:
         config = Config() if args.config is None else Config.read(args.config)
         check(args, config, int(os.environ.get("WORLD_SIZE", 1)))
         tokens = tokens_of(args, config)
-        planned_ = planned(args, config)
+        whole, count = planned(args, config)
         start(args)
         try:
-            train(args, config, tokens, *planned_)
+            train(args, config, tokens, whole, count)
         finally:
             dist.destroy_process_group()
     except (

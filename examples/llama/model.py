@@ -132,7 +132,7 @@ class Config:
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """[B, H, T, D], by angles [T, D / 2]."""
+    """[T, B, ..., D], by angles of [T, 1, ..., D / 2]."""
     a, b = x.float().chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
@@ -156,8 +156,9 @@ class Block(nn.Module):
     def attention(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         shared = self.config.num_attention_heads // self.config.num_key_value_heads
         heads = qkv.unflatten(-1, (-1, shared + 2, self.config.head_dim))
-        q, k, v = (t.flatten(2, 3).permute(1, 2, 0, 3) for t in heads.split((shared, 1, 1), 3))
-        q, k = rotated(q, cos, sin), rotated(k, cos, sin)
+        q, k, v = heads.split((shared, 1, 1), 3)
+        turned = (rotated(q, cos, sin), rotated(k, cos, sin), v)
+        q, k, v = (t.flatten(2, 3).permute(1, 2, 0, 3) for t in turned)  # [B, heads, T, D]
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return y.permute(2, 0, 1, 3).flatten(2)
 
@@ -185,7 +186,7 @@ class Llama(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         angles = torch.outer(torch.arange(tokens.shape[1], device=tokens.device), self.frequencies)
-        cos, sin = angles.cos(), angles.sin()
+        cos, sin = (t[:, None, None, None] for t in (angles.cos(), angles.sin()))
         x = self.embed(tokens.T)  # layers cut tokens along dimension 0
         x = CutTokens.apply(x, self.group) if self.sequence else x
         for block in self.blocks:

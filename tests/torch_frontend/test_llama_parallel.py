@@ -75,9 +75,12 @@ def test_two_ranks_share_each_layer(common, pool, tmp_path):
     args = (*common, "--recipe", "bf16", "--steps", 4, "--clip", 0.5)
     assert not here(*args, "--metrics", tmp_path / "one", "--out", tmp_path / "whole")
     for way in ((), ("--no-sequence-parallel",)):
-        two = (*args, *way, "--tp", 2, "--metrics", tmp_path / "two", "--out", tmp_path / "cut")
+        two = (*args, *way, "--tp", 2, "--metrics", tmp_path / "two", "--out", tmp_path / "cut", "--peak-tflops", 0.01)
         assert pool.run(RUN, *two, into=tmp_path / "made") == ["", ""]
         near(tmp_path / "two", tmp_path / "one", 2e-3)
+        for row in rows(tmp_path / "two"):
+            want = row["tokens_per_s"] * Config.of(TINY).flops_per_token(64) / (2 * 0.01e12)
+            assert row["mfu"] == pytest.approx(want)
         one, two = tensors(tmp_path / "whole"), tensors(tmp_path / "cut")
         assert one.keys() == two.keys()
         for name in one:
