@@ -38,6 +38,8 @@ from llama import parallel, weights
 from llama.model import Config, ConfigError, Llama
 from llama.report import Report, peak_gib, peak_tflops
 
+NAMED = (ConfigError, weights.WeightsError, texts.DataError, CheckpointError, ShapeError, UnsupportedError)
+
 
 def positive(text: str) -> int:
     if (value := int(text)) < 1:
@@ -275,15 +277,7 @@ def main(given: list[str] | None = None) -> None:
             train(args, config, tokens, whole, count)
         finally:
             dist.destroy_process_group()
-    except (
-        ConfigError,
-        weights.WeightsError,
-        texts.DataError,
-        CheckpointError,
-        ShapeError,
-        UnsupportedError,
-        OSError,
-    ) as e:
+    except (*NAMED, OSError) as e:
         refuse(str(e))
 
 
