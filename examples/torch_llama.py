@@ -2,10 +2,11 @@
 
     python examples/torch_llama.py
     torchrun --nproc-per-node 2 examples/torch_llama.py --recipe mxfp8 --steps 100 --save runs/llama --out runs/model
-    torchrun --nproc-per-node 8 examples/torch_llama.py --config Llama-3/config.json --weights Llama-3/ \\
+    torchrun --nproc-per-node 8 examples/torch_llama.py --config Llama-3/config.json --weights Llama-3/ --tp 2 \\
         --tokenizer Llama-3/tokenizer.json --data my_texts/ --compile --checkpoint-activations
 
-Weights are sharded by FSDP2, which gathers them in the recipe's format. Without --data it learns the source of
+Weights are sharded by FSDP2, which gathers them in the recipe's format. With --tp so many neighbouring ranks share each
+layer and read the same tokens, and FSDP2 shards over the others. Without --data it learns the source of
 Python's standard library, and without --tokenizer bytes: nothing is downloaded. The window of each step depends on the
 seed and the step alone, and ranks divide it: a resumed run sees what an uninterrupted one sees, on any number of ranks.
 """
@@ -31,11 +32,13 @@ from torch.nn import functional as F
 
 import diptych.torch as dt
 from diptych.common import RECIPES
-from diptych.common.errors import CheckpointError, ShapeError
+from diptych.common.errors import CheckpointError, ShapeError, UnsupportedError
 from diptych.lab import data as texts
-from llama import weights
+from llama import parallel, weights
 from llama.model import Config, ConfigError, Llama
 from llama.report import Report, peak_gib, peak_tflops
+
+NAMED = (ConfigError, weights.WeightsError, texts.DataError, CheckpointError, ShapeError, UnsupportedError)
 
 
 def positive(text: str) -> int:
@@ -47,7 +50,7 @@ def positive(text: str) -> int:
 positive.__name__ = "positive integer"  # argparse's error says it
 
 
-def arguments() -> argparse.Namespace:
+def arguments(given: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--config", type=Path, help="a Hugging Face config.json; default: a small model")
@@ -56,7 +59,8 @@ def arguments() -> argparse.Namespace:
     add("--data", type=Path, help="a text file or folder; default: the source of Python's standard library")
     add("--tokenizer", type=Path, help="a Hugging Face tokenizer.json; default: bytes")
     add("--recipe", choices=("bf16", *RECIPES), default="fp8-current")
-    add("--tp", type=positive, default=1, help="ranks that share each layer")
+    add("--tp", type=positive, default=1, help="neighbouring ranks that share each layer")
+    add("--no-sequence-parallel", action="store_true", help="ranks that share layers do not share the sequence")
     add("--compile", action="store_true")
     add("--checkpoint-activations", action="store_true", help="backward computes blocks again")
     add("--steps", type=positive, default=20)
@@ -75,20 +79,24 @@ def arguments() -> argparse.Namespace:
     add("--metrics", type=Path, help="file for a JSON line a step")  # torchrun takes --log for its own
     add("--peak-tflops", type=float, help="of the device, for MFU; default: by its name, in bfloat16")
     add("--device", choices=("cpu", "cuda"), default="cuda" if torch.cuda.is_available() else "cpu")
-    return parser.parse_args()
+    return parser.parse_args(given)
 
 
 def refuse(text: str) -> NoReturn:
     raise SystemExit(f"torch_llama: {text}")
 
 
-def check(args: argparse.Namespace, ranks: int) -> None:
+def check(args: argparse.Namespace, config: Config, ranks: int) -> None:
     """Finds what is wrong on every rank alike, before any of them waits for another."""
-    # Here a parallel plan would go: the group of a mesh's second dimension as `tp_group=` of the blocks' layers.
-    if args.tp > 1:
-        refuse(f"--tp {args.tp} is not supported: FSDP2 alone divides this model")
-    if args.batch % (ranks * args.accumulate):
-        refuse(f"--batch {args.batch} is no multiple of {ranks} ranks x --accumulate {args.accumulate}")
+    if ranks % args.tp:
+        refuse(f"--tp {args.tp} does not divide the {ranks} ranks")
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        if (extent := getattr(config, name)) % args.tp:
+            refuse(f"--tp {args.tp} does not divide the config's {name}={extent}")
+    if args.seq % args.tp and not args.no_sequence_parallel:
+        refuse(f"--tp {args.tp} does not divide --seq {args.seq}; --no-sequence-parallel needs no multiple")
+    if args.batch % (ranks // args.tp * args.accumulate):
+        refuse(f"--batch {args.batch} is no multiple of {ranks // args.tp} batches x --accumulate {args.accumulate}")
     if args.resume and args.save is None:
         refuse("--resume needs --save, the folder of the checkpoints")
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -96,11 +104,19 @@ def check(args: argparse.Namespace, ranks: int) -> None:
     local = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if args.device == "cuda" and local > torch.cuda.device_count():
         refuse(f"{local} ranks here, and {torch.cuda.device_count()} GPUs")
-    if args.lr <= 0 or args.clip <= 0 or args.warmup < 0 or args.weight_decay < 0 or not 0 <= args.seed < 2**32:
-        refuse("--lr and --clip are positive, --warmup and --weight-decay are not negative, --seed is in 0..2^32-1")
-    for name in ("config", "weights", "tokenizer", "data"):
+    for name in ("lr", "clip", "peak_tflops"):
+        if (value := getattr(args, name)) is not None and not 0 < value < math.inf:
+            refuse(f"--{name.replace('_', '-')} {value} is not positive and finite")
+    if args.warmup < 0 or not 0 <= args.weight_decay < math.inf or not 0 <= args.seed < 2**32:
+        refuse("--warmup and --weight-decay are not negative, --seed is in 0..2^32-1")
+    for name in ("weights", "tokenizer", "data"):
         if (path := getattr(args, name)) is not None and not path.exists():
             refuse(f"--{name} {path}: no such file or folder")
+    for name in ("save", "out"):
+        if (path := getattr(args, name)) is not None and path.exists() and not path.is_dir():
+            refuse(f"--{name} {path}: is no folder")
+    if args.metrics is not None and args.metrics.is_dir():
+        refuse(f"--metrics {args.metrics}: is a folder")
     if args.out is not None:
         weights.safetensors()
 
@@ -127,47 +143,50 @@ def tokens_of(args: argparse.Namespace, config: Config) -> texts.ByteData:
     return found
 
 
-def start(args: argparse.Namespace) -> torch.device:
+def start(args: argparse.Namespace) -> None:
     """Makes the process group: torchrun's, or one of this process alone, so that all that follows is the same."""
     backend = "nccl" if args.device == "cuda" else "gloo"
-    device = torch.device(args.device, int(os.environ.get("LOCAL_RANK", 0)) if args.device == "cuda" else None)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    if args.device == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    return device
 
 
-def planned(args: argparse.Namespace, config: Config) -> tuple[Llama, Callable[[str], torch.Tensor]]:
-    """Returns the model on meta, so that no rank ever holds all of it, and what gives each whole weight."""
+def planned(args: argparse.Namespace, config: Config) -> tuple[Callable[[str], torch.Tensor], int]:
+    """Returns what gives each whole weight, and the number of parameters."""
     with torch.device("meta"):
-        model = Llama(config, args.checkpoint_activations)
-    shapes = {name: p.shape for name, p in model.named_parameters()}
+        shapes = {name: p.shape for name, p in Llama(config).named_parameters()}
+    count = sum(shape.numel() for shape in shapes.values())
     if args.weights is None:
-        return model, weights.drawn(config, args.seed, shapes)
-    return model, weights.Files(args.weights, config, shapes).whole
+        return weights.drawn(config, args.seed, shapes), count
+    return weights.Files(args.weights, config, shapes).whole, count
 
 
-def shard(
-    args: argparse.Namespace, model: Any, whole: Callable[[str], torch.Tensor], recipe: Any, device: torch.device
-) -> None:
-    """Gives this rank its part of the model."""
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+def sharded(
+    args: argparse.Namespace, config: Config, whole: Callable[[str], torch.Tensor], recipe: Any, mesh: Any
+) -> tuple[Any, dict[str, parallel.Cut]]:
+    """Returns the model with this rank's part of each weight, and which of them the tp dimension of `mesh` cuts. It is
+    made on meta, so that no rank ever holds all of it."""
+    group = mesh.get_group("tp") if args.tp > 1 else None
+    with torch.device("meta"):
+        model: Any = Llama(config, args.checkpoint_activations, group, not args.no_sequence_parallel)
+    cut = parallel.cuts(model)
     # Float32 weights are stepped, bfloat16 ones computed with; the angles of rotary embeddings stay in float32.
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
-    for i, block in enumerate(model.blocks):
-        if args.compile:
-            model.blocks[i] = torch.compile(block, fullgraph=True)  # before fully_shard, whose hooks do not trace
-        fully_shard(model.blocks[i], mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-    model.to_empty(device=device)
-    model.frequencies.copy_(model.config.frequencies())
-    weights.fill(model, whole)
+    for block in model.blocks:
+        if args.compile:  # the inner part: hooks of fully_shard and checkpoints stay outside of graphs
+            block.run = torch.compile(block.run, fullgraph=True)
+        fully_shard(block, mesh=mesh["dp"], mp_policy=policy)
+    fully_shard(model, mesh=mesh["dp"], mp_policy=policy)
+    model.to_empty(device=mesh.device_type)
+    model.frequencies.copy_(config.frequencies())
+    weights.fill(model, whole, cut)
     if recipe is not None:
-        dt.parallel.prepare(model, mesh, recipe, recompute=args.checkpoint_activations)
+        dt.parallel.prepare(model, mesh["dp"], recipe, recompute=args.checkpoint_activations)
     dt.seed_rng(model, (args.seed << 20) + dist.get_rank())  # of stochastic rounding, another on each rank
+    return model, cut
 
 
 def learning_rate(args: argparse.Namespace, step: int) -> float:
@@ -177,8 +196,8 @@ def learning_rate(args: argparse.Namespace, step: int) -> float:
     return args.lr * (0.55 + 0.45 * math.cos(math.pi * min(1.0, done)))
 
 
-def train_step(args: argparse.Namespace, model: Any, recipe: Any, optimizer: Any, batch: torch.Tensor) -> torch.Tensor:
-    """Returns the loss of the whole batch, and of the gradients the norm. `batch`: this rank's windows."""
+def loss_of(args: argparse.Namespace, model: Any, recipe: Any, batch: torch.Tensor) -> torch.Tensor:
+    """Returns the loss of this rank's windows, and leaves the gradients, of all windows, in the model."""
     loss = torch.zeros((), device=batch.device)
     for i, tokens in enumerate(batch.chunk(args.accumulate)):
         model.set_requires_gradient_sync(i == args.accumulate - 1)
@@ -187,32 +206,35 @@ def train_step(args: argparse.Namespace, model: Any, recipe: Any, optimizer: Any
         part = F.cross_entropy(logits.float().flatten(0, 1), tokens[:, 1:].flatten()) / args.accumulate
         part.backward()
         loss += part.detach()
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.clip)
-    optimizer.step()
-    optimizer.zero_grad()
-    dist.all_reduce(loss)
-    return torch.stack((loss / dist.get_world_size(), norm.full_tensor()))
+    return loss
 
 
 def resumed(args: argparse.Namespace, model: Llama, optimizer: Any, run: dict[str, Any]) -> int:
     """Returns the step to go on with. `run`: what a resumed run must have in common with the one before."""
-    step, before = dt.parallel.load(args.save, model, optimizer)
-    if changed := [f"{k} was {before[k]}, is {v}" for k, v in run.items() if before[k] != v]:
+    step, extra = dt.parallel.load(args.save, model, optimizer)
+    before = extra if isinstance(extra, dict) else {}  # another program's
+    if changed := [f"{k} was {before.get(k)}, is {v}" for k, v in run.items() if before.get(k) != v]:
         refuse(f"--resume: {'; '.join(changed)}")
+    if step > args.steps:
+        refuse(f"--resume: the checkpoint is of step {step}, and --steps is {args.steps}")
     return step
 
 
-def train(args: argparse.Namespace, model: Llama, recipe: Any, tokens: texts.ByteData, device: torch.device) -> None:
-    config = model.config
+def train(
+    args: argparse.Namespace, config: Config, tokens: texts.ByteData, whole: Callable[[str], torch.Tensor], count: int
+) -> None:
+    """Makes and trains the model, on every rank of the process group."""
+    ranks, recipe = dist.get_world_size(), RECIPES.get(args.recipe)
+    mesh = init_device_mesh(args.device, (ranks // args.tp, args.tp), mesh_dim_names=("dp", "tp"))
+    device = torch.device(args.device, torch.cuda.current_device() if args.device == "cuda" else None)
+    model, cut = sharded(args, config, whole, recipe, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), args.lr, betas=(0.9, 0.95), weight_decay=args.weight_decay)
     run = {"seed": args.seed, "batch": args.batch, "seq": args.seq, "tokens": len(tokens.train)}
     run["checksum of the tokens"] = zlib.crc32(np.ascontiguousarray(tokens.train))
     first = resumed(args, model, optimizer, run) if args.resume else 0
-    rank, ranks = dist.get_rank(), dist.get_world_size()
-    report = Report(args.metrics, first) if rank == 0 else None
+    report = Report(args.metrics, first) if dist.get_rank() == 0 else None
     if report is not None:
-        count = sum(p.numel() for p in model.parameters())
-        print(f"{count:,} parameters, {args.recipe}, {ranks} x {device.type}")
+        print(f"{count:,} parameters, {args.recipe}, {ranks} x {device.type}, --tp {args.tp}")
         print(f"{len(tokens.train):,} tokens of {tokens.source}")
     peak = args.peak_tflops or peak_tflops(device)
     for step in range(first, args.steps):
@@ -220,9 +242,14 @@ def train(args: argparse.Namespace, model: Llama, recipe: Any, tokens: texts.Byt
         lr = learning_rate(args, step)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        windows = np.split(tokens.batch(args.seed, step, args.batch, args.seq), ranks)[rank]
-        found = train_step(args, model, recipe, optimizer, torch.from_numpy(windows).long().to(device))
-        loss, norm = found.tolist()  # waits for the device
+        windows = np.split(tokens.batch(args.seed, step, args.batch, args.seq), mesh["dp"].size())
+        own = torch.from_numpy(windows[mesh.get_local_rank("dp")]).long().to(device)
+        part = loss_of(args, model, recipe, own) / mesh["dp"].size()
+        norm = parallel.clip(model, cut, mesh, args.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.all_reduce(part, group=mesh.get_group("dp"))
+        loss, norm = torch.stack((part, norm)).tolist()  # waits for the device
         if report is not None:
             rate = args.batch * args.seq / (time.perf_counter() - begin)
             mfu = None if peak is None else rate * config.flops_per_token(args.seq) / (ranks * peak * 1e12)
@@ -235,24 +262,22 @@ def train(args: argparse.Namespace, model: Llama, recipe: Any, tokens: texts.Byt
     if report is not None:
         report.close()
     if args.out is not None:
-        weights.write(args.out, model, config)
+        weights.write(args.out, model, cut)
 
 
-def main() -> None:
-    args = arguments()
+def main(given: list[str] | None = None) -> None:
+    args = arguments(given)
     try:
-        check(args, int(os.environ.get("WORLD_SIZE", 1)))
         config = Config() if args.config is None else Config.read(args.config)
+        check(args, config, int(os.environ.get("WORLD_SIZE", 1)))
         tokens = tokens_of(args, config)
-        model, whole = planned(args, config)
-        recipe = RECIPES.get(args.recipe)
-        device = start(args)
+        whole, count = planned(args, config)
+        start(args)
         try:
-            shard(args, model, whole, recipe, device)
-            train(args, model, recipe, tokens, device)
+            train(args, config, tokens, whole, count)
         finally:
             dist.destroy_process_group()
-    except (ConfigError, weights.WeightsError, texts.DataError, CheckpointError, ShapeError) as e:
+    except (*NAMED, OSError) as e:
         refuse(str(e))
 
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import diptych.torch as dt
+from llama.parallel import CutTokens, GatherTokens
 
 
 class ConfigError(ValueError):
@@ -80,6 +81,9 @@ class Config:
             raise ConfigError(f"head_dim={fields['head_dim']} is odd")
         if heads % fields["num_key_value_heads"]:
             raise ConfigError(f"num_attention_heads={heads} is no multiple of num_key_value_heads")
+        for name in ("rope_parameters", "rope_scaling"):
+            if not isinstance(given.get(name) or {}, dict):
+                raise ConfigError(f"{name}={given[name]!r} is no JSON object")
         # transformers 5 puts both into rope_parameters
         rope = dict(given.get("rope_parameters") or given.get("rope_scaling") or {})
         fields["rope_theta"] = float(rope.pop("rope_theta", fields.get("rope_theta", 10000.0)))
@@ -128,29 +132,35 @@ class Config:
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """[B, H, T, D], by angles [T, D / 2]."""
+    """[T, B, ..., D], by angles of [T, 1, ..., D / 2]."""
     a, b = x.float().chunk(2, -1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
 
 
 class Block(nn.Module):
-    """`recompute`: backward computes the block again instead of keeping its activations."""
+    """[T, B, hidden] to the same. `ways`: arguments that cut the layers over a tensor-parallel group; T is then this
+    rank's part of the sequence if they cut it. `recompute`: backward computes the block again instead of keeping its
+    activations."""
 
-    def __init__(self, config: Config, recompute: bool = False) -> None:
+    def __init__(self, config: Config, recompute: bool, **ways: Any) -> None:
         super().__init__()
         self.config, self.recompute = config, recompute
         width, rows = config.hidden_size, config.qkv_rows
-        made = {"eps": config.rms_norm_eps, "bias": False, "normalization": "RMSNorm"}
-        self.qkv = dt.LayerNormLinear(width, sum(rows), **made)
+        made = {"eps": config.rms_norm_eps, "bias": False, "normalization": "RMSNorm", **ways}
+        # For each head of keys: its heads of queries, the keys, the values. So each rank has whole heads.
+        self.qkv = dt.LayerNormLinear(width, sum(rows), parallel_mode="column", **made)
         # Attention keeps its output anyway, so the layer behind need not keep a copy of it.
-        self.proj = dt.Linear(rows[0], width, bias=False, save_original_input=True)
-        self.mlp = dt.LayerNormMLP(width, config.intermediate_size, activation="swiglu", **made)
+        self.proj = dt.Linear(rows[0], width, bias=False, save_original_input=True, parallel_mode="row", **ways)
+        self.mlp = dt.LayerNormMLP(width, config.intermediate_size, activation="swiglu", set_parallel_mode=True, **made)
 
     def attention(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        parts = qkv.split(self.config.qkv_rows, -1)
-        q, k, v = (t.unflatten(-1, (-1, self.config.head_dim)).transpose(1, 2) for t in parts)
-        q, k = rotated(q, cos, sin), rotated(k, cos, sin)
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True).transpose(1, 2).flatten(2)
+        shared = self.config.num_attention_heads // self.config.num_key_value_heads
+        heads = qkv.unflatten(-1, (-1, shared + 2, self.config.head_dim))
+        q, k, v = heads.split((shared, 1, 1), 3)
+        turned = (rotated(q, cos, sin), rotated(k, cos, sin), v)
+        q, k, v = (t.flatten(2, 3).permute(1, 2, 0, 3) for t in turned)  # [B, heads, T, D]
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return y.permute(2, 0, 1, 3).flatten(2)
 
     def run(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.proj(self.attention(self.qkv(x), cos, sin))
@@ -161,21 +171,25 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Logits [B, T, vocab] of tokens [B, T]."""
+    """Logits [B, T, vocab] of tokens [B, T]. `group`: the ranks that share each layer and read the same tokens.
+    `sequence`: outside of attention and of the perceptrons they share the sequence, too."""
 
-    def __init__(self, config: Config, recompute: bool = False) -> None:
+    def __init__(self, config: Config, recompute: bool = False, group: Any = None, sequence: bool = True) -> None:
         super().__init__()
-        self.config = config
+        self.config, self.group, self.sequence = config, group, sequence and group is not None
+        ways = {"tp_group": group, "sequence_parallel": self.sequence}
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.blocks = nn.ModuleList(Block(config, recompute) for _ in range(config.num_hidden_layers))
+        self.blocks = nn.ModuleList(Block(config, recompute, **ways) for _ in range(config.num_hidden_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.head = None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.register_buffer("frequencies", config.frequencies(), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         angles = torch.outer(torch.arange(tokens.shape[1], device=tokens.device), self.frequencies)
-        cos, sin = angles.cos(), angles.sin()
-        x = self.embed(tokens)
+        cos, sin = (t[:, None, None, None] for t in (angles.cos(), angles.sin()))
+        x = self.embed(tokens.T)  # layers cut tokens along dimension 0
+        x = CutTokens.apply(x, self.group) if self.sequence else x
         for block in self.blocks:
             x = block(x, cos, sin)
+        x = (GatherTokens.apply(x, self.group) if self.sequence else x).transpose(0, 1)
         return F.linear(self.norm(x), self.embed.weight if self.head is None else self.head.weight)

@@ -1,6 +1,7 @@
 """Weights by Hugging Face's names: filling a sharded model from safetensors files, and writing it back.
 
-A fused weight is several of theirs, one below the other; `parts` says which.
+A fused weight is several of theirs; `parts` says which. They lie one below the other, the heads' weights for each head
+of keys, so that a rank's part of the fused weight is its heads.
 """
 
 from __future__ import annotations
@@ -13,20 +14,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from diptych.common.files import replacing
 from llama.model import Config
+from llama.parallel import Cut
 
 
 class WeightsError(ValueError):
     """Weights that are missing, cannot be read, or are not the config's."""
-
-
-def plain_name(name: str) -> str:
-    """A parameter's name without what torch.compile adds."""
-    return name.replace("_orig_mod.", "")
 
 
 def parts(name: str, config: Config) -> dict[str, int]:
@@ -48,6 +45,20 @@ def parts(name: str, config: Config) -> dict[str, int]:
         "mlp.fc2_weight": {"mlp.down_proj": width},
     }
     return {f"model.layers.{found[1]}.{theirs}.weight": rows for theirs, rows in inner[found[2]].items()}
+
+
+def joined(tensors: list[Tensor], name: str, config: Config) -> Tensor:
+    """The fused weight of theirs."""
+    groups = config.num_key_value_heads if name.endswith("qkv.weight") else 1
+    return torch.cat([t.unflatten(0, (groups, -1)) for t in tensors], 1).flatten(0, 1)
+
+
+def split(value: Tensor, name: str, config: Config) -> dict[str, Tensor]:
+    """Their tensors of a fused weight, by their names."""
+    theirs = parts(name, config)
+    groups = config.num_key_value_heads if name.endswith("qkv.weight") else 1
+    pieces = value.unflatten(0, (groups, -1)).split([rows // groups for rows in theirs.values()], 1)
+    return {n: t.flatten(0, 1).contiguous() for n, t in zip(theirs, pieces, strict=True)}
 
 
 def safetensors() -> Any:
@@ -101,7 +112,8 @@ class Files:
         return files
 
     def whole(self, name: str) -> Tensor:
-        return torch.cat([self.open[n].get_tensor(n) for n in parts(name, self.config)])
+        tensors = [self.open[n].get_tensor(n) for n in parts(name, self.config)]
+        return joined(tensors, name, self.config)
 
 
 def drawn(config: Config, seed: int, shapes: dict[str, torch.Size]) -> Callable[[str], Tensor]:
@@ -118,29 +130,30 @@ def drawn(config: Config, seed: int, shapes: dict[str, torch.Size]) -> Callable[
 
 
 @torch.no_grad()
-def fill(model: nn.Module, whole: Callable[[str], Tensor]) -> None:
-    """Copies to each rank its part of every weight. Nothing is sent, and one whole weight is in memory at a time."""
+def fill(model: Any, whole: Callable[[str], Tensor], cut: dict[str, Cut]) -> None:
+    """Copies to each rank its part of every weight. Nothing is sent, and one whole weight is in memory at a time.
+    `cut`: the weights that the model's `group` shares."""
     for name, p in model.named_parameters():
-        value = whole(plain_name(name)).to(p.device, p.dtype)
+        value = cut[name].part(whole(name), model.group) if name in cut else whole(name)
+        value = value.to(p.device, p.dtype)
         if isinstance(p, DTensor):
             value = distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None)
         p.copy_(value)
 
 
 @torch.no_grad()
-def write(folder: Path, model: nn.Module, config: Config) -> None:
+def write(folder: Path, model: Any, cut: dict[str, Cut]) -> None:
     """Writes model.safetensors and config.json, which transformers' `from_pretrained` reads. Every rank calls it; the
     first one holds the whole model on the CPU."""
     first, tensors = dist.get_rank() == 0, {}
     for name, p in model.named_parameters():
         value = p.full_tensor() if isinstance(p, DTensor) else p
+        value = cut[name].whole(value, model.group) if name in cut else value
         if first:
-            theirs = parts(plain_name(name), config)
-            split = value.cpu().split(list(theirs.values()))
-            tensors |= {n: t.contiguous() for n, t in zip(theirs, split, strict=True)}
+            tensors |= split(value.cpu(), name, model.config)
     if first:
         folder.mkdir(parents=True, exist_ok=True)
         with replacing(folder / "model.safetensors") as f:
             f.write(safetensors().torch.save(tensors, metadata={"format": "pt"}))
         with replacing(folder / "config.json") as f:
-            f.write(json.dumps(config.to_hf(), indent=2).encode())
+            f.write(json.dumps(model.config.to_hf(), indent=2).encode())

@@ -76,6 +76,7 @@ WHOLE_PANEL = {
         "test_memory": "what a training step keeps, from the allocator to modules",
         "test_moe_example": "an example, which uses verbs and modules",
         "test_llama_example": "an example, which uses modules and distributed",
+        "test_llama_parallel": "an example, which uses modules and distributed",
         "test_ranks": "the processes in which tests of several ranks run",
         "test_states_matrix": "every module, wherever its states come from",
     },

@@ -3,77 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from torch_frontend.llama_runs import LLAMA3, TINY, call, here, killed, near, program, rows, tensors, trained, weights
 from torch_frontend.ranks import needs_gloo
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-PROGRAM = str(EXAMPLES / "torch_llama.py")
-sys.path.append(str(EXAMPLES))
-from llama import weights  # noqa: E402
-from llama.model import Config, ConfigError, Llama  # noqa: E402
-
-TINY = {
-    "model_type": "llama", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "rms_norm_eps": 1e-5, "rope_theta": 1000.0,
-    "max_position_embeddings": 256,
-}  # fmt: skip
-LLAMA3 = {
-    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}  # fmt: skip
-
-
-ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-ENVIRONMENT["OMP_NUM_THREADS"] = "1"
-
-
-def command(*args: Any, ranks: int = 0) -> list[str]:
-    """The program's command; `ranks`: 0 is without torchrun."""
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return [*(run if ranks else [sys.executable]), PROGRAM, *map(str, args), "--device", "cpu"]
-
-
-def call(*args: Any, ranks: int = 0) -> subprocess.CompletedProcess:
-    return subprocess.run(command(*args, ranks=ranks), env=ENVIRONMENT, capture_output=True, text=True, timeout=300)
-
-
-def killed(log: Path, lines: int, *args: Any) -> None:
-    """Runs two ranks, and kills all processes when `log` has so many lines."""
-    with subprocess.Popen(
-        command(*args, "--metrics", log, ranks=2), env=ENVIRONMENT, stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL, start_new_session=True,
-    ) as job:  # fmt: skip
-        until = time.monotonic() + 300
-        while not (log.exists() and log.read_text().count("\n") >= lines):
-            assert job.poll() is None and time.monotonic() < until, "the run ended before it was killed"
-            time.sleep(0.01)
-        ranks = [int(p) for p in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()]
-        for process in (job.pid, *ranks):  # torchrun's workers have sessions of their own
-            os.kill(process, signal.SIGKILL)
-
-
-def trained(*args: Any, ranks: int = 0) -> subprocess.CompletedProcess:
-    done = call(*args, ranks=ranks)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done
-
-
-def rows(log: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in log.read_text().splitlines()]
-
-
-def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return weights.safetensors().torch.load_file(folder / "model.safetensors")
+from llama.model import Config, ConfigError, Llama  # isort: skip  # llama_runs makes it found
 
 
 @pytest.mark.parametrize("given", [{}, {"rope_scaling": LLAMA3}, {"tie_word_embeddings": True}])
@@ -87,7 +26,7 @@ def test_the_model_is_transformers_llama(given, tmp_path):
     config = Config.read(tmp_path / "config.json")
     model = Llama(config)
     shapes = {name: p.shape for name, p in model.named_parameters()}
-    weights.fill(model, weights.Files(tmp_path, config, shapes).whole)
+    weights.fill(model, weights.Files(tmp_path, config, shapes).whole, {})
     tokens = torch.randint(256, (2, 200))
     with torch.no_grad():
         torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-4)
@@ -153,36 +92,92 @@ def test_what_is_written_can_be_read(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("tp", (1, 2))
 @pytest.mark.parametrize("recipe", ("bf16", "fp8-current", "fp8-block", "mxfp8", "mxfp8-2d", "nvfp4"))
-def test_every_recipe_compiled_and_recomputed(recipe, tmp_path):
-    log = tmp_path / "log.jsonl"
-    trained("--recipe", recipe, "--compile", "--checkpoint-activations", "--accumulate", 2, "--metrics", log, ranks=2)
+def test_every_recipe_compiled_and_recomputed(recipe, tp, tmp_path):
+    """Losses and norms of one process that compiles and recomputes nothing."""
+    args = ("--recipe", recipe, "--accumulate", 2, "--steps", 6)
+    assert not here(*args, "--metrics", tmp_path / "one")
+    log = tmp_path / "two"
+    trained(*args, "--tp", tp, "--compile", "--checkpoint-activations", "--metrics", log, ranks=2)
+    near(log, tmp_path / "one", 0.03)
     assert rows(log)[-1]["loss"] < rows(log)[0]["loss"] - 0.5
 
 
-WRONG = {
-    "--batch 7 is no multiple of 1 ranks": ("--batch", 7, "--accumulate", 2),
-    "--tp 2 is not supported": ("--tp", 2),
-    "--resume needs --save": ("--resume",),
-    "/nowhere: no such file": ("--data", "/nowhere"),
-    "num_attention_heads missing": ("--config", "{empty}"),
-    "model.safetensors: no such file": ("--weights", "{folder}"),
-    "cannot be read": ("--weights", "{empty}"),
-    "no complete checkpoint": ("--save", "{folder}", "--resume"),
-    "positive integer": ("--steps", 0),
+def tokenizer_of(text: str, path: Path) -> Any:
+    """Makes a tokenizer with more tokens than bytes."""
+    tokenizers = pytest.importorskip("tokenizers")
+    made = tokenizers.Tokenizer(tokenizers.models.BPE())
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    letters = tokenizers.pre_tokenizers.ByteLevel.alphabet()
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=300, initial_alphabet=letters, show_progress=False)
+    made.train_from_iterator([text], trainer)
+    made.save(str(path))
+    return made
+
+
+def test_a_tokenizer_and_checkpoints_that_are_kept(tmp_path):
+    text = Path(__file__).read_text()
+    (tmp_path / "text").write_text(text)
+    (tmp_path / "config.json").write_text(json.dumps(TINY | {"vocab_size": 300}))
+    tokenizer = tokenizer_of(text, tmp_path / "tokenizer.json")
+    args = ("--config", tmp_path / "config.json", "--data", tmp_path / "text", "--tokenizer",
+            tmp_path / "tokenizer.json", "--seq", 32, "--save", tmp_path / "saved", "--save-every", 1)  # fmt: skip
+    found = program.tokens_of(program.arguments([*map(str, args)]), Config.read(tmp_path / "config.json"))
+    assert len(found.train) < 0.8 * len(text) and found.train.max() > 255
+    assert tokenizer.decode(found.train) + tokenizer.decode(found.valid) == text
+    assert not here(*args, "--steps", 4, "--keep", 2, "--metrics", tmp_path / "log")
+    assert {p.name for p in (tmp_path / "saved").iterdir()} == {"latest", "step-000003", "step-000004"}
+    assert not here(*args, "--steps", 5, "--keep", 1, "--metrics", tmp_path / "log", "--resume")
+    assert {p.name for p in (tmp_path / "saved").iterdir()} == {"latest", "step-000005"}
+    assert [row["step"] for row in rows(tmp_path / "log")] == [*range(5)]
+    (tmp_path / "config.json").write_text(json.dumps(TINY))
+    assert "outside of the config's vocab_size=256" in here(*args, "--steps", 5)
+
+
+# What is said, with the ranks and the arguments.
+WRONG: dict[str, tuple[int, tuple[Any, ...]]] = {
+    "--batch 7 is no multiple of 1 batches": (1, ("--batch", 7, "--accumulate", 2)),
+    "--batch 2 is no multiple of 4 batches": (8, ("--batch", 2, "--tp", 2)),
+    "--tp 2 does not divide the 1 ranks": (1, ("--tp", 2)),
+    "--tp 3 does not divide the 2 ranks": (2, ("--tp", 3)),
+    "--tp 4 does not divide the config's num_key_value_heads=2": (4, ("--tp", 4)),
+    "--tp 2 does not divide the config's num_attention_heads=3": (2, ("--tp", 2, "--config", "{three}")),
+    "--tp 2 does not divide --seq 127": (2, ("--tp", 2, "--seq", 127)),
+    "--resume needs --save": (1, ("--resume",)),
+    "/nowhere: no such file": (1, ("--data", "/nowhere")),
+    "--weights /nowhere: no such file": (1, ("--weights", "/nowhere")),
+    "--tokenizer /nowhere: no such file": (1, ("--tokenizer", "/nowhere")),
+    "/nowhere: cannot be read": (1, ("--config", "/nowhere")),
+    "num_attention_heads missing": (1, ("--config", "{empty}")),
+    "rope_scaling='x' is no JSON object": (1, ("--config", "{rope}")),
+    "model.safetensors: no such file": (1, ("--weights", "{folder}")),
+    "empty: cannot be read": (1, ("--weights", "{empty}")),
+    "--tokenizer {empty}: cannot be read": (1, ("--tokenizer", "{empty}")),
+    "no complete checkpoint": (1, ("--save", "{folder}", "--resume")),
+    "--save {empty}: is no folder": (1, ("--save", "{empty}")),
+    "--out {empty}: is no folder": (1, ("--out", "{empty}")),
+    "--metrics {folder}: is a folder": (1, ("--metrics", "{folder}")),
+    "File exists: '{empty}'": (1, ("--metrics", "{empty}/log")),
+    "positive integer": (1, ("--steps", 0)),
+    "--lr nan is not positive": (1, ("--lr", "nan")),
+    "--clip 0.0 is not positive": (1, ("--clip", 0)),
+    "--peak-tflops -1.0 is not positive": (1, ("--peak-tflops", -1)),
+    "--warmup and": (1, ("--weight-decay", -1)),
+    "invalid choice: 'fp9'": (1, ("--recipe", "fp9")),
 }
 
 
 @pytest.mark.parametrize("said", WRONG)
-def test_wrong_arguments_are_named(said, tmp_path, monkeypatch, capsys):
-    import runpy
-
+def test_wrong_arguments_are_named(said, tmp_path, capsys):
     (tmp_path / "empty").write_text("{}")
-    args = [str(a).format(empty=tmp_path / "empty", folder=tmp_path) for a in WRONG[said]]
-    monkeypatch.setattr(sys, "argv", [PROGRAM, *args, "--device", "cpu"])
-    monkeypatch.syspath_prepend(str(EXAMPLES))
-    with pytest.raises(SystemExit) as stopped:
-        runpy.run_path(PROGRAM, run_name="__main__")
-    text = f"{stopped.value} {capsys.readouterr().err}"
-    assert said in text and "Traceback" not in text
+    (tmp_path / "three").write_text(json.dumps(TINY | {"num_attention_heads": 3, "num_key_value_heads": 1}))
+    (tmp_path / "rope").write_text(json.dumps(TINY | {"rope_scaling": "x"}))
+    paths = {"folder": tmp_path} | {name: tmp_path / name for name in ("empty", "three", "rope")}
+    ranks, args = WRONG[said]
+    refused = here(*(str(a).format(**paths) for a in args), "--steps", 1, ranks=ranks)
+    text = f"{refused} {capsys.readouterr().err}"
+    assert refused and said.format(**paths) in text and "Traceback" not in text
+    assert refused.count("\n") == 0
     assert not torch.distributed.is_initialized()
