@@ -418,33 +418,40 @@ def test_a_refused_module_is_unchanged(pool, tmp_path):
 
 def grid(rank: int, groups: Any, recipe: str, quantized: bool, compiled: bool) -> bool:
     """Styles on one dimension of a mesh and FSDP2 on the other, against modules made with the group. `quantized`: the
-    weights are gathered in the recipe's format."""
+    weights are gathered in the recipe's format. Two more models are made on the meta device and filled when sharded."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor.parallel import parallelize_module
 
     mesh = init_device_mesh(here(), (2, 2), mesh_dim_names=("dp", "tp"))
-    group, runs, width = mesh["tp"].get_group(), [], 256 if recipe == "block" else 64
-    for way in ("arguments", "styles"):
+    runs, width = [], 256 if recipe == "block" else 64
+    for styles, device in ((False, here()), (True, here()), (False, "meta"), (True, "meta")):
         torch.manual_seed(0)
         made: Any
-        if way == "arguments":
-            made = model(width, tp_group=group, sequence_parallel=True, device=here())
-        else:
+        if styles:
             with pytest.warns(UserWarning, match="stacks gate and value"):
-                made = parallelize_module(model(width, device=here()), mesh["tp"], plan(0))
+                made = parallelize_module(model(width, device=device), mesh["tp"], plan(0))
+        else:
+            made = model(width, tp_group=mesh["tp"].get_group(), sequence_parallel=True, device=device)
         for i, block in enumerate(made):
             if compiled:
                 made[i] = torch.compile(nn.Sequential(block), fullgraph=True, backend="aot_eager")
             fully_shard(made[i], mesh=mesh["dp"])
         fully_shard(made, mesh=mesh["dp"])
+        if device == "meta":
+            made.to_empty(device=here())
+            torch.manual_seed(0)
+            for module in made.modules():
+                if isinstance(module, dt.QuantizedModule):
+                    module.reset_parameters()
         if quantized:
             dt.parallel.prepare(made, mesh["dp"], RECIPES[recipe])
             weights: list[Any] = [p for n, p in made.named_parameters() if n.endswith("weight") and "norm" not in n]
             assert {type(p._local_tensor).__name__ for p in weights} == {"ShardedWeight"}
         runs.append(trained(mesh["tp"].get_local_rank(), made, recipe, width))
-    for i, (a, b) in enumerate(zip(*runs, strict=True)):
-        same(a, b, f"{recipe}: {i}")
+    for way, run in zip(("styles", "late", "late styles"), runs[1:], strict=True):
+        for i, (a, b) in enumerate(zip(run, runs[0], strict=True)):
+            same(a, b, f"{recipe}, {way}: {i}")
     return True
 
 
@@ -458,3 +465,36 @@ def grid(rank: int, groups: Any, recipe: str, quantized: bool, compiled: bool) -
 def test_with_fsdp(recipe, quantized, compiled, pool, tmp_path):
     given = recipe, quantized, compiled
     assert pool.run(f"{__name__}:grid", *given, size=4, into=tmp_path / "made") == [True] * 4
+
+
+# --- checkpoints ---
+
+
+def saved(rank: int, groups: Any, folder: str) -> dict[str, torch.Tensor]:
+    """A model that styles have cut is saved, and read by one that was made with the group. Returns whole weights."""
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    styles = parallelize_module(model(device=here()), mesh_of(groups), plan(0))
+    trained(rank, styles, "delayed")
+    dt.parallel.save(folder, styles, step=3)
+    dt.parallel.export(f"{folder}/model.safetensors", styles)
+    arguments = model(tp_group=groups["data"], sequence_parallel=True, device=here())
+    dt.parallel.load(folder, arguments)
+    again = parallelize_module(model(device=here()), mesh_of(groups), plan(0))
+    dt.parallel.load(folder, again)
+    results = [trained(rank, each, "delayed") for each in (styles, arguments, again)]
+    for other in results[1:]:
+        for i, (a, b) in enumerate(zip(other, results[0], strict=True)):
+            same(a, b, str(i))
+    dt.parallel.load(folder, styles)
+    return {n: p.full_tensor().detach() for n, p in styles.named_parameters()}  # pyright: ignore
+
+
+def test_checkpoints_of_styles(pool, tmp_path):
+    ranks = pool.run(f"{__name__}:saved", str(tmp_path / "run"), into=tmp_path / "made")
+    whole = model()
+    dt.parallel.load(tmp_path / "run", whole)
+    exported = pytest.importorskip("safetensors.torch").load_file(tmp_path / "run" / "model.safetensors")
+    for name, p in whole.named_parameters():
+        same(ranks[0][name], p.detach(), name)
+        same(exported[name], p.detach(), name)

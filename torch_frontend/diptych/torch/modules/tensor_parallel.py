@@ -42,14 +42,15 @@ class ParameterCut(NamedTuple):
     parts: int
 
 
-def _dimensions(t: Any) -> list[tuple[Any, int, int, int | None]]:
-    """(process group, its size, this rank's place, the dimension that it cuts or None) of each mesh dimension of a
-    DTensor; none of other tensors."""
+def _dimensions(t: Any) -> list[tuple[list[int], int, int | None]]:
+    """(ranks in the whole job, this rank's place, the dimension that they cut or None) of each mesh dimension of a
+    DTensor; none of other tensors. Meshes that are equal may have groups of their own."""
     mesh: Any = getattr(t, "device_mesh", None)
     if mesh is None:
         return []
+    ranks_of = torch.distributed.get_process_group_ranks
     return [
-        (mesh.get_group(i), mesh.size(i), mesh.get_local_rank(i), getattr(placement, "dim", None))
+        (ranks_of(mesh.get_group(i)), mesh.get_local_rank(i), getattr(placement, "dim", None))
         for i, placement in enumerate(t.placements)
     ]
 
@@ -192,12 +193,12 @@ class TensorParallelModule(nn.Module):
         if weight not in cuts:
             initialize(held[weight], held.get(bias), init_method)
             return
-        whole = {}
+        whole, tp = {}, torch.distributed.get_process_group_ranks(self.tp_group) if self.tp_group is not None else []
         for name, p in held.items():
             cut, shape = cuts.get(name), list(p.shape)
             p.tensor_model_parallel, p.partition_dim = cut is not None, None if cut is None else cut.dim
             p.partition_stride = self._stacked(layer)
-            if cut is not None and not any([group is self.tp_group for group, *_ in _dimensions(p)]):
+            if cut is not None and not any([ranks == tp for ranks, *_ in _dimensions(p)]):
                 shape[cut.dim] *= self.tp_size  # a DTensor that a style made has the whole shape
             whole[name] = torch.empty(shape, dtype=p.dtype, device=p.device)
         if whole[weight].is_meta:
@@ -206,9 +207,9 @@ class TensorParallelModule(nn.Module):
             initialize(whole[weight], whole.get(bias), init_method)
             for name, p in held.items():
                 part = self._part(whole[name], cuts[name]) if name in cuts else whole[name]
-                for group, ranks, rank, dim in _dimensions(p):  # FSDP2 cuts the part
-                    if dim is not None and group is not self.tp_group:
-                        part = [*part.chunk(ranks, dim), *[part.narrow(dim, 0, 0)] * ranks][rank]
+                for ranks, rank, dim in _dimensions(p):  # FSDP2 cuts the part
+                    if dim is not None and ranks != tp:
+                        part = [*part.chunk(len(ranks), dim), *[part.narrow(dim, 0, 0)] * len(ranks)][rank]
                 (p.to_local() if hasattr(p, "to_local") else p).copy_(part)
 
     def _part(self, whole: Tensor, cut: ParameterCut) -> Tensor:
