@@ -224,14 +224,15 @@ def _gathered_columns(t: Tensor, ranks: int, group: Any) -> Exchange[Tensor]:
 
     def joined(stacked: Tensor) -> Tensor:
         words = stacked.view(ranks, *t.shape).view(_widest(t.shape[1] * t.element_size()))  # fewer, larger copies
-        return words.transpose(0, 1).flatten(1).view(t.dtype)
+        return words.transpose(0, 1).contiguous().view(t.dtype).flatten(1)
 
     return _gathered_rows(t, ranks, group).then(joined)
 
 
 def _widest(nbytes: int) -> torch.dtype:
-    """The largest dtype that divides a row of bytes."""
-    return next(d for d in (torch.int64, torch.int32, torch.int16, torch.uint8) if nbytes % d.itemsize == 0)
+    """The largest integer dtype that divides a row of bytes."""
+    every = (torch.int64, torch.int32, torch.int16, torch.uint8) if nbytes else (torch.uint8,)
+    return next(d for d in every if nbytes % d.itemsize == 0)
 
 
 # --- what can be cut -------------------------------------------------------------------------------------------------
