@@ -5,6 +5,7 @@
 #include <atomic>
 
 #include "cpu/kernels.h"
+#include "diptych/transpose.h"
 #include "diptych/warn.h"
 #ifdef DIPTYCH_WITH_CUDA
 #include "cuda/kernels.h"
@@ -106,6 +107,7 @@ static const KernelRow kKernels[] = {
     {Op::permute_columns, Backend::cpu, 0, kAny, Level::native, "cpu.permute_columns", "", nullptr, call<PermuteColumnsArgs, cpu::permute_columns>},
     {Op::unpermute, Backend::cpu, 0, kAny, Level::native, "cpu.unpermute", "", nullptr, call<UnpermuteArgs, cpu::unpermute>},
     {Op::unpermute_grad, Backend::cpu, 0, kAny, Level::native, "cpu.unpermute_grad", "", nullptr, call<UnpermuteGradArgs, cpu::unpermute_grad>},
+    {Op::transpose, Backend::cpu, 0, kAny, Level::native, "cpu.transpose", "", nullptr, call<TransposeArgs, cpu::transpose>},
     {Op::grouped_gemm, Backend::cpu, 0, kGemm, Level::native, "cpu.grouped_gemm", "float32 fma in increasing k, group by group", nullptr, call<GroupedGemmArgs, cpu::grouped_gemm>},
     {Op::grouped_bias_grad, Backend::cpu, 0, kAny, Level::native, "cpu.grouped_bias_grad", "", nullptr, call<GroupedBiasGradArgs, cpu::grouped_bias_grad>},
 #ifdef DIPTYCH_WITH_CUDA
@@ -141,6 +143,7 @@ static const KernelRow kKernels[] = {
     {Op::permute_columns, Backend::cuda, 80, kAny, Level::native, "cuda.permute_columns", "", nullptr, call<PermuteColumnsArgs, cuda::permute_columns>},
     {Op::unpermute, Backend::cuda, 80, kAny, Level::native, "cuda.unpermute", "not float64", not_float64<UnpermuteArgs>, call<UnpermuteArgs, cuda::unpermute>},
     {Op::unpermute_grad, Backend::cuda, 80, kAny, Level::native, "cuda.unpermute_grad", "not float64", not_float64<UnpermuteGradArgs>, call<UnpermuteGradArgs, cuda::unpermute_grad>},
+    {Op::transpose, Backend::cuda, 80, kAny, Level::native, "cuda.transpose", "", nullptr, call<TransposeArgs, cuda::transpose>},
     {Op::grouped_gemm, Backend::cuda, 90, kCublasLt, Level::native, "cuda.grouped_native", "FP8 tensor cores of Hopper; K in multiples of 16 (depth: rows, groups in multiples of 32, with block scales of 128), rows of D in multiples of 16 bytes, operands 16-byte aligned, both per-tensor or both of blocks, at most 512 groups", grouped_native_fits, call<GroupedGemmArgs, cuda::grouped_gemm_native>},
     {Op::grouped_gemm, Backend::cuda, 90, kDecoded, Level::emulated, "cuda.grouped_decoded", "sm_90, one operand or both of MXFP8 or NVFP4: decoded to bfloat16 in memory, bfloat16 tensor cores; depth: groups in multiples of 16; at most 512 groups", grouped_decoded_fits, call<GroupedGemmArgs, cuda::grouped_gemm_decoded>},
     {Op::grouped_gemm, Backend::cuda, 80, kGemm, Level::emulated, "cuda.grouped_emulated", "decoded to bfloat16, float32 accumulation; any extents and groups", nullptr, call<GroupedGemmArgs, cuda::grouped_gemm_emulated>},
@@ -161,7 +164,7 @@ const char* name(Op op) {
   constexpr const char* names[] = {
 #define OP(name, ...) #name,
 #include "diptych/ops.def"
-      "quantize_stack"};
+      "quantize_stack", "transpose"};
   return names[static_cast<int>(op)];
 }
 

@@ -13,7 +13,8 @@ namespace diptych {
 enum class Op : int32_t {
 #define OP(name, ...) name,
 #include "diptych/ops.def"
-  quantize_stack  // one kernel for the quantize calls of a stack; not an op of ops.def
+  quantize_stack,  // one kernel for the quantize calls of a stack; not an op of ops.def
+  transpose        // an op of a header of its own
 };
 enum class Level : int32_t { native, emulated };
 

@@ -281,6 +281,14 @@ def amax(be: Any, x: np.ndarray, offset: int = 0, columnwise: bool = False, **op
     return out.read()
 
 
+def transpose(be: Any, x: np.ndarray, dtype: str = "uint8", offsets: tuple[int, int] = (0, 0)) -> np.ndarray:
+    """`_core.transpose` of bytes; `offsets`: of input and output from the allocation's alignment."""
+    out = Outputs(be, offset=offsets[1])
+    made = out.new("out", (*x.shape[:-2], x.shape[-1], x.shape[-2]), dtype)
+    _core.transpose(be.put(x, dtype, offsets[0]), made)
+    return out.read()["out"]
+
+
 def scale_update(
     be: Any, history: np.ndarray, scale: np.ndarray, *, reduced=None, amax=None, fp8_max=448.0, margin=0,
     most_recent=False, in_place=False, offset=0, poison=POISON,

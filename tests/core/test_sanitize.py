@@ -49,6 +49,15 @@ def test_scale_update():
                 runner.same_bits(g, w, f"{shape} in_place={in_place}")
 
 
+def test_transpose():
+    be = runner.Torch()
+    for shape in (*SHAPES, (144, 272), (3, 130, 48), (0, 4)):
+        x = cases.rng_for(f"sanitize-transpose-{shape}").integers(0, 256, shape).astype(np.uint8)
+        for offsets in ((0, 0), (1, 0), (0, 1)):
+            got = runner.transpose(be, x, offsets=offsets)
+            runner.same_bits(got, np.ascontiguousarray(x.swapaxes(-1, -2)), f"transpose {shape} {offsets}")
+
+
 def test_amax_and_bias_grad():
     be = runner.Torch()
     for dtype in cases.INPUT_DTYPES:

@@ -312,6 +312,13 @@ def public(d: Draw, be: Any) -> None:
     runner.same_quantized(made, want, f"{label} permute_quantize {tokens.shape} to {rows}")
 
 
+def transpose(d: Draw, be: Any) -> None:
+    shape = (*((d.randrange(4),) if d.maybe(0.3) else ()), d.extent(), d.extent())
+    x = d.numpy.integers(0, 256, shape).astype(np.uint8)
+    got = runner.transpose(be, x, offsets=(d.randrange(4), d.randrange(4)))
+    runner.same_bits(got, np.ascontiguousarray(x.swapaxes(-1, -2)), f"transpose {shape}")
+
+
 CALLS: dict[str, Callable[[Draw, Any], None]] = {
     "quantize": quantize,
     "dequantize": dequantize,
@@ -326,6 +333,7 @@ CALLS: dict[str, Callable[[Draw, Any], None]] = {
     "grouped_gemm": grouped_gemm,
     "grouped_bias_grad": grouped_sum,
     "stack": stack,
+    "transpose": transpose,
 }
 
 

@@ -45,6 +45,7 @@ WRITTEN: dict[str, tuple[str, ...]] = {
     "chunk_map": ("row_id_map", "row_source"),
     "permute": ("permuted_probs",),
     "permute_columns": ("out",),
+    "transpose": ("out",),
     "unpermute": ("y", "dprobs"),
     "unpermute_grad": ("dx", "dprobs"),
 }  # fmt: skip

@@ -5,11 +5,13 @@
 
 #include "diptych/grouped.h"
 #include "diptych/ops.h"
+#include "diptych/transpose.h"
 
 namespace diptych {
 
 #define OP(name, Args, ...) Status check(const Args&, const Device&);
 #include "diptych/ops.def"
+Status check(const TransposeArgs&, const Device&);
 
 std::string describe(const TensorView&);  // "float32[4, 8] on cpu"
 

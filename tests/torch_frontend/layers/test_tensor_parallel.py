@@ -92,9 +92,11 @@ def sent(rank: int, groups: Any, case: Case) -> list[tuple[str, str, int]]:
 
 
 def copies_bytes(case: Case, tensor: str, value: np.ndarray) -> list[tuple[str, int]]:
-    """(dtype, bytes) of the parts of both copies of a rank's tokens, without scales that every rank has."""
+    """(dtype, bytes) of the parts of both copies of a rank's tokens, without scales that every rank has. A gradient
+    with one scale travels once."""
     q = Reference(RECIPES[case.recipe]).quantized(tensor, value)
     parts = [(q.rowwise_data, q.rowwise_scale_inv), (q.columnwise_data, q.columnwise_scale_inv)]
+    parts = parts[:1] if tensor == "grad_output" and q.fmt.per_tensor else parts
     flat = [a for data, scale in parts for a in ((data,) if q.fmt.per_tensor else (data, scale))]
     return [("torch.float32" if a.dtype == np.float32 else "torch.uint8", a.nbytes) for a in flat]
 

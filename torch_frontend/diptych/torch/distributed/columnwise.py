@@ -21,27 +21,32 @@ def transposable(quantizer: Quantizer) -> bool:
 
 
 def transposed(quantizer: Quantizer, data: Tensor, scale_inv: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the columnwise copy (data, scales) of a matrix, as views where they suffice.
+    """Returns the columnwise copy (data, scales) of a matrix, or of a stack of them, as views where they suffice. Data
+    whose bytes are to be transposed are returned as they are (`byte_transposed`).
 
     **Arguments:** `data`, `scale_inv`: the rowwise copy, by a quantizer that is `transposable`.
     """
     fmt = quantizer.format
-    if fmt.columnwise == "transposed":
-        turned = _transposed_nibbles(data) if fmt.pack == 2 else data.view(torch.uint8).t().view(data.dtype)
-    else:
-        turned = data
+    turned = fmt.columnwise == "transposed"
+    if turned and fmt.pack == 2:
+        data = _transposed_nibbles(data)
     if fmt.per_tensor:
-        return turned, scale_inv
+        return data, scale_inv
     if fmt.block_rows == fmt.block_cols:
-        return turned, scale_inv.t()
+        return data, scale_inv.transpose(-2, -1)
     each = fmt.block_cols  # scales of square blocks are repeated for each of their rows
-    once = scale_inv.view(torch.uint8)[::each]
-    spread = once.t() if fmt.columnwise == "transposed" else once
-    dim = 0 if fmt.columnwise == "transposed" else 1
-    return turned, spread.repeat_interleave(each, dim).narrow(dim, 0, turned.shape[dim]).view(scale_inv.dtype)
+    once = scale_inv.view(torch.uint8)[..., ::each, :]
+    spread = once.transpose(-2, -1) if turned else once
+    dim, columns = (-2, data.shape[-2]) if turned else (-1, data.shape[-1])  # may end inside of a block
+    return data, spread.repeat_interleave(each, dim).narrow(dim, 0, columns).view(scale_inv.dtype)
+
+
+def byte_transposed(quantizer: Quantizer) -> bool:
+    """Whether the columnwise data are the rowwise ones with their bytes transposed (`primitives.transpose`)."""
+    return quantizer.format.columnwise == "transposed" and quantizer.format.pack == 1
 
 
 def _transposed_nibbles(data: Tensor) -> Tensor:
-    """Transposes a matrix whose bytes pack two elements of a row, the first in the low bits."""
-    turned = torch.stack((data & LOW_BITS, data >> 4), -1).flatten(1).t()
-    return turned[:, ::2] | turned[:, 1::2] << 4
+    """Transposes matrices whose bytes pack two elements of a row, the first in the low bits."""
+    turned = torch.stack((data & LOW_BITS, data >> 4), -1).flatten(-2).transpose(-2, -1)
+    return turned[..., ::2] | turned[..., 1::2] << 4

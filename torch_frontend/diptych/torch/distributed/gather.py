@@ -10,19 +10,36 @@ read in backward. A buffer that is not gathered has no memory, and the core refu
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from diptych.common.quantizers import Quantizer
 from diptych.torch.distributed.amaxes import WholeAmaxes
-from diptych.torch.distributed.columnwise import transposable, transposed
+from diptych.torch.distributed.columnwise import byte_transposed, transposable, transposed
 from diptych.torch.primitives import grouped as grouped_ops
 from diptych.torch.primitives import quantize as quantize_ops
+from diptych.torch.primitives.transpose import transpose_into
 
 ROWWISE, COLUMNWISE = "rowwise", "columnwise"
+
+
+class Plan(NamedTuple):
+    """What one kind of gather does. `read`: the copies that are made. `making`: quantizes a part; `names`: its buffers.
+    `sent`: names of those that travel. `outputs`: what FSDP receives them into; `inner`: the other tensors that it
+    allocates and frees. `turned`: whether the columnwise copy is made of the rowwise one that was received."""
+
+    read: tuple[str, ...]
+    making: Quantizer
+    names: tuple[str, ...]
+    sent: tuple[str, ...]
+    outputs: tuple[Tensor, ...]
+    inner: tuple[Tensor, ...]
+    turned: bool
 
 
 @dataclasses.dataclass
@@ -32,7 +49,7 @@ class Gather:
     `stack`: whether it is a stack of weights [G, N, K], of which each rank holds some whole ones. `param`, `group`:
     FSDP2's own objects for the weight and for those that are gathered with it. `recompute`: whether backward reads the
     rowwise copy too. `amaxes`: None where no block is cut; `number` is the weight's place in them. `whole`: the
-    gathered weight's buffers by name, once they are made.
+    gathered weight's buffers by name, once they are made; `plans`: by the copies that are read.
     """
 
     name: str
@@ -44,6 +61,7 @@ class Gather:
     amaxes: WholeAmaxes | None = None
     number: int = 0
     whole: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    plans: dict[tuple[str, ...], Plan] = dataclasses.field(default_factory=dict)
 
     def read(self) -> tuple[str, ...]:
         """The copies that are read from the gather that begins now until the weight is resharded."""
@@ -70,15 +88,25 @@ class Gather:
         """Whether ranks hold columns of a buffer, which are not received as they lie."""
         return not self.stack and name.startswith(COLUMNWISE) and self.quantizer.format.columnwise == "transposed"
 
-    def quantize(self, part: Tensor, making: Quantizer, amax: Tensor | None) -> dict[str, Tensor]:
+    def quantize(self, part: Tensor, plan: Plan, amax: Tensor | None) -> dict[str, Tensor]:
         """Returns the buffers of a part by name. `amax`: the whole weight's; None: the part's blocks are whole."""
-        of_rows = amax if making.rowwise else None
-        of_columns = amax if making.columnwise and making.format.two_level else None
+        of_rows = amax if plan.making.rowwise else None
+        of_columns = amax if plan.making.columnwise and plan.making.format.two_level else None
         quantize = grouped_ops.quantize_stack if self.stack else quantize_ops.quantize
-        return dict(zip(making.buffer_names(), quantize(part, making, of_rows, of_columns), strict=True))
+        return dict(zip(plan.names, quantize(part, plan.making, of_rows, of_columns), strict=True))
 
-    def receive(self, read: tuple[str, ...], sent: tuple[str, ...], shape: tuple[int, ...], like: Tensor) -> None:
-        """Makes FSDP receive into the whole weight's buffers, and allocate and free the others that are read."""
+    def receive(self, shape: tuple[int, ...], like: Tensor, ranks: int) -> Plan:
+        """Makes FSDP receive into the whole weight's buffers, and allocate and free the others that are read, as the
+        plan says that it returns."""
+        read = self.read()
+        plan = self.plans.get(read)
+        if plan is None:
+            plan = self.plans[read] = self._planned(read, shape, like, ranks)
+        self.param.all_gather_outputs = list(plan.outputs)
+        self.param._unsharded_inner_tensors = list(plan.inner)
+        return plan
+
+    def _planned(self, read: tuple[str, ...], shape: tuple[int, ...], like: Tensor, ranks: int) -> Plan:
         if not self.whole:
             empty = grouped_ops.empty_stack if self.stack else quantize_ops.empty
             buffers = empty(shape, self.quantizer, like.device)
@@ -86,20 +114,43 @@ class Gather:
             for t in self.whole.values():
                 if t.numel() > 1:
                     t.untyped_storage().resize_(0)
+        travelling = self.travelling(read)
+        making = self.quantizer.with_usage(rowwise=ROWWISE in travelling, columnwise=COLUMNWISE in travelling)
+        sent = self.sent(making)[: None if ranks > 1 else 1]  # FSDP takes one tensor of a single rank
         outputs = {name: self.whole[name].view(-1).view(torch.uint8) for name in sent}
         for name in sent:
             if self.cut_by_columns(name):
                 outputs[name] = torch.empty_like(outputs[name])
                 outputs[name].untyped_storage().resize_(0)  # FSDP allocates on the stream that reads it
-        self.param.all_gather_outputs = list(outputs.values())
-        self.param._unsharded_inner_tensors = [
+        inner = [
             t
             for name, t in self.whole.items()
             if t.numel() > 1 and name.startswith(read) and (name not in sent or self.cut_by_columns(name))
         ]
+        turned = COLUMNWISE in read and COLUMNWISE not in travelling
+        names = tuple(making.buffer_names())
+        return Plan(read, making, names, sent, tuple(outputs.values()), tuple(inner), turned)
 
     def fill(self, name: str, t: Tensor) -> None:
         """Copies a buffer that was not received as it lies."""
+        with self._written(name, t) as held:
+            held.copy_(t)
+
+    def fill_columnwise(self) -> None:
+        """Makes the columnwise copy of the rowwise one that was received."""
+        data, scale_inv = transposed(self.quantizer, self.whole["rowwise_data"], self.whole["rowwise_scale_inv"])
+        if byte_transposed(self.quantizer):
+            with self._written("columnwise_data", data) as held:
+                transpose_into(data, held)
+        else:
+            self.fill("columnwise_data", data)
+        self.fill("columnwise_scale_inv", scale_inv)
+        if self.quantizer.format.two_level:
+            self.fill("columnwise_amax", self.whole["amax"])
+
+    @contextlib.contextmanager
+    def _written(self, name: str, t: Tensor) -> Iterator[Tensor]:
+        """The whole weight's buffer with its memory, to be written from `t`."""
         held = self.whole[name]
         storage = held.untyped_storage()
         if storage.nbytes() < held.nbytes:
@@ -107,21 +158,4 @@ class Gather:
         if t.is_cuda:  # FSDP makes small tensors on a stream of its own
             t.record_stream(torch.cuda.current_stream(t.device))
         with torch.autograd._unsafe_preserve_version_counter(held):  # pyright: ignore[reportPrivateImportUsage]
-            held.copy_(t)
-
-    def fill_columnwise(self) -> None:
-        """Makes the columnwise copy of the rowwise one that was received."""
-        rowwise = self.whole["rowwise_data"], self.whole["rowwise_scale_inv"]
-        if self.stack:
-            each = [transposed(self.quantizer, data, scale_inv) for data, scale_inv in zip(*rowwise, strict=True)]
-            turned = tuple([_stacked(parts) for parts in zip(*each, strict=True)])
-        else:
-            turned = transposed(self.quantizer, *rowwise)
-        for part, t in zip(("data", "scale_inv"), turned, strict=True):
-            self.fill(f"{COLUMNWISE}_{part}", t)
-        if self.quantizer.format.two_level:
-            self.fill("columnwise_amax", self.whole["amax"])
-
-
-def _stacked(parts: tuple[Tensor, ...]) -> Tensor:
-    return torch.stack([t.view(torch.uint8) if t.itemsize == 1 else t for t in parts]).view(parts[0].dtype)
+            yield held

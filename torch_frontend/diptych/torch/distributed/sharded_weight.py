@@ -13,17 +13,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from diptych.torch.distributed.gather import COLUMNWISE, ROWWISE, Gather
+from diptych.torch.distributed.gather import Gather, Plan
 from diptych.torch.modules.quantized_parameter import QuantizedParameter
 from diptych.torch.tensors.quantized import QuantizedStack, QuantizedTensor
 
 
 class Received(NamedTuple):
-    """What a rank knows of a gathered weight without receiving it. `read`: the copies that are made; `sent`: names of
-    the buffers that are received; `same`: other buffers, such as the scale of the whole weight."""
+    """What a rank knows of a gathered weight without receiving it. `same`: the buffers that are not received, such as
+    the scale of the whole weight."""
 
-    read: tuple[str, ...]
-    sent: tuple[str, ...]
+    plan: Plan
     same: dict[str, Tensor]
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -52,21 +51,17 @@ class ShardedWeight(Tensor):
         self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: Any, mp_policy: Any
     ) -> tuple[tuple[Tensor, ...], Received]:
         """Quantizes the part by the whole weight's amax. Returns (bytes to send, what `fsdp_post_all_gather` needs)."""
-        gather, quantizer = self.gather, self.gather.quantizer
+        gather = self.gather
         part = self.detach().as_subclass(Tensor)
         dtype = part.dtype if mp_policy.param_dtype is None else mp_policy.param_dtype
-        read = gather.read()
-        travelling = gather.travelling(read)
-        making = quantizer.with_usage(rowwise=ROWWISE in travelling, columnwise=COLUMNWISE in travelling)
+        plan = gather.receive(tuple(outer_size), part, mesh.size())
         amax = None
         if gather.amaxes is not None:  # rounding keeps the order of values, so the cast weight's amax is the amax cast
             amax = gather.amaxes.of(gather.number, mesh.get_group()).to(dtype).to(torch.float32)
-        made = gather.quantize(part.to(dtype), making, amax)
-        sent = gather.sent(making)[: None if mesh.size() > 1 else 1]  # FSDP takes one tensor of a single rank
-        gather.receive(read, sent, tuple(outer_size), part)
-        same = {name: t for name, t in made.items() if name not in sent}
-        received = Received(read, sent, same, tuple(outer_size), dtype, mesh.size())
-        return tuple([made[name].view(torch.uint8) for name in sent]), received
+        made = gather.quantize(part.to(dtype), plan, amax)
+        same = {name: t for name, t in made.items() if name not in plan.sent}
+        received = Received(plan, same, tuple(outer_size), dtype, mesh.size())
+        return tuple([made[name].view(torch.uint8) for name in plan.sent]), received
 
     @torch.no_grad()
     def fsdp_post_all_gather(
@@ -77,12 +72,12 @@ class ShardedWeight(Tensor):
         gather = self.gather
         for name, t in received.same.items():
             gather.fill(name, t)
-        for name, t in zip(received.sent, outputs, strict=True):
+        for name, t in zip(received.plan.sent, outputs, strict=True):
             if gather.cut_by_columns(name):  # [ranks * K, N / ranks] to [K, N]
                 joined = t.view(received.ranks, -1, *t.shape[1:]).transpose(0, 1).flatten(1)
                 gather.fill(name, joined.view(gather.whole[name].dtype))
                 t.untyped_storage().resize_(0)
-        if COLUMNWISE in received.read and COLUMNWISE not in gather.travelling(received.read):
+        if received.plan.turned:
             gather.fill_columnwise()
         if out is not None:
             return None

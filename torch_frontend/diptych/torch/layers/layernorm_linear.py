@@ -34,9 +34,10 @@ from diptych.torch.layers.quantize import (
 from diptych.torch.layers.tensor_parallel import (
     COLUMN,
     ROW,
+    gradient_calls,
     require_whole_blocks,
     sum_over_tokens,
-    whole_gradient,
+    whole_gradients,
     whole_input,
 )
 from diptych.torch.primitives import gemm as gemm_ops
@@ -174,25 +175,28 @@ def _layout(a: _Arguments, needs: tuple[str, ...]) -> tuple[TensorProto, ...]:
 def _backward(a: _Arguments, needs: tuple[str, ...], saved: list[Tensor], grads: list[Tensor | None]) -> list[Tensor]:
     s, options, dy = a.schedules(needs)[0], a.backward_options(needs)[0], grads[0]
     assert dy is not None
-    rowwise, columnwise = quantize_calls(dy, s.dy, options, a.rng)
+    cut, group = options.cut, options.group
+    copies = quantize_calls(dy, gradient_calls(s.dy, cut), options, a.rng)
+    of_dgrad, of_wgrad = whole_gradients(dy, copies, s, cut, group)
     made: dict[str, Any] = {}
+    w = a.kept_weight(0, s, options, saved) if s.w_kept else None
+    stats = a.kept_stats(s, saved)
+    needs_dw = "weight" in needs
+    z = whole_input(lambda: a.kept_normed(s, options, a.rng, stats, saved), cut, group) if needs_dw else None
     dz = None
     if s.w_kept:
-        w = a.kept_weight(0, s, options, saved)
-        operand = whole_gradient(dy if rowwise is None else rowwise, options.cut, options.group)
-        dz = input_gradient(operand, w, a.x, s, options, a.rng, a.x.shape[-1])
+        dz = input_gradient(of_dgrad.finish(), w, a.x, s, options, a.rng, a.x.shape[-1])
         del w
-    stats = a.kept_stats(s, saved)
+    if z is not None:
+        made["weight"] = weight_gradient(of_wgrad.finish(), z.finish(), a.weight.dtype, s, options, a.rng)
+        del z
     if dz is not None:
         dz_out = grads[1] if a.with_z else None
-        made |= a.norm_gradients(dz if dz_out is None else dz + dz_out, stats, options)
-    if "weight" in needs:
-        z = whole_input(a.kept_normed(s, options, a.rng, stats, saved), options.cut, options.group)
-        operand = whole_gradient(dy if columnwise is None else columnwise, options.cut, options.group)
-        made["weight"] = weight_gradient(operand, z, a.weight.dtype, s, options, a.rng)
+        whole = dz.finish() if dz_out is None else dz.finish() + dz_out
+        made |= a.norm_gradients(whole, stats, options)
     if "bias" in needs:
         assert a.bias is not None
-        made["bias"] = sum_over_tokens(gemm_ops.bias_grad(dy, a.bias.dtype), options.cut, options.group, ROW)
+        made["bias"] = sum_over_tokens(gemm_ops.bias_grad(dy, a.bias.dtype), cut, group, ROW)
     a.log_amaxes()
     return [made[name] for name in a.gradients(needs)]
 

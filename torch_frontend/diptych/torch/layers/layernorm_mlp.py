@@ -25,7 +25,14 @@ from diptych.torch.layers.quantize import (
     save_for_late,
     saved_for_late,
 )
-from diptych.torch.layers.tensor_parallel import ROW, require_whole_blocks, sum_over_tokens, whole_gradient, whole_input
+from diptych.torch.layers.tensor_parallel import (
+    ROW,
+    gradient_calls,
+    require_whole_blocks,
+    sum_over_tokens,
+    whole_gradients,
+    whole_input,
+)
 from diptych.torch.primitives import activation as activation_ops
 from diptych.torch.primitives import gemm as gemm_ops
 from diptych.torch.tensors.copies import pick
@@ -100,17 +107,18 @@ def _backward(a: _Arguments, needs: tuple[str, ...], saved: list[Tensor], grads:
     dy, activation = grads[0], ActivationOptions(*a.activation)
     assert dy is not None
     h: Any = saved.pop(0) if s2.w_kept or s2.x_kept else None
-    rowwise, columnwise = quantize_calls(dy, s2.dy, fc2, a.rng2)
+    copies = quantize_calls(dy, gradient_calls(s2.dy, cut2), fc2, a.rng2)
+    of_dgrad, of_wgrad = whole_gradients(dy, copies, s2, cut2, group)
+    del copies
     made: dict[str, Any] = {}
     if s2.x_kept:
         act = _activated(h, activation, s2, s2.x_kept)
         scales, amax = saved_for_late(s2.x, s2.x_late, fc2, saved)
         copies_a = quantize_operand(act, s2.x_late, fc2, a.rng2, scales, amax=amax).copies
         x2 = pick(s2.x_kept, copies_a, h if isinstance(act, FusedInput) else act)
-        operand = whole_gradient(dy if columnwise is None else columnwise, cut2, group)
-        made["weight2"] = weight_gradient(operand, x2, a.weight2.dtype, s2, fc2, a.rng2)
-        del act, copies_a, x2, operand
-    columnwise = None
+        made["weight2"] = weight_gradient(of_wgrad.finish(), x2, a.weight2.dtype, s2, fc2, a.rng2)
+        del act, copies_a, x2
+    del of_wgrad
     if "bias2" in needs:
         assert a.bias2 is not None
         made["bias2"] = sum_over_tokens(gemm_ops.bias_grad(dy, a.bias2.dtype), cut2, group, ROW)
@@ -119,24 +127,23 @@ def _backward(a: _Arguments, needs: tuple[str, ...], saved: list[Tensor], grads:
         of_bias = a.bias1.dtype if a.bias1 is not None and "bias1" in needs else None
         # The largest tensors of backward live from here on: each is dropped where it is read for the last time.
         w2 = a.kept_weight(1, s2, fc2, saved)
-        operand = whole_gradient(dy if rowwise is None else rowwise, cut2, group)
-        da = input_gradient(operand, w2, h, s2, fc2, a.rng2, width)
-        del rowwise, operand, w2
+        da = input_gradient(of_dgrad.finish(), w2, h, s2, fc2, a.rng2, width).finish()
+        del of_dgrad, w2
         rowwise, columnwise, dh, made["bias1"] = _activation_gradient(da, h, activation, s1, fc1, a.rng1, of_bias)
         del da
+        w1 = a.kept_weight(0, s1, fc1, saved) if s1.w_kept else None
+        stats = a.kept_stats(s1, saved)
+        z = whole_input(lambda: a.kept_normed(s1, fc1, a.rng1, stats, saved), cut1, group) if s1.x_kept else None
         dz = None
         if s1.w_kept:
-            w1 = a.kept_weight(0, s1, fc1, saved)
             dz = input_gradient(dh if rowwise is None else rowwise, w1, a.x, s1, fc1, a.rng1, a.x.shape[-1])
-            del w1
-        del rowwise
-        stats = a.kept_stats(s1, saved)
-        if dz is not None:
-            made |= a.norm_gradients(dz, stats, fc1)
-        if s1.x_kept:
-            z = whole_input(a.kept_normed(s1, fc1, a.rng1, stats, saved), cut1, group)
+        del w1, rowwise
+        if z is not None:
             operand = dh if columnwise is None else columnwise
-            made["weight1"] = weight_gradient(operand, z, a.weight1.dtype, s1, fc1, a.rng1)
+            made["weight1"] = weight_gradient(operand, z.finish(), a.weight1.dtype, s1, fc1, a.rng1)
+            del z, operand, columnwise, dh
+        if dz is not None:
+            made |= a.norm_gradients(dz.finish(), stats, fc1)
     a.log_amaxes()
     return [made[name] for name in a.gradients(needs)]
 

@@ -35,7 +35,14 @@ from diptych.torch.layers.quantize import (
     save_for_late,
     saved_for_late,
 )
-from diptych.torch.layers.tensor_parallel import ROW, require_whole_blocks, sum_over_tokens, whole_gradient, whole_input
+from diptych.torch.layers.tensor_parallel import (
+    ROW,
+    gradient_calls,
+    require_whole_blocks,
+    sum_over_tokens,
+    whole_gradients,
+    whole_input,
+)
 from diptych.torch.primitives import gemm as gemm_ops
 from diptych.torch.primitives.checks import require_device, require_high_precision, require_local
 from diptych.torch.state.autocast import recording
@@ -96,27 +103,34 @@ def _backward(a: _Arguments, needs: tuple[str, ...], saved: list[Tensor], grads:
     s, options, dy = a.schedules(needs)[0], a.backward_options(needs)[0], grads[0]
     assert dy is not None
     cut, group = options.cut, options.group
-    rowwise, columnwise = quantize_calls(dy, s.dy, options, a.rng)
+    copies = quantize_calls(dy, gradient_calls(s.dy, cut), options, a.rng)
+    of_dgrad, of_wgrad = whole_gradients(dy, copies, s, cut, group)
     made: dict[str, Any] = {}
+    w = a.kept_weight(0, s, options, saved) if "x" in needs else None
+    x = whole_input(lambda: _kept_input(a, s, options, saved), cut, group) if "weight" in needs else None
     if "x" in needs:
-        w = a.kept_weight(0, s, options, saved)
-        operand = whole_gradient(dy if rowwise is None else rowwise, cut, group)
-        made["x"] = input_gradient(operand, w, a.x, s, options, a.rng, a.x.shape[-1])
-    if "weight" in needs:
-        if isinstance(a.x, Tensor):
-            x: Any = high_precision("linear", a.x)
-        else:
-            x = unpack(kept_spec(s.x_kept, s.plan.input), list(a.x_copy) or saved)
-        if s.x_late:
-            scales, amax = saved_for_late(s.x, s.x_late, options, saved)
-            x = pick(s.x_kept, encode(x, s.x_late, options, a.rng, scales, amax).copies, x)
-        operand = whole_gradient(dy if columnwise is None else columnwise, cut, group)
-        made["weight"] = weight_gradient(operand, whole_input(x, cut, group), a.weight.dtype, s, options, a.rng)
+        dx = input_gradient(of_dgrad.finish(), w, a.x, s, options, a.rng, a.x.shape[-1])
+    if x is not None:
+        made["weight"] = weight_gradient(of_wgrad.finish(), x.finish(), a.weight.dtype, s, options, a.rng)
+    if "x" in needs:
+        made["x"] = dx.finish()
     if "bias" in needs:
         assert a.bias is not None
         made["bias"] = sum_over_tokens(gemm_ops.bias_grad(dy, a.bias.dtype), cut, group, ROW)
     a.log_amaxes()
     return [made[name] for name in a.gradients(needs)]
+
+
+def _kept_input(a: _Arguments, s: Schedule, options: Options, saved: list[Tensor]) -> Any:
+    """Returns the operand that wgrad reads for the input; makes it where the original is kept."""
+    if isinstance(a.x, Tensor):
+        x: Any = high_precision("linear", a.x)
+    else:
+        x = unpack(kept_spec(s.x_kept, s.plan.input), list(a.x_copy) or saved)
+    if not s.x_late:
+        return x
+    scales, amax = saved_for_late(s.x, s.x_late, options, saved)
+    return pick(s.x_kept, encode(x, s.x_late, options, a.rng, scales, amax).copies, x)
 
 
 def _forward_replay(a: _Arguments, needs: tuple[str, ...]) -> Replay | None:

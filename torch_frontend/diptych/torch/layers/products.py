@@ -48,7 +48,7 @@ from diptych.torch.layers.quantize import (
     save_for_late,
     saved_for_late,
 )
-from diptych.torch.layers.tensor_parallel import ROW, Cut, whole_input, whole_input_gradient, whole_output
+from diptych.torch.layers.tensor_parallel import ROW, Cut, Exchange, whole_input, whole_input_gradient, whole_output
 from diptych.torch.layers.weight_gradients import Buffer, overwrites
 from diptych.torch.primitives import gemm as gemm_ops
 from diptych.torch.primitives.checks import TWO_LEVEL
@@ -106,16 +106,16 @@ def fprop(
         encoded_x = Encoded(given_copies(x, s))
     elif given is None:
         encoded_x = encode(x, s.x, options, rng, options.recomputed_scales)
+    cut, leading, rowwise = options.cut, x.shape[:-1], encoded_x.copies[0]
+    a = whole_input(lambda: high_precision(options.module, x) if rowwise is None else rowwise, cut, options.group)
     encoded_w = fprop_weight(weight, rng, s, options)
-    copies_x, copies_w = encoded_x.copies, encoded_w.copies
-    a = high_precision(options.module, x) if copies_x[0] is None else copies_x[0]
+    copies_w = encoded_w.copies
     b = pick("original", copies_w, weight) if s.plan.weight.rowwise is None else copies_w[0]
-    cut, leading = options.cut, x.shape[:-1]
     if cut is None:
-        y = product("fprop", a, b, bias, x.dtype, s.plan.options[0])
+        y = product("fprop", a.finish(), b, bias, x.dtype, s.plan.options[0])
     else:
         leading, added = (cut.out_rows(x.shape[0]), *x.shape[1:-1]), None if cut.mode == ROW else bias
-        y = product("fprop", whole_input(a, cut, options.group), b, added, x.dtype, s.plan.options[0])
+        y = product("fprop", a.finish(), b, added, x.dtype, s.plan.options[0])
         y = whole_output(y, bias, cut, options.group)
     if x.dim() != 2:
         # Autograd would refuse to change a view that an op returns in place.
@@ -125,11 +125,11 @@ def fprop(
 
 def input_gradient(
     dy: Operand, w: Operand, x: Tensor, s: Schedule, options: Options, rng: Tensor | None, width: Any
-) -> Tensor:
-    """Computes dgrad, [..., width] with x's leading dimensions, in x's dtype."""
+) -> Exchange[Tensor]:
+    """Computes dgrad, [..., width] with x's leading dimensions, in x's dtype. A sum over ranks is begun."""
     dx = product("dgrad", dy, w, None, x.dtype, s.plan.options[1])
-    dx = whole_input_gradient(dx, options.cut, options.group)
-    return requantized_result(dx, s.results[1], options, rng).view(*x.shape[:-1], width)
+    whole = whole_input_gradient(dx, options.cut, options.group)
+    return whole.then(lambda dx: requantized_result(dx, s.results[1], options, rng).view(*x.shape[:-1], width))
 
 
 def fprop_weight(weight: Any, rng: Tensor | None, s: Schedule, options: Options) -> Encoded:

@@ -11,6 +11,8 @@ Tokens are cut along dimension 0, in rank order. Invariants:
 
 - Operands are quantized by amaxes that are reduced over the group, so that their bytes and scales are those of the
   whole tensor; gathers carry these bytes.
+- An exchange is begun as soon as what it sends is there, and finished where its result is read, so that products run
+  meanwhile. All ranks begin the exchanges of a group in the same order.
 - Each rank rounds its partial product to the result's dtype. They travel by all-to-all, and are added in float32 in
   ascending rank, whatever a transport's own order of additions is. A sum is cut into the ranks' tokens (sequence), or
   every rank has all of it.
@@ -20,7 +22,8 @@ Tokens are cut along dimension 0, in rank order. Invariants:
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,12 +32,15 @@ from torch.nn import functional as F
 
 from diptych.common.errors import ShapeError, UnsupportedError
 from diptych.common.formats import FORMATS
-from diptych.common.layers.schedule import Schedule
+from diptych.common.layers.schedule import Call, Schedule
 from diptych.common.quantizers import ROW_AMAX, SQUARE, Quantizer
-from diptych.torch.tensors.copies import Operand
+from diptych.torch.primitives.transpose import transpose
+from diptych.torch.tensors.copies import Copies, Operand
 from diptych.torch.tensors.quantized import QuantizedTensorBase
 
 COLUMN, ROW = "column", "row"
+T = TypeVar("T")
+U = TypeVar("U")
 
 
 class Cut(NamedTuple):
@@ -61,27 +67,89 @@ class Cut(NamedTuple):
         return rows * self.ranks if self.mode == COLUMN else rows // self.ranks
 
 
+# --- exchanges -------------------------------------------------------------------------------------------------------
+
+
+class Exchange(Generic[T]):
+    """What ranks exchange, once it is begun. Work that reads none of it may run until `finish`.
+
+    `make`: makes the result of what was received. `work`: torch's handle of what travels; None: nothing does. `sent`:
+    kept alive until it has travelled.
+    """
+
+    def __init__(self, make: Callable[[], T], work: Any = None, sent: Tensor | None = None) -> None:
+        self._make, self._work, self._sent = make, work, sent
+        self._made: list[T] = []
+
+    def finish(self) -> T:
+        """Returns the result, the same each time. On a GPU the current stream waits for it, and the host does not."""
+        if not self._made:
+            if self._work is not None:
+                self._work.wait()
+            self._made.append(self._make())
+            del self._make, self._work, self._sent
+        return self._made[0]
+
+    def then(self, make: Callable[[T], U]) -> Exchange[U]:
+        """What `make` makes of the result, when that is finished."""
+        return Exchange(lambda: make(self.finish()))
+
+
 # --- what the products of a layer call -------------------------------------------------------------------------------
 
 
-def whole_input(x: Operand, cut: Cut | None, group: Any) -> Operand:
-    """The input of fprop and wgrad with the tokens of all ranks."""
-    return gathered(x, cut.ranks, group) if cut is not None and cut.gathers_input else x
+def whole_input(make: Callable[[], Operand], cut: Cut | None, group: Any) -> Exchange[Operand]:
+    """The input of fprop and wgrad with the tokens of all ranks. `make` makes this rank's: at once where it travels,
+    else when the exchange is finished."""
+    return gathered(make(), cut.ranks, group) if cut is not None and cut.gathers_input else Exchange(make)
 
 
-def whole_gradient(dy: Operand, cut: Cut | None, group: Any) -> Operand:
-    """The gradient that dgrad and wgrad read, with the tokens of all ranks."""
-    return gathered(dy, cut.ranks, group) if cut is not None and cut.gathers_gradient else dy
+def gradient_calls(calls: tuple[Call, ...], cut: Cut | None) -> tuple[Call, ...]:
+    """How a rank quantizes the gradient: only rowwise where `whole_gradients` makes the columnwise copy of it."""
+    if not _turned(calls, cut):
+        return calls
+    return (calls[0]._replace(quantizer=calls[0].quantizer.with_usage(rowwise=True, columnwise=False)),)
+
+
+def whole_gradients(
+    dy: Tensor, copies: Copies, s: Schedule, cut: Cut | None, group: Any
+) -> tuple[Exchange[Operand], Exchange[Operand]]:
+    """The gradient that dgrad and wgrad read, with the tokens of all ranks. `copies`: those by `gradient_calls`."""
+    rows, columns = [dy if copy is None else copy for copy in copies]
+    if cut is None or not cut.gathers_gradient:
+        return Exchange(lambda: rows), Exchange(lambda: columns)
+    of_rows = gathered(rows, cut.ranks, group) if s.w_kept else Exchange(lambda: rows)
+    if _turned(s.dy, cut):
+        return of_rows, of_rows.then(_turn)
+    if not s.x_kept or (s.w_kept and columns is rows):
+        return of_rows, of_rows
+    return of_rows, gathered(columns, cut.ranks, group)
+
+
+def _turned(calls: tuple[Call, ...], cut: Cut | None) -> bool:
+    """Whether the gradient's columnwise copy is its gathered rowwise copy transposed: both have one scale."""
+    if cut is None or not cut.gathers_gradient or len(calls) != 1:
+        return False
+    quantizer = calls[0].quantizer
+    return quantizer.rowwise and quantizer.columnwise and quantizer.format.per_tensor and not quantizer.custom
+
+
+def _turn(rowwise: Operand) -> Operand:
+    assert not isinstance(rowwise, Tensor)
+    data, scale_inv, amax, format_id, _ = rowwise
+    return transpose(data.reshape(-1, data.shape[-1])), scale_inv, amax, format_id, True
 
 
 def whole_output(y: Tensor, bias: Tensor | None, cut: Cut, group: Any) -> Tensor:
     """fprop's result [M, ...]: of a row-parallel layer the sum over ranks plus the bias."""
-    return summed(y, cut.ranks, group, cut.sequence, bias) if cut.mode == ROW else y
+    return summed(y, cut.ranks, group, cut.sequence, bias).finish() if cut.mode == ROW else y
 
 
-def whole_input_gradient(dx: Tensor, cut: Cut | None, group: Any) -> Tensor:
+def whole_input_gradient(dx: Tensor, cut: Cut | None, group: Any) -> Exchange[Tensor]:
     """dgrad's result [M, ...]: of a column-parallel layer the sum over ranks."""
-    return summed(dx, cut.ranks, group, cut.sequence) if cut is not None and cut.mode == COLUMN else dx
+    if cut is None or cut.mode != COLUMN:
+        return Exchange(lambda: dx)
+    return summed(dx, cut.ranks, group, cut.sequence)
 
 
 def sum_over_tokens(grad: Tensor, cut: Cut | None, group: Any, mode: str) -> Tensor:
@@ -89,51 +157,61 @@ def sum_over_tokens(grad: Tensor, cut: Cut | None, group: Any, mode: str) -> Ten
     layer's bias, or the norm in front of a column-parallel layer."""
     if cut is None or not cut.sequence or cut.mode != mode:
         return grad
-    return summed(grad.unsqueeze(1), cut.ranks, group, False).squeeze(1)
+    return summed(grad.unsqueeze(1), cut.ranks, group, False).finish().squeeze(1)
 
 
 # --- transport -------------------------------------------------------------------------------------------------------
 # A graph's layouts come from running this code on fake tensors, of which nothing is sent.
 
 
-def gathered(operand: Operand, ranks: int, group: Any) -> Operand:
-    """Joins the tokens of all ranks, in rank order. A copy's bytes and scales travel; scales of the whole tensor are on
-    every rank already."""
+def gathered(operand: Operand, ranks: int, group: Any) -> Exchange[Operand]:
+    """Begins to join the tokens of all ranks, in rank order. A copy's bytes and scales travel; scales of the whole
+    tensor are on every rank already."""
     if isinstance(operand, Tensor):
         return _gathered_rows(operand.reshape(-1, operand.shape[-1]), ranks, group)
     data, scale_inv, amax, format_id, columnwise = operand
     fmt = FORMATS[format_id]
     join = _gathered_columns if columnwise and fmt.columnwise == "transposed" else _gathered_rows
-    scales = scale_inv if fmt.per_tensor else join(scale_inv, ranks, group)
-    return join(data, ranks, group), scales, amax, format_id, columnwise
+    payload = join(data, ranks, group)
+    scales = Exchange(lambda: scale_inv) if fmt.per_tensor else join(scale_inv, ranks, group)
+    return payload.then(lambda whole: (whole, scales.finish(), amax, format_id, columnwise))
 
 
-def summed(partial: Tensor, ranks: int, group: Any, scatter: bool, bias: Tensor | None = None) -> Tensor:
-    """The sum of the ranks' partial results [M, N] plus the bias, rounded once to their dtype: [M / ranks, N] of this
-    rank's tokens with `scatter`, which needs M to be a multiple of `ranks`, else [M, N]."""
+def summed(partial: Tensor, ranks: int, group: Any, scatter: bool, bias: Tensor | None = None) -> Exchange[Tensor]:
+    """Begins the sum of the ranks' partial results [M, N] plus the bias, rounded once to their dtype: [M / ranks, N] of
+    this rank's tokens with `scatter`, which needs M to be a multiple of `ranks`, else [M, N]."""
     rows = partial.shape[0]
-    padded = partial if rows % ranks == 0 else F.pad(partial, (0, 0, 0, -rows % ranks))
-    received = torch.empty_like(padded, memory_format=torch.contiguous_format)
+    sent = (partial if rows % ranks == 0 else F.pad(partial, (0, 0, 0, -rows % ranks))).contiguous()
+    received = torch.empty_like(sent)
+    work = None
     if not is_fake(received):
-        torch.distributed.all_to_all_single(received, padded.contiguous(), group=group)
-    parts = received.view(ranks, -1, *padded.shape[1:])
-    total = parts[0].to(torch.float32, copy=True)
-    for part in parts[1:]:
-        total += part
-    if bias is not None:
-        total += bias
-    total = total.to(partial.dtype)
-    return total if scatter else _gathered_rows(total, ranks, group)[:rows]
+        work = torch.distributed.all_to_all_single(received, sent, group=group, async_op=True)
+
+    def added() -> Tensor:
+        total = _sum(list(received.view(ranks, -1, *sent.shape[1:])), bias)
+        return total if scatter else _gathered_rows(total, ranks, group).finish()[:rows]
+
+    return Exchange(added, work, sent)
 
 
-def _gathered_rows(t: Tensor, ranks: int, group: Any) -> Tensor:
+def _sum(parts: list[Tensor], bias: Tensor | None) -> Tensor:
+    """Adds parts in their order, and the bias last, in float32, and rounds once."""
+    first, *others = parts if bias is None else [*parts, bias]
+    if len(others) == 1 and bias is None:
+        return first + others[0]  # torch adds half precision in float32
+    total = first.to(torch.float32, copy=True)
+    for t in others[:-1]:
+        total += t
+    return torch.add(total, others[-1], out=torch.empty_like(first)) if others else total.to(first.dtype)
+
+
+def _gathered_rows(t: Tensor, ranks: int, group: Any) -> Exchange[Tensor]:
     sent = t.contiguous()
     if sent.element_size() == 1:
         sent = sent.view(torch.uint8)  # gloo refuses FP8, and NCCL E8M0 and E2M1
     made = torch.empty((ranks * sent.shape[0], *sent.shape[1:]), dtype=sent.dtype, device=sent.device)
-    if not is_fake(made):
-        _all_gather()(made, sent, group=group)
-    return made.view(t.dtype)
+    work = None if is_fake(made) else _all_gather()(made, sent, group=group, async_op=True)
+    return Exchange(lambda: made.view(t.dtype), work, sent)
 
 
 def _all_gather() -> Any:
@@ -142,12 +220,20 @@ def _all_gather() -> Any:
     return torch.distributed.all_gather_into_tensor if found is None else found
 
 
-def _gathered_columns(t: Tensor, ranks: int, group: Any) -> Tensor:
+def _gathered_columns(t: Tensor, ranks: int, group: Any) -> Exchange[Tensor]:
     """Joins [K, M / ranks] of all ranks to [K, M]."""
-    stacked = _gathered_rows(t, ranks, group).view(ranks, *t.shape)
-    if stacked.element_size() == 1:
-        return stacked.view(torch.uint8).transpose(0, 1).flatten(1).view(t.dtype)
-    return stacked.transpose(0, 1).flatten(1)
+
+    def joined(stacked: Tensor) -> Tensor:
+        words = stacked.view(ranks, *t.shape).view(_widest(t.shape[1] * t.element_size()))  # fewer, larger copies
+        return words.transpose(0, 1).contiguous().view(t.dtype).flatten(1)
+
+    return _gathered_rows(t, ranks, group).then(joined)
+
+
+def _widest(nbytes: int) -> torch.dtype:
+    """The largest integer dtype that divides a row of bytes."""
+    every = (torch.int64, torch.int32, torch.int16, torch.uint8) if nbytes else (torch.uint8,)
+    return next(d for d in every if nbytes % d.itemsize == 0)
 
 
 # --- what can be cut -------------------------------------------------------------------------------------------------
