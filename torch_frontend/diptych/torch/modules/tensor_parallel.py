@@ -155,7 +155,7 @@ class TensorParallelModule(nn.Module):
         """Fills this rank's part of a layer's weight and bias with its part of what `initialize` draws for the
         whole."""
         (weight, bias), cuts = _names(layer), self.cuts()
-        held: dict[str, Any] = {name: p for name in (weight, bias) if (p := self._parameters[name]) is not None}
+        held: dict[str, Any] = {name: p for name in (weight, bias) if (p := self._parameters.get(name)) is not None}
         if weight not in cuts:
             initialize(held[weight], held.get(bias), init_method)
             return
