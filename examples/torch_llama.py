@@ -115,10 +115,11 @@ def check(args: argparse.Namespace, config: Config, ranks: int) -> None:
     for name in ("save", "out"):
         if (path := getattr(args, name)) is not None and path.exists() and not path.is_dir():
             refuse(f"--{name} {path}: is no folder")
-    if args.metrics is not None and args.metrics.is_dir():
-        refuse(f"--metrics {args.metrics}: is a folder")
     if args.out is not None:
         weights.safetensors()
+    if args.metrics is not None:  # the first rank writes it, and none shall wait for one that cannot
+        args.metrics.parent.mkdir(parents=True, exist_ok=True)
+        args.metrics.open("a").close()
 
 
 def tokens_of(args: argparse.Namespace, config: Config) -> texts.ByteData:

@@ -35,7 +35,6 @@ class Report:
     def __init__(self, log: Path | None, resumed_at: int) -> None:
         self.live, self.pending, self.log = sys.stdout.isatty(), False, None
         if log is not None:
-            log.parent.mkdir(parents=True, exist_ok=True)
             kept = []
             if resumed_at and log.exists():  # steps that a killed run made after its last checkpoint are made again
                 lines = log.read_text().splitlines(keepends=True)

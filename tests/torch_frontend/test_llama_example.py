@@ -158,7 +158,7 @@ WRONG: dict[str, tuple[int, tuple[Any, ...]]] = {
     "no complete checkpoint": (1, ("--save", "{folder}", "--resume")),
     "--save {empty}: is no folder": (1, ("--save", "{empty}")),
     "--out {empty}: is no folder": (1, ("--out", "{empty}")),
-    "--metrics {folder}: is a folder": (1, ("--metrics", "{folder}")),
+    "Is a directory: '{folder}'": (1, ("--metrics", "{folder}")),
     "File exists: '{empty}'": (1, ("--metrics", "{empty}/log")),
     "positive integer": (1, ("--steps", 0)),
     "--lr nan is not positive": (1, ("--lr", "nan")),

@@ -24,9 +24,10 @@ def cut_model(name: str, group: Any = None, seed: int = 0, ffn: int = F, head: i
     """Of a head of two features, a part has one row: FSDP2 leaves another rank without any."""
     torch.manual_seed(seed)
     ways: dict[str, Any] = {} if group is None else {"tp_group": group}
-    column = ways | ({"parallel_mode": "column"} if ways else {})
-    row = ways | ({"parallel_mode": "row"} if ways else {})
-    both = ways | ({"set_parallel_mode": True} if ways else {})
+    options: dict[str, Any] = {"bias": name == "delayed"}
+    column = ways | options | ({"parallel_mode": "column"} if ways else {})
+    row = ways | options | ({"parallel_mode": "row"} if ways else {})
+    both = ways | options | ({"set_parallel_mode": True} if ways else {})
     return nn.Sequential(
         dt.LayerNormLinear(D, D, **column),
         dt.Linear(D, D, **row),

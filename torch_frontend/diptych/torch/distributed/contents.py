@@ -59,12 +59,13 @@ def module_cuts(model: nn.Module) -> dict[str, ModuleCut]:
         if not isinstance(module, TensorParallelModule):
             continue
         for name, how in module.cuts().items():
-            if name not in module._parameters:
+            p = module._parameters.get(name)
+            if p is None and getattr(module, name, None) is not None:
                 raise UnsupportedError(
                     f"{key or type(module).__name__} is cut over {module.tp_size} ranks, and its {name} is no "
                     "parameter of its own (parametrized), so that this rank's part of it is not known"
                 )
-            if (p := module._parameters[name]) is not None:
+            if p is not None:
                 found[p] = ModuleCut(how, module._require_group())
     named = model.named_parameters(remove_duplicate=False)  # another module may have the same parameter
     return {name_of(key): found[p] for key, p in named if p in found}

@@ -178,7 +178,7 @@ class TensorParallelModule(nn.Module):
         for layer, mode in self._modes.items():
             weight, bias = _names(layer)
             made[weight] = ParameterCut(0 if mode == COLUMN else 1, self._stacked(layer))
-            if mode == COLUMN and getattr(self, bias) is not None:
+            if mode == COLUMN:
                 made[bias] = made[weight]
         return made
 
