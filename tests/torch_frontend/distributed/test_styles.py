@@ -219,9 +219,9 @@ def optimized(rank: int, groups: Any, recipe: str) -> bool:
 
 
 @pytest.mark.parametrize("recipe", [r if r == "delayed" else slow(r) for r in ("delayed", "current", "mxfp8", "nvfp4")])
-def test_a_model_trains_as_one_made_with_a_group(recipe, pool, tmp_path):
+def test_a_model_trains_as_one_made_with_a_group(recipe, on, pool, tmp_path):
     """Results, gradients and weights after steps of AdamW; the norm of all gradients is that of the whole ones."""
-    assert pool.run(f"{__name__}:optimized", recipe, into=tmp_path / "made") == [True, True]
+    assert pool.run(f"{__name__}:optimized", recipe, into=tmp_path / "made", device=on) == [True, True]
 
 
 # --- activations ---
@@ -261,8 +261,8 @@ def boundaries(rank: int, groups: Any) -> bool:
     return True
 
 
-def test_tensors_and_dtensors_at_the_boundary(pool, tmp_path):
-    assert pool.run(f"{__name__}:boundaries", into=tmp_path / "made") == [True, True]
+def test_tensors_and_dtensors_at_the_boundary(on, pool, tmp_path):
+    assert pool.run(f"{__name__}:boundaries", into=tmp_path / "made", device=on) == [True, True]
 
 
 def norms(rank: int, groups: Any) -> dict[str, torch.Tensor]:
@@ -490,8 +490,8 @@ def saved(rank: int, groups: Any, folder: str) -> dict[str, torch.Tensor]:
     return {n: p.full_tensor().detach() for n, p in styles.named_parameters()}  # pyright: ignore
 
 
-def test_checkpoints_of_styles(pool, tmp_path):
-    ranks = pool.run(f"{__name__}:saved", str(tmp_path / "run"), into=tmp_path / "made")
+def test_checkpoints_of_styles(on, pool, tmp_path):
+    ranks = pool.run(f"{__name__}:saved", str(tmp_path / "run"), into=tmp_path / "made", device=on)
     whole = model()
     dt.parallel.load(tmp_path / "run", whole)
     exported = pytest.importorskip("safetensors.torch").load_file(tmp_path / "run" / "model.safetensors")
