@@ -52,7 +52,6 @@ UNPAIRED = {
     "torch": {
         "parallel.py": "the public face of `distributed`",
         "primitives/constants.py": "recipes as constants of torch.compile; JAX takes any hashable as a static argument",
-        "primitives/transpose.py": "payloads that ranks exchange; XLA moves JAX's",
         "tensors/quantized_ops.py": "torch's operators on a tensor subclass; JAX's arrays are pytrees",
         "layers/tensor_parallel.py": "torch's layers call collectives themselves; XLA partitions JAX's",
         "state/autocast.py": "a dynamically scoped recipe, which a jit cache would make stale",
