@@ -13,7 +13,7 @@ from diptych.common import (
     NVFP4Quantizer,
 )
 from diptych.torch.distributed.columnwise import byte_transposed, transposable, transposed
-from diptych.torch.primitives.transpose import transpose
+from diptych.torch.primitives.quantize import transpose
 from torch_frontend.tools import normal
 
 SQUARE = [

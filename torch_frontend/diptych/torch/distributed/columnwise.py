@@ -42,7 +42,7 @@ def transposed(quantizer: Quantizer, data: Tensor, scale_inv: Tensor) -> tuple[T
 
 
 def byte_transposed(quantizer: Quantizer) -> bool:
-    """Whether the columnwise data are the rowwise ones with their bytes transposed (`primitives.transpose`)."""
+    """Whether the columnwise data are the rowwise ones with their bytes transposed."""
     return quantizer.format.columnwise == "transposed" and quantizer.format.pack == 1
 
 

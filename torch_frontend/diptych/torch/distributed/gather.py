@@ -23,7 +23,6 @@ from diptych.torch.distributed.amaxes import WholeAmaxes
 from diptych.torch.distributed.columnwise import byte_transposed, transposable, transposed
 from diptych.torch.primitives import grouped as grouped_ops
 from diptych.torch.primitives import quantize as quantize_ops
-from diptych.torch.primitives.transpose import transpose_into
 
 ROWWISE, COLUMNWISE = "rowwise", "columnwise"
 
@@ -141,7 +140,7 @@ class Gather:
         data, scale_inv = transposed(self.quantizer, self.whole["rowwise_data"], self.whole["rowwise_scale_inv"])
         if byte_transposed(self.quantizer):
             with self._written("columnwise_data", data) as held:
-                transpose_into(data, held)
+                quantize_ops.transpose_into(data, held)
         else:
             self.fill("columnwise_data", data)
         self.fill("columnwise_scale_inv", scale_inv)

@@ -106,16 +106,16 @@ def fprop(
         encoded_x = Encoded(given_copies(x, s))
     elif given is None:
         encoded_x = encode(x, s.x, options, rng, options.recomputed_scales)
-    cut, leading, rowwise = options.cut, x.shape[:-1], encoded_x.copies[0]
-    a = whole_input(lambda: high_precision(options.module, x) if rowwise is None else rowwise, cut, options.group)
+    cut, leading = options.cut, x.shape[:-1]
+    a = high_precision(options.module, x) if encoded_x.copies[0] is None else encoded_x.copies[0]
+    whole_a = None if cut is None else whole_input(lambda: a, cut, options.group)
     encoded_w = fprop_weight(weight, rng, s, options)
-    copies_w = encoded_w.copies
-    b = pick("original", copies_w, weight) if s.plan.weight.rowwise is None else copies_w[0]
-    if cut is None:
-        y = product("fprop", a.finish(), b, bias, x.dtype, s.plan.options[0])
+    b = pick("original", encoded_w.copies, weight) if s.plan.weight.rowwise is None else encoded_w.copies[0]
+    if cut is None or whole_a is None:
+        y = product("fprop", a, b, bias, x.dtype, s.plan.options[0])
     else:
         leading, added = (cut.out_rows(x.shape[0]), *x.shape[1:-1]), None if cut.mode == ROW else bias
-        y = product("fprop", a.finish(), b, added, x.dtype, s.plan.options[0])
+        y = product("fprop", whole_a.finish(), b, added, x.dtype, s.plan.options[0])
         y = whole_output(y, bias, cut, options.group)
     if x.dim() != 2:
         # Autograd would refuse to change a view that an op returns in place.

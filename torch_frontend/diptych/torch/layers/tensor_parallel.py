@@ -34,7 +34,7 @@ from diptych.common.errors import ShapeError, UnsupportedError
 from diptych.common.formats import FORMATS
 from diptych.common.layers.schedule import Call, Schedule
 from diptych.common.quantizers import ROW_AMAX, SQUARE, Quantizer
-from diptych.torch.primitives.transpose import transpose
+from diptych.torch.primitives.quantize import transpose
 from diptych.torch.tensors.copies import Copies, Operand
 from diptych.torch.tensors.quantized import QuantizedTensorBase
 

@@ -1,4 +1,4 @@
-"""quantize, dequantize and amax on raw buffers: kernel call and fake implementation of each, under `torch.ops.diptych`.
+"""quantize, dequantize, amax and transpose on raw buffers: kernel call and fake implementation, in `torch.ops.diptych`.
 
 Invariants of all files of this room:
 
@@ -18,6 +18,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from diptych.common.errors import DTypeError, ShapeError
 from diptych.common.ops import shapes
 from diptych.common.quantizers import ROW_AMAX, STOCHASTIC, Float8Quantizer, Quantizer
 from diptych.core import _core
@@ -35,7 +36,7 @@ from diptych.torch.primitives.checks import (
     require_no_grad,
     require_out_dtype,
 )
-from diptych.torch.primitives.register import define, direct, fake_buffers, layout, new_buffers, wrote
+from diptych.torch.primitives.register import define, direct, fake_buffers, layout, new_buffers, run, wrote
 
 _COMPUTE, _GIVEN, _ACCUMULATE = 0, 1, 2  # AmaxMode in ops.h
 
@@ -190,6 +191,28 @@ def _dequantize_fake(
     return data.new_empty(shapes.tensor_shape(fmt, columnwise, data.shape), dtype=dtype)
 
 
+# --- transpose -------------------------------------------------------------------------------------------------------
+
+
+def _turned_shape(x: Tensor) -> tuple[int, ...]:
+    """The result's shape. **Raises** ShapeError, DTypeError for a tensor that is no matrices of bytes."""
+    if x.dim() < 2:
+        raise ShapeError(f"transpose: x must have two dimensions or more, got {list(x.shape)}")
+    if x.element_size() != 1:
+        raise DTypeError(f"transpose: x must have elements of one byte, got {x.dtype}")
+    return (*x.shape[:-2], x.shape[-1], x.shape[-2])
+
+
+def _transpose(x: Tensor) -> Tensor:
+    out = x.new_empty(_turned_shape(x))
+    transpose_into(x, out)
+    return out
+
+
+def _transpose_fake(x: Tensor) -> Tensor:
+    return x.new_empty(_turned_shape(x))
+
+
 # --- registration ----------------------------------------------------------------------------------------------------
 
 
@@ -242,6 +265,8 @@ else:  # pragma: no cover - no supported torch
     _quantize_again_op = torch._disable_dynamo(_quantize_again)  # type: ignore[attr-defined]
     _quantize_delayed_op = torch._disable_dynamo(_both(_quantize_delayed))  # type: ignore[attr-defined]
 
+
+_transpose_op = define("transpose", "(Tensor x) -> Tensor", _transpose, _transpose_fake)
 
 # --- the ops as the rest of this package calls them ------------------------------------------------------------------
 
@@ -339,3 +364,13 @@ def dequantize(q: Copy, dtype: torch.dtype) -> Tensor:
     if direct(q[0], q[1], q[2]):
         return _dequantize(*q, dtype)
     return _dequantize_op(*q, dtype)
+
+
+def transpose(x: Tensor) -> Tensor:
+    """Returns [..., C, R] of a tensor [..., R, C] whose elements are one byte. It has no derivative."""
+    return run("transpose", _transpose, _transpose_op, x)
+
+
+def transpose_into(x: Tensor, out: Tensor) -> None:
+    """Writes a dense tensor [..., R, C] of bytes to `out` [..., C, R] of equally large elements."""
+    _core.transpose(x.contiguous().view(torch.uint8), out.view(torch.uint8))

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from diptych.torch.primitives.transpose import transpose, transpose_into
+from diptych.torch.primitives.quantize import transpose, transpose_into
 
 DTYPES = (torch.uint8, torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
 SHAPES = ((5, 7), (0, 3), (3, 0), (2, 130, 48), (2, 3, 16, 33))
