@@ -269,8 +269,37 @@ def boundaries(rank: int, groups: Any) -> bool:
     named = parallelize_module(dt.Linear(64, 64, return_bias=True, device=here()), mesh, plan(1)["0"])
     with dt.autocast(recipe=recipe):
         y, bias = named(inp=x.chunk(2, 1)[rank])
+        same(named(None, inp=x.chunk(2, 1)[rank])[0], y, "an input by its other name")
+    assert (named.weight.tensor_model_parallel, named.weight.partition_dim) == (True, 0)
     assert y.shape == (128, 2, 32) and not isinstance(bias, DTensor) and bias.shape == (32,)
     return True
+
+
+def alone(rank: int, groups: Any) -> bool:
+    """A dimension of one rank: parameters and boundaries are as with more, and nothing is cut."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    mesh = init_device_mesh(here(), (2, 1), mesh_dim_names=("dp", "tp"))["tp"]
+    torch.manual_seed(0)
+    plain = model(device=here())
+    styles: Any = parallelize_module(copy.deepcopy(plain), mesh, plan(0, use_local_output=False))
+    x = torch.randn(128, 2, 64, device=here())
+    with dt.autocast(recipe=RECIPES["current"]):
+        want, got = plain(x), styles(DTensor.from_local(x, mesh, [Shard(0)]))
+    assert isinstance(got, DTensor)
+    same(got.to_local(), want, "result")
+    want.square().sum().backward()
+    got.to_local().square().sum().backward()
+    for p, q in zip(plain.parameters(), styles.parameters(), strict=True):
+        same(q.grad.to_local(), p.grad, "gradient")
+    styles[2].reset_parameters()
+    return True
+
+
+def test_one_rank(pool, tmp_path):
+    assert pool.run(f"{__name__}:alone", into=tmp_path / "made") == [True, True]
 
 
 def test_tensors_and_dtensors_at_the_boundary(on, pool, tmp_path):

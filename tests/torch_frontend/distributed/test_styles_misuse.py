@@ -33,6 +33,19 @@ def _torchs_style(groups: Any) -> Any:
     return _apply(ColwiseParallel(), dt.Linear(64, 64), mesh_of(groups))(torch.ones(32, 64))
 
 
+def _uneven(groups: Any) -> Any:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    module = _apply(P.ColwiseParallel(input_layouts=_shard(0)), dt.Linear(64, 64), mesh_of(groups))
+    return module(distribute_tensor(torch.ones(5, 64), mesh_of(groups), [Shard(0)], src_data_rank=None))
+
+
+def _plain_parameters(groups: Any) -> Any:
+    module = _apply(P.ColwiseParallel(), dt.Linear(64, 64), mesh_of(groups))
+    plain = {name: p.to_local() for name, p in module.named_parameters()}
+    return torch.func.functional_call(module, plain, (torch.ones(32, 64),))
+
+
 def _grid(groups: Any) -> Any:
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -86,6 +99,8 @@ MISUSE: dict[str, tuple[Any, str, str]] = {
         lambda g: _apply(P.ColwiseParallel(input_layouts=_shard(1)), dt.Linear(64, 64), mesh_of(g))(torch.ones(32, 64)),
         "ValueError", "[batch, tokens, features]",
     ),
+    "tokens that ranks do not share evenly": (_uneven, "ValueError", "no multiple of the 2 tensor-parallel ranks"),
+    "plain parameters": (_plain_parameters, "TypeError", "one is a plain Tensor now"),
     "torch's style": (_torchs_style, "NotImplementedError", "DTensor"),
 }  # fmt: skip
 

@@ -117,7 +117,8 @@ def export(path: str | Path, model: nn.Module, *, group: Any = None) -> None:
     """Writes a model to one safetensors file: every tensor of its state dict whole, in high precision and by its name,
     without quantizing's states.
 
-    Sharded and cut tensors are gathered one after the other, on every rank; the group's first rank writes.
+    Sharded and cut tensors are gathered one after the other, on every rank; the group's first rank writes. Replicas of
+    a cut tensor's part must be equal.
 
     **Raises:** CheckpointError on every rank if the file cannot be written, or for a dtype that such files do not hold.
     """

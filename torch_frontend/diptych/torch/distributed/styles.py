@@ -54,19 +54,19 @@ class _Style(ParallelStyle):
         if module.tp_size > 1:
             raise ArgumentError(f"{op}: {type(module).__name__} is cut already over {module.tp_size} ranks")
         _require_plain(op, module)
-        if device_mesh.size() == 1:
-            return module
         cuts = [layout.dim for layout in (self.inputs, self.outputs) if isinstance(layout, Shard)]
         sequence = [dim for dim in cuts if dim >= 0]
-        module.cut_over(device_mesh.get_group(), bool(sequence), self.modes)
+        module.become_cut(device_mesh.get_group(), bool(sequence), self.modes)
         cuts = module.cuts()
         for name, p in list(module._parameters.items()):
             if p is not None:
                 cut = cuts.get(name)
                 placed = _distributed(p.detach(), device_mesh, cut, self.src_data_rank)
                 module.register_parameter(name, nn.Parameter(placed, p.requires_grad))
-                if cut is not None and cut.parts > 1:
-                    _warn_of_strides(op, name, device_mesh)
+        for layer in module._modes:
+            module._mark(layer)
+        if any([cut.parts > 1 for cut in cuts.values()]):
+            _warn_of_strides(op, device_mesh)
         swaps = bool(sequence) and sequence[0] == 1
         module.register_forward_pre_hook(_Before(self.inputs, device_mesh, swaps), with_kwargs=True)
         module.register_forward_hook(_After(self.outputs, device_mesh, swaps, self.use_local_output))
@@ -193,10 +193,10 @@ def _distributed(whole: Tensor, mesh: DeviceMesh, cut: ParameterCut | None, sour
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
-def _warn_of_strides(op: str, name: str, mesh: DeviceMesh) -> None:
+def _warn_of_strides(op: str, mesh: DeviceMesh) -> None:
     if mesh._get_root_mesh().ndim > 1:
         warnings.warn(
-            f"{op}: {name} stacks gate and value, each of which is cut. Once fully_shard cuts it too, torch's "
+            f"{op}: fc1 stacks gate and value, each of which is cut. Once fully_shard cuts it too, torch's "
             "full_tensor() returns its rows in another order; diptych.torch.parallel.save, load and export do not",
             stacklevel=4,
         )
@@ -240,8 +240,7 @@ class _Before:
         self.layout, self.mesh, self.swaps = layout, mesh, swaps
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args:
-            return (self._taken(module, args[0]), *args[1:]), kwargs
+        args = (self._taken(module, args[0]), *args[1:]) if args else args
         return args, {k: self._taken(module, v) if k in ("input", "inp") else v for k, v in kwargs.items()}
 
     def _taken(self, module: nn.Module, x: Any) -> Any:
@@ -253,6 +252,11 @@ class _Before:
                 raise ArgumentError(
                     f"{type(module).__name__}: the input is placed {x.placements} on {x.device_mesh}, and its style "
                     f"expects {self.layout} on {self.mesh}; redistribute it, or say so by the style's layouts"
+                )
+            if isinstance(self.layout, Shard) and x.shape[self.layout.dim] % self.mesh.size():
+                raise ShapeError(
+                    f"{type(module).__name__}: dimension {self.layout.dim} of the input {list(x.shape)} is no multiple "
+                    f"of the {self.mesh.size()} tensor-parallel ranks"
                 )
             x = x.to_local(grad_placements=x.placements)
         return _swapped(type(module).__name__, x) if self.swaps else x

@@ -4,7 +4,7 @@
 `ParallelStyle` (`distributed/styles.py`), which makes its parameters DTensors. Arguments and attributes are named as in
 Megatron-LM and TransformerEngine: sizes that a constructor takes are those of the whole layer, and the module holds
 this rank's part. Parameters are drawn whole, with torch's generator, and cut: ranks that seed it alike hold the parts
-of one layer.
+of one layer, ranks of other dimensions of a mesh included.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class TensorParallelModule(nn.Module):
         if tp_group is not None:
             self.set_tensor_parallel_group(tp_group)
 
-    def cut_over(self, tp_group: Any, sequence_parallel: bool, modes: Mapping[str, str]) -> None:
+    def become_cut(self, tp_group: Any, sequence_parallel: bool, modes: Mapping[str, str]) -> None:
         """Makes a whole module one that is cut over a group; its caller cuts the parameters as `cuts` says.
         **Raises** what a constructor does, before anything is changed."""
         extent = self._cut_extents[next(iter(modes.values()))]
@@ -118,6 +118,10 @@ class TensorParallelModule(nn.Module):
         placed as the parameter is, since cut layers sum the gradients of what every rank has."""
         if not self._styled or t is None:
             return t
+        if not hasattr(t, "device_mesh"):
+            raise ArgumentError(
+                f"{type(self).__name__}: a style made the parameters DTensors, and one is a plain {type(t).__name__} now"
+            )
         if t.device_mesh.ndim > 1:
             raise ArgumentError(f"{type(self).__name__}: FSDP2 has not gathered a parameter; call the module itself")
         return t.to_local(grad_placements=t.placements)
@@ -129,7 +133,8 @@ class TensorParallelModule(nn.Module):
         if size != self.tp_size:
             if self.tp_size == 1:
                 raise UnsupportedError(
-                    f"{type(self).__name__} is whole; make it with tp_size={size} and a parallel_mode"
+                    f"{type(self).__name__} is whole; make it with tp_size={size} and a parallel_mode, or cut it by a "
+                    "style of diptych.torch.parallel"
                 )
             raise ValueError(f"{type(self).__name__}: the group has {size} ranks, and tp_size is {self.tp_size}")
         self._tp_group = _Held(tp_group)
@@ -193,11 +198,10 @@ class TensorParallelModule(nn.Module):
         if weight not in cuts:
             initialize(held[weight], held.get(bias), init_method)
             return
+        self._mark(layer)
         whole, tp = {}, torch.distributed.get_process_group_ranks(self.tp_group) if self.tp_group is not None else []
         for name, p in held.items():
             cut, shape = cuts.get(name), list(p.shape)
-            p.tensor_model_parallel, p.partition_dim = cut is not None, None if cut is None else cut.dim
-            p.partition_stride = self._stacked(layer)
             if cut is not None and not any([ranks == tp for ranks, *_ in _dimensions(p)]):
                 shape[cut.dim] *= self.tp_size  # a DTensor that a style made has the whole shape
             whole[name] = torch.empty(shape, dtype=p.dtype, device=p.device)
@@ -211,6 +215,15 @@ class TensorParallelModule(nn.Module):
                     if dim is not None and ranks != tp:
                         part = [*part.chunk(len(ranks), dim), *[part.narrow(dim, 0, 0)] * len(ranks)][rank]
                 (p.to_local() if hasattr(p, "to_local") else p).copy_(part)
+
+    def _mark(self, layer: str) -> None:
+        """Sets the attributes by which Megatron-LM's trainers know a layer's cut parameters."""
+        cuts = self.cuts()
+        for name in _names(layer):
+            p: Any = getattr(self, name)
+            if p is not None:
+                p.tensor_model_parallel, p.partition_stride = name in cuts, self._stacked(layer)
+                p.partition_dim = cuts[name].dim if name in cuts else None
 
     def _part(self, whole: Tensor, cut: ParameterCut) -> Tensor:
         """This rank's part of a whole parameter."""
