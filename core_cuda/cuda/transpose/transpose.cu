@@ -3,23 +3,22 @@
 // A thread loads vectors of rows, and stores sixteen rows of a column as one vector, of four columns. In shared memory
 // vector v of row r stands in place v ^ (r / 16 % 8) of its row: the lanes of a warp then read the same word of eight
 // groups of sixteen rows from different banks.
-#include "diptych/transpose.h"
-
 #include "cuda/base/launch.cuh"
 #include "cuda/base/vector.cuh"
+#include "diptych/transpose.h"
 
 namespace diptych::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kSide = 128;           // bytes and rows of a tile
-constexpr int kVecs = kSide / 16;    // of a row of a tile
+constexpr int kSide = 128;         // bytes and rows of a tile
+constexpr int kVecs = kSide / 16;  // of a row of a tile
 constexpr int kWords = kSide / 4;
 static_assert(kThreads == kWords * kVecs);
 
 struct TransposeParams {
-  const uint8_t* in;  // [batch, rows, cols]
-  uint8_t* out;       // [batch, cols, rows]
+  const uint8_t* in;                 // [batch, rows, cols]
+  uint8_t* out;                      // [batch, cols, rows]
   int64_t rows, cols, down, across;  // down, across: tiles of a matrix
   bool vec_in, vec_out;              // vectors are aligned, and whole
 };

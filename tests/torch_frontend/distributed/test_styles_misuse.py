@@ -100,7 +100,7 @@ MISUSE: dict[str, tuple[Any, str, str]] = {
         "ValueError", "[batch, tokens, features]",
     ),
     "tokens that ranks do not share evenly": (_uneven, "ValueError", "no multiple of the 2 tensor-parallel ranks"),
-    "plain parameters": (_plain_parameters, "TypeError", "one is a plain Tensor now"),
+    "plain parameters": (_plain_parameters, "TypeError", "found a plain Tensor"),
     "torch's style": (_torchs_style, "NotImplementedError", "DTensor"),
 }  # fmt: skip
 

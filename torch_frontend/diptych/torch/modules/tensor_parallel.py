@@ -120,7 +120,7 @@ class TensorParallelModule(nn.Module):
             return t
         if not hasattr(t, "device_mesh"):
             raise ArgumentError(
-                f"{type(self).__name__}: a style made the parameters DTensors, and one is a plain {type(t).__name__} now"
+                f"{type(self).__name__}: a style made the parameters DTensors, and found a plain {type(t).__name__}"
             )
         if t.device_mesh.ndim > 1:
             raise ArgumentError(f"{type(self).__name__}: FSDP2 has not gathered a parameter; call the module itself")
