@@ -46,7 +46,9 @@ def _strided_whole(func: Any, q: QuantizedTensorBase, size: Any, stride: Any, of
 def _viewed_whole(func: Any, q: QuantizedTensorBase, size: Any) -> QuantizedTensorBase:
     """A view of the whole tensor, which is what DTensor's `to_local` makes of a rank's part."""
     if tuple(size) != tuple(q.shape):
-        raise UnsupportedError(f"{called(func)}: the buffers of a quantized tensor have no views of other shapes")
+        raise UnsupportedError(
+            f"{called(func)}: the buffers of a quantized tensor have no other shapes; call dequantize() on it first"
+        )
     return mapped(aten.alias.default, q)
 
 
