@@ -390,8 +390,10 @@ def grid(rank: int, groups: Any, recipe: str, quantized: bool, compiled: bool) -
     ("recipe", "quantized", "compiled"),
     [
         cell if cell in (("mxfp8", False, False), ("current", True, False)) else slow(*cell)
-        for cell in itertools.product(
-            ("current", "delayed", "block", "mxfp8", "nvfp4 1d"), (False, True), (False, True)
+        for cell in (
+            *itertools.product(("current", "delayed", "block", "mxfp8", "nvfp4 1d"), (False, True), (False,)),
+            ("current", True, True),
+            ("mxfp8", True, True),
         )
     ],
 )
