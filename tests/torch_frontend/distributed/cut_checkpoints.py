@@ -21,7 +21,8 @@ ROW = ("1.weight", "2.fc2_weight")
 
 
 def cut_model(name: str, group: Any = None, seed: int = 0, ffn: int = F, head: int = 4) -> nn.Sequential:
-    """Of a head of two features, a part has one row: FSDP2 leaves another rank without any."""
+    """A model of cut layers. With `head=2` a rank's part of the last weight has one row, so that FSDP2 gives one of its
+    ranks no row at all."""
     torch.manual_seed(seed)
     ways: dict[str, Any] = {} if group is None else {"tp_group": group}
     options: dict[str, Any] = {"bias": name == "delayed"}

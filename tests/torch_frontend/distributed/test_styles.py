@@ -131,7 +131,7 @@ def test_compiled(kind, recipe, dim, pool, tmp_path):
 
 
 def parameters(rank: int, groups: Any, kind: str) -> dict[str, torch.Tensor]:
-    """What each way to a styled module gives its parameters, whole: ranks that drew others have the first rank's."""
+    """The whole parameters of a styled module after drawing, filling and loading; all ranks have the first one's."""
     case, made = case_of(kind, "current", True), {}
     torch.manual_seed(3 + rank)
     module = styled(case, groups, 0, case.make(device=here()))

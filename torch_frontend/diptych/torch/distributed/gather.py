@@ -28,11 +28,10 @@ ROWWISE, COLUMNWISE = "rowwise", "columnwise"
 
 
 class Plan(NamedTuple):
-    """What one kind of gather does. `read`: the copies that are made. `making`: quantizes a part; `names`: its buffers.
+    """How a weight is gathered when certain copies of it are read. `making`: quantizes a part; `names`: its buffers.
     `sent`: names of those that travel. `outputs`: what FSDP receives them into; `inner`: the other tensors that it
     allocates and frees. `turned`: whether the columnwise copy is made of the rowwise one that was received."""
 
-    read: tuple[str, ...]
     making: Quantizer
     names: tuple[str, ...]
     sent: tuple[str, ...]
@@ -128,7 +127,7 @@ class Gather:
         ]
         turned = COLUMNWISE in read and COLUMNWISE not in travelling
         names = tuple(making.buffer_names())
-        return Plan(read, making, names, sent, tuple(outputs.values()), tuple(inner), turned)
+        return Plan(making, names, sent, tuple(outputs.values()), tuple(inner), turned)
 
     def fill(self, name: str, t: Tensor) -> None:
         """Copies a buffer that was not received as it lies."""

@@ -145,7 +145,7 @@ def is_sharded(t: Any) -> bool:
 
 
 def _kept(runs: list[Run], parts: int, rank: int, ranks: int) -> list[Run]:
-    """What a rank keeps of some indices, which stack several parts, each cut as torch.chunk cuts."""
+    """The indices that a rank keeps of `runs`, which stack `parts` equal parts; torch.chunk's rule cuts each part."""
     kept, extent = [], sum([number for _, number in runs])
     for part in range(parts):
         begin, end = _chunk(0, extent, part, parts)

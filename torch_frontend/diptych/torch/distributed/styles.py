@@ -31,7 +31,7 @@ FEATURES = Shard(-1)
 
 
 class _Style(ParallelStyle):
-    """What the styles of cut layers share. `inputs`, `outputs`: how activations lie outside of the module."""
+    """The base of the styles that cut linear layers. `inputs`, `outputs`: how activations lie outside of the module."""
 
     kinds: tuple[type[TensorParallelModule], ...] = ()
     modes: Mapping[str, str] = {}
@@ -54,8 +54,8 @@ class _Style(ParallelStyle):
         if module.tp_size > 1:
             raise ArgumentError(f"{op}: {type(module).__name__} is cut already over {module.tp_size} ranks")
         _require_plain(op, module)
-        cuts = [layout.dim for layout in (self.inputs, self.outputs) if isinstance(layout, Shard)]
-        sequence = [dim for dim in cuts if dim >= 0]
+        shards = [layout.dim for layout in (self.inputs, self.outputs) if isinstance(layout, Shard)]
+        sequence = [dim for dim in shards if dim >= 0]
         module.become_cut(device_mesh.get_group(), bool(sequence), self.modes)
         cuts = module.cuts()
         for name, p in list(module._parameters.items()):
