@@ -50,20 +50,24 @@ def require_cuda():
 
 
 def pytest_addoption(parser):
-    parser.addoption("--quarter", type=int, choices=range(4), help="of the slow tests run this quarter, of 0 to 3")
+    parser.addoption("--part", type=int, choices=range(sweeps.PARTS), help="of the slow tests run this part, from 0")
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config, items):
-    quarter = config.getoption("--quarter")
-    if quarter is not None:
-        others = [i for i in items if i.get_closest_marker("slow") and sweeps.quarter(i.nodeid) != quarter]
+    for item in items:
+        if item.get_closest_marker("sampled") and not sweeps.always_runs(item.nodeid):
+            item.add_marker(pytest.mark.slow)
+    part = config.getoption("--part")
+    if part is not None:
+        others = [i for i in items if i.get_closest_marker("slow") and sweeps.part(i.nodeid) != part]
         config.hook.pytest_deselected(items=others)
         gone = set(others)
         items[:] = [i for i in items if i not in gone]
 
 
 def pytest_report_header(config):
-    return cases.report_header()
+    return [cases.report_header(), f"sampled tests: one in {sweeps.ONE_IN} runs, all by -m 'slow or not slow'"]
 
 
 def pytest_collection_finish():

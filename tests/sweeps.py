@@ -1,4 +1,4 @@
-"""Functions that choose which cases of a sweep always run; the others get the slow marker."""
+"""Functions that choose which tests always run, and which part of the sweeps the slow others belong to."""
 
 from __future__ import annotations
 
@@ -33,6 +33,15 @@ def in_turn(each: Iterable[tuple[Any, ...]], parts: int) -> list[Any]:
     ]
 
 
-def quarter(nodeid: str) -> int:
-    """Returns a slow test's quarter, 0 to 3: a checksum of its id, so it is the same in every run."""
-    return zlib.crc32(nodeid.encode()) % 4
+PARTS = 8  # of the slow tests
+ONE_IN = 4  # of the tests that are marked sampled always runs
+
+
+def part(nodeid: str) -> int:
+    """Returns a slow test's part, from 0: a checksum of its id, so it is the same in every run."""
+    return zlib.crc32(nodeid.encode()) % PARTS
+
+
+def always_runs(nodeid: str) -> bool:
+    """Whether a test that is marked sampled runs with the others; likewise the same in every run."""
+    return zlib.crc32(nodeid.encode()) // PARTS % ONE_IN == 0

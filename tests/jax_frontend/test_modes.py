@@ -15,6 +15,8 @@ import diptych.jax as dj
 from diptych.common import DelayedScaling
 from jax_frontend import fused_layers, grouped_layers, tools
 
+pytestmark = pytest.mark.sampled
+
 DELAYED = DelayedScaling(amax_history_len=4)
 MODES = {
     "jax_disable_jit": True,

@@ -19,6 +19,8 @@ from diptych.jax.functional import activation as jax_activation
 from diptych.torch.functional import activation as torch_activation
 from parity.panels import backends, cublaslt_mismatch, dj, dt, jax, same, to_jax, to_torch, torch
 
+pytestmark = pytest.mark.sampled
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 

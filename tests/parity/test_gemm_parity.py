@@ -12,6 +12,8 @@ from parity.panels import backends, cublaslt_mismatch, dj, dt, jax, same, to_jax
 from quantizers import oracle_options
 from quantizers import quantizer as quantizer_for
 
+pytestmark = pytest.mark.sampled
+
 SHAPES = ((1, 1, 1), (7, 5, 33), (16, 32, 128), (33, 65, 257), (0, 4, 8), (4, 8, 0))
 # fprop, dgrad, wgrad: (trans_a, trans_b), and the shapes of A and B from (m, n, k)
 PRODUCTS = {

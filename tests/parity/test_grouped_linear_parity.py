@@ -30,6 +30,8 @@ from diptych.jax.state.update import update_state
 from parity.layers import MIXTURES, PARTS, SEED, Step, packed, rotates
 from parity.panels import backends, cublaslt_mismatch, dj, dt, jax, same, to_jax, to_torch, torch, values
 
+pytestmark = pytest.mark.sampled
+
 MODULE, GROUPS, STEPS = "grouped_linear", 5, 3
 DTYPES = tuple((d, d, d) for d in cases.INPUT_DTYPES) + (("bfloat16", "float32", "float32"),)
 # x's shape and N; packed formats take whole blocks

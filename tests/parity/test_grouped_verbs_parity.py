@@ -17,6 +17,8 @@ from parity.panels import FIELDS, backends, cublaslt_mismatch, dj, dt, jax, same
 from quantizers import of_case
 from quantizers import quantizer as quantizer_for
 
+pytestmark = pytest.mark.sampled
+
 # x and grad_output, weight; what each is asked for; the dtype of x
 KINDS = {
     "tensor": ("fp8_e4m3_tensor", {}, "fp8_e5m2_tensor", {"pow2": True}, "float16"),

@@ -11,6 +11,8 @@ from diptych.common import RECIPES, DelayedScaling, NVFP4BlockScaling, linear_pl
 from parity.layers import MIXTURES, Step, of_jax, of_oracle, of_torch, packed, rotates, tensors
 from parity.panels import backends, cublaslt_mismatch, same, torch
 
+pytestmark = pytest.mark.sampled
+
 # (x's shape, N): ragged, leading dimensions, one element, several blocks
 SHAPES = (((16, 32), 16), ((7, 33), 5), ((2, 3, 96), 20), ((1, 1), 1), ((130, 257), 129))
 PACKED_SHAPES = (((16, 32), 16), ((2, 24, 96), 32), ((128, 256), 144))

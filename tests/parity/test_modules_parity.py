@@ -29,6 +29,8 @@ from diptych.jax.state.update import update_state
 from parity.layers import MIXTURES, SEED, packed, rotates
 from parity.panels import backends, cublaslt_mismatch, dj, dt, jax, same, to_jax, to_torch, torch, values
 
+pytestmark = pytest.mark.sampled
+
 EVERY = {
     **RECIPES,
     "delayed, short, newest": DelayedScaling(amax_history_len=2, amax_compute_algo="most_recent", margin=1),

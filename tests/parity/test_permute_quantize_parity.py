@@ -20,6 +20,8 @@ from parity.panels import FIELDS, backends, cublaslt_mismatch, dj, dt, jax, same
 from parity.test_grouped_linear_parity import EVERY, GROUPS, MODULE, Arrays, compare, configurations
 from quantizers import quantizer as quantizer_for
 
+pytestmark = pytest.mark.sampled
+
 ALIGN = 16
 QUANTIZERS = {
     "-".join([fmt, *sorted(variant)]): quantizer_for(fmt, **dict.fromkeys(variant, True))

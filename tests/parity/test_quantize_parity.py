@@ -17,6 +17,8 @@ from parity.panels import FIELDS, backends, dj, dt, jax, same, same_copies, to_j
 from quantizers import of_case
 from quantizers import quantizer as quantizer_for
 
+pytestmark = pytest.mark.sampled
+
 PARTS = 6
 
 

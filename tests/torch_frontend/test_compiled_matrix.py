@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from sweeps import one_in
 
 import diptych.torch as dt
 from diptych.common import RECIPES, QuantizerRole
 from torch_frontend import layer_cases as layers
+
+pytestmark = pytest.mark.sampled
 
 allpairs = pytest.importorskip("allpairspy").AllPairs
 
@@ -158,7 +159,7 @@ def run(cell: Cell, backend: str, device: str) -> None:
         assert not counters["inductor"]["cudagraph_skips"]
 
 
-@pytest.mark.parametrize("cell", one_in(3, PAIRS), ids=str)
+@pytest.mark.parametrize("cell", PAIRS, ids=str)
 def test_pairs(cell):
     run(cell, "aot_eager", "cpu")
 

@@ -13,6 +13,8 @@ import diptych.torch as dt
 from diptych.common import DelayedScaling, Float8CurrentScaling, NVFP4BlockScaling
 from torch_frontend.tools import normal, same
 
+pytestmark = pytest.mark.sampled
+
 RECIPES = {"delayed": DelayedScaling(), "current": Float8CurrentScaling(), "nvfp4": NVFP4BlockScaling()}
 KINDS = {
     "Linear": lambda: dt.Linear(64, 64, dtype=torch.bfloat16),

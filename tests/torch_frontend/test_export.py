@@ -18,6 +18,8 @@ import diptych.torch as dt
 from diptych.common import RECIPES
 from torch_frontend.tools import normal, quantizer, same
 
+pytestmark = pytest.mark.sampled
+
 
 class Model(torch.nn.Module):
     """Its region is inside; `recipe` None: the caller's."""

@@ -19,6 +19,8 @@ from diptych.common.layers.groups import row_align
 from torch_frontend.layer_cases import NAMED
 from torch_frontend.tools import RECIPE_NAMES, normal, same
 
+pytestmark = pytest.mark.sampled
+
 _spec = importlib.util.spec_from_file_location("moe_example", Path(__file__).parents[2] / "examples/torch_moe.py")
 assert _spec is not None and _spec.loader is not None
 moe: Any = importlib.util.module_from_spec(_spec)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from torch_frontend.ranks import Pool, RankError, needs_gloo
 
-pytestmark = needs_gloo
+pytestmark = [needs_gloo, pytest.mark.sampled]
 WORLD_SIZES = (2, 4)
 
 

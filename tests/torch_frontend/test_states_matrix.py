@@ -14,6 +14,8 @@ from torch_frontend.layer_cases import NAMED, SEED, slow
 from torch_frontend.modules.test_tracing import Own
 from torch_frontend.state.test_scales import _mixed
 
+pytestmark = pytest.mark.sampled
+
 RECIPES: dict[str, Any] = {**NAMED, "mixed": CustomRecipe(_mixed)}
 KINDS: dict[str, Any] = {
     "Linear": lambda: dt.Linear(64, 64),

@@ -19,6 +19,8 @@ from diptych.common.quantizers import RHT
 from diptych.jax.primitives import grouped as grouped_ops
 from jax_frontend import tools
 
+pytestmark = pytest.mark.sampled
+
 KIND = tools.KIND
 WGRAD = {"trans_a": True, "trans_b": False}
 

@@ -15,6 +15,8 @@ from diptych.jax.functional import permute_op
 from jax_frontend import tools
 from oracle import permute as oracle
 
+pytestmark = pytest.mark.sampled
+
 T, E, K, H = 37, 5, 2, 24
 FLOATS = (*cases.INPUT_DTYPES, "float64")
 RNG = cases.rng_for("jax-permutation")

@@ -17,6 +17,8 @@ from diptych.common import ShapeError, UnsupportedError
 from jax_frontend import tools
 from jax_frontend.functional.test_permute import MASK, PROBS, E, H, K, T, X, x64
 
+pytestmark = pytest.mark.sampled
+
 
 def layer(x, probs, mask):
     """Of operations that XLA rounds alike wherever they stand."""

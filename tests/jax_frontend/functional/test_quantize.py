@@ -18,6 +18,8 @@ from diptych.common import ArgumentError, NVFP4Quantizer
 from diptych.jax.primitives import quantize as quantize_ops
 from jax_frontend import tools
 
+pytestmark = pytest.mark.sampled
+
 EACH = [(f, d) for f in cases.FORMATS for d in cases.INPUT_DTYPES]
 KIND = tools.KIND
 SOME_VALUES = ("normal", "inf_nan_mix", "random_bits", "scale_edges", "zeros", "subnormal_input")

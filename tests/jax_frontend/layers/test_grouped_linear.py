@@ -47,6 +47,8 @@ from jax_frontend.grouped_layers import (
     same,
 )
 
+pytestmark = pytest.mark.sampled
+
 MX = MXFP8BlockScaling()
 DELAYED = DelayedScaling(amax_history_len=4)
 

@@ -44,6 +44,8 @@ from jax_frontend.layers.test_grouped_linear import Own, _noisy, _own
 from jax_frontend.layers.test_grouped_linear_permuted import ALIGN, map_for
 from jax_frontend.layers.test_grouped_linear_permuted import operands as permuted_operands
 
+pytestmark = pytest.mark.sampled
+
 MX, DELAYED = MXFP8BlockScaling(), DelayedScaling(amax_history_len=4)
 PLAIN = {n: r for n, r in tools.PLAIN_RECIPES.items() if n in EVERY}
 NOW = ("fp8-delayed", "fp8-block", "nvfp4")

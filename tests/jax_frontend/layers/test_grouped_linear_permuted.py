@@ -33,6 +33,8 @@ from jax_frontend import tools
 from jax_frontend.grouped_layers import EVERY, RNG, G, K, N, dtypes_for, given
 from jax_frontend.layers.test_grouped_linear import ROLES, _but, _own, _results
 
+pytestmark = pytest.mark.sampled
+
 T, ALIGN = 52, 16
 MX, DELAYED = MXFP8BlockScaling(), DelayedScaling(amax_history_len=4)
 ROWS = (None, 96, 160)  # as many as any routing needs; too few, so that some are dropped; some to spare

@@ -17,6 +17,8 @@ from diptych.common import DelayedScaling, MXFP8BlockScaling
 from jax_frontend import tools
 from jax_frontend.grouped_layers import EVERY, G, K, given, operands, run, same
 
+pytestmark = pytest.mark.sampled
+
 MX = MXFP8BlockScaling()
 DELAYED = DelayedScaling(amax_history_len=4)
 PLAIN = {n: r for n, r in tools.PLAIN_RECIPES.items() if n in EVERY} | {"none": None}

@@ -20,6 +20,8 @@ from diptych.jax.state import update
 from jax_frontend import layer_cases as layers
 from jax_frontend import tools
 
+pytestmark = pytest.mark.sampled
+
 nn = pytest.importorskip("flax.linen")
 nnx = pytest.importorskip("flax.nnx")
 

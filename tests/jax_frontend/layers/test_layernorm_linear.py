@@ -19,6 +19,8 @@ from jax_frontend import fused_layers as fl
 from jax_frontend import tools
 from jax_frontend.layer_cases import same
 
+pytestmark = pytest.mark.sampled
+
 EVERY = pytest.mark.parametrize("recipe", fl.EVERY.values(), ids=fl.EVERY)
 STATELESS = {k: r for k, r in tools.PLAIN_RECIPES.items() if linear_plan(r).input.rowwise.format.pack == 1}
 RECIPE = pytest.mark.parametrize("recipe", STATELESS.values(), ids=STATELESS)

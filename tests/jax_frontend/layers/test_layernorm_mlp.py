@@ -22,6 +22,8 @@ from jax_frontend import fused_layers as fl
 from jax_frontend import tools
 from jax_frontend.layer_cases import same
 
+pytestmark = pytest.mark.sampled
+
 EVERY = pytest.mark.parametrize("recipe", named(fl.EVERY, fl.NOW))
 STATELESS = {k: r for k, r in tools.PLAIN_RECIPES.items() if linear_plan(r).input.rowwise.format.pack == 1}
 RECIPE = pytest.mark.parametrize("recipe", named(STATELESS, fl.NOW))

@@ -21,6 +21,8 @@ from diptych.jax.layers.layernorm_mlp import layernorm_mlp, layernorm_mlp_vjp
 from jax_frontend import fused_layers as fl
 from jax_frontend import tools
 
+pytestmark = pytest.mark.sampled
+
 EVERY = pytest.mark.parametrize("recipe", named(fl.EVERY, fl.NOW))
 
 

@@ -14,6 +14,8 @@ from diptych.common import ArgumentError, DTypeError, ShapeError, linear_plan
 from jax_frontend import tools
 from jax_frontend.layer_cases import operands, run, same
 
+pytestmark = pytest.mark.sampled
+
 # Those that take any shape; the others are in test_linear_plans.py.
 RECIPES = {k: r for k, r in tools.PLAIN_RECIPES.items() if linear_plan(r).input.rowwise.format.pack == 1}
 RECIPE = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)

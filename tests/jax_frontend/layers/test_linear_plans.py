@@ -28,6 +28,8 @@ from diptych.jax.tensors import copies
 from jax_frontend import layer_cases as layers
 from jax_frontend import tools
 
+pytestmark = pytest.mark.sampled
+
 E5M2, E4M3, MX, FP4 = layers.E5M2, layers.E4M3, layers.MX, layers.FP4
 RNG = dj.rng_state(7, (1 << 32) - 3)  # the low word of the offset overflows on the way
 

@@ -12,6 +12,8 @@ from diptych.jax.state import carry as tr
 from jax_frontend import fused_layers, tools
 from jax_frontend.layers.test_inject import OWG, Delayed, nn
 
+pytestmark = pytest.mark.sampled
+
 MX = dj.MXFP8BlockScaling()
 X, KERNEL = tools.normal("x", (32, 32)), tools.normal("kernel", (32, 32)) / 6
 NORM = (jnp.ones(32), jnp.zeros(32))

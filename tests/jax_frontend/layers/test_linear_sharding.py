@@ -19,6 +19,8 @@ from diptych.jax.functional import quantize as quantize_verbs
 from diptych.jax.primitives import quantize as quantize_ops
 from jax_frontend import tools
 
+pytestmark = pytest.mark.sampled
+
 RECIPE = pytest.mark.parametrize("recipe", named(tools.PLAIN_RECIPES, ("fp8-current", "mxfp8", "nvfp4 to nearest")))
 # Formats with an amax of the tensor, whose calls may reduce it over a mesh axis.
 GROUPED = {k: v for k, v in tools.KINDS.items() if k.endswith("_tensor") or v.quantizer.format.two_level}

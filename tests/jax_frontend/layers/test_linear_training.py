@@ -29,6 +29,8 @@ from jax_frontend import layer_cases as layers
 from jax_frontend import tools
 from jax_frontend.layers.test_linear_plans import CASES, RNG
 
+pytestmark = pytest.mark.sampled
+
 STATELESS = {k: r for k, r in tools.PLAIN_RECIPES.items()} | {
     k: CASES[k] for k in ("hybrid", "half", "fp4", "dequantized backward", "clipped")
 }

@@ -22,6 +22,8 @@ from diptych.jax.primitives import ffi
 from diptych.jax.primitives import quantize as quantize_ops
 from jax_frontend import tools
 
+pytestmark = pytest.mark.sampled
+
 TENSOR, FP4 = tools.quantizer("fp8_e4m3_tensor"), tools.quantizer("nvfp4", columnwise=False)
 RECIPES = tools.PLAIN_RECIPES
 

@@ -15,6 +15,8 @@ from diptych.jax.primitives.grouped_matmul import TILE, grouped_matmul
 from jax_frontend import tools
 from jax_frontend.grouped_layers import GROUPS
 
+pytestmark = pytest.mark.sampled
+
 K, N = 24, 16
 
 

@@ -18,6 +18,8 @@ from diptych.jax.primitives import ffi
 from diptych.jax.primitives import quantize as quantize_ops
 from jax_frontend import tools
 
+pytestmark = pytest.mark.sampled
+
 KIND = tools.KIND
 quantize = jax.jit(dj.quantize, static_argnames="quantizer")
 

@@ -19,6 +19,8 @@ from diptych.jax.state import carry as tr
 from diptych.jax.state import scales as st
 from jax_frontend import tools
 
+pytestmark = pytest.mark.sampled
+
 RECIPE = DelayedScaling(amax_history_len=4)
 X, KERNEL = tools.normal("x", (8, 32)), tools.normal("layer", (32, 32)) / 6
 LOOKS = (np.float32(0), np.float32(1e-42), np.float32(1e-30), np.float32(1), np.float32(3e38), np.float32(np.inf))

@@ -21,6 +21,8 @@ from diptych.jax.state import scales as st
 from diptych.jax.state import update
 from jax_frontend import tools
 
+pytestmark = pytest.mark.sampled
+
 RECIPE = DelayedScaling(amax_history_len=4)
 NOTHING = jax.checkpoint_policies.nothing_saveable
 NAMED = jax.checkpoint_policies.save_only_these_names("diptych_q")

@@ -18,6 +18,8 @@ from torch_frontend.distributed.checkpoint_cases import content, differing, opti
 from torch_frontend.distributed.cut_checkpoints import CASES, Layout, alone, cut_model, moved, resumed, said
 from torch_frontend.ranks import here, needs_gloo
 
+pytestmark = pytest.mark.sampled
+
 DEVICES = ("cpu", "cuda")  # of ranks
 
 

@@ -16,7 +16,7 @@ from torch_frontend.distributed.prepare_cases import RECIPES, TRAIN, Case, backw
 from torch_frontend.ranks import here, needs_gloo
 from torch_frontend.tools import normal
 
-pytestmark = needs_gloo
+pytestmark = [needs_gloo, pytest.mark.sampled]
 D = 256
 DEVICES = ("cpu", "cuda")
 CASES = {

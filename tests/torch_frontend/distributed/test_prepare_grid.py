@@ -12,7 +12,7 @@ from torch_frontend.cut_layers import RECIPES, dtypes_of
 from torch_frontend.distributed.grid_cases import WAYS, Grid, check
 from torch_frontend.ranks import needs_gloo
 
-pytestmark = needs_gloo
+pytestmark = [needs_gloo, pytest.mark.sampled]
 
 
 def _cells() -> list[Any]:

@@ -7,7 +7,7 @@ import pytest
 from torch_frontend.distributed.prepare_cases import TRAIN, Case, check
 from torch_frontend.ranks import needs_gloo
 
-pytestmark = needs_gloo
+pytestmark = [needs_gloo, pytest.mark.sampled]
 MESHES = {1: (4, 1), 2: (2, 2), 4: (4,)}  # (replicas, parts), by the number of parts
 CASES = {
     "four parts, fp8-current": Case("fp8-current", parts=4),

@@ -7,7 +7,7 @@ import pytest
 from torch_frontend.distributed.prepare_cases import RECIPES, TRAIN, Case, check
 from torch_frontend.ranks import needs_gloo
 
-pytestmark = needs_gloo
+pytestmark = [needs_gloo, pytest.mark.sampled]
 CASES = {
     **{name: Case(name, experts=True) for name in RECIPES},
     "mxfp8, kept, compiled": Case("mxfp8", experts=True, reshard=False, compiled=True),

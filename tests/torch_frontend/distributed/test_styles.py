@@ -17,7 +17,7 @@ from torch_frontend.layer_cases import slow
 from torch_frontend.ranks import here, needs_gloo
 from torch_frontend.tools import same
 
-pytestmark = needs_gloo
+pytestmark = [needs_gloo, pytest.mark.sampled]
 KINDS = ("column", "row", "linear", "linear rms", "mlp gelu", "mlp swiglu")
 DIMS = {None: False, 0: True, 1: True}  # of tokens that are cut, and whether that is sequence parallelism
 

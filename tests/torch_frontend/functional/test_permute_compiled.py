@@ -13,6 +13,8 @@ from torch._dynamo.utils import counters
 
 import diptych.torch as dt
 
+pytestmark = pytest.mark.sampled
+
 E, H = 5, 16
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 COUNTS = (-1, 4, pytest.param(0, marks=pytest.mark.slow), pytest.param(100, marks=pytest.mark.slow))

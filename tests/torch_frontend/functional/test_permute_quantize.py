@@ -29,6 +29,8 @@ from torch_frontend.graph.test_custom_op import nodes
 from torch_frontend.layer_cases import slow
 from torch_frontend.tools import ALL, USAGES, calls, named, normal, oracle_of, rng_for, same, same_quantized
 
+pytestmark = pytest.mark.sampled
+
 T, E, K = 37, 5, 144  # no whole blocks of tokens, and of columns in most formats
 MODES = ("eager", "compiled", slow("inductor"))
 NAMES = [

@@ -13,6 +13,8 @@ from diptych.core._permute import moved_parts
 from diptych.torch.tensors.quantized import BUFFERS, QuantizedTensor
 from torch_frontend.tools import ALL, named, normal, rng_for, same
 
+pytestmark = pytest.mark.sampled
+
 T, E, K = 32, 5, 256
 MOVABLE = tuple(n for n in ALL if named(n).format.block_rows == 1)
 BACKENDS = {"compiled": "aot_eager", "inductor": "inductor"}

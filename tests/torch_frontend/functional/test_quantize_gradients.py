@@ -17,6 +17,8 @@ from diptych.torch.primitives import quantize as quantize_ops
 from torch_frontend import tools
 from torch_frontend.tools import normal, quantizer, same
 
+pytestmark = pytest.mark.sampled
+
 E4M3 = quantizer("fp8_e4m3_tensor")
 slow = pytest.mark.slow
 SOME = ("fp8_e4m3_tensor", "fp8_e4m3_1x128", "mxfp8_e5m2", "nvfp4")

@@ -23,6 +23,8 @@ from diptych.common import (
 )
 from diptych.torch import CustomOp, Group, QuantizedTensor, Size, TensorProto, Written, to_tensor_proto
 
+pytestmark = pytest.mark.sampled
+
 
 @dataclasses.dataclass
 class Arguments:

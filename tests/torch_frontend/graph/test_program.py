@@ -16,6 +16,8 @@ from diptych.torch.layers.linear import _linear
 from diptych.torch.primitives import quantize as quantize_ops
 from diptych.torch.primitives.constants import Constants
 
+pytestmark = pytest.mark.sampled
+
 
 def kernel_calls() -> dict[str, int]:
     return {f"{row['op']} {row['kernel']}": row["calls"] for row in _core.kernel_table()}

@@ -17,6 +17,8 @@ from diptych.torch.tensors.quantized import BUFFERS
 from torch_frontend import tools
 from torch_frontend.tools import ALL, named, normal, quantizer
 
+pytestmark = pytest.mark.sampled
+
 SHAPES = ((0, 16), (16, 0), (1, 16), (33, 65), (2, 3, 96), (130, 257), (48, 80), (2, 24, 96), (16,))
 USAGES = ({}, {"columnwise": False}, {"rowwise": False})
 

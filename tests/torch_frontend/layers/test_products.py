@@ -18,6 +18,8 @@ from torch_frontend.layer_cases import NAMED, same_step
 from torch_frontend.modules.test_layernorm_linear import OTHERS
 from torch_frontend.tools import RECIPE_NAMES, normal, same
 
+pytestmark = pytest.mark.sampled
+
 MX = MXFP8BlockScaling()
 MODULES = {
     "linear": lambda **kw: layers.layer(96, 96, **kw),

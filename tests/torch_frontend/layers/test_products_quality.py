@@ -19,6 +19,8 @@ from diptych.torch.primitives import quantize as quantize_ops
 from torch_frontend import tools
 from torch_frontend.tools import normal, quantizer, same
 
+pytestmark = pytest.mark.sampled
+
 E4M3 = quantizer("fp8_e4m3_tensor")
 BLOCKS = quantizer("fp8_e4m3_1x128")
 

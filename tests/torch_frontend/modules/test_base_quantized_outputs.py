@@ -25,6 +25,8 @@ from torch_frontend import composed
 from torch_frontend import layer_cases as layers
 from torch_frontend.tools import RECIPE_NAMES, calls, normal, same, values
 
+pytestmark = pytest.mark.sampled
+
 MX = MXFP8BlockScaling()
 K, N = 96, 64
 ROWS = 32

@@ -16,6 +16,8 @@ from torch_frontend.grouped import GROUPS, K, N, input_for, layer, offsets_of, r
 from torch_frontend.layer_cases import NAMED, dtype_of, same_step
 from torch_frontend.tools import RECIPE_NAMES, normal, same, to_numpy
 
+pytestmark = pytest.mark.sampled
+
 MX = MXFP8BlockScaling()
 SPLITS = ((32, 16, 48, 32), (0, 128, 0, 0), (16, 16, 16, 16))  # of 128 rows, the last with rows in no group
 

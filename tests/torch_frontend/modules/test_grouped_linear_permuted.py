@@ -31,6 +31,8 @@ from torch_frontend.modules.test_grouped_linear import ROLES, _but, _results
 from torch_frontend.modules.test_grouped_linear_compiled import compiled, graphs
 from torch_frontend.tools import RECIPE_NAMES, calls, normal, same, values
 
+pytestmark = pytest.mark.sampled
+
 T, E, ALIGN = 52, 4, 16
 MX = MXFP8BlockScaling()
 ROWS = (None, 96, 160)  # as many as any routing needs; too few, so that some are dropped; some to spare

@@ -32,6 +32,8 @@ from torch_frontend.modules.test_grouped_linear_compiled import compiled, graphs
 from torch_frontend.ranks import needs_gloo
 from torch_frontend.tools import RECIPE_NAMES, calls, normal, same
 
+pytestmark = pytest.mark.sampled
+
 G, R = 4, 96
 MX = MXFP8BlockScaling()
 CUTS = ((0, 32, 32, 64, 96), (16, 48, 64, 64, 80), (0, 0, 96, 96, 96))  # of each microbatch

@@ -19,6 +19,8 @@ from torch_frontend import tools
 from torch_frontend.layer_cases import STATELESS
 from torch_frontend.tools import RECIPE_NAMES, calls, normal, same
 
+pytestmark = pytest.mark.sampled
+
 MX = MXFP8BlockScaling()
 _layer, _run, _same_step = layers.layer, layers.run, layers.same_step
 

@@ -15,6 +15,8 @@ from torch_frontend.layer_cases import all_same as _all_same
 from torch_frontend.layer_cases import gelu_model as _model
 from torch_frontend.tools import normal
 
+pytestmark = pytest.mark.sampled
+
 MX = MXFP8BlockScaling()
 counters = torch._dynamo.utils.counters
 

@@ -19,7 +19,7 @@ from torch_frontend.layer_cases import NAMED
 from torch_frontend.ranks import here, needs_gloo
 from torch_frontend.tools import normal, to_numpy, to_torch
 
-pytestmark = needs_gloo
+pytestmark = [needs_gloo, pytest.mark.sampled]
 RANKS, STEPS, D = 2, 3, 128
 COMPILED = ("eager", "compiled", "compiled around")  # the model, or the wrapper around it
 WAYS = ("plain", "two microbatches", "held")

@@ -24,6 +24,8 @@ from diptych.common.recipes import (
     NVFP4BlockScaling,
 )
 
+pytestmark = pytest.mark.sampled
+
 RECIPES = {
     "current": Float8CurrentScaling(),
     "block": Float8BlockScaling(),

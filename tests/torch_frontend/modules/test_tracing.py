@@ -17,6 +17,8 @@ from diptych.common import CustomRecipe, DelayedScaling, MXFP8BlockScaling, NVFP
 from diptych.common.layers.plan import linear_plan
 from torch_frontend.layer_cases import slow
 
+pytestmark = pytest.mark.sampled
+
 BLOCKS = 10  # torch gives up at nine graphs
 
 

@@ -13,6 +13,8 @@ from diptych.common import RECIPES, DelayedScaling, Float8CurrentScaling
 from diptych.torch.state.autocast import STATE
 from torch_frontend import layer_cases as layers
 
+pytestmark = pytest.mark.sampled
+
 STEPS = 20
 
 

@@ -27,6 +27,8 @@ from diptych.common import (
 from diptych.torch.layers import options
 from diptych.torch.state.autocast import STATE
 
+pytestmark = pytest.mark.sampled
+
 CURRENT, BLOCK, MX = Float8CurrentScaling(), Float8BlockScaling(), MXFP8BlockScaling()
 
 

@@ -16,6 +16,8 @@ from torch_frontend.layer_cases import gelu_model as _model
 from torch_frontend.layer_cases import train as _train
 from torch_frontend.tools import calls, normal
 
+pytestmark = pytest.mark.sampled
+
 
 def compiled(fn, backend="aot_eager"):
     torch._dynamo.reset()
