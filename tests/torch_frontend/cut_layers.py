@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -298,6 +299,19 @@ def collectives() -> Iterator[list[tuple[str, str, int]]]:
     """(name, dtype, bytes that this rank gives) of each collective of a region."""
     with Collectives() as mode:
         yield mode.seen
+
+
+@contextlib.contextmanager
+def profiled() -> Iterator[list[int]]:
+    """The elements that this rank gives to each collective of a region, as torch's profiler sees them."""
+    from torch.profiler import ProfilerActivity, profile
+
+    seen: list[int] = []
+    with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as profiler:
+        yield seen
+    for event in profiler.events():
+        if event.name.startswith(("gloo:", "nccl:")):
+            seen.append(sum(math.prod(shape) for shape in event.input_shapes))
 
 
 # --- what the oracle expects ---

@@ -47,6 +47,7 @@ def on_rank(rank: int, groups: Any) -> dict[str, Any]:
 
     mesh = init_device_mesh(here(), (2,))
     made: dict[str, Any] = {"device": here(), "errors": errors(mesh), "bytes": gathered_bytes(mesh)}
+    made["calls"], made["tied"] = quantize_calls(mesh), tied(mesh)
     made["made on meta"], made["held on meta"] = made_on_meta(mesh, False), made_on_meta(mesh, True)
     return made
 
@@ -93,6 +94,74 @@ def test_made_on_meta_and_written_through_data(ranks, made_on):
         for made in ranks:
             assert torch.equal(made[made_on][key], want.cpu())
             assert made[made_on]["type"] == "ShardedWeight"
+
+
+# --- weights that are gathered together ---
+
+
+def quantize_calls(mesh: Any) -> list[int]:
+    """Returns how many weights each quantizing call of a step takes, forward and backward, of four in two groups."""
+    from torch.distributed.fsdp import fully_shard
+
+    from diptych.torch.distributed import parts
+
+    recipe = RECIPES["mxfp8"]
+    blocks = [
+        nn.Sequential(dt.Linear(64, 64), dt.Linear(64, 128)),
+        nn.Sequential(dt.Linear(128, 64), dt.Linear(64, 64)),
+    ]
+    net = nn.Sequential(*blocks)
+    for block in blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    dt.parallel.prepare(net, mesh, recipe)
+    counts, quantize_many = [], parts.quantize_ops.quantize_many
+
+    def counting(xs: list[torch.Tensor], *args: Any) -> Any:
+        counts.append(len(xs))
+        return quantize_many(xs, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parts.quantize_ops, "quantize_many", counting)
+        with dt.autocast(recipe=recipe):
+            y = net(normal("x", (64, 64), "float32", here()).requires_grad_())
+        y.sum().backward()
+    return counts
+
+
+def tied(mesh: Any) -> list[torch.Tensor]:
+    """Returns the results and the gradient's part of two layers that have one weight, which FSDP2 gathers once."""
+    from torch.distributed.fsdp import fully_shard
+
+    net = tied_layers(here())
+    fully_shard(net, mesh=mesh)
+    dt.parallel.prepare(net, mesh, RECIPES["fp8-current"])
+    with dt.autocast(recipe=RECIPES["fp8-current"]):
+        y = net(normal("x", (64, D), "float32", here()))
+    y.sum().backward()
+    return [y.detach(), net[1].weight.grad.full_tensor()]
+
+
+def tied_layers(device: str) -> Any:
+    net: Any = nn.Sequential(*[dt.Linear(D, D, bias=False, device=device) for _ in range(2)])
+    net[1].weight = net[0].weight
+    with torch.no_grad():
+        net[0].weight.copy_(normal("tied", (D, D), device=device))
+    return net
+
+
+def test_a_group_is_quantized_in_one_call(ranks):
+    for made in ranks:
+        assert made["calls"] == [2, 2, 2, 2]
+
+
+def test_modules_that_share_a_weight(ranks):
+    net = tied_layers(ranks[0]["device"])
+    with dt.autocast(recipe=RECIPES["fp8-current"]):
+        y = net(normal("x", (64, D), "float32", ranks[0]["device"]))
+    y.sum().backward()
+    for made in ranks:
+        assert torch.equal(made["tied"][0], y.cpu()) and torch.equal(made["tied"][1], net[0].weight.grad.cpu())
 
 
 # --- bytes ---
@@ -177,6 +246,9 @@ def errors(mesh: Any) -> dict[str, str]:
         held = nn.Sequential(dt.Linear(64, 64, dtype=torch.bfloat16))
     held[0].weight.main_param = torch.zeros(64, 64)
     tried("rounded master", held, current)
+    two = nn.Sequential(dt.Linear(64, 64), dt.Linear(64, 64))
+    two[1].weight, two[1].recipe = two[0].weight, RECIPES["mxfp8"]
+    tried("two ways", two, current)
     tried("rht", nn.Sequential(dt.Linear(64, 64)), TransformedWeights())
     for name, compiled in (("recomputed", False), ("recomputed, compiled", True)):
         case = Case("mxfp8", how="checkpoint", compiled=compiled)
@@ -207,6 +279,7 @@ SAID = {
     "rounded master": (UnsupportedError, "stands for torch.bfloat16 and has a float32 master"),
     "recomputed": (UnsupportedError, "call parallel.prepare with recompute=True"),
     "recomputed, compiled": (ValueError, "has no memory"),
+    "two ways": (ValueError, "0.weight and 1.weight are one weight, which the recipe quantizes in two ways"),
     "rht": (UnsupportedError, "amaxes of rows or of a transform"),
 }
 

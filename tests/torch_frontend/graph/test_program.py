@@ -73,6 +73,28 @@ def test_calls_that_run_again(name: str, graded: bool, monkeypatch: pytest.Monke
     assert (programs(_linear._backward_programs) > 0) == repeated
 
 
+def test_held_weights_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A node whose weight is held quantized gets the weight's shape beside its tensors."""
+    for held in ("_programs", "_backward_programs"):
+        monkeypatch.setattr(_linear, held, program.Programs())
+    torch._dynamo.reset()
+    with dt.quantized_model_init(recipe=RECIPES["mxfp8"]):
+        layer = dt.Linear(32, 64, dtype=torch.bfloat16)
+    compiled = torch.compile(layer, fullgraph=True)
+    for i in range(4):
+        x = torch.randn(32, 32, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(i))
+        made = []
+        for net in (layer, compiled):
+            own = x.clone().requires_grad_()
+            layer.zero_grad()
+            with dt.autocast(recipe=RECIPES["mxfp8"]):
+                y = net(own)
+            y.float().square().sum().backward()
+            made.append((y, own.grad, layer.weight.grad))
+        assert all(map(torch.equal, *made))
+    assert programs(_linear._programs) == programs(_linear._backward_programs) == 1
+
+
 def double(x: torch.Tensor, quantizer: Any) -> list[torch.Tensor]:
     buffers = quantize_ops.quantize(x, quantizer)
     return [quantize_ops.dequantize(quantize_ops.copies(quantizer, buffers)[0], x.dtype), buffers[0]]  # type: ignore[arg-type]

@@ -28,9 +28,11 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(call, "_programs", program.Programs())
 
 
-def twins(bias: bool = True, device: str = "cpu") -> tuple[dt.Linear, dt.Linear]:
+def twins(bias: bool = True, device: str = "cpu", held: str = "") -> tuple[dt.Linear, dt.Linear]:
+    """Two equal layers. `held`: the name of the recipe that their weights are held quantized by, if they are."""
     torch.manual_seed(0)
-    one, other = dt.Linear(32, 48, bias=bias, device=device), dt.Linear(32, 48, bias=bias, device=device)
+    with dt.quantized_model_init(bool(held), RECIPES.get(held)):
+        one, other = dt.Linear(32, 64, bias=bias, device=device), dt.Linear(32, 64, bias=bias, device=device)
     other.load_state_dict(one.state_dict())
     for layer in (one, other):
         dt.seed_rng(layer, 1)
@@ -49,18 +51,19 @@ def step(layer: dt.Linear, x: torch.Tensor, recipe: Any, wanted: tuple[bool, boo
     return [y.detach(), x.grad, layer.weight.grad, None if layer.bias is None else layer.bias.grad]
 
 
+@pytest.mark.parametrize("held", [False, True], ids=["", "held"])
 @pytest.mark.parametrize("wanted", [(True, True), (True, False), (False, True), (False, False)])
 @pytest.mark.parametrize("name", RECIPES)
 def test_programs_give_the_bits_of_single_ops(
-    name: str, wanted: tuple[bool, bool], device: str, fresh: None, monkeypatch: pytest.MonkeyPatch
+    name: str, wanted: tuple[bool, bool], held: bool, device: str, fresh: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Changing values and shapes, a transposed input, and gradients that are dense or one value for all rows."""
-    one, other = twins(bias=wanted[0], device=device)
+    one, other = twins(bias=wanted[0], device=device, held=name if held else "")
     dtype = torch.bfloat16 if name == "nvfp4" else torch.float32
     for i in range(9):
         x = torch.randn((16, 32) if i % 4 < 2 else (2, 16, 32), dtype=dtype, device=device)
         x = x.t().contiguous().t() if i == 8 else x
-        grad = torch.randn((16, 48) if i % 2 else (48,), dtype=dtype, device=device)
+        grad = torch.randn((16, 64) if i % 2 else (64,), dtype=dtype, device=device)
         got, kernels = counted(lambda x=x, grad=grad: step(one, x, RECIPES[name], wanted, grad))
         with monkeypatch.context() as m:
             m.setattr(_linear.eager_forward, "_replay", None)

@@ -13,7 +13,7 @@ import torch
 import diptych.torch as dt
 import oracle
 from oracle import parallel
-from torch_frontend.cut_layers import RECIPES, Case, Reference, collectives, dtypes_of, expected, linear, step
+from torch_frontend.cut_layers import RECIPES, Case, Reference, collectives, dtypes_of, expected, linear, profiled, step
 from torch_frontend.ranks import Pool, needs_gloo
 from torch_frontend.tools import same, to_numpy, to_torch
 
@@ -86,8 +86,11 @@ def test_four_ranks(case, pool, tmp_path):
 
 
 def sent(rank: int, groups: Any, case: Case) -> list[tuple[str, str, int]]:
-    with collectives() as seen:
-        step(case, linear(case, groups["data"], bias=False), rank, 0)
+    layer = linear(case, groups["data"], bias=False)
+    with profiled() as of_profiler, collectives() as seen:
+        step(case, layer, rank, 0)
+    elements = [size // getattr(torch, dtype.removeprefix("torch.")).itemsize for _, dtype, size in seen]
+    assert sorted(elements) == sorted(of_profiler), (seen, of_profiler)
     return [(name, dtype, size) for name, dtype, size in seen if name != "all_reduce"]
 
 

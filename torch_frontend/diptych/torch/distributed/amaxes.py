@@ -23,7 +23,7 @@ class WholeAmaxes:
         self._weights: list[Any] = []
         self._groups: list[Any] = []
         self._versions: list[tuple[int, ...]] = []
-        self._found: list[Tensor] = []
+        self._found: dict[torch.dtype, list[Tensor]] = {}
 
     def place(self, tp_group: Any = None) -> int:
         """Returns the number of a new weight. `tp_group`: the group that the weight's module is cut over, whose ranks
@@ -37,24 +37,37 @@ class WholeAmaxes:
 
     def forget(self) -> None:
         """Makes the next gather reduce."""
-        self._found = []
+        self._found = {}
 
-    def of(self, number: int, group: Any) -> Tensor:
-        """Returns the amax of a whole weight, float32 [1]. Where weights may have changed it is collective over
-        `group`, whose ranks FSDP2 shards over, and over the weights' tensor-parallel groups: one call for each."""
-        parts = [weight._local_tensor for weight in self._weights]
-        # An operator on a DTensor moves the counter of the DTensor, and one on its local tensor the local one's.
-        versions = [(w._version, p._version, p.data_ptr()) for w, p in zip(self._weights, parts, strict=True)]
-        if not self._found or versions != self._versions:
-            found = max_over(torch.cat([quantize_ops.amax(part.detach()) for part in parts]), group).split(1)
-            self._found = list(found)
-            for tp_group in dict.fromkeys(self._groups):
-                if tp_group is not None:  # weights that it does not cut stay out: its ranks may hold unlike ones
-                    self._reduce([i for i, of in enumerate(self._groups) if of is tp_group], tp_group)
-            self._versions = versions
-        return self._found[number]
+    def of(self, numbers: list[int], group: Any, dtype: torch.dtype) -> list[Tensor]:
+        """Returns the amaxes of some whole weights, each cast to `dtype`, float32 [1].
 
-    def _reduce(self, numbers: list[int], group: Any) -> None:
-        whole = max_over(torch.cat([self._found[i] for i in numbers]), group).split(1)
-        for i, amax in zip(numbers, whole, strict=True):
-            self._found[i] = amax
+        Where these weights may have changed it is collective over `group`, whose ranks FSDP2 shards over, and over the
+        tensor-parallel groups of all weights: one call for each.
+        """
+        if not self._found or any([self._version(i) != self._versions[i] for i in numbers]):
+            self._reduce(group)
+        found = self._found.get(dtype)
+        if found is None:  # rounding keeps the order of values, so the cast weight's amax is the amax cast
+            whole = self._found[torch.float32]
+            found = self._found[dtype] = list(torch.cat(whole).to(dtype).to(torch.float32).split(1))
+        return [found[i] for i in numbers]
+
+    def _version(self, number: int) -> tuple[int, ...]:
+        """An operator on a DTensor moves the counter of the DTensor, and one on its local tensor the local one's."""
+        weight = self._weights[number]
+        part = weight._local_tensor
+        return weight._version, part._version, part.data_ptr()
+
+    def _reduce(self, group: Any) -> None:
+        parts = [quantize_ops.amax(weight._local_tensor.detach()) for weight in self._weights]
+        found = list(max_over(torch.cat(parts), group).split(1))
+        for tp_group in dict.fromkeys(self._groups):
+            if tp_group is None:  # weights that it does not cut stay out: its ranks may hold unlike ones
+                continue
+            numbers = [i for i, of in enumerate(self._groups) if of is tp_group]
+            whole = max_over(torch.cat([found[i] for i in numbers]), tp_group).split(1)
+            for i, amax in zip(numbers, whole, strict=True):
+                found[i] = amax
+        self._found = {torch.float32: found}
+        self._versions = [self._version(i) for i in range(len(self._weights))]

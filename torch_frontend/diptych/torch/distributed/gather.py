@@ -46,8 +46,9 @@ class Gather:
 
     `stack`: whether it is a stack of weights [G, N, K], of which each rank holds some whole ones. `param`, `group`:
     FSDP2's own objects for the weight and for those that are gathered with it. `recompute`: whether backward reads the
-    rowwise copy too. `amaxes`: None where no block is cut; `number` is the weight's place in them. `whole`: the
-    gathered weight's buffers by name, once they are made; `plans`: by the copies that are read.
+    rowwise copy too. `amaxes`: None where no block is cut; `number` is the weight's place in them. `parts`: quantizes
+    the parts of all weights that are gathered together. `whole`: the gathered weight's buffers by name, once they are
+    made; `plans`: by the copies that are read.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Gather:
     recompute: bool
     amaxes: WholeAmaxes | None = None
     number: int = 0
+    parts: Any = None
     whole: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     plans: dict[tuple[str, ...], Plan] = dataclasses.field(default_factory=dict)
 
@@ -85,13 +87,6 @@ class Gather:
     def cut_by_columns(self, name: str) -> bool:
         """Whether ranks hold columns of a buffer, which are not received as they lie."""
         return not self.stack and name.startswith(COLUMNWISE) and self.quantizer.format.columnwise == "transposed"
-
-    def quantize(self, part: Tensor, plan: Plan, amax: Tensor | None) -> dict[str, Tensor]:
-        """Returns the buffers of a part by name. `amax`: the whole weight's; None: the part's blocks are whole."""
-        of_rows = amax if plan.making.rowwise else None
-        of_columns = amax if plan.making.columnwise and plan.making.format.two_level else None
-        quantize = grouped_ops.quantize_stack if self.stack else quantize_ops.quantize
-        return dict(zip(plan.names, quantize(part, plan.making, of_rows, of_columns), strict=True))
 
     def receive(self, shape: tuple[int, ...], like: Tensor, ranks: int) -> Plan:
         """Makes FSDP receive into the whole weight's buffers, and allocate and free the others that are read, as the

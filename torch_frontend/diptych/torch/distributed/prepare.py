@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,7 @@ from diptych.common.quantizers import RHT, ROW_AMAX, Quantizer
 from diptych.common.recipes import Recipe
 from diptych.torch.distributed.amaxes import WholeAmaxes
 from diptych.torch.distributed.gather import Gather
+from diptych.torch.distributed.parts import Parts
 from diptych.torch.distributed.sharded_weight import ShardedWeight
 from diptych.torch.layers.tensor_parallel import COLUMN, require_whole
 from diptych.torch.modules.base import QuantizedModule
@@ -55,19 +57,34 @@ def prepare(model: nn.Module, mesh: Any, recipe: Recipe, *, recompute: bool = Fa
             "call torch.distributed.fsdp.fully_shard on it first"
         )
     found = []
+    shared: dict[int, tuple[str, Quantizer]] = {}
     for name, module, layer, attribute, quantizer in _weights(model, recipe):
         _require_cuttable(name, module, attribute, quantizer, mesh)
         if layer in module._modes:
             _require_whole_parts(name, module, layer, attribute, quantizer, mesh)
+        first, its = shared.setdefault(id(module._parameters[attribute]), (name, quantizer))
+        if its != quantizer:
+            raise ValueError(
+                f"parallel.prepare: {first} and {name} are one weight, which the recipe quantizes in two ways: "
+                f"{its} and {quantizer}"
+            )
         found.append((name, module, layer, attribute, quantizer))
     amaxes, managed = WholeAmaxes(), _managed(model)
+    parts: dict[int, Parts] = collections.defaultdict(Parts)
+    gathers: dict[int, Gather] = {}  # modules may share a weight
     gathered = []
     for name, module, layer, attribute, quantizer in found:
         parameter: Any = module._parameters[attribute]
-        gather = Gather(name, quantizer, parameter.dim() == 3, *managed[id(module), attribute], recompute)
-        # Blocks are never cut, and neither are a stack's weights.
-        if not gather.stack and (quantizer.format.per_tensor or quantizer.format.two_level):
-            gather.amaxes, gather.number = amaxes, amaxes.place(module.tp_group if layer in module._modes else None)
+        gather = gathers.get(id(parameter))
+        if gather is None:
+            gather = Gather(name, quantizer, parameter.dim() == 3, *managed[id(module), attribute], recompute)
+            # Blocks are never cut, and neither are a stack's weights.
+            if not gather.stack and (quantizer.format.per_tensor or quantizer.format.two_level):
+                number = amaxes.place(module.tp_group if layer in module._modes else None)
+                gather.amaxes, gather.number = amaxes, number
+            gather.parts = parts[id(gather.group)]
+            gather.parts.add(gather)
+            gathers[id(parameter)] = gather
         module._gathered = (*module._gathered, layer)
         gathered.append((weakref.ref(module), attribute, gather))
     _attach(gathered)

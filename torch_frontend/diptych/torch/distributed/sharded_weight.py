@@ -8,25 +8,31 @@ and E2M1. The layer's weight is then a `QuantizedParameter`, whose gradient is p
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import inspect
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from diptych.torch.distributed.gather import Gather, Plan
+from diptych.torch.distributed.gather import Gather
+from diptych.torch.distributed.parts import Received
 from diptych.torch.modules.quantized_parameter import QuantizedParameter
 from diptych.torch.tensors.quantized import QuantizedStack, QuantizedTensor
 
 
-class Received(NamedTuple):
-    """What a rank knows of a gathered weight without receiving it. `same`: the buffers that are not received, such as
-    the scale of the whole weight."""
+class Send:
+    """`fsdp_pre_all_gather` of one part. FSDP2 reads the signature at each gather, so it is made once, ahead."""
 
-    plan: Plan
-    same: dict[str, Tensor]
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    ranks: int
+    __signature__ = inspect.signature(lambda mesh, outer_size, outer_stride, module, mp_policy: None)
+
+    def __init__(self, gather: Gather) -> None:
+        self.gather = gather
+
+    def __call__(
+        self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: Any, mp_policy: Any
+    ) -> tuple[tuple[Tensor, ...], Received]:
+        """Returns (bytes to send, what `fsdp_post_all_gather` needs)."""
+        return self.gather.parts.of(self.gather, mesh, mp_policy.param_dtype)
 
 
 class ShardedWeight(Tensor):
@@ -34,34 +40,18 @@ class ShardedWeight(Tensor):
     local tensor, in place."""
 
     gather: Gather
+    fsdp_pre_all_gather: Send
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def of(part: Tensor, gather: Gather) -> ShardedWeight:
         made: Any = part.as_subclass(ShardedWeight)
-        made.gather = gather
+        made.gather, made.fsdp_pre_all_gather = gather, Send(gather)
         return made
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles the part as the plain tensor that it is."""
         return self.detach().as_subclass(Tensor).__reduce_ex__(protocol)
-
-    @torch.no_grad()
-    def fsdp_pre_all_gather(
-        self, mesh: Any, outer_size: torch.Size, outer_stride: tuple[int, ...], module: Any, mp_policy: Any
-    ) -> tuple[tuple[Tensor, ...], Received]:
-        """Quantizes the part by the whole weight's amax. Returns (bytes to send, what `fsdp_post_all_gather` needs)."""
-        gather = self.gather
-        part = self.detach().as_subclass(Tensor)
-        dtype = part.dtype if mp_policy.param_dtype is None else mp_policy.param_dtype
-        plan = gather.receive(tuple(outer_size), part, mesh.size())
-        amax = None
-        if gather.amaxes is not None:  # rounding keeps the order of values, so the cast weight's amax is the amax cast
-            amax = gather.amaxes.of(gather.number, mesh.get_group()).to(dtype).to(torch.float32)
-        made = gather.quantize(part.to(dtype), plan, amax)
-        same = {name: t for name, t in made.items() if name not in plan.sent}
-        received = Received(plan, same, tuple(outer_size), dtype, mesh.size())
-        return tuple([made[name].view(torch.uint8) for name in plan.sent]), received
 
     @torch.no_grad()
     def fsdp_post_all_gather(
@@ -70,6 +60,7 @@ class ShardedWeight(Tensor):
         """Fills the whole weight's buffers. Returns (weight, tensors that FSDP frees with it) where there is no `out`,
         which has these buffers."""
         gather = self.gather
+        received.known.fill()
         for name, t in received.same.items():
             gather.fill(name, t)
         for name, t in zip(received.plan.sent, outputs, strict=True):

@@ -276,9 +276,10 @@ class CustomOp:
 
     def _real_forward(self, tensors: list[Tensor], sizes: list[int], *inputs: Any) -> list[Tensor]:
         """Runs a node's forward; as a program if constants and the forms of tensors alone decide what it does."""
-        if self._programs is None or sizes or inputs[0] is not None:
+        if self._programs is None or inputs[0] is not None:
             return self._run_forward((tensors, sizes, *inputs), False)
-        return self._programs(inputs[-1], tensors, self._run_forward, (tensors, sizes, *inputs), False)
+        call = (self._run_forward, (tensors, sizes, *inputs), False)
+        return self._programs.run((id(inputs[-1]), *sizes), inputs[-1], tensors, None, *call)[0]
 
     def _fake_forward(self, *inputs: Any) -> list[Tensor]:
         """The forward on fake tensors. It runs the same code, whose ops have fake implementations of their own."""

@@ -133,18 +133,30 @@ def _kept_input(a: _Arguments, s: Schedule, options: Options, saved: list[Tensor
     return pick(s.x_kept, encode(x, s.x_late, options, a.rng, scales, amax).copies, x)
 
 
+def _held(weight: Any, columnwise: bool) -> tuple[Any, list[Tensor]]:
+    """Returns what decides about a copy of a weight that is held quantized, and the copy's tensors."""
+    tensors: list[Tensor] = []
+    spec = pack(weight.copy_of(columnwise), tensors)
+    return (weight.quantizer.spec, weight.quantizer.rowwise, weight.quantizer.columnwise, spec), tensors
+
+
 def _forward_replay(a: _Arguments, needs: tuple[str, ...]) -> Replay | None:
-    if a.options is None or isinstance(a.x, QuantizedTensor) or isinstance(a.weight, QuantizedTensor):
+    if a.options is None or isinstance(a.x, QuantizedTensor):
         return None
     s = a.schedules(needs)[0]
     if s.results[0] is not None:
         return None
-    inputs = [a.x, a.weight] if a.bias is None else [a.x, a.weight, a.bias]
+    bias = [] if a.bias is None else [a.bias]
     leaves = a.options[0].weight_grad is not None and not a.options[0].weight_grad.marks
     key = (needs, a.weight.shape, leaves, a.rng is None)
+    if isinstance(a.weight, QuantizedTensorBase):
+        if s.plan.weight.rowwise is None or a.weight.rowwise_data is None or a.weight.quantizer.custom:
+            return None
+        form, copy = _held(a.weight, False)
+        return replay((*key, form), s, a.options[0], (s.x,), a.rng, [a.x, *copy, *bias])
     if a.copies:
-        return replay((*key, a.copy_specs(0)), s, a.options[0], (s.x,), a.rng, inputs + a.copies)
-    return replay(key, s, a.options[0], (s.x, s.w), a.rng, inputs)
+        return replay((*key, a.copy_specs(0)), s, a.options[0], (s.x,), a.rng, [a.x, a.weight, *bias, *a.copies])
+    return replay(key, s, a.options[0], (s.x, s.w), a.rng, [a.x, a.weight, *bias])
 
 
 def _backward_replay(
@@ -160,14 +172,19 @@ def _backward_replay(
         return None
     if dy.layout is torch.strided:
         dy = grads[0] = dy.contiguous()
-    kept = [t for t in (a.x, a.weight) if isinstance(t, Tensor)]
+    kept, form = [t for t in (a.x, a.weight) if isinstance(t, Tensor)], None
+    if isinstance(a.weight, QuantizedTensorBase):
+        if a.weight.quantizer.custom:
+            return None
+        form, copy = _held(a.weight, s.w_kept == "columnwise")
+        kept = [*kept[:-1], *copy]
     if any([isinstance(t, QuantizedTensorBase) for t in kept]):
         return None
     dtypes = a.x.dtype, a.weight.dtype, None if a.bias is None else a.bias.dtype
     inputs = [dy, *kept, *a.copies, *saved]
     if s.w_late or s.x_late:
         inputs += late_scales((*s.w_late, *s.x_late), a.options[0])
-    return replay((needs, a.weight.shape, a.copy_specs(0), *dtypes), s, a.options[0], (s.dy,), a.rng, inputs)
+    return replay((needs, a.weight.shape, a.copy_specs(0), form, *dtypes), s, a.options[0], (s.dy,), a.rng, inputs)
 
 
 _linear = CustomOp(

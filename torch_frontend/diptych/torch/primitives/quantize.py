@@ -314,18 +314,32 @@ def quantize(
     return _quantize_op(x, quantizer, amax, columnwise_amax, scale, rng)
 
 
-def quantize_many(xs: list[Tensor], quantizer: Quantizer) -> list[list[Tensor]]:
-    """`quantize` of each of many tensors of one dtype and device, by one call of the core."""
-    if not direct(*xs):
-        return [quantize(x, quantizer) for x in xs]
+def quantize_many(xs: list[Tensor], quantizer: Quantizer, amaxes: list[Tensor] | None = None) -> list[list[Tensor]]:
+    """`quantize` of each of many tensors of one dtype and device, by one call of the core.
+
+    `amaxes`: one float32 [1] for each tensor, used instead of its own for every copy, and returned as it is.
+    """
+    two_level = quantizer.format.two_level
+    sides = quantizer.rowwise or not two_level, quantizer.columnwise and two_level  # the amaxes that copies have
+    given = [tuple([a if side else None for side in sides]) for a in amaxes or [None] * len(xs)]
+    if not direct(*xs, *(amaxes or ())):
+        return [quantize(x, quantizer, *both) for x, both in zip(xs, given, strict=True)]
     require_no_grad("diptych::quantize_many", *xs)
     calls, made = [], []
-    for x in xs:
-        check_quantize(x, quantizer, None, None, None, None)
-        places, out = new_buffers(layout(x.shape, quantizer, x.device))
+    for x, both in zip(xs, given, strict=True):
+        check = functools.partial(check_quantize, x, quantizer, *both, None, None)
+        once(check, x, type(quantizer), quantizer.spec, quantizer.rowwise, quantizer.columnwise, *both)
+        buffers = layout(x.shape, quantizer, x.device)
+        places, out = new_buffers(buffers)
+        if amaxes is not None:
+            for i, (place, _, _) in enumerate(buffers):
+                if place < 2:
+                    known = both[place]
+                    assert known is not None  # else the check raised
+                    places[place] = out[i] = known
         calls.append((x.contiguous(), *places[:2], None, None, *places[2:]))
         made.append(out)
-    _core.quantize_many(calls, *quantizer.spec, _COMPUTE)
+    _core.quantize_many(calls, *quantizer.spec, _COMPUTE if amaxes is None else _GIVEN)
     return made
 
 

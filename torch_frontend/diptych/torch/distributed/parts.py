@@ -1,0 +1,115 @@
+"""`Parts`: what this rank sends of the weights that FSDP2 gathers together, quantized in few calls of the core.
+
+FSDP2 asks for one weight after the other. With the first that it asks for, those of the whole group are quantized: the
+host would fall behind the GPU if it quantized each weight by itself.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from diptych.torch.distributed.gather import Gather, Plan
+from diptych.torch.primitives import grouped as grouped_ops
+from diptych.torch.primitives import quantize as quantize_ops
+
+
+class Known:
+    """Scales of whole tensors, and amaxes, of all weights of a group. All ranks have them, so that none is sent."""
+
+    def __init__(self) -> None:
+        self._held: list[Tensor] = []
+        self._values: list[Tensor] = []
+
+    def add(self, held: Tensor, value: Tensor) -> None:
+        self._held.append(held)
+        self._values.append(value)
+
+    def fill(self) -> None:
+        """Copies the values to the weights' buffers, in one call when the first weight is received."""
+        held, values = self._held, self._values
+        if not held:
+            return
+        self._held, self._values = [], []
+        if held[0].is_cuda:  # FSDP quantizes on a stream of its own
+            stream = torch.cuda.current_stream(held[0].device)
+            for t in values:
+                t.record_stream(stream)
+        with torch.autograd._unsafe_preserve_version_counter(tuple(held)):  # pyright: ignore[reportPrivateImportUsage]
+            torch._foreach_copy_(held, values)  # pyright: ignore[reportPrivateImportUsage]
+
+
+class Received(NamedTuple):
+    """What a rank has of a gathered weight without receiving it. `known`: of the whole group; `same`: the other buffers
+    that are not sent, by name."""
+
+    plan: Plan
+    same: dict[str, Tensor]
+    known: Known
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    ranks: int
+
+
+class Parts:
+    """The parts of the weights of one of FSDP2's groups.
+
+    Invariant: what is made is taken before a gather ends, since FSDP2 asks for every weight of a group.
+    """
+
+    def __init__(self) -> None:
+        self._gathers: list[Gather] = []
+        self._made: dict[int, tuple[tuple[Tensor, ...], Received]] = {}
+
+    def add(self, gather: Gather) -> None:
+        self._gathers.append(gather)
+
+    def of(self, gather: Gather, mesh: Any, dtype: torch.dtype | None) -> tuple[tuple[Tensor, ...], Received]:
+        """Returns (bytes that are sent of a weight, what is received without sending it).
+
+        `mesh`: the ranks that the weights are cut over. `dtype`: what weights are cast to before they are quantized, or
+        None.
+        """
+        if id(gather) not in self._made:
+            with torch.no_grad():
+                self._quantize(mesh, dtype)
+        return self._made.pop(id(gather))
+
+    def _quantize(self, mesh: Any, dtype: torch.dtype | None) -> None:
+        ranks, known = mesh.size(), Known()
+        alike: dict[Any, list[tuple[Gather, Plan, Tensor]]] = {}  # the core quantizes those together
+        for gather in self._gathers:
+            held = gather.param._sharded_local_tensor
+            if getattr(held, "gather", None) is not gather:  # a plain tensor, which FSDP2 gathers as it is
+                continue
+            part = held.detach().as_subclass(Tensor)
+            part = part if dtype is None else part.to(dtype)
+            plan = gather.receive((part.shape[0] * ranks, *part.shape[1:]), part, ranks)
+            q = plan.making
+            key = (gather.stack, gather.amaxes is None, q.spec, q.rowwise, q.columnwise, part.dtype)
+            alike.setdefault(key, []).append((gather, plan, part))
+        for some in alike.values():
+            for (gather, plan, part), buffers in zip(some, _quantized(some, mesh), strict=True):
+                made, same = dict(zip(plan.names, buffers, strict=True)), {}
+                for name, t in made.items():
+                    if name not in plan.sent:
+                        if t.numel() == 1 and t.dtype == torch.float32:
+                            known.add(gather.whole[name], t)
+                        else:
+                            same[name] = t
+                shape = (part.shape[0] * ranks, *part.shape[1:])
+                received = Received(plan, same, known, shape, part.dtype, ranks)
+                self._made[id(gather)] = tuple([made[name].view(torch.uint8) for name in plan.sent]), received
+
+
+def _quantized(some: list[tuple[Gather, Plan, Tensor]], mesh: Any) -> list[list[Tensor]]:
+    """Returns the buffers of parts that are quantized alike."""
+    (first, plan, part), parts = some[0], [part for _, _, part in some]
+    if first.stack:
+        return [grouped_ops.quantize_stack(part, plan.making) for part in parts]
+    if first.amaxes is None:
+        return quantize_ops.quantize_many(parts, plan.making)
+    amaxes = first.amaxes.of([gather.number for gather, _, _ in some], mesh.get_group(), part.dtype)
+    return quantize_ops.quantize_many(parts, plan.making, amaxes)
