@@ -99,6 +99,22 @@ def test_an_operand_whose_axis_is_taken_is_gathered_quantized(recipe, kind):
 
 
 @meshes.AXES
+@RECIPE
+def test_a_kernel_that_is_held_quantized(recipe, kind):
+    """It was quantized by another program, whose results stay where they are."""
+    with meshes.mesh_of(kind) as mesh:
+        held = jax.jit(lambda b: quantized(recipe, b, "weight"))(
+            jax.device_put(B, jax.sharding.NamedSharding(mesh, P("t")))
+        )
+        assert held.rowwise_data.sharding.spec[0] == "t"
+        f = jax.jit(lambda a, b: dj.gemm(quantized(recipe, a, "input"), b))
+        a = jax.device_put(A, jax.sharding.NamedSharding(mesh, P("d")))
+        got, text = f(a, held), f.lower(a, held).compile().as_text()
+    meshes.same(got, multiply(recipe, "fprop", A, B))
+    assert "all-gather" not in text and got.sharding.spec == P("d", "t")
+
+
+@meshes.AXES
 def test_batches_with_a_cut_sum_and_a_bias_of_their_own(kind):
     """The bias and the rows have batch axes that the kernel lacks."""
     recipe = dj.MXFP8BlockScaling()

@@ -48,10 +48,11 @@ def test_blocks_are_never_cut():
         rule.check_cuts("amax", folded, {"M": ("t",)}, {"t": 2}, [(3, 8, 4)])
     with pytest.raises(UnsupportedError, match="cut the K, but reasons"):
         rule.check_cuts("gemm", Rule(GEMM.operands, (), GEMM.blocks, whole="reasons"), {"K": ("t",)}, {"t": 2}, SHAPES)
+    rule.check_cuts("gemm", Rule(GEMM.operands, (), GEMM.blocks, whole="reasons"), {"K": ("t",)}, {"t": 1}, SHAPES)
 
 
 def test_matrices_are_refused_and_vectors_gathered_where_a_dimension_is_needed_whole():
     norm = Rule((("r", None), (None,)), (("r", None),), {"r": (8, 1)})
-    rule.check_whole("norm", norm, [P("d", None), P("d")], [0, 0])
+    rule.check_whole("norm", norm, [P("d", None), P("d")], [0, 0], {"d": 2})
     with pytest.raises(UnsupportedError, match=r"norm: dimension 1 of operand 0 is cut over mesh axes \('t',\)"):
-        rule.check_whole("norm", norm, [P("d", "t"), P(None)], [0, 0])
+        rule.check_whole("norm", norm, [P("d", "t"), P(None)], [0, 0], {"d": 2, "t": 2})

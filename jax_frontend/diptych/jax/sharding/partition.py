@@ -48,9 +48,10 @@ class Partitioner(NamedTuple):
         rule = self.rule(avals, batch, params)
         if rule is None:
             return outs
-        check_whole(self.op, rule, specs, [m.bit_count() for m in batch.axes])
+        sizes = outs[0].sharding.mesh.shape
+        check_whole(self.op, rule, specs, [m.bit_count() for m in batch.axes], sizes)
         cuts = cuts_of(rule, specs)
-        check_cuts(self.op, rule, cuts, outs[0].sharding.mesh.shape, [a.shape for a in avals])
+        check_cuts(self.op, rule, cuts, sizes, [a.shape for a in avals])
         typed = zip(outs, rule.results, strict=True)
         return [o.update(sharding=o.sharding.update(spec=PartitionSpec(*spec_of(f, cuts)))) for o, f in typed]
 

@@ -121,9 +121,9 @@ def check_cuts(op: str, rule: Rule, cuts: Cuts, sizes: Mapping[Any, int], operan
     """**Raises** ShapeError if shards would not be equal or not have whole blocks, UnsupportedError for what is never
     cut. `sizes`: of mesh axes. `operands`: the whole operands' shapes."""
     for factor, axes in cuts.items():
-        if rule.whole and factor in rule.blocks:
-            raise UnsupportedError(f"{op}: mesh axes {axes} cut the {factor}, but {rule.whole}")
         parts = math.prod(sizes[axis] for axis in axes)
+        if rule.whole and factor in rule.blocks and parts > 1:
+            raise UnsupportedError(f"{op}: mesh axes {axes} cut the {factor}, but {rule.whole}")
         extent, block = rule.blocks.get(factor, (0, 1))
         lengths = [n for own, shape in zip(rule.operands, operands, strict=True) for n in _lengths(factor, own, shape)]
         for length, unit in [(extent, parts * block), *((n, parts) for n in lengths)]:
@@ -140,14 +140,18 @@ def _lengths(factor: str, own: Factors, shape: Sequence[int]) -> list[int]:
     return [n for f, n in zip(own, shape, strict=True) if f == factor]
 
 
-def check_whole(op: str, rule: Rule, operands: Sequence[Any], batch_ranks: Sequence[int]) -> None:
+def check_whole(
+    op: str, rule: Rule, operands: Sequence[Any], batch_ranks: Sequence[int], sizes: Mapping[Any, int]
+) -> None:
     """**Raises** UnsupportedError where a mesh cuts a matrix along a dimension that the primitive needs whole.
 
-    Vectors, such as the parameters of a norm, are gathered.
+    Vectors, such as the parameters of a norm, are gathered. `operands`: their PartitionSpecs. `batch_ranks`: how many
+    of each operand's dimensions are batch axes. `sizes`: of mesh axes.
     """
     for number, (factors, spec, rank) in enumerate(zip(rule.operands, operands, batch_ranks, strict=True)):
         for i, (factor, entry) in enumerate(zip(factors, spec, strict=False)):
-            if factor is None and entry is not None and len(factors) - rank > 1:
+            parts = math.prod(sizes[axis] for axis in axes_of(entry))
+            if factor is None and parts > 1 and len(factors) - rank > 1:
                 raise UnsupportedError(
                     f"{op}: dimension {i} of operand {number} is cut over mesh axes {axes_of(entry)}, and the op needs "
                     "it whole: of the dimensions that fold into rows only the first longer than 1 can be cut. Reshard "
