@@ -14,7 +14,7 @@ from sweeps import named
 
 import diptych.jax as dj
 from diptych.common import linear_plan
-from jax_frontend import meshes, tools
+from jax_frontend import fused_layers, meshes, tools
 
 RECIPES = {k: r for k, r in tools.PLAIN_RECIPES.items() if not linear_plan(r).needs_rng} | {
     "nvfp4 rotated": dj.NVFP4BlockScaling(disable_stochastic_rounding=True)
@@ -81,6 +81,18 @@ def test_data_parallel_sums_are_those_of_shard_map(recipe, kind):
     out = {"y": P("d"), "dx": P("d"), "dkernel": P(), "dbias": P()}
     want = jax.jit(jax.shard_map(grouped, mesh=mesh, in_specs=specs, out_specs=out))(*ARGS)
     meshes.same(got, want)
+
+
+@meshes.AXES
+@LAYOUT
+@pytest.mark.parametrize("recipe", [None, fused_layers.EVERY["mixed"]], ids=["none", "mixed"])
+def test_products_in_high_precision(recipe, layout, kind):
+    """Which XLA computes, in another order: on Explicit axes plain JAX refuses some of them without an out_sharding."""
+    f = training_step(recipe)
+    got, _ = meshes.run(f, kind, LAYOUTS[layout][0], *ARGS)
+    for name, want in jax.jit(f)(*ARGS).items():
+        g, w = (np.asarray(v).astype(np.float32) for v in (got[name], want))
+        assert np.linalg.norm(g - w) <= 2.0**-7 * np.linalg.norm(w), name
 
 
 @meshes.AXES
