@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from sweeps import named
 
@@ -82,6 +83,34 @@ def test_parts_of_a_cut_sum_are_rounded_and_added_in_order(recipe, product, dtyp
         total = total + p
     total = total + np.asarray(bias) + np.float32(0.5) * np.asarray(acc).astype(np.float32)
     meshes.same(got, jnp.asarray(total).astype(dtype))
+
+
+@meshes.AXES
+@pytest.mark.parametrize("spec", [P("d"), P(None, "d")], ids=["M", "N"])
+def test_an_accumulator_that_is_cut_over_the_axes_of_the_sum_gets_its_part(spec, kind):
+    """As the gradients of weights under FSDP: a reduce-scatter, the bits of the whole sum, and no gather."""
+    acc, bias = tools.normal("acc", (512, 512)), tools.normal("bias", (512,))
+
+    def f(a, b, acc, bias):
+        a, b = (quantized(dj.Float8BlockScaling(), x, tensor) for x, tensor in ((a, "grad_output"), (b, "input")))
+        return dj.gemm_into(acc, a, b, trans_a=True, trans_b=False, beta=0.5, bias=bias)
+
+    whole, collectives = meshes.run(f, kind, (P("d"), P("d"), P(), P()), A, B, acc, bias)
+    assert collectives == {"all-reduce": 1}
+    got, collectives = meshes.run(f, kind, (P("d"), P("d"), spec, P()), A, B, acc, bias)
+    meshes.same(got, whole)
+    assert collectives == {"reduce-scatter": 1} and got.sharding.spec[: len(spec)] == tuple(spec)
+
+
+def test_a_result_that_is_asked_for_in_parts_is_scattered():
+    with meshes.mesh_of(AxisType.Auto) as mesh:
+        rows = jax.sharding.NamedSharding(mesh, P("d"))
+        f = functools.partial(multiply, dj.MXFP8BlockScaling(), "wgrad")
+        compiled = jax.jit(f, in_shardings=rows, out_shardings=rows).lower(A, B).compile()
+        got = compiled(jax.device_put(A, rows), jax.device_put(B, rows))
+    whole, _ = meshes.run(f, AxisType.Auto, (P("d"), P("d")), A, B)
+    meshes.same(got, whole)
+    assert meshes.counted(compiled.as_text()) == {"reduce-scatter": 1}
 
 
 @meshes.AXES

@@ -37,6 +37,15 @@ def test_an_axis_cuts_one_factor_and_operands_come_first():
     assert rule.missing(cuts, ("M", "N")) == ("t",)
 
 
+def test_what_enters_after_a_sum_may_be_cut_over_its_axes():
+    rule_of = Rule((("M", "K"), ("N", "K"), ("M", "N")), (("M", "N"),), GEMM.blocks, summed="K", before=2)
+    cuts = rule.cuts_of(rule_of, [P(None, "d"), P(None, "d"), P("d", None)])
+    assert cuts == {"K": ("d",), "M": ("d",)}
+    assert rule.operand_specs(rule_of, cuts) == [[None, "d"], [None, "d"], ["d", None]]
+    assert rule.cuts_of(rule_of, [P(None, "d"), P(None, "d"), P(None, None)]) == {"K": ("d",)}
+    assert rule.cuts_of(rule_of, [P(None, "d"), P(None, None), P(None, None)], [P(None, "d")])["N"] == ("d",)
+
+
 def test_blocks_are_never_cut():
     rule.check_cuts("gemm", GEMM, {"K": ("t",)}, {"t": 2}, SHAPES)
     with pytest.raises(

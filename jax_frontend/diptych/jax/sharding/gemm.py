@@ -60,7 +60,7 @@ def gemm(
             *shard[:end], batch=Batch(len(axes), narrow), a=a, b=b, has_bias=False, has_c=False, alpha=alpha,
             beta=(0.0).hex(), out_dtype=out_dtype, **options,
         )  # fmt: skip
-        total = jax.lax.psum(part.astype("float32"), cuts["K"])
+        total = _summed(part.astype("float32"), cuts)
         total = _aligned(total, sum(1 << bit for bit in axes), batch.rank, 2)
         if has_bias:
             total = total + _aligned(shard[end].astype("float32")[..., None, :], batch.axes[end], batch.rank, 2)
@@ -69,7 +69,23 @@ def gemm(
             total = total + float.fromhex(beta) * c
         return [total.astype(out_dtype)]
 
-    return Rule((*factors, *[("N",)] * has_bias, *[("M", "N")] * has_c), (("M", "N"),), extents, ("sum",), local)
+    return Rule(
+        (*factors, *[("N",)] * has_bias, *[("M", "N")] * has_c),
+        (("M", "N"),),
+        extents,
+        ("sum",),
+        local,
+        summed="K",
+        before=end,
+    )
+
+
+def _summed(part: Array, cuts: Cuts) -> Array:
+    """Returns the sum of [..., M, N] over the axes that cut K, or this device's part of it if they cut M or N too."""
+    for dimension, factor in ((part.ndim - 2, "M"), (part.ndim - 1, "N")):
+        if cuts.get(factor) == cuts["K"]:
+            return jax.lax.psum_scatter(part, cuts["K"], scatter_dimension=dimension, tiled=True)
+    return jax.lax.psum(part, cuts["K"])
 
 
 def _aligned(x: Array, mask: int, rank: int, own: int) -> Array:

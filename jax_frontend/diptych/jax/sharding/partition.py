@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from diptych.common.errors import UnsupportedError
 from diptych.jax.primitives.checks import Aval, own_shape
 from diptych.jax.primitives.ffi import Batch
-from diptych.jax.sharding.rule import Factors, Rule, check_cuts, check_whole, cuts_of, spec_of
+from diptych.jax.sharding.rule import Factors, Rule, check_cuts, check_whole, cuts_of, operand_specs, spec_of
 
 OwnRule = Callable[..., Rule | None]
 """Takes the operands' shapes without batch axes, `batch`, and the primitive's parameters."""
@@ -82,11 +82,12 @@ class Partitioner(NamedTuple):
             cuts = cuts_of(rule, [x.sharding.spec for x in operands], [x.sharding.spec for x in results])
             check_cuts(self.op, rule, cuts, mesh.shape, [x.shape for x in operands])
 
-            def shardings(arrays: Sequence[Factors]) -> list[NamedSharding]:
-                return [NamedSharding(mesh, PartitionSpec(*spec_of(factors, cuts))) for factors in arrays]
+            def shardings(specs: Sequence[list[Any]]) -> list[NamedSharding]:
+                return [NamedSharding(mesh, PartitionSpec(*spec)) for spec in specs]
 
-            compute = functools.partial(rule.compute, run, cuts)
-            return mesh, lambda *xs: compute(xs), shardings(rule.results), tuple(shardings(rule.operands))
+            of_results = shardings([spec_of(factors, cuts) for factors in rule.results])
+            of_operands = shardings(operand_specs(rule, cuts))
+            return mesh, lambda *xs: rule.compute(run, cuts, xs), of_results, tuple(of_operands)
 
         call.def_partition(partition, sharding_rule=lambda *_: _shardy_rule(rule))
         return mlir.lower_fun(call, multiple_results=True)

@@ -35,6 +35,9 @@ class Rule:
     `blocks`: (extent, block) of factors that are only cut between blocks. `reduce`: for each result how its parts are
     joined over cut factors that it does not have: "max", "sum" or "". `local`: computes one shard's results and joins
     them, from (run, cuts, operands), instead of `run` and `reduce`. `whole`: why no factor of `blocks` can be cut.
+
+    `summed`: a factor whose axes may also cut another factor of results, and of the operands from number `before` on,
+    which enter after the sum: each device then gets its part of the sum (a reduce-scatter).
     """
 
     operands: tuple[Factors, ...]
@@ -43,6 +46,8 @@ class Rule:
     reduce: tuple[str, ...] = ()
     local: Callable[[Run, Cuts, Sequence[Array]], list[Array]] | None = None
     whole: str = ""
+    summed: str = ""
+    before: int | None = None
 
     def with_batch(self, operands: Sequence[Factors], front: Factors) -> Rule:
         """Returns this rule with the factors of vmapped axes in front of the operands' and of the results'."""
@@ -108,7 +113,26 @@ def cuts_of(rule: Rule, operands: Sequence[Any], results: Sequence[Any] = ()) ->
             if factor is not None and axes and factor not in cuts and not used & set(axes):
                 cuts[factor] = axes
                 used |= set(axes)
+    summed = cuts.get(rule.summed)
+    if summed is not None:
+        after = [*rule.operands[rule.before :], *rule.results]
+        for factors, spec in zip(after, [*operands[rule.before :], *results], strict=False):
+            for factor, entry in zip(factors, spec, strict=False):
+                if factor is not None and len(factors) > 1 and factor not in cuts and axes_of(entry) == summed:
+                    return cuts | {factor: summed}
     return cuts
+
+
+def cuts_before(rule: Rule, cuts: Cuts) -> Cuts:
+    """Returns the cuts of operands that enter before the sum over `rule.summed`."""
+    summed = cuts.get(rule.summed)
+    return {factor: axes for factor, axes in cuts.items() if factor == rule.summed or axes != summed}
+
+
+def operand_specs(rule: Rule, cuts: Cuts) -> list[list[Any]]:
+    """Returns the entries of the operands' PartitionSpecs."""
+    before, first = cuts_before(rule, cuts), len(rule.operands) if rule.before is None else rule.before
+    return [spec_of(own, before if i < first else cuts) for i, own in enumerate(rule.operands)]
 
 
 def spec_of(factors: Factors, cuts: Cuts) -> list[Any]:
@@ -120,11 +144,12 @@ def spec_of(factors: Factors, cuts: Cuts) -> list[Any]:
 def check_cuts(op: str, rule: Rule, cuts: Cuts, sizes: Mapping[Any, int], operands: Sequence[Sequence[int]]) -> None:
     """**Raises** ShapeError if shards would not be equal or not have whole blocks, UnsupportedError for what is never
     cut. `sizes`: of mesh axes. `operands`: the whole operands' shapes."""
+    split = cuts_before(rule, cuts)
     for factor, axes in cuts.items():
         parts = math.prod(sizes[axis] for axis in axes)
         if rule.whole and factor in rule.blocks and parts > 1:
             raise UnsupportedError(f"{op}: mesh axes {axes} cut the {factor}, but {rule.whole}")
-        extent, block = rule.blocks.get(factor, (0, 1))
+        extent, block = rule.blocks.get(factor, (0, 1)) if factor in split else (0, 1)
         lengths = [n for own, shape in zip(rule.operands, operands, strict=True) for n in _lengths(factor, own, shape)]
         for length, unit in [(extent, parts * block), *((n, parts) for n in lengths)]:
             if length % unit:
