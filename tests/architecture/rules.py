@@ -27,7 +27,7 @@ ARROWS = {
 # A panel's rooms: a file imports from its own room and from those before it. Only the lab's adapter imports the lab.
 ROOMS = {
     "torch": ("primitives", "tensors", "graph", "functional", "state", "layers", "modules", "distributed", "lab"),
-    "jax": ("primitives", "tensors", "functional", "state", "layers", "lab"),
+    "jax": ("primitives", "tensors", "functional", "state", "layers", "sharding", "lab"),
 }
 # What each package may import from outside, beyond the standard library.
 THIRD_PARTY = {
@@ -46,6 +46,7 @@ COMMON_ROOMS = {
 UNPAIRED_ROOMS = {
     "graph": "torch.compile traces layers and verbs as nodes; JAX traces them as they stand",
     "distributed": "torch shards modules, and gathers their parameters; JAX shards arrays under jit",
+    "sharding": "XLA partitions JAX's primitives by rules; torch's layers call collectives themselves",
     "modules": "torch's modules hold parameters and buffers; JAX's layers are functions of them",
 }
 UNPAIRED = {

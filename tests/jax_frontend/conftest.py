@@ -1,4 +1,4 @@
-"""Two CPU devices for the sharding tests, requested before any backend starts, and the CPU as default device."""
+"""Eight CPU devices for the sharding tests, requested before any backend starts, and the CPU as default device."""
 
 import os
 
@@ -6,7 +6,7 @@ import pytest
 
 FLAG = "--xla_force_host_platform_device_count"
 if FLAG not in os.environ.get("XLA_FLAGS", ""):
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAG}=2".strip()
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAG}=8".strip()
 
 
 @pytest.fixture(autouse=True)
@@ -23,10 +23,10 @@ def default_device(request):
 
 @pytest.fixture
 def mesh():
-    """The two CPU devices, along "i"."""
+    """Two CPU devices, along "i"."""
     import jax
     import numpy as np
 
     devices = jax.devices("cpu")
-    assert len(devices) >= 2, "a backend started before conftest.py asked for two CPU devices"
+    assert len(devices) >= 2, "a backend started before conftest.py asked for several CPU devices"
     return jax.sharding.Mesh(np.asarray(devices[:2]), ("i",))

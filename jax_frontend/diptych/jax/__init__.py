@@ -46,6 +46,7 @@ from diptych.jax.layers.products import OFFSETS
 from diptych.jax.layers.quantize import rng_at
 from diptych.jax.layers.weight_gradients import dense_vjp
 from diptych.jax.primitives.ffi import export_safety_checks, header_version
+from diptych.jax.sharding.table import partition_primitives
 from diptych.jax.state.carry import (
     combine_states,
     lend_states,
@@ -141,3 +142,4 @@ __all__ = [
 ]
 
 keep_earlier_names()
+partition_primitives()

@@ -64,8 +64,20 @@ def group_amaxes(
         raise ValueError(f"quantize: amax_group is for formats with an amax of the tensor; {fmt.name} has none")
     flags = spec.flags & (ROW_AMAX | RHT | RHT_SIGNS)
     amax, of_columns = quantize_ops.amax(x, flags, source, operands, columnwise=True)
-    if spec.flags & (ROW_AMAX | RHT):
-        amax = amax if spec.flags & ROW_AMAX else max_over(amax, group)  # a row's amax is its own
+    return largest_amaxes(quantizer, amax, of_columns, group)
+
+
+def largest_amaxes(
+    quantizer: Quantizer, amax: Array, of_columns: Array, group: Any, group_of_rows: Any = ()
+) -> dict[str, Array]:
+    """Returns the amaxes that `quantizer` reads, by name, as maxima over mesh axes.
+
+    `amax`, `of_columns`: of this shard, as the primitive returns them. `group`: the axes that cut the tensor.
+    `group_of_rows`: those that cut its rows into pieces, over which amaxes per row are reduced.
+    """
+    fmt, by_row = quantizer.format, quantizer.spec.flags & ROW_AMAX
+    if quantizer.spec.flags & (ROW_AMAX | RHT):
+        amax = max_over(amax, group_of_rows if by_row else group)
         of_columns = max_over(of_columns, group)
     else:  # one number serves both copies
         amax = of_columns = max_over(of_columns, group)
@@ -74,11 +86,13 @@ def group_amaxes(
 
 
 def max_over(amax: Array, group: Any) -> Array:
-    """Returns the maximum over mesh axes.
+    """Returns the maximum over mesh axes, or `amax` itself if there are none.
 
     It compares bits as integers: amaxes are never negative or NaN, so their bits have the same order, and XLA flushes
     no subnormal.
     """
+    if group == ():
+        return amax
     reduced = jax.lax.pmax(jax.lax.bitcast_convert_type(amax, jnp.int32), group)
     return jax.lax.bitcast_convert_type(reduced, jnp.float32)
 

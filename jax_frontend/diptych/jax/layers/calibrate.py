@@ -6,7 +6,6 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from diptych.jax.functional import quantize as quantize_verbs
@@ -14,14 +13,15 @@ from diptych.jax.layers.held import high_precision
 from diptych.jax.layers.options import Amaxes, Options, States
 from diptych.jax.layers.products import Needs, Saved, check_transport, perturbed, primals, recorded, state_gradients
 from diptych.jax.primitives.register import defvjp
+from diptych.jax.tensors.copies import add_bias, matmul
 
 Array = jax.Array
 
 
 def plain(x: Array, kernel: Any, bias: Array | None) -> Array:
     """Returns the layer's product in x's dtype."""
-    y = x @ high_precision(kernel, x.dtype).astype(x.dtype).T
-    return y if bias is None else y + jnp.broadcast_to(bias.astype(x.dtype), y.shape)
+    y = matmul(x, high_precision(kernel, x.dtype).astype(x.dtype).T)
+    return y if bias is None else add_bias(y, bias)
 
 
 def calibrated(options: Options, x: Array, kernel: Any, bias: Any, states: States) -> tuple[Array, States]:

@@ -24,7 +24,6 @@ import functools
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from diptych.common.errors import UnsupportedError
@@ -37,7 +36,7 @@ from diptych.jax.functional.source import FusedInput
 from diptych.jax.layers.options import Amaxes, Options, States
 from diptych.jax.layers.quantize import quantize_calls, quantize_operand, quantize_weight, requantized_result, verb_of
 from diptych.jax.state.scales import ScaleState, gradient, record
-from diptych.jax.tensors.copies import Copies, Operand, named, pick, values
+from diptych.jax.tensors.copies import Copies, Operand, add_bias, matmul, named, pick, values
 from diptych.jax.tensors.quantized import QuantizedArray
 
 Array = jax.Array
@@ -59,9 +58,9 @@ class Products:
             return gemm_verbs.gemm(a, b, **taken, **options._asdict())
         inner = a.dtype if isinstance(a, jax.Array) else b.dtype
         left, right = values(a, inner), values(b, inner)
-        out: Array = (left.T if trans_a else left) @ (right.T if trans_b else right)
+        out: Array = matmul(left.T if trans_a else left, right.T if trans_b else right)
         if bias is not None:
-            out = out + jnp.broadcast_to(bias.astype(inner), out.shape)  # explicitly: rank promotion may be off
+            out = add_bias(out, bias)
         return out.astype(dtype).reshape(shapes.gemm_out_shape(a.shape, out.shape[0], out.shape[1], trans_a))
 
     def accumulate(self, acc: Array, dy: QuantizedArray, x: QuantizedArray, options: GemmOptions) -> Array:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -56,6 +57,24 @@ _NO_DERIVATIVE = (
 )
 
 
+class Partitioner(Protocol):
+    """How the calls of one primitive are partitioned over a mesh."""
+
+    def types(self, avals: Sequence[Aval], outs: list[Aval], batch: Batch, params: dict[str, Any]) -> list[Aval]:
+        """Returns the results' types with the shardings that follow from the operands'."""
+        ...
+
+    def lowering(self, ctx: Any, prim: Primitive, batch: Batch, params: dict[str, Any]) -> Any:
+        """Returns the lowering of a partitioned call, or None if this call is lowered as it is."""
+        ...
+
+
+PRIMITIVES: dict[str, Primitive] = {}
+"""All primitives, by op."""
+PARTITIONERS: dict[str, Partitioner] = {}
+"""Filled by the room `sharding`."""
+
+
 def primitive(
     op: str,
     abstract_eval: Any,
@@ -74,7 +93,13 @@ def primitive(
     name = ffi.target(op)
     prim = Primitive(name)
     prim.multiple_results = True
-    prim.def_abstract_eval(abstract_eval)
+    PRIMITIVES[op] = prim
+
+    def typed(*avals: Aval, batch: Batch, **params: Any) -> list[Aval]:
+        outs = abstract_eval(*avals, batch=batch, **params)
+        return PARTITIONERS[op].types(avals, outs, batch, params) if op in PARTITIONERS else outs
+
+    prim.def_abstract_eval(typed)
 
     @functools.partial(jax.jit, static_argnames=("params",))
     def run(*args: Array, params: tuple[tuple[str, Any], ...]) -> Any:
@@ -109,6 +134,8 @@ def primitive(
     ad.primitive_transposes[prim] = refuse
 
     def lower(platform: str, ctx: Any, *operands: Any, batch: Batch, **params: Any) -> Any:
+        if op in PARTITIONERS and (partitioned := PARTITIONERS[op].lowering(ctx, prim, batch, params)):
+            return partitioned(ctx, *operands)
         aliases, workspace = finish(ctx, platform, batch, **params) if finish else ({}, None)
         results = len(ctx.avals_out)
         if workspace is not None:
@@ -148,19 +175,53 @@ _STRUCTURES: list[Any] = []
 
 
 def defvjp(f: Any, forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
-    """`f.defvjp(forward, backward, symbolic_zeros=True)` for rules whose residuals may be any pytree."""
+    """`f.defvjp(forward, backward, symbolic_zeros=True)` for rules whose residuals may be any pytree.
+
+    Gradients get the shardings of their arguments' types, as JAX demands on Explicit mesh axes.
+    """
 
     @functools.wraps(forward)
     def forward_rule(*args: Any) -> Any:
         out, saved = forward(*args)
-        return out, _packed(saved, 12 + 3 * len(jax.tree.leaves(args)))
+        static = len(getattr(f, "nondiff_argnums", ()))
+        return out, _packed((saved, _Shardings.of(args[static:])), 12 + 3 * len(jax.tree.leaves(args)))
 
     @functools.wraps(backward)
     def backward_rule(*args: Any) -> Any:
-        *static, saved, grads = args
-        return backward(*static, _unpacked(saved), grads)
+        *static, packed, grads = args
+        saved, shardings = _unpacked(packed)
+        return shardings.given_to(backward(*static, saved, grads))
 
     f.defvjp(forward_rule, backward_rule, symbolic_zeros=True)
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class _Shardings:
+    """The shardings of arguments over Explicit mesh axes, None for arguments that have none."""
+
+    leaves: tuple[Any, ...]
+    tree: Any
+
+    @staticmethod
+    def of(args: Any) -> _Shardings:
+        leaves, tree = jax.tree.flatten(jax.tree.map(lambda p: p.value, args))
+        shardings = (getattr(jax.typeof(x), "sharding", None) for x in leaves)
+        return _Shardings(tuple(s if s is not None and any(s.spec) else None for s in shardings), tree)
+
+    def given_to(self, grads: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Returns gradients, of which each may be None, with these shardings."""
+        if not any(self.leaves):
+            return grads
+        present, tree = jax.tree.flatten(tuple(grads), is_leaf=lambda g: g is None)
+        wanted = tree.flatten_up_to(self.tree.unflatten(self.leaves))
+        return tree.unflatten([_resharded(g, s) for g, s in zip(present, wanted, strict=True)])
+
+
+def _resharded(grad: Any, sharding: Any) -> Any:
+    if not isinstance(grad, jax.Array) or sharding is None or jax.typeof(grad).sharding == sharding:
+        return grad
+    return jax.sharding.reshard(grad, sharding)
 
 
 def _packed(saved: Any, room: int) -> tuple[Any, ...]:

@@ -53,6 +53,32 @@ def values(operand: Operand, dtype: Any) -> Array:
     return x.reshape(shapes.rows_cols(x.shape))
 
 
+def matmul(a: Array, b: Array) -> Array:
+    """Returns a [..., K] @ b [K, N], computed by XLA in their dtype.
+
+    On Explicit mesh axes the result is cut as a's rows and, over axes that those do not take, as b's columns; where K
+    is cut, parts are summed. JAX refuses such products if it is not told how the result is cut.
+    """
+    of_a, of_b = jax.typeof(a).sharding, jax.typeof(b).sharding
+    if not any((*of_a.spec, *of_b.spec)):
+        return a @ b
+    *rows, _ = of_a.spec
+    taken = {axis for entry in rows for axis in (entry if isinstance(entry, tuple) else (entry,))}
+    last = of_b.spec[-1]
+    columns = None if taken & set(last if isinstance(last, tuple) else (last,)) - {None} else last
+    like = of_a if any(of_a.spec) else of_b
+    return jnp.matmul(a, b, out_sharding=like.update(spec=jax.sharding.PartitionSpec(*rows, columns)))
+
+
+def add_bias(y: Array, bias: Array) -> Array:
+    """Returns y [..., N] + bias [N] in y's dtype. On Explicit mesh axes the bias is cut as y's columns are."""
+    sharding = jax.typeof(bias).sharding
+    if any(sharding.spec):
+        columns = jax.sharding.PartitionSpec(jax.typeof(y).sharding.spec[-1])
+        bias = jax.sharding.reshard(bias, sharding.update(spec=columns))
+    return y + jnp.broadcast_to(bias.astype(y.dtype), y.shape)  # explicitly: rank promotion may be off
+
+
 def as_bytes(q: Q) -> Q:
     """Returns payloads and one-byte scales as uint8; see the verb `quantize`."""
 

@@ -1,0 +1,102 @@
+"""What gemm and bias_grad let a mesh cut, and how partial products are added."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from diptych.common.formats import format_by_name
+from diptych.common.ops import shapes
+from diptych.jax.primitives.checks import copy_length
+from diptych.jax.primitives.ffi import Batch
+from diptych.jax.primitives.gemm import gemm_p
+from diptych.jax.sharding.quantize import COLUMNS, ROWS, Shapes, amax_factors
+from diptych.jax.sharding.rule import Cuts, Factors, Rule, Run, copy_factors, row_factors
+
+Array = jax.Array
+
+
+def gemm(
+    operands: Shapes,
+    batch: Batch,
+    a: tuple[str, bool],
+    b: tuple[str, bool],
+    has_bias: bool,
+    has_c: bool,
+    alpha: str,
+    beta: str,
+    out_dtype: str,
+    **options: Any,
+) -> Rule:
+    """Copies [M, K] and [N, K], bias [N], c [M, N] -> [M, N].
+
+    Over a cut K each shard rounds its product to the result's dtype. The parts are added in float32, then the bias,
+    then beta * c, and rounded once.
+    """
+    at = copy_length(a[0])
+    end = at + copy_length(b[0])
+    factors: list[Factors] = []
+    for (name, columnwise), kept, first, last in ((a, "M", 0, at), (b, "N", at, end)):
+        factors += copy_factors(format_by_name(name), columnwise, operands[first], kept, "K")
+        factors += [amax_factors(amax, kept) for amax in operands[first + 2 : last]]
+    a_fmt, b_fmt = format_by_name(a[0]), format_by_name(b[0])
+    m, n, k, _ = shapes.gemm_shape(a_fmt, a[1], operands[0], b_fmt, b[1], operands[at])
+    extents = {
+        "M": (m, max(a_fmt.block_rows, 1)),
+        "N": (n, max(b_fmt.block_rows, 1)),
+        "K": (k, math.lcm(max(a_fmt.block_cols, 1), max(b_fmt.block_cols, 1))),
+    }
+
+    def local(run: Run, cuts: Cuts, shard: Sequence[Array]) -> list[Array]:
+        if not cuts.get("K"):
+            return run(*shard)
+        masks = batch.axes[:end]
+        axes = [bit for bit in range(batch.rank) if any(mask >> bit & 1 for mask in masks)]  # those of a and b
+        narrow = tuple(sum((mask >> bit & 1) << i for i, bit in enumerate(axes)) for mask in masks)
+        (part,) = gemm_p.bind(
+            *shard[:end], batch=Batch(len(axes), narrow), a=a, b=b, has_bias=False, has_c=False, alpha=alpha,
+            beta=(0.0).hex(), out_dtype=out_dtype, **options,
+        )  # fmt: skip
+        total = _summed(part.astype("float32"), cuts)
+        total = _aligned(total, sum(1 << bit for bit in axes), batch.rank, 2)
+        if has_bias:
+            total = total + _aligned(shard[end].astype("float32")[..., None, :], batch.axes[end], batch.rank, 2)
+        if has_c:
+            c = _aligned(shard[-1].astype("float32"), batch.axes[-1], batch.rank, 2)
+            total = total + float.fromhex(beta) * c
+        return [total.astype(out_dtype)]
+
+    return Rule(
+        (*factors, *[("N",)] * has_bias, *[("M", "N")] * has_c),
+        (("M", "N"),),
+        extents,
+        ("sum",),
+        local,
+        summed="K",
+        before=end,
+    )
+
+
+def _summed(part: Array, cuts: Cuts) -> Array:
+    """Returns the sum of [..., M, N] over the axes that cut K, or this device's part of it if they cut M or N too."""
+    for dimension, factor in ((part.ndim - 2, "M"), (part.ndim - 1, "N")):
+        if cuts.get(factor) == cuts["K"]:
+            return jax.lax.psum_scatter(part, cuts["K"], scatter_dimension=dimension, tiled=True)
+    return jax.lax.psum(part, cuts["K"])
+
+
+def _aligned(x: Array, mask: int, rank: int, own: int) -> Array:
+    """Returns x with an axis of length 1 for each of the `rank` batch axes that it lacks. `own`: its own dimensions."""
+    missing = [rank - 1 - bit for bit in range(rank) if not mask >> bit & 1]
+    assert x.ndim == rank - len(missing) + own
+    return jax.lax.expand_dims(x, missing)
+
+
+def bias_grad(operands: Shapes, batch: Batch, dtype: str) -> Rule:
+    """[..., N] -> [N]."""
+    m, n = shapes.rows_cols(operands[0])
+    x = (*row_factors(operands[0][:-1], ROWS), COLUMNS)
+    return Rule((x,), ((COLUMNS,),), {ROWS: (m, 1), COLUMNS: (n, 1)}, ("sum",))

@@ -1,0 +1,157 @@
+"""What amax, quantize and dequantize let a mesh cut, and how shards get the whole tensor's amaxes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from diptych.common.formats import format_by_name
+from diptych.common.ops import shapes
+from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX, SQUARE, Quantizer
+from diptych.jax.functional.quantize import largest_amaxes
+from diptych.jax.primitives.ffi import Batch, Source
+from diptych.jax.primitives.quantize import COMPUTE, GIVEN, amax_p, quantize_p
+from diptych.jax.sharding.rule import Cuts, Factors, Rule, Run, copy_factors, join, row_factors
+
+Array = jax.Array
+Shapes = Sequence[tuple[int, ...]]
+
+ROWS, COLUMNS = "rows", "columns"
+VECTOR: Factors = (None,)
+_RHT_ROWS = 16  # rows that one Hadamard transform mixes
+_STOCHASTIC = (
+    "stochastic rounding counts the elements of the whole tensor, and a shard does not know its place in it; quantize "
+    "inside of jax.shard_map with an rng for each device, or replicate the operand"
+)
+
+
+# --- what is quantized: x, or a source computed from it ---
+
+
+def _sources(shape: tuple[int, ...], source: Source | None) -> tuple[list[Factors], tuple[int, ...]] | None:
+    """Returns the factors of x and of the source's operands, and the shape of the tensor that is quantized.
+
+    None if the source takes rows in any order. A gated activation needs both halves of its columns.
+    """
+    if source is None:
+        return [(*row_factors(shape[:-1], ROWS), COLUMNS)], shape
+    if source.kind == "permuted":
+        return None
+    gated = source.kind != "norm" and source.option
+    x = (*row_factors(shape[:-1], ROWS), None if gated else COLUMNS)
+    if source.kind == "norm":
+        statistics = 1 + (source.which == "layernorm")
+        return [x, *[(COLUMNS,)] * (1 + source.has_beta), *[(ROWS,)] * statistics], shape
+    if source.kind == "activation":
+        return [x], (*shape[:-1], shape[-1] // 2) if gated else shape
+    return [x, x], shape
+
+
+def amax(operands: Shapes, batch: Batch, flags: int, columnwise: bool, source: Source | None = None) -> Rule | None:
+    """[..., K] -> [1] or one per row, and [1] of the columnwise copy."""
+    found = _sources(operands[0], source)
+    if found is None:
+        return None
+    factors, shape = found
+    m, k = shapes.rows_cols(shape)
+    return Rule(
+        tuple(factors),
+        ((ROWS,) if flags & ROW_AMAX else VECTOR, VECTOR)[: 1 + columnwise],
+        {ROWS: (m, _RHT_ROWS if flags & RHT else 1), COLUMNS: (k, 1)},
+        ("max",) * (1 + columnwise),
+    )
+
+
+def _blocks(quantizer: Quantizer, shape: tuple[int, ...]) -> dict[str, tuple[int, int]]:
+    """Returns the extents of rows and columns, and their blocks, which both copies must have whole."""
+    fmt, (m, k) = quantizer.format, shapes.rows_cols(shape)
+    rows, columns = max(fmt.block_rows, 1), max(fmt.block_cols, 1)
+    square = quantizer.spec.flags & SQUARE
+    of_rows = [rows] * quantizer.rowwise + [columns] * bool(quantizer.columnwise or square)
+    of_columns = [columns] * bool(quantizer.rowwise or square) + [rows] * quantizer.columnwise
+    return {ROWS: (m, math.lcm(1, *of_rows)), COLUMNS: (k, math.lcm(1, *of_columns))}
+
+
+def quantize(
+    operands: Shapes,
+    batch: Batch,
+    quantizer: Quantizer,
+    mode: int,
+    has_scale: bool,
+    has_rng: bool,
+    source: Source | None,
+    column_sum: str,
+    **others: Any,
+) -> Rule | None:
+    """[..., K] -> copies, amaxes, and [K]. A cut tensor is quantized by the amaxes of all shards."""
+    found = _sources(operands[0], source)
+    if found is None:
+        return None
+    (x, *of_source), shape = found
+    fmt = quantizer.format
+    made: dict[str, Factors] = {}
+    for columnwise, side in ((False, "rowwise"), (True, "columnwise")):
+        kept, reduced = (COLUMNS, ROWS) if columnwise else (ROWS, COLUMNS)
+        copy = copy_factors(fmt, columnwise, shapes.data_shape(fmt, columnwise, shape), kept, reduced)
+        made |= dict(zip((f"{side}_data", f"{side}_scale_inv"), copy, strict=True))
+    made |= {"amax": (ROWS,) if quantizer.spec.flags & ROW_AMAX else VECTOR, "columnwise_amax": VECTOR}
+    if x[-1] is None:
+        made = {name: tuple(None if f == COLUMNS else f for f in factors) for name, factors in made.items()}
+    names = [b.name for b in shapes.quantize_buffers(shape, quantizer)]
+    amaxes = [name for name in names if name.endswith("amax")]
+    results = [name for name in names if mode != GIVEN or name not in amaxes]
+
+    def local(run: Run, cuts: Cuts, shard: Sequence[Array]) -> list[Array]:
+        rows, columns = cuts.get(ROWS, ()), cuts.get(COLUMNS, ())
+        if not rows + columns:
+            return run(*shard)
+        flags = quantizer.spec.flags & (ROW_AMAX | RHT | RHT_SIGNS)
+        own = amax_p.bind(*shard, batch=batch, flags=flags, columnwise=True, source=source)
+        whole = largest_amaxes(quantizer, own[0], own[1], rows + columns, columns)
+        every = (1 << batch.rank) - 1
+        copies = quantize_p.bind(
+            shard[0],
+            *whole.values(),
+            *shard[1:],
+            batch=Batch(batch.rank, (batch.axes[0], *[every] * len(whole), *batch.axes[1:])),
+            quantizer=quantizer,
+            mode=GIVEN,
+            has_scale=False,
+            has_rng=False,
+            source=source,
+            column_sum=column_sum,
+            **others,
+        )
+        made = len(names) - len(amaxes)
+        return [*copies[:made], *(whole[n] for n in amaxes), *(join(s, "sum", rows) for s in copies[made:])]
+
+    joined = bool(amaxes) and mode == COMPUTE and not has_scale and not has_rng
+    return Rule(
+        (x, *(made[n] for n in amaxes if mode != COMPUTE), *[VECTOR] * (has_scale + has_rng), *of_source),
+        (*(made[n] for n in results), *[(x[-1],)] * bool(column_sum)),
+        _blocks(quantizer, shape),
+        (*("max" if n in amaxes else "" for n in results), *["sum"] * bool(column_sum)),
+        local if joined else None,
+        _STOCHASTIC if has_rng else "",
+    )
+
+
+def dequantize(operands: Shapes, batch: Batch, format: str, columnwise: bool, dtype: str) -> Rule:
+    """A copy -> [..., K], or [M, K] from a transposed copy."""
+    fmt, data = format_by_name(format), operands[0]
+    kept, reduced = (COLUMNS, ROWS) if columnwise else (ROWS, COLUMNS)
+    m, k = shapes.copy_extents(fmt, columnwise, data)
+    shape = shapes.tensor_shape(fmt, columnwise, data)
+    row_block, column_block = max(fmt.block_rows, 1), max(fmt.block_cols, 1)
+    extents = {kept: (k if columnwise else m, row_block), reduced: (m if columnwise else k, column_block)}
+    of_amax = [amax_factors(amax, ROWS) for amax in operands[2:]]
+    copy = copy_factors(fmt, columnwise, data, kept, reduced)
+    return Rule((*copy, *of_amax), ((*row_factors(shape[:-1], ROWS), COLUMNS),), extents)
+
+
+def amax_factors(shape: tuple[int, ...], rows: str) -> Factors:
+    """Returns the factors of a copy's amax: of the tensor, or one per row."""
+    return VECTOR if shape[-1] == 1 else (rows,)

@@ -1,0 +1,178 @@
+"""Layers under jit with sharded arguments: one device's bits, shard_map's sums, plain JAX's collectives."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from sweeps import named
+
+import diptych.jax as dj
+from diptych.common import linear_plan
+from jax_frontend import fused_layers, meshes, tools
+
+RECIPES = {k: r for k, r in tools.PLAIN_RECIPES.items() if not linear_plan(r).needs_rng} | {
+    "nvfp4 rotated": dj.NVFP4BlockScaling(disable_stochastic_rounding=True)
+}
+NOW = ("fp8-current", "fp8-block", "mxfp8", "nvfp4 rotated")
+RECIPE = pytest.mark.parametrize("recipe", named(RECIPES, NOW))
+ARGS = (
+    tools.normal("x", (512, 512), "bfloat16"),
+    tools.normal("kernel", (512, 512)) / 16,
+    tools.normal("bias", (512,)),
+    tools.normal("dy", (512, 512), "bfloat16"),
+)
+# Specs of x, kernel, bias and dy, and which of y, dx, dkernel and dbias have the bits of one device: those whose sum
+# is not cut.
+LAYOUTS = {
+    "data": ((P("d"), P(), P(), P("d")), "y dx"),
+    "columns": ((P(), P("t"), P("t"), P(None, "t")), "y dkernel dbias"),
+    "rows": ((P(None, "t"), P(None, "t"), P(), P()), "dx dkernel dbias"),
+    "data and columns": ((P("d"), P("t"), P("t"), P("d", "t")), "y"),
+    "data and rows": ((P("d", "t"), P(None, "t"), P(), P("d")), "dx"),
+    "gathered weights": ((P("d"), P("d"), P("d"), P("d")), "y dx"),
+}
+LAYOUT = pytest.mark.parametrize("layout", LAYOUTS)
+
+
+def training_step(recipe):
+    def f(x, kernel, bias, dy):
+        y, vjp = jax.vjp(lambda *args: dj.dense(*args, recipe=recipe), x, kernel, bias)
+        return dict(zip(("y", "dx", "dkernel", "dbias"), (y, *vjp(dy)), strict=True))
+
+    return f
+
+
+@meshes.AXES
+@LAYOUT
+@RECIPE
+def test_dense(recipe, layout, kind):
+    specs, exact = LAYOUTS[layout]
+    f = training_step(recipe)
+    got, collectives = meshes.run(f, kind, specs, *ARGS)
+    want = jax.jit(f)(*ARGS)
+    for name, w in want.items():
+        if name in exact.split():
+            meshes.same(got[name], w, name)
+        else:  # added in parts that are rounded to the result's dtype
+            a, b = (np.asarray(v).astype(np.float32) for v in (got[name], w))
+            bound = 1e-5 if w.dtype == np.float32 else 2.0**-7
+            assert np.abs(a - b).max() <= bound * np.abs(b).max(), name
+    if layout != "gathered weights":
+        amaxes = 0 if recipe.quantizer(dj.QuantizerRole(tensor="input")).format.rule == "e8m0_ceil" else 8
+        _, plain = meshes.run(training_step(None), AxisType.Auto, specs, *ARGS)
+        assert set(collectives) <= {"all-reduce"}, collectives
+        assert collectives.get("all-reduce", 0) <= plain.get("all-reduce", 0) + amaxes
+
+
+@meshes.AXES
+@pytest.mark.parametrize("recipe", [dj.Float8CurrentScaling(), dj.NVFP4BlockScaling(disable_stochastic_rounding=True)])
+def test_data_parallel_sums_are_those_of_shard_map(recipe, kind):
+    """In which the recipe names the axis whose shards have one scale."""
+    specs = LAYOUTS["data"][0]
+    got, _ = meshes.run(training_step(recipe), kind, specs, *ARGS)
+    grouped = training_step(dataclasses.replace(recipe, amax_group="d"))
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices("cpu")[:4]), ("d",))
+    out = {"y": P("d"), "dx": P("d"), "dkernel": P(), "dbias": P()}
+    want = jax.jit(jax.shard_map(grouped, mesh=mesh, in_specs=specs, out_specs=out))(*ARGS)
+    meshes.same(got, want)
+
+
+@meshes.AXES
+@LAYOUT
+@pytest.mark.parametrize("recipe", [None, fused_layers.EVERY["mixed"]], ids=["none", "mixed"])
+def test_products_in_high_precision(recipe, layout, kind):
+    """Which XLA computes, in another order: on Explicit axes plain JAX refuses some of them without an out_sharding."""
+    f = training_step(recipe)
+    got, _ = meshes.run(f, kind, LAYOUTS[layout][0], *ARGS)
+    for name, want in jax.jit(f)(*ARGS).items():
+        g, w = (np.asarray(v).astype(np.float32) for v in (got[name], want))
+        assert np.linalg.norm(g - w) <= 2.0**-7 * np.linalg.norm(w), name
+
+
+@meshes.AXES
+def test_memory_is_that_of_one_shard(kind):
+    """No device holds a whole input or product: temporaries are those of shard_map, not of one device."""
+    recipe, specs = dj.MXFP8BlockScaling(), LAYOUTS["data"][0]
+    x, kernel, bias, dy = (jnp.concatenate([v] * 8) if v.ndim == 2 and i != 1 else v for i, v in enumerate(ARGS))
+    with meshes.mesh_of(kind) as mesh:
+        placed = [
+            jax.device_put(v, jax.sharding.NamedSharding(mesh, s))
+            for v, s in zip((x, kernel, bias, dy), specs, strict=True)
+        ]
+        partitioned = jax.jit(training_step(recipe)).lower(*placed).compile().memory_analysis()
+    one = jax.jit(training_step(recipe)).lower(x, kernel, bias, dy).compile().memory_analysis()
+    assert partitioned.temp_size_in_bytes < one.temp_size_in_bytes / 2
+
+
+@meshes.AXES
+def test_delayed_states_record_the_whole_arrays_amax(kind):
+    recipe = dj.DelayedScaling()
+    x, kernel = ARGS[0].at[-1, -1].set(50), ARGS[1]
+
+    def step(x, kernel):
+        states = dj.init_state(recipe)
+        for _ in range(2):
+            loss = dj.value_and_grad_with_state(
+                lambda k, s: jnp.square(dj.dense(x, k, recipe=recipe, state=s).astype(jnp.float32)).sum()
+            )
+            _, _, states = loss(kernel, states)
+            states = dj.update_state(states)
+        return states
+
+    got, _ = meshes.run(step, kind, (P("d"), P()), x, kernel)
+    meshes.same(got, jax.jit(step)(x, kernel))
+
+
+@meshes.AXES
+@pytest.mark.parametrize("recipe", [dj.Float8CurrentScaling(), dj.MXFP8BlockScaling()], ids=["fp8-current", "mxfp8"])
+def test_layernorm_mlp(recipe, kind):
+    """Data parallel, and column and row parallel kernels: no gather."""
+    x, gamma, beta = ARGS[0][:256, :256], tools.normal("gamma", (256,)), tools.normal("beta", (256,))
+    dy = tools.normal("dy of mlp", (256, 256))
+    first, second = tools.normal("first", (512, 256)) / 16, tools.normal("second", (256, 512)) / 16
+
+    def f(x, gamma, beta, first, second):
+        y = dj.layernorm_mlp(x, gamma, beta, first, None, second, None, recipe=recipe)
+        return (y.astype(jnp.float32) * dy).sum()
+
+    args = (x, gamma, beta, first, second)
+    specs = (P("d"), P(), P(), P("t"), P(None, "t"))
+    got, collectives = meshes.run(jax.grad(f, range(5)), kind, specs, *args)
+    want = jax.jit(jax.grad(f, range(5)))(*args)
+    assert set(collectives) == {"all-reduce"}, collectives
+    for g, w in zip(got, want, strict=True):
+        g, w = np.asarray(g).astype(np.float32), np.asarray(w).astype(np.float32)
+        assert np.linalg.norm(g - w) <= 2.0**-7 * np.linalg.norm(w)  # parts of sums are rounded to bfloat16
+
+
+@meshes.AXES
+def test_layernorm_dense_has_the_bits_of_one_device(kind):
+    x, gamma, beta, kernel = ARGS[0], tools.normal("gamma", (512,)), tools.normal("beta", (512,)), ARGS[1]
+
+    def f(x, gamma, beta, kernel):
+        def g(x):
+            return dj.layernorm_dense(x, gamma, beta, kernel, recipe=dj.Float8CurrentScaling())
+
+        y, vjp = jax.vjp(g, x)
+        return y, vjp(y)[0]
+
+    got, collectives = meshes.run(f, kind, (P("d"), P(), P(), P()), x, gamma, beta, kernel)
+    meshes.same(got, jax.jit(f)(x, gamma, beta, kernel))
+    assert set(collectives) == {"all-reduce"}
+
+
+@meshes.AXES
+def test_leading_dimensions(kind):
+    x = ARGS[0].reshape(16, 32, 512)
+    specs = (P("d"), P("t"), P("t"), P("d", None, "t"))
+    args = (x, *ARGS[1:3], ARGS[3].reshape(16, 32, 512))
+    got, collectives = meshes.run(training_step(dj.MXFP8BlockScaling()), kind, specs, *args)
+    want = jax.jit(training_step(dj.MXFP8BlockScaling()))(*args)
+    meshes.same(got["y"], want["y"])
+    assert set(collectives) == {"all-reduce"}

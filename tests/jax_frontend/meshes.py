@@ -1,0 +1,50 @@
+"""Helpers of the tests of partitioned programs: meshes of eight CPU devices, placed arguments, collectives in HLO."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from diptych.common.errors import ShapeError, UnsupportedError
+from jax_frontend import tools
+
+AXES = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+# What a cut that is refused raises: while tracing on Explicit axes, and from XLA's partitioner on Auto axes.
+REFUSED = (ShapeError, UnsupportedError, jax.errors.JaxRuntimeError)
+
+
+@contextlib.contextmanager
+def mesh_of(kind: AxisType) -> Iterator[jax.sharding.Mesh]:
+    """Four devices along "d" by two along "t"; the context's mesh if its axes are Explicit."""
+    devices = jax.devices("cpu")
+    assert len(devices) >= 8, "a backend started before conftest.py asked for eight CPU devices"
+    mesh = jax.make_mesh((4, 2), ("d", "t"), axis_types=(kind, kind), devices=devices[:8])
+    with jax.set_mesh(mesh) if kind == AxisType.Explicit else contextlib.nullcontext():
+        yield mesh
+
+
+def run(f: Any, kind: AxisType, specs: tuple[P, ...], *args: Any) -> tuple[Any, dict[str, int]]:
+    """Returns f's results on arguments placed by `specs`, and the number of each kind of collective that it runs."""
+    with mesh_of(kind) as mesh:
+        placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(args, specs, strict=True)]
+        compiled = jax.jit(f).lower(*placed).compile()
+        return compiled(*placed), counted(compiled.as_text())
+
+
+def counted(text: str) -> dict[str, int]:
+    """Returns how often each collective occurs in compiled HLO, without those that do not occur."""
+    found = {name: len(re.findall(rf" {name}(?:-start)?\(", text)) for name in COLLECTIVES}
+    return {name: n for name, n in found.items() if n}
+
+
+def same(got: Any, want: Any, label: Any = "") -> None:
+    """`tools.same_tree` for results that are sharded, of which one device's are `want`."""
+    tools.same_tree(jax.tree.map(jax.device_get, got), jax.tree.map(jax.device_get, want), label)

@@ -1,0 +1,176 @@
+"""gemm and bias_grad of cut operands: the bits of one device, or of parts that are added in order."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+from sweeps import named
+
+import diptych.jax as dj
+from diptych.common import linear_plan
+from jax_frontend import meshes, tools
+
+RECIPES = {k: r for k, r in tools.PLAIN_RECIPES.items() if not linear_plan(r).needs_rng}
+RECIPE = pytest.mark.parametrize("recipe", named(RECIPES, ("fp8-current", "fp8-block", "mxfp8", "nvfp4 to nearest")))
+A, B = tools.normal("a", (512, 512)), tools.normal("b", (512, 512)) * 3
+PRODUCTS = {"fprop": (False, True), "dgrad": (False, False), "wgrad": (True, False)}
+# The cut of an operand's factors (kept, reduced), as a PartitionSpec of [rows, columns], if it is transposed or not.
+PRODUCT = pytest.mark.parametrize("product", PRODUCTS)
+
+
+def quantized(recipe, x, tensor):
+    return dj.quantize(x, recipe.quantizer(dj.QuantizerRole(tensor=tensor)).with_usage(rowwise=True, columnwise=True))
+
+
+def multiply(recipe, product, a, b, **options):
+    trans_a, trans_b = PRODUCTS[product]
+    tensors = {"fprop": ("input", "weight"), "dgrad": ("grad_output", "weight"), "wgrad": ("grad_output", "input")}
+    a, b = (quantized(recipe, x, tensor) for x, tensor in zip((a, b), tensors[product], strict=True))
+    return dj.gemm(a, b, trans_a=trans_a, trans_b=trans_b, **options)
+
+
+def specs(product, m, n, k):
+    trans_a, trans_b = PRODUCTS[product]
+    return (P(k, m) if trans_a else P(m, k)), (P(n, k) if trans_b else P(k, n))
+
+
+@meshes.AXES
+@PRODUCT
+@RECIPE
+def test_cut_rows_and_columns_have_the_bits_of_one_device(recipe, product, kind):
+    f = functools.partial(multiply, recipe, product)
+    bias = tools.normal("bias", (512,))
+    got, collectives = meshes.run(
+        lambda a, b, bias: f(a, b, bias=bias), kind, (*specs(product, "d", "t", None), P("t")), A, B, bias
+    )
+    meshes.same(got, f(A, B, bias=bias))
+    assert set(collectives) <= {"all-reduce"}  # of amaxes
+    assert got.sharding.spec == P("d", "t")
+
+
+@meshes.AXES
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@PRODUCT
+@RECIPE
+def test_parts_of_a_cut_sum_are_rounded_and_added_in_order(recipe, product, dtype, kind):
+    bias, acc = tools.normal("bias", (512,)), tools.normal("acc", (512, 512)).astype(dtype)
+
+    def f(a, b, bias, acc):
+        trans_a, trans_b = PRODUCTS[product]
+        return dj.gemm_into(acc, quantized(recipe, a, "input"), quantized(recipe, b, "input"), bias=bias, beta=0.5,
+                            alpha=2.0, trans_a=trans_a, trans_b=trans_b)  # fmt: skip
+
+    sliced = specs(product, None, None, "d")
+    got, _ = meshes.run(f, kind, (*sliced, P(), P()), A, B, bias, acc)
+
+    def part(a, b):  # of one device, by scales of the whole tensors
+        trans_a, trans_b = PRODUCTS[product]
+        quantizer = recipe.quantizer(dj.QuantizerRole(tensor="input")).with_usage(rowwise=True, columnwise=True)
+        whole = quantizer.format.per_tensor or quantizer.format.two_level
+        a, b = (dj.quantize(x, quantizer, amax_group="d" if whole else None) for x in (a, b))
+        return dj.gemm(a, b, trans_a=trans_a, trans_b=trans_b, alpha=2.0, out_dtype=dtype)[None]
+
+    mesh = jax.sharding.Mesh(np.asarray(jax.devices("cpu")[:4]), ("d",))
+    parts = jax.jit(jax.shard_map(part, mesh=mesh, in_specs=sliced, out_specs=P("d")))(A, B)
+    total = np.zeros((512, 512), np.float32)
+    for p in np.asarray(parts).astype(np.float32):
+        total = total + p
+    total = total + np.asarray(bias) + np.float32(0.5) * np.asarray(acc).astype(np.float32)
+    meshes.same(got, jnp.asarray(total).astype(dtype))
+
+
+@meshes.AXES
+@pytest.mark.parametrize("spec", [P("d"), P(None, "d")], ids=["M", "N"])
+def test_an_accumulator_that_is_cut_over_the_axes_of_the_sum_gets_its_part(spec, kind):
+    """As the gradients of weights under FSDP: a reduce-scatter, the bits of the whole sum, and no gather."""
+    acc, bias = tools.normal("acc", (512, 512)), tools.normal("bias", (512,))
+
+    def f(a, b, acc, bias):
+        a, b = (quantized(dj.Float8BlockScaling(), x, tensor) for x, tensor in ((a, "grad_output"), (b, "input")))
+        return dj.gemm_into(acc, a, b, trans_a=True, trans_b=False, beta=0.5, bias=bias)
+
+    whole, collectives = meshes.run(f, kind, (P("d"), P("d"), P(), P()), A, B, acc, bias)
+    assert collectives == {"all-reduce": 1}
+    got, collectives = meshes.run(f, kind, (P("d"), P("d"), spec, P()), A, B, acc, bias)
+    meshes.same(got, whole)
+    assert collectives == {"reduce-scatter": 1} and got.sharding.spec[: len(spec)] == tuple(spec)
+
+
+def test_a_result_that_is_asked_for_in_parts_is_scattered():
+    with meshes.mesh_of(AxisType.Auto) as mesh:
+        rows = jax.sharding.NamedSharding(mesh, P("d"))
+        f = functools.partial(multiply, dj.MXFP8BlockScaling(), "wgrad")
+        compiled = jax.jit(f, in_shardings=rows, out_shardings=rows).lower(A, B).compile()
+        got = compiled(jax.device_put(A, rows), jax.device_put(B, rows))
+    whole, _ = meshes.run(f, AxisType.Auto, (P("d"), P("d")), A, B)
+    meshes.same(got, whole)
+    assert meshes.counted(compiled.as_text()) == {"reduce-scatter": 1}
+
+
+@meshes.AXES
+@RECIPE
+def test_an_operand_whose_axis_is_taken_is_gathered_quantized(recipe, kind):
+    """Both operands are cut over one axis, as data and weights are under FSDP."""
+    f = functools.partial(multiply, recipe, "fprop")
+    with meshes.mesh_of(kind) as mesh:
+        placed = [jax.device_put(x, jax.sharding.NamedSharding(mesh, P("d"))) for x in (A, B)]
+        compiled = jax.jit(f).lower(*placed).compile()
+    meshes.same(compiled(*placed), f(A, B))
+    gathers = [line for line in compiled.as_text().splitlines() if " all-gather(" in line]
+    assert gathers and all("f32[512,512]" not in line for line in gathers)
+    assert compiled(*placed).sharding.spec[0] == "d"
+
+
+@meshes.AXES
+@RECIPE
+def test_a_kernel_that_is_held_quantized(recipe, kind):
+    """It was quantized by another program, whose results stay where they are."""
+    with meshes.mesh_of(kind) as mesh:
+        held = jax.jit(lambda b: quantized(recipe, b, "weight"))(
+            jax.device_put(B, jax.sharding.NamedSharding(mesh, P("t")))
+        )
+        assert held.rowwise_data.sharding.spec[0] == "t"
+        f = jax.jit(lambda a, b: dj.gemm(quantized(recipe, a, "input"), b))
+        a = jax.device_put(A, jax.sharding.NamedSharding(mesh, P("d")))
+        got, text = f(a, held), f.lower(a, held).compile().as_text()
+    meshes.same(got, multiply(recipe, "fprop", A, B))
+    assert "all-gather" not in text and got.sharding.spec == P("d", "t")
+
+
+@meshes.AXES
+def test_batches_with_a_cut_sum_and_a_bias_of_their_own(kind):
+    """The bias and the rows have batch axes that the kernel lacks."""
+    recipe = dj.MXFP8BlockScaling()
+    x, bias = tools.normal("x", (2, 64, 128)), tools.normal("bias", (2, 3, 32))
+    kernel = tools.normal("kernel", (32, 128))
+
+    def f(x, kernel, bias):
+        over_bias = jax.vmap(lambda x, b: dj.dense(x, kernel, b, recipe=recipe), (None, 0))
+        return jax.vmap(over_bias)(x, bias)
+
+    got, collectives = meshes.run(f, kind, (P(None, None, "t"), P(None, "t"), P()), x, kernel, bias)
+    example = meshes.run(lambda x, k, b: dj.dense(x, k, b, recipe=recipe), kind, (P(None, "t"), P(None, "t"), P()),
+                         x[1], kernel, bias[1, 2])[0]  # fmt: skip
+    assert got.shape == (2, 3, 64, 32) and collectives == {"all-reduce": 1}
+    meshes.same(jax.device_get(got)[1, 2], example)
+
+
+@meshes.AXES
+def test_bias_grad(kind):
+    dy = tools.normal("dy", (512, 64), "bfloat16")
+    got, collectives = meshes.run(lambda dy: dj.bias_grad(dy, jnp.float32), kind, (P("d", "t"),), dy)
+    parts = [np.asarray(dj.bias_grad(part, jnp.float32)) for part in jnp.split(dy, 4)]
+    meshes.same(got, jnp.asarray(parts[0] + parts[1] + parts[2] + parts[3]))
+    assert collectives == {"all-reduce": 1}
+
+
+@meshes.AXES
+def test_blocks_of_a_kernel_that_do_not_divide(kind):
+    with pytest.raises(meshes.REFUSED, match=r"cut 384 .*whole blocks of 128.*multiple of 512"):
+        meshes.run(functools.partial(multiply, dj.Float8BlockScaling(), "fprop"), kind, (P(), P("d")), A, B[:384])
