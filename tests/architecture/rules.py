@@ -59,6 +59,7 @@ UNPAIRED = {
     },
     "jax": {
         "primitives/ffi.py": "XLA calls the core through a handler library; torch calls the bindings",
+        "tensors/serialize.py": "registers pytrees with jax.export and flax; torch's tensors pickle themselves",
         "state/amax_check.py": "recognizes averaged states, which travel as gradients; torch mutates buffers",
         "state/carry.py": "ways to carry state out of a gradient; torch mutates buffers",
         "layers/calibrate.py": "layers in high precision that record amaxes; torch's modules do it where they run",

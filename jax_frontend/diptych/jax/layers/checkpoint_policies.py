@@ -1,4 +1,4 @@
-"""Policies of `jax.checkpoint` that know the products of this library; the namespace is `diptych.jax.checkpoint_policies`.
+"""`diptych.jax.checkpoint_policies`: policies of `jax.checkpoint` that know quantized products.
 
 JAX's own policies for products (`dots_saveable` and the like) recognise `jax.lax.dot_general` alone, so they compute
 quantized products a second time. Policies are values: equal ones are equal, and they can be pickled.
@@ -63,8 +63,8 @@ class SaveFromAny:
 def save_from_any(*policies: Policy) -> Policy:
     """Returns a policy that saves what at least one of several policies saves, JAX's own among them.
 
-    **Raises** TypeError for no policy, or for one that cannot be called. The policy raises NotImplementedError where one
-    of them returns something other than a bool, as JAX's policies that offload to the host do.
+    **Raises** TypeError for no policy, or for one that cannot be called. The returned policy raises
+    NotImplementedError where one of them returns no bool, as JAX's policies that offload to the host do.
     """
     if not policies or not all(callable(p) for p in policies):
         raise ArgumentError(f"save_from_any takes one or more policies, functions of a primitive; got {policies!r}")

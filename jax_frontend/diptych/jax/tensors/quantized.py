@@ -21,6 +21,7 @@ from diptych.common.ops import shapes
 from diptych.common.quantizers import Quantizer
 from diptych.jax.primitives.checks import Copy, dtype_name
 from diptych.jax.primitives.quantize import dequantize
+from diptych.jax.tensors import serialize
 
 Array = jax.Array
 
@@ -101,9 +102,8 @@ class QuantizedCopies:
         return f"{name}({self.format.name}, shape={shape}, dtype={self.dtype}, copies={'+'.join(copies)})"
 
 
-register = functools.partial(
-    jax.tree_util.register_dataclass, data_fields=BUFFERS, meta_fields=("quantizer", "leading", "dtype")
-)
+ABOUT = ("quantizer", "leading", "dtype")
+register = functools.partial(jax.tree_util.register_dataclass, data_fields=BUFFERS, meta_fields=ABOUT)
 
 
 @register
@@ -161,6 +161,10 @@ class QuantizedStack(QuantizedCopies):
         op = "dequantize"
         copy = self.copy_of(self.rowwise_data is None, op)
         return stack_values(copy, dtype_name(op, dtype, self.dtype)).reshape(self.shape)
+
+
+serialize.register(QuantizedArray, BUFFERS, ABOUT)
+serialize.register(QuantizedStack, BUFFERS, ABOUT)
 
 
 def stack_values(stack: Copy, dtype: str) -> Array:
