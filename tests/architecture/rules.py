@@ -27,7 +27,7 @@ ARROWS = {
 # A panel's rooms: a file imports from its own room and from those before it. Only the lab's adapter imports the lab.
 ROOMS = {
     "torch": ("primitives", "tensors", "graph", "functional", "state", "layers", "modules", "distributed", "lab"),
-    "jax": ("primitives", "tensors", "functional", "state", "layers", "lab"),
+    "jax": ("primitives", "tensors", "functional", "state", "layers", "modules", "lab"),
 }
 # What each package may import from outside, beyond the standard library.
 THIRD_PARTY = {
@@ -35,7 +35,7 @@ THIRD_PARTY = {
     "core": {"numpy", "ml_dtypes"},
     "lab": {"numpy", "ml_dtypes", "jinja2", "matplotlib", "tqdm"},
     "torch": {"torch", "numpy", "ml_dtypes"},
-    "jax": {"jax", "jaxlib", "numpy", "ml_dtypes", "optax"},
+    "jax": {"jax", "jaxlib", "numpy", "ml_dtypes", "optax", "flax"},
 }
 # The same for common's rooms, which also import from its single files.
 COMMON_ROOMS = {
@@ -46,7 +46,7 @@ COMMON_ROOMS = {
 UNPAIRED_ROOMS = {
     "graph": "torch.compile traces layers and verbs as nodes; JAX traces them as they stand",
     "distributed": "torch shards modules, and gathers their parameters; JAX shards arrays under jit",
-    "modules": "torch's modules hold parameters and buffers; JAX's layers are functions of them",
+    "modules": "torch's modules hold parameters and buffers; JAX's are those of flax, one file a framework",
 }
 UNPAIRED = {
     "torch": {
@@ -58,12 +58,11 @@ UNPAIRED = {
         "state/checkpoint.py": "keeps states and random numbers to recompute with; JAX's remat repeats pure functions",
     },
     "jax": {
+        "nnx.py": "the public face of modules for flax's nnx",
         "primitives/ffi.py": "XLA calls the core through a handler library; torch calls the bindings",
-        "tensors/serialize.py": "registers pytrees with jax.export and flax; torch's tensors pickle themselves",
         "state/amax_check.py": "recognizes averaged states, which travel as gradients; torch mutates buffers",
         "state/carry.py": "ways to carry state out of a gradient; torch mutates buffers",
         "layers/calibrate.py": "layers in high precision that record amaxes; torch's modules do it where they run",
-        "layers/checkpoint_policies.py": "what jax.checkpoint saves, by primitive; torch saves what a node names",
         "layers/inject.py": "a dot_general for unmodified models; torch swaps modules (modules/convert.py)",
     },
 }

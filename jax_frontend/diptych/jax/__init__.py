@@ -36,7 +36,6 @@ from diptych.jax.functional.permute import (
 from diptych.jax.functional.permute_quantize import moe_permute_and_quantize
 from diptych.jax.functional.quantize import amax, dequantize, quantize, rng_state
 from diptych.jax.functional.scale_update import scale_update
-from diptych.jax.layers import checkpoint_policies
 from diptych.jax.layers.grouped_linear import grouped_dense, grouped_dense_vjp
 from diptych.jax.layers.held import kernel_quantizer, quantize_kernel, quantize_params
 from diptych.jax.layers.inject import dot_general
@@ -46,6 +45,8 @@ from diptych.jax.layers.linear import CHECKPOINT_NAME, dense
 from diptych.jax.layers.products import OFFSETS
 from diptych.jax.layers.quantize import rng_at
 from diptych.jax.layers.weight_gradients import dense_vjp
+from diptych.jax.modules import checkpoint_policies
+from diptych.jax.modules.serialize import register_all
 from diptych.jax.primitives.ffi import export_safety_checks, header_version
 from diptych.jax.state.carry import (
     combine_states,
@@ -143,3 +144,4 @@ __all__ = [
 ]
 
 keep_earlier_names()
+register_all()

@@ -34,7 +34,6 @@ from diptych.common.recipes import Recipe
 from diptych.jax.functional import quantize as quantize_verbs
 from diptych.jax.primitives.checks import dtype_of
 from diptych.jax.state.amax_check import check_of, checked, following, is_sound, is_valid, marked, marked_by
-from diptych.jax.tensors import serialize
 
 Array = jax.Array
 Tree = TypeVar("Tree")
@@ -76,7 +75,6 @@ class ScaleState:
         return f"ScaleState({self.quantizer.fp8_dtype}, history of {self.quantizer.amax_history_len})"
 
 
-serialize.register(ScaleState, ("scale", "amax_history", "count", "check"), ("quantizer",))
 States = Mapping[str, ScaleState]  # of one module, by the names of `LinearPlan.states`
 
 

@@ -21,7 +21,6 @@ from diptych.common.ops import shapes
 from diptych.common.quantizers import Quantizer
 from diptych.jax.primitives.checks import Copy, dtype_name
 from diptych.jax.primitives.quantize import dequantize
-from diptych.jax.tensors import serialize
 
 Array = jax.Array
 
@@ -161,10 +160,6 @@ class QuantizedStack(QuantizedCopies):
         op = "dequantize"
         copy = self.copy_of(self.rowwise_data is None, op)
         return stack_values(copy, dtype_name(op, dtype, self.dtype)).reshape(self.shape)
-
-
-serialize.register(QuantizedArray, BUFFERS, ABOUT)
-serialize.register(QuantizedStack, BUFFERS, ABOUT)
 
 
 def stack_values(stack: Copy, dtype: str) -> Array:

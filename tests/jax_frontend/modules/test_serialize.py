@@ -14,7 +14,7 @@ import pytest
 
 import diptych.jax as dj
 from diptych.common import ArgumentError, CheckpointError, UnsupportedError
-from diptych.jax.tensors import serialize
+from diptych.jax.modules import serialize
 from diptych.jax.tensors.quantized import ABOUT
 from jax_frontend import tools
 

@@ -24,9 +24,18 @@ import numpy as np
 
 from diptych.common.errors import ArgumentError, CheckpointError, UnsupportedError
 from diptych.common.quantizer_json import from_json, to_json
+from diptych.jax.state.scales import ScaleState
+from diptych.jax.tensors.quantized import ABOUT, BUFFERS, QuantizedArray, QuantizedStack
 
 _FLAX = "flax.serialization"
-_ABOUT = "about"  # key of the JSON in flax's state dict
+_KEY = "about"  # key of the JSON in flax's state dict
+
+
+def register_all() -> None:
+    """Registers the classes of this library that users save."""
+    register(QuantizedArray, BUFFERS, ABOUT)
+    register(QuantizedStack, BUFFERS, ABOUT)
+    register(ScaleState, ("scale", "amax_history", "count", "check"), ("quantizer",))
 
 
 def register(cls: type, arrays: tuple[str, ...], about: tuple[str, ...]) -> None:
@@ -52,18 +61,18 @@ def register(cls: type, arrays: tuple[str, ...], about: tuple[str, ...]) -> None
             if any(isinstance(leaf, jax.Ref) for leaf in held.values()):
                 raise ArgumentError(f"{x!r} holds references, which cannot be written to a file; call read_states")
             text = _written(cls, {name: getattr(x, name) for name in about})
-            return {_ABOUT: text} | {name: flax.to_state_dict(leaf) for name, leaf in held.items()}
+            return {_KEY: text} | {name: flax.to_state_dict(leaf) for name, leaf in held.items()}
 
         def from_state_dict(target: Any, state: Any) -> Any:
             where = f"{cls.__name__} at {flax.current_path()}"
-            if not isinstance(state, dict) or not isinstance(state.get(_ABOUT), str):
+            if not isinstance(state, dict) or not isinstance(state.get(_KEY), str):
                 raise CheckpointError(f"{where}: the file holds no {cls.__name__} there")
-            found, own = _read(cls, state[_ABOUT].encode(), about), {name: getattr(target, name) for name in about}
+            found, own = _read(cls, state[_KEY].encode(), about), {name: getattr(target, name) for name in about}
             if found != own:
                 raise CheckpointError(f"{where}: the file's has {found}, the target's {own}")
             wanted = {name: getattr(target, name) for name in arrays if getattr(target, name) is not None}
-            if state.keys() - {_ABOUT} != wanted.keys():
-                keys = sorted(state.keys() - {_ABOUT})
+            if state.keys() - {_KEY} != wanted.keys():
+                keys = sorted(state.keys() - {_KEY})
                 raise CheckpointError(f"{where}: the file's arrays are {keys}, the target's {sorted(wanted)}")
             return dataclasses.replace(
                 target, **{name: _array(f"{where}: {name}", state[name], like) for name, like in wanted.items()}
