@@ -96,6 +96,35 @@ def test_states_that_would_be_lost_or_summed_are_refused():
         dnnx.update_states(model, summed)
 
 
+def test_layers_can_be_stacked_and_scanned():
+    """A scan over a stack of layers has the states of the layers in a row."""
+
+    @nnx.split_rngs(splits=2)
+    @nnx.vmap
+    def make(rngs):
+        return dnnx.Linear(32, 32, recipe=DELAYED, rngs=rngs)
+
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    def run(x, layer):
+        return layer(x)
+
+    def layer(tree, i):
+        return jax.tree.map(lambda v: v[i], tree)
+
+    stack = make(nnx.Rngs(0))
+    graph = nnx.graphdef(linear(DELAYED))
+    model = nnx.Sequential(*(nnx.merge(graph, layer(nnx.state(stack), i)) for i in range(2)))
+
+    def step(run, model):
+        grads = nnx.grad(lambda m: jnp.square(run(m)).mean(), argnums=WRT)(model)
+        dnnx.update_states(model, grads)
+
+    nnx.jit(lambda m: step(lambda m: run(X, m), m))(stack)
+    nnx.jit(lambda m: step(lambda m: m(X), m))(model)
+    for i in range(2):
+        tools.same_tree(layer(stack.states.get_value(), i), model.layers[i].states.get_value())
+
+
 def test_each_call_has_its_own_random_bits():
     layer = dnnx.Linear(32, 32, recipe=NVFP4, rngs=nnx.Rngs(0))
     kernel, start = layer.kernel[...], layer.random[...]

@@ -69,7 +69,8 @@ class DotGeneral:
         if plan.states or plan.needs_rng:
             what = "delayed scaling" if plan.states else "stochastic rounding"
             kind = type(self.recipe).__name__
-            raise ValueError(f"dot_general: {kind} with {what} has state; call dense, which takes it, or use diptych.jax.nnx")
+            way = "call dense, which takes it, or use the modules of diptych.jax.nnx"
+            raise ValueError(f"dot_general: {kind} with {what} has state; {way}")
 
     def __call__(
         self,

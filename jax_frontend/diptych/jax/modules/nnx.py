@@ -18,6 +18,7 @@ that modules of equal recipes share compiled code. What a recipe keeps between c
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -35,7 +36,7 @@ from diptych.jax.layers.layernorm_mlp import MLP_OFFSETS, PARTS, init_layernorm_
 from diptych.jax.layers.linear import dense
 from diptych.jax.layers.products import OFFSETS
 from diptych.jax.layers.quantize import rng_at
-from diptych.jax.state.scales import init_state, overwrite_states
+from diptych.jax.state.scales import ScaleState, init_state, map_states, overwrite_states
 from diptych.jax.state.update import update_state
 from diptych.jax.tensors.quantized import QuantizedCopies
 
@@ -60,7 +61,7 @@ def update_states(model: nnx.Module, grads: Any, axis_name: Any = None) -> None:
     """Writes the states for the next step into a model's `ScaleStates`; see `diptych.jax.update_state`.
 
     **Arguments:** `grads`: the gradients of a step, with respect to `DIFFERENTIATED`. `axis_name`: mesh axes over which
-    amaxes are reduced first, inside shard_map.
+    amaxes are reduced first, inside shard_map. Modules may be stacks, as `nnx.vmap` makes them for `nnx.scan`.
 
     **Raises:** TypeError if the gradients lack states of the model; ValueError for states that were summed, as those of
     a module that is called twice are, or averaged. Under jit their scales become NaN.
@@ -71,7 +72,14 @@ def update_states(model: nnx.Module, grads: Any, axis_name: Any = None) -> None:
             "update_states: the gradients lack states of the model; differentiate with respect to "
             "nnx.DiffState(0, diptych.jax.nnx.DIFFERENTIATED)"
         )
-    nnx.update(model, update_state(overwrite_states(old, new), axis_name=axis_name))
+
+    def update(state: ScaleState) -> ScaleState:
+        f = functools.partial(update_state, axis_name=axis_name)
+        for _ in state.amax_history.shape[1:]:  # layers that were stacked by nnx.vmap
+            f = jax.vmap(f)
+        return f(state)
+
+    nnx.update(model, map_states(update, overwrite_states(old, new)))
 
 
 class _Module(nnx.Module):
