@@ -27,7 +27,7 @@ ARROWS = {
 # A panel's rooms: a file imports from its own room and from those before it. Only the lab's adapter imports the lab.
 ROOMS = {
     "torch": ("primitives", "tensors", "graph", "functional", "state", "layers", "modules", "distributed", "lab"),
-    "jax": ("primitives", "tensors", "functional", "state", "layers", "sharding", "lab"),
+    "jax": ("primitives", "tensors", "functional", "state", "layers", "sharding", "modules", "lab"),
 }
 # What each package may import from outside, beyond the standard library.
 THIRD_PARTY = {
@@ -35,7 +35,7 @@ THIRD_PARTY = {
     "core": {"numpy", "ml_dtypes"},
     "lab": {"numpy", "ml_dtypes", "jinja2", "matplotlib", "tqdm"},
     "torch": {"torch", "numpy", "ml_dtypes"},
-    "jax": {"jax", "jaxlib", "numpy", "ml_dtypes", "optax"},
+    "jax": {"jax", "jaxlib", "numpy", "ml_dtypes", "optax", "flax"},
 }
 # The same for common's rooms, which also import from its single files.
 COMMON_ROOMS = {
@@ -47,7 +47,7 @@ UNPAIRED_ROOMS = {
     "graph": "torch.compile traces layers and verbs as nodes; JAX traces them as they stand",
     "distributed": "torch shards modules, and gathers their parameters; JAX shards arrays under jit",
     "sharding": "XLA partitions JAX's primitives by rules; torch's layers call collectives themselves",
-    "modules": "torch's modules hold parameters and buffers; JAX's layers are functions of them",
+    "modules": "torch's modules hold parameters and buffers; JAX's are those of flax, one file a framework",
 }
 UNPAIRED = {
     "torch": {
@@ -59,6 +59,7 @@ UNPAIRED = {
         "state/checkpoint.py": "keeps states and random numbers to recompute with; JAX's remat repeats pure functions",
     },
     "jax": {
+        "nnx.py": "the public face of modules for flax's nnx",
         "primitives/ffi.py": "XLA calls the core through a handler library; torch calls the bindings",
         "state/amax_check.py": "recognizes averaged states, which travel as gradients; torch mutates buffers",
         "state/carry.py": "ways to carry state out of a gradient; torch mutates buffers",

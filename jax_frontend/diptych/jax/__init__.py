@@ -45,6 +45,8 @@ from diptych.jax.layers.linear import CHECKPOINT_NAME, dense
 from diptych.jax.layers.products import OFFSETS
 from diptych.jax.layers.quantize import rng_at
 from diptych.jax.layers.weight_gradients import dense_vjp
+from diptych.jax.modules import checkpoint_policies
+from diptych.jax.modules.serialize import register_all
 from diptych.jax.primitives.ffi import export_safety_checks, header_version
 from diptych.jax.sharding.table import partition_primitives
 from diptych.jax.state.carry import (
@@ -92,6 +94,7 @@ __all__ = [
     "ScaleState",
     "amax",
     "bias_grad",
+    "checkpoint_policies",
     "combine_states",
     "dense",
     "dense_vjp",
@@ -143,3 +146,4 @@ __all__ = [
 
 keep_earlier_names()
 partition_primitives()
+register_all()

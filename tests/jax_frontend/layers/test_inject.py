@@ -27,6 +27,7 @@ nnx = pytest.importorskip("flax.nnx")
 
 RECIPE = pytest.mark.parametrize("recipe", tools.PLAIN_RECIPES.values(), ids=tools.PLAIN_RECIPES)
 X = tools.normal("x", (4, 16, 32))
+LAST = (((1,), (0,)), ((), ()))
 
 
 @RECIPE
@@ -121,12 +122,14 @@ def test_any_contraction_is_moved_into_place(lhs, rhs, contract):
 
 def test_what_is_no_linear_layer_is_refused():
     f, x = dot_general(dj.MXFP8BlockScaling()), jnp.ones((2, 8, 32))
+    q = dj.quantize(jnp.ones((32, 32)), dj.MXFP8Quantizer())
     last = (((2,), (1,)), ((), ()))
     bad = {
         "batch dimensions": (UnsupportedError, lambda: f(x, x, (((2,), (2,)), ((0,), (0,))))),
         "contracts nothing": (UnsupportedError, lambda: f(x, x, (((), ()), ((), ())))),
         "precision=HIGHEST": (ValueError, lambda: f(x, x[0], last, precision=jax.lax.Precision.HIGHEST)),
-        "not bfloat16": (UnsupportedError, lambda: f(x, x[0], last, preferred_element_type=jnp.bfloat16)),
+        "int32": (DTypeError, lambda: f(x, x[0], last, preferred_element_type=jnp.int32)),
+        "last axis is contracted": (UnsupportedError, lambda: f(x, q, (((2,), (0,)), ((), ())))),
         "one dtype": (DTypeError, lambda: f(x, x[0].astype(jnp.bfloat16), last)),
         "out_sharding": (UnsupportedError, lambda: f(x, x[0], last, out_sharding=0)),
         "delayed scaling has state": (ValueError, lambda: dot_general(DelayedScaling())),
@@ -138,6 +141,30 @@ def test_what_is_no_linear_layer_is_refused():
             call()
     assert dot_general(None) is jax.lax.dot_general
     f(x, x[0], last, precision=jax.lax.Precision.DEFAULT, preferred_element_type=jnp.float32)
+
+
+def test_preferred_element_type_is_the_result_s():
+    """What flax's layers pass on. bfloat16 inputs have the same quantized values in float32."""
+    recipe, x, kernel = dj.MXFP8BlockScaling(), X[0].astype(jnp.bfloat16), tools.normal("k", (32, 16), "bfloat16")
+    layer = nnx.Linear(32, 16, dtype=jnp.bfloat16, preferred_element_type=jnp.float32, use_bias=False,
+                       dot_general=dot_general(recipe), rngs=nnx.Rngs(0))  # fmt: skip
+    layer.kernel[...] = kernel.astype(jnp.float32)
+    wide = layer(x)
+    assert wide.dtype == jnp.float32
+    tools.same(wide.astype(jnp.bfloat16), dense(x, kernel.T, recipe=recipe))
+    narrow = dot_general(recipe)(X[0], kernel.astype(jnp.float32), LAST, preferred_element_type=jnp.bfloat16)
+    tools.same(narrow, dense(X[0], kernel.T.astype(jnp.float32), recipe=recipe).astype(jnp.bfloat16))
+
+
+def test_params_of_nnx_are_arrays():
+    """`nnx.Param`s stand for their arrays, and a state's kernels can be quantized."""
+    recipe, layer = dj.MXFP8BlockScaling(), nnx.Linear(32, 32, rngs=nnx.Rngs(0))
+    tools.same(dense(X, layer.kernel, layer.bias, recipe=recipe), dense(X, layer.kernel[...], recipe=recipe))
+    tools.same_tree(dj.quantize(layer.kernel, dj.MXFP8Quantizer()), dj.quantize(layer.kernel[...], dj.MXFP8Quantizer()))
+    held = dj.quantize_params(nnx.state(layer), recipe, lambda path, _: path == "kernel")
+    tools.same(dense(X, held["kernel"], recipe=recipe), dense(X, layer.kernel, recipe=recipe))
+    q = held["kernel"].get_value()
+    tools.same(dot_general(recipe)(X, q, (((2,), (1,)), ((), ()))), dense(X, layer.kernel, recipe=recipe))
 
 
 def test_dot_general_is_a_value():

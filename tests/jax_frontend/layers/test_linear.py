@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import diptych.jax as dj
-from diptych.common import ArgumentError, DTypeError, ShapeError, linear_plan
+from diptych.common import ArgumentError, DTypeError, ShapeError, UnsupportedError, linear_plan
 from jax_frontend import tools
 from jax_frontend.layer_cases import operands, run, same
 
@@ -219,3 +219,14 @@ def test_bad_dtypes(at):
         dj.dense(*args, recipe=dj.MXFP8BlockScaling())
     with pytest.raises(TypeError, match="recipe"):
         dj.dense(*args)
+
+
+def test_second_derivatives_say_what_is_defined():
+    x = jnp.ones((32, 32))
+
+    def gradient(x):
+        return jax.grad(lambda x: jnp.square(dj.dense(x, x, recipe=dj.MXFP8BlockScaling())).sum())(x).sum()
+
+    for f in (jax.grad(gradient), jax.jit(jax.grad(gradient))):
+        with pytest.raises(UnsupportedError, match=r"neither second derivatives nor forward mode.*recipe=None"):
+            f(x)

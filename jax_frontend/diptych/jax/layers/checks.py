@@ -42,6 +42,7 @@ def check_operands(x: Any, kernel: Any, bias: Any, rng: Any) -> tuple[Array, Any
 
 def kernel_operand(names: Names, kernel: Any, held: type[QuantizedCopies]) -> Any:
     """Returns a kernel as an array; one of class `held` is returned unchanged. **Raises** TypeError."""
+    kernel = checks.held_by(kernel)
     if isinstance(kernel, held):
         return kernel
     if isinstance(kernel, QuantizedCopies):

@@ -102,10 +102,11 @@ def quantize_params(
     """Returns a tree of parameters whose kernels are held quantized, and in no other precision.
 
     `dense` takes such a kernel, and `grouped_dense` such a stack; its gradient comes through `main_grad`, for an
-    optimizer that steps a master copy.
+    optimizer that steps a master copy. The tree may be an `nnx.State`.
 
     **Arguments:** `where(path, leaf)`: whether a leaf is a kernel [N, K], or with `module="grouped_linear"` a stack
-    [G, N, K]; paths are joined by dots. `name`: the roles' name, or a function of the path.
+    [G, N, K]; paths are joined by dots, without the
+    attribute `value` that flax's variables and boxes add. `name`: the roles' name, or a function of the path.
 
     **Returns:** the tree, with a `QuantizedArray` of bytes for each kernel that the recipe quantizes, or for a stack a
     `QuantizedStack`, in which each kernel has its own scales.
@@ -117,7 +118,8 @@ def quantize_params(
 
     def convert(path: Any, leaf: Any) -> Any:
         nonlocal picked
-        where_it_is = ".".join(_part(p) for p in path)
+        boxed = path and path[-1] == jax.tree_util.GetAttrKey("value")
+        where_it_is = ".".join(_part(p) for p in (path[:-1] if boxed else path))
         if not where(where_it_is, leaf):
             return leaf
         picked += 1

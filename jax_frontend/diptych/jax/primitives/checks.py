@@ -212,8 +212,16 @@ def own_shape(aval: Aval, mask: int) -> shapes.Shape:
     return tuple(aval.shape[mask.bit_count() :])
 
 
+def held_by(x: Any) -> Any:
+    """Returns the array that x stands for by `__jax_array__`, as flax's `nnx.Param` does; other objects unchanged."""
+    if isinstance(x, (jax.Array, np.ndarray)) or not hasattr(type(x), "__jax_array__"):
+        return x
+    return x.__jax_array__()
+
+
 def to_array(op: str, arg: str, x: Any) -> Array:
     """Returns x as a JAX array of a high-precision dtype. NumPy's float64 is refused: JAX would round it."""
+    x = held_by(x)
     if not isinstance(x, (jax.Array, np.ndarray)):
         raise ArgumentError(f"{op}: {arg} must be a JAX or NumPy array, got {type(x).__name__}")
     check_high_precision(op, arg, x.dtype, x.shape)
@@ -248,6 +256,7 @@ def factor(op: str, arg: str, value: Any) -> float:
 
 def small_operand(op: str, arg: str, value: Any) -> Array | None:
     """Returns a small operand as an array: numbers become float32 [1]; arrays are checked later, while tracing."""
+    value = held_by(value)
     if value is None or isinstance(value, jax.Array):
         out = value
     elif isinstance(value, (int, float)):

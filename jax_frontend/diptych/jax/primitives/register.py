@@ -52,8 +52,9 @@ def in_place(batch: Batch, pairs: dict[int, int]) -> dict[int, int]:
 
 
 _NO_DERIVATIVE = (
-    "rounding to a few bits has none. Use diptych.jax.dense, which defines the three products of training, or wrap the "
-    "inputs in jax.lax.stop_gradient"
+    "rounding to a few bits has none. diptych.jax.dense and other layers define first derivatives in reverse mode "
+    "(jax.grad, jax.vjp), and neither second derivatives nor forward mode; elsewhere wrap the inputs in "
+    "jax.lax.stop_gradient, and to differentiate twice pass recipe=None"
 )
 
 

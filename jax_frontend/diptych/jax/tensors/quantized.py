@@ -101,9 +101,8 @@ class QuantizedCopies:
         return f"{name}({self.format.name}, shape={shape}, dtype={self.dtype}, copies={'+'.join(copies)})"
 
 
-register = functools.partial(
-    jax.tree_util.register_dataclass, data_fields=BUFFERS, meta_fields=("quantizer", "leading", "dtype")
-)
+ABOUT = ("quantizer", "leading", "dtype")
+register = functools.partial(jax.tree_util.register_dataclass, data_fields=BUFFERS, meta_fields=ABOUT)
 
 
 @register

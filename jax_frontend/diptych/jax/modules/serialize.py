@@ -1,0 +1,164 @@
+"""How pytrees of this library are written to files: by `jax.export` and by `flax.serialization`.
+
+    exported.serialize()                     # functions that take or return quantized arrays, stacks or states
+    flax.serialization.to_bytes(tree)        # trees that hold them; from_bytes(target, data) reads them
+
+What is no array, such as the quantizer, is written as JSON beside the arrays. flax needs a target, as for every tree:
+its quantizer, shapes and dtypes must be those of the file. diptych does not import flax: classes are registered when
+the program imports `flax.serialization`, before or after diptych.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.abc
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+
+from diptych.common.errors import ArgumentError, CheckpointError, UnsupportedError
+from diptych.common.quantizer_json import from_json, to_json
+from diptych.jax.state.scales import ScaleState
+from diptych.jax.tensors.quantized import ABOUT, BUFFERS, QuantizedArray, QuantizedStack
+
+_FLAX = "flax.serialization"
+_KEY = "about"  # key of the JSON in flax's state dict
+
+
+def register_all() -> None:
+    """Registers the classes of this library that users save."""
+    register(QuantizedArray, BUFFERS, ABOUT)
+    register(QuantizedStack, BUFFERS, ABOUT)
+    register(ScaleState, ("scale", "amax_history", "count", "check"), ("quantizer",))
+
+
+def register(cls: type, arrays: tuple[str, ...], about: tuple[str, ...]) -> None:
+    """Registers a dataclass that is a pytree with `jax.export`, and with flax where the program uses it.
+
+    **Arguments:** `arrays`: fields that are leaves. `about`: the other fields, in the order in which they were
+    registered as metadata.
+    """
+
+    def serialize(aux: Any) -> bytes:
+        return _written(cls, dict(zip(about, aux, strict=True))).encode()
+
+    def deserialize(data: Any) -> tuple[Any, ...]:
+        return tuple(_read(cls, bytes(data), about).values())
+
+    jax.export.register_pytree_node_serialization(
+        cls, serialized_name=f"diptych.{cls.__name__}", serialize_auxdata=serialize, deserialize_auxdata=deserialize
+    )
+
+    def with_flax(flax: Any) -> None:
+        def to_state_dict(x: Any) -> dict[str, Any]:
+            held = {name: getattr(x, name) for name in arrays if getattr(x, name) is not None}
+            if any(isinstance(leaf, jax.Ref) for leaf in held.values()):
+                raise ArgumentError(f"{x!r} holds references, which cannot be written to a file; call read_states")
+            text = _written(cls, {name: getattr(x, name) for name in about})
+            return {_KEY: text} | {name: flax.to_state_dict(leaf) for name, leaf in held.items()}
+
+        def from_state_dict(target: Any, state: Any) -> Any:
+            where = f"{cls.__name__} at {flax.current_path()}"
+            if not isinstance(state, dict) or not isinstance(state.get(_KEY), str):
+                raise CheckpointError(f"{where}: the file holds no {cls.__name__} there")
+            found, own = _read(cls, state[_KEY].encode(), about), {name: getattr(target, name) for name in about}
+            if found != own:
+                raise CheckpointError(f"{where}: the file's has {found}, the target's {own}")
+            wanted = {name: getattr(target, name) for name in arrays if getattr(target, name) is not None}
+            if state.keys() - {_KEY} != wanted.keys():
+                keys = sorted(state.keys() - {_KEY})
+                raise CheckpointError(f"{where}: the file's arrays are {keys}, the target's {sorted(wanted)}")
+            return dataclasses.replace(
+                target, **{name: _array(f"{where}: {name}", state[name], like) for name, like in wanted.items()}
+            )
+
+        flax.register_serialization_state(cls, to_state_dict, from_state_dict)
+
+    _when_imported(with_flax)
+
+
+def _written(cls: type, about: dict[str, Any]) -> str:
+    """Returns metadata as JSON. **Raises** TypeError or NotImplementedError for what cannot be written."""
+    if not all(isinstance(size, int) for size in about.get("leading", ())):
+        raise UnsupportedError(
+            f"a {cls.__name__} with symbolic sizes {about['leading']} cannot be written to a file; quantize and "
+            "dequantize inside of the exported function, or export it for known sizes"
+        )
+    return json.dumps({name: to_json(v) if name == "quantizer" else v for name, v in about.items()})
+
+
+def _read(cls: type, data: bytes, about: tuple[str, ...]) -> dict[str, Any]:
+    """Returns the metadata in `data`, in the order of `about`. **Raises** CheckpointError for anything else."""
+    try:
+        found = json.loads(data)
+    except ValueError as error:
+        raise CheckpointError(f"the description of a {cls.__name__} is damaged: {error}") from error
+    if not isinstance(found, dict) or found.keys() != set(about):
+        raise CheckpointError(f"a {cls.__name__} must be described by {list(about)}, the file holds {found!r}")
+    out: dict[str, Any] = {}
+    for name in about:
+        value = found[name]
+        if name == "quantizer":
+            value = from_json(value)
+        elif name == "leading":
+            if not isinstance(value, list) or not all(type(size) is int and size >= 0 for size in value):
+                raise CheckpointError(f"the leading sizes of a {cls.__name__} must be a list of sizes, got {value!r}")
+            value = tuple(value)
+        elif not isinstance(value, str):
+            raise CheckpointError(f"{name} of a {cls.__name__} must be a string, got {value!r}")
+        out[name] = value
+    return out
+
+
+def _array(what: str, x: Any, like: Any) -> Any:
+    """Returns an array of a file. **Raises** CheckpointError unless it has the shape and dtype of the target's."""
+    if not isinstance(x, (np.ndarray, jax.Array)):
+        raise CheckpointError(f"{what} must be an array, got {type(x).__name__}")
+    if hasattr(like, "shape") and (x.shape, x.dtype) != (tuple(like.shape), like.dtype):
+        raise CheckpointError(f"{what} is {x.dtype}{list(x.shape)}, the target's is {like.dtype}{list(like.shape)}")
+    return jnp.asarray(x)
+
+
+# --- flax, when the program imports it ---
+
+
+class _Watch(importlib.abc.MetaPathFinder):
+    """Calls functions on `flax.serialization` right after it is imported; finds no module itself."""
+
+    def __init__(self) -> None:
+        self.calls: list[Callable[[Any], None]] = []
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != _FLAX:
+            return None
+        others = (f for f in list(sys.meta_path) if f is not self and hasattr(f, "find_spec"))
+        spec = next((s for s in (f.find_spec(name, path, target) for f in others) if s is not None), None)
+        loader: Any = spec and spec.loader
+        if loader is not None and hasattr(loader, "exec_module"):
+            execute = loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                execute(module)
+                for call in self.calls:
+                    call(module)
+
+            loader.exec_module = exec_module
+        return spec
+
+
+_WATCH = _Watch()
+
+
+def _when_imported(call: Callable[[Any], None]) -> None:
+    if _FLAX in sys.modules:
+        call(sys.modules[_FLAX])
+        return
+    if _WATCH not in sys.meta_path:
+        sys.meta_path.insert(0, _WATCH)
+    _WATCH.calls.append(call)
