@@ -16,6 +16,8 @@ import diptych.jax as dj
 from diptych.common import linear_plan
 from jax_frontend import fused_layers, meshes, tools
 
+pytestmark = pytest.mark.sampled
+
 RECIPES = {k: r for k, r in tools.PLAIN_RECIPES.items() if not linear_plan(r).needs_rng} | {
     "nvfp4 rotated": dj.NVFP4BlockScaling(disable_stochastic_rounding=True)
 }

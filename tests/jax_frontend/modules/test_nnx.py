@@ -14,6 +14,8 @@ from jax_frontend import tools
 nnx = pytest.importorskip("flax.nnx")
 import diptych.jax.nnx as dnnx  # noqa: E402
 
+pytestmark = pytest.mark.sampled
+
 X = tools.normal("x", (4, 16, 32))
 DELAYED = dj.DelayedScaling(amax_history_len=4)
 NVFP4 = dj.NVFP4BlockScaling(disable_rht=True)

@@ -16,6 +16,8 @@ import diptych.jax as dj
 from diptych.common import linear_plan
 from jax_frontend import meshes, tools
 
+pytestmark = pytest.mark.sampled
+
 RECIPES = {k: r for k, r in tools.PLAIN_RECIPES.items() if not linear_plan(r).needs_rng}
 RECIPE = pytest.mark.parametrize("recipe", named(RECIPES, ("fp8-current", "fp8-block", "mxfp8", "nvfp4 to nearest")))
 A, B = tools.normal("a", (512, 512)), tools.normal("b", (512, 512)) * 3

@@ -12,6 +12,8 @@ from diptych.common.ops.norm import NormOptions
 from diptych.jax.primitives import norm as norm_ops
 from jax_frontend import meshes, tools
 
+pytestmark = pytest.mark.sampled
+
 
 @meshes.AXES
 @pytest.mark.parametrize("which", ["layernorm", "rmsnorm"])

@@ -12,6 +12,8 @@ import diptych.jax as dj
 from diptych.common.errors import ShapeError, UnsupportedError
 from jax_frontend import meshes, tools
 
+pytestmark = pytest.mark.sampled
+
 RECIPE = dj.Float8CurrentScaling()
 X, KERNEL = tools.normal("x", (256, 64)), tools.normal("kernel", (64, 64))
 

@@ -14,6 +14,8 @@ from diptych.jax.functional.source import activated, activated_grad, normalized
 from diptych.jax.primitives import norm as norm_ops
 from jax_frontend import meshes, tools
 
+pytestmark = pytest.mark.sampled
+
 KIND = pytest.mark.parametrize("case", named(tools.KINDS, tools.NOW))
 SPEC = pytest.mark.parametrize("spec", [P("d"), P(None, "d"), P("t", "d")], ids=["rows", "columns", "both"])
 
