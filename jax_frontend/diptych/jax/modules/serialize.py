@@ -11,6 +11,7 @@ the program imports `flax.serialization`, before or after diptych.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.abc
 import json
 import sys
@@ -31,6 +32,7 @@ _FLAX = "flax.serialization"
 _KEY = "about"  # key of the JSON in flax's state dict
 
 
+@functools.cache  # JAX refuses a second registration
 def register_all() -> None:
     """Registers the classes of this library that users save."""
     register(QuantizedArray, BUFFERS, ABOUT)
