@@ -105,8 +105,8 @@ def quantize_params(
     optimizer that steps a master copy. The tree may be an `nnx.State`.
 
     **Arguments:** `where(path, leaf)`: whether a leaf is a kernel [N, K], or with `module="grouped_linear"` a stack
-    [G, N, K]; paths are joined by dots, without the
-    attribute `value` that flax's variables and boxes add. `name`: the roles' name, or a function of the path.
+    [G, N, K]; paths are joined by dots, without the attribute `value` that flax's variables and boxes add. `name`: the
+    roles' name, or a function of the path.
 
     **Returns:** the tree, with a `QuantizedArray` of bytes for each kernel that the recipe quantizes, or for a stack a
     `QuantizedStack`, in which each kernel has its own scales.
