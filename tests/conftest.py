@@ -55,8 +55,14 @@ def pytest_addoption(parser):
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config, items):
+    begun = set()
     for item in items:
-        if item.get_closest_marker("sampled") and not sweeps.always_runs(item.nodeid):
+        if not item.get_closest_marker("sampled") or item.get_closest_marker("slow"):
+            continue
+        file, cuda = item.nodeid.partition("::")[0], item.get_closest_marker("cuda")
+        if file not in begun and not cuda:
+            begun.add(file)  # its first test always runs, so that no file waits for a sweep
+        elif not sweeps.always_runs(item.nodeid):
             item.add_marker(pytest.mark.slow)
     part = config.getoption("--part")
     if part is not None:

@@ -62,7 +62,6 @@ def test_it_passes_and_writes_report_and_results(good):
     assert all(row["differing"] == 0 for row in results["replay"])
 
 
-@pytest.mark.slow
 def test_delayed_scaling_passes_and_shows_its_scales(delayed):
     status, out = delayed
     results = json.loads((out / "results.json").read_text())

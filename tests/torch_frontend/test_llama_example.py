@@ -56,7 +56,6 @@ def test_flops_are_six_for_each_multiplied_weight():
 
 
 @needs_gloo
-@pytest.mark.slow
 def test_two_ranks_learn_and_resume_bit_for_bit(tmp_path):
     """A run that is killed after its checkpoint of step 4, and resumed, ends where one that was not killed ends."""
     common = ("--recipe", "fp8-delayed", "--steps", 8, "--save-every", 4)

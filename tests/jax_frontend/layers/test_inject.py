@@ -144,7 +144,7 @@ def test_what_is_no_linear_layer_is_refused():
 
 
 def test_preferred_element_type_is_the_result_s():
-    """What flax's layers pass on. bfloat16 inputs have the same quantized values in float32."""
+    """flax's layers pass `preferred_element_type` on. bfloat16 inputs have the same quantized values in float32."""
     recipe, x, kernel = dj.MXFP8BlockScaling(), X[0].astype(jnp.bfloat16), tools.normal("k", (32, 16), "bfloat16")
     layer = nnx.Linear(32, 16, dtype=jnp.bfloat16, preferred_element_type=jnp.float32, use_bias=False,
                        dot_general=dot_general(recipe), rngs=nnx.Rngs(0))  # fmt: skip

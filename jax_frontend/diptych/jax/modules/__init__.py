@@ -1,1 +1,1 @@
-"""What whole models need: modules of frameworks over JAX, one file each, and how models are saved and recomputed."""
+"""The room of whole models: modules for each framework over JAX, files that models are saved to, remat policies."""

@@ -75,15 +75,16 @@ gemms_saveable = GemmsSaveable()
 """Saves quantized products, and nothing else: backward quantizes their operands again."""
 
 gemms_with_no_batch_dims_saveable = GemmsSaveable(only_if_no_batch_dims=True)
-"""As `gemms_saveable`, without products that `jax.vmap` maps over both operands."""
+"""Saves quantized products, except those that `jax.vmap` maps over both operands."""
 
 quantized_saveable = jax.checkpoint_policies.save_only_these_names(CHECKPOINT_NAME)
 """Saves the quantized copies that backward reads, and no product."""
 
 dots_and_gemms_saveable = SaveFromAny((jax.checkpoint_policies.dots_saveable, gemms_saveable))
-"""As `jax.checkpoint_policies.dots_saveable`, with quantized products."""
+"""Saves the results of `jax.lax.dot_general` and of quantized products."""
 
 dots_and_gemms_with_no_batch_dims_saveable = SaveFromAny(
     (jax.checkpoint_policies.dots_with_no_batch_dims_saveable, gemms_with_no_batch_dims_saveable)
 )
-"""As `jax.checkpoint_policies.dots_with_no_batch_dims_saveable`, with quantized products."""
+"""Saves the results of `jax.lax.dot_general` without batch dimensions, and quantized products that `jax.vmap` maps over
+one operand at most."""

@@ -83,7 +83,7 @@ def update_states(model: nnx.Module, grads: Any, axis_name: Any = None) -> None:
 
 
 class _Module(nnx.Module):
-    """What modules share: the recipe, and the variables of what it keeps between calls."""
+    """Base of the nnx modules: holds the recipe, and as variables what the recipe keeps between calls."""
 
     module: str
     dtype: Any

@@ -1,4 +1,4 @@
-"""What activations let a mesh cut: all dimensions but the last of a gated one, which holds both halves."""
+"""Partitioning rule of activations: a mesh may cut all dimensions but the last of a gated one (two halves)."""
 
 from __future__ import annotations
 

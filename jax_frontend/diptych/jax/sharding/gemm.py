@@ -1,4 +1,4 @@
-"""What gemm and bias_grad let a mesh cut, and how partial products are added."""
+"""Partitioning rules of gemm and bias_grad: what a mesh may cut, and how partial products are added."""
 
 from __future__ import annotations
 

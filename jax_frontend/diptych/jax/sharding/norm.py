@@ -1,4 +1,4 @@
-"""What norms let a mesh cut: rows."""
+"""Partitioning rules of norms: a mesh may cut rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What amax, quantize and dequantize let a mesh cut, and how shards get the whole tensor's amaxes."""
+"""Partitioning rules of amax, quantize and dequantize, and how shards get the whole tensor's amaxes."""
 
 from __future__ import annotations
 

@@ -60,13 +60,12 @@ class WholeAmaxes:
         return weight._version, part._version, part.data_ptr()
 
     def _reduce(self, group: Any) -> None:
-        parts = [quantize_ops.amax(weight._local_tensor.detach()) for weight in self._weights]
-        found = list(max_over(torch.cat(parts), group).split(1))
-        for tp_group in dict.fromkeys(self._groups):
-            if tp_group is None:  # weights that it does not cut stay out: its ranks may hold unlike ones
-                continue
-            numbers = [i for i, of in enumerate(self._groups) if of is tp_group]
-            whole = max_over(torch.cat([found[i] for i in numbers]), tp_group).split(1)
+        found = [quantize_ops.amax(weight._local_tensor.detach()) for weight in self._weights]
+        every = range(len(found))
+        # Weights that a tensor-parallel group does not cut stay out of it: its ranks may hold unlike ones.
+        cut = {of: [i for i in every if self._groups[i] is of] for of in self._groups if of is not None}
+        for ranks, numbers in ((group, every), *cut.items()):
+            whole = max_over(torch.cat([found[i] for i in numbers]), ranks).split(1)
             for i, amax in zip(numbers, whole, strict=True):
                 found[i] = amax
         self._found = {torch.float32: found}
