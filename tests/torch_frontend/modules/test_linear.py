@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 import subprocess
 import sys
 
@@ -410,8 +411,8 @@ def test_bad_input(name):
 
 
 def test_importing_is_quick_and_loads_no_cuda():
-    """diptych.torch adds under 0.45 s of one core to `import torch`, or 0.27 of its time on a slower machine, and
-    neither Dynamo nor a CUDA library."""
+    """diptych.torch, once its bytecode is written, adds under 0.35 s of one core to `import torch`, or 0.2 of its time
+    on a slower machine, and neither Dynamo nor a CUDA library."""
     code = """
 import time
 begun = time.process_time()
@@ -419,15 +420,16 @@ import torch, sys
 before = set(sys.modules)
 start = time.process_time()
 import diptych.torch
-print((time.process_time() - start) / max(0.45, 0.27 * (start - begun)))
+print((time.process_time() - start) / max(0.35, 0.2 * (start - begun)))
 new = set(sys.modules) - before
 assert not any(m.startswith(("torch._dynamo", "torch._inductor", "jax")) for m in new), new
 maps = open("/proc/self/maps").read()
 assert torch.version.cuda or "libcuda" not in maps and "libcublas" not in maps
 """
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     times = []
     while len(times) < 3 and min(times, default=1) >= 1:  # the fastest of three: the first may write bytecode
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
         assert done.returncode == 0, done.stderr
         times.append(float(done.stdout))
     assert min(times) < 1, times
