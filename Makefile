@@ -90,8 +90,7 @@ $(VENV)/.requirements: pyproject.toml constraints.txt
 	$(BIN)/pip install -q -c constraints.txt torch==2.13.0 numpy
 	$(BIN)/pip install -q -c constraints.txt scikit-build-core pybind11 cmake ninja jax jaxlib numpy \
 	  jinja2 matplotlib tqdm optax ml_dtypes pytest pytest-xdist hypothesis allpairspy ruff pyright clang-format \
-	  safetensors transformers msgpack treescope rich PyYAML flatbuffers
-	$(BIN)/pip install -q -c constraints.txt --no-deps flax  # without its checkpointing libraries
+	  safetensors transformers flatbuffers flax equinox orbax-checkpoint
 	touch $@
 
 $(VENV)/.installed: $(VENV)/.requirements $(SOURCES) pyproject.toml
