@@ -8,24 +8,18 @@ import shutil
 import sys
 from pathlib import Path
 
-import torch
-
 PEAKS = {"H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "H200": 989, "GH200": 989, "B200": 2250, "A100": 312}
 """bfloat16 TFLOP/s without sparsity; the first name that a device's contains. MFU relates to it for every recipe, so
 that recipes can be compared; one above 1 is possible in FP8."""
 
 
-def peak_tflops(device: torch.device) -> float | None:
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAKS.items() if part in name), None)
+def peak_tflops(device: str) -> float | None:
+    """The peak of a device by its name, None if it is not known."""
+    return next((peak for part, peak in PEAKS.items() if part in device), None)
 
 
-def peak_gib(device: torch.device) -> float:
-    """The most memory so far: what torch allocated on the GPU, or the process's on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / 2**30
+def host_gib() -> float:
+    """The most memory that this process has had so far, in GiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 

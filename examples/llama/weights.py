@@ -1,4 +1,4 @@
-"""Weights by Hugging Face's names: filling a sharded model from safetensors files, and writing it back.
+"""Weights by Hugging Face's names, as NumPy arrays: read from safetensors files, drawn, and written back.
 
 A fused weight is several of theirs; `parts` says which. They lie one below the other, the heads' weights for each head
 of keys, so that a rank's part of the fused weight is its heads.
@@ -12,14 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.tensor import DTensor, distribute_tensor
+import numpy as np
 
 from diptych.common.files import replacing
-from llama.model import Config
-from llama.parallel import Cut
+from llama.config import Config
 
 
 class WeightsError(ValueError):
@@ -47,23 +43,38 @@ def parts(name: str, config: Config) -> dict[str, int]:
     return {f"model.layers.{found[1]}.{theirs}.weight": rows for theirs, rows in inner[found[2]].items()}
 
 
-def joined(tensors: list[Tensor], name: str, config: Config) -> Tensor:
+def shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """The shapes of all parameters of `Llama`, by their names."""
+    width, wide, vocab = config.hidden_size, config.intermediate_size, config.vocab_size
+    inner = {
+        "qkv.layer_norm_weight": (width,), "qkv.weight": (sum(config.qkv_rows), width),
+        "proj.weight": (width, config.qkv_rows[0]), "mlp.layer_norm_weight": (width,),
+        "mlp.fc1_weight": (2 * wide, width), "mlp.fc2_weight": (width, wide),
+    }  # fmt: skip
+    blocks = {f"blocks.{i}.{name}": s for i in range(config.num_hidden_layers) for name, s in inner.items()}
+    head = {} if config.tie_word_embeddings else {"head.weight": (vocab, width)}
+    return {"embed.weight": (vocab, width), **blocks, "norm.weight": (width,), **head}
+
+
+def joined(tensors: list[np.ndarray], name: str, config: Config) -> np.ndarray:
     """The fused weight of theirs."""
     groups = config.num_key_value_heads if name.endswith("qkv.weight") else 1
-    return torch.cat([t.unflatten(0, (groups, -1)) for t in tensors], 1).flatten(0, 1)
+    whole = np.concatenate([t.reshape(groups, -1, *t.shape[1:]) for t in tensors], 1)
+    return whole.reshape(-1, *whole.shape[2:])
 
 
-def split(value: Tensor, name: str, config: Config) -> dict[str, Tensor]:
+def split(value: np.ndarray, name: str, config: Config) -> dict[str, np.ndarray]:
     """Their tensors of a fused weight, by their names."""
     theirs = parts(name, config)
     groups = config.num_key_value_heads if name.endswith("qkv.weight") else 1
-    pieces = value.unflatten(0, (groups, -1)).split([rows // groups for rows in theirs.values()], 1)
-    return {n: t.flatten(0, 1).contiguous() for n, t in zip(theirs, pieces, strict=True)}
+    ends = np.cumsum([rows // groups for rows in theirs.values()])[:-1]
+    pieces = np.split(value.reshape(groups, -1, *value.shape[1:]), ends, 1)
+    return {n: np.ascontiguousarray(t.reshape(-1, *t.shape[2:])) for n, t in zip(theirs, pieces, strict=True)}
 
 
 def safetensors() -> Any:
     try:
-        import safetensors.torch
+        import safetensors.numpy
     except ImportError as e:
         raise WeightsError("reading and writing weights needs the package safetensors: pip install safetensors") from e
     return safetensors
@@ -72,19 +83,19 @@ def safetensors() -> Any:
 class Files:
     """The tensors of a safetensors file, or of a folder with one or with several and their index."""
 
-    def __init__(self, path: Path, config: Config, shapes: dict[str, torch.Size]) -> None:
+    def __init__(self, path: Path, config: Config) -> None:
         """**Raises** WeightsError if a tensor of the model is missing, has another shape, or is not the model's."""
         self.config, self.open = config, {}
         for file in self._files(path):
             try:
-                opened = safetensors().safe_open(file, framework="pt")
+                opened = safetensors().safe_open(file, framework="np")
             except Exception as e:  # safetensors raises its own class for damaged files
                 raise WeightsError(f"{file}: cannot be read: {e}") from e
             self.open |= dict.fromkeys(opened.keys(), opened)
         unread = {n for n in self.open if not n.endswith("rotary_emb.inv_freq")}
         if config.tie_word_embeddings:
             unread.discard("lm_head.weight")
-        for name, shape in shapes.items():
+        for name, shape in shapes(config).items():
             for theirs, rows in parts(name, config).items():
                 if theirs not in self.open:
                     raise WeightsError(f"{path}: {theirs} is missing")
@@ -111,49 +122,29 @@ class Files:
             raise WeightsError(f"{missing[0]}: no such file")
         return files
 
-    def whole(self, name: str) -> Tensor:
+    def whole(self, name: str) -> np.ndarray:
         tensors = [self.open[n].get_tensor(n) for n in parts(name, self.config)]
         return joined(tensors, name, self.config)
 
 
-def drawn(config: Config, seed: int, shapes: dict[str, torch.Size]) -> Callable[[str], Tensor]:
+def drawn(config: Config, seed: int) -> Callable[[str], np.ndarray]:
     """Initial weights: a function of a parameter's name and the seed, so the number of ranks changes nothing."""
-    places = {name: i for i, name in enumerate(shapes)}
+    sizes = shapes(config)
+    places = {name: i for i, name in enumerate(sizes)}
 
-    def whole(name: str) -> Tensor:
+    def whole(name: str) -> np.ndarray:
         if name.endswith("norm_weight") or name == "norm.weight":
-            return torch.ones(shapes[name])
-        generator = torch.Generator().manual_seed((seed << 20) + places[name])
-        return torch.empty(shapes[name]).normal_(0, config.initializer_range, generator=generator)
+            return np.ones(sizes[name], np.float32)
+        generator = np.random.default_rng([seed, places[name]])
+        return config.initializer_range * generator.standard_normal(sizes[name], np.float32)
 
     return whole
 
 
-@torch.no_grad()
-def fill(model: Any, whole: Callable[[str], Tensor], cut: dict[str, Cut]) -> None:
-    """Copies to each rank its part of every weight. Nothing is sent, and one whole weight is in memory at a time.
-    `cut`: the weights that the model's `group` shares."""
-    for name, p in model.named_parameters():
-        value = cut[name].part(whole(name), model.group) if name in cut else whole(name)
-        value = value.to(p.device, p.dtype)
-        if isinstance(p, DTensor):
-            value = distribute_tensor(value, p.device_mesh, p.placements, src_data_rank=None)
-        p.copy_(value)
-
-
-@torch.no_grad()
-def write(folder: Path, model: Any, cut: dict[str, Cut]) -> None:
-    """Writes model.safetensors and config.json, which transformers' `from_pretrained` reads. Every rank calls it; the
-    first one holds the whole model on the CPU."""
-    first, tensors = dist.get_rank() == 0, {}
-    for name, p in model.named_parameters():
-        value = p.full_tensor() if isinstance(p, DTensor) else p
-        value = cut[name].whole(value, model.group) if name in cut else value
-        if first:
-            tensors |= split(value.cpu(), name, model.config)
-    if first:
-        folder.mkdir(parents=True, exist_ok=True)
-        with replacing(folder / "model.safetensors") as f:
-            f.write(safetensors().torch.save(tensors, metadata={"format": "pt"}))
-        with replacing(folder / "config.json") as f:
-            f.write(json.dumps(model.config.to_hf(), indent=2).encode())
+def write(folder: Path, tensors: dict[str, np.ndarray], config: Config) -> None:
+    """Writes model.safetensors and config.json, which transformers' `from_pretrained` reads."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with replacing(folder / "model.safetensors") as f:
+        f.write(safetensors().numpy.save(tensors, metadata={"format": "pt"}))
+    with replacing(folder / "config.json") as f:
+        f.write(json.dumps(config.to_hf(), indent=2).encode())

@@ -14,13 +14,12 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PROGRAM = str(EXAMPLES / "torch_llama.py")
 sys.path.append(str(EXAMPLES))
 import torch_llama as program  # noqa: E402
-
-from llama import weights  # noqa: E402
 
 TINY = {
     "model_type": "llama", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -73,7 +72,7 @@ def rows(log: Path) -> list[dict[str, Any]]:
 
 
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
-    return weights.safetensors().torch.load_file(folder / "model.safetensors")
+    return load_file(folder / "model.safetensors")
 
 
 def near(log: Path, reference: Path, bound: float) -> None:

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from torch_frontend.llama_runs import LLAMA3, TINY, call, here, killed, near, program, rows, tensors, trained, weights
+from torch_frontend.llama_runs import LLAMA3, TINY, call, here, killed, near, program, rows, tensors, trained
 from torch_frontend.ranks import needs_gloo
 
-from llama.model import Config, ConfigError, Llama  # isort: skip  # llama_runs makes it found
+from llama import weights  # isort: skip  # llama_runs makes it found
+from llama.config import Config, ConfigError  # isort: skip
+from llama.program import tokens_of  # isort: skip
+from llama.torch_model import Llama, fill  # isort: skip
 
 
 @pytest.mark.parametrize("given", [{}, {"rope_scaling": LLAMA3}, {"tie_word_embeddings": True}])
@@ -25,8 +28,8 @@ def test_the_model_is_transformers_llama(given, tmp_path):
     assert (tmp_path / "model.safetensors.index.json").exists()
     config = Config.read(tmp_path / "config.json")
     model = Llama(config)
-    shapes = {name: p.shape for name, p in model.named_parameters()}
-    weights.fill(model, weights.Files(tmp_path, config, shapes).whole, {})
+    assert weights.shapes(config) == {name: tuple(p.shape) for name, p in model.named_parameters()}
+    fill(model, weights.Files(tmp_path, config).whole, {})
     tokens = torch.randint(256, (2, 200))
     with torch.no_grad():
         torch.testing.assert_close(model(tokens), theirs(tokens).logits, rtol=1e-4, atol=1e-4)
@@ -124,7 +127,7 @@ def test_a_tokenizer_and_checkpoints_that_are_kept(tmp_path):
     tokenizer = tokenizer_of(text, tmp_path / "tokenizer.json")
     args = ("--config", tmp_path / "config.json", "--data", tmp_path / "text", "--tokenizer",
             tmp_path / "tokenizer.json", "--seq", 32, "--save", tmp_path / "saved", "--save-every", 1)  # fmt: skip
-    found = program.tokens_of(program.arguments([*map(str, args)]), Config.read(tmp_path / "config.json"))
+    found = tokens_of(program.arguments([*map(str, args)]), Config.read(tmp_path / "config.json"))
     assert len(found.train) < 0.8 * len(text) and found.train.max() > 255
     assert tokenizer.decode(found.train) + tokenizer.decode(found.valid) == text
     assert not here(*args, "--steps", 4, "--keep", 2, "--metrics", tmp_path / "log")

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from torch_frontend.llama_runs import TINY, call, here, near, rows, tensors, weights
+from torch_frontend.llama_runs import TINY, call, here, near, rows, tensors
 from torch_frontend.ranks import needs_gloo
 
-from llama import parallel  # isort: skip  # llama_runs makes it found
-from llama.model import Config, Llama  # isort: skip
+from llama import torch_parallel as parallel, weights  # isort: skip  # llama_runs makes it found
+from llama.config import Config  # isort: skip
+from llama.torch_model import Llama, fill  # isort: skip
 
 pytestmark = needs_gloo
 RUN = "torch_frontend.llama_runs:on_rank"
@@ -37,10 +38,10 @@ def gradients(rank: int, groups: Any, way: str) -> dict[str, Any]:
     config = Config.of(TINY | {"tie_word_embeddings": given.pop("tie_word_embeddings", False)})
     whole = Llama(config)
     cut_model = Llama(config, group=groups["data"], **given)
-    fill = weights.drawn(config, 3, {n: p.shape for n, p in whole.named_parameters()})
+    drawn = weights.drawn(config, 3)
     cuts = parallel.cuts(cut_model)
-    weights.fill(whole, fill, {})
-    weights.fill(cut_model, fill, cuts)
+    fill(whole, drawn, {})
+    fill(cut_model, drawn, cuts)
     tokens = torch.randint(256, (3, 25), generator=torch.Generator().manual_seed(5))
     want, got = step(whole, tokens), step(cut_model, tokens)
     made: dict[str, Any] = {"loss": (want, got), "cut": set(cuts)}

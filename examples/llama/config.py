@@ -1,7 +1,4 @@
-"""Llama of diptych's fused modules, described by a Hugging Face `config.json`.
-
-Embedding and head are not quantized, as is usual: few of the products are theirs, and the loss depends on them most.
-"""
+"""A Llama's sizes, as a Hugging Face `config.json` has them."""
 
 from __future__ import annotations
 
@@ -11,12 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-
-import diptych.torch as dt
-from llama.parallel import CutTokens, GatherTokens
+import numpy as np
 
 
 class ConfigError(ValueError):
@@ -109,15 +101,15 @@ class Config:
         kv = self.num_key_value_heads * self.head_dim
         return self.num_attention_heads * self.head_dim, kv, kv
 
-    def frequencies(self) -> Tensor:
+    def frequencies(self) -> np.ndarray:
         """Returns the frequencies of the rotary embedding, float32 [head_dim / 2]."""
-        freq = self.rope_theta ** -(torch.arange(0, self.head_dim, 2, device="cpu").float() / self.head_dim)
+        freq = np.float32(self.rope_theta) ** -(np.arange(0, self.head_dim, 2, dtype=np.float32) / self.head_dim)
         if (s := self.rope_scaling) is None:
             return freq
         # Slow frequencies are divided by the factor, fast ones stay, those between are mixed.
         turns = s["original_max_position_embeddings"] * freq / (2 * math.pi)
-        kept = ((turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])).clamp(0, 1)
-        return kept * freq + (1 - kept) * freq / s["factor"]
+        kept = ((turns - s["low_freq_factor"]) / (s["high_freq_factor"] - s["low_freq_factor"])).clip(0, 1)
+        return (kept * freq + (1 - kept) * freq / s["factor"]).astype(np.float32)
 
     def flops_per_token(self, seq: int) -> float:
         """Returns the floating-point operations of forward and backward for one token of a sequence.
@@ -129,67 +121,3 @@ class Config:
         block = self.hidden_size * (sum(self.qkv_rows) + wide + 3 * self.intermediate_size)
         weights = self.num_hidden_layers * block + self.vocab_size * self.hidden_size
         return 6 * weights + 12 * self.num_hidden_layers * wide * seq
-
-
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """[T, B, ..., D], by angles of [T, 1, ..., D / 2]."""
-    a, b = x.float().chunk(2, -1)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1).to(x.dtype)
-
-
-class Block(nn.Module):
-    """[T, B, hidden] to the same. `ways`: arguments that cut the layers over a tensor-parallel group; T is then this
-    rank's part of the sequence if they cut it. `recompute`: backward computes the block again instead of keeping its
-    activations."""
-
-    def __init__(self, config: Config, recompute: bool, **ways: Any) -> None:
-        super().__init__()
-        self.config, self.recompute = config, recompute
-        width, rows = config.hidden_size, config.qkv_rows
-        made = {"eps": config.rms_norm_eps, "bias": False, "normalization": "RMSNorm", **ways}
-        # For each head of keys: its heads of queries, the keys, the values. So each rank has whole heads.
-        self.qkv = dt.LayerNormLinear(width, sum(rows), parallel_mode="column", **made)
-        # Attention keeps its output anyway, so the layer behind need not keep a copy of it.
-        self.proj = dt.Linear(rows[0], width, bias=False, save_original_input=True, parallel_mode="row", **ways)
-        self.mlp = dt.LayerNormMLP(width, config.intermediate_size, activation="swiglu", set_parallel_mode=True, **made)
-
-    def attention(self, qkv: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        shared = self.config.num_attention_heads // self.config.num_key_value_heads
-        heads = qkv.unflatten(-1, (-1, shared + 2, self.config.head_dim))
-        q, k, v = heads.split((shared, 1, 1), 3)
-        turned = (rotated(q, cos, sin), rotated(k, cos, sin), v)
-        q, k, v = (t.flatten(2, 3).permute(1, 2, 0, 3) for t in turned)  # [B, heads, T, D]
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return y.permute(2, 0, 1, 3).flatten(2)
-
-    def run(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.proj(self.attention(self.qkv(x), cos, sin))
-        return x + self.mlp(x)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return dt.checkpoint(self.run, x, cos, sin) if self.recompute else self.run(x, cos, sin)
-
-
-class Llama(nn.Module):
-    """Logits [B, T, vocab] of tokens [B, T]. `group`: the ranks that share each layer and read the same tokens.
-    `sequence`: outside of attention and of the perceptrons they share the sequence, too."""
-
-    def __init__(self, config: Config, recompute: bool = False, group: Any = None, sequence: bool = True) -> None:
-        super().__init__()
-        self.config, self.group, self.sequence = config, group, sequence and group is not None
-        ways = {"tp_group": group, "sequence_parallel": self.sequence}
-        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.blocks = nn.ModuleList(Block(config, recompute, **ways) for _ in range(config.num_hidden_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.head = None if config.tie_word_embeddings else nn.Linear(config.hidden_size, config.vocab_size, bias=False)
-        self.register_buffer("frequencies", config.frequencies(), persistent=False)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        angles = torch.outer(torch.arange(tokens.shape[1], device=tokens.device), self.frequencies)
-        cos, sin = (t[:, None, None, None] for t in (angles.cos(), angles.sin()))
-        x = self.embed(tokens.T)  # layers cut tokens along dimension 0
-        x = CutTokens.apply(x, self.group) if self.sequence else x
-        for block in self.blocks:
-            x = block(x, cos, sin)
-        x = (GatherTokens.apply(x, self.group) if self.sequence else x).transpose(0, 1)
-        return F.linear(self.norm(x), self.embed.weight if self.head is None else self.head.weight)
