@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -124,7 +125,7 @@ def train_step(run: dict[str, Any], tokens: jax.Array, lr: jax.Array, *, graph: 
 
         (loss, random, grads), _ = jax.lax.scan(more, (loss, random, grads), tokens[1:])
     params, states = grads
-    norm = optax.global_norm(params) / count
+    norm = jnp.sqrt(sum(jnp.sum(jnp.square(g)) for g in jax.tree.leaves(params))) / count
     scale = jnp.minimum(1, clip / (norm + 1e-6)) / count
     updates, adam = ADAM.update(jax.tree.map(lambda g: g * scale, params), run["adam"])
     new = jax.tree.map(lambda p, u: p - lr * (u + decay * p), run["params"], updates)
@@ -137,30 +138,33 @@ def train_step(run: dict[str, Any], tokens: jax.Array, lr: jax.Array, *, graph: 
     )
 
 
-def checkpoints(args: argparse.Namespace) -> Any:
-    """orbax's manager of the folder --save: it writes aside and renames, so that a folder of a step is complete."""
-    import orbax.checkpoint as ocp
+class Checkpoints:
+    """The folder --save, by orbax: a step's folder is written aside and renamed, so that it is complete if it exists.
+    `identity`: what a resumed run must have in common with the one before."""
 
-    options = ocp.CheckpointManagerOptions(max_to_keep=args.keep, enable_async_checkpointing=False)
-    return ocp.CheckpointManager(args.save.absolute(), options=options)
+    def __init__(self, args: argparse.Namespace, identity: dict[str, Any]) -> None:
+        self.args, self.identity = args, identity
+        options = ocp.CheckpointManagerOptions(max_to_keep=args.keep, enable_async_checkpointing=False)
+        self.manager = ocp.CheckpointManager(args.save.absolute(), options=options)
+        self.latest = self.manager.latest_step()
+        if self.latest is not None and not args.resume:
+            refuse(f"--save {args.save}: holds a checkpoint of step {self.latest}, which --resume continues")
 
+    def load(self, run: Any) -> tuple[int, Any]:
+        """Returns the step to go on with, and the run as it was, placed as `run` is."""
+        if (step := self.latest) is None:
+            raise CheckpointError(f"{self.args.save}: holds no complete checkpoint")
+        try:
+            before = self.manager.restore(step, args=ocp.args.Composite(identity=ocp.args.JsonRestore()))["identity"]
+        except (KeyError, ValueError, OSError) as e:
+            raise CheckpointError(f"{self.args.save}: step {step} is no checkpoint of this program: {e}") from e
+        program.check_resumed(self.args, before, self.identity, step)
+        target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), run)
+        return step, self.manager.restore(step, args=ocp.args.Composite(run=ocp.args.StandardRestore(target)))["run"]
 
-def resumed(manager: Any, args: argparse.Namespace, run: Any, identity: dict[str, Any]) -> tuple[int, Any]:
-    """Returns the step to go on with, and the run as it was, placed as `run` is."""
-    import orbax.checkpoint as ocp
-
-    if (step := manager.latest_step()) is None:
-        raise CheckpointError(f"--resume: {args.save}: holds no complete checkpoint")
-    before = manager.restore(step, args=ocp.args.Composite(identity=ocp.args.JsonRestore()))["identity"]
-    program.check_resumed(args, before, identity, step)
-    target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), run)
-    return step, manager.restore(step, args=ocp.args.Composite(run=ocp.args.StandardRestore(target)))["run"]
-
-
-def save(manager: Any, step: int, run: Any, identity: dict[str, Any]) -> None:
-    import orbax.checkpoint as ocp
-
-    manager.save(step, args=ocp.args.Composite(run=ocp.args.StandardSave(run), identity=ocp.args.JsonSave(identity)))
+    def save(self, step: int, run: Any) -> None:
+        state, identity = ocp.args.StandardSave(run), ocp.args.JsonSave(self.identity)
+        self.manager.save(step, args=ocp.args.Composite(run=state, identity=identity), force=True)
 
 
 def memory(mesh: jax.sharding.Mesh) -> float:
@@ -192,9 +196,10 @@ def train(
     graph, run = made(args, config, whole, mesh)
     identity, first = program.identity(args, tokens) | {"recipe": args.recipe}, 0
     identity |= {f"the config's {k}": v for k, v in dataclasses.asdict(config).items()}
-    manager = None if args.save is None else checkpoints(args)
+    checkpoints = None if args.save is None else Checkpoints(args, identity)
     if args.resume:
-        first, run = resumed(manager, args, run, identity)
+        assert checkpoints is not None  # `check` has seen it
+        first, run = checkpoints.load(run)
     report = Report(args.metrics, first) if jax.process_index() == 0 else None
     kind, devices = mesh.devices.flat[0].device_kind, mesh.size
     if report is not None:
@@ -215,12 +220,12 @@ def train(
             report.step(row | {"memory_gib": memory(mesh)})
         if not math.isfinite(loss):
             refuse(f"the loss of step {step} is {loss}")
-        if manager is not None and ((step + 1) % args.save_every == 0 or step + 1 == args.steps):
-            save(manager, step + 1, run, identity)
+        if checkpoints is not None and ((step + 1) % args.save_every == 0 or step + 1 == args.steps):
+            checkpoints.save(step + 1, run)
     if report is not None:
         report.close()
-    if manager is not None:
-        manager.close()
+    if checkpoints is not None:
+        checkpoints.manager.close()
     if args.out is not None:
         write(args.out, run["params"], config, mesh)
 

@@ -83,6 +83,7 @@ WHOLE_PANEL = {
         "test_states_matrix": "every module, wherever its states come from",
     },
     "jax": {
+        "test_llama_example": "an example, which uses layers and modules",
         "test_modes": "JAX's modes, under which verbs and layers run alike",
     },
 }
