@@ -47,6 +47,7 @@ from diptych.jax.layers.quantize import rng_at
 from diptych.jax.layers.weight_gradients import dense_vjp
 from diptych.jax.modules import checkpoint_policies
 from diptych.jax.modules.serialize import register_all
+from diptych.jax.modules.torch_checkpoint import load_torch, read_safetensors, to_torch
 from diptych.jax.primitives.ffi import export_safety_checks, header_version
 from diptych.jax.sharding.table import partition_primitives
 from diptych.jax.state.carry import (
@@ -117,6 +118,7 @@ __all__ = [
     "layernorm_mlp_vjp",
     "lend_states",
     "load_state_dict",
+    "load_torch",
     "merge_states",
     "moe_map",
     "moe_permute",
@@ -132,6 +134,7 @@ __all__ = [
     "quantize_kernel",
     "quantize_params",
     "quantize_stack",
+    "read_safetensors",
     "read_states",
     "rng_at",
     "rng_state",
@@ -140,6 +143,7 @@ __all__ = [
     "state_dict",
     "state_refs",
     "switch_state",
+    "to_torch",
     "update_state",
     "value_and_grad_with_state",
 ]

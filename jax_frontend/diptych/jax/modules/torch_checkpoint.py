@@ -1,0 +1,317 @@
+"""Parameters and states from checkpoints of diptych.torch, and back.
+
+    tensors = dj.read_safetensors("model.safetensors")
+    params = dj.load_torch(params, tensors)                       # a tree of any framework's parameters and states
+    safetensors.numpy.save_file(dj.to_torch(params), "model.safetensors")
+
+The place of a leaf in the tree is the torch module's name, and the last part of it names the parameter there:
+
+    kernel, bias                                  weight, bias
+    scale, ln_bias beside a kernel                layer_norm_weight, layer_norm_bias
+    scale, bias without a kernel (a norm)         weight, bias
+    wi_kernel, wi_bias, wo_kernel, wo_bias        fc1_weight, fc1_bias, fc2_weight, fc2_bias
+    states, random                                scale_states, rng_state
+
+Others have the same name, so that trees with torch's names and layout, as equinox's, are taken too. A kernel in high
+precision is [in, out], or [in, 2, out] for a gated activation, and the weight [out, in]. One that is held quantized has
+the weight's layout, and its arrays are those that `plain_state_dict` of diptych.torch writes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from diptych.common.errors import CheckpointError, UnsupportedError
+from diptych.common.quantizers import SQUARE, Quantizer
+from diptych.jax.state.scales import ScaleState, is_state, load_state_dict, state_dict
+from diptych.jax.tensors.quantized import BUFFERS, QuantizedArray, QuantizedCopies, QuantizedStack
+
+Tree = TypeVar("Tree")
+
+_KERNELS = {"kernel": "weight", "wi_kernel": "fc1_weight", "wo_kernel": "fc2_weight"}
+_LINEAR = {"scale": "layer_norm_weight", "ln_bias": "layer_norm_bias", "wi_bias": "fc1_bias", "wo_bias": "fc2_bias"}
+_NORM = {"scale": "weight"}
+_STATES, _RANDOM = "states", "random"
+_COLLECTIONS = ("params", "_overwrite_with_gradient")  # of linen's variables
+_SUFFIXES = dict(zip(BUFFERS, ("", "_scale_inv", "_columnwise_data", "_columnwise_scale_inv", "_amax",
+                               "_columnwise_amax"), strict=True))  # fmt: skip
+_DTYPES: dict[str, Any] = {
+    "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "BOOL": np.bool_,
+    "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U64": np.uint64, "U32": np.uint32,
+    "U16": np.uint16, "U8": np.uint8, "F8_E4M3": ml_dtypes.float8_e4m3fn, "F8_E5M2": ml_dtypes.float8_e5m2,
+    "F8_E8M0": ml_dtypes.float8_e8m0fnu,
+}  # fmt: skip
+
+
+def read_safetensors(path: str | Path) -> dict[str, np.ndarray]:
+    """Returns the tensors of a safetensors file, in FP8 too, which `safetensors.numpy` does not read. They are views of
+    the file, read when they are used. **Raises** CheckpointError for a file that is damaged; OSError."""
+    try:
+        data = np.memmap(path, np.uint8, "r")
+        start = 8 + int.from_bytes(data[:8].tobytes(), "little")
+        if start > data.size:
+            raise ValueError(f"its header ends at byte {start} of {data.size}")
+        header = json.loads(data[8:start].tobytes())
+        found = {}
+        for name, entry in header.items():
+            if name != "__metadata__":
+                begin, end = entry["data_offsets"]
+                found[name] = data[start + begin : start + end].view(_DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
+        raise CheckpointError(f"{path}: is no safetensors file, or a damaged one: {e!r}") from e
+    return found
+
+
+def load_torch(
+    tree: Tree, tensors: Mapping[str, Any], prefix: str = "", rename: Callable[[str], str] | None = None
+) -> Tree:
+    """Returns a tree with the values that a checkpoint of diptych.torch has for it, bit for bit.
+
+    **Arguments:** `tree`: parameters, and states as the modules keep them: an `nnx.State` (`nnx.state(model)`), linen's
+    variables, an equinox model, dictionaries. Arrays may be `jax.ShapeDtypeStruct`s; where a leaf has a sharding, the
+    new one gets it. `tensors`: NumPy or JAX arrays by torch's names, as `read_safetensors` returns them. `prefix`: of
+    these names. `rename`: from the place of a module in the tree, joined by dots, to its name in torch.
+
+    **Raises:** CheckpointError for an array that is missing or has another shape or dtype, with its name, or a kernel
+    that is quantized on one side alone or by another quantizer; UnsupportedError for kernels of other dimensions.
+    """
+    found = _Names(tree, prefix, rename)
+    given = {name: np.asarray(t) for name, t in tensors.items()}
+    states = {name: _states(like, given, name) for name, like in found.states.items()}
+
+    def read(path: Any, leaf: Any) -> Any:
+        place = found.of(path)
+        if is_state(leaf):
+            below, *rest = place.state
+            return _like(leaf, _at(states[below], rest))
+        if isinstance(leaf, QuantizedCopies):
+            return _quantized(place.name, leaf, given)
+        value = _from_torch(place, _taken(place.name, given), leaf.shape)
+        if value.dtype != leaf.dtype:
+            raise CheckpointError(f"{place.name} is {value.dtype} in the checkpoint and {leaf.dtype} here")
+        return _like(leaf, value)
+
+    return jax.tree_util.tree_map_with_path(read, tree, is_leaf=_is_leaf)
+
+
+def to_torch(tree: Any, prefix: str = "", rename: Callable[[str], str] | None = None) -> dict[str, np.ndarray]:
+    """Returns the state dict of diptych.torch for a tree of parameters and states, which `load_torch` describes: its
+    modules load it, with the same bits, as they load `plain_state_dict`'s.
+
+    **Raises:** UnsupportedError for kernels of other dimensions, stacks, or two leaves that would have one name.
+    """
+    found, out = _Names(tree, prefix, rename), {}
+    for name, states in found.states.items():
+        out |= {k: np.asarray(v) for k, v in state_dict(states, name).items()}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_leaf)[0]:
+        place = found.of(path)
+        if is_state(leaf):
+            continue
+        if isinstance(leaf, QuantizedCopies):
+            made = {place.name + _SUFFIXES[part]: x for part, x in _parts(place.name, leaf).items()}
+        else:
+            made = {place.name: _to_torch(place, np.asarray(leaf))}
+        if twice := made.keys() & out.keys():
+            raise UnsupportedError(f"to_torch: two leaves would be {sorted(twice)[0]}")
+        out |= made
+    return out
+
+
+# --- names ---
+
+
+def _is_leaf(x: Any) -> bool:
+    return is_state(x) or isinstance(x, QuantizedCopies)
+
+
+class _Place(NamedTuple):
+    """Of a leaf: its name in torch, and whether it is a kernel [in, out]; for a state its module's prefix and its keys
+    below the module."""
+
+    name: str = ""
+    kernel: bool = False
+    state: tuple[str, ...] = ()
+
+
+class _Names:
+    """Torch's names of the leaves of a tree, and its states by the prefixes of their modules."""
+
+    def __init__(self, tree: Any, prefix: str, rename: Callable[[str], str] | None) -> None:
+        self.prefix, self.rename = prefix, rename
+        leaves = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_leaf)[0]
+        self.linear = {parts[:-1] for path, _ in leaves if (parts := _parts_of(path)) and parts[-1] in _KERNELS}
+        self.states: dict[str, Any] = {}
+        for path, leaf in leaves:
+            if is_state(leaf):
+                module, *inner = self.of(path).state
+                held = self.states.setdefault(module, {})
+                for key in inner[:-1]:
+                    held = held.setdefault(key, {})
+                held[inner[-1]] = leaf
+
+    def _module(self, parts: tuple[str, ...]) -> str:
+        place = ".".join(parts)
+        name = place if self.rename is None else self.rename(place)
+        return self.prefix + (f"{name}." if name else "")
+
+    def of(self, path: Any) -> _Place:
+        parts = _parts_of(path)
+        if _STATES in parts:
+            at = len(parts) - 1 - parts[::-1].index(_STATES)
+            return _Place(state=(self._module(parts[:at]), *parts[at + 1 :]))
+        *_, last = parts or ("",)
+        module = self._module(parts[:-1])
+        if last == _RANDOM:
+            return _Place(f"{module}rng_state")
+        table = _KERNELS | (_LINEAR if parts[:-1] in self.linear else _NORM)
+        return _Place(module + table.get(last, last), last in _KERNELS)
+
+
+def _parts_of(path: Any) -> tuple[str, ...]:
+    """A leaf's place, without what flax's variables, boxes and collections add."""
+    keys = [k for k in path if k != jax.tree_util.GetAttrKey("value")]
+    parts = [str(next(v for v in (getattr(k, a, None) for a in ("key", "name", "idx")) if v is not None)) for k in keys]
+    return tuple(parts[1:] if parts and parts[0] in _COLLECTIONS else parts)
+
+
+# --- values ---
+
+
+def _taken(name: str, given: Mapping[str, np.ndarray]) -> np.ndarray:
+    if name not in given:
+        raise CheckpointError(f"the checkpoint lacks {name}")
+    if f"{name}_scale_inv" in given:
+        raise CheckpointError(
+            f"{name} is quantized in the checkpoint and in high precision here; quantize_params makes a tree that "
+            "holds it quantized, and dequantize then gives its values"
+        )
+    return given[name]
+
+
+def _from_torch(place: _Place, value: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    if place.kernel:
+        _require_kernel(place.name, shape)
+        want = int(np.prod(shape[1:])), shape[0]
+        if value.shape == want:
+            return np.ascontiguousarray(value.T).reshape(shape)
+        raise CheckpointError(f"{place.name} is {list(value.shape)} in the checkpoint and {list(want)} here")
+    if value.shape != tuple(shape) and value.size == np.prod(shape) and value.ndim == 1:
+        value = value.reshape(shape)  # the bias of a gated activation may be [2, F]
+    if value.shape != tuple(shape):
+        raise CheckpointError(f"{place.name} is {list(value.shape)} in the checkpoint and {list(shape)} here")
+    return value
+
+
+def _to_torch(place: _Place, value: np.ndarray) -> np.ndarray:
+    if place.kernel:
+        _require_kernel(place.name, value.shape)
+        return np.ascontiguousarray(value.reshape(value.shape[0], -1).T)
+    return value.reshape(-1) if place.name.endswith("fc1_bias") else value
+
+
+def _require_kernel(name: str, shape: tuple[int, ...]) -> None:
+    if len(shape) != 2 and not (name.endswith("fc1_weight") and len(shape) == 3):
+        raise UnsupportedError(
+            f"{name}: a kernel must be [in, out], or [in, 2, out] in front of a gate, got {list(shape)}"
+        )
+
+
+def _like(leaf: Any, value: Any) -> Any:
+    """The value as JAX arrays, placed as the leaf is."""
+
+    def place(old: Any, new: Any) -> Any:
+        held = getattr(old, "sharding", None)
+        return jnp.asarray(new) if held is None else jax.device_put(new, held)
+
+    return jax.tree.map(place, leaf, value)
+
+
+def _states(like: Any, given: Mapping[str, np.ndarray], prefix: str) -> Any:
+    return load_state_dict(given, like, prefix)[0]
+
+
+def _at(states: Any, keys: list[str]) -> ScaleState:
+    for key in keys:
+        states = states[key]
+    return states
+
+
+# --- kernels that are held quantized ---
+
+
+def _parts(name: str, q: QuantizedCopies) -> dict[str, np.ndarray]:
+    """The arrays that a file holds: payloads and scales in their own dtypes, of one copy if it tells the other."""
+    if not isinstance(q, QuantizedArray):
+        raise UnsupportedError(f"{name}: a {type(q).__name__} has no form in torch's checkpoints")
+    held = {part: np.asarray(x) for part in BUFFERS if (x := getattr(q, part)) is not None}
+    if q.rowwise_data is not None and _one_copy_tells(q.quantizer):
+        held = {part: x for part, x in held.items() if not part.startswith("columnwise")}
+    return {part: x.view(d) if (d := _dtype(part, q.quantizer)).itemsize == 1 else x for part, x in held.items()}
+
+
+def _quantized(name: str, leaf: QuantizedCopies, given: Mapping[str, np.ndarray]) -> QuantizedArray:
+    """Returns a kernel with a checkpoint's arrays, in the dtypes of `leaf`'s, which may be bytes."""
+    if isinstance(leaf, QuantizedStack):
+        raise UnsupportedError(f"{name}: a {type(leaf).__name__} has no form in torch's checkpoints")
+    fmt, parts = leaf.quantizer.format, {p: given[name + s] for p, s in _SUFFIXES.items() if name + s in given}
+    if "rowwise_scale_inv" not in parts and "columnwise_scale_inv" not in parts:
+        raise CheckpointError(f"{name} is held quantized here, and the checkpoint has no scales of it")
+    if fmt.per_tensor and "amax" not in parts and "rowwise_scale_inv" in parts:
+        largest = np.float32(ml_dtypes.finfo(_DTYPES_BY_NAME[fmt.element]).max)
+        parts["amax"] = parts["rowwise_scale_inv"] * largest
+    if leaf.columnwise_data is not None and "columnwise_data" not in parts and _one_copy_tells(leaf.quantizer):
+        parts |= _columnwise(parts, leaf)
+    wanted = {part: x for part in BUFFERS if (x := getattr(leaf, part)) is not None}
+    if missing := [name + _SUFFIXES[part] for part in wanted if part not in parts]:
+        raise CheckpointError(f"the checkpoint lacks {', '.join(missing)}")
+    made = {}
+    for part, like in wanted.items():
+        value, dtype = np.ascontiguousarray(parts[part]), _dtype(part, leaf.quantizer)
+        if value.dtype not in (dtype, np.dtype(np.uint8)) or value.shape != like.shape:
+            raise CheckpointError(
+                f"{name}{_SUFFIXES[part]} is {value.dtype}{list(value.shape)} in the checkpoint and "
+                f"{dtype}{list(like.shape)} here: another quantizer's"
+            )
+        made[part] = _like(like, value.view(like.dtype))
+    return QuantizedArray(leaf.quantizer, leaf.leading, leaf.dtype, **made)
+
+
+_DTYPES_BY_NAME = {np.dtype(d).name: np.dtype(d) for d in _DTYPES.values()}
+
+
+def _dtype(part: str, quantizer: Quantizer) -> np.dtype:
+    """The dtype of an array in files of torch."""
+    fmt = quantizer.format
+    name = fmt.data if part.endswith("data") else fmt.scale if part.endswith("scale_inv") else "float32"
+    return _DTYPES_BY_NAME[name]
+
+
+def _one_copy_tells(quantizer: Quantizer) -> bool:
+    """Whether both copies hold the same values, as with one scale or square blocks. Others need the original."""
+    fmt = quantizer.format
+    return fmt.per_tensor or fmt.block_rows == fmt.block_cols or bool(quantizer.spec.flags & SQUARE)
+
+
+def _columnwise(row: Mapping[str, np.ndarray], leaf: QuantizedCopies) -> dict[str, np.ndarray]:
+    """Returns the columnwise arrays that the rowwise ones determine."""
+    fmt, data, scale = leaf.quantizer.format, row["rowwise_data"], row["rowwise_scale_inv"]
+    if fmt.per_tensor:
+        return {"columnwise_data": data.T, "columnwise_scale_inv": scale}
+    if fmt.block_rows == fmt.block_cols:
+        return {"columnwise_data": data.T, "columnwise_scale_inv": scale.T}
+    block, k = fmt.block_cols, leaf.shape[-1]
+    scale = np.repeat(scale[::block], block, -1)[:, :k]  # one row of each block, then each block's columns
+    if fmt.columnwise == "transposed":
+        scale = scale.T
+        whole = np.stack((data & 15, data >> 4), -1).reshape(data.shape[0], -1).T
+        data = whole[:, ::2] | (whole[:, 1::2] << 4)
+    made = {"columnwise_data": data, "columnwise_scale_inv": scale}
+    return made | ({"columnwise_amax": row["amax"]} if fmt.two_level else {})
