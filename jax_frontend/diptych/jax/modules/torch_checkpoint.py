@@ -41,8 +41,10 @@ _LINEAR = {"scale": "layer_norm_weight", "ln_bias": "layer_norm_bias", "wi_bias"
 _NORM = {"scale": "weight"}
 _STATES, _RANDOM = "states", "random"
 _COLLECTIONS = ("params", "_overwrite_with_gradient")  # of linen's variables
-_SUFFIXES = dict(zip(BUFFERS, ("", "_scale_inv", "_columnwise_data", "_columnwise_scale_inv", "_amax",
-                               "_columnwise_amax"), strict=True))  # fmt: skip
+_SUFFIXES: dict[str, str] = {
+    "rowwise_data": "", "rowwise_scale_inv": "_scale_inv", "amax": "_amax", "columnwise_data": "_columnwise_data",
+    "columnwise_scale_inv": "_columnwise_scale_inv", "columnwise_amax": "_columnwise_amax",
+}  # fmt: skip
 _DTYPES: dict[str, Any] = {
     "F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "BOOL": np.bool_,
     "I64": np.int64, "I32": np.int32, "I16": np.int16, "I8": np.int8, "U64": np.uint64, "U32": np.uint32,
