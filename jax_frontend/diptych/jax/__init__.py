@@ -48,6 +48,7 @@ from diptych.jax.layers.weight_gradients import dense_vjp
 from diptych.jax.modules import checkpoint_policies
 from diptych.jax.modules.serialize import register_all
 from diptych.jax.primitives.ffi import export_safety_checks, header_version
+from diptych.jax.sharding.leaves import device_put, leaf_shardings
 from diptych.jax.sharding.table import partition_primitives
 from diptych.jax.state.carry import (
     combine_states,
@@ -99,6 +100,7 @@ __all__ = [
     "dense",
     "dense_vjp",
     "dequantize",
+    "device_put",
     "dot_general",
     "export_safety_checks",
     "gemm",
@@ -115,6 +117,7 @@ __all__ = [
     "layernorm_dense_vjp",
     "layernorm_mlp",
     "layernorm_mlp_vjp",
+    "leaf_shardings",
     "lend_states",
     "load_state_dict",
     "merge_states",

@@ -14,7 +14,7 @@ from diptych.jax.primitives.checks import copy_length
 from diptych.jax.primitives.ffi import Batch
 from diptych.jax.primitives.gemm import gemm_p
 from diptych.jax.sharding.quantize import COLUMNS, ROWS, Shapes, amax_factors
-from diptych.jax.sharding.rule import Cuts, Factors, Rule, Run, copy_factors, row_factors
+from diptych.jax.sharding.rule import Cuts, Factors, Rule, Run, block_of, copy_factors, row_factors
 
 Array = jax.Array
 
@@ -44,10 +44,11 @@ def gemm(
         factors += [amax_factors(amax, kept) for amax in operands[first + 2 : last]]
     a_fmt, b_fmt = format_by_name(a[0]), format_by_name(b[0])
     m, n, k, _ = shapes.gemm_shape(a_fmt, a[1], operands[0], b_fmt, b[1], operands[at])
+    a_block, b_block = block_of(a_fmt), block_of(b_fmt)
     extents = {
-        "M": (m, max(a_fmt.block_rows, 1)),
-        "N": (n, max(b_fmt.block_rows, 1)),
-        "K": (k, math.lcm(max(a_fmt.block_cols, 1), max(b_fmt.block_cols, 1))),
+        "M": (m, a_block[0]),
+        "N": (n, b_block[0]),
+        "K": (k, math.lcm(a_block[1], b_block[1])),
     }
 
     def local(run: Run, cuts: Cuts, shard: Sequence[Array]) -> list[Array]:

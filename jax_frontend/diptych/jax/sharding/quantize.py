@@ -14,7 +14,7 @@ from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX, SQUARE, Quantize
 from diptych.jax.functional.quantize import largest_amaxes
 from diptych.jax.primitives.ffi import Batch, Source
 from diptych.jax.primitives.quantize import COMPUTE, GIVEN, amax_p, quantize_p
-from diptych.jax.sharding.rule import Cuts, Factors, Rule, Run, copy_factors, join, row_factors
+from diptych.jax.sharding.rule import Cuts, Factors, Rule, Run, block_of, copy_factors, join, row_factors
 
 Array = jax.Array
 Shapes = Sequence[tuple[int, ...]]
@@ -65,10 +65,21 @@ def amax(operands: Shapes, batch: Batch, flags: int, columnwise: bool, source: S
     )
 
 
-def _blocks(quantizer: Quantizer, shape: tuple[int, ...]) -> dict[str, tuple[int, int]]:
+def factors_of_copies(quantizer: Quantizer, shape: tuple[int, ...]) -> dict[str, Factors]:
+    """Returns the factors of all copies and amaxes of a tensor [..., K], by the attribute that holds each."""
+    fmt = quantizer.format
+    made: dict[str, Factors] = {}
+    for columnwise, side in ((False, "rowwise"), (True, "columnwise")):
+        kept, reduced = (COLUMNS, ROWS) if columnwise else (ROWS, COLUMNS)
+        copy = copy_factors(fmt, columnwise, shapes.data_shape(fmt, columnwise, shape), kept, reduced)
+        made |= dict(zip((f"{side}_data", f"{side}_scale_inv"), copy, strict=True))
+    return made | {"amax": (ROWS,) if quantizer.spec.flags & ROW_AMAX else VECTOR, "columnwise_amax": VECTOR}
+
+
+def blocks_of_copies(quantizer: Quantizer, shape: tuple[int, ...]) -> dict[str, tuple[int, int]]:
     """Returns the extents of rows and columns, and their blocks, which both copies must have whole."""
     fmt, (m, k) = quantizer.format, shapes.rows_cols(shape)
-    rows, columns = max(fmt.block_rows, 1), max(fmt.block_cols, 1)
+    rows, columns = block_of(fmt)
     square = quantizer.spec.flags & SQUARE
     of_rows = [rows] * quantizer.rowwise + [columns] * bool(quantizer.columnwise or square)
     of_columns = [columns] * bool(quantizer.rowwise or square) + [rows] * quantizer.columnwise
@@ -91,13 +102,7 @@ def quantize(
     if found is None:
         return None
     (x, *of_source), shape = found
-    fmt = quantizer.format
-    made: dict[str, Factors] = {}
-    for columnwise, side in ((False, "rowwise"), (True, "columnwise")):
-        kept, reduced = (COLUMNS, ROWS) if columnwise else (ROWS, COLUMNS)
-        copy = copy_factors(fmt, columnwise, shapes.data_shape(fmt, columnwise, shape), kept, reduced)
-        made |= dict(zip((f"{side}_data", f"{side}_scale_inv"), copy, strict=True))
-    made |= {"amax": (ROWS,) if quantizer.spec.flags & ROW_AMAX else VECTOR, "columnwise_amax": VECTOR}
+    made = factors_of_copies(quantizer, shape)
     if x[-1] is None:
         made = {name: tuple(None if f == COLUMNS else f for f in factors) for name, factors in made.items()}
     names = [b.name for b in shapes.quantize_buffers(shape, quantizer)]
@@ -132,7 +137,7 @@ def quantize(
     return Rule(
         (x, *(made[n] for n in amaxes if mode != COMPUTE), *[VECTOR] * (has_scale + has_rng), *of_source),
         (*(made[n] for n in results), *[(x[-1],)] * bool(column_sum)),
-        _blocks(quantizer, shape),
+        blocks_of_copies(quantizer, shape),
         (*("max" if n in amaxes else "" for n in results), *["sum"] * bool(column_sum)),
         local if joined else None,
         _STOCHASTIC if has_rng else "",
@@ -145,7 +150,7 @@ def dequantize(operands: Shapes, batch: Batch, format: str, columnwise: bool, dt
     kept, reduced = (COLUMNS, ROWS) if columnwise else (ROWS, COLUMNS)
     m, k = shapes.copy_extents(fmt, columnwise, data)
     shape = shapes.tensor_shape(fmt, columnwise, data)
-    row_block, column_block = max(fmt.block_rows, 1), max(fmt.block_cols, 1)
+    row_block, column_block = block_of(fmt)
     extents = {kept: (k if columnwise else m, row_block), reduced: (m if columnwise else k, column_block)}
     of_amax = [amax_factors(amax, ROWS) for amax in operands[2:]]
     copy = copy_factors(fmt, columnwise, data, kept, reduced)

@@ -86,6 +86,11 @@ def row_factors(shape: Sequence[int], factor: str) -> Factors:
     return tuple(factor if i == first else None for i in range(len(shape)))
 
 
+def block_of(fmt: FormatRow) -> tuple[int, int]:
+    """Returns the rows and columns of a block; (1, 1) where one scale serves the whole tensor, which any cut suits."""
+    return max(fmt.block_rows, 1), max(fmt.block_cols, 1)
+
+
 def copy_factors(fmt: FormatRow, columnwise: bool, data: Sequence[int], kept: str, reduced: str) -> list[Factors]:
     """Returns the factors of a copy's data and scales. `reduced`: the factor that a product sums over.
 
