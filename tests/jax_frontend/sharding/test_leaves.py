@@ -42,9 +42,7 @@ def test_a_placed_tensor_lies_as_one_that_is_quantized_from_a_cut_tensor(case, s
             assert placed["q"].amax.sharding.spec == P(spec[0] if len(q.amax) > 1 else None)
         if case.quantizer.needs_rng or kind == AxisType.Auto:
             return  # types of results are known on Explicit axes alone; shards are not rounded stochastically
-        typed = jax.eval_shape(
-            lambda x: dj.quantize(x, case.quantizer, **case.state()), jax.device_put(x, sharding)
-        )
+        typed = jax.eval_shape(lambda x: dj.quantize(x, case.quantizer, **case.state()), jax.device_put(x, sharding))
         assert jax.tree.leaves(specs(typed)) == jax.tree.leaves(specs(placed["q"]))
 
 
@@ -99,13 +97,13 @@ def test_what_cannot_be_placed():
         for spec in (P("d"), P(None, "d")):  # 16 of 64 rows: the columnwise copy has blocks of 32
             with pytest.raises(ShapeError, match=r"leaf_shardings: .*cut 64 .*whole blocks of 32.*multiple of 128"):
                 dj.device_put(q, NamedSharding(mesh, spec))
-        with pytest.raises(ShapeError, match="has 3 dimensions, and QuantizedArray.* has 2"):
+        with pytest.raises(ShapeError, match=r"has 3 dimensions, and QuantizedArray.* has 2"):
             dj.leaf_shardings(q, NamedSharding(mesh, P(None, None, "d")))
         with pytest.raises(UnsupportedError, match="dimension 1 of operand 0 is cut over"):
             dj.leaf_shardings(folded, NamedSharding(mesh, P(None, "t")))
         with pytest.raises(ArgumentError, match="without unconstrained dimensions"):
             dj.leaf_shardings(q, NamedSharding(mesh, P(P.UNCONSTRAINED)))
-    with pytest.raises(ArgumentError, match="a mesh that jax.set_mesh sets"):
+    with pytest.raises(ArgumentError, match=r"a mesh that jax\.set_mesh sets"):
         dj.leaf_shardings(q, P("d"))
 
 

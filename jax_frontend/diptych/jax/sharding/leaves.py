@@ -1,8 +1,8 @@
 """How the arrays inside a quantized tensor are cut, given how the tensor itself is cut.
 
-A quantized tensor of logical shape [M, K], or a stack [G, M, K], has one logical sharding. Its arrays have other shapes:
-transposed copies, a scale for each block, one amax of everything. Their shardings follow from the factors by which
-`quantize` itself is partitioned, so what is placed here lies as what was quantized from a cut tensor.
+A quantized tensor of logical shape [M, K], or a stack [G, M, K], has one logical sharding. Its arrays have other
+shapes: transposed copies, a scale for each block, one amax of everything. Their shardings follow from the factors by
+which `quantize` itself is partitioned, so what is placed here lies as what was quantized from a cut tensor.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ def leaf_shardings(tree: Any, sharding: Any) -> Any:
     `jax.shard_map`, and checkpoints. Scales and amaxes of a whole tensor are replicated. Any other sharding than these,
     None included, is passed on to each array.
 
-    **Raises:** ShapeError if blocks of a quantized tensor would be cut, if shards would not be equal, or for a spec that
-    is longer than the shape; UnsupportedError for a cut dimension that folds into rows and is not the first one longer
-    than 1; TypeError for a PartitionSpec without a mesh, or one with unconstrained dimensions.
+    **Raises:** ShapeError if blocks of a quantized tensor would be cut, if shards would not be equal, or for a spec
+    that is longer than the shape; UnsupportedError for a cut dimension that folds into rows and is not the first
+    one longer than 1; TypeError for a PartitionSpec without a mesh, or one with unconstrained dimensions.
     """
     return jax.tree.map(
         lambda s, part: jax.tree.map(lambda x: _shardings_of(x, s), part, is_leaf=_quantized),

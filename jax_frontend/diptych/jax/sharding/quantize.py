@@ -19,27 +19,34 @@ from diptych.jax.sharding.rule import Cuts, Factors, Rule, Run, block_of, copy_f
 Array = jax.Array
 Shapes = Sequence[tuple[int, ...]]
 
-ROWS, COLUMNS = "rows", "columns"
+ROWS, COLUMNS, TOKENS = "rows", "columns", "tokens"
 VECTOR: Factors = (None,)
 _RHT_ROWS = 16  # rows that one Hadamard transform mixes
-_STOCHASTIC = (
+STOCHASTIC = (
     "stochastic rounding counts the elements of the whole tensor, and a shard does not know its place in it; quantize "
     "inside of jax.shard_map with an rng for each device, or replicate the operand"
 )
+ROUTED = (
+    "which expert has which rows follows from the routing, and no sharding knows it; run the experts by "
+    "diptych.jax.expert_parallel, or replicate the operand"
+)
+"""Why rows and tokens that are moved to experts, and experts, are not cut."""
 
 
 # --- what is quantized: x, or a source computed from it ---
 
 
-def _sources(shape: tuple[int, ...], source: Source | None) -> tuple[list[Factors], tuple[int, ...]] | None:
-    """Returns the factors of x and of the source's operands, and the shape of the tensor that is quantized.
+def _sources(operands: Shapes, source: Source | None) -> tuple[list[Factors], tuple[int, ...]]:
+    """Returns the factors of x and of the source's operands, which come last, and the shape that is quantized.
 
-    None if the source takes rows in any order. A gated activation needs both halves of its columns.
+    A gated activation needs both halves of its columns.
     """
+    shape = operands[0]
     if source is None:
         return [(*row_factors(shape[:-1], ROWS), COLUMNS)], shape
     if source.kind == "permuted":
-        return None
+        x = (*row_factors(shape[:-1], TOKENS), COLUMNS)
+        return [x, (TOKENS, None), (ROWS,)], (operands[-1][0], shape[-1])
     gated = source.kind != "norm" and source.option
     x = (*row_factors(shape[:-1], ROWS), None if gated else COLUMNS)
     if source.kind == "norm":
@@ -50,18 +57,20 @@ def _sources(shape: tuple[int, ...], source: Source | None) -> tuple[list[Factor
     return [x, x], shape
 
 
-def amax(operands: Shapes, batch: Batch, flags: int, columnwise: bool, source: Source | None = None) -> Rule | None:
-    """[..., K] -> [1] or one per row, and [1] of the columnwise copy."""
-    found = _sources(operands[0], source)
-    if found is None:
-        return None
-    factors, shape = found
+def _whole(source: Source | None) -> dict[str, str]:
+    return {} if source is None or source.kind != "permuted" else {ROWS: ROUTED, TOKENS: ROUTED}
+
+
+def amax(operands: Shapes, batch: Batch, flags: int, columnwise: bool, source: Source | None = None) -> Rule:
+    """[..., K] -> amaxes [1], or of rows [M]; the second is that of the rotated tensor."""
+    factors, shape = _sources(operands, source)
     m, k = shapes.rows_cols(shape)
     return Rule(
         tuple(factors),
         ((ROWS,) if flags & ROW_AMAX else VECTOR, VECTOR)[: 1 + columnwise],
         {ROWS: (m, _RHT_ROWS if flags & RHT else 1), COLUMNS: (k, 1)},
         ("max",) * (1 + columnwise),
+        whole=_whole(source),
     )
 
 
@@ -96,12 +105,9 @@ def quantize(
     source: Source | None,
     column_sum: str,
     **others: Any,
-) -> Rule | None:
+) -> Rule:
     """[..., K] -> copies, amaxes, and [K]. A cut tensor is quantized by the amaxes of all shards."""
-    found = _sources(operands[0], source)
-    if found is None:
-        return None
-    (x, *of_source), shape = found
+    (x, *of_source), shape = _sources(operands, source)
     made = factors_of_copies(quantizer, shape)
     if x[-1] is None:
         made = {name: tuple(None if f == COLUMNS else f for f in factors) for name, factors in made.items()}
@@ -140,7 +146,7 @@ def quantize(
         blocks_of_copies(quantizer, shape),
         (*("max" if n in amaxes else "" for n in results), *["sum"] * bool(column_sum)),
         local if joined else None,
-        _STOCHASTIC if has_rng else "",
+        _whole(source) | (dict.fromkeys((ROWS, COLUMNS), STOCHASTIC) if has_rng else {}),
     )
 
 
