@@ -36,6 +36,7 @@ from diptych.jax.functional.permute import (
 from diptych.jax.functional.permute_quantize import moe_permute_and_quantize
 from diptych.jax.functional.quantize import amax, dequantize, quantize, rng_state
 from diptych.jax.functional.scale_update import scale_update
+from diptych.jax.layers.expert_parallel import expert_parallel
 from diptych.jax.layers.grouped_linear import grouped_dense, grouped_dense_vjp
 from diptych.jax.layers.held import kernel_quantizer, quantize_kernel, quantize_params
 from diptych.jax.layers.inject import dot_general
@@ -102,6 +103,7 @@ __all__ = [
     "dequantize",
     "device_put",
     "dot_general",
+    "expert_parallel",
     "export_safety_checks",
     "gemm",
     "gemm_into",
