@@ -36,6 +36,7 @@ from diptych.jax.functional.permute import (
 from diptych.jax.functional.permute_quantize import moe_permute_and_quantize
 from diptych.jax.functional.quantize import amax, dequantize, quantize, rng_state
 from diptych.jax.functional.scale_update import scale_update
+from diptych.jax.layers.expert_parallel import expert_parallel
 from diptych.jax.layers.grouped_linear import grouped_dense, grouped_dense_vjp
 from diptych.jax.layers.held import kernel_quantizer, quantize_kernel, quantize_params
 from diptych.jax.layers.inject import dot_general
@@ -49,6 +50,7 @@ from diptych.jax.modules import checkpoint_policies
 from diptych.jax.modules.serialize import register_all
 from diptych.jax.modules.torch_checkpoint import load_torch, read_safetensors, to_torch
 from diptych.jax.primitives.ffi import export_safety_checks, header_version
+from diptych.jax.sharding.leaves import device_put, leaf_shardings
 from diptych.jax.sharding.table import partition_primitives
 from diptych.jax.state.carry import (
     combine_states,
@@ -100,7 +102,9 @@ __all__ = [
     "dense",
     "dense_vjp",
     "dequantize",
+    "device_put",
     "dot_general",
+    "expert_parallel",
     "export_safety_checks",
     "gemm",
     "gemm_into",
@@ -116,6 +120,7 @@ __all__ = [
     "layernorm_dense_vjp",
     "layernorm_mlp",
     "layernorm_mlp_vjp",
+    "leaf_shardings",
     "lend_states",
     "load_state_dict",
     "load_torch",

@@ -109,15 +109,3 @@ def test_gspmd_is_refused():
         meshes.same(jax.jit(dense)(X), dense(X))  # on one device
     finally:
         jax.config.update("jax_use_shardy_partitioner", before)
-
-
-@meshes.AXES
-def test_other_primitives_compute_everything_on_each_device(kind):
-    """Groups of rows are no factor; gradients still have their arguments' shardings."""
-    offsets, kernels = jnp.asarray([0, 128, 256]), jnp.stack([KERNEL, KERNEL])
-
-    def f(x):
-        return dj.grouped_dense(x, kernels, None, offsets, recipe=RECIPE)
-
-    got, _ = meshes.run(jax.grad(lambda x: jnp.square(f(x)).sum()), kind, (P("d"),), X)
-    meshes.same(got, jax.jit(jax.grad(lambda x: jnp.square(f(x)).sum()))(X))

@@ -26,7 +26,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from diptych.common.arguments import require_recipe
-from diptych.common.errors import ArgumentError, DTypeError
+from diptych.common.errors import ArgumentError, DTypeError, UnsupportedError
 from diptych.common.gemm_options import GemmOptions
 from diptych.common.layers.checks import (
     require_align,
@@ -86,6 +86,7 @@ def grouped_dense(
     main_grad: Any = None,
     save_original_input: bool = False,
     calibrate: bool = False,
+    row_axes: str | tuple[str, ...] = (),
 ) -> Any:
     """x[r] @ kernel[g].T + bias[g] for the rows r of each group g, forward and backward as `recipe` describes.
 
@@ -110,6 +111,9 @@ def grouped_dense(
     - `copies`: of the kernel, from `quantize_kernel(kernel, recipe, module="grouped_linear")`, to be used instead of
       quantizing it.
     - `main_grad`: float32 [G, N, K], an array or a reference, as in `dense`.
+    - `row_axes`: mesh axes of a `jax.shard_map` over which the layer's rows are spread, as `expert_parallel` spreads
+      them. Amaxes of x and dy are reduced over them (besides the recipe's `amax_group`), those of kernels are not:
+      each device may have other experts.
     - `module`, `name`, `state`, `return_state`, `record`, `rng`, `save_original_input`, `calibrate`: as in `dense`;
       states are those of `init_state(recipe, module="grouped_linear")`.
 
@@ -118,7 +122,8 @@ def grouped_dense(
 
     **Raises:** as `dense`; ValueError also for groups given twice or not at all, a map that does not fit, a
     Hadamard transform without its promise where the kernel is differentiated; NotImplementedError for kernels that are
-    rounded stochastically or quantized by the user's own code. All but for values of `offsets` while tracing.
+    rounded stochastically or quantized by the user's own code, and for states beside `row_axes`. All but for values of
+    `offsets` while tracing.
     """
     op = "grouped_dense"
     require_recipe(op, recipe)
@@ -131,8 +136,15 @@ def grouped_dense(
         refuse_without_recipe(op, state=state, copies=copies, main_grad=main_grad, calibrate=calibrate or None)
         y = _plain(x, kernel, bias, offsets)
         return (y, {}) if return_state else y
-    options = Options(recipe, module, name, save_original_input, record, return_state, group_axes(recipe), op)
+    rows = (row_axes,) if isinstance(row_axes, str) else tuple(row_axes)
+    group = (*group_axes(recipe), *(axis for axis in rows if axis not in group_axes(recipe)))
+    options = Options(recipe, module, name, save_original_input, record, return_state, group, op, rows)
     states = check_states(op, state, options.plan, recipe)
+    if rows and states:
+        raise UnsupportedError(
+            f"{op}: delayed scaling ({', '.join(states)}) records amaxes of one device, and row_axes={rows} spreads "
+            "the rows; use a recipe whose scales follow from the tensor, such as Float8CurrentScaling"
+        )
     if calibrate:
         refuse_calibration(op, record, copies=copies, main_grad=main_grad)
         kernel = high_precision(kernel, x.dtype)

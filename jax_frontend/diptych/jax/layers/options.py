@@ -17,7 +17,10 @@ Array = jax.Array
 
 
 class Options(NamedTuple):
-    """Options of one call of `dense`, hashable: the static argument of its custom_vjp."""
+    """Options of one call of `dense`, hashable: the static argument of its custom_vjp.
+
+    `group`: mesh axes over which amaxes are reduced; `of_kernels` leaves out `row_axes`, along which only rows are cut.
+    """
 
     recipe: Recipe
     module: str = "linear"
@@ -27,10 +30,15 @@ class Options(NamedTuple):
     returns: bool = False
     group: tuple[str, ...] = ()
     op: str = "dense"  # whose words errors have
+    row_axes: tuple[str, ...] = ()
 
     @property
     def plan(self) -> LinearPlan:
         return linear_plan(self.recipe, self.module, self.name)
+
+    @property
+    def of_kernels(self) -> Options:
+        return self._replace(group=tuple(axis for axis in self.group if axis not in self.row_axes))
 
     def schedule(self, need_dx: bool, need_dw: bool) -> Schedule:
         return _schedule(self.recipe, self.module, self.name, need_dx, need_dw, self.save_original_input)

@@ -95,7 +95,7 @@ class WeightGradient:
         """Returns the gradient, of the kernel's shape, in its dtype or another."""
         dtype = self.dtype if dtype is None else dtype
         dw = self.products.product("wgrad", self.dy, self.x, None, dtype, self.schedule.plan.options[2])
-        return requantized_result(dw, self.schedule.results[2], self.options, self.rng, verb_of(dw))
+        return requantized_result(dw, self.schedule.results[2], self.options.of_kernels, self.rng, verb_of(dw))
 
     def accumulate(self, acc: Array) -> Array:
         """Returns acc + the gradient, in acc's memory if XLA may reuse it; `acc`: as the kernel, usually float32."""

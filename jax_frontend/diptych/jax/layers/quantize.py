@@ -44,7 +44,7 @@ def quantize_weight(
     kernel: Array, calls: tuple[Call, ...], options: Options, states: States, rng: Array | None
 ) -> tuple[Copies, Amaxes]:
     """`quantize_calls` for a kernel [N, K], or for a stack [G, N, K], whose states record the amax over all kernels."""
-    copies, amaxes = quantize_calls(kernel, calls, options, states, rng, verb_of(kernel))
+    copies, amaxes = quantize_calls(kernel, calls, options.of_kernels, states, rng, verb_of(kernel))
     return copies, {name: [a if kernel.ndim == 2 else largest(a) for a in found] for name, found in amaxes.items()}
 
 

@@ -14,7 +14,7 @@ from diptych.jax.primitives.checks import copy_length
 from diptych.jax.primitives.ffi import Batch
 from diptych.jax.primitives.gemm import gemm_p
 from diptych.jax.sharding.quantize import COLUMNS, ROWS, Shapes, amax_factors
-from diptych.jax.sharding.rule import Cuts, Factors, Rule, Run, copy_factors, row_factors
+from diptych.jax.sharding.rule import Cuts, Factors, Rule, Run, block_of, copy_factors, row_factors
 
 Array = jax.Array
 
@@ -44,28 +44,22 @@ def gemm(
         factors += [amax_factors(amax, kept) for amax in operands[first + 2 : last]]
     a_fmt, b_fmt = format_by_name(a[0]), format_by_name(b[0])
     m, n, k, _ = shapes.gemm_shape(a_fmt, a[1], operands[0], b_fmt, b[1], operands[at])
+    a_block, b_block = block_of(a_fmt), block_of(b_fmt)
     extents = {
-        "M": (m, max(a_fmt.block_rows, 1)),
-        "N": (n, max(b_fmt.block_rows, 1)),
-        "K": (k, math.lcm(max(a_fmt.block_cols, 1), max(b_fmt.block_cols, 1))),
+        "M": (m, a_block[0]),
+        "N": (n, b_block[0]),
+        "K": (k, math.lcm(a_block[1], b_block[1])),
     }
 
     def local(run: Run, cuts: Cuts, shard: Sequence[Array]) -> list[Array]:
         if not cuts.get("K"):
             return run(*shard)
-        masks = batch.axes[:end]
-        axes = [bit for bit in range(batch.rank) if any(mask >> bit & 1 for mask in masks)]  # those of a and b
-        narrow = tuple(sum((mask >> bit & 1) << i for i, bit in enumerate(axes)) for mask in masks)
-        (part,) = gemm_p.bind(
-            *shard[:end], batch=Batch(len(axes), narrow), a=a, b=b, has_bias=False, has_c=False, alpha=alpha,
-            beta=(0.0).hex(), out_dtype=out_dtype, **options,
-        )  # fmt: skip
-        total = _summed(part.astype("float32"), cuts)
-        total = _aligned(total, sum(1 << bit for bit in axes), batch.rank, 2)
+        given = dict(a=a, b=b, alpha=alpha, beta=(0.0).hex(), out_dtype=out_dtype, **options)
+        total = summed_product(gemm_p, cuts, shard[:end], batch, given)
         if has_bias:
-            total = total + _aligned(shard[end].astype("float32")[..., None, :], batch.axes[end], batch.rank, 2)
+            total = total + aligned(shard[end].astype("float32")[..., None, :], batch.axes[end], batch.rank, 2)
         if has_c:
-            c = _aligned(shard[-1].astype("float32"), batch.axes[-1], batch.rank, 2)
+            c = aligned(shard[-1].astype("float32"), batch.axes[-1], batch.rank, 2)
             total = total + float.fromhex(beta) * c
         return [total.astype(out_dtype)]
 
@@ -80,6 +74,18 @@ def gemm(
     )
 
 
+def summed_product(prim: Any, cuts: Cuts, operands: Sequence[Array], batch: Batch, params: dict[str, Any]) -> Array:
+    """Returns a product over a cut K without what enters after the sum, in float32 and with all batch axes.
+
+    `operands`: those of the product alone, with the first masks of `batch`.
+    """
+    masks = batch.axes[: len(operands)]
+    axes = [bit for bit in range(batch.rank) if any(mask >> bit & 1 for mask in masks)]
+    narrow = tuple(sum((mask >> bit & 1) << i for i, bit in enumerate(axes)) for mask in masks)
+    (part,) = prim.bind(*operands, batch=Batch(len(axes), narrow), has_bias=False, has_c=False, **params)
+    return aligned(_summed(part.astype("float32"), cuts), sum(1 << bit for bit in axes), batch.rank, 2)
+
+
 def _summed(part: Array, cuts: Cuts) -> Array:
     """Returns the sum of [..., M, N] over the axes that cut K, or this device's part of it if they cut M or N too."""
     for dimension, factor in ((part.ndim - 2, "M"), (part.ndim - 1, "N")):
@@ -88,7 +94,7 @@ def _summed(part: Array, cuts: Cuts) -> Array:
     return jax.lax.psum(part, cuts["K"])
 
 
-def _aligned(x: Array, mask: int, rank: int, own: int) -> Array:
+def aligned(x: Array, mask: int, rank: int, own: int) -> Array:
     """Returns x with an axis of length 1 for each of the `rank` batch axes that it lacks. `own`: its own dimensions."""
     missing = [rank - 1 - bit for bit in range(rank) if not mask >> bit & 1]
     assert x.ndim == rank - len(missing) + own

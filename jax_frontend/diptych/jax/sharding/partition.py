@@ -22,7 +22,7 @@ from diptych.jax.primitives.checks import Aval, own_shape
 from diptych.jax.primitives.ffi import Batch
 from diptych.jax.sharding.rule import Factors, Rule, check_cuts, check_whole, cuts_of, operand_specs, spec_of
 
-OwnRule = Callable[..., Rule | None]
+OwnRule = Callable[..., Rule]
 """Takes the operands' shapes without batch axes, `batch`, and the primitive's parameters."""
 
 
@@ -33,12 +33,12 @@ class Partitioner(NamedTuple):
     own: OwnRule
 
     def rule(self, avals: Sequence[Aval], batch: Batch, params: dict[str, Any]) -> Rule | None:
-        """Returns the rule of a call, or None if it cannot be partitioned."""
+        """Returns the rule of a call, or None if its sizes are symbolic."""
         shapes = [own_shape(a, mask) for a, mask in zip(avals, batch.axes, strict=True)]
         if not all(isinstance(n, int) for a in avals for n in a.shape):
             return None
         own = self.own(shapes, batch, **params)
-        return own and own.with_batch([_batch_factors(batch, m) for m in batch.axes], _batch_factors(batch))
+        return own.with_batch([_batch_factors(batch, m) for m in batch.axes], _batch_factors(batch))
 
     def types(self, avals: Sequence[Aval], outs: list[Aval], batch: Batch, params: dict[str, Any]) -> list[Aval]:
         """Returns the results' types, cut as the operands' types say. **Raises** what `check_cuts` raises."""
@@ -48,12 +48,12 @@ class Partitioner(NamedTuple):
         rule = self.rule(avals, batch, params)
         if rule is None:
             return outs
-        sizes = outs[0].sharding.mesh.shape
-        check_whole(self.op, rule, specs, [m.bit_count() for m in batch.axes], sizes)
+        mesh = next(a.sharding.mesh for a in avals if not a.sharding.mesh.empty)
+        check_whole(self.op, rule, specs, [m.bit_count() for m in batch.axes], mesh.shape)
         cuts = cuts_of(rule, specs)
-        check_cuts(self.op, rule, cuts, sizes, [a.shape for a in avals])
+        check_cuts(self.op, rule, cuts, mesh.shape, [a.shape for a in avals])
         typed = zip(outs, rule.results, strict=True)
-        return [o.update(sharding=o.sharding.update(spec=PartitionSpec(*spec_of(f, cuts)))) for o, f in typed]
+        return [o.update(sharding=NamedSharding(mesh, PartitionSpec(*spec_of(f, cuts)))) for o, f in typed]
 
     def lowering(self, ctx: Any, prim: Any, batch: Batch, params: dict[str, Any]) -> Any:
         """Returns the lowering of a partitioned call, or None if this program or call is not partitioned."""

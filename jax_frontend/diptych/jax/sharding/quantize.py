@@ -14,32 +14,39 @@ from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX, SQUARE, Quantize
 from diptych.jax.functional.quantize import largest_amaxes
 from diptych.jax.primitives.ffi import Batch, Source
 from diptych.jax.primitives.quantize import COMPUTE, GIVEN, amax_p, quantize_p
-from diptych.jax.sharding.rule import Cuts, Factors, Rule, Run, copy_factors, join, row_factors
+from diptych.jax.sharding.rule import Cuts, Factors, Rule, Run, block_of, copy_factors, join, row_factors
 
 Array = jax.Array
 Shapes = Sequence[tuple[int, ...]]
 
-ROWS, COLUMNS = "rows", "columns"
+ROWS, COLUMNS, TOKENS = "rows", "columns", "tokens"
 VECTOR: Factors = (None,)
 _RHT_ROWS = 16  # rows that one Hadamard transform mixes
-_STOCHASTIC = (
+STOCHASTIC = (
     "stochastic rounding counts the elements of the whole tensor, and a shard does not know its place in it; quantize "
     "inside of jax.shard_map with an rng for each device, or replicate the operand"
 )
+ROUTED = (
+    "which expert has which rows follows from the routing, and no sharding knows it; run the experts by "
+    "diptych.jax.expert_parallel, or replicate the operand"
+)
+"""Why rows and tokens that are moved to experts, and experts, are not cut."""
 
 
 # --- what is quantized: x, or a source computed from it ---
 
 
-def _sources(shape: tuple[int, ...], source: Source | None) -> tuple[list[Factors], tuple[int, ...]] | None:
-    """Returns the factors of x and of the source's operands, and the shape of the tensor that is quantized.
+def _sources(operands: Shapes, source: Source | None) -> tuple[list[Factors], tuple[int, ...]]:
+    """Returns the factors of x and of the source's operands, which come last, and the shape that is quantized.
 
-    None if the source takes rows in any order. A gated activation needs both halves of its columns.
+    A gated activation needs both halves of its columns.
     """
+    shape = operands[0]
     if source is None:
         return [(*row_factors(shape[:-1], ROWS), COLUMNS)], shape
     if source.kind == "permuted":
-        return None
+        x = (*row_factors(shape[:-1], TOKENS), COLUMNS)
+        return [x, (TOKENS, None), (ROWS,)], (operands[-1][0], shape[-1])
     gated = source.kind != "norm" and source.option
     x = (*row_factors(shape[:-1], ROWS), None if gated else COLUMNS)
     if source.kind == "norm":
@@ -50,25 +57,38 @@ def _sources(shape: tuple[int, ...], source: Source | None) -> tuple[list[Factor
     return [x, x], shape
 
 
-def amax(operands: Shapes, batch: Batch, flags: int, columnwise: bool, source: Source | None = None) -> Rule | None:
-    """[..., K] -> [1] or one per row, and [1] of the columnwise copy."""
-    found = _sources(operands[0], source)
-    if found is None:
-        return None
-    factors, shape = found
+def _whole(source: Source | None) -> dict[str, str]:
+    return {} if source is None or source.kind != "permuted" else {ROWS: ROUTED, TOKENS: ROUTED}
+
+
+def amax(operands: Shapes, batch: Batch, flags: int, columnwise: bool, source: Source | None = None) -> Rule:
+    """[..., K] -> amaxes [1], or of rows [M]; the second is that of the rotated tensor."""
+    factors, shape = _sources(operands, source)
     m, k = shapes.rows_cols(shape)
     return Rule(
         tuple(factors),
         ((ROWS,) if flags & ROW_AMAX else VECTOR, VECTOR)[: 1 + columnwise],
         {ROWS: (m, _RHT_ROWS if flags & RHT else 1), COLUMNS: (k, 1)},
         ("max",) * (1 + columnwise),
+        whole=_whole(source),
     )
 
 
-def _blocks(quantizer: Quantizer, shape: tuple[int, ...]) -> dict[str, tuple[int, int]]:
+def factors_of_copies(quantizer: Quantizer, shape: tuple[int, ...]) -> dict[str, Factors]:
+    """Returns the factors of all copies and amaxes of a tensor [..., K], by the attribute that holds each."""
+    fmt = quantizer.format
+    made: dict[str, Factors] = {}
+    for columnwise, side in ((False, "rowwise"), (True, "columnwise")):
+        kept, reduced = (COLUMNS, ROWS) if columnwise else (ROWS, COLUMNS)
+        copy = copy_factors(fmt, columnwise, shapes.data_shape(fmt, columnwise, shape), kept, reduced)
+        made |= dict(zip((f"{side}_data", f"{side}_scale_inv"), copy, strict=True))
+    return made | {"amax": (ROWS,) if quantizer.spec.flags & ROW_AMAX else VECTOR, "columnwise_amax": VECTOR}
+
+
+def blocks_of_copies(quantizer: Quantizer, shape: tuple[int, ...]) -> dict[str, tuple[int, int]]:
     """Returns the extents of rows and columns, and their blocks, which both copies must have whole."""
     fmt, (m, k) = quantizer.format, shapes.rows_cols(shape)
-    rows, columns = max(fmt.block_rows, 1), max(fmt.block_cols, 1)
+    rows, columns = block_of(fmt)
     square = quantizer.spec.flags & SQUARE
     of_rows = [rows] * quantizer.rowwise + [columns] * bool(quantizer.columnwise or square)
     of_columns = [columns] * bool(quantizer.rowwise or square) + [rows] * quantizer.columnwise
@@ -85,19 +105,10 @@ def quantize(
     source: Source | None,
     column_sum: str,
     **others: Any,
-) -> Rule | None:
+) -> Rule:
     """[..., K] -> copies, amaxes, and [K]. A cut tensor is quantized by the amaxes of all shards."""
-    found = _sources(operands[0], source)
-    if found is None:
-        return None
-    (x, *of_source), shape = found
-    fmt = quantizer.format
-    made: dict[str, Factors] = {}
-    for columnwise, side in ((False, "rowwise"), (True, "columnwise")):
-        kept, reduced = (COLUMNS, ROWS) if columnwise else (ROWS, COLUMNS)
-        copy = copy_factors(fmt, columnwise, shapes.data_shape(fmt, columnwise, shape), kept, reduced)
-        made |= dict(zip((f"{side}_data", f"{side}_scale_inv"), copy, strict=True))
-    made |= {"amax": (ROWS,) if quantizer.spec.flags & ROW_AMAX else VECTOR, "columnwise_amax": VECTOR}
+    (x, *of_source), shape = _sources(operands, source)
+    made = factors_of_copies(quantizer, shape)
     if x[-1] is None:
         made = {name: tuple(None if f == COLUMNS else f for f in factors) for name, factors in made.items()}
     names = [b.name for b in shapes.quantize_buffers(shape, quantizer)]
@@ -132,10 +143,10 @@ def quantize(
     return Rule(
         (x, *(made[n] for n in amaxes if mode != COMPUTE), *[VECTOR] * (has_scale + has_rng), *of_source),
         (*(made[n] for n in results), *[(x[-1],)] * bool(column_sum)),
-        _blocks(quantizer, shape),
+        blocks_of_copies(quantizer, shape),
         (*("max" if n in amaxes else "" for n in results), *["sum"] * bool(column_sum)),
         local if joined else None,
-        _STOCHASTIC if has_rng else "",
+        _whole(source) | (dict.fromkeys((ROWS, COLUMNS), STOCHASTIC) if has_rng else {}),
     )
 
 
@@ -145,7 +156,7 @@ def dequantize(operands: Shapes, batch: Batch, format: str, columnwise: bool, dt
     kept, reduced = (COLUMNS, ROWS) if columnwise else (ROWS, COLUMNS)
     m, k = shapes.copy_extents(fmt, columnwise, data)
     shape = shapes.tensor_shape(fmt, columnwise, data)
-    row_block, column_block = max(fmt.block_rows, 1), max(fmt.block_cols, 1)
+    row_block, column_block = block_of(fmt)
     extents = {kept: (k if columnwise else m, row_block), reduced: (m if columnwise else k, column_block)}
     of_amax = [amax_factors(amax, ROWS) for amax in operands[2:]]
     copy = copy_factors(fmt, columnwise, data, kept, reduced)

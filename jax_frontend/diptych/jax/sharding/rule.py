@@ -34,7 +34,8 @@ class Rule:
 
     `blocks`: (extent, block) of factors that are only cut between blocks. `reduce`: for each result how its parts are
     joined over cut factors that it does not have: "max", "sum" or "". `local`: computes one shard's results and joins
-    them, from (run, cuts, operands), instead of `run` and `reduce`. `whole`: why no factor of `blocks` can be cut.
+    them, from (run, cuts, operands), instead of `run` and `reduce`. `whole`: factors that are refused where a mesh cuts
+    them, and why.
 
     `summed`: a factor whose axes may also cut another factor of results, and of the operands from number `before` on,
     which enter after the sum: each device then gets its part of the sum (a reduce-scatter).
@@ -45,7 +46,7 @@ class Rule:
     blocks: Mapping[str, tuple[int, int]]
     reduce: tuple[str, ...] = ()
     local: Callable[[Run, Cuts, Sequence[Array]], list[Array]] | None = None
-    whole: str = ""
+    whole: Mapping[str, str] = dataclasses.field(default_factory=dict)
     summed: str = ""
     before: int | None = None
 
@@ -84,6 +85,11 @@ def row_factors(shape: Sequence[int], factor: str) -> Factors:
     """Returns the factors of leading dimensions, which fold into the rows `factor`."""
     first = next((i for i, n in enumerate(shape) if n != 1), 0)
     return tuple(factor if i == first else None for i in range(len(shape)))
+
+
+def block_of(fmt: FormatRow) -> tuple[int, int]:
+    """Returns the rows and columns of a block; (1, 1) where one scale serves the whole tensor, which any cut suits."""
+    return max(fmt.block_rows, 1), max(fmt.block_cols, 1)
 
 
 def copy_factors(fmt: FormatRow, columnwise: bool, data: Sequence[int], kept: str, reduced: str) -> list[Factors]:
@@ -147,8 +153,8 @@ def check_cuts(op: str, rule: Rule, cuts: Cuts, sizes: Mapping[Any, int], operan
     split = cuts_before(rule, cuts)
     for factor, axes in cuts.items():
         parts = math.prod(sizes[axis] for axis in axes)
-        if rule.whole and factor in rule.blocks and parts > 1:
-            raise UnsupportedError(f"{op}: mesh axes {axes} cut the {factor}, but {rule.whole}")
+        if factor in rule.whole and parts > 1:
+            raise UnsupportedError(f"{op}: mesh axes {axes} cut the {factor}, but {rule.whole[factor]}")
         extent, block = rule.blocks.get(factor, (0, 1)) if factor in split else (0, 1)
         lengths = [n for own, shape in zip(rule.operands, operands, strict=True) for n in _lengths(factor, own, shape)]
         for length, unit in [(extent, parts * block), *((n, parts) for n in lengths)]:
