@@ -158,13 +158,15 @@ class Checkpoints:
             before = self.manager.restore(step, args=ocp.args.Composite(identity=ocp.args.JsonRestore()))["identity"]
         except (KeyError, ValueError, OSError) as e:
             raise CheckpointError(f"{self.args.save}: step {step} is no checkpoint of this program: {e}") from e
+        quantizers = before.pop("quantizers", None)
         program.check_resumed(self.args, before, self.identity, step)
+        dj.check_quantizers(run, quantizers)  # orbax keeps arrays, and not what they stand for
         target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), run)
         return step, self.manager.restore(step, args=ocp.args.Composite(run=ocp.args.StandardRestore(target)))["run"]
 
     def save(self, step: int, run: Any) -> None:
-        state, identity = ocp.args.StandardSave(run), ocp.args.JsonSave(self.identity)
-        self.manager.save(step, args=ocp.args.Composite(run=state, identity=identity), force=True)
+        identity = ocp.args.JsonSave(self.identity | {"quantizers": dj.quantizers_of(run)})
+        self.manager.save(step, args=ocp.args.Composite(run=ocp.args.StandardSave(run), identity=identity), force=True)
 
 
 def memory(mesh: jax.sharding.Mesh) -> float:

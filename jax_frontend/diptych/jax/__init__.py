@@ -47,7 +47,7 @@ from diptych.jax.layers.products import OFFSETS
 from diptych.jax.layers.quantize import rng_at
 from diptych.jax.layers.weight_gradients import dense_vjp
 from diptych.jax.modules import checkpoint_policies
-from diptych.jax.modules.serialize import register_all
+from diptych.jax.modules.serialize import check_quantizers, quantizers_of, register_all
 from diptych.jax.modules.torch_checkpoint import load_torch, read_safetensors, to_torch
 from diptych.jax.primitives.ffi import export_safety_checks, header_version
 from diptych.jax.sharding.leaves import device_put, leaf_shardings
@@ -97,6 +97,7 @@ __all__ = [
     "ScaleState",
     "amax",
     "bias_grad",
+    "check_quantizers",
     "checkpoint_policies",
     "combine_states",
     "dense",
@@ -139,6 +140,7 @@ __all__ = [
     "quantize_kernel",
     "quantize_params",
     "quantize_stack",
+    "quantizers_of",
     "read_safetensors",
     "read_states",
     "rng_at",

@@ -129,7 +129,7 @@ def held_params(recipe: Any) -> dict[str, Any]:
 
 
 @EVERY
-@pytest.mark.parametrize("as_bytes", (True, False))
+@pytest.mark.parametrize("as_bytes", (True, False), ids=("bytes", "elements"))
 def test_kernels_that_are_held_quantized(recipe, as_bytes, tmp_path):
     recipe = RECIPES[recipe]
     theirs = torch_model(recipe, held=True)

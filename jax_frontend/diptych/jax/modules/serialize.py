@@ -2,6 +2,7 @@
 
     exported.serialize()                     # functions that take or return quantized arrays, stacks or states
     flax.serialization.to_bytes(tree)        # trees that hold them; from_bytes(target, data) reads them
+    quantizers_of(tree)                      # JSON beside files of arrays alone, as orbax's; check_quantizers reads it
 
 What is no array, such as the quantizer, is written as JSON beside the arrays. flax needs a target, as for every tree:
 its quantizer, shapes and dtypes must be those of the file. diptych does not import flax: classes are registered when
@@ -15,7 +16,7 @@ import functools
 import importlib.abc
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -30,6 +31,7 @@ from diptych.jax.tensors.quantized import ABOUT, BUFFERS, QuantizedArray, Quanti
 
 _FLAX = "flax.serialization"
 _KEY = "about"  # key of the JSON in flax's state dict
+_REGISTERED: dict[type, tuple[str, ...]] = {}  # the fields of each class that are no arrays
 
 
 @functools.cache  # JAX refuses a second registration
@@ -46,6 +48,7 @@ def register(cls: type, arrays: tuple[str, ...], about: tuple[str, ...]) -> None
     **Arguments:** `arrays`: fields that are leaves. `about`: the other fields, in the order in which they were
     registered as metadata.
     """
+    _REGISTERED[cls] = about
 
     def serialize(aux: Any) -> bytes:
         return _written(cls, dict(zip(about, aux, strict=True))).encode()
@@ -83,6 +86,43 @@ def register(cls: type, arrays: tuple[str, ...], about: tuple[str, ...]) -> None
         flax.register_serialization_state(cls, to_state_dict, from_state_dict)
 
     _when_imported(with_flax)
+
+
+def quantizers_of(tree: Any) -> dict[str, dict[str, Any]]:
+    """Returns what a tree's quantized arrays, stacks and states hold beside arrays, by their places: an object that
+    `json.dumps` takes, to be saved beside a checkpoint that holds arrays alone.
+
+    **Raises:** TypeError or NotImplementedError for a quantizer, or a size, that cannot be written.
+    """
+    return {
+        place: {"kind": type(x).__name__} | json.loads(_written(type(x), {f: getattr(x, f) for f in fields}))
+        for place, x, fields in _registered(tree)
+    }
+
+
+def check_quantizers(tree: Any, saved: Any) -> None:
+    """Checks that a checkpoint's arrays mean in a tree what they meant where they were saved.
+
+    **Arguments:** `tree`: the target of a restore; its arrays may be `jax.ShapeDtypeStruct`s. `saved`: the object of
+    `quantizers_of` for the tree that was saved.
+
+    **Raises:** CheckpointError, which names the place, if a quantizer, a dtype or a shape is another one, or if the
+    trees hold quantized arrays and states in other places.
+    """
+    here = quantizers_of(tree)
+    if not isinstance(saved, dict) or here.keys() != saved.keys():
+        places = sorted(saved)[:3] if isinstance(saved, dict) else saved
+        raise CheckpointError(f"the checkpoint has quantizers of {places}, ..., the target of {sorted(here)[:3]}, ...")
+    for place, own in here.items():
+        if (found := saved[place]) != own:
+            raise CheckpointError(f"{place}: the checkpoint's is {found}, the target's {own}")
+
+
+def _registered(tree: Any) -> Iterator[tuple[str, Any, tuple[str, ...]]]:
+    classes = tuple(_REGISTERED)
+    for path, x in jax.tree_util.tree_flatten_with_path(tree, is_leaf=lambda x: isinstance(x, classes))[0]:
+        if isinstance(x, classes):
+            yield jax.tree_util.keystr(path), x, _REGISTERED[type(x)]
 
 
 def _written(cls: type, about: dict[str, Any]) -> str:
