@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import socket
 from typing import Any
@@ -15,6 +16,10 @@ import pytest
 pytest.importorskip("flax.nnx")
 pytest.importorskip("orbax.checkpoint")
 pytest.importorskip("safetensors")
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_frontend import meshes
 from jax_frontend.llama_runs import TINY, begun, here, killed, losses, near, program, rows, tensors
 
 from llama import weights  # isort: skip  # llama_runs makes it found
@@ -156,6 +161,23 @@ def test_no_device_holds_more_than_its_part(tmp_path):
     for held in (run["params"], run["adam"].mu, run["adam"].nu):
         for x in (x for x in jax.tree.leaves(held) if x.ndim > 2):
             assert x.addressable_shards[0].data.size * 8 == x.size
+
+
+def test_fsdp_gathers_weights_as_bytes():
+    """Of blocks' weights payloads and scales are gathered, and gradients come back by reduce-scatter."""
+    args = program.arguments(["--cpu", "4", "--fsdp", "--recipe", "mxfp8"])
+    config, mesh = Config(vocab_size=320), program.mesh_of(args)
+    graph, run = program.made(args, config, weights.drawn(config, 0), mesh)
+    tokens = jax.device_put(np.zeros((1, 4, 33), np.int32), NamedSharding(mesh, P(None, "data")))
+    given = {"graph": graph, "decay": 0.1, "clip": 1.0}
+    text = program.train_step.lower(run, tokens, np.float32(1), **given).compile().as_text()
+    gathered = set(re.findall(r"= (\w+)\[([\d,]+)\]\S* all-gather\(", text))
+    shapes = {
+        ",".join(map(str, s)) for n, s in weights.shapes(config).items() if n.startswith("blocks") and len(s) == 2
+    }
+    assert len(shapes) == 4 and {size for dtype, size in gathered if dtype == "u8"} >= shapes
+    assert not {size for dtype, size in gathered if dtype != "u8"} & shapes
+    assert meshes.counted(text)["reduce-scatter"] >= 4
 
 
 # What is said, with the arguments.
