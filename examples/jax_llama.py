@@ -82,10 +82,13 @@ def check(args: argparse.Namespace, config: Config, mesh: jax.sharding.Mesh) -> 
     roles = (QuantizerRole(module="linear", tensor=t) for t in ("input", "weight", "grad_output"))
     block = max(16, *(q.format.block_cols for q in map(recipe.quantizer, roles) if q is not None))
     data, tp = mesh.shape["data"], mesh.shape["tp"]
-    extents = {"tokens of a microbatch": (args.batch * args.seq // args.accumulate, data)}
-    extents |= {"rows of queries": (config.qkv_rows[0], tp), "rows of keys": (sum(config.qkv_rows), tp)}
-    extents |= {"intermediate_size": (config.intermediate_size, tp)}
-    extents |= {"hidden_size with --fsdp": (config.hidden_size, data if args.fsdp else 1)}
+    extents = {
+        "tokens of a microbatch": (args.batch * args.seq // args.accumulate, data),
+        "features of queries": (config.qkv_rows[0], tp),
+        "features of queries, keys and values": (sum(config.qkv_rows), tp),
+        "intermediate_size": (config.intermediate_size, tp),
+        "hidden_size with --fsdp": (config.hidden_size, data if args.fsdp else 1),
+    }
     for name, (extent, parts) in extents.items():
         if parts > 1 and extent % (parts * block):
             refuse(f"{name}: {extent} over {parts} devices are no whole blocks of {block}, which {args.recipe} needs")
@@ -154,15 +157,18 @@ class Checkpoints:
         """Returns the step to go on with, and the run as it was, placed as `run` is."""
         if (step := self.latest) is None:
             raise CheckpointError(f"{self.args.save}: holds no complete checkpoint")
-        try:
-            before = self.manager.restore(step, args=ocp.args.Composite(identity=ocp.args.JsonRestore()))["identity"]
-        except (KeyError, ValueError, OSError) as e:
-            raise CheckpointError(f"{self.args.save}: step {step} is no checkpoint of this program: {e}") from e
+        before = self._restored(step, "identity", ocp.args.JsonRestore())
         quantizers = before.pop("quantizers", None)
         program.check_resumed(self.args, before, self.identity, step)
         dj.check_quantizers(run, quantizers)  # orbax keeps arrays, and not what they stand for
         target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), run)
-        return step, self.manager.restore(step, args=ocp.args.Composite(run=ocp.args.StandardRestore(target)))["run"]
+        return step, self._restored(step, "run", ocp.args.StandardRestore(target))
+
+    def _restored(self, step: int, item: str, how: Any) -> Any:
+        try:
+            return self.manager.restore(step, args=ocp.args.Composite(**{item: how}))[item]
+        except (KeyError, ValueError, OSError) as e:
+            raise CheckpointError(f"{self.args.save}: the {item} of step {step} cannot be read: {e}") from e
 
     def save(self, step: int, run: Any) -> None:
         identity = ocp.args.JsonSave(self.identity | {"quantizers": dj.quantizers_of(run)})

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes  # noqa: F401  # by which NumPy, and so safetensors, knows bfloat16
 import numpy as np
 
 from diptych.common.files import replacing
