@@ -11,10 +11,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import diptych.jax as dj
 from diptych.common import RECIPES, CheckpointError, UnsupportedError
-from jax_frontend import tools
+from jax_frontend import meshes, tools
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("safetensors")
@@ -159,6 +161,19 @@ def test_kernels_that_are_held_quantized(recipe, as_bytes, tmp_path):
             assert np.array_equal(np.asarray(one).view(np.uint8), two.view(torch.uint8).numpy()), (key, part)
     back = dj.to_torch(params)
     tools.same_tree(back, tensors)
+
+
+def test_loaded_arrays_lie_as_the_targets_do(mesh):
+    tree = {"plain": {"kernel": jnp.asarray(X, jnp.float32)}, "held": {}, "embed": {"embedding": jnp.ones((4, 3))}}
+    tree["held"]["weight"] = dj.quantize(tree["plain"]["kernel"], dj.kernel_quantizer(RECIPES["mxfp8-2d"]))
+    how = dj.leaf_shardings(tree, NamedSharding(mesh, P("i")))
+    target = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, how)
+    tensors = dj.to_torch(tree)
+    assert np.array_equal(tensors["plain.weight"], X.astype(np.float32).T) and "embed.weight" in tensors
+    assert not [name for name in tensors if "columnwise" in name]
+    got = dj.load_torch(target, tensors)
+    meshes.same(got, tree)
+    assert jax.tree.map(lambda x: x.sharding, got) == how
 
 
 def test_linen_and_equinox_names():

@@ -9,6 +9,7 @@ The place of a leaf in the tree is the torch module's name, and the last part of
     kernel, bias                                  weight, bias
     scale, ln_bias beside a kernel                layer_norm_weight, layer_norm_bias
     scale, bias without a kernel (a norm)         weight, bias
+    embedding                                     weight
     wi_kernel, wi_bias, wo_kernel, wo_bias        fc1_weight, fc1_bias, fc2_weight, fc2_bias
     states, random                                scale_states, rng_state
 
@@ -38,7 +39,7 @@ Tree = TypeVar("Tree")
 
 _KERNELS = {"kernel": "weight", "wi_kernel": "fc1_weight", "wo_kernel": "fc2_weight"}
 _LINEAR = {"scale": "layer_norm_weight", "ln_bias": "layer_norm_bias", "wi_bias": "fc1_bias", "wo_bias": "fc2_bias"}
-_NORM = {"scale": "weight"}
+_OTHER = {"scale": "weight", "embedding": "weight"}
 _STATES, _RANDOM = "states", "random"
 _COLLECTIONS = ("params", "_overwrite_with_gradient")  # of linen's variables
 _SUFFIXES: dict[str, str] = {
@@ -173,7 +174,7 @@ class _Names:
         module = self._module(parts[:-1])
         if last == _RANDOM:
             return _Place(f"{module}rng_state")
-        table = _KERNELS | (_LINEAR if parts[:-1] in self.linear else _NORM)
+        table = _KERNELS | (_LINEAR if parts[:-1] in self.linear else _OTHER)
         return _Place(module + table.get(last, last), last in _KERNELS)
 
 
