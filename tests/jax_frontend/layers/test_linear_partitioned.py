@@ -112,6 +112,46 @@ def test_memory_is_that_of_one_shard(kind):
     assert partitioned.temp_size_in_bytes < one.temp_size_in_bytes / 2
 
 
+FORMS = {
+    "call": lambda layer: layer,
+    "vmap": lambda layer: lambda x, *w: jax.vmap(lambda x: layer(x, *w))(x.reshape(4, -1, 512)).reshape(x.shape),
+    "scan": lambda layer: _layers(layer),
+    "remat": lambda layer: _layers(jax.checkpoint(layer)),
+}
+
+
+def _layers(layer):
+    """Three layers with the same kernel, as a scan over their stack."""
+    return lambda x, *w: jax.lax.scan(lambda h, w: (layer(h, *w), None), x, tuple(jnp.stack([v] * 3) for v in w))[0]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("layout", named(LAYOUTS, ("data", "gathered weights")))
+@pytest.mark.parametrize("recipe", [dj.Float8CurrentScaling(), dj.MXFP8BlockScaling()], ids=["fp8-current", "mxfp8"])
+def test_memory_and_exchanged_bytes_are_at_most_those_of_plain_jax(recipe, layout, form):
+    """A training step's temporaries, and the bytes of its collectives but for amaxes of four bytes."""
+    specs, x, dy = layout[0], *(jnp.concatenate([v] * 4) for v in (ARGS[0], ARGS[3]))
+
+    def plain(x, kernel, bias):
+        return x @ kernel.T.astype(x.dtype) + bias.astype(x.dtype)
+
+    def measured(layer):
+        def step(x, kernel, bias, dy):
+            y, vjp = jax.vjp(FORMS[form](layer), x, kernel, bias)
+            return y, *vjp(dy)
+
+        with meshes.mesh_of(AxisType.Auto) as mesh:
+            of_x, of_kernel, of_bias, of_dy = (jax.sharding.NamedSharding(mesh, spec) for spec in specs)
+            f = jax.jit(step, in_shardings=(of_x, of_kernel, of_bias, of_dy),
+                        out_shardings=(of_dy, of_x, of_kernel, of_bias))  # fmt: skip
+            compiled = f.lower(x, *ARGS[1:3], dy).compile()
+        return compiled.memory_analysis().temp_size_in_bytes, meshes.exchanged(compiled.as_text())
+
+    temporaries, sent = measured(lambda x, kernel, bias: dj.dense(x, kernel, bias, recipe=recipe))
+    of_plain, sent_by_plain = measured(plain)
+    assert temporaries <= of_plain and 0 < sent <= sent_by_plain + 64
+
+
 @meshes.AXES
 def test_delayed_states_record_the_whole_arrays_amax(kind):
     recipe = dj.DelayedScaling()
