@@ -64,7 +64,6 @@ UNPAIRED = {
         "state/amax_check.py": "recognizes averaged states, which travel as gradients; torch mutates buffers",
         "state/carry.py": "ways to carry state out of a gradient; torch mutates buffers",
         "layers/calibrate.py": "layers in high precision that record amaxes; torch's modules do it where they run",
-        "layers/expert_parallel.py": "experts over a mesh axis of one program; torch has no expert parallel layer",
         "layers/inject.py": "a dot_general for unmodified models; torch swaps modules (modules/convert.py)",
     },
 }

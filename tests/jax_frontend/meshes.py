@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -43,6 +44,16 @@ def counted(text: str) -> dict[str, int]:
     """Returns how often each collective occurs in compiled HLO, without those that do not occur."""
     found = {name: len(re.findall(rf" {name}(?:-start)?\(", text)) for name in COLLECTIVES}
     return {name: n for name, n in found.items() if n}
+
+
+def exchanged(text: str) -> int:
+    """Returns the bytes that the results of all collectives in compiled HLO have on one device."""
+    total = 0
+    for results in re.findall(rf"= (.*?) (?:{'|'.join(COLLECTIVES)})(?:-start)?\(", text):
+        for kind, bits, shape in re.findall(r"\b([a-z]+)(\d+)\w*\[([\d,]*)\]", results):
+            assert kind in ("f", "bf", "u", "s"), results
+            total += int(bits) // 8 * math.prod(int(n) for n in shape.split(",") if n)
+    return total
 
 
 def same(got: Any, want: Any, label: Any = "") -> None:

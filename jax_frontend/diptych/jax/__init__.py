@@ -36,7 +36,6 @@ from diptych.jax.functional.permute import (
 from diptych.jax.functional.permute_quantize import moe_permute_and_quantize
 from diptych.jax.functional.quantize import amax, dequantize, quantize, rng_state
 from diptych.jax.functional.scale_update import scale_update
-from diptych.jax.layers.expert_parallel import expert_parallel
 from diptych.jax.layers.grouped_linear import grouped_dense, grouped_dense_vjp
 from diptych.jax.layers.held import kernel_quantizer, quantize_kernel, quantize_params
 from diptych.jax.layers.inject import dot_general
@@ -50,6 +49,7 @@ from diptych.jax.modules import checkpoint_policies
 from diptych.jax.modules.serialize import check_quantizers, quantizers_of, register_all
 from diptych.jax.modules.torch_checkpoint import load_torch, read_safetensors, to_torch
 from diptych.jax.primitives.ffi import export_safety_checks, header_version
+from diptych.jax.sharding.expert_parallel import expert_parallel
 from diptych.jax.sharding.leaves import device_put, leaf_shardings
 from diptych.jax.sharding.table import partition_primitives
 from diptych.jax.state.carry import (

@@ -112,6 +112,46 @@ def test_memory_is_that_of_one_shard(kind):
     assert partitioned.temp_size_in_bytes < one.temp_size_in_bytes / 2
 
 
+FORMS = {
+    "call": lambda layer: layer,
+    "vmap": lambda layer: lambda x, *w: jax.vmap(lambda x: layer(x, *w))(x.reshape(4, -1, 512)).reshape(x.shape),
+    "scan": lambda layer: _layers(layer),
+    "remat": lambda layer: _layers(jax.checkpoint(layer)),
+}
+
+
+def _layers(layer):
+    """Three layers with the same kernel, as a scan over their stack."""
+    return lambda x, *w: jax.lax.scan(lambda h, w: (layer(h, *w), None), x, tuple(jnp.stack([v] * 3) for v in w))[0]
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("layout", named(LAYOUTS, ("data", "gathered weights")))
+@pytest.mark.parametrize("recipe", [dj.Float8CurrentScaling(), dj.MXFP8BlockScaling()], ids=["fp8-current", "mxfp8"])
+def test_memory_and_exchanged_bytes_are_at_most_those_of_plain_jax(recipe, layout, form):
+    """A training step's temporaries, and the bytes of its collectives but for amaxes of four bytes."""
+    specs, x, dy = layout[0], *(jnp.concatenate([v] * 4) for v in (ARGS[0], ARGS[3]))
+
+    def plain(x, kernel, bias):
+        return x @ kernel.T.astype(x.dtype) + bias.astype(x.dtype)
+
+    def measured(layer):
+        def step(x, kernel, bias, dy):
+            y, vjp = jax.vjp(FORMS[form](layer), x, kernel, bias)
+            return y, *vjp(dy)
+
+        with meshes.mesh_of(AxisType.Auto) as mesh:
+            of_x, of_kernel, of_bias, of_dy = (jax.sharding.NamedSharding(mesh, spec) for spec in specs)
+            f = jax.jit(step, in_shardings=(of_x, of_kernel, of_bias, of_dy),
+                        out_shardings=(of_dy, of_x, of_kernel, of_bias))  # fmt: skip
+            compiled = f.lower(x, *ARGS[1:3], dy).compile()
+        return compiled.memory_analysis().temp_size_in_bytes, meshes.exchanged(compiled.as_text())
+
+    temporaries, sent = measured(lambda x, kernel, bias: dj.dense(x, kernel, bias, recipe=recipe))
+    of_plain, sent_by_plain = measured(plain)
+    assert temporaries <= of_plain and 0 < sent <= sent_by_plain + 64
+
+
 @meshes.AXES
 def test_delayed_states_record_the_whole_arrays_amax(kind):
     recipe = dj.DelayedScaling()
@@ -178,3 +218,44 @@ def test_leading_dimensions(kind):
     want = jax.jit(training_step(dj.MXFP8BlockScaling()))(*args)
     meshes.same(got["y"], want["y"])
     assert set(collectives) == {"all-reduce"}
+
+
+@pytest.mark.parametrize(
+    ("spec", "of_kernel"),
+    [(P(None, "d"), P()), (P("t", "d"), P()), (P("t", "d"), P("d")), (P(None, "d", "t"), P(None, "t"))],
+    ids=["sequence", "batch and sequence", "gathered weights", "sequence and K"],
+)
+@pytest.mark.parametrize("recipe", [dj.Float8CurrentScaling(), dj.MXFP8BlockScaling()], ids=["fp8-current", "mxfp8"])
+def test_a_cut_sequence_on_explicit_axes(recipe, spec, of_kernel):
+    """Each device folds its own part into rows: nothing is gathered but weights, and only sums have other bits."""
+    args = (ARGS[0].reshape(4, 128, 512), *ARGS[1:3], ARGS[3].reshape(4, 128, 512))
+    specs = (spec, of_kernel, P(), P(*spec[:2]))
+    got, collectives = meshes.run(training_step(recipe), AxisType.Explicit, specs, *args)
+    want = jax.jit(training_step(recipe))(*args)
+    meshes.same(got["dx"], want["dx"])
+    assert got["y"].sharding.spec == P(*spec[:2], None) and got["dx"].sharding.spec == P(
+        *spec, *[None] * (3 - len(spec))
+    )
+    if len(spec) == 2:
+        meshes.same(got["y"], want["y"])
+    assert ("all-gather" in collectives) == (of_kernel == P("d"))
+    for name in ("y", "dkernel", "dbias"):
+        a, b = (np.asarray(v).astype(np.float32) for v in (got[name], want[name]))
+        assert np.abs(a - b).max() <= (2.0**-7 if name == "y" else 1e-5) * np.abs(b).max(), name
+
+
+def test_a_cut_sequence_in_fused_layers_with_states():
+    """Norms fold alike; states and the norm's output are returned as on one device."""
+    x, gamma, recipe = ARGS[0].reshape(4, 128, 512), tools.normal("gamma", (512,)), dj.DelayedScaling()
+
+    def f(x, gamma, kernel):
+        states = dj.init_state(recipe)
+        options = {"recipe": recipe, "normalization": "RMSNorm", "state": states, "return_state": True}
+        fused = dj.layernorm_dense(x, gamma, None, kernel, return_layernorm_output=True, **options)
+        mlp = dj.layernorm_mlp(x, gamma, None, kernel, None, kernel, None, recipe=dj.MXFP8BlockScaling(),
+                               normalization="RMSNorm")  # fmt: skip
+        return fused, mlp
+
+    got, collectives = meshes.run(f, AxisType.Explicit, (P("t", "d"), P(), P()), x, gamma, ARGS[1])
+    meshes.same(got, jax.jit(f)(x, gamma, ARGS[1]))
+    assert set(collectives) == {"all-reduce"} and got[1].sharding.spec == P("t", "d", None)

@@ -38,12 +38,13 @@ from diptych.jax.primitives.checks import same_axes
 from diptych.jax.primitives.register import defvjp
 from diptych.jax.state.carry import returned, viewed
 from diptych.jax.state.scales import ScaleState, check_states, group_axes
-from diptych.jax.tensors.copies import Copies
+from diptych.jax.tensors.copies import Copies, folds_cut_rows
 from diptych.jax.tensors.quantized import QuantizedArray
 
 Array = jax.Array
 
 
+@folds_cut_rows
 def layernorm_dense(
     x: Array,
     gamma: Array,

@@ -63,7 +63,7 @@ from diptych.jax.primitives.checks import same_axes
 from diptych.jax.primitives.register import defvjp
 from diptych.jax.state.carry import returned, viewed
 from diptych.jax.state.scales import ScaleState, check_states, group_axes, init_state
-from diptych.jax.tensors.copies import Copies
+from diptych.jax.tensors.copies import Copies, folds_cut_rows
 from diptych.jax.tensors.quantized import QuantizedArray
 
 Array = jax.Array
@@ -84,6 +84,7 @@ class MLPOptions(NamedTuple):
     activation: ActivationOptions
 
 
+@folds_cut_rows
 def layernorm_mlp(
     x: Array,
     gamma: Array,

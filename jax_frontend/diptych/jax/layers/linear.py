@@ -21,7 +21,7 @@ from diptych.jax.primitives.checks import same_axes
 from diptych.jax.primitives.register import defvjp
 from diptych.jax.state.carry import refuse_differentiated, returned, viewed
 from diptych.jax.state.scales import ScaleState, check_states, group_axes
-from diptych.jax.tensors.copies import CHECKPOINT_NAME, Copies
+from diptych.jax.tensors.copies import CHECKPOINT_NAME, Copies, folds_cut_rows
 from diptych.jax.tensors.quantized import QuantizedArray, QuantizedCopies
 
 Array = jax.Array
@@ -29,6 +29,7 @@ Array = jax.Array
 __all__ = ["CHECKPOINT_NAME", "dense"]
 
 
+@folds_cut_rows
 def dense(
     x: Array,
     kernel: Array | QuantizedArray,

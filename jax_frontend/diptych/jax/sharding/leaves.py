@@ -51,7 +51,7 @@ def device_put(tree: Any, sharding: Any, **options: Any) -> Any:
 
     **Arguments, raises:** as `leaf_shardings`. `options`: `donate` and others of `jax.device_put`.
 
-    **Returns:** the tree with its arrays placed, eagerly or under `jax.jit`.
+    **Returns:** the tree with its arrays placed. Under `jax.jit` constrain it by `leaf_shardings` instead.
     """
     return jax.device_put(tree, leaf_shardings(tree, sharding), **options)
 

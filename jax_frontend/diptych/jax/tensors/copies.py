@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import math
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
@@ -11,12 +14,14 @@ from jax.ad_checkpoint import checkpoint_name
 
 from diptych.common.layers.schedule import OFFSETS as OFFSETS
 from diptych.common.ops import shapes
+from diptych.jax.primitives.checks import held_by
 from diptych.jax.tensors.quantized import BUFFERS, QuantizedArray, QuantizedCopies
 
 Array = jax.Array
 
 
 Q = TypeVar("Q", bound=QuantizedCopies)
+F = TypeVar("F", bound=Callable[..., Any])
 Operand = Any  # QuantizedArray, a stack or Array
 Copies = tuple[QuantizedArray | None, QuantizedArray | None]  # rowwise, columnwise
 
@@ -63,9 +68,8 @@ def matmul(a: Array, b: Array) -> Array:
     if not any((*of_a.spec, *of_b.spec)):
         return a @ b
     *rows, _ = of_a.spec
-    taken = {axis for entry in rows for axis in (entry if isinstance(entry, tuple) else (entry,))}
-    last = of_b.spec[-1]
-    columns = None if taken & set(last if isinstance(last, tuple) else (last,)) - {None} else last
+    taken, last = {axis for entry in rows for axis in _axes_of(entry)}, of_b.spec[-1]
+    columns = None if taken & set(_axes_of(last)) else last
     like = of_a if any(of_a.spec) else of_b
     return jnp.matmul(a, b, out_sharding=like.update(spec=jax.sharding.PartitionSpec(*rows, columns)))
 
@@ -77,6 +81,54 @@ def add_bias(y: Array, bias: Array) -> Array:
         columns = jax.sharding.PartitionSpec(jax.typeof(y).sharding.spec[-1])
         bias = jax.sharding.reshard(bias, sharding.update(spec=columns))
     return y + jnp.broadcast_to(bias.astype(y.dtype), y.shape)  # explicitly: rank promotion may be off
+
+
+def folds_cut_rows(layer: F) -> F:
+    """Decorates a layer, whose first argument is x [..., K], for Explicit mesh axes that cut several leading dimensions
+    of x, or another one than the first that is longer than 1, such as the sequence of [batch, sequence, K].
+
+    Leading dimensions fold into rows, and the parts of such a cut lie apart there. So each device folds its own part:
+    the layer gets [devices, rows of one, K], cut along the first dimension. Results, but for states, are unfolded.
+    """
+
+    @functools.wraps(layer)
+    def folded(x: Any, *args: Any, **options: Any) -> Any:
+        x = held_by(x)
+        sharding = jax.typeof(x).sharding if isinstance(x, jax.Array) and x.ndim > 2 else None
+        if sharding is None or not _lies_apart(x.shape, sharding.spec):
+            return layer(x, *args, **options)
+        *leading, last = sharding.spec
+        axes = tuple(axis for entry in leading for axis in _axes_of(entry))
+
+        def local(shape: tuple[int, ...], y: Array, before: Any, after: Any) -> Array:
+            every = {*axes, *_axes_of(before[-1])}
+            of_y, spec = jax.sharding.PartitionSpec(*before), jax.sharding.PartitionSpec(*after)
+            fold = lambda v: v.reshape(*shape, v.shape[-1])  # noqa: E731
+            mapped = jax.shard_map(fold, mesh=sharding.mesh, in_specs=of_y, out_specs=spec, axis_names=every)
+            return jax.jit(mapped)(y)
+
+        part = sharding.shard_shape(x.shape)[:-1]
+        out = layer(local((1, math.prod(part)), x, (*leading, last), (axes, None, last)), *args, **options)
+
+        def unfolded(y: Any) -> Any:
+            if not isinstance(y, jax.Array):
+                return y  # states
+            columns = jax.typeof(y).sharding.spec[-1]
+            return local(part, y, (axes, None, columns), (*leading, columns))
+
+        return tuple(map(unfolded, out)) if isinstance(out, tuple) else unfolded(out)
+
+    return folded  # type: ignore[return-value]
+
+
+def _axes_of(entry: Any) -> tuple[Any, ...]:
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
+def _lies_apart(shape: tuple[int, ...], spec: Any) -> bool:
+    """Returns whether a leading dimension is cut that is not the first longer than 1."""
+    first = next((i for i, n in enumerate(shape[:-1]) if n != 1), 0)
+    return any(entry is not None and i != first for i, entry in enumerate(spec[:-1]))
 
 
 def as_bytes(q: Q) -> Q:
