@@ -184,10 +184,14 @@ def test_linen_and_equinox_names():
     tensors = {"m.a.weight": w, "m.n.weight": w[0], "m.n.bias": w[1], "m.b.layer_norm_weight": w[2],
                "m.b.fc1_weight": w, "m.b.fc1_bias": w[:, 0]}  # fmt: skip
     variables["params"]["mlp"] = mlp
+    states = dj.init_state(dj.DelayedScaling(amax_history_len=2))
+    variables["_overwrite_with_gradient"] = {"a": {"states": states}}
+    tensors |= dj.state_dict(states, "m.a.") | {"m.a.scale_states.weight.scale": np.full(1, 4, np.float32)}
     given = {"prefix": "m.", "rename": lambda place: {"mlp": "b"}.get(place, place)}
     got = dj.load_torch(variables, tensors, **given)
     assert np.array_equal(got["params"]["a"]["kernel"], w.T)
     assert np.array_equal(got["params"]["mlp"]["wi_kernel"][:, 1], w[2:].T)
+    assert got["_overwrite_with_gradient"]["a"]["states"]["weight"].scale == 4
     back = dj.to_torch(got, **given)
     assert back.keys() == tensors.keys() and all(np.array_equal(back[name], t) for name, t in tensors.items())
     eqx = pytest.importorskip("equinox")
