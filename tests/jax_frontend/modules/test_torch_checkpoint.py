@@ -195,8 +195,10 @@ def test_linen_and_equinox_names():
     back = dj.to_torch(got, **given)
     assert back.keys() == tensors.keys() and all(np.array_equal(back[name], t) for name, t in tensors.items())
     eqx = pytest.importorskip("equinox")
-    layer = dj.load_torch(eqx.nn.Linear(3, 4, use_bias=False, key=jax.random.key(0)), {"weight": w})
-    assert np.array_equal(layer.weight, w)
+    model = eqx.nn.MLP(3, 4, 3, 0, use_final_bias=False, activation=lambda x: x, key=jax.random.key(0))
+    loaded = dj.load_torch(model, {"layers.0.weight": w})
+    assert np.array_equal(loaded.layers[0].weight, w) and loaded.activation is model.activation
+    assert dj.to_torch(loaded).keys() == {"layers.0.weight"}
 
 
 def test_what_does_not_fit_is_named(tmp_path):

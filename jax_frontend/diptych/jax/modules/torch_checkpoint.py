@@ -79,9 +79,10 @@ def load_torch(
     """Returns a tree with the values that a checkpoint of diptych.torch has for it, bit for bit.
 
     **Arguments:** `tree`: parameters, and states as the modules keep them: an `nnx.State` (`nnx.state(model)`), linen's
-    variables, an equinox model, dictionaries. Arrays may be `jax.ShapeDtypeStruct`s; where a leaf has a sharding, the
-    new one gets it. `tensors`: NumPy or JAX arrays by torch's names, as `read_safetensors` returns them. `prefix`: of
-    these names. `rename`: from the place of a module in the tree, joined by dots, to its name in torch.
+    variables, an equinox model, dictionaries. Leaves without a shape stay. Arrays may be `jax.ShapeDtypeStruct`s; where
+    a leaf has a sharding, the new one gets it. `tensors`: NumPy or JAX arrays by torch's names, as `read_safetensors`
+    returns them; those that the tree has no place for are ignored. `prefix`: of these names. `rename`: from the place
+    of a module in the tree, joined by dots, to its name in torch.
 
     **Raises:** CheckpointError for an array that is missing or has another shape or dtype, with its name, or a kernel
     that is quantized on one side alone or by another quantizer; UnsupportedError for kernels of other dimensions.
@@ -91,6 +92,8 @@ def load_torch(
     states = {name: _states(like, given, name) for name, like in found.states.items()}
 
     def read(path: Any, leaf: Any) -> Any:
+        if not _is_leaf(leaf) and not hasattr(leaf, "shape"):  # such as the activation function of an equinox model
+            return leaf
         place = found.of(path)
         if is_state(leaf):
             below, *rest = place.state
@@ -115,9 +118,9 @@ def to_torch(tree: Any, prefix: str = "", rename: Callable[[str], str] | None = 
     for name, states in found.states.items():
         out |= {k: np.asarray(v) for k, v in state_dict(states, name).items()}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_leaf)[0]:
-        place = found.of(path)
-        if is_state(leaf):
+        if is_state(leaf) or (not _is_leaf(leaf) and not hasattr(leaf, "shape")):
             continue
+        place = found.of(path)
         if isinstance(leaf, QuantizedCopies):
             made = {place.name + _SUFFIXES[part]: x for part, x in _parts(place.name, leaf).items()}
         else:
@@ -231,8 +234,8 @@ def _like(leaf: Any, value: Any) -> Any:
     """The value as JAX arrays, placed as the leaf is."""
 
     def place(old: Any, new: Any) -> Any:
-        held = getattr(old, "sharding", None)
-        return jnp.asarray(new) if held is None else jax.device_put(new, held)
+        held, own = getattr(old, "sharding", None), np.array(new)  # JAX may keep host memory, here the file's, as it is
+        return jnp.asarray(own) if held is None else jax.device_put(own, held)
 
     return jax.tree.map(place, leaf, value)
 
