@@ -14,7 +14,7 @@ from sweeps import named
 
 import diptych.jax as dj
 from diptych.common import linear_plan, row_align
-from diptych.common.errors import ArgumentError, ShapeError, UnsupportedError
+from diptych.common.errors import ArgumentError, ShapeError
 from jax_frontend import meshes, tools
 
 pytestmark = pytest.mark.sampled
@@ -152,6 +152,38 @@ def test_remat_and_scan_over_layers():
     meshes.same(run(many, AxisType.Auto, ("d",))[0], jax.jit(one)(PARAMS, X, IDS, PROBS, DY))
 
 
+@meshes.AXES
+def test_delayed_states_are_shared_and_train_as_on_one_device(kind):
+    """Two steps: states record the amaxes of all devices' rows and kernels."""
+    recipe = dj.DelayedScaling(amax_history_len=4)
+
+    def experts(axes, params, x, rows, states):
+        options = {"recipe": recipe, "align": 32, "row_axes": axes}
+        h = dj.grouped_dense(x, params["up"], row_map=rows, state=states["up"], **options)
+        offsets = rows.expert_offsets
+        return dj.grouped_dense(jnp.tanh(h), params["down"], offsets=offsets, state=states["down"], **options)
+
+    def many(params, states, x, ids, probs):
+        f = functools.partial(experts, "d")
+        given = {"num_experts": E, "axis": "d", "align": 32, "shared": states}
+        return dj.expert_parallel(f, params, x, ids, probs, **given)[0]
+
+    def one(params, states, x, ids, probs):
+        rows = dj.moe_map(ids, E, map_type="index", align_size=32)
+        return dj.moe_unpermute(experts((), params, x, rows, states), rows, probs)
+
+    def train(moe, params, x, ids, probs, dy):
+        states = {name: dj.init_state(recipe, module="grouped_linear") for name in PARAMS}
+        for _ in range(2):
+            states = dj.update_state(states, recipe)
+            loss = lambda params, states: (moe(params, states, x, ids, probs) * dy).astype(jnp.float32).sum()  # noqa: E731
+            _, grads, states = dj.value_and_grad_with_state(loss)(params, states)
+        return grads, states
+
+    got, _ = run(functools.partial(train, many), kind, ("d",))
+    meshes.same(got, jax.jit(functools.partial(train, one))(PARAMS, X, IDS, PROBS, DY))
+
+
 # --- capacity ---
 
 
@@ -230,10 +262,3 @@ def test_misuse():
             dj.expert_parallel(lambda params, x, rows: x[:3], PARAMS, X, IDS, PROBS, num_experts=E, axis="d", mesh=mesh)
     with pytest.raises(ArgumentError, match="no mesh"):
         spread(None, PARAMS, X, IDS, PROBS)
-
-
-def test_delayed_scaling_is_refused():
-    recipe = dj.DelayedScaling()
-    state = dj.init_state(recipe, module="grouped_linear")
-    with pytest.raises(UnsupportedError, match=r"delayed scaling \(input.*records amaxes of one device"):
-        dj.grouped_dense(X, PARAMS["up"], None, jnp.zeros(E + 1, jnp.int32), recipe=recipe, state=state, row_axes="d")

@@ -26,7 +26,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from diptych.common.arguments import require_recipe
-from diptych.common.errors import ArgumentError, DTypeError, UnsupportedError
+from diptych.common.errors import ArgumentError, DTypeError
 from diptych.common.gemm_options import GemmOptions
 from diptych.common.layers.checks import (
     require_align,
@@ -122,8 +122,7 @@ def grouped_dense(
 
     **Raises:** as `dense`; ValueError also for groups given twice or not at all, a map that does not fit, a
     Hadamard transform without its promise where the kernel is differentiated; NotImplementedError for kernels that are
-    rounded stochastically or quantized by the user's own code, and for states beside `row_axes`. All but for values of
-    `offsets` while tracing.
+    rounded stochastically or quantized by the user's own code. All but for values of `offsets` while tracing.
     """
     op = "grouped_dense"
     require_recipe(op, recipe)
@@ -140,11 +139,6 @@ def grouped_dense(
     group = (*group_axes(recipe), *(axis for axis in rows if axis not in group_axes(recipe)))
     options = Options(recipe, module, name, save_original_input, record, return_state, group, op, rows)
     states = check_states(op, state, options.plan, recipe)
-    if rows and states:
-        raise UnsupportedError(
-            f"{op}: delayed scaling ({', '.join(states)}) records amaxes of one device, and row_axes={rows} spreads "
-            "the rows; use a recipe whose scales follow from the tensor, such as Float8CurrentScaling"
-        )
     if calibrate:
         refuse_calibration(op, record, copies=copies, main_grad=main_grad)
         kernel = high_precision(kernel, x.dtype)

@@ -32,9 +32,10 @@ from diptych.jax.functional.permute import RowMap, moe_map, moe_unpermute
 from diptych.jax.functional.permute_op import permute
 from diptych.jax.primitives import permute as permute_ops
 from diptych.jax.primitives.checks import operand, to_array
+from diptych.jax.state.carry import lend_states
 
 Array = jax.Array
-Layer = Callable[[Any, Array, RowMap], Array]
+Layer = Callable[..., Array]
 
 _OP = "expert_parallel"
 
@@ -67,6 +68,7 @@ def expert_parallel(
     capacity: int | None = None,
     align: int = 1,
     drop: bool = False,
+    shared: Any = None,
 ) -> tuple[Array, Array]:
     """Runs a mixture of experts whose experts are spread over a mesh axis.
 
@@ -78,8 +80,11 @@ def expert_parallel(
       that the device received, as tokens, and their map. It returns each expert's results in the map's order, [R, N]:
       `grouped_dense(x, kernel, row_map=rows)` first, then `grouped_dense(hidden, kernel,
       offsets=rows.expert_offsets)`. Pass `row_axes=token_axes` to both, so that scales of a whole tensor are those of
-      all devices' rows. Arrays that it closes over are replicated.
+      all devices' rows.
     - `params`: a pytree of arrays and `QuantizedStack`s with a leading E, which the axis cuts.
+    - `shared`: a pytree of what all experts share, such as states of delayed scaling; if it is given, `layer` has it as
+      a fourth argument, on every device. States of references are lent (`lend_states`), and record the amaxes of all
+      devices.
     - `x`: tokens [..., K] float32, bfloat16 or float16. `experts`: their experts, int32 or int64 [..., k]; ids outside
       of 0..E-1 name none. `probs`: [..., k]. The mesh cuts the first dimension of all three.
     - `num_experts`: E. `axis`: the mesh axis of the experts. `token_axes`: the axes that cut the tokens, by default
@@ -118,10 +123,13 @@ def expert_parallel(
     )
     cut = PartitionSpec(tokens)
     local = jax.shard_map(
-        functools.partial(_local, plan), mesh=mesh, in_specs=(PartitionSpec(axis), cut, cut, cut),
+        functools.partial(_local, plan), mesh=mesh, in_specs=(PartitionSpec(axis), PartitionSpec(), cut, cut, cut),
         out_specs=(cut, PartitionSpec()),
     )  # fmt: skip
-    return jax.jit(local)(params, x, experts, probs)  # JAX runs no custom_vjp with symbolic zeros in an eager shard_map
+    given = () if shared is None else (lend_states(shared, (params, x)),)
+    return jax.jit(local)(
+        params, given, x, experts, probs
+    )  # JAX runs no custom_vjp with symbolic zeros in an eager shard_map
 
 
 def _check(params: Any, x: Array, experts: Array, probs: Array, count: Any, devices: int, parts: int) -> None:
@@ -145,7 +153,9 @@ def _check(params: Any, x: Array, experts: Array, probs: Array, count: Any, devi
 # --- on one device ---
 
 
-def _local(plan: _Plan, params: Any, x: Array, experts: Array, probs: Array) -> tuple[Array, Array]:
+def _local(
+    plan: _Plan, params: Any, shared: tuple[Any, ...], x: Array, experts: Array, probs: Array
+) -> tuple[Array, Array]:
     """Returns this device's results, and the rows beyond the capacity on all devices."""
     ids, probs = (v.reshape(shapes.rows_cols(v.shape)) for v in (experts, probs))
     sent, counts, beyond = _capacity_map(plan, ids)
@@ -155,7 +165,7 @@ def _local(plan: _Plan, params: Any, x: Array, experts: Array, probs: Array) -> 
     rows, _ = permute(x.reshape(shapes.rows_cols(x.shape)), sent.row_id_map, sent.row_source)
     of_rows = _experts_of_rows(plan, _exchanged(plan, counts))
     received = moe_map(of_rows, plan.per_device, map_type="index", align_size=plan.align)
-    made = plan.layer(params, _exchanged(plan, rows), received)
+    made = plan.layer(params, _exchanged(plan, rows), received, *shared)
     if made.ndim != 2 or made.shape[0] != received.row_source.shape[0]:
         want = f"[{received.row_source.shape[0]}, N]"
         raise ShapeError(f"{_OP}: layer must return a row for each row of the map, {want}, got {list(made.shape)}")
