@@ -109,8 +109,9 @@ def test_without_a_recipe_on_leading_dimensions_and_eagerly():
     batched = [v.reshape(8, T // 8, -1) for v in (X, IDS, PROBS)]
     with meshes.mesh_of(AxisType.Auto) as mesh:
         y, overflow = spread(None, PARAMS, *batched, mesh=mesh)
+        nothing, none = spread(None, PARAMS, X[:0], np.asarray(IDS[:0], np.int64), PROBS[:0], mesh=mesh)
     meshes.same(y.reshape(T, K), jax.jit(functools.partial(one_device, None))(PARAMS, X, IDS, PROBS))
-    assert overflow == 0
+    assert overflow == none == 0 and nothing.shape == (0, K)
 
 
 @meshes.AXES
@@ -258,6 +259,10 @@ def test_misuse():
                 f(params, x, IDS[: len(x)], PROBS[: len(x)], **options)
         with pytest.raises(ShapeError, match=r"experts \[\.\.\., k\] and probs \[\.\.\., k\] must agree"):
             f(PARAMS, X, IDS, PROBS[:, :1])
+        with pytest.raises(ArgumentError, match="experts must be a JAX or NumPy array, got list"):
+            f(PARAMS, X, IDS.tolist(), PROBS)
+        with pytest.raises(TypeError, match="experts must be"):
+            f(PARAMS, X, IDS.astype(jnp.float32), PROBS)
         with pytest.raises(ShapeError, match=r"layer must return a row for each row of the map"):
             dj.expert_parallel(lambda params, x, rows: x[:3], PARAMS, X, IDS, PROBS, num_experts=E, axis="d", mesh=mesh)
     with pytest.raises(ArgumentError, match="no mesh"):

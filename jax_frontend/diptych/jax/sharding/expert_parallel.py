@@ -23,13 +23,14 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from diptych.common.errors import ArgumentError, ShapeError
 from diptych.common.ops import permute as rules
 from diptych.common.ops import shapes
 from diptych.jax.functional.permute import RowMap, moe_map, moe_unpermute
-from diptych.jax.functional.permute_op import permute
+from diptych.jax.functional.permute_op import as_int32, permute
 from diptych.jax.primitives import permute as permute_ops
 from diptych.jax.primitives.checks import operand, to_array
 from diptych.jax.state.carry import lend_states
@@ -91,7 +92,8 @@ def expert_parallel(
       `axis`, which must be one of them; along the others experts are replicated. `mesh`: by default that of the context
       (`jax.set_mesh`).
     - `capacity`: the number of rows that a device can send to each device of the axis. None suffices for any routing:
-      all T * k / devices of a device. Buffers have devices * capacity rows, and only rows of experts are multiplied.
+      all of a device's rows, T * k / D for D devices; even routing needs T * k / D^2. Buffers have D * capacity rows,
+      and only rows of experts are multiplied.
     - `align`: as `align_size` of `moe_map`; see `diptych.common.row_align`.
     - `drop`: what happens to rows beyond the capacity. True leaves them out, in the order of experts and tokens, as if
       their expert's result were 0. False makes the program fail with a `jax.errors.JaxRuntimeError` when its results
@@ -104,7 +106,9 @@ def expert_parallel(
     TypeError for a missing mesh or dtypes; ValueError for axes that the mesh does not have; all while tracing.
     """
     x = to_array(_OP, "x", x)
-    experts, probs = jnp.asarray(experts), jnp.asarray(probs)
+    for arg, value in (("experts", experts), ("probs", probs)):
+        if not isinstance(value, (jax.Array, np.ndarray)):
+            raise ArgumentError(f"{_OP}: {arg} must be a JAX or NumPy array, got {type(value).__name__}")
     mesh_of_axes: Any = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     if mesh_of_axes.empty:
         raise ArgumentError(f"{_OP}: there is no mesh; pass mesh=, or set one by jax.set_mesh")
@@ -116,20 +120,18 @@ def expert_parallel(
         )
     parts = math.prod(sizes[name] for name in tokens)
     _check(params, x, experts, probs, num_experts, sizes[axis], parts)
-    rows = math.prod(experts.shape) // parts
-    rules.require_int(_OP, "capacity", rows if capacity is None else capacity, 1, (int,))
-    plan = _Plan(
-        layer, axis, tokens, sizes[axis], num_experts // sizes[axis], min(capacity or rows, max(rows, 1)), align, drop
-    )
+    most = max(math.prod(experts.shape) // parts, 1)  # rows of one device
+    rules.require_int(_OP, "capacity", most if capacity is None else capacity, 1, (int,))
+    devices, capacity = sizes[axis], most if capacity is None else min(capacity, most)
+    plan = _Plan(layer, axis, tokens, devices, num_experts // devices, capacity, align, drop)
     cut = PartitionSpec(tokens)
     local = jax.shard_map(
         functools.partial(_local, plan), mesh=mesh, in_specs=(PartitionSpec(axis), PartitionSpec(), cut, cut, cut),
         out_specs=(cut, PartitionSpec()),
     )  # fmt: skip
     given = () if shared is None else (lend_states(shared, (params, x)),)
-    return jax.jit(local)(
-        params, given, x, experts, probs
-    )  # JAX runs no custom_vjp with symbolic zeros in an eager shard_map
+    # Compiled, because JAX runs no custom_vjp with symbolic zeros in an eager shard_map.
+    return jax.jit(local)(params, given, x, as_int32(experts), jnp.asarray(probs))
 
 
 def _check(params: Any, x: Array, experts: Array, probs: Array, count: Any, devices: int, parts: int) -> None:
@@ -186,7 +188,7 @@ def _capacity_map(plan: _Plan, ids: Array) -> tuple[RowMap, Array, Array]:
     starts, ends = (v.reshape(plan.devices, -1) for v in (every.expert_offsets[:-1], every.expert_offsets[1:]))
     first = starts[:, :1]  # the first row for each device
     counts = jnp.minimum(ends - first, plan.capacity) - jnp.minimum(starts - first, plan.capacity)
-    device = jnp.clip(ids, 0, plan.devices * plan.per_device - 1).astype(jnp.int32) // plan.per_device
+    device = jnp.clip(ids, 0, plan.devices * plan.per_device - 1) // plan.per_device
     place = every.row_id_map - first[:, 0][device]
     there = (every.row_id_map >= 0) & (place < plan.capacity)
     row_id_map = jnp.where(there, device * plan.capacity + place, -1)
