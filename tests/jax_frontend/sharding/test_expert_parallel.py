@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +26,7 @@ RECIPES = {k: r for k, r in tools.PLAIN_RECIPES.items() if not linear_plan(r).ne
     "nvfp4 rotated": dj.NVFP4BlockScaling(disable_stochastic_rounding=True)
 }
 RECIPE = pytest.mark.parametrize("recipe", named(RECIPES, ("fp8-current", "fp8-block", "mxfp8", "nvfp4 rotated")))
+RECIPES_OF_EXAMPLE = {"fp8-delayed": dj.DelayedScaling(), "mxfp8": dj.MXFP8BlockScaling()}
 E, K, N, T, TOP = 8, 64, 128, 128, 2
 X = tools.normal("tokens", (T, K), "bfloat16").at[-1, -1].set(30)
 PARAMS = {
@@ -183,6 +187,19 @@ def test_delayed_states_are_shared_and_train_as_on_one_device(kind):
 
     got, _ = run(functools.partial(train, many), kind, ("d",))
     meshes.same(got, jax.jit(functools.partial(train, one))(PARAMS, X, IDS, PROBS, DY))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RECIPES_OF_EXAMPLE)
+def test_the_example_learns_as_on_one_device(name):
+    """A whole step under jit: attention and shared experts are cut by XLA. Sums over tokens have another order."""
+    spec = importlib.util.spec_from_file_location("jax_moe", Path(__file__).parents[3] / "examples/jax_moe.py")
+    example = sys.modules["jax_moe"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    recipe = RECIPES_OF_EXAMPLE[name]
+    config = example.Config(width=32, hidden=32, seq=32, blocks=1, align=row_align(recipe))
+    one, many = (example.train(recipe, 3, batch=4, config=config, devices=devices) for devices in (1, 4))
+    assert np.allclose(one, many, rtol=1e-5) and one[-1] < one[0]
 
 
 # --- capacity ---
