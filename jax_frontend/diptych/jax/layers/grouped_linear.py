@@ -135,9 +135,8 @@ def grouped_dense(
         refuse_without_recipe(op, state=state, copies=copies, main_grad=main_grad, calibrate=calibrate or None)
         y = _plain(x, kernel, bias, offsets)
         return (y, {}) if return_state else y
-    rows = (row_axes,) if isinstance(row_axes, str) else tuple(row_axes)
-    group = (*group_axes(recipe), *(axis for axis in rows if axis not in group_axes(recipe)))
-    options = Options(recipe, module, name, save_original_input, record, return_state, group, op, rows)
+    axes = _axes(recipe, row_axes)
+    options = Options(recipe, module, name, save_original_input, record, return_state, axes[0], op, axes[1])
     states = check_states(op, state, options.plan, recipe)
     if calibrate:
         refuse_calibration(op, record, copies=copies, main_grad=main_grad)
@@ -169,6 +168,7 @@ def grouped_dense_vjp(
     rng: Array | None = None,
     copies: Copies | None = None,
     save_original_input: bool = False,
+    row_axes: str | tuple[str, ...] = (),
 ) -> tuple[Array, Pullback]:
     """Runs `grouped_dense` and returns its pullback, which leaves the kernels' gradients for later; see `dense_vjp`.
 
@@ -180,7 +180,8 @@ def grouped_dense_vjp(
     require_recipe(op, recipe, optional=False)
     given = offsets
     x, kernel, bias, offsets, maps, rng = _operands(op, x, kernel, bias, offsets, row_map, rng)
-    options = Options(recipe, module, name, save_original_input, True, True, group_axes(recipe), "grouped_dense")
+    axes = _axes(recipe, row_axes)
+    options = Options(recipe, module, name, save_original_input, True, True, axes[0], "grouped_dense", axes[1])
     states = check_states(op, state, options.plan, recipe)
     refuse_references(op, states)
     needs = Needs.every(kernel, bias, states)
@@ -227,6 +228,12 @@ def _operands(
     require_fit(names, 3, x, kernel, bias)
     require_offset_count(names, offsets, kernel.shape[0])
     return x, kernel, bias, jnp.asarray(offsets), maps, check_rng(op, rng)
+
+
+def _axes(recipe: Recipe, row_axes: str | tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns the mesh axes over which amaxes of rows are reduced, and those of them that do not apply to kernels."""
+    rows, group = (row_axes,) if isinstance(row_axes, str) else tuple(row_axes), group_axes(recipe)
+    return (*group, *(axis for axis in rows if axis not in group)), rows
 
 
 def _promise(op: str, align: Any, offsets: Any) -> int:
