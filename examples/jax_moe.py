@@ -2,6 +2,9 @@
 
 Parameters are a dictionary with the names of the torch model's state dict. `moe_map` computes the rows of each token,
 in expert order, on the device. Shapes suffice for any routing, so one compiled step serves all routings.
+
+With `--devices 4` batches and experts are spread over devices (on the CPU over four of its own): the function that runs
+the experts is the same, and `expert_parallel` calls it on each device.
 """
 
 from __future__ import annotations
@@ -17,6 +20,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import diptych.jax as dj
 from diptych.common import RECIPES, Recipe, row_align
@@ -40,6 +45,7 @@ class Config:
     blocks: int = 2
     seq: int = 64
     dtype: Any = jnp.bfloat16  # of what linear layers read
+    axis: str = ""  # of the context's mesh, over which batches and experts are spread
 
     def linears(self) -> dict[str, tuple[str, tuple[int, ...]]]:
         """Module kind and weight shape of every quantized layer."""
@@ -119,13 +125,30 @@ class Model(NamedTuple):
     def moe(self, name: str, x: Array) -> tuple[Array, Array]:
         """y = shared(x) + sum of p_e * expert_e(x) over each token's experts; SwiGLU inside of both. x: [T, width]."""
         config = self.config
-        experts, probs, balance = router(config, self.params[f"{name}.router.gate.weight"], x)
-        rows = dj.moe_map(experts, config.experts, map_type="index", align_size=config.align)
+        ids, probs, balance = router(config, self.params[f"{name}.router.gate.weight"], x)
         x = x.astype(config.dtype)
-        hidden = swiglu(self.linear(f"{name}.gate_up", x, row_map=rows, align=config.align))
-        routed = self.linear(f"{name}.down", hidden, offsets=rows.expert_offsets, align=config.align)
+        own = {part: f"{name}.{part}" for part in ("gate_up", "down")}
+        weights = {f"{part}.weight": self.params[f"{full}.weight"] for part, full in own.items()}
+        states = {part: self.kept.states[full] for part, full in own.items() if full in self.kept.states}
+        rngs = {part: self.kept.rngs[full] for part, full in own.items() if full in self.kept.rngs}
+        kept = Kept(states, rngs)
+        if config.axis:
+            routed, _ = dj.expert_parallel(
+                self.experts, weights, x, ids, probs, num_experts=config.experts, axis=config.axis, align=config.align,
+                shared=kept,
+            )  # fmt: skip
+        else:
+            rows = dj.moe_map(ids, config.experts, map_type="index", align_size=config.align)
+            routed = dj.moe_unpermute(self.experts(weights, x, rows, kept), rows, probs)
         shared = self.linear(f"{name}.shared_down", swiglu(self.linear(f"{name}.shared_gate_up", x)))
-        return dj.moe_unpermute(routed, rows, merging_probs=probs) + shared, balance
+        return routed + shared, balance
+
+    def experts(self, params: Params, x: Array, rows: dj.RowMap, kept: Kept) -> Array:
+        """Returns the experts' results for their rows of x, in the map's order."""
+        experts = self._replace(params=params, kept=kept)
+        options = {"align": self.config.align, "row_axes": self.config.axis or ()}
+        hidden = swiglu(experts.linear("gate_up", x, row_map=rows, **options))
+        return experts.linear("down", hidden, offsets=rows.expert_offsets, **options)
 
     def attention(self, name: str, x: Array) -> Array:
         batch, seq, width = x.shape
@@ -186,15 +209,24 @@ def train(
     config: Config | None = None,
     params: Mapping[str, Any] | None = None,
     path: Path = Path(__file__),
+    devices: int = 1,
 ) -> list[float]:
-    """Returns the loss of each step. `recipe`: None is high precision. `params`: initial ones; None draws them."""
+    """Returns the loss of each step. `recipe`: None is high precision. `params`: initial ones; None draws them.
+    `devices`: over which batches and experts are spread."""
     if config is None:
         config = Config(dtype=jnp.float32) if recipe is None else Config(align=row_align(recipe))
     losses: list[float] = []
-    with jax.default_device(jax.devices(device)[0]):
+    mesh = jax.make_mesh((devices,), ("d",), (AxisType.Auto,), devices=jax.devices(device)[:devices])
+    whole, cut = NamedSharding(mesh, P()), NamedSharding(mesh, P("d"))
+    config = dataclasses.replace(config, axis="d" if devices > 1 else "")
+    with jax.default_device(jax.devices(device)[0]), jax.set_mesh(mesh):
         given = init(config, jax.random.key(0)) if params is None else {k: jnp.array(v) for k, v in params.items()}
+        spread = {name for name, (kind, _) in config.linears().items() if kind == "grouped_linear"}
+        shardings = {name: cut if name.removesuffix(".weight") in spread else whole for name in given}
+        given = jax.device_put(given, shardings)
         state = given, kept_by(recipe, config), optimizer.init(given)
         for tokens, _ in zip(batches(config, batch, path), range(steps), strict=False):
+            tokens = jax.device_put(tokens, cut)
             *state, loss = train_step(*state, tokens, config=config, recipe=recipe)
             losses.append(float(loss))
     return losses
@@ -205,8 +237,11 @@ def main() -> None:
     parser.add_argument("--recipe", default="mxfp8", choices=(*RECIPES, "none"))
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--devices", type=int, default=1)
     args = parser.parse_args()
-    losses = train(RECIPES.get(args.recipe), args.steps, device=args.device)
+    if args.devices > 1:
+        jax.config.update("jax_num_cpu_devices", args.devices)
+    losses = train(RECIPES.get(args.recipe), args.steps, device=args.device, devices=args.devices)
     for i, loss in enumerate(losses):
         if i % 5 == 0 or i == len(losses) - 1:
             print(f"step {i}: loss {loss:.4f}")

@@ -232,6 +232,28 @@ def test_experts_over_the_mesh(mesh, name):
             np.testing.assert_allclose(got[key], v, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["vjp", "pullback"])
+@pytest.mark.parametrize("name", others_slow({n: r for n, r in PLAIN.items() if r is not None}, ("fp8-current",)))
+def test_rows_and_experts_over_the_mesh_have_the_scales_of_one_device(mesh, name, apart):
+    """`row_axes` reduces amaxes of x and dy, not those of kernels, whose magnitudes differ."""
+    recipe = PLAIN[name]
+    x, kernel, bias, dy, offsets = operands("even")
+    x, options = x.at[-1, -1].set(50), {"recipe": recipe, "align": 32, "row_axes": "i"}
+
+    def local(x, kernel, bias, dy):
+        half = jnp.asarray([0, 32, 64], jnp.int32)
+        if apart:
+            y, pull = dj.grouped_dense_vjp(x, kernel, bias, half, **options)
+            made = pull(dy)
+            return y, made.x, made.kernel.compute(), made.bias
+        y, pull = jax.vjp(lambda *args: dj.grouped_dense(*args, half, **options), x, kernel, bias)
+        return y, *pull(dy)
+
+    f = jax.shard_map(local, mesh=mesh, in_specs=P("i"), out_specs=P("i"))
+    got = dict(zip(("y", "dx", "dkernel", "dbias"), jax.jit(f)(x, kernel, bias, dy), strict=True))
+    same(got, run(recipe, x, kernel, bias, dy, offsets, align=32), name)
+
+
 @pytest.mark.parametrize("name", others_slow(PLAIN, ("fp8-current", "mxfp8")))
 def test_offsets_alone_differ_on_the_mesh(mesh, name):
     """Rows and kernels are everywhere; what each device has groups for is summed."""

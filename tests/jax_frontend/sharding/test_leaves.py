@@ -82,6 +82,21 @@ def test_shardings_for_jit_constraints_and_abstract_arrays():
     assert jax.tree.leaves(dj.leaf_shardings(f(x), None)) == []
 
 
+def test_orbax_restores_where_leaf_shardings_say(tmp_path):
+    """A checkpoint that was cut along rows is read along columns."""
+    ocp = pytest.importorskip("orbax.checkpoint")
+    q = dj.quantize(tools.normal("x", (128, 128)), tools.quantizer("fp8_e4m3_tensor"), as_bytes=True)
+    with meshes.mesh_of(AxisType.Auto) as mesh:
+        checkpointer = ocp.StandardCheckpointer()
+        checkpointer.save(tmp_path / "q", {"q": dj.device_put(q, NamedSharding(mesh, P("d")))})
+        checkpointer.wait_until_finished()
+        shardings = dj.leaf_shardings(q, NamedSharding(mesh, P(None, "d")))
+        target = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), q, shardings)
+        restored = checkpointer.restore(tmp_path / "q", {"q": target})["q"]
+        meshes.same(restored, q)
+        assert jax.tree.map(lambda x: x.sharding, restored).columnwise_data == shardings.columnwise_data
+
+
 def test_a_tree_of_leaf_shardings_is_taken_as_it_is():
     q = dj.quantize(tools.normal("x", (128, 64)), tools.quantizer("nvfp4"))
     with meshes.mesh_of(AxisType.Auto) as mesh:

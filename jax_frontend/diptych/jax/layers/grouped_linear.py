@@ -26,7 +26,7 @@ import numpy as np
 from jax.custom_derivatives import SymbolicZero
 
 from diptych.common.arguments import require_recipe
-from diptych.common.errors import ArgumentError, DTypeError, UnsupportedError
+from diptych.common.errors import ArgumentError, DTypeError
 from diptych.common.gemm_options import GemmOptions
 from diptych.common.layers.checks import (
     require_align,
@@ -122,8 +122,7 @@ def grouped_dense(
 
     **Raises:** as `dense`; ValueError also for groups given twice or not at all, a map that does not fit, a
     Hadamard transform without its promise where the kernel is differentiated; NotImplementedError for kernels that are
-    rounded stochastically or quantized by the user's own code, and for states beside `row_axes`. All but for values of
-    `offsets` while tracing.
+    rounded stochastically or quantized by the user's own code. All but for values of `offsets` while tracing.
     """
     op = "grouped_dense"
     require_recipe(op, recipe)
@@ -136,15 +135,9 @@ def grouped_dense(
         refuse_without_recipe(op, state=state, copies=copies, main_grad=main_grad, calibrate=calibrate or None)
         y = _plain(x, kernel, bias, offsets)
         return (y, {}) if return_state else y
-    rows = (row_axes,) if isinstance(row_axes, str) else tuple(row_axes)
-    group = (*group_axes(recipe), *(axis for axis in rows if axis not in group_axes(recipe)))
-    options = Options(recipe, module, name, save_original_input, record, return_state, group, op, rows)
+    axes = _axes(recipe, row_axes)
+    options = Options(recipe, module, name, save_original_input, record, return_state, axes[0], op, axes[1])
     states = check_states(op, state, options.plan, recipe)
-    if rows and states:
-        raise UnsupportedError(
-            f"{op}: delayed scaling ({', '.join(states)}) records amaxes of one device, and row_axes={rows} spreads "
-            "the rows; use a recipe whose scales follow from the tensor, such as Float8CurrentScaling"
-        )
     if calibrate:
         refuse_calibration(op, record, copies=copies, main_grad=main_grad)
         kernel = high_precision(kernel, x.dtype)
@@ -175,6 +168,7 @@ def grouped_dense_vjp(
     rng: Array | None = None,
     copies: Copies | None = None,
     save_original_input: bool = False,
+    row_axes: str | tuple[str, ...] = (),
 ) -> tuple[Array, Pullback]:
     """Runs `grouped_dense` and returns its pullback, which leaves the kernels' gradients for later; see `dense_vjp`.
 
@@ -186,7 +180,8 @@ def grouped_dense_vjp(
     require_recipe(op, recipe, optional=False)
     given = offsets
     x, kernel, bias, offsets, maps, rng = _operands(op, x, kernel, bias, offsets, row_map, rng)
-    options = Options(recipe, module, name, save_original_input, True, True, group_axes(recipe), "grouped_dense")
+    axes = _axes(recipe, row_axes)
+    options = Options(recipe, module, name, save_original_input, True, True, axes[0], "grouped_dense", axes[1])
     states = check_states(op, state, options.plan, recipe)
     refuse_references(op, states)
     needs = Needs.every(kernel, bias, states)
@@ -233,6 +228,12 @@ def _operands(
     require_fit(names, 3, x, kernel, bias)
     require_offset_count(names, offsets, kernel.shape[0])
     return x, kernel, bias, jnp.asarray(offsets), maps, check_rng(op, rng)
+
+
+def _axes(recipe: Recipe, row_axes: str | tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Returns the mesh axes over which amaxes of rows are reduced, and those of them that do not apply to kernels."""
+    rows, group = (row_axes,) if isinstance(row_axes, str) else tuple(row_axes), group_axes(recipe)
+    return (*group, *(axis for axis in rows if axis not in group)), rows
 
 
 def _promise(op: str, align: Any, offsets: Any) -> int:

@@ -23,18 +23,20 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec
 
 from diptych.common.errors import ArgumentError, ShapeError
 from diptych.common.ops import permute as rules
 from diptych.common.ops import shapes
 from diptych.jax.functional.permute import RowMap, moe_map, moe_unpermute
-from diptych.jax.functional.permute_op import permute
+from diptych.jax.functional.permute_op import as_int32, permute
 from diptych.jax.primitives import permute as permute_ops
 from diptych.jax.primitives.checks import operand, to_array
+from diptych.jax.state.carry import lend_states
 
 Array = jax.Array
-Layer = Callable[[Any, Array, RowMap], Array]
+Layer = Callable[..., Array]
 
 _OP = "expert_parallel"
 
@@ -67,6 +69,7 @@ def expert_parallel(
     capacity: int | None = None,
     align: int = 1,
     drop: bool = False,
+    shared: Any = None,
 ) -> tuple[Array, Array]:
     """Runs a mixture of experts whose experts are spread over a mesh axis.
 
@@ -78,15 +81,19 @@ def expert_parallel(
       that the device received, as tokens, and their map. It returns each expert's results in the map's order, [R, N]:
       `grouped_dense(x, kernel, row_map=rows)` first, then `grouped_dense(hidden, kernel,
       offsets=rows.expert_offsets)`. Pass `row_axes=token_axes` to both, so that scales of a whole tensor are those of
-      all devices' rows. Arrays that it closes over are replicated.
+      all devices' rows.
     - `params`: a pytree of arrays and `QuantizedStack`s with a leading E, which the axis cuts.
+    - `shared`: a pytree of what all experts share, such as states of delayed scaling; if it is given, `layer` has it as
+      a fourth argument, on every device. States of references are lent (`lend_states`), and record the amaxes of all
+      devices.
     - `x`: tokens [..., K] float32, bfloat16 or float16. `experts`: their experts, int32 or int64 [..., k]; ids outside
       of 0..E-1 name none. `probs`: [..., k]. The mesh cuts the first dimension of all three.
     - `num_experts`: E. `axis`: the mesh axis of the experts. `token_axes`: the axes that cut the tokens, by default
       `axis`, which must be one of them; along the others experts are replicated. `mesh`: by default that of the context
       (`jax.set_mesh`).
     - `capacity`: the number of rows that a device can send to each device of the axis. None suffices for any routing:
-      all T * k / devices of a device. Buffers have devices * capacity rows, and only rows of experts are multiplied.
+      all of a device's rows, T * k / D for D devices; even routing needs T * k / D^2. Buffers have D * capacity rows,
+      and only rows of experts are multiplied.
     - `align`: as `align_size` of `moe_map`; see `diptych.common.row_align`.
     - `drop`: what happens to rows beyond the capacity. True leaves them out, in the order of experts and tokens, as if
       their expert's result were 0. False makes the program fail with a `jax.errors.JaxRuntimeError` when its results
@@ -99,7 +106,9 @@ def expert_parallel(
     TypeError for a missing mesh or dtypes; ValueError for axes that the mesh does not have; all while tracing.
     """
     x = to_array(_OP, "x", x)
-    experts, probs = jnp.asarray(experts), jnp.asarray(probs)
+    for arg, value in (("experts", experts), ("probs", probs)):
+        if not isinstance(value, (jax.Array, np.ndarray)):
+            raise ArgumentError(f"{_OP}: {arg} must be a JAX or NumPy array, got {type(value).__name__}")
     mesh_of_axes: Any = jax.sharding.get_abstract_mesh() if mesh is None else mesh
     if mesh_of_axes.empty:
         raise ArgumentError(f"{_OP}: there is no mesh; pass mesh=, or set one by jax.set_mesh")
@@ -111,17 +120,18 @@ def expert_parallel(
         )
     parts = math.prod(sizes[name] for name in tokens)
     _check(params, x, experts, probs, num_experts, sizes[axis], parts)
-    rows = math.prod(experts.shape) // parts
-    rules.require_int(_OP, "capacity", rows if capacity is None else capacity, 1, (int,))
-    plan = _Plan(
-        layer, axis, tokens, sizes[axis], num_experts // sizes[axis], min(capacity or rows, max(rows, 1)), align, drop
-    )
+    most = max(math.prod(experts.shape) // parts, 1)  # rows of one device
+    rules.require_int(_OP, "capacity", most if capacity is None else capacity, 1, (int,))
+    devices, capacity = sizes[axis], most if capacity is None else min(capacity, most)
+    plan = _Plan(layer, axis, tokens, devices, num_experts // devices, capacity, align, drop)
     cut = PartitionSpec(tokens)
     local = jax.shard_map(
-        functools.partial(_local, plan), mesh=mesh, in_specs=(PartitionSpec(axis), cut, cut, cut),
+        functools.partial(_local, plan), mesh=mesh, in_specs=(PartitionSpec(axis), PartitionSpec(), cut, cut, cut),
         out_specs=(cut, PartitionSpec()),
     )  # fmt: skip
-    return jax.jit(local)(params, x, experts, probs)  # JAX runs no custom_vjp with symbolic zeros in an eager shard_map
+    given = () if shared is None else (lend_states(shared, (params, x)),)
+    # Compiled, because JAX runs no custom_vjp with symbolic zeros in an eager shard_map.
+    return jax.jit(local)(params, given, x, as_int32(experts), jnp.asarray(probs))
 
 
 def _check(params: Any, x: Array, experts: Array, probs: Array, count: Any, devices: int, parts: int) -> None:
@@ -145,7 +155,9 @@ def _check(params: Any, x: Array, experts: Array, probs: Array, count: Any, devi
 # --- on one device ---
 
 
-def _local(plan: _Plan, params: Any, x: Array, experts: Array, probs: Array) -> tuple[Array, Array]:
+def _local(
+    plan: _Plan, params: Any, shared: tuple[Any, ...], x: Array, experts: Array, probs: Array
+) -> tuple[Array, Array]:
     """Returns this device's results, and the rows beyond the capacity on all devices."""
     ids, probs = (v.reshape(shapes.rows_cols(v.shape)) for v in (experts, probs))
     sent, counts, beyond = _capacity_map(plan, ids)
@@ -155,7 +167,7 @@ def _local(plan: _Plan, params: Any, x: Array, experts: Array, probs: Array) -> 
     rows, _ = permute(x.reshape(shapes.rows_cols(x.shape)), sent.row_id_map, sent.row_source)
     of_rows = _experts_of_rows(plan, _exchanged(plan, counts))
     received = moe_map(of_rows, plan.per_device, map_type="index", align_size=plan.align)
-    made = plan.layer(params, _exchanged(plan, rows), received)
+    made = plan.layer(params, _exchanged(plan, rows), received, *shared)
     if made.ndim != 2 or made.shape[0] != received.row_source.shape[0]:
         want = f"[{received.row_source.shape[0]}, N]"
         raise ShapeError(f"{_OP}: layer must return a row for each row of the map, {want}, got {list(made.shape)}")
@@ -176,7 +188,7 @@ def _capacity_map(plan: _Plan, ids: Array) -> tuple[RowMap, Array, Array]:
     starts, ends = (v.reshape(plan.devices, -1) for v in (every.expert_offsets[:-1], every.expert_offsets[1:]))
     first = starts[:, :1]  # the first row for each device
     counts = jnp.minimum(ends - first, plan.capacity) - jnp.minimum(starts - first, plan.capacity)
-    device = jnp.clip(ids, 0, plan.devices * plan.per_device - 1).astype(jnp.int32) // plan.per_device
+    device = jnp.clip(ids, 0, plan.devices * plan.per_device - 1) // plan.per_device
     place = every.row_id_map - first[:, 0][device]
     there = (every.row_id_map >= 0) & (place < plan.capacity)
     row_id_map = jnp.where(there, device * plan.capacity + place, -1)
