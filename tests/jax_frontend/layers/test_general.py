@@ -186,7 +186,7 @@ def test_misuse_is_named():
         "must be a diptych Recipe": (ArgumentError, lambda: f("btk,kn->btn", recipe="mxfp8")),
         "has its own scales": (ShapeError, lambda: f(*batched, state=dj.init_state(DELAYED), **delayed)),
         "mapping of state names": (ArgumentError, lambda: f(*batched, state=3, **delayed)),
-        "must be arrays, not": (ArgumentError, lambda: f(*batched, state=refs, **delayed)),
+        "must be arrays; take": (ArgumentError, lambda: f(*batched, state=refs, **delayed)),
     }  # fmt: skip
     for message, (error, call) in bad.items():
         with pytest.raises(error, match=message):

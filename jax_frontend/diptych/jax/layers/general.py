@@ -211,7 +211,7 @@ class Contraction(NamedTuple):
     @staticmethod
     def of(names: Names, contraction: Any, x: Any, kernel: Any) -> Contraction:
         """Returns the contraction that fits these operands. **Raises** ValueError, NotImplementedError."""
-        made = _of_equation if isinstance(contraction, str) else _of_numbers
+        made = of_equation if isinstance(contraction, str) else _of_numbers
         c, held = made(names, contraction, x.ndim, kernel.ndim), isinstance(kernel, QuantizedArray)
         if not c.left:
             raise UnsupportedError(f"{names.op}: {contraction} contracts nothing")
@@ -256,7 +256,7 @@ def _of_numbers(names: Names, numbers: Any, left: int, right: int) -> Contractio
     return Contraction(*of_left, *of_right)
 
 
-def _of_equation(names: Names, equation: str, left: int, right: int) -> Contraction:
+def of_equation(names: Names, equation: str, left: int, right: int) -> Contraction:
     """Returns the contraction of an einsum equation, for operands of these ranks."""
     operands, arrow, result = equation.replace(" ", "").partition("->")
     if not arrow or operands.count(",") != 1:
@@ -284,6 +284,14 @@ def _of_equation(names: Names, equation: str, left: int, right: int) -> Contract
         *(axes(ours, contracted), axes(theirs, contracted), axes(ours, batch), axes(theirs, batch)),
         None if order == tuple(range(len(order))) else order,
     )
+
+
+def kernel_axes(names: Names, equation: str, rank: int) -> tuple[Axes, Axes]:
+    """Returns the batch axes and the contracted axes of a kernel of this rank, which do not depend on the input."""
+    left, _, right = equation.replace(" ", "").partition("->")[0].partition(",")
+    letters, dots = len(left.replace("...", "")), rank - len(right.replace("...", ""))
+    c = of_equation(names, equation, letters + dots * ("..." in left), rank)
+    return c.batch_right, c.right
 
 
 def _labels(op: str, equation: str, term: str, rank: int) -> list[Any]:
