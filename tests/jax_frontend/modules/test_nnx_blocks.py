@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import diptych.jax as dj
+from diptych.common import UnsupportedError
 from jax_frontend import tools
 
 nnx = pytest.importorskip("flax.nnx")
@@ -18,7 +19,6 @@ pytestmark = pytest.mark.sampled
 X = tools.normal("x", (4, 16, 32))
 ROWS = np.array([0, 32, 32, 64], np.int32)  # the second group is empty
 DELAYED = dj.DelayedScaling(amax_history_len=4)
-NVFP4 = dj.NVFP4BlockScaling(disable_rht=True)
 RECIPES = {"mxfp8": dj.MXFP8BlockScaling(), "current": dj.Float8CurrentScaling(), "blocks": dj.Float8BlockScaling(),
            "delayed": DELAYED, "fp4": dj.NVFP4BlockScaling(disable_rht=True)}  # fmt: skip
 RECIPE = pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
@@ -76,6 +76,57 @@ def test_a_mixture_trains_under_jit(recipe):
 
     losses = [float(step(m)) for _ in range(4)]
     assert losses[-1] < losses[0]
+
+
+def test_equal_modules_share_compiled_code():
+    for name, make in MAKE.items():
+        traces, groups = [], (ROWS,) if name == "GroupedLinear" else ()
+        f = nnx.jit(lambda m, x, traces=traces, groups=groups: (traces.append(0), m(x, *groups))[1])
+        for _ in range(2):
+            f(make(dj.MXFP8BlockScaling()), X.reshape(-1, 32))
+        assert len(traces) == 1, name
+
+
+@pytest.mark.parametrize("name", MAKE)
+def test_held_kernels_have_the_bits_of_kernels_quantized_in_each_call(name):
+    m, groups = MAKE[name](dj.MXFP8BlockScaling()), (ROWS,) if name == "GroupedLinear" else ()
+    rows = X.reshape(-1, 32)
+    dx = lambda m: nnx.grad(lambda m, x: jnp.square(m(x, *groups)).sum(), argnums=1)(m, rows)  # noqa: E731
+    want = m(rows, *groups), dx(m)
+    dnnx.hold_kernels(m)
+    assert len(jax.tree.leaves(nnx.state(m, dnnx.HeldKernel))) >= 4  # data and scales of both copies
+    tools.same_tree((m(rows, *groups), dx(m)), want)
+
+
+def test_blocks_can_be_stacked_and_scanned():
+    """A scan over a stack of LayerNormMLPs, whose layers are recomputed, has the bits of the layers in a row."""
+
+    @nnx.split_rngs(splits=2)
+    @nnx.vmap
+    def make(rngs):
+        return dnnx.LayerNormMLP(32, 32, recipe=DELAYED, rngs=rngs)
+
+    @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    @nnx.remat
+    def run(x, layer):
+        return layer(x)
+
+    stack = make(nnx.Rngs(0))
+    graph = nnx.graphdef(dnnx.LayerNormMLP(32, 32, recipe=DELAYED, rngs=nnx.Rngs(0)))
+    row = [nnx.merge(graph, jax.tree.map(lambda v, i=i: v[i], nnx.state(stack))) for i in range(2)]
+    tools.same(run(X, stack), row[1](row[0](X)))
+    grads = nnx.grad(lambda m: jnp.square(run(X, m)).mean(), argnums=WRT)(stack)
+    dnnx.update_states(stack, grads)
+    assert stack.states.get_value()["fc1"]["input"].scale.shape == (2, 1)
+    assert (stack.states.get_value()["fc2"]["grad_output"].scale != 1).all()
+
+
+def test_forward_mode_and_second_derivatives_are_refused():
+    m = MAKE["LayerNormLinear"](dj.MXFP8BlockScaling())
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(m, (X,), (X,))
+    with pytest.raises(UnsupportedError, match=r"second derivatives.*recipe=None"):
+        jax.grad(lambda x: jax.grad(lambda x: jnp.square(m(x)).sum())(x).sum())(X)
 
 
 # --- torch's modules ---
