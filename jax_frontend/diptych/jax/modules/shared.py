@@ -1,4 +1,4 @@
-"""What the modules of all frameworks share: which states and random bits a recipe needs, kernels, and the next states."""
+"""What the modules of all frameworks share: states and random bits that a recipe needs, names, and the next states."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ALIASES = {"squared_relu": "srelu", "quick_gelu": "qgelu"}
 
 
 class Kept(NamedTuple):
-    """What one module keeps between calls. `states`: its initial states, or None. `rng`: whether it needs random bits."""
+    """What a module keeps between calls. `states`: its initial states, or None. `rng`: whether it needs random bits."""
 
     states: Any
     rng: bool
@@ -59,7 +59,7 @@ def random_bits(key: Array) -> Array:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def without_random_bits(remedy: str, y: Tree) -> Tree:
-    """Returns y, whose gradient **raises** TypeError: its recipe would round it stochastically and has no random bits."""
+    """Returns y, whose gradient **raises** TypeError: its recipe rounds it stochastically and has no random bits."""
     return y
 
 
@@ -75,7 +75,8 @@ def refuse_quantized(op: str, parameter: Any) -> None:
     found = jax.tree.leaves(parameter, is_leaf=lambda x: isinstance(x, QuantizedCopies))
     if any(isinstance(x, QuantizedCopies) for x in found):
         raise UnsupportedError(
-            f"{op}: kernels are held in high precision, as [in, out]; call diptych.jax.dense for quantized ones, [out, in]"
+            f"{op}: kernels are held in high precision, as [in, out]; call diptych.jax.dense for quantized ones, "
+            "[out, in]"
         )
 
 
