@@ -190,7 +190,9 @@ def test_training_with_the_train_state_of_flax(recipe):
     assert losses[-1] < losses[0]
     assert jax.tree.structure(state.params) == jax.tree.structure(variables)
     if recipe is DELAYED:
-        scales = [s.scale for s in jax.tree.leaves(state.params[dl.STATES], is_leaf=lambda s: isinstance(s, dj.ScaleState))]
+        scales = [
+            s.scale for s in jax.tree.leaves(state.params[dl.STATES], is_leaf=lambda s: isinstance(s, dj.ScaleState))
+        ]
         assert len(scales) == 9 and all(float(s[0]) not in (0, 1) for s in scales)
 
 
@@ -216,7 +218,9 @@ def test_random_bits_are_those_of_the_stream():
     dense = dl.Dense(64, recipe=NVFP4)
 
     def grads(key):
-        return jax.jit(jax.grad(lambda v: loss_of(model, v, X, rngs={dl.RNG: key})))(variables)["params"]["first"]["kernel"]
+        return jax.jit(jax.grad(lambda v: loss_of(model, v, X, rngs={dl.RNG: key})))(variables)["params"]["first"][
+            "kernel"
+        ]
 
     tools.same(grads(jax.random.key(1)), grads(jax.random.key(1)))
     assert (grads(jax.random.key(1)) != grads(jax.random.key(2))).any()
@@ -287,11 +291,15 @@ def test_dimensions_have_logical_names():
     spec = nn.get_partition_spec(variables)
     P = jax.sharding.PartitionSpec
     assert spec["params"] == {"kernel": P("embed", "heads", "mlp"), "bias": P("heads", "mlp")}
-    assert nn.logical_to_mesh(spec, [("embed", None), ("heads", None), ("mlp", "tp")])["params"]["bias"] == P(None, "tp")
+    assert nn.logical_to_mesh(spec, [("embed", None), ("heads", None), ("mlp", "tp")])["params"]["bias"] == P(
+        None, "tp"
+    )
     grads = jax.grad(lambda v: loss_of(model, v, X))(variables)
     assert jax.tree.structure(dl.update_states(variables, grads)) == jax.tree.structure(variables)
     own = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
-    assert nn.get_partition_spec(dl.Dense(32, recipe=None, kernel_init=own).init(KEY, X))["params"]["kernel"] == P("embed", "mlp")
+    assert nn.get_partition_spec(dl.Dense(32, recipe=None, kernel_init=own).init(KEY, X))["params"]["kernel"] == P(
+        "embed", "mlp"
+    )
 
 
 def test_the_place_in_the_model_is_the_name_of_the_roles():

@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import equinox as eqx
 import jax
 
+from diptych.common.errors import ShapeError
 from diptych.common.recipes import Recipe
 from diptych.jax.layers.linear import dense
 from diptych.jax.modules.shared import kept, next_states, random_bits, without_random_bits
@@ -70,7 +71,7 @@ class Linear(eqx.Module):
     Fields: `weight` [out, in], `bias` [out] or None; `states`, None unless a tensor has delayed scales. A weight may be
     a `QuantizedArray`, as `quantize_params` makes it, for inference.
 
-    **Raises:** TypeError if `recipe` is no recipe; a call raises as `diptych.jax.dense`.
+    **Raises:** TypeError if `recipe` is no recipe; ValueError for features that are no numbers above 0; a call raises as `diptych.jax.dense`.
     """
 
     weight: Any
@@ -93,6 +94,8 @@ class Linear(eqx.Module):
         name: str = "",
         key: Array,
     ) -> None:
+        if not all(type(n) is int and n > 0 for n in (in_features, out_features)):
+            raise ShapeError(f"Linear: features must be numbers above 0, got {in_features!r} and {out_features!r}")
         plain = eqx.nn.Linear(in_features, out_features, use_bias, dtype, key=key)
         self.weight, self.bias = plain.weight, plain.bias
         self.states = kept("Linear", recipe, "linear", name).states
