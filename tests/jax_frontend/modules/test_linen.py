@@ -228,7 +228,7 @@ def test_random_bits_are_those_of_the_stream():
     tools.same(grads(jax.random.key(1)), grads(jax.random.PRNGKey(1)))
     model.apply(variables, X)  # forward rounds nothing stochastically
     alone = dense.init(KEY, X)
-    with pytest.raises(ArgumentError, match="pass rngs=.*stochastic_rounding"):
+    with pytest.raises(ArgumentError, match=r"pass rngs=.*stochastic_rounding"):
         jax.grad(lambda v: loss_of(dense, v, X))(alone)
 
 

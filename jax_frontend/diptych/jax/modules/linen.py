@@ -164,8 +164,8 @@ class Dense(Weighted):
 
     **Arguments:** `features`, `use_bias`, `param_dtype`, `kernel_init`, `bias_init`: as in `nn.Dense`. `dtype`: the
     input is cast to it; None keeps the input's dtype, which is the result's. The kernel is quantized from its own
-    dtype. `kernel_axes`, `bias_axes`: logical names of the dimensions, for `nn.get_partition_spec`; () for none. `recipe`:
-    None gives the plain product.
+    dtype. `kernel_axes`, `bias_axes`: logical names of the dimensions, for `nn.get_partition_spec`; () for none.
+    `recipe`: None gives the plain product.
 
     Parameters: `kernel` [in, features], `bias` [features].
 

@@ -58,8 +58,8 @@ class LayerNormDense(Normed):
 
     **Arguments:** `features`: an int, or several whose product is the kernel's width. `layernorm_type`: "layernorm" or
     "rmsnorm". `epsilon`: added to the variance or mean square. `zero_centered_gamma`: multiply by 1 + scale.
-    `scale_init`: by default ones, or zeros with `zero_centered_gamma`. `return_layernorm_output`: return the norm's output too.
-    Others: as in `Dense`.
+    `scale_init`: by default ones, or zeros with `zero_centered_gamma`. `return_layernorm_output`: return the norm's
+    output too. Others: as in `Dense`.
 
     Parameters: `scale` [in]; `ln_bias` [in] unless the norm is "rmsnorm"; `kernel` [in, *features]; `bias` [*features].
 
