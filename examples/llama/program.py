@@ -1,4 +1,5 @@
-"""What both programs do alike: their arguments and the checks of these, tokens, initial weights, the learning rate."""
+"""What the trainers torch_llama.py and jax_llama.py do alike: they read and check arguments, load tokens and initial
+weights, and compute the learning rate."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ positive.__name__ = "positive integer"  # argparse's error says it
 
 
 def parser(text: str | None) -> argparse.ArgumentParser:
-    """Returns a parser of the arguments that both programs take."""
+    """Returns a parser of the arguments that both trainers take."""
     made = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = made.add_argument
     add("--config", type=Path, help="a Hugging Face config.json; default: a small model")
@@ -138,7 +139,7 @@ def learning_rate(args: argparse.Namespace, step: int) -> float:
 
 
 def identity(args: argparse.Namespace, tokens: texts.ByteData) -> dict[str, Any]:
-    """What a resumed run must have in common with the one before."""
+    """Returns the options and the data's checksum that a resumed run must share with the run of its checkpoint."""
     run = {"seed": args.seed, "batch": args.batch, "seq": args.seq, "tokens": len(tokens.train)}
     return run | {"checksum of the tokens": zlib.crc32(np.ascontiguousarray(tokens.train))}
 

@@ -1,4 +1,5 @@
-"""One of several processes that run a sharded step together: `python processes.py NUMBER COUNT PORT FILE`.
+"""A program that several processes run together, which cut one training step: `python processes.py NUMBER COUNT PORT
+FILE`, where NUMBER is this process among COUNT.
 
 Every process has four CPU devices. The first one writes the step's whole results to FILE (.npz).
 """

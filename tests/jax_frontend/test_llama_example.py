@@ -20,7 +20,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_frontend import meshes
-from jax_frontend.llama_runs import TINY, begun, here, killed, losses, near, program, rows, tensors
+from jax_frontend.llama_runs import begun, here, killed, losses, program, tensors
+from llama_logs import TINY, near, rows
 
 from llama import weights  # isort: skip  # llama_runs makes it found
 from llama.config import Config  # isort: skip
@@ -172,7 +173,7 @@ def test_no_device_holds_more_than_its_part(tmp_path):
 
 
 def test_fsdp_gathers_weights_as_bytes():
-    """Of blocks' weights payloads and scales are gathered, and gradients come back by reduce-scatter."""
+    """Of the blocks' weights a step gathers payloads and scales alone; a reduce-scatter sums the gradients."""
     args = program.arguments(["--cpu", "4", "--fsdp", "--recipe", "mxfp8"])
     config, mesh = Config(vocab_size=320), program.mesh_of(args)
     graph, run = program.made(args, config, weights.drawn(config, 0), mesh)

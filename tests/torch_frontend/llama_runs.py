@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,16 +14,13 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from llama_logs import await_lines
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PROGRAM = str(EXAMPLES / "torch_llama.py")
 sys.path.append(str(EXAMPLES))
 import torch_llama as program  # noqa: E402
 
-TINY = {
-    "model_type": "llama", "vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32, "rms_norm_eps": 1e-5, "rope_theta": 1000.0,
-    "max_position_embeddings": 256,
-}  # fmt: skip
 LLAMA3 = {
     "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
@@ -52,10 +47,7 @@ def killed(log: Path, lines: int, *args: Any) -> None:
         command(*args, "--metrics", log, ranks=2), env=ENVIRONMENT, stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL, start_new_session=True,
     ) as job:  # fmt: skip
-        until = time.monotonic() + 300
-        while not (log.exists() and log.read_text().count("\n") >= lines):
-            assert job.poll() is None and time.monotonic() < until, "the run ended before it was killed"
-            time.sleep(0.01)
+        await_lines(job, log, lines)
         ranks = [int(p) for p in Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()]
         for process in (job.pid, *ranks):  # torchrun's workers have sessions of their own
             os.kill(process, signal.SIGKILL)
@@ -67,20 +59,8 @@ def trained(*args: Any, ranks: int = 0) -> subprocess.CompletedProcess:
     return done
 
 
-def rows(log: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in log.read_text().splitlines()]
-
-
 def tensors(folder: Path) -> dict[str, torch.Tensor]:
     return load_file(folder / "model.safetensors")
-
-
-def near(log: Path, reference: Path, bound: float) -> None:
-    """Checks losses and norms of a run against those of another."""
-    got, want = rows(log), rows(reference)
-    assert [row["step"] for row in got] == [row["step"] for row in want]
-    for a, b in zip(got, want, strict=True):
-        assert abs(a["loss"] - b["loss"]) < bound and abs(a["grad_norm"] / b["grad_norm"] - 1) < 5 * bound, (a, b)
 
 
 def here(*args: Any, ranks: int = 1) -> str:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from torch_frontend.llama_runs import LLAMA3, TINY, call, here, killed, near, program, rows, tensors, trained
+from llama_logs import TINY, near, rows
+from torch_frontend.llama_runs import LLAMA3, call, here, killed, program, tensors, trained
 from torch_frontend.ranks import needs_gloo
 
 from llama import weights  # isort: skip  # llama_runs makes it found

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from torch_frontend.llama_runs import TINY, call, here, near, rows, tensors
+from llama_logs import TINY, near, rows
+from torch_frontend.llama_runs import call, here, tensors
 from torch_frontend.ranks import needs_gloo
 
 from llama import torch_parallel as parallel, weights  # isort: skip  # llama_runs makes it found

@@ -219,7 +219,7 @@ def kept_rows(ids, capacity, devices=4):
 @meshes.AXES
 @pytest.mark.parametrize("capacity", [1, 20, 64])
 def test_rows_beyond_the_capacity_are_dropped_and_counted(capacity, kind):
-    """As if they were routed nowhere: the result and gradients are those of the other rows."""
+    """A row beyond the capacity gives the result and gradients of a row that is routed to no expert."""
     kept = kept_rows(np.asarray(IDS), capacity)
     recipe, ids = dj.MXFP8BlockScaling(), jnp.where(kept, IDS, E)
 

@@ -99,7 +99,8 @@ class Linear(eqx.Module):
             raise ShapeError(f"Linear: features must be numbers above 0, got {in_features!r} and {out_features!r}")
         plain = eqx.nn.Linear(in_features, out_features, use_bias, dtype, key=key)
         self.weight, self.bias = plain.weight, plain.bias
-        self.states = kept("Linear", recipe, "linear", name).states
+        make = kept("Linear", recipe, "linear", name).states
+        self.states = None if make is None else make()
         self.recipe, self.name = recipe, name
         self.in_features, self.out_features, self.use_bias = in_features, out_features, use_bias
 

@@ -79,10 +79,10 @@ class Layer(nn.Module, kw_only=True):
     def _run(self, f: Any, module: str, *args: Any, batch: tuple[int, ...] = (), **options: Any) -> Any:
         """Calls a layer's function with the recipe, roles, states and random bits. `batch`: axes in front of states."""
         op, name = type(self).__name__, ".".join(self._role())
-        initial, needs_rng = kept(op, self.recipe, module, name, batch)
+        make, needs_rng = kept(op, self.recipe, module, name, batch)
         given: dict[str, Any] = {}
-        if initial is not None:
-            given["state"] = self._states(op, initial)
+        if make is not None:
+            given["state"] = self._states(op, make)
         if needs_rng and (self.has_rng(RNG) or self.has_rng("params")):  # `init` has the latter alone
             given["rng"] = random_bits(self.make_rng(RNG))
         out = f(*args, recipe=self.recipe, module=module, name=name, **given, **options)
@@ -102,13 +102,13 @@ class Layer(nn.Module, kw_only=True):
         return self._run(dense_general, "linear", x, kernel, bias, batch=batch, **options)
 
     @nn.nowrap
-    def _states(self, op: str, initial: Any) -> Any:
+    def _states(self, op: str, make: Any) -> Any:
         if not self.has_variable(STATES, "states") and not self.is_mutable_collection(STATES):
             raise ArgumentError(
                 f"{op} at {'/'.join(self.path) or 'the root'}: {type(self.recipe).__name__} scales by earlier steps' "
                 f"amaxes, and the variables lack their states: pass the collection {STATES!r} that init made to apply"
             )
-        return self.variable(STATES, "states", lambda: initial).value
+        return self.variable(STATES, "states", make).value
 
 
 class Weighted(Layer, kw_only=True):

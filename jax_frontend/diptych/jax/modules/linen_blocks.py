@@ -10,15 +10,12 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from diptych.common.layers.groups import row_align
-from diptych.common.ops.activation import ACTIVATIONS
-from diptych.jax.functional.activation import activate
-from diptych.jax.functional.permute import RowMap, moe_map, moe_unpermute
+from diptych.jax.functional.permute import RowMap
 from diptych.jax.layers.grouped_linear import grouped_dense
 from diptych.jax.layers.layernorm_linear import layernorm_dense
 from diptych.jax.layers.layernorm_mlp import layernorm_mlp
 from diptych.jax.modules.linen import BIAS_INIT, KERNEL_INIT, Axes, Weighted, as_tuple, named
-from diptych.jax.modules.shared import activation_name, fc1_parts, norm_name, route
+from diptych.jax.modules.shared import activation_name, alignment, fc1_parts, mixture, norm_name
 
 Array = jax.Array
 
@@ -193,22 +190,17 @@ class MoE(Stacked):
     @nn.compact
     def __call__(self, inputs: Any) -> tuple[Array, Array]:
         """[..., in] to ([..., in], the load-balancing loss, which is 1 where all experts are used alike)."""
-        x = inputs.reshape(-1, inputs.shape[-1])
-        activation, align = activation_name("MoE", self.activations), self.align
-        if align is None:
-            align = 1 if self.recipe is None else row_align(self.recipe)
+        activation, width = activation_name("MoE", self.activations), inputs.shape[-1]
         router = nn.Dense(
             self.num_experts, use_bias=False, dtype=jnp.float32, param_dtype=self.param_dtype, name="router",
             kernel_init=named(self.router_init, self.router_axes),
         )  # fmt: skip
-        experts, probs, balance = route(router(x), self.top_k)
-        rows = moe_map(experts, self.num_experts, map_type="index", align_size=align)
-        hidden = self._experts("wi", fc1_parts(activation) * self.intermediate_dim, self.kernel_axes_1)(
-            x, row_map=rows, align=align
-        )
-        hidden = activate(*ACTIVATIONS[activation], hidden)
-        y = self._experts("wo", x.shape[-1], self.kernel_axes_2)(hidden, rows.expert_offsets, align=align)
-        return moe_unpermute(y, rows, merging_probs=probs).reshape(inputs.shape), balance
+        wi = self._experts("wi", fc1_parts(activation) * self.intermediate_dim, self.kernel_axes_1)
+        wo = self._experts("wo", width, self.kernel_axes_2)
+        return mixture(
+            inputs, router, wi, wo, num_experts=self.num_experts, top_k=self.top_k, activation=activation,
+            align=alignment(self.recipe, self.align),
+        )  # fmt: skip
 
     @nn.nowrap
     def _experts(self, name: str, features: int, axes: Axes) -> GroupedLinear:

@@ -87,12 +87,11 @@ class _General(Layer):
     def _verb(self, kernel: Array) -> Any:
         return quantize
 
-    def _run(self, x: Any, contraction: Contraction, bias: Any, order: Any) -> Array:
-        c = contraction
+    def _run(self, x: Any, c: Contraction, bias: Any) -> Array:
         kernel = self._kernel() if self._held() else self.kernel.get_value()
         numbers = ((c.left, (-1,) if self._held() else c.right), (c.batch_left, c.batch_right))
         y = dense_general(x, kernel, bias, contraction=numbers, **self._roles())
-        return y if order is None else y.transpose(order)
+        return y if c.order is None else y.transpose(c.order)
 
 
 class LinearGeneral(_General):
@@ -145,7 +144,7 @@ class LinearGeneral(_General):
         x, batch = self._input(x), tuple(sorted(self.batch_axis))
         axis = tuple(sorted(a % x.ndim for a in self.axis))
         right = tuple(range(len(batch), len(batch) + len(axis)))
-        return self._run(x, Contraction(axis, right, batch, batch), value(self.bias), None)
+        return self._run(x, Contraction(axis, right, batch, batch), value(self.bias))
 
 
 class Einsum(_General):
@@ -203,7 +202,7 @@ class Einsum(_General):
         bias = value(self.bias)
         if bias is not None:  # flax keeps it in the order of the result
             bias = bias.reshape([made[a] for a in of_kernel]).transpose(np.argsort(of_kernel))
-        return self._run(x, c, bias, c.order)
+        return self._run(x, c, bias)
 
 
 class DotGeneral(Layer):

@@ -1,4 +1,4 @@
-"""What all nnx modules share: their variables, the update of states, and kernels that are held quantized."""
+"""The base class of the nnx modules, their variables, the update of states, and kernels that are held quantized."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Layer(nnx.Module):
         """Sets the recipe, the roles and the variables. `batch`: axes in front of states."""
         found = kept(type(self).__name__, recipe, module, name, batch)
         self.recipe, self.module, self.name, self.dtype, self.batch = recipe, module, name, dtype, batch
-        self.states = nnx.data(None if found.states is None else ScaleStates(found.states))
+        self.states = nnx.data(None if found.states is None else ScaleStates(found.states()))
         self.random = nnx.data(RandomState(random_bits(rngs.params())) if found.rng else None)
 
     def _roles(self, offsets: int = OFFSETS) -> dict[str, Any]:

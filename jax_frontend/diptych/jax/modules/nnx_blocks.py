@@ -9,17 +9,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from diptych.common.layers.groups import row_align
-from diptych.common.ops.activation import ACTIVATIONS, activation_options
+from diptych.common.ops.activation import activation_options
 from diptych.common.ops.norm import norm_options
 from diptych.common.recipes import Recipe
-from diptych.jax.functional.activation import activate
-from diptych.jax.functional.permute import RowMap, moe_map, moe_unpermute
+from diptych.jax.functional.permute import RowMap
 from diptych.jax.layers.grouped_linear import grouped_dense
 from diptych.jax.layers.layernorm_linear import layernorm_dense
 from diptych.jax.layers.layernorm_mlp import MLP_OFFSETS, PARTS, layernorm_mlp, part_name
 from diptych.jax.modules.nnx_base import BIAS_INIT, KERNEL_INIT, Layer, optional, param, scoped, value
-from diptych.jax.modules.shared import fc1_parts, route
+from diptych.jax.modules.shared import alignment, fc1_parts, mixture
 
 Array = jax.Array
 _STACK_INIT = nnx.initializers.lecun_normal(batch_axis=0)
@@ -235,7 +233,7 @@ class MoE(nnx.Module):
     ) -> None:
         activation_options("MoE", activation)
         self.num_experts, self.top_k, self.activation, self.name = num_experts, top_k, activation, name
-        self.align = (1 if recipe is None else row_align(recipe)) if align is None else align
+        self.align = alignment(recipe, align)
         self.router = nnx.Linear(
             in_features, num_experts, use_bias=False, dtype=jnp.float32, param_dtype=param_dtype,
             kernel_init=router_init, kernel_metadata=router_metadata or {}, rngs=rngs,
@@ -251,9 +249,7 @@ class MoE(nnx.Module):
     @scoped
     def __call__(self, inputs: Any) -> tuple[Array, Array]:
         """[..., in] to ([..., in], the load-balancing loss, which is 1 where all experts are used alike)."""
-        x = inputs.reshape(-1, inputs.shape[-1])
-        experts, probs, balance = route(self.router(x), self.top_k)
-        rows = moe_map(experts, self.num_experts, map_type="index", align_size=self.align)
-        hidden = activate(*ACTIVATIONS[self.activation], self.wi(x, row_map=rows, align=self.align))
-        y = self.wo(hidden, rows.expert_offsets, align=self.align)
-        return moe_unpermute(y, rows, merging_probs=probs).reshape(inputs.shape), balance
+        return mixture(
+            inputs, self.router, self.wi, self.wo, num_experts=self.num_experts, top_k=self.top_k,
+            activation=self.activation, align=self.align,
+        )  # fmt: skip

@@ -1,9 +1,10 @@
-"""What the modules of all frameworks share: states and random bits that a recipe needs, names, and the next states."""
+"""Functions that the modules for nnx, linen and equinox call: which states and random bits a recipe needs, the states
+for the next step, TransformerEngine's names of norms and activations, and a mixture of experts."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -11,9 +12,12 @@ import jax.numpy as jnp
 
 from diptych.common.arguments import require_recipe
 from diptych.common.errors import ArgumentError, UnsupportedError
+from diptych.common.layers.groups import row_align
 from diptych.common.layers.plan import linear_plan
 from diptych.common.ops.activation import ACTIVATIONS, activation_options
 from diptych.common.recipes import Recipe
+from diptych.jax.functional.activation import activate
+from diptych.jax.functional.permute import moe_map, moe_unpermute
 from diptych.jax.functional.quantize import rng_state
 from diptych.jax.layers.general import init_dense_general_state
 from diptych.jax.layers.layernorm_mlp import PARTS, init_layernorm_mlp_state, part_name
@@ -29,9 +33,12 @@ _ALIASES = {"squared_relu": "srelu", "quick_gelu": "qgelu"}
 
 
 class Kept(NamedTuple):
-    """What a module keeps between calls. `states`: its initial states, or None. `rng`: whether it needs random bits."""
+    """The states and random bits that a module keeps from call to call.
 
-    states: Any
+    `states`: makes the initial states; None if the recipe has none. `rng`: whether the recipe needs random bits.
+    """
+
+    states: Callable[[], Any] | None
     rng: bool
 
 
@@ -44,12 +51,12 @@ def kept(op: str, recipe: Recipe | None, module: str, name: str, batch: tuple[in
     if recipe is None:
         return Kept(None, False)
     if module == "layernorm_mlp":
-        names = [part_name(name, part) for part in PARTS]
-        states: Any = init_layernorm_mlp_state(recipe, module=module, name=name)
+        names, make = [part_name(name, part) for part in PARTS], init_layernorm_mlp_state
     else:
-        names, states = [name], init_dense_general_state(recipe, batch, module=module, name=name)
+        names, make = [name], functools.partial(init_dense_general_state, batch=batch)
     plans = [linear_plan(recipe, module, name) for name in names]
-    return Kept(states if any(p.states for p in plans) else None, any(p.needs_rng for p in plans))
+    states = functools.partial(make, recipe, module=module, name=name) if any(p.states for p in plans) else None
+    return Kept(states, any(p.needs_rng for p in plans))
 
 
 def random_bits(key: Array) -> Array:
@@ -110,7 +117,7 @@ def norm_name(op: str, layernorm_type: str) -> str:
     return names[layernorm_type]
 
 
-def route(logits: Array, top_k: int) -> tuple[Array, Array, Array]:
+def _route(logits: Array, top_k: int) -> tuple[Array, Array, Array]:
     """Returns each token's experts [T, k], their probabilities [T, k], which add up to 1, and the load-balancing loss:
     1 where all experts are used alike, more where few are. `logits`: float32 [T, E]."""
     probs = jax.nn.softmax(logits)
@@ -118,6 +125,30 @@ def route(logits: Array, top_k: int) -> tuple[Array, Array, Array]:
     used = (experts[..., None] == jnp.arange(logits.shape[-1])).mean((0, 1))
     balance = logits.shape[-1] * (used * probs.mean(0)).sum()
     return experts, top / top.sum(-1, keepdims=True), balance
+
+
+def alignment(recipe: Recipe | None, align: int | None) -> int:
+    """Returns the multiple of rows at which each expert's rows begin: `align`, or that of the recipe for None."""
+    if align is not None:
+        return align
+    return 1 if recipe is None else row_align(recipe)
+
+
+def mixture(
+    inputs: Array, router: Any, wi: Any, wo: Any, *, num_experts: int, top_k: int, activation: str, align: int
+) -> tuple[Array, Array]:
+    """Returns the sum of the `top_k` experts' results for each token, weighted by the router, and the loss of `_route`.
+
+    **Arguments:** `inputs`: [..., in]. `router`: gives the logits of tokens [T, in], float32 [T, experts]. `wi`, `wo`:
+    both layers of the experts, called as `grouped_dense`. `activation`: its name in `layernorm_mlp`. `align`: each
+    expert's rows begin at a multiple of it.
+    """
+    x = inputs.reshape(-1, inputs.shape[-1])
+    experts, probs, balance = _route(router(x), top_k)
+    rows = moe_map(experts, num_experts, map_type="index", align_size=align)
+    hidden = activate(*ACTIVATIONS[activation], wi(x, row_map=rows, align=align))
+    y = wo(hidden, rows.expert_offsets, align=align)
+    return moe_unpermute(y, rows, merging_probs=probs).reshape(inputs.shape), balance
 
 
 def next_states(op: str, old: Tree, grads: Tree, axis_name: Any, remedy: str) -> Tree:

@@ -139,8 +139,11 @@ def _is_leaf(x: Any) -> bool:
 
 
 class _Place(NamedTuple):
-    """Of a leaf: its name in torch, and whether it is a kernel [in, out]; for a state its module's prefix and its keys
-    below the module."""
+    """Where a leaf of a tree is in a state dict of torch.
+
+    `name`: of the tensor. `kernel`: whether the leaf is a kernel [in, out]. `state`: for a `ScaleState`, the prefix of
+    its module's names, and its keys below the module.
+    """
 
     name: str = ""
     kernel: bool = False

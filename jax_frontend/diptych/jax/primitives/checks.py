@@ -212,6 +212,11 @@ def own_shape(aval: Aval, mask: int) -> shapes.Shape:
     return tuple(aval.shape[mask.bit_count() :])
 
 
+def axes_of(entry: Any) -> tuple[Any, ...]:
+    """Returns the mesh axes of one entry of a PartitionSpec."""
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+
+
 def held_by(x: Any) -> Any:
     """Returns the array that x stands for by `__jax_array__`, as flax's `nnx.Param` does; other objects unchanged."""
     if isinstance(x, (jax.Array, np.ndarray)) or not hasattr(type(x), "__jax_array__"):

@@ -21,6 +21,7 @@ import jax
 from diptych.common.errors import ShapeError, UnsupportedError
 from diptych.common.formats import FormatRow
 from diptych.jax.functional.quantize import max_over
+from diptych.jax.primitives.checks import axes_of
 
 Array = jax.Array
 Factors = tuple[str | None, ...]  # of the dimensions of one operand or result
@@ -102,11 +103,6 @@ def copy_factors(fmt: FormatRow, columnwise: bool, data: Sequence[int], kept: st
 
 
 # --- from shardings to cuts ---
-
-
-def axes_of(entry: Any) -> tuple[Any, ...]:
-    """Returns the mesh axes of one entry of a PartitionSpec."""
-    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
 def cuts_of(rule: Rule, operands: Sequence[Any], results: Sequence[Any] = ()) -> dict[str, tuple[Any, ...]]:

@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from diptych.common.layers.schedule import OFFSETS as OFFSETS
 from diptych.common.ops import shapes
-from diptych.jax.primitives.checks import held_by
+from diptych.jax.primitives.checks import axes_of, held_by
 from diptych.jax.tensors.quantized import BUFFERS, QuantizedArray, QuantizedCopies
 
 Array = jax.Array
@@ -68,8 +68,8 @@ def matmul(a: Array, b: Array) -> Array:
     if not any((*of_a.spec, *of_b.spec)):
         return a @ b
     *rows, _ = of_a.spec
-    taken, last = {axis for entry in rows for axis in _axes_of(entry)}, of_b.spec[-1]
-    columns = None if taken & set(_axes_of(last)) else last
+    taken, last = {axis for entry in rows for axis in axes_of(entry)}, of_b.spec[-1]
+    columns = None if taken & set(axes_of(last)) else last
     like = of_a if any(of_a.spec) else of_b
     return jnp.matmul(a, b, out_sharding=like.update(spec=jax.sharding.PartitionSpec(*rows, columns)))
 
@@ -98,10 +98,10 @@ def folds_cut_rows(layer: F) -> F:
         if sharding is None or not _lies_apart(x.shape, sharding.spec):
             return layer(x, *args, **options)
         *leading, last = sharding.spec
-        axes = tuple(axis for entry in leading for axis in _axes_of(entry))
+        axes = tuple(axis for entry in leading for axis in axes_of(entry))
 
         def local(shape: tuple[int, ...], y: Array, before: Any, after: Any) -> Array:
-            every = {*axes, *_axes_of(before[-1])}
+            every = {*axes, *axes_of(before[-1])}
             of_y, spec = jax.sharding.PartitionSpec(*before), jax.sharding.PartitionSpec(*after)
             fold = lambda v: v.reshape(*shape, v.shape[-1])  # noqa: E731
             mapped = jax.shard_map(fold, mesh=sharding.mesh, in_specs=of_y, out_specs=spec, axis_names=every)
@@ -119,10 +119,6 @@ def folds_cut_rows(layer: F) -> F:
         return tuple(map(unfolded, out)) if isinstance(out, tuple) else unfolded(out)
 
     return folded  # type: ignore[return-value]
-
-
-def _axes_of(entry: Any) -> tuple[Any, ...]:
-    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
 def _lies_apart(shape: tuple[int, ...], spec: Any) -> bool:
