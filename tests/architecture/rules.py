@@ -64,6 +64,7 @@ UNPAIRED = {
         "state/amax_check.py": "recognizes averaged states, which travel as gradients; torch mutates buffers",
         "state/carry.py": "ways to carry state out of a gradient; torch mutates buffers",
         "layers/calibrate.py": "layers in high precision that record amaxes; torch's modules do it where they run",
+        "layers/general.py": "products over any axes, as flax's layers have them; torch's layers contract the last",
         "layers/inject.py": "a dot_general for unmodified models; torch swaps modules (modules/convert.py)",
     },
 }

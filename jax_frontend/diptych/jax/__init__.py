@@ -36,9 +36,10 @@ from diptych.jax.functional.permute import (
 from diptych.jax.functional.permute_quantize import moe_permute_and_quantize
 from diptych.jax.functional.quantize import amax, dequantize, quantize, rng_state
 from diptych.jax.functional.scale_update import scale_update
+from diptych.jax.layers.general import dense_general, init_dense_general_state
 from diptych.jax.layers.grouped_linear import grouped_dense, grouped_dense_vjp
 from diptych.jax.layers.held import kernel_quantizer, quantize_kernel, quantize_params
-from diptych.jax.layers.inject import dot_general
+from diptych.jax.layers.inject import dot_general, einsum
 from diptych.jax.layers.layernorm_linear import layernorm_dense, layernorm_dense_vjp
 from diptych.jax.layers.layernorm_mlp import MLP_OFFSETS, init_layernorm_mlp_state, layernorm_mlp, layernorm_mlp_vjp
 from diptych.jax.layers.linear import CHECKPOINT_NAME, dense
@@ -97,9 +98,11 @@ __all__ = [
     "checkpoint_policies",
     "combine_states",
     "dense",
+    "dense_general",
     "dense_vjp",
     "dequantize",
     "dot_general",
+    "einsum",
     "export_safety_checks",
     "gemm",
     "gemm_into",
@@ -108,6 +111,7 @@ __all__ = [
     "grouped_dense_vjp",
     "grouped_gemm",
     "header_version",
+    "init_dense_general_state",
     "init_layernorm_mlp_state",
     "init_state",
     "kernel_quantizer",

@@ -58,6 +58,21 @@ def test_an_nnx_linear_is_dense(recipe):
     tools.same(grads["kernel"][...], want["dkernel"].T)
 
 
+def test_layers_with_batch_axes_and_equations_are_injected():
+    """flax's own layers, whose kernels have batch axes: each element is a product with its own scales."""
+    recipe, x = dj.Float8CurrentScaling(), tools.normal("x", (3, 16, 32)) * jnp.array([1.0, 10, 100])[:, None, None]
+    layer = nnx.LinearGeneral(32, (4, 8), axis=-1, batch_axis={0: 3}, dot_general=dot_general(recipe), use_bias=False,
+                              rngs=nnx.Rngs(0))  # fmt: skip
+    kernel = layer.kernel[...]
+    want = jnp.stack([dense(x[i], kernel[i].reshape(32, 32).T, recipe=recipe) for i in range(3)]).reshape(3, 16, 4, 8)
+    tools.same(layer(x), want)
+    of_heads = nnx.Einsum("btd,dhk->bthk", (32, 4, 8), einsum_op=dj.einsum(recipe), rngs=nnx.Rngs(0))
+    tools.same(of_heads(x), dense(x, of_heads.kernel[...].reshape(32, 32).T, recipe=recipe).reshape(3, 16, 4, 8))
+    assert dj.einsum(None) is jnp.einsum and dj.einsum(recipe) == dj.einsum(recipe) != dot_general(recipe)
+    with pytest.raises(ValueError, match="einsum: DelayedScaling with delayed scaling has state"):
+        dj.einsum(DelayedScaling())
+
+
 class Model(nn.Module):
     """A small classifier, written with no thought of low precision."""
 
@@ -125,11 +140,10 @@ def test_what_is_no_linear_layer_is_refused():
     q = dj.quantize(jnp.ones((32, 32)), dj.MXFP8Quantizer())
     last = (((2,), (1,)), ((), ()))
     bad = {
-        "batch dimensions": (UnsupportedError, lambda: f(x, x, (((2,), (2,)), ((0,), (0,))))),
         "contracts nothing": (UnsupportedError, lambda: f(x, x, (((), ()), ((), ())))),
         "precision=HIGHEST": (ValueError, lambda: f(x, x[0], last, precision=jax.lax.Precision.HIGHEST)),
         "int32": (DTypeError, lambda: f(x, x[0], last, preferred_element_type=jnp.int32)),
-        "last axis is contracted": (UnsupportedError, lambda: f(x, q, (((2,), (0,)), ((), ())))),
+        "last axis alone is contracted": (UnsupportedError, lambda: f(x, q, (((2,), (0,)), ((), ())))),
         "one dtype": (DTypeError, lambda: f(x, x[0].astype(jnp.bfloat16), last)),
         "out_sharding": (UnsupportedError, lambda: f(x, x[0], last, out_sharding=0)),
         "delayed scaling has state": (ValueError, lambda: dot_general(DelayedScaling())),

@@ -110,12 +110,17 @@ def init_state(recipe: Recipe, *, module: str = "linear", name: str = "") -> dic
     return {slot.name: new_state(slot.quantizer) for slot in linear_plan(recipe, module, name).states}
 
 
+def require_states(op: str, states: Any) -> None:
+    """**Raises** ArgumentError unless `states` is a mapping of state names to `ScaleState`."""
+    if not isinstance(states, Mapping) or not all(is_state(s) for s in states.values()):
+        raise ArgumentError(f"{op}: state must be a mapping of state names to ScaleState, as init_state makes it")
+
+
 def check_states(op: str, states: Any, plan: LinearPlan, recipe: Recipe) -> dict[str, ScaleState]:
     """Returns a call's states if they are those of its recipe. **Raises** TypeError or ValueError otherwise."""
     if states is None:
         states = {}
-    if not isinstance(states, Mapping) or not all(is_state(s) for s in states.values()):
-        raise ArgumentError(f"{op}: state must be a mapping of state names to ScaleState, as init_state makes it")
+    require_states(op, states)
     kind, wanted = type(recipe).__name__, {s.name: s.quantizer for s in plan.states}
     if wanted and not states:
         raise ArgumentError(f"{op}: {kind} scales by earlier steps' amaxes and needs state=, which init_state makes")
