@@ -20,6 +20,7 @@ from diptych.common import (
     QuantizerRole,
     Recipe,
 )
+from diptych.common.conversion import ConversionReport, ConvertWarning
 from diptych.jax.earlier_names import keep_earlier_names
 from diptych.jax.functional.gemm import bias_grad, gemm, gemm_into
 from diptych.jax.functional.grouped import grouped_bias_grad, grouped_gemm, quantize_stack
@@ -47,6 +48,7 @@ from diptych.jax.layers.products import OFFSETS
 from diptych.jax.layers.quantize import rng_at
 from diptych.jax.layers.weight_gradients import dense_vjp
 from diptych.jax.modules import checkpoint_policies
+from diptych.jax.modules.convert import convert
 from diptych.jax.modules.serialize import register_all
 from diptych.jax.primitives.ffi import export_safety_checks, header_version
 from diptych.jax.sharding.table import partition_primitives
@@ -75,6 +77,8 @@ __all__ = [
     "CHECKPOINT_NAME",
     "MLP_OFFSETS",
     "OFFSETS",
+    "ConversionReport",
+    "ConvertWarning",
     "CustomRecipe",
     "DelayedScaling",
     "Float8BlockQuantizer",
@@ -97,6 +101,7 @@ __all__ = [
     "bias_grad",
     "checkpoint_policies",
     "combine_states",
+    "convert",
     "dense",
     "dense_general",
     "dense_vjp",

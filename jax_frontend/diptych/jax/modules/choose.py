@@ -32,15 +32,17 @@ class Choice:
 
 
 def choose(rules: Rules, path: str, contraction: Any, x: Any, kernel: Any, precision: Any) -> Choice:
-    """Returns the choice for a layer's product. `contraction`: as in `dense_general`; of `x` and `kernel` only the
-    shapes are read."""
+    """Returns the choice for a layer's product. `contraction`: as in `dense_general`, or made already; of `x` and
+    `kernel` only the shapes are read."""
     rule = rules.find(path)
     if rule is None or rule.recipe is None:
         return unconvertible(rules, path, "")
     if precision is not None:
         return unconvertible(rules, path, f"asks for precision {precision}")
     try:
-        c = Contraction.of(Names("convert", "the input", "the kernel"), contraction, x, kernel)
+        c = contraction
+        if not isinstance(contraction, Contraction):
+            c = Contraction.of(Names("convert", "the input", "the kernel"), contraction, x, kernel)
     except UnsupportedError as error:
         return unconvertible(rules, path, str(error).removeprefix("convert: "))
     k, (_, _, kept) = math.prod([kernel.shape[a] for a in c.right]), c.shapes(x.shape, kernel.shape)
@@ -78,8 +80,8 @@ def misfit(recipe: Recipe, name: str, n: int, k: int) -> str:
 
 
 class Found(NamedTuple):
-    """A module with parameters of its own. `choice`: of a layer that rules may convert; None for other modules, which
-    are left for a `reason`."""
+    """A module with parameters of its own. `choice`: of a layer; None for other modules, which are left for a
+    `reason`."""
 
     path: str
     kind: str

@@ -21,8 +21,8 @@ def convert(
     Converted are products with a parameter: nnx.Linear, LinearGeneral and Einsum; linen's Dense, DenseGeneral and
     Einsum; those inside of attention, LoRALinear, recurrent cells and modules of the user's own alike. The layers stay
     flax's, which add biases and cast operands; only the product is replaced by one with the bits of `dense`.
-    Parameters keep their objects, paths, values and initial values. A layer's path is its role's name, so that a
-    `CustomRecipe` may choose by it.
+    Parameters keep their objects, paths, values and initial values. A layer's path, with dots, is its role's name, so
+    that a `CustomRecipe` may choose by it.
 
     An nnx model is changed in place. What a recipe keeps between steps are variables `ScaleStates` and `RandomState` of
     the layers. A linen model stays as it is; the one that is returned has the same methods, and
@@ -40,7 +40,8 @@ def convert(
       `Module.path`, "Block_0/Dense_1", in linen; layers under nn.scan have one path. `*`, `?` and `[ab]` match inside
       of one part of a path, `**` any number of parts. A recipe alone converts every layer.
     - `inputs`, `keywords`: of linen's `model.init`, after its rngs: arrays, or `jax.ShapeDtypeStruct`. The model is
-      traced once with them, which finds its layers. nnx models take none.
+      traced once with them, which finds its layers. nnx models take none but `rngs`, an nnx.Rngs from which random
+      bits of stochastic rounding are drawn, nnx.Rngs(0) by default.
     - `verbose`: print the report. `return_report`: return it too.
 
     **Returns:** the model; with `return_report` (model, `ConversionReport`).
@@ -59,9 +60,10 @@ def convert(
     elif nnx is not None and isinstance(model, nnx.Module):
         from diptych.jax.modules.convert_nnx import convert_nnx
 
+        rngs = keywords.pop("rngs", None)
         if inputs or keywords:
-            raise ArgumentError("convert: an nnx model has its layers already and takes no inputs")
-        report = convert_nnx(model, made, verbose)
+            raise ArgumentError("convert: an nnx model has its layers already; it takes rngs and no inputs")
+        report = convert_nnx(model, made, rngs, verbose)
     else:
         kind = f"the class {model.__name__} itself" if isinstance(model, type) else type(model).__name__
         raise ArgumentError(f"convert: model must be a flax.linen.Module or a flax.nnx.Module, got {kind}")
