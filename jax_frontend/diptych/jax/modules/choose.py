@@ -80,14 +80,15 @@ def misfit(recipe: Recipe, name: str, n: int, k: int) -> str:
 
 
 class Found(NamedTuple):
-    """A module with parameters of its own. `choice`: of a layer; None for other modules, which are left for a
-    `reason`."""
+    """A module with parameters of its own. `choice`: of a layer that rules may convert; None for other modules, which
+    are left for a `reason`, or are this library's and have a `recipe` already."""
 
     path: str
     kind: str
     parameters: int
     choice: Choice | None
     reason: str = ""
+    recipe: Recipe | None = None
 
 
 def make_report(rules: Rules, found: list[Found]) -> ConversionReport:
@@ -96,7 +97,7 @@ def make_report(rules: Rules, found: list[Found]) -> ConversionReport:
     rules.require_used("convert", layers, [f.path for f in found if f.choice is None])
     rows = []
     for f in found:
-        choice = f.choice or Choice(None, f.reason)
+        choice = f.choice or Choice(f.recipe, f.reason)
         rows.append(ConvertedModule(f.path, f.kind, f.parameters, choice.recipe is not None, choice.why, choice.recipe))
     return ConversionReport(tuple(rows))
 

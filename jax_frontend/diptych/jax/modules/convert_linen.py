@@ -23,7 +23,7 @@ from diptych.common.conversion import ConversionReport, Rules, reason
 from diptych.common.errors import ArgumentError
 from diptych.common.recipes import Recipe
 from diptych.jax.modules.choose import Choice, Found, announce, choose, make_report, unconvertible
-from diptych.jax.modules.linen import DotGeneral, EinsumOp
+from diptych.jax.modules.linen import DotGeneral, EinsumOp, Layer
 
 _FLAG = "diptych.convert"
 _EINSUM = inspect.unwrap(nn.Einsum.__call__)
@@ -40,10 +40,11 @@ class Conversion:
 @dataclasses.dataclass
 class _Trace:
     """What is met while a converted model is traced: the classes of its modules, and what was chosen for layers, None
-    for layers whose product was not met."""
+    for layers whose product was not met. `own`: the recipes of this library's modules."""
 
     kinds: dict[str, str] = dataclasses.field(default_factory=dict)
     layers: dict[str, Choice | None] = dataclasses.field(default_factory=dict)
+    own: dict[str, Recipe | None] = dataclasses.field(default_factory=dict)
 
 
 _trace: contextvars.ContextVar[_Trace | None] = contextvars.ContextVar("diptych_convert_trace", default=None)
@@ -113,6 +114,7 @@ def _intercept(conversion: Conversion, root: int, run: Any, args: Any, kwargs: A
     path = "/".join(layer.path[root:])
     if trace is not None:
         trace.kinds[path] = type(layer).__name__
+        trace.own[path] = layer.recipe if isinstance(layer, Layer) else None
     if not isinstance(layer, _LAYERS):
         return run(*args, **kwargs)
     product = _Product(conversion, path)
@@ -192,8 +194,9 @@ def _found(made: Any, inputs: Any, keywords: Any) -> list[Found]:
         kind, choice = trace.kinds.get(path, "a scope"), trace.layers.get(path)
         if choice is None and path in trace.layers:
             choice = unconvertible(made.conversion.rules, path, "has a product of its own")
-        why = "" if choice else reason(kind == "Embed", [leaf.ndim for leaf in held])
-        found.append(Found(path, kind, sum([leaf.size for leaf in held]), choice, why))
+        recipe = trace.own.get(path)
+        why = "" if choice or recipe else reason(kind == "Embed", [leaf.ndim for leaf in held])
+        found.append(Found(path, kind, sum([leaf.size for leaf in held]), choice, why, recipe))
     return found
 
 

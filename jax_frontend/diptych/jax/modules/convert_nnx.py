@@ -145,7 +145,7 @@ def _found(modules: list[tuple[str, Any]], choices: dict[str, Choice]) -> list[F
     owners: dict[int, str] = {}
 
     def quantizes(path: str, module: Any) -> bool:
-        return choices[path].recipe is not None if path in choices else getattr(module, "recipe", None) is not None
+        return choices[path].recipe is not None if path in choices else isinstance(module, Layer)
 
     for wanted in (True, False):
         for path, module in modules:
@@ -156,11 +156,9 @@ def _found(modules: list[tuple[str, Any]], choices: dict[str, Choice]) -> list[F
     for path, module in modules:
         if own := _own(module):
             count = sum([math.prod(p.get_value().shape) for p in own if owners[id(p)] == path])
-            choice = choices.get(path)
-            if choice is None and isinstance(module, Layer) and module.recipe is not None:
-                choice = Choice(module.recipe)  # one of this library's modules
-            why = "" if choice else reason(isinstance(module, nnx.Embed), [p.get_value().ndim for p in own])
-            found.append(Found(path, type(module).__name__, count, choice, why))
+            choice, recipe = choices.get(path), module.recipe if isinstance(module, Layer) else None
+            why = "" if choice or recipe else reason(isinstance(module, nnx.Embed), [p.get_value().ndim for p in own])
+            found.append(Found(path, type(module).__name__, count, choice, why, recipe))
     return found
 
 
