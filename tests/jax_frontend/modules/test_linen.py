@@ -14,8 +14,9 @@ from diptych.common import RECIPES, ArgumentError, CustomRecipe, ShapeError, Uns
 from jax_frontend import tools
 
 nn = pytest.importorskip("flax.linen")
-import diptych.jax.linen as dl  # noqa: E402
 from flax.training.train_state import TrainState  # noqa: E402
+
+import diptych.jax.linen as dl  # noqa: E402
 
 pytestmark = pytest.mark.sampled
 
@@ -49,7 +50,7 @@ def given(recipe, variables):
 
 
 def compare(model, variables, x, function, **options):
-    """Bits of the loss and of all gradients, states among them. `function`: of the parameters, with a call's options."""
+    """Bits of the loss and of all gradients, with states. `function`: of the parameters, with a call's options."""
 
     def by_hand(variables):
         return jnp.square(function(variables["params"], **given(model.recipe, variables), **options)).mean()
@@ -227,7 +228,7 @@ def test_random_bits_are_those_of_the_stream():
     tools.same(grads(jax.random.key(1)), grads(jax.random.PRNGKey(1)))
     model.apply(variables, X)  # forward rounds nothing stochastically
     alone = dense.init(KEY, X)
-    with pytest.raises(ArgumentError, match="pass rngs={'stochastic_rounding': key}"):
+    with pytest.raises(ArgumentError, match=r"pass rngs=.*stochastic_rounding"):
         jax.grad(lambda v: loss_of(dense, v, X))(alone)
 
 

@@ -75,7 +75,8 @@ def test_grouped_linear_is_the_function(recipe):
 def test_initial_values_and_names():
     params = dl.LayerNormMLP(recipe=None, use_bias=True, **MLP | {"layernorm_type": "layernorm"}).init(KEY, X)["params"]
     assert {name: v.shape for name, v in params.items()} == {
-        "scale": (64,), "ln_bias": (64,), "wi_kernel": (64, 2, 96), "wi_bias": (2, 96), "wo_kernel": (96, 64), "wo_bias": (64,)
+        "scale": (64,), "ln_bias": (64,), "wi_kernel": (64, 2, 96), "wi_bias": (2, 96), "wo_kernel": (96, 64),
+        "wo_bias": (64,),
     }  # fmt: skip
     assert not params["scale"].any()  # zero_centered_gamma
     assert 0.8 < float(params["wi_kernel"].std()) * 8 < 1.2  # 1 / sqrt(64), however the kernel is shaped
