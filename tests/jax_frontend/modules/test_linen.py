@@ -14,8 +14,9 @@ from diptych.common import RECIPES, ArgumentError, CustomRecipe, ShapeError, Uns
 from jax_frontend import tools
 
 nn = pytest.importorskip("flax.linen")
-import diptych.jax.linen as dl  # noqa: E402
 from flax.training.train_state import TrainState  # noqa: E402
+
+import diptych.jax.linen as dl  # noqa: E402
 
 pytestmark = pytest.mark.sampled
 
@@ -49,7 +50,7 @@ def given(recipe, variables):
 
 
 def compare(model, variables, x, function, **options):
-    """Bits of the loss and of all gradients, states among them. `function`: of the parameters, with a call's options."""
+    """Bits of the loss and of all gradients, with states. `function`: of the parameters, with a call's options."""
 
     def by_hand(variables):
         return jnp.square(function(variables["params"], **given(model.recipe, variables), **options)).mean()
@@ -190,7 +191,9 @@ def test_training_with_the_train_state_of_flax(recipe):
     assert losses[-1] < losses[0]
     assert jax.tree.structure(state.params) == jax.tree.structure(variables)
     if recipe is DELAYED:
-        scales = [s.scale for s in jax.tree.leaves(state.params[dl.STATES], is_leaf=lambda s: isinstance(s, dj.ScaleState))]
+        scales = [
+            s.scale for s in jax.tree.leaves(state.params[dl.STATES], is_leaf=lambda s: isinstance(s, dj.ScaleState))
+        ]
         assert len(scales) == 9 and all(float(s[0]) not in (0, 1) for s in scales)
 
 
@@ -216,14 +219,16 @@ def test_random_bits_are_those_of_the_stream():
     dense = dl.Dense(64, recipe=NVFP4)
 
     def grads(key):
-        return jax.jit(jax.grad(lambda v: loss_of(model, v, X, rngs={dl.RNG: key})))(variables)["params"]["first"]["kernel"]
+        return jax.jit(jax.grad(lambda v: loss_of(model, v, X, rngs={dl.RNG: key})))(variables)["params"]["first"][
+            "kernel"
+        ]
 
     tools.same(grads(jax.random.key(1)), grads(jax.random.key(1)))
     assert (grads(jax.random.key(1)) != grads(jax.random.key(2))).any()
     tools.same(grads(jax.random.key(1)), grads(jax.random.PRNGKey(1)))
     model.apply(variables, X)  # forward rounds nothing stochastically
     alone = dense.init(KEY, X)
-    with pytest.raises(ArgumentError, match="pass rngs={'stochastic_rounding': key}"):
+    with pytest.raises(ArgumentError, match=r"pass rngs=.*stochastic_rounding"):
         jax.grad(lambda v: loss_of(dense, v, X))(alone)
 
 
@@ -287,11 +292,15 @@ def test_dimensions_have_logical_names():
     spec = nn.get_partition_spec(variables)
     P = jax.sharding.PartitionSpec
     assert spec["params"] == {"kernel": P("embed", "heads", "mlp"), "bias": P("heads", "mlp")}
-    assert nn.logical_to_mesh(spec, [("embed", None), ("heads", None), ("mlp", "tp")])["params"]["bias"] == P(None, "tp")
+    assert nn.logical_to_mesh(spec, [("embed", None), ("heads", None), ("mlp", "tp")])["params"]["bias"] == P(
+        None, "tp"
+    )
     grads = jax.grad(lambda v: loss_of(model, v, X))(variables)
     assert jax.tree.structure(dl.update_states(variables, grads)) == jax.tree.structure(variables)
     own = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
-    assert nn.get_partition_spec(dl.Dense(32, recipe=None, kernel_init=own).init(KEY, X))["params"]["kernel"] == P("embed", "mlp")
+    assert nn.get_partition_spec(dl.Dense(32, recipe=None, kernel_init=own).init(KEY, X))["params"]["kernel"] == P(
+        "embed", "mlp"
+    )
 
 
 def test_the_place_in_the_model_is_the_name_of_the_roles():

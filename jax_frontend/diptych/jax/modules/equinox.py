@@ -4,8 +4,8 @@
 
 Parameters have equinox's names, layout and initial values. The recipe is a static field. What it keeps between calls:
 
-- States of delayed scaling are leaves in the field `states`, and the gradient with respect to a state is the next state.
-  An optimizer must not step them, so it gets `parameters` alone:
+- States of delayed scaling are leaves in the field `states`, and the gradient with respect to a state is the next
+  state. An optimizer must not step them, so it gets `parameters` alone:
 
       opt_state = optimizer.init(dx.parameters(model))
       grads = eqx.filter_grad(loss)(model, x)
@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import equinox as eqx
 import jax
 
+from diptych.common.errors import ShapeError
 from diptych.common.recipes import Recipe
 from diptych.jax.layers.linear import dense
 from diptych.jax.modules.shared import kept, next_states, random_bits, without_random_bits
@@ -38,8 +39,8 @@ Tree = TypeVar("Tree")
 
 
 def parameters(tree: Tree) -> Tree:
-    """Returns what an optimizer steps: the inexact arrays of a model, or of its gradients, that belong neither to states
-    nor to quantized weights. All else is None."""
+    """Returns what an optimizer steps: the inexact arrays of a model, or of its gradients, that belong neither to
+    states nor to quantized weights. All else is None."""
 
     def pick(x: Any) -> Any:
         return x if eqx.is_inexact_array(x) else None
@@ -51,7 +52,7 @@ def update_states(model: Tree, grads: Any, axis_name: Any = None) -> Tree:
     """Returns a model with the states for the next step; see `diptych.jax.update_state`.
 
     **Arguments:** `grads`: the gradients of a step, as `eqx.filter_grad` makes them. `axis_name`: mesh axes over which
-    amaxes are reduced first, inside shard_map. Layers may be stacks, as `eqx.filter_vmap` makes them for `jax.lax.scan`.
+    amaxes are reduced first, inside shard_map. Layers may be stacks, for `jax.lax.scan`.
 
     **Raises:** TypeError if the gradients lack states of the model; ValueError for states that were summed, as those of
     a module that is called twice or under `jax.vmap` are, or averaged. Under jit their scales become NaN.
@@ -70,7 +71,8 @@ class Linear(eqx.Module):
     Fields: `weight` [out, in], `bias` [out] or None; `states`, None unless a tensor has delayed scales. A weight may be
     a `QuantizedArray`, as `quantize_params` makes it, for inference.
 
-    **Raises:** TypeError if `recipe` is no recipe; a call raises as `diptych.jax.dense`.
+    **Raises:** TypeError if `recipe` is no recipe; ValueError for features that are no numbers above 0; a call raises
+    as `diptych.jax.dense`.
     """
 
     weight: Any
@@ -93,6 +95,8 @@ class Linear(eqx.Module):
         name: str = "",
         key: Array,
     ) -> None:
+        if not all(type(n) is int and n > 0 for n in (in_features, out_features)):
+            raise ShapeError(f"Linear: features must be numbers above 0, got {in_features!r} and {out_features!r}")
         plain = eqx.nn.Linear(in_features, out_features, use_bias, dtype, key=key)
         self.weight, self.bias = plain.weight, plain.bias
         self.states = kept("Linear", recipe, "linear", name).states
@@ -117,7 +121,7 @@ class MLP(eqx.Module):
 
     **Arguments:** `in_size`, `out_size`, `width_size`, `depth`, `activation`, `final_activation`, `use_bias`,
     `use_final_bias`, `dtype`, `key`: as in `eqx.nn.MLP`, but sizes are numbers, and activations are functions without
-    parameters, of arrays of any shape. `recipe`: of all layers. `name`: of the roles; layers have it with ".0", ".1", ...
+    parameters, of arrays of any shape. `recipe`: of all layers. `name`: of the roles, with ".0", ".1", ... behind it.
 
     Fields: `layers`, depth + 1 `Linear`s.
 
@@ -152,7 +156,7 @@ class MLP(eqx.Module):
         biases = [*[use_bias] * depth, use_final_bias]
         keys = jax.random.split(key, depth + 1)
         self.layers = tuple(
-            Linear(*sizes[i : i + 2], biases[i], dtype, recipe=recipe, name=f"{name}.{i}".strip("."), key=keys[i])
+            Linear(sizes[i], sizes[i + 1], biases[i], dtype, recipe=recipe, name=f"{name}.{i}".strip("."), key=keys[i])
             for i in range(depth + 1)
         )
         self.activation, self.final_activation = activation, final_activation

@@ -6,8 +6,8 @@
 Parameters have linen's names and layout: kernels are [in, out]. Each module's path in the model, joined by dots, is the
 name by which a recipe chooses quantizers. What a recipe keeps between calls:
 
-- States of delayed scaling are in flax's collection `_overwrite_with_gradient`, whose gradient is the next value. A step
-  differentiates with respect to all variables, and `update_states` returns them with the states for the next step:
+- States of delayed scaling are in flax's collection `_overwrite_with_gradient`, whose gradient is the next value. A
+  step differentiates with respect to all variables, and `update_states` returns them with the states for the next step:
 
       grads = jax.grad(lambda variables: loss(model.apply(variables, x)))(variables)
       variables = dl.update_states(variables, grads)         # states alone; the optimizer updates "params"
@@ -18,7 +18,6 @@ name by which a recipe chooses quantizers. What a recipe keeps between calls:
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -160,13 +159,13 @@ def reshaped(init: Any, flat: tuple[int, ...]) -> Any:
     return wrapped
 
 
-class Dense(Weighted, kw_only=True):
+class Dense(Weighted):
     """A linear layer whose three products run in the low precision of `recipe`; otherwise as `nn.Dense`.
 
     **Arguments:** `features`, `use_bias`, `param_dtype`, `kernel_init`, `bias_init`: as in `nn.Dense`. `dtype`: the
-    input is cast to it; None keeps the input's dtype, which is the result's. The kernel is quantized from its own dtype.
-    `kernel_axes`, `bias_axes`: logical names of the dimensions, for `nn.get_partition_spec`; () for none. `recipe`:
-    None gives the plain product.
+    input is cast to it; None keeps the input's dtype, which is the result's. The kernel is quantized from its own
+    dtype. `kernel_axes`, `bias_axes`: logical names of the dimensions, for `nn.get_partition_spec`; () for none.
+    `recipe`: None gives the plain product.
 
     Parameters: `kernel` [in, features], `bias` [features].
 
@@ -174,7 +173,7 @@ class Dense(Weighted, kw_only=True):
     `diptych.jax.dense`.
     """
 
-    features: int = dataclasses.field(kw_only=False)
+    features: int
     kernel_axes: Axes = ()
     bias_axes: Axes = ()
 
@@ -186,19 +185,20 @@ class Dense(Weighted, kw_only=True):
         return self._run(dense, "linear", x, kernel, self._bias((self.features,), self.bias_axes))
 
 
-class DenseGeneral(Weighted, kw_only=True):
+class DenseGeneral(Weighted):
     """A linear layer over any axes in the low precision of `recipe`; otherwise as `nn.DenseGeneral`.
 
-    **Arguments:** `features`, `axis`, `batch_dims`: as in `nn.DenseGeneral`: ints or several, the widths of the result's
-    last axes, the axes of the input that are contracted (in ascending order), and leading axes that the kernel has too. Others: as in `Dense`.
+    **Arguments:** `features`, `axis`, `batch_dims`: as in `nn.DenseGeneral`: ints or several, the widths of the
+    result's last axes, the axes of the input that are contracted (in ascending order), and leading axes that the
+    kernel has too. Others: as in `Dense`.
 
-    Parameters: `kernel` [*batch, *axes, *features], `bias` [*batch, *features]. Each element of the batch has scales and
-    states of its own.
+    Parameters: `kernel` [*batch, *axes, *features], `bias` [*batch, *features]. Each element of the batch has scales
+    and states of its own.
 
     **Raises:** as `Dense`; ValueError for `batch_dims` that are not the leading axes.
     """
 
-    features: int | Sequence[int] = dataclasses.field(kw_only=False)
+    features: int | Sequence[int]
     axis: int | Sequence[int] = -1
     batch_dims: Sequence[int] = ()
     kernel_axes: Axes = ()
@@ -220,19 +220,19 @@ class DenseGeneral(Weighted, kw_only=True):
         return self._product(numbers, x, kernel, self._bias((*batch, *features), self.bias_axes))
 
 
-class Einsum(Weighted, kw_only=True):
+class Einsum(Weighted):
     """An einsum of the input and a kernel in the low precision of `recipe`; otherwise as `nn.Einsum`.
 
-    **Arguments:** `shape`: of the kernel. `einsum_str`: an equation of two operands with "->", as "btd,dhk->bthk"; it may
-    be given to the call instead. The kernel's term is letters alone. Others: as in `Dense`.
+    **Arguments:** `shape`: of the kernel. `einsum_str`: an equation of two operands with "->", as "btd,dhk->bthk"; it
+    may be given to the call instead. The kernel's term is letters alone. Others: as in `Dense`.
 
     Parameters: `kernel`, of `shape`; `bias`, with the axes of the kernel that the result has, in the result's order.
 
     **Raises:** as `Dense`; ValueError for no equation or one that does not fit; a call raises as `dense_general`.
     """
 
-    shape: Sequence[int] = dataclasses.field(kw_only=False)
-    einsum_str: str | None = dataclasses.field(default=None, kw_only=False)
+    shape: Sequence[int]
+    einsum_str: str | None = None
     kernel_axes: Axes = ()
     bias_axes: Axes = ()
 
@@ -255,7 +255,7 @@ class Einsum(Weighted, kw_only=True):
         return self._product(equation, x, kernel, bias)
 
 
-class DotGeneral(Layer, kw_only=True):
+class DotGeneral(Layer):
     """`jax.lax.dot_general` in the low precision of `recipe`, with states and random bits, for layers of flax:
 
         nn.Dense(128, dot_general_cls=functools.partial(dl.DotGeneral, recipe=recipe))
@@ -276,7 +276,7 @@ class DotGeneral(Layer, kw_only=True):
         return self._product(dimension_numbers, lhs, rhs, **options)
 
 
-class EinsumOp(DotGeneral, kw_only=True):
+class EinsumOp(DotGeneral):
     """`jnp.einsum` of an input and a kernel in the low precision of `recipe`, with states and random bits, for layers
     that take a function or module for it, as they take flax's `Fp8Einsum`. See `DotGeneral`."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,7 +48,7 @@ class Normed(Weighted, kw_only=True):
         return scale, bias, options
 
 
-class LayerNormDense(Normed, kw_only=True):
+class LayerNormDense(Normed):
     """A norm and a linear layer in the low precision of `recipe`; see `diptych.jax.layernorm_dense`.
 
     Arguments have the names and defaults of TransformerEngine's `LayerNormDenseGeneral`, except that `dtype` and
@@ -57,16 +56,16 @@ class LayerNormDense(Normed, kw_only=True):
     request.
 
     **Arguments:** `features`: an int, or several whose product is the kernel's width. `layernorm_type`: "layernorm" or
-    "rmsnorm". `epsilon`: added to the variance or mean square. `zero_centered_gamma`: multiply by 1 + scale. `scale_init`:
-    by default ones, or zeros with `zero_centered_gamma`. `return_layernorm_output`: return the norm's output too.
-    Others: as in `Dense`.
+    "rmsnorm". `epsilon`: added to the variance or mean square. `zero_centered_gamma`: multiply by 1 + scale.
+    `scale_init`: by default ones, or zeros with `zero_centered_gamma`. `return_layernorm_output`: return the norm's
+    output too. Others: as in `Dense`.
 
     Parameters: `scale` [in]; `ln_bias` [in] unless the norm is "rmsnorm"; `kernel` [in, *features]; `bias` [*features].
 
     **Raises:** as `Dense`; ValueError for an unknown norm.
     """
 
-    features: int | Sequence[int] = dataclasses.field(kw_only=False)
+    features: int | Sequence[int]
     kernel_axes: Axes = ()
     bias_axes: Axes = ()
     return_layernorm_output: bool = False
@@ -87,11 +86,11 @@ class LayerNormDense(Normed, kw_only=True):
         return (y[0].reshape(shape), y[1]) if self.return_layernorm_output else y.reshape(shape)
 
 
-class LayerNormMLP(Normed, kw_only=True):
+class LayerNormMLP(Normed):
     """A norm and a two-layer perceptron in the low precision of `recipe`; see `diptych.jax.layernorm_mlp`.
 
-    Arguments have the names and defaults of TransformerEngine's `LayerNormMLP`, except as in `LayerNormDense`; the norm's
-    output is not returned.
+    Arguments have the names and defaults of TransformerEngine's `LayerNormMLP`, except as in `LayerNormDense`; the
+    norm's output is not returned.
 
     **Arguments:** `intermediate_dim`: of the activation's output. `activations`: TransformerEngine's names, such as
     ("gelu",) or ("silu", "linear"), or a name of `layernorm_mlp`, such as "swiglu". `kernel_axes_1`, `bias_axes_1`,
@@ -127,7 +126,13 @@ class LayerNormMLP(Normed, kw_only=True):
         )  # fmt: skip
 
 
-class GroupedLinear(Weighted, kw_only=True):
+class Stacked(Weighted, kw_only=True):
+    """Base of the modules whose kernels are stacks, each of which is initialized by itself."""
+
+    kernel_init: Any = _STACK_INIT
+
+
+class GroupedLinear(Stacked):
     """A linear layer for each group of rows, such as the experts of a layer; see `diptych.jax.grouped_dense`.
 
     **Arguments:** `num_groups`: the number of layers. Others: as in `Dense`; kernels are initialized each by itself.
@@ -137,9 +142,8 @@ class GroupedLinear(Weighted, kw_only=True):
     **Raises:** as `Dense`; a call raises as `grouped_dense`.
     """
 
-    num_groups: int = dataclasses.field(kw_only=False)
-    features: int = dataclasses.field(kw_only=False)
-    kernel_init: Any = _STACK_INIT
+    num_groups: int
+    features: int
     kernel_axes: Axes = ()
     bias_axes: Axes = ()
 
@@ -156,17 +160,23 @@ class GroupedLinear(Weighted, kw_only=True):
         return self._run(grouped_dense, "grouped_linear", x, kernel, bias, offsets, row_map=row_map, align=align)
 
 
-class MoE(Weighted, kw_only=True):
+class Experts(Stacked, kw_only=True):
+    """Base of `MoE`: its experts have no biases by default."""
+
+    use_bias: bool = False
+
+
+class MoE(Experts):
     """A mixture of experts: each token's result is the sum of its `top_k` experts' results, weighted by the router.
 
-    An expert is a perceptron with one hidden layer. Rows are quantized as they move to their experts. The router runs in
-    float32.
+    An expert is a perceptron with one hidden layer. Rows are quantized as they move to their experts. The router runs
+    in float32.
 
     **Arguments:** `num_experts`, `intermediate_dim`: the number of experts, and of each the width of the activation's
     output. `top_k`: experts of a token, whose probabilities are divided by their sum. `activations`: as in
     `LayerNormMLP`. `align`: each expert's rows begin at a multiple of it; None chooses that of the recipe.
-    `router_axes`, `kernel_axes_1`, `kernel_axes_2`: logical names of the dimensions of the router's kernel [in, experts]
-    and of the experts' kernels [experts, in, out]. Others: as in `Dense`.
+    `router_axes`, `kernel_axes_1`, `kernel_axes_2`: logical names of the dimensions of the router's kernel
+    [in, experts] and of the experts' kernels [experts, in, out]. Others: as in `Dense`.
 
     Submodules: `router`, an `nn.Dense`; `wi` and `wo`, `GroupedLinear`s. A gated activation has twice the width in
     `wi`, and its first half is activated.
@@ -174,13 +184,11 @@ class MoE(Weighted, kw_only=True):
     **Raises:** as `GroupedLinear`, and ValueError for an unknown activation.
     """
 
-    num_experts: int = dataclasses.field(kw_only=False)
-    intermediate_dim: int = dataclasses.field(kw_only=False)
+    num_experts: int
+    intermediate_dim: int
     top_k: int = 2
     activations: str | Sequence[str] = ("silu", "linear")
     align: int | None = None
-    use_bias: bool = False
-    kernel_init: Any = _STACK_INIT
     router_init: Any = KERNEL_INIT
     router_axes: Axes = ()
     kernel_axes_1: Axes = ()
