@@ -20,6 +20,7 @@ from diptych.common import (
     QuantizerRole,
     Recipe,
 )
+from diptych.common.conversion import ConversionReport, ConvertWarning
 from diptych.jax.earlier_names import keep_earlier_names
 from diptych.jax.functional.gemm import bias_grad, gemm, gemm_into
 from diptych.jax.functional.grouped import grouped_bias_grad, grouped_gemm, quantize_stack
@@ -47,6 +48,7 @@ from diptych.jax.layers.products import OFFSETS
 from diptych.jax.layers.quantize import rng_at
 from diptych.jax.layers.weight_gradients import dense_vjp
 from diptych.jax.modules import checkpoint_policies
+from diptych.jax.modules.convert import convert
 from diptych.jax.modules.serialize import check_quantizers, quantizers_of, register_all
 from diptych.jax.modules.torch_checkpoint import load_torch, read_safetensors, to_torch
 from diptych.jax.primitives.ffi import export_safety_checks, header_version
@@ -78,6 +80,8 @@ __all__ = [
     "CHECKPOINT_NAME",
     "MLP_OFFSETS",
     "OFFSETS",
+    "ConversionReport",
+    "ConvertWarning",
     "CustomRecipe",
     "DelayedScaling",
     "Float8BlockQuantizer",
@@ -101,6 +105,7 @@ __all__ = [
     "check_quantizers",
     "checkpoint_policies",
     "combine_states",
+    "convert",
     "dense",
     "dense_general",
     "dense_vjp",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -158,7 +157,13 @@ class GroupedLinear(Stacked):
         return self._run(grouped_dense, "grouped_linear", x, kernel, bias, offsets, row_map=row_map, align=align)
 
 
-class MoE(Stacked):
+class Experts(Stacked, kw_only=True):
+    """Base of `MoE`: its experts have no biases by default."""
+
+    use_bias: bool = False
+
+
+class MoE(Experts):
     """A mixture of experts: each token's result is the sum of its `top_k` experts' results, weighted by the router.
 
     An expert is a perceptron with one hidden layer. Rows are quantized as they move to their experts. The router runs
@@ -181,7 +186,6 @@ class MoE(Stacked):
     top_k: int = 2
     activations: str | Sequence[str] = ("silu", "linear")
     align: int | None = None
-    use_bias: bool = dataclasses.field(default=False, kw_only=True)
     router_init: Any = KERNEL_INIT
     router_axes: Axes = ()
     kernel_axes_1: Axes = ()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Callable
 from typing import Any, Literal, overload
@@ -11,6 +10,7 @@ from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
 from diptych.common.arguments import require_recipe, require_switches
+from diptych.common.conversion import ConversionReport, ConvertedModule, ConvertWarning, reason
 from diptych.common.errors import ArgumentError
 from diptych.common.recipes import Recipe
 from diptych.torch.modules.base import QuantizedModule
@@ -23,57 +23,6 @@ _HARMLESS = {
     "__parameters__", "__firstlineno__", "__static_attributes__", "__annotate_func__", "__annotate__",
     "__constants__", "reset_parameters",
 }  # fmt: skip
-
-
-class ConvertWarning(UserWarning):
-    """Warns of a layer that `convert` left as it is, though it multiplies by matrices as convertible layers do."""
-
-
-# --- the report ------------------------------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class ConvertedModule:
-    """One module with parameters of its own. `kind`: its class before. `parameters`: the count of their elements; a
-    tied parameter counts at its first module. `converted`: whether the module quantizes now. `why`: the reason if it
-    does not, else empty."""
-
-    name: str
-    kind: str
-    parameters: int
-    converted: bool
-    why: str
-
-
-@dataclasses.dataclass(frozen=True)
-class ConversionReport:
-    """What `convert` made of a model, in its modules' order. `str()` gives a line for each kind and reason."""
-
-    modules: tuple[ConvertedModule, ...]
-
-    @property
-    def converted(self) -> int:
-        """The count of numbers in the parameters of modules that quantize."""
-        return sum([m.parameters for m in self.modules if m.converted])
-
-    @property
-    def left(self) -> int:
-        """The count of numbers in the parameters of all other modules."""
-        return sum([m.parameters for m in self.modules if not m.converted])
-
-    def __str__(self) -> str:
-        total = self.converted + self.left
-        share = f"{100 * self.converted / total:.1f} %" if total else "nothing"
-        lines = [f"convert: {self.converted:,} of {total:,} parameters ({share}) are in layers that quantize"]
-        rows: dict[tuple[bool, str, str], list[ConvertedModule]] = {}
-        for m in self.modules:
-            rows.setdefault((not m.converted, m.kind, m.why), []).append(m)
-        for (left, kind, why), found in sorted(rows.items(), key=lambda row: row[0][0]):
-            count, names = sum([m.parameters for m in found]), found[0].name or "the model"
-            names += f" and {len(found) - 1} more" if len(found) > 1 else ""
-            lines.append(f"  {'left     ' if left else 'converted'} {count:>15,}  {kind}: {names}{why and f'; {why}'}")
-        return "\n".join(lines)
-
 
 # --- converting ------------------------------------------------------------------------------------------------------
 
@@ -236,8 +185,4 @@ def _reason(module: nn.Module, why: dict[int, str]) -> str:
     """Returns why a module was left as it is."""
     if id(module) in why:
         return why[id(module)]
-    if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
-        return "an embedding, which multiplies by none"
-    if all([p.dim() < 2 for p in _own(module)]):
-        return "vectors alone, no matrix"
-    return "no layer that convert knows"
+    return reason(isinstance(module, nn.Embedding | nn.EmbeddingBag), [p.dim() for p in _own(module)])

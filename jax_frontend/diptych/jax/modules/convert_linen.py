@@ -1,0 +1,209 @@
+"""`convert` for flax's linen: the same model, of a class that replaces products while any of its methods runs.
+
+linen makes its layers anew in each call, so there is nothing to replace in the model. The class of a converted model
+derives from the model's own, and runs every method under `nn.intercept_methods`; the interceptor gives layers a
+`dot_general_cls`. It sees layers wherever flax makes them: in setup, in compact methods, and inside of nn.scan,
+nn.remat, nn.vmap and nn.jit.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import dataclasses
+import functools
+import inspect
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from diptych.common.conversion import ConversionReport, Rules, reason
+from diptych.common.errors import ArgumentError
+from diptych.common.recipes import Recipe
+from diptych.jax.modules.choose import Choice, Found, announce, choose, make_report, unconvertible
+from diptych.jax.modules.linen import DotGeneral, EinsumOp, Layer
+
+_FLAG = "diptych.convert"
+_EINSUM = inspect.unwrap(nn.Einsum.__call__)
+_LAYERS = (nn.Dense, nn.DenseGeneral, nn.Einsum)
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversion:
+    """How a model is converted, as a field of its module."""
+
+    rules: Rules
+
+
+@dataclasses.dataclass
+class _Trace:
+    """What is met while a converted model is traced: the classes of its modules, and what was chosen for layers, None
+    for layers whose product was not met. `own`: the recipes of this library's modules."""
+
+    kinds: dict[str, str] = dataclasses.field(default_factory=dict)
+    layers: dict[str, Choice | None] = dataclasses.field(default_factory=dict)
+    own: dict[str, Recipe | None] = dataclasses.field(default_factory=dict)
+
+
+_trace: contextvars.ContextVar[_Trace | None] = contextvars.ContextVar("diptych_convert_trace", default=None)
+_running: contextvars.ContextVar[Any] = contextvars.ContextVar("diptych_convert_running", default=None)
+
+
+class _Converted:
+    """Base of the classes of converted models, before flax's."""
+
+    conversion: Conversion
+    scope: Any
+
+    def __post_init__(self) -> None:
+        super().__post_init__()  # type: ignore[misc]
+        if self.scope is not None:
+            # Scopes hand flags down to all modules of this model, also inside of flax's transformations. For other
+            # flags nn.jit compiles anew: it must not run what an unconverted model has compiled.
+            self.scope.flags = {**self.scope.flags, _FLAG: self.conversion}
+
+    def _call_wrapped_method(self, fun: Any, args: Any, kwargs: Any) -> Any:
+        run = functools.partial(super()._call_wrapped_method, fun, args, kwargs)  # type: ignore[misc]
+        here = self.conversion, None if self.scope is None else self.scope.path
+        if self.scope is None or _running.get() == here:
+            return run()
+        token = _running.set(here)
+        try:
+            with nn.intercept_methods(functools.partial(_intercept, self.conversion, len(self.scope.path))):
+                return run()
+        finally:
+            _running.reset(token)
+
+
+@functools.cache
+def _converted_class(cls: type) -> type:
+    """Returns a model's class with conversion. It keeps its name, from which flax makes the names of submodules."""
+    body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+    return type(cls.__name__, (_Converted, cls), body | {"__annotations__": {"conversion": Any}, "conversion": None})
+
+
+def convert_linen(model: Any, rules: Rules, inputs: Any, keywords: Any, verbose: bool) -> tuple[Any, ConversionReport]:
+    """Returns the converted model and the report. `inputs`, `keywords`: of `model.init`; see `convert`."""
+    if isinstance(model, _Converted):
+        raise ValueError("convert: the model is converted already; convert the original, with all rules at once")
+    if model.scope is not None:
+        raise ArgumentError("convert: the model is bound to variables; convert it first, and bind what is returned")
+    if not inputs and not keywords:
+        raise ArgumentError(
+            "convert: a linen model makes its layers when it is called; pass the arguments of model.init after the "
+            "rules, such as jax.ShapeDtypeStruct((8, 128), jnp.int32)"
+        )
+    fields = {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.init and f.name != "parent"}
+    made = _converted_class(type(model))(**fields, conversion=Conversion(rules))
+    found = _found(made, inputs, keywords)
+    report = make_report(rules, found)
+    announce(report, found, verbose)
+    return made, report
+
+
+# --- while the model runs ---
+
+
+def _intercept(conversion: Conversion, root: int, run: Any, args: Any, kwargs: Any, context: Any) -> Any:
+    """Runs one method of any module while a converted model runs. `root`: the number of parts of the model's path."""
+    layer, trace = context.module, _trace.get()
+    if layer.scope is None or layer.scope.flags.get(_FLAG) != conversion:  # of another model that this one applies
+        return run(*args, **kwargs)
+    path = "/".join(layer.path[root:])
+    if trace is not None:
+        trace.kinds[path] = type(layer).__name__
+        trace.own[path] = layer.recipe if isinstance(layer, Layer) else None
+    if not isinstance(layer, _LAYERS):
+        return run(*args, **kwargs)
+    product = _Product(conversion, path)
+    if trace is not None:
+        trace.layers.setdefault(path, None)
+    if isinstance(layer, nn.Einsum):
+        own = inspect.unwrap(context.orig_method.func) is _EINSUM  # not that of a subclass or a transformation
+        return _einsum(layer, product, *args, **kwargs) if own else run(*args, **kwargs)
+    if layer.dot_general_cls is not None or layer.dot_general is not None:  # the user's, or a product in a clone
+        return run(*args, **kwargs)
+    object.__setattr__(layer, "dot_general_cls", product)  # flax freezes its modules
+    try:
+        return run(*args, **kwargs)
+    finally:
+        object.__setattr__(layer, "dot_general_cls", None)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Product:
+    """What a layer has as `dot_general_cls`. It is a value, because nn.jit hashes a layer's fields."""
+
+    conversion: Conversion
+    path: str
+
+    def __call__(self) -> Any:
+        return self.dot_general
+
+    def dot_general(self, lhs: Any, rhs: Any, numbers: Any, precision: Any = None, **options: Any) -> Any:
+        if (recipe := self._recipe(numbers, lhs, rhs, precision)) is None:
+            return jax.lax.dot_general(lhs, rhs, numbers, precision, **options)
+        return DotGeneral(recipe=recipe)(lhs, rhs, numbers, **options)
+
+    def einsum(self, equation: str, lhs: Any, rhs: Any, precision: Any, dtype: Any) -> Any:
+        if (recipe := self._recipe(equation, lhs, rhs, precision)) is None:
+            return jnp.einsum(equation, lhs, rhs, precision=precision, preferred_element_type=dtype)
+        return EinsumOp(recipe=recipe)(equation, lhs, rhs, preferred_element_type=dtype)
+
+    def _recipe(self, contraction: Any, lhs: Any, rhs: Any, precision: Any) -> Recipe | None:
+        choice = choose(self.conversion.rules, self.path, contraction, lhs, rhs, precision)
+        if (trace := _trace.get()) is not None:
+            trace.layers[self.path] = choice
+        return choice.recipe
+
+
+def _einsum(layer: Any, product: _Product, inputs: Any, einsum_str: str | None = None) -> Any:
+    """nn.Einsum's call, which has no argument for the product."""
+    equation = nn.merge_param("einsum_str", layer.einsum_str, einsum_str).replace(" ", "")
+    kernel, bias, shape = layer.param("kernel", layer.kernel_init, layer.shape, layer.param_dtype), None, ()
+    if layer.use_bias:
+        of_bias, shape = layer._get_bias_shape(equation, inputs, kernel)
+        bias = layer.param("bias", layer.bias_init, of_bias, layer.param_dtype)
+    inputs, kernel, bias = layer.promote_dtype(inputs, kernel, bias, dtype=layer.dtype)
+    y = product.einsum(equation, inputs, kernel, layer.precision, layer.preferred_element_type)
+    return y if bias is None else y + bias.reshape(shape)
+
+
+# --- the report ---
+
+
+def _found(made: Any, inputs: Any, keywords: Any) -> list[Found]:
+    """Traces `init` of a converted model. Returns its modules with parameters."""
+    leaves, tree = jax.tree.flatten((inputs, keywords))
+    arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")}
+
+    def init(arrays: Any) -> Any:
+        args, kwargs = jax.tree.unflatten(tree, [arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
+        return made.init(jax.random.key(0), *args, **kwargs)
+
+    trace = _Trace()
+    token = _trace.set(trace)
+    try:
+        params = nn.meta.unbox(jax.eval_shape(init, arrays)).get("params", {})
+    finally:
+        _trace.reset(token)
+    found = []
+    for path, held in _held(params, ""):
+        kind, choice = trace.kinds.get(path, "a scope"), trace.layers.get(path)
+        if choice is None and path in trace.layers:
+            choice = unconvertible(made.conversion.rules, path, "has a product of its own")
+        recipe = trace.own.get(path)
+        why = "" if choice or recipe else reason(kind == "Embed", [leaf.ndim for leaf in held])
+        found.append(Found(path, kind, sum([leaf.size for leaf in held]), choice, why, recipe))
+    return found
+
+
+def _held(params: Any, path: str) -> Iterator[tuple[str, list[Any]]]:
+    """Yields each module that has parameters of its own: its path and these."""
+    if held := [leaf for leaf in params.values() if not isinstance(leaf, Mapping)]:
+        yield path, held
+    for name, inner in params.items():
+        if isinstance(inner, Mapping):
+            yield from _held(inner, f"{path}/{name}" if path else name)
