@@ -55,9 +55,6 @@ def test_blocks_are_never_cut():
     with pytest.raises(ShapeError, match="3 M into 2 shards"):  # a leading dimension, though rows divide
         folded = Rule((("M", None, "K"),), (), {"M": (24, 1)})
         rule.check_cuts("amax", folded, {"M": ("t",)}, {"t": 2}, [(3, 8, 4)])
-    with pytest.raises(UnsupportedError, match="cut the K, but reasons"):
-        rule.check_cuts("gemm", Rule(GEMM.operands, (), GEMM.blocks, whole="reasons"), {"K": ("t",)}, {"t": 2}, SHAPES)
-    rule.check_cuts("gemm", Rule(GEMM.operands, (), GEMM.blocks, whole="reasons"), {"K": ("t",)}, {"t": 1}, SHAPES)
 
 
 def test_matrices_are_refused_and_vectors_gathered_where_a_dimension_is_needed_whole():

@@ -34,7 +34,7 @@ class Rule:
 
     `blocks`: (extent, block) of factors that are only cut between blocks. `reduce`: for each result how its parts are
     joined over cut factors that it does not have: "max", "sum" or "". `local`: computes one shard's results and joins
-    them, from (run, cuts, operands), instead of `run` and `reduce`. `whole`: why no factor of `blocks` can be cut.
+    them, from (run, cuts, operands), instead of `run` and `reduce`.
 
     `summed`: a factor whose axes may also cut another factor of results, and of the operands from number `before` on,
     which enter after the sum: each device then gets its part of the sum (a reduce-scatter).
@@ -45,7 +45,6 @@ class Rule:
     blocks: Mapping[str, tuple[int, int]]
     reduce: tuple[str, ...] = ()
     local: Callable[[Run, Cuts, Sequence[Array]], list[Array]] | None = None
-    whole: str = ""
     summed: str = ""
     before: int | None = None
 
@@ -142,13 +141,13 @@ def spec_of(factors: Factors, cuts: Cuts) -> list[Any]:
 
 
 def check_cuts(op: str, rule: Rule, cuts: Cuts, sizes: Mapping[Any, int], operands: Sequence[Sequence[int]]) -> None:
-    """**Raises** ShapeError if shards would not be equal or not have whole blocks, UnsupportedError for what is never
-    cut. `sizes`: of mesh axes. `operands`: the whole operands' shapes."""
+    """**Raises** ShapeError if shards would not be equal or not have whole blocks.
+
+    `sizes`: of mesh axes. `operands`: the whole operands' shapes.
+    """
     split = cuts_before(rule, cuts)
     for factor, axes in cuts.items():
         parts = math.prod(sizes[axis] for axis in axes)
-        if rule.whole and factor in rule.blocks and parts > 1:
-            raise UnsupportedError(f"{op}: mesh axes {axes} cut the {factor}, but {rule.whole}")
         extent, block = rule.blocks.get(factor, (0, 1)) if factor in split else (0, 1)
         lengths = [n for own, shape in zip(rule.operands, operands, strict=True) for n in _lengths(factor, own, shape)]
         for length, unit in [(extent, parts * block), *((n, parts) for n in lengths)]:
