@@ -267,9 +267,8 @@ def test_states_of_other_ranks():
     shared = [combined([states(2.0, 1)] * 2, rank)["a.rng_state"].tolist() for rank in range(5)]
     assert shared == [[1, 0, 8, 0]] * 5
     # Pairs of ranks that share a module continue one generator, and no two pairs the same.
-    pairs = [
-        combined(both, rank, {"a": [rank // 2 * 2, rank // 2 * 2 + 1]})["a.rng_state"].tolist() for rank in range(8)
-    ]
+    groups = [{"a": [rank // 2 * 2, rank // 2 * 2 + 1]} for rank in range(8)]
+    pairs = [combined(both, rank, cut)["a.rng_state"].tolist() for rank, cut in enumerate(groups)]
     assert pairs[::2] == pairs[1::2] and len({tuple(p) for p in pairs}) == 4
     # Those of two pairs, on four ranks that share nothing.
     apart = [combined([both[0], both[0], both[1], both[1]], rank)["a.rng_state"].tolist() for rank in range(4)]
