@@ -151,7 +151,7 @@ def step(case: Case, layer: Any, rank: int, number: int, fn: Any = None, **call:
             layer.bias.copy_(parts["b"])
     x = parts["x"].requires_grad_()
     with dt.autocast(recipe=EVERY[case.recipe]):
-        y = (fn or layer)(x, **call)
+        y = (layer if fn is None else fn)(x, **call)
     y.backward(parts["dy"])
     made = {"y": y.detach(), "dx": x.grad, "dw": layer.weight.grad}
     return made | ({} if layer.bias is None else {"db": layer.bias.grad})
