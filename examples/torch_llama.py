@@ -90,7 +90,8 @@ def sharded(
     fill(model, whole, cut)
     if recipe is not None:
         dt.parallel.prepare(model, mesh["dp"], recipe, recompute=args.checkpoint_activations)
-    dt.seed_rng(model, (args.seed << 20) + dist.get_rank())  # of stochastic rounding, another on each rank
+    # Of stochastic rounding: ranks that share a layer have one seed, and data-parallel ones their own.
+    dt.seed_rng(model, (args.seed << 20) + mesh["dp"].get_local_rank())
     return model, cut
 
 

@@ -316,6 +316,15 @@ def test_noise_layout():
     assert oracle.noise(0, oracle.rng_words(7, 7), False).shape == (0,)
 
 
+def test_a_part_has_the_whole_tensors_noise():
+    """Of a part of 16 rows and 32 columns, at row 48 and column 16 of a tensor of 64 rows and 80 columns."""
+    part, plain = oracle.rng_words(5, 2**32 - 1, 48, 16, 64, 80), oracle.rng_words(5, 2**32 - 1)
+    rows = oracle.noise(64 * 80, plain, False).reshape(64, 80)
+    np.testing.assert_array_equal(oracle.noise_of((16, 32), part, False), rows[48:64, 16:48])
+    columns = oracle.noise(64 * 80, plain, True).reshape(80, 64)
+    np.testing.assert_array_equal(oracle.noise_of((32, 16), part, True), columns[16:48, 48:64])
+
+
 @pytest.mark.parametrize(
     "x, byte, code",
     [

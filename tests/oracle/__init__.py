@@ -42,7 +42,7 @@ from oracle.scales import (
     scale_update,
     two_level,
 )
-from oracle.transform import SIGNS, hadamard, noise, philox, rng_words
+from oracle.transform import SIGNS, hadamard, noise, noise_of, philox, rng_words
 
 __all__ = [
     "BF16",
@@ -79,6 +79,7 @@ __all__ = [
     "gemm_tolerance",
     "hadamard",
     "noise",
+    "noise_of",
     "pack",
     "philox",
     "quantize",

@@ -25,7 +25,7 @@ from oracle.formats import (
     pack,
     unpack,
 )
-from oracle.transform import hadamard, noise
+from oracle.transform import hadamard, noise_of
 
 
 def spread(scale: np.ndarray, block: tuple[int, int], shape: tuple[int, ...]) -> np.ndarray:
@@ -59,7 +59,8 @@ def quantize(
     - `x`: `[..., K]` float32 | bfloat16 | float16.
     - `pow2`, `eps`: of the `divide` rule.
     - `square`: one amax for `block_cols` x `block_cols` elements, shared by the copies (`e8m0_ceil`, `two_level`).
-    - `row_amax`, `rht`, `rht_signs`: of the `two_level` rule. `rng`: int32 `[4]` (`rng_words`) rounds stochastically.
+    - `row_amax`, `rht`, `rht_signs`: of the `two_level` rule. `rng`: int32 `[4]`, or `[8]` for a part of a tensor
+      (`rng_words`), rounds stochastically.
     - `amax`, `columnwise_amax`: given (for instance reduced) amaxes instead of x's own; each wanted copy of `two_level`
       needs its own.
     - `scale`: float32, the scale of a per-tensor format; `accumulate`: an amax that x's own is to be joined with.
@@ -120,7 +121,7 @@ def quantize(
             if rng is None:
                 codes = encode(scaled, fmt.element)
             else:
-                codes = encode_stochastic(scaled, noise(y.size, rng, columns).reshape(y.shape))
+                codes = encode_stochastic(scaled, noise_of(y.shape, rng, columns))
             out[f"{name}_data"] = pack(np.where(spread(nan, block, y.shape), np.uint8(7), codes))
             out[f"{name}_scale_inv"] = scale_inv
             out["columnwise_amax" if columns else "amax"] = amax_t

@@ -38,9 +38,12 @@ def philox(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
     return np.stack(c, axis=1).astype(np.uint32)
 
 
-def rng_words(seed: int, offset: int) -> np.ndarray:
-    """What a stochastic call is given: int32 `[4]`, low and high words of seed and offset."""
-    words = [seed & 0xFFFFFFFF, seed >> 32, offset & 0xFFFFFFFF, offset >> 32]
+def rng_words(seed: int, offset: int, *place: int) -> np.ndarray:
+    """What a stochastic call is given: int32 `[4]`, low and high words of seed and offset.
+
+    `place`: of a part, which gets int32 `[8]`: its row and column in the whole tensor, the whole tensor's extents.
+    """
+    words = [seed & 0xFFFFFFFF, seed >> 32, offset & 0xFFFFFFFF, offset >> 32, *place]
     return np.array(words, np.uint32).view(np.int32)
 
 
@@ -53,3 +56,14 @@ def noise(count: int, rng: np.ndarray, columnwise: bool) -> np.ndarray:
     counter[:, 0], counter[:, 1] = block & np.uint64(0xFFFFFFFF), block >> np.uint64(32)
     counter[:, 2], counter[:, 3] = offset & 0xFFFFFFFF, offset >> 32
     return philox(counter, (words[0], words[1])).astype("<u4").view(np.uint8).reshape(-1)[:count]
+
+
+def noise_of(shape: tuple[int, int], rng: np.ndarray, columnwise: bool) -> np.ndarray:
+    """The random bytes of a copy of this shape; those of a part are cut out of the whole tensor's."""
+    rng = np.asarray(rng, np.int32).reshape(-1)
+    place = (0, 0, *shape) if rng.size == 4 else tuple(int(n) for n in rng[4:])
+    row, column, rows, columns = place
+    if columnwise and rng.size == 8:
+        row, column, rows, columns = column, row, columns, rows
+    whole = noise(rows * columns, rng[:4], columnwise).reshape(rows, columns)
+    return whole[row : row + shape[0], column : column + shape[1]]

@@ -239,7 +239,7 @@ inline std::string run(int grid_blocks, int cluster_size, int block_threads, siz
 }
 
 struct Index {
-  unsigned x;
+  unsigned x, y = 1;  // y: of a grid
 };
 
 // As the hardware has it: a signalling NaN gives way to a number too.
@@ -321,6 +321,13 @@ inline unsigned __ballot_sync(unsigned, bool yes) {
   for (int i = 0; i < 32; ++i) r |= static_cast<unsigned>(values[i]) << i;
   return r;
 }
+inline unsigned __reduce_or_sync(unsigned, unsigned v) {
+  const uint64_t* values = simulated::exchange(v);
+  unsigned r = 0;
+  for (int i = 0; i < 32; ++i) r |= static_cast<unsigned>(values[i]);
+  return r;
+}
+inline bool __all_sync(unsigned lanes, bool yes) { return __ballot_sync(lanes, !yes) == 0; }
 inline bool __any_sync(unsigned lanes, bool yes) { return __ballot_sync(lanes, yes) != 0; }
 inline void __trap() { simulated::fail("a trap"); }
 inline void __syncwarp() { simulated::exchange(0); }

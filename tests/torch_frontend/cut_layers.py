@@ -17,15 +17,18 @@ import cases
 import diptych.torch as dt
 import oracle
 from diptych.common import (
+    CustomRecipe,
     DelayedScaling,
     Float8BlockScaling,
     Float8CurrentScaling,
     MXFP8BlockScaling,
     NVFP4BlockScaling,
+    NVFP4Quantizer,
     QParams,
     QuantizerRole,
     Recipe,
 )
+from diptych.common.layers.schedule import OFFSETS
 from oracle import parallel
 from quantizers import oracle_options
 from torch_frontend.tools import to_torch
@@ -44,14 +47,25 @@ RECIPES: dict[str, Recipe] = {
         disable_stochastic_rounding=True, disable_rht=True, disable_2d_quantization=True
     ),
 }  # fmt: skip
+
+
+def drawn(role: QuantizerRole) -> NVFP4Quantizer:
+    return NVFP4Quantizer(stochastic_rounding=True)
+
+
+# Stochastic rounding of gradients, and of every operand: by the whole tensor's random bits.
+DRAWN: dict[str, Recipe] = {"nvfp4 drawn": NVFP4BlockScaling(), "nvfp4 all drawn": CustomRecipe(drawn)}
+EVERY = RECIPES | DRAWN
+SEED = 2**33 + 7
+NUMBERS = {"input": 0, "weight": 2, "grad_output": 4}  # of the quantize calls of a layer, each with two offsets
 UNITS = {"delayed": 6, "current": 6, "current pow2": 6, "block": 128, "mxfp8": 32, "mxfp8 2d": 32}
-NO_RAGGED = ("nvfp4", "nvfp4 2d", "nvfp4 1d")
+NO_RAGGED = ("nvfp4", "nvfp4 2d", "nvfp4 1d", *DRAWN)
 
 
 def dtypes_of(recipe: str) -> tuple[tuple[str, str], ...]:
     """(of activations, of parameters); the Hadamard transform takes bfloat16 alone."""
     every = (("float32", "float32"), ("bfloat16", "bfloat16"), ("bfloat16", "float32"))
-    return every[1:] if recipe == "nvfp4" else every
+    return every[1:] if recipe in ("nvfp4", "nvfp4 drawn") else every
 
 
 @dataclass(frozen=True)
@@ -136,19 +150,22 @@ def step(case: Case, layer: Any, rank: int, number: int, fn: Any = None, **call:
         if layer.bias is not None:
             layer.bias.copy_(parts["b"])
     x = parts["x"].requires_grad_()
-    with dt.autocast(recipe=RECIPES[case.recipe]):
-        y = (fn or layer)(x, **call)
+    with dt.autocast(recipe=EVERY[case.recipe]):
+        y = (layer if fn is None else fn)(x, **call)
     y.backward(parts["dy"])
     made = {"y": y.detach(), "dx": x.grad, "dw": layer.weight.grad}
     return made | ({} if layer.bias is None else {"db": layer.bias.grad})
 
 
-def steps(rank: int, groups: Any, case: Case) -> list[dict[str, torch.Tensor]]:
+def steps(rank: int, groups: Any, case: Case, compiled: bool = False) -> list[dict[str, torch.Tensor]]:
     layer = linear(case, groups["data"])
+    if case.recipe in DRAWN:
+        layer.seed_rng(SEED)
+    fn = torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else None
     made = []
     for i in range(case.steps):
         layer.zero_grad(set_to_none=True)
-        made.append(step(case, layer, rank, i))
+        made.append(step(case, layer, rank, i, fn))
     return made
 
 
@@ -232,7 +249,7 @@ class Fused:
         if rank is not None:
             x, dy = self.part("x", x, rank).contiguous(), self.part("dy", dy, rank).contiguous()
         x.requires_grad_()
-        with dt.autocast(enabled=self.quantized, recipe=RECIPES[self.recipe]):
+        with dt.autocast(enabled=self.quantized, recipe=EVERY[self.recipe]):
             y = (fn or module)(x)
         y.backward(dy)
         return {"y": y.detach(), "dx": x.grad} | {n: p.grad for n, p in module.named_parameters()}
@@ -262,6 +279,8 @@ class Plain(Fused):
 
 def module_steps(rank: int, groups: Any, case: Fused) -> list[dict[str, torch.Tensor]]:
     module = case.cut(groups["data"])
+    if case.recipe in DRAWN:
+        module.seed_rng(SEED)
     return [case.run(module, i, rank) for i in range(case.steps)]
 
 
@@ -321,7 +340,7 @@ class Reference:
     """A quantized layer of whole tensors, with the histories of delayed scaling, whose products are cut."""
 
     def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
+        self.recipe, self.offset = recipe, 0
         self.history: dict[str, np.ndarray] = {}
         self.scale: dict[str, np.ndarray] = {}
 
@@ -338,6 +357,8 @@ class Reference:
         given = {}
         if q.needs_scale:
             given["scale"] = self.scale.setdefault(tensor, np.ones(1, np.float32))
+        if q.needs_rng:
+            given["rng"] = oracle.rng_words(SEED, self.offset + 2 * NUMBERS[tensor])
         made = oracle.quantize(value, q.format.name, **oracle_options(q), **given)
         if q.needs_scale:
             history = self.history.setdefault(tensor, np.zeros((1, q.amax_history_len), np.float32))
@@ -350,6 +371,7 @@ def expected(case: Case, reference: Reference, number: int) -> list[dict[str, np
     whole, size = case.tensors(number), case.size
     x, w, dy = whole["x"], whole["w"], whole["dy"]
     reference.update()
+    reference.offset = OFFSETS * number
     qx, qw, qdy = (reference.quantized(t, v) for t, v in (("input", x), ("weight", w), ("grad_output", dy)))
     columns = {"columnwise": True}
     if case.mode == "column":

@@ -32,7 +32,8 @@ Level level_of(float amax) {
 struct Copy {
   const QuantizedView* q = nullptr;  // null: not wanted
   const float* amax = nullptr;
-  Draws draws{};
+  Draws draws{};       // of the copy's first block
+  int64_t stride = 0;  // blocks of a row of the whole tensor's copy, by which random bytes are counted
 };
 
 struct Plan {
@@ -53,32 +54,49 @@ struct Blocks {
   uint8_t* code;
 };
 
-Draws from(const Draws& draws, int64_t first, int64_t step) {
-  Draws d = draws;
-  d.first = first;
+// Returns the draws from block `block` of row r of a copy on.
+Draws draws_at(const Copy& c, int64_t r, int64_t block, int64_t step) {
+  Draws d = c.draws;
+  d.first += r * c.stride + block;
   d.step = step;
   return d;
 }
 
-// Encodes n elements of the rowwise copy from element `at` on, all of one row.
-void encode_run(const Plan& p, const Level& level, int64_t at, int64_t n) {
+// Returns the copy of in [m, k] with its draws. `rng`: of a whole tensor, or of a part of one.
+Copy copy_of(const QuantizedView& q, const TensorView& amax, const TensorView& rng, const Input& in) {
+  Copy c{&q, amax.as<const float>(), {}, (q.columnwise ? in.m : in.k) / kBlock};
+  if (!rng.given()) return c;
+  const uint32_t* words = rng.as<const uint32_t>();
+  c.draws = {{words[0], words[1]}, (words[2] | uint64_t{words[3]} << 32) + q.columnwise, 0, 1};
+  if (rng.numel() == 4) return c;
+  const uint32_t outer = words[q.columnwise ? 5 : 4], inner = words[q.columnwise ? 4 : 5];
+  c.stride = words[q.columnwise ? 6 : 7] / kBlock;
+  c.draws.first = uint64_t{outer} * c.stride + inner / kBlock;
+  return c;
+}
+
+// Encodes n elements of the rowwise copy from element c0 of row r on, where rows have k elements.
+void encode_run(const Plan& p, const Level& level, int64_t k, int64_t r, int64_t c0, int64_t n) {
   const Copy& c = p.rowwise;
   const TensorView& from_x = p.in.x;
+  const int64_t at = r * k + c0;
   const char* x = from_x.as<const char>() + at * bytes(from_x.dtype);
   for (int64_t i = 0; i < n; i += kNearElements, x += kNearElements * bytes(from_x.dtype)) {
     const int64_t part = std::min(kNearElements, n - i), block = (at + i) / kBlock;
     const Blocks b(kNearElements / kBlock);
     p.simd.row_peaks(from_x.dtype, x, part, b.peaks);
     p.simd.two_level_scales(level, b.peaks, part / kBlock, b.multiplier, c.q->scale_inv.as<uint8_t>() + block);
-    const Draws draws = from(c.draws, block, 1);
+    const Draws draws = draws_at(c, r, (c0 + i) / kBlock, 1);
     p.simd.encode_rows(from_x.dtype, x, b.multiplier, part, p.stochastic ? &draws : nullptr,
                        c.q->data.as<uint8_t>() + (at + i) / 2);
   }
 }
 
 void quantize_rows(const Plan& p) {
-  // With one amax for the whole tensor rows do not matter, and one long row has no short ends.
-  const int64_t m = p.row_amax ? p.m : 1, k = p.row_amax ? p.k : p.m * p.k;
+  // With one amax for the whole tensor rows do not matter, and one long row has no short ends. Random bytes of a part
+  // with fewer columns have gaps between rows.
+  const bool by_row = p.row_amax || p.rowwise.stride != p.k / kBlock;
+  const int64_t m = by_row ? p.m : 1, k = by_row ? p.k : p.m * p.k;
   const int64_t tile_cols = std::min(k, kThreadedElements),
                 tile_rows = std::max<int64_t>(1, kThreadedElements / tile_cols);
   const int64_t across = ceil_div(k, tile_cols), tiles = across * ceil_div(m, tile_rows);
@@ -86,7 +104,7 @@ void quantize_rows(const Plan& p) {
     i = tiles - 1 - i;  // backwards: what the amax pass read last is still in cache
     const int64_t r0 = i / across * tile_rows, c0 = i % across * tile_cols;
     for (int64_t r = r0; r < std::min(m, r0 + tile_rows); ++r)
-      encode_run(p, level_of(p.rowwise.amax[r]), r * k + c0, std::min(tile_cols, k - c0));
+      encode_run(p, level_of(p.rowwise.amax[p.row_amax ? r : 0]), k, r, c0, std::min(tile_cols, k - c0));
   });
 }
 
@@ -117,7 +135,7 @@ void encode_band_rows(const Plan& p, const Band& band) {
       p.simd.row_peaks(band.dtype, x, band.cols, b.peaks);
       p.simd.two_level_scales(level_of(c.amax[p.row_amax ? band.r0 + r : 0]), b.peaks, blocks, b.multiplier, scale);
     }
-    const Draws draws = from(c.draws, at / kBlock, 1);
+    const Draws draws = draws_at(c, band.r0 + r, band.c0 / kBlock, 1);
     p.simd.encode_rows(band.dtype, x, b.multiplier, band.cols, p.stochastic ? &draws : nullptr,
                        c.q->data.as<uint8_t>() + at / 2);
   }
@@ -135,7 +153,7 @@ void encode_band_columns(const Plan& p, const Band& band, uint64_t* payload, uin
   }
   p.simd.two_level_scales(level, b.peaks, band.cols, b.multiplier, b.code);
   for (int64_t j = 0; j < band.cols; ++j) scale[j * ld] = b.code[j];
-  const Draws draws = from(c.draws, (band.c0 * p.m + band.r0) / kBlock, p.m / kBlock);
+  const Draws draws = draws_at(c, band.c0, band.r0 / kBlock, c.stride);
   p.simd.encode_columns(band.dtype, band.x, band.ld, band.cols, b.multiplier, p.stochastic ? &draws : nullptr, payload,
                         ld);
 }
@@ -201,14 +219,8 @@ Status run(const QuantizeArgs& args) {
          spec.has(kStochastic),
          {},
          {}};
-  if (args.rowwise.given()) p.rowwise = {&args.rowwise, args.amax.as<const float>(), {}};
-  if (args.columnwise.given()) p.columnwise = {&args.columnwise, args.columnwise_amax.as<const float>(), {}};
-  if (p.stochastic) {
-    const uint32_t* rng = args.rng.as<const uint32_t>();
-    const uint64_t offset = rng[2] | uint64_t{rng[3]} << 32;
-    p.rowwise.draws = {{rng[0], rng[1]}, offset, 0, 1};
-    p.columnwise.draws = {{rng[0], rng[1]}, offset + 1, 0, 1};
-  }
+  if (args.rowwise.given()) p.rowwise = copy_of(args.rowwise, args.amax, args.rng, in);
+  if (args.columnwise.given()) p.columnwise = copy_of(args.columnwise, args.columnwise_amax, args.rng, in);
   if (args.amax_mode == AmaxMode::compute)
     amaxes_of(in, spec.flags, args.amax.as<float>(), args.columnwise_amax.as<float>());
   if (p.m == 0 || p.k == 0) return Status();

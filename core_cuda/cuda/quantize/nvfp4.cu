@@ -28,10 +28,10 @@ struct Nvfp4Args {
   unsigned tiles_k;          // else tiles run along k first
   const float* row_amax;     // [1], or [m] if each_row
   const float* col_amax;     // [1]
-  const uint32_t* rng;       // [4]
+  const uint32_t* rng;       // [4], or [8] for a part of a tensor
   uint8_t *row, *row_scale;  // [m, k / 2] and [m, k / 16], or null
   uint8_t *col, *col_scale;  // [k, m / 2] and [k, m / 16], or null
-  bool each_row, square, rht, rht_signs;
+  bool each_row, square, rht, rht_signs, part;
   bool vec_x, vec_row, vec_col;  // aligned to 16, 8 and 8 bytes
 };
 
@@ -294,12 +294,14 @@ __device__ __forceinline__ void column_blocks(const uint8_t* tile, unsigned band
 }
 
 // Writes the scales and payloads of two blocks of a copy, those of block i at `at[i]` (row-major) if there[i].
+// `number[i]`: of block i in the whole tensor's copy.
 template <typename T, bool kStochastic>
 __device__ __forceinline__ void write_blocks(const Nvfp4Args& p, bool columnwise, const RandomBytes& random,
-                                             const int64_t (&at)[2], const bool (&there)[2], const Block<T> (&x)[2],
-                                             const float (&amax)[2], const TwoLevel (&level)[2]) {
+                                             const int64_t (&at)[2], const int64_t (&number)[2], const bool (&there)[2],
+                                             const Block<T> (&x)[2], const float (&amax)[2],
+                                             const TwoLevel (&level)[2]) {
   uint32_t r[2][4] = {};
-  if constexpr (kStochastic) random.of_blocks(at, r);
+  if constexpr (kStochastic) random.of_blocks(number, r);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const uint32_t code = block_code(level[i], amax[i]);
@@ -323,6 +325,7 @@ __global__ void __launch_bounds__(Tile<T>::kThreads, kResident) nvfp4_kernel(con
   __shared__ __align__(16) uint8_t tile[S::kRows * S::kPitch];
   __shared__ float square[S::kBands][kBlocks];  // p.square: amaxes of 16 x 16 squares
   __shared__ TwoLevel level[2];                 // factors of the rowwise and of the columnwise copy
+  __shared__ Place place[2];                    // kStochastic: of the rowwise and of the columnwise copy
   const unsigned lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   uint32_t tile_m, tile_k;
   if (p.gathered) {
@@ -338,6 +341,9 @@ __global__ void __launch_bounds__(Tile<T>::kThreads, kResident) nvfp4_kernel(con
     gather_tile<T>(p, tile, row0, col0);
   } else {
     load_tile<T>(p, tile, row0, col0);
+  }
+  if constexpr (kStochastic) {
+    if (threadIdx.x % 64 == 0) place[threadIdx.x / 64] = place_of(p.rng, p.part, p.m, p.k, threadIdx.x > 0);
   }
   if (threadIdx.x == 0 && p.row && !p.each_row) level[0] = two_level(*p.row_amax);
   if (threadIdx.x == 32 && p.col) level[1] = two_level(*p.col_amax);
@@ -371,7 +377,9 @@ __global__ void __launch_bounds__(Tile<T>::kThreads, kResident) nvfp4_kernel(con
       TwoLevel own[2] = {level[0], level[0]};
       if (!p.square) amax[0] = amax_of(x[0]), amax[1] = amax_of(x[1]);
       if (p.each_row) own[0] = two_level(p.row_amax[row]), own[1] = two_level(p.row_amax[second ? row + 4 : row]);
-      write_blocks<T, kStochastic>(p, false, random[0], {at, at + 4 * blocks}, {true, second}, x, amax, own);
+      const int64_t number = place[0].number(row, col0 / kBlock + b);
+      write_blocks<T, kStochastic>(p, false, random[0], {at, at + 4 * blocks}, {number, number + 4 * place[0].stride},
+                                   {true, second}, x, amax, own);
     }
   }
   constexpr bool kRotates = std::is_same_v<In, __nv_bfloat16> || kComputed<In>;
@@ -386,7 +394,9 @@ __global__ void __launch_bounds__(Tile<T>::kThreads, kResident) nvfp4_kernel(con
     float amax[2] = {square[band][col / kBlock], square[band][col / kBlock]};
     if (!p.square) amax[0] = amax_of(x[0]), amax[1] = amax_of(x[1]);
     const int64_t at = (col0 + col) * blocks + row0 / kBlock + band;
-    write_blocks<T, kStochastic>(p, true, random[1], {at, at + blocks}, {true, true}, x, amax, {level[1], level[1]});
+    const int64_t number = place[1].number(col0 + col, row0 / kBlock + band);
+    write_blocks<T, kStochastic>(p, true, random[1], {at, at + blocks}, {number, number + place[1].stride},
+                                 {true, true}, x, amax, {level[1], level[1]});
   }
 }
 
@@ -404,7 +414,7 @@ Status quantize_nvfp4(const QuantizeArgs& args, const Execution& exec) {
   p.each_row = spec.has(kRowAmax), p.square = spec.has(kSquare);
   p.rht = spec.has(kRht), p.rht_signs = spec.has(kRhtSigns);
   p.vec_x = aligned(p.x, 16);
-  if (spec.has(kStochastic)) p.rng = args.rng.as<const uint32_t>();
+  if (spec.has(kStochastic)) p.rng = args.rng.as<const uint32_t>(), p.part = args.rng.numel() == 8;
   if (args.rowwise.given()) {
     p.row = args.rowwise.data.as<uint8_t>(), p.row_scale = args.rowwise.scale_inv.as<uint8_t>();
     p.row_amax = args.amax.as<const float>(), p.vec_row = aligned(p.row, 8);

@@ -30,7 +30,7 @@ struct RandomBytes {
   PhiloxKey key;
   uint32_t offset_lo, offset_hi;
 
-  // Sets r[i] to the bytes of block b[i]: of elements 16 b .. 16 b + 15 of the copy that is written.
+  // Sets r[i] to the bytes of block b[i]: of elements 16 b .. 16 b + 15 of the whole tensor's copy.
   template <int kN>
   DIPTYCH_HD void of_blocks(const int64_t (&b)[kN], uint32_t (&r)[kN][4]) const {
 #pragma unroll
@@ -49,6 +49,24 @@ __device__ __forceinline__ RandomBytes random_bytes(const uint32_t* rng, bool co
   const auto word = [&](int i) { return __reduce_or_sync(0xffffffff, rng[i]); };
   const uint32_t lo = word(2) + columnwise;
   return {{word(0), word(1)}, lo, word(3) + (columnwise && lo == 0)};
+}
+
+// Where the blocks of a copy are in the whole tensor's copy.
+struct Place {
+  uint32_t stride;  // blocks of a row of the whole tensor's copy
+  int64_t first;    // the number of this copy's first block there
+
+  // Returns the number of block b of row r.
+  DIPTYCH_HD int64_t number(int64_t r, int64_t b) const { return first + r * stride + b; }
+};
+
+// `part`: x is a part of a tensor, and rng[4 .. 7] are its row and column there and the whole tensor's extents; else x
+// [m, k] is whole.
+__device__ __forceinline__ Place place_of(const uint32_t* rng, bool part, int64_t m, int64_t k, bool columnwise) {
+  if (!part) return {static_cast<uint32_t>((columnwise ? m : k) / 16), 0};
+  const uint32_t outer = rng[columnwise ? 5 : 4], inner = rng[columnwise ? 4 : 5];
+  const uint32_t stride = rng[columnwise ? 6 : 7] / 16;
+  return {stride, static_cast<int64_t>(outer) * stride + inner / 16};
 }
 
 }  // namespace diptych::cuda

@@ -164,7 +164,9 @@ def quantize(
     **Arguments:** `x`: [..., K] float32, bfloat16 (ml_dtypes) or float16. `amax`, `columnwise_amax`: float32,
     used instead of the tensor's own amax (per-tensor formats: `amax`; NVFP4: one for each copy that is made). `scale`:
     float32 [1], used as the scale (delayed scaling); the result's `amax` is still the tensor's own. `rng`: int32 [4],
-    low and high words of seed and offset for stochastic rounding; a call uses two offsets and does not change `rng`.
+    low and high words of seed and offset for stochastic rounding; a call uses two offsets and does not change `rng`. A
+    part of a tensor has the whole tensor's random bits if its place follows, int32 [8]: row and column of its first
+    element in the whole tensor, and the whole tensor's rows and columns, multiples of 16 where blocks run along them.
 
     **Returns:** a `QuantizedArray`.
 

@@ -61,7 +61,8 @@ def quantize_stack(
 ) -> QuantizedStack:
     """Quantizes each tensor of `x` [G, ..., K] in one call, with the bits that `quantize` gives for it alone.
 
-    **Arguments:** those of `quantize`, with a leading G: `amax`, `columnwise_amax`, `scale` [G], `rng` [G, 4].
+    **Arguments:** those of `quantize`, with a leading G: `amax`, `columnwise_amax`, `scale` [G], `rng` [G, 4] or
+    [G, 8].
 
     **Returns:** a `QuantizedStack`.
 

@@ -72,7 +72,10 @@ struct QuantizeArgs {
   TensorView amax;  // [1] float32: per-tensor formats, and two_level where the rowwise copy is wanted (kRowAmax: [M])
   TensorView columnwise_amax;  // [1] float32: two_level where the columnwise copy is wanted: amax of what it encodes
   TensorView scale;            // [1] float32, optional, per-tensor formats: the scale to use (delayed scaling)
-  TensorView rng;  // [4] int32 with kStochastic: low and high word of the seed, of the offset; a call uses two offsets
+  // [4] int32 with kStochastic: low and high word of the seed, of the offset; a call uses two offsets. [8] for a part
+  // of a tensor, which then has the whole tensor's random bits: the part's row and column, and the whole tensor's
+  // extents, multiples of 16 along blocks, follow. Both are those of what is encoded, for either copy.
+  TensorView rng;
   QuantizedView rowwise;  // at least one of the two copies is given
   QuantizedView columnwise;
   Source source;          // encodes its result, unrounded; the Hadamard transform rounds that to bfloat16

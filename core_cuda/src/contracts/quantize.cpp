@@ -165,7 +165,8 @@ Status scaling(const QuantizeArgs& a, const Device& device) {
             std::string(op) + ": amax is for per-tensor and two-level formats; " + f.name + " takes one per block"};
   if (a.scale.given()) DIPTYCH_TRY(floats(op, ("scale" + of).c_str(), a.scale, 1, device));
   if (!a.spec.has(kStochastic)) return {};
-  return holds(op, ("rng" + of).c_str(), a.rng, DType::i32, 4, device);
+  const int64_t words = a.rng.given() && a.rng.numel() == 8 ? 8 : 4;  // of a part, or of a whole tensor
+  return holds(op, ("rng" + of).c_str(), a.rng, DType::i32, words, device);
 }
 
 Status summing(const QuantizeArgs& a, int64_t m, int64_t k, const Device& device) {

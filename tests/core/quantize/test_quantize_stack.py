@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,8 @@ def test_bits(device, fmt):
         dtype = list(cases.INPUT_DTYPES)[turn % 3]
         for case in cases.quantize_cases([fmt], [dtype], [shape[1:]], ["normal"], every_option=True, variants=True):
             x = cases.draw(f"stack-{case}", "outlier", (shape[0], *case.shape), dtype)
-            rngs = [oracle.rng_words(7 + g, 40 * g) for g in range(len(x))]
+            place = (16, 32, math.prod(case.shape[:-1]) + 64, case.shape[-1] + 32) if turn % 2 else ()
+            rngs = [oracle.rng_words(7 + g, 40 * g, *place) for g in range(len(x))]
             noisy = "rng" in case.options
             options = [case.options | ({"rng": words} if noisy else {}) for words in rngs]
             each = [oracle.quantize(t, fmt, **o) for t, o in zip(x, options, strict=True)]

@@ -18,10 +18,11 @@ from jax_frontend import fused_layers, meshes, tools
 
 pytestmark = pytest.mark.sampled
 
-RECIPES = {k: r for k, r in tools.PLAIN_RECIPES.items() if not linear_plan(r).needs_rng} | {
-    "nvfp4 rotated": dj.NVFP4BlockScaling(disable_stochastic_rounding=True)
+RECIPES = tools.PLAIN_RECIPES | {
+    "nvfp4 rotated": dj.NVFP4BlockScaling(disable_stochastic_rounding=True),
+    "nvfp4": dj.NVFP4BlockScaling(),
 }
-NOW = ("fp8-current", "fp8-block", "mxfp8", "nvfp4 rotated")
+NOW = ("fp8-current", "fp8-block", "mxfp8", "nvfp4")
 RECIPE = pytest.mark.parametrize("recipe", named(RECIPES, NOW))
 ARGS = (
     tools.normal("x", (512, 512), "bfloat16"),
@@ -42,9 +43,14 @@ LAYOUTS = {
 LAYOUT = pytest.mark.parametrize("layout", LAYOUTS)
 
 
+def random_state(recipe):
+    """The argument `rng` of a layer whose recipe rounds stochastically."""
+    return {"rng": dj.rng_state(2**40 + 3, 2**33)} if recipe and linear_plan(recipe).needs_rng else {}
+
+
 def training_step(recipe):
     def f(x, kernel, bias, dy):
-        y, vjp = jax.vjp(lambda *args: dj.dense(*args, recipe=recipe), x, kernel, bias)
+        y, vjp = jax.vjp(lambda *args: dj.dense(*args, recipe=recipe, **random_state(recipe)), x, kernel, bias)
         return dict(zip(("y", "dx", "dkernel", "dbias"), (y, *vjp(dy)), strict=True))
 
     return f
@@ -194,12 +200,17 @@ def test_layernorm_mlp(recipe, kind):
 
 
 @meshes.AXES
-def test_layernorm_dense_has_the_bits_of_one_device(kind):
+@pytest.mark.parametrize("recipe", [dj.Float8CurrentScaling(), dj.NVFP4BlockScaling()], ids=["fp8-current", "nvfp4"])
+@pytest.mark.parametrize("mlp", [False, True], ids=["dense", "mlp"])
+def test_data_parallel_fused_layers_have_the_bits_of_one_device(mlp, recipe, kind):
     x, gamma, beta, kernel = ARGS[0], tools.normal("gamma", (512,)), tools.normal("beta", (512,)), ARGS[1]
+    state = random_state(recipe)
 
     def f(x, gamma, beta, kernel):
         def g(x):
-            return dj.layernorm_dense(x, gamma, beta, kernel, recipe=dj.Float8CurrentScaling())
+            if not mlp:
+                return dj.layernorm_dense(x, gamma, beta, kernel, recipe=recipe, **state)
+            return dj.layernorm_mlp(x, gamma, beta, kernel, None, kernel, None, recipe=recipe, **state)
 
         y, vjp = jax.vjp(g, x)
         return y, vjp(y)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType
@@ -9,6 +10,7 @@ from jax.sharding import PartitionSpec as P
 from sweeps import named
 
 import diptych.jax as dj
+from diptych.common import NVFP4Quantizer
 from diptych.common.quantizers import RHT, ROW_AMAX
 from diptych.jax.functional.source import activated, activated_grad, normalized
 from diptych.jax.primitives import norm as norm_ops
@@ -16,6 +18,8 @@ from jax_frontend import meshes, tools
 
 pytestmark = pytest.mark.sampled
 
+STOCHASTIC = NVFP4Quantizer(stochastic_rounding=True, with_rht=True)
+RNG = dj.rng_state(2**63 + 5, 2**32 - 1)
 KIND = pytest.mark.parametrize("case", named(tools.KINDS, tools.NOW))
 SPEC = pytest.mark.parametrize("spec", [P("d"), P(None, "d"), P("t", "d")], ids=["rows", "columns", "both"])
 
@@ -36,10 +40,6 @@ def test_copies_amaxes_and_values(case, spec, kind):
         q = dj.quantize(x, case.quantizer, **state)
         return {name: getattr(q, name) for name in tools.COPIES if getattr(q, name) is not None}, dj.dequantize(q)
 
-    if case.quantizer.needs_rng:
-        with pytest.raises(meshes.REFUSED, match="stochastic rounding counts the elements of the whole tensor"):
-            meshes.run(f, kind, (spec,), x)
-        return
     got, collectives = meshes.run(f, kind, (spec,), x)
     meshes.same(got, f(x), case)
     fmt, spec = case.quantizer.format, case.quantizer.spec
@@ -57,10 +57,11 @@ def test_amax(spec, kind):
 
 
 @meshes.AXES
-@pytest.mark.parametrize("fmt", ["fp8_e4m3_tensor", "mxfp8_e4m3"])
-def test_sources_and_sums_of_columns(fmt, kind):
+@pytest.mark.parametrize("quantizer", [*map(tools.quantizer, ("fp8_e4m3_tensor", "mxfp8_e4m3")), STOCHASTIC], ids=str)
+def test_sources_and_sums_of_columns(quantizer, kind):
     """A norm's source cut by rows, an activation's by both, its gradient's with the sum over rows."""
-    x, dy, quantizer = draw(dtype="bfloat16"), tools.normal("dy", (512, 512), "bfloat16"), tools.quantizer(fmt)
+    x, dy = draw(dtype="bfloat16"), tools.normal("dy", (512, 512), "bfloat16")
+    state = {"rng": RNG} if quantizer.needs_rng else {}
     gamma = tools.normal("gamma", (512,))
     options = norm_ops.NormOptions("rmsnorm", 1e-5, False)
     sources = {
@@ -72,7 +73,7 @@ def test_sources_and_sums_of_columns(fmt, kind):
     for name, (source, spec) in sources.items():
 
         def f(x, dy, source=source):
-            q, total = source(x, dy).quantize(quantizer, column_sum="float32")
+            q, total = source(x, dy).quantize(quantizer, column_sum="float32", **state)
             return q.rowwise_data, q.rowwise_scale_inv, q.columnwise_data, q.columnwise_scale_inv, total
 
         (*got, total), collectives = meshes.run(f, kind, (spec, spec), x, dy)
@@ -104,3 +105,33 @@ def test_blocks_that_do_not_divide(shape, spec, kind):
     quantizer = tools.quantizer("mxfp8_e4m3")
     with pytest.raises(meshes.REFUSED, match=r"whole blocks of 32.*multiple of 128.*shard_map"):
         meshes.run(lambda x: dj.quantize(x, quantizer), kind, (spec,), tools.normal("x", shape))
+
+
+@meshes.AXES
+@pytest.mark.parametrize("mapped", [0, None], ids=["own rng", "one rng"])
+@pytest.mark.parametrize("spec", [P("d", "t"), P(None, "d", "t"), P("t", None, "d")], ids=["batch", "both", "columns"])
+def test_stochastic_rounding_of_examples_of_a_vmap(spec, mapped, kind):
+    """Axes of a vmap are cut or not, and each example's random bits are those that it has on one device."""
+    x = draw((8, 128, 128), "bfloat16")
+    rng = jnp.stack([dj.rng_state(i, 7 * i) for i in range(8)]) if mapped == 0 else RNG
+    f = jax.vmap(lambda x, rng: dj.quantize(x, STOCHASTIC, rng=rng), in_axes=(0, mapped))
+    rng_spec = P(spec[0]) if mapped == 0 else P()
+    got, collectives = meshes.run(f, kind, (spec, rng_spec), x, rng)
+    meshes.same(got, jax.jit(f)(x, rng))
+    assert set(collectives) <= {"all-reduce"}, collectives
+
+
+@meshes.AXES
+def test_stochastic_rounding_over_two_axes_and_with_given_amaxes(kind):
+    """Both mesh axes cut rows; amaxes are arguments; and the tensor is itself a part of a larger one."""
+    x, whole = draw(dtype="bfloat16"), jnp.float32([97])
+    part = jnp.concatenate([RNG, jnp.int32([512, 1024, 2048, 4096])])
+    for rng in (RNG, part):
+        for given in ({}, {"amax": whole, "columnwise_amax": whole * 3}):
+
+            def f(x, rng, given=given):
+                return dj.quantize(x, STOCHASTIC, rng=rng, **given)
+
+            got, collectives = meshes.run(f, kind, (P(("t", "d")), P()), x, rng)
+            meshes.same(got, jax.jit(f)(x, rng), f"{rng.shape} {given}")
+            assert set(collectives) <= ({"all-reduce"} if not given else set()), collectives

@@ -266,6 +266,13 @@ def test_states_of_other_ranks():
     assert len(set(generators)) == 5 and generators[0] == (1, 0, 8, 0) and generators[1] == (2, 0, 8, 0)
     shared = [combined([states(2.0, 1)] * 2, rank)["a.rng_state"].tolist() for rank in range(5)]
     assert shared == [[1, 0, 8, 0]] * 5
+    # Pairs of ranks that share a module continue one generator, and no two pairs the same.
+    groups = [{"a": [rank // 2 * 2, rank // 2 * 2 + 1]} for rank in range(8)]
+    pairs = [combined(both, rank, cut)["a.rng_state"].tolist() for rank, cut in enumerate(groups)]
+    assert pairs[::2] == pairs[1::2] and len({tuple(p) for p in pairs}) == 4
+    # Those of two pairs, on four ranks that share nothing.
+    apart = [combined([both[0], both[0], both[1], both[1]], rank)["a.rng_state"].tolist() for rank in range(4)]
+    assert len({tuple(a) for a in apart}) == 4
 
 
 # --- two ranks ---

@@ -13,7 +13,19 @@ import torch
 import diptych.torch as dt
 import oracle
 from oracle import parallel
-from torch_frontend.cut_layers import RECIPES, Case, Reference, collectives, dtypes_of, expected, linear, profiled, step
+from torch_frontend.cut_layers import (
+    DRAWN,
+    EVERY,
+    RECIPES,
+    Case,
+    Reference,
+    collectives,
+    dtypes_of,
+    expected,
+    linear,
+    profiled,
+    step,
+)
 from torch_frontend.ranks import Pool, needs_gloo
 from torch_frontend.tools import same, to_numpy, to_torch
 
@@ -34,9 +46,9 @@ def _cells() -> list[Any]:
     return cells
 
 
-def require_oracles_bits(case: Case, pool: Pool, into: Path) -> None:
-    ranks = pool.run("torch_frontend.cut_layers:steps", case, size=case.size, into=into / "made")
-    reference = Reference(RECIPES[case.recipe])
+def require_oracles_bits(case: Case, pool: Pool, into: Path, compiled: bool = False) -> None:
+    ranks = pool.run("torch_frontend.cut_layers:steps", case, compiled, size=case.size, into=into / "made")
+    reference = Reference(EVERY[case.recipe])
     for i in range(case.steps):
         for rank, want in enumerate(expected(case, reference, i)):
             got = ranks[rank][i]
@@ -80,6 +92,20 @@ def _four() -> list[Any]:
 @pytest.mark.parametrize("case", _four())
 def test_four_ranks(case, pool, tmp_path):
     require_oracles_bits(case, pool, tmp_path)
+
+
+def _drawn() -> list[Any]:
+    cells = []
+    for recipe, (mode, sequence), size in itertools.product(DRAWN, PLACES, (2, 4)):
+        case = Case(recipe, mode, sequence, size=size, steps=2)
+        cells.append(pytest.param(case, id=str(case), marks=() if size == 2 else pytest.mark.slow))
+    return cells
+
+
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
+@pytest.mark.parametrize("case", _drawn())
+def test_stochastic_rounding_has_the_whole_tensors_random_bits(case, compiled, pool, tmp_path):
+    require_oracles_bits(case, pool, tmp_path, compiled)
 
 
 # --- what is sent ---

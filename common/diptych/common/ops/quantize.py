@@ -18,6 +18,7 @@ from diptych.common.ops.shapes import Constraint, Shape
 from diptych.common.quantizers import RHT, RHT_SIGNS, ROW_AMAX, STOCHASTIC, Quantizer
 
 _HADAMARD = 16  # rows that one transform mixes
+_RNG, _PART_RNG = 4, 8  # words of a random state, and of one with the place of a part in the whole tensor
 
 
 def _rotatable(op: str, x: Operand, encoded: Shape) -> tuple[Constraint, ...]:
@@ -95,7 +96,7 @@ def quantize(
     if rng is not None:
         if not flags & STOCHASTIC:
             raise ValueError(f"{op} ({fmt.name}): rng is for stochastic rounding, which was not asked for")
-        constraints += holds(op, _of(fmt, rng), "int32", 4)
+        constraints += holds(op, _of(fmt, rng), "int32", _PART_RNG if rng.numel == _PART_RNG else _RNG)
     amaxes = [a for a in (amax, columnwise_amax) if a is not None]
     require_amaxes(op, quantizer, *[a.name for a in amaxes])
     for a in amaxes:

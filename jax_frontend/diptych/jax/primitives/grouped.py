@@ -69,7 +69,9 @@ def _quantize_stack_abstract(
     each, count = grouped.stack_shape(shape), shape[0]
     want = {name: (b.dtype, b.shape) for name, b in _amaxes(shape, quantizer).items()} if mode == GIVEN else {}
     want |= {"scale": ("float32", (count,))} if has_scale else {}
-    want |= {"rng": ("int32", (count, 4))} if has_rng else {}
+    if has_rng:
+        words = own_shape(avals[-1], batch.axes[-1])
+        want["rng"] = ("int32", (count, 8 if words == (count, 8) else 4))
     given = dict(zip(want, avals[1:], strict=True))
     for name, mask in zip(want, batch.axes[1:], strict=True):
         check_buffer(op, name, given[name], mask, *want[name])
@@ -120,7 +122,7 @@ def quantize_stack(
 ) -> dict[str, Array]:
     """Returns the buffers of `grouped.stack_buffers` by name, for x [G, ..., K]; amaxes that are passed are returned.
 
-    `amax`, `columnwise_amax`, `scale`: float32 [G] (an amax per row: [G, M]). `rng`: int32 [G, 4].
+    `amax`, `columnwise_amax`, `scale`: float32 [G] (an amax per row: [G, M]). `rng`: int32 [G, 4] or [G, 8].
     """
     amaxes = given_amaxes("quantize_stack", quantizer, amax=amax, columnwise_amax=columnwise_amax)
     mode = GIVEN if amaxes else COMPUTE

@@ -97,7 +97,9 @@ def _quantize_abstract(
     shape = encoded("quantize", source, named, of_source, batch.axes[own:])
     want = {name: (b.dtype, b.shape) for name, b in _amaxes(shape, quantizer).items()} if mode != COMPUTE else {}
     want |= {"scale": ("float32", (1,))} if has_scale else {}
-    want |= {"rng": ("int32", (4,))} if has_rng else {}
+    if has_rng:
+        words = own_shape(avals[own - 1], batch.axes[own - 1])
+        want["rng"] = ("int32", (8,) if words == (8,) else (4,))
     given = dict(zip(want, avals[1:own], strict=True))
     state = {n: operand(n, given[n], mask) for n, mask in zip(want, batch.axes[1:own], strict=True)}
     if mode == ACCUMULATE:  # records x's amax, and is not used to quantize

@@ -25,11 +25,11 @@ from diptych.jax.sharding.quantize import (
     COLUMNS,
     ROUTED,
     ROWS,
-    STOCHASTIC,
     Shapes,
     amax_factors,
     blocks_of_copies,
     factors_of_copies,
+    placed,
 )
 from diptych.jax.sharding.rule import Cuts, Factors, Rule, Run, block_of, copy_factors, row_factors
 
@@ -41,7 +41,10 @@ EXPERTS = "experts"
 def quantize_stack(
     operands: Shapes, batch: Batch, quantizer: Quantizer, mode: int, has_scale: bool, has_rng: bool, as_bytes: bool
 ) -> Rule:
-    """[G, ..., K] -> copies and amaxes with a leading G. Each tensor that is cut has the amaxes of all its shards."""
+    """[G, ..., K] -> copies and amaxes with a leading G. Each tensor that is cut has the amaxes of all its shards.
+
+    Random bits of stochastic rounding are those of the whole tensors, as in `quantize`.
+    """
     shape = operands[0]
     factors = factors_of_copies(quantizer, shape[1:])
     made = {b.name: (EXPERTS, *factors[b.name])[: len(b.shape)] for b in grouped.stack_buffers(shape, quantizer)}
@@ -52,18 +55,24 @@ def quantize_stack(
         rows, columns = cuts.get(ROWS, ()), cuts.get(COLUMNS, ())
         if not rows + columns:
             return run(*shard)
+        x, *others = shard
+        if has_rng:
+            others[-1] = placed(others[-1], shapes.rows_cols(shape[1:]), (rows, columns))
+        if mode == GIVEN:
+            return run(x, *others)
         flags, mask = quantizer.spec.flags & (ROW_AMAX | RHT | RHT_SIGNS), batch.axes[0]
         each = Batch(batch.rank + 1, (mask << 1 | 1,))  # the tensors are one more batch axis
-        own = amax_p.bind(shard[0], batch=each, flags=flags, columnwise=True, source=None)
+        own = amax_p.bind(x, batch=each, flags=flags, columnwise=True, source=None)
         largest = largest_amaxes(quantizer, own[0], own[1], rows + columns, columns)
         whole = [x[..., 0] if len(made[name]) == 1 else x for name, x in largest.items()]
         copies = quantize_stack_p.bind(
-            shard[0], *whole, batch=Batch(batch.rank, (mask, *[(1 << batch.rank) - 1] * len(whole))),
-            quantizer=quantizer, mode=GIVEN, has_scale=False, has_rng=False, as_bytes=as_bytes,
+            x, *whole, *others,
+            batch=Batch(batch.rank, (mask, *[(1 << batch.rank) - 1] * len(whole), *batch.axes[1:])),
+            quantizer=quantizer, mode=GIVEN, has_scale=False, has_rng=has_rng, as_bytes=as_bytes,
         )  # fmt: skip
         return [*copies, *whole]
 
-    joined = bool(amaxes) and mode == COMPUTE and not has_scale and not has_rng
+    joined = has_rng or (bool(amaxes) and mode == COMPUTE and not has_scale)
     return Rule(
         (
             (EXPERTS, *row_factors(shape[1:-1], ROWS), COLUMNS),
@@ -75,7 +84,6 @@ def quantize_stack(
         blocks_of_copies(quantizer, shape[1:]),
         tuple("max" if n in amaxes else "" for n in results),
         local if joined else None,
-        dict.fromkeys((ROWS, COLUMNS), STOCHASTIC) if has_rng else {},
     )
 
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from diptych.common.formats import format_by_name
 from diptych.common.ops import shapes
@@ -22,10 +23,6 @@ Shapes = Sequence[tuple[int, ...]]
 ROWS, COLUMNS, TOKENS = "rows", "columns", "tokens"
 VECTOR: Factors = (None,)
 _RHT_ROWS = 16  # rows that one Hadamard transform mixes
-STOCHASTIC = (
-    "stochastic rounding counts the elements of the whole tensor, and a shard does not know its place in it; quantize "
-    "inside of jax.shard_map with an rng for each device, or replicate the operand"
-)
 ROUTED = (
     "which expert has which rows follows from the routing, and no sharding knows it; run the experts by "
     "diptych.jax.expert_parallel, or replicate the operand"
@@ -95,6 +92,21 @@ def blocks_of_copies(quantizer: Quantizer, shape: tuple[int, ...]) -> dict[str, 
     return {ROWS: (m, math.lcm(1, *of_rows)), COLUMNS: (k, math.lcm(1, *of_columns))}
 
 
+def placed(rng: Array, extents: tuple[int, int], cuts: Sequence[tuple[Any, ...]]) -> Array:
+    """Returns the random states of a shard [..., 8]: those of the tensor, and the shard's place in it.
+
+    `extents`: the tensor's rows and columns. `cuts`: the mesh axes that cut each. A tensor whose state has a place
+    already is itself a part.
+    """
+    starts = [
+        jax.lax.axis_index(axes) * (n // jax.lax.axis_size(axes)) if axes else 0
+        for n, axes in zip(extents, cuts, strict=True)
+    ]
+    if rng.shape[-1] == 4:
+        rng = jnp.concatenate([rng, jnp.broadcast_to(jnp.int32([0, 0, *extents]), rng.shape)], axis=-1)
+    return rng.at[..., 4:6].add(jnp.stack([jnp.int32(n) for n in starts]))
+
+
 def quantize(
     operands: Shapes,
     batch: Batch,
@@ -106,7 +118,10 @@ def quantize(
     column_sum: str,
     **others: Any,
 ) -> Rule:
-    """[..., K] -> copies, amaxes, and [K]. A cut tensor is quantized by the amaxes of all shards."""
+    """[..., K] -> copies, amaxes, and [K]. A cut tensor is quantized by the amaxes of all shards.
+
+    Stochastic rounding counts random bits over the whole tensor: each shard's random state holds its place.
+    """
     (x, *of_source), shape = _sources(operands, source)
     made = factors_of_copies(quantizer, shape)
     if x[-1] is None:
@@ -114,13 +129,28 @@ def quantize(
     names = [b.name for b in shapes.quantize_buffers(shape, quantizer)]
     amaxes = [name for name in names if name.endswith("amax")]
     results = [name for name in names if mode != GIVEN or name not in amaxes]
+    made_copies = len(names) - len(amaxes)
+    rng_at = 1 + (len(amaxes) if mode == GIVEN else 0)
 
     def local(run: Run, cuts: Cuts, shard: Sequence[Array]) -> list[Array]:
         rows, columns = cuts.get(ROWS, ()), cuts.get(COLUMNS, ())
         if not rows + columns:
             return run(*shard)
+        if has_rng:
+            shard = [*shard]
+            shard[rng_at] = placed(shard[rng_at], shapes.rows_cols(shape), (rows, columns))
+        if mode == GIVEN:
+            copies = run(*shard)
+            return [*copies[:made_copies], *(join(s, "sum", rows) for s in copies[made_copies:])]
         flags = quantizer.spec.flags & (ROW_AMAX | RHT | RHT_SIGNS)
-        own = amax_p.bind(*shard, batch=batch, flags=flags, columnwise=True, source=source)
+        read = [i for i in range(len(shard)) if not (has_rng and i == rng_at)]
+        own = amax_p.bind(
+            *(shard[i] for i in read),
+            batch=Batch(batch.rank, tuple(batch.axes[i] for i in read)),
+            flags=flags,
+            columnwise=True,
+            source=source,
+        )
         whole = largest_amaxes(quantizer, own[0], own[1], rows + columns, columns)
         every = (1 << batch.rank) - 1
         copies = quantize_p.bind(
@@ -131,22 +161,22 @@ def quantize(
             quantizer=quantizer,
             mode=GIVEN,
             has_scale=False,
-            has_rng=False,
+            has_rng=has_rng,
             source=source,
             column_sum=column_sum,
             **others,
         )
-        made = len(names) - len(amaxes)
-        return [*copies[:made], *(whole[n] for n in amaxes), *(join(s, "sum", rows) for s in copies[made:])]
+        sums = (join(s, "sum", rows) for s in copies[made_copies:])
+        return [*copies[:made_copies], *(whole[n] for n in amaxes), *sums]
 
-    joined = bool(amaxes) and mode == COMPUTE and not has_scale and not has_rng
+    joined = has_rng or (bool(amaxes) and mode == COMPUTE and not has_scale)
     return Rule(
         (x, *(made[n] for n in amaxes if mode != COMPUTE), *[VECTOR] * (has_scale + has_rng), *of_source),
         (*(made[n] for n in results), *[(x[-1],)] * bool(column_sum)),
         blocks_of_copies(quantizer, shape),
         (*("max" if n in amaxes else "" for n in results), *["sum"] * bool(column_sum)),
         local if joined else None,
-        _whole(source) | (dict.fromkeys((ROWS, COLUMNS), STOCHASTIC) if has_rng else {}),
+        whole=_whole(source),
     )
 
 

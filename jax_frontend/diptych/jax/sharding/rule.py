@@ -144,8 +144,10 @@ def spec_of(factors: Factors, cuts: Cuts) -> list[Any]:
 
 
 def check_cuts(op: str, rule: Rule, cuts: Cuts, sizes: Mapping[Any, int], operands: Sequence[Sequence[int]]) -> None:
-    """**Raises** ShapeError if shards would not be equal or not have whole blocks, UnsupportedError for what is never
-    cut. `sizes`: of mesh axes. `operands`: the whole operands' shapes."""
+    """**Raises** ShapeError if shards would not be equal or not have whole blocks.
+
+    `sizes`: of mesh axes. `operands`: the whole operands' shapes.
+    """
     split = cuts_before(rule, cuts)
     for factor, axes in cuts.items():
         parts = math.prod(sizes[axis] for axis in axes)

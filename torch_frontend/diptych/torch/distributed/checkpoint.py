@@ -208,8 +208,9 @@ class _Plan:
         ranks = self.header["ranks"]
         self.own = _read(path / _rank_file(rank % ranks))
         self.states = self.own["states"]
-        if ranks != size or self.own.get("cut_over", {}) != cut_over(model):
-            self.states = combined([_read(path / _rank_file(r))["states"] for r in range(ranks)], rank)
+        cut = cut_over(model)
+        if ranks != size or self.own.get("cut_over", {}) != cut:
+            self.states = combined([_read(path / _rank_file(r))["states"] for r in range(ranks)], rank, cut)
         metadata = FileSystemReader(path).read_metadata()
         _check_files(path, metadata)
         self.saved: dict[str, Any] = metadata.state_dict_metadata

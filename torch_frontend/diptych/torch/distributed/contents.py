@@ -138,20 +138,26 @@ class ModelState:
             t.copy_(masters[name])
 
 
-def combined(ranks: list[Mapping[str, Tensor]], rank: int) -> dict[str, Tensor]:
+def combined(
+    ranks: list[Mapping[str, Tensor]], rank: int, cut: Mapping[str, list[int]] | None = None
+) -> dict[str, Tensor]:
     """The states for a rank, of those of other ranks: of another number, or of as many that shared other layers.
 
     Scales are those of the largest amaxes, as a reduction over all ranks would have made them, so that ranks that share
     a layer agree. Random generators that all ranks share stay; else a rank continues one of them, by another seed where
-    a rank before it does so too.
+    a rank before it does so too. `cut`: the ranks that modules are cut over, by the modules' names; they continue one
+    generator.
     """
     out: dict[str, Tensor] = {}
     for name in ranks[0]:
         all_ = [states[name] for states in ranks if name in states]
-        if name.rpartition(".")[2] == "rng_state":
-            out[name] = all_[rank % len(all_)].clone()
-            if any(not torch.equal(t, all_[0]) for t in all_):
-                out[name][1] ^= rank // len(all_)  # the high word of the seed
+        owner, _, last = name.rpartition(".")
+        if last == "rng_state":
+            different = list({tuple(t.tolist()): t for t in all_}.values())
+            first = min((cut or {}).get(owner, [rank]))
+            out[name] = different[first % len(different)].clone()
+            if len(different) > 1:
+                out[name][1] ^= first // len(different)  # the high word of the seed
         else:
             stack = torch.stack(all_)
             out[name] = stack.amin(0) if name.endswith(".scale") else stack.amax(0)

@@ -72,7 +72,7 @@ class FusedInput(NamedTuple):
 _FIELDS = len(FusedInput._fields) - 1  # after x
 
 
-def _encoded(op: str, f: FusedInput) -> tuple[Any, ...]:
+def encoded_shape(op: str, f: FusedInput) -> tuple[Any, ...]:
     """Returns the shape to quantize, after checks of the source's operands."""
     if f.kind == FROM_NORM:
         check_norm(op, f.x, f.which, gamma=f.gamma, beta=f.beta, mu=f.mu, rsigma=f.rsigma)
@@ -120,7 +120,7 @@ def _core_source(f: FusedInput, shape: tuple[int, ...], total: list[Tensor]) -> 
 
 def _quantize(x: Tensor, quantizer: Quantizer, *rest: Any) -> list[Tensor]:
     f, (*given, sum_dtype) = FusedInput(x, *rest[:_FIELDS]), rest[_FIELDS:]
-    shape = _encoded("quantize", f)
+    shape = encoded_shape("quantize", f)
     total = _sum_results(f, shape, sum_dtype)
     amax, columnwise_amax, scale, rng = given
     source = _core_source(f, shape, total)
@@ -129,7 +129,7 @@ def _quantize(x: Tensor, quantizer: Quantizer, *rest: Any) -> list[Tensor]:
 
 def _quantize_fake(x: Tensor, quantizer: Quantizer, *rest: Any) -> list[Tensor]:
     f, (*given, sum_dtype) = FusedInput(x, *rest[:_FIELDS]), rest[_FIELDS:]
-    shape = _encoded("quantize", f)
+    shape = encoded_shape("quantize", f)
     check_quantize(x, quantizer, *given, encoded=shape)
     return fake_buffers(x.new_empty(shape), quantizer) + _sum_results(f, shape, sum_dtype)
 
@@ -138,7 +138,7 @@ def _quantize_delayed(
     x: Tensor, quantizer: Quantizer, scale: Tensor, history: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
     f, sum_dtype = FusedInput(x, *rest[:_FIELDS]), rest[_FIELDS]
-    shape = _encoded("quantize_delayed", f)
+    shape = encoded_shape("quantize_delayed", f)
     total = _sum_results(f, shape, sum_dtype)
     made = quantize_ops._quantize_delayed(x, quantizer, scale, history, shape, _core_source(f, shape, total))
     return _five(x, quantizer, made, total)
@@ -148,7 +148,7 @@ def _quantize_delayed_fake(
     x: Tensor, quantizer: Quantizer, scale: Tensor, history: Tensor, *rest: Any
 ) -> tuple[Tensor, ...]:
     f, sum_dtype = FusedInput(x, *rest[:_FIELDS]), rest[_FIELDS]
-    shape = _encoded("quantize_delayed", f)
+    shape = encoded_shape("quantize_delayed", f)
     check_delayed(x, quantizer, scale, history, shape)
     made = fake_buffers(x.new_empty(shape), quantizer)[:-1]
     return _five(x, quantizer, made, _sum_results(f, shape, sum_dtype))
@@ -162,7 +162,7 @@ def _five(x: Tensor, quantizer: Quantizer, made: list[Tensor], total: list[Tenso
 
 def _amax_results(x: Tensor, *rest: Any) -> list[Tensor]:
     flags, columnwise = rest[_FIELDS:]
-    shape = _encoded("amax", FusedInput(x, *rest[:_FIELDS]))
+    shape = encoded_shape("amax", FusedInput(x, *rest[:_FIELDS]))
     check_amax(x, flags, columnwise, shape)
     rows = shapes.rows_cols(shape)[0] if flags & ROW_AMAX else 1
     return [empty_beside(x, (n,), torch.float32) for n in ([rows, 1] if columnwise else [rows])]

@@ -10,11 +10,13 @@ from torch import Tensor
 from diptych.common.errors import ArgumentError, UnsupportedError
 from diptych.common.layers.checks import Names, missing_rng, require_stackable
 from diptych.common.layers.schedule import OFFSETS, Call, late_states
+from diptych.common.ops.shapes import rows_cols
 from diptych.torch.functional import quantize as quantize_verbs
 from diptych.torch.functional import source as sources
 from diptych.torch.functional.source import FusedInput
 from diptych.torch.graph import program
 from diptych.torch.layers.options import Options
+from diptych.torch.layers.tensor_parallel import placed
 from diptych.torch.primitives import grouped as grouped_ops
 from diptych.torch.primitives import quantize as quantize_ops
 from diptych.torch.primitives.register import define, direct, wrote
@@ -69,7 +71,7 @@ def encode(
             continue
         else:
             given = amax if has_one_amax(call) else None
-            buffers = quantize_ops.quantize(t, call.quantizer, given, rng=rng_of(call, options, rng))
+            buffers = quantize_ops.quantize(t, call.quantizer, given, rng=rng_of(t, call, options, rng))
             found = buffers[-1] if has_one_amax(call) else found
         r, c = quantize_ops.copies(call.quantizer, buffers)
         rowwise, columnwise = rowwise if r is None else r, columnwise if c is None else c
@@ -107,13 +109,18 @@ def quantize_weight(
     return Encoded((rowwise, columnwise), found)
 
 
-def rng_of(call: Call, options: Options, rng: Tensor | None) -> Tensor | None:
-    """Returns the random state that a call draws from. `rng`: the layer's state, [4], or those of all calls."""
+def rng_of(t: Tensor | FusedInput, call: Call, options: Options, rng: Tensor | None) -> Tensor | None:
+    """Returns the random state that a call on t draws from: [4], or [8] where t is a part of a tensor that is cut over
+    ranks. `rng`: the layer's state, [4], or those of all calls."""
     if not call.needs_rng:
         return None
     if rng is None:
         raise missing_rng(options.module, call.quantizer)
-    return rng[call.number] if rng.dim() == 2 else rng_at(rng, 2 * call.number)
+    own = rng[call.number] if rng.dim() == 2 else rng_at(rng, 2 * call.number)
+    if options.cut is None:
+        return own
+    shape = t.shape if isinstance(t, Tensor) else sources.encoded_shape("quantize", t)
+    return placed(own, call, rows_cols(tuple(shape)), options.cut, options.group)
 
 
 def scale_of(call: Call, options: Options, scales: dict[str, Tensor] | None) -> tuple[Tensor, Tensor | None]:
@@ -150,7 +157,7 @@ def quantize_general(
     if call.state:
         given["scale"], history = scale_of(call, options, scales)
     if call.needs_rng:
-        given["rng"] = rng_of(call, options, rng)
+        given["rng"] = rng_of(t, call, options, rng)
     if options.group is not None and call.reducible:
         given["amax_group"] = options.group
     q = quantize_verbs.quantize(t.detach(), call.quantizer, **given)
@@ -199,7 +206,7 @@ def quantize_operand(
         if history is not None and scale is not None:
             buffers = sources.quantize_delayed(t, call.quantizer, scale, history, wanted)
         else:
-            buffers = sources.quantize(t, call.quantizer, *given, scale, rng_of(call, options, rng), wanted)
+            buffers = sources.quantize(t, call.quantizer, *given, scale, rng_of(t, call, options, rng), wanted)
         if wanted is not None:
             total, buffers = buffers[-1], buffers[:-1]
         r, c = quantize_ops.copies(call.quantizer, buffers)

@@ -16,6 +16,8 @@ Tokens are cut along dimension 0, in rank order. Invariants:
 - Each rank rounds its partial product to the result's dtype. They travel by all-to-all, and are added in float32 in
   ascending rank, whatever a transport's own order of additions is. A sum is cut into the ranks' tokens (sequence), or
   every rank has all of it.
+- Stochastic rounding counts random bits over the whole tensor, which is the ranks' parts in rank order. The ranks of a
+  group have one random state, which their module's seed decides.
 - Extents along a cut are whole blocks, which `require_whole_blocks` checks before anything is sent.
 """
 
@@ -234,6 +236,31 @@ def _widest(nbytes: int) -> torch.dtype:
     """The largest integer dtype that divides a row of bytes."""
     every = (torch.int64, torch.int32, torch.int16, torch.uint8) if nbytes else (torch.uint8,)
     return next(d for d in every if nbytes % d.itemsize == 0)
+
+
+# --- random bits -----------------------------------------------------------------------------------------------------
+
+_INPUT, _WEIGHT, _GRADIENT = range(3)
+# The tensors of quantize calls by their numbers (schedule.py): two calls of each operand, then y, dx and dw.
+_TENSORS = (_INPUT, _INPUT, _WEIGHT, _WEIGHT, _GRADIENT, _GRADIENT, _GRADIENT, _INPUT, _WEIGHT)
+
+
+def placed(rng: Tensor, call: Call, extents: tuple[Any, Any], cut: Cut, group: Any) -> Tensor:
+    """Returns the random state of a quantize call on this rank's part [rows, columns] of a tensor, int32 [8]: the
+    call's own and the part's place in the whole tensor. A tensor that every rank has keeps its state, [4]."""
+    tensor, dim = _TENSORS[call.number], None
+    if tensor == _WEIGHT:
+        dim = 0 if cut.mode == COLUMN else 1
+    elif (tensor == _INPUT) == (cut.mode == ROW):  # between the layers of a pair
+        dim = 1
+    elif cut.sequence:
+        dim = 0
+    if dim is None:
+        return rng
+    place = [0, 0, *extents]
+    place[dim] = torch.distributed.get_rank(group) * extents[dim]
+    place[2 + dim] = cut.ranks * extents[dim]
+    return torch.cat([rng, *[rng.new_full((1,), n) for n in place]])  # on the device: nothing is copied from the host
 
 
 # --- what can be cut -------------------------------------------------------------------------------------------------

@@ -40,7 +40,8 @@ def seed_rng(model: nn.Module, seed: int) -> None:
 
     The stretch depends on a module's place in the model alone: the i-th module gets offsets from i * 2^40 on. Ranks of
     a data-parallel group should pass different seeds, and DistributedDataParallel `broadcast_buffers=False`, which
-    would undo that.
+    would undo that. Ranks of a tensor-parallel group must pass the same seed: a tensor that is cut over them has the
+    whole tensor's random bits.
 
     **Raises** ValueError for a seed outside of 0..2^64-1.
     """
