@@ -8,12 +8,12 @@ import functools
 import jax
 import numpy as np
 import pytest
-from hardware import cuda_missing
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import diptych.jax as dj
 from diptych.common import linear_plan
+from hardware import cuda_missing
 from jax_frontend import meshes, tools
 from jax_frontend.sharding import test_expert_parallel as experts
 
