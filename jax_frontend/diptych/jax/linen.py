@@ -2,7 +2,7 @@
 imports flax."""
 
 from diptych.jax.modules.linen import RNG, STATES, Dense, DenseGeneral, DotGeneral, Einsum, EinsumOp, update_states
-from diptych.jax.modules.linen_blocks import GroupedLinear, LayerNormDense, LayerNormMLP, MoE
+from diptych.jax.modules.linen_blocks import GroupedLinear, LayerNormDenseGeneral, LayerNormMLP, MoE
 
 __all__ = [
     "RNG",
@@ -13,7 +13,7 @@ __all__ = [
     "Einsum",
     "EinsumOp",
     "GroupedLinear",
-    "LayerNormDense",
+    "LayerNormDenseGeneral",
     "LayerNormMLP",
     "MoE",
     "update_states",

@@ -70,12 +70,12 @@ KINDS = {
     ),
     "norm and linear": Kind(
         lambda: dt.LayerNormLinear(K, N), lambda **o: dnnx.LayerNormLinear(K, N, **o),
-        lambda r: dl.LayerNormDense(N, epsilon=1e-5, use_bias=True, recipe=r),
+        lambda r: dl.LayerNormDenseGeneral(N, epsilon=1e-5, use_bias=True, recipe=r),
     ),
     "rms norm and heads": Kind(
         lambda: dt.LayerNormLinear(K, N, bias=False, **RMS),
         lambda **o: dnnx.LayerNormLinear(K, N, use_bias=False, **RMS, **o),
-        lambda r: dl.LayerNormDense((2, 2, N // 4), epsilon=1e-5, recipe=r, **TE_RMS),
+        lambda r: dl.LayerNormDenseGeneral((2, 2, N // 4), epsilon=1e-5, recipe=r, **TE_RMS),
     ),
     "mlp": Kind(
         lambda: dt.LayerNormMLP(K, N), lambda **o: dnnx.LayerNormMLP(K, N, **o),

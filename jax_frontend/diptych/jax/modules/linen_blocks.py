@@ -45,12 +45,12 @@ class Normed(Weighted, kw_only=True):
         return scale, bias, options
 
 
-class LayerNormDense(Normed):
+class LayerNormDenseGeneral(Normed):
     """A norm and a linear layer in the low precision of `recipe`; see `diptych.jax.layernorm_dense`.
 
     Arguments have the names and defaults of TransformerEngine's `LayerNormDenseGeneral`, except that `dtype` and
-    `param_dtype` are linen's, no dimension has a logical name by default, and the norm's output is returned only on
-    request.
+    `param_dtype` are linen's and no dimension has a logical name by default. The result is not a pair unless the norm's
+    output is asked for. An axis of several features does not change the initial values' scale.
 
     **Arguments:** `features`: an int, or several whose product is the kernel's width. `layernorm_type`: "layernorm" or
     "rmsnorm". `epsilon`: added to the variance or mean square. `zero_centered_gamma`: multiply by 1 + scale.
@@ -86,18 +86,19 @@ class LayerNormDense(Normed):
 class LayerNormMLP(Normed):
     """A norm and a two-layer perceptron in the low precision of `recipe`; see `diptych.jax.layernorm_mlp`.
 
-    Arguments have the names and defaults of TransformerEngine's `LayerNormMLP`, except as in `LayerNormDense`; the
-    norm's output is not returned.
+    Arguments have the names and defaults of TransformerEngine's `LayerNormMLP`, except as in `LayerNormDenseGeneral`.
+    The result is y alone, without the norm's output.
 
     **Arguments:** `intermediate_dim`: of the activation's output. `activations`: TransformerEngine's names, such as
     ("gelu",) or ("silu", "linear"), or a name of `layernorm_mlp`, such as "swiglu". `kernel_axes_1`, `bias_axes_1`,
-    `kernel_axes_2`, `bias_axes_2`: logical names of both linear layers' dimensions. Others: as in `LayerNormDense`.
+    `kernel_axes_2`, `bias_axes_2`: logical names of both linear layers' dimensions. Others: as in
+    `LayerNormDenseGeneral`.
 
     Parameters, with n = 2 for a gated activation, whose first half is activated, and else 1: `scale` and `ln_bias` as
-    in `LayerNormDense`; `wi_kernel` [in, n, intermediate_dim]; `wi_bias` [n, intermediate_dim]; `wo_kernel`
+    in `LayerNormDenseGeneral`; `wi_kernel` [in, n, intermediate_dim]; `wi_bias` [n, intermediate_dim]; `wo_kernel`
     [intermediate_dim, in]; `wo_bias` [in].
 
-    **Raises:** as `LayerNormDense`, and ValueError for an unknown activation.
+    **Raises:** as `LayerNormDenseGeneral`, and ValueError for an unknown activation.
     """
 
     intermediate_dim: int = 2048
