@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -184,25 +185,46 @@ def test_equinox(kind, recipe, tmp_path):
     theirs.check_back(dj.to_torch(model), tmp_path / "back", keeps_random=False)
 
 
+def check_kernels(theirs: Theirs, kernels: Callable[[str], Any]) -> None:
+    """Compares both copies of kernels, of which the file may have one, with those of the torch module."""
+    weights = {name: t for name, t in theirs.module.state_dict().items() if isinstance(t, QuantizedTensorBase)}
+    assert weights
+    for name, want in weights.items():
+        kernel = kernels({"weight": "kernel", "fc1_weight": "wi_kernel", "fc2_weight": "wo_kernel"}[name])
+        for part in BUFFERS:
+            got, expected = getattr(kernel, part), getattr(want, part)
+            assert (got is None) == (expected is None), (name, part)
+            if got is not None:
+                assert np.array_equal(raw(got).ravel(), raw(expected.contiguous().view(torch.uint8)).ravel()), part
+
+
 @RECIPE
 @KIND
-def test_weights_that_both_hold_quantized(kind, recipe, tmp_path):
+def test_weights_that_torch_and_nnx_hold_quantized(kind, recipe, tmp_path):
     theirs = Theirs(kind, RECIPES[recipe], tmp_path / "file", held=True)
     model = kind.nnx(recipe=RECIPES[recipe], rngs=nnx.Rngs(1))
     dnnx.hold_kernels(model)
     nnx.update(model, dj.load_torch(nnx.state(model), theirs.tensors))
     back = dj.to_torch(nnx.state(model))
-    weights = {name: t for name, t in theirs.module.state_dict().items() if isinstance(t, QuantizedTensorBase)}
-    assert weights
-    for name, want in weights.items():  # both copies, of which the file may have one
-        kernel = {"weight": "kernel", "fc1_weight": "wi_kernel", "fc2_weight": "wo_kernel"}[name]
-        for part in BUFFERS:
-            got, expected = getattr(getattr(model, kernel).get_value(), part), getattr(want, part)
-            assert (got is None) == (expected is None), (name, part)
-            if got is not None:
-                assert np.array_equal(raw(got).ravel(), raw(expected.contiguous().view(torch.uint8)).ravel()), part
+    check_kernels(theirs, lambda name: getattr(model, name).get_value())
     theirs.check(call(kind, model))
     theirs.check_back(back, tmp_path / "back")
+
+
+@RECIPE
+@KIND
+def test_weights_that_torch_and_linen_hold_quantized(kind, recipe, tmp_path):
+    theirs = Theirs(kind, RECIPES[recipe], tmp_path / "file", held=True)
+    model = kind.linen(RECIPES[recipe])
+
+    def make():
+        variables = call(kind, model.init, jax.random.key(1))
+        return call(kind, functools.partial(dl.hold_kernels, model, variables))
+
+    variables = dj.load_torch(jax.eval_shape(make), theirs.tensors)
+    check_kernels(theirs, lambda name: variables[dl.HELD][name])
+    theirs.check(call(kind, model.apply, variables))
+    theirs.check_back(dj.to_torch(variables), tmp_path / "back", keeps_random=False)
 
 
 @RECIPE

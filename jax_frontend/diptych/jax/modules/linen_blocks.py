@@ -62,6 +62,7 @@ class LayerNormDenseGeneral(Normed):
     **Raises:** as `Dense`; ValueError for an unknown norm.
     """
 
+    kind = "layernorm_linear"
     features: int | Sequence[int]
     kernel_axes: Axes = ()
     bias_axes: Axes = ()
@@ -76,7 +77,7 @@ class LayerNormDenseGeneral(Normed):
         kernel = self._kernel((x.shape[-1], *features), self.kernel_axes)
         bias = self._bias(features, self.bias_axes)
         y = self._run(
-            layernorm_dense, "layernorm_linear", x, scale, ln_bias, kernel, None if bias is None else bias.reshape(-1),
+            layernorm_dense, x, scale, ln_bias, kernel, None if bias is None else bias.reshape(-1),
             return_layernorm_output=self.return_layernorm_output, **options,
         )  # fmt: skip
         shape = (*x.shape[:-1], *features)
@@ -101,6 +102,7 @@ class LayerNormMLP(Normed):
     **Raises:** as `LayerNormDenseGeneral`, and ValueError for an unknown activation.
     """
 
+    kind = "layernorm_mlp"
     intermediate_dim: int = 2048
     kernel_axes_1: Axes = ()
     kernel_axes_2: Axes = ()
@@ -119,7 +121,7 @@ class LayerNormMLP(Normed):
         wo = self._kernel((self.intermediate_dim, width), self.kernel_axes_2, "wo_kernel")
         wo_bias = self._bias((width,), self.bias_axes_2, "wo_bias")
         return self._run(
-            layernorm_mlp, "layernorm_mlp", x, scale, ln_bias, wi, None if wi_bias is None else wi_bias.reshape(-1), wo,
+            layernorm_mlp, x, scale, ln_bias, wi, None if wi_bias is None else wi_bias.reshape(-1), wo,
             wo_bias, activation=activation, **options,
         )  # fmt: skip
 
@@ -140,6 +142,7 @@ class GroupedLinear(Stacked):
     **Raises:** as `Dense`; a call raises as `grouped_dense`.
     """
 
+    kind = "grouped_linear"
     num_groups: int
     features: int
     kernel_axes: Axes = ()
@@ -153,9 +156,9 @@ class GroupedLinear(Stacked):
         `row_map` brings into the order of their groups, to [rows, features]. `align`: as in `grouped_dense`."""
         x = self._input(inputs)
         shape = self.num_groups, x.shape[-1], self.features
-        kernel = jnp.swapaxes(self._param("kernel", self.kernel_init, shape, self.kernel_axes), 1, 2)
+        kernel = self._weight("kernel", self.kernel_init, shape, self.kernel_axes, lambda kernel: kernel.swapaxes(1, 2))
         bias = self._bias((self.num_groups, self.features), self.bias_axes)
-        return self._run(grouped_dense, "grouped_linear", x, kernel, bias, offsets, row_map=row_map, align=align)
+        return self._run(grouped_dense, x, kernel, bias, offsets, row_map=row_map, align=align)
 
 
 class Experts(Stacked, kw_only=True):

@@ -82,8 +82,8 @@ def refuse_quantized(op: str, parameter: Any) -> None:
     found = jax.tree.leaves(parameter, is_leaf=lambda x: isinstance(x, QuantizedCopies))
     if any(isinstance(x, QuantizedCopies) for x in found):
         raise UnsupportedError(
-            f"{op}: kernels are held in high precision, as [in, out]; call diptych.jax.dense for quantized ones, "
-            "[out, in]"
+            f"{op}: parameters are held in high precision, kernels as [in, out]; diptych.jax.linen.hold_kernels moves "
+            "kernels into a collection of quantized ones, [out, in]"
         )
 
 

@@ -48,7 +48,7 @@ _KERNELS = {"kernel": "weight", "wi_kernel": "fc1_weight", "wo_kernel": "fc2_wei
 _LINEAR = {"scale": "layer_norm_weight", "ln_bias": "layer_norm_bias", "wi_bias": "fc1_bias", "wo_bias": "fc2_bias"}
 _OTHER = {"scale": "weight", "embedding": "weight"}
 _STATES, _RANDOM = "states", "random"
-_COLLECTIONS = ("params", "_overwrite_with_gradient")  # of linen's variables
+_COLLECTIONS = ("params", "_overwrite_with_gradient", "held_kernels")  # of linen's variables
 _SUFFIXES: dict[str, str] = {
     "rowwise_data": "", "rowwise_scale_inv": "_scale_inv", "amax": "_amax", "columnwise_data": "_columnwise_data",
     "columnwise_scale_inv": "_columnwise_scale_inv", "columnwise_amax": "_columnwise_amax",
