@@ -226,8 +226,8 @@ def _taken(name: str, given: Mapping[str, np.ndarray]) -> np.ndarray:
         raise CheckpointError(f"the checkpoint lacks {name}")
     if f"{name}_scale_inv" in given:
         raise CheckpointError(
-            f"{name} is quantized in the checkpoint and in high precision here; quantize_params makes a tree that "
-            "holds it quantized, and dequantize then gives its values"
+            f"{name} is quantized in the checkpoint and in high precision here; hold_kernels of diptych.jax.nnx or "
+            "linen, or quantize_params, makes a tree that holds it quantized, and dequantize then gives its values"
         )
     return given[name]
 
@@ -312,7 +312,10 @@ def _quantized(name: str, leaf: Any, given: Mapping[str, np.ndarray]) -> Any:
     """Returns a kernel with a checkpoint's arrays, in the dtypes of `leaf`'s, which may be bytes."""
     fmt, parts = leaf.quantizer.format, {p: given[name + s] for p, s in _SUFFIXES.items() if name + s in given}
     if "rowwise_scale_inv" not in parts and "columnwise_scale_inv" not in parts:
-        raise CheckpointError(f"{name} is held quantized here, and the checkpoint has no scales of it")
+        raise CheckpointError(
+            f"{name} is held quantized here, and the checkpoint has no scales of it; load it into a tree in high "
+            "precision, and quantize that"
+        )
     if fmt.per_tensor and "amax" not in parts and "rowwise_scale_inv" in parts:
         largest = np.float32(ml_dtypes.finfo(_DTYPES_BY_NAME[fmt.element]).max)
         parts["amax"] = parts["rowwise_scale_inv"] * largest
