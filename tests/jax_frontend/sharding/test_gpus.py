@@ -12,20 +12,13 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import diptych.jax as dj
-from diptych.common import linear_plan
 from hardware import cuda_missing
 from jax_frontend import meshes, tools
+from jax_frontend.layers import test_linear_partitioned as linear
 from jax_frontend.sharding import test_expert_parallel as experts
 
 pytestmark = pytest.mark.cuda
 
-RECIPES = tools.PLAIN_RECIPES | {"nvfp4": dj.NVFP4BlockScaling()}
-ARGS = (
-    tools.normal("x", (512, 512), "bfloat16"),
-    tools.normal("kernel", (512, 512)) / 16,
-    tools.normal("bias", (512,)),
-    tools.normal("dy", (512, 512), "bfloat16"),
-)
 # Specs of x, kernel, bias and dy.
 LAYOUTS = {
     "data": (P("d"), P(), P(), P("d")),
@@ -80,15 +73,9 @@ def test_a_cut_tensor_has_the_copies_of_one_gpu(case, spec, kind):
 
 @meshes.AXES
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("recipe", RECIPES.values(), ids=RECIPES)
+@pytest.mark.parametrize("recipe", linear.RECIPES.values(), ids=linear.RECIPES)
 def test_a_training_step_beside_one_gpu(recipe, layout, kind):
-    rng = {"rng": dj.rng_state(2**40 + 3, 2**33)} if linear_plan(recipe).needs_rng else {}
-
-    def f(x, kernel, bias, dy):
-        y, vjp = jax.vjp(lambda *args: dj.dense(*args, recipe=recipe, **rng), x, kernel, bias)
-        return dict(zip(("y", "dx", "dkernel", "dbias"), (y, *vjp(dy)), strict=True))
-
-    got, collectives, want = run(f, kind, LAYOUTS[layout], *ARGS)
+    got, collectives, want = run(linear.training_step(recipe), kind, LAYOUTS[layout], *linear.ARGS)
     for name in want:
         near(got[name], want[name], name)
     if layout != "gathered weights":
