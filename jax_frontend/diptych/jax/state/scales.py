@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -33,7 +33,7 @@ from diptych.common.quantizers import Float8Quantizer
 from diptych.common.recipes import Recipe
 from diptych.jax.functional import quantize as quantize_verbs
 from diptych.jax.primitives.checks import dtype_of
-from diptych.jax.state.amax_check import check_of, checked, following, is_sound, is_valid, marked, marked_by
+from diptych.jax.state.amax_check import check_of, checked, is_sound, is_valid, marked, marked_by, where
 
 Array = jax.Array
 Tree = TypeVar("Tree")
@@ -54,6 +54,8 @@ class ScaleState:
     ones, the newest last. `count`: float32 [1], 1; in a gradient, the number of states that were summed. `check`:
     float32 [8], computed from the amaxes if not given; an average of states makes it invalid. `count` and `check` are
     None in states of references (`state_refs`). `quantizer`: the one that the state serves, with both copies.
+    `checked`: this object was made by `amax_check.checked` under jit, which need not check it again; it is no part of
+    the pytree, so that states made of its arrays are checked.
     """
 
     quantizer: Float8Quantizer
@@ -61,6 +63,7 @@ class ScaleState:
     amax_history: Any
     count: Any = None
     check: Any = None
+    checked: bool = dataclasses.field(default=False, init=False)
 
     def __post_init__(self) -> None:
         arrays = (jax.Array, np.ndarray)
@@ -169,15 +172,22 @@ def _fitted(amax: Array, axes: frozenset[Any]) -> Array:
 
 def record(state: ScaleState, *amaxes: Array) -> ScaleState:
     """The state with history[0] = max(history[0], amaxes)."""
+    return _recorded(state, _fitting(state, amaxes))[0]
+
+
+def _fitting(state: ScaleState, amaxes: Iterable[Array]) -> list[Array]:
     own = varying(state.amax_history)
-    history, check = _recorded(state.amax_history, state.check, [_fitted(a, own) for a in amaxes])
-    return dataclasses.replace(state, amax_history=history, check=check)
+    return [_fitted(a, own) for a in amaxes]
 
 
 @functools.partial(jax.jit, inline=True)
-def _recorded(history: Array, check: Array, amaxes: list[Array]) -> tuple[Array, Array]:
-    history = jnp.concatenate([larger(history[:1], *amaxes), history[1:]])
-    return history, following(check, history)
+def _recorded(state: ScaleState, amaxes: list[Array]) -> tuple[ScaleState, Array]:
+    """Returns the state with amaxes recorded, and whether it was sound before, bool [1]."""
+    history, sound = state.amax_history, is_sound(state)
+    pending, earlier = jax.lax.split(history, (1, history.shape[0] - 1))
+    history = jax.lax.concatenate([larger(pending, *amaxes), earlier], 0)
+    check = where(sound, check_of(history), state.check)
+    return dataclasses.replace(state, amax_history=history, check=check), sound
 
 
 def gradient(state: ScaleState, amaxes: list[Array], later: ScaleState | None) -> ScaleState:
@@ -191,12 +201,18 @@ def gradient(state: ScaleState, amaxes: list[Array], later: ScaleState | None) -
     if later is not None and any(known):
         # What is zero as a whole is no array.
         first, *rest = (a if k else jnp.zeros(a.shape, a.dtype) for a, k in zip(arrays, known, strict=True))
-        out = _combined(record(state, *amaxes, first[:1]), *rest)
-    else:
-        out = record(state, *amaxes)
+        out, sound = _recorded(state, _fitting(state, [*amaxes, first[:1]]))
+        return _of_one_use(_combined(out, *rest), sound)
+    return _of_one_use(*_recorded(state, _fitting(state, amaxes)))
+
+
+@functools.partial(jax.jit, inline=True)
+def _of_one_use(state: ScaleState, sound: Array) -> ScaleState:
+    """Returns a gradient that is marked unless the state was sound."""
     # Under vmap JAX sums only gradients that differ between examples, so the count must depend on the amax.
-    count = jnp.where(out.amax_history[:1] >= 0, out.count, out.count)
-    return dataclasses.replace(marked(out, is_sound(state)), count=count)
+    pending = jax.lax.slice_in_dim(state.amax_history, 0, 1)
+    count = jax.lax.select(pending == pending, state.count, state.count)
+    return dataclasses.replace(marked(state, sound), count=count)
 
 
 @functools.partial(jax.jit, inline=True)
@@ -266,11 +282,16 @@ def overwrite_states(states: Tree, grads: Tree) -> Tree:
     """
 
     def pick(old: ScaleState, new: ScaleState) -> ScaleState:
-        used = new.count != 0
-        taken = jax.tree.map(lambda n, o: jnp.where(used, n, o), new, dataclasses.replace(old, quantizer=new.quantizer))
-        return checked("overwrite_states", taken)
+        return checked("overwrite_states", _taken(new, dataclasses.replace(old, quantizer=new.quantizer)))
 
     return map_states(pick, states, grads)
+
+
+@functools.partial(jax.jit, inline=True)
+def _taken(new: ScaleState, old: ScaleState) -> ScaleState:
+    """Returns a gradient, or the old state if nothing contributed to the gradient."""
+    used = new.count != np.zeros((1,) * new.count.ndim, np.float32)
+    return jax.tree.map(lambda n, o: where(used, n, o), new, old)
 
 
 # --- another recipe ---
