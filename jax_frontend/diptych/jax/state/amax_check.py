@@ -29,7 +29,7 @@ Array = jax.Array
 State = TypeVar("State", bound=Any)  # state.ScaleState
 
 _LEAST = np.float32(2)
-_ODD = np.array([0x9E3779B1, 0x85EBCA77], np.uint32)  # a product with an odd number loses no bit of the other
+_ODD = np.uint32(0x9E3779B1), np.uint32(0x85EBCA77)  # a product with an odd number loses no bit of the other
 _SHIFTS = np.arange(0, 32, 8, dtype=np.uint32)
 
 # A model has hundreds of states, and XLA's time to compile a step grows with the number of operations. So these
@@ -44,33 +44,36 @@ def _over(x: Array, values: Any) -> Any:
 @functools.partial(jax.jit, inline=True)
 def check_of(history: Array) -> Array:
     """Returns the check numbers [..., 8] of a history [..., L], from its pending and its newest amax."""
-    length = history.shape[-1]
-    ends = jax.lax.slice_in_dim(history, 0, length, max(length - 1, 1), axis=-1)
-    bits = jax.lax.bitcast_convert_type(ends, jnp.uint32)
-    words = bits * _over(bits, _ODD[: bits.shape[-1]])
-    word = jax.lax.slice_in_dim(words, 0, 1, axis=-1)
-    if length > 1:
-        word = word + jax.lax.slice_in_dim(words, 1, 2, axis=-1)
+    axis, last = history.ndim - 1, history.shape[-1] - 1
+    ends = [jax.lax.slice_in_dim(history, i, i + 1, axis=axis) for i in sorted({0, last})]
+    bits = [jax.lax.bitcast_convert_type(end, jnp.uint32) for end in ends]
+    word = functools.reduce(jnp.add, [b * _over(b, odd) for b, odd in zip(bits, _ODD, strict=False)])
     word = jnp.broadcast_to(word, (*word.shape[:-1], 4))
     parts = (word >> _over(word, _SHIFTS) & _over(word, np.uint32(0xFF))).astype(jnp.float32)
     parts = parts + _over(parts, _LEAST)
     return jax.lax.concatenate([parts, parts * parts], parts.ndim - 1)
 
 
+def _equal(check: Array) -> Array:
+    """Returns which of the numbers [..., 8] are check numbers, bool [..., 8]; all are, or one at least is not."""
+    axis = check.ndim - 1
+    parts = jax.lax.floor(jax.lax.slice_in_dim(check, 0, 4, axis=axis))
+    parts = jnp.minimum(jnp.maximum(parts, _over(parts, _LEAST)), _over(parts, _LEAST + 255))
+    return jax.lax.concatenate([parts, parts * parts], axis) == check
+
+
 @functools.partial(jax.jit, inline=True)
 def is_valid(check: Array) -> Array:
     """Returns whether numbers [..., 8] are the check numbers of any history, bool [..., 1]."""
     axis = check.ndim - 1
-    parts = jax.lax.floor(jax.lax.slice_in_dim(check, 0, 4, axis=axis))
-    parts = jax.lax.clamp(_LEAST, parts, _LEAST + 255)
-    equal = jax.lax.concatenate([parts, parts * parts], axis) == check
-    return jax.lax.expand_dims(jax.lax.reduce_and(equal, (axis,)), (axis,))
+    return jax.lax.expand_dims(jax.lax.reduce_and(_equal(check), (axis,)), (axis,))
 
 
 @functools.partial(jax.jit, inline=True)
 def following(check: Array, history: Array) -> Array:
-    """Returns the check numbers of a state's next history; invalid numbers stay invalid."""
-    return where(is_valid(check), check_of(history), check)
+    """Returns the check numbers of a state's next history, with NaN where those before were invalid."""
+    nan = np.full(check.shape, np.nan, check.dtype)
+    return jax.lax.select(_equal(check), check_of(history), nan)
 
 
 @functools.partial(jax.jit, inline=True)

@@ -33,7 +33,7 @@ from diptych.common.quantizers import Float8Quantizer
 from diptych.common.recipes import Recipe
 from diptych.jax.functional import quantize as quantize_verbs
 from diptych.jax.primitives.checks import dtype_of
-from diptych.jax.state.amax_check import check_of, checked, is_sound, is_valid, marked, marked_by, where
+from diptych.jax.state.amax_check import check_of, checked, following, is_valid, marked_by, where
 
 Array = jax.Array
 Tree = TypeVar("Tree")
@@ -172,22 +172,16 @@ def _fitted(amax: Array, axes: frozenset[Any]) -> Array:
 
 def record(state: ScaleState, *amaxes: Array) -> ScaleState:
     """The state with history[0] = max(history[0], amaxes)."""
-    return _recorded(state, _fitting(state, amaxes))[0]
-
-
-def _fitting(state: ScaleState, amaxes: Iterable[Array]) -> list[Array]:
     own = varying(state.amax_history)
-    return [_fitted(a, own) for a in amaxes]
+    history, check = _recorded(state.amax_history, state.check, [_fitted(a, own) for a in amaxes])
+    return dataclasses.replace(state, amax_history=history, check=check)
 
 
 @functools.partial(jax.jit, inline=True)
-def _recorded(state: ScaleState, amaxes: list[Array]) -> tuple[ScaleState, Array]:
-    """Returns the state with amaxes recorded, and whether it was sound before, bool [1]."""
-    history, sound = state.amax_history, is_sound(state)
+def _recorded(history: Array, check: Array, amaxes: list[Array]) -> tuple[Array, Array]:
     pending, earlier = jax.lax.split(history, (1, history.shape[0] - 1))
     history = jax.lax.concatenate([larger(pending, *amaxes), earlier], 0)
-    check = where(sound, check_of(history), state.check)
-    return dataclasses.replace(state, amax_history=history, check=check), sound
+    return history, following(check, history)
 
 
 def gradient(state: ScaleState, amaxes: list[Array], later: ScaleState | None) -> ScaleState:
@@ -201,18 +195,17 @@ def gradient(state: ScaleState, amaxes: list[Array], later: ScaleState | None) -
     if later is not None and any(known):
         # What is zero as a whole is no array.
         first, *rest = (a if k else jnp.zeros(a.shape, a.dtype) for a, k in zip(arrays, known, strict=True))
-        out, sound = _recorded(state, _fitting(state, [*amaxes, first[:1]]))
-        return _of_one_use(_combined(out, *rest), sound)
-    return _of_one_use(*_recorded(state, _fitting(state, amaxes)))
+        out = _combined(record(state, *amaxes, first[:1]), *rest)
+    else:
+        out = record(state, *amaxes)
+    return dataclasses.replace(out, count=_depending(out.count, out.amax_history))
 
 
 @functools.partial(jax.jit, inline=True)
-def _of_one_use(state: ScaleState, sound: Array) -> ScaleState:
-    """Returns a gradient that is marked unless the state was sound."""
-    # Under vmap JAX sums only gradients that differ between examples, so the count must depend on the amax.
-    pending = jax.lax.slice_in_dim(state.amax_history, 0, 1)
-    count = jax.lax.select(pending == pending, state.count, state.count)
-    return dataclasses.replace(marked(state, sound), count=count)
+def _depending(count: Array, history: Array) -> Array:
+    """Returns the count. Under vmap JAX sums only gradients that differ between examples, so it depends on the amax."""
+    pending = jax.lax.slice_in_dim(history, 0, 1)
+    return jax.lax.select(pending == pending, count, count)
 
 
 @functools.partial(jax.jit, inline=True)
