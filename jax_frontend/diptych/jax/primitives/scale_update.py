@@ -55,7 +55,7 @@ scale_update_p = primitive(
     "scale_update",
     _scale_update_abstract,
     _scale_update_attributes,
-    lambda ctx, platform, batch, **_: (in_place(batch, {0: 0}), None),
+    lambda ctx, platform, batch, **_: (in_place(batch, {0: 0, 1: 1}), None),
 )
 
 

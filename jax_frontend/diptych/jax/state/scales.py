@@ -19,7 +19,7 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, TypeVar
 
 import jax
