@@ -55,7 +55,7 @@ GATHERS = tuple(
     f"torch_frontend/diptych/torch/distributed/{name}.py"
     for name in ("amaxes", "columnwise", "gather", "prepare", "sharded_weight")
 )
-JAX_ROOMS = ("primitives", "tensors", "sharding", "functional", "state", "layers")
+JAX_ROOMS = ("primitives", "tensors", "functional", "state", "layers")  # of a step on one device
 JAX = (
     *(f"jax_frontend/diptych/jax/{room}/*.py" for room in JAX_ROOMS),
     "jax_frontend/csrc/*",
@@ -84,7 +84,7 @@ SECTIONS = {
         Section("several", "gpus", (*LAYER, *TORCH, *GATHERS), LAYER_OPS, 260),
         Section("rule", "cuda", PRODUCTS, ("gemm",), 600, default=False),
         Section("cpu", "cpu", ("core_cuda/cpu/**/*", *TORCH), seconds=600),
-        Section("jax_cpu", "cpu", ("core_cuda/cpu/**/*", *JAX), seconds=600),
+        Section("jax_cpu", "cpu", ("core_cuda/cpu/**/*", *JAX, "jax_frontend/diptych/jax/sharding/*.py"), seconds=600),
         Section("memory", "cpu", ("core_cuda/cpu/**/*", *TORCH), seconds=600),
     )
 }
