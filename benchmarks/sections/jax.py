@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -119,31 +119,47 @@ def parameters(width: int, blocks: int = BLOCKS) -> list[Params]:
     ]
 
 
+def blocks_of(names: Iterable[str]) -> dict[str, Callable[..., Array]]:
+    """Returns the block of each name: "bf16", "XLA FP8" or a recipe."""
+    plain = {"bf16": plain_linear, "XLA FP8": xla_linear}
+    return {
+        name: functools.partial(composed, plain[name]) if name in plain else functools.partial(fused, RECIPES[name])
+        for name in names
+    }
+
+
+def stepping(block: Callable[..., Array], batch: int, **options: Any) -> Callable[[list[Params], Array, Array], Any]:
+    """Returns a step, forward and backward, from (parameters, x, dy) to (what the blocks add, gradients).
+
+    `options`: of `jax.jit`.
+    """
+
+    def forward(params: list[Params], x: Array) -> Array:
+        y = x
+        for p in params:
+            y = block(p, y, batch)
+        return y
+
+    def step(params: list[Params], x: Array, dy: Array) -> Any:
+        y, pull = jax.vjp(forward, params, x)
+        return y - x, pull(dy)
+
+    return jax.jit(step, **options)
+
+
+def inputs(batch: int, length: int, width: int) -> tuple[Array, Array]:
+    """Returns x and dy, [batch * length, width]."""
+    x, dy = (jax.random.normal(k, (batch * length, width), jnp.bfloat16) for k in jax.random.split(jax.random.key(1)))
+    return x, dy
+
+
 def stack_calls(case: Case) -> dict[str, Callable[[], Any]]:
     """Returns steps, forward and backward, each of which returns what the blocks add, and the gradients."""
-    batch, length, width = case.shape
-    keys = jax.random.split(jax.random.key(1))
-    x, dy = (jax.random.normal(key, (batch * length, width), jnp.bfloat16) for key in keys)
-    params = parameters(width)
-    blocks = {"bf16": functools.partial(composed, plain_linear)}
-    blocks |= {name: functools.partial(fused, RECIPES[name]) for name in case.names}
-    blocks["XLA FP8"] = functools.partial(composed, xla_linear)
-
-    def stepping(block: Callable[..., Array]) -> Callable[[], Any]:
-        def forward(params: list[Params], x: Array) -> Array:
-            y = x
-            for p in params:
-                y = block(p, y, batch)
-            return y
-
-        @jax.jit
-        def step(params: list[Params], x: Array, dy: Array) -> Any:
-            y, pull = jax.vjp(forward, params, x)
-            return y - x, pull(dy)
-
-        return lambda: step(params, x, dy)
-
-    return {name: stepping(block) for name, block in blocks.items()}
+    given = (parameters(case.shape[2]), *inputs(*case.shape))
+    return {
+        name: functools.partial(stepping(block, case.shape[0]), *given)
+        for name, block in blocks_of(("bf16", *case.names, "XLA FP8")).items()
+    }
 
 
 def fprop_calls(case: Case, peers: dict[str, Any]) -> dict[str, Callable[[], Any]]:
