@@ -75,13 +75,13 @@ def rows(case: Case, _: Any) -> Iterator[Row]:
     eager = case.what == "eager dense"
     calls = eager_calls(case) if eager else compile_calls(case)
     made: dict[str, Array] = {name: call() if eager else call()()[0] for name, call in calls.items()}
-    rows: dict[str, Row] = {}
+    found: dict[str, Row] = {}
     for name, result in made.items():
         difference = apart(result, made["plain"])
-        rows[name] = {"case": str(case), "name": name, "difference": difference}
+        found[name] = {"case": str(case), "name": name, "difference": difference}
         if not difference <= BOUND[case.what]:
-            rows[name] = failed(case, name, f"differs by {difference:.3g} from plain, at most {BOUND[case.what]}")
+            found[name] = failed(case, name, f"differs by {difference:.3g} from plain, at most {BOUND[case.what]}")
             del calls[name]
     times = wall_seconds(calls, ROUNDS[case.what], wait=jax.block_until_ready)
-    for name, row in rows.items():
-        yield row | ({"us": times[name] * 1e6, "times": times[name] / times["plain"]} if name in times else {})
+    for name, row in found.items():
+        yield row | ({"us": times[name] * 1e6} if name in times else {})

@@ -32,12 +32,13 @@ _LEAST = np.float32(2)
 _ODD = np.uint32(0x9E3779B1), np.uint32(0x85EBCA77)  # a product with an odd number loses no bit of the other
 _SHIFTS = np.arange(0, 32, 8, dtype=np.uint32)
 
-# A model has hundreds of states, and XLA's time to compile a step grows with the number of operations. So these
-# functions are made of few: constants have full shapes, and nothing calls a function of jnp that is compiled apart.
+# A model has hundreds of states, and XLA's time to compile a step grows with the number of operations, so these
+# functions are made of few. A constant of full shape needs no broadcast, and `lax`, unlike `jnp.where` and `jnp.all`,
+# adds no call of a function.
 
 
 def _over(x: Array, values: Any) -> Any:
-    """Returns one value, or one for each of the last axis, as a constant that needs no broadcast with x [..., n]."""
+    """Returns one value, or one for each entry of x's last axis, as a constant [1, ..., n] for an x [..., n]."""
     return np.broadcast_to(values, (1,) * (x.ndim - 1) + x.shape[-1:])
 
 
@@ -55,7 +56,7 @@ def check_of(history: Array) -> Array:
 
 
 def _equal(check: Array) -> Array:
-    """Returns which of the numbers [..., 8] are check numbers, bool [..., 8]; all are, or one at least is not."""
+    """Returns which of the numbers [..., 8] equal check numbers near them, bool [..., 8]: all if they are valid."""
     axis = check.ndim - 1
     parts = jax.lax.floor(jax.lax.slice_in_dim(check, 0, 4, axis=axis))
     parts = jnp.minimum(jnp.maximum(parts, _over(parts, _LEAST)), _over(parts, _LEAST + 255))
