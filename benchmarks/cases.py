@@ -55,7 +55,12 @@ GATHERS = tuple(
     f"torch_frontend/diptych/torch/distributed/{name}.py"
     for name in ("amaxes", "columnwise", "gather", "prepare", "sharded_weight")
 )
-JAX = ("jax_frontend/**/*", "common/diptych/common/**/*.py")
+JAX_ROOMS = ("primitives", "tensors", "functional", "state", "layers")  # of a step on one device
+JAX = (
+    *(f"jax_frontend/diptych/jax/{room}/*.py" for room in JAX_ROOMS),
+    "jax_frontend/csrc/*",
+    "common/diptych/common/**/*.py",
+)
 
 SECTIONS = {
     s.name: s
@@ -80,6 +85,7 @@ SECTIONS = {
         Section("sharded", "gpus", (*LAYER, *JAX, "jax_frontend/diptych/jax/sharding/*.py"), LAYER_OPS, 150),
         Section("rule", "cuda", PRODUCTS, ("gemm",), 600, default=False),
         Section("cpu", "cpu", ("core_cuda/cpu/**/*", *TORCH), seconds=600),
+        Section("jax_cpu", "cpu", ("core_cuda/cpu/**/*", *JAX, "jax_frontend/diptych/jax/sharding/*.py"), seconds=600),
         Section("memory", "cpu", ("core_cuda/cpu/**/*", *TORCH), seconds=600),
     )
 }
@@ -163,6 +169,8 @@ def _cases() -> Iterable[Case]:
         yield Case("rule", what, names=(recipe,))
     for what in ("quantize", "gemm", "permute", "linear", "compiled"):
         yield Case("cpu", what)
+    yield Case("jax_cpu", "eager dense", (512, 1024, 1024), TRAINED[:4])
+    yield Case("jax_cpu", "trace and compile", (24,), ("mxfp8", "fp8-current", "fp8-delayed"))
     yield Case("memory", "batches of changing length", names=("mxfp8",))
 
 
@@ -242,6 +250,12 @@ def _goals() -> Iterable[Goal]:
     for name in (*FP8, DECODED[0]):
         yield Goal(f"two GPUs, few tokens, {name}, of a {PLAIN_GATHER}", "several", ("gathers",), name,
                    f"{name} {PLAIN_GATHER}", 1.05, 1.05)  # fmt: skip
+    for name in TRAINED[:4]:
+        yield Goal(f"JAX on the CPU, eager dense, {name}, of the plain product", "jax_cpu", ("eager dense",), name,
+                   "plain", 2.0, 2.0, less="us")  # fmt: skip
+    for name, must in (("mxfp8", 1.5), ("fp8-current", 1.5), ("fp8-delayed", 2.5)):
+        yield Goal(f"JAX on the CPU, tracing and compiling 24 blocks, {name}, of plain jnp", "jax_cpu",
+                   ("trace and compile",), name, "plain", must, must, less="us")  # fmt: skip
     for name in TRAINED[:4]:
         yield Goal(f"SwiGLU or norm and quantize, {name}, of copy", "fused", ("norm", "swiglu", "gradient of swiglu"),
                    name, "copy", 0.75, 0.88)  # fmt: skip

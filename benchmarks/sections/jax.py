@@ -88,7 +88,7 @@ def attention(qkv: Array, batch: int) -> Array:
     head = width // HEADS
     split = jnp.split(qkv.reshape(batch, -1, qkv.shape[-1]), (width, width + KV_HEADS * head), -1)
     q, k, v = (t.reshape(*t.shape[:2], -1, head) for t in split)
-    implementation = "cudnn" if room.DEVICE == "cuda" else "xla"
+    implementation = "cudnn" if jax.default_backend() == "gpu" else "xla"
     y = jax.nn.dot_product_attention(rotated(q), rotated(k), v, is_causal=True, implementation=implementation)
     return y.reshape(-1, width)
 
@@ -108,14 +108,14 @@ def fused(recipe: Any, p: Params, x: Array, batch: int) -> Array:
     return x + dj.layernorm_mlp(x, p["norm2"], None, p["up"], None, p["down"], None, activation="swiglu", **norm)
 
 
-def parameters(width: int) -> list[Params]:
+def parameters(width: int, blocks: int = BLOCKS) -> list[Params]:
     ffn, qkv = int(FFN * width), width * (HEADS + 2 * KV_HEADS) // HEADS
     shapes = {"qkv": (qkv, width), "proj": (width, width), "up": (2 * ffn, width), "down": (width, ffn)}
-    keys = iter(jax.random.split(jax.random.key(0), BLOCKS * len(shapes)))
+    keys = iter(jax.random.split(jax.random.key(0), blocks * len(shapes)))
     return [
         {name: jax.random.normal(next(keys), s, jnp.bfloat16) * s[1] ** -0.5 for name, s in shapes.items()}
         | {name: jnp.ones(width, jnp.bfloat16) for name in ("norm1", "norm2")}
-        for _ in range(BLOCKS)
+        for _ in range(blocks)
     ]
 
 
