@@ -164,7 +164,8 @@ def _cases() -> Iterable[Case]:
     yield Case("several", "tensor parallel", (4, 4096, 4096), (*FP8, DECODED[0]), quick=False)
     yield Case("jax", "fprop", (8192, 8192, 8192), ("fp8-current", "fp8-block"))
     yield Case("jax", "stack", (4, 4096, 4096), FP8)
-    yield Case("sharded", "stack", (4, 4096, 4096), ("bf16", *FP8, DECODED[0]), quick=False)
+    for layout in (DATA_PARALLEL, SHARDED):
+        yield Case("sharded", layout, (4, 4096, 4096), ("bf16", *FP8, DECODED[0]), quick=layout == SHARDED)
     for recipe, what in itertools.product(FP8, ("fprop", "dgrad", "wgrad", "wgrad float32")):
         yield Case("rule", what, names=(recipe,))
     for what in ("quantize", "gemm", "permute", "linear", "compiled"):
@@ -245,8 +246,9 @@ def _goals() -> Iterable[Goal]:
     for name in ("bf16", *FP8, DECODED[0]):
         yield Goal(f"two GPUs, {name}, of {ALONE}", "several", ("weak scaling",), name, f"{name} {ALONE}", 0.95, 0.95)
     for name, layout in itertools.product(("bf16", *FP8, DECODED[0]), (DATA_PARALLEL, SHARDED)):
-        yield Goal(f"two GPUs in JAX, {layout}, {name}, of {ALONE}", "sharded", ("stack",), f"{name} {layout}",
-                   f"{name} {ALONE}", 0.95, 0.95)  # fmt: skip
+        yield Goal(
+            f"two GPUs in JAX, {layout}, {name}, of {ALONE}", "sharded", (layout,), name, f"{name} {ALONE}", 0.95, 0.95
+        )
     for name in (*FP8, DECODED[0]):
         yield Goal(f"two GPUs, few tokens, {name}, of a {PLAIN_GATHER}", "several", ("gathers",), name,
                    f"{name} {PLAIN_GATHER}", 1.05, 1.05)  # fmt: skip

@@ -1,8 +1,8 @@
 """JAX on two GPUs of one host: the stack of the section `jax` under `jit` with cut arrays, forward and backward.
 
-- "one GPU": a GPU alone with the tokens of the case.
-- "data parallel": both GPUs with as many tokens each. Each has all weights, and their gradients are summed.
+- "data parallel": both GPUs with the tokens of the case each. Each has all weights, and their gradients are summed.
 - "FSDP": the same, with weights and gradients cut along dimension 0.
+- "one GPU": a GPU alone with as many tokens.
 
 Results of two GPUs are compared with those of one that has all tokens.
 """
@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -29,6 +29,13 @@ LAYOUTS = {DATA_PARALLEL: P(), SHARDED: P("data")}  # of matrices
 BOUNDS = {"difference": 0.02, "gradients": 0.02}
 
 
+class Alone(NamedTuple):
+    """`step`: of one GPU with the tokens of a case. `want`: what one GPU makes of all GPUs' tokens."""
+
+    step: Callable[[], Any]
+    want: tuple[np.ndarray, np.ndarray]
+
+
 def rows(case: Case, _: Any) -> Iterator[Row]:
     for name in case.names:
         try:
@@ -38,35 +45,38 @@ def rows(case: Case, _: Any) -> Iterator[Row]:
             yield failed(case, name, error)
 
 
-def of_recipe(case: Case, name: str) -> Iterator[Row]:
-    """Measures one recipe in all layouts. **Raises** ValueError for results that are not those of one GPU."""
-    batch, length, width = case.shape
+@functools.cache
+def alone(shape: tuple[int, ...], name: str) -> Alone:
+    batch, length, width = shape
     block, params = one_gpu.blocks_of((name,))[name], one_gpu.parameters(width)
-    whole = one_gpu.inputs(RANKS * batch, length, width)
-    want = compact(one_gpu.stepping(block, RANKS * batch)(params, *whole))
-    alone = (params, *one_gpu.inputs(*case.shape))
-    calls: dict[str, Callable[[], Any]] = {
-        f"{name} {ALONE}": functools.partial(one_gpu.stepping(block, batch), *alone),
-    }
-    found: dict[str, Row] = {}
-    for layout, spec in LAYOUTS.items():
-        found[f"{name} {layout}"], calls[f"{name} {layout}"] = spread(block, spec, params, whole, want, RANKS * batch)
-    jax.block_until_ready(calls[f"{name} {ALONE}"]())
+    want = one_gpu.stepping(block, RANKS * batch)(params, *one_gpu.inputs(RANKS * batch, length, width))
+    step = functools.partial(one_gpu.stepping(block, batch), params, *one_gpu.inputs(*shape))
+    jax.block_until_ready(step())
+    return Alone(step, compact(want))
+
+
+def of_recipe(case: Case, name: str) -> Iterator[Row]:
+    """Measures one recipe. **Raises** ValueError for results that are not those of one GPU."""
+    batch, length, _ = case.shape
+    one = alone(case.shape, name)
+    found, step = spread(case, name, one.want)
+    calls = {f"{name} {ALONE}": one.step, name: step}
     for label, seconds in wall_seconds(calls, 5, 2, jax.block_until_ready).items():
-        row = {"case": str(case), "name": label, "us": seconds * 1e6, "rate": batch * length / seconds}
-        yield row | {"unit": "tokens/s"} | found.get(label, {})
+        row: Row = {"case": str(case), "name": label, "us": seconds * 1e6, "rate": batch * length / seconds}
+        yield row | {"unit": "tokens/s"} | (found if label == name else {})
 
 
-def spread(
-    block: Callable[..., Any], spec: P, params: Any, whole: tuple[Any, Any], want: Any, batch: int
-) -> tuple[Row, Callable[[], Any]]:
-    """Returns what was found out about a step over two GPUs, and the step."""
+def spread(case: Case, name: str, want: tuple[np.ndarray, np.ndarray]) -> tuple[Row, Callable[[], Any]]:
+    """Returns what was found out about a step over all GPUs, and the step."""
+    batch, length, width = case.shape
     mesh = jax.make_mesh((RANKS,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:RANKS])
-    of_params = jax.tree.map(lambda p: NamedSharding(mesh, spec if p.ndim == 2 else P()), params)
-    of_tokens = NamedSharding(mesh, P("data"))
+    params, of_tokens = one_gpu.parameters(width), NamedSharding(mesh, P("data"))
+    of_params = jax.tree.map(lambda p: NamedSharding(mesh, LAYOUTS[case.what] if p.ndim == 2 else P()), params)
+    whole = one_gpu.inputs(RANKS * batch, length, width)
     placed = jax.device_put((params, *whole), (of_params, of_tokens, of_tokens))
     start = time.perf_counter()
-    step = one_gpu.stepping(block, batch, out_shardings=(of_tokens, (of_params, of_tokens)))
+    block = one_gpu.blocks_of((name,))[name]
+    step = one_gpu.stepping(block, RANKS * batch, out_shardings=(of_tokens, (of_params, of_tokens)))
     compiled = step.lower(*placed).compile()
     row: Row = {"compile s": time.perf_counter() - start}
     row["GiB"] = compiled.memory_analysis().temp_size_in_bytes / 2**30

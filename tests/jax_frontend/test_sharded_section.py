@@ -17,23 +17,24 @@ from benchmarks.sections import sharded
 def small(monkeypatch):
     monkeypatch.setattr(room, "DEVICE", "cpu")
     monkeypatch.setattr(one_gpu, "BLOCKS", 1)
+    sharded.alone.cache_clear()
+
+
+def case(layout: str, *names: str) -> Case:
+    return Case("sharded", layout, (2, 32, 512), names)
 
 
 def test_every_layout_is_measured():
-    rows = list(sharded.rows(Case("sharded", "stack", (2, 32, 512), ("fp8-current", "no recipe")), {}))
-    assert [r["name"] for r in rows] == [
-        "fp8-current one GPU",
-        "fp8-current data parallel",
-        "fp8-current FSDP",
-        "no recipe",
-    ]
-    assert "no recipe" in rows[3]["failed"]
-    for row in rows[1:3]:
-        assert row["difference"] == 0 and row["gradients"] < 0.01 and row["us"] > 0 and row["GiB"] > 0
+    for layout in sharded.LAYOUTS:
+        alone, spread, missing = sharded.rows(case(layout, "fp8-current", "no recipe"), {})
+        assert (alone["name"], spread["name"]) == ("fp8-current one GPU", "fp8-current")
+        assert missing["name"] == "no recipe" and "no recipe" in missing["failed"]
+        assert spread["difference"] == 0 and spread["gradients"] < 0.01
+        assert min(alone["us"], spread["us"], spread["GiB"]) > 0
 
 
 def test_other_results_are_a_failure(monkeypatch):
     calls = itertools.count(1)
     monkeypatch.setattr(sharded, "compact", lambda results: (jax.numpy.float32(next(calls)),) * 2)
     with pytest.raises(ValueError, match="two GPUs differ from one"):
-        list(sharded.of_recipe(Case("sharded", "stack", (2, 32, 512), ("bf16",)), "bf16"))
+        list(sharded.of_recipe(case("FSDP", "bf16"), "bf16"))
