@@ -198,6 +198,13 @@ def test_inputs_and_other_rngs_are_refused():
         dj.convert(Language(rngs=nnx.Rngs(0)), MX, rngs=3)
 
 
+def test_a_conversion_that_fails_changes_nothing():
+    model = Language(rngs=nnx.Rngs(0))
+    with pytest.raises(AttributeError, match="params"):
+        dj.convert(model, {"blocks/**": MX, "head": NVFP4}, rngs=nnx.Rngs(dropout=0), verbose=False)
+    assert model.blocks[0].mlp.up.dot_general is jax.lax.dot_general
+
+
 @pytest.mark.parametrize("recipe", [DELAYED, NVFP4])
 def test_stacked_layers_have_stacked_states(recipe):
     @nnx.split_rngs(splits=3)

@@ -23,7 +23,9 @@ _RNG, _PART_RNG = 4, 8  # words of a random state, and of one with the place of 
 
 def _rotatable(op: str, x: Operand, encoded: Shape) -> tuple[Constraint, ...]:
     if x.dtype != "bfloat16":
-        raise DTypeError(f"{op}: the Hadamard transform takes bfloat16 alone, got {x}")
+        raise DTypeError(
+            f"{op}: the Hadamard transform takes bfloat16 alone, got {x}; disable_rht=True of a recipe leaves it out"
+        )
     m, k = shapes.rows_cols(encoded)
     message = f"{op}: the Hadamard transform takes rows in multiples of {_HADAMARD}, got {[m, k]}"
     return (Constraint(m // _HADAMARD * _HADAMARD, m, message),)

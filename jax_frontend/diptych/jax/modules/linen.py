@@ -43,7 +43,10 @@ STATES = OVERWRITE_WITH_GRADIENT
 RNG = "stochastic_rounding"
 """The stream of random bits of stochastic rounding."""
 
-_REMEDY = f"pass rngs={{{RNG!r}: key}} to apply, another key in each step"
+_REMEDY = (
+    f"pass rngs={{{RNG!r}: key}} to apply, another key in each step; nn.scan and nn.vmap hand the stream on if "
+    "split_rngs names it"
+)
 KERNEL_INIT = nn.initializers.lecun_normal()
 BIAS_INIT = nn.initializers.zeros_init()
 
@@ -106,7 +109,8 @@ class Layer(nn.Module, kw_only=True):
         if not self.has_variable(STATES, "states") and not self.is_mutable_collection(STATES):
             raise ArgumentError(
                 f"{op} at {'/'.join(self.path) or 'the root'}: {type(self.recipe).__name__} scales by earlier steps' "
-                f"amaxes, and the variables lack their states: pass the collection {STATES!r} that init made to apply"
+                f"amaxes, and the variables lack their states: pass the collection {STATES!r} that init made to apply; "
+                "nn.scan and nn.vmap hand it on if variable_axes names it"
             )
         return self.variable(STATES, "states", make).value
 
