@@ -98,7 +98,7 @@ def quantize(
     if rng is not None:
         if not flags & STOCHASTIC:
             raise ValueError(f"{op} ({fmt.name}): rng is for stochastic rounding, which was not asked for")
-        constraints += holds(op, _of(fmt, rng), "int32", _PART_RNG if rng.numel == _PART_RNG else _RNG)
+        constraints += holds(op, _of(fmt, rng), "int32", _PART_RNG if tuple(rng.shape) == (_PART_RNG,) else _RNG)
     amaxes = [a for a in (amax, columnwise_amax) if a is not None]
     require_amaxes(op, quantizer, *[a.name for a in amaxes])
     for a in amaxes:
