@@ -12,7 +12,7 @@ import optax
 import pytest
 
 import diptych.jax as dj
-from diptych.common import CustomRecipe
+from diptych.common import CustomRecipe, UnsupportedError
 from jax_frontend import tools
 
 nn = pytest.importorskip("flax.linen")
@@ -260,6 +260,21 @@ def test_compiled_code_of_another_conversion_is_not_run():
             tools.same(results[-1], made.apply(variables, X))
     tools.same(plain.apply(variables, X), results[0])
     assert len({r.tobytes() for r in map(tools.bits, results)}) == 4
+
+
+class UsesJittedTwice(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return Jitted(32, name="a")(x) + Jitted(32, name="b")(x)
+
+
+def test_modules_that_share_compiled_code_are_all_found():
+    reports = [convert(UsesJittedTwice(), MX, X, return_report=True)[1] for _ in range(2)]
+    want = [f"{part}/Dense_{i}" for part in "ab" for i in range(2)]
+    for report in reports:
+        assert [m.name for m in report.modules if m.converted and m.kind == "Dense"] == want
+    with pytest.raises(UnsupportedError, match=r"nn\.jit runs one compiled code .* 'b/Dense_0' and 'a/Dense_0' diff"):
+        convert(UsesJittedTwice(), {"a/**": MX, "b/**": None}, X)
 
 
 def test_layers_of_any_axes():

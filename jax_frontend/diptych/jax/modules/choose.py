@@ -39,7 +39,7 @@ def choose(rules: Rules, path: str, contraction: Any, x: Any, kernel: Any, preci
     rule = rules.find(path)
     if rule is None or rule.recipe is None:
         return unconvertible(rules, path, "")
-    if precision is not None:
+    if not _is_default(precision):
         return unconvertible(rules, path, f"asks for precision {precision}")
     try:
         c = contraction
@@ -50,6 +50,13 @@ def choose(rules: Rules, path: str, contraction: Any, x: Any, kernel: Any, preci
     k, (_, _, kept) = math.prod([kernel.shape[a] for a in c.right]), c.shapes(x.shape, kernel.shape)
     why = misfit(rule.recipe, role_name(path), math.prod(kept), k)
     return unconvertible(rules, path, why) if why else Choice(rule.recipe)
+
+
+def _is_default(precision: Any) -> bool:
+    try:
+        return precision is None or jax.lax.Precision(precision) == jax.lax.Precision.DEFAULT
+    except ValueError:  # one for each operand, or an algorithm
+        return False
 
 
 def unconvertible(rules: Rules, path: str, why: str) -> Choice:

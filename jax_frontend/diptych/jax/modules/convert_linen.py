@@ -12,6 +12,7 @@ import contextvars
 import dataclasses
 import functools
 import inspect
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
@@ -20,12 +21,12 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from diptych.common.conversion import ConversionReport, Rules, reason
-from diptych.common.errors import ArgumentError
+from diptych.common.errors import ArgumentError, UnsupportedError
 from diptych.common.recipes import Recipe
 from diptych.jax.modules.choose import Choice, Found, announce, choose, in_groups, make_report, unconvertible
 from diptych.jax.modules.linen import DotGeneral, EinsumOp, Layer
 
-_FLAG = "diptych.convert"
+_FLAG, _TRACED = "diptych.convert", "diptych.convert.trace"
 _EINSUM = inspect.unwrap(nn.Einsum.__call__)
 _LAYERS = (nn.Dense, nn.DenseGeneral, nn.Einsum)
 
@@ -40,7 +41,10 @@ class Conversion:
 @dataclasses.dataclass
 class _Trace:
     """What is met while a converted model is traced: the classes of its modules, and what was chosen for layers, None
-    for layers whose product was not met. `own`: the recipes of this library's modules."""
+    for layers whose product was not met. `own`: the recipes of this library's modules. `number`: of the trace, for
+    which nn.jit runs no code of another one."""
+
+    number: int
 
     kinds: dict[str, str] = dataclasses.field(default_factory=dict)
     layers: dict[str, Choice | None] = dataclasses.field(default_factory=dict)
@@ -48,6 +52,7 @@ class _Trace:
 
 
 _trace: contextvars.ContextVar[_Trace | None] = contextvars.ContextVar("diptych_convert_trace", default=None)
+_numbers = itertools.count()
 _running: contextvars.ContextVar[Any] = contextvars.ContextVar("diptych_convert_running", default=None)
 
 
@@ -93,7 +98,8 @@ def _mark(module: Any, conversion: Conversion) -> None:
     Scopes hand flags down to modules made later, also inside of flax's transformations. For other flags nn.jit compiles
     anew: it must not run what an unconverted model has compiled.
     """
-    module.scope.flags = {**module.scope.flags, _FLAG: conversion}
+    trace = _trace.get()
+    module.scope.flags = {**module.scope.flags, _FLAG: conversion, **({} if trace is None else {_TRACED: trace.number})}
     for child in module._state.children.values():
         if isinstance(child, nn.Module) and not isinstance(child, _Converted):
             _mark(child, conversion)
@@ -229,7 +235,7 @@ def _found(made: Any, inputs: Any, keywords: Any) -> list[Found]:
         args, kwargs = jax.tree.unflatten(tree, [arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
         return made.init(jax.random.key(0), *args, **kwargs).get("params", {})
 
-    trace = _Trace()
+    trace = _Trace(next(_numbers))
     token = _trace.set(trace)
     try:
         init = in_groups([rule.recipe for rule in made.conversion.rules], params)
@@ -239,8 +245,9 @@ def _found(made: Any, inputs: Any, keywords: Any) -> list[Found]:
         raise
     finally:
         _trace.reset(token)
-    found = []
-    for path, held in _held(held_params, ""):
+    found, held_by = [], dict(_held(held_params, ""))
+    _take_over(trace, made.conversion.rules, held_by)
+    for path, held in held_by.items():
         kind, choice = trace.kinds.get(path, "a scope"), trace.layers.get(path)
         if choice is None and path in trace.layers:
             choice = unconvertible(made.conversion.rules, path, "has a product of its own")
@@ -248,6 +255,21 @@ def _found(made: Any, inputs: Any, keywords: Any) -> list[Found]:
         why = "" if choice or recipe else reason(kind == "Embed", [leaf.ndim for leaf in held], True)
         found.append(Found(path, kind, sum([leaf.size for leaf in held]), choice, why, recipe))
     return found
+
+
+def _take_over(trace: _Trace, rules: Rules, held_by: dict[str, list[Any]]) -> None:
+    """Adds layers to a trace that were not met, since nn.jit runs the code that it compiled for a module at another
+    path with the same shapes. **Raises** NotImplementedError unless rules decide alike on all of them."""
+    shapes = {path: [(leaf.shape, leaf.dtype) for leaf in held] for path, held in held_by.items()}
+    for path in [path for path in held_by if path not in trace.kinds]:
+        alike = [other for other in trace.layers if shapes.get(other) == shapes[path]]
+        for other in alike:
+            if len({rule and rule.recipe for rule in (rules.find(path), rules.find(other))}) > 1:
+                raise UnsupportedError(
+                    f"convert: nn.jit runs one compiled code for modules at several paths, and the rules give {path!r} "
+                    f"and {other!r} different recipes; give them one, or leave nn.jit out of the model and call jax.jit"
+                )
+            trace.kinds[path], trace.layers[path] = trace.kinds[other], trace.layers[other]
 
 
 def _held(params: Any, path: str) -> Iterator[tuple[str, list[Any]]]:
