@@ -175,6 +175,17 @@ def test_tied_and_shared_modules_count_once():
     assert model["b"]["again"].dot_general is model["a"].dot_general
 
 
+def test_parameters_in_containers_are_counted():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.listed = nnx.List([nnx.Param(jnp.ones((3, 5)))])
+            self.plain = nnx.data({"w": nnx.Param(jnp.ones((7, 2))), "more": (nnx.Param(jnp.ones(4)),)})
+            self.layer = nnx.Linear(64, 32, rngs=nnx.Rngs(0))
+
+    _, report = dj.convert(Model(), MX, verbose=False, return_report=True)
+    assert {m.name: m.parameters for m in report.modules} == {"": 18, "layer": 64 * 32 + 32, "listed": 15}
+
+
 def test_this_librarys_modules_are_left_and_count_as_converted():
     model = nnx.Dict({"a": dnnx.Linear(64, 64, recipe=MX, rngs=nnx.Rngs(0)), "b": nnx.Linear(64, 64, rngs=nnx.Rngs(0))})
     _, report = dj.convert(model, {"b": DELAYED}, verbose=False, return_report=True)

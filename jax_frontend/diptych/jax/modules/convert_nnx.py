@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -170,4 +171,13 @@ def _found(modules: list[tuple[str, Any]], choices: dict[str, Choice]) -> list[F
 
 
 def _own(module: Any) -> list[Any]:
-    return [v for v in vars(module).values() if isinstance(v, nnx.Param)]
+    """Returns the parameters among a module's attributes, also in lists, tuples and mappings."""
+    return list(_params(vars(module)))
+
+
+def _params(value: Any) -> Iterator[Any]:
+    if isinstance(value, nnx.Param):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _params(inner)
