@@ -55,7 +55,12 @@ GATHERS = tuple(
     f"torch_frontend/diptych/torch/distributed/{name}.py"
     for name in ("amaxes", "columnwise", "gather", "prepare", "sharded_weight")
 )
-JAX = ("jax_frontend/**/*", "common/diptych/common/**/*.py")
+JAX_ROOMS = ("primitives", "tensors", "functional", "state", "layers")  # of a step on one device
+JAX = (
+    *(f"jax_frontend/diptych/jax/{room}/*.py" for room in JAX_ROOMS),
+    "jax_frontend/csrc/*",
+    "common/diptych/common/**/*.py",
+)
 
 SECTIONS = {
     s.name: s
@@ -77,8 +82,10 @@ SECTIONS = {
         Section("llama", "cuda", (*LAYER, *TORCH), LAYER_OPS, 150),
         Section("jax", "cuda", (*LAYER, *JAX), LAYER_OPS, 120),
         Section("several", "gpus", (*LAYER, *TORCH, *GATHERS), LAYER_OPS, 260),
+        Section("sharded", "gpus", (*LAYER, *JAX, "jax_frontend/diptych/jax/sharding/*.py"), LAYER_OPS, 150),
         Section("rule", "cuda", PRODUCTS, ("gemm",), 600, default=False),
         Section("cpu", "cpu", ("core_cuda/cpu/**/*", *TORCH), seconds=600),
+        Section("jax_cpu", "cpu", ("core_cuda/cpu/**/*", *JAX, "jax_frontend/diptych/jax/sharding/*.py"), seconds=600),
         Section("memory", "cpu", ("core_cuda/cpu/**/*", *TORCH), seconds=600),
     )
 }
@@ -104,8 +111,9 @@ DECODED = ("mxfp8", PACKED)
 TRAINED = (*FP8, "fp8-delayed", *DECODED)
 STACKS = ("fp8-current fused", "fp8-block fused", "fp8-current linears", "mxfp8 fused", "fp8-delayed fused",
           "fp8-block linears", f"{PACKED} fused")  # fmt: skip
-RANKS = 2  # of the section `several`
+RANKS = 2  # of the sections `several` and `sharded`
 ALONE, PLAIN_GATHER = "one GPU", "bf16 gather"
+DATA_PARALLEL, SHARDED = "data parallel", "FSDP"
 CUT, SEQUENCE, HALF = "tensor parallel", "sequence parallel", "half, one GPU"
 MOVES = ("permute", "permute, map built before", "permute, padded, probs", "unpermute", "gradient of permute",
          "gradient of unpermute")  # fmt: skip
@@ -156,10 +164,13 @@ def _cases() -> Iterable[Case]:
     yield Case("several", "tensor parallel", (4, 4096, 4096), (*FP8, DECODED[0]), quick=False)
     yield Case("jax", "fprop", (8192, 8192, 8192), ("fp8-current", "fp8-block"))
     yield Case("jax", "stack", (4, 4096, 4096), FP8)
+    yield Case("sharded", "stack", (4, 4096, 4096), ("bf16", *FP8, DECODED[0]), quick=False)
     for recipe, what in itertools.product(FP8, ("fprop", "dgrad", "wgrad", "wgrad float32")):
         yield Case("rule", what, names=(recipe,))
     for what in ("quantize", "gemm", "permute", "linear", "compiled"):
         yield Case("cpu", what)
+    yield Case("jax_cpu", "eager dense", (512, 1024, 1024), TRAINED[:4])
+    yield Case("jax_cpu", "trace and compile", (24,), ("mxfp8", "fp8-current", "fp8-delayed"))
     yield Case("memory", "batches of changing length", names=("mxfp8",))
 
 
@@ -233,9 +244,18 @@ def _goals() -> Iterable[Goal]:
                    "nn.Linear", 1.3, 1.3, less="us")  # fmt: skip
     for name in ("bf16", *FP8, DECODED[0]):
         yield Goal(f"two GPUs, {name}, of {ALONE}", "several", ("weak scaling",), name, f"{name} {ALONE}", 0.95, 0.95)
+    for name, layout in itertools.product(("bf16", *FP8, DECODED[0]), (DATA_PARALLEL, SHARDED)):
+        yield Goal(f"two GPUs in JAX, {layout}, {name}, of {ALONE}", "sharded", ("stack",), f"{name} {layout}",
+                   f"{name} {ALONE}", 0.95, 0.95)  # fmt: skip
     for name in (*FP8, DECODED[0]):
         yield Goal(f"two GPUs, few tokens, {name}, of a {PLAIN_GATHER}", "several", ("gathers",), name,
                    f"{name} {PLAIN_GATHER}", 1.05, 1.05)  # fmt: skip
+    for name in TRAINED[:4]:
+        yield Goal(f"JAX on the CPU, eager dense, {name}, of the plain product", "jax_cpu", ("eager dense",), name,
+                   "plain", 2.0, 2.0, less="us")  # fmt: skip
+    for name, must in (("mxfp8", 1.5), ("fp8-current", 1.5), ("fp8-delayed", 2.5)):
+        yield Goal(f"JAX on the CPU, tracing and compiling 24 blocks, {name}, of plain jnp", "jax_cpu",
+                   ("trace and compile",), name, "plain", must, must, less="us")  # fmt: skip
     for name in TRAINED[:4]:
         yield Goal(f"SwiGLU or norm and quantize, {name}, of copy", "fused", ("norm", "swiglu", "gradient of swiglu"),
                    name, "copy", 0.75, 0.88)  # fmt: skip

@@ -29,10 +29,12 @@ SMALL = (
     Case("several", "reductions", (1, 32, 512)),
     Case("permute", "index", (128, 256, 8, 2)),
     Case("permute", "quantize both", (128, 256, 8, 2), ("mxfp8_e4m3",)),
+    Case("jax_cpu", "eager dense", (32, 64, 32), ("mxfp8", "fp8-delayed")),
 )
 LONG = (  # "gathers" runs most of their code
     Case("several", "tensor parallel", (2, 32, 512), ("fp8-current",)),
     Case("several", "weak scaling", (1, 32, 512), ("mxfp8",)),
+    Case("jax_cpu", "trace and compile", (1,), ("mxfp8", "fp8-delayed")),
 )
 
 
@@ -184,12 +186,12 @@ class Raising:
 
 
 def test_a_failing_case_does_not_stop_the_others(tmp_path, monkeypatch, capsys):
-    modules = {"benchmarks.sections.cpu": Raising, "benchmarks.sections.memory": Raising}
+    modules = {f"benchmarks.sections.{name}": Raising for name in ("cpu", "jax_cpu", "memory")}
     loaded = importlib.import_module
     monkeypatch.setattr(importlib, "import_module", lambda name: modules.get(name) or loaded(name))
     assert suite.main(["--device", "cpu", "--out", str(tmp_path)]) == 1
     held = json.loads((tmp_path / results.FILE).read_text())
-    assert list(held) == ["cpu", "memory"]
+    assert list(held) == ["cpu", "jax_cpu", "memory"]
     rows = held["cpu"]["rows"]
     assert [r["name"] for r in rows] == ["first", ""] * 5
     assert all(r["sources"] == sources.digest(SECTIONS["cpu"]) for r in rows)

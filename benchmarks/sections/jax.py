@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -88,7 +88,7 @@ def attention(qkv: Array, batch: int) -> Array:
     head = width // HEADS
     split = jnp.split(qkv.reshape(batch, -1, qkv.shape[-1]), (width, width + KV_HEADS * head), -1)
     q, k, v = (t.reshape(*t.shape[:2], -1, head) for t in split)
-    implementation = "cudnn" if room.DEVICE == "cuda" else "xla"
+    implementation = "cudnn" if jax.default_backend() == "gpu" else "xla"
     y = jax.nn.dot_product_attention(rotated(q), rotated(k), v, is_causal=True, implementation=implementation)
     return y.reshape(-1, width)
 
@@ -108,42 +108,58 @@ def fused(recipe: Any, p: Params, x: Array, batch: int) -> Array:
     return x + dj.layernorm_mlp(x, p["norm2"], None, p["up"], None, p["down"], None, activation="swiglu", **norm)
 
 
-def parameters(width: int) -> list[Params]:
+def parameters(width: int, blocks: int = BLOCKS) -> list[Params]:
     ffn, qkv = int(FFN * width), width * (HEADS + 2 * KV_HEADS) // HEADS
     shapes = {"qkv": (qkv, width), "proj": (width, width), "up": (2 * ffn, width), "down": (width, ffn)}
-    keys = iter(jax.random.split(jax.random.key(0), BLOCKS * len(shapes)))
+    keys = iter(jax.random.split(jax.random.key(0), blocks * len(shapes)))
     return [
         {name: jax.random.normal(next(keys), s, jnp.bfloat16) * s[1] ** -0.5 for name, s in shapes.items()}
         | {name: jnp.ones(width, jnp.bfloat16) for name in ("norm1", "norm2")}
-        for _ in range(BLOCKS)
+        for _ in range(blocks)
     ]
+
+
+def blocks_of(names: Iterable[str]) -> dict[str, Callable[..., Array]]:
+    """Returns the block of each name: "bf16", "XLA FP8" or a recipe."""
+    plain = {"bf16": plain_linear, "XLA FP8": xla_linear}
+    return {
+        name: functools.partial(composed, plain[name]) if name in plain else functools.partial(fused, RECIPES[name])
+        for name in names
+    }
+
+
+def stepping(block: Callable[..., Array], batch: int, **options: Any) -> Callable[[list[Params], Array, Array], Any]:
+    """Returns a step, forward and backward, from (parameters, x, dy) to (what the blocks add, gradients).
+
+    `options`: of `jax.jit`.
+    """
+
+    def forward(params: list[Params], x: Array) -> Array:
+        y = x
+        for p in params:
+            y = block(p, y, batch)
+        return y
+
+    def step(params: list[Params], x: Array, dy: Array) -> Any:
+        y, pull = jax.vjp(forward, params, x)
+        return y - x, pull(dy)
+
+    return jax.jit(step, **options)
+
+
+def inputs(batch: int, length: int, width: int) -> tuple[Array, Array]:
+    """Returns x and dy, [batch * length, width]."""
+    x, dy = (jax.random.normal(k, (batch * length, width), jnp.bfloat16) for k in jax.random.split(jax.random.key(1)))
+    return x, dy
 
 
 def stack_calls(case: Case) -> dict[str, Callable[[], Any]]:
     """Returns steps, forward and backward, each of which returns what the blocks add, and the gradients."""
-    batch, length, width = case.shape
-    keys = jax.random.split(jax.random.key(1))
-    x, dy = (jax.random.normal(key, (batch * length, width), jnp.bfloat16) for key in keys)
-    params = parameters(width)
-    blocks = {"bf16": functools.partial(composed, plain_linear)}
-    blocks |= {name: functools.partial(fused, RECIPES[name]) for name in case.names}
-    blocks["XLA FP8"] = functools.partial(composed, xla_linear)
-
-    def stepping(block: Callable[..., Array]) -> Callable[[], Any]:
-        def forward(params: list[Params], x: Array) -> Array:
-            y = x
-            for p in params:
-                y = block(p, y, batch)
-            return y
-
-        @jax.jit
-        def step(params: list[Params], x: Array, dy: Array) -> Any:
-            y, pull = jax.vjp(forward, params, x)
-            return y - x, pull(dy)
-
-        return lambda: step(params, x, dy)
-
-    return {name: stepping(block) for name, block in blocks.items()}
+    given = (parameters(case.shape[2]), *inputs(*case.shape))
+    return {
+        name: functools.partial(stepping(block, case.shape[0]), *given)
+        for name, block in blocks_of(("bf16", *case.names, "XLA FP8")).items()
+    }
 
 
 def fprop_calls(case: Case, peers: dict[str, Any]) -> dict[str, Callable[[], Any]]:

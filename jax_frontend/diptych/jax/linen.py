@@ -1,10 +1,22 @@
 """Modules for flax's linen: the public face of `modules/linen.py` and `modules/linen_blocks.py`. Importing this module
 imports flax."""
 
-from diptych.jax.modules.linen import RNG, STATES, Dense, DenseGeneral, DotGeneral, Einsum, EinsumOp, update_states
-from diptych.jax.modules.linen_blocks import GroupedLinear, LayerNormDense, LayerNormMLP, MoE
+from diptych.jax.modules.linen import (
+    HELD,
+    RNG,
+    STATES,
+    Dense,
+    DenseGeneral,
+    DotGeneral,
+    Einsum,
+    EinsumOp,
+    hold_kernels,
+    update_states,
+)
+from diptych.jax.modules.linen_blocks import GroupedLinear, LayerNormDenseGeneral, LayerNormMLP, MoE
 
 __all__ = [
+    "HELD",
     "RNG",
     "STATES",
     "Dense",
@@ -13,8 +25,9 @@ __all__ = [
     "Einsum",
     "EinsumOp",
     "GroupedLinear",
-    "LayerNormDense",
+    "LayerNormDenseGeneral",
     "LayerNormMLP",
     "MoE",
+    "hold_kernels",
     "update_states",
 ]

@@ -49,6 +49,7 @@ def same(got: dict[str, np.ndarray], want: oracle.Quantized, label: str) -> None
         runner.same_bits(array, getattr(want, name), f"{label} {name}")
 
 
+@pytest.mark.sanitize
 @pytest.mark.parametrize("variant", OPTIONS)
 def test_parts_have_the_bytes_of_the_whole_tensor(device, variant):
     """Parts of rows, of columns and of both, in several dtypes and sizes; each copy alone, too."""
@@ -110,6 +111,7 @@ def test_numbers_of_blocks_need_64_bits(device):
         runner.same_bits(oracle.unpack(got[name]), want, name)
 
 
+@pytest.mark.sanitize
 def test_a_place_outside_of_the_whole_tensor_is_harmless(device):
     """The place only counts random bytes: any words are taken, and the outputs' guards stay whole."""
     x = cases.draw("parts-outside", "normal", (32, 64), "bfloat16")

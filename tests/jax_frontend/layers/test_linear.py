@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 
 import jax
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 import diptych.jax as dj
+from diptych import common
 from diptych.common import ArgumentError, DTypeError, ShapeError, UnsupportedError, linear_plan
 from jax_frontend import tools
 from jax_frontend.layer_cases import operands, run, same
@@ -186,6 +188,24 @@ def test_recipe_is_a_static_argument_with_one_cache_entry_per_value():
     assert len(traced) == 2
     tools.same(outs[0], outs[2])
     assert (np.asarray(outs[0]) != np.asarray(outs[1])).any()
+
+
+@pytest.mark.parametrize("name", tools.RECIPE_NAMES)
+def test_equal_recipes_and_later_states_share_compiled_code(name):
+    traced = []
+
+    @functools.partial(jax.jit, static_argnames="recipe")
+    def step(kernel, states, x, rng, recipe):
+        traced.append(recipe)
+        loss = lambda k, s: dj.dense(x, k, recipe=recipe, state=s, rng=rng).astype(jnp.float32).sum()  # noqa: E731
+        grads, news = jax.grad(loss, (0, 1))(kernel, states)
+        return kernel - grads, dj.update_state(dj.overwrite_states(states, news))
+
+    x, kernel, *_ = operands((32, 64), 32, "bfloat16")
+    states, rng = dj.init_state(common.RECIPES[name]), dj.rng_state(jax.random.key(0))
+    for _ in range(3):
+        kernel, states = step(kernel, states, x, rng, recipe=copy.deepcopy(common.RECIPES[name]))
+    assert len(traced) == 1
 
 
 BAD = {

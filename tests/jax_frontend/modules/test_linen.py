@@ -176,6 +176,8 @@ def test_training_with_the_train_state_of_flax(recipe):
 
     @jax.jit
     def step(state, key):
+        traces.append(0)
+
         def loss(variables):
             return jnp.square(state.apply_fn(variables, X, rngs={dl.RNG: key}) - 1).mean()
 
@@ -184,11 +186,11 @@ def test_training_with_the_train_state_of_flax(recipe):
         given = {name: news[name] if name == dl.STATES else grads[name] for name in grads}
         return state.apply_gradients(grads=given), value
 
-    losses = []
+    losses, traces = [], []
     for i in range(5):
         state, value = step(state, jax.random.key(i))
         losses.append(float(value))
-    assert losses[-1] < losses[0]
+    assert losses[-1] < losses[0] and len(traces) == 1
     assert jax.tree.structure(state.params) == jax.tree.structure(variables)
     if recipe is DELAYED:
         scales = [
@@ -318,7 +320,8 @@ def test_the_place_in_the_model_is_the_name_of_the_roles():
     assert "layers_0" in names and not any("DotGeneral" in name for name in names)
 
 
-def test_equal_modules_share_compiled_code():
+@pytest.mark.parametrize("make", [dj.MXFP8BlockScaling, dj.DelayedScaling])
+def test_equal_modules_share_compiled_code(make):
     traces = []
 
     @seam(jax.jit, static_argnums=0)
@@ -327,7 +330,7 @@ def test_equal_modules_share_compiled_code():
         return model.apply(variables, X)
 
     for _ in range(3):
-        model = dl.Dense(32, recipe=dj.MXFP8BlockScaling(), kernel_axes=("embed", "mlp"))
+        model = dl.Dense(32, recipe=make(), kernel_axes=("embed", "mlp"))
         f(model, model.init(KEY, X))
     assert len(traces) == 1
 

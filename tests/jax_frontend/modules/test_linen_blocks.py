@@ -53,7 +53,7 @@ MLP = {
 @pytest.mark.parametrize("kind", ["layernorm_dense", "layernorm_mlp"])
 def test_modules_are_the_functions(kind, recipe):
     if kind == "layernorm_dense":
-        model, function = dl.LayerNormDense((2, 32), use_bias=True, recipe=recipe), layernorm_dense
+        model, function = dl.LayerNormDenseGeneral((2, 32), use_bias=True, recipe=recipe), layernorm_dense
     else:
         model, function = dl.LayerNormMLP(recipe=recipe, **MLP), layernorm_mlp
     compare(model, model.init(KEY, X), X, function)
@@ -92,12 +92,32 @@ def test_initial_values_and_names():
     assert [tuple(spec[n]) for n in ("wi_kernel", "wo_kernel", "scale")] == [names[n] for n in names]
 
 
+def test_names_and_defaults_are_those_of_transformer_engine():
+    """As in its file transformer_engine/jax/flax/module.py of August 2026, but for what docs/jax.md says."""
+    norm = {"layernorm_type": "layernorm", "epsilon": 1e-6, "zero_centered_gamma": False, "scale_init": None,
+            "use_bias": False}  # fmt: skip
+    wanted = {
+        dl.DenseGeneral: {"kernel_axes": (), "use_bias": True, "bias_axes": (), "axis": -1},
+        dl.LayerNormDenseGeneral: norm | {"kernel_axes": (), "bias_axes": (), "return_layernorm_output": False},
+        dl.LayerNormMLP: norm | {"intermediate_dim": 2048, "activations": ("gelu",)},
+    }
+    for module, defaults in wanted.items():
+        fields = module.__dataclass_fields__
+        assert {name: fields[name].default for name in defaults} == defaults
+    given = {"intermediate_dim": 64, "recipe": None}
+    want = dl.LayerNormMLP(activations="swiglu", layernorm_type="rmsnorm", **given)
+    variables = want.init(KEY, X)
+    for activations, norm_type in ((("linear", "silu"), "rms_norm"), (("SiLU", "linear"), "RMSNorm")):
+        model = dl.LayerNormMLP(activations=activations, layernorm_type=norm_type, **given)
+        tools.same(model.apply(variables, X), want.apply(variables, X))
+
+
 def test_the_norms_output_is_returned_on_request():
-    model = dl.LayerNormDense(32, recipe=dj.MXFP8BlockScaling(), return_layernorm_output=True)
+    model = dl.LayerNormDenseGeneral(32, recipe=dj.MXFP8BlockScaling(), return_layernorm_output=True)
     variables = model.init(KEY, X)
     y, z = model.apply(variables, X)
     assert (y.shape, z.shape) == ((2, 32, 32), X.shape)
-    tools.same(y, dl.LayerNormDense(32, recipe=dj.MXFP8BlockScaling()).apply(variables, X))
+    tools.same(y, dl.LayerNormDenseGeneral(32, recipe=dj.MXFP8BlockScaling()).apply(variables, X))
 
 
 @pytest.mark.parametrize(
@@ -123,8 +143,8 @@ def test_a_mixture_of_experts_sums_its_experts(recipe):
 
 def test_misuse_is_named():
     for options, word in (
-        ({"activations": "nonsense"}, "activation"), ({"activations": ("linear", "silu")}, "activations must be"),
-        ({"layernorm_type": "nonsense"}, "layernorm_type"),
+        ({"activations": "nonsense"}, "activation"), ({"activations": ("linear", "linear")}, "activations must be"),
+        ({"layernorm_type": "nonsense"}, "layernorm_type"), ({"activations": (jax.nn.silu,)}, "activation"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=word):
             dl.LayerNormMLP(recipe=None, **options).init(KEY, X)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -169,6 +170,55 @@ def test_what_is_none_is_handed_on_by_uses():
                 update.update_state(s["input"])
             assert np.isnan(jax.jit(update.update_state)(s)["input"].scale).all()
             update.update_state({k: v for k, v in s.items() if k != "input"})
+
+
+def test_what_is_made_of_checked_states_is_checked():
+    """In one trace, where a checked state is handed on without another check."""
+    a, b = states_of(1.0, 1.5)
+    old = st.init_state(RECIPE)["input"]
+
+    @jax.jit
+    def averaged(a, b):
+        taken = [st.overwrite_states(old, s) for s in (a, b)]
+        rebuilt = jax.tree.map(lambda x: x * 1.0, taken[0])
+        return [update.update_state(s) for s in (mean(*taken), dataclasses.replace(taken[0], check=b.check * 0.5))], [
+            update.update_state(s) for s in (taken[0], rebuilt, dataclasses.replace(taken[0]))
+        ]
+
+    wrong, right = averaged(a, b)
+    assert all(np.isnan(s.scale).all() for s in wrong)
+    for s in right:
+        tools.same_tree(s, update.update_state(st.overwrite_states(old, a)))
+
+
+@tools.WRAP_NOW_JIT
+def test_a_state_that_was_scaled_is_known_where_the_sum_of_its_uses_looks_like_one(wrap):
+    """Two uses of half a state sum up to a count of 1 and to whole check numbers."""
+    half = jax.tree.map(lambda v: v / 2, st.init_state(RECIPE))
+
+    def twice(s):
+        return (dense(X, KERNEL, recipe=RECIPE, state=s) + dense(X, KERNEL, recipe=RECIPE, state=s)).sum()
+
+    news = wrap(jax.grad(twice))(half)
+    for s in news.values():
+        assert float(s.count[0]) == 1
+        with pytest.raises(ValueError, match="averaging states"):
+            update.update_state(s)
+        assert np.isnan(jax.jit(update.update_state)(s).scale).all()
+
+
+def test_a_state_costs_few_operations():
+    """XLA compiles in a time that grows with their number, and a model has hundreds of states."""
+
+    def operations(n):
+        old = [st.init_state(RECIPE)["input"] for _ in range(n)]
+        step = jax.jit(lambda old, new: update.update_state(st.overwrite_states(old, new)))
+        use = jax.jit(lambda old: [st.gradient(s, [s.scale], None) for s in old])
+        texts = step.lower(old, old).as_text(), use.lower(old).as_text()
+        return [len(re.findall(r"^ +%.* = ", text, re.MULTILINE)) for text in texts]
+
+    first, second = (np.array(operations(n)) for n in (2, 4))
+    assert ((second - first) / 2 <= (42, 34)).all(), (second - first) / 2
 
 
 def test_states_made_by_hand_are_checked_too():

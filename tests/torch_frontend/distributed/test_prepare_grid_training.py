@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import diptych.torch as dt
+import hardware
 from diptych.common import DelayedScaling, Float8CurrentScalingQuantizer, QuantizerRole
 from torch_frontend.distributed.prepare_cases import RECIPES, flat, optimizer_of, seeded
 from torch_frontend.ranks import here, needs_gloo
@@ -179,10 +180,13 @@ RUN = ("fp8-current, kept, float32 masters", "fp8-delayed, two microbatches", "m
 
 
 @pytest.mark.parametrize("name", [n if n in RUN else pytest.param(n, marks=pytest.mark.slow) for n in CASES])
-def test_same_bits_as_without_fsdp(name, pool, tmp_path):
+def test_same_bits_as_without_fsdp(name, on, pool, tmp_path):
     case = CASES[name]
     size = 2 * math.prod(case.over)
-    for rank, (made, want) in enumerate(pool.run(f"{__name__}:train", case, size=size, into=tmp_path / "made")):
+    if on == "cuda" and (reason := hardware.cuda_missing(size)):
+        pytest.skip(reason)
+    ranks = pool.run(f"{__name__}:train", case, size=size, device=on, into=tmp_path / "made")
+    for rank, (made, want) in enumerate(ranks):
         for what in ("outs", "grads", "ends"):
             pairs = zip(flat(made[what]), flat(want[what]), strict=True)
             wrong = [i for i, (got, expected) in enumerate(pairs) if not torch.equal(got, expected)]

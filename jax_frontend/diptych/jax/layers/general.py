@@ -189,7 +189,7 @@ def _at_precision(op: str, recipe: Recipe | None, precision: Any) -> Any:
     except ValueError:
         raise ValueError(f"{op}: precision must be a jax.lax.Precision for both operands, got {precision!r}") from None
     if recipe is not None and wanted != jax.lax.Precision.DEFAULT:
-        raise ValueError(f"{op}: the recipe decides on precision, and precision={precision} was given")
+        raise ValueError(f"{op}: the recipe decides on precision, and precision={precision} was given; pass None")
     return jax.default_matmul_precision(wanted.name.lower())
 
 

@@ -80,7 +80,9 @@ class _Product:
         if plan.states or plan.needs_rng:
             what = "delayed scaling" if plan.states else "stochastic rounding"
             kind = type(self.recipe).__name__
-            way = "call dense_general, which takes it, or use diptych.jax.nnx.DotGeneral, which holds it in the model"
+            way = (
+                "call dense_general, which takes it, or a module that holds it, DotGeneral of diptych.jax.nnx or linen"
+            )
             raise ValueError(f"{self.op}: {kind} with {what} has state; {way}")
 
     def _run(self, contraction: Any, lhs: Any, rhs: Any, out_sharding: Any, **options: Any) -> Array:

@@ -14,25 +14,34 @@ name by which a recipe chooses quantizers. What a recipe keeps between calls:
 
 - Random bits of stochastic rounding are drawn from the stream `stochastic_rounding`: pass another key in each step, as
   `model.apply(variables, x, rngs={"stochastic_rounding": key})`.
+
+For inference, `hold_kernels` quantizes kernels once. They are then in the collection `held_kernels`, in the layout of
+products, [out, in], and no longer among the parameters.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
+from flax import traverse_util
 from flax.linen.fp8_ops import OVERWRITE_WITH_GRADIENT
 
-from diptych.common.errors import ArgumentError
+from diptych.common.errors import ArgumentError, UnsupportedError
 from diptych.common.layers.checks import Names
 from diptych.common.recipes import Recipe
+from diptych.jax.functional.quantize import quantize
 from diptych.jax.layers.general import Contraction, dense_general
+from diptych.jax.layers.held import kernel_quantizer
+from diptych.jax.layers.layernorm_mlp import PARTS, part_name
 from diptych.jax.layers.linear import dense
+from diptych.jax.layers.quantize import verb_of
 from diptych.jax.modules.shared import kept, next_states, random_bits, refuse_quantized, without_random_bits
+from diptych.jax.tensors.quantized import QuantizedArray
 
 Array = jax.Array
 Axes = tuple[str | None, ...]
@@ -43,6 +52,10 @@ STATES = OVERWRITE_WITH_GRADIENT
 RNG = "stochastic_rounding"
 """The stream of random bits of stochastic rounding."""
 
+HELD = "held_kernels"
+"""The collection of kernels that are held quantized, as `hold_kernels` makes it."""
+
+_PARTS = dict(zip(("wi_kernel", "wo_kernel"), PARTS, strict=True))
 _REMEDY = (
     f"pass rngs={{{RNG!r}: key}} to apply, another key in each step; nn.scan and nn.vmap hand the stream on if "
     "split_rngs names it"
@@ -73,15 +86,37 @@ def update_states(variables: Mapping[str, Any], grads: Mapping[str, Any], axis_n
     return out
 
 
+def hold_kernels(model: nn.Module, variables: Mapping[str, Any], *args: Any, **kwargs: Any) -> dict[str, Any]:
+    """Returns a model's variables with the kernels of its diptych modules quantized once, by their recipes.
+
+    They are in the collection `HELD`, and no longer in "params". The modules then compute the same bits, except under
+    delayed scaling, where a held kernel has a scale computed from itself, and each kernel of a stack its own. Held
+    kernels have no gradient. Under `nn.scan` and `nn.vmap` over layers, pass `variable_axes={..., dl.HELD: 0}`, or the
+    kernels there stay as they are.
+
+    **Arguments:** `variables`: as `init` made them. Others: of one call, `model.apply(variables, *args, **kwargs)`.
+
+    **Raises:** ValueError if no module that is called has a kernel that its recipe quantizes, or for a recipe that
+    quantizes the kernel in two ways, or stochastically; NotImplementedError for a kernel with batch axes.
+    """
+    _, found = model.apply(variables, *args, mutable=[HELD], **kwargs)
+    held = traverse_util.flatten_dict(found.get(HELD, {}))
+    if not held:
+        raise ValueError("hold_kernels: the model has no diptych module whose recipe quantizes its kernel")
+    rest = {k: v for k, v in traverse_util.flatten_dict(dict(variables["params"])).items() if k not in held}
+    return {**variables, "params": traverse_util.unflatten_dict(rest), HELD: traverse_util.unflatten_dict(held)}
+
+
 class Layer(nn.Module, kw_only=True):
     """Base of the linen modules: holds the recipe, and as variables what the recipe keeps between calls."""
 
     recipe: Recipe | None
+    kind = "linear"  # of the roles
 
     @nn.nowrap
-    def _run(self, f: Any, module: str, *args: Any, batch: tuple[int, ...] = (), **options: Any) -> Any:
+    def _run(self, f: Any, *args: Any, batch: tuple[int, ...] = (), **options: Any) -> Any:
         """Calls a layer's function with the recipe, roles, states and random bits. `batch`: axes in front of states."""
-        op, name = type(self).__name__, ".".join(self._role())
+        op, module, name = type(self).__name__, self.kind, ".".join(self._role())
         make, needs_rng = kept(op, self.recipe, module, name, batch)
         given: dict[str, Any] = {}
         if make is not None:
@@ -102,7 +137,7 @@ class Layer(nn.Module, kw_only=True):
         c = Contraction.of(Names(type(self).__name__, "the input", "the kernel"), contraction, x, kernel)
         batch = tuple(x.shape[a] for a in c.batch_left)
         options["contraction"] = contraction
-        return self._run(dense_general, "linear", x, kernel, bias, batch=batch, **options)
+        return self._run(dense_general, x, kernel, bias, batch=batch, **options)
 
     @nn.nowrap
     def _states(self, op: str, make: Any) -> Any:
@@ -135,11 +170,27 @@ class Weighted(Layer, kw_only=True):
         return self._param(name, self.bias_init, shape, axes) if self.use_bias else None
 
     @nn.nowrap
-    def _kernel(self, shape: tuple[int, ...], axes: Axes, name: str = "kernel") -> Array:
+    def _kernel(self, shape: tuple[int, ...], axes: Axes, name: str = "kernel") -> Any:
         """Returns a kernel [in, ...out] as a matrix [out, in]. It is initialized as the matrix [in, out]."""
         flat = shape[0], math.prod(shape[1:])
-        kernel = self._param(name, reshaped(self.kernel_init, flat), shape, axes)
-        return kernel.reshape(flat).T
+        return self._weight(name, reshaped(self.kernel_init, flat), shape, axes, lambda kernel: kernel.reshape(flat).T)
+
+    @nn.nowrap
+    def _weight(
+        self, name: str, init: Any, shape: tuple[int, ...], axes: Axes, move: Callable[[Array], Array], hold: Any = None
+    ) -> Any:
+        """Returns a kernel in the layout of products: as it is held quantized, or as `move` brings it there. `hold`:
+        quantizes a kernel to be held; None for the verb of its dimensions."""
+        if self.has_variable(HELD, name):
+            return self.get_variable(HELD, name)
+        kernel = move(self._param(name, init, shape, axes))
+        if self.recipe is not None and self.is_mutable_collection(HELD) and not self.is_initializing():
+            role = ".".join(self._role())
+            role = part_name(role, _PARTS[name]) if name in _PARTS else role
+            quantizer = kernel_quantizer(self.recipe, self.kind, role)
+            if quantizer is not None:
+                self.put_variable(HELD, name, (hold or verb_of(kernel))(kernel, quantizer, as_bytes=True))
+        return kernel
 
     @nn.nowrap
     def _input(self, x: Any) -> Array:
@@ -161,6 +212,33 @@ def reshaped(init: Any, flat: tuple[int, ...]) -> Any:
         return value.reshape(shape)
 
     return wrapped
+
+
+class General(Weighted, kw_only=True):
+    """Base of linear layers over any axes, whose kernels are in the layout of products [*batch, *kept, *contracted]."""
+
+    @nn.nowrap
+    def _contraction(self, contraction: Any, x: Any, shape: tuple[int, ...]) -> Contraction:
+        names = Names(type(self).__name__, "the input", "the kernel")
+        return Contraction.of(names, contraction, x, jax.ShapeDtypeStruct(shape, self.param_dtype))
+
+    @nn.nowrap
+    def _general_kernel(self, c: Contraction, init: Any, shape: tuple[int, ...], axes: Axes) -> Any:
+        first = (*c.batch_right, *(a for a in range(len(shape)) if a not in (*c.batch_right, *c.right)))
+
+        def hold(kernel: Array, quantizer: Any, **options: Any) -> Any:
+            if c.batch_right:
+                raise UnsupportedError(f"{type(self).__name__}: a kernel with batch axes cannot be held quantized")
+            return quantize(kernel.reshape(*kernel.shape[: len(first)], -1), quantizer, **options)
+
+        return self._weight("kernel", init, shape, axes, lambda kernel: kernel.transpose(*first, *c.right), hold)
+
+    @nn.nowrap
+    def _contract(self, c: Contraction, x: Any, kernel: Any, bias: Any) -> Array:
+        right = (-1,) if isinstance(kernel, QuantizedArray) else tuple(range(-len(c.right), 0))
+        numbers = (c.left, right), (c.batch_left, tuple(range(len(c.batch_left))))
+        y = self._product(numbers, x, kernel, bias)
+        return y if c.order is None else y.transpose(c.order)
 
 
 class Dense(Weighted):
@@ -186,10 +264,10 @@ class Dense(Weighted):
         """[..., in] to [..., features]."""
         x = self._input(inputs)
         kernel = self._kernel((x.shape[-1], self.features), self.kernel_axes)
-        return self._run(dense, "linear", x, kernel, self._bias((self.features,), self.bias_axes))
+        return self._run(dense, x, kernel, self._bias((self.features,), self.bias_axes))
 
 
-class DenseGeneral(Weighted):
+class DenseGeneral(General):
     """A linear layer over any axes in the low precision of `recipe`; otherwise as `nn.DenseGeneral`.
 
     **Arguments:** `features`, `axis`, `batch_dims`: as in `nn.DenseGeneral`: ints or several, the widths of the
@@ -219,12 +297,16 @@ class DenseGeneral(Weighted):
         batch, contracted = (tuple(x.shape[a] for a in axes) for axes in (batch_dims, axis))
         flat = math.prod(batch) * math.prod(contracted), math.prod(features)
         init = reshaped(self.kernel_init, flat)
-        kernel = self._param("kernel", init, (*batch, *contracted, *features), self.kernel_axes)
-        numbers = (axis, tuple(range(b, b + n))), (batch_dims, tuple(range(b)))
-        return self._product(numbers, x, kernel, self._bias((*batch, *features), self.bias_axes))
+        shape, numbers = (
+            (*batch, *contracted, *features),
+            ((axis, tuple(range(b, b + n))), (batch_dims, tuple(range(b)))),
+        )
+        c = self._contraction(numbers, x, shape)
+        kernel = self._general_kernel(c, init, shape, self.kernel_axes)
+        return self._contract(c, x, kernel, self._bias((*batch, *features), self.bias_axes))
 
 
-class Einsum(Weighted):
+class Einsum(General):
     """An einsum of the input and a kernel in the low precision of `recipe`; otherwise as `nn.Einsum`.
 
     **Arguments:** `shape`: of the kernel. `einsum_str`: an equation of two operands with "->", as "btd,dhk->bthk"; it
@@ -245,7 +327,8 @@ class Einsum(Weighted):
         """Any shape to the equation's."""
         equation = nn.merge_param("einsum_str", self.einsum_str, einsum_str).replace(" ", "")
         x, shape = self._input(inputs), tuple(self.shape)
-        kernel = self._param("kernel", self.kernel_init, shape, self.kernel_axes)
+        c = self._contraction(equation, x, shape)
+        kernel = self._general_kernel(c, self.kernel_init, shape, self.kernel_axes)
         operands, _, result = equation.partition("->")
         left, _, right = operands.partition(",")
         bias = None
@@ -256,7 +339,7 @@ class Einsum(Weighted):
             wanted = sorted(own, key=lambda label: (label not in left, right.index(label)))
             bias = self._bias(tuple(shape[right.index(label)] for label in own), self.bias_axes)
             bias = None if bias is None else bias.transpose([own.index(label) for label in wanted])
-        return self._product(equation, x, kernel, bias)
+        return self._contract(c, x, kernel, bias)
 
 
 class DotGeneral(Layer):

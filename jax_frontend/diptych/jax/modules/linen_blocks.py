@@ -45,12 +45,12 @@ class Normed(Weighted, kw_only=True):
         return scale, bias, options
 
 
-class LayerNormDense(Normed):
+class LayerNormDenseGeneral(Normed):
     """A norm and a linear layer in the low precision of `recipe`; see `diptych.jax.layernorm_dense`.
 
     Arguments have the names and defaults of TransformerEngine's `LayerNormDenseGeneral`, except that `dtype` and
-    `param_dtype` are linen's, no dimension has a logical name by default, and the norm's output is returned only on
-    request.
+    `param_dtype` are linen's and no dimension has a logical name by default. The result is not a pair unless the norm's
+    output is asked for. An axis of several features does not change the initial values' scale.
 
     **Arguments:** `features`: an int, or several whose product is the kernel's width. `layernorm_type`: "layernorm" or
     "rmsnorm". `epsilon`: added to the variance or mean square. `zero_centered_gamma`: multiply by 1 + scale.
@@ -62,6 +62,7 @@ class LayerNormDense(Normed):
     **Raises:** as `Dense`; ValueError for an unknown norm.
     """
 
+    kind = "layernorm_linear"
     features: int | Sequence[int]
     kernel_axes: Axes = ()
     bias_axes: Axes = ()
@@ -76,7 +77,7 @@ class LayerNormDense(Normed):
         kernel = self._kernel((x.shape[-1], *features), self.kernel_axes)
         bias = self._bias(features, self.bias_axes)
         y = self._run(
-            layernorm_dense, "layernorm_linear", x, scale, ln_bias, kernel, None if bias is None else bias.reshape(-1),
+            layernorm_dense, x, scale, ln_bias, kernel, None if bias is None else bias.reshape(-1),
             return_layernorm_output=self.return_layernorm_output, **options,
         )  # fmt: skip
         shape = (*x.shape[:-1], *features)
@@ -86,20 +87,22 @@ class LayerNormDense(Normed):
 class LayerNormMLP(Normed):
     """A norm and a two-layer perceptron in the low precision of `recipe`; see `diptych.jax.layernorm_mlp`.
 
-    Arguments have the names and defaults of TransformerEngine's `LayerNormMLP`, except as in `LayerNormDense`; the
-    norm's output is not returned.
+    Arguments have the names and defaults of TransformerEngine's `LayerNormMLP`, except as in `LayerNormDenseGeneral`.
+    The result is y alone, without the norm's output.
 
     **Arguments:** `intermediate_dim`: of the activation's output. `activations`: TransformerEngine's names, such as
     ("gelu",) or ("silu", "linear"), or a name of `layernorm_mlp`, such as "swiglu". `kernel_axes_1`, `bias_axes_1`,
-    `kernel_axes_2`, `bias_axes_2`: logical names of both linear layers' dimensions. Others: as in `LayerNormDense`.
+    `kernel_axes_2`, `bias_axes_2`: logical names of both linear layers' dimensions. Others: as in
+    `LayerNormDenseGeneral`.
 
     Parameters, with n = 2 for a gated activation, whose first half is activated, and else 1: `scale` and `ln_bias` as
-    in `LayerNormDense`; `wi_kernel` [in, n, intermediate_dim]; `wi_bias` [n, intermediate_dim]; `wo_kernel`
+    in `LayerNormDenseGeneral`; `wi_kernel` [in, n, intermediate_dim]; `wi_bias` [n, intermediate_dim]; `wo_kernel`
     [intermediate_dim, in]; `wo_bias` [in].
 
-    **Raises:** as `LayerNormDense`, and ValueError for an unknown activation.
+    **Raises:** as `LayerNormDenseGeneral`, and ValueError for an unknown activation.
     """
 
+    kind = "layernorm_mlp"
     intermediate_dim: int = 2048
     kernel_axes_1: Axes = ()
     kernel_axes_2: Axes = ()
@@ -118,7 +121,7 @@ class LayerNormMLP(Normed):
         wo = self._kernel((self.intermediate_dim, width), self.kernel_axes_2, "wo_kernel")
         wo_bias = self._bias((width,), self.bias_axes_2, "wo_bias")
         return self._run(
-            layernorm_mlp, "layernorm_mlp", x, scale, ln_bias, wi, None if wi_bias is None else wi_bias.reshape(-1), wo,
+            layernorm_mlp, x, scale, ln_bias, wi, None if wi_bias is None else wi_bias.reshape(-1), wo,
             wo_bias, activation=activation, **options,
         )  # fmt: skip
 
@@ -139,6 +142,7 @@ class GroupedLinear(Stacked):
     **Raises:** as `Dense`; a call raises as `grouped_dense`.
     """
 
+    kind = "grouped_linear"
     num_groups: int
     features: int
     kernel_axes: Axes = ()
@@ -152,9 +156,9 @@ class GroupedLinear(Stacked):
         `row_map` brings into the order of their groups, to [rows, features]. `align`: as in `grouped_dense`."""
         x = self._input(inputs)
         shape = self.num_groups, x.shape[-1], self.features
-        kernel = jnp.swapaxes(self._param("kernel", self.kernel_init, shape, self.kernel_axes), 1, 2)
+        kernel = self._weight("kernel", self.kernel_init, shape, self.kernel_axes, lambda kernel: kernel.swapaxes(1, 2))
         bias = self._bias((self.num_groups, self.features), self.bias_axes)
-        return self._run(grouped_dense, "grouped_linear", x, kernel, bias, offsets, row_map=row_map, align=align)
+        return self._run(grouped_dense, x, kernel, bias, offsets, row_map=row_map, align=align)
 
 
 class Experts(Stacked, kw_only=True):

@@ -82,18 +82,20 @@ def refuse_quantized(op: str, parameter: Any) -> None:
     found = jax.tree.leaves(parameter, is_leaf=lambda x: isinstance(x, QuantizedCopies))
     if any(isinstance(x, QuantizedCopies) for x in found):
         raise UnsupportedError(
-            f"{op}: kernels are held in high precision, as [in, out]; call diptych.jax.dense for quantized ones, "
-            "[out, in]"
+            f"{op}: parameters are held in high precision, kernels as [in, out]; diptych.jax.linen.hold_kernels moves "
+            "kernels into a collection of quantized ones, [out, in]"
         )
 
 
 def activation_name(op: str, activations: str | Sequence[str]) -> str:
     """Returns an activation's name in `layernorm_mlp`: from that name, or from TransformerEngine's sequence of names,
-    such as ("gelu",) or ("silu", "linear"), of which the second stands for a gate.
+    such as ("gelu",) or ("silu", "linear"), where "linear", first or second, stands for a gate.
 
     **Raises:** ValueError for any other.
     """
-    names = (activations,) if isinstance(activations, str) else tuple(activations)
+    names = (activations,) if isinstance(activations, str) else tuple(str(name).lower() for name in activations)
+    if len(names) == 2 and names[0] == "linear":
+        names = names[::-1]
     first = _ALIASES.get(names[0], names[0]) if names else ""
     if len(names) == 1:
         activation_options(op, first)
@@ -110,11 +112,13 @@ def fc1_parts(activation: str) -> int:
 
 
 def norm_name(op: str, layernorm_type: str) -> str:
-    """Returns a norm's name in `layernorm_dense` from TransformerEngine's. **Raises** ValueError for any other."""
+    """Returns a norm's name in `layernorm_dense` from TransformerEngine's, which has no fixed case, hyphens or
+    underscores. **Raises** ValueError for any other."""
     names = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
-    if layernorm_type not in names:
+    plain = layernorm_type.lower().strip().replace("-", "").replace("_", "")
+    if plain not in names:
         raise ValueError(f"{op}: layernorm_type must be one of {', '.join(names)}, got {layernorm_type!r}")
-    return names[layernorm_type]
+    return names[plain]
 
 
 def _route(logits: Array, top_k: int) -> tuple[Array, Array, Array]:

@@ -217,7 +217,8 @@ def value_and_grad_with_state(f: Callable[..., Any], has_aux: bool = False) -> C
     old scales, and histories with the amaxes of forward and backward; `update_state` makes the next step's states.
     Microbatches: pass the states on, or combine them by `merge_states`. `has_aux`: value is (value, aux), as in JAX.
 
-    **Raises:** NotImplementedError if `f` uses states in a branch or a shard_map without `lend_states`.
+    **Raises:** NotImplementedError if `f` uses states in a branch or a shard_map without `lend_states`; JAX's own
+    AssertionError for a shard_map that is given them and runs outside of `jax.jit`.
     """
 
     def run(params: Any, states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any, Any]:

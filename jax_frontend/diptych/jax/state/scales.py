@@ -33,7 +33,7 @@ from diptych.common.quantizers import Float8Quantizer
 from diptych.common.recipes import Recipe
 from diptych.jax.functional import quantize as quantize_verbs
 from diptych.jax.primitives.checks import dtype_of
-from diptych.jax.state.amax_check import check_of, checked, following, is_sound, is_valid, marked, marked_by
+from diptych.jax.state.amax_check import check_of, checked, following, is_valid, marked_by, where
 
 Array = jax.Array
 Tree = TypeVar("Tree")
@@ -54,6 +54,8 @@ class ScaleState:
     ones, the newest last. `count`: float32 [1], 1; in a gradient, the number of states that were summed. `check`:
     float32 [8], computed from the amaxes if not given; an average of states makes it invalid. `count` and `check` are
     None in states of references (`state_refs`). `quantizer`: the one that the state serves, with both copies.
+    `checked`: this object was made by `amax_check.checked` under jit, which need not check it again; it is no part of
+    the pytree, so that states made of its arrays are checked.
     """
 
     quantizer: Float8Quantizer
@@ -61,6 +63,7 @@ class ScaleState:
     amax_history: Any
     count: Any = None
     check: Any = None
+    checked: bool = dataclasses.field(default=False, init=False)
 
     def __post_init__(self) -> None:
         arrays = (jax.Array, np.ndarray)
@@ -176,7 +179,8 @@ def record(state: ScaleState, *amaxes: Array) -> ScaleState:
 
 @functools.partial(jax.jit, inline=True)
 def _recorded(history: Array, check: Array, amaxes: list[Array]) -> tuple[Array, Array]:
-    history = jnp.concatenate([larger(history[:1], *amaxes), history[1:]])
+    pending, earlier = jax.lax.split(history, (1, history.shape[0] - 1))
+    history = jax.lax.concatenate([larger(pending, *amaxes), earlier], 0)
     return history, following(check, history)
 
 
@@ -194,9 +198,14 @@ def gradient(state: ScaleState, amaxes: list[Array], later: ScaleState | None) -
         out = _combined(record(state, *amaxes, first[:1]), *rest)
     else:
         out = record(state, *amaxes)
-    # Under vmap JAX sums only gradients that differ between examples, so the count must depend on the amax.
-    count = jnp.where(out.amax_history[:1] >= 0, out.count, out.count)
-    return dataclasses.replace(marked(out, is_sound(state)), count=count)
+    return dataclasses.replace(out, count=_depending(out.count, out.amax_history))
+
+
+@functools.partial(jax.jit, inline=True)
+def _depending(count: Array, history: Array) -> Array:
+    """Returns the count. Under vmap JAX sums only gradients that differ between examples, so it depends on the amax."""
+    pending = jax.lax.slice_in_dim(history, 0, 1)
+    return jax.lax.select(pending == pending, count, count)
 
 
 @functools.partial(jax.jit, inline=True)
@@ -266,11 +275,16 @@ def overwrite_states(states: Tree, grads: Tree) -> Tree:
     """
 
     def pick(old: ScaleState, new: ScaleState) -> ScaleState:
-        used = new.count != 0
-        taken = jax.tree.map(lambda n, o: jnp.where(used, n, o), new, dataclasses.replace(old, quantizer=new.quantizer))
-        return checked("overwrite_states", taken)
+        return checked("overwrite_states", _taken(new, dataclasses.replace(old, quantizer=new.quantizer)))
 
     return map_states(pick, states, grads)
+
+
+@functools.partial(jax.jit, inline=True)
+def _taken(new: ScaleState, old: ScaleState) -> ScaleState:
+    """Returns a gradient, or the old state if nothing contributed to the gradient."""
+    used = new.count != np.zeros((1,) * new.count.ndim, np.float32)
+    return jax.tree.map(lambda n, o: where(used, n, o), new, old)
 
 
 # --- another recipe ---

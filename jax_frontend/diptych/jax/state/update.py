@@ -12,7 +12,7 @@ from diptych.common.errors import ArgumentError, ShapeError
 from diptych.common.recipes import Recipe
 from diptych.jax.functional import quantize as quantize_verbs
 from diptych.jax.functional import scale_update as scale_update_verbs
-from diptych.jax.state.amax_check import checked
+from diptych.jax.state.amax_check import checked, where
 from diptych.jax.state.scales import ScaleState, fp8_max, map_states, read_ref, update_axes, varying
 
 Array = jax.Array
@@ -71,7 +71,7 @@ def _updated(state: ScaleState, axes: tuple[Any, ...]) -> ScaleState:
         most_recent=algo == "most_recent",
     )
     # The new scale follows from the amaxes alone, so the mark of an invalid state, a NaN, is kept explicitly.
-    scale = jnp.where(jnp.isnan(scale), scale, fresh)
+    scale = where(jnp.isnan(scale), scale, fresh)
     return ScaleState(quantizer, scale, history, jnp.ones_like(scale))
 
 

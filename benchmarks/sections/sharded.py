@@ -1,0 +1,88 @@
+"""JAX on two GPUs of one host: the stack of the section `jax` under `jit` with cut arrays, forward and backward.
+
+- "one GPU": a GPU alone with the tokens of the case.
+- "data parallel": both GPUs with as many tokens each. Each has all weights, and their gradients are summed.
+- "FSDP": the same, with weights and gradients cut along dimension 0.
+
+Results of two GPUs are compared with those of one that has all tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from benchmarks import room
+from benchmarks.cases import ALONE, DATA_PARALLEL, RANKS, SHARDED, Case
+from benchmarks.results import Row, failed
+from benchmarks.room import wall_seconds
+from benchmarks.sections import jax as one_gpu
+
+LAYOUTS = {DATA_PARALLEL: P(), SHARDED: P("data")}  # of matrices
+BOUNDS = {"difference": 0.02, "gradients": 0.02}
+
+
+def rows(case: Case, _: Any) -> Iterator[Row]:
+    for name in case.names:
+        try:
+            room.require_time()
+            yield from of_recipe(case, name)
+        except Exception as error:
+            yield failed(case, name, error)
+
+
+def of_recipe(case: Case, name: str) -> Iterator[Row]:
+    """Measures one recipe in all layouts. **Raises** ValueError for results that are not those of one GPU."""
+    batch, length, width = case.shape
+    block, params = one_gpu.blocks_of((name,))[name], one_gpu.parameters(width)
+    whole = one_gpu.inputs(RANKS * batch, length, width)
+    want = compact(one_gpu.stepping(block, RANKS * batch)(params, *whole))
+    alone = (params, *one_gpu.inputs(*case.shape))
+    calls: dict[str, Callable[[], Any]] = {
+        f"{name} {ALONE}": functools.partial(one_gpu.stepping(block, batch), *alone),
+    }
+    found: dict[str, Row] = {}
+    for layout, spec in LAYOUTS.items():
+        found[f"{name} {layout}"], calls[f"{name} {layout}"] = spread(block, spec, params, whole, want, RANKS * batch)
+    jax.block_until_ready(calls[f"{name} {ALONE}"]())
+    for label, seconds in wall_seconds(calls, 5, 2, jax.block_until_ready).items():
+        row = {"case": str(case), "name": label, "us": seconds * 1e6, "rate": batch * length / seconds}
+        yield row | {"unit": "tokens/s"} | found.get(label, {})
+
+
+def spread(
+    block: Callable[..., Any], spec: P, params: Any, whole: tuple[Any, Any], want: Any, batch: int
+) -> tuple[Row, Callable[[], Any]]:
+    """Returns what was found out about a step over two GPUs, and the step."""
+    mesh = jax.make_mesh((RANKS,), ("data",), axis_types=(AxisType.Auto,), devices=jax.devices()[:RANKS])
+    of_params = jax.tree.map(lambda p: NamedSharding(mesh, spec if p.ndim == 2 else P()), params)
+    of_tokens = NamedSharding(mesh, P("data"))
+    placed = jax.device_put((params, *whole), (of_params, of_tokens, of_tokens))
+    start = time.perf_counter()
+    step = one_gpu.stepping(block, batch, out_shardings=(of_tokens, (of_params, of_tokens)))
+    compiled = step.lower(*placed).compile()
+    row: Row = {"compile s": time.perf_counter() - start}
+    row["GiB"] = compiled.memory_analysis().temp_size_in_bytes / 2**30
+    call = functools.partial(compiled, *placed)
+    got = compact(call())
+    row |= {key: far for key, far in zip(BOUNDS, map(apart, got, want), strict=True)}
+    if over := {key: row[key] for key, bound in BOUNDS.items() if not row[key] <= bound}:
+        raise ValueError(f"two GPUs differ from one: {over}, at most {BOUNDS}")
+    return row, call
+
+
+def compact(results: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Returns rows of what the blocks add from both GPUs' tokens, and of a gradient of the first block's weights."""
+    added, (grads, _) = results
+    return np.asarray(added[:: max(1, len(added) // 256)], np.float64), np.asarray(grads[0]["up"][::64], np.float64)
+
+
+def apart(got: np.ndarray, want: np.ndarray) -> float:
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
