@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import diptych.jax as dj
-from diptych.jax.modules.choose import misfit
+from diptych.jax.modules.choose import _misfit, misfit
 
 nn, nnx = pytest.importorskip("flax.linen"), pytest.importorskip("flax.nnx")
 from jax_frontend.modules import models_linen, models_nnx  # noqa: E402
@@ -37,7 +37,10 @@ def test_reports_are_printed_and_returned(convert, capsys):
     assert capsys.readouterr().out == f"{report}\n"
     rows = {m.name: m for m in report.modules}
     assert rows["head"].why == "the rule 'head' left it" and not rows["head"].converted
-    assert rows["embed"].why == "an embedding, which multiplies by none" and rows["embed"].parameters == 96 * 64
+    assert (
+        rows["embed"].why == "an embedding, whose attend stays in high precision"
+        and rows["embed"].parameters == 96 * 64
+    )
     assert rows["norm"].why == "vectors alone, no matrix" and rows[""].why == "no layer that convert knows"
     converted = [m for m in report.modules if m.converted]
     assert len(converted) == 8 and all("/attention/" in m.name and m.recipe == MX for m in converted)
@@ -62,6 +65,20 @@ def test_reports_are_printed_and_returned(convert, capsys):
 def test_rules_are_checked(convert, rules, error, said):
     with pytest.raises(error, match=f"convert: .*{said}"):
         convert(rules)
+
+
+@BOTH
+@pytest.mark.parametrize("recipe", [dj.Float8CurrentScaling, dj.DelayedScaling, dj.NVFP4BlockScaling])
+def test_recipes_that_reduce_amaxes_over_mesh_axes_are_tried_outside_of_them(convert, recipe):
+    _, report = convert({"**/attention/*": recipe(amax_group="data,expert")}, verbose=False, return_report=True)
+    assert len([m for m in report.modules if m.converted]) == 8
+
+
+def test_layers_of_equal_plans_and_shapes_are_tried_once():
+    tried = _misfit.cache_info().misses
+    assert {misfit(MX, f"blocks.{i}.up", 48, 96) for i in range(5)} == {""}
+    assert _misfit.cache_info().misses == tried + 1
+    assert misfit(dj.NVFP4BlockScaling(), "blocks.0.up", 47, 96) and not misfit(MX, "blocks.0.up", 47, 96)
 
 
 @BOTH

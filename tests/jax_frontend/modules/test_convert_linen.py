@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 
 import jax
@@ -10,7 +12,7 @@ import optax
 import pytest
 
 import diptych.jax as dj
-from diptych.common import CustomRecipe
+from diptych.common import CustomRecipe, UnsupportedError
 from jax_frontend import tools
 
 nn = pytest.importorskip("flax.linen")
@@ -24,6 +26,17 @@ DELAYED = dj.DelayedScaling(amax_history_len=4)
 RECIPES = tools.RECIPES | {
     "custom": CustomRecipe(lambda role: (MX if role.name.endswith("Dense_1") else FP8).quantizer(role))
 }
+
+
+class Holds(nn.Module):
+    """Runs a module that it got as a field."""
+
+    inner: nn.Module
+
+    def __call__(self, x):
+        return self.inner(x)
+
+
 KEY = jax.random.key(0)
 TOKENS = jnp.arange(64).reshape(2, 32) * 7 % 96
 IMAGES = tools.normal("images", (2, 32, 32, 3))
@@ -169,6 +182,44 @@ def test_layers_under_scan_and_remat(recipe):
         assert scale.shape == (2, 1) and scale[0] != scale[1]
 
 
+@pytest.mark.parametrize("recipe", [MX, DELAYED, NVFP4])
+@pytest.mark.parametrize("make", [
+    lambda: nn.Sequential([nn.Dense(64), nn.relu, nn.Dense(64)]), lambda: Holds(Holds(nn.Dense(64))),
+    lambda: Holds(nn.remat(Perceptron)(32)), lambda: nn.remat(Perceptron)(32), lambda: nn.jit(Perceptron)(32),
+], ids=["sequential", "field", "field-remat", "remat", "jit"])  # fmt: skip
+def test_layers_in_fields_and_models_of_transformed_classes(make, recipe):
+    model = make()
+    made, report = convert(model, recipe, X, return_report=True)
+    assert report.left == 0 and len({m.name for m in report.modules}) == len(report.modules)
+    variables = made.init(KEY, X)
+    tools.same_tree(variables["params"], model.init(KEY, X)["params"])
+    for again in (made, made.clone()):
+        assert products(again, variables, X) == len(report.modules)
+    assert products(model, {"params": variables["params"]}, X) == 0
+
+
+def test_a_converted_model_in_a_field_keeps_its_own_rules():
+    inner = convert(Perceptron(32), {"Dense_0": MX}, X)
+    outer = Holds(inner)
+    variables = outer.init(KEY, X)
+    assert products(outer, variables, X) == 1
+
+
+def test_converted_models_are_pickled_and_copied():
+    made = convert(Perceptron(32), {"Dense_0": MX}, X)
+    variables = made.init(KEY, X)
+    want = made.apply(variables, X)
+    for again in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made)):
+        assert again == made
+        tools.same(again.apply(variables, X), want)
+
+
+def test_an_error_of_the_trace_says_where_it_was():
+    with pytest.raises(TypeError) as said:
+        convert(Perceptron(32), MX, X, rngs=KEY)
+    assert any("raised while model.init was traced" in note for note in said.value.__notes__)
+
+
 def test_a_scan_without_the_states_is_refused():
     with pytest.raises(TypeError, match=f"variables lack their states: pass the collection '{dl.STATES}'"):
         convert(Scanned(), DELAYED, X)
@@ -209,6 +260,21 @@ def test_compiled_code_of_another_conversion_is_not_run():
             tools.same(results[-1], made.apply(variables, X))
     tools.same(plain.apply(variables, X), results[0])
     assert len({r.tobytes() for r in map(tools.bits, results)}) == 4
+
+
+class UsesJittedTwice(nn.Module):
+    @nn.compact
+    def __call__(self, x):
+        return Jitted(32, name="a")(x) + Jitted(32, name="b")(x)
+
+
+def test_modules_that_share_compiled_code_are_all_found():
+    reports = [convert(UsesJittedTwice(), MX, X, return_report=True)[1] for _ in range(2)]
+    want = [f"{part}/Dense_{i}" for part in "ab" for i in range(2)]
+    for report in reports:
+        assert [m.name for m in report.modules if m.converted and m.kind == "Dense"] == want
+    with pytest.raises(UnsupportedError, match=r"nn\.jit runs one compiled code .* 'b/Dense_0' and 'a/Dense_0' diff"):
+        convert(UsesJittedTwice(), {"a/**": MX, "b/**": None}, X)
 
 
 def test_layers_of_any_axes():

@@ -121,6 +121,7 @@ def test_layers_of_any_axes():
         "lora": nnx.LoRALinear(64, 32, lora_rank=4, rngs=rngs),
     })  # fmt: skip
     kept = nnx.clone(model)
+    model["back"].precision = kept["back"].precision = "default"  # which is no wish
     _, report = dj.convert(model, DELAYED, verbose=False, return_report=True)
     assert [m.name for m in report.modules if not m.converted] == ["lora/lora"]
     x = tools.normal("x", (2, 32, 64))
@@ -174,6 +175,17 @@ def test_tied_and_shared_modules_count_once():
     assert model["b"]["again"].dot_general is model["a"].dot_general
 
 
+def test_parameters_in_containers_are_counted():
+    class Model(nnx.Module):
+        def __init__(self):
+            self.listed = nnx.List([nnx.Param(jnp.ones((3, 5)))])
+            self.plain = nnx.data({"w": nnx.Param(jnp.ones((7, 2))), "more": (nnx.Param(jnp.ones(4)),)})
+            self.layer = nnx.Linear(64, 32, rngs=nnx.Rngs(0))
+
+    _, report = dj.convert(Model(), MX, verbose=False, return_report=True)
+    assert {m.name: m.parameters for m in report.modules} == {"": 18, "layer": 64 * 32 + 32, "listed": 15}
+
+
 def test_this_librarys_modules_are_left_and_count_as_converted():
     model = nnx.Dict({"a": dnnx.Linear(64, 64, recipe=MX, rngs=nnx.Rngs(0)), "b": nnx.Linear(64, 64, rngs=nnx.Rngs(0))})
     _, report = dj.convert(model, {"b": DELAYED}, verbose=False, return_report=True)
@@ -196,6 +208,13 @@ def test_inputs_and_other_rngs_are_refused():
         dj.convert(Language(rngs=nnx.Rngs(0)), MX, TOKENS)
     with pytest.raises(TypeError, match=r"rngs must be an nnx\.Rngs, got int"):
         dj.convert(Language(rngs=nnx.Rngs(0)), MX, rngs=3)
+
+
+def test_a_conversion_that_fails_changes_nothing():
+    model = Language(rngs=nnx.Rngs(0))
+    with pytest.raises(AttributeError, match="params"):
+        dj.convert(model, {"blocks/**": MX, "head": NVFP4}, rngs=nnx.Rngs(dropout=0), verbose=False)
+    assert model.blocks[0].mlp.up.dot_general is jax.lax.dot_general
 
 
 @pytest.mark.parametrize("recipe", [DELAYED, NVFP4])

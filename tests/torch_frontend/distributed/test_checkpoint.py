@@ -270,6 +270,9 @@ def test_states_of_other_ranks():
     groups = [{"a": [rank // 2 * 2, rank // 2 * 2 + 1]} for rank in range(8)]
     pairs = [combined(both, rank, cut)["a.rng_state"].tolist() for rank, cut in enumerate(groups)]
     assert pairs[::2] == pairs[1::2] and len({tuple(p) for p in pairs}) == 4
+    # Other modules of theirs, which each of a pair has whole, do so too.
+    whole = [combined(both, rank, {"b": cut["a"]})["a.rng_state"].tolist() for rank, cut in enumerate(groups)]
+    assert whole == pairs
     # Those of two pairs, on four ranks that share nothing.
     apart = [combined([both[0], both[0], both[1], both[1]], rank)["a.rng_state"].tolist() for rank in range(4)]
     assert len({tuple(a) for a in apart}) == 4

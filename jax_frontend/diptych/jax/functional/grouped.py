@@ -35,7 +35,8 @@ def quantize_stack(
 ) -> QuantizedStack:
     """Quantizes each tensor of `x` [G, ..., K] in one call, with the bits of `quantize` on that tensor alone.
 
-    **Arguments:** as `quantize`, but with a leading G: `amax`, `columnwise_amax`, `scale` [G], `rng` [G, 4]. They may
+    **Arguments:** as `quantize`, but with a leading G: `amax`, `columnwise_amax`, `scale` [G], `rng` [G, 4] or
+    [G, 8]. They may
     not be numbers, and there is no `amax_group`.
 
     **Returns:** a `QuantizedStack`.

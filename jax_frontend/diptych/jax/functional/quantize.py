@@ -116,7 +116,9 @@ def quantize(
     of NVFP4 one for each copy that is made, [M] for an amax per row. `scale`: float32 [1] or a number, the scale of a
     per-tensor format (delayed scaling); the result's `amax` is still the tensor's own. `rng`: int32 [4] from
     `rng_state` (stochastic rounding). A call uses two offsets; pass an `rng` with later ones to the next call. As with
-    `jax.random`, an `rng` that a `vmap` does not map gives each example the same random bits: map it too.
+    `jax.random`, an `rng` that a `vmap` does not map gives each example the same random bits: map it too. A part of a
+    tensor, such as a shard inside shard_map, has the whole tensor's random bits if its place follows, int32 [8]: row
+    and column of its first element in the whole tensor, and the whole tensor's rows and columns, multiples of 16.
     `amax_group`: the name of a mesh axis, or several, over which amaxes of the tensor are reduced before quantizing
     (inside shard_map, or a `vmap` with an axis name); amaxes per row are not reduced. `as_bytes`: payloads and one-byte
     scales are returned as uint8 (JAX only). Residuals of your own functions under `jax.checkpoint` need it: JAX applies

@@ -252,8 +252,8 @@ def check_transport(options: Options, wanted: tuple[str, ...], forward: Any, bac
     if missing := [name for name in lost if name not in wanted]:
         raise ValueError(
             f"{options.op}: the amax of {', '.join(missing)} would be lost: differentiate with respect to the state "
-            "too (its gradient is the new state; value_and_grad_with_state does it), pass references (state_refs), or "
-            "record=False"
+            "too (its gradient is the new state; value_and_grad_with_state does it, for nnx argnums=nnx.DiffState(0, "
+            "diptych.jax.nnx.DIFFERENTIATED), for linen all variables), pass references (state_refs), or record=False"
         )
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import math
 import warnings
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,10 +15,11 @@ import jax.numpy as jnp
 from diptych.common.conversion import ConversionReport, ConvertedModule, ConvertWarning, Rules
 from diptych.common.errors import ShapeError, UnsupportedError
 from diptych.common.layers.checks import Names
+from diptych.common.layers.plan import LinearPlan, linear_plan
 from diptych.common.recipes import Recipe
 from diptych.jax.layers.general import Contraction
 from diptych.jax.layers.linear import dense
-from diptych.jax.state.scales import init_state
+from diptych.jax.state.scales import group_axes, init_state
 
 _TOKENS = 4096  # a multiple of every format's block, so that only the kernel's extents can be refused
 
@@ -37,7 +39,7 @@ def choose(rules: Rules, path: str, contraction: Any, x: Any, kernel: Any, preci
     rule = rules.find(path)
     if rule is None or rule.recipe is None:
         return unconvertible(rules, path, "")
-    if precision is not None:
+    if not _is_default(precision):
         return unconvertible(rules, path, f"asks for precision {precision}")
     try:
         c = contraction
@@ -48,6 +50,13 @@ def choose(rules: Rules, path: str, contraction: Any, x: Any, kernel: Any, preci
     k, (_, _, kept) = math.prod([kernel.shape[a] for a in c.right]), c.shapes(x.shape, kernel.shape)
     why = misfit(rule.recipe, role_name(path), math.prod(kept), k)
     return unconvertible(rules, path, why) if why else Choice(rule.recipe)
+
+
+def _is_default(precision: Any) -> bool:
+    try:
+        return precision is None or jax.lax.Precision(precision) == jax.lax.Precision.DEFAULT
+    except ValueError:  # one for each operand, or an algorithm
+        return False
 
 
 def unconvertible(rules: Rules, path: str, why: str) -> Choice:
@@ -63,20 +72,43 @@ def role_name(path: str) -> str:
     return path.replace("/", ".")
 
 
-@functools.lru_cache(maxsize=1024)
+@dataclasses.dataclass(frozen=True)
+class _Planned:
+    """A recipe and a role's name, equal for equal plans: layers of many names are then tried once for each shape."""
+
+    recipe: Recipe = dataclasses.field(compare=False)
+    name: str = dataclasses.field(compare=False)
+    kind: type
+    plan: LinearPlan
+
+
 def misfit(recipe: Recipe, name: str, n: int, k: int) -> str:
     """Returns why a recipe cannot run the products of a kernel [n, k] forward and backward; empty if it can."""
+    return _misfit(_Planned(recipe, name, type(recipe), linear_plan(recipe, name=name)), n, k)
+
+
+@functools.lru_cache(maxsize=1024)
+def _misfit(planned: _Planned, n: int, k: int) -> str:
+    recipe, name = planned.recipe, planned.name
 
     def loss(x: Any, kernel: Any, state: Any, rng: Any) -> Any:
         return dense(x, kernel, recipe=recipe, name=name, state=state, record=False, rng=rng).sum()
 
     x, kernel = (jax.ShapeDtypeStruct((rows, k), jnp.bfloat16) for rows in (_TOKENS, n))
     state = jax.eval_shape(lambda: init_state(recipe, name=name))
+    run = in_groups([recipe], lambda *args: (jax.grad(loss, (0, 1))(*args), None)[1])
     try:
-        jax.eval_shape(jax.grad(loss, (0, 1)), x, kernel, state, jax.ShapeDtypeStruct((4,), jnp.int32))
+        jax.eval_shape(run, x, kernel, state, jax.ShapeDtypeStruct((4,), jnp.int32))
     except (ShapeError, UnsupportedError) as error:
         return f"does not fit {type(recipe).__name__}: {error}"
     return ""
+
+
+def in_groups(recipes: Iterable[Recipe | None], f: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns f with the mesh axes bound over which these recipes reduce amaxes: it is traced outside of shard_map."""
+    for axis in sorted({axis for recipe in recipes if recipe is not None for axis in group_axes(recipe)}):
+        f = jax.vmap(f, in_axes=None, out_axes=None, axis_name=axis, axis_size=1)
+    return f
 
 
 class Found(NamedTuple):

@@ -12,27 +12,28 @@ import contextvars
 import dataclasses
 import functools
 import inspect
+import itertools
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
 from diptych.common.conversion import ConversionReport, Rules, reason
-from diptych.common.errors import ArgumentError
+from diptych.common.errors import ArgumentError, UnsupportedError
 from diptych.common.recipes import Recipe
-from diptych.jax.modules.choose import Choice, Found, announce, choose, make_report, unconvertible
+from diptych.jax.modules.choose import Choice, Found, announce, choose, in_groups, make_report, unconvertible
 from diptych.jax.modules.linen import DotGeneral, EinsumOp, Layer
 
-_FLAG = "diptych.convert"
+_FLAG, _TRACED = "diptych.convert", "diptych.convert.trace"
 _EINSUM = inspect.unwrap(nn.Einsum.__call__)
 _LAYERS = (nn.Dense, nn.DenseGeneral, nn.Einsum)
 
 
 @dataclasses.dataclass(frozen=True)
 class Conversion:
-    """How a model is converted, as a field of its module."""
+    """How a model is converted, as an attribute of its class."""
 
     rules: Rules
 
@@ -40,7 +41,10 @@ class Conversion:
 @dataclasses.dataclass
 class _Trace:
     """What is met while a converted model is traced: the classes of its modules, and what was chosen for layers, None
-    for layers whose product was not met. `own`: the recipes of this library's modules."""
+    for layers whose product was not met. `own`: the recipes of this library's modules. `number`: of the trace, for
+    which nn.jit runs no code of another one."""
+
+    number: int
 
     kinds: dict[str, str] = dataclasses.field(default_factory=dict)
     layers: dict[str, Choice | None] = dataclasses.field(default_factory=dict)
@@ -48,24 +52,35 @@ class _Trace:
 
 
 _trace: contextvars.ContextVar[_Trace | None] = contextvars.ContextVar("diptych_convert_trace", default=None)
+_numbers = itertools.count()
 _running: contextvars.ContextVar[Any] = contextvars.ContextVar("diptych_convert_running", default=None)
 
 
 class _Converted:
-    """Base of the classes of converted models, before flax's."""
+    """Base of the classes of converted models, before flax's.
 
-    conversion: Conversion
+    The conversion is no field: flax's transformations of a class make its base anew from all fields.
+    """
+
+    conversion: ClassVar[Conversion]
     scope: Any
 
     def __post_init__(self) -> None:
         super().__post_init__()  # type: ignore[misc]
         if self.scope is not None:
-            # Scopes hand flags down to all modules of this model, also inside of flax's transformations. For other
-            # flags nn.jit compiles anew: it must not run what an unconverted model has compiled.
-            self.scope.flags = {**self.scope.flags, _FLAG: self.conversion}
+            _mark(self, self.conversion)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.scope is not None:
+            return super().__reduce_ex__(protocol)
+        return _converted, (type(self).__mro__[2], self.conversion, _fields(self))
 
     def _call_wrapped_method(self, fun: Any, args: Any, kwargs: Any) -> Any:
-        run = functools.partial(super()._call_wrapped_method, fun, args, kwargs)  # type: ignore[misc]
+        return self._intercepted(functools.partial(super()._call_wrapped_method, fun, args, kwargs))  # type: ignore[misc]
+
+    @nn.nowrap
+    def _intercepted(self, run: Any) -> Any:
+        """Runs one of the model's methods under the interceptor."""
         here = self.conversion, None if self.scope is None else self.scope.path
         if self.scope is None or _running.get() == here:
             return run()
@@ -77,11 +92,49 @@ class _Converted:
             _running.reset(token)
 
 
+def _mark(module: Any, conversion: Conversion) -> None:
+    """Writes the conversion into the scopes of a model, and of submodules that it got as fields, which have theirs.
+
+    Scopes hand flags down to modules made later, also inside of flax's transformations. For other flags nn.jit compiles
+    anew: it must not run what an unconverted model has compiled.
+    """
+    trace = _trace.get()
+    module.scope.flags = {**module.scope.flags, _FLAG: conversion, **({} if trace is None else {_TRACED: trace.number})}
+    for child in module._state.children.values():
+        if isinstance(child, nn.Module) and not isinstance(child, _Converted):
+            _mark(child, conversion)
+
+
 @functools.cache
-def _converted_class(cls: type) -> type:
+def _converted_class(cls: type, conversion: Conversion) -> type:
     """Returns a model's class with conversion. It keeps its name, from which flax makes the names of submodules."""
     body = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
-    return type(cls.__name__, (_Converted, cls), body | {"__annotations__": {"conversion": Any}, "conversion": None})
+    methods = {name: _run_intercepted(fn) for name, fn in vars(cls).items() if _transformed(cls, name, fn)}
+    return type(cls.__name__, (_Converted, cls), body | methods | {"conversion": conversion})
+
+
+def _transformed(cls: type, name: str, fn: Any) -> bool:
+    """Returns whether a method is that of a transformed class, as nn.remat and nn.jit make them: flax does not run it
+    through `_call_wrapped_method`."""
+    wrapped = getattr(fn, "__wrapped__", None)
+    return wrapped is not None and wrapped is getattr(cls.__base__, name, None)
+
+
+def _run_intercepted(fn: Any) -> Any:
+    @functools.wraps(fn)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return self._intercepted(functools.partial(fn, self, *args, **kwargs))
+
+    return run
+
+
+def _converted(cls: type, conversion: Conversion, fields: dict[str, Any]) -> Any:
+    """Makes a converted model of a class."""
+    return _converted_class(cls, conversion)(**fields)
+
+
+def _fields(model: Any) -> dict[str, Any]:
+    return {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.init and f.name != "parent"}
 
 
 def convert_linen(model: Any, rules: Rules, inputs: Any, keywords: Any, verbose: bool) -> tuple[Any, ConversionReport]:
@@ -95,8 +148,7 @@ def convert_linen(model: Any, rules: Rules, inputs: Any, keywords: Any, verbose:
             "convert: a linen model makes its layers when it is called; pass the arguments of model.init after the "
             "rules, such as jax.ShapeDtypeStruct((8, 128), jnp.int32)"
         )
-    fields = {f.name: getattr(model, f.name) for f in dataclasses.fields(model) if f.init and f.name != "parent"}
-    made = _converted_class(type(model))(**fields, conversion=Conversion(rules))
+    made = _converted(type(model), Conversion(rules), _fields(model))
     found = _found(made, inputs, keywords)
     report = make_report(rules, found)
     announce(report, found, verbose)
@@ -179,25 +231,45 @@ def _found(made: Any, inputs: Any, keywords: Any) -> list[Found]:
     leaves, tree = jax.tree.flatten((inputs, keywords))
     arrays = {i: leaf for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")}
 
-    def init(arrays: Any) -> Any:
+    def params(arrays: Any) -> Any:
         args, kwargs = jax.tree.unflatten(tree, [arrays.get(i, leaf) for i, leaf in enumerate(leaves)])
-        return made.init(jax.random.key(0), *args, **kwargs)
+        return made.init(jax.random.key(0), *args, **kwargs).get("params", {})
 
-    trace = _Trace()
+    trace = _Trace(next(_numbers))
     token = _trace.set(trace)
     try:
-        params = nn.meta.unbox(jax.eval_shape(init, arrays)).get("params", {})
+        init = in_groups([rule.recipe for rule in made.conversion.rules], params)
+        held_params = nn.meta.unbox(jax.eval_shape(init, arrays))
+    except Exception as error:
+        error.add_note("convert: raised while model.init was traced; its arguments are passed without its rngs")
+        raise
     finally:
         _trace.reset(token)
-    found = []
-    for path, held in _held(params, ""):
+    found, held_by = [], dict(_held(held_params, ""))
+    _take_over(trace, made.conversion.rules, held_by)
+    for path, held in held_by.items():
         kind, choice = trace.kinds.get(path, "a scope"), trace.layers.get(path)
         if choice is None and path in trace.layers:
             choice = unconvertible(made.conversion.rules, path, "has a product of its own")
         recipe = trace.own.get(path)
-        why = "" if choice or recipe else reason(kind == "Embed", [leaf.ndim for leaf in held])
+        why = "" if choice or recipe else reason(kind == "Embed", [leaf.ndim for leaf in held], True)
         found.append(Found(path, kind, sum([leaf.size for leaf in held]), choice, why, recipe))
     return found
+
+
+def _take_over(trace: _Trace, rules: Rules, held_by: dict[str, list[Any]]) -> None:
+    """Adds layers to a trace that were not met, since nn.jit runs the code that it compiled for a module at another
+    path with the same shapes. **Raises** NotImplementedError unless rules decide alike on all of them."""
+    shapes = {path: [(leaf.shape, leaf.dtype) for leaf in held] for path, held in held_by.items()}
+    for path in [path for path in held_by if path not in trace.kinds]:
+        alike = [other for other in trace.layers if shapes.get(other) == shapes[path]]
+        for other in alike:
+            if len({rule and rule.recipe for rule in (rules.find(path), rules.find(other))}) > 1:
+                raise UnsupportedError(
+                    f"convert: nn.jit runs one compiled code for modules at several paths, and the rules give {path!r} "
+                    f"and {other!r} different recipes; give them one, or leave nn.jit out of the model and call jax.jit"
+                )
+            trace.kinds[path], trace.layers[path] = trace.kinds[other], trace.layers[other]
 
 
 def _held(params: Any, path: str) -> Iterator[tuple[str, list[Any]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -48,9 +49,12 @@ def convert_nnx(model: Any, rules: Rules, rngs: Any, verbose: bool) -> Conversio
     choices = {path: _choice(rules, path, layer) for path, layer in layers.items()}
     found = _found(modules, choices)
     report = make_report(rules, found)
-    for path, layer in layers.items():
-        if choices[path].recipe is not None and _held(layer) is None:
-            setattr(layer, _attribute(layer), nnx.data(_made(path, layer, choices[path], rngs)))
+    wanted = {
+        path: layer for path, layer in layers.items() if choices[path].recipe is not None and _held(layer) is None
+    }
+    made = {path: _made(path, layer, choices[path], rngs) for path, layer in wanted.items()}
+    for path, product in made.items():  # after all are made, which may raise
+        setattr(layers[path], _attribute(layers[path]), nnx.data(product))
     announce(report, found, verbose)
     return report
 
@@ -157,10 +161,23 @@ def _found(modules: list[tuple[str, Any]], choices: dict[str, Choice]) -> list[F
         if own := _own(module):
             count = sum([math.prod(p.get_value().shape) for p in own if owners[id(p)] == path])
             choice, recipe = choices.get(path), module.recipe if isinstance(module, Layer) else None
-            why = "" if choice or recipe else reason(isinstance(module, nnx.Embed), [p.get_value().ndim for p in own])
+            why = (
+                ""
+                if choice or recipe
+                else reason(isinstance(module, nnx.Embed), [p.get_value().ndim for p in own], True)
+            )
             found.append(Found(path, type(module).__name__, count, choice, why, recipe))
     return found
 
 
 def _own(module: Any) -> list[Any]:
-    return [v for v in vars(module).values() if isinstance(v, nnx.Param)]
+    """Returns the parameters among a module's attributes, also in lists, tuples and mappings."""
+    return list(_params(vars(module)))
+
+
+def _params(value: Any) -> Iterator[Any]:
+    if isinstance(value, nnx.Param):
+        yield value
+    elif isinstance(value, Mapping | list | tuple):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _params(inner)

@@ -56,7 +56,10 @@ HELD = "held_kernels"
 """The collection of kernels that are held quantized, as `hold_kernels` makes it."""
 
 _PARTS = dict(zip(("wi_kernel", "wo_kernel"), PARTS, strict=True))
-_REMEDY = f"pass rngs={{{RNG!r}: key}} to apply, another key in each step"
+_REMEDY = (
+    f"pass rngs={{{RNG!r}: key}} to apply, another key in each step; nn.scan and nn.vmap hand the stream on if "
+    "split_rngs names it"
+)
 KERNEL_INIT = nn.initializers.lecun_normal()
 BIAS_INIT = nn.initializers.zeros_init()
 
@@ -141,7 +144,8 @@ class Layer(nn.Module, kw_only=True):
         if not self.has_variable(STATES, "states") and not self.is_mutable_collection(STATES):
             raise ArgumentError(
                 f"{op} at {'/'.join(self.path) or 'the root'}: {type(self.recipe).__name__} scales by earlier steps' "
-                f"amaxes, and the variables lack their states: pass the collection {STATES!r} that init made to apply"
+                f"amaxes, and the variables lack their states: pass the collection {STATES!r} that init made to apply; "
+                "nn.scan and nn.vmap hand it on if variable_axes names it"
             )
         return self.variable(STATES, "states", make).value
 

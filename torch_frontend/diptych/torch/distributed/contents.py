@@ -146,15 +146,17 @@ def combined(
     Scales are those of the largest amaxes, as a reduction over all ranks would have made them, so that ranks that share
     a layer agree. Random generators that all ranks share stay; else a rank continues one of them, by another seed where
     a rank before it does so too. `cut`: the ranks that modules are cut over, by the modules' names; they continue one
-    generator.
+    generator, also for modules that each of them has whole.
     """
     out: dict[str, Tensor] = {}
+    cut = cut or {}
+    sharing = next(iter(cut.values()), [rank])
     for name in ranks[0]:
         all_ = [states[name] for states in ranks if name in states]
         owner, _, last = name.rpartition(".")
         if last == "rng_state":
             different = list({tuple(t.tolist()): t for t in all_}.values())
-            first = min((cut or {}).get(owner, [rank]))
+            first = min(cut.get(owner, sharing))
             out[name] = different[first % len(different)].clone()
             if len(different) > 1:
                 out[name][1] ^= first // len(different)  # the high word of the seed

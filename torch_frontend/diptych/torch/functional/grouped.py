@@ -36,7 +36,8 @@ def quantize_stack(
 ) -> QuantizedStack:
     """Quantizes each tensor of `x` [G, ..., K] as `quantize` would it alone, in one call.
 
-    **Arguments:** those of `quantize`, with a leading G: `amax`, `columnwise_amax`, `scale` [G], `rng` [G, 4].
+    **Arguments:** those of `quantize`, with a leading G: `amax`, `columnwise_amax`, `scale` [G], `rng` [G, 4] or
+    [G, 8].
 
     **Returns:** a `QuantizedStack`.
 

@@ -110,8 +110,10 @@ def quantize(
     **Arguments:** `x`: [..., K] float32, bfloat16 or float16. `quantizer`: from `recipe.quantizer(role)` or your own.
     `amax`, `columnwise_amax`: float32 to use instead of x's own: `amax` [1] in per-tensor formats; in NVFP4 one for
     each copy that is made. `scale`: float32 [1] to use (delayed scaling); the result's `amax` is still x's own. `rng`:
-    int32 [4] from `rng_state` (stochastic rounding); a call uses two offsets and leaves it as it is. `amax_group`: a
-    process group, over whose ranks the amaxes of the tensor are reduced by max first; those per row stay.
+    int32 [4] from `rng_state` (stochastic rounding); a call uses two offsets and leaves it as it is. A part of a tensor
+    has the whole tensor's random bits if its place follows, int32 [8]: row and column of its first element in the whole
+    tensor, and the whole tensor's rows and columns, multiples of 16. `amax_group`: a process group, over whose ranks
+    the amaxes of the tensor are reduced by max first; those per row stay.
 
     **Returns:** a `QuantizedTensor` with x's shape, dtype and device, and the copies that `quantizer` wants. Where x
     requires grad and grad mode is on, so does it; its gradient, a plain tensor of x's dtype, is x's (straight through).
