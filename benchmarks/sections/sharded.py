@@ -26,7 +26,9 @@ from benchmarks.room import wall_seconds
 from benchmarks.sections import jax as one_gpu
 
 LAYOUTS = {DATA_PARALLEL: P(), SHARDED: P("data")}  # of matrices
-BOUNDS = {"difference": 0.02, "gradients": 0.02}
+# Attention's backward may add in another order: an amax that differs in its last bit moves a scale, and with it all
+# roundings to E5M2. Gradients that were not summed would differ by about 1.
+BOUNDS = {"difference": 0.02, "gradients": 0.25}
 
 
 class Alone(NamedTuple):

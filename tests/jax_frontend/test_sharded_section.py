@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import jax
@@ -16,7 +17,7 @@ from benchmarks.sections import sharded
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     monkeypatch.setattr(room, "DEVICE", "cpu")
-    monkeypatch.setattr(one_gpu, "BLOCKS", 1)
+    monkeypatch.setattr(one_gpu, "parameters", functools.partial(one_gpu.parameters, blocks=1))
     sharded.alone.cache_clear()
 
 
