@@ -59,7 +59,8 @@ def test_high_precision_sums_are_not_rounded_to_bfloat16(shape, step):
     x, kernel, dy = (np.asarray(a, np.float64).reshape(-1, a.shape[-1]) for a in (x, kernel, dy))
     for name, (a, b) in {"y": (x, kernel.T), "dx": (dy, kernel), "dkernel": (dy.T, x)}.items():
         rounded, summed = 2.0**-8 * np.abs(a @ b), 2.0**-14 * (np.abs(a) @ np.abs(b))
-        assert (np.abs(np.asarray(got[name], np.float64).reshape(rounded.shape) - a @ b) <= rounded + summed).all(), name
+        error = np.abs(np.asarray(got[name], np.float64).reshape(rounded.shape) - a @ b)
+        assert (error <= rounded + summed).all(), name
 
 
 @RECIPE

@@ -64,8 +64,8 @@ def matmul(a: Array, b: Array, trans_a: bool = False, trans_b: bool = False) -> 
     On Explicit mesh axes the result is cut as a's rows and, over axes that those do not take, as b's columns; where K
     is cut, parts are summed. JAX refuses such products if it is not told how the result is cut.
     """
-    # Transposes would be exact too, but for XLA:CPU in jax 0.12: it sums a bfloat16 product in bfloat16 if the result is
-    # transposed, as the gradient of a transposed operand is.
+    # Operands are not transposed: the gradient of a transposed operand is a transposed product, and XLA:CPU (jax 0.12)
+    # may fold that transpose into the product and then sum bfloat16 values in bfloat16.
     inner_a, inner_b = 0 if trans_a else a.ndim - 1, 1 if trans_b else 0
     of_a, of_b = jax.typeof(a).sharding, jax.typeof(b).sharding
     out = None
