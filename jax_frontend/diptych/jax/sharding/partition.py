@@ -74,7 +74,7 @@ class Partitioner(NamedTuple):
         if ctx.module_context.axis_context.device_assignment is None:
             raise UnsupportedError(
                 f"{self.op}: jax {jax.__version__} lowers this program for several devices without saying which, and a "
-                "partitioned call needs them; use jax 0.10 or 0.11 and a concrete mesh, or call inside of jax.shard_map"
+                "partitioned call needs them; use jax 0.10 to 0.12 and a concrete mesh, or call inside of jax.shard_map"
             )
         run = functools.partial(prim.bind, batch=batch, **params)
 
