@@ -52,6 +52,19 @@ def test_without_bias(recipe):
     same(run(recipe, x, kernel, None, dy), tools.oracle_dense(recipe, x, kernel, None, dy))
 
 
+@pytest.mark.parametrize("step", [run, jax.jit(run, static_argnums=0)], ids=["eager", "jit"])
+@pytest.mark.parametrize("shape", [(1024, 64), (64, 16, 64)], ids=str)
+def test_high_precision_sums_are_not_rounded_to_bfloat16(shape, step):
+    """Each result is a sum in float32 or better, rounded once."""
+    x, kernel, _, dy = operands(shape, 48, "bfloat16")
+    got = step(None, x, kernel, None, dy)
+    x, kernel, dy = (np.asarray(a, np.float64).reshape(-1, a.shape[-1]) for a in (x, kernel, dy))
+    for name, (a, b) in {"y": (x, kernel.T), "dx": (dy, kernel), "dkernel": (dy.T, x)}.items():
+        rounded, summed = 2.0**-8 * np.abs(a @ b), 2.0**-14 * (np.abs(a) @ np.abs(b))
+        error = np.abs(np.asarray(got[name], np.float64).reshape(rounded.shape) - a @ b)
+        assert (error <= rounded + summed).all(), name
+
+
 @RECIPE
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_infinite_values_are_not_lost(recipe, dtype):

@@ -20,7 +20,7 @@ Array = jax.Array
 
 def plain(x: Array, kernel: Any, bias: Array | None) -> Array:
     """Returns the layer's product in x's dtype."""
-    y = matmul(x, high_precision(kernel, x.dtype).astype(x.dtype).T)
+    y = matmul(x, high_precision(kernel, x.dtype).astype(x.dtype), trans_b=True)
     return y if bias is None else add_bias(y, bias)
 
 

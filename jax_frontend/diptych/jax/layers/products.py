@@ -58,7 +58,7 @@ class Products:
             return gemm_verbs.gemm(a, b, **taken, **options._asdict())
         inner = a.dtype if isinstance(a, jax.Array) else b.dtype
         left, right = values(a, inner), values(b, inner)
-        out: Array = matmul(left.T if trans_a else left, right.T if trans_b else right)
+        out: Array = matmul(left, right, trans_a, trans_b)
         if bias is not None:
             out = add_bias(out, bias)
         return out.astype(dtype).reshape(shapes.gemm_out_shape(a.shape, out.shape[0], out.shape[1], trans_a))

@@ -15,12 +15,16 @@ import jax
 from jax._src import dispatch  # for `require_devices` only; `lowering` raises where a JAX does not have its name
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
 from jax.interpreters import mlir
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec, use_abstract_mesh
 
 from diptych.common.errors import UnsupportedError
 from diptych.jax.primitives.checks import Aval, own_shape
 from diptych.jax.primitives.ffi import Batch
 from diptych.jax.sharding.rule import Factors, Rule, check_cuts, check_whole, cuts_of, operand_specs, spec_of
+
+# In a shard, types name no mesh. JAX 0.10 asks for the shard in a thread of its own, but JAX 0.12 does it where the
+# program is compiled, and there the user's mesh may be set, whose Explicit axes would cut the shard's types again.
+_NO_MESH = AbstractMesh((), ())
 
 OwnRule = Callable[..., Rule]
 """Takes the operands' shapes without batch axes, `batch`, and the primitive's parameters."""
@@ -70,7 +74,7 @@ class Partitioner(NamedTuple):
         if ctx.module_context.axis_context.device_assignment is None:
             raise UnsupportedError(
                 f"{self.op}: jax {jax.__version__} lowers this program for several devices without saying which, and a "
-                "partitioned call needs them; use jax 0.10 or 0.11 and a concrete mesh, or call inside of jax.shard_map"
+                "partitioned call needs them; use jax 0.10 to 0.12 and a concrete mesh, or call inside of jax.shard_map"
             )
         run = functools.partial(prim.bind, batch=batch, **params)
 
@@ -87,7 +91,12 @@ class Partitioner(NamedTuple):
 
             of_results = shardings([spec_of(factors, cuts) for factors in rule.results])
             of_operands = shardings(operand_specs(rule, cuts))
-            return mesh, lambda *xs: rule.compute(run, cuts, xs), of_results, tuple(of_operands)
+
+            def shard(*xs: Any) -> list[Any]:
+                with use_abstract_mesh(_NO_MESH):
+                    return rule.compute(run, cuts, xs)
+
+            return mesh, shard, of_results, tuple(of_operands)
 
         call.def_partition(partition, sharding_rule=lambda *_: _shardy_rule(rule))
         return mlir.lower_fun(call, multiple_results=True)

@@ -58,20 +58,24 @@ def values(operand: Operand, dtype: Any) -> Array:
     return x.reshape(shapes.rows_cols(x.shape))
 
 
-def matmul(a: Array, b: Array) -> Array:
-    """Returns a [..., K] @ b [K, N], computed by XLA in their dtype.
+def matmul(a: Array, b: Array, trans_a: bool = False, trans_b: bool = False) -> Array:
+    """Returns a [..., K] @ b [K, N], computed by XLA in their dtype. `trans_a`: a is [K, M]; `trans_b`: b is [N, K].
 
     On Explicit mesh axes the result is cut as a's rows and, over axes that those do not take, as b's columns; where K
     is cut, parts are summed. JAX refuses such products if it is not told how the result is cut.
     """
+    # Operands are not transposed: the gradient of a transposed operand is a transposed product, and XLA:CPU (jax 0.12)
+    # may fold that transpose into the product and then sum bfloat16 values in bfloat16.
+    inner_a, inner_b = 0 if trans_a else a.ndim - 1, 1 if trans_b else 0
     of_a, of_b = jax.typeof(a).sharding, jax.typeof(b).sharding
-    if not any((*of_a.spec, *of_b.spec)):
-        return a @ b
-    *rows, _ = of_a.spec
-    taken, last = {axis for entry in rows for axis in axes_of(entry)}, of_b.spec[-1]
-    columns = None if taken & set(axes_of(last)) else last
-    like = of_a if any(of_a.spec) else of_b
-    return jnp.matmul(a, b, out_sharding=like.update(spec=jax.sharding.PartitionSpec(*rows, columns)))
+    out = None
+    if any((*of_a.spec, *of_b.spec)):
+        rows = [entry for i, entry in enumerate(of_a.spec) if i != inner_a]
+        taken, last = {axis for entry in rows for axis in axes_of(entry)}, of_b.spec[1 - inner_b]
+        columns = None if taken & set(axes_of(last)) else last
+        like = of_a if any(of_a.spec) else of_b
+        out = like.update(spec=jax.sharding.PartitionSpec(*rows, columns))
+    return jax.lax.dot_general(a, b, (((inner_a,), (inner_b,)), ((), ())), out_sharding=out)
 
 
 def add_bias(y: Array, bias: Array) -> Array:
