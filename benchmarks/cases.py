@@ -59,7 +59,8 @@ JAX_ROOMS = ("primitives", "tensors", "functional", "state", "layers")  # of a s
 JAX = (
     *(f"jax_frontend/diptych/jax/{room}/*.py" for room in JAX_ROOMS),
     "jax_frontend/csrc/*",
-    "common/diptych/common/**/*.py",
+    "common/diptych/common/layers/*.py",
+    *(f"common/diptych/common/{name}.py" for name in ("formats", "quantizers", "recipes", "value")),
 )
 
 SECTIONS = {
@@ -85,7 +86,12 @@ SECTIONS = {
         Section("sharded", "gpus", (*LAYER, *JAX, "jax_frontend/diptych/jax/sharding/*.py"), LAYER_OPS, 150),
         Section("rule", "cuda", PRODUCTS, ("gemm",), 600, default=False),
         Section("cpu", "cpu", ("core_cuda/cpu/**/*", *TORCH), seconds=600),
-        Section("jax_cpu", "cpu", ("core_cuda/cpu/**/*", *JAX, "jax_frontend/diptych/jax/sharding/*.py"), seconds=600),
+        Section(
+            "jax_cpu",
+            "cpu",
+            ("core_cuda/cpu/**/*", *JAX, "jax_frontend/diptych/jax/sharding/*.py", "common/diptych/common/ops/*.py"),
+            seconds=600,
+        ),
         Section("memory", "cpu", ("core_cuda/cpu/**/*", *TORCH), seconds=600),
     )
 }
