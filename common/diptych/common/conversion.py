@@ -1,4 +1,4 @@
-"""What `convert` of both panels has in common: rules that choose recipes by path, and the report.
+"""Rules that choose a recipe for each module by its path, and the report of `convert`, for torch and for JAX.
 
 A path names a module by its place in the model, "blocks/0/mlp/up"; the model's own path is "". A rule is a pattern and
 a recipe, or None for modules that stay as they are. Patterns are compared with the path part by part:
@@ -143,7 +143,11 @@ class ConvertedModule:
 
 @dataclasses.dataclass(frozen=True)
 class ConversionReport:
-    """What `convert` made of a model, in its modules' order. `str()` gives a line for each kind, recipe and reason."""
+    """Says which modules of a model quantize since `convert`, which do not, and why.
+
+    `modules`: those with parameters, in the model's order. `str()` has one line for all modules of the same class,
+    recipe and reason, with the number of their parameters.
+    """
 
     modules: tuple[ConvertedModule, ...]
 

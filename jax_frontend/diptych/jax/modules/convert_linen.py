@@ -40,9 +40,12 @@ class Conversion:
 
 @dataclasses.dataclass
 class _Trace:
-    """What is met while a converted model is traced: the classes of its modules, and what was chosen for layers, None
-    for layers whose product was not met. `own`: the recipes of this library's modules. `number`: of the trace, for
-    which nn.jit runs no code of another one."""
+    """Collects the modules of a converted model while `init` is traced, by their paths.
+
+    `number`: of this trace; it is a flag of scopes, so that nn.jit compiles anew and does not run code of an earlier
+    trace. `kinds`: the modules' classes. `layers`: what was chosen for each layer, None as long as its product has not
+    run. `own`: the recipes of diptych's own modules.
+    """
 
     number: int
 
@@ -186,7 +189,10 @@ def _intercept(conversion: Conversion, root: int, run: Any, args: Any, kwargs: A
 
 @dataclasses.dataclass(frozen=True)
 class _Product:
-    """What a layer has as `dot_general_cls`. It is a value, because nn.jit hashes a layer's fields."""
+    """Makes the product of the layer at `path`; flax calls it as the layer's `dot_general_cls`.
+
+    Equal ones compare and hash alike, because nn.jit hashes a layer's fields to find compiled code.
+    """
 
     conversion: Conversion
     path: str
