@@ -44,7 +44,7 @@ DIPTYCH_INLINE VU swap_halves(VU w) {
 
 // Adds blocks first .. first + count - 1, which begin at x, to the sums of both lanes.
 //
-// With u = 2^32 + v, a product is v0 v1 + 2^32 (v0 + v1) modulo 2^64: `words` has the sums of v.
+// v is u without its 2^32. u0 u1 is v0 v1 + 2^32 (v0 + v1) modulo 2^64, and `words` has the sums of v.
 inline void hash_blocks(const uint8_t* x, int64_t first, int64_t count, uint64_t* sums) {
   for (int64_t b = first; b < first + count; ++b, x += kHashBlock) {
     V64 products[2] = {};

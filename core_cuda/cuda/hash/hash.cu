@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(kThreads, kPerSm) hash_kernel(const __grid_con
       const int64_t at = b * kBlock + (i * 32 + lane) * 16;
       load_words(p.x + at, p.bytes - at, p.width, w[i]);
     }
-    // With u = 2^32 + v, a product is v0 v1 + 2^32 (v0 + v1) modulo 2^64: `words` has the sums of v.
+    // v is u without its 2^32. u0 u1 is v0 v1 + 2^32 (v0 + v1) modulo 2^64, and `words` has the sums of v.
     Sum products[2] = {0, 0};
     uint32_t words[2] = {0, 0};
 #pragma unroll

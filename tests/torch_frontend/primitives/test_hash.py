@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import diptych.torch as dt
 from diptych.common import ArgumentError, DTypeError, UnsupportedError
+from diptych.common.quantizers import MXFP8Quantizer
 from oracle.hash import hash_bits
 
 DTYPES = (
@@ -40,6 +41,8 @@ def test_any_dtype_and_shape(dtype, device):
         same(dt.hash(x), x)
         same(torch.ops.diptych.hash(x), x)
     same(dt.hash(x[3, 5]), x[3, 5])
+    same(dt.hash(x.view(-1)[::5200]), x.view(-1)[:1])  # dense, with a stride of 5200
+    same(dt.hash(torch.empty_strided((0,), (0,), dtype=dtype, device=device)), x.view(-1)[:0])
     same(dt.hash(x.view(-1)[1:]), x.view(-1)[1:])  # the start is not aligned
     if dtype not in (torch.complex32, torch.float4_e2m1fn_x2):  # torch does not copy these
         same(dt.hash(x.t()), x.t())
@@ -108,6 +111,6 @@ def test_errors():
     with pytest.raises(ArgumentError, match=r"hash: x must be a torch\.Tensor, got list"):
         dt.hash([1.0])
     with pytest.raises(ArgumentError, match=r"hash: x is a QuantizedTensor.*rowwise_data"):
-        dt.hash(dt.quantize(torch.ones(4, 32), dt.MXFP8Quantizer()))
+        dt.hash(dt.quantize(torch.ones(4, 32), MXFP8Quantizer()))
     with pytest.raises(NotImplementedError, match=r"diptych::hash.*Sparse"):
         dt.hash(torch.eye(3).to_sparse())

@@ -13,7 +13,8 @@ from diptych.torch.primitives.register import define, empty_beside, run
 
 def _hash(x: Tensor) -> Tensor:
     out = empty_beside(x, rules.hash(operand("x", x)), torch.int32)
-    _core.hash(x.resolve_conj().contiguous().reshape(-1).view(torch.uint8), out)
+    dense = x.resolve_conj().contiguous()  # as_strided: a tensor of one element or none may have any strides
+    _core.hash(dense.as_strided((dense.numel(),), (1,)).view(torch.uint8), out)
     return out
 
 
