@@ -314,6 +314,8 @@ MISUSES = [
     Misuse("a margin", _update(margin=127), ValueError, r"scale_update: margin must lie in -126\.\.126, got 127"),
     Misuse("two algorithms", _update(amax=((2,), F32), most_recent=True), ValueError,
            "scale_update: amax was given; most_recent does not apply"),
+    # hash
+    Misuse("a hash of a list", lambda lib: lib.verbs.hash([1.0]), ArgumentError, "hash: x must be a.* got list"),
     # stacks and groups
     Misuse("a stack of integers",
            lambda lib: lib.verbs.quantize_stack(lib.ones(2, 4, 32, dtype="int32"), MX), DTypeError,
