@@ -11,6 +11,6 @@ from diptych.lab.traces.writer import Entry, Writer
 
 __all__ = [
     "DTYPES", "SAMPLES", "DType", "Distance", "Entry", "Meta", "Options", "Plan", "Quantization", "Rank", "Record",
-    "Recording", "Site", "Statistics", "Step", "Tensor", "Trace", "TraceError", "Values", "Writer", "bits_of", "distance",
-    "distances", "places", "quantization", "statistics_of", "tensor_distance",
+    "Recording", "Site", "Statistics", "Step", "Tensor", "Trace", "TraceError", "Values", "Writer", "bits_of",
+    "distance", "distances", "places", "quantization", "statistics_of", "tensor_distance",
 ]  # fmt: skip

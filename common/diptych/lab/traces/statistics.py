@@ -73,8 +73,8 @@ def quantization(
         old, new = form.decode(old_bits), result_form.decode(new_bits)
         value = payload.decode(code)
         beyond = np.abs(old) > np.abs(new) * (1 + step / 2 / largest)
-        clipped += np.count_nonzero((np.abs(value) == largest) & beyond)
-        flushed += np.count_nonzero((old != 0) & (new == 0))
+        clipped += int(np.count_nonzero((np.abs(value) == largest) & beyond))
+        flushed += int(np.count_nonzero((old != 0) & (new == 0)))
         kept = np.isfinite(old)
         with np.errstate(over="ignore"):
             signals.append((rms(old[kept]), np.count_nonzero(kept)))

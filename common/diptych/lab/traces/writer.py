@@ -118,14 +118,16 @@ class Writer:
                 f.write(text)
 
     def _append(self, text: bytes) -> None:
-        size = os.fstat(self._lines).st_size
+        """Appends a whole line, or none if it is interrupted."""
+        size, left = os.fstat(self._lines).st_size, memoryview(text)
         try:
-            left = memoryview(text)
             while left:
                 left = left[os.write(self._lines, left) :]
         except OSError as e:
-            os.ftruncate(self._lines, size)
             raise FileError(e.errno, f"{self._path / STEPS}: cannot be written: {e.strerror}") from e
+        finally:
+            if left:
+                os.ftruncate(self._lines, size)
 
 
 def _kept(entry: Entry, plan: Plan) -> Tensor:
