@@ -185,7 +185,7 @@ def test_a_failed_write_leaves_the_steps_before(tmp_path, monkeypatch, call, e):
         with monkeypatch.context() as patched:
             patched.setattr(os, call, fail)
             file = "steps.jsonl" if call == "write" else "step-00001.safetensors"
-            why = f"{file}: cannot be written: No space" if isinstance(e, OSError) else ""
+            why = f"{file}: cannot be written: No space" if isinstance(e, OSError) else None
             with pytest.raises(FileError if isinstance(e, OSError) else KeyboardInterrupt, match=why):
                 writer.step(1, steps[1])
         assert calls and Trace.open(tmp_path / "t").steps == [0] and not Trace.open(tmp_path / "t").ranks[0].torn

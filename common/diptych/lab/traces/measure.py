@@ -257,7 +257,9 @@ def _block(values: _Values, start: int, end: int, room: np.ndarray) -> _Part:
         steps = form_a.ulps(bits_a, bits_b)
         max_ulp = int(steps.max(initial=0))
         ulps = float(steps.sum(dtype=np.float64 if steps.itemsize == 8 else np.uint64))
-    apart = average(np.subtract(y, x, out=y)) if differing else 0.0
+    apart = average(y - x) if differing else 0.0
+    if math.isinf(apart):  # a difference of finite float64 values overflows
+        apart = 2 * average(y / 2 - x / 2)
     return _Part(same, differing, first, max_ulp, ulps, numbers, not_finite, finite, *found, apart)
 
 
