@@ -131,7 +131,7 @@ def test_shapes_must_be_equal(tmp_path):
         distance(*pair)
 
 
-# --- recordings ---
+# --- observations ---
 
 
 def recorded(folder, bits, dtype, values="full", budget=2**30, hashed=True, **changes):

@@ -22,9 +22,9 @@ def read_all(folder) -> None:
     trace = Trace.open(folder)
     for rank in trace.ranks.values():
         for step in rank.steps:
-            for recording in rank.step(step):
-                if recording.values is not None:
-                    np.array(recording.values.tensor.bits)
+            for observation in rank.step(step):
+                if observation.values is not None:
+                    np.array(observation.values.tensor.bits)
 
 
 def edited(folder, edit, line: int = 0) -> None:
@@ -207,6 +207,6 @@ def test_samples_are_read(tmp_path):
     trace = Trace.open(
         write(tmp_path / "t", [[entry("x", x.view(np.uint32), "float32")]], options=Options(values="sample"))
     )
-    (recording,) = trace.ranks[0].step(0)
-    assert recording.values is not None and not recording.values.whole
-    assert len(set(recording.values.tensor.bits.tolist())) == recording.record.count == 1024
+    (observation,) = trace.ranks[0].step(0)
+    assert observation.values is not None and not observation.values.whole
+    assert len(set(observation.values.tensor.bits.tolist())) == observation.record.count == 1024

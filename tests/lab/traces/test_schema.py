@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import math
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -204,3 +206,10 @@ def test_keys_are_unique():
     sites = [dataclasses.replace(STEP.sites[0], name=n, kind=k, call=c) for n in "ab" for k in KINDS for c in range(3)]
     assert len({s.key for s in sites}) == len(sites)
     assert [s.key for s in STEP.sites] == ["parameter:a.b", "operand:c#1"]
+
+
+def test_the_page_has_every_field():
+    page = (Path(__file__).parents[3] / "docs/lab.md").read_text()
+    rows = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\|.*\|$", page, re.M))))
+    kinds = (Site, Record, Statistics, Quantization, Meta, Options)
+    assert {f.name for kind in kinds for f in dataclasses.fields(kind)} <= rows and set(KINDS) <= rows

@@ -28,12 +28,12 @@ def same(trace: Trace, steps: list[list[Entry]], rank: int = 0) -> None:
     """A trace has these steps, with whole values."""
     assert trace.ranks[rank].steps == list(range(len(steps)))
     for number, entries in enumerate(steps):
-        recordings = trace.ranks[rank].step(number)
-        assert [(r.site, r.record.statistics, r.record.hash) for r in recordings] == [e[:3] for e in entries]
-        for recording, e in zip(recordings, entries, strict=True):
-            assert recording.values is not None and recording.values.whole
-            dtype, bits = recording.values.tensor
-            assert (dtype.name, recording.record.count) == (e.site.dtype, e.site.size)
+        observations = trace.ranks[rank].step(number)
+        assert [(r.site, r.record.statistics, r.record.hash) for r in observations] == [e[:3] for e in entries]
+        for observation, e in zip(observations, entries, strict=True):
+            assert observation.values is not None and observation.values.whole
+            dtype, bits = observation.values.tensor
+            assert (dtype.name, observation.record.count) == (e.site.dtype, e.site.size)
             np.testing.assert_array_equal(bits, e.values)
 
 
@@ -70,9 +70,9 @@ def test_random_sites_and_budgets(tmp_path, seed):
     trace = Trace.open(write(tmp_path / "t", steps, options=options))
     kept = 0
     for number, entries in enumerate(steps):
-        for recording, e in zip(trace.ranks[0].step(number), entries, strict=True):
-            record, values = recording.record, recording.values
-            assert (recording.site, record.statistics, record.hash) == e[:3]
+        for observation, e in zip(trace.ranks[0].step(number), entries, strict=True):
+            record, values = observation.record, observation.values
+            assert (observation.site, record.statistics, record.hash) == e[:3]
             wanted = {"hash": 0, "sample": min(SAMPLES, e.site.size), "full": e.site.size}[options.values]
             assert record.cut == (record.count < wanted)
             if values is None:
@@ -275,8 +275,8 @@ def test_a_process_killed_at_some_time_leaves_its_complete_steps(tmp_path):
         rank = Trace.open(tmp_path / f"{i}").ranks[0]
         assert rank.steps == list(range(len(rank.steps)))
         for step in rank.steps:
-            for k, recording in enumerate(rank.step(step)):
-                assert recording.values is not None and (recording.values.tensor.bits == step + k).all()
+            for k, observation in enumerate(rank.step(step)):
+                assert observation.values is not None and (observation.values.tensor.bits == step + k).all()
                 found += 1
     assert found
 

@@ -42,7 +42,7 @@ class Values(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class Recording:
+class Observation:
     """What one step of one rank recorded of one site. `hash_name`: the function that made the hash."""
 
     site: Site
@@ -77,10 +77,10 @@ class Rank:
         """The numbers of the steps that are complete, in increasing order."""
         return list(self._steps)
 
-    def step(self, step: int) -> list[Recording]:
+    def step(self, step: int) -> list[Observation]:
         """Returns what a step recorded, in the order of computation. **Raises** KeyError if there is no such step."""
         records = self._steps[step]
-        return [Recording(self._sites[r.site], r, step, self._meta.hash, self) for r in records]
+        return [Observation(self._sites[r.site], r, step, self._meta.hash, self) for r in records]
 
     def _read_steps(self, path: pathlib.Path) -> None:
         try:
@@ -171,8 +171,8 @@ def check_records(step: Step, sites: list[Site], where: str) -> None:
         seen.add(site.key)
 
 
-def _check_tensors(path: pathlib.Path, tensors: dict[str, Tensor], recordings: list[Recording]) -> None:
-    kept = {r.site.key: r for r in recordings if r.record.values != "none"}
+def _check_tensors(path: pathlib.Path, tensors: dict[str, Tensor], observations: list[Observation]) -> None:
+    kept = {r.site.key: r for r in observations if r.record.values != "none"}
     if tensors.keys() != kept.keys():
         names = sorted(tensors.keys() ^ kept.keys())
         raise TraceError(f"{path}: tensor {names[0][:200]!r}: is in one of {STEPS} and this file alone")

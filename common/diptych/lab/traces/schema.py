@@ -207,13 +207,16 @@ def _check_shares(of: Any, *names: str) -> None:
 
 def to_json(value: Any) -> Any:
     """Returns an object of this module as what `json.dumps` takes: dictionaries, lists and scalars."""
-    if dataclasses.is_dataclass(value):
-        return {name: to_json(getattr(value, name)) for name in _names(type(value))}
-    if isinstance(value, tuple):
+    kind = type(value)
+    if kind is str or kind is int or kind is bool or value is None:
+        return value
+    if kind is float:
+        return value if not math.isinf(value) else "inf" if value > 0 else "-inf"
+    if kind is tuple:
         return [to_json(v) for v in value]
-    if isinstance(value, float) and math.isinf(value):
-        return "inf" if value > 0 else "-inf"
-    return dict(value) if isinstance(value, Mapping) else value
+    if isinstance(value, Mapping):
+        return dict(value)
+    return {n: to_json(getattr(value, n)) for n in _names(kind)} if dataclasses.is_dataclass(kind) else value
 
 
 def dump(value: Any) -> bytes:

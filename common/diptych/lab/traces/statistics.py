@@ -14,8 +14,9 @@ from diptych.common.formats import LARGEST
 from diptych.lab.traces.dtypes import DTYPES, bits_of
 from diptych.lab.traces.schema import Quantization, Statistics
 
-BLOCK = 1 << 15
-"""Elements that are decoded at once: their float64 values fit into a core's cache."""
+BLOCK = 1 << 16
+"""Elements that are decoded at once: with fewer, calls of NumPy cost more than what they do; the float64 values of more
+do not fit into a core's cache."""
 
 
 def statistics_of(x: np.ndarray, dtype: str | None = None, quantized: Quantization | None = None) -> Statistics:
