@@ -115,6 +115,16 @@ def test_shares_of_zeros_and_nan():
     assert tensor_distance(Tensor.of(np.zeros(2)), Tensor.of(np.ones(2))).relative == math.inf
 
 
+@pytest.mark.parametrize("at", [0, 63, 64, 130, 299])
+def test_one_element_in_any_block(monkeypatch, at):
+    monkeypatch.setattr(measure, "BLOCK", 64)
+    monkeypatch.setattr(measure, "_SPAN", 128)
+    a = Tensor(DTYPES["float32"], normal_bits(rng(at), "float32", (300,)))
+    b = Tensor(a.dtype, a.bits ^ (np.arange(300) == at).astype(np.uint32))
+    found = tensor_distance(a, b)
+    assert (found.differing, found.first, found.max_ulp, found.mean_ulp) == (1, at, 1, 1 / 300)
+
+
 def test_large_and_small_float64():
     for scale in (1e-310, 1e-200, 1e200, 1e300):
         x = rng(scale).standard_normal((2, 50)) * scale
