@@ -266,6 +266,8 @@ MISUSES = [
            r"quantize \(nvfp4\): rng is for stochastic rounding, which was not asked for"),
     Misuse("an rng's shape", _quantize(NOISY, rng=((2,), "int32")), ShapeError,
            r"quantize: rng \(nvfp4\) must be \[4\], got int32\[2\]"),
+    Misuse("the rng of two tensors", _quantize(NOISY, rng=((2, 4), "int32")), ShapeError,
+           r"quantize: rng \(nvfp4\) must be \[4\], got int32\[2, ?4\]", panels=True),
     Misuse("an rng's dtype", _quantize(NOISY, rng=((4,), F32)), DTypeError,
            r"quantize: rng \(nvfp4\) must be int32, got float32\[4\]"),
     Misuse("a rotation of float32", _quantize(ROTATED), DTypeError,

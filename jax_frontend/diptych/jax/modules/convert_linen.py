@@ -20,10 +20,10 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from diptych.common.conversion import ConversionReport, Rules
+from diptych.common.conversion import ConversionReport, Rules, reason
 from diptych.common.errors import ArgumentError, UnsupportedError
 from diptych.common.recipes import Recipe
-from diptych.jax.modules.choose import Choice, Found, announce, choose, in_groups, make_report, unconvertible, why_left
+from diptych.jax.modules.choose import Choice, Found, announce, choose, in_groups, make_report, unconvertible
 from diptych.jax.modules.linen import DotGeneral, EinsumOp, Layer
 
 _FLAG, _TRACED = "diptych.convert", "diptych.convert.trace"
@@ -258,7 +258,7 @@ def _found(made: Any, inputs: Any, keywords: Any) -> list[Found]:
         if choice is None and path in trace.layers:
             choice = unconvertible(made.conversion.rules, path, "has a product of its own")
         recipe = trace.own.get(path)
-        why = "" if choice or recipe else why_left(kind == "Embed", [leaf.ndim for leaf in held])
+        why = "" if choice or recipe else reason(kind == "Embed", [leaf.ndim for leaf in held], attends=True)
         found.append(Found(path, kind, sum([leaf.size for leaf in held]), choice, why, recipe))
     return found
 
