@@ -1,0 +1,94 @@
+"""What capturing a run has in common in both frameworks: options, which sites it wants, and how they are numbered.
+
+A frontend numbers the tensors of a step by `Calls`, in the order of computation, and hands them to
+`diptych.lab.traces.Writer`.
+"""
+
+from __future__ import annotations
+
+import collections
+import re
+from typing import Any
+
+from diptych.common.conversion import matches
+from diptych.common.errors import ArgumentError
+from diptych.lab.traces import Options, Site, Statistics
+from diptych.lab.traces.schema import Kind, Quantization
+
+HASH = "diptych-128"
+"""The name of the core's hash in a trace's meta.json."""
+MODEL = "model"
+"""The name of the whole model's output; a module's own path is empty there."""
+COUNTS = ("zero", "nan", "inf", "subnormal")
+"""What a frontend counts of each tensor, in this order, for `statistics`."""
+
+
+def options(sites: Any, every: Any, values: Any, budget: Any) -> Options:
+    """Returns the checked options of a capture.
+
+    **Raises** TypeError for another type of an argument, ValueError for a pattern that is empty, `every` below 1, a
+    negative `budget`, or `values` other than "hash", "sample" and "full".
+    """
+    for name, value, kind in (("sites", sites, str), ("every", every, int), ("values", values, str)):
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise ArgumentError(f"capture: {name} must be {kind.__name__}, got {type(value).__name__}")
+    if not isinstance(budget, int | float) or isinstance(budget, bool):
+        raise ArgumentError(f"capture: budget must be a number of bytes, got {type(budget).__name__}")
+    if not sites:
+        raise ValueError('capture: sites is empty; "**" matches every name')
+    if every < 1:
+        raise ValueError(f"capture: every must be at least 1, got {every}")
+    if values not in ("hash", "sample", "full"):
+        raise ValueError(f'capture: values must be "hash", "sample" or "full", got {values!r}')
+    if not 0 <= budget < 2**62:
+        raise ValueError(f"capture: budget must be from 0 to 2^62 bytes, got {budget}")
+    return Options(sites, every, values, int(budget))
+
+
+def wanted(pattern: str, name: str) -> bool:
+    """Returns whether a pattern of sites matches a name.
+
+    Names and patterns are compared part by part, as rules of `convert` are; parts end at "." or "/", so that one
+    pattern serves both frameworks.
+    """
+    return matches(pattern.replace(".", "/"), name.replace(".", "/"))
+
+
+def named(path: str, place: str = "") -> str:
+    """Returns the name of a module's output. `place`: where in a structure of outputs it is, such as "[0]"."""
+    return (path or MODEL) + place
+
+
+class Calls:
+    """Counts how often each name of a kind has occurred in a step."""
+
+    def __init__(self) -> None:
+        self._seen: collections.Counter[tuple[Kind, str]] = collections.Counter()
+
+    def site(
+        self, kind: Kind, name: str, shape: tuple[int, ...], dtype: str, inputs: tuple[str, ...] | None = None
+    ) -> Site:
+        """Returns the site of the next tensor with this kind and name."""
+        call = self._seen[kind, name]
+        self._seen[kind, name] += 1
+        return Site(printable(name), kind, call, tuple(shape), dtype, inputs)
+
+
+def printable(name: str) -> str:
+    """Returns a name that a trace takes: what cannot be printed is replaced, as are parts that are ".."."""
+    text = "".join(c if c.isprintable() else "?" for c in name)[:1000]
+    return re.sub(r"(^|/)\.\.(?=/|$)", r"\1__", text)
+
+
+def statistics(
+    amax: float, mean: float, rms: float, counts: tuple[int, ...], size: int, quantized: Quantization | None = None
+) -> Statistics:
+    """Returns statistics from what a frontend computed on the device.
+
+    **Arguments:** `amax`, `mean`, `rms`: of the finite elements, whatever they are if there is none. `counts`: of the
+    elements that are zero, NaN, infinite and subnormal. `size`: of the tensor.
+    """
+    shares = [n / max(size, 1) for n in counts]
+    if size == counts[1] + counts[2]:
+        return Statistics(None, None, None, *shares, quantized)
+    return Statistics(amax, mean, rms, *shares, quantized)
