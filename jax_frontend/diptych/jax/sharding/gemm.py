@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from diptych.common.formats import format_by_name
 from diptych.common.ops import shapes
@@ -55,13 +57,16 @@ def gemm(
         if not cuts.get("K"):
             return run(*shard)
         given = dict(a=a, b=b, alpha=alpha, beta=(0.0).hex(), out_dtype=out_dtype, **options)
-        total = summed_product(gemm_p, cuts, shard[:end], batch, given)
-        if has_bias:
-            total = total + aligned(shard[end].astype("float32")[..., None, :], batch.axes[end], batch.rank, 2)
-        if has_c:
-            c = aligned(shard[-1].astype("float32"), batch.axes[-1], batch.rank, 2)
-            total = total + float.fromhex(beta) * c
-        return [total.astype(out_dtype)]
+
+        def finish(total: Array, rows: Callable[[Array], Array]) -> Array:
+            if has_bias:
+                total = total + aligned(shard[end].astype("float32")[..., None, :], batch.axes[end], batch.rank, 2)
+            if has_c:
+                c = aligned(rows(shard[-1]).astype("float32"), batch.axes[-1], batch.rank, 2)
+                total = total + float.fromhex(beta) * c
+            return total.astype(out_dtype)
+
+        return [summed(product(gemm_p, shard[:end], batch, given), cuts, finish)]
 
     return Rule(
         (*factors, *[("N",)] * has_bias, *[("M", "N")] * has_c),
@@ -74,8 +79,8 @@ def gemm(
     )
 
 
-def summed_product(prim: Any, cuts: Cuts, operands: Sequence[Array], batch: Batch, params: dict[str, Any]) -> Array:
-    """Returns a product over a cut K without what enters after the sum, in float32 and with all batch axes.
+def product(prim: Any, operands: Sequence[Array], batch: Batch, params: dict[str, Any]) -> Array:
+    """Returns this device's part of a product over a cut K, with all batch axes, without what enters after the sum.
 
     `operands`: those of the product alone, with the first masks of `batch`.
     """
@@ -83,15 +88,38 @@ def summed_product(prim: Any, cuts: Cuts, operands: Sequence[Array], batch: Batc
     axes = [bit for bit in range(batch.rank) if any(mask >> bit & 1 for mask in masks)]
     narrow = tuple(sum((mask >> bit & 1) << i for i, bit in enumerate(axes)) for mask in masks)
     (part,) = prim.bind(*operands, batch=Batch(len(axes), narrow), has_bias=False, has_c=False, **params)
-    return aligned(_summed(part.astype("float32"), cuts), sum(1 << bit for bit in axes), batch.rank, 2)
+    return aligned(part, sum(1 << bit for bit in axes), batch.rank, 2)
 
 
-def _summed(part: Array, cuts: Cuts) -> Array:
-    """Returns the sum of [..., M, N] over the axes that cut K, or this device's part of it if they cut M or N too."""
+def summed(part: Array, cuts: Cuts, finish: Callable[[Array, Callable[[Array], Array]], Array]) -> Array:
+    """Returns the sum of parts [..., M, N] over the axes that cut K, or this device's share of it if they cut M or N.
+
+    Parts travel in their own dtype, and are added in float32 in the order of the devices. Where all devices need the
+    whole sum, each adds up some rows, and the finished rows are gathered: as many bytes as an all-reduce of parts.
+
+    `finish`: takes a sum in float32, and a function that cuts its rows out of [..., M, N], to the result.
+    """
+    axes, ranks = cuts["K"], jax.lax.axis_size(cuts["K"])
     for dimension, factor in ((part.ndim - 2, "M"), (part.ndim - 1, "N")):
-        if cuts.get(factor) == cuts["K"]:
-            return jax.lax.psum_scatter(part, cuts["K"], scatter_dimension=dimension, tiled=True)
-    return jax.lax.psum(part, cuts["K"])
+        if cuts.get(factor) == axes:
+            return finish(_share(part, axes, dimension), lambda x: x)
+    rows = part.shape[-2] // ranks
+    if part.dtype == "float32" or rows * ranks != part.shape[-2]:
+        return finish(jax.lax.psum(part.astype("float32"), axes), lambda x: x)
+
+    def mine(x: Array) -> Array:
+        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * rows, rows, axis=x.ndim - 2)
+
+    done = finish(_share(part, axes, part.ndim - 2), mine)
+    return jax.lax.all_gather(done, axes, axis=done.ndim - 2, tiled=True)
+
+
+def _share(part: Array, axes: tuple[Any, ...], dimension: int) -> Array:
+    """Returns this device's share along a dimension of the sum over the axes' devices, in float32."""
+    if part.dtype == "float32":
+        return jax.lax.psum_scatter(part, axes, scatter_dimension=dimension, tiled=True)
+    parts = jax.lax.all_to_all(part[None], axes, split_axis=dimension + 1, concat_axis=0, tiled=True)
+    return functools.reduce(jnp.add, [p.astype("float32") for p in parts])
 
 
 def aligned(x: Array, mask: int, rank: int, own: int) -> Array:

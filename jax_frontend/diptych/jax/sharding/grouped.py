@@ -6,7 +6,7 @@ A stack alone is cut along its tensors too, as it is quantized.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from diptych.jax.primitives.checks import copy_length
 from diptych.jax.primitives.ffi import Batch
 from diptych.jax.primitives.grouped import grouped_gemm_p, quantize_stack_p
 from diptych.jax.primitives.quantize import COMPUTE, GIVEN, amax_p
-from diptych.jax.sharding.gemm import aligned, summed_product
+from diptych.jax.sharding.gemm import aligned, product, summed
 from diptych.jax.sharding.quantize import (
     COLUMNS,
     ROUTED,
@@ -127,13 +127,17 @@ def grouped_gemm(
         if not cuts.get("K"):
             return run(*shard)
         given = dict(a=a, b=b, out_dtype=out_dtype, **options)
-        total = summed_product(grouped_gemm_p, cuts, shard[: end + 1], batch, given)
-        if has_bias and groups:
-            bias = aligned(shard[end + 1].astype("float32"), batch.axes[end + 1], batch.rank, 2)
-            total = total + _of_rows(bias, aligned(shard[end], batch.axes[end], batch.rank, 1), total.shape[-2])
-        if has_c:
-            total = total + aligned(shard[-1].astype("float32"), batch.axes[-1], batch.rank, 2)
-        return [total.astype(out_dtype)]
+
+        def finish(total: Array, rows: Callable[[Array], Array]) -> Array:
+            if has_bias and groups:
+                bias = aligned(shard[end + 1].astype("float32"), batch.axes[end + 1], batch.rank, 2)
+                every = _of_rows(bias, aligned(shard[end], batch.axes[end], batch.rank, 1), shard[0].shape[-2])
+                total = total + rows(every)
+            if has_c:
+                total = total + aligned(rows(shard[-1]).astype("float32"), batch.axes[-1], batch.rank, 2)
+            return total.astype(out_dtype)
+
+        return [summed(product(grouped_gemm_p, shard[: end + 1], batch, given), cuts, finish)]
 
     return Rule(
         (*factors, (None,), *[(EXPERTS, "N")] * has_bias, *[out] * has_c),
