@@ -317,7 +317,7 @@ def test_noise_layout():
 
 
 def test_a_part_has_the_whole_tensors_noise():
-    """Of a part of 16 rows and 32 columns, at row 48 and column 16 of a tensor of 64 rows and 80 columns."""
+    """A 16 x 32 part, at row 48 and column 16 of a 64 x 80 tensor, has the random bytes of the tensor there."""
     part, plain = oracle.rng_words(5, 2**32 - 1, 48, 16, 64, 80), oracle.rng_words(5, 2**32 - 1)
     rows = oracle.noise(64 * 80, plain, False).reshape(64, 80)
     np.testing.assert_array_equal(oracle.noise_of((16, 32), part, False), rows[48:64, 16:48])

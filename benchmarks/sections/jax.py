@@ -30,7 +30,10 @@ E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
 def apart(got: Array, want: Array) -> float:
-    got, want = (np.asarray(t[:256], np.float64) for t in (got, want))
+    return relative(*(np.asarray(t[:256], np.float64) for t in (got, want)))
+
+
+def relative(got: np.ndarray, want: np.ndarray) -> float:
     return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 

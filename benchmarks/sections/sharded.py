@@ -84,7 +84,7 @@ def spread(case: Case, name: str, want: tuple[np.ndarray, np.ndarray]) -> tuple[
     row["GiB"] = compiled.memory_analysis().temp_size_in_bytes / 2**30
     call = functools.partial(compiled, *placed)
     got = compact(call())
-    row |= {key: far for key, far in zip(BOUNDS, map(apart, got, want), strict=True)}
+    row |= {key: far for key, far in zip(BOUNDS, map(one_gpu.relative, got, want), strict=True)}
     if over := {key: row[key] for key, bound in BOUNDS.items() if not row[key] <= bound}:
         raise ValueError(f"two GPUs differ from one: {over}, at most {BOUNDS}")
     return row, call
@@ -94,7 +94,3 @@ def compact(results: Any) -> tuple[np.ndarray, np.ndarray]:
     """Returns rows of what the blocks add from both GPUs' tokens, and of a gradient of the first block's weights."""
     added, (grads, _) = results
     return np.asarray(added[:: max(1, len(added) // 256)], np.float64), np.asarray(grads[0]["up"][::64], np.float64)
-
-
-def apart(got: np.ndarray, want: np.ndarray) -> float:
-    return float(np.linalg.norm(got - want) / np.linalg.norm(want))

@@ -15,6 +15,7 @@ void add_activation(py::module_& m);
 void add_permute(py::module_& m);
 void add_grouped(py::module_& m);
 void add_transpose(py::module_& m);
+void add_hash(py::module_& m);
 void add_tables(py::module_& m);  // the tables of formats, dtypes, options and kernels
 
 }  // namespace diptych::bind

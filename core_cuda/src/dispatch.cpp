@@ -16,12 +16,16 @@ namespace {
 #define OP(name, Args, formats_of, ...) \
   FormatSet formats([[maybe_unused]] const Args& a) { return formats_of; }
 #include "diptych/ops.def"
-FormatSet formats(const TransposeArgs&) { return 0; }
+#define OP(name, Args, formats_of, ...) \
+  FormatSet formats([[maybe_unused]] const Args& a) { return formats_of; }
+#include "diptych/lone_ops.def"
 
 #define OP(name, Args, formats_of, subject_of, ...) \
   std::string subject(const Args& a) { return subject_of; }
 #include "diptych/ops.def"
-std::string subject(const TransposeArgs& a) { return describe(a.in); }
+#define OP(name, Args, formats_of, subject_of, ...) \
+  std::string subject(const Args& a) { return subject_of; }
+#include "diptych/lone_ops.def"
 
 template <typename Args>
 std::optional<Status> run_checked(Op op, const Args& args, const Execution& exec) {
@@ -48,6 +52,8 @@ std::optional<Status> quantize_together(const QuantizeArgs& stack, const Executi
 #define OP(name, Args, ...) \
   Status name(const Args& a, const Execution& e) { return run(Op::name, a, e); }
 #include "diptych/ops.def"
-Status transpose(const TransposeArgs& a, const Execution& e) { return run(Op::transpose, a, e); }
+#define OP(name, Args, ...) \
+  Status name(const Args& a, const Execution& e) { return run(Op::name, a, e); }
+#include "diptych/lone_ops.def"
 
 }  // namespace diptych

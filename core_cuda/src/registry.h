@@ -13,8 +13,9 @@ namespace diptych {
 enum class Op : int32_t {
 #define OP(name, ...) name,
 #include "diptych/ops.def"
-  quantize_stack,  // one kernel for the quantize calls of a stack; not an op of ops.def
-  transpose        // an op of a header of its own
+#define OP(name, ...) name,
+#include "diptych/lone_ops.def"
+  quantize_stack  // one kernel for the quantize calls of a stack; not an op of ops.def
 };
 enum class Level : int32_t { native, emulated };
 

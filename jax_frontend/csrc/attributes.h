@@ -198,6 +198,13 @@ struct GroupedBiasGradAttributes {
   int batched_results() const { return 1; }
 };
 
+// kBytes: operands may have any element type of whole bytes, and are read as bytes in one dimension.
+struct HashAttributes {
+  static constexpr bool kBytes = true;
+  DIPTYCH_COMMON_FIELDS(DIPTYCH_FIELD)
+  int batched_results() const { return 1; }
+};
+
 // clang-format on
 }  // namespace diptych::xla_ffi
 
@@ -221,3 +228,4 @@ DIPTYCH_DECODED(UnpermuteGradAttributes, DIPTYCH_UNPERMUTE_GRAD_FIELDS);
 DIPTYCH_DECODED(QuantizeStackAttributes, DIPTYCH_QUANTIZE_STACK_FIELDS);
 DIPTYCH_DECODED(GroupedGemmAttributes, DIPTYCH_GROUPED_GEMM_FIELDS);
 DIPTYCH_DECODED(GroupedBiasGradAttributes, DIPTYCH_NO_FIELDS);
+DIPTYCH_DECODED(HashAttributes, DIPTYCH_NO_FIELDS);

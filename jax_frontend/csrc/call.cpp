@@ -44,6 +44,42 @@ bool to_dtype(ffi::DataType type, DType* out) {
   }
 }
 
+// The bytes of an element; 0 where elements are no whole bytes, or the type is unknown here.
+int64_t width(ffi::DataType type) {
+  switch (type) {
+    case ffi::PRED:
+    case ffi::S8:
+    case ffi::U8:
+    case ffi::F8E4M3FN:
+    case ffi::F8E5M2:
+    case ffi::F8E8M0FNU:
+    case ffi::DataType::F8E3M4:
+    case ffi::DataType::F8E4M3:
+    case ffi::DataType::F8E4M3B11FNUZ:
+    case ffi::DataType::F8E4M3FNUZ:
+    case ffi::DataType::F8E5M2FNUZ:
+      return 1;
+    case ffi::S16:
+    case ffi::U16:
+    case ffi::F16:
+    case ffi::BF16:
+      return 2;
+    case ffi::S32:
+    case ffi::U32:
+    case ffi::F32:
+      return 4;
+    case ffi::S64:
+    case ffi::U64:
+    case ffi::F64:
+    case ffi::C64:
+      return 8;
+    case ffi::C128:
+      return 16;
+    default:
+      return 0;
+  }
+}
+
 }  // namespace
 
 Status Call::open(int32_t version, int32_t batch_rank, int64_t axes, int batched_results,
@@ -70,20 +106,23 @@ Status Call::open(int32_t version, int32_t batch_rank, int64_t axes, int batched
   for (int i = 0; i < operands_; ++i) {
     const auto buffer = args.get<ffi::AnyBuffer>(i);
     if (!buffer.has_value()) return {Code::runtime, buffer.error().message()};
-    DIPTYCH_TRY(read(*buffer, "operand", i, axes >> (8 * i) & 0xff, &in_[i]));
+    DIPTYCH_TRY(read(*buffer, true, i, axes >> (8 * i) & 0xff, &in_[i]));
   }
   for (int i = 0; i < results_; ++i) {
     auto buffer = rets.get<ffi::AnyBuffer>(i);
     if (!buffer.has_value()) return {Code::runtime, buffer.error().message()};
-    DIPTYCH_TRY(read(**buffer, "result", i, i < batched_results ? 0xff : 0, &out_[i]));
+    DIPTYCH_TRY(read(**buffer, false, i, i < batched_results ? 0xff : 0, &out_[i]));
   }
   return {};
 }
 
-Status Call::read(const ffi::AnyBuffer& buffer, const char* kind, int i, int64_t axes, Operand* out) const {
-  const std::string who = std::string(kind) + " " + std::to_string(i);
+Status Call::read(const ffi::AnyBuffer& buffer, bool operand, int i, int64_t axes, Operand* out) const {
+  const std::string who = (operand ? "operand " : "result ") + std::to_string(i);
+  const bool raw = bytes_ && operand;
+  const int64_t size = raw ? width(buffer.element_type()) : 1;
   TensorView& v = out->view;
-  if (!to_dtype(buffer.element_type(), &v.dtype))
+  if (raw) v.dtype = DType::u8;
+  if (raw ? size == 0 : !to_dtype(buffer.element_type(), &v.dtype))
     return {Code::type, who + " has XLA element type " + std::to_string(static_cast<int>(buffer.element_type())) +
                             ", which no op takes"};
   v.data = buffer.untyped_data();
@@ -102,6 +141,7 @@ Status Call::read(const ffi::AnyBuffer& buffer, const char* kind, int i, int64_t
   v.rank = std::min(rank, max_rank_);
   for (int d = 0; d < v.rank; ++d) v.shape[d] = 1;
   for (int d = 0; d < rank; ++d) v.shape[d == rank - 1 ? v.rank - 1 : std::min(d, v.rank - 2)] *= dims[taken + d];
+  if (raw) v.shape[0] = v.numel() * size, v.rank = 1;
   int64_t step = v.numel() * bytes(v.dtype);
   for (int a = batch_rank_ - 1; a >= 0; --a) {
     if (out->step[a] == 0) continue;

@@ -25,6 +25,7 @@ class Call {
   Status open(const Attributes& d, const ffi::RemainingArgs& args, const ffi::RemainingRets& rets,
               const Execution& exec) {
     if constexpr (requires { Attributes::kRank; }) max_rank_ = Attributes::kRank;
+    if constexpr (requires { Attributes::kBytes; }) bytes_ = Attributes::kBytes;
     return open(d.version, d.batch_rank, d.axes, d.batched_results(), args, rets, exec);
   }
 
@@ -52,12 +53,13 @@ class Call {
  private:
   Status open(int32_t version, int32_t batch_rank, int64_t axes, int batched_results, const ffi::RemainingArgs& args,
               const ffi::RemainingRets& rets, const Execution& exec);
-  Status read(const ffi::AnyBuffer& buffer, const char* kind, int i, int64_t axes, Operand* out) const;
+  Status read(const ffi::AnyBuffer& buffer, bool operand, int i, int64_t axes, Operand* out) const;
   TensorView at(const Operand& operand) const;
 
   Execution exec_;
   int batch_rank_ = 0, operands_ = 0, results_ = 0;
-  int max_rank_ = 2;  // of views; more dimensions fold into the last but one
+  int max_rank_ = 2;    // of views; more dimensions fold into the last but one
+  bool bytes_ = false;  // operands are read as bytes
   int64_t sizes_[kMaxBatchRank] = {}, index_[kMaxBatchRank] = {};
   Operand in_[kMaxBuffers], out_[kMaxBuffers];
 };

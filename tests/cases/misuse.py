@@ -266,6 +266,8 @@ MISUSES = [
            r"quantize \(nvfp4\): rng is for stochastic rounding, which was not asked for"),
     Misuse("an rng's shape", _quantize(NOISY, rng=((2,), "int32")), ShapeError,
            r"quantize: rng \(nvfp4\) must be \[4\], got int32\[2\]"),
+    Misuse("the rng of two tensors", _quantize(NOISY, rng=((2, 4), "int32")), ShapeError,
+           r"quantize: rng \(nvfp4\) must be \[4\], got int32\[2, ?4\]", panels=True),
     Misuse("an rng's dtype", _quantize(NOISY, rng=((4,), F32)), DTypeError,
            r"quantize: rng \(nvfp4\) must be int32, got float32\[4\]"),
     Misuse("a rotation of float32", _quantize(ROTATED), DTypeError,
@@ -314,6 +316,8 @@ MISUSES = [
     Misuse("a margin", _update(margin=127), ValueError, r"scale_update: margin must lie in -126\.\.126, got 127"),
     Misuse("two algorithms", _update(amax=((2,), F32), most_recent=True), ValueError,
            "scale_update: amax was given; most_recent does not apply"),
+    # hash
+    Misuse("a hash of a list", lambda lib: lib.verbs.hash([1.0]), ArgumentError, "hash: x must be a.* got list"),
     # stacks and groups
     Misuse("a stack of integers",
            lambda lib: lib.verbs.quantize_stack(lib.ones(2, 4, 32, dtype="int32"), MX), DTypeError,

@@ -58,6 +58,7 @@ def test_what_is_no_list_of_rules_is_refused(rules, error, said):
         ({"blocks/3": MX}, r"'blocks/3' matches no module; near paths: 'blocks/0', 'blocks/1', 'head'"),
         ({"embed": MX}, "matches only 'embed', which has no product"),
         ({"embed2": None}, "matches no module; near paths: 'embed', "),
+        ({"blocks": MX}, r"'blocks' matches no layer, but 'blocks/\*\*' would match layers inside of it; near paths: "),
         ({"**": MX, "head": None}, r"'head' never decides: an earlier one, '\*\*', matches 'head' first"),
     ],
 )

@@ -289,6 +289,13 @@ def transpose(be: Any, x: np.ndarray, dtype: str = "uint8", offsets: tuple[int, 
     return out.read()["out"]
 
 
+def hash(be: Any, x: np.ndarray, dtype: str = "uint8", offset: int = 0) -> np.ndarray:
+    """`_core.hash` of memory `offset` elements off the allocation's alignment."""
+    out = Outputs(be)
+    _core.hash(be.put(x, dtype, offset), out.new("out", (4,), "int32"))
+    return out.read()["out"]
+
+
 def scale_update(
     be: Any, history: np.ndarray, scale: np.ndarray, *, reduced=None, amax=None, fp8_max=448.0, margin=0,
     most_recent=False, in_place=False, offset=0, poison=POISON,

@@ -137,6 +137,7 @@ CALLS: dict[str, Callable[[], None]] = {
     "permute_columns": lambda: _core.permute_columns(
         payload(FORMATS[0], TALL, 0), payload(FORMATS[0], TALL, 0), i32(0), 1
     ),
+    "hash": lambda: _core.hash(f32(TALL, 0), i32(4)),
     "transpose": lambda: _core.transpose(payload(FORMATS[0], TALL, 0), payload(FORMATS[0], 0, TALL)),
     "unpermute": lambda: unpermute(0, 0),
     "unpermute without slots": lambda: unpermute(4, 0),

@@ -11,6 +11,7 @@ from core import runner
 from core.gemm.test_gemm import CUBLASLT, operands, run
 from core.quantize.test_quantize import one_sided
 from diptych.core import _core
+from oracle.hash import hash_bits
 
 pytestmark = [pytest.mark.cuda, pytest.mark.sanitize, pytest.mark.usefixtures("cuda")]
 SHAPES = ((1, 1), (33, 65), (130, 144))
@@ -56,6 +57,14 @@ def test_transpose():
         for offsets in ((0, 0), (1, 0), (0, 1)):
             got = runner.transpose(be, x, offsets=offsets)
             runner.same_bits(got, np.ascontiguousarray(x.swapaxes(-1, -2)), f"transpose {shape} {offsets}")
+
+
+def test_hash():
+    be = runner.Torch()
+    for n in (0, 1, 1023, 1040, 32769, 70000):
+        x = cases.rng_for(f"sanitize-hash-{n}").integers(0, 256, n).astype(np.uint8)
+        for offset in (0, 1, 4):
+            runner.same_bits(runner.hash(be, x, offset=offset), hash_bits(x), f"hash {n} {offset}")
 
 
 def test_amax_and_bias_grad():

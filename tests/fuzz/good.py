@@ -25,6 +25,7 @@ from diptych import core
 from fuzz.draw import Draw
 from oracle import fused
 from oracle import permute as moe_oracle
+from oracle.hash import hash_bits
 from quantizers import quantizer
 
 ISAS = runner.isas()
@@ -319,6 +320,11 @@ def transpose(d: Draw, be: Any) -> None:
     runner.same_bits(got, np.ascontiguousarray(x.swapaxes(-1, -2)), f"transpose {shape}")
 
 
+def hashed(d: Draw, be: Any) -> None:
+    x = d.numpy.integers(0, 256, d.randrange(3000)).astype(np.uint8)
+    runner.same_bits(runner.hash(be, x, offset=d.randrange(4)), hash_bits(x), f"hash of {x.size} bytes")
+
+
 CALLS: dict[str, Callable[[Draw, Any], None]] = {
     "quantize": quantize,
     "dequantize": dequantize,
@@ -334,6 +340,7 @@ CALLS: dict[str, Callable[[Draw, Any], None]] = {
     "grouped_bias_grad": grouped_sum,
     "stack": stack,
     "transpose": transpose,
+    "hash": hashed,
 }
 
 

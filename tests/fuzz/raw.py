@@ -46,6 +46,7 @@ WRITTEN: dict[str, tuple[str, ...]] = {
     "permute": ("permuted_probs",),
     "permute_columns": ("out",),
     "transpose": ("out",),
+    "hash": ("out",),
     "unpermute": ("y", "dprobs"),
     "unpermute_grad": ("dx", "dprobs"),
 }  # fmt: skip

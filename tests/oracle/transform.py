@@ -39,7 +39,7 @@ def philox(counter: np.ndarray, key: tuple[int, int]) -> np.ndarray:
 
 
 def rng_words(seed: int, offset: int, *place: int) -> np.ndarray:
-    """What a stochastic call is given: int32 `[4]`, low and high words of seed and offset.
+    """Returns the `rng` of a call that rounds stochastically: int32 `[4]`, low and high words of seed and offset.
 
     `place`: of a part, which gets int32 `[8]`: its row and column in the whole tensor, the whole tensor's extents.
     """

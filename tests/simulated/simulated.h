@@ -297,6 +297,12 @@ inline int atomicMax(int* p, int v) {
   return before;
 }
 
+inline unsigned long long atomicAdd(unsigned long long* p, unsigned long long v) {
+  const unsigned long long before = *p;
+  *p += v;
+  return before;
+}
+
 template <typename T>
 T __shfl_sync(unsigned, T v, int from) {
   uint64_t bits = 0;

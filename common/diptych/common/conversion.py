@@ -1,4 +1,4 @@
-"""What `convert` of both panels has in common: rules that choose recipes by path, and the report.
+"""Rules that choose a recipe for each module by its path, and the report of `convert`, for torch and for JAX.
 
 A path names a module by its place in the model, "blocks/0/mlp/up"; the model's own path is "". A rule is a pattern and
 a recipe, or None for modules that stay as they are. Patterns are compared with the path part by part:
@@ -81,8 +81,11 @@ class Rules(tuple[Rule, ...]):
                     f"{op}: the rule {rule.pattern!r} never decides: an earlier one, {first.pattern!r}, matches "
                     f"{found[0]!r} first; put the narrower rule before the wider one"
                 )
+            inside = f"{rule.pattern}/**"
             if taken := [path for path in others if matches(rule.pattern, path)]:
                 what = f"only {taken[0]!r}, which has no product that could be converted"
+            elif any(matches(inside, path) for path in paths):
+                what = f"no layer, but {inside!r} would match layers inside of it"
             else:
                 what = "no module"
             near = ", ".join([repr(path) for path in _near(rule.pattern, paths)]) or "there are none"
@@ -117,10 +120,11 @@ def _near(pattern: str, paths: list[str], count: int = 5) -> list[str]:
     return sorted(paths, key=lambda path: -difflib.SequenceMatcher(None, pattern, path).ratio())[:count]
 
 
-def reason(embedding: bool, ranks: Iterable[int]) -> str:
-    """Returns why a module that is no layer for `convert` is left. `ranks`: of its parameters."""
+def reason(embedding: bool, ranks: Iterable[int], attends: bool = False) -> str:
+    """Returns why a module that is no layer for `convert` is left. `ranks`: of its parameters. `attends`: whether
+    embeddings have a method that multiplies by their matrix, as flax's have."""
     if embedding:
-        return "an embedding, which multiplies by none"
+        return f"an embedding, {'whose attend stays in high precision' if attends else 'which multiplies by none'}"
     return "vectors alone, no matrix" if all([rank < 2 for rank in ranks]) else "no layer that convert knows"
 
 
@@ -143,7 +147,11 @@ class ConvertedModule:
 
 @dataclasses.dataclass(frozen=True)
 class ConversionReport:
-    """What `convert` made of a model, in its modules' order. `str()` gives a line for each kind, recipe and reason."""
+    """Says which modules of a model quantize since `convert`, which do not, and why.
+
+    `modules`: those with parameters, in the model's order. `str()` has one line for all modules of the same class,
+    recipe and reason, with the number of their parameters.
+    """
 
     modules: tuple[ConvertedModule, ...]
 

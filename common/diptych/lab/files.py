@@ -24,13 +24,13 @@ class BusyError(RuntimeError):
 
 
 @contextlib.contextmanager
-def reading(path: pathlib.Path) -> Iterator[BinaryIO]:
-    """Opens a regular file, following links; it never blocks on a pipe or a device.
+def reading(path: pathlib.Path, *, links: bool = True) -> Iterator[BinaryIO]:
+    """Opens a regular file; it never blocks on a pipe or a device. `links`: whether a link is followed.
 
     **Raises** FileError, also for errors while the file is read.
     """
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if links else os.O_NOFOLLOW))
         with open(fd, "rb") as f:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise FileError(errno.EINVAL, f"{path}: is {kind(path)}, not a file")
@@ -38,7 +38,7 @@ def reading(path: pathlib.Path) -> Iterator[BinaryIO]:
     except FileError:
         raise
     except OSError as e:
-        found = kind(path)
+        found = "a link" if e.errno == errno.ELOOP and not links else kind(path)
         why = e.strerror or str(e) if found in ("a file", "nothing") else f"it is {found}"
         raise FileError(e.errno, f"{path}: cannot be read: {why}") from e
 

@@ -76,6 +76,8 @@ struct Kernels {
   void (*gather)(const char* src, int64_t ld_src, int64_t rows, int64_t bytes, char* dst, int64_t ld_dst);
   // dst [cols, rows] = src [rows, cols].T
   void (*transpose)(const uint8_t* src, int64_t ld_src, int64_t rows, int64_t cols, uint8_t* dst, int64_t ld_dst);
+  // adds the blocks from x on, of which the first has number `first`, to the two sums of hash
+  void (*hash)(const uint8_t* x, int64_t first, int64_t count, uint64_t* sums);
   // acc[c] = acc[c] + x[r, c] for ascending r
   void (*column_sum)(DType, const void* x, int64_t ld, int64_t rows, int64_t cols, float* acc);
   // out[i] = ((+0 + by[0] * rows[0][i]) + by[1] * rows[1][i]) + ..., every operation rounded, one cast

@@ -3,6 +3,7 @@
 
 #include "cpu/isa/isa.h"
 #include "cpu/isa/simd.h"
+#include "cpu/isa/simd_hash.h"
 #include "cpu/isa/simd_quantize.h"
 #include "cpu/isa/simd_source.h"
 #include "cpu/isa/simd_two_level.h"
@@ -170,6 +171,7 @@ inline constexpr Kernels make_kernels(const char* name) {
           .unpack = unpack,
           .gather = gather,
           .transpose = transpose,
+          .hash = hash_blocks,
           .column_sum = column_sum,
           .sum_rows = sum_rows,
           .store = store_f32,

@@ -1,5 +1,5 @@
 """The core's verbs on NumPy arrays: `quantize`, `dequantize`, `gemm`, `amax`, `bias_grad`, `scale_update`, the verbs
-that permute rows between tokens and experts and multiply groups of rows, and the tables of formats and kernels.
+that permute rows between tokens and experts and multiply groups of rows, `hash`, and the tables of formats and kernels.
 
 The same verbs as `diptych.torch` and `diptych.jax`, with the same bits. FP8 and E8M0 payloads are `uint8` arrays here,
 because NumPy has no such dtypes; view them as `ml_dtypes` if needed. E2M1 payloads hold two elements in a byte. Arrays
@@ -13,6 +13,7 @@ that arrive; an exception that one raises, such as KeyboardInterrupt, ends the c
 from diptych.core import _core
 from diptych.core._arrays import QuantizedArray, amax, bias_grad, dequantize, gemm, quantize, scale_update
 from diptych.core._grouped import QuantizedStack, grouped_bias_grad, grouped_gemm, quantize_stack
+from diptych.core._hash import hash
 from diptych.core._permute import (
     RowMap,
     chunk_map,
@@ -47,6 +48,7 @@ __all__ = [
     "get_num_threads",
     "grouped_bias_grad",
     "grouped_gemm",
+    "hash",
     "invert_map",
     "kernel_table",
     "permute",

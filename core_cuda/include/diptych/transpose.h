@@ -1,4 +1,4 @@
-// Transposes matrices of bytes. The op is not in ops.def, and its header not in ops.h: no other kernel depends on it.
+// Transposes matrices of bytes. The op is in lone_ops.def, and its header not in ops.h: no other kernel depends on it.
 #pragma once
 
 #include "diptych/status.h"

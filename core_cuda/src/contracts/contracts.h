@@ -4,6 +4,7 @@
 #include <string>
 
 #include "diptych/grouped.h"
+#include "diptych/hash.h"
 #include "diptych/ops.h"
 #include "diptych/transpose.h"
 
@@ -11,7 +12,8 @@ namespace diptych {
 
 #define OP(name, Args, ...) Status check(const Args&, const Device&);
 #include "diptych/ops.def"
-Status check(const TransposeArgs&, const Device&);
+#define OP(name, Args, ...) Status check(const Args&, const Device&);
+#include "diptych/lone_ops.def"
 
 std::string describe(const TensorView&);  // "float32[4, 8] on cpu"
 

@@ -24,6 +24,7 @@ from diptych.common.conversion import ConversionReport, ConvertWarning
 from diptych.jax.earlier_names import keep_earlier_names
 from diptych.jax.functional.gemm import bias_grad, gemm, gemm_into
 from diptych.jax.functional.grouped import grouped_bias_grad, grouped_gemm, quantize_stack
+from diptych.jax.functional.hash import hash
 from diptych.jax.functional.permute import (
     RowMap,
     moe_map,
@@ -121,6 +122,7 @@ __all__ = [
     "grouped_dense",
     "grouped_dense_vjp",
     "grouped_gemm",
+    "hash",
     "header_version",
     "init_dense_general_state",
     "init_layernorm_mlp_state",

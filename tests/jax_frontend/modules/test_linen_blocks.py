@@ -93,7 +93,8 @@ def test_initial_values_and_names():
 
 
 def test_names_and_defaults_are_those_of_transformer_engine():
-    """As in its file transformer_engine/jax/flax/module.py of August 2026, but for what docs/jax.md says."""
+    """Arguments have the defaults of TransformerEngine's transformer_engine/jax/flax/module.py (August 2026), except
+    for the differences that docs/jax.md lists."""
     norm = {"layernorm_type": "layernorm", "epsilon": 1e-6, "zero_centered_gamma": False, "scale_init": None,
             "use_bias": False}  # fmt: skip
     wanted = {

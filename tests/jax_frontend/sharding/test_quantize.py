@@ -123,7 +123,8 @@ def test_stochastic_rounding_of_examples_of_a_vmap(spec, mapped, kind):
 
 @meshes.AXES
 def test_stochastic_rounding_over_two_axes_and_with_given_amaxes(kind):
-    """Both mesh axes cut rows; amaxes are arguments; and the tensor is itself a part of a larger one."""
+    """Stochastic rounding has one device's bits for a tensor whose rows both mesh axes cut: with amaxes computed or
+    given, and for a tensor that is itself a part of a larger one (an rng of eight words)."""
     x, whole = draw(dtype="bfloat16"), jnp.float32([97])
     part = jnp.concatenate([RNG, jnp.int32([512, 1024, 2048, 4096])])
     for rng in (RNG, part):

@@ -51,6 +51,7 @@ def calls() -> dict[str, tuple[Any, dict[str, Any]]]:
             "x": x, "weight": normal("w", (E, H, H)), "bias": torch.ones(E, H), "offsets": offsets, "recipe": RECIPE,
             "rng": rng,
         }),
+        "hash": (dt.hash, {"x": x}),
         "linear": (dt.linear, {"x": x, "weight": x, "bias": torch.ones(T), "recipe": RECIPE, "rng": rng}),
         "moe_map": (dt.moe_map, {"routing_map": mask}),
         "moe_permute": (dt.moe_permute, {"inp": x, "routing_map": mask}),

@@ -7,6 +7,7 @@ from diptych.torch import parallel
 from diptych.torch.earlier_names import keep_earlier_names
 from diptych.torch.functional.gemm import bias_grad, gemm, gemm_into
 from diptych.torch.functional.grouped import QuantizedStack, grouped_bias_grad, grouped_gemm, quantize_stack
+from diptych.torch.functional.hash import hash
 from diptych.torch.functional.permute import (
     RowMap,
     moe_map,
@@ -98,6 +99,7 @@ __all__ = [
     "grouped_bias_grad",
     "grouped_gemm",
     "grouped_linear",
+    "hash",
     "is_autocast_enabled",
     "is_bf16_available",
     "is_fp8_available",

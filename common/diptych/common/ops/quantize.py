@@ -23,7 +23,9 @@ _RNG, _PART_RNG = 4, 8  # words of a random state, and of one with the place of 
 
 def _rotatable(op: str, x: Operand, encoded: Shape) -> tuple[Constraint, ...]:
     if x.dtype != "bfloat16":
-        raise DTypeError(f"{op}: the Hadamard transform takes bfloat16 alone, got {x}")
+        raise DTypeError(
+            f"{op}: the Hadamard transform takes bfloat16 alone, got {x}; disable_rht=True of a recipe leaves it out"
+        )
     m, k = shapes.rows_cols(encoded)
     message = f"{op}: the Hadamard transform takes rows in multiples of {_HADAMARD}, got {[m, k]}"
     return (Constraint(m // _HADAMARD * _HADAMARD, m, message),)
@@ -96,7 +98,7 @@ def quantize(
     if rng is not None:
         if not flags & STOCHASTIC:
             raise ValueError(f"{op} ({fmt.name}): rng is for stochastic rounding, which was not asked for")
-        constraints += holds(op, _of(fmt, rng), "int32", _PART_RNG if rng.numel == _PART_RNG else _RNG)
+        constraints += holds(op, _of(fmt, rng), "int32", _PART_RNG if tuple(rng.shape) == (_PART_RNG,) else _RNG)
     amaxes = [a for a in (amax, columnwise_amax) if a is not None]
     require_amaxes(op, quantizer, *[a.name for a in amaxes])
     for a in amaxes:

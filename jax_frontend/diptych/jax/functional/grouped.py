@@ -36,8 +36,7 @@ def quantize_stack(
     """Quantizes each tensor of `x` [G, ..., K] in one call, with the bits of `quantize` on that tensor alone.
 
     **Arguments:** as `quantize`, but with a leading G: `amax`, `columnwise_amax`, `scale` [G], `rng` [G, 4] or
-    [G, 8]. They may
-    not be numbers, and there is no `amax_group`.
+    [G, 8]. They may not be numbers, and there is no `amax_group`.
 
     **Returns:** a `QuantizedStack`.
 

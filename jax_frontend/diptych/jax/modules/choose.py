@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from diptych.common.conversion import ConversionReport, ConvertedModule, ConvertWarning, Rules, reason
+from diptych.common.conversion import ConversionReport, ConvertedModule, ConvertWarning, Rules
 from diptych.common.errors import ShapeError, UnsupportedError
 from diptych.common.layers.checks import Names
 from diptych.common.layers.plan import LinearPlan, linear_plan
@@ -109,11 +109,6 @@ def in_groups(recipes: Iterable[Recipe | None], f: Callable[..., Any]) -> Callab
     for axis in sorted({axis for recipe in recipes if recipe is not None for axis in group_axes(recipe)}):
         f = jax.vmap(f, in_axes=None, out_axes=None, axis_name=axis, axis_size=1)
     return f
-
-
-def why_left(embedding: bool, ranks: list[int]) -> str:
-    """Returns why a module that is no layer for `convert` is left. `ranks`: of its parameters."""
-    return "an embedding, whose attend stays in high precision" if embedding else reason(False, ranks)
 
 
 class Found(NamedTuple):

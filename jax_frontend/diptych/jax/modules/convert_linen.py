@@ -20,10 +20,10 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from diptych.common.conversion import ConversionReport, Rules
+from diptych.common.conversion import ConversionReport, Rules, reason
 from diptych.common.errors import ArgumentError, UnsupportedError
 from diptych.common.recipes import Recipe
-from diptych.jax.modules.choose import Choice, Found, announce, choose, in_groups, make_report, unconvertible, why_left
+from diptych.jax.modules.choose import Choice, Found, announce, choose, in_groups, make_report, unconvertible
 from diptych.jax.modules.linen import DotGeneral, EinsumOp, Layer
 
 _FLAG, _TRACED = "diptych.convert", "diptych.convert.trace"
@@ -40,9 +40,12 @@ class Conversion:
 
 @dataclasses.dataclass
 class _Trace:
-    """What is met while a converted model is traced: the classes of its modules, and what was chosen for layers, None
-    for layers whose product was not met. `own`: the recipes of this library's modules. `number`: of the trace, for
-    which nn.jit runs no code of another one."""
+    """Collects the modules of a converted model while `init` is traced, by their paths.
+
+    `number`: of this trace; it is a flag of scopes, so that nn.jit compiles anew and does not run code of an earlier
+    trace. `kinds`: the modules' classes. `layers`: what was chosen for each layer, None as long as its product has not
+    run. `own`: the recipes of diptych's own modules.
+    """
 
     number: int
 
@@ -186,7 +189,10 @@ def _intercept(conversion: Conversion, root: int, run: Any, args: Any, kwargs: A
 
 @dataclasses.dataclass(frozen=True)
 class _Product:
-    """What a layer has as `dot_general_cls`. It is a value, because nn.jit hashes a layer's fields."""
+    """Makes the product of the layer at `path`; flax calls it as the layer's `dot_general_cls`.
+
+    Equal ones compare and hash alike, because nn.jit hashes a layer's fields to find compiled code.
+    """
 
     conversion: Conversion
     path: str
@@ -252,7 +258,7 @@ def _found(made: Any, inputs: Any, keywords: Any) -> list[Found]:
         if choice is None and path in trace.layers:
             choice = unconvertible(made.conversion.rules, path, "has a product of its own")
         recipe = trace.own.get(path)
-        why = "" if choice or recipe else why_left(kind == "Embed", [leaf.ndim for leaf in held])
+        why = "" if choice or recipe else reason(kind == "Embed", [leaf.ndim for leaf in held], attends=True)
         found.append(Found(path, kind, sum([leaf.size for leaf in held]), choice, why, recipe))
     return found
 

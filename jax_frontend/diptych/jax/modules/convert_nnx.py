@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from diptych.common.conversion import ConversionReport, Rules
+from diptych.common.conversion import ConversionReport, Rules, reason
 from diptych.common.errors import ArgumentError, UnsupportedError
 from diptych.common.layers.checks import Names
 from diptych.jax.layers.general import Contraction, of_equation
-from diptych.jax.modules.choose import Choice, Found, announce, choose, make_report, role_name, unconvertible, why_left
+from diptych.jax.modules.choose import Choice, Found, announce, choose, make_report, role_name, unconvertible
 from diptych.jax.modules.nnx import DotGeneral
 from diptych.jax.modules.nnx_base import Layer
 
@@ -162,7 +162,7 @@ def _found(modules: list[tuple[str, Any]], choices: dict[str, Choice]) -> list[F
             count = sum([math.prod(p.get_value().shape) for p in own if owners[id(p)] == path])
             choice, recipe = choices.get(path), module.recipe if isinstance(module, Layer) else None
             ranks = [p.get_value().ndim for p in own]
-            why = "" if choice or recipe else why_left(isinstance(module, nnx.Embed), ranks)
+            why = "" if choice or recipe else reason(isinstance(module, nnx.Embed), ranks, attends=True)
             found.append(Found(path, type(module).__name__, count, choice, why, recipe))
     return found
 

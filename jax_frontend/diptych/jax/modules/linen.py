@@ -297,10 +297,8 @@ class DenseGeneral(General):
         batch, contracted = (tuple(x.shape[a] for a in axes) for axes in (batch_dims, axis))
         flat = math.prod(batch) * math.prod(contracted), math.prod(features)
         init = reshaped(self.kernel_init, flat)
-        shape, numbers = (
-            (*batch, *contracted, *features),
-            ((axis, tuple(range(b, b + n))), (batch_dims, tuple(range(b)))),
-        )
+        shape = (*batch, *contracted, *features)
+        numbers = (axis, tuple(range(b, b + n))), (batch_dims, tuple(range(b)))
         c = self._contraction(numbers, x, shape)
         kernel = self._general_kernel(c, init, shape, self.kernel_axes)
         return self._contract(c, x, kernel, self._bias((*batch, *features), self.bias_axes))

@@ -259,6 +259,14 @@ def factor(op: str, arg: str, value: Any) -> float:
     return value
 
 
+def unconverted(op: str, arg: str, value: Any) -> Array:
+    """An array as a JAX array. **Raises** DTypeError where JAX would turn it into another dtype."""
+    out = jnp.asarray(value)
+    if out.dtype != value.dtype:
+        raise DTypeError(f"{op}: {arg} is {value.dtype}, which JAX would turn into {out.dtype}; cast it first")
+    return out
+
+
 def small_operand(op: str, arg: str, value: Any) -> Array | None:
     """Returns a small operand as an array: numbers become float32 [1]; arrays are checked later, while tracing."""
     value = held_by(value)
@@ -268,9 +276,7 @@ def small_operand(op: str, arg: str, value: Any) -> Array | None:
         out = jnp.full(1, value, jnp.float32)
     elif isinstance(value, (np.ndarray, np.generic)):
         check_native(op, arg, value)
-        out = jnp.asarray(value)
-        if out.dtype != value.dtype:
-            raise DTypeError(f"{op}: {arg} is {value.dtype}, which JAX would turn into {out.dtype}; cast it first")
+        out = unconverted(op, arg, value)
     else:
         raise ArgumentError(f"{op}: {arg} must be a JAX or NumPy array or a number, got {type(value).__name__}")
     return out.reshape(1) if out is not None and out.ndim == 0 else out

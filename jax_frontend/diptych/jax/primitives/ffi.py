@@ -23,7 +23,7 @@ from diptych.core import _core
 OPS = (
     "amax", "quantize", "scale_update", "dequantize", "gemm", "bias_grad", "norm", "norm_grad", "activation",
     "activation_grad", "permute_map", "chunk_map", "invert_map", "permute", "permute_columns", "unpermute",
-    "unpermute_grad", "quantize_stack", "grouped_gemm", "grouped_bias_grad",
+    "unpermute_grad", "quantize_stack", "grouped_gemm", "grouped_bias_grad", "hash",
 )  # fmt: skip
 PLATFORMS = {"cpu": "cpu", "cuda": "CUDA"}  # JAX's name of a lowering platform: the FFI registry's name
 ATTRIBUTES_VERSION = 5
@@ -303,4 +303,8 @@ def grouped_gemm_attributes(
 
 
 def grouped_bias_grad_attributes(batch: Batch) -> dict[str, np.generic]:
+    return _common(batch)
+
+
+def hash_attributes(batch: Batch) -> dict[str, np.generic]:
     return _common(batch)

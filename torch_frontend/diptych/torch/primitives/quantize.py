@@ -306,8 +306,8 @@ def quantize(
     """The buffers of `shapes.quantize_buffers`, in its order, for x [..., K].
 
     `amax`, `columnwise_amax`: used instead of x's own, for every copy that is wanted. `scale`: used instead of one from
-    an amax; the amax that returns is still x's own. `rng`: int32 [4], or [8] for
-    a part of a tensor, read alone.
+    an amax; the amax that returns is still x's own. `rng`: int32 [4], or [8] for a part of a
+    tensor, read alone.
     """
     if direct(x, amax, columnwise_amax, scale, rng):
         require_no_grad("diptych::quantize", x, amax, columnwise_amax, scale)

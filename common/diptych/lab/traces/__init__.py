@@ -1,0 +1,40 @@
+"""Traces: what a run's tensors were at named sites, on disk, from any framework; and the distance of two of them."""
+
+from diptych.lab.traces.dtypes import DTYPES, DType, bits_of
+from diptych.lab.traces.measure import Distance, distance, distances, tensor_distance
+from diptych.lab.traces.reader import Observation, Rank, Trace, Values
+from diptych.lab.traces.sampling import SAMPLES, Plan, places
+from diptych.lab.traces.schema import Meta, Options, Quantization, Record, Site, Statistics, Step, TraceError
+from diptych.lab.traces.statistics import quantization, statistics_of
+from diptych.lab.traces.tensor_file import Tensor
+from diptych.lab.traces.writer import Entry, Writer
+
+__all__ = [
+    "DTYPES",
+    "SAMPLES",
+    "DType",
+    "Distance",
+    "Entry",
+    "Meta",
+    "Observation",
+    "Options",
+    "Plan",
+    "Quantization",
+    "Rank",
+    "Record",
+    "Site",
+    "Statistics",
+    "Step",
+    "Tensor",
+    "Trace",
+    "TraceError",
+    "Values",
+    "Writer",
+    "bits_of",
+    "distance",
+    "distances",
+    "places",
+    "quantization",
+    "statistics_of",
+    "tensor_distance",
+]  # fmt: skip

@@ -1,0 +1,360 @@
+"""What a trace is: its settings, the places that it observed, and what it recorded of each in a step.
+
+These classes are also the schema on disk: an object of JSON has exactly the fields of its class. Reading is strict: a
+missing, unknown or repeated field, a value of another type and a number that is not finite are a TraceError.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import re
+import types
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, TypeVar
+
+from diptych.lab.traces.dtypes import DTYPES
+
+FORMAT, VERSION = "diptych-trace", 1
+Kind = Literal["activation", "activation_grad", "parameter", "parameter_grad", "operand", "result"]
+Kept = Literal["whole", "sampled", "none"]
+T = TypeVar("T")
+
+_MOST_AXES, _MOST_BYTES, _LONGEST_NAME = 32, 2**62, 1000
+
+
+class TraceError(ValueError):
+    """A trace that cannot be read or written. The message names the file, and the field or tensor in it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Site:
+    """A place that is observed in a step.
+
+    `name`: a module's or parameter's path as its framework spells it. `call`: 0 for the first time that a name of this
+    kind occurs in a step, 1 for the second time, and so on. `dtype`: a name in `DTYPES`. `inputs`: the keys of the
+    sites that it is computed from, or None where only the order of sites is known.
+    """
+
+    name: str
+    kind: Kind
+    call: int
+    shape: tuple[int, ...]
+    dtype: str
+    inputs: tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        _check(0 < len(self.name) <= _LONGEST_NAME and self.name.isprintable(), "name", "must be printable text")
+        _check(".." not in self.name.split("/"), "name", 'must have no part ".."')
+        _check(self.call >= 0, "call", "must not be negative")
+        _check(bool(DTYPES.get(self.dtype) and DTYPES[self.dtype].code), "dtype", f"is unknown: {self.dtype[:40]!r}")
+        check_shape(self.shape, DTYPES[self.dtype].nbytes)
+
+    @property
+    def key(self) -> str:
+        """What names the site in a step, and its tensor in the step's file: "kind:name", with "#call" from 1 on."""
+        return f"{self.kind}:{self.name}" + (f"#{self.call}" if self.call else "")
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Quantization:
+    """How a tensor was quantized, against the tensor that it was made from.
+
+    `clipped`: the share of elements beyond the largest value of their block, where more than rounding was lost.
+    `flushed`: the share of nonzero elements that became zero. `sqnr`: signal to quantization noise in decibels, over
+    the elements that were finite before; inf without noise, -inf with noise alone or of a value that became NaN or
+    infinite, None without signal and noise.
+    """
+
+    clipped: float
+    flushed: float
+    sqnr: float | None
+
+    def __post_init__(self) -> None:
+        _check_shares(self, "clipped", "flushed")
+        _check(self.sqnr is None or not math.isnan(self.sqnr), "sqnr", "must be a number")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Statistics:
+    """Of one tensor. `amax`, `mean` and `rms` are those of its finite elements, None if there is none. `zero`, `nan`,
+    `inf` and `subnormal` are shares of all elements, 0 for an empty tensor."""
+
+    amax: float | None
+    mean: float | None
+    rms: float | None
+    zero: float
+    nan: float
+    inf: float
+    subnormal: float
+    quantized: Quantization | None = None
+
+    def __post_init__(self) -> None:
+        _check_shares(self, "zero", "nan", "inf", "subnormal")
+        for name in ("amax", "mean", "rms"):
+            value = getattr(self, name)
+            _check(value is None or math.isfinite(value), name, "must be finite")
+            _check(value is None or name == "mean" or value >= 0, name, "must not be negative")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Record:
+    """What a step recorded of a site.
+
+    `site`: its position among the rank's sites, in order of first occurrence. `hash`: of the tensor's bits, 32
+    hexadecimal digits. `values`: whether the step's file has them "whole", "sampled" (`count` of them, at
+    `places(size, count)`) or not ("none"). `cut`: whether fewer are there than `Options.values` asks for, because the
+    budget had no room.
+    """
+
+    site: int
+    statistics: Statistics | None
+    hash: str | None
+    values: Kept
+    count: int
+    cut: bool
+
+    def __post_init__(self) -> None:
+        _check(self.site >= 0, "site", "must not be negative")
+        _check(self.hash is None or bool(re.fullmatch("[0-9a-f]{32}", self.hash)), "hash", "must be 32 of 0-9a-f")
+        _check(self.count >= 0, "count", "must not be negative")
+        _check(self.values != "none" or not self.count, "count", "must be 0 where no values are kept")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """A line of steps.jsonl: the sites that occur in this step for the first time, and all of the step's records, in
+    the order of computation."""
+
+    step: int
+    sites: tuple[Site, ...]
+    records: tuple[Record, ...]
+
+    def __post_init__(self) -> None:
+        _check(0 <= self.step < 2**63, "step", "must be from 0 to 2^63 - 1")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Options:
+    """How a trace was asked for. `sites`: a pattern of names. `every`: a step is recorded out of so many. `values`:
+    whether values are kept beside hashes. `budget`: bytes of values that all steps of all ranks keep together."""
+
+    sites: str = "**"
+    every: int = 1
+    values: Literal["hash", "sample", "full"] = "hash"
+    budget: int = 2**30
+
+    def __post_init__(self) -> None:
+        _check(self.every >= 1, "every", "must be at least 1")
+        _check(self.budget >= 0, "budget", "must not be negative")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Meta:
+    """Of a whole trace.
+
+    `versions`: of the framework and other packages, by name. `ranks`: processes that record. `recipe`: how the run
+    spells it, or None. `hash`: the name of the function that made the hashes; those of two functions are not compared.
+    `instrumented`: whether the recorded steps ran with taps. `plain_bits`: whether they had the bits of steps without,
+    None if that was not tried.
+    """
+
+    framework: str
+    versions: Mapping[str, str]
+    device: str
+    ranks: int
+    recipe: str | None
+    hash: str
+    instrumented: bool
+    plain_bits: bool | None
+    options: Options
+    format: str = FORMAT
+    version: int = VERSION
+
+    def __post_init__(self) -> None:
+        _check(self.format == FORMAT, "format", f"must be {FORMAT}")
+        _check(self.version == VERSION, "version", f"must be {VERSION}")
+        _check(1 <= self.ranks <= 2**20, "ranks", "must be from 1 to 2^20")
+
+
+def check_shape(shape: tuple[int, ...], nbytes: int) -> None:
+    """**Raises** ValueError for a shape that no array of elements of `nbytes` bytes has."""
+    extents = [n for n in shape if n]
+    _check(len(shape) <= _MOST_AXES, "shape", f"has more than {_MOST_AXES} axes")
+    _check(all(0 <= n <= _MOST_BYTES for n in shape), "shape", f"is impossible: {str(list(shape))[:80]}")
+    _check(math.prod(extents) * nbytes <= _MOST_BYTES, "shape", f"is impossible: {str(list(shape))[:80]}")
+
+
+def _check(holds: bool, name: str, rule: str) -> None:
+    if not holds:
+        raise ValueError(f"{name}: {rule}")
+
+
+def _check_shares(of: Any, *names: str) -> None:
+    for name in names:
+        _check(0 <= getattr(of, name) <= 1, name, "must be from 0 to 1")
+
+
+# --- JSON ---
+
+
+def to_json(value: Any) -> Any:
+    """Returns an object of this module as what `json.dumps` takes: dictionaries, lists and scalars."""
+    kind = type(value)
+    if kind is str or kind is int or kind is bool or value is None:
+        return value
+    if kind is float:
+        return value if not math.isinf(value) else "inf" if value > 0 else "-inf"
+    if kind is tuple:
+        return [to_json(v) for v in value]
+    if isinstance(value, Mapping):
+        return dict(value)
+    return {n: to_json(getattr(value, n)) for n in _names(kind)} if dataclasses.is_dataclass(kind) else value
+
+
+def dump(value: Any) -> bytes:
+    """Returns an object of this module as a line of JSON. **Raises** TraceError if `load` would refuse it."""
+    plain = to_json(value)
+    from_json(type(value), plain, type(value).__name__)
+    return json.dumps(plain, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+
+
+def load(kind: type[T], text: bytes, where: str) -> T:
+    """Reads an object of class `kind` from JSON. **Raises** TraceError that begins with `where` and names the field."""
+    return from_json(kind, parse(text, where), where)
+
+
+def parse(text: bytes, where: str) -> Any:
+    """Parses JSON strictly. **Raises** TraceError that begins with `where`."""
+    try:
+        return json.loads(text.decode(), parse_constant=_no_constant, object_pairs_hook=_no_repetition)
+    except (ValueError, RecursionError) as e:
+        raise TraceError(f"{where}: is no JSON: {str(e)[:200]}") from None
+
+
+def from_json(kind: type[T], value: Any, where: str) -> T:
+    """Reads an object of class `kind` from parsed JSON. **Raises** TraceError that begins with `where`."""
+    if kind is Meta and isinstance(value, dict) and value.get("format") == FORMAT and value.get("version") != VERSION:
+        raise TraceError(f"{where}: version: is {str(value.get('version'))[:40]}, this diptych reads {VERSION}")
+    try:
+        return _reader(kind)(value)
+    except _Fault as e:
+        path = "".join(f"[{p}]" if isinstance(p, int) else f".{p}" for p in e.path).removeprefix(".")
+        raise TraceError(": ".join(filter(None, (where, path, e.rule)))) from None
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
+
+
+def _no_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"it has {next(n for n in names if names.count(n) > 1)[:100]!r} twice in an object")
+    return found
+
+
+class _Fault(Exception):
+    def __init__(self, rule: str) -> None:
+        self.path: list[str | int] = []
+        self.rule = rule
+
+
+@functools.cache
+def _names(kind: type) -> tuple[str, ...]:
+    return tuple(f.name for f in dataclasses.fields(kind))
+
+
+@functools.cache
+def _reader(kind: Any) -> Callable[[Any], Any]:
+    """Returns the function that reads a value of this type from parsed JSON or raises _Fault."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if dataclasses.is_dataclass(kind):
+        return _object_reader(kind)
+    if origin is Literal:
+        return _scalar(str, lambda v: v in args, f"must be one of {', '.join(args)}")
+    if origin is types.UnionType:  # X | None
+        read = _reader(args[0])
+        return lambda v: None if v is None else read(v)
+    if origin is tuple:
+        read_each = _reader(args[0])
+        return lambda v: tuple(_each(read_each, enumerate(_scalar(list)(v))).values())
+    if origin is Mapping:
+        read_each = _reader(args[1])
+        return lambda v: _each(read_each, _scalar(dict)(v).items())
+    if kind is float:
+        return _float
+    return _scalar(kind)
+
+
+def _shown(value: Any) -> str:
+    return _TYPES[type(value)] if isinstance(value, list | dict) else repr(value)[:40]
+
+
+_TYPES = {bool: "true or false", int: "an integer", str: "text", list: "a list", dict: "an object"}
+
+
+def _scalar(kind: type, test: Callable[[Any], bool] | None = None, rule: str = "") -> Callable[[Any], Any]:
+    def read(value: Any) -> Any:
+        if type(value) is not kind:
+            raise _Fault(f"must be {_TYPES[kind]}, is {_shown(value)}")
+        if test is not None and not test(value):
+            raise _Fault(f"{rule}, is {_shown(value)}")
+        return value
+
+    return read
+
+
+def _float(value: Any) -> float:
+    if type(value) is int or type(value) is float:
+        if abs(value) > 1.7976931348623157e308:
+            raise _Fault("must be finite")
+        return float(value)
+    if value in ("inf", "-inf"):
+        return float(value)
+    raise _Fault(f"must be a number, is {_shown(value)}")
+
+
+def _each(read: Callable[[Any], Any], items: Any) -> dict[Any, Any]:
+    found = {}
+    for name, value in items:
+        try:
+            found[name] = read(value)
+        except _Fault as e:
+            e.path.insert(0, name if isinstance(name, int) else name[:100])
+            raise
+    return found
+
+
+def _object_reader(kind: Any) -> Callable[[Any], Any]:
+    hints = typing.get_type_hints(kind)
+    readers = {name: _reader(hints[name]) for name in _names(kind)}
+
+    def read(value: Any) -> Any:
+        if type(value) is not dict:
+            raise _Fault(f"must be an object, is {_shown(value)}")
+        if value.keys() != readers.keys():
+            missing, unknown = readers.keys() - value.keys(), value.keys() - readers.keys()
+            what = f"lacks {', '.join(sorted(missing))}" if missing else f"has an unknown field {min(unknown)[:40]!r}"
+            raise _Fault(what)
+        given = {}
+        for name, read_field in readers.items():
+            try:
+                given[name] = read_field(value[name])
+            except _Fault as e:
+                e.path.insert(0, name)
+                raise
+        try:
+            return kind(**given)
+        except ValueError as e:
+            raise _Fault(str(e)) from None
+
+    return read

@@ -1,0 +1,142 @@
+"""Writes a trace on disk, step by step, so that a process that is killed leaves a readable trace of all complete steps.
+
+A step's values are written aside and renamed when whole; only then is the step's line appended to steps.jsonl, where a
+reader leaves out a last line without its end. Each rank writes in a folder of its own, and rank 0 writes meta.json.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from diptych.common.files import FileError, replacing
+from diptych.lab.traces import tensor_file
+from diptych.lab.traces.dtypes import bits_of
+from diptych.lab.traces.reader import LONGEST_LINE, META, STEPS, check_records, rank_name, step_name
+from diptych.lab.traces.sampling import Budget, Plan, places
+from diptych.lab.traces.schema import Meta, Record, Site, Statistics, Step, TraceError, dump
+from diptych.lab.traces.tensor_file import Tensor
+
+
+class Entry(NamedTuple):
+    """What a frontend hands over of a site in a step.
+
+    `hash`: of the tensor's bits, 32 hexadecimal digits. `values`: the whole tensor in its shape, or the flat sample
+    that `Writer.plan` asks for, at `places(site.size, count)`; of the site's dtype, or its bits as unsigned integers.
+    It is not read where the plan keeps no values.
+    """
+
+    site: Site
+    statistics: Statistics | None = None
+    hash: str | None = None
+    values: np.ndarray | None = None
+
+
+class Writer:
+    """Writes what one rank records. Every method **raises** TraceError for what a reader would refuse, and FileError if
+    the disk fails; a step is then not in the trace."""
+
+    def __init__(self, folder: str | pathlib.Path, meta: Meta, rank: int = 0) -> None:
+        """Begins a trace, or with other ranks the same one. **Raises** TraceError if this rank's trace is there."""
+        if not 0 <= rank < meta.ranks:
+            raise TraceError(f"{folder}: rank {rank} is not one of {meta.ranks}")
+        self.folder = pathlib.Path(folder)
+        self.meta = meta
+        self._rank = rank
+        self._path = self.folder / rank_name(rank)
+        self._budget = Budget(meta.options, meta.ranks)
+        self._sites: dict[Site, int] = {}
+        self._last = -1
+        text = dump(meta)
+        try:
+            self._path.mkdir(parents=True)
+            path = self._path / STEPS
+            self._lines = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        except FileExistsError:
+            raise TraceError(f"{self._path}: is there; a trace needs a new folder") from None
+        except OSError as e:
+            raise FileError(e.errno, f"{self._path}: cannot be written: {e.strerror}") from e
+        self._replace_meta(text)
+
+    def plan(self, sites: Sequence[Site]) -> list[Plan]:
+        """Returns what the next step keeps of each site, if these are its sites, in order. It depends on the options,
+        the sites and the steps before, and on no value."""
+        return self._budget.plan(sites)
+
+    def step(self, step: int, entries: Sequence[Entry]) -> None:
+        """Writes a step. `entries`: in the order of computation; a site's inputs come before it.
+
+        **Raises** ValueError if values are missing that the plan keeps, or have another shape; TypeError for their
+        dtype.
+        """
+        if step <= self._last:
+            raise TraceError(f"{self._path / STEPS}: step {step} does not follow step {self._last}")
+        plans = self.plan([e.site for e in entries])
+        new = [s for s in dict.fromkeys(e.site for e in entries) if s not in self._sites]
+        sites = self._sites | {site: len(self._sites) + i for i, site in enumerate(new)}
+        records = tuple(
+            Record(sites[e.site], e.statistics, e.hash, p.values, p.count, p.cut)
+            for e, p in zip(entries, plans, strict=True)
+        )
+        line = Step(step, tuple(new), records)
+        where = f"{self._path / STEPS}: step {step}"
+        check_records(line, list(sites), where)
+        text = dump(line)
+        if len(text) >= LONGEST_LINE:
+            raise TraceError(f"{where}: its line has {len(text)} bytes, more than {LONGEST_LINE}")
+        values = {e.site.key: _kept(e, p) for e, p in zip(entries, plans, strict=True) if p.values != "none"}
+        if values:
+            tensor_file.write(self._path / step_name(step), values)
+        self._append(text)
+        self._budget.take([e.site for e in entries], plans)
+        self._sites, self._last = sites, step
+
+    def set_plain_bits(self, plain_bits: bool | None) -> None:
+        """Notes in meta.json whether recorded steps had the bits of steps without taps. Rank 0's note counts."""
+        self.meta = dataclasses.replace(self.meta, plain_bits=plain_bits)
+        self._replace_meta(dump(self.meta))
+
+    def close(self) -> None:
+        if self._lines >= 0:
+            os.close(self._lines)
+            self._lines = -1
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _replace_meta(self, text: bytes) -> None:
+        if self._rank == 0:
+            with replacing(self.folder / META) as f:
+                f.write(text)
+
+    def _append(self, text: bytes) -> None:
+        """Appends a whole line, or none if it is interrupted."""
+        size, left = os.fstat(self._lines).st_size, memoryview(text)
+        try:
+            while left:
+                left = left[os.write(self._lines, left) :]
+        except OSError as e:
+            raise FileError(e.errno, f"{self._path / STEPS}: cannot be written: {e.strerror}") from e
+        finally:
+            if left:
+                os.ftruncate(self._lines, size)
+
+
+def _kept(entry: Entry, plan: Plan) -> Tensor:
+    site, values = entry.site, entry.values
+    if values is None:
+        raise ValueError(f"{site.key}: its values are missing, the plan keeps {plan.count} of them")
+    form, bits = bits_of(values, site.dtype)
+    if bits.shape == site.shape:
+        return Tensor(form, bits if plan.values == "whole" else bits.reshape(-1)[places(site.size, plan.count)])
+    if plan.values != "sampled" or bits.shape != (plan.count,):
+        raise ValueError(f"{site.key}: its values have shape {list(bits.shape)}, the site has {list(site.shape)}")
+    return Tensor(form, bits)
