@@ -54,16 +54,18 @@ def gemm(
     }
 
     def local(run: Run, cuts: Cuts, shard: Sequence[Array]) -> list[Array]:
-        if not cuts.get("K"):
+        if jax.lax.axis_size(cuts.get("K", ())) == 1:
             return run(*shard)
         given = dict(a=a, b=b, alpha=alpha, beta=(0.0).hex(), out_dtype=out_dtype, **options)
 
-        def finish(total: Array, rows: Callable[[Array], Array]) -> Array:
+        def finish(total: Array, mine: Callable[[Array], Array]) -> Array:
             if has_bias:
-                total = total + aligned(shard[end].astype("float32")[..., None, :], batch.axes[end], batch.rank, 2)
+                total = total + mine(aligned(shard[end][..., None, :], batch.axes[end], batch.rank, 2)).astype(
+                    "float32"
+                )
             if has_c:
-                c = aligned(rows(shard[-1]).astype("float32"), batch.axes[-1], batch.rank, 2)
-                total = total + float.fromhex(beta) * c
+                c = mine(aligned(shard[-1], batch.axes[-1], batch.rank, 2))
+                total = total + float.fromhex(beta) * c.astype("float32")
             return total.astype(out_dtype)
 
         return [summed(product(gemm_p, shard[:end], batch, given), cuts, finish)]
@@ -75,6 +77,7 @@ def gemm(
         ("sum",),
         local,
         summed="K",
+        shares=("M", "N"),
         before=end,
     )
 
@@ -94,32 +97,44 @@ def product(prim: Any, operands: Sequence[Array], batch: Batch, params: dict[str
 def summed(part: Array, cuts: Cuts, finish: Callable[[Array, Callable[[Array], Array]], Array]) -> Array:
     """Returns the sum of parts [..., M, N] over the axes that cut K, or this device's share of it if they cut M or N.
 
-    Parts travel in their own dtype, and are added in float32 in the order of the devices. Where all devices need the
-    whole sum, each adds up some rows, and the finished rows are gathered: as many bytes as an all-reduce of parts.
+    Parts travel in their own dtype, and are added in float32. Of parts of two bytes each device adds up a share, in the
+    order of the devices, and where all devices need the whole sum, the finished shares are gathered: half the bytes of
+    an all-reduce in float32. float32 parts, and parts that cannot be cut into equal shares, are added by XLA's
+    all-reduce and reduce-scatter.
 
-    `finish`: takes a sum in float32, and a function that cuts its rows out of [..., M, N], to the result.
+    `finish`: takes a sum in float32, and a function that cuts this sum's share out of [..., M, N] or a bias
+    [..., 1, N], to the result.
     """
     axes, ranks = cuts["K"], jax.lax.axis_size(cuts["K"])
-    for dimension, factor in ((part.ndim - 2, "M"), (part.ndim - 1, "N")):
+    dimensions = {"M": part.ndim - 2, "N": part.ndim - 1}
+    for factor, dimension in dimensions.items():
         if cuts.get(factor) == axes:
             return finish(_share(part, axes, dimension), lambda x: x)
-    rows = part.shape[-2] // ranks
-    if part.dtype == "float32" or rows * ranks != part.shape[-2]:
+    dimension = next((d for d in dimensions.values() if part.shape[d] % ranks == 0), None)
+    if part.dtype == "float32" or dimension is None:
         return finish(jax.lax.psum(part.astype("float32"), axes), lambda x: x)
 
     def mine(x: Array) -> Array:
-        return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * rows, rows, axis=x.ndim - 2)
+        length = x.shape[dimension] // ranks
+        start = jax.lax.axis_index(axes) * length
+        return x if x.shape[dimension] == 1 else jax.lax.dynamic_slice_in_dim(x, start, length, dimension)
 
-    done = finish(_share(part, axes, part.ndim - 2), mine)
-    return jax.lax.all_gather(done, axes, axis=done.ndim - 2, tiled=True)
+    gather = functools.partial(jax.lax.all_gather, axis_name=axes, axis=dimension, tiled=True)
+    return _as_integers(gather, finish(_share(part, axes, dimension), mine))
 
 
 def _share(part: Array, axes: tuple[Any, ...], dimension: int) -> Array:
     """Returns this device's share along a dimension of the sum over the axes' devices, in float32."""
     if part.dtype == "float32":
         return jax.lax.psum_scatter(part, axes, scatter_dimension=dimension, tiled=True)
-    parts = jax.lax.all_to_all(part[None], axes, split_axis=dimension + 1, concat_axis=0, tiled=True)
-    return functools.reduce(jnp.add, [p.astype("float32") for p in parts])
+    swap = functools.partial(jax.lax.all_to_all, axis_name=axes, split_axis=dimension + 1, concat_axis=0, tiled=True)
+    return functools.reduce(jnp.add, [p.astype("float32") for p in _as_integers(swap, part[None])])
+
+
+def _as_integers(exchange: Callable[[Array], Array], x: Array) -> Array:
+    """Exchanges the bits of x. XLA:CPU sends the values of bfloat16 and float16 as float32."""
+    bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+    return jax.lax.bitcast_convert_type(exchange(bits), x.dtype)
 
 
 def aligned(x: Array, mask: int, rank: int, own: int) -> Array:

@@ -124,17 +124,17 @@ def grouped_gemm(
     out: Factors = (EXPERTS, "M", "N") if depth else (ROWS, "N")
 
     def local(run: Run, cuts: Cuts, shard: Sequence[Array]) -> list[Array]:
-        if not cuts.get("K"):
+        if jax.lax.axis_size(cuts.get("K", ())) == 1:
             return run(*shard)
         given = dict(a=a, b=b, out_dtype=out_dtype, **options)
 
-        def finish(total: Array, rows: Callable[[Array], Array]) -> Array:
+        def finish(total: Array, mine: Callable[[Array], Array]) -> Array:
             if has_bias and groups:
                 bias = aligned(shard[end + 1].astype("float32"), batch.axes[end + 1], batch.rank, 2)
-                every = _of_rows(bias, aligned(shard[end], batch.axes[end], batch.rank, 1), shard[0].shape[-2])
-                total = total + rows(every)
+                offsets = aligned(shard[end], batch.axes[end], batch.rank, 1)
+                total = total + mine(_of_rows(bias, offsets, shard[0].shape[-2]))
             if has_c:
-                total = total + aligned(rows(shard[-1]).astype("float32"), batch.axes[-1], batch.rank, 2)
+                total = total + mine(aligned(shard[-1], batch.axes[-1], batch.rank, 2)).astype("float32")
             return total.astype(out_dtype)
 
         return [summed(product(grouped_gemm_p, shard[: end + 1], batch, given), cuts, finish)]
@@ -147,6 +147,7 @@ def grouped_gemm(
         local,
         dict.fromkeys((ROWS, EXPERTS), ROUTED),
         summed="" if depth else "K",
+        shares=("N",),
         before=end + 1,
     )
 

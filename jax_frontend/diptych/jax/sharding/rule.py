@@ -38,8 +38,8 @@ class Rule:
     them, from (run, cuts, operands), instead of `run` and `reduce`. `whole`: factors that are refused where a mesh cuts
     them, and why.
 
-    `summed`: a factor whose axes may also cut another factor of results, and of the operands from number `before` on,
-    which enter after the sum: each device then gets its part of the sum (a reduce-scatter).
+    `summed`: a factor whose axes may also cut one of the factors `shares` of results, and of the operands from number
+    `before` on, which enter after the sum: each device then gets its share of the sum (a reduce-scatter).
     """
 
     operands: tuple[Factors, ...]
@@ -49,6 +49,7 @@ class Rule:
     local: Callable[[Run, Cuts, Sequence[Array]], list[Array]] | None = None
     whole: Mapping[str, str] = dataclasses.field(default_factory=dict)
     summed: str = ""
+    shares: tuple[str, ...] = ()
     before: int | None = None
 
     def with_batch(self, operands: Sequence[Factors], front: Factors) -> Rule:
@@ -120,7 +121,7 @@ def cuts_of(rule: Rule, operands: Sequence[Any], results: Sequence[Any] = ()) ->
         after = [*rule.operands[rule.before :], *rule.results]
         for factors, spec in zip(after, [*operands[rule.before :], *results], strict=False):
             for factor, entry in zip(factors, spec, strict=False):
-                if factor is not None and len(factors) > 1 and factor not in cuts and axes_of(entry) == summed:
+                if factor in rule.shares and len(factors) > 1 and factor not in cuts and axes_of(entry) == summed:
                     return cuts | {factor: summed}
     return cuts
 
