@@ -149,15 +149,53 @@ def test_an_accumulator_that_is_cut_over_the_axes_of_the_sum_gets_its_part(spec,
     assert got.sharding.spec[: len(spec)] == tuple(spec)
 
 
-def test_a_result_that_is_asked_for_in_parts_is_scattered():
-    with meshes.mesh_of(AxisType.Auto) as mesh:
-        rows = NamedSharding(mesh, P("d"))
-        f = functools.partial(multiply, dj.MXFP8BlockScaling(), "wgrad")
-        compiled = jax.jit(f, in_shardings=rows, out_shardings=rows).lower(A, B).compile()
-        got = compiled(jax.device_put(A, rows), jax.device_put(B, rows))
-    whole, _ = meshes.run(f, AxisType.Auto, (P("d"), P("d")), A, B)
+@meshes.AXES
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("axes", [("t", "d"), ("d", "t")], ids=["replicas first", "replicas last"])
+@pytest.mark.parametrize("spec", [P("d"), P(None, "d"), P(("d", "t"))], ids=["M", "N", "all"])
+def test_a_result_that_is_cut_over_some_axes_of_the_sum_is_gathered_over_the_others(spec, axes, dtype, kind):
+    """As the gradients of weights under FSDP with replicas ("t"): shares are added in the order of K's devices."""
+    acc, bias = tools.normal("acc", (512, 256)).astype(dtype), tools.normal("bias", (256,))
+
+    def f(a, b, acc, bias):
+        a, b = (quantized(dj.MXFP8BlockScaling(), x, tensor) for x, tensor in ((a, "grad_output"), (b, "input")))
+        return dj.gemm_into(acc, a, b, trans_a=True, trans_b=False, beta=0.5, bias=bias)
+
+    whole, _ = meshes.run(f, kind, (P(axes), P(axes), P(), P()), A, B[:, :256], acc, bias)
+    got, collectives = meshes.run(f, kind, (P(axes), P(axes), spec, P()), A, B[:, :256], acc, bias)
     meshes.same(got, whole)
-    assert meshes.counted(compiled.as_text()) == {"reduce-scatter": 1}
+    scattered = "reduce-scatter" if axes == ("d", "t") and dtype == "float32" else "all-to-all"
+    assert collectives == {scattered: 1} | ({} if spec == P(("d", "t")) else {"all-gather": 1})
+    assert got.sharding.spec[: len(spec)] == tuple(spec)
+
+
+@meshes.AXES
+def test_a_cut_result_without_equal_shares_is_reduced_whole(kind):
+    """12 rows are cut over "d", and cannot be cut over all eight devices of the sum."""
+    acc = tools.normal("acc", (12, 40), "bfloat16")
+
+    def f(a, b, acc):
+        return dj.gemm_into(acc, *(quantized(dj.Float8CurrentScaling(), x, "input") for x in (a, b)), beta=0.5)
+
+    specs = (P(None, ("t", "d")), P(None, ("t", "d")))
+    whole, _ = meshes.run(f, kind, (*specs, P()), A[:12], B[:40], acc)
+    got, collectives = meshes.run(f, kind, (*specs, P("d")), A[:12], B[:40], acc)
+    meshes.same(got, whole)
+    assert set(collectives) == {"all-reduce"} and got.sharding.spec[0] == "d"
+
+
+@pytest.mark.parametrize(("axes", "gathers"), [("d", {}), (("t", "d"), {"all-gather": 1})], ids=["all", "some"])
+def test_a_result_that_is_asked_for_in_parts_is_scattered(axes, gathers):
+    with meshes.mesh_of(AxisType.Auto) as mesh:
+        tokens, rows = NamedSharding(mesh, P(axes)), NamedSharding(mesh, P("d"))
+        f = functools.partial(multiply, dj.MXFP8BlockScaling(), "wgrad", out_dtype=jnp.bfloat16)
+        compiled = jax.jit(f, in_shardings=tokens, out_shardings=rows).lower(A, B).compile()
+        got = compiled(jax.device_put(A, tokens), jax.device_put(B, tokens))
+    whole, _ = meshes.run(f, AxisType.Auto, (P(axes), P(axes)), A, B)
+    meshes.same(got, whole)
+    assert meshes.counted(compiled.as_text()) == {"all-to-all": 1} | gathers
+    size, n = 2 * 512 * 512, 4 if axes == "d" else 8
+    assert meshes.sent(compiled.as_text()) == size * (n - 1) / n + (size / 4 / 2 if gathers else 0)
 
 
 @meshes.AXES

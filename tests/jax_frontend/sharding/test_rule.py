@@ -45,6 +45,9 @@ def test_what_enters_after_a_sum_may_be_cut_over_its_axes():
     assert rule.operand_specs(rule_of, cuts) == [[None, "d"], [None, "d"], ["d", None]]
     assert rule.cuts_of(rule_of, [P(None, "d"), P(None, "d"), P(None, None)]) == {"K": ("d",)}
     assert rule.cuts_of(rule_of, [P(None, "d"), P(None, None), P(None, None)], [P(None, "d")])["N"] == ("d",)
+    some = rule.cuts_of(rule_of, [P(None, ("t", "d")), P(None, ("t", "d")), P(None, "d")])
+    assert some == {"K": ("t", "d"), "N": ("d",)}
+    assert rule.operand_specs(rule_of, some) == [[None, ("t", "d")], [None, ("t", "d")], [None, "d"]]
     mapped = rule_of.with_batch([(), (), ("batch0",)], ("batch0",))  # whose sum has all examples on each device
     assert rule.cuts_of(mapped, [P(None, "d"), P(None, "d"), P("d", None, None)], [P("d")]) == {"K": ("d",)}
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from diptych.common.formats import format_by_name
 from diptych.common.ops import shapes
@@ -95,40 +96,50 @@ def product(prim: Any, operands: Sequence[Array], batch: Batch, params: dict[str
 
 
 def summed(part: Array, cuts: Cuts, finish: Callable[[Array, Callable[[Array], Array]], Array]) -> Array:
-    """Returns the sum of parts [..., M, N] over the axes that cut K, or this device's share of it if they cut M or N.
+    """Returns the sum of parts [..., M, N] over the axes that cut K, or a share of it where they cut M or N too.
 
-    Parts travel in their own dtype, and are added in float32. Of parts of two bytes each device adds up a share, in the
-    order of the devices, and where all devices need the whole sum, the finished shares are gathered: half the bytes of
-    an all-reduce in float32. float32 parts, and parts that cannot be cut into equal shares, are added by XLA's
-    all-reduce and reduce-scatter.
+    Parts travel in their own dtype, and are added in float32. Each device adds up an equal share, in the order of the
+    devices, and finished shares are gathered over those axes that do not cut the result: of parts of two bytes half the
+    bytes of an all-reduce in float32. A whole sum of float32 parts, and parts that have no equal shares, are added by
+    XLA's all-reduce.
 
     `finish`: takes a sum in float32, and a function that cuts this sum's share out of [..., M, N] or a bias
-    [..., 1, N], to the result.
+    [..., 1, N] as the device has it, to the result.
     """
     axes, ranks = cuts["K"], jax.lax.axis_size(cuts["K"])
-    dimensions = {"M": part.ndim - 2, "N": part.ndim - 1}
-    for factor, dimension in dimensions.items():
-        if cuts.get(factor) == axes:
-            return finish(_share(part, axes, dimension), lambda x: x)
-    dimension = next((d for d in dimensions.values() if part.shape[d] % ranks == 0), None)
-    if part.dtype == "float32" or dimension is None:
-        return finish(jax.lax.psum(part.astype("float32"), axes), lambda x: x)
-
-    def mine(x: Array) -> Array:
-        length = x.shape[dimension] // ranks
-        start = jax.lax.axis_index(axes) * length
-        return x if x.shape[dimension] == 1 else jax.lax.dynamic_slice_in_dim(x, start, length, dimension)
-
-    gather = functools.partial(jax.lax.all_gather, axis_name=axes, axis=dimension, tiled=True)
-    return _as_integers(gather, finish(_share(part, axes, dimension), mine))
+    dimensions = (("M", part.ndim - 2), ("N", part.ndim - 1))
+    shares = [(d, cuts[factor]) for factor, d in dimensions if set(cuts.get(factor, ())) & set(axes)]
+    shares += [(d, ()) for _, d in dimensions if part.shape[d] % ranks == 0]
+    dimension, own = shares[0] if shares else (part.ndim - 1, ())
+    rest = tuple(axis for axis in axes if axis not in own)
+    if part.shape[dimension] % ranks or (part.dtype == "float32" and not own):
+        total = jax.lax.psum(part.astype("float32"), axes)
+        return finish(_cut(total, own, dimension), lambda x: x)
+    done = finish(_share(part, axes, own + rest, dimension), lambda x: _cut(x, rest, dimension))
+    gather = functools.partial(jax.lax.all_gather, axis_name=rest, axis=dimension, tiled=True)
+    return _as_integers(gather, done) if rest else done
 
 
-def _share(part: Array, axes: tuple[Any, ...], dimension: int) -> Array:
-    """Returns this device's share along a dimension of the sum over the axes' devices, in float32."""
-    if part.dtype == "float32":
+def _cut(x: Array, axes: tuple[Any, ...], dimension: int) -> Array:
+    """Returns this device's share of x over the axes. A dimension of length 1 is broadcast, and not cut."""
+    if not axes or x.shape[dimension] == 1:
+        return x
+    length = x.shape[dimension] // jax.lax.axis_size(axes)
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * length, length, dimension)
+
+
+def _share(part: Array, axes: tuple[Any, ...], places: tuple[Any, ...], dimension: int) -> Array:
+    """Returns this device's share along a dimension of the sum over the axes' devices, in float32.
+
+    `places`: the axes in the order in which they cut the sum into shares.
+    """
+    if part.dtype == "float32" and places == axes:
         return jax.lax.psum_scatter(part, axes, scatter_dimension=dimension, tiled=True)
-    swap = functools.partial(jax.lax.all_to_all, axis_name=axes, split_axis=dimension + 1, concat_axis=0, tiled=True)
-    return functools.reduce(jnp.add, [p.astype("float32") for p in _as_integers(swap, part[None])])
+    swap = functools.partial(jax.lax.all_to_all, axis_name=places, split_axis=dimension + 1, concat_axis=0, tiled=True)
+    parts = _as_integers(swap, part[None])
+    numbers = np.arange(len(parts)).reshape([jax.lax.axis_size(axis) for axis in places])
+    order = numbers.transpose([places.index(axis) for axis in axes]).ravel()
+    return functools.reduce(jnp.add, [parts[i].astype("float32") for i in order])
 
 
 def _as_integers(exchange: Callable[[Array], Array], x: Array) -> Array:
