@@ -50,11 +50,12 @@ def counted(text: str) -> dict[str, int]:
 
 def sent(text: str) -> float:
     """Returns the bytes that one device sends in all collectives of compiled HLO, if all-reduces go around a ring."""
+    groups = r"replica_groups=(\S+ \{'[^}]*\}|\S+)"
+    found = re.findall(rf"= (.*?) ({'|'.join(COLLECTIVES)})(?:-start)?\(.*?{groups}", text)
+    assert len(found) == sum(counted(text).values())
     total = 0.0
-    for results, name, groups in re.findall(
-        rf"= (.*?) ({'|'.join(COLLECTIVES)})(?:-start)?\(.*?replica_groups=(\S+ \{{[^}}]*\}}|\S+)", text
-    ):
-        n, size = _ranks(groups), _bytes(results)
+    for results, name, devices in found:
+        n, size = _ranks(devices), _bytes(results)
         total += {
             "all-reduce": 2 * size * (n - 1) / n, "reduce-scatter": size * (n - 1),
             "all-gather": size * (n - 1) / n, "all-to-all": size * (n - 1) / n,
