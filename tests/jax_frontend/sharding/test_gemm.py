@@ -94,7 +94,10 @@ def test_parts_of_a_cut_sum_are_rounded_and_added_in_order(recipe, product, dtyp
 def test_a_sum_has_the_same_bits_on_every_device(m, n, dtype, axes, kind):
     """Parts of two bytes are sent as such, half of what an all-reduce in float32 sends, if M or N can be shared."""
     recipe, count = dj.MXFP8BlockScaling(), 2 if axes == "t" else 8
-    a, b, bias, acc = A[:m, :256], B[:n, :256], tools.normal("bias", (n,)), tools.normal("acc", (m, n)).astype(dtype)
+    # The first and the last part cancel: what float32 rounds in between, in their order, is seen in two bytes.
+    a, b = (x[:, :256].at[:, -32:].set(x[:, :32]) for x in (A[:m], B[:n]))
+    b *= jnp.repeat(jnp.asarray([2.0**8, *[2.0**-12] * 6, -(2.0**8)]), 32)
+    bias, acc = tools.normal("bias", (n,)) * 2.0**-12, (tools.normal("acc", (m, n)) * 2.0**-12).astype(dtype)
 
     def product(a, b, **options):
         a, b = (dj.quantize(x, recipe.quantizer(dj.QuantizerRole(tensor="input"))) for x in (a, b))
