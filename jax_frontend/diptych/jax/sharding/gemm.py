@@ -143,7 +143,7 @@ def _share(part: Array, axes: tuple[Any, ...], places: tuple[Any, ...], dimensio
 
 
 def _as_integers(exchange: Callable[[Array], Array], x: Array) -> Array:
-    """Exchanges the bits of x. XLA:CPU sends the values of bfloat16 and float16 as float32."""
+    """Exchanges the bits of x. XLA:CPU would send bfloat16 as float32."""
     bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
     return jax.lax.bitcast_convert_type(exchange(bits), x.dtype)
 
