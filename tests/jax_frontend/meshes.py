@@ -18,6 +18,8 @@ from jax_frontend import tools
 
 AXES = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
+# What a sum runs whose parts have two bytes, where all devices need it whole.
+WHOLE_SUM = {"all-to-all": 1, "all-gather": 1}
 # What a cut that is refused raises: while tracing on Explicit axes, and from XLA's partitioner on Auto axes.
 REFUSED = (ShapeError, UnsupportedError, jax.errors.JaxRuntimeError)
 
@@ -46,13 +48,36 @@ def counted(text: str) -> dict[str, int]:
     return {name: n for name, n in found.items() if n}
 
 
-def exchanged(text: str) -> int:
-    """Returns the bytes that the results of all collectives in compiled HLO have on one device."""
+def sent(text: str) -> float:
+    """Returns the bytes that one device sends in all collectives of compiled HLO, if all-reduces go around a ring."""
+    groups = r"replica_groups=(\S+ \{'[^}]*\}|\S+)"
+    found = re.findall(rf"= (.*?) ({'|'.join(COLLECTIVES)})(?:-start)?\(.*?{groups}", text)
+    assert len(found) == sum(counted(text).values())
+    total = 0.0
+    for results, name, devices in found:
+        n, size = _ranks(devices), _bytes(results)
+        total += {
+            "all-reduce": 2 * size * (n - 1) / n, "reduce-scatter": size * (n - 1),
+            "all-gather": size * (n - 1) / n, "all-to-all": size * (n - 1) / n,
+        }[name]  # fmt: skip
+    return total
+
+
+def _ranks(groups: str) -> int:
+    """Returns how many devices a group has, given as "{{0,1},{2,3}}", "[2,2]<=[4]" or "mesh['a'=2,'b'=2] {'b'}"."""
+    if groups.startswith("{{"):
+        return groups[2 : groups.index("}")].count(",") + 1
+    if groups.startswith("["):
+        return int(groups[1 : groups.index("]")].split(",")[1])
+    sizes, axes = groups.split("] {")
+    return math.prod(int(n) for axis, n in re.findall(r"('\w+')=(\d+)", sizes) if axis in axes)
+
+
+def _bytes(results: str) -> int:
     total = 0
-    for results in re.findall(rf"= (.*?) (?:{'|'.join(COLLECTIVES)})(?:-start)?\(", text):
-        for kind, bits, shape in re.findall(r"\b([a-z]+)(\d+)\w*\[([\d,]*)\]", results):
-            assert kind in ("f", "bf", "u", "s"), results
-            total += int(bits) // 8 * math.prod(int(n) for n in shape.split(",") if n)
+    for kind, bits, shape in re.findall(r"\b([a-z]+)(\d+)\w*\[([\d,]*)\]", results):
+        assert kind in ("f", "bf", "u", "s"), results
+        total += int(bits) // 8 * math.prod(int(n) for n in shape.split(",") if n)
     return total
 
 

@@ -95,6 +95,22 @@ def test_row_parallel_kernels(recipe, kind):
 
 
 @meshes.AXES
+@pytest.mark.parametrize("rows", [R, R - 3], ids=["shares of rows", "shares of columns"])
+def test_sums_in_bfloat16(rows, kind):
+    """Each device adds up a share, with its rows' biases, and the shares are gathered."""
+    layer = lambda x, kernel, bias: dj.grouped_dense(x, kernel, bias, OFFSETS, recipe=dj.MXFP8BlockScaling())  # noqa: E731
+    x, none = X[:rows].astype("bfloat16"), jnp.zeros_like(BIAS)
+    got, collectives = meshes.run(layer, kind, (P(None, "d"), P(None, None, "d"), P()), x, KERNEL, BIAS)
+    assert collectives == meshes.WHOLE_SUM
+    total = np.zeros((rows, N), np.float32)
+    for part, kernel in zip(jnp.split(x, 4, 1), jnp.split(KERNEL, 4, 2), strict=True):
+        total = total + np.asarray(layer(part, kernel, none)).astype(np.float32)
+    group = np.searchsorted(np.asarray(OFFSETS)[1:], np.arange(384), side="right")
+    total[:384] += np.asarray(BIAS)[group]
+    meshes.same(got, jnp.asarray(total).astype("bfloat16"))
+
+
+@meshes.AXES
 def test_a_result_cut_over_the_axes_of_the_sum_and_examples_of_a_vmap(kind):
     recipe = dj.MXFP8BlockScaling()
     x = jnp.stack([X, X * 2])

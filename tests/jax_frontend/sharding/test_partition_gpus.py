@@ -78,8 +78,8 @@ def test_a_training_step_beside_one_gpu(recipe, layout, kind):
     got, collectives, want = run(linear.training_step(recipe), kind, LAYOUTS[layout], *linear.ARGS)
     for name in want:
         near(got[name], want[name], name)
-    if layout != "gathered weights":
-        assert set(collectives) <= {"all-reduce"}, collectives
+    if layout != "gathered weights":  # a cut sum of y or dx is in bfloat16
+        assert set(collectives) <= {"all-reduce", *(() if layout == "data" else meshes.WHOLE_SUM)}, collectives
 
 
 @pytest.mark.parametrize("recipe", experts.RECIPES.values(), ids=experts.RECIPES)

@@ -38,12 +38,18 @@ def test_an_axis_cuts_one_factor_and_operands_come_first():
 
 
 def test_what_enters_after_a_sum_may_be_cut_over_its_axes():
-    rule_of = Rule((("M", "K"), ("N", "K"), ("M", "N")), (("M", "N"),), GEMM.blocks, summed="K", before=2)
+    factors = (("M", "K"), ("N", "K"), ("M", "N"))
+    rule_of = Rule(factors, (("M", "N"),), GEMM.blocks, summed="K", shares=("M", "N"), before=2)
     cuts = rule.cuts_of(rule_of, [P(None, "d"), P(None, "d"), P("d", None)])
     assert cuts == {"K": ("d",), "M": ("d",)}
     assert rule.operand_specs(rule_of, cuts) == [[None, "d"], [None, "d"], ["d", None]]
     assert rule.cuts_of(rule_of, [P(None, "d"), P(None, "d"), P(None, None)]) == {"K": ("d",)}
     assert rule.cuts_of(rule_of, [P(None, "d"), P(None, None), P(None, None)], [P(None, "d")])["N"] == ("d",)
+    some = rule.cuts_of(rule_of, [P(None, ("t", "d")), P(None, ("t", "d")), P(None, "d")])
+    assert some == {"K": ("t", "d"), "N": ("d",)}
+    assert rule.operand_specs(rule_of, some) == [[None, ("t", "d")], [None, ("t", "d")], [None, "d"]]
+    mapped = rule_of.with_batch([(), (), ("batch0",)], ("batch0",))  # whose sum has all examples on each device
+    assert rule.cuts_of(mapped, [P(None, "d"), P(None, "d"), P("d", None, None)], [P("d")]) == {"K": ("d",)}
 
 
 def test_blocks_are_never_cut():

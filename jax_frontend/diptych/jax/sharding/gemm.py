@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 from diptych.common.formats import format_by_name
 from diptych.common.ops import shapes
@@ -52,16 +55,21 @@ def gemm(
     }
 
     def local(run: Run, cuts: Cuts, shard: Sequence[Array]) -> list[Array]:
-        if not cuts.get("K"):
+        if jax.lax.axis_size(cuts.get("K", ())) == 1:
             return run(*shard)
         given = dict(a=a, b=b, alpha=alpha, beta=(0.0).hex(), out_dtype=out_dtype, **options)
-        total = summed_product(gemm_p, cuts, shard[:end], batch, given)
-        if has_bias:
-            total = total + aligned(shard[end].astype("float32")[..., None, :], batch.axes[end], batch.rank, 2)
-        if has_c:
-            c = aligned(shard[-1].astype("float32"), batch.axes[-1], batch.rank, 2)
-            total = total + float.fromhex(beta) * c
-        return [total.astype(out_dtype)]
+
+        def finish(total: Array, mine: Callable[[Array], Array]) -> Array:
+            if has_bias:
+                total = total + mine(aligned(shard[end][..., None, :], batch.axes[end], batch.rank, 2)).astype(
+                    "float32"
+                )
+            if has_c:
+                c = mine(aligned(shard[-1], batch.axes[-1], batch.rank, 2))
+                total = total + float.fromhex(beta) * c.astype("float32")
+            return total.astype(out_dtype)
+
+        return [summed(product(gemm_p, shard[:end], batch, given), cuts, finish)]
 
     return Rule(
         (*factors, *[("N",)] * has_bias, *[("M", "N")] * has_c),
@@ -70,12 +78,13 @@ def gemm(
         ("sum",),
         local,
         summed="K",
+        shares=("M", "N"),
         before=end,
     )
 
 
-def summed_product(prim: Any, cuts: Cuts, operands: Sequence[Array], batch: Batch, params: dict[str, Any]) -> Array:
-    """Returns a product over a cut K without what enters after the sum, in float32 and with all batch axes.
+def product(prim: Any, operands: Sequence[Array], batch: Batch, params: dict[str, Any]) -> Array:
+    """Returns this device's part of a product over a cut K, with all batch axes, without what enters after the sum.
 
     `operands`: those of the product alone, with the first masks of `batch`.
     """
@@ -83,15 +92,60 @@ def summed_product(prim: Any, cuts: Cuts, operands: Sequence[Array], batch: Batc
     axes = [bit for bit in range(batch.rank) if any(mask >> bit & 1 for mask in masks)]
     narrow = tuple(sum((mask >> bit & 1) << i for i, bit in enumerate(axes)) for mask in masks)
     (part,) = prim.bind(*operands, batch=Batch(len(axes), narrow), has_bias=False, has_c=False, **params)
-    return aligned(_summed(part.astype("float32"), cuts), sum(1 << bit for bit in axes), batch.rank, 2)
+    return aligned(part, sum(1 << bit for bit in axes), batch.rank, 2)
 
 
-def _summed(part: Array, cuts: Cuts) -> Array:
-    """Returns the sum of [..., M, N] over the axes that cut K, or this device's part of it if they cut M or N too."""
-    for dimension, factor in ((part.ndim - 2, "M"), (part.ndim - 1, "N")):
-        if cuts.get(factor) == cuts["K"]:
-            return jax.lax.psum_scatter(part, cuts["K"], scatter_dimension=dimension, tiled=True)
-    return jax.lax.psum(part, cuts["K"])
+def summed(part: Array, cuts: Cuts, finish: Callable[[Array, Callable[[Array], Array]], Array]) -> Array:
+    """Returns the sum of parts [..., M, N] over the axes that cut K, or a share of it where they cut M or N too.
+
+    Parts travel in their own dtype, and are added in float32. Each device adds up an equal share, in the order of the
+    devices, and finished shares are gathered over those axes that do not cut the result: of parts of two bytes half the
+    bytes of an all-reduce in float32. A whole sum of float32 parts, and parts that have no equal shares, are added by
+    XLA's all-reduce.
+
+    `finish`: takes a sum in float32, and a function that cuts this sum's share out of [..., M, N] or a bias
+    [..., 1, N] as the device has it, to the result.
+    """
+    axes, ranks = cuts["K"], jax.lax.axis_size(cuts["K"])
+    dimensions = (("M", part.ndim - 2), ("N", part.ndim - 1))
+    shares = [(d, cuts[factor]) for factor, d in dimensions if set(cuts.get(factor, ())) & set(axes)]
+    shares += [(d, ()) for _, d in dimensions if part.shape[d] % ranks == 0]
+    dimension, own = shares[0] if shares else (part.ndim - 1, ())
+    rest = tuple(axis for axis in axes if axis not in own)
+    if part.shape[dimension] % ranks or (part.dtype == "float32" and not own):
+        total = jax.lax.psum(part.astype("float32"), axes)
+        return finish(_cut(total, own, dimension), lambda x: x)
+    done = finish(_share(part, axes, own + rest, dimension), lambda x: _cut(x, rest, dimension))
+    gather = functools.partial(jax.lax.all_gather, axis_name=rest, axis=dimension, tiled=True)
+    return _as_integers(gather, done) if rest else done
+
+
+def _cut(x: Array, axes: tuple[Any, ...], dimension: int) -> Array:
+    """Returns this device's share of x over the axes. A dimension of length 1 is broadcast, and not cut."""
+    if not axes or x.shape[dimension] == 1:
+        return x
+    length = x.shape[dimension] // jax.lax.axis_size(axes)
+    return jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(axes) * length, length, dimension)
+
+
+def _share(part: Array, axes: tuple[Any, ...], places: tuple[Any, ...], dimension: int) -> Array:
+    """Returns this device's share along a dimension of the sum over the axes' devices, in float32.
+
+    `places`: the axes in the order in which they cut the sum into shares.
+    """
+    if part.dtype == "float32" and places == axes:
+        return jax.lax.psum_scatter(part, axes, scatter_dimension=dimension, tiled=True)
+    swap = functools.partial(jax.lax.all_to_all, axis_name=places, split_axis=dimension + 1, concat_axis=0, tiled=True)
+    parts = _as_integers(swap, part[None])
+    numbers = np.arange(len(parts)).reshape([jax.lax.axis_size(axis) for axis in places])
+    order = numbers.transpose([places.index(axis) for axis in axes]).ravel()
+    return functools.reduce(jnp.add, [parts[i].astype("float32") for i in order])
+
+
+def _as_integers(exchange: Callable[[Array], Array], x: Array) -> Array:
+    """Exchanges the bits of x. XLA:CPU would send bfloat16 as float32."""
+    bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
+    return jax.lax.bitcast_convert_type(exchange(bits), x.dtype)
 
 
 def aligned(x: Array, mask: int, rank: int, own: int) -> Array:

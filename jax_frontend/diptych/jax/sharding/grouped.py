@@ -6,7 +6,7 @@ A stack alone is cut along its tensors too, as it is quantized.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -20,7 +20,7 @@ from diptych.jax.primitives.checks import copy_length
 from diptych.jax.primitives.ffi import Batch
 from diptych.jax.primitives.grouped import grouped_gemm_p, quantize_stack_p
 from diptych.jax.primitives.quantize import COMPUTE, GIVEN, amax_p
-from diptych.jax.sharding.gemm import aligned, summed_product
+from diptych.jax.sharding.gemm import aligned, product, summed
 from diptych.jax.sharding.quantize import (
     COLUMNS,
     ROUTED,
@@ -124,16 +124,20 @@ def grouped_gemm(
     out: Factors = (EXPERTS, "M", "N") if depth else (ROWS, "N")
 
     def local(run: Run, cuts: Cuts, shard: Sequence[Array]) -> list[Array]:
-        if not cuts.get("K"):
+        if jax.lax.axis_size(cuts.get("K", ())) == 1:
             return run(*shard)
         given = dict(a=a, b=b, out_dtype=out_dtype, **options)
-        total = summed_product(grouped_gemm_p, cuts, shard[: end + 1], batch, given)
-        if has_bias and groups:
-            bias = aligned(shard[end + 1].astype("float32"), batch.axes[end + 1], batch.rank, 2)
-            total = total + _of_rows(bias, aligned(shard[end], batch.axes[end], batch.rank, 1), total.shape[-2])
-        if has_c:
-            total = total + aligned(shard[-1].astype("float32"), batch.axes[-1], batch.rank, 2)
-        return [total.astype(out_dtype)]
+
+        def finish(total: Array, mine: Callable[[Array], Array]) -> Array:
+            if has_bias and groups:
+                bias = aligned(shard[end + 1].astype("float32"), batch.axes[end + 1], batch.rank, 2)
+                offsets = aligned(shard[end], batch.axes[end], batch.rank, 1)
+                total = total + mine(_of_rows(bias, offsets, shard[0].shape[-2]))
+            if has_c:
+                total = total + mine(aligned(shard[-1], batch.axes[-1], batch.rank, 2)).astype("float32")
+            return total.astype(out_dtype)
+
+        return [summed(product(grouped_gemm_p, shard[: end + 1], batch, given), cuts, finish)]
 
     return Rule(
         (*factors, (None,), *[(EXPERTS, "N")] * has_bias, *[out] * has_c),
@@ -143,6 +147,7 @@ def grouped_gemm(
         local,
         dict.fromkeys((ROWS, EXPERTS), ROUTED),
         summed="" if depth else "K",
+        shares=("N",),
         before=end + 1,
     )
 

@@ -38,8 +38,9 @@ class Rule:
     them, from (run, cuts, operands), instead of `run` and `reduce`. `whole`: factors that are refused where a mesh cuts
     them, and why.
 
-    `summed`: a factor whose axes may also cut another factor of results, and of the operands from number `before` on,
-    which enter after the sum: each device then gets its part of the sum (a reduce-scatter).
+    `summed`: a factor whose axes, or some of them, may also cut one of the factors `shares` of results, and of the
+    operands from number `before` on, which enter after the sum: each device then gets its share of the sum (a
+    reduce-scatter).
     """
 
     operands: tuple[Factors, ...]
@@ -49,6 +50,7 @@ class Rule:
     local: Callable[[Run, Cuts, Sequence[Array]], list[Array]] | None = None
     whole: Mapping[str, str] = dataclasses.field(default_factory=dict)
     summed: str = ""
+    shares: tuple[str, ...] = ()
     before: int | None = None
 
     def with_batch(self, operands: Sequence[Factors], front: Factors) -> Rule:
@@ -120,15 +122,18 @@ def cuts_of(rule: Rule, operands: Sequence[Any], results: Sequence[Any] = ()) ->
         after = [*rule.operands[rule.before :], *rule.results]
         for factors, spec in zip(after, [*operands[rule.before :], *results], strict=False):
             for factor, entry in zip(factors, spec, strict=False):
-                if factor is not None and len(factors) > 1 and factor not in cuts and axes_of(entry) == summed:
-                    return cuts | {factor: summed}
+                axes = axes_of(entry)
+                if factor is None or factor not in rule.shares or factor in cuts or len(factors) == 1:
+                    continue
+                if axes and set(axes) <= set(summed):
+                    return cuts | {factor: axes}
     return cuts
 
 
 def cuts_before(rule: Rule, cuts: Cuts) -> Cuts:
     """Returns the cuts of operands that enter before the sum over `rule.summed`."""
-    summed = cuts.get(rule.summed)
-    return {factor: axes for factor, axes in cuts.items() if factor == rule.summed or axes != summed}
+    summed = set(cuts.get(rule.summed, ()))
+    return {factor: axes for factor, axes in cuts.items() if factor == rule.summed or not summed & set(axes)}
 
 
 def operand_specs(rule: Rule, cuts: Cuts) -> list[list[Any]]:
