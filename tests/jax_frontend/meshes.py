@@ -50,7 +50,7 @@ def counted(text: str) -> dict[str, int]:
 
 def sent(text: str) -> float:
     """Returns the bytes that one device sends in all collectives of compiled HLO, if all-reduces go around a ring."""
-    groups = r"replica_groups=(\S+ \{'[^}]*\}|\S+)"
+    groups = r"replica_groups=(mesh\[.*? \{.*?\}|\S+)"
     found = re.findall(rf"= (.*?) ({'|'.join(COLLECTIVES)})(?:-start)?\(.*?{groups}", text)
     assert len(found) == sum(counted(text).values())
     total = 0.0
@@ -64,12 +64,12 @@ def sent(text: str) -> float:
 
 
 def _ranks(groups: str) -> int:
-    """Returns how many devices a group has, given as "{{0,1},{2,3}}", "[2,2]<=[4]" or "mesh['a'=2,'b'=2] {'b'}"."""
+    """Returns the devices of a group, given as "{{0,1},{2,3}}", "[2,2]<=[4]" or "mesh['a'=2,'b'=2], ... {'b'}"."""
     if groups.startswith("{{"):
         return groups[2 : groups.index("}")].count(",") + 1
     if groups.startswith("["):
         return int(groups[1 : groups.index("]")].split(",")[1])
-    sizes, axes = groups.split("] {")
+    sizes, axes = groups.rsplit("{", 1)
     return math.prod(int(n) for axis, n in re.findall(r"('\w+')=(\d+)", sizes) if axis in axes)
 
 
