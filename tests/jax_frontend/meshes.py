@@ -49,17 +49,18 @@ def counted(text: str) -> dict[str, int]:
 
 
 def sent(text: str) -> float:
-    """Returns the bytes that one device sends in all collectives of compiled HLO, if all-reduces go around a ring."""
-    groups = r"replica_groups=(mesh\[.*? \{.*?\}|\S+)"
-    found = re.findall(rf"= (.*?) ({'|'.join(COLLECTIVES)})(?:-start)?\(.*?{groups}", text)
-    assert len(found) == sum(counted(text).values())
+    """Returns the bytes that one device sends in all collectives of compiled HLO, where all-reduces go around a ring."""
     total = 0.0
-    for results, name, devices in found:
-        n, size = _ranks(devices), _bytes(results)
-        total += {
-            "all-reduce": 2 * size * (n - 1) / n, "reduce-scatter": size * (n - 1),
-            "all-gather": size * (n - 1) / n, "all-to-all": size * (n - 1) / n,
-        }[name]  # fmt: skip
+    for results, name, options in re.findall(rf"= (.*?) ({'|'.join(COLLECTIVES)})(?:-start)?\((.*)", text):
+        size, groups = _bytes(results), re.search(r"replica_groups=(mesh\[.*? \{.*?\}|\S+)", options)
+        if groups is None:
+            assert name == "collective-permute", options
+            total += size
+            continue
+        n = _ranks(groups[1])
+        total += (
+            {"all-reduce": 2 / n, "reduce-scatter": 1, "all-gather": 1 / n, "all-to-all": 1 / n}[name] * (n - 1) * size
+        )
     return total
 
 
