@@ -49,7 +49,7 @@ def counted(text: str) -> dict[str, int]:
 
 
 def sent(text: str) -> float:
-    """Returns the bytes that one device sends in all collectives of compiled HLO, where all-reduces go around a ring."""
+    """Returns the bytes that one device sends in the collectives of compiled HLO. All-reduces go around a ring."""
     total = 0.0
     for results, name, options in re.findall(rf"= (.*?) ({'|'.join(COLLECTIVES)})(?:-start)?\((.*)", text):
         size, groups = _bytes(results), re.search(r"replica_groups=(mesh\[.*? \{.*?\}|\S+)", options)
@@ -58,9 +58,8 @@ def sent(text: str) -> float:
             total += size
             continue
         n = _ranks(groups[1])
-        total += (
-            {"all-reduce": 2 / n, "reduce-scatter": 1, "all-gather": 1 / n, "all-to-all": 1 / n}[name] * (n - 1) * size
-        )
+        of_result = {"all-reduce": 2 / n, "reduce-scatter": 1, "all-gather": 1 / n, "all-to-all": 1 / n}[name]
+        total += of_result * (n - 1) * size
     return total
 
 
