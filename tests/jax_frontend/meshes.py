@@ -49,27 +49,27 @@ def counted(text: str) -> dict[str, int]:
 
 
 def sent(text: str) -> float:
-    """Returns the bytes that one device sends in all collectives of compiled HLO, if all-reduces go around a ring."""
-    groups = r"replica_groups=(\S+ \{'[^}]*\}|\S+)"
-    found = re.findall(rf"= (.*?) ({'|'.join(COLLECTIVES)})(?:-start)?\(.*?{groups}", text)
-    assert len(found) == sum(counted(text).values())
+    """Returns the bytes that one device sends in the collectives of compiled HLO. All-reduces go around a ring."""
     total = 0.0
-    for results, name, devices in found:
-        n, size = _ranks(devices), _bytes(results)
-        total += {
-            "all-reduce": 2 * size * (n - 1) / n, "reduce-scatter": size * (n - 1),
-            "all-gather": size * (n - 1) / n, "all-to-all": size * (n - 1) / n,
-        }[name]  # fmt: skip
+    for results, name, options in re.findall(rf"= (.*?) ({'|'.join(COLLECTIVES)})(?:-start)?\((.*)", text):
+        size, groups = _bytes(results), re.search(r"replica_groups=(mesh\[.*? \{.*?\}|\S+)", options)
+        if groups is None:
+            assert name == "collective-permute", options
+            total += size
+            continue
+        n = _ranks(groups[1])
+        of_result = {"all-reduce": 2 / n, "reduce-scatter": 1, "all-gather": 1 / n, "all-to-all": 1 / n}[name]
+        total += of_result * (n - 1) * size
     return total
 
 
 def _ranks(groups: str) -> int:
-    """Returns how many devices a group has, given as "{{0,1},{2,3}}", "[2,2]<=[4]" or "mesh['a'=2,'b'=2] {'b'}"."""
+    """Returns the devices of a group, given as "{{0,1},{2,3}}", "[2,2]<=[4]" or "mesh['a'=2,'b'=2], ... {'b'}"."""
     if groups.startswith("{{"):
         return groups[2 : groups.index("}")].count(",") + 1
     if groups.startswith("["):
         return int(groups[1 : groups.index("]")].split(",")[1])
-    sizes, axes = groups.split("] {")
+    sizes, axes = groups.rsplit("{", 1)
     return math.prod(int(n) for axis, n in re.findall(r"('\w+')=(\d+)", sizes) if axis in axes)
 
 
