@@ -39,11 +39,11 @@ class Cell:
     """A pair of sites in one step.
 
     `verdict`: "same": all bits, or all values of two dtypes, are equal. With references: "definition": H_A and H_B
-    differ by more than 1e-10 in relative rms; "rounding": R is at most 2; "beyond": R is larger. Without: "differs",
-    as with references where the shapes of this step do. "unknown": neither hashes nor values tell. `relative`: rms of
-    B - A relative to A's, inf where one of them is not finite; `max_ulp`, `differing` and `compared` as in `Distance`.
-    `noise`: R = rms(B - H) / max(rms(A - H), u rms(H)). `definition`: the relative rms of H_B - H_A. None where it was
-    not measured.
+    differ by more than 1e-10 in relative rms; "rounding": R is at most 2, or 20 / sqrt(n) for n < 100 elements;
+    "beyond": R is larger. Without: "differs", as with references where the shapes of this step do. "unknown": neither
+    hashes nor values tell. `relative`: rms of B - A relative to A's, inf where one of them is not finite; `max_ulp`,
+    `differing` and `compared` as in `Distance`. `noise`: R = rms(B - H) / max(rms(A - H), u rms(H)). `definition`: the
+    relative rms of H_B - H_A. None where it was not measured.
     """
 
     step: int
