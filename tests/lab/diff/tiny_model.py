@@ -100,7 +100,8 @@ def run(given: dict[str, torch.Tensor], dtype: torch.dtype, fault: str = "", chu
     site("loss", loss, before)
     loss.backward()
 
-    def entry(name: str, kind: str, value: torch.Tensor, inputs: tuple[str, ...] | None) -> Entry:
+    def entry(name: str, kind: str, value: torch.Tensor | None, inputs: tuple[str, ...]) -> Entry:
+        assert value is not None
         array = value.detach().numpy()
         return Entry(Site(name, kind, 0, array.shape, str(array.dtype), inputs), None, None, array)  # type: ignore[arg-type]
 
