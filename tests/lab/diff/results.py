@@ -7,7 +7,8 @@ import math
 
 import numpy as np
 
-from diptych.lab.diff.result import GREEN, Ambiguous, Cell, First, Result, Row, Side
+from diptych.lab.diff.result import GREEN, Ambiguous, Cell, First, Matched, Result, Row, Side
+from diptych.lab.traces.schema import Kind
 
 PARTS = ("ln_1", "attn.c_attn", "attn.c_proj", "attn", "ln_2", "mlp.c_fc", "mlp.act", "mlp.c_proj", "mlp")
 
@@ -41,7 +42,8 @@ def result(
     rng = np.random.default_rng(seed)
     numbers = tuple(range(0, steps))
     names = _names(layers, sites)
-    depth = {kind: 0 for kind in ("parameter", "activation", "activation_grad", "parameter_grad")}
+    begun = fault[1] if fault else steps
+    depth = dict.fromkeys(("parameter", "activation", "activation_grad", "parameter_grad"), 0)
     broken: dict[int, bool] = {}
     rows = []
     for kind, name in names:
@@ -52,14 +54,13 @@ def result(
         cells = []
         for step in numbers:
             level = 1e-7 * (1 + 0.15 * depth[kind]) * (1 + step) * math.exp(0.3 * rng.standard_normal())
-            bad = fault is not None and step >= fault[1] and (hit or step > fault[1])
-            bad = bad and (kind != "parameter" or step > fault[1])
+            bad = step > begun or (step == begun and hit)
             cells.append(_cell(step, level, bad, hit, references, fault is None, math.prod(size), rng))
         broken[len(rows)] = any(c.verdict not in GREEN for c in cells)
         key = f"{kind}:{name}"
         other = f"{kind}:" + name.replace(".weight", ".kernel").replace(".", "/")
         inputs = (len(rows) - 1,) if rows and "activation" in kind else None
-        matched = "bits" if kind == "parameter" else "table"
+        matched: Matched = "bits" if kind == "parameter" else "table"
         dtypes = ("bfloat16", "bfloat16") if kind == "activation" else ("float32", "float32")
         rows.append(Row(key, other, 0, kind, name, 0, size, *dtypes, matched, False, inputs, tuple(cells)))
     return Result(
@@ -82,19 +83,19 @@ def changed(made: Result, row: int, **fields) -> Result:
     return dataclasses.replace(made, rows=tuple(rows))
 
 
-def _names(layers: int, sites: int) -> list[tuple[str, str]]:
-    parts = [
-        PARTS[i % len(PARTS)] + (f".{i // len(PARTS)}" if i >= len(PARTS) else "") for i in range(max(1, sites // 4))
-    ]
+def _names(layers: int, sites: int) -> list[tuple[Kind, str]]:
+    count = max(1, sites // 4)
+    parts = [PARTS[i % len(PARTS)] + (f".{i // len(PARTS)}" if i >= len(PARTS) else "") for i in range(count)]
     forward = [f"h.{i}.{part}" for i in range(layers) for part in parts]
     inner = ["wte", *forward, "ln_f", "model"]
     parameters = ["wte.weight", *(f"{name}.weight" for name in forward)]
-    return [
-        *(("parameter", name) for name in parameters),
-        *(("activation", name) for name in inner),
-        *(("activation_grad", name) for name in reversed(inner)),
-        *(("parameter_grad", name) for name in parameters),
-    ]
+    order: tuple[tuple[Kind, list[str]], ...] = (
+        ("parameter", parameters),
+        ("activation", inner),
+        ("activation_grad", inner[::-1]),
+        ("parameter_grad", parameters),
+    )
+    return [(kind, name) for kind, names in order for name in names]
 
 
 def _hit(kind: str, name: str, layer: int, broken: int) -> bool:
@@ -124,6 +125,6 @@ def _firsts(rows: list[Row]) -> tuple[First, ...]:
         for i, row in enumerate(rows):
             at = [c for c in row.cells if c.verdict not in GREEN]
             if row.kind == kind and at:
-                found.append((at[0].step, i, First(i, at[0].step, at[0].verdict)))
-                break
-    return tuple(first for _, _, first in found)
+                found.append((kind, at[0].step, i, First(i, at[0].step, at[0].verdict)))
+    firsts = {kind: first for kind, _, _, first in sorted(found, key=lambda item: item[:3], reverse=True)}
+    return tuple(firsts[kind] for kind in ("activation", "activation_grad") if kind in firsts)

@@ -1,4 +1,4 @@
-"""The HTML page of a comparison: one self-contained file, whose heat map, charts and table are drawn by its own script."""
+"""The HTML page of a comparison: one self-contained file, whose own script draws its heat map, charts and table."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ BACKWARD = ("activation_grad", "parameter_grad")
 """Kinds of the backward pass."""
 SEVERITY: tuple[Verdict, ...] = ("same", "rounding", "unknown", "differs", "beyond", "definition")
 """Verdicts from the least to the worst: the page's codes for them are positions here."""
+QUIET = (*GREEN, "unknown")
+"""Verdicts that are no finding."""
 WORDS: dict[Verdict, str] = {
     "same": "same bits",
     "rounding": "rounding",
@@ -87,7 +89,7 @@ def payload(result: Result) -> dict[str, Any]:
         "sides": {side.role: side.framework for side in result.sides},
         "steps": result.steps,
         "severity": SEVERITY,
-        "green": GREEN,
+        "quiet": QUIET,
         "backward": BACKWARD,
         "kinds": get_args(Kind),
         "words": WORDS,
@@ -181,7 +183,9 @@ def _short(x: float | None) -> str:
         return "–"
     if not math.isfinite(x):
         return "∞" if x > 0 else str(x)
-    return f"{x:,}".replace(",", "\u202f") if isinstance(x, int) else f"{x:.3g}"
+    if isinstance(x, int):
+        return f"{x:,}".replace(",", "\u202f")  # narrow no-break space
+    return f"{x:.3g}" if x == 0 or 0.01 <= x < 1e4 else re.sub(r"e([+-])0", r"e\1", f"{x:.2e}")
 
 
 def _share(cell: Cell) -> str:
@@ -198,7 +202,7 @@ def _summary(result: Result) -> dict[str, Any]:
     directions = []
     for name, backward in (("Forward", False), ("Backward", True)):
         rows = [row for row in result.rows if (row.kind in BACKWARD) == backward]
-        found = sum(any(c.verdict not in GREEN for c in row.cells) for row in rows)
+        found = sum(any(c.verdict not in QUIET for c in row.cells) for row in rows)
         directions.append({"name": name, "sites": len(rows), "found": found})
     if not cells:
         tone, head = "none", "Nothing was compared"
@@ -207,7 +211,7 @@ def _summary(result: Result) -> dict[str, Any]:
         tone = "good"
     else:
         found, sites = (sum(d[key] for d in directions) for key in ("found", "sites"))
-        what = "differ by more than rounding" if references else "differ or are not known to be equal"
+        what = "differ by more than rounding" if references else "differ"
         tone, head = "bad", f"{found} of {sites} sites {what}"
     return {"tone": tone, "head": head, "directions": directions, "references": references, "cells": cells}
 

@@ -16,7 +16,7 @@ function axis(metric, points) {
   const finite = points.map((p) => p.y).filter((y) => y > 0 && y !== Infinity);
   if (metric.limit && metric.log && finite.length && metric === METRICS.noise) finite.push(metric.limit);
   const zero = metric.log && points.some((p) => p.y === 0), top = points.some((p) => p.y === Infinity);
-  const low0 = zero ? 0.1 : 0, high0 = top ? 0.92 : 1;
+  const low0 = zero ? 0.12 : 0, high0 = top ? 0.86 : 1;
   let low = 0, high = 1, ticks = [];
   if (!metric.log) {
     high = Math.max(...finite, 0) > 0.5 ? 1 : Math.max(...finite, 0.01) * 1.1;
@@ -27,9 +27,9 @@ function axis(metric, points) {
     low = Math.floor(lowest + 1e-9);
     high = Math.max(low + 1, Math.ceil(highest - 1e-9));
     const every = Math.ceil((high - low) / 6);
-    for (let e = low; e <= high; e += every) ticks.push([10 ** e, Math.abs(e) < 3 ? String(10 ** Math.min(e, 2)) : power(e)]);
+    for (let e = low; e <= high; e += every) ticks.push([10 ** e, decimal(e)]);
     if (high - low <= 2)
-      for (let e = low; e < high; e++) for (const k of [2, 5]) ticks.push([k * 10 ** e, Math.abs(e) < 3 ? String(+(k * 10 ** e).toPrecision(1)) : ""]);
+      for (let e = low; e < high; e++) for (const k of [2, 5]) ticks.push([k * 10 ** e, decimal(e, k)]);
   }
   const place = (y) => {
     if (y === Infinity) return 1;
@@ -47,7 +47,7 @@ class Chart {
   constructor(box, select, step) {
     Object.assign(this, { box, select, step, given: null });
     this.tip = box.querySelector(".tip");
-    this.root = svg("svg", { tabindex: "0", role: "img" }, box);
+    this.root = svg("svg", { tabindex: "0", role: "slider" }, box);
     this.root.addEventListener("pointermove", (e) => this.point(e));
     this.root.addEventListener("pointerleave", () => this.leave());
     this.root.addEventListener("click", (e) => { const p = this.nearest(e); if (p) this.select(p); });
@@ -67,7 +67,10 @@ class Chart {
     root.replaceChildren();
     root.setAttribute("viewBox", `0 0 ${width} ${height}`);
     root.setAttribute("height", height);
-    root.setAttribute("aria-label", title);
+    const chosen = points[at];
+    const said = { label: title, valuemin: 0, valuemax: Math.max(0, points.length - 1), valuenow: Math.max(0, at),
+      valuetext: chosen ? `${chosen.title}: ${show(metric.name, chosen.y)}` : "none" };
+    for (const [name, text] of Object.entries(said)) root.setAttribute(`aria-${name}`, text);
     const known = points.filter((p) => p.y === p.y);
     if (!known.length) {
       svg("text", { x: left, y: height / 2, class: "axis" }, root, "Nothing to draw: no values of this metric here.");

@@ -46,16 +46,17 @@ function drawCell(c, name, x, code, left, top, width, height) {
     c.fillStyle = rgb(color);
     c.fillRect(left, top, w, h);
   } else if (code !== NONE) {
-    c.fillStyle = theme.none;
-    for (let y = 1; y < h; y += 4) c.fillRect(left, top + y, w, 1);
+    c.fillStyle = c.strokeStyle = theme.none;
+    c.lineWidth = 1;
+    if (finding(code) || data.severity[code] === "unknown") c.strokeRect(left + 0.5, top + 0.5, w - 1, h - 1);
+    else for (let y = 1; y < h; y += 4) c.fillRect(left, top + y, w, 1);
   }
-  if (!finding(code)) return;
+  if (!finding(code) && data.severity[code] !== "unknown") return;
   const ink = color && luminance(color) > 128 ? "#000" : color || theme.dark ? "#fff" : "#000";
   const verdict = data.severity[code], x0 = left + w / 2, y0 = top + h / 2;
   const r = Math.max(1, Math.min(3.5, w / 2 - 1.5));
   c.fillStyle = c.strokeStyle = ink;
-  if (x === Infinity) return glyph(c, "∞", x0, y0, w);
-  if (verdict === "unknown") return glyph(c, "?", x0, y0, w);
+  if (x === Infinity || verdict === "unknown") return glyph(c, x === Infinity ? "∞" : "?", x0, y0, w);
   if (verdict === "definition") {
     c.lineWidth = r > 2 ? 1.5 : 1;
     c.beginPath();
@@ -170,6 +171,11 @@ class Heat {
     for (const [x, y] of rings) this.ring(x, y);
     this.drawSteps(begin, end, left, width);
     const held = document.activeElement === box ? this.cursor : null;
+    const at = this.lines.findIndex((l) => l.members.includes(state.row) && (l.row >= 0 || !l.open));
+    if (at >= 0) {
+      this.frame({ line: at, step: state.step }, 4, theme.panel, left, top);
+      this.frame({ line: at, step: state.step }, 2, theme.ink, left, top);
+    }
     this.frame(this.hover, 1, theme.ink, left, top);
     this.frame(held, 2, theme.accent, left, top);
     if (!this.lines.length) {

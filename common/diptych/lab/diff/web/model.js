@@ -7,7 +7,7 @@ const STEPS = data.steps.length;
 const NONE = 255; // the verdict where a row has no cell
 const backwardKinds = new Set(data.backward);
 const isBackward = (row) => backwardKinds.has(rows.kind[row]);
-const isFinding = data.severity.map((verdict) => !data.green.includes(verdict));
+const isFinding = data.severity.map((verdict) => !data.quiet.includes(verdict));
 const finding = (verdict) => verdict !== NONE && isFinding[verdict];
 const words = (verdict) => (verdict === NONE ? "no cell" : data.words[data.severity[verdict]]);
 
@@ -20,14 +20,14 @@ function column(name) {
   data.cells[name].forEach((values, row) => {
     const start = row * STEPS;
     if (!Array.isArray(values)) out.fill(number(values), start, start + STEPS);
-    else for (let i = 0; i < STEPS; i++) out[start + i] = number(values[i]);
+    else for (let i = 0; i < STEPS; i++) out[start + i] = typeof values[i] === "number" ? values[i] : number(values[i]);
   });
   return out;
 }
 
 const verdicts = new Uint8Array(ROWS * STEPS).fill(NONE);
 data.verdicts.forEach((text, row) => {
-  for (let i = 0; i < STEPS; i++) if (text[i] !== ".") verdicts[row * STEPS + i] = +text[i];
+  for (let i = 0; i < STEPS; i++) if (text[i] !== ".") verdicts[row * STEPS + i] = text.charCodeAt(i) - 48;
 });
 const values = {};
 for (const name of Object.keys(data.cells)) values[name] = column(name);
@@ -35,20 +35,29 @@ values.share = values.differing.map((x, i) => (values.compared[i] > 0 ? x / valu
 values.verdict = Float64Array.from(verdicts, (x) => (x === NONE ? NaN : x));
 
 const METRICS = {
-  relative: { title: "Relative rms", axis: "rms(B − A) / rms(A)", log: true },
-  noise: { title: "R: distance over rounding", axis: "R = rms(B − H) / rms(A − H)", log: true, limit: 2 },
-  ulp: { title: "Largest ULP distance", axis: "largest distance, ULP", log: true },
-  share: { title: "Share of elements that differ", axis: "share of elements that differ", log: false },
-  definition: { title: "Distance of the references", axis: "relative rms of H_B − H_A", log: true, limit: 1e-10 },
+  relative: { title: "Relative rms", short: "Relative rms", axis: "rms(B − A) / rms(A)", log: true },
+  noise: { title: "R: distance over rounding", short: "R", axis: "R = rms(B − H) / rms(A − H)", log: true, limit: 2 },
+  ulp: { title: "Largest ULP distance", short: "ULP, at most", axis: "largest distance, ULP", log: true },
+  share: { title: "Share of elements that differ", short: "Differ", axis: "share of elements that differ", log: false },
+  definition: { title: "Distance of the references", short: "References", axis: "relative rms of H_B − H_A", log: true, limit: 1e-10 },
   verdict: { title: "Verdict", axis: "", categories: true },
 };
-for (const [name, metric] of Object.entries(METRICS)) {
-  metric.values = values[name];
+
+// The smallest and largest of the positive finite values, and whether there is any value.
+function extent(values) {
   let low = Infinity, high = -Infinity, any = false;
-  for (const x of metric.values) {
+  for (let i = 0; i < values.length; i++) {
+    const x = values[i];
     if (x === x) any = true;
     if (x > 0 && x !== Infinity) { if (x < low) low = x; if (x > high) high = x; }
   }
+  return { low, high, any };
+}
+
+for (const [name, metric] of Object.entries(METRICS)) {
+  metric.name = name;
+  metric.values = values[name];
+  const { low, high, any } = extent(metric.values);
   metric.any = any;
   metric.low = 0;
   metric.high = 1;
@@ -65,6 +74,7 @@ for (const [name, metric] of Object.entries(METRICS)) {
 
 const SUPERSCRIPT = { "-": "⁻", 0: "⁰", 1: "¹", 2: "²", 3: "³", 4: "⁴", 5: "⁵", 6: "⁶", 7: "⁷", 8: "⁸", 9: "⁹" };
 const power = (e) => "10" + String(e).replace(/./g, (c) => SUPERSCRIPT[c]);
+const decimal = (e, k = 1) => (Math.abs(e) < 3 ? String(+(k * 10 ** e).toPrecision(1)) : k === 1 ? power(e) : `${k}·${power(e)}`);
 const whole = (n) => String(n).replace(/\B(?=(\d{3})+$)/g, "\u202f"); // narrow no-break space
 
 function show(name, x) {
@@ -84,7 +94,7 @@ function numbers(row, step) {
   const i = row * STEPS + step;
   const out = [["Verdict", words(verdicts[i])]];
   for (const name of ["relative", "noise", "ulp", "share", "definition"])
-    if (METRICS[name].any) out.push([METRICS[name].title, show(name, values[name][i])]);
+    if (METRICS[name].any) out.push([METRICS[name].short, show(name, values[name][i])]);
   return out;
 }
 

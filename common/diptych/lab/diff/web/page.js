@@ -120,7 +120,7 @@ function drawLegend() {
     const whole10 = metric.high - metric.low;
     const every = metric.log ? Math.ceil(whole10 / n) : 0.25;
     for (let y = metric.low; y <= metric.high + 1e-9; y += every) {
-      const tick = element("span", metric.log ? (Math.abs(y) < 3 ? String(+(10 ** y).toPrecision(1)) : power(y)) : `${100 * y} %`);
+      const tick = element("span", metric.log ? decimal(y) : `${100 * y} %`);
       tick.style.left = `${(100 * (y - metric.low)) / whole10}%`;
       ticks.append(tick);
     }
@@ -128,9 +128,9 @@ function drawLegend() {
     scale.append(bar, ticks);
     out.push(scale, swatch(name, 0, code("same"), "0"));
     if (metric.values.includes(Infinity)) out.push(swatch(name, Infinity, code("differs"), "not finite"));
-    if (metric.values.some((x, i) => x !== x && verdicts[i] !== NONE)) out.push(swatch(name, NaN, code("rounding"), "not measured"));
+    if (metric.values.some((x, i) => x !== x && verdicts[i] !== NONE && verdicts[i] !== code("unknown"))) out.push(swatch(name, NaN, code("rounding"), "not measured"));
     for (const verdict of data.severity)
-      if (isFinding[code(verdict)] && used.has(code(verdict))) out.push(swatch(name, verdict === "unknown" ? NaN : 10 ** metric.high, code(verdict), data.words[verdict]));
+      if ((isFinding[code(verdict)] || verdict === "unknown") && used.has(code(verdict))) out.push(swatch(name, verdict === "unknown" ? NaN : 10 ** metric.high, code(verdict), data.words[verdict]));
   } else for (const verdict of data.severity) out.push(swatch(name, code(verdict), code(verdict), data.words[verdict]));
   if (data.first.length) out.push(ringed());
   $("legend").replaceChildren(...out);
@@ -255,6 +255,7 @@ function drawTable() {
   $("more").hidden = sorted.length <= table.page;
   $("more").textContent = `Show more (${whole(Math.min(table.page, sorted.length))} of ${whole(sorted.length)})`;
   $("empty").hidden = sorted.length > 0;
+  $("empty").textContent = ROWS ? "No site passes the filters." : "No sites were compared.";
   for (const th of $("heads").children) {
     const on = th.dataset.sort === table.sort;
     th.setAttribute("aria-sort", on ? (table.down ? "descending" : "ascending") : "none");
