@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import get_args
 
 import numpy as np
 
@@ -43,7 +44,7 @@ def result(
     numbers = tuple(range(0, steps))
     names = _names(layers, sites)
     begun = fault[1] if fault else steps
-    depth = dict.fromkeys(("parameter", "activation", "activation_grad", "parameter_grad"), 0)
+    depth: dict[str, int] = dict.fromkeys(get_args(Kind), 0)
     broken: dict[int, bool] = {}
     rows = []
     for kind, name in names:

@@ -91,8 +91,7 @@ class Chart {
       svg("text", { x: width - right - 4, y: y - 5, class: "axis end limit-text" }, root, `limit ${show("noise", metric.limit)}`);
     }
     let free = -Infinity;
-    for (const [x, text, line] of marks) {
-      if (line) svg("line", { x1: X(x), x2: X(x), y1: top, y2: top + h, class: "grid" }, root);
+    for (const [x, text] of marks) {
       const half = text.length * 3.4;
       const place = Math.max(left + half, Math.min(width - right - half, X(x)));
       if (place - half < free + 10) continue;

@@ -234,7 +234,7 @@ class Heat {
     c.font = FONT;
     c.fillStyle = theme.soft;
     c.fillText("step", gutter - 38, HEAD / 2);
-    const every = [1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 5000].find((n) => n * cell >= 34) ?? 10000;
+    const every = nice(34 / cell);
     c.textAlign = "center";
     for (let s = begin; s < end; s++) {
       const x = gutter + (s + 0.5) * cell - left, chosen = s === state.step;

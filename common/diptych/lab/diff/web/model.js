@@ -9,6 +9,7 @@ const backwardKinds = new Set(data.backward);
 const isBackward = (row) => backwardKinds.has(rows.kind[row]);
 const isFinding = data.severity.map((verdict) => !data.quiet.includes(verdict));
 const finding = (verdict) => verdict !== NONE && isFinding[verdict];
+const tone = (verdict) => (finding(verdict) ? "bad" : data.severity[verdict] === "unknown" || verdict === NONE ? "soft" : "good");
 const words = (verdict) => (verdict === NONE ? "no cell" : data.words[data.severity[verdict]]);
 
 const parsed = { inf: Infinity, "-inf": -Infinity, nan: NaN };
@@ -88,6 +89,12 @@ function show(name, x) {
 }
 
 const tensor = (row) => rows.name[row] + (rows.call[row] ? `#${rows.call[row]}` : "");
+
+// A round number of steps between two labels, no less than `least`.
+function nice(least) {
+  const ten = 10 ** Math.floor(Math.log10(Math.max(1, least)));
+  return [1, 2, 5, 10].map((k) => k * ten).find((n) => n >= least);
+}
 
 // All numbers of a cell, as [label, text].
 function numbers(row, step) {

@@ -144,6 +144,10 @@ function ringed() {
 
 // --- the chosen cell ---
 
+function judged(verdict) {
+  return element("span", (finding(verdict) ? "▲ " : "") + words(verdict), tone(verdict));
+}
+
 function drawDetail() {
   const { row, step } = state, box = $("detail");
   if (row < 0 || !STEPS) {
@@ -155,8 +159,7 @@ function drawDetail() {
   const i = row * STEPS + step;
   add("Step", String(data.steps[step]));
   for (const [term, text] of numbers(row, step)) {
-    const bad = term === "Verdict" && finding(verdicts[i]);
-    add(term, term === "Verdict" ? element("b", (bad ? "▲ " : "") + text, bad ? "bad" : "good") : text);
+    add(term, term === "Verdict" ? judged(verdicts[i]) : text);
   }
   if (values.differing[i] === values.differing[i]) add("Elements", `${whole(values.differing[i])} of ${whole(values.compared[i])} differ`);
   add("Kind", rows.kind[row].replace("_", " "));
@@ -166,7 +169,7 @@ function drawDetail() {
   add("Dtype", element("code", rows.dtype[row]));
   if (new Set(rows.rank).size > 1) add("Rank", String(rows.rank[row]));
   const steps = [...Array(STEPS).keys()].filter((s) => finding(verdicts[row * STEPS + s]));
-  add("Findings", steps.length ? `${steps.length} of ${STEPS} steps, first step ${data.steps[steps[0]]}` : "none in any step");
+  add("Findings", steps.length ? `${steps.length} of ${STEPS} steps, first at step ${data.steps[steps[0]]}` : "none in any step");
   const inputs = rows.inputs[row];
   if (inputs) add("Computed from", ...(inputs.length ? inputs.map((input) => link(input, step)) : ["no recorded site"]));
   box.replaceChildren(element("code", tensor(row), "name"), facts);
@@ -195,7 +198,7 @@ function drawCharts() {
   for (let x = 1; x <= drawn.length; x++)
     if (x === drawn.length || rows.group[drawn[x]] !== rows.group[drawn[begin]]) {
       const title = data.groups[rows.group[drawn[begin]]];
-      marks.push([(begin + x - 1) / 2, title.length > 18 ? "…" + title.slice(-17) : title, false]);
+      marks.push([(begin + x - 1) / 2, title.length > 18 ? "…" + title.slice(-17) : title]);
       begin = x;
     }
   const where = state.backward ? "backward" : "forward", now = STEPS ? data.steps[state.step] : "–";
@@ -204,7 +207,7 @@ function drawCharts() {
     `sites in the order of A's ${where} computation`);
   const over = state.row < 0 ? [] : Array.from({ length: STEPS }, (_, s) => point(state.row, s, s, `step ${data.steps[s]}`));
   $("time-title").textContent = state.row < 0 ? "Over steps" : `Over steps: ${tensor(state.row)}`;
-  time.draw(metric, over, over.map((p) => [p.x, String(data.steps[p.x]), false]), state.step, `${metric.title} over ${STEPS} steps. Arrow keys choose a step.`, "step");
+  time.draw(metric, over, over.filter((p) => p.x % nice(STEPS / 12) === 0).map((p) => [p.x, String(data.steps[p.x])]), state.step, `${metric.title} over ${STEPS} steps. Arrow keys choose a step.`, "step");
 }
 
 // --- table ---
@@ -269,7 +272,7 @@ function tableRow(row, step) {
     const td = element("td", undefined, NUMERIC.has(name) ? "n" : "");
     if (name === "name") td.append(link(row, step));
     else if (name === "step") td.textContent = data.steps[step];
-    else if (name === "verdict") td.append(element("span", (finding(verdicts[i]) ? "▲ " : "") + words(verdicts[i]), finding(verdicts[i]) ? "bad" : "good"));
+    else if (name === "verdict") td.append(judged(verdicts[i]));
     else if (name === "kind") td.textContent = rows.kind[row].replace("_", " ");
     else if (name in values) td.textContent = show(name, values[name][i]);
     else td.textContent = rows[name][row];
