@@ -16,12 +16,14 @@ ROUNDOFF = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}
 
 
 def distances(a, b, h_a=None, h_b=None) -> verdict.Distances:
-    a, b, h_a, h_b = (None if x is None else Tensor.of(x) for x in (a, b, h_a, h_b))
-
     def of(x, y):
-        return None if x is None or y is None else tensor_distance(x, y)
+        return None if x is None or y is None else apart(x, y)
 
-    return verdict.Distances(tensor_distance(a, b), of(h_a, a), of(h_b, b), of(h_a, h_b))
+    return verdict.Distances(apart(a, b), of(h_a, a), of(h_b, b), of(h_a, h_b))
+
+
+def apart(x, y) -> Distance:
+    return tensor_distance(Tensor.of(x), Tensor.of(y))
 
 
 def rounded(x: np.ndarray, dtype: str) -> np.ndarray:
@@ -47,7 +49,9 @@ def test_against_numpy(dtype):
         h_a = gen.standard_normal(gen.choice([3, 40, 500])) * 10.0 ** gen.integers(-2, 3)
         error = ROUNDOFF[dtype] * gen.choice([0, 0.5, 2, 8, 50], 2)
         h_b = h_a * (1 + gen.choice([0, 1e-15, 3e-11, 3e-10, 1e-3]) * gen.standard_normal(h_a.shape))
-        a, b = (rounded(h * (1 + e * gen.standard_normal(h.shape)), dtype) for h, e in ((h_a, error[0]), (h_b, error[1])))
+        a, b = (
+            rounded(h * (1 + e * gen.standard_normal(h.shape)), dtype) for h, e in ((h_a, error[0]), (h_b, error[1]))
+        )
         want, noise, apart = by_numpy(a, b, h_a, h_b, dtype)
         have = verdict.judge(distances(a, b, h_a, h_b), dtype, True)
         assert have.verdict == want
@@ -139,7 +143,10 @@ def test_integers_do_not_round():
 
 def test_empty_and_unknown():
     empty = np.zeros((0, 3), np.float32)
-    assert verdict.judge(distances(empty, empty, empty.astype(float), empty.astype(float)), "float32", True).verdict == "same"
+    assert (
+        verdict.judge(distances(empty, empty, empty.astype(float), empty.astype(float)), "float32", True).verdict
+        == "same"
+    )
     for ab, plain, referenced in (
         (Distance(9, 0, None), "unknown", "unknown"),
         (Distance(9, 0, False), "differs", "unknown"),

@@ -6,12 +6,11 @@ Its parameters are float32 numbers in every precision, so that all runs compute 
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
+import numpy as np
 import torch
-from trace_tools import meta
 
-from diptych.lab.traces import Entry, Site, Writer
+from diptych.lab.traces import Entry, Site
 
 WIDTH, HEADS, BLOCKS, BATCH, LENGTH = 32, 4, 2, 4, 16
 FAULTS = {
@@ -102,8 +101,10 @@ def run(given: dict[str, torch.Tensor], dtype: torch.dtype, fault: str = "", chu
 
     def entry(name: str, kind: str, value: torch.Tensor | None, inputs: tuple[str, ...]) -> Entry:
         assert value is not None
-        array = value.detach().numpy()
-        return Entry(Site(name, kind, 0, array.shape, str(array.dtype), inputs), None, None, array)  # type: ignore[arg-type]
+        value = value.detach().contiguous()
+        array = value.view(torch.int16).numpy().view(np.uint16) if dtype == torch.bfloat16 else value.numpy()
+        place = Site(name, kind, 0, tuple(value.shape), str(dtype)[6:], inputs)  # type: ignore[arg-type]
+        return Entry(place, None, None, array)
 
     found = [entry(name, "parameter", p[name], ()) for name in p if name != "x"]
     found += [entry(name, "activation", value, inputs) for name, value, inputs in seen]
@@ -117,10 +118,3 @@ def run(given: dict[str, torch.Tensor], dtype: torch.dtype, fault: str = "", chu
         if name != "x" and p[name].grad is not None:
             found.append(entry(name, "parameter_grad", p[name].grad, (f"activation_grad:{name.rpartition('.')[0]}",)))
     return found
-
-
-def trace(folder: Path, steps: list[list[Entry]], **changes: object) -> Path:
-    with Writer(folder, meta(**changes)) as writer:
-        for number, entries in enumerate(steps):
-            writer.step(number, entries)
-    return folder

@@ -294,7 +294,8 @@ def _key(kind: Kind, site: Site) -> str:
 
 
 def _token(site: Site) -> Hashable:
-    return site.kind, site.shape
+    """What sites that are matched by order have in common; a whole model is no part of one."""
+    return site.kind, site.shape, names.common(site).path == names.MODEL
 
 
 def _digest(o: Observation, axes: Axes | None) -> bytes:

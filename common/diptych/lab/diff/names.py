@@ -13,6 +13,7 @@ from typing import NamedTuple
 from diptych.lab.traces import Site
 
 MODEL = "model"
+"""The name of the whole model's output."""
 
 _PLACE = re.compile(r"""((?:\[(?:\d+|'[^']*'|"[^"]*")\])*)$""")
 _NUMBERED = re.compile(r"(.+)_(\d+)")

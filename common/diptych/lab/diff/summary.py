@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import heapq
 import math
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
@@ -31,9 +32,9 @@ def text(result: Result) -> str:
         lines += ["", f"First, in step {result.first[0].step}:"]
         lines += _lines([(result.rows[f.row], _cell(result.rows[f.row], f.step)) for f in result.first], _FIRST)
         lines += [f"  {v}: {_MEANING[v]}" for v in dict.fromkeys(f.verdict for f in result.first)]
-    worst = sorted(_cells(result), key=lambda found: -_size(found[1]))[:_WORST]
-    if worst and _size(worst[0][1]) > 0:
-        lines += ["", "Largest distances:", *_lines([w for w in worst if _size(w[1]) > 0], _WORST)]
+    apart = [found for found in _cells(result) if _size(found[1]) > (0, 0.0)]
+    if worst := heapq.nlargest(_WORST, apart, key=lambda found: _size(found[1])):
+        lines += ["", "Largest distances:", *_lines(worst, _WORST)]
     return "\n".join([*lines, *_left(result)])
 
 
@@ -101,11 +102,11 @@ def _cell(row: Row, step: int) -> Cell:
     return next(cell for cell in row.cells if cell.step == step)
 
 
-def _size(cell: Cell) -> float:
-    """How bad a cell is: by R where it was measured, else by the relative distance; findings come first."""
-    found = cell.relative if cell.noise is None else cell.noise
-    size = 0.0 if found is None else min(found, 1e300)
-    return size * 1e-300 if cell.verdict in NO_FINDING else size
+def _size(cell: Cell) -> tuple[int, float]:
+    """How bad a cell is: by its verdict, then by what decides it."""
+    by = {"definition": cell.definition, "beyond": cell.noise, "differs": cell.relative}
+    found = by.get(cell.verdict, cell.noise if cell.noise is not None else cell.relative)
+    return (0 if cell.verdict in NO_FINDING else 1 + (cell.verdict == "definition")), found or 0.0
 
 
 def number(x: float) -> str:
