@@ -150,6 +150,14 @@ def test_the_header_names_the_first_of_each_direction():
         assert f"{100 * cell.differing / cell.compared:.3g} %" in part and f"R {cell.noise:.3g}" in part
 
 
+def test_a_direction_whose_findings_all_follow_from_others():
+    made = results.result(3, 5, 40, fault=(1, 2))
+    made = dataclasses.replace(made, first=made.first[:1])
+    prose = Document(page.render(made)).prose
+    found = sum(row.kind.endswith("grad") and any(c.verdict != "rounding" for c in row.cells) for row in made.rows)
+    assert f"All findings, at {found} sites, are computed from sites that differ" in prose
+
+
 @pytest.mark.parametrize(
     "kind, name, module",
     [

@@ -47,7 +47,9 @@ def test_against_numpy(dtype):
         h_a = gen.standard_normal(gen.choice([3, 40, 500])) * 10.0 ** gen.integers(-2, 3)
         error = ROUNDOFF[dtype] * gen.choice([0, 0.5, 2, 8, 50], 2)
         h_b = h_a * (1 + gen.choice([0, 1e-15, 3e-11, 3e-10, 1e-3]) * gen.standard_normal(h_a.shape))
-        a, b = (rounded(h * (1 + e * gen.standard_normal(h.shape)), dtype) for h, e in ((h_a, error[0]), (h_b, error[1])))
+        a, b = (
+            rounded(h * (1 + e * gen.standard_normal(h.shape)), dtype) for h, e in ((h_a, error[0]), (h_b, error[1]))
+        )
         want, noise, apart = by_numpy(a, b, h_a, h_b, dtype)
         have = verdict.judge(distances(a, b, h_a, h_b), dtype, True)
         assert have.verdict == want
@@ -139,7 +141,10 @@ def test_integers_do_not_round():
 
 def test_empty_and_unknown():
     empty = np.zeros((0, 3), np.float32)
-    assert verdict.judge(distances(empty, empty, empty.astype(float), empty.astype(float)), "float32", True).verdict == "same"
+    assert (
+        verdict.judge(distances(empty, empty, empty.astype(float), empty.astype(float)), "float32", True).verdict
+        == "same"
+    )
     for ab, plain, referenced in (
         (Distance(9, 0, None), "unknown", "unknown"),
         (Distance(9, 0, False), "differs", "unknown"),

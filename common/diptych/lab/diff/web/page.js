@@ -220,7 +220,7 @@ const COLUMNS = [
 ].filter(([name]) => name !== "noise" || METRICS.noise.any);
 const NUMERIC = new Set(["step", "relative", "ulp", "share", "noise"]);
 
-// A row's worst step: by verdict, R, relative and ULPs.
+// A row's worst step: by verdict, then by the distance of the references if that is the finding, else by R and others.
 const worstStep = Int32Array.from({ length: ROWS }, (_, row) => {
   let best = 0;
   for (let s = 1; s < STEPS; s++) if (worse(row * STEPS + s, row * STEPS + best)) best = s;
@@ -230,7 +230,7 @@ const worstStep = Int32Array.from({ length: ROWS }, (_, row) => {
 function worse(i, j) {
   const code = (k) => (verdicts[k] === NONE ? -1 : verdicts[k]);
   if (code(i) !== code(j)) return code(i) > code(j);
-  for (const name of ["noise", "relative", "ulp"]) {
+  for (const name of data.severity[code(i)] === "definition" ? ["definition"] : ["noise", "relative", "ulp"]) {
     const x = values[name][i], y = values[name][j];
     if (x > y || (x === x && y !== y)) return true;
     if (x < y || (y === y && x !== x)) return false;
