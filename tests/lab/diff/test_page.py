@@ -190,6 +190,17 @@ def test_groups_are_consecutive_rows_of_one_module_and_direction():
     assert [data["groups"][g] for g in of][:4] == ["wte parameters", "h.0 parameters", "h.1 parameters", "wte"]
 
 
+def test_groups_of_several_ranks_are_apart_and_named():
+    made = results.result(2, 1, 8, fault=None)
+    other = tuple(dataclasses.replace(row, rank=1) for row in made.rows)
+    data = read(page.render(dataclasses.replace(made, rows=made.rows + other)))
+    group, half = data["rows"]["group"], len(made.rows)
+    assert not set(group[:half]) & set(group[half:])
+    assert data["groups"][group[0]] == "wte parameters (rank 0)" and data["groups"][group[half + 1]].endswith(
+        " (rank 1)"
+    )
+
+
 def test_the_page_of_30_layers_and_100_steps_stays_below_8_mb():
     made = results.result(30, 100, 40, fault=(11, 40))
     assert sum(len(row.cells) for row in made.rows) > 120_000

@@ -9,7 +9,7 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import jinja2
@@ -132,17 +132,17 @@ def module_of(row: Row) -> str:
     return "".join(parts[: max(1, len(parts) - 2 * own)])
 
 
-def _groups(rows: Iterable[Row]) -> tuple[list[int], list[str]]:
+def _groups(rows: Sequence[Row]) -> tuple[list[int], list[str]]:
     """Consecutive rows of one module, apart for forward and backward, parameters and other sites, and ranks."""
     names: list[str] = []
     last: dict[bool, tuple[tuple[str, int, bool], int]] = {}
-    found = []
+    found, several = [], len({row.rank for row in rows}) > 1
     for row in rows:
         backward, parameter = row.kind not in FORWARD, row.kind.startswith("parameter")
         key = (module_of(row), row.rank, parameter)
         if backward not in last or last[backward][0] != key:
             last[backward] = key, len(names)
-            names.append(key[0] + (" parameters" if parameter else ""))
+            names.append(key[0] + " parameters" * parameter + f" (rank {row.rank})" * several)
         found.append(last[backward][1])
     return found, names
 

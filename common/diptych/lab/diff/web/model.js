@@ -87,7 +87,9 @@ function show(name, x) {
   return x >= 0.01 && x < 1e4 ? String(+x.toPrecision(3)) : x.toExponential(2);
 }
 
-const tensor = (row) => rows.name[row] + (rows.call[row] ? `#${rows.call[row]}` : "");
+const severalRanks = new Set(rows.rank).size > 1;
+const tensor = (row) =>
+  rows.name[row] + (rows.call[row] ? `#${rows.call[row]}` : "") + (severalRanks ? ` (rank ${rows.rank[row]})` : "");
 
 // A round number of steps between two labels, no less than `least`.
 function nice(least) {

@@ -54,7 +54,7 @@ function select(row, step, reveal = false) {
   if (hidden || reveal) {
     refilter();
     const at = heat.find(row, step);
-    if (at) { heat.cursor = at; heat.reveal(at); }
+    if (at) { heat.cursor = at; heat.reveal(at, true); }
   } else redraw();
 }
 
@@ -167,7 +167,7 @@ function drawDetail() {
   add("Matched by", rows.matched[row] + (rows.transposed[row] ? ", transposed" : ""));
   add("Shape", element("code", `[${rows.shape[row].join(", ")}]`));
   add("Dtype", element("code", rows.dtype[row]));
-  if (new Set(rows.rank).size > 1) add("Rank", String(rows.rank[row]));
+  if (severalRanks) add("Rank", String(rows.rank[row]));
   const steps = [...Array(STEPS).keys()].filter((s) => finding(verdicts[row * STEPS + s]));
   add("Findings", steps.length ? `${steps.length} of ${STEPS} steps, first at step ${data.steps[steps[0]]}` : "none in any step");
   const inputs = rows.inputs[row];
@@ -294,7 +294,7 @@ function begin() {
   $("metric").replaceChildren(...Object.entries(METRICS).filter(([, m]) => m.any || m === METRICS.relative).map(([name, m]) => option(name, m.title)));
   const ranks = [...new Set(rows.rank)];
   $("rank").replaceChildren(option("", "all ranks"), ...ranks.map((rank) => option(String(rank), `rank ${rank}`)));
-  $("rank").hidden = ranks.length < 2;
+  $("rank").hidden = !severalRanks;
   $("heads").replaceChildren(...COLUMNS.map(([name, title]) => {
     const th = element("th", undefined, NUMERIC.has(name) ? "n" : ""), button = element("button", title);
     th.scope = "col";
