@@ -150,6 +150,14 @@ def test_the_header_names_the_first_of_each_direction():
         assert f"{100 * cell.differing / cell.compared:.3g} %" in part and f"R {cell.noise:.3g}" in part
 
 
+def test_a_direction_whose_findings_all_follow_from_others():
+    made = results.result(3, 5, 40, fault=(1, 2))
+    made = dataclasses.replace(made, first=made.first[:1])
+    prose = Document(page.render(made)).prose
+    found = sum(row.kind.endswith("grad") and any(c.verdict != "rounding" for c in row.cells) for row in made.rows)
+    assert f"All findings, at {found} sites, are computed from sites that differ" in prose
+
+
 @pytest.mark.parametrize(
     "kind, name, module",
     [
@@ -180,6 +188,17 @@ def test_groups_are_consecutive_rows_of_one_module_and_direction():
         assert rows == list(range(rows[0], rows[-1] + 1))
         assert len({data["rows"]["kind"][i] for i in rows}) == 1
     assert [data["groups"][g] for g in of][:4] == ["wte parameters", "h.0 parameters", "h.1 parameters", "wte"]
+
+
+def test_groups_of_several_ranks_are_apart_and_named():
+    made = results.result(2, 1, 8, fault=None)
+    other = tuple(dataclasses.replace(row, rank=1) for row in made.rows)
+    data = read(page.render(dataclasses.replace(made, rows=made.rows + other)))
+    group, half = data["rows"]["group"], len(made.rows)
+    assert not set(group[:half]) & set(group[half:])
+    assert data["groups"][group[0]] == "wte parameters (rank 0)" and data["groups"][group[half + 1]].endswith(
+        " (rank 1)"
+    )
 
 
 def test_the_page_of_30_layers_and_100_steps_stays_below_8_mb():

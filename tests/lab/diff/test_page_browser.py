@@ -35,7 +35,7 @@ def open_(tab, tmp_path):
 
 
 def odd():
-    """A result with cells that are infinite, not known or missing, a row without cells, and a hostile name."""
+    """A result with cells that are infinite, not known or missing, a row without cells, a long and a hostile name."""
     made = results.result(2, 4, 12)
     infinite = tuple(dataclasses.replace(c, relative=math.inf, noise=None) for c in made.rows[8].cells)
     unknown = tuple(
@@ -44,6 +44,7 @@ def odd():
     )
     for row, cells in ((8, infinite), (9, unknown), (10, made.rows[10].cells[:2]), (12, ())):
         made = results.changed(made, row, cells=cells)
+    made = results.changed(made, made.first[0].row, name="a_long_name_" * 10)
     return results.changed(made, 11, name=HOSTILE, b=HOSTILE)
 
 
@@ -127,6 +128,27 @@ def test_filters(open_):
     assert count(tab) == f"{len(made.rows) - len(forward)} of {len(made.rows) - len(forward)}"
 
 
+def test_ranks_are_named_and_filtered(open_):
+    made = results.result(1, 2, 8, fault=None)
+    other = tuple(dataclasses.replace(row, rank=1) for row in made.rows)
+    tab = open_(dataclasses.replace(made, rows=made.rows + other))
+    both, one = (sum(not row.kind.endswith("grad") for row in rows) for rows in (made.rows + other, other))
+    assert count(tab) == f"{both} of {both}" and text(tab, "#detail .name") == "wte.weight (rank 0)"
+    change(tab, "rank", "1")
+    assert count(tab) == f"{one} of {both}" and text(tab, "#detail .name") == "wte.weight (rank 1)"
+
+
+def test_a_step_out_of_view_is_scrolled_to(open_):
+    tab = open_(results.result(1, 600, 4, fault=(0, 400)))
+    left, right = tab.run("(m => [m.scrollLeft, m.scrollLeft + m.clientWidth])(document.getElementById('map'))")
+    assert 0 < left < 400 * 4 < right - 200  # a column is 4 pixels wide
+    tab.run("document.getElementById('map').focus()")
+    tab.key("Home", 36)
+    assert tab.run("document.getElementById('map').scrollLeft") == 0
+    tab.key("End", 35)
+    assert tab.run("(m => m.scrollLeft + m.clientWidth - m.scrollWidth)(document.getElementById('map'))") >= -2
+
+
 def test_only_findings(open_):
     made = results.result(3, 5, 12, fault=(1, 4))
     found = [row for row in made.rows if row.kind == "activation" and any(c.verdict == "definition" for c in row.cells)]
@@ -173,7 +195,7 @@ def test_the_map_by_mouse(open_):
     forward = [row for row in made.rows if not row.kind.endswith("grad")]
     tab.mouse(x + 20, y + 30)
     assert not tab.run("document.getElementById('map-tip').hidden")
-    edge = next(at for at in range(100, int(width)) if "Step: 0" in hover(tab, x + at, y + 30))
+    edge = next(at for at in range(100, int(width), 6) if "Step: 0" in hover(tab, x + at, y + 30))
     tab.mouse(x + edge + 2 * 34 + 5, y + 30)
     assert "wte.weight" in text(tab, "#map-tip") and "Step: 2" in text(tab, "#map-tip")
     tab.mouse(x + edge + 5, y + 30, click=True)

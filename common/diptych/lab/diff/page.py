@@ -9,20 +9,17 @@ import itertools
 import json
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import jinja2
 
-from diptych.lab.diff.result import GREEN, Cell, Result, Row, Verdict
+from diptych.lab.diff.differ import FORWARD, NO_FINDING
+from diptych.lab.diff.result import Cell, Result, Row, Verdict
 from diptych.lab.traces.schema import Kind
 
-BACKWARD = ("activation_grad", "parameter_grad")
-"""Kinds of the backward pass."""
 SEVERITY: tuple[Verdict, ...] = ("same", "rounding", "unknown", "differs", "beyond", "definition")
 """Verdicts from the least to the worst: the page's codes for them are positions here."""
-QUIET = (*GREEN, "unknown")
-"""Verdicts that are no finding."""
 WORDS: dict[Verdict, str] = {
     "same": "same bits",
     "rounding": "rounding",
@@ -89,8 +86,8 @@ def payload(result: Result) -> dict[str, Any]:
         "sides": {side.role: side.framework for side in result.sides},
         "steps": result.steps,
         "severity": SEVERITY,
-        "quiet": QUIET,
-        "backward": BACKWARD,
+        "quiet": NO_FINDING,
+        "forward": FORWARD,
         "kinds": get_args(Kind),
         "words": WORDS,
         "groups": names,
@@ -135,17 +132,17 @@ def module_of(row: Row) -> str:
     return "".join(parts[: max(1, len(parts) - 2 * own)])
 
 
-def _groups(rows: Iterable[Row]) -> tuple[list[int], list[str]]:
+def _groups(rows: Sequence[Row]) -> tuple[list[int], list[str]]:
     """Consecutive rows of one module, apart for forward and backward, parameters and other sites, and ranks."""
     names: list[str] = []
     last: dict[bool, tuple[tuple[str, int, bool], int]] = {}
-    found = []
+    found, several = [], len({row.rank for row in rows}) > 1
     for row in rows:
-        backward, parameter = row.kind in BACKWARD, row.kind.startswith("parameter")
+        backward, parameter = row.kind not in FORWARD, row.kind.startswith("parameter")
         key = (module_of(row), row.rank, parameter)
         if backward not in last or last[backward][0] != key:
             last[backward] = key, len(names)
-            names.append(key[0] + (" parameters" if parameter else ""))
+            names.append(key[0] + " parameters" * parameter + f" (rank {row.rank})" * several)
         found.append(last[backward][1])
     return found, names
 
@@ -197,12 +194,11 @@ def _share(cell: Cell) -> str:
 def _summary(result: Result) -> dict[str, Any]:
     """The status as a heading, its tone, and how many sites of each direction are findings."""
     cells = sum(len(row.cells) for row in result.rows)
-    of = {side.role for side in result.sides}
-    references = {"H_A", "H_B"} <= of
+    references = len(result.sides) > 2
     directions = []
     for name, backward in (("Forward", False), ("Backward", True)):
-        rows = [row for row in result.rows if (row.kind in BACKWARD) == backward]
-        found = sum(any(c.verdict not in QUIET for c in row.cells) for row in rows)
+        rows = [row for row in result.rows if (row.kind not in FORWARD) == backward]
+        found = sum(any(c.verdict not in NO_FINDING for c in row.cells) for row in rows)
         directions.append({"name": name, "sites": len(rows), "found": found})
     if not cells:
         tone, head = "none", "Nothing was compared"
@@ -232,4 +228,4 @@ def _firsts(result: Result) -> list[tuple[str, list[dict[str, Any]]]]:
 
 
 def _is_backward(item: dict[str, Any]) -> bool:
-    return item["row"].kind in BACKWARD
+    return item["row"].kind not in FORWARD

@@ -62,7 +62,7 @@ class Chart {
   draw(metric, points, marks, at, title, below) {
     this.given = [metric, points, marks, at, title, below];
     const width = (this.width = this.box.clientWidth), height = 250;
-    const left = 62, right = 14, top = 14, bottom = 50, w = width - left - right, h = height - top - bottom;
+    const left = 78, right = 14, top = 14, bottom = 50, w = width - left - right, h = height - top - bottom;
     const root = this.root;
     root.replaceChildren();
     root.setAttribute("viewBox", `0 0 ${width} ${height}`);
@@ -99,7 +99,7 @@ class Chart {
       free = place + half;
     }
     svg("text", { x: left + w / 2, y: height - 8, class: "axis middle" }, root, below);
-    svg("text", { x: 14, y: top + h / 2, class: "axis middle", transform: `rotate(-90 14 ${top + h / 2})` }, root, metric.axis);
+    svg("text", { x: 15, y: top + h / 2, class: "axis middle", transform: `rotate(-90 15 ${top + h / 2})` }, root, metric.axis);
     if (at >= 0 && at < n) svg("line", { x1: X(at), x2: X(at), y1: top, y2: top + h, class: "chosen" }, root);
     let path = "", on = false;
     for (const p of points) {

@@ -336,12 +336,14 @@ class Heat {
     this.later();
   }
 
-  reveal(at) {
+  // Scrolls so that a cell is seen: by as little as needed, or into the middle if it was not seen at all.
+  reveal(at, middle = false) {
     const { box, cell } = this;
-    const y = at.line * LINE, x = at.step * cell;
-    if (y < box.scrollTop) box.scrollTop = y;
-    else if (y + LINE * 2 + HEAD > box.scrollTop + box.clientHeight) box.scrollTop = y + LINE * 2 + HEAD - box.clientHeight;
-    if (x < box.scrollLeft) box.scrollLeft = x;
-    else if (x + cell + this.gutter > box.scrollLeft + box.clientWidth) box.scrollLeft = x + cell + this.gutter - box.clientWidth;
+    const scroll = (side, from, size, room) => {
+      if (from >= box[side] && from + size <= box[side] + room) return;
+      box[side] = middle ? from - room / 2 : from < box[side] ? from : from + size - room;
+    };
+    scroll("scrollTop", at.line * LINE, LINE, box.clientHeight - HEAD - LINE);
+    scroll("scrollLeft", at.step * cell, cell, box.clientWidth - this.gutter);
   }
 }

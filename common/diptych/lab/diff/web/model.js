@@ -5,8 +5,7 @@ const rows = data.rows;
 const ROWS = rows.name.length;
 const STEPS = data.steps.length;
 const NONE = 255; // the verdict where a row has no cell
-const backwardKinds = new Set(data.backward);
-const isBackward = (row) => backwardKinds.has(rows.kind[row]);
+const isBackward = (row) => !data.forward.includes(rows.kind[row]);
 const isFinding = data.severity.map((verdict) => !data.quiet.includes(verdict));
 const finding = (verdict) => verdict !== NONE && isFinding[verdict];
 const tone = (verdict) => (finding(verdict) ? "bad" : data.severity[verdict] === "unknown" || verdict === NONE ? "soft" : "good");
@@ -88,7 +87,9 @@ function show(name, x) {
   return x >= 0.01 && x < 1e4 ? String(+x.toPrecision(3)) : x.toExponential(2);
 }
 
-const tensor = (row) => rows.name[row] + (rows.call[row] ? `#${rows.call[row]}` : "");
+const severalRanks = new Set(rows.rank).size > 1;
+const tensor = (row) =>
+  rows.name[row] + (rows.call[row] ? `#${rows.call[row]}` : "") + (severalRanks ? ` (rank ${rows.rank[row]})` : "");
 
 // A round number of steps between two labels, no less than `least`.
 function nice(least) {

@@ -54,7 +54,7 @@ function select(row, step, reveal = false) {
   if (hidden || reveal) {
     refilter();
     const at = heat.find(row, step);
-    if (at) { heat.cursor = at; heat.reveal(at); }
+    if (at) { heat.cursor = at; heat.reveal(at, true); }
   } else redraw();
 }
 
@@ -167,7 +167,7 @@ function drawDetail() {
   add("Matched by", rows.matched[row] + (rows.transposed[row] ? ", transposed" : ""));
   add("Shape", element("code", `[${rows.shape[row].join(", ")}]`));
   add("Dtype", element("code", rows.dtype[row]));
-  if (new Set(rows.rank).size > 1) add("Rank", String(rows.rank[row]));
+  if (severalRanks) add("Rank", String(rows.rank[row]));
   const steps = [...Array(STEPS).keys()].filter((s) => finding(verdicts[row * STEPS + s]));
   add("Findings", steps.length ? `${steps.length} of ${STEPS} steps, first at step ${data.steps[steps[0]]}` : "none in any step");
   const inputs = rows.inputs[row];
@@ -220,7 +220,7 @@ const COLUMNS = [
 ].filter(([name]) => name !== "noise" || METRICS.noise.any);
 const NUMERIC = new Set(["step", "relative", "ulp", "share", "noise"]);
 
-// A row's worst step: by verdict, R, relative and ULPs.
+// A row's worst step: by verdict, then by the distance of the references if that is the finding, else by R and others.
 const worstStep = Int32Array.from({ length: ROWS }, (_, row) => {
   let best = 0;
   for (let s = 1; s < STEPS; s++) if (worse(row * STEPS + s, row * STEPS + best)) best = s;
@@ -230,7 +230,7 @@ const worstStep = Int32Array.from({ length: ROWS }, (_, row) => {
 function worse(i, j) {
   const code = (k) => (verdicts[k] === NONE ? -1 : verdicts[k]);
   if (code(i) !== code(j)) return code(i) > code(j);
-  for (const name of ["noise", "relative", "ulp"]) {
+  for (const name of data.severity[code(i)] === "definition" ? ["definition"] : ["noise", "relative", "ulp"]) {
     const x = values[name][i], y = values[name][j];
     if (x > y || (x === x && y !== y)) return true;
     if (x < y || (y === y && x !== x)) return false;
@@ -294,7 +294,7 @@ function begin() {
   $("metric").replaceChildren(...Object.entries(METRICS).filter(([, m]) => m.any || m === METRICS.relative).map(([name, m]) => option(name, m.title)));
   const ranks = [...new Set(rows.rank)];
   $("rank").replaceChildren(option("", "all ranks"), ...ranks.map((rank) => option(String(rank), `rank ${rank}`)));
-  $("rank").hidden = ranks.length < 2;
+  $("rank").hidden = !severalRanks;
   $("heads").replaceChildren(...COLUMNS.map(([name, title]) => {
     const th = element("th", undefined, NUMERIC.has(name) ? "n" : ""), button = element("button", title);
     th.scope = "col";
