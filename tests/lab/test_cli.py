@@ -24,7 +24,7 @@ def refused(argv, capsys) -> str:
     return message
 
 
-@pytest.mark.parametrize("command", [[], ["doctor"], ["train"], ["compare"]])
+@pytest.mark.parametrize("command", [[], ["doctor"], ["train"], ["compare"], ["diff"]])
 def test_help(command, capsys):
     with pytest.raises(SystemExit) as e:
         cli.main([*command, "--help"])
