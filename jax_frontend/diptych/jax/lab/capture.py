@@ -34,8 +34,8 @@ def capture(
     The first step's arguments are also given to `fn` alone, and the trace notes whether its results had the same bits.
 
     **Arguments:** `fn`: a function of arrays, such as a training step, under `jax.jit` or `nnx.jit` or not; it is
-    traced as under `jax.jit`. `out`: a new folder. `sites`: a pattern of names, as in `convert`. `every`: one call out of
-    so many is recorded; the others call `fn` itself. `values`: "hash", "sample" or "full"; see `Options`. `budget`:
+    traced as under `jax.jit`. `out`: a new folder. `sites`: a pattern of names, as in `convert`. `every`: one call out
+    of so many is recorded; the others call `fn` itself. `values`: "hash", "sample" or "full"; see `Options`. `budget`:
     bytes of all values. `statistics`: whether they are computed. `check`: whether `fn` runs once more.
 
     **Raises:** TypeError for another type of an argument, ValueError for other values, TraceError if `out` has a trace,

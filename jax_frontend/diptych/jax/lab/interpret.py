@@ -29,14 +29,7 @@ from diptych.lab.traces import DTYPES, SAMPLES, places
 Array = jax.Array
 
 _RECOMPUTED = "rematted_computation"  # the scope that jax.checkpoint gives to what backward computes again
-_INLINE = (
-    "custom_jvp_call",
-    "custom_vjp_call",
-    "custom_vjp_call_jaxpr",
-    "closed_call",
-    "core_call",
-    "custom_vmap_call",
-)
+_INLINE = ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "closed_call", "core_call")
 _BODIES = ("jaxpr", "call_jaxpr", "call", "fun_jaxpr")
 _OP = target("")
 
@@ -97,6 +90,8 @@ class Interpreter:
             with getattr(eqn.ctx, "manager", contextlib.nullcontext()):
                 outs, out_refs = self._equation(eqn, ins, [of(v) for v in eqn.invars], where.at(eqn), made)
             values.update(zip(eqn.outvars, outs, strict=True))
+            if eqn.primitive is tap_p and eqn.params["kind"] == "parameter":  # the model may use its operand
+                refs.update(zip(eqn.invars, out_refs, strict=True))
             refs.update(zip(eqn.outvars, out_refs, strict=True))
         outs = [v.val if literal(v) else values[v] for v in jaxpr.outvars]
         return Evaluation(outs, [of(v) for v in jaxpr.outvars], made.nodes, made.extras)
@@ -109,8 +104,7 @@ class Interpreter:
             forward = not params["kind"].endswith("_grad")
             if forward and where.recomputed:
                 return ins, refs
-            leaf = self._leaf(ins[0], params["name"], params["kind"], refs[0], made, params["order"])
-            return ins, [leaf]
+            return ins, [self._leaf(ins[0], params["name"], params["kind"], refs[0], made, params)]
         if self._has_sites(eqn):
             return self._compound(eqn, ins, refs, where, made)
         if prim.name.startswith(_OP) and not where.recomputed:
@@ -142,16 +136,16 @@ class Interpreter:
         ]
         return outs, of_results
 
-    def _leaf(self, x: Any, name: str, kind: str, refs: Refs, made: _Made, order: Any = None) -> Refs:
+    def _leaf(self, x: Any, name: str, kind: str, refs: Refs, made: _Made, tap: Any = None) -> Refs:
         """Observes an array. Returns where it comes from: here, or from `refs` if it is no site."""
         dtype = str(jnp.result_type(x)) if hasattr(x, "dtype") else ""
         if dtype not in DTYPES or not DTYPES[dtype].code or not wanted(self._sites, name):
             return refs
         x = jnp.asarray(x)
         axes = frozenset(_varying(x))
-        if order is not None and order != tuple(range(x.ndim)):
-            x = x.transpose(order)
-        leaf = Leaf(name, kind, x.shape, dtype, refs, self._leaves, len(made.extras), axes)
+        if tap is not None and tap["order"] != tuple(range(x.ndim)):
+            x = x.transpose(tap["order"])
+        leaf = Leaf(name, kind, x.shape, dtype, refs, self._leaves, len(made.extras), axes, tap and tap["tap"])
         self._leaves += 1
         x = whole(x)
         made.extras.append(observed(x, self._statistics))
@@ -313,7 +307,7 @@ _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_ge
 
 
 def _marked(jaxpr: Any) -> bool:
-    """Whether a jaxpr contains sites other than products and names, which are left out where they cannot be observed."""
+    """Whether a jaxpr has sites that must be observed: all but products and names."""
     return any(
         e.primitive is tap_p or e.primitive.name.startswith(_OP) or any(map(_marked, _jaxprs(e.params.values())))
         for e in jaxpr.eqns

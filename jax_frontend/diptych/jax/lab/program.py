@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import math
@@ -117,21 +118,24 @@ class Program:
         variant.values = [p + 1 for leaf, p in variant.body.positions() if variant.kept(leaf.number) != "none"]
         variant.places = {i: x.shape for i, x in enumerate(extras) if i not in set(variant.values)}
         packed = [whole(extras[i]).reshape(-1).astype(jnp.uint32) for i in variant.places]
-        return outs, (
-            jnp.concatenate(packed) if packed else jnp.zeros(0, jnp.uint32),
-            [extras[i] for i in variant.values],
-        )
+        words = jnp.concatenate(packed) if packed else jnp.zeros(0, jnp.uint32)
+        return outs, (words, [extras[i] for i in variant.values])
 
 
 def _unfolded(
     body: Body, flags: Callable[[int], np.ndarray] | None, numbers: list[tuple[Site, int]] | None = None
 ) -> list[_Found]:
     """Returns the entries of a body in order. `numbers` gets each site with the number of its leaf, in that order."""
-    found, calls = [], Calls()
+    found, calls, open_ = [], Calls(), collections.defaultdict(list)
 
     def emit(leaf: Leaf, start: int, at: tuple[int, ...], suffix: str, deps: Deps) -> int:
         inputs = tuple(found[i][0].site.key for i in sorted(deps))
         site = calls.site(leaf.kind, leaf.name + suffix, leaf.shape, leaf.dtype, inputs)  # type: ignore[arg-type]
+        if leaf.kind.endswith("_grad"):  # a gradient has the call of what it is the gradient of
+            if of := open_[leaf.tap, at, suffix]:
+                site = dataclasses.replace(site, call=of.pop())
+        else:
+            open_[leaf.tap, at, suffix].append(site.call)
         found.append((_Found(site, start, at), leaf.number))
         return len(found) - 1
 

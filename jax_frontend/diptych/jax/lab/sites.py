@@ -28,7 +28,7 @@ class Stacked(list[Any]):
 @dataclasses.dataclass(eq=False)
 class Leaf:
     """An observed array. `number`: of the leaf in the program. `start`: of its arrays among the body's extra results.
-    `axes`: the manual mesh axes over which it varies."""
+    `axes`: the manual mesh axes over which it varies. `tap`: the number of its tap, which its gradient shares."""
 
     name: str
     kind: str
@@ -38,6 +38,7 @@ class Leaf:
     number: int
     start: int = 0
     axes: frozenset[str] = frozenset()
+    tap: int | None = None
 
 
 @dataclasses.dataclass(eq=False)

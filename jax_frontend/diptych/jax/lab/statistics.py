@@ -90,9 +90,7 @@ def _scale(largest: Array, form: DType, real: Any, unsigned: Any) -> Array:
     mantissa, bias, limit = (23, 127, _LIMITS[1]) if real == jnp.float32 else (52, 1023, _LIMITS[2])
     wide = jnp.maximum(largest.astype(unsigned), 1)
     top = wide.dtype.itemsize * 8 - 1 - jax.lax.clz(wide).astype(jnp.int32)  # place of the first 1
-    normal = (
-        (wide >> form.mantissa).astype(jnp.int32) - form.bias if form.signed else wide.astype(jnp.int32) - form.bias
-    )
+    normal = (wide >> form.mantissa if form.signed else wide).astype(jnp.int32) - form.bias
     tiny = top + (1 - form.bias - form.mantissa)
     exponent = jnp.where(wide < 1 << form.mantissa, tiny, normal) if form.signed else normal
     exponent = jnp.where(largest == 0, 0, jnp.clip(exponent, -limit, limit))

@@ -6,6 +6,7 @@ batched the function that contains them.
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import jax
@@ -17,18 +18,21 @@ from diptych.lab.traces import DTYPES
 Array = jax.Array
 
 tap_p = Primitive("lab_tap")
-"""Marks its operand. Parameters: `name` and `kind` of the site; `grad`, the kind of the site of its gradient, or "" if
-that is not observed; `order`, the axes of the operand in the order in which they are recorded, those of a `vmap`
-first."""
+"""Marks its operand. Parameters: `tap`, its number; `name` and `kind` of the site; `grad`, the kind of the site of its
+gradient, or "" if that is not observed; `order`, the axes of the operand in the order in which they are recorded, those
+of a `vmap` first."""
 tangent_p = Primitive("lab_tangent")
 """The tap of a tangent. It is linear; its transposition taps the gradient. Parameters as those of `tap_p`."""
+
+
+_numbers = itertools.count()
 
 
 def tap(x: Any, name: str, kind: str, grad: str = "") -> Any:
     """Returns `x`, marked if it is an array whose dtype a trace has."""
     if not isinstance(x, jax.Array) or str(x.dtype) not in DTYPES or not DTYPES[str(x.dtype)].code:
         return x
-    return tap_p.bind(x, name=name, kind=kind, grad=grad, order=tuple(range(x.ndim)))
+    return tap_p.bind(x, name=name, kind=kind, grad=grad, tap=next(_numbers), order=tuple(range(x.ndim)))
 
 
 def _batched(prim: Primitive) -> Any:

@@ -191,9 +191,7 @@ def names_of(primals: Any) -> list[str]:
     names = ["/".join(_parts(path[1:])) for path in keys]
     if len(set(names)) == len(names) and all(names):
         return names
-    return [
-        "/".join(map(str, filter(None, (path[0].idx, name)))) or "0" for path, name in zip(keys, names, strict=True)
-    ]
+    return ["/".join(filter(None, (str(path[0].idx), name))) for path, name in zip(keys, names, strict=True)]
 
 
 def _parts(path: Any) -> list[str]:
