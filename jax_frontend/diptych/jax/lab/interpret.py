@@ -189,16 +189,23 @@ class Interpreter:
             return outs, [frozenset().union(*refs)] * len(outs)
         return handler[name](eqn, ins, refs, where, made)
 
-    def _inner(self, jaxpr: Any, consts: Any, where: Where) -> tuple[Any, Body]:
-        """Returns a jaxpr with observations as extra results."""
-        bodies = []
+    def _body(self, jaxpr: Any, consts: Any, where: Where) -> tuple[Callable[..., Any], list[Body]]:
+        """Returns a jaxpr as a function with the results (its own, observed arrays), and a list that gets its body."""
+        bodies, first = [], self._leaves
 
         def run(*args: Any) -> Any:
+            self._leaves = first  # JAX may trace a function again
             found = self._evaluate(jaxpr, consts, args, [frozenset([i]) for i in range(len(args))], where)
             bodies.append(Body(found.nodes, found.refs, len(found.extras)))
-            return [*found.outs, *found.extras]
+            return found.outs, found.extras
 
-        return jax.make_jaxpr(run)(*(v.aval for v in jaxpr.invars)), bodies[0]
+        return run, bodies
+
+    def _inner(self, jaxpr: Any, consts: Any, where: Where) -> tuple[Any, Body]:
+        """Returns a jaxpr with observed arrays as extra results."""
+        run, bodies = self._body(jaxpr, consts, where)
+        closed = jax.make_jaxpr(lambda *args: [x for some in run(*args) for x in some])(*(v.aval for v in jaxpr.invars))
+        return closed, bodies[-1]
 
     def _call(self, body: Body, outs: list[Any], extras: list[Any], refs: list[Refs], made: _Made) -> Any:
         return made.add(Compound("call", [body], refs), outs, extras)
@@ -218,10 +225,18 @@ class Interpreter:
 
     def _scan(self, eqn: Any, ins: list[Any], refs: list[Refs], where: Where, made: _Made) -> Any:
         p = eqn.params
-        closed, body = self._inner(p["jaxpr"].jaxpr, p["jaxpr"].consts, where)
-        outs = _bound(eqn.primitive, ins, p | {"jaxpr": closed})
-        numbers = {"consts": p["num_consts"], "carry": p["num_carry"], "length": p["length"], "reverse": p["reverse"]}
-        return made.add(Compound("scan", [body], refs, **numbers), *_split(outs, body.extras))
+        consts, carry = _scanned(p)
+        run, bodies = self._body(p["jaxpr"].jaxpr, p["jaxpr"].consts, where)
+
+        def step(state: list[Any], xs: list[Any]) -> Any:
+            outs, extras = run(*ins[:consts], *state, *xs)
+            return outs[:carry], (outs[carry:], extras)
+
+        start, xs = ins[consts : consts + carry], ins[consts + carry :]
+        options = {"length": p["length"], "reverse": p["reverse"], "unroll": p["unroll"]}
+        state, (ys, extras) = jax.lax.scan(step, list(start), list(xs), **options)
+        numbers = {"consts": consts, "carry": carry, "length": p["length"], "reverse": p["reverse"]}
+        return made.add(Compound("scan", [bodies[-1]], refs, **numbers), [*state, *ys], extras)
 
     def _cond(self, eqn: Any, ins: list[Any], refs: list[Refs], where: Where, made: _Made) -> Any:
         branches = [self._inner(b.jaxpr, b.consts, where) for b in eqn.params["branches"]]
@@ -265,17 +280,15 @@ class Interpreter:
 
     def _shard_map(self, eqn: Any, ins: list[Any], refs: list[Refs], where: Where, made: _Made) -> Any:
         """Each shard's arrays get an axis in front, over all manual axes of the mesh."""
-        p, bodies = eqn.params, []
+        p = eqn.params
         mesh = p["mesh"]
-        axes = tuple(a for a in mesh.axis_names if a in p["manual_axes"])
+        manual = p["newly_manual_axes"] if "newly_manual_axes" in p else p["manual_axes"]  # differs between versions
+        axes = tuple(a for a in mesh.axis_names if a in manual)
+        observing, bodies = self._body(p["jaxpr"], (), where)
 
         def run(*args: Any) -> Any:
-            found = self._evaluate(p["jaxpr"], (), args, [frozenset([i]) for i in range(len(args))], where)
-            bodies.append(Body(found.nodes, found.refs, len(found.extras)))
-            if not p["check_vma"]:
-                for leaf in bodies[-1].leaves():
-                    leaf.axes = frozenset(axes)
-            return found.outs, [x[None] for x in found.extras]
+            outs, extras = observing(*args)
+            return outs, [x[None] for x in extras]
 
         specs = list(p["out_specs"]), PartitionSpec(axes)
         outs, extras = jax.shard_map(
@@ -286,6 +299,9 @@ class Interpreter:
             axis_names=set(axes),
             check_vma=p["check_vma"],
         )(*ins)
+        if not p["check_vma"]:  # JAX does not know what varies
+            for leaf in bodies[-1].leaves():
+                leaf.axes |= set(axes)
         sizes = tuple((a, mesh.shape[a]) for a in axes)
         return made.add(Compound("shard", [bodies[-1]], refs, mesh=sizes), outs, extras)
 
@@ -336,6 +352,14 @@ def unspecified() -> dict[str, Any]:
     """Returns what a call of `jax.jit` says of a result whose sharding and layout it leaves open."""
     params = jax.make_jaxpr(jax.jit(lambda x: x + 1))(0.0).eqns[0].params
     return {name: params[name][0] for name in ("out_shardings", "out_layouts")}
+
+
+def _scanned(params: dict[str, Any]) -> tuple[int, int]:
+    """Returns the numbers of constants and of carried values among the operands of a scan."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()  # JAX after 0.11.1
+    return len(consts), len(carry)
 
 
 def _split(outs: Sequence[Any], extras: int) -> tuple[list[Any], list[Any]]:
