@@ -36,7 +36,7 @@ def recorded(folder: Any, fn: Any, *calls: tuple[Any, ...], **options: Any) -> R
         results = [run(*args) for args in calls]
     trace = Trace.open(folder / "trace")
     rank = trace.ranks[0]
-    steps = [{o.site.key: o for o in rank.step(i)} for i in range(len(rank))]
+    steps = [{o.site.key: o for o in rank.step(i)} for i in rank.steps]
     for step in steps:
         check(step)
     return Recorded(results, steps, trace.meta, run.retraces)
@@ -65,5 +65,9 @@ def close(got: Any, want: Any) -> None:
 
 def same_bits(a: Any, b: Any) -> None:
     """Whether two trees have the same arrays, bit by bit."""
-    a, b = jax.tree.leaves(a), jax.tree.leaves(b)
-    assert [np.asarray(x).tobytes() for x in a] == [np.asarray(x).tobytes() for x in b]
+    assert [_bytes(x) for x in jax.tree.leaves(a)] == [_bytes(x) for x in jax.tree.leaves(b)]
+
+
+def _bytes(x: Any) -> bytes:
+    key = isinstance(x, jax.Array) and jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(x) if key else x).tobytes()
