@@ -53,7 +53,7 @@ def _jvp(primals: Any, tangents: Any, *, grad: str, **params: Any) -> Any:
 
 
 def _transpose(ct: Any, _: Any, *, kind: str, grad: str, **params: Any) -> Any:
-    return [ct if type(ct) is ad.Zero else tap_p.bind(ct, kind=grad, grad="", **params)]
+    return [ct if type(ct) is ad.Zero or not grad else tap_p.bind(ct, kind=grad, grad="", **params)]
 
 
 for _prim in (tap_p, tangent_p):
@@ -63,4 +63,4 @@ for _prim in (tap_p, tangent_p):
     batching.primitive_batchers[_prim] = _batched(_prim)
 ad.primitive_jvps[tap_p] = _jvp
 ad.primitive_jvps[tangent_p] = lambda primals, tangents, **params: (tangent_p.bind(*primals, **params), *tangents)
-ad.primitive_transposes[tangent_p] = _transpose
+ad.primitive_transposes[tangent_p] = ad.primitive_transposes[tap_p] = _transpose
