@@ -8,6 +8,7 @@ from importlib import metadata
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from diptych.common.errors import ArgumentError, UnsupportedError
@@ -136,7 +137,7 @@ def _bits(tree: Any) -> list[Any]:
 def _bits_of(x: Any) -> Any:
     if not isinstance(x, jax.Array):
         return x.tobytes() if isinstance(x, np.ndarray | np.generic) else x
-    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return _bits_of(jax.random.key_data(x))
     return np.asarray(hash(x)).tobytes() if x.dtype.itemsize else np.asarray(x).tobytes()
 

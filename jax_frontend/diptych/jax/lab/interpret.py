@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import eval_jaxpr
 from jax.sharding import PartitionSpec
 
 from diptych.common.errors import UnsupportedError
@@ -247,7 +248,7 @@ class Interpreter:
             closed = branches[number][0]
 
             def run(*args: Any) -> Any:
-                results = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *args)
+                results = eval_jaxpr(closed.jaxpr, closed.consts, *args)
                 more = [results[count:] if i == number else map(_blank, t) for i, t in enumerate(types)]
                 return [*results[:count], *(x for some in more for x in some)]
 
@@ -268,10 +269,10 @@ class Interpreter:
         types = closed.out_avals[len(eqn.outvars) :]
 
         def again(state: Any) -> Any:
-            return jax.core.eval_jaxpr(p["cond_jaxpr"].jaxpr, p["cond_jaxpr"].consts, *ins[:a], *state[0])[0]
+            return eval_jaxpr(p["cond_jaxpr"].jaxpr, p["cond_jaxpr"].consts, *ins[:a], *state[0])[0]
 
         def step(state: Any) -> Any:
-            outs = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *ins[a:b], *state[0])
+            outs = eval_jaxpr(closed.jaxpr, closed.consts, *ins[a:b], *state[0])
             return *_split(outs, body.extras), state[2] + 1
 
         start = (list(ins[b:]), [_blank(t) for t in types], jnp.zeros((), jnp.int32))

@@ -170,7 +170,9 @@ def _unwrapped(closed: Any) -> tuple[Any, list[tuple[int | None, Any]], dict[str
     (eqn,) = jaxpr.eqns
     if list(eqn.outvars) != list(jaxpr.outvars):
         return closed, [(i, None) for i in range(len(positions))], {}
-    picked = [(None, v.val) if hasattr(v, "val") else (positions[v], None) for v in eqn.invars]
+    picked: list[tuple[int | None, Any]] = [
+        (None, v.val) if hasattr(v, "val") else (positions[v], None) for v in eqn.invars
+    ]
     p = eqn.params
     of_arguments = {i: k for k, (i, _) in enumerate(picked) if i is not None}
     open_ = unspecified()["out_shardings"]
