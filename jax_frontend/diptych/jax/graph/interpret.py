@@ -18,14 +18,10 @@ from jax.core import eval_jaxpr
 from jax.sharding import PartitionSpec
 
 from diptych.common.errors import UnsupportedError
-from diptych.jax.lab import ops
-from diptych.jax.lab.sites import Body, Compound, Leaf, Refs
-from diptych.jax.lab.statistics import observed
-from diptych.jax.lab.taps import tangent_p, tap_p
-from diptych.jax.lab.tracing import SCOPE
+from diptych.jax.graph import ops
+from diptych.jax.graph.sites import Body, Compound, Leaf, Refs
+from diptych.jax.graph.taps import SCOPE, tangent_p, tap_p
 from diptych.jax.primitives.ffi import target
-from diptych.lab.capture import named, wanted
-from diptych.lab.traces import DTYPES, SAMPLES, places
 
 Array = jax.Array
 
@@ -33,6 +29,8 @@ _RECOMPUTED = "rematted_computation"  # the scope that jax.checkpoint gives to w
 _INLINE = ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "closed_call", "core_call")
 _BODIES = ("jaxpr", "call_jaxpr", "call", "fun_jaxpr")
 _OP = target("")
+ROOT = "model"
+"""The path of a whole model."""
 
 
 class Where(NamedTuple):
@@ -50,7 +48,7 @@ class Where(NamedTuple):
         return Where(module, self.scopes + own, self.recomputed or _RECOMPUTED in names)
 
     def name(self, what: str) -> str:
-        path = named(self.module) if self.module is not None else "/".join(self.scopes)
+        path = (self.module or ROOT) if self.module is not None else "/".join(self.scopes)
         return f"{path}/{what}" if path else what
 
 
@@ -64,13 +62,14 @@ class Evaluation(NamedTuple):
 class Interpreter:
     """Evaluates one program.
 
-    **Arguments:** `sites`: the pattern of names. `statistics`: whether they are computed. `keep`: which values each
-    leaf keeps, by its number: "none", "sample" or "whole". `products`: whether products are sites, as in a function
-    without modules.
+    **Arguments:** `is_site(name, dtype)`: whether an array is observed. `observe(x, number)`: the arrays that are
+    recorded of the leaf with this number. `products`: whether products are sites, as in a function without modules.
     """
 
-    def __init__(self, sites: str, statistics: bool, products: bool, keep: Callable[[int], str]) -> None:
-        self._sites, self._statistics, self._products, self._keep = sites, statistics, products, keep
+    def __init__(
+        self, is_site: Callable[[str, str], bool], observe: Callable[[Array, int], list[Array]], products: bool
+    ) -> None:
+        self._is_site, self._observe, self._products = is_site, observe, products
         self._leaves = 0
 
     def program(self, closed: Any, args: Sequence[Any]) -> tuple[list[Any], list[Array], Body]:
@@ -140,7 +139,7 @@ class Interpreter:
     def _leaf(self, x: Any, name: str, kind: str, refs: Refs, made: _Made, tap: Any = None) -> Refs:
         """Observes an array. Returns where it comes from: here, or from `refs` if it is no site."""
         dtype = str(jnp.result_type(x)) if hasattr(x, "dtype") else ""
-        if dtype not in DTYPES or not DTYPES[dtype].code or not wanted(self._sites, name):
+        if not dtype or not self._is_site(name, dtype):
             return refs
         x = jnp.asarray(x)
         axes = frozenset(_varying(x))
@@ -148,13 +147,7 @@ class Interpreter:
             x = x.transpose(tap["order"])
         leaf = Leaf(name, kind, x.shape, dtype, refs, self._leaves, len(made.extras), axes, tap and tap["tap"])
         self._leaves += 1
-        x = whole(x)
-        made.extras.append(observed(x, self._statistics))
-        keep = self._keep(leaf.number)
-        if keep == "whole" or (keep == "sample" and x.size <= SAMPLES):
-            made.extras.append(x)
-        elif keep == "sample":
-            made.extras.append(x.reshape(-1)[places(x.size, SAMPLES)])
+        made.extras.extend(self._observe(whole(x), leaf.number))
         made.nodes.append(leaf)
         return frozenset([leaf])
 

@@ -10,12 +10,23 @@ import dataclasses
 import inspect
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
-from diptych.jax.lab.tracing import Tracing
+
+class Marks(Protocol):
+    """What is told of objects of nnx while a function is traced."""
+
+    def mark(self, root: Any, prefix: str) -> None:
+        """`root` is an argument; the names of its modules begin with `prefix`."""
+        ...
+
+    def unmark(self, *roots: Any) -> None:
+        """The function has returned; these are its arguments and results."""
+        ...
+
 
 _TAG = "diptych.capture"  # of flax's contexts
 
@@ -59,7 +70,7 @@ class Call:
         """What a traced function depends on beside its arrays' types."""
         return self.tree, tuple((i, type(x), x) for i, x in self.static)
 
-    def flat(self, fn: Callable[..., Any], tracing: Tracing, traced: Callable[[Results], None]) -> Callable[..., Any]:
+    def flat(self, fn: Callable[..., Any], marks: Marks, traced: Callable[[Results], None]) -> Callable[..., Any]:
         """Returns `fn` as a function of this call's arrays, which reports how its results become fn's."""
         tree, static, graph = self.tree, dict(self.static), self.graph
         count = len(self.arrays) + len(static)
@@ -67,7 +78,7 @@ class Call:
         def run(*arrays: Any) -> list[Any]:
             left = iter(arrays)
             given = tree.unflatten([static[i] if i in static else next(left) for i in range(count)])
-            result = _with_graph(fn, tracing, given) if graph else fn(*given[0], **given[1])
+            result = _with_graph(fn, marks, given) if graph else fn(*given[0], **given[1])
             leaves, out_tree = jax.tree.flatten(result)
             traced(Results(out_tree, {i: x for i, x in enumerate(leaves) if not _is_array(x)}))
             return [x for x in leaves if _is_array(x)]
@@ -81,14 +92,14 @@ class Call:
         return sys.modules["flax.nnx"].from_tree(result, ctxtag=_TAG, is_inner=False)[2]
 
 
-def _with_graph(fn: Callable[..., Any], tracing: Tracing, given: Any) -> Any:
+def _with_graph(fn: Callable[..., Any], marks: Marks, given: Any) -> Any:
     nnx = sys.modules["flax.nnx"]
     args, kwargs = nnx.from_tree(given, ctxtag=_TAG, is_inner=True)
     roots = [(name, x) for name, x in _named(fn, args, kwargs) if _has_module(x)]
     for name, root in roots:
-        tracing.mark(root, name if len(roots) > 1 else "")
+        marks.mark(root, name if len(roots) > 1 else "")
     out = fn(*args, **kwargs)
-    tracing.unmark(*(root for root in jax.tree.leaves((args, kwargs, out), is_leaf=is_node) if is_node(root)))
+    marks.unmark(*(root for root in jax.tree.leaves((args, kwargs, out), is_leaf=is_node) if is_node(root)))
     changed = jax.tree.map(lambda x: x if is_node(x) else None, (args, kwargs), is_leaf=is_node)
     return nnx.to_tree((*changed, out), ctxtag=_TAG)
 
