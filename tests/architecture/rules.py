@@ -27,7 +27,7 @@ ARROWS = {
 # A panel's rooms: a file imports from its own room and from those before it. Only the lab's adapter imports the lab.
 ROOMS = {
     "torch": ("primitives", "tensors", "graph", "functional", "state", "layers", "modules", "distributed", "lab"),
-    "jax": ("primitives", "tensors", "functional", "state", "layers", "sharding", "modules", "lab"),
+    "jax": ("primitives", "tensors", "graph", "functional", "state", "layers", "sharding", "modules", "lab"),
 }
 # What each package may import from outside, beyond the standard library.
 THIRD_PARTY = {
@@ -44,7 +44,7 @@ COMMON_ROOMS = {
 }
 # Rooms and files that only one framework has, with the reason.
 UNPAIRED_ROOMS = {
-    "graph": "torch.compile traces layers and verbs as nodes; JAX traces them as they stand",
+    "graph": "torch.compile traces layers and verbs as nodes; JAX has jaxprs, which are evaluated with observations",
     "distributed": "torch shards modules, and gathers their parameters; JAX shards arrays under jit",
     "sharding": "XLA partitions JAX's primitives by rules; torch's layers call collectives themselves",
     "modules": "torch's modules hold parameters and buffers; JAX's are those of flax and equinox, by framework",

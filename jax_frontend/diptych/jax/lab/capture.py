@@ -1,0 +1,331 @@
+"""`capture`: a function that is called like another one and records what its arrays were, as a trace on disk."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import math
+import pathlib
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from diptych.common.errors import ArgumentError, UnsupportedError
+from diptych.jax.functional.hash import hash
+from diptych.jax.graph.arguments import Call, Results, copied_node, is_node, nodes_state
+from diptych.jax.graph.interpret import Interpreter, unspecified, whole
+from diptych.jax.graph.sites import Body, Deps, Leaf, unfold
+from diptych.jax.lab.statistics import decoded, observed
+from diptych.jax.lab.taps import Tracing, is_site
+from diptych.lab import capture as common
+from diptych.lab.traces import SAMPLES, Entry, Meta, Options, Site, Writer, places
+
+
+def capture(
+    fn: Callable[..., Any],
+    out: str | pathlib.Path,
+    sites: str = "**",
+    every: int = 1,
+    values: str = "hash",
+    budget: float = 2**30,
+    statistics: bool = True,
+    check: bool = True,
+) -> Capture:
+    """Returns a function that is called like `fn` and returns what it returns; each call is a step of a trace.
+
+    The first step's arguments are also given to `fn` alone, and the trace notes whether its results had the same bits.
+
+    **Arguments:** `fn`: a function of arrays, such as a training step, under `jax.jit` or `nnx.jit` or not; it is
+    traced as under `jax.jit`. `out`: a new folder. `sites`: a pattern of names, as in `convert`. `every`: one call out
+    of so many is recorded; the others call `fn` itself. `values`: "hash", "sample" or "full"; see `Options`. `budget`:
+    bytes of all values. `statistics`: whether they are computed. `check`: whether `fn` runs once more.
+
+    **Raises:** TypeError for another type of an argument, ValueError for other values, TraceError if `out` has a trace,
+    NotImplementedError if there are several processes.
+    """
+    options = common.options(sites, every, values, budget)
+    if not callable(fn):
+        raise ArgumentError(f"capture: fn must be a function, got {type(fn).__name__}")
+    for name, value in (("statistics", statistics), ("check", check)):
+        if not isinstance(value, bool):
+            raise ArgumentError(f"capture: {name} must be bool, got {type(value).__name__}")
+    if jax.process_count() > 1:
+        raise UnsupportedError(f"capture: records one process, and JAX runs in {jax.process_count()}")
+    return Capture(fn, pathlib.Path(out), options, statistics, check)
+
+
+class Capture:
+    """What `capture` returns. Close it, or use it as a context manager.
+
+    `step`: the number of the next call. `retraces`: how often `fn` has been traced.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], out: pathlib.Path, options: Options, statistics: bool, check: bool
+    ) -> None:
+        self.step = self.retraces = 0
+        self._fn, self._options, self._statistics, self._check = fn, options, statistics, check
+        self._tracing = Tracing(options.sites)
+        self._traced: dict[Any, Any] = {}
+        self._programs: dict[int, _Program] = {}
+        self._closed = False
+        versions = {name: metadata.version(name) for name in ("jax", "jaxlib")}
+        self._writer = Writer(out, Meta("jax", versions, _device(), 1, None, common.HASH, True, None, options))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function. **Raises** ValueError after `close`, NotImplementedError if something in it cannot be
+        recorded."""
+        if self._closed:
+            raise ValueError("capture: it is closed")
+        step = self.step
+        self.step += 1
+        if step % self._options.every:
+            return self._fn(*args, **kwargs)
+        plain = self._plain(args, kwargs) if self._check else None
+        with Call(args, kwargs) as call:
+            program = self._program(call)
+            result, observed = program(call.arrays, self._writer)
+            returned = call.returned(result)
+        self._writer.step(step, program.entries(observed, self._writer))
+        if plain is not None:
+            self._check = False
+            self._writer.set_plain_bits(plain == _bits((returned, nodes_state((args, kwargs)))))
+        return returned
+
+    def close(self) -> None:
+        """Ends the trace. Calls raise ValueError afterwards."""
+        self._closed = True
+        self._writer.close()
+
+    def __enter__(self) -> Capture:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _program(self, call: Call) -> _Program:
+        key = call.key
+        if key not in self._traced:
+            self._traced[key] = jax.jit(call.flat(self._fn, self._tracing, self._report))
+        with self._tracing():
+            traced = self._traced[key].trace(*call.arrays)
+            if (found := self._programs.get(id(traced.jaxpr))) is None:
+                found = _Program(
+                    traced.jaxpr, self._results, not self._tracing.modules, self._options, self._statistics
+                )
+                self._programs[id(traced.jaxpr)] = found
+        return found
+
+    def _report(self, results: Any) -> None:
+        self._results = results
+        self.retraces += 1
+
+    def _plain(self, args: Any, kwargs: Any) -> Any:
+        """Returns the bits of the function's results, of what it left in objects of nnx too, on copies of arguments."""
+        args, kwargs = jax.tree.map(_copied, (args, kwargs), is_leaf=is_node)
+        return _bits((self._fn(*args, **kwargs), nodes_state((args, kwargs))))
+
+
+def _copied(x: Any) -> Any:
+    """Returns a copy, so that a function that donates or changes its argument leaves the original."""
+    if is_node(x):
+        return copied_node(x)
+    return x.copy() if isinstance(x, jax.Array) else x
+
+
+def _bits(tree: Any) -> list[Any]:
+    return [_bits_of(x) for x in jax.tree.leaves(tree)]
+
+
+def _bits_of(x: Any) -> Any:
+    if not isinstance(x, jax.Array):
+        return x.tobytes() if isinstance(x, np.ndarray | np.generic) else x
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return _bits_of(jax.random.key_data(x))
+    return np.asarray(hash(x)).tobytes() if x.dtype.itemsize else np.asarray(x).tobytes()
+
+
+def _device() -> str:
+    device = jax.config.jax_default_device or jax.devices()[0]  # type: ignore[attr-defined]
+    platform = device if isinstance(device, str) else device.platform
+    return {"gpu": "cuda"}.get(platform, platform)
+
+
+# --- compiled programs ---
+
+
+@dataclasses.dataclass
+class _Variant:
+    """A compiled program that keeps the same values of each leaf. `places`: the extra results that are no values, with
+    their shapes; `values`: those that are, in the order in which they are returned."""
+
+    keep: tuple[str, ...]
+    run: Any = None
+    body: Body = dataclasses.field(default_factory=lambda: Body([], [], 0))
+    places: dict[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    values: list[int] = dataclasses.field(default_factory=list)
+
+    def kept(self, number: int) -> str:
+        return self.keep[number] if number < len(self.keep) else "none"
+
+
+class _Observed(NamedTuple):
+    """What a call observed: one vector on the device, and kept values."""
+
+    variant: _Variant
+    packed: jax.Array
+    values: list[jax.Array]
+
+
+class _Found(NamedTuple):
+    """An entry whose arrays begin at position `start`, with indices `at` of scans and shards."""
+
+    site: Site
+    start: int
+    at: tuple[int, ...]
+
+
+class _Program:
+    """One traced function. It is compiled once, and again when the budget lets fewer tensors be whole."""
+
+    def __init__(self, closed: Any, results: Results, products: bool, options: Options, statistics: bool) -> None:
+        self._closed, self._picked, self._params = _unwrapped(closed)
+        self._results, self._options, self._statistics, self._products = results, options, statistics, products
+        self._structure: Body | None = None
+        self._variants: dict[tuple[str, ...], _Variant] = {}
+
+    def __call__(self, arrays: Sequence[Any], writer: Writer) -> tuple[Any, _Observed]:
+        """Returns the function's result and what was observed, without waiting for either."""
+        keep = self._keep(arrays, writer)
+        if keep not in self._variants:
+            variant = self._variants[keep] = _Variant(keep)
+            variant.run = jax.jit(functools.partial(self._instrumented, variant), **self._params)
+        variant = self._variants[keep]
+        outs, (packed, values) = variant.run(*arrays)
+        return self._results.full(outs), _Observed(variant, packed, values)
+
+    def entries(self, step: _Observed, writer: Writer) -> list[Entry]:
+        """Returns the entries of a step. It waits for the device."""
+        variant, words, arrays, at = step.variant, np.asarray(step.packed), {}, 0
+        for position, shape in variant.places.items():
+            size = math.prod(shape)
+            arrays[position] = words[at : at + size].reshape(shape)
+            at += size
+        found = _unfolded(variant.body, lambda position: arrays[position])
+        plans = writer.plan([f.site for f in found])
+        wanted = {f.start + 1 for f, plan in zip(found, plans, strict=True) if plan.values != "none"}
+        held = {position: x for position, x in zip(variant.values, step.values, strict=True) if position in wanted}
+        values = dict(zip(held, jax.device_get(list(held.values())), strict=True))
+        entries = []
+        for f in found:
+            digits, statistics = decoded(arrays[f.start][f.at], f.site.dtype, f.site.size)
+            kept = values[f.start + 1][f.at] if f.start + 1 in values else None
+            entries.append(Entry(f.site, statistics, digits, kept))
+        return entries
+
+    def _keep(self, arrays: Sequence[Any], writer: Writer) -> tuple[str, ...]:
+        """Returns what each leaf keeps: whole tensors as far as the next step's plan asks for them, else samples."""
+        if self._options.values == "hash":
+            return ()
+        if self._structure is None:
+            sketch = _Variant(())
+            jax.eval_shape(functools.partial(self._instrumented, sketch), *arrays)
+            self._structure = sketch.body
+        leaves = self._structure.leaves()
+        if self._options.values == "sample":
+            return ("sample",) * len(leaves)
+        if self._structure.conditional:  # which sites share the budget is known after the step
+            return ("whole",) * len(leaves)
+        found: list[tuple[Site, int]] = []
+        _unfolded(self._structure, None, found)
+        plans = writer.plan([site for site, _ in found])
+        whole = {number for (_, number), plan in zip(found, plans, strict=True) if plan.values == "whole"}
+        return tuple("whole" if leaf.number in whole else "sample" for leaf in leaves)
+
+    def _instrumented(self, variant: _Variant, *arrays: Any) -> Any:
+        args = [arrays[i] if i is not None else value for i, value in self._picked]
+        is_wanted = functools.partial(is_site, self._options.sites)
+        interpreter = Interpreter(is_wanted, functools.partial(self._observed, variant), self._products)
+        outs, extras, variant.body = interpreter.program(self._closed, args)
+        variant.values = [p + 1 for leaf, p in variant.body.positions() if variant.kept(leaf.number) != "none"]
+        variant.places = {i: x.shape for i, x in enumerate(extras) if i not in set(variant.values)}
+        packed = [whole(extras[i]).reshape(-1).astype(jnp.uint32) for i in variant.places]
+        words = jnp.concatenate(packed) if packed else jnp.zeros(0, jnp.uint32)
+        return outs, (words, [extras[i] for i in variant.values])
+
+    def _observed(self, variant: _Variant, x: Any, number: int) -> list[Any]:
+        """Returns what `statistics.decoded` reads of an array, and the values that are kept."""
+        words, keep = observed(x, self._statistics), variant.kept(number)
+        if keep == "none":
+            return [words]
+        return [words, x if keep == "whole" or x.size <= SAMPLES else x.reshape(-1)[places(x.size, SAMPLES)]]
+
+
+def _unfolded(
+    body: Body, flags: Callable[[int], np.ndarray] | None, numbers: list[tuple[Site, int]] | None = None
+) -> list[_Found]:
+    """Returns the entries of a body in order. `numbers` gets each site with the number of its leaf, in that order."""
+    found, calls, open_ = [], common.Calls(), collections.defaultdict(list)
+
+    def emit(leaf: Leaf, start: int, at: tuple[int, ...], suffix: str, deps: Deps) -> int:
+        inputs = tuple(found[i][0].site.key for i in sorted(deps))
+        site = calls.site(leaf.kind, leaf.name + suffix, leaf.shape, leaf.dtype, inputs)  # type: ignore[arg-type]
+        if leaf.kind.endswith("_grad"):  # a gradient has the call of what it is the gradient of
+            if of := open_[leaf.tap, at, suffix]:
+                site = dataclasses.replace(site, call=of.pop())
+        else:
+            open_[leaf.tap, at, suffix].append(site.call)
+        found.append((_Found(site, start, at), leaf.number))
+        return len(found) - 1
+
+    unfold(body, emit, flags)
+    found = _parameter_gradients_last(found)
+    if numbers is not None:
+        numbers += [(f.site, number) for f, number in found]
+    return [f for f, _ in found]
+
+
+def _parameter_gradients_last(found: list[tuple[_Found, int]]) -> list[tuple[_Found, int]]:
+    """Moves gradients of parameters to the end, in the parameters' order, unless other sites are computed from them."""
+    ours = {f.site.key for f, _ in found if f.site.kind == "parameter_grad"}
+    rest = [x for x in found if x[0].site.key not in ours]
+    if any(ours & set(f.site.inputs or ()) for f, _ in found):
+        return found
+    order = {f.site.name: i for i, (f, _) in reversed(list(enumerate(rest))) if f.site.kind == "parameter"}
+    grads = [x for x in found if x[0].site.key in ours]
+    return rest + sorted(grads, key=lambda x: (x[0].site.call, order.get(x[0].site.name, len(rest))))
+
+
+def _unwrapped(closed: Any) -> tuple[Any, list[tuple[int | None, Any]], dict[str, Any]]:
+    """Returns the function that is compiled as a whole, its arguments as positions or literal values, and arguments of
+    `jax.jit`.
+
+    They are those of a function under `jax.jit`, whose donations and options have no effect inside of another one.
+    """
+    jaxpr = closed.jaxpr
+    positions = {v: i for i, v in enumerate(jaxpr.invars)}
+    if len(jaxpr.eqns) != 1 or jaxpr.eqns[0].primitive.name not in ("jit", "pjit") or closed.consts:
+        return closed, [(i, None) for i in range(len(positions))], {}
+    (eqn,) = jaxpr.eqns
+    if list(eqn.outvars) != list(jaxpr.outvars):
+        return closed, [(i, None) for i in range(len(positions))], {}
+    picked: list[tuple[int | None, Any]] = [
+        (None, v.val) if hasattr(v, "val") else (positions[v], None) for v in eqn.invars
+    ]
+    p = eqn.params
+    of_arguments = {i: k for k, (i, _) in enumerate(picked) if i is not None}
+    open_ = unspecified()["out_shardings"]
+    shardings = tuple(p["in_shardings"][of_arguments[i]] if i in of_arguments else open_ for i in range(len(positions)))
+    params: dict[str, Any] = {
+        "in_shardings": shardings,
+        "out_shardings": (list(p["out_shardings"]), open_),
+        "donate_argnums": tuple(i for i, k in of_arguments.items() if p["donated_invars"][k]),
+    }
+    if p.get("compiler_options_kvs"):
+        params["compiler_options"] = dict(p["compiler_options_kvs"])
+    return p["jaxpr"], picked, params

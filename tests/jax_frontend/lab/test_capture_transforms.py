@@ -1,0 +1,201 @@
+"""capture inside of JAX's transformations: loops, branches, remat, vmap, custom derivatives and shards."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import linen, nnx
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from diptych.common.errors import UnsupportedError
+from jax_frontend.lab.captures import close, recorded
+
+pytestmark = pytest.mark.sampled
+
+X = jax.random.normal(jax.random.key(1), (4, 8))
+LAYERS = 3
+
+
+class Layer(linen.Module):
+    @linen.compact
+    def __call__(self, x, _):
+        return jnp.tanh(linen.Dense(8, name="fc")(x)), None
+
+
+class Deep(linen.Module):
+    remat: bool
+
+    @linen.compact
+    def __call__(self, x):
+        layer = linen.remat(Layer, prevent_cse=False) if self.remat else Layer
+        axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+        return linen.scan(layer, length=LAYERS, **axes)(name="h")(x, None)[0]
+
+
+@pytest.mark.parametrize("remat", [False, True], ids=["scan", "remat"])
+def test_scan_over_layers(tmp_path, remat):
+    """Each iteration is a call; a gradient has the call of its output, though backward runs in the other order."""
+    model = Deep(remat)
+    variables = model.init(jax.random.key(0), X)
+    loss = lambda v: (model.apply(v, X) ** 2).mean()  # noqa: E731
+    got = recorded(tmp_path, jax.jit(jax.value_and_grad(loss)), (variables,))
+    assert got.meta.plain_bits is True and got.retraces == 1
+    calls = ["", "#1", "#2"]
+    assert got.names("activation") == [f"{site}{c}" for c in calls for site in ("h/fc", "h[0]")] + ["model"]
+    assert got.names("activation_grad") == ["model", *(f"{s}{c}" for c in calls[::-1] for s in ("h[0]", "h/fc"))]
+    kernel, bias = (variables["params"]["h"]["fc"][name] for name in ("kernel", "bias"))
+
+    def unrolled(added):
+        x, found = X, []
+        for i in range(LAYERS):
+            y = x @ kernel[i] + bias[i] + added[i]
+            x = jnp.tanh(y)
+            found.append(y)
+        return (x**2).mean(), found
+
+    grads, outputs = jax.grad(unrolled, has_aux=True)(jnp.zeros((LAYERS, *X.shape)))
+    for i, call in enumerate(calls):
+        close(got.value(f"activation:h/fc{call}"), outputs[i])
+        close(got.value(f"activation_grad:h/fc{call}"), grads[i])
+        of_parameters = {"parameter:h/fc/kernel", "parameter:h/fc/bias"}
+        before = {f"activation:h[0]{calls[i - 1]}"} if i else set()
+        assert set(got.steps[0][f"activation:h/fc{call}"].site.inputs) == of_parameters | before
+
+
+@pytest.mark.parametrize("chosen", [True, False])
+def test_branches(tmp_path, chosen):
+    """The branch that ran is recorded."""
+
+    def layer(name):
+        return lambda _, x: linen.Dense(8, name=name)(x)
+
+    class Either(linen.Module):
+        @linen.compact
+        def __call__(self, x, chosen):
+            x = linen.Dense(8, name="first")(x)
+            if self.is_initializing():
+                return layer("two")(self, layer("one")(self, x))
+            return linen.cond(chosen, layer("one"), layer("two"), self, x)
+
+    model = Either()
+    variables = model.init(jax.random.key(0), X, True)
+    loss = lambda v, chosen: (model.apply(v, X, chosen) ** 2).sum()  # noqa: E731
+    got = recorded(
+        tmp_path, jax.jit(jax.grad(loss)), (variables, jnp.array(chosen)), (variables, jnp.array(not chosen))
+    )
+    ran, other = ("one", "two") if chosen else ("two", "one")
+    assert got.names("activation") == ["first", ran, "model"] and f"activation:{other}" in got.steps[1]
+    p = variables["params"]
+    first = X @ p["first"]["kernel"] + p["first"]["bias"]
+    close(got.value(f"activation:{ran}"), first @ p[ran]["kernel"] + p[ran]["bias"])
+    assert "activation:first" in got.steps[0][f"activation:{ran}"].site.inputs
+
+
+def test_while_loop(tmp_path):
+    """The last iteration is recorded, or none if there was none."""
+    model = linen.Dense(8, use_bias=False)
+    variables = model.init(jax.random.key(0), X)
+
+    def run(variables, n):
+        body = lambda s: (s[0] + 1, jnp.tanh(model.apply(variables, s[1])))  # noqa: E731
+        return jax.lax.while_loop(lambda s: s[0] < n, body, (0, X))[1]
+
+    got = recorded(tmp_path, jax.jit(run), (variables, jnp.int32(3)), (variables, jnp.int32(0)))
+    kernel, x = variables["params"]["kernel"], X
+    for _ in range(2):
+        x = jnp.tanh(x @ kernel)
+    close(got.value("activation:model"), x @ kernel)
+    assert not got.steps[1]
+    with pytest.raises(UnsupportedError, match="inside of the condition of a while loop"):
+        condition = lambda v: jax.lax.while_loop(lambda x: model.apply(v, x).sum() > 1e9, lambda x: x + 1, X)  # noqa: E731
+        recorded(tmp_path / "b", condition, (variables,), check=False)
+
+
+def test_vmap_records_all_examples(tmp_path):
+    """The axis of the examples comes first, wherever JAX has put it."""
+    model = linen.Dense(3)
+    x = jnp.moveaxis(jax.random.normal(jax.random.key(2), (5, 4, 8)), 0, 1)
+    variables = model.init(jax.random.key(0), X)
+    apply = jax.vmap(model.apply, in_axes=(None, 1), out_axes=2)
+    got = recorded(tmp_path, jax.jit(jax.grad(lambda v: (apply(v, x) ** 2).sum())), (variables,))
+    want = jnp.moveaxis(x, 1, 0) @ variables["params"]["kernel"]
+    close(got.value("activation:model"), want)
+    close(got.value("activation_grad:model"), 2 * want)
+
+
+def test_custom_derivatives(tmp_path):
+    """Rules run as they are, differentiated or not."""
+
+    @jax.custom_vjp
+    def odd(x):
+        return jnp.sin(x)
+
+    odd.defvjp(lambda x: (jnp.sin(x), x), lambda x, g: (jax.vjp(jnp.tanh, x)[1](g)[0] * 2,))
+
+    class Custom(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return odd(linen.Dense(8, name="fc")(x))
+
+    model = Custom()
+    variables = model.init(jax.random.key(0), X)
+    got = recorded(tmp_path / "a", jax.jit(jax.grad(lambda v: model.apply(v, X).sum())), (variables,))
+    y = X @ variables["params"]["fc"]["kernel"]
+    close(got.value("activation_grad:fc"), 2 * (1 - jnp.tanh(y) ** 2))
+    assert got.names("parameter") == ["fc/bias", "fc/kernel"]
+    got = recorded(tmp_path / "b", lambda v: model.apply(v, X), (variables,))
+    close(got.value("activation:model"), jnp.sin(y))
+
+
+def test_nnx_scan_and_remat(tmp_path):
+    class Scanned(nnx.Module):
+        def __init__(self, rngs):
+            make = nnx.split_rngs(splits=LAYERS)(nnx.vmap(lambda rngs: nnx.Linear(8, 8, rngs=rngs)))
+            self.layers = make(rngs)
+
+        def __call__(self, x):
+            call = nnx.remat(lambda x, layer: jnp.tanh(layer(x)))
+            return nnx.scan(call, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(x, self.layers)
+
+    model = Scanned(nnx.Rngs(0))
+    step = nnx.jit(nnx.value_and_grad(lambda model: (model(X) ** 2).sum()))
+    got = recorded(tmp_path, step, (model,))
+    assert got.names("activation") == ["layers", "layers#1", "layers#2", "model"]
+    kernels, x = model.layers.kernel[...], X
+    for i, call in enumerate(("", "#1", "#2")):
+        close(got.value(f"activation:layers{call}"), x @ kernels[i])
+        x = jnp.tanh(x @ kernels[i])
+    assert set(got.names("activation_grad")) == {"layers", "layers#1", "layers#2", "model"}
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_shards(tmp_path, kind):
+    """Inside of shard_map each shard is a tensor of its own; a sharded array under jit is one."""
+    model = linen.Dense(8, name="fc")
+    variables = model.init(jax.random.key(0), X)
+    mesh = jax.make_mesh((2, 2), ("d", "t"), axis_types=(kind, kind), devices=jax.devices("cpu")[:4])
+    specs = {"in_specs": (P(), P("d")), "out_specs": P()}
+    mapped = jax.shard_map(lambda v, x: jax.lax.pmean((model.apply(v, x) ** 2).mean(), "d"), mesh=mesh, **specs)
+    placed = jax.device_put(variables, NamedSharding(mesh, P())), jax.device_put(X, NamedSharding(mesh, P("d")))
+    kernel = variables["params"]["kernel"]
+    with jax.set_mesh(mesh):
+        got = recorded(tmp_path / "a", jax.jit(jax.value_and_grad(mapped)), placed)
+        assert got.names("activation") == ["model@d=0", "model@d=1"]
+        for i in range(2):
+            close(got.value(f"activation:model@d={i}"), X[2 * i : 2 * i + 2] @ kernel)
+        whole = lambda v, x: (model.apply(v, x) ** 2).mean()  # noqa: E731
+        got = recorded(tmp_path / "b", jax.jit(jax.value_and_grad(whole)), placed, values="sample")
+    close(got.value("activation:model"), X @ kernel)
+    close(got.value("activation_grad:model"), 2 * (X @ kernel) / X.size)
+
+
+def test_primitives_that_are_not_known(tmp_path):
+    model = linen.Dense(8)
+    variables = model.init(jax.random.key(0), X)
+    solve = lambda v: jax.lax.custom_linear_solve(  # noqa: E731
+        lambda x: model.apply(v, x), X, solve=lambda _, b: b, transpose_solve=lambda _, b: b
+    )
+    with pytest.raises(UnsupportedError, match="inside of JAX's primitive custom_linear_solve are not supported"):
+        recorded(tmp_path, solve, (variables,), check=False)
