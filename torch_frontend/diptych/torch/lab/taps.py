@@ -108,7 +108,7 @@ class _Identity(torch.autograd.Function):
 
 
 class _Alias(torch.autograd.Function):
-    """Only eager. The result has the same memory and version, and is no view to autograd, so that it can be modified."""
+    """Only eager. The result has the same memory and version, and is no view to autograd: it can be modified."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
