@@ -41,12 +41,14 @@ class Recorder(Protocol):
 
     def forward(self, key: int, x: Tensor, place: str, eager: bool) -> int:
         """Records an output. `place`: where it is in the module's result. Returns the call's ticket."""
+        ...
 
     def backward(self, key: int, gradient: Tensor, ticket: int) -> None:
         """Records the gradient of that call's output; in eager code also of modules that are not wanted."""
 
     def wants(self, key: int) -> bool:
         """Whether a module's outputs are recorded."""
+        ...
 
 
 ACTIVE: dict[int, Recorder] = {}
@@ -161,7 +163,8 @@ def _watch(recorder: Recorder, key: int, x: Tensor, ticket: int) -> None:
     if x.grad_fn is None:
         x.register_hook(lambda gradient: recorder.backward(key, gradient, ticket))
         return
-    taps = x.grad_fn.metadata.setdefault(_mark(x.output_nr), [])
+    metadata: Any = x.grad_fn.metadata
+    taps = metadata.setdefault(_mark(x.output_nr), [])
     if not taps:
         x.register_hook(lambda gradient: [r.backward(k, gradient, t) for r, k, t in reversed(taps)] and None)
     taps.append((recorder, key, ticket))
@@ -177,7 +180,8 @@ def nearest(x: Tensor, known: Container[Any]) -> tuple[list[int], list[Tensor]] 
     None if autograd does not know, because x requires no gradient or is computed by compiled code."""
     tickets: dict[int, None] = {}
     leaves: dict[int, Tensor] = {}
-    left, seen = [(x.grad_fn, x.output_nr)], set()
+    left: list[tuple[Any, int]] = [(x.grad_fn, x.output_nr)]
+    seen: set[tuple[Any, int]] = set()
     if x.grad_fn is None:
         return ([], [x]) if x.requires_grad else None
     while left:
@@ -209,7 +213,7 @@ def _before(module: nn.Module, args: tuple[Any, ...]) -> None:
 
 def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     if not torch.compiler.is_compiling():
-        return _eager(module, args, kwargs, output)
+        return _eager(module, args, kwargs, output)  # type: ignore[call-arg]
     return _traced(output, getattr(module, KEY)) if getattr(module, WANTED) else None
 
 
