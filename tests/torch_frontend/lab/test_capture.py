@@ -37,6 +37,7 @@ def test_a_step_has_the_tensors_that_plain_hooks_see(tmp_path):
     model, step = model_and_step()
     plain = Plain(model)
     step()
+    del plain.values['activation_grad:model["states"][0]']  # the output itself is not used
     for key, x in (plain.values | grads).items():
         assert_is_of(found.pop(key), x)
     # A view that is modified in place loses its plain hooks.

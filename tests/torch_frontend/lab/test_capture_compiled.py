@@ -62,8 +62,9 @@ def test_sites_and_hashes_are_those_of_eager_code(tmp_path, how, when):
             step(run)
             t.step()
             assert i < 2 or graphs() == before
+    unused = 'activation_grad:model["states"][0]'  # zeros in compiled code, and none in eager code
     for number in (0, 2):
-        assert hashes(tmp_path / "t", number) == want
+        assert hashes(tmp_path / "t", number) | {unused: None} == want | {unused: None}
     if how != "replaced":
         assert all(o.site.inputs is None for o in observed(tmp_path / "t", 2).values())
     before = graphs()
