@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from diptych.common.errors import UnsupportedError
 
-KEY, WANTED = "_diptych_lab_key", "_diptych_lab_wanted"
+KEY, BACKWARD_KEY, WANTED = "_diptych_lab_key", "_diptych_lab_backward_key", "_diptych_lab_wanted"
 _LIBRARY = torch.library.Library("diptych", "FRAGMENT")
 
 
@@ -98,15 +98,15 @@ class _Identity(torch.autograd.Function):
     """Only traced. The copy is none in the compiled code; in the graph it lets the caller write to the result."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, key: Tensor, place: str) -> Tensor:
-        ctx.save_for_backward(key, _forward_op(local(x), key, place))
+    def forward(ctx: Any, x: Tensor, key: Tensor, backward_key: Tensor, place: str) -> Tensor:
+        ctx.save_for_backward(_forward_op(local(x), key, place))
+        ctx.key = backward_key  # not saved, since autograd would refuse it after the backward of a later call
         return x.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        key, ticket = ctx.saved_tensors
-        _backward_op(local(gradient), key, ticket)
-        return gradient, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        _backward_op(local(gradient), ctx.key, *ctx.saved_tensors)
+        return gradient, None, None, None
 
 
 class _Alias(torch.autograd.Function):
@@ -127,10 +127,10 @@ class _Alias(torch.autograd.Function):
 # --- hooks ---
 
 
-def _traced(output: Any, key: Tensor) -> Any:
+def _traced(output: Any, key: Tensor, backward_key: Tensor) -> Any:
     def tap(x: Tensor, place: str) -> Tensor:
         if x.requires_grad and torch.is_grad_enabled():
-            return _Identity.apply(x, key, place)
+            return _Identity.apply(x, key, backward_key, place)
         _forward_op(local(x), key, place)
         return x
 
@@ -195,7 +195,9 @@ def _before(module: nn.Module, args: tuple[Any, ...]) -> None:
 def _after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     if not torch.compiler.is_compiling():
         return _eager(module, output)
-    return _traced(output, getattr(module, KEY)) if getattr(module, WANTED) else None
+    if not getattr(module, WANTED):
+        return None
+    return _traced(output, getattr(module, KEY), getattr(module, BACKWARD_KEY))
 
 
 def mapped(value: Any, tap: Callable[[Tensor, str], Tensor], place: str = "") -> Any:
@@ -232,12 +234,13 @@ def attach(modules: dict[int, nn.Module], recorder: Recorder) -> Callable[[], No
             handle.remove()
         for key, module in modules.items():
             ACTIVE.pop(key, None)
-            module.__dict__.pop(KEY, None)
-            module.__dict__.pop(WANTED, None)
+            for name in (KEY, BACKWARD_KEY, WANTED):
+                module.__dict__.pop(name, None)
 
     try:
         for key, module in modules.items():
-            module.__dict__[KEY] = torch.tensor([key])
+            for name in (KEY, BACKWARD_KEY):
+                module.__dict__[name] = torch.tensor([key])
             module.__dict__[WANTED] = recorder.wants(key)
             ACTIVE[key] = recorder
             handles.append(module.register_forward_pre_hook(_before))
