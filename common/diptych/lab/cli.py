@@ -158,6 +158,8 @@ def _shared(p: argparse.ArgumentParser, out: str) -> None:
     p.add_argument("--seed", type=_natural, default=0, help="of weights, batches and stochastic rounding")
     p.add_argument("--batch", type=_positive, default=8, help="sequences a step")
     p.add_argument("--lr", type=_rate, default=optim.lr, help="largest learning rate")
+    p.add_argument("--warmup", type=_natural, default=optim.warmup, metavar="N", help="steps until --lr is reached")
+    p.add_argument("--clip", type=_rate, metavar="NORM", help="largest global norm of the gradients; without it any")
     p.add_argument(
         "--eval-every", type=_natural, default=50, metavar="N", help="steps between validations; 0: at the end only"
     )
@@ -230,7 +232,7 @@ def _configs(args: argparse.Namespace) -> tuple[ModelConfig, OptimConfig, Settin
 
     try:
         model = ModelConfig(width=args.width, layers=args.layers, heads=args.heads, seq=args.seq)
-        optim = OptimConfig(lr=args.lr, steps=args.steps)
+        optim = OptimConfig(lr=args.lr, steps=args.steps, warmup=args.warmup, clip=args.clip)
     except ValueError as e:
         raise InputError(str(e)) from e
     settings = Settings(
