@@ -46,6 +46,8 @@ def test_help(command, capsys):
         (["train", "--framework", "torch", "--lr", "nan"], "must be positive and finite"),
         (["train", "--framework", "torch", "--warmup", "-1"], "argument --warmup: must be at least 0, got -1"),
         (["train", "--framework", "jax", "--clip", "0"], "argument --clip: must be positive and finite, got 0"),
+        (["compare", "--seeds", "0"], "argument --seeds: must be at least 1, got 0"),
+        (["train", "--framework", "torch", "--seeds", "2"], "--seeds"),
         (["compare", "--clip", "inf"], "argument --clip: must be positive and finite, got inf"),
         (["train", "--framework", "torch", "--width", "30"], "width 30 is not a multiple of heads 4"),
         (["train", "--framework", "torch", "--data", "/no/such/place"], "/no/such/place: no such file"),
