@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import quality
 from diptych.common import RECIPES
-from diptych.lab import data, frontend, train
+from diptych.lab import data, frontend
 
 TINY = quality.Setting(seeds=3, width=32, layers=1, heads=2, seq=16, batch=2, steps=3, device="cpu", compile=False)
 ABOUT = {"machine": "a machine", "versions": "torch 1", "commit": "abc"}
@@ -21,15 +21,31 @@ ABOUT = {"machine": "a machine", "versions": "torch 1", "commit": "abc"}
 class Fake:
     """A framework whose losses follow from recipe and seed; `broken` recipes give NaN."""
 
-    def __init__(self, *broken: str) -> None:
-        self.broken = broken
+    name = "fake"
+
+    def __init__(self, *broken: str, pause: float = 0.0) -> None:
+        self.broken, self.pause, self.steps = broken, pause, 0
 
     def trainer(self, job, weights):
         name = next((n for n, r in RECIPES.items() if r == job.recipe), "none")
         loss = float("nan") if name in self.broken else 2 + 0.1 * job.seed + 0.02 * (name != "none")
-        return type("Trainer", (), {
-            "step": lambda self, batch: loss, "evaluate": lambda self, batch: loss, "scales": lambda self: {}
-        })()  # fmt: skip
+        return Trainer(self, loss)
+
+
+class Trainer:
+    def __init__(self, fake: Fake, loss: float) -> None:
+        self.fake, self.loss = fake, loss
+
+    def step(self, batch):
+        self.fake.steps += 1
+        time.sleep(self.fake.pause)
+        return self.loss
+
+    def evaluate(self, batch):
+        return self.loss
+
+    def scales(self):
+        return {}
 
 
 @pytest.fixture
@@ -83,13 +99,10 @@ def test_another_setting_shares_no_run(bytes_, tmp_path, monkeypatch, change):
 
 
 def test_a_run_that_stops_at_the_deadline_leaves_no_line(bytes_, tmp_path, monkeypatch):
-    path, group = tmp_path / "quality.jsonl", quality.Group("torch", "nvfp4", (0, 1))
-    monkeypatch.setattr(frontend, "require", lambda name, device: Fake())
-    began = iter([0.0, 1.0, 1.0, 9.0])  # the first step ends in time, the second one does not
-    monkeypatch.setattr(quality.time, "monotonic", lambda: next(began))
-    monkeypatch.setattr(train.time, "perf_counter", lambda: 0.0)
-    quality.work(group, TINY, path, 5.0, ABOUT)
-    assert not path.exists() and next(began, None) is None
+    path, fake = tmp_path / "quality.jsonl", Fake(pause=0.5)
+    monkeypatch.setattr(frontend, "require", lambda name, device: fake)
+    quality.work(quality.Group("torch", "nvfp4", (0, 1)), TINY, path, time.monotonic() + 0.4, ABOUT)
+    assert not path.exists() and fake.steps <= 1
 
 
 def test_the_page_has_means_intervals_and_verdicts(bytes_, tmp_path, monkeypatch):
@@ -102,9 +115,8 @@ def test_the_page_has_means_intervals_and_verdicts(bytes_, tmp_path, monkeypatch
     assert found is not None and found.interval == pytest.approx((off.mean() - half, off.mean() + half), rel=1e-6)
     page = quality.rendered(tmp_path)
     assert "no result on an H200" not in page and "## h200: width 32, 1 layers, 3 steps" in page
-    shown = (
-        f"| 3 | {100 * off.mean():+.2f} % | {100 * (off.mean() - half):+.2f} to {100 * (off.mean() + half):+.2f} % |"
-    )
+    mean, low, high = (f"{100 * x:+.2f}" for x in (off.mean(), off.mean() - half, off.mean() + half))
+    shown = f"| 3 | {mean} % | {low} to {high} % |"
     assert f"| fp8-block | torch | ±0.5 % {shown} **outside** |" in page
     assert f"| nvfp4 | jax | ±1.5 % {shown} within |" in page
     assert "| torch | 3 | 2.1000 | 2.0000 to 2.2000 | 9.52 % |" in page
@@ -149,13 +161,11 @@ def test_wrong_arguments(argv, said, capsys):
 @pytest.mark.slow  # three processes that import torch or JAX
 def test_pieces_of_time_make_the_table(tmp_path):
     """The first call has no time to finish, the second one does the rest, and the third has nothing left to do."""
-    options = (
-        "--device cpu --no-compile --only fp8-current --seeds 1 --width 32 --layers 1 --heads 2 --seq 16 --batch 2"
-    )
-    command = [sys.executable, "-m", "benchmarks.quality", *options.split(), "--steps", "3", "--jobs", "1"]
+    options = "--device cpu --no-compile --only fp8-current --seeds 1 --width 32 --layers 1 --heads 2 --seq 16"
+    command = [sys.executable, "-m", "benchmarks.quality", *options.split(), "--batch", "2", "--steps", "3"]
     for seconds, status in (("0.001", 3), ("500", 0), ("500", 0)):
-        run = subprocess.run([*command, "--seconds", seconds, "--file", tmp_path / "q.jsonl"], cwd=quality.DOCS.parent,
-                             capture_output=True, text=True)  # fmt: skip
+        more = ["--jobs", "1", "--seconds", seconds, "--file", tmp_path / "q.jsonl"]
+        run = subprocess.run([*command, *more], cwd=quality.DOCS.parent, capture_output=True, text=True)
         assert run.returncode == status, run.stderr
     assert run.stdout.startswith("0 runs are missing")
     lines = quality.lines_of(tmp_path / "q.jsonl")
