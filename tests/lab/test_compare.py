@@ -2,9 +2,10 @@ import dataclasses
 import json
 import re
 
+import numpy as np
 import pytest
 
-from diptych.lab import train
+from diptych.lab import compare, seeds, train
 from diptych.lab.cli import main
 
 TINY_ARGS = [
@@ -14,10 +15,10 @@ TINY_ARGS = [
 ]
 
 
-def compared(recipe, text, out):
+def compared(recipe, text, out, *more):
     """One whole comparison, small: (exit status, folder)."""
     argv = ["compare", "--recipe", recipe, "--data", str(text), "--out", str(out)]
-    return main([*argv, *TINY_ARGS]), out
+    return main([*argv, *TINY_ARGS, *more]), out
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -86,6 +87,59 @@ def test_four_bits_pass_within_their_own_tolerance(narrow):
     assert any("amax" in row["what"] for row in results["trace"][0]["rows"])
 
 
+def details(results):
+    return {c["name"]: c["detail"] for c in results["checks"]}
+
+
+def test_a_single_pair_is_called_so(good):
+    results = json.loads((good[1] / "results.json").read_text())
+    for framework, pairs in results["pairs"].items():
+        assert pairs["seeds"] == [0] and pairs["interval"] is None
+        said = details(results)[f"{framework}: fp8-block ends near high precision in a single pair"]
+        assert "one seed does not tell this from the noise of seeds" in said
+    html = (good[1] / "report.html").read_text()
+    assert "A single pair for each framework" in html and "95 %" not in html
+
+
+def test_several_seeds_are_judged_by_the_interval_of_the_mean(good, text, tmp_path):
+    status, out = compared("fp8-block", text, tmp_path, "--seeds", "3")
+    results = json.loads((out / "results.json").read_text())
+    assert status == 0 and results["passed"] and len(results["checks"]) == 9 and len(results["runs"]) == 4
+    one = json.loads((good[1] / "results.json").read_text())
+    for framework, pairs in results["pairs"].items():
+        assert pairs["seeds"] == [0, 1, 2] and len({*pairs["high"], *pairs["low"]}) == 6
+        first = [results["runs"][f"{framework} {which}"]["final"] for which in ("high precision", "fp8-block")]
+        assert [pairs["high"][0], pairs["low"][0]] == first
+        assert first == [one["pairs"][framework][k][0] for k in ("high", "low")]
+        off = np.array(pairs["low"]) / np.array(pairs["high"]) - 1
+        half = 4.302653 * off.std(ddof=1) / 3**0.5
+        assert pairs["interval"] == pytest.approx([off.mean() - half, off.mean() + half], rel=1e-6)
+        said = details(results)[f"{framework}: fp8-block trains as high precision does"]
+        assert f"mean of 3 pairs {100 * off.mean():+.2f} %" in said
+    html = (out / "report.html").read_text()
+    assert html.count("<svg") == 4 and "over 3 pairs" in html and "seed 0 alone" in html
+    assert all(f"{x:.4f}" in html for pairs in results["pairs"].values() for k in ("high", "low") for x in pairs[k])
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "status", "said"), [([None], 3, "1 of 9 checks undecided"), ([None, False], 1, "1 of 9 checks failed")]
+)
+def test_an_undecided_comparison_has_an_exit_status_of_its_own(
+    good, text, tmp_path, monkeypatch, capsys, verdicts, status, said
+):
+    results = json.loads((good[1] / "results.json").read_text())
+    for check, verdict in zip(results["checks"], verdicts, strict=False):
+        check["passed"] = verdict
+    results["passed"] = seeds.overall(c["passed"] for c in results["checks"])
+    results["optimizer"]["clip"] = 1.5
+    monkeypatch.setattr(compare, "compare", lambda *_: results)
+    assert compared("fp8-block", text, tmp_path)[0] == status
+    assert f"undecided  {results['checks'][0]['name']}" in capsys.readouterr().out
+    html = (tmp_path / "report.html").read_text()
+    assert said in html and "gradients clipped to a norm of 1.5" in html
+    assert html.count(">UNDECIDED<") == 1 and html.count(">FAIL<") == verdicts.count(False)
+
+
 def test_the_control_runs_call_no_kernel(good):
     results = json.loads((good[1] / "results.json").read_text())
     for name, run in results["runs"].items():
@@ -130,7 +184,7 @@ def test_a_corrupted_scale_fails_the_precision_check(text, tmp_path, framework, 
     assert status == 1
     results = json.loads((tmp_path / "results.json").read_text())
     failed = [c["name"] for c in results["checks"] if not c["passed"]]
-    assert f"{framework}: {recipe} trains as high precision does" in failed
+    assert f"{framework}: {recipe} ends near high precision in a single pair" in failed
     other = "jax" if framework == "torch" else "torch"
     assert not any(name.startswith(f"{other}:") for name in failed)
     assert "FAIL" in capsys.readouterr().out

@@ -190,7 +190,52 @@ def test_a_loss_that_is_not_finite_stops_the_run(frontend_, small):
         run(frontend_, wild, small)
 
 
+@pytest.mark.parametrize("clip", [0.25, 1e6])
+def test_both_frameworks_clip_gradients_by_the_same_formula(frontend_, small, clip):
+    """After one step, AdamW's first moment is 0.1 of the gradient that it got. A large norm leaves every bit alone."""
+    batch = small.batch(0, 0, 2, TINY.seq)
+    weights = initial_weights(TINY, 0)
+    free = frontend_.trainer(job("none"), weights)
+    gradients = {k: v.astype(np.float64) for k, v in free.traced_step(batch).gradients.items()}
+    norm = np.sqrt(sum((g**2).sum() for g in gradients.values()))
+    assert 0.5 < norm < 100
+    clipped = dataclasses.replace(job("none"), optim=OptimConfig(steps=6, warmup=2, clip=clip))
+    for step in ("step", "traced_step"):
+        trainer = frontend_.trainer(clipped, weights)
+        getattr(trainer, step)(batch)
+        for name, first in trainer.state().first.items():
+            want = 0.1 * gradients[name] * min(1, clip / (norm + 1e-6))
+            np.testing.assert_allclose(first, want, rtol=1e-4, atol=1e-5 * np.abs(want).max(), err_msg=name)
+            if clip > norm and step == "traced_step":
+                assert np.array_equal(first, free.state().first[name]), name
+
+
+@pytest.mark.parametrize(
+    ("wrong", "named"),
+    [({"warmup": -1}, "warmup must be at least 0"), *(({"clip": c}, "clip must be") for c in (0.0, -1.0, np.inf))],
+)
+def test_wrong_options_of_the_optimizer_are_named(wrong, named):
+    with pytest.raises(ValueError, match=named):
+        OptimConfig(**wrong)
+
+
+def test_a_checkpoint_without_clip_in_its_settings_is_of_a_run_without_clipping(small, tmp_path):
+    """Checkpoints that were written before the option existed resume, but not with clipping."""
+    path = tmp_path / checkpoint.FILE_NAME
+    run(require("torch", "cpu"), job(), small, checkpoint=path, stop_after=4)
+    stored = checkpoint.load(path)
+    del stored.identity["optimizer"]["clip"]
+    checkpoint.save(path, stored)
+    rest = run(require("torch", "cpu"), job(), small, resume=path)
+    assert np.array_equal(rest.losses, run(require("torch", "cpu"), job(), small).losses)
+    clipped = dataclasses.replace(job(), optim=dataclasses.replace(job().optim, clip=1.0))
+    with pytest.raises(CheckpointError, match=r"optimizer\.clip is None there, 1\.0 here"):
+        run(require("torch", "cpu"), clipped, small, resume=path)
+
+
 def test_learning_rates_warm_up_and_decay_to_a_tenth():
     rates = OptimConfig(lr=1.0, steps=100, warmup=10).learning_rates()
     assert rates[0] == pytest.approx(0.1) and rates[10] == pytest.approx(1.0)
     assert rates.argmax() in (9, 10) and rates[-1] == pytest.approx(0.1, abs=1e-2)
+    assert OptimConfig(lr=1.0, steps=4, warmup=10**400).learning_rates().tolist() == [0.25, 0.5, 0.75, 1]
+    assert OptimConfig(lr=1.0, steps=4, warmup=0).learning_rates()[0] == 1

@@ -25,8 +25,9 @@ from diptych.lab.traces.schema import TraceError
 if TYPE_CHECKING:
     from diptych.lab.train import Settings
 
-FAILED, BAD_INPUT, INTERRUPTED = 1, 2, STATUS
+FAILED, BAD_INPUT, UNDECIDED, INTERRUPTED = 1, 2, 3, STATUS
 RESULTS, REPORT = "results.json", "report.html"
+VERDICTS = {True: "pass", False: "FAIL", None: "undecided"}
 MAX_THREADS = 1024
 FRAMEWORKS = ("torch", "jax")
 
@@ -42,7 +43,8 @@ _REFUSALS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command. Returns 0, 1 for a failed check or run, 2 for bad input, 130 after Ctrl-C."""
+    """Runs one command. Returns 0, 1 for a failed check or run, 2 for bad input, 3 for a comparison that needs
+    more seeds, 130 after Ctrl-C."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     parser = _parser()
     args = parser.parse_args(arguments)
@@ -116,6 +118,14 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--recipe", choices=tuple(RECIPES), default="fp8-current", help="the low precision")
     _shared(compare, "runs/compare-RECIPE")
     compare.add_argument(
+        "--seeds",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="train from N seeds, and judge the recipe by the 95%% interval of the mean difference; exit status 3: "
+        "more seeds are needed",
+    )
+    compare.add_argument(
         "--trace-steps", type=_positive, default=3, metavar="N", help="first steps to record and replay"
     )
     compare.add_argument(
@@ -180,6 +190,8 @@ def _shared(p: argparse.ArgumentParser, out: str) -> None:
     p.add_argument("--seed", type=_natural, default=0, help="of weights, batches and stochastic rounding")
     p.add_argument("--batch", type=_positive, default=8, help="sequences a step")
     p.add_argument("--lr", type=_rate, default=optim.lr, help="largest learning rate")
+    p.add_argument("--warmup", type=_natural, default=optim.warmup, metavar="N", help="steps until --lr is reached")
+    p.add_argument("--clip", type=_rate, metavar="NORM", help="largest global norm of the gradients; without it any")
     p.add_argument(
         "--eval-every", type=_natural, default=50, metavar="N", help="steps between validations; 0: at the end only"
     )
@@ -258,7 +270,7 @@ def _configs(args: argparse.Namespace) -> tuple[ModelConfig, OptimConfig, Settin
 
     try:
         model = ModelConfig(width=args.width, layers=args.layers, heads=args.heads, seq=args.seq)
-        optim = OptimConfig(lr=args.lr, steps=args.steps)
+        optim = OptimConfig(lr=args.lr, steps=args.steps, warmup=args.warmup, clip=args.clip)
     except ValueError as e:
         raise InputError(str(e)) from e
     settings = Settings(
@@ -405,6 +417,7 @@ def _compare(args: argparse.Namespace, arguments: list[str]) -> int:
         trace_steps=min(args.trace_steps, args.steps),
         corrupt=args.corrupt_scale,
         corruption=corruption,
+        seeds=args.seeds,
     )
     pair = (_frontend("torch", args.device), _frontend("jax", args.device))
     folder = args.out or pathlib.Path(f"runs/compare-{args.recipe}")
@@ -414,9 +427,9 @@ def _compare(args: argparse.Namespace, arguments: list[str]) -> int:
         commands = [shlex.join(["diptych", *arguments]), "diptych doctor"]
         files.write_text(folder / REPORT, report.render(results, commands))
     for check in results["checks"]:
-        print(f"{'pass' if check['passed'] else 'FAIL'}  {check['name']}: {check['detail']}")
+        print(f"{VERDICTS[check['passed']]}  {check['name']}: {check['detail']}")
     print(f"{results['seconds']:.0f} s; report: {folder / REPORT}")
-    return 0 if results["passed"] else FAILED
+    return {True: 0, False: FAILED, None: UNDECIDED}[results["passed"]]
 
 
 def _diff(args: argparse.Namespace, _: list[str]) -> int:

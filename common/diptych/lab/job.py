@@ -59,9 +59,17 @@ class ModelConfig(Value):
         return sum(math.prod(s) for s in self.shapes().values())
 
 
+CLIP_EPS = 1e-6
+
+
 @dataclasses.dataclass(frozen=True)
 class OptimConfig(Value):
-    """AdamW with linear warmup and cosine decay to a tenth."""
+    """AdamW with linear warmup and cosine decay to a tenth.
+
+    `warmup`: steps until the largest learning rate; a run of fewer steps warms up to its end. `clip`: the largest
+    global norm of the gradients. Both frameworks multiply gradients of a norm n by min(1, clip / (n + `CLIP_EPS`)), as
+    `torch.nn.utils.clip_grad_norm_` does. None: gradients are left as they are.
+    """
 
     lr: float = 1e-3
     steps: int = 300
@@ -70,18 +78,24 @@ class OptimConfig(Value):
     beta2: float = 0.95
     eps: float = 1e-8
     weight_decay: float = 0.01
+    clip: float | None = None
 
     def __post_init__(self) -> None:
         if self.steps < 1:
             raise ValueError(f"optimizer: steps must be at least 1, got {self.steps}")
         if not (math.isfinite(self.lr) and self.lr > 0):
             raise ValueError(f"optimizer: lr must be positive and finite, got {self.lr}")
+        if self.warmup < 0:
+            raise ValueError(f"optimizer: warmup must be at least 0, got {self.warmup}")
+        if self.clip is not None and not (math.isfinite(self.clip) and self.clip > 0):
+            raise ValueError(f"optimizer: clip must be positive and finite, got {self.clip}")
 
     def learning_rates(self) -> np.ndarray:
         """Learning rate of every step, float32 [steps]: one table for both frameworks."""
         step = np.arange(self.steps)
-        warm = (step + 1) / max(1, min(self.warmup, self.steps))
-        progress = np.clip((step - self.warmup) / max(1, self.steps - self.warmup), 0, 1)
+        warmup = min(self.warmup, self.steps)
+        warm = (step + 1) / max(1, warmup)
+        progress = np.clip((step - warmup) / max(1, self.steps - warmup), 0, 1)
         return (self.lr * np.minimum(warm, 0.55 + 0.45 * np.cos(np.pi * progress))).astype(np.float32)
 
 

@@ -44,7 +44,7 @@ def render(results: Results, commands: list[str]) -> str:
     """
     with plt.rc_context(_STYLE):
         plots = {"losses": _losses(results), "differences": _differences(results), "drift": _drift(results)}
-        plots["scales"] = _scales(results)
+        plots |= {"scales": _scales(results), "pairs": _pairs_of_seeds(results)}
     text = importlib.resources.files("diptych.lab").joinpath("report.html.j2").read_text()
     env = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     env.filters |= {"count": _count, "percent": _percent, "relative": _relative, "duration": _duration}
@@ -76,7 +76,9 @@ def _duration(seconds: float) -> str:
 def _summary(r: Results) -> Results:
     replayed = sum(row["tensors"] for row in r["replay"])
     return {
-        "passed": sum(c["passed"] for c in r["checks"]),
+        "passed": sum(c["passed"] is True for c in r["checks"]),
+        "failed": sum(c["passed"] is False for c in r["checks"]),
+        "undecided": sum(c["passed"] is None for c in r["checks"]),
         "checks": len(r["checks"]),
         "replayed": replayed,
         "replay_differing": sum(row["tensors_differing"] for row in r["replay"]),
@@ -174,6 +176,30 @@ def _differences(r: Results) -> str:
     right.legend(ncols=2, **below)
     low_y, high_y = right.get_ylim()
     right.set_ylim(min(low_y, -1.25 * allowed), max(high_y, 1.25 * allowed))
+    return _svg(fig)
+
+
+def _pairs_of_seeds(r: Results) -> str:
+    """Every pair's difference, the mean of each framework and its interval. Without several seeds: ""."""
+    if r["settings"]["seeds"] < 2:
+        return ""
+    fig, ax = plt.subplots(figsize=(11, 0.9 + 0.7 * len(r["pairs"])), layout="constrained")
+    allowed = 100 * r["recipe"]["tolerance"]
+    ax.axvspan(-allowed, allowed, color="#d3f9d8", alpha=0.6, lw=0)
+    ax.axvline(0, color="#868e96", lw=1, ls=":")
+    for i, pairs in enumerate(r["pairs"].values()):
+        low, high = (100 * bound for bound in pairs["interval"])
+        ax.plot([low, high], [i, i], color=_COLORS[i], lw=9, alpha=0.3, solid_capstyle="butt")
+        ax.plot([100 * pairs["mean"]] * 2, [i - 0.3, i + 0.3], color=_COLORS[i], lw=2.5)
+        ax.plot(
+            [100 * d for d in pairs["differences"]], [i] * len(pairs["seeds"]), "o", color=_COLORS[i], ms=5, mfc="white"
+        )
+    ax.set_yticks(range(len(r["pairs"])), list(r["pairs"]))
+    ax.set_ylim(len(r["pairs"]) - 0.4, -0.6)
+    reach = 1.15 * max(abs(x) for x in (*ax.get_xlim(), 1.1 * allowed))
+    ax.set_xlim(-reach, reach)
+    ax.grid(axis="y", visible=False)
+    ax.set_xlabel("difference of final validation losses from high precision, %")
     return _svg(fig)
 
 

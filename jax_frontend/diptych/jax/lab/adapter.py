@@ -29,7 +29,7 @@ from diptych.jax.state.scales import init_state, load_state_dict, overwrite_stat
 from diptych.jax.state.update import update_state
 from diptych.jax.tensors.quantized import QuantizedArray
 from diptych.lab.frontend import State
-from diptych.lab.job import Job, Weights
+from diptych.lab.job import CLIP_EPS, Job, Weights
 from diptych.lab.trace import Bits, Op, StepTrace
 
 Array = jax.Array
@@ -78,8 +78,17 @@ class JaxTrainer:
 
     def _update(self, params: gpt.Params, opt_state: Any, kept: Any, batch: Array) -> Any:
         loss, grads, kept = self._gradients(params, kept, batch)
-        updates, opt_state = self._optimizer.update(grads, opt_state, params)
+        updates, opt_state = self._optimizer.update(self._clipped(grads), opt_state, params)
         return optax.apply_updates(params, updates), opt_state, kept, loss
+
+    def _clipped(self, grads: gpt.Params) -> gpt.Params:
+        """Returns gradients whose global norm is at most `OptimConfig.clip`, which see."""
+        clip = self._job.optim.clip
+        if clip is None:
+            return grads
+        norm = jnp.linalg.norm(jnp.stack([jnp.linalg.norm(g.ravel()) for g in grads.values()]))
+        factor = jnp.minimum(1, clip / (norm + CLIP_EPS))
+        return {name: g * factor for name, g in grads.items()}
 
     def _held_out(self, params: gpt.Params, kept: Any, batch: Array) -> Array:
         return self._loss(params, batch, gpt.Kept(*kept, record=False))
@@ -99,7 +108,7 @@ class JaxTrainer:
         if self._traced is None:
             self._traced = jax.jit(recorded(self._gradients, self._names))
         (loss, grads, self._kept), log = self._traced(self._params, self._kept, self._put(batch))
-        updates, self._opt_state = self._optimizer.update(grads, self._opt_state, self._params)
+        updates, self._opt_state = self._optimizer.update(self._clipped(grads), self._opt_state, self._params)
         self._params = optax.apply_updates(self._params, updates)
         activations = {k: np.asarray(v) for k, v in log.activations.items()}
         gradients = {k: np.asarray(v) for k, v in grads.items()}

@@ -69,6 +69,9 @@ class TorchTrainer:
         return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
     def _update(self) -> None:
+        clip = self._job.optim.clip
+        if clip is not None:
+            torch.nn.utils.clip_grad_norm_(self._model.parameters(), clip)
         for group in self._optimizer.param_groups:
             group["lr"] = float(self._rates[self._steps])
         self._optimizer.step()

@@ -1,0 +1,175 @@
+"""Runs of the table of recipes: what is left to train, lines, tables and the page."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from benchmarks import quality
+from diptych.common import RECIPES
+from diptych.lab import data, frontend
+
+TINY = quality.Setting(seeds=3, width=32, layers=1, heads=2, seq=16, batch=2, steps=3, device="cpu", compile=False)
+ABOUT = {"machine": "a machine", "versions": "torch 1", "commit": "abc"}
+
+
+class Fake:
+    """A framework whose losses follow from recipe and seed; `broken` recipes give NaN."""
+
+    name = "fake"
+
+    def __init__(self, *broken: str, pause: float = 0.0) -> None:
+        self.broken, self.pause, self.steps = broken, pause, 0
+
+    def trainer(self, job, weights):
+        name = next((n for n, r in RECIPES.items() if r == job.recipe), "none")
+        loss = float("nan") if name in self.broken else 2 + 0.1 * job.seed + 0.02 * (name != "none")
+        return Trainer(self, loss)
+
+
+class Trainer:
+    def __init__(self, fake: Fake, loss: float) -> None:
+        self.fake, self.loss = fake, loss
+
+    def step(self, batch):
+        self.fake.steps += 1
+        time.sleep(self.fake.pause)
+        return self.loss
+
+    def evaluate(self, batch):
+        return self.loss
+
+    def scales(self):
+        return {}
+
+
+@pytest.fixture
+def bytes_(small_bytes, monkeypatch):
+    monkeypatch.setattr(quality, "load", lambda: small_bytes)
+    return small_bytes
+
+
+@pytest.fixture(scope="module")
+def small_bytes():
+    values = np.random.default_rng(0).integers(0, 16, 4000).astype(np.uint8)
+    return data.ByteData(values[:3000], values[3000:], "random bytes", 1)
+
+
+def trained(path, monkeypatch, *broken: str, recipes=("nvfp4",), seconds=600.0):
+    """Trains all groups in this process."""
+    monkeypatch.setattr(frontend, "require", lambda name, device: Fake(*broken))
+    for group in quality.groups_left(TINY, recipes, quality.load(), path):
+        quality.work(group, TINY, path, time.monotonic() + seconds, ABOUT)
+
+
+def test_what_is_left_follows_from_the_lines(bytes_, tmp_path, monkeypatch):
+    path = tmp_path / "quality.jsonl"
+    groups = quality.groups_left(TINY, ("nvfp4",), bytes_, path)
+    names = [(g.recipe, g.framework, g.seeds) for g in groups]
+    assert names == [(r, f, (0, 1, 2)) for r in ("none", "nvfp4") for f in ("torch", "jax")]
+    trained(path, monkeypatch, seconds=-1)
+    assert not path.exists()
+    trained(path, monkeypatch)
+    assert quality.groups_left(TINY, ("nvfp4",), bytes_, path) == []
+    shared = quality.groups_left(TINY, ("mxfp8",), bytes_, path)
+    assert {g.recipe for g in shared} == {"mxfp8"}, "runs in high precision serve all recipes"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[:4]) + lines[4][:30])  # a process was killed as it wrote
+    assert [(g.framework, g.recipe, g.seeds) for g in quality.groups_left(TINY, ("nvfp4",), bytes_, path)] == [
+        ("jax", "none", (1, 2)), ("torch", "nvfp4", (0, 1, 2)), ("jax", "nvfp4", (0, 1, 2))
+    ]  # fmt: skip
+    trained(path, monkeypatch)
+    again = path.read_text().splitlines(keepends=True)
+    without_times = [{k: v for k, v in json.loads(x).items() if "seconds" not in k} for x in lines]
+    assert [{k: v for k, v in json.loads(x).items() if "seconds" not in k} for x in again] == without_times
+
+
+@pytest.mark.parametrize("change", [{"steps": 4}, {"warmup": 7}, {"clip": 2.0}, {"batch": 3}, {"width": 64}])
+def test_another_setting_shares_no_run(bytes_, tmp_path, monkeypatch, change):
+    path = tmp_path / "quality.jsonl"
+    trained(path, monkeypatch)
+    other = quality.dataclasses.replace(TINY, **change)
+    assert sum(len(g.seeds) for g in quality.groups_left(other, ("nvfp4",), bytes_, path)) == 12
+    assert len(quality.tables(quality.lines_of(path))) == 1
+
+
+def test_a_run_that_stops_at_the_deadline_leaves_no_line(bytes_, tmp_path, monkeypatch):
+    path, fake = tmp_path / "quality.jsonl", Fake(pause=0.5)
+    monkeypatch.setattr(frontend, "require", lambda name, device: fake)
+    quality.work(quality.Group("torch", "nvfp4", (0, 1)), TINY, path, time.monotonic() + 0.4, ABOUT)
+    assert not path.exists() and fake.steps <= 1
+
+
+def test_the_page_has_means_intervals_and_verdicts(bytes_, tmp_path, monkeypatch):
+    folder = tmp_path / "h200"
+    trained(folder / quality.FILE, monkeypatch, recipes=("fp8-block", "nvfp4"))
+    (_, lines), = quality.tables(quality.lines_of(folder / quality.FILE))  # fmt: skip
+    off = np.array([0.02 / (2 + 0.1 * s) for s in range(3)])
+    half = 4.302653 * off.std(ddof=1) / 3**0.5
+    found = quality.pairs_of(lines, "jax", "fp8-block")
+    assert found is not None and found.interval == pytest.approx((off.mean() - half, off.mean() + half), rel=1e-6)
+    page = quality.rendered(tmp_path)
+    assert "no result on an H200" not in page and "## h200: width 32, 1 layers, 3 steps" in page
+    mean, low, high = (f"{100 * x:+.2f}" for x in (off.mean(), off.mean() - half, off.mean() + half))
+    shown = f"| 3 | {mean} % | {low} to {high} % |"
+    assert f"| fp8-block | torch | ±0.5 % {shown} **outside** |" in page
+    assert f"| nvfp4 | jax | ±1.5 % {shown} within |" in page
+    assert "| torch | 3 | 2.1000 | 2.0000 to 2.2000 | 9.52 % |" in page
+    assert "| jax | 2 | 2.2000 | 2.2200 | 2.2200 |" in page and "a machine, torch 1; commit abc" in page
+
+
+def test_a_loss_that_is_not_finite_is_a_result(bytes_, tmp_path, monkeypatch):
+    path = tmp_path / "h200" / quality.FILE
+    trained(path, monkeypatch, "nvfp4")
+    assert quality.groups_left(TINY, ("nvfp4",), bytes_, path) == []
+    line = quality.lines_of(path)[-1]
+    assert line["final"] is None and "the loss of step 0 is nan" in line["failed"]
+    page = quality.rendered(tmp_path)
+    assert "| nvfp4 | jax | ±1.5 % | 3 | – | – | **not finite** from seed 0, 1, 2 |" in page
+
+
+def test_without_a_result_the_page_says_so(tmp_path):
+    page = quality.rendered(tmp_path)
+    assert "There is no result on an H200 yet" in page and "No machine has any" in page
+    assert set(quality.GOALS) == set(RECIPES)
+
+
+def test_the_page_is_what_render_writes():
+    assert quality.main(["render", "--check"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--only", "fp4"], "fp4"),
+        (["--jobs", "0"], "must be positive"),
+        (["--clip", "0"], "clip must be positive"),
+        (["--width", "30"], "not a multiple of heads"),
+    ],
+)
+def test_wrong_arguments(argv, said, capsys):
+    with pytest.raises(SystemExit) as e:
+        quality.main(argv)
+    assert e.value.code == 2 and said in capsys.readouterr().err
+
+
+@pytest.mark.slow  # three processes that import torch or JAX
+def test_pieces_of_time_make_the_table(tmp_path):
+    """The first call has no time to finish, the second one does the rest, and the third has nothing left to do."""
+    options = "--device cpu --no-compile --only fp8-current --seeds 1 --width 32 --layers 1 --heads 2 --seq 16"
+    command = [sys.executable, "-m", "benchmarks.quality", *options.split(), "--batch", "2", "--steps", "3"]
+    for seconds, status in (("0.001", 3), ("500", 0), ("500", 0)):
+        more = ["--jobs", "1", "--seconds", seconds, "--file", tmp_path / "q.jsonl"]
+        run = subprocess.run([*command, *more], cwd=quality.DOCS.parent, capture_output=True, text=True)
+        assert run.returncode == status, run.stderr
+    assert run.stdout.startswith("0 runs are missing")
+    lines = quality.lines_of(tmp_path / "q.jsonl")
+    assert sorted((x["framework"], x["recipe"]) for x in lines) == [
+        (f, r) for f in ("jax", "torch") for r in ("fp8-current", "none")
+    ]
+    assert all(1 < x["final"] < 10 for x in lines)
