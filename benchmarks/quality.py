@@ -33,7 +33,7 @@ from benchmarks.render import DOCS, grid
 from diptych.common import RECIPES
 from diptych.lab import checkpoint
 from diptych.lab.data import ByteData, load
-from diptych.lab.job import Job, ModelConfig, OptimConfig
+from diptych.lab.job import Job, ModelConfig, OptimConfig, elements_per_byte
 from diptych.lab.seeds import Pairs
 from diptych.lab.train import Settings
 
@@ -41,7 +41,8 @@ PAGE, TEXT = DOCS / "quality.md", Path(__file__).parent / "quality.md"
 FILE = "quality.jsonl"
 FRAMEWORKS = ("torch", "jax")
 HIGH = "none"
-GOALS = dict.fromkeys(RECIPES, 0.005) | {"nvfp4": 0.015}  # of the mean difference from high precision
+BY_SIZE = {1: 0.005, 2: 0.015}  # goals for the mean difference from high precision, by payload elements per byte
+GOALS = {name: BY_SIZE[elements_per_byte(recipe)] for name, recipe in RECIPES.items()}
 GRACE = 20.0  # seconds that a process has after the deadline, in which it may be compiling
 INCOMPLETE = 3
 VERDICTS = {True: "within", False: "**outside**", None: "undecided: needs more seeds"}

@@ -200,7 +200,12 @@ def linear_dtype(recipe: Recipe | None) -> str:
 
 def loss_tolerance(recipe: Recipe) -> float:
     """The allowed relative distance of a recipe's final loss from high precision's."""
-    return LOSS_TOLERANCE[max((q.format.pack for q in _quantizers(recipe)), default=1)]
+    return LOSS_TOLERANCE[elements_per_byte(recipe)]
+
+
+def elements_per_byte(recipe: Recipe) -> int:
+    """The most payload elements in a byte of any format that the recipe uses: 1 for 8 bits, 2 for 4."""
+    return max((q.format.pack for q in _quantizers(recipe)), default=1)
 
 
 def initial_weights(model: ModelConfig, seed: int) -> Weights:
