@@ -92,7 +92,7 @@ def statistics(
     **Arguments:** `amax`, `mean`, `rms`: of the finite elements, whatever they are if there is none. `counts`: of the
     elements that are zero, NaN, infinite and subnormal. `size`: of the tensor.
     """
-    shares = [n / max(size, 1) for n in counts]
+    zero, nan, inf, subnormal = [n / max(size, 1) for n in counts]
     if size == counts[1] + counts[2]:
-        return Statistics(None, None, None, *shares, quantized)
-    return Statistics(amax, mean, rms, *shares, quantized)
+        return Statistics(None, None, None, zero, nan, inf, subnormal, quantized)
+    return Statistics(amax, mean, rms, zero, nan, inf, subnormal, quantized)
