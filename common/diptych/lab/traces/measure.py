@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import math
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
@@ -91,7 +92,7 @@ def distances(pairs: Iterable[tuple[Observation, Observation]], threads: int = 2
 
     **Raises** ValueError if the shapes of a pair differ, TraceError if a file with values is damaged.
     """
-    waiting: collections.deque[tuple[Observation, Observation, _Values | None, list[Future[_Part]]] | Distance]
+    waiting: collections.deque[tuple[Observation, Observation, _Values | None, list[Callable[[], _Part]]] | Distance]
     waiting, tasks = collections.deque(), 0
     pool = ThreadPoolExecutor(threads)
 
@@ -108,9 +109,9 @@ def distances(pairs: Iterable[tuple[Observation, Observation]], threads: int = 2
             known = _by_hash(a, b)
             if known is None:
                 values = _values(a, b)
-                starts = range(0, values.a.bits.size if values else 0, _SPAN)
-                waiting.append((a, b, values, [pool.submit(_span, values, start) for start in starts if values]))
-                tasks += len(starts)
+                parts = _parts(values, pool) if values else []
+                waiting.append((a, b, values, parts))
+                tasks += len(parts)
             else:
                 waiting.append(known)
             while tasks > _WAITING * threads:
@@ -119,6 +120,15 @@ def distances(pairs: Iterable[tuple[Observation, Observation]], threads: int = 2
             yield finish()
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _parts(values: _Values, pool: ThreadPoolExecutor) -> list[Callable[[], _Part]]:
+    """Returns functions that give the parts of a distance. To hand a small tensor to a thread takes longer than to
+    compare it."""
+    size = values.a.bits.size
+    if size <= BLOCK:
+        return [functools.partial(_span, values, 0)] * bool(size)
+    return [pool.submit(_span, values, start).result for start in range(0, size, _SPAN)]
 
 
 def tensor_distance(a: Tensor, b: Tensor) -> Distance:
@@ -175,11 +185,11 @@ def _flat(tensor: Tensor) -> Tensor:
     return Tensor(tensor.dtype, tensor.bits.reshape(-1))
 
 
-def _finished(a: Observation, b: Observation, values: _Values | None, tasks: list[Future[_Part]]) -> Distance:
+def _finished(a: Observation, b: Observation, values: _Values | None, parts: list[Callable[[], _Part]]) -> Distance:
     by_hash = False if _hashes(a, b) else None
     if values is None:
         return Distance(a.site.size, 0, by_hash)
-    return _found(a.site.size, values, _joined([task.result() for task in tasks]), by_hash)
+    return _found(a.site.size, values, _joined([part() for part in parts]), by_hash)
 
 
 def _found(elements: int, values: _Values, part: _Part, equal: bool | None) -> Distance:
@@ -203,6 +213,9 @@ def _found(elements: int, values: _Values, part: _Part, equal: bool | None) -> D
 
 
 def _joined(parts: list[_Part]) -> _Part:
+    if len(parts) == 1:
+        return parts[0]
+
     def total(name: str) -> int:
         return sum(getattr(p, name) for p in parts)
 
