@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import importlib.metadata
 import itertools
 import os
@@ -13,7 +12,6 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -24,39 +22,13 @@ from diptych.lab.capture import CaptureWarning
 from diptych.lab.traces import SAMPLES, Entry, Meta, Site, Writer
 from diptych.lab.traces.schema import Kind
 from diptych.torch.lab import statistics, taps
+from diptych.torch.lab.sites import Seen, connect, moved
 from diptych.torch.primitives import register
 from diptych.torch.state.autocast import get_autocast_recipe
 
 _KEYS, _TICKETS = itertools.count(), itertools.count()
 _CAPTURED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 _saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
-
-
-@dataclasses.dataclass(eq=False)
-class _Seen:
-    """A tensor of the present step, as far as the device has it.
-
-    `origin`: the tickets and parameters that it is computed from, None if that is unknown. `inputs`: or their keys.
-    """
-
-    kind: Kind
-    name: str
-    call: int
-    shape: tuple[int, ...]
-    dtype: str
-    hash: Tensor
-    row: Tensor | None
-    values: Tensor | None
-    origin: tuple[list[int], list[Tensor]] | None = None
-    inputs: tuple[str, ...] | None = None
-
-    @property
-    def site(self) -> Site:
-        return Site(rules.printable(self.name), self.kind, self.call, self.shape, self.dtype, self.inputs)
-
-    @property
-    def key(self) -> str:
-        return self.site.key
 
 
 def capture(
@@ -224,10 +196,10 @@ class Capture:
     def _forget(self) -> None:
         self._began = False
         self._calls: collections.Counter[tuple[str, str]] = collections.Counter()
-        self._seen: dict[Any, _Seen] = {}  # of modules and ops, in the order of computation
-        self._first: list[_Seen] = []  # parameters
-        self._last: dict[str, _Seen] = {}  # their gradients
-        self._again: dict[int, _Seen] = {}  # recomputed activations, by ticket
+        self._seen: dict[Any, Seen] = {}  # of modules and ops, in the order of computation
+        self._first: list[Seen] = []  # parameters
+        self._last: dict[str, Seen] = {}  # their gradients
+        self._again: dict[int, Seen] = {}  # recomputed activations, by ticket
         self._plans: dict[str, Any] = {}
         self._stack: list[str] = []
         self._context: str | None = None
@@ -332,7 +304,7 @@ class Capture:
             seen.inputs = tuple([operand.key for operand in operands])
         return out
 
-    def _see_all(self, kind: Kind, path: str, op: str, given: dict[str, Any]) -> list[_Seen]:
+    def _see_all(self, kind: Kind, path: str, op: str, given: dict[str, Any]) -> list[Seen]:
         found = []
         for name, value in given.items():
             several = isinstance(value, (list, tuple))
@@ -385,7 +357,7 @@ class Capture:
 
     # --- tensors ---
 
-    def _see(self, kind: Kind, name: str, call: int, x: Tensor, keep: bool = True) -> _Seen | None:
+    def _see(self, kind: Kind, name: str, call: int, x: Tensor, keep: bool = True) -> Seen | None:
         """Returns what the device computes of a tensor, None with a warning if traces cannot hold it."""
         if self._quiet:
             return None
@@ -401,7 +373,7 @@ class Capture:
                     f"capture: {kind} {name} is computed in a CUDA graph, which records nothing when it is replayed; "
                     "compile without CUDA graphs"
                 )
-            seen = _Seen(kind, name, call, tuple(x.shape), dtype, statistics.hash_of(x), None, None)
+            seen = Seen(kind, name, call, tuple(x.shape), dtype, statistics.hash_of(x), None, None)
             if keep:
                 seen.row = statistics.measured(x) if self._with_statistics else None
                 seen.values = self._keep(seen.site, x)
@@ -426,9 +398,10 @@ class Capture:
         last = [self._last[name] for name in self._parameters if name in self._last]
         self._resolve()
         every = [*self._first, *self._seen.values(), *last]
-        self._connect(every)
-        hashes = _moved([s.hash for s in every])
-        rows = _moved([s.row for s in every]) if self._with_statistics else [None] * len(every)
+        if not self._compiled:
+            connect(every, self._seen, self._names)
+        hashes = moved([s.hash for s in every])
+        rows = moved([s.row for s in every]) if self._with_statistics else [None] * len(every)
         entries = []
         for seen, row, words in zip(every, rows, hashes, strict=True):
             site = seen.site
@@ -455,39 +428,6 @@ class Capture:
                 )
             done.add(calls[0])
             self._seen["gradient", ticket].call = self._seen[calls[0]].call
-
-    def _connect(self, every: list[_Seen]) -> None:
-        """Fills in the keys of each site's inputs, where autograd knows them."""
-        if self._compiled:
-            return
-        parameters = {s.name: s for s in self._first}
-        consumers: dict[str, list[_Seen]] = collections.defaultdict(list)
-        by_key = {s.key: s for s in every}
-        for seen in every:
-            if seen.origin is not None:
-                tickets, leaves = seen.origin
-                names = [self._names[id(p)] for p in leaves if id(p) in self._names]
-                found = [self._seen[t] for t in tickets] + [parameters[n] for n in names if n in parameters]
-                seen.inputs = tuple([s.key for s in found])
-                for key in seen.inputs:
-                    consumers[key].append(seen)
-        before: set[str] = set()
-        for seen in every:
-            if seen.kind in ("activation_grad", "parameter_grad"):
-                kind: Any = seen.kind.removesuffix("_grad")
-                forward = by_key.get(dataclasses.replace(seen, kind=kind).key)
-                if forward is not None and (forward.kind == "parameter" or forward.inputs is not None):
-                    seen.inputs = self._gradient_inputs(forward, consumers, before)
-            before.add(seen.key)
-
-    def _gradient_inputs(self, forward: _Seen, consumers: dict[str, list[_Seen]], before: set[str]) -> tuple[str, ...]:
-        """A gradient is computed from those of the sites that its tensor enters, and from what these are made of."""
-        keys: dict[str, None] = {}
-        for consumer in consumers[forward.key]:
-            keys[dataclasses.replace(consumer, kind="activation_grad").key] = None
-            keys |= dict.fromkeys(consumer.inputs or ())
-        keys |= {forward.key: None}
-        return tuple([key for key in keys if key in before])
 
     def _warn(self, message: str) -> None:
         if message not in self._warned:
@@ -516,16 +456,3 @@ def _rank() -> tuple[int, int]:
 
 def _dense(x: Tensor) -> Tensor:
     return x.wait() if type(x).__name__ == "AsyncCollectiveTensor" else x  # type: ignore[operator]
-
-
-def _moved(tensors: list[Any]) -> list[np.ndarray]:
-    """Returns equally shaped tensors in the host's memory, by one transfer from each device."""
-    found: list[Any] = [None] * len(tensors)
-    for device in {t.device for t in tensors}:
-        places = [i for i, t in enumerate(tensors) if t.device == device]
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # hooks of a backward pass may run on other streams
-        moved = torch.stack([tensors[i] for i in places]).cpu().numpy()
-        for i, row in zip(places, moved, strict=True):
-            found[i] = row
-    return found

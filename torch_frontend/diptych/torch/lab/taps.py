@@ -194,7 +194,7 @@ def _before(module: nn.Module, args: tuple[Any, ...]) -> None:
 
 def _after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     if not torch.compiler.is_compiling():
-        return _eager(module, output)
+        return _eager(module, output)  # type: ignore[call-arg]
     if not getattr(module, WANTED):
         return None
     return _traced(output, getattr(module, KEY), getattr(module, BACKWARD_KEY))
