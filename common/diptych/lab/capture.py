@@ -23,6 +23,10 @@ COUNTS = ("zero", "nan", "inf", "subnormal")
 """What a frontend counts of each tensor, in this order, for `statistics`."""
 
 
+class CaptureWarning(UserWarning):
+    """A tensor of a step that is not recorded."""
+
+
 def options(sites: Any, every: Any, values: Any, budget: Any) -> Options:
     """Returns the checked options of a capture.
 

@@ -6,6 +6,7 @@ reader leaves out a last line without its end. Each rank writes in a folder of i
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import os
 import pathlib
@@ -18,7 +19,7 @@ from diptych.common.files import FileError, replacing
 from diptych.lab.traces import tensor_file
 from diptych.lab.traces.dtypes import bits_of
 from diptych.lab.traces.reader import LONGEST_LINE, META, STEPS, check_records, rank_name, step_name
-from diptych.lab.traces.sampling import Budget, Plan, places
+from diptych.lab.traces.sampling import SAMPLES, Budget, Plan, places
 from diptych.lab.traces.schema import Meta, Record, Site, Statistics, Step, TraceError, dump
 from diptych.lab.traces.tensor_file import Tensor
 
@@ -28,7 +29,8 @@ class Entry(NamedTuple):
 
     `hash`: of the tensor's bits, 32 hexadecimal digits. `values`: the whole tensor in its shape, or the flat sample
     that `Writer.plan` asks for, at `places(site.size, count)`; of the site's dtype, or its bits as unsigned integers.
-    It is not read where the plan keeps no values.
+    It is not read where the plan keeps no values. Where it asks for the whole tensor, a flat sample of `SAMPLES`
+    elements is kept instead, as `cut`: a frontend that learns a step's sites while it runs has perhaps no more.
     """
 
     site: Site
@@ -68,6 +70,10 @@ class Writer:
         the sites and the steps before, and on no value."""
         return self._budget.plan(sites)
 
+    def budget(self) -> Budget:
+        """Returns what is left for values, in a copy by which a frontend can foresee a plan site by site."""
+        return copy.copy(self._budget)
+
     def step(self, step: int, entries: Sequence[Entry]) -> None:
         """Writes a step. `entries`: in the order of computation; a site's inputs come before it.
 
@@ -76,7 +82,7 @@ class Writer:
         """
         if step <= self._last:
             raise TraceError(f"{self._path / STEPS}: step {step} does not follow step {self._last}")
-        plans = self.plan([e.site for e in entries])
+        plans = [_possible(e, p) for e, p in zip(entries, self.plan([e.site for e in entries]), strict=True)]
         new = [s for s in dict.fromkeys(e.site for e in entries) if s not in self._sites]
         sites = self._sites | {site: len(self._sites) + i for i, site in enumerate(new)}
         records = tuple(
@@ -100,6 +106,15 @@ class Writer:
         """Notes in meta.json whether recorded steps had the bits of steps without taps. Rank 0's note counts."""
         self.meta = dataclasses.replace(self.meta, plain_bits=plain_bits)
         self._replace_meta(dump(self.meta))
+
+    def set_recipe(self, recipe: str) -> None:
+        """Notes the run's recipe in meta.json. Rank 0's note counts."""
+        self.meta = dataclasses.replace(self.meta, recipe=recipe)
+        self._replace_meta(dump(self.meta))
+
+    @property
+    def closed(self) -> bool:
+        return self._lines < 0
 
     def close(self) -> None:
         if self._lines >= 0:
@@ -128,6 +143,11 @@ class Writer:
         finally:
             if left:
                 os.ftruncate(self._lines, size)
+
+
+def _possible(entry: Entry, plan: Plan) -> Plan:
+    sampled = entry.values is not None and entry.values.shape == (SAMPLES,) != entry.site.shape
+    return Plan("sampled", SAMPLES, True) if plan.values == "whole" and sampled else plan
 
 
 def _kept(entry: Entry, plan: Plan) -> Tensor:

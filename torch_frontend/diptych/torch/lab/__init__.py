@@ -1,1 +1,5 @@
-"""The lab's adapter for torch: its model, its training step and its traces."""
+"""The lab for torch: capture of any model; and its adapter: the demo model, its training step and its traces."""
+
+from diptych.torch.lab.capture import Capture, capture
+
+__all__ = ["Capture", "capture"]

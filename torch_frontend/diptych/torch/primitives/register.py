@@ -93,6 +93,10 @@ _LIBRARY = torch.library.Library("diptych", "DEF")
 RECORDABLE: dict[Any, Callable[..., Any]] = {}
 """Implementations of the ops that programs may record, by overload."""
 
+OBSERVERS: list[Callable[[str, list[str], Callable[..., Any], Any, Any], Any]] = []
+"""The last one runs the ops instead: it is called with an op's name, its arguments' names, its implementation, and the
+positional and named arguments. While there is one, no call bypasses the dispatcher."""
+
 
 def define(
     name: str,
@@ -109,10 +113,15 @@ def define(
     core, and does nothing else, so that programs may record it.
     """
     _LIBRARY.define(f"{name}{signature}", tags=(torch.Tag.pt2_compliant_tag,))
+
+    def observed(*args: Any, **kwargs: Any) -> Any:
+        return OBSERVERS[-1](name, names, real, args, kwargs) if OBSERVERS else real(*args, **kwargs)
+
     for backend in backends:
-        _LIBRARY.impl(name, real, backend)
+        _LIBRARY.impl(name, observed, backend)
     torch.library.register_fake(f"diptych::{name}", fake, lib=_LIBRARY)
     overload = getattr(torch.ops.diptych, name).default
+    names = [a.name for a in overload._schema.arguments]
     if recordable:
         RECORDABLE[overload] = real
     if buffers:
@@ -146,7 +155,7 @@ def direct(*tensors: Tensor | None, unnamed: bool = False, watched: bool = False
         return False
     if _profiler._is_profiler_enabled and not (unnamed or watched):
         return False
-    if torch._C._len_torch_dispatch_stack() and not watched:
+    if (OBSERVERS or torch._C._len_torch_dispatch_stack()) and not watched:
         return False
     for t in tensors:
         if t is None:

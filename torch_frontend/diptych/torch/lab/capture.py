@@ -1,0 +1,519 @@
+"""Capture of a torch model's training steps as a trace."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import importlib.metadata
+import itertools
+import os
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from diptych.common.errors import ArgumentError, UnsupportedError
+from diptych.common.ops import shapes
+from diptych.lab import capture as rules
+from diptych.lab.capture import CaptureWarning
+from diptych.lab.traces import SAMPLES, Entry, Meta, Site, Writer
+from diptych.lab.traces.schema import Kind
+from diptych.torch.lab import statistics, taps
+from diptych.torch.primitives import register
+from diptych.torch.state.autocast import get_autocast_recipe
+
+_KEYS, _TICKETS = itertools.count(), itertools.count()
+_CAPTURED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
+
+
+@dataclasses.dataclass(eq=False)
+class _Seen:
+    """A tensor of the present step, as far as the device has it.
+
+    `origin`: the tickets and parameters that it is computed from, None if that is unknown. `inputs`: or their keys.
+    """
+
+    kind: Kind
+    name: str
+    call: int
+    shape: tuple[int, ...]
+    dtype: str
+    hash: Tensor
+    row: Tensor | None
+    values: Tensor | None
+    origin: tuple[list[int], list[Tensor]] | None = None
+    inputs: tuple[str, ...] | None = None
+
+    @property
+    def site(self) -> Site:
+        return Site(rules.printable(self.name), self.kind, self.call, self.shape, self.dtype, self.inputs)
+
+    @property
+    def key(self) -> str:
+        return self.site.key
+
+
+def capture(
+    model: nn.Module,
+    *,
+    out: str | os.PathLike[str],
+    sites: str = "**",
+    every: int = 1,
+    values: str = "hash",
+    budget: float = 2**30,
+    statistics: bool = True,
+) -> Capture:
+    """Returns a context in which a model's training steps are recorded as a trace (docs/lab.md).
+
+        with lab.capture(model, out="trace") as t:
+            for batch in batches:
+                ...  # forward, backward, update
+                t.step()
+
+    **Arguments:** `model`: any module, unmodified, eager or compiled, whole or in parts. `out`: the trace's folder;
+    with torch.distributed, that of all ranks. `sites`: a pattern of names, part by part, as in rules of `convert`: of
+    modules, parameters, and operands such as "h.0.fc/quantize.x". `every`: of so many steps the first one is recorded;
+    the others run as without a capture. `values`: "hash", none beside hashes; "sample", up to 1024 elements of each
+    tensor; "full", whole tensors as far as half of the budget has room. `budget`: bytes of values in the whole trace.
+    `statistics`: False records hashes alone.
+
+    **Raises** TypeError or ValueError for bad arguments; on entry, TraceError if `out` has a trace of this rank,
+    FileError if it cannot be written, and NotImplementedError for a model with parts in TorchScript or in another
+    capture.
+    """
+    return Capture(model, out, rules.options(sites, every, values, budget), statistics)
+
+
+class Capture:
+    """See `capture`."""
+
+    def __init__(self, model: nn.Module, out: Any, options: Any, statistics: bool) -> None:
+        if not isinstance(model, nn.Module):
+            raise ArgumentError(f"capture: model must be a torch.nn.Module, got {type(model).__name__}")
+        if not isinstance(statistics, bool):
+            raise ArgumentError(f"capture: statistics must be bool, got {type(statistics).__name__}")
+        self._model, self._out = getattr(model, "_orig_mod", model), os.fspath(out)
+        self.options, self._with_statistics = options, statistics
+        self._writer: Writer | None = None
+        self._steps = 0
+        self._compiled = model is not self._model  # whether code with taps is compiled
+        self._armed = contextlib.ExitStack()
+        self._quiet = False
+
+    # --- the context ---
+
+    def __enter__(self) -> Capture:
+        if self._writer is not None:
+            raise RuntimeError("capture: a capture cannot be entered twice")
+        self._paths: dict[int, str] = {}
+        self._modules: dict[int, nn.Module] = {}
+        for path, module in self._model.named_modules():
+            self._check(path, module)
+            compiled = hasattr(module, "_orig_mod")
+            self._compiled |= compiled or module._compiled_call_impl is not None
+            if not compiled:  # the wrapper of torch.compile: what it wraps has the same name
+                key = next(_KEYS)
+                self._modules[key], self._paths[key] = module, _plain(path)
+        self._wanted = {k: rules.wanted(self.options.sites, rules.named(p)) for k, p in self._paths.items()}
+        named = [(_plain(n), p) for n, p in self._model.named_parameters()]
+        self._parameters = {n: p for n, p in named if rules.wanted(self.options.sites, n)}
+        self._names = {id(p): n for n, p in self._parameters.items()}
+        rank, ranks = _rank()
+        self._writer = Writer(self._out, self._meta(ranks), rank)
+        _CAPTURED.update(self._modules.values())
+        try:
+            self._begin()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._writer is not None
+        self._armed.close()
+        self._forget()
+        for module in self._modules.values():
+            _CAPTURED.discard(module)
+        self._writer.close()
+
+    def step(self) -> None:
+        """Ends a training step and writes what it recorded. The host waits for the device.
+
+        **Raises** RuntimeError outside of the `with` block, or if no module ran in a step that is recorded; TraceError
+        and FileError as the trace's writer does. NotImplementedError if recomputed activations cannot be matched.
+        """
+        if self._writer is None or self._writer.closed:
+            raise RuntimeError("capture: step() is called outside of the capture's with block")
+        recorded = self._recorded
+        self._armed.close()
+        try:
+            if recorded:
+                if not self._began:
+                    raise RuntimeError(
+                        f"capture: no module of the model ran in step {self._steps}, or it ran in another process or "
+                        "thread, or in code that torch.compile had exported or packaged"
+                    )
+                self._writer.step(self._steps, self._entries())
+        finally:
+            self._steps += 1
+            self._begin()
+
+    def check(self, run: Callable[[], Any]) -> bool:
+        """Runs a step without and with taps and notes in the trace whether both have the same bits.
+
+        **Arguments:** `run`: computes loss and gradients, updates nothing, and returns the loss or None. It is called
+        twice. Buffers, gradients and torch's random numbers are set back each time.
+
+        **Returns** whether the loss, all gradients of parameters and all buffers had the same bits; with
+        torch.distributed, on all ranks.
+        """
+        if self._writer is None or self._writer.closed:
+            raise RuntimeError("capture: check() is called outside of the capture's with block")
+        self._armed.close()
+        self._quiet = True
+        try:
+            plain = self._bits(run)
+            with self._attached():
+                same = self._bits(run) == plain
+        finally:
+            self._quiet = False
+            self._begin()
+        if (ranks := _rank()[1]) > 1:
+            found: list[Any] = [None] * ranks
+            torch.distributed.all_gather_object(found, same)
+            same = all(found)
+        self._writer.set_plain_bits(same)
+        return same
+
+    def _bits(self, run: Callable[[], Any]) -> list[Any]:
+        parameters, buffers = list(self._model.parameters()), list(self._model.buffers())
+        held, grads = [b.detach().clone() for b in buffers], [p.grad for p in parameters]
+        for p in parameters:
+            p.grad = None
+        devices = {t.device for t in [*parameters, *buffers] if t.device.type == "cuda"}
+        try:
+            with torch.random.fork_rng(devices=[d.index or 0 for d in devices]):
+                loss = run()
+            found = [loss.detach() if isinstance(loss, Tensor) else None, *[p.grad for p in parameters], *buffers]
+            return [None if t is None else statistics.to_numpy(taps.local(t.detach())).tobytes() for t in found]
+        finally:
+            with torch.no_grad():
+                for buffer, before in zip(buffers, held, strict=True):
+                    buffer.copy_(before)
+            for p, grad in zip(parameters, grads, strict=True):
+                p.grad = grad
+
+    # --- what a step needs ---
+
+    def _begin(self) -> None:
+        """Prepares the next step; if it is recorded, the model gets its taps."""
+        self._forget()
+        self._recorded = self._steps % self.options.every == 0
+        if self._recorded:
+            self._armed.enter_context(self._attached())
+
+    def _forget(self) -> None:
+        self._began = False
+        self._calls: collections.Counter[tuple[str, str]] = collections.Counter()
+        self._seen: dict[Any, _Seen] = {}  # of modules and ops, in the order of computation
+        self._first: list[_Seen] = []  # parameters
+        self._last: dict[str, _Seen] = {}  # their gradients
+        self._again: dict[int, _Seen] = {}  # recomputed activations, by ticket
+        self._plans: dict[str, Any] = {}
+        self._stack: list[str] = []
+        self._context: str | None = None
+
+    @contextlib.contextmanager
+    def _attached(self) -> Any:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(taps.effective())
+            stack.callback(taps.attach(self._modules, self))
+            for name, p in self._parameters.items():
+                if p.requires_grad:
+                    handle = p.register_post_accumulate_grad_hook(lambda p, name=name: self._parameter_grad(name, p))
+                    stack.callback(handle.remove)
+                    # An earlier hook may be an optimizer, which changes the parameter and removes its gradient.
+                    p._post_accumulate_grad_hooks.move_to_end(handle.id, last=False)  # type: ignore[union-attr]
+            if not self._compiled:
+                register.OBSERVERS.append(self._op)
+                stack.callback(register.OBSERVERS.remove, self._op)
+            yield
+
+    def _check(self, path: str, module: nn.Module) -> None:
+        where = f"capture: the module {rules.named(path)!r}"
+        if isinstance(module, torch.jit.ScriptModule):
+            raise UnsupportedError(f"{where} is TorchScript, which runs no hooks; capture the module it is made from")
+        if module in _CAPTURED:
+            raise UnsupportedError(f"{where} is in another capture; end that one first")
+
+    def _meta(self, ranks: int) -> Meta:
+        versions = {name: importlib.metadata.version(name) for name in ("torch", "diptych")}
+        versions |= {"cuda": torch.version.cuda} if torch.version.cuda else {}
+        device = next((p.device.type for p in self._model.parameters()), "cpu")
+        return Meta("torch", versions, device, ranks, None, rules.HASH, True, None, self.options)
+
+    # --- what taps call ---
+
+    def wants(self, key: int) -> bool:
+        return self._wanted[key]
+
+    def enter(self, key: int) -> None:
+        # Checkpointing without reentry recomputes under hooks for saved tensors, and may leave modules by an exception.
+        if not (_in_backward() and _saved_tensors_hooks(True)):
+            self._stack.append(self._paths[key])
+
+    def leave(self, key: int) -> None:
+        if self._stack and self._stack[-1] == self._paths[key]:
+            self._stack.pop()
+
+    def forward(self, key: int, x: Tensor, place: str, eager: bool) -> int:
+        self._start()
+        ticket = next(_TICKETS)
+        if not self._wanted[key] or self._quiet:
+            return ticket
+        name = rules.named(self._paths[key], place)
+        recomputed = _in_backward()
+        call = self._calls["activation", name]
+        seen = self._see("activation", name, call, x, keep=not recomputed)
+        if seen is None:
+            return ticket
+        if recomputed:
+            self._again[ticket] = seen
+            return ticket
+        self._calls["activation", name] += 1
+        self._seen[ticket] = seen
+        self._note_compiled(not eager)
+        if not self._compiled:
+            seen.origin = taps.nearest(x, self._seen)
+        return ticket
+
+    def backward(self, key: int, gradient: Tensor | None, ticket: int) -> None:
+        self._context = self._paths[key]
+        of = self._seen.get(ticket) or self._again.get(ticket)
+        if of is not None and gradient is not None:
+            self._seen.pop(("gradient", ticket), None)  # of an earlier backward pass
+            seen = self._see("activation_grad", of.name, of.call, gradient)
+            if seen is not None:
+                self._seen["gradient", ticket] = seen
+
+    def _parameter_grad(self, name: str, p: Tensor) -> None:
+        if self._quiet:
+            return
+        gradient = p.main_grad if getattr(p, "grad_added_to_main_grad", False) else p.grad  # type: ignore[attr-defined]
+        if gradient is not None and (seen := self._see("parameter_grad", name, 0, gradient)) is not None:
+            self._last[name] = seen
+
+    def _op(self, name: str, arguments: list[str], real: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Runs an op of diptych and records its operands and results."""
+        path, given = self._module_of_op(), dict(zip(arguments, args, strict=False)) | kwargs
+        name = _OP_NAMES.get(name, name)
+        if self._quiet or path is None or name in _UNRECORDED:
+            return real(*args, **kwargs)
+        operands = self._see_all("operand", path, name, given)
+        out = real(*args, **kwargs)
+        results = out if isinstance(out, (tuple, list)) else [out]
+        if "quantizer" in given:
+            names = [b.name for b in shapes.quantize_buffers(tuple(given["x"].shape), given["quantizer"])]
+            results = [t for t in results if t.numel()]  # copies that are not made are empty
+        else:
+            names = ["d" if name.endswith("gemm") else "out"]
+        if len(names) != len(results):
+            names = [f"out[{i}]" for i in range(len(results))]
+        for seen in self._see_all("result", path, name, dict(zip(names, results, strict=True))):
+            seen.inputs = tuple([operand.key for operand in operands])
+        return out
+
+    def _see_all(self, kind: Kind, path: str, op: str, given: dict[str, Any]) -> list[_Seen]:
+        found = []
+        for name, value in given.items():
+            several = isinstance(value, (list, tuple))
+            for i, t in enumerate(value if several else [value]):
+                full = f"{path}/{op}.{name}" + (f"[{i}]" if several else "")
+                if not isinstance(t, Tensor) or not self._wants_op(path, full):
+                    continue
+                call = self._calls[kind, full]
+                self._calls[kind, full] += 1
+                if (seen := self._see(kind, full, call, t)) is not None:
+                    self._seen[kind, full, call] = seen
+                    found.append(seen)
+        return found
+
+    def _wants_op(self, path: str, full: str) -> bool:
+        return rules.wanted(self.options.sites, path) or rules.wanted(self.options.sites, full)
+
+    def _module_of_op(self) -> str | None:
+        """Returns the name of the module that runs an op: in a backward pass, the one whose gradient came last. None
+        for ops of no module, and for those that are repeated to recompute activations."""
+        if not _in_backward():
+            return rules.named(self._stack[-1]) if self._stack else None
+        if self._context is None or self._stack or _saved_tensors_hooks(True):
+            return None
+        return rules.named(self._context)
+
+    def _start(self) -> None:
+        """The step's first module ran: records the parameters that it uses."""
+        if self._began or self._quiet:
+            return
+        self._began = True
+        assert self._writer is not None
+        self._budget = self._writer.budget()
+        if (recipe := get_autocast_recipe()) is not None and self._writer.meta.recipe is None:
+            self._writer.set_recipe(repr(recipe))
+        seen = [self._see("parameter", name, 0, p) for name, p in self._parameters.items()]
+        self._first = [s for s in seen if s is not None]
+
+    def _note_compiled(self, compiled: bool) -> None:
+        if compiled and not self._compiled:
+            self._compiled = True
+            self._seen = {k: s for k, s in self._seen.items() if s.kind not in ("operand", "result")}
+
+    # --- tensors ---
+
+    def _see(self, kind: Kind, name: str, call: int, x: Tensor, keep: bool = True) -> _Seen | None:
+        """Returns what the device computes of a tensor, None with a warning if traces cannot hold it."""
+        if self._quiet:
+            return None
+        with torch.no_grad():
+            x = _dense(taps.local(x.detach()))
+            dtype = statistics.dtype_name(x.dtype)
+            if dtype is None or type(x) not in (Tensor, nn.Parameter) or x.layout is not torch.strided:
+                what = str(x.dtype) if dtype is None else f"a {type(x).__name__}, {x.layout}"
+                self._warn(f"{kind} {name} is not recorded: traces cannot hold {what}")
+                return None
+            if x.is_cuda and torch.cuda.is_current_stream_capturing():
+                raise UnsupportedError(
+                    f"capture: {kind} {name} is computed in a CUDA graph, which records nothing when it is replayed; "
+                    "compile without CUDA graphs"
+                )
+            seen = _Seen(kind, name, call, tuple(x.shape), dtype, statistics.hash_of(x), None, None)
+            if keep:
+                seen.row = statistics.measured(x) if self._with_statistics else None
+                seen.values = self._keep(seen.site, x)
+        return seen
+
+    def _keep(self, site: Site, x: Tensor) -> Tensor | None:
+        """Returns the values that the step may keep. The trace's plan is made when the step's sites are known; tensors
+        are foreseen in the order of their computation, and where that differs, the plan finds a sample instead."""
+        if self.options.values == "hash":
+            return None
+        if site.key not in self._plans:
+            (plan,) = self._budget.plan([site])
+            self._budget.take([site], [plan])
+            self._plans[site.key] = plan
+        count = min(SAMPLES, site.size)
+        if self._plans[site.key].values == "whole":
+            return statistics.copied(x)
+        return statistics.sample(x, count) if count < site.size else statistics.copied(x)
+
+    def _entries(self) -> list[Entry]:
+        """Returns the step's records in the order of computation. The host waits for the device."""
+        last = [self._last[name] for name in self._parameters if name in self._last]
+        self._resolve()
+        every = [*self._first, *self._seen.values(), *last]
+        self._connect(every)
+        hashes = _moved([s.hash for s in every])
+        rows = _moved([s.row for s in every]) if self._with_statistics else [None] * len(every)
+        entries = []
+        for seen, row, words in zip(every, rows, hashes, strict=True):
+            site = seen.site
+            found = None if row is None else statistics.statistics(row.tolist(), site.size)
+            held = None if seen.values is None else statistics.to_numpy(seen.values)
+            entries.append(Entry(site, found, words.astype("<i4").tobytes().hex(), held))
+        return entries
+
+    def _resolve(self) -> None:
+        """Finds the calls that gradients of recomputed activations belong to: those with the same bits."""
+        pending = [t for t in self._again if ("gradient", t) in self._seen]
+        if not pending:
+            return
+        done = {k[1] for k in self._seen if isinstance(k, tuple) and k[0] == "gradient" and k[1] in self._seen}
+        for ticket in pending:
+            again = self._again[ticket]
+            calls = [t for t, s in self._seen.items() if isinstance(t, int) and s.name == again.name and t not in done]
+            if len(calls) > 1:
+                calls = [t for t in calls if torch.equal(self._seen[t].hash, again.hash)]
+            if not calls:
+                raise UnsupportedError(
+                    f"capture: {again.name} was recomputed in the backward pass with other bits, and it ran more than "
+                    "once in the step, so that its gradients cannot be matched"
+                )
+            done.add(calls[0])
+            self._seen["gradient", ticket].call = self._seen[calls[0]].call
+
+    def _connect(self, every: list[_Seen]) -> None:
+        """Fills in the keys of each site's inputs, where autograd knows them."""
+        if self._compiled:
+            return
+        parameters = {s.name: s for s in self._first}
+        consumers: dict[str, list[_Seen]] = collections.defaultdict(list)
+        by_key = {s.key: s for s in every}
+        for seen in every:
+            if seen.origin is not None:
+                tickets, leaves = seen.origin
+                names = [self._names[id(p)] for p in leaves if id(p) in self._names]
+                found = [self._seen[t] for t in tickets] + [parameters[n] for n in names if n in parameters]
+                seen.inputs = tuple([s.key for s in found])
+                for key in seen.inputs:
+                    consumers[key].append(seen)
+        before: set[str] = set()
+        for seen in every:
+            if seen.kind in ("activation_grad", "parameter_grad"):
+                kind: Any = seen.kind.removesuffix("_grad")
+                forward = by_key.get(dataclasses.replace(seen, kind=kind).key)
+                if forward is not None and (forward.kind == "parameter" or forward.inputs is not None):
+                    seen.inputs = self._gradient_inputs(forward, consumers, before)
+            before.add(seen.key)
+
+    def _gradient_inputs(self, forward: _Seen, consumers: dict[str, list[_Seen]], before: set[str]) -> tuple[str, ...]:
+        """A gradient is computed from those of the sites that its tensor enters, and from what these are made of."""
+        keys: dict[str, None] = {}
+        for consumer in consumers[forward.key]:
+            keys[dataclasses.replace(consumer, kind="activation_grad").key] = None
+            keys |= dict.fromkeys(consumer.inputs or ())
+        keys |= {forward.key: None}
+        return tuple([key for key in keys if key in before])
+
+    def _warn(self, message: str) -> None:
+        warnings.warn(f"capture: {message}", CaptureWarning, stacklevel=2)
+
+
+_OP_NAMES = {"quantize_delayed": "quantize", "quantize_again": "quantize", "gemm_into": "gemm"}
+_UNRECORDED = {"hash", "rng_take", "empty", "log_amax"}
+
+
+def _plain(path: str) -> str:
+    """A module's path without the wrappers of torch.compile."""
+    return ".".join([part for part in path.split(".") if part != "_orig_mod"])
+
+
+def _in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+def _rank() -> tuple[int, int]:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    return 0, 1
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x.wait() if type(x).__name__ == "AsyncCollectiveTensor" else x  # type: ignore[operator]
+
+
+def _moved(tensors: list[Any]) -> list[np.ndarray]:
+    """Returns equally shaped tensors in the host's memory, by one transfer from each device."""
+    found: list[Any] = [None] * len(tensors)
+    for device in {t.device for t in tensors}:
+        places = [i for i, t in enumerate(tensors) if t.device == device]
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # hooks of a backward pass may run on other streams
+        moved = torch.stack([tensors[i] for i in places]).cpu().numpy()
+        for i, row in zip(places, moved, strict=True):
+            found[i] = row
+    return found

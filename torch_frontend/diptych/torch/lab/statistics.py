@@ -1,0 +1,84 @@
+"""What the device computes of a recorded tensor: statistics, hash and a sample. The host never waits here."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from diptych.lab import capture as rules
+from diptych.lab.traces import DTYPES, Statistics, places
+from diptych.torch.primitives import hash as hash_ops
+
+
+def dtype_name(dtype: torch.dtype) -> str | None:
+    """Returns a dtype's name in traces, None if traces do not have it."""
+    name = str(dtype).removeprefix("torch.")
+    return name if name in DTYPES and DTYPES[name].code else None
+
+
+def hash_of(x: Tensor) -> Tensor:
+    """The hash of x's bits, int32 [4] on its device."""
+    return hash_ops.hash(x)
+
+
+def measured(x: Tensor) -> Tensor:
+    """Returns amax, mean and rms of the finite elements, and the numbers of those that are zero, NaN, infinite and
+    subnormal, float64 [7] on x's device.
+
+    They are computed in float32 for floats of at most four bytes, else in float64, of values that are divided by amax,
+    so that no sum overflows.
+    """
+    form = DTYPES[str(x.dtype).removeprefix("torch.")]
+    narrow = form.kind == "float" and form.nbytes <= 4
+    values = x.reshape(-1).to(torch.float32 if narrow else torch.float64)
+    if not values.numel():
+        return values.new_zeros(7, dtype=torch.float64)
+    magnitude = values.abs()
+    zero = values.numel() - values.count_nonzero()
+    nan = (values != values).count_nonzero()
+    infinite = (magnitude == torch.inf).count_nonzero()
+    subnormal = ((magnitude > 0) & (magnitude < form.smallest_normal)).count_nonzero()
+    finite = values.nan_to_num(0.0, 0.0, 0.0)
+    amax = finite.abs().amax()
+    scaled = finite / torch.where(amax > 0, amax, 1.0)
+    count = (values.numel() - nan - infinite).clamp(min=1)
+    mean = scaled.sum() / count * amax
+    rms = torch.linalg.vector_norm(scaled) / count.to(scaled.dtype).sqrt() * amax
+    rms = torch.minimum(rms, amax)
+    return torch.stack([t.to(torch.float64) for t in (amax, mean, rms, zero, nan, infinite, subnormal)])
+
+
+def statistics(row: list[float], size: int) -> Statistics:
+    """Returns the statistics of what `measured` computed of a tensor of `size` elements."""
+    amax, mean, rms, *counts = row
+    return rules.statistics(amax, mean, rms, tuple([int(n) for n in counts]), size)
+
+
+@functools.lru_cache(maxsize=256)
+def _positions(size: int, count: int, device: torch.device) -> Tensor:
+    return torch.from_numpy(places(size, count).copy()).to(device)
+
+
+def sample(x: Tensor, count: int) -> Tensor:
+    """Returns the elements of a flat x at `places(x.numel(), count)`, [count]."""
+    return _bytewise(x).reshape(-1)[_positions(x.numel(), count, x.device)].view(x.dtype)
+
+
+def copied(x: Tensor) -> Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+_UNSIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _bytewise(x: Tensor) -> Tensor:
+    """The bits as integers, which every device can index."""
+    return x.contiguous().view(_UNSIGNED[x.element_size()])
+
+
+def to_numpy(x: Tensor):  # type: ignore[no-untyped-def]
+    """Returns the bits of a tensor as unsigned integers, in its shape; the host waits for them."""
+    bits = _bytewise(x).cpu().numpy()
+    return bits.view(f"u{x.element_size()}")

@@ -1,0 +1,286 @@
+"""Taps: a module's outputs and their gradients become visible by forward hooks, in eager and in compiled code alike.
+
+Two ops call the recorder with what they get: `lab_forward` with an output, `lab_backward` with its gradient. In
+compiled code the hook is traced: an identity with a gradient of its own surrounds the ops, which are nodes of the
+graph. In eager code the hook calls the first op's function, and a hook of the tensor the second one's. Invariants:
+
+- A module holds its key, a tensor, as an attribute. The key is an operand of the ops, so that modules with common code
+  have a common graph. The ops declare that they write to it: no compiler drops, merges or reorders them.
+- `lab_forward` returns a ticket, which names the call; `lab_backward` gets the ticket of the call that its gradient
+  belongs to.
+- Guards of compiled code do not see hooks. `effective` therefore changes a global state that they do see and that has
+  no effect of its own, so that code with taps and code without are compiled apart, and both are kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+from collections.abc import Callable, Container, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from diptych.common.errors import UnsupportedError
+
+KEY, WANTED = "_diptych_lab_key", "_diptych_lab_wanted"
+_LIBRARY = torch.library.Library("diptych", "FRAGMENT")
+
+
+class Recorder(Protocol):
+    """What gets the tensors."""
+
+    def enter(self, key: int) -> None:
+        """A module begins in eager code."""
+
+    def leave(self, key: int) -> None:
+        """It ended."""
+
+    def forward(self, key: int, x: Tensor, place: str, eager: bool) -> int:
+        """Records an output. `place`: where it is in the module's result. Returns the call's ticket."""
+
+    def backward(self, key: int, gradient: Tensor, ticket: int) -> None:
+        """Records the gradient of that call's output; in eager code also of modules that are not wanted."""
+
+    def wants(self, key: int) -> bool:
+        """Whether a module's outputs are recorded."""
+
+
+ACTIVE: dict[int, Recorder] = {}
+"""The recorders of those modules that have taps now, by key. Calls with other keys record nothing."""
+
+
+# --- ops ---
+
+
+def _forward(x: Tensor, key: Tensor, place: str) -> Tensor:
+    number = int(key)
+    recorder = ACTIVE.get(number)
+    return torch.tensor([-1 if recorder is None else recorder.forward(number, x, place, False)])
+
+
+def _backward(gradient: Tensor, key: Tensor, ticket: Tensor) -> None:
+    number = int(key)
+    if (recorder := ACTIVE.get(number)) is not None:
+        recorder.backward(number, gradient, int(ticket))
+
+
+def _define(name: str, signature: str, real: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+    unsafe = getattr(torch.Tag, "cudagraph_unsafe", None)  # a CUDA graph would not call the functions again
+    tags = (torch.Tag.pt2_compliant_tag,) if unsafe is None else (torch.Tag.pt2_compliant_tag, unsafe)
+    _LIBRARY.define(f"{name}{signature}", tags=tags)
+    _LIBRARY.impl(name, real, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"diptych::{name}", fake, lib=_LIBRARY)
+    return getattr(torch.ops.diptych, name).default
+
+
+def _ticket(x: Tensor, key: Tensor, place: str) -> Tensor:
+    return torch.empty(1, dtype=torch.int64, device="cpu")
+
+
+_forward_op = _define("lab_forward", "(Tensor x, Tensor(a!) key, str place) -> Tensor", _forward, _ticket)
+_backward_op = _define(
+    "lab_backward", "(Tensor gradient, Tensor(a!) key, Tensor ticket) -> ()", _backward, lambda *_: None
+)
+
+
+def local(x: Tensor) -> Tensor:
+    """Returns what this rank holds of a DTensor, other tensors as they are."""
+    return x.to_local() if hasattr(x, "to_local") else x  # type: ignore[operator]
+
+
+class _Identity(torch.autograd.Function):
+    """Only traced. The copy is none in the compiled code; in the graph it lets the caller write to the result."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, key: Tensor, place: str) -> Tensor:
+        ctx.save_for_backward(key, _forward_op(local(x), key, place))
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        key, ticket = ctx.saved_tensors
+        _backward_op(local(gradient), key, ticket)
+        return gradient, None, None
+
+
+class _Alias(torch.autograd.Function):
+    """Only eager. The result has the same memory and version, and is no view to autograd, so that it can be modified."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient
+
+
+# --- hooks ---
+
+
+def _traced(output: Any, key: Tensor) -> Any:
+    def tap(x: Tensor, place: str) -> Tensor:
+        if x.requires_grad and torch.is_grad_enabled():
+            return _Identity.apply(x, key, place)
+        _forward_op(local(x), key, place)
+        return x
+
+    return mapped(output, tap)
+
+
+@torch.compiler.disable
+def _eager(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    key = int(getattr(module, KEY))
+    recorder = ACTIVE[key]
+    given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+    replaced = False
+
+    def tap(x: Tensor, place: str) -> Tensor:
+        nonlocal replaced
+        differentiable = x.requires_grad and torch.is_grad_enabled()
+        # Of an argument that is returned, the gradient is not that of its other uses; where a view is modified later,
+        # autograd forgets what hooks it had.
+        if differentiable and (x._is_view() or (x._version == 0 and any(t is x for t in given))):
+            x, replaced = _Alias.apply(x), True
+        ticket = recorder.forward(key, x, place, True)
+        if differentiable:
+            _watch(recorder, key, x, ticket)
+        return x
+
+    output = mapped(output, tap)
+    recorder.leave(key)
+    return output if replaced else None
+
+
+def _watch(recorder: Recorder, key: int, x: Tensor, ticket: int) -> None:
+    """Records the gradient of x; of several modules' output in the reverse order of these modules."""
+    if x.grad_fn is None:
+        x.register_hook(lambda gradient: recorder.backward(key, gradient, ticket))
+        return
+    taps = x.grad_fn.metadata.setdefault(_mark(x.output_nr), [])
+    if not taps:
+        x.register_hook(lambda gradient: [r.backward(k, gradient, t) for r, k, t in reversed(taps)] and None)
+    taps.append((recorder, key, ticket))
+
+
+def _mark(output: int) -> tuple[str, int]:
+    """The name in a node's metadata of the taps of one of its outputs."""
+    return KEY, output
+
+
+def nearest(x: Tensor, known: Container[Any]) -> tuple[list[int], list[Tensor]] | None:
+    """Returns the tickets in `known` and the leaves from which autograd computes a tensor, the first ones on each way;
+    None if autograd does not know, because x requires no gradient or is computed by compiled code."""
+    tickets: dict[int, None] = {}
+    leaves: dict[int, Tensor] = {}
+    left, seen = [(x.grad_fn, x.output_nr)], set()
+    if x.grad_fn is None:
+        return ([], [x]) if x.requires_grad else None
+    while left:
+        node, output = left.pop()
+        if node is None or (node, output) in seen:
+            continue
+        seen.add((node, output))
+        if found := [t for _, _, t in node.metadata.get(_mark(output), ()) if t in known]:
+            tickets[found[-1]] = None
+        elif hasattr(node, "variable"):
+            leaves[id(node.variable)] = node.variable
+        elif node.name().startswith("CompiledFunction"):
+            return None
+        else:
+            left += node.next_functions
+    return list(tickets), list(leaves.values())
+
+
+@torch.compiler.disable
+def _enter(module: nn.Module) -> None:
+    key = int(getattr(module, KEY))
+    ACTIVE[key].enter(key)
+
+
+def _before(module: nn.Module, args: tuple[Any, ...]) -> None:
+    if not torch.compiler.is_compiling():
+        _enter(module)
+
+
+def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    if not torch.compiler.is_compiling():
+        return _eager(module, args, kwargs, output)
+    return _traced(output, getattr(module, KEY)) if getattr(module, WANTED) else None
+
+
+def mapped(value: Any, tap: Callable[[Tensor, str], Tensor], place: str = "") -> Any:
+    """Returns a structure with each tensor replaced by `tap(tensor, place)`, such as place '[0]["name"]'.
+
+    Structures are those that torch's pytree knows, and dataclasses; anything else stays as it is.
+    """
+    if isinstance(value, Tensor):
+        return tap(value, place)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    children, spec = pytree.tree_flatten(value, is_leaf=lambda v: v is not value)
+    if len(children) == 1 and children[0] is value:
+        return _mapped_fields(value, tap, place) if dataclasses.is_dataclass(value) else value
+    places = [f'["{k}"]' for k in value] if isinstance(value, dict) else [f"[{i}]" for i in range(len(children))]
+    children = [mapped(child, tap, place + at) for child, at in zip(children, places, strict=True)]
+    return pytree.tree_unflatten(children, spec)
+
+
+def _mapped_fields(value: Any, tap: Callable[[Tensor, str], Tensor], place: str) -> Any:
+    made = copy.copy(value)
+    for field in dataclasses.fields(value):
+        child = getattr(value, field.name)
+        object.__setattr__(made, field.name, mapped(child, tap, f'{place}["{field.name}"]'))
+    return made
+
+
+def attach(modules: dict[int, nn.Module], recorder: Recorder) -> Callable[[], None]:
+    """Gives modules their taps, by key. Returns the function that takes all of them away again."""
+    handles = []
+
+    def detach() -> None:
+        for handle in handles:
+            handle.remove()
+        for key, module in modules.items():
+            ACTIVE.pop(key, None)
+            module.__dict__.pop(KEY, None)
+            module.__dict__.pop(WANTED, None)
+
+    try:
+        for key, module in modules.items():
+            module.__dict__[KEY] = torch.tensor([key])
+            module.__dict__[WANTED] = recorder.wants(key)
+            ACTIVE[key] = recorder
+            handles.append(module.register_forward_pre_hook(_before))
+            handles.append(module.register_forward_hook(_after, with_kwargs=True))
+    except BaseException:
+        detach()
+        raise
+    return detach
+
+
+@contextlib.contextmanager
+def effective() -> Iterator[None]:
+    """Makes calls of compiled code run code that is compiled with the modules' present hooks.
+
+    Compiled code checks whether deterministic algorithms warn or raise, also where neither is asked for.
+    """
+    warns = torch.is_deterministic_algorithms_warn_only_enabled()
+    if warns and torch.are_deterministic_algorithms_enabled():
+        raise UnsupportedError(
+            "capture: steps cannot be recorded under torch.use_deterministic_algorithms(True, warn_only=True); leave "
+            "warn_only out"
+        )
+    _warn_only(not warns)
+    try:
+        yield
+    finally:
+        _warn_only(warns)
+
+
+def _warn_only(warns: bool) -> None:
+    torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled(), warn_only=warns)
