@@ -1,1 +1,5 @@
-"""The lab's adapter for JAX: its model, its training step and its traces."""
+"""The lab for JAX: `capture` records what a function computes; also the demo model's adapter."""
+
+from diptych.jax.lab.capture import Capture, capture
+
+__all__ = ["Capture", "capture"]

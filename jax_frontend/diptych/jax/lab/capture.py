@@ -1,0 +1,147 @@
+"""`capture`: a function that is called like another one and records what its arrays were, as a trace on disk."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable
+from importlib import metadata
+from typing import Any
+
+import jax
+import numpy as np
+
+from diptych.common.errors import ArgumentError, UnsupportedError
+from diptych.jax.functional.hash import hash
+from diptych.jax.lab.arguments import Call, copied_node, is_node, nodes_state
+from diptych.jax.lab.program import Program
+from diptych.jax.lab.tracing import Tracing
+from diptych.lab import capture as common
+from diptych.lab.traces import Meta, Options, Writer
+
+
+def capture(
+    fn: Callable[..., Any],
+    out: str | pathlib.Path,
+    sites: str = "**",
+    every: int = 1,
+    values: str = "hash",
+    budget: float = 2**30,
+    statistics: bool = True,
+    check: bool = True,
+) -> Capture:
+    """Returns a function that is called like `fn` and returns what it returns; each call is a step of a trace.
+
+    The first step's arguments are also given to `fn` alone, and the trace notes whether its results had the same bits.
+
+    **Arguments:** `fn`: a function of arrays, such as a training step, under `jax.jit` or `nnx.jit` or not; it is
+    traced as under `jax.jit`. `out`: a new folder. `sites`: a pattern of names, as in `convert`. `every`: one call out
+    of so many is recorded; the others call `fn` itself. `values`: "hash", "sample" or "full"; see `Options`. `budget`:
+    bytes of all values. `statistics`: whether they are computed. `check`: whether `fn` runs once more.
+
+    **Raises:** TypeError for another type of an argument, ValueError for other values, TraceError if `out` has a trace,
+    NotImplementedError if there are several processes.
+    """
+    options = common.options(sites, every, values, budget)
+    if not callable(fn):
+        raise ArgumentError(f"capture: fn must be a function, got {type(fn).__name__}")
+    for name, value in (("statistics", statistics), ("check", check)):
+        if not isinstance(value, bool):
+            raise ArgumentError(f"capture: {name} must be bool, got {type(value).__name__}")
+    if jax.process_count() > 1:
+        raise UnsupportedError(f"capture: records one process, and JAX runs in {jax.process_count()}")
+    return Capture(fn, pathlib.Path(out), options, statistics, check)
+
+
+class Capture:
+    """What `capture` returns. Close it, or use it as a context manager.
+
+    `step`: the number of the next call. `retraces`: how often `fn` has been traced.
+    """
+
+    def __init__(
+        self, fn: Callable[..., Any], out: pathlib.Path, options: Options, statistics: bool, check: bool
+    ) -> None:
+        self.step = self.retraces = 0
+        self._fn, self._options, self._statistics, self._check = fn, options, statistics, check
+        self._tracing = Tracing(options.sites)
+        self._traced: dict[Any, Any] = {}
+        self._programs: dict[int, Program] = {}
+        self._closed = False
+        versions = {name: metadata.version(name) for name in ("jax", "jaxlib")}
+        self._writer = Writer(out, Meta("jax", versions, _device(), 1, None, common.HASH, True, None, options))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the function. **Raises** ValueError after `close`, NotImplementedError if something in it cannot be
+        recorded."""
+        if self._closed:
+            raise ValueError("capture: it is closed")
+        step = self.step
+        self.step += 1
+        if step % self._options.every:
+            return self._fn(*args, **kwargs)
+        plain = self._plain(args, kwargs) if self._check else None
+        with Call(args, kwargs) as call:
+            program = self._program(call)
+            result, observed = program(call.arrays, self._writer)
+            returned = call.returned(result)
+        self._writer.step(step, program.entries(observed, self._writer))
+        if plain is not None:
+            self._check = False
+            self._writer.set_plain_bits(plain == _bits((returned, nodes_state((args, kwargs)))))
+        return returned
+
+    def close(self) -> None:
+        """Ends the trace. Calls raise ValueError afterwards."""
+        self._closed = True
+        self._writer.close()
+
+    def __enter__(self) -> Capture:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _program(self, call: Call) -> Program:
+        key = call.key
+        if key not in self._traced:
+            self._traced[key] = jax.jit(call.flat(self._fn, self._tracing, self._report))
+        with self._tracing():
+            traced = self._traced[key].trace(*call.arrays)
+            if (found := self._programs.get(id(traced.jaxpr))) is None:
+                found = Program(traced.jaxpr, self._results, not self._tracing.modules, self._options, self._statistics)
+                self._programs[id(traced.jaxpr)] = found
+        return found
+
+    def _report(self, results: Any) -> None:
+        self._results = results
+        self.retraces += 1
+
+    def _plain(self, args: Any, kwargs: Any) -> Any:
+        """Returns the bits of the function's results, of what it left in objects of nnx too, on copies of arguments."""
+        args, kwargs = jax.tree.map(_copied, (args, kwargs), is_leaf=is_node)
+        return _bits((self._fn(*args, **kwargs), nodes_state((args, kwargs))))
+
+
+def _copied(x: Any) -> Any:
+    """Returns a copy, so that a function that donates or changes its argument leaves the original."""
+    if is_node(x):
+        return copied_node(x)
+    return x.copy() if isinstance(x, jax.Array) else x
+
+
+def _bits(tree: Any) -> list[Any]:
+    return [_bits_of(x) for x in jax.tree.leaves(tree)]
+
+
+def _bits_of(x: Any) -> Any:
+    if not isinstance(x, jax.Array):
+        return x.tobytes() if isinstance(x, np.ndarray | np.generic) else x
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return _bits_of(jax.random.key_data(x))
+    return np.asarray(hash(x)).tobytes() if x.dtype.itemsize else np.asarray(x).tobytes()
+
+
+def _device() -> str:
+    device = jax.config.jax_default_device or jax.devices()[0]  # type: ignore[attr-defined]
+    platform = device if isinstance(device, str) else device.platform
+    return {"gpu": "cuda"}.get(platform, platform)

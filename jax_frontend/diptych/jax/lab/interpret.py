@@ -1,0 +1,384 @@
+"""Evaluates a traced function equation by equation, with an observation in the place of each tap.
+
+Observations become extra results: of the program, and of the equations with jaxprs of their own that contain them. All
+other equations are bound as they are. The jaxpr has been differentiated and batched already, so that derivative rules
+in it are not needed any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from diptych.common.errors import UnsupportedError
+from diptych.jax.lab import ops
+from diptych.jax.lab.sites import Body, Compound, Leaf, Refs
+from diptych.jax.lab.statistics import observed
+from diptych.jax.lab.taps import tangent_p, tap_p
+from diptych.jax.lab.tracing import SCOPE
+from diptych.jax.primitives.ffi import target
+from diptych.lab.capture import named, wanted
+from diptych.lab.traces import DTYPES, SAMPLES, places
+
+Array = jax.Array
+
+_RECOMPUTED = "rematted_computation"  # the scope that jax.checkpoint gives to what backward computes again
+_INLINE = ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "closed_call", "core_call")
+_BODIES = ("jaxpr", "call_jaxpr", "call", "fun_jaxpr")
+_OP = target("")
+
+
+class Where(NamedTuple):
+    """What encloses an equation. `module`: the path of a module, None outside of modules. `scopes`: the user's names.
+    `recomputed`: whether forward has observed it already."""
+
+    module: str | None = None
+    scopes: tuple[str, ...] = ()
+    recomputed: bool = False
+
+    def at(self, eqn: Any) -> Where:
+        names = [s.name for s in eqn.source_info.name_stack.stack if type(s).__name__ == "Scope"]
+        module = next((n[len(SCOPE) :] for n in reversed(names) if n.startswith(SCOPE)), self.module)
+        own = tuple(n for n in names if not n.startswith(SCOPE) and n not in (_RECOMPUTED, "checkpoint"))
+        return Where(module, self.scopes + own, self.recomputed or _RECOMPUTED in names)
+
+    def name(self, what: str) -> str:
+        path = named(self.module) if self.module is not None else "/".join(self.scopes)
+        return f"{path}/{what}" if path else what
+
+
+class Evaluation(NamedTuple):
+    outs: list[Any]
+    refs: list[Refs]
+    nodes: list[Leaf | Compound]
+    extras: list[Array]
+
+
+class Interpreter:
+    """Evaluates one program.
+
+    **Arguments:** `sites`: the pattern of names. `statistics`: whether they are computed. `keep`: which values each
+    leaf keeps, by its number: "none", "sample" or "whole". `products`: whether products are sites, as in a function
+    without modules.
+    """
+
+    def __init__(self, sites: str, statistics: bool, products: bool, keep: Callable[[int], str]) -> None:
+        self._sites, self._statistics, self._products, self._keep = sites, statistics, products, keep
+        self._leaves = 0
+
+    def program(self, closed: Any, args: Sequence[Any]) -> tuple[list[Any], list[Array], Body]:
+        """Returns the function's results, the observed arrays, and what they are."""
+        self._leaves = 0
+        refs = [frozenset([i]) for i in range(len(args))]
+        found = self._evaluate(closed.jaxpr, closed.consts, args, refs, Where())
+        return found.outs, found.extras, Body(found.nodes, found.refs, len(found.extras))
+
+    def _evaluate(self, jaxpr: Any, consts: Any, args: Any, arg_refs: Sequence[Refs], where: Where) -> Evaluation:
+        values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
+        refs: dict[Any, Refs] = dict(zip(jaxpr.invars, arg_refs, strict=True))
+        made = _Made([], [])
+        literal = lambda v: hasattr(v, "val")  # noqa: E731
+        of = lambda v: frozenset() if literal(v) else refs.get(v, frozenset())  # noqa: E731
+        for eqn in jaxpr.eqns:
+            ins = [v.val if literal(v) else values[v] for v in eqn.invars]
+            with getattr(eqn.ctx, "manager", contextlib.nullcontext()):
+                outs, out_refs = self._equation(eqn, ins, [of(v) for v in eqn.invars], where.at(eqn), made)
+            values.update(zip(eqn.outvars, outs, strict=True))
+            if eqn.primitive is tap_p and eqn.params["kind"] == "parameter":  # the model may use its operand
+                refs.update(zip(eqn.invars, out_refs, strict=True))
+            refs.update(zip(eqn.outvars, out_refs, strict=True))
+        outs = [v.val if literal(v) else values[v] for v in jaxpr.outvars]
+        return Evaluation(outs, [of(v) for v in jaxpr.outvars], made.nodes, made.extras)
+
+    def _equation(self, eqn: Any, ins: list[Any], refs: list[Refs], where: Where, made: _Made) -> Any:
+        prim, params = eqn.primitive, eqn.params
+        if prim is tangent_p:
+            return ins, refs
+        if prim is tap_p:
+            forward = not params["kind"].endswith("_grad")
+            if forward and where.recomputed:
+                return ins, refs
+            return ins, [self._leaf(ins[0], params["name"], params["kind"], refs[0], made, params)]
+        if self._has_sites(eqn):
+            return self._compound(eqn, ins, refs, where, made)
+        if prim.name.startswith(_OP) and not where.recomputed:
+            return self._op(eqn, ins, refs, where, made)
+        outs = _bound(prim, ins, params)
+        every: Refs = frozenset().union(*refs)
+        if where.recomputed or not self._named(eqn, where):
+            return outs, [every] * len(outs)
+        if prim.name == "name":
+            return outs, [self._leaf(outs[0], where.name(params["name"]), "activation", every, made)]
+        return outs, [self._leaf(outs[0], where.name(f"{prim.name}.out"), "result", every, made)]
+
+    def _named(self, eqn: Any, where: Where) -> bool:
+        """Whether an equation is a site without a tap: `checkpoint_name`, and products of functions without modules."""
+        if eqn.primitive.name == "name":
+            return not eqn.params["name"].startswith("diptych")
+        return self._products and where.module is None and eqn.primitive.name in _PRODUCTS
+
+    def _op(self, eqn: Any, ins: list[Any], refs: list[Refs], where: Where, made: _Made) -> Any:
+        op = eqn.primitive.name.removeprefix(_OP)
+        operands, results = ops.names(op, eqn.params, ins, len(eqn.outvars))
+        of_operands = [
+            self._leaf(x, where.name(f"{op}.{n}"), "operand", r, made)
+            for x, n, r in zip(ins, operands, refs, strict=True)
+        ]
+        outs, every = _bound(eqn.primitive, ins, eqn.params), frozenset().union(*of_operands)
+        of_results = [
+            self._leaf(x, where.name(f"{op}.{n}"), "result", every, made) for x, n in zip(outs, results, strict=True)
+        ]
+        return outs, of_results
+
+    def _leaf(self, x: Any, name: str, kind: str, refs: Refs, made: _Made, tap: Any = None) -> Refs:
+        """Observes an array. Returns where it comes from: here, or from `refs` if it is no site."""
+        dtype = str(jnp.result_type(x)) if hasattr(x, "dtype") else ""
+        if dtype not in DTYPES or not DTYPES[dtype].code or not wanted(self._sites, name):
+            return refs
+        x = jnp.asarray(x)
+        axes = frozenset(_varying(x))
+        if tap is not None and tap["order"] != tuple(range(x.ndim)):
+            x = x.transpose(tap["order"])
+        leaf = Leaf(name, kind, x.shape, dtype, refs, self._leaves, len(made.extras), axes, tap and tap["tap"])
+        self._leaves += 1
+        x = whole(x)
+        made.extras.append(observed(x, self._statistics))
+        keep = self._keep(leaf.number)
+        if keep == "whole" or (keep == "sample" and x.size <= SAMPLES):
+            made.extras.append(x)
+        elif keep == "sample":
+            made.extras.append(x.reshape(-1)[places(x.size, SAMPLES)])
+        made.nodes.append(leaf)
+        return frozenset([leaf])
+
+    # --- equations with jaxprs ---
+
+    def _has_sites(self, eqn: Any) -> bool:
+        """Whether one of the jaxprs of an equation contains a site."""
+        return any(self._body_has_sites(jaxpr) for jaxpr in _jaxprs(eqn.params.values()))
+
+    def _body_has_sites(self, jaxpr: Any) -> bool:
+        for eqn in jaxpr.eqns:
+            name = eqn.primitive.name
+            if eqn.primitive is tap_p or name == "name" or name.startswith(_OP):
+                return True
+            if self._products and name in _PRODUCTS:
+                return True
+            if self._has_sites(eqn):
+                return True
+        return False
+
+    def _compound(self, eqn: Any, ins: list[Any], refs: list[Refs], where: Where, made: _Made) -> Any:
+        name, params = eqn.primitive.name, eqn.params
+        if name in _INLINE:
+            inner = next(params[k] for k in _BODIES if k in params)
+            found = self._evaluate(inner.jaxpr, inner.consts, ins, [frozenset([i]) for i in range(len(ins))], where)
+            return self._call(Body(found.nodes, found.refs, len(found.extras)), found.outs, found.extras, refs, made)
+        handler = {"jit": self._jit, "pjit": self._jit, "scan": self._scan, "cond": self._cond, "while": self._while}
+        handler |= {"remat2": self._remat, "checkpoint": self._remat, "shard_map": self._shard_map}
+        if name not in handler:
+            if any(_marked(jaxpr) for jaxpr in _jaxprs(params.values())):
+                raise UnsupportedError(f"capture: sites inside of JAX's primitive {name} are not supported")
+            outs = _bound(eqn.primitive, ins, params)
+            return outs, [frozenset().union(*refs)] * len(outs)
+        return handler[name](eqn, ins, refs, where, made)
+
+    def _body(self, jaxpr: Any, consts: Any, where: Where) -> tuple[Callable[..., Any], list[Body]]:
+        """Returns a jaxpr as a function with the results (its own, observed arrays), and a list that gets its body."""
+        bodies, first = [], self._leaves
+
+        def run(*args: Any) -> Any:
+            self._leaves = first  # JAX may trace a function again
+            found = self._evaluate(jaxpr, consts, args, [frozenset([i]) for i in range(len(args))], where)
+            bodies.append(Body(found.nodes, found.refs, len(found.extras)))
+            return found.outs, found.extras
+
+        return run, bodies
+
+    def _inner(self, jaxpr: Any, consts: Any, where: Where) -> tuple[Any, Body]:
+        """Returns a jaxpr with observed arrays as extra results."""
+        run, bodies = self._body(jaxpr, consts, where)
+        closed = jax.make_jaxpr(lambda *args: [x for some in run(*args) for x in some])(*(v.aval for v in jaxpr.invars))
+        return closed, bodies[-1]
+
+    def _call(self, body: Body, outs: list[Any], extras: list[Any], refs: list[Refs], made: _Made) -> Any:
+        return made.add(Compound("call", [body], refs), outs, extras)
+
+    def _jit(self, eqn: Any, ins: list[Any], refs: list[Refs], where: Where, made: _Made) -> Any:
+        closed, body = self._inner(eqn.params["jaxpr"].jaxpr, eqn.params["jaxpr"].consts, where)
+        more = {k: (*eqn.params[k], *[v] * body.extras) for k, v in unspecified().items()}
+        outs = _bound(eqn.primitive, ins, eqn.params | more | {"jaxpr": closed})
+        return self._call(body, *_split(outs, body.extras), refs, made)
+
+    def _remat(self, eqn: Any, ins: list[Any], refs: list[Refs], where: Where, made: _Made) -> Any:
+        closed, body = self._inner(eqn.params["jaxpr"], (), where)
+        inner = closed.jaxpr
+        opened = inner.replace(constvars=[], invars=[*inner.constvars, *inner.invars])
+        outs = _bound(eqn.primitive, [*closed.consts, *ins], eqn.params | {"jaxpr": opened})
+        return self._call(body, *_split(outs, body.extras), refs, made)
+
+    def _scan(self, eqn: Any, ins: list[Any], refs: list[Refs], where: Where, made: _Made) -> Any:
+        p = eqn.params
+        consts, carry = _scanned(p)
+        run, bodies = self._body(p["jaxpr"].jaxpr, p["jaxpr"].consts, where)
+
+        def step(state: list[Any], xs: list[Any]) -> Any:
+            outs, extras = run(*ins[:consts], *state, *xs)
+            return outs[:carry], (outs[carry:], extras)
+
+        start, xs = ins[consts : consts + carry], ins[consts + carry :]
+        options = {"length": p["length"], "reverse": p["reverse"], "unroll": p["unroll"]}
+        state, (ys, extras) = jax.lax.scan(step, list(start), list(xs), **options)
+        numbers = {"consts": consts, "carry": carry, "length": p["length"], "reverse": p["reverse"]}
+        return made.add(Compound("scan", [bodies[-1]], refs, **numbers), [*state, *ys], extras)
+
+    def _cond(self, eqn: Any, ins: list[Any], refs: list[Refs], where: Where, made: _Made) -> Any:
+        branches = [self._inner(b.jaxpr, b.consts, where) for b in eqn.params["branches"]]
+        count = len(eqn.outvars)
+        types = [closed.out_avals[count:] for closed, _ in branches]
+
+        def branch(number: int) -> Any:
+            closed = branches[number][0]
+
+            def run(*args: Any) -> Any:
+                results = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *args)
+                more = [results[count:] if i == number else map(_blank, t) for i, t in enumerate(types)]
+                return [*results[:count], *(x for some in more for x in some)]
+
+            return run
+
+        index, *operands = ins
+        outs = jax.lax.switch(index, [branch(b) for b in range(len(branches))], *operands)
+        first = np.cumsum([1, *map(len, types)])[:-1].tolist()
+        found, extras = outs[:count], outs[count:]
+        return made.add(Compound("cond", [b for _, b in branches], refs[1:], first=first), found, [index, *extras])
+
+    def _while(self, eqn: Any, ins: list[Any], refs: list[Refs], where: Where, made: _Made) -> Any:
+        p = eqn.params
+        if self._body_has_sites(p["cond_jaxpr"].jaxpr) and _marked(p["cond_jaxpr"].jaxpr):
+            raise UnsupportedError("capture: sites inside of the condition of a while loop are not supported")
+        closed, body = self._inner(p["body_jaxpr"].jaxpr, p["body_jaxpr"].consts, where)
+        a, b = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
+        types = closed.out_avals[len(eqn.outvars) :]
+
+        def again(state: Any) -> Any:
+            return jax.core.eval_jaxpr(p["cond_jaxpr"].jaxpr, p["cond_jaxpr"].consts, *ins[:a], *state[0])[0]
+
+        def step(state: Any) -> Any:
+            outs = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *ins[a:b], *state[0])
+            return *_split(outs, body.extras), state[2] + 1
+
+        start = (list(ins[b:]), [_blank(t) for t in types], jnp.zeros((), jnp.int32))
+        outs, extras, count = jax.lax.while_loop(again, step, start)
+        return made.add(Compound("while", [body], refs[a:], first=[1]), outs, [count, *extras])
+
+    def _shard_map(self, eqn: Any, ins: list[Any], refs: list[Refs], where: Where, made: _Made) -> Any:
+        """Each shard's arrays get an axis in front, over all manual axes of the mesh."""
+        p = eqn.params
+        mesh = p["mesh"]
+        manual = p["newly_manual_axes"] if "newly_manual_axes" in p else p["manual_axes"]  # differs between versions
+        axes = tuple(a for a in mesh.axis_names if a in manual)
+        observing, bodies = self._body(p["jaxpr"], (), where)
+
+        def run(*args: Any) -> Any:
+            outs, extras = observing(*args)
+            return outs, [x[None] for x in extras]
+
+        specs = list(p["out_specs"]), PartitionSpec(axes)
+        outs, extras = jax.shard_map(
+            run,
+            mesh=mesh,
+            in_specs=tuple(p["in_specs"]),
+            out_specs=specs,
+            axis_names=set(axes),
+            check_vma=p["check_vma"],
+        )(*ins)
+        if not p["check_vma"]:  # JAX does not know what varies
+            for leaf in bodies[-1].leaves():
+                leaf.axes |= set(axes)
+        sizes = tuple((a, mesh.shape[a]) for a in axes)
+        return made.add(Compound("shard", [bodies[-1]], refs, mesh=sizes), outs, extras)
+
+
+class _Made(NamedTuple):
+    """What the equations of a jaxpr have observed so far."""
+
+    nodes: list[Any]
+    extras: list[Any]
+
+    def add(self, node: Compound, outs: Sequence[Any], extras: Sequence[Any]) -> tuple[list[Any], list[Refs]]:
+        node.start = len(self.extras)
+        self.nodes.append(node)
+        self.extras.extend(extras)
+        return list(outs), [frozenset([(node, i)]) for i in range(len(outs))]
+
+
+_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_general")
+
+
+def _marked(jaxpr: Any) -> bool:
+    """Whether a jaxpr has sites that must be observed: all but products and names."""
+    return any(
+        e.primitive is tap_p or e.primitive.name.startswith(_OP) or any(map(_marked, _jaxprs(e.params.values())))
+        for e in jaxpr.eqns
+    )
+
+
+def _jaxprs(params: Any) -> list[Any]:
+    """Returns the jaxprs among an equation's parameters, also in tuples."""
+    found = []
+    for value in params:
+        if isinstance(value, tuple | list):
+            found += _jaxprs(value)
+        elif hasattr(value, "eqns"):
+            found.append(getattr(value, "jaxpr", value))
+    return found
+
+
+def _bound(prim: Any, ins: list[Any], params: dict[str, Any]) -> list[Any]:
+    bound = prim.get_bind_params(params)
+    subfuns, params = bound if isinstance(bound, tuple) else ((), bound)  # the form differs between versions
+    outs = prim.bind(*subfuns, *ins, **params)
+    return list(outs) if prim.multiple_results else [outs]
+
+
+def unspecified() -> dict[str, Any]:
+    """Returns what a call of `jax.jit` says of a result whose sharding and layout it leaves open."""
+    params = jax.make_jaxpr(jax.jit(lambda x: x + 1))(0.0).eqns[0].params
+    return {name: params[name][0] for name in ("out_shardings", "out_layouts")}
+
+
+def _scanned(params: dict[str, Any]) -> tuple[int, int]:
+    """Returns the numbers of constants and of carried values among the operands of a scan."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()  # JAX after 0.11.1
+    return len(consts), len(carry)
+
+
+def _split(outs: Sequence[Any], extras: int) -> tuple[list[Any], list[Any]]:
+    at = len(outs) - extras
+    return list(outs[:at]), list(outs[at:])
+
+
+def _varying(x: Any) -> Any:
+    kind = getattr(jax.typeof(x), "manual_axis_type", None)
+    return getattr(kind, "varying", None) or getattr(jax.typeof(x), "vma", ())
+
+
+def _blank(aval: Any) -> Array:
+    """Returns zeros that vary over the same mesh axes."""
+    zeros, axes = jnp.zeros(aval.shape, aval.dtype), getattr(getattr(aval, "manual_axis_type", None), "varying", ())
+    return jax.lax.pcast(zeros, tuple(axes), to="varying") if axes else zeros
+
+
+def whole(x: Array) -> Array:
+    """Returns an array of which no axis is cut over Explicit mesh axes: observing folds axes."""
+    spec = jax.typeof(x).sharding.spec
+    return jax.sharding.reshard(x, PartitionSpec(*[None] * x.ndim)) if any(s is not None for s in spec) else x

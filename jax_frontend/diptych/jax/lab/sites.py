@@ -1,0 +1,191 @@
+"""The sites of a traced function: a tree of what its equations observe, and its unfolding into a step's entries.
+
+A body is one jaxpr. Its leaves are observed arrays; its compounds are equations with jaxprs of their own, whose leaves
+occur once, in each iteration of a scan, in the branch that ran, or on each shard. Every leaf has arrays among the
+program's extra results, with an axis in front for each scan and shard_map around it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+Ref = Any
+"""Where a value comes from: an operand's position, a leaf, or (compound, position of its result)."""
+Refs = frozenset[Ref]
+Deps = frozenset[int]
+"""Numbers of entries that are the nearest recorded ancestors of a value."""
+
+
+class Stacked(list[Any]):
+    """The ancestors of an array with an item for each iteration of a scan."""
+
+
+@dataclasses.dataclass(eq=False)
+class Leaf:
+    """An observed array. `number`: of the leaf in the program. `start`: of its arrays among the body's extra results.
+    `axes`: the manual mesh axes over which it varies. `tap`: the number of its tap, which its gradient shares."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    refs: Refs
+    number: int
+    start: int = 0
+    axes: frozenset[str] = frozenset()
+    tap: int | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class Compound:
+    """An equation with bodies. `kind`: "call", "scan", "cond", "while" or "shard". `operands`: where its operands come
+    from. `start`: of its extra results in the body that contains it. `first`: of each body's extra results among its
+    own. Other fields are a scan's, or a shard_map's mesh axes with their lengths."""
+
+    kind: str
+    bodies: list[Body]
+    operands: list[Refs]
+    start: int = 0
+    first: list[int] = dataclasses.field(default_factory=lambda: [0])
+    consts: int = 0
+    carry: int = 0
+    length: int = 0
+    reverse: bool = False
+    mesh: tuple[tuple[str, int], ...] = ()
+
+
+@dataclasses.dataclass(eq=False)
+class Body:
+    nodes: list[Leaf | Compound]
+    outs: list[Refs]
+    extras: int
+
+    def positions(self, start: int = 0) -> Iterator[tuple[Leaf, int]]:
+        """Yields each leaf, with the position of its arrays among the extra results."""
+        for node in self.nodes:
+            if isinstance(node, Leaf):
+                yield node, start + node.start
+            else:
+                for body, first in zip(node.bodies, node.first, strict=True):
+                    yield from body.positions(start + node.start + first)
+
+    def leaves(self) -> list[Leaf]:
+        return [leaf for leaf, _ in self.positions()]
+
+    @property
+    def conditional(self) -> bool:
+        """Whether it depends on values which leaves occur."""
+        compounds = [n for n in self.nodes if isinstance(n, Compound)]
+        return any(n.kind in ("cond", "while") or any(b.conditional for b in n.bodies) for n in compounds)
+
+
+Emit = Callable[[Leaf, int, tuple[int, ...], str, Deps], int]
+"""(leaf, position of its arrays, indices into them, suffix of its name, ancestors) -> the number of its entry."""
+
+
+@dataclasses.dataclass
+class Unfolding:
+    """`flags`: the extra results that say which branch ran and how often, by position; None takes every branch."""
+
+    emit: Emit
+    flags: Callable[[int], np.ndarray] | None
+
+    def body(self, body: Body, operands: Sequence[Any], start: int, at: tuple[int, ...], place: _Place) -> list[Any]:
+        """Emits all leaves of a body in order. Returns the ancestors of its results."""
+        known: dict[Any, Any] = {}
+
+        def of(refs: Refs) -> Any:
+            found = [operands[r] if isinstance(r, int) else known[r] for r in refs]
+            return found[0] if len(found) == 1 else frozenset().union(*map(_flat, found))
+
+        for node in body.nodes:
+            if isinstance(node, Leaf):
+                key = (node, at[place.depth :])
+                number = place.shared.get(key) if place.leaves_out(node) else None
+                if number is None:
+                    number = self.emit(node, start + node.start, at, place.suffix(node), _flat(of(node.refs)))
+                    place.shared[key] = number
+                known[node] = frozenset([number])
+            else:
+                outs = getattr(self, f"_{node.kind}")(
+                    node, [of(r) for r in node.operands], start + node.start, at, place
+                )
+                known |= {(node, i): out for i, out in enumerate(outs)}
+        return [of(refs) for refs in body.outs]
+
+    def _call(self, node: Compound, operands: list[Any], start: int, at: Any, place: _Place) -> list[Any]:
+        return self.body(node.bodies[0], operands, start, at, place)
+
+    def _scan(self, node: Compound, operands: list[Any], start: int, at: Any, place: _Place) -> list[Any]:
+        (body,), split = node.bodies, node.consts + node.carry
+        consts, carry, xs = operands[: node.consts], operands[node.consts : split], operands[split:]
+        stacks = [Stacked([frozenset()] * node.length) for _ in body.outs[node.carry :]]
+        for i in reversed(range(node.length)) if node.reverse else range(node.length):
+            items = [x[i] if isinstance(x, Stacked) and len(x) == node.length else x for x in xs]
+            outs = self.body(body, [*consts, *carry, *items], start, (*at, i), place)
+            carry = outs[: node.carry]
+            for stack, out in zip(stacks, outs[node.carry :], strict=True):
+                stack[i] = out
+        return [*carry, *stacks]
+
+    def _cond(self, node: Compound, operands: list[Any], start: int, at: Any, place: _Place) -> list[Any]:
+        chosen = range(len(node.bodies)) if self.flags is None else [int(self.flags(start)[at])]
+        outs = [self.body(node.bodies[b], operands, start + node.first[b], at, place) for b in chosen]
+        return [frozenset().union(*map(_flat, of_branches)) for of_branches in zip(*outs, strict=True)]
+
+    def _while(self, node: Compound, operands: list[Any], start: int, at: Any, place: _Place) -> list[Any]:
+        """The last iteration. What earlier ones computed has the loop's operands as ancestors."""
+        earlier = frozenset().union(*map(_flat, operands))
+        if self.flags is not None and not self.flags(start)[at]:
+            return [earlier] * len(node.bodies[0].outs)
+        outs = self.body(node.bodies[0], [earlier] * len(operands), start + node.first[0], at, place)
+        return [earlier | _flat(out) for out in outs]
+
+    def _shard(self, node: Compound, operands: list[Any], start: int, at: Any, place: _Place) -> list[Any]:
+        shared: dict[Any, int] = {}
+        outs = []
+        for number, where in enumerate(itertools.product(*(range(size) for _, size in node.mesh))):
+            names = [axis for axis, _ in node.mesh]
+            inner = _Place({**place.where, **dict(zip(names, where, strict=True))}, shared, len(at) + 1)
+            outs.append(self.body(node.bodies[0], operands, start, (*at, number), inner))
+        return [frozenset().union(*map(_flat, of_shards)) for of_shards in zip(*outs, strict=True)]
+
+
+@dataclasses.dataclass
+class _Place:
+    """The shard that is unfolded, by mesh axis. `shared`: the numbers of the entries of leaves, by the indices of their
+    arrays from `depth` on, which follow the shard's."""
+
+    where: dict[str, int]
+    shared: dict[Any, int]
+    depth: int = 0
+
+    def leaves_out(self, leaf: Leaf) -> bool:
+        """Whether another shard has the same array."""
+        return any(i for axis, i in self.where.items() if axis not in leaf.axes)
+
+    def suffix(self, leaf: Leaf) -> str:
+        found = ",".join(f"{axis}={i}" for axis, i in self.where.items() if axis in leaf.axes)
+        return f"@{found}" if found else ""
+
+
+def unfold(body: Body, emit: Emit, flags: Callable[[int], np.ndarray] | None) -> None:
+    """Emits a program's leaves in the order of computation."""
+    nothing: Deps = frozenset()
+    operands = [nothing] * (1 + max((r for b in [body] for r in _operands(b)), default=-1))
+    Unfolding(emit, flags).body(body, operands, 0, (), _Place({}, {}))
+
+
+def _operands(body: Body) -> list[int]:
+    refs = [n.refs for n in body.nodes if isinstance(n, Leaf)]
+    refs += [r for n in body.nodes if isinstance(n, Compound) for r in n.operands]
+    return [r for some in (*refs, *body.outs) for r in some if isinstance(r, int)]
+
+
+def _flat(deps: Any) -> Deps:
+    return frozenset().union(*map(_flat, deps)) if isinstance(deps, Stacked) else deps

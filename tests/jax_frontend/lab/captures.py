@@ -1,0 +1,69 @@
+"""Helpers of the tests of `capture`: recorded calls, and the checks that hold for any trace."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from diptych.jax import lab
+from diptych.lab.traces import Meta, Observation, Trace, statistics_of
+from oracle.hash import hash_bits
+
+
+class Recorded(NamedTuple):
+    """What calls returned, and the trace: each step's observations by key."""
+
+    results: list[Any]
+    steps: list[dict[str, Observation]]
+    meta: Meta
+    retraces: int
+
+    def value(self, key: str) -> np.ndarray:
+        """The whole tensor at a site of the first step."""
+        tensor = self.steps[0][key].values.tensor
+        return tensor.bits.view(tensor.dtype.name if tensor.dtype.name != "bfloat16" else "u2")
+
+    def names(self, kind: str) -> list[str]:
+        """The names and calls of one kind, in order."""
+        return [key.partition(":")[2] for key in self.steps[0] if key.startswith(f"{kind}:")]
+
+
+def recorded(folder: Any, fn: Any, *calls: tuple[Any, ...], **options: Any) -> Recorded:
+    """Captures calls with whole values, and checks hashes, statistics and the order of ancestors."""
+    with lab.capture(fn, out=folder / "trace", **({"values": "full"} | options)) as run:
+        results = [run(*args) for args in calls]
+    trace = Trace.open(folder / "trace")
+    rank = trace.ranks[0]
+    steps = [{o.site.key: o for o in rank.step(i)} for i in range(len(rank))]
+    for step in steps:
+        check(step)
+    return Recorded(results, steps, trace.meta, run.retraces)
+
+
+def check(step: dict[str, Observation]) -> None:
+    seen: set[str] = set()
+    for key, o in step.items():
+        assert set(o.site.inputs) <= seen, key
+        seen.add(key)
+        if o.values is None or not o.values.whole:
+            continue
+        bits = o.values.tensor.bits
+        assert bytes.fromhex(o.record.hash) == hash_bits(bits).tobytes(), key
+        if (got := o.record.statistics) is not None:
+            want = statistics_of(bits, o.site.dtype)
+            for name in ("zero", "nan", "inf", "subnormal", "amax"):
+                assert getattr(got, name) == getattr(want, name), (key, name)
+            for name in ("mean", "rms"):
+                np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=1e-5, atol=1e-5 * want.rms)
+
+
+def close(got: Any, want: Any) -> None:
+    np.testing.assert_allclose(np.asarray(got), np.asarray(want), rtol=2e-5, atol=2e-6)
+
+
+def same_bits(a: Any, b: Any) -> None:
+    """Whether two trees have the same arrays, bit by bit."""
+    a, b = jax.tree.leaves(a), jax.tree.leaves(b)
+    assert [np.asarray(x).tobytes() for x in a] == [np.asarray(x).tobytes() for x in b]
