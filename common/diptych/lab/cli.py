@@ -1,4 +1,4 @@
-"""The command `diptych`: doctor, train, compare."""
+"""The command `diptych`: doctor, train, compare, diff."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from diptych.common import RECIPES, CheckpointError, DeviceError, ShapeError, UnsupportedError
 from diptych.lab import files
 from diptych.lab.data import DEFAULT_CAP, ByteData, DataError, load
+from diptych.lab.diff.result import DiffError
 from diptych.lab.frontend import FrontendError, TrainingError
 from diptych.lab.interrupt import STATUS, Interrupt
 from diptych.lab.job import Corruption, Job, ModelConfig, OptimConfig
+from diptych.lab.traces.schema import TraceError
 
 if TYPE_CHECKING:
     from diptych.lab.train import Settings
@@ -35,7 +37,7 @@ class InputError(ValueError):
 
 _REFUSALS = (
     InputError, DataError, CheckpointError, DeviceError, ShapeError, UnsupportedError, FrontendError, files.BusyError,
-    OSError,
+    TraceError, DiffError, OSError,
 )  # fmt: skip
 
 
@@ -126,6 +128,26 @@ def _parser() -> argparse.ArgumentParser:
         "named); the comparison must then fail",
     )
     compare.set_defaults(run=_compare)
+
+    diff = commands.add_parser(
+        "diff",
+        help="compare two traces site by site and name where they part; exit 0 green, 1 differs, 2 bad input",
+    )
+    diff.add_argument("a", type=_path, metavar="A", help="folder of a trace")
+    diff.add_argument("b", type=_path, metavar="B", help="folder of the trace that is compared with A")
+    diff.add_argument(
+        "--ref",
+        type=_path,
+        nargs="+",
+        metavar="H",
+        help="float64 traces H_A H_B of both models, which tell definition from rounding; or one of either, for the "
+        "verdict on rounding alone",
+    )
+    diff.add_argument("--map", type=_path, metavar="FILE", help="JSON that gives B's names for names of A")
+    diff.add_argument("--steps", type=_steps, metavar="STEPS", help="such as 0,5,10-20; without it all common ones")
+    diff.add_argument("--json", type=_path, metavar="FILE", help="write all that was found")
+    diff.add_argument("--html", type=_path, metavar="FILE", help="write a page that shows it")
+    diff.set_defaults(run=_diff)
     return parser
 
 
@@ -195,6 +217,12 @@ def _threads(text: str) -> int:
     if value > MAX_THREADS:
         raise argparse.ArgumentTypeError(f"must be at most {MAX_THREADS}, got {value}")
     return value
+
+
+def _steps(text: str) -> list[int]:
+    from diptych.lab.diff import command
+
+    return command.steps(text)
 
 
 def _path(text: str) -> pathlib.Path:
@@ -389,6 +417,12 @@ def _compare(args: argparse.Namespace, arguments: list[str]) -> int:
         print(f"{'pass' if check['passed'] else 'FAIL'}  {check['name']}: {check['detail']}")
     print(f"{results['seconds']:.0f} s; report: {folder / REPORT}")
     return 0 if results["passed"] else FAILED
+
+
+def _diff(args: argparse.Namespace, _: list[str]) -> int:
+    from diptych.lab.diff import command
+
+    return command.run(args)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,11 @@ from diptych.lab.traces.schema import Kind
 Verdict = Literal["same", "rounding", "beyond", "definition", "differs", "unknown"]
 Matched = Literal["map", "name", "table", "bits", "order"]
 GREEN = ("same", "rounding")
-"""Verdicts that are no finding."""
+"""Verdicts that are no finding; nor is "unknown"."""
+
+
+class DiffError(ValueError):
+    """A comparison that cannot be made; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,11 +38,12 @@ class Side:
 class Cell:
     """A pair of sites in one step.
 
-    `verdict`: "same": all bits are equal. With references: "definition": H_A and H_B differ by more than 1e-10 in
-    relative rms; "rounding": R is at most 2; "beyond": R is larger. Without: "differs". "unknown": neither hashes nor
-    values tell. `relative`: rms of B - A relative to A's, inf where one of them is not finite; `max_ulp`, `differing`
-    and `compared` as in `Distance`. `noise`: R = rms(B - H) / max(rms(A - H), u rms(H)). `definition`: the distance of
-    H_A and H_B. None where it was not measured.
+    `verdict`: "same": all bits, or all values of two dtypes, are equal. With references: "definition": H_A and H_B
+    differ by more than 1e-10 in relative rms; "rounding": R is at most 2, or 20 / sqrt(n) for n < 100 elements;
+    "beyond": R is larger. Without: "differs", as with references where the shapes of this step do. "unknown": neither
+    hashes nor values tell. `relative`: rms of B - A relative to A's, inf where one of them is not finite; `max_ulp`,
+    `differing` and `compared` as in `Distance`. `noise`: R = rms(B - H) / max(rms(A - H), u rms(H)). `definition`: the
+    relative rms of H_B - H_A. None where it was not measured.
     """
 
     step: int
@@ -57,7 +62,7 @@ class Row:
 
     `a`, `b`: the keys of the sites. `kind`, `name`, `call`: of A's. `matched`: by what. `transposed`: whether B's
     values are compared transposed. `inputs`: the positions of the rows that this one is computed from, or None where
-    only the order is known. `cells`: one for each step that both traces have.
+    only the order is known. `cells`: one for each step of the result in which both traces have the site, in order.
     """
 
     a: str

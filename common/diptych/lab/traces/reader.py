@@ -82,6 +82,11 @@ class Rank:
         records = self._steps[step]
         return [Observation(self._sites[r.site], r, step, self._meta.hash, self) for r in records]
 
+    def release(self) -> None:
+        """Gives back the memory that values of mapped files take; what is used again is read again."""
+        for tensors in self._mapped.values():
+            tensor_file.release(tensors)
+
     def _read_steps(self, path: pathlib.Path) -> None:
         try:
             with files.reading(path, links=False) as f:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import mmap
 import pathlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -79,6 +80,17 @@ def read(path: pathlib.Path) -> dict[str, Tensor]:
     from_json(Mapping[str, str], metadata, f"{path}: __metadata__")
     entries = {n: from_json(_Entry, entry, f"{path}: tensor {n[:200]!r}") for n, entry in header.items()}
     return _mapped(path, entries, data[8 + length :])
+
+
+def release(tensors: Mapping[str, Tensor]) -> None:
+    """Gives back the memory of a mapped file; what is used again is read again."""
+    for tensor in tensors.values():
+        base: Any = tensor.bits
+        while isinstance(base, np.ndarray):
+            base = base.base
+        if isinstance(base, mmap.mmap):
+            base.madvise(mmap.MADV_DONTNEED)
+            return
 
 
 def _mapped(path: pathlib.Path, entries: dict[str, _Entry], data: np.ndarray) -> dict[str, Tensor]:

@@ -1,0 +1,98 @@
+"""The command `diptych diff`."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import pathlib
+import sys
+
+from diptych.lab import files
+from diptych.lab.diff import differ, mapping, summary
+from diptych.lab.diff.result import DiffError, Result
+from diptych.lab.traces import Trace
+from diptych.lab.traces.schema import dump
+
+DIFFERS = 1
+
+
+def run(args: argparse.Namespace) -> int:
+    """Compares two traces and shows the result. Returns 0 if nothing was found, 1 if the traces differ.
+
+    **Raises** DiffError or TraceError for what cannot be compared, FileError for files that cannot be written.
+    """
+    references = args.ref or []
+    if len(references) > 2:
+        raise DiffError(f"--ref takes one or two folders, got {len(references)}")
+    folders = {"A": args.a, "B": args.b, **{f"--ref {r}": r for r in references}}
+    _distinct([args.a, args.b, *references])
+    for option, path in (("--json", args.json), ("--html", args.html)):
+        _writable(option, path, list(folders.values()))
+    if args.json and args.html and args.json.resolve() == args.html.resolve():
+        raise DiffError(f"--json and --html name the same file: {args.json}")
+    render = _page() if args.html else None
+    rules = mapping.read(args.map) if args.map else None
+    a, b, *h = (Trace.open(folder) for folder in (args.a, args.b, *references))
+    result = differ.diff(a, b, h, rules, args.steps)
+    if args.json:
+        files.write_text(args.json, dump(result).decode())
+    if args.html and render is not None:
+        files.write_text(args.html, render(result))
+    _show(result, [str(path) for path in (args.json, args.html) if path])
+    return 0 if result.status == "green" else DIFFERS
+
+
+def steps(text: str) -> list[int]:
+    """Reads numbers of steps such as "0,5,10-20" from the command line. **Raises** ArgumentTypeError."""
+    found: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.partition("-")
+        if not (first.isascii() and first.isdigit()) or (dash and not (last.isascii() and last.isdigit())):
+            raise argparse.ArgumentTypeError(f"{text!r} are no steps; write them as 0,5,10-20")
+        low, high = int(first[:20]), int((last or first)[:20])
+        if not low <= high < low + 10**6:
+            raise argparse.ArgumentTypeError(f"{part!r} must go from a step to a later one, by at most a million")
+        found += range(low, high + 1)
+    return found
+
+
+def _distinct(folders: list[pathlib.Path]) -> None:
+    seen: set[pathlib.Path] = set()
+    for folder in folders:
+        if folder.resolve() in seen:
+            raise DiffError(f"{folder}: is given twice")
+        seen.add(folder.resolve())
+
+
+def _writable(option: str, path: pathlib.Path | None, folders: list[pathlib.Path]) -> None:
+    """Refuses at once what cannot be written later."""
+    if path is None:
+        return
+    if (found := files.kind(path)) not in ("a file", "nothing"):
+        raise DiffError(f"{option} {path}: is {found}, where a file is to be written")
+    if any(path.resolve().is_relative_to(folder.resolve()) for folder in folders):
+        raise DiffError(f"{option} {path}: is inside of a trace")
+    nearest = next(p for p in path.resolve().parents if p.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise DiffError(f"{option} {path}: cannot be written in {nearest}")
+
+
+def _page():
+    try:
+        from diptych.lab.diff import page
+    except ImportError as e:
+        raise DiffError(
+            f"--html needs {e.name or 'the page'} ({e}); install it with: pip install 'diptych[lab]'"
+        ) from e
+    return page.render
+
+
+def _show(result: Result, written: list[str]) -> None:
+    """Prints the summary. Whoever closes the pipe early has enough of it; the status says what was found."""
+    try:
+        print(summary.text(result))
+        if written:
+            print(f"\nwritten: {', '.join(written)}")
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

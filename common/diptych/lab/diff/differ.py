@@ -1,0 +1,262 @@
+"""Compares two traces: matches their sites, measures them step by step, and finds where they part."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from diptych.lab.diff import layout, match, measure, verdict
+from diptych.lab.diff.mapping import Rules
+from diptych.lab.diff.measure import viewed
+from diptych.lab.diff.result import GREEN, Ambiguous, Cell, DiffError, First, Result, Row, Side
+from diptych.lab.traces import DTYPES, Observation, Rank, Site, Trace
+
+NO_FINDING = (*GREEN, "unknown")
+FORWARD = ("activation", "parameter", "operand", "result")
+_ROLES = (("A", "B"), ("H",), ("H_A", "H_B"))
+
+Steps = Mapping[int, Mapping[str, Observation]]
+"""What a rank recorded of each site, by step and key."""
+
+
+def diff(
+    a: Trace,
+    b: Trace,
+    references: Sequence[Trace] = (),
+    rules: Rules | None = None,
+    steps: Sequence[int] | None = None,
+    threads: int = 2,
+) -> Result:
+    """Compares B with A.
+
+    **Arguments:** `references`: none; one float64 trace, of either model; or two, H_A of A's model and H_B of B's.
+    `rules`: of a map. `steps`: those to compare, which both traces must have; without it all that both have.
+
+    **Raises** DiffError if the traces have nothing to compare, TraceError if one is damaged.
+    """
+    numbers = _steps(a, b, steps)
+    if a.meta.ranks != b.meta.ranks:
+        raise DiffError(f"{a.folder} has {a.meta.ranks} ranks, {b.folder} has {b.meta.ranks}")
+    notes = _notes(a, b, references, numbers, steps)
+    rows: list[_Row] = []
+    unmatched: tuple[dict[str, None], dict[str, None]] = ({}, {})
+    ambiguous: dict[Ambiguous, None] = {}
+    for rank in a.ranks:
+        seen_a, seen_b = (_first_seen(t.ranks[rank], numbers) for t in (a, b))
+        matching = match.match(seen_a, seen_b, (a.meta.framework, b.meta.framework), rules)
+        base = len(rows)
+        inputs = _inputs([o.site for o in seen_a], {p.a.key: base + i for i, p in enumerate(matching.pairs)})
+        rows += [_Row(rank, pair, inputs[pair.a.key]) for pair in matching.pairs]
+        for keys, sites in zip(unmatched, (matching.unmatched_a, matching.unmatched_b), strict=True):
+            keys.update(dict.fromkeys(s.key for s in sites))
+        ambiguous.update(dict.fromkeys(matching.ambiguous))
+        notes += [n for n in matching.notes if n not in notes]
+    if not rows:
+        raise DiffError(f"no site of {a.folder} was matched with one of {b.folder}; --map says which are the same")
+    cells = _cells(rows, (a, b), references, numbers, notes, threads)
+    if all(cell.verdict == "unknown" for row in cells for cell in row):
+        raise DiffError("no matched site has hashes or values of one function in both traces, so nothing can be said")
+    found = tuple(row.row(tuple(each)) for row, each in zip(rows, cells, strict=True))
+    first = _first(found)
+    return Result(
+        _sides(a, b, references), tuple(numbers), found, "differs" if first else "green", first, tuple(unmatched[0]),
+        tuple(unmatched[1]), tuple(ambiguous), tuple(notes),
+    )  # fmt: skip
+
+
+class _Row(NamedTuple):
+    rank: int
+    pair: match.Pair
+    inputs: tuple[int, ...] | None
+
+    def row(self, cells: tuple[Cell, ...]) -> Row:
+        a, b, by, axes = self.pair
+        return Row(
+            a.key, b.key, self.rank, a.kind, a.name, a.call, a.shape, a.dtype, b.dtype, by, axes is not None,
+            self.inputs, cells,
+        )  # fmt: skip
+
+
+# --- what is compared ---
+
+
+def _steps(a: Trace, b: Trace, wanted: Sequence[int] | None) -> list[int]:
+    for trace in (a, b):
+        if not trace.steps:
+            raise DiffError(f"{trace.folder}: no step is complete in all ranks")
+    both = sorted(set(a.steps) & set(b.steps))
+    if not both:
+        raise DiffError(f"no step is in both traces: {a.folder} has {shown(a.steps)}, {b.folder} has {shown(b.steps)}")
+    if wanted is None:
+        return both
+    if missing := sorted(set(wanted) - set(both)):
+        raise DiffError(f"step {missing[0]} is not in both traces, which have {shown(both)}")
+    return sorted(set(wanted))
+
+
+def shown(steps: Sequence[int]) -> str:
+    """Returns numbers of steps as text."""
+    return f"step {steps[0]}" if len(steps) == 1 else f"{len(steps)} steps from {steps[0]} to {steps[-1]}"
+
+
+def _notes(
+    a: Trace, b: Trace, references: Sequence[Trace], numbers: list[int], wanted: Sequence[int] | None
+) -> list[str]:
+    notes = []
+    for trace in (a, b, *references):
+        torn = [str(number) for number, rank in trace.ranks.items() if rank.torn]
+        if torn:
+            notes.append(f"{trace.folder}: rank {', '.join(torn)} was interrupted within a step, which is left out")
+        if trace.meta.plain_bits is False:
+            notes.append(f"{trace.folder}: its recorded steps do not have the bits of the run without taps")
+    for trace in (a, b):
+        if wanted is None and len(trace.steps) > len(numbers):
+            notes.append(f"{trace.folder}: {len(trace.steps) - len(numbers)} of its {len(trace.steps)} steps are "
+                         "not in the other trace")  # fmt: skip
+    if a.meta.hash != b.meta.hash:
+        notes.append(f"hashes are not compared: they are {a.meta.hash} and {b.meta.hash}")
+    return notes
+
+
+def _sides(a: Trace, b: Trace, references: Sequence[Trace]) -> tuple[Side, ...]:
+    roles = (*_ROLES[0], *(_ROLES[len(references)] if references else ()))
+    return tuple(
+        Side(
+            role, str(t.folder), t.meta.framework, t.meta.versions, t.meta.device, t.meta.recipe, t.meta.instrumented,
+            t.meta.plain_bits, t.meta.ranks, len(t.steps),
+        )
+        for role, t in zip(roles, (a, b, *references), strict=True)
+    )  # fmt: skip
+
+
+def _first_seen(rank: Rank, numbers: list[int]) -> list[Observation]:
+    """Returns each site as the first of these steps that has it recorded it."""
+    found: dict[str, Observation] = {}
+    for number in numbers:
+        for o in rank.step(number):
+            found.setdefault(o.site.key, o)
+    return list(found.values())
+
+
+def _inputs(sites: Sequence[Site], rows: Mapping[str, int]) -> dict[str, tuple[int, ...] | None]:
+    """Returns the nearest rows that each site is computed from, through sites that are no rows; None if only the order
+    is known."""
+    nearest: dict[str, frozenset[int] | None] = {}
+    for site in sites:
+        found: set[int] | None = None if site.inputs is None else set()
+        for key in site.inputs or ():
+            through = frozenset((rows[key],)) if key in rows else nearest.get(key)
+            found = None if found is None or through is None else found | through
+        nearest[site.key] = None if found is None else frozenset(found)
+    return {key: None if found is None else tuple(sorted(found)) for key, found in nearest.items()}
+
+
+# --- cells ---
+
+
+def _cells(
+    rows: Sequence[_Row], sides: tuple[Trace, Trace], references: Sequence[Trace], numbers: list[int],
+    notes: list[str], threads: int,
+) -> list[list[Cell]]:  # fmt: skip
+    found: list[list[Cell]] = [[] for _ in rows]
+    seen = collections.Counter[str]()
+    for cell, distances in measure.measured(_compared(rows, sides, references, numbers, found, seen), threads):
+        ab = distances.ab
+        judged = verdict.judge(distances, cell.a.site.dtype, bool(references))
+        found[cell.row].append(
+            Cell(cell.a.step, judged.verdict, judged.relative, ab.max_ulp, ab.differing, ab.compared, judged.noise,
+                 judged.definition)
+        )  # fmt: skip
+        if judged.verdict == "unknown":
+            seen[_why(cell, distances, bool(references))] += 1
+    for row in found:
+        row.sort(key=lambda cell: cell.step)
+    notes += [f"{count} {'cell is' if count == 1 else 'cells are'} {why}" for why, count in seen.items()]
+    return found
+
+
+def _compared(
+    rows: Sequence[_Row], sides: tuple[Trace, Trace], references: Sequence[Trace], numbers: list[int],
+    found: list[list[Cell]], seen: collections.Counter[str],
+) -> Iterator[measure.Cell]:  # fmt: skip
+    """Yields what is to be measured, step by step, since files hold a step each. Rows whose shapes differ in a step are
+    noted in `found`."""
+    for rank, number in itertools.product(sides[0].ranks, numbers):
+        a, b = ({o.site.key: o for o in side.ranks[rank].step(number)} for side in sides)
+        h = [_recorded(t, rank, number) for t in references]
+        for i, pair in ((i, row.pair) for i, row in enumerate(rows) if row.rank == rank):
+            x, y = a.get(pair.a.key), b.get(pair.b.key)
+            if x is None or y is None:
+                continue
+            if pair.axes not in layout.ways(x.site, y.site):
+                found[i].append(Cell(number, "differs", None, None, None, 0))
+                seen["of sites whose shapes differ in that step"] += 1
+                continue
+            h_a, h_b = _references(h, x, y, pair)
+            yield measure.Cell(i, x, y, h_a, h_b, pair.axes)
+
+
+def _recorded(trace: Trace, rank: int, number: int) -> Mapping[str, Observation]:
+    found = trace.ranks.get(rank)
+    return {o.site.key: o for o in found.step(number)} if found and number in found.steps else {}
+
+
+def _references(
+    h: Sequence[Mapping[str, Observation]], a: Observation, b: Observation, pair: match.Pair
+) -> tuple[Observation | None, Observation | None]:
+    """Returns what the references recorded, as tensors of A's shape. One reference has A's names or B's."""
+    shape = a.site.shape
+    of_a = h[0].get(pair.a.key) if h else None
+    of_b = h[-1].get(pair.b.key) if h else None
+    of_a = viewed(of_a, shape, None) if of_a and _judges(of_a, a) else None
+    of_b = viewed(of_b, shape, pair.axes) if of_b and _judges(of_b, b) else None
+    if len(h) == 1:
+        return of_a or of_b, of_a or of_b
+    return of_a, of_b
+
+
+def _judges(h: Observation, x: Observation) -> bool:
+    """Whether an observation can be a reference: float64, or the same where there is nothing to round."""
+    rounded = DTYPES[x.site.dtype].kind == "float"
+    return h.site.shape == x.site.shape and h.site.dtype == ("float64" if rounded else x.site.dtype)
+
+
+def _why(cell: measure.Cell, distances: verdict.Distances, referenced: bool) -> str:
+    """Returns why nothing is known of a cell."""
+    if cell.axes is not None and (cell.a.record.values, cell.b.record.values) != ("whole", "whole"):
+        return "unknown: a transposed tensor is compared whole, and a trace has no whole values of it"
+    if referenced and (cell.h_a is None or cell.h_b is None):
+        return "unknown: no reference has the site in float64"
+    if referenced and distances.ab.compared:
+        return "unknown: a reference has no values of the site"
+    return "unknown: a trace has neither values nor hashes that tell"
+
+
+# --- where they part ---
+
+
+def _first(rows: Sequence[Row]) -> tuple[First, ...]:
+    """Returns the findings of the first step that has one, without those that are computed from another one."""
+    by_step: dict[int, dict[int, Cell]] = {}
+    for i, row in enumerate(rows):
+        for cell in row.cells:
+            if cell.verdict not in NO_FINDING:
+                by_step.setdefault(cell.step, {})[i] = cell
+    if not by_step:
+        return ()
+    step = min(by_step)
+    findings, behind, any_before = by_step[step], set[int](), set[int]()
+    first = []
+    for i, row in enumerate(rows):
+        # A parameter is as the step before left it.
+        inputs = () if row.kind == "parameter" else row.inputs
+        late = row.rank in any_before if inputs is None else any(n in findings or n in behind for n in inputs)
+        if late:
+            behind.add(i)
+        if i in findings:
+            any_before.add(row.rank)
+            if not late:
+                first.append(First(i, step, findings[i].verdict))
+    return tuple(sorted(first, key=lambda f: rows[f.row].kind not in FORWARD))

@@ -1,0 +1,62 @@
+"""How B's elements are ordered as A's are: which shapes hold the same tensor, and which axes are moved.
+
+A linear layer's weight is [out, in] in PyTorch and [in, out] in flax, a convolution's [out, in, ...] and
+[..., in, out], and an image's channels are the second axis and the last one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Mapping
+
+from diptych.lab.diff import names
+from diptych.lab.traces import Site
+
+Axes = tuple[int, ...]
+
+
+def merged(a: tuple[int, ...], b: tuple[int, ...]) -> bool:
+    """Returns whether one shape is the other with neighbouring axes merged, so that both flat tensors are the same."""
+    ends_a, ends_b = (set(itertools.accumulate(shape, operator.mul, initial=1)) for shape in (a, b))
+    nested = ends_a <= ends_b or ends_b <= ends_a
+    return a == b or (nested and 0 not in ends_a | ends_b and max(ends_a) == max(ends_b))
+
+
+def moved(shape: tuple[int, ...], axes: Axes) -> tuple[int, ...]:
+    return tuple(shape[i] for i in axes)
+
+
+def ways(a: Site, b: Site) -> list[Axes | None]:
+    """Returns the ways in which b may hold the tensor of a, by their shapes and the names of parameters alone: None for
+    the same order, else the axes of b in the order of a's."""
+    found: list[Axes | None] = [None] if merged(a.shape, b.shape) else []
+    rank = len(a.shape)
+    if len(b.shape) != rank:
+        return found
+    found += [axes for axes in _turns(a, b, rank) if moved(b.shape, axes) == a.shape]
+    return found
+
+
+def _turns(a: Site, b: Site, rank: int) -> list[Axes]:
+    to_flax = (*range(2, rank), 1, 0)
+    to_torch = (rank - 1, rank - 2, *range(rank - 2))
+    if names.is_parameter(a):
+        if rank == 2:
+            return [(1, 0)]
+        if rank > 2 and {names.leaf(a), names.leaf(b)} == {"weight", "kernel"}:
+            return [to_torch if names.leaf(b) == "kernel" else to_flax]
+        return []
+    last, first = (0, *range(2, rank), 1), (0, rank - 1, *range(1, rank - 1))
+    return list(dict.fromkeys((last, first))) if rank > 3 and a.shape != b.shape else []
+
+
+def by_names(a: Site, b: Site, turned: Mapping[int, bool]) -> bool | None:
+    """Returns whether the names of two parameters say that one is transposed, None if they say nothing.
+
+    **Arguments:** `turned`: whether weights that are not square are transposed as kernels, by their number of axes.
+    """
+    leaves = {names.leaf(a), names.leaf(b)}
+    if leaves == {"weight", "kernel"}:
+        return turned.get(len(a.shape), True)
+    return False if len(leaves) == 1 or leaves & {"embedding", "scale"} else None

@@ -1,0 +1,104 @@
+"""The file of `diptych diff --map`: what A's names are called in B, by rules of a person.
+
+The file is an object of JSON. A key is a name of A, or a pattern in which "*" stands for any text within a part and
+"**" for any text; its value is B's name, with the same wildcards in the same order, or {"name": ..., "transposed": ...}
+for parameters whose names do not say whether they are transposed. Both separators, "." and "/", are the same.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from diptych.lab import files
+from diptych.lab.diff import names
+from diptych.lab.diff.result import DiffError
+from diptych.lab.traces.schema import TraceError, parse
+
+LARGEST_FILE = 2**24
+MOST_WILDCARDS = 4
+_WILDCARD = re.compile(r"(\*\*|\*)")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rule:
+    """`a`: the pattern as it is written. `b`: text and wildcards of B's name, in turn."""
+
+    a: str
+    pattern: re.Pattern[str]
+    b: tuple[str, ...]
+    transposed: bool | None
+
+    def result(self, name: str) -> str | None:
+        """Returns B's name for A's normal name, None if the rule is about another one."""
+        found = self.pattern.fullmatch(name)
+        if found is None:
+            return None
+        taken = iter(found.groups())
+        return "".join(next(taken) if _WILDCARD.fullmatch(part) else part for part in self.b)
+
+
+class Rules:
+    """The rules of a file, in order; the first one that matches a name counts."""
+
+    def __init__(self, path: pathlib.Path, rules: tuple[Rule, ...]) -> None:
+        self.path = path
+        self.rules = rules
+
+    def find(self, name: str) -> tuple[Rule, str] | None:
+        """Returns the rule for A's name and what it makes of its normal form; also of a name whose place in a
+        structure of outputs the rules do not mention."""
+        path, place = names.split(name)
+        for text, rest in dict.fromkeys(((path + place, ""), (path, place))):
+            for rule in self.rules:
+                if (result := rule.result(text)) is not None:
+                    return rule, result + rest
+        return None
+
+    def check(self, a: Iterable[str], b: Iterable[str]) -> None:
+        """**Raises** DiffError for a rule that matches no name of A, or whose results are no names of B."""
+        b_names = {text for name in b for text in (names.normal(name), names.split(name).path)}
+        results: dict[str, list[str]] = {rule.a: [] for rule in self.rules}
+        for name in dict.fromkeys(a):
+            if found := self.find(name):
+                results[found[0].a].append(found[1])
+        for rule, made in results.items():
+            if not made:
+                raise DiffError(f"{self.path}: {rule[:200]!r}: no name of A is left for this rule")
+            if not any(name in b_names or names.split(name).path in b_names for name in made):
+                raise DiffError(f"{self.path}: {rule[:200]!r}: B has no {made[0][:200]!r}")
+
+
+def read(path: pathlib.Path) -> Rules:
+    """Reads a file of rules. **Raises** DiffError with the file and the rule that is wrong."""
+    try:
+        with files.reading(path) as f:
+            text = f.read(LARGEST_FILE + 1)
+        if len(text) > LARGEST_FILE:
+            raise DiffError(f"{path}: is larger than {LARGEST_FILE} bytes")
+        found = parse(text, str(path))
+    except (files.FileError, TraceError) as e:
+        raise DiffError(str(e)) from None
+    if type(found) is not dict or not found:
+        raise DiffError(f"{path}: must be an object that gives B's name for names of A")
+    return Rules(path, tuple(_rule(a, value, f"{path}: {a[:200]!r}") for a, value in found.items()))
+
+
+def _rule(a: str, value: Any, where: str) -> Rule:
+    transposed = None
+    if type(value) is dict:
+        if value.keys() != {"name", "transposed"} or type(value["transposed"]) is not bool:
+            raise DiffError(f'{where}: an object must have "name" and "transposed", which is true or false')
+        value, transposed = value["name"], value["transposed"]
+    if type(value) is not str or not a or not value:
+        raise DiffError(f"{where}: B's name must be text that is not empty, or an object with it")
+    parts, b = _WILDCARD.split(names.normal(a)), tuple(_WILDCARD.split(names.normal(value)))
+    if parts[1::2] != list(b[1::2]):
+        raise DiffError(f"{where}: {value[:200]!r} must have the same wildcards in the same order")
+    if len(parts[1::2]) > MOST_WILDCARDS or "" in parts[2:-1:2]:
+        raise DiffError(f"{where}: has more than {MOST_WILDCARDS} wildcards, or two without text between them")
+    pattern = "".join({"*": "([^/]*)", "**": "(.*)"}.get(p, re.escape(p)) for p in parts)
+    return Rule(a, re.compile(pattern), b, transposed)

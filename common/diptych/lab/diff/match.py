@@ -1,0 +1,345 @@
+"""Which sites of A and of B are the same: by rules of a person, by names, by parameters' bits, and by order.
+
+Each stage takes what the stages before it left, and only pairs for which there is one way. What could be matched in
+several ways is listed; nothing is guessed. Gradients follow the tensors that they belong to.
+"""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from diptych.lab.diff import layout, names
+from diptych.lab.diff.layout import Axes
+from diptych.lab.diff.mapping import Rules
+from diptych.lab.diff.order import unique_alignment
+from diptych.lab.diff.result import Ambiguous, DiffError, Matched
+from diptych.lab.traces import Observation, Site
+from diptych.lab.traces.schema import Kind
+
+_GRADS: Mapping[Kind, Kind] = {"activation_grad": "activation", "parameter_grad": "parameter"}
+
+
+class Pair(NamedTuple):
+    """Two sites that are the same. `axes`: those of b in the order of a's; None if they have the same order."""
+
+    a: Site
+    b: Site
+    by: Matched
+    axes: Axes | None
+
+
+class Matching(NamedTuple):
+    """`pairs`: in the order of A. `notes`: sentences on what was seen beside them."""
+
+    pairs: list[Pair]
+    unmatched_a: list[Site]
+    unmatched_b: list[Site]
+    ambiguous: list[Ambiguous]
+    notes: list[str]
+
+
+def match(
+    a: Sequence[Observation], b: Sequence[Observation], frameworks: tuple[str, str], rules: Rules | None
+) -> Matching:
+    """Matches the sites of two traces.
+
+    **Arguments:** `a`, `b`: each site once, in the order of computation, as the first common step that has it recorded
+    it; bits of parameters are compared there. `frameworks`: A's and B's.
+
+    **Raises** DiffError for rules that contradict the traces.
+    """
+    if rules is not None:
+        rules.check((o.site.name for o in a), (o.site.name for o in b))
+    found = _Matcher(a, b, frameworks[0] == frameworks[1])
+    for kinds in (lambda kind: kind not in _GRADS, lambda kind: kind in _GRADS):
+        if not kinds("activation"):
+            found.follow()
+        if rules is not None:
+            found.by_rules(rules, kinds)
+        found.by_names("name", lambda site: names.split(site.name), kinds)
+        found.by_names("table", names.common, kinds)
+        if kinds("activation"):
+            found.by_bits()
+            found.by_modules()
+            found.by_order()
+    return found.result()
+
+
+class _Matcher:
+    def __init__(self, a: Sequence[Observation], b: Sequence[Observation], same_framework: bool) -> None:
+        self._all = {o.site.key: o for o in a}, {o.site.key: o for o in b}
+        self._left = {k: o.site for k, o in self._all[0].items()}, {k: o.site for k, o in self._all[1].items()}
+        self._same_framework = same_framework
+        self._pairs: dict[str, Pair] = {}
+        self._ambiguous: list[Ambiguous] = []
+        self._votes: dict[int, set[bool]] = collections.defaultdict(set)
+        self._other_shapes: list[str] = []
+
+    def result(self) -> Matching:
+        order = {key: i for i, key in enumerate(self._all[0])}
+        pairs = sorted(self._pairs.values(), key=lambda p: order[p.a.key])
+        notes = []
+        if self._other_shapes:
+            notes.append(f"sites with the same name and other shapes are not compared: {_few(self._other_shapes)}")
+        flat = [p.a.key for p in pairs if p.axes is None and p.a.shape != p.b.shape]
+        if flat:
+            notes.append(f"tensors whose axes are merged in one trace are compared flat: {_few(flat)}")
+        return Matching(pairs, list(self._left[0].values()), list(self._left[1].values()), self._ambiguous, notes)
+
+    # --- taking pairs ---
+
+    def _take(self, a: Site, b: Site, by: Matched, axes: Axes | None) -> None:
+        self._pairs[a.key] = Pair(a, b, by, axes)
+        self._drop(a, b)
+
+    def _drop(self, a: Site, b: Site) -> None:
+        del self._left[0][a.key], self._left[1][b.key]
+
+    def _list(self, a: Sequence[Site], b: Sequence[Site], why: str) -> None:
+        """Lists ambiguous sites, with their gradients."""
+        keys: list[tuple[str, ...]] = []
+        for left, sites in zip(self._left, (a, b), strict=True):
+            grads = [_key(grad, s) for s in sites for grad, kind in _GRADS.items() if s.kind == kind]
+            keys.append((*(s.key for s in sites), *(key for key in grads if key in left)))
+            for key in keys[-1]:
+                del left[key]
+        self._ambiguous.append(Ambiguous(keys[0], keys[1], why))
+
+    def _take_named(self, pairs: list[tuple[Site, Site]], by: Matched) -> None:
+        """Takes pairs whose names are the same. Weights that are not square show how the square ones are held."""
+        for a, b in pairs:
+            ways = layout.ways(a, b)
+            if len(ways) == 1 and {names.leaf(a), names.leaf(b)} == {"weight", "kernel"} and len(a.shape) > 1:
+                self._votes[len(a.shape)].add(ways[0] is not None)
+        for a, b in pairs:
+            ways = layout.ways(a, b)
+            if ways:
+                self._take_one(a, b, by, ways)
+            elif names.split(a.name).place == names.split(b.name).place:
+                self._other_shapes.append(f"{a.key} {list(a.shape)} and {list(b.shape)}")
+                self._drop(a, b)
+
+    def _take_one(self, a: Site, b: Site, by: Matched, ways: list[Axes | None]) -> None:
+        """Takes a pair if names or bits say which of several ways it is."""
+        if len(ways) > 1:
+            turned = {rank: votes == {True} for rank, votes in self._votes.items() if len(votes) == 1}
+            says = layout.by_names(a, b, turned)
+            if says is None:
+                held = [axes for axes in ways if self._equal(a, b, axes)]
+                ways = held if len(held) == 1 else ways
+            else:
+                ways = [axes for axes in ways if (axes is not None) == says]
+        if len(ways) == 1:
+            self._take(a, b, by, ways[0])
+        else:
+            self._list([a], [b], _SQUARE)
+
+    # --- stages ---
+
+    def follow(self) -> None:
+        """Gradients of matched tensors."""
+        for pair in list(self._pairs.values()):
+            for grad, kind in _GRADS.items():
+                a, b = (self._left[i].get(_key(grad, s)) for i, s in enumerate((pair.a, pair.b)))
+                if kind == pair.a.kind and a and b:
+                    if pair.axes in layout.ways(a, b):
+                        self._take(a, b, pair.by, pair.axes)
+                    else:
+                        self._other_shapes.append(f"{a.key} {list(a.shape)} and {list(b.shape)}")
+                        self._drop(a, b)
+
+    def by_rules(self, rules: Rules, kinds: Callable[[Kind], bool]) -> None:
+        """What a person says, which must be possible."""
+        b_names = {(s.kind, names.normal(s.name), s.call): s for s in self._left[1].values()}
+        for a in [s for s in self._left[0].values() if kinds(s.kind)]:
+            if (found := rules.find(a.name)) is None:
+                continue
+            rule, name = found
+            if (b := b_names.pop((a.kind, name, a.call), None)) is None:
+                continue
+            ways = layout.ways(a, b)
+            if rule.transposed is not None and names.is_parameter(a):
+                ways = [axes for axes in ways if (axes is not None) == rule.transposed]
+            if not ways:
+                raise DiffError(
+                    f"{rules.path}: {rule.a[:200]!r}: {a.key} is {list(a.shape)}, which {b.key} {list(b.shape)} does "
+                    f"not hold{'' if rule.transposed is None else f' with transposed {rule.transposed}'}"
+                )
+            self._take_one(a, b, "map", ways)
+
+    def by_names(self, by: Matched, spelled: Callable[[Site], names.Name], kinds: Callable[[Kind], bool]) -> None:
+        """Equal names, first with their places; then a module's only tensor is the other one's first."""
+        sides = [[s for s in left.values() if kinds(s.kind)] for left in self._left]
+        self._take_named(_unique(sides[0], sides[1], lambda s: (s.kind, spelled(s), s.call)), by)
+        sides = [[s for s in left.values() if kinds(s.kind)] for left in self._left]
+        firsts = [_firsts((o.site for o in self._all[i].values()), spelled) for i in range(2)]
+        a, b = ([s for s in side if s.key in first] for side, first in zip(sides, firsts, strict=True))
+        self._take_named(_unique(a, b, lambda s: (s.kind, spelled(s).path, s.call)), by)
+
+    def by_bits(self) -> None:
+        """Parameters with bits that no other one has."""
+        groups: tuple[dict[Hashable, list[tuple[Site, Axes | None]]], ...] = ({}, {})
+        for i, group in enumerate(groups):
+            for site in self._left[i].values():
+                if names.is_parameter(site):
+                    for token, axes in self._tokens(self._all[i][site.key], turned=i == 1):
+                        group.setdefault(token, []).append((site, axes))
+        found: dict[str, list[tuple[Site, Axes | None]]] = {}
+        for token in groups[0].keys() & groups[1].keys():
+            if len(groups[0][token]) == 1 and len({s.key for s, _ in groups[1][token]}) == 1:
+                found.setdefault(groups[0][token][0][0].key, []).extend(groups[1][token])
+        takers = collections.Counter(key for options in found.values() for key in {b.key for b, _ in options})
+        for key, options in found.items():
+            b, axes = min(options, key=lambda option: option[1] is not None)
+            if len({other.key for other, _ in options}) == 1 and takers[b.key] == 1:
+                self._take(self._left[0][key], b, "bits", axes)
+
+    def by_modules(self) -> None:
+        """What belongs to modules whose parameters have equal bits: their other parameters, and their outputs."""
+        modules = _unique_map((names.parent(p.a), names.parent(p.b)) for p in self._pairs.values() if p.by == "bits")
+
+        def spelled(site: Site, ours: bool) -> Hashable:
+            path = names.split(site.name).path
+            module = names.parent(site)
+            rest = names.common(site).path.rpartition("/")[2] if names.is_parameter(site) else path[len(module) :]
+            return site.kind, modules.get(module) if ours else module, rest, names.split(site.name).place, site.call
+
+        a = [s for s in self._left[0].values() if names.parent(s) in modules]
+        b = [s for s in self._left[1].values() if names.parent(s) in set(modules.values())]
+        self._take_named(_unique(a, b, lambda s: spelled(s, True), lambda s: spelled(s, False)), "bits")
+
+    def by_order(self) -> None:
+        """What is left between matched neighbours, in the order of computation; parameters of two frameworks have no
+        common order."""
+        if not self._same_framework:
+            self._by_shape()
+        for a, b in self._gaps():
+            tokens_a, tokens_b = [_token(s) for s in a], [_token(s) for s in b]
+            common = set(tokens_a) & set(tokens_b)
+            if not common:
+                continue
+            pairs = unique_alignment(tokens_a, tokens_b)
+            if pairs is None:
+                self._list([s for s in a if _token(s) in common], [s for s in b if _token(s) in common], _ORDERS)
+            for i, j in pairs or ():
+                self._take_one(a[i], b[j], "order", layout.ways(a[i], b[j]))
+
+    def _by_shape(self) -> None:
+        sides = [[s for s in left.values() if names.is_parameter(s) and s.kind == "parameter"] for left in self._left]
+        tokens = [collections.defaultdict(list) for _ in sides]
+        for side, token in zip(sides, tokens, strict=True):
+            for site in side:
+                token[tuple(sorted(site.shape))].append(site)
+        for shape in list(tokens[0]):
+            a, b = tokens[0][shape], tokens[1][shape]
+            if len(a) == len(b) == 1 and (ways := layout.ways(a[0], b[0])):
+                self._take_one(a[0], b[0], "order", ways)
+            elif a and b:
+                self._list(a, b, _SHAPES)
+
+    def _gaps(self) -> Iterable[tuple[list[Site], list[Site]]]:
+        """Runs of sites that are left, between pairs that have the same order in both traces."""
+        places = [{key: i for i, key in enumerate(side)} for side in self._all]
+        pairs = sorted((places[0][p.a.key], places[1][p.b.key]) for p in self._pairs.values())
+        b = [j for _, j in pairs]
+        before = np.maximum.accumulate([-1, *b])[:-1]
+        after = np.minimum.accumulate([*b, len(places[1])][::-1])[::-1][1:]
+        anchors = [p for p, low, high in zip(pairs, before, after, strict=True) if low < p[1] < high]
+        kept = [
+            [(i, s) for i, k in enumerate(side) if (s := left.get(k)) and self._ordered(s)]
+            for side, left in zip(self._all, self._left, strict=True)
+        ]
+        for start, end in zip([(-1, -1), *anchors], [*anchors, (len(places[0]), len(places[1]))], strict=True):
+            gap = [[s for i, s in side if start[n] < i < end[n]] for n, side in enumerate(kept)]
+            if gap[0] and gap[1]:
+                yield gap[0], gap[1]
+
+    def _ordered(self, site: Site) -> bool:
+        return site.kind not in _GRADS and (self._same_framework or not names.is_parameter(site))
+
+    # --- bits ---
+
+    def _tokens(self, o: Observation, turned: bool) -> list[tuple[Hashable, Axes | None]]:
+        """What equal parameters have in common. `turned`: also of the tensor with its axes moved."""
+        found: list[tuple[Hashable, Axes | None]] = []
+        site = o.site
+        if o.record.hash is not None:
+            found.append(((site.dtype, site.shape, o.hash_name, o.record.hash), None))
+        if o.record.values == "whole":
+            found.append(((site.dtype, site.shape, _digest(o, None)), None))
+            rank = len(site.shape)
+            to_torch, to_flax = (rank - 1, rank - 2, *range(rank - 2)), (*range(2, rank), 1, 0)
+            for axes in dict.fromkeys((to_torch, to_flax)) if turned and rank > 1 else ():
+                found.append(((site.dtype, layout.moved(site.shape, axes), _digest(o, axes)), axes))
+        return found
+
+    def _equal(self, a: Site, b: Site, axes: Axes | None) -> bool:
+        x, y = self._all[0][a.key], self._all[1][b.key]
+        ours = {token for token, _ in self._tokens(x, False)}
+        return any(token in ours for token, way in self._tokens(y, True) if way == axes)
+
+
+_SQUARE = "a square parameter does not show whether it is transposed; a map can say it"
+_ORDERS = "their kinds and shapes can be put in order in several ways; a map can say which"
+_SHAPES = "parameters of two frameworks have no common order, and these have the same shape; a map can say which"
+
+
+def _key(kind: Kind, site: Site) -> str:
+    return Site(site.name, kind, site.call, site.shape, site.dtype).key
+
+
+def _token(site: Site) -> Hashable:
+    return site.kind, site.shape
+
+
+def _digest(o: Observation, axes: Axes | None) -> bytes:
+    values = o.values
+    assert values is not None
+    bits = values.tensor.bits if axes is None else np.transpose(values.tensor.bits, axes)
+    return hashlib.blake2b(np.ascontiguousarray(bits).reshape(-1).view(np.uint8).data, digest_size=16).digest()
+
+
+def _unique(
+    a: Sequence[Site],
+    b: Sequence[Site],
+    spelled: Callable[[Site], Hashable],
+    spelled_b: Callable[[Site], Hashable] | None = None,
+) -> list[tuple[Site, Site]]:
+    """Returns the pairs that are spelled alike, where each side has one such site."""
+    sides = []
+    for side, spell in ((a, spelled), (b, spelled_b or spelled)):
+        found: dict[Hashable, list[Site]] = {}
+        for site in side:
+            found.setdefault(spell(site), []).append(site)
+        sides.append(found)
+    return [
+        (sites[0], sides[1][name][0]) for name, sites in sides[0].items()
+        if len(sites) == 1 and len(sides[1].get(name, ())) == 1
+    ]  # fmt: skip
+
+
+def _firsts(sites: Iterable[Site], spelled: Callable[[Site], names.Name]) -> set[str]:
+    """Returns the keys of the first tensor of each structure of outputs, lone tensors included."""
+    found: dict[Hashable, str] = {}
+    for site in sites:
+        found.setdefault((site.kind, spelled(site).path, site.call), site.key)
+    return set(found.values())
+
+
+def _unique_map(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
+    """Returns what is paired with one partner alone, in both directions."""
+    forward, back = collections.defaultdict(set), collections.defaultdict(set)
+    for x, y in pairs:
+        forward[x].add(y)
+        back[y].add(x)
+    return {x: next(iter(ys)) for x, ys in forward.items() if len(ys) == 1 and len(back[next(iter(ys))]) == 1}
+
+
+def _few(items: list[str], count: int = 3) -> str:
+    more = len(items) - count
+    return ", ".join(items[:count]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,83 @@
+"""Names of sites: one spelling for both separators, and what PyTorch's names are called in flax.
+
+A name has *parts* and, where a module returns several tensors, a *place* such as "[0]" behind them. Hugging Face's
+models have the same parts in both frameworks, but for those listed here: the names of parameters, layers that are
+numbered, and what wraps a model.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from diptych.lab.traces import Site
+
+MODEL = "model"
+
+_PLACE = re.compile(r"""((?:\[(?:\d+|'[^']*'|"[^"]*")\])*)$""")
+_NUMBERED = re.compile(r"(.+)_(\d+)")
+
+# PyTorch's and flax's names of parameters and statistics; old PyTorch layer norms have gamma and beta.
+_LEAVES = {
+    "kernel": "weight", "scale": "weight", "embedding": "weight", "gamma": "weight", "beta": "bias",
+    "running_mean": "mean", "running_var": "var",
+}  # fmt: skip
+_STACKS = {"h": "layers", "layer": "layers", "block": "layers", "blocks": "layers"}
+"""What a stack of numbered layers is called."""
+_OTHER = {"drop": "dropout"}
+_WRAPPERS = {"_orig_mod", "module", "params", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_flax_wrapped"}
+"""Of compiled, distributed and checkpointed modules, and of flax's collections."""
+_BASES = {"model", "transformer", "base_model", "vit", "bert"}
+"""A model with a head holds the one without it under such a name."""
+
+
+class Name(NamedTuple):
+    path: str
+    place: str
+
+
+def split(name: str) -> Name:
+    """Returns a name's path, with "/" between its parts, and its place in a structure of outputs."""
+    start = _PLACE.search(name)
+    place = start[1] if start else ""
+    return Name(name[: len(name) - len(place)].replace(".", "/"), place.replace("'", '"'))
+
+
+def normal(name: str) -> str:
+    """Returns a name with "/" between its parts."""
+    return "".join(split(name))
+
+
+def leaf(site: Site) -> str:
+    """Returns the last part of a parameter's name, "" for what is no parameter."""
+    return split(site.name).path.rpartition("/")[2] if is_parameter(site) else ""
+
+
+def parent(site: Site) -> str:
+    """Returns the path of the module that a site belongs to."""
+    path = split(site.name).path
+    return path.rpartition("/")[0] if site.kind not in ("activation", "activation_grad") else path
+
+
+def is_parameter(site: Site) -> bool:
+    return site.kind in ("parameter", "parameter_grad")
+
+
+def common(site: Site) -> Name:
+    """Returns the name that a site has in both frameworks by the table, if it has one."""
+    path, place = split(site.name)
+    parts = [p for p in path.split("/") if p not in _WRAPPERS] or [MODEL]
+    if is_parameter(site):
+        if len(parts) > 1 and parts[-1] == "value":  # of an nnx variable
+            del parts[-1]
+        parts[-1] = _LEAVES.get(parts[-1], parts[-1])
+    if len(parts) > 1 and parts[0] in _BASES:
+        del parts[0]
+    found: list[str] = []
+    for part in parts:
+        numbered = _NUMBERED.fullmatch(part)
+        found += numbered.groups() if numbered else [_OTHER.get(part, part)]
+    for i, part in enumerate(found[1:]):
+        if part.isdecimal():
+            found[i] = _STACKS.get(found[i], found[i])
+    return Name("/".join(found), place)
