@@ -1,8 +1,8 @@
 """Faults that are planted into one model of a pair, each with the site at which a comparison must find it first.
 
 A fault changes what one module of the second layer does, what it reads, or a parameter; the models' source stays as it
-is. Sites are spelled as in the framework that has the fault, and exist in the other framework too: a GELU is a module in
-torch alone, so a wrong one is first seen behind the product that follows it.
+is. Sites are spelled as in the framework that has the fault, and exist in the other framework too: a GELU is a module
+in torch alone, so a wrong one is first seen behind the product that follows it.
 """
 
 from __future__ import annotations
@@ -125,10 +125,12 @@ class Fault:
 
 
 def shadow(name: str, value: Callable[[Any], Any]) -> Enter:
-    """An attribute that has another value during the call."""
+    """An attribute that has another value during the call. It is read first, since Flax sets up modules when they are
+    read, and would replace the value."""
 
     @contextlib.contextmanager
     def enter(module: Any) -> Iterator[None]:
+        getattr(module, name)
         new, own = value(module), module.__dict__
         old = own.get(name, enter)
         own[name] = new
