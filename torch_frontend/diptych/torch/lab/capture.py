@@ -105,6 +105,7 @@ class Capture:
         self._compiled = model is not self._model  # whether code with taps is compiled
         self._armed = contextlib.ExitStack()
         self._quiet = False
+        self._warned: set[str] = set()
 
     # --- the context ---
 
@@ -128,6 +129,8 @@ class Capture:
         self._writer = Writer(self._out, self._meta(ranks), rank)
         _CAPTURED.update(self._modules.values())
         try:
+            if self._compiled:
+                self._warn_of_ops()
             self._begin()
         except BaseException:
             self.__exit__()
@@ -371,7 +374,14 @@ class Capture:
     def _note_compiled(self, compiled: bool) -> None:
         if compiled and not self._compiled:
             self._compiled = True
+            self._warn_of_ops()
             self._seen = {k: s for k, s in self._seen.items() if s.kind not in ("operand", "result")}
+
+    def _warn_of_ops(self) -> None:
+        if any(type(m).__module__.startswith("diptych.torch.") for m in self._modules.values()):
+            self._warn(
+                "operands and results of the ops of diptych are not recorded, since parts of the model are compiled"
+            )
 
     # --- tensors ---
 
@@ -480,7 +490,9 @@ class Capture:
         return tuple([key for key in keys if key in before])
 
     def _warn(self, message: str) -> None:
-        warnings.warn(f"capture: {message}", CaptureWarning, stacklevel=2)
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(f"capture: {message}", CaptureWarning, stacklevel=2)
 
 
 _OP_NAMES = {"quantize_delayed": "quantize", "quantize_again": "quantize", "gemm_into": "gemm"}

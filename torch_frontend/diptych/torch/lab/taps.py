@@ -2,7 +2,7 @@
 
 Two ops call the recorder with what they get: `lab_forward` with an output, `lab_backward` with its gradient. In
 compiled code the hook is traced: an identity with a gradient of its own surrounds the ops, which are nodes of the
-graph. In eager code the hook calls the first op's function, and a hook of the tensor the second one's. Invariants:
+graph. In eager code the hook calls the recorder itself, and the identity is an alias. Invariants:
 
 - A module holds its key, a tensor, as an attribute. The key is an operand of the ops, so that modules with common code
   have a common graph. The ops declare that they write to it: no compiler drops, merges or reorders them.
@@ -41,12 +41,14 @@ class Recorder(Protocol):
 
     def forward(self, key: int, x: Tensor, place: str, eager: bool) -> int:
         """Records an output. `place`: where it is in the module's result. Returns the call's ticket."""
+        ...
 
     def backward(self, key: int, gradient: Tensor, ticket: int) -> None:
         """Records the gradient of that call's output; in eager code also of modules that are not wanted."""
 
     def wants(self, key: int) -> bool:
         """Whether a module's outputs are recorded."""
+        ...
 
 
 ACTIVE: dict[int, Recorder] = {}
@@ -108,15 +110,18 @@ class _Identity(torch.autograd.Function):
 
 
 class _Alias(torch.autograd.Function):
-    """Only eager. The result has the same memory and version, and is no view to autograd, so that it can be modified."""
+    """Only eager. The result has the same memory and version, and is no view to autograd: it can be modified."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, recorder: Recorder, key: int, ticket: int) -> Tensor:
+        ctx.call = recorder, key, ticket
         return x.detach()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
-        return gradient
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        recorder, key, ticket = ctx.call
+        recorder.backward(key, gradient, ticket)
+        return gradient, None, None, None
 
 
 # --- hooks ---
@@ -133,22 +138,17 @@ def _traced(output: Any, key: Tensor) -> Any:
 
 
 @torch.compiler.disable
-def _eager(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+def _eager(module: nn.Module, output: Any) -> Any:
     key = int(getattr(module, KEY))
     recorder = ACTIVE[key]
-    given = [t for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
     replaced = False
 
     def tap(x: Tensor, place: str) -> Tensor:
         nonlocal replaced
-        differentiable = x.requires_grad and torch.is_grad_enabled()
-        # Of an argument that is returned, the gradient is not that of its other uses; where a view is modified later,
-        # autograd forgets what hooks it had.
-        if differentiable and (x._is_view() or (x._version == 0 and any(t is x for t in given))):
-            x, replaced = _Alias.apply(x), True
         ticket = recorder.forward(key, x, place, True)
-        if differentiable:
-            _watch(recorder, key, x, ticket)
+        if x.requires_grad and torch.is_grad_enabled():
+            x, replaced = _Alias.apply(x, recorder, key, ticket), True
+            x.grad_fn.metadata[KEY] = ticket  # type: ignore[union-attr, index]
         return x
 
     output = mapped(output, tap)
@@ -156,43 +156,28 @@ def _eager(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
     return output if replaced else None
 
 
-def _watch(recorder: Recorder, key: int, x: Tensor, ticket: int) -> None:
-    """Records the gradient of x; of several modules' output in the reverse order of these modules."""
-    if x.grad_fn is None:
-        x.register_hook(lambda gradient: recorder.backward(key, gradient, ticket))
-        return
-    taps = x.grad_fn.metadata.setdefault(_mark(x.output_nr), [])
-    if not taps:
-        x.register_hook(lambda gradient: [r.backward(k, gradient, t) for r, k, t in reversed(taps)] and None)
-    taps.append((recorder, key, ticket))
-
-
-def _mark(output: int) -> tuple[str, int]:
-    """The name in a node's metadata of the taps of one of its outputs."""
-    return KEY, output
-
-
 def nearest(x: Tensor, known: Container[Any]) -> tuple[list[int], list[Tensor]] | None:
     """Returns the tickets in `known` and the leaves from which autograd computes a tensor, the first ones on each way;
     None if autograd does not know, because x requires no gradient or is computed by compiled code."""
     tickets: dict[int, None] = {}
     leaves: dict[int, Tensor] = {}
-    left, seen = [(x.grad_fn, x.output_nr)], set()
     if x.grad_fn is None:
         return ([], [x]) if x.requires_grad else None
+    left: list[Any] = [x.grad_fn]
+    seen: set[Any] = set()
     while left:
-        node, output = left.pop()
-        if node is None or (node, output) in seen:
+        node = left.pop()
+        if node is None or node in seen:
             continue
-        seen.add((node, output))
-        if found := [t for _, _, t in node.metadata.get(_mark(output), ()) if t in known]:
-            tickets[found[-1]] = None
+        seen.add(node)
+        if (ticket := node.metadata.get(KEY)) in known:
+            tickets[ticket] = None
         elif hasattr(node, "variable"):
             leaves[id(node.variable)] = node.variable
         elif node.name().startswith("CompiledFunction"):
             return None
         else:
-            left += node.next_functions
+            left += [following for following, _ in node.next_functions]
     return list(tickets), list(leaves.values())
 
 
@@ -207,9 +192,9 @@ def _before(module: nn.Module, args: tuple[Any, ...]) -> None:
         _enter(module)
 
 
-def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+def _after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
     if not torch.compiler.is_compiling():
-        return _eager(module, args, kwargs, output)
+        return _eager(module, output)
     return _traced(output, getattr(module, KEY)) if getattr(module, WANTED) else None
 
 
@@ -256,7 +241,7 @@ def attach(modules: dict[int, nn.Module], recorder: Recorder) -> Callable[[], No
             module.__dict__[WANTED] = recorder.wants(key)
             ACTIVE[key] = recorder
             handles.append(module.register_forward_pre_hook(_before))
-            handles.append(module.register_forward_hook(_after, with_kwargs=True))
+            handles.append(module.register_forward_hook(_after))
     except BaseException:
         detach()
         raise

@@ -1,0 +1,156 @@
+"""Captures of compiled models: the sites of eager ones, and plain code as before."""
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.utils import counters
+from torch.utils.checkpoint import checkpoint
+
+import diptych.torch as dt
+from diptych.common import Float8CurrentScaling
+from diptych.lab.capture import CaptureWarning
+from diptych.lab.traces import Trace
+from diptych.torch import lab
+from torch_frontend.lab.captured import Block, hashes, model_and_step, observed
+
+pytestmark = pytest.mark.sampled
+AOT = {"backend": "aot_eager", "fullgraph": True}  # the nodes of the graph as they stand: eager bits
+
+
+@pytest.fixture(autouse=True)
+def fresh():
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def graphs():
+    return counters["stats"]["unique_graphs"]
+
+
+def compiled(model, how):
+    """Compiles a model in one way. Returns what runs it."""
+    if how == "blocks":
+        for block in model.blocks:
+            block.compile(**AOT)
+    elif how == "in place":
+        model.compile(**AOT)
+    elif how == "replaced":
+        model.blocks[0] = torch.compile(model.blocks[0], **AOT)
+    else:
+        return torch.compile(model, **AOT) if how == "wrapped" else torch.compile(lambda x: model(x), **AOT)
+    return model
+
+
+@pytest.mark.parametrize("how", ["wrapped", "blocks", "in place", "replaced", "called"])
+@pytest.mark.parametrize("when", ["before", "within"])
+def test_sites_and_hashes_are_those_of_eager_code(tmp_path, how, when):
+    model, step = model_and_step()
+    with lab.capture(model, out=tmp_path / "eager") as t:
+        step()
+        t.step()
+    want = hashes(tmp_path / "eager")
+    model, step = model_and_step()
+    run = compiled(model, how)
+    if when == "before":
+        step(run)
+    with lab.capture(run if how == "wrapped" else model, out=tmp_path / "t", every=2) as t:
+        for i in range(4):
+            before = graphs()
+            model.zero_grad(set_to_none=True)
+            step(run)
+            t.step()
+            assert i < 2 or graphs() == before
+    unused = 'activation_grad:model["states"][0]'  # zeros in compiled code, and none in eager code
+    for number in (0, 2):
+        assert hashes(tmp_path / "t", number) | {unused: None} == want | {unused: None}
+    if how != "replaced":
+        assert all(o.site.inputs is None for o in observed(tmp_path / "t", 2).values())
+    before = graphs()
+    step(run)
+    assert graphs() == before  # plain code is there
+    assert not any("diptych" in name for m in model.modules() for name in m.__dict__)
+
+
+def test_blocks_share_one_graph_with_taps(tmp_path):
+    model = nn.Sequential(*[Block(8) for _ in range(12)])  # more than dynamo would compile apart
+    for block in model:
+        block.compile(**AOT)
+    model(torch.ones(2, 8)).sum().backward()
+    before = graphs()
+    with lab.capture(model, out=tmp_path / "t") as t:
+        model(torch.ones(2, 8)).sum().backward()
+        t.step()
+    assert graphs() - before <= 3  # a block's, and those of hooks that torch calls outside of it
+    assert {f"activation_grad:{i}.down.0" for i in range(12)} <= set(observed(tmp_path / "t"))
+
+
+def test_recomputation_in_a_graph_is_recorded_once(tmp_path):
+    class Checkpointed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.block = Block(8)
+
+        def forward(self, x):
+            for _ in range(2):
+                x = checkpoint(self.block, x, use_reentrant=False)
+            return x
+
+    found = []
+    for name in ("eager", "compiled"):
+        torch.manual_seed(0)
+        model, x = Checkpointed(), torch.randn(3, 8, requires_grad=True)
+        run = torch.compile(model, **AOT) if name == "compiled" else model
+        with lab.capture(model, out=tmp_path / name) as t:
+            run(x).square().sum().backward()
+            t.step()
+        found.append(hashes(tmp_path / name))
+    assert found[0] == found[1]
+
+
+def test_deterministic_algorithms(tmp_path):
+    model, step = model_and_step()
+    run = compiled(model, "wrapped")
+    try:
+        torch.use_deterministic_algorithms(True)
+        step(run)
+        with lab.capture(model, out=tmp_path / "t") as t:
+            step(run)
+            t.step()
+        assert "activation_grad:blocks.0.act" in observed(tmp_path / "t")
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        with pytest.raises(NotImplementedError, match="warn_only"), lab.capture(model, out=tmp_path / "u"):
+            pass
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.slow
+def test_inductor_with_a_recipe(tmp_path):
+    """Code of Inductor with diptych's nodes; its trace says that their operands are not in it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Sequential(dt.Linear(32, 64), nn.GELU(), dt.Linear(64, 32)) for _ in range(3)])
+    for block in model:
+        block.compile(fullgraph=True)
+    x = torch.randn(16, 32)
+
+    def step():
+        with dt.autocast(recipe=Float8CurrentScaling()):
+            loss = model(x).square().sum()
+        loss.backward()
+        return loss
+
+    step()
+    want = [step(), *[p.grad.clone() for p in model.parameters()]]
+    with pytest.warns(CaptureWarning, match="of ops of diptych"), lab.capture(model, out=tmp_path / "t") as t:
+        same = t.check(step)
+        step()
+        t.step()
+    found = observed(tmp_path / "t")
+    assert {f"activation_grad:{i}.{j}" for i in range(3) for j in range(3)} <= set(found)
+    assert Trace.open(tmp_path / "t").meta.plain_bits is same
+    model.zero_grad()
+    step()
+    assert all(map(torch.equal, want, [step(), *[p.grad for p in model.parameters()]]))
