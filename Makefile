@@ -9,9 +9,10 @@ BIN := $(VENV)/bin
 SOURCES := $(shell find core_cuda jax_frontend/csrc -name '*.[ch]*' -o -name '*.cu*' -o -name 'CMakeLists.txt') CMakeLists.txt
 
 ASAN := build/asan
+PAIRS := build/pairs
 SITE := -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
-.PHONY: demo test sweeps asan asan-build fuzz fuzz-asan simulate variants lint stub bench setup clean
+.PHONY: demo test sweeps asan asan-build fuzz fuzz-asan simulate variants lab-pairs lint stub bench setup clean
 
 demo: setup
 	@echo "== one recipe in both frameworks, on the CPU; the report will be runs/demo"
@@ -63,6 +64,18 @@ simulate: setup
 # Build cores with invented formats, which must work, and cores with a small fault, which the tests must detect.
 variants: setup
 	$(PYTEST) -m "variants and not slow" tests/architecture
+
+# The lab on models that transformers has in torch and in Flax (tests/pairs), in an environment of its own, which reads
+# the other packages from the project's. The tests compile much that runs once, so XLA does not optimize it.
+lab-pairs: $(PAIRS)/.installed
+	JAX_PLATFORMS=cpu XLA_FLAGS="--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true" \
+	  $(PAIRS)/bin/python -m pytest -n 2 --dist worksteal -q --durations=10 tests/pairs
+
+$(PAIRS)/.installed: constraints-pairs.txt | setup
+	$(BIN)/python -m venv --clear $(PAIRS)
+	echo "import site; site.addsitedir('$$($(BIN)/python $(SITE))')" >"$$($(PAIRS)/bin/python $(SITE))/environment.pth"
+	$(PAIRS)/bin/python -m pip install -q --no-deps -r constraints-pairs.txt
+	touch $@
 
 lint: setup
 	$(BIN)/ruff check .

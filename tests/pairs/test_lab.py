@@ -1,0 +1,88 @@
+"""The lab on the pairs: nothing differs by definition, rounding is green, and faults are found at their sites."""
+
+import atexit
+import collections
+import functools
+import pathlib
+import re
+import shutil
+import tempfile
+
+import pytest
+
+from diptych.lab.diff.differ import diff
+from diptych.lab.diff.result import GREEN
+
+from .faults import FAULTS, GIVEN
+from .lab_runs import trace
+from .models import NAMES, draw
+
+# Sites that one framework alone has. torch: activations, attention's probabilities, cosines and sines. Flax: rotated
+# keys and queries, and stacks of layers, which have outputs of their own there.
+TORCH_ALONE = r"\.(act|act_fn|intermediate_act_fn|attn_dropout)$|(attn|attention)\[1\]$|rotary_emb\[[01]\]$"
+FLAX_ALONE = r"rotary_emb\[[01]\]$|(/h|/layers)\[0\]$|^result:loss$"
+# Flax applies a tied head by itself, outside of the model's tree.
+TIED = "|:lm_head$"
+# ViT's encoder and its stack of layers return the same array, under the same field.
+AMBIGUOUS = {"vit": 1}
+
+
+@functools.cache
+def folder():
+    path = pathlib.Path(tempfile.mkdtemp(prefix="diptych-pairs-"))
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return path
+
+
+@functools.cache
+def right(framework, name, seed=0, **given):
+    pair = draw(name, seed, **given)
+    place = folder() / f"{name}-{framework}-{seed}-{len(given)}"
+    return [trace(pair, framework, dtype, place / dtype) for dtype in ("float32", "float64")]
+
+
+def faulty(fault, place):
+    pair = draw(fault.model, 0, **GIVEN[fault.model])
+    return [trace(pair, fault.framework, dtype, place / dtype, fault) for dtype in ("float32", "float64")]
+
+
+def compared(a, b):
+    return diff(a[0], b[0], (a[1], b[1]))
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_differs_by_definition_and_rounding_is_green(name, seed):
+    result = compared(right("torch", name, seed), right("jax", name, seed))
+    findings = [(row.a, cell) for row in result.rows for cell in row.cells if cell.verdict not in GREEN]
+    assert result.status == "green" and not findings and not result.first
+    kinds = collections.Counter(row.kind for row in result.rows)
+    assert min(kinds[k] for k in ("activation", "activation_grad", "parameter", "parameter_grad")) > 20
+    assert kinds["parameter"] == kinds["parameter_grad"] == len(draw(name, seed).weights)
+    alone = TORCH_ALONE + (TIED if draw(name, seed).config.tie_word_embeddings else "")
+    assert [key for key in result.unmatched_a if not re.search(alone, key)] == []
+    assert [key for key in result.unmatched_b if not re.search(FLAX_ALONE, key)] == []
+    assert len(result.ambiguous) <= AMBIGUOUS.get(name, 0)
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(f, marks=[pytest.mark.sampled] if f.framework == "jax" else []) for f in FAULTS], ids=str
+)
+def test_a_fault_is_found_first_at_its_site(fault, tmp_path):
+    given = GIVEN[fault.model]
+    other = "jax" if fault.framework == "torch" else "torch"
+    sides = [faulty(fault, tmp_path), right(other, fault.model, **given)]
+    result = compared(*(sides if fault.framework == "torch" else sides[::-1]))
+    assert result.status == "differs"
+    found = [result.rows[f.row] for f in result.first]
+    keys = [row.a if fault.framework == "torch" else row.b for row in found]
+    expected = {f"{fault.kind}:{site}" for site in fault.sites}
+    assert re.sub(r"\.logits$|\[\"logits\"\]$", "", keys[0]) in expected, keys
+    assert len(keys) == 1
+    assert result.first[0].verdict == "definition"
+    before = result.rows[: result.first[0].row]
+    if "grad" not in fault.kind:
+        assert all(cell.verdict in GREEN for row in before for cell in row.cells), "an alarm before the fault"
+    else:
+        forward = [row for row in result.rows if not row.kind.endswith("grad")]
+        assert all(cell.verdict in GREEN for row in forward for cell in row.cells), "an alarm in the forward pass"
