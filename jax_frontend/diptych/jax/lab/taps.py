@@ -93,7 +93,7 @@ class Tracing:
 
     def _output(self, out: Any, path: str) -> Any:
         leaves, tree = jax.tree_util.tree_flatten_with_path(out)
-        names = [named(path, jax.tree_util.keystr(keys).replace("'", '"')) for keys, _ in leaves]
+        names = [named(path, "".join(map(_place, keys))) for keys, _ in leaves]
         return tree.unflatten(
             [self._tap(x, name, "activation", "activation_grad") for (_, x), name in zip(leaves, names, strict=True)]
         )
@@ -319,3 +319,9 @@ def _call_hook(call: Any, run: Any) -> Any:
 
 def _subclasses(cls: type) -> set[type]:
     return {cls}.union(*(_subclasses(c) for c in type.__subclasses__(cls)))
+
+
+def _place(key: Any) -> str:
+    """Returns where in a structure a key leads, as torch's captures spell it: fields as the entries of a dict."""
+    field = isinstance(key, jax.tree_util.GetAttrKey)
+    return f'["{key.name}"]' if field else jax.tree_util.keystr((key,)).replace("'", '"')
