@@ -22,7 +22,8 @@ from diptych.lab.capture import CaptureWarning
 from diptych.lab.traces import SAMPLES, Entry, Meta, Site, Writer
 from diptych.lab.traces.schema import Kind
 from diptych.torch.lab import statistics, taps
-from diptych.torch.lab.sites import Seen, connect, moved
+from diptych.torch.lab.statistics import moved
+from diptych.torch.lab.taps import Seen, connect
 from diptych.torch.primitives import register
 from diptych.torch.state.autocast import get_autocast_recipe
 

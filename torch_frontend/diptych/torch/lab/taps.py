@@ -14,10 +14,11 @@ graph. In eager code the hook calls the recorder itself, and the identity is an 
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import copy
 import dataclasses
-from collections.abc import Callable, Container, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -25,6 +26,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from diptych.common.errors import UnsupportedError
+from diptych.lab import capture as rules
+from diptych.lab.traces import Site
+from diptych.lab.traces.schema import Kind
 
 KEY, BACKWARD_KEY, WANTED = "_diptych_lab_key", "_diptych_lab_backward_key", "_diptych_lab_wanted"
 _LIBRARY = torch.library.Library("diptych", "FRAGMENT")
@@ -272,3 +276,69 @@ def effective() -> Iterator[None]:
 
 def _warn_only(warns: bool) -> None:
     torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled(), warn_only=warns)
+
+
+# --- from which others each tensor of a step is computed ---
+
+
+@dataclasses.dataclass(eq=False)
+class Seen:
+    """A tensor of the present step, as far as the device has it.
+
+    `origin`: the tickets and parameters that it is computed from, None if that is unknown. `inputs`: or their keys.
+    """
+
+    kind: Kind
+    name: str
+    call: int
+    shape: tuple[int, ...]
+    dtype: str
+    hash: Tensor
+    row: Tensor | None
+    values: Tensor | None
+    origin: tuple[list[int], list[Tensor]] | None = None
+    inputs: tuple[str, ...] | None = None
+
+    @property
+    def site(self) -> Site:
+        return Site(rules.printable(self.name), self.kind, self.call, self.shape, self.dtype, self.inputs)
+
+    @property
+    def key(self) -> str:
+        return self.site.key
+
+
+def connect(every: list[Seen], by_ticket: Mapping[Any, Seen], names: Mapping[int, str]) -> None:
+    """Fills in the keys of each site's inputs, where autograd knows them.
+
+    **Arguments:** `every`: in the order of computation. `by_ticket`: outputs of modules. `names`: of parameters, by id.
+    """
+    parameters = {s.name: s for s in every if s.kind == "parameter"}
+    consumers: dict[str, list[Seen]] = collections.defaultdict(list)
+    by_key = {s.key: s for s in every}
+    for seen in every:
+        if seen.origin is not None:
+            tickets, leaves = seen.origin
+            found = [by_ticket[t] for t in tickets]
+            found += [parameters[n] for p in leaves if (n := names.get(id(p))) in parameters]  # type: ignore[index]
+            seen.inputs = tuple([s.key for s in found])
+            for key in seen.inputs:
+                consumers[key].append(seen)
+    before: set[str] = set()
+    for seen in every:
+        if seen.kind in ("activation_grad", "parameter_grad"):
+            kind: Any = seen.kind.removesuffix("_grad")
+            of = by_key.get(dataclasses.replace(seen, kind=kind).key)
+            if of is not None and (of.kind == "parameter" or of.inputs is not None):
+                seen.inputs = _inputs_of_gradient(of, consumers, before)
+        before.add(seen.key)
+
+
+def _inputs_of_gradient(of: Seen, consumers: dict[str, list[Seen]], before: set[str]) -> tuple[str, ...]:
+    """A gradient is computed from those of the sites that its tensor enters, and from what these are made of."""
+    keys: dict[str, None] = {}
+    for consumer in consumers[of.key]:
+        keys[dataclasses.replace(consumer, kind="activation_grad").key] = None
+        keys |= dict.fromkeys(consumer.inputs or ())
+    keys |= {of.key: None}
+    return tuple([key for key in keys if key in before])
