@@ -149,6 +149,7 @@ def _parser() -> argparse.ArgumentParser:
         "--ref",
         type=_path,
         nargs="+",
+        action="extend",
         metavar="H",
         help="float64 traces H_A H_B of both models, which tell definition from rounding; or one of either, for the "
         "verdict on rounding alone",

@@ -52,6 +52,15 @@ def test_json_and_html(traces, capsys):
     assert "written: out/r.json, out/r.html" in capsys.readouterr().out
 
 
+def test_references_in_one_option_or_two(traces, capsys):
+    for name in ("h", "i"):
+        trace(traces / name, [parameter("w", np.ones(3)), site("x", np.full(4, 1.0))])
+    for argv in (["--ref", "h", "i"], ["--ref", "h", "--ref", "i"]):
+        cli.main(["diff", "a", "b", *argv])
+        out = capsys.readouterr().out
+        assert "H_A h: " in out and "H_B i: " in out
+
+
 def test_a_map(traces, capsys):
     (traces / "map.json").write_text(json.dumps({"x": "x"}))
     assert cli.main(["diff", "a", "b", "--map", "map.json"]) == 0

@@ -7,7 +7,7 @@ import pytest
 from diff_tools import compared, firsts, parameter, site, trace
 from trace_tools import few, meta, rng
 
-from diptych.lab.diff import differ
+from diptych.lab.diff import differ, mapping
 from diptych.lab.diff.result import DiffError, Result
 from diptych.lab.traces import Options, Trace, TraceError, Writer, distance
 from diptych.lab.traces.schema import dump, load
@@ -274,8 +274,70 @@ def test_sites_that_a_reference_lacks(tmp_path):
     a, h_a, b, _ = referenced(tmp_path)
     short = trace(tmp_path / "short", [parameter("l.weight", np.ones((50, 50)))])
     result = differ.diff(a, b, [h_a, short])
-    assert cells(result, "l") == ["unknown"] and result.status == "green"
+    assert cells(result, "l") == ["unknown"] and result.status == "differs" and not result.first
     assert "1 cell is unknown: no reference has the site in float64" in result.notes
+
+
+def test_steps_and_ranks_that_no_reference_has(tmp_path):
+    h = rng("lacks").standard_normal(200)
+    x, far = [site("x", h.astype(np.float32))], [site("x", (9 * h).astype(np.float32))]
+    h_a, h_b = (trace(tmp_path / n, [site("x", h)]) for n in ("ha", "hb"))
+    result = compared(tmp_path, [x, x, x], [x, x, far], references=[h_a, h_b])
+    assert cells(result, "x") == ["same", "same", "differs"] and result.status == "differs"
+    for name, second in (("c", x), ("d", far)):
+        for rank, entries in enumerate((x, second)):
+            with Writer(tmp_path / name, meta(ranks=2), rank) as writer:
+                writer.step(0, entries)
+    result = differ.diff(*(Trace.open(tmp_path / n) for n in "cd"), [h_a, h_b])
+    assert cells(result, "x") == ["same", "differs"] and [f.row for f in result.first] == [1]
+
+
+def test_one_reference_is_of_the_side_whose_sites_it_has(tmp_path):
+    (tmp_path / "map.json").write_text('{"l.1": "l.2", "l.2": "l.3"}')
+    x, y = (rng("side", i).standard_normal(200) for i in range(2))
+    a = trace(tmp_path / "a", [site("l.1", x.astype(np.float32)), site("l.2", y.astype(np.float32))])
+    b = trace(tmp_path / "b", [site("l.2", x.astype(np.float32)), site("l.3", (1.5 * y).astype(np.float32))])
+    rules = mapping.read(tmp_path / "map.json")
+    h_b = trace(tmp_path / "hb", [site("l.2", x), site("l.3", y)])
+    result = differ.diff(a, b, [h_b], rules)
+    assert firsts(result) == [("activation:l.2", "beyond")]
+    half = trace(tmp_path / "half", [site("l.2", x)])
+    with pytest.raises(DiffError, match="give --ref H_A H_B"):
+        differ.diff(a, b, [half], rules)
+
+
+def test_sites_that_a_later_step_adds_keep_their_order(tmp_path):
+    a = [chain(1, names="z", linked=False), chain(2, 3, names="yz", linked=False)]
+    b = [a[0], chain(4, 5, names="yz", linked=False)]
+    result = compared(tmp_path, a, b)
+    assert [row.name for row in result.rows] == ["y", "z"] and firsts(result) == [("activation:y", "differs")]
+
+
+def test_a_map_is_checked_over_all_ranks(tmp_path):
+    for name in "ab":
+        for rank in range(2):
+            with Writer(tmp_path / name, meta(ranks=2), rank) as writer:
+                writer.step(0, chain(1, names=f"{'xy'[rank]}") if rank else chain(1, names=name))
+    (tmp_path / "map.json").write_text('{"a": "b"}')
+    result = differ.diff(*(Trace.open(tmp_path / n) for n in "ab"), rules=mapping.read(tmp_path / "map.json"))
+    assert [(row.a, row.b) for row in result.rows] == [("activation:a", "activation:b"), ("activation:y",) * 2]
+
+
+def test_sites_of_other_shapes_are_a_finding(tmp_path):
+    def step(width: int) -> list:
+        return [*chain(1), *(site(f"h.{i}", np.zeros((2, width))) for i in range(9))]
+
+    result = compared(tmp_path, [step(3)], [step(4)])
+    assert result.status == "differs" and not result.first
+    assert len(result.unmatched_a) == len(result.unmatched_b) == 9 and "other shapes" in result.notes[0]
+
+
+def test_a_leading_axis_that_is_broadcast_is_none(tmp_path):
+    result = compared(
+        tmp_path, [[*chain(1), site("wpe", np.ones((1, 3, 4)))]], [[*chain(1), site("wpe", np.ones((2, 3, 4)))]]
+    )
+    assert result.status == "green" and result.unmatched_a == result.unmatched_b == ("activation:wpe",)
+    assert "activation:wpe [1, 3, 4] and [2, 3, 4]" in result.notes[0]
 
 
 def test_references_must_be_float64(tmp_path):

@@ -67,6 +67,47 @@ def test_square_kernels_are_held_as_the_others(tmp_path):
     assert [turned for *_, turned in pairs(matched(tmp_path / "3", a[:1], b[:1])).values()] == [True]
 
 
+def test_kernels_that_disagree_tell_nothing_of_square_ones(tmp_path):
+    square, other = drawn(4, 4), drawn(8, 4)
+    a = [parameter("sq.weight", square), parameter("up.weight", other), parameter("v.weight", drawn(6, 4))]
+    b = [parameter("sq/kernel", square), parameter("up/kernel", other), parameter("v/kernel", drawn(4, 6))]
+    assert pairs(matched(tmp_path / "bits", a, b))["parameter:sq.weight"] == ("parameter:sq/kernel", "table", False)
+    b[0] = parameter("sq/kernel", drawn(4, 4))
+    found = matched(tmp_path / "none", a, b)
+    assert len(found.pairs) == 2 and found.ambiguous[0].a == ("parameter:sq.weight",)
+
+
+def test_kernels_vote_before_a_map(tmp_path):
+    a = [parameter("sq.weight", drawn(4, 4)), parameter("up.weight", drawn(8, 4))]
+    b = [parameter("other/kernel", drawn(4, 4)), parameter("up/kernel", drawn(8, 4))]
+    found = matched(tmp_path, a, b, rules=rules(tmp_path, {"sq.weight": "other/kernel"}))
+    assert pairs(found)["parameter:sq.weight"] == ("parameter:other/kernel", "map", False)
+
+
+def test_kernels_with_split_axes_are_not_compared(tmp_path):
+    """Flat, a kernel of flax's DenseGeneral is the transposed weight. It says nothing of other kernels."""
+    q, o = drawn(8, 8), drawn(8, 8)
+    a = [parameter("q.weight", q), parameter("o.weight", o)]
+    b = [parameter("q/kernel", q.T.reshape(8, 2, 4).copy()), parameter("o/kernel", o.T)]
+    found = matched(tmp_path, a, b)
+    assert pairs(found) == {"parameter:o.weight": ("parameter:o/kernel", "table", True)}
+    assert [s.name for s in found.unmatched_a] == ["q.weight"] and not found.differs
+    assert "parameter:q.weight [8, 8] and [8, 2, 4]" in found.notes[0]
+
+
+def test_square_images(tmp_path):
+    """Their shapes do not show where channels are; images that are not square do, else bits, else nothing."""
+    x, y, flat = drawn(2, 8, 8, 8), drawn(2, 3, 8, 4), drawn(2, 5, 1, 5)
+    turned = [np.moveaxis(v, 1, -1).copy() for v in (x, y, flat)]
+    a = [site("conv", x), site("flat", flat), site("first", y)]
+    b = [site("conv", drawn(2, 8, 8, 8)), site("flat", turned[2]), site("first", turned[1])]
+    assert [t for *_, t in pairs(matched(tmp_path / "votes", a, b)).values()] == [True] * 3
+    assert [t for *_, t in pairs(matched(tmp_path / "bits", a[:1], [site("conv", turned[0])])).values()] == [True]
+    assert [t for *_, t in pairs(matched(tmp_path / "one", a[:1], b[:1], ("jax", "jax"))).values()] == [False]
+    found = matched(tmp_path / "none", a[:2], b[:2])
+    assert [p.a.name for p in found.pairs] == ["flat"] and "channels" in found.ambiguous[0].why
+
+
 def test_images_and_merged_axes(tmp_path):
     a = [site("conv", drawn(2, 3, 4, 5)), site("fc", drawn(2, 3, 4)), site("q", drawn(2, 6, 4))]
     b = [site("conv", drawn(2, 4, 5, 3)), site("fc", drawn(6, 4)), site("q", drawn(2, 6, 2, 2))]
@@ -92,6 +133,15 @@ def test_the_only_output_is_the_first_one(tmp_path):
         "activation:block": "activation:block[0]",
     }
     assert [s.name for s in found.unmatched_a] == ["attn[1]"]
+
+
+def test_outputs_at_two_places_are_not_the_same(tmp_path):
+    found = matched(
+        tmp_path, [site("m[0]", drawn(2, 2)), site("k", drawn(3))], [site("m[1]", drawn(2, 2)), site("k", drawn(3))]
+    )
+    assert found.pairs[0].a.name == "m[0]" and found.pairs[0].by == "order"
+    found = matched(tmp_path / "2", [site("m[0]", drawn(2, 2))], [site("m[1]", drawn(2, 3))])
+    assert not found.pairs and not found.notes
 
 
 def test_calls(tmp_path):
@@ -168,6 +218,33 @@ def test_hashes_alone_match_parameters(tmp_path):
     a, b = [parameter("p.w", drawn(3, 5))], [parameter("q.v", drawn(3, 5))]
     b[0] = b[0]._replace(hash=a[0].hash)
     assert pairs(matched(tmp_path, a, b)) == {"parameter:p.w": ("parameter:q.v", "bits", False)}
+
+
+def grad(name: str, value: np.ndarray):
+    return site(name, value, "parameter_grad")
+
+
+def test_bits_of_gradients_are_no_evidence(tmp_path):
+    w, v, x, y = (drawn(4) for _ in range(4))
+    zero = np.zeros(4, np.float32)
+    for i, (a, b) in enumerate((((x, y), (y, x)), ((zero, y), (x, zero)))):
+        sides = [[parameter("w1", w), parameter("w2", v), grad("w1", g), grad("w2", h)] for g, h in (a, b)]
+        found = pairs(matched(tmp_path / str(i), *sides))
+        assert {k: by[0] for k, by in found.items()} == {k: k for k in found} and len(found) == 4
+    found = matched(
+        tmp_path / "kinds", [parameter("a.b", zero), parameter("c", w)], [parameter("c", w), grad("q.w", zero)]
+    )
+    assert [(p.a.name, p.b.name) for p in found.pairs] == [("c", "c")]
+
+
+def test_constants_are_no_evidence(tmp_path):
+    """A bias of zeros in both models need not be the same one."""
+    zero = np.zeros(4, np.float32)
+    a = [parameter("enc.k.bias", zero), parameter("enc.q.bias", drawn(4)), site("enc.k", drawn(2, 9))]
+    b = [parameter("Dense_0/bias", drawn(4)), parameter("Dense_1/bias", zero), site("Dense_1", drawn(2, 9))]
+    found = matched(tmp_path, a + [site("enc.q", drawn(2, 9))], [*b[:2], site("Dense_0", drawn(2, 9)), b[2]])
+    assert not any(p.by == "bits" for p in found.pairs)
+    assert found.ambiguous[0].a == ("parameter:enc.k.bias", "parameter:enc.q.bias")
 
 
 # --- order ---

@@ -1,5 +1,6 @@
 """Verdicts against R and relative distances computed by NumPy in float64, and where nothing can be computed."""
 
+import dataclasses
 import math
 
 import ml_dtypes
@@ -38,7 +39,9 @@ def by_numpy(a, b, h_a, h_b, dtype: str) -> tuple[str, float, float]:
     a, b = a.astype(np.float64), b.astype(np.float64)
     apart = root(h_b - h_a) / root(h_a)
     noise = root(b - h_b) / max(root(a - h_a), ROUNDOFF[dtype] * root(h_a))
-    same = "same" if (a == b).all() else "rounding" if noise <= max(2, 20 / math.sqrt(a.size)) else "beyond"
+    few = max(1, 10 / math.sqrt(a.size))
+    far = root(a - h_a) > 64 * few * max(root(b - h_b), ROUNDOFF[dtype] * root(h_a))
+    same = "same" if (a == b).all() else "rounding" if noise <= 2 * few and not far else "beyond"
     return "definition" if apart > 1e-10 else same, noise, apart
 
 
@@ -47,7 +50,7 @@ def test_against_numpy(dtype):
     gen, seen = rng("verdict", dtype), set()
     for _ in range(300):
         h_a = gen.standard_normal(gen.choice([3, 40, 500])) * 10.0 ** gen.integers(-2, 3)
-        error = ROUNDOFF[dtype] * gen.choice([0, 0.5, 2, 8, 50], 2)
+        error = ROUNDOFF[dtype] * gen.choice([0, 0.5, 2, 8, 50, 300], 2)
         h_b = h_a * (1 + gen.choice([0, 1e-15, 3e-11, 3e-10, 1e-3]) * gen.standard_normal(h_a.shape))
         a, b = (
             rounded(h * (1 + e * gen.standard_normal(h.shape)), dtype) for h, e in ((h_a, error[0]), (h_b, error[1]))
@@ -116,7 +119,7 @@ NAN, INF = math.nan, math.inf
         ([NAN, NAN], [NAN, NAN], [1, 1], "same", 0),
         ([0, 0], [0, 0], [0, 0], "same", 0),
         ([0, 0], [0, 1e-30], [0, 0], "beyond", INF),
-        ([0, 1e-30], [0, 0], [0, 0], "rounding", 0),
+        ([0, 1e-30], [0, 0], [0, 0], "beyond", 0),
         ([0, 0], [-0.0, 0], [0, 0], "rounding", 0),
     ],
 )
@@ -132,6 +135,42 @@ def test_a_reference_that_is_not_finite():
     have = verdict.judge(distances(x, x, h, broken), "float32", True)
     assert have.verdict == "definition" and have.definition == INF
     assert verdict.judge(distances(x, x, broken, broken), "float32", True).verdict == "same"
+
+
+def test_a_that_is_far_from_its_own_reference():
+    """R alone would allow B any error."""
+    h = rng("far").standard_normal(200)
+    b = h.astype(np.float32)
+    have = verdict.judge(distances(2 * b, b, h, h), "float32", True)
+    assert have.verdict == "beyond" and have.noise is not None and have.noise < 1e-6
+    low = h.astype(ml_dtypes.bfloat16)
+    assert verdict.judge(distances(low, b, h, h), "bfloat16", True, "float32").verdict == "rounding"
+    assert verdict.judge(distances(2 * low, b, h, h), "bfloat16", True, "float32").verdict == "beyond"
+
+
+def test_a_reference_that_is_exactly_zero():
+    noise = rng("zero").standard_normal(200)
+    a, b, h = (noise * 1e-9).astype(np.float32), (noise * 1.1e-9).astype(np.float32), np.zeros(200)
+    assert verdict.judge(distances(a, b, h, noise * 1e-18), "float32", True).verdict == "rounding"
+    assert verdict.judge(distances(a, b, h, noise * 1e-14), "float32", True).verdict == "definition"
+
+
+def test_a_of_float64_with_its_references_hash():
+    """Equal hashes leave the scale to A's values."""
+    h = np.linspace(1, 2, 1000)
+    by_hash, b = Distance(1000, 1000, True, 0, None, 0, 0.0, 0, rms_difference=0.0), h.astype(np.float32)
+    found = verdict.Distances(apart(h, b), by_hash, apart(h, b), by_hash)
+    assert verdict.judge(found, "float64", True, "float32").verdict == "beyond"
+    found = verdict.Distances(apart(h, np.nextafter(h, 3)), by_hash, apart(h, h * (1 + 2**-53)), by_hash)
+    assert verdict.judge(found, "float64", True).verdict == "rounding"
+
+
+def test_errors_of_other_elements_are_not_compared():
+    h = np.ones(5000)
+    a, b = h.astype(np.float32), (h * (1 + 1e-4)).astype(np.float32)
+    few = dataclasses.replace(apart(h, b), compared=1024)
+    found = distances(a * np.float32(1 + 1e-5), b, h, h)._replace(hb=few)
+    assert (judged := verdict.judge(found, "float32", True)).verdict == "unknown" and judged.noise is None
 
 
 def test_integers_do_not_round():

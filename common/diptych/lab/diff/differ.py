@@ -17,9 +17,6 @@ NO_FINDING = (*GREEN, "unknown")
 FORWARD = ("activation", "parameter", "operand", "result")
 _ROLES = (("A", "B"), ("H",), ("H_A", "H_B"))
 
-Steps = Mapping[int, Mapping[str, Observation]]
-"""What a rank recorded of each site, by step and key."""
-
 
 def diff(
     a: Trace,
@@ -39,12 +36,15 @@ def diff(
     numbers = _steps(a, b, steps)
     if a.meta.ranks != b.meta.ranks:
         raise DiffError(f"{a.folder} has {a.meta.ranks} ranks, {b.folder} has {b.meta.ranks}")
-    notes = _notes(a, b, references, numbers, steps)
+    seen = {rank: [_first_seen(t.ranks[rank], numbers) for t in (a, b)] for rank in a.ranks}
+    if rules is not None:
+        rules.check(*([o.site.name for both in seen.values() for o in both[i]] for i in range(2)))
     rows: list[_Row] = []
+    shapes: list[str] = []
+    differs = False
     unmatched: tuple[dict[str, None], dict[str, None]] = ({}, {})
     ambiguous: dict[Ambiguous, None] = {}
-    for rank in a.ranks:
-        seen_a, seen_b = (_first_seen(t.ranks[rank], numbers) for t in (a, b))
+    for rank, (seen_a, seen_b) in seen.items():
         matching = match.match(seen_a, seen_b, (a.meta.framework, b.meta.framework), rules)
         base = len(rows)
         inputs = _inputs([o.site for o in seen_a], {p.a.key: base + i for i, p in enumerate(matching.pairs)})
@@ -52,16 +52,22 @@ def diff(
         for keys, sites in zip(unmatched, (matching.unmatched_a, matching.unmatched_b), strict=True):
             keys.update(dict.fromkeys(s.key for s in sites))
         ambiguous.update(dict.fromkeys(matching.ambiguous))
-        notes += [n for n in matching.notes if n not in notes]
+        shapes += [n for n in matching.notes if n not in shapes]
+        differs |= matching.differs
     if not rows:
         raise DiffError(f"no site of {a.folder} was matched with one of {b.folder}; --map says which are the same")
-    cells = _cells(rows, (a, b), references, numbers, notes, threads)
-    if all(cell.verdict == "unknown" for row in cells for cell in row):
-        raise DiffError("no matched site has hashes or values of one function in both traces, so nothing can be said")
+    unknown: list[str] = []
+    cells = _cells(rows, (a, b), references, numbers, unknown, threads)
+    notes = [*shapes, *unknown, *_notes(a, b, references, numbers, steps)]
+    if all(cell.verdict == "unknown" and not cell.differing for row in cells for cell in row):
+        raise DiffError(f"nothing can be said: {unknown[0]}")
     found = tuple(row.row(tuple(each)) for row, each in zip(rows, cells, strict=True))
     first = _first(found)
+    differs |= any(
+        c.verdict not in NO_FINDING or (c.verdict == "unknown" and c.differing) for row in cells for c in row
+    )
     return Result(
-        _sides(a, b, references), tuple(numbers), found, "differs" if first else "green", first, tuple(unmatched[0]),
+        _sides(a, b, references), tuple(numbers), found, "differs" if differs else "green", first, tuple(unmatched[0]),
         tuple(unmatched[1]), tuple(ambiguous), tuple(notes),
     )  # fmt: skip
 
@@ -132,12 +138,23 @@ def _sides(a: Trace, b: Trace, references: Sequence[Trace]) -> tuple[Side, ...]:
 
 
 def _first_seen(rank: Rank, numbers: list[int]) -> list[Observation]:
-    """Returns each site as the first of these steps that has it recorded it."""
+    """Returns each site as the first of these steps that has it recorded it. A site that a later step adds
+    stands behind the one before it in that step."""
     found: dict[str, Observation] = {}
+    following: dict[str | None, str | None] = {None: None}
     for number in numbers:
+        before = None
         for o in rank.step(number):
-            found.setdefault(o.site.key, o)
-    return list(found.values())
+            key = o.site.key
+            if key not in found:
+                found[key] = o
+                following[key], following[before] = following[before], key
+            before = key
+    ordered, key = [], following[None]
+    while key is not None:
+        ordered.append(found[key])
+        key = following[key]
+    return ordered
 
 
 def _inputs(sites: Sequence[Site], rows: Mapping[str, int]) -> dict[str, tuple[int, ...] | None]:
@@ -164,7 +181,8 @@ def _cells(
     seen = collections.Counter[str]()
     for cell, distances in measure.measured(_compared(rows, sides, references, numbers, found, seen), threads):
         ab = distances.ab
-        judged = verdict.judge(distances, cell.a.site.dtype, bool(references))
+        judging = bool(references) and all(_has(t, rows[cell.row].rank, cell.a.step) for t in references)
+        judged = verdict.judge(distances, cell.a.site.dtype, judging, cell.b.site.dtype)
         found[cell.row].append(
             Cell(cell.a.step, judged.verdict, judged.relative, ab.max_ulp, ab.differing, ab.compared, judged.noise,
                  judged.definition)
@@ -183,6 +201,7 @@ def _compared(
 ) -> Iterator[measure.Cell]:  # fmt: skip
     """Yields what is to be measured, step by step, since files hold a step each. Rows whose shapes differ in a step are
     noted in `found`."""
+    one = _one_reference(rows, references[0]) if len(references) == 1 else None
     for rank, number in itertools.product(sides[0].ranks, numbers):
         a, b = ({o.site.key: o for o in side.ranks[rank].step(number)} for side in sides)
         h = [_recorded(t, rank, number) for t in references]
@@ -194,27 +213,43 @@ def _compared(
                 found[i].append(Cell(number, "differs", None, None, None, 0))
                 seen["of sites whose shapes differ in that step"] += 1
                 continue
-            h_a, h_b = _references(h, x, y, pair)
+            h_a, h_b = _references(h, x, y, pair, one)
             yield measure.Cell(i, x, y, h_a, h_b, pair.axes)
 
 
 def _recorded(trace: Trace, rank: int, number: int) -> Mapping[str, Observation]:
-    found = trace.ranks.get(rank)
-    return {o.site.key: o for o in found.step(number)} if found and number in found.steps else {}
+    return {o.site.key: o for o in trace.ranks[rank].step(number)} if _has(trace, rank, number) else {}
+
+
+def _has(trace: Trace, rank: int, number: int) -> bool:
+    return rank in trace.ranks and number in trace.ranks[rank].steps
 
 
 def _references(
-    h: Sequence[Mapping[str, Observation]], a: Observation, b: Observation, pair: match.Pair
+    h: Sequence[Mapping[str, Observation]], a: Observation, b: Observation, pair: match.Pair, one: str | None
 ) -> tuple[Observation | None, Observation | None]:
-    """Returns what the references recorded, as tensors of A's shape. One reference has A's names or B's."""
+    """Returns what the references recorded, as tensors of A's shape. `one`: whose names a single one has."""
     shape = a.site.shape
     of_a = h[0].get(pair.a.key) if h else None
     of_b = h[-1].get(pair.b.key) if h else None
     of_a = viewed(of_a, shape, None) if of_a and _judges(of_a, a) else None
     of_b = viewed(of_b, shape, pair.axes) if of_b and _judges(of_b, b) else None
-    if len(h) == 1:
-        return of_a or of_b, of_a or of_b
+    if one is not None:
+        return (of_a, of_a) if one == "A" else (of_b, of_b)
     return of_a, of_b
+
+
+def _one_reference(rows: Sequence[_Row], h: Trace) -> str:
+    """Returns whose model a single reference is of: the side that has more of its sites.
+
+    **Raises** DiffError if both have as many, under names that differ.
+    """
+    keys = {o.site.key for rank in h.ranks.values() for number in rank.steps for o in rank.step(number)}
+    pairs = {(row.pair.a.key, row.pair.b.key) for row in rows}
+    of_a, of_b = (sum(pair[i] in keys for pair in pairs) for i in range(2))
+    if of_a == of_b and any(a != b and (a in keys or b in keys) for a, b in pairs):
+        raise DiffError(f"{h.folder} has as many sites of A as of B, under other names; give --ref H_A H_B")
+    return "A" if of_a >= of_b else "B"
 
 
 def _judges(h: Observation, x: Observation) -> bool:

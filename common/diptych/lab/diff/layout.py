@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Mapping
 
 from diptych.lab.diff import names
 from diptych.lab.traces import Site
@@ -32,10 +31,21 @@ def ways(a: Site, b: Site) -> list[Axes | None]:
     the same order, else the axes of b in the order of a's."""
     found: list[Axes | None] = [None] if merged(a.shape, b.shape) else []
     rank = len(a.shape)
-    if len(b.shape) != rank:
-        return found
+    if len(b.shape) != rank:  # flat, a transposed kernel is another tensor
+        return [] if {names.leaf(a), names.leaf(b)} == {"weight", "kernel"} else found
     found += [axes for axes in _turns(a, b, rank) if moved(b.shape, axes) == a.shape]
     return found
+
+
+def held_otherwise(a: Site, b: Site) -> bool:
+    """Returns whether shapes that cannot be compared may belong to models that compute the same: one of two activations
+    has leading axes of 1, which are broadcast; or a kernel of flax has merged or split axes of a weight."""
+    if {names.leaf(a), names.leaf(b)} == {"weight", "kernel"}:
+        return a.size == b.size and len(a.shape) != len(b.shape)
+    apart = [i for i, (m, n) in enumerate(zip(a.shape, b.shape, strict=False)) if m != n]
+    if names.is_parameter(a) or len(a.shape) != len(b.shape) or not apart:
+        return False
+    return any(set(shape[: apart[-1] + 1]) == {1} for shape in (a.shape, b.shape))
 
 
 def _turns(a: Site, b: Site, rank: int) -> list[Axes]:
@@ -48,15 +58,25 @@ def _turns(a: Site, b: Site, rank: int) -> list[Axes]:
             return [to_torch if names.leaf(b) == "kernel" else to_flax]
         return []
     last, first = (0, *range(2, rank), 1), (0, rank - 1, *range(1, rank - 1))
-    return list(dict.fromkeys((last, first))) if rank > 3 and a.shape != b.shape else []
+    return list(dict.fromkeys((last, first))) if rank > 3 else []
 
 
-def by_names(a: Site, b: Site, turned: Mapping[int, bool]) -> bool | None:
-    """Returns whether the names of two parameters say that one is transposed, None if they say nothing.
+def votes_on(a: Site, b: Site) -> tuple[str, int] | None:
+    """Returns what a pair shows of others, if its shapes allow one way alone: how weights, or images, of so many axes
+    are held. None if nothing."""
+    rank = len(a.shape)
+    if rank != len(b.shape):
+        return None
+    if {names.leaf(a), names.leaf(b)} == {"weight", "kernel"} and rank > 1:
+        return "weights", rank
+    return ("images", rank) if rank > 3 and not names.is_parameter(a) else None
 
-    **Arguments:** `turned`: whether weights that are not square are transposed as kernels, by their number of axes.
-    """
+
+def by_names(a: Site, b: Site) -> bool | None:
+    """Returns whether the names of two parameters say that one is transposed, None if they say nothing."""
     leaves = {names.leaf(a), names.leaf(b)}
+    if not names.is_parameter(a):
+        return None
     if leaves == {"weight", "kernel"}:
-        return turned.get(len(a.shape), True)
+        return True
     return False if len(leaves) == 1 or leaves & {"embedding", "scale"} else None

@@ -34,13 +34,15 @@ class Pair(NamedTuple):
 
 
 class Matching(NamedTuple):
-    """`pairs`: in the order of A. `notes`: sentences on what was seen beside them."""
+    """`pairs`: in the order of A. `unmatched_a`, `unmatched_b`: also sites of one name whose shapes differ; `differs`:
+    whether there are some that no layout explains. `notes`: sentences on what was seen beside the pairs."""
 
     pairs: list[Pair]
     unmatched_a: list[Site]
     unmatched_b: list[Site]
     ambiguous: list[Ambiguous]
     notes: list[str]
+    differs: bool
 
 
 def match(
@@ -53,9 +55,8 @@ def match(
 
     **Raises** DiffError for rules that contradict the traces.
     """
-    if rules is not None:
-        rules.check((o.site.name for o in a), (o.site.name for o in b))
     found = _Matcher(a, b, frameworks[0] == frameworks[1])
+    found.vote()
     for kinds in (lambda kind: kind not in _GRADS, lambda kind: kind in _GRADS):
         if not kinds("activation"):
             found.follow()
@@ -77,19 +78,30 @@ class _Matcher:
         self._same_framework = same_framework
         self._pairs: dict[str, Pair] = {}
         self._ambiguous: list[Ambiguous] = []
-        self._votes: dict[int, set[bool]] = collections.defaultdict(set)
-        self._other_shapes: list[str] = []
+        self._votes: dict[Hashable, set[Hashable]] = collections.defaultdict(set)
+        self._other_shapes: list[tuple[Site, Site]] = []
 
     def result(self) -> Matching:
         order = {key: i for i, key in enumerate(self._all[0])}
         pairs = sorted(self._pairs.values(), key=lambda p: order[p.a.key])
         notes = []
-        if self._other_shapes:
-            notes.append(f"sites with the same name and other shapes are not compared: {_few(self._other_shapes)}")
+        different = [pair for pair in self._other_shapes if not layout.held_otherwise(*pair)]
+        for what, found in (
+            ("have other shapes, which is a finding", different),
+            ("are held in other shapes, which are not compared", [p for p in self._other_shapes if p not in different]),
+        ):
+            if found:
+                shown = [f"{a.key} {list(a.shape)} and {list(b.shape)}" for a, b in found]
+                notes.append(f"sites with the same name {what}: {_few(shown)}")
+        apart = [{pair[i].key for pair in self._other_shapes} for i in range(2)]
+        alone = [
+            [o.site for key, o in side.items() if key in left or key in other]
+            for side, left, other in zip(self._all, self._left, apart, strict=True)
+        ]
         flat = [p.a.key for p in pairs if p.axes is None and p.a.shape != p.b.shape]
         if flat:
             notes.append(f"tensors whose axes are merged in one trace are compared flat: {_few(flat)}")
-        return Matching(pairs, list(self._left[0].values()), list(self._left[1].values()), self._ambiguous, notes)
+        return Matching(pairs, alone[0], alone[1], self._ambiguous, notes, bool(different))
 
     # --- taking pairs ---
 
@@ -111,35 +123,45 @@ class _Matcher:
         self._ambiguous.append(Ambiguous(keys[0], keys[1], why))
 
     def _take_named(self, pairs: list[tuple[Site, Site]], by: Matched) -> None:
-        """Takes pairs whose names are the same. Weights that are not square show how the square ones are held."""
-        for a, b in pairs:
-            ways = layout.ways(a, b)
-            if len(ways) == 1 and {names.leaf(a), names.leaf(b)} == {"weight", "kernel"} and len(a.shape) > 1:
-                self._votes[len(a.shape)].add(ways[0] is not None)
+        """Takes pairs whose names are the same."""
+        self._vote(pairs)
         for a, b in pairs:
             ways = layout.ways(a, b)
             if ways:
                 self._take_one(a, b, by, ways)
             elif names.split(a.name).place == names.split(b.name).place:
-                self._other_shapes.append(f"{a.key} {list(a.shape)} and {list(b.shape)}")
+                self._other_shapes.append((a, b))
                 self._drop(a, b)
 
+    def _vote(self, pairs: Iterable[tuple[Site, Site]]) -> None:
+        """Weights and images that are not square show how the square ones are held."""
+        for a, b in pairs:
+            if (about := layout.votes_on(a, b)) is not None and len(ways := layout.ways(a, b)) == 1:
+                self._votes[about].add(_vote(a, ways[0]))
+
     def _take_one(self, a: Site, b: Site, by: Matched, ways: list[Axes | None]) -> None:
-        """Takes a pair if names or bits say which of several ways it is."""
+        """Takes a pair if votes, names or bits say which of several ways it is."""
         if len(ways) > 1:
-            turned = {rank: votes == {True} for rank, votes in self._votes.items() if len(votes) == 1}
-            says = layout.by_names(a, b, turned)
-            if says is None:
-                held = [axes for axes in ways if self._equal(a, b, axes)]
-                ways = held if len(held) == 1 else ways
-            else:
+            votes, says = self._votes.get(layout.votes_on(a, b), set[Hashable]()), layout.by_names(a, b)
+            if len(votes) == 1:
+                ways = [axes for axes in ways if _vote(a, axes) in votes]
+            elif not votes and says is not None:
                 ways = [axes for axes in ways if (axes is not None) == says]
+            elif self._same_framework and not names.is_parameter(a) and None in ways:
+                ways = [None]
+            elif len(held := [axes for axes in ways if self._equal(a, b, axes)]) == 1:
+                ways = held
         if len(ways) == 1:
             self._take(a, b, by, ways[0])
         else:
-            self._list([a], [b], _SQUARE)
+            self._list([a], [b], _SQUARE if names.is_parameter(a) else _IMAGE)
 
     # --- stages ---
+
+    def vote(self) -> None:
+        """Before the stages, so that each of them knows the votes of all sites that the table pairs."""
+        a, b = (list(left.values()) for left in self._left)
+        self._vote(_unique(a, b, lambda s: (s.kind, names.common(s), s.call)))
 
     def follow(self) -> None:
         """Gradients of matched tensors."""
@@ -150,7 +172,7 @@ class _Matcher:
                     if pair.axes in layout.ways(a, b):
                         self._take(a, b, pair.by, pair.axes)
                     else:
-                        self._other_shapes.append(f"{a.key} {list(a.shape)} and {list(b.shape)}")
+                        self._other_shapes.append((a, b))
                         self._drop(a, b)
 
     def by_rules(self, rules: Rules, kinds: Callable[[Kind], bool]) -> None:
@@ -179,14 +201,15 @@ class _Matcher:
         sides = [[s for s in left.values() if kinds(s.kind)] for left in self._left]
         firsts = [_firsts((o.site for o in self._all[i].values()), spelled) for i in range(2)]
         a, b = ([s for s in side if s.key in first] for side, first in zip(sides, firsts, strict=True))
-        self._take_named(_unique(a, b, lambda s: (s.kind, spelled(s).path, s.call)), by)
+        pairs = _unique(a, b, lambda s: (s.kind, spelled(s).path, s.call))
+        self._take_named([(x, y) for x, y in pairs if "" in (spelled(x).place, spelled(y).place)], by)
 
     def by_bits(self) -> None:
-        """Parameters with bits that no other one has."""
+        """Parameters with bits that no other one has. A constant, such as a bias of zeros, is no evidence."""
         groups: tuple[dict[Hashable, list[tuple[Site, Axes | None]]], ...] = ({}, {})
         for i, group in enumerate(groups):
             for site in self._left[i].values():
-                if names.is_parameter(site):
+                if site.kind == "parameter" and not _constant(self._all[i][site.key]):
                     for token, axes in self._tokens(self._all[i][site.key], turned=i == 1):
                         group.setdefault(token, []).append((site, axes))
         found: dict[str, list[tuple[Site, Axes | None]]] = {}
@@ -280,11 +303,17 @@ class _Matcher:
 
     def _equal(self, a: Site, b: Site, axes: Axes | None) -> bool:
         x, y = self._all[0][a.key], self._all[1][b.key]
-        ours = {token for token, _ in self._tokens(x, False)}
-        return any(token in ours for token, way in self._tokens(y, True) if way == axes)
+        if a.dtype != b.dtype:
+            return False
+        if axes is None and x.record.hash is not None and (x.hash_name, x.record.hash) == (y.hash_name, y.record.hash):
+            return True
+        return x.record.values == y.record.values == "whole" and _digest(x, None) == _digest(y, axes)
 
 
 _SQUARE = "a square parameter does not show whether it is transposed; a map can say it"
+_IMAGE = (
+    "a tensor with equal axes does not show whether its channels are the second axis or the last; a map cannot say it"
+)
 _ORDERS = "their kinds and shapes can be put in order in several ways; a map can say which"
 _SHAPES = "parameters of two frameworks have no common order, and these have the same shape; a map can say which"
 
@@ -293,9 +322,23 @@ def _key(kind: Kind, site: Site) -> str:
     return Site(site.name, kind, site.call, site.shape, site.dtype).key
 
 
+def _vote(site: Site, axes: Axes | None) -> Hashable:
+    """How a tensor is held, as others are held too: a weight transposed or not, an image with its axes in an order."""
+    return axes is not None if names.is_parameter(site) else axes
+
+
 def _token(site: Site) -> Hashable:
     """What sites that are matched by order have in common; a whole model is no part of one."""
     return site.kind, site.shape, names.common(site).path == names.MODEL
+
+
+def _constant(o: Observation) -> bool:
+    """Whether all elements are known to be one value, as those of biases and scales are before training."""
+    if o.record.values == "whole" and o.values is not None:
+        bits = o.values.tensor.bits
+        return bool(bits.size) and bool((bits == bits.flat[0]).all())
+    found = o.record.statistics
+    return found is not None and found.amax is not None and abs(found.mean or 0.0) == found.amax
 
 
 def _digest(o: Observation, axes: Axes | None) -> bytes:

@@ -194,6 +194,7 @@ def _share(cell: Cell) -> str:
 def _summary(result: Result) -> dict[str, Any]:
     """The status as a heading, its tone, and how many sites of each direction are findings."""
     cells = sum(len(row.cells) for row in result.rows)
+    unknown = [cell for row in result.rows for cell in row.cells if cell.verdict == "unknown"]
     references = len(result.sides) > 2
     directions = []
     for name, backward in (("Forward", False), ("Backward", True)):
@@ -205,6 +206,12 @@ def _summary(result: Result) -> dict[str, Any]:
     elif result.status == "green":
         head = "No difference beyond rounding" if references else "No difference"
         tone = "good"
+        if unknown:
+            tone, head = "none", f"{head} in what was judged; {len(unknown)} of {cells} cells are not known"
+    elif not result.first:
+        differing = sum(bool(cell.differing) for cell in unknown)
+        apart = f"{differing} of {cells} cells differ, and no reference judges them"
+        tone, head = "bad", apart if differing else "Sites of one name have other shapes"
     else:
         found, sites = (sum(d[key] for d in directions) for key in ("found", "sites"))
         what = "differ by more than rounding" if references else "differ"

@@ -8,7 +8,7 @@ import math
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
-from diptych.lab.diff.differ import FORWARD, NO_FINDING, shown
+from diptych.lab.diff.differ import FORWARD, shown
 from diptych.lab.diff.result import Cell, Result, Row, Verdict
 
 _WIDTH = 80
@@ -16,7 +16,7 @@ _FIRST, _WORST, _NOTES, _KEYS = 5, 5, 3, 3
 _VERDICTS: tuple[Verdict, ...] = ("same", "rounding", "beyond", "definition", "differs", "unknown")
 _MEANING = {
     "definition": "the references differ by more than float64's rounding",
-    "beyond": "B is further from its reference than rounding leads",
+    "beyond": "B, or A, is further from its reference than rounding leads",
     "differs": "bits or values differ",
 }
 
@@ -24,16 +24,21 @@ _MEANING = {
 def text(result: Result) -> str:
     """Returns the summary of a comparison."""
     lines = [*_sides(result), ""]
+    unknown = [cell for _, cell in _cells(result) if cell.verdict == "unknown"]
     status = "GREEN: nothing differs" if result.status == "green" else "DIFFERS"
-    if result.status == "green" and _referenced(result):
+    if result.status == "green" and unknown:
+        status = f"GREEN in what was judged; {len(unknown)} of {sum(1 for _ in _cells(result))} cells unknown"
+    elif result.status == "green" and _referenced(result):
         status += " by definition or beyond rounding"
     lines += [f"{status} ({len(result.rows)} pairs of sites, {shown(result.steps)})", *_counts(result)]
+    if unjudged := sum(bool(cell.differing) for cell in unknown):
+        lines.append(f"  of the unknown cells {unjudged} differ, which no reference judges")
     if result.first:
         lines += ["", f"First, in step {result.first[0].step}:"]
         lines += _lines([(result.rows[f.row], _cell(result.rows[f.row], f.step)) for f in result.first], _FIRST)
         lines += [f"  {v}: {_MEANING[v]}" for v in dict.fromkeys(f.verdict for f in result.first)]
-    apart = [found for found in _cells(result) if _size(found[1]) > (0, 0.0)]
-    if worst := heapq.nlargest(_WORST, apart, key=lambda found: _size(found[1])):
+    apart = [(row, cell) for row, cell in _cells(result) if cell.verdict != "same" and cell.relative]
+    if worst := heapq.nlargest(_WORST, apart, key=lambda found: found[1].relative or 0.0):
         lines += ["", "Largest distances:", *_lines(worst, _WORST)]
     return "\n".join([*lines, *_left(result)])
 
@@ -100,13 +105,6 @@ def _cells(result: Result) -> Iterator[tuple[Row, Cell]]:
 
 def _cell(row: Row, step: int) -> Cell:
     return next(cell for cell in row.cells if cell.step == step)
-
-
-def _size(cell: Cell) -> tuple[int, float]:
-    """How bad a cell is: by its verdict, then by what decides it."""
-    by = {"definition": cell.definition, "beyond": cell.noise, "differs": cell.relative}
-    found = by.get(cell.verdict, cell.noise if cell.noise is not None else cell.relative)
-    return (0 if cell.verdict in NO_FINDING else 1 + (cell.verdict == "definition")), found or 0.0
 
 
 def number(x: float) -> str:

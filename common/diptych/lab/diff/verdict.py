@@ -18,6 +18,8 @@ GREEN = 2.0
 """R up to which an error is rounding, for a tensor of at least 100 elements."""
 _FEW = 20.0
 """Of fewer elements R scatters more, by about the root of their number: this divided by it is the limit."""
+_FAR = 64
+"""How many times as far from its reference A may be as B is, and as one rounding is."""
 _CANCELLED = 64
 """A reference's own rounding, as a multiple of A's error scaled to float64's precision."""
 
@@ -39,22 +41,25 @@ class Judgement(NamedTuple):
     definition: float | None
 
 
-def judge(found: Distances, dtype: str, referenced: bool) -> Judgement:
+def judge(found: Distances, dtype: str, referenced: bool, dtype_b: str | None = None) -> Judgement:
     """Returns the verdict on a cell.
 
-    **Arguments:** `dtype`: A's. `referenced`: whether there are references, so that a difference alone is no finding.
+    **Arguments:** `dtype`: A's. `referenced`: whether there are references of the step, so that a difference alone is
+    no finding. `dtype_b`: B's, if it is another one.
     """
     ab, hh = found.ab, found.hh
     relative, noise = _relative(ab), None
     definition = _relative(hh) if hh is not None else None
     if found.ha is not None and found.hb is not None:
         noise = _noise(ab, found.ha, found.hb, DTYPES[dtype].half_ulp)
-    if definition is not None and definition > _limit(found, dtype):
+    if definition is not None and definition > DEFINITION and not _cancelled(found, dtype):
         return Judgement("definition", relative, noise, definition)
     if _same(ab):
         return Judgement("same", relative, noise, definition)
     if noise is not None:
-        green = noise <= max(GREEN, _FEW / math.sqrt(ab.compared))
+        green = noise <= max(GREEN, _FEW / math.sqrt(max(ab.compared, 1))) and not _a_is_far(
+            found, dtype, dtype_b or dtype
+        )
         return Judgement("rounding" if green else "beyond", relative, noise, definition)
     if ab.equal is False or ab.differing:
         return Judgement("unknown" if referenced else "differs", relative, noise, definition)
@@ -71,16 +76,29 @@ def _relative(d: Distance) -> float | None:
     return math.inf if found is not None and math.isnan(found) else found
 
 
-def _limit(found: Distances, dtype: str) -> float:
-    """Returns the relative rms up to which references agree.
+def _cancelled(found: Distances, dtype: str) -> bool:
+    """Whether references differ by no more than their own rounding.
 
     Terms that cancel, as in gradients that are 0 in exact arithmetic, leave nothing but rounding in a reference too.
     A's error shows how large those terms were: it is as much larger than the reference's as A's precision is lower.
     """
-    if found.ha is None or not found.ha.rms_a or not found.ha.rms_difference:
-        return DEFINITION
+    ha, hh = found.ha, found.hh
+    if ha is None or hh is None or hh.not_finite or hh.rms_difference is None or not ha.rms_difference:
+        return False
     finer = DTYPES["float64"].half_ulp / (DTYPES[dtype].half_ulp or 1.0)
-    return max(DEFINITION, _CANCELLED * finer * found.ha.rms_difference / found.ha.rms_a)
+    return hh.rms_difference <= _CANCELLED * finer * ha.rms_difference
+
+
+def _a_is_far(found: Distances, dtype: str, dtype_b: str) -> bool:
+    """Whether A's error is so large beside B's, and beside a rounding, that A does not compute what its reference
+    does: R would allow B any error. B's error counts as if B had A's precision."""
+    ha, hb = found.ha, found.hb
+    if ha is None or hb is None or not ha.rms_difference or hb.rms_difference is None or ha.rms_a is None:
+        return False
+    u_a, u_b = DTYPES[dtype].half_ulp, DTYPES[dtype_b].half_ulp
+    of_b = hb.rms_difference * (u_a / u_b if u_a and u_b else 1.0)
+    far = _FAR * max(1.0, _FEW / GREEN / math.sqrt(max(ha.compared, 1)))
+    return ha.rms_difference > far * max(of_b, u_a * ha.rms_a)
 
 
 def _noise(ab: Distance, ha: Distance, hb: Distance, roundoff: float) -> float | None:
@@ -90,11 +108,16 @@ def _noise(ab: Distance, ha: Distance, hb: Distance, roundoff: float) -> float |
     """
     if ab.not_finite is None and not ab.equal:
         return None
-    if ha.rms_difference is None or hb.rms_difference is None or ha.rms_a is None:
+    # Equal hashes say nothing about the scale, which A's values then have.
+    by_values = ha.rms_a is not None
+    scale, compared = (ha.rms_a, ha.compared) if by_values or not ha.equal else (ab.rms_a, ab.compared)
+    if ha.rms_difference is None or hb.rms_difference is None or scale is None:
+        return None
+    if compared != hb.compared and not hb.equal:  # errors of other elements cannot be compared
         return None
     if ab.not_finite:
         return math.inf
-    allowed = max(ha.rms_difference, roundoff * ha.rms_a)
+    allowed = max(ha.rms_difference, roundoff * scale)
     if hb.rms_difference == 0:
         return 0.0
     return hb.rms_difference / allowed if allowed and math.isfinite(hb.rms_difference) else math.inf
