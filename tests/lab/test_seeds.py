@@ -100,3 +100,10 @@ def test_a_failure_outweighs_what_is_undecided():
     assert overall([True, True]) is True
     assert overall([True, None]) is None
     assert overall([None, False, True]) is False
+
+
+@pytest.mark.parametrize("low", [(2.0, 2.0, math.nan), (2.0, math.inf), (-math.inf, math.inf), (math.nan,)])
+def test_a_loss_that_is_not_finite_fails(low):
+    found = Pairs(tuple(range(len(low))), (2.0,) * len(low), low)
+    assert found.verdict(0.01) is False and found.interval is None
+    assert "not finite from seed" in found.said(0.01) and not math.isfinite(found.mean)

@@ -190,6 +190,13 @@ def test_a_loss_that_is_not_finite_stops_the_run(frontend_, small):
         run(frontend_, wild, small)
 
 
+def test_a_validation_loss_that_is_not_finite_stops_the_run(frontend_, small, monkeypatch):
+    trainer = frontend_.trainer(job("none"), initial_weights(TINY, 0))
+    monkeypatch.setattr(type(trainer), "evaluate", lambda self, batch: float("nan"))
+    with pytest.raises(train.TrainingError, match=r"the validation loss after .* steps is nan"):
+        run(frontend_, job("none"), small)
+
+
 @pytest.mark.parametrize("clip", [0.25, 1e6])
 def test_both_frameworks_clip_gradients_by_the_same_formula(frontend_, small, clip):
     """After one step, AdamW's first moment is 0.1 of the gradient that it got. A large norm leaves every bit alone."""

@@ -57,21 +57,29 @@ class Pairs:
         return [low / high - 1 for high, low in zip(self.high, self.low, strict=True)]
 
     @property
+    def finite(self) -> bool:
+        return all(map(math.isfinite, self.differences))
+
+    @property
     def mean(self) -> float:
-        return statistics.fmean(self.differences)
+        return sum(self.differences) / len(self.seeds)
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Bounds of the mean difference at a confidence of 95 %, by Student's t over the pairs; None for one pair."""
+        """Bounds of the mean difference at a confidence of 95 %, by Student's t over the pairs; None for one pair, or
+        if a difference is not finite."""
         n = len(self.seeds)
-        if n < 2:
+        if n < 2 or not self.finite:
             return None
         half = t_quantile(n - 1) * statistics.stdev(self.differences) / math.sqrt(n)
         return self.mean - half, self.mean + half
 
     def verdict(self, tolerance: float) -> bool | None:
         """Whether the recipe trains as high precision does: True if the whole interval lies within ±`tolerance`, False
-        if none of it does, None if that takes more seeds. A single pair has no interval and is judged by itself."""
+        if none of it does or a difference is not finite, None if that takes more seeds. A single pair has no interval
+        and is judged by itself."""
+        if not self.finite:
+            return False
         low, high = self.interval or (self.mean, self.mean)
         if -tolerance <= low and high <= tolerance:
             return True
@@ -81,6 +89,9 @@ class Pairs:
     def said(self, tolerance: float) -> str:
         """Returns the result in words, with the tolerance that it is judged by."""
         allowed = f"allowed ±{100 * tolerance:g} %"
+        if not self.finite:
+            lost = [str(s) for s, off in zip(self.seeds, self.differences, strict=True) if not math.isfinite(off)]
+            return f"a final loss is not finite from seed {', '.join(lost)}, {allowed}"
         if self.interval is None:
             return (
                 f"{self.low[0]:.4f} against {self.high[0]:.4f} nats: {100 * self.mean:+.2f} %, {allowed}; one seed "

@@ -121,6 +121,9 @@ def run(
             done, held_loss = step + 1, None
             if done in evaluations:
                 held_loss = float(np.mean([trainer.evaluate(b) for b in held_out]))
+                if not np.isfinite(held_loss):
+                    raise TrainingError(f"{name}: the validation loss after {done} steps is {held_loss}; "
+                                        "try a smaller --lr")  # fmt: skip
                 validation[done] = held_loss
                 evaluated += len(held_out)
             if done % max(1, steps // SCALE_SAMPLES) == 0 and (held := trainer.scales()):

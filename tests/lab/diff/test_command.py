@@ -85,6 +85,10 @@ def test_a_map(traces, capsys):
         (["a", ""], "'' is not a path"),
         (["a", "a\0"], "is not a path"),
         (["a", "/dev/null"], "/dev/null"),
+        (["a", "loop"], "loop/meta.json: cannot be read"),
+        (["loop", "b"], "loop/meta.json: cannot be read"),
+        (["a", "b", "--json", "loop"], "--json loop: is "),
+        (["a", "b", "--json", "loop/x"], "--json loop/x: "),
         (["a", "b", "--map", "none"], "none: cannot be read"),
         (["a", "b", "--map", "/dev/zero"], "/dev/zero: is a character device"),
         (["a", "b", "--map", "a"], "a: cannot be read: it is a folder"),
@@ -107,6 +111,7 @@ def test_a_map(traces, capsys):
 )
 def test_wrong_arguments_are_named(traces, capsys, argv, named):
     (traces / "file").write_text("")
+    (traces / "loop").symlink_to("loop")
     before = sorted(p for p in traces.rglob("*"))
     assert named in refused(argv, capsys)
     assert sorted(p for p in traces.rglob("*")) == before

@@ -131,6 +131,7 @@ def test_a_truncated_meta_is_refused_wherever_it_ends(folder):
         (lambda s: s["records"][0].update(site=99), r"line 2: records\[0\].site: is 99, there are"),
         (lambda s: s["records"].append(s["records"][0]), r"line 2: records\[5\].site: activation:.* has two"),
         (lambda s: s["records"][0].update(count=36), r"line 2: records\[0\].count: is 36 of 35 elements"),
+        (lambda s: s["records"][0].update(values="sampled", count=0), r"records\[0\].count: is 0 of 35 elements"),
         (lambda s: s["records"][0].update(count=34), r"line 2: records\[0\].count: is 34 of 35 elements"),
         (lambda s: s["records"][0].update(hash=None, values="most"), r"line 2: records\[0\].values: must be one of"),
         (lambda s: s["records"][0].update(file="../../x"), r"line 2: records\[0\]: has an unknown field 'file'"),

@@ -39,9 +39,10 @@ STEPS = st.builds(
     Step, st.integers(0, 2**63 - 1), st.lists(SITES, max_size=3).map(tuple), st.lists(RECORDS, max_size=3).map(tuple)
 )
 OPTIONS = st.builds(Options, st.text(), st.integers(1, 99), st.sampled_from(["hash", "sample", "full"]), st.integers(0))
+SHOWN = st.text(st.characters(exclude_categories=("C", "Z")))
 METAS = st.builds(
-    Meta, st.text(), st.dictionaries(st.text(), st.text()), st.text(), st.integers(1, 2**20), st.none() | st.text(),
-    st.text(), st.booleans(), st.none() | st.booleans(), OPTIONS,
+    Meta, SHOWN, st.dictionaries(SHOWN, SHOWN), SHOWN, st.integers(1, 2**20), st.none() | SHOWN,
+    SHOWN, st.booleans(), st.none() | st.booleans(), OPTIONS,
 )  # fmt: skip
 
 
@@ -213,3 +214,10 @@ def test_the_page_has_every_field():
     rows = set(re.findall(r"`(\w+)`", "".join(re.findall(r"^\|.*\|$", page, re.M))))
     kinds = (Site, Record, Statistics, Quantization, Meta, Options)
     assert {f.name for kind in kinds for f in dataclasses.fields(kind)} <= rows and set(KINDS) <= rows
+
+
+@pytest.mark.parametrize("name", ["framework", "device", "recipe", "hash", "versions"])
+@pytest.mark.parametrize("text", ["\ud800", "\x1b[31mX", "a\nGREEN"])
+def test_texts_that_are_shown_are_printable(name, text):
+    with pytest.raises(ValueError, match=f"^{name}: must be printable text"):
+        meta(**{name: {text: "1"} if name == "versions" else text})

@@ -28,7 +28,7 @@ def run(args: argparse.Namespace) -> int:
     _distinct([args.a, args.b, *references])
     for option, path in (("--json", args.json), ("--html", args.html)):
         _writable(option, path, list(folders.values()))
-    if args.json and args.html and args.json.resolve() == args.html.resolve():
+    if args.json and args.html and _real(args.json) == _real(args.html):
         raise DiffError(f"--json and --html name the same file: {args.json}")
     render = _page() if args.html else None
     rules = mapping.read(args.map) if args.map else None
@@ -56,12 +56,17 @@ def steps(text: str) -> list[int]:
     return found
 
 
+def _real(path: pathlib.Path) -> pathlib.Path:
+    """Returns the path without links; unlike `Path.resolve`, also of a link to itself."""
+    return pathlib.Path(os.path.realpath(path))
+
+
 def _distinct(folders: list[pathlib.Path]) -> None:
     seen: set[pathlib.Path] = set()
     for folder in folders:
-        if folder.resolve() in seen:
+        if _real(folder) in seen:
             raise DiffError(f"{folder}: is given twice")
-        seen.add(folder.resolve())
+        seen.add(_real(folder))
 
 
 def _writable(option: str, path: pathlib.Path | None, folders: list[pathlib.Path]) -> None:
@@ -70,9 +75,9 @@ def _writable(option: str, path: pathlib.Path | None, folders: list[pathlib.Path
         return
     if (found := files.kind(path)) not in ("a file", "nothing"):
         raise DiffError(f"{option} {path}: is {found}, where a file is to be written")
-    if any(path.resolve().is_relative_to(folder.resolve()) for folder in folders):
+    if any(_real(path).is_relative_to(_real(folder)) for folder in folders):
         raise DiffError(f"{option} {path}: is inside of a trace")
-    nearest = next(p for p in path.resolve().parents if p.exists())
+    nearest = next(p for p in _real(path).parents if p.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
         raise DiffError(f"{option} {path}: cannot be written in {nearest}")
 

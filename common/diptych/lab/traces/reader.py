@@ -166,7 +166,8 @@ def check_records(step: Step, sites: list[Site], where: str) -> None:
         site = sites[record.site]
         if site.key in seen:
             raise TraceError(f"{where}: records[{i}].site: {site.key} has two records in a step")
-        if record.count > site.size or (record.values == "whole" and record.count != site.size):
+        none_of_some = record.values == "sampled" and not record.count and site.size
+        if none_of_some or record.count > site.size or (record.values == "whole" and record.count != site.size):
             raise TraceError(f"{where}: records[{i}].count: is {record.count} of {site.size} elements")
         for name in site.inputs or ():
             if name not in seen:

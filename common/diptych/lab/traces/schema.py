@@ -182,6 +182,11 @@ class Meta:
         _check(self.format == FORMAT, "format", f"must be {FORMAT}")
         _check(self.version == VERSION, "version", f"must be {VERSION}")
         _check(1 <= self.ranks <= 2**20, "ranks", "must be from 1 to 2^20")
+        for name in ("framework", "device", "recipe", "hash"):
+            _check((getattr(self, name) or "").isprintable(), name, "must be printable text")
+        _check(
+            all(x.isprintable() for pair in self.versions.items() for x in pair), "versions", "must be printable text"
+        )
 
 
 def check_shape(shape: tuple[int, ...], nbytes: int) -> None:
