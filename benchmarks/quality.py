@@ -228,8 +228,11 @@ def by_recipe(lines: list[Line]) -> str:
             lost = [str(seed) for seed, final in sorted(low.items()) if final is None]
             pairs = pairs_of(lines, framework, recipe)
             cells = [recipe, framework, f"±{100 * goal:g} %"]
-            if lost:
-                body.append([*cells, str(len(low)), "–", "–", f"**not finite** from seed {', '.join(lost)}"])
+            high = finals(lines, framework, HIGH)
+            lost_high = [str(seed) for seed in sorted(low.keys() & high.keys()) if high[seed] is None]
+            if lost or lost_high:
+                what, seeds = ("**not finite**", lost) if lost else ("high precision **not finite**", lost_high)
+                body.append([*cells, str(len(low)), "–", "–", f"{what} from seed {', '.join(seeds)}"])
             elif pairs is not None:
                 interval = pairs.interval
                 shown = "–" if interval is None else f"{100 * interval[0]:+.2f} to {100 * interval[1]:+.2f} %"

@@ -133,6 +133,15 @@ def test_a_loss_that_is_not_finite_is_a_result(bytes_, tmp_path, monkeypatch):
     assert "| nvfp4 | jax | ±1.5 % | 3 | – | – | **not finite** from seed 0, 1, 2 |" in page
 
 
+def test_a_recipe_stays_where_high_precision_was_not_finite():
+    def line(recipe: str, seed: int, final: float | None) -> dict:
+        return {"framework": "torch", "recipe": recipe, "seed": seed, "final": final}
+
+    lines = [line("none", 0, None), line("none", 1, 2.0), *(line("fp8-current", seed, 2.0) for seed in range(2))]
+    table = quality.by_recipe(lines)
+    assert "| fp8-current | torch | ±0.5 % | 2 | – | – | high precision **not finite** from seed 0 |" in table
+
+
 def test_without_a_result_the_page_says_so(tmp_path):
     page = quality.rendered(tmp_path)
     assert "There is no result on an H200 yet" in page and "No machine has any" in page

@@ -141,7 +141,8 @@ def _parser() -> argparse.ArgumentParser:
 
     diff = commands.add_parser(
         "diff",
-        help="compare two traces site by site and name where they part; exit 0 green, 1 differs, 2 bad input",
+        help=(says := "compare two traces site by site and name where they part; exit 0 green, 1 differs, 2 bad input"),
+        description=says[0].upper() + says[1:] + ".",
     )
     diff.add_argument("a", type=_path, metavar="A", help="folder of a trace")
     diff.add_argument("b", type=_path, metavar="B", help="folder of the trace that is compared with A")
@@ -155,7 +156,12 @@ def _parser() -> argparse.ArgumentParser:
         "verdict on rounding alone",
     )
     diff.add_argument("--map", type=_path, metavar="FILE", help="JSON that gives B's names for names of A")
-    diff.add_argument("--steps", type=_steps, metavar="STEPS", help="such as 0,5,10-20; without it all common ones")
+    diff.add_argument(
+        "--steps",
+        type=_steps,
+        metavar="STEPS",
+        help="such as 0,5,10-20, where a range takes the steps that are there; without it all common ones",
+    )
     diff.add_argument("--json", type=_path, metavar="FILE", help="write all that was found")
     diff.add_argument("--html", type=_path, metavar="FILE", help="write a page that shows it")
     diff.set_defaults(run=_diff)
@@ -232,7 +238,7 @@ def _threads(text: str) -> int:
     return value
 
 
-def _steps(text: str) -> list[int]:
+def _steps(text: str) -> list[int | range]:
     from diptych.lab.diff import command
 
     return command.steps(text)

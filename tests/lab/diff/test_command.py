@@ -42,6 +42,11 @@ def test_exit_codes(traces, capsys):
     assert "DIFFERS" in capsys.readouterr().out
     assert cli.main(["diff", "a", "c", "--steps", "1-2"]) == 1
     assert "2 steps from 1 to 2" in capsys.readouterr().out
+    assert cli.main(["diff", "a", "c", "--steps", "0,2-9"]) == 1  # a range takes what is there
+    assert "2 steps from 0 to 2" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["diff", "--help"])
+    assert "exit 0 green, 1 differs, 2 bad input" in " ".join(capsys.readouterr().out.split())
 
 
 def test_json_and_html(traces, capsys):
@@ -101,6 +106,7 @@ def test_a_map(traces, capsys):
         (["a", "b", "--steps", "1-"], "are no steps"),
         (["a", "b", "--steps", "\u0661"], "are no steps"),
         (["a", "b", "--steps", "5"], "step 5 is not in both traces, which have 3 steps from 0 to 2"),
+        (["a", "b", "--steps", "5-9"], "no step from 5 to 9 is in both traces, which have 3 steps from 0 to 2"),
         (["a", "b", "--json", "a"], "--json a: is a folder"),
         (["a", "b", "--json", "a/x.json"], "--json a/x.json: is inside of a trace"),
         (["a", "b", "--html", "/dev/null"], "--html /dev/null: is a character device"),
@@ -134,11 +140,11 @@ def test_a_page_that_cannot_be_made(traces, capsys, monkeypatch):
 
 def test_nothing_but_numpy_is_imported(traces):
     code = (
-        "import sys; from diptych.lab import cli; cli.main(['diff', 'a', 'b']);"
+        "import sys; from diptych.lab import cli; print(cli.main(['diff', 'a', 'b']));"
         "print([m for m in ('matplotlib', 'jinja2', 'torch', 'jax') if m in sys.modules])"
     )
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.splitlines()[-1] == "[]"
+    assert found.stdout.splitlines()[-2:] == ["0", "[]"]
 
 
 def test_a_closed_pipe_keeps_the_status(traces):

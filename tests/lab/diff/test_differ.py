@@ -213,6 +213,34 @@ def test_samples_of_merged_axes_are_at_equal_places(tmp_path):
     assert cell.compared == cell.differing == 1024 and cell.relative == pytest.approx(1e-3, rel=0.1)
 
 
+def test_values_of_other_elements_are_named(tmp_path):
+    h = rng("elements").standard_normal(5000)
+    values = (h.astype(np.float32), (1.001 * h).astype(np.float32), h, h)
+    kept = (Options(values="full"), SAMPLES) * 2
+    a, b, h_a, h_b = (
+        trace(tmp_path / n, [site("x", v)], options=o)
+        for n, v, o in zip(("a", "b", "ha", "hb"), values, kept, strict=True)
+    )
+    result = differ.diff(a, b, [h_a, h_b])
+    assert cells(result, "x") == ["unknown"] and result.status == "differs" and "other elements" in result.notes[0]
+
+
+def test_long_chains_between_pairs(tmp_path):
+    """Sites of A alone, each computed from the one before and a parameter: the pair behind them knows all of these."""
+    count = 300
+    start = [parameter(f"p{i}", np.ones(i % 7 + 1)) for i in range(count)]
+
+    def step(name: str, shape: int) -> list:
+        found = list(start)
+        for i in range(count):
+            inputs = (f"parameter:p{i}", *([f"activation:{name}{i - 1}"] if i else []))
+            found.append(site(f"{name}{i}", np.ones(shape), inputs=inputs))
+        return [*found, site("out", np.ones(9), inputs=(f"activation:{name}{count - 1}",))]
+
+    result = compared(tmp_path, [step("a", 11)], [step("b", 12)])
+    assert result.rows[-1].name == "out" and result.rows[-1].inputs == tuple(range(count))
+
+
 def test_damaged_values(tmp_path):
     a, b = trace(tmp_path / "a", chain(1)), trace(tmp_path / "b", chain(2))
     (tmp_path / "b" / "rank0" / "step-00000.safetensors").unlink()

@@ -72,6 +72,14 @@ def test_without_references():
     assert verdict.judge(distances(x, x.astype(np.float16)), "float32", False).verdict == "differs"
 
 
+def test_bits_of_nan_do_not_count():
+    x = np.array([NAN, 1], np.float32)
+    y = x.view(np.uint32).copy()
+    y[0] |= 0x80000000
+    assert verdict.judge(distances(x, y.view(np.float32)), "float32", False).verdict == "same"
+    assert verdict.judge(distances(x, np.array([NAN, -0.0], np.float32)), "float32", False).verdict == "differs"
+
+
 def test_one_reference_does_not_judge_the_definition():
     h = np.linspace(1, 2, 1000)
     a, b = h.astype(np.float32), (h * 1.01).astype(np.float32)

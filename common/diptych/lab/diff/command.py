@@ -42,9 +42,9 @@ def run(args: argparse.Namespace) -> int:
     return 0 if result.status == "green" else DIFFERS
 
 
-def steps(text: str) -> list[int]:
-    """Reads numbers of steps such as "0,5,10-20" from the command line. **Raises** ArgumentTypeError."""
-    found: list[int] = []
+def steps(text: str) -> list[int | range]:
+    """Reads numbers and ranges of steps such as "0,5,10-20" from the command line. **Raises** ArgumentTypeError."""
+    found: list[int | range] = []
     for part in text.split(","):
         first, dash, last = part.partition("-")
         if not (first.isascii() and first.isdigit()) or (dash and not (last.isascii() and last.isdigit())):
@@ -52,7 +52,7 @@ def steps(text: str) -> list[int]:
         low, high = int(first[:20]), int((last or first)[:20])
         if not low <= high < low + 10**6:
             raise argparse.ArgumentTypeError(f"{part!r} must go from a step to a later one, by at most a million")
-        found += range(low, high + 1)
+        found.append(range(low, high + 1) if dash else low)
     return found
 
 

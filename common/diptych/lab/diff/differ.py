@@ -23,13 +23,14 @@ def diff(
     b: Trace,
     references: Sequence[Trace] = (),
     rules: Rules | None = None,
-    steps: Sequence[int] | None = None,
+    steps: Sequence[int | range] | None = None,
     threads: int = 2,
 ) -> Result:
     """Compares B with A.
 
     **Arguments:** `references`: none; one float64 trace, of either model; or two, H_A of A's model and H_B of B's.
-    `rules`: of a map. `steps`: those to compare, which both traces must have; without it all that both have.
+    `rules`: of a map. `steps`: those to compare, which both traces must have, and ranges, of which they must have
+    one; without it all that both have.
 
     **Raises** DiffError if the traces have nothing to compare, TraceError if one is damaged.
     """
@@ -88,7 +89,7 @@ class _Row(NamedTuple):
 # --- what is compared ---
 
 
-def _steps(a: Trace, b: Trace, wanted: Sequence[int] | None) -> list[int]:
+def _steps(a: Trace, b: Trace, wanted: Sequence[int | range] | None) -> list[int]:
     for trace in (a, b):
         if not trace.steps:
             raise DiffError(f"{trace.folder}: no step is complete in all ranks")
@@ -97,9 +98,15 @@ def _steps(a: Trace, b: Trace, wanted: Sequence[int] | None) -> list[int]:
         raise DiffError(f"no step is in both traces: {a.folder} has {shown(a.steps)}, {b.folder} has {shown(b.steps)}")
     if wanted is None:
         return both
-    if missing := sorted(set(wanted) - set(both)):
-        raise DiffError(f"step {missing[0]} is not in both traces, which have {shown(both)}")
-    return sorted(set(wanted))
+    found: set[int] = set()
+    for part in wanted:
+        here = {n for n in both if n in part} if isinstance(part, range) else {part} & set(both)
+        if not here:
+            named = f"no step from {part[0]} to {part[-1]}" if isinstance(part, range) else f"step {part}"
+            said = "is" if isinstance(part, range) else "is not"
+            raise DiffError(f"{named} {said} in both traces, which have {shown(both)}")
+        found |= here
+    return sorted(found)
 
 
 def shown(steps: Sequence[int]) -> str:
@@ -108,7 +115,7 @@ def shown(steps: Sequence[int]) -> str:
 
 
 def _notes(
-    a: Trace, b: Trace, references: Sequence[Trace], numbers: list[int], wanted: Sequence[int] | None
+    a: Trace, b: Trace, references: Sequence[Trace], numbers: list[int], wanted: Sequence[int | range] | None
 ) -> list[str]:
     notes = []
     for trace in (a, b, *references):
@@ -161,13 +168,23 @@ def _inputs(sites: Sequence[Site], rows: Mapping[str, int]) -> dict[str, tuple[i
     """Returns the nearest rows that each site is computed from, through sites that are no rows; None if only the order
     is known."""
     nearest: dict[str, frozenset[int] | None] = {}
+    last = {key: site.key for site in sites for key in site.inputs or ()}
+    ordered: dict[str, tuple[int, ...] | None] = {}
     for site in sites:
         found: set[int] | None = None if site.inputs is None else set()
         for key in site.inputs or ():
             through = frozenset((rows[key],)) if key in rows else nearest.get(key)
             found = None if found is None or through is None else found | through
-        nearest[site.key] = None if found is None else frozenset(found)
-    return {key: None if found is None else tuple(sorted(found)) for key, found in nearest.items()}
+        if site.key in rows:
+            ordered[site.key] = None if found is None else tuple(sorted(found))
+        elif site.key in last:
+            nearest[site.key] = None if found is None else frozenset(found)
+        for key in (
+            site.inputs or ()
+        ):  # sets of long chains would take memory that grows with the square of their length
+            if last[key] == site.key:
+                nearest.pop(key, None)
+    return ordered
 
 
 # --- cells ---
@@ -264,6 +281,9 @@ def _why(cell: measure.Cell, distances: verdict.Distances, referenced: bool) -> 
         return "unknown: a transposed tensor is compared whole, and a trace has no whole values of it"
     if referenced and (cell.h_a is None or cell.h_b is None):
         return "unknown: no reference has the site in float64"
+    ha, hb = distances.ha, distances.hb
+    if ha is not None and hb is not None and ha.compared and hb.compared and ha.compared != hb.compared:
+        return "unknown: values of A and of B, or of their references, were kept at other elements"
     if referenced and distances.ab.compared:
         return "unknown: a reference has no values of the site"
     return "unknown: a trace has neither values nor hashes that tell"

@@ -6,6 +6,7 @@ several ways is listed; nothing is guessed. Gradients follow the tensors that th
 
 from __future__ import annotations
 
+import bisect
 import collections
 import hashlib
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -277,8 +278,12 @@ class _Matcher:
             [(i, s) for i, k in enumerate(side) if (s := left.get(k)) and self._ordered(s)]
             for side, left in zip(self._all, self._left, strict=True)
         ]
+        where = [[i for i, _ in side] for side in kept]
         for start, end in zip([(-1, -1), *anchors], [*anchors, (len(places[0]), len(places[1]))], strict=True):
-            gap = [[s for i, s in side if start[n] < i < end[n]] for n, side in enumerate(kept)]
+            gap = [
+                [s for _, s in side[bisect.bisect_right(at, start[n]) : bisect.bisect_left(at, end[n])]]
+                for n, (side, at) in enumerate(zip(kept, where, strict=True))
+            ]
             if gap[0] and gap[1]:
                 yield gap[0], gap[1]
 

@@ -67,8 +67,9 @@ def judge(found: Distances, dtype: str, referenced: bool, dtype_b: str | None = 
 
 
 def _same(d: Distance) -> bool:
-    """Whether all bits are known to be equal, or all values of two dtypes; an empty tensor has none."""
-    return bool(d.equal) or d.elements == 0 or (d.equal is None and d.compared == d.elements and d.differing == 0)
+    """Whether all bits are known to be equal but for those of NaN, or all values of two dtypes; an empty tensor has
+    none."""
+    return bool(d.equal) or d.elements == 0 or (d.compared == d.elements and d.differing == 0)
 
 
 def _relative(d: Distance) -> float | None:
