@@ -166,6 +166,12 @@ def test_sites_of_some_steps_and_shapes_that_change(tmp_path):
     assert result.rows[0].cells[1].compared == 0
 
 
+def test_pairs_that_no_step_has(tmp_path):
+    x, y = [site("x", np.ones(3))], [site("y", np.ones(4))]
+    with pytest.raises(DiffError, match="nothing can be said: no step has a matched site in both traces"):
+        compared(tmp_path, [x, y], [[site("z", np.ones(9))], x])
+
+
 def test_nothing_in_common(tmp_path):
     with pytest.raises(DiffError, match=r"no site of .* was matched"):
         compared(tmp_path, [[site("x", np.ones(3))]], [[site("y", np.ones(4))]])

@@ -120,6 +120,12 @@ def test_the_page_loads_nothing():
     assert "{{" not in text and "{%" not in text
 
 
+def unjudged(differing: int, status):
+    """A result whose first row is unknown."""
+    made = dataclasses.replace(results.result(fault=None), status=status)
+    return results.changed(made, 0, cells=tuple(Cell(i, "unknown", None, None, differing, 9) for i in range(3)))
+
+
 @pytest.mark.parametrize(
     "made, tone, words",
     [
@@ -128,6 +134,9 @@ def test_the_page_loads_nothing():
         (results.result(fault=None), "good", "No difference beyond rounding"),
         (results.result(references=False, fault=None), "good", "No difference"),
         (dataclasses.replace(results.result(fault=None), rows=(), steps=()), "none", "Nothing was compared"),
+        (unjudged(0, "green"), "none", "No difference beyond rounding in what was judged; 3 of "),
+        (unjudged(5, "differs"), "bad", "cells differ, and no reference judges them"),
+        (dataclasses.replace(results.result(fault=None), status="differs"), "bad", "have other shapes"),
     ],
 )
 def test_the_header_says_the_status_in_words(made, tone, words):

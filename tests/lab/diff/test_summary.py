@@ -4,11 +4,12 @@ import dataclasses
 
 import numpy as np
 import pytest
-from diff_tools import compared, parameter, site
+from diff_tools import compared, parameter, site, trace
 from trace_tools import rng
 
-from diptych.lab.diff import summary
+from diptych.lab.diff import differ, summary
 from diptych.lab.diff.result import Ambiguous
+from diptych.lab.traces import Options
 
 
 def many(gen: np.random.Generator, error: float, count: int = 60) -> list:
@@ -23,6 +24,22 @@ def test_green(tmp_path):
     text = summary.text(compared(tmp_path, steps, steps))
     assert "GREEN: nothing differs (4 pairs of sites, step 0)" in text
     assert "First" not in text and "Only in" not in text and "Largest" not in text
+
+
+def test_what_was_not_judged_is_counted(tmp_path):
+    x = np.linspace(1, 2, 5000)
+    options = Options(values="sample")
+    a, b = ([site("x", x)._replace(hash=None), site("k", np.ones(2))] for _ in range(2))
+    result = differ.diff(*(trace(tmp_path / n, s, options=options) for n, s in (("a", a), ("b", b))))
+    assert "GREEN in what was judged; 1 of 2 cells unknown (2 pairs of sites, step 0)" in summary.text(result)
+
+
+def test_unknown_cells_that_differ(tmp_path):
+    x, k = np.linspace(1, 2, 50).astype(np.float32), site("k", np.ones(2))
+    h = [trace(tmp_path / n, [site("x", x), k]) for n in ("h_a", "h_b")]  # not in float64
+    text = summary.text(compared(tmp_path, [[site("x", x), k]], [[site("x", 2 * x), k]], references=h))
+    assert "DIFFERS (2 pairs of sites, step 0)" in text and "of the unknown cells 1 differ" in text
+    assert "Largest distances:\n  activation:x\n    unknown, step 0, float32, relative 1" in text
 
 
 def test_differs(tmp_path):

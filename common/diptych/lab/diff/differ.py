@@ -61,7 +61,7 @@ def diff(
     cells = _cells(rows, (a, b), references, numbers, unknown, threads)
     notes = [*shapes, *unknown, *_notes(a, b, references, numbers, steps)]
     if all(cell.verdict == "unknown" and not cell.differing for row in cells for cell in row):
-        raise DiffError(f"nothing can be said: {unknown[0]}")
+        raise DiffError(f"nothing can be said: {next(iter(unknown), 'no step has a matched site in both traces')}")
     found = tuple(row.row(tuple(each)) for row, each in zip(rows, cells, strict=True))
     first = _first(found)
     differs |= any(

@@ -86,14 +86,13 @@ class _Matcher:
         order = {key: i for i, key in enumerate(self._all[0])}
         pairs = sorted(self._pairs.values(), key=lambda p: order[p.a.key])
         notes = []
-        different = [pair for pair in self._other_shapes if not layout.held_otherwise(*pair)]
-        for what, found in (
-            ("have other shapes, which is a finding", different),
-            ("are held in other shapes, which are not compared", [p for p in self._other_shapes if p not in different]),
-        ):
-            if found:
-                shown = [f"{a.key} {list(a.shape)} and {list(b.shape)}" for a, b in found]
-                notes.append(f"sites with the same name {what}: {_few(shown)}")
+        shown: dict[bool, list[str]] = {False: [], True: []}
+        for a, b in self._other_shapes:
+            shown[layout.held_otherwise(a, b)].append(f"{a.key} {list(a.shape)} and {list(b.shape)}")
+        if shown[False]:
+            notes.append(f"sites with the same name have other shapes, which is a finding: {_few(shown[False])}")
+        if shown[True]:
+            notes.append(f"sites with the same name are held in other shapes and not compared: {_few(shown[True])}")
         apart = [{pair[i].key for pair in self._other_shapes} for i in range(2)]
         alone = [
             [o.site for key, o in side.items() if key in left or key in other]
@@ -102,7 +101,7 @@ class _Matcher:
         flat = [p.a.key for p in pairs if p.axes is None and p.a.shape != p.b.shape]
         if flat:
             notes.append(f"tensors whose axes are merged in one trace are compared flat: {_few(flat)}")
-        return Matching(pairs, alone[0], alone[1], self._ambiguous, notes, bool(different))
+        return Matching(pairs, alone[0], alone[1], self._ambiguous, notes, bool(shown[False]))
 
     # --- taking pairs ---
 

@@ -38,10 +38,11 @@ class Side:
 class Cell:
     """A pair of sites in one step.
 
-    `verdict`: "same": all bits, or all values of two dtypes, are equal. With references: "definition": H_A and H_B
+    `verdict`: "same": all bits but those of NaN, or all values of two dtypes, are equal. With references: "definition": H_A and H_B
     differ by more than 1e-10 in relative rms; "rounding": R is at most 2, or 20 / sqrt(n) for n < 100 elements;
-    "beyond": R is larger. Without: "differs", as with references where the shapes of this step do. "unknown": neither
-    hashes nor values tell. `relative`: rms of B - A relative to A's, inf where one of them is not finite; `max_ulp`,
+    "beyond": R is larger, or A is further from its own reference than rounding leads. Without, or where references do
+    not have this step: "differs", as where the shapes of this step do. "unknown": neither hashes nor values tell, or a
+    reference lacks the site. `relative`: rms of B - A relative to A's, inf where one of them is not finite; `max_ulp`,
     `differing` and `compared` as in `Distance`. `noise`: R = rms(B - H) / max(rms(A - H), u rms(H)). `definition`: the
     relative rms of H_B - H_A. None where it was not measured.
     """
@@ -100,8 +101,10 @@ class First:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Result:
-    """`status`: "green" if no cell is a finding, else "differs". `first`: where the traces part, forward sites first.
-    `unmatched_a`, `unmatched_b`: keys of sites that only one trace has. `notes`: sentences on what was not compared."""
+    """`status`: "differs" if a cell is a finding, an unknown one is known to differ, or sites of one name have other
+    shapes; else "green". `first`: where the traces part, forward sites first; empty if no cell is a finding.
+    `unmatched_a`, `unmatched_b`: keys of sites that only one trace has, or that have other shapes in the other one.
+    `notes`: sentences on what was not compared."""
 
     sides: tuple[Side, ...]
     steps: tuple[int, ...]
