@@ -38,8 +38,9 @@ class Side:
 class Cell:
     """A pair of sites in one step.
 
-    `verdict`: "same": all bits but those of NaN, or all values of two dtypes, are equal. With references: "definition": H_A and H_B
-    differ by more than 1e-10 in relative rms; "rounding": R is at most 2, or 20 / sqrt(n) for n < 100 elements;
+    `verdict`: "same": all bits but those of NaN, or all values of two dtypes, are equal. With references:
+    "definition": H_A and H_B differ by more than 1e-10 in relative rms; "rounding": R is at most 2, or 20 / sqrt(n)
+    for n < 100 elements;
     "beyond": R is larger, or A is further from its own reference than rounding leads. Without, or where references do
     not have this step: "differs", as where the shapes of this step do. "unknown": neither hashes nor values tell, or a
     reference lacks the site. `relative`: rms of B - A relative to A's, inf where one of them is not finite; `max_ulp`,
