@@ -24,6 +24,7 @@ from diptych.lab.traces.schema import Kind
 from diptych.torch.lab import statistics, taps
 from diptych.torch.lab.statistics import moved
 from diptych.torch.lab.taps import Seen, connect
+from diptych.torch.primitives import hash as hash_ops
 from diptych.torch.primitives import register
 from diptych.torch.state.autocast import get_autocast_recipe
 
@@ -203,12 +204,12 @@ class Capture:
         self._again: dict[int, Seen] = {}  # recomputed activations, by ticket
         self._plans: dict[str, Any] = {}
         self._stack: list[str] = []
-        self._context: str | None = None
+        self._context: tuple[str, int] | None = None  # the module whose gradient came last, and the backward pass
 
     @contextlib.contextmanager
     def _attached(self) -> Any:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(taps.effective())
+            stack.enter_context(taps.effective(self._compiled))
             stack.callback(taps.attach(self._modules, self))
             for name, p in self._parameters.items():
                 if p.requires_grad:
@@ -237,16 +238,23 @@ class Capture:
     # --- what taps call ---
 
     def wants(self, key: int) -> bool:
-        return self._wanted[key]
+        return self._wanted[key] or not any(self._wanted.values())  # a tap says that the step began
+
+    def owns(self, key: int, module: nn.Module) -> bool:
+        return self._modules[key] is module
 
     def enter(self, key: int) -> None:
-        # Checkpointing without reentry recomputes under hooks for saved tensors, and may leave modules by an exception.
-        if not (_in_backward() and _saved_tensors_hooks(True)):
-            self._stack.append(self._paths[key])
+        if _recomputes():
+            return
+        if not self._paths[key] and not _in_backward():
+            self._stack.clear()  # an exception may have left modules of an earlier pass
+        self._stack.append(self._paths[key])
 
     def leave(self, key: int) -> None:
-        if self._stack and self._stack[-1] == self._paths[key]:
-            self._stack.pop()
+        path = self._paths[key]
+        if path in self._stack and not _recomputes():
+            while self._stack.pop() != path:  # modules that were left by an exception
+                pass
 
     def forward(self, key: int, x: Tensor, place: str, eager: bool) -> int:
         self._start()
@@ -270,7 +278,7 @@ class Capture:
         return ticket
 
     def backward(self, key: int, gradient: Tensor | None, ticket: int) -> None:
-        self._context = self._paths[key]
+        self._context = self._paths[key], _backward_pass()
         of = self._seen.get(ticket) or self._again.get(ticket)
         if of is not None and gradient is not None:
             self._seen.pop(("gradient", ticket), None)  # of an earlier backward pass
@@ -328,9 +336,9 @@ class Capture:
         for ops of no module, and for those that are repeated to recompute activations."""
         if not _in_backward():
             return rules.named(self._stack[-1]) if self._stack else None
-        if self._context is None or self._stack or _saved_tensors_hooks(True):
+        if self._context is None or self._context[1] != _backward_pass() or self._stack or _saved_tensors_hooks(True):
             return None
-        return rules.named(self._context)
+        return rules.named(self._context[0])
 
     def _start(self) -> None:
         """The step's first module ran: records the parameters that it uses."""
@@ -374,7 +382,7 @@ class Capture:
                     f"capture: {kind} {name} is computed in a CUDA graph, which records nothing when it is replayed; "
                     "compile without CUDA graphs"
                 )
-            seen = Seen(kind, name, call, tuple(x.shape), dtype, statistics.hash_of(x), None, None)
+            seen = Seen(kind, name, call, tuple(x.shape), dtype, hash_ops.hash(x), None, None)
             if keep:
                 seen.row = statistics.measured(x) if self._with_statistics else None
                 seen.values = self._keep(seen.site, x)
@@ -397,6 +405,7 @@ class Capture:
     def _entries(self) -> list[Entry]:
         """Returns the step's records in the order of computation. The host waits for the device."""
         last = [self._last[name] for name in self._parameters if name in self._last]
+        statistics.synchronize([s.hash for s in [*self._first, *self._seen.values(), *last]])
         self._resolve()
         every = [*self._first, *self._seen.values(), *last]
         if not self._compiled:
@@ -427,8 +436,8 @@ class Capture:
                     f"capture: {again.name} was recomputed in the backward pass with other bits, and it ran more than "
                     "once in the step, so that its gradients cannot be matched"
                 )
-            done.add(calls[0])
-            self._seen["gradient", ticket].call = self._seen[calls[0]].call
+            done.add(calls[-1])  # recomputation runs from the last call to the first
+            self._seen["gradient", ticket].call = self._seen[calls[-1]].call
 
     def _warn(self, message: str) -> None:
         if message not in self._warned:
@@ -445,8 +454,19 @@ def _plain(path: str) -> str:
     return ".".join([part for part in path.split(".") if part != "_orig_mod"])
 
 
+def _backward_pass() -> int:
+    """Returns the number of the backward pass that runs in this thread, -1 if none does."""
+    return torch._C._current_graph_task_id()
+
+
 def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return _backward_pass() != -1
+
+
+def _recomputes() -> bool:
+    """Whether checkpointing without reentry recomputes: under hooks for saved tensors. It may leave modules by an
+    exception."""
+    return _in_backward() and bool(_saved_tensors_hooks(True))
 
 
 def _rank() -> tuple[int, int]:

@@ -54,6 +54,10 @@ class Recorder(Protocol):
         """Whether a module's outputs are recorded."""
         ...
 
+    def owns(self, key: int, module: nn.Module) -> bool:
+        """Whether the key is that module's own; a copy of a module has the key of the original."""
+        ...
+
 
 ACTIVE: dict[int, Recorder] = {}
 """The recorders of those modules that have taps now, by key. Calls with other keys record nothing."""
@@ -65,7 +69,7 @@ ACTIVE: dict[int, Recorder] = {}
 def _forward(x: Tensor, key: Tensor, place: str) -> Tensor:
     number = int(key)
     recorder = ACTIVE.get(number)
-    return torch.tensor([-1 if recorder is None else recorder.forward(number, x, place, False)])
+    return torch.tensor([-1 if recorder is None else recorder.forward(number, x, place, False)], device="cpu")
 
 
 def _backward(gradient: Tensor, key: Tensor, ticket: Tensor) -> None:
@@ -141,17 +145,37 @@ def _traced(output: Any, key: Tensor, backward_key: Tensor) -> Any:
     return mapped(output, tap)
 
 
-@torch.compiler.disable
-def _eager(module: nn.Module, output: Any) -> Any:
+def _recorder(module: nn.Module) -> tuple[Recorder | None, int]:
+    """Returns the recorder of a module and its key. Copies of a module have its hooks and no recorder."""
     key = int(getattr(module, KEY))
-    recorder = ACTIVE[key]
+    recorder = ACTIVE.get(key)
+    return (recorder if recorder is not None and recorder.owns(key, module) else None), key
+
+
+def _shared(x: Tensor, given: list[Any]) -> bool:
+    """Whether x is one of the given tensors, or has its memory as far as autograd knows."""
+    base = x if x._base is None else x._base
+    return any(isinstance(a, Tensor) and (a is base or a._base is base) for a in given)
+
+
+@torch.compiler.disable
+def _eager(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    recorder, key = _recorder(module)
+    if recorder is None:
+        return None
+    given = pytree.tree_leaves((args, kwargs))
     replaced = False
 
     def tap(x: Tensor, place: str) -> Tensor:
         nonlocal replaced
         ticket = recorder.forward(key, x, place, True)
         if x.requires_grad and torch.is_grad_enabled():
-            x, replaced = _Alias.apply(x, recorder, key, ticket), True
+            replaced = True
+            if _shared(x, given):  # autograd must see what the caller writes to it
+                x = x.view_as(x)
+                x.register_hook(lambda gradient: recorder.backward(key, gradient, ticket))
+            else:
+                x = _Alias.apply(x, recorder, key, ticket)
             x.grad_fn.metadata[KEY] = ticket  # type: ignore[union-attr, index]
         return x
 
@@ -187,8 +211,9 @@ def nearest(x: Tensor, known: Container[Any]) -> tuple[list[int], list[Tensor]] 
 
 @torch.compiler.disable
 def _enter(module: nn.Module) -> None:
-    key = int(getattr(module, KEY))
-    ACTIVE[key].enter(key)
+    recorder, key = _recorder(module)
+    if recorder is not None:
+        recorder.enter(key)
 
 
 def _before(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -196,9 +221,9 @@ def _before(module: nn.Module, args: tuple[Any, ...]) -> None:
         _enter(module)
 
 
-def _after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     if not torch.compiler.is_compiling():
-        return _eager(module, output)  # type: ignore[call-arg]
+        return _eager(module, args, kwargs, output)  # type: ignore[call-arg]
     if not getattr(module, WANTED):
         return None
     return _traced(output, getattr(module, KEY), getattr(module, BACKWARD_KEY))
@@ -224,6 +249,8 @@ def mapped(value: Any, tap: Callable[[Tensor, str], Tensor], place: str = "") ->
 def _mapped_fields(value: Any, tap: Callable[[Tensor, str], Tensor], place: str) -> Any:
     made = copy.copy(value)
     for field in dataclasses.fields(value):
+        if not hasattr(value, field.name):
+            continue
         child = getattr(value, field.name)
         object.__setattr__(made, field.name, mapped(child, tap, f'{place}["{field.name}"]'))
     return made
@@ -244,11 +271,12 @@ def attach(modules: dict[int, nn.Module], recorder: Recorder) -> Callable[[], No
     try:
         for key, module in modules.items():
             for name in (KEY, BACKWARD_KEY):
-                module.__dict__[name] = torch.tensor([key])
+                with torch.inference_mode(False):  # compiled code writes to it
+                    module.__dict__[name] = torch.tensor([key], device="cpu")
             module.__dict__[WANTED] = recorder.wants(key)
             ACTIVE[key] = recorder
             handles.append(module.register_forward_pre_hook(_before))
-            handles.append(module.register_forward_hook(_after))
+            handles.append(module.register_forward_hook(_after, with_kwargs=True))
     except BaseException:
         detach()
         raise
@@ -256,17 +284,23 @@ def attach(modules: dict[int, nn.Module], recorder: Recorder) -> Callable[[], No
 
 
 @contextlib.contextmanager
-def effective() -> Iterator[None]:
+def effective(compiled: bool) -> Iterator[None]:
     """Makes calls of compiled code run code that is compiled with the modules' present hooks.
 
-    Compiled code checks whether deterministic algorithms warn or raise, also where neither is asked for.
+    Compiled code checks whether deterministic algorithms warn or raise, also where neither is asked for. Where they
+    are, the state stays, since it would have an effect.
+
+    **Raises** NotImplementedError where deterministic algorithms are asked for and code with taps is `compiled`.
     """
+    if torch.are_deterministic_algorithms_enabled():
+        if compiled:
+            raise UnsupportedError(
+                "capture: steps of compiled models cannot be recorded under torch.use_deterministic_algorithms(True); "
+                "switch it off, or capture the eager model"
+            )
+        yield
+        return
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    if warns and torch.are_deterministic_algorithms_enabled():
-        raise UnsupportedError(
-            "capture: steps cannot be recorded under torch.use_deterministic_algorithms(True, warn_only=True); leave "
-            "warn_only out"
-        )
     _warn_only(not warns)
     try:
         yield
