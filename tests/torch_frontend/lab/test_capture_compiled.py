@@ -122,8 +122,8 @@ def test_deterministic_algorithms(tmp_path, warn_only):
             assert torch.is_deterministic_algorithms_warn_only_enabled() == warn_only
             step()
             t.step()
-            step(run)  # code without taps
-            with pytest.raises(RuntimeError, match="no module of the model ran"):
+            step(run)  # code around the model
+            with pytest.raises(RuntimeError, match=r"no module of the model ran|compiled models"):
                 t.step()
         assert "activation_grad:blocks.0.act" in observed(tmp_path / "u")
         assert torch.is_deterministic_algorithms_warn_only_enabled() == warn_only

@@ -1,5 +1,6 @@
 """Taps of eager modules leave gradients as they are, and know whose they are."""
 
+import collections
 import contextlib
 import copy
 import dataclasses
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import diptych.torch as dt
 from diptych.common import Float8CurrentScaling
+from diptych.lab.capture import CaptureWarning
 from diptych.torch import lab
 from torch_frontend.lab.captured import observed
 
@@ -47,9 +49,7 @@ def backward_and_step(model, x, folder, **options):
     return observed(folder)
 
 
-@pytest.mark.parametrize(
-    "part", [nn.Identity(), nn.Flatten(), Of(lambda x: x[:1]), Of(lambda x: x[:1].view(-1))]
-)
+@pytest.mark.parametrize("part", [nn.Identity(), nn.Flatten(), Of(lambda x: x[:1]), Of(lambda x: x[:1].view(-1))])
 @pytest.mark.parametrize("named", [False, True])
 def test_a_write_to_a_modules_result_that_is_its_input_has_a_gradient(tmp_path, part, named):
     def tripled(m, x):
@@ -150,3 +150,34 @@ def test_a_dataclass_with_a_field_that_is_not_set(tmp_path):
 
     model = Calls(lambda m, x: m.part(x).left, part=Of(lambda x: Partial(x * 2)))
     assert 'activation:part["left"]' in backward_and_step(model, torch.ones(2, requires_grad=True), tmp_path / "t")
+
+
+def test_names_of_places(tmp_path):
+    class Unknown:
+        def __init__(self, x):
+            self.x = x
+
+    both = collections.namedtuple("Both", "left right")
+    model = Of(lambda x: (both(x, {1: x, "a\n": x, "a\t": x}), Unknown(x), Unknown(x)))
+    with (
+        lab.capture(model, out=tmp_path / "t") as t,
+        pytest.warns(CaptureWarning, match=r"in model\[1\] are not recorded: Unknown") as warned,
+    ):
+        model(torch.ones(2))
+        t.step()
+    assert len(warned) == 1
+    left, right = 'activation:model[0]["left"]', 'activation:model[0]["right"]'
+    assert list(observed(tmp_path / "t")) == [left, f"{right}[1]", f'{right}["a?"]', f'{right}["a?"]#1']
+
+
+def test_transforms_of_functions_and_lazy_modules_are_refused(tmp_path):
+    model = nn.Linear(2, 2)
+
+    def loss(parameters):
+        return torch.func.functional_call(model, parameters, (torch.ones(1, 2),)).sum()
+
+    with lab.capture(model, out=tmp_path / "t"), pytest.raises(NotImplementedError, match=r"torch\.func"):
+        torch.func.grad(loss)(dict(model.named_parameters()))
+    lazy = nn.Sequential(nn.LazyLinear(3))
+    with pytest.raises(NotImplementedError, match="'0' has parameters that"), lab.capture(lazy, out=tmp_path / "u"):
+        pass

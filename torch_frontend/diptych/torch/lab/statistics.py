@@ -80,6 +80,13 @@ def to_numpy(x: Tensor):  # type: ignore[no-untyped-def]
     return bits.view(f"u{x.element_size()}")
 
 
+def bits(x: Tensor) -> bytes:
+    """The bits of a tensor of any dtype and layout; the host waits for them."""
+    if x.layout is not torch.strided:
+        x = x.to_dense()
+    return to_numpy(torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).tobytes()
+
+
 def synchronize(tensors: list[Tensor]) -> None:
     """Waits for all work on the tensors' devices: hooks of a backward pass may run on other streams."""
     for device in {t.device for t in tensors if t.is_cuda}:

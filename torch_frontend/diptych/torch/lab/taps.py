@@ -18,6 +18,7 @@ import collections
 import contextlib
 import copy
 import dataclasses
+import enum
 from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -42,6 +43,9 @@ class Recorder(Protocol):
 
     def leave(self, key: int) -> None:
         """It ended."""
+
+    def skip(self, key: int, value: Any, place: str) -> None:
+        """Part of an output, in eager code, is an object that may hold tensors and is not known."""
 
     def forward(self, key: int, x: Tensor, place: str, eager: bool) -> int:
         """Records an output. `place`: where it is in the module's result. Returns the call's ticket."""
@@ -179,7 +183,7 @@ def _eager(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
             x.grad_fn.metadata[KEY] = ticket  # type: ignore[union-attr, index]
         return x
 
-    output = mapped(output, tap)
+    output = mapped(output, tap, skip=lambda value, place: recorder.skip(key, value, place))
     recorder.leave(key)
     return output if replaced else None
 
@@ -229,10 +233,16 @@ def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out
     return _traced(output, getattr(module, KEY), getattr(module, BACKWARD_KEY))
 
 
-def mapped(value: Any, tap: Callable[[Tensor, str], Tensor], place: str = "") -> Any:
+def mapped(
+    value: Any,
+    tap: Callable[[Tensor, str], Tensor],
+    place: str = "",
+    skip: Callable[[Any, str], None] | None = None,
+) -> Any:
     """Returns a structure with each tensor replaced by `tap(tensor, place)`, such as place '[0]["name"]'.
 
-    Structures are those that torch's pytree knows, and dataclasses; anything else stays as it is.
+    Structures are those that torch's pytree knows, and dataclasses; anything else stays as it is, after
+    `skip(value, place)` if it has attributes.
     """
     if isinstance(value, Tensor):
         return tap(value, place)
@@ -240,19 +250,28 @@ def mapped(value: Any, tap: Callable[[Tensor, str], Tensor], place: str = "") ->
         return value
     children, spec = pytree.tree_flatten(value, is_leaf=lambda v: v is not value)
     if len(children) == 1 and children[0] is value:
-        return _mapped_fields(value, tap, place) if dataclasses.is_dataclass(value) else value
-    places = [f'["{k}"]' for k in value] if isinstance(value, dict) else [f"[{i}]" for i in range(len(children))]
-    children = [mapped(child, tap, place + at) for child, at in zip(children, places, strict=True)]
+        if dataclasses.is_dataclass(value):
+            return _mapped_fields(value, tap, place, skip)
+        if skip is not None and hasattr(value, "__dict__") and not isinstance(value, (type, enum.Enum)):
+            skip(value, place)
+        return value
+    at: Any = range(len(children))
+    if isinstance(value, dict):
+        at = value
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        at = value._fields  # type: ignore[attr-defined]
+    places = [place + (f'["{k}"]' if isinstance(k, str) else f"[{k}]") for k in at]
+    children = [mapped(child, tap, where, skip) for child, where in zip(children, places, strict=True)]
     return pytree.tree_unflatten(children, spec)
 
 
-def _mapped_fields(value: Any, tap: Callable[[Tensor, str], Tensor], place: str) -> Any:
+def _mapped_fields(value: Any, tap: Any, place: str, skip: Any) -> Any:
     made = copy.copy(value)
     for field in dataclasses.fields(value):
         if not hasattr(value, field.name):
             continue
         child = getattr(value, field.name)
-        object.__setattr__(made, field.name, mapped(child, tap, f'{place}["{field.name}"]'))
+        object.__setattr__(made, field.name, mapped(child, tap, f'{place}["{field.name}"]', skip))
     return made
 
 
@@ -340,6 +359,27 @@ class Seen:
     @property
     def key(self) -> str:
         return self.site.key
+
+
+def match_recomputed(again: dict[int, Seen], seen: dict[Any, Seen]) -> None:
+    """Finds the calls that gradients of recomputed activations belong to: those with the same bits.
+
+    **Arguments:** `again`: recomputed activations, by ticket. `seen`: the others by ticket, and gradients by
+    ("gradient", ticket). **Raises** NotImplementedError if no call has the bits.
+    """
+    done = {k[1] for k in seen if isinstance(k, tuple) and k[0] == "gradient" and k[1] in seen}
+    for ticket in [t for t in again if ("gradient", t) in seen]:
+        name = again[ticket].name
+        calls = [t for t, s in seen.items() if isinstance(t, int) and s.name == name and t not in done]
+        if len(calls) > 1:
+            calls = [t for t in calls if torch.equal(seen[t].hash, again[ticket].hash)]
+        if not calls:
+            raise UnsupportedError(
+                f"capture: {name} was recomputed in the backward pass with other bits, and it ran more than once in "
+                "the step, so that its gradients cannot be matched"
+            )
+        done.add(calls[-1])  # recomputation runs from the last call to the first
+        seen["gradient", ticket].call = seen[calls[-1]].call
 
 
 def connect(every: list[Seen], by_ticket: Mapping[Any, Seen], names: Mapping[int, str]) -> None:
