@@ -170,6 +170,14 @@ def test_names_of_places(tmp_path):
     assert list(observed(tmp_path / "t")) == [left, f"{right}[1]", f'{right}["a?"]', f'{right}["a?"]#1']
 
 
+def test_a_model_whose_result_is_unknown_runs(tmp_path):
+    model = Calls(lambda m, x: type("Unknown", (), {})(), linear=nn.Linear(2, 2))
+    with lab.capture(model, out=tmp_path / "t") as t, pytest.warns(CaptureWarning, match="in model are not recorded"):
+        model(torch.ones(2))
+        t.step()
+    assert set(observed(tmp_path / "t")) == {"parameter:linear.weight", "parameter:linear.bias"}
+
+
 def test_transforms_of_functions_and_lazy_modules_are_refused(tmp_path):
     model = nn.Linear(2, 2)
 

@@ -268,6 +268,7 @@ class Capture:
                 pass
 
     def skip(self, key: int, value: Any, place: str) -> None:
+        self._start()
         kind = type(value)
         if self._wanted[key] and not self._quiet and kind not in self._skipped:
             self._skipped.add(kind)
