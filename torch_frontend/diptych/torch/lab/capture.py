@@ -20,7 +20,7 @@ from diptych.lab import capture as rules
 from diptych.lab.capture import CaptureWarning
 from diptych.lab.traces import SAMPLES, Entry, Meta, Site, Writer
 from diptych.lab.traces.schema import Kind
-from diptych.torch.lab import ops, statistics, taps
+from diptych.torch.lab import statistics, taps
 from diptych.torch.lab.statistics import moved
 from diptych.torch.lab.taps import Seen, connect
 from diptych.torch.primitives import hash as hash_ops
@@ -322,12 +322,12 @@ class Capture:
     def _op(self, name: str, arguments: list[str], real: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs an op of diptych and records its operands and results."""
         path, given = self._module_of_op(), dict(zip(arguments, args, strict=False)) | kwargs
-        if self._quiet or path is None or name in ops.UNRECORDED:
+        if self._quiet or path is None or name in taps.UNRECORDED_OPS:
             return real(*args, **kwargs)
-        site = ops.NAMES.get(name, name)
+        site = taps.OP_NAMES.get(name, name)
         operands = self._see_all("operand", path, site, given)
         out = real(*args, **kwargs)
-        for seen in self._see_all("result", path, site, ops.results(name, given, out)):
+        for seen in self._see_all("result", path, site, taps.op_results(name, given, out)):
             seen.inputs = tuple([operand.key for operand in operands])
         return out
 
