@@ -72,10 +72,11 @@ class Calls:
     def site(
         self, kind: Kind, name: str, shape: tuple[int, ...], dtype: str, inputs: tuple[str, ...] | None = None
     ) -> Site:
-        """Returns the site of the next tensor with this kind and name."""
+        """Returns the site of the next tensor with this kind and printable name."""
+        name = printable(name)
         call = self._seen[kind, name]
         self._seen[kind, name] += 1
-        return Site(printable(name), kind, call, tuple(shape), dtype, inputs)
+        return Site(name, kind, call, tuple(shape), dtype, inputs)
 
 
 def printable(name: str) -> str:

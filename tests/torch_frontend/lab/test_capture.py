@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import diptych.torch as dt
-from diptych.common import Float8CurrentScaling, QuantizerRole
+from diptych.common import DelayedScaling, Float8CurrentScaling, QuantizerRole
 from diptych.lab.capture import CaptureWarning
 from diptych.lab.traces import Trace, TraceError, places
 from diptych.torch import lab
@@ -268,3 +268,54 @@ def test_a_model_that_is_a_type_of_its_own(tmp_path):
         model(torch.zeros(1, 2, dtype=torch.long))
         t.step()
     assert all(o.site.kind == "parameter" for o in observed(tmp_path / "t").values())
+
+
+def test_check_within_a_step_is_refused_and_takes_tensors_of_any_kind(tmp_path):
+    model = nn.Embedding(4, 2, sparse=True)
+    model.register_buffer("complex", torch.ones(2, dtype=torch.complex128))
+    with lab.capture(model, out=tmp_path / "t") as t, pytest.warns(CaptureWarning, match="sparse"):
+        assert t.check(lambda: model(torch.tensor([1, 1])).sum().backward())
+        model(torch.tensor([1])).sum().backward()
+        with pytest.raises(RuntimeError, match="within a step"):
+            t.check(lambda: None)
+        t.step()
+    assert "activation_grad:model" in observed(tmp_path / "t")
+
+
+def test_what_is_not_written_is_a_warning(tmp_path):
+    model, x = nn.Linear(2, 2), torch.ones(1, 2)
+    with pytest.warns(CaptureWarning, match=r"step\(\) was not called"), lab.capture(model, out=tmp_path / "t"):
+        model(x)
+    with lab.capture(model, out=tmp_path / "u") as t:
+        torch.autograd.grad(model(x).sum(), list(model.parameters()))
+        with pytest.warns(CaptureWarning, match="none of a parameter"):
+            t.step()
+
+
+def test_results_of_ops_that_write_to_operands(tmp_path):
+    layer = dt.Linear(32, 32, fuse_wgrad_accumulation=True)
+    layer.weight.main_grad = torch.zeros(32, 32)
+
+    def step():
+        with dt.autocast(recipe=Float8CurrentScaling()):
+            layer(torch.ones(16, 32)).square().sum().backward()
+
+    captured(tmp_path / "t", step, layer)
+    found = observed(tmp_path / "t")
+    assert_is_of(found["result:model/gemm.d#1"], layer.weight.main_grad)
+    assert "operand:model/gemm.acc" in found["result:model/gemm.d#1"].site.inputs
+
+
+@pytest.mark.parametrize("recipe", [Float8CurrentScaling(), DelayedScaling()], ids=["current", "delayed"])
+def test_buffers_of_every_quantization_have_names(tmp_path, recipe):
+    model = dt.LayerNormLinear(32, 32)
+
+    def step():
+        with dt.autocast(recipe=recipe):
+            model(torch.ones(16, 32, requires_grad=True)).square().sum().backward()
+
+    captured(tmp_path / "t", step, model)
+    results = {key.split("/")[1].split("#")[0] for key in observed(tmp_path / "t") if key.startswith("result:")}
+    names = {name for name in results if name.startswith(("quantize", "amax"))}
+    assert {"quantize.rowwise_data", "quantize.columnwise_data"} <= names
+    assert not any("fused" in name or "out[" in name for name in names)

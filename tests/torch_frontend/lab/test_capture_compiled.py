@@ -109,22 +109,39 @@ def test_recomputation_in_a_graph_is_recorded_once(tmp_path):
     assert found[0] == found[1]
 
 
-def test_deterministic_algorithms(tmp_path):
+@pytest.mark.parametrize("warn_only", [False, True])
+def test_deterministic_algorithms(tmp_path, warn_only):
     model, step = model_and_step()
     run = compiled(model, "wrapped")
+    torch.use_deterministic_algorithms(True, warn_only=warn_only)
     try:
-        torch.use_deterministic_algorithms(True)
         step(run)
-        with lab.capture(model, out=tmp_path / "t") as t:
-            step(run)
-            t.step()
-        assert "activation_grad:blocks.0.act" in observed(tmp_path / "t")
-        assert not torch.is_deterministic_algorithms_warn_only_enabled()
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        with pytest.raises(NotImplementedError, match="warn_only"), lab.capture(model, out=tmp_path / "u"):
+        with pytest.raises(NotImplementedError, match="deterministic"), lab.capture(run, out=tmp_path / "t"):
             pass
+        with lab.capture(model, out=tmp_path / "u") as t:  # of the eager model
+            assert torch.is_deterministic_algorithms_warn_only_enabled() == warn_only
+            step()
+            t.step()
+            step(run)  # code around the model
+            with pytest.raises(RuntimeError, match=r"no module of the model ran|compiled models"):
+                t.step()
+        assert "activation_grad:blocks.0.act" in observed(tmp_path / "u")
+        assert torch.is_deterministic_algorithms_warn_only_enabled() == warn_only
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+def test_parameters_alone_and_entry_in_inference_mode(tmp_path):
+    model = nn.Sequential(nn.Linear(2, 2))
+    run = torch.compile(model, **AOT)
+    with torch.inference_mode():
+        t = lab.capture(run, out=tmp_path / "t", sites="0.weight").__enter__()
+    try:
+        run(torch.ones(1, 2)).sum().backward()
+        t.step()
+    finally:
+        t.__exit__()
+    assert set(observed(tmp_path / "t")) == {"parameter:0.weight", "parameter_grad:0.weight"}
 
 
 @pytest.mark.slow

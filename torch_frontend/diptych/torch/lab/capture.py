@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from diptych.common.errors import ArgumentError, UnsupportedError
-from diptych.common.ops import shapes
 from diptych.lab import capture as rules
 from diptych.lab.capture import CaptureWarning
 from diptych.lab.traces import SAMPLES, Entry, Meta, Site, Writer
@@ -24,6 +23,7 @@ from diptych.lab.traces.schema import Kind
 from diptych.torch.lab import statistics, taps
 from diptych.torch.lab.statistics import moved
 from diptych.torch.lab.taps import Seen, connect
+from diptych.torch.primitives import hash as hash_ops
 from diptych.torch.primitives import register
 from diptych.torch.state.autocast import get_autocast_recipe
 
@@ -79,6 +79,7 @@ class Capture:
         self._armed = contextlib.ExitStack()
         self._quiet = False
         self._warned: set[str] = set()
+        self._skipped: set[type] = set()  # of what may hold tensors
 
     # --- the context ---
 
@@ -110,8 +111,10 @@ class Capture:
             raise
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: object = None, *_: object) -> None:
         assert self._writer is not None
+        if error is None and self._began and self._steps == 0:
+            self._warn("nothing is recorded, since step() was not called")
         self._armed.close()
         self._forget()
         for module in self._modules.values():
@@ -135,6 +138,7 @@ class Capture:
                         f"capture: no module of the model ran in step {self._steps}, or it ran in another process or "
                         "thread, or in code that torch.compile had exported or packaged"
                     )
+                self._warn_of_gradients()
                 self._writer.step(self._steps, self._entries())
         finally:
             self._steps += 1
@@ -146,11 +150,17 @@ class Capture:
         **Arguments:** `run`: computes loss and gradients, updates nothing, and returns the loss or None. It is called
         twice. Buffers, gradients and torch's random numbers are set back each time.
 
+        **Raises** RuntimeError outside of the `with` block, or if the present step has begun.
+
         **Returns** whether the loss, all gradients of parameters and all buffers had the same bits; with
         torch.distributed, on all ranks.
         """
         if self._writer is None or self._writer.closed:
             raise RuntimeError("capture: check() is called outside of the capture's with block")
+        if self._began:
+            raise RuntimeError(
+                "capture: check() is called within a step; call it before the model runs, or after step()"
+            )
         self._armed.close()
         self._quiet = True
         try:
@@ -177,7 +187,7 @@ class Capture:
             with torch.random.fork_rng(devices=[d.index or 0 for d in devices]):
                 loss = run()
             found = [loss.detach() if isinstance(loss, Tensor) else None, *[p.grad for p in parameters], *buffers]
-            return [None if t is None else statistics.to_numpy(taps.local(t.detach())).tobytes() for t in found]
+            return [None if t is None else statistics.bits(taps.local(t.detach())) for t in found]
         finally:
             with torch.no_grad():
                 for buffer, before in zip(buffers, held, strict=True):
@@ -203,12 +213,12 @@ class Capture:
         self._again: dict[int, Seen] = {}  # recomputed activations, by ticket
         self._plans: dict[str, Any] = {}
         self._stack: list[str] = []
-        self._context: str | None = None
+        self._context: tuple[str, int] | None = None  # the module whose gradient came last, and the backward pass
 
     @contextlib.contextmanager
     def _attached(self) -> Any:
         with contextlib.ExitStack() as stack:
-            stack.enter_context(taps.effective())
+            stack.enter_context(taps.effective(self._compiled))
             stack.callback(taps.attach(self._modules, self))
             for name, p in self._parameters.items():
                 if p.requires_grad:
@@ -225,6 +235,8 @@ class Capture:
         where = f"capture: the module {rules.named(path)!r}"
         if isinstance(module, torch.jit.ScriptModule):
             raise UnsupportedError(f"{where} is TorchScript, which runs no hooks; capture the module it is made from")
+        if any(nn.parameter.is_lazy(t) for t in (*module.parameters(recurse=False), *module.buffers(recurse=False))):
+            raise UnsupportedError(f"{where} has parameters that are not initialized; run the model once before")
         if module in _CAPTURED:
             raise UnsupportedError(f"{where} is in another capture; end that one first")
 
@@ -237,23 +249,45 @@ class Capture:
     # --- what taps call ---
 
     def wants(self, key: int) -> bool:
-        return self._wanted[key]
+        return self._wanted[key] or not any(self._wanted.values())  # a tap says that the step began
+
+    def owns(self, key: int, module: nn.Module) -> bool:
+        return self._modules[key] is module
 
     def enter(self, key: int) -> None:
-        # Checkpointing without reentry recomputes under hooks for saved tensors, and may leave modules by an exception.
-        if not (_in_backward() and _saved_tensors_hooks(True)):
-            self._stack.append(self._paths[key])
+        if _recomputes():
+            return
+        if not self._paths[key] and not _in_backward():
+            self._stack.clear()  # an exception may have left modules of an earlier pass
+        self._stack.append(self._paths[key])
 
     def leave(self, key: int) -> None:
-        if self._stack and self._stack[-1] == self._paths[key]:
-            self._stack.pop()
+        path = self._paths[key]
+        if path in self._stack and not _recomputes():
+            while self._stack.pop() != path:  # modules that were left by an exception
+                pass
+
+    def skip(self, key: int, value: Any, place: str) -> None:
+        self._start()
+        kind = type(value)
+        if self._wanted[key] and not self._quiet and kind not in self._skipped:
+            self._skipped.add(kind)
+            name = rules.named(self._paths[key], place)
+            self._warn(
+                f"tensors in {name} are not recorded: {kind.__name__} is no dataclass, nor known to torch's pytree"
+            )
 
     def forward(self, key: int, x: Tensor, place: str, eager: bool) -> int:
+        if torch._C._functorch.is_functorch_wrapped_tensor(x):  # type: ignore[attr-defined]
+            raise UnsupportedError(
+                f"capture: {rules.named(self._paths[key])} runs in a transform of torch.func, whose tensors cannot be "
+                "recorded; use backward(), or end the capture before"
+            )
         self._start()
         ticket = next(_TICKETS)
         if not self._wanted[key] or self._quiet:
             return ticket
-        name = rules.named(self._paths[key], place)
+        name = rules.printable(rules.named(self._paths[key], place))
         recomputed = _in_backward()
         call = self._calls["activation", name]
         seen = self._see("activation", name, call, x, keep=not recomputed)
@@ -270,7 +304,7 @@ class Capture:
         return ticket
 
     def backward(self, key: int, gradient: Tensor | None, ticket: int) -> None:
-        self._context = self._paths[key]
+        self._context = self._paths[key], _backward_pass()
         of = self._seen.get(ticket) or self._again.get(ticket)
         if of is not None and gradient is not None:
             self._seen.pop(("gradient", ticket), None)  # of an earlier backward pass
@@ -288,20 +322,12 @@ class Capture:
     def _op(self, name: str, arguments: list[str], real: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs an op of diptych and records its operands and results."""
         path, given = self._module_of_op(), dict(zip(arguments, args, strict=False)) | kwargs
-        name = _OP_NAMES.get(name, name)
-        if self._quiet or path is None or name in _UNRECORDED:
+        if self._quiet or path is None or name in taps.UNRECORDED_OPS:
             return real(*args, **kwargs)
-        operands = self._see_all("operand", path, name, given)
+        site = taps.OP_NAMES.get(name, name)
+        operands = self._see_all("operand", path, site, given)
         out = real(*args, **kwargs)
-        results = out if isinstance(out, (tuple, list)) else [out]
-        if "quantizer" in given:
-            names = [b.name for b in shapes.quantize_buffers(tuple(given["x"].shape), given["quantizer"])]
-            results = [t for t in results if t.numel()]  # copies that are not made are empty
-        else:
-            names = ["d" if name.endswith("gemm") else "out"]
-        if len(names) != len(results):
-            names = [f"out[{i}]" for i in range(len(results))]
-        for seen in self._see_all("result", path, name, dict(zip(names, results, strict=True))):
+        for seen in self._see_all("result", path, site, taps.op_results(name, given, out)):
             seen.inputs = tuple([operand.key for operand in operands])
         return out
 
@@ -310,7 +336,7 @@ class Capture:
         for name, value in given.items():
             several = isinstance(value, (list, tuple))
             for i, t in enumerate(value if several else [value]):
-                full = f"{path}/{op}.{name}" + (f"[{i}]" if several else "")
+                full = rules.printable(f"{path}/{op}.{name}" + (f"[{i}]" if several else ""))
                 if not isinstance(t, Tensor) or not self._wants_op(path, full):
                     continue
                 call = self._calls[kind, full]
@@ -328,9 +354,9 @@ class Capture:
         for ops of no module, and for those that are repeated to recompute activations."""
         if not _in_backward():
             return rules.named(self._stack[-1]) if self._stack else None
-        if self._context is None or self._stack or _saved_tensors_hooks(True):
+        if self._context is None or self._context[1] != _backward_pass() or self._stack or _saved_tensors_hooks(True):
             return None
-        return rules.named(self._context)
+        return rules.named(self._context[0])
 
     def _start(self) -> None:
         """The step's first module ran: records the parameters that it uses."""
@@ -374,7 +400,7 @@ class Capture:
                     f"capture: {kind} {name} is computed in a CUDA graph, which records nothing when it is replayed; "
                     "compile without CUDA graphs"
                 )
-            seen = Seen(kind, name, call, tuple(x.shape), dtype, statistics.hash_of(x), None, None)
+            seen = Seen(kind, name, call, tuple(x.shape), dtype, hash_ops.hash(x), None, None)
             if keep:
                 seen.row = statistics.measured(x) if self._with_statistics else None
                 seen.values = self._keep(seen.site, x)
@@ -397,7 +423,8 @@ class Capture:
     def _entries(self) -> list[Entry]:
         """Returns the step's records in the order of computation. The host waits for the device."""
         last = [self._last[name] for name in self._parameters if name in self._last]
-        self._resolve()
+        statistics.synchronize([s.hash for s in [*self._first, *self._seen.values(), *last]])
+        taps.match_recomputed(self._again, self._seen)
         every = [*self._first, *self._seen.values(), *last]
         if not self._compiled:
             connect(every, self._seen, self._names)
@@ -411,24 +438,13 @@ class Capture:
             entries.append(Entry(site, found, words.astype("<i4").tobytes().hex(), held))
         return entries
 
-    def _resolve(self) -> None:
-        """Finds the calls that gradients of recomputed activations belong to: those with the same bits."""
-        pending = [t for t in self._again if ("gradient", t) in self._seen]
-        if not pending:
-            return
-        done = {k[1] for k in self._seen if isinstance(k, tuple) and k[0] == "gradient" and k[1] in self._seen}
-        for ticket in pending:
-            again = self._again[ticket]
-            calls = [t for t, s in self._seen.items() if isinstance(t, int) and s.name == again.name and t not in done]
-            if len(calls) > 1:
-                calls = [t for t in calls if torch.equal(self._seen[t].hash, again.hash)]
-            if not calls:
-                raise UnsupportedError(
-                    f"capture: {again.name} was recomputed in the backward pass with other bits, and it ran more than "
-                    "once in the step, so that its gradients cannot be matched"
-                )
-            done.add(calls[0])
-            self._seen["gradient", ticket].call = self._seen[calls[0]].call
+    def _warn_of_gradients(self) -> None:
+        trained = any(p.requires_grad and not hasattr(p, "main_grad") for p in self._parameters.values())
+        if trained and not self._last and any(s.kind == "activation_grad" for s in self._seen.values()):
+            self._warn(
+                "gradients of activations came, and none of a parameter: torch.autograd.grad runs no hooks of "
+                "parameters; use backward()"
+            )
 
     def _warn(self, message: str) -> None:
         if message not in self._warned:
@@ -436,17 +452,24 @@ class Capture:
             warnings.warn(f"capture: {message}", CaptureWarning, stacklevel=2)
 
 
-_OP_NAMES = {"quantize_delayed": "quantize", "quantize_again": "quantize", "gemm_into": "gemm"}
-_UNRECORDED = {"hash", "rng_take", "empty", "log_amax"}
-
-
 def _plain(path: str) -> str:
     """A module's path without the wrappers of torch.compile."""
     return ".".join([part for part in path.split(".") if part != "_orig_mod"])
 
 
+def _backward_pass() -> int:
+    """Returns the number of the backward pass that runs in this thread, -1 if none does."""
+    return torch._C._current_graph_task_id()
+
+
 def _in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+    return _backward_pass() != -1
+
+
+def _recomputes() -> bool:
+    """Whether checkpointing without reentry recomputes: under hooks for saved tensors. It may leave modules by an
+    exception."""
+    return _in_backward() and bool(_saved_tensors_hooks(True))
 
 
 def _rank() -> tuple[int, int]:

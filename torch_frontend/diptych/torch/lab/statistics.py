@@ -11,18 +11,12 @@ from torch import Tensor
 
 from diptych.lab import capture as rules
 from diptych.lab.traces import DTYPES, Statistics, places
-from diptych.torch.primitives import hash as hash_ops
 
 
 def dtype_name(dtype: torch.dtype) -> str | None:
     """Returns a dtype's name in traces, None if traces do not have it."""
     name = str(dtype).removeprefix("torch.")
     return name if name in DTYPES and DTYPES[name].code else None
-
-
-def hash_of(x: Tensor) -> Tensor:
-    """The hash of x's bits, int32 [4] on its device."""
-    return hash_ops.hash(x)
 
 
 def measured(x: Tensor) -> Tensor:
@@ -47,7 +41,7 @@ def measured(x: Tensor) -> Tensor:
     scaled = finite / torch.where(amax > 0, amax, 1.0)
     count = (values.numel() - nan - infinite).clamp(min=1)
     mean = scaled.sum() / count * amax
-    rms = torch.linalg.vector_norm(scaled) / count.to(scaled.dtype).sqrt() * amax
+    rms = (scaled.square().sum() / count).sqrt() * amax  # vector_norm adds up large tensors one by one
     rms = torch.minimum(rms, amax)
     return torch.stack([t.to(torch.float64) for t in (amax, mean, rms, zero, nan, infinite, subnormal)])
 
@@ -86,13 +80,24 @@ def to_numpy(x: Tensor):  # type: ignore[no-untyped-def]
     return bits.view(f"u{x.element_size()}")
 
 
+def bits(x: Tensor) -> bytes:
+    """The bits of a tensor of any dtype and layout; the host waits for them."""
+    if x.layout is not torch.strided:
+        x = x.to_dense()
+    return to_numpy(torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).tobytes()
+
+
+def synchronize(tensors: list[Tensor]) -> None:
+    """Waits for all work on the tensors' devices: hooks of a backward pass may run on other streams."""
+    for device in {t.device for t in tensors if t.is_cuda}:
+        torch.cuda.synchronize(device)
+
+
 def moved(tensors: list[Any]) -> list[np.ndarray]:
     """Returns equally shaped tensors in the host's memory, by one transfer from each device."""
     found: list[Any] = [None] * len(tensors)
     for device in {t.device for t in tensors}:
         places = [i for i, t in enumerate(tensors) if t.device == device]
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)  # hooks of a backward pass may run on other streams
         moved = torch.stack([tensors[i] for i in places]).cpu().numpy()
         for i, row in zip(places, moved, strict=True):
             found[i] = row

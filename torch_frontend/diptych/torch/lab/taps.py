@@ -18,6 +18,7 @@ import collections
 import contextlib
 import copy
 import dataclasses
+import enum
 from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from diptych.common.errors import UnsupportedError
+from diptych.common.ops import shapes
 from diptych.lab import capture as rules
 from diptych.lab.traces import Site
 from diptych.lab.traces.schema import Kind
@@ -43,6 +45,9 @@ class Recorder(Protocol):
     def leave(self, key: int) -> None:
         """It ended."""
 
+    def skip(self, key: int, value: Any, place: str) -> None:
+        """Part of an output, in eager code, is an object that may hold tensors and is not known."""
+
     def forward(self, key: int, x: Tensor, place: str, eager: bool) -> int:
         """Records an output. `place`: where it is in the module's result. Returns the call's ticket."""
         ...
@@ -52,6 +57,10 @@ class Recorder(Protocol):
 
     def wants(self, key: int) -> bool:
         """Whether a module's outputs are recorded."""
+        ...
+
+    def owns(self, key: int, module: nn.Module) -> bool:
+        """Whether the key is that module's own; a copy of a module has the key of the original."""
         ...
 
 
@@ -65,7 +74,7 @@ ACTIVE: dict[int, Recorder] = {}
 def _forward(x: Tensor, key: Tensor, place: str) -> Tensor:
     number = int(key)
     recorder = ACTIVE.get(number)
-    return torch.tensor([-1 if recorder is None else recorder.forward(number, x, place, False)])
+    return torch.tensor([-1 if recorder is None else recorder.forward(number, x, place, False)], device="cpu")
 
 
 def _backward(gradient: Tensor, key: Tensor, ticket: Tensor) -> None:
@@ -141,21 +150,41 @@ def _traced(output: Any, key: Tensor, backward_key: Tensor) -> Any:
     return mapped(output, tap)
 
 
-@torch.compiler.disable
-def _eager(module: nn.Module, output: Any) -> Any:
+def _recorder(module: nn.Module) -> tuple[Recorder | None, int]:
+    """Returns the recorder of a module and its key. Copies of a module have its hooks and no recorder."""
     key = int(getattr(module, KEY))
-    recorder = ACTIVE[key]
+    recorder = ACTIVE.get(key)
+    return (recorder if recorder is not None and recorder.owns(key, module) else None), key
+
+
+def _shared(x: Tensor, given: list[Any]) -> bool:
+    """Whether x is one of the given tensors, or has its memory as far as autograd knows."""
+    base = x if x._base is None else x._base
+    return any(isinstance(a, Tensor) and (a is base or a._base is base) for a in given)
+
+
+@torch.compiler.disable
+def _eager(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    recorder, key = _recorder(module)
+    if recorder is None:
+        return None
+    given = pytree.tree_leaves((args, kwargs))
     replaced = False
 
     def tap(x: Tensor, place: str) -> Tensor:
         nonlocal replaced
         ticket = recorder.forward(key, x, place, True)
         if x.requires_grad and torch.is_grad_enabled():
-            x, replaced = _Alias.apply(x, recorder, key, ticket), True
+            replaced = True
+            if _shared(x, given):  # autograd must see what the caller writes to it
+                x = x.view_as(x)
+                x.register_hook(lambda gradient: recorder.backward(key, gradient, ticket))
+            else:
+                x = _Alias.apply(x, recorder, key, ticket)
             x.grad_fn.metadata[KEY] = ticket  # type: ignore[union-attr, index]
         return x
 
-    output = mapped(output, tap)
+    output = mapped(output, tap, skip=lambda value, place: recorder.skip(key, value, place))
     recorder.leave(key)
     return output if replaced else None
 
@@ -187,8 +216,9 @@ def nearest(x: Tensor, known: Container[Any]) -> tuple[list[int], list[Tensor]] 
 
 @torch.compiler.disable
 def _enter(module: nn.Module) -> None:
-    key = int(getattr(module, KEY))
-    ACTIVE[key].enter(key)
+    recorder, key = _recorder(module)
+    if recorder is not None:
+        recorder.enter(key)
 
 
 def _before(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -196,18 +226,24 @@ def _before(module: nn.Module, args: tuple[Any, ...]) -> None:
         _enter(module)
 
 
-def _after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+def _after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
     if not torch.compiler.is_compiling():
-        return _eager(module, output)  # type: ignore[call-arg]
+        return _eager(module, args, kwargs, output)  # type: ignore[call-arg]
     if not getattr(module, WANTED):
         return None
     return _traced(output, getattr(module, KEY), getattr(module, BACKWARD_KEY))
 
 
-def mapped(value: Any, tap: Callable[[Tensor, str], Tensor], place: str = "") -> Any:
+def mapped(
+    value: Any,
+    tap: Callable[[Tensor, str], Tensor],
+    place: str = "",
+    skip: Callable[[Any, str], None] | None = None,
+) -> Any:
     """Returns a structure with each tensor replaced by `tap(tensor, place)`, such as place '[0]["name"]'.
 
-    Structures are those that torch's pytree knows, and dataclasses; anything else stays as it is.
+    Structures are those that torch's pytree knows, and dataclasses; anything else stays as it is, after
+    `skip(value, place)` if it has attributes.
     """
     if isinstance(value, Tensor):
         return tap(value, place)
@@ -215,17 +251,28 @@ def mapped(value: Any, tap: Callable[[Tensor, str], Tensor], place: str = "") ->
         return value
     children, spec = pytree.tree_flatten(value, is_leaf=lambda v: v is not value)
     if len(children) == 1 and children[0] is value:
-        return _mapped_fields(value, tap, place) if dataclasses.is_dataclass(value) else value
-    places = [f'["{k}"]' for k in value] if isinstance(value, dict) else [f"[{i}]" for i in range(len(children))]
-    children = [mapped(child, tap, place + at) for child, at in zip(children, places, strict=True)]
+        if dataclasses.is_dataclass(value):
+            return _mapped_fields(value, tap, place, skip)
+        if skip is not None and hasattr(value, "__dict__") and not isinstance(value, (type, enum.Enum)):
+            skip(value, place)
+        return value
+    at: Any = range(len(children))
+    if isinstance(value, dict):
+        at = value
+    elif isinstance(value, tuple) and hasattr(value, "_fields"):
+        at = value._fields  # type: ignore[attr-defined]
+    places = [place + (f'["{k}"]' if isinstance(k, str) else f"[{k}]") for k in at]
+    children = [mapped(child, tap, where, skip) for child, where in zip(children, places, strict=True)]
     return pytree.tree_unflatten(children, spec)
 
 
-def _mapped_fields(value: Any, tap: Callable[[Tensor, str], Tensor], place: str) -> Any:
+def _mapped_fields(value: Any, tap: Any, place: str, skip: Any) -> Any:
     made = copy.copy(value)
     for field in dataclasses.fields(value):
+        if not hasattr(value, field.name):
+            continue
         child = getattr(value, field.name)
-        object.__setattr__(made, field.name, mapped(child, tap, f'{place}["{field.name}"]'))
+        object.__setattr__(made, field.name, mapped(child, tap, f'{place}["{field.name}"]', skip))
     return made
 
 
@@ -244,11 +291,12 @@ def attach(modules: dict[int, nn.Module], recorder: Recorder) -> Callable[[], No
     try:
         for key, module in modules.items():
             for name in (KEY, BACKWARD_KEY):
-                module.__dict__[name] = torch.tensor([key])
+                with torch.inference_mode(False):  # compiled code writes to it
+                    module.__dict__[name] = torch.tensor([key], device="cpu")
             module.__dict__[WANTED] = recorder.wants(key)
             ACTIVE[key] = recorder
             handles.append(module.register_forward_pre_hook(_before))
-            handles.append(module.register_forward_hook(_after))
+            handles.append(module.register_forward_hook(_after, with_kwargs=True))
     except BaseException:
         detach()
         raise
@@ -256,17 +304,23 @@ def attach(modules: dict[int, nn.Module], recorder: Recorder) -> Callable[[], No
 
 
 @contextlib.contextmanager
-def effective() -> Iterator[None]:
+def effective(compiled: bool) -> Iterator[None]:
     """Makes calls of compiled code run code that is compiled with the modules' present hooks.
 
-    Compiled code checks whether deterministic algorithms warn or raise, also where neither is asked for.
+    Compiled code checks whether deterministic algorithms warn or raise, also where neither is asked for. Where they
+    are, the state stays, since it would have an effect.
+
+    **Raises** NotImplementedError where deterministic algorithms are asked for and code with taps is `compiled`.
     """
+    if torch.are_deterministic_algorithms_enabled():
+        if compiled:
+            raise UnsupportedError(
+                "capture: steps of compiled models cannot be recorded under torch.use_deterministic_algorithms(True); "
+                "switch it off, or capture the eager model"
+            )
+        yield
+        return
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    if warns and torch.are_deterministic_algorithms_enabled():
-        raise UnsupportedError(
-            "capture: steps cannot be recorded under torch.use_deterministic_algorithms(True, warn_only=True); leave "
-            "warn_only out"
-        )
     _warn_only(not warns)
     try:
         yield
@@ -276,6 +330,47 @@ def effective() -> Iterator[None]:
 
 def _warn_only(warns: bool) -> None:
     torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled(), warn_only=warns)
+
+
+# --- names of what diptych's ops get and return ---
+
+
+OP_NAMES = {
+    "quantize_delayed": "quantize",
+    "quantize_again": "quantize",
+    "quantize_fused": "quantize",
+    "quantize_fused_delayed": "quantize",
+    "amax_fused": "amax",
+    "gemm_into": "gemm",
+    "grouped_gemm_into": "grouped_gemm",
+}
+"""Names in traces of ops that have another one in torch."""
+UNRECORDED_OPS = {"hash", "rng_take", "empty", "log_amax"}
+# Results of ops that write to operands, which have no others.
+_WRITTEN = {
+    "gemm_into": {"d": "acc"},
+    "grouped_gemm_into": {"d": "acc"},
+    "scale_update": {"history": "history", "scale": "scale"},
+}
+
+
+def op_results(op: str, given: dict[str, Any], out: Any) -> dict[str, Tensor]:
+    """Returns an op's results by name.
+
+    **Arguments:** `op`: its name in torch. `given`: its arguments by name. `out`: what it returned.
+    """
+    if op in _WRITTEN:
+        return {name: given[argument] for name, argument in _WRITTEN[op].items()}
+    found = list(out) if isinstance(out, (tuple, list)) else [out]
+    if "quantizer" in given:
+        found = [t for t in found if t.numel()]  # copies that are not made are empty
+        names = [b.name for b in shapes.quantize_buffers(tuple(given["x"].shape), given["quantizer"])]
+        names = names[: len(found)]  # the last is the amax, which not every op returns
+    else:
+        names = ["d" if op.endswith("gemm") else "out"]
+    if len(names) != len(found):
+        names = [f"out[{i}]" for i in range(len(found))]
+    return dict(zip(names, found, strict=True))
 
 
 # --- from which others each tensor of a step is computed ---
@@ -306,6 +401,27 @@ class Seen:
     @property
     def key(self) -> str:
         return self.site.key
+
+
+def match_recomputed(again: dict[int, Seen], seen: dict[Any, Seen]) -> None:
+    """Finds the calls that gradients of recomputed activations belong to: those with the same bits.
+
+    **Arguments:** `again`: recomputed activations, by ticket. `seen`: the others by ticket, and gradients by
+    ("gradient", ticket). **Raises** NotImplementedError if no call has the bits.
+    """
+    done = {k[1] for k in seen if isinstance(k, tuple) and k[0] == "gradient" and k[1] in seen}
+    for ticket in [t for t in again if ("gradient", t) in seen]:
+        name = again[ticket].name
+        calls = [t for t, s in seen.items() if isinstance(t, int) and s.name == name and t not in done]
+        if len(calls) > 1:
+            calls = [t for t in calls if torch.equal(seen[t].hash, again[ticket].hash)]
+        if not calls:
+            raise UnsupportedError(
+                f"capture: {name} was recomputed in the backward pass with other bits, and it ran more than once in "
+                "the step, so that its gradients cannot be matched"
+            )
+        done.add(calls[-1])  # recomputation runs from the last call to the first
+        seen["gradient", ticket].call = seen[calls[-1]].call
 
 
 def connect(every: list[Seen], by_ticket: Mapping[Any, Seen], names: Mapping[int, str]) -> None:

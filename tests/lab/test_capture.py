@@ -1,0 +1,9 @@
+"""What captures have in common in both frameworks."""
+
+from diptych.lab.capture import Calls
+
+
+def test_names_that_print_alike_are_calls_of_one_site():
+    calls = Calls()
+    keys = [calls.site("activation", name, (2,), "float32").key for name in ("a\n", "a\t", "b")]
+    assert keys == ["activation:a?", "activation:a?#1", "activation:b"]

@@ -1,0 +1,191 @@
+"""Taps of eager modules leave gradients as they are, and know whose they are."""
+
+import collections
+import contextlib
+import copy
+import dataclasses
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import diptych.torch as dt
+from diptych.common import Float8CurrentScaling
+from diptych.lab.capture import CaptureWarning
+from diptych.torch import lab
+from torch_frontend.lab.captured import observed
+
+
+class Calls(nn.Module):
+    """A model that runs a function of its parts."""
+
+    def __init__(self, function, **parts):
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+class Of(nn.Module):
+    """A module that runs a function."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+def backward_and_step(model, x, folder, **options):
+    with lab.capture(model, out=folder, **options) as t:
+        model(x).sum().backward()
+        t.step()
+    return observed(folder)
+
+
+@pytest.mark.parametrize("part", [nn.Identity(), nn.Flatten(), Of(lambda x: x[:1]), Of(lambda x: x[:1].view(-1))])
+@pytest.mark.parametrize("named", [False, True])
+def test_a_write_to_a_modules_result_that_is_its_input_has_a_gradient(tmp_path, part, named):
+    def tripled(m, x):
+        h = x * 1.0
+        y = m.part(**{"x" if isinstance(part, Of) else "input": h}) if named else m.part(h)
+        y.mul_(3)
+        return h
+
+    model = Calls(tripled, part=part)
+    x, want = [torch.ones(2, 2, requires_grad=True) for _ in range(2)]
+    model(want).sum().backward()
+    backward_and_step(model, x, tmp_path / "t")
+    assert want.grad.max() == 3 and torch.equal(x.grad, want.grad)
+
+
+def test_the_gradient_of_an_input_that_is_returned(tmp_path):
+    model, x = Calls(lambda m, x: m.part(x * 1.0) * 2, part=nn.Identity()), torch.ones(3, requires_grad=True)
+    found = backward_and_step(model, x, tmp_path / "t")
+    assert found["activation_grad:part"].record.statistics.mean == 2
+    assert found["activation:model"].site.inputs == ("activation:part",)
+
+
+def test_copies_of_a_model_are_not_recorded(tmp_path):
+    model, file = nn.Sequential(nn.Linear(2, 2)), io.BytesIO()
+    with lab.capture(model, out=tmp_path / "t") as t:
+        average = copy.deepcopy(model)
+        torch.save(model, file)
+        model(torch.ones(1, 2)).sum().backward()
+        average(torch.ones(1, 2)).sum().backward()
+        t.step()
+    assert [key for key in observed(tmp_path / "t") if "#" in key] == []
+    file.seek(0)
+    for made in (average, torch.load(file, weights_only=False)):
+        made(torch.ones(1, 2)).sum().backward()
+
+
+def test_ops_after_an_exception_that_the_caller_handles(tmp_path):
+    def fails_once(m, x):
+        h = m.linear(x)
+        with contextlib.suppress(MemoryError):
+            m.part(h)
+        m.part.function = torch.square
+        return m.part(h).square()
+
+    def raises(x):
+        raise MemoryError
+
+    model = nn.Sequential(Calls(fails_once, linear=dt.Linear(32, 32), part=Of(raises)))
+    with dt.autocast(recipe=Float8CurrentScaling()):
+        found = backward_and_step(model, torch.randn(16, 32), tmp_path / "t")
+    assert {"result:0.linear/gemm.d", "result:0.linear/gemm.d#1"} <= set(found)
+    model[0].part.function = raises
+    model[0].function = lambda m, x: m.part(m.linear(x)).square()
+    with lab.capture(model, out=tmp_path / "u") as t, dt.autocast(recipe=Float8CurrentScaling()):
+        with pytest.raises(MemoryError):
+            model(torch.randn(16, 32))
+        model[0].part.function = torch.square
+        model(torch.randn(16, 32)).sum().backward()
+        t.step()
+    assert "result:0.linear/gemm.d#2" in observed(tmp_path / "u")
+
+
+def test_ops_of_another_models_backward_pass_are_not_recorded(tmp_path):
+    captured, other, x = dt.Linear(32, 32), dt.Linear(32, 32), torch.randn(16, 32)
+    with lab.capture(captured, out=tmp_path / "t") as t, dt.autocast(recipe=Float8CurrentScaling()):
+        captured(x).square().sum().backward()
+        other(x).square().sum().backward()
+        t.step()
+    gemms = [key for key in observed(tmp_path / "t") if "result" in key and "gemm.d" in key]
+    assert gemms == ["result:model/gemm.d", "result:model/gemm.d#1"]
+
+
+def test_gradients_of_recomputed_calls_with_equal_bits(tmp_path):
+    def twice(m, x):
+        return sum(scale * checkpoint(m.linear, x, use_reentrant=True) for scale in (1, 10))
+
+    found = backward_and_step(
+        Calls(twice, linear=nn.Linear(2, 2)), torch.ones(1, 2, requires_grad=True), tmp_path / "t"
+    )
+    amax = [found[f"activation_grad:linear{call}"].record.statistics.amax for call in ("", "#1")]
+    assert amax == [1, 10]
+
+
+def test_a_default_device_and_inference_mode_do_not_matter(tmp_path):
+    model = nn.Linear(2, 2)
+    torch.set_default_device("meta")
+    try:
+        assert "activation_grad:model" in backward_and_step(model, torch.ones(1, 2, device="cpu"), tmp_path / "t")
+    finally:
+        torch.set_default_device(None)
+
+
+def test_a_dataclass_with_a_field_that_is_not_set(tmp_path):
+    @dataclasses.dataclass
+    class Partial:
+        left: torch.Tensor
+        right: torch.Tensor = dataclasses.field(init=False)
+
+    model = Calls(lambda m, x: m.part(x).left, part=Of(lambda x: Partial(x * 2)))
+    assert 'activation:part["left"]' in backward_and_step(model, torch.ones(2, requires_grad=True), tmp_path / "t")
+
+
+def test_names_of_places(tmp_path):
+    class Unknown:
+        def __init__(self, x):
+            self.x = x
+
+    both = collections.namedtuple("Both", "left right")
+    model = Of(lambda x: (both(x, {1: x, "a\n": x, "a\t": x}), Unknown(x), Unknown(x)))
+    with (
+        lab.capture(model, out=tmp_path / "t") as t,
+        pytest.warns(CaptureWarning, match=r"in model\[1\] are not recorded: Unknown") as warned,
+    ):
+        model(torch.ones(2))
+        t.step()
+    assert len(warned) == 1
+    left, right = 'activation:model[0]["left"]', 'activation:model[0]["right"]'
+    assert list(observed(tmp_path / "t")) == [left, f"{right}[1]", f'{right}["a?"]', f'{right}["a?"]#1']
+
+
+def test_a_model_whose_result_is_unknown_runs(tmp_path):
+    model = Calls(lambda m, x: type("Unknown", (), {})(), linear=nn.Linear(2, 2))
+    with lab.capture(model, out=tmp_path / "t") as t, pytest.warns(CaptureWarning, match="in model are not recorded"):
+        model(torch.ones(2))
+        t.step()
+    assert set(observed(tmp_path / "t")) == {"parameter:linear.weight", "parameter:linear.bias"}
+
+
+def test_transforms_of_functions_and_lazy_modules_are_refused(tmp_path):
+    model = nn.Linear(2, 2)
+
+    def loss(parameters):
+        return torch.func.functional_call(model, parameters, (torch.ones(1, 2),)).sum()
+
+    with lab.capture(model, out=tmp_path / "t"), pytest.raises(NotImplementedError, match=r"torch\.func"):
+        torch.func.grad(loss)(dict(model.named_parameters()))
+    lazy = nn.Sequential(nn.LazyLinear(3))
+    with pytest.raises(NotImplementedError, match="'0' has parameters that"), lab.capture(lazy, out=tmp_path / "u"):
+        pass
