@@ -85,8 +85,8 @@ class Body:
 
 
 Emit = Callable[[Leaf, int, tuple[int, ...], str, Deps], Deps]
-"""(leaf, position of its arrays, indices into them, suffix of its name, ancestors) -> the number of its entry, or the ancestors if
-it has none."""
+"""(leaf, position of its arrays, indices into them, suffix of its name, ancestors) -> the number of its entry, or the
+ancestors if it has none."""
 
 
 @dataclasses.dataclass

@@ -281,7 +281,8 @@ def _unfolded(
         if leaf.kind.endswith("_grad"):  # a gradient has the call of what it is the gradient of
             if not (of := open_[leaf.tap, at, suffix]):
                 what = "JAX has moved what it is the gradient of out of the loop around it, or differentiates twice"
-                warnings.warn(f"capture: leaves out a gradient of {leaf.name}: {what}", common.CaptureWarning)
+                message = f"capture: leaves out a gradient of {leaf.name}: {what}"
+                warnings.warn(message, common.CaptureWarning, stacklevel=2)
                 return deps
             site = dataclasses.replace(site, call=of.pop())
         else:
