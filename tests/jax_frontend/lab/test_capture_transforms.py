@@ -10,6 +10,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from diptych.common.errors import UnsupportedError
+from diptych.lab.capture import CaptureWarning
 from jax_frontend.lab.captures import close, recorded
 
 pytestmark = pytest.mark.sampled
@@ -62,6 +63,34 @@ def test_scan_over_layers(tmp_path, remat):
         of_parameters = {"parameter:h/fc/kernel", "parameter:h/fc/bias"}
         before = {f"activation:h[0]{calls[i - 1]}"} if i else set()
         assert set(got.steps[0][f"activation:h/fc{call}"].site.inputs) == of_parameters | before
+
+
+def test_gradients_of_what_a_loop_does_once(tmp_path):
+    """JAX moves the module that depends on no iteration out of the loop: one call, whose gradients belong to none."""
+    model = linen.Dense(8, use_bias=False)
+    variables = model.init(jax.random.key(0), X)
+
+    def loss(v):
+        def body(carry, _):
+            return carry + model.apply(v, X).sum() * 2 + (model.apply(v, X * carry) * 3).sum(), None
+
+        return jax.lax.scan(body, 1.0, None, length=2)[0]
+
+    with pytest.warns(CaptureWarning, match="leaves out a gradient of model"):
+        got = recorded(tmp_path / "a", jax.jit(jax.grad(loss)), (variables,))
+    y = X @ variables["params"]["kernel"]
+    carry = 1 + 5 * y.sum()
+    assert got.names("activation") == ["model", "model#1", "model#2"]
+    assert got.names("activation_grad") == ["model#2", "model#1"]
+    for key, want in (("activation:model", y), ("activation:model#1", y), ("activation:model#2", y * carry),
+                      ("activation_grad:model#2", jnp.full_like(y, 3)),
+                      ("activation_grad:model#1", jnp.full_like(y, 3 * (1 + 3 * y.sum())))):  # fmt: skip
+        close(got.value(key), want)
+    assert "activation_grad:model#1" in got.steps[0]["parameter_grad:kernel"].site.inputs
+
+    twice = jax.grad(lambda v: sum((g**2).sum() for g in jax.tree.leaves(jax.grad(lambda v: loss(v) ** 2)(v))))
+    with pytest.warns(CaptureWarning, match="leaves out a gradient of model"):
+        recorded(tmp_path / "b", jax.jit(twice), (variables,))
 
 
 @pytest.mark.parametrize("chosen", [True, False])

@@ -68,7 +68,8 @@ class Call:
     @property
     def key(self) -> Any:
         """What a traced function depends on beside its arrays' types."""
-        return self.tree, tuple((i, type(x), x) for i, x in self.static)
+        # 0.0 and -0.0 are equal and are not the same.
+        return self.tree, tuple((i, type(x), repr(x) if isinstance(x, float | complex) else x) for i, x in self.static)
 
     def flat(self, fn: Callable[..., Any], marks: Marks, traced: Callable[[Results], None]) -> Callable[..., Any]:
         """Returns `fn` as a function of this call's arrays, which reports how its results become fn's."""
@@ -139,10 +140,12 @@ def is_node(x: Any) -> bool:
     return nnx is not None and isinstance(x, nnx.Pytree | nnx.Variable)
 
 
-def copied_node(node: Any) -> Any:
-    """Returns a copy of an object of nnx with arrays of its own."""
+def copied_nodes(nodes: list[Any]) -> list[Any]:
+    """Returns copies of objects of nnx with arrays of their own, which share what the objects share."""
+    if not nodes:
+        return []
     nnx = sys.modules["flax.nnx"]
-    graphdef, state = nnx.split(node)
+    graphdef, state = nnx.split(nodes)
     return nnx.merge(graphdef, jax.tree.map(lambda x: x.copy() if isinstance(x, jax.Array) else x, state))
 
 

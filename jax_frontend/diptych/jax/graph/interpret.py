@@ -42,7 +42,10 @@ class Where(NamedTuple):
     recomputed: bool = False
 
     def at(self, eqn: Any) -> Where:
-        names = [s.name for s in eqn.source_info.name_stack.stack if type(s).__name__ == "Scope"]
+        stack = eqn.source_info.name_stack.stack
+        if unknown := {type(s).__name__ for s in stack} - {"Scope", "Transform"}:
+            raise UnsupportedError(f"capture: JAX {jax.__version__} names scopes by {min(unknown)}, which is not known")
+        names = [s.name for s in stack if type(s).__name__ == "Scope"]
         module = next((n[len(SCOPE) :] for n in reversed(names) if n.startswith(SCOPE)), self.module)
         own = tuple(n for n in names if not n.startswith(SCOPE) and n not in (_RECOMPUTED, "checkpoint"))
         return Where(module, self.scopes + own, self.recomputed or _RECOMPUTED in names)

@@ -1,4 +1,4 @@
-"""The names of operands and results of diptych's primitives, as sites of a trace."""
+"""The names of operands and results of diptych's primitives, as sites of a trace: those that PyTorch's ops have."""
 
 from __future__ import annotations
 
@@ -7,35 +7,75 @@ from typing import Any
 from diptych.common.ops import shapes
 from diptych.jax.primitives import checks
 from diptych.jax.primitives import quantize as quantize_ops
+from diptych.jax.primitives.ffi import Source
+
+_OPERANDS: dict[str, tuple[str, ...]] = {
+    "norm": ("x", "gamma", "beta"),
+    "activation": ("x",),
+    "activation_grad": ("dy", "x"),
+    "bias_grad": ("dy",),
+    "grouped_bias_grad": ("dy", "offsets"),
+    "dequantize": ("data", "scale_inv", "amax"),
+    "hash": ("x",),
+    "permute_map": ("routing",),
+    "chunk_map": ("split_sizes", "sorted_index"),
+    "invert_map": ("row_id_map",),
+    "permute_columns": ("x", "row_source"),
+    "unpermute_grad": ("dy", "row_id_map", "row_source", "probs", "x"),
+}
+"""In order; the last ones may be absent."""
+_RESULTS: dict[str, tuple[str, ...]] = {
+    "gemm": ("d",),
+    "grouped_gemm": ("d",),
+    "scale_update": ("history", "scale"),
+    "invert_map": ("out[1]", "out[0]"),  # PyTorch's op has the other order
+}
 
 
 def names(op: str, params: dict[str, Any], operands: list[Any], results: int) -> tuple[list[str], list[str]]:
-    """Returns the names of an op's operands and results, in order; of ops that are not listed, "in0", "out0", ..."""
-    found, outs = _listed(op, params, operands)
-    found += [f"in{i}" for i in range(len(found), len(operands))]
-    outs += [f"out{i}" for i in range(len(outs), results)]
-    return found[: len(operands)], outs[:results]
+    """Returns the names of an op's operands and results, in order. Results without names are "out", or "out[0]",
+    "out[1]", ... if there are several."""
+    if op in ("quantize", "quantize_stack"):
+        buffers = [b.name for b in shapes.quantize_buffers(operands[0].shape, params["quantizer"])]
+        amaxes = [n for n in buffers if n.endswith("amax")]
+        state = {quantize_ops.GIVEN: amaxes, quantize_ops.ACCUMULATE: ["pending"]}.get(params["mode"], [])
+        state += [*["scale"] * params["has_scale"], *["rng"] * params["has_rng"]]
+        outs = [n for n in buffers if params["mode"] != quantize_ops.GIVEN or n not in amaxes]
+        return ["x", *state, *_of_source(params.get("source"))], outs + ["column_sum"] * (results - len(outs))
+    ins, outs = _operands(op, params, len(operands)), list(_RESULTS.get(op, ()))
+    if op == "norm" and params["which"] == "layernorm":  # PyTorch's op returns rsigma first
+        outs = ["out[1]", "out[0]", "out[2]"][:results]
+    elif not outs:
+        outs = ["out"] if results == 1 else [f"out[{i}]" for i in range(results)]
+    return ins, outs[:results]
 
 
-def _listed(op: str, params: dict[str, Any], operands: list[Any]) -> tuple[list[str], list[str]]:
-    if op == "quantize":
-        buffers = shapes.quantize_buffers(operands[0].shape, params["quantizer"])
-        outs = [b.name for b in buffers]
-        given = [n for n in outs if n.endswith("amax")] if params["mode"] == quantize_ops.GIVEN else []
-        ins = ["x", *given, *["pending"] * (params["mode"] == quantize_ops.ACCUMULATE)]
-        return [*ins, *["scale"] * params["has_scale"], *["rng"] * params["has_rng"]], outs
-    if op == "gemm":
-        ins = [f"{side}_{part}" for side in "ab" for part in ("data", "scale_inv", "amax")[: _length(params[side][0])]]
-        return [*ins, *["bias"] * params["has_bias"], *["c"] * params["has_c"]], ["d"]
-    if op == "dequantize":
-        return ["data", "scale_inv", "amax"][: len(operands)], ["out"]
+def _operands(op: str, params: dict[str, Any], count: int) -> list[str]:
+    has = lambda name, part: [name] * bool(params[part])  # noqa: E731
+    if op == "amax":
+        return ["x", *_of_source(params.get("source"))]
+    if op in ("gemm", "grouped_gemm"):
+        copies = [f"{s}_{p}" for s in "ab" for p in _OPERANDS["dequantize"][: checks.copy_length(params[s][0])]]
+        return [*copies, *["offsets"] * (op == "grouped_gemm"), *has("bias", "has_bias"), *has("acc", "has_c")]
+    if op == "norm_grad":
+        return ["dy", "x", "gamma", *_statistics(params["which"])]
+    if op == "permute":
+        planes = [f"planes[{i}]" for i in range(len(params["fills"]))]
+        return ["row_id_map", "row_source", *planes, *has("probs", "has_probs")]
+    if op == "unpermute":
+        return ["x", "row_id_map", *has("probs", "has_probs"), *has("permuted_dprobs", "has_permuted_dprobs")]
     if op == "scale_update":
-        ins = ["history", "scale", *["reduced"] * params["has_reduced"], *["amax"] * params["has_amax"]]
-        return ins, ["history", "scale"]
-    single = {"amax": (["x"], ["out", "columnwise_out"]), "bias_grad": (["dy"], ["out"]), "hash": (["x"], ["out"])}
-    ins, outs = single.get(op, ([], []))
-    return list(ins), list(outs)
+        return ["history", "scale", *has("reduced", "has_reduced"), *has("amax", "has_amax")]
+    return list(_OPERANDS[op][:count])
 
 
-def _length(format: str) -> int:
-    return checks.copy_length(format)
+def _statistics(which: str) -> list[str]:
+    return ["mu", "rsigma"] if which == "layernorm" else ["rsigma"]
+
+
+def _of_source(source: Source | None) -> list[str]:
+    if source is None or source.kind == "activation":
+        return []
+    if source.kind == "norm":
+        return ["gamma", *["beta"] * source.has_beta, *_statistics(source.which)]
+    return ["dy"] if source.kind == "activation_grad" else ["row_id_map", "row_source"]

@@ -84,8 +84,9 @@ class Body:
         return any(n.kind in ("cond", "while") or any(b.conditional for b in n.bodies) for n in compounds)
 
 
-Emit = Callable[[Leaf, int, tuple[int, ...], str, Deps], int]
-"""(leaf, position of its arrays, indices into them, suffix of its name, ancestors) -> the number of its entry."""
+Emit = Callable[[Leaf, int, tuple[int, ...], str, Deps], Deps]
+"""(leaf, position of its arrays, indices into them, suffix of its name, ancestors) -> the number of its entry, or the
+ancestors if it has none."""
 
 
 @dataclasses.dataclass
@@ -106,11 +107,11 @@ class Unfolding:
         for node in body.nodes:
             if isinstance(node, Leaf):
                 key = (node, at[place.depth :])
-                number = place.shared.get(key) if place.leaves_out(node) else None
-                if number is None:
-                    number = self.emit(node, start + node.start, at, place.suffix(node), _flat(of(node.refs)))
-                    place.shared[key] = number
-                known[node] = frozenset([number])
+                deps = place.shared.get(key) if place.leaves_out(node) else None
+                if deps is None:
+                    deps = self.emit(node, start + node.start, at, place.suffix(node), _flat(of(node.refs)))
+                    place.shared[key] = deps
+                known[node] = deps
             else:
                 outs = getattr(self, f"_{node.kind}")(
                     node, [of(r) for r in node.operands], start + node.start, at, place
@@ -147,7 +148,7 @@ class Unfolding:
         return [earlier | _flat(out) for out in outs]
 
     def _shard(self, node: Compound, operands: list[Any], start: int, at: Any, place: _Place) -> list[Any]:
-        shared: dict[Any, int] = {}
+        shared: dict[Any, Deps] = {}
         outs = []
         for number, where in enumerate(itertools.product(*(range(size) for _, size in node.mesh))):
             names = [axis for axis, _ in node.mesh]
@@ -158,11 +159,11 @@ class Unfolding:
 
 @dataclasses.dataclass
 class _Place:
-    """The shard that is unfolded, by mesh axis. `shared`: the numbers of the entries of leaves, by the indices of their
+    """The shard that is unfolded, by mesh axis. `shared`: what `emit` returned for leaves, by the indices of their
     arrays from `depth` on, which follow the shard's."""
 
     where: dict[str, int]
-    shared: dict[Any, int]
+    shared: dict[Any, Deps]
     depth: int = 0
 
     def leaves_out(self, leaf: Leaf) -> bool:

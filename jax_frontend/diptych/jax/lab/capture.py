@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import math
 import pathlib
+import warnings
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from typing import Any, NamedTuple
@@ -17,11 +18,11 @@ import numpy as np
 
 from diptych.common.errors import ArgumentError, UnsupportedError
 from diptych.jax.functional.hash import hash
-from diptych.jax.graph.arguments import Call, Results, copied_node, is_node, nodes_state
+from diptych.jax.graph.arguments import Call, Results, copied_nodes, is_node, nodes_state
 from diptych.jax.graph.interpret import Interpreter, unspecified, whole
 from diptych.jax.graph.sites import Body, Deps, Leaf, unfold
 from diptych.jax.lab.statistics import decoded, observed
-from diptych.jax.lab.taps import Tracing, is_site
+from diptych.jax.lab.taps import Tracing, is_recorded, is_site
 from diptych.lab import capture as common
 from diptych.lab.traces import SAMPLES, Entry, Meta, Options, Site, Writer, places
 
@@ -127,15 +128,16 @@ class Capture:
 
     def _plain(self, args: Any, kwargs: Any) -> Any:
         """Returns the bits of the function's results, of what it left in objects of nnx too, on copies of arguments."""
-        args, kwargs = jax.tree.map(_copied, (args, kwargs), is_leaf=is_node)
+        args, kwargs = _copied((args, kwargs))
         return _bits((self._fn(*args, **kwargs), nodes_state((args, kwargs))))
 
 
-def _copied(x: Any) -> Any:
-    """Returns a copy, so that a function that donates or changes its argument leaves the original."""
-    if is_node(x):
-        return copied_node(x)
-    return x.copy() if isinstance(x, jax.Array) else x
+def _copied(tree: Any) -> Any:
+    """Returns a copy, so that a function that donates or changes its arguments leaves the originals."""
+    leaves, structure = jax.tree.flatten(tree, is_leaf=is_node)
+    nodes = iter(copied_nodes([x for x in leaves if is_node(x)]))
+    copy = lambda x: next(nodes) if is_node(x) else x.copy() if isinstance(x, jax.Array) else x  # noqa: E731
+    return structure.unflatten(map(copy, leaves))
 
 
 def _bits(tree: Any) -> list[Any]:
@@ -147,7 +149,7 @@ def _bits_of(x: Any) -> Any:
         return x.tobytes() if isinstance(x, np.ndarray | np.generic) else x
     if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
         return _bits_of(jax.random.key_data(x))
-    return np.asarray(hash(x)).tobytes() if x.dtype.itemsize else np.asarray(x).tobytes()
+    return np.asarray(hash(x) if is_recorded(str(x.dtype)) else x).tobytes()
 
 
 def _device() -> str:
@@ -194,6 +196,7 @@ class _Program:
     """One traced function. It is compiled once, and again when the budget lets fewer tensors be whole."""
 
     def __init__(self, closed: Any, results: Results, products: bool, options: Options, statistics: bool) -> None:
+        self._outer = closed  # by whose identity the program is found
         self._closed, self._picked, self._params = _unwrapped(closed)
         self._results, self._options, self._statistics, self._products = results, options, statistics, products
         self._structure: Body | None = None
@@ -272,16 +275,20 @@ def _unfolded(
     """Returns the entries of a body in order. `numbers` gets each site with the number of its leaf, in that order."""
     found, calls, open_ = [], common.Calls(), collections.defaultdict(list)
 
-    def emit(leaf: Leaf, start: int, at: tuple[int, ...], suffix: str, deps: Deps) -> int:
+    def emit(leaf: Leaf, start: int, at: tuple[int, ...], suffix: str, deps: Deps) -> Deps:
         inputs = tuple(found[i][0].site.key for i in sorted(deps))
         site = calls.site(leaf.kind, leaf.name + suffix, leaf.shape, leaf.dtype, inputs)  # type: ignore[arg-type]
         if leaf.kind.endswith("_grad"):  # a gradient has the call of what it is the gradient of
-            if of := open_[leaf.tap, at, suffix]:
-                site = dataclasses.replace(site, call=of.pop())
+            if not (of := open_[leaf.tap, at, suffix]):
+                what = "JAX has moved what it is the gradient of out of the loop around it, or differentiates twice"
+                message = f"capture: leaves out a gradient of {leaf.name}: {what}"
+                warnings.warn(message, common.CaptureWarning, stacklevel=2)
+                return deps
+            site = dataclasses.replace(site, call=of.pop())
         else:
             open_[leaf.tap, at, suffix].append(site.call)
         found.append((_Found(site, start, at), leaf.number))
-        return len(found) - 1
+        return frozenset([len(found) - 1])
 
     unfold(body, emit, flags)
     found = _parameter_gradients_last(found)
@@ -326,6 +333,4 @@ def _unwrapped(closed: Any) -> tuple[Any, list[tuple[int | None, Any]], dict[str
         "out_shardings": (list(p["out_shardings"]), open_),
         "donate_argnums": tuple(i for i, k in of_arguments.items() if p["donated_invars"][k]),
     }
-    if p.get("compiler_options_kvs"):
-        params["compiler_options"] = dict(p["compiler_options_kvs"])
     return p["jaxpr"], picked, params

@@ -50,10 +50,10 @@ class Tracing:
     def __init__(self, sites: str) -> None:
         self.sites = sites
         self.number = next(_numbers)
+        self.modules = False  # whether a module has run, also in a trace that JAX uses again later
         self._begin()
 
     def _begin(self) -> None:
-        self.modules = False  # whether a module has run
         self._frames: list[_Frame] = []
         self._differentiated = 0
         self._parameters: set[str] = set()
@@ -151,7 +151,7 @@ class Tracing:
         """Returns the path of an nnx module. One without a mark is a model of its own, or was made while its parent
         ran."""
         if PATH not in vars(module):
-            parent = self._frames[-1].path + "/" + type(module).__name__ if self._frames else ""
+            parent = "/".join(filter(None, (self._frames[-1].path, type(module).__name__))) if self._frames else ""
             self.mark(module, parent)
         return vars(module)[PATH]
 
@@ -182,7 +182,12 @@ class Tracing:
 
 def is_site(sites: str, name: str, dtype: str) -> bool:
     """Whether a pattern of sites matches a name, and a trace has the array's dtype."""
-    return dtype in DTYPES and bool(DTYPES[dtype].code) and wanted(sites, name)
+    return is_recorded(dtype) and wanted(sites, name)
+
+
+def is_recorded(dtype: str) -> bool:
+    """Whether a trace has a dtype."""
+    return dtype in DTYPES and bool(DTYPES[dtype].code)
 
 
 def _inexact(x: Any) -> bool:
