@@ -1,4 +1,4 @@
-# make demo: set everything up and run the main job on the CPU. make test: the tests. make sweeps: an eighth of the slow
+# make demo: set everything up and run the main job on the CPU. make test: the tests. make sweeps: a twelfth of the slow
 # ones. All start from a fresh clone.
 PYTHON ?= python3
 VENV ?= .venv
@@ -24,11 +24,11 @@ PYTEST = $(BIN)/python -m pytest -n 2 --dist worksteal -q --durations=20
 test: setup
 	$(PYTEST)
 
-# An eighth of the slow tests, chosen by the commit's hash, or by PART=0 to 7. The eight parts cover all slow tests.
-PART ?= $(shell git rev-parse HEAD | $(PYTHON) -c 'print(int(input()[:8], 16) % 8)')
+# A twelfth of the slow tests, chosen by the commit's hash, or by PART=0 to 11. The twelve parts cover all slow tests.
+PART ?= $(shell git rev-parse HEAD | $(PYTHON) -c 'print(int(input()[:8], 16) % 12)')
 
 sweeps: setup
-	@echo "part $(PART) of the slow tests, of 0 to 7"
+	@echo "part $(PART) of the slow tests, of 0 to 11"
 	$(PYTEST) -m slow --part $(PART)
 
 # CPU tests of ops that read maps and groups, under AddressSanitizer and UBSan. Both libraries are preloaded, since the

@@ -1,4 +1,4 @@
-"""--part N runs an eighth of the slow tests: each slow test is in exactly one. Most sampled tests are slow."""
+"""--part N runs a twelfth of the slow tests: each slow test is in exactly one. Most sampled tests are slow."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_parts_are_all_slow_tests_once(plugin):
     slow = [Item(f"tests/test_some.py::test_it[{i}]", "slow", "variants") for i in range(800)]
     now = Item("tests/test_some.py::test_now")
     parts = [kept(plugin, [now, *slow], n) for n in range(sweeps.PARTS)]
-    assert all(p.pop(0) is now and 60 < len(p) < 140 for p in parts)
+    assert all(p.pop(0) is now and 40 < len(p) < 95 for p in parts)
     assert sorted(i.nodeid for p in parts for i in p) == sorted(i.nodeid for i in slow)
     assert parts[1] == kept(plugin, [now, *slow], 1)[1:]
 
