@@ -21,7 +21,7 @@ from .models import NAMES, draw
 # keys and queries, and stacks of layers, which have outputs of their own there. GPT-2's position embeddings
 # have no axis for the batch in torch.
 TORCH_ALONE = r"\.(act|act_fn|intermediate_act_fn|attn_dropout)$|(attn|attention)\[1\]$|rotary_emb\[[01]\]$|[./]wpe$"
-FLAX_ALONE = r"[./]wpe$|rotary_emb\[[01]\]$|(/h|/layers)\[0\]$|^result:loss$"
+FLAX_ALONE = r"[./]wpe$|rotary_emb\[[01]\]$|(/h|/layers)\[0\]$|/layer\[\"last_hidden_state\"\]$|^result:loss$"
 # Flax applies a tied head by itself, outside of the model's tree.
 TIED = "|:lm_head$"
 
