@@ -66,10 +66,11 @@ variants: setup
 	$(PYTEST) -m "variants and not slow" tests/architecture
 
 # The lab on models that transformers has in torch and in Flax (tests/pairs), in an environment of its own, which reads
-# the other packages from the project's. The tests compile much that runs once, so XLA does not optimize it.
+# the other packages from the project's. Of the slow tests the commit's part runs too. The tests compile much that runs
+# once, so XLA does not optimize it.
 lab-pairs: $(PAIRS)/.installed
 	JAX_PLATFORMS=cpu XLA_FLAGS="--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true" \
-	  $(PAIRS)/bin/python -m pytest -n 2 --dist worksteal -q --durations=10 tests/pairs
+	  $(PAIRS)/bin/python -m pytest -n 2 --dist worksteal -q --durations=10 -m "slow or not slow" --part $(PART) tests/pairs
 
 $(PAIRS)/.installed: constraints-pairs.txt | setup
 	$(BIN)/python -m venv --clear $(PAIRS)

@@ -52,7 +52,7 @@ Line = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What all runs of a table share."""
+    """The model, its training and its seeds, which are the same in all runs of a table."""
 
     seeds: int = 8
     width: int = 512

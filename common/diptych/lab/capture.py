@@ -1,4 +1,4 @@
-"""What capturing a run has in common in both frameworks: options, which sites it wants, and how they are numbered.
+"""Rules of captures for both frameworks: their options, which sites are recorded, and how sites are numbered.
 
 A frontend numbers the tensors of a step by `Calls`, in the order of computation, and hands them to
 `diptych.lab.traces.Writer`.
@@ -10,6 +10,8 @@ import collections
 import re
 from typing import Any
 
+import numpy as np
+
 from diptych.common.conversion import matches
 from diptych.common.errors import ArgumentError
 from diptych.lab.traces import Options, Site, Statistics
@@ -19,8 +21,6 @@ HASH = "diptych-128"
 """The name of the core's hash in a trace's meta.json."""
 MODEL = "model"
 """The name of the whole model's output; a module's own path is empty there."""
-COUNTS = ("zero", "nan", "inf", "subnormal")
-"""What a frontend counts of each tensor, in this order, for `statistics`."""
 
 
 class CaptureWarning(UserWarning):
@@ -83,6 +83,11 @@ def printable(name: str) -> str:
     """Returns a name that a trace takes: what cannot be printed is replaced, as are parts that are ".."."""
     text = "".join(c if c.isprintable() else "?" for c in name)[:1000]
     return re.sub(r"(^|/)\.\.(?=/|$)", r"\1__", text)
+
+
+def digits(words: np.ndarray) -> str:
+    """Returns a hash of the core, four words of 32 bits, as the hexadecimal digits that a trace has."""
+    return words.astype("<u4").tobytes().hex()
 
 
 def statistics(

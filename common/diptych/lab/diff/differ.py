@@ -179,9 +179,8 @@ def _inputs(sites: Sequence[Site], rows: Mapping[str, int]) -> dict[str, tuple[i
             ordered[site.key] = None if found is None else tuple(sorted(found))
         elif site.key in last:
             nearest[site.key] = None if found is None else frozenset(found)
-        for key in (
-            site.inputs or ()
-        ):  # sets of long chains would take memory that grows with the square of their length
+        # Without this the sets of a long chain take memory that grows with the square of its length.
+        for key in site.inputs or ():
             if last[key] == site.key:
                 nearest.pop(key, None)
     return ordered

@@ -49,16 +49,20 @@ def held_otherwise(a: Site, b: Site) -> bool:
 
 
 def _turns(a: Site, b: Site, rank: int) -> list[Axes]:
-    to_flax = (*range(2, rank), 1, 0)
-    to_torch = (rank - 1, rank - 2, *range(rank - 2))
     if names.is_parameter(a):
-        if rank == 2:
-            return [(1, 0)]
+        turns = turns_of_weights(rank)
         if rank > 2 and {names.leaf(a), names.leaf(b)} == {"weight", "kernel"}:
-            return [to_torch if names.leaf(b) == "kernel" else to_flax]
-        return []
+            return [turns[0] if names.leaf(b) == "kernel" else turns[-1]]
+        return turns if rank == 2 else []
     last, first = (0, *range(2, rank), 1), (0, rank - 1, *range(1, rank - 1))
     return list(dict.fromkeys((last, first))) if rank > 3 else []
+
+
+def turns_of_weights(rank: int) -> list[Axes]:
+    """Returns the axes of flax's kernel in the order of PyTorch's weight, and the reverse; one for both
+    where they are the same, and none for fewer than two axes."""
+    to_torch, to_flax = (rank - 1, rank - 2, *range(rank - 2)), (*range(2, rank), 1, 0)
+    return list(dict.fromkeys((to_torch, to_flax))) if rank > 1 else []
 
 
 def votes_on(a: Site, b: Site) -> tuple[str, int] | None:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from diptych.lab.capture import MODEL
 from diptych.lab.diff import layout, names
 from diptych.lab.diff.layout import Axes
 from diptych.lab.diff.mapping import Rules
@@ -58,14 +59,14 @@ def match(
     """
     found = _Matcher(a, b, frameworks[0] == frameworks[1])
     found.vote()
-    for kinds in (lambda kind: kind not in _GRADS, lambda kind: kind in _GRADS):
-        if not kinds("activation"):
+    for grads in (False, True):
+        if grads:
             found.follow()
         if rules is not None:
-            found.by_rules(rules, kinds)
-        found.by_names("name", lambda site: names.split(site.name), kinds)
-        found.by_names("table", names.common, kinds)
-        if kinds("activation"):
+            found.by_rules(rules, grads)
+        found.by_names("name", lambda site: names.split(site.name), grads)
+        found.by_names("table", names.common, grads)
+        if not grads:
             found.by_bits()
             found.by_modules()
             found.by_order()
@@ -102,6 +103,11 @@ class _Matcher:
         if flat:
             notes.append(f"tensors whose axes are merged in one trace are compared flat: {_few(flat)}")
         return Matching(pairs, alone[0], alone[1], self._ambiguous, notes, bool(shown[False]))
+
+    def _sides(self, grads: bool) -> tuple[list[Site], list[Site]]:
+        """Returns what is left of A and of B: gradients, or all other sites."""
+        a, b = ([s for s in left.values() if (s.kind in _GRADS) == grads] for left in self._left)
+        return a, b
 
     # --- taking pairs ---
 
@@ -175,10 +181,10 @@ class _Matcher:
                         self._other_shapes.append((a, b))
                         self._drop(a, b)
 
-    def by_rules(self, rules: Rules, kinds: Callable[[Kind], bool]) -> None:
-        """What a person says, which must be possible."""
+    def by_rules(self, rules: Rules, grads: bool) -> None:
+        """Takes the pairs that a map names. **Raises** DiffError if B's tensor cannot hold A's."""
         b_names = {(s.kind, names.normal(s.name), s.call): s for s in self._left[1].values()}
-        for a in [s for s in self._left[0].values() if kinds(s.kind)]:
+        for a in self._sides(grads)[0]:
             if (found := rules.find(a.name)) is None:
                 continue
             rule, name = found
@@ -194,13 +200,11 @@ class _Matcher:
                 )
             self._take_one(a, b, "map", ways)
 
-    def by_names(self, by: Matched, spelled: Callable[[Site], names.Name], kinds: Callable[[Kind], bool]) -> None:
+    def by_names(self, by: Matched, spelled: Callable[[Site], names.Name], grads: bool) -> None:
         """Equal names, first with their places; then a module's only tensor is the other one's first."""
-        sides = [[s for s in left.values() if kinds(s.kind)] for left in self._left]
-        self._take_named(_unique(sides[0], sides[1], lambda s: (s.kind, spelled(s), s.call)), by)
-        sides = [[s for s in left.values() if kinds(s.kind)] for left in self._left]
+        self._take_named(_unique(*self._sides(grads), lambda s: (s.kind, spelled(s), s.call)), by)
         firsts = [_firsts((o.site for o in self._all[i].values()), spelled) for i in range(2)]
-        a, b = ([s for s in side if s.key in first] for side, first in zip(sides, firsts, strict=True))
+        a, b = ([s for s in side if s.key in first] for side, first in zip(self._sides(grads), firsts, strict=True))
         pairs = _unique(a, b, lambda s: (s.kind, spelled(s).path, s.call))
         self._take_named([(x, y) for x, y in pairs if "" in (spelled(x).place, spelled(y).place)], by)
 
@@ -223,7 +227,8 @@ class _Matcher:
                 self._take(self._left[0][key], b, "bits", axes)
 
     def by_modules(self) -> None:
-        """What belongs to modules whose parameters have equal bits: their other parameters, and their outputs."""
+        """Takes other parameters and outputs of modules that are paired, because a parameter of theirs has equal
+        bits."""
         modules = _unique_map((names.parent(p.a), names.parent(p.b)) for p in self._pairs.values() if p.by == "bits")
 
         def spelled(site: Site, ours: bool) -> Hashable:
@@ -237,8 +242,8 @@ class _Matcher:
         self._take_named(_unique(a, b, lambda s: spelled(s, True), lambda s: spelled(s, False)), "bits")
 
     def by_order(self) -> None:
-        """What is left between matched neighbours, in the order of computation; parameters of two frameworks have no
-        common order."""
+        """Takes sites between matched neighbours by the order of computation. Parameters of two frameworks have no
+        common order: there a pair must be the only one of its shape."""
         if not self._same_framework:
             self._by_shape()
         for a, b in self._gaps():
@@ -253,7 +258,7 @@ class _Matcher:
                 self._take_one(a[i], b[j], "order", layout.ways(a[i], b[j]))
 
     def _by_shape(self) -> None:
-        sides = [[s for s in left.values() if names.is_parameter(s) and s.kind == "parameter"] for left in self._left]
+        sides = [[s for s in left.values() if s.kind == "parameter"] for left in self._left]
         tokens = [collections.defaultdict(list) for _ in sides]
         for side, token in zip(sides, tokens, strict=True):
             for site in side:
@@ -292,16 +297,15 @@ class _Matcher:
     # --- bits ---
 
     def _tokens(self, o: Observation, turned: bool) -> list[tuple[Hashable, Axes | None]]:
-        """What equal parameters have in common. `turned`: also of the tensor with its axes moved."""
+        """Returns tokens that parameters with equal bits share, each with the axes in whose order the bits were read.
+        `turned`: whether to read them with moved axes too."""
         found: list[tuple[Hashable, Axes | None]] = []
         site = o.site
         if o.record.hash is not None:
             found.append(((site.dtype, site.shape, o.hash_name, o.record.hash), None))
         if o.record.values == "whole":
             found.append(((site.dtype, site.shape, _digest(o, None)), None))
-            rank = len(site.shape)
-            to_torch, to_flax = (rank - 1, rank - 2, *range(rank - 2)), (*range(2, rank), 1, 0)
-            for axes in dict.fromkeys((to_torch, to_flax)) if turned and rank > 1 else ():
+            for axes in layout.turns_of_weights(len(site.shape)) if turned else ():
                 found.append(((site.dtype, layout.moved(site.shape, axes), _digest(o, axes)), axes))
         return found
 
@@ -332,8 +336,9 @@ def _vote(site: Site, axes: Axes | None) -> Hashable:
 
 
 def _token(site: Site) -> Hashable:
-    """What sites that are matched by order have in common; a whole model is no part of one."""
-    return site.kind, site.shape, names.common(site).path == names.MODEL
+    """Returns the token that two sites must share to be matched by order; that of a whole model's output is another one
+    than its layers'."""
+    return site.kind, site.shape, names.common(site).path == MODEL
 
 
 def _constant(o: Observation) -> bool:

@@ -17,8 +17,9 @@ _KEPT = 2**27  # bytes of mapped values after which their memory is given back
 
 
 class Cell(NamedTuple):
-    """What is measured of a pair of sites in a step. `axes`: those of b in the order of a's. `h_a`, `h_b`: what the
-    references recorded, as tensors of a's shape (see `viewed`); with one reference the same object."""
+    """Two observations of a step that are compared, and their references. `axes`: those of b in the order of a's.
+    `h_a`, `h_b`: what the references recorded, as tensors of a's shape (see `viewed`); with one reference the same
+    object."""
 
     row: int
     a: Observation

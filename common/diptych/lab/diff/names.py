@@ -10,10 +10,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
+from diptych.lab.capture import MODEL
 from diptych.lab.traces import Site
-
-MODEL = "model"
-"""The name of the whole model's output."""
 
 _PLACE = re.compile(r"""((?:\[(?:\d+|'[^']*'|"[^"]*")\])*)$""")
 _NUMBERED = re.compile(r"(.+)_(\d+)")
@@ -24,7 +22,7 @@ _LEAVES = {
     "running_mean": "mean", "running_var": "var",
 }  # fmt: skip
 _STACKS = {"h": "layers", "layer": "layers", "block": "layers", "blocks": "layers"}
-"""What a stack of numbered layers is called."""
+"""Names of a stack of numbered layers, and the one that stands for all of them."""
 _OTHER = {"drop": "dropout"}
 _WRAPPERS = {"_orig_mod", "module", "params", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_flax_wrapped"}
 """Of compiled, distributed and checkpointed modules, and of flax's collections."""

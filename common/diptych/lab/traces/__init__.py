@@ -1,6 +1,6 @@
 """Traces: what a run's tensors were at named sites, on disk, from any framework; and the distance of two of them."""
 
-from diptych.lab.traces.dtypes import DTYPES, DType, bits_of
+from diptych.lab.traces.dtypes import DTYPES, DType, bits_of, is_recorded
 from diptych.lab.traces.measure import Distance, distance, distances, tensor_distance
 from diptych.lab.traces.reader import Observation, Rank, Trace, Values
 from diptych.lab.traces.sampling import SAMPLES, Plan, places
@@ -33,6 +33,7 @@ __all__ = [
     "bits_of",
     "distance",
     "distances",
+    "is_recorded",
     "places",
     "quantization",
     "statistics_of",

@@ -117,6 +117,11 @@ def _values(dtype: DType) -> np.ndarray:
     return np.where(codes & sign_bit, -value, value)
 
 
+def is_recorded(dtype: str) -> bool:
+    """Returns whether traces hold tensors of a dtype, by its name in torch and JAX."""
+    return dtype in DTYPES and bool(DTYPES[dtype].code)
+
+
 def bits_of(x: np.ndarray, dtype: str | None = None) -> tuple[DType, np.ndarray]:
     """Returns an array's dtype and its bits, C-contiguous and of the same shape.
 

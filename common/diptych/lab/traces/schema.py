@@ -16,7 +16,7 @@ import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar
 
-from diptych.lab.traces.dtypes import DTYPES
+from diptych.lab.traces.dtypes import DTYPES, is_recorded
 
 FORMAT, VERSION = "diptych-trace", 1
 Kind = Literal["activation", "activation_grad", "parameter", "parameter_grad", "operand", "result"]
@@ -50,7 +50,7 @@ class Site:
         _check(0 < len(self.name) <= _LONGEST_NAME and self.name.isprintable(), "name", "must be printable text")
         _check(".." not in self.name.split("/"), "name", 'must have no part ".."')
         _check(self.call >= 0, "call", "must not be negative")
-        _check(bool(DTYPES.get(self.dtype) and DTYPES[self.dtype].code), "dtype", f"is unknown: {self.dtype[:40]!r}")
+        _check(is_recorded(self.dtype), "dtype", f"is unknown: {self.dtype[:40]!r}")
         check_shape(self.shape, DTYPES[self.dtype].nbytes)
 
     @property

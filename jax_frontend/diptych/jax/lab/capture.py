@@ -22,9 +22,9 @@ from diptych.jax.graph.arguments import Call, Results, copied_nodes, is_node, no
 from diptych.jax.graph.interpret import Interpreter, unspecified, whole
 from diptych.jax.graph.sites import Body, Deps, Leaf, unfold
 from diptych.jax.lab.statistics import decoded, observed
-from diptych.jax.lab.taps import Tracing, is_recorded, is_site
+from diptych.jax.lab.taps import Tracing, is_site
 from diptych.lab import capture as common
-from diptych.lab.traces import SAMPLES, Entry, Meta, Options, Site, Writer, places
+from diptych.lab.traces import SAMPLES, Entry, Meta, Options, Site, Writer, is_recorded, places
 
 
 def capture(

@@ -31,7 +31,7 @@ def observed(x: Array, statistics: bool) -> Array:
 
 def decoded(words: np.ndarray, dtype: str, size: int) -> tuple[str, Statistics | None]:
     """Returns the hash as hexadecimal digits, and the statistics or None, from what `observed` returned."""
-    digits = words[:HASH_WORDS].astype("<u4").tobytes().hex()
+    digits = capture.digits(words[:HASH_WORDS])
     if len(words) == HASH_WORDS:
         return digits, None
     form = DTYPES[dtype]

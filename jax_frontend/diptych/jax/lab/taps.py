@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from diptych.common.errors import UnsupportedError
 from diptych.jax.graph.taps import SCOPE, tap
 from diptych.lab.capture import named, wanted
-from diptych.lab.traces import DTYPES
+from diptych.lab.traces import is_recorded
 
 PATH = "_diptych_path"
 """An attribute of nnx modules with their paths; flax hands it down to the copies that its transformations make."""
@@ -183,11 +183,6 @@ class Tracing:
 def is_site(sites: str, name: str, dtype: str) -> bool:
     """Whether a pattern of sites matches a name, and a trace has the array's dtype."""
     return is_recorded(dtype) and wanted(sites, name)
-
-
-def is_recorded(dtype: str) -> bool:
-    """Whether a trace has a dtype."""
-    return dtype in DTYPES and bool(DTYPES[dtype].code)
 
 
 def _inexact(x: Any) -> bool:

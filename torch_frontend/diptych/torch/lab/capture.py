@@ -21,8 +21,7 @@ from diptych.lab.capture import CaptureWarning
 from diptych.lab.traces import SAMPLES, Entry, Meta, Site, Writer
 from diptych.lab.traces.schema import Kind
 from diptych.torch.lab import statistics, taps
-from diptych.torch.lab.statistics import moved
-from diptych.torch.lab.taps import Seen, connect
+from diptych.torch.lab.taps import Seen
 from diptych.torch.primitives import hash as hash_ops
 from diptych.torch.primitives import register
 from diptych.torch.state.autocast import get_autocast_recipe
@@ -427,15 +426,15 @@ class Capture:
         taps.match_recomputed(self._again, self._seen)
         every = [*self._first, *self._seen.values(), *last]
         if not self._compiled:
-            connect(every, self._seen, self._names)
-        hashes = moved([s.hash for s in every])
-        rows = moved([s.row for s in every]) if self._with_statistics else [None] * len(every)
+            taps.connect(every, self._seen, self._names)
+        hashes = statistics.moved([s.hash for s in every])
+        rows = statistics.moved([s.row for s in every]) if self._with_statistics else [None] * len(every)
         entries = []
         for seen, row, words in zip(every, rows, hashes, strict=True):
             site = seen.site
             found = None if row is None else statistics.statistics(row.tolist(), site.size)
             held = None if seen.values is None else statistics.to_numpy(seen.values)
-            entries.append(Entry(site, found, words.astype("<i4").tobytes().hex(), held))
+            entries.append(Entry(site, found, rules.digits(words), held))
         return entries
 
     def _warn_of_gradients(self) -> None:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from diptych.lab import capture as rules
-from diptych.lab.traces import DTYPES, Statistics, places
+from diptych.lab.traces import DTYPES, Statistics, is_recorded, places
 
 
 def dtype_name(dtype: torch.dtype) -> str | None:
     """Returns a dtype's name in traces, None if traces do not have it."""
     name = str(dtype).removeprefix("torch.")
-    return name if name in DTYPES and DTYPES[name].code else None
+    return name if is_recorded(name) else None
 
 
 def measured(x: Tensor) -> Tensor:
