@@ -11,7 +11,8 @@ from diptych.lab import trace
 from diptych.lab.compare import calls_per_linear
 from diptych.lab.frontend import require
 from diptych.lab.job import initial_weights
-from diptych.lab.trace import Bits, difference
+from diptych.lab.replay.op import Bits, Op
+from diptych.lab.trace import difference
 
 RECIPE = pytest.mark.parametrize("recipe", others_slow(RECIPES, ("fp8-delayed", "fp8-block", "mxfp8")))
 
@@ -99,12 +100,10 @@ def test_equal_payloads_are_told_apart_by_order():
 
     def quantize(source, rowwise, columnwise):
         made = {"rowwise_data": bits(rowwise), "columnwise_data": bits(columnwise)}
-        ops.append(trace.Op("quantize", {"x": bits(source, "float32x")}, {}, made))
+        ops.append(Op("quantize", {"x": bits(source, "float32x")}, {}, made))
 
     def gemm(a, b, sides):
-        ops.append(
-            trace.Op("gemm", {"a_data": bits(a), "b_data": bits(b)}, {"a": ("", sides[0]), "b": ("", sides[1])}, {})
-        )
+        ops.append(Op("gemm", {"a_data": bits(a), "b_data": bits(b)}, {"a": ("", sides[0]), "b": ("", sides[1])}, {}))
 
     for i in range(len(TINY.linears)):
         quantize(100 + same[i], 10 + same[i], 20 + same[i])

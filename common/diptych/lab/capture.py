@@ -27,13 +27,13 @@ class CaptureWarning(UserWarning):
     """A tensor of a step that is not recorded."""
 
 
-def options(sites: Any, every: Any, values: Any, budget: Any) -> Options:
+def options(sites: Any, every: Any, values: Any, budget: Any, ops: Any = "own") -> Options:
     """Returns the checked options of a capture.
 
     **Raises** TypeError for another type of an argument, ValueError for a pattern that is empty, `every` below 1, a
-    negative `budget`, or `values` other than "hash", "sample" and "full".
+    negative `budget`, `values` other than "hash", "sample" and "full", or `ops` other than "own" and "all".
     """
-    for name, value, kind in (("sites", sites, str), ("every", every, int), ("values", values, str)):
+    for name, value, kind in (("sites", sites, str), ("every", every, int), ("values", values, str), ("ops", ops, str)):
         if not isinstance(value, kind) or isinstance(value, bool):
             raise ArgumentError(f"capture: {name} must be {kind.__name__}, got {type(value).__name__}")
     if not isinstance(budget, int | float) or isinstance(budget, bool):
@@ -46,7 +46,9 @@ def options(sites: Any, every: Any, values: Any, budget: Any) -> Options:
         raise ValueError(f'capture: values must be "hash", "sample" or "full", got {values!r}')
     if not 0 <= budget < 2**62:
         raise ValueError(f"capture: budget must be from 0 to 2^62 bytes, got {budget}")
-    return Options(sites, every, values, int(budget))
+    if ops not in ("own", "all"):
+        raise ValueError(f'capture: ops must be "own" or "all", got {ops!r}')
+    return Options(sites, every, values, int(budget), ops)
 
 
 def wanted(pattern: str, name: str) -> bool:

@@ -20,10 +20,10 @@ from diptych.lab import train
 from diptych.lab.data import ByteData
 from diptych.lab.frontend import Frontend, Trainer
 from diptych.lab.job import Corruption, Job, ModelConfig, OptimConfig, initial_weights, loss_tolerance
+from diptych.lab.replay.op import Bits
 from diptych.lab.seeds import Pairs, overall
 from diptych.lab.trace import (
     ROLES,
-    Bits,
     Difference,
     Labelled,
     StepTrace,

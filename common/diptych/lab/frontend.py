@@ -12,7 +12,8 @@ from typing import Protocol
 import numpy as np
 
 from diptych.lab.job import Job, Weights
-from diptych.lab.trace import Bits, Op, StepTrace
+from diptych.lab.replay.op import Bits, Op
+from diptych.lab.trace import StepTrace
 
 GROUP = "diptych.frontends"
 

@@ -7,69 +7,19 @@ so that one framework's recording can be replayed in the other. This module impo
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from diptych.lab.job import LINEARS, ModelConfig
-
-_UINT = {1: np.uint8, 2: np.uint16, 4: np.uint32}
-
-
-class Bits(NamedTuple):
-    """A tensor's bits. `dtype`: its name in the format table. `data`: an unsigned integer array of the same width."""
-
-    dtype: str
-    data: np.ndarray
-
-    @staticmethod
-    def of(x: np.ndarray, dtype: str | None = None) -> Bits:
-        """Returns the bits of `x`. `dtype`: the tensor's dtype if NumPy has no such dtype."""
-        x = np.ascontiguousarray(x).reshape(x.shape)
-        return Bits(dtype or x.dtype.name, x.view(_UINT[x.dtype.itemsize]))
-
-    @property
-    def floats(self) -> np.ndarray | None:
-        """The values of float32 or bfloat16 bits; None for other dtypes."""
-        if self.dtype == "bfloat16":
-            return (self.data.astype(np.uint32) << 16).view(np.float32)
-        return self.data.view(np.float32) if self.dtype == "float32" else None
-
-    @property
-    def digest(self) -> bytes:
-        return hashlib.blake2b(self.data.tobytes(), digest_size=16, key=self.dtype.encode()).digest()
+from diptych.lab.replay.op import Bits, Op
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Op:
-    """One recorded diptych op. `options` are plain scalars and value objects.
-
-    | kind | inputs | options | outputs |
-    |---|---|---|---|
-    | quantize | x, [amax], [columnwise_amax], [scale], [rng], [pending] | quantizer | buffers of \
-`shapes.quantize_buffers` |
-    | scale_update | history, scale, [reduced], [amax] | fp8_max, margin, most_recent | history, scale |
-    | gemm | a_data, a_scale_inv, [a_amax], b_data, b_scale_inv, [b_amax], [bias], [c] | a, b: (format name, \
-columnwise); alpha, beta, out_dtype, fields of `GemmOptions` | d |
-    | dequantize | data, scale_inv, [amax] | format, columnwise, dtype | out |
-    | amax | x | flags, columnwise | out, [columnwise_out] |
-    | bias_grad | dy | dtype | out |
-
-    `pending`: an amax [1]; the amax in the outputs is its maximum with x's (delayed scaling). Brackets: optional.
-    """
-
-    kind: str
-    inputs: dict[str, Bits]
-    options: dict[str, Any]
-    outputs: dict[str, Bits]
-
-    @property
-    def product(self) -> str:
-        """The training product that a gemm computes: "fprop", "dgrad" or "wgrad"."""
-        sides = (self.options["a"][1], self.options["b"][1])
-        return {(False, False): "fprop", (False, True): "dgrad", (True, True): "wgrad"}.get(sides, "gemm")
+def product(op: Op) -> str:
+    """Returns the training product that a gemm computes: "fprop", "dgrad" or "wgrad"."""
+    sides = (op.options["a"][1], op.options["b"][1])
+    return {(False, False): "fprop", (False, True): "dgrad", (True, True): "wgrad"}.get(sides, "gemm")
 
 
 @dataclasses.dataclass
@@ -111,7 +61,7 @@ def label(ops: list[Op], model: ModelConfig) -> list[Labelled]:
 
     gemms = [(i, op) for i, op in enumerate(ops) if op.kind == "gemm"]
     for i, op in gemms:
-        if op.product == "fprop":
+        if product(op) == "fprop":
             linear = next(names, None)
             if linear is None:
                 continue
@@ -119,11 +69,11 @@ def label(ops: list[Op], model: ModelConfig) -> list[Labelled]:
             claim(makers.before(i, op.inputs["a_data"]), linear, "input")
             claim(makers.before(i, op.inputs["b_data"]), linear, "weight")
     for i, op in gemms:
-        if op.product in ("dgrad", "wgrad"):
+        if product(op) in ("dgrad", "wgrad"):
             owners = [owner.get(id(maker)) for maker in makers.all_before(i, op.inputs["b_data"])]
-            linear = next((o[0] for o in owners if o is not None and (o[0], op.product) not in owner.values()), None)
+            linear = next((o[0] for o in owners if o is not None and (o[0], product(op)) not in owner.values()), None)
             if linear is not None:
-                claim(op, linear, op.product)
+                claim(op, linear, product(op))
                 claim(makers.before(i, op.inputs["a_data"]), linear, "grad_output")
     for i, op in enumerate(ops):
         known = owner.get(id(sources.before(i, op.inputs["dy"]))) if op.kind == "bias_grad" else None

@@ -183,12 +183,12 @@ def test_a_number_beyond_float64_is_refused():
 def test_other_formats_and_versions_are_named():
     plain = to_json(meta())
     for changes, why in (
-        ({"version": 2}, "f: version: is 2, this diptych reads 1"),
-        ({"version": "1"}, "f: version: is 1, this diptych reads 1"),
-        ({"format": "x", "version": 2}, "f: format: must be diptych-trace"),
+        ({"version": 1}, "f: version: is 1, this diptych reads 2"),
+        ({"version": "2"}, "f: version: is 2, this diptych reads 2"),
+        ({"format": "x", "version": 1}, "f: format: must be diptych-trace"),
         ({"versions": {"torch": 2}}, "f: versions.torch: must be text, is 2"),
         ({"ranks": 0}, "f: ranks: must be from 1"),
-        ({"options": {}}, "f: options: lacks budget, every, sites, values"),
+        ({"options": {}}, "f: options: lacks budget, every, ops, sites, values"),
         ({"plain_bits": "yes"}, "f: plain_bits: must be true or false"),
     ):
         with pytest.raises(TraceError, match=why):

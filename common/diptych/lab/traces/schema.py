@@ -18,16 +18,31 @@ from typing import Any, Literal, TypeVar
 
 from diptych.lab.traces.dtypes import DTYPES, is_recorded
 
-FORMAT, VERSION = "diptych-trace", 1
+FORMAT, VERSION = "diptych-trace", 2
 Kind = Literal["activation", "activation_grad", "parameter", "parameter_grad", "operand", "result"]
 Kept = Literal["whole", "sampled", "none"]
 T = TypeVar("T")
 
-_MOST_AXES, _MOST_BYTES, _LONGEST_NAME = 32, 2**62, 1000
+_MOST_AXES, _MOST_BYTES, _LONGEST_NAME, _LONGEST_OPTIONS = 32, 2**62, 1000, 10_000
 
 
 class TraceError(ValueError):
     """A trace that cannot be read or written. The message names the file, and the field or tensor in it."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Operation:
+    """The operation that computed a result from the operands in its site's `inputs`, for `diptych.lab.replay`.
+
+    `name`: of a row of `replay.table`. `options`: JSON of an object with the row's options, with sorted keys.
+    """
+
+    name: str
+    options: str
+
+    def __post_init__(self) -> None:
+        _check(bool(re.fullmatch("[a-z0-9_]{1,40}", self.name)), "name", "must be a name of an operation")
+        _check(len(self.options) <= _LONGEST_OPTIONS, "options", f"must have at most {_LONGEST_OPTIONS} characters")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,7 +51,8 @@ class Site:
 
     `name`: a module's or parameter's path as its framework spells it. `call`: 0 for the first time that a name of this
     kind occurs in a step, 1 for the second time, and so on. `dtype`: a name in `DTYPES`. `inputs`: the keys of the
-    sites that it is computed from, or None where only the order of sites is known.
+    sites that it is computed from, or None where only the order of sites is known. `operation`: of a result, if it can
+    be computed again.
     """
 
     name: str
@@ -45,6 +61,7 @@ class Site:
     shape: tuple[int, ...]
     dtype: str
     inputs: tuple[str, ...] | None = None
+    operation: Operation | None = None
 
     def __post_init__(self) -> None:
         _check(0 < len(self.name) <= _LONGEST_NAME and self.name.isprintable(), "name", "must be printable text")
@@ -52,6 +69,8 @@ class Site:
         _check(self.call >= 0, "call", "must not be negative")
         _check(is_recorded(self.dtype), "dtype", f"is unknown: {self.dtype[:40]!r}")
         check_shape(self.shape, DTYPES[self.dtype].nbytes)
+        possible = self.operation is None or (self.kind == "result" and self.inputs is not None)
+        _check(possible, "operation", "belongs to results with known inputs")
 
     @property
     def key(self) -> str:
@@ -144,12 +163,14 @@ class Step:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Options:
     """How a trace was asked for. `sites`: a pattern of names. `every`: a step is recorded out of so many. `values`:
-    whether values are kept beside hashes. `budget`: bytes of values that all steps of all ranks keep together."""
+    whether values are kept beside hashes. `budget`: bytes of values that all steps of all ranks keep together. `ops`:
+    whether operands and results are those of diptych's operations, or of the framework's too."""
 
     sites: str = "**"
     every: int = 1
     values: Literal["hash", "sample", "full"] = "hash"
     budget: int = 2**30
+    ops: Literal["own", "all"] = "own"
 
     def __post_init__(self) -> None:
         _check(self.every >= 1, "every", "must be at least 1")

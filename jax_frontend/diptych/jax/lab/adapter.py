@@ -30,7 +30,8 @@ from diptych.jax.state.update import update_state
 from diptych.jax.tensors.quantized import QuantizedArray
 from diptych.lab.frontend import State
 from diptych.lab.job import CLIP_EPS, Job, Weights
-from diptych.lab.trace import Bits, Op, StepTrace
+from diptych.lab.replay.op import Bits, Op
+from diptych.lab.trace import StepTrace
 
 Array = jax.Array
 

@@ -20,7 +20,8 @@ from diptych.common.gemm_options import GemmOptions
 from diptych.common.ops import shapes
 from diptych.lab.frontend import FrontendError, State
 from diptych.lab.job import Job, Weights
-from diptych.lab.trace import Bits, Op, StepTrace
+from diptych.lab.replay.op import Bits, Op
+from diptych.lab.trace import StepTrace
 from diptych.torch.lab import gpt
 from diptych.torch.primitives import gemm as gemm_ops
 from diptych.torch.primitives import quantize as quantize_ops

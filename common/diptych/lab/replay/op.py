@@ -1,0 +1,46 @@
+"""An operation with its operands and results as bits, which either framework can compute."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from typing import Any, NamedTuple
+
+import numpy as np
+
+_UINT = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+class Bits(NamedTuple):
+    """A tensor's bits. `dtype`: its name, as traces spell it. `data`: an unsigned integer array of the same width."""
+
+    dtype: str
+    data: np.ndarray
+
+    @staticmethod
+    def of(x: np.ndarray, dtype: str | None = None) -> Bits:
+        """Returns the bits of `x`. `dtype`: the tensor's dtype if NumPy has no such dtype."""
+        x = np.ascontiguousarray(x).reshape(x.shape)
+        return Bits(dtype or x.dtype.name, x.view(_UINT[x.dtype.itemsize]))
+
+    @property
+    def floats(self) -> np.ndarray | None:
+        """The values of float32 or bfloat16 bits; None for other dtypes."""
+        if self.dtype == "bfloat16":
+            return (self.data.astype(np.uint32) << 16).view(np.float32)
+        return self.data.view(np.float32) if self.dtype == "float32" else None
+
+    @property
+    def digest(self) -> bytes:
+        return hashlib.blake2b(self.data.tobytes(), digest_size=16, key=self.dtype.encode()).digest()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Op:
+    """One recorded operation. `kind`: a row of `diptych.lab.replay.table`, which names the operands in `inputs`, the
+    `options` and the results in `outputs`."""
+
+    kind: str
+    inputs: dict[str, Bits]
+    options: dict[str, Any]
+    outputs: dict[str, Bits]

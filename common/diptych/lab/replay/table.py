@@ -1,0 +1,171 @@
+"""The operations that can be computed again: names of operands, options and results, equal in both frameworks.
+
+Operands, options and results of diptych's own operations have the names that JAX's primitives give them
+(`diptych.jax.graph.ops`). What follows says what those of the frameworks compute.
+
+| row | computes |
+|---|---|
+| linear | x [..., K] times weight [N, K] transposed, plus bias [N]; in `dtype` |
+| matmul | the sum of products that `equation` names, as in `numpy.einsum`, without "..."; in `dtype` |
+| embedding | rows of table [V, D] by integers ids |
+| conv | cross-correlation. `layout`: axes of x, weight and out, such as "NC01,OI01,NC01"; `padding`: a pair for each \
+spatial axis; `input_dilation`, `dilation`: of x and of weight |
+| softmax, log_softmax | along `axis`, a negative number |
+| layer_norm, rms_norm | over the last `axes` axes, times weight, plus bias |
+| gelu, silu | `approximate`: the form of gelu with tanh |
+| add, mul | elementwise, with NumPy's broadcasting |
+| rotary | x * cos + rotated(x) * sin; rotated(x) is (-x2, x1) of the last axis's halves x1, x2, or of its pairs if \
+`interleaved` |
+| cross_entropy | -log_softmax(logits)[targets] along `axis`; `reduction` "mean", "sum" or "none"; without targets of \
+`ignore_index`, an integer or None |
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from diptych.common import quantizer_json
+from diptych.common.errors import CheckpointError
+from diptych.common.gemm_options import GemmOptions
+from diptych.common.quantizers import Quantizer
+from diptych.lab.traces.schema import parse
+
+
+class Row(NamedTuple):
+    """`operands` and, where they may be absent, `optional` ones. `own`: whether it is one of diptych's operations."""
+
+    operands: tuple[str, ...]
+    optional: tuple[str, ...]
+    options: Mapping[str, Callable[[Any], bool]]
+    own: bool = True
+
+
+def _is(*kinds: type) -> Callable[[Any], bool]:
+    return lambda v: type(v) in kinds
+
+
+def _one_of(*values: str) -> Callable[[Any], bool]:
+    return lambda v: v in values
+
+
+def _numbers(v: Any) -> bool:
+    return type(v) is tuple and all(type(i) is int for i in v)
+
+
+def _or_none(test: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda v: v is None or test(v)
+
+
+def _copy_option(v: Any) -> bool:
+    return type(v) is tuple and len(v) == 2 and type(v[0]) is str and type(v[1]) is bool
+
+
+def _source(v: Any) -> bool:
+    return type(v) is tuple and [type(i) for i in v] == [str, str, bool, bool]
+
+
+_text, _flag, _int, _float = _is(str), _is(bool), _is(int), _is(float, int)
+_OF_SOURCE = ("gamma", "beta", "mu", "rsigma", "dy", "row_id_map", "row_source")
+_COPIES = ("a_data", "a_scale_inv", "b_data", "b_scale_inv"), ("a_amax", "b_amax", "bias", "acc")
+_PRODUCT = {
+    "a": _copy_option, "b": _copy_option, "alpha": _float, "beta": _float, "out_dtype": _text,
+    **dict.fromkeys(GemmOptions._fields, _flag),
+}  # fmt: skip
+_GROUPED = {k: v for k, v in _PRODUCT.items() if k != "beta"} | {"align": _int, "rotated": _flag}
+_NORM = {"which": _text, "eps": _float, "zero_centered_gamma": _flag}
+
+TABLE: dict[str, Row] = {
+    "quantize": Row(
+        ("x",),
+        ("amax", "columnwise_amax", "pending", "scale", "rng", *_OF_SOURCE),
+        {"quantizer": lambda v: isinstance(v, Quantizer), "source": _or_none(_source), "column_sum": _text},
+    ),
+    "quantize_stack": Row(
+        ("x",), ("amax", "columnwise_amax", "scale", "rng"), {"quantizer": lambda v: isinstance(v, Quantizer)}
+    ),
+    "amax": Row(("x",), _OF_SOURCE, {"flags": _int, "columnwise": _flag, "source": _or_none(_source)}),
+    "dequantize": Row(("data", "scale_inv"), ("amax",), {"format": _text, "columnwise": _flag, "dtype": _text}),
+    "scale_update": Row(
+        ("history", "scale"), ("reduced", "amax"), {"fp8_max": _float, "margin": _int, "most_recent": _flag}
+    ),
+    "gemm": Row(*_COPIES, _PRODUCT),
+    "grouped_gemm": Row((*_COPIES[0], "offsets"), _COPIES[1], _GROUPED),
+    "bias_grad": Row(("dy",), (), {"dtype": _text}),
+    "grouped_bias_grad": Row(("dy", "offsets"), (), {"dtype": _text}),
+    "norm": Row(("x",), ("gamma", "beta"), _NORM),
+    "norm_grad": Row(
+        ("dy", "x", "gamma", "rsigma"), ("mu",), {"which": _text, "zero_centered_gamma": _flag, "has_beta": _flag}
+    ),
+    "activation": Row(("x",), (), {"which": _text, "gated": _flag}),
+    "activation_grad": Row(("dy", "x"), (), {"which": _text, "gated": _flag, "dtype": _text}),
+    "linear": Row(("x", "weight"), ("bias",), {"dtype": _text}, own=False),
+    "matmul": Row(("a", "b"), (), {"equation": _text, "dtype": _text}, own=False),
+    "embedding": Row(("ids", "table"), (), {}, own=False),
+    "conv": Row(
+        ("x", "weight"), ("bias",),
+        {
+            "layout": _text, "strides": _numbers, "dilation": _numbers, "input_dilation": _numbers, "groups": _int,
+            "padding": lambda v: type(v) is tuple and all(_numbers(pair) and len(pair) == 2 for pair in v),
+        },
+        own=False,
+    ),
+    "softmax": Row(("x",), (), {"axis": _int}, own=False),
+    "log_softmax": Row(("x",), (), {"axis": _int}, own=False),
+    "layer_norm": Row(("x",), ("weight", "bias"), {"axes": _int, "eps": _float}, own=False),
+    "rms_norm": Row(("x",), ("weight",), {"axes": _int, "eps": _float}, own=False),
+    "gelu": Row(("x",), (), {"approximate": _flag}, own=False),
+    "silu": Row(("x",), (), {}, own=False),
+    "add": Row(("a", "b"), (), {}, own=False),
+    "mul": Row(("a", "b"), (), {}, own=False),
+    "rotary": Row(("x", "cos", "sin"), (), {"interleaved": _flag}, own=False),
+    "cross_entropy": Row(
+        ("logits", "targets"), (),
+        {"axis": _int, "reduction": _one_of("mean", "sum", "none"), "ignore_index": _or_none(_int)},
+        own=False,
+    ),
+}  # fmt: skip
+
+
+def encoded(name: str, options: Mapping[str, Any]) -> str:
+    """Returns the options of a row as the JSON text that a trace has.
+
+    **Raises** ValueError for options that are not the row's, TypeError for a quantizer that cannot be written.
+    """
+    check(name, options)
+    plain = {k: quantizer_json.to_json(v) if isinstance(v, Quantizer) else v for k, v in options.items()}
+    return json.dumps(plain, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def decoded(name: str, text: str) -> dict[str, Any]:
+    """Returns the options of a row from a trace's text. **Raises** ValueError if they are not the row's."""
+    found = parse(text.encode(), f"{name}: options")
+    if not isinstance(found, dict):
+        raise ValueError(f"{name}: options: must be an object of JSON")
+    try:
+        options = {k: _read(k, v) for k, v in found.items()}
+    except CheckpointError as e:
+        raise ValueError(f"{name}: options: {str(e)[:200]}") from None
+    check(name, options)
+    return options
+
+
+def _read(name: str, value: Any) -> Any:
+    return quantizer_json.from_json(value) if name == "quantizer" else _tuples(value)
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def check(name: str, options: Mapping[str, Any]) -> None:
+    """**Raises** ValueError for a name without a row, and for options that its row does not have."""
+    if name not in TABLE:
+        raise ValueError(f"{name[:40]!r} is no operation that can be computed again; there are {', '.join(TABLE)}")
+    tests = TABLE[name].options
+    if options.keys() != tests.keys():
+        raise ValueError(f"{name}: its options are {', '.join(tests) or 'none'}, not {', '.join(options)[:200]}")
+    wrong = next((k for k, test in tests.items() if not test(options[k])), None)
+    if wrong is not None:
+        raise ValueError(f"{name}: option {wrong} cannot be {str(options[wrong])[:80]!r}")
