@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import collections
 import re
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from diptych.common.conversion import matches
 from diptych.common.errors import ArgumentError
+from diptych.lab.replay import table
 from diptych.lab.traces import Options, Site, Statistics
-from diptych.lab.traces.schema import Kind, Quantization
+from diptych.lab.traces.schema import Kind, Operation, Quantization
 
 HASH = "diptych-128"
 """The name of the core's hash in a trace's meta.json."""
@@ -72,13 +74,27 @@ class Calls:
         self._seen: collections.Counter[tuple[Kind, str]] = collections.Counter()
 
     def site(
-        self, kind: Kind, name: str, shape: tuple[int, ...], dtype: str, inputs: tuple[str, ...] | None = None
+        self,
+        kind: Kind,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: str,
+        inputs: tuple[str, ...] | None = None,
+        operation: Operation | None = None,
     ) -> Site:
         """Returns the site of the next tensor with this kind and printable name."""
         name = printable(name)
         call = self._seen[kind, name]
         self._seen[kind, name] += 1
-        return Site(name, kind, call, tuple(shape), dtype, inputs)
+        return Site(name, kind, call, tuple(shape), dtype, inputs, operation)
+
+
+def operation(name: str, options: Mapping[str, Any]) -> Operation | None:
+    """Returns an operation of `replay.table` as results have it; None if its quantizer cannot be written to a file."""
+    try:
+        return Operation(name, table.encoded(name, options))
+    except ArgumentError:
+        return None
 
 
 def printable(name: str) -> str:

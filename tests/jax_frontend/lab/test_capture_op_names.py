@@ -26,7 +26,7 @@ def names(fn: Any) -> tuple[str, str, str]:
     """The name of the only op in a function, and those of its operands and results."""
     (eqn,) = (e for e in jax.make_jaxpr(fn)().eqns if e.primitive.name.startswith(target("")))
     op = eqn.primitive.name.removeprefix(target(""))
-    ins, outs = ops.names(op, eqn.params, [v.aval for v in eqn.invars], len(eqn.outvars))
+    ins, outs = ops.names(op, eqn.params, len(eqn.invars), len(eqn.outvars))
     assert (len(ins), len(outs)) == (len(eqn.invars), len(eqn.outvars)) and len({*ins}) == len(ins)
     return op, " ".join(ins), " ".join(outs)
 

@@ -67,12 +67,17 @@ class Interpreter:
 
     **Arguments:** `is_site(name, dtype)`: whether an array is observed. `observe(x, number)`: the arrays that are
     recorded of the leaf with this number. `products`: whether products are sites, as in a function without modules.
+    `operation(op, options)`: what leaves have of an op of diptych whose operands are all observed.
     """
 
     def __init__(
-        self, is_site: Callable[[str, str], bool], observe: Callable[[Array, int], list[Array]], products: bool
+        self,
+        is_site: Callable[[str, str], bool],
+        observe: Callable[[Array, int], list[Array]],
+        products: bool,
+        operation: Callable[[str, dict[str, Any]], Any],
     ) -> None:
-        self._is_site, self._observe, self._products = is_site, observe, products
+        self._is_site, self._observe, self._products, self._operation = is_site, observe, products, operation
         self._leaves = 0
 
     def program(self, closed: Any, args: Sequence[Any]) -> tuple[list[Any], list[Array], Body]:
@@ -127,19 +132,23 @@ class Interpreter:
         return self._products and where.module is None and eqn.primitive.name in _PRODUCTS
 
     def _op(self, eqn: Any, ins: list[Any], refs: list[Refs], where: Where, made: _Made) -> Any:
-        op = eqn.primitive.name.removeprefix(_OP)
-        operands, results = ops.names(op, eqn.params, ins, len(eqn.outvars))
-        of_operands = [
-            self._leaf(x, where.name(f"{op}.{n}"), "operand", r, made)
-            for x, n, r in zip(ins, operands, refs, strict=True)
-        ]
-        outs, every = _bound(eqn.primitive, ins, eqn.params), frozenset().union(*of_operands)
-        of_results = [
-            self._leaf(x, where.name(f"{op}.{n}"), "result", every, made) for x, n in zip(outs, results, strict=True)
-        ]
-        return outs, of_results
+        op, params = eqn.primitive.name.removeprefix(_OP), eqn.params
+        operands, results = ops.names(op, params, len(ins), len(eqn.outvars))
 
-    def _leaf(self, x: Any, name: str, kind: str, refs: Refs, made: _Made, tap: Any = None) -> Refs:
+        def observed(x: Any, name: str, kind: str, refs: Refs, operation: Any = None) -> Refs:
+            x = _stored(x, ops.stored_dtype(params, name))
+            return self._leaf(x, where.name(f"{op}.{name}"), kind, refs, made, operation=operation)
+
+        of_operands = [observed(x, n, "operand", r) for x, n, r in zip(ins, operands, refs, strict=True)]
+        outs, every = _bound(eqn.primitive, ins, params), frozenset().union(*of_operands)
+        options = ops.options(op, params)
+        whole = all(leaf is not r for leaf, r in zip(of_operands, refs, strict=True))
+        operation = self._operation(op, options) if whole and options is not None else None
+        return outs, [observed(x, n, "result", every, operation) for x, n in zip(outs, results, strict=True)]
+
+    def _leaf(
+        self, x: Any, name: str, kind: str, refs: Refs, made: _Made, tap: Any = None, operation: Any = None
+    ) -> Refs:
         """Observes an array. Returns where it comes from: here, or from `refs` if it is no site."""
         dtype = str(jnp.result_type(x)) if hasattr(x, "dtype") else ""
         if not dtype or not self._is_site(name, dtype):
@@ -148,7 +157,8 @@ class Interpreter:
         axes = frozenset(_varying(x))
         if tap is not None and tap["order"] != tuple(range(x.ndim)):
             x = x.transpose(tap["order"])
-        leaf = Leaf(name, kind, x.shape, dtype, refs, self._leaves, len(made.extras), axes, tap and tap["tap"])
+        place = self._leaves, len(made.extras)
+        leaf = Leaf(name, kind, x.shape, dtype, refs, *place, axes, tap and tap["tap"], operation)
         self._leaves += 1
         made.extras.extend(self._observe(whole(x), leaf.number))
         made.nodes.append(leaf)
@@ -362,6 +372,11 @@ def _scanned(params: dict[str, Any]) -> tuple[int, int]:
 def _split(outs: Sequence[Any], extras: int) -> tuple[list[Any], list[Any]]:
     at = len(outs) - extras
     return list(outs[:at]), list(outs[at:])
+
+
+def _stored(x: Any, dtype: str | None) -> Any:
+    """Returns bytes as the dtype that they are stored in, other arrays as they are."""
+    return x if dtype is None or x.dtype == dtype else jax.lax.bitcast_convert_type(x, jnp.dtype(dtype))
 
 
 def _varying(x: Any) -> Any:

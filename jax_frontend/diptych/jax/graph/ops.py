@@ -1,10 +1,14 @@
-"""The names of operands and results of diptych's primitives, as sites of a trace: those that PyTorch's ops have."""
+"""Calls of diptych's primitives as a trace has them: names of operands and results, dtypes, and the operation.
+
+Names are those that PyTorch's ops have. Operations are rows of the lab's table, which says what their options are.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from diptych.common.ops import shapes
+from diptych.common.formats import format_by_name
+from diptych.common.gemm_options import GemmOptions
 from diptych.jax.primitives import checks
 from diptych.jax.primitives import quantize as quantize_ops
 from diptych.jax.primitives.ffi import Source
@@ -32,17 +36,17 @@ _RESULTS: dict[str, tuple[str, ...]] = {
 }
 
 
-def names(op: str, params: dict[str, Any], operands: list[Any], results: int) -> tuple[list[str], list[str]]:
+def names(op: str, params: dict[str, Any], operands: int, results: int) -> tuple[list[str], list[str]]:
     """Returns the names of an op's operands and results, in order. Results without names are "out", or "out[0]",
-    "out[1]", ... if there are several."""
+    "out[1]", ... if there are several. `operands`, `results`: how many there are."""
     if op in ("quantize", "quantize_stack"):
-        buffers = [b.name for b in shapes.quantize_buffers(operands[0].shape, params["quantizer"])]
+        buffers = params["quantizer"].buffer_names()
         amaxes = [n for n in buffers if n.endswith("amax")]
         state = {quantize_ops.GIVEN: amaxes, quantize_ops.ACCUMULATE: ["pending"]}.get(params["mode"], [])
         state += [*["scale"] * params["has_scale"], *["rng"] * params["has_rng"]]
         outs = [n for n in buffers if params["mode"] != quantize_ops.GIVEN or n not in amaxes]
         return ["x", *state, *_of_source(params.get("source"))], outs + ["column_sum"] * (results - len(outs))
-    ins, outs = _operands(op, params, len(operands)), list(_RESULTS.get(op, ()))
+    ins, outs = _operands(op, params, operands), list(_RESULTS.get(op, ()))
     if op == "norm" and params["which"] == "layernorm":  # PyTorch's op returns rsigma first
         outs = ["out[1]", "out[0]", "out[2]"][:results]
     elif not outs:
@@ -79,3 +83,43 @@ def _of_source(source: Source | None) -> list[str]:
     if source.kind == "norm":
         return ["gamma", *["beta"] * source.has_beta, *_statistics(source.which)]
     return ["dy"] if source.kind == "activation_grad" else ["row_id_map", "row_source"]
+
+
+def stored_dtype(params: dict[str, Any], name: str) -> str | None:
+    """Returns the format's dtype of a payload or of scales, which calls may pass as uint8 arrays of their bytes; None
+    for other operands and results. `name`: the operand's or result's."""
+    part = {"data": "data", "inv": "scale"}.get(name.rsplit("_", 1)[-1])
+    if part is None:
+        return None
+    if "quantizer" in params:
+        return getattr(params["quantizer"].format, part)
+    return getattr(format_by_name(params["format"] if "format" in params else params[name[0]][0]), part)
+
+
+_PRODUCT = ("a", "b", "alpha", "out_dtype", *GemmOptions._fields)
+_OPTIONS: dict[str, tuple[str, ...]] = {
+    "quantize": ("quantizer", "source", "column_sum"),
+    "quantize_stack": ("quantizer",),
+    "amax": ("flags", "columnwise", "source"),
+    "dequantize": ("format", "columnwise", "dtype"),
+    "scale_update": ("fp8_max", "margin", "most_recent"),
+    "gemm": (*_PRODUCT, "beta"),
+    "grouped_gemm": (*_PRODUCT, "align", "rotated"),
+    "bias_grad": ("dtype",),
+    "grouped_bias_grad": ("dtype",),
+    "norm": ("which", "eps", "zero_centered_gamma"),
+    "norm_grad": ("which", "zero_centered_gamma", "has_beta"),
+    "activation": ("which", "gated"),
+    "activation_grad": ("which", "gated", "dtype"),
+}
+
+
+def options(op: str, params: dict[str, Any]) -> dict[str, Any] | None:
+    """Returns the options of the row `op` of the lab's table of operations. None for an op without a row, and for one
+    call on several examples, as under vmap."""
+    if op not in _OPTIONS or params["batch"].rank:
+        return None
+    of = {**params, **{k: float.fromhex(params[k]) for k in ("alpha", "beta", "fp8_max") if k in params}}
+    of |= params["options"]._asdict() if "options" in params else {}
+    of |= {"has_beta": params.get("has_dbeta"), "source": tuple(params.get("source") or ()) or None}
+    return {name: of[name] for name in _OPTIONS[op]}

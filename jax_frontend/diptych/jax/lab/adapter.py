@@ -14,17 +14,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from diptych.common.formats import format_by_name
-from diptych.common.gemm_options import GemmOptions
-from diptych.common.ops import shapes
 from diptych.jax.functional import quantize as quantize_verbs
-from diptych.jax.lab import gpt
+from diptych.jax.graph.ops import stored_dtype
+from diptych.jax.lab import gpt, own_ops
 from diptych.jax.layers.products import OFFSETS
 from diptych.jax.layers.quantize import rng_at
-from diptych.jax.primitives import checks, ffi
-from diptych.jax.primitives import gemm as gemm_ops
-from diptych.jax.primitives import quantize as quantize_ops
-from diptych.jax.primitives import scale_update as scale_update_ops
+from diptych.jax.primitives import ffi
+from diptych.jax.primitives.checks import dtype_of
 from diptych.jax.state.scales import init_state, load_state_dict, overwrite_states, state_dict
 from diptych.jax.state.update import update_state
 from diptych.jax.tensors.quantized import QuantizedArray
@@ -242,79 +238,11 @@ def _bits(x: Array, dtype: str | None = None) -> Bits:
 
 def _op(kind: str, params: dict[str, Any], ins: list[Array], outs: list[Array]) -> Op:
     """Returns a recorded primitive as the lab's `Op`, with the format's dtypes where payloads are passed as uint8."""
-    if kind == "quantize":
-        quantizer, mode = params["quantizer"], params["mode"]
-        buffers = shapes.quantize_buffers(ins[0].shape, quantizer)
-        outputs = {b.name: _bits(x, b.dtype) for b, x in zip(buffers, outs, strict=False)}
-        amaxes = [b.name for b in buffers if b.name.endswith("amax")] if mode == quantize_ops.GIVEN else []
-        names = ["x", *amaxes, *["pending"] * (mode == quantize_ops.ACCUMULATE)]
-        names += [n for n, there in (("scale", params["has_scale"]), ("rng", params["has_rng"])) if there]
-        return Op(kind, _named(names, ins), {"quantizer": quantizer}, outputs)
-    if kind == "scale_update":
-        names = ["history", "scale", *["reduced"] * params["has_reduced"], *["amax"] * params["has_amax"]]
-        options = {k: params[k] for k in ("margin", "most_recent")} | {"fp8_max": float.fromhex(params["fp8_max"])}
-        return Op(kind, _named(names, ins), options, _named(["history", "scale"], outs))
-    if kind == "gemm":
-        at = checks.copy_length(params["a"][0])
-        end = at + checks.copy_length(params["b"][0])
-        inputs = _copy_bits("a_", params["a"][0], ins[:at]) | _copy_bits("b_", params["b"][0], ins[at:end])
-        extra = [n for n, there in (("bias", params["has_bias"]), ("c", params["has_c"])) if there]
-        options = {k: params[k] for k in ("a", "b", "out_dtype")} | params["options"]._asdict()
-        options |= {k: float.fromhex(params[k]) for k in ("alpha", "beta")}
-        return Op(kind, inputs | _named(extra, ins[end:]), options, {"d": _bits(outs[0])})
-    if kind == "dequantize":
-        options = {k: params[k] for k in ("format", "columnwise", "dtype")}
-        return Op(kind, _copy_bits("", params["format"], ins), options, {"out": _bits(outs[0])})
-    if kind == "amax":
-        options = {k: params[k] for k in ("flags", "columnwise")}
-        return Op(kind, {"x": _bits(ins[0])}, options, _named(["out", "columnwise_out"][: len(outs)], outs))
-    if kind == "bias_grad":
-        return Op(kind, {"dy": _bits(ins[0])}, {"dtype": params["dtype"]}, {"out": _bits(outs[0])})
-    raise NotImplementedError(f"recording diptych_{kind} is not supported")
-
-
-def _copy_bits(prefix: str, format: str, arrays: list[Array]) -> dict[str, Bits]:
-    row = format_by_name(format)
-    parts = zip(("data", "scale_inv", "amax"), (row.data, row.scale, "float32"), arrays, strict=False)
-    return {f"{prefix}{part}": _bits(x, dtype) for part, dtype, x in parts}
-
-
-def _named(names: list[str], arrays: list[Array]) -> dict[str, Bits]:
-    return {name: _bits(x) for name, x in zip(names, arrays, strict=True)}
-
-
-# --- replay ---
-
-
-def _replayed(op: Op, x: dict[str, Array]) -> dict[str, Array]:
-    """Returns the outputs of a recorded op on these inputs."""
-    o = op.options
-    if op.kind == "quantize":
-        quantizer = o["quantizer"]
-        if "pending" in x:
-            out, history = quantize_ops.quantize_delayed(x["x"], quantizer, x["scale"], x["pending"])
-            return {**out, "amax": history}
-        given: Any = {k: v for k, v in x.items() if k != "x"}
-        return quantize_ops.quantize(x["x"], quantizer, **given)
-    if op.kind == "scale_update":
-        out = scale_update_ops.scale_update(x["history"], x["scale"], x.get("reduced"), x.get("amax"), **o)
-        return dict(zip(("history", "scale"), out, strict=True))
-    if op.kind == "gemm":
-        a, b = (_copy_of(x, f"{s}_", *o[s]) for s in "ab")
-        factors = {k: o[k] for k in ("alpha", "beta", "out_dtype")}
-        return {"d": gemm_ops.gemm(a, b, x.get("bias"), x.get("c"), **factors, options=GemmOptions.named(o))}
-    if op.kind == "bias_grad":
-        return {"out": gemm_ops.bias_grad(x["dy"], o["dtype"])}
-    if op.kind == "dequantize":
-        return {"out": quantize_ops.dequantize(_copy_of(x, "", o["format"], o["columnwise"]), o["dtype"])}
-    assert op.kind == "amax", op.kind
-    if o["columnwise"]:
-        return dict(zip(("out", "columnwise_out"), quantize_ops.amax(x["x"], o["flags"], columnwise=True), strict=True))
-    return {"out": quantize_ops.amax(x["x"], o["flags"])}
-
-
-def _copy_of(x: dict[str, Array], prefix: str, format: str, columnwise: bool) -> checks.Copy:
-    return checks.Copy(x[f"{prefix}data"], x[f"{prefix}scale_inv"], x.get(f"{prefix}amax"), format, columnwise)
+    call = own_ops.described(kind, params, ins, outs)
+    if call.options is None:
+        raise NotImplementedError(f"recording diptych_{kind} is not supported")
+    bits = lambda named: {n: _bits(x, stored_dtype(params, n)) for n, x in named.items()}  # noqa: E731
+    return Op(call.row, bits(call.operands), call.options, bits(call.results))
 
 
 class JaxFrontend:
@@ -339,8 +267,8 @@ class JaxFrontend:
 
     def replay(self, op: Op, device: str) -> dict[str, Bits]:
         put = functools.partial(jax.device_put, device=_device(device))
-        x = {k: put(v.data.view(quantize_ops.dtype_of(v.dtype))) for k, v in op.inputs.items()}
-        return {k: _bits(v) for k, v in _replayed(op, x).items() if k in op.outputs}
+        x = {k: put(v.data.view(dtype_of(v.dtype))) for k, v in op.inputs.items()}
+        return {k: _bits(v) for k, v in own_ops.replayed(op, x).items() if k in op.outputs}
 
     def apply(self, kind: str, inputs: list[np.ndarray], heads: int) -> np.ndarray:
         ops: dict[str, Callable[..., Array]] = {

@@ -253,7 +253,8 @@ class _Program:
     def _instrumented(self, variant: _Variant, *arrays: Any) -> Any:
         args = [arrays[i] if i is not None else value for i, value in self._picked]
         is_wanted = functools.partial(is_site, self._options.sites)
-        interpreter = Interpreter(is_wanted, functools.partial(self._observed, variant), self._products)
+        observe = functools.partial(self._observed, variant)
+        interpreter = Interpreter(is_wanted, observe, self._products, common.operation)
         outs, extras, variant.body = interpreter.program(self._closed, args)
         variant.values = [p + 1 for leaf, p in variant.body.positions() if variant.kept(leaf.number) != "none"]
         variant.places = {i: x.shape for i, x in enumerate(extras) if i not in set(variant.values)}
@@ -277,7 +278,8 @@ def _unfolded(
 
     def emit(leaf: Leaf, start: int, at: tuple[int, ...], suffix: str, deps: Deps) -> Deps:
         inputs = tuple(found[i][0].site.key for i in sorted(deps))
-        site = calls.site(leaf.kind, leaf.name + suffix, leaf.shape, leaf.dtype, inputs)  # type: ignore[arg-type]
+        place = leaf.name + suffix, leaf.shape, leaf.dtype
+        site = calls.site(leaf.kind, *place, inputs, leaf.operation)  # type: ignore[arg-type]
         if leaf.kind.endswith("_grad"):  # a gradient has the call of what it is the gradient of
             if not (of := open_[leaf.tap, at, suffix]):
                 what = "JAX has moved what it is the gradient of out of the loop around it, or differentiates twice"

@@ -15,18 +15,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from diptych.common.formats import FORMATS, format_by_name
-from diptych.common.gemm_options import GemmOptions
-from diptych.common.ops import shapes
 from diptych.lab.frontend import FrontendError, State
 from diptych.lab.job import Job, Weights
 from diptych.lab.replay.op import Bits, Op
 from diptych.lab.trace import StepTrace
-from diptych.torch.lab import gpt
-from diptych.torch.primitives import gemm as gemm_ops
-from diptych.torch.primitives import quantize as quantize_ops
-from diptych.torch.primitives import scale_update as scale_update_ops
-from diptych.torch.primitives.checks import Copy
+from diptych.torch.lab import gpt, own_ops
 from diptych.torch.state.autocast import autocast
 from diptych.torch.tensors.quantized import QuantizedTensor
 
@@ -163,13 +156,18 @@ class Recorder(TorchDispatchMode):
         self.activations: dict[str, np.ndarray] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace != "diptych" or func._opname == "rng_take":
+        name = func._opname
+        if func.namespace != "diptych" or name in own_ops.UNRECORDED:
             return func(*args, **(kwargs or {}))
         names = [a.name for a in func._schema.arguments]
         given = dict(zip(names, args, strict=False)) | (kwargs or {})
-        inputs = {k: _bits(v) for k, v in given.items() if isinstance(v, Tensor)}  # before an op changes them
+        call = own_ops.described(name, given)
+        if call.options is None:
+            raise NotImplementedError(f"recording diptych::{name} is not supported")
+        inputs = {k: _bits(v) for k, v in call.operands.items() if isinstance(v, Tensor)}  # before an op changes them
         out = func(*args, **(kwargs or {}))
-        self.ops.append(_op(func._opname, given, inputs, list(out) if isinstance(out, (list, tuple)) else [out]))
+        outputs = {k: _bits(v) for k, v in own_ops.results(name, given, out).items()}
+        self.ops.append(Op(call.row, inputs, call.options, outputs))
         return out
 
     @contextlib.contextmanager
@@ -216,79 +214,6 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _op(kind: str, given: dict[str, Any], inputs: dict[str, Bits], outs: list[Any]) -> Op:
-    """Returns a recorded call in the lab's form."""
-    if kind == "quantize_delayed":  # copies that are not made are empty tensors
-        quantizer, history = given["quantizer"], inputs.pop("history")
-        inputs["pending"] = Bits(history.dtype, history.data[:1])
-        sides = (quantizer.rowwise, quantizer.rowwise, quantizer.columnwise, quantizer.columnwise)
-        made = [t for t, wanted in zip(outs, sides, strict=True) if wanted]
-        return _quantize_op(given, inputs, [*made, given["history"][:1]])
-    if kind == "quantize":
-        return _quantize_op(given, inputs, outs)
-    if kind == "scale_update":
-        options = {k: given[k] for k in ("fp8_max", "margin", "most_recent")}
-        return Op(kind, inputs, options, {k: _bits(given[k]) for k in ("history", "scale")})
-    if kind == "gemm":
-        options = {s: (FORMATS[given[f"{s}_format"]].name, given[f"{s}_columnwise"]) for s in "ab"}
-        options |= {"alpha": given["alpha"], "beta": 0.0, **GemmOptions.named(given)._asdict()}
-        return Op(kind, inputs, options | {"out_dtype": _name(given["out_dtype"])}, {"d": _bits(outs[0])})
-    if kind == "dequantize":
-        options = {"format": FORMATS[given["format"]].name, "columnwise": given["columnwise"]}
-        return Op(kind, inputs, options | {"dtype": _name(given["dtype"])}, {"out": _bits(outs[0])})
-    if kind == "bias_grad":
-        return Op(kind, inputs, {"dtype": _name(given["dtype"])}, {"out": _bits(outs[0])})
-    if kind == "amax":
-        options = {"flags": given.get("flags", 0), "columnwise": given.get("columnwise", False)}
-        return Op(kind, inputs, options, {k: _bits(t) for k, t in zip(("out", "columnwise_out"), outs, strict=False)})
-    raise NotImplementedError(f"recording diptych::{kind} is not supported")
-
-
-def _quantize_op(given: dict[str, Any], inputs: dict[str, Bits], outs: list[Tensor]) -> Op:
-    names = [b.name for b in shapes.quantize_buffers(tuple(given["x"].shape), given["quantizer"])]
-    outputs = {k: _bits(v) for k, v in zip(names, outs, strict=True)}
-    return Op("quantize", inputs, {"quantizer": given["quantizer"]}, outputs)
-
-
-# --- replay ---
-
-
-def _replayed(op: Op, x: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the outputs of a recorded op on these inputs."""
-    o = op.options
-    if op.kind == "quantize":
-        quantizer = o["quantizer"]
-        names = [b.name for b in shapes.quantize_buffers(tuple(x["x"].shape), quantizer)]
-        if "pending" in x:
-            out = quantize_ops.quantize_delayed(x["x"], quantizer, x["scale"], x["pending"])
-            return dict(zip(names, [*out, x["pending"]], strict=True))
-        given = {k: x.get(k) for k in ("amax", "columnwise_amax", "scale", "rng")}
-        return dict(zip(names, quantize_ops.quantize(x["x"], quantizer, **given), strict=True))
-    if op.kind == "scale_update":
-        scale_update_ops.scale_update(x["history"], x["scale"], x.get("reduced"), x.get("amax"), **o)
-        return x
-    if op.kind == "gemm":
-        (a, b), options = (_copy(x, f"{s}_", *o[s]) for s in "ab"), GemmOptions.named(o)
-        if "c" in x:
-            gemm_ops.gemm_into(x["c"], a, b, x.get("bias"), o["alpha"], o["beta"], options)
-            return {"d": x["c"]}
-        return {"d": gemm_ops.gemm(a, b, x.get("bias"), o["alpha"], getattr(torch, o["out_dtype"]), options)}
-    if op.kind == "bias_grad":
-        return {"out": gemm_ops.bias_grad(x["dy"], getattr(torch, o["dtype"]))}
-    if op.kind == "dequantize":
-        return {"out": quantize_ops.dequantize(_copy(x, "", o["format"], o["columnwise"]), getattr(torch, o["dtype"]))}
-    assert op.kind == "amax", op.kind
-    if o["columnwise"]:
-        return dict(zip(("out", "columnwise_out"), quantize_ops.amax(x["x"], o["flags"], columnwise=True), strict=True))
-    return {"out": quantize_ops.amax(x["x"], o["flags"])}
-
-
-def _copy(x: dict[str, Tensor], prefix: str, format: str, columnwise: bool) -> Copy:
-    data, scale_inv, amax = (x.get(f"{prefix}{part}") for part in ("data", "scale_inv", "amax"))
-    assert data is not None and scale_inv is not None
-    return data, scale_inv, amax, format_by_name(format).id, columnwise
-
-
 class TorchFrontend:
     """torch's adapter; see `diptych.lab.frontend.Frontend`."""
 
@@ -315,7 +240,7 @@ class TorchFrontend:
     @torch.no_grad()
     def replay(self, op: Op, device: str) -> dict[str, Bits]:
         x = {k: torch.tensor(v.data).view(getattr(torch, v.dtype)).to(device) for k, v in op.inputs.items()}
-        return {k: _bits(v) for k, v in _replayed(op, x).items() if k in op.outputs}
+        return {k: _bits(v) for k, v in own_ops.replayed(op, x).items() if k in op.outputs}
 
     @torch.no_grad()
     def apply(self, kind: str, inputs: list[np.ndarray], heads: int) -> np.ndarray:

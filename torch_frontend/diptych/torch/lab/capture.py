@@ -20,7 +20,7 @@ from diptych.lab import capture as rules
 from diptych.lab.capture import CaptureWarning
 from diptych.lab.traces import SAMPLES, Entry, Meta, Site, Writer
 from diptych.lab.traces.schema import Kind
-from diptych.torch.lab import statistics, taps
+from diptych.torch.lab import own_ops, statistics, taps
 from diptych.torch.lab.taps import Seen
 from diptych.torch.primitives import hash as hash_ops
 from diptych.torch.primitives import register
@@ -321,13 +321,17 @@ class Capture:
     def _op(self, name: str, arguments: list[str], real: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs an op of diptych and records its operands and results."""
         path, given = self._module_of_op(), dict(zip(arguments, args, strict=False)) | kwargs
-        if self._quiet or path is None or name in taps.UNRECORDED_OPS:
+        if self._quiet or path is None or name in own_ops.UNRECORDED:
             return real(*args, **kwargs)
-        site = taps.OP_NAMES.get(name, name)
-        operands = self._see_all("operand", path, site, given)
+        self._start()
+        call = own_ops.described(name, given)
+        operands = self._see_all("operand", path, call.row, call.operands)
         out = real(*args, **kwargs)
-        for seen in self._see_all("result", path, site, taps.op_results(name, given, out)):
-            seen.inputs = tuple([operand.key for operand in operands])
+        tensors = [t for t in call.operands.values() if isinstance(t, Tensor)]
+        whole = call.options is not None and len(operands) == len(tensors)
+        operation = rules.operation(call.row, call.options) if whole else None  # type: ignore[arg-type]
+        for seen in self._see_all("result", path, call.row, own_ops.results(name, given, out)):
+            seen.inputs, seen.operation = tuple([operand.key for operand in operands]), operation
         return out
 
     def _see_all(self, kind: Kind, path: str, op: str, given: dict[str, Any]) -> list[Seen]:
@@ -358,7 +362,7 @@ class Capture:
         return rules.named(self._context[0])
 
     def _start(self) -> None:
-        """The step's first module ran: records the parameters that it uses."""
+        """The step's first module or op runs: records the parameters that it uses."""
         if self._began or self._quiet:
             return
         self._began = True

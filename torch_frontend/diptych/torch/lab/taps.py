@@ -27,10 +27,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from diptych.common.errors import UnsupportedError
-from diptych.common.ops import shapes
 from diptych.lab import capture as rules
 from diptych.lab.traces import Site
-from diptych.lab.traces.schema import Kind
+from diptych.lab.traces.schema import Kind, Operation
 
 KEY, BACKWARD_KEY, WANTED = "_diptych_lab_key", "_diptych_lab_backward_key", "_diptych_lab_wanted"
 _LIBRARY = torch.library.Library("diptych", "FRAGMENT")
@@ -332,47 +331,6 @@ def _warn_only(warns: bool) -> None:
     torch.use_deterministic_algorithms(torch.are_deterministic_algorithms_enabled(), warn_only=warns)
 
 
-# --- names of what diptych's ops get and return ---
-
-
-OP_NAMES = {
-    "quantize_delayed": "quantize",
-    "quantize_again": "quantize",
-    "quantize_fused": "quantize",
-    "quantize_fused_delayed": "quantize",
-    "amax_fused": "amax",
-    "gemm_into": "gemm",
-    "grouped_gemm_into": "grouped_gemm",
-}
-"""Names in traces of ops that have another one in torch."""
-UNRECORDED_OPS = {"hash", "rng_take", "empty", "log_amax"}
-# Results of ops that write to operands, which have no others.
-_WRITTEN = {
-    "gemm_into": {"d": "acc"},
-    "grouped_gemm_into": {"d": "acc"},
-    "scale_update": {"history": "history", "scale": "scale"},
-}
-
-
-def op_results(op: str, given: dict[str, Any], out: Any) -> dict[str, Tensor]:
-    """Returns an op's results by name.
-
-    **Arguments:** `op`: its name in torch. `given`: its arguments by name. `out`: what it returned.
-    """
-    if op in _WRITTEN:
-        return {name: given[argument] for name, argument in _WRITTEN[op].items()}
-    found = list(out) if isinstance(out, (tuple, list)) else [out]
-    if "quantizer" in given:
-        found = [t for t in found if t.numel()]  # copies that are not made are empty
-        names = [b.name for b in shapes.quantize_buffers(tuple(given["x"].shape), given["quantizer"])]
-        names = names[: len(found)]  # the last is the amax, which not every op returns
-    else:
-        names = ["d" if op.endswith("gemm") else "out"]
-    if len(names) != len(found):
-        names = [f"out[{i}]" for i in range(len(found))]
-    return dict(zip(names, found, strict=True))
-
-
 # --- from which others each tensor of a step is computed ---
 
 
@@ -381,6 +339,7 @@ class Seen:
     """A tensor of the present step, as far as the device has it.
 
     `origin`: the tickets and parameters that it is computed from, None if that is unknown. `inputs`: or their keys.
+    `operation`: of a result, if it can be computed again.
     """
 
     kind: Kind
@@ -393,10 +352,12 @@ class Seen:
     values: Tensor | None
     origin: tuple[list[int], list[Tensor]] | None = None
     inputs: tuple[str, ...] | None = None
+    operation: Operation | None = None
 
     @property
     def site(self) -> Site:
-        return Site(rules.printable(self.name), self.kind, self.call, self.shape, self.dtype, self.inputs)
+        name = rules.printable(self.name)
+        return Site(name, self.kind, self.call, self.shape, self.dtype, self.inputs, self.operation)
 
     @property
     def key(self) -> str:

@@ -1,0 +1,252 @@
+"""diptych's operations in the lab's table: what a recorded call computed, and its computation on given operands.
+
+The names of operands, options and results are those of the table, which the ops of torch spell differently here and
+there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from diptych.common.errors import UnsupportedError
+from diptych.common.formats import FORMATS, format_by_name
+from diptych.common.gemm_options import GemmOptions
+from diptych.common.ops.activation import ActivationOptions
+from diptych.common.ops.norm import NormOptions
+from diptych.core import _core
+from diptych.lab.replay.op import Op
+from diptych.lab.replay.table import TABLE
+from diptych.torch.functional import source as source_ops
+from diptych.torch.functional.source import FusedInput
+from diptych.torch.primitives import activation as activation_ops
+from diptych.torch.primitives import gemm as gemm_ops
+from diptych.torch.primitives import grouped as grouped_ops
+from diptych.torch.primitives import norm as norm_ops
+from diptych.torch.primitives import quantize as quantize_ops
+from diptych.torch.primitives import scale_update as scale_update_ops
+from diptych.torch.primitives.checks import ACTIVATION_IDS, NORM_IDS, Copy, dtype_name
+
+UNRECORDED = {"hash", "rng_take", "empty", "log_amax"}
+"""Ops that are no part of what a step computes."""
+_ROWS = {
+    "quantize_delayed": "quantize",
+    "quantize_again": "quantize",
+    "quantize_fused": "quantize",
+    "quantize_fused_delayed": "quantize",
+    "amax_fused": "amax",
+    "gemm_into": "gemm",
+    "grouped_gemm_into": "grouped_gemm",
+}
+_SOURCES: dict[str, int] = _core.fused_table()["source"]
+
+
+# --- description -----------------------------------------------------------------------------------------------------
+
+
+class Call(NamedTuple):
+    """A call as a row of the table. `options`: None if it cannot be computed again. `operands`: tensors, or several of
+    them; among them may be other arguments, which are none."""
+
+    row: str
+    options: dict[str, Any] | None
+    operands: dict[str, Any]
+
+
+def described(op: str, given: dict[str, Any]) -> Call:
+    """Describes a call. `op`: its name in torch. `given`: its arguments by name. Nothing is copied."""
+    row, operands = _ROWS.get(op, op), dict(given)
+    if op.endswith("_delayed"):
+        operands["pending"] = operands.pop("history")[:1]
+    options = _options(row, given) if row in TABLE and TABLE[row].own else None
+    return Call(row, options, operands)
+
+
+def results(op: str, given: dict[str, Any], out: Any) -> dict[str, Tensor]:
+    """Returns a call's results by name. `out`: what it returned."""
+    found = list(out) if isinstance(out, (tuple, list)) else [out]
+    if op.endswith("gemm_into"):
+        return {"d": given["acc"]}
+    if op == "scale_update":
+        return {name: given[name] for name in ("history", "scale")}
+    if "quantizer" in given:
+        return _quantized(op, given, found)
+    names = [f"out[{i}]" for i in range(len(found))] if len(found) > 1 else ["d" if op.endswith("gemm") else "out"]
+    return dict(zip(names, found, strict=True))
+
+
+def _quantized(op: str, given: dict[str, Any], found: list[Tensor]) -> dict[str, Tensor]:
+    quantizer = given["quantizer"]
+    names = [*quantizer.buffer_names(), "column_sum"]
+    if op.endswith("_delayed"):  # both copies, empty if they are not made, and the sum
+        made = (*[quantizer.rowwise] * 2, *[quantizer.columnwise] * 2, given.get("sum_dtype") is not None)
+        found = [t for t, there in zip(found, made, strict=False) if there]
+        found.insert(len(names) - 2, given["history"][:1])
+    return dict(zip(names, found, strict=False))
+
+
+def _options(row: str, given: dict[str, Any]) -> dict[str, Any]:
+    options = {name: given[name] for name in TABLE[row].options if name in given}
+    options = {k: dtype_name(v) if isinstance(v, torch.dtype) else v for k, v in options.items()}
+    return options | _translated(row, given)
+
+
+def _translated(row: str, given: dict[str, Any]) -> dict[str, Any]:
+    """Returns the options that torch's op does not have, or has by another name or number."""
+    if row == "quantize":
+        total = given.get("sum_dtype")
+        return {"source": _source(given), "column_sum": "" if total is None else dtype_name(total)}
+    if row == "amax":
+        return {"source": _source(given), "flags": given.get("flags", 0), "columnwise": given.get("columnwise", False)}
+    if row == "dequantize":
+        return {"format": FORMATS[given["format"]].name}
+    if row in ("gemm", "grouped_gemm"):
+        found = {s: (FORMATS[given[f"{s}_format"]].name, given[f"{s}_columnwise"]) for s in "ab"}
+        found |= {"alpha": given.get("alpha", 1.0)} | ({"beta": given.get("beta", 0.0)} if row == "gemm" else {})
+        return found | ({"out_dtype": dtype_name(given["acc"].dtype)} if "acc" in given else {})
+    if row == "norm_grad":
+        return {"which": "rmsnorm" if given["mu"] is None else "layernorm"}
+    if "which" in given:
+        return {"which": _name(NORM_IDS if row == "norm" else ACTIVATION_IDS, given["which"])}
+    return {}
+
+
+def _source(given: dict[str, Any]) -> tuple[str, str, bool, bool] | None:
+    if "kind" not in given:
+        return None
+    kind = _name(_SOURCES, given["kind"])
+    ids = {"norm": NORM_IDS, "permuted": {"": 0}}.get(kind, ACTIVATION_IDS)
+    return kind, _name(ids, given["which"]), given["flag"], given["beta"] is not None
+
+
+def _name(ids: dict[str, int], number: int) -> str:
+    return next(name for name, n in ids.items() if n == number)
+
+
+# --- replay ----------------------------------------------------------------------------------------------------------
+
+
+def replayed(op: Op, x: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Computes an operation on these operands. Returns all of its results, by name.
+
+    An op that writes to operands writes to these. **Raises** the errors of the operation for operands that do not fit,
+    and NotImplementedError for a product that torch's ops do not have.
+    """
+    return _REPLAYS[op.kind](op.options, x)
+
+
+def _several(found: Any) -> dict[str, Tensor]:
+    return results("", {}, [t for t in found if t is not None])
+
+
+def _dtype(name: str) -> torch.dtype:
+    return getattr(torch, name)
+
+
+def _copy(x: dict[str, Tensor], prefix: str, format: str, columnwise: bool) -> Copy:
+    return x[f"{prefix}data"], x[f"{prefix}scale_inv"], x.get(f"{prefix}amax"), format_by_name(format).id, columnwise
+
+
+def _fused(source: tuple[str, str, bool, bool], x: dict[str, Tensor]) -> FusedInput:
+    kind, which, flag, _ = source
+    ids = {"norm": NORM_IDS, "permuted": {"": 0}}.get(kind, ACTIVATION_IDS)
+    operands = {name: x[name] for name in FusedInput._fields[4:] if name in x}
+    return FusedInput(x["x"], _SOURCES[kind], ids[which], flag, **operands)
+
+
+def _quantize(o: dict[str, Any], x: dict[str, Tensor]) -> dict[str, Tensor]:
+    quantizer, total = o["quantizer"], _dtype(o["column_sum"]) if o["column_sum"] else None
+    given: Any = [x.get(name) for name in ("amax", "columnwise_amax", "scale", "rng")]
+    if o["source"] is None:
+        if total is not None:
+            raise UnsupportedError("quantize: torch sums the columns of what a norm or an activation makes alone")
+        if "pending" not in x:
+            return _quantized("quantize", o, quantize_ops.quantize(x["x"], quantizer, *given))
+        made = quantize_ops.quantize_delayed(x["x"], quantizer, x["scale"], x["pending"])
+    else:
+        f = _fused(o["source"], x)
+        if "pending" not in x:
+            return _quantized("quantize", o, source_ops.quantize(f, quantizer, *given, sum_dtype=total))
+        made = source_ops.quantize_delayed(f, quantizer, x["scale"], x["pending"], total)
+    made.insert(len(quantizer.buffer_names()) - 1, x["pending"])
+    return _quantized("quantize", o, made)
+
+
+def _quantize_stack(o: dict[str, Any], x: dict[str, Tensor]) -> dict[str, Tensor]:
+    given: Any = [x.get(name) for name in ("amax", "columnwise_amax", "scale", "rng")]
+    return _quantized("quantize", o, grouped_ops.quantize_stack(x["x"], o["quantizer"], *given))
+
+
+def _amax(o: dict[str, Any], x: dict[str, Tensor]) -> dict[str, Tensor]:
+    if o["source"] is not None:
+        found = source_ops.amax(_fused(o["source"], x), o["flags"], columnwise=o["columnwise"])
+    else:
+        found = quantize_ops.amax(x["x"], o["flags"], columnwise=o["columnwise"])
+    return _several(found if o["columnwise"] else [found])
+
+
+def _dequantize(o: dict[str, Any], x: dict[str, Tensor]) -> dict[str, Tensor]:
+    copy = _copy(x, "", o["format"], o["columnwise"])
+    return {"out": quantize_ops.dequantize(copy, _dtype(o["dtype"]))}
+
+
+def _scale_update(o: dict[str, Any], x: dict[str, Tensor]) -> dict[str, Tensor]:
+    scale_update_ops.scale_update(x["history"], x["scale"], x.get("reduced"), x.get("amax"), **o)
+    return {name: x[name] for name in ("history", "scale")}
+
+
+def _gemm(o: dict[str, Any], x: dict[str, Tensor]) -> dict[str, Tensor]:
+    (a, b), bias, options = (_copy(x, f"{s}_", *o[s]) for s in "ab"), x.get("bias"), GemmOptions.named(o)
+    if "acc" not in x:
+        return {"d": gemm_ops.gemm(a, b, bias, o["alpha"], _dtype(o["out_dtype"]), options)}
+    gemm_ops.gemm_into(x["acc"], a, b, bias, o["alpha"], o["beta"], options)
+    return {"d": x["acc"]}
+
+
+def _grouped_gemm(o: dict[str, Any], x: dict[str, Tensor]) -> dict[str, Tensor]:
+    (a, b), options = (_copy(x, f"{s}_", *o[s]) for s in "ab"), GemmOptions.named(o)
+    each = o["align"], o["rotated"]
+    if "acc" not in x:
+        dtype = _dtype(o["out_dtype"])
+        product = grouped_ops.grouped_gemm(a, b, x["offsets"], x.get("bias"), *each, o["alpha"], dtype, options)
+        return {"d": product}
+    if o["alpha"] != 1.0:
+        raise UnsupportedError(f"grouped_gemm: torch adds a product to acc without a factor alpha, {o['alpha']}")
+    grouped_ops.grouped_gemm_into(x["acc"], a, b, x["offsets"], *each, options)
+    return {"d": x["acc"]}
+
+
+def _norm(o: dict[str, Any], x: dict[str, Tensor]) -> dict[str, Tensor]:
+    mu, rsigma, y = norm_ops.norm(x["x"], x.get("gamma"), x.get("beta"), NormOptions(**o))
+    return _several([rsigma, mu, y])
+
+
+def _norm_grad(o: dict[str, Any], x: dict[str, Tensor]) -> dict[str, Tensor]:
+    options = NormOptions(o["which"], 0.0, o["zero_centered_gamma"])
+    operands = x["dy"], x["x"], x["gamma"], x.get("mu"), x["rsigma"]
+    return _several(norm_ops.norm_grad(*operands, options, o["has_beta"]))
+
+
+def _activation_grad(o: dict[str, Any], x: dict[str, Tensor]) -> dict[str, Tensor]:
+    options = ActivationOptions(o["which"], o["gated"])
+    return {"out": activation_ops.activation_grad(x["dy"], x["x"], options, _dtype(o["dtype"]))}
+
+
+_REPLAYS: dict[str, Callable[[dict[str, Any], dict[str, Tensor]], dict[str, Tensor]]] = {
+    "quantize": _quantize,
+    "quantize_stack": _quantize_stack,
+    "amax": _amax,
+    "dequantize": _dequantize,
+    "scale_update": _scale_update,
+    "gemm": _gemm,
+    "grouped_gemm": _grouped_gemm,
+    "bias_grad": lambda o, x: {"out": gemm_ops.bias_grad(x["dy"], _dtype(o["dtype"]))},
+    "grouped_bias_grad": lambda o, x: {"out": grouped_ops.grouped_bias_grad(x["dy"], x["offsets"], _dtype(o["dtype"]))},
+    "norm": _norm,
+    "norm_grad": _norm_grad,
+    "activation": lambda o, x: {"out": activation_ops.activation(x["x"], ActivationOptions(**o))},
+    "activation_grad": _activation_grad,
+}
