@@ -1,0 +1,106 @@
+"""Says whether an operation that was computed again agrees with what was recorded.
+
+Diptych's own operations have the same bits in both frameworks on one device, and most of them across devices (docs/numerics.md).
+Products, sums, norms and activations on two devices may differ in rounding; so may the operations of the frameworks,
+which are judged by the exact result: recorded and replayed values must each be within `reference`'s bound of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from diptych.lab.replay import table
+from diptych.lab.replay.op import Bits, Op
+from diptych.lab.replay.reference import TF32, Reference, reference
+from diptych.lab.traces import DTYPES, Tensor, tensor_distance
+
+ROUNDED = {
+    "gemm", "grouped_gemm", "bias_grad", "grouped_bias_grad", "norm", "norm_grad", "activation", "activation_grad",
+}  # fmt: skip
+"""Diptych's operations whose bits may differ between devices."""
+_ACCUMULATED = 2.0**-12
+"""Relative rms that two devices' products and sums may differ by, beside the result's rounding: Hopper's tensor cores
+keep 14 bits of FP8 products' partial sums."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a result's replay says.
+
+    `elements`, `differing`, `max_ulp`, `relative`: of the replayed result against the recorded one, as in
+    `traces.Distance`. `recorded_error`, `replayed_error`: the largest distance from the float64 result, in units of its
+    bound; None where there is no float64 result. `agrees`: whether the operation does. `why`: a sentence.
+    """
+
+    result: str
+    elements: int
+    differing: int
+    max_ulp: int | None
+    relative: float | None
+    recorded_error: float | None
+    replayed_error: float | None
+    agrees: bool
+    why: str
+
+
+def judged(op: Op, again: dict[str, Bits], same_device: bool) -> list[Outcome]:
+    """Returns an outcome for each recorded result of `op`. `again`: the results of computing it again. `same_device`:
+    whether that ran on the kind of device of the recording."""
+    exact = None if table.TABLE[op.kind].own else reference(op)
+    return [_judged(op, name, bits, again[name], exact, same_device) for name, bits in op.outputs.items()]
+
+
+def _judged(op: Op, name: str, bits: Bits, again: Bits, exact: Reference | None, same_device: bool) -> Outcome:
+    if (bits.dtype, bits.data.shape) != (again.dtype, again.data.shape):
+        held, got = (f"{b.dtype}{list(b.data.shape)}" for b in (bits, again))
+        return Outcome(name, bits.data.size, bits.data.size, None, None, None, None, False, f"{held} became {got}")
+    dtype = DTYPES[bits.dtype]
+    d = tensor_distance(Tensor(dtype, bits.data), Tensor(dtype, again.data))
+    errors = [None, None] if exact is None else [_error(b, exact) for b in (bits, again)]
+    agrees, why = _verdict(op, d.differing or 0, d.relative, errors, exact, (bits, again), same_device)
+    return Outcome(name, bits.data.size, d.differing or 0, d.max_ulp, d.relative, *errors, agrees, why)
+
+
+def _verdict(op, differing, relative, errors, exact, both, same_device) -> tuple[bool, str]:
+    recorded, replayed = errors
+    if exact is not None:
+        if recorded <= 1 and replayed <= 1:
+            return True, "the same bits" if not differing else "both results are within rounding of the exact one"
+        wrong = " and ".join(n for n, e in (("the recorded", recorded), ("the replayed", replayed)) if e > 1)
+        return False, f"{wrong} result is further from the exact one than rounding leads{_tf32(errors, exact, both)}"
+    if not differing:
+        return True, "the same bits"
+    if op.kind not in ROUNDED:
+        return False, "its bits must be the same on all devices"
+    if same_device:
+        return False, "its bits must be the same in both frameworks on one device"
+    limit = 2 * DTYPES[both[0].dtype].half_ulp + _ACCUMULATED
+    near = relative is not None and relative <= limit
+    return near, f"two devices may differ by {limit:.1e} in relative rms"
+
+
+def _error(bits: Bits, exact: Reference) -> float:
+    """Returns the largest error in units of its bound; inf where a value that should be finite is not, or NaN differs."""
+    found = DTYPES[bits.dtype].decode(bits.data)
+    if not found.size:
+        return 0.0
+    with np.errstate(all="ignore"):
+        error = np.abs(found - exact.value) / exact.bound
+    same = (found == exact.value) | (np.isnan(found) & np.isnan(exact.value))
+    largest = DTYPES["float32" if bits.dtype == "float32" else bits.dtype]
+    limit = largest.decode(np.asarray(largest.largest, largest.bits)) if largest.kind == "float" else np.inf
+    overflowed = np.isinf(found) & (np.sign(found) == np.sign(exact.value))
+    overflowed &= np.abs(exact.value) + exact.bound >= limit
+    error = np.where(same | overflowed, 0, np.where(np.isnan(error), np.inf, error))
+    return float(error.max())
+
+
+def _tf32(errors, exact: Reference, both: tuple[Bits, Bits]) -> str:
+    """Names TF32 where products of operands that were rounded to it explain the error."""
+    if exact.products is None or both[0].dtype != "float32":
+        return ""
+    wider = exact._replace(bound=exact.bound + 2 * TF32 * exact.products)
+    explained = all(e <= 1 or _error(b, wider) <= 1 for e, b in zip(errors, both, strict=True))
+    return "; operands that are rounded to TF32 explain it" if explained else ""
