@@ -20,7 +20,7 @@ from diptych.lab.diff.result import DiffError
 from diptych.lab.frontend import FrontendError, TrainingError
 from diptych.lab.interrupt import STATUS, Interrupt
 from diptych.lab.job import Corruption, Job, ModelConfig, OptimConfig
-from diptych.lab.replay.recorded import ReplayError
+from diptych.lab.replay.op import ReplayError
 from diptych.lab.traces.schema import TraceError
 
 if TYPE_CHECKING:

@@ -9,7 +9,8 @@ import json
 from diptych.lab import files
 from diptych.lab.frontend import require
 from diptych.lab.replay.judge import Outcome, judged
-from diptych.lab.replay.recorded import Recorded, ReplayError, recorded
+from diptych.lab.replay.op import ReplayError
+from diptych.lab.replay.recorded import Recorded, recorded
 from diptych.lab.traces import Observation, Trace
 
 DIFFERS = 1

@@ -1,8 +1,9 @@
 """Says whether an operation that was computed again agrees with what was recorded.
 
-Diptych's own operations have the same bits in both frameworks on one device, and most of them across devices (docs/numerics.md).
-Products, sums, norms and activations on two devices may differ in rounding; so may the operations of the frameworks,
-which are judged by the exact result: recorded and replayed values must each be within `reference`'s bound of it.
+Diptych's own operations have the same bits in both frameworks on one device, and most of them across devices
+(docs/numerics.md). Products, sums, norms and activations on two devices may differ in rounding; so may operations of
+the frameworks, which are judged by the exact result: recorded and replayed values must each be within `reference`'s
+bound of it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 from diptych.lab.replay import table
 from diptych.lab.replay.op import Bits, Op
 from diptych.lab.replay.reference import TF32, Reference, reference
-from diptych.lab.traces import DTYPES, Tensor, tensor_distance
+from diptych.lab.traces import DTYPES, DType, Tensor, tensor_distance
 
 ROUNDED = {
     "gemm", "grouped_gemm", "bias_grad", "grouped_bias_grad", "norm", "norm_grad", "activation", "activation_grad",
@@ -58,49 +59,51 @@ def _judged(op: Op, name: str, bits: Bits, again: Bits, exact: Reference | None,
         return Outcome(name, bits.data.size, bits.data.size, None, None, None, None, False, f"{held} became {got}")
     dtype = DTYPES[bits.dtype]
     d = tensor_distance(Tensor(dtype, bits.data), Tensor(dtype, again.data))
-    errors = [None, None] if exact is None else [_error(b, exact) for b in (bits, again)]
-    agrees, why = _verdict(op, d.differing or 0, d.relative, errors, exact, (bits, again), same_device)
-    return Outcome(name, bits.data.size, d.differing or 0, d.max_ulp, d.relative, *errors, agrees, why)
+    differing = d.differing or 0
+    if exact is None:
+        agrees, why = _own_verdict(op.kind, differing, d.relative, dtype, same_device)
+        return Outcome(name, d.elements, differing, d.max_ulp, d.relative, None, None, agrees, why)
+    recorded, replayed = _error(bits, exact), _error(again, exact)
+    far = [which for which, error in (("recorded", recorded), ("replayed", replayed)) if error > 1]
+    why = "both results are within rounding of the exact one" if differing else "the same bits"
+    if far:
+        why = f"the {' and the '.join(far)} result is further from the exact one than rounding leads"
+        why += _tf32(exact, [bits, again])
+    return Outcome(name, d.elements, differing, d.max_ulp, d.relative, recorded, replayed, not far, why)
 
 
-def _verdict(op, differing, relative, errors, exact, both, same_device) -> tuple[bool, str]:
-    recorded, replayed = errors
-    if exact is not None:
-        if recorded <= 1 and replayed <= 1:
-            return True, "the same bits" if not differing else "both results are within rounding of the exact one"
-        wrong = " and ".join(n for n, e in (("the recorded", recorded), ("the replayed", replayed)) if e > 1)
-        return False, f"{wrong} result is further from the exact one than rounding leads{_tf32(errors, exact, both)}"
+def _own_verdict(
+    kind: str, differing: int, relative: float | None, dtype: DType, same_device: bool
+) -> tuple[bool, str]:
     if not differing:
         return True, "the same bits"
-    if op.kind not in ROUNDED:
+    if kind not in ROUNDED:
         return False, "its bits must be the same on all devices"
     if same_device:
         return False, "its bits must be the same in both frameworks on one device"
-    limit = 2 * DTYPES[both[0].dtype].half_ulp + _ACCUMULATED
-    near = relative is not None and relative <= limit
-    return near, f"two devices may differ by {limit:.1e} in relative rms"
+    limit = 2 * dtype.half_ulp + _ACCUMULATED
+    return relative is not None and relative <= limit, f"two devices may differ by {limit:.1e} in relative rms"
 
 
 def _error(bits: Bits, exact: Reference) -> float:
-    """Returns the largest error in units of its bound; inf where a value that should be finite is not, or NaN differs."""
-    found = DTYPES[bits.dtype].decode(bits.data)
+    """Returns the largest error in units of its bound; inf where a value that is to be finite is not, or NaN differs."""
+    dtype = DTYPES[bits.dtype]
+    found = dtype.decode(bits.data)
     if not found.size:
         return 0.0
     with np.errstate(all="ignore"):
         error = np.abs(found - exact.value) / exact.bound
     same = (found == exact.value) | (np.isnan(found) & np.isnan(exact.value))
-    largest = DTYPES["float32" if bits.dtype == "float32" else bits.dtype]
-    limit = largest.decode(np.asarray(largest.largest, largest.bits)) if largest.kind == "float" else np.inf
+    limit = dtype.decode(np.asarray(dtype.largest, dtype.bits)) if dtype.kind == "float" else np.inf
     overflowed = np.isinf(found) & (np.sign(found) == np.sign(exact.value))
     overflowed &= np.abs(exact.value) + exact.bound >= limit
     error = np.where(same | overflowed, 0, np.where(np.isnan(error), np.inf, error))
     return float(error.max())
 
 
-def _tf32(errors, exact: Reference, both: tuple[Bits, Bits]) -> str:
+def _tf32(exact: Reference, results: list[Bits]) -> str:
     """Names TF32 where products of operands that were rounded to it explain the error."""
-    if exact.products is None or both[0].dtype != "float32":
+    if exact.products is None or results[0].dtype != "float32":
         return ""
     wider = exact._replace(bound=exact.bound + 2 * TF32 * exact.products)
-    explained = all(e <= 1 or _error(b, wider) <= 1 for e, b in zip(errors, both, strict=True))
-    return "; operands that are rounded to TF32 explain it" if explained else ""
+    return "; operands that are rounded to TF32 explain it" if all(_error(b, wider) <= 1 for b in results) else ""

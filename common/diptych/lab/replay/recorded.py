@@ -6,12 +6,8 @@ import difflib
 from typing import NamedTuple
 
 from diptych.lab.replay import table
-from diptych.lab.replay.op import Bits, Op
+from diptych.lab.replay.op import Bits, Op, ReplayError
 from diptych.lab.traces import Observation, Trace
-
-
-class ReplayError(ValueError):
-    """A recorded operation that cannot be computed again; the message says why."""
 
 
 class Recorded(NamedTuple):
