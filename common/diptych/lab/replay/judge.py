@@ -86,7 +86,7 @@ def _own_verdict(
 
 
 def _error(bits: Bits, exact: Reference) -> float:
-    """Returns the largest error in units of its bound; inf where a value that is to be finite is not, or NaN differs."""
+    """Returns the largest error in units of its bound; inf where only one of value and result is finite or NaN."""
     dtype = DTYPES[bits.dtype]
     found = dtype.decode(bits.data)
     if not found.size:
