@@ -1,4 +1,4 @@
-"""The command `diptych`: doctor, train, compare, diff."""
+"""The command `diptych`: doctor, train, compare, diff, replay."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from diptych.lab.diff.result import DiffError
 from diptych.lab.frontend import FrontendError, TrainingError
 from diptych.lab.interrupt import STATUS, Interrupt
 from diptych.lab.job import Corruption, Job, ModelConfig, OptimConfig
+from diptych.lab.replay.op import ReplayError
 from diptych.lab.traces.schema import TraceError
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ class InputError(ValueError):
 
 _REFUSALS = (
     InputError, DataError, CheckpointError, DeviceError, ShapeError, UnsupportedError, FrontendError, files.BusyError,
-    TraceError, DiffError, OSError,
+    TraceError, DiffError, ReplayError, OSError,
 )  # fmt: skip
 
 
@@ -165,6 +166,23 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("--json", type=_path, metavar="FILE", help="write all that was found")
     diff.add_argument("--html", type=_path, metavar="FILE", help="write a page that shows it")
     diff.set_defaults(run=_diff)
+
+    replay = commands.add_parser(
+        "replay",
+        help=(says := "compute one recorded operation again on its recorded operands, in another framework or on "
+              "another device; exit 0 it agrees, 1 it differs, 2 bad input"),
+        description=says[0].upper() + says[1:] + ".",
+    )  # fmt: skip
+    replay.add_argument("trace", type=_path, metavar="TRACE", help="folder of a trace with whole values")
+    replay.add_argument("site", metavar="SITE", help="a result's key or name, such as result:h.0.mlp.fc/gemm.d")
+    replay.add_argument("--framework", choices=FRAMEWORKS, help="where to compute; default: not the trace's")
+    replay.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
+    replay.add_argument("--step", type=_natural, metavar="N", help="default: the first that was recorded")
+    replay.add_argument(
+        "--rank", type=_natural, default=0, metavar="N", help="of a run of several processes; default: 0"
+    )
+    replay.add_argument("--json", type=_path, metavar="FILE", help="write what was found")
+    replay.set_defaults(run=_replay)
     return parser
 
 
@@ -441,6 +459,12 @@ def _compare(args: argparse.Namespace, arguments: list[str]) -> int:
 
 def _diff(args: argparse.Namespace, _: list[str]) -> int:
     from diptych.lab.diff import command
+
+    return command.run(args)
+
+
+def _replay(args: argparse.Namespace, _: Sequence[str]) -> int:
+    from diptych.lab.replay import command
 
     return command.run(args)
 

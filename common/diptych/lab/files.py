@@ -10,7 +10,7 @@ import pathlib
 import re
 import stat
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import BinaryIO
 
 from diptych.common.files import FileError, kind, replacing
@@ -47,6 +47,23 @@ def write_text(path: pathlib.Path, text: str) -> None:
     """Replaces `path` by a file with this text. **Raises** FileError; the old file is then unchanged."""
     with replacing(path) as f:
         f.write(text.encode())
+
+
+def real(path: pathlib.Path) -> pathlib.Path:
+    """Returns the path without links; unlike `Path.resolve`, also of a link to itself."""
+    return pathlib.Path(os.path.realpath(path))
+
+
+def require_writable(option: str, path: pathlib.Path, traces: Sequence[pathlib.Path]) -> None:
+    """**Raises** FileError at once for a file that could not be written later, or that is inside of a trace's folder.
+    `option`: of the command line."""
+    if (found := kind(path)) not in ("a file", "nothing"):
+        raise FileError(errno.EINVAL, f"{option} {path}: is {found}, where a file is to be written")
+    if any(real(path).is_relative_to(real(folder)) for folder in traces):
+        raise FileError(errno.EINVAL, f"{option} {path}: is inside of a trace")
+    nearest = next(p for p in real(path).parents if p.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
+        raise FileError(errno.EACCES, f"{option} {path}: cannot be written in {nearest}")
 
 
 @contextlib.contextmanager

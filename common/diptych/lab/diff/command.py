@@ -27,8 +27,9 @@ def run(args: argparse.Namespace) -> int:
     folders = {"A": args.a, "B": args.b, **{f"--ref {r}": r for r in references}}
     _distinct([args.a, args.b, *references])
     for option, path in (("--json", args.json), ("--html", args.html)):
-        _writable(option, path, list(folders.values()))
-    if args.json and args.html and _real(args.json) == _real(args.html):
+        if path is not None:
+            files.require_writable(option, path, list(folders.values()))
+    if args.json and args.html and files.real(args.json) == files.real(args.html):
         raise DiffError(f"--json and --html name the same file: {args.json}")
     render = _page() if args.html else None
     rules = mapping.read(args.map) if args.map else None
@@ -56,30 +57,12 @@ def steps(text: str) -> list[int | range]:
     return found
 
 
-def _real(path: pathlib.Path) -> pathlib.Path:
-    """Returns the path without links; unlike `Path.resolve`, also of a link to itself."""
-    return pathlib.Path(os.path.realpath(path))
-
-
 def _distinct(folders: list[pathlib.Path]) -> None:
     seen: set[pathlib.Path] = set()
     for folder in folders:
-        if _real(folder) in seen:
+        if files.real(folder) in seen:
             raise DiffError(f"{folder}: is given twice")
-        seen.add(_real(folder))
-
-
-def _writable(option: str, path: pathlib.Path | None, folders: list[pathlib.Path]) -> None:
-    """Refuses at once what cannot be written later."""
-    if path is None:
-        return
-    if (found := files.kind(path)) not in ("a file", "nothing"):
-        raise DiffError(f"{option} {path}: is {found}, where a file is to be written")
-    if any(_real(path).is_relative_to(_real(folder)) for folder in folders):
-        raise DiffError(f"{option} {path}: is inside of a trace")
-    nearest = next(p for p in _real(path).parents if p.exists())
-    if not nearest.is_dir() or not os.access(nearest, os.W_OK):
-        raise DiffError(f"{option} {path}: cannot be written in {nearest}")
+        seen.add(files.real(folder))
 
 
 def _page():

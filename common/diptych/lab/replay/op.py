@@ -11,6 +11,10 @@ import numpy as np
 _UINT = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
+class ReplayError(ValueError):
+    """A recorded operation that cannot be computed again; the message says why."""
+
+
 class Bits(NamedTuple):
     """A tensor's bits. `dtype`: its name, as traces spell it. `data`: an unsigned integer array of the same width."""
 

@@ -1,0 +1,74 @@
+import json
+
+import pytest
+
+from diptych.common import RECIPES, linear_plan
+from diptych.common.quantizers import MXFP8Quantizer
+from diptych.lab.replay import table
+from diptych.lab.replay.reference import _ROWS
+
+CONV = {
+    "layout": "NC01,OI01,NC01", "strides": (1, 2), "padding": ((0, 1), (2, 2)), "dilation": (1, 1),
+    "input_dilation": (1, 3), "groups": 2,
+}  # fmt: skip
+
+
+def quantize(quantizer):
+    return {"quantizer": quantizer, "source": ("norm", "layernorm", True, False), "column_sum": "float32"}
+
+
+def test_every_row_of_the_frameworks_has_a_reference():
+    assert set(_ROWS) == {name for name, row in table.TABLE.items() if not row.own}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("conv", CONV),
+        ("silu", {}),
+        ("layer_norm", {"axes": 2, "eps": 1e-5}),
+        ("cross_entropy", {"axis": -1, "reduction": "mean", "ignore_index": None}),
+        ("quantize", quantize(MXFP8Quantizer(rowwise=True, columnwise=False))),
+    ],
+)
+def test_options_come_back(name, options):
+    text = table.encoded(name, options)
+    assert table.decoded(name, text) == options
+    assert text == json.dumps(json.loads(text), sort_keys=True, separators=(",", ":"))
+
+
+@pytest.mark.parametrize("recipe", RECIPES.values(), ids=list(RECIPES))
+def test_every_recipes_quantizers_come_back(recipe):
+    plan = linear_plan(recipe)
+    for tensor in (plan.input, plan.weight, plan.grad_output):
+        for quantizer in (tensor.rowwise, tensor.columnwise):
+            if quantizer is not None:
+                options = quantize(quantizer)
+                assert table.decoded("quantize", table.encoded("quantize", options)) == options
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "why"),
+    [
+        ("fft", "{}", "'fft' is no operation that can be computed again; there are quantize, "),
+        ("silu", '{"x":1}', "silu: its options are none, not x"),
+        ("gelu", "{}", "gelu: its options are approximate, not "),
+        ("gelu", '{"approximate":1}', "option approximate cannot be '1'"),
+        ("gelu", '{"approximate":true,"approximate":true}', "twice"),
+        ("gelu", "[true]", "must be an object of JSON"),
+        ("gelu", "{", "is no JSON"),
+        ("softmax", '{"axis":NaN}', "is no JSON"),
+        ("conv", json.dumps({**CONV, "padding": [[0]] * 2}), "option padding cannot be"),
+        ("cross_entropy", '{"axis":1,"ignore_index":0,"reduction":"max"}', "option reduction cannot be 'max'"),
+        ("quantize", '{"column_sum":"","quantizer":{"class":"os.system","fields":{}},"source":null}', "os.system"),
+        ("quantize", '{"column_sum":"","quantizer":1,"source":null}', "quantizer must be written as"),
+    ],
+)
+def test_foreign_options_are_refused(name, text, why):
+    with pytest.raises(ValueError, match=why):
+        table.decoded(name, text)
+
+
+def test_options_that_a_row_lacks_are_not_written():
+    with pytest.raises(ValueError, match=r"option axes cannot be .1\.0."):
+        table.encoded("rms_norm", {"axes": 1.0, "eps": 1e-6})
