@@ -74,19 +74,13 @@ class Calls:
         self._seen: collections.Counter[tuple[Kind, str]] = collections.Counter()
 
     def site(
-        self,
-        kind: Kind,
-        name: str,
-        shape: tuple[int, ...],
-        dtype: str,
-        inputs: tuple[str, ...] | None = None,
-        operation: Operation | None = None,
+        self, kind: Kind, name: str, shape: tuple[int, ...], dtype: str, inputs: tuple[str, ...] | None = None
     ) -> Site:
         """Returns the site of the next tensor with this kind and printable name."""
         name = printable(name)
         call = self._seen[kind, name]
         self._seen[kind, name] += 1
-        return Site(name, kind, call, tuple(shape), dtype, inputs, operation)
+        return Site(name, kind, call, tuple(shape), dtype, inputs)
 
 
 def operation(name: str, options: Mapping[str, Any]) -> Operation | None:

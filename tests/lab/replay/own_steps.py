@@ -21,7 +21,8 @@ from diptych.jax.layers.quantize import rng_at
 from diptych.jax.state.scales import init_state, overwrite_states
 from diptych.jax.state.update import update_state
 from diptych.lab.replay import table
-from diptych.lab.replay.op import Bits, Op
+from diptych.lab.replay.op import Op
+from diptych.lab.replay.recorded import recorded
 from diptych.lab.traces import Trace
 from diptych.torch import lab as torch_lab
 
@@ -114,19 +115,8 @@ RECORD = {"torch": torch_steps, "jax": jax_steps}
 
 def operations(trace: Trace, step: int) -> list[Op]:
     """Returns the operations of a step."""
-    every = {o.site.key: o for o in trace.ranks[0].step(step)}
-
-    def named(observations: list[Any]) -> dict[str, Bits]:
-        return {o.site.name.rpartition(".")[2]: Bits(o.site.dtype, o.values.tensor.bits) for o in observations}
-
-    calls: dict[Any, list[Any]] = {}
-    for o in every.values():
-        if o.site.operation is not None:
-            calls.setdefault((o.site.operation, o.site.inputs), []).append(o)
-    return [
-        Op(of.name, named([every[k] for k in inputs]), table.decoded(of.name, of.options), named(outs))
-        for (of, inputs), outs in calls.items()
-    ]
+    calls = {(o.site.operation, o.site.inputs): o.site.key for o in trace.ranks[0].step(step) if o.site.operation}
+    return [recorded(trace, key, step).op for key in calls.values()]
 
 
 def not_described(trace: Trace) -> set[str]:

@@ -29,7 +29,7 @@ class Stacked(list[Any]):
 class Leaf:
     """An observed array. `number`: of the leaf in the program. `start`: of its arrays among the body's extra results.
     `axes`: the manual mesh axes over which it varies. `tap`: the number of its tap, which its gradient shares.
-    `operation`: of a result, what `Interpreter.operation` made of it."""
+    `operation`: what computed it from the leaves in `refs`, as a trace has it, or None."""
 
     name: str
     kind: str

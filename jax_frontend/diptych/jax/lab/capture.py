@@ -278,8 +278,7 @@ def _unfolded(
 
     def emit(leaf: Leaf, start: int, at: tuple[int, ...], suffix: str, deps: Deps) -> Deps:
         inputs = tuple(found[i][0].site.key for i in sorted(deps))
-        place = leaf.name + suffix, leaf.shape, leaf.dtype
-        site = calls.site(leaf.kind, *place, inputs, leaf.operation)  # type: ignore[arg-type]
+        site = calls.site(leaf.kind, leaf.name + suffix, leaf.shape, leaf.dtype, inputs)  # type: ignore[arg-type]
         if leaf.kind.endswith("_grad"):  # a gradient has the call of what it is the gradient of
             if not (of := open_[leaf.tap, at, suffix]):
                 what = "JAX has moved what it is the gradient of out of the loop around it, or differentiates twice"
@@ -288,6 +287,7 @@ def _unfolded(
                 return deps
             site = dataclasses.replace(site, call=of.pop())
         else:
+            site = dataclasses.replace(site, operation=leaf.operation)
             open_[leaf.tap, at, suffix].append(site.call)
         found.append((_Found(site, start, at), leaf.number))
         return frozenset([len(found) - 1])

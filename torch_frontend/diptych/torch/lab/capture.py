@@ -323,7 +323,6 @@ class Capture:
         path, given = self._module_of_op(), dict(zip(arguments, args, strict=False)) | kwargs
         if self._quiet or path is None or name in own_ops.UNRECORDED:
             return real(*args, **kwargs)
-        self._start()
         call = own_ops.described(name, given)
         operands = self._see_all("operand", path, call.row, call.operands)
         out = real(*args, **kwargs)
@@ -335,6 +334,7 @@ class Capture:
         return out
 
     def _see_all(self, kind: Kind, path: str, op: str, given: dict[str, Any]) -> list[Seen]:
+        self._start()
         found = []
         for name, value in given.items():
             several = isinstance(value, (list, tuple))
