@@ -184,4 +184,39 @@ def _others() -> Iterator[Op]:
         yield _op("activation_grad", options, "out", {"dy": drawn("dy", 2, M // 2, K // (1 + gated)), "x": x})
 
 
-CALLS = [*_quantizations(), *_others()]
+def _permutations() -> Iterator[Op]:
+    experts, slots, rows = 4, 2, 96
+    mask = np.zeros((M, experts), bool)
+    ids = np.stack([np.arange(M) % experts, (np.arange(M) // 3 + 1) % experts], 1).astype(np.int32)
+    np.put_along_axis(mask, ids, True, 1)
+    sized = {"experts": experts, "rows": 192, "align": 16}
+    outs = "out[0] out[1] out[2] out[3]"
+    yield _op("permute_map", {"kind": "mask", **sized}, outs, {"routing": mask})
+    yield _op("permute_map", {"kind": "index", **sized}, outs, {"routing": ids})
+    sizes, order = np.array([16, 0, 48], np.int32), np.array([2, 0, 1], np.int32)
+    yield _op("chunk_map", {"tokens": M}, "out[0] out[1]", {"split_sizes": sizes, "sorted_index": order})
+    where = np.full(M * slots, -1, np.int32)
+    source = np.full(rows, -1, np.int32)
+    taken = np.random.default_rng(3).permutation(M * slots)[: rows - 8].astype(np.int32)
+    where[taken], source[: len(taken)] = np.arange(len(taken)), taken
+    maps = {"row_id_map": where.reshape(M, slots), "row_source": source}
+    yield _op("invert_map", {"rows": rows}, "out[0] out[1]", {"row_id_map": maps["row_id_map"]})
+    probs = np.abs(drawn("probs", M, slots, dtype="float32"))
+    payload = Bits("float8_e4m3fn", core.quantize(drawn("x", M, K), BLOCKS).rowwise_data)
+    planes = {"planes[0]": payload, "planes[1]": drawn("x", M, K), "planes[2]": drawn("scale", M, dtype="float32")}
+    options = {"fills": (0, 0x7F7F7F7F, 3, 1), "zero_prob_is_padding": True}
+    yield _op("permute", options, outs + " out[4]", {**planes, "planes[3]": ids[:, :1].copy(), **maps, "probs": probs})
+    options = {"fills": (0,), "zero_prob_is_padding": False}
+    yield _op("permute", options, "out", {"planes[0]": planes["planes[1]"], **maps})
+    columns = {"x": Bits.of(payload.data.T.copy(), payload.dtype), "row_source": source}
+    yield _op("permute_columns", {"slots": slots}, "out", columns)
+    x, dy = drawn("rows", rows, K), drawn("dy", M, K)
+    where = {"x": x, "row_id_map": maps["row_id_map"]}
+    yield _op("unpermute", {}, "out", where)
+    dprobs = drawn("dprobs", rows, dtype="float32")
+    yield _op("unpermute", {}, "out[0] out[1]", {**where, "probs": probs, "permuted_dprobs": dprobs})
+    yield _op("unpermute_grad", {}, "out", {"dy": dy, **maps, "probs": probs})
+    yield _op("unpermute_grad", {}, "out[0] out[1]", {"dy": dy, **maps, "probs": probs, "x": x})
+
+
+CALLS = [*_quantizations(), *_others(), *_permutations()]

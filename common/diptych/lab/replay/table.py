@@ -100,6 +100,18 @@ TABLE: dict[str, Row] = {
     ),
     "activation": Row(("x",), (), {"which": _text, "gated": _flag}),
     "activation_grad": Row(("dy", "x"), (), {"which": _text, "gated": _flag, "dtype": _text}),
+    "permute_map": Row(
+        ("routing",), (), {"kind": _one_of("mask", "index"), "experts": _int, "rows": _int, "align": _int}
+    ),
+    "chunk_map": Row(("split_sizes", "sorted_index"), (), {"tokens": _int}),
+    "invert_map": Row(("row_id_map",), (), {"rows": _int}),
+    "permute": Row(
+        ("row_id_map", "row_source", "planes[0]"), ("planes[1]", "planes[2]", "planes[3]", "probs"),
+        {"fills": _numbers, "zero_prob_is_padding": _flag},
+    ),
+    "permute_columns": Row(("x", "row_source"), (), {"slots": _int}),
+    "unpermute": Row(("x", "row_id_map"), ("probs", "permuted_dprobs"), {}),
+    "unpermute_grad": Row(("dy", "row_id_map", "row_source", "probs"), ("x",), {}),
     "linear": Row(("x", "weight"), ("bias",), {"dtype": _text}, own=False),
     "matmul": Row(("a", "b"), (), {"equation": _text, "dtype": _text}, own=False),
     "embedding": Row(("ids", "table"), (), {}, own=False),

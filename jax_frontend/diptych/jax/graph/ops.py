@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from diptych.common.formats import format_by_name
 from diptych.common.gemm_options import GemmOptions
 from diptych.jax.primitives import checks
@@ -111,6 +113,13 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
     "norm_grad": ("which", "zero_centered_gamma", "has_beta"),
     "activation": ("which", "gated"),
     "activation_grad": ("which", "gated", "dtype"),
+    "permute_map": ("kind", "experts", "rows", "align"),
+    "chunk_map": ("tokens",),
+    "invert_map": ("rows",),
+    "permute": ("fills", "zero_prob_is_padding"),
+    "permute_columns": ("slots",),
+    "unpermute": (),
+    "unpermute_grad": (),
 }
 
 
@@ -119,7 +128,8 @@ def options(op: str, params: dict[str, Any]) -> dict[str, Any] | None:
     call on several examples, as under vmap."""
     if op not in _OPTIONS or params["batch"].rank:
         return None
-    of = {**params, **{k: float.fromhex(params[k]) for k in ("alpha", "beta", "fp8_max") if k in params}}
+    of = {k: int(v) if isinstance(v, np.integer) else v for k, v in params.items()}
+    of |= {k: float.fromhex(params[k]) for k in ("alpha", "beta", "fp8_max") if k in params}
     of |= params["options"]._asdict() if "options" in params else {}
     of |= {"has_beta": params.get("has_dbeta"), "source": tuple(params.get("source") or ()) or None}
     return {name: of[name] for name in _OPTIONS[op]}

@@ -68,4 +68,9 @@ def _params(kind: str, options: dict[str, Any], x: dict[str, Array]) -> dict[str
         params["dtype"] = x["x"].dtype.name if "gamma" in x else ""
     elif kind == "norm_grad":
         params["has_dbeta"] = params.pop("has_beta")
+    elif kind in ("permute", "unpermute"):
+        params["has_probs"] = "probs" in x
+        params |= {"has_permuted_dprobs": "permuted_dprobs" in x} if kind == "unpermute" else {}
+    elif kind == "unpermute_grad":
+        params["has_dprobs"] = "x" in x
     return params

@@ -164,7 +164,7 @@ class Recorder(TorchDispatchMode):
         call = own_ops.described(name, given)
         if call.options is None:
             raise NotImplementedError(f"recording diptych::{name} is not supported")
-        inputs = {k: _bits(v) for k, v in call.operands.items() if isinstance(v, Tensor)}  # before an op changes them
+        inputs = {k: _bits(v) for k, v in call.operands.items()}  # before an op changes them
         out = func(*args, **(kwargs or {}))
         outputs = {k: _bits(v) for k, v in own_ops.results(name, given, out).items()}
         self.ops.append(Op(call.row, inputs, call.options, outputs))

@@ -326,8 +326,7 @@ class Capture:
         call = own_ops.described(name, given)
         operands = self._see_all("operand", path, call.row, call.operands)
         out = real(*args, **kwargs)
-        tensors = [t for t in call.operands.values() if isinstance(t, Tensor)]
-        whole = call.options is not None and len(operands) == len(tensors)
+        whole = call.options is not None and len(operands) == len(call.operands)
         operation = rules.operation(call.row, call.options) if whole else None  # type: ignore[arg-type]
         for seen in self._see_all("result", path, call.row, own_ops.results(name, given, out)):
             seen.inputs, seen.operation = tuple([operand.key for operand in operands]), operation

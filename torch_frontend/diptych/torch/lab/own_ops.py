@@ -26,6 +26,7 @@ from diptych.torch.primitives import activation as activation_ops
 from diptych.torch.primitives import gemm as gemm_ops
 from diptych.torch.primitives import grouped as grouped_ops
 from diptych.torch.primitives import norm as norm_ops
+from diptych.torch.primitives import permute as permute_ops
 from diptych.torch.primitives import quantize as quantize_ops
 from diptych.torch.primitives import scale_update as scale_update_ops
 from diptych.torch.primitives.checks import ACTIVATION_IDS, NORM_IDS, Copy, dtype_name
@@ -48,17 +49,18 @@ _SOURCES: dict[str, int] = _core.fused_table()["source"]
 
 
 class Call(NamedTuple):
-    """A call as a row of the table. `options`: None if it cannot be computed again. `operands`: tensors, or several of
-    them; among them may be other arguments, which are none."""
+    """A call as a row of the table. `options`: None if it cannot be computed again."""
 
     row: str
     options: dict[str, Any] | None
-    operands: dict[str, Any]
+    operands: dict[str, Tensor]
 
 
 def described(op: str, given: dict[str, Any]) -> Call:
     """Describes a call. `op`: its name in torch. `given`: its arguments by name. Nothing is copied."""
-    row, operands = _ROWS.get(op, op), dict(given)
+    row = _ROWS.get(op, op)
+    several = {f"{k}[{i}]": t for k, v in given.items() if isinstance(v, (list, tuple)) for i, t in enumerate(v)}
+    operands = {k: t for k, t in {**given, **several}.items() if isinstance(t, Tensor)}
     if op.endswith("_delayed"):
         operands["pending"] = operands.pop("history")[:1]
     options = _options(row, given) if row in TABLE and TABLE[row].own else None
@@ -107,6 +109,10 @@ def _translated(row: str, given: dict[str, Any]) -> dict[str, Any]:
         found = {s: (FORMATS[given[f"{s}_format"]].name, given[f"{s}_columnwise"]) for s in "ab"}
         found |= {"alpha": given.get("alpha", 1.0)} | ({"beta": given.get("beta", 0.0)} if row == "gemm" else {})
         return found | ({"out_dtype": dtype_name(given["acc"].dtype)} if "acc" in given else {})
+    if row == "permute_map":
+        return {"kind": "mask" if given["mask"] else "index"}
+    if row == "permute":
+        return {"fills": tuple(given["fills"])}
     if row == "norm_grad":
         return {"which": "rmsnorm" if given["mu"] is None else "layernorm"}
     if "which" in given:
@@ -235,6 +241,29 @@ def _activation_grad(o: dict[str, Any], x: dict[str, Tensor]) -> dict[str, Tenso
     return {"out": activation_ops.activation_grad(x["dy"], x["x"], options, _dtype(o["dtype"]))}
 
 
+def _permute_map(o: dict[str, Any], x: dict[str, Tensor]) -> dict[str, Tensor]:
+    mask = o["kind"] == "mask"
+    return _several(permute_ops.permute_map(x["routing"], mask, o["experts"], o["rows"], o["align"]))
+
+
+def _permute(o: dict[str, Any], x: dict[str, Tensor]) -> dict[str, Tensor]:
+    planes, maps = [x[f"planes[{i}]"] for i in range(len(o["fills"]))], (x["row_id_map"], x["row_source"])
+    return _several(permute_ops.permute(planes, list(o["fills"]), *maps, x.get("probs"), o["zero_prob_is_padding"]))
+
+
+def _permute_columns(o: dict[str, Any], x: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {"out": permute_ops.permute_columns(x["x"], x["row_source"], o["slots"])}
+
+
+def _unpermute(_: dict[str, Any], x: dict[str, Tensor]) -> dict[str, Tensor]:
+    return _several(permute_ops.unpermute(x["x"], x["row_id_map"], x.get("probs"), x.get("permuted_dprobs")))
+
+
+def _unpermute_grad(_: dict[str, Any], x: dict[str, Tensor]) -> dict[str, Tensor]:
+    maps = x["row_id_map"], x["row_source"]
+    return _several(permute_ops.unpermute_grad(x["dy"], *maps, x["probs"], x.get("x")))
+
+
 _REPLAYS: dict[str, Callable[[dict[str, Any], dict[str, Tensor]], dict[str, Tensor]]] = {
     "quantize": _quantize,
     "quantize_stack": _quantize_stack,
@@ -249,4 +278,11 @@ _REPLAYS: dict[str, Callable[[dict[str, Any], dict[str, Tensor]], dict[str, Tens
     "norm_grad": _norm_grad,
     "activation": lambda o, x: {"out": activation_ops.activation(x["x"], ActivationOptions(**o))},
     "activation_grad": _activation_grad,
+    "permute_map": _permute_map,
+    "chunk_map": lambda o, x: _several(permute_ops.chunk_map(x["split_sizes"], x["sorted_index"], o["tokens"])),
+    "invert_map": lambda o, x: _several(permute_ops.invert_map(x["row_id_map"], o["rows"])),
+    "permute": _permute,
+    "permute_columns": _permute_columns,
+    "unpermute": _unpermute,
+    "unpermute_grad": _unpermute_grad,
 }
