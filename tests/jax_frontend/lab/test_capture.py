@@ -166,6 +166,7 @@ def test_diptych_ops(tmp_path):
     assert got.names("operand")[:2] == ["quantize.x", "quantize.x#1"]
     site = got.steps[0]["operand:gemm.b_data"].site
     assert site.inputs == ("result:quantize.rowwise_data#1",)
+    assert site.dtype == "float8_e4m3fn"  # JAX has bytes
     of_d = {"a_data", "a_scale_inv", "b_data", "b_scale_inv"}
     assert set(got.steps[0]["result:gemm.d"].site.inputs) == {f"operand:gemm.{name}" for name in of_d}
 

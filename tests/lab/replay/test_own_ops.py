@@ -11,11 +11,19 @@ from own_steps import MODULES, RECORD, STEPS, not_described, operations
 from sweeps import others_slow
 
 import diptych.jax as dj
-from diptych.common import RECIPES, MXFP8Quantizer
+from diptych.common import (
+    RECIPES,
+    DelayedScaling,
+    Float8BlockScaling,
+    Float8CurrentScaling,
+    MXFP8BlockScaling,
+    MXFP8Quantizer,
+)
 from diptych.jax import lab as jax_lab
 from diptych.jax.lab import own_ops as jax_ops
 from diptych.lab.frontend import require
-from diptych.lab.replay.table import TABLE
+from diptych.lab.replay import table
+from diptych.lab.replay.op import ReplayError
 from diptych.lab.trace import difference
 from diptych.lab.traces import Trace
 from diptych.torch import lab as torch_lab
@@ -35,29 +43,37 @@ def assert_same(op, framework):
 # --- steps of layers -------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def recorded(tmp_path_factory):
-    made = {}
+VARIANTS = {
+    "dequantized": ("linear", MXFP8BlockScaling(backward_override="dequantized"), {}),
+    "high precision": ("layernorm_mlp", Float8CurrentScaling(backward_override="high_precision"), {}),
+    "centered": ("layernorm_linear", Float8BlockScaling(), {"zero_centered_gamma": True}),
+    "squared": ("layernorm_mlp", DelayedScaling(amax_history_len=2, margin=1), {"activation": "sreglu"}),
+}
 
-    def get(framework, kind, recipe):
-        key = framework, kind, recipe
-        if key not in made:
-            made[key] = RECORD[framework](tmp_path_factory.mktemp("trace") / "t", kind, RECIPES[recipe])
-        return made[key]
 
-    return get
+def assert_every_operation_has_the_same_bits_again(trace):
+    assert not_described(trace) == set()
+    for step in range(STEPS):
+        for op in operations(trace, step):
+            for framework in PAIR:
+                assert_same(op, framework)
 
 
 @pytest.mark.parametrize("recipe", others_slow(RECIPES, ("fp8-delayed", "nvfp4")))
 @pytest.mark.parametrize("kind", others_slow(MODULES, ("layernorm_mlp", "grouped_linear")))
 @pytest.mark.parametrize("framework", PAIR)
-def test_every_operation_of_a_step_has_the_same_bits_again(recorded, framework, kind, recipe):
-    trace = recorded(framework, kind, recipe)
-    assert not_described(trace) == set()
-    for step in range(STEPS):
-        for op in operations(trace, step):
-            for other in PAIR:
-                assert_same(op, other)
+def test_every_operation_of_a_step_has_the_same_bits_again(tmp_path, framework, kind, recipe):
+    trace = RECORD[framework](tmp_path / "t", kind, RECIPES[recipe])
+    assert_every_operation_has_the_same_bits_again(trace)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("framework", PAIR)
+def test_every_operation_of_other_steps_has_the_same_bits_again(tmp_path, framework, variant):
+    kind, recipe, options = VARIANTS[variant]
+    trace = RECORD[framework](tmp_path / "t", kind, recipe, **options)
+    assert_every_operation_has_the_same_bits_again(trace)
 
 
 # --- each row --------------------------------------------------------------------------------------------------------
@@ -106,7 +122,7 @@ def calls(tmp_path_factory):
 
 
 def test_calls_reach_every_row_and_operand():
-    for name, row in TABLE.items():
+    for name, row in table.TABLE.items():
         mine = [op for op in CALLS if op.kind == name]
         if row.own:
             assert {n for op in mine for n in op.inputs} == {*row.operands, *row.optional}, name
@@ -131,6 +147,41 @@ def test_calls_have_the_same_bits_in_both_frameworks(calls):
 
 
 # --- what cannot be computed again -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("framework", PAIR)
+def test_operands_and_results_that_are_missing_are_named(framework):
+    op = next(op for op in CALLS if op.kind == "gemm" and "bias" in op.inputs)
+    run = require(framework, "cpu").replay
+    without = dataclasses.replace(op, inputs={n: x for n, x in op.inputs.items() if n != "b_scale_inv"})
+    with pytest.raises(ReplayError, match="operand b_scale_inv is missing"):
+        run(without, "cpu")
+    with pytest.raises(ReplayError, match="gemm has no result 'e' here; it has d"):
+        run(dataclasses.replace(op, outputs={"e": op.inputs["bias"]}), "cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "value"),
+    [
+        ("gemm", "out_dtype", "load"),
+        ("gemm", "a", ("fp4", False)),
+        ("gemm", "fast_accum", 1),
+        ("dequantize", "format", ""),
+        ("dequantize", "dtype", "float8_e4m3fn"),
+        ("quantize", "column_sum", "int32"),
+        ("quantize", "source", ("norm", "gelu", False, False)),
+        ("amax", "source", ("plain", "", False, False)),
+        ("norm", "which", "batchnorm"),
+        ("activation_grad", "which", "tanh"),
+        ("permute_map", "kind", ""),
+        ("permute", "fills", (True,)),
+    ],
+)
+def test_options_that_no_operation_has_are_refused(name, option, value):
+    options = next(op.options for op in CALLS if op.kind == name)
+    assert table.decoded(name, table.encoded(name, options)) == options
+    with pytest.raises(ValueError, match=f"{name}: option {option} cannot be"):
+        table.encoded(name, options | {option: value})
 
 
 @pytest.mark.parametrize("framework", PAIR)
@@ -163,7 +214,7 @@ class Own(MXFP8Quantizer):
 @pytest.mark.parametrize("framework", PAIR)
 def test_quantizers_that_no_file_can_hold_do_not_say_how(tmp_path, framework):
     op = next(op for op in CALLS if op.kind == "quantize")
-    op = dataclasses.replace(op, options=op.options | {"quantizer": Own()})
+    op = dataclasses.replace(op, options=op.options | {"quantizer": Own()}, outputs={})
     trace = RECORD_CALLS[framework](tmp_path / "t", [op])
     results = [o.site for o in trace.ranks[0].step(0) if o.site.kind == "result" and "quantize" in o.site.name]
     assert results and all(s.operation is None for s in results)

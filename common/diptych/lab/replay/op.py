@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+T = TypeVar("T")
 _UINT = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
@@ -48,3 +49,17 @@ class Op:
     inputs: dict[str, Bits]
     options: dict[str, Any]
     outputs: dict[str, Bits]
+
+
+class Operands(dict[str, T]):
+    """An operation's operands in a framework. One that is missing is a ReplayError."""
+
+    def __missing__(self, name: str) -> T:
+        raise ReplayError(f"operand {name} is missing")
+
+
+def require_results(op: Op, found: dict[str, T]) -> dict[str, T]:
+    """Returns what was computed. **Raises** ReplayError if a recorded result is not among it."""
+    if missing := [name for name in op.outputs if name not in found]:
+        raise ReplayError(f"{op.kind} has no result {missing[0][:80]!r} here; it has {', '.join(found)}")
+    return found

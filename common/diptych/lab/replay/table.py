@@ -28,7 +28,11 @@ from typing import Any, NamedTuple
 
 from diptych.common import quantizer_json
 from diptych.common.errors import CheckpointError
+from diptych.common.formats import FORMATS
 from diptych.common.gemm_options import GemmOptions
+from diptych.common.ops.activation import ACTIVATIONS
+from diptych.common.ops.norm import NORMS
+from diptych.common.ops.shapes import HIGH_PRECISION
 from diptych.common.quantizers import Quantizer
 from diptych.lab.traces.schema import parse
 
@@ -59,47 +63,52 @@ def _or_none(test: Callable[[Any], bool]) -> Callable[[Any], bool]:
 
 
 def _copy_option(v: Any) -> bool:
-    return type(v) is tuple and len(v) == 2 and type(v[0]) is str and type(v[1]) is bool
+    return type(v) is tuple and len(v) == 2 and _format(v[0]) and type(v[1]) is bool
 
 
 def _source(v: Any) -> bool:
-    return type(v) is tuple and [type(i) for i in v] == [str, str, bool, bool]
+    """(kind, its norm or activation, zero_centered_gamma or gated, whether there is a beta)."""
+    return type(v) is tuple and [type(i) for i in v] == [str, str, bool, bool] and v[1] in _SOURCES.get(v[0], ())
 
 
+_NORMS, _ACTIVATIONS = tuple(NORMS.values()), tuple({o.which for o in ACTIVATIONS.values()})
+_SOURCES = {"norm": _NORMS, "activation": _ACTIVATIONS, "activation_grad": _ACTIVATIONS, "permuted": ("",)}
+_format, _result = _one_of(*[f.name for f in FORMATS]), _one_of(*HIGH_PRECISION)
 _text, _flag, _int, _float = _is(str), _is(bool), _is(int), _is(float, int)
 _OF_SOURCE = ("gamma", "beta", "mu", "rsigma", "dy", "row_id_map", "row_source")
 _COPIES = ("a_data", "a_scale_inv", "b_data", "b_scale_inv"), ("a_amax", "b_amax", "bias", "acc")
+_QUANTIZER: dict[str, Callable[[Any], bool]] = {"quantizer": lambda v: isinstance(v, Quantizer)}
 _PRODUCT = {
-    "a": _copy_option, "b": _copy_option, "alpha": _float, "beta": _float, "out_dtype": _text,
+    "a": _copy_option, "b": _copy_option, "alpha": _float, "beta": _float, "out_dtype": _result,
     **dict.fromkeys(GemmOptions._fields, _flag),
 }  # fmt: skip
 _GROUPED = {k: v for k, v in _PRODUCT.items() if k != "beta"} | {"align": _int, "rotated": _flag}
-_NORM = {"which": _text, "eps": _float, "zero_centered_gamma": _flag}
+_NORM = {"which": _one_of(*_NORMS), "eps": _float, "zero_centered_gamma": _flag}
+_ACTIVATION = {"which": _one_of(*_ACTIVATIONS), "gated": _flag}
 
 TABLE: dict[str, Row] = {
     "quantize": Row(
         ("x",),
         ("amax", "columnwise_amax", "pending", "scale", "rng", *_OF_SOURCE),
-        {"quantizer": lambda v: isinstance(v, Quantizer), "source": _or_none(_source), "column_sum": _text},
+        _QUANTIZER | {"source": _or_none(_source), "column_sum": _one_of("", *HIGH_PRECISION)},
     ),
-    "quantize_stack": Row(
-        ("x",), ("amax", "columnwise_amax", "scale", "rng"), {"quantizer": lambda v: isinstance(v, Quantizer)}
-    ),
+    "quantize_stack": Row(("x",), ("amax", "columnwise_amax", "scale", "rng"), _QUANTIZER),
     "amax": Row(("x",), _OF_SOURCE, {"flags": _int, "columnwise": _flag, "source": _or_none(_source)}),
-    "dequantize": Row(("data", "scale_inv"), ("amax",), {"format": _text, "columnwise": _flag, "dtype": _text}),
+    "dequantize": Row(("data", "scale_inv"), ("amax",), {"format": _format, "columnwise": _flag, "dtype": _result}),
     "scale_update": Row(
         ("history", "scale"), ("reduced", "amax"), {"fp8_max": _float, "margin": _int, "most_recent": _flag}
     ),
     "gemm": Row(*_COPIES, _PRODUCT),
     "grouped_gemm": Row((*_COPIES[0], "offsets"), _COPIES[1], _GROUPED),
-    "bias_grad": Row(("dy",), (), {"dtype": _text}),
-    "grouped_bias_grad": Row(("dy", "offsets"), (), {"dtype": _text}),
+    "bias_grad": Row(("dy",), (), {"dtype": _result}),
+    "grouped_bias_grad": Row(("dy", "offsets"), (), {"dtype": _result}),
     "norm": Row(("x",), ("gamma", "beta"), _NORM),
     "norm_grad": Row(
-        ("dy", "x", "gamma", "rsigma"), ("mu",), {"which": _text, "zero_centered_gamma": _flag, "has_beta": _flag}
+        ("dy", "x", "gamma", "rsigma"), ("mu",),
+        {"which": _one_of(*_NORMS), "zero_centered_gamma": _flag, "has_beta": _flag},
     ),
-    "activation": Row(("x",), (), {"which": _text, "gated": _flag}),
-    "activation_grad": Row(("dy", "x"), (), {"which": _text, "gated": _flag, "dtype": _text}),
+    "activation": Row(("x",), (), _ACTIVATION),
+    "activation_grad": Row(("dy", "x"), (), _ACTIVATION | {"dtype": _result}),
     "permute_map": Row(
         ("routing",), (), {"kind": _one_of("mask", "index"), "experts": _int, "rows": _int, "align": _int}
     ),

@@ -15,7 +15,7 @@ from diptych.jax.graph import ops
 from diptych.jax.primitives import quantize as quantize_ops
 from diptych.jax.primitives.ffi import Batch, Source
 from diptych.jax.primitives.register import PRIMITIVES
-from diptych.lab.replay.op import Op
+from diptych.lab.replay.op import Op, Operands, require_results
 
 Array = jax.Array
 
@@ -39,14 +39,16 @@ def described(op: str, params: dict[str, Any], ins: Sequence[Any], outs: Sequenc
 def replayed(op: Op, x: dict[str, Array]) -> dict[str, Array]:
     """Computes an operation on these operands. Returns all of its results, by name.
 
-    **Raises** the errors of the operation for operands that do not fit.
+    **Raises** ReplayError for operands or results that are not those of the operation, and the errors of the operation
+    for operands that do not fit.
     """
+    x = Operands(x)
     params = _params(op.kind, op.options, x)
     names, _ = ops.names(op.kind, params, len(x), 0)
     outs = PRIMITIVES[op.kind].bind(*[x[n] for n in names], batch=Batch.none(len(names)), **params)
     _, results = ops.names(op.kind, params, len(x), len(outs))
     given = {n: x[n] for n in ("amax", "columnwise_amax") if n in x} if params.get("mode") == quantize_ops.GIVEN else {}
-    return dict(zip(results, outs, strict=True)) | given
+    return require_results(op, dict(zip(results, outs, strict=True)) | given)
 
 
 def _params(kind: str, options: dict[str, Any], x: dict[str, Array]) -> dict[str, Any]:

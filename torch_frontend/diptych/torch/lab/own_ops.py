@@ -18,7 +18,7 @@ from diptych.common.gemm_options import GemmOptions
 from diptych.common.ops.activation import ActivationOptions
 from diptych.common.ops.norm import NormOptions
 from diptych.core import _core
-from diptych.lab.replay.op import Op
+from diptych.lab.replay.op import Op, Operands, require_results
 from diptych.lab.replay.table import TABLE
 from diptych.torch.functional import source as source_ops
 from diptych.torch.functional.source import FusedInput
@@ -138,10 +138,11 @@ def _name(ids: dict[str, int], number: int) -> str:
 def replayed(op: Op, x: dict[str, Tensor]) -> dict[str, Tensor]:
     """Computes an operation on these operands. Returns all of its results, by name.
 
-    An op that writes to operands writes to these. **Raises** the errors of the operation for operands that do not fit,
-    and NotImplementedError for a product that torch's ops do not have.
+    An op that writes to operands writes to these. **Raises** ReplayError for operands or results that are not those of
+    the operation, the errors of the operation for operands that do not fit, and NotImplementedError for a product that
+    torch's ops do not have.
     """
-    return _REPLAYS[op.kind](op.options, x)
+    return require_results(op, _REPLAYS[op.kind](op.options, Operands(x)))
 
 
 def _several(found: Any) -> dict[str, Tensor]:
