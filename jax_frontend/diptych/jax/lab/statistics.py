@@ -112,8 +112,8 @@ QUANTIZED_WORDS = 6
 def quantized(x: Array, result: Array, largest: Array, beyond: float) -> Array:
     """Returns what `quantization` takes, uint32 [6].
 
-    **Arguments:** arrays of one shape. `x`: before it was quantized. `result`: dequantized, float32. `largest`: what the
-    format's largest value is in each place, dequantized, float32. `beyond`: see `capture.beyond`.
+    **Arguments:** arrays of one shape. `x`: before it was quantized. `result`: dequantized, float32. `largest`: what
+    the format's largest value is in each place, dequantized, float32. `beyond`: see `capture.beyond`.
     """
     old = x.astype(jnp.float32)
     clipped = (jnp.abs(result) == largest) & (jnp.abs(old) > largest * np.float32(beyond))

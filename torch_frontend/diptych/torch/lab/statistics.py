@@ -55,8 +55,8 @@ def statistics(row: list[float], size: int) -> Statistics:
 def quantized(x: Tensor, result: Tensor, largest: Tensor, beyond: float) -> Tensor:
     """Returns what `quantization` takes, float64 [6] on x's device.
 
-    **Arguments:** tensors of one shape. `x`: before it was quantized. `result`: dequantized, float32. `largest`: what the
-    format's largest value is in each place, dequantized, float32. `beyond`: see `rules.beyond`.
+    **Arguments:** tensors of one shape. `x`: before it was quantized. `result`: dequantized, float32. `largest`: what
+    the format's largest value is in each place, dequantized, float32. `beyond`: see `rules.beyond`.
     """
     old = x.to(torch.float32)
     if not old.numel():
