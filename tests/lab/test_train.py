@@ -9,7 +9,7 @@ from diptych.lab import checkpoint, train
 from diptych.lab.frontend import require
 from diptych.lab.job import OptimConfig, initial_weights
 
-pytestmark = pytest.mark.usefixtures("compiled_once")
+pytestmark = [pytest.mark.sampled, pytest.mark.usefixtures("compiled_once")]
 SETTINGS = train.Settings(batch=2, eval_every=3, eval_batches=2, checkpoint_every=2)
 
 

@@ -18,6 +18,8 @@ from llama.config import Config, ConfigError  # isort: skip
 from llama.program import tokens_of  # isort: skip
 from llama.torch_model import Llama, fill  # isort: skip
 
+pytestmark = pytest.mark.sampled
+
 
 @pytest.mark.parametrize("given", [{}, {"rope_scaling": LLAMA3}, {"tie_word_embeddings": True}])
 def test_the_model_is_transformers_llama(given, tmp_path):

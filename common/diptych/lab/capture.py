@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import collections
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,9 @@ import numpy as np
 from diptych.common.conversion import matches
 from diptych.common.errors import ArgumentError
 from diptych.lab.replay import table
-from diptych.lab.traces import Options, Site, Statistics
+from diptych.lab.traces import DTYPES, Options, Site, Statistics
 from diptych.lab.traces.schema import Kind, Operation, Quantization
+from diptych.lab.traces.statistics import decibels, logarithm
 
 HASH = "diptych-128"
 """The name of the core's hash in a trace's meta.json."""
@@ -114,3 +115,23 @@ def statistics(
     if size == counts[1] + counts[2]:
         return Statistics(None, None, None, zero, nan, inf, subnormal, quantized)
     return Statistics(amax, mean, rms, zero, nan, inf, subnormal, quantized)
+
+
+def quantization(counts: Sequence[float], signal: Sequence[float], noise: Sequence[float], size: int) -> Quantization:
+    """Returns how a tensor was quantized from what a frontend computed on the device.
+
+    **Arguments:** `counts`: of the elements that were clipped and flushed. `signal`, `noise`: the largest magnitude,
+    and the rms divided by it, of the tensor before and of its rounding errors, over elements that were finite before.
+    `size`: of the tensor.
+    """
+    clipped, flushed = (int(n) / max(size, 1) for n in counts)
+    return Quantization(clipped, flushed, decibels(logarithm(*signal), logarithm(*noise)))
+
+
+def beyond(element: str) -> float:
+    """Returns the smallest multiple of a format's largest value that rounding alone does not bring down to it.
+    `element`: the payload's dtype, such as "float8_e4m3fn"."""
+    form = DTYPES[element]
+    codes = np.array([form.largest - 1, form.largest], np.uint8)
+    below, largest = form.decode(codes)
+    return 1 + (largest - below) / 2 / largest

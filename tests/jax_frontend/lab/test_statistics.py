@@ -5,9 +5,11 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
+from lab import quantized_cases
 
-from diptych.jax.lab.statistics import decoded, observed
-from diptych.lab.traces import DTYPES, statistics_of
+import oracle
+from diptych.jax.lab.statistics import decoded, observed, quantization, quantized
+from diptych.lab.traces import DTYPES, Quantization, statistics_of
 from oracle.hash import hash_bits
 
 pytestmark = pytest.mark.sampled
@@ -50,3 +52,15 @@ def test_large_tensors_and_extremes():
         assert abs(got.rms / float(x[0]) - 1) < 1e-5 and abs(got.mean / float(x[0]) - 1) < 1e-5 and got.amax == x[0]
     digits, got = decoded(np.asarray(observed(jax.numpy.ones(3), False)), "float32", 3)
     assert got is None and len(digits) == 32
+
+
+@pytest.mark.parametrize("fmt", oracle.FORMATS)
+def test_how_an_array_was_quantized(fmt):
+    for case in quantized_cases.cases(fmt):
+        words = jax.jit(quantized, static_argnums=3)(*case[:4])
+        quantized_cases.same(quantization(np.asarray(words), case.x.size), case.want)
+
+
+def test_how_nothing_was_quantized():
+    x = np.zeros((0, 4), np.float32)
+    assert quantization(np.asarray(quantized(x, x, x, 1.1)), 0) == Quantization(0, 0, None)

@@ -6,10 +6,13 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 import diptych.jax as dj
 from diptych.common.ops import shapes
 from jax_frontend import tools
+
+pytestmark = pytest.mark.sampled
 
 KIND = tools.KIND
 

@@ -81,13 +81,23 @@ def quantization(
             signals.append((rms(old[kept]), np.count_nonzero(kept)))
             noises.append((rms(new[kept] - old[kept]), np.count_nonzero(kept)))
     share = max(x.size, 1)
-    return Quantization(clipped / share, flushed / share, _decibels(combined_rms(signals), combined_rms(noises)))
+    signal, noise = (logarithm(combined_rms(parts)) for parts in (signals, noises))
+    return Quantization(clipped / share, flushed / share, decibels(signal, noise))
 
 
-def _decibels(signal: float, noise: float) -> float | None:
-    if noise == 0:
-        return math.inf if signal else None
-    return 20 * (math.log10(signal) - math.log10(noise)) if signal and math.isfinite(noise) else -math.inf
+def decibels(signal: float, noise: float) -> float | None:
+    """Returns a ratio of two magnitudes in decibels, from their logarithms to base 10, in which -inf stands for 0 and
+    inf for what is not finite. None for two zeros."""
+    if noise == -math.inf:
+        return None if signal == -math.inf else math.inf
+    return 20 * (signal - noise) if math.isfinite(signal) and math.isfinite(noise) else -math.inf
+
+
+def logarithm(largest: float, part: float = 1.0) -> float:
+    """Returns the logarithm to base 10 of a product of two magnitudes, for `decibels`."""
+    if not math.isfinite(largest) or not math.isfinite(part):
+        return math.inf
+    return math.log10(largest) + math.log10(part) if largest and part else -math.inf
 
 
 def rms(x: np.ndarray) -> float:

@@ -14,7 +14,7 @@ import numpy as np
 
 from diptych.jax.functional.hash import hash
 from diptych.lab import capture
-from diptych.lab.traces import DTYPES, DType, Statistics
+from diptych.lab.traces import DTYPES, DType, Quantization, Statistics
 
 Array = jax.Array
 
@@ -104,3 +104,33 @@ def _averages(value: Array, counted: Array) -> tuple[Array, Array]:
     factor = _ROW / jnp.maximum(jnp.sum(counted, dtype=value.dtype), 1)
     mean, square = ((jnp.sum(v, axis=1) / _ROW).sum() * factor for v in (value, value * value))
     return mean, jnp.sqrt(square)
+
+
+QUANTIZED_WORDS = 6
+
+
+def quantized(x: Array, result: Array, largest: Array, beyond: float) -> Array:
+    """Returns what `quantization` takes, uint32 [6].
+
+    **Arguments:** arrays of one shape. `x`: before it was quantized. `result`: dequantized, float32. `largest`: what
+    the format's largest value is in each place, dequantized, float32. `beyond`: see `capture.beyond`.
+    """
+    old = x.astype(jnp.float32)
+    clipped = (jnp.abs(result) == largest) & (jnp.abs(old) > largest * np.float32(beyond))
+    flushed = (old != 0) & (result == 0)
+    finite = jnp.isfinite(old)
+    count = jnp.maximum(jnp.sum(finite, dtype=jnp.float32), 1)
+    found = []
+    for values in (jnp.where(finite, old, 0), jnp.where(finite, result - old, 0)):
+        amax = jnp.max(jnp.abs(values), initial=0)
+        squares = jnp.square(values / jnp.where(amax > 0, amax, 1)).reshape(-1)
+        squares = jnp.pad(squares, (0, -squares.size % _ROW)).reshape(-1, _ROW).sum(axis=1)
+        found += [amax, jnp.sqrt(squares.sum() / count)]
+    counts = jnp.stack([jnp.sum(m, dtype=jnp.uint32) for m in (clipped, flushed)])
+    return jnp.concatenate([counts, _words(jnp.stack(found))])
+
+
+def quantization(words: np.ndarray, size: int) -> Quantization:
+    """Returns how an array of `size` elements was quantized, from what `quantized` computed."""
+    amax, rms, of_noise, rms_of_noise = (float(v) for v in words[2:].view(np.float32))
+    return capture.quantization(words[:2].tolist(), (amax, rms), (of_noise, rms_of_noise), size)

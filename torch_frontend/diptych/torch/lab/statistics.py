@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from diptych.lab import capture as rules
-from diptych.lab.traces import DTYPES, Statistics, is_recorded, places
+from diptych.lab.traces import DTYPES, Quantization, Statistics, is_recorded, places
 
 
 def dtype_name(dtype: torch.dtype) -> str | None:
@@ -50,6 +50,31 @@ def statistics(row: list[float], size: int) -> Statistics:
     """Returns the statistics of what `measured` computed of a tensor of `size` elements."""
     amax, mean, rms, *counts = row
     return rules.statistics(amax, mean, rms, tuple([int(n) for n in counts]), size)
+
+
+def quantized(x: Tensor, result: Tensor, largest: Tensor, beyond: float) -> Tensor:
+    """Returns what `quantization` takes, float64 [6] on x's device.
+
+    **Arguments:** tensors of one shape. `x`: before it was quantized. `result`: dequantized, float32. `largest`: what
+    the format's largest value is in each place, dequantized, float32. `beyond`: see `rules.beyond`.
+    """
+    old = x.to(torch.float32)
+    if not old.numel():
+        return old.new_zeros(6, dtype=torch.float64)
+    clipped = ((result.abs() == largest) & (old.abs() > largest * beyond)).count_nonzero()
+    flushed = ((old != 0) & (result == 0)).count_nonzero()
+    finite = old.isfinite()
+    count = finite.count_nonzero().clamp(min=1)
+    found = [clipped, flushed]
+    for values in (torch.where(finite, old, 0.0), torch.where(finite, result - old, 0.0)):
+        amax = values.abs().amax()
+        found += [amax, ((values / torch.where(amax > 0, amax, 1.0)).square().sum() / count).sqrt()]
+    return torch.stack([t.to(torch.float64) for t in found])
+
+
+def quantization(row: list[float], size: int) -> Quantization:
+    """Returns how a tensor of `size` elements was quantized, from what `quantized` computed."""
+    return rules.quantization(row[:2], row[2:4], row[4:], size)
 
 
 @functools.lru_cache(maxsize=256)
