@@ -141,7 +141,7 @@ class Interpreter:
 
         of_operands = [observed(x, n, "operand", r) for x, n, r in zip(ins, operands, refs, strict=True)]
         outs, every = _bound(eqn.primitive, ins, params), frozenset().union(*of_operands)
-        options = ops.options(op, params)
+        options = ops.options(op, params, outs)
         whole = all(leaf is not r for leaf, r in zip(of_operands, refs, strict=True))
         operation = self._operation(op, options) if whole and options is not None else None
         return outs, [observed(x, n, "result", every, operation) for x, n in zip(outs, results, strict=True)]

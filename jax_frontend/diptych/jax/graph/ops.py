@@ -5,6 +5,7 @@ Names are those that PyTorch's ops have. Operations are rows of the lab's table,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -123,13 +124,14 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
 }
 
 
-def options(op: str, params: dict[str, Any]) -> dict[str, Any] | None:
+def options(op: str, params: dict[str, Any], results: Sequence[Any]) -> dict[str, Any] | None:
     """Returns the options of the row `op` of the lab's table of operations. None for an op without a row, and for one
-    call on several examples, as under vmap."""
+    call on several examples, as under vmap. `results`: arrays."""
     if op not in _OPTIONS or params["batch"].rank:
         return None
     of = {k: int(v) if isinstance(v, np.integer) else v for k, v in params.items()}
     of |= {k: float.fromhex(params[k]) for k in ("alpha", "beta", "fp8_max") if k in params}
     of |= params["options"]._asdict() if "options" in params else {}
+    of |= {"dtype": results[0].dtype.name} if op == "activation_grad" else {}
     of |= {"has_beta": params.get("has_dbeta"), "source": tuple(params.get("source") or ()) or None}
     return {name: of[name] for name in _OPTIONS[op]}

@@ -9,13 +9,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from diptych.common.gemm_options import GemmOptions
 from diptych.jax.graph import ops
 from diptych.jax.primitives import quantize as quantize_ops
 from diptych.jax.primitives.ffi import Batch, Source
 from diptych.jax.primitives.register import PRIMITIVES
-from diptych.lab.replay.op import Op, Operands, require_results
+from diptych.lab.replay.op import Op, Operands, ReplayError, require_results
 
 Array = jax.Array
 
@@ -33,7 +34,7 @@ def described(op: str, params: dict[str, Any], ins: Sequence[Any], outs: Sequenc
     """Describes a call. `op`: the primitive's name without its prefix. `ins`, `outs`: its operands and results."""
     operands, results = ops.names(op, params, len(ins), len(outs))
     named = dict(zip(operands, ins, strict=True)), dict(zip(results, outs, strict=True))
-    return Call(op, ops.options(op, params), *named)
+    return Call(op, ops.options(op, params, outs), *named)
 
 
 def replayed(op: Op, x: dict[str, Array]) -> dict[str, Array]:
@@ -42,13 +43,23 @@ def replayed(op: Op, x: dict[str, Array]) -> dict[str, Array]:
     **Raises** ReplayError for operands or results that are not those of the operation, and the errors of the operation
     for operands that do not fit.
     """
-    x = Operands(x)
+    x = Operands(_widened(op, x))
     params = _params(op.kind, op.options, x)
     names, _ = ops.names(op.kind, params, len(x), 0)
     outs = PRIMITIVES[op.kind].bind(*[x[n] for n in names], batch=Batch.none(len(names)), **params)
     _, results = ops.names(op.kind, params, len(x), len(outs))
     given = {n: x[n] for n in ("amax", "columnwise_amax") if n in x} if params.get("mode") == quantize_ops.GIVEN else {}
     return require_results(op, dict(zip(results, outs, strict=True)) | given)
+
+
+def _widened(op: Op, x: dict[str, Array]) -> dict[str, Array]:
+    """The primitive activation_grad returns x's dtype. A wider result is that of x in the wider dtype."""
+    if op.kind != "activation_grad" or "x" not in x:
+        return x
+    have, want = x["x"].dtype, jnp.dtype(op.options["dtype"])
+    if jnp.promote_types(have, want) != want:
+        raise ReplayError(f"activation_grad: JAX computes x's dtype, {have}, or a wider one; the result has {want}")
+    return {**x, "x": x["x"].astype(want)}
 
 
 def _params(kind: str, options: dict[str, Any], x: dict[str, Array]) -> dict[str, Any]:
@@ -73,6 +84,8 @@ def _params(kind: str, options: dict[str, Any], x: dict[str, Array]) -> dict[str
     elif kind in ("permute", "unpermute"):
         params["has_probs"] = "probs" in x
         params |= {"has_permuted_dprobs": "permuted_dprobs" in x} if kind == "unpermute" else {}
+    elif kind == "activation_grad":
+        del params["dtype"]
     elif kind == "unpermute_grad":
         params["has_dprobs"] = "x" in x
     return params

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from diptych.jax.primitives import ffi
-from diptych.jax.primitives.checks import Aval, check_dy, check_gated, check_result, operand, own_shape
+from diptych.jax.primitives.checks import Aval, check_dy, check_gated, operand, own_shape
 from diptych.jax.primitives.ffi import Batch
 from diptych.jax.primitives.register import batch_shape, primitive, result
 
@@ -31,20 +31,15 @@ def activation(x: Array, which: str, gated: bool) -> Array:
     return activation_p.bind(x, batch=Batch.none(1), which=which, gated=gated)[0]
 
 
-def _activation_grad_abstract(dy: Aval, x: Aval, *, batch: Batch, which: str, gated: bool, dtype: str) -> Any:
+def _activation_grad_abstract(dy: Aval, x: Aval, *, batch: Batch, which: str, gated: bool) -> Any:
     op, shape = "activation_grad", own_shape(x, batch.axes[1])
-    check_result(op, dtype)
     check_dy(op, dy, batch.axes[0], check_gated(op, operand("x", x, batch.axes[1]), gated))
-    return [result((dy, x), (*batch_shape((dy, x), batch), *shape), dtype)]
+    return [result((dy, x), (*batch_shape((dy, x), batch), *shape), x.dtype.name)]
 
 
-activation_grad_p = primitive(
-    "activation_grad",
-    _activation_grad_abstract,
-    lambda avals, batch, which, gated, dtype: _activation_attributes(avals, batch, which, gated),
-)
+activation_grad_p = primitive("activation_grad", _activation_grad_abstract, _activation_attributes)
 
 
 def activation_grad(dy: Array, x: Array, which: str, gated: bool) -> Array:
     """dy * act'(x), or (dy * b * act'(a) | dy * act(a)), of x's shape and dtype."""
-    return activation_grad_p.bind(dy, x, batch=Batch.none(2), which=which, gated=gated, dtype=x.dtype.name)[0]
+    return activation_grad_p.bind(dy, x, batch=Batch.none(2), which=which, gated=gated)[0]

@@ -7,7 +7,7 @@ from diptych.jax.sharding.quantize import Shapes
 from diptych.jax.sharding.rule import Rule
 
 
-def activation(operands: Shapes, batch: Batch, which: str, gated: bool, dtype: str = "") -> Rule:
+def activation(operands: Shapes, batch: Batch, which: str, gated: bool) -> Rule:
     """[..., F] -> [..., F], or gated [..., 2F] -> [..., F]; activation_grad of dy and x -> dx likewise."""
     rank = len(operands[0])
     factors = tuple(None if gated and i == rank - 1 else f"dimension{i}" for i in range(rank))
