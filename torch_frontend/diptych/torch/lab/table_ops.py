@@ -36,9 +36,18 @@ def matmul(a, b, *, equation, dtype):
         else:
             work = torch.float32  # products of narrower floats are exact in it
         a, b = a.to(work), b.to(work)
-    operands, out = equation.split("->")
-    left, right = operands.split(",")
-    if len(right) == 1 and left == out + right:  # einsum adds up in another order
+    terms, out = equation.split("->")
+    left, right = terms.split(",")
+    k = "".join([c for c in left if c in right and c not in out])
+    m = "".join([c for c in out if c not in right])[-1:]
+    n = "".join([c for c in out if c not in left])[-1:]
+    batch = out[: len(out) - len(m + n)]
+    of_a, of_b = ("".join([c for c in batch if c in term]) for term in (left, right))
+    simple = len(k) == 1 and out == batch + m + n and batch.endswith(of_a) and batch.endswith(of_b)
+    of_a, of_b = of_a + m + k, of_b + k + n
+    simple = simple and sorted(of_a) == sorted(left) and sorted(of_b) == sorted(right)
+    if simple and (m or left == k) and (n or right == k):  # einsum may add up in another order
+        a, b = a.permute([left.index(c) for c in of_a]), b.permute([right.index(c) for c in of_b])
         return torch.matmul(a, b).to(result)
     return torch.einsum(equation, a, b).to(result)
 
@@ -75,10 +84,11 @@ def log_softmax(x, *, axis):
 
 
 def layer_norm(x, weight=None, bias=None, *, axes, eps):
-    given = [None if t is None else t.to(torch.promote_types(t.dtype, x.dtype)) for t in (weight, bias)]
-    work = next((t.dtype for t in given if t is not None), x.dtype)
-    shape = x.shape[x.ndim - axes :]
-    return F.layer_norm(x.to(work), shape, *[None if t is None else t.to(work) for t in given], eps).to(x.dtype)
+    work = x.dtype
+    for t in (weight, bias):
+        work = work if t is None else torch.promote_types(work, t.dtype)
+    weight, bias = (None if t is None else t.to(work) for t in (weight, bias))
+    return F.layer_norm(x.to(work), x.shape[x.ndim - axes :], weight, bias, eps).to(x.dtype)
 
 
 def rms_norm(x, weight=None, *, axes, eps):
