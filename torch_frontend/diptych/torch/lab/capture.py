@@ -28,7 +28,6 @@ from diptych.torch.state.autocast import get_autocast_recipe
 
 _KEYS, _TICKETS = itertools.count(), itertools.count()
 _CAPTURED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
 
 
 def capture(
@@ -259,9 +258,9 @@ class Capture:
         return self._modules[key] is module
 
     def enter(self, key: int) -> None:
-        if _recomputes():
+        if taps.recomputes():
             return
-        if not _in_backward():
+        if not taps.in_backward():
             self._context = None
             if not self._paths[key]:
                 self._stack.clear()  # an exception may have left modules of an earlier pass
@@ -269,7 +268,7 @@ class Capture:
 
     def leave(self, key: int) -> None:
         path = self._paths[key]
-        if path in self._stack and not _recomputes():
+        if path in self._stack and not taps.recomputes():
             while self._stack.pop() != path:  # modules that were left by an exception
                 pass
 
@@ -294,7 +293,7 @@ class Capture:
         if not self._wanted[key] or self._quiet:
             return ticket
         name = rules.printable(rules.named(self._paths[key], place))
-        recomputed = _in_backward()
+        recomputed = taps.in_backward()
         call = self._calls["activation", name]
         seen = self._see("activation", name, call, x, keep=not recomputed)
         if seen is None:
@@ -310,7 +309,7 @@ class Capture:
         return ticket
 
     def backward(self, key: int, gradient: Tensor | None, ticket: int) -> None:
-        self._context = self._paths[key], _backward_pass()
+        self._context = self._paths[key], taps.backward_pass()
         of = self._seen.get(ticket) or self._again.get(ticket)
         if of is not None and gradient is not None:
             self._seen.pop(("gradient", ticket), None)  # of an earlier backward pass
@@ -359,16 +358,16 @@ class Capture:
     def _module_of_op(self) -> str | None:
         """Returns the name of the module that runs an op: in a backward pass, the one whose gradient came last. None
         for ops of no module, and for those that are repeated to recompute activations."""
-        if not _in_backward():
+        if not taps.in_backward():
             return rules.named(self._stack[-1]) if self._stack else None
-        if self._context is None or self._context[1] != _backward_pass() or self._stack or _saved_tensors_hooks(True):
+        if self._context is None or self._context[1] != taps.backward_pass() or self._stack or taps.recomputes():
             return None
         return rules.named(self._context[0])
 
     def _module_of_function(self) -> str | None:
         """Returns the name of the module that calls a function of torch, "loss" between the forward and the backward
         pass; None where functions are not recorded."""
-        if self._quiet or self._compiled or _in_backward():
+        if self._quiet or self._compiled or taps.in_backward():
             return None
         if self._stack:
             return rules.named(self._stack[-1])
@@ -472,21 +471,6 @@ class Capture:
 def _plain(path: str) -> str:
     """A module's path without the wrappers of torch.compile."""
     return ".".join([part for part in path.split(".") if part != "_orig_mod"])
-
-
-def _backward_pass() -> int:
-    """Returns the number of the backward pass that runs in this thread, -1 if none does."""
-    return torch._C._current_graph_task_id()
-
-
-def _in_backward() -> bool:
-    return _backward_pass() != -1
-
-
-def _recomputes() -> bool:
-    """Whether checkpointing without reentry recomputes: under hooks for saved tensors. It may leave modules by an
-    exception."""
-    return _in_backward() and bool(_saved_tensors_hooks(True))
 
 
 def _rank() -> tuple[int, int]:

@@ -112,7 +112,7 @@ def recorded(modules: Iterable[nn.Module], mode: Functions) -> Iterator[None]:
     files = {sys.modules.get(type(m).__module__) for m in modules}
     with contextlib.ExitStack() as stack:
         for file in files:
-            if file is not None and callable(vars(file).get(_ROTARY)) and _is_rotary(vars(file)[_ROTARY]):
+            if file is not None and _is_rotary(vars(file).get(_ROTARY)):
                 stack.enter_context(_wrapped(file, mode))
         _restack([mode, *_stacked()])  # below others, which may be left before it, in any step
         stack.callback(lambda: _restack([m for m in _stacked() if m is not mode]))
@@ -166,8 +166,9 @@ _WRAPPED: dict[types.ModuleType, tuple[Callable[..., Any], list[Functions]]] = {
 """Modules whose function has a wrapper now: the function, and the modes that record it."""
 
 
-def _is_rotary(function: Callable[..., Any]) -> bool:
-    return list(inspect.signature(function).parameters)[:4] == ["q", "k", "cos", "sin"]
+def _is_rotary(function: Any) -> bool:
+    first = ["q", "k", "cos", "sin"]
+    return isinstance(function, types.FunctionType) and list(inspect.signature(function).parameters)[:4] == first
 
 
 @contextlib.contextmanager
@@ -348,7 +349,7 @@ def _conv(
     groups: int = 1,
 ) -> _Described | None:  # fmt: skip
     def each(value: Any) -> tuple[int, ...]:
-        given = (value,) if isinstance(value, int) else tuple(value)
+        given = (value,) if isinstance(value, int) else tuple([int(v) for v in value])
         return given * axes if len(given) == 1 else given
 
     if input.ndim != axes + 2 or weight.ndim != axes + 2:
