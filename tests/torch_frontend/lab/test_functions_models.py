@@ -276,6 +276,23 @@ def test_recomputed_functions_are_recorded_once(tmp_path, reentrant):
     assert hashes(tmp_path / "True") == hashes(tmp_path / "False")
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_recomputed_rotary_embeddings_are_recorded_once(tmp_path, monkeypatch, reentrant):
+    monkeypatch.setattr(replayed, "apply_rotary_pos_emb", plain_rotary, raising=False)
+    x, angle = torch.ones(3, 48, requires_grad=True), draw(1, 48, 48)
+    inner = Runs(
+        lambda w: sum(replayed.apply_rotary_pos_emb(w[None, None], draw(1, 2, 48, 48), angle, angle.sin())).sum()
+    )
+    model = nn.Sequential(inner)
+
+    def step():
+        loss = checkpoint(lambda x: inner() * x, x, use_reentrant=reentrant).sum()
+        loss.backward()
+        return loss
+
+    assert named(captured(tmp_path / "t", step, model)) == ["0/rotary", "0/rotary", "0/add", "loss/mul"]
+
+
 def test_a_pattern_of_sites_may_leave_operands_out(tmp_path):
     model, step = attention_and_step()
     with lab.capture(model, out=tmp_path / "t", ops="all", sites="mlp.*/linear.out") as t:
