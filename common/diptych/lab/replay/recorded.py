@@ -101,8 +101,8 @@ def _operation(of: Observation, observations: list[Observation]) -> Recorded:
 
 
 def _argument(key: str) -> str:
-    """Returns "a_data" of "operand:h.0.mlp.fc/gemm.a_data#1"."""
-    last = key.rpartition("/")[2].partition("#")[0]
+    """Returns "a_data" of "operand:h.0.mlp.fc/gemm.a_data#1", or of a shard, ".../gemm.a_data@data=1"."""
+    last = key.rpartition("/")[2].partition("#")[0].partition("@")[0]
     return last.partition(".")[2] or last
 
 

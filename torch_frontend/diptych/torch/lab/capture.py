@@ -20,7 +20,7 @@ from diptych.lab import capture as rules
 from diptych.lab.capture import CaptureWarning
 from diptych.lab.traces import SAMPLES, Entry, Meta, Site, Writer
 from diptych.lab.traces.schema import Kind
-from diptych.torch.lab import own_ops, statistics, taps
+from diptych.torch.lab import functions, own_ops, statistics, taps
 from diptych.torch.lab.taps import Seen
 from diptych.torch.primitives import hash as hash_ops
 from diptych.torch.primitives import register
@@ -28,7 +28,6 @@ from diptych.torch.state.autocast import get_autocast_recipe
 
 _KEYS, _TICKETS = itertools.count(), itertools.count()
 _CAPTURED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
 
 
 def capture(
@@ -39,6 +38,7 @@ def capture(
     every: int = 1,
     values: str = "hash",
     budget: float = 2**30,
+    ops: str = "own",
     statistics: bool = True,
 ) -> Capture:
     """Returns a context in which a model's training steps are recorded as a trace (docs/lab.md).
@@ -53,13 +53,14 @@ def capture(
     modules, parameters, and operands such as "h.0.fc/quantize.x". `every`: of so many steps the first one is recorded;
     the others run as without a capture. `values`: "hash", none beside hashes; "sample", up to 1024 elements of each
     tensor; "full", whole tensors as far as half of the budget has room. `budget`: bytes of values in the whole trace.
-    `statistics`: False records hashes alone.
+    `ops`: "own" records operands and results of diptych's ops; "all", in eager code, also those of torch's functions in
+    the forward pass. `statistics`: False records hashes alone.
 
     **Raises** TypeError or ValueError for bad arguments; on entry, TraceError if `out` has a trace of this rank,
     FileError if it cannot be written, and NotImplementedError for a model with parts in TorchScript or in another
     capture.
     """
-    return Capture(model, out, rules.options(sites, every, values, budget), statistics)
+    return Capture(model, out, rules.options(sites, every, values, budget, ops), statistics)
 
 
 class Capture:
@@ -228,6 +229,9 @@ class Capture:
             if not self._compiled:
                 register.OBSERVERS.append(self._op)
                 stack.callback(register.OBSERVERS.remove, self._op)
+                if self.options.ops == "all":
+                    mode = functions.Functions(self._module_of_function, self._see_all)
+                    stack.enter_context(functions.recorded(self._modules.values(), mode))
             yield
 
     def _check(self, path: str, module: nn.Module) -> None:
@@ -254,15 +258,17 @@ class Capture:
         return self._modules[key] is module
 
     def enter(self, key: int) -> None:
-        if _recomputes():
+        if taps.recomputes():
             return
-        if not self._paths[key] and not _in_backward():
-            self._stack.clear()  # an exception may have left modules of an earlier pass
+        if not taps.in_backward():
+            self._context = None
+            if not self._paths[key]:
+                self._stack.clear()  # an exception may have left modules of an earlier pass
         self._stack.append(self._paths[key])
 
     def leave(self, key: int) -> None:
         path = self._paths[key]
-        if path in self._stack and not _recomputes():
+        if path in self._stack and not taps.recomputes():
             while self._stack.pop() != path:  # modules that were left by an exception
                 pass
 
@@ -287,7 +293,7 @@ class Capture:
         if not self._wanted[key] or self._quiet:
             return ticket
         name = rules.printable(rules.named(self._paths[key], place))
-        recomputed = _in_backward()
+        recomputed = taps.in_backward()
         call = self._calls["activation", name]
         seen = self._see("activation", name, call, x, keep=not recomputed)
         if seen is None:
@@ -303,7 +309,7 @@ class Capture:
         return ticket
 
     def backward(self, key: int, gradient: Tensor | None, ticket: int) -> None:
-        self._context = self._paths[key], _backward_pass()
+        self._context = self._paths[key], taps.backward_pass()
         of = self._seen.get(ticket) or self._again.get(ticket)
         if of is not None and gradient is not None:
             self._seen.pop(("gradient", ticket), None)  # of an earlier backward pass
@@ -354,11 +360,20 @@ class Capture:
     def _module_of_op(self) -> str | None:
         """Returns the name of the module that runs an op: in a backward pass, the one whose gradient came last. None
         for ops of no module, and for those that are repeated to recompute activations."""
-        if not _in_backward():
+        if not taps.in_backward():
             return rules.named(self._stack[-1]) if self._stack else None
-        if self._context is None or self._context[1] != _backward_pass() or self._stack or _saved_tensors_hooks(True):
+        if self._context is None or self._context[1] != taps.backward_pass() or self._stack or taps.recomputes():
             return None
         return rules.named(self._context[0])
+
+    def _module_of_function(self) -> str | None:
+        """Returns the name of the module that calls a function of torch, "loss" between the forward and the backward
+        pass; None where functions are not recorded."""
+        if self._quiet or self._compiled or taps.in_backward():
+            return None
+        if self._stack:
+            return rules.named(self._stack[-1])
+        return "loss" if self._began and self._context is None else None
 
     def _start(self) -> None:
         """The step's first module or op runs: records the parameters that it uses."""
@@ -379,10 +394,10 @@ class Capture:
             self._seen = {k: s for k, s in self._seen.items() if s.kind not in ("operand", "result")}
 
     def _warn_of_ops(self) -> None:
-        if any(type(m).__module__.startswith("diptych.torch.") for m in self._modules.values()):
-            self._warn(
-                "operands and results of the ops of diptych are not recorded, since parts of the model are compiled"
-            )
+        every = self.options.ops == "all"
+        if every or any(type(m).__module__.startswith("diptych.torch.") for m in self._modules.values()):
+            what = "functions of torch, and of the ops of diptych," if every else "the ops of diptych"
+            self._warn(f"operands and results of {what} are not recorded, since parts of the model are compiled")
 
     # --- tensors ---
 
@@ -402,10 +417,11 @@ class Capture:
                     f"capture: {kind} {name} is computed in a CUDA graph, which records nothing when it is replayed; "
                     "compile without CUDA graphs"
                 )
-            seen = Seen(kind, name, call, tuple(x.shape), dtype, hash_ops.hash(x), None, None)
-            if keep:
-                seen.row = statistics.measured(x) if self._with_statistics else None
-                seen.values = self._keep(seen.site, x)
+            with torch._C.DisableTorchFunction():  # these are no functions of the model
+                seen = Seen(kind, name, call, tuple(x.shape), dtype, hash_ops.hash(x), None, None)
+                if keep:
+                    seen.row = statistics.measured(x) if self._with_statistics else None
+                    seen.values = self._keep(seen.site, x)
         return seen
 
     def _keep(self, site: Site, x: Tensor) -> Tensor | None:
@@ -457,21 +473,6 @@ class Capture:
 def _plain(path: str) -> str:
     """A module's path without the wrappers of torch.compile."""
     return ".".join([part for part in path.split(".") if part != "_orig_mod"])
-
-
-def _backward_pass() -> int:
-    """Returns the number of the backward pass that runs in this thread, -1 if none does."""
-    return torch._C._current_graph_task_id()
-
-
-def _in_backward() -> bool:
-    return _backward_pass() != -1
-
-
-def _recomputes() -> bool:
-    """Whether checkpointing without reentry recomputes: under hooks for saved tensors. It may leave modules by an
-    exception."""
-    return _in_backward() and bool(_saved_tensors_hooks(True))
 
 
 def _rank() -> tuple[int, int]:

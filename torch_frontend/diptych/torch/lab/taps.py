@@ -67,6 +67,27 @@ ACTIVE: dict[int, Recorder] = {}
 """The recorders of those modules that have taps now, by key. Calls with other keys record nothing."""
 
 
+# --- whether a backward pass runs ---
+
+
+_saved_tensors_hooks = torch._C._autograd._top_saved_tensors_default_hooks  # type: ignore[attr-defined]
+
+
+def backward_pass() -> int:
+    """Returns the number of the backward pass that runs in this thread, -1 if none does."""
+    return torch._C._current_graph_task_id()
+
+
+def in_backward() -> bool:
+    return backward_pass() != -1
+
+
+def recomputes() -> bool:
+    """Whether checkpointing without reentry recomputes: under hooks for saved tensors. It may leave modules by an
+    exception."""
+    return in_backward() and bool(_saved_tensors_hooks(True))
+
+
 # --- ops ---
 
 
