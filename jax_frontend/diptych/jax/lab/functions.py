@@ -90,10 +90,16 @@ class _Walk:
         self.seen |= dict([self.makers[v]])
         return self.makers[v][1]
 
+    def constant(self, v: Any) -> float | None:
+        """Returns the value of a scalar constant, which shard_map spreads over mesh axes; None for other variables."""
+        if (e := self.made(v, "pvary", "pcast")) is not None:
+            v = e.invars[0]
+        return float(v.val) if _literal(v) and np.ndim(v.val) == 0 else None
+
     def product(self, v: Any, stop: Any = None) -> tuple[float, list[Any]]:
         """Returns a variable as a constant times variables. `stop` is taken as it is."""
-        if _literal(v):
-            return (float(v.val), []) if np.ndim(v.val) == 0 else (1.0, [v])
+        if (value := self.constant(v)) is not None:
+            return value, []
         if v is stop or (e := self.made(v, "mul", "div", "neg", "copy", "square", "integer_pow")) is None:
             return 1.0, [v]
         name, (a, *b) = e.primitive.name, e.invars
@@ -101,8 +107,8 @@ class _Walk:
         if name == "mul":
             other, more = self.product(b[0], stop)
             return constant * other, parts + more
-        if name == "div" and _literal(b[0]) and np.ndim(b[0].val) == 0:
-            return constant / float(b[0].val), parts
+        if name == "div" and (divisor := self.constant(b[0])):
+            return constant / divisor, parts
         power = {"neg": 1, "copy": 1, "square": 2}.get(name, e.params.get("y", 0))
         if name == "div" or power not in (1, 2, 3):
             return 1.0, [v]
@@ -126,7 +132,7 @@ class _Walk:
                 same = [p == r or shape[r] == 1 for p, r in zip(places, rest, strict=False)]
                 return (v, int(axes[0])) if len(axes) == 1 and of == shape and all(same) and logs == log else None
             if kind == "max":
-                arrays = [u for u in e.invars if not (_literal(u) and np.ndim(u.val) == 0 and u.val == -np.inf)]
+                arrays = [u for u in e.invars if self.constant(u) != -math.inf]
                 if len(arrays) != 1:
                     return None
                 v = arrays[0]
@@ -199,7 +205,7 @@ def _gelu_of(walk: _Walk, v: Any, x: Any) -> bool | None:
     (other,) = [p for p in parts if p is not x] or [None]
     if (e := walk.made(other, "erfc")) is not None:
         return False if _times(walk, e.invars[0], -math.sqrt(0.5), x) else None
-    inner = [u for u in walk.sum(other) if not (_literal(u) and np.ndim(u.val) == 0 and u.val == 1)]
+    inner = [u for u in walk.sum(other) if walk.constant(u) != 1]
     if len(inner) != 1:
         return None
     if (e := walk.made(inner[0], "erf")) is not None:
@@ -328,10 +334,9 @@ def norm(module: Any, args: Any, kwargs: Any) -> Norm | None:
     it: over the last axes, with parameters over the same ones. Else returns None."""
     if len(args) != 1 or any(v is not None for v in kwargs.values()) or not isinstance(x := args[0], jax.Array):
         return None
-    for library, of in (("flax.linen", _linen), ("flax.nnx", _nnx), ("equinox", _equinox)):
-        rooms = getattr(sys.modules.get(library), "nn", sys.modules.get(library))
+    for library, of in (("flax.linen", _linen), ("flax.nnx", _nnx), ("equinox.nn", _equinox)):
         for name, row in (("LayerNorm", "layer_norm"), ("RMSNorm", "rms_norm")):
-            if type(module) is getattr(rooms, name, ()):
+            if type(module) is getattr(sys.modules.get(library), name, ()):
                 return of(module, row, x) if x.ndim and _float(x.dtype) else None
     return None
 

@@ -108,7 +108,8 @@ class Tracing:
         )
 
     def _tap(self, x: Any, name: str, kind: str, grad: str = "") -> Any:
-        site = isinstance(x, jax.Array) and is_site(self.sites, name, str(x.dtype))
+        of_forward = self.functions and _inexact(x)  # marks what the forward pass is, whether it is a site or not
+        site = isinstance(x, jax.Array) and (of_forward or is_site(self.sites, name, str(x.dtype)))
         return tap(x, name, kind, grad) if site else x
 
     @property
