@@ -137,7 +137,7 @@ def test_linen(tmp_path, differentiated, dtype):
 
 def test_own(tmp_path):
     """By default nothing is recorded of JAX's operations. With them the step has the same bits as without."""
-    model = linen.Sequential([linen.Dense(8), linen.LayerNorm(), linen.Dense(3)])
+    model = linen.Sequential([linen.Dense(8), jnp.tanh, linen.Dense(3)])
     variables = model.init(jax.random.key(0), X)
     step = jax.jit(jax.value_and_grad(lambda v: (model.apply(v, X) ** 2).mean()))
     own, every = (recorded(tmp_path / ops, step, (variables,), ops=ops) for ops in ("own", "all"))
@@ -352,6 +352,15 @@ def test_forms():
     assert found(softmax, SQUARE) == [("softmax", {"axis": -1}, {"x": 0})]
     assert names_of(lambda a, b: jax.nn.gelu(a * b), A, B) == ["mul", "gelu"]
     assert names_of(lambda a, b: jax.nn.softmax(a + b), A, B) == ["add", "softmax"]
+    halves = lambda x: jnp.split(x, 2, -1)  # noqa: E731
+    for rotated in (
+        lambda x: jnp.concatenate((-x[..., 4:], x[..., :4]), -1),
+        lambda x: jnp.concatenate((-halves(x)[1], halves(x)[0]), -1),
+    ):
+        want = [("rotary", {"interleaved": False}, {"x": 0, "cos": 1, "sin": 2})]
+        assert found(lambda x, c, s, f=rotated: x * c + f(x) * s, X, X, X) == want
+        assert found(lambda x, c, s, f=rotated: s * f(x) + c * x, X, X, X) == want
+        assert names_of(lambda x, c, s, f=rotated: x * c + f(x) * s, X, A[:1], B[:1]) == ["rotary"]
     for take in (lambda t, i: t[i], lambda t, i: jnp.take(t, i, 0), lambda t, i: t.at[i].get(mode="clip"),
                  lambda t, i: jax.vmap(lambda i: t[i])(i)):  # fmt: skip
         assert _names_inside(take, A, IDS) == ["embedding"]
@@ -388,6 +397,10 @@ NOT_WHOLE = {
     "half of gelu": (lambda x: x * (1 + lax.erf(x / np.sqrt(2))), A),
     "gelu of another": (lambda x, y: 0.5 * y * (1 + lax.erf(x / np.sqrt(2))), A, B),
     "silu of another": (lambda x, y: y * jax.nn.sigmoid(x), A, B),
+    "turned back": (lambda x, c, s: x * c + jnp.concatenate((x[:, 4:], -x[:, :4]), 1) * s, A, A, B),
+    "turned by three": (lambda x, c, s: x * c + jnp.concatenate((-x[:, 3:], x[:, :3]), 1) * s, A, A, B),
+    "turned rows": (lambda x, c, s: x * c + jnp.concatenate((-x[2:], x[:2]), 0) * s, A, A, B),
+    "two turned": (lambda x, y, c: x * c + jnp.concatenate((-y[:, 4:], y[:, :4]), 1) * c, A, B, A),
     "columns": (lambda t, i: t[:, i], A, jnp.arange(3)),
     "parts of rows": (lambda t, i: lax.dynamic_slice(t, (i, 0), (1, 4)), A, jnp.array(1)),
     "a scalar": (lambda x: 2 * x + 1, A),

@@ -222,8 +222,8 @@ class Interpreter:
         axes = frozenset(_varying(x))
         if tap is not None and tap["order"] != tuple(range(x.ndim)):
             x = x.transpose(tap["order"])
-        leaf = Leaf(name, kind, x.shape, dtype, refs, self._leaves, len(made.extras), axes)
-        leaf.tap, leaf.operation = tap and tap["tap"], operation
+        place = self._leaves, len(made.extras)
+        leaf = Leaf(name, kind, x.shape, dtype, refs, *place, axes, tap and tap["tap"], operation)
         self._leaves += 1
         made.extras.extend(self._observe(whole(x), leaf.number))
         made.nodes.append(leaf)

@@ -147,6 +147,19 @@ class _Walk:
             logs += kind == "log"
         return None
 
+    def columns(self, v: Any, x: Any) -> tuple[int, int] | None:
+        """Returns the first and the end of the places of x's last axis if `v` is what is there, else None."""
+        e = self.made(v, "slice", "split")
+        if e is None or e.invars[0] is not x:
+            return None
+        p, (*rest, count) = e.params, x.aval.shape
+        if e.primitive.name == "split":
+            ends = [0, *itertools.accumulate(map(int, p["sizes"]))]
+            at = list(e.outvars).index(v)
+            return (ends[at], ends[at + 1]) if p["axis"] == len(rest) else None
+        first, end = p["start_indices"][-1], p["limit_indices"][-1]
+        return (first, end) if tuple(v.aval.shape) == (*rest, end - first) and end <= count else None
+
     def uncast(self, v: Any) -> Any:
         e = self.made(v, "convert_element_type")
         return v if e is None else e.invars[0]
@@ -235,6 +248,28 @@ def _silu(walk: _Walk, eqn: Any) -> Found | None:
     return None
 
 
+def _rotary(walk: _Walk, eqn: Any) -> Found | None:
+    """x * cos + rotated(x) * sin, rotated(x) the last axis's halves (-x2, x1)."""
+    products = [walk.made(v, "mul") for v in eqn.invars]
+    if None in products:
+        return None
+    pairs = [list(itertools.permutations(e.invars)) for e in products]
+    for left, right in itertools.permutations(pairs):
+        for (x, cos), (turned, sin) in itertools.product(left, right):
+            if not _literal(cos) and not _literal(sin) and _turned(walk, turned, x):
+                return "rotary", {"x": x, "cos": cos, "sin": sin}, {"interleaved": False}
+    return None
+
+
+def _turned(walk: _Walk, v: Any, x: Any) -> bool:
+    e = None if _literal(x) else walk.made(v, "concatenate")
+    if e is None or len(e.invars) != 2 or e.params["dimension"] != v.aval.ndim - 1:
+        return False
+    back, (half, odd) = walk.made(e.invars[0], "neg"), divmod(x.aval.shape[-1], 2)
+    parts = back is not None and (walk.columns(back.invars[0], x), walk.columns(e.invars[1], x))
+    return parts == ((half, 2 * half), (0, half)) and not odd
+
+
 def _embedding(walk: _Walk, eqn: Any) -> Found | None:
     rows, where, d = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape, eqn.params["dimension_numbers"]
     of_rows = (d.collapsed_slice_dims, d.start_index_map, d.operand_batching_dims) == ((0,), (0,), ())
@@ -294,6 +329,7 @@ _WHOLES: dict[str, tuple[Callable[[_Walk, Any], Found | None], ...]] = {
     "div": (_softmax,),
     "sub": (_log_softmax,),
     "mul": (_gelu, _silu),
+    "add": (_rotary,),
     "gather": (_embedding,),
 }
 _SINGLES: dict[str, tuple[Callable[[_Walk, Any], Found | None], ...]] = {
