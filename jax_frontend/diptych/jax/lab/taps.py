@@ -22,7 +22,8 @@ import jax
 import jax.numpy as jnp
 
 from diptych.common.errors import UnsupportedError
-from diptych.jax.graph.taps import SCOPE, tap
+from diptych.jax.graph.taps import ROW, SCOPE, called, tap
+from diptych.jax.lab import functions
 from diptych.lab.capture import named, wanted
 from diptych.lab.traces import is_recorded
 
@@ -47,8 +48,9 @@ class _Frame:
 class Tracing:
     """What traces of one capture have in common."""
 
-    def __init__(self, sites: str) -> None:
-        self.sites = sites
+    def __init__(self, sites: str, functions: bool = False) -> None:
+        """`functions`: whether modules' operations are recorded."""
+        self.sites, self.functions = sites, functions
         self.number = next(_numbers)
         self.modules = False  # whether a module has run, also in a trace that JAX uses again later
         self._begin()
@@ -74,8 +76,8 @@ class Tracing:
 
     # --- modules ---
 
-    def module(self, owner: Any, path: str, run: Callable[[], Any]) -> Any:
-        """Runs a module and returns its output with taps."""
+    def module(self, owner: Any, path: str, run: functools.partial[Any]) -> Any:
+        """Runs a module's call with its arguments and returns its output with taps."""
         top = self._frames[-1] if self._frames else None
         if top is not None and top.owner is owner:  # a method of its base class
             return run()
@@ -86,10 +88,17 @@ class Tracing:
         self._frames.append(frame)
         try:
             with jax.named_scope(SCOPE + path), _context((self.number, path)):
-                out = run()
+                norm = functions.norm(owner, run.args, run.keywords) if self.functions else None
+                out = run() if norm is None else self._called(norm, run)
         finally:
             self._frames.pop()
         return out if frame.inner else self._output(out, path)
+
+    def _called(self, norm: functions.Norm, run: Callable[[], Any]) -> Any:
+        with jax.named_scope(ROW):
+            out = run()
+        operation, operands = norm.operands(out)
+        return called(out, norm.row, operation, operands)
 
     def _output(self, out: Any, path: str) -> Any:
         leaves, tree = jax.tree_util.tree_flatten_with_path(out)
@@ -99,7 +108,8 @@ class Tracing:
         )
 
     def _tap(self, x: Any, name: str, kind: str, grad: str = "") -> Any:
-        site = isinstance(x, jax.Array) and is_site(self.sites, name, str(x.dtype))
+        of_forward = self.functions and _inexact(x)  # marks what the forward pass is, whether it is a site or not
+        site = isinstance(x, jax.Array) and (of_forward or is_site(self.sites, name, str(x.dtype)))
         return tap(x, name, kind, grad) if site else x
 
     @property
@@ -261,7 +271,7 @@ def _linen_call(run: Any, args: Any, kwargs: Any, context: Any) -> Any:
     if tracing.outermost:
         params = jax.tree_util.tree_flatten_with_path(module.variables.get("params", {}))[0]
         tracing.held(("/".join([path] * bool(path) + _parts(keys)), x) for keys, x in params)
-    return tracing.module(module, path, lambda: run(*args, **kwargs))
+    return tracing.module(module, path, functools.partial(run, *args, **kwargs))
 
 
 def _nnx() -> Any:
@@ -273,7 +283,7 @@ def _hook_nnx(stack: contextlib.ExitStack) -> None:
         return
     nnx = _nnx()
 
-    def run(tracing: Tracing, module: Any, call: Callable[[], Any]) -> Any:
+    def run(tracing: Tracing, module: Any, call: functools.partial[Any]) -> Any:
         path = tracing.path(module)
         if tracing.outermost:
             found = ((keys, x) for keys, x in nnx.iter_graph(module) if isinstance(x, nnx.Param))
@@ -288,7 +298,7 @@ def _hook_equinox(stack: contextlib.ExitStack) -> None:
     if "equinox" not in sys.modules:
         return
 
-    def run(tracing: Tracing, module: Any, call: Callable[[], Any]) -> Any:
+    def run(tracing: Tracing, module: Any, call: functools.partial[Any]) -> Any:
         room = type(module).__module__
         if room.startswith("equinox.") and not room.startswith("equinox.nn."):  # its wrappers of functions
             return call()
@@ -297,7 +307,9 @@ def _hook_equinox(stack: contextlib.ExitStack) -> None:
     _hook_calls(stack, sys.modules["equinox"].Module, run)
 
 
-def _hook_calls(stack: contextlib.ExitStack, base: type, run: Callable[[Tracing, Any, Callable[[], Any]], Any]) -> None:
+def _hook_calls(
+    stack: contextlib.ExitStack, base: type, run: Callable[[Tracing, Any, functools.partial[Any]], Any]
+) -> None:
     """Replaces `__call__` of all classes that derive from `base`."""
     for cls in _subclasses(base):
         if (call := vars(cls).get("__call__")) is not None:
@@ -312,7 +324,7 @@ def _call_hook(call: Any, run: Any) -> Any:
         bound = call.__get__(self, type(self)) if hasattr(call, "__get__") else functools.partial(call, self)
         if tracing is None:
             return bound(*args, **kwargs)
-        return run(tracing, self, lambda: bound(*args, **kwargs))
+        return run(tracing, self, functools.partial(bound, *args, **kwargs))
 
     return hooked
 
