@@ -128,6 +128,17 @@ def quantization(counts: Sequence[float], signal: Sequence[float], noise: Sequen
     return Quantization(clipped, flushed, decibels(logarithm(*signal), logarithm(*noise)))
 
 
+def elements(payload: Site) -> int:
+    """Returns how many elements a quantized tensor's payload holds: formats of four bits have two in a byte."""
+    return payload.size * (2 if payload.dtype == "uint8" else 1)
+
+
+def largest_byte(element: str) -> int:
+    """Returns the byte of a payload whose elements are all the format's largest value."""
+    code = DTYPES[element].largest
+    return code * 17 if element == "float4_e2m1fn" else code
+
+
 def beyond(element: str) -> float:
     """Returns the smallest multiple of a format's largest value that rounding alone does not bring down to it.
     `element`: the payload's dtype, such as "float8_e4m3fn"."""

@@ -334,8 +334,11 @@ class Capture:
         out = real(*args, **kwargs)
         whole = call.options is not None and len(operands) == len(call.operands)
         operation = rules.operation(call.row, call.options) if whole else None  # type: ignore[arg-type]
-        for seen in self._see_all("result", path, call.row, own_ops.results(name, given, out)):
+        made = own_ops.results(name, given, out)
+        errors = own_ops.errors(call, made) if self._with_statistics else {}
+        for seen in self._see_all("result", path, call.row, made):
             seen.inputs, seen.operation = tuple([operand.key for operand in operands]), operation
+            seen.errors = errors.get(seen.name.rpartition(".")[2])
         return out
 
     def _see_all(self, kind: Kind, path: str, op: str, given: dict[str, Any]) -> list[Seen]:
@@ -448,10 +451,14 @@ class Capture:
             taps.connect(every, self._seen, self._names)
         hashes = statistics.moved([s.hash for s in every])
         rows = statistics.moved([s.row for s in every]) if self._with_statistics else [None] * len(every)
+        measured = [s for s in every if s.errors is not None]
+        of_payloads = dict(zip(map(id, measured), statistics.moved([s.errors for s in measured]), strict=True))
         entries = []
         for seen, row, words in zip(every, rows, hashes, strict=True):
             site = seen.site
-            found = None if row is None else statistics.statistics(row.tolist(), site.size)
+            errors = of_payloads.get(id(seen))
+            errors = None if errors is None else errors.tolist()
+            found = None if row is None else statistics.statistics(row.tolist(), site, errors)
             held = None if seen.values is None else statistics.to_numpy(seen.values)
             entries.append(Entry(site, found, rules.digits(words), held))
         return entries

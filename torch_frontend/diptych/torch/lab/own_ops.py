@@ -6,7 +6,7 @@ there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -17,17 +17,20 @@ from diptych.common.formats import FORMATS, format_by_name
 from diptych.common.gemm_options import GemmOptions
 from diptych.common.ops.activation import ActivationOptions
 from diptych.common.ops.norm import NormOptions
+from diptych.common.quantizers import Quantizer
 from diptych.core import _core
 from diptych.lab.replay.op import Op, Operands, require_results
 from diptych.lab.replay.table import TABLE
 from diptych.torch.functional import source as source_ops
 from diptych.torch.functional.source import FusedInput
+from diptych.torch.lab import statistics
 from diptych.torch.primitives import activation as activation_ops
 from diptych.torch.primitives import gemm as gemm_ops
 from diptych.torch.primitives import grouped as grouped_ops
 from diptych.torch.primitives import norm as norm_ops
 from diptych.torch.primitives import permute as permute_ops
 from diptych.torch.primitives import quantize as quantize_ops
+from diptych.torch.primitives import register
 from diptych.torch.primitives import scale_update as scale_update_ops
 from diptych.torch.primitives.checks import ACTIVATION_IDS, NORM_IDS, Copy, dtype_name
 
@@ -78,6 +81,31 @@ def results(op: str, given: dict[str, Any], out: Any) -> dict[str, Tensor]:
         return _quantized(op, given, found)
     names = [f"out[{i}]" for i in range(len(found))] if len(found) > 1 else ["d" if op.endswith("gemm") else "out"]
     return dict(zip(names, found, strict=True))
+
+
+@torch.no_grad()
+def errors(call: Call, made: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Returns what `statistics.errors` finds of each payload that a call of quantize made, by name. `made`: the call's
+    results."""
+    register.OBSERVERS.append(lambda name, names, real, args, kwargs: real(*args, **kwargs))  # none of the model's ops
+    try:
+        with torch._C.DisableTorchFunction():
+            return {name: statistics.errors(call.operands["x"], copy) for name, copy in _copies(call, made)}
+    finally:
+        register.OBSERVERS.pop()
+
+
+def _copies(call: Call, made: dict[str, Tensor]) -> Iterator[tuple[str, Copy]]:
+    """Yields copies with the names of their payloads. None of a source, whose values were never stored, and none that
+    was transformed before."""
+    if call.row != "quantize" or call.options is None or call.options["source"] is not None:
+        return
+    quantizer: Quantizer = call.options["quantizer"]
+    form, amaxes = quantizer.format, {"rowwise": "amax", "columnwise": "columnwise_amax"}
+    for side, amax in amaxes.items():
+        if f"{side}_data" in made and not (side == "columnwise" and getattr(quantizer, "with_rht", False)):
+            parts = made[f"{side}_data"], made[f"{side}_scale_inv"], made[amax] if form.two_level else None
+            yield f"{side}_data", (*parts, form.id, side == "columnwise")
 
 
 def _quantized(op: str, given: dict[str, Any], found: list[Tensor]) -> dict[str, Tensor]:

@@ -9,8 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from diptych.common.formats import FORMATS
 from diptych.lab import capture as rules
-from diptych.lab.traces import DTYPES, Quantization, Statistics, is_recorded, places
+from diptych.lab.traces import DTYPES, Quantization, Site, Statistics, is_recorded, places
+from diptych.torch.primitives import quantize as quantize_ops
+from diptych.torch.primitives.checks import Copy
 
 
 def dtype_name(dtype: torch.dtype) -> str | None:
@@ -46,10 +49,11 @@ def measured(x: Tensor) -> Tensor:
     return torch.stack([t.to(torch.float64) for t in (amax, mean, rms, zero, nan, infinite, subnormal)])
 
 
-def statistics(row: list[float], size: int) -> Statistics:
-    """Returns the statistics of what `measured` computed of a tensor of `size` elements."""
+def statistics(row: list[float], site: Site, errors: list[float] | None) -> Statistics:
+    """Returns the statistics of what `measured` and, of a payload, `errors` computed."""
     amax, mean, rms, *counts = row
-    return rules.statistics(amax, mean, rms, tuple([int(n) for n in counts]), size)
+    found = None if errors is None else quantization(errors, rules.elements(site))
+    return rules.statistics(amax, mean, rms, tuple([int(n) for n in counts]), site.size, found)
 
 
 def quantized(x: Tensor, result: Tensor, largest: Tensor, beyond: float) -> Tensor:
@@ -70,6 +74,15 @@ def quantized(x: Tensor, result: Tensor, largest: Tensor, beyond: float) -> Tens
         amax = values.abs().amax()
         found += [amax, ((values / torch.where(amax > 0, amax, 1.0)).square().sum() / count).sqrt()]
     return torch.stack([t.to(torch.float64) for t in found])
+
+
+def errors(x: Tensor, copy: Copy) -> Tensor:
+    """Returns `quantized` of a tensor and one copy of it."""
+    data, *parts, form, columnwise = copy
+    element = FORMATS[form].element
+    full = torch.full(data.shape, rules.largest_byte(element), dtype=torch.uint8, device=data.device).view(data.dtype)
+    result, largest = (quantize_ops.dequantize((d, *parts, form, columnwise), torch.float32) for d in (data, full))
+    return quantized(x.reshape(result.shape), result, largest, rules.beyond(element))
 
 
 def quantization(row: list[float], size: int) -> Quantization:

@@ -360,7 +360,7 @@ class Seen:
     """A tensor of the present step, as far as the device has it.
 
     `origin`: the tickets and parameters that it is computed from, None if that is unknown. `inputs`: or their keys.
-    `operation`: of a result, if it can be computed again.
+    `operation`: of a result, if it can be computed again. `errors`: of a quantized payload, see `statistics`.
     """
 
     kind: Kind
@@ -371,6 +371,7 @@ class Seen:
     hash: Tensor
     row: Tensor | None
     values: Tensor | None
+    errors: Tensor | None = None
     origin: tuple[list[int], list[Tensor]] | None = None
     inputs: tuple[str, ...] | None = None
     operation: Operation | None = None
