@@ -9,13 +9,17 @@ from lab import quantized_cases
 
 import oracle
 from diptych.jax.lab.statistics import decoded, observed, quantization, quantized
-from diptych.lab.traces import DTYPES, Quantization, statistics_of
+from diptych.lab.traces import DTYPES, Quantization, Site, statistics_of
 from oracle.hash import hash_bits
 
 pytestmark = pytest.mark.sampled
 
 
 MEANS = ("mean", 1e-5), ("rms", 1e-5)
+
+
+def site(x):
+    return Site("x", "activation", 0, x.shape, x.dtype.name)
 
 
 def cases(dtype):
@@ -34,7 +38,7 @@ def test_any_dtype(name, wide):
         return
     with jax.enable_x64(wide):
         for x in cases(jax.numpy.dtype(name)):
-            digits, got = decoded(np.asarray(jax.jit(observed, static_argnums=1)(x, True)), name, x.size)
+            digits, got = decoded(np.asarray(jax.jit(observed, static_argnums=1)(x, True)), site(x))
             want = statistics_of(x)
             assert bytes.fromhex(digits) == hash_bits(x).tobytes()
             exact = 0 if DTYPES[name].kind == "float" else 1e-6  # integers are rounded
@@ -48,9 +52,9 @@ def test_large_tensors_and_extremes():
     """Sums of many float32 elements are exact enough, and squares neither overflow nor vanish."""
     ones = np.full(1 << 22, 1.1, np.float32)
     for x in (ones, ones * np.float32(3e38 / 1.1), ones[:4097] * np.float32(2e-38)):
-        _, got = decoded(np.asarray(jax.jit(observed, static_argnums=1)(x, True)), "float32", x.size)
+        _, got = decoded(np.asarray(jax.jit(observed, static_argnums=1)(x, True)), site(x))
         assert abs(got.rms / float(x[0]) - 1) < 1e-5 and abs(got.mean / float(x[0]) - 1) < 1e-5 and got.amax == x[0]
-    digits, got = decoded(np.asarray(observed(jax.numpy.ones(3), False)), "float32", 3)
+    digits, got = decoded(np.asarray(observed(jax.numpy.ones(3), False)), site(ones[:3]))
     assert got is None and len(digits) == 32
 
 

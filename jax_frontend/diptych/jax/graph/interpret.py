@@ -96,8 +96,9 @@ class Evaluation(NamedTuple):
 class Interpreter:
     """Evaluates one program.
 
-    **Arguments:** `is_site(name, dtype)`: whether an array is observed. `observe(x, number)`: the arrays that are
-    recorded of the leaf with this number. `products`: whether products are sites, as in a function without modules.
+    **Arguments:** `is_site(name, dtype)`: whether an array is observed. `observe(x, number, quantized)`: the arrays
+    that are recorded of the leaf with this number; see `_leaf`. `products`: whether products are sites, as in a
+    function without modules.
     `operation(op, options)`: what leaves have of an op of diptych whose operands are all observed.
     `functions`: recognizes JAX's own operations, if these are sites too.
     """
@@ -105,7 +106,7 @@ class Interpreter:
     def __init__(
         self,
         is_site: Callable[[str, str], bool],
-        observe: Callable[[Array, int], list[Array]],
+        observe: Callable[[Array, int, Any], list[Array]],
         products: bool,
         operation: Callable[[str, dict[str, Any]], Any],
         functions: Functions | None = None,
@@ -183,16 +184,19 @@ class Interpreter:
         op, params = eqn.primitive.name.removeprefix(_OP), eqn.params
         operands, results = ops.names(op, params, len(ins), len(eqn.outvars))
 
-        def observed(x: Any, name: str, kind: str, refs: Refs, operation: Any = None) -> Refs:
-            x = _stored(x, ops.stored_dtype(params, name))
-            return self._leaf(x, where.name(f"{op}.{name}"), kind, refs, made, operation=operation)
+        def observed(x: Any, name: str, kind: str, refs: Refs, operation: Any = None, copy: Any = None) -> Refs:
+            x, of = _stored(x, ops.stored_dtype(params, name)), None if copy is None else (ins[0], copy)
+            return self._leaf(x, where.name(f"{op}.{name}"), kind, refs, made, operation=operation, quantized=of)
 
         of_operands = [observed(x, n, "operand", r) for x, n, r in zip(ins, operands, refs, strict=True)]
         outs, every = _bound(eqn.primitive, ins, params), frozenset().union(*of_operands)
         options = ops.options(op, params, outs)
         whole = all(leaf is not r for leaf, r in zip(of_operands, refs, strict=True))
         operation = self._operation(op, options) if whole and options is not None else None
-        return outs, [observed(x, n, "result", every, operation) for x, n in zip(outs, results, strict=True)]
+        named = dict(zip(results, outs, strict=True))
+        given = dict(zip(operands, ins, strict=True))  # amaxes may be operands
+        copies = ops.copies(op, params, given | named)
+        return outs, [observed(x, n, "result", every, operation, copies.get(n)) for n, x in named.items()]
 
     def _function(self, eqn: Any, ins: list[Any], function: Function, given: Any, where: Where, made: _Made) -> Any:
         first = len(made.nodes)
@@ -217,9 +221,20 @@ class Interpreter:
         return self._leaf(ins[0], names[0], "result", every, made, taps[0], operation)
 
     def _leaf(
-        self, x: Any, name: str, kind: str, refs: Refs, made: _Made, tap: Any = None, operation: Any = None
+        self,
+        x: Any,
+        name: str,
+        kind: str,
+        refs: Refs,
+        made: _Made,
+        tap: Any = None,
+        operation: Any = None,
+        quantized: Any = None,
     ) -> Refs:
-        """Observes an array. Returns where it comes from: here, or from `refs` if it is no site."""
+        """Observes an array. Returns where it comes from: here, or from `refs` if it is no site.
+
+        `quantized`: of a payload, the array that was quantized and the copy that the payload belongs to.
+        """
         dtype = str(jnp.result_type(x)) if hasattr(x, "dtype") else ""
         if not dtype or not self._is_site(name, dtype):
             return refs
@@ -230,7 +245,7 @@ class Interpreter:
         place = self._leaves, len(made.extras)
         leaf = Leaf(name, kind, x.shape, dtype, refs, *place, axes, tap and tap["tap"], operation)
         self._leaves += 1
-        made.extras.extend(self._observe(whole(x), leaf.number))
+        made.extras.extend(self._observe(whole(x), leaf.number, quantized))
         made.nodes.append(leaf)
         return frozenset([leaf])
 

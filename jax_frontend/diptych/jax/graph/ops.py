@@ -99,6 +99,21 @@ def stored_dtype(params: dict[str, Any], name: str) -> str | None:
     return getattr(format_by_name(params["format"] if "format" in params else params[name[0]][0]), part)
 
 
+def copies(op: str, params: dict[str, Any], results: dict[str, Any]) -> dict[str, checks.Copy]:
+    """Returns the copies that a call of quantize made, by the names of their payloads. None of a source, whose values
+    were never stored, of several examples, as under vmap, and none that was transformed before."""
+    if op != "quantize" or params["source"] is not None or params["batch"].rank:
+        return {}
+    quantizer, found = params["quantizer"], {}
+    form, amaxes = quantizer.format, {"rowwise": "amax", "columnwise": "columnwise_amax"}
+    for side, amax in amaxes.items():
+        present = f"{side}_data" in results and (not form.two_level or amax in results)
+        if present and not (side == "columnwise" and getattr(quantizer, "with_rht", False)):
+            parts = results[f"{side}_data"], results[f"{side}_scale_inv"], results[amax] if form.two_level else None
+            found[f"{side}_data"] = checks.Copy(*parts, form.name, side == "columnwise")
+    return found
+
+
 _PRODUCT = ("a", "b", "alpha", "out_dtype", *GemmOptions._fields)
 _OPTIONS: dict[str, tuple[str, ...]] = {
     "quantize": ("quantizer", "source", "column_sum"),

@@ -229,7 +229,7 @@ class _Program:
         values = dict(zip(held, jax.device_get(list(held.values())), strict=True))
         entries = []
         for f in found:
-            digits, statistics = decoded(arrays[f.start][f.at], f.site.dtype, f.site.size)
+            digits, statistics = decoded(arrays[f.start][f.at], f.site)
             kept = values[f.start + 1][f.at] if f.start + 1 in values else None
             entries.append(Entry(f.site, statistics, digits, kept))
         return entries
@@ -265,9 +265,9 @@ class _Program:
         words = jnp.concatenate(packed) if packed else jnp.zeros(0, jnp.uint32)
         return outs, (words, [extras[i] for i in variant.values])
 
-    def _observed(self, variant: _Variant, x: Any, number: int) -> list[Any]:
+    def _observed(self, variant: _Variant, x: Any, number: int, quantized: Any) -> list[Any]:
         """Returns what `statistics.decoded` reads of an array, and the values that are kept."""
-        words, keep = observed(x, self._statistics), variant.kept(number)
+        words, keep = observed(x, self._statistics, quantized), variant.kept(number)
         if keep == "none":
             return [words]
         return [words, x if keep == "whole" or x.size <= SAMPLES else x.reshape(-1)[places(x.size, SAMPLES)]]

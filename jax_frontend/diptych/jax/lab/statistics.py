@@ -12,36 +12,47 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from diptych.common.formats import format_by_name
 from diptych.jax.functional.hash import hash
+from diptych.jax.primitives.checks import Copy
+from diptych.jax.primitives.quantize import dequantize
 from diptych.lab import capture
-from diptych.lab.traces import DTYPES, DType, Quantization, Statistics
+from diptych.lab.traces import DTYPES, DType, Quantization, Site, Statistics
 
 Array = jax.Array
 
 HASH_WORDS = 4
+QUANTIZED_WORDS = 6
 _LIMITS = {1: 126, 2: 1022}  # of exponents whose power and its inverse are normal, by the words of a number
 _ROW = 4096  # elements that are added at once, so that float32 sums of many elements stay exact enough
 
 
-def observed(x: Array, statistics: bool) -> Array:
-    """Returns the hash of x and, if asked for, what `decoded` needs for its statistics; uint32 [words]."""
+def observed(x: Array, statistics: bool, quantized: tuple[Array, Copy] | None = None) -> Array:
+    """Returns the hash of x and, if asked for, what `decoded` needs for its statistics; uint32 [words]. `quantized`: if
+    x is a payload, what was quantized and the copy that it belongs to."""
     words = [_words(hash(x))]
-    return jnp.concatenate([*words, *_statistics(x)] if statistics else words)
+    if not statistics:
+        return jnp.concatenate(words)
+    return jnp.concatenate([*words, *_statistics(x), *([_errors(*quantized)] if quantized else [])])
 
 
-def decoded(words: np.ndarray, dtype: str, size: int) -> tuple[str, Statistics | None]:
+def decoded(words: np.ndarray, site: Site) -> tuple[str, Statistics | None]:
     """Returns the hash as hexadecimal digits, and the statistics or None, from what `observed` returned."""
+    dtype, size, of_errors = site.dtype, site.size, None
     digits = capture.digits(words[:HASH_WORDS])
     if len(words) == HASH_WORDS:
         return digits, None
     form = DTYPES[dtype]
     counts = tuple(int(n) for n in words[HASH_WORDS : HASH_WORDS + 4])
     rest = words[HASH_WORDS + 4 :]
+    if len(rest) > 6:  # three numbers of one or two words, and those of a payload
+        rest, errors = np.split(rest, [-QUANTIZED_WORDS])
+        of_errors = quantization(errors, capture.elements(site))
     largest, averages = rest[: len(rest) // 3], rest[len(rest) // 3 :].view(f"f{len(rest) // 3 * 4}")
     amax = _magnitude(largest, form)
     exponent = _exponent(amax, len(largest)) if form.kind == "float" else 0
     mean, rms = (math.ldexp(float(v), exponent) for v in averages)
-    return digits, capture.statistics(amax, mean, min(rms, amax), counts, size)
+    return digits, capture.statistics(amax, mean, min(rms, amax), counts, size, of_errors)
 
 
 def _magnitude(words: np.ndarray, form: DType) -> float:
@@ -106,9 +117,6 @@ def _averages(value: Array, counted: Array) -> tuple[Array, Array]:
     return mean, jnp.sqrt(square)
 
 
-QUANTIZED_WORDS = 6
-
-
 def quantized(x: Array, result: Array, largest: Array, beyond: float) -> Array:
     """Returns what `quantization` takes, uint32 [6].
 
@@ -128,6 +136,15 @@ def quantized(x: Array, result: Array, largest: Array, beyond: float) -> Array:
         found += [amax, jnp.sqrt(squares.sum() / count)]
     counts = jnp.stack([jnp.sum(m, dtype=jnp.uint32) for m in (clipped, flushed)])
     return jnp.concatenate([counts, _words(jnp.stack(found))])
+
+
+def _errors(x: Array, copy: Copy) -> Array:
+    """Returns `quantized` of an array and one copy of it."""
+    element = format_by_name(copy.format).element
+    full = jnp.full(copy.data.shape, capture.largest_byte(element), jnp.uint8)
+    full = jax.lax.bitcast_convert_type(full, copy.data.dtype)
+    result, largest = (dequantize(copy._replace(data=d), "float32") for d in (copy.data, full))
+    return quantized(x.reshape(result.shape), result, largest, capture.beyond(element))
 
 
 def quantization(words: np.ndarray, size: int) -> Quantization:
