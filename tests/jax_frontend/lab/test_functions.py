@@ -385,7 +385,15 @@ def turned(x):
     return e / e.sum(1)
 
 
+def squared_often(x):
+    for _ in range(40):
+        x = x * x
+    return x
+
+
 NOT_WHOLE = {
+    "a power with 2^40 factors": (squared_often, A),
+    "a quotient of arrays": (lambda x, y: x / y * (1 + lax.erf(x / math.sqrt(2))), A, B),
     "softmax over the wrong axis": (turned, SQUARE),
     "softmax without the largest value": (lambda x: jnp.exp(x) / jnp.exp(x).sum(1, keepdims=True), A),
     "masked softmax": (lambda x: jax.nn.softmax(x, where=x > 0), A),
