@@ -96,23 +96,24 @@ class _Walk:
             v = e.invars[0]
         return float(v.val) if _literal(v) and np.ndim(v.val) == 0 else None
 
-    def product(self, v: Any, stop: Any = None) -> tuple[float, list[Any]]:
-        """Returns a variable as a constant times variables. `stop` is taken as it is."""
+    def product(self, v: Any, stop: Any = None, depth: int = 6) -> tuple[float, list[Any]]:
+        """Returns a variable as a constant times variables. `stop` is taken as it is, as is what is more than `depth`
+        equations away: powers of powers have many factors."""
         if (value := self.constant(v)) is not None:
             return value, []
-        if v is stop or (e := self.made(v, "mul", "div", "neg", "copy", "square", "integer_pow")) is None:
+        names = ("mul", "div", "neg", "copy", "square", "integer_pow")
+        if v is stop or not depth or (e := self.made(v, *names)) is None:
             return 1.0, [v]
         name, (a, *b) = e.primitive.name, e.invars
-        constant, parts = self.product(a, stop)
-        if name == "mul":
-            other, more = self.product(b[0], stop)
-            return constant * other, parts + more
-        if name == "div" and (divisor := self.constant(b[0])):
-            return constant / divisor, parts
-        power = {"neg": 1, "copy": 1, "square": 2}.get(name, e.params.get("y", 0))
-        if name == "div" or power not in (1, 2, 3):
+        power = {"square": 2, "integer_pow": e.params.get("y")}.get(name, 1)
+        divisor = self.constant(b[0]) if name == "div" else 1.0
+        if not divisor or power not in (1, 2, 3):
             return 1.0, [v]
-        return (-constant if name == "neg" else constant**power), parts * power
+        constant, parts = self.product(a, stop, depth - 1)
+        if name == "mul":
+            other, more = self.product(b[0], stop, depth - 1)
+            return constant * other, parts + more
+        return math.prod([constant] * power) / (-1 if name == "neg" else divisor), parts * power
 
     def sum(self, v: Any) -> list[Any]:
         """Returns the terms of an addition, or nothing."""
