@@ -3,6 +3,7 @@
 import json
 import os
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from op_tools import entries, op, trace
 
 from diptych.common import MXFP8BlockScaling
 from diptych.lab import cli
+from diptych.lab.replay.table import TABLE
 from diptych.lab.traces import Trace
 
 
@@ -130,3 +132,16 @@ def test_wrong_arguments_exit_with_two_and_one_line(made, argv, why, capsys):
 def test_a_device_that_is_not_there(made, framework, capsys):
     status, _, err = run(capsys, made, "h.0/add.out", "--framework", framework, "--device", "cuda")
     assert status == 2 and "cuda" in err.lower()
+
+
+def test_the_page_of_the_documentation_runs():
+    page = (Path(__file__).parents[3] / "docs" / "replay.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.S)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, "docs/replay.md", "exec"), {})
+
+
+def test_the_page_has_every_operation():
+    page = (Path(__file__).parents[3] / "docs" / "replay.md").read_text()
+    assert {name for name in TABLE if f"`{name}`" not in page} == set()
