@@ -63,7 +63,7 @@ def result(
         inputs = (len(rows) - 1,) if rows and "activation" in kind else None
         matched: Matched = "bits" if kind == "parameter" else "table"
         dtypes = ("bfloat16", "bfloat16") if kind == "activation" else ("float32", "float32")
-        rows.append(Row(key, other, 0, kind, name, 0, size, *dtypes, matched, False, inputs, tuple(cells)))
+        rows.append(Row(key, other, 0, kind, name, 0, size, *dtypes, matched, False, inputs, (), tuple(cells)))
     return Result(
         sides(references),
         numbers,

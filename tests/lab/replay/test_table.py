@@ -6,6 +6,7 @@ from diptych.common import RECIPES, linear_plan
 from diptych.common.quantizers import MXFP8Quantizer
 from diptych.lab.replay import table
 from diptych.lab.replay.reference import _ROWS
+from diptych.lab.traces.schema import Operation
 
 CONV = {
     "layout": "NC01,OI01,NC01", "strides": (1, 2), "padding": ((0, 1), (2, 2)), "dilation": (1, 1),
@@ -72,3 +73,11 @@ def test_foreign_options_are_refused(name, text, why):
 def test_options_that_a_row_lacks_are_not_written():
     with pytest.raises(ValueError, match=r"option axes cannot be .1\.0."):
         table.encoded("rms_norm", {"axes": 1.0, "eps": 1e-6})
+
+
+def test_options_that_differ_are_named():
+    a, b = (Operation("layer_norm", table.encoded("layer_norm", {"axes": 1, "eps": eps})) for eps in (1e-6, 1e-5))
+    assert table.options_apart(a, b) == ("eps: 1e-06, 1e-05",)
+    assert table.options_apart(a, a) == table.options_apart(a, None) == table.options_apart(None, b) == ()
+    assert table.options_apart(a, Operation("rms_norm", b.options)) == ()
+    assert table.options_apart(a, Operation("layer_norm", "{")) == table.options_apart(Operation("add", "1"), a) == ()

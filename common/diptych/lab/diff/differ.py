@@ -11,6 +11,7 @@ from diptych.lab.diff import layout, match, measure, verdict
 from diptych.lab.diff.mapping import Rules
 from diptych.lab.diff.measure import viewed
 from diptych.lab.diff.result import GREEN, Ambiguous, Cell, DiffError, First, Result, Row, Side
+from diptych.lab.replay.table import options_apart
 from diptych.lab.traces import DTYPES, Observation, Rank, Site, Trace
 
 NO_FINDING = (*GREEN, "unknown")
@@ -82,7 +83,7 @@ class _Row(NamedTuple):
         a, b, by, axes = self.pair
         return Row(
             a.key, b.key, self.rank, a.kind, a.name, a.call, a.shape, a.dtype, b.dtype, by, axes is not None,
-            self.inputs, cells,
+            self.inputs, options_apart(a.operation, b.operation), cells,
         )  # fmt: skip
 
 

@@ -64,7 +64,8 @@ class Row:
 
     `a`, `b`: the keys of the sites. `kind`, `name`, `call`: of A's. `matched`: by what. `transposed`: whether B's
     values are compared transposed. `inputs`: the positions of the rows that this one is computed from, or None where
-    only the order is known. `cells`: one for each step of the result in which both traces have the site, in order.
+    only the order is known. `options`: those of the operation that computed both results which differ, such as
+    "approximate: false, true". `cells`: one for each step of the result in which both traces have the site, in order.
     """
 
     a: str
@@ -79,6 +80,7 @@ class Row:
     matched: Matched
     transposed: bool
     inputs: tuple[int, ...] | None
+    options: tuple[str, ...]
     cells: tuple[Cell, ...]
 
 

@@ -77,6 +77,8 @@ def _lines(found: Sequence[tuple[Row, Cell]], most: int) -> Iterator[str]:
         apart = "" if cell.relative is None else f", relative {number(cell.relative)}"
         apart += "" if not cell.definition else f", definition {number(cell.definition)}"
         yield f"    {cell.verdict}, step {cell.step}, {dtype}{apart}{ulp}{noise}"
+        for option in row.options:
+            yield "    " + _cut(f"option {option}", _WIDTH - 4)
     if len(found) > most:
         yield f"  and {len(found) - most} more"
 

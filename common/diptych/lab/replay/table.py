@@ -34,7 +34,7 @@ from diptych.common.ops.activation import ACTIVATIONS
 from diptych.common.ops.norm import NORMS
 from diptych.common.ops.shapes import HIGH_PRECISION
 from diptych.common.quantizers import Quantizer
-from diptych.lab.traces.schema import parse
+from diptych.lab.traces.schema import Operation, TraceError, parse
 
 
 class Row(NamedTuple):
@@ -170,6 +170,20 @@ def decoded(name: str, text: str) -> dict[str, Any]:
         raise ValueError(f"{name}: options: {str(e)[:200]}") from None
     check(name, options)
     return options
+
+
+def options_apart(a: Operation | None, b: Operation | None) -> tuple[str, ...]:
+    """Returns the options of one operation that differ in two traces, as "name: of a, of b". Nothing is checked."""
+    if a is None or b is None or a == b or a.name != b.name:
+        return ()
+    try:
+        of_a, of_b = (parse(o.options.encode(), o.name) for o in (a, b))
+    except TraceError:
+        return ()
+    if not isinstance(of_a, dict) or not isinstance(of_b, dict):
+        return ()
+    both = [(k, of_a.get(k), of_b.get(k)) for k in sorted(of_a.keys() | of_b.keys())]
+    return tuple(f"{k}: {json.dumps(x)}, {json.dumps(y)}" for k, x, y in both if x != y)
 
 
 def _read(name: str, value: Any) -> Any:
