@@ -19,6 +19,7 @@ from diptych.common.gemm_options import GemmOptions
 from diptych.common.ops import shapes
 from diptych.jax.functional import quantize as quantize_verbs
 from diptych.jax.lab import gpt
+from diptych.jax.lab.feed import Feeder
 from diptych.jax.layers.products import OFFSETS
 from diptych.jax.layers.quantize import rng_at
 from diptych.jax.primitives import checks, ffi
@@ -355,6 +356,9 @@ class JaxFrontend:
             "cross entropy": gpt.cross_entropy,
         }
         return np.asarray(jax.jit(ops[kind])(*(jax.device_put(x, _device("cpu")) for x in inputs)))
+
+    def feeder(self, model: Any, device: str) -> Feeder:
+        return Feeder(model, _device(device))
 
 
 frontend = JaxFrontend()

@@ -15,7 +15,7 @@ import inspect
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
@@ -23,7 +23,8 @@ import jax.numpy as jnp
 
 from diptych.common.errors import UnsupportedError
 from diptych.jax.graph.taps import SCOPE, tap
-from diptych.lab.capture import named, wanted
+from diptych.lab.bisect.forward import ModuleCall, Slot
+from diptych.lab.capture import named, printable, wanted
 from diptych.lab.traces import is_recorded
 
 PATH = "_diptych_path"
@@ -37,18 +38,24 @@ _lock = threading.RLock()
 
 @dataclasses.dataclass
 class _Frame:
-    """A module that runs. `inner`: whether another module with its path has run in it, whose outputs are recorded."""
+    """A module that runs. `inner`: whether another module with its path has run in it, whose outputs are recorded.
+    `number`: of its call in `Tracing.calls`."""
 
     owner: Any
     path: str
     inner: bool = False
+    number: int | None = None
 
 
 class Tracing:
-    """What traces of one capture have in common."""
+    """What traces of one capture have in common. `inside`: the paths of modules whose inputs get taps.
 
-    def __init__(self, sites: str) -> None:
-        self.sites = sites
+    `calls`: of these modules, in the last trace. JAX may trace a module more often than it runs: the taps of such calls
+    are in no program.
+    """
+
+    def __init__(self, sites: str, inside: Collection[str] = ()) -> None:
+        self.sites, self.inside = sites, inside
         self.number = next(_numbers)
         self.modules = False  # whether a module has run, also in a trace that JAX uses again later
         self._begin()
@@ -58,6 +65,7 @@ class Tracing:
         self._differentiated = 0
         self._parameters: set[str] = set()
         self._marked: list[Any] = []
+        self.calls: list[ModuleCall] = []
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
@@ -74,19 +82,21 @@ class Tracing:
 
     # --- modules ---
 
-    def module(self, owner: Any, path: str, run: Callable[[], Any]) -> Any:
+    def module(self, owner: Any, path: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Runs a module and returns its output with taps."""
         top = self._frames[-1] if self._frames else None
         if top is not None and top.owner is owner:  # a method of its base class
-            return run()
+            return run(*args, **kwargs)
         if top is not None and top.path == path:
             top.inner = True
         self.modules = True
         frame = _Frame(owner, path)
+        if path in self.inside:
+            args, kwargs = self._inputs(frame, args, kwargs)
         self._frames.append(frame)
         try:
             with jax.named_scope(SCOPE + path), _context((self.number, path)):
-                out = run()
+                out = run(*args, **kwargs)
         finally:
             self._frames.pop()
         return out if frame.inner else self._output(out, path)
@@ -101,6 +111,31 @@ class Tracing:
     def _tap(self, x: Any, name: str, kind: str, grad: str = "") -> Any:
         site = isinstance(x, jax.Array) and is_site(self.sites, name, str(x.dtype))
         return tap(x, name, kind, grad) if site else x
+
+    def _inputs(self, frame: _Frame, args: Any, kwargs: Any) -> Any:
+        """Returns a module's arguments with taps, and notes its call."""
+        frame.number = len(self.calls)
+        prefix = f"{named(frame.path)}/call:{frame.number}"
+
+        def tapped(value: Any, place: str) -> tuple[Any, Any]:
+            if type(value) in (tuple, list):
+                both = [tapped(x, f"{place}[{i}]") for i, x in enumerate(value)]
+                return tuple(type(value)(x) for x in (zip(*both, strict=True) if both else ((), ())))  # type: ignore[return-value]
+            if type(value) is dict:
+                both = {k: tapped(x, f'{place}["{k}"]') for k, x in value.items()}
+                return {k: x for k, (x, _) in both.items()}, {k: x for k, (_, x) in both.items()}
+            if not isinstance(value, jax.Array) or not is_recorded(str(value.dtype)):
+                return value, value
+            name = printable(prefix + place)
+            return tap(value, name, "operand"), Slot(f"operand:{name}", value.ndim)
+
+        (args, of_args), (kwargs, of_kwargs) = tapped(tuple(args), ""), tapped(dict(kwargs), "")
+        parent = next((f.number for f in reversed(self._frames) if f.number is not None), None)
+        of = type(frame.owner)
+        how = "linen" if any(c.__module__.startswith("flax.linen") for c in of.__mro__) else "object"
+        kind = f"{of.__module__}.{of.__qualname__}"
+        self.calls.append(ModuleCall(frame.path, 0, kind, how, of_args, of_kwargs, parent))
+        return args, kwargs
 
     @property
     def outermost(self) -> bool:
@@ -261,7 +296,7 @@ def _linen_call(run: Any, args: Any, kwargs: Any, context: Any) -> Any:
     if tracing.outermost:
         params = jax.tree_util.tree_flatten_with_path(module.variables.get("params", {}))[0]
         tracing.held(("/".join([path] * bool(path) + _parts(keys)), x) for keys, x in params)
-    return tracing.module(module, path, lambda: run(*args, **kwargs))
+    return tracing.module(module, path, run, args, kwargs)
 
 
 def _nnx() -> Any:
@@ -273,12 +308,12 @@ def _hook_nnx(stack: contextlib.ExitStack) -> None:
         return
     nnx = _nnx()
 
-    def run(tracing: Tracing, module: Any, call: Callable[[], Any]) -> Any:
+    def run(tracing: Tracing, module: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         path = tracing.path(module)
         if tracing.outermost:
             found = ((keys, x) for keys, x in nnx.iter_graph(module) if isinstance(x, nnx.Param))
             tracing.held(("/".join([path] * bool(path) + list(map(str, keys))), x.get_value()) for keys, x in found)
-        return tracing.module(module, path, call)
+        return tracing.module(module, path, call, args, kwargs)
 
     _hook_calls(stack, nnx.Module, run)
 
@@ -288,16 +323,16 @@ def _hook_equinox(stack: contextlib.ExitStack) -> None:
     if "equinox" not in sys.modules:
         return
 
-    def run(tracing: Tracing, module: Any, call: Callable[[], Any]) -> Any:
+    def run(tracing: Tracing, module: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         room = type(module).__module__
         if room.startswith("equinox.") and not room.startswith("equinox.nn."):  # its wrappers of functions
-            return call()
-        return tracing.module(module, tracing.path_in_parent(module), call)
+            return call(*args, **kwargs)
+        return tracing.module(module, tracing.path_in_parent(module), call, args, kwargs)
 
     _hook_calls(stack, sys.modules["equinox"].Module, run)
 
 
-def _hook_calls(stack: contextlib.ExitStack, base: type, run: Callable[[Tracing, Any, Callable[[], Any]], Any]) -> None:
+def _hook_calls(stack: contextlib.ExitStack, base: type, run: Callable[..., Any]) -> None:
     """Replaces `__call__` of all classes that derive from `base`."""
     for cls in _subclasses(base):
         if (call := vars(cls).get("__call__")) is not None:
@@ -312,7 +347,7 @@ def _call_hook(call: Any, run: Any) -> Any:
         bound = call.__get__(self, type(self)) if hasattr(call, "__get__") else functools.partial(call, self)
         if tracing is None:
             return bound(*args, **kwargs)
-        return run(tracing, self, lambda: bound(*args, **kwargs))
+        return run(tracing, self, bound, args, kwargs)
 
     return hooked
 

@@ -23,6 +23,7 @@ from diptych.lab.job import Job, Weights
 from diptych.lab.replay.op import Bits, Op
 from diptych.lab.trace import StepTrace
 from diptych.torch.lab import gpt
+from diptych.torch.lab.feed import Feeder
 from diptych.torch.primitives import gemm as gemm_ops
 from diptych.torch.primitives import quantize as quantize_ops
 from diptych.torch.primitives import scale_update as scale_update_ops
@@ -331,6 +332,9 @@ class TorchFrontend:
             "cross entropy": lambda x, y: F.cross_entropy(x.flatten(0, 1), y.flatten().long()),
         }
         return ops[kind](*(torch.tensor(x) for x in inputs)).numpy()
+
+    def feeder(self, model: Any, device: str) -> Feeder:
+        return Feeder(model, device)
 
 
 frontend = TorchFrontend()

@@ -1,0 +1,177 @@
+"""Forward passes of a JAX model in which outputs and inputs of modules are seen and replaced, for `diptych bisect`."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import pathlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from diptych.common.errors import UnsupportedError
+from diptych.jax.graph.arguments import Call, is_node
+from diptych.jax.graph.interpret import Interpreter
+from diptych.jax.graph.sites import Body, Compound
+from diptych.jax.lab.capture import capture, unfolded, unwrapped
+from diptych.jax.lab.taps import Tracing, is_site
+from diptych.jax.primitives.quantize import dtype_of
+from diptych.lab.bisect.forward import Forward, Inputs, ModuleCall, Slot
+from diptych.lab.traces import Site, Tensor
+
+Array = jax.Array
+_BUDGET = 2**61  # bytes: all values are whole
+
+
+class Feeder:
+    """See `diptych.lab.bisect.forward.Feeder`. `model`: a function, linen's, nnx's or equinox's module included."""
+
+    def __init__(self, model: Callable[..., Any], device: Any) -> None:
+        self._fn, self._first = (_called, (model,)) if is_node(model) else (model, ())
+        self._device = device
+        self._programs: dict[frozenset[str], _Program] = {}
+
+    def capture(self, inputs: Inputs, folder: pathlib.Path) -> None:
+        with (
+            jax.default_device(self._device),
+            capture(self._fn, folder, values="full", budget=_BUDGET, check=False) as run,
+        ):
+            run(*self._first, *inputs.args, **inputs.kwargs)
+
+    def __call__(self, inputs: Inputs, fed: Mapping[str, Tensor], inside: Collection[str] = ()) -> Forward:
+        paths = frozenset(inside)
+        args, kwargs = (*self._first, *inputs.args), dict(inputs.kwargs)
+        with jax.default_device(self._device), Call(args, kwargs) as call:
+            if paths not in self._programs:
+                self._programs[paths] = _Program(self._fn, call, paths)
+            return self._programs[paths](call.arrays, fed)
+
+
+def _called(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """An object of nnx is an argument, since a function may not change one that it closes over."""
+    return model(*args, **kwargs)
+
+
+class _Entry(NamedTuple):
+    """A site: the number of its leaf, the position of its array among what the program observes, and its place in
+    it."""
+
+    site: Site
+    number: int
+    start: int
+    at: tuple[int, ...]
+
+
+class _Program:
+    """One traced function."""
+
+    def __init__(self, fn: Callable[..., Any], call: Call, inside: frozenset[str]) -> None:
+        tracing = Tracing("**", inside)
+        with tracing():
+            closed = jax.jit(call.flat(fn, tracing, lambda _: None)).trace(*call.arrays).jaxpr
+        self._closed, self._picked, _ = unwrapped(closed)
+        self._calls = tracing.calls
+        self._run = jax.jit(self._instrumented)
+        jax.eval_shape(self._instrumented, call.arrays, {})
+
+    def __call__(self, arrays: Sequence[Any], fed: Mapping[str, Tensor]) -> Forward:
+        if not fed:
+            given = {}
+        elif found := next((kind for kind in _kinds(self._body) if kind in _UNFED), None):
+            raise UnsupportedError(f"bisect: activations inside of {_UNFED[found]} cannot be replaced")
+        else:
+            given = self._stacks(fed)
+        observed = [np.asarray(x) for x in self._run(list(arrays), given)]
+        entries = self._entries(lambda position: observed[position])
+        values = {e.site.key: _tensor(observed[e.start][e.at]) for e in entries}
+        kept = {key: x for key, x in values.items() if key.partition(":")[0] in ("activation", "operand")}
+        return Forward(kept, _calls(self._calls, entries))
+
+    def _instrumented(self, arrays: Sequence[Any], given: Mapping[int, tuple[Array, Array]]) -> list[Array]:
+        """Returns what is observed. `given`: by the number of a leaf, in which iterations it is replaced, and by
+        what."""
+
+        def replace(x: Array, number: int, at: tuple[Array, ...]) -> Array:
+            if number not in given:
+                return x
+            where, values = given[number]
+            return jnp.where(where[at], values[at], x)
+
+        args = [arrays[i] if i is not None else value for i, value in self._picked]
+        interpreter = Interpreter(functools.partial(is_site, "**"), lambda x, _: [x], False, replace)
+        _, extras, self._body = interpreter.program(self._closed, args)
+        return extras
+
+    def _entries(self, flags: Callable[[int], np.ndarray] | None) -> list[_Entry]:
+        numbers: list[tuple[Site, int]] = []
+        found = unfolded(self._body, flags, numbers)
+        return [_Entry(f.site, n, f.start, f.at) for f, (_, n) in zip(found, numbers, strict=True)]
+
+    def _stacks(self, fed: Mapping[str, Tensor]) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+        by_leaf: dict[int, list[_Entry]] = collections.defaultdict(list)
+        for entry in self._entries(None):
+            by_leaf[entry.number].append(entry)
+        stacks = {}
+        for number, entries in by_leaf.items():
+            if not any(e.site.key in fed for e in entries):
+                continue
+            dims = tuple(1 + max(places) for places in zip(*(e.at for e in entries), strict=True))
+            where = np.zeros(dims, bool)
+            values = np.zeros((*dims, *entries[0].site.shape), dtype_of(entries[0].site.dtype))
+            for e in entries:
+                if e.site.key in fed:
+                    where[e.at], values[e.at] = True, fed[e.site.key].bits.view(values.dtype)
+            stacks[number] = where, values
+        return stacks
+
+
+_UNFED = {"cond": "cond", "while": "a while loop", "shard": "shard_map"}
+
+
+def _kinds(body: Body) -> set[str]:
+    """Returns the kinds of equations with sites in their bodies."""
+    compounds = [n for n in body.nodes if isinstance(n, Compound)]
+    return {c.kind for c in compounds}.union(*(_kinds(b) for c in compounds for b in c.bodies))
+
+
+def _tensor(x: np.ndarray) -> Tensor:
+    return Tensor.of(np.ascontiguousarray(x).reshape(x.shape))
+
+
+def _calls(traced: Sequence[ModuleCall], entries: Sequence[_Entry]) -> list[ModuleCall]:
+    """Returns the calls that are part of the program: those with an input that was seen, and those without inputs."""
+    sites = {e.site.key: e for e in entries}
+    count: collections.Counter[str] = collections.Counter()
+    position: dict[int, int] = {}
+    found: list[ModuleCall] = []
+    for number, call in enumerate(traced):
+        slots = list(_slots((call.args, call.kwargs)))
+        here = [sites[s.key] for s in slots if s.key in sites]
+        if slots and not here:
+            continue
+        position[number] = len(found)
+        mapped = {s.key: Slot(s.key, len(sites[s.key].site.shape) - s.mapped) for s in slots if s.key in sites}
+        parent = call.parent if call.parent is None else position.get(call.parent)
+        args, kwargs = _with((call.args, call.kwargs), mapped)
+        repeats = any(e.at for e in here)
+        found.append(call._replace(call=count[call.path], args=args, kwargs=kwargs, parent=parent, repeats=repeats))
+        count[call.path] += 1
+    return found
+
+
+def _slots(value: Any) -> list[Slot]:
+    if isinstance(value, Slot):
+        return [value]
+    inner = value.values() if type(value) is dict else value if type(value) in (tuple, list) else ()
+    return [slot for x in inner for slot in _slots(x)]
+
+
+def _with(value: Any, slots: Mapping[str, Slot]) -> Any:
+    if isinstance(value, Slot):
+        return slots.get(value.key, value)
+    if type(value) is dict:
+        return {k: _with(x, slots) for k, x in value.items()}
+    return type(value)(_with(x, slots) for x in value) if type(value) in (tuple, list) else value
