@@ -28,7 +28,7 @@ class Inputs(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """Stands for an array in the arguments of a module. `key`: of its value in `Forward.values`. `axis`: how many
+    """Stands for an array in the arguments of a module. `key`: of its value in `Forward.values`. `mapped`: how many
     `jax.vmap`s the module runs in that map over it, each over a leading axis of the value."""
 
     key: str
@@ -39,8 +39,8 @@ class ModuleCall(NamedTuple):
     """One call of a module.
 
     `call`: how often its path has run before. `kind`: the class. `args`, `kwargs`: with a `Slot` for each array.
-    `parent`: the position of the call that encloses it among a pass's calls, None if no recorded one does. `repeats`:
-    whether it stands for all iterations of a loop.
+    `parent`: the position of the call that encloses it among a pass's calls, None if no recorded one does. `outputs`:
+    the keys of what it returned. `repeats`: whether it stands for all iterations of a loop.
     """
 
     path: str
@@ -50,6 +50,7 @@ class ModuleCall(NamedTuple):
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     parent: int | None = None
+    outputs: tuple[str, ...] = ()
     repeats: bool = False
 
 

@@ -22,7 +22,7 @@ from diptych.lab.diff import match, names
 from diptych.lab.diff.layout import Axes
 from diptych.lab.diff.mapping import Rules
 from diptych.lab.diff.order import unique_alignment
-from diptych.lab.diff.result import Ambiguous, Matched
+from diptych.lab.diff.result import Ambiguous
 from diptych.lab.traces import DTYPES, Observation, Tensor, Trace, tensor_distance
 from diptych.lab.traces.dtypes import DType
 
@@ -255,9 +255,8 @@ def _narrowed(
     """Returns the module of a site, and whether it makes the difference itself, on inputs that are A's."""
     passes, calls = [], []
     for side, site, given in ((a, first.pair.a, {}), (b, first.pair.b, fed)):
-        path = module_path(site.name)
-        passes.append(side.run(given, enclosing(path)))
-        calls.append(next((c for c in passes[-1].calls if c.path == path and c.call == site.call), None))
+        passes.append(side.run(given, enclosing(site.name)))
+        calls.append(next((c for c in passes[-1].calls if site.key in c.outputs), None))
     call_a, call_b = calls
     inputs: list[Input] = []
     itself = None
@@ -271,22 +270,17 @@ def _narrowed(
             inputs.append(Input(x.key, y.key, relative, not relative <= max(first.limit, FACTOR * rounding)))
             given[y.key] = as_b(of_x, of_y.bits.shape, axes, of_y.dtype)
         if given:
-            again = b.run({**fed, **given}, enclosing(call_b.path)).values[first.pair.b.key]
+            again = b.run({**fed, **given}, enclosing(first.pair.b.name)).values[first.pair.b.key]
             itself = distance(of_a[first.pair.a.key], as_a(again, first.pair.a.shape, first.pair.axes)) > first.limit
     return Found(first, call_a, call_b, tuple(inputs), itself, (passes[0], passes[1]))
 
 
-def module_path(name: str) -> str:
-    """Returns the path of the module whose output has a name, "" for the whole model."""
-    start = names.split(name)
-    path = name[: len(name) - len(start.place)] if start.place else name
-    return "" if path == "model" else path
-
-
-def enclosing(path: str) -> list[str]:
-    """Returns a module's path and those of the modules around it."""
-    ends = [i for i, c in enumerate(path) if c in "./"]
-    return ["", *(path[:i] for i in ends), path]
+def enclosing(name: str) -> list[str]:
+    """Returns the path of the module whose output has a name, and those of the modules around it; "" is the whole
+    model."""
+    place = names.split(name).place
+    path = name[: len(name) - len(place)] if place else name
+    return ["", *(path[:i] for i, c in enumerate(path) if c in "./"), path]
 
 
 def slots(call: ModuleCall) -> list[Slot]:

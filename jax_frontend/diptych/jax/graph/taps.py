@@ -25,12 +25,14 @@ tangent_p = Primitive("lab_tangent")
 """The tap of a tangent. It is linear; its transposition taps the gradient. Parameters as those of `tap_p`."""
 
 
-_numbers = itertools.count()
+NUMBERS = itertools.count()
+"""Of taps."""
 
 
-def tap(x: Any, name: str, kind: str, grad: str = "") -> Any:
-    """Returns the array `x`, marked."""
-    return tap_p.bind(x, name=name, kind=kind, grad=grad, tap=next(_numbers), order=tuple(range(x.ndim)))
+def tap(x: Any, name: str, kind: str, grad: str = "", number: int | None = None) -> Any:
+    """Returns the array `x`, marked. `number`: the tap's, one of `NUMBERS`."""
+    number = next(NUMBERS) if number is None else number
+    return tap_p.bind(x, name=name, kind=kind, grad=grad, tap=number, order=tuple(range(x.ndim)))
 
 
 def _batched(prim: Primitive) -> Any:

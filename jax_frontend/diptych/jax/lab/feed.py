@@ -37,7 +37,7 @@ class Feeder:
     def capture(self, inputs: Inputs, folder: pathlib.Path) -> None:
         with (
             jax.default_device(self._device),
-            capture(self._fn, folder, values="full", budget=_BUDGET, check=False) as run,
+            capture(self._fn, folder, values="full", budget=_BUDGET, statistics=False, check=False) as run,
         ):
             run(*self._first, *inputs.args, **inputs.kwargs)
 
@@ -56,11 +56,12 @@ def _called(model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 class _Entry(NamedTuple):
-    """A site: the number of its leaf, the position of its array among what the program observes, and its place in
-    it."""
+    """A site: the numbers of its leaf and of its tap, the position of its array among what the program observes, and
+    its place in it."""
 
     site: Site
     number: int
+    tap: int | None
     start: int
     at: tuple[int, ...]
 
@@ -73,22 +74,18 @@ class _Program:
         with tracing():
             closed = jax.jit(call.flat(fn, tracing, lambda _: None)).trace(*call.arrays).jaxpr
         self._closed, self._picked, _ = unwrapped(closed)
-        self._calls = tracing.calls
+        self._calls, self._outputs = tracing.calls, tracing.outputs
         self._run = jax.jit(self._instrumented)
         jax.eval_shape(self._instrumented, call.arrays, {})
 
     def __call__(self, arrays: Sequence[Any], fed: Mapping[str, Tensor]) -> Forward:
-        if not fed:
-            given = {}
-        elif found := next((kind for kind in _kinds(self._body) if kind in _UNFED), None):
+        if fed and (found := next((kind for kind in _kinds(self._body) if kind in _UNFED), None)):
             raise UnsupportedError(f"bisect: activations inside of {_UNFED[found]} cannot be replaced")
-        else:
-            given = self._stacks(fed)
-        observed = [np.asarray(x) for x in self._run(list(arrays), given)]
+        observed = [np.asarray(x) for x in self._run(list(arrays), self._stacks(fed))]
         entries = self._entries(lambda position: observed[position])
         values = {e.site.key: _tensor(observed[e.start][e.at]) for e in entries}
         kept = {key: x for key, x in values.items() if key.partition(":")[0] in ("activation", "operand")}
-        return Forward(kept, _calls(self._calls, entries))
+        return Forward(kept, _calls(self._calls, self._outputs, entries))
 
     def _instrumented(self, arrays: Sequence[Any], given: Mapping[int, tuple[Array, Array]]) -> list[Array]:
         """Returns what is observed. `given`: by the number of a leaf, in which iterations it is replaced, and by
@@ -108,16 +105,16 @@ class _Program:
     def _entries(self, flags: Callable[[int], np.ndarray] | None) -> list[_Entry]:
         numbers: list[tuple[Site, int]] = []
         found = unfolded(self._body, flags, numbers)
-        return [_Entry(f.site, n, f.start, f.at) for f, (_, n) in zip(found, numbers, strict=True)]
+        taps = {leaf.number: leaf.tap for leaf in self._body.leaves()}
+        return [_Entry(f.site, n, taps[n], f.start, f.at) for f, (_, n) in zip(found, numbers, strict=True)]
 
     def _stacks(self, fed: Mapping[str, Tensor]) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+        """Returns what `_instrumented` is given: something for each leaf, so that it is compiled once."""
         by_leaf: dict[int, list[_Entry]] = collections.defaultdict(list)
         for entry in self._entries(None):
             by_leaf[entry.number].append(entry)
         stacks = {}
         for number, entries in by_leaf.items():
-            if not any(e.site.key in fed for e in entries):
-                continue
             dims = tuple(1 + max(places) for places in zip(*(e.at for e in entries), strict=True))
             where = np.zeros(dims, bool)
             values = np.zeros((*dims, *entries[0].site.shape), dtype_of(entries[0].site.dtype))
@@ -141,23 +138,39 @@ def _tensor(x: np.ndarray) -> Tensor:
     return Tensor.of(np.ascontiguousarray(x).reshape(x.shape))
 
 
-def _calls(traced: Sequence[ModuleCall], entries: Sequence[_Entry]) -> list[ModuleCall]:
-    """Returns the calls that are part of the program: those with an input that was seen, and those without inputs."""
+def _calls(
+    traced: Sequence[ModuleCall], outputs: Mapping[int, Sequence[int]], entries: Sequence[_Entry]
+) -> list[ModuleCall]:
+    """Returns the calls that are part of the program: those with an array that was seen.
+
+    **Arguments:** `outputs`: the numbers of taps, by the position of the call that they belong to.
+    """
     sites = {e.site.key: e for e in entries}
+    by_tap: dict[int | None, list[_Entry]] = collections.defaultdict(list)
+    for entry in entries:
+        by_tap[entry.tap].append(entry)
     count: collections.Counter[str] = collections.Counter()
     position: dict[int, int] = {}
     found: list[ModuleCall] = []
     for number, call in enumerate(traced):
-        slots = list(_slots((call.args, call.kwargs)))
-        here = [sites[s.key] for s in slots if s.key in sites]
-        if slots and not here:
+        given = [sites[s.key] for s in _slots((call.args, call.kwargs)) if s.key in sites]
+        returned = [e for tap in outputs.get(number, ()) for e in by_tap[tap]]
+        if not given and not returned:
             continue
         position[number] = len(found)
-        mapped = {s.key: Slot(s.key, len(sites[s.key].site.shape) - s.mapped) for s in slots if s.key in sites}
-        parent = call.parent if call.parent is None else position.get(call.parent)
+        slots = {s.key: s for s in _slots((call.args, call.kwargs))}
+        mapped = {e.site.key: Slot(e.site.key, len(e.site.shape) - slots[e.site.key].mapped) for e in given}
         args, kwargs = _with((call.args, call.kwargs), mapped)
-        repeats = any(e.at for e in here)
-        found.append(call._replace(call=count[call.path], args=args, kwargs=kwargs, parent=parent, repeats=repeats))
+        found.append(
+            call._replace(
+                call=count[call.path],
+                args=args,
+                kwargs=kwargs,
+                parent=None if call.parent is None else position.get(call.parent),
+                outputs=tuple(e.site.key for e in returned),
+                repeats=any(e.at for e in (*given, *returned)),
+            )
+        )
         count[call.path] += 1
     return found
 

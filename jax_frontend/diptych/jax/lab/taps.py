@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from diptych.common.errors import UnsupportedError
-from diptych.jax.graph.taps import SCOPE, tap
+from diptych.jax.graph.taps import NUMBERS, SCOPE, tap
 from diptych.lab.bisect.forward import ModuleCall, Slot
 from diptych.lab.capture import named, printable, wanted
 from diptych.lab.traces import is_recorded
@@ -50,8 +50,8 @@ class _Frame:
 class Tracing:
     """What traces of one capture have in common. `inside`: the paths of modules whose inputs get taps.
 
-    `calls`: of these modules, in the last trace. JAX may trace a module more often than it runs: the taps of such calls
-    are in no program.
+    `calls`: of these modules, in the last trace; `outputs`: the numbers of the taps of what each returned, by its
+    position. JAX may trace a module more often than it runs: the taps of such calls are in no program.
     """
 
     def __init__(self, sites: str, inside: Collection[str] = ()) -> None:
@@ -66,6 +66,7 @@ class Tracing:
         self._parameters: set[str] = set()
         self._marked: list[Any] = []
         self.calls: list[ModuleCall] = []
+        self.outputs: dict[int, list[int]] = {}
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
@@ -99,18 +100,24 @@ class Tracing:
                 out = run(*args, **kwargs)
         finally:
             self._frames.pop()
-        return out if frame.inner else self._output(out, path)
+        return out if frame.inner else self._output(out, frame)
 
-    def _output(self, out: Any, path: str) -> Any:
+    def _output(self, out: Any, frame: _Frame) -> Any:
         leaves, tree = jax.tree_util.tree_flatten_with_path(out)
-        names = [named(path, "".join(map(_place, keys))) for keys, _ in leaves]
+        names = [named(frame.path, "".join(map(_place, keys))) for keys, _ in leaves]
+        numbers = [next(NUMBERS) for _ in leaves]
+        if frame.number is not None:
+            self.outputs[frame.number] = numbers
         return tree.unflatten(
-            [self._tap(x, name, "activation", "activation_grad") for (_, x), name in zip(leaves, names, strict=True)]
+            [
+                self._tap(x, name, "activation", "activation_grad", number)
+                for (_, x), name, number in zip(leaves, names, numbers, strict=True)
+            ]
         )
 
-    def _tap(self, x: Any, name: str, kind: str, grad: str = "") -> Any:
+    def _tap(self, x: Any, name: str, kind: str, grad: str = "", number: int | None = None) -> Any:
         site = isinstance(x, jax.Array) and is_site(self.sites, name, str(x.dtype))
-        return tap(x, name, kind, grad) if site else x
+        return tap(x, name, kind, grad, number) if site else x
 
     def _inputs(self, frame: _Frame, args: Any, kwargs: Any) -> Any:
         """Returns a module's arguments with taps, and notes its call."""

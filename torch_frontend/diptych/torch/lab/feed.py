@@ -92,16 +92,20 @@ class _Pass:
         return taps.mapped(given, see), slots
 
     def _end(self, path: str, begins: bool, output: Any) -> Any:
-        if begins:
-            self._open.pop()
+        keys: list[str] = []
 
         def see(x: torch.Tensor, place: str) -> torch.Tensor:
             if (dtype := _recorded(x)) is None:
                 return x
             site = self._numbers.site("activation", rules.named(path, place), tuple(x.shape), dtype)
+            keys.append(site.key)
             return self._see(site.key, x)
 
-        return taps.mapped(output, see)
+        output = taps.mapped(output, see)
+        if begins:
+            number = self._open.pop()
+            self.calls[number] = self.calls[number]._replace(outputs=tuple(keys))
+        return output
 
     def _see(self, key: str, x: torch.Tensor) -> torch.Tensor:
         if (dtype := _recorded(x)) is None:
