@@ -172,7 +172,8 @@ import numpy as np
 
 sys.path.insert(0, "")  # the factories may be in the working directory
 
-OUTPUTS = [  # where the compared arrays are in A's and in B's result; shape of A's; B's axes in the order of A's{outputs}
+# Where the compared arrays are in A's result and in B's; the shape of A's; B's axes in the order of A's.
+OUTPUTS = [{outputs}
 ]
 
 
@@ -225,7 +226,7 @@ def whole(made: Script, file: str | None) -> str:
 def archive(data: Mapping[str, np.ndarray]) -> bytes:
     """Returns arrays as the bytes of an .npz file."""
     held = io.BytesIO()
-    np.savez(held, **data)
+    np.savez(held, allow_pickle=False, **data)
     return held.getvalue()
 
 

@@ -1,4 +1,4 @@
-"""Forward passes of a JAX model in which outputs and inputs of modules are seen and replaced, for `diptych bisect`."""
+"""Forward passes of a JAX model in which outputs and inputs of modules are seen and replaced, for a bisection."""
 
 from __future__ import annotations
 

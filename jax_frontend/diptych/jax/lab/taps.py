@@ -48,14 +48,14 @@ class _Frame:
 
 
 class Tracing:
-    """What traces of one capture have in common. `inside`: the paths of modules whose inputs get taps.
+    """What traces of one capture have in common. `watched`: the paths of modules whose inputs get taps.
 
     `calls`: of these modules, in the last trace; `outputs`: the numbers of the taps of what each returned, by its
     position. JAX may trace a module more often than it runs: the taps of such calls are in no program.
     """
 
-    def __init__(self, sites: str, inside: Collection[str] = ()) -> None:
-        self.sites, self.inside = sites, inside
+    def __init__(self, sites: str, watched: Collection[str] = ()) -> None:
+        self.sites, self.watched = sites, watched
         self.number = next(_numbers)
         self.modules = False  # whether a module has run, also in a trace that JAX uses again later
         self._begin()
@@ -92,7 +92,7 @@ class Tracing:
             top.inner = True
         self.modules = True
         frame = _Frame(owner, path)
-        if path in self.inside:
+        if path in self.watched:
             args, kwargs = self._inputs(frame, args, kwargs)
         self._frames.append(frame)
         try:
