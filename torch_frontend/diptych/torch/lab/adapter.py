@@ -22,7 +22,7 @@ from diptych.lab.frontend import FrontendError, State
 from diptych.lab.job import Job, Weights
 from diptych.lab.replay.op import Bits, Op
 from diptych.lab.trace import StepTrace
-from diptych.torch.lab import gpt
+from diptych.torch.lab import gpt, table_ops
 from diptych.torch.lab.feed import Feeder
 from diptych.torch.primitives import gemm as gemm_ops
 from diptych.torch.primitives import quantize as quantize_ops
@@ -205,7 +205,7 @@ def _numpy(t: Tensor) -> np.ndarray:
     return t.detach().to("cpu", copy=True).numpy()
 
 
-_BIT_DTYPES = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32}
+_BIT_DTYPES = {1: torch.uint8, 2: torch.uint16, 4: torch.uint32, 8: torch.uint64}
 
 
 def _bits(t: Tensor) -> Bits:
@@ -316,6 +316,8 @@ class TorchFrontend:
     @torch.no_grad()
     def replay(self, op: Op, device: str) -> dict[str, Bits]:
         x = {k: torch.tensor(v.data).view(getattr(torch, v.dtype)).to(device) for k, v in op.inputs.items()}
+        if (run := table_ops.FUNCTIONS.get(op.kind)) is not None:
+            return {"out": _bits(run(**x, **op.options))}
         return {k: _bits(v) for k, v in _replayed(op, x).items() if k in op.outputs}
 
     @torch.no_grad()

@@ -20,7 +20,7 @@ from diptych.lab import capture as rules
 from diptych.lab.capture import CaptureWarning
 from diptych.lab.traces import SAMPLES, Entry, Meta, Site, Writer
 from diptych.lab.traces.schema import Kind
-from diptych.torch.lab import statistics, taps
+from diptych.torch.lab import functions, statistics, taps
 from diptych.torch.lab.taps import Seen
 from diptych.torch.primitives import hash as hash_ops
 from diptych.torch.primitives import register
@@ -39,6 +39,7 @@ def capture(
     every: int = 1,
     values: str = "hash",
     budget: float = 2**30,
+    ops: str = "own",
     statistics: bool = True,
 ) -> Capture:
     """Returns a context in which a model's training steps are recorded as a trace (docs/lab.md).
@@ -53,13 +54,14 @@ def capture(
     modules, parameters, and operands such as "h.0.fc/quantize.x". `every`: of so many steps the first one is recorded;
     the others run as without a capture. `values`: "hash", none beside hashes; "sample", up to 1024 elements of each
     tensor; "full", whole tensors as far as half of the budget has room. `budget`: bytes of values in the whole trace.
-    `statistics`: False records hashes alone.
+    `ops`: "own" records operands and results of diptych's ops; "all", in eager code, also those of torch's functions in
+    the forward pass. `statistics`: False records hashes alone.
 
     **Raises** TypeError or ValueError for bad arguments; on entry, TraceError if `out` has a trace of this rank,
     FileError if it cannot be written, and NotImplementedError for a model with parts in TorchScript or in another
     capture.
     """
-    return Capture(model, out, rules.options(sites, every, values, budget), statistics)
+    return Capture(model, out, rules.options(sites, every, values, budget, ops), statistics)
 
 
 class Capture:
@@ -228,6 +230,9 @@ class Capture:
             if not self._compiled:
                 register.OBSERVERS.append(self._op)
                 stack.callback(register.OBSERVERS.remove, self._op)
+                if self.options.ops == "all":
+                    mode = functions.Functions(self._module_of_function, self._see_all)
+                    stack.enter_context(functions.recorded(self._modules.values(), mode))
             yield
 
     def _check(self, path: str, module: nn.Module) -> None:
@@ -256,8 +261,10 @@ class Capture:
     def enter(self, key: int) -> None:
         if _recomputes():
             return
-        if not self._paths[key] and not _in_backward():
-            self._stack.clear()  # an exception may have left modules of an earlier pass
+        if not _in_backward():
+            self._context = None
+            if not self._paths[key]:
+                self._stack.clear()  # an exception may have left modules of an earlier pass
         self._stack.append(self._paths[key])
 
     def leave(self, key: int) -> None:
@@ -331,6 +338,7 @@ class Capture:
         return out
 
     def _see_all(self, kind: Kind, path: str, op: str, given: dict[str, Any]) -> list[Seen]:
+        self._start()
         found = []
         for name, value in given.items():
             several = isinstance(value, (list, tuple))
@@ -357,6 +365,15 @@ class Capture:
             return None
         return rules.named(self._context[0])
 
+    def _module_of_function(self) -> str | None:
+        """Returns the name of the module that calls a function of torch, "loss" between the forward and the backward
+        pass; None where functions are not recorded."""
+        if self._quiet or self._compiled or _in_backward():
+            return None
+        if self._stack:
+            return rules.named(self._stack[-1])
+        return "loss" if self._began and self._context is None else None
+
     def _start(self) -> None:
         """The step's first module ran: records the parameters that it uses."""
         if self._began or self._quiet:
@@ -376,10 +393,10 @@ class Capture:
             self._seen = {k: s for k, s in self._seen.items() if s.kind not in ("operand", "result")}
 
     def _warn_of_ops(self) -> None:
-        if any(type(m).__module__.startswith("diptych.torch.") for m in self._modules.values()):
-            self._warn(
-                "operands and results of the ops of diptych are not recorded, since parts of the model are compiled"
-            )
+        every = self.options.ops == "all"
+        if every or any(type(m).__module__.startswith("diptych.torch.") for m in self._modules.values()):
+            what = "functions of torch, and of the ops of diptych," if every else "the ops of diptych"
+            self._warn(f"operands and results of {what} are not recorded, since parts of the model are compiled")
 
     # --- tensors ---
 
@@ -399,10 +416,11 @@ class Capture:
                     f"capture: {kind} {name} is computed in a CUDA graph, which records nothing when it is replayed; "
                     "compile without CUDA graphs"
                 )
-            seen = Seen(kind, name, call, tuple(x.shape), dtype, hash_ops.hash(x), None, None)
-            if keep:
-                seen.row = statistics.measured(x) if self._with_statistics else None
-                seen.values = self._keep(seen.site, x)
+            with torch._C.DisableTorchFunction():  # these are no functions of the model
+                seen = Seen(kind, name, call, tuple(x.shape), dtype, hash_ops.hash(x), None, None)
+                if keep:
+                    seen.row = statistics.measured(x) if self._with_statistics else None
+                    seen.values = self._keep(seen.site, x)
         return seen
 
     def _keep(self, site: Site, x: Tensor) -> Tensor | None:

@@ -30,7 +30,7 @@ from diptych.common.errors import UnsupportedError
 from diptych.common.ops import shapes
 from diptych.lab import capture as rules
 from diptych.lab.traces import Site
-from diptych.lab.traces.schema import Kind
+from diptych.lab.traces.schema import Kind, Operation
 
 KEY, BACKWARD_KEY, WANTED = "_diptych_lab_key", "_diptych_lab_backward_key", "_diptych_lab_wanted"
 _LIBRARY = torch.library.Library("diptych", "FRAGMENT")
@@ -393,10 +393,12 @@ class Seen:
     values: Tensor | None
     origin: tuple[list[int], list[Tensor]] | None = None
     inputs: tuple[str, ...] | None = None
+    operation: Operation | None = None
 
     @property
     def site(self) -> Site:
-        return Site(rules.printable(self.name), self.kind, self.call, self.shape, self.dtype, self.inputs)
+        name = rules.printable(self.name)
+        return Site(name, self.kind, self.call, self.shape, self.dtype, self.inputs, self.operation)
 
     @property
     def key(self) -> str:
