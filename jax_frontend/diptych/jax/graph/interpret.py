@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +19,14 @@ from jax.sharding import PartitionSpec
 
 from diptych.common.errors import UnsupportedError
 from diptych.jax.graph import ops
+from diptych.jax.graph.forward import INLINE, forward_code, jaxprs, scanned, transforms
 from diptych.jax.graph.sites import Body, Compound, Leaf, Refs
-from diptych.jax.graph.taps import SCOPE, tangent_p, tap_p
+from diptych.jax.graph.taps import ROW, SCOPE, called_p, tangent_p, tap_p
 from diptych.jax.primitives.ffi import target
 
 Array = jax.Array
 
 _RECOMPUTED = "rematted_computation"  # the scope that jax.checkpoint gives to what backward computes again
-_INLINE = ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "closed_call", "core_call")
 _JIT = ("jit", "pjit")
 _BODIES = ("jaxpr", "call_jaxpr", "call", "fun_jaxpr")
 _OP = target("")
@@ -36,11 +36,15 @@ ROOT = "model"
 
 class Where(NamedTuple):
     """What encloses an equation. `module`: the path of a module, None outside of modules. `scopes`: the user's names.
-    `recomputed`: whether forward has observed it already."""
+    `recomputed`: whether forward has observed it already. `closed`: whether it is backward code, or inside of an
+    operation that is a site itself. `after`, `needed`: as `forward_code` has them, of the jaxpr that is evaluated."""
 
     module: str | None = None
     scopes: tuple[str, ...] = ()
     recomputed: bool = False
+    closed: bool = False
+    after: tuple[bool, ...] = ()
+    needed: tuple[bool, ...] = ()
 
     def at(self, eqn: Any) -> Where:
         stack = eqn.source_info.name_stack.stack
@@ -48,12 +52,39 @@ class Where(NamedTuple):
             raise UnsupportedError(f"capture: JAX {jax.__version__} names scopes by {min(unknown)}, which is not known")
         names = [s.name for s in stack if type(s).__name__ == "Scope"]
         module = next((n[len(SCOPE) :] for n in reversed(names) if n.startswith(SCOPE)), self.module)
-        own = tuple(n for n in names if not n.startswith(SCOPE) and n not in (_RECOMPUTED, "checkpoint"))
-        return Where(module, self.scopes + own, self.recomputed or _RECOMPUTED in names)
+        own = tuple(n for n in names if not n.startswith(SCOPE) and n not in (_RECOMPUTED, "checkpoint", ROW))
+        closed = self.closed or ROW in names or "transpose" in transforms(eqn)
+        return Where(module, self.scopes + own, self.recomputed or _RECOMPUTED in names, closed)
+
+    @property
+    def open(self) -> bool:
+        """Whether functions of JAX are sites here."""
+        return not self.recomputed and not self.closed
 
     def name(self, what: str) -> str:
         path = (self.module or ROOT) if self.module is not None else "/".join(self.scopes)
         return f"{path}/{what}" if path else what
+
+
+class Function(NamedTuple):
+    """What an equation computes, possibly with those before it: an operation of JAX's own. `name`, `operation`: as
+    leaves of sites have them. `operands`: variables of the jaxpr by their names."""
+
+    name: str
+    operation: Any
+    operands: dict[str, Any]
+
+
+class Functions(Protocol):
+    """Recognizes operations of JAX's own."""
+
+    def possible(self, eqn: Any) -> bool:
+        """Whether an equation may be the last one of an operation."""
+        ...
+
+    def recognized(self, jaxpr: Any, equations: frozenset[int]) -> dict[int, Function]:
+        """Returns the operations that equations at these positions compute, by the position of their last one."""
+        ...
 
 
 class Evaluation(NamedTuple):
@@ -68,9 +99,9 @@ class Interpreter:
 
     **Arguments:** `is_site(name, dtype)`: whether an array is observed. `observe(x, number)`: the arrays that are
     recorded of the leaf with this number. `products`: whether products are sites, as in a function without modules.
-    `replace(x, number, at)`: what the program goes on with in the place of a tap's array, as it is recorded; `at`: the
-    numbers of the iterations of the scans around it. Functions under `jax.jit` are then evaluated as parts of the
-    program.
+    `functions`: recognizes JAX's own operations, if these are sites too. `replace(x, number, at)`: what the program
+    goes on with in the place of a tap's array, as it is recorded; `at`: the numbers of the iterations of the scans
+    around it. Functions under `jax.jit` are then evaluated as parts of the program.
     """
 
     def __init__(
@@ -78,10 +109,12 @@ class Interpreter:
         is_site: Callable[[str, str], bool],
         observe: Callable[[Array, int], list[Array]],
         products: bool,
+        functions: Functions | None = None,
         replace: Callable[[Array, int, tuple[Array, ...]], Array] | None = None,
     ) -> None:
-        self._is_site, self._observe, self._products, self._replace = is_site, observe, products, replace
-        self._inlined = (*_INLINE, *(_JIT if replace else ()))
+        self._is_site, self._observe, self._products, self._functions = is_site, observe, products, functions
+        self._replace = replace
+        self._inlined = (*INLINE, *(_JIT if replace else ()))
         self._leaves = 0
         self._at: tuple[Array, ...] = ()
 
@@ -98,10 +131,22 @@ class Interpreter:
         made = _Made([], [])
         literal = lambda v: hasattr(v, "val")  # noqa: E731
         of = lambda v: frozenset() if literal(v) else refs.get(v, frozenset())  # noqa: E731
-        for eqn in jaxpr.eqns:
-            ins = [v.val if literal(v) else values[v] for v in eqn.invars]
+        value = lambda v: v.val if literal(v) else values[v]  # noqa: E731
+        forward, functions = None, {}
+        if self._functions is not None and where.open:
+            forward = forward_code(jaxpr, where.after, where.needed)
+            functions = self._functions.recognized(jaxpr, forward.equations)
+        for i, eqn in enumerate(jaxpr.eqns):
+            ins, here = [value(v) for v in eqn.invars], where.at(eqn)
+            if forward is not None:
+                after, needed = forward.inside(eqn)
+                here = here._replace(after=after, needed=needed)
             with getattr(eqn.ctx, "manager", contextlib.nullcontext()):
-                outs, out_refs = self._equation(eqn, ins, [of(v) for v in eqn.invars], where.at(eqn), made)
+                if (function := functions.get(i)) is not None and here.open:
+                    given = [(name, value(v), of(v)) for name, v in function.operands.items()]
+                    outs, out_refs = self._function(eqn, ins, function, given, here, made)
+                else:
+                    outs, out_refs = self._equation(eqn, ins, [of(v) for v in eqn.invars], here, made)
             values.update(zip(eqn.outvars, outs, strict=True))
             if eqn.primitive is tap_p and eqn.params["kind"] == "parameter":  # the model may use its operand
                 refs.update(zip(eqn.invars, out_refs, strict=True))
@@ -120,7 +165,9 @@ class Interpreter:
             number = self._leaves
             found = self._leaf(ins[0], params["name"], params["kind"], refs[0], made, params)
             return [self._replaced(ins[0], params["order"], number)], [found]
-        if self._has_sites(eqn):
+        if prim is called_p:
+            return ins[:1], [refs[0] if where.recomputed else self._called(params, ins, refs, where, made)]
+        if self._has_sites(eqn, where.open):
             return self._compound(eqn, ins, refs, where, made)
         if prim.name.startswith(_OP) and not where.recomputed:
             return self._op(eqn, ins, refs, where, made)
@@ -151,7 +198,31 @@ class Interpreter:
         ]
         return outs, of_results
 
-    def _leaf(self, x: Any, name: str, kind: str, refs: Refs, made: _Made, tap: Any = None) -> Refs:
+    def _function(self, eqn: Any, ins: list[Any], function: Function, given: Any, where: Where, made: _Made) -> Any:
+        first = len(made.nodes)
+        refs = [self._leaf(x, where.name(f"{function.name}.{n}"), "operand", r, made) for n, x, r in given]
+        operation = function.operation if len(made.nodes) - first == len(given) else None
+        outs, every = _bound(eqn.primitive, ins, eqn.params), frozenset().union(*refs)
+        name = where.name(f"{function.name}.out")
+        return outs, [self._leaf(outs[0], name, "result", every, made, operation=operation)]
+
+    def _called(self, p: dict[str, Any], ins: list[Any], refs: list[Refs], where: Where, made: _Made) -> Refs:
+        """Observes a module's operation. Parameters of a module that differ between the examples of a `vmap` are no
+        operands that can be given to it."""
+        taps, first = [{"order": order, "tap": None} for order in p["orders"]], len(made.nodes)
+        names = [where.name(f"{p['name']}.{n}") for n in ("out", *p["operands"])]
+        of_operands = [
+            self._leaf(x, n, "operand", r, made, tap)
+            for x, n, r, tap in list(zip(ins, names, refs, taps, strict=True))[1:]
+        ]
+        plain = [np.ndim(x) for x in ins[2:]] == list(p["ranks"][2:])
+        operation = p["operation"] if plain and len(made.nodes) - first == len(of_operands) else None
+        every = frozenset().union(*of_operands)
+        return self._leaf(ins[0], names[0], "result", every, made, taps[0], operation)
+
+    def _leaf(
+        self, x: Any, name: str, kind: str, refs: Refs, made: _Made, tap: Any = None, operation: Any = None
+    ) -> Refs:
         """Observes an array. Returns where it comes from: here, or from `refs` if it is no site."""
         dtype = str(jnp.result_type(x)) if hasattr(x, "dtype") else ""
         if not dtype or not self._is_site(name, dtype):
@@ -160,7 +231,8 @@ class Interpreter:
         axes = frozenset(_varying(x))
         if tap is not None and tap["order"] != tuple(range(x.ndim)):
             x = x.transpose(tap["order"])
-        leaf = Leaf(name, kind, x.shape, dtype, refs, self._leaves, len(made.extras), axes, tap and tap["tap"])
+        leaf = Leaf(name, kind, x.shape, dtype, refs, self._leaves, len(made.extras), axes)
+        leaf.tap, leaf.operation = tap and tap["tap"], operation
         self._leaves += 1
         made.extras.extend(self._observe(whole(x), leaf.number))
         made.nodes.append(leaf)
@@ -174,18 +246,20 @@ class Interpreter:
 
     # --- equations with jaxprs ---
 
-    def _has_sites(self, eqn: Any) -> bool:
-        """Whether one of the jaxprs of an equation contains a site."""
-        return any(self._body_has_sites(jaxpr) for jaxpr in _jaxprs(eqn.params.values()))
+    def _has_sites(self, eqn: Any, open: bool) -> bool:
+        """Whether one of the jaxprs of an equation contains a site. `open`: whether functions of JAX are sites."""
+        return any(self._body_has_sites(jaxpr, open) for jaxpr in jaxprs(eqn.params.values()))
 
-    def _body_has_sites(self, jaxpr: Any) -> bool:
+    def _body_has_sites(self, jaxpr: Any, open: bool = False) -> bool:
         for eqn in jaxpr.eqns:
             name = eqn.primitive.name
-            if eqn.primitive is tap_p or name == "name" or name.startswith(_OP):
+            if eqn.primitive in (tap_p, called_p) or name == "name" or name.startswith(_OP):
                 return True
             if self._products and name in _PRODUCTS:
                 return True
-            if self._has_sites(eqn):
+            if open and self._functions is not None and self._functions.possible(eqn):
+                return True
+            if self._has_sites(eqn, open):
                 return True
         return False
 
@@ -198,7 +272,7 @@ class Interpreter:
         handler = {"jit": self._jit, "pjit": self._jit, "scan": self._scan, "cond": self._cond, "while": self._while}
         handler |= {"remat2": self._remat, "checkpoint": self._remat, "shard_map": self._shard_map}
         if name not in handler:
-            if any(_marked(jaxpr) for jaxpr in _jaxprs(params.values())):
+            if any(_marked(jaxpr) for jaxpr in jaxprs(params.values())):
                 raise UnsupportedError(f"capture: sites inside of JAX's primitive {name} are not supported")
             outs = _bound(eqn.primitive, ins, params)
             return outs, [frozenset().union(*refs)] * len(outs)
@@ -240,7 +314,7 @@ class Interpreter:
 
     def _scan(self, eqn: Any, ins: list[Any], refs: list[Refs], where: Where, made: _Made) -> Any:
         p = eqn.params
-        consts, carry = _scanned(p)
+        consts, carry = scanned(p)
         run, bodies = self._body(p["jaxpr"].jaxpr, p["jaxpr"].consts, where)
 
         def step(state: list[Any], given: Any) -> Any:
@@ -344,20 +418,11 @@ _PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot", "ragged_dot_ge
 def _marked(jaxpr: Any) -> bool:
     """Whether a jaxpr has sites that must be observed: all but products and names."""
     return any(
-        e.primitive is tap_p or e.primitive.name.startswith(_OP) or any(map(_marked, _jaxprs(e.params.values())))
+        e.primitive in (tap_p, called_p)
+        or e.primitive.name.startswith(_OP)
+        or any(map(_marked, jaxprs(e.params.values())))
         for e in jaxpr.eqns
     )
-
-
-def _jaxprs(params: Any) -> list[Any]:
-    """Returns the jaxprs among an equation's parameters, also in tuples."""
-    found = []
-    for value in params:
-        if isinstance(value, tuple | list):
-            found += _jaxprs(value)
-        elif hasattr(value, "eqns"):
-            found.append(getattr(value, "jaxpr", value))
-    return found
 
 
 def _bound(prim: Any, ins: list[Any], params: dict[str, Any]) -> list[Any]:
@@ -371,14 +436,6 @@ def unspecified() -> dict[str, Any]:
     """Returns what a call of `jax.jit` says of a result whose sharding and layout it leaves open."""
     params = jax.make_jaxpr(jax.jit(lambda x: x + 1))(0.0).eqns[0].params
     return {name: params[name][0] for name in ("out_shardings", "out_layouts")}
-
-
-def _scanned(params: dict[str, Any]) -> tuple[int, int]:
-    """Returns the numbers of constants and of carried values among the operands of a scan."""
-    if "num_consts" in params:
-        return params["num_consts"], params["num_carry"]
-    consts, carry, _ = params["ft_in"].unpack()  # JAX after 0.11.1
-    return len(consts), len(carry)
 
 
 def _split(outs: Sequence[Any], extras: int) -> tuple[list[Any], list[Any]]:

@@ -28,7 +28,8 @@ class Stacked(list[Any]):
 @dataclasses.dataclass(eq=False)
 class Leaf:
     """An observed array. `number`: of the leaf in the program. `start`: of its arrays among the body's extra results.
-    `axes`: the manual mesh axes over which it varies. `tap`: the number of its tap, which its gradient shares."""
+    `axes`: the manual mesh axes over which it varies. `tap`: the number of its tap, which its gradient shares.
+    `operation`: what computed it from the leaves in `refs`, as a trace has it, or None."""
 
     name: str
     kind: str
@@ -39,6 +40,7 @@ class Leaf:
     start: int = 0
     axes: frozenset[str] = frozenset()
     tap: int | None = None
+    operation: Any = None
 
 
 @dataclasses.dataclass(eq=False)

@@ -24,6 +24,13 @@ of a `vmap` first."""
 tangent_p = Primitive("lab_tangent")
 """The tap of a tangent. It is linear; its transposition taps the gradient. Parameters as those of `tap_p`."""
 
+called_p = Primitive("lab_called")
+"""Marks its first operand as the result of a module that computes an operation, and the others as the operation's
+operands. Parameters: `name` and `operation`, as the leaves of sites have them; `operands`, their names; `orders` of the
+operands and the result as `order` above, and `ranks`, their numbers of axes without those of a `vmap`."""
+ROW = "diptych_row"
+"""The name of a `jax.named_scope` around what a module does to compute such an operation."""
+
 
 NUMBERS = itertools.count()
 """Of taps."""
@@ -35,13 +42,30 @@ def tap(x: Any, name: str, kind: str, grad: str = "", number: int | None = None)
     return tap_p.bind(x, name=name, kind=kind, grad=grad, tap=number, order=tuple(range(x.ndim)))
 
 
+def called(out: Any, name: str, operation: Any, operands: dict[str, Any]) -> Any:
+    """Returns the array `out`, marked as the result of an operation on arrays."""
+    arrays = out, *operands.values()
+    ranks = tuple(x.ndim for x in arrays)
+    orders = tuple(tuple(range(n)) for n in ranks)
+    return called_p.bind(*arrays, name=name, operation=operation, operands=tuple(operands), orders=orders, ranks=ranks)
+
+
 def _batched(prim: Primitive) -> Any:
     def batcher(args: Any, dims: Any, *, order: tuple[int, ...], **params: Any) -> Any:
         (x,), (d,) = args, dims
-        order = (d, *(axis + (axis >= d) for axis in order))
-        return prim.bind(x, order=order, **params), d
+        return prim.bind(x, order=_behind(order, d), **params), d
 
     return batcher
+
+
+def _behind(order: tuple[int, ...], d: int | None) -> tuple[int, ...]:
+    """Returns an order with the new axis `d` in front."""
+    return order if d is None else (d, *(axis + (axis >= d) for axis in order))
+
+
+def _called_batched(args: Any, dims: Any, *, orders: Any, **params: Any) -> Any:
+    orders = tuple(_behind(order, d) for order, d in zip(orders, dims, strict=True))
+    return called_p.bind(*args, orders=orders, **params), dims[0]
 
 
 def _jvp(primals: Any, tangents: Any, *, grad: str, **params: Any) -> Any:
@@ -64,3 +88,8 @@ for _prim in (tap_p, tangent_p):
 ad.primitive_jvps[tap_p] = _jvp
 ad.primitive_jvps[tangent_p] = lambda primals, tangents, **params: (tangent_p.bind(*primals, **params), *tangents)
 ad.primitive_transposes[tangent_p] = ad.primitive_transposes[tap_p] = _transpose
+called_p.def_impl(lambda out, *_, **__: out)
+called_p.def_abstract_eval(lambda out, *_, **__: out)
+mlir.register_lowering(called_p, lambda ctx, out, *_, **__: [out])
+batching.primitive_batchers[called_p] = _called_batched
+ad.primitive_jvps[called_p] = lambda primals, tangents, **params: (called_p.bind(*primals, **params), tangents[0])

@@ -18,7 +18,7 @@ from diptych.common.formats import format_by_name
 from diptych.common.gemm_options import GemmOptions
 from diptych.common.ops import shapes
 from diptych.jax.functional import quantize as quantize_verbs
-from diptych.jax.lab import gpt
+from diptych.jax.lab import gpt, table_ops
 from diptych.jax.lab.feed import Feeder
 from diptych.jax.layers.products import OFFSETS
 from diptych.jax.layers.quantize import rng_at
@@ -339,9 +339,18 @@ class JaxFrontend:
         return JaxTrainer(job, weights)
 
     def replay(self, op: Op, device: str) -> dict[str, Bits]:
+        if op.kind in table_ops.FUNCTIONS:
+            return self._replay_function(op, device)
         put = functools.partial(jax.device_put, device=_device(device))
         x = {k: put(v.data.view(quantize_ops.dtype_of(v.dtype))) for k, v in op.inputs.items()}
         return {k: _bits(v) for k, v in _replayed(op, x).items() if k in op.outputs}
+
+    def _replay_function(self, op: Op, device: str) -> dict[str, Bits]:
+        wide = any(v.data.itemsize == 8 for v in op.inputs.values())
+        with jax.enable_x64(wide or jax.config.jax_enable_x64):  # type: ignore[attr-defined]
+            dtypes = {k: quantize_ops.dtype_of(v.dtype) for k, v in op.inputs.items()}
+            x = {k: jax.device_put(v.data.view(dtypes[k]), _device(device)) for k, v in op.inputs.items()}
+            return {"out": _bits(jax.jit(functools.partial(table_ops.FUNCTIONS[op.kind], **op.options))(**x))}
 
     def apply(self, kind: str, inputs: list[np.ndarray], heads: int) -> np.ndarray:
         ops: dict[str, Callable[..., Array]] = {

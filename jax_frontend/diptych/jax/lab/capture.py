@@ -21,6 +21,7 @@ from diptych.jax.functional.hash import hash
 from diptych.jax.graph.arguments import Call, Results, copied_nodes, is_node, nodes_state
 from diptych.jax.graph.interpret import Interpreter, unspecified, whole
 from diptych.jax.graph.sites import Body, Deps, Leaf, unfold
+from diptych.jax.lab import functions
 from diptych.jax.lab.statistics import decoded, observed
 from diptych.jax.lab.taps import Tracing, is_site
 from diptych.lab import capture as common
@@ -36,6 +37,7 @@ def capture(
     budget: float = 2**30,
     statistics: bool = True,
     check: bool = True,
+    ops: str = "own",
 ) -> Capture:
     """Returns a function that is called like `fn` and returns what it returns; each call is a step of a trace.
 
@@ -44,12 +46,13 @@ def capture(
     **Arguments:** `fn`: a function of arrays, such as a training step, under `jax.jit` or `nnx.jit` or not; it is
     traced as under `jax.jit`. `out`: a new folder. `sites`: a pattern of names, as in `convert`. `every`: one call out
     of so many is recorded; the others call `fn` itself. `values`: "hash", "sample" or "full"; see `Options`. `budget`:
-    bytes of all values. `statistics`: whether they are computed. `check`: whether `fn` runs once more.
+    bytes of all values. `statistics`: whether they are computed. `check`: whether `fn` runs once more. `ops`: "own" for
+    diptych's operations, "all" for JAX's own too, in the forward pass; see `diptych.lab.replay.table`.
 
     **Raises:** TypeError for another type of an argument, ValueError for other values, TraceError if `out` has a trace,
     NotImplementedError if there are several processes.
     """
-    options = common.options(sites, every, values, budget)
+    options = common.options(sites, every, values, budget, ops)
     if not callable(fn):
         raise ArgumentError(f"capture: fn must be a function, got {type(fn).__name__}")
     for name, value in (("statistics", statistics), ("check", check)):
@@ -71,7 +74,7 @@ class Capture:
     ) -> None:
         self.step = self.retraces = 0
         self._fn, self._options, self._statistics, self._check = fn, options, statistics, check
-        self._tracing = Tracing(options.sites)
+        self._tracing = Tracing(options.sites, options.ops == "all")
         self._traced: dict[Any, Any] = {}
         self._programs: dict[int, _Program] = {}
         self._closed = False
@@ -253,7 +256,8 @@ class _Program:
     def _instrumented(self, variant: _Variant, *arrays: Any) -> Any:
         args = [arrays[i] if i is not None else value for i, value in self._picked]
         is_wanted = functools.partial(is_site, self._options.sites)
-        interpreter = Interpreter(is_wanted, functools.partial(self._observed, variant), self._products)
+        observe, of_jax = functools.partial(self._observed, variant), functions if self._options.ops == "all" else None
+        interpreter = Interpreter(is_wanted, observe, self._products, of_jax)
         outs, extras, variant.body = interpreter.program(self._closed, args)
         variant.values = [p + 1 for leaf, p in variant.body.positions() if variant.kept(leaf.number) != "none"]
         variant.places = {i: x.shape for i, x in enumerate(extras) if i not in set(variant.values)}
@@ -286,6 +290,7 @@ def unfolded(
                 return deps
             site = dataclasses.replace(site, call=of.pop())
         else:
+            site = dataclasses.replace(site, operation=leaf.operation)
             open_[leaf.tap, at, suffix].append(site.call)
         found.append((_Found(site, start, at), leaf.number))
         return frozenset([len(found) - 1])

@@ -70,7 +70,7 @@ class _Program:
     """One traced function."""
 
     def __init__(self, fn: Callable[..., Any], call: Call, inside: frozenset[str]) -> None:
-        tracing = Tracing("**", inside)
+        tracing = Tracing("**", watched=inside)
         with tracing():
             closed = jax.jit(call.flat(fn, tracing, lambda _: None)).trace(*call.arrays).jaxpr
         self._closed, self._picked, _ = unwrapped(closed)
@@ -98,7 +98,7 @@ class _Program:
             return jnp.where(where[at], values[at], x)
 
         args = [arrays[i] if i is not None else value for i, value in self._picked]
-        interpreter = Interpreter(functools.partial(is_site, "**"), lambda x, _: [x], False, replace)
+        interpreter = Interpreter(functools.partial(is_site, "**"), lambda x, _: [x], False, replace=replace)
         _, extras, self._body = interpreter.program(self._closed, args)
         return extras
 

@@ -22,7 +22,8 @@ import jax
 import jax.numpy as jnp
 
 from diptych.common.errors import UnsupportedError
-from diptych.jax.graph.taps import NUMBERS, SCOPE, tap
+from diptych.jax.graph.taps import NUMBERS, ROW, SCOPE, called, tap
+from diptych.jax.lab import functions
 from diptych.lab.bisect.forward import ModuleCall, Slot
 from diptych.lab.capture import named, printable, wanted
 from diptych.lab.traces import is_recorded
@@ -50,12 +51,13 @@ class _Frame:
 class Tracing:
     """What traces of one capture have in common. `watched`: the paths of modules whose inputs get taps.
 
-    `calls`: of these modules, in the last trace; `outputs`: the numbers of the taps of what each returned, by its
-    position. JAX may trace a module more often than it runs: the taps of such calls are in no program.
+    `functions`: whether modules' operations are recorded. `calls`: of the watched modules, in the last trace;
+    `outputs`: the numbers of the taps of what each returned, by its position. JAX may trace a module more often than it
+    runs: the taps of such calls are in no program.
     """
 
-    def __init__(self, sites: str, watched: Collection[str] = ()) -> None:
-        self.sites, self.watched = sites, watched
+    def __init__(self, sites: str, functions: bool = False, watched: Collection[str] = ()) -> None:
+        self.sites, self.functions, self.watched = sites, functions, watched
         self.number = next(_numbers)
         self.modules = False  # whether a module has run, also in a trace that JAX uses again later
         self._begin()
@@ -97,10 +99,18 @@ class Tracing:
         self._frames.append(frame)
         try:
             with jax.named_scope(SCOPE + path), _context((self.number, path)):
-                out = run(*args, **kwargs)
+                norm = functions.norm(owner, args, kwargs) if self.functions else None
+                call = functools.partial(run, *args, **kwargs)
+                out = call() if norm is None else self._called(norm, call)
         finally:
             self._frames.pop()
         return out if frame.inner else self._output(out, frame)
+
+    def _called(self, norm: functions.Norm, run: Callable[[], Any]) -> Any:
+        with jax.named_scope(ROW):
+            out = run()
+        operation, operands = norm.operands(out)
+        return called(out, norm.row, operation, operands)
 
     def _output(self, out: Any, frame: _Frame) -> Any:
         leaves, tree = jax.tree_util.tree_flatten_with_path(out)

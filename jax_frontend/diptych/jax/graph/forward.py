@@ -1,0 +1,107 @@
+"""Which equations of a traced function compute its forward pass.
+
+Differentiated code also has equations of the backward pass, others that follow it, such as an optimizer's, and others
+that prepare it: factors of derivatives, which only the backward pass uses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from diptych.jax.graph.taps import called_p, tap_p
+
+INLINE = ("custom_jvp_call", "custom_vjp_call", "custom_vmap_call", "closed_call", "core_call")
+_OPEN = (*INLINE, "jit", "pjit", "scan", "cond", "while", "remat2", "checkpoint", "shard_map")
+"""The primitives with jaxprs whose last arguments are the equation's last operands, and whose results are its own."""
+
+
+class Forward(NamedTuple):
+    """Of one jaxpr. `equations`: positions of those whose results the forward pass needs. `after`: variables that
+    depend on a gradient. `needed`: those that the forward pass needs."""
+
+    equations: frozenset[int]
+    after: frozenset[Any]
+    needed: frozenset[Any]
+
+    def inside(self, eqn: Any) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+        """Returns `after` of the operands and `needed` of the results of an equation with jaxprs."""
+        needed = [v in self.needed for v in eqn.outvars]
+        if eqn.primitive.name in ("scan", "while"):
+            carry = scanned(eqn.params)[1] if eqn.primitive.name == "scan" else len(needed)
+            needed[:carry] = [True] * carry
+        return tuple(_operands_after(eqn, self.after)), tuple(needed)
+
+
+def forward_code(jaxpr: Any, after: Sequence[bool], needed: Sequence[bool]) -> Forward:
+    """Finds the forward pass. `after`, `needed`: of the last arguments and of the results; by default none and all."""
+    of_arguments = list(after)[-len(jaxpr.invars) :] if after and jaxpr.invars else [False] * len(jaxpr.invars)
+    of_results = list(needed) or [True] * len(jaxpr.outvars)
+    late = _after(jaxpr, of_arguments)
+    wanted = {v for v, n in zip(jaxpr.outvars, of_results, strict=True) if n and _variable(v)} - late
+    found = set()
+    for i, eqn in reversed(list(enumerate(jaxpr.eqns))):
+        outs = set(eqn.outvars)
+        if "transpose" in transforms(eqn) or outs <= late or not (outs & wanted or _has_tap(eqn)):
+            continue
+        found.add(i)
+        wanted |= set(filter(_variable, eqn.invars)) - late
+    return Forward(frozenset(found), frozenset(late), frozenset(wanted))
+
+
+def transforms(eqn: Any) -> list[str]:
+    """Returns the names of JAX's transformations that made an equation."""
+    return [s.name for s in eqn.source_info.name_stack.stack if type(s).__name__ == "Transform"]
+
+
+def jaxprs(params: Any) -> list[Any]:
+    """Returns the jaxprs among an equation's parameters, also in tuples."""
+    found = []
+    for value in params:
+        if isinstance(value, tuple | list):
+            found += jaxprs(value)
+        elif hasattr(value, "eqns"):
+            found.append(getattr(value, "jaxpr", value))
+    return found
+
+
+def scanned(params: dict[str, Any]) -> tuple[int, int]:
+    """Returns the numbers of constants and of carried values among the operands of a scan."""
+    if "num_consts" in params:
+        return params["num_consts"], params["num_carry"]
+    consts, carry, _ = params["ft_in"].unpack()  # JAX after 0.11.1
+    return len(consts), len(carry)
+
+
+def _variable(v: Any) -> bool:
+    return not hasattr(v, "val")
+
+
+def _operands_after(eqn: Any, late: Any) -> list[bool]:
+    """What is differentiated is forward code, whatever its operands are: a training step may follow another one."""
+    anew = "jvp" in transforms(eqn)
+    return [_variable(v) and v in late and not anew for v in eqn.invars]
+
+
+def _after(jaxpr: Any, after: Sequence[bool]) -> set[Any]:
+    """Returns the variables that depend on a gradient."""
+    found = {v for v, late in zip(jaxpr.invars, after, strict=True) if late}
+    for eqn in jaxpr.eqns:
+        operands = _operands_after(eqn, found)
+        bodies = [b for b in jaxprs(eqn.params.values()) if len(b.outvars) == len(eqn.outvars)]
+        if "transpose" in transforms(eqn):
+            found.update(eqn.outvars)
+        elif bodies and eqn.primitive.name in _OPEN:
+            for body in bodies:
+                inside = _after(body, operands[len(operands) - len(body.invars) :])
+                pairs = zip(eqn.outvars, body.outvars, strict=True)
+                found.update(out for out, v in pairs if _variable(v) and v in inside)
+        elif any(operands):
+            found.update(eqn.outvars)
+    return found
+
+
+def _has_tap(eqn: Any) -> bool:
+    if eqn.primitive is tap_p:
+        return not eqn.params["kind"].endswith("_grad")
+    return eqn.primitive is called_p or any(_has_tap(e) for body in jaxprs(eqn.params.values()) for e in body.eqns)

@@ -1,0 +1,375 @@
+"""Recognizes JAX's own operations, rows of `diptych.lab.replay.table`: by what equations compute, and by modules.
+
+Equations are followed from an operation's last one to its operands, in one jaxpr. Only what is the row's mathematics in
+every respect is recognized: which axes are reduced, where they are broadcast to, which constants there are. What is not
+is looked at equation by equation, as products, sums and elementwise products.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import string
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from diptych.jax.graph.interpret import Function
+from diptych.lab.replay import table
+from diptych.lab.traces.schema import Operation
+
+Found = tuple[str, dict[str, Any], dict[str, Any]]
+"""A row, its operands by name, and its options."""
+
+
+def possible(eqn: Any) -> bool:
+    """Whether an equation may be the last one of an operation: one of its kind with a float array as its result."""
+    name, out = eqn.primitive.name, eqn.outvars[:1]
+    return name in (*_WHOLES, *_SINGLES) and (_array(out[0]) or (name == "dot_general" and _float(out[0].aval.dtype)))
+
+
+def recognized(jaxpr: Any, equations: frozenset[int]) -> dict[int, Function]:
+    """Returns the operations that equations at these positions compute, by the position of their last one.
+
+    An equation that is part of an operation is no operation itself.
+    """
+    makers = {v: (i, eqn) for i, eqn in enumerate(jaxpr.eqns) for v in eqn.outvars}
+    inside: set[int] = set()
+    found: dict[int, Function] = {}
+    for rows in (_WHOLES, _SINGLES):
+        for i in sorted(equations, reverse=True):
+            eqn = jaxpr.eqns[i]
+            if i in inside or not possible(eqn):
+                continue
+            for row in rows.get(eqn.primitive.name, ()):
+                if (read := row(walk := _Walk(makers), eqn)) is not None:
+                    found[i] = Function(read[0], operation(read[0], read[2]), read[1])
+                    inside |= {*walk.seen, i}
+                    break
+    return found
+
+
+def operation(row: str, options: Mapping[str, Any]) -> Operation:
+    return Operation(row, table.encoded(row, options))
+
+
+def _literal(v: Any) -> bool:
+    return hasattr(v, "val")
+
+
+def _float(dtype: Any) -> bool:
+    return jnp.issubdtype(dtype, jnp.floating)
+
+
+def _array(v: Any) -> bool:
+    return len(getattr(v.aval, "shape", ())) > 0 and _float(v.aval.dtype)
+
+
+def _exact(dtype: Any, into: Any) -> bool:
+    """Whether each value of a float dtype is one of another."""
+    if dtype.itemsize == 1:
+        return into.itemsize > 1
+    return into.itemsize > 1 and jnp.promote_types(dtype, into) == into
+
+
+class _Walk:
+    """Follows equations backward. `seen`: those that belong to the operation, by their positions."""
+
+    def __init__(self, makers: Mapping[Any, tuple[int, Any]]) -> None:
+        self.makers = makers
+        self.seen: dict[int, Any] = {}
+
+    def made(self, v: Any, *names: str) -> Any:
+        """Returns the equation that computes a variable if its primitive has one of these names, else None."""
+        if _literal(v) or v not in self.makers or self.makers[v][1].primitive.name not in names:
+            return None
+        self.seen |= dict([self.makers[v]])
+        return self.makers[v][1]
+
+    def product(self, v: Any, stop: Any = None) -> tuple[float, list[Any]]:
+        """Returns a variable as a constant times variables. `stop` is taken as it is."""
+        if _literal(v):
+            return (float(v.val), []) if np.ndim(v.val) == 0 else (1.0, [v])
+        if v is stop or (e := self.made(v, "mul", "div", "neg", "copy", "square", "integer_pow")) is None:
+            return 1.0, [v]
+        name, (a, *b) = e.primitive.name, e.invars
+        constant, parts = self.product(a, stop)
+        if name == "mul":
+            other, more = self.product(b[0], stop)
+            return constant * other, parts + more
+        if name == "div" and _literal(b[0]) and np.ndim(b[0].val) == 0:
+            return constant / float(b[0].val), parts
+        power = {"neg": 1, "copy": 1, "square": 2}.get(name, e.params.get("y", 0))
+        if name == "div" or power not in (1, 2, 3):
+            return 1.0, [v]
+        return (-constant if name == "neg" else constant**power), parts * power
+
+    def sum(self, v: Any) -> list[Any]:
+        """Returns the terms of an addition, or nothing."""
+        e = self.made(v, "add")
+        return [] if e is None else e.invars
+
+    def reduced(self, v: Any, shape: tuple[int, ...], name: str, log: bool = False) -> tuple[Any, int] | None:
+        """Returns x and the axis if `v` is a reduction of x [*shape] over one axis, broadcast along that axis; `log`:
+        its logarithm. Else returns None."""
+        places, logs = list(range(len(shape))), 0  # the axis of `shape` that each axis of v is
+        steps = ("broadcast_in_dim", "reshape", "stop_gradient", "convert_element_type", "copy", "max", "log", name)
+        while len(places) == len(v.aval.shape) and (e := self.made(v, *steps)) is not None:
+            kind, v = e.primitive.name, e.invars[0]
+            if kind == name:
+                axes, of = e.params["axes"], tuple(v.aval.shape)
+                rest = [i for i in range(len(of)) if i not in axes]
+                same = [p == r or shape[r] == 1 for p, r in zip(places, rest, strict=False)]
+                return (v, int(axes[0])) if len(axes) == 1 and of == shape and all(same) and logs == log else None
+            if kind == "max":
+                arrays = [u for u in e.invars if not (_literal(u) and np.ndim(u.val) == 0 and u.val == -np.inf)]
+                if len(arrays) != 1:
+                    return None
+                v = arrays[0]
+            elif kind == "broadcast_in_dim":
+                places = [places[d] for d in e.params["broadcast_dimensions"]]
+            elif kind == "reshape":
+                wide = [p for p, n in zip(places, e.outvars[0].aval.shape, strict=True) if n != 1]
+                if [n for n in v.aval.shape if n != 1] != [n for n in e.outvars[0].aval.shape if n != 1]:
+                    return None
+                left = iter(wide)
+                places = [-1 if n == 1 else next(left) for n in v.aval.shape]
+            logs += kind == "log"
+        return None
+
+    def uncast(self, v: Any) -> Any:
+        e = self.made(v, "convert_element_type")
+        return v if e is None else e.invars[0]
+
+    def shifted(self, v: Any) -> tuple[Any, int] | None:
+        """Returns x and the axis if `v` is x minus its largest value along an axis."""
+        e = self.made(v, "sub")
+        found = None if e is None else self.reduced(e.invars[1], tuple(v.aval.shape), "reduce_max")
+        return found if found is not None and e is not None and found[0] is e.invars[0] else None
+
+
+# --- operations of several equations ---
+
+
+def _softmax(walk: _Walk, eqn: Any) -> Found | None:
+    x = eqn.outvars[0]
+    shape = tuple(x.aval.shape)
+    total = walk.reduced(eqn.invars[1], shape, "reduce_sum")
+    e = walk.made(eqn.invars[0], "exp")
+    if total is None or e is None or walk.uncast(total[0]) is not eqn.invars[0]:
+        return None
+    return _along("softmax", walk.shifted(e.invars[0]), total[1], len(shape))
+
+
+def _log_softmax(walk: _Walk, eqn: Any) -> Found | None:
+    shape = tuple(eqn.outvars[0].aval.shape)
+    total = walk.reduced(eqn.invars[1], shape, "reduce_sum", log=True)
+    e = None if total is None else walk.made(walk.uncast(total[0]), "exp")
+    if total is None or e is None or e.invars[0] is not eqn.invars[0]:
+        return None
+    return _along("log_softmax", walk.shifted(e.invars[0]), total[1], len(shape))
+
+
+def _along(row: str, shifted: tuple[Any, int] | None, axis: int, axes: int) -> Found | None:
+    if shifted is None or shifted[1] != axis:
+        return None
+    return row, {"x": shifted[0]}, {"axis": axis - axes}
+
+
+def _gelu(walk: _Walk, eqn: Any) -> Found | None:
+    tried = _Walk(walk.makers)
+    tried.product(eqn.outvars[0])
+    for x in dict.fromkeys(v for e in tried.seen.values() for v in e.invars if not _literal(v)):
+        part = _Walk(walk.makers)
+        if (approximate := _gelu_of(part, eqn.outvars[0], x)) is not None:
+            walk.seen |= part.seen
+            return "gelu", {"x": x}, {"approximate": approximate}
+    return None
+
+
+def _gelu_of(walk: _Walk, v: Any, x: Any) -> bool | None:
+    """Returns whether `v` is the form of gelu(x) with tanh; None if it is none."""
+    constant, parts = walk.product(v, x)
+    if len(parts) != 2 or x not in parts or not _near(constant, 0.5, x):
+        return None
+    (other,) = [p for p in parts if p is not x] or [None]
+    if (e := walk.made(other, "erfc")) is not None:
+        return False if _times(walk, e.invars[0], -math.sqrt(0.5), x) else None
+    inner = [u for u in walk.sum(other) if not (_literal(u) and np.ndim(u.val) == 0 and u.val == 1)]
+    if len(inner) != 1:
+        return None
+    if (e := walk.made(inner[0], "erf")) is not None:
+        return False if _times(walk, e.invars[0], math.sqrt(0.5), x) else None
+    if (e := walk.made(inner[0], "tanh")) is None:
+        return None
+    constant, parts = walk.product(e.invars[0], x)
+    terms = walk.sum(parts[0]) if len(parts) == 1 and _near(constant, math.sqrt(2 / math.pi), x) else []
+    rest = [t for t in terms if t is not x]
+    return True if len(terms) == 2 and len(rest) == 1 and _times(walk, rest[0], 0.044715, x, 3) else None
+
+
+def _times(walk: _Walk, v: Any, constant: float, x: Any, power: int = 1) -> bool:
+    found, parts = walk.product(v, x)
+    return _near(found, constant, x) and len(parts) == power and all(p is x for p in parts)
+
+
+def _near(found: float, constant: float, x: Any) -> bool:
+    """Whether a constant is the wanted one as x's dtype has it."""
+    return abs(found - constant) <= float(jnp.finfo(x.aval.dtype).eps) * abs(constant)
+
+
+def _silu(walk: _Walk, eqn: Any) -> Found | None:
+    for x, other in itertools.permutations(eqn.invars):
+        if (e := walk.made(other, "logistic")) is not None and e.invars[0] is x:
+            return "silu", {"x": x}, {}
+    return None
+
+
+def _embedding(walk: _Walk, eqn: Any) -> Found | None:
+    rows, where, d = eqn.invars[0].aval.shape, eqn.invars[1].aval.shape, eqn.params["dimension_numbers"]
+    of_rows = (d.collapsed_slice_dims, d.start_index_map, d.operand_batching_dims) == ((0,), (0,), ())
+    whole = tuple(eqn.params["slice_sizes"]) == (1, *rows[1:])
+    behind = tuple(d.offset_dims) == tuple(range(len(where) - 1, len(where) + len(rows) - 2))
+    e = walk.made(eqn.invars[1], "broadcast_in_dim", "reshape")
+    if len(rows) != 2 or not (of_rows and whole and behind) or where[-1] != 1 or e is None or _literal(e.invars[0]):
+        return None
+    (ids,) = e.invars[:1]
+    if ids.aval.shape != where[:-1]:
+        return None
+    same = e.primitive.name == "reshape" or tuple(e.params["broadcast_dimensions"]) == tuple(range(len(where) - 1))
+    return ("embedding", {"ids": ids, "table": eqn.invars[0]}, {}) if same else None
+
+
+# --- operations of one equation ---
+
+
+def _matmul(_: _Walk, eqn: Any) -> Found | None:
+    a, b, out = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
+    if not all(_float(x.dtype) and _exact(x.dtype, out.dtype) for x in (a, b)):
+        return None
+    (of_a, of_b), (batch_a, batch_b) = eqn.params["dimension_numbers"]
+    letters = iter(string.ascii_letters)
+    axes_a = [next(letters) for _ in a.shape]
+    axes_b = ["" for _ in b.shape]
+    for i, j in zip((*of_a, *batch_a), (*of_b, *batch_b), strict=True):
+        axes_b[j] = axes_a[i]
+    axes_b = [letter or next(letters) for letter in axes_b]
+    free_a = [letter for i, letter in enumerate(axes_a) if i not in (*of_a, *batch_a)]
+    free_b = [letter for j, letter in enumerate(axes_b) if j not in (*of_b, *batch_b)]
+    of_out = [axes_a[i] for i in batch_a] + free_a + free_b
+    equation = f"{''.join(axes_a)},{''.join(axes_b)}->{''.join(of_out)}"
+    return "matmul", dict(zip("ab", eqn.invars, strict=True)), {"equation": equation, "dtype": out.dtype.name}
+
+
+def _conv(_: _Walk, eqn: Any) -> Found | None:
+    p, (x, weight), out = eqn.params, eqn.invars, eqn.outvars[0].aval.dtype
+    if p["batch_group_count"] != 1 or not x.aval.dtype == weight.aval.dtype == out:
+        return None
+    specs = zip(p["dimension_numbers"], ("NC", "OI", "NC"), strict=True)
+    names = [(spec, first + string.digits) for spec, first in specs]
+    layout = ",".join("".join(letters[spec.index(i)] for i in range(len(spec))) for spec, letters in names)
+    numbers = {"strides": "window_strides", "dilation": "rhs_dilation", "input_dilation": "lhs_dilation"}
+    options: dict[str, Any] = {k: tuple(map(int, p[name])) for k, name in numbers.items()}
+    options |= {"padding": tuple((int(a), int(b)) for a, b in p["padding"]), "groups": int(p["feature_group_count"])}
+    return "conv", {"x": x, "weight": weight}, options | {"layout": layout}
+
+
+def _elementwise(_: _Walk, eqn: Any) -> Found | None:
+    if not all(map(_array, eqn.invars)):
+        return None
+    return eqn.primitive.name, dict(zip("ab", eqn.invars, strict=True)), {}
+
+
+_WHOLES: dict[str, tuple[Callable[[_Walk, Any], Found | None], ...]] = {
+    "div": (_softmax,),
+    "sub": (_log_softmax,),
+    "mul": (_gelu, _silu),
+    "gather": (_embedding,),
+}
+_SINGLES: dict[str, tuple[Callable[[_Walk, Any], Found | None], ...]] = {
+    "dot_general": (_matmul,),
+    "conv_general_dilated": (_conv,),
+    "add": (_elementwise,),
+    "mul": (_elementwise,),
+}
+
+
+# --- modules ---
+
+
+class Norm(NamedTuple):
+    """What a module computes: a row over the last `axes` axes. `parameters`: returns them once the module has run.
+    `rounded`: whether operands have the result's dtype before anything is computed."""
+
+    row: str
+    axes: int
+    eps: float
+    x: jax.Array
+    parameters: Callable[[], dict[str, Any]]
+    rounded: bool = False
+
+    def operands(self, out: jax.Array) -> tuple[Operation | None, dict[str, Any]]:
+        """Returns the operation, None if the row cannot say how its result is rounded, and its operands."""
+        found = {"x": self.x} | {k: v for k, v in self.parameters().items() if v is not None}
+        same = self.rounded or _exact(self.x.dtype, out.dtype) or self.x.dtype == out.dtype
+        if same:
+            found["x"] = self.x.astype(out.dtype)
+        if self.rounded:
+            found = {k: v.astype(out.dtype) for k, v in found.items()}
+        return operation(self.row, {"axes": self.axes, "eps": self.eps}) if same else None, found
+
+
+def norm(module: Any, args: Any, kwargs: Any) -> Norm | None:
+    """Returns what a module computes that is about to be called, if it is a norm of flax's or equinox's as a row has
+    it: over the last axes, with parameters over the same ones. Else returns None."""
+    if len(args) != 1 or any(v is not None for v in kwargs.values()) or not isinstance(x := args[0], jax.Array):
+        return None
+    for library, of in (("flax.linen", _linen), ("flax.nnx", _nnx), ("equinox", _equinox)):
+        rooms = getattr(sys.modules.get(library), "nn", sys.modules.get(library))
+        for name, row in (("LayerNorm", "layer_norm"), ("RMSNorm", "rms_norm")):
+            if type(module) is getattr(rooms, name, ()):
+                return of(module, row, x) if x.ndim and _float(x.dtype) else None
+    return None
+
+
+def _flax(module: Any, row: str, x: jax.Array, parameters: Callable[[], dict[str, Any]], rounded: bool) -> Norm | None:
+    axes = [_last(of, x.ndim) for of in (module.reduction_axes, module.feature_axes)]
+    plain = module.axis_name is None and getattr(module, "force_float32_reductions", True)
+    if axes[0] is None or axes[0] != axes[1] or not plain or not isinstance(module.epsilon, int | float):
+        return None
+    return Norm(row, axes[0], float(module.epsilon), x, parameters, rounded)
+
+
+def _last(axes: Any, count: int) -> int | None:
+    """Returns how many of the last axes these are, in order; None for others."""
+    found = [a % count for a in (axes if isinstance(axes, tuple | list) else (axes,))]
+    return len(found) if found == list(range(count - len(found), count)) else None
+
+
+def _linen(module: Any, row: str, x: jax.Array) -> Norm | None:
+    def parameters() -> dict[str, Any]:
+        held = module.variables.get("params", {})
+        found = {"weight": held.get("scale"), "bias": held.get("bias")}
+        return {k: next(iter(jax.tree.leaves(v)), None) for k, v in found.items()}  # it may be in a box
+
+    return _flax(module, row, x, parameters, False)
+
+
+def _nnx(module: Any, row: str, x: jax.Array) -> Norm | None:
+    def parameters() -> dict[str, Any]:
+        found = {"weight": module.scale, "bias": getattr(module, "bias", None)}
+        return {k: v if v is None else v.get_value() for k, v in found.items()}
+
+    of_flax = getattr(module.promote_dtype, "__module__", "").startswith("flax.")
+    return _flax(module, row, x, parameters, True) if of_flax else None
+
+
+def _equinox(module: Any, row: str, x: jax.Array) -> Norm | None:
+    if x.shape != module.shape or (row == "rms_norm" and module.bias is not None):
+        return None
+    found = {"weight": module.weight, "bias": module.bias}
+    return Norm(row, x.ndim, float(module.eps), x, lambda: found)
