@@ -13,7 +13,7 @@ import tempfile
 import warnings
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,11 +21,13 @@ import numpy as np
 from diptych.common.files import replacing
 from diptych.lab import files
 from diptych.lab.bisect.forward import BisectError, Inputs
+from diptych.lab.bisect.narrow import Narrowed, narrow
 from diptych.lab.bisect.script import LARGEST_TEXT, Script, archive, compressed, script, whole
 from diptych.lab.bisect.search import Found, Outcome, Side, Site, search
 from diptych.lab.capture import CaptureWarning
 from diptych.lab.diff import mapping
 from diptych.lab.frontend import Frontend, require
+from diptych.lab.replay.op import Bits, Op
 from diptych.lab.traces import is_recorded
 
 DIFFERS = 1
@@ -53,6 +55,8 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         print(text(outcome, a, b))
         if outcome.found is None:
             return 0
+        replays = (_replay(a.framework, args.device), _replay(b.framework, args.device))
+        print("\n".join(_narrowed(narrow(a, b, outcome.found, outcome.fed, replays))))
         command = shlex.join(["diptych", *arguments])
         made = script(a, b, outcome.found, outcome.sites, command, args.device)
     if made is None:
@@ -214,6 +218,28 @@ def _found(found: Found) -> list[str]:
     elif found.itself is False:
         lines.append("Given A's inputs, the module agrees: the code between it and the modules before it differs.")
     return lines
+
+
+def _replay(framework: str, device: str) -> Callable[[Op], Mapping[str, Bits]]:
+    return lambda op: require(framework, device).replay(op, device)
+
+
+def _narrowed(found: Narrowed | None) -> list[str]:
+    if found is None:
+        return ["No single operation of the replay table was found to differ."]
+    other = "B" if found.side == "A" else "A"
+    lines = [f"First operation of {found.side} whose result {other} does not have: {found.key}"]
+    lines.append(f"  {found.row}({_options(found.options)})")
+    if found.other is not None:
+        lines.append(f"  {other} has instead: {found.row}({_options(found.other)})")
+    if found.again is not None:
+        says = "gives the same" if found.agrees else "differs too"
+        lines.append(f"  {other}'s framework, on the same operands and options, {says} ({found.again:.3g})")
+    return lines
+
+
+def _options(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in options.items())
 
 
 def _few(keys: Sequence[str]) -> str:

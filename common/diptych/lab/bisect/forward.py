@@ -9,7 +9,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 
 from diptych.lab.diff.result import DiffError
-from diptych.lab.traces import Tensor
+from diptych.lab.traces import Site, Tensor
 
 How = Literal["torch", "linen", "object", "model"]
 """How a script calls a module: a torch module by its path; flax's linen modules while the model runs; nnx and equinox
@@ -56,10 +56,12 @@ class ModuleCall(NamedTuple):
 
 class Forward(NamedTuple):
     """One forward pass. `values`: outputs of all modules and inputs of some, by key, as they were computed, before they
-    were replaced. `calls`: of the modules whose inputs were seen, in the order in which they began."""
+    were replaced. `calls`: of the modules whose inputs were seen, in the order in which they began. `results`: of the
+    framework's operations that were recognized, in the order of computation; `values` has these and their operands."""
 
     values: dict[str, Tensor]
     calls: list[ModuleCall]
+    results: list[Site]
 
 
 class Feeder(Protocol):
@@ -69,11 +71,19 @@ class Feeder(Protocol):
         """Writes a trace of a forward pass, with whole values, in `folder`."""
         ...
 
-    def __call__(self, inputs: Inputs, fed: Mapping[str, Tensor], inside: Collection[str] = ()) -> Forward:
+    def __call__(
+        self, inputs: Inputs, fed: Mapping[str, Tensor], inside: Collection[str] = (), ops: str | None = None
+    ) -> Forward:
         """Runs the model, without gradients.
 
         **Arguments:** `fed`: what replaces the tensors with these keys, which have its dtype and shape, after they were
         computed. `inside`: paths of modules whose inputs are seen; the keys of these are the same in all passes with
-        the same paths.
+        the same paths. `ops`: the path of a module whose operations are seen, with those
+        of modules in it.
         """
         ...
+
+
+def within(path: str, outer: str) -> bool:
+    """Returns whether a module is another one, or in it. "" is the whole model."""
+    return not outer or path == outer or path.startswith((f"{outer}.", f"{outer}/"))

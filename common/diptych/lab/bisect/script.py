@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from diptych.lab.bisect.forward import Forward, Inputs, ModuleCall, Slot
-from diptych.lab.bisect.search import Found, Side, Site, array, as_b, paired_inputs, slots
+from diptych.lab.bisect.search import Found, Side, Site, array, paired_inputs, paired_values, slots
 from diptych.lab.diff import names
 from diptych.lab.traces import Tensor
 
@@ -127,10 +127,7 @@ def _written(
         pairs = paired_inputs(runs[0], calls[0], runs[1], calls[1], shared[0].pair.axes)
         if not pairs:
             raise _UnwritableError("no input is the same in both")
-        for x, y in pairs:
-            of_x, of_y = values[0][x.key], values[1][y.key]
-            axes = None if of_x.bits.shape == of_y.bits.shape else shared[0].pair.axes
-            values[1][y.key] = as_b(of_x, of_y.bits.shape, axes, of_y.dtype)
+        values[1] |= {y.key: x for y, x in paired_values(runs, pairs, shared[0].pair.axes)}
     parts = []
     for name, side, call, known in zip("ab", (a, b), calls, values, strict=True):
         body = _Body(side, call._replace(how="model") if whole else call, known, data, device).lines()

@@ -49,10 +49,16 @@ class Side:
             self.feeder.capture(self.inputs, self.folder)
         return Trace.open(self.folder)
 
-    def run(self, fed: Mapping[str, Tensor], inside: Sequence[str] = (), inputs: Inputs | None = None) -> Forward:
+    def run(
+        self,
+        fed: Mapping[str, Tensor],
+        inside: Sequence[str] = (),
+        inputs: Inputs | None = None,
+        ops: str | None = None,
+    ) -> Forward:
         """Returns a forward pass; see `Feeder`. **Raises** BisectError if the model fails."""
         with self._named():
-            return self.feeder(inputs or self.inputs, fed, inside)
+            return self.feeder(inputs or self.inputs, fed, inside, ops)
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
@@ -103,10 +109,12 @@ class Found(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """`sites`: in the order of A's computation. `unmatched_a`, `unmatched_b`: keys of outputs without a partner."""
+    """`fed`: what B was fed, by key. `sites`: in the order of A's computation. `unmatched_a`, `unmatched_b`: keys of
+    outputs without a partner."""
 
     sites: tuple[Site, ...]
     found: Found | None
+    fed: Mapping[str, Tensor]
     unmatched_a: tuple[str, ...]
     unmatched_b: tuple[str, ...]
     ambiguous: tuple[Ambiguous, ...]
@@ -139,7 +147,7 @@ def search(a: Side, b: Side, rules: Rules | None) -> Outcome:
     ]
     listed = {key for each in matching.ambiguous for key in (*each.a, *each.b)}
     alone = [tuple(key for key in keys if key not in listed) for keys in alone]
-    return Outcome(tuple(sites), found, alone[0], alone[1], tuple(matching.ambiguous), tuple(matching.notes))
+    return Outcome(tuple(sites), found, fed, alone[0], alone[1], tuple(matching.ambiguous), tuple(matching.notes))
 
 
 def _observations(trace: Trace) -> list[Observation]:
@@ -261,14 +269,13 @@ def _narrowed(
     inputs: list[Input] = []
     itself = None
     if call_a is not None and call_b is not None:
-        given = {}
-        for x, y in paired_inputs(passes[0], call_a, passes[1], call_b, first.pair.axes):
-            of_x, of_y = passes[0].values[x.key], passes[1].values[y.key]
-            axes = None if of_x.bits.shape == of_y.bits.shape else first.pair.axes
-            relative = distance(of_x, as_a(of_y, of_x.bits.shape, axes))
-            rounding = max(of_x.dtype.half_ulp, of_y.dtype.half_ulp)
+        pairs = paired_inputs(passes[0], call_a, passes[1], call_b, first.pair.axes)
+        given = dict((y.key, x) for y, x in paired_values((passes[0], passes[1]), pairs, first.pair.axes))
+        for x, y in pairs:
+            of_y, wanted = passes[1].values[y.key], given[y.key]
+            relative = distance(wanted, of_y)
+            rounding = max(passes[0].values[x.key].dtype.half_ulp, of_y.dtype.half_ulp)
             inputs.append(Input(x.key, y.key, relative, not relative <= max(first.limit, FACTOR * rounding)))
-            given[y.key] = as_b(of_x, of_y.bits.shape, axes, of_y.dtype)
         if given:
             again = b.run({**fed, **given}, enclosing(first.pair.b.name)).values[first.pair.b.key]
             itself = distance(of_a[first.pair.a.key], as_a(again, first.pair.a.shape, first.pair.axes)) > first.limit
@@ -313,6 +320,16 @@ def paired_inputs(
         turned = [_shape(b.values[s.key], axes) for s in sides[1]]
         pairs = unique_alignment(shapes[0], turned)
     return [(sides[0][i], sides[1][j]) for i, j in pairs or ()]
+
+
+def paired_values(
+    runs: tuple[Forward, Forward], pairs: Sequence[tuple[Slot, Slot]], axes: Axes | None
+) -> Iterator[tuple[Slot, Tensor]]:
+    """Yields B's slot of each pair with A's value as B holds it. `axes`: of B's images, in the order of A's."""
+    for x, y in pairs:
+        of_x, of_y = runs[0].values[x.key], runs[1].values[y.key]
+        turned = None if of_x.bits.shape == of_y.bits.shape else axes
+        yield y, as_b(of_x, of_y.bits.shape, turned, of_y.dtype)
 
 
 def _shape(x: Tensor, axes: Axes | None) -> tuple[object, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import functools
 import pathlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,10 +15,12 @@ from diptych.common.errors import UnsupportedError
 from diptych.jax.graph.arguments import Call, is_node
 from diptych.jax.graph.interpret import Interpreter
 from diptych.jax.graph.sites import Body, Compound
+from diptych.jax.lab import functions
 from diptych.jax.lab.capture import capture, unfolded, unwrapped
 from diptych.jax.lab.taps import Tracing, is_site
 from diptych.jax.primitives.quantize import dtype_of
-from diptych.lab.bisect.forward import Forward, Inputs, ModuleCall, Slot
+from diptych.lab.bisect.forward import Forward, Inputs, ModuleCall, Slot, within
+from diptych.lab.replay.table import TABLE
 from diptych.lab.traces import Site, Tensor
 
 Array = jax.Array
@@ -32,7 +33,7 @@ class Feeder:
     def __init__(self, model: Callable[..., Any], device: Any) -> None:
         self._fn, self._first = (_called, (model,)) if is_node(model) else (model, ())
         self._device = device
-        self._programs: dict[frozenset[str], _Program] = {}
+        self._programs: dict[tuple[frozenset[str], str | None], _Program] = {}
 
     def capture(self, inputs: Inputs, folder: pathlib.Path) -> None:
         with (
@@ -41,12 +42,14 @@ class Feeder:
         ):
             run(*self._first, *inputs.args, **inputs.kwargs)
 
-    def __call__(self, inputs: Inputs, fed: Mapping[str, Tensor], inside: Collection[str] = ()) -> Forward:
-        paths = frozenset(inside)
+    def __call__(
+        self, inputs: Inputs, fed: Mapping[str, Tensor], inside: Collection[str] = (), ops: str | None = None
+    ) -> Forward:
+        paths = frozenset(inside), ops
         args, kwargs = (*self._first, *inputs.args), dict(inputs.kwargs)
         with jax.default_device(self._device), Call(args, kwargs) as call:
             if paths not in self._programs:
-                self._programs[paths] = _Program(self._fn, call, paths)
+                self._programs[paths] = _Program(self._fn, call, *paths)
             return self._programs[paths](call.arrays, fed)
 
 
@@ -69,8 +72,9 @@ class _Entry(NamedTuple):
 class _Program:
     """One traced function."""
 
-    def __init__(self, fn: Callable[..., Any], call: Call, inside: frozenset[str]) -> None:
-        tracing = Tracing("**", watched=inside)
+    def __init__(self, fn: Callable[..., Any], call: Call, inside: frozenset[str], ops: str | None) -> None:
+        tracing = Tracing("**", ops is not None, inside)
+        self._ops = ops
         with tracing():
             closed = jax.jit(call.flat(fn, tracing, lambda _: None)).trace(*call.arrays).jaxpr
         self._closed, self._picked, _ = unwrapped(closed)
@@ -84,8 +88,9 @@ class _Program:
         observed = [np.asarray(x) for x in self._run(list(arrays), self._stacks(fed))]
         entries = self._entries(lambda position: observed[position])
         values = {e.site.key: _tensor(observed[e.start][e.at]) for e in entries}
-        kept = {key: x for key, x in values.items() if key.partition(":")[0] in ("activation", "operand")}
-        return Forward(kept, _calls(self._calls, self._outputs, entries))
+        kept = {key: x for key, x in values.items() if not key.startswith("parameter:")}
+        results = [e.site for e in entries if e.site.kind == "result"]
+        return Forward(kept, _calls(self._calls, self._outputs, entries), results)
 
     def _instrumented(self, arrays: Sequence[Any], given: Mapping[int, tuple[Array, Array]]) -> list[Array]:
         """Returns what is observed. `given`: by the number of a leaf, in which iterations it is replaced, and by
@@ -98,9 +103,17 @@ class _Program:
             return jnp.where(where[at], values[at], x)
 
         args = [arrays[i] if i is not None else value for i, value in self._picked]
-        interpreter = Interpreter(functools.partial(is_site, "**"), lambda x, _: [x], False, replace=replace)
+        of_jax = None if self._ops is None else functions
+        interpreter = Interpreter(self._is_site, lambda x, _: [x], False, of_jax, replace)
         _, extras, self._body = interpreter.program(self._closed, args)
         return extras
+
+    def _is_site(self, name: str, dtype: str) -> bool:
+        """Whether an array is seen: of operations, those in the module that is asked for."""
+        path, _, what = name.rpartition("/")
+        op, dot, _ = what.partition(".")
+        here = self._ops is not None and within(path, self._ops)
+        return is_site("**", name, dtype) and (here or not dot or op not in TABLE)
 
     def _entries(self, flags: Callable[[int], np.ndarray] | None) -> list[_Entry]:
         numbers: list[tuple[Site, int]] = []

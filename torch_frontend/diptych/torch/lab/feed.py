@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
+import functools
 import pathlib
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -12,9 +14,10 @@ import torch
 from torch import nn
 
 from diptych.lab import capture as rules
-from diptych.lab.bisect.forward import Forward, Inputs, ModuleCall, Slot
-from diptych.lab.traces import Tensor
-from diptych.torch.lab import statistics, taps
+from diptych.lab.bisect.forward import Forward, Inputs, ModuleCall, Slot, within
+from diptych.lab.traces import Site, Tensor
+from diptych.lab.traces.schema import Kind, Operation
+from diptych.torch.lab import functions, statistics, taps
 from diptych.torch.lab.capture import capture, plain
 
 _BUDGET = 2**61  # bytes: all values are whole
@@ -32,11 +35,13 @@ class Feeder:
             recording.step()
 
     @torch.no_grad()
-    def __call__(self, inputs: Inputs, fed: Mapping[str, Tensor], inside: Collection[str] = ()) -> Forward:
-        seen = _Pass(fed, frozenset(inside))
+    def __call__(
+        self, inputs: Inputs, fed: Mapping[str, Tensor], inside: Collection[str] = (), ops: str | None = None
+    ) -> Forward:
+        seen = _Pass(fed, frozenset(inside), ops)
         with self._eager(), seen.attached(self._model):
             self._run(inputs)
-        return Forward(seen.values, seen.calls)
+        return Forward(seen.values, seen.calls, [r.site for r in seen.results if r.kind == "result"])
 
     def _run(self, inputs: Inputs) -> None:
         put = lambda x: torch.from_numpy(x.copy()).to(self._device)  # noqa: E731
@@ -46,14 +51,34 @@ class Feeder:
         return torch.compiler.set_stance("force_eager")
 
 
+@dataclasses.dataclass
+class _Seen:
+    """An operand or result of one of torch's functions, as `Functions` completes it."""
+
+    kind: Kind
+    plain: Site
+    inputs: tuple[str, ...] | None = None
+    operation: Operation | None = None
+
+    @property
+    def key(self) -> str:
+        return self.plain.key
+
+    @property
+    def site(self) -> Site:
+        return dataclasses.replace(self.plain, inputs=self.inputs, operation=self.operation)
+
+
 class _Pass:
-    def __init__(self, fed: Mapping[str, Tensor], inside: frozenset[str]) -> None:
+    def __init__(self, fed: Mapping[str, Tensor], inside: frozenset[str], ops: str | None) -> None:
         self.values: dict[str, Tensor] = {}
         self.calls: list[ModuleCall] = []
-        self._fed, self._inside = fed, inside
+        self.results: list[_Seen] = []
+        self._fed, self._inside, self._ops = fed, inside, ops
         self._numbers = rules.Calls()
         self._count: collections.Counter[str] = collections.Counter()
         self._open: list[int] = []  # positions of calls
+        self._stack: list[str] = []  # paths of modules, if operations are seen
 
     @contextlib.contextmanager
     def attached(self, model: nn.Module) -> Iterator[None]:
@@ -62,12 +87,35 @@ class _Pass:
                 if hasattr(module, "_orig_mod"):  # the wrapper of torch.compile: what it wraps has the same name
                     continue
                 path, begins = plain(path), plain(path) in self._inside
+                if self._ops is not None:
+                    stack.callback(module.register_forward_pre_hook(functools.partial(self._enter, path)).remove)
                 if begins:
                     before = lambda module, args, kwargs, path=path: self._begin(path, module, args, kwargs)  # noqa: E731
                     stack.callback(module.register_forward_pre_hook(before, with_kwargs=True).remove)
                 after = lambda module, args, out, path=path, begins=begins: self._end(path, begins, out)  # noqa: E731
                 stack.callback(module.register_forward_hook(after).remove)
+            if self._ops is not None:
+                mode = functions.Functions(self._module, self._see_all)
+                stack.enter_context(functions.recorded(model.modules(), mode))
             yield
+
+    def _enter(self, path: str, module: nn.Module, args: Any) -> None:
+        self._stack.append(path)
+
+    def _module(self) -> str | None:
+        """Returns the name of the module that runs if its operations are wanted."""
+        here = self._ops is not None and self._stack and within(self._stack[-1], self._ops)
+        return rules.named(self._stack[-1]) if here else None
+
+    def _see_all(self, kind: Kind, path: str, op: str, given: Mapping[str, torch.Tensor]) -> list[_Seen]:
+        found = []
+        for name, x in given.items():
+            if (dtype := _recorded(x)) is not None:
+                seen = _Seen(kind, self._numbers.site(kind, f"{path}/{op}.{name}", tuple(x.shape), dtype))
+                self._see(seen.key, x)
+                found.append(seen)
+        self.results += found
+        return found
 
     def _begin(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         number = self._count[path]
@@ -102,6 +150,8 @@ class _Pass:
             return self._see(site.key, x)
 
         output = taps.mapped(output, see)
+        if self._ops is not None:
+            self._stack.pop()
         if begins:
             number = self._open.pop()
             self.calls[number] = self.calls[number]._replace(outputs=tuple(keys))
