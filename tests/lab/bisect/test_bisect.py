@@ -17,6 +17,23 @@ from diptych.lab import cli
 HERE = pathlib.Path(__file__).parent
 
 
+OPERATIONS = {
+    "epsilon": (
+        "h.1.ln/layer_norm.out",
+        "layer_norm(axes=1, eps=1e-05)",
+        "B has instead: layer_norm(axes=1, eps=0.0001)",
+    ),
+    "gelu": ("h.1.act/gelu.out", "gelu(approximate=False)", "B has instead: gelu(approximate=True)", "gives the same"),
+    "scale": ("First operation of A whose result B does not have: result:h.1.attn/softmax.out",),
+    "mask": ("First operation of A whose result B does not have: result:h.1.attn/softmax.out",),
+    "heads": ("First operation of A whose result B does not have: result:h.1.attn/matmul.out",),
+    "bias": ("First operation of A whose result B does not have: result:h.1.fc/linear.out", "gives the same (0)"),
+    "transposed": ("First operation of A whose result B does not have: result:h.1.attn.v/linear.out",),
+    "residual": ("No single operation",),  # what B does is no row of the table
+}
+"""What is said of the operations in the module that makes a difference."""
+
+
 @pytest.fixture(autouse=True)
 def here(monkeypatch):
     monkeypatch.chdir(HERE)
@@ -61,6 +78,8 @@ def test_faults_in_torch(fault, files, tmp_path, capsys):
     output = capsys.readouterr().out
     path, itself = models.FAULTS[fault]
     assert of(output) == (path, itself)
+    for said in OPERATIONS.get(fault, ()):
+        assert said in output
     text = (tmp_path / "show.py").read_text()
     called = path if itself else path.rpartition("/")[0]
     assert f'get_submodule("{called.replace("/", ".")}")' in text and "diptych." not in text.replace("diptych.py", "")
@@ -70,8 +89,10 @@ def test_faults_in_torch(fault, files, tmp_path, capsys):
 @pytest.mark.parametrize("fault", ["gelu", "transposed"])
 def test_faults_in_linen(fault, files, tmp_path, capsys):
     assert run("torch_right", f"linen_{fault}", files / "tokens.npz", "--out", tmp_path / "show.py") == 1
+    output = capsys.readouterr().out
     # A GELU is a module in torch alone, so that a wrong one stands before the product that follows it.
-    assert of(capsys.readouterr().out) == (("h/1/proj", False) if fault == "gelu" else models.FAULTS[fault])
+    assert of(output) == (("h/1/proj", False) if fault == "gelu" else models.FAULTS[fault])
+    assert all(said in output for said in OPERATIONS[fault])
     assert shown(tmp_path / "show.py") > 1e-5
 
 
