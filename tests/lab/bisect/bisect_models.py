@@ -283,7 +283,17 @@ for _fault in FAULTS:
     globals()[f"linen_{_fault}"] = functools.partial(_linen, _fault)
 
 
-# --- what is no factory of a model ---
+# --- what cannot be bisected ---
+
+
+def without_modules():
+    return lambda x: x + 1
+
+
+def conditional():
+    model = _linen()
+    return lambda tokens: jax.lax.cond(tokens.sum() > 0, model, model, tokens)
+
 
 number = 3
 

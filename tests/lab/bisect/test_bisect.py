@@ -209,6 +209,19 @@ def test_wrong_options(tmp_path, files, capsys):
     assert run("torch_mlp", "equinox_right", tokens) == cli.BAD_INPUT  # tokens are no rows
 
 
+def test_functions_without_modules(files, capsys):
+    assert run("torch_mlp", "without_modules", files / "rows.npz") == cli.BAD_INPUT
+    message = "no module output of bisect_models:torch_mlp was matched with one of bisect_models:without_modules"
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.sampled
+def test_branches_cannot_be_fed(files, capsys):
+    assert run("torch_right", "conditional", files / "tokens.npz") == cli.BAD_INPUT
+    assert "activations inside of cond cannot be replaced" in capsys.readouterr().err
+
+
+@pytest.mark.sampled
 def test_a_map_pairs_what_names_do_not(files, tmp_path, capsys):
     (tmp_path / "map.json").write_text('{"mlp/*": "*"}')
     assert run("equinox_right", "torch_mlp", files / "rows.npz", "--map", tmp_path / "map.json") == 0

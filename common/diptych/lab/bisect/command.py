@@ -56,7 +56,10 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         if outcome.found is None:
             return 0
         replays = (_replay(a.framework, args.device), _replay(b.framework, args.device))
-        print("\n".join(_narrowed(narrow(a, b, outcome.found, outcome.fed, replays))))
+        try:
+            print("\n".join(_narrowed(narrow(a, b, outcome.found, outcome.fed, replays))))
+        except BisectError as e:  # of code that runs only where operations are not watched
+            print(f"Operations could not be seen: {e}")
         command = shlex.join(["diptych", *arguments])
         made = script(a, b, outcome.found, outcome.sites, command, args.device)
     if made is None:
