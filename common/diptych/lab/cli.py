@@ -1,4 +1,4 @@
-"""The command `diptych`: doctor, train, compare, diff, replay."""
+"""The command `diptych`: doctor, train, compare, diff, replay, bisect."""
 
 from __future__ import annotations
 
@@ -183,6 +183,24 @@ def _parser() -> argparse.ArgumentParser:
     )
     replay.add_argument("--json", type=_path, metavar="FILE", help="write what was found")
     replay.set_defaults(run=_replay)
+
+    bisect = commands.add_parser(
+        "bisect",
+        help=(says := "feed one model's activations into another and name the module that makes a difference; exit 0 "
+              "none does, 1 one does, 2 bad input"),
+        description=says[0].upper() + says[1:] + ".",
+    )  # fmt: skip
+    bisect.add_argument("--a", required=True, metavar="PKG:FACTORY", help="a function that returns the model A")
+    bisect.add_argument("--b", required=True, metavar="PKG:FACTORY", help="the one that is compared with A")
+    bisect.add_argument(
+        "--inputs", required=True, type=_path, metavar="FILE", help=".npz of the models' arguments, arg0 or by name"
+    )
+    for name in "ab":
+        bisect.add_argument(f"--framework-{name}", choices=FRAMEWORKS, help="default: by the model's type")
+    bisect.add_argument("--map", type=_path, metavar="FILE", help="JSON: B's names for names of A")
+    bisect.add_argument("--out", type=_path, metavar="FILE", help="write the script there")
+    bisect.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="default: cpu")
+    bisect.set_defaults(run=_bisect)
     return parser
 
 
@@ -467,6 +485,12 @@ def _replay(args: argparse.Namespace, _: Sequence[str]) -> int:
     from diptych.lab.replay import command
 
     return command.run(args)
+
+
+def _bisect(args: argparse.Namespace, arguments: Sequence[str]) -> int:
+    from diptych.lab.bisect import command
+
+    return command.run(args, arguments)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
+from diptych.lab.bisect.forward import Feeder
 from diptych.lab.job import Job, Weights
 from diptych.lab.replay.op import Bits, Op
 from diptych.lab.trace import StepTrace
@@ -96,6 +97,10 @@ class Frontend(Protocol):
 
     def apply(self, kind: str, inputs: list[np.ndarray], heads: int) -> np.ndarray:
         """Output of one framework op of `trace.framework_ops` on given inputs, on the CPU."""
+        ...
+
+    def feeder(self, model: Any, device: str) -> Feeder:
+        """Returns a model of the framework, on a device, for a bisection."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Evaluates a traced function equation by equation, with an observation in the place of each tap.
+"""Evaluates a traced function equation by equation, with an observation in the place of each tap, and a replacement.
 
 Observations become extra results: of the program, and of the equations with jaxprs of their own that contain them. All
 other equations are bound as they are. The jaxpr has been differentiated and batched already, so that derivative rules
@@ -27,6 +27,7 @@ from diptych.jax.primitives.ffi import target
 Array = jax.Array
 
 _RECOMPUTED = "rematted_computation"  # the scope that jax.checkpoint gives to what backward computes again
+_JIT = ("jit", "pjit")
 _BODIES = ("jaxpr", "call_jaxpr", "call", "fun_jaxpr")
 _OP = target("")
 ROOT = "model"
@@ -101,6 +102,9 @@ class Interpreter:
     function without modules.
     `operation(op, options)`: what leaves have of an op of diptych whose operands are all observed.
     `functions`: recognizes JAX's own operations, if these are sites too.
+    `replace(x, number, at)`: what the program goes on with in the place of a tap's array, as it is recorded; `at`: the
+    numbers of the iterations of the scans around it. Functions under `jax.jit` are then evaluated as parts of the
+    program.
     """
 
     def __init__(
@@ -110,10 +114,14 @@ class Interpreter:
         products: bool,
         operation: Callable[[str, dict[str, Any]], Any],
         functions: Functions | None = None,
+        replace: Callable[[Array, int, tuple[Array, ...]], Array] | None = None,
     ) -> None:
         self._is_site, self._observe, self._products = is_site, observe, products
         self._operation, self._functions = operation, functions
+        self._replace = replace
+        self._inlined = (*INLINE, *(_JIT if replace else ()))
         self._leaves = 0
+        self._at: tuple[Array, ...] = ()
 
     def program(self, closed: Any, args: Sequence[Any]) -> tuple[list[Any], list[Array], Body]:
         """Returns the function's results, the observed arrays, and what they are."""
@@ -159,7 +167,9 @@ class Interpreter:
             forward = not params["kind"].endswith("_grad")
             if forward and where.recomputed:
                 return ins, refs
-            return ins, [self._leaf(ins[0], params["name"], params["kind"], refs[0], made, params)]
+            number = self._leaves
+            found = self._leaf(ins[0], params["name"], params["kind"], refs[0], made, params)
+            return [self._replaced(ins[0], params["order"], number)], [found]
         if prim is called_p:
             return ins[:1], [refs[0] if where.recomputed else self._called(params, ins, refs, where, made)]
         if self._has_sites(eqn, where.open):
@@ -249,6 +259,12 @@ class Interpreter:
         made.nodes.append(leaf)
         return frozenset([leaf])
 
+    def _replaced(self, x: Any, order: tuple[int, ...], number: int) -> Any:
+        """Returns what stands in the place of a tap's array. `number`: of its leaf, if it has one."""
+        if self._replace is None or self._leaves == number:
+            return x
+        return self._replace(jnp.asarray(x).transpose(order), number, self._at).transpose(np.argsort(order))
+
     # --- equations with jaxprs ---
 
     def _has_sites(self, eqn: Any, open: bool) -> bool:
@@ -270,7 +286,7 @@ class Interpreter:
 
     def _compound(self, eqn: Any, ins: list[Any], refs: list[Refs], where: Where, made: _Made) -> Any:
         name, params = eqn.primitive.name, eqn.params
-        if name in INLINE:
+        if name in self._inlined:
             inner = next(params[k] for k in _BODIES if k in params)
             found = self._evaluate(inner.jaxpr, inner.consts, ins, [frozenset([i]) for i in range(len(ins))], where)
             return self._call(Body(found.nodes, found.refs, len(found.extras)), found.outs, found.extras, refs, made)
@@ -322,13 +338,17 @@ class Interpreter:
         consts, carry = scanned(p)
         run, bodies = self._body(p["jaxpr"].jaxpr, p["jaxpr"].consts, where)
 
-        def step(state: list[Any], xs: list[Any]) -> Any:
+        def step(state: list[Any], given: Any) -> Any:
+            xs, number = given
+            outer, self._at = self._at, self._at if number is None else (*self._at, number)
             outs, extras = run(*ins[:consts], *state, *xs)
+            self._at = outer
             return outs[:carry], (outs[carry:], extras)
 
         start, xs = ins[consts : consts + carry], ins[consts + carry :]
         options = {"length": p["length"], "reverse": p["reverse"], "unroll": p["unroll"]}
-        state, (ys, extras) = jax.lax.scan(step, list(start), list(xs), **options)
+        numbers = None if self._replace is None else jnp.arange(p["length"])
+        state, (ys, extras) = jax.lax.scan(step, list(start), (list(xs), numbers), **options)
         numbers = {"consts": consts, "carry": carry, "length": p["length"], "reverse": p["reverse"]}
         return made.add(Compound("scan", [bodies[-1]], refs, **numbers), [*state, *ys], extras)
 

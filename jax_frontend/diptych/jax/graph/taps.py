@@ -32,12 +32,14 @@ ROW = "diptych_row"
 """The name of a `jax.named_scope` around what a module does to compute such an operation."""
 
 
-_numbers = itertools.count()
+NUMBERS = itertools.count()
+"""Of taps."""
 
 
-def tap(x: Any, name: str, kind: str, grad: str = "") -> Any:
-    """Returns the array `x`, marked."""
-    return tap_p.bind(x, name=name, kind=kind, grad=grad, tap=next(_numbers), order=tuple(range(x.ndim)))
+def tap(x: Any, name: str, kind: str, grad: str = "", number: int | None = None) -> Any:
+    """Returns the array `x`, marked. `number`: the tap's, one of `NUMBERS`."""
+    number = next(NUMBERS) if number is None else number
+    return tap_p.bind(x, name=name, kind=kind, grad=grad, tap=number, order=tuple(range(x.ndim)))
 
 
 def called(out: Any, name: str, operation: Any, operands: dict[str, Any]) -> Any:

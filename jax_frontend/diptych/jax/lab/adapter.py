@@ -17,6 +17,7 @@ import optax
 from diptych.jax.functional import quantize as quantize_verbs
 from diptych.jax.graph.ops import stored_dtype
 from diptych.jax.lab import gpt, own_ops, table_ops
+from diptych.jax.lab.feed import Feeder
 from diptych.jax.layers.products import OFFSETS
 from diptych.jax.layers.quantize import rng_at
 from diptych.jax.primitives import ffi
@@ -292,6 +293,9 @@ class JaxFrontend:
             "cross entropy": gpt.cross_entropy,
         }
         return np.asarray(jax.jit(ops[kind])(*(jax.device_put(x, _device("cpu")) for x in inputs)))
+
+    def feeder(self, model: Any, device: str) -> Feeder:
+        return Feeder(model, _device(device))
 
 
 frontend = JaxFrontend()

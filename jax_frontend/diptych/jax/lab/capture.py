@@ -200,7 +200,7 @@ class _Program:
 
     def __init__(self, closed: Any, results: Results, products: bool, options: Options, statistics: bool) -> None:
         self._outer = closed  # by whose identity the program is found
-        self._closed, self._picked, self._params = _unwrapped(closed)
+        self._closed, self._picked, self._params = unwrapped(closed)
         self._results, self._options, self._statistics, self._products = results, options, statistics, products
         self._structure: Body | None = None
         self._variants: dict[tuple[str, ...], _Variant] = {}
@@ -222,7 +222,7 @@ class _Program:
             size = math.prod(shape)
             arrays[position] = words[at : at + size].reshape(shape)
             at += size
-        found = _unfolded(variant.body, lambda position: arrays[position])
+        found = unfolded(variant.body, lambda position: arrays[position])
         plans = writer.plan([f.site for f in found])
         wanted = {f.start + 1 for f, plan in zip(found, plans, strict=True) if plan.values != "none"}
         held = {position: x for position, x in zip(variant.values, step.values, strict=True) if position in wanted}
@@ -248,7 +248,7 @@ class _Program:
         if self._structure.conditional:  # which sites share the budget is known after the step
             return ("whole",) * len(leaves)
         found: list[tuple[Site, int]] = []
-        _unfolded(self._structure, None, found)
+        unfolded(self._structure, None, found)
         plans = writer.plan([site for site, _ in found])
         whole = {number for (_, number), plan in zip(found, plans, strict=True) if plan.values == "whole"}
         return tuple("whole" if leaf.number in whole else "sample" for leaf in leaves)
@@ -273,7 +273,7 @@ class _Program:
         return [words, x if keep == "whole" or x.size <= SAMPLES else x.reshape(-1)[places(x.size, SAMPLES)]]
 
 
-def _unfolded(
+def unfolded(
     body: Body, flags: Callable[[int], np.ndarray] | None, numbers: list[tuple[Site, int]] | None = None
 ) -> list[_Found]:
     """Returns the entries of a body in order. `numbers` gets each site with the number of its leaf, in that order."""
@@ -313,7 +313,7 @@ def _parameter_gradients_last(found: list[tuple[_Found, int]]) -> list[tuple[_Fo
     return rest + sorted(grads, key=lambda x: (x[0].site.call, order.get(x[0].site.name, len(rest))))
 
 
-def _unwrapped(closed: Any) -> tuple[Any, list[tuple[int | None, Any]], dict[str, Any]]:
+def unwrapped(closed: Any) -> tuple[Any, list[tuple[int | None, Any]], dict[str, Any]]:
     """Returns the function that is compiled as a whole, its arguments as positions or literal values, and arguments of
     `jax.jit`.
 

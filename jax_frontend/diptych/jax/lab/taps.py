@@ -15,16 +15,17 @@ import inspect
 import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from diptych.common.errors import UnsupportedError
-from diptych.jax.graph.taps import ROW, SCOPE, called, tap
+from diptych.jax.graph.taps import NUMBERS, ROW, SCOPE, called, tap
 from diptych.jax.lab import functions
-from diptych.lab.capture import named, wanted
+from diptych.lab.bisect.forward import ModuleCall, Slot
+from diptych.lab.capture import named, printable, wanted
 from diptych.lab.traces import is_recorded
 
 PATH = "_diptych_path"
@@ -38,19 +39,25 @@ _lock = threading.RLock()
 
 @dataclasses.dataclass
 class _Frame:
-    """A module that runs. `inner`: whether another module with its path has run in it, whose outputs are recorded."""
+    """A module that runs. `inner`: whether another module with its path has run in it, whose outputs are recorded.
+    `number`: of its call in `Tracing.calls`."""
 
     owner: Any
     path: str
     inner: bool = False
+    number: int | None = None
 
 
 class Tracing:
-    """What traces of one capture have in common."""
+    """What traces of one capture have in common. `watched`: the paths of modules whose inputs get taps.
 
-    def __init__(self, sites: str, functions: bool = False) -> None:
-        """`functions`: whether modules' operations are recorded."""
-        self.sites, self.functions = sites, functions
+    `functions`: whether modules' operations are recorded. `calls`: of the watched modules, in the last trace;
+    `outputs`: the numbers of the taps of what each returned, by its position. JAX may trace a module more often than it
+    runs: the taps of such calls are in no program.
+    """
+
+    def __init__(self, sites: str, functions: bool = False, watched: Collection[str] = ()) -> None:
+        self.sites, self.functions, self.watched = sites, functions, watched
         self.number = next(_numbers)
         self.modules = False  # whether a module has run, also in a trace that JAX uses again later
         self._begin()
@@ -60,6 +67,8 @@ class Tracing:
         self._differentiated = 0
         self._parameters: set[str] = set()
         self._marked: list[Any] = []
+        self.calls: list[ModuleCall] = []
+        self.outputs: dict[int, list[int]] = {}
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
@@ -76,23 +85,26 @@ class Tracing:
 
     # --- modules ---
 
-    def module(self, owner: Any, path: str, run: functools.partial[Any]) -> Any:
-        """Runs a module's call with its arguments and returns its output with taps."""
+    def module(self, owner: Any, path: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Runs a module and returns its output with taps."""
         top = self._frames[-1] if self._frames else None
         if top is not None and top.owner is owner:  # a method of its base class
-            return run()
+            return run(*args, **kwargs)
         if top is not None and top.path == path:
             top.inner = True
         self.modules = True
         frame = _Frame(owner, path)
+        if path in self.watched:
+            args, kwargs = self._inputs(frame, args, kwargs)
         self._frames.append(frame)
         try:
             with jax.named_scope(SCOPE + path), _context((self.number, path)):
-                norm = functions.norm(owner, run.args, run.keywords) if self.functions else None
-                out = run() if norm is None else self._called(norm, run)
+                norm = functions.norm(owner, args, kwargs) if self.functions else None
+                call = functools.partial(run, *args, **kwargs)
+                out = call() if norm is None else self._called(norm, call)
         finally:
             self._frames.pop()
-        return out if frame.inner else self._output(out, path)
+        return out if frame.inner else self._output(out, frame)
 
     def _called(self, norm: functions.Norm, run: Callable[[], Any]) -> Any:
         with jax.named_scope(ROW):
@@ -100,17 +112,48 @@ class Tracing:
         operation, operands = norm.operands(out)
         return called(out, norm.row, operation, operands)
 
-    def _output(self, out: Any, path: str) -> Any:
+    def _output(self, out: Any, frame: _Frame) -> Any:
         leaves, tree = jax.tree_util.tree_flatten_with_path(out)
-        names = [named(path, "".join(map(_place, keys))) for keys, _ in leaves]
+        names = [named(frame.path, "".join(map(_place, keys))) for keys, _ in leaves]
+        numbers = [next(NUMBERS) for _ in leaves]
+        if frame.number is not None:
+            self.outputs[frame.number] = numbers
         return tree.unflatten(
-            [self._tap(x, name, "activation", "activation_grad") for (_, x), name in zip(leaves, names, strict=True)]
+            [
+                self._tap(x, name, "activation", "activation_grad", number)
+                for (_, x), name, number in zip(leaves, names, numbers, strict=True)
+            ]
         )
 
-    def _tap(self, x: Any, name: str, kind: str, grad: str = "") -> Any:
+    def _tap(self, x: Any, name: str, kind: str, grad: str = "", number: int | None = None) -> Any:
         of_forward = self.functions and _inexact(x)  # marks what the forward pass is, whether it is a site or not
         site = isinstance(x, jax.Array) and (of_forward or is_site(self.sites, name, str(x.dtype)))
-        return tap(x, name, kind, grad) if site else x
+        return tap(x, name, kind, grad, number) if site else x
+
+    def _inputs(self, frame: _Frame, args: Any, kwargs: Any) -> Any:
+        """Returns a module's arguments with taps, and notes its call."""
+        frame.number = len(self.calls)
+        prefix = f"{named(frame.path)}/call:{frame.number}"
+
+        def tapped(value: Any, place: str) -> tuple[Any, Any]:
+            if type(value) in (tuple, list):
+                both = [tapped(x, f"{place}[{i}]") for i, x in enumerate(value)]
+                return tuple(type(value)(x) for x in (zip(*both, strict=True) if both else ((), ())))  # type: ignore[return-value]
+            if type(value) is dict:
+                both = {k: tapped(x, f'{place}["{k}"]') for k, x in value.items()}
+                return {k: x for k, (x, _) in both.items()}, {k: x for k, (_, x) in both.items()}
+            if not isinstance(value, jax.Array) or not is_recorded(str(value.dtype)):
+                return value, value
+            name = printable(prefix + place)
+            return tap(value, name, "operand"), Slot(f"operand:{name}", value.ndim)
+
+        (args, of_args), (kwargs, of_kwargs) = tapped(tuple(args), ""), tapped(dict(kwargs), "")
+        parent = next((f.number for f in reversed(self._frames) if f.number is not None), None)
+        of = type(frame.owner)
+        how = "linen" if any(c.__module__.startswith("flax.linen") for c in of.__mro__) else "object"
+        kind = f"{of.__module__}.{of.__qualname__}"
+        self.calls.append(ModuleCall(frame.path, 0, kind, how, of_args, of_kwargs, parent))
+        return args, kwargs
 
     @property
     def outermost(self) -> bool:
@@ -271,7 +314,7 @@ def _linen_call(run: Any, args: Any, kwargs: Any, context: Any) -> Any:
     if tracing.outermost:
         params = jax.tree_util.tree_flatten_with_path(module.variables.get("params", {}))[0]
         tracing.held(("/".join([path] * bool(path) + _parts(keys)), x) for keys, x in params)
-    return tracing.module(module, path, functools.partial(run, *args, **kwargs))
+    return tracing.module(module, path, run, args, kwargs)
 
 
 def _nnx() -> Any:
@@ -283,12 +326,12 @@ def _hook_nnx(stack: contextlib.ExitStack) -> None:
         return
     nnx = _nnx()
 
-    def run(tracing: Tracing, module: Any, call: functools.partial[Any]) -> Any:
+    def run(tracing: Tracing, module: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         path = tracing.path(module)
         if tracing.outermost:
             found = ((keys, x) for keys, x in nnx.iter_graph(module) if isinstance(x, nnx.Param))
             tracing.held(("/".join([path] * bool(path) + list(map(str, keys))), x.get_value()) for keys, x in found)
-        return tracing.module(module, path, call)
+        return tracing.module(module, path, call, args, kwargs)
 
     _hook_calls(stack, nnx.Module, run)
 
@@ -298,18 +341,16 @@ def _hook_equinox(stack: contextlib.ExitStack) -> None:
     if "equinox" not in sys.modules:
         return
 
-    def run(tracing: Tracing, module: Any, call: functools.partial[Any]) -> Any:
+    def run(tracing: Tracing, module: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         room = type(module).__module__
         if room.startswith("equinox.") and not room.startswith("equinox.nn."):  # its wrappers of functions
-            return call()
-        return tracing.module(module, tracing.path_in_parent(module), call)
+            return call(*args, **kwargs)
+        return tracing.module(module, tracing.path_in_parent(module), call, args, kwargs)
 
     _hook_calls(stack, sys.modules["equinox"].Module, run)
 
 
-def _hook_calls(
-    stack: contextlib.ExitStack, base: type, run: Callable[[Tracing, Any, functools.partial[Any]], Any]
-) -> None:
+def _hook_calls(stack: contextlib.ExitStack, base: type, run: Callable[..., Any]) -> None:
     """Replaces `__call__` of all classes that derive from `base`."""
     for cls in _subclasses(base):
         if (call := vars(cls).get("__call__")) is not None:
@@ -324,7 +365,7 @@ def _call_hook(call: Any, run: Any) -> Any:
         bound = call.__get__(self, type(self)) if hasattr(call, "__get__") else functools.partial(call, self)
         if tracing is None:
             return bound(*args, **kwargs)
-        return run(tracing, self, functools.partial(bound, *args, **kwargs))
+        return run(tracing, self, bound, args, kwargs)
 
     return hooked
 

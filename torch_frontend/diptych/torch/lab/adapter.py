@@ -20,6 +20,7 @@ from diptych.lab.job import Job, Weights
 from diptych.lab.replay.op import Bits, Op
 from diptych.lab.trace import StepTrace
 from diptych.torch.lab import gpt, own_ops, table_ops
+from diptych.torch.lab.feed import Feeder
 from diptych.torch.state.autocast import autocast
 from diptych.torch.tensors.quantized import QuantizedTensor
 
@@ -258,6 +259,9 @@ class TorchFrontend:
             "cross entropy": lambda x, y: F.cross_entropy(x.flatten(0, 1), y.flatten().long()),
         }
         return ops[kind](*(torch.tensor(x) for x in inputs)).numpy()
+
+    def feeder(self, model: Any, device: str) -> Feeder:
+        return Feeder(model, device)
 
 
 frontend = TorchFrontend()

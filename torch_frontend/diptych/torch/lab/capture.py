@@ -94,9 +94,9 @@ class Capture:
             self._compiled |= compiled or module._compiled_call_impl is not None
             if not compiled:  # the wrapper of torch.compile: what it wraps has the same name
                 key = next(_KEYS)
-                self._modules[key], self._paths[key] = module, _plain(path)
+                self._modules[key], self._paths[key] = module, plain(path)
         self._wanted = {k: rules.wanted(self.options.sites, rules.named(p)) for k, p in self._paths.items()}
-        named = [(_plain(n), p) for n, p in self._model.named_parameters()]
+        named = [(plain(n), p) for n, p in self._model.named_parameters()]
         self._parameters = {n: p for n, p in named if rules.wanted(self.options.sites, n)}
         self._names = {id(p): n for n, p in self._parameters.items()}
         rank, ranks = _rank()
@@ -477,7 +477,7 @@ class Capture:
             warnings.warn(f"capture: {message}", CaptureWarning, stacklevel=2)
 
 
-def _plain(path: str) -> str:
+def plain(path: str) -> str:
     """A module's path without the wrappers of torch.compile."""
     return ".".join([part for part in path.split(".") if part != "_orig_mod"])
 

@@ -78,10 +78,11 @@ def quantized(x: Tensor, result: Tensor, largest: Tensor, beyond: float) -> Tens
 
 def errors(x: Tensor, copy: Copy) -> Tensor:
     """Returns `quantized` of a tensor and one copy of it."""
-    data, *parts, form, columnwise = copy
+    data, scale_inv, amax, form, columnwise = copy
     element = FORMATS[form].element
     full = torch.full(data.shape, rules.largest_byte(element), dtype=torch.uint8, device=data.device).view(data.dtype)
-    result, largest = (quantize_ops.dequantize((d, *parts, form, columnwise), torch.float32) for d in (data, full))
+    copies: list[Copy] = [(d, scale_inv, amax, form, columnwise) for d in (data, full)]
+    result, largest = (quantize_ops.dequantize(c, torch.float32) for c in copies)
     return quantized(x.reshape(result.shape), result, largest, rules.beyond(element))
 
 

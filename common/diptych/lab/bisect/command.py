@@ -1,0 +1,251 @@
+"""The command `diptych bisect`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import os
+import pathlib
+import shlex
+import sys
+import tempfile
+import warnings
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from diptych.common.files import replacing
+from diptych.lab import files
+from diptych.lab.bisect.forward import BisectError, Inputs
+from diptych.lab.bisect.narrow import Narrowed, narrow
+from diptych.lab.bisect.script import LARGEST_TEXT, Script, archive, compressed, script, whole
+from diptych.lab.bisect.search import Found, Outcome, Side, Site, search
+from diptych.lab.capture import CaptureWarning
+from diptych.lab.diff import mapping
+from diptych.lab.frontend import Frontend, require
+from diptych.lab.replay.op import Bits, Op
+from diptych.lab.traces import is_recorded
+
+DIFFERS = 1
+_LISTED = 5
+
+
+def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Feeds A's activations into B and shows the first module that makes a difference, and a script that shows it.
+    Returns 0 if none does, else 1.
+
+    **Raises** BisectError for what cannot be bisected, DiffError for a map that does not fit, FrontendError if a
+    framework cannot run, FileError for files that cannot be read or written.
+    """
+    inputs = read_inputs(args.inputs)
+    rules = mapping.read(args.map) if args.map else None
+    beside = _beside(args.out, args.inputs) if args.out else None
+    with _importing(pathlib.Path.cwd()), tempfile.TemporaryDirectory(prefix="diptych-bisect-") as folder:
+        a, b = (
+            _side(name, spec, framework, inputs, args.device, pathlib.Path(folder) / name)
+            for name, spec, framework in (("A", args.a, args.framework_a), ("B", args.b, args.framework_b))
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", CaptureWarning)  # of gradients and the like, which nobody asked for
+            outcome = search(a, b, rules)
+        print(text(outcome, a, b))
+        if outcome.found is None:
+            return 0
+        replays = (_replay(a.framework, args.device), _replay(b.framework, args.device))
+        try:
+            print("\n".join(_narrowed(narrow(a, b, outcome.found, outcome.fed, replays))))
+        except BisectError as e:  # of code that runs only where operations are not watched
+            print(f"Operations could not be seen: {e}")
+        command = shlex.join(["diptych", *arguments])
+        made = script(a, b, outcome.found, outcome.sites, command, args.device)
+    if made is None:
+        print("\nNo script was made: no module around the difference can be called on inputs written as text.")
+    else:
+        _show(made, args.out, beside)
+    return DIFFERS
+
+
+def _show(made: Script, out: pathlib.Path | None, beside: pathlib.Path | None) -> None:
+    large = len(compressed(made.data)) > LARGEST_TEXT
+    if out is None:
+        if large:
+            raise BisectError(f"the script's arrays take more than {LARGEST_TEXT} bytes: give --out, a file's name")
+        print(f"\n{whole(made, None)}", end="")
+        return
+    if large and beside is not None:
+        with replacing(beside) as f:
+            f.write(archive(made.data))
+        files.write_text(out, whole(made, beside.name))
+        print(f"\nwritten: {out}, {beside}")
+    else:
+        files.write_text(out, whole(made, None))
+        print(f"\nwritten: {out}")
+
+
+def _beside(out: pathlib.Path, inputs: pathlib.Path) -> pathlib.Path:
+    """Returns the file beside a script for its arrays. **Raises** FileError if either could not be written,
+    BisectError if it would replace the inputs."""
+    beside = out.with_name(f"{out.stem}_data.npz")
+    for path in (out, beside):
+        files.require_writable("--out", path, [])
+        if files.real(path) == files.real(inputs):
+            raise BisectError(f"--out {out}: would replace --inputs {inputs}")
+    return beside
+
+
+# --- arguments ---
+
+
+@contextlib.contextmanager
+def _importing(folder: pathlib.Path) -> Iterator[None]:
+    """Modules of the folder can be imported."""
+    sys.path.insert(0, os.fspath(folder))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # a factory's module may have changed the list
+            sys.path.remove(os.fspath(folder))
+
+
+def read_inputs(path: pathlib.Path) -> Inputs:
+    """Reads a model's arguments from an .npz file: arg0, arg1, ... are positional, others go by their names.
+
+    **Raises** FileError if the file cannot be read, BisectError if it is no such file.
+    """
+    with files.reading(path) as f:
+        try:
+            found = np.load(f, allow_pickle=False)
+            if not isinstance(found, np.lib.npyio.NpzFile):
+                raise BisectError(f"{path}: is no .npz file but one array; save it by np.savez")
+            arrays = {name: found[name] for name in found.files}
+        except (ValueError, EOFError, KeyError, OSError, zipfile.BadZipFile, zlib.error, NotImplementedError) as e:
+            if isinstance(e, BisectError):
+                raise
+            raise BisectError(f"{path}: is no .npz file that can be read: {e}") from e
+    if not arrays:
+        raise BisectError(f"{path}: has no arrays")
+    for name, x in arrays.items():
+        if not name.isidentifier():
+            raise BisectError(f"{path}: {name[:100]!r} is no name of an argument")
+        if not is_recorded(x.dtype.name) or not x.dtype.isnative:
+            raise BisectError(f"{path}: {name}: arrays of {x.dtype} cannot be inputs")
+    positions = sorted((n for n in arrays if n.startswith("arg") and n[3:].isdecimal()), key=lambda n: int(n[3:]))
+    if positions != [f"arg{i}" for i in range(len(positions))]:
+        raise BisectError(f"{path}: positional arguments must be arg0, arg1, ..., got {', '.join(positions)}")
+    return Inputs(tuple(arrays[n] for n in positions), {n: x for n, x in arrays.items() if n not in positions})
+
+
+def _side(name: str, spec: str, framework: str | None, inputs: Inputs, device: str, folder: pathlib.Path) -> Side:
+    option = f"--{name.lower()} {spec}"
+    model = _called(option, factory(option, spec))
+    is_torch = any((c.__module__, c.__name__) == ("torch.nn.modules.module", "Module") for c in type(model).__mro__)
+    if not callable(model):
+        raise BisectError(f"{option}: must return a model that can be called, got {type(model).__name__}")
+    if framework is not None and is_torch != (framework == "torch"):
+        raise BisectError(f"--framework-{name.lower()} {framework}: {spec} returned {type(model).__name__}")
+    found = "torch" if is_torch else "jax"
+    frontend: Frontend = require(found, device)
+    return Side(name, spec, found, frontend.feeder(model, device), inputs, folder)
+
+
+def factory(option: str, spec: str) -> Callable[[], Any]:
+    """Returns what `pkg.mod:name` names. **Raises** BisectError if it cannot be imported or is not callable."""
+    module, _, names = spec.partition(":")
+    if not all(part.isidentifier() for part in [*module.split("."), *names.split(".")]):
+        raise BisectError(f"{option}: a factory is written as package.module:name")
+    try:
+        found: Any = importlib.import_module(module)
+    except Exception as e:  # whatever the module does when it is imported
+        raise BisectError(f"{option}: {module} cannot be imported: {type(e).__name__}: {e}") from e
+    for part in names.split("."):
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            raise BisectError(f"{option}: {module} has no {names}") from None
+    if not callable(found):
+        raise BisectError(f"{option}: is no function that returns a model, but {type(found).__name__}")
+    return found
+
+
+def _called(option: str, make: Callable[[], Any]) -> Any:
+    try:
+        return make()
+    except Exception as e:
+        raise BisectError(f"{option}: raised {type(e).__name__}: {e}") from e
+
+
+# --- text ---
+
+
+def text(outcome: Outcome, a: Side, b: Side) -> str:
+    """Returns what was found, for the terminal."""
+    lines = [f"{s.name}: {s.factory} ({s.framework})" for s in (a, b)]
+    lines += ["", f"{'':2}{'local':>9} {'limit':>9}  module outputs, in the order of A"]
+    lines += [_line(site) for site in outcome.sites]
+    for name, keys in (("A", outcome.unmatched_a), ("B", outcome.unmatched_b)):
+        if keys:
+            lines.append(f"only in {name}: {_few(keys)}")
+    lines += [f"ambiguous: {_few(each.a)} and {_few(each.b)}: {each.why}" for each in outcome.ambiguous]
+    lines += [f"note: {note}" for note in outcome.notes]
+    if outcome.found is None:
+        return "\n".join([*lines, "", f"Nothing makes a difference ({len(outcome.sites)} pairs of outputs)."])
+    return "\n".join([*lines, "", *_found(outcome.found)])
+
+
+def _line(site: Site) -> str:
+    a, b = (s.key.removeprefix("activation:") for s in (site.pair.a, site.pair.b))
+    return f"{'!' if site.differs else ' '} {site.local:9.2e} {site.limit:9.2e}  {a}" + (f" = {b}" if a != b else "")
+
+
+def _found(found: Found) -> list[str]:
+    site = found.site
+    a, b = (s.key.removeprefix("activation:") for s in (site.pair.a, site.pair.b))
+    lines = [f"The first that makes a difference: {a} in A, {b} in B."]
+    for name, call in (("A", found.a), ("B", found.b)):
+        if call is not None:
+            lines.append(f"  {name}: {call.kind}")
+    lines.append(f"  B, given A's values, is {site.local:.3g} (relative rms) from A; one ulp does {site.noise:.2g}")
+    if site.pair.a.inputs is not None:
+        lines.append(f"  computed in A from: {_few(site.pair.a.inputs)}")
+    for given in found.inputs:
+        says = "differs" if given.differs else "is the same"
+        lines.append(
+            f"  its input {given.a.rpartition('/call:')[2].lstrip('0123456789')} {says} ({given.relative:.3g})"
+        )
+    if found.itself:
+        lines.append("The module itself makes the difference: its inputs were A's.")
+    elif found.itself is False:
+        lines.append("Given A's inputs, the module agrees: the code between it and the modules before it differs.")
+    return lines
+
+
+def _replay(framework: str, device: str) -> Callable[[Op], Mapping[str, Bits]]:
+    return lambda op: require(framework, device).replay(op, device)
+
+
+def _narrowed(found: Narrowed | None) -> list[str]:
+    if found is None:
+        return ["No single operation of the replay table was found to differ."]
+    other = "B" if found.side == "A" else "A"
+    lines = [f"First operation of {found.side} whose result {other} does not have: {found.key}"]
+    lines.append(f"  {found.row}({_options(found.options)})")
+    if found.other is not None:
+        lines.append(f"  {other} has instead: {found.row}({_options(found.other)})")
+    if found.again is not None:
+        says = "gives the same" if found.agrees else "differs too"
+        lines.append(f"  {other}'s framework, on the same operands and options, {says} ({found.again:.3g})")
+    return lines
+
+
+def _options(options: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in options.items())
+
+
+def _few(keys: Sequence[str]) -> str:
+    more = len(keys) - _LISTED
+    shown = [key.removeprefix("activation:") for key in keys[:_LISTED]]
+    return ", ".join(shown) + (f" and {more} more" if more > 0 else "")

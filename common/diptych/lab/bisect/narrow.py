@@ -1,0 +1,113 @@
+"""Looks into the module that makes a difference: the first operation whose result the other model does not have."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from diptych.lab.bisect.forward import Forward, within
+from diptych.lab.bisect.search import Found, Side, distance, paired_inputs, paired_values
+from diptych.lab.replay import table
+from diptych.lab.replay.op import Bits, Op
+from diptych.lab.traces import Site, Tensor
+
+Replay = Callable[[Op], Mapping[str, Bits]]
+
+
+class Narrowed(NamedTuple):
+    """`side`: "A" or "B", whose result the other one does not have. `key`, `row`, `options`: of its operation. `other`:
+    the options of the first operation of the same kind in the other model whose result is new too, None if there is
+    none. `again`: how far the same operation in the other framework, on the same operands, is from it; None if it
+    cannot compute it."""
+
+    side: str
+    key: str
+    row: str
+    options: Mapping[str, Any]
+    other: Mapping[str, Any] | None
+    again: float | None
+    agrees: bool | None
+
+
+def narrow(
+    a: Side, b: Side, found: Found, fed: Mapping[str, Tensor], replays: tuple[Replay, Replay]
+) -> Narrowed | None:
+    """Returns the first operation of A in the code that makes the difference whose result B does not have, else the
+    first of B whose result A does not have; None if there is neither, or if none was recognized.
+
+    **Arguments:** `fed`: what B was fed. `replays`: compute an operation in A's and in B's framework.
+    """
+    regions, runs = [], []
+    given: Mapping[str, Tensor] = {}
+    for run, call in zip(found.calls, (found.a, found.b), strict=True):
+        if call is None:
+            return None
+        if found.itself is False:
+            if call.parent is None:
+                return None
+            call = run.calls[call.parent]
+        regions.append(call.path)
+    if found.itself and found.a is not None and found.b is not None:
+        pairs = paired_inputs(found.calls[0], found.a, found.calls[1], found.b, found.site.pair.axes)
+        given = {y.key: x for y, x in paired_values(found.calls, pairs, found.site.pair.axes)}
+    inside = [sorted({c.path for c in run.calls}) for run in found.calls]
+    runs = [a.run({}, inside[0], ops=regions[0]), b.run({**fed, **given}, inside[1], ops=regions[1])]
+    results = [_results(run, region) for run, region in zip(runs, regions, strict=True)]
+    limit = found.site.limit
+    for mine, name in ((0, "A"), (1, "B")):
+        new = _new(runs[mine], results[mine], runs[1 - mine], results[1 - mine], limit)
+        if new is None:
+            continue
+        row, options = _operation(new)
+        others = [s for s in results[1 - mine] if s.operation is not None and s.operation.name == row]
+        strange = (s for s in others if _new(runs[1 - mine], [s], runs[mine], results[mine], limit) is not None)
+        other = next((_operation(s)[1] for s in strange), None)
+        again = _again(runs[mine], new, replays[1 - mine])
+        return Narrowed(name, new.key, row, options, other, again, None if again is None else again <= limit)
+    return None
+
+
+def _results(run: Forward, region: str) -> list[Site]:
+    """Returns the results of operations in a module, in order."""
+    return [s for s in run.results if s.operation is not None and within(s.name.rpartition("/")[0], region)]
+
+
+def _new(mine: Forward, of: Sequence[Site], theirs: Forward, others: Sequence[Site], limit: float) -> Site | None:
+    """Returns the first of some results whose values are in no result of the other model, in any order: axes may be
+    merged, split or moved."""
+    known = [_sorted(theirs.values[s.key]) for s in others]
+    for site in of:
+        x = _sorted(mine.values[site.key])
+        same = (y for y in known if y.bits.shape == x.bits.shape)
+        if not any(distance(x, y) <= limit for y in same):
+            return site
+    return None
+
+
+def _sorted(x: Tensor) -> Tensor:
+    return Tensor.of(np.sort(x.dtype.decode(x.bits), axis=None))
+
+
+def _operation(site: Site) -> tuple[str, dict[str, Any]]:
+    assert site.operation is not None
+    return site.operation.name, table.decoded(site.operation.name, site.operation.options)
+
+
+def _again(run: Forward, site: Site, replay: Replay) -> float | None:
+    """Returns how far another framework's result of the same operation on the same operands is from a result."""
+    row, options = _operation(site)
+    of = {key.rpartition("/")[2].partition("#")[0].partition(".")[2]: run.values[key] for key in site.inputs or ()}
+    out = run.values[site.key]
+    op = Op(
+        row, {k: Bits(x.dtype.name, x.bits) for k, x in of.items()}, options, {"out": Bits(out.dtype.name, out.bits)}
+    )
+    try:
+        found = replay(op)["out"]
+    except Exception:  # a dtype, or a form of the operation, that the other framework does not have
+        return None
+    if found.data.size != out.bits.size:
+        return math.inf
+    return distance(out, Tensor.of(found.data.reshape(out.bits.shape), found.dtype))

@@ -1,0 +1,356 @@
+"""The text of a script that calls one module of A and of B on the same inputs and prints how their outputs differ.
+
+It needs the two factories, NumPy and the frameworks, and nothing of diptych. Its arrays are in its text, or in a file
+beside it.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import io
+import math
+import re
+import textwrap
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from diptych.lab.bisect.forward import Forward, Inputs, ModuleCall, Slot
+from diptych.lab.bisect.search import Found, Side, Site, array, paired_inputs, paired_values, slots
+from diptych.lab.diff import names
+from diptych.lab.traces import Tensor
+
+LARGEST_TEXT = 2**18
+"""The most bytes of compressed arrays that a script's text holds."""
+
+
+class _UnwritableError(ValueError):
+    """A call that no text can repeat."""
+
+
+class Script(NamedTuple):
+    """`text`: without its arrays, see `whole`. `data`: the arrays. `path`: of the module of A, "" for the whole model.
+    `relative`: the largest relative difference that it shows."""
+
+    text: str
+    data: Mapping[str, np.ndarray]
+    path: str
+    relative: float
+
+
+def script(a: Side, b: Side, found: Found, sites: Sequence[Site], command: str, device: str) -> Script | None:
+    """Returns a script for the innermost modules around what was found that show the difference, None if none does.
+
+    Each candidate is tried here, in this process: a text that cannot be made or run is left out.
+    """
+    for call_a, call_b in _candidates(found, sites):
+        with contextlib.suppress(_UnwritableError):
+            made = _written(a, b, found.calls, (call_a, call_b), sites, command, device)
+            relative = _tried(made)
+            if not relative <= found.site.limit:
+                return made._replace(relative=relative)
+    return None
+
+
+def _candidates(found: Found, sites: Sequence[Site]) -> Iterator[tuple[ModuleCall, ModuleCall]]:
+    """Yields calls of the same module in A and B, from the inside."""
+    if found.a is None or found.b is None:
+        return
+    around = [list(_around(run, call)) for run, call in zip(found.calls, (found.a, found.b), strict=True)]
+    for call_a in around[0]:
+        partner = next((c for c in around[1] if _shared(call_a, c, sites)), None)
+        inner = call_a is found.a and found.itself is False
+        if partner is not None and not inner:
+            yield call_a, partner
+
+
+def _around(run: Forward, call: ModuleCall) -> Iterator[ModuleCall]:
+    yield call
+    while call.parent is not None:
+        call = run.calls[call.parent]
+        yield call
+
+
+def _shared(a: ModuleCall, b: ModuleCall, sites: Sequence[Site]) -> list[Site]:
+    """Returns the outputs that are the same in both."""
+    return [s for s in sites if s.pair.a.key in a.outputs and s.pair.b.key in b.outputs]
+
+
+def _tried(made: Script) -> float:
+    """Returns the difference that a script shows. **Raises** _UnwritableError if it fails."""
+    space: dict[str, Any] = {"__name__": "diptych_bisect"}
+    try:
+        exec(compile(made.text, "<diptych bisect>", "exec"), space)
+        with contextlib.redirect_stdout(io.StringIO()):
+            return float(space["compare"](made.data))
+    except Exception as e:  # of the models' code
+        raise _UnwritableError(str(e)) from e
+
+
+# --- text ---
+
+
+class _Data:
+    """The arrays of a script, each once."""
+
+    def __init__(self) -> None:
+        self.arrays: dict[str, np.ndarray] = {}
+        self._names: dict[Any, str] = {}
+
+    def name(self, x: Tensor) -> str:
+        """Returns the name under which a script has an array. Floats that NumPy does not have are float32 there."""
+        key = x.dtype.name, x.bits.shape, x.bits.tobytes()
+        if key not in self._names:
+            self._names[key] = f"x{len(self.arrays)}"
+            values = array(x)
+            self.arrays[self._names[key]] = values.astype(np.float32) if _foreign(x) else values
+        return self._names[key]
+
+
+def _foreign(x: Tensor) -> bool:
+    """Whether NumPy has no such dtype."""
+    return array(x).dtype.isbuiltin != 1
+
+
+def _written(
+    a: Side, b: Side, runs: tuple[Forward, Forward], calls: tuple[ModuleCall, ModuleCall], sites: Sequence[Site],
+    command: str, device: str,
+) -> Script:  # fmt: skip
+    shared = _shared(*calls, sites)
+    data = _Data()
+    values = [dict(run.values) for run in runs]
+    whole = all(not call.path and call.parent is None for call in calls)
+    if not whole:
+        pairs = paired_inputs(runs[0], calls[0], runs[1], calls[1], shared[0].pair.axes)
+        if not pairs:
+            raise _UnwritableError("no input is the same in both")
+        values[1] |= {y.key: x for y, x in paired_values(runs, pairs, shared[0].pair.axes)}
+    parts = []
+    for name, side, call, known in zip("ab", (a, b), calls, values, strict=True):
+        body = _Body(side, call._replace(how="model") if whole else call, known, data, device).lines()
+        what = f"the module {call.path!r}" if call.path else "the model"
+        parts.append(
+            f'def {name}(x):\n    """{side.name}: {what} ({call.kind}) of {side.factory}, in {side.framework}."""'
+        )
+        parts[-1] += "\n" + textwrap.indent("\n".join(body), "    ")
+    outputs = [
+        f"({_places(s.pair.a.name)}, {_places(s.pair.b.name)}, {list(s.pair.a.shape)}, {_axes(s)})" for s in shared
+    ]
+    frameworks = sorted({side.framework for side in (a, b)})
+    imports = [f"import {name}" for name in frameworks]
+    if "jax" in frameworks:
+        imports[:1] = ["import jax", "import jax.numpy as jnp"]
+    title = f"{calls[0].path or 'the model'} and {calls[1].path or 'the model'} give other results of equal inputs."
+    text = _SCRIPT.format(
+        title=title, command=command, imports="\n".join(imports), parts="\n\n\n".join(parts),
+        outputs="".join(f"\n    {o}," for o in outputs), a=calls[0].path or "model", b=calls[1].path or "model",
+    )  # fmt: skip
+    return Script(text, data.arrays, calls[0].path, math.nan)
+
+
+_SCRIPT = '''"""{title}
+
+Written by: {command}
+"""
+
+import base64
+import functools
+import importlib
+import io
+import pathlib
+import sys
+import zlib
+
+{imports}
+import numpy as np
+
+sys.path.insert(0, "")  # the factories may be in the working directory
+
+# Where the compared arrays are in A's result and in B's; the shape of A's; B's axes in the order of A's.
+OUTPUTS = [{outputs}
+]
+
+
+{parts}
+
+
+def at(value, places):
+    """Returns the array at a place in a structure, in float64."""
+    for place in places:
+        value = getattr(value, place) if isinstance(place, str) and hasattr(value, place) else value[place]
+    value = value.detach().cpu().double().numpy() if hasattr(value, "detach") else value
+    return np.asarray(value).astype(np.float64)
+
+
+def compare(x):
+    """Prints how the outputs differ. Returns the largest relative difference."""
+    found_a, found_b, largest = a(x), b(x), 0.0
+    for place_a, place_b, shape, axes in OUTPUTS:
+        of_a, of_b = at(found_a, place_a), at(found_b, place_b)
+        of_b = (of_b if axes is None else of_b.transpose(axes)).reshape(shape)
+        apart = np.abs(of_b - of_a, out=np.zeros(shape), where=of_a != of_b)
+        worst = np.unravel_index(np.argmax(apart), apart.shape)
+        rms = np.sqrt(np.mean(apart**2)) / max(np.sqrt(np.mean(of_a**2)), np.finfo(float).tiny)
+        print(f"{a} and {b}, output {{list(place_a)}}: relative rms of the difference {{rms:.3g}}; largest at")
+        print(f"  {{[int(i) for i in worst]}}: {{of_a[worst]:.9g}} and {{of_b[worst]:.9g}}")
+        largest = max(largest, float(np.nan_to_num(rms, nan=np.inf)))
+    return largest
+
+
+if __name__ == "__main__":
+    compare(read())
+'''
+
+
+def whole(made: Script, file: str | None) -> str:
+    """Returns the text with its arrays, or with the name of the file beside it that has them."""
+    if file is not None:
+        read = f"def read():\n    return np.load(pathlib.Path(__file__).with_name({file!r}))\n"
+        unused = ("base64", "io", "zlib")
+    else:
+        lines = textwrap.wrap(base64.b64encode(compressed(made.data)).decode(), 116)
+        read = 'DATA = """\n' + "\n".join(lines) + '\n"""\n\n\n'
+        read += "def read():\n    return np.load(io.BytesIO(zlib.decompress(base64.b64decode(DATA))))\n"
+        unused = ("pathlib",)
+    text = made.text.replace('\n\nif __name__ == "__main__":', f'\n\n{read}\n\nif __name__ == "__main__":')
+    unused = (*unused, *(() if "functools." in text else ("functools",)))
+    return "".join(line for line in text.splitlines(True) if line.strip() not in [f"import {name}" for name in unused])
+
+
+def archive(data: Mapping[str, np.ndarray]) -> bytes:
+    """Returns arrays as the bytes of an .npz file."""
+    held = io.BytesIO()
+    np.savez(held, allow_pickle=False, **data)
+    return held.getvalue()
+
+
+def compressed(data: Mapping[str, np.ndarray]) -> bytes:
+    return zlib.compress(archive(data), 9)
+
+
+def _places(name: str) -> str:
+    found = re.findall(r"""\[(?:(\d+)|'([^']*)'|"([^"]*)")\]""", names.split(name).place)
+    return repr(tuple(int(number) if number else one or two for number, one, two in found))
+
+
+def _axes(site: Site) -> str:
+    return repr(None if site.pair.axes is None else list(site.pair.axes))
+
+
+class _Body:
+    """The lines of a function that calls one module."""
+
+    def __init__(
+        self, side: Side, call: ModuleCall, values: Mapping[str, Tensor], data: _Data, device: str
+    ) -> None:  # fmt: skip
+        self._side, self._call, self._values, self._data, self._device = side, call, values, data, device
+
+    def lines(self) -> list[str]:
+        if self._call.repeats:
+            raise _UnwritableError("it runs in a loop")
+        module, _, name = self._side.factory.partition(":")
+        made = f'importlib.import_module("{module}").{name}()'
+        if self._side.framework == "torch":
+            to = "" if self._device == "cpu" else f'.to("{self._device}")'
+            context, calls = "with torch.no_grad():", self._torch(f"{made}{to}")
+        else:
+            context = f'with jax.default_device(jax.devices("{self._device}")[0]):'
+            calls = {"model": self._model, "linen": self._linen, "object": self._object}[self._call.how](made)
+        return [context, *("    " + line for line in calls)]
+
+    def _torch(self, made: str) -> list[str]:
+        if self._call.how == "model":
+            return self._model(made)
+        return [f'module = {made}.get_submodule("{self._call.path}")', f"return module({self._arguments()})"]
+
+    def _model(self, made: str) -> list[str]:
+        return [f"return {made}({self._inputs()})"]
+
+    def _object(self, made: str) -> list[str]:
+        get = "lambda m, part: m[int(part)] if part.isdecimal() else getattr(m, part)"
+        lines = [f'module = functools.reduce({get}, "{self._call.path}".split("/"), {made})']
+        given = slots(self._call)
+        depth = max((s.mapped for s in given), default=0)
+        if not depth:
+            return [*lines, f"return module({self._arguments()})"]
+        if any(s.mapped not in (0, depth) for s in given):
+            raise _UnwritableError("it runs in several transformations by vmap")
+        call = self._arguments({s.key: f"y{i}" for i, s in enumerate(given)})
+        run = f"lambda {', '.join(f'y{i}' for i in range(len(given)))}: module({call})"
+        axes = tuple(0 if s.mapped else None for s in given)
+        for _ in range(depth):
+            run = f"jax.vmap({run}, in_axes={axes!r})"
+        return [*lines, f"run = {run}", f"return run({', '.join(self._slot(s) for s in given)})"]
+
+    def _linen(self, made: str) -> list[str]:
+        if any(s.mapped for s in slots(self._call)):
+            raise _UnwritableError("it runs in a transformation by vmap")
+        path = tuple(self._call.path.split("/"))
+        return [
+            "import flax.linen",
+            "",
+            "found, before = [], []",
+            "",
+            "def run(call, args, kwargs, context):",
+            f'    if context.method_name != "__call__" or context.module.path != {path!r}:',
+            "        return call(*args, **kwargs)",
+            "    before.append(context)",
+            f"    if len(before) != {self._call.call + 1}:",
+            "        return call(*args, **kwargs)",
+            f"    found.append(call({self._arguments()}))",
+            "    return found[0]",
+            "",
+            "with flax.linen.intercept_methods(run), jax.disable_jit():",
+            f"    {made}({self._inputs()})",
+            "return found[0]",
+        ]
+
+    # --- arguments ---
+
+    def _inputs(self) -> str:
+        """The model's own arguments."""
+        given: Inputs = self._side.inputs
+        args = [self._array(Tensor.of(x)) for x in given.args]
+        return ", ".join([*args, *(f"{name}={self._array(Tensor.of(x))}" for name, x in given.kwargs.items())])
+
+    def _arguments(self, named: Mapping[str, str] | None = None) -> str:
+        """The module's arguments. `named`: what stands for arrays."""
+        write: Callable[[Slot], str] = self._slot if named is None else lambda s: named[s.key]
+        args = [_expression(x, write) for x in self._call.args]
+        return ", ".join([*args, *(f"{name}={_expression(x, write)}" for name, x in self._call.kwargs.items())])
+
+    def _slot(self, slot: Slot) -> str:
+        if slot.key not in self._values:
+            raise _UnwritableError(f"{slot.key} was not seen")
+        return self._array(self._values[slot.key])
+
+    def _array(self, x: Tensor) -> str:
+        name = f'x["{self._data.name(x)}"]'
+        if self._side.framework == "jax":
+            return f"jnp.asarray({name}, jnp.{x.dtype.name})" if _foreign(x) else f"jnp.asarray({name})"
+        to = ([f"torch.{x.dtype.name}"] if _foreign(x) else []) + (
+            [f'"{self._device}"'] if self._device != "cpu" else []
+        )
+        return f"torch.tensor({name})" + "".join(f".to({t})" for t in to)
+
+
+def _expression(value: Any, write: Callable[[Slot], str]) -> str:
+    """Returns Python's text for an argument. **Raises** _UnwritableError if there is none."""
+    if isinstance(value, Slot):
+        return write(value)
+    if value is None or type(value) in (bool, int, str):
+        return repr(value)
+    if type(value) is float:
+        return repr(value) if math.isfinite(value) else f'float("{value}")'
+    if type(value) is list:
+        return f"[{', '.join(_expression(x, write) for x in value)}]"
+    if type(value) is tuple:
+        return f"({''.join(_expression(x, write) + ', ' for x in value)})"
+    if type(value) is dict and all(type(k) in (str, int) for k in value):
+        return "{" + ", ".join(f"{k!r}: {_expression(x, write)}" for k, x in value.items()) + "}"
+    if re.fullmatch(r"torch\.[a-z0-9_]+", repr(value)):  # a dtype
+        return repr(value)
+    raise _UnwritableError(f"a {type(value).__name__} cannot be written as text")

@@ -1,0 +1,339 @@
+"""Finds the first module of B that makes a difference when it is given what A computed.
+
+B runs with the output of every module that is matched replaced by A's, after B computed its own. What B computed there
+is thus a function of A's values alone, and differs from A's for one reason: this module, or the code between the
+modules before it and this one. What rounding may do there is measured by further passes, in which all that is fed is
+moved by one ulp.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import pathlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from diptych.lab.bisect.forward import BisectError, Feeder, Forward, Inputs, ModuleCall, Slot
+from diptych.lab.diff import match, names
+from diptych.lab.diff.layout import Axes
+from diptych.lab.diff.mapping import Rules
+from diptych.lab.diff.order import unique_alignment
+from diptych.lab.diff.result import Ambiguous
+from diptych.lab.traces import DTYPES, Observation, Tensor, Trace, tensor_distance
+from diptych.lab.traces.dtypes import DType
+
+PASSES = 4
+"""Passes with moved values."""
+FACTOR = 8.0
+"""How many times as large as what one ulp does a difference of two implementations may be."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """One of the two models. `name`: "A" or "B"."""
+
+    name: str
+    factory: str
+    framework: str
+    feeder: Feeder
+    inputs: Inputs
+    folder: pathlib.Path
+
+    def capture(self) -> Trace:
+        """Returns the trace of a forward pass. **Raises** BisectError if the model fails."""
+        with self._named():
+            self.feeder.capture(self.inputs, self.folder)
+        return Trace.open(self.folder)
+
+    def run(
+        self,
+        fed: Mapping[str, Tensor],
+        inside: Sequence[str] = (),
+        inputs: Inputs | None = None,
+        ops: str | None = None,
+    ) -> Forward:
+        """Returns a forward pass; see `Feeder`. **Raises** BisectError if the model fails."""
+        with self._named():
+            return self.feeder(inputs or self.inputs, fed, inside, ops)
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as e:
+            raise BisectError(
+                f"{self.name} ({self.factory}) cannot be run on the inputs: {type(e).__name__}: {e}"
+            ) from e
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """A pair of module outputs. `local`: the rms of the difference of B's, computed from A's values, from A's, relative
+    to A's. `noise`: the same of B's passes with moved values, from B's. `limit`: what rounding may do."""
+
+    pair: match.Pair
+    local: float
+    noise: float
+    limit: float
+
+    @property
+    def differs(self) -> bool:
+        return not self.local <= self.limit
+
+
+class Input(NamedTuple):
+    """A pair of inputs of the module. `relative`: how far what B's code before the module makes of A's values is from
+    A's."""
+
+    a: str
+    b: str
+    relative: float
+    differs: bool
+
+
+class Found(NamedTuple):
+    """The first site that makes a difference. `a`, `b`: the calls of the module, None if it is not known which they
+    are. `inputs`: of the module. `itself`: whether it differs on equal inputs, None if it could not be called on them;
+    else the code between it and the modules before it does."""
+
+    site: Site
+    a: ModuleCall | None
+    b: ModuleCall | None
+    inputs: tuple[Input, ...]
+    itself: bool | None
+    calls: tuple[Forward, Forward]
+
+
+class Outcome(NamedTuple):
+    """`fed`: what B was fed, by key. `sites`: in the order of A's computation. `unmatched_a`, `unmatched_b`: keys of
+    outputs without a partner."""
+
+    sites: tuple[Site, ...]
+    found: Found | None
+    fed: Mapping[str, Tensor]
+    unmatched_a: tuple[str, ...]
+    unmatched_b: tuple[str, ...]
+    ambiguous: tuple[Ambiguous, ...]
+    notes: tuple[str, ...]
+
+
+def search(a: Side, b: Side, rules: Rules | None) -> Outcome:
+    """Returns what feeding A's values into B shows. **Raises** BisectError if a model fails, or if no output of A's
+    modules is matched with one of B's."""
+    trace_a, trace_b = a.capture(), b.capture()
+    seen = [_observations(trace) for trace in (trace_a, trace_b)]
+    if rules is not None:
+        rules.check(*([o.site.name for o in side] for side in seen))
+    matching = match.match(seen[0], seen[1], (a.framework, b.framework), rules)
+    pairs = [p for p in matching.pairs if p.a.kind == "activation" and _alike(p)]
+    if not pairs:
+        raise BisectError(
+            f"no module output of {a.factory} was matched with one of {b.factory}; --map says which are the same"
+        )
+    values = {o.site.key: o for o in seen[0]}
+    of_a = {p.a.key: _values(values[p.a.key]) for p in pairs}
+    fed = {p.b.key: _fed(of_a[p.a.key], p) for p in pairs}
+    sites = _measured(b, pairs, of_a, fed)
+    first = next((site for site in sites if site.differs), None)
+    found = None if first is None else _narrowed(a, b, first, sites, of_a, fed)
+    taken = {p.a.key for p in pairs}, {p.b.key for p in pairs}
+    alone = [
+        tuple(o.site.key for o in side if o.site.kind == "activation" and o.site.key not in keys)
+        for side, keys in zip(seen, taken, strict=True)
+    ]
+    listed = {key for each in matching.ambiguous for key in (*each.a, *each.b)}
+    alone = [tuple(key for key in keys if key not in listed) for keys in alone]
+    return Outcome(tuple(sites), found, fed, alone[0], alone[1], tuple(matching.ambiguous), tuple(matching.notes))
+
+
+def _observations(trace: Trace) -> list[Observation]:
+    if not trace.steps:
+        raise BisectError(f"{trace.folder}: nothing was recorded")
+    return [o for o in trace.ranks[0].step(trace.steps[0]) if o.site.kind in ("activation", "parameter")]
+
+
+def _alike(pair: match.Pair) -> bool:
+    """Whether both tensors are floats, or neither is."""
+    return (DTYPES[pair.a.dtype].kind == "float") == (DTYPES[pair.b.dtype].kind == "float")
+
+
+def _values(o: Observation) -> Tensor:
+    if o.values is None or not o.values.whole:
+        raise BisectError(f"{o.site.key}: its values could not be kept whole")
+    return o.values.tensor
+
+
+# --- differences and noise ---
+
+
+def _measured(
+    b: Side, pairs: Sequence[match.Pair], of_a: Mapping[str, Tensor], fed: Mapping[str, Tensor]
+) -> list[Site]:
+    local = b.run(fed).values
+    noise = dict.fromkeys(fed, 0.0)
+    for seed in range(PASSES):
+        rng = np.random.default_rng(seed)
+        moved_inputs = Inputs(
+            tuple(_moved_array(x, rng) for x in b.inputs.args),
+            {name: _moved_array(x, rng) for name, x in b.inputs.kwargs.items()},
+        )
+        again = b.run({key: moved(x, rng) for key, x in fed.items()}, inputs=moved_inputs).values
+        for key in noise:
+            noise[key] = max(noise[key], distance(local[key], again[key]))
+    return [_site(p, of_a[p.a.key], local[p.b.key], noise[p.b.key]) for p in pairs]
+
+
+def _site(pair: match.Pair, a: Tensor, local: Tensor, noise: float) -> Site:
+    rounding = max(DTYPES[pair.a.dtype].half_ulp, DTYPES[pair.b.dtype].half_ulp)
+    return Site(pair, distance(a, as_a(local, pair.a.shape, pair.axes)), noise, FACTOR * max(noise, rounding))
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """Returns the rms of b - a relative to a's; inf where one of them is not finite and the other is not the same."""
+    found = tensor_distance(a, b).relative
+    return 0.0 if found is None else found  # of tensors without elements
+
+
+def moved(x: Tensor, rng: np.random.Generator) -> Tensor:
+    """Returns a tensor with each finite element, but zeros, one ulp up or down at random; integers as they are."""
+    dtype, bits = x
+    if dtype.kind != "float" or not dtype.signed:
+        return x
+    sign = np.array(1 << (8 * dtype.nbytes - 1), bits.dtype)
+    magnitude = bits & ~sign
+    up = rng.integers(0, 2, bits.shape, np.uint8).astype(bool)
+    step = np.where(up & (magnitude < dtype.largest), magnitude + 1, magnitude - 1).astype(bits.dtype)
+    movable = (magnitude > 0) & (magnitude <= dtype.largest)
+    return Tensor(dtype, np.where(movable, step | (bits & sign), bits))
+
+
+def _moved_array(x: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    return moved(Tensor.of(x), rng).bits.view(x.dtype)
+
+
+# --- A's values as B holds them, and the reverse ---
+
+
+def as_a(b: Tensor, shape: tuple[int, ...], axes: Axes | None) -> Tensor:
+    """Returns B's tensor in A's layout. `axes`: of B's, in the order of A's; None if they have the same order."""
+    bits = b.bits.reshape(shape) if axes is None else b.bits.transpose(axes)
+    return Tensor(b.dtype, np.ascontiguousarray(bits).reshape(shape))
+
+
+def as_b(a: Tensor, shape: tuple[int, ...], axes: Axes | None, dtype: DType) -> Tensor:
+    """Returns A's tensor in B's layout and dtype."""
+    bits = a.bits.reshape(shape) if axes is None else a.bits.transpose(np.argsort(axes))
+    return cast(Tensor(a.dtype, np.ascontiguousarray(bits).reshape(shape)), dtype)
+
+
+def _fed(a: Tensor, pair: match.Pair) -> Tensor:
+    return as_b(a, pair.b.shape, pair.axes, DTYPES[pair.b.dtype])
+
+
+def cast(x: Tensor, dtype: DType) -> Tensor:
+    """Returns a tensor in another dtype, rounded to nearest."""
+    if x.dtype == dtype:
+        return x
+    numbers = array(x)
+    if dtype.kind == "float":
+        numbers = numbers.astype(np.float64)
+    with np.errstate(over="ignore"):
+        return Tensor.of(numbers.astype(numpy_dtype(dtype)))
+
+
+def array(x: Tensor) -> np.ndarray:
+    """Returns a tensor as an array of numbers, of a dtype of ml_dtypes where NumPy has none."""
+    return x.bits.view(numpy_dtype(x.dtype))
+
+
+def numpy_dtype(dtype: DType) -> np.dtype:
+    return np.dtype(getattr(ml_dtypes, dtype.name, dtype.name))
+
+
+# --- which module it is ---
+
+
+def _narrowed(
+    a: Side, b: Side, first: Site, sites: Sequence[Site], of_a: Mapping[str, Tensor], fed: Mapping[str, Tensor]
+) -> Found:
+    """Returns the module of a site, and whether it makes the difference itself, on inputs that are A's."""
+    passes, calls = [], []
+    for side, site, given in ((a, first.pair.a, {}), (b, first.pair.b, fed)):
+        passes.append(side.run(given, enclosing(site.name)))
+        calls.append(next((c for c in passes[-1].calls if site.key in c.outputs), None))
+    call_a, call_b = calls
+    inputs: list[Input] = []
+    itself = None
+    if call_a is not None and call_b is not None:
+        pairs = paired_inputs(passes[0], call_a, passes[1], call_b, first.pair.axes)
+        given = dict((y.key, x) for y, x in paired_values((passes[0], passes[1]), pairs, first.pair.axes))
+        for x, y in pairs:
+            of_y, wanted = passes[1].values[y.key], given[y.key]
+            relative = distance(wanted, of_y)
+            rounding = max(passes[0].values[x.key].dtype.half_ulp, of_y.dtype.half_ulp)
+            inputs.append(Input(x.key, y.key, relative, not relative <= max(first.limit, FACTOR * rounding)))
+        if given:
+            again = b.run({**fed, **given}, enclosing(first.pair.b.name)).values[first.pair.b.key]
+            itself = distance(of_a[first.pair.a.key], as_a(again, first.pair.a.shape, first.pair.axes)) > first.limit
+    return Found(first, call_a, call_b, tuple(inputs), itself, (passes[0], passes[1]))
+
+
+def enclosing(name: str) -> list[str]:
+    """Returns the path of the module whose output has a name, and those of the modules around it; "" is the whole
+    model."""
+    place = names.split(name).place
+    path = name[: len(name) - len(place)] if place else name
+    return ["", *(path[:i] for i, c in enumerate(path) if c in "./"), path]
+
+
+def slots(call: ModuleCall) -> list[Slot]:
+    """Returns the arrays among a call's arguments, in order."""
+    found: list[Slot] = []
+
+    def add(value: object) -> None:
+        if isinstance(value, Slot):
+            found.append(value)
+        elif isinstance(value, Mapping):
+            for x in value.values():
+                add(x)
+        elif type(value) in (tuple, list):
+            for x in value:  # type: ignore[union-attr]
+                add(x)
+
+    add(call.args)
+    add(call.kwargs)
+    return found
+
+
+def paired_inputs(
+    a: Forward, call_a: ModuleCall, b: Forward, call_b: ModuleCall, axes: Axes | None
+) -> list[tuple[Slot, Slot]]:
+    """Returns the inputs of a module that are the same in A and B by shape and order, if there is one way alone."""
+    sides = [[s for s in slots(call) if s.key in run.values] for call, run in ((call_a, a), (call_b, b))]
+    shapes = [[_shape(run.values[s.key], None) for s in side] for side, run in zip(sides, (a, b), strict=True)]
+    pairs = unique_alignment(*shapes)
+    if not pairs and axes is not None:  # images with their channels elsewhere
+        turned = [_shape(b.values[s.key], axes) for s in sides[1]]
+        pairs = unique_alignment(shapes[0], turned)
+    return [(sides[0][i], sides[1][j]) for i, j in pairs or ()]
+
+
+def paired_values(
+    runs: tuple[Forward, Forward], pairs: Sequence[tuple[Slot, Slot]], axes: Axes | None
+) -> Iterator[tuple[Slot, Tensor]]:
+    """Yields B's slot of each pair with A's value as B holds it. `axes`: of B's images, in the order of A's."""
+    for x, y in pairs:
+        of_x, of_y = runs[0].values[x.key], runs[1].values[y.key]
+        turned = None if of_x.bits.shape == of_y.bits.shape else axes
+        yield y, as_b(of_x, of_y.bits.shape, turned, of_y.dtype)
+
+
+def _shape(x: Tensor, axes: Axes | None) -> tuple[object, ...]:
+    """Returns what two inputs must share. `axes`: of an image, in the order of A's."""
+    shape = x.bits.shape
+    shape = tuple(shape[i] for i in axes) if axes is not None and len(axes) == len(shape) else shape
+    return (x.dtype.kind == "float", *shape)

@@ -1,0 +1,53 @@
+"""The parts of a search that need no framework."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from diptych.lab.bisect.search import as_a, as_b, cast, enclosing, moved
+from diptych.lab.traces import DTYPES, Tensor
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
+def test_every_finite_element_moves_by_one_ulp(dtype):
+    kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+    info = ml_dtypes.finfo(kind)
+    x = np.random.default_rng(0).standard_normal(2000).astype(kind)
+    x[:6] = [0, float(info.max), float(info.min), np.nan, float(info.smallest_subnormal), -float(info.smallest_normal)]
+    given = Tensor.of(x)
+    got = moved(given, np.random.default_rng(1))
+    ulps = given.dtype.ulps(given.bits, got.bits)
+    assert got.bits[0] == given.bits[0] and got.bits[3] == given.bits[3]
+    assert ulps[1] == ulps[2] == 1 and np.isfinite(got.dtype.decode(got.bits[1:3])).all()
+    rest = np.delete(np.arange(2000), [0, 3])
+    nonzero = given.dtype.decode(given.bits)[rest] != 0
+    assert (ulps[rest][nonzero] == 1).all()
+    up = got.dtype.decode(got.bits)[rest] > given.dtype.decode(given.bits)[rest]
+    assert 0.4 < up.mean() < 0.6
+
+
+def test_integers_do_not_move():
+    x = Tensor.of(np.arange(5))
+    assert moved(x, np.random.default_rng(0)).bits.tobytes() == x.bits.tobytes()
+
+
+@pytest.mark.parametrize(("shape", "axes"), [((2, 3, 4, 5), (0, 3, 1, 2)), ((6, 20), None), ((3, 4), (1, 0))])
+def test_layouts_are_turned_there_and_back(shape, axes):
+    x = Tensor.of(np.random.default_rng(0).standard_normal(shape))
+    held = tuple(np.empty(shape).transpose(np.argsort(axes)).shape) if axes else (120,)
+    there = as_b(x, held, axes, DTYPES["float64"])
+    assert there.bits.shape == held and (as_a(there, shape, axes).bits == x.bits).all()
+    if axes:
+        assert (there.bits.transpose(axes) == x.bits).all()
+
+
+def test_casts_round_to_nearest():
+    x = Tensor.of(np.array([1.0, 1 + 2**-8, 1 + 3 * 2**-8, np.inf, 1e39]))
+    assert cast(x, DTYPES["bfloat16"]).bits.view(ml_dtypes.bfloat16).tolist() == [1, 1, 1 + 2**-6, np.inf, np.inf]
+    assert cast(Tensor.of(np.array([2**40 + 1])), DTYPES["int32"]).bits.tolist() == [1]
+
+
+def test_modules_around_an_output():
+    assert enclosing('h.0.attn["x"][0]') == ["", "h", "h.0", "h.0.attn"] and enclosing("model") == ["", "model"]
