@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import torch
 from own_calls import CALLS
@@ -135,9 +136,14 @@ def test_calls_are_described_by_their_own_options_and_operands(calls, framework)
     for op, want in zip(got, CALLS, strict=True):
         assert (op.kind, op.options) == (want.kind, want.options)
         assert op.inputs.keys() == want.inputs.keys(), op.kind
-        assert all(difference(want.inputs[n], bits).equal for n, bits in op.inputs.items()), op.kind
+        assert all(_same(want.inputs[n], bits) for n, bits in op.inputs.items()), op.kind
         given = {n for n in want.outputs if n in want.inputs and n != "history" and n != "scale"}
         assert op.outputs.keys() | given == want.outputs.keys(), op.kind
+
+
+def _same(want, got):
+    """JAX's activation_grad has a result of x's dtype: for a wider one its x is recorded in the wider dtype."""
+    return np.array_equal(want.floats, got.floats) if want.dtype != got.dtype else difference(want, got).equal
 
 
 def test_calls_have_the_same_bits_in_both_frameworks(calls):
