@@ -1,5 +1,6 @@
 import collections
 import dataclasses
+import functools
 
 import numpy as np
 import pytest
@@ -86,7 +87,8 @@ def test_framework_ops_alone_are_close(steps, small_batch):
     known = {**initial_weights(TINY, 0), **a.activations, "tokens": small_batch[:, :-1], "targets": small_batch[:, 1:]}
     for op in trace.framework_ops(TINY):
         for name in ("torch", "jax"):
-            out = require(name, "cpu").apply(op.kind, [np.ascontiguousarray(known[n]) for n in op.inputs], TINY.heads)
+            replay = functools.partial(require(name, "cpu").replay, device="cpu")
+            out = trace.computed(op, [np.ascontiguousarray(known[n]) for n in op.inputs], TINY.heads, replay)
             np.testing.assert_allclose(out, known[op.output], rtol=1e-4, atol=1e-5, err_msg=f"{name} {op.output}")
 
 

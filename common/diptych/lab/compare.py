@@ -28,6 +28,7 @@ from diptych.lab.trace import (
     Labelled,
     StepTrace,
     activation_order,
+    computed,
     difference,
     framework_ops,
     label,
@@ -239,7 +240,8 @@ def _isolated(other: Frontend, trace: StepTrace, weights: Any, batch: np.ndarray
     """Returns (kind, Difference) for each framework op, computed by `other` on the inputs in `trace`."""
     known = {**weights, **trace.activations, "tokens": batch[:, :-1], "targets": batch[:, 1:]}
     for op in framework_ops(model):
-        out = other.apply(op.kind, [np.ascontiguousarray(known[name]) for name in op.inputs], model.heads)
+        inputs = [np.ascontiguousarray(known[name]) for name in op.inputs]
+        out = computed(op, inputs, model.heads, lambda row: other.replay(row, "cpu"))
         yield op.kind, difference(Bits.of(np.asarray(known[op.output])), Bits.of(out))
 
 

@@ -95,10 +95,6 @@ class Frontend(Protocol):
         """Returns the outputs of a recorded diptych op, recomputed by this framework's raw ops."""
         ...
 
-    def apply(self, kind: str, inputs: list[np.ndarray], heads: int) -> np.ndarray:
-        """Output of one framework op of `trace.framework_ops` on given inputs, on the CPU."""
-        ...
-
     def feeder(self, model: Any, device: str) -> Feeder:
         """Returns a model of the framework, on a device, for a bisection."""
         ...

@@ -7,8 +7,9 @@ so that one framework's recording can be replayed in the other. This module impo
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+import math
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -200,6 +201,49 @@ def framework_ops(model: ModelConfig) -> list[FrameworkOp]:
         FrameworkOp("head", "head matmul", ("norm", "head.weight")),
         FrameworkOp("loss", "cross entropy", ("head", "targets")),
     ]
+
+
+def computed(op: FrameworkOp, inputs: list[np.ndarray], heads: int, replay: Callable[[Op], dict[str, Bits]]) -> Any:
+    """Returns a framework op's output, float32, from its `inputs`. `replay`: a framework's, of rows of the table."""
+
+    def row(kind: str, options: dict[str, Any], **operands: np.ndarray) -> np.ndarray:
+        given = {name: Bits.of(np.ascontiguousarray(x)) for name, x in operands.items()}
+        out = replay(Op(kind, given, options, {"out": Bits("float32", np.empty(0, np.uint32))}))["out"].floats
+        assert out is not None, kind
+        return out
+
+    def product(equation: str, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return row("matmul", {"equation": equation, "dtype": "float32"}, a=a, b=b)
+
+    def scores(qkv: np.ndarray) -> np.ndarray:
+        q, k, _ = _heads(qkv, heads)
+        scaled = product("bthd,bshd->bhts", q, k) * np.float32(1 / math.sqrt(q.shape[-1]))
+        return np.where(np.tri(scaled.shape[-1], dtype=bool), scaled, np.float32(-np.inf))
+
+    def embedding(tokens: np.ndarray, table: np.ndarray, position: np.ndarray) -> np.ndarray:
+        return row("add", {}, a=row("embedding", {}, ids=tokens, table=table), b=position[: tokens.shape[-1]])
+
+    kinds: dict[str, Callable[..., np.ndarray]] = {
+        "embedding": embedding,
+        "layer norm": lambda x, w, b: row("layer_norm", {"axes": 1, "eps": 1e-5}, x=x, weight=w, bias=b),
+        "attention scores": scores,
+        "softmax": lambda x: row("softmax", {"axis": -1}, x=x),
+        "attention values": lambda p, qkv: product("bhts,bshd->bthd", p, _heads(qkv, heads)[2]).reshape(
+            *qkv.shape[:-1], -1
+        ),
+        "residual add": lambda a, b: row("add", {}, a=a, b=b),
+        "gelu": lambda x: row("gelu", {"approximate": False}, x=x),
+        "head matmul": lambda x, w: row("linear", {"dtype": "float32"}, x=x, weight=w),
+        "cross entropy": lambda x, y: row(
+            "cross_entropy", {"axis": -1, "reduction": "mean", "ignore_index": None}, logits=x, targets=y
+        ),
+    }
+    return kinds[op.kind](*inputs)
+
+
+def _heads(qkv: np.ndarray, heads: int) -> np.ndarray:
+    """[B, T, 3 D] -> [3, B, T, H, D / H]."""
+    return np.moveaxis(qkv.reshape(*qkv.shape[:-1], 3, heads, -1), 2, 0)
 
 
 def activation_order(model: ModelConfig) -> list[tuple[str, str]]:

@@ -280,20 +280,6 @@ class JaxFrontend:
             x = {k: jax.device_put(v.data.view(dtypes[k]), _device(device)) for k, v in op.inputs.items()}
             return {"out": _bits(jax.jit(functools.partial(table_ops.FUNCTIONS[op.kind], **op.options))(**x))}
 
-    def apply(self, kind: str, inputs: list[np.ndarray], heads: int) -> np.ndarray:
-        ops: dict[str, Callable[..., Array]] = {
-            "embedding": gpt.embedding,
-            "layer norm": gpt.layer_norm,
-            "attention scores": functools.partial(gpt.attention_scores, heads=heads),
-            "softmax": functools.partial(jax.nn.softmax, axis=-1),
-            "attention values": functools.partial(gpt.attention_values, heads=heads),
-            "residual add": jnp.add,
-            "gelu": gpt.gelu,
-            "head matmul": lambda x, weight: x @ weight.T,
-            "cross entropy": gpt.cross_entropy,
-        }
-        return np.asarray(jax.jit(ops[kind])(*(jax.device_put(x, _device("cpu")) for x in inputs)))
-
     def feeder(self, model: Any, device: str) -> Feeder:
         return Feeder(model, _device(device))
 

@@ -245,21 +245,6 @@ class TorchFrontend:
             return {"out": _bits(run(**x, **op.options))}
         return {k: _bits(v) for k, v in own_ops.replayed(op, x).items() if k in op.outputs}
 
-    @torch.no_grad()
-    def apply(self, kind: str, inputs: list[np.ndarray], heads: int) -> np.ndarray:
-        ops: dict[str, Callable[..., Tensor]] = {
-            "embedding": lambda tokens, embed, position: F.embedding(tokens, embed) + position[: tokens.shape[-1]],
-            "layer norm": lambda x, weight, bias: F.layer_norm(x, x.shape[-1:], weight, bias),
-            "attention scores": lambda qkv: gpt.attention_scores(*gpt.split_heads(qkv, heads)[:2]),
-            "softmax": lambda x: x.softmax(dim=-1),
-            "attention values": lambda p, qkv: gpt.attention_values(p, qkv, heads),
-            "residual add": torch.add,
-            "gelu": F.gelu,
-            "head matmul": F.linear,
-            "cross entropy": lambda x, y: F.cross_entropy(x.flatten(0, 1), y.flatten().long()),
-        }
-        return ops[kind](*(torch.tensor(x) for x in inputs)).numpy()
-
     def feeder(self, model: Any, device: str) -> Feeder:
         return Feeder(model, device)
 
