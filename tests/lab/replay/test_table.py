@@ -14,7 +14,8 @@ CONV = {
 
 BAD_CONVS = [
     ("strides", (0, 1)), ("dilation", (1, 2**40)), ("input_dilation", (-1, 1)), ("groups", 0),
-    ("padding", ((0, 2**70),)), ("layout", "NC01,OI01"), ("layout", "NC0a,OI0a,NC0a"), ("layout", "NC00,OI01,NC01"), ("layout", "NC,OI,NC"),
+    ("padding", ((0, 2**70),)), ("layout", "NC01,OI01"), ("layout", "NC0a,OI0a,NC0a"), ("layout", "NC00,OI01,NC01"),
+    ("layout", "NC,OI,NC"),
 ]  # fmt: skip
 BAD_EQUATIONS = ["", "ab,bc", "ab,bc->ac->", "...a,ab->...b", "a,b,c->abc", "ab, bc->ac", "ab,bc->ac\n"]
 
