@@ -152,8 +152,9 @@ TABLE: dict[str, Row] = {
     "conv": Row(
         ("x", "weight"), ("bias",),
         {
-            "layout": _layout, "groups": _positive,
+            "layout": _layout,
             **dict.fromkeys(("strides", "dilation", "input_dilation"), _several(_positive)),
+            "groups": _positive,
             "padding": _several(lambda v: _several(_int)(v) and len(v) == 2),
         },
         own=False,
