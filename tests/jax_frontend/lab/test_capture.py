@@ -140,6 +140,18 @@ def test_forward_alone_and_two_models(tmp_path):
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("ops", ["own", "all"])
+def test_scalar_parameters_that_are_constants(tmp_path, ops):
+    class Scaled(linen.Module):
+        @linen.compact
+        def __call__(self, x):
+            return x * self.param("scale", lambda key: jnp.ones(()))
+
+    got = recorded(tmp_path, lambda x: Scaled().apply({"params": {"scale": jnp.asarray(2.0)}}, x), (X,), ops=ops)
+    same_bits(got.results, [2 * X])
+    assert got.names("parameter") == ["scale"] and got.names("activation") == ["model"]
+
+
 def test_plain_function(tmp_path):
     def loss(params, x):
         with jax.named_scope("up"):

@@ -438,6 +438,12 @@ def test_products():
     conv = lambda x, w, **o: lax.conv_general_dilated(x, w, (1,), "VALID", **o)  # noqa: E731
     x, w = jnp.ones((2, 4, 5)), jnp.ones((6, 4, 3))
     assert [n for n, _ in of(conv, x, w)] == ["conv"]
+    for axes in (0, 4):  # a row has one to three spatial axes
+        ones = (1,) * axes
+        assert (
+            of(lambda x, w, n=ones: lax.conv(x, w, n, "VALID"), jnp.ones((2, 4, *ones)), jnp.ones((3, 4, *ones))) == []
+        )
+    assert of(dot(preferred_element_type="float8_e4m3b11fnuz"), *[half.astype("float8_e4m3b11fnuz")] * 2) == []
     assert of(lambda x, w: conv(x, w, batch_group_count=2), x, w) == []
     assert of(lambda *v: conv(*v, preferred_element_type=jnp.float32), x.astype("bfloat16"), w.astype("bfloat16")) == []
     [(_, options, operands)] = found(
@@ -464,7 +470,8 @@ def test_norms_that_no_row_describes():
     class Special(linen.LayerNorm):
         pass
 
-    for module in (linen.LayerNorm(reduction_axes=0, feature_axes=0), linen.LayerNorm(reduction_axes=(0, 1)),
+    for module in (linen.LayerNorm(reduction_axes=(), feature_axes=()),
+                   linen.LayerNorm(reduction_axes=0, feature_axes=0), linen.LayerNorm(reduction_axes=(0, 1)),
                    linen.LayerNorm(axis_name="i"), linen.RMSNorm(force_float32_reductions=False), linen.GroupNorm(2),
                    Special(), nnx.RMSNorm(8, promote_dtype=lambda x, dtype: x, rngs=rngs),
                    nnx.LayerNorm(8, axis_name="i", rngs=rngs), eqx.nn.RMSNorm((4, 8)),

@@ -15,6 +15,7 @@ import pytest
 from diptych.jax.lab import table_ops
 from diptych.jax.lab.adapter import frontend
 from diptych.lab.replay import table
+from diptych.lab.replay.judge import judged
 from diptych.lab.replay.op import Bits, Op
 
 pytestmark = pytest.mark.sampled
@@ -256,3 +257,16 @@ def test_cross_entropy(shape, axis, ignored, dtype):
         agrees(op.kind, operands, op.options, each.sum() / kept.sum(), np.abs(each.sum()) + 1)
     else:  # as in PyTorch
         assert np.isnan(frontend.replay(op, "cpu")["out"].data.view(dtype).astype(np.float64))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "kind, options", [("silu", {}), ("gelu", {"approximate": True}), ("gelu", {"approximate": False})], ids=str
+)
+def test_activations_of_all_values_are_within_their_bounds(kind, options, dtype):
+    """Of half of the largest value at most: x + x is more than that in a framework's gelu."""
+    x = np.arange(2**16, dtype=np.uint16)
+    x = Bits(dtype, x[(x & 0x7FFF) < {"bfloat16": 0x7F00, "float16": 0x7800}[dtype]])
+    out = frontend.replay(Op(kind, {"x": x}, options, {}), "cpu")
+    (found,) = judged(Op(kind, {"x": x}, options, out), out, True)
+    assert found.agrees, found

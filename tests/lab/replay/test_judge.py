@@ -91,3 +91,20 @@ def test_nan_is_no_agreement():
     found = outcome(linear(Y), bad)
     assert not found.agrees and found.replayed_error == np.inf
     assert dataclasses.asdict(found)["differing"] == 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "a", "out"),
+    [
+        ("add", np.ones(3, bool), np.ones(3, bool)),
+        ("mul", np.full(3, 200, np.uint8), np.full(3, 64, np.uint8)),  # 40000 modulo 256
+        ("add", np.full(3, 2**60 + 1), np.full(3, 2**61 + 2)),  # no float64 has it
+    ],
+)
+def test_integers_are_judged_by_their_bits(kind, a, out):
+    made = op(kind, {"a": a, "b": a}, out)
+    assert outcome(made, out).agrees and outcome(made, out, False).agrees
+    off = out.copy()
+    off[1] = out.dtype.type(not out[1]) if out.dtype == bool else out[1] + 1
+    found = outcome(made, off, False)
+    assert not found.agrees and found.differing == 1 and found.recorded_error is None

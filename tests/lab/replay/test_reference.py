@@ -226,3 +226,45 @@ def test_empty_tensors(kind):
     }[kind]
     out = {"linear": np.zeros((0, 3), F32), "cross_entropy": np.zeros(0, F32)}.get(kind, x)
     assert error(op(kind, inputs, out, **options)) == 0
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16, np.float16], ids=["float32", "bfloat16", "float16"])
+def test_silu_where_the_exponential_is_too_large(dtype):
+    """x / (1 + exp(-x)) is zero from where exp(-x) is infinite, though the exact value is no subnormal number."""
+    x = np.linspace(-130, 0, 4001).astype(dtype)
+    with np.errstate(over="ignore"):
+        y = (x.astype(F32) / rounded(1 + rounded(np.exp(-x.astype(F32)), dtype).astype(F32), dtype)).astype(dtype)
+    lost = (y == 0) & (x < -10)
+    assert lost.any() and error(op("silu", {"x": x}, y)) <= 1
+    assert error(op("silu", {"x": x}, np.where(x > -8, np.zeros_like(y), y))) > 1
+
+
+def test_softmax_of_bfloat16_that_is_far_below_the_largest():
+    """The difference of 67 and more is rounded to a multiple of 0.5, which exp turns into a factor of up to 1.28."""
+    x = np.r_[0.25, np.linspace(-67, -63, 200)].astype(BF16)
+    below = rounded(x.astype(F32) - F32(0.25), BF16).astype(F32)
+    y = rounded(np.exp(below) / np.exp(below).sum(), BF16)
+    exact = np.exp(x.astype(float) - 0.25)
+    assert (y.astype(float) / exact).max() > 1.27
+    assert error(op("softmax", {"x": x}, y, axis=-1)) <= 1
+
+
+def test_small_numbers_of_float16_are_no_rounding_errors():
+    """Probabilities of a large vocabulary are subnormal in float16, and frameworks do not flush these to zero."""
+    x = normal("vocabulary", shape=(2, 50_000), dtype=np.float16)
+    e = np.exp(x.astype(F32))
+    y = (e / e.sum(-1, keepdims=True)).astype(np.float16)
+    assert error(op("softmax", {"x": x}, y, axis=-1)) <= 1
+    assert error(op("softmax", {"x": x}, np.zeros_like(y), axis=-1)) > 1
+    assert error(op("softmax", {"x": x}, y * np.float16(1.25), axis=-1)) > 1
+
+
+@pytest.mark.parametrize("least", [False, True])
+def test_a_norm_whose_variance_is_lost(least):
+    """The mean of x^2 less the mean's square may leave nothing of a variance that is small beside them."""
+    x = (1000 + 0.3 * rng("lost").standard_normal((4, 256))).astype(F32)
+    wide = x.astype(float)
+    m, error_of_mean = wide.mean(-1, keepdims=True), 2.0**-24 * 2e6 * 10
+    variance = ((wide - m) ** 2).mean(-1, keepdims=True) + (-error_of_mean if least else error_of_mean)
+    y = rounded((wide - m) / np.sqrt(np.maximum(variance, 0) + 1e-2), F32)
+    assert error(op("layer_norm", {"x": x}, y, axes=1, eps=1e-2)) <= 1

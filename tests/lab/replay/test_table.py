@@ -13,6 +13,13 @@ CONV = {
     "input_dilation": (1, 3), "groups": 2,
 }  # fmt: skip
 
+BAD_CONVS = [
+    ("strides", (0, 1)), ("dilation", (1, 2**40)), ("input_dilation", (-1, 1)), ("groups", 0),
+    ("padding", ((0, 2**70),)), ("layout", "NC01,OI01"), ("layout", "NC0a,OI0a,NC0a"), ("layout", "NC00,OI01,NC01"),
+    ("layout", "NC,OI,NC"),
+]  # fmt: skip
+BAD_EQUATIONS = ["", "ab,bc", "ab,bc->ac->", "...a,ab->...b", "a,b,c->abc", "ab, bc->ac", "ab,bc->ac\n"]
+
 
 def quantize(quantizer):
     return {"quantizer": quantizer, "source": ("norm", "layernorm", True, False), "column_sum": "float32"}
@@ -63,6 +70,13 @@ def test_every_recipes_quantizers_come_back(recipe):
         ("cross_entropy", '{"axis":1,"ignore_index":0,"reduction":"max"}', "option reduction cannot be 'max'"),
         ("quantize", '{"column_sum":"","quantizer":{"class":"os.system","fields":{}},"source":null}', "os.system"),
         ("quantize", '{"column_sum":"","quantizer":1,"source":null}', "quantizer must be written as"),
+        *[("conv", json.dumps({**CONV, name: value}), f"option {name} cannot be") for name, value in BAD_CONVS],
+        *[("matmul", json.dumps({"equation": e, "dtype": "float32"}), "option equation") for e in BAD_EQUATIONS],
+        *[("linear", json.dumps({"dtype": d}), "option dtype cannot be") for d in ("manual_seed", "complex64", "")],
+        *[("layer_norm", f'{{"axes":1,"eps":{eps}}}', "option eps cannot be") for eps in ("1e999", "1" + "0" * 400)],
+        *[("rms_norm", f'{{"axes":{axes},"eps":1e-6}}', "option axes cannot be") for axes in (0, -1, 2**70, "true")],
+        ("softmax", f'{{"axis":{2**70}}}', "option axis cannot be"),
+        ("chunk_map", f'{{"tokens":{2**45}}}', "option tokens cannot be"),
     ],
 )
 def test_foreign_options_are_refused(name, text, why):

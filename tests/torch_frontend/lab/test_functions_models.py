@@ -331,6 +331,22 @@ def test_modes_that_are_entered_around_a_step_stay(tmp_path):
     assert named(calls(tmp_path / "t")) == [*BLOCK, *MLP, "loss/cross_entropy"]
 
 
+def test_a_default_device_may_change_in_a_capture(tmp_path):
+    model, step = attention_and_step()
+    try:
+        torch.set_default_device("cpu")
+        with lab.capture(model, out=tmp_path / "t", ops="all") as t:
+            for device in ("meta", "cpu"):
+                step()
+                t.step()
+                torch.set_default_device(device)
+                assert torch.empty(1).device.type == device
+    finally:
+        torch.set_default_device(None)
+    assert torch.overrides._get_current_function_mode() is None
+    assert named(calls(tmp_path / "t")) == [*BLOCK, *MLP, "loss/cross_entropy"]
+
+
 def test_a_module_named_loss(tmp_path):
     class Model(nn.Module):
         def __init__(self):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from diptych.lab.replay import table
+from diptych.lab.replay.judge import judged
 from diptych.lab.replay.op import Bits, Op
 from diptych.lab.traces import DTYPES
 from diptych.torch.lab.adapter import frontend
@@ -362,3 +363,16 @@ def _losses(v, targets, axis):
 def test_cross_entropy_of_nothing(reduction, want):
     given = {"logits": draw("float32", 0, 5), "targets": bits(np.empty(0), "int64")}
     near(replayed("cross_entropy", given, axis=-1, reduction=reduction, ignore_index=-100), want, "float32")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "kind, options", [("silu", {}), ("gelu", {"approximate": True}), ("gelu", {"approximate": False})], ids=str
+)
+def test_activations_of_all_values_are_within_their_bounds(kind, options, dtype):
+    """Of half of the largest value at most: x + x is more than that in a framework's gelu."""
+    x = np.arange(2**16, dtype=np.uint16)
+    x = Bits(dtype, x[(x & 0x7FFF) < {"bfloat16": 0x7F00, "float16": 0x7800}[dtype]])
+    out = frontend.replay(Op(kind, {"x": x}, options, {}), "cpu")
+    (found,) = judged(Op(kind, {"x": x}, options, out), out, True)
+    assert found.agrees, found

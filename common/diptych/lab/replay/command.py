@@ -11,6 +11,7 @@ from diptych.lab.frontend import require
 from diptych.lab.replay.judge import Outcome, judged
 from diptych.lab.replay.op import ReplayError
 from diptych.lab.replay.recorded import Recorded, recorded
+from diptych.lab.replay.shapes import require_shape
 from diptych.lab.traces import Observation, Trace
 
 DIFFERS = 1
@@ -29,9 +30,10 @@ def run(args: argparse.Namespace) -> int:
     framework = args.framework or ("jax" if trace.meta.framework == "torch" else "torch")
     frontend = require(framework, args.device)
     try:
+        require_shape(found.op)
         again = frontend.replay(found.op, args.device)
         outcomes = judged(found.op, again, trace.meta.device == args.device)
-    except (ValueError, TypeError, IndexError, NotImplementedError, RuntimeError) as e:
+    except (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError) as e:
         raise ReplayError(f"{args.site}: {found.op.kind} cannot be computed of the recorded operands: {e}") from e
     if args.json:
         files.write_text(args.json, json.dumps(_data(found, framework, args.device, outcomes), indent=1) + "\n")

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from diptych.lab.replay.op import Op
-from diptych.lab.traces import DTYPES
+from diptych.lab.traces import DTYPES, DType
 
 Array = np.ndarray
 _FLOAT32 = DTYPES["float32"].half_ulp
@@ -34,8 +34,12 @@ class Reference(NamedTuple):
 
 
 class _Units(NamedTuple):
+    """Relative errors of rounding to the result's dtype, and of sums. `lost`: numbers below it may become zero, as may
+    quotients whose divisor is then too large."""
+
     out: float
     sums: float
+    lost: float
 
     def sum(self, terms: int) -> float:
         """The relative error of a sum with so many terms."""
@@ -50,9 +54,18 @@ def reference(op: Op) -> Reference:
     dtype = DTYPES[op.outputs["out"].dtype]
     given = {name: DTYPES[bits.dtype].decode(bits.data) for name, bits in op.inputs.items()}
     with np.errstate(all="ignore"):
-        found = _ROWS[op.kind](_Units(dtype.half_ulp, min(_FLOAT32, dtype.half_ulp)), given, op.options)
-        floor = dtype.smallest_normal  # subnormal results may be flushed to zero
+        floor = _floor(dtype)
+        lost = max(floor, 1 / float(dtype.decode(np.asarray(dtype.largest, dtype.bits))))
+        found = _ROWS[op.kind](_Units(dtype.half_ulp, min(_FLOAT32, dtype.half_ulp), lost), given, op.options)
         return found._replace(bound=found.bound + dtype.half_ulp * np.abs(found.value) + floor)
+
+
+def _floor(dtype: DType) -> float:
+    """What is lost where results are subnormal: they may be flushed to zero, but for those of dtypes whose subnormal
+    values are normal ones in float32, which are rounded a few times."""
+    if dtype.smallest_normal <= DTYPES["float32"].smallest_normal:
+        return dtype.smallest_normal
+    return 4 * dtype.smallest_normal * dtype.half_ulp
 
 
 def _product(units: _Units, value: Array, magnitude: Array, terms: int) -> Reference:
@@ -126,14 +139,14 @@ def _correlated(x: Array, weight: Array, strides: tuple[int, ...], groups: int) 
 
 def _softmax(units: _Units, given: Mapping[str, Array], options: Mapping[str, Any]) -> Reference:
     value = np.exp(_log_probabilities(given["x"], options["axis"])[0])
-    return Reference(value, value * _relative(units, given["x"], value, options["axis"]))
+    return Reference(value, value * sum(_relative(units, given["x"], value, options["axis"])))
 
 
-def _relative(units: _Units, x: Array, value: Array, axis: int) -> Array:
-    """The relative error of exp(x - max) / sum: the difference is rounded, and exp grows its absolute error."""
+def _relative(units: _Units, x: Array, value: Array, axis: int) -> tuple[Array, Array]:
+    """The relative errors of exp(x - max) and of its sum: the difference is rounded, and exp grows that error."""
     below = np.abs(x - x.max(axis, keepdims=True, initial=-np.inf))
-    below = np.where(np.isfinite(below), below, 0)
-    return units.out * (4 + below + (value * below).sum(axis, keepdims=True)) + units.sum(x.shape[axis])
+    grown = np.expm1(np.minimum(units.out * np.where(np.isfinite(below), below, 0), 700))
+    return grown, 4 * units.out + (value * grown).sum(axis, keepdims=True) + units.sum(x.shape[axis])
 
 
 def _log_probabilities(x: Array, axis: int) -> tuple[Array, Array]:
@@ -145,7 +158,7 @@ def _log_probabilities(x: Array, axis: int) -> tuple[Array, Array]:
 
 def _log_softmax(units: _Units, given: Mapping[str, Array], options: Mapping[str, Any]) -> Reference:
     value, magnitude = _log_probabilities(given["x"], options["axis"])
-    error = _relative(units, given["x"], np.exp(value), options["axis"])
+    error = _relative(units, given["x"], np.exp(value), options["axis"])[1]
     return Reference(value, error + 3 * units.out * magnitude)
 
 
@@ -165,10 +178,11 @@ def _norm(units: _Units, given: Mapping[str, Array], options: Mapping[str, Any],
     mean = of(x) if centered else np.zeros(1)
     variance = of((x - mean) ** 2)
     factor = 1 / np.sqrt(variance + options["eps"])
-    # The variance may be computed as the mean of x^2 less the mean's square.
-    of_factor = 0.5 * error * (of(x**2) + mean**2) / (variance + options["eps"]) + 2 * units.sums
+    # The variance may be computed as the mean of x^2 less the mean's square, and be as small as zero.
+    least = np.maximum(variance - error * (of(x**2) + mean**2), 0)
+    of_factor = np.sqrt((variance + options["eps"]) / (least + options["eps"])) - 1 + 2 * units.sums
     normed = (x - mean) * factor
-    of_normed = factor * (error * of(np.abs(x)) * centered + units.sums * (np.abs(x) + np.abs(mean)))
+    of_normed = factor * (1 + of_factor) * (error * of(np.abs(x)) * centered + units.sums * (np.abs(x) + np.abs(mean)))
     bound = np.abs(weight) * (of_normed + np.abs(normed) * (of_factor + 3 * units.out)) + units.out * np.abs(bias)
     return Reference(normed * weight + bias, bound)
 
@@ -188,7 +202,8 @@ def _gelu(units: _Units, given: Mapping[str, Array], options: Mapping[str, Any])
 def _silu(units: _Units, given: Mapping[str, Array], _: Any) -> Reference:
     x = given["x"]
     value = x / (1 + np.exp(-x))
-    return Reference(value, units.out * np.abs(value) * (6 + np.abs(x)))
+    lost = np.minimum(np.abs(value), np.abs(x) * units.lost)  # of the factor 1 / (1 + exp(-x))
+    return Reference(value, units.out * np.abs(value) * (6 + np.abs(x)) + lost)
 
 
 def _add(_: _Units, given: Mapping[str, Array], __: Any) -> Reference:
@@ -214,7 +229,7 @@ def _rotary(units: _Units, given: Mapping[str, Array], options: Mapping[str, Any
 def _cross_entropy(units: _Units, given: Mapping[str, Array], options: Mapping[str, Any]) -> Reference:
     logits, targets = np.moveaxis(given["logits"], options["axis"], -1), given["targets"].astype(np.int64)
     log, magnitude = _log_probabilities(logits, -1)
-    errors = _relative(units, logits, np.exp(log), -1) + 3 * units.out * magnitude
+    errors = _relative(units, logits, np.exp(log), -1)[1] + 3 * units.out * magnitude
     kept = targets != options["ignore_index"] if options["ignore_index"] is not None else np.ones(targets.shape, bool)
     pick = lambda v: np.take_along_axis(v, np.where(kept, targets, 0)[..., None], -1)[..., 0] * kept  # noqa: E731
     each, of_each = -pick(log), pick(errors)

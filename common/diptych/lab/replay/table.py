@@ -23,6 +23,8 @@ spatial axis; `input_dilation`, `dilation`: of x and of weight |
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -34,7 +36,11 @@ from diptych.common.ops.activation import ACTIVATIONS
 from diptych.common.ops.norm import NORMS
 from diptych.common.ops.shapes import HIGH_PRECISION
 from diptych.common.quantizers import Quantizer
+from diptych.lab.traces import DTYPES, is_recorded
 from diptych.lab.traces.schema import Operation, TraceError, parse
+
+_MOST = 2**31 - 1
+"""The largest number of rows, tokens, axes and so on."""
 
 
 class Row(NamedTuple):
@@ -54,8 +60,26 @@ def _one_of(*values: str) -> Callable[[Any], bool]:
     return lambda v: v in values
 
 
-def _numbers(v: Any) -> bool:
-    return type(v) is tuple and all(type(i) is int for i in v)
+def _integer(least: int, most: int) -> Callable[[Any], bool]:
+    return lambda v: type(v) is int and least <= v <= most
+
+
+def _finite(v: Any) -> bool:
+    return (type(v) is float and math.isfinite(v)) or _int(v)
+
+
+def _several(test: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    return lambda v: type(v) is tuple and all(map(test, v))
+
+
+def _equation(v: Any) -> bool:
+    return type(v) is str and re.fullmatch("[a-zA-Z]*,[a-zA-Z]*->[a-zA-Z]*", v) is not None
+
+
+def _layout(v: Any) -> bool:
+    """The axes of x, weight and out, each in any order, one to three of which are spatial."""
+    space = "012"[: (len(v) - 8) // 3] if type(v) is str and len(v) <= 17 else ""
+    return bool(space) and [sorted(axes) for axes in v.split(",")] == [sorted(c + space) for c in ("NC", "OI", "NC")]
 
 
 def _or_none(test: Callable[[Any], bool]) -> Callable[[Any], bool]:
@@ -74,16 +98,17 @@ def _source(v: Any) -> bool:
 _NORMS, _ACTIVATIONS = tuple(NORMS.values()), tuple({o.which for o in ACTIVATIONS.values()})
 _SOURCES = {"norm": _NORMS, "activation": _ACTIVATIONS, "activation_grad": _ACTIVATIONS, "permuted": ("",)}
 _format, _result = _one_of(*[f.name for f in FORMATS]), _one_of(*HIGH_PRECISION)
-_text, _flag, _int, _float = _is(str), _is(bool), _is(int), _is(float, int)
+_flag, _int, _count, _positive = _is(bool), _integer(-(2**63), 2**63 - 1), _integer(0, _MOST), _integer(1, _MOST)
+_dtype = _one_of(*filter(is_recorded, DTYPES))
 _OF_SOURCE = ("gamma", "beta", "mu", "rsigma", "dy", "row_id_map", "row_source")
 _COPIES = ("a_data", "a_scale_inv", "b_data", "b_scale_inv"), ("a_amax", "b_amax", "bias", "acc")
 _QUANTIZER: dict[str, Callable[[Any], bool]] = {"quantizer": lambda v: isinstance(v, Quantizer)}
 _PRODUCT = {
-    "a": _copy_option, "b": _copy_option, "alpha": _float, "beta": _float, "out_dtype": _result,
+    "a": _copy_option, "b": _copy_option, "alpha": _finite, "beta": _finite, "out_dtype": _result,
     **dict.fromkeys(GemmOptions._fields, _flag),
 }  # fmt: skip
-_GROUPED = {k: v for k, v in _PRODUCT.items() if k != "beta"} | {"align": _int, "rotated": _flag}
-_NORM = {"which": _one_of(*_NORMS), "eps": _float, "zero_centered_gamma": _flag}
+_GROUPED = {k: v for k, v in _PRODUCT.items() if k != "beta"} | {"align": _count, "rotated": _flag}
+_NORM = {"which": _one_of(*_NORMS), "eps": _finite, "zero_centered_gamma": _flag}
 _ACTIVATION = {"which": _one_of(*_ACTIVATIONS), "gated": _flag}
 
 TABLE: dict[str, Row] = {
@@ -96,7 +121,7 @@ TABLE: dict[str, Row] = {
     "amax": Row(("x",), _OF_SOURCE, {"flags": _int, "columnwise": _flag, "source": _or_none(_source)}),
     "dequantize": Row(("data", "scale_inv"), ("amax",), {"format": _format, "columnwise": _flag, "dtype": _result}),
     "scale_update": Row(
-        ("history", "scale"), ("reduced", "amax"), {"fp8_max": _float, "margin": _int, "most_recent": _flag}
+        ("history", "scale"), ("reduced", "amax"), {"fp8_max": _finite, "margin": _int, "most_recent": _flag}
     ),
     "gemm": Row(*_COPIES, _PRODUCT),
     "grouped_gemm": Row((*_COPIES[0], "offsets"), _COPIES[1], _GROUPED),
@@ -110,32 +135,34 @@ TABLE: dict[str, Row] = {
     "activation": Row(("x",), (), _ACTIVATION),
     "activation_grad": Row(("dy", "x"), (), _ACTIVATION | {"dtype": _result}),
     "permute_map": Row(
-        ("routing",), (), {"kind": _one_of("mask", "index"), "experts": _int, "rows": _int, "align": _int}
+        ("routing",), (), {"kind": _one_of("mask", "index"), "experts": _count, "rows": _count, "align": _count}
     ),
-    "chunk_map": Row(("split_sizes", "sorted_index"), (), {"tokens": _int}),
-    "invert_map": Row(("row_id_map",), (), {"rows": _int}),
+    "chunk_map": Row(("split_sizes", "sorted_index"), (), {"tokens": _count}),
+    "invert_map": Row(("row_id_map",), (), {"rows": _count}),
     "permute": Row(
         ("row_id_map", "row_source", "planes[0]"), ("planes[1]", "planes[2]", "planes[3]", "probs"),
-        {"fills": _numbers, "zero_prob_is_padding": _flag},
+        {"fills": _several(_int), "zero_prob_is_padding": _flag},
     ),
-    "permute_columns": Row(("x", "row_source"), (), {"slots": _int}),
+    "permute_columns": Row(("x", "row_source"), (), {"slots": _count}),
     "unpermute": Row(("x", "row_id_map"), ("probs", "permuted_dprobs"), {}),
     "unpermute_grad": Row(("dy", "row_id_map", "row_source", "probs"), ("x",), {}),
-    "linear": Row(("x", "weight"), ("bias",), {"dtype": _text}, own=False),
-    "matmul": Row(("a", "b"), (), {"equation": _text, "dtype": _text}, own=False),
+    "linear": Row(("x", "weight"), ("bias",), {"dtype": _dtype}, own=False),
+    "matmul": Row(("a", "b"), (), {"equation": _equation, "dtype": _dtype}, own=False),
     "embedding": Row(("ids", "table"), (), {}, own=False),
     "conv": Row(
         ("x", "weight"), ("bias",),
         {
-            "layout": _text, "strides": _numbers, "dilation": _numbers, "input_dilation": _numbers, "groups": _int,
-            "padding": lambda v: type(v) is tuple and all(_numbers(pair) and len(pair) == 2 for pair in v),
+            "layout": _layout,
+            **dict.fromkeys(("strides", "dilation", "input_dilation"), _several(_positive)),
+            "groups": _positive,
+            "padding": _several(lambda v: _several(_int)(v) and len(v) == 2),
         },
         own=False,
     ),
     "softmax": Row(("x",), (), {"axis": _int}, own=False),
     "log_softmax": Row(("x",), (), {"axis": _int}, own=False),
-    "layer_norm": Row(("x",), ("weight", "bias"), {"axes": _int, "eps": _float}, own=False),
-    "rms_norm": Row(("x",), ("weight",), {"axes": _int, "eps": _float}, own=False),
+    "layer_norm": Row(("x",), ("weight", "bias"), {"axes": _positive, "eps": _finite}, own=False),
+    "rms_norm": Row(("x",), ("weight",), {"axes": _positive, "eps": _finite}, own=False),
     "gelu": Row(("x",), (), {"approximate": _flag}, own=False),
     "silu": Row(("x",), (), {}, own=False),
     "add": Row(("a", "b"), (), {}, own=False),

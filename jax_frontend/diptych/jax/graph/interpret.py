@@ -154,7 +154,7 @@ class Interpreter:
                     outs, out_refs = self._equation(eqn, ins, [of(v) for v in eqn.invars], here, made)
             values.update(zip(eqn.outvars, outs, strict=True))
             if eqn.primitive is tap_p and eqn.params["kind"] == "parameter":  # the model may use its operand
-                refs.update(zip(eqn.invars, out_refs, strict=True))
+                refs.update((v, r) for v, r in zip(eqn.invars, out_refs, strict=True) if not literal(v))
             refs.update(zip(eqn.outvars, out_refs, strict=True))
         outs = [v.val if literal(v) else values[v] for v in jaxpr.outvars]
         return Evaluation(outs, [of(v) for v in jaxpr.outvars], made.nodes, made.extras)

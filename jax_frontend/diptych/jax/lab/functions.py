@@ -20,6 +20,7 @@ import numpy as np
 
 from diptych.jax.graph.interpret import Function
 from diptych.lab.replay import table
+from diptych.lab.traces import is_recorded
 from diptych.lab.traces.schema import Operation
 
 Found = tuple[str, dict[str, Any], dict[str, Any]]
@@ -291,7 +292,8 @@ def _embedding(walk: _Walk, eqn: Any) -> Found | None:
 
 def _matmul(_: _Walk, eqn: Any) -> Found | None:
     a, b, out = eqn.invars[0].aval, eqn.invars[1].aval, eqn.outvars[0].aval
-    if not all(_float(x.dtype) and _exact(x.dtype, out.dtype) for x in (a, b)):
+    exact = all(_float(x.dtype) and _exact(x.dtype, out.dtype) for x in (a, b))
+    if not exact or not is_recorded(out.dtype.name):
         return None
     (of_a, of_b), (batch_a, batch_b) = eqn.params["dimension_numbers"]
     letters = iter(string.ascii_letters)
@@ -309,7 +311,8 @@ def _matmul(_: _Walk, eqn: Any) -> Found | None:
 
 def _conv(_: _Walk, eqn: Any) -> Found | None:
     p, (x, weight), out = eqn.params, eqn.invars, eqn.outvars[0].aval.dtype
-    if p["batch_group_count"] != 1 or not x.aval.dtype == weight.aval.dtype == out:
+    known = p["batch_group_count"] == 1 and 3 <= x.aval.ndim <= 5
+    if not known or not x.aval.dtype == weight.aval.dtype == out:
         return None
     specs = zip(p["dimension_numbers"], ("NC", "OI", "NC"), strict=True)
     names = [(spec, first + string.digits) for spec, first in specs]
@@ -381,7 +384,7 @@ def norm(module: Any, args: Any, kwargs: Any) -> Norm | None:
 def _flax(module: Any, row: str, x: jax.Array, parameters: Callable[[], dict[str, Any]], rounded: bool) -> Norm | None:
     axes = [_last(of, x.ndim) for of in (module.reduction_axes, module.feature_axes)]
     plain = module.axis_name is None and getattr(module, "force_float32_reductions", True)
-    if axes[0] is None or axes[0] != axes[1] or not plain or not isinstance(module.epsilon, int | float):
+    if not axes[0] or axes[0] != axes[1] or not plain or not isinstance(module.epsilon, int | float):
         return None
     return Norm(row, axes[0], float(module.epsilon), x, parameters, rounded)
 

@@ -114,7 +114,10 @@ def recorded(modules: Iterable[nn.Module], mode: Functions) -> Iterator[None]:
         for file in files:
             if file is not None and _is_rotary(vars(file).get(_ROTARY)):
                 stack.enter_context(_wrapped(file, mode))
-        _restack([mode, *_stacked()])  # below others, which may be left before it, in any step
+        default = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)  # torch wants it at the bottom
+        first = [m for m in _stacked() if m is default]
+        # Below others, which may be left before it, in any step.
+        _restack([*first, mode, *[m for m in _stacked() if m is not default]])
         stack.callback(lambda: _restack([m for m in _stacked() if m is not mode]))
         yield
 
@@ -250,10 +253,10 @@ def _describes(*functions: Any) -> Callable[[Any], Any]:
         def bound(args: Any, kwargs: Any) -> _Described | None:
             try:
                 given = signature.bind(*args, **kwargs)
-            except TypeError:
+                known = all(isinstance(given.arguments[name], Tensor) for name in tensors)
+                return describe(*given.args, **given.kwargs) if known else None
+            except (TypeError, ValueError):  # no arguments of the function: torch says what is wrong with them
                 return None
-            known = all(isinstance(given.arguments[name], Tensor) for name in tensors)
-            return describe(*given.args, **given.kwargs) if known else None
 
         _KNOWN.update(dict.fromkeys(functions, bound))
         return describe
@@ -437,12 +440,17 @@ def _silu(input: Tensor, inplace: bool = False) -> _Described:
 
 @_describes(torch.add, Tensor.add, Tensor.add_)
 def _add(input: Tensor, other: Tensor, *, alpha: Any = 1) -> _Described | None:
-    return ("add", {"a": input, "b": other}, {}) if alpha == 1 else None
+    return _elementwise("add", input, other) if alpha == 1 else None
 
 
 @_describes(torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.mul_, Tensor.multiply_)
-def _mul(input: Tensor, other: Tensor) -> _Described:
-    return "mul", {"a": input, "b": other}, {}
+def _mul(input: Tensor, other: Tensor) -> _Described | None:
+    return _elementwise("mul", input, other)
+
+
+def _elementwise(row: str, a: Tensor, b: Tensor) -> _Described | None:
+    """None if the result's dtype depends on numbers of axes: other frameworks promote by dtypes alone."""
+    return (row, {"a": a, "b": b}, {}) if torch.result_type(a, b) == torch.promote_types(a.dtype, b.dtype) else None
 
 
 @_describes(F.cross_entropy)
