@@ -184,7 +184,7 @@ def _measured(
             tuple(_moved_array(x, rng) for x in b.inputs.args),
             {name: _moved_array(x, rng) for name, x in b.inputs.kwargs.items()},
         )
-        again = b.run({key: moved(x, rng) for key, x in fed.items()}, inputs=moved_inputs).values
+        again = b.run({p.b.key: _moved_fed(of_a[p.a.key], p, rng) for p in pairs}, inputs=moved_inputs).values
         for key in noise:
             if key in local:
                 noise[key] = max(noise[key], distance(local[key], again[key]) if key in again else math.inf)
@@ -241,6 +241,12 @@ def as_b(a: Tensor, shape: tuple[int, ...], axes: Axes | None, dtype: DType) -> 
 
 def _fed(a: Tensor, pair: match.Pair) -> Tensor:
     return as_b(a, pair.b.shape, pair.axes, DTYPES[pair.b.dtype])
+
+
+def _moved_fed(a: Tensor, pair: match.Pair, rng: np.random.Generator) -> Tensor:
+    """Returns what B is fed, moved by one ulp of the coarser dtype: a coarser A rounds inside of its modules too."""
+    coarser = a.dtype.half_ulp > DTYPES[pair.b.dtype].half_ulp
+    return _fed(moved(a, rng), pair) if coarser else moved(_fed(a, pair), rng)
 
 
 def cast(x: Tensor, dtype: DType) -> Tensor:
