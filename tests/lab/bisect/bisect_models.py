@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 
@@ -297,13 +298,18 @@ for _fault in FAULTS:
 # --- other modules of PyTorch ---
 
 
+@dataclasses.dataclass
+class Keyed:
+    keys: torch.Tensor
+
+
 class Logarithm(nn.Module):
     def __init__(self, factor):
         super().__init__()
         self.factor = factor
 
     def forward(self, x):
-        return {"values": self.factor * torch.log(x)}  # NaN of negative elements
+        return {"values": Keyed(self.factor * torch.log(x))}  # NaN of negative elements
 
 
 class Odd(nn.Module):
@@ -314,7 +320,7 @@ class Odd(nn.Module):
         self.parts = nn.ModuleDict({'a"b{c}\\N': Logarithm(factor)})
 
     def forward(self, x):
-        return self.parts['a"b{c}\\N'](x)["values"].nan_to_num(0)
+        return self.parts['a"b{c}\\N'](x)["values"].keys.nan_to_num(0)
 
 
 class Skipping(nn.Module):

@@ -169,6 +169,7 @@ Run it in a folder from which {modules} can be imported. Written by: {command}
 """
 
 import base64
+import collections.abc
 import functools
 import importlib
 import io
@@ -193,7 +194,8 @@ OUTPUTS = [{outputs}
 def at(value, places):
     """Returns the array at a place in a structure, in float64."""
     for place in places:
-        value = value[place] if isinstance(place, int) or hasattr(value, "keys") else getattr(value, place)
+        entry = isinstance(place, int) or isinstance(value, collections.abc.Mapping)
+        value = value[place] if entry else getattr(value, place)
     value = value.detach().cpu().double().numpy() if hasattr(value, "detach") else value
     return np.asarray(value).astype(np.float64)
 
