@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 
@@ -93,11 +94,12 @@ class Model(nn.Module):
         self.embed = nn.Embedding(TOKENS, WIDTH)
         self.h = nn.ModuleList([Block(fault if i == BLOCKS - 1 else "") for i in range(BLOCKS)])
         self.head = nn.Linear(WIDTH, TOKENS)
+        self.fault = fault
 
     def forward(self, tokens):
         x = self.embed(tokens)
-        for block in self.h:
-            x = block(x, factor=1.0)
+        for i, block in enumerate(self.h):
+            x = block(x + x.flip(-1) if self.fault == "between" and i == BLOCKS - 1 else x, factor=1.0)
         return {"logits": self.head(x)}
 
 
@@ -210,6 +212,11 @@ class NnxMlp(nnx.Module):
         return self.proj(nnx.gelu(self.fc(self.ln(x)), approximate=False))
 
 
+class NnxNamed(NnxMlp):
+    def __call__(self, model):
+        return super().__call__(model)
+
+
 class EquinoxMlp(equinox.Module):
     ln: equinox.nn.LayerNorm
     fc: equinox.nn.Linear
@@ -275,12 +282,74 @@ def nnx_epsilon():
     return NnxMlp("epsilon")
 
 
+def nnx_named():
+    return NnxNamed("")
+
+
 torch_mlp = TorchMlp
 torch_right, linen_right, scanned_right, scanned_iteration = _torch, _linen, _scanned, lambda: _scanned("iteration")
+torch_between = functools.partial(_torch, "between")
 torch_bfloat16 = functools.partial(_torch, dtype=torch.bfloat16)
 for _fault in FAULTS:
     globals()[f"torch_{_fault}"] = functools.partial(_torch, _fault)
     globals()[f"linen_{_fault}"] = functools.partial(_linen, _fault)
+
+
+# --- other modules of PyTorch ---
+
+
+@dataclasses.dataclass
+class Keyed:
+    keys: torch.Tensor
+
+
+class Logarithm(nn.Module):
+    def __init__(self, factor):
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x):
+        return {"values": Keyed(self.factor * torch.log(x))}  # NaN of negative elements
+
+
+class Odd(nn.Module):
+    """A module whose name and output must be quoted in a script."""
+
+    def __init__(self, factor=1.0):
+        super().__init__()
+        self.parts = nn.ModuleDict({'a"b{c}\\N': Logarithm(factor)})
+
+    def forward(self, x):
+        return self.parts['a"b{c}\\N'](x)["values"].keys.nan_to_num(0)
+
+
+class Skipping(nn.Module):
+    """One of its modules runs in all passes but one."""
+
+    def __init__(self, skipped=None):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last, self.skipped, self.passes = nn.Linear(WIDTH, 4), nn.Linear(4, 4), skipped, 0
+
+    def forward(self, x):
+        x, self.passes = self.first(x), self.passes + 1
+        return x if self.passes - 1 == self.skipped else self.last(x)
+
+
+def random(active=True):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, 4), nn.Dropout(), nn.Linear(4, 4)).train(active)
+
+
+def masked(norm_first=False):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(WIDTH, HEADS, 8, batch_first=True, norm_first=norm_first)
+    return nn.TransformerEncoder(layer, 1, enable_nested_tensor=not norm_first).eval()
+
+
+odd_right, odd_wrong = Odd, functools.partial(Odd, 1.01)
+skipping_fed, skipping_moved = functools.partial(Skipping, 1), functools.partial(Skipping, 2)
+random_off = functools.partial(random, False)
 
 
 # --- what cannot be bisected ---

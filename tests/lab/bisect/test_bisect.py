@@ -5,14 +5,17 @@ from __future__ import annotations
 import os
 import pathlib
 import re
+import runpy
 import subprocess
 import sys
 
 import bisect_models as models
 import numpy as np
 import pytest
+import torch
 
-from diptych.lab import cli
+from diptych.lab import cli, frontend
+from diptych.lab.bisect.forward import Inputs
 
 HERE = pathlib.Path(__file__).parent
 
@@ -66,7 +69,9 @@ def shown(path):
     return float(re.search(r"relative rms of the difference ([\d.e+-]+)", done.stdout)[1])
 
 
-@pytest.mark.parametrize("pair", [("torch_right", "torch_right"), ("torch_right", "linen_right")])
+@pytest.mark.parametrize(
+    "pair", [("torch_right", "torch_right"), pytest.param(("torch_right", "linen_right"), marks=pytest.mark.sampled)]
+)
 def test_right_ports_make_no_difference(pair, files, capsys):
     assert run(*pair, files / "tokens.npz") == 0
     assert "\nNothing makes a difference (2" in capsys.readouterr().out
@@ -82,7 +87,7 @@ def test_faults_in_torch(fault, files, tmp_path, capsys):
         assert said in output
     text = (tmp_path / "show.py").read_text()
     called = path if itself else path.rpartition("/")[0]
-    assert f'get_submodule("{called.replace("/", ".")}")' in text and "diptych." not in text.replace("diptych.py", "")
+    assert f"get_submodule({called.replace('/', '.')!r})" in text and "diptych." not in text.replace("diptych.py", "")
 
 
 @pytest.mark.sampled
@@ -137,11 +142,64 @@ def test_precisions_may_differ(files, capsys):
 
 def test_arrays_of_a_large_script_are_beside_it(files, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("diptych.lab.bisect.command.LARGEST_TEXT", 10)
-    assert run("torch_right", "torch_bias", files / "tokens.npz") == cli.BAD_INPUT
-    assert "give --out" in capsys.readouterr().err
+    assert run("torch_right", "torch_bias", files / "tokens.npz") == 1
+    assert capsys.readouterr().out.endswith("take more than 10 bytes: --out FILE.py writes it to files.\n")
     assert run("torch_right", "torch_bias", files / "tokens.npz", "--out", tmp_path / "show.py") == 1
     assert sorted(os.listdir(tmp_path)) == ["show.py", "show_data.npz"]
     assert shown(tmp_path / "show.py") > 1e-3
+
+
+def test_a_fault_before_a_block_is_in_the_code_around_it(files, tmp_path, capsys):
+    assert run("torch_right", "torch_between", files / "tokens.npz", "--out", tmp_path / "show.py") == 1
+    output = capsys.readouterr().out
+    assert of(output) == ("h/1/ln", False)
+    assert "That code is in the model itself in A, the model itself in B, whose inputs are the same." in output
+    assert "First operation of B whose result A does not have: result:model/add.out" in output
+    assert "get_submodule" not in (tmp_path / "show.py").read_text()
+
+
+def test_scripts_quote_names_and_compare_nan(files, tmp_path, capsys):
+    out = tmp_path / 'show "\\N".py'
+    before = list(sys.path)
+    assert run("odd_right", "odd_wrong", files / "rows.npz", "--out", out) == 1
+    assert sys.path == before
+    assert "get_submodule" in out.read_text()
+    capsys.readouterr()
+    runpy.run_path(str(out), run_name="__main__")
+    assert "relative rms of the difference 0.01; largest at" in capsys.readouterr().out
+
+
+def test_modules_that_do_not_run_in_all_passes(files, capsys):
+    assert run("Skipping", "skipping_fed", files / "rows.npz") == 1
+    assert "B, given A's values, is inf (relative rms) from A" in capsys.readouterr().out
+    assert run("Skipping", "skipping_moved", files / "rows.npz") == 0
+
+
+def test_random_numbers_are_the_same_in_all_passes(files, capsys):
+    state = torch.get_rng_state()
+    assert run("random", "random", files / "rows.npz") == 0
+    capsys.readouterr()
+    assert run("random_off", "random", files / "rows.npz") == 1
+    assert of(capsys.readouterr().out) == ("1", True)
+    torch.set_rng_state(state)
+    feeder = frontend.require("torch", "cpu").feeder(models.random(), "cpu")
+    state = torch.get_rng_state()
+    feeder(Inputs((models.rows(),), {}), {})
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_modules_of_fast_paths_are_seen(files, tmp_path, capsys):
+    x = np.random.default_rng(0).standard_normal((2, 5, models.WIDTH), np.float32)
+    np.savez(tmp_path / "x.npz", src=x, src_key_padding_mask=np.arange(5) >= [[3], [5]])
+    assert run("masked", "masked", tmp_path / "x.npz") == 0
+    assert "layers.0.self_attn" in capsys.readouterr().out
+    assert torch.backends.mha.get_fastpath_enabled()
+
+
+@pytest.mark.sampled
+def test_arguments_of_any_name(files, tmp_path, capsys):
+    np.savez(tmp_path / "x.npz", model=models.rows())
+    assert run("nnx_named", "nnx_named", tmp_path / "x.npz") == 0
 
 
 @pytest.mark.parametrize(
@@ -171,7 +229,7 @@ def test_wrong_factories(factory, message, files, capsys):
         ({"x": np.zeros(1, complex)}, "x: arrays of complex128 cannot be inputs"),
         ({"x": np.zeros(1, ">f4")}, "x: arrays of >f4 cannot be inputs"),
         ({"x": np.array(["a"])}, "cannot be inputs"),
-        ({"other": np.zeros(1)}, "A (bisect_models:torch_right) cannot be run on the inputs: TypeError"),
+        ({"other": np.zeros(1)}, "A (bisect_models:torch_right) cannot be run in torch on the inputs: TypeError"),
     ],
 )
 def test_wrong_inputs(arrays, message, tmp_path, capsys):
@@ -204,6 +262,9 @@ def test_wrong_options(tmp_path, files, capsys):
     assert run("torch_right", "torch_right", copy, "--out", tmp_path / "x.py") == cli.BAD_INPUT
     assert "would replace --inputs" in capsys.readouterr().err
     (tmp_path / "map.json").write_text('{"nothing": "h.0"}')
+    given = ("torch_right", "torch_right", tokens, "--map", tmp_path / "map.json")
+    assert run(*given, "--out", tmp_path / "map.json") == cli.BAD_INPUT
+    assert "would replace --map" in capsys.readouterr().err
     assert run("torch_right", "torch_right", tokens, "--map", tmp_path / "map.json") == cli.BAD_INPUT
     assert "no name of A is left for this rule" in capsys.readouterr().err
     assert run("torch_mlp", "equinox_right", tokens) == cli.BAD_INPUT  # tokens are no rows

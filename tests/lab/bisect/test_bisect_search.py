@@ -6,8 +6,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from diptych.lab.bisect.search import as_a, as_b, cast, enclosing, moved
-from diptych.lab.traces import DTYPES, Tensor
+from diptych.lab.bisect.search import _moved_fed, as_a, as_b, cast, enclosing, moved
+from diptych.lab.diff.match import Pair
+from diptych.lab.traces import DTYPES, Site, Tensor
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
@@ -47,6 +48,16 @@ def test_casts_round_to_nearest():
     x = Tensor.of(np.array([1.0, 1 + 2**-8, 1 + 3 * 2**-8, np.inf, 1e39]))
     assert cast(x, DTYPES["bfloat16"]).bits.view(ml_dtypes.bfloat16).tolist() == [1, 1, 1 + 2**-6, np.inf, np.inf]
     assert cast(Tensor.of(np.array([2**40 + 1])), DTYPES["int32"]).bits.tolist() == [1]
+
+
+@pytest.mark.parametrize(("a", "b"), [("bfloat16", "float32"), ("float32", "bfloat16"), ("float32", "float32")])
+def test_moves_are_ulps_of_the_coarser_dtype(a, b):
+    coarser = "bfloat16" if "bfloat16" in (a, b) else "float32"
+    values = np.random.default_rng(0).standard_normal(100).astype(ml_dtypes.bfloat16)
+    pair = Pair(*(Site("x", "activation", 0, (100,), dtype, None) for dtype in (a, b)), "map", None)
+    x = cast(Tensor.of(values), DTYPES[a])
+    got = cast(_moved_fed(x, pair, np.random.default_rng(1)), DTYPES[coarser])
+    assert (got.dtype.ulps(got.bits, cast(x, DTYPES[coarser]).bits) == 1).all()
 
 
 def test_modules_around_an_output():

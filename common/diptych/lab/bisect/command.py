@@ -43,7 +43,7 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     """
     inputs = read_inputs(args.inputs)
     rules = mapping.read(args.map) if args.map else None
-    beside = _beside(args.out, args.inputs) if args.out else None
+    beside = _beside(args) if args.out else None
     with _importing(pathlib.Path.cwd()), tempfile.TemporaryDirectory(prefix="diptych-bisect-") as folder:
         a, b = (
             _side(name, spec, framework, inputs, args.device, pathlib.Path(folder) / name)
@@ -57,7 +57,8 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
             return 0
         replays = (_replay(a.framework, args.device), _replay(b.framework, args.device))
         try:
-            print("\n".join(_narrowed(narrow(a, b, outcome.found, outcome.fed, replays))))
+            narrowed = narrow(a, b, outcome.found, outcome.fed, replays)
+            print("\n".join(line for each in narrowed for line in _narrowed(each)) or _NO_OPERATION)
         except BisectError as e:  # of code that runs only where operations are not watched
             print(f"Operations could not be seen: {e}")
         command = shlex.join(["diptych", *arguments])
@@ -73,7 +74,8 @@ def _show(made: Script, out: pathlib.Path | None, beside: pathlib.Path | None) -
     large = len(compressed(made.data)) > LARGEST_TEXT
     if out is None:
         if large:
-            raise BisectError(f"the script's arrays take more than {LARGEST_TEXT} bytes: give --out, a file's name")
+            print(f"\nThe script's arrays take more than {LARGEST_TEXT} bytes: --out FILE.py writes it to files.")
+            return
         print(f"\n{whole(made, None)}", end="")
         return
     if large and beside is not None:
@@ -86,14 +88,16 @@ def _show(made: Script, out: pathlib.Path | None, beside: pathlib.Path | None) -
         print(f"\nwritten: {out}")
 
 
-def _beside(out: pathlib.Path, inputs: pathlib.Path) -> pathlib.Path:
+def _beside(args: argparse.Namespace) -> pathlib.Path:
     """Returns the file beside a script for its arrays. **Raises** FileError if either could not be written,
-    BisectError if it would replace the inputs."""
+    BisectError if it would replace a file that is read."""
+    out: pathlib.Path = args.out
     beside = out.with_name(f"{out.stem}_data.npz")
     for path in (out, beside):
         files.require_writable("--out", path, [])
-        if files.real(path) == files.real(inputs):
-            raise BisectError(f"--out {out}: would replace --inputs {inputs}")
+        for option, given in (("--inputs", args.inputs), ("--map", args.map)):
+            if given is not None and files.real(path) == files.real(given):
+                raise BisectError(f"--out {out}: would replace {option} {given}")
     return beside
 
 
@@ -220,6 +224,9 @@ def _found(found: Found) -> list[str]:
         lines.append("The module itself makes the difference: its inputs were A's.")
     elif found.itself is False:
         lines.append("Given A's inputs, the module agrees: the code between it and the modules before it differs.")
+        if found.around is not None:
+            a, b = (call.path or "the model itself" for call in found.around)
+            lines.append(f"That code is in {a} in A, {b} in B, whose inputs are the same.")
     return lines
 
 
@@ -227,9 +234,10 @@ def _replay(framework: str, device: str) -> Callable[[Op], Mapping[str, Bits]]:
     return lambda op: require(framework, device).replay(op, device)
 
 
-def _narrowed(found: Narrowed | None) -> list[str]:
-    if found is None:
-        return ["No single operation of the replay table was found to differ."]
+_NO_OPERATION = "No single operation of the replay table was found to differ."
+
+
+def _narrowed(found: Narrowed) -> list[str]:
     other = "B" if found.side == "A" else "A"
     lines = [f"First operation of {found.side} whose result {other} does not have: {found.key}"]
     lines.append(f"  {found.row}({_options(found.options)})")

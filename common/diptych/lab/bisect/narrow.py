@@ -32,23 +32,19 @@ class Narrowed(NamedTuple):
     agrees: bool | None
 
 
-def narrow(
-    a: Side, b: Side, found: Found, fed: Mapping[str, Tensor], replays: tuple[Replay, Replay]
-) -> Narrowed | None:
-    """Returns the first operation of A in the code that makes the difference whose result B does not have, else the
-    first of B whose result A does not have; None if there is neither, or if none was recognized.
+def narrow(a: Side, b: Side, found: Found, fed: Mapping[str, Tensor], replays: tuple[Replay, Replay]) -> list[Narrowed]:
+    """Returns the first operation of A in the code that makes the difference whose result B does not have, and the
+    first of B whose result A does not have if it is not what B has in the place of A's. There is none if none was
+    recognized.
 
     **Arguments:** `fed`: what B was fed. `replays`: compute an operation in A's and in B's framework.
     """
     regions, runs = [], []
     given: Mapping[str, Tensor] = {}
-    for run, call in zip(found.calls, (found.a, found.b), strict=True):
+    calls = found.around if found.itself is False else (found.a, found.b)
+    for call in calls or (None,):
         if call is None:
-            return None
-        if found.itself is False:
-            if call.parent is None:
-                return None
-            call = run.calls[call.parent]
+            return []
         regions.append(call.path)
     if found.itself and found.a is not None and found.b is not None:
         pairs = paired_inputs(found.calls[0], found.a, found.calls[1], found.b, found.site.pair.axes)
@@ -57,17 +53,22 @@ def narrow(
     runs = [a.run({}, inside[0], ops=regions[0]), b.run({**fed, **given}, inside[1], ops=regions[1])]
     results = [_results(run, region) for run, region in zip(runs, regions, strict=True)]
     limit = found.site.limit
+    known = [{s.key: _sorted(run.values[s.key]) for s in of} for run, of in zip(runs, results, strict=True)]
+    narrowed: list[Narrowed] = []
+    instead = None
     for mine, name in ((0, "A"), (1, "B")):
-        new = _new(runs[mine], results[mine], runs[1 - mine], results[1 - mine], limit)
-        if new is None:
+        new = _new(results[mine], known[mine], known[1 - mine], limit)
+        if new is None or new is instead:
             continue
         row, options = _operation(new)
         others = [s for s in results[1 - mine] if s.operation is not None and s.operation.name == row]
-        strange = (s for s in others if _new(runs[1 - mine], [s], runs[mine], results[mine], limit) is not None)
-        other = next((_operation(s)[1] for s in strange), None)
+        strange = _new(others, known[1 - mine], known[mine], limit)
+        other = None if strange is None else _operation(strange)[1]
+        instead = strange
         again = _again(runs[mine], new, replays[1 - mine])
-        return Narrowed(name, new.key, row, options, other, again, None if again is None else again <= limit)
-    return None
+        agrees = None if again is None else again <= limit
+        narrowed.append(Narrowed(name, new.key, row, options, other, again, agrees))
+    return narrowed
 
 
 def _results(run: Forward, region: str) -> list[Site]:
@@ -75,13 +76,12 @@ def _results(run: Forward, region: str) -> list[Site]:
     return [s for s in run.results if s.operation is not None and within(s.name.rpartition("/")[0], region)]
 
 
-def _new(mine: Forward, of: Sequence[Site], theirs: Forward, others: Sequence[Site], limit: float) -> Site | None:
+def _new(of: Sequence[Site], mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor], limit: float) -> Site | None:
     """Returns the first of some results whose values are in no result of the other model, in any order: axes may be
-    merged, split or moved."""
-    known = [_sorted(theirs.values[s.key]) for s in others]
+    merged, split or moved. `mine`, `theirs`: sorted values of results, by key."""
     for site in of:
-        x = _sorted(mine.values[site.key])
-        same = (y for y in known if y.bits.shape == x.bits.shape)
+        x = mine[site.key]
+        same = (y for y in theirs.values() if y.bits.shape == x.bits.shape)
         if not any(distance(x, y) <= limit for y in same):
             return site
     return None

@@ -11,6 +11,7 @@ import contextlib
 import io
 import math
 import re
+import sys
 import textwrap
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -83,11 +84,21 @@ def _tried(made: Script) -> float:
     """Returns the difference that a script shows. **Raises** _UnwritableError if it fails."""
     space: dict[str, Any] = {"__name__": "diptych_bisect"}
     try:
-        exec(compile(made.text, "<diptych bisect>", "exec"), space)
-        with contextlib.redirect_stdout(io.StringIO()):
+        with _kept(sys.path), contextlib.redirect_stdout(io.StringIO()):
+            exec(compile(made.text, "<diptych bisect>", "exec"), space)
             return float(space["compare"](made.data))
     except Exception as e:  # of the models' code
         raise _UnwritableError(str(e)) from e
+
+
+@contextlib.contextmanager
+def _kept(items: list[str]) -> Iterator[None]:
+    """Gives a list its items again."""
+    before = list(items)
+    try:
+        yield
+    finally:
+        items[:] = before
 
 
 # --- text ---
@@ -132,9 +143,8 @@ def _written(
     for name, side, call, known in zip("ab", (a, b), calls, values, strict=True):
         body = _Body(side, call._replace(how="model") if whole else call, known, data, device).lines()
         what = f"the module {call.path!r}" if call.path else "the model"
-        parts.append(
-            f'def {name}(x):\n    """{side.name}: {what} ({call.kind}) of {side.factory}, in {side.framework}."""'
-        )
+        says = _quotable(f"{side.name}: {what} ({call.kind}) of {side.factory}, in {side.framework}.")
+        parts.append(f'def {name}(x):\n    """{says}"""')
         parts[-1] += "\n" + textwrap.indent("\n".join(body), "    ")
     outputs = [
         f"({_places(s.pair.a.name)}, {_places(s.pair.b.name)}, {list(s.pair.a.shape)}, {_axes(s)})" for s in shared
@@ -145,18 +155,21 @@ def _written(
         imports[:1] = ["import jax", "import jax.numpy as jnp"]
     title = f"{calls[0].path or 'the model'} and {calls[1].path or 'the model'} give other results of equal inputs."
     text = _SCRIPT.format(
-        title=title, command=command, imports="\n".join(imports), parts="\n\n\n".join(parts),
-        outputs="".join(f"\n    {o}," for o in outputs), a=calls[0].path or "model", b=calls[1].path or "model",
+        title=_quotable(title), command=_quotable(command), modules=_modules(a, b),
+        imports="\n".join(imports), parts="\n\n\n".join(parts),
+        outputs="".join(f"\n    {o}," for o in outputs),
+        names=repr(f"{calls[0].path or 'model'} and {calls[1].path or 'model'}"),
     )  # fmt: skip
     return Script(text, data.arrays, calls[0].path, math.nan)
 
 
 _SCRIPT = '''"""{title}
 
-Written by: {command}
+Run it in a folder from which {modules} can be imported. Written by: {command}
 """
 
 import base64
+import collections.abc
 import functools
 import importlib
 import io
@@ -169,6 +182,7 @@ import numpy as np
 
 sys.path.insert(0, "")  # the factories may be in the working directory
 
+NAMES = {names}
 # Where the compared arrays are in A's result and in B's; the shape of A's; B's axes in the order of A's.
 OUTPUTS = [{outputs}
 ]
@@ -180,7 +194,8 @@ OUTPUTS = [{outputs}
 def at(value, places):
     """Returns the array at a place in a structure, in float64."""
     for place in places:
-        value = getattr(value, place) if isinstance(place, str) and hasattr(value, place) else value[place]
+        entry = isinstance(place, int) or isinstance(value, collections.abc.Mapping)
+        value = value[place] if entry else getattr(value, place)
     value = value.detach().cpu().double().numpy() if hasattr(value, "detach") else value
     return np.asarray(value).astype(np.float64)
 
@@ -191,10 +206,12 @@ def compare(x):
     for place_a, place_b, shape, axes in OUTPUTS:
         of_a, of_b = at(found_a, place_a), at(found_b, place_b)
         of_b = (of_b if axes is None else of_b.transpose(axes)).reshape(shape)
-        apart = np.abs(of_b - of_a, out=np.zeros(shape), where=of_a != of_b)
+        same = (of_a == of_b) | (np.isnan(of_a) & np.isnan(of_b))
+        apart = np.abs(np.subtract(of_b, of_a, out=np.zeros(shape), where=~same))
         worst = np.unravel_index(np.argmax(apart), apart.shape)
-        rms = np.sqrt(np.mean(apart**2)) / max(np.sqrt(np.mean(of_a**2)), np.finfo(float).tiny)
-        print(f"{a} and {b}, output {{list(place_a)}}: relative rms of the difference {{rms:.3g}}; largest at")
+        scale = np.sqrt(np.mean(np.where(np.isfinite(of_a), of_a, 0) ** 2))
+        rms = np.sqrt(np.mean(apart**2)) / max(scale, np.finfo(float).tiny)
+        print(f"{{NAMES}}, output {{list(place_a)}}: relative rms of the difference {{rms:.3g}}; largest at")
         print(f"  {{[int(i) for i in worst]}}: {{of_a[worst]:.9g}} and {{of_b[worst]:.9g}}")
         largest = max(largest, float(np.nan_to_num(rms, nan=np.inf)))
     return largest
@@ -231,6 +248,15 @@ def compressed(data: Mapping[str, np.ndarray]) -> bytes:
     return zlib.compress(archive(data), 9)
 
 
+def _quotable(text: str) -> str:
+    """Returns text as it stands in a docstring."""
+    return text.replace("\\", r"\\").replace('"', r"\"")
+
+
+def _modules(*sides: Side) -> str:
+    return " and ".join(sorted({side.factory.partition(":")[0] for side in sides}))
+
+
 def _places(name: str) -> str:
     found = re.findall(r"""\[(?:(\d+)|'([^']*)'|"([^"]*)")\]""", names.split(name).place)
     return repr(tuple(int(number) if number else one or two for number, one, two in found))
@@ -264,14 +290,14 @@ class _Body:
     def _torch(self, made: str) -> list[str]:
         if self._call.how == "model":
             return self._model(made)
-        return [f'module = {made}.get_submodule("{self._call.path}")', f"return module({self._arguments()})"]
+        return [f"module = {made}.get_submodule({self._call.path!r})", f"return module({self._arguments()})"]
 
     def _model(self, made: str) -> list[str]:
         return [f"return {made}({self._inputs()})"]
 
     def _object(self, made: str) -> list[str]:
         get = "lambda m, part: m[int(part)] if part.isdecimal() else getattr(m, part)"
-        lines = [f'module = functools.reduce({get}, "{self._call.path}".split("/"), {made})']
+        lines = [f"module = functools.reduce({get}, {self._parts()!r}, {made})"]
         given = slots(self._call)
         depth = max((s.mapped for s in given), default=0)
         if not depth:
@@ -288,7 +314,7 @@ class _Body:
     def _linen(self, made: str) -> list[str]:
         if any(s.mapped for s in slots(self._call)):
             raise _UnwritableError("it runs in a transformation by vmap")
-        path = tuple(self._call.path.split("/"))
+        path = tuple(self._parts())
         return [
             "import flax.linen",
             "",
@@ -307,6 +333,9 @@ class _Body:
             f"    {made}({self._inputs()})",
             "return found[0]",
         ]
+
+    def _parts(self) -> list[str]:
+        return self._call.path.split("/") if self._call.path else []
 
     # --- arguments ---
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -66,7 +67,7 @@ class Side:
             yield
         except Exception as e:
             raise BisectError(
-                f"{self.name} ({self.factory}) cannot be run on the inputs: {type(e).__name__}: {e}"
+                f"{self.name} ({self.factory}) cannot be run in {self.framework} on the inputs: {type(e).__name__}: {e}"
             ) from e
 
 
@@ -98,13 +99,15 @@ class Input(NamedTuple):
 class Found(NamedTuple):
     """The first site that makes a difference. `a`, `b`: the calls of the module, None if it is not known which they
     are. `inputs`: of the module. `itself`: whether it differs on equal inputs, None if it could not be called on them;
-    else the code between it and the modules before it does."""
+    else the code between it and the modules before it does. `around`: the calls, in A and B, in which that code is: the
+    innermost ones around the module whose inputs do not differ; None if the module itself differs."""
 
     site: Site
     a: ModuleCall | None
     b: ModuleCall | None
     inputs: tuple[Input, ...]
     itself: bool | None
+    around: tuple[ModuleCall, ModuleCall] | None
     calls: tuple[Forward, Forward]
 
 
@@ -181,15 +184,21 @@ def _measured(
             tuple(_moved_array(x, rng) for x in b.inputs.args),
             {name: _moved_array(x, rng) for name, x in b.inputs.kwargs.items()},
         )
-        again = b.run({key: moved(x, rng) for key, x in fed.items()}, inputs=moved_inputs).values
+        again = b.run({p.b.key: _moved_fed(of_a[p.a.key], p, rng) for p in pairs}, inputs=moved_inputs).values
         for key in noise:
-            noise[key] = max(noise[key], distance(local[key], again[key]))
-    return [_site(p, of_a[p.a.key], local[p.b.key], noise[p.b.key]) for p in pairs]
+            if key in local:
+                noise[key] = max(noise[key], distance(local[key], again[key]) if key in again else math.inf)
+    return [_site(p, of_a[p.a.key], local.get(p.b.key), noise[p.b.key]) for p in pairs]
 
 
-def _site(pair: match.Pair, a: Tensor, local: Tensor, noise: float) -> Site:
+def _site(pair: match.Pair, a: Tensor, local: Tensor | None, noise: float) -> Site:
     rounding = max(DTYPES[pair.a.dtype].half_ulp, DTYPES[pair.b.dtype].half_ulp)
-    return Site(pair, distance(a, as_a(local, pair.a.shape, pair.axes)), noise, FACTOR * max(noise, rounding))
+    return Site(pair, _local(pair, a, local), noise, FACTOR * max(noise, rounding))
+
+
+def _local(pair: match.Pair, a: Tensor, b: Tensor | None) -> float:
+    """Returns how far B's output is from A's; inf if values decide which modules run, and B's did not."""
+    return math.inf if b is None else distance(a, as_a(b, pair.a.shape, pair.axes))
 
 
 def distance(a: Tensor, b: Tensor) -> float:
@@ -234,6 +243,12 @@ def _fed(a: Tensor, pair: match.Pair) -> Tensor:
     return as_b(a, pair.b.shape, pair.axes, DTYPES[pair.b.dtype])
 
 
+def _moved_fed(a: Tensor, pair: match.Pair, rng: np.random.Generator) -> Tensor:
+    """Returns what B is fed, moved by one ulp of the coarser dtype: a coarser A rounds inside of its modules too."""
+    coarser = a.dtype.half_ulp > DTYPES[pair.b.dtype].half_ulp
+    return _fed(moved(a, rng), pair) if coarser else moved(_fed(a, pair), rng)
+
+
 def cast(x: Tensor, dtype: DType) -> Tensor:
     """Returns a tensor in another dtype, rounded to nearest."""
     if x.dtype == dtype:
@@ -266,20 +281,44 @@ def _narrowed(
         passes.append(side.run(given, enclosing(site.name)))
         calls.append(next((c for c in passes[-1].calls if site.key in c.outputs), None))
     call_a, call_b = calls
+    runs = passes[0], passes[1]
     inputs: list[Input] = []
-    itself = None
+    itself = around = None
     if call_a is not None and call_b is not None:
-        pairs = paired_inputs(passes[0], call_a, passes[1], call_b, first.pair.axes)
-        given = dict((y.key, x) for y, x in paired_values((passes[0], passes[1]), pairs, first.pair.axes))
-        for x, y in pairs:
-            of_y, wanted = passes[1].values[y.key], given[y.key]
-            relative = distance(wanted, of_y)
-            rounding = max(passes[0].values[x.key].dtype.half_ulp, of_y.dtype.half_ulp)
-            inputs.append(Input(x.key, y.key, relative, not relative <= max(first.limit, FACTOR * rounding)))
+        inputs, given = _compared(runs, (call_a, call_b), first)
         if given:
-            again = b.run({**fed, **given}, enclosing(first.pair.b.name)).values[first.pair.b.key]
-            itself = distance(of_a[first.pair.a.key], as_a(again, first.pair.a.shape, first.pair.axes)) > first.limit
-    return Found(first, call_a, call_b, tuple(inputs), itself, (passes[0], passes[1]))
+            again = b.run({**fed, **given}, enclosing(first.pair.b.name)).values.get(first.pair.b.key)
+            itself = _local(first.pair, of_a[first.pair.a.key], again) > first.limit
+        if itself is False:
+            around = _around(runs, (call_a, call_b), first)
+    return Found(first, call_a, call_b, tuple(inputs), itself, around, runs)
+
+
+def _compared(
+    runs: tuple[Forward, Forward], calls: tuple[ModuleCall, ModuleCall], first: Site
+) -> tuple[list[Input], dict[str, Tensor]]:
+    """Returns the inputs of a module that are the same in A and B, and A's values of them as B holds them."""
+    pairs = paired_inputs(runs[0], calls[0], runs[1], calls[1], first.pair.axes)
+    given = dict((y.key, x) for y, x in paired_values(runs, pairs, first.pair.axes))
+    inputs = []
+    for x, y in pairs:
+        of_y = runs[1].values[y.key]
+        relative = distance(given[y.key], of_y)
+        rounding = max(runs[0].values[x.key].dtype.half_ulp, of_y.dtype.half_ulp)
+        inputs.append(Input(x.key, y.key, relative, not relative <= max(first.limit, FACTOR * rounding)))
+    return inputs, given
+
+
+def _around(
+    runs: tuple[Forward, Forward], calls: tuple[ModuleCall, ModuleCall], first: Site
+) -> tuple[ModuleCall, ModuleCall] | None:
+    """Returns the innermost calls around a call in A and B whose inputs do not differ, None if there are none."""
+    a, b = calls
+    while a.parent is not None and b.parent is not None:
+        a, b = runs[0].calls[a.parent], runs[1].calls[b.parent]
+        if not any(given.differs for given in _compared(runs, (a, b), first)[0]):
+            return a, b
+    return None
 
 
 def enclosing(name: str) -> list[str]:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from diptych.common.errors import UnsupportedError
-from diptych.jax.graph.arguments import Call, is_node
+from diptych.jax.graph.arguments import Call, copied_nodes, is_node
 from diptych.jax.graph.interpret import Interpreter
 from diptych.jax.graph.sites import Body, Compound
 from diptych.jax.lab import functions
@@ -41,7 +41,8 @@ class Feeder:
             jax.default_device(self._device),
             capture(self._fn, folder, values="full", budget=_BUDGET, statistics=False, check=False) as run,
         ):
-            run(*self._first, *inputs.args, **inputs.kwargs)
+            # A copy: the model of all passes has the same counts of random numbers, which a call changes.
+            run(*copied_nodes(list(self._first)), *inputs.args, **inputs.kwargs)
 
     def __call__(
         self, inputs: Inputs, fed: Mapping[str, Tensor], inside: Collection[str] = (), ops: str | None = None
@@ -54,7 +55,7 @@ class Feeder:
             return self._programs[paths](call.arrays, fed)
 
 
-def _called(model: Any, *args: Any, **kwargs: Any) -> Any:
+def _called(model: Any, /, *args: Any, **kwargs: Any) -> Any:
     """An object of nnx is an argument, since a function may not change one that it closes over."""
     return model(*args, **kwargs)
 

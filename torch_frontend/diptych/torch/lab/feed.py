@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from diptych.common.errors import UnsupportedError
 from diptych.lab import capture as rules
 from diptych.lab.bisect.forward import Forward, Inputs, ModuleCall, Slot, within
 from diptych.lab.traces import Site, Tensor
@@ -30,7 +31,7 @@ class Feeder:
         self._model, self._device = model.to(device), torch.device(device)
 
     def capture(self, inputs: Inputs, folder: pathlib.Path) -> None:
-        with self._eager(), capture(self._model, out=folder, values="full", budget=_BUDGET) as recording:
+        with _repeatable(self._device), capture(self._model, out=folder, values="full", budget=_BUDGET) as recording:
             self._run(inputs)  # with gradients, by which a trace knows from what each tensor is computed
             recording.step()
 
@@ -39,7 +40,7 @@ class Feeder:
         self, inputs: Inputs, fed: Mapping[str, Tensor], inside: Collection[str] = (), ops: str | None = None
     ) -> Forward:
         seen = _Pass(fed, frozenset(inside), ops)
-        with self._eager(), seen.attached(self._model):
+        with _repeatable(self._device), seen.attached(self._model):
             self._run(inputs)
         return Forward(seen.values, seen.calls, [r.site for r in seen.results if r.kind == "result"])
 
@@ -47,8 +48,21 @@ class Feeder:
         put = lambda x: torch.from_numpy(x.copy()).to(self._device)  # noqa: E731
         self._model(*map(put, inputs.args), **{name: put(x) for name, x in inputs.kwargs.items()})
 
-    def _eager(self) -> Any:
-        return torch.compiler.set_stance("force_eager")
+
+@contextlib.contextmanager
+def _repeatable(device: torch.device) -> Iterator[None]:
+    """All passes compute by the same code, from the same random numbers, and leave those of the process as they are.
+
+    The fast path of torch's transformer layers calls no modules, and pads by nested tensors, which cannot be recorded.
+    """
+    devices = [torch.cuda.current_device()] if device.type == "cuda" else []
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.compiler.set_stance("force_eager"), torch.random.fork_rng(devices):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
 
 
 @dataclasses.dataclass
@@ -163,6 +177,9 @@ class _Pass:
         self.values[key] = Tensor.of(statistics.to_numpy(taps.local(x)).copy(), dtype)
         if (found := self._fed.get(key)) is None:
             return x
+        if found.bits.shape != x.shape:
+            raise UnsupportedError(f"bisect: {key} has other shapes in other passes: {list(found.bits.shape)} and "
+                                   f"{list(x.shape)}, since values decide them")  # fmt: skip
         return torch.tensor(found.bits).view(x.dtype).view(x.shape).to(x.device)
 
 
