@@ -54,7 +54,8 @@ def test_casts_round_to_nearest():
 def test_moves_are_ulps_of_the_coarser_dtype(a, b):
     coarser = "bfloat16" if "bfloat16" in (a, b) else "float32"
     values = np.random.default_rng(0).standard_normal(100).astype(ml_dtypes.bfloat16)
-    pair = Pair(*(Site("x", "activation", 0, (100,), dtype, None) for dtype in (a, b)), "map", None)
+    of_a, of_b = (Site("x", "activation", 0, (100,), dtype) for dtype in (a, b))
+    pair = Pair(of_a, of_b, "map", None)
     x = cast(Tensor.of(values), DTYPES[a])
     got = cast(_moved_fed(x, pair, np.random.default_rng(1)), DTYPES[coarser])
     assert (got.dtype.ulps(got.bits, cast(x, DTYPES[coarser]).bits) == 1).all()
