@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import ml_dtypes
 import numpy as np
 import pytest
 
+from diptych.lab.bisect import command, narrow
 from diptych.lab.bisect.search import _moved_fed, as_a, as_b, cast, enclosing, moved
 from diptych.lab.diff.match import Pair
 from diptych.lab.traces import DTYPES, Site, Tensor
+from diptych.lab.traces.schema import Operation
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"])
@@ -63,3 +67,18 @@ def test_moves_are_ulps_of_the_coarser_dtype(a, b):
 
 def test_modules_around_an_output():
     assert enclosing('h.0.attn["x"][0]') == ["", "h", "h.0", "h.0.attn"] and enclosing("model") == ["", "model"]
+
+
+def test_why_the_other_framework_cannot_compute_an_operation_is_told():
+    x = Tensor.of(np.linspace(-1, 1, 5, dtype=np.float32))
+    site = Site("act/silu.out", "result", 0, (5,), "float32", ("operand:act/silu.x",), Operation("silu", "{}"))
+    run = SimpleNamespace(values={site.key: x, "operand:act/silu.x": x})
+
+    def refuses(op):
+        assert (op.kind, list(op.inputs)) == ("silu", ["x"])
+        raise TypeError("no such dtype\nand a long trace")
+
+    assert narrow._again(run, site, refuses) == "TypeError: no such dtype"
+    assert narrow._again(run, site, lambda op: {"out": op.inputs["x"]}) == 0
+    found = narrow.Narrowed("A", site.key, "silu", {}, None, "TypeError: no such dtype", False)
+    assert command._narrowed(found)[-1] == "  B's framework cannot compute it: TypeError: no such dtype"

@@ -243,9 +243,11 @@ def _narrowed(found: Narrowed) -> list[str]:
     lines.append(f"  {found.row}({_options(found.options)})")
     if found.other is not None:
         lines.append(f"  {other} has instead: {found.row}({_options(found.other)})")
-    if found.again is not None:
-        says = "gives the same" if found.agrees else "differs too"
-        lines.append(f"  {other}'s framework, on the same operands and options, {says} ({found.again:.3g})")
+    framework = f"  {other}'s framework"
+    if isinstance(found.again, str):
+        return [*lines, f"{framework} cannot compute it: {found.again}"]
+    says = "gives the same" if found.agrees else "differs too"
+    lines.append(f"{framework}, on the same operands and options, {says} ({found.again:.3g})")
     return lines
 
 

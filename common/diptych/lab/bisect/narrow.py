@@ -11,7 +11,7 @@ import numpy as np
 from diptych.lab.bisect.forward import Forward, within
 from diptych.lab.bisect.search import Found, Side, distance, paired_inputs, paired_values
 from diptych.lab.replay import table
-from diptych.lab.replay.op import Bits, Op
+from diptych.lab.replay.op import REFUSED, Bits, Op
 from diptych.lab.traces import Site, Tensor
 
 Replay = Callable[[Op], Mapping[str, Bits]]
@@ -20,16 +20,16 @@ Replay = Callable[[Op], Mapping[str, Bits]]
 class Narrowed(NamedTuple):
     """`side`: "A" or "B", whose result the other one does not have. `key`, `row`, `options`: of its operation. `other`:
     the options of the first operation of the same kind in the other model whose result is new too, None if there is
-    none. `again`: how far the same operation in the other framework, on the same operands, is from it; None if it
-    cannot compute it."""
+    none. `again`: how far the same operation in the other framework, on the same operands, is from it, or why it cannot
+    compute it. `agrees`: whether that is within the limit."""
 
     side: str
     key: str
     row: str
     options: Mapping[str, Any]
     other: Mapping[str, Any] | None
-    again: float | None
-    agrees: bool | None
+    again: float | str
+    agrees: bool
 
 
 def narrow(a: Side, b: Side, found: Found, fed: Mapping[str, Tensor], replays: tuple[Replay, Replay]) -> list[Narrowed]:
@@ -66,7 +66,7 @@ def narrow(a: Side, b: Side, found: Found, fed: Mapping[str, Tensor], replays: t
         other = None if strange is None else _operation(strange)[1]
         instead = strange
         again = _again(runs[mine], new, replays[1 - mine])
-        agrees = None if again is None else again <= limit
+        agrees = isinstance(again, float) and again <= limit
         narrowed.append(Narrowed(name, new.key, row, options, other, again, agrees))
     return narrowed
 
@@ -96,8 +96,9 @@ def _operation(site: Site) -> tuple[str, dict[str, Any]]:
     return site.operation.name, table.decoded(site.operation.name, site.operation.options)
 
 
-def _again(run: Forward, site: Site, replay: Replay) -> float | None:
-    """Returns how far another framework's result of the same operation on the same operands is from a result."""
+def _again(run: Forward, site: Site, replay: Replay) -> float | str:
+    """Returns how far another framework's result of the same operation on the same operands is from a result, or why
+    the framework cannot compute it."""
     row, options = _operation(site)
     of = {key.rpartition("/")[2].partition("#")[0].partition(".")[2]: run.values[key] for key in site.inputs or ()}
     out = run.values[site.key]
@@ -106,8 +107,8 @@ def _again(run: Forward, site: Site, replay: Replay) -> float | None:
     )
     try:
         found = replay(op)["out"]
-    except Exception:  # a dtype, or a form of the operation, that the other framework does not have
-        return None
+    except REFUSED as e:
+        return f"{type(e).__name__}: {str(e).splitlines()[0][:200] if str(e) else ''}"
     if found.data.size != out.bits.size:
         return math.inf
     return distance(out, Tensor.of(found.data.reshape(out.bits.shape), found.dtype))

@@ -9,7 +9,7 @@ import json
 from diptych.lab import files
 from diptych.lab.frontend import require
 from diptych.lab.replay.judge import Outcome, judged
-from diptych.lab.replay.op import ReplayError
+from diptych.lab.replay.op import REFUSED, ReplayError
 from diptych.lab.replay.recorded import Recorded, recorded
 from diptych.lab.replay.shapes import require_shape
 from diptych.lab.traces import Observation, Trace
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
         require_shape(found.op)
         again = frontend.replay(found.op, args.device)
         outcomes = judged(found.op, again, trace.meta.device == args.device)
-    except (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError) as e:
+    except REFUSED as e:
         raise ReplayError(f"{args.site}: {found.op.kind} cannot be computed of the recorded operands: {e}") from e
     if args.json:
         files.write_text(args.json, json.dumps(_data(found, framework, args.device, outcomes), indent=1) + "\n")

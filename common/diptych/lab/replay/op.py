@@ -16,6 +16,10 @@ class ReplayError(ValueError):
     """A recorded operation that cannot be computed again; the message says why."""
 
 
+REFUSED = (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError)
+"""What computing an operation raises for a dtype, shape or form that a framework does not have."""
+
+
 class Bits(NamedTuple):
     """A tensor's bits. `dtype`: its name, as traces spell it. `data`: an unsigned integer array of the same width."""
 
