@@ -101,6 +101,14 @@ def bits(x: Any) -> np.ndarray:
     return x.reshape(x.shape).view(np.dtype(f"u{x.dtype.itemsize}"))
 
 
+def near(got: Any, want: Any, error: float, label: Any = "") -> None:
+    """Equal shape and dtype, and a relative distance of at most `error`: XLA sums a product's terms in an order that
+    depends on the program around it and on the threads that are free."""
+    assert (got.shape, got.dtype) == (want.shape, want.dtype), label
+    got, want = (np.asarray(x).astype(np.float32) for x in (got, want))
+    assert np.linalg.norm(got - want) <= error * np.linalg.norm(want), label
+
+
 def same(got: Any, want: Any, label: Any = "") -> None:
     """Equal shape and equal bits; any NaN equals any other in a high-precision result."""
     got, want = np.asarray(got), np.asarray(want)

@@ -128,7 +128,9 @@ def test_without_recipe_it_is_the_plain_products():
         return activation_verbs.activate("silu", True, h) @ k2.T + b2
 
     y, pull = jax.vjp(composed, *args)
-    same(run(None, args, dy, activation="swiglu")[0], dict(zip(fl.MLP, (y, *pull(dy)), strict=True)))
+    got = run(None, args, dy, activation="swiglu")[0]
+    for name, want in zip(fl.MLP, (y, *pull(dy)), strict=True):
+        tools.near(got[name], want, 2.0**-7, name)
     assert tools.calls("quantize") == before
 
 
