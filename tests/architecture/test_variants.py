@@ -102,7 +102,7 @@ MUTANTS = {
         Patch("core_cuda/cpu/isa/simd_gemm.h", "p[i][j] * (splat(sa[i]) * s[j])", "p[i][j] * splat(sa[i]) * s[j]"),
     ),
     "noise_shared_by_the_copies": (
-        "quantize", LEVELS, Patch(f"core_cuda/{LEVELS}", "rng[1]}, offset + 1, 0, 1}", "rng[1]}, offset, 0, 1}"),
+        "quantize", LEVELS, Patch(f"core_cuda/{LEVELS}", "<< 32) + q.columnwise, 0, 1}", "<< 32), 0, 1}"),
     ),
     "noise_from_zero_on": (
         "quantize", GENERIC,
