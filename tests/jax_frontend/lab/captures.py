@@ -6,10 +6,25 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from flax import linen
 
 from diptych.jax import lab
 from diptych.lab.traces import Meta, Observation, Trace, statistics_of
 from oracle.hash import hash_bits
+
+
+class Deep(linen.Module):
+    """Equal layers, which are called as `layer(x, None)` and return (x, None), as one scan."""
+
+    layer: type[linen.Module]
+    length: int
+    remat: bool
+
+    @linen.compact
+    def __call__(self, x: Any) -> Any:
+        layer = linen.remat(self.layer, prevent_cse=False) if self.remat else self.layer
+        axes: Any = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
+        return linen.scan(layer, length=self.length, **axes)(name="h")(x, None)[0]
 
 
 class Recorded(NamedTuple):

@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from diptych.common.errors import UnsupportedError
 from diptych.lab.capture import CaptureWarning
-from jax_frontend.lab.captures import close, recorded
+from jax_frontend.lab.captures import Deep, close, recorded
 
 pytestmark = pytest.mark.sampled
 
@@ -25,20 +25,10 @@ class Layer(linen.Module):
         return jnp.tanh(linen.Dense(8, name="fc")(x)), None
 
 
-class Deep(linen.Module):
-    remat: bool
-
-    @linen.compact
-    def __call__(self, x):
-        layer = linen.remat(Layer, prevent_cse=False) if self.remat else Layer
-        axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
-        return linen.scan(layer, length=LAYERS, **axes)(name="h")(x, None)[0]
-
-
 @pytest.mark.parametrize("remat", [False, True], ids=["scan", "remat"])
 def test_scan_over_layers(tmp_path, remat):
     """Each iteration is a call; a gradient has the call of its output, though backward runs in the other order."""
-    model = Deep(remat)
+    model = Deep(Layer, LAYERS, remat)
     variables = model.init(jax.random.key(0), X)
     loss = lambda v: (model.apply(v, X) ** 2).mean()  # noqa: E731
     got = recorded(tmp_path, jax.jit(jax.value_and_grad(loss)), (variables,))

@@ -24,7 +24,7 @@ from diptych.jax.lab.adapter import frontend
 from diptych.lab.replay import table
 from diptych.lab.replay.op import Bits, Op
 from diptych.lab.traces import DTYPES
-from jax_frontend.lab.captures import Recorded, close, recorded, same_bits
+from jax_frontend.lab.captures import Deep, Recorded, close, recorded, same_bits
 
 pytestmark = pytest.mark.sampled
 
@@ -221,20 +221,10 @@ class Layer(linen.Module):
         return x + linen.gelu(linen.Dense(8, name="fc")(linen.LayerNorm(name="ln")(x))), None
 
 
-class Deep(linen.Module):
-    remat: bool
-
-    @linen.compact
-    def __call__(self, x):
-        layer = linen.remat(Layer, prevent_cse=False) if self.remat else Layer
-        axes = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
-        return linen.scan(layer, length=2, **axes)(name="h")(x, None)[0]
-
-
 @pytest.mark.parametrize("remat", [False, True], ids=["scan", "remat"])
 def test_scan(tmp_path, remat):
     """Each iteration is a call. What backward recomputes is not recorded again, nor what only it needs."""
-    model = Deep(remat)
+    model = Deep(Layer, 2, remat)
     variables = randomized(jax.eval_shape(model.init, jax.random.key(0), X))
     got = captured(tmp_path, jax.jit(jax.grad(lambda v: (model.apply(v, X) ** 2).mean())), (variables,))
     once = ["h/ln/layer_norm", "h/fc/matmul", "h/fc/add", "h/gelu", "h/add"]

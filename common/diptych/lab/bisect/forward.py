@@ -1,4 +1,7 @@
-"""What a frontend does for a bisection: forward passes in which outputs and inputs of modules are seen and replaced."""
+"""The interface between a bisection and a frontend.
+
+The frontend runs a model forward, returns its modules' outputs and inputs, and replaces them by given values.
+"""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ from diptych.lab.bisect.forward import Forward, within
 from diptych.lab.bisect.search import Found, Side, distance, paired_inputs, paired_values
 from diptych.lab.replay import table
 from diptych.lab.replay.op import REFUSED, Bits, Op
+from diptych.lab.replay.recorded import argument
 from diptych.lab.traces import Site, Tensor
 
 Replay = Callable[[Op], Mapping[str, Bits]]
@@ -100,7 +101,7 @@ def _again(run: Forward, site: Site, replay: Replay) -> float | str:
     """Returns how far another framework's result of the same operation on the same operands is from a result, or why
     the framework cannot compute it."""
     row, options = _operation(site)
-    of = {key.rpartition("/")[2].partition("#")[0].partition(".")[2]: run.values[key] for key in site.inputs or ()}
+    of = {argument(key): run.values[key] for key in site.inputs or ()}
     out = run.values[site.key]
     op = Op(
         row, {k: Bits(x.dtype.name, x.bits) for k, x in of.items()}, options, {"out": Bits(out.dtype.name, out.bits)}

@@ -35,7 +35,10 @@ FACTOR = 8.0
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """One of the two models. `name`: "A" or "B"."""
+    """One of the two models that are compared, with its arguments.
+
+    `name`: "A" or "B". `factory`: as the user named it. `feeder`: runs the model. `folder`: where its trace is written.
+    """
 
     name: str
     factory: str

@@ -28,7 +28,7 @@ keep 14 bits of FP8 products' partial sums."""
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a result's replay says.
+    """How a recorded result compares with the one that was computed again.
 
     `elements`, `differing`, `max_ulp`, `relative`: of the replayed result against the recorded one, as in
     `traces.Distance`. `recorded_error`, `replayed_error`: the largest distance from the float64 result, in units of its

@@ -17,7 +17,7 @@ class ReplayError(ValueError):
 
 
 REFUSED = (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError)
-"""What computing an operation raises for a dtype, shape or form that a framework does not have."""
+"""The exceptions of a framework that cannot compute an operation of given dtypes, shapes or options."""
 
 
 class Bits(NamedTuple):

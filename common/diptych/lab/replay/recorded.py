@@ -85,9 +85,9 @@ def _operation(of: Observation, observations: list[Observation]) -> Recorded:
     except ValueError as e:
         raise ReplayError(f"{site.key}: {e}") from None
     by_key = {o.site.key: o for o in observations}
-    operands = {_argument(key): by_key[key] for key in site.inputs}
+    operands = {argument(key): by_key[key] for key in site.inputs}
     results = {
-        _argument(o.site.key): o
+        argument(o.site.key): o
         for o in observations
         if (o.site.operation, o.site.inputs) == (site.operation, site.inputs)
     }
@@ -100,8 +100,9 @@ def _operation(of: Observation, observations: list[Observation]) -> Recorded:
     return Recorded(Op(name, inputs, options, outputs), operands, results)
 
 
-def _argument(key: str) -> str:
-    """Returns "a_data" of "operand:h.0.mlp.fc/gemm.a_data#1", or of a shard, ".../gemm.a_data@data=1"."""
+def argument(key: str) -> str:
+    """Returns the name that an operand's or result's key ends in, in the table's row: "a_data" of
+    "operand:h.0.mlp.fc/gemm.a_data#1", or of a shard, ".../gemm.a_data@data=1"."""
     last = key.rpartition("/")[2].partition("#")[0].partition("@")[0]
     return last.partition(".")[2] or last
 

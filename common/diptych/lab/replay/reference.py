@@ -1,4 +1,4 @@
-"""What a framework's operation computes, in float64 with NumPy, and how far rounding may lead from it.
+"""Computes operations of the frameworks in float64 with NumPy, and bounds the errors that rounding leads to.
 
 A bound is made of the format's rounding errors: u_out, half of the result dtype's distance from 1 to the next value,
 for each elementary operation, and u, that of float32 or of a wider result, in sums. A sum of k terms in any order errs
@@ -61,8 +61,11 @@ def reference(op: Op) -> Reference:
 
 
 def _floor(dtype: DType) -> float:
-    """What is lost where results are subnormal: they may be flushed to zero, but for those of dtypes whose subnormal
-    values are normal ones in float32, which are rounded a few times."""
+    """Returns the absolute error that a subnormal result may have.
+
+    A framework may flush subnormal results to zero. Those of float16, whose subnormal values are normal in float32, are
+    rounded a few times instead.
+    """
     if dtype.smallest_normal <= DTYPES["float32"].smallest_normal:
         return dtype.smallest_normal
     return 4 * dtype.smallest_normal * dtype.half_ulp

@@ -17,8 +17,11 @@ _OPEN = (*INLINE, "jit", "pjit", "scan", "cond", "while", "remat2", "checkpoint"
 
 
 class Forward(NamedTuple):
-    """Of one jaxpr. `equations`: positions of those whose results the forward pass needs. `after`: variables that
-    depend on a gradient. `needed`: those that the forward pass needs."""
+    """Which part of a jaxpr is the forward pass.
+
+    `equations`: the positions of the equations whose results it needs. `after`: the variables that depend on a
+    gradient. `needed`: the variables that the forward pass needs.
+    """
 
     equations: frozenset[int]
     after: frozenset[Any]
@@ -78,7 +81,11 @@ def _variable(v: Any) -> bool:
 
 
 def _operands_after(eqn: Any, late: Any) -> list[bool]:
-    """What is differentiated is forward code, whatever its operands are: a training step may follow another one."""
+    """Returns which operands of an equation make its results depend on a gradient.
+
+    An equation under `jax.jvp` is forward code even if its operands depend on one, since a function may make several
+    training steps.
+    """
     anew = "jvp" in transforms(eqn)
     return [_variable(v) and v in late and not anew for v in eqn.invars]
 

@@ -67,8 +67,11 @@ class Where(NamedTuple):
 
 
 class Function(NamedTuple):
-    """What an equation computes, possibly with those before it: an operation of JAX's own. `name`, `operation`: as
-    leaves of sites have them. `operands`: variables of the jaxpr by their names."""
+    """An operation of JAX's own that ends in one equation of a jaxpr, and may begin in earlier ones.
+
+    `name`: of its row in the lab's table. `operation`: what `Leaf.operation` holds. `operands`: the jaxpr's variables,
+    by the row's names of operands.
+    """
 
     name: str
     operation: Any

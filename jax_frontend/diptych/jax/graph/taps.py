@@ -33,7 +33,7 @@ ROW = "diptych_row"
 
 
 NUMBERS = itertools.count()
-"""Of taps."""
+"""Yields the number of each new tap, which no other tap of the process has."""
 
 
 def tap(x: Any, name: str, kind: str, grad: str = "", number: int | None = None) -> Any:
