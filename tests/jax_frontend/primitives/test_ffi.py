@@ -85,10 +85,14 @@ def test_importing_starts_no_backend_and_loads_no_cuda():
     assert out.strip() == "0 set()"
 
 
-def test_importing_is_quick():
-    """Under 0.45 s of one core beside jax."""
-    code = "import time, jax, numpy; t = time.process_time(); import diptych.jax; print(time.process_time() - t)"
-    assert any(float(run(code)) < 0.45 for _ in range(3))  # the first may write bytecode
+def test_importing_is_quick(tmp_path, monkeypatch):
+    """It takes at most two fifths of the processor time that jax takes, on any machine, once bytecode is written."""
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path))
+    clock = "import time; clock = time.process_time; start = clock()\n"
+    code = clock + "import jax, numpy; after = clock(); import diptych.jax; print((clock() - after) / (after - start))"
+    run(code)  # writes the bytecode
+    assert min(float(run(code)) for _ in range(4)) < 0.4
 
 
 def test_torch_is_not_imported():
