@@ -24,6 +24,8 @@ HASH = "diptych-128"
 """The name of the core's hash in a trace's meta.json."""
 MODEL = "model"
 """The name of the whole model's output; a module's own path is empty there."""
+EVERYTHING: dict[str, Any] = {"values": "full", "budget": 2**61, "ops": "all", "statistics": False}
+"""Options of a capture from which every operation can be computed again."""
 
 
 class CaptureWarning(UserWarning):

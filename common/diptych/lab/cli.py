@@ -127,8 +127,9 @@ def _parser() -> argparse.ArgumentParser:
         "more seeds are needed",
     )
     compare.add_argument(
-        "--trace-steps", type=_positive, default=3, metavar="N", help="first steps to record and replay"
+        "--trace-steps", type=_positive, default=3, metavar="N", help="first steps to capture, replay and compare"
     )
+    compare.add_argument("--keep-traces", action="store_true", help="keep these as traces in OUT/traces")
     compare.add_argument(
         "--corrupt-scale",
         nargs="?",
@@ -461,11 +462,12 @@ def _compare(args: argparse.Namespace, arguments: list[str]) -> int:
         corrupt=args.corrupt_scale,
         corruption=corruption,
         seeds=args.seeds,
+        keep_traces=args.keep_traces,
     )
     pair = (_frontend("torch", args.device), _frontend("jax", args.device))
     folder = args.out or pathlib.Path(f"runs/compare-{args.recipe}")
     with _writing(folder, RESULTS, REPORT):
-        results = compare.compare(pair, data, options, print, _bars(args))
+        results = compare.compare(pair, data, options, folder, print, _bars(args))
         files.write_text(folder / RESULTS, json.dumps(results, indent=1))
         commands = [shlex.join(["diptych", *arguments]), "diptych doctor"]
         files.write_text(folder / REPORT, report.render(results, commands))

@@ -1,14 +1,17 @@
 """The comparison of two frameworks: the same model, weights and batches, in high precision and by a recipe.
 
-First, some steps are traced: every diptych op of the first framework is replayed in the second on the recorded inputs,
-and both trajectories are compared in bits. Then four runs train to the end, and their losses and kernel counts are
-checked. Further seeds add four runs each, of which the final losses alone are compared. All results go into one plain
-dictionary, which the report shows.
+First, some steps are captured as traces: every operation of the first framework is replayed in the second on the
+recorded operands, and both trajectories are compared in bits. Then four runs train to the end, and their losses and
+kernel counts are checked. Further seeds add four runs each, of which the final losses alone are compared. All results
+go into one plain dictionary, which the report shows.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import pathlib
+import tempfile
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,23 +21,10 @@ import numpy as np
 from diptych.common import Recipe, TensorPlan, linear_plan
 from diptych.lab import train
 from diptych.lab.data import ByteData
-from diptych.lab.frontend import Frontend, Trainer
+from diptych.lab.first_steps import FirstSteps, first_steps, loss_distance
+from diptych.lab.frontend import Frontend
 from diptych.lab.job import Corruption, Job, ModelConfig, OptimConfig, initial_weights, loss_tolerance
-from diptych.lab.replay.op import Bits
 from diptych.lab.seeds import Pairs, overall
-from diptych.lab.trace import (
-    ROLES,
-    Difference,
-    Labelled,
-    StepTrace,
-    activation_order,
-    computed,
-    difference,
-    framework_ops,
-    label,
-    merge,
-    missing_products,
-)
 
 ENTROPY_FACTOR = 0.8
 OPS = ("quantize", "gemm", "bias_grad", "scale_update")
@@ -45,7 +35,8 @@ JOINED = "scale_update_many"  # runs in place of scale_update where Frontend.upd
 @dataclasses.dataclass(frozen=True)
 class Options:
     """Options of a comparison. `corrupt`: name of the framework whose low-precision runs get `corruption`. `seeds`: how
-    many seeds from `settings.seed` on are trained; the trace, replays and kernel counts are those of the first."""
+    many seeds from `settings.seed` on are trained; traces, replays and kernel counts are those of the first.
+    `keep_traces`: whether the values of the first steps stay on disk."""
 
     recipe_name: str
     recipe: Recipe
@@ -59,6 +50,7 @@ class Options:
     corrupt: str | None = None
     corruption: Corruption | None = None
     seeds: int = 1
+    keep_traces: bool = False
 
     def of_seed(self, seed: int) -> Options:
         """Returns the options of a comparison of one other seed."""
@@ -90,9 +82,17 @@ Say = Callable[[str], None]
 
 
 def compare(
-    pair: tuple[Frontend, Frontend], data: ByteData, options: Options, say: Say, progress: bool
+    pair: tuple[Frontend, Frontend],
+    data: ByteData,
+    options: Options,
+    folder: pathlib.Path,
+    say: Say,
+    progress: bool,
 ) -> dict[str, Any]:
-    """Runs the whole comparison of a pair of frontends.
+    """Runs the whole comparison of a pair of frontends. `folder`: of the results; traces are in it while they
+    are compared, and stay as `traces/FRAMEWORK` if `options` say so.
+
+    **Raises** TraceError if they are to stay and there are older ones.
 
     **Returns:** plain data: "checks", "passed" (None: undecided), "runs" (of the first seed), "pairs" (of all seeds by
     framework), "trace", "replay", "framework_ops", "entropy", "seconds", settings.
@@ -100,7 +100,7 @@ def compare(
     began = time.perf_counter()
     data.check(options.model.seq)
     say(f"tracing the first {options.trace_steps} steps in {pair[0].name} and {pair[1].name}")
-    traced = _trace(pair, data, options)
+    traced = _first_steps(pair, data, options, folder)
     seeds = range(options.settings.seed, options.settings.seed + options.seeds)
     of_seeds = {seed: _four_runs(pair, data, options, seed, say, progress) for seed in seeds}
     runs = of_seeds[options.settings.seed]
@@ -132,8 +132,22 @@ def compare(
         "data": {"source": data.source, "files": data.files, "train": len(data.train), "valid": len(data.valid)},
         "versions": {f.name: f.versions() for f in pair},
         "seconds": time.perf_counter() - began,
-        **{k: v for k, v in traced.items() if not k.startswith("_")},
+        **traced.data,
     }
+
+
+def _first_steps(pair: tuple[Frontend, Frontend], data: ByteData, options: Options, folder: pathlib.Path) -> FirstSteps:
+    model, settings = options.model, options.settings
+    weights = initial_weights(model, settings.seed)
+    jobs = [dataclasses.replace(options.job(f.name, True), compile=False) for f in pair]
+    a, b = (f.trainer(job, weights) for f, job in zip(pair, jobs, strict=True))
+    batches = [data.batch(settings.seed, i, settings.batch, model.seq) for i in range(options.trace_steps)]
+    with contextlib.ExitStack() as stack:
+        if options.keep_traces:
+            folder = folder / "traces"
+        else:
+            folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="traces-", dir=folder)))
+        return first_steps(pair, (a, b), batches, model, options.device, folder, options.keep_traces)
 
 
 HIGH = "high precision"
@@ -185,135 +199,6 @@ def _corruption_data(options: Options) -> dict[str, Any] | None:
     return {"framework": options.corrupt, **dataclasses.asdict(options.corruption)}
 
 
-# --- the first steps, in bits ---
-
-
-def _trace(pair: tuple[Frontend, Frontend], data: ByteData, options: Options) -> dict[str, Any]:
-    weights = initial_weights(options.model, options.settings.seed)
-    trainers: list[Trainer] = [f.trainer(options.job(f.name, True), weights) for f in pair]
-    steps: list[dict[str, Any]] = []
-    replayed: dict[str, list[Difference]] = {}
-    isolated: dict[str, list[Difference]] = {}
-    drift: list[dict[str, Any]] = []
-    missing: list[str] = []
-    for step in range(options.trace_steps):
-        batch = data.batch(options.settings.seed, step, options.settings.batch, options.model.seq)
-        before = trainers[0].state().weights
-        a, b = (t.traced_step(batch) for t in trainers)
-        labelled = [label(t.ops, options.model) for t in (a, b)]
-        for name, items in zip((f.name for f in pair), labelled, strict=True):
-            missing += [f"{name} step {step}: {p}" for p in missing_products(items, options.model)]
-        for op in a.ops:
-            again = pair[1].replay(op, options.device)
-            replayed.setdefault(op.kind, []).extend(difference(v, again[k]) for k, v in op.outputs.items())
-        for kind, part in _isolated(pair[1], a, before, batch, options.model):
-            isolated.setdefault(kind, []).append(part)
-        drift.append(_activations(a, b, options.model))
-        steps.append(_step_data(step, a, b, labelled))
-    parting = _parting(drift)
-    return {
-        "trace": steps,
-        "replay": [{"op": kind, **_counts(parts)} for kind, parts in replayed.items()],
-        "framework_ops": [
-            {"kind": kind, **_counts(parts), "parts": parting["by_kind"].get(kind)} for kind, parts in isolated.items()
-        ],
-        "first_parting": parting["first"],
-        "drift": drift,
-        "_missing": missing,
-        "_replayed": merge([p for parts in replayed.values() for p in parts]),
-        "_tensors": sum(len(parts) for parts in replayed.values()),
-    }
-
-
-def _counts(parts: list[Difference]) -> dict[str, Any]:
-    total = merge(parts)
-    return {
-        "tensors": len(parts),
-        "tensors_differing": sum(not p.equal for p in parts),
-        "elements": total.elements,
-        "differing": total.differing,
-        "max_ulp": total.max_ulp,
-    }
-
-
-def _isolated(other: Frontend, trace: StepTrace, weights: Any, batch: np.ndarray, model: ModelConfig) -> Any:
-    """Returns (kind, Difference) for each framework op, computed by `other` on the inputs in `trace`."""
-    known = {**weights, **trace.activations, "tokens": batch[:, :-1], "targets": batch[:, 1:]}
-    for op in framework_ops(model):
-        inputs = [np.ascontiguousarray(known[name]) for name in op.inputs]
-        out = computed(op, inputs, model.heads, lambda row: other.replay(row, "cpu"))
-        yield op.kind, difference(Bits.of(np.asarray(known[op.output])), Bits.of(out))
-
-
-def _activations(a: StepTrace, b: StepTrace, model: ModelConfig) -> dict[str, Any]:
-    """Returns the difference of every activation between the two trajectories, in forward order."""
-    rows = []
-    for name, kind in activation_order(model):
-        x, y = a.activations[name], b.activations[name]
-        found = difference(Bits.of(x), Bits.of(y))
-        finite = np.isfinite(x) & np.isfinite(y)
-        relative = _relative(x[finite], y[finite])
-        rows.append({"name": name, "kind": kind, "differing": found.differing, "elements": found.elements,
-                     "max_ulp": found.max_ulp, "relative": relative})  # fmt: skip
-    return {"activations": rows}
-
-
-def _relative(x: np.ndarray, y: np.ndarray) -> float:
-    """||x - y|| / ||x||."""
-    norm = float(np.linalg.norm(x.astype(np.float64)))
-    return float(np.linalg.norm(x.astype(np.float64) - y)) / norm if norm else 0.0
-
-
-def _parting(drift: list[dict[str, Any]]) -> dict[str, Any]:
-    """Returns the first activation that differs over all steps, and the first one for each kind of op."""
-    first, by_kind = None, {}
-    for step, trace in enumerate(drift):
-        for row in trace["activations"]:
-            if row["differing"]:
-                here = {"step": step, "name": row["name"], "kind": row["kind"], "max_ulp": row["max_ulp"]}
-                first = first or here
-                by_kind.setdefault(row["kind"], here)
-    return {"first": first, "by_kind": by_kind}
-
-
-_PARTS = {"data": "payload", "inv": "scale", "amax": "amax"}
-_WHAT = {"input": "quantized input", "weight": "quantized weight", "grad_output": "quantized output gradient"}
-
-
-def _step_data(step: int, a: StepTrace, b: StepTrace, labelled: list[list[Labelled]]) -> dict[str, Any]:
-    """Returns one step's table: for each kind of tensor, how many elements differ and where the first one is."""
-    ours, theirs = labelled
-    by_key = {(item.linear, item.role): item.op for item in theirs}
-    found: dict[str, list[tuple[str, Difference]]] = {}
-    far: dict[str, float] = {}  # largest relative distance of a tensor, where its elements are numbers of their own
-    for item in sorted(ours, key=lambda i: ROLES.index(i.role)):
-        other = by_key.get((item.linear, item.role))
-        if other is None:
-            raise ValueError(f"step {step}: {item.linear} {item.role} was recorded in one framework only")
-        for name, bits in item.op.outputs.items():
-            if item.role in _WHAT:
-                what = f"{_WHAT[item.role]}: {_PARTS[name.rsplit('_', 1)[-1]]}"
-            else:
-                what = f"{item.role} result"
-            found.setdefault(what, []).append((item.linear, difference(bits, other.outputs[name])))
-            x, y = bits.floats, other.outputs[name].floats
-            if x is not None and y is not None and item.role not in _WHAT:
-                far[what] = max(far.get(what, 0.0), _relative(x, y))
-    for name, grad in a.gradients.items():
-        parts = found.setdefault("parameter gradients", [])
-        parts.append((name, difference(Bits.of(grad), Bits.of(b.gradients[name]))))
-    far["parameter gradients"] = max(_relative(g, b.gradients[name]) for name, g in a.gradients.items())
-    rows = []
-    for what, parts in found.items():
-        where = next((name for name, part in parts if not part.equal), None)
-        rows.append({"what": what, **_counts([part for _, part in parts]), "first": where, "relative": far.get(what)})
-    return {"step": step, "losses": [a.loss, b.loss], "loss_ulp": _loss_ulp(a.loss, b.loss), "rows": rows}
-
-
-def _loss_ulp(x: float, y: float) -> int:
-    return difference(Bits.of(np.array([x], np.float32)), Bits.of(np.array([y], np.float32))).max_ulp
-
-
 # --- verdicts ---
 
 
@@ -342,7 +227,7 @@ def expected_calls(options: Options, frontend: Frontend, run: train.RunResult, l
 
 
 def _checks(
-    pair: tuple[Frontend, Frontend], runs: dict[str, train.RunResult], pairs: dict[str, Pairs], traced: Any,
+    pair: tuple[Frontend, Frontend], runs: dict[str, train.RunResult], pairs: dict[str, Pairs], traced: FirstSteps,
     entropy: float, options: Options,
 ) -> list[Check]:  # fmt: skip
     limit = ENTROPY_FACTOR * entropy
@@ -358,17 +243,18 @@ def _checks(
     for frontend in pair:
         run = runs[f"{frontend.name} {options.recipe_name}"]
         want, got = expected_calls(options, frontend, run, True)["gemm"], run.calls["gemm"]
-        gaps = [m for m in traced["_missing"] if m.startswith(frontend.name + " ")]
+        gaps = [m for m in traced.missing if m.startswith(frontend.name + " ")]
         step, evaluated = (calls["gemm"] for calls in calls_per_linear(options.recipe))
         detail = f"{got} quantized GEMMs ran, {want} = {len(options.model.linears)} linears x "
         detail += f"({step} x {run.steps_run} steps + {evaluated} x {run.evaluations_run} evaluated batches) expected"
         detail += f"; missing in the trace: {', '.join(gaps[:3])}" if gaps else ""
         name = f"{frontend.name}: every linear's three GEMMs ran quantized kernels"
         checks.append(Check(name, got == want and not gaps, detail))
-    replayed: Difference = traced["_replayed"]
-    detail = f"{traced['_tensors']} tensors with {replayed.elements:,} elements, {replayed.differing:,} differ"
+    differing = sum(d.differing or 0 for d in traced.replayed)
+    elements = sum(d.elements for d in traced.replayed)
+    detail = f"{len(traced.replayed)} tensors with {elements:,} elements, {differing:,} differ"
     name = f"every {pair[0].name} op, replayed in {pair[1].name} on the same inputs, gives the same bits"
-    return [*checks, Check(name, replayed.equal and traced["_tensors"] > 0, detail)]
+    return [*checks, Check(name, bool(traced.replayed) and not differing, detail)]
 
 
 def _run_data(pair: tuple[Frontend, Frontend], name: str, run: train.RunResult, options: Options) -> dict[str, Any]:
@@ -394,6 +280,6 @@ def _losses_part(pair: tuple[Frontend, Frontend], runs: dict[str, train.RunResul
         a, b = (runs[f"{f.name} {which}"].losses.astype(np.float32) for f in pair)
         steps = np.flatnonzero(a != b)
         at = int(steps[0]) if len(steps) else None
-        ulp = 0 if at is None else _loss_ulp(float(a[at]), float(b[at]))
+        ulp = 0 if at is None else loss_distance(a[at], b[at]).max_ulp
         out.append({"precision": which, "step": at, "ulp": ulp, "largest": float(np.abs(a - b).max())})
     return out

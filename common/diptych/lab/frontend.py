@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import pathlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,7 +17,6 @@ import numpy as np
 from diptych.lab.bisect.forward import Feeder
 from diptych.lab.job import Job, Weights
 from diptych.lab.replay.op import Bits, Op
-from diptych.lab.trace import StepTrace
 
 GROUP = "diptych.frontends"
 
@@ -51,8 +53,9 @@ class Trainer(Protocol):
         """Makes one update on int32 [batch, seq + 1] tokens. Returns the loss before it, in nats per byte."""
         ...
 
-    def traced_step(self, batch: np.ndarray) -> StepTrace:
-        """Makes one update like `step`, and records every diptych op and the named activations."""
+    def captured(self, out: pathlib.Path) -> AbstractContextManager[Callable[[np.ndarray], float]]:
+        """Returns a context with a function like `step`, whose calls are recorded as the steps of a trace in `out`:
+        all values of all sites, and operations of the framework. Its job must be one without compilation."""
         ...
 
     def evaluate(self, batch: np.ndarray) -> float:

@@ -220,7 +220,8 @@ def _drift(r: Results) -> str:
     place = {"xycoords": ("axes fraction", "data"), "va": "bottom", "ha": "right", "fontsize": 9, "color": "#2b8a3e"}
     ax.annotate("same bits ", (1, floor), **place)
     blocks = [
-        [i for i, v in enumerate(rows) if v["name"].startswith(f"blocks.{b}.")] for b in range(r["model"]["layers"])
+        [i for i, v in enumerate(rows) if f"{v['name']}.".startswith(f"blocks.{b}.")]
+        for b in range(r["model"]["layers"])
     ]
     ax.set_xticks([(b[0] + b[-1]) / 2 for b in blocks], [f"block {i}" for i in range(len(blocks))])
     for edge in (blocks[0][0], *(b[-1] + 1 for b in blocks)):

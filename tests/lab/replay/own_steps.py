@@ -20,9 +20,8 @@ from diptych.jax.layers.products import OFFSETS
 from diptych.jax.layers.quantize import rng_at
 from diptych.jax.state.scales import init_state, overwrite_states
 from diptych.jax.state.update import update_state
-from diptych.lab.replay import table
+from diptych.lab.replay import recorded, table
 from diptych.lab.replay.op import Op
-from diptych.lab.replay.recorded import recorded
 from diptych.lab.traces import Trace
 from diptych.torch import lab as torch_lab
 
@@ -114,9 +113,8 @@ RECORD = {"torch": torch_steps, "jax": jax_steps}
 
 
 def operations(trace: Trace, step: int) -> list[Op]:
-    """Returns the operations of a step."""
-    calls = {(o.site.operation, o.site.inputs): o.site.key for o in trace.ranks[0].step(step) if o.site.operation}
-    return [recorded(trace, key, step).op for key in calls.values()]
+    """Returns the operations of a step, in order."""
+    return [found.op for found in recorded.operations(trace.ranks[0].step(step))]
 
 
 def not_described(trace: Trace) -> set[str]:

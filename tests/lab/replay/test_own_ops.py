@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+from lab_tools import same_bits
 from own_calls import CALLS
 from own_steps import MODULES, RECORD, STEPS, not_described, operations
 from sweeps import others_slow
@@ -25,7 +26,6 @@ from diptych.jax.lab import own_ops as jax_ops
 from diptych.lab.frontend import require
 from diptych.lab.replay import table
 from diptych.lab.replay.op import ReplayError
-from diptych.lab.trace import difference
 from diptych.lab.traces import Trace
 from diptych.torch import lab as torch_lab
 from diptych.torch.lab import own_ops as torch_ops
@@ -38,7 +38,7 @@ def assert_same(op, framework):
     again = require(framework, "cpu").replay(op, "cpu")
     assert again.keys() == op.outputs.keys(), (op.kind, framework)
     for name, bits in op.outputs.items():
-        assert difference(bits, again[name]).equal, (op.kind, name, framework)
+        assert same_bits(bits, again[name]), (op.kind, name, framework)
 
 
 # --- steps of layers -------------------------------------------------------------------------------------------------
@@ -143,13 +143,13 @@ def test_calls_are_described_by_their_own_options_and_operands(calls, framework)
 
 def _same(want, got):
     """JAX's activation_grad has a result of x's dtype: for a wider one its x is recorded in the wider dtype."""
-    return np.array_equal(want.floats, got.floats) if want.dtype != got.dtype else difference(want, got).equal
+    return np.array_equal(want.floats, got.floats) if want.dtype != got.dtype else same_bits(want, got)
 
 
 def test_calls_have_the_same_bits_in_both_frameworks(calls):
     for one, other in zip(calls["torch"], calls["jax"], strict=True):
         for name in one.outputs.keys() & other.outputs.keys():
-            assert difference(one.outputs[name], other.outputs[name]).equal, (one.kind, one.options, name)
+            assert same_bits(one.outputs[name], other.outputs[name]), (one.kind, one.options, name)
 
 
 # --- what cannot be computed again -----------------------------------------------------------------------------------

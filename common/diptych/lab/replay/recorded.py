@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import difflib
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from diptych.lab.replay import table
 from diptych.lab.replay.op import Bits, Op, ReplayError
@@ -36,7 +38,31 @@ def recorded(trace: Trace, site: str, step: int | None = None, rank: int = 0) ->
     if step not in steps:
         raise ReplayError(f"{trace.folder}: has no step {step}; it has {_listed(steps)}")
     observations = trace.ranks[rank].step(step)
-    return _operation(_with_operation(_found(observations, site), observations, trace), observations)
+    of = _with_operation(_found(observations, site), observations, trace)
+    return _operation(_results(observations)[of.site.operation, of.site.inputs], _by_key(observations))
+
+
+def operations(observations: Sequence[Observation]) -> Iterator[Recorded]:
+    """Yields all operations of a step that can be computed again, in the order of their first results.
+
+    **Arguments:** `observations`: of one step of one rank. **Raises** as `recorded` does.
+    """
+    by_key = _by_key(observations)
+    for results in _results(observations).values():
+        yield _operation(results, by_key)
+
+
+def _by_key(observations: Sequence[Observation]) -> dict[str, Observation]:
+    return {o.site.key: o for o in observations}
+
+
+def _results(observations: Sequence[Observation]) -> dict[tuple[Any, Any], list[Observation]]:
+    """Returns the results of each operation. Calls differ in the keys of their operands."""
+    found: dict[tuple[Any, Any], list[Observation]] = collections.defaultdict(list)
+    for o in observations:
+        if o.site.operation is not None:
+            found[o.site.operation, o.site.inputs].append(o)
+    return found
 
 
 def _listed(steps: list[int]) -> str:
@@ -76,21 +102,17 @@ def _with_operation(found: Observation, observations: list[Observation], trace: 
     raise ReplayError(f"{found.site.key}: no operation that computed it was recorded{more}")
 
 
-def _operation(of: Observation, observations: list[Observation]) -> Recorded:
-    site = of.site
+def _operation(found: list[Observation], by_key: Mapping[str, Observation]) -> Recorded:
+    """Returns the operation with the results `found`."""
+    site = found[0].site
     assert site.operation is not None and site.inputs is not None
     name = site.operation.name
     try:
         options = table.decoded(name, site.operation.options)
     except ValueError as e:
         raise ReplayError(f"{site.key}: {e}") from None
-    by_key = {o.site.key: o for o in observations}
     operands = {argument(key): by_key[key] for key in site.inputs}
-    results = {
-        argument(o.site.key): o
-        for o in observations
-        if (o.site.operation, o.site.inputs) == (site.operation, site.inputs)
-    }
+    results = {argument(o.site.key): o for o in found}
     row = table.TABLE[name]
     if missing := [n for n in row.operands if n not in operands]:
         raise ReplayError(f"{site.key}: operand {missing[0]} of {name} was not recorded")

@@ -1,12 +1,14 @@
-"""Registers JAX with the lab: trains the demo model, records its ops, replays other frameworks' ops."""
+"""Registers JAX with the lab: trains the demo model and replays other frameworks' operations."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import importlib.metadata
 import math
-from collections.abc import Callable
+import pathlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -15,8 +17,8 @@ import numpy as np
 import optax
 
 from diptych.jax.functional import quantize as quantize_verbs
-from diptych.jax.graph.ops import stored_dtype
 from diptych.jax.lab import gpt, own_ops, table_ops
+from diptych.jax.lab.capture import capture
 from diptych.jax.lab.feed import Feeder
 from diptych.jax.layers.products import OFFSETS
 from diptych.jax.layers.quantize import rng_at
@@ -25,10 +27,10 @@ from diptych.jax.primitives.checks import dtype_of
 from diptych.jax.state.scales import init_state, load_state_dict, overwrite_states, state_dict
 from diptych.jax.state.update import update_state
 from diptych.jax.tensors.quantized import QuantizedArray
+from diptych.lab.capture import EVERYTHING
 from diptych.lab.frontend import State
 from diptych.lab.job import CLIP_EPS, Job, Weights
 from diptych.lab.replay.op import Bits, Op
-from diptych.lab.trace import StepTrace
 
 Array = jax.Array
 
@@ -56,12 +58,10 @@ class JaxTrainer:
         scales = {} if job.recipe is None else {name: init_state(_recipe(job, name)) for name in job.model.linears}
         rngs = {name: quantize_verbs.rng_state(job.seed, offset) for name, offset in job.streams().items()}
         self._kept: Any = self._put((scales, rngs))
-        self._names = frozenset(_activation_names(job))
         # A command buffer replays kernels without calling their handlers, and the registry would not count them.
         options = {"xla_gpu_graph_min_graph_size": 1 << 30} if job.device == "cuda" else None
         self._step = jax.jit(self._update, donate_argnums=(0, 1, 2), compiler_options=options)
         self._evaluate = jax.jit(self._held_out, compiler_options=options)
-        self._traced: Callable[..., Any] | None = None
 
     def _gradients(self, params: gpt.Params, kept: Any, batch: Array) -> Any:
         """Returns loss, gradients, and the quantizers' states for the next step."""
@@ -102,15 +102,17 @@ class JaxTrainer:
     def evaluate(self, batch: np.ndarray) -> float:
         return float(self._evaluate(self._params, self._kept, self._put(batch)))
 
-    def traced_step(self, batch: np.ndarray) -> StepTrace:
-        if self._traced is None:
-            self._traced = jax.jit(recorded(self._gradients, self._names))
-        (loss, grads, self._kept), log = self._traced(self._params, self._kept, self._put(batch))
-        updates, self._opt_state = self._optimizer.update(self._clipped(grads), self._opt_state, self._params)
-        self._params = optax.apply_updates(self._params, updates)
-        activations = {k: np.asarray(v) for k, v in log.activations.items()}
-        gradients = {k: np.asarray(v) for k, v in grads.items()}
-        return StepTrace(float(loss), activations, [_op(*entry) for entry in log.entries()], gradients)
+    @contextlib.contextmanager
+    def captured(self, out: pathlib.Path) -> Iterator[Callable[[np.ndarray], float]]:
+        with capture(self._gradients, out, check=False, **EVERYTHING) as run:
+
+            def step(batch: np.ndarray) -> float:
+                loss, grads, self._kept = run(self._params, self._kept, self._put(batch))
+                updates, self._opt_state = self._optimizer.update(self._clipped(grads), self._opt_state, self._params)
+                self._params = optax.apply_updates(self._params, updates)
+                return float(loss)
+
+            yield step
 
     def state(self) -> State:
         adam = self._opt_state[0]
@@ -133,12 +135,6 @@ class JaxTrainer:
         scales, rngs = self._kept
         loaded = {name: load_state_dict(state.quantizing, own, f"{name}.") for name, own in scales.items()}
         self._kept = self._put(({n: own for n, (own, _) in loaded.items()}, {n: loaded[n][1] for n in rngs}))
-
-
-def _activation_names(job: Job) -> list[str]:
-    from diptych.lab.trace import activation_order
-
-    return [name for name, _ in activation_order(job.model)]
 
 
 def _recipe(job: Job, linear: str) -> Any:
@@ -165,85 +161,8 @@ def _spoil(q: QuantizedArray, factor: float) -> QuantizedArray:
     return dataclasses.replace(q, rowwise_scale_inv=scale)
 
 
-# --- recording ---
-
-
-@functools.partial(jax.tree_util.register_dataclass, data_fields=("activations", "values"), meta_fields=("calls",))
-@dataclasses.dataclass
-class Log:
-    """The record of an evaluation: arrays are leaves, the ops' names and parameters are metadata."""
-
-    activations: dict[str, Array] = dataclasses.field(default_factory=dict)
-    values: list[tuple[list[Array], list[Array]]] = dataclasses.field(default_factory=list)
-    calls: tuple[tuple[str, tuple[tuple[str, Any], ...]], ...] = ()
-
-    def entries(self) -> list[tuple[str, dict[str, Any], list[Array], list[Array]]]:
-        pairs = zip(self.calls, self.values, strict=True)
-        return [(op, dict(params), ins, outs) for (op, params), (ins, outs) in pairs]
-
-
-def recorded(fun: Callable[..., Any], names: frozenset[str]) -> Callable[..., Any]:
-    """Returns `fun` with the result (its own result, Log of all diptych primitives and of the activations in `names`).
-
-    It evaluates fun's jaxpr equation by equation, so the model needs no changes; jit the result.
-    """
-
-    def evaluate(*args: Any) -> Any:
-        closed, shape = jax.make_jaxpr(fun, return_shape=True)(*args)
-        log = Log()
-        outs = _evaluate(closed.jaxpr, closed.consts, jax.tree.leaves(args), names, log)
-        return jax.tree.unflatten(jax.tree.structure(shape), outs), log
-
-    return evaluate
-
-
-def _evaluate(jaxpr: Any, consts: Any, args: Any, names: frozenset[str], log: Log) -> list[Any]:
-    env: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *args], strict=True))
-    for eqn in jaxpr.eqns:
-        ins = [env[v] if not hasattr(v, "val") else v.val for v in eqn.invars]
-        inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-        if inner is not None and _records(inner, names):
-            body, body_consts = (inner.jaxpr, inner.consts) if hasattr(inner, "consts") else (inner, ())
-            if len(body.invars) != len(ins):
-                raise NotImplementedError(f"recording inside {eqn.primitive} is not supported")
-            outs = _evaluate(body, body_consts, ins, names, log)
-        else:
-            bound = eqn.primitive.get_bind_params(eqn.params)
-            subfuns, params = bound if isinstance(bound, tuple) else ((), bound)  # the form differs between versions
-            outs = eqn.primitive.bind(*subfuns, *ins, **params)
-            outs = list(outs) if eqn.primitive.multiple_results else [outs]
-        if eqn.primitive.name == "name" and eqn.params["name"] in names:
-            log.activations.setdefault(eqn.params["name"], outs[0])
-        if eqn.primitive.name.startswith("diptych_"):
-            log.values.append((ins, outs))
-            log.calls += ((eqn.primitive.name.removeprefix("diptych_"), tuple(sorted(eqn.params.items()))),)
-        env.update(zip(eqn.outvars, outs, strict=True))
-    return [env[v] if not hasattr(v, "val") else v.val for v in jaxpr.outvars]
-
-
-def _records(jaxpr: Any, names: frozenset[str]) -> bool:
-    """Returns whether a jaxpr contains an equation to record."""
-    body = getattr(jaxpr, "jaxpr", jaxpr)
-    for eqn in body.eqns:
-        if eqn.primitive.name.startswith("diptych_") or eqn.params.get("name") in names:
-            return True
-        inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
-        if inner is not None and _records(inner, names):
-            return True
-    return False
-
-
-def _bits(x: Array, dtype: str | None = None) -> Bits:
-    return Bits.of(np.asarray(x), dtype or x.dtype.name)
-
-
-def _op(kind: str, params: dict[str, Any], ins: list[Array], outs: list[Array]) -> Op:
-    """Returns a recorded primitive as the lab's `Op`, with the format's dtypes where payloads are passed as uint8."""
-    call = own_ops.described(kind, params, ins, outs)
-    if call.options is None:
-        raise NotImplementedError(f"recording diptych_{kind} is not supported")
-    bits = lambda named: {n: _bits(x, stored_dtype(params, n)) for n, x in named.items()}  # noqa: E731
-    return Op(call.row, bits(call.operands), call.options, bits(call.results))
+def _bits(x: Array) -> Bits:
+    return Bits.of(np.asarray(x), x.dtype.name)
 
 
 class JaxFrontend:

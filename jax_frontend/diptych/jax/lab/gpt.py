@@ -45,14 +45,15 @@ def quantized_linear(recipe: Recipe | None, dtype: Any = jnp.float32) -> Linear:
 
     def linear(name: str, x: Array, weight: Array, bias: Array, kept: Kept) -> Array:
         state, rng = kept.scales.get(name), kept.rngs.get(name)
-        y = dense(x.astype(dtype), weight, bias, recipe=recipe, state=state, rng=rng, record=kept.record)
+        with jax.named_scope(name):  # in traces its operations have the layer's name
+            y = dense(x.astype(dtype), weight, bias, recipe=recipe, state=state, rng=rng, record=kept.record)
         return y.astype(x.dtype)
 
     return linear
 
 
 def embedding(tokens: Array, embed: Array, position: Array) -> Array:
-    x = embed[tokens]
+    x = checkpoint_name(embed[tokens], "embed")
     return x + jnp.broadcast_to(position[: tokens.shape[-1]], x.shape)
 
 
@@ -110,12 +111,12 @@ def block(p: Params, prefix: str, x: Array, heads: int, linear: Linear, kept: Ke
     x = name("residual", x + y)
     y = name("norm2", layer_norm(x, p[f"{prefix}norm2.weight"], p[f"{prefix}norm2.bias"]))
     y = project("down", name("gelu", gelu(project("up", y))))
-    return name("output", x + y)
+    return checkpoint_name(x + y, prefix.removesuffix("."))
 
 
 def gpt(params: Params, tokens: Array, kept: Kept, *, layers: int, heads: int, linear: Linear) -> Array:
     """Logits [B, T, 256] of int32 tokens [B, T]."""
-    x = checkpoint_name(embedding(tokens, params["embed.weight"], params["position.weight"]), "embed")
+    x = checkpoint_name(embedding(tokens, params["embed.weight"], params["position.weight"]), "embedded")
     for i in range(layers):
         x = block(params, f"blocks.{i}.", x, heads, linear, kept)
     x = checkpoint_name(layer_norm(x, params["norm.weight"], params["norm.bias"]), "norm")

@@ -1,4 +1,4 @@
-"""The lab for torch: capture of any model; and its adapter: the demo model, its training step and its traces."""
+"""The lab for torch: capture of any model; and its adapter: the demo model and its training step."""
 
 from diptych.torch.lab.capture import Capture, capture
 

@@ -1,25 +1,26 @@
-"""Registers torch with the lab: trains the demo model, records its ops, replays other frameworks' ops."""
+"""Registers torch with the lab: trains the demo model and replays other frameworks' operations."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.metadata
 import os
+import pathlib
 import shutil
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from diptych.lab.capture import EVERYTHING
 from diptych.lab.frontend import FrontendError, State
 from diptych.lab.job import Job, Weights
 from diptych.lab.replay.op import Bits, Op
-from diptych.lab.trace import StepTrace
 from diptych.torch.lab import gpt, own_ops, table_ops
+from diptych.torch.lab.capture import capture
 from diptych.torch.lab.feed import Feeder
 from diptych.torch.state.autocast import autocast
 from diptych.torch.tensors.quantized import QuantizedTensor
@@ -90,15 +91,16 @@ class TorchTrainer:
             for linear, rng in streams.items():
                 linear.rng_state.copy_(rng)
 
-    def traced_step(self, batch: np.ndarray) -> StepTrace:
-        self._optimizer.zero_grad()
-        with Recorder() as recorder, recorder.watch(self._model), torch.compiler.set_stance("force_eager"):
-            loss = self._loss(batch)
-            loss.backward()
-        activations = {**recorder.activations, "loss": _numpy(loss)}
-        gradients = {k: _numpy(p.grad) for k, p in self._model.named_parameters() if p.grad is not None}
-        self._update()
-        return StepTrace(loss.item(), activations, recorder.ops, gradients)
+    @contextlib.contextmanager
+    def captured(self, out: pathlib.Path) -> Iterator[Callable[[np.ndarray], float]]:
+        with capture(self._model, out=out, **EVERYTHING) as trace:
+
+            def step(batch: np.ndarray) -> float:
+                loss = self.step(batch)
+                trace.step()
+                return loss
+
+            yield step
 
     def state(self) -> State:
         named = dict(self._model.named_parameters())
@@ -143,60 +145,6 @@ def _spoil(q: QuantizedTensor, factor: float) -> QuantizedTensor:
     assert scale is not None
     q.rowwise_scale_inv = (scale.float() * factor).to(scale.dtype)
     return q
-
-
-# --- recording ---
-
-
-class Recorder(TorchDispatchMode):
-    """Context that records every diptych op that reaches the dispatcher, forward and backward."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ops: list[Op] = []
-        self.activations: dict[str, np.ndarray] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._opname
-        if func.namespace != "diptych" or name in own_ops.UNRECORDED:
-            return func(*args, **(kwargs or {}))
-        names = [a.name for a in func._schema.arguments]
-        given = dict(zip(names, args, strict=False)) | (kwargs or {})
-        call = own_ops.described(name, given)
-        if call.options is None:
-            raise NotImplementedError(f"recording diptych::{name} is not supported")
-        inputs = {k: _bits(v) for k, v in call.operands.items()}  # before an op changes them
-        out = func(*args, **(kwargs or {}))
-        outputs = {k: _bits(v) for k, v in own_ops.results(name, given, out).items()}
-        self.ops.append(Op(call.row, inputs, call.options, outputs))
-        return out
-
-    @contextlib.contextmanager
-    def watch(self, model: gpt.GPT) -> Iterator[None]:
-        """Keeps the activations that the lab names, by hooks on the model's modules."""
-        at_input = {"softmax": "scores", "proj": "attention", "norm2": "residual"}
-        modules = {"norm": model.norm, "head": model.head}
-        for i, block in enumerate(model.blocks):
-            modules |= {f"blocks.{i}.{k}": v for k, v in block.named_children()} | {f"blocks.{i}": block}
-
-        def hook(name: str) -> Callable[..., None]:
-            prefix, _, last = name.rpartition(".")
-
-            def keep(_: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-                if name == "blocks.0":
-                    self.activations["embed"] = _numpy(inputs[0])
-                if last in at_input:
-                    self.activations[f"{prefix}.{at_input[last]}"] = _numpy(inputs[0])
-                self.activations[f"{name}.output" if last.isdigit() else name] = _numpy(output)
-
-            return keep
-
-        handles = [module.register_forward_hook(hook(name)) for name, module in modules.items()]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def _numpy(t: Tensor) -> np.ndarray:

@@ -25,27 +25,31 @@ class Projection(Linear):
 
 
 class Block(nn.Module):
-    """One pre-norm transformer block."""
+    """One pre-norm transformer block. Identities give names to activations that no module computes."""
 
     def __init__(self, width: int, heads: int, linear_dtype: torch.dtype) -> None:
         super().__init__()
         self.heads = heads
         self.norm1 = nn.LayerNorm(width)
         self.qkv = Projection(width, 3 * width, linear_dtype)
+        self.scores = nn.Identity()
         self.softmax = nn.Softmax(dim=-1)
+        self.attention = nn.Identity()
         self.proj = Projection(width, width, linear_dtype)
+        self.residual = nn.Identity()
         self.norm2 = nn.LayerNorm(width)
         self.up = Projection(width, 4 * width, linear_dtype)
         self.gelu = nn.GELU()
         self.down = Projection(4 * width, width, linear_dtype)
 
-    def attention(self, qkv: Tensor) -> Tensor:
+    def attend(self, qkv: Tensor) -> Tensor:
         """Causal attention of [B, T, 3 D], [B, T, D]."""
         q, k, _ = split_heads(qkv, self.heads)
-        return attention_values(self.softmax(attention_scores(q, k)), qkv, self.heads)
+        probabilities = self.softmax(self.scores(attention_scores(q, k)))
+        return self.attention(attention_values(probabilities, qkv, self.heads))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.proj(self.attention(self.qkv(self.norm1(x))))
+        x = self.residual(x + self.proj(self.attend(self.qkv(self.norm1(x)))))
         return x + self.down(self.gelu(self.up(self.norm2(x))))
 
 
@@ -65,12 +69,13 @@ class GPT(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(vocab, width)
         self.position = nn.Embedding(seq, width)
+        self.embedded = nn.Identity()
         self.blocks = nn.ModuleList(Block(width, heads, linear_dtype) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, vocab, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.embed(tokens) + self.position.weight[: tokens.shape[-1]]
+        x = self.embedded(self.embed(tokens) + self.position.weight[: tokens.shape[-1]])
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
