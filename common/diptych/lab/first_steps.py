@@ -237,7 +237,7 @@ def _of_linears(ours: list[Labelled], theirs: list[Labelled]) -> list[_Part]:
             part = _PARTS.get(name.rsplit("_", 1)[-1])
             named.append((f"{_WHAT[item.role]}: {part}" if item.role in _WHAT else f"{item.role} result", item.linear))
             pairs.append((o, other.results[name]))
-    return [_Part(*name, d) for name, d in zip(named, _distances(pairs), strict=True)]
+    return [_Part(what, place, d) for (what, place), d in zip(named, _distances(pairs), strict=True)]
 
 
 def _gradients(a: dict[str, Observation], b: dict[str, Observation]) -> list[_Part]:
