@@ -87,7 +87,9 @@ def test_files_that_cannot_be_read(tmp_path):
 
 def test_rules_must_be_about_both_traces(tmp_path):
     given = rules(tmp_path, {"a.*": "b/*", "c": "d"})
-    given.check(["a.0", "a.1", "c"], ["b/0", "d[0]"])
+    assert given.check(["a.0", "c"], ["b/0", "d[0]"]) == []
+    (note,) = given.check(["a.0", "a.1", "a.2", "c"], ["b/0", "d[0]"])
+    assert note.endswith("'a.*': of 3 names that it makes, B does not have 'b/1', 'b/2'")
     with pytest.raises(DiffError, match="no name of A is left for this rule"):
         given.check(["a.0"], ["b/0", "d"])
     with pytest.raises(DiffError, match="B has no 'b/0'"):

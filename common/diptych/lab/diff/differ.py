@@ -39,8 +39,8 @@ def diff(
     if a.meta.ranks != b.meta.ranks:
         raise DiffError(f"{a.folder} has {a.meta.ranks} ranks, {b.folder} has {b.meta.ranks}")
     seen = {rank: [_first_seen(t.ranks[rank], numbers) for t in (a, b)] for rank in a.ranks}
-    if rules is not None:
-        rules.check(*([o.site.name for both in seen.values() for o in both[i]] for i in range(2)))
+    named = ([o.site.name for both in seen.values() for o in both[i]] for i in range(2))
+    of_rules = [] if rules is None else rules.check(*named)
     rows: list[_Row] = []
     shapes: list[str] = []
     differs = False
@@ -60,7 +60,7 @@ def diff(
         raise DiffError(f"no site of {a.folder} was matched with one of {b.folder}; --map says which are the same")
     unknown: list[str] = []
     cells = _cells(rows, (a, b), references, numbers, unknown, threads)
-    notes = [*shapes, *unknown, *_notes(a, b, references, numbers, steps)]
+    notes = [*of_rules, *shapes, *unknown, *_notes(a, b, references, numbers, steps)]
     if all(cell.verdict == "unknown" and not cell.differing for row in cells for cell in row):
         raise DiffError(f"nothing can be said: {next(iter(unknown), 'no step has a matched site in both traces')}")
     found = tuple(row.row(tuple(each)) for row, each in zip(rows, cells, strict=True))

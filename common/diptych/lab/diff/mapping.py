@@ -58,18 +58,27 @@ class Rules:
                     return rule, result + rest
         return None
 
-    def check(self, a: Iterable[str], b: Iterable[str]) -> None:
-        """**Raises** DiffError for a rule that matches no name of A, or whose results are no names of B."""
+    def check(self, a: Iterable[str], b: Iterable[str]) -> list[str]:
+        """Returns a sentence for each rule with some results that are no names of B, so that sites of A stay alone.
+
+        **Raises** DiffError for a rule that matches no name of A, or whose results are all no names of B.
+        """
         b_names = {text for name in b for text in (names.normal(name), names.split(name).path)}
         results: dict[str, list[str]] = {rule.a: [] for rule in self.rules}
         for name in dict.fromkeys(a):
             if found := self.find(name):
                 results[found[0].a].append(found[1])
+        notes = []
         for rule, made in results.items():
+            missing = [name for name in made if name not in b_names and names.split(name).path not in b_names]
             if not made:
                 raise DiffError(f"{self.path}: {rule[:200]!r}: no name of A is left for this rule")
-            if not any(name in b_names or names.split(name).path in b_names for name in made):
+            if len(missing) == len(made):
                 raise DiffError(f"{self.path}: {rule[:200]!r}: B has no {made[0][:200]!r}")
+            if missing:
+                few = names.few([repr(name[:200]) for name in missing])
+                notes.append(f"{self.path}: {rule[:200]!r}: of {len(made)} names that it makes, B does not have {few}")
+        return notes
 
 
 def read(path: pathlib.Path) -> Rules:

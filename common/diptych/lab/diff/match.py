@@ -91,9 +91,11 @@ class _Matcher:
         for a, b in self._other_shapes:
             shown[layout.held_otherwise(a, b)].append(f"{a.key} {list(a.shape)} and {list(b.shape)}")
         if shown[False]:
-            notes.append(f"sites with the same name have other shapes, which is a finding: {_few(shown[False])}")
+            notes.append(f"sites with the same name have other shapes, which is a finding: {names.few(shown[False])}")
         if shown[True]:
-            notes.append(f"sites with the same name are held in other shapes and not compared: {_few(shown[True])}")
+            notes.append(
+                f"sites with the same name are held in other shapes and not compared: {names.few(shown[True])}"
+            )
         apart = [{pair[i].key for pair in self._other_shapes} for i in range(2)]
         alone = [
             [o.site for key, o in side.items() if key in left or key in other]
@@ -101,7 +103,7 @@ class _Matcher:
         ]
         flat = [p.a.key for p in pairs if p.axes is None and p.a.shape != p.b.shape]
         if flat:
-            notes.append(f"tensors whose axes are merged in one trace are compared flat: {_few(flat)}")
+            notes.append(f"tensors whose axes are merged in one trace are compared flat: {names.few(flat)}")
         return Matching(pairs, alone[0], alone[1], self._ambiguous, notes, bool(shown[False]))
 
     def _sides(self, grads: bool) -> tuple[list[Site], list[Site]]:
@@ -391,8 +393,3 @@ def _unique_map(pairs: Iterable[tuple[str, str]]) -> dict[str, str]:
         forward[x].add(y)
         back[y].add(x)
     return {x: next(iter(ys)) for x, ys in forward.items() if len(ys) == 1 and len(back[next(iter(ys))]) == 1}
-
-
-def _few(items: list[str], count: int = 3) -> str:
-    more = len(items) - count
-    return ", ".join(items[:count]) + (f" and {more} more" if more > 0 else "")

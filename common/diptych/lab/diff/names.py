@@ -8,6 +8,7 @@ numbered, and what wraps a model.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from diptych.lab.capture import MODEL
@@ -80,3 +81,9 @@ def common(site: Site) -> Name:
         if part.isdecimal():
             found[i] = _STACKS.get(found[i], found[i])
     return Name("/".join(found), place)
+
+
+def few(items: Sequence[str], count: int = 3) -> str:
+    """Returns the first items as a list in words, and how many more there are."""
+    more = len(items) - count
+    return ", ".join(items[:count]) + (f" and {more} more" if more > 0 else "")
