@@ -14,14 +14,14 @@ OPERANDS = [np.random.default_rng(i).standard_normal(SHAPE).astype(np.float32) /
 OPERANDS[0][0, :8] = [1e4, 1e-9, 0, -0.0, 3e-7, -1e4, 77, 5e-5]  # what is clipped in small blocks and what is flushed
 
 
-def torch_step(folder, recipe):
+def torch_step(folder, recipe, device):
     import torch
 
     import diptych.torch as dt
     from diptych.torch import lab
 
-    layer = dt.Linear(*SHAPE, bias=False).bfloat16()
-    x, weight = (torch.from_numpy(v).bfloat16() for v in OPERANDS)
+    layer = dt.Linear(*SHAPE, bias=False).bfloat16().to(device)
+    x, weight = (torch.from_numpy(v).bfloat16().to(device) for v in OPERANDS)
     with torch.no_grad():
         layer.weight.copy_(weight)
     with lab.capture(layer, out=folder, values="full") as t:
@@ -30,7 +30,7 @@ def torch_step(folder, recipe):
         t.step()
 
 
-def jax_step(folder, recipe):
+def jax_step(folder, recipe, device):
     import jax
     import jax.numpy as jnp
 
@@ -38,7 +38,8 @@ def jax_step(folder, recipe):
     from diptych.common import linear_plan
     from diptych.jax import lab
 
-    x, weight = (jnp.asarray(v).astype(jnp.bfloat16) for v in OPERANDS)
+    on = jax.devices(device)[0]
+    x, weight = (jax.device_put(jnp.asarray(v).astype(jnp.bfloat16), on) for v in OPERANDS)
     plan = linear_plan(recipe)
     given = {"rng": dj.rng_state(5)} if plan.needs_rng else {}
 
@@ -46,6 +47,7 @@ def jax_step(folder, recipe):
         return jnp.square(dj.dense(x, weight, recipe=recipe, state=state, **given).astype(jnp.float32)).sum()
 
     args = (weight, dj.init_state(recipe)) if plan.states else (weight,)
+    args = jax.device_put(args, on)
     step = dj.value_and_grad_with_state(loss) if plan.states else jax.grad(loss)
     with lab.capture(jax.jit(step), folder, values="full", check=False) as run:
         run(*args)
@@ -53,8 +55,8 @@ def jax_step(folder, recipe):
 
 @pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("step", [torch_step, jax_step], ids=["torch", "jax"])
-def test_payloads_are_measured_as_numpy_does(step, name, tmp_path):
-    step(tmp_path / "t", RECIPES[name])
+def test_payloads_are_measured_as_numpy_does(step, name, tmp_path, device):
+    step(tmp_path / "t", RECIPES[name], device)
     trace, seen = Trace.open(tmp_path / "t"), 0
     for o in trace.ranks[0].step(0):
         measured = o.record.statistics.quantized

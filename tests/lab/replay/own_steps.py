@@ -57,8 +57,8 @@ def _tensor(x: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(x.view(np.int16)).view(torch.bfloat16)
 
 
-def torch_steps(folder: Path, kind: str, recipe: Any, **options: Any) -> Trace:
-    """Records steps of one layer. `options`: of its class."""
+def torch_steps(folder: Path, kind: str, recipe: Any, device: str, **options: Any) -> Trace:
+    """Records steps of one layer on a device. `options`: of its class."""
     options = OPTIONS.get(kind, {}) | options
     x, arrays = _arrays(kind)
     layer = MODULES[kind][0](*((len(GROUPS) - 1,) * (kind == "grouped_linear")), K, N, dtype=torch.bfloat16, **options)
@@ -68,10 +68,12 @@ def torch_steps(folder: Path, kind: str, recipe: Any, **options: Any) -> Trace:
     with torch.no_grad():
         for name, value in arrays.items():
             getattr(layer, name).copy_(_tensor(value))
-    groups = {"offsets": torch.tensor(GROUPS, dtype=torch.int32), "align": 16} if kind == "grouped_linear" else {}
+    layer.to(device)
+    offsets = torch.tensor(GROUPS, dtype=torch.int32, device=device)
+    groups = {"offsets": offsets, "align": 16} if kind == "grouped_linear" else {}
     with torch_lab.capture(layer, out=folder, values="full", statistics=False) as run:
         for _ in range(STEPS):
-            given = _tensor(x).requires_grad_()
+            given = _tensor(x).to(device).requires_grad_()
             with dt.autocast(recipe=recipe):
                 y = layer(given, **groups)
             y.backward(torch.ones_like(y))
@@ -83,8 +85,13 @@ def _needs_rng(kind: str, recipe: Any) -> bool:
     return linear_plan(recipe, kind).needs_rng
 
 
-def jax_steps(folder: Path, kind: str, recipe: Any, **options: Any) -> Trace:
-    """Records steps of one layer. `options`: of its function."""
+def jax_steps(folder: Path, kind: str, recipe: Any, device: str, **options: Any) -> Trace:
+    """Records steps of one layer on a device. `options`: of its function."""
+    with jax.default_device(jax.devices(device)[0]):
+        return _jax_steps(folder, kind, recipe, **options)
+
+
+def _jax_steps(folder: Path, kind: str, recipe: Any, **options: Any) -> Trace:
     x, arrays = _arrays(kind)
     mlp, options = kind == "layernorm_mlp", OPTIONS.get(kind, {}) | options
     states = (dj.init_layernorm_mlp_state if mlp else init_state)(recipe, module=kind)

@@ -33,9 +33,9 @@ from diptych.torch.lab import own_ops as torch_ops
 PAIR = ("torch", "jax")
 
 
-def assert_same(op, framework):
+def assert_same(op, framework, device="cpu"):
     """Asserts that a framework computes the results of an operation again."""
-    again = require(framework, "cpu").replay(op, "cpu")
+    again = require(framework, device).replay(op, device)
     assert again.keys() == op.outputs.keys(), (op.kind, framework)
     for name, bits in op.outputs.items():
         assert same_bits(bits, again[name]), (op.kind, name, framework)
@@ -52,20 +52,20 @@ VARIANTS = {
 }
 
 
-def assert_every_operation_has_the_same_bits_again(trace):
+def assert_every_operation_has_the_same_bits_again(trace, device="cpu"):
     assert not_described(trace) == set()
     for step in range(STEPS):
         for op in operations(trace, step):
             for framework in PAIR:
-                assert_same(op, framework)
+                assert_same(op, framework, device)
 
 
 @pytest.mark.parametrize("recipe", others_slow(RECIPES, ("fp8-delayed", "nvfp4")))
 @pytest.mark.parametrize("kind", others_slow(MODULES, ("layernorm_mlp", "grouped_linear")))
 @pytest.mark.parametrize("framework", PAIR)
-def test_every_operation_of_a_step_has_the_same_bits_again(tmp_path, framework, kind, recipe):
-    trace = RECORD[framework](tmp_path / "t", kind, RECIPES[recipe])
-    assert_every_operation_has_the_same_bits_again(trace)
+def test_every_operation_of_a_step_has_the_same_bits_again(tmp_path, framework, kind, recipe, device):
+    trace = RECORD[framework](tmp_path / "t", kind, RECIPES[recipe], device)
+    assert_every_operation_has_the_same_bits_again(trace, device)
 
 
 @pytest.mark.slow
@@ -73,7 +73,7 @@ def test_every_operation_of_a_step_has_the_same_bits_again(tmp_path, framework, 
 @pytest.mark.parametrize("framework", PAIR)
 def test_every_operation_of_other_steps_has_the_same_bits_again(tmp_path, framework, variant):
     kind, recipe, options = VARIANTS[variant]
-    trace = RECORD[framework](tmp_path / "t", kind, recipe, **options)
+    trace = RECORD[framework](tmp_path / "t", kind, recipe, "cpu", **options)
     assert_every_operation_has_the_same_bits_again(trace)
 
 

@@ -104,7 +104,7 @@ class JaxTrainer:
 
     @contextlib.contextmanager
     def captured(self, out: pathlib.Path) -> Iterator[Callable[[np.ndarray], float]]:
-        with capture(self._gradients, out, check=False, **EVERYTHING) as run:
+        with jax.default_device(self._device), capture(self._gradients, out, check=False, **EVERYTHING) as run:
 
             def step(batch: np.ndarray) -> float:
                 loss, grads, self._kept = run(self._params, self._kept, self._put(batch))
