@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.torch_version import TorchVersion
 from torch.utils import _pytree as pytree
 
 from diptych.common.errors import UnsupportedError
@@ -234,6 +235,10 @@ def nearest(x: Tensor, known: Container[Any]) -> tuple[list[int], list[Tensor]] 
     return list(tickets), list(leaves.values())
 
 
+_TRACES_COPY = TorchVersion(torch.__version__) >= (2, 13)
+"""Whether torch.compile traces `copy.copy`. torch 2.11 does not; 2.12 was not tried."""
+
+
 @torch.compiler.disable
 def _enter(module: nn.Module) -> None:
     recorder, key = _recorder(module)
@@ -287,12 +292,13 @@ def mapped(
 
 
 def _mapped_fields(value: Any, tap: Any, place: str, skip: Any) -> Any:
+    fields = [f for f in dataclasses.fields(value) if hasattr(value, f.name)]
+    found = {f.name: mapped(getattr(value, f.name), tap, f'{place}["{f.name}"]', skip) for f in fields}
+    if torch.compiler.is_compiling() and not _TRACES_COPY:
+        return dataclasses.replace(value, **{f.name: found[f.name] for f in fields if f.init})
     made = copy.copy(value)
-    for field in dataclasses.fields(value):
-        if not hasattr(value, field.name):
-            continue
-        child = getattr(value, field.name)
-        object.__setattr__(made, field.name, mapped(child, tap, f'{place}["{field.name}"]', skip))
+    for name, child in found.items():
+        object.__setattr__(made, name, child)
     return made
 
 
